@@ -1,0 +1,124 @@
+"""The description that every model is built from: widths, sizes and a pattern of layers."""
+
+import re
+from dataclasses import dataclass
+
+from config.fields import setting
+from mamba_fsdp.errors import UserError
+
+MIXERS = ("mamba1", "mamba2", "attention")
+
+
+@dataclass(frozen=True)
+class Layer:
+    mixer: str  # one of MIXERS
+    mlp: bool
+
+
+@dataclass
+class ModelConfig:
+    """The model's structure. A preset fills it; any field can be overridden."""
+
+    model_name: str = setting("demo", aliases=("model_variant",))
+    """Preset that the other model settings start from, such as demo, mamba-130m, mamba2-1.3b, mamba_9.8b, llama2_7b."""
+    d_model: int = setting(128, at_least=1)
+    """Width of the residual stream."""
+    n_layer: int = setting(4, at_least=1)
+    """Number of layers."""
+    layers: str = setting("mamba1")
+    """Pattern of layers, repeated or cut to n_layer: items mamba1, mamba2 or attention, each with an optional +mlp and
+    count, as in 9*mamba2+mlp,attention+mlp."""
+    vocab_size: int = setting(4096, at_least=2)
+    """Number of tokens of the tokenizer; the embedding is padded to a multiple of pad_vocab_size_multiple."""
+    pad_vocab_size_multiple: int = setting(8, at_least=1)
+    """Rows of the embedding are rounded up to a multiple of this."""
+    tie_embeddings: bool = setting(True)
+    """Use the embedding as output layer too."""
+    norm_eps: float = setting(1e-5, above=0)
+    """Epsilon of every RMSNorm."""
+    d_state: int = setting(16, at_least=1)
+    """State size per channel (Mamba-1) or per head (Mamba-2)."""
+    d_conv: int = setting(4, at_least=2, at_most=4)
+    """Width of the causal convolution."""
+    expand: int = setting(2, at_least=1)
+    """Inner width of an SSM layer as a multiple of d_model."""
+    dt_rank: int = setting(0, at_least=0)
+    """Mamba-1: rank of the dt projection; 0 means ceil(d_model / 16)."""
+    headdim: int = setting(64, at_least=1)
+    """Mamba-2: channels per head."""
+    ngroups: int = setting(1, at_least=1)
+    """Mamba-2: groups of heads that share B and C."""
+    chunk_size: int = setting(256, at_least=1)
+    """Mamba-2: positions per chunk of the fused scan (the result does not depend on it)."""
+    n_head: int = setting(8, at_least=1)
+    """Attention: query heads."""
+    n_kv_head: int = setting(8, at_least=1)
+    """Attention: key and value heads (fewer than n_head: grouped-query attention)."""
+    head_dim: int = setting(0, at_least=0)
+    """Attention: channels per head; 0 means d_model / n_head."""
+    rotary_dim: int = setting(-1, at_least=-1)
+    """Attention: first channels of each head that are rotated by position; 0 none, -1 all of the head."""
+    rope_theta: float = setting(10000.0, above=0)
+    """Attention: base of the rotary frequencies."""
+    d_intermediate: int = setting(0, at_least=0)
+    """Width of the MLP in layers marked +mlp."""
+
+    def layer_list(self):
+        """The n_layer layers as a list of Layer. Raises UserError where the pattern can't be read."""
+        pattern = []
+        for item in self.layers.replace(" ", "").split(","):
+            match = re.fullmatch(r"(?:(\d+)\*)?([a-z0-9]+)(\+mlp)?", item)
+            if not match or match[2] not in MIXERS:
+                raise UserError(f"layers: can't read {item!r} in {self.layers!r}; write mamba1, mamba2 or attention, "
+                                "with an optional count and +mlp, as in 9*mamba2+mlp,attention+mlp")
+            pattern += [Layer(match[2], bool(match[3]))] * int(match[1] or 1)
+        if not pattern:
+            raise UserError(f"layers: {self.layers!r} names no layer; give each count at least 1")
+        return [pattern[i % len(pattern)] for i in range(self.n_layer)]
+
+    def has(self, mixer):
+        return any(layer.mixer == mixer for layer in self.layer_list())
+
+    @property
+    def padded_vocab_size(self):
+        return -(-self.vocab_size // self.pad_vocab_size_multiple) * self.pad_vocab_size_multiple
+
+    @property
+    def d_inner(self):
+        return self.expand * self.d_model
+
+    @property
+    def resolved_dt_rank(self):
+        return self.dt_rank or -(-self.d_model // 16)
+
+    @property
+    def n_ssm_head(self):
+        return self.d_inner // self.headdim
+
+    @property
+    def resolved_head_dim(self):
+        return self.head_dim or self.d_model // self.n_head
+
+    @property
+    def resolved_rotary_dim(self):
+        return self.resolved_head_dim if self.rotary_dim < 0 else self.rotary_dim
+
+    def check(self):
+        """Raises UserError for shapes that can't be built, naming the settings."""
+        layers = self.layer_list()
+        if any(layer.mlp for layer in layers) and self.d_intermediate < 1:
+            raise UserError(f"d_intermediate is {self.d_intermediate}, but layers {self.layers!r} asks for an MLP; give its width")
+        if self.d_intermediate and not any(layer.mlp for layer in layers):
+            raise UserError(f"d_intermediate is {self.d_intermediate}, but no layer of {self.layers!r} has +mlp")
+        if self.has("mamba2"):
+            if self.d_inner % self.headdim:
+                raise UserError(f"headdim {self.headdim} does not divide expand * d_model = {self.d_inner}")
+            if self.n_ssm_head % self.ngroups:
+                raise UserError(f"ngroups {self.ngroups} does not divide the {self.n_ssm_head} SSM heads (expand * d_model / headdim)")
+        if self.has("attention"):
+            if not self.head_dim and self.d_model % self.n_head:
+                raise UserError(f"n_head {self.n_head} does not divide d_model {self.d_model}; set head_dim or another n_head")
+            if self.n_head % self.n_kv_head:
+                raise UserError(f"n_kv_head {self.n_kv_head} does not divide n_head {self.n_head}")
+            if self.resolved_rotary_dim > self.resolved_head_dim or self.resolved_rotary_dim % 2:
+                raise UserError(f"rotary_dim {self.resolved_rotary_dim} must be even and at most head_dim {self.resolved_head_dim}")

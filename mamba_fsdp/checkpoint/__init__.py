@@ -1,0 +1,1 @@
+"""Saving, committing, choosing, pruning, loading and consolidating checkpoints."""

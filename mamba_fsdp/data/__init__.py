@@ -1,0 +1,1 @@
+"""From text to batches: tokenising, token stores, the order of samples, the loader."""

@@ -1,0 +1,35 @@
+"""Small files that are either the old one or the new one, whole, whatever happens in between."""
+
+import os
+import uuid
+from pathlib import Path
+
+
+def sync_folder(folder):
+    """Flush a folder's entries, so that a rename in it survives a power cut. Nothing to do where folders can't be opened."""
+    try:
+        descriptor = os.open(folder, os.O_RDONLY)
+    except OSError:
+        return
+    try:
+        os.fsync(descriptor)
+    except OSError:
+        pass  # some network file systems refuse fsync on a folder
+    finally:
+        os.close(descriptor)
+
+
+def write_atomically(path, data):
+    """Write `data` (str or bytes) to `path`: readers see the old content or all of the new. Raises OSError as the disk does."""
+    path = Path(path)
+    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
+    try:
+        with open(temporary, "xb") as file:
+            file.write(data.encode() if isinstance(data, str) else data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    sync_folder(path.parent)
