@@ -1,0 +1,62 @@
+"""Attention: causal, grouped-query, blocked at documents, with rotary positions; and its step for generation.
+
+    o_i = sum over j <= i in the same document of softmax_j(q_i . k_j / sqrt(head_dim)) v_j
+
+PyTorch's scaled_dot_product_attention chooses the kernel itself (flash or memory-efficient on CUDA, flash on a CPU), so
+there is one form for every setting of `kernels`. Rotary positions: Su et al. 2021 (arXiv 2104.09864), in the
+rotate-half layout that transformers and mamba-ssm use.
+"""
+
+import torch
+import torch.nn.functional as F
+
+
+def attention(q, k, v, *, documents=None, kernels="portable"):
+    """Attend from every position to itself and to those before it in its document.
+
+    q (batch, length, heads, head_dim); k, v (batch, length, kv_heads, head_dim), where kv_heads divides heads;
+    documents (batch, length) as everywhere in ops. Returns (batch, length, heads, head_dim).
+    """
+    mask = None
+    if documents is not None:
+        same_document = documents[:, None, :, None] == documents[:, None, None, :]
+        mask = same_document.tril()
+    q, k, v = (t.transpose(1, 2) for t in (q, *_share_heads(q, k, v)))
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None).transpose(1, 2)
+
+
+def attention_step(q, k_cache, v_cache, length):
+    """Attend from one new token to the first `length` entries of its cache, its own being the last of them.
+
+    q (batch, heads, head_dim); k_cache, v_cache (batch, max_length, kv_heads, head_dim), the keys rotated. Returns
+    (batch, heads, head_dim).
+    """
+    k, v = k_cache[:, :length], v_cache[:, :length]
+    q, k, v = (t.transpose(1, 2) for t in (q[:, None], *_share_heads(q[:, None], k, v)))
+    return F.scaled_dot_product_attention(q, k, v)[:, :, 0]
+
+
+def rotary(x, positions, rotary_dim, theta):
+    """Rotate the first `rotary_dim` channels of every head by its position; the others pass through.
+
+    x (batch, length, heads, head_dim); positions (length) or (batch, length), integers. Channels i and i + rotary_dim/2
+    are one pair, turned by positions * theta^(-2i / rotary_dim). The angles are computed in fp32 whatever x is, as in
+    the reference implementations, so that the logits of published weights come out the same.
+    """
+    assert rotary_dim % 2 == 0 and rotary_dim <= x.shape[-1], f"rotary_dim {rotary_dim} for heads of {x.shape[-1]}"
+    if rotary_dim == 0:
+        return x
+    exponents = torch.arange(0, rotary_dim, 2, device=x.device).float() / rotary_dim
+    angles = positions[..., None].float() * (1.0 / theta**exponents)
+    work_dtype = torch.promote_types(x.dtype, torch.float32)
+    cos, sin = (t.to(work_dtype).unsqueeze(-2) for t in (angles.cos(), angles.sin()))
+    first, second, rest = x.split([rotary_dim // 2, rotary_dim // 2, x.shape[-1] - rotary_dim], dim=-1)
+    turned = torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x.dtype)
+    return torch.cat([turned, rest], dim=-1)
+
+
+def _share_heads(q, k, v):
+    """Repeat each key and value head for its group of query heads."""
+    group = q.shape[2] // k.shape[2]
+    assert group * k.shape[2] == q.shape[2], f"{k.shape[2]} kv_heads don't divide {q.shape[2]} heads"
+    return (k, v) if group == 1 else (k.repeat_interleave(group, dim=2), v.repeat_interleave(group, dim=2))
