@@ -1,0 +1,223 @@
+"""From the command line, a YAML file, a preset and the defaults to one checked TrainConfig; the help page; the YAML form.
+
+Order of precedence: command line, then --config FILE.yaml, then the preset that model_name names, then the defaults.
+Every value is read by the type of its field, never guessed: a run id 0123 stays text.
+"""
+
+import ast
+import dataclasses
+import difflib
+import inspect
+import textwrap
+from functools import lru_cache
+from pathlib import Path
+
+from config.presets import preset
+from config.train_config import Duration, TrainConfig
+from mamba_fsdp.errors import UserError
+
+BOOLEANS = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
+PRECISIONS = {"true": "bf16", "false": "fp32"}  # launchers elsewhere have mixed_precision as a switch
+
+
+@lru_cache(maxsize=None)
+def all_settings():
+    """dict: leaf name -> (section name, dataclass field)."""
+    found = {}
+    for section in dataclasses.fields(TrainConfig):
+        for leaf in dataclasses.fields(section.default_factory):
+            assert leaf.name not in found, f"two settings are called {leaf.name}"
+            found[leaf.name] = (section.name, leaf)
+    return found
+
+
+@lru_cache(maxsize=None)
+def aliases():
+    """dict: any accepted name -> leaf name."""
+    names = {}
+    for name, (section, leaf) in all_settings().items():
+        for known in (name, *leaf.metadata["aliases"]):
+            names[known] = names[f"{section}.{known}"] = name
+    return names
+
+
+def resolve(given, config_file=None):
+    """The TrainConfig for the settings `given` (dict of name -> text) on top of `config_file`, the preset and the defaults.
+
+    Returns (config, explicit): explicit is the set of leaf names that the command line or the file set.
+    Raises UserError for unknown names (with the nearest), values of the wrong type or out of bounds, and impossible combinations.
+    """
+    chosen = {}
+    if config_file:
+        path = find_config_file(config_file)
+        chosen.update(_read(flatten(load_yaml(path), path), where=f"in {path}"))
+    chosen.update(_read(given, where="on the command line"))
+    values = {**preset(chosen["model_name"] if "model_name" in chosen else default("model_name")), **chosen}
+    config = TrainConfig()
+    for name, value in values.items():
+        setattr(getattr(config, all_settings()[name][0]), name, value)
+    config.check()
+    return config, set(chosen)
+
+
+def default(name):
+    section, leaf = all_settings()[name]
+    return leaf.default if leaf.default is not dataclasses.MISSING else leaf.default_factory()
+
+
+def find_config_file(name):
+    """The path of a YAML file given as a path or as the name of one in config/. Raises UserError."""
+    beside = Path(__file__).parent / f"{name}.yaml"
+    for path in (Path(name), beside):
+        if path.is_file():
+            return path
+    ready = ", ".join(sorted(path.stem for path in Path(__file__).parent.glob("*.yaml")))
+    raise UserError(f"config: there is no file {name}; give a path or one of {ready}")
+
+
+def load_yaml(path):
+    import yaml
+
+    class Text(yaml.SafeLoader):
+        """Leaves every scalar as the text that was written, so that our own types decide."""
+
+    Text.yaml_implicit_resolvers = {}
+    try:
+        content = yaml.load(Path(path).read_text(), Loader=Text)
+    except (yaml.YAMLError, UnicodeDecodeError, OSError) as error:
+        raise UserError(f"{path}: can't be read as YAML: {' '.join(str(error).split())}") from None
+    if content in (None, ""):
+        return {}
+    if not isinstance(content, dict):
+        raise UserError(f"{path}: expected `name: value` lines")
+    return content
+
+
+def flatten(content, path):
+    """{section: {name: value}} or {name: value} or both -> {name: value}, refusing a name given twice."""
+    sections = {field.name for field in dataclasses.fields(TrainConfig)}
+    flat = {}
+    for key, value in content.items():
+        entries = {f"{key}.{name}": inner for name, inner in value.items()} if key in sections and isinstance(value, dict) else {key: value}
+        if key in sections and not isinstance(value, dict) and value:
+            raise UserError(f"{path}: {key} is a section; put its settings below it")
+        flat.update({} if key in sections and not value else entries)
+    return flat
+
+
+def _read(given, where):
+    chosen = {}
+    for key, text in given.items():
+        name = aliases().get(key)
+        if name is None:
+            # A section that is given wrongly is forgiven in the suggestion, not in the setting.
+            near = difflib.get_close_matches(key.split(".")[-1], all_settings(), n=1, cutoff=0.5)
+            hint = f"did you mean {near[0]}?" if near else "training.py --help lists them"
+            raise UserError(f"{key}: there is no such setting ({where}); {hint}")
+        if name in chosen:
+            raise UserError(f"{name}: given twice {where} (as {key} too); give it once")
+        chosen[name] = coerce(name, text, where)
+    return chosen
+
+
+def coerce(name, text, where):
+    """The value of setting `name` written as `text` (or a YAML list of texts), of its type and within its bounds."""
+    leaf = all_settings()[name][1]
+    try:
+        value = _convert(leaf.type, text, name)
+    except ValueError as error:
+        raise UserError(f"{name}={text}: {error} ({where})") from None
+    bounds = leaf.metadata
+    number = value.count if isinstance(value, Duration) else value
+    if bounds["choices"] and value not in bounds["choices"]:
+        raise UserError(f"{name}={text}: must be one of {', '.join(bounds['choices'])} ({where})")
+    for holds, words in ((bounds["above"] is None or number > bounds["above"], f"above {bounds['above']}"),
+                         (bounds["at_least"] is None or number >= bounds["at_least"], f"at least {bounds['at_least']}"),
+                         (bounds["at_most"] is None or number <= bounds["at_most"], f"at most {bounds['at_most']}")):
+        if not holds:
+            raise UserError(f"{name}={text}: must be {words} ({where})")
+    return value
+
+
+def _convert(kind, text, name):
+    if kind in (list[str], list[float]):
+        parts = text if isinstance(text, list) else [part.strip() for part in str(text).strip("[]() ").split(",")]
+        inner = str if kind == list[str] else float
+        return [_convert(inner, part, name) for part in parts if part not in ("", None)]
+    if isinstance(text, (list, dict)):
+        raise ValueError("expected one value")
+    text = "" if text is None else str(text).strip()
+    if name == "mixed_precision":
+        return PRECISIONS.get(text.lower(), text)
+    if kind is str:
+        return text
+    if kind is Duration:
+        return Duration.parse(text)
+    if kind is bool:
+        if text.lower() not in BOOLEANS:
+            raise ValueError("expected true or false")
+        return BOOLEANS[text.lower()]
+    try:
+        number = float(text)
+    except ValueError:
+        raise ValueError("expected a whole number" if kind is int else "expected a number") from None
+    if number != number or number in (float("inf"), float("-inf")):
+        raise ValueError("expected a finite number")
+    if kind is float:
+        return number
+    if number != int(number):
+        raise ValueError("expected a whole number")
+    return int(text.replace("_", "")) if text.lstrip("+-").replace("_", "").isdigit() else int(number)
+
+
+def as_dict(config):
+    """The settings as plain nested dict, for YAML and for state.json."""
+    def plain(value):
+        return str(value) if isinstance(value, Duration) else value
+
+    return {section: {name: plain(value) for name, value in values.items()}
+            for section, values in ((field.name, vars(getattr(config, field.name))) for field in dataclasses.fields(config))}
+
+
+def as_yaml(config):
+    import yaml
+
+    return yaml.safe_dump(as_dict(config), sort_keys=False)
+
+
+@lru_cache(maxsize=None)
+def meanings(section):
+    """dict: field name -> the string written below it in the dataclass `section`."""
+    body = ast.parse(textwrap.dedent(inspect.getsource(section))).body[0].body
+    return {above.target.id: " ".join(below.value.value.split()) for above, below in zip(body, body[1:])
+            if isinstance(above, ast.AnnAssign) and isinstance(below, ast.Expr)}
+
+
+def help_page():
+    """Every setting with its type, bounds, default, meaning and other names."""
+    lines = ["Train a Mamba language model. Going on after a stop or a crash is the same command again.", "",
+             "  python training.py [--config=FILE.yaml] [--SETTING=VALUE ...]", "",
+             "A setting may carry its section (--optimizer.learning_rate) and stand in YAML, flat or in sections.",
+             "The command line wins over --config, that over the preset named by model_name, that over the defaults."]
+    for section in dataclasses.fields(TrainConfig):
+        kind = section.default_factory
+        lines += ["", f"{section.name}: {' '.join(kind.__doc__.split())}"]
+        for leaf in dataclasses.fields(kind):
+            lines.append(f"  --{leaf.name}={_shown(default(leaf.name))}  ({_bounds(leaf)})")
+            also = f" Also: {', '.join(leaf.metadata['aliases'])}." if leaf.metadata["aliases"] else ""
+            lines += textwrap.wrap(meanings(kind)[leaf.name] + also, 116, initial_indent=" " * 6, subsequent_indent=" " * 6)
+    return "\n".join(lines)
+
+
+def _shown(value):
+    return ",".join(map(str, value)) if isinstance(value, list) else str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _bounds(leaf):
+    if leaf.metadata["choices"]:
+        return "|".join(leaf.metadata["choices"])
+    kind = {int: "whole number", float: "number", str: "text", bool: "true|false", Duration: "steps or tokens",
+            list[str]: "names", list[float]: "numbers"}[leaf.type]
+    limits = [f"{words} {leaf.metadata[key]}" for key, words in (("above", "above"), ("at_least", "at least"), ("at_most", "at most"))
+              if leaf.metadata[key] is not None]
+    return ", ".join([kind, *limits])

@@ -1,0 +1,222 @@
+"""Every setting of a training run: name, type, default, bounds and meaning (the string below each field).
+
+Leaf names are unique over the sections, so `--learning_rate=3e-4`, `--optimizer.learning_rate=3e-4` and the YAML forms
+`learning_rate: 3e-4` and `optimizer: {learning_rate: 3e-4}` name the same thing. config/settings.py resolves them.
+"""
+
+import re
+from dataclasses import dataclass, field
+
+from config.fields import setting
+from config.model_config import ModelConfig
+from mamba_fsdp.errors import UserError
+
+
+@dataclass(frozen=True)
+class Duration:
+    """A length of training: a count of optimiser steps, or of tokens when written with `tok`, as in 1006878720tok."""
+
+    count: int
+    unit: str  # "steps" or "tok"
+
+    @classmethod
+    def parse(cls, text):
+        """Reads 2000, 2_000, 2e3 or 1006878720tok. Raises ValueError otherwise."""
+        match = re.fullmatch(r"(-?[0-9][0-9_]*(?:\.[0-9]+)?(?:e[0-9]+)?)(tok|tokens)?", str(text).strip().lower())
+        if not match or float(match[1]) % 1:
+            raise ValueError(f"{text!r} is no duration; write steps, as in 2000, or tokens, as in 1000000000tok")
+        return cls(int(float(match[1])) if "e" in match[1] else int(match[1].split(".")[0]), "tok" if match[2] else "steps")
+
+    def steps(self, tokens_per_step):
+        """The duration in whole steps, rounded up."""
+        return self.count if self.unit == "steps" else -(-self.count // tokens_per_step)
+
+    def __str__(self):
+        return str(self.count) if self.unit == "steps" else f"{self.count}tok"
+
+
+def steps(default, **bounds):
+    return setting(Duration.parse(default), **bounds)
+
+
+@dataclass
+class DataConfig:
+    """What is read, and in what order."""
+
+    dataset_path: str = setting("data/builtin", aliases=("data_path",))
+    """Token store made by get_dataset.py, or a folder that holds several (see datasets)."""
+    datasets: list[str] = setting([])
+    """Names of the stores inside dataset_path to mix, as in code,text; empty means its train store, or the store itself."""
+    weights: list[float] = setting([])
+    """Shares of the datasets in the samples, in their order, on any scale; empty means in proportion to their tokens."""
+    validation_path: str = setting("auto", aliases=("eval_path",))
+    """Token store that validation reads; auto takes the validation store beside the training one, none does without."""
+    seq_length: int = setting(256, at_least=1)
+    """Tokens per sample."""
+    reset_at_documents: bool = setting(False)
+    """Let no state, convolution or attention cross the start of a document within a sample."""
+    num_workers: int = setting(1, at_least=1, at_most=64)
+    """Threads per rank that read batches ahead."""
+    prefetch: int = setting(2, at_least=1, at_most=1024)
+    """Steps read ahead."""
+
+
+@dataclass
+class OptimizerConfig:
+    """AdamW; weight decay only on matrices (not on norms, biases, A_log, D, dt_bias)."""
+
+    learning_rate: float = setting(3e-4, above=0)
+    """Peak learning rate."""
+    weight_decay: float = setting(0.1, at_least=0)
+    """Decoupled weight decay."""
+    beta1: float = setting(0.9, at_least=0, at_most=0.9999999)
+    """Decay of the mean of the gradients."""
+    beta2: float = setting(0.95, at_least=0, at_most=0.9999999)
+    """Decay of the mean of their squares."""
+    adam_epsilon: float = setting(1e-8, above=0)
+    """Added to the root of the second moment."""
+    grad_clip_thresh: float = setting(1.0, at_least=0)
+    """Gradients are scaled down to this global norm; 0 leaves them as they are."""
+
+
+@dataclass
+class ScheduleConfig:
+    """The learning rate over the run. Durations are steps, or tokens when written as in 1006878720tok."""
+
+    schedule: str = setting("cosine", choices=("cosine", "wsd", "linear", "constant", "annealing"))
+    """cosine and linear decay to the floor; wsd holds, then decays linearly over decay_steps; annealing goes straight to 0."""
+    warmup_steps: Duration = steps(-1, at_least=-1)
+    """Warm-up; -1 means a twentieth of the run, at most 2000 steps (annealing and constant: none)."""
+    decay_steps: Duration = steps(-1, at_least=-1)
+    """Length of the final decay of wsd; -1 means a tenth of the run."""
+    min_learning_rate_ratio: float = setting(0.1, at_least=0, at_most=1)
+    """Floor of cosine, wsd and linear, as a share of learning_rate."""
+
+
+@dataclass
+class TrainingConfig:
+    """The loop."""
+
+    num_steps: Duration = steps(1000, at_least=1)
+    """Length of the run in steps, or tokens as in 20000000tok."""
+    batch_size: int = setting(8, at_least=1)
+    """Samples per device and forward pass."""
+    global_batch_size: int = setting(0, at_least=0)
+    """Samples per step over all devices, reached by gradient accumulation; 0 means batch_size times the devices."""
+    seed: int = setting(2023, at_least=0)
+    """Seed of the initial weights and of the order of samples."""
+    mixed_precision: str = setting("bf16", choices=("bf16", "fp16", "fp32"))
+    """Precision of the matrix products; weights, their update, the recurrence and reductions are fp32. true means bf16, false fp32."""
+    kernels: str = setting("auto", choices=("auto", "portable", "fused"))
+    """Operators: the fastest there are, plain PyTorch, or the compiled ones or an error."""
+    deterministic: bool = setting(False)
+    """Ask torch for deterministic algorithms only: two equal runs are equal bit for bit."""
+    max_skipped_steps: int = setting(10, at_least=1)
+    """Stop after this many steps in a row whose loss or gradient was not finite (none of them is applied)."""
+    eval_interval: Duration = steps(200, at_least=0)
+    """Validate every so often, at the start and at the end; 0 never."""
+    eval_batches: int = setting(0, at_least=0)
+    """Batches of batch_size samples per device and validation, spread evenly over the store; 0 means all of it."""
+
+
+@dataclass
+class CheckpointConfig:
+    """Where the run lives, and what it starts from."""
+
+    save_ckpt_path: str = setting("runs/train", aliases=("ckpt_save_path", "run_dir"))
+    """The run folder. A committed checkpoint in it always wins: the run goes on from there."""
+    load_ckpt_path: str = setting("", aliases=("ckpt_load_path",))
+    """Start from this: a .pth file gives the model; a run or checkpoint folder the optimiser too, and with resuming_dataset
+    the position in the data."""
+    resuming_dataset: bool = setting(False)
+    """Take the position in the data from load_ckpt_path too."""
+    init_from: str = setting("")
+    """Start from these weights: a transformers or state-spaces folder, a run, a checkpoint or a .pth file. Its shape is the
+    model's unless model settings are given."""
+    checkpoint_interval: Duration = steps(500, at_least=1)
+    """Save a checkpoint every so often; one is always saved at the end and when stopped."""
+    keep_checkpoints: int = setting(3, at_least=1)
+    """Committed checkpoints kept; older ones are removed."""
+    async_checkpoint: bool = setting(True)
+    """Write checkpoints while training goes on."""
+
+
+@dataclass
+class ParallelConfig:
+    """How the model is spread over the devices."""
+
+    sharding_strategy: str = setting("auto", choices=("auto", "fsdp", "hsdp", "ddp", "none"))
+    """fsdp shards over all devices, hsdp within a node and replicates across, ddp replicates; auto: fsdp, or none on one device."""
+    fsdp_activation_checkpointing: bool = setting(False)
+    """Recompute activations in the backward pass instead of keeping them."""
+    selective_checkpointing: str = setting("1")
+    """Share of the blocks that recompute, as a fraction: 1/3 or 0.33."""
+    reentrant_checkpointing: bool = setting(False)
+    """Use torch's reentrant form of activation checkpointing."""
+    backward_prefetch: bool = setting(True)
+    """Gather the next block's weights while the backward pass is still in this one."""
+    limit_all_gathers: bool = setting(False)
+    """Let the CPU wait rather than gather many blocks ahead (less memory)."""
+    low_cpu_fsdp: bool = setting(True)
+    """Build the model without storage and fill each rank's shard alone."""
+    use_torch_compile: bool = setting(False)
+    """Compile each block."""
+    timeout_minutes: float = setting(10.0, above=0)
+    """A rank that makes no progress for so long prints where it stands and ends the job."""
+
+
+@dataclass
+class ReportConfig:
+    """What is shown and recorded."""
+
+    report_interval: int = setting(20, at_least=1)
+    """Steps between lines in metrics.jsonl and the log."""
+    tracker: str = setting("none", choices=("none", "tensorboard", "wandb"))
+    """Send the metrics there too (tensorboard: into the run folder)."""
+    use_profiler: bool = setting(False)
+    """Record a torch profile of steps 5 to 7 of this start into the run folder (profile/rank_0.json)."""
+
+
+@dataclass
+class TrainConfig:
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    training: TrainingConfig = field(default_factory=TrainingConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    report: ReportConfig = field(default_factory=ReportConfig)
+
+    def check(self):
+        """Raises UserError for combinations that can't work, before any process group or GPU starts."""
+        self.model.check()
+        data, schedule, training, checkpoint, parallel = self.data, self.schedule, self.training, self.checkpoint, self.parallel
+        if data.weights and len(data.weights) != len(data.datasets):
+            raise UserError(f"weights has {len(data.weights)} values but datasets {len(data.datasets)} names; give one weight each")
+        if any(weight < 0 for weight in data.weights) or (data.weights and not sum(data.weights)):
+            raise UserError(f"weights {data.weights} must not be negative nor all zero")
+        if training.global_batch_size % training.batch_size:
+            raise UserError(f"global_batch_size {training.global_batch_size} is no multiple of batch_size {training.batch_size}")
+        if checkpoint.load_ckpt_path and checkpoint.init_from:
+            raise UserError("load_ckpt_path and init_from both say what to start from; give one")
+        if checkpoint.resuming_dataset and (not checkpoint.load_ckpt_path or checkpoint.load_ckpt_path.endswith(".pth")):
+            raise UserError("resuming_dataset needs load_ckpt_path to be a run or checkpoint folder, which knows the data's position")
+        if self.selective_share() != 1 and not parallel.fsdp_activation_checkpointing:
+            raise UserError(f"selective_checkpointing={parallel.selective_checkpointing} does nothing without fsdp_activation_checkpointing=true")
+        if parallel.reentrant_checkpointing and not parallel.fsdp_activation_checkpointing:
+            raise UserError("reentrant_checkpointing does nothing without fsdp_activation_checkpointing=true")
+        if schedule.decay_steps.count != -1 and schedule.schedule != "wsd":
+            raise UserError(f"decay_steps belongs to schedule=wsd; schedule={schedule.schedule} decays over the whole run")
+
+    def selective_share(self):
+        """selective_checkpointing as a number in (0, 1]. Raises UserError where it is none."""
+        text = self.parallel.selective_checkpointing
+        try:
+            numerator, _, denominator = text.partition("/")
+            share = float(numerator) / float(denominator or 1)
+        except (ValueError, ZeroDivisionError):
+            share = -1.0
+        if not 0 < share <= 1:
+            raise UserError(f"selective_checkpointing={text!r} must be a share above 0 and at most 1, as in 1/3 or 0.33")
+        return share

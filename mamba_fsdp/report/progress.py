@@ -1,0 +1,56 @@
+"""What the terminal shows while training: one live line on a terminal, a plain line per report elsewhere."""
+
+import sys
+import time
+
+SECONDS_BETWEEN_UPDATES = 0.2
+
+
+def duration(seconds):
+    seconds = int(seconds)
+    hours, minutes, seconds = seconds // 3600, seconds // 60 % 60, seconds % 60
+    return f"{hours}:{minutes:02d}:{seconds:02d}" if hours else f"{minutes}:{seconds:02d}"
+
+
+class Progress:
+    """Lines on rank 0; silent elsewhere. `stream` is a text stream; it is a terminal or not."""
+
+    def __init__(self, total_steps, *, enabled=True, stream=None):
+        self.total, self.enabled, self.stream = total_steps, enabled, stream or sys.stdout
+        self.live = enabled and self.stream.isatty()
+        self.shown = ""
+        self.next_update = 0.0
+
+    def line(self, text):
+        """A line that stays."""
+        if self.enabled:
+            self._clear()
+            print(text, file=self.stream, flush=True)
+
+    def step(self, step, *, loss, learning_rate, tokens_per_second, mfu=None, seconds_left=None, report=False):
+        """The state of training; stays as a line where there is no terminal and `report` is set."""
+        if not self.enabled or not (report or (self.live and time.monotonic() >= self.next_update)):
+            return
+        width = len(str(self.total))
+        parts = [f"step {step:>{width}}/{self.total}", f"loss {loss:7.4f}", f"lr {learning_rate:.2e}", f"{tokens_per_second:>9,.0f} tokens/s"]
+        parts += [f"MFU {mfu:5.1%}"] if mfu is not None else []
+        parts += [f"left {duration(seconds_left)}"] if seconds_left is not None else []
+        text = "  ".join(parts)
+        if self.live:
+            self._clear()
+            self.stream.write("\r" + text)
+            self.stream.flush()
+            self.shown, self.next_update = text, time.monotonic() + SECONDS_BETWEEN_UPDATES
+        else:
+            print(text, file=self.stream, flush=True)
+
+    def _clear(self):
+        if self.shown:
+            self.stream.write("\r" + " " * len(self.shown) + "\r")
+            self.shown = ""
+
+    def close(self):
+        if self.shown:
+            self.stream.write("\n")
+            self.stream.flush()
+            self.shown = ""

@@ -1,0 +1,48 @@
+"""AdamW with weight decay on matrices only, and the loss scale of fp16."""
+
+import torch
+
+
+def decays(name, shape):
+    """Whether weight decay applies: matrices and convolutions, but never A_log, D, dt_bias, biases and norm weights."""
+    return len(shape) >= 2 and not name.endswith(".A_log")
+
+
+def make_optimizer(parameters, shapes, config, *, replicated, fused):
+    """AdamW over `parameters` (dict: name -> this rank's parameter; `shapes` their global shapes).
+
+    `replicated` names the parameters that lie outside the sharding: one group must not mix the two kinds.
+    """
+    groups = {}
+    for name, parameter in parameters.items():
+        groups.setdefault((decays(name, shapes[name]), name in replicated), []).append(parameter)
+    return torch.optim.AdamW(
+        [{"params": members, "weight_decay": config.weight_decay if decay else 0.0} for (decay, _), members in groups.items()],
+        lr=config.learning_rate, betas=(config.beta1, config.beta2), eps=config.adam_epsilon, fused=fused or None)
+
+
+class LossScale:
+    """fp16's dynamic scale: halved when a gradient overflows, doubled after 2000 steps without; 1 and fixed otherwise.
+
+    Micikevicius et al. 2018, Mixed Precision Training, section 3.2.
+    """
+
+    GROWTH_INTERVAL = 2000
+
+    def __init__(self, dynamic, value=None, good_steps=0):
+        self.dynamic = dynamic
+        self.value = value or (2.0 ** 16 if dynamic else 1.0)
+        self.good_steps = good_steps
+
+    def update(self, finite):
+        """After a step. True when the overflow is explained by the scale, so that the samples are not to blame."""
+        if not self.dynamic:
+            return False
+        if finite:
+            self.good_steps += 1
+            if self.good_steps == self.GROWTH_INTERVAL:
+                self.value, self.good_steps = self.value * 2, 0
+            return False
+        explained, self.good_steps = self.value > 1.0, 0
+        self.value = max(1.0, self.value / 2)
+        return explained

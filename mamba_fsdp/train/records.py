@@ -1,0 +1,65 @@
+"""What a run writes about itself: metrics.jsonl, one object a line, and status.json. Rank 0 only."""
+
+import datetime
+import json
+import math
+import os
+from pathlib import Path
+
+from mamba_fsdp.durable import write_atomically
+from mamba_fsdp.errors import UserError
+
+
+class Metrics:
+    """Appends to metrics.jsonl. A run that goes on from step S first drops what an interrupted run wrote after S, so that
+    the file reads as if nothing had happened."""
+
+    def __init__(self, run_folder, step):
+        self.path = Path(run_folder) / "metrics.jsonl"
+        kept = [line for line in read(self.path) if line["step"] <= step] if step else []
+        write_atomically(self.path, "".join(_line(entry) for entry in kept))
+        self.file = open(self.path, "a", buffering=1)
+
+    def write(self, entry):
+        self.file.write(_line(entry))
+
+    def sync(self):
+        self.file.flush()
+        os.fsync(self.file.fileno())
+
+    def close(self):
+        self.file.close()
+
+
+def _line(entry):
+    # JSON has no NaN: a loss that is not finite is written as null.
+    clean = {key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in entry.items()}
+    return json.dumps(clean) + "\n"
+
+
+def read(path):
+    """The objects of a metrics.jsonl, without a last line that a crash cut short. Raises UserError for anything else."""
+    lines = Path(path).read_text().splitlines() if Path(path).exists() else []
+    entries = []
+    for number, line in enumerate(lines, 1):
+        try:
+            entries.append(json.loads(line))
+        except ValueError:
+            if number < len(lines):
+                raise UserError(f"{path}: line {number} is no JSON; move the file away to go on without it") from None
+    return entries
+
+
+def write_status(run_folder, status, step, reason=""):
+    """status: running, stopped, finished or failed."""
+    now = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
+    content = {"status": status, "step": step, "reason": reason, "time": now}
+    write_atomically(Path(run_folder) / "status.json", json.dumps(content, indent=1) + "\n")
+
+
+def read_status(run_folder):
+    """The content of status.json, or {} where there is none."""
+    try:
+        return json.loads((Path(run_folder) / "status.json").read_text())
+    except (OSError, ValueError):
+        return {}

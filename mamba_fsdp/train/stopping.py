@@ -1,0 +1,45 @@
+"""Asking a run to stop: SIGTERM, SIGINT, SIGUSR1, or a file STOP in the run folder. The step ends and a checkpoint is committed."""
+
+import signal
+import sys
+import time
+
+SECONDS_BETWEEN_LOOKS = 1.0  # a look at the STOP file is a round trip on a shared file system
+
+
+class StopRequest:
+    """Notices requests; `reason` is "" until there is one. The ranks agree on it elsewhere: only rank 0 looks for the file."""
+
+    def __init__(self, run_folder, is_first_rank):
+        self.reason = ""
+        self.file = run_folder / "STOP" if is_first_rank else None
+        self.next_look = 0.0
+        self.previous = {}
+        if is_first_rank:
+            self.file.unlink(missing_ok=True)  # a request to a run that is over
+
+    def __enter__(self):
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+            self.previous[number] = signal.signal(number, self._on_signal)
+        return self
+
+    def __exit__(self, *_):
+        for number, handler in self.previous.items():
+            signal.signal(number, handler)
+        if self.file:
+            self.file.unlink(missing_ok=True)
+
+    def _on_signal(self, number, _frame):
+        if number == signal.SIGINT and self.reason == "SIGINT":
+            raise KeyboardInterrupt  # asked twice on the keyboard: the user does not want to wait for the checkpoint
+        self.reason = signal.Signals(number).name
+        if self.file:
+            print(f"\n{self.reason}: stopping after this step, with a checkpoint", file=sys.stderr, flush=True)
+
+    def look(self):
+        """True when a stop has been asked for on this rank."""
+        if self.file and not self.reason and time.monotonic() >= self.next_look:
+            self.next_look = time.monotonic() + SECONDS_BETWEEN_LOOKS
+            if self.file.exists():
+                self.reason = "STOP file"
+        return bool(self.reason)

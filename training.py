@@ -1,0 +1,21 @@
+"""Train a Mamba language model: `python training.py [--config=FILE.yaml] [--SETTING=VALUE ...]`, or the same under torchrun.
+
+Run again after a stop or a crash, it goes on from the newest committed checkpoint. `--help` lists every setting.
+"""
+
+from config import settings
+from mamba_fsdp import command_line
+from mamba_fsdp.errors import UserError
+
+
+def main(*unexpected, config=None, **given):
+    if unexpected:
+        raise UserError(f"{unexpected[0]}: settings are written --name=value")
+    resolved, explicit = settings.resolve(given, config)
+    from mamba_fsdp.train.run import run  # imports torch, which takes seconds: only when there is something to train
+
+    return run(resolved, explicit)
+
+
+if __name__ == "__main__":
+    command_line.run(main, settings.help_page)
