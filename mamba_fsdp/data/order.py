@@ -1,0 +1,176 @@
+"""Which window of which source is sample k of the run: arithmetic on (seed, sources, weights, k), no table of the data.
+
+Window j of a source covers its tokens [j*L, j*L + L], L = seq_length: L inputs, and the same shifted by one as labels.
+An evenly spread pattern of the weights says which source sample k comes from, and so the how-manieth draw of that source
+it is; draw n is position n % windows of epoch n // windows, and a permutation that the seed, the source's name and the
+epoch choose says which window stands there. So every window is seen exactly once an epoch, and a position in the run is
+a handful of integers: the draws made from each source.
+"""
+
+import hashlib
+import math
+
+import numpy as np
+
+from mamba_fsdp.errors import UserError
+
+# Windows move in blocks of about a million tokens (2 to 4 MB), the size from which Lustre and disks read at full rate, and
+# are then shuffled within groups of 64 blocks: a group (up to 256 MB) stays in the page cache while it is used, and neighbours
+# in the store, often of one document, end up far apart.
+BLOCK_TOKENS = 1 << 20
+GROUP_BLOCKS = 64
+# Shares are rounded to one in a million, far below the 1e-4 that a mixture is asked to meet.
+PATTERN_LENGTH = 1 << 20
+ROUNDS = 4  # of the Feistel network: from four on its permutations pass for random ones (Luby and Rackoff, 1988)
+
+
+class Order:
+    """The order of samples.
+
+    sources: {name: source}, each with `token_count` and `identity`; weights: {name: share, need not sum to 1; 0 leaves
+    the source out}. `state` is what `state_after` gave: sample 0 is then the one after it. It may have been made with other
+    weights, batch sizes or sets of sources (each source goes on with its own draws), but not with another seed, seq_length
+    or content of a source, for which the draws made so far mean nothing. Raises UserError for that, for weights that make
+    no mixture, and for a source shorter than one window.
+    """
+
+    def __init__(self, sources, weights, seq_length, seed, state=None):
+        self.names = sorted(sources)  # so that the order in which sources are listed changes nothing
+        self.seq_length, self.seed = seq_length, seed
+        self.identity = {name: sources[name].identity for name in self.names}
+        self.windows = np.array([_window_count(name, sources[name].token_count, seq_length) for name in self.names])
+        self.keys = np.array([_key(seed, name) for name in self.names], dtype=np.uint64)
+        self.counts = _pattern_counts(self.names, weights)
+        self.period = int(self.counts.sum())
+        source = np.repeat(np.arange(len(self.names)), self.counts)
+        nth = np.concatenate([np.arange(count) for count in self.counts])
+        when = (nth + 0.5) / self.counts[source]
+        spread = np.argsort(when, kind="stable")
+        self.pattern, self.nth = source[spread].astype(np.int16), nth[spread].astype(np.int32)
+        self.before = self._check(state) if state else {"drawn": {}, "identity": {}}
+        same_pattern = state is not None and state["pattern"] == self._pattern_state()
+        self.start = state["pattern_position"] if same_pattern else 0
+        self.drawn = np.array([self.before["drawn"].get(name, 0) for name in self.names])
+
+    def samples(self, first, count):
+        """Samples [first, first + count) as three int64 arrays (count,): index into `names`, window, epoch."""
+        cycle, place = np.divmod(self.start + first + np.arange(count), self.period)
+        source = self.pattern[place].astype(np.int64)
+        draw = (self.drawn - self._draws(self.start))[source] + cycle * self.counts[source] + self.nth[place]
+        epoch, position = np.divmod(draw, self.windows[source])
+        window = permuted_window(position, self.windows[source], self.block_windows, _mix(self.keys[source], epoch))
+        return source, window, epoch
+
+    def state_after(self, samples):
+        """The position after `samples` samples of this order, for JSON. Sources no longer in the mixture keep their draws."""
+        end = self.start + samples
+        drawn = self.drawn + self._draws(end) - self._draws(self.start)
+        return {
+            "seed": self.seed,
+            "seq_length": self.seq_length,
+            "pattern": self._pattern_state(),
+            "pattern_position": int(end % self.period),
+            "drawn": {**self.before["drawn"], **dict(zip(self.names, drawn.tolist()))},
+            "identity": {**self.before["identity"], **self.identity},
+        }
+
+    @property
+    def block_windows(self):
+        return max(1, BLOCK_TOKENS // self.seq_length)
+
+    def _draws(self, position):
+        """How often each source occurs in the first `position` places of the endlessly repeated pattern."""
+        cycles, rest = divmod(position, self.period)
+        return cycles * self.counts + np.bincount(self.pattern[:rest], minlength=len(self.names))
+
+    def _pattern_state(self):
+        return dict(zip(self.names, self.counts.tolist()))
+
+    def _check(self, state):
+        remedy = "or leave the data's position out (resuming_dataset=False) to begin the data anew"
+        for name, now in (("seed", self.seed), ("seq_length", self.seq_length)):
+            if state[name] != now:
+                raise UserError(f"{name} is {now}, but the data's position was saved with {name} {state[name]}, which cuts or "
+                                f"orders the data otherwise; set {name}={state[name]}, {remedy}")
+        for name, identity in self.identity.items():
+            if state["identity"].get(name, identity) != identity:
+                raise UserError(f"source {name!r} holds other data than when its position was saved; put the former data back, "
+                                f"give the new data another name, {remedy}")
+        return state
+
+
+def _window_count(name, token_count, seq_length):
+    windows = (token_count - 1) // seq_length
+    if windows < 1:
+        raise UserError(f"source {name!r} has {token_count} tokens, but one window of seq_length {seq_length} needs "
+                        f"{seq_length + 1}; give more data or a smaller seq_length")
+    return windows
+
+
+def _pattern_counts(names, weights):
+    """Occurrences of each source in one period of the pattern, as int64 in lowest terms, by largest remainder."""
+    if set(weights) != set(names):
+        raise UserError(f"weights are given for {', '.join(sorted(weights))}, but the sources are {', '.join(names)}")
+    values = np.array([weights[name] for name in names], dtype=np.float64)
+    if not np.isfinite(values).all() or (values < 0).any() or values.sum() <= 0:
+        raise UserError(f"weights {dict(weights)} make no mixture: each has to be at least 0, and one above 0")
+    shares = values / values.sum() * PATTERN_LENGTH
+    counts = np.floor(shares).astype(np.int64)
+    largest_first = np.argsort(counts - shares, kind="stable")
+    counts[largest_first[: PATTERN_LENGTH - counts.sum()]] += 1
+    for name, value, count in zip(names, values, counts):
+        if value and not count:
+            raise UserError(f"weights: the share of source {name!r} is below one in {PATTERN_LENGTH}; raise it or set it to 0")
+    return counts // math.gcd(*counts.tolist())
+
+
+def permuted_window(position, windows, block_windows, key):
+    """The window at each position of an epoch. All arrays have one length; `key` (uint64) chooses the permutation.
+
+    Blocks of block_windows windows are permuted, then the windows within each group of GROUP_BLOCKS blocks. The last block
+    may reach past the end: a position that falls there takes the place of the window it fell on, and so on until it lands
+    inside, which keeps it a bijection (cycle walking: Black and Rogaway, Ciphers with Arbitrary Finite Domains, 2002).
+    """
+    result = np.empty_like(position)
+    open_ = np.arange(len(position))
+    while open_.size:
+        block = np.minimum(block_windows, windows)
+        blocks = -(-windows // block)
+        group, within = np.divmod(position, GROUP_BLOCKS * block)
+        group_windows = np.minimum(GROUP_BLOCKS, blocks - group * GROUP_BLOCKS) * block
+        shuffled = group * GROUP_BLOCKS * block + permute(within, group_windows, _mix(key, group + 1))
+        position = permute(shuffled // block, blocks, key) * block + shuffled % block
+        inside = position < windows
+        result[open_[inside]] = position[inside]
+        open_, position, windows, key = (array[~inside] for array in (open_, position, windows, key))
+    return result
+
+
+def permute(x, size, key):
+    """A bijection of range(size), chosen by `key`, at each x: a Feistel network on two digits of base ceil(sqrt(size)),
+    with cycle walking for the few results in [size, base**2). Arrays of one length: x, size int64; key uint64."""
+    result = np.empty_like(x)
+    open_ = np.arange(len(x))
+    base = np.ceil(np.sqrt(size)).astype(np.int64)
+    while open_.size:
+        left, right = np.divmod(x, base)
+        for round_ in range(ROUNDS):
+            left, right = right, (left + (_mix(key, right * ROUNDS + round_) >> np.uint64(1)).astype(np.int64) % base) % base
+        x = left * base + right
+        inside = x < size
+        result[open_[inside]] = x[inside]
+        open_, x, size, base, key = (array[~inside] for array in (open_, x, size, base, key))
+    return result
+
+
+def _mix(key, number):
+    """A 64-bit hash of two arrays: the finaliser of SplitMix64 (Steele, Lea and Flood, 2014); uint64 arithmetic wraps."""
+    x = key + (number.astype(np.uint64) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
+
+
+def _key(seed, name):
+    digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little")
