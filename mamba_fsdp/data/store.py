@@ -1,0 +1,294 @@
+"""Token stores: a tokenised corpus as a folder of flat, memory-mapped files.
+
+    index.json       what the store holds, with its own checksum; written last, so a folder without it is no store
+    00000.bin        token ids, little endian uint16 or uint32, every document ended by exactly one eos
+    00000.doc        where each document of the shard starts, little endian int64, counted in tokens from the shard's start
+    tokenizer/       the tokenizer, as `transformers` saves it
+
+Documents never cross shards. The bytes depend on the tokens and the shard size only.
+"""
+
+import bisect
+import hashlib
+import json
+import os
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from mamba_fsdp.durable import sync_folder, write_atomically
+from mamba_fsdp.errors import UserError
+
+FORMAT = "mamba_fsdp token store"
+VERSION = 1
+SHARD_TOKENS = 1 << 28
+LARGEST_DOCUMENT = np.iinfo(np.int32).max  # positions are int32
+
+
+class Tokens(NamedTuple):
+    tokens: np.ndarray  # (count,), the source's integer type, possibly a read-only view of the file
+    positions: np.ndarray  # (count,) int32, each token's position within its document
+    mask: np.ndarray | None  # (count,) bool, which tokens count in the loss; None means all
+
+
+class TokenStore:
+    """A store open for reading. Cheap to open and to pickle: shards are mapped when first read.
+
+    Opening checks the index and every file's size; `verify` reads everything. Raises UserError naming file and fault.
+    """
+
+    def __init__(self, path):
+        self.path = Path(path)
+        index = _read_index(self.path)
+        try:
+            self.dtype = np.dtype(index["dtype"]).newbyteorder("<")
+            self.vocab_size, self.eos = index["vocab_size"], index["eos"]
+            self.tokenizer = index["tokenizer"]
+            self._shards = index["shards"]
+            self._starts = [0]
+            for shard in self._shards:
+                self._starts.append(self._starts[-1] + shard["tokens"])
+                _check_size(self.path / f"{shard['name']}.bin", shard["tokens"] * self.dtype.itemsize)
+                _check_size(self.path / f"{shard['name']}.doc", shard["documents"] * 8)
+            self.document_count = sum(shard["documents"] for shard in self._shards)
+        except (KeyError, TypeError) as error:
+            raise UserError(f"{self.path / 'index.json'}: the index lacks or garbles {error}; make the store again") from error
+        self.token_count = self._starts[-1]
+        self.identity = index["checksum"]
+        self._maps = [None] * len(self._shards)
+
+    def __reduce__(self):
+        return TokenStore, (self.path,)
+
+    def __len__(self):
+        return self.token_count
+
+    @property
+    def tokenizer_path(self):
+        """The tokenizer's folder. Raises UserError where the store came without one."""
+        path = self.path / "tokenizer"
+        if not path.is_dir():
+            raise UserError(f"{path}: the store holds no tokenizer; make it again with get_dataset.py --tokenizer=...")
+        return path
+
+    def read(self, start, count):
+        """Tokens [start, start + count) of the store, across shards, with their positions; the mask is None."""
+        assert 0 <= start and 0 <= count and start + count <= self.token_count, (start, count, self.token_count)
+        parts = []
+        shard = bisect.bisect_right(self._starts, start) - 1
+        while True:
+            offset = start - self._starts[shard]
+            length = min(count, self._starts[min(shard + 1, len(self._shards))] - start)
+            parts.append(self._read_shard(min(shard, len(self._shards) - 1), offset, length))
+            start, count, shard = start + length, count - length, shard + 1
+            if not count:
+                break
+        if len(parts) == 1:
+            return Tokens(*parts[0], None)
+        return Tokens(*(np.concatenate(arrays) for arrays in zip(*parts)), None)
+
+    def documents(self):
+        """The documents one after the other, each a view of its tokens with the eos."""
+        for shard, described in enumerate(self._shards):
+            tokens, starts = self._map(shard)
+            for start, end in zip(starts, [*starts[1:], described["tokens"]]):
+                yield tokens[start:end]
+
+    def verify(self):
+        """Reads every file and compares checksums. Raises UserError naming the first damaged one."""
+        for shard in self._shards:
+            for suffix in ("bin", "doc"):
+                path = self.path / f"{shard['name']}.{suffix}"
+                if _sha256(path) != shard[f"{suffix}_sha256"]:
+                    raise UserError(f"{path}: the content does not match its checksum in index.json; "
+                                    "the file is damaged: copy it again or make the store again")
+
+    def _map(self, shard):
+        if self._maps[shard] is None:
+            stem = self.path / self._shards[shard]["name"]
+            try:
+                # Plain arrays over the maps: np.memmap's own indexing costs microseconds a call.
+                self._maps[shard] = (np.asarray(np.memmap(f"{stem}.bin", self.dtype, "r")),
+                                     np.asarray(np.memmap(f"{stem}.doc", "<i8", "r")))
+            except (OSError, ValueError) as error:
+                raise UserError(f"{stem}.bin, .doc: can't be mapped ({error})") from error
+        return self._maps[shard]
+
+    def _read_shard(self, shard, offset, count):
+        tokens, starts = self._map(shard)
+        first = starts.searchsorted(offset, "right") - 1
+        last = starts.searchsorted(offset + count, "left")
+        position = offset - int(starts[first])
+        positions = np.arange(position, position + count, dtype=np.int32)
+        if last - first > 1:
+            inner = starts[first + 1:last] - offset
+            lengths = np.diff(inner, append=count)
+            positions[inner[0]:] -= np.repeat((inner + position).astype(np.int32), lengths)
+        return tokens[offset:offset + count], positions
+
+
+class StoreWriter:
+    """Writes a store. `state()` makes what was appended durable and returns what a new writer needs to go on from there.
+
+    Raises OSError as the disk does, UserError for tokens outside the vocabulary and for a document of 2**31 tokens or more.
+    """
+
+    def __init__(self, path, *, vocab_size, eos, tokenizer, shard_tokens=SHARD_TOKENS, state=None):
+        """tokenizer: what names the tokenizer's content, see tokenizer.py. state: of an earlier writer with the same arguments."""
+        assert 0 <= eos < vocab_size <= 1 << 32 and shard_tokens > 0
+        self.path = Path(path)
+        self.vocab_size, self.eos, self.tokenizer, self.shard_tokens = vocab_size, eos, tokenizer, shard_tokens
+        self.dtype = np.dtype("<u2" if vocab_size <= 1 << 16 else "<u4")
+        self._shards, self._tokens, self._documents, self._open = [], 0, 0, 0
+        if state:
+            self._shards, self._tokens, self._documents, self._open = (
+                list(state["shards"]), state["tokens"], state["documents"], state["open"])
+        self.path.mkdir(parents=True, exist_ok=True)
+        self._files = self._open_files()
+
+    @property
+    def token_count(self):
+        return self._tokens + sum(shard["tokens"] for shard in self._shards)
+
+    @property
+    def document_count(self):
+        """Documents begun so far."""
+        return self._documents + sum(shard["documents"] for shard in self._shards)
+
+    def add_document(self, tokens):
+        """Appends one whole document, given without its eos."""
+        tokens = np.append(np.asarray(tokens, dtype=np.int64), self.eos)
+        self.append(tokens, np.array([len(tokens)]))
+
+    def append(self, tokens, ends):
+        """Appends `tokens` (n,), integers. `ends` (documents,): where in `tokens` each document ends, one past its eos.
+
+        Tokens after the last end belong to a document that the next call goes on with.
+        """
+        tokens, ends = np.asarray(tokens), np.asarray(ends, dtype=np.int64)
+        if len(tokens) and (int(tokens.max()) >= self.vocab_size or int(tokens.min()) < 0):
+            raise UserError(f"{self.path}: token id {int(tokens.max())} or {int(tokens.min())} is outside the vocabulary of "
+                            f"{self.vocab_size}; the token ids and --tokenizer don't belong together")
+        done = 0
+        while len(ends) and self._tokens + ends[-1] - done >= self.shard_tokens:
+            last = ends.searchsorted(self.shard_tokens - self._tokens + done)  # the document that fills the shard
+            self._write(tokens[done:ends[last]], ends[:last + 1] - done)
+            self._finish_shard()
+            done, ends = int(ends[last]), ends[last + 1:]
+        self._write(tokens[done:], ends - done)
+
+    def state(self):
+        """Flushes to disk; returns a JSON-able dict for `StoreWriter(..., state=...)`."""
+        for file in self._files:
+            file.flush()
+            os.fsync(file.fileno())
+        return {"shards": list(self._shards), "tokens": self._tokens, "documents": self._documents, "open": self._open}
+
+    def finish(self):
+        """Writes the index: from here on the folder is a store. Returns it open."""
+        assert not self._open, "the last document has no end"
+        assert self.token_count, "a store holds at least one document"
+        if self._tokens:
+            self._finish_shard()
+        self.close()
+        for path in self._paths():  # the shard that was opened for more
+            path.unlink()
+        sync_folder(self.path)
+        index = {"format": FORMAT, "version": VERSION, "dtype": self.dtype.name, "vocab_size": self.vocab_size,
+                 "eos": self.eos, "tokenizer": self.tokenizer, "shards": self._shards}
+        write_atomically(self.path / "index.json", json.dumps({**index, "checksum": _checksum(index)}, indent=1) + "\n")
+        return TokenStore(self.path)
+
+    def close(self):
+        for file in self._files:
+            file.close()
+
+    def _paths(self):
+        return [self.path / f"{len(self._shards):05d}.{suffix}" for suffix in ("bin", "doc")]
+
+    def _open_files(self):
+        """The current shard's files, cut back to what is known to be in them."""
+        files = []
+        for path, size in zip(self._paths(), (self._tokens * self.dtype.itemsize, self._documents * 8)):
+            file = open(path, "ab")
+            if os.fstat(file.fileno()).st_size < size:
+                raise UserError(f"{path}: shorter than recorded; start again with --overwrite")
+            file.truncate(size)
+            files.append(file)
+        return files
+
+    def _write(self, tokens, ends):
+        if not len(tokens):
+            return
+        starts = np.concatenate([[0] if not self._open else [], ends[ends < len(tokens)]])
+        lengths = np.diff(ends, prepend=-self._open, append=len(tokens))
+        if lengths.max() > LARGEST_DOCUMENT:
+            raise UserError(f"{self.path}: document {self.document_count} has {lengths.max()} tokens, more than {LARGEST_DOCUMENT}; "
+                            "cut it into smaller documents")
+        self._files[0].write(tokens.astype(self.dtype).tobytes())
+        self._files[1].write((starts + self._tokens).astype("<i8").tobytes())
+        self._tokens += len(tokens)
+        self._documents += len(starts)
+        self._open = int(lengths[-1])
+
+    def _finish_shard(self):
+        self.state()
+        self.close()
+        shard = {"name": f"{len(self._shards):05d}", "tokens": self._tokens, "documents": self._documents}
+        shard["bin_sha256"], shard["doc_sha256"] = map(_sha256, self._paths())
+        self._shards.append(shard)
+        self._tokens = self._documents = 0
+        self._files = self._open_files()
+
+
+def _read_index(folder):
+    path = folder / "index.json"
+    try:
+        index = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        raise UserError(_why_no_store(folder)) from None
+    except OSError as error:
+        raise UserError(f"{path}: can't be read ({error.strerror})") from error
+    except ValueError as error:
+        raise UserError(f"{path}: no valid JSON ({error}); make the store again") from error
+    if not isinstance(index, dict) or index.get("format") != FORMAT:
+        raise UserError(f"{path}: not the index of a token store; make one with get_dataset.py")
+    if index.get("version") != VERSION:
+        raise UserError(f"{path}: version {index.get('version')} of the format, this program reads version {VERSION}")
+    checksum = index.pop("checksum", None)
+    if checksum != _checksum(index):
+        raise UserError(f"{path}: the index does not match its own checksum; copy it again or make the store again")
+    return {**index, "checksum": checksum}
+
+
+def _why_no_store(folder):
+    if not folder.exists():
+        return f"{folder}: no such folder; make a token store there with get_dataset.py"
+    if (folder / "train" / "index.json").exists():
+        return f"{folder}: holds token stores but is none itself; name {folder / 'train'}"
+    if (folder / "00000.bin").exists():
+        return f"{folder}: an unfinished token store (no index.json); run the get_dataset.py command that began it again"
+    return f"{folder}: not a token store (no index.json); make one with get_dataset.py"
+
+
+def _check_size(path, expected):
+    try:
+        size = path.stat().st_size
+    except OSError as error:
+        raise UserError(f"{path}: can't be read ({error.strerror}), but index.json names it; "
+                        "copy it again or make the store again") from error
+    if size != expected:
+        raise UserError(f"{path}: {size} bytes, but index.json says {expected}; copy it again or make the store again")
+
+
+def _checksum(index):
+    return hashlib.sha256(json.dumps(index, sort_keys=True).encode()).hexdigest()
+
+
+def _sha256(path):
+    digest = hashlib.sha256()
+    with open(path, "rb") as file:
+        while block := file.read(1 << 20):
+            digest.update(block)
+    return digest.hexdigest()

@@ -1,0 +1,128 @@
+"""Token stores: what is written is what is read, and what is broken is refused by name."""
+
+import json
+import pickle
+import shutil
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mamba_fsdp.data.store import StoreWriter, TokenStore
+from mamba_fsdp.errors import UserError
+
+EOS = 0
+DOCUMENTS = [[1, 2, 3], [4], [], [5, 6, 7, 8, 9, 10, 11], [12, 13]]
+
+
+def write(path, documents, vocab_size=100, shard_tokens=6):
+    writer = StoreWriter(path, vocab_size=vocab_size, eos=EOS, tokenizer="none", shard_tokens=shard_tokens)
+    for document in documents:
+        writer.add_document(document)
+    return writer.finish()
+
+
+@pytest.fixture
+def store(tmp_path):
+    return write(tmp_path / "store", DOCUMENTS)
+
+
+@settings(max_examples=60, deadline=None)
+@given(documents=st.lists(st.lists(st.integers(1, 99), max_size=12), min_size=1, max_size=12), shard_tokens=st.integers(1, 30),
+       data=st.data())
+def test_any_window_is_that_slice_of_the_documents(tmp_path_factory, documents, shard_tokens, data):
+    """read(start, count) equals the slice of all documents laid end to end, positions restarting at each, across shards."""
+    store = write(tmp_path_factory.mktemp("store"), documents, shard_tokens=shard_tokens)
+    flat = [token for document in documents for token in [*document, EOS]]
+    positions = [i for document in documents for i in range(len(document) + 1)]
+    assert store.token_count == len(store) == len(flat) and store.document_count == len(documents)
+    start = data.draw(st.integers(0, len(flat)))
+    count = data.draw(st.integers(0, len(flat) - start))
+    window = store.read(start, count)
+    assert window.tokens.tolist() == flat[start:start + count]
+    assert window.positions.tolist() == positions[start:start + count] and window.positions.dtype == np.int32
+    assert window.mask is None
+    assert [d.tolist() for d in store.documents()] == [[*document, EOS] for document in documents]
+    store.verify()
+
+
+@settings(max_examples=60, deadline=None)
+@given(cuts=st.lists(st.integers(0, 18), max_size=6), resume_at=st.integers(0, 6))
+def test_bytes_depend_on_neither_the_calls_nor_an_interruption(tmp_path_factory, cuts, resume_at):
+    """Appending in pieces that cut documents anywhere, and going on from a saved state over torn files, gives equal bytes."""
+    folder = tmp_path_factory.mktemp("store")
+    whole = write(folder / "whole", DOCUMENTS)
+    flat = np.array([token for document in DOCUMENTS for token in [*document, EOS]])
+    bounds = [0, *sorted(cuts), len(flat)]
+    arguments = dict(vocab_size=100, eos=EOS, tokenizer="none", shard_tokens=6)
+    writer = StoreWriter(folder / "pieces", **arguments)
+    for number, (start, end) in enumerate(zip(bounds, bounds[1:])):
+        if number == resume_at:
+            state = json.loads(json.dumps(writer.state()))
+            writer.append(flat[start:], np.flatnonzero(flat[start:] == EOS) + 1)  # lost: the process is killed here
+            writer.close()
+            writer = StoreWriter(folder / "pieces", **arguments, state=state)
+        piece = flat[start:end]
+        writer.append(piece, np.flatnonzero(piece == EOS) + 1)
+    pieces = writer.finish()
+    assert pieces.identity == whole.identity
+    index = json.loads((whole.path / "index.json").read_text())
+    for name in ["index.json", *(f"{s['name']}.{suffix}" for s in index["shards"] for suffix in ("bin", "doc"))]:
+        assert (whole.path / name).read_bytes() == (pieces.path / name).read_bytes()
+
+
+@pytest.mark.parametrize("vocab_size, dtype", [(65536, "uint16"), (65537, "uint32")])
+def test_the_id_type_follows_the_vocabulary(tmp_path, vocab_size, dtype):
+    """Every id of the vocabulary survives; two bytes a token while they suffice."""
+    store = write(tmp_path, [[vocab_size - 1]], vocab_size)
+    window = store.read(0, 2)
+    assert window.tokens.tolist() == [vocab_size - 1, EOS] and window.tokens.dtype == dtype
+
+
+def test_ids_outside_the_vocabulary_are_refused(tmp_path):
+    """No id is stored that the model's embedding would not hold."""
+    with pytest.raises(UserError, match="100 .*outside the vocabulary"):
+        write(tmp_path, [[100]])
+
+
+def test_identity_follows_content_not_place(store, tmp_path):
+    """A copy has the same identity, one other token another; a pickled store reads the same."""
+    shutil.copytree(store.path, tmp_path / "copy")
+    assert TokenStore(tmp_path / "copy").identity == store.identity
+    assert write(tmp_path / "other", [[1, 2, 4], *DOCUMENTS[1:]]).identity != store.identity
+    assert pickle.loads(pickle.dumps(store)).read(3, 5).tokens.tolist() == store.read(3, 5).tokens.tolist()
+
+
+def edit_index(path, **changes):
+    index = json.loads((path / "index.json").read_text())
+    (path / "index.json").write_text(json.dumps({**index, **changes}))
+
+
+@pytest.mark.parametrize("damage, message", [
+    (lambda path: shutil.rmtree(path), "no such folder"),
+    (lambda path: (path / "index.json").unlink(), "unfinished token store"),
+    (lambda path: [file.unlink() for file in path.iterdir()], "not a token store"),
+    (lambda path: (path / "index.json").write_text('{"format": '), "index.json: no valid JSON"),
+    (lambda path: (path / "index.json").write_text("{}"), "index.json: not the index"),
+    (lambda path: edit_index(path, version=2), "version 2"),
+    (lambda path: edit_index(path, eos=1), "does not match its own checksum"),
+    (lambda path: (path / "00001.bin").unlink(), "00001.bin: can't be read"),
+    (lambda path: (path / "00001.bin").write_bytes(b"12"), "00001.bin: 2 bytes, but index.json says"),
+    (lambda path: (path / "00000.doc").write_bytes(b""), "00000.doc: 0 bytes"),
+])
+def test_a_broken_store_is_refused_by_name(store, damage, message):
+    """Opening names the file and the fault; nothing broken is ever read."""
+    damage(store.path)
+    with pytest.raises(UserError, match=message):
+        TokenStore(store.path)
+
+
+@pytest.mark.parametrize("name", ["00000.bin", "00001.doc"])
+def test_verify_finds_a_changed_bit(store, name):
+    """Damage that keeps the size is found by checksum."""
+    content = bytearray((store.path / name).read_bytes())
+    content[0] ^= 1
+    (store.path / name).write_bytes(content)
+    with pytest.raises(UserError, match=f"{name}: the content does not match"):
+        TokenStore(store.path).verify()
