@@ -1,0 +1,218 @@
+"""Batches hold what the order says, whoever reads them: any world size, split, number of threads; and errors reach the caller."""
+
+import threading
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mamba_fsdp.data.loader import NOT_COUNTED, Loader, evaluation_batches
+from mamba_fsdp.data.order import Order
+from mamba_fsdp.data.store import StoreWriter, Tokens
+from mamba_fsdp.errors import UserError
+
+L = 8
+
+
+class Numbers:
+    """A source whose token i is first + i, in documents of `document` tokens; tokens divisible by `silent` don't count."""
+
+    def __init__(self, token_count, first=0, document=5, silent=None):
+        self.token_count, self.first, self.document, self.silent = token_count, first, document, silent
+        self.identity = f"{token_count} from {first}"
+
+    def read(self, start, count):
+        place = np.arange(start, start + count)
+        tokens = (self.first + place).astype(np.uint32)
+        mask = None if self.silent is None else tokens % self.silent != 0
+        return Tokens(tokens, (place % self.document).astype(np.int32), mask)
+
+
+class Broken(Numbers):
+    def read(self, start, count):
+        raise OSError(5, "Input/output error", "/lustre/0001.bin")
+
+
+def two_sources():
+    return {"a": Numbers(50 * L + 3), "b": Numbers(20 * L + 1, first=10_000)}
+
+
+def loader_of(sources, *, state=None, seed=0, **settings):
+    order = Order(sources, {name: i + 1.5 for i, name in enumerate(sources)}, L, seed, state)
+    defaults = dict(rank=0, world_size=1, batch_size=2, micro_batches=1, vocab_size=10**6, num_workers=2)
+    return Loader(sources, order, **{**defaults, **settings})
+
+
+def rows_of_step(sources, step, world_size, **settings):
+    """The samples and tokens of a step over all ranks, in order."""
+    samples, tokens, labels = [], [], []
+    for rank in range(world_size):
+        with loader_of(sources, rank=rank, world_size=world_size, **settings) as loader:
+            batches = loader.step(step)
+        for batch in batches:
+            samples += batch.samples
+            tokens.append(batch.tokens)
+            labels.append(batch.labels)
+    return samples, torch.cat(tokens), torch.cat(labels)
+
+
+@settings(deadline=None, max_examples=25)
+@given(
+    split=st.sampled_from([(1, 12, 1), (1, 1, 12), (2, 3, 2), (3, 2, 2), (4, 3, 1), (12, 1, 1)]),
+    workers=st.integers(0, 3),
+    prefetch=st.integers(0, 4),
+    step=st.integers(0, 40),
+    seed=st.integers(0, 9),
+)
+def test_a_step_is_the_same_for_every_world_size_split_and_worker_count(split, workers, prefetch, step, seed):
+    world_size, batch_size, micro_batches = split
+    sources = two_sources()
+    samples, tokens, labels = rows_of_step(sources, step, world_size, batch_size=batch_size, micro_batches=micro_batches,
+                                           num_workers=workers, prefetch=prefetch, seed=seed)
+    expected = rows_of_step(sources, step, 1, batch_size=12, num_workers=0, seed=seed)
+    assert samples == expected[0] and torch.equal(tokens, expected[1]) and torch.equal(labels, expected[2])
+
+
+def test_rows_are_the_windows_and_labels_are_shifted_by_one():
+    sources = two_sources()
+    with loader_of(sources, batch_size=6, micro_batches=2) as loader:
+        for step in range(5):
+            for batch in loader.step(step):
+                assert batch.tokens.dtype == batch.labels.dtype == torch.int64 and batch.documents is None
+                for row, (name, window) in enumerate(batch.samples):
+                    tokens = sources[name].first + window * L + torch.arange(L + 1)
+                    assert torch.equal(batch.tokens[row], tokens[:-1]) and torch.equal(batch.labels[row], tokens[1:])
+
+
+@settings(deadline=None, max_examples=25)
+@given(counts=st.tuples(st.integers(1, 30), st.integers(1, 30)), world_size=st.integers(1, 3), workers=st.integers(0, 2))
+def test_ranks_together_see_every_window_once_an_epoch(counts, world_size, workers):
+    sources = {"a": Numbers(counts[0] * L + 1), "b": Numbers(counts[1] * L + 1, first=10_000)}
+    seen = {"a": [], "b": []}
+    loaders = [loader_of(sources, rank=rank, world_size=world_size, num_workers=workers) for rank in range(world_size)]
+    for step in range(-(-90 // (2 * world_size))):
+        for loader in loaders:
+            for name, window in loader.step(step)[0].samples:
+                seen[name].append(window)
+    for loader in loaders:
+        loader.close()
+    for name, count in zip(seen, counts):
+        for epoch in range(len(seen[name]) // count):
+            assert sorted(seen[name][epoch * count : (epoch + 1) * count]) == list(range(count))
+
+
+def test_resuming_at_any_step_with_another_split_is_as_if_unbroken():
+    """A state taken before step s, continued with other ranks, threads, batch and numbering, gives the same samples on."""
+    sources = two_sources()
+    with loader_of(sources, batch_size=12) as whole:
+        unbroken = [sample for step in range(40) for sample in whole.step(step)[0].samples]
+        for step in (0, 1, 7, 20):
+            state = whole.state_before(step)  # no matter how far the threads have read ahead
+            samples = []
+            for later in range(step, step + 4):
+                samples += rows_of_step(sources, later, 2, batch_size=3, micro_batches=3, state=state, first_step=step)[0]
+            assert samples == unbroken[12 * step :][:72]
+
+
+def test_documents_are_counted_from_each_rows_first_token():
+    sources = {"a": Numbers(50 * L + 1, document=3)}
+    with loader_of(sources, batch_size=25, reset_at_documents=True) as loader:
+        batch = loader.step(0)[0]
+    assert batch.documents.dtype == torch.int32
+    for row, (_, window) in enumerate(batch.samples):
+        document = (window * L + torch.arange(L)) // 3
+        assert torch.equal(batch.documents[row].long(), document - document[0])
+
+
+def test_tokens_that_do_not_count_have_no_label():
+    with loader_of({"a": Numbers(50 * L + 1, silent=7)}, batch_size=50) as loader:
+        batch = loader.step(0)[0]
+    following = batch.tokens + 1
+    assert torch.equal(batch.labels, torch.where(following % 7 == 0, NOT_COUNTED, following))
+
+
+def test_a_store_is_a_source(tmp_path):
+    writer = StoreWriter(tmp_path / "store", vocab_size=100, eos=0, tokenizer={}, shard_tokens=37)
+    for length in (5, 9, 1, 30, 12):
+        writer.add_document(np.arange(1, length + 1))
+    store = writer.finish()
+    whole = torch.from_numpy(store.read(0, store.token_count).tokens.astype(np.int64))
+    with loader_of({"store": store}, batch_size=7, vocab_size=100, reset_at_documents=True) as loader:
+        batch = loader.step(0)[0]
+    assert sorted(window for _, window in batch.samples) == list(range(7))
+    for row, (_, window) in enumerate(batch.samples):
+        assert torch.equal(batch.tokens[row], whole[window * L : window * L + L])
+        ends = (batch.tokens[row, :-1] == 0).long()
+        assert torch.equal(batch.documents[row, 1:].long(), ends.cumsum(0))
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_an_error_while_reading_reaches_the_caller_with_the_sources_name(workers):
+    with loader_of({"wiki": Broken(100)}, num_workers=workers) as loader:
+        with pytest.raises(UserError, match=r"source 'wiki', window \d+ \(tokens .*Input/output error.*0001.bin"):
+            loader.step(0)
+        with pytest.raises(UserError, match="wiki"):  # and again, without hanging
+            loader.step(1)
+
+
+def test_a_token_outside_the_models_vocabulary_is_refused():
+    """On a GPU it would be a device-side assertion that names nothing."""
+    with loader_of({"a": Numbers(50 * L + 1)}, batch_size=50, vocab_size=50 * L) as loader:
+        with pytest.raises(UserError, match="source 'a', window 49 .*token id 400 is not below the model's vocab_size 400"):
+            loader.step(0)
+    with loader_of({"a": Numbers(50 * L + 1)}, batch_size=50, vocab_size=50 * L + 1) as loader:
+        loader.step(0)
+
+
+def test_closing_ends_the_threads():
+    before = threading.active_count()
+    with loader_of(two_sources(), num_workers=3, prefetch=5) as loader:
+        loader.step(0)
+        assert threading.active_count() > before
+    assert threading.active_count() == before
+
+
+def test_reading_ahead_stays_within_its_bound():
+    """No more than prefetch steps are held, also when the steps asked for jump."""
+    with loader_of(two_sources(), prefetch=3) as loader:
+        for step in (0, 1, 2, 30, 31, 5):
+            loader.step(step)
+            assert set(loader.ahead) == {step + 1, step + 2, step + 3}
+
+
+def evaluated(source, world_size, batch_size, limit=None):
+    ranks = [list(evaluation_batches(source, "valid", seq_length=L, batch_size=batch_size, rank=rank, world_size=world_size,
+                                     vocab_size=10**6, limit=limit)) for rank in range(world_size)]
+    assert len({len(batches) for batches in ranks}) == 1  # sharded models need every rank in every forward
+    return [batch for batches in ranks for batch in batches]
+
+
+@settings(deadline=None, max_examples=40)
+@given(token_count=st.integers(2, 200), world_size=st.integers(1, 4), batch_size=st.integers(1, 5))
+def test_evaluation_predicts_every_token_once_on_any_world_size(token_count, world_size, batch_size):
+    batches = evaluated(Numbers(token_count), world_size, batch_size)
+    labels = torch.cat([batch.labels[batch.labels != NOT_COUNTED] for batch in batches])
+    assert sorted(labels.tolist()) == list(range(1, token_count))
+    for batch in batches:
+        assert batch.tokens.shape == batch.labels.shape == (batch_size, L)
+        counted = batch.labels != NOT_COUNTED
+        assert torch.equal(batch.labels[counted], batch.tokens[counted] + 1)
+
+
+@settings(deadline=None, max_examples=40)
+@given(limit=st.integers(1, 30), world_size=st.integers(1, 4), batch_size=st.integers(1, 5))
+def test_limited_evaluation_takes_the_same_spread_windows_on_any_world_size(limit, world_size, batch_size):
+    def windows(*split):
+        batches = evaluated(Numbers(20 * L + 1), *split, limit=limit)
+        return sorted(window for batch in batches for _, window in batch.samples if window is not None)
+    chosen = windows(world_size, batch_size)
+    assert chosen == windows(1, 7) and len(chosen) == len(set(chosen)) == min(limit, 20)
+    gaps = np.diff([*chosen, 20])
+    assert chosen[0] == 0 and gaps.max() - gaps.min() <= 1
+
+
+def test_a_validation_source_without_two_tokens_is_refused():
+    with pytest.raises(UserError, match="'valid' has 1 tokens"):
+        evaluated(Numbers(1), 1, 1)

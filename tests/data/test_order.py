@@ -1,0 +1,221 @@
+"""The order of samples: every window once an epoch, weights met, positions that survive a change of anything but the data."""
+
+import json
+from types import SimpleNamespace
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mamba_fsdp.data import order as order_module
+from mamba_fsdp.data.order import GROUP_BLOCKS, Order, permute, permuted_window
+from mamba_fsdp.errors import UserError
+
+
+def source(token_count, identity="x"):
+    return SimpleNamespace(token_count=token_count, identity=identity)
+
+
+def with_windows(*counts, seq_length=8):
+    return {f"s{i}": source(count * seq_length + 1, f"s{i}") for i, count in enumerate(counts)}
+
+
+def draws_of(order, samples):
+    """{source name: its windows in the order of their draws} for the first `samples` samples."""
+    index, window, _ = order.samples(0, samples)
+    return {name: window[index == i].tolist() for i, name in enumerate(order.names)}
+
+
+@settings(deadline=None, max_examples=60)
+@given(size=st.integers(1, 5000), key=st.integers(0, 2**64 - 1))
+def test_permute_is_a_bijection_of_every_size(size, key):
+    image = permute(np.arange(size), np.full(size, size), np.full(size, key, np.uint64))
+    assert np.array_equal(np.sort(image), np.arange(size))
+
+
+@settings(deadline=None, max_examples=80)
+@given(windows=st.integers(1, 4000), block=st.integers(1, 600), key=st.integers(0, 2**64 - 1))
+def test_permuted_windows_are_a_bijection_of_every_size_and_block(windows, block, key):
+    image = permuted_window(np.arange(windows), np.full(windows, windows), block, np.full(windows, key, np.uint64))
+    assert np.array_equal(np.sort(image), np.arange(windows))
+
+
+def test_enormous_sources_are_permuted_without_a_table():
+    """Any position of a source of 2**50 tokens is found at once, stays inside, and differs from its neighbours'."""
+    order = Order({"s": source(2**50)}, {"s": 1}, 2048, seed=0)
+    windows = int(order.windows[0])
+    for first in (0, windows // 2, windows - 1000):
+        _, window, epoch = order.samples(first, 1000)
+        assert window.min() >= 0 and window.max() < windows and len(set(window.tolist())) == 1000 and not epoch.any()
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    counts=st.lists(st.integers(1, 60), min_size=1, max_size=4),
+    weights=st.lists(st.floats(0.1, 10), min_size=4, max_size=4),
+    seed=st.integers(0, 1000),
+    block_tokens=st.integers(1, 200),
+)
+def test_every_window_of_every_source_once_an_epoch(counts, weights, seed, block_tokens):
+    with patch.object(order_module, "BLOCK_TOKENS", block_tokens):
+        sources = with_windows(*counts)
+        order = Order(sources, dict(zip(sources, weights)), 8, seed)
+        draws = draws_of(order, 1000)
+    for name, count in zip(order.names, counts):
+        for epoch in range(len(draws[name]) // count):
+            assert sorted(draws[name][epoch * count : (epoch + 1) * count]) == list(range(count))
+
+
+def test_samples_are_a_pure_function_of_their_number():
+    """Asking for samples in any pieces and order gives what asking for all of them at once gives."""
+    sources = with_windows(50, 20, 7)
+    weights = dict(zip(sources, (5, 2, 0.3)))
+    whole = np.stack(Order(sources, weights, 8, 3).samples(0, 500))
+    order = Order(dict(reversed(sources.items())), weights, 8, 3)
+    for first, count in ((490, 10), (0, 1), (123, 77), (1, 400)):
+        assert np.array_equal(np.stack(order.samples(first, count)), whole[:, first : first + count])
+
+
+def test_epochs_seeds_and_sources_are_shuffled_differently():
+    sources = with_windows(100, 100)
+    draws = draws_of(Order(sources, {"s0": 1, "s1": 1}, 8, 0), 400)
+    other = draws_of(Order(sources, {"s0": 1, "s1": 1}, 8, 1), 400)
+    shuffles = [draws["s0"][:100], draws["s0"][100:], draws["s1"][:100], other["s0"][:100], list(range(100))]
+    assert len({tuple(shuffle) for shuffle in shuffles}) == 5
+
+
+def test_the_shuffle_is_even():
+    """Over many seeds each window stands at each place about equally often (chi-squared within 5 standard deviations)."""
+    windows, seeds = 12, 6000
+    place = np.tile(np.arange(windows), seeds)
+    keys = np.array([order_module._key(seed, "s") for seed in range(seeds)], np.uint64).repeat(windows)
+    window = permuted_window(place, np.full(len(place), windows), 5, keys)
+    table = np.bincount(place * windows + window, minlength=windows**2)
+    expected = seeds / windows
+    chi_squared = ((table - expected) ** 2 / expected).sum()
+    degrees = (windows - 1) ** 2
+    assert abs(chi_squared - degrees) < 5 * (2 * degrees) ** 0.5
+
+
+def test_reads_stay_within_a_group_of_blocks():
+    """The draws of one group touch GROUP_BLOCKS blocks and each of their windows once: the page cache holds what is in use."""
+    order = Order({"s": source(2**38)}, {"s": 1}, 2048, seed=5)
+    group = GROUP_BLOCKS * order.block_windows
+    assert order.block_windows * 2048 * 2 >= 1 << 20  # a block is megabytes
+    for first in (0, 7 * group):
+        window = order.samples(first, group)[1]
+        blocks, counts = np.unique(window // order.block_windows, return_counts=True)
+        assert len(blocks) == GROUP_BLOCKS and (counts == order.block_windows).all()
+        assert np.diff(blocks).max() > 1  # yet the blocks come from all over the store
+
+
+@settings(deadline=None, max_examples=30)
+@given(weights=st.lists(st.floats(1e-3, 1), min_size=2, max_size=14), first=st.integers(0, 10**9))
+def test_the_pattern_is_evenly_spread(weights, first):
+    """At no point is a source more than about half a draw per source ahead of its share or behind it."""
+    sources = with_windows(*[5] * len(weights))
+    order = Order(sources, dict(zip(sources, weights)), 8, 0)
+    count = 3000
+    for position in (0, first % order.period):
+        order.start = position
+        index, _, _ = order.samples(0, count)
+        drawn = np.cumsum(index[:, None] == np.arange(len(weights)), axis=0)
+        due = np.arange(1, count + 1)[:, None] * (order.counts / order.period)
+        assert np.abs(drawn - due).max() <= len(weights) + 1
+
+
+def test_weights_are_met_within_one_part_in_ten_thousand():
+    shares = {"code": 0.4108, "text": 0.5892 - 0.0007, "rare": 0.0007}
+    order = Order({name: source(10**6, name) for name in shares}, shares, 8, 0)
+    index, _, _ = order.samples(0, 1_000_000)
+    for i, name in enumerate(order.names):
+        assert abs((index == i).mean() - shares[name]) < 1e-4
+    drawn = order.state_after(10**12)["drawn"]
+    assert all(abs(drawn[name] / 10**12 - shares[name]) < 1e-4 for name in shares)
+
+
+@settings(deadline=None, max_examples=12)
+@given(
+    stops=st.lists(st.integers(0, 300), min_size=1, max_size=4),
+    weights=st.lists(st.floats(0.01, 10), min_size=3, max_size=3),
+)
+def test_continuing_from_a_state_is_as_if_unbroken(stops, weights):
+    sources = with_windows(40, 13, 1)
+    weights = dict(zip(sources, weights))
+    whole = np.stack(Order(sources, weights, 8, 9).samples(0, sum(stops) + 50))
+    state, at = None, 0
+    for stop in stops:
+        state = json.loads(json.dumps(Order(sources, weights, 8, 9, state).state_after(stop)))
+        at += stop
+    order = Order(sources, weights, 8, 9, state)
+    assert np.array_equal(np.stack(order.samples(0, 50)), whole[:, at : at + 50])
+    assert order.state_after(50) == Order(sources, weights, 8, 9).state_after(at + 50)
+
+
+def test_a_changed_mixture_goes_on_with_each_sources_own_draws():
+    """Other weights, an added, a removed and a returning source: nobody's windows are repeated or left out in an epoch."""
+    sources = with_windows(400, 300, 200)
+    seen = {name: [] for name in sources}
+    state = None
+    for weights in ({"s0": 1, "s1": 1}, {"s0": 1, "s1": 5, "s2": 2}, {"s0": 1, "s2": 2}, {"s0": 0, "s1": 1, "s2": 1}):
+        order = Order({name: sources[name] for name in weights}, weights, 8, 0, state)
+        for name, windows in draws_of(order, 100).items():
+            seen[name] += windows
+        state = order.state_after(100)
+        assert {name: len(windows) for name, windows in seen.items() if windows} == state["drawn"]
+    for name, windows in seen.items():
+        alone = Order({name: sources[name]}, {name: 1}, 8, 0)
+        assert windows == draws_of(alone, len(windows))[name]
+
+
+def test_a_position_that_means_nothing_is_refused():
+    """Another seed, window length or content of a source: the draws made so far would name other windows."""
+    sources = with_windows(40, 40)
+    weights = {"s0": 1, "s1": 1}
+    state = Order(sources, weights, 8, 0).state_after(10)
+    with pytest.raises(UserError, match="seed is 1, but .* saved with seed 0"):
+        Order(sources, weights, 8, 1, state)
+    with pytest.raises(UserError, match="seq_length is 16, but .* seq_length 8"):
+        Order(sources, weights, 16, 0, state)
+    with pytest.raises(UserError, match="source 's1' holds other data"):
+        Order({**sources, "s1": source(321, "new")}, weights, 8, 0, state)
+    later = Order({"s0": sources["s0"]}, {"s0": 1}, 8, 0, state).state_after(5)
+    with pytest.raises(UserError, match="source 's1' holds other data"):  # also after it was away for a while
+        Order({**sources, "s1": source(321, "new")}, weights, 8, 0, later)
+
+
+@pytest.mark.parametrize("weights, message", [
+    ({"s0": 1}, "weights are given for s0, but the sources are s0, s1"),
+    ({"s0": 1, "s1": -1}, "no mixture"),
+    ({"s0": 0, "s1": 0}, "no mixture"),
+    ({"s0": float("nan"), "s1": 1}, "no mixture"),
+    ({"s0": 1e-9, "s1": 1}, "share of source 's0' is below"),
+])
+def test_weights_that_make_no_mixture_are_refused(weights, message):
+    with pytest.raises(UserError, match=message):
+        Order(with_windows(5, 5), weights, 8, 0)
+
+
+def test_a_source_shorter_than_a_window_is_refused():
+    Order({"s": source(9)}, {"s": 1}, 8, 0)
+    with pytest.raises(UserError, match="'s' has 8 tokens, but one window of seq_length 8 needs 9"):
+        Order({"s": source(8)}, {"s": 1}, 8, 0)
+
+
+def test_no_table_grows_with_the_data():
+    """All arrays of an order over 2**50 tokens are as small as those over a few."""
+    def size(token_count):
+        order = Order({"a": source(token_count), "b": source(token_count)}, {"a": 0.3, "b": 0.7}, 8, 0)
+        return sum(value.nbytes for value in vars(order).values() if isinstance(value, np.ndarray))
+    assert size(2**50) == size(100)
+
+
+def test_the_order_never_changes_between_versions():
+    """Resuming a run with a newer program has to find the same order: these numbers are part of the format."""
+    order = Order(with_windows(1000, 10), {"s0": 3, "s1": 1}, 8, 42)
+    index, window, epoch = order.samples(0, 12)
+    assert index.tolist() == [0, 0, 1, 0, 0, 0, 1, 0, 0, 0, 1, 0]
+    assert window.tolist() == [918, 173, 9, 757, 496, 888, 2, 870, 122, 390, 4, 437]
+    assert not epoch.any()
