@@ -1,0 +1,68 @@
+"""The output layer and its loss in one operator, so that the logits of a batch never exist all at once.
+
+loss = sum over counted tokens of logsumexp(W h) - (W h)[label]. The gradient of a chunk's logits, softmax - onehot, is
+known as soon as its loss is, so the forward pass turns it into gradients of h and W on the spot and drops the logits.
+"""
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from mamba_fsdp.ops.kernels import compute_type
+
+IGNORED = -100  # the label of a token that is not counted, as in torch.nn.functional.cross_entropy
+
+
+def _chunk_loss(hidden, weight, labels, want_gradient):
+    """Loss of one chunk and, when wanted, the gradient of its logits in hidden's dtype."""
+    logits = (hidden @ weight.T).to(compute_type(hidden))
+    counted = labels != IGNORED
+    picked = labels.clamp(min=0).unsqueeze(1)
+    # A label outside the vocabulary must fail here as it does in cross_entropy: gather raises on it.
+    label_logits = logits.gather(1, picked).squeeze(1)
+    norm = logits.logsumexp(1)
+    loss = torch.where(counted, norm - label_logits, 0.0).sum()
+    if not want_gradient:
+        return loss, None
+    gradient = logits.sub_(norm.unsqueeze(1)).exp_()
+    gradient.scatter_add_(1, picked, gradient.new_full((), -1.0).expand(picked.shape))
+    gradient.masked_fill_(~counted.unsqueeze(1), 0.0)
+    return loss, gradient.to(hidden.dtype)
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, hidden, weight, labels, chunk, want_gradient):
+        cast_weight = weight.to(hidden.dtype)
+        loss = torch.zeros((), dtype=compute_type(hidden), device=hidden.device)
+        if want_gradient:
+            grad_hidden = torch.empty_like(hidden)
+            grad_weight = torch.zeros_like(weight, dtype=loss.dtype)
+        for start in range(0, hidden.shape[0], chunk):
+            piece = slice(start, start + chunk)
+            chunk_loss, grad_logits = _chunk_loss(hidden[piece], cast_weight, labels[piece], want_gradient)
+            loss += chunk_loss
+            if want_gradient:
+                torch.mm(grad_logits, cast_weight, out=grad_hidden[piece])
+                if grad_logits.dtype == grad_weight.dtype:
+                    grad_weight.addmm_(grad_logits.T, hidden[piece])
+                else:
+                    grad_weight += grad_logits.T @ hidden[piece]
+        if want_gradient:
+            ctx.save_for_backward(grad_hidden, grad_weight.to(weight.dtype))
+        return loss
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        grad_hidden, grad_weight = ctx.saved_tensors
+        return grad_hidden * grad.to(grad_hidden.dtype), grad_weight * grad.to(grad_weight.dtype), None, None, None
+
+
+def linear_cross_entropy(hidden, weight, labels, *, chunk=1024):
+    """Sum of the token losses of a language model's output layer, in nats, as a float32 scalar.
+
+    hidden (tokens, d_model); weight (vocab, d_model), cast to hidden's dtype; labels (tokens,) int64, -100 for a token
+    that is not counted. At most `chunk` tokens' logits exist at a time.
+    """
+    want_gradient = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
+    return _LinearCrossEntropy.apply(hidden, weight, labels, chunk, want_gradient)

@@ -1,0 +1,65 @@
+"""RMSNorm: y = x / sqrt(mean(x^2) + eps) * weight over the last dimension, plain, behind a residual sum, and gated.
+
+Source: Zhang and Sennrich, Root Mean Square Layer Normalization (2019); the gated form is Mamba-2's, the norm after the
+gate. Inner arithmetic is float32 (float64 for float64 input). The backward passes are written out, because autograd
+would keep several float32 copies of the activations for them.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch.autograd.function import once_differentiable
+
+from mamba_fsdp.ops.kernels import compute_type
+
+
+class _RMSNorm(torch.autograd.Function):
+    """x (rows, groups, channels), weight (groups, channels)."""
+
+    @staticmethod
+    def forward(ctx, x, weight, eps, out_dtype):
+        values = x.to(compute_type(x))
+        scale = torch.linalg.vector_norm(values, dim=-1, keepdim=True).square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+        ctx.save_for_backward(x, weight, scale)
+        return (values * scale).mul_(weight.to(values.dtype)).to(out_dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        x, weight, scale = ctx.saved_tensors
+        normed = x.to(scale.dtype) * scale
+        grad = grad.to(scale.dtype)
+        grad_weight = torch.einsum("rgc,rgc->gc", grad, normed).to(weight.dtype)
+        grad = grad * weight.to(scale.dtype)
+        projection = torch.linalg.vecdot(grad, normed).unsqueeze(-1).div_(x.shape[-1])
+        return grad.addcmul_(normed, projection, value=-1).mul_(scale).to(x.dtype), grad_weight, None, None
+
+
+def rms_norm(x, weight, eps, out_dtype):
+    """x (..., channels) of any float dtype, weight (channels). Returns the normed x in `out_dtype`."""
+    channels = x.shape[-1]
+    return _RMSNorm.apply(x.reshape(-1, 1, channels), weight.reshape(1, channels), eps, out_dtype).reshape(x.shape)
+
+
+def add_rms_norm(x, residual, weight, eps, out_dtype, kernels):
+    """Add x (..., channels) to the residual stream, which stays float32, and norm the sum: (normed, residual).
+
+    residual: float32, the shape of x, or None at the first layer.
+    """
+    if kernels == "fused":
+        from mamba_ssm.ops.triton.layer_norm import rms_norm_fn
+
+        normed, residual = rms_norm_fn(x, weight, None, residual=residual, eps=eps, prenorm=True, residual_in_fp32=True)
+        return normed.to(out_dtype), residual
+    residual = x.to(compute_type(x)) if residual is None else residual + x
+    return rms_norm(residual, weight, eps, out_dtype), residual
+
+
+def gated_rms_norm(x, z, weight, eps, group_size):
+    """rms_norm(x * silu(z)) over each group of `group_size` channels; x, z (..., channels), weight (channels).
+
+    Returns x's dtype. `channels` must be a multiple of group_size.
+    """
+    channels = x.shape[-1]
+    assert channels % group_size == 0, (channels, group_size)
+    gated = (x.to(compute_type(x)) * F.silu(z.to(compute_type(x)))).reshape(-1, channels // group_size, group_size)
+    return _RMSNorm.apply(gated, weight.reshape(-1, group_size), eps, x.dtype).reshape(x.shape)
