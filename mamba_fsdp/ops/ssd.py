@@ -1,74 +1,210 @@
 """The state-space dual of Mamba-2 (SSD): a selective scan with one decay per head, in chunked matrix form.
 
-    dt_t = softplus(dt_t + dt_bias);  h_t = exp(dt_t A) h_{t-1} + dt_t x_t B_t^T;  y_t = h_t C_t + D x_t
+With delta = softplus(dt + dt_bias), for every head, its state h a (headdim, d_state) matrix:
 
-Dao and Gu 2024 (arXiv 2405.21060), section 6.
+    h[t] = exp(delta[t] A) h[t-1] + delta[t] x[t] B[t]^T
+    y[t] = h[t] C[t] + D x[t]
+
+Source: Dao and Gu, Transformers are SSMs (2024, arXiv 2405.21060), section 6. Positions of one chunk see each other through
+a masked matrix of decays times C B^T; chunks see each other through the state that one hands to the next, a short loop.
+The portable form keeps nothing but its inputs: the backward pass makes decays and states again. Heads of a group share B
+and C, so what multiplies those is one wide matrix product per chunk and group, the decays folded into x beforehand.
+
+Decays are powers of two, as exp2 is several times faster than exp on a CPU (and does not slow down where it underflows),
+and differences of cumulative sums in float64, so that a huge dt elsewhere in the chunk costs no digits.
 """
+
+import math
 
 import torch
 import torch.nn.functional as F
+from torch.autograd.function import once_differentiable
 
-CHUNK = 64
+from mamba_fsdp.ops.causal_conv import causal_conv_silu
+from mamba_fsdp.ops.kernels import compute_type
+from mamba_fsdp.ops.norm import gated_rms_norm
+
+CHUNK = 64  # positions; the portable form's own: larger chunks cost more decays, smaller ones more states
+
+
+def _in_chunks(t, size):
+    """(batch, length, ...) -> (batch, chunks, size, ...), zeros behind the end."""
+    missing = -t.shape[1] % size
+    if missing:
+        t = torch.cat([t, t.new_zeros(t.shape[0], missing, *t.shape[2:])], dim=1)
+    return t.unflatten(1, (-1, size))
+
+
+def _decays(delta, A, documents):
+    """What remains of an input after the positions in between; 0 where a document starts in between or time runs backward.
+
+    delta (batch, chunks, size, heads); documents (batch, chunks, size) or None. Returns the decay from position j to
+    position i of a chunk (batch, chunks, heads, i, j), and those from the chunk before to i and from j to the chunk's end
+    (batch, chunks, size, heads).
+    """
+    size, real = delta.shape[2], delta.dtype
+    powers = (delta.double() * (A.double() / math.log(2))).cumsum(2)
+    by_head = powers.transpose(2, 3)
+    within = (by_head.unsqueeze(4) - by_head.unsqueeze(3)).to(real)
+    within += torch.full((size, size), -torch.inf, dtype=real, device=delta.device).triu(1)
+    from_start, to_end = powers.to(real), (powers[:, :, -1:] - powers).to(real)
+    if documents is not None:
+        before = torch.cat([documents[:, :1, 0], documents[:, :-1, -1]], dim=1).unsqueeze(2)
+        within.masked_fill_((documents.unsqueeze(3) != documents.unsqueeze(2)).unsqueeze(2), -torch.inf)
+        from_start.masked_fill_((documents != before).unsqueeze(3), -torch.inf)
+        to_end.masked_fill_((documents != documents[:, :, -1:]).unsqueeze(3), -torch.inf)
+    return within.exp2_(), from_start.exp2_(), to_end.exp2_()
+
+
+def _hand_over(added, decay, state, order):
+    """Pass the state from chunk to chunk: multiplied by `decay` and with `added`, in place, in the given order of chunks.
+
+    added, decay (batch, chunks, groups, d_state, channels), decay with d_state 1. Returns the states that enter each
+    chunk, in the place of `added`, and the state that leaves the last.
+    """
+    for chunk in order:
+        leaving = torch.addcmul(added[:, chunk], state, decay[:, chunk])
+        added[:, chunk] = state
+        state = leaving
+    return added, state
+
+
+def _states(B, scaled, decay, state):
+    """States that enter each chunk, and the last, from the chunks' inputs: all (batch, chunks, ...) as below."""
+    added = torch.einsum("zcjgn,zcjgk->zcgnk", B, scaled)
+    return _hand_over(added, decay, state, range(added.shape[1]))
+
+
+class _SSD(torch.autograd.Function):
+    """x (batch, length, heads, headdim) of any dtype; delta (batch, length, heads) after softplus and all else in compute
+    type; state (batch, groups, d_state, channels), where a group's channels are those of all its heads; documents in chunks.
+
+    Indices below: z row, c chunk, i and j positions of a chunk, h head, p channel of a head, g group, k channel of a
+    group, n state.
+    """
+
+    @staticmethod
+    def forward(ctx, x, delta, A, B, C, D, documents, state, size):
+        ctx.save_for_backward(x, delta, A, B, C, D, documents, state)
+        ctx.size = size
+        length, heads, headdim = x.shape[1:]
+        groups = B.shape[2]
+        x_, delta_, B_, C_ = (_in_chunks(t, size).to(delta.dtype) for t in (x, delta, B, C))
+        within, from_start, to_end = _decays(delta_, A, documents)
+
+        scaled = (x_ * (delta_ * to_end).unsqueeze(4)).flatten(3).unflatten(3, (groups, -1))
+        decay = from_start[:, :, -1].repeat_interleave(headdim, 2).unflatten(2, (groups, 1, -1))
+        entering, last = _states(B_, scaled, decay, state)
+        y = torch.einsum("zcign,zcgnk->zcigk", C_, entering).flatten(3).unflatten(3, (heads, headdim))
+        y *= from_start.unsqueeze(4)
+
+        CB = torch.einsum("zcign,zcjgn->zcgij", C_, B_)
+        within = within.unflatten(2, (groups, -1)).mul_(CB.unsqueeze(3)).flatten(2, 3)
+        y += torch.einsum("zchij,zcjhp->zcihp", within, x_ * delta_.unsqueeze(4))
+        if D is not None:
+            y.addcmul_(x_, D.unsqueeze(1))
+        return y.flatten(1, 2)[:, :length].to(x.dtype), last
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad, grad_last):
+        x, delta, A, B, C, D, documents, state = ctx.saved_tensors
+        length, heads, headdim = x.shape[1:]
+        groups = B.shape[2]
+        x_, delta_, B_, C_, grad_ = (_in_chunks(t, ctx.size).to(delta.dtype) for t in (x, delta, B, C, grad))
+        within, from_start, to_end = _decays(delta_, A, documents)
+        by_head, by_group = (heads, headdim), (groups, -1)
+
+        # Between chunks. `leaving` is the gradient of the state that leaves each chunk, as `entering` is a state.
+        scaled = (x_ * (delta_ * to_end).unsqueeze(4)).flatten(3).unflatten(3, by_group)
+        decay = from_start[:, :, -1].repeat_interleave(headdim, 2).unflatten(2, (groups, 1, -1))
+        entering, _ = _states(B_, scaled, decay, state)
+        reading = (grad_ * from_start.unsqueeze(4)).flatten(3).unflatten(3, by_group)
+        leaving = torch.einsum("zcign,zcigk->zcgnk", C_, reading)
+        leaving, grad_state = _hand_over(leaving, decay, grad_last, range(leaving.shape[1] - 1, -1, -1))
+        grad_C = torch.einsum("zcigk,zcgnk->zcign", reading, entering)
+        grad_B = torch.einsum("zcjgk,zcgnk->zcjgn", scaled, leaving)
+        read = torch.einsum("zcign,zcgnk->zcigk", C_, entering)
+        grad_from_start = (read * reading).flatten(3).unflatten(3, by_head).sum(4)
+        grad_input = torch.einsum("zcjgn,zcgnk->zcjgk", B_, leaving)
+        grad_to_end = (grad_input * scaled).flatten(3).unflatten(3, by_head).sum(4)
+        grad_input = grad_input.flatten(3).unflatten(3, by_head) * to_end.unsqueeze(4)
+        grad_decay = (entering * leaving).mul_(decay).sum(3).flatten(2).unflatten(2, by_head).sum(3)
+
+        # Within chunks.
+        CB = torch.einsum("zcign,zcjgn->zcgij", C_, B_).unsqueeze(3)
+        grad_within = torch.einsum("zcihp,zcjhp->zchij", grad_, x_ * delta_.unsqueeze(4)).mul_(within)
+        grad_within = grad_within.unflatten(2, by_group)
+        grad_CB = grad_within.sum(3)
+        grad_C += torch.einsum("zcgij,zcjgn->zcign", grad_CB, B_)
+        grad_B += torch.einsum("zcgij,zcign->zcjgn", grad_CB, C_)
+        grad_within = grad_within.mul_(CB).flatten(2, 3)
+        within = within.unflatten(2, by_group).mul_(CB).flatten(2, 3)
+        grad_input += torch.einsum("zchij,zcihp->zcjhp", within, grad_)
+
+        # delta[t] A counts in each decay that passes position t: into later positions, out of earlier ones.
+        grad_within.diagonal(dim1=3, dim2=4).zero_()
+        passing = (grad_within.sum(4) - grad_within.sum(3)).transpose(2, 3) + grad_from_start
+        passing = passing.flip(2).cumsum(2).flip(2) + (grad_to_end.cumsum(2) - grad_to_end) + grad_decay.unsqueeze(2)
+        grad_delta = (grad_input * x_).sum(4).addcmul_(passing, A)
+        grad_A = (passing * delta_).sum((0, 1, 2))
+        grad_x = grad_input.mul_(delta_.unsqueeze(4))
+        grad_D = None
+        if D is not None:
+            grad_D = (grad_ * x_).sum(4).sum((0, 1, 2))
+            grad_x.addcmul_(grad_, D.unsqueeze(1))
+        grad_x, grad_delta, grad_B, grad_C = (t.flatten(1, 2)[:, :length] for t in (grad_x, grad_delta, grad_B, grad_C))
+        return (grad_x.to(x.dtype), grad_delta, grad_A, grad_B.to(B.dtype), grad_C.to(C.dtype), grad_D,
+                None, grad_state, None)
 
 
 def ssd(x, dt, A, B, C, D=None, dt_bias=None, *, chunk_size, documents=None, initial_state=None,
         return_last_state=False, kernels="portable"):
-    """Run the recurrence over a whole sequence.
+    """Run the recurrence over whole sequences, of any length.
 
     x (batch, length, heads, headdim); dt (batch, length, heads) before bias and softplus; A (heads), negative; B, C
-    (batch, length, groups, d_state), heads shared evenly among groups; D, dt_bias (heads) or None; states (batch, heads,
-    headdim, d_state). `documents` (batch, length): the state restarts where it changes; an initial state belongs to
-    the first document of its row. Returns y like x, and with `return_last_state` (y, last state in fp32).
+    (batch, length, groups, d_state), the heads shared evenly among the groups in order; D, dt_bias (heads) or None;
+    documents (batch, length): the state starts from zero wherever it changes; initial_state (batch, heads, headdim,
+    d_state) or None for zeros: what the first document of each row goes on from. `chunk_size` is the fused kernel's; the
+    result does not depend on it. Returns y like x, and with `return_last_state` (y, the state after the last position,
+    in compute type).
     """
+    if kernels == "fused":
+        from mamba_ssm.ops.triton.ssd_combined import mamba_chunk_scan_combined
+
+        return mamba_chunk_scan_combined(x, dt, A, B, C, chunk_size, D=D, dt_bias=dt_bias, dt_softplus=True,
+                                         initial_states=initial_state, seq_idx=_seq_idx(documents),
+                                         return_final_states=return_last_state)
     batch, length, heads, headdim = x.shape
-    groups, d_state = B.shape[-2:]
-    work = torch.promote_types(x.dtype, torch.float32)
-    dt = F.softplus(dt.to(work) + (0 if dt_bias is None else dt_bias.to(work)))
-    q = min(chunk_size, CHUNK)
-    pad = -length % q
-    if documents is None:
-        documents = torch.zeros(batch, length, dtype=torch.int32, device=x.device)
-    documents = F.pad(documents[:, None].to(work), (0, pad), mode="replicate")[:, 0].unflatten(1, (-1, q))
-    xw = F.pad(x.to(work), (0, 0, 0, 0, 0, pad)).unflatten(1, (-1, q))
-    dtw = F.pad(dt, (0, 0, 0, pad)).unflatten(1, (-1, q))
-    Bw, Cw = (F.pad(t.to(work), (0, 0, 0, 0, 0, pad)).repeat_interleave(heads // groups, 2).unflatten(1, (-1, q))
-              for t in (B, C))
-    logs = (dtw * A.to(work)).double().cumsum(2)
-    inside = documents[:, :, :, None] == documents[:, :, None, :]
-    inside = inside.tril()[..., None]
-    L = (logs[:, :, :, None] - logs[:, :, None]).to(work).masked_fill(~inside, -torch.inf).exp()
-    xdt = xw * dtw[..., None]
-    y = torch.einsum("bcihn,bcjhn,bcijh,bcjhp->bcihp", Cw, Bw, L, xdt)
-    to_end = (documents == documents[:, :, -1:])[..., None] * (logs[:, :, -1:] - logs).to(work).exp()
-    added = torch.einsum("bcjhn,bcjh,bcjhp->bchpn", Bw, to_end, xdt)
-    state = torch.zeros_like(added[:, 0]) if initial_state is None else initial_state.to(work)
-    before = torch.cat([documents[:, :1, 0], documents[:, :-1, -1]], 1)
-    from_start = (documents == before[..., None])[..., None] * logs.to(work).exp()
-    states = []
-    for c in range(added.shape[1]):
-        states.append(state)
-        state = from_start[:, c, -1, :, None, None] * state + added[:, c]
-    y = y + torch.einsum("bcihn,bchpn,bcih->bcihp", Cw, torch.stack(states, 1), from_start)
-    y = y.flatten(1, 2)[:, :length]
-    if D is not None:
-        y = y + D.to(work)[:, None] * x.to(work)
-    y = y.to(x.dtype)
-    return (y, state) if return_last_state else y
+    groups, d_state = B.shape[2:]
+    assert heads % groups == 0, f"{groups} groups don't divide {heads} heads"
+    real, size = compute_type(x), min(chunk_size, CHUNK)
+    delta = F.softplus(dt.to(real) if dt_bias is None else dt.to(real) + dt_bias.to(real))
+    if documents is not None:
+        documents = torch.cat([documents, documents[:, -1:].expand(-1, -length % size)], dim=1).unflatten(1, (-1, size))
+    if initial_state is None:
+        state = x.new_zeros(batch, groups, d_state, heads // groups * headdim, dtype=real)
+    else:
+        state = initial_state.to(real).unflatten(1, (groups, -1)).flatten(2, 3).transpose(2, 3)
+    y, last = _SSD.apply(x, delta, A.to(real), B, C, None if D is None else D.to(real), documents, state, size)
+    if return_last_state:
+        return y, last.transpose(2, 3).unflatten(2, (-1, headdim)).flatten(1, 2)
+    return y
 
 
 def ssd_step(state, x, dt, A, B, C, D=None, dt_bias=None):
-    """One token of the recurrence; updates `state` (batch, heads, headdim, d_state, fp32) in place.
+    """One token: updates state (batch, heads, headdim, d_state) in place and returns y like x.
 
-    x (batch, heads, headdim), dt (batch, heads), B, C (batch, groups, d_state); the rest as in `ssd`. Returns y like x.
+    x (batch, heads, headdim); dt (batch, heads); B, C (batch, groups, d_state); the rest as in `ssd`.
     """
-    work = state.dtype
-    dt = F.softplus(dt.to(work) + (0 if dt_bias is None else dt_bias.to(work)))
-    B, C = (t.to(work).repeat_interleave(x.shape[1] // t.shape[1], dim=1) for t in (B, C))
-    state.mul_((dt * A.to(work)).exp()[..., None, None])
-    state.add_((dt[..., None] * x.to(work))[..., None] * B[:, :, None])
-    y = (state @ C[..., None])[..., 0]
+    real = state.dtype
+    delta = F.softplus(dt.to(real) if dt_bias is None else dt.to(real) + dt_bias.to(real))
+    B, C = (t.to(real).repeat_interleave(x.shape[1] // t.shape[1], dim=1) for t in (B, C))
+    state *= (delta * A.to(real)).exp()[..., None, None]
+    state += torch.einsum("bhp,bhn->bhpn", delta.unsqueeze(2) * x.to(real), B)
+    y = torch.einsum("bhpn,bhn->bhp", state, C)
     if D is not None:
-        y = y + D.to(work)[:, None] * x.to(work)
+        y += D.to(real).unsqueeze(1) * x.to(real)
     return y.to(x.dtype)
 
 
@@ -76,19 +212,27 @@ def mamba2_inner(zxbcdt, conv_weight, conv_bias, dt_bias, A, D, norm_weight, nor
                  ngroups, d_state, chunk_size, documents=None, kernels="portable"):
     """The Mamba-2 mixer after its in_proj: convolution, SSD, gated norm, out_proj.
 
-    zxbcdt (batch, length, 2 d_inner + 2 ngroups d_state + heads), laid out [z, x, B, C, dt]; conv_weight (d_inner + 2
-    ngroups d_state, 1, width) and conv_bias over [x, B, C]; norm_weight (d_inner), normed per group; out_proj_weight
-    (d_model, d_inner). Returns (batch, length, d_model).
+    zxbcdt (batch, length, 2 d_inner + 2 ngroups d_state + heads) laid out [z, x, B, C, dt]; conv_weight (d_inner + 2
+    ngroups d_state, 1, width) and conv_bias over [x, B, C]; dt_bias, A, D (heads); norm_weight (d_inner), normed group by
+    group; out_proj_weight (d_model, d_inner). Returns (batch, length, d_model) in zxbcdt's dtype.
     """
-    from mamba_fsdp.ops.causal_conv import causal_conv_silu
-    from mamba_fsdp.ops.norm import gated_rms_norm
+    if kernels == "fused" and conv_weight.shape[0] % 8 == 0:  # what its convolution demands
+        from mamba_ssm.ops.triton.ssd_combined import mamba_split_conv1d_scan_combined
 
-    d_inner, heads, bc = norm_weight.shape[0], A.shape[0], ngroups * d_state
-    z, xbc, dt = zxbcdt.split([d_inner, d_inner + 2 * bc, heads], dim=-1)
+        return mamba_split_conv1d_scan_combined(
+            zxbcdt, conv_weight.squeeze(1).to(zxbcdt.dtype), conv_bias.to(zxbcdt.dtype), dt_bias, A, D, chunk_size,
+            seq_idx=_seq_idx(documents), activation="silu", rmsnorm_weight=norm_weight, rmsnorm_eps=norm_eps,
+            outproj_weight=out_proj_weight.to(zxbcdt.dtype), headdim=headdim, ngroups=ngroups, norm_before_gate=False)
+    d_inner, heads, d_bc = norm_weight.shape[0], A.shape[0], ngroups * d_state
+    z, xbc, dt = zxbcdt.split([d_inner, d_inner + 2 * d_bc, heads], dim=2)
     xbc = causal_conv_silu(xbc, conv_weight, conv_bias, documents=documents, kernels=kernels)
-    x, B, C = xbc.split([d_inner, bc, bc], dim=-1)
-    x = x.unflatten(-1, (heads, headdim))
-    B, C = (t.unflatten(-1, (ngroups, d_state)) for t in (B, C))
-    y = ssd(x, dt, A, B, C, D, dt_bias, chunk_size=chunk_size, documents=documents, kernels=kernels)
-    y = gated_rms_norm(y.flatten(-2), z, norm_weight, norm_eps, d_inner // ngroups)
+    x, B, C = xbc.split([d_inner, d_bc, d_bc], dim=2)
+    y = ssd(x.unflatten(2, (heads, headdim)), dt, A, B.unflatten(2, (ngroups, d_state)), C.unflatten(2, (ngroups, d_state)),
+            D, dt_bias, chunk_size=chunk_size, documents=documents, kernels=kernels)
+    y = gated_rms_norm(y.flatten(2), z, norm_weight, norm_eps, d_inner // ngroups)
     return F.linear(y, out_proj_weight.to(y.dtype))
+
+
+def _seq_idx(documents):
+    """`documents` as mamba-ssm takes it: int32, and 0 where an initial state goes on."""
+    return None if documents is None else (documents - documents[:, :1]).to(torch.int32).contiguous()
