@@ -1,0 +1,133 @@
+#!/usr/bin/env bash
+# Make .venv, the environment that training runs in without a container.
+#
+#   ./0.create_env.sh [--stack cpu|current|torch2.2] [--dev]
+#
+#   cpu       the newest torch without CUDA, for laptops         (about 1.7 GB)
+#   current   the newest torch with CUDA, for NVIDIA GPUs        (about 8 GB)
+#   torch2.2  the stack of the default image: torch 2.2.2, cu121 (about 7 GB)
+#   --dev     also what the tests need
+#
+# Without --stack: current where there is an NVIDIA driver, else cpu. Run again when nothing changed, it returns at once.
+# PYTHON=... chooses the interpreter, VENV=... another folder than .venv.
+set -euo pipefail
+cd "$(dirname "$0")"
+
+VENV=${VENV:-.venv}
+TORCH_CPU_INDEX=https://download.pytorch.org/whl/cpu
+
+fail() { # what is wrong, what to do
+    echo "error: $1" >&2
+    echo "       $2" >&2
+    exit 1
+}
+
+usage() { sed -n '2,/^set /{/^set /d;s/^# \{0,1\}//;p;}' "$0"; }
+
+parse_arguments() {
+    stack='' dev=0
+    while [ $# -gt 0 ]; do
+        case $1 in
+        --stack) stack=${2:-}; shift ;;
+        --stack=*) stack=${1#*=} ;;
+        --dev) dev=1 ;;
+        -h | --help) usage; exit 0 ;;
+        *) fail "unknown argument $1" "see ./0.create_env.sh --help" ;;
+        esac
+        shift
+    done
+    if [ -z "$stack" ]; then
+        stack=cpu
+        if [ -e /proc/driver/nvidia/version ] || nvidia-smi >/dev/null 2>&1; then stack=current; fi
+    fi
+    case $stack in
+    cpu) needed_gb=3 ;;
+    current) needed_gb=12 ;;
+    torch2.2) needed_gb=10 ;;
+    *) fail "there is no stack '$stack'" "choose cpu, current or torch2.2" ;;
+    esac
+}
+
+find_python() {
+    local candidate
+    for candidate in ${PYTHON:-python3 python3.12 python3.11 python3.10 python3.13}; do
+        if "$candidate" -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 10))' 2>/dev/null; then
+            python=$candidate
+            return
+        fi
+    done
+    fail "no Python 3.10 or newer with its venv module was found (looked for ${PYTHON:-python3 and python3.10 to 3.13})" \
+        "install one (Debian and Ubuntu: apt-get install python3 python3-venv) or name it: PYTHON=/path/to/python3 ./0.create_env.sh"
+}
+
+check_space() {
+    local free_kb
+    free_kb=$(df -Pk . | awk 'NR == 2 {print $4}')
+    [ "$free_kb" -ge $((needed_gb * 1000 * 1000)) ] ||
+        fail "$((free_kb / 1000000)) GB free in $PWD, the $stack stack needs $needed_gb GB while it installs" "free some space, or VENV=/other/disk/venv"
+}
+
+install() { # requirements file, further pip arguments
+    "$VENV/bin/python" -m pip install --quiet --disable-pip-version-check --no-input "${@:2}" -r "$1" >>"$log" 2>&1
+}
+
+explain_failure() { # requirements file
+    local reason
+    reason=$(grep -iE '^ *(error|fatal)|no space left|temporary failure|name or service|connection' "$log" | tail -n 3 | cut -c1-300 || true)
+    if grep -qiE 'no space left' "$log"; then fail "the disk filled up while installing $1" "free some space and run this again (log: $log)"; fi
+    if grep -qiE 'temporary failure|name or service|failed to establish|connection (refused|reset|error)|timed out' "$log"; then
+        fail "no network: pip could not reach its package index" "check the connection or pip's proxy and index settings, then run this again (log: $log)"
+    fi
+    fail "pip could not install $1: ${reason:-see the log}" "the whole log is $log; another Python may help: PYTHON=python3.11 ./0.create_env.sh"
+}
+
+install_stack() {
+    # The configured index and local wheels first; torch's own index only for its CPU build, where the former lack it.
+    install "requirements/$stack.txt" && return
+    if [ "$stack" = cpu ] && grep -q 'No matching distribution found for torch' "$log"; then
+        echo "  torch's CPU build: from $TORCH_CPU_INDEX"
+        install "requirements/$stack.txt" --extra-index-url "$TORCH_CPU_INDEX" && return
+    fi
+    explain_failure "requirements/$stack.txt"
+}
+
+# CUDA kernels are compiled here, against the torch that was just installed; without a compiler the portable forms serve.
+install_kernels() {
+    local list=requirements/kernels-$stack.txt
+    [ -e "$list" ] || return 0
+    if ! command -v nvcc >/dev/null 2>&1; then
+        echo "  no CUDA compiler (nvcc) here: training will use the portable kernels, which are slower"
+        return
+    fi
+    echo "  compiling the CUDA kernels of mamba-ssm and causal-conv1d (some minutes)"
+    install "$list" --no-build-isolation --no-deps || explain_failure "$list"
+}
+
+stamp() { # two lines: the stack, and what identifies the files it was made from
+    echo "$stack"
+    sha256sum < "requirements/$stack.txt" | cut -d' ' -f1
+}
+
+parse_arguments "$@"
+dev_stamp=$(sha256sum < requirements/dev.txt)
+if [ "$(cat "$VENV/.complete" 2>/dev/null)" = "$(stamp)" ]; then
+    echo "$VENV is complete: stack $stack"
+else
+    find_python
+    check_space
+    echo "making $VENV for the $stack stack with $("$python" --version) (some minutes the first time)"
+    rm -rf "$VENV" # without a matching stamp it is half-made, of another stack, or out of date
+    "$python" -m venv "$VENV" || fail "$python could not make $VENV" "look at the lines above; is the folder writable?"
+    log=$VENV/install.log
+    install_stack
+    install_kernels
+    stamp > "$VENV/.complete.part"
+    mv "$VENV/.complete.part" "$VENV/.complete"
+    echo "$VENV is complete: stack $stack"
+fi
+if [ $dev = 1 ] && [ "$(cat "$VENV/.complete-dev" 2>/dev/null)" != "$dev_stamp" ]; then
+    echo "adding what the tests need"
+    log=$VENV/install-dev.log
+    install requirements/dev.txt || explain_failure requirements/dev.txt
+    echo "$dev_stamp" > "$VENV/.complete-dev"
+fi

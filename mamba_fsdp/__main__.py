@@ -1,0 +1,36 @@
+"""The verbs beside training.py and get_dataset.py: `python -m mamba_fsdp VERB ...`. Each explains itself with --help."""
+
+import importlib
+import sys
+
+from mamba_fsdp import command_line
+
+VERBS = {  # name: (module in mamba_fsdp/verbs, what it does)
+    "generate": ("generate", "continue a text with a trained model"),
+    "evaluate": ("evaluate", "loss, perplexity and bits per byte over a token store"),
+    "inspect": ("inspect", "say what a run, a checkpoint, a token store or a weights file holds"),
+    "export": ("export", "write a model in transformers' or state-spaces' form"),
+    "import": ("import_", "bring a transformers or state-spaces model into our form"),
+    "plot": ("plot", "draw a run's losses as a picture"),
+    "settings": ("settings", "print a resolved setting of a training command"),
+    "preflight": ("preflight", "check a cluster's nodes before training (1.train.sbatch calls it)"),
+    "selfcheck": ("selfcheck", "import everything, train one step on the CPU, print the versions"),
+}
+
+
+def main():
+    if len(sys.argv) < 2 or sys.argv[1] in ("--help", "-h", "help"):
+        print("python -m mamba_fsdp VERB ...  (--help after a verb lists its options)\n")
+        for verb, (_, meaning) in VERBS.items():
+            print(f"  {verb:<10} {meaning}")
+        raise SystemExit(0)
+    verb, arguments = sys.argv[1], sys.argv[2:]
+    if verb not in VERBS:
+        print(f"error: there is no verb {verb!r}; choose one of {', '.join(VERBS)}", file=sys.stderr)
+        raise SystemExit(2)
+    module = importlib.import_module(f"mamba_fsdp.verbs.{VERBS[verb][0]}")
+    command_line.run(module.main, lambda: module.__doc__.strip(), arguments)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,42 @@
+"""Which token stores a run reads: the training sources with their weights, and the validation stores."""
+
+from pathlib import Path
+
+from mamba_fsdp.data.store import TokenStore
+from mamba_fsdp.errors import UserError
+
+
+def training_sources(data):
+    """({name: TokenStore}, {name: weight}) for the settings' `data` section. Raises UserError where a store is missing or broken."""
+    root = Path(data.dataset_path)
+    if data.datasets:
+        sources = {name: TokenStore(_store_folder(root / name)) for name in data.datasets}
+        if len(sources) < len(data.datasets):
+            raise UserError(f"datasets {','.join(data.datasets)} names one twice; give each once")
+    else:
+        folder = _store_folder(root)
+        sources = {folder.name: TokenStore(folder)}
+    first_name, first = next(iter(sources.items()))
+    for name, store in sources.items():
+        if (store.vocab_size, store.eos) != (first.vocab_size, first.eos):
+            raise UserError(f"{store.path}: made with another tokenizer than {first.path} (vocabulary {store.vocab_size}, eos "
+                            f"{store.eos} against {first.vocab_size}, {first.eos}); make both with one --tokenizer")
+    weights = data.weights or [len(store) for store in sources.values()]
+    return sources, dict(zip(sources, weights))
+
+
+def validation_stores(data):
+    """The stores to validate on: validation_path, or with `auto` each `validation` folder beside a training store; may be empty."""
+    if data.validation_path == "none":
+        return []
+    if data.validation_path != "auto":
+        return [TokenStore(_store_folder(Path(data.validation_path), "validation"))]
+    roots = [Path(data.dataset_path) / name for name in data.datasets] or [Path(data.dataset_path)]
+    places = [folder for root in roots for folder in (root / "validation", root.parent / "validation")
+              if (folder / "index.json").exists() and folder != root]
+    return [TokenStore(folder) for folder in dict.fromkeys(places)]
+
+
+def _store_folder(path, part="train"):
+    """`path` itself, or the store `part` inside it."""
+    return path / part if not (path / "index.json").exists() and (path / part / "index.json").exists() else path

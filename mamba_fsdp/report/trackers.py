@@ -1,0 +1,54 @@
+"""Where metrics go besides metrics.jsonl: TensorBoard's event files in the run folder, or Weights & Biases."""
+
+from mamba_fsdp.errors import UserError
+
+
+def make_tracker(kind, run_folder, settings):
+    """An object with write(entry) and close(). Raises UserError where the package is missing."""
+    return {"none": NoTracker, "tensorboard": TensorBoard, "wandb": WeightsAndBiases}[kind](run_folder, settings)
+
+
+class NoTracker:
+    def __init__(self, run_folder, settings):
+        pass
+
+    def write(self, entry):
+        pass
+
+    def close(self):
+        pass
+
+
+class TensorBoard:
+    def __init__(self, run_folder, settings):
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError:
+            raise UserError("tracker=tensorboard needs the package tensorboard: .venv/bin/pip install tensorboard") from None
+        self.writer = SummaryWriter(str(run_folder / "tensorboard"))
+
+    def write(self, entry):
+        for name, value in entry.items():
+            if name != "step" and value is not None:
+                self.writer.add_scalar(name, value, entry["step"])
+
+    def close(self):
+        self.writer.close()
+
+
+class WeightsAndBiases:
+    """One W&B run per run folder, so that a run that goes on draws on in the same curves."""
+
+    def __init__(self, run_folder, settings):
+        try:
+            import wandb
+        except ImportError:
+            raise UserError("tracker=wandb needs the package wandb: .venv/bin/pip install wandb") from None
+        self.run = wandb.init(project="mamba-fsdp", id=run_folder.name, name=run_folder.name, dir=str(run_folder),
+                              resume="allow", config=settings)
+
+    def write(self, entry):
+        self.run.log({name: value for name, value in entry.items() if name != "step"}, step=entry["step"])
+
+    def close(self):
+        self.run.finish()

@@ -1,0 +1,24 @@
+"""A torch profile of a few steps, in the Chrome trace format, for Perfetto or chrome://tracing."""
+
+import torch
+
+FIRST, COUNT = 5, 3  # the first steps compile kernels and fill caches
+
+
+class Profiler:
+    """Call `step` after each optimiser step; writes profile/rank_R.json into the run folder after steps 5 to 7 of this start."""
+
+    def __init__(self, run_folder, rank, step):
+        self.path = run_folder / "profile" / f"rank_{rank}.json"
+        self.first = step + FIRST
+        self.profile = None
+
+    def step(self, step):
+        if step == self.first - 1:
+            self.profile = torch.profiler.profile(record_shapes=True)
+            self.profile.start()
+        elif self.profile and step == self.first + COUNT - 1:
+            self.profile.stop()
+            self.path.parent.mkdir(exist_ok=True)
+            self.profile.export_chrome_trace(str(self.path))
+            self.profile = None

@@ -1,0 +1,36 @@
+"""A rank that makes no progress says where it stands and ends the job, instead of hanging until the time limit."""
+
+import faulthandler
+import os
+import sys
+import threading
+import time
+
+
+class Watchdog:
+    """Call `progress()` at least every `minutes`; else the stacks of all threads go to stderr and the process exits with 1."""
+
+    def __init__(self, minutes, rank):
+        self.seconds, self.rank = minutes * 60, rank
+        self.progress()
+        self.stopped = threading.Event()
+        self.thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
+
+    def progress(self):
+        self.last = time.monotonic()
+
+    def __enter__(self):
+        self.thread.start()
+        return self
+
+    def __exit__(self, *_):
+        self.stopped.set()
+        self.thread.join()
+
+    def _watch(self):
+        while not self.stopped.wait(min(1.0, self.seconds / 4)):
+            if time.monotonic() - self.last > self.seconds:
+                print(f"\nerror: rank {self.rank} made no progress for {self.seconds / 60:g} minutes (timeout_minutes). Either it is stuck "
+                      "below, or it waits for a rank that is. Its threads stand at:", file=sys.stderr, flush=True)
+                faulthandler.dump_traceback(all_threads=True)
+                os._exit(1)

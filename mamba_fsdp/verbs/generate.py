@@ -1,0 +1,46 @@
+"""python -m mamba_fsdp generate MODEL [--prompt=TEXT] [--length=100] [--temperature=0.8] [--top_k=0] [--top_p=1.0] [--seed=0]
+
+Continue a text. MODEL is a run folder, a checkpoint, a consolidated.00.pth, or a transformers or state-spaces folder.
+
+  --prompt       text to go on from; without it the text begins at a document's start
+  --length       tokens to generate at most; the end of the document ends it
+  --temperature  0 always takes the likeliest token; 1 draws as the model says
+  --top_k        draw from the k likeliest tokens only; 0 from all
+  --top_p        draw from the likeliest tokens that together have this probability
+  --seed         equal seeds give equal texts
+  --tokenizer    a tokenizer's folder, where MODEL came without one
+"""
+
+import sys
+
+from mamba_fsdp.errors import UserError
+
+
+def main(model, prompt="", length: int = 100, temperature: float = 0.8, top_k: int = 0, top_p: float = 1.0, seed: int = 0, tokenizer=""):
+    for name, value, fits, words in (("length", length, length >= 1, "at least 1"), ("temperature", temperature, temperature >= 0, "at least 0"),
+                                     ("top_k", top_k, top_k >= 0, "at least 0"), ("top_p", top_p, 0 < top_p <= 1, "above 0 and at most 1")):
+        if not fits:
+            raise UserError(f"--{name}={value}: must be {words}")
+    import torch
+
+    from mamba_fsdp.model.generate import generate
+    from mamba_fsdp.verbs.loading import load_model, load_tokenizer
+
+    network, weights = load_model(model)
+    words = load_tokenizer(weights, tokenizer)
+    ids = words(prompt, add_special_tokens=False)["input_ids"] or [words.eos_token_id]
+    device = next(network.parameters()).device
+    tokens = []
+    shown = prompt
+    sys.stdout.write(shown)
+    for token in generate(network, torch.tensor([ids], device=device), length=length, temperature=temperature, top_k=top_k, top_p=top_p,
+                          generator=torch.Generator(device=device).manual_seed(seed)):
+        if int(token) == words.eos_token_id:
+            break
+        tokens.append(int(token))
+        text = prompt + words.decode(tokens)
+        if not text.endswith("\ufffd"):  # a character whose last bytes are still to come
+            sys.stdout.write(text[len(shown):])
+            sys.stdout.flush()
+            shown = text
+    sys.stdout.write("\n")

@@ -1,0 +1,25 @@
+"""python -m mamba_fsdp settings [NAME] -- [SETTING=VALUE words of a training command]
+
+Print the resolved value of setting NAME, or all settings as YAML, for the training command whose words follow `--`.
+Exits with 2 and one line when the command has a mistake.
+
+  python -m mamba_fsdp settings save_ckpt_path -- --config=config/demo.yaml
+"""
+
+from config import settings
+from mamba_fsdp import command_line
+from mamba_fsdp.errors import UserError
+
+
+def main(name="", after_dashes=None):
+    unexpected, given = command_line.split(after_dashes or [])
+    if unexpected:
+        raise UserError(f"{unexpected[0]}: settings are written --name=value")
+    resolved, _ = settings.resolve(given, given.pop("config", None))
+    if not name:
+        print(settings.as_yaml(resolved), end="")
+        return
+    if name not in settings.all_settings():
+        raise UserError(f"{name}: there is no such setting; training.py --help lists them")
+    values = settings.as_dict(resolved)[settings.all_settings()[name][0]]
+    print(settings.shown(values[name]))

@@ -1,0 +1,35 @@
+#!/usr/bin/env bash
+# Run the tests: makes the environment it needs, runs all that this machine can run, and names what it skips and why.
+#
+#   tests/run.sh                    everything
+#   tests/run.sh --quick            what takes under two minutes together
+#   tests/run.sh --slow             only the rest
+#   tests/run.sh --stack torch2.2   the tests of the pinned stack, in an environment of its own (.venv-torch2.2)
+#
+# Further words go to pytest, as in tests/run.sh tests/model -k tied.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+stack=cpu venv=.venv
+selection=()
+while [ $# -gt 0 ]; do
+    case $1 in
+    --quick) selection=(-m "not slow") ;;
+    --slow) selection=(-m slow) ;;
+    --stack) stack=${2:?--stack needs a name}; shift ;;
+    --stack=*) stack=${1#*=} ;;
+    -h | --help) sed -n '2,/^set /{/^set /d;s/^# \{0,1\}//;p;}' "$0"; exit 0 ;;
+    *) break ;;
+    esac
+    shift
+done
+case $stack in
+cpu) ;;
+torch2.2) venv=.venv-torch2.2 selection=(-m torch22) ;;
+*) echo "error: there are tests for the stacks cpu and torch2.2, not for '$stack'" >&2; exit 2 ;;
+esac
+
+VENV=$venv ./0.create_env.sh --stack "$stack" --dev
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} # spinning threads of many processes on few cores slow each other down
+export MAMBA_FSDP_TEST_STACK=$stack
+exec "$venv/bin/python" -m pytest "${selection[@]}" "$@"
