@@ -9,7 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
+from mamba_fsdp.ops import native
 from mamba_fsdp.ops.kernels import compute_type
+
+MAX_NATIVE_WIDTH = 8  # MAX_WIDTH of causal_conv.c
 
 
 def _same_document(documents, shift, dtype):
@@ -59,6 +62,62 @@ class _PortableConv(torch.autograd.Function):
         return grad_x.to(x.dtype), grad_weight, grad.sum((0, 1)).to(bias.dtype), None
 
 
+_CONV = native.structure("Conv", "n:threads", "n:batch", "n:length", "n:channels", "n:width", "n:x_row", "n:grad_row", "x",
+                         "taps", "bias", "visible", "out", "grad_out", "grad_x", "grad_taps")
+
+
+def _visible(documents, width):
+    """How many of the width - 1 positions before each one lie in its document: (batch, length) uint8, or None for all."""
+    if documents is None:
+        return None
+    count = torch.zeros(documents.shape, dtype=torch.uint8)
+    for shift in range(1, min(width, documents.shape[1])):
+        count[:, shift:] += documents[:, shift:] == documents[:, :-shift]
+    return count
+
+
+def _native_arguments(x, taps, bias, visible, **more):
+    batch, length, channels = x.shape
+    return _CONV(threads=torch.get_num_threads(), batch=batch, length=length, channels=channels, width=taps.shape[0],
+                 x_row=x.stride(1), x=native.pointer(x), taps=native.pointer(taps), bias=native.pointer(bias),
+                 visible=native.pointer(visible), **more)
+
+
+class _NativeConv(torch.autograd.Function):
+    """The C form, causal_conv.c."""
+
+    @staticmethod
+    def forward(ctx, x, weight, bias, documents):
+        x, real = native.as_rows(x), compute_type(x)
+        taps = weight.squeeze(1).T.to(real).contiguous()
+        bias_real, visible = bias.to(real).contiguous(), _visible(documents, taps.shape[0])
+        out = x.new_empty(x.shape)
+        native.call(native.library(x.dtype).conv_forward,
+                    _native_arguments(x, taps, bias_real, visible, out=native.pointer(out)))
+        ctx.save_for_backward(x, taps, bias_real, visible)
+        ctx.dtypes = weight.dtype, bias.dtype
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        x, taps, bias, visible = ctx.saved_tensors
+        grad, grad_x = native.as_rows(grad), x.new_empty(x.shape)
+        library = native.library(x.dtype)
+        blocks = x.shape[0] * -(-x.shape[1] // library.conv_steps())
+        grad_taps = taps.new_empty(blocks, taps.shape[0] + 1, taps.shape[1])
+        native.call(library.conv_backward, _native_arguments(
+            x, taps, bias, visible, grad_out=native.pointer(grad), grad_row=grad.stride(1), grad_x=native.pointer(grad_x),
+            grad_taps=native.pointer(grad_taps)))
+        grad_taps = grad_taps.sum(0)
+        return grad_x, grad_taps[:-1].T.unsqueeze(1).to(ctx.dtypes[0]), grad_taps[-1].to(ctx.dtypes[1]), None
+
+
+@torch.compiler.disable
+def _apply(function, *arguments):
+    return function.apply(*arguments)
+
+
 def causal_conv_silu(x, weight, bias, *, documents=None, kernels="portable"):
     """x (batch, length, channels), weight (channels, 1, width), bias (channels) -> the shape and dtype of x.
 
@@ -66,6 +125,8 @@ def causal_conv_silu(x, weight, bias, *, documents=None, kernels="portable"):
     """
     if kernels == "fused" and x.shape[2] % 8 == 0:  # what the kernel demands of rows that are contiguous in channels
         return _fused(x, weight, bias, documents)
+    if kernels == "native" and native.takes(x) and weight.shape[2] <= MAX_NATIVE_WIDTH:
+        return _apply(_NativeConv, x, weight, bias, documents)
     return _PortableConv.apply(x, weight, bias, documents)
 
 

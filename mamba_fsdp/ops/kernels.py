@@ -5,6 +5,7 @@ import importlib
 import torch
 
 from mamba_fsdp.errors import UserError
+from mamba_fsdp.ops import native
 
 FUSED_PACKAGES = ("mamba_ssm", "causal_conv1d")
 
@@ -28,11 +29,6 @@ def _why_no_fused():
     return None
 
 
-def _why_no_native():
-    """None when the C forms compile and load, else the reason."""
-    return "no C form"
-
-
 def resolve(setting, device_type):
     """The form to use for `setting` (auto, portable or fused) on `device_type` (cpu or cuda): portable, native or fused.
 
@@ -43,7 +39,7 @@ def resolve(setting, device_type):
     if setting == "portable":
         _explanation = "kernels: portable (plain PyTorch), as set"
         return "portable"
-    best, why_not = ("fused", _why_no_fused()) if device_type == "cuda" else ("native", _why_no_native())
+    best, why_not = ("fused", _why_no_fused()) if device_type == "cuda" else ("native", native.why_unavailable())
     if why_not and setting == "fused":
         raise UserError(f"--kernels=fused: {why_not}; mend that, or use --kernels=auto")
     _explanation = f"kernels: portable (plain PyTorch), because {why_not}" if why_not else f"kernels: {best}"

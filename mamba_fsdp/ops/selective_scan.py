@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
+from mamba_fsdp.ops import native
 from mamba_fsdp.ops.causal_conv import causal_conv_silu
 from mamba_fsdp.ops.kernels import compute_type
 
@@ -123,6 +124,7 @@ class _PortableScan(torch.autograd.Function):
         grad_z = None if z is None else torch.empty_like(z, memory_format=torch.contiguous_format)
         grad_A = torch.zeros_like(A_rows)
         grad_D = None if D is None else torch.zeros_like(D, dtype=real)
+        grad_bias = None if bias is None else torch.zeros_like(bias)
         carried = grad_last_state.transpose(1, 2).to(real)  # what reaches the chunk's last state from behind
         for entry, piece in reversed(list(zip(entries, _chunks(u.shape[1])))):
             chunk = _Chunk(piece, u, dt, A_rows, B, C, bias, starts)
@@ -149,19 +151,83 @@ class _PortableScan(torch.autograd.Function):
             grad_delta = through_decay.mul_(A_rows).sum(2).transpose(0, 1)
             grad_delta = grad_delta.addcmul_(grad_input, chunk.u)
             grad_dt[:, piece] = grad_delta.mul_(torch.sigmoid(chunk.raw_delta))
+            if bias is not None:
+                grad_bias += grad_delta.sum((0, 1))
             grad_input = grad_input.mul_(chunk.delta)
             if D is not None:
                 grad_input.addcmul_(grad_y, D.to(real))
                 grad_D += torch.einsum("btc,btc->c", grad_y, chunk.u)
             grad_u[:, piece] = grad_input
-        grad_bias = None if dt_bias is None else grad_dt.sum((0, 1), dtype=real).to(dt_bias.dtype)
         return (grad_u, grad_dt, grad_A.T.to(A.dtype), grad_B, grad_C, None if D is None else grad_D.to(D.dtype), grad_z,
-                grad_bias, None, carried.transpose(1, 2))
+                None if bias is None else grad_bias.to(dt_bias.dtype), None, carried.transpose(1, 2))
+
+
+_SCAN = native.structure(
+    "Scan", "n:threads", "n:batch", "n:length", "n:d_inner", "n:d_state", "n:u_row", "n:dt_row", "n:B_row", "n:C_row",
+    "n:z_row", "n:grad_row", "u", "dt", "B", "C", "z", "A", "D", "bias", "starts", "out", "entries", "state", "grad_out",
+    "grad_state", "grad_u", "grad_dt", "grad_z", "grad_B", "grad_C", "grad_A", "grad_D", "grad_bias")
+
+
+def _native_arguments(u, dt, A_rows, B, C, D, z, bias, starts, **more):
+    batch, length, d_inner = u.shape
+    rows = {f"{name}_row": value.stride(1) for name, value in (("u", u), ("dt", dt), ("B", B), ("C", C))}
+    pointers = {"u": u, "dt": dt, "A": A_rows, "B": B, "C": C, "D": D, "z": z, "bias": bias, "starts": starts}
+    return _SCAN(threads=torch.get_num_threads(), batch=batch, length=length, d_inner=d_inner, d_state=A_rows.shape[0],
+                 z_row=0 if z is None else z.stride(1), **rows, **more,
+                 **{name: native.pointer(value) for name, value in pointers.items()})
+
+
+class _NativeScan(torch.autograd.Function):
+    """The C form, selective_scan.c. Activations share one dtype of native.TYPES."""
+
+    @staticmethod
+    def forward(ctx, u, dt, A, B, C, D, z, dt_bias, starts, initial_state):
+        real = compute_type(u)
+        u, dt, B, C, z = (native.as_rows(value) for value in (u, dt, B, C, z))
+        A_rows = A.T.to(real).contiguous()
+        D_real, bias = (None if v is None else v.to(real).contiguous() for v in (D, dt_bias))
+        batch, length, d_inner = u.shape
+        library = native.library(u.dtype)
+        out = u.new_empty(u.shape)
+        state = A_rows.new_zeros(batch, *A_rows.shape)
+        if initial_state is not None:
+            state.copy_(initial_state.transpose(1, 2))
+        entries = state.new_empty(batch, -(-length // library.scan_steps()), *A_rows.shape)
+        native.call(library.scan_forward, _native_arguments(
+            u, dt, A_rows, B, C, D_real, z, bias, starts, out=native.pointer(out), entries=native.pointer(entries),
+            state=native.pointer(state)))
+        ctx.save_for_backward(u, dt, A_rows, B, C, D_real, z, bias, starts, entries)
+        ctx.dtypes = [None if v is None else v.dtype for v in (A, D, dt_bias)]
+        return out, state.transpose(1, 2)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad_out, grad_last_state):
+        u, dt, A_rows, B, C, D, z, bias, starts, entries = ctx.saved_tensors
+        (batch, length, d_inner), d_state = u.shape, A_rows.shape[0]
+        library = native.library(u.dtype)
+        grad_out = native.as_rows(grad_out)
+        grad_u, grad_dt = u.new_empty(u.shape), u.new_empty(u.shape)
+        grad_z = None if z is None else u.new_empty(u.shape)
+        groups = -(-d_inner // library.scan_group())
+        grad_B, grad_C = (entries.new_empty(groups, batch, length, d_state) for _ in range(2))
+        grad_state = grad_last_state.transpose(1, 2).to(entries.dtype).contiguous().clone()
+        grad_A = entries.new_zeros(batch, d_state, d_inner)
+        grad_D, grad_bias = (entries.new_zeros(batch, d_inner) for _ in range(2))
+        results = {"grad_out": grad_out, "grad_state": grad_state, "grad_u": grad_u, "grad_dt": grad_dt, "grad_z": grad_z,
+                   "grad_B": grad_B, "grad_C": grad_C, "grad_A": grad_A, "grad_D": grad_D, "grad_bias": grad_bias}
+        native.call(library.scan_backward, _native_arguments(
+            u, dt, A_rows, B, C, D, z, bias, starts, entries=native.pointer(entries), grad_row=grad_out.stride(1),
+            **{name: native.pointer(value) for name, value in results.items()}))
+        A_type, D_type, bias_type = ctx.dtypes
+        return (grad_u, grad_dt, grad_A.sum(0).T.to(A_type), grad_B.sum(0).to(B.dtype), grad_C.sum(0).to(C.dtype),
+                None if D is None else grad_D.sum(0).to(D_type), grad_z, None if bias is None else grad_bias.sum(0).to(bias_type),
+                None, grad_state.transpose(1, 2))
 
 
 @torch.compiler.disable
-def _portable(*arguments):
-    return _PortableScan.apply(*arguments)
+def _apply(function, *arguments):
+    return function.apply(*arguments)
 
 
 def selective_scan(u, dt, A, B, C, D=None, z=None, dt_bias=None, *, documents=None, initial_state=None,
@@ -173,7 +239,8 @@ def selective_scan(u, dt, A, B, C, D=None, z=None, dt_bias=None, *, documents=No
     documents: (batch, length) document index of each position; the state is reset where it changes.
     """
     starts = None if documents is None else _document_starts(documents)
-    out, last_state = _portable(u, dt, A, B, C, D, z, dt_bias, starts, initial_state)
+    use_native = kernels == "native" and native.takes(u, dt, B, C, z)
+    out, last_state = _apply(_NativeScan if use_native else _PortableScan, u, dt, A, B, C, D, z, dt_bias, starts, initial_state)
     return (out, last_state) if return_last_state else out
 
 

@@ -1,0 +1,137 @@
+"""The C forms of the operators: compiled on first use into a cache folder, loaded through ctypes.
+
+The library's name is a hash of its sources, the flags, the compiler and the processor, so a stale or foreign one is never
+loaded; it is written under another name and renamed, so any number of processes may start at once. It is linked without
+an OpenMP runtime of its own: its calls find PyTorch's, which importing torch has loaded, and both share their threads.
+"""
+
+import ctypes
+import functools
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+import torch
+
+SOURCES = ("selective_scan.c", "causal_conv.c")
+HEADERS = ("native.h",)
+FOLDER = Path(__file__).parent
+TYPES = {  # dtype of the activations: how the sources are compiled for it
+    torch.float32: (),
+    torch.bfloat16: ("-DIO_BFLOAT16",),
+    torch.float64: ("-DREAL_DOUBLE",),
+}
+COMPILE_SECONDS = 120
+
+
+class Unavailable(Exception):
+    """Why there is no C form on this machine, in one line."""
+
+
+def _flags():
+    flags = ["-O3", "-march=native", "-fopenmp", "-fPIC", "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math"]
+    return flags + ["-mprefer-vector-width=512"] * (platform.machine() == "x86_64")
+
+
+def _run(command):
+    try:
+        result = subprocess.run(command, capture_output=True, text=True, timeout=COMPILE_SECONDS)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise Unavailable(f"the C compiler {command[0]} does not run: {error}") from error
+    if result.returncode:
+        said = (result.stderr or result.stdout).strip().splitlines()
+        raise Unavailable(f"the C compiler {command[0]} fails: {said[0] if said else f'exit status {result.returncode}'}")
+    return result.stdout
+
+
+def _compiler():
+    asked = os.environ.get("CC", "").split()
+    if asked:
+        return asked
+    for name in ("gcc", "cc", "clang"):
+        if shutil.which(name):
+            return [name]
+    raise Unavailable("there is no C compiler (gcc, cc or clang; the environment's CC names another)")
+
+
+def _processor():
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    return "".join(sorted({line for line in lines if line.startswith(("model name", "flags", "Features", "CPU part"))}))
+
+
+def cache_folder():
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mamba_fsdp"
+
+
+def _compile(compiler, defines, path):
+    """Compile the sources into `path`, whole or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+        objects = [str(Path(folder) / f"{source}.o") for source in SOURCES]
+        for source, target in zip(SOURCES, objects):
+            _run([*compiler, *_flags(), *defines, "-c", str(FOLDER / source), "-o", target])
+        library = Path(folder) / "library.so"
+        # Without -fopenmp: that would link a second OpenMP runtime beside PyTorch's.
+        _run([*compiler, "-shared", *objects, "-o", str(library), "-lm"])
+        with open(library, "rb") as file:
+            os.fsync(file.fileno())  # a half-written library would crash the process that loads it
+        os.replace(library, path)
+
+
+@functools.lru_cache(maxsize=None)
+def library(dtype):
+    """The C operators for activations of `dtype`, compiled if need be. Raises Unavailable with the reason."""
+    compiler, defines = _compiler(), TYPES[dtype]
+    sources = b"".join((FOLDER / name).read_bytes() for name in HEADERS + SOURCES)
+    identity = repr((sources, _flags(), defines, compiler, _run([*compiler, "--version"]), _processor()))
+    path = cache_folder() / f"ops-{hashlib.sha256(identity.encode()).hexdigest()[:24]}.so"
+    try:
+        if not path.exists():
+            _compile(compiler, defines, path)
+        return ctypes.CDLL(str(path))
+    except OSError as error:
+        raise Unavailable(f"the C form can't be written to or loaded from {path}: {error}") from error
+
+
+def why_unavailable():
+    """None when the C forms compile and load, else the reason."""
+    try:
+        library(torch.float32)
+    except Unavailable as reason:
+        return str(reason)
+    return None
+
+
+def structure(name, *fields):
+    """A ctypes.Structure: fields of int64 are given as 'n:NAME', pointers as 'NAME'."""
+    types = [(f[2:], ctypes.c_int64) if f.startswith("n:") else (f, ctypes.c_void_p) for f in fields]
+    return type(name, (ctypes.Structure,), {"_fields_": types})
+
+
+def pointer(tensor):
+    return None if tensor is None else tensor.data_ptr()
+
+
+def takes(*activations):
+    """Whether there is a C form for these: one dtype of TYPES, nothing empty."""
+    present = [a for a in activations if a is not None]
+    return present[0].dtype in TYPES and all(a.dtype == present[0].dtype and a.numel() for a in present)
+
+
+def as_rows(tensor):
+    """(batch, length, channels) as the C forms read it: channels contiguous, rows evenly spaced through the batch."""
+    if tensor is None or (tensor.stride(2) == 1 and tensor.stride(0) == tensor.shape[1] * tensor.stride(1)):
+        return tensor
+    return tensor.contiguous()
+
+
+def call(function, arguments):
+    if function(ctypes.byref(arguments)):
+        raise MemoryError(f"{function.__name__}: no memory for a thread's scratch")
