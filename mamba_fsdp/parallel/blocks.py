@@ -1,0 +1,44 @@
+"""Activation checkpointing and compiling, block by block, without renaming anything in the model."""
+
+from fractions import Fraction
+
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from mamba_fsdp.errors import UserError
+
+
+def checkpoint_blocks(blocks, share, *, reentrant):
+    """Let a share of the blocks (number or text such as "1/3") recompute their activations in the backward pass."""
+    for block, chosen in zip(blocks, selected(len(blocks), share)):
+        if chosen:
+            block.forward = _checkpointed(block.forward, reentrant)
+
+
+def selected(count, share):
+    """Which of `count` blocks are checkpointed: block i (from 1) when i * share reaches 0.5, 1.5, 2.5, … (fms-fsdp's rule)."""
+    try:
+        share = Fraction(share).limit_denominator(10_000)
+    except (ValueError, ZeroDivisionError):
+        share = Fraction(0)
+    if not 0 < share <= 1:
+        raise UserError("selective_checkpointing must be a share above 0 and at most 1, as in 1/3 or 0.33")
+    chosen, threshold = [], Fraction(1, 2)
+    for index in range(1, count + 1):
+        chosen.append(index * share >= threshold)
+        threshold += chosen[-1]
+    return chosen
+
+
+def compile_blocks(blocks):
+    """Compile each block's forward by itself: equal blocks share one compilation, and sharding stays outside of it."""
+    for block in blocks:
+        block.forward = torch.compile(block.forward)
+
+
+def _checkpointed(forward, reentrant):
+    def run(*inputs):
+        if not torch.is_grad_enabled():
+            return forward(*inputs)
+        return checkpoint(forward, *inputs, use_reentrant=reentrant, preserve_rng_state=False)  # nothing random inside
+    return run

@@ -1,0 +1,147 @@
+"""What every sharding strategy offers to the loop: one small interface, over the part of each parameter that a rank holds.
+
+Gradients are sums: the caller scales its loss so that the sum over ranks of the gradients is the one it wants. Every
+strategy reduces them in fp32 and divides by nothing.
+"""
+
+import contextlib
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from mamba_fsdp.parallel.shards import Shard
+
+
+@dataclass(eq=False)
+class Place:
+    """Where a parameter sits in the model. Sharding replaces the parameter; its places (several when tied) stay."""
+
+    owners: list  # of (module, attribute)
+    names: list  # one per owner; the first is the parameter's name
+    shape: tuple
+
+    @property
+    def name(self):
+        return self.names[0]
+
+    @property
+    def parameter(self):
+        module, attribute = self.owners[0]
+        return getattr(module, attribute)
+
+    def materialise(self, device):
+        """Put the whole parameter on the device, with undefined content if it had no storage. Tied places stay tied."""
+        old = self.parameter
+        value = torch.empty_like(old, device=device) if old.is_meta else old.detach().to(device)
+        new = nn.Parameter(value, requires_grad=old.requires_grad)
+        for module, attribute in self.owners:
+            setattr(module, attribute, new)
+
+
+def find_places(model):
+    """The Place of every parameter, in the order of `model.named_parameters()`."""
+    assert not list(model.buffers()), "a model without storage can't bring buffers: nobody would fill them"
+    places = {}
+    for prefix, module in model.named_modules():
+        for attribute, parameter in module.named_parameters(recurse=False):
+            place = places.setdefault(id(parameter), Place([], [], tuple(parameter.shape)))
+            place.owners.append((module, attribute))
+            place.names.append(f"{prefix}.{attribute}" if prefix else attribute)
+    return list(places.values())
+
+
+@dataclass
+class Held:
+    """This rank's part of one parameter, as the optimiser sees it: a plain tensor that shares the model's storage."""
+
+    place: Place
+    parameter: nn.Parameter
+    start: int = 0
+    replicas: int = 1
+    replica_index: int = 0
+
+    def shard(self, name, data):
+        return Shard(name, self.place.shape, self.start, data.detach().view(-1), self.replicas, self.replica_index)
+
+
+class ParallelModel:
+    """A model spread over the world. `module` is what to call, `model` the bare model inside.
+
+    Strategies override `accumulate` and `reduce_gradients`. Only `replicated` holds gradients that the strategy itself
+    does not reduce: the fp32 parameters that stay whole on every rank.
+    """
+
+    def __init__(self, model, module, world, held, replicated=()):
+        self.model, self.module, self.world = model, module, world
+        self.held, self.replicated = held, list(replicated)
+
+    def parameters(self):
+        """Name -> what the optimiser updates: this rank's part of each parameter. It may be empty or of another shape."""
+        return {held.place.name: held.parameter for held in self.held}
+
+    def shards(self):
+        """A Shard for every parameter."""
+        shards = [held.shard(held.place.name, held.parameter) for held in self.held]
+        for shard, held in zip(shards, self.held):
+            shard.tied = tuple(held.place.names[1:])
+        return shards
+
+    def accumulate(self, last):
+        """Context for one micro-batch's forward and backward. No gradient travels before the `last` one."""
+        return contextlib.nullcontext()
+
+    def reduce_gradients(self):
+        """After the last backward: every gradient becomes its sum over ranks."""
+        gradients = [held.parameter.grad for held in self.replicated]
+        if gradients and self.world.size > 1:
+            total = self.world.all_reduce_sum(torch.cat([gradient.view(-1) for gradient in gradients]))
+            parts = total.split([gradient.numel() for gradient in gradients])
+            torch._foreach_copy_([gradient.view(-1) for gradient in gradients], list(parts))
+
+    def gradient_norm(self):
+        """2-norm of the whole gradient, a 0-dim fp32 tensor, the same on every rank; inf and nan come through.
+
+        Each element is counted once: of replicas, only the first counts.
+        """
+        gradients = [held.parameter.grad for held in self.held if held.replica_index == 0]
+        gradients = [gradient for gradient in gradients if gradient is not None and gradient.numel()]
+        squares = torch.zeros((), dtype=torch.float64, device=self.world.device)
+        if gradients:
+            squares += torch.stack(torch._foreach_norm(gradients)).double().square().sum()
+        return self.world.all_reduce_sum(squares).sqrt().float()
+
+    def scale_gradients(self, factor):
+        """Multiply every gradient by a number."""
+        torch._foreach_mul_([held.parameter.grad for held in self.held if held.parameter.grad is not None], factor)
+
+    def optimizer_shards(self, optimizer):
+        """Shards optimizer/<parameter>/exp_avg and .../exp_avg_sq of an AdamW over `parameters()`; zeros before its first step."""
+        shards = []
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if not optimizer.state[parameter]:
+                    on_device = group["fused"] or group["capturable"]
+                    optimizer.state[parameter] = {
+                        "step": torch.zeros((), dtype=torch.float32, device=parameter.device if on_device else "cpu"),
+                        "exp_avg": torch.zeros_like(parameter, memory_format=torch.preserve_format),
+                        "exp_avg_sq": torch.zeros_like(parameter, memory_format=torch.preserve_format)}
+        for held in self.held:
+            state = optimizer.state[held.parameter]
+            shards += [held.shard(f"optimizer/{held.place.name}/{name}", state[name]) for name in ("exp_avg", "exp_avg_sq")]
+        return shards
+
+    def set_optimizer_steps(self, optimizer, steps):
+        """Let AdamW's bias correction go on as after `steps` updates. Call after `optimizer_shards`."""
+        for state in optimizer.state.values():
+            state["step"].fill_(steps)
+
+
+def starts_of(places, counts, ranks, world):
+    """Where in each flattened tensor this rank's elements start, when `ranks` hold it in turn and this one `counts` of each."""
+    gathered = world.gather_objects(counts)
+    before = [gathered[rank] for rank in ranks[:ranks.index(world.rank)]]
+    starts = [sum(column) for column in zip(*before)] if before else [0] * len(places)
+    whole = [sum(gathered[rank][index] for rank in ranks) for index in range(len(places))]
+    assert whole == [torch.Size(place.shape).numel() for place in places], "the shards of some parameter are not the whole of it"
+    return starts

@@ -1,0 +1,110 @@
+"""The processes that train together: who is who, what device each uses, and the few things they tell each other."""
+
+import gc
+import os
+import sys
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from mamba_fsdp.errors import UserError
+
+
+@dataclass
+class World:
+    """One process's view. Every method is called by all ranks at the same place; with one process all are trivial.
+
+    Python objects and CPU tensors travel over gloo, device tensors over the device's own backend.
+    """
+
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+    node_count: int
+    device: torch.device
+    _messages: object = None  # the gloo group
+
+    @property
+    def device_type(self):
+        return self.device.type
+
+    def need_process_group(self):
+        """Make the group of one that sharding needs where no launcher has made one."""
+        if not dist.is_initialized():
+            dist.init_process_group("nccl" if self.device_type == "cuda" else "gloo", store=dist.HashStore(), rank=0, world_size=1)
+
+    def broadcast_object(self, obj):
+        """Rank 0's `obj`, on every rank."""
+        if self.size == 1:
+            return obj
+        box = [obj]
+        dist.broadcast_object_list(box, src=0, group=self._messages, device=torch.device("cpu"))
+        return box[0]
+
+    def gather_objects(self, obj):
+        """Every rank's `obj` in the order of ranks, on every rank."""
+        if self.size == 1:
+            return [obj]
+        gathered = [None] * self.size
+        dist.all_gather_object(gathered, obj, group=self._messages)
+        return gathered
+
+    def all_reduce_sum(self, value):
+        """The sum over ranks: of a tensor (changed in place and returned), of a number, or of each number of a list."""
+        if isinstance(value, torch.Tensor):
+            if self.size > 1:
+                dist.all_reduce(value, group=self._messages if value.device.type == "cpu" else None)
+            return value
+        if isinstance(value, (list, tuple)):
+            return self.all_reduce_sum(torch.tensor(value, dtype=torch.float64)).tolist()
+        return self.all_reduce_sum(torch.tensor(value, dtype=torch.int64 if isinstance(value, int) else torch.float64)).item()
+
+    def any_true(self, flag):
+        """Whether `flag` is true on any rank."""
+        return self.all_reduce_sum(int(bool(flag))) > 0
+
+    def barrier(self):
+        """Return when every rank has come here."""
+        if self.size > 1:
+            dist.barrier(group=self._messages)
+
+    def close(self):
+        """End the process group. Drop model and optimizer first: a gloo process can abort at exit otherwise.
+
+        While an error is on its way out the others may never come, so then nobody is waited for.
+        """
+        if dist.is_initialized() and sys.exc_info()[0] is None:
+            gc.collect()
+            self.barrier()
+            dist.destroy_process_group()
+
+
+def start_world(*, timeout_minutes=10.0):
+    """Join the processes that torchrun has started; a world of one where none has.
+
+    timeout_minutes: how long a rank waits for the others before it gives up with an error. Raises UserError when the
+    launcher's environment is incomplete or asks for more GPUs than this node has.
+    """
+    environment = {name: os.environ.get(name) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")}
+    launched = environment["RANK"] is not None
+    missing = [name for name, value in environment.items() if value is None]
+    if launched and missing:
+        raise UserError(f"RANK is set, but not {', '.join(missing)}; start the ranks with torchrun, or unset RANK to train with one process")
+    rank, size, local_rank, local_size = (int(value) for value in environment.values()) if launched else (0, 1, 0, 1)
+
+    device = torch.device("cpu")
+    if torch.cuda.is_available():
+        if local_rank >= torch.cuda.device_count():
+            raise UserError(f"process {local_rank} of this node has no GPU: there are {torch.cuda.device_count()}; "
+                            "start at most one process per GPU (torchrun --nproc_per_node)")
+        device = torch.device("cuda", local_rank)
+        torch.cuda.set_device(device)
+    messages = None
+    if launched:
+        timeout = timedelta(minutes=timeout_minutes)
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=timeout)
+        messages = dist.new_group(backend="gloo", timeout=timeout) if device.type == "cuda" else dist.group.WORLD
+    return World(rank, size, local_rank, local_size, max(1, size // local_size), device, messages)
