@@ -104,11 +104,14 @@ def test_reads_stay_within_a_group_of_blocks():
     order = Order({"s": source(2**38)}, {"s": 1}, 2048, seed=5)
     group = GROUP_BLOCKS * order.block_windows
     assert order.block_windows * 2048 * 2 >= 1 << 20  # a block is megabytes
+    shuffles = set()
     for first in (0, 7 * group):
         window = order.samples(first, group)[1]
         blocks, counts = np.unique(window // order.block_windows, return_counts=True)
         assert len(blocks) == GROUP_BLOCKS and (counts == order.block_windows).all()
         assert np.diff(blocks).max() > 1  # yet the blocks come from all over the store
+        shuffles.add(tuple(window % order.block_windows))
+    assert len(shuffles) == 2  # each group is shuffled in its own way
 
 
 @settings(deadline=None, max_examples=30)
