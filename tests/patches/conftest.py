@@ -1,0 +1,81 @@
+"""Processes that pose as ranks on Triton's own cache modules. No GPU and no torch needed."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from triton_wheels import NEWEST, PATCHED, PATCHES, bare_triton_2_2, with_class
+
+HERE = Path(__file__).resolve().parent
+
+
+@pytest.fixture(scope="session")
+def unpatched(tmp_path_factory):
+    """The environment of a process that gets Triton 2.2.0's own cache."""
+    return {"PYTHONPATH": str(bare_triton_2_2(tmp_path_factory.mktemp("unpatched")))}
+
+
+@pytest.fixture(scope="session")
+def patched(tmp_path_factory):
+    folder = bare_triton_2_2(tmp_path_factory.mktemp("patched"))
+    subprocess.run([sys.executable, PATCHES / "apply.py", f"--site={folder}"], check=True)
+    return {"PYTHONPATH": str(folder)}
+
+
+@pytest.fixture(scope="session", params=[PATCHED, *(pytest.param(v, marks=pytest.mark.slow) for v in ("3.6.0", NEWEST))])
+def triton(request):
+    """The environment of a process whose Triton has the rank-0-only writer, for each Triton that the stacks or users have."""
+    if request.param == PATCHED:
+        return request.getfixturevalue("patched")
+    return with_class(request.param)
+
+
+@pytest.fixture(scope="session")
+def newest():
+    return with_class(NEWEST)
+
+
+class Cluster:
+    """Starts ranks (triton_rank.py) whose home folder, and so the cache, is shared below `folder`; looks at what they leave."""
+
+    def __init__(self, folder):
+        self.folder, self.count = folder, 0
+        for name in ("home", "private"):
+            (folder / name).mkdir()
+
+    def start(self, environment, plan, *, wrapper=(), **more):
+        """A process; `plan` is triton_rank.py's, `more` is added to its environment, `wrapper` goes before the command."""
+        base = {"PATH": os.environ["PATH"], "HOME": str(self.folder / "home"), "TRITON_RANK0_PRIVATE_DIR": str(self.folder / "private"),
+                "PYTHONDONTWRITEBYTECODE": "1"}
+        command = [*wrapper, sys.executable, str(HERE / "triton_rank.py"), json.dumps(plan)]
+        return subprocess.Popen(command, env={**base, **environment, **more}, text=True,
+                                stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+
+    def finish(self, *processes):
+        """The ranks' results; a rank that hangs or fails fails the test."""
+        results = []
+        for process in processes:
+            output, errors = process.communicate(timeout=120)
+            assert process.returncode == 0, errors
+            results.append(json.loads(output))
+        return results
+
+    def run(self, environment, plan, **more):
+        return self.finish(self.start(environment, plan, **more))[0]
+
+    def gate(self, ranks):
+        """What makes the plans of `ranks` processes start their work together."""
+        self.count += 1
+        (self.folder / f"gate{self.count}").mkdir()
+        return {"gate": str(self.folder / f"gate{self.count}"), "ranks": ranks}
+
+    def files(self, folder="home"):
+        return sorted(path for path in (self.folder / folder).rglob("*") if path.is_file())
+
+
+@pytest.fixture
+def cluster(tmp_path):
+    return Cluster(tmp_path)

@@ -1,0 +1,84 @@
+"""apply.py patches exactly the Triton that the patch was made for, once, and refuses everything else without touching it."""
+
+import shutil
+import subprocess
+import sys
+
+import pytest
+from triton_wheels import NEWEST, PATCHES, bare_triton_2_2, fetch
+
+
+def apply(folder, *options):
+    """(exit status, what it says) of patches/apply.py on the Triton in `folder`."""
+    done = subprocess.run([sys.executable, PATCHES / "apply.py", f"--site={folder}", *options], capture_output=True, text=True)
+    return done.returncode, done.stdout + done.stderr
+
+
+@pytest.fixture
+def pristine(tmp_path):
+    return bare_triton_2_2(tmp_path / "site")
+
+
+def snapshot(folder):
+    return {path.relative_to(folder): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_patch_is_applied_once(pristine):
+    """The first run patches, the second finds it done and changes nothing; --check tells the two states apart."""
+    assert apply(pristine, "--check")[0] == 1
+    assert "put in place" in apply(pristine)[1]
+    patched = snapshot(pristine)
+    assert apply(pristine, "--check")[0] == 0
+    status, words = apply(pristine)
+    assert status == 0 and "already in place" in words and snapshot(pristine) == patched
+
+
+def test_the_patch_is_one_that_patch_understands(pristine):
+    """patch(1) makes the same cache.py of it as apply.py."""
+    if shutil.which("patch") is None:
+        pytest.skip("patch(1) is not installed")
+    own = bare_triton_2_2(pristine.parent / "own")
+    apply(own)
+    with open(PATCHES / "triton-2.2.0-rank0-cache.patch") as patch:
+        subprocess.run(["patch", "-p1", "--quiet"], stdin=patch, cwd=pristine, check=True)
+    assert (pristine / "triton/runtime/cache.py").read_bytes() == (own / "triton/runtime/cache.py").read_bytes()
+
+
+def test_an_older_class_is_replaced(pristine):
+    """After an update of the project a second run brings the class up to date."""
+    apply(pristine)
+    patched = snapshot(pristine)
+    (pristine / "triton/runtime/rank0_cache.py").write_text("# an older one")
+    assert "put in place" in apply(pristine)[1] and snapshot(pristine) == patched
+
+
+@pytest.mark.parametrize("file, change", [
+    ("runtime/cache.py", lambda text: text.replace("random.randint", "random.randrange")),
+    ("runtime/cache.py", lambda text: ""),
+    ("__init__.py", lambda text: "__version__ = '2.3.0'\n"),
+    ("__init__.py", lambda text: "__version__ = '3.6.0'\n"),  # the version is new enough, but the hook is not there
+    ("__init__.py", lambda text: ""),
+])
+def test_what_does_not_fit_is_refused(pristine, file, change):
+    """A changed module or another version ends the build with a reason, and nothing is written."""
+    path = pristine / "triton" / file
+    path.write_text(change(path.read_text()))
+    before = snapshot(pristine)
+    status, words = apply(pristine)
+    assert status == 1 and words.startswith("error: ") and snapshot(pristine) == before
+
+
+def test_no_triton_at_all(tmp_path):
+    status, words = apply(tmp_path)
+    assert status == 1 and "holds no Triton" in words
+
+
+@pytest.mark.slow
+def test_newer_triton_gets_the_class_only(tmp_path):
+    """For a Triton with the setting, apply.py adds one file and names the variable that switches it on."""
+    shutil.copytree(fetch(NEWEST) / "triton/runtime", tmp_path / "triton/runtime")
+    shutil.copy(fetch(NEWEST) / "triton/__init__.py", tmp_path / "triton")
+    before = snapshot(tmp_path)
+    status, words = apply(tmp_path)
+    assert status == 0 and "TRITON_CACHE_MANAGER=triton.runtime.rank0_cache:Rank0CacheManager" in words
+    assert {path.name for path in set(snapshot(tmp_path)) - set(before)} == {"rank0_cache.py"}

@@ -1,0 +1,87 @@
+"""One rank that uses Triton's cache as Triton's compiler does. Run by the tests: python triton_rank.py PLAN (JSON, see main)."""
+
+import hashlib
+import json
+import os
+import random
+import signal
+import sys
+import time
+
+STAGES = ("ttir", "ttgir", "llir", "ptx", "cubin")
+
+
+def contents(kernel, stage, author, size):
+    """Text or bytes that show who wrote them and that they are whole."""
+    body = f"{kernel}.{stage} by {author}\n".encode() * (size // 16 + 1)
+    data = body + hashlib.sha256(body).hexdigest().encode()
+    return data if stage in ("cubin", "so") else data.decode()
+
+
+def author_of(path):
+    """Who wrote the file; AssertionError when it is torn."""
+    with open(path, "rb") as file:
+        data = file.read()
+    assert hashlib.sha256(data[:-64]).hexdigest().encode() == data[-64:], f"torn: {path} ({len(data)} bytes)"
+    return data.split(b"\n", 1)[0].split(b" by ")[1].decode()
+
+
+def compile_kernel(cache, kernel, author, size):
+    """The thirteen puts of Triton's compile() in its order, then the launch; returns "hit" or "compiled"."""
+    key = hashlib.sha256(kernel.encode()).hexdigest()
+    manager, dump = cache.get_cache_manager(key), cache.get_dump_manager(key)
+    group = manager.get_group(f"{kernel}.json") or {}
+    hit = f"{kernel}.json" in group
+    if not hit:
+        for stage in STAGES:
+            data = contents(kernel, stage, author, size)
+            group[f"{kernel}.{stage}"] = manager.put(data, f"{kernel}.{stage}")
+            dump.put(data, f"{kernel}.{stage}")
+    launcher = cache.get_cache_manager(key[::-1])
+    library = launcher.get_file(f"{kernel}.so") or launcher.put(contents(kernel, "so", author, size), f"{kernel}.so", binary=True)
+    if not hit:
+        group[f"{kernel}.json"] = manager.put(contents(kernel, "json", author, size), f"{kernel}.json", binary=False)
+        manager.put_group(f"{kernel}.json", group)
+    if not hit:
+        assert len(group) == len(STAGES) + 1
+        assert {author_of(path) for path in group.values()} == {author}, "a file put by this rank is someone else's"
+    else:
+        assert len({author_of(path) for path in group.values()}) == 1, f"a group of several authors: {group}"
+    author_of(library)
+    return "hit" if hit else "compiled"
+
+
+def die_at(count):
+    """Let this process be killed in the middle of its count-th write: the temporary file is there, the final one not."""
+    replace = os.replace
+
+    def counted(*paths):
+        nonlocal count
+        count -= 1
+        if count == 0:
+            os.kill(own_pid, signal.SIGKILL)
+        replace(*paths)
+
+    os.replace = counted
+
+
+def main(plan):
+    """plan: kernels, author, and optionally size (bytes), pid and seed to pose with, die_at, and gate: a folder in which
+    this rank says that it is ready, to start when all `ranks` are."""
+    import triton.runtime.cache as cache  # here, so that the tests themselves can import this file without Triton
+    if "pid" in plan:
+        os.getpid = lambda: plan["pid"]
+    random.seed(plan.get("seed"))
+    if "die_at" in plan:
+        die_at(plan["die_at"])
+    if "gate" in plan:
+        open(os.path.join(plan["gate"], plan["author"]), "w").close()
+        while len(os.listdir(plan["gate"])) < plan["ranks"]:
+            time.sleep(0.001)
+    results = {kernel: compile_kernel(cache, kernel, plan["author"], plan.get("size", 1000)) for kernel in plan["kernels"]}
+    print(json.dumps(results))
+
+
+own_pid = os.getpid()
+if __name__ == "__main__":
+    main(json.loads(sys.argv[1]))
