@@ -50,13 +50,13 @@ class _PortableConv(torch.autograd.Function):
         gate = torch.sigmoid(out)
         grad = grad * gate.addcmul_(out.mul_(gate), 1 - gate)  # silu'(v) = s + v s (1 - s)
         grad_taps = torch.zeros_like(taps)
-        grad_taps[-1] = torch.einsum("btc,btc->c", grad, values)
+        grad_taps[-1] = (grad * values).sum((0, 1))
         grad_x = grad * taps[-1]
         for shift in range(1, min(taps.shape[0], x.shape[1])):
             later = grad[:, shift:]
             if documents is not None:
                 later = later * _same_document(documents, shift, real)
-            grad_taps[-1 - shift] = torch.einsum("btc,btc->c", later, values[:, :-shift])
+            grad_taps[-1 - shift] = (later * values[:, :-shift]).sum((0, 1))
             grad_x[:, :-shift].addcmul_(later, taps[-1 - shift])
         grad_weight = grad_taps.T.unsqueeze(1).to(weight.dtype)
         return grad_x.to(x.dtype), grad_weight, grad.sum((0, 1)).to(bias.dtype), None

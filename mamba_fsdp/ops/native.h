@@ -99,7 +99,11 @@ static inline void load_lanes(real *to, const io *from, int lanes)
 
 static inline void load_real_lanes(real *to, const real *from, int lanes)
 {
-    for (int i = 0; i < LANES; i++) to[i] = from && i < lanes ? from[i] : 0;
+    if (from && lanes == LANES) {
+        FOR_LANES(i) to[i] = from[i];
+    } else {
+        for (int i = 0; i < LANES; i++) to[i] = from && i < lanes ? from[i] : 0;
+    }
 }
 
 static inline void store_lanes(io *to, const real *from, int lanes)

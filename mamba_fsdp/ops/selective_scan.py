@@ -94,9 +94,7 @@ class _PortableScan(torch.autograd.Function):
         real = compute_type(u)
         A_rows = A.T.to(real).contiguous()
         bias = None if dt_bias is None else dt_bias.to(real)
-        state = A_rows.new_zeros(batch, *A_rows.shape)
-        if initial_state is not None:
-            state.copy_(initial_state.transpose(1, 2))
+        state = initial_state.transpose(1, 2).to(real, copy=True, memory_format=torch.contiguous_format)
         out = torch.empty_like(u, memory_format=torch.contiguous_format)
         entries = state.new_empty(len(_chunks(length)), *state.shape)
         for entry, piece in zip(entries, _chunks(length)):
@@ -111,6 +109,7 @@ class _PortableScan(torch.autograd.Function):
             out[:, piece] = y
             state = states[-1].clone()
         ctx.save_for_backward(u, dt, A, B, C, D, z, dt_bias, starts, entries)
+        ctx.state_type = initial_state.dtype
         return out, state.transpose(1, 2)
 
     @staticmethod
@@ -159,7 +158,7 @@ class _PortableScan(torch.autograd.Function):
                 grad_D += torch.einsum("btc,btc->c", grad_y, chunk.u)
             grad_u[:, piece] = grad_input
         return (grad_u, grad_dt, grad_A.T.to(A.dtype), grad_B, grad_C, None if D is None else grad_D.to(D.dtype), grad_z,
-                None if bias is None else grad_bias.to(dt_bias.dtype), None, carried.transpose(1, 2))
+                None if bias is None else grad_bias.to(dt_bias.dtype), None, carried.transpose(1, 2).to(ctx.state_type))
 
 
 _SCAN = native.structure(
@@ -189,15 +188,13 @@ class _NativeScan(torch.autograd.Function):
         batch, length, d_inner = u.shape
         library = native.library(u.dtype)
         out = u.new_empty(u.shape)
-        state = A_rows.new_zeros(batch, *A_rows.shape)
-        if initial_state is not None:
-            state.copy_(initial_state.transpose(1, 2))
+        state = initial_state.transpose(1, 2).to(real, copy=True, memory_format=torch.contiguous_format)
         entries = state.new_empty(batch, -(-length // library.scan_steps()), *A_rows.shape)
         native.call(library.scan_forward, _native_arguments(
             u, dt, A_rows, B, C, D_real, z, bias, starts, out=native.pointer(out), entries=native.pointer(entries),
             state=native.pointer(state)))
         ctx.save_for_backward(u, dt, A_rows, B, C, D_real, z, bias, starts, entries)
-        ctx.dtypes = [None if v is None else v.dtype for v in (A, D, dt_bias)]
+        ctx.dtypes = [None if v is None else v.dtype for v in (A, D, dt_bias, initial_state)]
         return out, state.transpose(1, 2)
 
     @staticmethod
@@ -219,10 +216,10 @@ class _NativeScan(torch.autograd.Function):
         native.call(library.scan_backward, _native_arguments(
             u, dt, A_rows, B, C, D, z, bias, starts, entries=native.pointer(entries), grad_row=grad_out.stride(1),
             **{name: native.pointer(value) for name, value in results.items()}))
-        A_type, D_type, bias_type = ctx.dtypes
+        A_type, D_type, bias_type, state_type = ctx.dtypes
         return (grad_u, grad_dt, grad_A.sum(0).T.to(A_type), grad_B.sum(0).to(B.dtype), grad_C.sum(0).to(C.dtype),
                 None if D is None else grad_D.sum(0).to(D_type), grad_z, None if bias is None else grad_bias.sum(0).to(bias_type),
-                None, grad_state.transpose(1, 2))
+                None, grad_state.transpose(1, 2).to(state_type))
 
 
 @torch.compiler.disable
@@ -239,6 +236,8 @@ def selective_scan(u, dt, A, B, C, D=None, z=None, dt_bias=None, *, documents=No
     documents: (batch, length) document index of each position; the state is reset where it changes.
     """
     starts = None if documents is None else _document_starts(documents)
+    if initial_state is None:
+        initial_state = A.new_zeros(u.shape[0], *A.shape, dtype=compute_type(u))
     use_native = kernels == "native" and native.takes(u, dt, B, C, z)
     out, last_state = _apply(_NativeScan if use_native else _PortableScan, u, dt, A, B, C, D, z, dt_bias, starts, initial_state)
     return (out, last_state) if return_last_state else out
