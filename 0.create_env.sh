@@ -73,10 +73,10 @@ install() { # requirements file, further pip arguments
 
 explain_failure() { # requirements file
     local reason
-    reason=$(grep -iE '^ *(error|fatal)|no space left|temporary failure|name or service|connection' "$log" | tail -n 3 | cut -c1-300 || true)
+    reason=$(grep -iE '^ *(error|fatal)|no space left|temporary failure|name or service|connection' "$log" | tail -n 1 | cut -c1-300 || true)
     if grep -qiE 'no space left' "$log"; then fail "the disk filled up while installing $1" "free some space and run this again (log: $log)"; fi
-    if grep -qiE 'temporary failure|name or service|failed to establish|connection (refused|reset|error)|timed out' "$log"; then
-        fail "no network: pip could not reach its package index" "check the connection or pip's proxy and index settings, then run this again (log: $log)"
+    if grep -qiE 'temporary failure|name or service|failed to establish|connection (refused|reset|broken|error)|timed out|from versions: none' "$log"; then
+        fail "no network: pip could not reach its package index, or that has none of what is needed" "check the connection or pip's proxy and index settings, then run this again (log: $log)"
     fi
     fail "pip could not install $1: ${reason:-see the log}" "the whole log is $log; another Python may help: PYTHON=python3.11 ./0.create_env.sh"
 }

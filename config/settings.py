@@ -203,13 +203,14 @@ def help_page():
         kind = section.default_factory
         lines += ["", f"{section.name}: {' '.join(kind.__doc__.split())}"]
         for leaf in dataclasses.fields(kind):
-            lines.append(f"  --{leaf.name}={_shown(default(leaf.name))}  ({_bounds(leaf)})")
+            lines.append(f"  --{leaf.name}={shown(default(leaf.name))}  ({_bounds(leaf)})")
             also = f" Also: {', '.join(leaf.metadata['aliases'])}." if leaf.metadata["aliases"] else ""
             lines += textwrap.wrap(meanings(kind)[leaf.name] + also, 116, initial_indent=" " * 6, subsequent_indent=" " * 6)
     return "\n".join(lines)
 
 
-def _shown(value):
+def shown(value):
+    """A value as it is written on the command line."""
     return ",".join(map(str, value)) if isinstance(value, list) else str(value).lower() if isinstance(value, bool) else str(value)
 
 

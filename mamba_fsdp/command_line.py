@@ -19,10 +19,10 @@ def run(verb, help_page, arguments=None):
     help_page: a function that gives the text of --help. Exit codes: what the verb returns or 0; 2 for a UserError, 130 for Ctrl-C.
     """
     arguments = sys.argv[1:] if arguments is None else arguments
-    if {"--help", "-h"} & set(_cut_at_dashes(arguments)[0]) or arguments == ["help"]:
-        print(help_page())
-        raise SystemExit(0)
     try:
+        if {"--help", "-h"} & set(_cut_at_dashes(arguments)[0]) or arguments == ["help"]:
+            print(help_page(), flush=True)
+            raise SystemExit(0)
         raise SystemExit(call(verb, arguments) or 0)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)

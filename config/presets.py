@@ -1,0 +1,53 @@
+"""The published models by name: what differs from ModelConfig's defaults. Sources: the state-spaces, Bamba, mambaoutai and Llama releases."""
+
+import difflib
+
+from mamba_fsdp.errors import UserError
+
+
+def _mamba(d_model, n_layer):
+    return dict(layers="mamba1", d_model=d_model, n_layer=n_layer, vocab_size=50277)
+
+
+def _mamba2(d_model, n_layer):
+    return dict(layers="mamba2", d_model=d_model, n_layer=n_layer, d_state=128, vocab_size=50277, pad_vocab_size_multiple=16)
+
+
+def _llama(d_model, n_head, n_kv_head, n_layer, d_intermediate, vocab_size=32000, rope_theta=1e4):
+    return dict(layers="attention+mlp", d_model=d_model, n_head=n_head, n_kv_head=n_kv_head, n_layer=n_layer, d_intermediate=d_intermediate,
+                vocab_size=vocab_size, pad_vocab_size_multiple=1, rope_theta=rope_theta, tie_embeddings=False)
+
+
+PRESETS = {
+    "demo": {},
+    "mamba-130m": _mamba(768, 24),
+    "mamba-370m": _mamba(1024, 48),
+    "mamba-790m": _mamba(1536, 48),
+    "mamba-1.4b": _mamba(2048, 48),
+    "mamba-2.8b": _mamba(2560, 64),
+    "mamba2-130m": _mamba2(768, 24),
+    "mamba2-370m": _mamba2(1024, 48),
+    "mamba2-780m": _mamba2(1536, 48),
+    "mamba2-1.3b": _mamba2(2048, 48),
+    "mamba2-2.7b": _mamba2(2560, 64),
+    "mamba_9.8b": dict(  # Bamba-9B: attention at layers 9, 18 and 27 of 32
+        layers="9*mamba2+mlp,attention+mlp,8*mamba2+mlp,attention+mlp,8*mamba2+mlp,attention+mlp,4*mamba2+mlp", n_layer=32, d_model=4096,
+        d_intermediate=14336, d_state=128, vocab_size=128256, pad_vocab_size_multiple=16, n_head=32, n_kv_head=8, head_dim=128, rotary_dim=64,
+        tie_embeddings=False),
+    "mambaoutai": dict(layers="mamba1", d_model=2688, n_layer=28, vocab_size=65024, tie_embeddings=False),
+    "llama2_7b": _llama(4096, 32, 32, 32, 11008),
+    "llama2_13b": _llama(5120, 40, 40, 40, 13824),
+    "llama2_34b": _llama(8192, 64, 8, 48, 22016, rope_theta=1e6),
+    "llama2_70b": _llama(8192, 64, 8, 80, 28672),
+    "llama3_8b": _llama(4096, 32, 8, 32, 14336, vocab_size=128256, rope_theta=5e5),
+    "llama3_70b": _llama(8192, 64, 8, 80, 28672, vocab_size=128256, rope_theta=5e5),
+}
+
+
+def preset(name):
+    """ModelConfig fields of a preset, model_name among them; state-spaces/mamba-130m names mamba-130m. Raises UserError with the nearest name."""
+    known = name.removeprefix("state-spaces/")
+    if known not in PRESETS:
+        near = difflib.get_close_matches(known, PRESETS, n=1, cutoff=0.5)
+        raise UserError(f"model_name={name}: there is no such preset; " + (f"did you mean {near[0]}?" if near else f"choose one of {', '.join(PRESETS)}"))
+    return {"model_name": name, **PRESETS[known]}

@@ -1,0 +1,95 @@
+"""0.create_env.sh: quick when there is nothing to do, clear when it can't, and never content with a half-made environment.
+
+The script runs on a copy of the checkout's files with a requirements list that needs no download.
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+
+@pytest.fixture
+def create(project, tmp_path):
+    """create(*words, **environment) -> the finished process, in tmp_path."""
+    shutil.copy(project / "0.create_env.sh", tmp_path)
+    (tmp_path / "requirements").mkdir()
+    for name in ("cpu", "current", "torch2.2", "dev"):
+        (tmp_path / "requirements" / f"{name}.txt").write_text("# nothing\n")
+
+    def run(*words, **environment):
+        return subprocess.run(["./0.create_env.sh", *words], cwd=tmp_path, capture_output=True, text=True, timeout=120,
+                              env={**os.environ, "PYTHON": sys.executable, **environment})
+    return run
+
+
+def one_error(done, *words):
+    assert done.returncode == 1 and "Traceback" not in done.stderr, done
+    assert done.stderr.startswith("error: ") and len(done.stderr.splitlines()) == 2, done.stderr
+    assert all(word in done.stderr for word in words), done.stderr
+
+
+def stub(folder, name, body):
+    folder.mkdir(exist_ok=True)
+    (folder / name).write_text(f"#!/bin/sh\n{body}\n")
+    (folder / name).chmod(0o755)
+    return {"PATH": f"{folder}:{os.environ['PATH']}"}
+
+
+@pytest.mark.slow
+def test_made_once_then_left_alone_until_something_changes(create, tmp_path):
+    first = create("--stack", "cpu")
+    assert first.returncode == 0 and "making" in first.stdout, first
+    marker = tmp_path / ".venv" / "mine"
+    marker.touch()
+    second = create("--stack", "cpu")
+    assert second.stdout == ".venv is complete: stack cpu\n" and marker.exists()
+    (tmp_path / "requirements" / "cpu.txt").write_text("# another list\n")
+    assert "making" in create("--stack", "cpu").stdout and not marker.exists()
+    assert "making" in create("--stack", "torch2.2").stdout  # one folder, another stack
+
+
+@pytest.mark.slow
+def test_a_half_made_environment_is_made_again(create, tmp_path):
+    (tmp_path / "requirements" / "cpu.txt").write_text("/nowhere/package-1-py3-none-any.whl\n")
+    one_error(create("--stack", "cpu"), "could not install requirements/cpu.txt", "install.log")
+    assert not (tmp_path / ".venv" / ".complete").exists()
+    (tmp_path / "requirements" / "cpu.txt").write_text("# mended\n")
+    assert "making" in create("--stack", "cpu").stdout
+    assert (tmp_path / ".venv" / ".complete").read_text().startswith("cpu\n")
+
+
+@pytest.mark.slow
+def test_no_network_is_said(create, tmp_path):
+    (tmp_path / "requirements" / "cpu.txt").write_text("fire==0.7.1\n")
+    offline = {"PIP_INDEX_URL": "http://127.0.0.1:9/simple", "PIP_EXTRA_INDEX_URL": "", "PIP_FIND_LINKS": "", "PIP_RETRIES": "0",
+               "PIP_CONFIG_FILE": os.devnull, "PIP_NO_CACHE_DIR": "1", "PIP_TIMEOUT": "2"}
+    one_error(create("--stack", "cpu", **offline), "no network")
+
+
+def test_no_python_is_said(create):
+    one_error(create("--stack", "cpu", PYTHON="/nowhere/python3"), "Python 3.10", "apt-get install python3")
+
+
+def test_an_old_python_is_not_taken(create, tmp_path):
+    path = stub(tmp_path / "bin", "oldpython", "exit 1")
+    one_error(create("--stack", "cpu", PYTHON="oldpython", **path), "no Python 3.10")
+
+
+def test_no_space_is_said(create, tmp_path):
+    path = stub(tmp_path / "bin", "df", "echo head; echo 'disk 100 90 1500000 90% /'")
+    one_error(create("--stack", "cpu", **path), "1 GB free", "needs 3 GB")
+
+
+@pytest.mark.parametrize("words", [("--stack", "rocm"), ("--stak", "cpu")])
+def test_mistakes_are_named(create, words):
+    one_error(create(*words), words[1] if words[0] == "--stack" else words[0])
+
+
+def test_a_driver_means_the_current_stack(create, tmp_path):
+    path = stub(tmp_path / "bin", "nvidia-smi", "exit 0")
+    (tmp_path / "bin" / "df").write_text("#!/bin/sh\necho head; echo 'disk 100 90 0 90% /'\n")
+    (tmp_path / "bin" / "df").chmod(0o755)
+    one_error(create(**path), "the current stack")

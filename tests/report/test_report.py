@@ -1,0 +1,95 @@
+"""What a person looks at."""
+
+import io
+import json
+
+import pytest
+
+from mamba_fsdp.errors import UserError
+from mamba_fsdp.report.plot import plot_losses
+from mamba_fsdp.report.progress import Progress, duration
+from mamba_fsdp.report.trackers import make_tracker
+
+STEP = dict(loss=3.25, learning_rate=3e-4, tokens_per_second=21400.4)
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def test_a_plain_line_per_report_without_a_terminal():
+    stream = io.StringIO()
+    progress = Progress(1000, stream=stream)
+    progress.step(19, **STEP)
+    progress.step(20, **STEP, seconds_left=3725, report=True)
+    progress.close()
+    assert stream.getvalue() == "step   20/1000  loss  3.2500  lr 3.00e-04     21,400 tokens/s  left 1:02:05\n"
+
+
+def test_one_live_line_on_a_terminal_that_other_lines_do_not_garble():
+    stream = Terminal()
+    progress = Progress(1000, stream=stream)
+    progress.step(1, **STEP, mfu=0.412)
+    progress.line("step 1: validation loss 3.0")
+    progress.close()
+    drawn = stream.getvalue().split("\r")
+    assert drawn[1].endswith("MFU 41.2%") and not drawn[2].strip() and drawn[3] == "step 1: validation loss 3.0\n"
+
+
+def test_other_ranks_are_silent():
+    stream = Terminal()
+    progress = Progress(10, enabled=False, stream=stream)
+    progress.step(1, **STEP, report=True)
+    progress.line("x")
+    progress.close()
+    assert stream.getvalue() == ""
+
+
+def test_durations_read_like_a_clock():
+    assert [duration(seconds) for seconds in (0, 61.9, 3600)] == ["0:00", "1:01", "1:00:00"]
+
+
+def test_a_plot_is_a_picture_of_the_runs_losses(tmp_path):
+    entries = [{"step": 0, "val_loss": 4.0}, {"step": 1, "loss": 3.9}, {"step": 2, "loss": None}, {"step": 2, "val_loss": 3.0}]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(entry) + "\n" for entry in entries))
+    plot_losses([tmp_path], tmp_path / "loss.png")
+    assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
+    with pytest.raises(UserError, match="nowhere.png"):
+        plot_losses([tmp_path], tmp_path / "missing" / "nowhere.png")
+    with pytest.raises(UserError, match="is it a run folder"):
+        plot_losses([tmp_path / "missing"], tmp_path / "loss.png")
+
+
+def test_tensorboard_gets_every_number(tmp_path):
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    tracker = make_tracker("tensorboard", tmp_path, {})
+    tracker.write({"step": 3, "loss": 2.5, "grad_norm": None})
+    tracker.close()
+    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    assert [(event.step, event.value) for event in events.Scalars("loss")] == [(3, 2.5)]
+
+
+def test_wandb_goes_on_in_the_same_curves(tmp_path, monkeypatch):
+    """Against a stand-in for the package, which needs an account: the arguments are those of its documented functions."""
+    import sys
+    import types
+
+    calls = []
+    run = types.SimpleNamespace(log=lambda values, step: calls.append((values, step)), finish=lambda: calls.append("finish"))
+    monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=lambda **named: calls.append(named) or run))
+    tracker = make_tracker("wandb", tmp_path / "mine", {"seed": 1})
+    tracker.write({"step": 3, "loss": 2.5})
+    tracker.close()
+    assert calls[0]["resume"] == "allow" and calls[0]["id"] == "mine" and calls[0]["config"] == {"seed": 1}
+    assert calls[1:] == [({"loss": 2.5}, 3), "finish"]
+
+
+def test_a_missing_tracker_is_said_with_the_remedy(tmp_path, monkeypatch):
+    import sys
+
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(UserError, match="pip install wandb"):
+        make_tracker("wandb", tmp_path, {})

@@ -1,0 +1,82 @@
+"""A tiny corpus and tiny runs on it: in this process where nothing is killed, else in one of their own."""
+
+import json
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from config import settings
+from mamba_fsdp.data.store import StoreWriter
+
+TINY = {"d_model": 16, "n_layer": 2, "vocab_size": 64, "d_state": 4, "seq_length": 32, "batch_size": 2, "num_steps": 6,
+        "mixed_precision": "fp32", "learning_rate": 0.01, "eval_interval": 3, "eval_batches": 2, "report_interval": 1,
+        "checkpoint_interval": 2, "kernels": "portable"}
+
+
+def write_store(path, seed, documents):
+    """Documents of random length in which each token mostly follows from the one before: something to learn."""
+    random = np.random.default_rng(seed)
+    writer = StoreWriter(path, vocab_size=64, eos=0, tokenizer="none")
+    for _ in range(documents):
+        tokens = [int(random.integers(1, 64))]
+        for _ in range(int(random.integers(5, 120))):
+            tokens.append(1 + (tokens[-1] * 5 + 3) % 63 if random.random() < 0.8 else int(random.integers(1, 64)))
+        writer.add_document(tokens)
+    writer.finish()
+
+
+@pytest.fixture(scope="session")
+def corpus(tmp_path_factory):
+    """A folder with the stores train and validation, and other/train."""
+    root = tmp_path_factory.mktemp("corpus")
+    write_store(root / "train", 0, 200)
+    write_store(root / "validation", 1, 20)
+    write_store(root / "other" / "train", 2, 50)
+    return root
+
+
+@pytest.fixture
+def train(corpus, capsys):
+    """train(run folder, **settings) -> what it printed, in this process."""
+    def run_here(run, **given):
+        from mamba_fsdp.train.run import run as start
+
+        words = {key: str(value) for key, value in {**TINY, "dataset_path": corpus, "save_ckpt_path": run, **given}.items()}
+        capsys.readouterr()
+        start(settings.resolve(words)[0])
+        return capsys.readouterr().out
+    return run_here
+
+
+@pytest.fixture
+def start_training(corpus, project):
+    """start_training(run folder, **settings) -> a Popen of training.py."""
+    def start(run, **given):
+        words = {**TINY, "dataset_path": corpus, "save_ckpt_path": run, **given}
+        return subprocess.Popen([sys.executable, "training.py", *(f"--{key}={value}" for key, value in words.items())], cwd=project,
+                                text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    return start
+
+
+@pytest.fixture
+def weights_of():
+    """weights_of(run) -> {name: tensor} of its last consolidated file."""
+    def read(run):
+        import torch
+        return torch.load(sorted(run.glob("pth/step_*/consolidated.00.pth"))[-1], weights_only=True)
+    return read
+
+
+TIMES = ("tokens_per_second", "mfu", "slowest_rank", "slowest_rank_seconds", "median_rank_seconds")
+
+
+@pytest.fixture
+def metrics_of():
+    """metrics_of(run) -> its metrics without times and rates."""
+    def read(run):
+        entries = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+        return [{key: value for key, value in entry.items() if key not in TIMES} for entry in entries]
+    return read

@@ -1,0 +1,85 @@
+"""Every setting changes something: a tiny run with another value leaves other traces than the same run without it."""
+
+import shutil
+
+import pytest
+
+from config import settings
+from mamba_fsdp.errors import UserError
+
+# For each setting another value, and what else must be set for it to matter. Where the effect is speed or memory, the trace is
+# the argument that reaches the library which obeys it.
+OTHER_VALUES = {
+    "model_name": ("mamba-130m", {"n_layer": 1}), "d_model": (32, {}), "n_layer": (1, {}), "layers": ("mamba2", {"headdim": 8}),
+    "vocab_size": (80, {}), "pad_vocab_size_multiple": (128, {}), "tie_embeddings": (False, {}), "norm_eps": (0.1, {}),
+    "d_state": (8, {}), "d_conv": (2, {}), "expand": (1, {}), "dt_rank": (3, {}),
+    "headdim": (16, {"layers": "mamba2"}), "ngroups": (2, {"layers": "mamba2", "headdim": 8}),
+    "chunk_size": (16, {"layers": "mamba2", "headdim": 8}),
+    "n_head": (2, {"layers": "attention", "n_kv_head": 1}), "n_kv_head": (2, {"layers": "attention", "n_head": 4}),
+    "head_dim": (16, {"layers": "attention", "n_head": 4, "n_kv_head": 4}),
+    "rotary_dim": (0, {"layers": "attention", "n_head": 4, "n_kv_head": 4}),
+    "rope_theta": (100, {"layers": "attention", "n_head": 2, "n_kv_head": 2}), "d_intermediate": (24, {"layers": "mamba1+mlp"}),
+    "dataset_path": ("{corpus}/other", {}), "datasets": ("other", {}), "weights": ("1,5", {"datasets": "train,other"}),
+    "validation_path": ("none", {}), "seq_length": (16, {}), "reset_at_documents": (True, {}), "num_workers": (3, {}), "prefetch": (1, {}),
+    "learning_rate": (0.02, {}), "weight_decay": (0.5, {}), "beta1": (0.5, {}), "beta2": (0.5, {}), "adam_epsilon": (0.1, {}),
+    "grad_clip_thresh": (0.01, {}), "schedule": ("linear", {}), "warmup_steps": (3, {}), "decay_steps": (3, {"schedule": "wsd"}),
+    "min_learning_rate_ratio": (0.5, {}),
+    "num_steps": (3, {}), "batch_size": (1, {}), "global_batch_size": (4, {}), "seed": (1, {}), "mixed_precision": ("bf16", {}),
+    "kernels": ("auto", {}), "deterministic": (True, {}), "max_skipped_steps": (2, {}), "eval_interval": (2, {}), "eval_batches": (1, {}),
+    "save_ckpt_path": ("{run}/elsewhere", {}), "load_ckpt_path": ("{first}", {}),
+    "resuming_dataset": (True, {"load_ckpt_path": "{first}"}), "init_from": (None, {}), "checkpoint_interval": (3, {}),
+    "keep_checkpoints": (1, {}), "async_checkpoint": (False, {}),
+    "sharding_strategy": ("fsdp", {}), "fsdp_activation_checkpointing": (True, {}),
+    "selective_checkpointing": ("1/2", {"fsdp_activation_checkpointing": True}),
+    "reentrant_checkpointing": (True, {"fsdp_activation_checkpointing": True}), "backward_prefetch": (False, {}),
+    "limit_all_gathers": (True, {}), "low_cpu_fsdp": (False, {}), "use_torch_compile": (True, {}), "timeout_minutes": (3, {}),
+    "report_interval": (3, {}), "tracker": ("tensorboard", {}), "use_profiler": (True, {"num_steps": 8}),
+}
+
+
+def test_the_table_names_every_setting():
+    assert OTHER_VALUES.keys() == settings.all_settings().keys()
+
+
+@pytest.fixture
+def traces(train, tmp_path, metrics_of, corpus, monkeypatch):
+    """traces(settings) -> all that a run with them can be told by."""
+    from mamba_fsdp.train import run as module
+
+    calls = []
+    for name in ("parallelise", "Loader", "Checkpointer", "start_world"):
+        original = getattr(module, name)
+
+        def recording(*args, _name=name, _original=original, **kwargs):
+            calls.append((_name, {key: value for key, value in kwargs.items() if isinstance(value, (int, float, str, bool))}))
+            return _original(*args, **kwargs)
+        monkeypatch.setattr(module, name, recording)
+    monkeypatch.setattr(module.torch, "use_deterministic_algorithms", lambda flag: calls.append(("deterministic", flag)))
+    monkeypatch.setattr("mamba_fsdp.parallel.parallelise.compile_blocks", lambda blocks: calls.append("compile"))
+    train(tmp_path / "first", num_steps=2)
+
+    def run(given):
+        calls.clear()
+        folder = tmp_path / "run"
+        shutil.rmtree(folder, ignore_errors=True)
+        fill = {"corpus": corpus, "first": tmp_path / "first", "run": folder}
+        try:
+            said = train(folder, **{key: str(value).format(**fill) for key, value in given.items()})
+        except UserError as error:
+            said = str(error)
+        files = sorted(str(path.relative_to(folder)).replace(path.name, "events" if "tfevents" in path.name else path.name)
+                       for path in folder.rglob("*") if not path.name.startswith("."))
+        where = folder if (folder / "metrics.jsonl").exists() else folder / "elsewhere"
+        kept = [line for line in said.splitlines() if not line.startswith("step")]
+        return files, metrics_of(where) if (where / "metrics.jsonl").exists() else said, kept, list(map(str, calls))
+    return run
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in OTHER_VALUES if name not in ("init_from", "max_skipped_steps")])
+def test_a_setting_changes_something(traces, name):
+    value, needed = OTHER_VALUES[name]
+    needed = {"num_steps": 6, **needed} if name != "num_steps" else needed
+    before, again, changed = traces(needed), traces(needed), traces({**needed, name: value})
+    assert before == again, "the traces of equal runs differ: they could prove nothing"
+    assert changed != before

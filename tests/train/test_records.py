@@ -1,0 +1,40 @@
+"""What a run writes about itself survives crashes."""
+
+import json
+
+import pytest
+
+from mamba_fsdp.errors import UserError
+from mamba_fsdp.report import records
+
+
+def test_going_on_drops_what_the_interrupted_run_wrote_later(tmp_path):
+    metrics = records.Metrics(tmp_path, 0)
+    for step in range(1, 6):
+        metrics.write({"step": step, "loss": 1.0})
+    metrics.close()
+    with open(tmp_path / "metrics.jsonl", "a") as file:
+        file.write('{"step": 6, "lo')  # the crash
+    again = records.Metrics(tmp_path, 3)
+    again.write({"step": 4, "loss": 2.0})
+    again.close()
+    assert [(entry["step"], entry["loss"]) for entry in records.read(tmp_path / "metrics.jsonl")] == [(1, 1), (2, 1), (3, 1), (4, 2)]
+
+
+def test_a_loss_that_is_not_finite_is_still_json(tmp_path):
+    metrics = records.Metrics(tmp_path, 0)
+    metrics.write({"step": 1, "loss": float("nan"), "grad_norm": float("inf")})
+    assert json.loads((tmp_path / "metrics.jsonl").read_text()) == {"step": 1, "loss": None, "grad_norm": None}
+
+
+def test_damage_in_the_middle_is_refused_by_line(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\nnonsense\n{"step": 2}\n')
+    with pytest.raises(UserError, match="metrics.jsonl: line 2"):
+        records.read(tmp_path / "metrics.jsonl")
+
+
+def test_status_says_what_it_was_told(tmp_path):
+    assert records.read_status(tmp_path) == {}
+    records.write_status(tmp_path, "stopped", 7, "SIGTERM")
+    status = records.read_status(tmp_path)
+    assert (status["status"], status["step"], status["reason"]) == ("stopped", 7, "SIGTERM")

@@ -1,0 +1,204 @@
+"""Whole runs: equal runs are equal, interrupted runs end as unbroken ones do, and what is wrong is said."""
+
+import json
+import random
+import signal
+import time
+
+import pytest
+import torch
+
+from mamba_fsdp.errors import UserError
+from mamba_fsdp.report.records import read_status
+
+
+def equal(first, second):
+    return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
+
+
+def wait_for_step(process, run, step, seconds=60):
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline and process.poll() is None:
+        try:
+            if json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])["step"] >= step:
+                return
+        except (OSError, IndexError, ValueError):
+            pass
+        time.sleep(0.01)
+    assert process.poll() is None, process.communicate()
+    raise AssertionError("the run came to no step")
+
+
+def test_two_equal_runs_are_equal_bit_for_bit(train, tmp_path, metrics_of, weights_of):
+    for name in "ab":
+        train(tmp_path / name, deterministic=True)
+    assert metrics_of(tmp_path / "a") == metrics_of(tmp_path / "b")
+    assert equal(weights_of(tmp_path / "a"), weights_of(tmp_path / "b"))
+    entries = metrics_of(tmp_path / "a")
+    reports = [entry for entry in entries if "loss" in entry]
+    assert all({"step", "tokens", "loss", "learning_rate", "grad_norm"} <= entry.keys() for entry in reports)
+    assert [entry["tokens"] for entry in reports] == [64 * step for step in range(1, 7)]
+    assert [entry["step"] for entry in entries if "val_loss" in entry] == [0, 3, 6]
+
+
+def test_it_learns(train, tmp_path, metrics_of):
+    train(tmp_path, num_steps=150, eval_interval=150, checkpoint_interval=1000, report_interval=50)
+    losses = [entry["val_loss"] for entry in metrics_of(tmp_path) if "val_loss" in entry]
+    assert losses[-1] < losses[0] - 0.7
+
+
+def test_a_run_in_parts_is_the_unbroken_run(train, tmp_path, metrics_of, weights_of):
+    """Also between reports: the mean loss of a report interval survives the break."""
+    common = {"report_interval": 4, "num_steps": 8, "schedule": "constant"}
+    train(tmp_path / "whole", **common)
+    train(tmp_path / "parts", **{**common, "num_steps": 2})
+    train(tmp_path / "parts", **common)
+    assert equal(weights_of(tmp_path / "whole"), weights_of(tmp_path / "parts"))
+    reports = {run: [e for e in metrics_of(tmp_path / run) if "loss" in e and e["step"] % 4 == 0] for run in ("whole", "parts")}
+    assert reports["whole"][-1] == reports["parts"][-1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(4))
+def test_a_killed_run_ends_as_the_unbroken_one(start_training, tmp_path, metrics_of, weights_of, seed):
+    """SIGKILL at random moments, saves among them (one after every step), in both ways of saving."""
+    choose = random.Random(seed)
+    common = {"num_steps": 40, "checkpoint_interval": 1, "async_checkpoint": seed % 2 == 0, "deterministic": True, "eval_interval": 20}
+    whole = start_training(tmp_path / "whole", **common)
+    assert whole.wait(120) == 0, whole.communicate()
+    for _ in range(3):
+        process = start_training(tmp_path / "killed", **common)
+        wait_for_step(process, tmp_path / "killed", 1)
+        time.sleep(choose.random() * 0.5)
+        process.kill()
+        process.communicate()
+    process = start_training(tmp_path / "killed", **common)
+    assert process.wait(120) == 0, process.communicate()
+    assert equal(weights_of(tmp_path / "whole"), weights_of(tmp_path / "killed"))
+    assert metrics_of(tmp_path / "whole") == metrics_of(tmp_path / "killed")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, "STOP"])
+def test_a_request_to_stop_commits_a_checkpoint_and_going_on_finishes(start_training, tmp_path, weights_of, how):
+    common = {"num_steps": 400, "checkpoint_interval": 1000, "eval_interval": 0, "batch_size": 1}
+    process = start_training(tmp_path, **common)
+    wait_for_step(process, tmp_path, 3)
+    if how == "STOP":
+        (tmp_path / "STOP").touch()
+    else:
+        process.send_signal(how)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 0 and "Traceback" not in err, err
+    status = read_status(tmp_path)
+    assert status["status"] == "stopped" and 3 <= status["step"] < 400
+    assert status["reason"] == ("STOP file" if how == "STOP" else how.name)
+    assert (tmp_path / "checkpoints" / f"step_{status['step']:08d}" / "COMMIT").exists()
+    assert not (tmp_path / "STOP").exists()
+    process = start_training(tmp_path, **common)
+    out, err = process.communicate(timeout=120)
+    assert f"step {status['step']}" in out and process.returncode == 0, (out, err)
+    assert read_status(tmp_path)["status"] == "finished" and weights_of(tmp_path)
+
+
+def test_a_finished_run_has_nothing_to_do(train, tmp_path):
+    train(tmp_path)
+    before = (tmp_path / "metrics.jsonl").read_bytes()
+    assert "raise num_steps to go on" in train(tmp_path)
+    assert (tmp_path / "metrics.jsonl").read_bytes() == before
+
+
+def test_gradient_accumulation_changes_only_rounding(train, tmp_path, metrics_of):
+    train(tmp_path / "at once", batch_size=8)
+    train(tmp_path / "in parts", batch_size=2, global_batch_size=8)
+    for first, second in zip(metrics_of(tmp_path / "at once"), metrics_of(tmp_path / "in parts")):
+        if "loss" in first:
+            assert first["loss"] == pytest.approx(second["loss"], rel=1e-4)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_low_precision_stays_near_fp32(train, tmp_path, metrics_of, precision):
+    for name in ("fp32", precision):
+        train(tmp_path / name, mixed_precision=name, num_steps=20, report_interval=20)
+    losses = [metrics_of(tmp_path / name)[-2]["loss"] for name in ("fp32", precision)]
+    assert losses[0] == pytest.approx(losses[1], rel=0.02)
+
+
+def test_a_gradient_that_is_not_finite_is_never_applied(train, tmp_path, metrics_of, monkeypatch):
+    """One poisoned step is skipped, counted and reported, and the weights after it are those before it."""
+    from mamba_fsdp.train.run import Run
+
+    clean, steps = Run.loss, []
+
+    def poisoned(self, batch):
+        steps.append(self.progress.step)
+        return clean(self, batch) * (float("nan") if self.progress.step == 2 else 1)
+
+    monkeypatch.setattr(Run, "loss", poisoned)
+    out = train(tmp_path, num_steps=5, schedule="constant")
+    assert "step 3 skipped" in out and steps == [0, 1, 2, 3, 4]
+    entries = [entry for entry in metrics_of(tmp_path) if "loss" in entry]
+    assert [entry["skipped_steps"] for entry in entries] == [0, 0, 1, 1, 1]
+    assert entries[2]["loss"] is None and entries[4]["loss"] is not None
+
+
+def test_too_many_skipped_steps_end_the_run_and_name_the_samples(train, tmp_path, monkeypatch):
+    from mamba_fsdp.train.run import Run
+
+    clean = Run.loss
+    monkeypatch.setattr(Run, "loss", lambda self, batch: clean(self, batch) * float("inf"))
+    with pytest.raises(UserError, match=r"3 steps in a row.*train window \d+"):
+        train(tmp_path, max_skipped_steps=3)
+    assert read_status(tmp_path)["status"] == "failed"
+
+
+def test_starting_from_another_run(train, tmp_path, metrics_of):
+    """A .pth file gives the model; a folder the optimiser too; resuming_dataset the data's position too; a checkpoint in the
+    run folder wins over all of them."""
+    train(tmp_path / "first", num_steps=4)
+    pth = next((tmp_path / "first").glob("pth/*/consolidated.00.pth"))
+    out = {}
+    for name, given in {"pth": {"load_ckpt_path": pth}, "folder": {"load_ckpt_path": tmp_path / "first"},
+                        "step": {"load_ckpt_path": tmp_path / "first" / "checkpoints" / "step_00000004"},
+                        "data": {"load_ckpt_path": tmp_path / "first", "resuming_dataset": True}}.items():
+        train(tmp_path / name, num_steps=3, **given)
+        out[name] = metrics_of(tmp_path / name)
+    last = [entry["val_loss"] for entry in metrics_of(tmp_path / "first") if "val_loss" in entry][-1]
+    assert [run[0]["val_loss"] for run in out.values()] == [last] * 4  # all begin with the first run's weights
+    losses = {name: [entry["loss"] for entry in run if "loss" in entry] for name, run in out.items()}
+    assert losses["pth"][0] == losses["folder"][0] and losses["pth"][1] != losses["folder"][1]
+    assert losses["folder"] == losses["step"] and losses["data"][0] != losses["folder"][0]
+    said = train(tmp_path / "pth", num_steps=5, load_ckpt_path="/nowhere.pth")
+    assert "going on" in said and "step 3" in said
+
+
+@pytest.mark.parametrize("given, message", [
+    ({"dataset_path": "/nowhere"}, "/nowhere: no such folder"),
+    ({"datasets": "train,typo"}, "typo"),
+    ({"load_ckpt_path": "/nowhere"}, "/nowhere"),
+    ({"load_ckpt_path": "/nowhere.pth"}, "/nowhere.pth"),
+    ({"vocab_size": 32}, "set vocab_size=64"),
+    ({"seq_length": 10 ** 7}, "seq_length"),
+    ({"validation_path": "/nowhere"}, "/nowhere"),
+    ({"global_batch_size": 3, "batch_size": 1, "save_ckpt_path": "/proc/nowhere"}, "save_ckpt_path /proc/nowhere"),
+])
+def test_mistakes_found_at_the_start(train, tmp_path, given, message):
+    with pytest.raises(UserError, match=message.replace("(", r"\(")):
+        train(tmp_path / "run", **given)
+
+
+def test_another_model_in_the_run_folder_is_refused_by_setting(train, tmp_path):
+    train(tmp_path)
+    with pytest.raises(UserError, match=r"d_model 16 \(now 32\)"):
+        train(tmp_path, d_model=32, num_steps=9)
+
+
+def test_a_broken_checkpoint_is_passed_over_and_said(train, tmp_path):
+    train(tmp_path, num_steps=4)
+    newest = tmp_path / "checkpoints" / "step_00000004"
+    file = next(newest.glob("*.safetensors"))
+    content = bytearray(file.read_bytes())
+    content[-3] ^= 1
+    file.write_bytes(content)
+    said = train(tmp_path, num_steps=6)
+    assert "step_00000004" in said and file.name in said and "step 2" in said
