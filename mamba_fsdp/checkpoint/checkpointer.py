@@ -1,0 +1,201 @@
+"""Saving: every rank writes its own file, a commit makes them one checkpoint, old ones are pruned.
+
+A checkpoint is written under a hidden name (.step_00001000.<unique>.partial). Each file is flushed and read back; then
+rank 0 writes state.json and COMMIT and gives the folder its name. A process that dies at any instant leaves a hidden
+folder, which the next run removes, and never half a checkpoint under a name that could be chosen.
+"""
+
+import json
+import math
+import shutil
+import socket
+import threading
+import uuid
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from mamba_fsdp.checkpoint.files import NAMES, checksum, write_pieces
+from mamba_fsdp.checkpoint.folder import COMMIT, STATE, committed, find_checkpoint, load, newest_whole, stored_name  # noqa: F401
+from mamba_fsdp.checkpoint.ranges import part_to_write, tiles
+from mamba_fsdp.durable import sync_folder, write_atomically
+from mamba_fsdp.errors import UserError
+
+
+@dataclass
+class Save:
+    """One save under way. `outcome` is what this rank's writing came to: {"file", ...} or {"error"}, None until then."""
+
+    step: int
+    partial: Path
+    state: dict
+    tensors: dict
+    outcome: dict = None
+    thread: threading.Thread = field(default=None, repr=False)
+
+
+class Checkpointer:
+    """The checkpoints of one run folder. Every method is called by all ranks at the same place.
+
+    keep: how many committed checkpoints stay. asynchronous: `save` returns when the tensors are copied to CPU memory, a
+    thread writes them, and a later `poll` commits. report: called on rank 0 with a sentence for the user.
+    A run folder belongs to one run at a time: what an earlier one left half-written is removed here.
+    """
+
+    def __init__(self, run_folder, world, *, keep=3, asynchronous=True, report=print):
+        assert keep >= 1
+        self.folder, self.world, self.keep, self.asynchronous, self.report = Path(run_folder) / "checkpoints", world, keep, asynchronous, report
+        self.pending = self.last = None
+        self.broken = set()
+        self._on_first(self._clean)
+
+    def newest(self):
+        """Path of the newest whole checkpoint, or None; broken ones are reported and passed over. Raises UserError, see newest_whole."""
+        self.wait()
+        if self.last is None:
+            self.last, broken = newest_whole(self.folder, self.world, self.report)
+            self.broken.update(broken)
+        return self.last
+
+    def save(self, step, shards, state):
+        """Save `shards` (the same names on every rank) and rank 0's `state`, a dict that JSON can hold, as checkpoint of `step`.
+
+        Raises UserError on every rank when an earlier save failed, when space is short, or (not asynchronous) when this
+        save fails. Nothing to do when the checkpoint of this step stands already.
+        """
+        self.wait()
+        if self.last is not None and self.last.name == _name(step):
+            return
+        pieces = []
+        for turn, shard in enumerate(shards):
+            start, stop = part_to_write(shard.data.numel(), shard.replicas, shard.replica_index, turn)
+            if start < stop:
+                pieces.append((stored_name(shard.name), shard.start + start, shard.data[start:stop]))
+        needed = self.world.all_reduce_sum(sum(tensor.numel() * tensor.element_size() for _, _, tensor in pieces))
+        partial = self._on_first(lambda: self._make_partial(step, needed))
+        copies = [(name, start, tensor.to("cpu", copy=self.asynchronous)) for name, start, tensor in pieces]
+        tensors = {stored_name(shard.name): {"shape": list(shard.shape), "dtype": NAMES[shard.data.dtype], "tied": list(shard.tied)}
+                   for shard in shards}
+        self.pending = Save(step, partial, json.loads(json.dumps(state)), tensors)
+        self.pending.thread = threading.Thread(target=self._write, args=(self.pending, copies), name="checkpoint", daemon=True)
+        self.pending.thread.start()
+        if not self.asynchronous:
+            self.wait()
+
+    def poll(self):
+        """Commit the save under way if every rank has written its file. Raises UserError on every rank if one could not."""
+        if self.pending is None:
+            return
+        outcome = self.pending.outcome
+        writing, failed = self.world.all_reduce_sum([float(outcome is None), float("error" in (outcome or {}))])
+        if failed or not writing:
+            self._complete()
+
+    def wait(self):
+        """Return when no save is under way. Raises UserError on every rank if it failed."""
+        if self.pending is not None:
+            self._complete()
+
+    def _write(self, save, pieces):
+        """Write this rank's file. Runs in a thread and therefore talks to nobody."""
+        path = save.partial / f"rank_{self.world.rank:05d}.safetensors"
+        try:
+            written = write_pieces(path, pieces)
+            sync_folder(save.partial)
+            save.outcome = {"file": path.name, **written, "pieces": [[name, start, tensor.numel()] for name, start, tensor in pieces]}
+        except OSError as error:
+            hint = " (is the run folder on storage that all nodes share?)" if isinstance(error, FileNotFoundError) else ""
+            save.outcome = {"error": f"rank {self.world.rank} on {socket.gethostname()}: {path}: {error.strerror}{hint}"}
+        except BaseException as error:
+            save.outcome = {"error": f"rank {self.world.rank} on {socket.gethostname()}: {path}: {type(error).__name__}: {error}"}
+
+    def _complete(self):
+        save, self.pending = self.pending, None
+        save.thread.join()
+        outcomes = self.world.gather_objects(save.outcome)
+        errors = [outcome["error"] for outcome in outcomes if "error" in outcome]
+        if errors:
+            if self.world.rank == 0:
+                shutil.rmtree(save.partial, ignore_errors=True)
+            raise UserError(f"the checkpoint of step {save.step} could not be saved: {'; '.join(errors)}")
+        self.last = self._on_first(lambda: self._commit(save, outcomes))
+        self.broken.discard(self.last.name)
+
+    # What only rank 0 does.
+
+    def _on_first(self, action):
+        """Run `action` on rank 0; every rank gets its result, or its failure as a UserError."""
+        result = failure = None
+        if self.world.rank == 0:
+            try:
+                result = action()
+            except UserError as error:
+                failure = str(error)
+            except OSError as error:
+                failure = f"{error.filename or self.folder}: {error.strerror}"
+            except Exception as error:
+                failure = f"{self.folder}: {type(error).__name__}: {error}"
+        result, failure = self.world.broadcast_object((result, failure))
+        if failure:
+            raise UserError(failure)
+        return result
+
+    def _clean(self):
+        self.folder.mkdir(parents=True, exist_ok=True)
+        for left_over in self.folder.glob(".step_*.partial"):
+            shutil.rmtree(left_over, ignore_errors=True)
+
+    def _make_partial(self, step, needed):
+        free = shutil.disk_usage(self.folder).free
+        if free < needed:
+            raise UserError(f"the checkpoint of step {step} needs {needed / 1e9:.3f} GB, but {self.folder} has only {free / 1e9:.3f} GB free; "
+                            "make room, keep fewer checkpoints, or choose another run folder")
+        partial = self._hidden(_name(step))
+        partial.mkdir()
+        return partial
+
+    def _hidden(self, name):
+        return self.folder / f".{name}.{uuid.uuid4().hex[:12]}.partial"
+
+    def _commit(self, save, outcomes):
+        """Turn the written files into a checkpoint: what stands under its final name is whole and durable."""
+        for entry in save.tensors.values():
+            entry["pieces"] = []
+        for index, outcome in enumerate(outcomes):
+            for name, start, count in outcome["pieces"]:
+                save.tensors[name]["pieces"].append([start, count, index])
+        for name, entry in save.tensors.items():
+            entry["pieces"].sort()
+            assert tiles(entry["pieces"], math.prod(entry["shape"])), f"the ranks together did not write the whole of {name}"
+        content = {"format": "mamba_fsdp checkpoint", "version": 1, "step": save.step, "state": save.state,
+                   "files": [outcome["file"] for outcome in outcomes], "tensors": save.tensors}
+        write_atomically(save.partial / STATE, json.dumps(content))
+        files = {outcome["file"]: {"bytes": outcome["bytes"], "crc32": outcome["crc32"]} for outcome in outcomes}
+        files[STATE] = checksum(save.partial / STATE)
+        write_atomically(save.partial / COMMIT, json.dumps({"step": save.step, "files": files}, indent=1))
+
+        final = self.folder / _name(save.step)
+        if final.exists():  # broken, or it would have been where this run started from
+            self._remove(final)
+        save.partial.rename(final)
+        sync_folder(self.folder)
+        self._prune(final)
+        return final
+
+    def _prune(self, newest):
+        """Remove all but the newest `keep` committed checkpoints; those known to be broken don't count among them."""
+        whole = [path for path in committed(self.folder) if path.name not in self.broken or path == newest]
+        for path in whole[:-self.keep]:
+            if path != newest:
+                try:
+                    self._remove(path)
+                except OSError as error:
+                    self.report(f"warning: can't remove the old checkpoint {path}: {error.strerror}")
+
+    def _remove(self, path):
+        hidden = self._hidden(path.name)  # half a removal must not look like a checkpoint
+        path.rename(hidden)
+        shutil.rmtree(hidden, ignore_errors=True)
+
+
+def _name(step):
+    return f"step_{step:08d}"

@@ -1,0 +1,91 @@
+"""One rank's file: flat pieces of tensors in the safetensors format, written, flushed, and read back before it counts.
+
+The format is 8 bytes of header length, a JSON header, then the data (github.com/huggingface/safetensors). A piece is
+named `<tensor name>@<start>`: the elements of the flattened tensor from `start` on.
+"""
+
+import json
+import os
+import zlib
+
+import torch
+
+from mamba_fsdp.errors import UserError
+
+DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
+BLOCK = 1 << 24  # bytes that are written or read at a time
+
+
+def write_pieces(path, pieces):
+    """Write `pieces`, a list of (tensor name, start, 1-D CPU tensor), durably. Returns {"bytes": size, "crc32": checksum}.
+
+    Raises OSError as the disk does, and when what lies on it is not what was written.
+    """
+    header, position = {}, 0
+    for name, start, tensor in pieces:
+        end = position + tensor.numel() * tensor.element_size()
+        header[f"{name}@{start}"] = {"dtype": NAMES[tensor.dtype], "shape": [tensor.numel()], "data_offsets": [position, end]}
+        position = end
+    head = json.dumps(header).encode()
+    head += b" " * (-len(head) % 8)
+    crc = 0
+    with open(path, "xb") as file:
+        for data in (len(head).to_bytes(8, "little"), head, *(tensor.view(torch.uint8).numpy() for _, _, tensor in pieces)):
+            data = memoryview(data)
+            for offset in range(0, len(data), BLOCK):
+                file.write(data[offset:offset + BLOCK])
+                crc = zlib.crc32(data[offset:offset + BLOCK], crc)
+        file.flush()
+        os.fsync(file.fileno())
+        if hasattr(os, "posix_fadvise"):  # let the check read the disk rather than the memory
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    written = {"bytes": 8 + len(head) + position, "crc32": f"{crc:08x}"}
+    if checksum(path) != written:
+        raise OSError(None, "what was read back is not what was written", str(path))
+    return written
+
+
+def checksum(path):
+    """{"bytes": size, "crc32": checksum} of a file. Raises OSError."""
+    crc, size, block = 0, 0, bytearray(BLOCK)
+    with open(path, "rb", buffering=0) as file:
+        while count := file.readinto(block):
+            crc, size = zlib.crc32(memoryview(block)[:count], crc), size + count
+    return {"bytes": size, "crc32": f"{crc:08x}"}
+
+
+class PieceReader:
+    """Reads ranges of the pieces in one file. Raises UserError, naming the file, where it is not what write_pieces left."""
+
+    def __init__(self, path):
+        self.path = path
+        try:
+            self.file = open(path, "rb")
+            self.data_start = 8 + int.from_bytes(self._exactly(bytearray(8)), "little")
+            if self.data_start > os.path.getsize(path):
+                raise UserError(f"{path} is broken: its header is longer than the file")
+            self.header = json.loads(self._exactly(bytearray(self.data_start - 8)))
+        except OSError as error:
+            raise UserError(f"can't read {path}: {error.strerror}") from None
+        except ValueError:
+            raise UserError(f"{path} is broken: its header is no JSON") from None
+
+    def read(self, name, start, offset, count):
+        """`count` elements from `offset` on of the piece `name`@`start`, as a 1-D CPU tensor."""
+        entry = self.header.get(f"{name}@{start}")
+        if entry is None:
+            raise UserError(f"{self.path} is broken: it lacks the piece of {name} that starts at {start}")
+        tensor = torch.empty(count, dtype=DTYPES[entry["dtype"]])
+        self.file.seek(self.data_start + entry["data_offsets"][0] + offset * tensor.element_size())
+        self._exactly(tensor.view(torch.uint8).numpy())
+        return tensor
+
+    def _exactly(self, buffer):
+        view = memoryview(buffer)
+        try:
+            if self.file.readinto(view) != len(view):
+                raise UserError(f"{self.path} is broken: it ends too early")
+        except OSError as error:
+            raise UserError(f"can't read {self.path}: {error.strerror}") from None
+        return buffer

@@ -1,0 +1,180 @@
+"""One checkpoint as a folder: what is in it, whether it is whole, which is the newest, and reading it into shards.
+
+    step_00001000/
+      rank_00000.safetensors ...   what each rank wrote (files.py)
+      state.json                   the loop's state; each tensor's shape, dtype and in which files its elements lie
+      COMMIT                       size and checksum of every other file; written last: without it there is no checkpoint
+
+Model tensors are named model/<parameter>, the optimiser's optimizer/<parameter>/exp_avg and .../exp_avg_sq.
+"""
+
+import json
+import math
+import re
+from pathlib import Path
+
+import torch
+
+from mamba_fsdp.checkpoint.files import PieceReader, checksum
+from mamba_fsdp.checkpoint.ranges import overlaps, tiles
+from mamba_fsdp.errors import UserError
+
+COMMIT, STATE = "COMMIT", "state.json"
+
+
+def stored_name(name):
+    """The name in a checkpoint of a shard: parameters go under model/."""
+    return name if name.startswith("optimizer/") else f"model/{name}"
+
+
+def committed(checkpoints):
+    """The committed checkpoints under a folder, oldest first, whole or not."""
+    found = [path for path in Path(checkpoints).glob("step_*") if re.fullmatch(r"step_\d+", path.name) and (path / COMMIT).is_file()]
+    return sorted(found, key=lambda path: int(path.name[5:]))
+
+
+def problems(checkpoint, world):
+    """What is wrong with a committed checkpoint: a list of sentences, empty when every file has its size and checksum.
+
+    Called by all ranks, which share the reading; all get the same answer.
+    """
+    files, found = world.broadcast_object(_committed_files(checkpoint) if world.rank == 0 else None)
+    for name in sorted(files)[world.rank::world.size]:
+        try:
+            actual = checksum(checkpoint / name)
+        except OSError as error:
+            found.append(f"{name}: {error.strerror}")
+            continue
+        if actual["bytes"] != files[name]["bytes"]:
+            found.append(f"{name} has {actual['bytes']} bytes, not {files[name]['bytes']}")
+        elif actual != files[name]:
+            found.append(f"the content of {name} has changed since it was written")
+    return sorted({problem for rank in world.gather_objects(found) for problem in rank})
+
+
+def _committed_files(checkpoint):
+    try:
+        files = json.loads((checkpoint / COMMIT).read_bytes())["files"]
+        if all(isinstance(entry["bytes"], int) and isinstance(entry["crc32"], str) for entry in files.values()) and STATE in files:
+            return files, []
+    except OSError as error:
+        return {}, [f"{COMMIT}: {error.strerror}"]
+    except (ValueError, KeyError, TypeError, AttributeError):
+        pass
+    return {}, [f"{COMMIT} is no list of files"]
+
+
+def newest_whole(checkpoints, world, report):
+    """(the newest whole checkpoint or None, names of the broken ones that were passed over), rank 0's choice on every rank.
+
+    Raises UserError when there are committed checkpoints but none is whole: starting anew must be the user's decision.
+    """
+    broken = []
+    candidates = world.broadcast_object(committed(checkpoints) if world.rank == 0 else None)
+    for checkpoint in reversed(candidates):
+        wrong = problems(checkpoint, world)
+        if not wrong:
+            return checkpoint, broken
+        broken.append(checkpoint.name)
+        if world.rank == 0:
+            report(f"warning: checkpoint {checkpoint} is broken and passed over: {'; '.join(wrong)}")
+    if candidates:
+        raise UserError(f"none of the {len(candidates)} checkpoints in {checkpoints} is whole, the newest: {'; '.join(wrong)}; "
+                        "repair one, or move the folder away to start anew")
+    return None, broken
+
+
+def find_checkpoint(path, world, report=print):
+    """The checkpoint that `path` means, the same on every rank: itself, or the newest whole one of a run folder.
+
+    Raises UserError where there is none, or where the one that was named is broken.
+    """
+    path = Path(path)
+    if world.broadcast_object((path / COMMIT).is_file()):
+        wrong = problems(path, world)
+        if wrong:
+            raise UserError(f"checkpoint {path} is broken: {'; '.join(wrong)}")
+        return path
+    found, _ = newest_whole(path / "checkpoints" if (path / "checkpoints").is_dir() else path, world, report)
+    if found is None:
+        raise UserError(f"{path} is neither a committed checkpoint nor a run folder with one (checkpoints/step_*/{COMMIT})")
+    return found
+
+
+class Reader:
+    """An open checkpoint. `tensors`: stored name -> {shape, dtype, tied, pieces}; `state`: what the loop saved."""
+
+    def __init__(self, checkpoint):
+        self.path = Path(checkpoint)
+        try:
+            content = json.loads((self.path / STATE).read_bytes())
+            self.state, self.tensors, self.files = content["state"], content["tensors"], content["files"]
+        except OSError as error:
+            raise UserError(f"can't read checkpoint {self.path}: {STATE}: {error.strerror}") from None
+        except (ValueError, KeyError, TypeError):
+            raise UserError(f"checkpoint {self.path} is broken: {STATE} is not what was written") from None
+        self.open_files = {}
+
+    def read(self, name, start, stop):
+        """Elements [start, stop) of a flattened tensor, as a 1-D CPU tensor."""
+        entry = self.tensors[name]
+        if not tiles(entry["pieces"], math.prod(entry["shape"])):
+            raise UserError(f"checkpoint {self.path} is broken: the pieces of {name} are not the whole of it")
+        parts = [self._file(piece[2]).read(name, piece[0], offset, count)
+                 for piece, offset, _, count in overlaps(start, stop, entry["pieces"])]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def _file(self, index):
+        if index not in self.open_files:
+            self.open_files[index] = PieceReader(self.path / self.files[index])
+        return self.open_files[index]
+
+
+def read_state(checkpoint):
+    """What the loop saved in a checkpoint, without reading tensors. Raises UserError."""
+    return Reader(checkpoint).state
+
+
+@torch.no_grad()
+def load(checkpoint, shards, world, check=None):
+    """Fill `shards`, of any strategy and world size, from a checkpoint. Returns the state that was saved with them.
+
+    The checkpoint must hold just these tensors of the model, and of the optimiser if its shards are among them. check(state,
+    checkpoint), if given, may refuse first. Raises UserError on every rank when any rank can't load.
+    """
+    failure = state = None
+    try:
+        reader = Reader(checkpoint)
+        state = reader.state
+        if check:
+            check(state, checkpoint)
+        wanted = {stored_name(shard.name): shard.shape for shard in shards}
+        kinds = {name.split("/")[0] for name in wanted}
+        refuse_other_tensors(checkpoint, wanted, {name: entry["shape"] for name, entry in reader.tensors.items()
+                                                  if name.split("/")[0] in kinds})
+        for shard in shards:
+            if shard.data.numel():
+                shard.data.copy_(reader.read(stored_name(shard.name), shard.start, shard.start + shard.data.numel()))
+    except UserError as error:
+        failure = str(error)
+    failures = [text for text in world.gather_objects(failure) if text]
+    if failures:
+        raise UserError("; ".join(dict.fromkeys(failures)))
+    return state
+
+
+def refuse_other_tensors(source, wanted, found):
+    """Raises UserError, with names, unless `found` has just the tensors of `wanted` (both name -> shape)."""
+    def some(names):
+        names = sorted(names)
+        return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+
+    wrong = []
+    if missing := wanted.keys() - found.keys():
+        wrong.append(f"it lacks {some(missing)}")
+    if extra := found.keys() - wanted.keys():
+        wrong.append(f"the model has no {some(extra)}")
+    wrong += [f"{name} is {tuple(found[name])}, not {tuple(wanted[name])}"
+              for name in sorted(wanted.keys() & found.keys()) if tuple(found[name]) != tuple(wanted[name])][:5]
+    if wrong:
+        raise UserError(f"{source} does not fit the model: {'; '.join(wrong)}")

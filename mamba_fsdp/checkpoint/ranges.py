@@ -1,0 +1,36 @@
+"""Arithmetic of ranges: who writes which elements, and where the elements that a rank needs lie."""
+
+SMALLEST = 1 << 16  # elements; a smaller piece is not worth splitting
+
+
+def part_to_write(count, replicas, replica_index, turn):
+    """The range (start, stop) of `count` elements that one of the ranks holding them writes; together they write each once.
+
+    `turn`, the tensor's number, lets small tensors take turns among the replicas.
+    """
+    writers = min(replicas, max(1, count // SMALLEST))
+    mine = (replica_index - turn) % replicas
+    if mine >= writers:
+        return 0, 0
+    return count * mine // writers, count * (mine + 1) // writers
+
+
+def overlaps(start, stop, pieces):
+    """Where the elements [start, stop) lie: (piece, offset in the piece, offset from `start`, count) for each piece in turn.
+
+    pieces: sorted lists [start, count, ...] that tile the tensor.
+    """
+    for piece in pieces:
+        low, high = max(start, piece[0]), min(stop, piece[0] + piece[1])
+        if low < high:
+            yield piece, low - piece[0], low - start, high - low
+
+
+def tiles(pieces, count):
+    """Whether the sorted pieces cover [0, count) without gap or overlap."""
+    position = 0
+    for piece in pieces:
+        if piece[0] != position:
+            return False
+        position += piece[1]
+    return position == count

@@ -1,0 +1,96 @@
+"""The model's tensors by name, out of a checkpoint folder or a .pth file, and the model as one file."""
+
+import math
+import os
+import pickle
+import uuid
+import zipfile
+from pathlib import Path
+
+import torch
+
+from mamba_fsdp.checkpoint.folder import Reader, refuse_other_tensors
+from mamba_fsdp.durable import sync_folder
+from mamba_fsdp.errors import UserError
+
+
+class Tensors:
+    """Tensors that are read when asked for. `shapes`: name -> shape; `tied`: name -> the name of the tensor that it shares."""
+
+    def __init__(self, source, shapes, tied, read):
+        self.source, self.shapes, self.tied, self._read = source, shapes, tied, read
+
+    def get(self, name, shape=None):
+        """One whole tensor on the CPU. Raises UserError when there is none of that name, or not of that shape."""
+        name = self.tied.get(name, name)
+        if name not in self.shapes:
+            raise UserError(f"{self.source} does not fit the model: it lacks {name}")
+        if shape is not None and tuple(shape) != self.shapes[name]:
+            raise UserError(f"{self.source} does not fit the model: {name} is {self.shapes[name]}, not {tuple(shape)}")
+        return self.slice(name, 0, math.prod(self.shapes[name])).view(self.shapes[name])
+
+    def slice(self, name, start, stop):
+        """Elements [start, stop) of a flattened tensor."""
+        return self._read(name, start, stop)
+
+    def check(self, shards):
+        """Raises UserError, with names, unless these are just the tensors of `shards`, tied as they are."""
+        found = dict(self.shapes)
+        for shard in shards:
+            for name in shard.tied:
+                if name in found and shard.name in found and torch.equal(self.get(name), self.get(shard.name)):
+                    del found[name]
+        refuse_other_tensors(self.source, {shard.name: shard.shape for shard in shards}, found)
+
+
+def open_tensors(path):
+    """The model's Tensors in a checkpoint folder or a .pth file (a dict name -> tensor). Raises UserError; executes nothing."""
+    path = Path(path)
+    return _open_folder(path) if path.is_dir() else _open_pth(path)
+
+
+def _open_folder(path):
+    reader = Reader(path)
+    own = {name.removeprefix("model/"): entry for name, entry in reader.tensors.items() if name.startswith("model/")}
+    return Tensors(path, {name: tuple(entry["shape"]) for name, entry in own.items()},
+                   {other: name for name, entry in own.items() for other in entry["tied"]},
+                   lambda name, start, stop: reader.read(f"model/{name}", start, stop))
+
+
+def _open_pth(path):
+    try:
+        # Mapped, so that only what is read is loaded; files from before torch 1.6 can't be.
+        content = torch.load(str(path), map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
+    except OSError as error:
+        raise UserError(f"can't read {path}: {error.strerror}") from None
+    except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError, KeyError) as error:
+        raise UserError(f"{path} is broken or holds more than tensors: {str(error).splitlines()[0]}") from None
+    if not isinstance(content, dict) or not all(isinstance(value, torch.Tensor) for value in content.values()):
+        raise UserError(f"{path} is no dict of tensors by parameter name")
+    shapes = {name: tuple(tensor.shape) for name, tensor in content.items()}
+    return Tensors(path, shapes, {}, lambda name, start, stop: content[name].reshape(-1)[start:stop])
+
+
+def consolidate(checkpoint, dtype=None):
+    """Name -> whole tensor of the model in a checkpoint, cast to `dtype` if given. Tied names share one tensor."""
+    tensors = open_tensors(checkpoint)
+    whole = {name: tensors.get(name).to(dtype=dtype) for name in tensors.shapes}
+    return whole | {name: whole[own] for name, own in tensors.tied.items()}
+
+
+def write_consolidated(checkpoint, target, dtype=None):
+    """Write the model of a checkpoint as one plain state dict, `target` (…/consolidated.00.pth): all of it or nothing."""
+    target = Path(target)
+    temporary = target.with_name(f".{target.name}.{uuid.uuid4().hex}.tmp")
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with open(temporary, "xb") as file:
+            torch.save(consolidate(checkpoint, dtype), file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, target)
+    except OSError as error:
+        raise UserError(f"can't write {target}: {error.strerror}") from None
+    finally:
+        temporary.unlink(missing_ok=True)
+    sync_folder(target.parent)
