@@ -60,6 +60,23 @@ def resolve(given, config_file=None):
     return config, set(chosen)
 
 
+def take_model(config, model, explicit):
+    """Give `config` the shape of the weights it starts from, a ModelConfig. Model settings that the user gave must agree with it.
+
+    Raises UserError naming those that don't.
+    """
+    fields = [field.name for field in dataclasses.fields(model)]
+    if "model_name" not in explicit:
+        for name in set(fields) - explicit:
+            setattr(config.model, name, getattr(model, name))
+    free = ("model_name", "chunk_size")  # these change no shape and no result
+    differing = [f"{name}={shown(getattr(config.model, name))} (there {shown(getattr(model, name))})" for name in fields
+                 if name not in free and getattr(config.model, name) != getattr(model, name)]
+    if differing:
+        raise UserError(f"init_from {config.checkpoint.init_from} holds another model than the settings ask for: {', '.join(differing)}")
+    config.check()
+
+
 def default(name):
     section, leaf = all_settings()[name]
     return leaf.default if leaf.default is not dataclasses.MISSING else leaf.default_factory()

@@ -8,17 +8,13 @@ def decays(name, shape):
     return len(shape) >= 2 and not name.endswith(".A_log")
 
 
-def make_optimizer(parameters, shapes, config, *, replicated, fused):
-    """AdamW over `parameters` (dict: name -> this rank's parameter; `shapes` their global shapes).
-
-    `replicated` names the parameters that lie outside the sharding: one group must not mix the two kinds.
-    """
-    groups = {}
+def make_optimizer(parameters, shapes, config, *, fused):
+    """AdamW over `parameters` (dict: name -> this rank's part of it; `shapes`: name -> shape of the whole)."""
+    groups = {True: [], False: []}
     for name, parameter in parameters.items():
-        groups.setdefault((decays(name, shapes[name]), name in replicated), []).append(parameter)
-    return torch.optim.AdamW(
-        [{"params": members, "weight_decay": config.weight_decay if decay else 0.0} for (decay, _), members in groups.items()],
-        lr=config.learning_rate, betas=(config.beta1, config.beta2), eps=config.adam_epsilon, fused=fused or None)
+        groups[decays(name, shapes[name])].append(parameter)
+    return torch.optim.AdamW([{"params": groups[True], "weight_decay": config.weight_decay}, {"params": groups[False], "weight_decay": 0.0}],
+                             lr=config.learning_rate, betas=(config.beta1, config.beta2), eps=config.adam_epsilon, fused=fused or None)
 
 
 class LossScale:

@@ -1,6 +1,5 @@
 """One run: what the loop works on, built from the settings; where it starts from; how it ends."""
 
-import sys
 import time
 from dataclasses import asdict
 from itertools import chain
@@ -9,7 +8,8 @@ from pathlib import Path
 import torch
 
 from config import settings as settings_module
-from mamba_fsdp.checkpoint.checkpointer import Checkpointer, find_checkpoint, load
+from mamba_fsdp.checkpoint.checkpointer import Checkpointer
+from mamba_fsdp.checkpoint.folder import find_checkpoint, load
 from mamba_fsdp.checkpoint.tensors import open_tensors
 from mamba_fsdp.data.loader import Loader, evaluation_batches
 from mamba_fsdp.data.order import Order
@@ -21,8 +21,7 @@ from mamba_fsdp.model.init import initial_value
 from mamba_fsdp.model.lm import MambaLM
 from mamba_fsdp.ops import kernels
 from mamba_fsdp.parallel.compat import has_fused_adamw
-from mamba_fsdp.parallel.parallelise import parallelise
-from mamba_fsdp.parallel.shards import fill
+from mamba_fsdp.parallel.parallelise import fill, parallelise
 from mamba_fsdp.parallel.world import start_world
 from mamba_fsdp.report import records
 from mamba_fsdp.report.progress import Progress as ProgressDisplay
@@ -116,7 +115,7 @@ class Run:
             reentrant=parallel.reentrant_checkpointing, compile=parallel.use_torch_compile,
             backward_prefetch=parallel.backward_prefetch, limit_all_gathers=parallel.limit_all_gathers, low_cpu_fsdp=parallel.low_cpu_fsdp)
         self.optimizer = make_optimizer(self.parallel.parameters(), parameter_shapes(settings.model), settings.optimizer,
-                                        replicated=self.parallel.replicated_names(), fused=has_fused_adamw(world.device))
+                                        fused=has_fused_adamw(world.device))
         self.flops_per_token = flops_per_token(settings.model, settings.data.seq_length)
         peak = device_peak(torch.cuda.get_device_name(world.device)) if world.device.type == "cuda" else None
         self.peak_flops = peak and peak * world.size
@@ -134,7 +133,8 @@ class Run:
             self._say(f"going on   from {newest}, step {self.progress.step}")
         elif checkpoint.load_ckpt_path.endswith(".pth"):
             tensors = open_tensors(checkpoint.load_ckpt_path)
-            fill(self.parallel.shards(), lambda name, shape: tensors.get(name, shape))
+            tensors.check(self.parallel.shards())
+            fill(self.parallel.shards(), tensors.get)
             self._say(f"starting   from the model in {checkpoint.load_ckpt_path}")
         elif checkpoint.load_ckpt_path:
             source = find_checkpoint(checkpoint.load_ckpt_path, self.world, report=self._say)

@@ -6,22 +6,22 @@ from mamba_fsdp.errors import UserError
 from mamba_fsdp.interop.weights import read_weights
 from mamba_fsdp.model.lm import MambaLM
 from mamba_fsdp.ops import kernels
-from mamba_fsdp.parallel.shards import fill, whole
+from mamba_fsdp.parallel.parallelise import fill, parallelise
+from mamba_fsdp.parallel.world import start_world
 
 
-def load_model(source, *, device="auto", kernel_setting="auto", reset_at_documents=False):
-    """(MambaLM in fp32, or bf16 arithmetic on a GPU, ready for inference; the Weights it came from). Raises UserError."""
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
+def load_model(source, *, reset_at_documents=False):
+    """(a MambaLM ready for inference, in fp32 on a CPU, in bf16 arithmetic on a GPU; the Weights it came from). Raises UserError."""
     torch.set_flush_denormal(True)
+    world = start_world()
     weights = read_weights(source)
-    dtype = torch.bfloat16 if device.startswith("cuda") else torch.float32
+    dtype = torch.bfloat16 if world.device_type == "cuda" else torch.float32
     with torch.device("meta"):
-        model = MambaLM(weights.config, kernels=kernels.resolve(kernel_setting, torch.device(device).type), compute_dtype=dtype,
+        model = MambaLM(weights.config, kernels=kernels.resolve("auto", world.device_type), compute_dtype=dtype,
                         reset_at_documents=reset_at_documents)
-    model.to_empty(device=device)
-    fill(whole(model), lambda name, shape: weights.get(name))
-    return model.eval().requires_grad_(False), weights
+    parallel = parallelise(model, world=world, strategy="none", compute_dtype=dtype)
+    fill(parallel.shards(), lambda name, shape: weights.get(name))
+    return parallel.model.eval().requires_grad_(False), weights
 
 
 def load_tokenizer(weights, named=""):

@@ -42,11 +42,12 @@ def corpus(tmp_path_factory):
 def train(corpus, capsys):
     """train(run folder, **settings) -> what it printed, in this process."""
     def run_here(run, **given):
+        from mamba_fsdp.checkpoint.tensors import write_consolidated
         from mamba_fsdp.train.run import run as start
 
         words = {key: str(value) for key, value in {**TINY, "dataset_path": corpus, "save_ckpt_path": run, **given}.items()}
         capsys.readouterr()
-        start(settings.resolve(words)[0])
+        start(settings.resolve(words)[0], publish=lambda checkpoint, folder: write_consolidated(checkpoint, folder / "consolidated.00.pth"))
         return capsys.readouterr().out
     return run_here
 

@@ -1,0 +1,25 @@
+"""python -m mamba_fsdp preflight report FOLDER -- [settings of the training command]
+python -m mamba_fsdp preflight judge FOLDER NODE ...
+
+Are the nodes of a job fit for this training? 1.train.sbatch runs `report` on every node, in the training's own
+environment, then `judge` once, which prints what each NODE is and what is wrong with it. FOLDER is a fresh folder in the
+run folder with a file `token`. Exit codes of judge: 0, 2 for what you have to mend, 1 for trouble that may pass.
+"""
+
+from pathlib import Path
+
+from config import settings
+from mamba_fsdp import command_line
+from mamba_fsdp.errors import UserError
+from mamba_fsdp.launch import preflight
+
+
+def main(action, folder, *nodes, after_dashes=None):
+    if action == "judge" and nodes:
+        return preflight.judge(Path(folder), nodes)
+    if action != "report" or nodes:
+        raise UserError("preflight: write `report FOLDER -- SETTINGS` or `judge FOLDER NODE ...`")
+    _, given = command_line.split(after_dashes or [])
+    resolved, _ = settings.resolve(given, given.pop("config", None))
+    preflight.report(Path(folder), resolved)
+    return 0
