@@ -50,7 +50,7 @@ def write_store(path, tokens):
     chunk = np.random.default_rng(0).integers(1, 50000, 1_000_000, dtype=np.uint16)
     chunk[DOCUMENT - 1 :: DOCUMENT] = 0
     for _ in range(tokens // len(chunk)):
-        writer.append(chunk, np.arange(DOCUMENT, len(chunk) + 1, DOCUMENT))
+        writer.append(chunk)
     writer.finish()
 
 

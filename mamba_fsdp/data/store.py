@@ -75,15 +75,14 @@ class TokenStore:
     def read(self, start, count):
         """Tokens [start, start + count) of the store, across shards, with their positions; the mask is None."""
         assert 0 <= start and 0 <= count and start + count <= self.token_count, (start, count, self.token_count)
-        parts = []
-        shard = bisect.bisect_right(self._starts, start) - 1
-        while True:
-            offset = start - self._starts[shard]
-            length = min(count, self._starts[min(shard + 1, len(self._shards))] - start)
-            parts.append(self._read_shard(min(shard, len(self._shards) - 1), offset, length))
-            start, count, shard = start + length, count - length, shard + 1
-            if not count:
-                break
+        shard = min(bisect.bisect_right(self._starts, start), len(self._shards)) - 1
+        length = min(count, self._starts[shard + 1] - start)
+        parts = [self._read_shard(shard, start - self._starts[shard], length)]
+        while length < count:
+            shard += 1
+            more = min(count - length, self._shards[shard]["tokens"])
+            parts.append(self._read_shard(shard, 0, more))
+            length += more
         if len(parts) == 1:
             return Tokens(*parts[0], None)
         return Tokens(*(np.concatenate(arrays) for arrays in zip(*parts)), None)
@@ -158,15 +157,14 @@ class StoreWriter:
 
     def add_document(self, tokens):
         """Appends one whole document, given without its eos."""
-        tokens = np.append(np.asarray(tokens, dtype=np.int64), self.eos)
-        self.append(tokens, np.array([len(tokens)]))
+        tokens = np.asarray(tokens, dtype=np.int64)
+        assert self.eos not in tokens, "the eos would end the document before its end"
+        self.append(np.append(tokens, self.eos))
 
-    def append(self, tokens, ends):
-        """Appends `tokens` (n,), integers. `ends` (documents,): where in `tokens` each document ends, one past its eos.
-
-        Tokens after the last end belong to a document that the next call goes on with.
-        """
-        tokens, ends = np.asarray(tokens), np.asarray(ends, dtype=np.int64)
+    def append(self, tokens):
+        """Appends `tokens` (n,), integers: each eos ends a document; what follows the last one, the next call goes on with."""
+        tokens = np.asarray(tokens)
+        ends = np.flatnonzero(tokens == self.eos) + 1
         if len(tokens) and (int(tokens.max()) >= self.vocab_size or int(tokens.min()) < 0):
             raise UserError(f"{self.path}: token id {int(tokens.max())} or {int(tokens.min())} is outside the vocabulary of "
                             f"{self.vocab_size}; the token ids and --tokenizer don't belong together")

@@ -60,11 +60,11 @@ def test_bytes_depend_on_neither_the_calls_nor_an_interruption(tmp_path_factory,
     for number, (start, end) in enumerate(zip(bounds, bounds[1:])):
         if number == resume_at:
             state = json.loads(json.dumps(writer.state()))
-            writer.append(flat[start:], np.flatnonzero(flat[start:] == EOS) + 1)  # lost: the process is killed here
+            writer.append(flat[start:])  # lost: the process is killed here
             writer.close()
             writer = StoreWriter(folder / "pieces", **arguments, state=state)
         piece = flat[start:end]
-        writer.append(piece, np.flatnonzero(piece == EOS) + 1)
+        writer.append(piece)
     pieces = writer.finish()
     assert pieces.identity == whole.identity
     index = json.loads((whole.path / "index.json").read_text())

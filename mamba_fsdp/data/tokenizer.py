@@ -1,0 +1,110 @@
+"""Tokenizers: loaded by name or path, or trained on the input; saved so that `transformers` can load them."""
+
+import hashlib
+import json
+from pathlib import Path
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from mamba_fsdp.durable import write_atomically
+from mamba_fsdp.errors import UserError
+
+END_OF_TEXT = "<|endoftext|>"
+SMALLEST_VOCABULARY = 257  # every byte and the eos
+
+
+class TextTokenizer:
+    """A `tokenizers` backend with what token stores need to know of it.
+
+    eos, bos: ids (bos may be None); vocab_size: one more than the largest id; identity: changes when the content does.
+    """
+
+    def __init__(self, backend, eos_token, bos_token=None, transformers_form=None):
+        backend.no_truncation()
+        backend.no_padding()
+        self.backend, self.eos_token = backend, eos_token
+        self.eos = backend.token_to_id(eos_token)
+        self.bos = backend.token_to_id(bos_token) if bos_token else None
+        self.vocab_size = max(backend.get_vocab().values()) + 1
+        self.identity = "sha256:" + hashlib.sha256(backend.to_str().encode()).hexdigest()
+        self._transformers_form = transformers_form
+
+    def save(self, folder):
+        """Writes a folder that AutoTokenizer.from_pretrained takes."""
+        folder = Path(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        if self._transformers_form:
+            self._transformers_form.save_pretrained(folder)
+            return
+        settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": self.eos_token,
+                    "model_max_length": 10 ** 30, "clean_up_tokenization_spaces": False}
+        write_atomically(folder / "tokenizer_config.json", json.dumps(settings, indent=1) + "\n")
+        write_atomically(folder / "tokenizer.json", self.backend.to_str())
+
+
+def training_size(name):
+    """The vocabulary size in `train:SIZE`, or None for another name. Raises UserError for a size that can't be."""
+    if not name.startswith("train:"):
+        return None
+    size = name.removeprefix("train:")
+    if not size.isdecimal() or int(size) < SMALLEST_VOCABULARY:
+        raise UserError(f"tokenizer {name!r}: write train:SIZE with a vocabulary of at least {SMALLEST_VOCABULARY} tokens "
+                        "(every byte and the end of a document), such as train:4096")
+    return int(size)
+
+
+def train(texts, vocab_size):
+    """A byte-level BPE of at most vocab_size tokens, the eos among them, from an iterable of texts. Equal texts, equal result."""
+    backend = Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.train_from_iterator(texts, trainers.BpeTrainer(
+        vocab_size=vocab_size, special_tokens=[END_OF_TEXT], initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False))
+    return TextTokenizer(backend, END_OF_TEXT)
+
+
+def load(name, eos_token=None):
+    """The tokenizer of a name on the Hugging Face Hub, a `transformers` folder or a tokenizer.json file.
+
+    eos_token: the token that ends documents; None means the tokenizer's own. Raises UserError where it can't be loaded or has none.
+    """
+    path = Path(name)
+    if (path / "tokenizer.json").is_file() and not (path / "tokenizer_config.json").exists():
+        path = path / "tokenizer.json"
+    if path.is_file():
+        try:
+            backend, form = Tokenizer.from_file(str(path)), None
+        except Exception as error:  # the library raises bare Exception
+            raise UserError(f"tokenizer {name}: {path.name} can't be read ({_first_line(error)})") from error
+        own_eos = own_bos = None
+    else:
+        form = _load_with_transformers(name)
+        backend, own_eos, own_bos = form.backend_tokenizer, form.eos_token, form.bos_token
+    eos_token = eos_token or own_eos
+    if eos_token is None:
+        special = [token.content for token in backend.get_added_tokens_decoder().values()]
+        raise UserError(f"tokenizer {name}: it names no token that ends a document; give one with --eos_token"
+                        + (f" (its special tokens: {', '.join(special[:8])})" if special else ""))
+    if backend.token_to_id(eos_token) is None:
+        raise UserError(f"tokenizer {name}: eos_token {eos_token!r} is not in its vocabulary")
+    if form:
+        form.eos_token = eos_token
+    return TextTokenizer(backend, eos_token, own_bos, form)
+
+
+def _load_with_transformers(name):
+    from transformers import AutoTokenizer  # seconds to import: only where needed
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(name)
+    except Exception as error:  # whatever a name can run into: no such folder, no network, a file in another format
+        raise UserError(f"tokenizer {name!r}: can't be loaded as a folder, a tokenizer.json file or a name on the Hugging Face Hub "
+                        f"({_first_line(error)}); train:4096 trains one on the input") from error
+    if not getattr(tokenizer, "is_fast", False):
+        raise UserError(f"tokenizer {name!r}: has no fast form (tokenizer.json), which this program needs")
+    return tokenizer
+
+
+def _first_line(error):
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
