@@ -1,0 +1,82 @@
+"""Tensors in safetensors files as transformers lays them out: model.safetensors, or several with model.safetensors.index.json."""
+
+import json
+from pathlib import Path
+
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from mamba_fsdp.checkpoint.tensors import Tensors
+from mamba_fsdp.errors import UserError
+
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+SHARD_BYTES = 2 << 30  # each file is in memory once while it is written
+
+
+def has_safetensors(folder):
+    return (folder / SINGLE).exists() or (folder / INDEX).exists()
+
+
+def open_safetensors(folder):
+    """The Tensors of a folder's safetensors files, read when asked for. Raises UserError that names a missing or damaged file."""
+    files, where = {}, {}
+    for path, names in _files(folder).items():
+        try:
+            files[path] = safe_open(path, framework="pt")
+        except (SafetensorError, OSError) as error:
+            raise UserError(f"{path} is missing or damaged: {error}") from None
+        where |= {name: path for name in files[path].keys()}
+        lacking = [name for name in names if name not in files[path].keys()]
+        if lacking:
+            raise UserError(f"{path} lacks {lacking[0]}, which {INDEX} says is in it")
+    shapes = {name: tuple(files[path].get_slice(name).get_shape()) for name, path in where.items()}
+    return Tensors(folder, shapes, {}, lambda name, start, stop: files[where[name]].get_tensor(name).reshape(-1)[start:stop])
+
+
+def _files(folder):
+    """{path: the names that the index says are in it}."""
+    if not (folder / INDEX).exists():
+        return {folder / SINGLE: []}
+    try:
+        weight_map = json.loads((folder / INDEX).read_bytes())["weight_map"]
+        files = {}
+        for name, file in weight_map.items():
+            if Path(file).name != file:
+                raise UserError(f"{folder / INDEX}: {file!r} is not the name of a file in this folder")
+            files.setdefault(folder / file, []).append(name)
+        return files
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UserError(f"{folder / INDEX} can't be read as an index ({error})") from None
+
+
+def write_safetensors(folder, tensors, shard_bytes=SHARD_BYTES):
+    """Write (name, tensor) pairs, one file at a time. Raises OSError or SafetensorError as the disk does."""
+    contents, total = [], 0
+    for number, shard in enumerate(_shards(tensors, shard_bytes)):
+        save_file(shard, folder / f"{number}.safetensors", metadata={"format": "pt"})
+        contents.append(list(shard))
+        total += sum(map(_bytes, shard.values()))
+    if len(contents) == 1:
+        (folder / "0.safetensors").rename(folder / SINGLE)
+        return
+    weight_map = {}
+    for number, names in enumerate(contents):
+        final = f"model-{number + 1:05d}-of-{len(contents):05d}.safetensors"
+        (folder / f"{number}.safetensors").rename(folder / final)
+        weight_map |= dict.fromkeys(names, final)
+    (folder / INDEX).write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=1))
+
+
+def _shards(tensors, shard_bytes):
+    shard, size = {}, 0
+    for name, tensor in tensors:
+        if shard and size + _bytes(tensor) > shard_bytes:
+            yield shard
+            shard, size = {}, 0
+        shard[name] = tensor.contiguous()
+        size += _bytes(tensor)
+    yield shard
+
+
+def _bytes(tensor):
+    return tensor.numel() * tensor.element_size()

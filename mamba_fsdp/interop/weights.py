@@ -1,0 +1,145 @@
+"""A model's weights from whatever names one, under our names and read one parameter at a time.
+
+    RUN                          a run folder: its newest checkpoint
+    RUN/checkpoints/step_...     one checkpoint
+    .../consolidated.00.pth      a plain state dict, config.json beside it
+    a folder                     with config.json and model*.safetensors or pytorch_model.bin (transformers), with config.json and
+                                 pytorch_model.bin (state-spaces), or with config.json and consolidated.00.pth (ours)
+
+Opening checks names and shapes of all tensors; loading executes nothing.
+"""
+
+import re
+from pathlib import Path
+from types import SimpleNamespace
+
+import torch
+
+from config.model_config import ModelConfig
+from mamba_fsdp.checkpoint.folder import COMMIT, find_checkpoint, read_state, refuse_other_tensors
+from mamba_fsdp.checkpoint.tensors import open_tensors
+from mamba_fsdp.data.selection import training_sources
+from mamba_fsdp.errors import UserError
+from mamba_fsdp.interop import state_spaces, transformers_forms
+from mamba_fsdp.interop.fields import Fields
+from mamba_fsdp.interop.safetensors_files import has_safetensors, open_safetensors
+from mamba_fsdp.model.count import parameter_shapes
+from mamba_fsdp.parallel.world import World
+
+CONFIG, CONSOLIDATED, PICKLED, TOKENIZER = "config.json", "consolidated.00.pth", "pytorch_model.bin", "tokenizer"
+EMBEDDING, LM_HEAD = "backbone.embedding.weight", "lm_head.weight"
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "merges.txt", "special_tokens_map.json",
+                   "added_tokens.json", "chat_template.jinja")
+
+
+class Weights:
+    """An open source of weights.
+
+    config: ModelConfig; names: every parameter, a tied lm_head.weight left out; tokenizer_path: folder or None; seq_length: that
+    of the training, None where unknown.
+    """
+
+    def __init__(self, source, config, tensors, pieces, *, tied=None, tokenizer_path=None, seq_length=None):
+        """tensors: Tensors under their names; pieces: {our name: [(their name, shape), ...]}; tied: their (lm_head, embedding)."""
+        self.source, self.config, self.tokenizer_path, self.seq_length = source, config, tokenizer_path, seq_length
+        self.tensors, self.pieces = tensors, pieces
+        self.names = list(pieces)
+        self._check(tied)
+
+    def get(self, name):
+        """One whole parameter on the CPU, in the type it is stored in."""
+        name = EMBEDDING if name == LM_HEAD and self.config.tie_embeddings else name
+        parts = [self.tensors.get(theirs, shape) for theirs, shape in self.pieces[name]]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def _check(self, tied):
+        wanted = dict(piece for parts in self.pieces.values() for piece in parts)
+        # Older Llama files hold the rotary frequencies, which follow from the config.
+        found = {name: shape for name, shape in self.tensors.shapes.items() if not name.endswith("rotary_emb.inv_freq")}
+        if self.config.tie_embeddings and tied[0] in found and tied[1] in found:
+            if not torch.equal(self.tensors.get(tied[0]), self.tensors.get(tied[1])):
+                raise UserError(f"{self.source}: {tied[0]} differs from {tied[1]}, but the config says that they are one (tied embeddings)")
+            del found[tied[0]]
+        refuse_other_tensors(self.source, wanted, found)
+
+
+def read_weights(source):
+    """Open the Weights that `source` (path) names. Raises UserError where it names none, or one that our model can't represent."""
+    path = Path(source)
+    if not path.exists():
+        raise UserError(f"{source}: there is no such file or folder; a model of the Hugging Face hub has to be downloaded first "
+                        f"(hf download {source} --local-dir FOLDER)")
+    if path.is_file():
+        return _read_file(path)
+    if (path / COMMIT).is_file() or (path / "checkpoints").is_dir():
+        alone = World(0, 1, 0, 1, 1, torch.device("cpu"))
+        return _read_checkpoint(find_checkpoint(path, alone))
+    if not (path / CONFIG).is_file():
+        raise UserError(f"{path} holds no model: it is neither a run folder (checkpoints/) nor a checkpoint ({COMMIT}), and has no {CONFIG}")
+    if (path / CONSOLIDATED).is_file():
+        return _read_file(path / CONSOLIDATED)
+    fields = Fields.read(path / CONFIG)
+    if "model_type" in fields or "architectures" in fields:
+        return _read_transformers(path, fields)
+    if (path / PICKLED).is_file():
+        return _read_file(path / PICKLED)
+    raise UserError(f"{path} has a {CONFIG} but no weights beside it ({CONSOLIDATED} or {PICKLED})")
+
+
+def _read_file(path):
+    """consolidated.00.pth or pytorch_model.bin under our names, the config.json beside it in our form or in state-spaces'."""
+    folder = path.parent
+    if not (folder / CONFIG).is_file():
+        raise UserError(f"{path}: there is no {CONFIG} beside it, which says what model this is")
+    fields = Fields.read(folder / CONFIG)
+    if path.suffix == ".safetensors" or "model_type" in fields:
+        return _read_transformers(folder, fields)
+    seq_length = None
+    if "layers" in fields:
+        seq_length = fields.content.pop("seq_length", None)
+        config = _own_config(fields.content, fields.path)
+    else:
+        config = state_spaces.read_config(fields)
+    return _ours(path, config, open_tensors(path), seq_length=seq_length, tokenizer_path=_tokenizer_in(folder / TOKENIZER, folder))
+
+
+def _read_checkpoint(path):
+    settings = read_state(path)["settings"]
+    config = _own_config(settings["model"], path)
+    try:
+        sources, _ = training_sources(SimpleNamespace(**settings["data"]))
+        tokenizer_path = next(iter(sources.values())).tokenizer_path
+    except UserError:  # the data has moved away, or came without a tokenizer: the weights don't need it
+        tokenizer_path = None
+    return _ours(path, config, open_tensors(path), seq_length=settings["data"]["seq_length"], tokenizer_path=tokenizer_path)
+
+
+def _read_transformers(folder, fields):
+    form = transformers_forms.form_of(fields)
+    config = transformers_forms.read_config(form, fields)
+    if has_safetensors(folder):
+        tensors = open_safetensors(folder)
+    elif (folder / PICKLED).is_file():
+        tensors = open_tensors(folder / PICKLED)
+    else:
+        raise UserError(f"{folder} has a {CONFIG} but no weights beside it (model.safetensors, model.safetensors.index.json or {PICKLED})")
+    return Weights(folder, config, tensors, transformers_forms.pieces(form, config), tied=(form.top[LM_HEAD], form.top[EMBEDDING]),
+                   tokenizer_path=_tokenizer_in(folder))
+
+
+def _ours(source, config, tensors, **more):
+    own = {name: [(name, tuple(shape))] for name, shape in parameter_shapes(config).items()}
+    return Weights(source, config, tensors, own, tied=(LM_HEAD, EMBEDDING), **more)
+
+
+def _own_config(values, path):
+    try:
+        config = ModelConfig(**values)
+        config.check()
+        return config
+    except TypeError as error:
+        raise UserError(f"{path}: not the model settings of this program's version ({error})") from None
+
+
+def _tokenizer_in(*folders):
+    return next((folder for folder in folders if any((folder / name).is_file() for name in TOKENIZER_FILES)), None)
