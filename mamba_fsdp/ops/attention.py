@@ -10,6 +10,8 @@ rotate-half layout that transformers and mamba-ssm use.
 import torch
 import torch.nn.functional as F
 
+from mamba_fsdp.ops.kernels import compute_type
+
 
 def attention(q, k, v, *, documents=None, kernels="portable"):
     """Attend from every position to itself and to those before it in its document.
@@ -48,8 +50,8 @@ def rotary(x, positions, rotary_dim, theta):
         return x
     exponents = torch.arange(0, rotary_dim, 2, device=x.device).float() / rotary_dim
     angles = positions[..., None].float() * (1.0 / theta**exponents)
-    work_dtype = torch.promote_types(x.dtype, torch.float32)
-    cos, sin = (t.to(work_dtype).unsqueeze(-2) for t in (angles.cos(), angles.sin()))
+    real = compute_type(x)
+    cos, sin = (t.to(real).unsqueeze(-2) for t in (angles.cos(), angles.sin()))
     first, second, rest = x.split([rotary_dim // 2, rotary_dim // 2, x.shape[-1] - rotary_dim], dim=-1)
     turned = torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x.dtype)
     return torch.cat([turned, rest], dim=-1)

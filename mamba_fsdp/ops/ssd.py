@@ -5,13 +5,14 @@ With delta = softplus(dt + dt_bias), for every head, its state h a (headdim, d_s
     h[t] = exp(delta[t] A) h[t-1] + delta[t] x[t] B[t]^T
     y[t] = h[t] C[t] + D x[t]
 
-Source: Dao and Gu, Transformers are SSMs (2024, arXiv 2405.21060), section 6. Positions of one chunk see each other through
-a masked matrix of decays times C B^T; chunks see each other through the state that one hands to the next, a short loop.
-The portable form keeps nothing but its inputs: the backward pass makes decays and states again. Heads of a group share B
-and C, so what multiplies those is one wide matrix product per chunk and group, the decays folded into x beforehand.
+Source: Dao and Gu, Transformers are SSMs (2024, arXiv 2405.21060), section 6. Positions of one chunk see each other
+through a masked matrix of decays times C B^T; chunks see each other through the state that one hands to the next, a
+short loop. The portable form keeps nothing but its inputs: the backward pass makes decays and states again. Heads of a
+group share B and C, so what multiplies those is one wide matrix product per chunk and group, the decays folded into x.
 
-Decays are powers of two, as exp2 is several times faster than exp on a CPU (and does not slow down where it underflows),
-and differences of cumulative sums in float64, so that a huge dt elsewhere in the chunk costs no digits.
+Decays are powers of two, as exp2 is several times faster than exp on a CPU and does not slow down where it underflows.
+Their exponents are differences of sums in float64, so that a huge dt elsewhere in the chunk costs no digits; the sums
+start again with every document, so that not even rounding carries one document into another.
 """
 
 import math
@@ -35,15 +36,27 @@ def _in_chunks(t, size):
     return t.unflatten(1, (-1, size))
 
 
+def _sums(values, documents):
+    """Sum over the positions up to each one, of its document only; values (batch, chunks, size, heads)."""
+    if documents is None:
+        return values.cumsum(2)
+    shift = 1
+    while shift < values.shape[2]:  # after each round, the sum over the last 2 * shift positions
+        same = (documents[:, :, shift:] == documents[:, :, :-shift]).unsqueeze(3)
+        values = values + F.pad(torch.where(same, values[:, :, :-shift], 0), (0, 0, shift, 0))
+        shift *= 2
+    return values
+
+
 def _decays(delta, A, documents):
-    """What remains of an input after the positions in between; 0 where a document starts in between or time runs backward.
+    """What remains of a state after some positions; 0 where a document starts in between, or from later to earlier.
 
     delta (batch, chunks, size, heads); documents (batch, chunks, size) or None. Returns the decay from position j to
-    position i of a chunk (batch, chunks, heads, i, j), and those from the chunk before to i and from j to the chunk's end
-    (batch, chunks, size, heads).
+    position i of a chunk (batch, chunks, heads, i, j), and those from the chunk before to i and from j to the end of
+    the chunk (batch, chunks, size, heads).
     """
     size, real = delta.shape[2], delta.dtype
-    powers = (delta.double() * (A.double() / math.log(2))).cumsum(2)
+    powers = _sums(delta.double() * (A.double() / math.log(2)), documents)
     by_head = powers.transpose(2, 3)
     within = (by_head.unsqueeze(4) - by_head.unsqueeze(3)).to(real)
     within += torch.full((size, size), -torch.inf, dtype=real, device=delta.device).triu(1)
@@ -57,7 +70,7 @@ def _decays(delta, A, documents):
 
 
 def _hand_over(added, decay, state, order):
-    """Pass the state from chunk to chunk: multiplied by `decay` and with `added`, in place, in the given order of chunks.
+    """Pass the state from chunk to chunk in the given order, times each chunk's `decay`, plus its `added`.
 
     added, decay (batch, chunks, groups, d_state, channels), decay with d_state 1. Returns the states that enter each
     chunk, in the place of `added`, and the state that leaves the last.
@@ -76,8 +89,9 @@ def _states(B, scaled, decay, state):
 
 
 class _SSD(torch.autograd.Function):
-    """x (batch, length, heads, headdim) of any dtype; delta (batch, length, heads) after softplus and all else in compute
-    type; state (batch, groups, d_state, channels), where a group's channels are those of all its heads; documents in chunks.
+    """x (batch, length, heads, headdim), B, C of any dtype; delta (batch, length, heads) after softplus, A, D in
+    compute type, as state (batch, groups, d_state, channels), where a group's channels are those of all its heads;
+    documents in chunks.
 
     Indices below: z row, c chunk, i and j positions of a chunk, h head, p channel of a head, g group, k channel of a
     group, n state.
@@ -145,7 +159,8 @@ class _SSD(torch.autograd.Function):
         # delta[t] A counts in each decay that passes position t: into later positions, out of earlier ones.
         grad_within.diagonal(dim1=3, dim2=4).zero_()
         passing = (grad_within.sum(4) - grad_within.sum(3)).transpose(2, 3) + grad_from_start
-        passing = passing.flip(2).cumsum(2).flip(2) + (grad_to_end.cumsum(2) - grad_to_end) + grad_decay.unsqueeze(2)
+        passing = _sums(passing.flip(2), None if documents is None else documents.flip(2)).flip(2)
+        passing += (grad_to_end.cumsum(2) - grad_to_end) + grad_decay.unsqueeze(2)
         grad_delta = (grad_input * x_).sum(4).addcmul_(passing, A)
         grad_A = (passing * delta_).sum((0, 1, 2))
         grad_x = grad_input.mul_(delta_.unsqueeze(4))
@@ -165,9 +180,9 @@ def ssd(x, dt, A, B, C, D=None, dt_bias=None, *, chunk_size, documents=None, ini
     x (batch, length, heads, headdim); dt (batch, length, heads) before bias and softplus; A (heads), negative; B, C
     (batch, length, groups, d_state), the heads shared evenly among the groups in order; D, dt_bias (heads) or None;
     documents (batch, length): the state starts from zero wherever it changes; initial_state (batch, heads, headdim,
-    d_state) or None for zeros: what the first document of each row goes on from. `chunk_size` is the fused kernel's; the
-    result does not depend on it. Returns y like x, and with `return_last_state` (y, the state after the last position,
-    in compute type).
+    d_state) or None for zeros: what the first document of each row goes on from. `chunk_size` is the fused kernel's;
+    the result does not depend on it. Returns y like x, and with `return_last_state` (y, the state after the last
+    position, in compute type).
     """
     if kernels == "fused":
         from mamba_ssm.ops.triton.ssd_combined import mamba_chunk_scan_combined
@@ -213,8 +228,8 @@ def mamba2_inner(zxbcdt, conv_weight, conv_bias, dt_bias, A, D, norm_weight, nor
     """The Mamba-2 mixer after its in_proj: convolution, SSD, gated norm, out_proj.
 
     zxbcdt (batch, length, 2 d_inner + 2 ngroups d_state + heads) laid out [z, x, B, C, dt]; conv_weight (d_inner + 2
-    ngroups d_state, 1, width) and conv_bias over [x, B, C]; dt_bias, A, D (heads); norm_weight (d_inner), normed group by
-    group; out_proj_weight (d_model, d_inner). Returns (batch, length, d_model) in zxbcdt's dtype.
+    ngroups d_state, 1, width) and conv_bias over [x, B, C]; dt_bias, A, D (heads); norm_weight (d_inner), normed group
+    by group; out_proj_weight (d_model, d_inner). Returns (batch, length, d_model) in zxbcdt's dtype.
     """
     if kernels == "fused" and conv_weight.shape[0] % 8 == 0:  # what its convolution demands
         from mamba_ssm.ops.triton.ssd_combined import mamba_split_conv1d_scan_combined
@@ -227,8 +242,9 @@ def mamba2_inner(zxbcdt, conv_weight, conv_bias, dt_bias, A, D, norm_weight, nor
     z, xbc, dt = zxbcdt.split([d_inner, d_inner + 2 * d_bc, heads], dim=2)
     xbc = causal_conv_silu(xbc, conv_weight, conv_bias, documents=documents, kernels=kernels)
     x, B, C = xbc.split([d_inner, d_bc, d_bc], dim=2)
-    y = ssd(x.unflatten(2, (heads, headdim)), dt, A, B.unflatten(2, (ngroups, d_state)), C.unflatten(2, (ngroups, d_state)),
-            D, dt_bias, chunk_size=chunk_size, documents=documents, kernels=kernels)
+    B, C = (t.unflatten(2, (ngroups, d_state)) for t in (B, C))
+    y = ssd(x.unflatten(2, (heads, headdim)), dt, A, B, C, D, dt_bias, chunk_size=chunk_size, documents=documents,
+            kernels=kernels)
     y = gated_rms_norm(y.flatten(2), z, norm_weight, norm_eps, d_inner // ngroups)
     return F.linear(y, out_proj_weight.to(y.dtype))
 

@@ -1,0 +1,138 @@
+"""Attention, rotary positions and the step, against their definitions in float64."""
+
+import pytest
+import torch
+
+from mamba_fsdp.ops.attention import attention, attention_step, rotary
+
+pytestmark = pytest.mark.torch22
+
+
+def plain_attention(q, k, v, documents=None):
+    """Row by row, head by head, from the definition."""
+    batch, length, heads, head_dim = q.shape
+    out = torch.zeros_like(q)
+    for row in range(batch):
+        for head in range(heads):
+            shared = head * k.shape[2] // heads
+            for i in range(length):
+                start = 0 if documents is None else int((documents[row] == documents[row, i]).nonzero()[0])
+                seen = slice(start, i + 1)
+                weights = (k[row, seen, shared] @ q[row, i, head] / head_dim**0.5).softmax(0)
+                out[row, i, head] = weights @ v[row, seen, shared]
+    return out
+
+
+def inputs(batch=2, length=9, heads=4, kv_heads=2, head_dim=6, dtype=torch.float64):
+    generator = torch.Generator().manual_seed(0)
+    shapes = ((batch, length, count, head_dim) for count in (heads, kv_heads, kv_heads))
+    return [torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype).requires_grad_() for shape in shapes]
+
+
+DOCUMENTS = torch.tensor([[0, 0, 0, 0, 1, 1, 2, 2, 2], [0, 1, 1, 1, 1, 1, 1, 1, 1]], dtype=torch.int32)
+
+
+@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+@pytest.mark.parametrize("documents", [None, DOCUMENTS], ids=["whole", "documents"])
+def test_equals_the_definition(kv_heads, documents):
+    """Causal, every ratio of query to key heads, only within a document; gradients too."""
+    q, k, v = inputs(kv_heads=kv_heads)
+    actual, expected = attention(q, k, v, documents=documents), plain_attention(q, k, v, documents)
+    torch.testing.assert_close(actual, expected)
+    weights = torch.randn_like(expected)
+    for a, e in zip(torch.autograd.grad((actual * weights).sum(), (q, k, v)),
+                    torch.autograd.grad((expected * weights).sum(), (q, k, v))):
+        torch.testing.assert_close(a, e)
+
+
+@pytest.mark.parametrize("documents", [None, DOCUMENTS[:1, :5]], ids=["whole", "documents"])
+def test_gradcheck(documents):
+    """Gradients are those of finite differences."""
+    tensors = inputs(batch=1, length=5, head_dim=2)
+    assert torch.autograd.gradcheck(lambda q, k, v: attention(q, k, v, documents=documents), tensors)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_no_leak_between_documents(dtype):
+    """Whatever one document holds, the other's outputs and gradients stay bitwise the same, both ways."""
+    def run(changed):
+        tensors = inputs(length=150, head_dim=16, dtype=dtype)
+        weights = torch.randn(2, 150, 4, 16, generator=torch.Generator().manual_seed(1)).to(dtype)
+        with torch.no_grad():
+            for tensor in (*tensors, weights):
+                tensor[:, changed] = 3 * tensor[:, changed].flip(1) + 1
+        out = attention(*tensors, documents=(torch.arange(150) >= 70).int().expand(2, 150))
+        return out, *torch.autograd.grad((out * weights).sum(), tensors)
+
+    first, second = slice(0, 70), slice(70, 150)
+    unchanged = run(slice(0, 0))
+    for changed, kept in ((first, second), (second, first)):
+        for a, b in zip(unchanged, run(changed)):
+            assert torch.equal(a[:, kept], b[:, kept]) and not torch.equal(a[:, changed], b[:, changed])
+
+
+def test_bf16():
+    """bf16 costs at most 2 % of the largest output."""
+    tensors = inputs(length=150, head_dim=64, dtype=torch.bfloat16)
+    expected = attention(*(t.double() for t in tensors))
+    assert (attention(*tensors) - expected).abs().max() <= 0.02 * expected.abs().max()
+
+
+def test_steps_equal_the_whole():
+    """A query against the first `length` entries of a longer cache is the whole's row; what lies behind is not read."""
+    q, k, v = (t.detach() for t in inputs())
+    expected = attention(q, k, v)
+    k_cache, v_cache = (torch.full((2, 20, 2, 6), torch.nan, dtype=torch.float64) for _ in range(2))
+    for t in range(9):
+        k_cache[:, t], v_cache[:, t] = k[:, t], v[:, t]
+        torch.testing.assert_close(attention_step(q[:, t], k_cache, v_cache, t + 1), expected[:, t])
+
+
+def test_rotary_turns_pairs():
+    """Channels i and i + rotary_dim/2 turn together as a complex number; the channels behind rotary_dim stay."""
+    x = torch.randn(2, 5, 3, 8, dtype=torch.float64)
+    positions = torch.tensor([0, 1, 2, 0, 7])
+    turned = rotary(x, positions, 6, 100.0)
+    angles = positions[:, None] * 100.0 ** (-torch.arange(3) / 3)
+    numbers = torch.complex(x[..., :3], x[..., 3:6]) * torch.polar(torch.ones(5, 3), angles)[:, None]
+    torch.testing.assert_close(turned[..., :6], torch.cat([numbers.real, numbers.imag], -1), atol=1e-6, rtol=1e-6)
+    assert torch.equal(turned[..., 6:], x[..., 6:])
+    assert torch.equal(turned[:, 0], x[:, 0])
+
+
+def test_rotary_scores_depend_on_distance_only():
+    """q.k after rotation is the same wherever the pair stands, which is what makes positions relative."""
+    q, k = torch.randn(1, 1, 1, 8), torch.randn(1, 1, 1, 8)
+    score = lambda i, j: (rotary(q, torch.tensor([i]), 8, 1e4) * rotary(k, torch.tensor([j]), 8, 1e4)).sum()  # noqa: E731
+    torch.testing.assert_close(score(7, 3), score(1007, 1003), atol=1e-4, rtol=1e-4)
+    assert (score(7, 3) - score(7, 5)).abs() > 1e-3
+
+
+def test_rotary_positions_by_row_and_dtype():
+    """Positions may differ by row; bf16 in, bf16 out, turned in float32; rotary_dim 0 is the identity."""
+    x = torch.randn(2, 5, 3, 8)
+    positions = torch.tensor([[0, 1, 2, 3, 4], [0, 1, 0, 1, 2]])
+    by_row = torch.cat([rotary(x[i : i + 1], positions[i], 4, 1e4) for i in range(2)])
+    assert torch.equal(rotary(x, positions, 4, 1e4), by_row)
+    low = x.bfloat16()
+    assert torch.equal(rotary(low, positions, 8, 1e4), rotary(low.float(), positions, 8, 1e4).bfloat16())
+    assert torch.equal(rotary(x, positions, 0, 1e4), x)
+
+
+def test_rotary_gradcheck():
+    """Gradients are those of finite differences."""
+    x = torch.randn(1, 3, 1, 6, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda x: rotary(x, torch.arange(3), 4, 10.0), x)
+
+
+def test_survives_compiling():
+    """torch.compile takes attention with rotary whole, with and without documents."""
+    q, k, v = inputs(dtype=torch.float32)
+
+    def block(q, k, v, documents):
+        positions = torch.arange(q.shape[1])
+        return attention(rotary(q, positions, 4, 1e4), rotary(k, positions, 4, 1e4), v, documents=documents)
+
+    for documents in (None, DOCUMENTS):
+        compiled = torch.compile(block, backend="aot_eager", fullgraph=True)
+        torch.testing.assert_close(compiled(q, k, v, documents), block(q, k, v, documents))
