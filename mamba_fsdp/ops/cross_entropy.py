@@ -16,8 +16,7 @@ def _chunk_loss(hidden, weight, labels, want_gradient):
     """Loss of one chunk and, when wanted, the gradient of its logits in hidden's dtype."""
     logits = (hidden @ weight.T).to(compute_type(hidden))
     counted = labels != IGNORED
-    picked = labels.clamp(min=0).unsqueeze(1)
-    # A label outside the vocabulary must fail here as it does in cross_entropy: gather raises on it.
+    picked = labels.masked_fill(~counted, 0).unsqueeze(1)  # another label outside the vocabulary makes gather raise
     label_logits = logits.gather(1, picked).squeeze(1)
     norm = logits.logsumexp(1)
     loss = torch.where(counted, norm - label_logits, 0.0).sum()

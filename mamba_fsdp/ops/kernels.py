@@ -8,6 +8,11 @@ from mamba_fsdp.errors import UserError
 from mamba_fsdp.ops import native
 
 FUSED_PACKAGES = ("mamba_ssm", "causal_conv1d")
+WHAT = {
+    "native": "(C for Mamba-1's scan and convolution, plain PyTorch for the rest)",
+    "fused": "(mamba-ssm, causal-conv1d and PyTorch's attention; where documents are kept apart, Mamba-1 runs its portable "
+             "scan, because mamba-ssm's takes no boundaries)",
+}
 
 _explanation = "kernels: not chosen yet"
 
@@ -42,7 +47,7 @@ def resolve(setting, device_type):
     best, why_not = ("fused", _why_no_fused()) if device_type == "cuda" else ("native", native.why_unavailable())
     if why_not and setting == "fused":
         raise UserError(f"--kernels=fused: {why_not}; mend that, or use --kernels=auto")
-    _explanation = f"kernels: portable (plain PyTorch), because {why_not}" if why_not else f"kernels: {best}"
+    _explanation = f"kernels: portable (plain PyTorch), because {why_not}" if why_not else f"kernels: {best} {WHAT[best]}"
     return "portable" if why_not else best
 
 

@@ -122,6 +122,7 @@ def pointer(tensor):
 def takes(*activations):
     """Whether there is a C form for these: one dtype of TYPES, nothing empty."""
     present = [a for a in activations if a is not None]
+    assert all(a.device.type == "cpu" for a in present), "the C forms are for tensors on the CPU"
     return present[0].dtype in TYPES and all(a.dtype == present[0].dtype and a.numel() for a in present)
 
 

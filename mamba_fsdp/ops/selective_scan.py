@@ -227,14 +227,27 @@ def _apply(function, *arguments):
     return function.apply(*arguments)
 
 
+def _fused(u, dt, A, B, C, D, z, dt_bias, return_last_state):
+    from mamba_ssm.ops.selective_scan_interface import selective_scan_fn
+
+    u, dt, B, C, z = (None if value is None else value.transpose(1, 2).contiguous() for value in (u, dt, B, C, z))
+    A, D, dt_bias = (None if value is None else value.float() for value in (A, D, dt_bias))
+    out = selective_scan_fn(u, dt, A, B, C, D, z, dt_bias, delta_softplus=True, return_last_state=return_last_state)
+    return (out[0].transpose(1, 2), out[1]) if return_last_state else out.transpose(1, 2)
+
+
 def selective_scan(u, dt, A, B, C, D=None, z=None, dt_bias=None, *, documents=None, initial_state=None,
                    return_last_state=False, kernels="portable"):
     """y (batch, length, d_inner) in u's dtype, or (y, last state) with return_last_state.
 
     u, dt, z (batch, length, d_inner); dt is before its bias and softplus; A (d_inner, d_state), negative; B, C (batch,
     length, d_state); D, dt_bias (d_inner); a state is (batch, d_inner, d_state), in float32.
-    documents: (batch, length) document index of each position; the state is reset where it changes.
+    documents: (batch, length) document index of each position; the state is reset where it changes. mamba-ssm's kernel
+    has neither that nor an initial state: with either, `fused` runs the portable form.
     """
+    if kernels == "fused" and documents is None and initial_state is None and not (
+            return_last_state and torch.is_grad_enabled()):  # mamba-ssm's scan has no gradient through its last state
+        return _fused(u, dt, A, B, C, D, z, dt_bias, return_last_state)
     starts = None if documents is None else _document_starts(documents)
     if initial_state is None:
         initial_state = A.new_zeros(u.shape[0], *A.shape, dtype=compute_type(u))
@@ -268,6 +281,12 @@ def mamba1_inner(xz, conv_weight, conv_bias, x_proj_weight, dt_proj_weight, dt_b
     dt_proj_weight (d_inner, dt_rank), its bias dt_bias (d_inner); A (d_inner, d_state), D (d_inner); out_proj_weight
     (d_model, d_inner). Projections run in xz's dtype.
     """
+    if kernels == "fused" and documents is None:
+        from mamba_ssm.ops.selective_scan_interface import mamba_inner_fn
+
+        weights = (weight.to(xz.dtype) for weight in (conv_weight, conv_bias, x_proj_weight, dt_proj_weight, out_proj_weight))
+        return mamba_inner_fn(xz.transpose(1, 2).contiguous(), *weights, None, A.float(), D=D.float(),
+                              delta_bias=dt_bias.float(), delta_softplus=True)
     dt_rank, d_state = dt_proj_weight.shape[1], A.shape[1]
     x, z = xz.chunk(2, dim=-1)
     x = causal_conv_silu(x, conv_weight, conv_bias, documents=documents, kernels=kernels)

@@ -1,0 +1,113 @@
+"""The causal convolution with SiLU, both CPU forms, against conv1d in float64, and at documents' edges."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from mamba_fsdp.ops.causal_conv import causal_conv_silu, causal_conv_step
+
+
+def inputs(batch=2, length=70, channels=5, width=4, dtype=torch.float64):
+    generator = torch.Generator().manual_seed(0)
+    randn = lambda *shape: torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype)  # noqa: E731
+    return [v.requires_grad_() for v in (randn(batch, length, channels), randn(channels, 1, width), randn(channels))]
+
+
+def definition(x, weight, bias):
+    out = F.conv1d(x.transpose(1, 2), weight, bias, padding=weight.shape[2] - 1, groups=x.shape[2])
+    return F.silu(out[..., :x.shape[1]]).transpose(1, 2)
+
+
+def check(actual, expected, values, tolerance):
+    pairs = [(actual, expected), *zip(torch.autograd.grad(actual.square().sum(), values),
+                                      torch.autograd.grad(expected.square().sum(), values))]
+    for a, e in pairs:
+        assert (a - e).abs().max() <= tolerance * e.abs().max()
+
+
+@pytest.mark.parametrize("width", [1, 2, 3, 4, 9])
+@pytest.mark.parametrize("length", [1, 2, 3, 63, 64, 65, 67, 130])
+def test_equals_conv1d(kernels, length, width):
+    values = inputs(length=length, width=width)
+    check(causal_conv_silu(*values, kernels=kernels), definition(*values), values, 1e-12)
+
+
+@pytest.mark.parametrize("channels", [1, 15, 16, 17, 40])
+def test_equals_conv1d_at_every_width(kernels, channels):
+    values = inputs(channels=channels)
+    check(causal_conv_silu(*values, kernels=kernels), definition(*values), values, 1e-12)
+
+
+@pytest.mark.parametrize("cuts", [[], [1], [1, 2], [30], [62, 64, 66], [10, 69], list(range(1, 70))])
+def test_documents_equal_separate_rows(kernels, cuts):
+    """Forward and gradients: a document's convolution is that of a row of its own."""
+    values = inputs(batch=1)
+    documents = torch.zeros(1, 70, dtype=torch.int32)
+    for cut in cuts:
+        documents[:, cut:] += 1
+    pieces = [definition(piece, *values[1:]) for piece in values[0].split(torch.bincount(documents[0]).tolist(), dim=1)]
+    check(causal_conv_silu(*values, documents=documents, kernels=kernels), torch.cat(pieces, dim=1), values, 1e-12)
+
+
+@pytest.mark.parametrize("bounded", [False, True])
+def test_gradcheck(kernels, bounded):
+    documents = torch.tensor([[0, 0, 0, 1, 1, 2, 2, 2, 2]] * 2) if bounded else None
+    values = inputs(length=9, channels=3)
+    assert torch.autograd.gradcheck(lambda *v: causal_conv_silu(*v, documents=documents, kernels=kernels), values)
+
+
+@pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-6), (torch.bfloat16, 2**-8), (torch.float16, 2**-10)])
+def test_rounding(kernels, dtype, tolerance):
+    """Inner arithmetic is float32: only the storage of the input and of results rounds."""
+    values = inputs(length=500, channels=20, dtype=dtype)
+    exact = [v.detach().double().requires_grad_() for v in values]
+    grad = torch.randn(2, 500, 20, generator=torch.Generator().manual_seed(1)).to(dtype)
+    actual, expected = causal_conv_silu(*values, kernels=kernels), definition(*exact)
+    assert actual.dtype == dtype
+    pairs = [(actual, expected), *zip(torch.autograd.grad(actual, values, grad),
+                                      torch.autograd.grad(expected, exact, grad.double()))]
+    for a, e in pairs:
+        assert (a.double() - e).abs().max() <= tolerance * e.abs().max()
+
+
+def test_one_document_never_changes_another(kernels):
+    documents = (torch.arange(50)[None] >= 20).int()
+
+    def second(noise):
+        x, weight, bias = (v.detach().float() for v in inputs(batch=1, length=50))
+        x[:, :20] += noise
+        x.requires_grad_()
+        out = causal_conv_silu(x, weight, bias, documents=documents, kernels=kernels)
+        grad, = torch.autograd.grad(out[:, 20:].sum(), x)
+        assert not grad[:, :20].any()
+        return out[:, 20:], grad[:, 20:]
+
+    for before, after in zip(second(0.0), second(1e6)):
+        assert torch.equal(before, after)
+
+
+def test_slices_and_spread_gradients(kernels):
+    """A slice of a projection goes in without a copy; gradients may come with strides of 0."""
+    values = inputs(channels=6)
+    wide = torch.cat([values[0], values[0] * 2], dim=-1).detach().requires_grad_()
+    out = causal_conv_silu(wide[..., :6], *values[1:], kernels=kernels)
+    expected = definition(wide[..., :6], *values[1:])
+    grads = (torch.autograd.grad(o, wide, torch.ones((), dtype=torch.float64).expand_as(o))[0] for o in (out, expected))
+    torch.testing.assert_close(out, expected)
+    torch.testing.assert_close(*grads)
+
+
+@pytest.mark.parametrize("batch, length", [(0, 4), (2, 0)])
+def test_empty(kernels, batch, length):
+    values = inputs(batch=batch, length=length)
+    out = causal_conv_silu(*values, kernels=kernels)
+    out.sum().backward()
+    assert out.shape == (batch, length, 5) and not values[1].grad.any()
+
+
+def test_steps_equal_the_whole():
+    values = [v.detach() for v in inputs()]
+    state = torch.zeros(2, 3, 5, dtype=torch.float64)
+    steps = [causal_conv_step(state, x, *values[1:]) for x in values[0].unbind(1)]
+    torch.testing.assert_close(torch.stack(steps, dim=1), definition(*values))
+    assert torch.equal(state, values[0][:, -3:])

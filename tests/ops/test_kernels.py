@@ -1,0 +1,151 @@
+"""The choice of kernels, and the C forms' way from source to loaded library, also where the machine is against it."""
+
+import os
+import subprocess
+import sys
+import textwrap
+
+import pytest
+import torch
+
+from mamba_fsdp.errors import UserError
+from mamba_fsdp.ops import kernels, native
+
+pytestmark = pytest.mark.usefixtures("fresh")
+
+
+@pytest.fixture
+def fresh(tmp_path, monkeypatch):
+    """An empty cache folder, and nothing loaded yet."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    native.library.cache_clear()
+    yield tmp_path
+    native.library.cache_clear()
+
+
+@pytest.fixture
+def needs_compiler():
+    reason = native.why_unavailable()
+    if reason:
+        pytest.skip(reason)
+
+
+def test_portable_is_portable():
+    assert kernels.resolve("portable", "cpu") == "portable" and kernels.resolve("portable", "cuda") == "portable"
+    assert "as set" in kernels.explain()
+
+
+def test_a_cpu_gets_the_c_form(needs_compiler):
+    assert kernels.resolve("auto", "cpu") == "native" == kernels.resolve("fused", "cpu")
+    assert "native" in kernels.explain() and "\n" not in kernels.explain()
+
+
+def test_fused_names_what_is_missing(monkeypatch):
+    """On a GPU machine without the libraries: auto says why it falls back, fused refuses with the package's name."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setitem(sys.modules, "mamba_ssm", None)
+    assert kernels.resolve("auto", "cuda") == "portable"
+    assert "mamba_ssm" in kernels.explain()
+    with pytest.raises(UserError, match="mamba_ssm.*--kernels=auto"):
+        kernels.resolve("fused", "cuda")
+
+
+def write_compiler(folder, body):
+    path = folder / "strange-cc"
+    path.write_text(f"#!/bin/sh\n{body}\n")
+    path.chmod(0o755)
+    return str(path)
+
+
+@pytest.mark.parametrize("body, said", [
+    ("exit 3", "exit status 3"),
+    ("echo 'disk on fire' >&2; exit 1", "disk on fire"),
+    ('case "$*" in *--version*) echo 1;; *) echo "unknown flag" >&2; exit 1;; esac', "unknown flag"),
+    ('case "$*" in *--version*) echo 1;; *) while [ "$1" != -o ]; do shift; done; echo junk >"$2";; esac', "can't be written to or loaded"),
+], ids=["always fails", "says why", "knows no flag", "writes junk"])
+def test_a_broken_compiler_means_portable_and_says_so(fresh, monkeypatch, body, said):
+    monkeypatch.setenv("CC", write_compiler(fresh, body))
+    assert kernels.resolve("auto", "cpu") == "portable"
+    assert said in kernels.explain() and "\n" not in kernels.explain()
+    with pytest.raises(UserError, match="--kernels=fused"):
+        kernels.resolve("fused", "cpu")
+
+
+def test_no_compiler(monkeypatch):
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert kernels.resolve("auto", "cpu") == "portable"
+    assert "no C compiler" in kernels.explain()
+    monkeypatch.setenv("CC", "/nowhere/cc")
+    assert kernels.resolve("auto", "cpu") == "portable" and "/nowhere/cc" in kernels.explain()
+
+
+def test_a_cache_folder_that_cannot_be(fresh, monkeypatch, needs_compiler):
+    native.library.cache_clear()
+    (fresh / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(fresh / "file"))
+    assert kernels.resolve("auto", "cpu") == "portable"
+    assert str(fresh / "file") in kernels.explain()
+
+
+def libraries(folder):
+    return sorted((folder / "cache" / "mamba_fsdp").iterdir())
+
+
+def test_compiled_once(fresh, monkeypatch, needs_compiler):
+    """The second process finds the library of the first and needs no compiler run but for its version."""
+    path, = libraries(fresh)
+    written = path.stat().st_mtime_ns
+    native.library.cache_clear()
+    monkeypatch.setattr(native, "_compile", None)
+    assert native.why_unavailable() is None
+    assert libraries(fresh) == [path] and path.stat().st_mtime_ns == written
+
+
+def test_another_source_flag_or_processor_is_another_library(fresh, monkeypatch, needs_compiler):
+    monkeypatch.setattr(native, "_processor", lambda: "another")
+    native.library.cache_clear()
+    native.library(torch.float32)
+    monkeypatch.setattr(native, "_flags", lambda: ["-O1", "-fopenmp", "-fPIC"])
+    native.library.cache_clear()
+    native.library(torch.float32)
+    assert len(libraries(fresh)) == 3
+
+
+CHILD = """
+    import torch
+    from mamba_fsdp.ops import kernels
+    from mamba_fsdp.ops.selective_scan import selective_scan
+    assert kernels.resolve("auto", "cpu") == "native", kernels.explain()
+    x = torch.ones(1, 40, 20)
+    print(selective_scan(x, x, -torch.ones(20, 2), x[..., :2], x[..., :2], kernels="native").sum().item())
+    libraries = {line.split()[-1] for line in open("/proc/self/maps") if "gomp" in line or "libomp" in line}
+    assert len(libraries) <= 1, libraries
+"""
+
+
+def start_child(project, script=CHILD):
+    return subprocess.Popen([sys.executable, "-c", textwrap.dedent(script)], cwd=project, text=True,
+                            env=os.environ | {"OMP_NUM_THREADS": "1"}, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+
+
+def test_many_processes_at_once(fresh, project, needs_compiler):
+    """Processes that all find an empty cache each end with the same whole library and nothing beside it, and none loads
+    a second OpenMP runtime next to PyTorch's."""
+    for path in libraries(fresh):
+        path.unlink()
+    children = [start_child(project) for _ in range(4)]
+    outputs = [child.communicate(timeout=120) for child in children]
+    assert all(child.returncode == 0 for child in children), outputs
+    assert len({out for out, _ in outputs}) == 1
+    assert len(libraries(fresh)) == 1
+
+
+def test_importing_operators_loads_no_cuda_library(project):
+    child = start_child(project, """
+        import sys
+        import mamba_fsdp.ops.selective_scan, mamba_fsdp.ops.norm, mamba_fsdp.ops.causal_conv, mamba_fsdp.ops.kernels
+        assert not {"mamba_ssm", "causal_conv1d", "triton"} & set(sys.modules)
+    """)
+    _, errors = child.communicate(timeout=60)
+    assert child.returncode == 0, errors
