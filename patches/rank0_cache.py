@@ -32,7 +32,7 @@ from triton.runtime.cache import FileCacheManager
 
 try:
     from triton import knobs
-except ImportError:  # older than Triton 3.4: folders are set by TRITON_CACHE_DIR and the home folder alone
+except ImportError:  # older than Triton 3.4
     knobs = None
 
 _private_root = None
@@ -51,11 +51,11 @@ def is_writer():
 
 
 def _shared_root(kind):
-    """Triton's own folder for `kind`: cache, dump or override."""
+    """Triton's own folder for `kind`: cache, dump or override. TRITON_DUMP_DIR and TRITON_OVERRIDE_DIR, which came with
+    Triton 3.4, hold for Triton 2.2 too: it dumps every kernel, and a container's home folder is no place for that."""
     if knobs:
         return {"cache": knobs.cache.dir, "dump": knobs.cache.dump_dir, "override": knobs.cache.override_dir}[kind]
-    configured = os.environ.get("TRITON_CACHE_DIR", "").strip() if kind == "cache" else ""
-    return configured or os.path.join(Path.home(), ".triton", kind)
+    return os.environ.get(f"TRITON_{kind.upper()}_DIR", "").strip() or os.path.join(Path.home(), ".triton", kind)
 
 
 def _own_root():
@@ -137,7 +137,7 @@ class Rank0CacheManager(FileCacheManager):
             except OSError as error:
                 self._publishes = False  # what follows, the group file above all, must not vouch for a file that isn't there
                 warnings.warn(f"Triton's {self._kind} folder {self._root} can't be written ({error.strerror}); "
-                              "compiled kernels stay private to this process and are lost when it ends")
+                              "what this process compiles stays private to it and is lost when it ends")
         return _publish(os.path.join(_own_root(), self._kind, self.key), filename, data)
 
     def get_group(self, filename):

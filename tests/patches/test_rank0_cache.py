@@ -195,6 +195,13 @@ def test_the_environment_says_who_writes(patched, cluster, variables, publishes)
     assert bool(cluster.files()) == publishes
 
 
+def test_every_folder_can_be_chosen(triton, cluster):
+    """TRITON_CACHE_DIR and TRITON_DUMP_DIR move all files of a kernel: none is left in the home folder."""
+    folders = {name: str(cluster.folder / name) for name in ("TRITON_CACHE_DIR", "TRITON_DUMP_DIR")}
+    cluster.run(triton, pose(0, kernels=["k"]), **folders)
+    assert cluster.files() == [] and len(cluster.files("TRITON_CACHE_DIR")) == 8 and len(cluster.files("TRITON_DUMP_DIR")) == 5
+
+
 def test_unknown_scope_is_refused(patched, cluster):
     """A misspelt scope is an error that names the allowed ones, not a silent choice."""
     code = "import triton.runtime.cache as c\ntry: c.get_cache_manager('ab')\nexcept ValueError as error: print(error)"
