@@ -22,6 +22,8 @@ fail() { # what is wrong, what to do
     exit 1
 }
 
+has_driver() { [ -e /proc/driver/nvidia/version ] || nvidia-smi >/dev/null 2>&1; }
+
 usage() { sed -n '2,/^set /{/^set /d;s/^# \{0,1\}//;p;}' "$0"; }
 
 parse_arguments() {
@@ -38,7 +40,7 @@ parse_arguments() {
     done
     if [ -z "$stack" ]; then
         stack=cpu
-        if [ -e /proc/driver/nvidia/version ] || nvidia-smi >/dev/null 2>&1; then stack=current; fi
+        if has_driver; then stack=current; fi
     fi
     case $stack in
     cpu) needed_gb=3 ;;
@@ -91,16 +93,16 @@ install_stack() {
     explain_failure "requirements/$stack.txt"
 }
 
-# CUDA kernels are compiled here, against the torch that was just installed; without a compiler the portable forms serve.
+# The fused CUDA kernels, as their projects publish them, where there is a driver to run them on.
 install_kernels() {
     local list=requirements/kernels-$stack.txt
-    [ -e "$list" ] || return 0
-    if ! command -v nvcc >/dev/null 2>&1; then
-        echo "  no CUDA compiler (nvcc) here: training will use the portable kernels, which are slower"
-        return
-    fi
-    echo "  compiling the CUDA kernels of mamba-ssm and causal-conv1d (some minutes)"
-    install "$list" --no-build-isolation --no-deps || explain_failure "$list"
+    if [ ! -e "$list" ] || ! has_driver; then return 0; fi
+    install "$list" --no-deps || explain_failure "$list"
+}
+
+# Many ranks share Triton's cache; see patches/rank0_cache.py. The cpu stack has no Triton.
+patch_triton() {
+    [ "$stack" = cpu ] || "$VENV/bin/python" patches/apply.py >>"$log" || fail "Triton could not be patched" "see the lines above and $log"
 }
 
 stamp() { # two lines: the stack, and what identifies the files it was made from
@@ -121,6 +123,7 @@ else
     log=$VENV/install.log
     install_stack
     install_kernels
+    patch_triton
     stamp > "$VENV/.complete.part"
     mv "$VENV/.complete.part" "$VENV/.complete"
     echo "$VENV is complete: stack $stack"
