@@ -103,7 +103,9 @@ def test_rotary_turns_pairs():
 def test_rotary_scores_depend_on_distance_only():
     """q.k after rotation is the same wherever the pair stands, which is what makes positions relative."""
     q, k = torch.randn(1, 1, 1, 8), torch.randn(1, 1, 1, 8)
-    score = lambda i, j: (rotary(q, torch.tensor([i]), 8, 1e4) * rotary(k, torch.tensor([j]), 8, 1e4)).sum()  # noqa: E731
+    def score(i, j):
+        return (rotary(q, torch.tensor([i]), 8, 1e4) * rotary(k, torch.tensor([j]), 8, 1e4)).sum()
+
     torch.testing.assert_close(score(7, 3), score(1007, 1003), atol=1e-4, rtol=1e-4)
     assert (score(7, 3) - score(7, 5)).abs() > 1e-3
 

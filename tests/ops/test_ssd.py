@@ -156,7 +156,8 @@ def test_extreme_dt(bias):
     expected = recurrence(*exact.values())[0]
     actual = ssd(**single, chunk_size=64)
     assert_close(actual, expected, 1e-5, "y")
-    for name, a, e in zip(NAMES, gradients([actual], list(single.values())), gradients([expected], list(exact.values()))):
+    got, want = gradients([actual], list(single.values())), gradients([expected], list(exact.values()))
+    for name, a, e in zip(NAMES, got, want):
         assert torch.isfinite(a).all(), name
         assert_close(a, e, 1e-4, name)
 
@@ -324,7 +325,8 @@ def test_mixer_steps_equal_the_whole():
     for t in range(70):
         z, xbc, dt = values["zxbcdt"][:, t].split([16, 28, 4], dim=1)
         xbc = causal_conv_step(window, xbc, values["conv_weight"], values["conv_bias"])
-        x, B, C = (part.unflatten(1, shape) for part, shape in zip(xbc.split([16, 6, 6], dim=1), ((4, 4), (2, 3), (2, 3))))
+        x, B, C = xbc.split([16, 6, 6], dim=1)
+        x, B, C = x.unflatten(1, (4, 4)), B.unflatten(1, (2, 3)), C.unflatten(1, (2, 3))
         y = ssd_step(state, x, dt, values["A"], B, C, values["D"], values["dt_bias"])
         y = gated_rms_norm(y.flatten(1), z, values["norm_weight"], values["norm_eps"], 8)
         assert_close(y @ values["out_proj_weight"].T, expected[:, t], 1e-11)

@@ -1,0 +1,105 @@
+"""Run by test_fused_ssd.py in a process of its own: our calls of mamba-ssm's Mamba-2 kernels, answered on a CPU by that
+package's own reference functions. Prints nothing when outputs and gradients are those of the portable form.
+
+    python fused_on_cpu.py FOLDER_WITH_MAMBA_SSM
+"""
+
+import functools
+import inspect
+import sys
+import types
+from pathlib import Path
+
+sys.path[:0] = [sys.argv[1], str(Path(__file__).resolve().parents[2])]
+sys.modules["selective_scan_cuda"] = types.ModuleType("selective_scan_cuda")
+
+import torch  # noqa: E402
+import torch.nn.functional as F  # noqa: E402
+from mamba_ssm.ops import selective_scan_interface  # noqa: E402
+from mamba_ssm.ops.triton import layernorm_gated, ssd_combined  # noqa: E402
+
+from mamba_fsdp.ops.ssd import mamba2_inner, ssd  # noqa: E402
+
+calls = []
+
+
+def causal_conv1d_reference(x, weight, bias, activation):
+    assert weight.dim() == 2 and activation == "silu"
+    out = F.conv1d(x, weight[:, None], bias, padding=weight.shape[1] - 1, groups=weight.shape[0])
+    return F.silu(out[..., : x.shape[2]])
+
+
+def answered_by(reference, kernel, sequences, ignored):
+    """A stand-in for `kernel` that takes exactly its arguments and runs `reference`, document by document.
+
+    sequences: names of the arguments that have a length; ignored: those that the reference has no use for.
+    """
+    signature = inspect.signature(kernel)
+
+    @functools.wraps(kernel)
+    def stand_in(*positional, **keywords):
+        call = signature.bind(*positional, **keywords)
+        arguments = dict(call.arguments)
+        seq_idx = arguments.pop("seq_idx", None)
+        calls.append(kernel.__name__)
+        for name in ignored:
+            assert not arguments.pop(name, None), name
+        if seq_idx is None:
+            return reference(**arguments)
+        assert seq_idx.dtype == torch.int32 and seq_idx.is_contiguous() and not seq_idx[:, 0].any()
+        outs = []
+        for document in seq_idx[0].unique():
+            piece = seq_idx[0] == document
+            outs.append(reference(**{n: v[:, piece] if n in sequences else v for n, v in arguments.items()}))
+        return torch.cat(outs, dim=1)
+
+    return stand_in
+
+
+def scan_reference(x, dt, A, B, C, chunk_size, **rest):
+    return ssd_combined.ssd_selective_scan(x, dt, A, B, C, **rest)
+
+
+selective_scan_interface.selective_scan_fn = selective_scan_interface.selective_scan_ref
+ssd_combined.causal_conv1d_fn = causal_conv1d_reference
+ssd_combined.rmsnorm_fn = layernorm_gated.rms_norm_ref
+ssd_combined.mamba_chunk_scan_combined = answered_by(
+    scan_reference, ssd_combined.mamba_chunk_scan_combined, ("x", "dt", "B", "C"),
+    ("initial_states", "return_final_states"))
+ssd_combined.mamba_split_conv1d_scan_combined = answered_by(
+    ssd_combined.mamba_split_conv1d_scan_ref, ssd_combined.mamba_split_conv1d_scan_combined, ("zxbcdt",), ())
+
+
+def compare(operator, tensors, **rest):
+    """Outputs and gradients of the two forms, documents counted from 0 or not."""
+    for documents in (None, torch.tensor([4, 4, 4, 5, 5, 6, 6, 6, 6, 6, 6]).expand(2, 11)):
+        results = []
+        for kernels in ("portable", "fused"):
+            out = operator(**tensors, **rest, documents=documents, kernels=kernels)
+            weights = torch.randn(out.shape, generator=torch.Generator().manual_seed(0))
+            grads = torch.autograd.grad((out * weights).sum(), list(tensors.values()))
+            results.append((out, *grads))
+        for name, portable, fused in zip(("output", *tensors), *results):
+            scale = portable.abs().max()
+            assert portable.dtype == fused.dtype, name
+            assert (portable - fused).abs().max() <= 1e-4 * scale, (operator.__name__, name, portable, fused)
+
+
+def leaves(**tensors):
+    return {name: tensor.requires_grad_() for name, tensor in tensors.items()}
+
+
+torch.manual_seed(0)
+heads, headdim, d_state, d_inner, d_model = 4, 4, 8, 16, 6
+for groups in (1, 2):
+    compare(ssd, leaves(x=torch.randn(2, 11, heads, headdim), dt=torch.randn(2, 11, heads),
+                        A=-torch.rand(heads), B=torch.randn(2, 11, groups, d_state),
+                        C=torch.randn(2, 11, groups, d_state), D=torch.randn(heads), dt_bias=torch.randn(heads)),
+            chunk_size=16)
+channels = d_inner + 2 * d_state
+compare(mamba2_inner, leaves(
+    zxbcdt=torch.randn(2, 11, d_inner + channels + heads), conv_weight=torch.randn(channels, 1, 4),
+    conv_bias=torch.randn(channels), dt_bias=torch.randn(heads), A=-torch.rand(heads), D=torch.randn(heads),
+    norm_weight=torch.randn(d_inner), out_proj_weight=torch.randn(d_model, d_inner)),
+    norm_eps=1e-5, headdim=headdim, ngroups=1, d_state=d_state, chunk_size=16)
+assert calls == 4 * ["mamba_chunk_scan_combined"] + 2 * ["mamba_split_conv1d_scan_combined"], calls
