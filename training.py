@@ -13,14 +13,15 @@ def main(*unexpected, config=None, **given):
         raise UserError(f"{unexpected[0]}: settings are written --name=value")
     resolved, explicit = settings.resolve(given, config)
     # These import torch, which takes seconds: only when there is something to train.
-    from mamba_fsdp.interop.weights import read_weights, write_state_spaces
+    from mamba_fsdp.interop.convert import import_
+    from mamba_fsdp.interop.weights import read_weights
     from mamba_fsdp.train.run import run
 
     weights = None
     if resolved.checkpoint.init_from:
         weights = read_weights(resolved.checkpoint.init_from)
         settings.take_model(resolved, weights.config, explicit)
-    return run(resolved, weights, publish=write_state_spaces)
+    return run(resolved, weights, publish=import_)
 
 
 if __name__ == "__main__":

@@ -32,17 +32,36 @@ class Fields:
         return name in self.content
 
     def take(self, name, *default, kind=int):
-        """The value of a field, of type `kind`. Without a default the field has to be there."""
-        value = self.content.pop(name, *default) if name in self.content or default else self.refuse(name, "is missing")
-        value = float(value) if kind is float and isinstance(value, int) else value
-        if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+        """The value of a field, of type `kind`; its default, if it has one, where it is absent or null."""
+        value = self.content.pop(name, None)
+        if value is None:
+            return default[0] if default else self.refuse(name, "is missing")
+        if kind is float and type(value) is int:
+            value = float(value)
+        if type(value) is not kind:
             self.refuse(name, f"is {value!r}, not {kind.__name__}")
         return value
 
+    def take_dt_rank(self, name):
+        """The rank of Mamba-1's dt, 0 for "auto"."""
+        if self.content.get(name) == "auto":
+            del self.content[name]
+        return self.take(name, 0)
+
+    def refuse_limit(self, name):
+        """Refuse limits of dt other than [0, infinity], which transformers 5 writes as {"__float__": "Infinity"}."""
+        value = self.content.pop(name, None) or [0.0, "inf"]
+        try:
+            numbers = [float(limit["__float__"] if isinstance(limit, dict) else limit) for limit in value]
+        except (TypeError, ValueError, KeyError):
+            numbers = None
+        if numbers != [0.0, float("inf")]:
+            self.refuse(name, f"is {value}; only [0, inf], no limit, can be brought over")
+
     def expect(self, name, wanted, default, why="which this model does not have"):
         """Refuse a field whose value (its library's `default` where absent) is not `wanted`."""
-        value = self.content.pop(name, default)
-        if value != wanted and not (value is None and default == wanted):
+        value = self.content.pop(name, None)
+        if (default if value is None else value) != wanted:
             self.refuse(name, f"is {value!r}, {why}; only {wanted!r} can be brought over")
 
     def inner(self, name):
@@ -64,7 +83,7 @@ class Fields:
 
 
 def model_config(path, **values):
-    """The ModelConfig of these values, checked; derived sizes are left to follow, as in the presets. Raises UserError."""
+    """The checked ModelConfig of these values, written as a preset writes it where it is one. Raises UserError."""
     if values.get("dt_rank") == -(-values["d_model"] // 16):
         values["dt_rank"] = 0
     if "n_head" in values:
@@ -72,24 +91,37 @@ def model_config(path, **values):
             values["rotary_dim"] = -1
         if values["head_dim"] * values["n_head"] == values["d_model"]:
             values["head_dim"] = 0
+    config = checked_config(path, values)
+    for name, preset in PRESETS.items():
+        known = ModelConfig(**preset, model_name=name, chunk_size=config.chunk_size)
+        if _same_structure(config, known):
+            return known
+    return config
+
+
+def checked_config(path, values):
+    """The ModelConfig of these values. Raises UserError for an unknown name, a wrong type, a value out of bounds."""
+    known = {leaf.name: leaf for leaf in dataclasses.fields(ModelConfig)}
+    for name, value in values.items():
+        if name not in known:
+            raise UserError(f"{path}: {name} is no setting of this program's models")
+        kind, least, most = known[name].type, known[name].metadata["at_least"], known[name].metadata["at_most"]
+        if type(value) is not kind or (least is not None and value < least) or (most is not None and value > most):
+            bounds = "".join([f", at least {least}" * (least is not None), f", at most {most}" * (most is not None)])
+            raise UserError(f"{path}: {name} is {value!r}, but this program's models need a {kind.__name__}{bounds}")
     config = ModelConfig(**values)
-    for leaf in dataclasses.fields(ModelConfig):
-        value, least, most = getattr(config, leaf.name), leaf.metadata["at_least"], leaf.metadata["at_most"]
-        if (least is not None and value < least) or (most is not None and value > most):
-            raise UserError(f"{path}: {leaf.name} would be {value}, out of this model's bounds ({least} to {most})")
     try:
         config.check()
     except UserError as error:
         raise UserError(f"{path}: {error}") from None
-    config.model_name = next((name for name, preset in PRESETS.items() if _same_structure(config, ModelConfig(**preset))), "demo")
     return config
 
 
 def _same_structure(one, other):
-    """Whether two configs differ at most in how the rows of the embedding come about, and in what changes no result."""
+    """Whether two configs differ at most in names and in how the number of embedding rows and the list of layers are written."""
     def structure(config):
-        free = {"model_name", "vocab_size", "pad_vocab_size_multiple", "chunk_size", "layers"}
-        return {name: value for name, value in vars(config).items() if name not in free}, config.layer_list(), config.padded_vocab_size
+        written = {"model_name", "vocab_size", "pad_vocab_size_multiple", "layers"}
+        return {name: value for name, value in vars(config).items() if name not in written}, config.layer_list(), config.padded_vocab_size
     return structure(one) == structure(other)
 
 

@@ -48,8 +48,7 @@ def _ssm_values(ssm, mixer, d_model):
     ssm.expect("conv_bias", True, True, "a convolution without bias")
     ssm.ignore(*INITIALISATION, *EXECUTION)
     if mixer == "mamba1":
-        dt_rank = ssm.take("dt_rank", "auto", kind=(int, str)) if ssm.content.get("dt_rank") == "auto" else ssm.take("dt_rank", 0)
-        values["dt_rank"] = 0 if dt_rank == "auto" else dt_rank
+        values["dt_rank"] = ssm.take_dt_rank("dt_rank")
     else:
         values.update(headdim=ssm.take("headdim", 64), ngroups=ssm.take("ngroups", 1), chunk_size=ssm.take("chunk_size", 256))
         d_inner = values["expand"] * d_model
@@ -57,8 +56,7 @@ def _ssm_values(ssm, mixer, d_model):
         ssm.expect("D_has_hdim", False, False)
         ssm.expect("rmsnorm", True, True, "a mixer without norm")
         ssm.expect("norm_before_gate", False, False)
-        if [float(limit) for limit in ssm.content.pop("dt_limit", (0, "inf"))] != [0.0, float("inf")]:
-            ssm.refuse("dt_limit", "is given; only [0, inf] can be brought over")
+        ssm.refuse_limit("dt_limit")
     ssm.finish()
     return values
 
@@ -86,7 +84,7 @@ def write_config(config):
     mixers = {layer.mixer for layer in layers} - {"attention"}
     if len(mixers) > 1 or len({layer.mlp for layer in layers}) > 1:
         raise UserError(f"state-spaces' form has one kind of SSM layer and an MLP in every layer or in none, not layers={config.layers}; "
-                        "export nothing or train another mixture")
+                        "its own program could not load it")
     if config.norm_eps != NORM_EPS:
         raise UserError(f"state-spaces' form has norm_eps {NORM_EPS} built in, this model has {config.norm_eps}")
     if config.d_intermediate % MLP_MULTIPLE:

@@ -21,7 +21,7 @@ WITHOUT_EFFECT = (
     "return_dict", "id2label", "label2id", "max_length", "temperature", "top_k", "top_p", "typical_p", "repetition_penalty",
     "length_penalty", "num_beams", "num_beam_groups", "num_return_sequences", "residual_in_fp32", "_attn_implementation",
     "_attn_implementation_autoset",
-)  # fmt: skip
+)
 # What the first conversions of state-spaces' weights left in config.json beside transformers' own names.
 LEFT_OVER = ("d_model", "n_layer", "d_inner", "ssm_cfg", "rms_norm", "fused_add_norm", "pad_vocab_size_multiple", "layer_types")
 MAMBA_INITIALISATION = ("time_step_min", "time_step_max", "time_step_floor", "time_step_scale", "time_step_init_scheme",
@@ -43,8 +43,7 @@ class Mamba:
 
     def read_config(self, fields):
         values = _mamba_values(fields, tied=True)
-        rank = fields.content.pop("time_step_rank", "auto")
-        values["dt_rank"] = 0 if rank == "auto" else rank
+        values["dt_rank"] = fields.take_dt_rank("time_step_rank")
         d_inner = values["expand"] * values["d_model"]
         fields.expect("intermediate_size", d_inner, d_inner, "and not expand * hidden_size")
         fields.ignore(*MAMBA_INITIALISATION, *LEFT_OVER)
@@ -71,7 +70,7 @@ class Mamba2(Mamba):
         heads = values["expand"] * values["d_model"] // values["headdim"]
         fields.expect("num_heads", heads, 128, "and not expand * hidden_size / head_dim")
         fields.expect("rms_norm", True, True)
-        _refuse_time_step_limit(fields)
+        fields.refuse_limit("time_step_limit")
         fields.ignore("time_step_rank", "intermediate_size", *MAMBA_INITIALISATION, *LEFT_OVER)
         return values | dict(layers="mamba2")
 
@@ -93,7 +92,7 @@ class Llama:
                 "rope_parameters": {"rope_type": "default", "rope_theta": config.rope_theta}}
 
     def read_config(self, fields):
-        values = _attention_values(fields, kv_default=None, eps_default=1e-6)
+        values = _attention_values(fields, eps_default=1e-6)
         theta, share = _rotary(fields, share=1.0)
         fields.ignore("pretraining_tp")
         return values | dict(layers="attention+mlp", rope_theta=theta, rotary_dim=_rotary_dim(fields, values["head_dim"], share))
@@ -141,9 +140,9 @@ class Bamba(Llama):
         }
 
     def read_config(self, fields):
-        values = _attention_values(fields, kv_default=8, eps_default=1e-5)
+        values = _attention_values(fields, eps_default=1e-5)
         theta, share = _rotary(fields, share=0.5)
-        attention = fields.take("attn_layer_indices", None, kind=(list, type(None))) or []
+        attention = fields.take("attn_layer_indices", [], kind=list)
         layers = [Layer("attention" if i in attention else "mamba2", True) for i in range(values["n_layer"])]
         values.update(d_state=fields.take("mamba_d_state", 256), d_conv=fields.take("mamba_d_conv", 4),
                       expand=fields.take("mamba_expand", 2), ngroups=fields.take("mamba_n_groups", 1),
@@ -154,7 +153,7 @@ class Bamba(Llama):
             fields.refuse("mamba_d_head", f"is {head_dim} with {heads} heads and {d_inner} channels")
         fields.expect("mamba_conv_bias", True, True, "a convolution without bias")
         fields.expect("mamba_proj_bias", False, False)
-        _refuse_time_step_limit(fields)
+        fields.refuse_limit("time_step_limit")
         fields.ignore("num_logits_to_keep", "z_loss_coefficient", "layers_block_type", "layer_types")
         values.update(layers=pattern(layers), headdim=d_inner // heads)
         if not attention:
@@ -240,15 +239,14 @@ def _attention_fields(config):
             "attention_dropout": 0.0}
 
 
-def _attention_values(fields, kv_default, eps_default):
+def _attention_values(fields, eps_default):
     for name in ("attention_bias", "mlp_bias"):
         fields.expect(name, False, False)
     fields.expect("attention_dropout", 0.0, 0.0)
     d_model, n_head = fields.take("hidden_size"), fields.take("num_attention_heads", 32)
-    n_kv_head = fields.take("num_key_value_heads", kv_default, kind=(int, type(None)))
-    head_dim = fields.take("head_dim", None, kind=(int, type(None)))
     return dict(d_model=d_model, n_layer=fields.take("num_hidden_layers"), vocab_size=fields.take("vocab_size"), n_head=n_head,
-                n_kv_head=n_kv_head or n_head, head_dim=head_dim or d_model // n_head, d_intermediate=fields.take("intermediate_size"),
+                n_kv_head=fields.take("num_key_value_heads", n_head), head_dim=fields.take("head_dim", d_model // n_head),
+                d_intermediate=fields.take("intermediate_size"),
                 norm_eps=fields.take("rms_norm_eps", eps_default, kind=float),
                 tie_embeddings=fields.take("tie_word_embeddings", False, kind=bool))
 
@@ -272,10 +270,3 @@ def _rotary_dim(fields, head_dim, share):
     if rotary_dim % 2:
         fields.refuse("partial_rotary_factor", f"{share} rotates {rotary_dim} of {head_dim} channels, an odd number")
     return rotary_dim
-
-
-def _refuse_time_step_limit(fields):
-    limit = fields.content.pop("time_step_limit", None) or (0.0, "inf")
-    numbers = [float(value["__float__"] if isinstance(value, dict) else value) for value in limit]  # transformers 5 writes inf so
-    if numbers != [0.0, float("inf")]:
-        fields.refuse("time_step_limit", f"is {limit}; only [0, inf], no limit, can be brought over")

@@ -9,19 +9,17 @@
 Opening checks names and shapes of all tensors; loading executes nothing.
 """
 
-import re
 from pathlib import Path
 from types import SimpleNamespace
 
 import torch
 
-from config.model_config import ModelConfig
 from mamba_fsdp.checkpoint.folder import COMMIT, find_checkpoint, read_state, refuse_other_tensors
 from mamba_fsdp.checkpoint.tensors import open_tensors
 from mamba_fsdp.data.selection import training_sources
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.interop import state_spaces, transformers_forms
-from mamba_fsdp.interop.fields import Fields
+from mamba_fsdp.interop.fields import Fields, checked_config
 from mamba_fsdp.interop.safetensors_files import has_safetensors, open_safetensors
 from mamba_fsdp.model.count import parameter_shapes
 from mamba_fsdp.parallel.world import World
@@ -97,7 +95,7 @@ def _read_file(path):
     seq_length = None
     if "layers" in fields:
         seq_length = fields.content.pop("seq_length", None)
-        config = _own_config(fields.content, fields.path)
+        config = checked_config(fields.path, fields.content)
     else:
         config = state_spaces.read_config(fields)
     return _ours(path, config, open_tensors(path), seq_length=seq_length, tokenizer_path=_tokenizer_in(folder / TOKENIZER, folder))
@@ -105,7 +103,7 @@ def _read_file(path):
 
 def _read_checkpoint(path):
     settings = read_state(path)["settings"]
-    config = _own_config(settings["model"], path)
+    config = checked_config(path, settings["model"])
     try:
         sources, _ = training_sources(SimpleNamespace(**settings["data"]))
         tokenizer_path = next(iter(sources.values())).tokenizer_path
@@ -130,15 +128,6 @@ def _read_transformers(folder, fields):
 def _ours(source, config, tensors, **more):
     own = {name: [(name, tuple(shape))] for name, shape in parameter_shapes(config).items()}
     return Weights(source, config, tensors, own, tied=(LM_HEAD, EMBEDDING), **more)
-
-
-def _own_config(values, path):
-    try:
-        config = ModelConfig(**values)
-        config.check()
-        return config
-    except TypeError as error:
-        raise UserError(f"{path}: not the model settings of this program's version ({error})") from None
 
 
 def _tokenizer_in(*folders):
