@@ -1,0 +1,95 @@
+"""python -m mamba_fsdp selfcheck
+
+Import everything, train one step on the CPU, print the versions. The last step of the image's build; also the first thing to
+run where an environment is in doubt. Exits with 1 and the reason when something is missing or does not work.
+"""
+
+import importlib
+import pkgutil
+import platform
+import sys
+import traceback
+from importlib import metadata
+
+import mamba_fsdp
+
+PACKAGES = {  # the name it is imported by: the name it is installed by
+    "torch": "torch", "triton": "triton", "transformers": "transformers", "tokenizers": "tokenizers", "datasets": "datasets",
+    "pyarrow": "pyarrow", "numpy": "numpy", "safetensors": "safetensors", "fire": "fire", "yaml": "PyYAML",
+    "zstandard": "zstandard", "tqdm": "tqdm", "matplotlib": "matplotlib", "einops": "einops",
+    "causal_conv1d": "causal-conv1d", "mamba_ssm": "mamba-ssm",
+}
+OPTIONAL = {"triton", "einops", "causal_conv1d", "mamba_ssm"}  # they serve GPUs only
+
+
+def main():
+    print(f"Python {platform.python_version()}, {platform.platform()}")
+    steps = [(check_package, name) for name in PACKAGES] + [(check_project,), (train_one_step,)]
+    failed = False
+    for step, *arguments in steps:
+        try:
+            print(step(*arguments), flush=True)
+        except Exception as error:  # an import can fail in any way, and every failure belongs into the report
+            where = traceback.extract_tb(error.__traceback__)[-1]
+            print(f"error: {' '.join([step.__name__, *arguments])}: {type(error).__name__}: {error} ({where.filename}:{where.lineno})",
+                  file=sys.stderr, flush=True)
+            failed = True
+    return 1 if failed else 0
+
+
+def check_package(name):
+    """Import a package; returns a line with its version. Raises what the import raises."""
+    installed = PACKAGES[name]
+    try:
+        version = metadata.version(installed)
+    except metadata.PackageNotFoundError:
+        if name not in OPTIONAL:
+            raise
+        return f"  {installed:<14} not installed"
+    module = importlib.import_module(name)
+    more = ""
+    if name == "torch":
+        more = f" (CUDA {module.version.cuda}, {module.cuda.device_count()} GPUs here)" if module.version.cuda else " (without CUDA)"
+    if name == "triton":
+        from triton.runtime.cache import get_cache_manager
+        more = f" ({type(get_cache_manager('00' * 32)).__name__})"  # Rank0CacheManager: see patches/
+    return f"  {installed:<14} {version}{more}"
+
+
+def check_project():
+    """Import the scripts and every module of the library that this torch can have; returns a line with their number."""
+    from mamba_fsdp.parallel.compat import HAS_FSDP2
+
+    names = {module.name for module in pkgutil.walk_packages(mamba_fsdp.__path__, "mamba_fsdp.")} | {"training", "get_dataset"}
+    names -= {"mamba_fsdp.__main__"} if HAS_FSDP2 else {"mamba_fsdp.__main__", "mamba_fsdp.parallel.fsdp2"}
+    for name in sorted(names):
+        importlib.import_module(name)
+    return f"  {'this project':<14} {len(names)} modules"
+
+
+def train_one_step():
+    """One AdamW step of a Mamba-1 and a Mamba-2 layer; returns a line that says how the loss moved."""
+    import torch
+    from config.model_config import ModelConfig
+    from mamba_fsdp.model.init import initial_value
+    from mamba_fsdp.model.lm import MambaLM
+    from mamba_fsdp.ops.kernels import resolve
+
+    kernels = resolve("auto", "cpu")
+    config = ModelConfig(d_model=64, n_layer=2, layers="mamba1,mamba2", vocab_size=256, d_state=16, headdim=32)
+    model = MambaLM(config, kernels=kernels)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(initial_value(name, parameter.shape, config, 0))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    tokens = torch.arange(2 * 64).reshape(2, 64)
+    losses = []
+    for _ in range(2):
+        loss = model(tokens[:, :-1], labels=tokens[:, 1:]) / tokens[:, 1:].numel()
+        losses.append(loss.item())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    if not losses[1] < losses[0]:
+        raise RuntimeError(f"one training step did not lower the loss: {losses[0]:.4f}, then {losses[1]:.4f}")
+    return f"one training step on the CPU with {kernels} kernels: loss {losses[0]:.4f}, then {losses[1]:.4f}"
