@@ -1,7 +1,8 @@
-"""The layers: Mamba-1, Mamba-2 and attention mixers, the MLP, the norm. Parameters have the reference checkpoints' names.
+"""The layers: Mamba-1, Mamba-2 and attention mixers, and the MLP. Parameters have the reference checkpoints' names.
 
-Each mixer maps (batch, length, d_model) to the same shape, and has `step` for one token with a recurrent state. Weights may be
-in fp32 or in the compute dtype: products run in the dtype of their input.
+Each mixer maps (batch, length, d_model) to the same shape in three ways: called with `documents` (see mamba_fsdp/ops),
+for training; `prefill`, the same for a prompt, which also leaves in `state` what the next position needs; and `step`,
+for one position (batch, d_model). Weights may be in fp32 or in the compute dtype: products run in their input's dtype.
 """
 
 import torch
@@ -9,10 +10,11 @@ import torch.nn.functional as F
 from torch import nn
 
 from mamba_fsdp.ops.attention import attention, attention_step, rotary
-from mamba_fsdp.ops.causal_conv import causal_conv_step
+from mamba_fsdp.ops.causal_conv import causal_conv_silu, causal_conv_step
+from mamba_fsdp.ops.kernels import compute_type
 from mamba_fsdp.ops.norm import gated_rms_norm
-from mamba_fsdp.ops.selective_scan import mamba1_inner, selective_scan_step
-from mamba_fsdp.ops.ssd import mamba2_inner, ssd_step
+from mamba_fsdp.ops.selective_scan import mamba1_inner, selective_scan, selective_scan_step
+from mamba_fsdp.ops.ssd import mamba2_inner, ssd, ssd_step
 
 
 def empty(*shape):
@@ -21,7 +23,7 @@ def empty(*shape):
 
 
 class Weight(nn.Module):
-    """A weight matrix, and a bias where it has one, under the names that nn.Linear and nn.Conv1d give them."""
+    """A weight, and a bias where it has one, under PyTorch's names for them; called, the product with the weight."""
 
     def __init__(self, *shape, bias=False):
         super().__init__()
@@ -33,68 +35,108 @@ class Weight(nn.Module):
         return F.linear(x, self.weight.to(x.dtype))
 
 
-class Mamba1(nn.Module):
+class SSM(nn.Module):
+    """What the Mamba mixers share: A, the short convolution, and a state that does not grow."""
+
+    def A(self):
+        return -torch.exp(self.A_log.to(compute_type(self.A_log)))
+
+    def new_state(self, batch, ssm_shape, dtype, device):
+        channels, _, width = self.conv1d.weight.shape
+        ssm_dtype = torch.promote_types(dtype, torch.float32)
+        return {"conv": torch.zeros(batch, width - 1, channels, dtype=dtype, device=device),  # the last inputs
+                "ssm": torch.zeros(batch, *ssm_shape, dtype=ssm_dtype, device=device)}
+
+    def convolve_prompt(self, x, state):
+        last = x[:, -state["conv"].shape[1]:]
+        state["conv"][:, state["conv"].shape[1] - last.shape[1]:] = last
+        return causal_conv_silu(x, self.conv1d.weight, self.conv1d.bias, kernels=self.kernels)
+
+    def convolve_step(self, x, state):
+        return causal_conv_step(state["conv"], x, self.conv1d.weight, self.conv1d.bias)
+
+
+class Mamba1(SSM):
     def __init__(self, config, kernels):
         super().__init__()
         self.kernels = kernels
-        self.d_state, self.dt_rank = config.d_state, config.resolved_dt_rank
-        self.in_proj = Weight(2 * config.d_inner, config.d_model)
-        self.conv1d = Weight(config.d_inner, 1, config.d_conv, bias=True)
-        self.x_proj = Weight(self.dt_rank + 2 * self.d_state, config.d_inner)
-        self.dt_proj = Weight(config.d_inner, self.dt_rank, bias=True)
-        self.A_log = empty(config.d_inner, self.d_state)
-        self.D = empty(config.d_inner)
-        self.out_proj = Weight(config.d_model, config.d_inner)
+        self.d_inner, self.d_state, self.dt_rank = config.d_inner, config.d_state, config.resolved_dt_rank
+        self.A_log = empty(self.d_inner, self.d_state)
+        self.D = empty(self.d_inner)
+        self.in_proj = Weight(2 * self.d_inner, config.d_model)  # rows [x, z]
+        self.conv1d = Weight(self.d_inner, 1, config.d_conv, bias=True)
+        self.x_proj = Weight(self.dt_rank + 2 * self.d_state, self.d_inner)  # rows [dt, B, C]
+        self.dt_proj = Weight(self.d_inner, self.dt_rank, bias=True)
+        self.out_proj = Weight(config.d_model, self.d_inner)
 
     def forward(self, x, documents=None):
-        return mamba1_inner(self.in_proj(x), self.conv1d.weight, self.conv1d.bias, self.x_proj.weight, self.dt_proj.weight, self.dt_proj.bias,
-                            -torch.exp(self.A_log.float()), self.D, self.out_proj.weight, documents=documents, kernels=self.kernels)
+        return mamba1_inner(self.in_proj(x), self.conv1d.weight, self.conv1d.bias, self.x_proj.weight,
+                            self.dt_proj.weight, self.dt_proj.bias, self.A(), self.D, self.out_proj.weight,
+                            documents=documents, kernels=self.kernels)
 
-    def allocate_state(self, batch, _max_length, dtype, device):
-        d_inner, _, width = self.conv1d.weight.shape
-        return {"conv": torch.zeros(batch, width - 1, d_inner, dtype=dtype, device=device),
-                "ssm": torch.zeros(batch, d_inner, self.d_state, device=device)}
+    def allocate_state(self, batch, max_length, dtype, device):
+        return self.new_state(batch, (self.d_inner, self.d_state), dtype, device)
 
-    def step(self, x, state, _position):
+    def prefill(self, x, state):
         x, z = self.in_proj(x).chunk(2, dim=-1)
-        x = causal_conv_step(state["conv"], x, self.conv1d.weight, self.conv1d.bias)
-        dt, B, C = self.x_proj(x).split([self.dt_rank, self.d_state, self.d_state], dim=-1)
-        y = selective_scan_step(state["ssm"], x, self.dt_proj(dt), -torch.exp(self.A_log.float()), B, C, self.D, z, self.dt_proj.bias)
+        x = self.convolve_prompt(x, state)
+        y, state["ssm"] = selective_scan(*self._scan_inputs(x, z), return_last_state=True, kernels=self.kernels)
         return self.out_proj(y)
 
+    def step(self, x, state, position):
+        x, z = self.in_proj(x).chunk(2, dim=-1)
+        x = self.convolve_step(x, state)
+        return self.out_proj(selective_scan_step(state["ssm"], *self._scan_inputs(x, z)))
 
-class Mamba2(nn.Module):
+    def _scan_inputs(self, x, z):
+        dt, B, C = self.x_proj(x).split([self.dt_rank, self.d_state, self.d_state], dim=-1)
+        return x, self.dt_proj(dt), self.A(), B, C, self.D, z, self.dt_proj.bias
+
+
+class Mamba2(SSM):
     def __init__(self, config, kernels):
         super().__init__()
-        self.kernels = kernels
-        self.d_inner, self.heads, self.groups, self.d_state = config.d_inner, config.n_ssm_head, config.ngroups, config.d_state
-        self.headdim, self.chunk_size, self.eps = config.headdim, config.chunk_size, config.norm_eps
-        d_conv_channels = self.d_inner + 2 * self.groups * self.d_state
-        self.in_proj = Weight(self.d_inner + d_conv_channels + self.heads, config.d_model)  # [z, x, B, C, dt]
-        self.conv1d = Weight(d_conv_channels, 1, config.d_conv, bias=True)
+        self.kernels, self.chunk_size, self.eps = kernels, config.chunk_size, config.norm_eps
+        self.d_inner, self.d_state, self.groups = config.d_inner, config.d_state, config.ngroups
+        self.heads, self.headdim = config.n_ssm_head, config.headdim
+        convolved = self.d_inner + 2 * self.groups * self.d_state
         self.dt_bias = empty(self.heads)
         self.A_log = empty(self.heads)
         self.D = empty(self.heads)
+        self.in_proj = Weight(self.d_inner + convolved + self.heads, config.d_model)  # rows [z, x, B, C, dt]
+        self.conv1d = Weight(convolved, 1, config.d_conv, bias=True)
         self.norm = Weight(self.d_inner)
         self.out_proj = Weight(config.d_model, self.d_inner)
 
     def forward(self, x, documents=None):
-        return mamba2_inner(self.in_proj(x), self.conv1d.weight, self.conv1d.bias, self.dt_bias, -torch.exp(self.A_log.float()), self.D,
+        return mamba2_inner(self.in_proj(x), self.conv1d.weight, self.conv1d.bias, self.dt_bias, self.A(), self.D,
                             self.norm.weight, self.eps, self.out_proj.weight, headdim=self.headdim, ngroups=self.groups,
                             d_state=self.d_state, chunk_size=self.chunk_size, documents=documents, kernels=self.kernels)
 
-    def allocate_state(self, batch, _max_length, dtype, device):
-        channels, _, width = self.conv1d.weight.shape
-        return {"conv": torch.zeros(batch, width - 1, channels, dtype=dtype, device=device),
-                "ssm": torch.zeros(batch, self.heads, self.headdim, self.d_state, device=device)}
+    def allocate_state(self, batch, max_length, dtype, device):
+        return self.new_state(batch, (self.heads, self.headdim, self.d_state), dtype, device)
 
-    def step(self, x, state, _position):
+    def prefill(self, x, state):
+        z, xbc, dt = self._project(x)
+        inputs = self._ssd_inputs(self.convolve_prompt(xbc, state), dt)
+        y, state["ssm"] = ssd(*inputs, chunk_size=self.chunk_size, return_last_state=True, kernels=self.kernels)
+        return self._gated_out(y, z)
+
+    def step(self, x, state, position):
+        z, xbc, dt = self._project(x)
+        return self._gated_out(ssd_step(state["ssm"], *self._ssd_inputs(self.convolve_step(xbc, state), dt)), z)
+
+    def _project(self, x):
+        return self.in_proj(x).split([self.d_inner, self.conv1d.weight.shape[0], self.heads], dim=-1)
+
+    def _ssd_inputs(self, xbc, dt):
         d_bc = self.groups * self.d_state
-        z, xbc, dt = self.in_proj(x).split([self.d_inner, self.d_inner + 2 * d_bc, self.heads], dim=-1)
-        x, B, C = causal_conv_step(state["conv"], xbc, self.conv1d.weight, self.conv1d.bias).split([self.d_inner, d_bc, d_bc], dim=-1)
-        B, C = (t.unflatten(1, (self.groups, self.d_state)) for t in (B, C))
-        y = ssd_step(state["ssm"], x.unflatten(1, (self.heads, self.headdim)), dt, -torch.exp(self.A_log.float()), B, C, self.D, self.dt_bias)
-        return self.out_proj(gated_rms_norm(y.flatten(1), z, self.norm.weight, self.eps, self.d_inner // self.groups))
+        x, B, C = xbc.split([self.d_inner, d_bc, d_bc], dim=-1)
+        B, C = (t.unflatten(-1, (self.groups, self.d_state)) for t in (B, C))
+        return x.unflatten(-1, (self.heads, self.headdim)), dt, self.A(), B, C, self.D, self.dt_bias
+
+    def _gated_out(self, y, z):
+        return self.out_proj(gated_rms_norm(y.flatten(-2), z, self.norm.weight, self.eps, self.d_inner // self.groups))
 
 
 class Attention(nn.Module):
@@ -106,29 +148,40 @@ class Attention(nn.Module):
         self.in_proj = Weight((self.heads + 2 * self.kv_heads) * self.head_dim, config.d_model)  # rows [q, k, v]
         self.out_proj = Weight(config.d_model, self.heads * self.head_dim)
 
-    def _project(self, x, positions):
-        q, k, v = self.in_proj(x).unflatten(-1, (-1, self.head_dim)).split([self.heads, self.kv_heads, self.kv_heads], dim=-2)
-        return rotary(q, positions, self.rotary_dim, self.theta), rotary(k, positions, self.rotary_dim, self.theta), v
-
     def forward(self, x, documents=None):
-        # Rotary positions are relative, so a document's results do not depend on where in the row it starts.
-        positions = torch.arange(x.shape[1], device=x.device) if documents is None else positions_in_document(documents)
-        return self.out_proj(attention(*self._project(x, positions), documents=documents, kernels=self.kernels).flatten(2))
+        return self._attend(*self._project(x, positions_in_document(x, documents)), documents)
 
     def allocate_state(self, batch, max_length, dtype, device):
         shape = (batch, max_length, self.kv_heads, self.head_dim)
-        return {"k": torch.zeros(shape, dtype=dtype, device=device), "v": torch.zeros(shape, dtype=dtype, device=device)}
+        return {name: torch.zeros(shape, dtype=dtype, device=device) for name in ("k", "v")}
+
+    def prefill(self, x, state):
+        q, k, v = self._project(x, positions_in_document(x, None))
+        state["k"][:, :x.shape[1]], state["v"][:, :x.shape[1]] = k, v
+        return self._attend(q, k, v, None)
 
     def step(self, x, state, position):
-        q, k, v = self._project(x[:, None], torch.tensor([position], device=x.device))
-        state["k"][:, position], state["v"][:, position] = k[:, 0], v[:, 0]
-        return self.out_proj(attention_step(q[:, 0], state["k"], state["v"], position + 1).flatten(1))
+        q, k, v = (t[:, 0] for t in self._project(x[:, None], torch.tensor([position], device=x.device)))
+        state["k"][:, position], state["v"][:, position] = k, v
+        return self.out_proj(attention_step(q, state["k"], state["v"], position + 1).flatten(1))
+
+    def _project(self, x, positions):
+        heads = self.in_proj(x).unflatten(-1, (-1, self.head_dim))
+        q, k, v = heads.split([self.heads, self.kv_heads, self.kv_heads], dim=-2)
+        q, k = (rotary(t, positions, self.rotary_dim, self.theta) for t in (q, k))
+        return q, k, v
+
+    def _attend(self, q, k, v, documents):
+        return self.out_proj(attention(q, k, v, documents=documents, kernels=self.kernels).flatten(2))
 
 
-def positions_in_document(documents):
-    """(batch, length) document indices -> (batch, length) positions counted from each document's start in the row."""
-    places = torch.arange(documents.shape[1], device=documents.device).expand_as(documents)
-    starts = torch.cat([torch.ones_like(documents[:, :1], dtype=torch.bool), documents[:, 1:] != documents[:, :-1]], dim=1)
+def positions_in_document(x, documents):
+    """Positions of x (batch, length, ...), (length), or (batch, length) from each document's start in its row."""
+    places = torch.arange(x.shape[1], device=x.device)
+    if documents is None:
+        return places
+    starts = torch.ones_like(documents, dtype=torch.bool)
+    torch.ne(documents[:, 1:], documents[:, :-1], out=starts[:, 1:])
     return places - torch.where(starts, places, 0).cummax(dim=1).values
 
 

@@ -1,4 +1,4 @@
-"""The language model that every preset is: embedding, a list of blocks on an fp32 residual stream, norm, output layer."""
+"""The language model that every preset is: embedding, blocks on an fp32 residual stream, norm, output layer."""
 
 import torch
 import torch.nn.functional as F
@@ -25,21 +25,22 @@ class Block(nn.Module):
             self.mlp = MLP(config)
 
     def forward(self, hidden, residual=None, documents=None):
-        """hidden (batch, length, d_model) is still to be added to residual, fp32 of that shape. Returns the two for the next block."""
-        hidden, residual = self.add_norm(hidden, residual, self.norm)
-        hidden = self.mixer(hidden, documents)
-        return self.feed_forward(hidden, residual)
+        """hidden (batch, length, d_model) is still to be added to residual, fp32 and alike; returns the next two."""
+        return self.around(self.mixer, hidden, residual, documents)
+
+    def prefill(self, hidden, residual, state):
+        return self.around(self.mixer.prefill, hidden, residual, state)
 
     def step(self, hidden, residual, state, position):
-        """The same for one position (batch, d_model)."""
-        hidden, residual = self.add_norm(hidden, residual, self.norm)
-        return self.feed_forward(self.mixer.step(hidden, state, position), residual)
+        return self.around(self.mixer.step, hidden, residual, state, position)
 
-    def feed_forward(self, hidden, residual):
-        if self.mlp is None:
-            return hidden, residual
-        hidden, residual = self.add_norm(hidden, residual, self.norm2)
-        return self.mlp(hidden), residual
+    def around(self, mix, hidden, residual, *inputs):
+        hidden, residual = self.add_norm(hidden, residual, self.norm)
+        hidden = mix(hidden, *inputs)
+        if self.mlp is not None:
+            hidden, residual = self.add_norm(hidden, residual, self.norm2)
+            hidden = self.mlp(hidden)
+        return hidden, residual
 
     def add_norm(self, hidden, residual, norm):
         return add_rms_norm(hidden, residual, norm.weight, self.eps, self.compute_dtype, self.kernels)
@@ -54,11 +55,17 @@ class Backbone(nn.Module):
 
 
 class MambaLM(nn.Module):
-    """config: a ModelConfig. Constructing draws no random numbers and works on the meta device; parameters are fp32 and unfilled."""
+    """A language model of the structure that a ModelConfig describes.
+
+    Constructing draws no random numbers and works on the meta device; parameters are fp32, for init.py or a checkpoint
+    to fill. kernels: a form that mamba_fsdp.ops.kernels.resolve returned. compute_dtype: of everything but the residual
+    stream, the recurrences and the loss. reset_at_documents: `documents` may be given, and nothing crosses a start.
+    """
 
     def __init__(self, config, *, kernels="portable", compute_dtype=torch.float32, reset_at_documents=False):
         super().__init__()
-        self.config, self.kernels, self.compute_dtype, self.reset_at_documents = config, kernels, compute_dtype, reset_at_documents
+        self.config, self.kernels, self.compute_dtype = config, kernels, compute_dtype
+        self.reset_at_documents = reset_at_documents
         self.backbone = Backbone(config, kernels, compute_dtype)
         self.lm_head = Weight(config.padded_vocab_size, config.d_model)
         if config.tie_embeddings:
@@ -67,10 +74,10 @@ class MambaLM(nn.Module):
     def forward(self, tokens, labels=None, documents=None):
         """tokens (batch, length) int64 -> logits (batch, length, padded vocabulary) in the compute dtype.
 
-        With labels (batch, length), -100 where a position does not count: the sum of the token losses, an fp32 scalar.
-        documents (batch, length): where each document begins, for a model built with reset_at_documents.
+        With labels (batch, length), the token that follows each position or -100 where none counts: the sum of the
+        token losses in nats, an fp32 scalar. documents (batch, length): index of each position's document, never falling.
         """
-        assert (documents is not None) == self.reset_at_documents or documents is None, "this model was not built to reset at documents"
+        assert documents is None or self.reset_at_documents, "this model was not built to reset at documents"
         hidden, residual = self.embed(tokens), None
         for block in self.backbone.layers:
             hidden, residual = block(hidden, residual, documents)
@@ -83,20 +90,34 @@ class MambaLM(nn.Module):
         return F.embedding(tokens, self.backbone.embedding.weight).to(self.compute_dtype)
 
     def final_norm(self, hidden, residual):
-        return add_rms_norm(hidden, residual, self.backbone.norm_f.weight, self.config.norm_eps, self.compute_dtype, self.kernels)[0]
+        norm = self.backbone.norm_f
+        return add_rms_norm(hidden, residual, norm.weight, self.config.norm_eps, self.compute_dtype, self.kernels)[0]
 
     def fp32_parameter_names(self):
         """The parameters that compute in fp32 in every precision mode."""
         return {name for name, _ in self.named_parameters() if name.endswith(FP32_ENDINGS)}
 
     def allocate_state(self, batch, max_length):
-        """Recurrent states, and caches of `max_length` positions where there is attention, for `step`."""
-        weight = self.backbone.embedding.weight
-        layers = [block.mixer.allocate_state(batch, max_length, self.compute_dtype, weight.device) for block in self.backbone.layers]
-        return {"position": 0, "layers": layers}
+        """What `prefill` and `step` keep of the positions before: the same for any length in SSM layers, caches of
+        `max_length` positions in attention."""
+        device = self.backbone.embedding.weight.device
+        mixers = [block.mixer for block in self.backbone.layers]
+        layers = [mixer.allocate_state(batch, max_length, self.compute_dtype, device) for mixer in mixers]
+        return {"position": 0, "max_length": max_length, "layers": layers}
+
+    def prefill(self, tokens, state):
+        """A whole prompt (batch, length) at once, first thing into a new `state` -> logits behind it (batch, padded
+        vocabulary)."""
+        assert state["position"] == 0 and tokens.shape[1] <= state["max_length"], "a prompt comes first and must fit"
+        hidden, residual = self.embed(tokens), None
+        for block, layer_state in zip(self.backbone.layers, state["layers"]):
+            hidden, residual = block.prefill(hidden, residual, layer_state)
+        state["position"] = tokens.shape[1]
+        return self.lm_head(self.final_norm(hidden[:, -1], residual[:, -1]))
 
     def step(self, tokens, state):
-        """One position: tokens (batch,) -> logits (batch, padded vocabulary); updates `state`."""
+        """One position, tokens (batch,) -> logits (batch, padded vocabulary); updates `state`."""
+        assert state["position"] < state["max_length"], f"the state holds {state['max_length']} positions"
         hidden, residual = self.embed(tokens), None
         for block, layer_state in zip(self.backbone.layers, state["layers"]):
             hidden, residual = block.step(hidden, residual, layer_state, state["position"])
