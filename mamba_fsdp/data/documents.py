@@ -1,0 +1,162 @@
+"""What a document is: a piece of the input, as text.py cuts it, becomes texts or token ids. Runs in the workers.
+
+    text files      the whole file, or what --documents cuts it into
+    JSON lines      a record's --text_column
+    tables          a row's --text_column: text, or a list of token ids
+"""
+
+import json
+import re
+from typing import NamedTuple
+
+import numpy as np
+
+from mamba_fsdp.errors import UserError
+
+BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+
+
+class Piece(NamedTuple):
+    """A stretch of the input, cheap to cut and to send."""
+
+    name: str  # the file, for messages
+    kind: str  # text: bytes of text; json: bytes of whole lines; rows: a list of text as str or bytes, token ids, or None
+    data: bytes | list
+    record: int  # number of the first record in it, from 1 (not counted for text)
+    offset: int  # where data begins in the file, in bytes after decompression (not counted for rows)
+    inside: bool  # goes on with the document that the piece before left open
+    open: bool  # its last document goes on in the next piece
+    position: dict  # where reading goes on after it
+    done: float  # input behind it, in the source's unit
+
+    def size(self):
+        """About how many bytes of text it holds."""
+        return len(self.data) if self.kind != "rows" else sum(len(row) for row in self.data if row is not None)
+
+
+class Options(NamedTuple):
+    """How pieces become documents."""
+
+    text_column: str = "text"
+    documents: str = "file"
+    invalid_utf8: str = "error"
+
+    def check(self):
+        """Raises UserError for a value that means nothing."""
+        if not re.fullmatch("file|lines|blank_line|separator:.+", self.documents, re.DOTALL):
+            raise UserError(f"--documents={self.documents}: write file, lines, blank_line or separator:TEXT")
+        if self.invalid_utf8 not in ("error", "replace", "skip"):
+            raise UserError(f"--invalid_utf8={self.invalid_utf8}: write error, replace or skip")
+
+    def separator(self):
+        """What stands between documents of a text file, as a pattern over bytes, or None where the file is the document."""
+        if self.documents.startswith("separator:"):
+            return re.compile(re.escape(self.documents.removeprefix("separator:").encode()))
+        return {"file": None, "lines": re.compile(rb"\r?\n"), "blank_line": re.compile(rb"\n(?:[ \t\r]*\n)+")}[self.documents]
+
+
+def documents(piece, options, counts):
+    """Yields (text or array of token ids, whether the document ends with it); adds what is left out to `counts`.
+
+    counts: a mutable mapping with `empty` (nothing but white space) and `skipped` (invalid UTF-8). Raises UserError naming
+    file and record or byte for what is no valid UTF-8, no valid JSON or no text.
+    """
+    if piece.kind == "text":
+        yield from _text_documents(piece, options, counts)
+        return
+    for record, value in (_json_records if piece.kind == "json" else _rows)(piece, options, counts):
+        where = f"record {record}"
+        if isinstance(value, str):
+            value = value.encode(errors="surrogatepass")  # JSON can spell half a character, which is no valid UTF-8
+        if isinstance(value, bytes):
+            value = _decode(value, piece.name, where, 0, options, counts)
+            if value is None:
+                continue
+        elif isinstance(value, (list, np.ndarray)):
+            value = token_ids(piece.name, options.text_column, record, value)
+        elif value is not None:
+            raise UserError(f"{piece.name}: {where}: {options.text_column!r} is {type(value).__name__}, not text; "
+                            "name another with --text_column")
+        if value is None or len(value) == 0 or isinstance(value, str) and value.isspace():
+            counts["empty"] += 1
+        else:
+            yield value, True
+
+
+def _rows(piece, options, counts):
+    yield from enumerate(piece.data, piece.record)
+
+
+def _json_records(piece, options, counts):
+    data = piece.data.removeprefix(BYTE_ORDER_MARK) if piece.offset == 0 else piece.data
+    for record, line in enumerate(data.split(b"\n"), piece.record):
+        line = _decode(line, piece.name, f"record {record}", 0, options, counts)
+        if not line or line.isspace():
+            continue
+        try:
+            fields = json.loads(line)
+        except ValueError as error:
+            raise UserError(f"{piece.name}: record {record} is no valid JSON ({error})") from error
+        if not isinstance(fields, dict):
+            raise UserError(f"{piece.name}: record {record} is {type(fields).__name__}, not an object with a text in it")
+        if options.text_column not in fields:
+            raise UserError(no_column(f"{piece.name}: record {record}", options.text_column, fields))
+        yield record, fields[options.text_column]
+
+
+def _text_documents(piece, options, counts):
+    separator = options.separator()
+    start = len(BYTE_ORDER_MARK) if piece.offset == 0 and piece.data.startswith(BYTE_ORDER_MARK) else 0
+    begins = not piece.inside
+    cuts = [match.span() for match in separator.finditer(piece.data)] if separator else []
+    for end, next_start in [*cuts, (len(piece.data), None)]:
+        ends = next_start is not None or not piece.open
+        text = _decode(piece.data[start:end], piece.name, None, piece.offset + start, options, counts)
+        if separator:
+            # Line breaks beside a separator belong to it.
+            text = text and (text.lstrip("\r\n") if begins else text)
+            text = text and (text.rstrip("\r\n") if ends else text)
+        if not (begins and ends):
+            yield text or "", ends
+        elif text and not text.isspace():
+            yield text, True
+        elif text is not None and not (separator and next_start is None and start == end):  # nothing follows a last separator
+            counts["empty"] += 1
+        start, begins = next_start, True
+
+
+def _decode(data, name, where, offset, options, counts):
+    """The text of `data`; None where it is no valid UTF-8 and left out. offset: of `data` in its file."""
+    try:
+        return data.decode()
+    except UnicodeDecodeError as error:
+        if options.invalid_utf8 == "replace":
+            return data.decode(errors="replace")
+        if options.invalid_utf8 == "skip":
+            counts["skipped"] += 1
+            return None
+        place = f"byte {offset + error.start} of {where}" if where else f"byte {offset + error.start}"
+        raise UserError(f"{name}: invalid UTF-8 at {place}; --invalid_utf8=replace puts U+FFFD in its place, "
+                        "--invalid_utf8=skip leaves the document out") from error
+
+
+def token_ids(name, column, record, values):
+    """A row's list as an array (n,) int64. Raises UserError where it holds anything but whole numbers."""
+    try:
+        values = np.asarray(values)
+    except ValueError:  # lists within the list
+        values = np.asarray(values, dtype=object)
+    if values.size and values.dtype.kind not in "iu":
+        raise UserError(f"{name}: record {record}: {column!r} is a list of other things than token ids")
+    return values.astype(np.int64)
+
+
+def no_column(name, column, columns):
+    """What to say of a missing column."""
+    hint = "--text_column=input_ids takes its token ids as they are" if "input_ids" in columns else "name one with --text_column"
+    return f"{name}: there is no column {column!r}; it has: {', '.join(map(str, columns))}; {hint}"
+
+
+def first_line(error):
+    """The first line of an exception's message: some libraries write pages."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

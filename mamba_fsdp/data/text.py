@@ -1,0 +1,390 @@
+"""Text input of every kind, read as pieces: cut cheaply and in order by one process, for many to turn into documents.
+
+A source has `describe()` (what it is, to notice a change), `pieces(position)` (its pieces from a position on), `sample(limit)`,
+and `total` and `unit` (for the progress bar). A piece is about PIECE_BYTES long whatever the input's size, and says where
+reading goes on after it. Which files are read, and what a document is: documents.py and --help of get_dataset.py.
+"""
+
+import glob
+import hashlib
+import json
+import os
+import re
+import zlib
+from pathlib import Path
+
+from mamba_fsdp.data.documents import BYTE_ORDER_MARK, Piece, first_line, no_column, token_ids
+from mamba_fsdp.errors import UserError
+
+PIECE_BYTES = 1 << 19
+READ_BYTES = 1 << 16
+ROWS = 128
+KINDS = {".txt": "text", ".text": "text", ".jsonl": "json", ".ndjson": "json", ".json": "json",
+         ".parquet": "parquet", ".arrow": "arrow"}
+COMPRESSED = (".gz", ".zst")
+# Cuts that don't change what a byte-level tokenizer makes of a long document: after a line break, else before a blank.
+GOOD_CUTS = (re.compile(rb"(?<=\S\n)(?=\S)"), re.compile(rb"(?<=\S)(?= \S)"))
+
+
+# ---------------------------------------------------------------- finding the input
+
+def open_source(name, options, *, format="auto", config=None, split=None, streaming=False):
+    """The source that INPUT names: a file, folder or glob of this machine, else a name for `datasets.load_dataset`.
+
+    Raises UserError where nothing is found.
+    """
+    options.check()
+    path = os.path.expanduser(name)
+    if os.path.exists(path) or os.path.islink(path) or glob.has_magic(path):
+        if config or streaming:
+            raise UserError(f"{name}: --config and --streaming are for `datasets` names, and this is on this machine's disk")
+        return Files(find_files(path, format, split), options)
+    if _looks_local(name):
+        raise UserError(f"{name}: no such file or folder")
+    return Rows(name, options, config, split, streaming)
+
+
+def find_files(name, format="auto", split=None):
+    """The files of a path or glob, in order, each (path, kind). Raises UserError where there are none."""
+    kinds = ("text", "json", "parquet", "arrow")
+    if format not in ("auto", *kinds):
+        raise UserError(f"--format={format}: write auto, {', '.join(kinds)}")
+    places = sorted(glob.glob(name, recursive=True)) if glob.has_magic(name) and not os.path.exists(name) else [name]
+    if not places:
+        raise UserError(f"{name}: no file matches this pattern")
+    found, used_split = [], False
+    for place in map(Path, places):
+        if place.is_dir():
+            files, had_split = _walk(place, format, split)
+            found += files
+            used_split |= had_split
+        else:
+            found.append((place, _kind(place, format)))
+            if found[-1][1] is None:
+                raise UserError(f"{place}: can't tell its format by its name; add --format=text (or json, parquet, arrow)")
+    if not found:
+        raise UserError(f"{name}: no file named {', '.join(KINDS)} in it; --format=text takes every file as text")
+    if split and not used_split:
+        raise UserError(f"--split={split}: {name} has no splits; leave --split out")
+    return [(str(path.absolute()), kind) for path, kind in found]
+
+
+def _walk(folder, format, split):
+    """([(path, kind)], whether --split chose among them) of a folder, its folders included, hidden files left out."""
+    found, used_split = [], False
+    for here, folders, names in os.walk(folder, onerror=_refuse):
+        here = Path(here)
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
+        if "dataset_dict.json" in names:  # save_to_disk of several splits
+            splits = json.loads((here / "dataset_dict.json").read_text())["splits"]
+            if (split or "train") not in splits:
+                raise UserError(f"{here}: no split {split or 'train'!r}; name one of {', '.join(splits)} with --split")
+            folders[:], used_split = [split or "train"], True
+        elif "state.json" in names and "dataset_info.json" in names:  # save_to_disk: the state names the files that count
+            state = json.loads((here / "state.json").read_text())
+            found += [(here / file["filename"], "arrow") for file in state["_data_files"]]
+            folders[:] = []
+        else:
+            files = [(here / name, _kind(here / name, format)) for name in sorted(names) if not name.startswith(".")]
+            found += [(path, kind) for path, kind in files if kind]
+    return found, used_split
+
+
+def _refuse(error):
+    raise UserError(f"{error.filename}: can't be read ({error.strerror})") from error
+
+
+def _kind(path, format):
+    if format != "auto":
+        return format
+    name = path.name.lower()
+    for suffix in COMPRESSED:
+        name = name.removesuffix(suffix)
+    kind = KINDS.get(os.path.splitext(name)[1])
+    return None if kind in ("parquet", "arrow") and path.suffix in COMPRESSED else kind
+
+
+def _looks_local(name):
+    return (name.startswith((".", "/", "~")) or name.count("/") > 1
+            or any(name.lower().removesuffix(c).endswith(s) for s in KINDS for c in ("", *COMPRESSED)))
+
+
+# ---------------------------------------------------------------- sources
+
+class Files:
+    """Files on disk, one after the other."""
+
+    unit = "B"
+
+    def __init__(self, files, options):
+        """files: [(path, kind)]."""
+        self.files, self.options = files, options
+        try:
+            self._stats = [os.stat(path) for path, _ in files]
+        except OSError as error:
+            _refuse(error)
+        self.total = sum(stat.st_size for stat in self._stats)
+
+    def describe(self):
+        digest = hashlib.sha256()
+        for (path, kind), stat in zip(self.files, self._stats):
+            digest.update(f"{path}\0{kind}\0{stat.st_size}\0{stat.st_mtime_ns}\n".encode())
+        return {"files": len(self.files), "first": self.files[0][0], "bytes": self.total, "digest": digest.hexdigest()}
+
+    def pieces(self, position=None):
+        first, inner = (position["file"], position["inner"]) if position else (0, None)
+        before = sum(stat.st_size for stat in self._stats[:first])
+        for number in range(first, len(self.files)):
+            size = self._stats[number].st_size
+            for piece in self._read(number, inner if number == first else None):
+                yield piece._replace(position={"file": number, "inner": piece.position}, done=before + min(piece.done, 1) * size)
+            before += size
+
+    def sample(self, limit):
+        """Pieces from the whole breadth of the input, about `limit` bytes of it."""
+        chosen = range(0, len(self.files), max(1, len(self.files) * min(self.total, limit) // limit // 1024))
+        share = max(limit // len(chosen), PIECE_BYTES)
+        whole = self.total <= limit
+        for number in chosen if not whole else range(len(self.files)):
+            taken = 0
+            for piece in self._read(number, None):
+                yield piece
+                taken += piece.size()
+                if taken >= share and not whole:
+                    break
+
+    def _read(self, number, position):
+        path, kind = self.files[number]
+        try:
+            if kind == "text":
+                yield from _read_text(path, self.options.separator(), **(position or {}))
+            elif kind == "json":
+                yield from _read_json(path, **(position or {}))
+            else:
+                yield from _read_table(path, kind, self.options.text_column, **(position or {}))
+        except OSError as error:
+            raise UserError(f"{path}: can't be read ({error.strerror or error})") from error
+
+
+class Rows:
+    """What `datasets.load_dataset` gives for a name: a table, or a stream."""
+
+    unit = " rows"
+
+    def __init__(self, name, options, config, split, streaming):
+        import datasets  # a second to import: only where needed
+
+        self.name, self.options = name, options
+        self._described = {"dataset": name, "config": config, "split": split or "train", "streaming": streaming}
+        try:
+            self._rows = datasets.load_dataset(name, config, split=split or "train", streaming=streaming)
+        except Exception as error:  # whatever a name can run into: unknown, no network, a split or config that is not there
+            raise UserError(f"{name}: no file or folder here, and `datasets` can't load it ({first_line(error)})") from error
+        self.total = None if streaming else len(self._rows)
+        columns = self._rows.column_names
+        if columns and options.text_column not in columns:
+            raise UserError(no_column(name, options.text_column, columns))
+
+    def describe(self):
+        return {**self._described, "fingerprint": None if self.total is None else self._rows._fingerprint}
+
+    def pieces(self, position=None):
+        row = position["row"] if position else 0
+        rest = self._rows.skip(row) if self.total is None else self._rows.select(range(row, self.total))
+        column = self.options.text_column
+        rest = rest if self.total is None else rest.select_columns([column])
+        for batch in rest.iter(batch_size=ROWS):
+            if column not in batch:
+                raise UserError(no_column(self.name, column, batch))
+            row += len(batch[column])
+            yield _rows_piece(self.name, list(batch[column]), row, row)
+
+    def sample(self, limit):
+        for piece in self.pieces():
+            yield piece
+            limit -= piece.size()
+            if limit <= 0:
+                break
+
+
+# ---------------------------------------------------------------- readers: a file to pieces; `done` is the share of the file
+
+def _blocks(path):
+    """(decompressed bytes, share of the file read so far), block by block. Raises UserError for a broken archive."""
+    make = {".gz": lambda: zlib.decompressobj(31), ".zst": _zstd}.get(os.path.splitext(path)[1].lower())
+    size = os.path.getsize(path) or 1
+    with open(path, "rb") as file:
+        archive = make() if make else None
+        while block := file.read(READ_BYTES if make else PIECE_BYTES):
+            done = file.tell() / size
+            if not make:
+                yield block, done
+            while make and block:
+                if archive.eof:
+                    archive = make()
+                try:
+                    decompressed = archive.decompress(block)
+                except Exception as error:  # zlib and zstandard each have their own
+                    raise UserError(f"{path}: a broken archive near byte {file.tell()} ({error})") from error
+                yield decompressed, done
+                block = archive.unused_data if archive.eof else b""
+        if make and not archive.eof:
+            raise UserError(f"{path}: the archive ends before its end; it is truncated: copy it again")
+
+
+def _zstd():
+    import zstandard
+
+    return zstandard.ZstdDecompressor().decompressobj()
+
+
+def _windows(path, offset):
+    """A buffer that holds more than a piece until the file ends: yields (buffer, ended, share read); the reader shortens it."""
+    buffer, done, skip = bytearray(), 0.0, offset
+    blocks = _blocks(path)
+    if offset and os.path.splitext(path)[1].lower() not in COMPRESSED:
+        blocks, skip = _blocks_from(path, offset), 0
+    for block, done in blocks:
+        if skip:
+            skip, block = max(0, skip - len(block)), block[skip:]
+        buffer += block
+        while len(buffer) > PIECE_BYTES:
+            before = len(buffer)
+            yield buffer, False, done
+            if len(buffer) == before:  # needs more to find its cut
+                break
+    if buffer or not offset:
+        yield buffer, True, 1.0
+
+
+def _blocks_from(path, offset):
+    size = os.path.getsize(path)
+    with open(path, "rb") as file:
+        file.seek(offset)
+        while block := file.read(PIECE_BYTES):
+            yield block, file.tell() / size
+
+
+def _read_text(path, separator, offset=0, inside=False):
+    for buffer, ended, done in _windows(path, offset):
+        cut, open = (len(buffer), False) if ended else _cut_text(buffer, separator)
+        data = bytes(buffer[:cut])
+        del buffer[:cut]
+        position = {"offset": offset + cut or 1, "inside": open}  # 1: behind an empty file
+        yield Piece(path, "text", data, 0, offset, inside, open, position, done)
+        offset, inside = offset + cut, open
+
+
+def _cut_text(buffer, separator):
+    """(where to cut, whether inside a document): after the last document that surely ended, else where words part."""
+    window = bytes(buffer[:PIECE_BYTES])
+    if separator:
+        sure = len(window.rstrip())  # a separator that touches the window's end may go on behind it
+        ends = [match.end() for match in separator.finditer(window) if match.end() < sure]
+        if ends:
+            return ends[-1], False
+    return cut_words(window), True
+
+
+def cut_words(window):
+    tail = len(window) * 7 // 8
+    for pattern in GOOD_CUTS:
+        cuts = [match.start() for match in pattern.finditer(window, tail)]
+        if cuts:
+            return cuts[-1]
+    cut = len(window)
+    while cut > len(window) - 4 and window[cut - 1] & 0xC0 == 0x80:  # not within a UTF-8 character
+        cut -= 1
+    return cut - 1 if window[cut - 1] >= 0xC0 else len(window)
+
+
+def _read_json(path, offset=0, record=1):
+    for buffer, ended, done in _windows(path, offset):
+        if offset == 0 and buffer.removeprefix(BYTE_ORDER_MARK).lstrip()[:1] == b"[":
+            yield from _read_json_array(path)
+            return
+        cut = len(buffer) if ended else buffer.rfind(b"\n", 0, PIECE_BYTES) + 1 or buffer.find(b"\n", PIECE_BYTES) + 1
+        data = bytes(buffer[:cut])
+        del buffer[:cut]
+        if data:
+            position = {"offset": offset + cut, "record": record + data.count(b"\n")}
+            yield Piece(path, "json", data, record, offset, False, False, position, done)
+            offset, record = position.values()
+
+
+def _read_json_array(path):
+    """A file that is one JSON list is read whole: there is no other way to read it."""
+    try:
+        records = json.loads(b"".join(block for block, _ in _blocks(path)))
+    except ValueError as error:
+        raise UserError(f"{path}: no valid JSON ({error})") from error
+    data = b"\n".join(json.dumps(record).encode() for record in records)
+    yield Piece(path, "json", data, 1, 0, False, False, {"offset": os.path.getsize(path) + len(data), "record": 0}, 1.0)
+
+
+def _read_table(path, kind, column, row=0):
+    import pyarrow
+
+    try:
+        arrays = (_parquet_arrays if kind == "parquet" else _arrow_arrays)(path, column, row)
+        for array, done in arrays:
+            for start in range(0, len(array), ROWS):
+                data = _values(path, column, row + 1, array[start:start + ROWS])
+                row += len(data)
+                yield _rows_piece(path, data, row, done)
+    except pyarrow.ArrowException as error:
+        raise UserError(f"{path}: broken, or no {kind} file ({first_line(error)})") from error
+
+
+def _parquet_arrays(path, column, row):
+    import pyarrow.parquet
+
+    file = pyarrow.parquet.ParquetFile(path)
+    if column not in file.schema_arrow.names:
+        raise UserError(no_column(path, column, file.schema_arrow.names))
+    sizes = [file.metadata.row_group(number).num_rows for number in range(file.num_row_groups)]
+    at = group = 0
+    while group < len(sizes) and at + sizes[group] <= row:
+        at += sizes[group]
+        group += 1
+    for batch in file.iter_batches(ROWS, row_groups=range(group, len(sizes)), columns=[column], use_threads=False):
+        at += len(batch)
+        if at > row:
+            yield batch[column][max(0, len(batch) - (at - row)):], at / file.metadata.num_rows
+
+
+def _arrow_arrays(path, column, row):
+    import pyarrow
+
+    with pyarrow.memory_map(path) as source:
+        is_file = source.read(6) == b"ARROW1"  # else the stream form, which `datasets` writes
+        source.seek(0)
+        reader = pyarrow.ipc.open_file(source) if is_file else pyarrow.ipc.open_stream(source)
+        if column not in reader.schema.names:
+            raise UserError(no_column(path, column, reader.schema.names))
+        at = 0
+        for batch in (reader.get_batch(i) for i in range(reader.num_record_batches)) if is_file else reader:
+            at += len(batch)
+            if at > row:
+                yield batch[column][max(0, len(batch) - (at - row)):], source.tell() / source.size()
+
+
+def _values(name, column, record, array):
+    """An Arrow array as a list of bytes (text), arrays of token ids, or None. Raises UserError for another type."""
+    import pyarrow
+    from pyarrow import types
+
+    if types.is_dictionary(array.type):
+        array = array.dictionary_decode()
+    if types.is_null(array.type) or types.is_binary(array.type) or types.is_large_binary(array.type):
+        return array.to_pylist()
+    if types.is_string(array.type) or types.is_large_string(array.type):
+        return array.cast(pyarrow.large_binary()).to_pylist()  # as bytes: a worker decodes, and knows where it fails
+    if hasattr(array.type, "value_type") and types.is_integer(array.type.value_type):
+        return [None if row.values is None else token_ids(name, column, number, row.values.to_numpy(zero_copy_only=False))
+                for number, row in enumerate(array, record)]
+    raise UserError(f"{name}: column {column!r} holds {array.type}, neither text nor token ids; name another with --text_column")
+
+
+def _rows_piece(name, data, row, done):
+    return Piece(name, "rows", data, row - len(data) + 1, 0, False, False, {"row": row}, done)

@@ -1,0 +1,398 @@
+"""From a source of text to two token stores: many processes tokenise, one reads, splits and writes, all in order.
+
+    OUT/train/  OUT/validation/   token stores
+    OUT/dataset.json              what made them; written last
+    OUT/.progress.json            while unfinished: how far it is, for the next run to go on from
+    OUT/.lock                     held by the process that writes here
+
+The stores' bytes depend on the input and the settings only: not on the number of workers, nor on being killed on the way.
+"""
+
+import array
+import collections
+import concurrent.futures
+import contextlib
+import errno
+import fcntl
+import json
+import multiprocessing
+import os
+import shutil
+import signal
+import sys
+import threading
+import time
+from concurrent.futures.process import BrokenProcessPool
+from fractions import Fraction
+from pathlib import Path
+
+import numpy as np
+
+from mamba_fsdp.data import tokenizer as tokenizers_
+from mamba_fsdp.data.documents import documents
+from mamba_fsdp.data.store import SHARD_TOKENS, StoreWriter, TokenStore
+from mamba_fsdp.data.text import PIECE_BYTES, cut_words
+from mamba_fsdp.durable import write_atomically
+from mamba_fsdp.errors import UserError
+
+TRAINING_SAMPLE = 32 << 20  # bytes of text that a tokenizer is trained on
+GO_ON = "the same command goes on from here"
+
+
+def make_dataset(source, out, *, tokenizer, eos_token=None, validation_fraction=0.01, shard_tokens=SHARD_TOKENS, workers=0,
+                 overwrite=False, save_seconds=5.0):
+    """Tokenise `source` (see text.py) into OUT/train and OUT/validation; goes on where an earlier call stopped.
+
+    workers: processes, 0 for one per core; save_seconds: the most work that a kill can lose. Returns dataset.json's content.
+    Raises UserError for what the user can mend.
+    """
+    out = Path(out)
+    settings = {"input": source.describe(), **source.options._asdict(), "tokenizer": tokenizer, "eos_token": eos_token,
+                "validation_fraction": validation_fraction, "shard_tokens": shard_tokens}
+    training_size = tokenizers_.training_size(tokenizer)
+    if not 0 <= validation_fraction < 1:
+        raise UserError(f"--validation_fraction={validation_fraction}: give a share from 0 to below 1")
+    if workers < 0 or shard_tokens < 1:
+        raise UserError("--workers and --shard_tokens can't be negative, nor --shard_tokens 0")
+    try:
+        with _alone_in(out):
+            if overwrite:
+                _clear(out)
+            done = _load(out / "dataset.json", settings)
+            if done:
+                for name in done["stores"]:
+                    TokenStore(out / name)
+                print(f"{out} is complete already; nothing to do")
+                return done
+            progress = _load(out / ".progress.json", settings)
+            if not progress:
+                _refuse_strangers(out)
+                progress = {"settings": settings, "position": None, "done": 0, "written": 0, "open": False, "seconds": 0.0,
+                            "counts": {"empty": 0, "skipped": 0}, "stores": {}}
+                write_atomically(out / ".progress.json", json.dumps(progress))
+            text_tokenizer = _tokenizer(out, source, tokenizer, eos_token, training_size, progress)
+            return _Run(source, out, text_tokenizer, progress, workers, save_seconds).run()
+    except OSError as error:
+        remedy = "free some space" if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG) else "mend that"
+        raise UserError(f"{error.filename or out}: can't be written ({error.strerror}); {remedy}, then {GO_ON}") from error
+    except BrokenProcessPool as error:
+        raise UserError(f"a worker process was killed, perhaps for want of memory: try fewer --workers; {GO_ON}") from error
+    except KeyboardInterrupt:
+        print(f"\n{out} is unfinished; {GO_ON}", file=sys.stderr)
+        raise
+
+
+# ---------------------------------------------------------------- the output folder
+
+@contextlib.contextmanager
+def _alone_in(out):
+    out.mkdir(parents=True, exist_ok=True)
+    with open(out / ".lock", "a") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(f"{out}: another process is writing a dataset here; wait for it or choose another folder") from None
+        yield
+
+
+def _load(path, settings):
+    """A state file's content, or None where there is none. Raises UserError where it was made with other settings."""
+    try:
+        state = json.loads(path.read_bytes())
+        before = state["settings"]
+    except FileNotFoundError:
+        return None
+    except (ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{path}: damaged ({error}); start again with --overwrite") from error
+    changed = [name for name in settings if settings[name] != before.get(name)]
+    if changed:
+        differences = "; ".join("the input changed" if name == "input" and _place(before[name]) == _place(settings[name])
+                                else f"{name} was {_place(before.get(name))!r} and is {_place(settings[name])!r}" for name in changed)
+        raise UserError(f"{path.parent} holds another dataset: {differences}. "
+                        "Choose another folder, or --overwrite to replace it")
+    return state
+
+
+def _place(value):
+    return value.get("first") or value.get("dataset") if isinstance(value, dict) else value
+
+
+def _refuse_strangers(out):
+    strangers = sorted(path.name for path in out.iterdir() if path.name != ".lock")
+    if strangers:
+        raise UserError(f"{out}: not empty and not made by this program (it holds {', '.join(strangers[:3])}); choose another folder")
+
+
+def _clear(out):
+    """Remove an earlier dataset, and nothing else. Its indexes go first: a half-removed store must not look whole."""
+    if not (out / "dataset.json").exists() and not (out / ".progress.json").exists():
+        return _refuse_strangers(out)
+    for name in ("dataset.json", "train/index.json", "validation/index.json"):
+        (out / name).unlink(missing_ok=True)
+    for name in ("train", "validation"):
+        shutil.rmtree(out / name, ignore_errors=True)
+    (out / ".progress.json").unlink(missing_ok=True)
+
+
+def _tokenizer(out, source, name, eos_token, training_size, progress):
+    """The tokenizer, saved in every store's folder; on a later run the one that the stores were begun with."""
+    saved = out / "train" / "tokenizer"
+    if training_size and "tokenizer" in progress:
+        tokenizer = tokenizers_.load(str(saved / "tokenizer.json"), tokenizers_.END_OF_TEXT)
+    elif training_size:
+        print(f"training a tokenizer of {training_size} tokens")
+        tokenizer = tokenizers_.train(_sample(source), training_size)
+    else:
+        tokenizer = tokenizers_.load(name, eos_token)
+    if progress.setdefault("tokenizer", tokenizer.identity) != tokenizer.identity:
+        raise UserError(f"tokenizer {name}: it changed since {out} was begun; start again with --overwrite")
+    for store in ("train", "validation") if progress["settings"]["validation_fraction"] else ("train",):
+        tokenizer.save(out / store / "tokenizer")
+    return tokenizer
+
+
+def _sample(source):
+    counts = collections.Counter()
+    for piece in source.sample(TRAINING_SAMPLE):
+        for text, _ in documents(piece, source.options, counts):
+            if not isinstance(text, str):
+                raise UserError(f"{piece.name}: column {source.options.text_column!r} holds token ids; "
+                                "name the tokenizer that made them with --tokenizer")
+            yield text
+
+
+# ---------------------------------------------------------------- one run
+
+class _Run:
+    """Reads, hands out, collects in order, writes, and records how far it is."""
+
+    def __init__(self, source, out, tokenizer, progress, workers, save_seconds):
+        self.source, self.out, self.tokenizer, self.progress = source, out, tokenizer, progress
+        self.workers = workers or len(os.sched_getaffinity(0))
+        self.save_seconds = save_seconds
+        settings = progress["settings"]
+        self.fraction = Fraction(settings["validation_fraction"]).limit_denominator(10 ** 6)
+        self.stores = {name: StoreWriter(out / name, vocab_size=tokenizer.vocab_size, eos=tokenizer.eos, tokenizer=tokenizer.identity,
+                                         shard_tokens=settings["shard_tokens"], state=progress["stores"].get(name))
+                       for name in ("train", "validation") if name == "train" or self.fraction}
+
+    def run(self):
+        saved = started = time.monotonic()
+        before = self.progress["seconds"]
+        bar = Progress(self.source, self.progress, self.token_count)
+        for chunk, result in self._results():
+            self._write(*result)
+            self.progress.update(position=chunk[-1].position, done=chunk[-1].done, seconds=before + time.monotonic() - started)
+            bar.update(chunk[-1].done, self.progress["written"], self.token_count)
+            if time.monotonic() - saved >= self.save_seconds:
+                self._save()
+                saved = time.monotonic()
+        self._save()
+        bar.close()
+        return self._finish()
+
+    @property
+    def token_count(self):
+        return sum(store.token_count for store in self.stores.values())
+
+    def _results(self):
+        """(chunk, what the workers made of it), in the input's order, with no more than a few chunks per worker under way."""
+        chunks = _chunks(self.source.pieces(self.progress["position"]))
+        context = multiprocessing.get_context("spawn")  # forking after threads have started can deadlock
+        arguments = (self.tokenizer.backend.to_str(), self.tokenizer.eos, self.tokenizer.bos, self.tokenizer.vocab_size,
+                     self.source.options)
+        pool = concurrent.futures.ProcessPoolExecutor(self.workers, context, _start_worker, arguments)
+        under_way = collections.deque()
+        try:
+            for chunk in chunks:
+                under_way.append((chunk, pool.submit(_tokenise, chunk)))
+                if len(under_way) > 3 * self.workers:
+                    chunk, future = under_way.popleft()
+                    yield chunk, future.result()
+            for chunk, future in under_way:
+                yield chunk, future.result()
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+    def _write(self, tokens, counts):
+        """Deals documents out to the stores by their number."""
+        eos, progress = self.tokenizer.eos, self.progress
+        for name, count in counts.items():
+            progress["counts"][name] += count
+        if len(tokens) and tokens[0] == eos and not progress["open"]:
+            tokens = tokens[1:]  # the document that this would end has ended already
+        if not len(tokens):
+            return
+        ends = np.flatnonzero(tokens == eos) + 1
+        progress["open"] = bool(tokens[-1] != eos)
+        bounds = np.append(ends, len(tokens)) if progress["open"] else ends
+        held_out = _for_validation(progress["written"] + np.arange(len(bounds)), self.fraction)
+        progress["written"] += len(ends)
+        if held_out.any():
+            of_token = np.repeat(held_out, np.diff(bounds, prepend=0))
+            self.stores["validation"].append(tokens[of_token])
+            tokens = tokens[~of_token]
+        self.stores["train"].append(tokens)
+
+    def _save(self):
+        self.progress["stores"] = {name: store.state() for name, store in self.stores.items()}
+        write_atomically(self.out / ".progress.json", json.dumps(self.progress))
+
+    def _finish(self):
+        written, settings = self.progress["written"], self.progress["settings"]
+        if not written:
+            raise UserError(f"the input holds no text ({self._left_out() or 'it is empty'})")
+        for name, store in self.stores.items():
+            if not store.token_count:
+                remedy = f"at least {1 / written:.2g}, or 0 for no validation" if written > 1 else \
+                    "0, or cut text files into smaller documents with --documents=blank_line or lines"
+                raise UserError(f"{written} document{'s' if written > 1 else ''} at a validation_fraction of "
+                                f"{settings['validation_fraction']} leave none for {name}; use --overwrite "
+                                f"--validation_fraction={remedy}")
+        if self.source.describe() != settings["input"]:
+            raise UserError("the input changed while it was read; start again with --overwrite")
+        stores = {name: store.finish() for name, store in self.stores.items()}
+        done = {"settings": settings, "tokenizer": self.tokenizer.identity, "vocab_size": self.tokenizer.vocab_size,
+                "counts": self.progress["counts"],
+                "stores": {name: {"tokens": store.token_count, "documents": store.document_count} for name, store in stores.items()}}
+        write_atomically(self.out / "dataset.json", json.dumps(done, indent=1) + "\n")
+        (self.out / ".progress.json").unlink()
+        for name, store in stores.items():
+            print(f"{store.path}: {store.token_count:,} tokens in {store.document_count:,} documents")
+        seconds = self.progress["seconds"]
+        print(f"vocabulary {self.tokenizer.vocab_size:,} ({store.dtype.name}); {seconds:.1f} s, "
+              f"{self.token_count / max(seconds, 1e-9):,.0f} tokens/s" + "".join(f"; {text}" for text in [self._left_out()] if text))
+        return done
+
+    def _left_out(self):
+        counts = self.progress["counts"]
+        parts = [f"{counts['empty']:,} empty documents"] * bool(counts["empty"])
+        parts += [f"{counts['skipped']:,} with invalid UTF-8"] * bool(counts["skipped"])
+        return f"left out: {', '.join(parts)}" if parts else ""
+
+
+def _chunks(pieces):
+    """Lists of pieces of about PIECE_BYTES together: small files share a trip to a worker."""
+    chunk, size = [], 0
+    for piece in pieces:
+        chunk.append(piece)
+        size += piece.size()
+        if size >= PIECE_BYTES:
+            yield chunk
+            chunk, size = [], 0
+    if chunk:
+        yield chunk
+
+
+def _for_validation(numbers, fraction):
+    """Which documents are held out, (n,) bool, by their running `numbers` (n,): exactly one of each 1/fraction in a row.
+
+    Which one of them, a hash of the row's number says (splitmix64), so that no period in the input can meet the choice's.
+    """
+    if not fraction:
+        return np.zeros(len(numbers), dtype=bool)
+    p, q = fraction.numerator, fraction.denominator
+    row = numbers * p // q
+    first, end = -(-row * q // p), -(-(row + 1) * q // p)
+    x = (row.astype(np.uint64) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    x ^= x >> np.uint64(31)
+    return numbers == first + (x % (end - first).astype(np.uint64)).astype(np.int64)
+
+
+# ---------------------------------------------------------------- a worker
+
+def _start_worker(tokenizer, eos, bos, vocab_size, options):
+    """One core for each worker: the library's own threads would fight over them."""
+    os.environ["RAYON_NUM_THREADS"], os.environ["TOKENIZERS_PARALLELISM"] = "1", "false"
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the whole terminal; the parent decides
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    from tokenizers import Tokenizer
+
+    global _worker
+    _worker = Tokenizer.from_str(tokenizer), eos, bos, vocab_size, options
+
+
+def _end_with_parent():
+    multiprocessing.parent_process().join()
+    os._exit(1)
+
+
+def _tokenise(chunk):
+    """(tokens (n,) uint32, counts of what is left out) of a list of pieces; every eos ends a document that is not empty."""
+    backend, eos, bos, vocab_size, options = _worker
+    counts = collections.Counter()
+    texts, tokens = [], array.array("I")
+    closing = []  # for each text, whether an eos follows
+
+    def flush():
+        for encoding, closes in zip(backend.encode_batch_fast(texts, add_special_tokens=False), closing):
+            tokens.fromlist(encoding.ids)
+            if closes:
+                tokens.append(eos)
+        texts.clear()
+        closing.clear()
+
+    for piece in chunk:
+        for content, closes in documents(piece, options, counts):
+            if isinstance(content, str):
+                parts = _short_parts(content)
+                texts += parts
+                closing += [False] * (len(parts) - 1) + [closes]
+            else:
+                flush()
+                if content.min() < 0 or content.max() >= vocab_size:
+                    raise UserError(f"{piece.name}: token ids from {content.min()} to {content.max()} in a document, but the "
+                                    f"tokenizer knows {vocab_size}; name the one that made them with --tokenizer")
+                tokens.fromlist(content[bos is not None and content[0] == bos:].tolist() + [eos])
+    flush()
+    tokens = np.frombuffer(tokens, dtype=np.uint32)
+    # An eos that follows an eos, or stands first, ends nothing; but the first may end the chunk before's open document.
+    follows = np.concatenate([[not chunk[0].inside], tokens[:-1] == eos]) if len(tokens) else np.zeros(0, dtype=bool)
+    return tokens[~(follows & (tokens == eos))], dict(counts)
+
+
+def _short_parts(text):
+    """A long text in parts, since the library takes some hundred bytes of memory for each token of a call."""
+    if len(text) <= PIECE_BYTES:
+        return [text]
+    data, parts = text.encode(), []
+    while len(data) > PIECE_BYTES:
+        cut = cut_words(data[:PIECE_BYTES])
+        parts.append(data[:cut].decode())
+        data = data[cut:]
+    return [*parts, data.decode()]
+
+
+# ---------------------------------------------------------------- what one sees
+
+class Progress:
+    """A live bar on a terminal, a plain line every ten seconds elsewhere."""
+
+    def __init__(self, source, progress, tokens):
+        self.started = self.said = time.monotonic()
+        self.tokens_before, self.total, self.unit = tokens, source.total, source.unit
+        self.bar = None
+        if sys.stderr.isatty():
+            from tqdm import tqdm
+
+            self.bar = tqdm(total=source.total, unit=source.unit, unit_scale=True, mininterval=0.2, smoothing=0.05,
+                            initial=progress["done"], desc="tokenising")
+
+    def update(self, done, documents, tokens):
+        """done: input behind us, in the source's unit."""
+        now = time.monotonic()
+        rate = (tokens - self.tokens_before) / max(now - self.started, 1e-9)
+        text = f"{documents:,} documents, {tokens:,} tokens, {rate:,.0f} tokens/s"
+        if self.bar is not None:
+            self.bar.set_postfix_str(text, refresh=False)
+            self.bar.update(done - self.bar.n)
+        elif now - self.said >= 10:
+            share = f"{done / self.total:4.0%}  " if self.total else ""
+            print(share + text, flush=True)
+            self.said = now
+
+    def close(self):
+        if self.bar is not None:
+            self.bar.close()
