@@ -28,6 +28,7 @@ def all_settings():
         for leaf in dataclasses.fields(section.default_factory):
             assert leaf.name not in found, f"two settings are called {leaf.name}"
             found[leaf.name] = (section.name, leaf)
+    assert not found.keys() & {section.name for section in dataclasses.fields(TrainConfig)}, "a setting is called like a section"
     return found
 
 

@@ -182,7 +182,7 @@ class TrainConfig:
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
-    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    lr_schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     training: TrainingConfig = field(default_factory=TrainingConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
@@ -191,7 +191,7 @@ class TrainConfig:
     def check(self):
         """Raises UserError for combinations that can't work, before any process group or GPU starts."""
         self.model.check()
-        data, schedule, training, checkpoint, parallel = self.data, self.schedule, self.training, self.checkpoint, self.parallel
+        data, schedule, training, checkpoint, parallel = self.data, self.lr_schedule, self.training, self.checkpoint, self.parallel
         if data.weights and len(data.weights) != len(data.datasets):
             raise UserError(f"weights has {len(data.weights)} values but datasets {len(data.datasets)} names; give one weight each")
         if any(weight < 0 for weight in data.weights) or (data.weights and not sum(data.weights)):

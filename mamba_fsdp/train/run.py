@@ -94,7 +94,7 @@ class Run:
         self.total_steps = training.num_steps.steps(tokens_per_step)
         self.eval_steps = training.eval_interval.steps(tokens_per_step)
         self.checkpoint_steps = self.settings.checkpoint.checkpoint_interval.steps(tokens_per_step)
-        schedule = self.settings.schedule
+        schedule = self.settings.lr_schedule
         self.schedule = Schedule(schedule.schedule, self.total_steps, warmup=schedule.warmup_steps.steps(tokens_per_step),
                                  decay=schedule.decay_steps.steps(tokens_per_step), floor=schedule.min_learning_rate_ratio)
 
