@@ -1,6 +1,9 @@
 """Fixtures that all tests share."""
 
+import os
+import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -13,3 +16,20 @@ sys.path.insert(0, str(PROJECT))
 def project():
     """The checkout under test."""
     return PROJECT
+
+
+@pytest.fixture(scope="session")
+def mamba_ssm_folder():
+    """A folder with mamba-ssm's Python modules and Triton, kept between test runs: nothing of it is compiled or needs a GPU."""
+    version = "2.3.1"
+    folder = Path(tempfile.gettempdir()) / f"mamba-ssm-{version}-python-{os.getuid()}"
+    if not folder.exists():
+        with tempfile.TemporaryDirectory(dir=folder.parent) as fresh:
+            install = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--no-build-isolation"]
+            done = subprocess.run([*install, "--target", fresh, f"mamba-ssm=={version}", "triton", "einops"], capture_output=True, text=True,
+                                  env=os.environ | {"MAMBA_FORCE_BUILD": "TRUE", "MAMBA_SKIP_CUDA_BUILD": "TRUE"})
+            if done.returncode:
+                pytest.skip(f"mamba-ssm can't be installed here: {done.stderr.strip().splitlines()[-1]}")
+            Path(fresh).rename(folder)
+            Path(fresh).mkdir()
+    return folder

@@ -8,6 +8,7 @@ from config.model_config import ModelConfig
 from config.presets import PRESETS
 from mamba_fsdp.errors import UserError
 
+WORDS = {int: "whole number", float: "number", bool: "true or false", str: "text"}
 INERT = (None, False, 0, "", [], {})  # a field that says no to something we don't know of changes nothing
 
 
@@ -31,8 +32,8 @@ class Fields:
     def __contains__(self, name):
         return name in self.content
 
-    def take(self, name, *default, kind=int):
-        """The value of a field, of type `kind`; its default, if it has one, where it is absent or null."""
+    def take(self, name, *default, kind=int, least=1):
+        """The value of a field, of type `kind`, whole numbers at least `least`; its default, if any, where it is absent or null."""
         value = self.content.pop(name, None)
         if value is None:
             return default[0] if default else self.refuse(name, "is missing")
@@ -40,13 +41,15 @@ class Fields:
             value = float(value)
         if type(value) is not kind:
             self.refuse(name, f"is {value!r}, not {kind.__name__}")
+        if kind is int and value < least:
+            self.refuse(name, f"is {value}, but has to be at least {least}")
         return value
 
     def take_dt_rank(self, name):
         """The rank of Mamba-1's dt, 0 for "auto"."""
         if self.content.get(name) == "auto":
             del self.content[name]
-        return self.take(name, 0)
+        return self.take(name, 0, least=0)
 
     def refuse_limit(self, name):
         """Refuse limits of dt other than [0, infinity], which transformers 5 writes as {"__float__": "Infinity"}."""
@@ -84,13 +87,6 @@ class Fields:
 
 def model_config(path, **values):
     """The checked ModelConfig of these values, written as a preset writes it where it is one. Raises UserError."""
-    if values.get("dt_rank") == -(-values["d_model"] // 16):
-        values["dt_rank"] = 0
-    if "n_head" in values:
-        if values["rotary_dim"] == values["head_dim"]:
-            values["rotary_dim"] = -1
-        if values["head_dim"] * values["n_head"] == values["d_model"]:
-            values["head_dim"] = 0
     config = checked_config(path, values)
     for name, preset in PRESETS.items():
         known = ModelConfig(**preset, model_name=name, chunk_size=config.chunk_size)
@@ -108,7 +104,7 @@ def checked_config(path, values):
         kind, least, most = known[name].type, known[name].metadata["at_least"], known[name].metadata["at_most"]
         if type(value) is not kind or (least is not None and value < least) or (most is not None and value > most):
             bounds = "".join([f", at least {least}" * (least is not None), f", at most {most}" * (most is not None)])
-            raise UserError(f"{path}: {name} is {value!r}, but this program's models need a {kind.__name__}{bounds}")
+            raise UserError(f"{path}: {name} is {value!r}, but this program's models need: {WORDS[kind]}{bounds}")
     config = ModelConfig(**values)
     try:
         config.check()
@@ -118,10 +114,11 @@ def checked_config(path, values):
 
 
 def _same_structure(one, other):
-    """Whether two configs differ at most in names and in how the number of embedding rows and the list of layers are written."""
+    """Whether two configs differ at most in their names and in how sizes that follow from others are written."""
     def structure(config):
-        written = {"model_name", "vocab_size", "pad_vocab_size_multiple", "layers"}
-        return {name: value for name, value in vars(config).items() if name not in written}, config.layer_list(), config.padded_vocab_size
+        resolved = {"model_name": "", "vocab_size": 0, "pad_vocab_size_multiple": 0, "layers": config.layer_list(),
+                    "dt_rank": config.resolved_dt_rank, "head_dim": config.resolved_head_dim, "rotary_dim": config.resolved_rotary_dim}
+        return {**vars(config), **resolved}, config.padded_vocab_size
     return structure(one) == structure(other)
 
 

@@ -21,7 +21,7 @@ def read_config(fields):
                   tie_embeddings=fields.take("tie_embeddings", True, kind=bool), norm_eps=NORM_EPS)
     fields.expect("rms_norm", True, True, "a LayerNorm")
     fields.ignore("residual_in_fp32", "fused_add_norm")  # how it computes, not what
-    d_intermediate = -(-fields.take("d_intermediate", 0) // MLP_MULTIPLE) * MLP_MULTIPLE
+    d_intermediate = -(-fields.take("d_intermediate", 0, least=0) // MLP_MULTIPLE) * MLP_MULTIPLE
     attention_layers = fields.take("attn_layer_idx", [], kind=list)
     outside = [i for i in attention_layers if i not in range(values["n_layer"])]
     if outside:
@@ -65,7 +65,7 @@ def _attention_values(attention, d_model):
     n_head = attention.take("num_heads")
     head_dim = attention.take("head_dim", d_model // n_head)
     values = dict(n_head=n_head, n_kv_head=attention.take("num_heads_kv", n_head), head_dim=head_dim,
-                  rotary_dim=attention.take("rotary_emb_dim", 0), rope_theta=attention.take("rotary_emb_base", 10000.0, kind=float))
+                  rotary_dim=attention.take("rotary_emb_dim", 0, least=0), rope_theta=attention.take("rotary_emb_base", 10000.0, kind=float))
     attention.expect("causal", True, False, "attention to the future")
     attention.expect("qkv_proj_bias", False, True)
     attention.expect("out_proj_bias", False, True)
