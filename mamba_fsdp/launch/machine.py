@@ -1,0 +1,43 @@
+"""What a node has: its GPUs, and the environment that Python runs in."""
+
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from mamba_fsdp.errors import UserError
+
+PROJECT = Path(__file__).resolve().parents[2]
+
+
+def assigned_gpus():
+    """How many GPUs this process may use: those that Slurm or the user chose, else all that the driver shows."""
+    chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if chosen is None:
+        return len(driver_gpus())
+    return len([name for name in chosen.split(",") if name.strip() not in ("", "-1", "NoDevFiles")])
+
+
+def driver_gpus():
+    """Names of the GPUs that the NVIDIA driver shows, such as `NVIDIA H100 80GB HBM3`; [] without a driver."""
+    if not shutil.which("nvidia-smi"):
+        return []
+    listed = subprocess.run(["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"], capture_output=True, text=True, timeout=120)
+    return listed.stdout.split("\n")[:-1] if listed.returncode == 0 else []
+
+
+def check_version(environment=sys.prefix):
+    """Raises UserError unless `environment` (a .venv, or the one inside the image) was made from this checkout's requirements.
+
+    Its stamp, the file .complete, has two lines: the stack and the SHA-256 of requirements/STACK.txt.
+    """
+    remedy = "run ./0.create_env.sh, or with an image: build and import it again"
+    stamp = Path(environment) / ".complete"
+    if not stamp.is_file():
+        raise UserError(f"the environment {environment} has no stamp {stamp.name}, so it is half-made or not ours; {remedy}")
+    stack, made_from = (stamp.read_text().split() + ["", ""])[:2]
+    requirements = PROJECT / "requirements" / f"{stack}.txt"
+    if not requirements.is_file() or hashlib.sha256(requirements.read_bytes()).hexdigest() != made_from:
+        raise UserError(f"the environment {environment} was made from another requirements/{stack}.txt than this checkout's; {remedy}")

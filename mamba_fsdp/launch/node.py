@@ -1,0 +1,96 @@
+"""One node's share of a run: torchrun with a rank for each GPU, and the error of the rank that failed first on record.
+
+    python -m mamba_fsdp.launch.node FAILURES [torchrun options] training.py [--SETTING=VALUE ...]
+
+When a rank fails, the others fail for its sake soon after, and the log is full of their errors. Each node writes the first
+of its own into the folder FAILURES, as a file whose name sorts by time and ends in the exit code; the launcher ends the
+log with the first of them all.
+"""
+
+import logging
+import os
+import signal
+import socket
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from torch.distributed import run as torchrun
+from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.elastic.rendezvous import RendezvousError
+
+from mamba_fsdp.durable import write_atomically
+from mamba_fsdp.launch.machine import assigned_gpus
+
+SECONDS_FOR_OTHERS = 3  # Slurm ends the job with the first node that exits: let the others put their errors on record
+ENDED_BY_LAUNCHER = -signal.SIGTERM  # torchrun ends the ranks that still run when one has failed
+
+
+def main(failures, words):
+    logging.disable(logging.ERROR)  # torchrun's own account of a failure: ours comes last and says more
+    processes = int(os.environ.get("PROCESSES_PER_NODE") or assigned_gpus() or 1)
+    if processes > 1:  # left alone, torchrun gives each rank one thread
+        os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // processes)))
+    with tempfile.TemporaryDirectory(prefix="mamba-train-") as scratch:
+        # On the node's own disk and new for each job: shared by nodes, or by jobs of different versions, these caches break.
+        os.environ["TRITON_CACHE_DIR"] = f"{scratch}/triton"
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = f"{scratch}/inductor"
+        os.environ["TRITON_RANK0_SCOPE"] = "node"  # to the image's cache writer: the folder is this node's, so one rank here fills it
+        options = [f"--nproc-per-node={processes}", f"--log-dir={scratch}/ranks", "--monitor-interval=0.1", "--max-restarts=0"]
+        try:
+            torchrun.run(torchrun.parse_args(options + words))
+        except ChildFailedError as error:
+            first, rank, failure = min((moment_of(failure), rank, failure) for rank, failure in error.failures.items())
+            put_on_record(failures, *first, f"rank {rank} on {node()} failed first.\n{describe(failure)}", exit_code(failure))
+            if "--standalone" not in words:
+                time.sleep(SECONDS_FOR_OTHERS)
+            return 1
+        except RendezvousError as error:
+            put_on_record(failures, 1, time.time(), f"error: {node()} could not meet the other nodes: {error} ({error.__cause__}); can it reach "
+                          "the first node by its name, and do the firewall or security group let the nodes talk to each other?", 1)
+            return 1
+        except SignalException as error:
+            return 128 + error.sigval  # Slurm or a user ended the job; the ranks have been told and have saved
+    return 0
+
+
+def node():
+    return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
+
+
+def put_on_record(failures, order, moment, text, code):
+    """Write this node's first failure to FAILURES/ORDER-TIME-NODE-exitCODE.txt."""
+    failures.mkdir(parents=True, exist_ok=True)
+    write_atomically(failures / f"{order}-{moment:.3f}-{node()}-exit{code}.txt", text + "\n")
+
+
+def exit_code(failure):
+    return failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode
+
+
+def moment_of(failure):
+    """What failures sort by: (0 for a killed rank and 1 for others, seconds since the epoch).
+
+    A killed rank can't say when it died, and the others complain before anyone has looked at it: it comes first.
+    """
+    killed = failure.exitcode < 0 and failure.exitcode not in (ENDED_BY_LAUNCHER, -signal.SIGABRT)
+    file = Path(failure.error_file)
+    return (0 if killed else 1), file.stat().st_mtime if file.is_file() else time.time()
+
+
+def describe(failure):
+    if failure.exitcode < 0:
+        name = signal.Signals(-failure.exitcode).name
+        hint = " The usual reason is that the node ran out of memory: lower batch_size." if name == "SIGKILL" else ""
+        return f"It was ended by {name}.{hint}"
+    if isinstance(failure.message, str):  # it left no error file
+        return f"It ended with exit code {failure.exitcode}; what it said stands above."
+    message = failure.message["message"]
+    kind, _, text = message.partition(": ")
+    return f"error: {text}" if kind == "UserError" else failure.message["extraInfo"]["py_callstack"].rstrip()
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(Path(sys.argv[1]), sys.argv[2:]))

@@ -1,0 +1,41 @@
+"""What the launcher has to know of the settings before it starts anything: `python -m mamba_fsdp.launch.plan [--SETTING=VALUE ...]`.
+
+Prints the run folder, then the folders that a container needs beside the project, one a line. A bad setting ends it
+with exit code 2, so that a job fails in seconds and before it takes its nodes.
+"""
+
+import dataclasses
+import os
+from pathlib import Path
+
+from config import settings
+from mamba_fsdp import command_line
+from mamba_fsdp.errors import UserError
+from mamba_fsdp.launch.machine import PROJECT, check_version
+
+
+def plan(*unexpected, config=None, **given):
+    if unexpected:
+        raise UserError(f"{unexpected[0]}: settings are written --name=value")
+    check_version()
+    resolved, _ = settings.resolve(given, config)
+    print(run_folder(resolved))
+    for folder in folders_outside_project(resolved):
+        print(folder)
+
+
+def run_folder(resolved):
+    return Path(os.path.abspath(resolved.checkpoint.save_ckpt_path))
+
+
+def folders_outside_project(resolved):
+    """Absolute paths named by the settings, and where symbolic links on the way lead, unless they lie in the project."""
+    texts = [value for section in dataclasses.fields(resolved) for value in vars(getattr(resolved, section.name)).values()
+             if isinstance(value, str)]
+    named = [Path(os.path.abspath(text)) for text in texts if "/" in text and (text.startswith("/") or Path(text).exists())]
+    folders = {run_folder(resolved), *named, *(path.resolve() for path in [run_folder(resolved), *named])}
+    return sorted(folder for folder in folders if not folder.is_relative_to(PROJECT))
+
+
+if __name__ == "__main__":
+    command_line.run(plan, settings.help_page)

@@ -1,0 +1,111 @@
+"""Are the nodes fit for this run? Asked before training, because a hang or a crash an hour later says much less.
+
+Every node writes a report, then one process judges them together. Each finding names its node and a remedy.
+"""
+
+import json
+import os
+import shutil
+import socket
+import sys
+from pathlib import Path
+
+from mamba_fsdp.durable import write_atomically
+from mamba_fsdp.errors import UserError
+from mamba_fsdp.launch.machine import PROJECT, assigned_gpus, check_version, driver_gpus
+from mamba_fsdp.launch.plan import run_folder
+from mamba_fsdp.model.count import parameter_count
+
+BYTES_PER_PARAMETER = 12  # in a checkpoint: the weight and AdamW's two moments, all fp32
+
+
+def report(folder, resolved):
+    """Write this node's findings for the TrainConfig `resolved` into `folder`, which the first node made and put `token` into.
+
+    Raises UserError where the folder is not shared or can't be written.
+    """
+    node = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
+    if not (folder / "token").is_file():
+        raise UserError(f"{node}: {folder} is not the folder that the first node sees; mount the shared file system on {node}, "
+                        "or set save_ckpt_path to a folder on it")
+    found = {"node": node, "mistakes": mistakes_on(node, resolved), "troubles": troubles_on(node),
+             "gpus": driver_gpus()[:assigned_gpus()], "gpu_count": assigned_gpus(), "efa_count": int(os.environ.get("EFA_COUNT", 0)),
+             "seen": {str(path): fingerprint(path) for path in (PROJECT / "training.py", Path(os.path.abspath(resolved.data.dataset_path)))}}
+    try:
+        write_atomically(folder / f"{node}.json", json.dumps(found))
+    except OSError as error:
+        raise UserError(f"{node}: can't write to {folder} ({error.strerror}); mount it there with write access for uid {os.getuid()}") from None
+
+
+def mistakes_on(node, resolved):
+    """What a user has to mend on this node, as sentences."""
+    found = []
+    try:
+        check_version()
+    except UserError as error:
+        found.append(f"{node}: {error}")
+    folder, keep = run_folder(resolved), resolved.checkpoint.keep_checkpoints
+    there = len(list(folder.glob("checkpoints/step_*/COMMIT")))
+    to_come = max(1, keep + 1 - there)  # one more than are kept: the oldest goes when the newest is committed
+    needed, free = to_come * BYTES_PER_PARAMETER * parameter_count(resolved.model), shutil.disk_usage(folder).free
+    if free < needed:
+        found.append(f"{node}: {free / 1e9:.1f} GB free for {folder}, but {to_come} checkpoints to come need {needed / 1e9:.1f} GB; free some, "
+                     "lower keep_checkpoints, or set save_ckpt_path to another file system")
+    return found
+
+
+def troubles_on(node):
+    """What is broken on this node, as sentences."""
+    assigned, shown = assigned_gpus(), len(driver_gpus())
+    if shown >= assigned:
+        return []
+    return [f"{node}: Slurm assigned {assigned} GPUs, but the driver shows {shown}; look at `nvidia-smi` there and take the node out: "
+            f"scontrol update nodename={node} state=drain reason=gpu"]
+
+
+def fingerprint(path):
+    """Something that differs when two nodes don't see the same file or folder; "missing" where there is none."""
+    if path.is_dir():
+        return " ".join(sorted(os.listdir(path)))
+    return f"{path.stat().st_size} {path.stat().st_mtime_ns}" if path.exists() else "missing"
+
+
+def judge(folder, nodes):
+    """Print a line for each of the `nodes` (host names) and what is wrong with it.
+
+    Returns the exit code: 0, or 2 for what a user has to mend, or 1 for trouble that another start may be spared.
+    """
+    reports = {node: json.loads(path.read_text()) for node in nodes if (path := folder / f"{node}.json").is_file()}
+    mistakes = [sentence for report in reports.values() for sentence in report["mistakes"]]
+    troubles = [sentence for report in reports.values() for sentence in report["troubles"]]
+    for node in nodes:
+        if node not in reports:
+            troubles.append(f"{node}: no answer that the first node could read; look at its lines above. If there are none it is down: "
+                            f"scontrol show node {node}, and submit again with --exclude={node}")
+    for index, (node, report) in enumerate(reports.items()):
+        kind = f" {report['gpus'][0]}" if report["gpus"] else ""
+        print(f"node {index}     {node}: {report['gpu_count']} GPUs{kind}, {report['efa_count']} EFA devices")
+    troubles += disagreements(reports, lambda report: f"{report['gpu_count']} GPUs {sorted(set(report['gpus']))}",
+                              "every node needs the same GPUs: choose one kind with --partition or --constraint, or --exclude={node}")
+    troubles += disagreements(reports, lambda report: f"{report['efa_count']} EFA devices",
+                              "look at `fi_info -p efa` there, or submit again with --exclude={node}")
+    for path in (next(iter(reports.values()))["seen"] if reports else {}):
+        missing = [node for node, report in reports.items() if report["seen"][path] == "missing"]
+        mistakes += [f"{node}: there is no {path}; mount the shared file system there, or correct the setting" for node in missing]
+        if not missing:
+            mistakes += disagreements(reports, lambda report: f"another {path}" if report["seen"][path] != first_seen(reports, path) else path,
+                                      "it must be one shared folder: mount the same file system on {node}")
+    for sentence in mistakes + troubles:
+        print(f"error: {sentence}", file=sys.stderr)
+    return 2 if mistakes else 1 if troubles else 0
+
+
+def first_seen(reports, path):
+    return next(iter(reports.values()))["seen"][path]
+
+
+def disagreements(reports, what, remedy):
+    """A sentence for each node that differs from the first in `what(report)`."""
+    (first, expected), *others = [(node, what(report)) for node, report in reports.items()] or [("", "")]
+    return [f"{node}: it has {found}, {first} has {expected}; {remedy.format(node=node)}" for node, found in others if found != expected]
+

@@ -1,0 +1,105 @@
+"""Throw-away copies of the checkout for tests of the launcher, with or without a real training program."""
+
+import hashlib
+import json
+import os
+import shutil
+import sys
+import sysconfig
+from pathlib import Path
+
+PROJECT = Path(__file__).resolve().parents[2]
+PARTS = ["1.train.sbatch", "training.py", "mamba_fsdp", "config", "requirements"]
+
+# Counts steps where the real one trains. How it ends is up to the environment: FAKE=mistake|crash|killed|endless|deaf,
+# and how long it saves: FAKE_COMMIT_SECONDS.
+FAKE_TRAINING = r'''
+import json, os, signal, sys, time
+from pathlib import Path
+
+settings = dict(word[2:].split("=", 1) for word in sys.argv[1:])
+run, steps = Path(settings["save_ckpt_path"]), int(settings.get("num_steps", 5))
+rank, fake = int(os.environ["RANK"]), os.environ.get("FAKE", "")
+asked = []
+for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+    signal.signal(number, lambda number, _: asked.append(signal.Signals(number).name))
+
+def first_rank_writes(name, text):
+    if rank == 0:
+        (run / name).parent.mkdir(parents=True, exist_ok=True)
+        (run / name).write_text(text)
+
+def status(word, step):
+    first_rank_writes("status.json", json.dumps({"status": word, "step": step, "reason": ""}, indent=1))
+
+def fail(code):
+    file = os.environ["TORCHELASTIC_ERROR_FILE"]
+    stack = {"py_callstack": "Traceback: the cause", "timestamp": str(int(time.time()))}
+    kind = "UserError" if code == 2 else "ValueError"
+    Path(file).write_text(json.dumps({"message": {"message": f"{kind}: the cause on rank {rank}", "extraInfo": stack}}))
+    sys.exit(code)
+
+saved = sorted(run.glob("checkpoints/step_*/COMMIT"))
+step = int(saved[-1].parent.name[5:]) if saved else 0
+run.mkdir(parents=True, exist_ok=True)
+with open(run / "starts.jsonl", "a") as file:
+    file.write(json.dumps({"rank": rank, "step": step, "words": sys.argv[1:], "environment": dict(os.environ), "cwd": os.getcwd()}) + "\n")
+if rank == 0:
+    (run / "STOP").unlink(missing_ok=True)
+print(f"fake rank {rank} of {os.environ['WORLD_SIZE']} at step {step}", flush=True)
+if fake == "mistake":
+    fail(2)
+status("running", step)
+def commit():
+    if fake not in ("crash", "endless"):
+        time.sleep(float(os.environ.get("FAKE_COMMIT_SECONDS", 0)))
+        first_rank_writes(f"checkpoints/step_{step:08d}/COMMIT", "{}")
+
+while step < steps and not asked and not (run / "STOP").exists():
+    time.sleep(0.1)
+    step += fake != "endless"
+    if step == 5:
+        commit()
+    if fake == "crash" and step == 2 and rank == int(os.environ["WORLD_SIZE"]) - 1:
+        fail(1)
+    if fake == "killed" and step == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+while fake == "deaf":
+    time.sleep(1)
+commit()
+status("finished" if step == steps else "stopped", step)
+'''
+
+
+def make_project(folder, training=FAKE_TRAINING):
+    """A project folder with the checkout's launcher and library; training: the text of training.py, None for the real one."""
+    folder.mkdir(parents=True)
+    for name in PARTS:
+        if (PROJECT / name).is_dir():
+            shutil.copytree(PROJECT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+        else:
+            shutil.copy(PROJECT / name, folder / name)
+    (folder / "logs").mkdir()
+    if training:
+        (folder / "training.py").write_text(training)
+    return folder
+
+
+def make_venv(project, stack="cpu"):
+    """A .venv that has all that the tests' own environment has, stamped as 0.create_env.sh does."""
+    venv = project / ".venv"
+    (venv / "bin").mkdir(parents=True)
+    (venv / "bin/python").symlink_to(os.path.realpath(sys.executable))
+    (venv / "pyvenv.cfg").write_text(f"home = {Path(os.path.realpath(sys.executable)).parent}\n")
+    packages = Path(sysconfig.get_path("purelib", vars={"base": str(venv), "platbase": str(venv)}))
+    packages.mkdir(parents=True)
+    (packages / "tests.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    digest = hashlib.sha256((project / "requirements" / f"{stack}.txt").read_bytes()).hexdigest()
+    (venv / ".complete").write_text(f"{stack}\n{digest}\n")
+    return venv
+
+
+def starts(run):
+    """What each rank of the fake training program saw at each start, in order."""
+    file = run / "starts.jsonl"
+    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []

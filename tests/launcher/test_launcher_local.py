@@ -1,0 +1,123 @@
+"""./1.train.sbatch outside Slurm, with a training program that only counts its steps."""
+
+import os
+import shutil
+import signal
+import subprocess
+import time
+
+import pytest
+from projects import starts
+
+CLEAN = {name: value for name, value in os.environ.items() if not name.startswith("SLURM") and name != "CUDA_VISIBLE_DEVICES"}
+
+
+def launch(project, *settings, **environment):
+    return subprocess.Popen([project / "1.train.sbatch", *settings], env={**CLEAN, **environment}, cwd=project, text=True,
+                            stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+
+
+def finish(process):
+    output, _ = process.communicate(timeout=120)
+    return process.returncode, output
+
+
+def test_one_process_on_a_cpu_with_the_settings_as_they_are(launcher_project):
+    code, output = finish(launch(launcher_project, "--save_ckpt_path=runs/a b", "--num_steps=2", "--init_from=it's \"quoted\""))
+    assert code == 0, output
+    start, = starts(launcher_project / "runs/a b")
+    assert start["words"] == ["--save_ckpt_path=runs/a b", "--num_steps=2", "--init_from=it's \"quoted\""]
+    assert start["environment"]["WORLD_SIZE"] == "1"
+
+
+@pytest.mark.parametrize("chosen, count", [(None, 3), ("0,2", 2), ("", 1)])
+def test_as_many_processes_as_gpus(launcher_project, tmp_path, chosen, count):
+    (tmp_path / "nvidia-smi").write_text("#!/bin/sh\nfor i in 1 2 3; do echo 'NVIDIA Fake 4GB'; done\n")
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", **({} if chosen is None else {"CUDA_VISIBLE_DEVICES": chosen})}
+    code, output = finish(launch(launcher_project, "--save_ckpt_path=runs/a", "--num_steps=1", **environment))
+    assert code == 0, output
+    assert len(starts(launcher_project / "runs/a")) == count
+
+
+def test_ctrl_c_commits_a_checkpoint_and_says_how_to_go_on(launcher_project):
+    process = launch(launcher_project, "--save_ckpt_path=runs/a b", "--num_steps=9999")
+    wait_for(launcher_project / "runs/a b/status.json")
+    process.send_signal(signal.SIGINT)
+    code, output = finish(process)
+    assert code == 130 and "Traceback" not in output
+    committed, = sorted((launcher_project / "runs/a b/checkpoints").glob("*/COMMIT"))[-1:]
+    assert output.strip().splitlines()[-1] == \
+        rf"to go on from {committed.parent.name}: ./1.train.sbatch --save_ckpt_path=runs/a\ b --num_steps=9999"
+    assert not (launcher_project / "runs/a b/STOP").exists()
+
+
+def test_ctrl_c_while_training_is_only_starting_is_not_lost(launcher_project):
+    """A training that starts removes old requests to stop; this one must survive it."""
+    process = launch(launcher_project, "--save_ckpt_path=runs/a", "--num_steps=9999")
+    wait_for(launcher_project / "runs/a")
+    process.send_signal(signal.SIGINT)
+    code, output = finish(process)
+    assert code == 130, output
+    assert "Traceback" not in output
+
+
+def test_ctrl_c_twice_does_not_wait_for_the_checkpoint(launcher_project):
+    process = launch(launcher_project, "--save_ckpt_path=runs/a", "--num_steps=9999", FAKE="deaf")
+    wait_for(launcher_project / "runs/a/status.json")
+    process.send_signal(signal.SIGINT)
+    time.sleep(0.5)
+    process.send_signal(signal.SIGINT)
+    code, output = finish(process)
+    assert code == 130 and "Traceback" not in output
+
+
+def wait_for(path):
+    end = time.monotonic() + 60
+    while not path.exists():
+        assert time.monotonic() < end, f"{path} never came"
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize("fake, code, words", [("mistake", 2, "error: the cause on rank"), ("crash", 1, "Traceback: the cause"),
+                                               ("killed", 137, "ran out of memory: lower batch_size.")])
+def test_the_output_ends_with_the_error_of_the_rank_that_failed_first(launcher_project, fake, code, words):
+    returned, output = finish(launch(launcher_project, "--save_ckpt_path=runs/a", FAKE=fake, PROCESSES_PER_NODE="2"))
+    assert returned == code
+    before, last = output.strip().splitlines()[-2:]
+    assert "failed first" in before and words in last
+
+
+@pytest.mark.parametrize("damage", [shutil.rmtree, lambda venv: (venv / ".complete").unlink(), lambda venv: (venv / "bin/python").unlink()])
+def test_without_a_whole_venv_the_remedy_is_named(launcher_project, damage):
+    damage(launcher_project / ".venv")
+    code, output = finish(launch(launcher_project, "--save_ckpt_path=runs/a"))
+    assert code == 2
+    assert output.startswith("error: ") and "./0.create_env.sh" in output and len(output.splitlines()) == 1
+
+
+def test_a_venv_of_other_requirements_is_refused(launcher_project):
+    with open(launcher_project / "requirements/cpu.txt", "a") as file:
+        file.write("surprise==1\n")
+    code, output = finish(launch(launcher_project, "--save_ckpt_path=runs/a"))
+    assert code == 2 and "run ./0.create_env.sh" in output
+
+
+def test_a_bad_setting_is_one_line(launcher_project):
+    code, output = finish(launch(launcher_project, "--num_stepss=3"))
+    assert code == 2 and len(output.splitlines()) == 1 and "did you mean num_steps" in output
+
+
+def test_it_can_be_called_from_another_folder(launcher_project, tmp_path):
+    done = subprocess.run([launcher_project / "1.train.sbatch", "--save_ckpt_path=runs/a", "--num_steps=1"], env=CLEAN, cwd=tmp_path)
+    assert done.returncode == 0
+    assert len(starts(launcher_project / "runs/a")) == 1
+
+
+@pytest.mark.slow
+def test_no_scratch_is_left_behind(launcher_project, tmp_path):
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    for fake in ("", "crash"):
+        finish(launch(launcher_project, "--save_ckpt_path=runs/a", "--num_steps=3", FAKE=fake, TMPDIR=str(scratch)))
+    assert not list(scratch.iterdir())

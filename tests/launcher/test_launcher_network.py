@@ -1,0 +1,44 @@
+"""1.train.sbatch: what NCCL and libfabric are told, by the devices that a node has."""
+
+import os
+import subprocess
+
+import pytest
+
+NETWORK = ("FI_", "NCCL_", "RDMAV_", "EFA_COUNT")
+
+
+def network_environment(project, devices, tmp_path, **given):
+    """The variables that set_network exports on a node with `devices`: name -> driver."""
+    for name, driver in devices.items():
+        (tmp_path / "drivers" / driver).mkdir(parents=True, exist_ok=True)
+        (tmp_path / "class" / name / "device").mkdir(parents=True)
+        (tmp_path / "class" / name / "device/driver").symlink_to(tmp_path / "drivers" / driver)
+    script = f'source "{project}/1.train.sbatch"; EFA_FOLDER="{tmp_path}/class"; set_network; env'
+    clean = {name: value for name, value in os.environ.items() if not name.startswith((*NETWORK, "SLURM"))}
+    done = subprocess.run(["bash", "-c", script], env={**clean, **given}, capture_output=True, text=True, check=True)
+    pairs = dict(line.split("=", 1) for line in done.stdout.splitlines() if "=" in line)
+    return {name: value for name, value in pairs.items() if name.startswith(NETWORK)}
+
+
+@pytest.mark.parametrize("count", [4, 32, 16])
+def test_efa_nodes_get_efa_settings_and_no_obsolete_ones(project, tmp_path, count):
+    found = network_environment(project, {f"rdmap{i}s0": "efa" for i in range(count)}, tmp_path, SLURM_JOB_ID="1")
+    assert found == {"EFA_COUNT": str(count), "FI_PROVIDER": "efa", "FI_EFA_USE_HUGE_PAGE": "0", "FI_EFA_SET_CUDA_SYNC_MEMOPS": "0",
+                     "NCCL_SOCKET_IFNAME": "^docker,lo,veth"}
+
+
+@pytest.mark.parametrize("devices", [{}, {"mlx5_0": "mlx5_core"}])
+def test_nodes_without_efa_get_no_libfabric_setting(project, tmp_path, devices):
+    found = network_environment(project, devices, tmp_path, SLURM_JOB_ID="1")
+    assert found == {"EFA_COUNT": "0", "NCCL_SHM_USE_CUDA_MEMCPY": "1", "NCCL_SOCKET_IFNAME": "^docker,lo,veth"}
+
+
+def test_one_machine_alone_keeps_its_loopback_interface(project, tmp_path):
+    """A laptop without a network has no other."""
+    assert "NCCL_SOCKET_IFNAME" not in network_environment(project, {}, tmp_path)
+
+
+def test_what_the_user_has_set_stays(project, tmp_path):
+    found = network_environment(project, {"efa_0": "efa"}, tmp_path, SLURM_JOB_ID="1", NCCL_SOCKET_IFNAME="eth1", FI_EFA_USE_HUGE_PAGE="1")
+    assert found["NCCL_SOCKET_IFNAME"] == "eth1" and found["FI_EFA_USE_HUGE_PAGE"] == "1"

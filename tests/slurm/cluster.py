@@ -1,0 +1,213 @@
+"""A real Slurm of several nodes on one machine: a slurmctld and slurmds, each node in namespaces of its own.
+
+A node has its own processes, host name, network (10.66.0.N behind a bridge that leads nowhere) and /tmp; all else is the
+machine's, so that any folder outside /tmp is a shared file system, and `folder` and `shared` are inside /tmp too.
+"""
+
+import contextlib
+import os
+import re
+import shutil
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+PROGRAMS = ["slurmctld", "slurmd", "sbatch", "srun", "ip", "unshare", "nsenter"]
+REMEDY = "apt-get install --no-install-recommends slurmctld slurmd slurm-client iproute2"
+CREDENTIAL_SECONDS = 1
+
+
+def missing():
+    """Why there can't be a cluster here, or ""."""
+    absent = [program for program in PROGRAMS if not shutil.which(program)]
+    if absent:
+        return f"no {', '.join(absent)}: {REMEDY}"
+    return "" if os.geteuid() == 0 else "a Slurm in namespaces needs root"
+
+
+class Cluster:
+    """Use as context manager. Nodes are called node1, node2, ...; gpus is how many fake GPUs Slurm finds on each node, or a list of
+    these numbers."""
+
+    def __init__(self, folder, nodes=2, gpus=0, shared=(), extra_config=""):
+        self.folder, self.shared = Path(folder), [str(path) for path in (folder, *shared)]
+        self.names = [f"node{i}" for i in range(1, nodes + 1)]
+        for name in ("etc", "log", "state"):
+            (self.folder / name).mkdir(parents=True)
+        self._write_config([gpus] * nodes if isinstance(gpus, int) else gpus, extra_config)
+        self.inits = {}  # machine -> pid of its first process, as the outside sees it
+
+    def __enter__(self):
+        try:
+            self._start_login()
+            for name in self.names:
+                self.start_node(name)
+            self.wait_until(lambda: self.idle_nodes() == len(self.names), 30, "all nodes are idle")
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *_):
+        if "login" in self.inits:  # all nodes live in its process namespace and end with it
+            _kill(self.inits["login"])
+
+    def _write_config(self, gpus, extra):
+        etc = self.folder / "etc"
+        for i in range(max(gpus)):  # Slurm asks for a character device
+            (self.folder / f"gpu{i}").symlink_to("/dev/null")
+        offers = [(name, count) for name, count in zip(self.names, gpus) if count]
+        (etc / "gres.conf").write_text("".join(f"NodeName={name} Name=gpu File={self.folder}/gpu[0-{count - 1}]\n" for name, count in offers))
+        node_lines = "\n".join(f"NodeName={name} CPUs=4 RealMemory=8000 {f'Gres=gpu:{count}' if count else ''}"
+                               for name, count in zip(self.names, gpus))
+        hosts = "".join(f"10.66.0.{i} {name}\n" for i, name in enumerate(self.names, 1))
+        (self.folder / "hosts").write_text(f"127.0.0.1 localhost\n10.66.0.254 login\n{hosts}")
+        (etc / "slurm.conf").write_text(f"""ClusterName=test
+SlurmctldHost=login(10.66.0.254)
+SlurmUser=root
+AuthType=auth/none
+CredType=cred/none
+AuthInfo=cred_expire={CREDENTIAL_SECONDS}
+StateSaveLocation={self.folder}/state
+SlurmdSpoolDir={self.folder}/spool-%n
+SlurmctldPidFile={self.folder}/slurmctld.pid
+SlurmdPidFile={self.folder}/slurmd-%n.pid
+SlurmctldLogFile={self.folder}/log/slurmctld.log
+SlurmdLogFile={self.folder}/log/%n.log
+MailProg=/bin/true
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+JobAcctGatherType=jobacct_gather/none
+AccountingStorageType=accounting_storage/none
+SwitchType=switch/none
+MpiDefault=none
+SelectType=select/cons_tres
+SelectTypeParameters=CR_CPU
+GresTypes=gpu
+ReturnToService=2
+SlurmdTimeout=5
+KillWait=10
+SchedulerParameters=batch_sched_delay=0,sched_interval=1,bf_interval=1
+SlurmdParameters=config_overrides
+PropagateResourceLimits=NONE
+{node_lines}
+PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP
+{extra}
+""")
+        version = subprocess.run(["slurmd", "-V"], capture_output=True, text=True).stdout
+        if int(re.search(r"(\d+)\.", version)[1]) >= 23:
+            (etc / "cgroup.conf").write_text("CgroupPlugin=disabled\n")
+
+    def _start_login(self):
+        script = f"""hostname login
+mount --bind {self.folder}/hosts /etc/hosts && mkdir -p /etc/slurm && mount --bind {self.folder}/etc /etc/slurm
+ip link set lo up && ip link add bridge type bridge && ip addr add 10.66.0.254/24 dev bridge && ip link set bridge up
+slurmctld -D & while :; do sleep 3600 & wait; done"""
+        self._start("login", [], script)
+        self.wait_until(lambda: "UP" in self.run("scontrol", "ping", check=False), 30, "slurmctld answers")
+
+    def start_node(self, name):
+        """Switch a node on, at first or after kill_node."""
+        number = self.names.index(name) + 1
+        binds = "".join(f"mkdir -p $t/{path[5:]} && mount --bind {path} $t/{path[5:]}\n" for path in self.shared if path.startswith("/tmp/"))
+        script = f"""set -e
+hostname {name}; ip link set lo up
+until ip link show eth0 >/dev/null 2>&1; do sleep .01; done
+ip addr add 10.66.0.{number}/24 dev eth0; ip link set eth0 up
+t=$(mktemp -d); mount -t tmpfs -o mode=1777 tmp $t
+{binds}mount --move $t /tmp
+mkdir -p {self.folder}/spool-{name}
+slurmd -D -N {name} & while :; do sleep 3600 & wait; done"""
+        login = str(self.inits["login"])
+        self._start(name, ["nsenter", "-t", login, "-m", "-p", "--"], script)
+        ip = ["nsenter", "-t", login, "-n", "ip", "link"]
+        subprocess.run([*ip, "del", f"to-{name}"], capture_output=True)
+        subprocess.run([*ip, "add", f"to-{name}", "type", "veth", "peer", "name", "eth0", "netns", str(self.inits[name])], check=True)
+        subprocess.run([*ip, "set", f"to-{name}", "master", "bridge", "up"], check=True)
+
+    def _start(self, machine, enter, script):
+        mount_proc = "mount -t proc proc /proc\n"
+        with open(self.folder / "log" / f"{machine}.out", "a") as log:
+            process = subprocess.Popen([*enter, "unshare", "--net", "--uts", "--mount", "--pid", "--fork", "--kill-child=KILL", "bash", "-c",
+                                        mount_proc + script], stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True)
+        self.inits[machine] = _first_process_of_namespace(process)
+
+    def kill_node(self, name):
+        """As if its power went: processes and network vanish without a word."""
+        _kill(self.inits.pop(name))
+
+    def command(self, *words, on="login"):
+        return ["nsenter", "-t", str(self.inits[on]), "-n", "-u", "-m", "-p", f"--wd={os.getcwd()}", "--", *map(str, words)]
+
+    def run(self, *words, cwd=None, env=None, check=True):
+        """Run a command on the login node; its output."""
+        command = self.command(*words)
+        command = [word if not word.startswith("--wd=") else f"--wd={cwd or os.getcwd()}" for word in command]
+        done = subprocess.run(command, env={**os.environ, **(env or {})}, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+        assert not check or done.returncode == 0, done.stdout
+        return done.stdout
+
+    def submit(self, project, *words, options=(), env=None):
+        """sbatch the project's own launcher. Returns the job's id."""
+        return self.run("sbatch", "--parsable", *options, "1.train.sbatch", *words, cwd=project, env=env).strip().split("\n")[-1]
+
+    def idle_nodes(self):
+        return int(self.run("sinfo", "-h", "-t", "idle", "-o", "%D", check=False).strip() or 0)
+
+    def state(self, job):
+        """JobState as scontrol shows it: PENDING, RUNNING, COMPLETED, FAILED, CANCELLED, ..."""
+        return re.search(r"JobState=(\w+)", self.run("scontrol", "show", "job", job))[1]
+
+    def restarts(self, job):
+        return int(re.search(r"Restarts=(\d+)", self.run("scontrol", "show", "job", job))[1])
+
+    def wait_for_end(self, job, seconds=120):
+        """The job's last state. Jobs that were put back into the queue are started at once."""
+        def ended():
+            state = self.state(job)
+            if state == "PENDING":
+                self.release(job)
+            return state if state in ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "PREEMPTED") else ""
+
+        return self.wait_until(ended, seconds, f"job {job} ends")
+
+    def release(self, job):
+        """Spare a job that was put back into the queue the two minutes that Slurm would let it wait."""
+        if self.restarts(job) and self.state(job) == "PENDING":
+            time.sleep(CREDENTIAL_SECONDS + 1)  # in the same second, nodes take the new start for the one that has just ended
+            self.run("scontrol", "update", f"jobid={job}", "StartTime=now", check=False)
+
+    def wait_until(self, happened, seconds, what):
+        """happened()'s first true value. Raises TimeoutError that says `what` never came, with the daemons' last words."""
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            if value := happened():
+                return value
+            time.sleep(0.1)
+        logs = "".join(f"--- {path.name}\n{path.read_text(errors='replace')[-1500:]}\n" for path in sorted((self.folder / "log").iterdir()))
+        raise TimeoutError(f"{seconds} s passed before {what}\n{logs}")
+
+
+def _first_process_of_namespace(process):
+    """The pid, out here, of the process that is 1 in the namespace that `process` is making."""
+    for _ in range(500):
+        with contextlib.suppress(OSError, IndexError):
+            pid = process.pid
+            while True:
+                status = Path(f"/proc/{pid}/status").read_text()
+                inner = re.search(r"NSpid:\t(.*)", status)[1].split()
+                if len(inner) > 1 and inner[-1] == "1" and Path(f"/proc/{pid}/comm").read_text().strip() == "bash":
+                    return pid
+                pid = int(Path(f"/proc/{pid}/task/{pid}/children").read_text().split()[0])
+        assert process.poll() is None, "a namespace could not be made; is this a container without the right to?"
+        time.sleep(0.01)
+    raise TimeoutError("no process appeared in the namespace")
+
+
+def _kill(pid):
+    os.kill(pid, signal.SIGKILL)
+    while Path(f"/proc/{pid}").exists():
+        with contextlib.suppress(ChildProcessError):
+            os.waitpid(-1, os.WNOHANG)
+        time.sleep(0.02)

@@ -1,0 +1,38 @@
+"""A throw-away Slurm with a project in it, for tests that submit the project's own launcher."""
+
+import os
+import sys
+
+import pytest
+
+sys.path[:0] = [os.path.dirname(__file__), os.path.join(os.path.dirname(__file__), "../launcher")]
+
+import cluster as slurm  # noqa: E402
+import projects  # noqa: E402
+
+
+@pytest.fixture
+def slurm_project(tmp_path):
+    """A project folder with a space in its name, a fake training program and a .venv, on the nodes' shared file system."""
+    project = projects.make_project(tmp_path / "the project")
+    projects.make_venv(project)
+    (project / "data/builtin").mkdir(parents=True)
+    return project
+
+
+@pytest.fixture
+def start_cluster(tmp_path):
+    """start_cluster(nodes=2, gpus=0, extra_config="") -> a running Cluster, ended after the test."""
+    reason = slurm.missing()
+    if reason:
+        pytest.skip(reason)
+    running = []
+
+    def start(**options):
+        shared = [tmp_path, sys.prefix, os.path.dirname(os.path.dirname(os.path.realpath(sys.executable)))]
+        running.append(slurm.Cluster(tmp_path / "slurm", shared=shared, **options).__enter__())
+        return running[-1]
+
+    yield start
+    for cluster in running:
+        cluster.__exit__()

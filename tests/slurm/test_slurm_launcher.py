@@ -1,0 +1,268 @@
+"""1.train.sbatch on a real Slurm, with a training program that only counts its steps."""
+
+import json
+import os
+import re
+import shutil
+
+import pytest
+from projects import starts
+
+pytestmark = pytest.mark.slow
+
+
+def log(project, job):
+    return (project / f"logs/mamba-train_{job}.out").read_text()
+
+
+def wait_for_step(cluster, project, run="runs/a"):
+    cluster.wait_until(lambda: '"running"' in read(project / run / "status.json"), 60, "the training has begun")
+
+
+def read(path):
+    return path.read_text() if path.exists() else ""
+
+
+def without_label(line):
+    return re.sub(r"^\d+: ", "", line)
+
+
+def test_two_nodes_make_one_run_of_two_ranks_in_the_shared_venv(start_cluster, slurm_project):
+    cluster = start_cluster()
+    job = cluster.submit(slurm_project, "--save_ckpt_path=runs/a", "--num_steps=3", "--tracker=none")
+    assert cluster.wait_for_end(job) == "COMPLETED", log(slurm_project, job)
+    ranks = starts(slurm_project / "runs/a")
+    assert sorted(rank["rank"] for rank in ranks) == [0, 1]
+    for rank in ranks:
+        environment = rank["environment"]
+        assert rank["words"] == ["--save_ckpt_path=runs/a", "--num_steps=3", "--tracker=none"], "settings go through as they are"
+        assert rank["cwd"] == str(slurm_project)
+        assert (environment["WORLD_SIZE"], environment["LOCAL_WORLD_SIZE"]) == ("2", "1")
+        assert environment["MASTER_ADDR"] == "node1", "ranks meet at a host name, which a replaced node keeps"
+        assert environment["TRITON_CACHE_DIR"].startswith("/tmp/mamba-train-"), "compiler caches are the node's and the job's own"
+        assert environment["TORCHINDUCTOR_CACHE_DIR"].startswith("/tmp/mamba-train-")
+        assert not any(name.startswith("FI_") for name in environment), "no EFA settings without EFA devices"
+    text = log(slurm_project, job)
+    assert "0: fake rank" in text and "1: fake rank" in text, "each node's lines have its prefix"
+    assert "finished" in text.splitlines()[-1]
+
+
+def test_gpus_are_counted_on_the_nodes(start_cluster, slurm_project):
+    """Nothing in the command says that these nodes have four GPUs each."""
+    cluster = start_cluster(gpus=4)
+    bin_folder = slurm_project / "bin"
+    bin_folder.mkdir()
+    (bin_folder / "nvidia-smi").write_text("#!/bin/sh\nfor i in 1 2 3 4; do echo 'NVIDIA Fake 4GB'; done\n")
+    (bin_folder / "nvidia-smi").chmod(0o755)
+    job = cluster.submit(slurm_project, "--save_ckpt_path=runs/a", "--num_steps=2", env=path_first(bin_folder))
+    assert cluster.wait_for_end(job) == "COMPLETED", log(slurm_project, job)
+    ranks = starts(slurm_project / "runs/a")
+    assert sorted(rank["rank"] for rank in ranks) == list(range(8))
+    assert sorted({rank["environment"]["LOCAL_RANK"] for rank in ranks}) == ["0", "1", "2", "3"]
+    assert "node2: 4 GPUs NVIDIA Fake 4GB" in log(slurm_project, job)
+
+
+def test_a_broken_gpu_ends_the_job_with_the_name_of_its_node(start_cluster, slurm_project):
+    cluster = start_cluster(gpus=4)
+    bin_folder = slurm_project / "bin"
+    bin_folder.mkdir()
+    (bin_folder / "nvidia-smi").write_text("#!/bin/sh\necho 'NVIDIA Fake 4GB'; [ $(hostname) = node2 ] || for i in 2 3 4; do echo 'NVIDIA Fake 4GB'; done\n")
+    (bin_folder / "nvidia-smi").chmod(0o755)
+    job = cluster.submit(slurm_project, "--save_ckpt_path=runs/a", env={**path_first(bin_folder), "MAX_RESTARTS": "0"})
+    assert cluster.wait_for_end(job) == "FAILED"
+    text = log(slurm_project, job)
+    assert "error: node2: Slurm assigned 4 GPUs, but the driver shows 1" in text and "nodename=node2 state=drain" in text
+    assert not starts(slurm_project / "runs/a"), "training must not begin"
+
+
+def test_nodes_with_different_gpus_are_refused(start_cluster, slurm_project):
+    cluster = start_cluster(gpus=[4, 2])
+    job = cluster.submit(slurm_project, "--save_ckpt_path=runs/a")
+    assert cluster.wait_for_end(job) == "FAILED" and cluster.restarts(job) == 0
+    assert "different GPUs (node1 gpu:4, node2 gpu:2)" in log(slurm_project, job)
+
+
+def path_first(folder):
+    return {"PATH": f"{folder}:{os.environ['PATH']}"}
+
+
+def test_usr1_leads_to_a_committed_checkpoint_and_a_requeue_that_finishes(start_cluster, slurm_project):
+    """What `--signal=B:USR1@300` does before the time limit, brought forward by hand."""
+    cluster = start_cluster()
+    job = cluster.submit(slurm_project, "--save_ckpt_path=runs/a", "--num_steps=60")
+    wait_for_step(cluster, slurm_project)
+    cluster.run("scancel", "--batch", "--signal=USR1", job)
+    assert cluster.wait_for_end(job) == "COMPLETED", log(slurm_project, job)
+    assert cluster.restarts(job) == 1
+    steps = [start["step"] for start in starts(slurm_project / "runs/a") if start["rank"] == 0]
+    assert len(steps) == 2 and 0 < steps[1] < 60, "the second start goes on from the checkpoint of the first"
+    assert json.loads((slurm_project / "runs/a/status.json").read_text()) == {"status": "finished", "step": 60, "reason": ""}
+    assert not (slurm_project / "runs/a/STOP").exists()
+
+
+def test_a_stop_before_training_has_begun_is_not_lost(start_cluster, slurm_project):
+    """The request comes while nodes are being checked; the job must be queued again, not train into the time limit."""
+    cluster = start_cluster()
+    job = cluster.submit(slurm_project, "--save_ckpt_path=runs/a", "--num_steps=3")
+    cluster.wait_until(lambda: "===" in read(slurm_project / f"logs/mamba-train_{job}.out"), 30, "the launcher runs")
+    cluster.run("scancel", "--batch", "--signal=USR1", job)
+    assert cluster.wait_for_end(job) == "COMPLETED", log(slurm_project, job)
+    assert cluster.restarts(job) == 1
+
+
+def test_scontrol_requeue_goes_on_from_a_checkpoint(start_cluster, slurm_project):
+    cluster = start_cluster()
+    job = cluster.submit(slurm_project, "--save_ckpt_path=runs/a", "--num_steps=60", env={"FAKE_COMMIT_SECONDS": "3"})
+    wait_for_step(cluster, slurm_project)
+    cluster.run("scontrol", "requeue", job)
+    assert cluster.wait_for_end(job) == "COMPLETED", log(slurm_project, job)
+    assert cluster.restarts(job) == 1
+    steps = [start["step"] for start in starts(slurm_project / "runs/a") if start["rank"] == 0]
+    assert len(steps) == 2 and steps[1] > 0, "SIGTERM commits a checkpoint too"
+
+
+def test_scancel_ends_the_job_for_good_but_with_a_checkpoint(start_cluster, slurm_project):
+    cluster = start_cluster()
+    job = cluster.submit(slurm_project, "--save_ckpt_path=runs/a", "--num_steps=1000", env={"FAKE_COMMIT_SECONDS": "3"})
+    wait_for_step(cluster, slurm_project)
+    cluster.run("scancel", job)
+    assert cluster.wait_for_end(job) == "CANCELLED"
+    cluster.wait_until(lambda: cluster.idle_nodes() == 2, 60, "the job has left its nodes")
+    assert cluster.state(job) == "CANCELLED" and cluster.restarts(job) == 0, "a job that was cancelled must not come back"
+    assert list((slurm_project / "runs/a/checkpoints").glob("step_*/COMMIT"))
+
+
+def test_a_stop_file_ends_the_job_without_a_requeue(start_cluster, slurm_project):
+    cluster = start_cluster()
+    job = cluster.submit(slurm_project, "--save_ckpt_path=runs/a", "--num_steps=1000")
+    wait_for_step(cluster, slurm_project)
+    (slurm_project / "runs/a/STOP").touch()
+    assert cluster.wait_for_end(job) == "COMPLETED"
+    assert cluster.restarts(job) == 0
+    assert "as the file STOP asked" in log(slurm_project, job)
+
+
+def test_preemption_with_a_grace_time_goes_on_later(start_cluster, slurm_project):
+    """A more important job takes the nodes; ours commits, gives way, and finishes after it."""
+    cluster = start_cluster(extra_config="PreemptType=preempt/partition_prio\nPreemptMode=REQUEUE\n"
+                            "PartitionName=urgent Nodes=ALL PriorityTier=10 State=UP\n"
+                            "PartitionName=spare Nodes=ALL PriorityTier=1 GraceTime=20 PreemptMode=REQUEUE State=UP")
+    job = cluster.submit(slurm_project, "--save_ckpt_path=runs/a", "--num_steps=80", options=["--partition=spare"])
+    wait_for_step(cluster, slurm_project)
+    cluster.run("sbatch", "--partition=urgent", "--nodes=2", "--exclusive", "--wrap=sleep 3")
+    assert cluster.wait_for_end(job) == "COMPLETED", log(slurm_project, job)
+    assert cluster.restarts(job) >= 1
+    steps = [start["step"] for start in starts(slurm_project / "runs/a") if start["rank"] == 0]
+    assert len(steps) == 2 and steps[1] > 0
+
+
+def test_a_node_that_dies_does_not_end_the_job(start_cluster, slurm_project):
+    """Slurm queues the job again, and it goes on from the newest committed checkpoint."""
+    cluster = start_cluster()
+    job = cluster.submit(slurm_project, "--save_ckpt_path=runs/a", "--num_steps=100000")
+    cluster.wait_until(lambda: (slurm_project / "runs/a/checkpoints/step_00000005/COMMIT").exists(), 60, "a checkpoint is committed")
+    cluster.kill_node("node2")
+    cluster.wait_until(lambda: cluster.state(job) == "PENDING", 90, "Slurm has noticed")
+    cluster.start_node("node2")
+    cluster.wait_until(lambda: cluster.idle_nodes() == 2, 60, "the node is back")
+    cluster.release(job)
+    cluster.wait_until(lambda: len(starts(slurm_project / "runs/a")) == 4, 60, "both nodes train again")
+    assert starts(slurm_project / "runs/a")[-1]["step"] >= 5
+
+
+@pytest.mark.parametrize("words", [["--num_stepss=3"], ["--seq_length=many"], ["three"]])
+def test_a_bad_setting_fails_at_once_and_is_never_queued_again(start_cluster, slurm_project, words):
+    cluster = start_cluster()
+    job = cluster.submit(slurm_project, "--save_ckpt_path=runs/a", *words)
+    assert cluster.wait_for_end(job) == "FAILED"
+    assert cluster.restarts(job) == 0
+    assert words[0].strip("-").split("=")[0] in log(slurm_project, job)
+    assert not starts(slurm_project / "runs/a")
+
+
+def test_a_mistake_that_only_training_can_find_is_never_queued_again(start_cluster, slurm_project):
+    cluster = start_cluster()
+    job = cluster.submit(slurm_project, "--save_ckpt_path=runs/a", env={"FAKE": "mistake"})
+    assert cluster.wait_for_end(job) == "FAILED"
+    assert cluster.restarts(job) == 0
+    assert re.search(r"not queued again.*\n.*failed first\.\nerror: the cause on rank", log(slurm_project, job))
+
+
+def test_a_job_that_crashes_without_a_new_checkpoint_gives_up_after_max_restarts(start_cluster, slurm_project):
+    cluster = start_cluster()
+    job = cluster.submit(slurm_project, "--save_ckpt_path=runs/a", env={"FAKE": "crash", "MAX_RESTARTS": "1"})
+    assert cluster.wait_for_end(job) == "FAILED"
+    assert cluster.restarts(job) == 1
+    text = log(slurm_project, job)
+    assert "given up after 1 restarts without a checkpoint newer than start (MAX_RESTARTS=1)" in text
+    last = [without_label(line) for line in text.strip().splitlines()][-2:]
+    assert last == ["rank 1 on node2 failed first.", "Traceback: the cause"], "the log ends with the error of the rank that failed first"
+
+
+def test_restarts_with_new_checkpoints_are_not_counted(start_cluster, slurm_project):
+    cluster = start_cluster()
+    job = cluster.submit(slurm_project, "--save_ckpt_path=runs/a", "--num_steps=500", env={"MAX_RESTARTS": "0"})
+    for _ in range(2):
+        begun = len(starts(slurm_project / "runs/a"))
+        cluster.wait_until(lambda: len(starts(slurm_project / "runs/a")) >= begun + 2 and "running" in read(slurm_project / "runs/a/status.json"),
+                           60, "the training has begun")
+        cluster.run("scancel", "--batch", "--signal=USR1", job)
+        cluster.wait_until(lambda: cluster.state(job) == "PENDING", 60, "the job is queued again")
+        cluster.release(job)
+    cluster.run("scancel", job)
+    assert "given up" not in log(slurm_project, job)
+
+
+def test_without_image_and_venv_the_job_says_what_to_make(start_cluster, slurm_project):
+    cluster = start_cluster()
+    shutil.rmtree(slurm_project / ".venv")
+    job = cluster.submit(slurm_project, "--save_ckpt_path=runs/a")
+    assert cluster.wait_for_end(job) == "FAILED" and cluster.restarts(job) == 0
+    text = log(slurm_project, job)
+    assert f"neither an image ({slurm_project}/mamba-train.sqsh) nor an environment ({slurm_project}/.venv)" in text
+    assert "./0.create_env.sh" in text
+
+
+def test_an_image_that_is_named_must_be_there(start_cluster, slurm_project):
+    """No silent way out into .venv."""
+    cluster = start_cluster()
+    job = cluster.submit(slurm_project, "--save_ckpt_path=runs/a", env={"IMAGE": "/nowhere/mamba.sqsh"})
+    assert cluster.wait_for_end(job) == "FAILED" and cluster.restarts(job) == 0
+    assert "IMAGE=/nowhere/mamba.sqsh: there is no such file" in log(slurm_project, job)
+
+
+def test_a_half_made_venv_is_not_used(start_cluster, slurm_project):
+    cluster = start_cluster()
+    (slurm_project / ".venv/.complete").unlink()
+    job = cluster.submit(slurm_project, "--save_ckpt_path=runs/a")
+    assert cluster.wait_for_end(job) == "FAILED" and cluster.restarts(job) == 0
+    assert "half made; make it anew: ./0.create_env.sh" in log(slurm_project, job)
+
+
+def test_a_run_folder_that_is_not_shared_is_found_before_training(start_cluster, slurm_project):
+    """/tmp is each node's own."""
+    cluster = start_cluster()
+    job = cluster.submit(slurm_project, "--save_ckpt_path=/tmp/private-run", env={"MAX_RESTARTS": "0"})
+    assert cluster.wait_for_end(job) == "FAILED"
+    text = log(slurm_project, job)
+    assert "error: node2: /tmp/private-run/preflight is not the folder that the first node sees" in text
+    assert "rank" not in text
+
+
+def test_submitting_from_elsewhere_finds_the_project(start_cluster, slurm_project, tmp_path):
+    cluster = start_cluster()
+    (tmp_path / "elsewhere/logs").mkdir(parents=True)
+    job = cluster.run("sbatch", "--parsable", slurm_project / "1.train.sbatch", "--save_ckpt_path=runs/a", "--num_steps=2",
+                      cwd=tmp_path / "elsewhere").strip()
+    assert cluster.wait_for_end(job) == "COMPLETED", log(tmp_path / "elsewhere", job)
+    assert starts(slurm_project / "runs/a")[0]["cwd"] == str(slurm_project)
+
+
+def test_a_training_that_does_not_stop_in_time_is_queued_again_before_the_limit(start_cluster, slurm_project):
+    """A job that runs into its limit is over for Slurm; going on from an older checkpoint is better."""
+    cluster = start_cluster()
+    job = cluster.submit(slurm_project, "--save_ckpt_path=runs/a", "--num_steps=2", options=["--time=1", "--signal=B:USR1@50"],
+                         env={"FAKE": "deaf"})
+    cluster.wait_until(lambda: cluster.restarts(job) == 1, 90, "the job is queued again")
+    assert "no checkpoint in time before the time limit" in log(slurm_project, job)
+    cluster.run("scancel", job)

@@ -1,0 +1,88 @@
+"""1.train.sbatch on a real Slurm with the real training program: two nodes, one rank each, over gloo."""
+
+import json
+import shutil
+
+import numpy as np
+import projects
+import pytest
+
+from mamba_fsdp.data.store import StoreWriter
+
+pytestmark = pytest.mark.slow
+
+SETTINGS = ["--d_model=32", "--n_layer=2", "--vocab_size=64", "--d_state=4", "--seq_length=64", "--batch_size=2", "--num_steps=200",
+            "--report_interval=1", "--checkpoint_interval=50", "--eval_interval=0", "--mixed_precision=fp32", "--deterministic=true",
+            "--sharding_strategy=fsdp", "--kernels=portable", "--dataset_path=data/store"]
+
+
+@pytest.fixture
+def training_project(tmp_path):
+    """The checkout with its own training program, a .venv and a small token store."""
+    project = projects.make_project(tmp_path / "the project", training=None)
+    projects.make_venv(project)
+    random = np.random.default_rng(0)
+    writer = StoreWriter(project / "data/store", vocab_size=64, eos=0, tokenizer="none")
+    for _ in range(300):
+        writer.add_document([int(token) for token in random.integers(1, 64, size=100)])
+    writer.finish()
+    return project
+
+
+def log(project, job):
+    return (project / f"logs/mamba-train_{job}.out").read_text()
+
+
+def losses(run):
+    entries = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [(entry["step"], entry["loss"], entry["grad_norm"]) for entry in entries]
+
+
+def weights(run):
+    return {path.name: path.read_bytes() for path in sorted(run.glob("pth/step_*/*.pth"))}
+
+
+def test_interrupted_by_usr1_the_run_is_bitwise_the_unbroken_one(start_cluster, training_project):
+    cluster = start_cluster()
+    unbroken = cluster.submit(training_project, *SETTINGS, "--save_ckpt_path=runs/unbroken", env={"OMP_NUM_THREADS": "1"})
+    assert cluster.wait_for_end(unbroken, 300) == "COMPLETED", log(training_project, unbroken)
+    broken, run = cluster.submit(training_project, *SETTINGS, "--save_ckpt_path=runs/broken", env={"OMP_NUM_THREADS": "1"}), \
+        training_project / "runs/broken"
+    cluster.wait_until(lambda: (run / "metrics.jsonl").exists() and len((run / "metrics.jsonl").read_text().splitlines()) > 3, 120,
+                       "training has done some steps")
+    cluster.run("scancel", "--batch", "--signal=USR1", broken)
+    assert cluster.wait_for_end(broken, 300) == "COMPLETED", log(training_project, broken)
+    assert cluster.restarts(broken) == 1
+    text = log(training_project, broken)
+    stopped = int(text.split("stopped    at step ")[1].split()[0])
+    assert 0 < stopped < 200 and f"step_{stopped:08d}" in text
+    assert losses(run) == losses(training_project / "runs/unbroken")
+    assert weights(run) == weights(training_project / "runs/unbroken") and len(weights(run)) == 1
+
+
+def test_a_node_killed_in_mid_run_costs_only_the_steps_since_the_last_checkpoint(start_cluster, training_project):
+    cluster = start_cluster()
+    job = cluster.submit(training_project, *SETTINGS, "--save_ckpt_path=runs/a", "--num_steps=100000", "--checkpoint_interval=20",
+                         env={"OMP_NUM_THREADS": "1"})
+    run = training_project / "runs/a"
+    cluster.wait_until(lambda: list(run.glob("checkpoints/step_*/COMMIT")), 120, "a checkpoint is committed")
+    cluster.kill_node("node2")
+    newest = max(path.parent.name for path in run.glob("checkpoints/step_*/COMMIT"))
+    cluster.wait_until(lambda: cluster.state(job) == "PENDING", 120, "Slurm has noticed")
+    cluster.start_node("node2")
+    cluster.wait_until(lambda: cluster.idle_nodes() == 2, 60, "the node is back")
+    cluster.release(job)
+    going_on = cluster.wait_until(lambda: [line for line in log(training_project, job).splitlines() if "going on   from" in line], 120,
+                                  "training goes on")
+    assert going_on[0].split("step_")[1][:8] >= newest[5:]
+
+
+def test_a_mistake_that_training_finds_is_told_last_and_not_tried_again(start_cluster, training_project):
+    cluster = start_cluster()
+    shutil.rmtree(training_project / "data/store")
+    (training_project / "data/store").mkdir()
+    job = cluster.submit(training_project, *SETTINGS, "--save_ckpt_path=runs/a")
+    assert cluster.wait_for_end(job, 120) == "FAILED"
+    assert cluster.restarts(job) == 0
+    last = log(training_project, job).strip().splitlines()[-1]
+    assert last.startswith("error: ") and "data/store" in last, log(training_project, job)
