@@ -252,17 +252,20 @@ def _attention_values(fields, eps_default):
 
 
 def _rotary(fields, share):
-    """(rope theta, rotated share of each head) in transformers 4's fields or 5's. Scaled variants are refused."""
-    theta = fields.take("rope_theta", 10000.0, kind=float)
-    share = fields.take("partial_rotary_factor", share, kind=float)
-    for name in ("rope_scaling", "rope_parameters"):
-        rope = fields.inner(name)
-        rope.expect("rope_type", "default", "default", "scaled rotary embeddings")
-        rope.expect("type", "default", "default", "scaled rotary embeddings")
-        theta = rope.take("rope_theta", theta, kind=float)
-        share = rope.take("partial_rotary_factor", share, kind=float)
+    """(rope theta, rotated share of each head) in transformers 4's fields or 5's, which must agree. Scaled variants are refused."""
+    places = [fields, fields.inner("rope_scaling"), fields.inner("rope_parameters")]
+    for rope in places[1:]:
+        for name in ("rope_type", "type"):
+            rope.expect(name, "default", "default", "scaled rotary embeddings")
+    values = []
+    for name, default in (("rope_theta", 10000.0), ("partial_rotary_factor", share)):
+        given = {rope.take(name, kind=float) for rope in places if name in rope}
+        if len(given) > 1:
+            fields.refuse(name, f"is given twice, as {' and '.join(map(str, sorted(given)))}")
+        values.append(given.pop() if given else default)
+    for rope in places[1:]:
         rope.finish()
-    return theta, share
+    return values
 
 
 def _rotary_dim(fields, head_dim, share):

@@ -1,0 +1,253 @@
+"""What can't be brought over exactly is refused by name, nothing is executed, and nothing is left half-written."""
+
+import json
+import os
+import pickle
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from small_models import CONFIGS, random_state, write_ours
+
+from config.model_config import ModelConfig
+from mamba_fsdp.errors import UserError
+from mamba_fsdp.interop import convert
+from mamba_fsdp.interop.convert import export, import_
+from mamba_fsdp.interop.weights import read_weights
+
+pytestmark = pytest.mark.torch22
+
+
+def exported(folder, name="mamba2", **options):
+    config = CONFIGS[name]
+    return export(write_ours(folder / "ours", config, random_state(config)), folder / "hf", **options)
+
+
+def change_config(folder, **changes):
+    path = folder / "config.json"
+    content = json.loads(path.read_text()) | changes
+    path.write_text(json.dumps({name: value for name, value in content.items() if value != "absent"}))
+
+
+def change_tensors(folder, change):
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def refused(source, message, tmp_path, **options):
+    """Both verbs and reading refuse with the message and leave nothing behind."""
+    before = sorted(os.listdir(tmp_path))
+    for attempt in (lambda: read_weights(source), lambda: import_(source, tmp_path / "out"), lambda: export(source, tmp_path / "out", **options)):
+        with pytest.raises(UserError, match=message):
+            attempt()
+    assert sorted(os.listdir(tmp_path)) == before
+
+
+@pytest.mark.parametrize("name, changes, message", [
+    ("mamba1", {"hidden_act": "gelu"}, "hidden_act is 'gelu', another activation; only 'silu'"),
+    ("mamba1", {"use_bias": True}, "use_bias is True"),
+    ("mamba1", {"use_conv_bias": False}, "use_conv_bias is False, a convolution without bias"),
+    ("mamba1", {"intermediate_size": 100}, "intermediate_size is 100"),
+    ("mamba1", {"conv_kernel": 8}, "d_conv is 8, but .* at most 4"),
+    ("mamba2", {"time_step_limit": [0.01, 0.1]}, r"time_step_limit is \[0.01, 0.1\]; only \[0, inf\]"),
+    ("mamba2", {"num_heads": 7}, "num_heads is 7"),
+    ("mamba2", {"rms_norm": False}, "rms_norm is False"),
+    ("mamba2", {"head_dim": 0}, "head_dim is 0, but has to be at least 1"),
+    ("mamba2", {"n_groups": 3}, "ngroups 3 does not divide"),
+    ("mamba2", {"hidden_size": "absent"}, "hidden_size is missing"),
+    ("mamba2", {"quantization_config": {"bits": 4}}, "quantization_config is .*, a field that this program does not know"),
+    ("hybrid", {"mamba_proj_bias": True}, "mamba_proj_bias is True"),
+    ("hybrid", {"mamba_conv_bias": False}, "mamba_conv_bias is False"),
+    ("hybrid", {"mamba_d_head": 5}, "mamba_d_head is 5 with 4 heads"),
+    ("hybrid", {"attention_bias": True}, "attention_bias is True"),
+    ("hybrid", {"mlp_bias": True}, "mlp_bias is True"),
+    ("hybrid", {"attention_dropout": 0.1}, "attention_dropout is 0.1"),
+    ("hybrid", {"time_step_limit": [0.0, 5]}, "time_step_limit"),
+    ("llama", {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "rope_scaling.rope_type is 'llama3', scaled rotary"),
+    ("llama", {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "rope_parameters.rope_type is 'yarn'"),
+    ("llama", {"rope_theta": 5.0}, "rope_theta is given twice, as 5.0 and 10000.0"),
+    ("llama", {"sliding_window": 4096}, "sliding_window is 4096, a field that this program does not know"),
+    ("llama", {"num_attention_heads": 0}, "num_attention_heads is 0"),
+    ("llama", {"rms_norm_eps": "small"}, "rms_norm_eps is 'small', not float"),
+    ("mamba2", {"model_type": "mistral", "architectures": ["MistralForCausalLM"]}, r"type 'mistral' \(MistralForCausalLM\); .*Mamba2ForCausalLM"),
+    ("llama", {"architectures": ["LlamaForSequenceClassification"]}, "LlamaForSequenceClassification"),
+])
+def test_fields_of_their_config_that_the_model_can_not_represent(name, changes, message, tmp_path):
+    source = exported(tmp_path, name)
+    change_config(source, **changes)
+    refused(source, f"config.json: .*{message}", tmp_path)
+
+
+def test_every_field_of_a_config_counts(tmp_path):
+    """Each field that an export writes, set to something else, is refused or gives another model, unless it is known to mean nothing."""
+    meaningless = {"architectures", "bos_token_id", "eos_token_id", "pad_token_id", "torch_dtype", "residual_in_fp32"}
+    for name in ("mamba1-untied-rank", "mamba2-untied-wide", "hybrid", "llama"):
+        source = exported(tmp_path / name, name)
+        before = read_weights(source).config
+        original = json.loads((source / "config.json").read_text())
+        for field, value in original.items():
+            if field in meaningless or (name, field) == ("mamba2-untied-wide", "time_step_rank"):  # Mamba-2 has no rank
+                continue
+            other = {bool: lambda v: not v, int: lambda v: v + 1, float: lambda v: v * 2 + 1, str: lambda v: v + "x",
+                     list: lambda v: [*v, 0], dict: lambda v: {**v, "rope_theta": 7.0}}[type(value)](value)
+            change_config(source, **original | {field: other})
+            try:
+                assert read_weights(source).config != before, field
+            except UserError as error:
+                assert str(error), field
+
+
+@pytest.mark.parametrize("change, message", [
+    (lambda tensors: tensors.pop("backbone.layers.1.mixer.D"), "it lacks backbone.layers.1.mixer.D"),
+    (lambda tensors: tensors.update(surprise=torch.ones(2)), "the model has no surprise"),
+    (lambda tensors: tensors.update({"backbone.norm_f.weight": torch.ones(7)}), r"backbone.norm_f.weight is \(7,\), not \(32,\)"),
+    (lambda tensors: tensors.update({"lm_head.weight": torch.ones(64, 32)}), "lm_head.weight differs from backbone.embeddings.weight"),
+])
+def test_tensors_that_are_not_the_models(change, message, tmp_path):
+    source = exported(tmp_path)
+    change_tensors(source, change)
+    refused(source, message, tmp_path)
+
+
+def test_a_tied_output_layer_that_is_stored_too_is_fine(tmp_path):
+    source = exported(tmp_path)
+    change_tensors(source, lambda tensors: tensors.update({"lm_head.weight": tensors["backbone.embeddings.weight"].clone()}))
+    assert torch.equal(read_weights(source).get("lm_head.weight"), random_state(CONFIGS["mamba2"])["backbone.embedding.weight"])
+
+
+def test_the_weights_of_another_family(tmp_path):
+    source, other = exported(tmp_path / "a", "mamba2"), exported(tmp_path / "b", "mamba1")
+    os.replace(other / "model.safetensors", source / "model.safetensors")
+    refused(source, r"does not fit the model: it lacks .*dt_bias.*; the model has no .*mixer", tmp_path)
+
+
+@pytest.mark.parametrize("damage", [
+    lambda data: data[:-10], lambda data: data[:100], lambda data: b"", lambda data: b"\xff" * 64, lambda data: data[:8] + b"?" + data[9:],
+], ids=["cut", "cut in the header", "empty", "garbage", "header"])
+def test_damaged_safetensors(damage, tmp_path):
+    source = exported(tmp_path)
+    data = (source / "model.safetensors").read_bytes()
+    (source / "model.safetensors").write_bytes(damage(data))
+    refused(source, "model.safetensors is missing or damaged", tmp_path)
+
+
+def test_sharded_safetensors_with_something_wrong(tmp_path):
+    source = exported(tmp_path, shard_bytes=20_000)
+    index = json.loads((source / "model.safetensors.index.json").read_text())
+    names = sorted(set(index["weight_map"].values()))
+    first = next(name for name, file in index["weight_map"].items() if file == names[0])
+
+    def with_index(content):
+        (source / "model.safetensors.index.json").write_text(content if isinstance(content, str) else json.dumps(content))
+
+    with_index({"weight_map": {**index["weight_map"], first: names[1]}})
+    refused(source, f"{names[1]} lacks {first}", tmp_path)
+    with_index({"weight_map": {**index["weight_map"], first: "../ours/consolidated.00.pth"}})
+    refused(source, "'../ours/consolidated.00.pth' is not the name of a file in this folder", tmp_path)
+    for content in ("{", "[]", '{"weight_map": 3}'):
+        with_index(content)
+        refused(source, "index.json can't be read as an index", tmp_path)
+    with_index(index)
+    (source / names[1]).unlink()
+    refused(source, f"{names[1]} is missing or damaged", tmp_path)
+
+
+class Trap:
+    """Unpickled without care, it makes a file."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.path),)
+
+
+@pytest.mark.parametrize("form", ["hf", "state-spaces", "ours"])
+@pytest.mark.parametrize("zipped", [True, False])
+def test_a_pickle_that_would_execute_code(form, zipped, tmp_path):
+    ours = write_ours(tmp_path / "ours", CONFIGS["mamba1"], random_state(CONFIGS["mamba1"]))
+    source = ours if form == "ours" else export(ours, tmp_path / "source", format=form)
+    if form == "hf":
+        (source / "model.safetensors").unlink()
+    path = source / ("consolidated.00.pth" if form == "ours" else "pytorch_model.bin")
+    content = {"backbone.norm_f.weight": Trap(tmp_path / "executed")}
+    torch.save(content, path) if zipped else path.write_bytes(pickle.dumps(content))
+    refused(source, f"{path.name} is broken or holds more than tensors", tmp_path)
+    assert not (tmp_path / "executed").exists()
+
+
+@pytest.mark.parametrize("content, message", [([torch.ones(2)], "is no dict of tensors"), ({"model": {"x": torch.ones(2)}}, "is no dict of tensors")])
+def test_a_bin_that_is_not_a_dict_of_tensors(content, message, tmp_path):
+    ours = write_ours(tmp_path / "ours", CONFIGS["mamba1"], random_state(CONFIGS["mamba1"]))
+    torch.save(content, ours / "consolidated.00.pth")
+    refused(ours, message, tmp_path)
+
+
+def test_a_truncated_pth(tmp_path):
+    ours = write_ours(tmp_path / "ours", CONFIGS["mamba1"], random_state(CONFIGS["mamba1"]))
+    data = (ours / "consolidated.00.pth").read_bytes()
+    (ours / "consolidated.00.pth").write_bytes(data[: len(data) // 2])
+    refused(ours, "consolidated.00.pth", tmp_path)
+
+
+def test_sources_that_are_none(tmp_path):
+    refused("state-spaces/mamba-130m-hf", "no such file or folder; .*hf download state-spaces/mamba-130m-hf", tmp_path)
+    (tmp_path / "empty").mkdir()
+    refused(tmp_path / "empty", "empty holds no model", tmp_path)
+    (tmp_path / "checkpoints").mkdir()
+    refused(tmp_path, "neither a committed checkpoint nor a run folder with one", tmp_path)
+    (tmp_path / "empty" / "config.json").write_text("{")
+    refused(tmp_path / "empty", "config.json: no valid JSON", tmp_path)
+    (tmp_path / "empty" / "config.json").write_text('{"model_type": "mamba", "hidden_size": 8, "num_hidden_layers": 1, "vocab_size": 9}')
+    refused(tmp_path / "empty", "no weights beside it", tmp_path)
+    (tmp_path / "empty" / "config.json").write_text('{"d_model": 8, "n_layer": 1, "vocab_size": 9}')
+    refused(tmp_path / "empty", "no weights beside it", tmp_path)
+    torch.save({}, tmp_path / "lonely.pth")
+    refused(tmp_path / "lonely.pth", "there is no config.json beside it", tmp_path)
+
+
+@pytest.mark.parametrize("changes, message", [
+    ({"d_model": "64"}, "d_model is '64', but this program's models need: whole number, at least 1"),
+    ({"width": 3}, "width is no setting of this program's models"),
+    ({"layers": "mamba9"}, "can't read 'mamba9'"),
+])
+def test_a_config_of_ours_that_was_edited_wrongly(changes, message, tmp_path):
+    ours = write_ours(tmp_path / "ours", CONFIGS["mamba1"], random_state(CONFIGS["mamba1"]))
+    change_config(ours, **changes)
+    refused(ours, message, tmp_path)
+
+
+def test_layers_that_transformers_has_no_model_for(tmp_path):
+    config = ModelConfig(layers="mamba1,mamba2", d_model=32, n_layer=2, vocab_size=40)
+    ours = write_ours(tmp_path / "ours", config, random_state(config))
+    with pytest.raises(UserError, match="no model with layers=mamba1,mamba2; it has MambaForCausalLM .layers mamba1 without MLP"):
+        export(ours, tmp_path / "out")
+    assert os.listdir(tmp_path) == ["ours"]
+
+
+def test_nothing_is_overwritten_and_words_are_checked(tmp_path):
+    source = exported(tmp_path)
+    with pytest.raises(UserError, match="hf exists already; name a new folder"):
+        export(tmp_path / "ours", source)
+    with pytest.raises(UserError, match="ours exists already"):
+        import_(source, tmp_path / "ours")
+    with pytest.raises(UserError, match="format=gguf: write one of hf, state-spaces"):
+        export(source, tmp_path / "out", format="gguf")
+    with pytest.raises(UserError, match="dtype=int8: write one of fp32, bf16, fp16"):
+        export(source, tmp_path / "out", dtype="int8")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("verb, function", [(export, "write_safetensors"), (import_, "_write_state_dict")])
+def test_a_full_disk_leaves_nothing(verb, function, tmp_path, monkeypatch):
+    source = exported(tmp_path)
+    before = sorted(os.listdir(tmp_path))
+
+    def full(*arguments):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(convert, function, full)
+    with pytest.raises(UserError, match="can't write .*out: No space left on device"):
+        verb(source, tmp_path / "out")
+    assert sorted(os.listdir(tmp_path)) == before

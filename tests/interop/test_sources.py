@@ -1,0 +1,97 @@
+"""Whatever names a model gives its weights: a run, a checkpoint, a file, a folder; on any number of ranks, a parameter at a time."""
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from small_models import CONFIGS, assert_same, random_state, write_ours, write_tokenizer
+
+from config.settings import as_dict, resolve
+from mamba_fsdp.checkpoint.checkpointer import Checkpointer
+from mamba_fsdp.data.store import StoreWriter
+from mamba_fsdp.interop.convert import export, import_
+from mamba_fsdp.interop.weights import read_weights
+from mamba_fsdp.parallel.parallelise import fill
+from mamba_fsdp.parallel.shards import Shard
+from mamba_fsdp.parallel.world import World
+
+pytestmark = pytest.mark.torch22
+CONFIG = CONFIGS["hybrid"]
+
+
+@pytest.fixture
+def run(tmp_path):
+    """A run folder with checkpoints of steps 1 and 2, of a run over a store with a tokenizer."""
+    writer = StoreWriter(tmp_path / "data" / "train", vocab_size=39, eos=0, tokenizer={})
+    writer.add_document(np.arange(1, 39))
+    writer.finish()
+    write_tokenizer(tmp_path / "data" / "train" / "tokenizer")
+    settings, _ = resolve({"dataset_path": str(tmp_path / "data"), "seq_length": "24"})
+    settings.model = CONFIG
+    world = World(0, 1, 0, 1, 1, torch.device("cpu"))
+    checkpointer = Checkpointer(tmp_path / "run", world, asynchronous=False)
+    for step in (1, 2):
+        shards = [Shard(name, tuple(tensor.shape), 0, tensor.flatten()) for name, tensor in random_state(CONFIG, seed=step).items()]
+        optimizer = [Shard(f"optimizer/{shard.name}/exp_avg", shard.shape, 0, torch.zeros_like(shard.data)) for shard in shards]
+        checkpointer.save(step, shards + optimizer, {"settings": as_dict(settings)})
+    return tmp_path / "run"
+
+
+def test_a_run_is_its_newest_checkpoint(run):
+    assert_same(read_weights(run), CONFIG, random_state(CONFIG, seed=2))
+    assert_same(read_weights(run / "checkpoints" / "step_00000001"), CONFIG, random_state(CONFIG, seed=1))
+
+
+def test_a_broken_checkpoint_is_passed_over_and_said(run, capsys):
+    (run / "checkpoints" / "step_00000002" / "rank_00000.safetensors").write_bytes(b"")
+    assert_same(read_weights(run), CONFIG, random_state(CONFIG, seed=1))
+    assert "step_00000002 is broken" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("source", [".", "checkpoints/step_00000002"])
+def test_a_run_is_published_and_exported_with_its_tokenizer(run, source):
+    """What a run publishes at its end can itself be exported, by any of its names."""
+    published = import_(run / source, run / "pth" / "step_00000002")
+    assert_same(read_weights(published), CONFIG, random_state(CONFIG, seed=2))
+    for name in (run / source, published, published / "consolidated.00.pth"):
+        out = export(name, run / f"out-{len(list(run.iterdir()))}")
+        config = transformers.AutoConfig.from_pretrained(out)
+        assert (config.eos_token_id, config.max_position_embeddings) == (0, 24)
+        assert transformers.AutoTokenizer.from_pretrained(out).eos_token_id == 0
+        assert_same(read_weights(out), CONFIG, random_state(CONFIG, seed=2))
+
+
+def test_a_run_whose_data_has_gone_still_gives_its_weights(run):
+    (run.parent / "data").rename(run.parent / "moved")
+    weights = read_weights(run)
+    assert weights.tokenizer_path is None
+    assert_same(weights, CONFIG, random_state(CONFIG, seed=2))
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_shards_of_any_number_of_ranks_are_filled(ranks, tmp_path):
+    """From files whose rows lie elsewhere (q, k, v; up, gate), each rank gets its own part of each of our parameters."""
+    state = random_state(CONFIG)
+    weights = read_weights(export(write_ours(tmp_path / "ours", CONFIG, state), tmp_path / "hf"))
+    filled = {name: torch.empty(tensor.numel()) for name, tensor in state.items()}
+    for rank in range(ranks):
+        shards = []
+        for name, tensor in state.items():
+            start, stop = (tensor.numel() * edge // ranks for edge in (rank, rank + 1))
+            shards.append(Shard(name, tuple(tensor.shape), start, filled[name][start:stop]))
+        fill(shards, lambda name, shape: weights.get(name))
+    for name, tensor in state.items():
+        assert torch.equal(filled[name].view(tensor.shape), tensor)
+
+
+def test_one_parameter_is_read_at_a_time(tmp_path):
+    """Opening reads no tensor, and a `get` reads only its own, whatever the form."""
+    state = random_state(CONFIG)
+    ours = write_ours(tmp_path / "ours", CONFIG, state)
+    for source in (ours, export(ours, tmp_path / "hf"), export(ours, tmp_path / "theirs", format="state-spaces")):
+        weights = read_weights(source)
+        read = []
+        original = weights.tensors._read
+        weights.tensors._read = lambda name, start, stop, original=original: read.append(name) or original(name, start, stop)
+        weights.get("backbone.layers.2.mixer.in_proj.weight")
+        assert len(read) == (3 if source.name == "hf" else 1)
