@@ -5,7 +5,6 @@
 #include "native.h"
 
 #define STEPS 64
-#define MAX_WIDTH 8
 
 struct conv {
     int64_t threads, batch, length, channels, width;
@@ -25,94 +24,109 @@ static int visible(const struct conv *s, int64_t row, int64_t t)
     return t < s->width - 1 ? t : s->width - 1;
 }
 
-/* The convolution before SiLU at one position, `lanes` channels from `channel`. */
-static inline void convolve(const struct conv *s, int64_t row, int64_t t, int64_t channel, int lanes, real *out)
+static const io *input(const struct conv *s, int64_t row, int64_t t) { return s->x + (row * s->length + t) * s->x_row; }
+
+/* The taps that position t - k is multiplied with. */
+static const real *taps(const struct conv *s, int k) { return s->taps + (s->width - 1 - k) * s->channels; }
+
+/* The convolution before SiLU at one position: (channels). */
+static void convolve(const struct conv *s, int64_t row, int64_t t, real *restrict out)
 {
     const int count = visible(s, row, t);
-    real x[LANES], tap[LANES];
-    load_real_lanes(out, s->bias + channel, lanes);
+    memcpy(out, s->bias, s->channels * sizeof(real));
     for (int k = 0; k <= count; k++) {
-        load_lanes(x, s->x + (row * s->length + t - k) * s->x_row + channel, lanes);
-        load_real_lanes(tap, s->taps + (s->width - 1 - k) * s->channels + channel, lanes);
-        FOR_LANES(i) out[i] += x[i] * tap[i];
+        const io *x = input(s, row, t - k);
+        const real *tap = taps(s, k);
+#pragma omp simd
+        for (int64_t c = 0; c < s->channels; c++) out[c] += from_io(x[c]) * tap[c];
     }
 }
 
-static void forward_block(const struct conv *s, int64_t row, int64_t start, int64_t end)
+static void forward_block(const struct conv *s, int64_t row, int64_t start, int64_t end, real *restrict pre)
 {
-    for (int64_t t = start; t < end; t++)
-        for (int64_t channel = 0; channel < s->channels; channel += LANES) {
-            const int lanes = s->channels - channel < LANES ? s->channels - channel : LANES;
-            real out[LANES];
-            convolve(s, row, t, channel, lanes, out);
-            FOR_LANES(i) out[i] *= sigmoid(out[i]);
-            store_lanes(s->out + (row * s->length + t) * s->channels + channel, out, lanes);
-        }
+    for (int64_t t = start; t < end; t++) {
+        io *out = s->out + (row * s->length + t) * s->channels;
+        convolve(s, row, t, pre);
+#pragma omp simd
+        for (int64_t c = 0; c < s->channels; c++) out[c] = to_io(pre[c] * sigmoid(pre[c]));
+    }
 }
 
 /* A position's gradient reaches the inputs up to width - 1 before it, so the last ones of the block ask for the first
- * positions behind the block too; their part in the gradient of the taps belongs to the next block. */
-static void backward_block(const struct conv *s, int64_t row, int64_t start, int64_t end, real *grad_taps)
+ * positions behind the block too; their part in the gradient of the taps belongs to the next block. `ring` is (width,
+ * channels): row t % width gathers the gradient of x[t], and is whole once t + width - 1 has added its part. */
+static void backward_block(const struct conv *s, int64_t row, int64_t start, int64_t end, real *restrict grad,
+                           real *restrict ring, real *restrict grad_taps)
 {
-    const int64_t reach = end + s->width - 1 < s->length ? end + s->width - 1 : s->length;
-    for (int64_t channel = 0; channel < s->channels; channel += LANES) {
-        const int lanes = s->channels - channel < LANES ? s->channels - channel : LANES;
-        real taps[MAX_WIDTH][LANES], sums[MAX_WIDTH + 1][LANES] = { 0 }, pending[MAX_WIDTH][LANES] = { 0 };
-        for (int k = 0; k < s->width; k++)
-            load_real_lanes(taps[k], s->taps + (s->width - 1 - k) * s->channels + channel, lanes);
-        /* pending[k] gathers the gradient of x[t - k]; it is whole when k reaches width - 1. */
-        for (int64_t t = start; t < reach + s->width - 1; t++) {
-            real grad[LANES] = { 0 };
-            int count = -1;
-            for (int k = s->width - 1; k > 0; k--) memcpy(pending[k], pending[k - 1], sizeof pending[k]);
-            memset(pending[0], 0, sizeof pending[0]);
-            if (t < reach) {
-                real out[LANES];
-                count = visible(s, row, t);
-                convolve(s, row, t, channel, lanes, out);
-                load_lanes(grad, s->grad_out + (row * s->length + t) * s->grad_row + channel, lanes);
-                FOR_LANES(i) {
-                    real gate = sigmoid(out[i]);
-                    grad[i] *= gate * (1 + out[i] * (1 - gate));
-                }
+    const int64_t channels = s->channels, width = s->width;
+    real *restrict grad_bias = grad_taps + width * channels;
+    memset(grad_taps, 0, (width + 1) * channels * sizeof(real));
+    memset(ring, 0, width * channels * sizeof(real));
+    for (int64_t t = start; t < end + width - 1; t++) {
+        if (t < s->length) {
+            const io *grad_out = s->grad_out + (row * s->length + t) * s->grad_row;
+            convolve(s, row, t, grad);
+#pragma omp simd
+            for (int64_t c = 0; c < channels; c++) {
+                real pre = grad[c], gate = sigmoid(pre);
+                grad[c] = from_io(grad_out[c]) * gate * (1 + pre * (1 - gate));
             }
-            for (int k = 0; k <= count; k++) {
-                FOR_LANES(i) pending[k][i] += grad[i] * taps[k][i];
+            for (int k = 0; k <= visible(s, row, t); k++) {
+                const real *tap = taps(s, k);
+                if (t - k >= start && t - k < end) {
+                    real *restrict grad_x = ring + (t - k) % width * channels;
+#pragma omp simd
+                    for (int64_t c = 0; c < channels; c++) grad_x[c] += grad[c] * tap[c];
+                }
                 if (t < end) {
-                    real x[LANES];
-                    load_lanes(x, s->x + (row * s->length + t - k) * s->x_row + channel, lanes);
-                    FOR_LANES(i) sums[s->width - 1 - k][i] += grad[i] * x[i];
+                    const io *x = input(s, row, t - k);
+                    real *restrict sum = grad_taps + (width - 1 - k) * channels;
+#pragma omp simd
+                    for (int64_t c = 0; c < channels; c++) sum[c] += grad[c] * from_io(x[c]);
                 }
             }
             if (t < end) {
-                FOR_LANES(i) sums[s->width][i] += grad[i];
+#pragma omp simd
+                for (int64_t c = 0; c < channels; c++) grad_bias[c] += grad[c];
             }
-            const int64_t done = t - (s->width - 1);
-            if (done >= start && done < end)
-                store_lanes(s->grad_x + (row * s->length + done) * s->channels + channel, pending[s->width - 1], lanes);
         }
-        for (int k = 0; k <= s->width; k++) memcpy(grad_taps + k * s->channels + channel, sums[k], lanes * sizeof(real));
+        const int64_t done = t - (width - 1);
+        if (done >= start) {
+            io *grad_x = s->grad_x + (row * s->length + done) * channels;
+            real *restrict whole = ring + done % width * channels;
+            for (int64_t c = 0; c < channels; c++) grad_x[c] = to_io(whole[c]);
+            memset(whole, 0, channels * sizeof(real));
+        }
     }
 }
 
 int64_t conv_steps(void) { return STEPS; }
 
+/* Returns 0, or 1 when there is no memory. */
 static int each_block(const struct conv *s, int backward)
 {
     const int64_t blocks = (s->length + STEPS - 1) / STEPS;
-#pragma omp parallel num_threads(s->threads)
+    int failed = 0;
+#pragma omp parallel num_threads(s->threads) reduction(| : failed)
     {
         const unsigned mode = flush_denormals();
+        real *scratch = malloc((s->width + 1) * s->channels * sizeof(real));
+        failed = !scratch;
 #pragma omp for schedule(static)
         for (int64_t task = 0; task < s->batch * blocks; task++) {
             const int64_t row = task / blocks, start = task % blocks * STEPS;
             const int64_t end = start + STEPS < s->length ? start + STEPS : s->length;
-            if (backward) backward_block(s, row, start, end, s->grad_taps + task * (s->width + 1) * s->channels);
-            else forward_block(s, row, start, end);
+            if (!scratch) continue;
+            if (backward)
+                backward_block(s, row, start, end, scratch, scratch + s->channels,
+                               s->grad_taps + task * (s->width + 1) * s->channels);
+            else
+                forward_block(s, row, start, end, scratch);
         }
+        free(scratch);
         restore_denormals(mode);
     }
-    return 0;
+    return failed;
 }
 
 int conv_forward(const struct conv *s) { return each_block(s, 0); }

@@ -12,8 +12,6 @@ from torch.autograd.function import once_differentiable
 from mamba_fsdp.ops import native
 from mamba_fsdp.ops.kernels import compute_type
 
-MAX_NATIVE_WIDTH = 8  # MAX_WIDTH of causal_conv.c
-
 
 def _same_document(documents, shift, dtype):
     """1 where position t - shift lies in the document of position t, else 0: (batch, length - shift, 1)."""
@@ -125,7 +123,7 @@ def causal_conv_silu(x, weight, bias, *, documents=None, kernels="portable"):
     """
     if kernels == "fused" and x.shape[2] % 8 == 0:  # what the kernel demands of rows that are contiguous in channels
         return _fused(x, weight, bias, documents)
-    if kernels == "native" and native.takes(x) and weight.shape[2] <= MAX_NATIVE_WIDTH:
+    if kernels == "native" and native.takes(x):
         return _apply(_NativeConv, x, weight, bias, documents)
     return _PortableConv.apply(x, weight, bias, documents)
 

@@ -17,15 +17,16 @@ def _chunk_loss(hidden, weight, labels, want_gradient):
     logits = (hidden @ weight.T).to(compute_type(hidden))
     counted = labels != IGNORED
     picked = labels.masked_fill(~counted, 0).unsqueeze(1)  # another label outside the vocabulary makes gather raise
-    label_logits = logits.gather(1, picked).squeeze(1)
-    norm = logits.logsumexp(1)
-    loss = torch.where(counted, norm - label_logits, 0.0).sum()
+    label_logits = logits.gather(1, picked)
+    largest = logits.amax(1, keepdim=True)
+    exponentials = logits.sub_(largest).exp_()
+    total = exponentials.sum(1, keepdim=True)
+    counted = counted.unsqueeze(1)
+    loss = torch.where(counted, total.log() + largest - label_logits, 0.0).sum()
     if not want_gradient:
         return loss, None
-    gradient = logits.sub_(norm.unsqueeze(1)).exp_()
-    gradient.scatter_add_(1, picked, gradient.new_full((), -1.0).expand(picked.shape))
-    gradient.masked_fill_(~counted.unsqueeze(1), 0.0)
-    return loss, gradient.to(hidden.dtype)
+    gradient = exponentials.mul_(counted / total)
+    return loss, gradient.scatter_add_(1, picked, -counted.to(gradient.dtype)).to(hidden.dtype)
 
 
 class _LinearCrossEntropy(torch.autograd.Function):

@@ -28,10 +28,10 @@ class _RMSNorm(torch.autograd.Function):
         x, weight, scale = ctx.saved_tensors
         normed = x.to(scale.dtype) * scale
         grad = grad.to(scale.dtype)
-        grad_weight = torch.einsum("rgc,rgc->gc", grad, normed).to(weight.dtype)
-        grad = grad * weight.to(scale.dtype)
-        projection = torch.linalg.vecdot(grad, normed).unsqueeze(-1).div_(x.shape[-1])
-        return grad.addcmul_(normed, projection, value=-1).mul_(scale).to(x.dtype), grad_weight, None, None
+        product = grad * normed
+        grad_weight = product.sum(0).to(weight.dtype)
+        projection = product.mul_(weight).mean(-1, keepdim=True)
+        return torch.mul(grad, weight).addcmul_(normed, projection, value=-1).mul_(scale).to(x.dtype), grad_weight, None, None
 
 
 def rms_norm(x, weight, eps, out_dtype):
@@ -50,7 +50,8 @@ def add_rms_norm(x, residual, weight, eps, out_dtype, kernels):
 
         normed, residual = rms_norm_fn(x, weight, None, residual=residual, eps=eps, prenorm=True, residual_in_fp32=True)
         return normed.to(out_dtype), residual
-    residual = x.to(compute_type(x)) if residual is None else residual + x
+    # A copy at the first layer: FSDP warns of a block that returns its own input.
+    residual = x.to(compute_type(x), copy=True) if residual is None else residual + x
     return rms_norm(residual, weight, eps, out_dtype), residual
 
 
