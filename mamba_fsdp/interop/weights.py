@@ -10,13 +10,11 @@ Opening checks names and shapes of all tensors; loading executes nothing.
 """
 
 from pathlib import Path
-from types import SimpleNamespace
 
 import torch
 
 from mamba_fsdp.checkpoint.folder import COMMIT, find_checkpoint, read_state, refuse_other_tensors
 from mamba_fsdp.checkpoint.tensors import open_tensors
-from mamba_fsdp.data.selection import training_sources
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.interop import state_spaces, transformers_forms
 from mamba_fsdp.interop.fields import Fields, checked_config
@@ -104,11 +102,7 @@ def _read_file(path):
 def _read_checkpoint(path):
     settings = read_state(path)["settings"]
     config = checked_config(path, settings["model"])
-    try:
-        sources, _ = training_sources(SimpleNamespace(**settings["data"]))
-        tokenizer_path = next(iter(sources.values())).tokenizer_path
-    except UserError:  # the data has moved away, or came without a tokenizer: the weights don't need it
-        tokenizer_path = None
+    tokenizer_path = _tokenizer_in(path.parent.parent / TOKENIZER)  # which the run keeps
     return _ours(path, config, open_tensors(path), seq_length=settings["data"]["seq_length"], tokenizer_path=tokenizer_path)
 
 

@@ -1,5 +1,6 @@
 """One run: what the loop works on, built from the settings; where it starts from; how it ends."""
 
+import shutil
 import time
 from dataclasses import asdict
 from itertools import chain
@@ -194,6 +195,7 @@ class Run:
         self.metrics = self.tracker = None
         if self.is_first:
             write_atomically(self.folder / "config.yaml", settings_module.as_yaml(self.settings))
+            self._keep_tokenizer()
             self.metrics = records.Metrics(self.folder, self.progress.step)
             self.tracker = make_tracker(self.settings.report.tracker, self.folder, settings_module.as_dict(self.settings))
             records.write_status(self.folder, "running", self.progress.step)
@@ -217,6 +219,15 @@ class Run:
         else:
             self.finish()
             self._say(f"finished   {self.progress.step} steps; everything lies in {self.folder}")
+
+    def _keep_tokenizer(self):
+        """A copy of the data's tokenizer in the run folder, so that the model can be used when the data is gone."""
+        target, partial = self.folder / "tokenizer", self.folder / ".tokenizer.partial"
+        source = next(iter(self.loader.sources.values())).path / "tokenizer"
+        if source.is_dir() and not target.exists():
+            shutil.rmtree(partial, ignore_errors=True)
+            shutil.copytree(source, partial)
+            partial.rename(target)
 
     def finish(self):
         """The whole model as one file, then the word `finished`: whoever reads that finds the model."""

@@ -7,6 +7,7 @@ import sys
 
 import numpy as np
 import pytest
+import torch
 
 from config import settings
 from mamba_fsdp.data.store import StoreWriter
@@ -47,7 +48,11 @@ def train(corpus, capsys):
 
         words = {key: str(value) for key, value in {**TINY, "dataset_path": corpus, "save_ckpt_path": run, **given}.items()}
         capsys.readouterr()
-        start(settings.resolve(words)[0], publish=lambda checkpoint, folder: write_consolidated(checkpoint, folder / "consolidated.00.pth"))
+        try:
+            start(settings.resolve(words)[0], publish=lambda checkpoint, folder: write_consolidated(checkpoint, folder / "consolidated.00.pth"))
+        finally:  # what training sets for its whole process
+            torch.set_flush_denormal(False)
+            torch.use_deterministic_algorithms(False)
         return capsys.readouterr().out
     return run_here
 
@@ -66,7 +71,6 @@ def start_training(corpus, project):
 def weights_of():
     """weights_of(run) -> {name: tensor} of its last consolidated file."""
     def read(run):
-        import torch
         return torch.load(sorted(run.glob("pth/step_*/consolidated.00.pth"))[-1], weights_only=True)
     return read
 

@@ -1,0 +1,12 @@
+"""python -m mamba_fsdp import MODEL OUT [--dtype=fp32|bf16|fp16]
+
+Bring a model into our form, consolidated.00.pth with its config.json and tokenizer/, in the new folder OUT. MODEL is a
+transformers folder (Mamba, Mamba2, Bamba, Llama) or a state-spaces folder, downloaded before. training.py --init_from takes
+MODEL as well as OUT.
+"""
+
+
+def main(model, out, dtype=""):
+    from mamba_fsdp.interop.convert import import_
+
+    print(import_(model, out, dtype=dtype or None))

@@ -1,0 +1,114 @@
+"""python -m mamba_fsdp inspect PATH [--tensors] [--verify]
+
+Say what PATH holds: a run folder, a checkpoint, a token store, or a model (consolidated.00.pth, transformers, state-spaces).
+
+  --tensors   list every tensor with its shape and type
+  --verify    read every byte and compare it with the checksums (checkpoints and token stores)
+"""
+
+import json
+from pathlib import Path
+
+from mamba_fsdp.errors import UserError
+
+
+def main(path, tensors: bool = False, verify: bool = False):
+    path = Path(path)
+    if not path.exists():
+        raise UserError(f"{path}: there is no such file or folder")
+    if (path / "checkpoints").is_dir():
+        show_run(path)
+    elif (path / "COMMIT").is_file():
+        show_checkpoint(path, tensors, verify)
+    elif (path / "index.json").is_file():
+        show_store(path, verify)
+    elif (path / "train" / "index.json").is_file():
+        for part in ("train", "validation"):
+            if (path / part / "index.json").is_file():
+                show_store(path / part, verify)
+    else:
+        show_model(path, tensors)
+
+
+def say(name, value):
+    print(f"{name:<14} {value}")
+
+
+def show_run(path):
+    from mamba_fsdp.checkpoint.folder import committed
+    from mamba_fsdp.report.records import read, read_status
+
+    status = read_status(path)
+    entries = read(path / "metrics.jsonl")
+    say("run", path)
+    say("status", " ".join(str(status[key]) for key in ("status", "reason", "time") if status.get(key)) or "unknown: no status.json")
+    for kind, name in (("loss", "training"), ("val_loss", "validation")):
+        values = [entry for entry in entries if entry.get(kind) is not None]
+        if values:
+            say(name, f"loss {values[0][kind]:.4f} at step {values[0]['step']}, {values[-1][kind]:.4f} at step {values[-1]['step']}")
+    for checkpoint in committed(path / "checkpoints"):
+        say("checkpoint", f"{checkpoint} ({size(checkpoint)})")
+    for model in sorted(path.glob("pth/*/consolidated.00.pth")):
+        say("model", f"{model} ({size(model)})")
+
+
+def show_checkpoint(path, tensors, verify):
+    from mamba_fsdp.checkpoint.folder import Reader, find_checkpoint
+    from mamba_fsdp.parallel.world import start_world
+
+    reader = Reader(path)
+    state = reader.state
+    say("checkpoint", path)
+    say("step", f"{state['progress']['step']:,}, {state['progress']['tokens']:,} tokens, {state['progress']['skipped_steps']} steps skipped")
+    say("written by", f"{state['world_size']} ranks, torch {state['torch']}")
+    say("data", json.dumps(state["progress"]["data"]["drawn"]))
+    say("model", describe_model(state["settings"]["model"]))
+    say("size", f"{size(path)} in {len(reader.files)} files, {len(reader.tensors)} tensors")
+    if tensors:
+        for name, entry in sorted(reader.tensors.items()):
+            print(f"  {name:<64} {str(tuple(entry['shape'])):<20} {entry['dtype']:<6} in {len(entry['pieces'])} pieces")
+    if verify:
+        find_checkpoint(path, start_world())
+        say("verified", "every file has its size and checksum")
+
+
+def show_store(path, verify):
+    from mamba_fsdp.data.store import TokenStore
+
+    store = TokenStore(path)
+    say("token store", path)
+    say("tokens", f"{len(store):,} in {store.document_count:,} documents")
+    say("vocabulary", f"{store.vocab_size:,}, eos {store.eos}, {store.dtype.name}")
+    say("tokenizer", path / "tokenizer" if (path / "tokenizer").is_dir() else "none")
+    say("size", size(path))
+    if verify:
+        store.verify()
+        say("verified", "every file has its checksum")
+
+
+def show_model(path, tensors):
+    from dataclasses import asdict
+
+    from mamba_fsdp.interop.weights import read_weights
+    from mamba_fsdp.model.count import parameter_count, parameter_shapes
+
+    weights = read_weights(path)
+    say("model", path)
+    say("structure", describe_model(asdict(weights.config)))
+    say("parameters", f"{parameter_count(weights.config):,}")
+    say("tokenizer", weights.tokenizer_path or "none")
+    if tensors:
+        for name, shape in parameter_shapes(weights.config).items():
+            print(f"  {name:<64} {str(tuple(shape)):<20} {str(weights.get(name).dtype).removeprefix('torch.')}")
+
+
+def describe_model(fields):
+    return f"{fields['model_name']}, {fields['n_layer']} layers {fields['layers']}, d_model {fields['d_model']}, vocabulary {fields['vocab_size']:,}"
+
+
+def size(path):
+    total = path.stat().st_size if path.is_file() else sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
+    for unit in ("bytes", "kB", "MB", "GB"):
+        if total < 1000 or unit == "GB":
+            return f"{total:.0f} {unit}" if unit == "bytes" else f"{total:.1f} {unit}"
+        total /= 1000
