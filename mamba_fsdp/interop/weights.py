@@ -9,6 +9,7 @@
 Opening checks names and shapes of all tensors; loading executes nothing.
 """
 
+import re
 from pathlib import Path
 
 import torch
@@ -63,8 +64,8 @@ def read_weights(source):
     """Open the Weights that `source` (path) names. Raises UserError where it names none, or one that our model can't represent."""
     path = Path(source)
     if not path.exists():
-        raise UserError(f"{source}: there is no such file or folder; a model of the Hugging Face hub has to be downloaded first "
-                        f"(hf download {source} --local-dir FOLDER)")
+        hint = f"; a model of the Hugging Face hub has to be downloaded first: hf download {source} --local-dir FOLDER"
+        raise UserError(f"{source}: there is no such file or folder" + hint * bool(re.fullmatch(r"[\w.-]+/[\w.-]+", str(source))))
     if path.is_file():
         return _read_file(path)
     if (path / COMMIT).is_file() or (path / "checkpoints").is_dir():
