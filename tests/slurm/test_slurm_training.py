@@ -45,13 +45,13 @@ def weights(run):
 def test_interrupted_by_usr1_the_run_is_bitwise_the_unbroken_one(start_cluster, training_project):
     cluster = start_cluster()
     unbroken = cluster.submit(training_project, *SETTINGS, "--save_ckpt_path=runs/unbroken", env={"OMP_NUM_THREADS": "1"})
-    assert cluster.wait_for_end(unbroken, 300) == "COMPLETED", log(training_project, unbroken)
+    assert cluster.wait_for_end(unbroken) == "COMPLETED", log(training_project, unbroken)
     broken, run = cluster.submit(training_project, *SETTINGS, "--save_ckpt_path=runs/broken", env={"OMP_NUM_THREADS": "1"}), \
         training_project / "runs/broken"
-    cluster.wait_until(lambda: (run / "metrics.jsonl").exists() and len((run / "metrics.jsonl").read_text().splitlines()) > 3, 120,
+    cluster.wait_until(lambda: (run / "metrics.jsonl").exists() and len((run / "metrics.jsonl").read_text().splitlines()) > 3,
                        "training has done some steps")
     cluster.run("scancel", "--batch", "--signal=USR1", broken)
-    assert cluster.wait_for_end(broken, 300) == "COMPLETED", log(training_project, broken)
+    assert cluster.wait_for_end(broken) == "COMPLETED", log(training_project, broken)
     assert cluster.restarts(broken) == 1
     text = log(training_project, broken)
     stopped = int(text.split("stopped    at step ")[1].split()[0])
@@ -65,14 +65,14 @@ def test_a_node_killed_in_mid_run_costs_only_the_steps_since_the_last_checkpoint
     job = cluster.submit(training_project, *SETTINGS, "--save_ckpt_path=runs/a", "--num_steps=100000", "--checkpoint_interval=20",
                          env={"OMP_NUM_THREADS": "1"})
     run = training_project / "runs/a"
-    cluster.wait_until(lambda: list(run.glob("checkpoints/step_*/COMMIT")), 120, "a checkpoint is committed")
+    cluster.wait_until(lambda: list(run.glob("checkpoints/step_*/COMMIT")), "a checkpoint is committed")
     cluster.kill_node("node2")
     newest = max(path.parent.name for path in run.glob("checkpoints/step_*/COMMIT"))
-    cluster.wait_until(lambda: cluster.state(job) == "PENDING", 120, "Slurm has noticed")
+    cluster.wait_until(lambda: cluster.state(job) == "PENDING", "Slurm has noticed")
     cluster.start_node("node2")
-    cluster.wait_until(lambda: cluster.idle_nodes() == 2, 60, "the node is back")
+    cluster.wait_until(lambda: cluster.idle_nodes() == 2, "the node is back")
     cluster.release(job)
-    going_on = cluster.wait_until(lambda: [line for line in log(training_project, job).splitlines() if "going on   from" in line], 120,
+    going_on = cluster.wait_until(lambda: [line for line in log(training_project, job).splitlines() if "going on   from" in line],
                                   "training goes on")
     assert going_on[0].split("step_")[1][:8] >= newest[5:]
 
@@ -82,7 +82,7 @@ def test_a_mistake_that_training_finds_is_told_last_and_not_tried_again(start_cl
     shutil.rmtree(training_project / "data/store")
     (training_project / "data/store").mkdir()
     job = cluster.submit(training_project, *SETTINGS, "--save_ckpt_path=runs/a")
-    assert cluster.wait_for_end(job, 120) == "FAILED"
+    assert cluster.wait_for_end(job) == "FAILED"
     assert cluster.restarts(job) == 0
     last = log(training_project, job).strip().splitlines()[-1]
     assert last.startswith("error: ") and "data/store" in last, log(training_project, job)
