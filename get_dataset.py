@@ -36,7 +36,7 @@ from mamba_fsdp import command_line
 from mamba_fsdp.errors import UserError
 
 
-def main(input: str = "builtin", out: str = None, tokenizer: str = "train:4096", eos_token: str = None,
+def main(input: str = "builtin", out: str = None, *, tokenizer: str = "train:4096", eos_token: str = None,
          validation_fraction: float = 0.01, documents: str = "file", text_column: str = "text", format: str = "auto",
          invalid_utf8: str = "error", config: str = None, split: str = None, streaming: bool = False, workers: int = 0,
          shard_tokens: int = 1 << 28, overwrite: bool = False):

@@ -76,18 +76,24 @@ def _walk(folder, format, split):
         here = Path(here)
         folders[:] = sorted(name for name in folders if not name.startswith("."))
         if "dataset_dict.json" in names:  # save_to_disk of several splits
-            splits = json.loads((here / "dataset_dict.json").read_text())["splits"]
+            splits = _read_state(here / "dataset_dict.json", "splits")
             if (split or "train") not in splits:
                 raise UserError(f"{here}: no split {split or 'train'!r}; name one of {', '.join(splits)} with --split")
             folders[:], used_split = [split or "train"], True
         elif "state.json" in names and "dataset_info.json" in names:  # save_to_disk: the state names the files that count
-            state = json.loads((here / "state.json").read_text())
-            found += [(here / file["filename"], "arrow") for file in state["_data_files"]]
+            found += [(here / file["filename"], "arrow") for file in _read_state(here / "state.json", "_data_files")]
             folders[:] = []
         else:
             files = [(here / name, _kind(here / name, format)) for name in sorted(names) if not name.startswith(".")]
             found += [(path, kind) for path, kind in files if kind]
     return found, used_split
+
+
+def _read_state(path, key):
+    try:
+        return json.loads(path.read_bytes())[key]
+    except (ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{path}: broken, or no save_to_disk folder's ({error})") from error
 
 
 def _refuse(error):
@@ -119,38 +125,43 @@ class Files:
     def __init__(self, files, options):
         """files: [(path, kind)]."""
         self.files, self.options = files, options
+        self._sizes = [stat.st_size for stat in self._stat()]
+        self.total = sum(self._sizes)
+
+    def _stat(self):
         try:
-            self._stats = [os.stat(path) for path, _ in files]
+            return [os.stat(path) for path, _ in self.files]
         except OSError as error:
             _refuse(error)
-        self.total = sum(stat.st_size for stat in self._stats)
 
     def describe(self):
+        """What the files are at this moment, by their names, sizes and times."""
         digest = hashlib.sha256()
-        for (path, kind), stat in zip(self.files, self._stats):
+        for (path, kind), stat in zip(self.files, self._stat()):
             digest.update(f"{path}\0{kind}\0{stat.st_size}\0{stat.st_mtime_ns}\n".encode())
         return {"files": len(self.files), "first": self.files[0][0], "bytes": self.total, "digest": digest.hexdigest()}
 
     def pieces(self, position=None):
         first, inner = (position["file"], position["inner"]) if position else (0, None)
-        before = sum(stat.st_size for stat in self._stats[:first])
+        before = sum(self._sizes[:first])
         for number in range(first, len(self.files)):
-            size = self._stats[number].st_size
+            size = self._sizes[number]
             for piece in self._read(number, inner if number == first else None):
                 yield piece._replace(position={"file": number, "inner": piece.position}, done=before + min(piece.done, 1) * size)
             before += size
 
     def sample(self, limit):
         """Pieces from the whole breadth of the input, about `limit` bytes of it."""
-        chosen = range(0, len(self.files), max(1, len(self.files) * min(self.total, limit) // limit // 1024))
-        share = max(limit // len(chosen), PIECE_BYTES)
-        whole = self.total <= limit
-        for number in chosen if not whole else range(len(self.files)):
+        numbers, share = range(len(self.files)), limit
+        if self.total > limit:
+            count = max(1, min(len(numbers), limit // min(PIECE_BYTES, self.total // len(numbers) + 1)))
+            numbers, share = [number * len(numbers) // count for number in range(count)], limit // count
+        for number in numbers:
             taken = 0
             for piece in self._read(number, None):
                 yield piece
                 taken += piece.size()
-                if taken >= share and not whole:
+                if taken >= share:
                     break
 
     def _read(self, number, position):
@@ -209,26 +220,33 @@ class Rows:
 
 # ---------------------------------------------------------------- readers: a file to pieces; `done` is the share of the file
 
-def _blocks(path):
-    """(decompressed bytes, share of the file read so far), block by block. Raises UserError for a broken archive."""
+def _blocks(path, offset=0):
+    """(bytes, share of the file read so far), block by block from `offset` on, both after decompression.
+
+    Raises UserError for a broken archive.
+    """
     make = {".gz": lambda: zlib.decompressobj(31), ".zst": _zstd}.get(os.path.splitext(path)[1].lower())
-    size = os.path.getsize(path) or 1
+    size = os.path.getsize(path)
     with open(path, "rb") as file:
-        archive = make() if make else None
-        while block := file.read(READ_BYTES if make else PIECE_BYTES):
-            done = file.tell() / size
-            if not make:
-                yield block, done
-            while make and block:
-                if archive.eof:
+        if not make:
+            file.seek(offset)
+            while block := file.read(PIECE_BYTES):
+                yield block, file.tell() / size
+            return
+        archive = make()
+        while block := file.read(READ_BYTES):
+            while block:
+                if archive.eof:  # several archives in one file
                     archive = make()
                 try:
-                    decompressed = archive.decompress(block)
+                    data = archive.decompress(block)
                 except Exception as error:  # zlib and zstandard each have their own
                     raise UserError(f"{path}: a broken archive near byte {file.tell()} ({error})") from error
-                yield decompressed, done
+                skipped = min(offset, len(data))
+                offset -= skipped
+                yield data[skipped:], file.tell() / size
                 block = archive.unused_data if archive.eof else b""
-        if make and not archive.eof:
+        if not archive.eof:
             raise UserError(f"{path}: the archive ends before its end; it is truncated: copy it again")
 
 
@@ -240,13 +258,8 @@ def _zstd():
 
 def _windows(path, offset):
     """A buffer that holds more than a piece until the file ends: yields (buffer, ended, share read); the reader shortens it."""
-    buffer, done, skip = bytearray(), 0.0, offset
-    blocks = _blocks(path)
-    if offset and os.path.splitext(path)[1].lower() not in COMPRESSED:
-        blocks, skip = _blocks_from(path, offset), 0
-    for block, done in blocks:
-        if skip:
-            skip, block = max(0, skip - len(block)), block[skip:]
+    buffer = bytearray()
+    for block, done in _blocks(path, offset):
         buffer += block
         while len(buffer) > PIECE_BYTES:
             before = len(buffer)
@@ -255,14 +268,6 @@ def _windows(path, offset):
                 break
     if buffer or not offset:
         yield buffer, True, 1.0
-
-
-def _blocks_from(path, offset):
-    size = os.path.getsize(path)
-    with open(path, "rb") as file:
-        file.seek(offset)
-        while block := file.read(PIECE_BYTES):
-            yield block, file.tell() / size
 
 
 def _read_text(path, separator, offset=0, inside=False):
@@ -287,13 +292,14 @@ def _cut_text(buffer, separator):
 
 
 def cut_words(window):
+    """Where to cut a stretch of a long document: late, where words part, never within a UTF-8 character."""
     tail = len(window) * 7 // 8
     for pattern in GOOD_CUTS:
         cuts = [match.start() for match in pattern.finditer(window, tail)]
         if cuts:
             return cuts[-1]
     cut = len(window)
-    while cut > len(window) - 4 and window[cut - 1] & 0xC0 == 0x80:  # not within a UTF-8 character
+    while cut > len(window) - 4 and window[cut - 1] & 0xC0 == 0x80:
         cut -= 1
     return cut - 1 if window[cut - 1] >= 0xC0 else len(window)
 
@@ -363,10 +369,12 @@ def _arrow_arrays(path, column, row):
         if column not in reader.schema.names:
             raise UserError(no_column(path, column, reader.schema.names))
         at = 0
-        for batch in (reader.get_batch(i) for i in range(reader.num_record_batches)) if is_file else reader:
+        batches = (reader.get_batch(number) for number in range(reader.num_record_batches)) if is_file else reader
+        for number, batch in enumerate(batches, 1):
             at += len(batch)
             if at > row:
-                yield batch[column][max(0, len(batch) - (at - row)):], source.tell() / source.size()
+                done = number / reader.num_record_batches if is_file else source.tell() / source.size()
+                yield batch[column][max(0, len(batch) - (at - row)):], done
 
 
 def _values(name, column, record, array):

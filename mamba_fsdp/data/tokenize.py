@@ -65,7 +65,10 @@ def make_dataset(source, out, *, tokenizer, eos_token=None, validation_fraction=
                 print(f"{out} is complete already; nothing to do")
                 return done
             progress = _load(out / ".progress.json", settings)
-            if not progress:
+            if progress:
+                for path in out.rglob(".*.tmp"):  # what a kill left of files that were being written
+                    path.unlink()
+            else:
                 _refuse_strangers(out)
                 progress = {"settings": settings, "position": None, "done": 0, "written": 0, "open": False, "seconds": 0.0,
                             "counts": {"empty": 0, "skipped": 0}, "stores": {}}

@@ -1,0 +1,37 @@
+"""A corpus, a small tokenizer and a way to tokenise with it."""
+
+from pathlib import Path
+
+import pytest
+
+from mamba_fsdp.data import tokenizer as tokenizers_
+from mamba_fsdp.data.documents import Options
+from mamba_fsdp.data.text import open_source
+from mamba_fsdp.data.tokenize import make_dataset
+from tests.data.corpora import make_texts
+
+
+@pytest.fixture(scope="session")
+def texts():
+    return make_texts(60)
+
+
+@pytest.fixture(scope="session")
+def tokenizer(texts, tmp_path_factory):
+    """A saved byte-level tokenizer's folder."""
+    folder = tmp_path_factory.mktemp("tokenizer")
+    tokenizers_.train(texts, 300).save(folder)
+    return str(folder / "tokenizer.json")
+
+
+@pytest.fixture
+def tokenise(tokenizer):
+    """Runs the library on an input; one worker, no validation, the small tokenizer, unless told otherwise."""
+    def run(source, out, *, open=None, **settings):
+        names = set(Options._fields)
+        options = Options(**{name: settings.pop(name) for name in list(settings) if name in names})
+        settings = {"tokenizer": tokenizer, "eos_token": tokenizers_.END_OF_TEXT, "validation_fraction": 0.0, "workers": 1, **settings}
+        if isinstance(source, (str, Path)):
+            source = open_source(str(source), options, **(open or {}))
+        return make_dataset(source, out, **settings)
+    return run

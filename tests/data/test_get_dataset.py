@@ -1,0 +1,679 @@
+"""get_dataset.py: every kind of input, round trip; every mistake, by name; the same bytes whatever happens on the way."""
+
+import contextlib
+import fcntl
+import gzip
+import json
+import os
+import random
+import re
+import resource
+import signal
+import subprocess
+import sys
+import time
+import tracemalloc
+from fractions import Fraction
+
+import numpy as np
+import pyarrow
+import pyarrow.parquet
+import pytest
+import zstandard
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import processors
+
+import get_dataset
+from mamba_fsdp import command_line
+from mamba_fsdp.data import builtin, text, tokenize
+from mamba_fsdp.data import tokenizer as tokenizers_
+from mamba_fsdp.data.documents import Options
+from mamba_fsdp.data.store import TokenStore
+from mamba_fsdp.errors import UserError
+from tests.data.corpora import ROOT, command, content, make_texts, read_back
+
+# ---------------------------------------------------------------- every kind of input
+
+
+def json_lines(texts, key="text"):
+    return "".join(json.dumps({"id": i, key: text}, ensure_ascii=i % 2) + "\n" for i, text in enumerate(texts)).encode()
+
+
+def write_arrow(path, table, opener):
+    with opener(str(path), table.schema) as writer:
+        writer.write_table(table, max_chunksize=7)
+
+
+def table(texts):
+    return pyarrow.table({"id": range(len(texts)), "text": texts})
+
+
+def save_to_disk(path, texts):
+    import datasets
+
+    datasets.Dataset.from_dict({"text": texts}).save_to_disk(path, num_shards=3)
+
+
+def save_splits(path, texts):
+    import datasets
+
+    datasets.DatasetDict({"train": datasets.Dataset.from_dict({"text": texts}),
+                          "test": datasets.Dataset.from_dict({"text": ["another split"]})}).save_to_disk(path)
+
+
+def text_folder(path, texts):
+    (path / "sub" / ".hidden").mkdir(parents=True)
+    (path / "sub" / ".hidden" / "no.txt").write_text("hidden")
+    (path / "README").write_text("no text of the corpus")
+    for i, document in enumerate(texts):
+        (path / ("sub" if i >= 30 else ".") / f"{i:03d}.txt").write_text(document)
+
+
+KINDS = {
+    "x.jsonl": lambda path, texts: path.write_bytes(json_lines(texts)),
+    "x.jsonl.gz": lambda path, texts: path.write_bytes(gzip.compress(json_lines(texts[:20])) + gzip.compress(json_lines(texts[20:]))),
+    "x.jsonl.zst": lambda path, texts: path.write_bytes(
+        b"".join(zstandard.compress(json_lines(part)) for part in (texts[:9], texts[9:]))),
+    "x.ndjson": lambda path, texts: path.write_bytes(b"\xef\xbb\xbf" + json_lines(texts).replace(b"\n", b"\r\n")),
+    "x.json": lambda path, texts: path.write_text(json.dumps([{"text": text} for text in texts], indent=1)),
+    "x.parquet": lambda path, texts: pyarrow.parquet.write_table(table(texts), path, row_group_size=11),
+    "x.arrow": lambda path, texts: write_arrow(path, table(texts), pyarrow.ipc.new_stream),
+    "file.arrow": lambda path, texts: write_arrow(path, table(texts), pyarrow.ipc.new_file),
+    "saved": save_to_disk,
+    "splits": save_splits,
+    "folder": text_folder,
+}
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_every_kind_of_input_comes_back_as_it_was(name, texts, tmp_path, tokenise):
+    """Text -> store -> text gives every document, whole and in order."""
+    KINDS[name](tmp_path / name, texts)
+    tokenise(tmp_path / name, tmp_path / "out")
+    assert read_back(tmp_path / "out" / "train") == texts
+    TokenStore(tmp_path / "out" / "train").verify()
+
+
+@pytest.mark.parametrize("name", ["saved", "splits"])
+def test_globs_take_files_and_folders_in_order(name, texts, tmp_path, tokenise):
+    """A glob is the sorted list of what it matches, files and folders alike."""
+    KINDS[name](tmp_path / "in" / "b", texts[:10])
+    (tmp_path / "in" / "a.txt").write_text("first")
+    (tmp_path / "in" / "c.jsonl").write_bytes(json_lines(["last"]))
+    tokenise(tmp_path / "in" / "*", tmp_path / "out")
+    assert read_back(tmp_path / "out" / "train") == ["first", *texts[:10], "last"]
+
+
+@pytest.mark.parametrize("documents, joined", [("lines", "\n"), ("lines", "\r\n"), ("blank_line", "\n \t\n\n"),
+                                               ("separator:<|cut|>", "\n<|cut|>\n")])
+def test_text_files_are_cut_into_documents_as_asked(documents, joined, texts, tmp_path, tokenise, monkeypatch):
+    """Whatever the pieces' size, the documents are what stands between separators."""
+    monkeypatch.setattr(text, "PIECE_BYTES", 999)
+    texts = [part.replace("\n", " ") for part in texts]
+    (tmp_path / "x.txt").write_bytes(joined.join(texts).encode() + joined.encode())
+    tokenise(tmp_path / "x.txt", tmp_path / "out", documents=documents)
+    assert read_back(tmp_path / "out" / "train") == texts
+
+
+def test_a_file_larger_than_a_piece_is_one_document(tmp_path, tokenise, texts, monkeypatch):
+    """A document has no largest size, with one eos at its end and the tokens of an uncut one, with or without compression."""
+    monkeypatch.setattr(text, "PIECE_BYTES", 1000)
+    whole = "\n".join(texts)
+    for name, data in {"a.txt": whole.encode(), "b.txt.gz": gzip.compress(whole.encode())}.items():
+        (tmp_path / name).write_bytes(data)
+    tokenise(tmp_path / "*.txt*", tmp_path / "out")
+    assert read_back(tmp_path / "out" / "train") == [whole, whole]
+    store = TokenStore(tmp_path / "out" / "train")
+    backend = tokenizers_.Tokenizer.from_file(str(store.tokenizer_path / "tokenizer.json"))
+    assert next(store.documents())[:-1].tolist() == backend.encode(whole).ids
+
+
+def test_a_long_record_is_tokenised_in_parts(tokenise, texts, tmp_path, monkeypatch):
+    """A record longer than a piece comes back whole, also where no space or line break offers a cut."""
+    long = ["日本" * 100_000 + "a", "\n".join(texts * 60)]
+    (tmp_path / "x.jsonl").write_bytes(json_lines(long))
+    tokenise(tmp_path / "x.jsonl", tmp_path / "out")
+    assert read_back(tmp_path / "out" / "train") == long
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.text(alphabet="ab \n日🙂", min_size=20, max_size=60), st.sampled_from([None, b"\n", b"\n\n"]))
+def test_cuts_part_no_character_and_lose_nothing(tmp_path_factory, content, separator):
+    """Every piece is valid UTF-8, and the pieces of a file are the file."""
+    path = tmp_path_factory.mktemp("cut") / "x.txt"
+    path.write_bytes(content.encode())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(text, "PIECE_BYTES", 9)
+        patch.setattr(text, "READ_BYTES", 5)
+        pieces = list(text._read_text(str(path), separator and re.compile(separator)))
+        assert b"".join(piece.data for piece in pieces) == content.encode()
+        assert all(piece.data.decode() is not None for piece in pieces) and max(map(len, (p.data for p in pieces))) <= 9
+        for before, after in zip(pieces, pieces[1:]):
+            assert before.open == after.inside
+            rest = list(text._read_text(str(path), separator and re.compile(separator), **before.position))
+            wanted = [piece for piece in pieces if piece.offset >= after.offset]  # reading goes on where a piece ended
+            assert [piece._replace(done=0) for piece in rest] == [piece._replace(done=0) for piece in wanted]
+
+
+def test_eos_in_the_text_ends_a_document(tmp_path, tokenise):
+    """A document is what stands between two eos; none is empty, and no separator is doubled."""
+    eos = tokenizers_.END_OF_TEXT
+    (tmp_path / "x.jsonl").write_bytes(json_lines([f"one{eos}two{eos}{eos}", f"{eos}three", eos, "four"]))
+    tokenise(tmp_path / "x.jsonl", tmp_path / "out")
+    assert read_back(tmp_path / "out" / "train") == ["one", "two", "three", "four"]
+
+
+def test_token_ids_are_taken_as_they_are(tmp_path, tokenise):
+    """Rows of input_ids become documents of these ids; ids that the tokenizer lacks are refused by file."""
+    pyarrow.parquet.write_table(pyarrow.table({"input_ids": [[5, 6], [7, 0, 8, 0], [], [299]]}), tmp_path / "x.parquet")
+    tokenise(tmp_path / "x.parquet", tmp_path / "out", text_column="input_ids")
+    assert [d.tolist() for d in TokenStore(tmp_path / "out" / "train").documents()] == [[5, 6, 0], [7, 0], [8, 0], [299, 0]]
+    (tmp_path / "x.jsonl").write_text('{"input_ids": [1, 300]}\n')
+    with pytest.raises(UserError, match="x.jsonl: token ids from 1 to 300 .*the tokenizer knows 300"):
+        tokenise(tmp_path / "x.jsonl", tmp_path / "out2", text_column="input_ids")
+    with pytest.raises(UserError, match="holds token ids; name the tokenizer"):
+        tokenise(tmp_path / "x.parquet", tmp_path / "out3", text_column="input_ids", tokenizer="train:300")
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_a_datasets_name_streamed_or_not(streaming, texts, tmp_path, tokenise, monkeypatch):
+    """What datasets.load_dataset gives comes back as it was, from the start or from any row on."""
+    import datasets
+
+    (tmp_path / "x.jsonl").write_bytes(json_lines(texts))
+    real = datasets.load_dataset
+
+    def load(name, config, split, streaming):
+        assert (name, config, split) == ("some/name", "a_config", "train")
+        return real("json", data_files=str(tmp_path / "x.jsonl"), split=split, streaming=streaming, cache_dir=str(tmp_path / "cache"))
+    monkeypatch.setattr(datasets, "load_dataset", load)
+    monkeypatch.setattr(text, "ROWS", 7)
+    tokenise("some/name", tmp_path / "out", open=dict(config="a_config", streaming=streaming))
+    assert read_back(tmp_path / "out" / "train") == texts
+    source = text.open_source("some/name", Options(), config="a_config", streaming=streaming)
+    pieces = list(source.pieces())
+    rows = [[row for piece in some for row in piece.data] for some in (source.pieces(pieces[2].position), pieces[3:])]
+    assert rows[0] == rows[1] and rows[0]
+    with pytest.raises(UserError, match="no column 'body'; it has: id, text"):
+        tokenise("some/name", tmp_path / "out2", open=dict(config="a_config", streaming=streaming), text_column="body")
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_reading_goes_on_from_any_piece(name, texts, tmp_path, monkeypatch):
+    """What lies behind a position is the same whether or not reading began before it."""
+    for limit in ("PIECE_BYTES", "READ_BYTES"):
+        monkeypatch.setattr(text, limit, 500)
+    monkeypatch.setattr(text, "ROWS", 4)
+    KINDS[name](tmp_path / name, texts)
+    source = text.open_source(str(tmp_path / name), Options())
+    pieces = list(source.pieces())
+    assert len(pieces) > 4 or name == "x.json"
+    assert pieces[-1].done == pytest.approx(source.total, rel=0.35)
+    for number, piece in enumerate(pieces):
+        position = json.loads(json.dumps(piece.position))
+        rest, wanted = source.pieces(position), pieces[number + 1:]
+        if piece.kind == "rows":  # the rows count, not how many of them travel together
+            assert [row for p in rest for row in p.data] == [row for p in wanted for row in p.data]
+        else:
+            assert [p._replace(done=0) for p in rest] == [p._replace(done=0) for p in wanted]
+
+
+@pytest.mark.parametrize("name", ["x.txt", "x.jsonl", "x.jsonl.zst", "x.parquet"])
+def test_reading_takes_the_same_memory_whatever_the_size(name, tmp_path):
+    """The reader holds a few pieces at a time, never the file."""
+    texts = ["word " * 10_000] * 600
+    if name == "x.parquet":
+        pyarrow.parquet.write_table(table(texts), tmp_path / name, row_group_size=20)
+    else:
+        data = " ".join(texts).encode() if name == "x.txt" else json_lines(texts)
+        (tmp_path / name).write_bytes(zstandard.compress(data) if name.endswith("zst") else data)
+    source = text.open_source(str(tmp_path / name), Options())
+    tracemalloc.start()
+    total = sum(piece.size() for chunk in tokenize._chunks(source.pieces()) for piece in chunk)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert total > 29_000_000 and peak < 16_000_000
+
+
+# ---------------------------------------------------------------- what is left out, and what is refused
+
+def test_empty_documents_are_left_out_and_counted(tmp_path, tokenise, capsys):
+    """No document of nothing but its eos gets into a store."""
+    (tmp_path / "a.txt").write_text("")
+    (tmp_path / "b.txt").write_text(" \n\t ")
+    (tmp_path / "c.jsonl").write_text('{"text": ""}\n\n{"text": null}\n{"text": "x"}\n')
+    assert tokenise(tmp_path / "*.*", tmp_path / "out")["counts"]["empty"] == 4
+    assert read_back(tmp_path / "out" / "train") == ["x"]
+    assert "4 empty documents" in capsys.readouterr().out
+
+
+def test_invalid_utf8_is_named_replaced_or_left_out(tmp_path, tokenise):
+    """The default refuses with file and byte; the other two do as they say, in text, JSON and tables alike."""
+    (tmp_path / "a.txt").write_bytes(b"good \xff bad")
+    (tmp_path / "b.jsonl").write_bytes(b'{"text": "fine"}\n{"text": "a\xff"}\n{"text": "half \\ud800"}\n')
+    array = pyarrow.Array.from_buffers(pyarrow.string(), 2, [None, pyarrow.py_buffer(np.array([0, 2, 4], np.int32)),
+                                                             pyarrow.py_buffer(b"ok\xff\xfe")])
+    write_arrow(tmp_path / "c.arrow", pyarrow.table({"text": array}), pyarrow.ipc.new_stream)
+    for name, message in {"a.txt": "a.txt: invalid UTF-8 at byte 5;", "b.jsonl": "b.jsonl: invalid UTF-8 at byte 11 of record 2;",
+                          "c.arrow": "c.arrow: invalid UTF-8 at byte 0 of record 2;"}.items():
+        with pytest.raises(UserError, match=message):
+            tokenise(tmp_path / name, tmp_path / "error" / name)
+        assert not (tmp_path / "error" / name / "train" / "index.json").exists()
+    assert tokenise(tmp_path / "[abc].*", tmp_path / "skip", invalid_utf8="skip")["counts"]["skipped"] == 4
+    assert read_back(tmp_path / "skip" / "train") == ["fine", "ok"]
+    tokenise(tmp_path / "[abc].*", tmp_path / "replace", invalid_utf8="replace")
+    assert read_back(tmp_path / "replace" / "train") == ["good � bad", "fine", "a�", "half ���", "ok", "��"]
+
+
+def damage_gzip(path):
+    path.write_bytes(gzip.compress(json_lines(make_texts(40)))[:-30])
+
+
+def damage_zstd(path):
+    path.write_bytes(zstandard.compress(json_lines(make_texts(40)))[:-3])
+
+
+@pytest.mark.parametrize("name, write, message", [
+    ("x.jsonl", lambda p: p.write_text('{"text": "a"}\n{"text": \n'), "x.jsonl: record 2 is no valid JSON"),
+    ("x.jsonl", lambda p: p.write_text('[1]\n'), "x.jsonl: record 1 is int, not an object"),
+    ("x.jsonl", lambda p: p.write_text('{"a": 1}\n[1]\n'), "record 1: there is no column 'text'; it has: a; name one with --text_column"),
+    ("x.jsonl", lambda p: p.write_text('{"input_ids": [1]}\n'), "--text_column=input_ids takes its token ids"),
+    ("x.jsonl", lambda p: p.write_text('{"text": 7}\n'), "record 1: 'text' is int, not text"),
+    ("x.jsonl", lambda p: p.write_text('{"text": ["a"]}\n'), "record 1: 'text' is a list of other things than token ids"),
+    ("x.json", lambda p: p.write_text('[{"text": "a"}'), "x.json: no valid JSON"),
+    ("x.jsonl.gz", damage_gzip, "x.jsonl.gz: the archive ends before its end"),
+    ("x.jsonl.zst", damage_zstd, "x.jsonl.zst: the archive ends before its end"),
+    ("x.txt.gz", lambda p: p.write_bytes(b"no archive"), "x.txt.gz: a broken archive near byte 10"),
+    ("x.parquet", lambda p: p.write_bytes(b"no table"), "x.parquet: broken, or no parquet file"),
+    ("x.arrow", lambda p: p.write_bytes(b"no table"), "x.arrow: broken, or no arrow file"),
+    ("x.arrow", lambda p: p.write_bytes(b""), "x.arrow: "),
+    ("x.parquet", lambda p: pyarrow.parquet.write_table(pyarrow.table({"body": ["a"]}), p), "no column 'text'; it has: body"),
+    ("x.parquet", lambda p: pyarrow.parquet.write_table(pyarrow.table({"text": [1.5]}), p), "column 'text' holds double"),
+    ("x.txt", lambda p: p.symlink_to("nowhere"), "x.txt: can't be read"),
+    ("x.txt", lambda p: p.write_text(" "), "the input holds no text .*1 empty document"),
+    ("x.bin", lambda p: p.write_text("a"), "x.bin: can't tell its format"),
+    ("x", lambda p: p.mkdir(), "x: no file named .txt"),
+    ("x.txt", lambda p: None, "x.txt: no such file or folder"),
+    ("x*.txt", lambda p: None, "no file matches"),
+    ("some/name", lambda p: None, "no such file or folder"),
+])
+def test_what_cannot_be_read_is_refused_by_name(name, write, message, tmp_path, tokenise):
+    """The message names file, record and fault, and no store is left that looks whole."""
+    write(tmp_path / name)
+    with pytest.raises(UserError, match=message):
+        tokenise(tmp_path / name, tmp_path / "out")
+    assert not (tmp_path / "out" / "train" / "index.json").exists()
+
+
+@pytest.mark.parametrize("arguments, message", [
+    (["--tokeniser=x"], "--tokeniser: there is no such option; did you mean --tokenizer?"),
+    (["out", "stray"], "too many positional"),
+    (["--workers=two"], "--workers=two: expected a whole number"),
+    (["--workers=-1"], "can't be negative"),
+    (["--validation_fraction=1"], "give a share from 0 to below 1"),
+    (["--documents=line"], "write file, lines, blank_line or separator"),
+    (["--invalid_utf8=drop"], "write error, replace or skip"),
+    (["--format=csv"], "write auto, text, json"),
+    (["--split=train"], "has no splits"),
+    (["--streaming"], "are for `datasets` names"),
+    (["--tokenizer=train:100"], "at least 257"),
+    (["--tokenizer=train:big"], "write train:SIZE"),
+    (["--tokenizer=no/such/tokenizer"], "can't be loaded"),
+])
+def test_mistakes_on_the_command_line_are_two_lines(arguments, message, tmp_path, monkeypatch, capsys):
+    """Every mistake is one message without a traceback, exit code 2."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    (tmp_path / "x.txt").write_text("some text")
+    with pytest.raises(SystemExit) as exit:
+        command_line.run(get_dataset.main, lambda: "", ["x.txt", *arguments])
+    error = capsys.readouterr().err
+    assert exit.value.code == 2 and message in error and len(error.strip().splitlines()) <= 2
+    assert not list(tmp_path.rglob("index.json"))
+
+
+def test_a_dataset_name_that_is_nowhere(tokenise, tmp_path, monkeypatch):
+    """A name that neither the disk nor `datasets` knows says both."""
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    import datasets
+
+    monkeypatch.setattr(datasets, "load_dataset", lambda *a, **k: (_ for _ in ()).throw(ConnectionError("no network\nmore")))
+    with pytest.raises(UserError, match=r"nowhere: no file or folder here, and `datasets` can't load it \(no network\)"):
+        tokenise("nowhere", tmp_path / "out")
+
+
+def test_too_few_documents_for_the_fraction(tokenise, tmp_path, texts):
+    """No validation store without a document: the message says which fraction is enough, and that one is."""
+    (tmp_path / "x.jsonl").write_bytes(json_lines(texts[:5]))
+    (tmp_path / "y.txt").write_text("alone")
+    with pytest.raises(UserError, match="5 documents at a validation_fraction of 0.01 .*at least 0.2,"):
+        tokenise(tmp_path / "x.jsonl", tmp_path / "out", validation_fraction=0.01)
+    done = tokenise(tmp_path / "x.jsonl", tmp_path / "out", validation_fraction=0.2, overwrite=True)
+    assert done["stores"]["validation"]["documents"] == 1
+    with pytest.raises(UserError, match="1 document at .*--validation_fraction=0, or cut text files"):
+        tokenise(tmp_path / "y.txt", tmp_path / "out2", validation_fraction=0.5)
+
+
+# ---------------------------------------------------------------- train and validation
+
+@settings(max_examples=100, deadline=None)
+@given(st.fractions(Fraction(1, 1000), Fraction(99, 100), max_denominator=1000), st.integers(0, 10 ** 9))
+def test_the_held_out_share_is_exact(fraction, start):
+    """However many documents, those held out are their share to within one, wherever one starts to count."""
+    chosen = tokenize._for_validation(np.arange(start, start + 5000), fraction)
+    assert abs(int(chosen.sum()) - 5000 * float(fraction)) <= 2
+    together = np.concatenate([tokenize._for_validation(np.arange(start, start + 1234), fraction),
+                               tokenize._for_validation(np.arange(start + 1234, start + 5000), fraction)])
+    assert (chosen == together).all()
+
+
+def test_every_document_is_in_one_of_the_two_stores(tokenise, texts, tmp_path):
+    """Train and validation together are the input, nothing twice; both hold the tokenizer."""
+    (tmp_path / "x.jsonl").write_bytes(json_lines(texts))
+    tokenise(tmp_path / "x.jsonl", tmp_path / "out", validation_fraction=0.1)
+    train, validation = (read_back(tmp_path / "out" / name) for name in ("train", "validation"))
+    assert len(validation) == 6 and sorted(train + validation) == sorted(texts)
+    assert train == [text for text in texts if text in train]
+    assert TokenStore(tmp_path / "out" / "train").tokenizer == TokenStore(tmp_path / "out" / "validation").tokenizer
+
+
+# ---------------------------------------------------------------- the same bytes whatever happens on the way
+
+@pytest.fixture(scope="session")
+def large_input(tmp_path_factory):
+    """Several files of several kinds, larger than a few pieces together."""
+    folder = tmp_path_factory.mktemp("large")
+    texts = make_texts(12000, seed=1)
+    (folder / "a.jsonl").write_bytes(json_lines(texts[:5000]))
+    (folder / "b.txt").write_text("\n".join(texts[5000:9000]))
+    pyarrow.parquet.write_table(table(texts[9000:]), folder / "c.parquet", row_group_size=500)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def unbroken(large_input, tokenizer, tmp_path_factory):
+    """What one worker makes of it in one go."""
+    out = tmp_path_factory.mktemp("unbroken") / "out"
+    source = text.open_source(str(large_input), Options())
+    tokenize.make_dataset(source, out, tokenizer=tokenizer, eos_token=tokenizers_.END_OF_TEXT, workers=1,
+                          shard_tokens=100_000, validation_fraction=0.1)
+    return content(out)
+
+
+@pytest.mark.parametrize("workers", [2, 3])
+def test_the_bytes_do_not_depend_on_the_number_of_workers(workers, large_input, tokenise, unbroken, tmp_path):
+    """1, 2 and 3 workers write equal stores, of several shards each."""
+    tokenise(large_input, tmp_path / "out", workers=workers, shard_tokens=100_000, validation_fraction=0.1)
+    assert content(tmp_path / "out") == unbroken
+    assert "train/00002.bin" in unbroken and "validation/00000.doc" in unbroken
+
+
+RESUMABLE = """
+import sys
+from mamba_fsdp.data import text, tokenize
+from mamba_fsdp.data.documents import Options
+if __name__ == "__main__":
+    source, out, tokenizer, eos = sys.argv[1:]
+    tokenize.make_dataset(text.open_source(source, Options()), out, tokenizer=tokenizer, eos_token=eos, workers=2,
+                          shard_tokens=100_000, validation_fraction=0.1, save_seconds=0)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(3))
+def test_killed_at_any_moment_it_goes_on_to_the_same_bytes(seed, large_input, tokenizer, unbroken, tmp_path):
+    """SIGKILL again and again, at random moments: the last run leaves what an unbroken one does, and no process lives on."""
+    program, out, chooser = tmp_path / "program.py", tmp_path / "out", random.Random(seed)
+    program.write_text(RESUMABLE)
+    for attempt in range(100):
+        process = subprocess.Popen([sys.executable, program, large_input, out, tokenizer, tokenizers_.END_OF_TEXT],
+                                   env={**os.environ, "PYTHONPATH": str(ROOT)}, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+        try:
+            _, error = process.communicate(timeout=chooser.uniform(0.3, 2.5) if attempt < 12 else 120)
+        except subprocess.TimeoutExpired:
+            assert not (out / "dataset.json").exists() or (out / "train" / "index.json").exists()
+            process.kill()
+            process.communicate(timeout=30)  # returns when the workers, which hold the pipe too, are gone
+            continue
+        assert process.returncode == 0, error
+        break
+    assert content(out) == unbroken
+
+
+class Killed(BaseException):
+    pass
+
+
+def test_going_on_from_every_saved_point_gives_the_same_bytes(large_input, tokenise, unbroken, tmp_path, monkeypatch):
+    """Stopped after every other save, with more written behind it: the next run drops that and ends with equal bytes,
+    although the pieces are smaller, too."""
+    real, saves = tokenize._Run._write, 0
+
+    def stop(run, tokens, counts):
+        nonlocal saves
+        if saves == 2:
+            saves = 0
+            real(run, tokens, counts)  # written, never saved
+            raise Killed
+        saves += 1
+        real(run, tokens, counts)
+    monkeypatch.setattr(tokenize._Run, "_write", stop)
+    for module in (text, tokenize):
+        monkeypatch.setattr(module, "PIECE_BYTES", 200_000)
+    settings = dict(shard_tokens=100_000, validation_fraction=0.1, save_seconds=0)
+    stops = 0
+    for stops in range(50):
+        try:
+            tokenise(large_input, tmp_path / "out", **settings)
+            break
+        except Killed:
+            assert not list((tmp_path / "out").rglob("index.json"))
+    assert stops >= 3
+    assert content(tmp_path / "out") == unbroken
+
+
+def test_a_trained_tokenizer_survives_a_stop(tmp_path, texts, tokenise, monkeypatch):
+    """A run that goes on uses the tokenizer that was trained, and training it twice gives the same one."""
+    (tmp_path / "x.jsonl").write_bytes(json_lines(texts))
+    tokenise(tmp_path / "x.jsonl", tmp_path / "whole", tokenizer="train:300", eos_token=None)
+    with monkeypatch.context() as patch:
+        patch.setattr(tokenize._Run, "run", lambda run: (_ for _ in ()).throw(Killed))
+        with pytest.raises(Killed):
+            tokenise(tmp_path / "x.jsonl", tmp_path / "out", tokenizer="train:300", eos_token=None)
+    tokenise(tmp_path / "x.jsonl", tmp_path / "out", tokenizer="train:300", eos_token=None)
+    assert content(tmp_path / "out") == content(tmp_path / "whole")
+    assert read_back(tmp_path / "out" / "train") == texts
+
+
+def test_complete_it_says_so_changed_it_refuses(tokenise, tmp_path, texts, capsys):
+    """Same again: nothing is done. Other settings or another input: refused with what changed; --overwrite replaces."""
+    source, out = tmp_path / "x.jsonl", tmp_path / "out"
+    source.write_bytes(json_lines(texts))
+    tokenise(source, out)
+    before = (out / "train" / "index.json").stat().st_mtime_ns
+    tokenise(source, out, workers=2)
+    assert "complete already" in capsys.readouterr().out and (out / "train" / "index.json").stat().st_mtime_ns == before
+    with pytest.raises(UserError, match="documents was 'file' and is 'lines'. Choose another folder, or --overwrite"):
+        tokenise(source, out, documents="lines")
+    source.write_bytes(json_lines(texts[:3]))
+    with pytest.raises(UserError, match="the input changed"):
+        tokenise(source, out)
+    tokenise(source, out, overwrite=True)
+    assert read_back(out / "train") == texts[:3]
+    (out / "train" / "00000.bin").unlink()
+    with pytest.raises(UserError, match="00000.bin: can't be read"):
+        tokenise(source, out)
+
+
+def test_an_input_that_changes_meanwhile_is_refused(tokenise, tmp_path, texts, monkeypatch):
+    """A store never mixes two states of its input."""
+    source = tmp_path / "x.jsonl"
+    source.write_bytes(json_lines(texts))
+    real = tokenize._Run._finish
+    monkeypatch.setattr(tokenize._Run, "_finish", lambda run: (source.write_text("{}"), real(run))[1])
+    with pytest.raises(UserError, match="changed while it was read"):
+        tokenise(source, tmp_path / "out")
+
+
+def test_a_folder_of_someone_else_is_left_alone(tokenise, tmp_path, texts):
+    """Neither with nor without --overwrite is a file touched that this program did not write."""
+    (tmp_path / "x.txt").write_text("text")
+    (tmp_path / "out" / "train").mkdir(parents=True)
+    (tmp_path / "out" / "train" / "thesis.txt").write_text("precious")
+    for overwrite in (False, True):
+        with pytest.raises(UserError, match="not empty and not made by this program .it holds train"):
+            tokenise(tmp_path / "x.txt", tmp_path / "out", overwrite=overwrite)
+    assert (tmp_path / "out" / "train" / "thesis.txt").read_text() == "precious"
+
+
+def test_only_one_process_writes_into_a_folder(tokenise, tmp_path):
+    """The second process is refused while the first holds the lock; a lock left by a dead one is none."""
+    (tmp_path / "x.txt").write_text("text")
+    (tmp_path / "out").mkdir()
+    with open(tmp_path / "out" / ".lock", "a") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        with pytest.raises(UserError, match="another process is writing"):
+            tokenise(tmp_path / "x.txt", tmp_path / "out")
+    tokenise(tmp_path / "x.txt", tmp_path / "out")
+
+
+@contextlib.contextmanager
+def largest_file(size):
+    """Writes beyond `size` bytes fail, as on a full disk."""
+    before, handler = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, handler)
+
+
+def test_a_full_disk_is_said_and_then_gone_on_from(large_input, tokenise, unbroken, tmp_path):
+    """No store looks whole; with space again, the same command ends with the same bytes."""
+    settings = dict(shard_tokens=100_000, validation_fraction=0.1, save_seconds=0)
+    with largest_file(150_000), pytest.raises(UserError, match="can't be written .*free some space, then the same command goes on"):
+        tokenise(large_input, tmp_path / "out", **settings)
+    assert not list((tmp_path / "out").rglob("index.json"))
+    tokenise(large_input, tmp_path / "out", **settings)
+    assert content(tmp_path / "out") == unbroken
+
+
+def test_a_worker_that_dies_is_an_error(tokenise, tmp_path, monkeypatch):
+    """The loss of a worker ends the run with a reason; it never hangs."""
+    (tmp_path / "x.txt").write_text("text")
+    monkeypatch.setattr(tokenize, "_tokenise", os._exit)  # sent by name: the worker calls os._exit with a list, and dies of it
+    real = tokenize._chunks
+    monkeypatch.setattr(tokenize, "_chunks", lambda pieces: [3 for _ in real(pieces)])
+    with pytest.raises(UserError, match="a worker process was killed"):
+        tokenise(tmp_path / "x.txt", tmp_path / "out")
+
+
+# ---------------------------------------------------------------- tokenizers
+
+def test_a_saved_tokenizer_loads_in_transformers(tokenise, tmp_path, texts):
+    """The store's tokenizer folder is one of transformers', with the store's ids, eos and no truncation; and it can be named."""
+    from transformers import AutoTokenizer
+
+    (tmp_path / "x.jsonl").write_bytes(json_lines(texts))
+    tokenise(tmp_path / "x.jsonl", tmp_path / "out")
+    store = TokenStore(tmp_path / "out" / "train")
+    theirs = AutoTokenizer.from_pretrained(store.tokenizer_path)
+    assert theirs.eos_token_id == store.eos and len(theirs) == store.vocab_size
+    assert theirs(texts[0], add_special_tokens=False)["input_ids"] == next(store.documents())[:-1].tolist()
+    tokenise(tmp_path / "x.jsonl", tmp_path / "again", tokenizer=str(store.tokenizer_path), eos_token=None)
+    again = TokenStore(tmp_path / "again" / "train")
+    assert [d.tolist() for d in again.documents()] == [d.tolist() for d in store.documents()]
+    assert AutoTokenizer.from_pretrained(again.tokenizer_path).eos_token_id == store.eos
+
+
+def test_truncation_and_padding_in_a_tokenizer_cut_no_document(tokenise, tmp_path, texts, tokenizer):
+    """A tokenizer saved with a largest length, padding and added special tokens stores whole documents all the same."""
+    backend = tokenizers_.Tokenizer.from_file(tokenizer)
+    backend.enable_truncation(3)
+    backend.enable_padding(length=50)
+    backend.post_processor = processors.TemplateProcessing(
+        single="<|endoftext|> $A <|endoftext|>", special_tokens=[("<|endoftext|>", 0)])
+    backend.save(str(tmp_path / "short.json"))
+    (tmp_path / "x.jsonl").write_bytes(json_lines(texts))
+    tokenise(tmp_path / "x.jsonl", tmp_path / "out", tokenizer=str(tmp_path / "short.json"))
+    assert read_back(tmp_path / "out" / "train") == texts
+
+
+def test_a_tokenizer_without_an_eos_asks_for_one(tokenise, tmp_path, tokenizer):
+    """No eos, or one that the vocabulary lacks, is an error that names the option."""
+    (tmp_path / "x.txt").write_text("text")
+    with pytest.raises(UserError, match=r"give one with --eos_token \(its special tokens: <\|endoftext\|>\)"):
+        tokenise(tmp_path / "x.txt", tmp_path / "out", eos_token=None)
+    with pytest.raises(UserError, match="eos_token '</s>' is not in its vocabulary"):
+        tokenise(tmp_path / "x.txt", tmp_path / "out2", eos_token="</s>")
+    (tmp_path / "bad.json").write_text("{}")
+    with pytest.raises(UserError, match="bad.json can't be read"):
+        tokenise(tmp_path / "x.txt", tmp_path / "out3", tokenizer=str(tmp_path / "bad.json"))
+
+
+def test_training_a_tokenizer_reads_no_more_than_its_sample(tmp_path, texts):
+    """Whatever the input's size, the sample is bounded, and comes from the breadth of the files."""
+    for number in range(40):
+        (tmp_path / f"{number:02d}.txt").write_text("x" * 1000)
+    source = text.open_source(str(tmp_path), Options())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(text, "PIECE_BYTES", 100)
+        pieces = list(source.sample(4000))
+    assert sum(piece.size() for piece in pieces) <= 5000
+    assert len({piece.name for piece in pieces}) > 30
+    assert sum(piece.size() for piece in source.sample(10 ** 6)) == 40_000
+
+
+# ---------------------------------------------------------------- the built-in corpus, the verb
+
+def test_the_built_in_corpus_is_the_standard_library():
+    """Sorted, readable, without installed packages."""
+    files = builtin.corpus_files()
+    assert any(path.name == "argparse.py" for path in files) and not any("site-packages" in path.parts for path in files)
+    assert files == builtin.corpus_files() and sum(path.stat().st_size for path in files) > 5_000_000
+
+
+def test_default_folder():
+    """OUT is named after the input where that has a name."""
+    assert [str(get_dataset.default_folder(name)) for name in ("builtin", "a/b.jsonl.gz", "roneneldan/TinyStories", "c/")] == [
+        "data/builtin", "data/b", "data/TinyStories", "data/c"]
+    with pytest.raises(UserError, match="give OUT too"):
+        get_dataset.default_folder("corpus/*.txt")
+
+
+def test_help_lists_every_option_and_imports_nothing_heavy(tmp_path):
+    """--help names each option with its true default, and answers before anything slow is imported."""
+    import inspect
+
+    page = command("--help", cwd=tmp_path).stdout
+    for name, parameter in list(inspect.signature(get_dataset.main).parameters.items())[2:]:
+        default = "false" if parameter.default is False else parameter.default
+        line = next(line for line in page.splitlines() if line.startswith(f"  --{name}="))
+        assert line.split()[0] == f"--{name}={default}" or default is None, line
+    loaded = subprocess.run([sys.executable, "-X", "importtime", ROOT / "get_dataset.py", "--help"], capture_output=True, text=True,
+                            cwd=tmp_path).stderr
+    assert not any(f" {name}\n" in loaded for name in ("torch", "transformers", "datasets", "tokenizers", "pyarrow", "numpy"))
+
+
+def test_as_its_users_run_it(tmp_path, texts):
+    """Plain lines without a terminal, what was written, exit 0; the second time at once; a mistake exits 2."""
+    (tmp_path / "mine.jsonl").write_bytes(json_lines(texts))
+    first = command("mine.jsonl", "--tokenizer=train:300", "--validation_fraction=0.1", cwd=tmp_path)
+    assert first.returncode == 0 and first.stderr == "", first.stderr
+    assert "data/mine/train: " in first.stdout and "tokens in 54 documents" in first.stdout
+    again = command("mine.jsonl", "--tokenizer=train:300", "--validation_fraction=0.1", cwd=tmp_path)
+    assert again.returncode == 0 and again.stdout == "data/mine is complete already; nothing to do\n"
+    assert command("mine.jsonl", cwd=tmp_path).returncode == 2
+
+
+def test_ctrl_c_says_how_to_go_on(tmp_path, large_input):
+    """Ctrl-C ends with one hint, exit 130 and no traceback, though the whole terminal's processes get it."""
+    process = subprocess.Popen([sys.executable, ROOT / "get_dataset.py", large_input, "out"], cwd=tmp_path, text=True,
+                               stderr=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)
+    while not (tmp_path / "out" / "train" / "00000.bin").exists():
+        time.sleep(0.01)
+    os.killpg(process.pid, signal.SIGINT)
+    out, error = process.communicate(timeout=60)
+    assert process.returncode == 130 and "the same command goes on from here" in error and "Traceback" not in error, error
