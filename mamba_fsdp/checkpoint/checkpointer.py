@@ -114,8 +114,7 @@ class Checkpointer:
         outcomes = self.world.gather_objects(save.outcome)
         errors = [outcome["error"] for outcome in outcomes if "error" in outcome]
         if errors:
-            if self.world.rank == 0:
-                shutil.rmtree(save.partial, ignore_errors=True)
+            self._on_first(lambda: shutil.rmtree(save.partial, ignore_errors=True))
             raise UserError(f"the checkpoint of step {save.step} could not be saved: {'; '.join(errors)}")
         self.last = self._on_first(lambda: self._commit(save, outcomes))
         self.broken.discard(self.last.name)

@@ -31,6 +31,8 @@ def parallelise(model, *, world, strategy, compute_dtype, activation_checkpointi
     if world.size % shard_size:
         raise UserError(f"sharding_strategy=hsdp: {world.size} ranks can't be cut into groups of {shard_size}; "
                         "start the same number of processes on every node")
+    if strategy == "hsdp" and shard_size == 1:
+        strategy = "ddp"  # the same thing by definition; FSDP1 would leave out the sum over such groups
     assert all(parameter.is_meta == low_cpu_fsdp for parameter in model.parameters()), "low_cpu_fsdp takes a model on the meta device"
     places = find_places(model)
 

@@ -18,7 +18,7 @@ def replicate(model, places, *, world, strategy):
         place.materialise(world.device)
     module = model
     if strategy == "ddp":
-        module = DistributedDataParallel(model, gradient_as_bucket_view=True, broadcast_buffers=False)
+        module = DistributedDataParallel(model, gradient_as_bucket_view=True)
         module.register_comm_hook(None, _sum)
     held = [Held(place, place.parameter, replicas=world.size, replica_index=world.rank) for place in places]
     return Replicated(model, module, world, held)

@@ -1,0 +1,284 @@
+import json
+import os
+import random
+import resource
+import shutil
+import signal
+import time
+
+import pytest
+import torch
+from ranks import PROCESSES, build, run_ranks
+
+from mamba_fsdp.checkpoint import checkpointer as module
+from mamba_fsdp.checkpoint.checkpointer import Checkpointer
+from mamba_fsdp.checkpoint.folder import find_checkpoint, load, problems, read_state
+from mamba_fsdp.errors import UserError
+from mamba_fsdp.parallel.shards import Shard
+from mamba_fsdp.parallel.world import start_world
+
+pytestmark = pytest.mark.torch22
+
+
+@pytest.fixture
+def world(monkeypatch):
+    monkeypatch.delenv("RANK", raising=False)
+    return start_world()
+
+
+def shards(value, elements=100):
+    return [Shard("a.weight", (elements // 10, 10), 0, torch.full((elements,), float(value))), Shard("b", (7,), 0, torch.arange(7.0))]
+
+
+def make(run, world, steps, **how):
+    checkpointer = Checkpointer(run, world, **how)
+    for step in steps:
+        checkpointer.save(step, shards(step), {"step": step})
+    checkpointer.wait()
+    return checkpointer
+
+
+def names(run):
+    return sorted(os.listdir(run / "checkpoints"))
+
+
+# What a save leaves
+
+
+def test_a_checkpoint_is_there_when_it_is_committed_and_not_before(run, world):
+    """Between save and the poll that commits, nothing can be chosen; afterwards it can, and nothing hidden is left."""
+    checkpointer = Checkpointer(run, world)
+    assert checkpointer.newest() is None
+    checkpointer.save(3, shards(3), {"step": 3})
+    assert Checkpointer.__module__ and not [name for name in names(run) if name.startswith("step")]
+    checkpointer.pending.thread.join()
+    checkpointer.poll()
+    assert names(run) == ["step_00000003"]
+    assert checkpointer.newest() == run / "checkpoints" / "step_00000003" == Checkpointer(run, world).newest()
+    assert read_state(checkpointer.newest()) == {"step": 3}
+
+
+def test_other_programs_can_read_the_files(run, world):
+    """A rank's file is plain safetensors, with pieces named <tensor>@<start>."""
+    from safetensors.torch import load_file
+    path = make(run, world, [1]).newest()
+    content = load_file(path / "rank_00000.safetensors")
+    assert content.keys() == {"model/a.weight@0", "model/b@0"}
+    assert torch.equal(content["model/a.weight@0"], torch.full((100,), 1.0))
+
+
+def test_an_asynchronous_save_holds_the_moment_of_the_call(run, world):
+    """What happens to weights and state after save() returns is not in the checkpoint."""
+    checkpointer = Checkpointer(run, world, asynchronous=True)
+    held, state = shards(1), {"list": [1]}
+    checkpointer.save(1, held, state)
+    held[0].data.fill_(9)
+    state["list"].append(2)
+    checkpointer.wait()
+    target = shards(0)
+    assert load(checkpointer.newest(), target, world) == {"list": [1]}
+    assert torch.equal(target[0].data, torch.full((100,), 1.0))
+
+
+def test_only_the_newest_k_stay(run, world):
+    make(run, world, [1, 2, 3, 4, 5], keep=2)
+    assert names(run) == ["step_00000004", "step_00000005"]
+
+
+def test_broken_and_uncommitted_ones_don_t_count_among_the_kept(run, world):
+    """A newer but broken checkpoint never pushes out the whole one that the run started from, and is replaced in time."""
+    make(run, world, [1, 2], keep=5)
+    (run / "checkpoints/step_00000002/state.json").write_text("{}")
+    (run / "checkpoints/step_00000009").mkdir()
+    checkpointer = Checkpointer(run, world, keep=2, report=lambda text: None)
+    assert checkpointer.newest().name == "step_00000001"
+    checkpointer.save(3, shards(3), {})
+    checkpointer.wait()
+    assert {"step_00000001", "step_00000003"} <= set(names(run))
+    again = Checkpointer(run, world, keep=1, report=lambda text: None)
+    assert again.newest().name == "step_00000003"
+
+
+def test_a_broken_checkpoint_is_replaced_by_a_whole_one_of_its_step(run, world):
+    make(run, world, [1, 2])
+    os.truncate(run / "checkpoints/step_00000002/rank_00000.safetensors", 30)
+    checkpointer = Checkpointer(run, world, report=lambda text: None)
+    assert checkpointer.newest().name == "step_00000001"
+    checkpointer.save(2, shards(20), {"new": 1})
+    checkpointer.wait()
+    assert not problems(run / "checkpoints/step_00000002", world)
+    assert read_state(run / "checkpoints/step_00000002") == {"new": 1}
+    assert names(run) == ["step_00000001", "step_00000002"]
+
+
+def test_what_a_dead_run_left_is_removed(run, world):
+    make(run, world, [1])
+    (run / "checkpoints/.step_00000002.abc.partial").mkdir()
+    (run / "checkpoints/.step_00000002.abc.partial/rank_00000.safetensors").write_text("half")
+    Checkpointer(run, world)
+    assert names(run) == ["step_00000001"]
+
+
+# Broken checkpoints
+
+
+def damage_flip(path):
+    file = path / "rank_00000.safetensors"
+    content = bytearray(file.read_bytes())
+    content[-5] ^= 1
+    file.write_bytes(content)
+
+
+DAMAGES = {
+    "rank_00000.safetensors has changed": damage_flip,
+    "rank_00000.safetensors has 40 bytes": lambda path: os.truncate(path / "rank_00000.safetensors", 40),
+    "rank_00000.safetensors: No such file": lambda path: (path / "rank_00000.safetensors").unlink(),
+    "state.json: No such file": lambda path: (path / "state.json").unlink(),
+    "state.json has": lambda path: (path / "state.json").write_text("{}"),
+    "COMMIT is no list of files": lambda path: (path / "COMMIT").write_text('{"files": '),
+    "COMMIT is no list": lambda path: (path / "COMMIT").write_text('{"files": {}}'),
+}
+
+
+@pytest.mark.parametrize("words", DAMAGES)
+def test_a_broken_checkpoint_is_named_and_an_older_one_used(run, world, words):
+    """Any damage to any file is noticed; the older whole one is chosen; the report names folder and file."""
+    make(run, world, [1, 2])
+    DAMAGES[words](run / "checkpoints/step_00000002")
+    said = []
+    assert Checkpointer(run, world, report=said.append).newest().name == "step_00000001"
+    assert len(said) == 1 and "step_00000002 is broken" in said[0] and words.split()[0] in said[0]
+    with pytest.raises(UserError, match="step_00000002 is broken"):
+        find_checkpoint(run / "checkpoints/step_00000002", world)
+    assert find_checkpoint(run, world, report=said.append).name == "step_00000001"
+
+
+def test_no_whole_checkpoint_is_no_reason_to_start_anew(run, world):
+    """A run never restarts at step 0 by itself because all its checkpoints are broken."""
+    make(run, world, [1])
+    damage_flip(run / "checkpoints/step_00000001")
+    with pytest.raises(UserError, match="none of the 1 checkpoints.*rank_00000"):
+        Checkpointer(run, world, report=lambda text: None).newest()
+
+
+def test_a_folder_without_checkpoint_is_refused_by_name(tmp_path, world):
+    with pytest.raises(UserError, match="nowhere"):
+        find_checkpoint(tmp_path / "nowhere", world)
+
+
+@pytest.mark.parametrize("wanted, words", [
+    ([("a.weight", (10, 10))], "the model has no model/b"),
+    ([("a.weight", (10, 10)), ("b", (7,)), ("c", (2,))], "it lacks model/c"),
+    ([("a.weight", (10, 10)), ("b", (8,))], r"model/b is \(7,\), not \(8,\)"),
+    ([("a.weight", (10, 10)), ("b", (7,)), ("optimizer/b/exp_avg", (7,))], "it lacks optimizer/b/exp_avg"),
+], ids=str)
+def test_tensors_that_don_t_fit_are_refused_by_name(run, world, wanted, words):
+    path = make(run, world, [1]).newest()
+    target = [Shard(name, shape, 0, torch.zeros(torch.Size(shape).numel())) for name, shape in wanted]
+    with pytest.raises(UserError, match=words):
+        load(path, target, world)
+
+
+def test_a_check_may_refuse_before_anything_is_loaded(run, world):
+    def refuse(state, path):
+        raise UserError(f"no {state['step']}")
+    target = shards(0)
+    with pytest.raises(UserError, match="no 1"):
+        load(make(run, world, [1]).newest(), target, world, check=refuse)
+    assert not target[0].data.any()
+
+
+# Failing to save
+
+
+def test_too_little_space_is_refused_before_anything_is_written(run, world, monkeypatch):
+    checkpointer = make(run, world, [1])
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(1000, 600, 400))
+    with pytest.raises(UserError, match="step 2 needs 0.000 GB, but .*checkpoints has only"):
+        checkpointer.save(2, shards(2), {})
+    assert names(run) == ["step_00000001"]
+
+
+def overflow(world, run, asynchronous):
+    """Rank 1's disk is full in mid-file; every rank tells what it was told, and what is left."""
+    torch_shards = build(world, strategy="fsdp")[0].shards()
+    checkpointer = Checkpointer(run, world, asynchronous=asynchronous)
+    checkpointer.save(1, torch_shards, {})
+    checkpointer.wait()
+    if world.rank == 1:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (4000, 4000))
+    try:
+        checkpointer.save(2, torch_shards, {})
+        for _ in range(500):
+            checkpointer.poll()
+            time.sleep(0.01)
+    except UserError as error:
+        return str(error), sorted(os.listdir(run / "checkpoints"))
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_full_disk_on_one_rank_is_loud_on_all(run, asynchronous):
+    """Every rank raises at the same step, naming rank, file and reason; nothing half-written is left."""
+    for message, left in run_ranks(2, overflow, run, asynchronous):
+        assert "step 2" in message and "rank 1" in message and "rank_00001.safetensors: File too large" in message
+        assert left == ["step_00000001"]
+
+
+def test_what_the_disk_garbles_is_noticed_while_saving(run, world, monkeypatch):
+    """A file that reads back differently from what was written is never committed."""
+    from mamba_fsdp.checkpoint import files
+    real = files.checksum
+    monkeypatch.setattr(files, "checksum", lambda path: {**real(path), "crc32": "00000000"})
+    with pytest.raises(UserError, match="rank 0 .*read back is not what was written"):
+        make(run, world, [1])
+    assert names(run) == []
+
+
+def test_an_error_while_committing_is_loud_and_commits_nothing(run, world, monkeypatch):
+    def fail(*_):
+        raise OSError(28, "No space left on device", "COMMIT")
+    monkeypatch.setattr(module, "write_atomically", fail)
+    with pytest.raises(UserError, match="No space left"):
+        make(run, world, [1])
+    assert not [name for name in names(run) if name.startswith("step")]
+
+
+# Dying
+
+
+def save_for_ever(run, elements):
+    world = start_world()
+    checkpointer = Checkpointer(run, world, keep=2)
+    newest = checkpointer.newest()
+    step = 0 if newest is None else read_state(newest)["step"]
+    while True:
+        step += 1
+        checkpointer.save(step, shards(step, elements), {"step": step})
+        checkpointer.poll()
+
+
+def test_killed_at_any_moment_the_newest_checkpoint_is_whole(run, world):
+    """SIGKILL at random moments of saving, committing and pruning: what is chosen is whole, and never an older step than before."""
+    moments = random.Random(0)
+    before = 0
+    for _ in range(12):
+        process = PROCESSES.Process(target=save_for_ever, args=(run, 200_000))
+        process.start()
+        deadline = time.monotonic() + 20
+        while time.monotonic() < deadline and not (run / "checkpoints").exists():
+            time.sleep(0.01)
+        time.sleep(moments.uniform(0.05, 0.4))
+        os.kill(process.pid, signal.SIGKILL)
+        process.join()
+        said = []
+        committed = [name for name in names(run) if name.startswith("step")]
+        assert len(committed) <= 3
+        newest = Checkpointer(run, world, report=said.append).newest()
+        assert not said
+        if newest is not None:
+            target = shards(0, 200_000)
+            step = load(newest, target, world)["step"]
+            assert step >= before and json.loads((newest / "COMMIT").read_text())["step"] == step
+            assert torch.equal(target[0].data, torch.full((200_000,), float(step)))
+            before = step
+    assert before > 0

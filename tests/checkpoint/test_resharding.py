@@ -1,0 +1,107 @@
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from ranks import build, run_ranks, train, whole
+
+from mamba_fsdp.checkpoint.checkpointer import Checkpointer
+from mamba_fsdp.checkpoint.folder import load
+from mamba_fsdp.checkpoint.tensors import consolidate
+from mamba_fsdp.parallel.world import start_world
+
+pytestmark = pytest.mark.torch22
+
+
+def save(world, run, how, steps, asynchronous):
+    """Train `steps` from the newest checkpoint or the start, then save. Returns (records, all tensors)."""
+    parallel, optimizer = build(world, **how)
+    checkpointer = Checkpointer(run, world, asynchronous=asynchronous)
+    newest, first = checkpointer.newest(), 0
+    if newest:
+        first = load(newest, parallel.shards() + parallel.optimizer_shards(optimizer), world)["step"]
+        parallel.set_optimizer_steps(optimizer, first)
+    records = train(world, parallel, optimizer, range(first, first + steps))
+    shards = parallel.shards() + parallel.optimizer_shards(optimizer)
+    checkpointer.save(first + steps, shards, {"step": first + steps, "rank": world.rank})
+    tensors = whole(world, shards)
+    for shard in shards:
+        shard.data.zero_()  # an asynchronous save holds copies
+    checkpointer.wait()
+    return records, tensors
+
+
+def read(world, run, how):
+    """What a fresh model of another layout holds after loading."""
+    parallel, optimizer = build(world, **how)
+    shards = parallel.shards() + parallel.optimizer_shards(optimizer)
+    for shard in shards:
+        shard.data.fill_(-1.0)
+    state = load(Checkpointer(run, world).newest(), shards, world)
+    return state, whole(world, shards)
+
+
+LAYOUTS = [(1, {"strategy": "none"}), (2, {"strategy": "ddp"}), (2, {"strategy": "fsdp"}), (3, {"strategy": "fsdp"}),
+           (4, {"strategy": "hsdp", "shard_size": 2})]
+
+
+@pytest.mark.parametrize("ranks, how, asynchronous", [
+    (4, {"strategy": "fsdp"}, True), (4, {"strategy": "hsdp", "shard_size": 2}, False), (2, {"strategy": "ddp"}, True)], ids=str)
+@pytest.mark.slow
+def test_any_layout_reads_what_any_layout_saved(run, ranks, how, asynchronous):
+    """Model and optimiser come back bit for bit on any number of ranks and any strategy, with rank 0's state."""
+    [(_, saved), *_] = run_ranks(ranks, save, run, how, 2, asynchronous)
+    assert len(saved) == 3 * 17 and all(tensor.isfinite().all() and tensor.any() for tensor in saved.values())
+    for count, other in LAYOUTS:
+        for state, tensors in run_ranks(count, read, run, other):
+            assert state == {"step": 2, "rank": 0}
+            assert tensors.keys() == saved.keys()
+            assert all(torch.equal(tensors[name], saved[name]) for name in saved), (count, other)
+    model = consolidate(run / "checkpoints" / "step_00000002")
+    assert model["lm_head.weight"] is model["backbone.embedding.weight"]
+    assert {name for name in saved if not name.startswith("optimizer/")} == model.keys() - {"lm_head.weight"}
+    assert all(torch.equal(model[name], saved[name]) for name in model.keys() - {"lm_head.weight"})
+
+
+def unbroken(world):
+    parallel, optimizer = build(world, strategy="none")
+    return train(world, parallel, optimizer, range(6))
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_across_layouts(run):
+    """4 ranks, then 1, then 2, each from the checkpoint before: the losses are those of one unbroken process."""
+    records = []
+    for count, how in [(4, {"strategy": "fsdp"}), (1, {"strategy": "none"}), (2, {"strategy": "ddp"})]:
+        records += run_ranks(count, save, run, how, 2, True)[0][0]
+    torch.testing.assert_close(records, unbroken(start_world()), rtol=2e-5, atol=2e-5)
+
+
+def other_python():
+    """The interpreter of the other stack: from the environment variable, or what 0.create_env.sh makes."""
+    project = Path(__file__).resolve().parents[2]
+    here = Path(sys.prefix).resolve()
+    candidates = [os.environ.get("MAMBA_FSDP_OTHER_PYTHON"), project / ".venv/bin/python", project / ".venv-torch2.2/bin/python"]
+    return next((str(path) for path in candidates if path and Path(path).exists() and here not in Path(path).absolute().parents), None)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(other_python() is None, reason="needs both stacks: 0.create_env.sh --stack cpu and VENV=.venv-torch2.2 ... --stack torch2.2")
+@pytest.mark.parametrize("writer, reader", [("this", "other"), ("other", "this")])
+def test_each_stack_reads_the_others_checkpoints(run, writer, reader):
+    """torch 2.2 with FSDP1 and the newest torch with FSDP2 read each other's checkpoints bit for bit."""
+    pythons = {"this": sys.executable, "other": other_python()}
+    script = ("import sys; sys.path[:0] = sys.argv[3:]; import torch; from test_resharding import *\n"
+              "if __name__ == '__main__':\n"
+              "    [(_, tensors), *_] = run_ranks(2, *((save, sys.argv[1], {'strategy': 'fsdp'}, 2, True) if sys.argv[2] == 'write' else\n"
+              "                                       (read, sys.argv[1], {'strategy': 'fsdp'})))\n"
+              "    torch.save(tensors, sys.argv[1] + '.' + sys.argv[2])\n")
+    program = run.parent / "program.py"
+    program.write_text(script)
+    paths = [str(Path(__file__).parent), str(Path(__file__).parent.parent / "parallel"), str(Path(__file__).resolve().parents[2])]
+    for python, action in [(pythons[writer], "write"), (pythons[reader], "read")]:
+        subprocess.run([python, str(program), str(run), action, *paths], check=True, timeout=120)
+    written, got = (torch.load(f"{run}.{action}", weights_only=True) for action in ("write", "read"))
+    assert written.keys() == got.keys() and all(torch.equal(written[name], got[name]) for name in written)

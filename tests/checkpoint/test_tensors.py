@@ -1,0 +1,101 @@
+import os
+import pickle
+
+import pytest
+import torch
+from ranks import build, value_of
+
+from mamba_fsdp.checkpoint.checkpointer import Checkpointer
+from mamba_fsdp.checkpoint.tensors import open_tensors, write_consolidated
+from mamba_fsdp.errors import UserError
+from mamba_fsdp.parallel.parallelise import fill
+from mamba_fsdp.parallel.world import start_world
+
+pytestmark = pytest.mark.torch22
+
+
+@pytest.fixture
+def saved(run, monkeypatch):
+    """(a model, a checkpoint of it, the model as one file)."""
+    monkeypatch.delenv("RANK", raising=False)
+    world = start_world()
+    parallel, optimizer = build(world, strategy="none")
+    checkpointer = Checkpointer(run, world)
+    checkpointer.save(1, parallel.shards() + parallel.optimizer_shards(optimizer), {})
+    file = run / "pth/step_1/consolidated.00.pth"
+    write_consolidated(checkpointer.newest(), file)
+    return parallel, checkpointer.newest(), file
+
+
+@pytest.mark.parametrize("kind", ["folder", "file"])
+def test_both_forms_give_the_model_back(saved, kind):
+    """Every parameter by name, tied ones by each of their names, whole or sliced; the optimiser is not among them."""
+    parallel, folder, file = saved
+    tensors = open_tensors(folder if kind == "folder" else file)
+    tensors.check(parallel.shards())
+    for name, parameter in parallel.parameters().items():
+        assert torch.equal(tensors.get(name, parameter.shape), parameter)
+        assert torch.equal(tensors.slice(name, 3, 9), parameter.detach().flatten()[3:9])
+    assert torch.equal(tensors.get("lm_head.weight"), tensors.get("backbone.embedding.weight"))
+    assert not [name for name in tensors.shapes if "exp_avg" in name]
+    fill(parallel.shards(), lambda name, shape: tensors.get(name, shape) + 1)
+    name = "backbone.norm_f.weight"
+    assert torch.equal(parallel.parameters()[name], value_of(name, (24,)) + 1)
+
+
+def test_the_file_is_a_plain_state_dict(saved):
+    """It loads strictly into the bare model, tied weights once, and in another dtype when asked."""
+    parallel, folder, file = saved
+    assert parallel.model.load_state_dict(torch.load(file, weights_only=True), strict=True)
+    write_consolidated(folder, file, dtype=torch.bfloat16)
+    content = torch.load(file, weights_only=True)
+    assert {tensor.dtype for tensor in content.values()} == {torch.bfloat16}
+    assert content["lm_head.weight"].data_ptr() == content["backbone.embedding.weight"].data_ptr()
+    assert os.listdir(file.parent) == [file.name]
+
+
+class Evil:
+    def __reduce__(self):
+        return os.mkdir, ("/tmp/should-not-exist",)
+
+
+def test_what_is_no_model_is_refused_and_executes_nothing(saved, tmp_path):
+    parallel, _, file = saved
+    bad = tmp_path / "bad.pth"
+    torch.save({"a": Evil()}, bad)
+    with pytest.raises(UserError, match="bad.pth"):
+        open_tensors(bad)
+    assert not os.path.exists("/tmp/should-not-exist")
+    bad.write_bytes(pickle.dumps({"a": 1}, protocol=2))
+    with pytest.raises(UserError, match="bad.pth"):
+        open_tensors(bad)
+    bad.write_bytes(file.read_bytes()[:5000])
+    with pytest.raises(UserError, match="bad.pth"):
+        open_tensors(bad)
+    torch.save([1], bad)
+    with pytest.raises(UserError, match="bad.pth is no dict"):
+        open_tensors(bad)
+    with pytest.raises(UserError, match="can't read .*missing.pth"):
+        open_tensors(tmp_path / "missing.pth")
+
+
+def test_another_model_is_refused_by_name(saved, tmp_path):
+    """Missing, additional and differently shaped tensors, and a head that is not the embedding it should be tied to."""
+    parallel, folder, file = saved
+    content = torch.load(file, weights_only=True)
+    wrong = tmp_path / "wrong.pth"
+
+    def refused(change):
+        changed = {name: tensor.clone() for name, tensor in content.items()}
+        change(changed)
+        torch.save(changed, wrong)
+        with pytest.raises(UserError) as caught:
+            open_tensors(wrong).check(parallel.shards())
+        return str(caught.value)
+
+    assert "it lacks backbone.norm_f.weight" in refused(lambda c: c.pop("backbone.norm_f.weight"))
+    assert "the model has no backbone.layers.3.D" in refused(lambda c: c.update({"backbone.layers.3.D": torch.ones(1)}))
+    assert "is (5,), not (24,)" in refused(lambda c: c.update({"backbone.norm_f.weight": torch.ones(5)}))
+    assert "the model has no lm_head.weight" in refused(lambda c: c["lm_head.weight"].add_(1))
+    with pytest.raises(UserError, match="lacks nothing"):
+        open_tensors(folder).get("nothing")

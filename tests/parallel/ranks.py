@@ -1,0 +1,113 @@
+"""Running a function on several ranks over gloo, each in a process of its own, and a tiny training to compare."""
+
+import hashlib
+import multiprocessing
+import os
+import pickle
+import socket
+import traceback
+
+import torch
+from double import Double
+
+from mamba_fsdp.parallel.parallelise import fill, parallelise
+from mamba_fsdp.parallel.world import start_world
+
+os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # a rank is a daemon and may have no children
+PROCESSES = multiprocessing.get_context("forkserver")  # its server imports torch once; each rank is then there at once
+PROCESSES.set_forkserver_preload(["torch", "torch.distributed.fsdp", "torch.distributed.device_mesh", "torch._dynamo", "torch.nn.parallel"])
+
+
+def run_ranks(count, function, *arguments, launched=True, seconds=120):
+    """`function(world, *arguments)` on `count` ranks; returns their results in order. Raises AssertionError with a rank's traceback.
+
+    launched=False leaves out what torchrun would set.
+    """
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    ranks = []
+    for rank in range(count):
+        receiver, sender = PROCESSES.Pipe(duplex=False)
+        process = PROCESSES.Process(target=_rank, args=(sender, rank, count, port if launched else None, function, arguments), daemon=True)
+        process.start()
+        sender.close()
+        ranks.append((process, receiver))
+    try:
+        results = []
+        for rank, (process, receiver) in enumerate(ranks):
+            assert receiver.poll(seconds), f"rank {rank} said nothing for {seconds} s"
+            try:
+                result, failure = pickle.loads(receiver.recv_bytes())  # by value: shared tensors die with their rank
+            except EOFError:
+                process.join()
+                result, failure = None, f"died with exit code {process.exitcode}"
+            assert failure is None, f"rank {rank}: {failure}"
+            results.append(result)
+        return results
+    finally:
+        for process, _ in ranks:
+            process.join(5)
+            process.kill()
+
+
+def _rank(sender, rank, count, port, function, arguments):
+    if port:
+        os.environ.update(RANK=str(rank), WORLD_SIZE=str(count), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(count),
+                          MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    torch.set_num_threads(1)
+    try:
+        world = start_world(timeout_minutes=1)
+        sender.send_bytes(pickle.dumps((function(world, *arguments), None)))
+        world.close()
+    except BaseException:
+        sender.send_bytes(pickle.dumps((None, traceback.format_exc())))
+
+
+def value_of(name, shape):
+    """A fixed random value for each parameter."""
+    generator = torch.Generator().manual_seed(int(hashlib.md5(name.encode()).hexdigest()[:8], 16))
+    return torch.randn(shape, generator=generator) * 0.1 + (1 if "norm" in name else 0)
+
+
+def build(world, dtype=torch.float32, low_cpu_fsdp=True, tie=True, layers=3, **how):
+    """(filled ParallelModel of the double, its AdamW)."""
+    with torch.device("meta" if low_cpu_fsdp else "cpu"):
+        model = Double(compute_dtype=dtype, tie=tie, layers=layers)
+    parallel = parallelise(model, world=world, compute_dtype=dtype, low_cpu_fsdp=low_cpu_fsdp, **how)
+    fill(parallel.shards(), value_of)
+    return parallel, torch.optim.AdamW(parallel.parameters().values(), lr=1e-2)
+
+
+def tokens(step):
+    return torch.randint(0, 50, (24, 9), generator=torch.Generator().manual_seed(step))
+
+
+def train(world, parallel, optimizer, steps, micro_batches=2):
+    """Steps on the same global batches for any world. Returns [(loss, gradient norm)]."""
+    records = []
+    for step in steps:
+        mine = tokens(step).view(world.size, micro_batches, -1, 9)[world.rank]
+        optimizer.zero_grad(set_to_none=True)
+        total = 0.0
+        for index, batch in enumerate(mine):
+            with parallel.accumulate(last=index == micro_batches - 1):
+                loss = parallel.module(batch[:, :-1], labels=batch[:, 1:])
+                (loss / 192).backward()
+            total += float(loss.detach())
+        parallel.reduce_gradients()
+        norm = float(parallel.gradient_norm())
+        parallel.scale_gradients(min(1.0, 0.5 / norm))
+        optimizer.step()
+        records.append((world.all_reduce_sum(total) / 192, norm))
+    return records
+
+
+def whole(world, shards):
+    """Name -> full tensor, put together from every rank's shards."""
+    gathered = world.gather_objects([(shard.name, shard.shape, shard.start, shard.data.clone()) for shard in shards])
+    tensors = {name: torch.full(shape, float("nan")) for name, shape, _, _ in gathered[0]}
+    for rank in gathered:
+        for name, _, start, data in rank:
+            tensors[name].view(-1)[start:start + data.numel()] = data
+    return tensors

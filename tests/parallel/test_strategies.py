@@ -1,0 +1,206 @@
+import functools
+import math
+
+import pytest
+import torch
+from ranks import build, run_ranks, train, whole
+
+from mamba_fsdp.errors import UserError
+from mamba_fsdp.parallel.compat import HAS_FSDP2
+from mamba_fsdp.parallel.world import start_world
+
+pytestmark = pytest.mark.torch22
+FP32 = (".A_log", ".D")
+
+
+def trajectory(world, how, micro_batches, dtype=torch.float32):
+    parallel, optimizer = build(world, dtype=dtype, **how)
+    records = train(world, parallel, optimizer, range(4), micro_batches)
+    return records, whole(world, parallel.shards() + parallel.optimizer_shards(optimizer))
+
+
+@functools.cache
+def one_process():
+    return trajectory(start_world(), {"strategy": "none"}, 2)
+
+
+@pytest.mark.parametrize("ranks, how, micro_batches", [
+    (1, {"strategy": "ddp"}, 2),
+    (1, {"strategy": "fsdp"}, 2),
+    (2, {"strategy": "ddp"}, 1),
+    (2, {"strategy": "ddp"}, 4),
+    (2, {"strategy": "fsdp"}, 1),
+    (2, {"strategy": "fsdp"}, 4),
+    (2, {"strategy": "fsdp", "low_cpu_fsdp": False}, 2),
+    (2, {"strategy": "fsdp", "backward_prefetch": False, "limit_all_gathers": True}, 2),
+    (2, {"strategy": "fsdp", "activation_checkpointing": True, "selective_checkpointing": "1/2"}, 2),
+    (2, {"strategy": "fsdp", "activation_checkpointing": True, "reentrant": True}, 2),
+    (2, {"strategy": "ddp", "activation_checkpointing": True}, 2),
+    (2, {"strategy": "hsdp"}, 2),
+    (4, {"strategy": "fsdp"}, 2),
+    (4, {"strategy": "hsdp", "shard_size": 2}, 2),
+    pytest.param(2, {"strategy": "fsdp", "compile": True}, 2, marks=pytest.mark.slow),
+    pytest.param(2, {"strategy": "fsdp", "compile": True, "activation_checkpointing": True}, 2, marks=pytest.mark.slow),
+], ids=str)
+def test_every_strategy_trains_as_one_process_does(ranks, how, micro_batches):
+    """Losses, gradient norms, weights and optimiser state don't depend on ranks, strategy or micro-batches."""
+    expected, expected_tensors = one_process()
+    for records, tensors in run_ranks(ranks, trajectory, how, micro_batches):
+        torch.testing.assert_close(records, expected, rtol=2e-5, atol=2e-5)
+        assert tensors.keys() == expected_tensors.keys()
+        for name, tensor in expected_tensors.items():
+            torch.testing.assert_close(tensors[name], tensor, rtol=1e-3, atol=2e-5, msg=lambda text: f"{name}: {text}")
+
+
+def low_precision(world, how, dtype):
+    parallel, optimizer = build(world, dtype=dtype, **how)
+    records = train(world, parallel, optimizer, range(4), 4)
+    copies = {shard.name: shard.data for shard in parallel.shards() if shard.name.endswith(FP32)}
+    seen = set().union(*(module.seen for module in parallel.model.modules() if hasattr(module, "seen")))
+    everywhere = {shard.data.dtype for shard in parallel.shards()} | {parameter.grad.dtype for parameter in parallel.parameters().values()
+                                                                     if parameter.grad is not None}
+    return records, seen, everywhere, copies
+
+
+@pytest.mark.parametrize("how", [{"strategy": "ddp"}, {"strategy": "fsdp"}, {"strategy": "hsdp", "shard_size": 1}], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_sensitive_parameters_stay_fp32_under_low_precision(how, dtype):
+    """A_log and D are fp32 while the blocks compute in bf16, equal on all ranks after steps, and the losses stay close."""
+    (records, seen, everywhere, copies), (_, _, _, others) = run_ranks(2, low_precision, how, dtype)
+    assert seen == {(torch.float32, torch.float32)}
+    assert everywhere == {torch.float32}
+    assert len(copies) == 6 and all(torch.equal(copies[name], others[name]) for name in copies)
+    torch.testing.assert_close(records, one_process()[0], rtol=1e-2, atol=1e-2)
+
+
+def layout(world, how):
+    parallel, _ = build(world, **how)
+    kept = sum(shard.data.numel() for shard in parallel.shards() if shard.name.endswith(FP32))
+    held = sum(shard.data.numel() for shard in parallel.shards())
+    total = sum(math.prod(shard.shape) for shard in parallel.shards())
+    shards = [(shard.name, shard.start, shard.data.numel(), shard.replicas, shard.replica_index, shard.tied) for shard in parallel.shards()]
+    tied = parallel.model.lm_head.weight is parallel.model.backbone.embedding.weight
+    parallel.shards()[0].data.fill_(3.0)
+    written = parallel.parameters()[shards[0][0]].detach().eq(3.0).all().item()
+    return kept, held, total, shards, tied, written
+
+
+@pytest.mark.parametrize("ranks, shard_size, how", [
+    (3, 3, {"strategy": "fsdp"}), (4, 2, {"strategy": "hsdp", "shard_size": 2}), (2, 1, {"strategy": "ddp"})], ids=str)
+def test_shards_tell_who_holds_what(ranks, shard_size, how):
+    """Shards of one group tile each parameter, replicas are numbered, tied weights stay tied, writing goes through."""
+    results = run_ranks(ranks, layout, how)
+    for rank, (kept, held, total, shards, tied, written) in enumerate(results):
+        assert tied and written
+        assert held - kept <= (total - kept) / shard_size + 24 * len(shards)  # rows don't divide evenly
+        for name, start, count, replicas, replica_index, names in shards:
+            replicated = name.endswith(FP32)
+            assert (replicas, replica_index) == ((ranks, rank) if replicated else (ranks // shard_size, rank // shard_size))
+            assert names == (("lm_head.weight",) if name == "backbone.embedding.weight" else ())
+    for index, (name, *_) in enumerate(results[0][3]):
+        ends = {(rank[3][index][1], rank[3][index][1] + rank[3][index][2]) for rank in results}
+        if not name.endswith(FP32):
+            position = 0
+            for start, end in sorted(end for end in ends if end[0] != end[1]):
+                assert start == position
+                position = end
+
+
+def infinite(world, value):
+    parallel, optimizer = build(world, strategy="fsdp")
+    train(world, parallel, optimizer, range(1))
+    name = "backbone.layers.1.mixer.in_proj.weight"
+    if world.rank == 1:
+        parallel.parameters()[name].grad.view(-1)[0] = value
+    return float(parallel.gradient_norm())
+
+
+@pytest.mark.parametrize("value", [math.inf, math.nan])
+def test_one_bad_element_on_one_rank_reaches_every_norm(value):
+    """The gradient norm is inf or nan on all ranks when one element of one shard is."""
+    first, second = run_ranks(2, infinite, value)
+    assert not math.isfinite(first) and not math.isfinite(second)
+
+
+def traffic(world, how):
+    """Gradient collectives after each of three micro-batches."""
+    import torch.distributed as dist
+
+    parallel, _ = build(world, **how)
+    calls = []
+    for collective in [name for name in dir(dist) if "reduce_scatter" in name or name == "all_reduce"]:
+        setattr(dist, collective, lambda *a, original=getattr(dist, collective), **k: (calls.append(1), original(*a, **k))[1])
+    seen = []
+    for index in range(3):
+        with parallel.accumulate(last=index == 2):
+            parallel.module(torch.zeros(1, 4, dtype=torch.long), labels=torch.zeros(1, 4, dtype=torch.long)).backward()
+        seen.append(len(calls))
+    return seen
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_no_gradient_travels_before_the_last_micro_batch(strategy):
+    for first, second, last in run_ranks(2, traffic, {"strategy": strategy}):
+        assert first == second == 0 < last
+
+
+def recomputed(world, share, reentrant):
+    parallel, _ = build(world, layers=6, strategy="none", activation_checkpointing=True, selective_checkpointing=share, reentrant=reentrant)
+    calls = []
+    for index, block in enumerate(parallel.model.backbone.layers):
+        block.mixer.register_forward_pre_hook(lambda *_, index=index: calls.append(index))
+    batch = torch.zeros(2, 5, dtype=torch.long)
+    parallel.module(batch, labels=batch).backward()
+    trained = [calls.count(index) - 1 for index in range(6)]
+    with torch.no_grad():
+        parallel.module(batch, labels=batch)
+    return trained, len(calls)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("share, expected", [(1, [1, 1, 1, 1, 1, 1]), ("1/2", [1, 0, 1, 0, 1, 0]), (1 / 3, [0, 1, 0, 0, 1, 0])])
+def test_the_chosen_share_of_blocks_recomputes(share, expected, reentrant):
+    """Block i (from 1) recomputes when i * share reaches 0.5, 1.5, 2.5, ...; nothing recomputes without gradients."""
+    trained, calls = recomputed(start_world(), share, reentrant)
+    assert trained == expected
+    assert calls == 6 + sum(expected) + 6
+
+
+def prefetching(world, how):
+    settings = {"backward": [], "forward": []}
+    if HAS_FSDP2:
+        from torch.distributed.fsdp import FSDPModule
+        for direction, calls in settings.items():
+            setattr(FSDPModule, f"set_modules_to_{direction}_prefetch", lambda self, modules, calls=calls: calls.append(modules[0] is self))
+        build(world, strategy="fsdp", **how)
+        return settings["backward"] != [], settings["forward"] != []
+    module = build(world, strategy="fsdp", **how)[0].module
+    return module.backward_prefetch is None, not module.limit_all_gathers
+
+
+@pytest.mark.parametrize("backward_prefetch", [False, True])
+@pytest.mark.parametrize("limit_all_gathers", [False, True])
+def test_prefetch_settings_reach_the_sharding(backward_prefetch, limit_all_gathers):
+    how = {"backward_prefetch": backward_prefetch, "limit_all_gathers": limit_all_gathers}
+    assert run_ranks(1, prefetching, how) == [(not backward_prefetch, not limit_all_gathers)]
+
+
+def refusal(world, how):
+    try:
+        build(world, **how)
+    except UserError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize("how, word", [
+    ({"strategy": "none"}, "choose ddp"), ({"strategy": "zero3"}, "zero3"), ({"strategy": "hsdp", "shard_size": 3}, "groups of 3"),
+    ({"strategy": "fsdp", "activation_checkpointing": True, "selective_checkpointing": "0"}, "share"),
+    ({"strategy": "fsdp", "activation_checkpointing": True, "selective_checkpointing": "half"}, "share")], ids=str)
+def test_what_does_not_fit_is_refused(how, word):
+    assert all(word in message for message in run_ranks(2, refusal, how))
+
+
+def test_fsdp_needs_no_launcher():
+    """One process that no torchrun has started can shard, and trains as without."""
+    [(records, _)] = run_ranks(1, trajectory, {"strategy": "fsdp"}, 2, launched=False)
+    torch.testing.assert_close(records, one_process()[0], rtol=2e-5, atol=2e-5)
