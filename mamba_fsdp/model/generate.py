@@ -22,8 +22,8 @@ def generate(model, tokens, *, length, temperature=1.0, top_k=0, top_p=1.0, gene
 
 
 def draw(logits, temperature, top_k, top_p, generator):
-    """One token per row of logits (batch, vocabulary), drawn from the likeliest: top_k of them (0: all), no more than it
-    takes to make up the probability top_p (nucleus sampling, Holtzman et al. 2019)."""
+    """One token per row of logits (batch, vocabulary), drawn from the likeliest: top_k of them (0: all), no more than
+    it takes to make up the probability top_p (nucleus sampling, Holtzman et al. 2019)."""
     if temperature == 0:
         return logits.argmax(dim=-1)
     logits, tokens = (logits / temperature).sort(dim=-1, descending=True)

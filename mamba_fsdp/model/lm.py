@@ -75,7 +75,7 @@ class MambaLM(nn.Module):
         """tokens (batch, length) int64 -> logits (batch, length, padded vocabulary) in the compute dtype.
 
         With labels (batch, length), the token that follows each position or -100 where none counts: the sum of the
-        token losses in nats, an fp32 scalar. documents (batch, length): index of each position's document, never falling.
+        token losses in nats, an fp32 scalar. documents (batch, length): each position's document, never falling.
         """
         assert documents is None or self.reset_at_documents, "this model was not built to reset at documents"
         hidden, residual = self.embed(tokens), None

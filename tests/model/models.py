@@ -1,0 +1,37 @@
+"""Small models of every family for the tests of the model."""
+
+import torch
+
+from config.model_config import ModelConfig
+from mamba_fsdp.model.init import initial_value
+from mamba_fsdp.model.lm import MambaLM
+
+SIZES = dict(d_model=32, n_layer=3, vocab_size=50)
+ATTENTION = dict(n_head=4, d_intermediate=48)
+FAMILIES = {
+    "mamba1": ModelConfig(layers="mamba1", **SIZES),
+    "mamba2": ModelConfig(layers="mamba2", headdim=16, ngroups=2, **SIZES),
+    "hybrid": ModelConfig(layers="mamba2+mlp,attention+mlp", headdim=16, n_kv_head=2, rotary_dim=4, **ATTENTION,
+                          **SIZES),
+    "llama": ModelConfig(layers="attention+mlp", n_kv_head=1, tie_embeddings=False, **ATTENTION, **SIZES),
+    "everything": ModelConfig(layers="mamba1+mlp,mamba2,attention", headdim=16, n_kv_head=4, **ATTENTION, **SIZES),
+}
+
+
+def filled(model, seed=1):
+    """The model with initial values, disturbed so that nothing is left at 0 or 1 and hides a mix-up."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            value = initial_value(name, tuple(parameter.shape), model.config, seed)
+            value *= 3 if "embedding" in name else 1 + 0.3 * torch.rand(value.shape, generator=generator)
+            parameter.copy_(value)
+    return model
+
+
+def small_model(family, **more):
+    return filled(MambaLM(FAMILIES[family], **more))
+
+
+def some_tokens(batch, length, seed=0):
+    return torch.randint(0, SIZES["vocab_size"], (batch, length), generator=torch.Generator().manual_seed(seed))

@@ -1,0 +1,88 @@
+"""Parameters and FLOPs by structure: the published sizes, and counts done by hand."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from config.model_config import ModelConfig
+from config.presets import PRESETS, preset
+from mamba_fsdp.errors import UserError
+from mamba_fsdp.model.count import flops_per_token, parameter_count, parameter_shapes
+from mamba_fsdp.model.lm import MambaLM
+
+PUBLISHED = {  # number of parameters in the released checkpoints
+    "mamba-130m": 129_135_360, "mamba-370m": 371_516_416, "mamba-790m": 793_204_224, "mamba-1.4b": 1_372_178_432,
+    "mamba-2.8b": 2_768_345_600, "mamba2-130m": 128_989_632, "mamba2-2.7b": 2_702_599_680, "llama2_7b": 6_738_415_616,
+    "llama2_13b": 13_015_864_320, "llama2_34b": 33_743_970_304, "llama2_70b": 68_976_648_192,
+    "llama3_8b": 8_030_261_248, "llama3_70b": 70_553_706_496,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_presets_have_the_published_numbers_of_parameters(name):
+    assert parameter_count(ModelConfig(**preset(name))) == PUBLISHED[name]
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_presets_can_be_built_and_are_what_was_counted(name):
+    config = ModelConfig(**preset(name))
+    config.check()
+    with torch.device("meta"):
+        model = MambaLM(config)
+    found = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    assert list(found.items()) == list(parameter_shapes(config).items())
+
+
+def test_the_bamba_preset_has_attention_where_bamba_has():
+    layers = ModelConfig(**preset("mamba_9.8b")).layer_list()
+    assert [i for i, layer in enumerate(layers) if layer.mixer == "attention"] == [9, 18, 27] and len(layers) == 32
+    assert parameter_count(ModelConfig(**preset("mamba_9.8b"))) == 9_780_235_392  # 9.78 billion published
+
+
+def test_flops_by_hand_of_each_kind_of_layer():
+    """Forward multiply-adds per token, summed here by hand; times 2, and times 3 for the backward too."""
+    vocabulary = dict(d_model=8, vocab_size=32, d_state=4, d_conv=4)
+    head = 32 * 8
+
+    mamba1 = ModelConfig(layers="mamba1", n_layer=2, **vocabulary)  # d_inner 16, dt_rank 1
+    layer = 8 * 32 + 16 * 4 + 16 * (1 + 8) + 1 * 16 + 16 * 4 * 3 + 16 * 8
+    assert flops_per_token(mamba1, 2048) == 6 * (2 * layer + head)
+
+    mamba2 = ModelConfig(layers="mamba2", n_layer=1, headdim=4, ngroups=2, **vocabulary)  # 4 heads
+    layer = 8 * (16 + 16 + 16 + 4) + (16 + 16) * 4 + 16 * 4 * 3 + 16 * 8
+    assert flops_per_token(mamba2, 2048) == 6 * (layer + head)
+
+    llama = ModelConfig(layers="attention+mlp", n_layer=3, n_head=4, n_kv_head=2, d_intermediate=24, d_model=8,
+                        vocab_size=32, tie_embeddings=False)  # head_dim 2
+    layer = 8 * (8 + 4 + 4) + 8 * 8 + 2 * 8 * 1024 + 8 * 48 + 24 * 8
+    assert flops_per_token(llama, 2048) == 6 * (3 * layer + head)
+
+
+def test_flops_grow_with_the_sequence_only_where_attention_is():
+    mamba = ModelConfig(**preset("mamba-130m"))
+    assert flops_per_token(mamba, 2048) == flops_per_token(mamba, 4096)
+    llama, hybrid = (ModelConfig(**preset(name)) for name in ("llama3_8b", "mamba_9.8b"))
+    growth = [flops_per_token(config, 4096) - flops_per_token(config, 2048) for config in (llama, hybrid)]
+    assert growth[0] == 6 * 32 * 2 * 4096 * 1024 and growth[1] * 32 == growth[0] * 3
+
+
+@pytest.mark.parametrize("spelling, name", [
+    ("state-spaces/mamba-130m", "mamba-130m"), ("state-spaces/mamba2-2.7b", "mamba2-2.7b"), ("mamba_2.8b", "mamba-2.8b"),
+    ("ibm-ai-platform/Bamba-9B", "mamba_9.8b"), ("meta-llama/Llama-2-7b-hf", "llama2_7b"), ("llama3-8b", "llama3_8b"),
+    ("llama2_34bcode", "llama2_34b"), ("7b", "llama2_7b")])
+def test_names_that_users_know_mean_the_preset(spelling, name):
+    assert preset(spelling) == {"model_name": name, **PRESETS[name]}
+
+
+def test_an_unknown_name_is_refused_with_the_nearest_or_all():
+    with pytest.raises(UserError, match="did you mean mamba-130m"):
+        preset("mamba-130")
+    with pytest.raises(UserError, match="choose one of demo, mamba-130m, .*llama3_70b"):
+        preset("gpt2")
+
+
+def test_counting_needs_no_torch(project):
+    code = "import mamba_fsdp.model.count, config.presets, sys; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=project).returncode == 0

@@ -1,0 +1,67 @@
+"""With reset_at_documents nothing of one document reaches another, forward or backward, in any family."""
+
+import pytest
+import torch
+from models import FAMILIES, small_model, some_tokens
+
+from mamba_fsdp.ops import native
+
+pytestmark = pytest.mark.torch22
+A, B, C = 23, 31, 17  # tokens of three documents in a row; no chunk's length
+DOCUMENTS = torch.repeat_interleave(torch.arange(3, dtype=torch.int32), torch.tensor([A, B, C])).expand(2, -1)
+MIDDLE = slice(A, A + B)
+FORMS = ["portable", pytest.param("native", marks=pytest.mark.skipif(
+    bool(native.why_unavailable()), reason=f"no C form: {native.why_unavailable()}"))]
+
+
+def middle_logits_and_gradients(model, tokens, documents):
+    """Logits of document B, and all gradients of the loss of its tokens."""
+    labels = torch.full_like(tokens, -100)
+    labels[:, A:A + B - 1] = tokens[:, A + 1:A + B]
+    logits = model(tokens, documents=documents)[:, MIDDLE]
+    loss = model(tokens, labels=labels, documents=documents)
+    return logits, torch.autograd.grad(loss, list(model.parameters()))
+
+
+@pytest.mark.parametrize("kernels", FORMS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_other_documents_change_nothing_to_the_bit(family, kernels):
+    """What A and C say changes neither B's logits nor any gradient of B's loss."""
+    model = small_model(family, reset_at_documents=True, kernels=kernels)
+    tokens = some_tokens(2, A + B + C)
+    changed = some_tokens(2, A + B + C, seed=1)
+    changed[:, MIDDLE] = tokens[:, MIDDLE]
+    logits, gradients = middle_logits_and_gradients(model, tokens, DOCUMENTS)
+    same_logits, same_gradients = middle_logits_and_gradients(model, changed, DOCUMENTS)
+    assert torch.equal(logits, same_logits)
+    for (name, _), gradient, same in zip(model.named_parameters(), gradients, same_gradients):
+        if name == "backbone.embedding.weight":  # its rows collect zeros in another order
+            torch.testing.assert_close(gradient, same, rtol=1e-5, atol=1e-6)
+        else:
+            assert torch.equal(gradient, same), name
+
+
+@pytest.mark.parametrize("kernels", FORMS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_document_packed_among_others_is_as_if_alone(family, kernels):
+    model = small_model(family, reset_at_documents=True, kernels=kernels)
+    tokens = some_tokens(2, A + B + C)
+    packed = model(tokens, documents=DOCUMENTS)
+    for piece in (slice(0, A), MIDDLE, slice(A + B, None)):
+        torch.testing.assert_close(packed[:, piece], model(tokens[:, piece]), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_without_boundaries_it_does_leak(family):
+    """So the tests above can fail."""
+    model = small_model(family, reset_at_documents=True)
+    tokens = some_tokens(2, A + B + C)
+    changed = some_tokens(2, A + B + C, seed=1)
+    changed[:, MIDDLE] = tokens[:, MIDDLE]
+    assert not torch.allclose(model(tokens)[:, MIDDLE], model(changed)[:, MIDDLE], rtol=1e-3, atol=1e-4)
+
+
+def test_a_model_without_the_setting_refuses_boundaries():
+    """Rather than to train on documents that it does not keep apart."""
+    with pytest.raises(AssertionError, match="not built"):
+        small_model("mamba1")(some_tokens(2, A + B + C), documents=DOCUMENTS)

@@ -1,0 +1,118 @@
+"""The model as a whole: its loss, its precision, its forms of kernels, and how it is built."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from models import FAMILIES, small_model, some_tokens
+
+from mamba_fsdp.model.count import parameter_shapes
+from mamba_fsdp.model.lm import MambaLM
+from mamba_fsdp.ops import native
+
+pytestmark = pytest.mark.torch22
+
+
+def loss_and_gradients(model, tokens, documents=None):
+    loss = model(tokens[:, :-1], labels=tokens[:, 1:], documents=documents)
+    names, parameters = zip(*model.named_parameters())
+    return loss, dict(zip(names, torch.autograd.grad(loss, parameters)))
+
+
+def assert_gradients_close(found, expected, tolerance):
+    assert found.keys() == expected.keys()
+    for name, gradient in expected.items():
+        assert (found[name] - gradient).norm() <= tolerance * gradient.norm(), name
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_loss_is_the_sum_of_cross_entropies_of_the_logits(family):
+    """Over the positions that count, and with the gradients that autograd finds through the logits."""
+    model = small_model(family, compute_dtype=torch.float64).double()
+    tokens = some_tokens(3, 20)
+    labels = some_tokens(3, 20, seed=1)
+    labels[:, 5:9] = -100
+    loss = model(tokens, labels=labels)
+    expected = F.cross_entropy(model(tokens).flatten(0, 1), labels.flatten(), ignore_index=-100, reduction="sum")
+    torch.testing.assert_close(loss, expected)
+    parameters = list(model.parameters())
+    for found, gradient in zip(torch.autograd.grad(loss, parameters), torch.autograd.grad(expected, parameters)):
+        torch.testing.assert_close(found, gradient, rtol=1e-9, atol=1e-9)
+
+
+def test_a_position_sees_nothing_behind_it():
+    for family in FAMILIES:
+        model = small_model(family)
+        tokens = some_tokens(1, 30)
+        changed = tokens.clone()
+        changed[:, 17:] = (changed[:, 17:] + 1) % 50
+        assert torch.equal(model(tokens)[:, :17], model(changed)[:, :17]), family
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_bf16_computes_near_fp32_and_keeps_the_residual_stream_in_it(family):
+    tokens = some_tokens(4, 33)
+    exact, exact_gradients = loss_and_gradients(small_model(family), tokens)
+    model = small_model(family, compute_dtype=torch.bfloat16)
+    residuals = []
+    for block in model.backbone.layers:
+        block.register_forward_hook(lambda block, inputs, outputs: residuals.append(outputs))
+    loss, gradients = loss_and_gradients(model, tokens)
+    assert loss.dtype == torch.float32 and loss.item() == pytest.approx(exact.item(), rel=2e-3)
+    assert {hidden.dtype for hidden, _ in residuals} == {torch.bfloat16}
+    assert {residual.dtype for _, residual in residuals} == {torch.float32}
+    assert all(gradient.dtype == torch.float32 for gradient in gradients.values())
+    assert_gradients_close(gradients, exact_gradients, tolerance=0.1)
+
+
+def test_parameters_that_stay_fp32_keep_it_among_bf16_weights():
+    """As under a sharding policy that gathers all others in bf16."""
+    model = small_model("everything", compute_dtype=torch.bfloat16)
+    tokens = some_tokens(2, 20)
+    expected = model(tokens)
+    kept = model.fp32_parameter_names()
+    assert {name.rpartition(".")[2] for name in kept} == {"A_log", "D", "dt_bias", "bias"}
+    assert all(name.endswith("dt_proj.bias") for name in kept if name.endswith("bias") and "dt_bias" not in name)
+    for name, parameter in model.named_parameters():
+        if name not in kept:
+            parameter.data = parameter.data.bfloat16()
+    assert (model(tokens) - expected).norm() < 0.02 * expected.norm()
+
+
+@pytest.mark.skipif(bool(native.why_unavailable()), reason=f"no C form: {native.why_unavailable()}")
+@pytest.mark.parametrize("family", FAMILIES)
+def test_native_kernels_compute_the_same_model(family):
+    tokens = some_tokens(3, 50)
+    loss, gradients = loss_and_gradients(small_model(family, kernels="native"), tokens)
+    expected, expected_gradients = loss_and_gradients(small_model(family), tokens)
+    torch.testing.assert_close(loss, expected, rtol=1e-5, atol=0)
+    assert_gradients_close(gradients, expected_gradients, tolerance=1e-4)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_building_draws_nothing_and_needs_no_memory_on_meta(family):
+    config = FAMILIES[family]
+    before = torch.get_rng_state()
+    with torch.device("meta"):
+        model = MambaLM(config)
+    MambaLM(config)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert all(parameter.is_meta for parameter in model.parameters()) and not list(model.buffers())
+    found = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    assert list(found.items()) == list(parameter_shapes(config).items())
+    assert (model.lm_head.weight is model.backbone.embedding.weight) == config.tie_embeddings
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
+def test_compiled_blocks_compute_the_same(family):
+    """torch.compile of each block, as --use_torch_compile does, with and without document boundaries."""
+    tokens = some_tokens(2, 40)
+    documents = (torch.arange(39) >= 13).int().expand(2, -1)
+    for boundaries in (None, documents):
+        model = small_model(family, reset_at_documents=True)
+        expected, expected_gradients = loss_and_gradients(model, tokens, boundaries)
+        for block in model.backbone.layers:
+            block.compile()
+        loss, gradients = loss_and_gradients(model, tokens, boundaries)
+        torch.testing.assert_close(loss, expected, rtol=1e-5, atol=0)
+        assert_gradients_close(gradients, expected_gradients, tolerance=1e-4)

@@ -1,0 +1,38 @@
+"""mamba-ssm's Python modules, without its CUDA kernels, in a cache folder outside the project.
+
+Nothing of it runs on a GPU here: mamba_ssm_oracle.py has it call its own reference functions.
+"""
+
+import os
+import subprocess
+import sys
+import tempfile
+from functools import lru_cache
+from pathlib import Path
+
+import pytest
+
+VERSION = "2.3.1"
+CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mamba_fsdp-tests"
+
+
+@lru_cache
+def mamba_ssm_folder():
+    """The folder to put on the path, installed on first use. Skips the test where that can't be done."""
+    folder = CACHE / f"mamba-ssm-{VERSION}"
+    if folder.exists():
+        return folder
+    CACHE.mkdir(parents=True, exist_ok=True)
+    fresh = Path(tempfile.mkdtemp(dir=CACHE))
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", fresh]
+    for packages in (["setuptools", "wheel", "packaging", "einops"], ["--no-build-isolation", f"mamba-ssm=={VERSION}"]):
+        build = {"PYTHONPATH": str(fresh), "MAMBA_FORCE_BUILD": "TRUE", "MAMBA_SKIP_CUDA_BUILD": "TRUE"}
+        done = subprocess.run([*pip, *packages], env=os.environ | build, capture_output=True, text=True)
+        if done.returncode:
+            reason = (done.stderr.strip() or "no reason given").splitlines()[-1]
+            pytest.skip(f"mamba-ssm {VERSION} can't be installed here: {reason}")
+    try:
+        fresh.rename(folder)
+    except OSError:
+        assert folder.exists(), f"can't rename {fresh} to {folder}"  # another test run was faster
+    return folder
