@@ -22,13 +22,14 @@ RUN apt-get update \
 
 ARG INSTALL_EFA=1
 ARG EFA_INSTALLER_VERSION=1.47.0
-# The kernel module belongs to the host (--skip-kmod), and so do limits. The installer registers its libraries with ldconfig.
+# The kernel module and limits belong to the host. The installer registers its libraries with ldconfig.
 # hadolint ignore=DL3003,DL3008
 RUN if [ "$INSTALL_EFA" = 1 ]; then \
         apt-get update \
         && DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends curl \
         && mkdir /tmp/efa && cd /tmp/efa \
-        && curl -fsSL --retry 3 -o efa.tar.gz "https://efa-installer.amazonaws.com/aws-efa-installer-$EFA_INSTALLER_VERSION.tar.gz" \
+        && curl -fsSL --retry 3 -o efa.tar.gz \
+            "https://efa-installer.amazonaws.com/aws-efa-installer-$EFA_INSTALLER_VERSION.tar.gz" \
         && tar -xzf efa.tar.gz && cd aws-efa-installer \
         && ./efa_installer.sh -y --skip-kmod --skip-limit-conf --no-verify \
         && cd / && rm -rf /tmp/efa \
@@ -36,8 +37,8 @@ RUN if [ "$INSTALL_EFA" = 1 ]; then \
         && ldconfig && test -n "$(find /opt/amazon/ofi-nccl -name 'libnccl-net*.so')"; \
     else echo "without EFA: INSTALL_EFA=$INSTALL_EFA"; fi
 
-# The environment is /usr/local itself: Enroot sources /etc/profile, which resets PATH to folders that hold /usr/local/bin
-# always, and an environment does not see the packages in a user's home. The stamp is what preflight compares.
+# The environment is /usr/local itself: Enroot sources /etc/profile, which resets PATH, but /usr/local/bin
+# stays in it; and an environment does not see the packages in a user's home. The stamp is what preflight compares.
 ARG STACK=torch2.2
 COPY requirements/${STACK}.txt requirements/kernels-${STACK}.txt /tmp/requirements/
 RUN python3 -m venv /usr/local \
@@ -47,8 +48,9 @@ RUN python3 -m venv /usr/local \
 
 ARG INSTALL_KERNELS=auto
 RUN if [ "$INSTALL_KERNELS" = 1 ] || { [ "$INSTALL_KERNELS" = auto ] && [ -d /usr/local/cuda ]; }; then \
-        /usr/local/bin/pip install --no-cache-dir --disable-pip-version-check --no-deps -r "/tmp/requirements/kernels-$STACK.txt" \
-        && /usr/local/bin/python3 -c 'from importlib.metadata import version; version("mamba-ssm"), version("causal-conv1d")'; \
+        /usr/local/bin/pip install --no-cache-dir --disable-pip-version-check --no-deps \
+            -r "/tmp/requirements/kernels-$STACK.txt" \
+        && python3 -c 'from importlib.metadata import version as v; v("mamba-ssm"); v("causal-conv1d")'; \
     else echo "without the fused CUDA kernels: INSTALL_KERNELS=$INSTALL_KERNELS and BASE_IMAGE decide"; fi
 
 # Torch 2.2's Triton always uses the rank-0-only cache writer once patched; newer ones use it because of the variable.

@@ -1,4 +1,4 @@
-"""Give the installed Triton its rank-0-only cache writer; fail when it does not fit. Run with the Python that has Triton.
+"""Give the installed Triton its rank-0-only cache writer; fail when it does not fit. Run by the Python that has Triton.
 
     python patches/apply.py                   patch, or say that it is done already
     python patches/apply.py --check           change nothing; exit 1 when it is not done
@@ -82,10 +82,14 @@ def apply(folder, version, check):
             if hashlib.sha256(changes[module]).hexdigest() != PATCHED_HASH:
                 raise DoesNotFit(f"{PATCH.name} gives another file than it was made for; restore it from git")
         elif digest != PATCHED_HASH:
-            raise DoesNotFit(f"{module} is neither Triton {version}'s own file nor the patched one (SHA-256 {digest}); "
-                             "reinstall Triton: pip install --force-reinstall --no-deps triton==2.2.0")
+            raise DoesNotFit(
+                f"{module} is neither Triton {version}'s own file nor the patched one (SHA-256 {digest}); "
+                "reinstall Triton: pip install --force-reinstall --no-deps triton==2.2.0"
+            )
     elif tuple(int(part) for part in version.split(".")[:2]) < (3, 4) or b"manager_class" not in source:
-        raise DoesNotFit(f"Triton {version} is not known here: the patch is for {PATCHED_VERSION}, the class for 3.4 and newer")
+        raise DoesNotFit(
+            f"Triton {version} is not known here: the patch is for {PATCHED_VERSION}, the class for 3.4 and newer"
+        )
     policy = folder / "runtime" / "rank0_cache.py"
     wanted = (HERE / "rank0_cache.py").read_bytes()
     if not policy.exists() or policy.read_bytes() != wanted:
@@ -108,7 +112,10 @@ def main():
         print(f"error: {error}", file=sys.stderr)
         return 1
     if changed and options.check:
-        print(f"error: Triton {version} in {folder} has no rank-0-only cache writer; run python patches/apply.py", file=sys.stderr)
+        print(
+            f"error: Triton {version} in {folder} has no rank-0-only cache writer; run python patches/apply.py",
+            file=sys.stderr,
+        )
         return 1
     how = "always in use" if version == PATCHED_VERSION else f"in use with TRITON_CACHE_MANAGER={MANAGER}"
     print(f"Triton {version}: rank-0-only cache writer {'put in place' if changed else 'already in place'}, {how}")

@@ -42,7 +42,9 @@ def is_writer():
     """Whether this process publishes into shared folders. Raises ValueError for an unknown TRITON_RANK0_SCOPE."""
     scope = os.environ.get("TRITON_RANK0_SCOPE", "global")
     if scope not in ("global", "node"):
-        raise ValueError(f"TRITON_RANK0_SCOPE is {scope!r}; set it to global (one shared cache folder) or node (one per node)")
+        raise ValueError(
+            f"TRITON_RANK0_SCOPE is {scope!r}; set it to global (one shared cache folder) or node (one per node)"
+        )
     local = ("LOCAL_RANK", "SLURM_LOCALID") if scope == "node" else ()
     for name in (*local, "RANK", "SLURM_PROCID"):
         if os.environ.get(name, "").isdecimal():
@@ -83,7 +85,8 @@ os.register_at_fork(after_in_child=_forget_own_root)  # the folder stays the par
 
 
 def _publish(folder, filename, data):
-    """Write `data` (bytes) so that readers see all of it or nothing; returns the path. Raises OSError as the disk does."""
+    """Write `data` (bytes) so that readers see all of it or nothing; returns the path. Raises OSError as the disk
+    does."""
     path = os.path.join(folder, filename)
     with contextlib.suppress(OSError):
         with open(path, "rb") as file:
@@ -105,14 +108,17 @@ def _publish(folder, filename, data):
 
 
 class Rank0CacheManager(FileCacheManager):
-    """One kernel's files under `key`; the interface is Triton's. Its constructor, unlike Triton's, creates no folder."""
+    """One kernel's files under `key`; the interface is Triton's. Its constructor, unlike Triton's, creates no
+    folder."""
 
     def __init__(self, key, override=False, dump=False):
         self.key = key
         self._kind = "dump" if dump else "override" if override else "cache"
         self._root = _shared_root(self._kind)
         if not self._root:
-            raise RuntimeError("Could not create or locate cache dir")  # Triton's own answer to an empty TRITON_CACHE_DIR
+            raise RuntimeError(
+                "Could not create or locate cache dir"
+            )  # Triton's own answer to an empty TRITON_CACHE_DIR
         self.cache_dir = os.path.join(self._root, key)
         self._publishes = is_writer()
 
@@ -129,15 +135,20 @@ class Rank0CacheManager(FileCacheManager):
         return self.get_file(filename) is not None
 
     def put(self, data, filename, binary=True):
-        """Keep `data` (bytes, or anything that str() turns into text); returns the path under which this process finds it."""
+        """Keep `data` (bytes, or anything that str() turns into text); returns the path under which this process
+        finds it."""
         data = data if isinstance(data, bytes) else str(data).encode()
         if self._publishes:
             try:
                 return _publish(self.cache_dir, filename, data)
             except OSError as error:
-                self._publishes = False  # what follows, the group file above all, must not vouch for a file that isn't there
-                warnings.warn(f"Triton's {self._kind} folder {self._root} can't be written ({error.strerror}); "
-                              "what this process compiles stays private to it and is lost when it ends")
+                self._publishes = (
+                    False  # what follows, the group file above all, must not vouch for a file that isn't there
+                )
+                warnings.warn(
+                    f"Triton's {self._kind} folder {self._root} can't be written ({error.strerror}); "
+                    "what this process compiles stays private to it and is lost when it ends"
+                )
         return _publish(os.path.join(_own_root(), self._kind, self.key), filename, data)
 
     def get_group(self, filename):

@@ -1,7 +1,7 @@
 """python -m mamba_fsdp selfcheck
 
-Import everything, train one step on the CPU, print the versions. The last step of the image's build; also the first thing to
-run where an environment is in doubt. Exits with 1 and the reason when something is missing or does not work.
+Import everything, train one step on the CPU, print the versions. The last step of the image's build, and the first
+thing to run where an environment is in doubt. Exits with 1 and the reason when something is missing or does not work.
 """
 
 import importlib
@@ -14,10 +14,22 @@ from importlib import metadata
 import mamba_fsdp
 
 PACKAGES = {  # the name it is imported by: the name it is installed by
-    "torch": "torch", "triton": "triton", "transformers": "transformers", "tokenizers": "tokenizers", "datasets": "datasets",
-    "pyarrow": "pyarrow", "numpy": "numpy", "safetensors": "safetensors", "fire": "fire", "yaml": "PyYAML",
-    "zstandard": "zstandard", "tqdm": "tqdm", "matplotlib": "matplotlib", "einops": "einops",
-    "causal_conv1d": "causal-conv1d", "mamba_ssm": "mamba-ssm",
+    "torch": "torch",
+    "triton": "triton",
+    "transformers": "transformers",
+    "tokenizers": "tokenizers",
+    "datasets": "datasets",
+    "pyarrow": "pyarrow",
+    "numpy": "numpy",
+    "safetensors": "safetensors",
+    "fire": "fire",
+    "yaml": "PyYAML",
+    "zstandard": "zstandard",
+    "tqdm": "tqdm",
+    "matplotlib": "matplotlib",
+    "einops": "einops",
+    "causal_conv1d": "causal-conv1d",
+    "mamba_ssm": "mamba-ssm",
 }
 OPTIONAL = {"triton", "einops", "causal_conv1d", "mamba_ssm"}  # they serve GPUs only
 
@@ -31,8 +43,12 @@ def main():
             print(step(*arguments), flush=True)
         except Exception as error:  # an import can fail in any way, and every failure belongs into the report
             where = traceback.extract_tb(error.__traceback__)[-1]
-            print(f"error: {' '.join([step.__name__, *arguments])}: {type(error).__name__}: {error} ({where.filename}:{where.lineno})",
-                  file=sys.stderr, flush=True)
+            print(
+                f"error: {' '.join([step.__name__, *arguments])}: {type(error).__name__}: {error} "
+                f"({where.filename}:{where.lineno})",
+                file=sys.stderr,
+                flush=True,
+            )
             failed = True
     return 1 if failed else 0
 
@@ -49,9 +65,14 @@ def check_package(name):
     module = importlib.import_module(name)
     more = ""
     if name == "torch":
-        more = f" (CUDA {module.version.cuda}, {module.cuda.device_count()} GPUs here)" if module.version.cuda else " (without CUDA)"
+        more = (
+            f" (CUDA {module.version.cuda}, {module.cuda.device_count()} GPUs here)"
+            if module.version.cuda
+            else " (without CUDA)"
+        )
     if name == "triton":
         from triton.runtime.cache import get_cache_manager
+
         more = f" ({type(get_cache_manager('00' * 32)).__name__})"  # Rank0CacheManager: see patches/
     return f"  {installed:<14} {version}{more}"
 
@@ -60,7 +81,10 @@ def check_project():
     """Import the scripts and every module of the library that this torch can have; returns a line with their number."""
     from mamba_fsdp.parallel.compat import HAS_FSDP2
 
-    names = {module.name for module in pkgutil.walk_packages(mamba_fsdp.__path__, "mamba_fsdp.")} | {"training", "get_dataset"}
+    names = {module.name for module in pkgutil.walk_packages(mamba_fsdp.__path__, "mamba_fsdp.")} | {
+        "training",
+        "get_dataset",
+    }
     names -= {"mamba_fsdp.__main__"} if HAS_FSDP2 else {"mamba_fsdp.__main__", "mamba_fsdp.parallel.fsdp2"}
     for name in sorted(names):
         importlib.import_module(name)

@@ -25,9 +25,12 @@ def patched(tmp_path_factory):
     return {"PYTHONPATH": str(folder)}
 
 
-@pytest.fixture(scope="session", params=[PATCHED, *(pytest.param(v, marks=pytest.mark.slow) for v in ("3.6.0", NEWEST))])
+@pytest.fixture(
+    scope="session", params=[PATCHED, *(pytest.param(v, marks=pytest.mark.slow) for v in ("3.6.0", NEWEST))]
+)
 def triton(request):
-    """The environment of a process whose Triton has the rank-0-only writer, for each Triton that the stacks or users have."""
+    """The environment of a process whose Triton has the rank-0-only writer, for each Triton that the stacks or
+    users have."""
     if request.param == PATCHED:
         return request.getfixturevalue("patched")
     return with_class(request.param)
@@ -39,7 +42,8 @@ def newest():
 
 
 class Cluster:
-    """Starts ranks (triton_rank.py) whose home folder, and so the cache, is shared below `folder`; looks at what they leave."""
+    """Starts ranks (triton_rank.py) whose home folder, and so the cache, is shared below `folder`; looks at what
+    they leave."""
 
     def __init__(self, folder):
         self.folder, self.count = folder, 0
@@ -47,12 +51,18 @@ class Cluster:
             (folder / name).mkdir()
 
     def start(self, environment, plan, *, wrapper=(), **more):
-        """A process; `plan` is triton_rank.py's, `more` is added to its environment, `wrapper` goes before the command."""
-        base = {"PATH": os.environ["PATH"], "HOME": str(self.folder / "home"), "TRITON_RANK0_PRIVATE_DIR": str(self.folder / "private"),
-                "PYTHONDONTWRITEBYTECODE": "1"}
+        """A process; `plan` is triton_rank.py's, `more` is added to its environment, `wrapper` goes before the
+        command."""
+        base = {
+            "PATH": os.environ["PATH"],
+            "HOME": str(self.folder / "home"),
+            "TRITON_RANK0_PRIVATE_DIR": str(self.folder / "private"),
+            "PYTHONDONTWRITEBYTECODE": "1",
+        }
         command = [*wrapper, sys.executable, str(HERE / "triton_rank.py"), json.dumps(plan)]
-        return subprocess.Popen(command, env={**base, **environment, **more}, text=True,
-                                stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        return subprocess.Popen(
+            command, env={**base, **environment, **more}, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        )
 
     def finish(self, *processes):
         """The ranks' results; a rank that hangs or fails fails the test."""

@@ -1,4 +1,5 @@
-"""apply.py patches exactly the Triton that the patch was made for, once, and refuses everything else without touching it."""
+"""apply.py patches exactly the Triton that the patch was made for, once, and refuses everything else without
+touching it."""
 
 import shutil
 import subprocess
@@ -10,7 +11,9 @@ from triton_wheels import NEWEST, PATCHES, bare_triton_2_2, fetch
 
 def apply(folder, *options):
     """(exit status, what it says) of patches/apply.py on the Triton in `folder`."""
-    done = subprocess.run([sys.executable, PATCHES / "apply.py", f"--site={folder}", *options], capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, PATCHES / "apply.py", f"--site={folder}", *options], capture_output=True, text=True
+    )
     return done.returncode, done.stdout + done.stderr
 
 
@@ -52,13 +55,16 @@ def test_an_older_class_is_replaced(pristine):
     assert "put in place" in apply(pristine)[1] and snapshot(pristine) == patched
 
 
-@pytest.mark.parametrize("file, change", [
-    ("runtime/cache.py", lambda text: text.replace("random.randint", "random.randrange")),
-    ("runtime/cache.py", lambda text: ""),
-    ("__init__.py", lambda text: "__version__ = '2.3.0'\n"),
-    ("__init__.py", lambda text: "__version__ = '3.6.0'\n"),  # the version is new enough, but the hook is not there
-    ("__init__.py", lambda text: ""),
-])
+@pytest.mark.parametrize(
+    "file, change",
+    [
+        ("runtime/cache.py", lambda text: text.replace("random.randint", "random.randrange")),
+        ("runtime/cache.py", lambda text: ""),
+        ("__init__.py", lambda text: "__version__ = '2.3.0'\n"),
+        ("__init__.py", lambda text: "__version__ = '3.6.0'\n"),  # the version is new enough, but the hook is not there
+        ("__init__.py", lambda text: ""),
+    ],
+)
 def test_what_does_not_fit_is_refused(pristine, file, change):
     """A changed module or another version ends the build with a reason, and nothing is written."""
     path = pristine / "triton" / file

@@ -1,4 +1,5 @@
-"""Many ranks on one Triton cache: nobody waits, nobody loses a file, nobody but rank 0 writes into the shared folder."""
+"""Many ranks on one Triton cache: nobody waits, nobody loses a file, nobody but rank 0 writes into the shared
+folder."""
 
 import json
 import os
@@ -15,14 +16,21 @@ CODE = "import triton.runtime.cache as c; m = c.get_cache_manager('ab' * 32); "
 
 def python(environment, code, cluster, **more):
     """Run a few lines in a process of their own; returns what they print."""
-    base = {"PATH": os.environ["PATH"], "HOME": str(cluster.folder / "home"), "TRITON_RANK0_PRIVATE_DIR": str(cluster.folder / "private")}
-    done = subprocess.run([sys.executable, "-c", code], env={**base, **environment, **more}, capture_output=True, text=True, timeout=120)
+    base = {
+        "PATH": os.environ["PATH"],
+        "HOME": str(cluster.folder / "home"),
+        "TRITON_RANK0_PRIVATE_DIR": str(cluster.folder / "private"),
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", code], env={**base, **environment, **more}, capture_output=True, text=True, timeout=120
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
 
 
 def pose(rank, ranks_per_node=3, **plan):
-    """A plan whose process poses as one of several nodes that started alike: equal pids and equal seeds on each node."""
+    """A plan whose process poses as one of several nodes that started alike: equal pids and equal seeds on each
+    node."""
     return {"author": f"rank{rank}", "pid": 100 + rank % ranks_per_node, "seed": 0, **plan}
 
 
@@ -31,10 +39,13 @@ def authors(files):
 
 
 def test_only_rank_0_publishes_and_every_rank_has_all_it_compiled(triton, cluster):
-    """Six ranks of two nodes compile the same kernels at once, in different orders: all end well, only rank 0's files are shared."""
+    """Six ranks of two nodes compile the same kernels at once, in different orders: all end well, only rank 0's
+    files are shared."""
     together = cluster.gate(6)
     orders = [KERNELS[i:] + KERNELS[:i] for i in range(6)]
-    cluster.finish(*(cluster.start(triton, pose(i, kernels=orders[i], size=20_000, **together), RANK=str(i)) for i in range(6)))
+    cluster.finish(
+        *(cluster.start(triton, pose(i, kernels=orders[i], size=20_000, **together), RANK=str(i)) for i in range(6))
+    )
     shared = cluster.files()
     assert authors(shared) == {"rank0"}
     assert len(shared) == 13 * len(KERNELS) and not [path for path in shared if path.name.endswith(".tmp")]
@@ -47,8 +58,12 @@ def test_unpatched_ranks_take_each_others_files(unpatched, cluster):
     """Without the patch the same ranks end in FileNotFoundError, even when all of them write the same content."""
     for _ in range(10):
         together = cluster.gate(6)
-        ranks = [cluster.start(unpatched, {**pose(i, kernels=KERNELS, size=20_000, **together), "author": f"anyone{i}"}, RANK=str(i))
-                 for i in range(6)]
+        ranks = [
+            cluster.start(
+                unpatched, {**pose(i, kernels=KERNELS, size=20_000, **together), "author": f"anyone{i}"}, RANK=str(i)
+            )
+            for i in range(6)
+        ]
         errors = [process.communicate(timeout=120)[1] for process in ranks]
         if any("FileNotFoundError" in text and "os.replace" in text for text in errors):
             return
@@ -57,9 +72,12 @@ def test_unpatched_ranks_take_each_others_files(unpatched, cluster):
 
 
 def test_ranks_that_compile_different_kernels_never_wait(triton, cluster):
-    """A rank that alone compiles a kernel gets it at once, keeps it to itself and finds it again; rank 0 need not exist."""
+    """A rank that alone compiles a kernel gets it at once, keeps it to itself and finds it again; rank 0 need not
+    exist."""
     together = cluster.gate(3)
-    cluster.finish(*(cluster.start(triton, pose(i, kernels=[f"only{i}", "common"], **together), RANK=str(i)) for i in (1, 2, 3)))
+    cluster.finish(
+        *(cluster.start(triton, pose(i, kernels=[f"only{i}", "common"], **together), RANK=str(i)) for i in (1, 2, 3))
+    )
     assert cluster.files() == []
     mine = cluster.run(triton, pose(5, kernels=["a", "b", "a", "b"]), RANK="5")
     assert mine == {"a": "hit", "b": "hit"}
@@ -71,8 +89,16 @@ def test_node_local_folders_have_one_writer_each(triton, cluster):
     for rank in range(4):
         home = cluster.folder / f"node{rank // 2}"
         home.mkdir(exist_ok=True)
-        ranks.append(cluster.start(triton, pose(rank, 2, kernels=KERNELS[:3], **together), HOME=str(home), RANK=str(rank),
-                                   LOCAL_RANK=str(rank % 2), TRITON_RANK0_SCOPE="node"))
+        ranks.append(
+            cluster.start(
+                triton,
+                pose(rank, 2, kernels=KERNELS[:3], **together),
+                HOME=str(home),
+                RANK=str(rank),
+                LOCAL_RANK=str(rank % 2),
+                TRITON_RANK0_SCOPE="node",
+            )
+        )
     cluster.finish(*ranks)
     assert authors(cluster.files("node0")) == {"rank0"} and authors(cluster.files("node1")) == {"rank2"}
 
@@ -81,8 +107,14 @@ def test_node_local_folders_have_one_writer_each(triton, cluster):
 def test_rank_0_killed_in_mid_write(triton, cluster, write):
     """Killed at any write, rank 0 leaves nothing torn: the others go on, and its next start completes the cache."""
     together = cluster.gate(3)
-    ranks = [cluster.start(triton, pose(i, kernels=["k"], size=50_000, **together, **({"die_at": write} if i == 0 else {})), RANK=str(i))
-             for i in range(3)]
+    ranks = [
+        cluster.start(
+            triton,
+            pose(i, kernels=["k"], size=50_000, **together, **({"die_at": write} if i == 0 else {})),
+            RANK=str(i),
+        )
+        for i in range(3)
+    ]
     assert ranks[0].wait(timeout=120) == -9
     cluster.finish(*ranks[1:])
     assert authors(path for path in cluster.files() if not path.name.endswith(".tmp")) <= {"rank0"}
@@ -94,7 +126,8 @@ NAMESPACE = ["unshare", "--user", "--map-root-user", "--mount"]
 
 
 def in_mounts(script):
-    """A wrapper that runs the shell line `script`, in which "$@" is the wrapped command, in a mount namespace of its own."""
+    """A wrapper that runs the shell line `script`, in which "$@" is the wrapped command, in a mount namespace of
+    its own."""
     if shutil.which("unshare") is None or subprocess.run([*NAMESPACE, "true"], capture_output=True).returncode:
         pytest.skip("mount namespaces are not allowed here, so no read-only or full folder can be made")
     return [*NAMESPACE, "sh", "-ec", script, "sh"]
@@ -111,15 +144,22 @@ def test_read_only_folder(triton, cluster):
         output, errors = process.communicate(timeout=120)
         assert process.returncode == 0, errors
         assert json.loads(output) == {"old": "hit", "new": "compiled", "newer": "compiled"}
-        assert errors.count("can't be written (Read-only file system)") == (2 if rank == "0" else 0), "once for cache, once for dump"
+        assert errors.count("can't be written (Read-only file system)") == (
+            2 if rank == "0" else 0
+        ), "once for cache, once for dump"
     assert cluster.files() == before and cluster.files("private") == []
 
 
 def test_full_disk(triton, cluster):
-    """A disk that fills up in the middle of a kernel's files costs rank 0 nothing but the sharing; no group vouches for a missing file."""
+    """A disk that fills up in the middle of a kernel's files costs rank 0 nothing but the sharing; no group vouches
+    for a missing file."""
     home = cluster.folder / "home"
-    wrapper = in_mounts(f"mount -t tmpfs -o size=200k none '{home}'; \"$@\"; find '{home}' -name '__grp__*' -o -name '*.tmp'")
-    process = cluster.start(triton, pose(0, kernels=["a", "b", "c", "a", "b", "c"], size=30_000), wrapper=wrapper, RANK="0")
+    wrapper = in_mounts(
+        f"mount -t tmpfs -o size=200k none '{home}'; \"$@\"; find '{home}' -name '__grp__*' -o -name '*.tmp'"
+    )
+    process = cluster.start(
+        triton, pose(0, kernels=["a", "b", "c", "a", "b", "c"], size=30_000), wrapper=wrapper, RANK="0"
+    )
     output, errors = process.communicate(timeout=120)
     assert process.returncode == 0, errors
     assert "No space left on device" in errors
@@ -128,16 +168,23 @@ def test_full_disk(triton, cluster):
 
 def test_vanished_folder(triton, cluster):
     """When the shared folder is replaced by something that is no folder, in mid-run, ranks go on privately."""
-    code = CODE + ("import shutil, pathlib; m.put(b'1', 'one'); home = pathlib.Path.home() / '.triton'; shutil.rmtree(home); home.touch(); "
-                   "path = m.put(b'2', 'two'); print(open(path).read(), m.has_file('two'), c.get_cache_manager('cd' * 32).get_group('x'))")
+    code = CODE + (
+        "import shutil, pathlib; m.put(b'1', 'one')\n"
+        "home = pathlib.Path.home() / '.triton'; shutil.rmtree(home); home.touch()\n"
+        "path = m.put(b'2', 'two'); other = c.get_cache_manager('cd' * 32)\n"
+        "print(open(path).read(), m.has_file('two'), other.get_group('x'))"
+    )
     assert python(triton, code, cluster, RANK="0") == "2 True None"
 
 
-@pytest.mark.parametrize("garbage", [b"", b"{", b"null", b"[]", b"\xff\xfe", b'{"child_paths": 3}', b'{"child_paths": {}}', b'{"child_paths": [[]]}'])
+@pytest.mark.parametrize(
+    "garbage",
+    [b"", b"{", b"null", b"[]", b"\xff\xfe", b'{"child_paths": 3}', b'{"child_paths": {}}', b'{"child_paths": [[]]}'],
+)
 def test_corrupt_group_file(patched, cluster, garbage):
     """A group file that is no group counts as none, and rank 0's next compilation mends it."""
     cluster.run(patched, pose(0, kernels=["k"]), RANK="0")
-    group, = [path for path in cluster.files() if path.name.startswith("__grp__")]
+    (group,) = [path for path in cluster.files() if path.name.startswith("__grp__")]
     group.write_bytes(garbage)
     assert cluster.run(patched, pose(1, kernels=["k"]), RANK="1") == {"k": "compiled"}
     assert cluster.run(patched, pose(0, kernels=["k"]), RANK="0") == {"k": "compiled"}
@@ -153,20 +200,30 @@ def test_group_comes_from_one_folder_or_not_at_all(triton, cluster):
 
 
 def test_readers_never_see_a_partial_file_and_identical_files_stay(triton, cluster):
-    """While rank 0 rewrites a file over and over, readers see one content or the other; equal content keeps its inode."""
-    writer = CODE + ("import os\nfor i in range(150): path = m.put(b'ab'[i % 2:i % 2 + 1] * 300_000, 'file')\n"
-                     "inode = os.stat(path).st_ino; m.put(b'b' * 300_000, 'file'); print(os.stat(path).st_ino == inode)")
-    reader = CODE + ("import time\nwhile not m.has_file('file'): time.sleep(0.001)\nseen = set()\n"
-                     "for i in range(300): seen.add(open(m.get_file('file'), 'rb').read())\n"
-                     "print(seen <= {b'a' * 300_000, b'b' * 300_000})")
+    """While rank 0 rewrites a file over and over, readers see one content or the other; equal content keeps its
+    inode."""
+    writer = CODE + (
+        "import os\nfor i in range(150): path = m.put(b'ab'[i % 2:i % 2 + 1] * 300_000, 'file')\n"
+        "inode = os.stat(path).st_ino; m.put(b'b' * 300_000, 'file'); print(os.stat(path).st_ino == inode)"
+    )
+    reader = CODE + (
+        "import time\nwhile not m.has_file('file'): time.sleep(0.001)\nseen = set()\n"
+        "for i in range(300): seen.add(open(m.get_file('file'), 'rb').read())\n"
+        "print(seen <= {b'a' * 300_000, b'b' * 300_000})"
+    )
     base = {"PATH": os.environ["PATH"], "HOME": str(cluster.folder / "home"), **triton}
-    processes = [subprocess.Popen([sys.executable, "-c", code], env={**base, "RANK": str(rank)}, stdout=subprocess.PIPE, text=True)
-                 for rank, code in enumerate((writer, reader, reader))]
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", code], env={**base, "RANK": str(rank)}, stdout=subprocess.PIPE, text=True
+        )
+        for rank, code in enumerate((writer, reader, reader))
+    ]
     assert [process.communicate(timeout=120)[0].strip() for process in processes] == ["True"] * 3
 
 
 def test_single_process_behaves_as_upstream(unpatched, patched, cluster):
-    """Without a launcher's variables the patched module leaves the same files with the same contents, and hits on them."""
+    """Without a launcher's variables the patched module leaves the same files with the same contents, and hits on
+    them."""
     trees = []
     for name, environment in (("upstream", unpatched), ("ours", patched)):
         home = cluster.folder / name
@@ -177,18 +234,21 @@ def test_single_process_behaves_as_upstream(unpatched, patched, cluster):
     assert trees[0] == trees[1]
 
 
-@pytest.mark.parametrize("variables, publishes", [
-    ({}, True),
-    ({"RANK": "0"}, True),
-    ({"RANK": "1"}, False),
-    ({"SLURM_PROCID": "1"}, False),
-    ({"RANK": "0", "SLURM_PROCID": "1"}, True),  # torchrun started by srun: torchrun's rank counts
-    ({"RANK": "2", "LOCAL_RANK": "0"}, False),
-    ({"RANK": "2", "LOCAL_RANK": "0", "TRITON_RANK0_SCOPE": "node"}, True),
-    ({"SLURM_PROCID": "2", "SLURM_LOCALID": "0", "TRITON_RANK0_SCOPE": "node"}, True),
-    ({"RANK": "0", "LOCAL_RANK": "1", "TRITON_RANK0_SCOPE": "node"}, False),
-    ({"RANK": "3", "TRITON_RANK0_SCOPE": "node"}, False),  # no local rank known: rather no writer than two
-])
+@pytest.mark.parametrize(
+    "variables, publishes",
+    [
+        ({}, True),
+        ({"RANK": "0"}, True),
+        ({"RANK": "1"}, False),
+        ({"SLURM_PROCID": "1"}, False),
+        ({"RANK": "0", "SLURM_PROCID": "1"}, True),  # torchrun started by srun: torchrun's rank counts
+        ({"RANK": "2", "LOCAL_RANK": "0"}, False),
+        ({"RANK": "2", "LOCAL_RANK": "0", "TRITON_RANK0_SCOPE": "node"}, True),
+        ({"SLURM_PROCID": "2", "SLURM_LOCALID": "0", "TRITON_RANK0_SCOPE": "node"}, True),
+        ({"RANK": "0", "LOCAL_RANK": "1", "TRITON_RANK0_SCOPE": "node"}, False),
+        ({"RANK": "3", "TRITON_RANK0_SCOPE": "node"}, False),  # no local rank known: rather no writer than two
+    ],
+)
 def test_the_environment_says_who_writes(patched, cluster, variables, publishes):
     """The writer is known from the launcher's variables alone, at the first put."""
     python(patched, CODE + "m.put(b'1', 'file')", cluster, **variables)
@@ -199,7 +259,11 @@ def test_every_folder_can_be_chosen(triton, cluster):
     """TRITON_CACHE_DIR and TRITON_DUMP_DIR move all files of a kernel: none is left in the home folder."""
     folders = {name: str(cluster.folder / name) for name in ("TRITON_CACHE_DIR", "TRITON_DUMP_DIR")}
     cluster.run(triton, pose(0, kernels=["k"]), **folders)
-    assert cluster.files() == [] and len(cluster.files("TRITON_CACHE_DIR")) == 8 and len(cluster.files("TRITON_DUMP_DIR")) == 5
+    assert (
+        cluster.files() == []
+        and len(cluster.files("TRITON_CACHE_DIR")) == 8
+        and len(cluster.files("TRITON_DUMP_DIR")) == 5
+    )
 
 
 def test_unknown_scope_is_refused(patched, cluster):
@@ -210,9 +274,11 @@ def test_unknown_scope_is_refused(patched, cluster):
 
 def test_a_forked_child_leaves_its_parents_private_files_alone(patched, cluster):
     """A child that ends normally removes only its own private folder."""
-    code = CODE + ("import os, sys; path = m.put(b'1', 'file'); child = os.fork()\n"
-                   "if not child: assert m.put(b'2', 'file') != path; sys.exit()\n"
-                   "assert os.waitpid(child, 0)[1] == 0; print(open(path).read())")
+    code = CODE + (
+        "import os, sys; path = m.put(b'1', 'file'); child = os.fork()\n"
+        "if not child: assert m.put(b'2', 'file') != path; sys.exit()\n"
+        "assert os.waitpid(child, 0)[1] == 0; print(open(path).read())"
+    )
     assert python(patched, code, cluster, RANK="1") == "1"
     assert cluster.files("private") == []
 
@@ -221,13 +287,18 @@ def test_a_forked_child_leaves_its_parents_private_files_alone(patched, cluster)
 def test_a_real_kernel_compiled_by_the_newest_triton(newest, cluster):
     """Rank 1's cold compilation touches nothing shared and gives a cubin; after rank 0's the cache serves both."""
     kernel = cluster.folder / "kernel.py"
-    kernel.write_text("import triton, triton.language as tl\nfrom triton.backends.compiler import GPUTarget\n"
-                      "@triton.jit\ndef double(x, n: tl.constexpr):\n    i = tl.arange(0, n)\n    tl.store(x + i, 2 * tl.load(x + i))\n"
-                      "source = triton.compiler.ASTSource(double, {'x': '*fp32', 'n': 'constexpr'}, {'n': 64})\n"
-                      "print(len(triton.compile(source, target=GPUTarget('cuda', 90, 32)).asm['cubin']) > 0)\n")
+    kernel.write_text(
+        "import triton, triton.language as tl\nfrom triton.backends.compiler import GPUTarget\n"
+        "@triton.jit\ndef double(x, n: tl.constexpr):\n"
+        "    i = tl.arange(0, n)\n    tl.store(x + i, 2 * tl.load(x + i))\n"
+        "source = triton.compiler.ASTSource(double, {'x': '*fp32', 'n': 'constexpr'}, {'n': 64})\n"
+        "print(len(triton.compile(source, target=GPUTarget('cuda', 90, 32)).asm['cubin']) > 0)\n"
+    )
     run = f"import runpy; runpy.run_path({str(kernel)!r})"
     assert python(newest, run, cluster, RANK="1") == "True" and cluster.files() == []
     assert python(newest, run, cluster, RANK="0") == "True"
     published = cluster.files()
-    assert python(newest, run, cluster, RANK="1", TRITON_RANK0_PRIVATE_DIR="/dev/null/nowhere") == "True", "nothing to keep"
+    assert (
+        python(newest, run, cluster, RANK="1", TRITON_RANK0_PRIVATE_DIR="/dev/null/nowhere") == "True"
+    ), "nothing to keep"
     assert published and cluster.files() == published

@@ -1,4 +1,5 @@
-"""One rank that uses Triton's cache as Triton's compiler does. Run by the tests: python triton_rank.py PLAN (JSON, see main)."""
+"""One rank that uses Triton's cache as Triton's compiler does. Run by the tests: python triton_rank.py PLAN (JSON,
+see main)."""
 
 import hashlib
 import json
@@ -38,7 +39,9 @@ def compile_kernel(cache, kernel, author, size):
             group[f"{kernel}.{stage}"] = manager.put(data, f"{kernel}.{stage}")
             dump.put(data, f"{kernel}.{stage}")
     launcher = cache.get_cache_manager(key[::-1])
-    library = launcher.get_file(f"{kernel}.so") or launcher.put(contents(kernel, "so", author, size), f"{kernel}.so", binary=True)
+    library = launcher.get_file(f"{kernel}.so") or launcher.put(
+        contents(kernel, "so", author, size), f"{kernel}.so", binary=True
+    )
     if not hit:
         group[f"{kernel}.json"] = manager.put(contents(kernel, "json", author, size), f"{kernel}.json", binary=False)
         manager.put_group(f"{kernel}.json", group)
@@ -52,7 +55,8 @@ def compile_kernel(cache, kernel, author, size):
 
 
 def die_at(count):
-    """Let this process be killed in the middle of its count-th write: the temporary file is there, the final one not."""
+    """Let this process be killed in the middle of its count-th write: the temporary file is there, the final one
+    not."""
     replace = os.replace
 
     def counted(*paths):
@@ -66,9 +70,10 @@ def die_at(count):
 
 
 def main(plan):
-    """plan: kernels, author, and optionally size (bytes), pid and seed to pose with, die_at, and gate: a folder in which
-    this rank says that it is ready, to start when all `ranks` are."""
+    """plan: kernels, author, and optionally size (bytes), pid and seed to pose with, die_at, and gate: a folder in
+    which this rank says that it is ready, to start when all `ranks` are."""
     import triton.runtime.cache as cache  # here, so that the tests themselves can import this file without Triton
+
     if "pid" in plan:
         os.getpid = lambda: plan["pid"]
     random.seed(plan.get("seed"))
@@ -78,7 +83,9 @@ def main(plan):
         open(os.path.join(plan["gate"], plan["author"]), "w").close()
         while len(os.listdir(plan["gate"])) < plan["ranks"]:
             time.sleep(0.001)
-    results = {kernel: compile_kernel(cache, kernel, plan["author"], plan.get("size", 1000)) for kernel in plan["kernels"]}
+    results = {
+        kernel: compile_kernel(cache, kernel, plan["author"], plan.get("size", 1000)) for kernel in plan["kernels"]
+    }
     print(json.dumps(results))
 
 
