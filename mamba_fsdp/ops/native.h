@@ -27,12 +27,15 @@ static inline real fast_log1p(real x) { return log1p(x); }
 typedef float real;
 #define LOG2E 1.44269504f
 
-/* 2^x to 1e-7, 0 below 2^-127; a NaN stays one. Rounds by adding 1.5 * 2^23, then a polynomial for the fraction (a
- * Chebyshev fit of (2^r - 1) / r on [-0.5, 0.5]) and the whole part straight into the exponent's bits. */
+/* 2^x for x <= 0, to 1e-7; 0 below 2^-127; a NaN stays one. Rounds by adding 1.5 * 2^23, then a polynomial for the
+ * fraction (a Chebyshev fit of (2^r - 1) / r on [-0.5, 0.5]) and the whole part straight into the exponent's bits.
+ * The bound is a variable that others could change, so that the compiler does not know its value: it would treat the two
+ * sides of a known bound one by one, at six instructions instead of one. */
+__attribute__((weak)) float lowest_exponent = -127.f;
+
 static inline real fast_exp2(real x)
 {
-    x = x < -127.f ? -127.f : x;
-    x = x > 127.f ? 127.f : x;
+    x = lowest_exponent > x ? lowest_exponent : x;
     float whole = (x + 12582912.f) - 12582912.f;
     float r = x - whole;
     float p = 1.5461447456e-04f;
@@ -60,7 +63,11 @@ static inline real fast_log1p(real x)
 }
 #endif
 
-static inline real sigmoid(real x) { return 1 / (1 + fast_exp2(-(real)LOG2E * x)); }
+static inline real sigmoid(real x)
+{
+    const real magnitude = x < 0 ? -x : x, e = fast_exp2(-(real)LOG2E * magnitude);
+    return (x < 0 ? e : 1) / (1 + e);
+}
 
 static inline real softplus(real x)
 {

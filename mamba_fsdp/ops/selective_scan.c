@@ -8,7 +8,7 @@
  */
 #include "native.h"
 
-#define STEPS 16
+#define STEPS 32
 #define GROUP (8 * LANES)
 
 struct scan {
@@ -66,8 +66,10 @@ static void load_tile(const struct scan *s, struct place p, struct tile *tile)
     }
 }
 
-/* One position: h = exp2(delta A) h + x B, y = C . h. Keeps the decay in `decay` for the backward pass. A is times log2(e). */
-static inline void step(int64_t d_state, const real *A, const real *delta, const real *x, const io *B, const io *C,
+/* One position: h = exp2(delta A) h + x B, y = C . h, with A times log2(e). With `keep`, a constant at each call, the decay
+ * goes to `decay` for the backward pass. Sums here and below are local arrays whose address goes nowhere else: only then
+ * do compilers hold them in registers. */
+static inline void step(int keep, int64_t d_state, const real *A, const real *delta, const real *x, const io *B, const io *C,
                         const real *before, real *after, real *decay, real *y)
 {
     real sum[LANES] = { 0 };
@@ -76,7 +78,7 @@ static inline void step(int64_t d_state, const real *A, const real *delta, const
         FOR_LANES(i) {
             real a = fast_exp2(delta[i] * A[n * LANES + i]);
             real h = a * before[n * LANES + i] + x[i] * b;
-            if (decay) decay[n * LANES + i] = a;
+            if (keep) decay[n * LANES + i] = a;
             after[n * LANES + i] = h;
             sum[i] += c * h;
         }
@@ -116,7 +118,8 @@ static void forward_lanes(const struct scan *s, struct place p, real *scratch)
             const int64_t position = p.row * s->length + p.start + t;
             real y[LANES];
             if (resets(s, p, t)) memset(h, 0, slab * sizeof(real));
-            step(s->d_state, A, tile.delta[t], tile.x[t], s->B + position * s->B_row, s->C + position * s->C_row, h, h, 0, y);
+            step(0, s->d_state, A, tile.delta[t], tile.x[t], s->B + position * s->B_row, s->C + position * s->C_row,
+                 h, h, 0, y);
             FOR_LANES(i) y[i] += tile.D[i] * tile.u[t][i];
             if (s->z) {
                 FOR_LANES(i) y[i] *= tile.z[t][i] * sigmoid(tile.z[t][i]);
@@ -146,7 +149,7 @@ static void backward_chunk(const struct scan *s, struct place p, real *scratch, 
                p.lanes);
     for (int t = 0; t < p.steps; t++) {
         const int64_t position = p.row * s->length + p.start + t;
-        step(s->d_state, A, tile.delta[t], tile.x[t], s->B + position * s->B_row, s->C + position * s->C_row,
+        step(1, s->d_state, A, tile.delta[t], tile.x[t], s->B + position * s->B_row, s->C + position * s->C_row,
              resets(s, p, t) ? zeros : states + (t - 1) * slab, states + t * slab, decays + t * slab, y[t]);
     }
     load_A(s, p, A, 1);
@@ -155,7 +158,7 @@ static void backward_chunk(const struct scan *s, struct place p, real *scratch, 
         const io *B = s->B + position * s->B_row, *C = s->C + position * s->C_row;
         const real *before = resets(s, p, t) ? zeros : states + (t - 1) * slab;
         real *after = states + t * slab, *decay = decays + t * slab;
-        real grad_y[LANES], grad_u[LANES], grad_x[LANES] = { 0 }, grad_delta[LANES] = { 0 };
+        real grad_y[LANES], grad_u[LANES], grad_delta[LANES], sum_x[LANES] = { 0 }, sum_delta[LANES] = { 0 };
         load_lanes(grad_y, s->grad_out + at(s, p, t, s->grad_row), p.lanes);
         if (s->z) {
             real grad_z[LANES];
@@ -174,17 +177,17 @@ static void backward_chunk(const struct scan *s, struct place p, real *scratch, 
                 real behind = g * decay[k], through_decay = behind * before[k];
                 grad_C[t * slab + k] += grad_y[i] * after[k];
                 grad_B[t * slab + k] += g * tile.x[t][i];
-                grad_x[i] += g * b;
-                grad_delta[i] += through_decay * A[k];
+                sum_x[i] += g * b;
+                sum_delta[i] += through_decay * A[k];
                 grad_A[k] += through_decay * tile.delta[t][i];
                 carried[k] = behind;
             }
         }
         if (resets(s, p, t)) memset(carried, 0, slab * sizeof(real));
         FOR_LANES(i) {
-            grad_u[i] = grad_x[i] * tile.delta[t][i] + grad_y[i] * tile.D[i];
+            grad_u[i] = sum_x[i] * tile.delta[t][i] + grad_y[i] * tile.D[i];
             grad_D[i] += grad_y[i] * tile.u[t][i];
-            grad_delta[i] = (grad_delta[i] + grad_x[i] * tile.u[t][i]) * sigmoid(tile.raw[t][i]);
+            grad_delta[i] = (sum_delta[i] + sum_x[i] * tile.u[t][i]) * sigmoid(tile.raw[t][i]);
             grad_bias[i] += grad_delta[i];
         }
         store_lanes(s->grad_u + at(s, p, t, s->d_inner), grad_u, p.lanes);
