@@ -1,0 +1,92 @@
+"""README.md is true: every command in it runs, in its order, in a fresh clone; files and verbs that it names exist."""
+
+import os
+import re
+import shutil
+import subprocess
+
+import pytest
+
+# Commands that a test elsewhere runs, since they need a cluster, an image builder, or are the tests themselves.
+RUN_ELSEWHERE = {
+    "docker build": "tests/container", "enroot import": None, "sbatch 1.train.sbatch": "tests/slurm", "tests/run.sh": ".ci/run",
+}
+
+
+def commands(project):
+    blocks = re.findall(r"^```sh\n(.*?)^```", (project / "README.md").read_text(), flags=re.M | re.S)
+    return [line for block in blocks for line in block.splitlines()]
+
+
+@pytest.fixture(scope="session")
+def clone(tmp_path_factory):
+    from conftest import PROJECT
+
+    folder = tmp_path_factory.mktemp("fresh") / "clone"
+    subprocess.run(["git", "clone", "--quiet", str(PROJECT), str(folder)], check=True)
+    texts = folder / "mytexts"
+    texts.mkdir()
+    for name in ("first", "second", "third"):
+        (texts / f"{name}.txt").write_text("".join(f"Once there were {n} {name} words, and they were told {n * n} times.\n" for n in range(4000)))
+    return folder
+
+
+def test_the_first_command_is_the_two_commands(project):
+    assert commands(project)[0] == "./0.create_env.sh && ./1.train.sbatch"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_every_command_runs_in_a_fresh_clone(project, clone):
+    environment = {key: value for key, value in os.environ.items() if not key.startswith(("OMP_", "MAMBA_FSDP_", "VIRTUAL_ENV"))}
+    for command in commands(project):
+        elsewhere = next((where for start, where in RUN_ELSEWHERE.items() if command.startswith(start)), "here")
+        if elsewhere != "here":
+            assert elsewhere is None or (project / elsewhere).exists()
+            continue
+        # A model of one's own need not be trained to the end here.
+        quicker = command.replace("--num_steps=2000", "--num_steps=20")
+        done = subprocess.run(quicker, shell=True, cwd=clone, capture_output=True, text=True, env=environment)
+        assert done.returncode == 0 and "Traceback" not in done.stderr, f"{quicker}\n{done.stdout}\n{done.stderr}"
+        if command == commands(project)[0]:
+            check_demo(done.stdout, clone)
+
+
+def check_demo(said, clone):
+    """A visibly falling perplexity, a committed checkpoint, a sample of text, and what lies where."""
+    perplexities = [float(number.replace(",", "")) for number in re.findall(r"perplexity ([\d,.]+) ", said)]
+    assert perplexities[-1] * 8 < perplexities[0]
+    assert list((clone / "runs" / "demo" / "checkpoints").glob("step_*/COMMIT"))
+    assert (clone / "runs" / "demo" / "pth" / "step_00001000" / "consolidated.00.pth").exists()
+    last = said.strip().splitlines()
+    assert "def " in said and all(word in "\n".join(last[-3:]) for word in ("runs/demo", "data/", "--help"))
+
+
+@pytest.mark.slow
+def test_an_export_of_the_demo_generates_in_transformers(clone):
+    """Runs after the README's commands, on what they left."""
+    if not (clone / "exported" / "demo").exists():
+        pytest.skip("needs the README's commands to have run before")
+    code = ("from transformers import AutoModelForCausalLM, AutoTokenizer\n"
+            "words = AutoTokenizer.from_pretrained('exported/demo'); model = AutoModelForCausalLM.from_pretrained('exported/demo')\n"
+            "print(words.decode(model.generate(**words('def ', return_tensors='pt'), max_new_tokens=20, do_sample=False)[0]))")
+    done = subprocess.run([clone / ".venv/bin/python", "-c", code], cwd=clone, capture_output=True, text=True)
+    assert done.returncode == 0 and done.stdout.startswith("def "), done.stderr
+
+
+def test_what_it_names_exists(project):
+    text = (project / "README.md").read_text()
+    for target in re.findall(r"\]\(([^)]+)\)", text):
+        assert (project / target).exists(), target
+    for module in re.findall(r"python -m (benchmarks\.\w+)", text):
+        assert (project / (module.replace(".", "/") + ".py")).exists(), module
+
+
+def test_the_settings_it_names_exist(project):
+    from config.settings import aliases
+
+    page = subprocess.run([shutil.which("python3"), "get_dataset.py", "--help"], cwd=project, capture_output=True, text=True).stdout
+    known = set(aliases()) | set(re.findall(r"--(\w+)", page)) | {
+        "config", "help", "quick", "stack", "prompt", "length", "temperature", "format", "seq_length"}
+    named = set(re.findall(r"--(\w+)", (project / "README.md").read_text()))
+    assert named <= known, named - known
