@@ -20,7 +20,7 @@ from mamba_fsdp.errors import UserError
 from mamba_fsdp.model.count import flops_per_token, parameter_count, parameter_shapes
 from mamba_fsdp.model.init import initial_value
 from mamba_fsdp.model.lm import MambaLM
-from mamba_fsdp.ops import kernels
+from mamba_fsdp.ops import kernels, native
 from mamba_fsdp.parallel.compat import has_fused_adamw
 from mamba_fsdp.parallel.parallelise import fill, parallelise
 from mamba_fsdp.parallel.world import start_world
@@ -43,7 +43,7 @@ def run(settings, weights=None, publish=None):
 
     weights: what init_from named, an object with `get(name) -> tensor`. publish(checkpoint, folder) writes the finished model.
     """
-    torch.set_flush_denormal(True)  # decayed states are denormal and slow the scan several times otherwise
+    native.tune_process()
     torch.use_deterministic_algorithms(settings.training.deterministic)
     world = start_world(timeout_minutes=settings.parallel.timeout_minutes)
     try:
@@ -122,7 +122,7 @@ class Run:
         self.peak_flops = peak and peak * world.size
         self._say(f"model      {settings.model.model_name}: {parameter_count(settings.model):,} parameters, {settings.model.n_layer} layers, "
                   f"{training.mixed_precision}, {strategy} on {world.size} x {world.device.type}")
-        self._say(f"kernels    {kernels.explain()}")
+        self._say(f"kernels    {kernels.explain().removeprefix('kernels: ')}")
 
     def start_from(self, weights):
         """Fill the shards: from the newest checkpoint of the run folder, else from what the settings name, else at random."""

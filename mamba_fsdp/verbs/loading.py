@@ -5,14 +5,14 @@ import torch
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.interop.weights import read_weights
 from mamba_fsdp.model.lm import MambaLM
-from mamba_fsdp.ops import kernels
+from mamba_fsdp.ops import kernels, native
 from mamba_fsdp.parallel.parallelise import fill, parallelise
 from mamba_fsdp.parallel.world import start_world
 
 
 def load_model(source, *, reset_at_documents=False):
     """(a MambaLM ready for inference, in fp32 on a CPU, in bf16 arithmetic on a GPU; the Weights it came from). Raises UserError."""
-    torch.set_flush_denormal(True)
+    native.tune_process()
     world = start_world()
     weights = read_weights(source)
     dtype = torch.bfloat16 if world.device_type == "cuda" else torch.float32
