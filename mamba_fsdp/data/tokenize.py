@@ -58,14 +58,19 @@ def make_dataset(source, out, *, tokenizer, eos_token=None, validation_fraction=
         with _alone_in(out):
             if overwrite:
                 _clear(out)
-            done = _load(out / "dataset.json", settings)
+            done = _load(out / "dataset.json")
             if done:
+                _refuse_other(out, done["settings"], settings)
                 for name in done["stores"]:
                     TokenStore(out / name)
                 print(f"{out} is complete already; nothing to do")
                 return done
-            progress = _load(out / ".progress.json", settings)
+            progress = _load(out / ".progress.json")
+            if progress and progress["position"] is None:  # it stopped before anything was written: a mistake, now mended
+                _clear(out)
+                progress = None
             if progress:
+                _refuse_other(out, progress["settings"], settings)
                 for path in out.rglob(".*.tmp"):  # what a kill left of files that were being written
                     path.unlink()
             else:
@@ -98,22 +103,25 @@ def _alone_in(out):
         yield
 
 
-def _load(path, settings):
-    """A state file's content, or None where there is none. Raises UserError where it was made with other settings."""
+def _load(path):
+    """A state file's content, or None where there is none."""
     try:
         state = json.loads(path.read_bytes())
-        before = state["settings"]
+        state["settings"]["input"]
+        return state
     except FileNotFoundError:
         return None
     except (ValueError, KeyError, TypeError) as error:
         raise UserError(f"{path}: damaged ({error}); start again with --overwrite") from error
+
+
+def _refuse_other(out, before, settings):
+    """Raises UserError where the settings that the dataset in `out` was made with are not these."""
     changed = [name for name in settings if settings[name] != before.get(name)]
     if changed:
         differences = "; ".join("the input changed" if name == "input" and _place(before[name]) == _place(settings[name])
                                 else f"{name} was {_place(before.get(name))!r} and is {_place(settings[name])!r}" for name in changed)
-        raise UserError(f"{path.parent} holds another dataset: {differences}. "
-                        "Choose another folder, or --overwrite to replace it")
-    return state
+        raise UserError(f"{out} holds another dataset: {differences}. Choose another folder, or --overwrite to replace it")
 
 
 def _place(value):
@@ -140,7 +148,7 @@ def _clear(out):
 def _tokenizer(out, source, name, eos_token, training_size, progress):
     """The tokenizer, saved in every store's folder; on a later run the one that the stores were begun with."""
     saved = out / "train" / "tokenizer"
-    if training_size and "tokenizer" in progress:
+    if training_size and progress["position"]:
         tokenizer = tokenizers_.load(str(saved / "tokenizer.json"), tokenizers_.END_OF_TEXT)
     elif training_size:
         print(f"training a tokenizer of {training_size} tokens")

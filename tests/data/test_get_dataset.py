@@ -222,7 +222,7 @@ def test_reading_goes_on_from_any_piece(name, texts, tmp_path, monkeypatch):
 @pytest.mark.parametrize("name", ["x.txt", "x.jsonl", "x.jsonl.zst", "x.parquet"])
 def test_reading_takes_the_same_memory_whatever_the_size(name, tmp_path):
     """The reader holds a few pieces at a time, never the file."""
-    texts = ["word " * 10_000] * 600
+    texts = [random.Random(i).randbytes(25_000).hex() for i in range(600)]
     if name == "x.parquet":
         pyarrow.parquet.write_table(table(texts), tmp_path / name, row_group_size=20)
     else:
@@ -474,14 +474,16 @@ def test_going_on_from_every_saved_point_gives_the_same_bytes(large_input, token
 
 
 def test_a_trained_tokenizer_survives_a_stop(tmp_path, texts, tokenise, monkeypatch):
-    """A run that goes on uses the tokenizer that was trained, and training it twice gives the same one."""
+    """A run that goes on takes the tokenizer that was trained, and training it twice gives the same one."""
     (tmp_path / "x.jsonl").write_bytes(json_lines(texts))
     tokenise(tmp_path / "x.jsonl", tmp_path / "whole", tokenizer="train:300", eos_token=None)
     with monkeypatch.context() as patch:
-        patch.setattr(tokenize._Run, "run", lambda run: (_ for _ in ()).throw(Killed))
+        patch.setattr(tokenize._Run, "_finish", lambda run: (_ for _ in ()).throw(Killed))
         with pytest.raises(Killed):
             tokenise(tmp_path / "x.jsonl", tmp_path / "out", tokenizer="train:300", eos_token=None)
-    tokenise(tmp_path / "x.jsonl", tmp_path / "out", tokenizer="train:300", eos_token=None)
+    with monkeypatch.context() as patch:
+        patch.setattr(tokenizers_, "train", None)
+        tokenise(tmp_path / "x.jsonl", tmp_path / "out", tokenizer="train:300", eos_token=None)
     assert content(tmp_path / "out") == content(tmp_path / "whole")
     assert read_back(tmp_path / "out" / "train") == texts
 
@@ -504,6 +506,17 @@ def test_complete_it_says_so_changed_it_refuses(tokenise, tmp_path, texts, capsy
     (out / "train" / "00000.bin").unlink()
     with pytest.raises(UserError, match="00000.bin: can't be read"):
         tokenise(source, out)
+
+
+def test_a_mistake_can_be_mended_without_ceremony(tokenise, tmp_path, texts):
+    """What failed before anything was written binds nobody: the right command simply works, in the same folder."""
+    (tmp_path / "x.jsonl").write_bytes(json_lines(texts, "body"))
+    with pytest.raises(UserError, match="no column 'text'"):
+        tokenise(tmp_path / "x.jsonl", tmp_path / "out")
+    with pytest.raises(UserError, match="not in its vocabulary"):
+        tokenise(tmp_path / "x.jsonl", tmp_path / "out", text_column="body", eos_token="</s>")
+    tokenise(tmp_path / "x.jsonl", tmp_path / "out", text_column="body")
+    assert read_back(tmp_path / "out" / "train") == texts
 
 
 def test_an_input_that_changes_meanwhile_is_refused(tokenise, tmp_path, texts, monkeypatch):
