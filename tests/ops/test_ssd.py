@@ -243,7 +243,7 @@ class LargestTensor(TorchDispatchMode):
 
 
 def test_memory_is_linear_in_the_length():
-    """Kept for the backward pass: the inputs. Made on the way: nothing larger than chunk or d_state per head channel."""
+    """Kept for the backward pass: the inputs. Made on the way: nothing larger than a chunk of them squared."""
     heads, headdim, d_state, length = 4, 64, 32, 1024
     values = inputs(1, length, heads, headdim, 1, d_state, dtype=torch.float32)
     kept = {}

@@ -1,0 +1,228 @@
+"""A whole training step of Mamba-2 on the CPU beside its peers: tokens/s, peak memory, share of the machine's rate.
+
+    python -m benchmarks.ssd --mamba_ssm FOLDER [--rounds 7] [--threads 2]
+
+The peers: transformers' Mamba-2, and a plain PyTorch Mamba-2 around mamba-ssm's ssd_minimal_discrete. FOLDER holds the
+package mamba_ssm, of which only Python is needed; with einops it comes from
+    MAMBA_FORCE_BUILD=TRUE MAMBA_SKIP_CUDA_BUILD=TRUE pip install --no-deps --no-build-isolation --target FOLDER mamba-ssm
+All start from the same weights and take the same step (forward, loss, backward, AdamW) on the same batch in one process,
+one step of each in turn; medians are compared: first as PyTorch comes, then with what training.py sets at its start
+(native.tune_process). On a busy machine CPU seconds tell more than the clock does. Peak memory is that of a process of
+its own per form. The share is that of the model's FLOPs per second in those of a 2048 x 2048 matrix product in the
+form's dtype.
+"""
+
+import argparse
+import importlib.util
+import statistics
+import subprocess
+import sys
+import time
+import types
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from config.model_config import ModelConfig
+from mamba_fsdp.model.count import flops_per_token
+from mamba_fsdp.model.init import initial_value
+from mamba_fsdp.model.lm import MambaLM
+from mamba_fsdp.ops import kernels, native
+
+BATCH, LENGTH = 4, 512
+CONFIG = ModelConfig(layers="mamba2", d_model=256, n_layer=8, vocab_size=4096, d_state=128, headdim=64, ngroups=1,
+                     chunk_size=256)
+OURS = {"ours": (torch.float32, False), "ours, compiled": (torch.float32, True),
+        "ours, bf16": (torch.bfloat16, False), "ours, bf16, compiled": (torch.bfloat16, True)}
+PEERS = ("transformers", "ssd_minimal")
+
+
+def our_model(form):
+    dtype, compiled = OURS[form]
+    chosen = "portable" if compiled else kernels.resolve("auto", "cpu")  # a call into C would cut the graph
+    model = MambaLM(CONFIG, kernels=chosen, compute_dtype=dtype)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(initial_value(name, parameter.shape, CONFIG, 0))
+    if compiled:
+        for block in model.backbone.layers:
+            block.compile()
+    return model
+
+
+def our_loss(form):
+    model = our_model(form)
+    return model, lambda tokens: model(tokens[:, :-1], tokens[:, 1:]) / (BATCH * LENGTH)
+
+
+def transformers_loss():
+    from transformers import Mamba2Config, Mamba2ForCausalLM
+
+    model = Mamba2ForCausalLM(Mamba2Config(
+        vocab_size=CONFIG.padded_vocab_size, hidden_size=CONFIG.d_model, num_hidden_layers=CONFIG.n_layer,
+        state_size=CONFIG.d_state, head_dim=CONFIG.headdim, num_heads=CONFIG.n_ssm_head, n_groups=CONFIG.ngroups,
+        chunk_size=CONFIG.chunk_size, use_cache=False, tie_word_embeddings=True))
+    weights = {name.replace("embedding", "embeddings"): value for name, value in our_model("ours").state_dict().items()}
+    model.load_state_dict(weights)
+
+    def loss(tokens):
+        logits = model(input_ids=tokens[:, :-1]).logits
+        return F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+
+    return model, loss
+
+
+class PlainBlock(nn.Module):
+    """A Mamba-2 block as one writes it in plain PyTorch, around a given scan."""
+
+    def __init__(self, weights, scan):
+        super().__init__()
+        self.weights = nn.ParameterDict({name.replace(".", "_"): w.clone() for name, w in weights.items()})
+        self.scan = scan
+
+    def forward(self, hidden):
+        w, c = self.weights, CONFIG
+        states = c.ngroups * c.d_state
+        x = F.rms_norm(hidden, (c.d_model,), w["norm_weight"], c.norm_eps)
+        z, xbc, dt = (x @ w["mixer_in_proj_weight"].T).split([c.d_inner, c.d_inner + 2 * states, c.n_ssm_head], dim=2)
+        xbc = F.conv1d(xbc.transpose(1, 2), w["mixer_conv1d_weight"], w["mixer_conv1d_bias"], padding=c.d_conv - 1,
+                       groups=xbc.shape[2])[..., : x.shape[1]]
+        x, B, C = F.silu(xbc.transpose(1, 2)).split([c.d_inner, states, states], dim=2)
+        x = x.unflatten(2, (-1, c.headdim))
+        B, C = (t.unflatten(2, (c.ngroups, -1)).repeat_interleave(c.n_ssm_head // c.ngroups, 2) for t in (B, C))
+        dt = F.softplus(dt + w["mixer_dt_bias"])
+        y, _ = self.scan(x * dt.unsqueeze(3), -torch.exp(w["mixer_A_log"]) * dt, B, C, 64)  # its fastest chunk
+        y = (y + w["mixer_D"].unsqueeze(1) * x).flatten(2) * F.silu(z)
+        y = F.rms_norm(y, (c.d_inner,), w["mixer_norm_weight"], c.norm_eps)
+        return hidden + y @ w["mixer_out_proj_weight"].T
+
+
+def ssd_minimal_loss(folder):
+    sys.modules["mamba_ssm.ops.triton.ssd_combined"] = types.SimpleNamespace(mamba_chunk_scan_combined=None)
+    spec = importlib.util.spec_from_file_location("ssd_minimal", Path(folder, "mamba_ssm/modules/ssd_minimal.py"))
+    ssd_minimal = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(ssd_minimal)
+    weights = our_model("ours").state_dict()
+    blocks = []
+    for layer in range(CONFIG.n_layer):
+        prefix = f"backbone.layers.{layer}."
+        own = {name.removeprefix(prefix): w for name, w in weights.items() if name.startswith(prefix)}
+        blocks.append(PlainBlock(own, ssd_minimal.ssd_minimal_discrete))
+    embedding = nn.Parameter(weights["backbone.embedding.weight"].clone())
+    norm = nn.Parameter(weights["backbone.norm_f.weight"].clone())
+    model = nn.ModuleList([*blocks, nn.ParameterList([embedding, norm])])
+
+    def loss(tokens):
+        hidden = F.embedding(tokens[:, :-1], embedding)
+        for block in blocks:
+            hidden = block(hidden)
+        hidden = F.rms_norm(hidden, (CONFIG.d_model,), norm, CONFIG.norm_eps)
+        return F.cross_entropy((hidden @ embedding.T).flatten(0, 1), tokens[:, 1:].flatten())
+
+    return model, loss
+
+
+def make_step(form, folder):
+    """A function that takes one training step and returns its loss."""
+    if form in OURS:
+        model, loss_of = our_loss(form)
+    else:
+        model, loss_of = transformers_loss() if form == "transformers" else ssd_minimal_loss(folder)
+    tokens = torch.randint(0, CONFIG.vocab_size, (BATCH, LENGTH + 1), generator=torch.Generator().manual_seed(0))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+
+    def step():
+        loss = loss_of(tokens)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return loss.item()
+
+    return step
+
+
+def multiply_matrices(dtype):
+    matrix = torch.randn(2048, 2048).to(dtype)
+    return lambda: matrix @ matrix
+
+
+def time_in_turn(steps, rounds):
+    """Median (seconds, CPU seconds) of each, one of each a round."""
+    seconds = {name: [] for name in steps}
+    for _ in range(rounds):
+        for name, step in steps.items():
+            began, cpu_began = time.perf_counter(), time.process_time()
+            step()
+            seconds[name].append((time.perf_counter() - began, time.process_time() - cpu_began))
+    return {name: [statistics.median(times) for times in zip(*pairs)] for name, pairs in seconds.items()}
+
+
+def status_megabytes(field):
+    with open("/proc/self/status") as file:
+        return next(int(line.split()[1]) for line in file if line.startswith(field + ":")) // 1024
+
+
+def measure_memory(form, folder):
+    """Print what the process held before the first step, and its peak over three steps, in MB."""
+    if form in OURS:
+        native.tune_process()
+    step = make_step(form, folder)
+    before = status_megabytes("VmRSS")
+    for _ in range(3):
+        step()
+    print(before, status_megabytes("VmHWM"))
+
+
+def compare(forms, arguments):
+    steps = {form: make_step(form, arguments.mamba_ssm) for form in forms}
+    losses = [step() for step in steps.values()]
+    assert max(losses) - min(losses) < 0.01, f"these are not the same model: first losses {losses}"
+    products = {dtype: multiply_matrices(dtype) for dtype in (torch.float32, torch.bfloat16)}
+    tokens, flops = BATCH * LENGTH, BATCH * LENGTH * flops_per_token(CONFIG, LENGTH)
+    for tuned in (False, True):
+        if tuned:
+            native.tune_process()
+        for step in steps.values():
+            step()
+        timed = time_in_turn(steps | products, arguments.rounds)
+        if not tuned:
+            shipped, shipped_cpu = (min(times) for times in zip(*(timed[form] for form in forms if form in PEERS)))
+        print(f"\n{'as training.py sets the process up' if tuned else 'as PyTorch comes'}; fp32 products "
+              + ", bf16 ".join(f"{2 * 2048**3 / timed[dtype][0] / 1e9:.0f} GFLOP/s" for dtype in products))
+        print("form                    tokens/s   x better peer as it comes   tokens/CPU second      x   share of rate")
+        for form in forms:
+            clock, cpu = timed[form]
+            dtype = OURS.get(form, (torch.float32,))[0]
+            share = flops / clock / (2 * 2048**3 / timed[dtype][0])
+            print(f"{form:22}  {tokens / clock:8.0f}   {shipped / clock:25.2f}   {tokens / cpu:17.0f}   "
+                  f"{shipped_cpu / cpu:.2f}   {share:.0%}", flush=True)
+    print("\nform                    peak MB   of it the step's")
+    for form in forms:
+        command = [sys.executable, "-m", "benchmarks.ssd", f"--threads={arguments.threads}", f"--memory_of={form}",
+                   f"--mamba_ssm={arguments.mamba_ssm}"]
+        before, peak = map(int, subprocess.run(command, check=True, capture_output=True, text=True).stdout.split())
+        print(f"{form:22}  {peak:7}   {peak - before:15}", flush=True)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--mamba_ssm", required=True, help="folder that holds the package mamba_ssm")
+    parser.add_argument("--form", action="append", choices=[*PEERS, *OURS], help="only these (default: all)")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--memory_of", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
+    if not Path(arguments.mamba_ssm, "mamba_ssm/modules/ssd_minimal.py").exists():
+        sys.exit(f"error: --mamba_ssm={arguments.mamba_ssm} holds no package mamba_ssm; --help says how to get it there")
+    if arguments.memory_of:
+        return measure_memory(arguments.memory_of, arguments.mamba_ssm)
+    print(f"torch {torch.__version__}, {arguments.threads} threads; d_model {CONFIG.d_model}, {CONFIG.n_layer} layers, "
+          f"{LENGTH} tokens, batch {BATCH}, vocabulary {CONFIG.vocab_size}")
+    compare(arguments.form or [*PEERS, *OURS], arguments)
+
+
+if __name__ == "__main__":
+    main()
