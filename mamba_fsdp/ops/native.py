@@ -136,3 +136,17 @@ def as_rows(tensor):
 def call(function, arguments):
     if function(ctypes.byref(arguments)):
         raise MemoryError(f"{function.__name__}: no memory for a thread's scratch")
+
+
+def tune_process():
+    """What makes training on a CPU faster, for the whole process: call once, before the first step.
+
+    Denormal numbers count as 0: decayed states become denormal and then cost a hundredfold. And glibc is told to keep
+    freed memory up to 1 GiB for the next step instead of handing every large tensor back to the system, which clears
+    each page anew (a no-op with another C library).
+    """
+    torch.set_flush_denormal(True)
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt:
+        mallopt(-3, 1 << 30)  # M_MMAP_THRESHOLD
+        mallopt(-1, 1 << 30)  # M_TRIM_THRESHOLD

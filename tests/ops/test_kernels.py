@@ -129,6 +129,7 @@ def start_child(project, script=CHILD):
                             env=os.environ | {"OMP_NUM_THREADS": "1"}, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
 
 
+@pytest.mark.slow
 def test_many_processes_at_once(fresh, project, needs_compiler):
     """Processes that all find an empty cache each end with the same whole library and nothing beside it, and none loads
     a second OpenMP runtime next to PyTorch's."""

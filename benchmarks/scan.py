@@ -1,0 +1,151 @@
+"""A whole training step of Mamba-1 on the CPU beside transformers' model of the same size: tokens/s and peak memory.
+
+    python -m benchmarks.scan [--size tiny --size small] [--rounds 7] [--threads 2] [--vocab_size 1024] [--plain]
+
+Every form takes the same step (forward, loss, backward, AdamW) on the same batch in one process, one step of each in turn,
+and the medians are compared: first as PyTorch comes, then with what training.py sets at its start (native.tune_process). Peak
+memory is that of a process of its own per form. --plain adds transformers' loop without mambapy, whose one step takes
+minutes at `small`.
+"""
+
+import argparse
+import importlib.util
+import statistics
+import subprocess
+import sys
+import time
+
+import torch
+
+from config.model_config import ModelConfig
+from mamba_fsdp.ops import kernels, native
+
+SIZES = {  # d_model, layers, length, batch
+    "tiny": (128, 4, 256, 8),
+    "small": (256, 8, 512, 4),
+}
+OURS = {"portable": torch.float32, "native": torch.float32, "portable bf16": torch.bfloat16, "native bf16": torch.bfloat16}
+THEIRS = {"transformers mambapy": True, "transformers plain": False}
+
+
+def transformers_loss(size, vocab_size, use_mambapy):
+    from transformers import MambaConfig, MambaForCausalLM
+
+    d_model, n_layer, _, _ = SIZES[size]
+    model = MambaForCausalLM(MambaConfig(vocab_size=vocab_size, hidden_size=d_model, num_hidden_layers=n_layer,
+                                         use_mambapy=use_mambapy, use_cache=False, tie_word_embeddings=True))
+    return model, lambda tokens: model(input_ids=tokens, labels=tokens).loss
+
+
+def our_loss(size, vocab_size, form):
+    from mamba_fsdp.model.init import initial_value
+    from mamba_fsdp.model.lm import MambaLM
+
+    d_model, n_layer, length, batch = SIZES[size]
+    config = ModelConfig(d_model=d_model, n_layer=n_layer, vocab_size=vocab_size)
+    model = MambaLM(config, kernels=form.split()[0], compute_dtype=OURS[form])
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(initial_value(name, parameter.shape, config, 0))
+    return model, lambda tokens: model(tokens[:, :-1], tokens[:, 1:]) / (batch * length)
+
+
+def make_step(size, vocab_size, form):
+    """A function that takes one training step and returns its loss."""
+    model, loss_of = transformers_loss(size, vocab_size, THEIRS[form]) if form in THEIRS else our_loss(size, vocab_size, form)
+    _, _, length, batch = SIZES[size]
+    tokens = torch.randint(0, vocab_size, (batch, length + (form not in THEIRS)), generator=torch.Generator().manual_seed(0))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+
+    def step():
+        loss = loss_of(tokens)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return loss.item()
+
+    return step
+
+
+def time_in_turn(steps, rounds):
+    """Median seconds of each, one step of each a round."""
+    seconds = {form: [] for form in steps}
+    for _ in range(rounds):
+        for form, step in steps.items():
+            began = time.perf_counter()
+            step()
+            seconds[form].append(time.perf_counter() - began)
+    return {form: statistics.median(times) for form, times in seconds.items()}
+
+
+def status_bytes(field):
+    with open("/proc/self/status") as file:
+        return next(int(line.split()[1]) for line in file if line.startswith(field + ":")) * 1024
+
+
+def measure_memory(size, vocab_size, form):
+    """Print what the process held before the first step, and its peak over three steps, in MB."""
+    if form not in THEIRS:
+        native.tune_process()
+    step = make_step(size, vocab_size, form)
+    before = status_bytes("VmRSS")
+    for _ in range(1 if form == "transformers plain" else 3):
+        step()
+    print(before // 2**20, status_bytes("VmHWM") // 2**20)
+
+
+def memory(size, vocab_size, form, threads):
+    command = [sys.executable, "-m", "benchmarks.scan", f"--size={size}", f"--vocab_size={vocab_size}", f"--threads={threads}",
+               f"--memory_of={form}"]
+    return map(int, subprocess.run(command, check=True, capture_output=True, text=True).stdout.split())
+
+
+def compare(size, vocab_size, forms, rounds, threads):
+    d_model, n_layer, length, batch = SIZES[size]
+    print(f"\n{size}: d_model {d_model}, {n_layer} layers, {length} tokens, batch {batch}, vocabulary {vocab_size}")
+    steps = {form: make_step(size, vocab_size, form) for form in forms}
+    for form, step in steps.items():
+        if form != "transformers plain":
+            step()
+    plain = steps.pop("transformers plain", None)
+    as_comes = time_in_turn(steps, rounds)
+    if plain:
+        as_comes |= time_in_turn({"transformers plain": plain}, 1)
+    shipped = min(as_comes[form] for form in forms if form in THEIRS)
+    native.tune_process()
+    for step in steps.values():
+        step()
+    tuned = time_in_turn(steps, rounds)
+    print("form                    tokens/s   x shipped   tuned tokens/s   x shipped   peak MB   of it the step's")
+    for form in forms:
+        before, peak = memory(size, vocab_size, form, threads)
+        rate = lambda seconds: f"{batch * length / seconds:8.0f}   {shipped / seconds:9.2f}"  # noqa: E731
+        then = rate(tuned[form]) if form in tuned else " " * 20
+        print(f"{form:22}  {rate(as_comes[form])}   {then:>26}   {peak:7}   {peak - before:7}", flush=True)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--size", action="append", choices=SIZES)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--vocab_size", type=int, default=1024)
+    parser.add_argument("--plain", action="store_true")
+    parser.add_argument("--memory_of", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
+    sizes = arguments.size or list(SIZES)
+    if arguments.memory_of:
+        return measure_memory(sizes[0], arguments.vocab_size, arguments.memory_of)
+    if importlib.util.find_spec("mambapy") is None:  # transformers would run its plain loop without a word
+        sys.exit("error: transformers' use_mambapy needs the package mambapy: pip install mambapy")
+    kernels.resolve("auto", "cpu")
+    print(f"torch {torch.__version__}, {arguments.threads} threads; {kernels.explain()}")
+    forms = [form for form in THEIRS if arguments.plain or THEIRS[form]]
+    forms += [form for form in OURS if not ("native" in form and native.why_unavailable())]
+    for size in sizes:
+        compare(size, arguments.vocab_size, forms, arguments.rounds, arguments.threads)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,85 @@
+"""The fused Mamba-1 operators against the portable ones on a CUDA device: outputs and gradients."""
+
+import pytest
+import torch
+
+from mamba_fsdp.ops import kernels
+from mamba_fsdp.ops.causal_conv import causal_conv_silu
+from mamba_fsdp.ops.norm import add_rms_norm
+from mamba_fsdp.ops.selective_scan import mamba1_inner, selective_scan
+
+
+@pytest.fixture(autouse=True)
+def fused():
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    if kernels.resolve("auto", "cuda") != "fused":
+        pytest.skip(kernels.explain())
+
+
+def make(dtype=torch.float32, **shapes):
+    generator = torch.Generator().manual_seed(0)
+    parameters = ("A", "D", "dt_bias", "weight", "bias", "residual")
+    values = {}
+    for name, shape in shapes.items():
+        value = torch.randn(*shape, generator=generator)
+        if name == "A":
+            value = -value.exp()
+        if name.endswith("proj_weight"):
+            value = value / shape[1] ** 0.5
+        values[name] = value.to("cuda", torch.float32 if name in parameters else dtype).requires_grad_()
+    return values
+
+
+def agree(function, values, tolerance, **options):
+    results = []
+    for form in ("portable", "fused"):
+        outputs = function(**values, kernels=form, **options)
+        outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+        results.append([*outputs, *torch.autograd.grad(sum(o.float().square().sum() for o in outputs), list(values.values()))])
+    for name, a, b in zip(["out"] * len(outputs) + list(values), *results):
+        error, scale = (a.float() - b.float()).abs().max().item(), a.float().abs().max().item()
+        assert error <= tolerance * scale, f"{name}: error {error:.2e} at magnitude {scale:.2e}"
+
+
+PRECISIONS = pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 2e-4), (torch.bfloat16, 3e-2)])
+SCAN = dict(u=(2, 300, 64), dt=(2, 300, 64), A=(64, 16), B=(2, 300, 16), C=(2, 300, 16), D=(64,), z=(2, 300, 64), dt_bias=(64,))
+CONV = dict(x=(2, 300, 64), weight=(64, 1, 4), bias=(64,))
+INNER = dict(xz=(2, 300, 128), conv_weight=(64, 1, 4), conv_bias=(64,), x_proj_weight=(36, 64), dt_proj_weight=(64, 4), dt_bias=(64,),
+             A=(64, 16), D=(64,), out_proj_weight=(32, 64))
+
+
+def documents():
+    return (torch.arange(300, device="cuda") // 77).expand(2, 300)
+
+
+@PRECISIONS
+def test_scan(dtype, tolerance):
+    agree(selective_scan, make(dtype, **SCAN), tolerance)
+
+
+@PRECISIONS
+@pytest.mark.parametrize("bounded", [False, True])
+def test_convolution(dtype, tolerance, bounded):
+    agree(causal_conv_silu, make(dtype, **CONV), tolerance, documents=documents() if bounded else None)
+
+
+@PRECISIONS
+@pytest.mark.parametrize("bounded", [False, True])
+def test_whole_mixer(dtype, tolerance, bounded):
+    agree(mamba1_inner, make(dtype, **INNER), tolerance, documents=documents() if bounded else None)
+
+
+@PRECISIONS
+def test_norm(dtype, tolerance):
+    values = make(dtype, x=(2, 300, 64), residual=(2, 300, 64), weight=(64,))
+    agree(add_rms_norm, values, tolerance, eps=1e-5, out_dtype=dtype)
+
+
+def test_one_document_never_changes_another():
+    values = {name: v.detach() for name, v in make(**INNER).items()}
+    before = mamba1_inner(**values, documents=documents(), kernels="fused")
+    values["xz"] = values["xz"].clone()
+    values["xz"][:, :77] += 1
+    after = mamba1_inner(**values, documents=documents(), kernels="fused")
+    assert torch.equal(before[:, 77:], after[:, 77:]) and not torch.equal(before[:, :77], after[:, :77])

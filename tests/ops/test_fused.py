@@ -1,0 +1,132 @@
+"""How the fused forms are called, checked on a CPU: mamba-ssm's own reference functions stand in for its kernels, and the
+layouts that the kernels demand are asserted. Runs in a process of its own, with mamba-ssm's Python files alone."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def mamba_ssm(tmp_path_factory):
+    """A folder with mamba-ssm 2.3.1 (without its CUDA part) and einops."""
+    folder = tmp_path_factory.mktemp("mamba_ssm")
+    command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-build-isolation", "--no-deps", "--target", str(folder),
+               "mamba-ssm==2.3.1", "einops"]
+    environment = os.environ | {"MAMBA_FORCE_BUILD": "TRUE", "MAMBA_SKIP_CUDA_BUILD": "TRUE"}
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    if result.returncode:
+        pytest.skip(f"mamba-ssm can't be installed here: {result.stderr.strip().splitlines()[-1:]}")
+    return folder
+
+
+CHILD = r'''
+import sys, types
+from unittest.mock import MagicMock
+import torch, torch.nn.functional as F
+
+from mamba_fsdp.ops.causal_conv import causal_conv_silu
+from mamba_fsdp.ops.norm import add_rms_norm
+from mamba_fsdp.ops.selective_scan import mamba1_inner, selective_scan
+
+folder = sys.argv[1]
+sys.path.append(folder)
+package = types.ModuleType("mamba_ssm")  # without running its __init__, which loads everything else
+package.__path__ = [folder + "/mamba_ssm"]
+sys.modules["mamba_ssm"] = package
+sys.modules["selective_scan_cuda"] = types.ModuleType("selective_scan_cuda")
+sys.modules["triton"] = sys.modules["triton.language"] = MagicMock(__version__="3.0")  # its kernels are defined at import, and not called
+sys.modules["triton"].Config.return_value.num_warps = 1
+calls = []
+
+def causal_conv1d_fn(x, weight, bias=None, seq_idx=None, initial_states=None, return_final_states=False,
+                     final_states_out=None, activation=None):
+    calls.append("conv")
+    assert x.stride(2) == 1 or (x.stride(1) == 1 and x.stride(2) % 8 == 0 and x.stride(0) % 8 == 0)
+    assert seq_idx is None or (x.stride(1) == 1 and seq_idx.dtype == torch.int32 and seq_idx.is_contiguous())
+    assert weight.shape == (x.shape[1], 4) and activation == "silu"
+    if seq_idx is None:
+        return F.silu(F.conv1d(x, weight[:, None], bias, padding=3, groups=x.shape[1])[..., :x.shape[2]])
+    taps = sum(weight[:, 3 - k, None] * F.pad(x, (k, 0))[..., :x.shape[2]] *
+               (F.pad(seq_idx, (k, 0), value=-1)[:, :x.shape[2]] == seq_idx)[:, None] for k in range(4))
+    return F.silu(taps + bias[:, None])
+
+sys.modules["causal_conv1d"] = types.ModuleType("causal_conv1d")
+sys.modules["causal_conv1d"].causal_conv1d_fn = causal_conv1d_fn
+import mamba_ssm.ops.selective_scan_interface as interface
+import mamba_ssm.ops.triton.layer_norm as layer_norm
+
+def selective_scan_fn(u, delta, A, B, C, D=None, z=None, delta_bias=None, delta_softplus=False, return_last_state=False):
+    calls.append("scan")
+    assert all(t.stride(-1) == 1 for t in (u, delta, B, C, z) if t is not None)
+    assert all(t.dtype == torch.float32 for t in (A, D, delta_bias) if t is not None) and delta_softplus
+    return interface.selective_scan_ref(u, delta, A, B, C, D, z, delta_bias, delta_softplus, return_last_state)
+
+def mamba_inner_fn(xz, *arguments, **options):
+    calls.append("inner")
+    assert xz.stride(-1) == 1 and all(w.dtype == xz.dtype for w in arguments[:5]) and arguments[5] is None
+    return interface.mamba_inner_ref(xz, *arguments, **options)
+
+def rms_norm_fn(x, weight, bias, residual=None, eps=1e-6, prenorm=False, residual_in_fp32=False):
+    calls.append("norm")
+    assert prenorm and residual_in_fp32
+    normed, total = layer_norm.rms_norm_ref(x, weight, bias, residual=residual, eps=eps, prenorm=True, upcast=True)
+    return normed, total.float()
+
+interface.selective_scan_fn, interface.mamba_inner_fn = selective_scan_fn, mamba_inner_fn
+interface.causal_conv1d_fn, layer_norm.rms_norm_fn = causal_conv1d_fn, rms_norm_fn
+
+generator = torch.Generator().manual_seed(0)
+randn = lambda *shape: torch.randn(*shape, generator=generator)
+documents = (torch.arange(30) >= 13).long().expand(2, 30)
+
+def same(function, values, expected_calls, **options):
+    """fused and portable agree in outputs and gradients, and fused called what is named."""
+    values = {name: v.requires_grad_() for name, v in values.items()}
+    results = []
+    for kernels in ("portable", "fused"):
+        calls.clear()
+        outputs = function(**values, kernels=kernels, **options)
+        outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+        seeds = [torch.randn(o.shape, generator=torch.Generator().manual_seed(1)) for o in outputs]
+        results.append([*outputs, *torch.autograd.grad(sum((o * s).sum() for o, s in zip(outputs, seeds)), list(values.values()))])
+    assert calls == expected_calls, (function.__name__, calls)
+    for a, b in zip(*results):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+
+scan = dict(u=randn(2, 30, 16), dt=randn(2, 30, 16), A=-torch.exp(randn(16, 4)), B=randn(2, 30, 4), C=randn(2, 30, 4), D=randn(16),
+            z=randn(2, 30, 16), dt_bias=randn(16))
+same(selective_scan, scan, ["scan"])
+same(selective_scan, {n: v for n, v in scan.items() if n not in ("D", "z", "dt_bias")}, ["scan"])
+same(selective_scan, scan, [], documents=documents)
+same(selective_scan, scan, [], return_last_state=True)  # the kernel has no gradient through it
+same(selective_scan, scan | {"initial_state": randn(2, 16, 4)}, [])
+with torch.no_grad():
+    calls.clear()
+    pairs = [selective_scan(**scan, return_last_state=True, kernels=kernels) for kernels in ("portable", "fused")]
+    assert calls == ["scan"]
+    for a, b in zip(*pairs):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+conv = dict(x=randn(2, 30, 16), weight=randn(16, 1, 4), bias=randn(16))
+same(causal_conv_silu, conv, ["conv"])
+same(causal_conv_silu, conv, ["conv"], documents=documents)
+same(causal_conv_silu, dict(x=randn(2, 30, 12), weight=randn(12, 1, 4), bias=randn(12)), [])  # not a multiple of 8
+inner = dict(xz=randn(2, 30, 32), conv_weight=randn(16, 1, 4), conv_bias=randn(16), x_proj_weight=randn(10, 16) / 4,
+             dt_proj_weight=randn(16, 2), dt_bias=randn(16), A=-torch.exp(randn(16, 4)), D=randn(16), out_proj_weight=randn(8, 16))
+same(mamba1_inner, inner, ["inner", "conv", "scan"])
+same(mamba1_inner, inner, ["conv"], documents=documents)
+x, residual, weight = randn(2, 5, 8), randn(2, 5, 8), randn(8)
+same(add_rms_norm, dict(x=x, residual=residual, weight=weight), ["norm"], eps=1e-5, out_dtype=torch.float32)
+same(lambda x, weight, **o: add_rms_norm(x, None, weight, **o), dict(x=x, weight=weight), ["norm"], eps=1e-5, out_dtype=torch.float32)
+half = {n: v.detach().bfloat16() if n == "xz" else v.detach() for n, v in inner.items()}
+assert mamba1_inner(**half, kernels="fused").dtype == torch.bfloat16
+print("all equal")
+'''
+
+
+def test_fused_calls_equal_the_portable_forms(mamba_ssm, project):
+    result = subprocess.run([sys.executable, "-c", CHILD, str(mamba_ssm)], cwd=project, capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0 and result.stdout.strip() == "all equal", result.stderr
