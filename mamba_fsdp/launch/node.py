@@ -33,23 +33,26 @@ def main(failures, words):
     processes = int(os.environ.get("PROCESSES_PER_NODE") or assigned_gpus() or 1)
     if processes > 1:  # left alone, torchrun gives each rank one thread
         os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // processes)))
+    alone = "--standalone" in words
     with tempfile.TemporaryDirectory(prefix="mamba-train-") as scratch:
-        # On the node's own disk and new for each job: shared by nodes, or by jobs of different versions, these caches break.
-        os.environ["TRITON_CACHE_DIR"] = f"{scratch}/triton"
-        os.environ["TORCHINDUCTOR_CACHE_DIR"] = f"{scratch}/inductor"
-        os.environ["TRITON_RANK0_SCOPE"] = "node"  # to the image's cache writer: the folder is this node's, so one rank here fills it
+        if not alone:  # on the node's own disk and new for each job: shared by nodes or by other versions, these caches break
+            os.environ["TRITON_CACHE_DIR"] = f"{scratch}/triton"
+            os.environ["TORCHINDUCTOR_CACHE_DIR"] = f"{scratch}/inductor"
+            os.environ["TRITON_RANK0_SCOPE"] = "node"  # to the image's cache writer: one rank of each node fills the folder
         options = [f"--nproc-per-node={processes}", f"--log-dir={scratch}/ranks", "--monitor-interval=0.1", "--max-restarts=0"]
         try:
             torchrun.run(torchrun.parse_args(options + words))
         except ChildFailedError as error:
             first, rank, failure = min((moment_of(failure), rank, failure) for rank, failure in error.failures.items())
-            put_on_record(failures, *first, f"rank {rank} on {node()} failed first.\n{describe(failure)}", exit_code(failure))
-            if "--standalone" not in words:
+            has_said_it = alone and processes == 1 and failure.exitcode > 0  # as its last words, right above
+            text = "" if has_said_it else f"rank {rank} on {node()} failed first.\n{describe(failure)}\n"
+            put_on_record(failures, *first, text, exit_code(failure))
+            if not alone:
                 time.sleep(SECONDS_FOR_OTHERS)
             return 1
         except RendezvousError as error:
             put_on_record(failures, 1, time.time(), f"error: {node()} could not meet the other nodes: {error} ({error.__cause__}); can it reach "
-                          "the first node by its name, and do the firewall or security group let the nodes talk to each other?", 1)
+                          "the first node by its name, and do the firewall or security group let the nodes talk to each other?\n", 1)
             return 1
         except SignalException as error:
             return 128 + error.sigval  # Slurm or a user ended the job; the ranks have been told and have saved
@@ -63,7 +66,7 @@ def node():
 def put_on_record(failures, order, moment, text, code):
     """Write this node's first failure to FAILURES/ORDER-TIME-NODE-exitCODE.txt."""
     failures.mkdir(parents=True, exist_ok=True)
-    write_atomically(failures / f"{order}-{moment:.3f}-{node()}-exit{code}.txt", text + "\n")
+    write_atomically(failures / f"{order}-{moment:.3f}-{node()}-exit{code}.txt", text)
 
 
 def exit_code(failure):

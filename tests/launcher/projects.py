@@ -55,7 +55,7 @@ def commit():
         time.sleep(float(os.environ.get("FAKE_COMMIT_SECONDS", 0)))
         first_rank_writes(f"checkpoints/step_{step:08d}/COMMIT", "{}")
 
-while step < steps and not asked and not (run / "STOP").exists():
+while step < steps:
     time.sleep(0.1)
     step += fake != "endless"
     if step == 5:
@@ -64,6 +64,8 @@ while step < steps and not asked and not (run / "STOP").exists():
         fail(1)
     if fake == "killed" and step == 2:
         os.kill(os.getpid(), signal.SIGKILL)
+    if asked or (run / "STOP").exists():  # at the end of a step, as the real one
+        break
 while fake == "deaf":
     time.sleep(1)
 commit()

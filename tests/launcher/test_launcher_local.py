@@ -30,6 +30,7 @@ def test_one_process_on_a_cpu_with_the_settings_as_they_are(launcher_project):
     assert start["environment"]["WORLD_SIZE"] == "1"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("chosen, count", [(None, 3), ("0,2", 2), ("", 1)])
 def test_as_many_processes_as_gpus(launcher_project, tmp_path, chosen, count):
     (tmp_path / "nvidia-smi").write_text("#!/bin/sh\nfor i in 1 2 3; do echo 'NVIDIA Fake 4GB'; done\n")
@@ -52,6 +53,7 @@ def test_ctrl_c_commits_a_checkpoint_and_says_how_to_go_on(launcher_project):
     assert not (launcher_project / "runs/a b/STOP").exists()
 
 
+@pytest.mark.slow
 def test_ctrl_c_while_training_is_only_starting_is_not_lost(launcher_project):
     """A training that starts removes old requests to stop; this one must survive it."""
     process = launch(launcher_project, "--save_ckpt_path=runs/a", "--num_steps=9999")
@@ -62,6 +64,7 @@ def test_ctrl_c_while_training_is_only_starting_is_not_lost(launcher_project):
     assert "Traceback" not in output
 
 
+@pytest.mark.slow
 def test_ctrl_c_twice_does_not_wait_for_the_checkpoint(launcher_project):
     process = launch(launcher_project, "--save_ckpt_path=runs/a", "--num_steps=9999", FAKE="deaf")
     wait_for(launcher_project / "runs/a/status.json")
@@ -79,6 +82,7 @@ def wait_for(path):
         time.sleep(0.05)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fake, code, words", [("mistake", 2, "error: the cause on rank"), ("crash", 1, "Traceback: the cause"),
                                                ("killed", 137, "ran out of memory: lower batch_size.")])
 def test_the_output_ends_with_the_error_of_the_rank_that_failed_first(launcher_project, fake, code, words):
@@ -86,6 +90,18 @@ def test_the_output_ends_with_the_error_of_the_rank_that_failed_first(launcher_p
     assert returned == code
     before, last = output.strip().splitlines()[-2:]
     assert "failed first" in before and words in last
+
+
+@pytest.mark.slow
+def test_a_single_rank_says_its_error_once(launcher_project):
+    code, output = finish(launch(launcher_project, "--save_ckpt_path=runs/a", FAKE="mistake"))
+    assert code == 2 and "failed first" not in output
+
+
+@pytest.mark.parametrize("name, value", [("PROCESSES_PER_NODE", "all"), ("PROCESSES_PER_NODE", "0"), ("MAX_RESTARTS", "-1"), ("PROFILE", "yes")])
+def test_wrong_variables_are_refused_by_name(launcher_project, name, value):
+    code, output = finish(launch(launcher_project, "--save_ckpt_path=runs/a", **{name: value}))
+    assert code == 2 and output.startswith(f"error: {name}={value}: ") and len(output.splitlines()) == 1
 
 
 @pytest.mark.parametrize("damage", [shutil.rmtree, lambda venv: (venv / ".complete").unlink(), lambda venv: (venv / "bin/python").unlink()])
@@ -108,6 +124,7 @@ def test_a_bad_setting_is_one_line(launcher_project):
     assert code == 2 and len(output.splitlines()) == 1 and "did you mean num_steps" in output
 
 
+@pytest.mark.slow
 def test_it_can_be_called_from_another_folder(launcher_project, tmp_path):
     done = subprocess.run([launcher_project / "1.train.sbatch", "--save_ckpt_path=runs/a", "--num_steps=1"], env=CLEAN, cwd=tmp_path)
     assert done.returncode == 0

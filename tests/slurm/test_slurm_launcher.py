@@ -205,7 +205,7 @@ def test_restarts_with_new_checkpoints_are_not_counted(start_cluster, slurm_proj
     for _ in range(2):
         begun = len(starts(slurm_project / "runs/a"))
         cluster.wait_until(lambda: len(starts(slurm_project / "runs/a")) >= begun + 2 and "running" in read(slurm_project / "runs/a/status.json"),
-                           60, "the training has begun")
+                           "the training has begun")
         cluster.run("scancel", "--batch", "--signal=USR1", job)
         cluster.wait_until(lambda: cluster.state(job) == "PENDING", "the job is queued again")
         cluster.release(job)
