@@ -65,10 +65,11 @@ class Run:
         self.checkpointer = Checkpointer(self.folder, world, keep=settings.checkpoint.keep_checkpoints,
                                          asynchronous=settings.checkpoint.async_checkpoint, report=self._say)
         self._count_steps()
+        self.open_data()
         self.progress = loop.Progress()
         self.build_model()
         self.start_from(weights)
-        self.open_data()
+        self.order_data()
 
     def _make_folder(self):
         if self.is_first:
@@ -98,6 +99,15 @@ class Run:
         schedule = self.settings.lr_schedule
         self.schedule = Schedule(schedule.schedule, self.total_steps, warmup=schedule.warmup_steps.steps(tokens_per_step),
                                  decay=schedule.decay_steps.steps(tokens_per_step), floor=schedule.min_learning_rate_ratio)
+
+    def open_data(self):
+        data = self.settings.data
+        self.sources, self.weights = training_sources(data)
+        self.validation = validation_stores(data)
+        for store in [*self.sources.values(), *self.validation]:
+            if store.vocab_size > self.settings.model.vocab_size:
+                raise UserError(f"{store.path} has a vocabulary of {store.vocab_size}, the model only {self.settings.model.vocab_size}; "
+                                f"set vocab_size={store.vocab_size}")
 
     def build_model(self):
         settings, world = self.settings, self.world
@@ -165,20 +175,15 @@ class Run:
         if differing:
             raise UserError(f"{folder} holds another model: {', '.join(differing)}; give these settings again, or another save_ckpt_path")
 
-    def open_data(self):
+    def order_data(self):
+        """The loader, at the position from which the run goes on."""
         data, world = self.settings.data, self.world
-        sources, weights = training_sources(data)
-        self.validation = validation_stores(data)
-        for store in [*sources.values(), *self.validation]:
-            if store.vocab_size > self.settings.model.vocab_size:
-                raise UserError(f"{store.path} has a vocabulary of {store.vocab_size}, the model only {self.settings.model.vocab_size}; "
-                                f"set vocab_size={store.vocab_size}")
-        order = Order(sources, weights, data.seq_length, self.settings.training.seed, state=self.progress.data or None)
-        self.loader = Loader(sources, order, rank=world.rank, world_size=world.size, batch_size=self.settings.training.batch_size,
+        order = Order(self.sources, self.weights, data.seq_length, self.settings.training.seed, state=self.progress.data or None)
+        self.loader = Loader(self.sources, order, rank=world.rank, world_size=world.size, batch_size=self.settings.training.batch_size,
                              micro_batches=self.micro_batches, vocab_size=self.settings.model.vocab_size, first_step=self.progress.step,
                              num_workers=data.num_workers, prefetch=data.prefetch, reset_at_documents=data.reset_at_documents,
                              pin_memory=world.device.type == "cuda")
-        read = ", ".join(f"{store.path} ({len(store):,} tokens)" for store in sources.values())
+        read = ", ".join(f"{store.path} ({len(store):,} tokens)" for store in self.sources.values())
         checked = ", ".join(str(store.path) for store in self.validation) or "none"
         self._say(f"data       {read}; validation: {checked}")
         self._say(f"steps      {self.total_steps:,} of {self.global_batch} x {data.seq_length} = "
@@ -223,7 +228,7 @@ class Run:
     def _keep_tokenizer(self):
         """A copy of the data's tokenizer in the run folder, so that the model can be used when the data is gone."""
         target, partial = self.folder / "tokenizer", self.folder / ".tokenizer.partial"
-        source = next(iter(self.loader.sources.values())).path / "tokenizer"
+        source = next(iter(self.sources.values())).path / "tokenizer"
         if source.is_dir() and not target.exists():
             shutil.rmtree(partial, ignore_errors=True)
             shutil.copytree(source, partial)

@@ -26,8 +26,8 @@ def clone(tmp_path_factory):
     subprocess.run(["git", "clone", "--quiet", str(PROJECT), str(folder)], check=True)
     texts = folder / "mytexts"
     texts.mkdir()
-    for name in ("first", "second", "third"):
-        (texts / f"{name}.txt").write_text("".join(f"Once there were {n} {name} words, and they were told {n * n} times.\n" for n in range(4000)))
+    for name in range(150):
+        (texts / f"{name}.txt").write_text("".join(f"Once there were {n} words in {name}, and they were told {n * n} times.\n" for n in range(400)))
     return folder
 
 
