@@ -57,7 +57,7 @@ RUN if [ "$INSTALL_KERNELS" = 1 ] || { [ "$INSTALL_KERNELS" = auto ] && [ -d /us
 COPY patches/ /opt/mamba-train/patches/
 RUN /usr/local/bin/python3 /opt/mamba-train/patches/apply.py && rm -rf /tmp/requirements
 ENV TRITON_CACHE_MANAGER=triton.runtime.rank0_cache:Rank0CacheManager \
-    XDG_CACHE_HOME=/tmp/cache
+    XDG_CACHE_HOME=/tmp/cache MPLCONFIGDIR=/tmp/cache/matplotlib
 # /tmp is what can be written where the root is read-only, as it is under Enroot.
 
 WORKDIR /opt/mamba-train
