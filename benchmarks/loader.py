@@ -1,4 +1,5 @@
-"""The loader by itself: tokens/s from a warm page cache into batches, memory against the store's size, time to start anywhere.
+"""The loader by itself: tokens/s from a warm page cache into batches, memory against the store's size, time to start
+anywhere.
 
     python -m benchmarks.loader [--seq_length 2048] [--batch_size 8]
 """
@@ -68,7 +69,8 @@ def measure(store, workers, documents, seq_length, batch_size):
         start = time.perf_counter()
         state = order.state_after(step * batch_size)
         fresh = {"store": TokenStore(store)}
-        with Loader(fresh, Order(fresh, {"store": 1.0}, seq_length, seed=0, state=state), **settings, num_workers=0) as loader:
+        with Loader(fresh, Order(fresh, {"store": 1.0}, seq_length, seed=0, state=state), **settings,
+                    num_workers=0) as loader:
             loader.step(0)
         first.append((time.perf_counter() - start) * 1000)
 

@@ -1,7 +1,7 @@
 """Batches: the windows that the order names, read ahead by threads and cut into this rank's micro batches.
 
-The content of a step depends on the order and the global batch only: ranks and micro batches are slices of it, and threads
-only decide when it is read.
+The content of a step depends on the order and the global batch only: ranks and micro batches are slices of it, and
+threads only decide when it is read.
 """
 
 from concurrent.futures import ThreadPoolExecutor
@@ -18,7 +18,7 @@ NOT_COUNTED = -100  # label of a token that the loss leaves out
 class Batch(NamedTuple):
     tokens: torch.Tensor  # (batch, seq_length) int64
     labels: torch.Tensor  # (batch, seq_length) int64: the next token, or NOT_COUNTED
-    documents: torch.Tensor | None  # (batch, seq_length) int32: 0 for a row's first document, then 1, ...; None: not asked for
+    documents: torch.Tensor | None  # (batch, seq_length) int32, 0 for a row's first document; or None
     samples: list  # (source name, window) of each row, for messages
 
     def to(self, device):
@@ -29,10 +29,10 @@ class Batch(NamedTuple):
 class Loader:
     """This rank's micro batches of every step.
 
-    sources: {name: source}, each with `read(start, count)` -> (tokens, positions, mask or None); order: the Order of these
-    sources. Step s takes samples [g*G, (g+1)*G) of the order, g = s - first_step, G = world_size * micro_batches * batch_size;
-    a step is cut by rank, then by micro batch. num_workers threads read up to `prefetch` steps ahead (0 workers: `step` itself
-    reads). A context manager; `close` stops the threads.
+    sources: {name: source}, each with `read(start, count)` -> (tokens, positions, mask or None); order: the Order of
+    these sources. Step s takes samples [g*G, (g+1)*G) of the order, g = s - first_step, G = world_size * micro_batches
+    * batch_size; a step is cut by rank, then by micro batch. num_workers threads read up to `prefetch` steps ahead (0
+    workers: `step` itself reads). A context manager; `close` stops the threads.
     """
 
     def __init__(self, sources, order, *, rank, world_size, batch_size, micro_batches, vocab_size, first_step=0,
@@ -60,7 +60,7 @@ class Loader:
         return self.ahead.pop(step).result()
 
     def state_before(self, step):
-        """The data's position when `step` comes next: what a checkpoint saves after step - 1, and Order(state=...) takes."""
+        """The data's position when `step` comes next: what a checkpoint saves, and Order(state=...) takes."""
         return self.order.state_after((step - self.first_step) * self.global_batch)
 
     def _read(self, step):
@@ -86,9 +86,9 @@ def evaluation_batches(source, name, *, seq_length, batch_size, rank, world_size
                        reset_at_documents=False, pin_memory=False):
     """Yield this rank's batches over a source in its own order: all of it, or `limit` windows spread evenly over it.
 
-    The windows are the same for every world size, and each token but the first is a label exactly once. All ranks get the
-    same number of full batches, as sharded models need: rows that are too many, and the end of a last window that is
-    shorter, have no label that counts.
+    The windows are the same for every world size, and each token but the first is a label exactly once. All ranks get
+    the same number of full batches, as sharded models need: rows that are too many, and the end of a last window that
+    is shorter, have no label that counts.
     """
     windows = -(-(source.token_count - 1) // seq_length)
     if windows < 1:
@@ -96,7 +96,8 @@ def evaluation_batches(source, name, *, seq_length, batch_size, rank, world_size
     chosen = windows if limit is None else min(limit, windows)
     for first in range(0, chosen, world_size * batch_size):
         at = first + rank * batch_size + np.arange(batch_size)
-        samples = [(name, window if place < chosen else None) for place, window in zip(at, (at * windows // chosen).tolist())]
+        spread = (at * windows // chosen).tolist()
+        samples = [(name, window if place < chosen else None) for place, window in zip(at, spread)]
         yield _batch({name: source}, samples, seq_length, vocab_size, reset_at_documents, pin_memory)
 
 
@@ -115,7 +116,8 @@ def _batch(sources, samples, seq_length, vocab_size, reset_at_documents, pin_mem
                 raise UserError(f"token id {window_tokens.max()} is not below the model's vocab_size {vocab_size}; "
                                 "set vocab_size to the tokenizer's, or tokenise with the model's tokenizer")
         except Exception as error:
-            raise UserError(f"source {name!r}, window {window} (tokens {start} to {start + length}): {error}") from error
+            place = f"source {name!r}, window {window} (tokens {start} to {start + length})"
+            raise UserError(f"{place}: {error}") from error
         tokens[row, :length] = window_tokens[:-1]
         labels[row, :length] = window_tokens[1:]
         if mask is not None:

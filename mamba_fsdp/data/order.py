@@ -1,10 +1,10 @@
 """Which window of which source is sample k of the run: arithmetic on (seed, sources, weights, k), no table of the data.
 
 Window j of a source covers its tokens [j*L, j*L + L], L = seq_length: L inputs, and the same shifted by one as labels.
-An evenly spread pattern of the weights says which source sample k comes from, and so the how-manieth draw of that source
-it is; draw n is position n % windows of epoch n // windows, and a permutation that the seed, the source's name and the
-epoch choose says which window stands there. So every window is seen exactly once an epoch, and a position in the run is
-a handful of integers: the draws made from each source.
+An evenly spread pattern of the weights says which source sample k comes from, and so the how-manieth draw of that
+source it is; draw n is position n % windows of epoch n // windows, and a permutation that the seed, the source's name
+and the epoch choose says which window stands there. So every window is seen exactly once an epoch, and a position in
+the run is a handful of integers: the draws made from each source.
 """
 
 import hashlib
@@ -14,9 +14,9 @@ import numpy as np
 
 from mamba_fsdp.errors import UserError
 
-# Windows move in blocks of about a million tokens (2 to 4 MB), the size from which Lustre and disks read at full rate, and
-# are then shuffled within groups of 64 blocks: a group (up to 256 MB) stays in the page cache while it is used, and neighbours
-# in the store, often of one document, end up far apart.
+# Windows move in blocks of about a million tokens (2 to 4 MB), the size from which Lustre and disks read at full rate,
+# and are then shuffled within groups of 64 blocks: a group (up to 256 MB) stays in the page cache while it is used, and
+# neighbours in the store, often of one document, end up far apart.
 BLOCK_TOKENS = 1 << 20
 GROUP_BLOCKS = 64
 # Shares are rounded to one in a million, far below the 1e-4 that a mixture is asked to meet.
@@ -28,10 +28,10 @@ class Order:
     """The order of samples.
 
     sources: {name: source}, each with `token_count` and `identity`; weights: {name: share, need not sum to 1; 0 leaves
-    the source out}. `state` is what `state_after` gave: sample 0 is then the one after it. It may have been made with other
-    weights, batch sizes or sets of sources (each source goes on with its own draws), but not with another seed, seq_length
-    or content of a source, for which the draws made so far mean nothing. Raises UserError for that, for weights that make
-    no mixture, and for a source shorter than one window.
+    the source out}. `state` is what `state_after` gave: sample 0 is then the one after it. It may have been made with
+    other weights, batch sizes or sets of sources (each source goes on with its own draws), but not with another seed,
+    seq_length or content of a source, for which the draws made so far mean nothing. Raises UserError for that, for
+    weights that make no mixture, and for a source shorter than one window.
     """
 
     def __init__(self, sources, weights, seq_length, seed, state=None):
@@ -62,7 +62,7 @@ class Order:
         return source, window, epoch
 
     def state_after(self, samples):
-        """The position after `samples` samples of this order, for JSON. Sources no longer in the mixture keep their draws."""
+        """The position after `samples` samples of this order, for JSON. Sources not in the mixture keep their draws."""
         end = self.start + samples
         drawn = self.drawn + self._draws(end) - self._draws(self.start)
         return {
@@ -90,12 +90,12 @@ class Order:
         remedy = "or leave the data's position out (resuming_dataset=False) to begin the data anew"
         for name, now in (("seed", self.seed), ("seq_length", self.seq_length)):
             if state[name] != now:
-                raise UserError(f"{name} is {now}, but the data's position was saved with {name} {state[name]}, which cuts or "
-                                f"orders the data otherwise; set {name}={state[name]}, {remedy}")
+                raise UserError(f"{name} is {now}, but the data's position was saved with {name} {state[name]}, which "
+                                f"cuts or orders the data otherwise; set {name}={state[name]}, {remedy}")
         for name, identity in self.identity.items():
             if state["identity"].get(name, identity) != identity:
-                raise UserError(f"source {name!r} holds other data than when its position was saved; put the former data back, "
-                                f"give the new data another name, {remedy}")
+                raise UserError(f"source {name!r} holds other data than when its position was saved; put the former "
+                                f"data back, give the new data another name, {remedy}")
         return state
 
 
@@ -120,16 +120,18 @@ def _pattern_counts(names, weights):
     counts[largest_first[: PATTERN_LENGTH - counts.sum()]] += 1
     for name, value, count in zip(names, values, counts):
         if value and not count:
-            raise UserError(f"weights: the share of source {name!r} is below one in {PATTERN_LENGTH}; raise it or set it to 0")
+            raise UserError(f"weights: the share of source {name!r} is below one in {PATTERN_LENGTH}; "
+                            "raise it or set it to 0")
     return counts // math.gcd(*counts.tolist())
 
 
 def permuted_window(position, windows, block_windows, key):
     """The window at each position of an epoch. All arrays have one length; `key` (uint64) chooses the permutation.
 
-    Blocks of block_windows windows are permuted, then the windows within each group of GROUP_BLOCKS blocks. The last block
-    may reach past the end: a position that falls there takes the place of the window it fell on, and so on until it lands
-    inside, which keeps it a bijection (cycle walking: Black and Rogaway, Ciphers with Arbitrary Finite Domains, 2002).
+    Blocks of block_windows windows are permuted, then the windows within each group of GROUP_BLOCKS blocks. The last
+    block may reach past the end: a position that falls there takes the place of the window it fell on, and so on until
+    it lands inside, which keeps it a bijection (cycle walking: Black and Rogaway, Ciphers with Arbitrary Finite
+    Domains, 2002).
     """
     result = np.empty_like(position)
     open_ = np.arange(len(position))
@@ -155,7 +157,8 @@ def permute(x, size, key):
     while open_.size:
         left, right = np.divmod(x, base)
         for round_ in range(ROUNDS):
-            left, right = right, (left + (_mix(key, right * ROUNDS + round_) >> np.uint64(1)).astype(np.int64) % base) % base
+            scrambled = (_mix(key, right * ROUNDS + round_) >> np.uint64(1)).astype(np.int64)
+            left, right = right, (left + scrambled % base) % base
         x = left * base + right
         inside = x < size
         result[open_[inside]] = x[inside]
@@ -164,7 +167,7 @@ def permute(x, size, key):
 
 
 def _mix(key, number):
-    """A 64-bit hash of two arrays: the finaliser of SplitMix64 (Steele, Lea and Flood, 2014); uint64 arithmetic wraps."""
+    """A 64-bit hash of two arrays: the finaliser of SplitMix64 (Steele, Lea and Flood, 2014). uint64 wraps."""
     x = key + (number.astype(np.uint64) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

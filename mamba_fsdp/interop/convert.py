@@ -13,17 +13,20 @@ from mamba_fsdp.durable import sync_folder
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.interop import state_spaces, transformers_forms
 from mamba_fsdp.interop.safetensors_files import SHARD_BYTES, write_safetensors
-from mamba_fsdp.interop.weights import CONFIG, CONSOLIDATED, LM_HEAD, EMBEDDING, PICKLED, TOKENIZER, TOKENIZER_FILES, read_weights
+from mamba_fsdp.interop.weights import (CONFIG, CONSOLIDATED, EMBEDDING, LM_HEAD, PICKLED, TOKENIZER, TOKENIZER_FILES,
+                                        read_weights)
 from mamba_fsdp.model.lm import FP32_ENDINGS
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def export(source, out, format="hf", dtype=None, shard_bytes=SHARD_BYTES):
-    """Write the model that `source` names (see read_weights) to the new folder `out` in the form of transformers or state-spaces.
+    """Write the model that `source` names (see read_weights) to the new folder `out` in the form of transformers or
+    state-spaces.
 
-    dtype: fp32, bf16, fp16; None keeps the stored types. A_log, D and the biases of dt stay fp32. The tokenizer goes along.
-    Raises UserError: nothing to read, no such form of this model, `out` exists, the disk refuses; then nothing is written.
+    dtype: fp32, bf16, fp16; None keeps the stored types. A_log, D and the biases of dt stay fp32. The tokenizer goes
+    along. Raises UserError: nothing to read, no such form of this model, `out` exists, the disk refuses; then nothing
+    is written.
     """
     writers = {"hf": _write_transformers, "state-spaces": _write_state_spaces}
     if format not in writers:
@@ -32,8 +35,8 @@ def export(source, out, format="hf", dtype=None, shard_bytes=SHARD_BYTES):
 
 
 def import_(source, out, dtype=None):
-    """Write the model that `source` names (see read_weights) to the new folder `out` in our form: consolidated.00.pth, its
-    config.json, tokenizer/. Raises UserError as `export` does."""
+    """Write the model that `source` names (see read_weights) to the new folder `out` in our form: consolidated.00.pth,
+    its config.json, tokenizer/. Raises UserError as `export` does."""
     return _convert(source, out, dtype, _write_ours)
 
 
@@ -90,7 +93,8 @@ def _write_state_spaces(folder, weights, get, _):
 
 
 def _write_ours(folder, weights, get):
-    _write_json(folder / CONFIG, vars(weights.config) | ({"seq_length": weights.seq_length} if weights.seq_length else {}))
+    _write_json(folder / CONFIG,
+                vars(weights.config) | ({"seq_length": weights.seq_length} if weights.seq_length else {}))
     _write_state_dict(folder / CONSOLIDATED, weights, get)
     if weights.tokenizer_path:
         (folder / TOKENIZER).mkdir()

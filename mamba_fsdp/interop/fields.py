@@ -1,4 +1,4 @@
-"""A foreign config.json, read field by field so that none is overlooked: what our model can't represent is refused by name."""
+"""A foreign config.json, read field by field: none is overlooked, what our model can't hold is refused by name."""
 
 import dataclasses
 import json
@@ -13,7 +13,7 @@ INERT = (None, False, 0, "", [], {})  # a field that says no to something we don
 
 
 class Fields:
-    """The fields of one config.json (or of an object inside it). Every one is taken, expected or ignored; `finish` sees to it."""
+    """The fields of one config.json (or of an object inside it). `finish` sees to it that each is dealt with."""
 
     def __init__(self, path, content, prefix=""):
         if not isinstance(content, dict):
@@ -33,7 +33,7 @@ class Fields:
         return name in self.content
 
     def take(self, name, *default, kind=int, least=1):
-        """The value of a field, of type `kind`, whole numbers at least `least`; its default, if any, where it is absent or null."""
+        """A field's value, of type `kind`, whole numbers at least `least`. Absent or null: its default, if any."""
         value = self.content.pop(name, None)
         if value is None:
             return default[0] if default else self.refuse(name, "is missing")
@@ -81,8 +81,8 @@ class Fields:
     def finish(self):
         for name, value in self.content.items():
             if value not in INERT:
-                self.refuse(name, f"is {value!r}, a field that this program does not know; if the model's results don't depend "
-                                  "on it, remove it from the file")
+                self.refuse(name, f"is {value!r}, a field that this program does not know; if the model's results "
+                                  "don't depend on it, remove it from the file")
 
 
 def model_config(path, **values):
@@ -117,7 +117,8 @@ def _same_structure(one, other):
     """Whether two configs differ at most in their names and in how sizes that follow from others are written."""
     def structure(config):
         resolved = {"model_name": "", "vocab_size": 0, "pad_vocab_size_multiple": 0, "layers": config.layer_list(),
-                    "dt_rank": config.resolved_dt_rank, "head_dim": config.resolved_head_dim, "rotary_dim": config.resolved_rotary_dim}
+                    "dt_rank": config.resolved_dt_rank, "head_dim": config.resolved_head_dim,
+                    "rotary_dim": config.resolved_rotary_dim}
         return {**vars(config), **resolved}, config.padded_vocab_size
     return structure(one) == structure(other)
 

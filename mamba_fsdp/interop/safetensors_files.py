@@ -1,4 +1,4 @@
-"""Tensors in safetensors files as transformers lays them out: model.safetensors, or several with model.safetensors.index.json."""
+"""Tensors in safetensors files as transformers lays them out: model.safetensors, or several and an index."""
 
 import json
 from pathlib import Path
@@ -18,7 +18,7 @@ def has_safetensors(folder):
 
 
 def open_safetensors(folder):
-    """The Tensors of a folder's safetensors files, read when asked for. Raises UserError that names a missing or damaged file."""
+    """A folder's safetensors files as Tensors, read when asked for. Raises UserError for a missing or damaged one."""
     files, where = {}, {}
     for path, names in _files(folder).items():
         try:
@@ -30,7 +30,11 @@ def open_safetensors(folder):
         if lacking:
             raise UserError(f"{path} lacks {lacking[0]}, which {INDEX} says is in it")
     shapes = {name: tuple(files[path].get_slice(name).get_shape()) for name, path in where.items()}
-    return Tensors(folder, shapes, {}, lambda name, start, stop: files[where[name]].get_tensor(name).reshape(-1)[start:stop])
+
+    def read(name, start, stop):
+        return files[where[name]].get_tensor(name).reshape(-1)[start:stop]
+
+    return Tensors(folder, shapes, {}, read)
 
 
 def _files(folder):

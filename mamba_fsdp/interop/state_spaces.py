@@ -1,6 +1,7 @@
-"""The form of the state-spaces release (github.com/state-spaces/mamba): pytorch_model.bin and the config.json of its MambaConfig.
+"""The form of the state-spaces release (github.com/state-spaces/mamba): pytorch_model.bin and its MambaConfig.
 
-Tensor names are ours. What is not in its config.json (biases, the layers' defaults) is what its classes take when nothing is said.
+Tensor names are ours. What is not in its config.json (biases, the layers' defaults) is what its classes take when
+nothing is said.
 """
 
 from config.model_config import Layer
@@ -32,7 +33,8 @@ def read_config(fields):
     mixer = ssm.take("layer", "Mamba1", kind=str).lower()
     if mixer not in ("mamba1", "mamba2"):
         ssm.refuse("layer", f"is {mixer!r}; this program knows Mamba1 and Mamba2")
-    layers = [Layer("attention" if i in attention_layers else mixer, d_intermediate > 0) for i in range(values["n_layer"])]
+    mixers = ["attention" if i in attention_layers else mixer for i in range(values["n_layer"])]
+    layers = [Layer(name, d_intermediate > 0) for name in mixers]
     values.update(layers=pattern(layers), d_intermediate=d_intermediate)
     if len(attention_layers) < values["n_layer"]:
         values.update(_ssm_values(ssm, mixer, values["d_model"]))
@@ -50,7 +52,8 @@ def _ssm_values(ssm, mixer, d_model):
     if mixer == "mamba1":
         values["dt_rank"] = ssm.take_dt_rank("dt_rank")
     else:
-        values.update(headdim=ssm.take("headdim", 64), ngroups=ssm.take("ngroups", 1), chunk_size=ssm.take("chunk_size", 256))
+        values.update(headdim=ssm.take("headdim", 64), ngroups=ssm.take("ngroups", 1),
+                      chunk_size=ssm.take("chunk_size", 256))
         d_inner = values["expand"] * d_model
         ssm.expect("d_ssm", d_inner, d_inner, "an MLP beside the SSM")
         ssm.expect("D_has_hdim", False, False)
@@ -65,7 +68,8 @@ def _attention_values(attention, d_model):
     n_head = attention.take("num_heads")
     head_dim = attention.take("head_dim", d_model // n_head)
     values = dict(n_head=n_head, n_kv_head=attention.take("num_heads_kv", n_head), head_dim=head_dim,
-                  rotary_dim=attention.take("rotary_emb_dim", 0, least=0), rope_theta=attention.take("rotary_emb_base", 10000.0, kind=float))
+                  rotary_dim=attention.take("rotary_emb_dim", 0, least=0),
+                  rope_theta=attention.take("rotary_emb_base", 10000.0, kind=float))
     attention.expect("causal", True, False, "attention to the future")
     attention.expect("qkv_proj_bias", False, True)
     attention.expect("out_proj_bias", False, True)
@@ -83,18 +87,21 @@ def write_config(config):
     layers = config.layer_list()
     mixers = {layer.mixer for layer in layers} - {"attention"}
     if len(mixers) > 1 or len({layer.mlp for layer in layers}) > 1:
-        raise UserError(f"state-spaces' form has one kind of SSM layer and an MLP in every layer or in none, not layers={config.layers}; "
+        raise UserError(f"state-spaces' form has one kind of SSM layer and an MLP in every layer or in none, not "
+                        f"layers={config.layers}; "
                         "its own program could not load it")
     if config.norm_eps != NORM_EPS:
         raise UserError(f"state-spaces' form has norm_eps {NORM_EPS} built in, this model has {config.norm_eps}")
     if config.d_intermediate % MLP_MULTIPLE:
-        raise UserError(f"state-spaces' form has MLPs of a multiple of {MLP_MULTIPLE}, this model's d_intermediate is {config.d_intermediate}")
+        raise UserError(f"state-spaces' form has MLPs of a multiple of {MLP_MULTIPLE}, this model's d_intermediate is "
+                        f"{config.d_intermediate}")
     ssm, attention = {}, {}
     if mixers == {"mamba1"}:
         ssm = {"layer": "Mamba1", "d_state": config.d_state, "d_conv": config.d_conv, "expand": config.expand,
                "dt_rank": config.resolved_dt_rank}
     elif mixers == {"mamba2"}:
-        ssm = {"layer": "Mamba2", "d_state": config.d_state, "d_conv": config.d_conv, "expand": config.expand, "headdim": config.headdim,
+        ssm = {"layer": "Mamba2", "d_state": config.d_state, "d_conv": config.d_conv, "expand": config.expand,
+               "headdim": config.headdim,
                "ngroups": config.ngroups, "chunk_size": config.chunk_size}
     if config.has("attention"):
         attention = {"causal": True, "d_conv": 0, "head_dim": config.resolved_head_dim, "num_heads": config.n_head,

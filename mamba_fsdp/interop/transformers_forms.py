@@ -1,10 +1,10 @@
 """The forms of transformers: MambaForCausalLM, Mamba2ForCausalLM, BambaForCausalLM, LlamaForCausalLM.
 
-Each form says which layers it can hold, how its config.json and our ModelConfig translate, and of which of its tensors, one
-below the other, each of ours consists. Field names and defaults are those of transformers 4.57 and 5.23.
+Each form says which layers it can hold, how its config.json and our ModelConfig translate, and of which of its tensors,
+one below the other, each of ours consists. Field names and defaults are those of transformers 4.57 and 5.23.
 
-transformers before 5 normalises Mamba-2's output over all channels, the reference and we over each group: there a model with
-ngroups > 1 loads, but computes something else.
+transformers before 5 normalises Mamba-2's output over all channels, the reference and we over each group: there a model
+with ngroups > 1 loads, but computes something else.
 """
 
 import re
@@ -16,14 +16,15 @@ from mamba_fsdp.model.count import parameter_shapes
 
 # Fields that say how to initialise, run, cache, sample or label, and nothing about what the model computes.
 WITHOUT_EFFECT = (
-    "architectures", "model_type", "auto_map", "transformers_version", "torch_dtype", "dtype", "_name_or_path", "name_or_path",
-    "bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "use_cache", "initializer_range", "max_position_embeddings",
-    "return_dict", "id2label", "label2id", "max_length", "temperature", "top_k", "top_p", "typical_p", "repetition_penalty",
-    "length_penalty", "num_beams", "num_beam_groups", "num_return_sequences", "residual_in_fp32", "_attn_implementation",
-    "_attn_implementation_autoset",
+    "architectures", "model_type", "auto_map", "transformers_version", "torch_dtype", "dtype", "_name_or_path",
+    "name_or_path", "bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "use_cache", "initializer_range",
+    "max_position_embeddings", "return_dict", "id2label", "label2id", "max_length", "temperature", "top_k", "top_p",
+    "typical_p", "repetition_penalty", "length_penalty", "num_beams", "num_beam_groups", "num_return_sequences",
+    "residual_in_fp32", "_attn_implementation", "_attn_implementation_autoset",
 )
 # What the first conversions of state-spaces' weights left in config.json beside transformers' own names.
-LEFT_OVER = ("d_model", "n_layer", "d_inner", "ssm_cfg", "rms_norm", "fused_add_norm", "pad_vocab_size_multiple", "layer_types")
+LEFT_OVER = ("d_model", "n_layer", "d_inner", "ssm_cfg", "rms_norm", "fused_add_norm", "pad_vocab_size_multiple",
+             "layer_types")
 MAMBA_INITIALISATION = ("time_step_min", "time_step_max", "time_step_floor", "time_step_scale", "time_step_init_scheme",
                         "rescale_prenorm_residual", "use_mambapy", "use_associative_scan")
 
@@ -32,7 +33,8 @@ class Mamba:
     architecture, model_type = "MambaForCausalLM", "mamba"
     holds = "layers mamba1 without MLP"
     layer_prefix = "backbone.layers."
-    top = {"backbone.embedding.weight": "backbone.embeddings.weight", "backbone.norm_f.weight": "backbone.norm_f.weight",
+    top = {"backbone.embedding.weight": "backbone.embeddings.weight",
+           "backbone.norm_f.weight": "backbone.norm_f.weight",
            "lm_head.weight": "lm_head.weight"}
 
     def fits(self, config):
@@ -61,12 +63,14 @@ class Mamba2(Mamba):
         return set(config.layer_list()) == {Layer("mamba2", False)}
 
     def write_config(self, config):
-        return {**_mamba_fields(config), "num_heads": config.n_ssm_head, "head_dim": config.headdim, "n_groups": config.ngroups,
+        return {**_mamba_fields(config), "num_heads": config.n_ssm_head, "head_dim": config.headdim,
+                "n_groups": config.ngroups,
                 "chunk_size": config.chunk_size, "time_step_rank": config.resolved_dt_rank, "rms_norm": True}
 
     def read_config(self, fields):
         values = _mamba_values(fields, tied=False)
-        values.update(headdim=fields.take("head_dim", 64), ngroups=fields.take("n_groups", 8), chunk_size=fields.take("chunk_size", 256))
+        values.update(headdim=fields.take("head_dim", 64), ngroups=fields.take("n_groups", 8),
+                      chunk_size=fields.take("chunk_size", 256))
         heads = values["expand"] * values["d_model"] // values["headdim"]
         fields.expect("num_heads", heads, 128, "and not expand * hidden_size / head_dim")
         fields.expect("rms_norm", True, True)
@@ -84,8 +88,8 @@ class Llama:
     mlp, norms = "mlp", {"norm.weight": "input_layernorm", "norm2.weight": "post_attention_layernorm"}
 
     def fits(self, config):
-        return (set(config.layer_list()) == {Layer("attention", True)} and config.resolved_rotary_dim == config.resolved_head_dim
-                and config.d_model % config.n_head == 0)
+        return (set(config.layer_list()) == {Layer("attention", True)}
+                and config.resolved_rotary_dim == config.resolved_head_dim and config.d_model % config.n_head == 0)
 
     def write_config(self, config):
         return {**_attention_fields(config), "rope_theta": config.rope_theta,
@@ -95,7 +99,8 @@ class Llama:
         values = _attention_values(fields, eps_default=1e-6)
         theta, share = _rotary(fields, share=1.0)
         fields.ignore("pretraining_tp")
-        return values | dict(layers="attention+mlp", rope_theta=theta, rotary_dim=_rotary_dim(fields, values["head_dim"], share))
+        rotary_dim = _rotary_dim(fields, values["head_dim"], share)
+        return values | dict(layers="attention+mlp", rope_theta=theta, rotary_dim=rotary_dim)
 
     def names(self, layer, part):
         if part in ("norm.weight", "norm2.weight"):
@@ -106,7 +111,8 @@ class Llama:
             return [f"{self.mlp}.down_proj.weight"]
         if layer.mixer == "mamba2":
             return [part.replace("mixer", "mamba", 1)]
-        return {"mixer.in_proj.weight": ["self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj.weight"],
+        return {"mixer.in_proj.weight": ["self_attn.q_proj.weight", "self_attn.k_proj.weight",
+                                         "self_attn.v_proj.weight"],
                 "mixer.out_proj.weight": ["self_attn.o_proj.weight"]}[part]
 
 
@@ -136,7 +142,8 @@ class Bamba(Llama):
             "mamba_proj_bias": False,
             "rope_theta": config.rope_theta,  # transformers 4 reads these two, 5 the next
             "partial_rotary_factor": share,
-            "rope_parameters": {"rope_type": "default", "rope_theta": config.rope_theta, "partial_rotary_factor": share},
+            "rope_parameters": {"rope_type": "default", "rope_theta": config.rope_theta,
+                                "partial_rotary_factor": share},
         }
 
     def read_config(self, fields):
@@ -179,12 +186,13 @@ def form_of(fields):
     for form in FORMS:
         if model_type == form.model_type and (architectures is None or form.architecture in architectures):
             return form
-    raise UserError(f"{fields.path}: a model of type {model_type!r} ({', '.join(architectures or ['no architecture'])}); this program reads "
+    kind = ", ".join(architectures or ["no architecture"])
+    raise UserError(f"{fields.path}: a model of type {model_type!r} ({kind}); this program reads "
                     + ", ".join(form.architecture for form in FORMS))
 
 
 def write_config(form, config):
-    """ModelConfig -> the fields of config.json that say what the model computes, all of them, for every default differs somewhere."""
+    """ModelConfig -> the fields of config.json that say what the model computes, all of them: defaults differ."""
     return {"architectures": [form.architecture], "model_type": form.model_type, "vocab_size": config.padded_vocab_size,
             "hidden_size": config.d_model, "num_hidden_layers": config.n_layer, "hidden_act": "silu",
             "tie_word_embeddings": config.tie_embeddings, **form.write_config(config)}
@@ -220,23 +228,24 @@ def pieces(form, config):
 
 
 def _mamba_fields(config):
-    return {"state_size": config.d_state, "conv_kernel": config.d_conv, "expand": config.expand, "layer_norm_epsilon": config.norm_eps,
-            "use_bias": False, "use_conv_bias": True, "residual_in_fp32": True}
+    return {"state_size": config.d_state, "conv_kernel": config.d_conv, "expand": config.expand,
+            "layer_norm_epsilon": config.norm_eps, "use_bias": False, "use_conv_bias": True, "residual_in_fp32": True}
 
 
 def _mamba_values(fields, tied):
     fields.expect("use_bias", False, False)
     fields.expect("use_conv_bias", True, True, "a convolution without bias")
-    return dict(d_model=fields.take("hidden_size"), n_layer=fields.take("num_hidden_layers"), vocab_size=fields.take("vocab_size"),
+    return dict(d_model=fields.take("hidden_size"), n_layer=fields.take("num_hidden_layers"),
+                vocab_size=fields.take("vocab_size"),
                 d_state=fields.take("state_size", 128 if not tied else 16), d_conv=fields.take("conv_kernel", 4),
                 expand=fields.take("expand", 2), norm_eps=fields.take("layer_norm_epsilon", 1e-5, kind=float),
                 tie_embeddings=fields.take("tie_word_embeddings", tied, kind=bool))
 
 
 def _attention_fields(config):
-    return {"intermediate_size": config.d_intermediate, "num_attention_heads": config.n_head, "num_key_value_heads": config.n_kv_head,
-            "head_dim": config.resolved_head_dim, "rms_norm_eps": config.norm_eps, "attention_bias": False, "mlp_bias": False,
-            "attention_dropout": 0.0}
+    return {"intermediate_size": config.d_intermediate, "num_attention_heads": config.n_head,
+            "num_key_value_heads": config.n_kv_head, "head_dim": config.resolved_head_dim,
+            "rms_norm_eps": config.norm_eps, "attention_bias": False, "mlp_bias": False, "attention_dropout": 0.0}
 
 
 def _attention_values(fields, eps_default):
@@ -244,15 +253,15 @@ def _attention_values(fields, eps_default):
         fields.expect(name, False, False)
     fields.expect("attention_dropout", 0.0, 0.0)
     d_model, n_head = fields.take("hidden_size"), fields.take("num_attention_heads", 32)
-    return dict(d_model=d_model, n_layer=fields.take("num_hidden_layers"), vocab_size=fields.take("vocab_size"), n_head=n_head,
-                n_kv_head=fields.take("num_key_value_heads", n_head), head_dim=fields.take("head_dim", d_model // n_head),
-                d_intermediate=fields.take("intermediate_size"),
+    return dict(d_model=d_model, n_layer=fields.take("num_hidden_layers"), vocab_size=fields.take("vocab_size"),
+                n_head=n_head, n_kv_head=fields.take("num_key_value_heads", n_head),
+                head_dim=fields.take("head_dim", d_model // n_head), d_intermediate=fields.take("intermediate_size"),
                 norm_eps=fields.take("rms_norm_eps", eps_default, kind=float),
                 tie_embeddings=fields.take("tie_word_embeddings", False, kind=bool))
 
 
 def _rotary(fields, share):
-    """(rope theta, rotated share of each head) in transformers 4's fields or 5's, which must agree. Scaled variants are refused."""
+    """(rope theta, rotated share of each head) in transformers 4's fields or 5's, which must agree; not scaled ones."""
     places = [fields, fields.inner("rope_scaling"), fields.inner("rope_parameters")]
     for rope in places[1:]:
         for name in ("rope_type", "type"):

@@ -3,8 +3,8 @@
     RUN                          a run folder: its newest checkpoint
     RUN/checkpoints/step_...     one checkpoint
     .../consolidated.00.pth      a plain state dict, config.json beside it
-    a folder                     with config.json and model*.safetensors or pytorch_model.bin (transformers), with config.json and
-                                 pytorch_model.bin (state-spaces), or with config.json and consolidated.00.pth (ours)
+    a folder                     with config.json and: model*.safetensors or pytorch_model.bin (transformers),
+                                 pytorch_model.bin (state-spaces), or consolidated.00.pth (ours)
 
 Opening checks names and shapes of all tensors; loading executes nothing.
 """
@@ -25,19 +25,21 @@ from mamba_fsdp.parallel.world import World
 
 CONFIG, CONSOLIDATED, PICKLED, TOKENIZER = "config.json", "consolidated.00.pth", "pytorch_model.bin", "tokenizer"
 EMBEDDING, LM_HEAD = "backbone.embedding.weight", "lm_head.weight"
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "merges.txt", "special_tokens_map.json",
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "merges.txt",
+                   "special_tokens_map.json",
                    "added_tokens.json", "chat_template.jinja")
 
 
 class Weights:
     """An open source of weights.
 
-    config: ModelConfig; names: every parameter, a tied lm_head.weight left out; tokenizer_path: folder or None; seq_length: that
-    of the training, None where unknown.
+    config: ModelConfig; names: every parameter, a tied lm_head.weight left out; tokenizer_path: folder or None;
+    seq_length: that of the training, None where unknown.
     """
 
     def __init__(self, source, config, tensors, pieces, *, tied=None, tokenizer_path=None, seq_length=None):
-        """tensors: Tensors under their names; pieces: {our name: [(their name, shape), ...]}; tied: their (lm_head, embedding)."""
+        """tensors: Tensors under their names; pieces: {our name: [(their name, shape), ...]}; tied: their (lm_head,
+        embedding)."""
         self.source, self.config, self.tokenizer_path, self.seq_length = source, config, tokenizer_path, seq_length
         self.tensors, self.pieces = tensors, pieces
         self.names = list(pieces)
@@ -55,24 +57,28 @@ class Weights:
         found = {name: shape for name, shape in self.tensors.shapes.items() if not name.endswith("rotary_emb.inv_freq")}
         if self.config.tie_embeddings and tied[0] in found and tied[1] in found:
             if not torch.equal(self.tensors.get(tied[0]), self.tensors.get(tied[1])):
-                raise UserError(f"{self.source}: {tied[0]} differs from {tied[1]}, but the config says that they are one (tied embeddings)")
+                raise UserError(f"{self.source}: {tied[0]} differs from {tied[1]}, but the config says that they are "
+                                "one (tied embeddings)")
             del found[tied[0]]
         refuse_other_tensors(self.source, wanted, found)
 
 
 def read_weights(source):
-    """Open the Weights that `source` (path) names. Raises UserError where it names none, or one that our model can't represent."""
+    """Open the Weights that `source` (path) names. Raises UserError for none, or one our model can't hold."""
     path = Path(source)
     if not path.exists():
-        hint = f"; a model of the Hugging Face hub has to be downloaded first: hf download {source} --local-dir FOLDER"
-        raise UserError(f"{source}: there is no such file or folder" + hint * bool(re.fullmatch(r"[\w.-]+/[\w.-]+", str(source))))
+        hint = ""
+        if re.fullmatch(r"[\w.-]+/[\w.-]+", str(source)):
+            hint = f"; download a model of the Hugging Face hub first: hf download {source} --local-dir FOLDER"
+        raise UserError(f"{source}: there is no such file or folder{hint}")
     if path.is_file():
         return _read_file(path)
     if (path / COMMIT).is_file() or (path / "checkpoints").is_dir():
         alone = World(0, 1, 0, 1, 1, torch.device("cpu"))
         return _read_checkpoint(find_checkpoint(path, alone))
     if not (path / CONFIG).is_file():
-        raise UserError(f"{path} holds no model: it is neither a run folder (checkpoints/) nor a checkpoint ({COMMIT}), and has no {CONFIG}")
+        raise UserError(f"{path} holds no model: it is neither a run folder (checkpoints/) nor a checkpoint "
+                        f"({COMMIT}), and has no {CONFIG}")
     if (path / CONSOLIDATED).is_file():
         return _read_file(path / CONSOLIDATED)
     fields = Fields.read(path / CONFIG)
@@ -84,7 +90,7 @@ def read_weights(source):
 
 
 def _read_file(path):
-    """consolidated.00.pth or pytorch_model.bin under our names, the config.json beside it in our form or in state-spaces'."""
+    """consolidated.00.pth or pytorch_model.bin under our names, config.json beside it in our form or state-spaces'."""
     folder = path.parent
     if not (folder / CONFIG).is_file():
         raise UserError(f"{path}: there is no {CONFIG} beside it, which says what model this is")
@@ -97,14 +103,16 @@ def _read_file(path):
         config = checked_config(fields.path, fields.content)
     else:
         config = state_spaces.read_config(fields)
-    return _ours(path, config, open_tensors(path), seq_length=seq_length, tokenizer_path=_tokenizer_in(folder / TOKENIZER, folder))
+    return _ours(path, config, open_tensors(path), seq_length=seq_length,
+                 tokenizer_path=_tokenizer_in(folder / TOKENIZER, folder))
 
 
 def _read_checkpoint(path):
     settings = read_state(path)["settings"]
     config = checked_config(path, settings["model"])
     tokenizer_path = _tokenizer_in(path.parent.parent / TOKENIZER)  # which the run keeps
-    return _ours(path, config, open_tensors(path), seq_length=settings["data"]["seq_length"], tokenizer_path=tokenizer_path)
+    return _ours(path, config, open_tensors(path), seq_length=settings["data"]["seq_length"],
+                 tokenizer_path=tokenizer_path)
 
 
 def _read_transformers(folder, fields):
@@ -115,9 +123,10 @@ def _read_transformers(folder, fields):
     elif (folder / PICKLED).is_file():
         tensors = open_tensors(folder / PICKLED)
     else:
-        raise UserError(f"{folder} has a {CONFIG} but no weights beside it (model.safetensors, model.safetensors.index.json or {PICKLED})")
-    return Weights(folder, config, tensors, transformers_forms.pieces(form, config), tied=(form.top[LM_HEAD], form.top[EMBEDDING]),
-                   tokenizer_path=_tokenizer_in(folder))
+        raise UserError(f"{folder} has a {CONFIG} but no weights beside it (model.safetensors, "
+                        f"model.safetensors.index.json or {PICKLED})")
+    return Weights(folder, config, tensors, transformers_forms.pieces(form, config),
+                   tied=(form.top[LM_HEAD], form.top[EMBEDDING]), tokenizer_path=_tokenizer_in(folder))
 
 
 def _ours(source, config, tensors, **more):

@@ -1,4 +1,5 @@
-"""Batches hold what the order says, whoever reads them: any world size, split, number of threads; and errors reach the caller."""
+"""Batches hold what the order says, whoever reads them: any world size, split, number of threads; and errors reach the
+caller."""
 
 import threading
 
@@ -17,7 +18,8 @@ L = 8
 
 
 class Numbers:
-    """A source whose token i is first + i, in documents of `document` tokens; tokens divisible by `silent` don't count."""
+    """A source whose token i is first + i, in documents of `document` tokens; tokens divisible by `silent` don't
+    count."""
 
     def __init__(self, token_count, first=0, document=5, silent=None):
         self.token_count, self.first, self.document, self.silent = token_count, first, document, silent
@@ -69,7 +71,8 @@ def rows_of_step(sources, step, world_size, **settings):
 def test_a_step_is_the_same_for_every_world_size_split_and_worker_count(split, workers, prefetch, step, seed):
     world_size, batch_size, micro_batches = split
     sources = two_sources()
-    samples, tokens, labels = rows_of_step(sources, step, world_size, batch_size=batch_size, micro_batches=micro_batches,
+    samples, tokens, labels = rows_of_step(sources, step, world_size, batch_size=batch_size,
+                                           micro_batches=micro_batches,
                                            num_workers=workers, prefetch=prefetch, seed=seed)
     expected = rows_of_step(sources, step, 1, batch_size=12, num_workers=0, seed=seed)
     assert samples == expected[0] and torch.equal(tokens, expected[1]) and torch.equal(labels, expected[2])
@@ -104,7 +107,8 @@ def test_ranks_together_see_every_window_once_an_epoch(counts, world_size, worke
 
 
 def test_resuming_at_any_step_with_another_split_is_as_if_unbroken():
-    """A state taken before step s, continued with other ranks, threads, batch and numbering, gives the same samples on."""
+    """A state taken before step s, continued with other ranks, threads, batch and numbering, gives the same samples
+    on."""
     sources = two_sources()
     with loader_of(sources, batch_size=12) as whole:
         unbroken = [sample for step in range(40) for sample in whole.step(step)[0].samples]
@@ -112,7 +116,8 @@ def test_resuming_at_any_step_with_another_split_is_as_if_unbroken():
             state = whole.state_before(step)  # no matter how far the threads have read ahead
             samples = []
             for later in range(step, step + 4):
-                samples += rows_of_step(sources, later, 2, batch_size=3, micro_batches=3, state=state, first_step=step)[0]
+                samples += rows_of_step(sources, later, 2, batch_size=3, micro_batches=3, state=state,
+                                        first_step=step)[0]
             assert samples == unbroken[12 * step :][:72]
 
 
@@ -160,7 +165,8 @@ def test_an_error_while_reading_reaches_the_caller_with_the_sources_name(workers
 def test_a_token_outside_the_models_vocabulary_is_refused():
     """On a GPU it would be a device-side assertion that names nothing."""
     with loader_of({"a": Numbers(50 * L + 1)}, batch_size=50, vocab_size=50 * L) as loader:
-        with pytest.raises(UserError, match="source 'a', window 49 .*token id 400 is not below the model's vocab_size 400"):
+        with pytest.raises(UserError,
+                           match="source 'a', window 49 .*token id 400 is not below the model's vocab_size 400"):
             loader.step(0)
     with loader_of({"a": Numbers(50 * L + 1)}, batch_size=50, vocab_size=50 * L + 1) as loader:
         loader.step(0)
@@ -183,7 +189,8 @@ def test_reading_ahead_stays_within_its_bound():
 
 
 def evaluated(source, world_size, batch_size, limit=None):
-    ranks = [list(evaluation_batches(source, "valid", seq_length=L, batch_size=batch_size, rank=rank, world_size=world_size,
+    ranks = [list(evaluation_batches(source, "valid", seq_length=L, batch_size=batch_size, rank=rank,
+                                     world_size=world_size,
                                      vocab_size=10**6, limit=limit)) for rank in range(world_size)]
     assert len({len(batches) for batches in ranks}) == 1  # sharded models need every rank in every forward
     return [batch for batches in ranks for batch in batches]

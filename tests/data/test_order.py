@@ -1,4 +1,5 @@
-"""The order of samples: every window once an epoch, weights met, positions that survive a change of anything but the data."""
+"""The order of samples: every window once an epoch, weights met, positions that survive a change of anything but the
+data."""
 
 import json
 from types import SimpleNamespace
@@ -87,7 +88,8 @@ def test_epochs_seeds_and_sources_are_shuffled_differently():
 
 
 def test_the_shuffle_is_even():
-    """Over many seeds each window stands at each place about equally often (chi-squared within 5 standard deviations)."""
+    """Over many seeds each window stands at each place about equally often (chi-squared within 5 standard
+    deviations)."""
     windows, seeds = 12, 6000
     place = np.tile(np.arange(windows), seeds)
     keys = np.array([order_module._key(seed, "s") for seed in range(seeds)], np.uint64).repeat(windows)
@@ -100,7 +102,8 @@ def test_the_shuffle_is_even():
 
 
 def test_reads_stay_within_a_group_of_blocks():
-    """The draws of one group touch GROUP_BLOCKS blocks and each of their windows once: the page cache holds what is in use."""
+    """The draws of one group touch GROUP_BLOCKS blocks and each of their windows once: the page cache holds what is in
+    use."""
     order = Order({"s": source(2**38)}, {"s": 1}, 2048, seed=5)
     group = GROUP_BLOCKS * order.block_windows
     assert order.block_windows * 2048 * 2 >= 1 << 20  # a block is megabytes
@@ -158,7 +161,8 @@ def test_continuing_from_a_state_is_as_if_unbroken(stops, weights):
 
 
 def test_a_changed_mixture_goes_on_with_each_sources_own_draws():
-    """Other weights, an added, a removed and a returning source: nobody's windows are repeated or left out in an epoch."""
+    """Other weights, an added, a removed and a returning source: nobody's windows are repeated or left out in an
+    epoch."""
     sources = with_windows(400, 300, 200)
     seen = {name: [] for name in sources}
     state = None

@@ -1,5 +1,6 @@
-"""Run by test_state_spaces.py in a process of its own: mamba-ssm's own language model on a CPU, its kernels answered by the
-reference functions of the same package. Loads each model folder as its users do, computes logits, and saves it again.
+"""Run by test_state_spaces.py in a process of its own: mamba-ssm's own language model on a CPU, its kernels answered by
+the reference functions of the same package. Loads each model folder as its users do, computes logits, and saves it
+again.
 
     python reference_on_cpu.py FOLDER_WITH_MAMBA_SSM FOLDER_OF_MODELS
 """
@@ -23,11 +24,13 @@ def plain_norm(x, weight, bias, residual=None, eps=1e-6, prenorm=False, **ignore
 
 
 def plain_gated_norm(x, weight, bias, z=None, eps=1e-6, group_size=None, norm_before_gate=True):
-    return layernorm_gated.rms_norm_ref(x, weight, bias, z=z, eps=eps, group_size=group_size, norm_before_gate=norm_before_gate)
+    return layernorm_gated.rms_norm_ref(x, weight, bias, z=z, eps=eps, group_size=group_size,
+                                        norm_before_gate=norm_before_gate)
 
 
 def plain_scan(x, dt, A, B, C, chunk_size, D=None, z=None, dt_bias=None, dt_softplus=False, **ignored):
-    return ssd_combined.ssd_chunk_scan_combined_ref(x, dt, A, B, C, x.shape[1], D=D, z=z, dt_bias=dt_bias, dt_softplus=dt_softplus)
+    return ssd_combined.ssd_chunk_scan_combined_ref(x, dt, A, B, C, x.shape[1], D=D, z=z, dt_bias=dt_bias,
+                                                    dt_softplus=dt_softplus)
 
 
 mamba_simple.selective_scan_fn = selective_scan_ref

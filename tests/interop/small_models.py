@@ -9,23 +9,32 @@ from config.model_config import ModelConfig
 from mamba_fsdp.model.init import initial_value
 from mamba_fsdp.model.lm import MambaLM
 
-# One of everything odd: sizes that are no multiple of anything, ties, padding, head ratios, partial rotary, state sizes.
+# One of everything odd: sizes that are no multiple of anything, ties, padding, head ratios, partial rotary, state
+# sizes.
 CONFIGS = {
     "mamba1": ModelConfig(layers="mamba1", d_model=24, n_layer=3, vocab_size=53, d_state=5, d_conv=3),
-    "mamba1-untied-rank": ModelConfig(layers="mamba1", d_model=40, n_layer=2, vocab_size=64, tie_embeddings=False, dt_rank=7, expand=3),
-    "mamba2": ModelConfig(layers="mamba2", d_model=32, n_layer=3, vocab_size=50, pad_vocab_size_multiple=16, d_state=64, headdim=32),
-    "mamba2-untied-wide": ModelConfig(layers="mamba2", d_model=48, n_layer=2, vocab_size=61, pad_vocab_size_multiple=1, d_state=128,
+    "mamba1-untied-rank": ModelConfig(layers="mamba1", d_model=40, n_layer=2, vocab_size=64, tie_embeddings=False,
+                                      dt_rank=7, expand=3),
+    "mamba2": ModelConfig(layers="mamba2", d_model=32, n_layer=3, vocab_size=50, pad_vocab_size_multiple=16, d_state=64,
+                          headdim=32),
+    "mamba2-untied-wide": ModelConfig(layers="mamba2", d_model=48, n_layer=2, vocab_size=61, pad_vocab_size_multiple=1,
+                                      d_state=128,
                                       headdim=16, chunk_size=8, tie_embeddings=False, norm_eps=1e-5),
-    "hybrid": ModelConfig(layers="2*mamba2+mlp,attention+mlp,mamba2+mlp", d_model=32, n_layer=4, vocab_size=61, d_state=16, headdim=16,
+    "hybrid": ModelConfig(layers="2*mamba2+mlp,attention+mlp,mamba2+mlp", d_model=32, n_layer=4, vocab_size=61,
+                          d_state=16, headdim=16,
                           n_head=4, n_kv_head=2, rotary_dim=4, d_intermediate=128, tie_embeddings=False),
-    "hybrid-odd-heads": ModelConfig(layers="attention+mlp,mamba2+mlp", d_model=48, n_layer=3, vocab_size=40, d_state=64, headdim=32, n_head=6,
+    "hybrid-odd-heads": ModelConfig(layers="attention+mlp,mamba2+mlp", d_model=48, n_layer=3, vocab_size=40, d_state=64,
+                                    headdim=32, n_head=6,
                                     n_kv_head=1, head_dim=20, rotary_dim=14, rope_theta=5e5, d_intermediate=256),
-    "llama": ModelConfig(layers="attention+mlp", d_model=32, n_layer=2, vocab_size=47, pad_vocab_size_multiple=1, n_head=4, n_kv_head=4,
+    "llama": ModelConfig(layers="attention+mlp", d_model=32, n_layer=2, vocab_size=47, pad_vocab_size_multiple=1,
+                         n_head=4, n_kv_head=4,
                          d_intermediate=128, tie_embeddings=False),
-    "llama-grouped": ModelConfig(layers="attention+mlp", d_model=48, n_layer=3, vocab_size=50, n_head=6, n_kv_head=3, head_dim=12,
+    "llama-grouped": ModelConfig(layers="attention+mlp", d_model=48, n_layer=3, vocab_size=50, n_head=6, n_kv_head=3,
+                                 head_dim=12,
                                  d_intermediate=384, rope_theta=1e6),
 }
-GROUPED = ModelConfig(layers="mamba2", d_model=32, n_layer=2, vocab_size=50, d_state=16, headdim=16, ngroups=2)  # transformers >= 5
+GROUPED = ModelConfig(layers="mamba2", d_model=32, n_layer=2, vocab_size=50, d_state=16, headdim=16,
+                      ngroups=2)  # transformers >= 5
 
 
 def random_state(config, seed=0):
@@ -63,7 +72,8 @@ def write_tokenizer(folder):
     from transformers import PreTrainedTokenizerFast
 
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())[:38]
-    tokenizer = Tokenizer(models.BPE(vocab={"<|endoftext|>": 0, **{letter: i + 1 for i, letter in enumerate(letters)}}, merges=[]))
+    tokenizer = Tokenizer(models.BPE(vocab={"<|endoftext|>": 0, **{letter: i + 1 for i, letter in enumerate(letters)}},
+                                     merges=[]))
     tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(), decoders.ByteLevel()
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|endoftext|>").save_pretrained(folder)
     return folder
@@ -81,7 +91,8 @@ def assert_same(weights, config, state):
     mixers = {layer.mixer for layer in config.layer_list()}
     for field in {"mamba1": ("d_state", "d_conv", "expand", "resolved_dt_rank"),
                   "mamba2": ("d_state", "d_conv", "expand", "headdim", "ngroups", "chunk_size"),
-                  "attention": ("n_head", "n_kv_head", "resolved_head_dim", "resolved_rotary_dim", "rope_theta")}.items():
+                  "attention": ("n_head", "n_kv_head", "resolved_head_dim", "resolved_rotary_dim",
+                                "rope_theta")}.items():
         for name in field[1] if field[0] in mixers else ():
             assert getattr(weights.config, name) == getattr(config, name), name
 
@@ -103,4 +114,5 @@ def random_config(family, random):
     if family == "llama":
         return ModelConfig(layers="attention+mlp", d_model=heads[0] * head_dim, **attention, **common)
     layers = pick(["mamba2+mlp,attention+mlp", "attention+mlp,2*mamba2+mlp", "mamba2+mlp"])
-    return ModelConfig(layers=layers, d_model=headdim * 2, head_dim=head_dim, rotary_dim=pick([0, 2, 6, -1]), **ssm, **attention, **common)
+    return ModelConfig(layers=layers, d_model=headdim * 2, head_dim=head_dim, rotary_dim=pick([0, 2, 6, -1]), **ssm,
+                       **attention, **common)

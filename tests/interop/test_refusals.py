@@ -56,7 +56,8 @@ def refused(source, message, tmp_path, **options):
     ("mamba2", {"head_dim": 0}, "head_dim is 0, but has to be at least 1"),
     ("mamba2", {"n_groups": 3}, "ngroups 3 does not divide"),
     ("mamba2", {"hidden_size": "absent"}, "hidden_size is missing"),
-    ("mamba2", {"quantization_config": {"bits": 4}}, "quantization_config is .*, a field that this program does not know"),
+    ("mamba2", {"quantization_config": {"bits": 4}},
+     "quantization_config is .*, a field that this program does not know"),
     ("hybrid", {"mamba_proj_bias": True}, "mamba_proj_bias is True"),
     ("hybrid", {"mamba_conv_bias": False}, "mamba_conv_bias is False"),
     ("hybrid", {"mamba_d_head": 5}, "mamba_d_head is 5 with 4 heads"),
@@ -64,13 +65,15 @@ def refused(source, message, tmp_path, **options):
     ("hybrid", {"mlp_bias": True}, "mlp_bias is True"),
     ("hybrid", {"attention_dropout": 0.1}, "attention_dropout is 0.1"),
     ("hybrid", {"time_step_limit": [0.0, 5]}, "time_step_limit"),
-    ("llama", {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "rope_scaling.rope_type is 'llama3', scaled rotary"),
+    ("llama", {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}},
+     "rope_scaling.rope_type is 'llama3', scaled rotary"),
     ("llama", {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "rope_parameters.rope_type is 'yarn'"),
     ("llama", {"rope_theta": 5.0}, "rope_theta is given twice, as 5.0 and 10000.0"),
     ("llama", {"sliding_window": 4096}, "sliding_window is 4096, a field that this program does not know"),
     ("llama", {"num_attention_heads": 0}, "num_attention_heads is 0"),
     ("llama", {"rms_norm_eps": "small"}, "rms_norm_eps is 'small', not float"),
-    ("mamba2", {"model_type": "mistral", "architectures": ["MistralForCausalLM"]}, r"type 'mistral' \(MistralForCausalLM\); .*Mamba2ForCausalLM"),
+    ("mamba2", {"model_type": "mistral", "architectures": ["MistralForCausalLM"]},
+     r"type 'mistral' \(MistralForCausalLM\); .*Mamba2ForCausalLM"),
     ("llama", {"architectures": ["LlamaForSequenceClassification"]}, "LlamaForSequenceClassification"),
 ])
 def test_fields_of_their_config_that_the_model_can_not_represent(name, changes, message, tmp_path):
@@ -80,7 +83,8 @@ def test_fields_of_their_config_that_the_model_can_not_represent(name, changes, 
 
 
 def test_every_field_of_a_config_counts(tmp_path):
-    """Each field that an export writes, set to something else, is refused or gives another model, unless it is known to mean nothing."""
+    """Each field that an export writes, set to something else, is refused or gives another model, unless it is known to
+    mean nothing."""
     meaningless = {"architectures", "bos_token_id", "eos_token_id", "pad_token_id", "torch_dtype", "residual_in_fp32"}
     for name in ("mamba1-untied-rank", "mamba2-untied-wide", "hybrid", "llama"):
         source = exported(tmp_path / name, name)
@@ -101,8 +105,10 @@ def test_every_field_of_a_config_counts(tmp_path):
 @pytest.mark.parametrize("change, message", [
     (lambda tensors: tensors.pop("backbone.layers.1.mixer.D"), "it lacks backbone.layers.1.mixer.D"),
     (lambda tensors: tensors.update(surprise=torch.ones(2)), "the model has no surprise"),
-    (lambda tensors: tensors.update({"backbone.norm_f.weight": torch.ones(7)}), r"backbone.norm_f.weight is \(7,\), not \(32,\)"),
-    (lambda tensors: tensors.update({"lm_head.weight": torch.ones(64, 32)}), "lm_head.weight differs from backbone.embeddings.weight"),
+    (lambda tensors: tensors.update({"backbone.norm_f.weight": torch.ones(7)}),
+     r"backbone.norm_f.weight is \(7,\), not \(32,\)"),
+    (lambda tensors: tensors.update({"lm_head.weight": torch.ones(64, 32)}),
+     "lm_head.weight differs from backbone.embeddings.weight"),
 ])
 def test_tensors_that_are_not_the_models(change, message, tmp_path):
     source = exported(tmp_path)
@@ -112,8 +118,10 @@ def test_tensors_that_are_not_the_models(change, message, tmp_path):
 
 def test_a_tied_output_layer_that_is_stored_too_is_fine(tmp_path):
     source = exported(tmp_path)
-    change_tensors(source, lambda tensors: tensors.update({"lm_head.weight": tensors["backbone.embeddings.weight"].clone()}))
-    assert torch.equal(read_weights(source).get("lm_head.weight"), random_state(CONFIGS["mamba2"])["backbone.embedding.weight"])
+    change_tensors(source,
+                   lambda tensors: tensors.update({"lm_head.weight": tensors["backbone.embeddings.weight"].clone()}))
+    assert torch.equal(read_weights(source).get("lm_head.weight"),
+                       random_state(CONFIGS["mamba2"])["backbone.embedding.weight"])
 
 
 def test_the_weights_of_another_family(tmp_path):
@@ -123,7 +131,8 @@ def test_the_weights_of_another_family(tmp_path):
 
 
 @pytest.mark.parametrize("damage", [
-    lambda data: data[:-10], lambda data: data[:100], lambda data: b"", lambda data: b"\xff" * 64, lambda data: data[:8] + b"?" + data[9:],
+    lambda data: data[:-10], lambda data: data[:100], lambda data: b"", lambda data: b"\xff" * 64,
+    lambda data: data[:8] + b"?" + data[9:],
 ], ids=["cut", "cut in the header", "empty", "garbage", "header"])
 def test_damaged_safetensors(damage, tmp_path):
     source = exported(tmp_path)
@@ -177,7 +186,8 @@ def test_a_pickle_that_would_execute_code(form, zipped, tmp_path):
     assert not (tmp_path / "executed").exists()
 
 
-@pytest.mark.parametrize("content, message", [([torch.ones(2)], "is no dict of tensors"), ({"model": {"x": torch.ones(2)}}, "is no dict of tensors")])
+@pytest.mark.parametrize("content, message", [([torch.ones(2)], "is no dict of tensors"),
+                                              ({"model": {"x": torch.ones(2)}}, "is no dict of tensors")])
 def test_a_bin_that_is_not_a_dict_of_tensors(content, message, tmp_path):
     ours = write_ours(tmp_path / "ours", CONFIGS["mamba1"], random_state(CONFIGS["mamba1"]))
     torch.save(content, ours / "consolidated.00.pth")
@@ -192,7 +202,7 @@ def test_a_truncated_pth(tmp_path):
 
 
 def test_sources_that_are_none(tmp_path):
-    refused("state-spaces/mamba-130m-hf", "no such file or folder; .*hf download state-spaces/mamba-130m-hf", tmp_path)
+    refused("state-spaces/mamba-130m-hf", "no such file or folder; download a model .*hf download state-spaces/mamba-130m-hf", tmp_path)
     (tmp_path / "empty").mkdir()
     refused(tmp_path / "empty", "empty holds no model", tmp_path)
     (tmp_path / "checkpoints").mkdir()
@@ -221,7 +231,8 @@ def test_a_config_of_ours_that_was_edited_wrongly(changes, message, tmp_path):
 def test_layers_that_transformers_has_no_model_for(tmp_path):
     config = ModelConfig(layers="mamba1,mamba2", d_model=32, n_layer=2, vocab_size=40)
     ours = write_ours(tmp_path / "ours", config, random_state(config))
-    with pytest.raises(UserError, match="no model with layers=mamba1,mamba2; it has MambaForCausalLM .layers mamba1 without MLP"):
+    with pytest.raises(UserError,
+                       match="no model with layers=mamba1,mamba2; it has MambaForCausalLM .layers mamba1 without MLP"):
         export(ours, tmp_path / "out")
     assert os.listdir(tmp_path) == ["ours"]
 

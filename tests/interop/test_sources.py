@@ -1,4 +1,5 @@
-"""Whatever names a model gives its weights: a run, a checkpoint, a file, a folder; on any number of ranks, a parameter at a time."""
+"""Whatever names a model gives its weights: a run, a checkpoint, a file, a folder; on any number of ranks, a parameter
+at a time."""
 
 import shutil
 
@@ -29,7 +30,8 @@ def run(tmp_path):
     checkpointer = Checkpointer(tmp_path / "run", world, asynchronous=False)
     for step in (1, 2):
         shards = [Shard(name, tuple(tensor.shape), 0, tensor.flatten()) for name, tensor in random_state(CONFIG, seed=step).items()]
-        optimizer = [Shard(f"optimizer/{shard.name}/exp_avg", shard.shape, 0, torch.zeros_like(shard.data)) for shard in shards]
+        optimizer = [Shard(f"optimizer/{shard.name}/exp_avg", shard.shape, 0,
+                           torch.zeros_like(shard.data)) for shard in shards]
         checkpointer.save(step, shards + optimizer, {"settings": as_dict(settings)})
     return tmp_path / "run"
 
@@ -67,7 +69,8 @@ def test_a_run_without_a_tokenizer_still_gives_its_weights(run):
 
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_shards_of_any_number_of_ranks_are_filled(ranks, tmp_path):
-    """From files whose rows lie elsewhere (q, k, v; up, gate), each rank gets its own part of each of our parameters."""
+    """From files whose rows lie elsewhere (q, k, v; up, gate), each rank gets its own part of each of our
+    parameters."""
     state = random_state(CONFIG)
     weights = read_weights(export(write_ours(tmp_path / "ours", CONFIG, state), tmp_path / "hf"))
     filled = {name: torch.empty(tensor.numel()) for name, tensor in state.items()}

@@ -1,4 +1,5 @@
-"""The form of state-spaces in and out: bitwise round trips, the published config files, and the reference's own program."""
+"""The form of state-spaces in and out: bitwise round trips, the published config files, and the reference's own
+program."""
 
 import dataclasses
 import json
@@ -39,9 +40,11 @@ def test_the_reference_program_loads_exports_computes_the_same_and_saves_what_we
     models = {name: dataclasses.replace(config, rotary_dim=0) for name, config in MODELS.items()}
     tokens = torch.randint(0, 40, (2, 37), generator=torch.Generator().manual_seed(0))
     for name, config in models.items():
-        export(write_ours(tmp_path / "ours" / name, config, random_state(config)), tmp_path / "models" / name / "exported", format="state-spaces")
+        export(write_ours(tmp_path / "ours" / name, config, random_state(config)),
+               tmp_path / "models" / name / "exported", format="state-spaces")
         torch.save(tokens, tmp_path / "models" / name / "tokens.pt")
-    done = subprocess.run([sys.executable, Path(__file__).with_name("reference_on_cpu.py"), mamba_ssm_folder, tmp_path / "models"],
+    done = subprocess.run([sys.executable, Path(__file__).with_name("reference_on_cpu.py"), mamba_ssm_folder,
+                           tmp_path / "models"],
                           capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     for name, config in models.items():
@@ -58,14 +61,18 @@ def fields(tmp_path, **content):
     return Fields.read(tmp_path / "config.json")
 
 
-PUBLISHED_1 = {"ssm_cfg": {}, "rms_norm": True, "residual_in_fp32": True, "fused_add_norm": True, "pad_vocab_size_multiple": 8, "vocab_size": 50277}
-PUBLISHED_2 = {**PUBLISHED_1, "ssm_cfg": {"layer": "Mamba2"}, "d_intermediate": 0, "attn_layer_idx": [], "attn_cfg": {}, "tie_embeddings": True,
+PUBLISHED_1 = {"ssm_cfg": {}, "rms_norm": True, "residual_in_fp32": True, "fused_add_norm": True,
+               "pad_vocab_size_multiple": 8, "vocab_size": 50277}
+PUBLISHED_2 = {**PUBLISHED_1, "ssm_cfg": {"layer": "Mamba2"}, "d_intermediate": 0, "attn_layer_idx": [], "attn_cfg": {},
+               "tie_embeddings": True,
                "pad_vocab_size_multiple": 16}
 BAMBA = {
     "d_model": 4096, "d_intermediate": 14336, "n_layer": 32, "vocab_size": 128256, "ssm_cfg": {"layer": "Mamba2"},
-    "attn_layer_idx": [9, 18, 27], "rms_norm": True, "residual_in_fp32": True, "fused_add_norm": True, "pad_vocab_size_multiple": 16,
+    "attn_layer_idx": [9, 18, 27], "rms_norm": True, "residual_in_fp32": True, "fused_add_norm": True,
+    "pad_vocab_size_multiple": 16,
     "tie_embeddings": False,
-    "attn_cfg": {"causal": True, "d_conv": 0, "head_dim": 128, "num_heads": 32, "num_heads_kv": 8, "out_proj_bias": False,
+    "attn_cfg": {"causal": True, "d_conv": 0, "head_dim": 128, "num_heads": 32, "num_heads_kv": 8,
+                 "out_proj_bias": False,
                  "qkv_proj_bias": False, "rotary_emb_dim": 64},
 }  # fmt: skip
 
@@ -96,14 +103,16 @@ def test_mlps_are_as_wide_as_the_reference_makes_them(tmp_path):
     ({"ssm_cfg": {"layer": "Mamba3"}}, "ssm_cfg.layer is 'mamba3'"),
     ({"ssm_cfg": {"layer": "Mamba2", "bias": True}}, "ssm_cfg.bias is True"),
     ({"ssm_cfg": {"layer": "Mamba2", "conv_bias": False}}, "ssm_cfg.conv_bias is False"),
-    ({"ssm_cfg": {"layer": "Mamba2", "d_conv": 5}}, "d_conv is 5, but this program's models need: whole number, at least 2, at most 4"),
+    ({"ssm_cfg": {"layer": "Mamba2", "d_conv": 5}},
+     "d_conv is 5, but this program's models need: whole number, at least 2, at most 4"),
     ({"ssm_cfg": {"layer": "Mamba2", "dt_limit": [0.0, 0.5]}}, r"ssm_cfg.dt_limit is \[0.0, 0.5\]"),
     ({"ssm_cfg": {"layer": "Mamba2", "d_ssm": 64}}, "ssm_cfg.d_ssm is 64"),
     ({"ssm_cfg": {"layer": "Mamba2", "norm_before_gate": True}}, "ssm_cfg.norm_before_gate is True"),
     ({"ssm_cfg": {"layer": "Mamba2", "headdim": 0}}, "ssm_cfg.headdim is 0, but has to be at least 1"),
     ({"ssm_cfg": {"layer": "Mamba2", "novelty": 3}}, "ssm_cfg.novelty is 3, a field that this program does not know"),
     ({"attn_cfg": {**BAMBA["attn_cfg"], "qkv_proj_bias": True}}, "attn_cfg.qkv_proj_bias is True"),
-    ({"attn_cfg": {"num_heads": 32, "causal": True, "out_proj_bias": False}}, "attn_cfg.qkv_proj_bias is None, .* only False"),
+    ({"attn_cfg": {"num_heads": 32, "causal": True, "out_proj_bias": False}},
+     "attn_cfg.qkv_proj_bias is None, .* only False"),
     ({"attn_cfg": {**BAMBA["attn_cfg"], "d_conv": 4}}, "attn_cfg.d_conv is 4"),
     ({"attn_cfg": {**BAMBA["attn_cfg"], "rotary_emb_interleaved": True}}, "attn_cfg.rotary_emb_interleaved is True"),
     ({"attn_layer_idx": [9, 40]}, r"attn_layer_idx names layers \[40\] of a model of 32"),

@@ -1,4 +1,5 @@
-"""transformers' folders in and out: the same model to the bit, and the same logits, losses and gradients from their code and ours."""
+"""transformers' folders in and out: the same model to the bit, and the same logits, losses and gradients from their
+code and ours."""
 
 import json
 import random
@@ -72,7 +73,8 @@ def test_groups_of_ssm_heads_mean_the_same_there(tmp_path):
     export(write_ours(tmp_path / "ours", GROUPED, state), tmp_path / "hf")
     tokens = tokens_for(GROUPED)
     with torch.no_grad():
-        torch.testing.assert_close(model_of(GROUPED, state.get)(tokens), load(tmp_path / "hf")(tokens).logits, **TOLERANCE)
+        torch.testing.assert_close(model_of(GROUPED, state.get)(tokens), load(tmp_path / "hf")(tokens).logits,
+                                   **TOLERANCE)
 
 
 @pytest.mark.parametrize("name", [*CONFIGS, "grouped"])
@@ -89,14 +91,21 @@ def test_native_to_transformers_to_native_is_bitwise(name, tmp_path):
 def their_configs():
     attention = dict(vocab_size=50, num_attention_heads=4, num_key_value_heads=2, intermediate_size=40)
     yield transformers.MambaConfig(vocab_size=50, hidden_size=24, num_hidden_layers=2, state_size=5, time_step_rank=3)
-    yield transformers.MambaConfig(vocab_size=50, hidden_size=24, num_hidden_layers=1, conv_kernel=2, tie_word_embeddings=False)
-    yield transformers.Mamba2Config(vocab_size=50, hidden_size=24, num_hidden_layers=2, state_size=16, num_heads=6, head_dim=8, n_groups=1)
-    yield transformers.Mamba2Config(vocab_size=50, hidden_size=32, num_hidden_layers=1, num_heads=4, head_dim=16, n_groups=1,
-                                    tie_word_embeddings=TRANSFORMERS_5, layer_norm_epsilon=1e-6)  # 4 can't save tied ones
+    yield transformers.MambaConfig(vocab_size=50, hidden_size=24, num_hidden_layers=1, conv_kernel=2,
+                                   tie_word_embeddings=False)
+    yield transformers.Mamba2Config(vocab_size=50, hidden_size=24, num_hidden_layers=2, state_size=16, num_heads=6,
+                                    head_dim=8, n_groups=1)
+    yield transformers.Mamba2Config(vocab_size=50, hidden_size=32, num_hidden_layers=1, num_heads=4, head_dim=16,
+                                    n_groups=1,
+                                    tie_word_embeddings=TRANSFORMERS_5,
+                                    layer_norm_epsilon=1e-6)  # 4 can't save tied ones
     yield transformers.LlamaConfig(hidden_size=24, num_hidden_layers=2, **attention)
-    yield transformers.LlamaConfig(hidden_size=24, num_hidden_layers=2, head_dim=10, tie_word_embeddings=True, **attention)
-    yield transformers.BambaConfig(hidden_size=32, num_hidden_layers=3, attn_layer_indices=[1], mamba_n_heads=8, mamba_d_state=16, **attention)
-    yield transformers.BambaConfig(hidden_size=32, num_hidden_layers=2, attn_layer_indices=[], mamba_n_heads=4, mamba_d_state=16, **attention)
+    yield transformers.LlamaConfig(hidden_size=24, num_hidden_layers=2, head_dim=10, tie_word_embeddings=True,
+                                   **attention)
+    yield transformers.BambaConfig(hidden_size=32, num_hidden_layers=3, attn_layer_indices=[1], mamba_n_heads=8,
+                                   mamba_d_state=16, **attention)
+    yield transformers.BambaConfig(hidden_size=32, num_hidden_layers=2, attn_layer_indices=[], mamba_n_heads=4,
+                                   mamba_d_state=16, **attention)
 
 
 @pytest.mark.parametrize("their_config", list(their_configs()), ids=lambda config: config.model_type)
@@ -139,7 +148,8 @@ def test_an_export_generates_as_a_greedy_choice_of_our_logits_would(name, tmp_pa
     config, state = CONFIGS[name], random_state(CONFIGS[name])
     export(write_ours(tmp_path / "ours", config, state), tmp_path / "hf")
     ours, tokens = model_of(config, state.get), tokens_for(config, length=9)[:1]
-    generated = load(tmp_path / "hf").generate(tokens, attention_mask=torch.ones_like(tokens), max_new_tokens=6, do_sample=False)
+    generated = load(tmp_path / "hf").generate(tokens, attention_mask=torch.ones_like(tokens), max_new_tokens=6,
+                                               do_sample=False)
     with torch.no_grad():
         for _ in range(6):
             tokens = torch.cat([tokens, ours(tokens)[:, -1].argmax(-1, keepdim=True)], dim=1)
