@@ -65,9 +65,10 @@ def main():
     drawn = np.stack([sources[order.names[source]].read(window * length, length + 1).tokens for source, window in zip(which, windows)])
     bigram = Bigram(drawn[:, :-1].ravel().astype(np.int64), drawn[:, 1:].ravel().astype(np.int64), config.model.vocab_size)
     losses = []
+    global_batch = config.training.global_batch_size or config.training.batch_size  # on one process
     for store in validation_stores(config.data):
         for batch in evaluation_batches(store, str(store.path), seq_length=length, batch_size=config.training.batch_size, rank=0, world_size=1,
-                                        vocab_size=config.model.vocab_size, limit=config.training.eval_batches * config.training.batch_size or None):
+                                        vocab_size=config.model.vocab_size, limit=config.training.eval_batches * global_batch or None):
             counted = batch.labels.numpy() != NOT_COUNTED
             losses.append(bigram.loss(batch.tokens.numpy()[counted], batch.labels.numpy()[counted]))
     first, last, baseline = validations[0]["val_perplexity"], validations[-1]["val_perplexity"], float(np.exp(np.mean(losses)))

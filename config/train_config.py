@@ -116,7 +116,7 @@ class TrainingConfig:
     eval_interval: Duration = steps(200, at_least=0)
     """Validate every so often, at the start and at the end; 0 never."""
     eval_batches: int = setting(0, at_least=0)
-    """Batches of batch_size samples that a validation reads in all, spread evenly over each store; 0 means all of it."""
+    """Global batches that a validation reads, spread evenly over each store; 0 means all of it."""
 
 
 @dataclass

@@ -266,7 +266,7 @@ class Run:
 
     def validation_batches(self):
         training, data = self.settings.training, self.settings.data
-        limit = training.eval_batches * training.batch_size or None
+        limit = training.eval_batches * self.global_batch or None
         return self._watched(chain.from_iterable(
             evaluation_batches(store, str(store.path), seq_length=data.seq_length, batch_size=training.batch_size, rank=self.world.rank,
                                world_size=self.world.size, vocab_size=self.settings.model.vocab_size, limit=limit,

@@ -8,13 +8,10 @@ import sys
 import numpy as np
 import pytest
 import torch
+from tiny import TINY
 
 from config import settings
 from mamba_fsdp.data.store import StoreWriter
-
-TINY = {"d_model": 16, "n_layer": 2, "vocab_size": 64, "d_state": 4, "seq_length": 32, "batch_size": 2, "num_steps": 6,
-        "mixed_precision": "fp32", "learning_rate": 0.01, "eval_interval": 3, "eval_batches": 2, "report_interval": 1,
-        "checkpoint_interval": 2, "kernels": "portable"}
 
 
 def write_store(path, seed, documents):

@@ -1,0 +1,85 @@
+"""The same run on any number of ranks: equal losses, and a checkpoint goes on with other ranks and strategies."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+STEPS = {"num_steps": 4, "global_batch_size": 12, "checkpoint_interval": 2, "eval_interval": 4, "schedule": "constant"}
+
+
+@pytest.fixture
+def train_on(corpus, project):
+    """train_on(ranks, run, **settings): a whole run under torchrun. Returns what it printed."""
+    from tiny import TINY
+
+    def start(ranks, run, **given):
+        words = {**TINY, **STEPS, "dataset_path": corpus, "save_ckpt_path": run, **given}
+        done = subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", "training.py",
+                               *(f"--{key}={value}" for key, value in words.items())], cwd=project, capture_output=True, text=True,
+                              timeout=300, env={**os.environ, "OMP_NUM_THREADS": "1"})
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+    return start
+
+
+def losses(entries):
+    return [entry.get("loss", entry.get("val_loss")) for entry in entries]
+
+
+@pytest.mark.slow
+def test_one_two_and_four_ranks_give_the_same_losses(train_on, tmp_path, metrics_of):
+    train_on(1, tmp_path / "1", batch_size=4)
+    expected = losses(metrics_of(tmp_path / "1"))
+    for ranks, given in ((2, {"sharding_strategy": "fsdp", "batch_size": 3}), (4, {"sharding_strategy": "fsdp", "batch_size": 1}),
+                         (4, {"sharding_strategy": "ddp", "batch_size": 3}), (2, {"sharding_strategy": "hsdp", "batch_size": 2})):
+        run = tmp_path / f"{ranks} {given['sharding_strategy']}"
+        train_on(ranks, run, **given)
+        assert losses(metrics_of(run)) == pytest.approx(expected, rel=2e-5), run.name
+        assert "slowest_rank" in (run / "metrics.jsonl").read_text()
+
+
+@pytest.mark.slow
+def test_a_checkpoint_of_four_ranks_goes_on_on_fewer_and_back(train_on, tmp_path, metrics_of):
+    """Nothing is lost or repeated: the losses are those of one unbroken run on one rank."""
+    train_on(1, tmp_path / "whole", num_steps=8, batch_size=2)
+    relay = tmp_path / "relay"
+    for steps, (ranks, strategy) in zip((2, 4, 6, 8), ((4, "fsdp"), (2, "ddp"), (3, "fsdp"), (1, "none"))):
+        said = train_on(ranks, relay, num_steps=steps, sharding_strategy=strategy, batch_size=1)
+        assert steps == 2 or f"step {steps - 2}" in said
+    whole, parts = ([entry["loss"] for entry in metrics_of(run) if "loss" in entry] for run in (tmp_path / "whole", relay))
+    assert parts == pytest.approx(whole, rel=2e-5)
+
+
+@pytest.mark.slow
+def test_low_precision_and_recomputing_on_two_ranks(train_on, tmp_path, metrics_of):
+    train_on(1, tmp_path / "plain", batch_size=4)
+    train_on(2, tmp_path / "frugal", batch_size=2, mixed_precision="bf16", fsdp_activation_checkpointing=True, selective_checkpointing="1/2")
+    assert losses(metrics_of(tmp_path / "frugal")) == pytest.approx(losses(metrics_of(tmp_path / "plain")), rel=0.02)
+
+
+@pytest.mark.slow
+def test_a_mistake_is_told_once_and_ends_all_ranks(corpus, project, tmp_path):
+    done = subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "training.py",
+                           f"--dataset_path={tmp_path}/nowhere", f"--save_ckpt_path={tmp_path}/run"], cwd=project, capture_output=True,
+                          text=True, timeout=120)
+    assert done.returncode and f"error: {tmp_path}/nowhere: no such folder" in done.stderr
+
+
+@pytest.mark.slow
+def test_a_rank_that_waits_in_vain_ends_with_where_it_stands(corpus, project, tmp_path):
+    """One rank never comes to the next step; the watchdog of each says where it stands, and the job ends."""
+    from tiny import TINY
+
+    program = ("import sys, time; sys.path.insert(0, '.')\n"
+               "from config import settings; from mamba_fsdp.train import run as module\n"
+               "def stuck(self, batch):\n"
+               "    if self.world.rank == 1 and self.progress.step == 1: time.sleep(300)\n"
+               "    return clean(self, batch)\n"
+               "clean, module.Run.loss = module.Run.loss, stuck\n"
+               f"module.run(settings.resolve({ {key: str(value) for key, value in {**TINY, 'dataset_path': corpus, 'save_ckpt_path': tmp_path / 'run', 'timeout_minutes': 0.2}.items()} })[0])\n")
+    (tmp_path / "stuck.py").write_text(program)
+    done = subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", tmp_path / "stuck.py"],
+                          cwd=project, capture_output=True, text=True, timeout=200, env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(project)})
+    assert done.returncode and "made no progress" in done.stderr and "in stuck" in done.stderr
