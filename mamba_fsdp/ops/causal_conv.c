@@ -73,7 +73,7 @@ static void backward_block(const struct conv *s, int64_t row, int64_t start, int
             }
             for (int k = 0; k <= visible(s, row, t); k++) {
                 const real *tap = taps(s, k);
-                if (t - k >= start && t - k < end) {
+                if (t - k >= start) { /* before the block: the gradient belongs to the block before */
                     real *restrict grad_x = ring + (t - k) % width * channels;
 #pragma omp simd
                     for (int64_t c = 0; c < channels; c++) grad_x[c] += grad[c] * tap[c];
