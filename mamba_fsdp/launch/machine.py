@@ -24,20 +24,22 @@ def driver_gpus():
     """Names of the GPUs that the NVIDIA driver shows, such as `NVIDIA H100 80GB HBM3`; [] without a driver."""
     if not shutil.which("nvidia-smi"):
         return []
-    listed = subprocess.run(["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"], capture_output=True, text=True, timeout=120)
+    command = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
+    listed = subprocess.run(command, capture_output=True, text=True, timeout=120)
     return listed.stdout.split("\n")[:-1] if listed.returncode == 0 else []
 
 
 def check_version(environment=sys.prefix):
-    """Raises UserError unless `environment` (a .venv, or the one inside the image) was made from this checkout's requirements.
+    """Raises UserError unless `environment` (.venv, or the image's own) was made from this checkout's requirements.
 
     Its stamp, the file .complete, has two lines: the stack and the SHA-256 of requirements/STACK.txt.
     """
     remedy = "run ./0.create_env.sh, or with an image: build and import it again"
     stamp = Path(environment) / ".complete"
     if not stamp.is_file():
-        raise UserError(f"the environment {environment} has no stamp {stamp.name}, so it is half-made or not ours; {remedy}")
+        raise UserError(f"the environment {environment} has no {stamp.name}, so it is half-made or not ours; {remedy}")
     stack, made_from = (stamp.read_text().split() + ["", ""])[:2]
     requirements = PROJECT / "requirements" / f"{stack}.txt"
     if not requirements.is_file() or hashlib.sha256(requirements.read_bytes()).hexdigest() != made_from:
-        raise UserError(f"the environment {environment} was made from another requirements/{stack}.txt than this checkout's; {remedy}")
+        raise UserError(f"the environment {environment} was made from another requirements/{stack}.txt than this checkout's; "
+                        f"{remedy}")

@@ -2,9 +2,9 @@
 
     python -m mamba_fsdp.launch.node FAILURES [torchrun options] training.py [--SETTING=VALUE ...]
 
-When a rank fails, the others fail for its sake soon after, and the log is full of their errors. Each node writes the first
-of its own into the folder FAILURES, as a file whose name sorts by time and ends in the exit code; the launcher ends the
-log with the first of them all.
+When a rank fails, the others fail for its sake soon after, and the log is full of their errors. Each node writes the
+first of its own into the folder FAILURES, as a file whose name sorts by time and ends in the exit code; the launcher ends
+the log with the first of them all.
 """
 
 import logging
@@ -35,11 +35,11 @@ def main(failures, words):
         os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // processes)))
     alone = "--standalone" in words
     with tempfile.TemporaryDirectory(prefix="mamba-train-") as scratch:
-        if not alone:  # on the node's own disk and new for each job: shared by nodes or by other versions, these caches break
+        if not alone:  # on the node's own disk and new for each job: shared by nodes or versions, these caches break
             os.environ["TRITON_CACHE_DIR"] = f"{scratch}/triton"
             os.environ["TORCHINDUCTOR_CACHE_DIR"] = f"{scratch}/inductor"
-            os.environ["TRITON_RANK0_SCOPE"] = "node"  # to the image's cache writer: one rank of each node fills the folder
-        options = [f"--nproc-per-node={processes}", f"--log-dir={scratch}/ranks", "--monitor-interval=0.1", "--max-restarts=0"]
+            os.environ["TRITON_RANK0_SCOPE"] = "node"  # to the image's cache writer: one rank of each node fills it
+        options = [f"--nproc-per-node={processes}", f"--log-dir={scratch}/ranks", "--monitor-interval=0.1"]
         try:
             torchrun.run(torchrun.parse_args(options + words))
         except ChildFailedError as error:
@@ -51,8 +51,9 @@ def main(failures, words):
                 time.sleep(SECONDS_FOR_OTHERS)
             return 1
         except RendezvousError as error:
-            put_on_record(failures, 1, time.time(), f"error: {node()} could not meet the other nodes: {error} ({error.__cause__}); can it reach "
-                          "the first node by its name, and do the firewall or security group let the nodes talk to each other?\n", 1)
+            text = (f"error: {node()} could not meet the other nodes: {error} ({error.__cause__}); can it reach the first node by "
+                    "its name, and does the firewall or security group let the nodes talk to each other?\n")
+            put_on_record(failures, 1, time.time(), text, 1)
             return 1
         except SignalException as error:
             return 128 + error.sigval  # Slurm or a user ended the job; the ranks have been told and have saved

@@ -1,4 +1,4 @@
-"""What the launcher has to know of the settings before it starts anything: `python -m mamba_fsdp.launch.plan [--SETTING=VALUE ...]`.
+"""What the launcher has to know of the settings first: `python -m mamba_fsdp.launch.plan [--SETTING=VALUE ...]`.
 
 Prints the run folder, then the folders that a container needs beside the project, one a line. A bad setting ends it
 with exit code 2, so that a job fails in seconds and before it takes its nodes.
@@ -29,10 +29,10 @@ def run_folder(resolved):
 
 
 def folders_outside_project(resolved):
-    """Absolute paths named by the settings, and where symbolic links on the way lead, unless they lie in the project."""
-    texts = [value for section in dataclasses.fields(resolved) for value in vars(getattr(resolved, section.name)).values()
-             if isinstance(value, str)]
-    named = [Path(os.path.abspath(text)) for text in texts if "/" in text and (text.startswith("/") or Path(text).exists())]
+    """Absolute paths named by the settings, and where symbolic links lead from them, unless they lie in the project."""
+    sections = [vars(getattr(resolved, section.name)) for section in dataclasses.fields(resolved)]
+    texts = [value for section in sections for value in section.values() if isinstance(value, str) and "/" in value]
+    named = [Path(os.path.abspath(text)) for text in texts if text.startswith("/") or Path(text).exists()]
     folders = {run_folder(resolved), *named, *(path.resolve() for path in [run_folder(resolved), *named])}
     return sorted(folder for folder in folders if not folder.is_relative_to(PROJECT))
 

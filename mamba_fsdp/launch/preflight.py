@@ -20,21 +20,23 @@ BYTES_PER_PARAMETER = 12  # in a checkpoint: the weight and AdamW's two moments,
 
 
 def report(folder, resolved):
-    """Write this node's findings for the TrainConfig `resolved` into `folder`, which the first node made and put `token` into.
+    """Write this node's findings for the TrainConfig `resolved` into `folder`, where the first node has put `token`.
 
     Raises UserError where the folder is not shared or can't be written.
     """
     node = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
     if not (folder / "token").is_file():
-        raise UserError(f"{node}: {folder} is not the folder that the first node sees; mount the shared file system on {node}, "
-                        "or set save_ckpt_path to a folder on it")
-    found = {"node": node, "mistakes": mistakes_on(node, resolved), "troubles": troubles_on(node),
-             "gpus": driver_gpus()[:assigned_gpus()], "gpu_count": assigned_gpus(), "efa_count": int(os.environ.get("EFA_COUNT", 0)),
-             "seen": {str(path): fingerprint(path) for path in (PROJECT / "training.py", Path(os.path.abspath(resolved.data.dataset_path)))}}
+        raise UserError(f"{node}: {folder} is not the folder that the first node sees; mount the shared file system on "
+                        f"{node}, or set save_ckpt_path to a folder on it")
+    shared = [PROJECT / "training.py", Path(os.path.abspath(resolved.data.dataset_path))]
+    found = {"mistakes": mistakes_on(node, resolved), "troubles": troubles_on(node),
+             "gpu_count": assigned_gpus(), "gpus": driver_gpus()[:assigned_gpus()], "efa_count": int(os.environ.get("EFA_COUNT", 0)),
+             "seen": {str(path): fingerprint(path) for path in shared}}
     try:
         write_atomically(folder / f"{node}.json", json.dumps(found))
     except OSError as error:
-        raise UserError(f"{node}: can't write to {folder} ({error.strerror}); mount it there with write access for uid {os.getuid()}") from None
+        raise UserError(f"{node}: can't write to {folder} ({error.strerror}); mount it there with write access for uid "
+                        f"{os.getuid()}") from None
 
 
 def mistakes_on(node, resolved):
@@ -49,8 +51,8 @@ def mistakes_on(node, resolved):
     to_come = max(1, keep + 1 - there)  # one more than are kept: the oldest goes when the newest is committed
     needed, free = to_come * BYTES_PER_PARAMETER * parameter_count(resolved.model), shutil.disk_usage(folder).free
     if free < needed:
-        found.append(f"{node}: {free / 1e9:.1f} GB free for {folder}, but {to_come} checkpoints to come need {needed / 1e9:.1f} GB; free some, "
-                     "lower keep_checkpoints, or set save_ckpt_path to another file system")
+        found.append(f"{node}: {free / 1e9:.1f} GB free for {folder}, but {to_come} checkpoints to come need {needed / 1e9:.1f} GB; "
+                     "free some, lower keep_checkpoints, or set save_ckpt_path to another file system")
     return found
 
 
@@ -59,8 +61,8 @@ def troubles_on(node):
     assigned, shown = assigned_gpus(), len(driver_gpus())
     if shown >= assigned:
         return []
-    return [f"{node}: Slurm assigned {assigned} GPUs, but the driver shows {shown}; look at `nvidia-smi` there and take the node out: "
-            f"scontrol update nodename={node} state=drain reason=gpu"]
+    return [f"{node}: Slurm assigned {assigned} GPUs, but the driver shows {shown}; look at `nvidia-smi` there and take the "
+            f"node out: scontrol update nodename={node} state=drain reason=gpu"]
 
 
 def fingerprint(path):
@@ -80,32 +82,31 @@ def judge(folder, nodes):
     troubles = [sentence for report in reports.values() for sentence in report["troubles"]]
     for node in nodes:
         if node not in reports:
-            troubles.append(f"{node}: no answer that the first node could read; look at its lines above. If there are none it is down: "
-                            f"scontrol show node {node}, and submit again with --exclude={node}")
+            troubles.append(f"{node}: no answer that the first node could read; look at its lines above. If there are none it is "
+                            f"down: scontrol show node {node}, and submit again with --exclude={node}")
     for index, (node, report) in enumerate(reports.items()):
         kind = f" {report['gpus'][0]}" if report["gpus"] else ""
         print(f"node {index}     {node}: {report['gpu_count']} GPUs{kind}, {report['efa_count']} EFA devices")
     troubles += disagreements(reports, lambda report: f"{report['gpu_count']} GPUs {sorted(set(report['gpus']))}",
-                              "every node needs the same GPUs: choose one kind with --partition or --constraint, or --exclude={node}")
+                              "choose one kind with --partition or --constraint, or leave the node out with --exclude={node}")
     troubles += disagreements(reports, lambda report: f"{report['efa_count']} EFA devices",
                               "look at `fi_info -p efa` there, or submit again with --exclude={node}")
     for path in (next(iter(reports.values()))["seen"] if reports else {}):
         missing = [node for node, report in reports.items() if report["seen"][path] == "missing"]
-        mistakes += [f"{node}: there is no {path}; mount the shared file system there, or correct the setting" for node in missing]
+        mistakes += [f"{node}: there is no {path}; mount the shared file system there, or correct the setting"
+                     for node in missing]
+        first_sees = next(iter(reports.values()))["seen"][path]
         if not missing:
-            mistakes += disagreements(reports, lambda report: f"another {path}" if report["seen"][path] != first_seen(reports, path) else path,
+            mistakes += disagreements(reports, lambda report: path if report["seen"][path] == first_sees else f"another {path}",
                                       "it must be one shared folder: mount the same file system on {node}")
     for sentence in mistakes + troubles:
         print(f"error: {sentence}", file=sys.stderr)
     return 2 if mistakes else 1 if troubles else 0
 
 
-def first_seen(reports, path):
-    return next(iter(reports.values()))["seen"][path]
-
-
 def disagreements(reports, what, remedy):
     """A sentence for each node that differs from the first in `what(report)`."""
     (first, expected), *others = [(node, what(report)) for node, report in reports.items()] or [("", "")]
-    return [f"{node}: it has {found}, {first} has {expected}; {remedy.format(node=node)}" for node, found in others if found != expected]
+    return [f"{node}: it has {found}, {first} has {expected}; {remedy.format(node=node)}"
+            for node, found in others if found != expected]
 

@@ -51,8 +51,8 @@ def submit(launcher_project, tmp_path):
 
     def run(*settings, **environment):
         shutil.copy(launcher_project / "1.train.sbatch", spool / "slurm_script")
-        slurm = {"SLURM_JOB_ID": "77", "SLURM_JOB_NODELIST": "node[1-2]", "PROJECT": str(launcher_project), "RECORD": str(record), "IMAGE_PATH": str(image),
-                 "PATH": f"{commands}:{os.environ['PATH']}"}
+        slurm = {"SLURM_JOB_ID": "77", "SLURM_JOB_NODELIST": "node[1-2]", "PROJECT": str(launcher_project),
+                 "RECORD": str(record), "IMAGE_PATH": str(image), "PATH": f"{commands}:{os.environ['PATH']}"}
         done = subprocess.run(["bash", spool / "slurm_script", *settings], env={**os.environ, **slurm, **environment},
                               stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=120)
         return done, [json.loads(line) for line in record.read_text().splitlines()] if record.exists() else []
@@ -90,7 +90,7 @@ def test_exact_container_arguments(submit, launcher_project, tmp_path):
     command = training[training.index(f"{launcher_project}/1.train.sbatch"):]
     assert command == [f"{launcher_project}/1.train.sbatch", "--on-node", "python3", "-m", "mamba_fsdp.launch.node",
                        f"{runs}/mine/failures/77.0", "--nnodes=2", "--rdzv-backend=c10d", "--rdzv-id=77.0",
-                       "--rdzv-conf=join_timeout=900,read_timeout=900", "--rdzv-endpoint=node1:20077", "training.py",
+                       "--rdzv-endpoint=node1:20077", "--rdzv-conf=join_timeout=900,read_timeout=900", "training.py",
                        f"--dataset_path={data}", f"--save_ckpt_path={runs}/mine", "--model_name=demo", "--seed=7"]
     assert {"--nodes=2", "--ntasks=2", "--ntasks-per-node=1", "--label", "--kill-on-bad-exit=1"} <= set(training)
     assert "--auto-resume=1" not in training

@@ -98,13 +98,15 @@ def test_a_single_rank_says_its_error_once(launcher_project):
     assert code == 2 and "failed first" not in output
 
 
-@pytest.mark.parametrize("name, value", [("PROCESSES_PER_NODE", "all"), ("PROCESSES_PER_NODE", "0"), ("MAX_RESTARTS", "-1"), ("PROFILE", "yes")])
+@pytest.mark.parametrize("name, value", [("PROCESSES_PER_NODE", "all"), ("PROCESSES_PER_NODE", "0"), ("MAX_RESTARTS", "-1"),
+                                         ("PROFILE", "yes")])
 def test_wrong_variables_are_refused_by_name(launcher_project, name, value):
     code, output = finish(launch(launcher_project, "--save_ckpt_path=runs/a", **{name: value}))
     assert code == 2 and output.startswith(f"error: {name}={value}: ") and len(output.splitlines()) == 1
 
 
-@pytest.mark.parametrize("damage", [shutil.rmtree, lambda venv: (venv / ".complete").unlink(), lambda venv: (venv / "bin/python").unlink()])
+@pytest.mark.parametrize("damage", [shutil.rmtree, lambda venv: (venv / ".complete").unlink(),
+                                    lambda venv: (venv / "bin/python").unlink()])
 def test_without_a_whole_venv_the_remedy_is_named(launcher_project, damage):
     damage(launcher_project / ".venv")
     code, output = finish(launch(launcher_project, "--save_ckpt_path=runs/a"))

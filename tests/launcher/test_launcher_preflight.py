@@ -55,7 +55,8 @@ def test_no_node_answers(folder, capsys):
     assert capsys.readouterr().err.count("no answer") == 2
 
 
-@pytest.mark.parametrize("other, said", [({"gpus": 4, "efa": 4}, "error: b: it has 4 GPUs"), ({"gpus": 8, "efa": 3}, "error: b: it has 3 EFA")])
+@pytest.mark.parametrize("other, said", [({"gpus": 4, "efa": 4}, "error: b: it has 4 GPUs"),
+                                         ({"gpus": 8, "efa": 3}, "error: b: it has 3 EFA")])
 def test_nodes_that_differ(folder, report, capsys, other, said):
     report("a", gpus=8, efa=4)
     report("b", **other)
@@ -67,8 +68,8 @@ def test_a_gpu_that_the_driver_has_lost(folder, report, capsys, monkeypatch):
     report("a", gpus=2)
     monkeypatch.setattr(preflight, "driver_gpus", lambda: ["NVIDIA A100"])
     monkeypatch.setattr(preflight, "assigned_gpus", lambda: 2)
-    assert preflight.troubles_on("b") == ["b: Slurm assigned 2 GPUs, but the driver shows 1; look at `nvidia-smi` there and take the node "
-                                          "out: scontrol update nodename=b state=drain reason=gpu"]
+    assert preflight.troubles_on("b") == ["b: Slurm assigned 2 GPUs, but the driver shows 1; look at `nvidia-smi` there and take the "
+                                          "node out: scontrol update nodename=b state=drain reason=gpu"]
 
 
 def test_too_little_space_for_the_checkpoints_to_come(folder, report, capsys, monkeypatch):

@@ -66,7 +66,8 @@ def test_a_broken_gpu_ends_the_job_with_the_name_of_its_node(start_cluster, slur
     cluster = start_cluster(gpus=4)
     bin_folder = slurm_project / "bin"
     bin_folder.mkdir()
-    (bin_folder / "nvidia-smi").write_text("#!/bin/sh\necho 'NVIDIA Fake 4GB'; [ $(hostname) = node2 ] || for i in 2 3 4; do echo 'NVIDIA Fake 4GB'; done\n")
+    (bin_folder / "nvidia-smi").write_text("#!/bin/sh\nfor i in 1 2 3 4; do\n    echo 'NVIDIA Fake 4GB'\n"
+                                           "    [ $(hostname) != node2 ] || break\ndone\n")
     (bin_folder / "nvidia-smi").chmod(0o755)
     job = cluster.submit(slurm_project, "--save_ckpt_path=runs/a", env={**path_first(bin_folder), "MAX_RESTARTS": "0"})
     assert cluster.wait_for_end(job) == "FAILED"
@@ -204,8 +205,8 @@ def test_restarts_with_new_checkpoints_are_not_counted(start_cluster, slurm_proj
     job = cluster.submit(slurm_project, "--save_ckpt_path=runs/a", "--num_steps=500", env={"MAX_RESTARTS": "0"})
     for _ in range(2):
         begun = len(starts(slurm_project / "runs/a"))
-        cluster.wait_until(lambda: len(starts(slurm_project / "runs/a")) >= begun + 2 and "running" in read(slurm_project / "runs/a/status.json"),
-                           "the training has begun")
+        cluster.wait_until(lambda: len(starts(slurm_project / "runs/a")) >= begun + 2, "the training has begun")
+        wait_for_step(cluster, slurm_project)
         cluster.run("scancel", "--batch", "--signal=USR1", job)
         cluster.wait_until(lambda: cluster.state(job) == "PENDING", "the job is queued again")
         cluster.release(job)
@@ -263,7 +264,7 @@ def test_a_training_that_does_not_stop_in_time_is_queued_again_before_the_limit(
     cluster = start_cluster()
     script = slurm_project / "1.train.sbatch"
     assert "\nLAST_SECONDS=45 " in script.read_text()
-    script.write_text(script.read_text().replace("\nLAST_SECONDS=45 ", "\nLAST_SECONDS=86400 "))  # brought forward: no test waits for a limit
+    script.write_text(script.read_text().replace("\nLAST_SECONDS=45 ", "\nLAST_SECONDS=86400 "))  # no test waits for a limit
     job = cluster.submit(slurm_project, "--save_ckpt_path=runs/a", "--num_steps=2", options=["--time=60"], env={"FAKE": "deaf"})
     wait_for_step(cluster, slurm_project)
     cluster.run("scancel", "--batch", "--signal=USR1", job)
