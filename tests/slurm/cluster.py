@@ -13,7 +13,7 @@ import subprocess
 import time
 from pathlib import Path
 
-PROGRAMS = ["slurmctld", "slurmd", "sbatch", "srun", "ip", "unshare", "nsenter"]
+PROGRAMS = ["slurmctld", "slurmd", "sbatch", "srun", "ip", "unshare", "nsenter", "setpriv"]
 REMEDY = "apt-get install --no-install-recommends slurmctld slurmd slurm-client iproute2"
 CREDENTIAL_SECONDS = 1
 PATIENCE_SECONDS = 400  # a busy machine is slow; only what never comes is a failure
@@ -105,7 +105,7 @@ PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 mount --bind {self.folder}/hosts /etc/hosts && mkdir -p /etc/slurm && mount --bind {self.folder}/etc /etc/slurm
 ip link set lo up && ip link add bridge type bridge && ip addr add 10.66.0.254/24 dev bridge && ip link set bridge up
 slurmctld -D & while :; do sleep 3600 & wait; done"""
-        self._start("login", [], script)
+        self._start("login", ["setpriv", "--pdeathsig", "KILL"], script)  # the cluster ends with the tests, however they end
         self.wait_until(lambda: "UP" in self.run("scontrol", "ping", check=False), "slurmctld answers")
 
     def start_node(self, name):
