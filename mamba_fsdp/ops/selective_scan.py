@@ -19,7 +19,7 @@ from mamba_fsdp.ops import native
 from mamba_fsdp.ops.causal_conv import causal_conv_silu
 from mamba_fsdp.ops.kernels import compute_type
 
-CHUNK = 32  # positions; the working set is three (CHUNK, batch, d_state, d_inner) buffers, the kept states 1 / CHUNK of one
+CHUNK = 16  # positions; the working set is three (CHUNK, batch, d_state, d_inner) buffers, the kept states 1 / CHUNK of one
 
 
 def _document_starts(documents):
