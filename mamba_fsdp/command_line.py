@@ -3,15 +3,12 @@ without a traceback."""
 
 import difflib
 import inspect
-import json
 import os
 import sys
-import time
-import traceback
 
 import fire
 
-from mamba_fsdp.errors import UserError
+from mamba_fsdp.errors import UserError, leave_for_torchrun
 
 BOOLEANS = {"true": True, "false": False, "yes": True, "no": False, "1": True, "0": False}
 
@@ -28,7 +25,7 @@ def run(verb, help_page, arguments=None):
             raise SystemExit(0)
         raise SystemExit(call(verb, arguments) or 0)
     except UserError as error:
-        _tell_torchrun(error)
+        leave_for_torchrun(error)
         print(f"error: {error}", file=sys.stderr)
         raise SystemExit(2) from None
     except KeyboardInterrupt:
@@ -38,17 +35,8 @@ def run(verb, help_page, arguments=None):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise SystemExit(0) from None
     except Exception as error:
-        _tell_torchrun(error)
+        leave_for_torchrun(error)
         raise
-
-
-def _tell_torchrun(error):
-    """Under torchrun: leave the error in the file where it looks, in its form, so that the launcher can end the log with it."""
-    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    if path:
-        details = {"py_callstack": traceback.format_exc(), "timestamp": str(int(time.time()))}
-        with open(path, "w") as file:
-            json.dump({"message": {"message": f"{type(error).__name__}: {error}", "extraInfo": details}}, file)
 
 
 def call(verb, arguments):
