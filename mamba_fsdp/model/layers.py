@@ -180,8 +180,7 @@ def positions_in_document(x, documents):
     places = torch.arange(x.shape[1], device=x.device)
     if documents is None:
         return places
-    starts = torch.ones_like(documents, dtype=torch.bool)
-    torch.ne(documents[:, 1:], documents[:, :-1], out=starts[:, 1:])
+    starts = documents.diff(dim=1, prepend=documents[:, :1] - 1) != 0
     return places - torch.where(starts, places, 0).cummax(dim=1).values
 
 
