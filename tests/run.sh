@@ -32,4 +32,5 @@ esac
 VENV=$venv ./0.create_env.sh --stack "$stack" --dev
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} # spinning threads of many processes on few cores slow each other down
 export MAMBA_FSDP_TEST_STACK=$stack
-exec "$venv/bin/python" -m pytest "${selection[@]}" "$@"
+# Two tests at a time, since many mostly wait; those of one file one after the other.
+exec "$venv/bin/python" -m pytest -n 2 --dist loadfile "${selection[@]}" "$@"

@@ -2,8 +2,8 @@
 
 import os
 import re
-import shutil
 import subprocess
+import sys
 
 import pytest
 
@@ -85,7 +85,7 @@ def test_what_it_names_exists(project):
 def test_the_settings_it_names_exist(project):
     from config.settings import aliases
 
-    page = subprocess.run([shutil.which("python3"), "get_dataset.py", "--help"], cwd=project, capture_output=True, text=True).stdout
+    page = subprocess.run([sys.executable, "get_dataset.py", "--help"], cwd=project, capture_output=True, text=True).stdout
     known = set(aliases()) | set(re.findall(r"--(\w+)", page)) | {
         "config", "help", "quick", "stack", "prompt", "length", "temperature", "format", "seq_length"}
     named = set(re.findall(r"--(\w+)", (project / "README.md").read_text()))
