@@ -73,13 +73,13 @@ def _hand_over(added, decay, state, order):
     """Pass the state from chunk to chunk in the given order, times each chunk's `decay`, plus its `added`.
 
     added, decay (batch, chunks, groups, d_state, channels), decay with d_state 1. Returns the states that enter each
-    chunk, in the place of `added`, and the state that leaves the last.
+    chunk, and the one that leaves the last.
     """
-    for chunk in order:
-        leaving = torch.addcmul(added[:, chunk], state, decay[:, chunk])
-        added[:, chunk] = state
-        state = leaving
-    return added, state
+    entering = [None] * added.shape[1]
+    for chunk in order:  # into a list: a compiled graph copies the whole tensor at every assignment to a part of it
+        entering[chunk] = state
+        state = torch.addcmul(added[:, chunk], state, decay[:, chunk])
+    return torch.stack(entering, dim=1), state
 
 
 def _states(B, scaled, decay, state):
