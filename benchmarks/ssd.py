@@ -3,10 +3,11 @@
     python -m benchmarks.ssd --mamba_ssm FOLDER [--rounds 7] [--threads 2]
 
 The peers: transformers' Mamba-2, and a plain PyTorch Mamba-2 around mamba-ssm's ssd_minimal_discrete. FOLDER holds the
-package mamba_ssm, of which only Python is needed; with einops it comes from
-    MAMBA_FORCE_BUILD=TRUE MAMBA_SKIP_CUDA_BUILD=TRUE pip install --no-deps --no-build-isolation --target FOLDER mamba-ssm
-All start from the same weights and take the same step (forward, loss, backward, AdamW) on the same batch in one process,
-one step of each in turn; medians are compared: first as PyTorch comes, then with what training.py sets at its start
+package mamba_ssm, of which one Python file is needed, so neither CUDA nor what it depends on but einops:
+    export MAMBA_FORCE_BUILD=TRUE MAMBA_SKIP_CUDA_BUILD=TRUE
+    pip install --no-deps --no-build-isolation --target FOLDER mamba-ssm==2.3.1
+All start from the same weights and take the same step (forward, loss, backward, AdamW) on the same batch in one
+process, one step of each in turn; medians are compared: first as PyTorch comes, then with what training.py sets at its start
 (native.tune_process). On a busy machine CPU seconds tell more than the clock does. Peak memory is that of a process of
 its own per form. The share is that of the model's FLOPs per second in those of a 2048 x 2048 matrix product in the
 form's dtype.
@@ -216,7 +217,7 @@ def main():
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     if not Path(arguments.mamba_ssm, "mamba_ssm/modules/ssd_minimal.py").exists():
-        sys.exit(f"error: --mamba_ssm={arguments.mamba_ssm} holds no package mamba_ssm; --help says how to get it there")
+        sys.exit(f"error: --mamba_ssm={arguments.mamba_ssm} holds no package mamba_ssm; --help says how to get it")
     if arguments.memory_of:
         return measure_memory(arguments.memory_of, arguments.mamba_ssm)
     print(f"torch {torch.__version__}, {arguments.threads} threads; d_model {CONFIG.d_model}, {CONFIG.n_layer} layers, "

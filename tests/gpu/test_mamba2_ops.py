@@ -68,7 +68,8 @@ def compare(operator, tensors, tolerance, **rest):
 @pytest.mark.parametrize("bounded", [False, True])
 def test_fused_scan(dtype, tolerance, groups, bounded):
     """The fused scan's outputs and gradients are the portable form's, boundaries included."""
-    compare(ssd, scan_inputs(dtype, groups=groups), tolerance, chunk_size=128, documents=boundaries() if bounded else None)
+    documents = boundaries() if bounded else None
+    compare(ssd, scan_inputs(dtype, groups=groups), tolerance, chunk_size=128, documents=documents)
 
 
 @pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 5e-3), (torch.bfloat16, 3e-2)])
