@@ -1,1 +1,1 @@
-"""Pretrain Mamba language models with FSDP. README.md says how to use it; docs/layout.md what lies where."""
+"""Pretrain Mamba language models with FSDP. README.md says how to use it and what lies where."""
