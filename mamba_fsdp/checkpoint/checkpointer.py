@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from mamba_fsdp.checkpoint.files import NAMES, checksum, write_pieces
-from mamba_fsdp.checkpoint.folder import COMMIT, STATE, committed, find_checkpoint, load, newest_whole, stored_name  # noqa: F401
+from mamba_fsdp.checkpoint.folder import COMMIT, STATE, committed, newest_whole, stored_name
 from mamba_fsdp.checkpoint.ranges import part_to_write, tiles
 from mamba_fsdp.durable import sync_folder, write_atomically
 from mamba_fsdp.errors import UserError

@@ -31,7 +31,14 @@ def selected(count, share):
 
 
 def compile_blocks(blocks):
-    """Compile each block's forward by itself: equal blocks share one compilation, and sharding stays outside of it."""
+    """Compile each block's forward by itself, so that sharding stays outside of it.
+
+    Equal blocks share what is compiled; torch 2.2 compiles each anew, and beyond 8 would run the rest uncompiled.
+    """
+    import torch._dynamo  # seconds of imports that only this needs
+
+    for limit in ("cache_size_limit", "accumulated_cache_size_limit"):
+        setattr(torch._dynamo.config, limit, max(8 * len(blocks), getattr(torch._dynamo.config, limit)))
     for block in blocks:
         block.forward = torch.compile(block.forward)
 

@@ -18,7 +18,7 @@ PROCESSES = multiprocessing.get_context("forkserver")  # its server imports torc
 PROCESSES.set_forkserver_preload(["torch", "torch.distributed.fsdp", "torch.distributed.device_mesh", "torch._dynamo", "torch.nn.parallel"])
 
 
-def run_ranks(count, function, *arguments, launched=True, seconds=120):
+def run_ranks(count, function, *arguments, launched=True, seconds=400):
     """`function(world, *arguments)` on `count` ranks; returns their results in order. Raises AssertionError with a rank's traceback.
 
     launched=False leaves out what torchrun would set.

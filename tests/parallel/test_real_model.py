@@ -1,0 +1,56 @@
+import pytest
+import torch
+from ranks import run_ranks
+
+from config.model_config import ModelConfig
+from mamba_fsdp.model.init import initial_value
+from mamba_fsdp.model.lm import MambaLM
+from mamba_fsdp.parallel.parallelise import fill, parallelise
+from mamba_fsdp.parallel.world import start_world
+
+pytestmark = pytest.mark.torch22
+CONFIG = dict(d_model=32, n_layer=3, vocab_size=64, layers="mamba1,mamba2,attention+mlp", d_intermediate=48, d_state=8, headdim=16,
+              n_head=4, n_kv_head=2)
+
+
+def parts(mixer):
+    """The tensors of a mixer that tell precisions apart, as they are during a forward pass."""
+    found = {name: getattr(mixer, name) for name in ("A_log", "D", "dt_bias") if hasattr(mixer, name)}
+    if hasattr(mixer, "dt_proj"):
+        found["dt_proj.bias"] = mixer.dt_proj.bias
+    return found | {"in_proj": mixer.in_proj.weight}
+
+
+def step(world, strategy, dtype):
+    """One step of the whole model. Returns (loss, gradient norm, dtypes by parameter as each mixer saw them)."""
+    config = ModelConfig(**CONFIG)
+    with torch.device("meta"):
+        model = MambaLM(config, compute_dtype=dtype)
+    parallel = parallelise(model, world=world, strategy=strategy, compute_dtype=dtype, activation_checkpointing=True)
+    fill(parallel.shards(), lambda name, shape: initial_value(name, shape, config, 0))
+    seen = {}
+    for prefix, module in model.named_modules():
+        if prefix.split(".")[-1] == "mixer":
+            module.register_forward_pre_hook(lambda mixer, _: seen.update(
+                {f"{type(mixer).__name__} {name}": tensor.dtype for name, tensor in parts(mixer).items()}))
+    tokens = torch.randint(0, 64, (4, 33), generator=torch.Generator().manual_seed(0)).view(world.size, -1, 33)[world.rank]
+    loss = parallel.module(tokens[:, :-1], labels=tokens[:, 1:])
+    (loss / 128).backward()
+    parallel.reduce_gradients()
+    return world.all_reduce_sum(float(loss.detach())) / 128, float(parallel.gradient_norm()), seen
+
+
+def test_sharded_bf16_keeps_the_recurrence_in_fp32():
+    """On 2 ranks in bf16, projections are bf16, A_log, D, dt_bias and dt_proj.bias fp32, and the step is that of fp32."""
+    loss, norm, _ = step(start_world(), "none", torch.float32)
+    for half_loss, half_norm, seen in run_ranks(2, step, "fsdp", torch.bfloat16):
+        assert half_loss == pytest.approx(loss, rel=5e-3) and half_norm == pytest.approx(norm, rel=3e-2)
+        assert len(seen) == 9
+        for name, dtype in seen.items():
+            assert dtype == (torch.bfloat16 if name.endswith("in_proj") else torch.float32), name
+
+
+def test_sharded_fp32_is_the_same_step():
+    loss, norm, _ = step(start_world(), "none", torch.float32)
+    for sharded_loss, sharded_norm, _ in run_ranks(2, step, "fsdp", torch.float32):
+        assert sharded_loss == pytest.approx(loss, rel=1e-5) and sharded_norm == pytest.approx(norm, rel=1e-4)
