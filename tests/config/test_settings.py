@@ -149,3 +149,14 @@ def test_a_mistake_on_the_command_line_is_one_line_and_exit_code_2(project):
     assert done.stderr == "error: learing_rate: there is no such setting (on the command line); did you mean learning_rate?\n"
     done = subprocess.run([sys.executable, "training.py", "stray"], cwd=project, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (2, "error: stray: settings are written --name=value\n")
+
+
+def test_the_ready_runs_are_what_they_say(project):
+    tokens_per_step = {}
+    for file in sorted((project / "config").glob("*.yaml")):
+        config = resolve(file.stem)
+        assert config.checkpoint.save_ckpt_path == f"runs/{file.stem}" and config.data.dataset_path.startswith("data/")
+        tokens_per_step[file.stem] = (config.training.global_batch_size or config.training.batch_size) * config.data.seq_length
+    assert tokens_per_step == {"demo": 2048, "wikitext103": 65_536, "mambaoutai": 3_670_016, "bamba-9b": 1_572_864}
+    outai = resolve("mambaoutai")
+    assert outai.training.num_steps.steps(3_670_016) == 109_002 and outai.lr_schedule.warmup_steps.steps(3_670_016) == 275
