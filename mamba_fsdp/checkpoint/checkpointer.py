@@ -23,7 +23,7 @@ from mamba_fsdp.errors import UserError
 
 @dataclass
 class Save:
-    """One save under way. `outcome` is what this rank's writing came to: {"file", ...} or {"error"}, None until then."""
+    """One save under way. `outcome`: what this rank's writing came to, {"file", ...} or {"error"}; None until then."""
 
     step: int
     partial: Path
@@ -43,13 +43,17 @@ class Checkpointer:
 
     def __init__(self, run_folder, world, *, keep=3, asynchronous=True, report=print):
         assert keep >= 1
-        self.folder, self.world, self.keep, self.asynchronous, self.report = Path(run_folder) / "checkpoints", world, keep, asynchronous, report
+        self.folder = Path(run_folder) / "checkpoints"
+        self.world, self.keep, self.asynchronous, self.report = world, keep, asynchronous, report
         self.pending = self.last = None
         self.broken = set()
         self._on_first(self._clean)
 
     def newest(self):
-        """Path of the newest whole checkpoint, or None; broken ones are reported and passed over. Raises UserError, see newest_whole."""
+        """Path of the newest whole checkpoint, or None; broken ones are reported and passed over.
+
+        Raises UserError when there are checkpoints but none is whole.
+        """
         self.wait()
         if self.last is None:
             self.last, broken = newest_whole(self.folder, self.world, self.report)
@@ -57,7 +61,7 @@ class Checkpointer:
         return self.last
 
     def save(self, step, shards, state):
-        """Save `shards` (the same names on every rank) and rank 0's `state`, a dict that JSON can hold, as checkpoint of `step`.
+        """Save `shards` (the same names on every rank) and rank 0's `state`, a dict for JSON, as checkpoint of `step`.
 
         Raises UserError on every rank when an earlier save failed, when space is short, or (not asynchronous) when this
         save fails. Nothing to do when the checkpoint of this step stands already.
@@ -73,16 +77,16 @@ class Checkpointer:
         needed = self.world.all_reduce_sum(sum(tensor.numel() * tensor.element_size() for _, _, tensor in pieces))
         partial = self._on_first(lambda: self._make_partial(step, needed))
         copies = [(name, start, tensor.to("cpu", copy=self.asynchronous)) for name, start, tensor in pieces]
-        tensors = {stored_name(shard.name): {"shape": list(shard.shape), "dtype": NAMES[shard.data.dtype], "tied": list(shard.tied)}
-                   for shard in shards}
+        tensors = {stored_name(shard.name): {"shape": list(shard.shape), "dtype": NAMES[shard.data.dtype],
+                                             "tied": list(shard.tied)} for shard in shards}
         self.pending = Save(step, partial, json.loads(json.dumps(state)), tensors)
-        self.pending.thread = threading.Thread(target=self._write, args=(self.pending, copies), name="checkpoint", daemon=True)
+        self.pending.thread = threading.Thread(target=self._write, args=(self.pending, copies), daemon=True)
         self.pending.thread.start()
         if not self.asynchronous:
             self.wait()
 
     def poll(self):
-        """Commit the save under way if every rank has written its file. Raises UserError on every rank if one could not."""
+        """Commit the save under way if every rank has written. Raises UserError on every rank if one could not."""
         if self.pending is None:
             return
         outcome = self.pending.outcome
@@ -98,15 +102,18 @@ class Checkpointer:
     def _write(self, save, pieces):
         """Write this rank's file. Runs in a thread and therefore talks to nobody."""
         path = save.partial / f"rank_{self.world.rank:05d}.safetensors"
+        where = f"rank {self.world.rank} on {socket.gethostname()}: {path}"
         try:
             written = write_pieces(path, pieces)
             sync_folder(save.partial)
-            save.outcome = {"file": path.name, **written, "pieces": [[name, start, tensor.numel()] for name, start, tensor in pieces]}
+            save.outcome = {"file": path.name, **written,
+                            "pieces": [[name, start, tensor.numel()] for name, start, tensor in pieces]}
         except OSError as error:
-            hint = " (is the run folder on storage that all nodes share?)" if isinstance(error, FileNotFoundError) else ""
-            save.outcome = {"error": f"rank {self.world.rank} on {socket.gethostname()}: {path}: {error.strerror}{hint}"}
+            missing = isinstance(error, FileNotFoundError)
+            hint = " (is the run folder on storage that all nodes share?)" if missing else ""
+            save.outcome = {"error": f"{where}: {error.strerror}{hint}"}
         except BaseException as error:
-            save.outcome = {"error": f"rank {self.world.rank} on {socket.gethostname()}: {path}: {type(error).__name__}: {error}"}
+            save.outcome = {"error": f"{where}: {type(error).__name__}: {error}"}
 
     def _complete(self):
         save, self.pending = self.pending, None
@@ -146,8 +153,8 @@ class Checkpointer:
     def _make_partial(self, step, needed):
         free = shutil.disk_usage(self.folder).free
         if free < needed:
-            raise UserError(f"the checkpoint of step {step} needs {needed / 1e9:.3f} GB, but {self.folder} has only {free / 1e9:.3f} GB free; "
-                            "make room, keep fewer checkpoints, or choose another run folder")
+            raise UserError(f"the checkpoint of step {step} needs {needed / 1e9:.3f} GB, but {self.folder} has only "
+                            f"{free / 1e9:.3f} GB free; make room, keep fewer checkpoints or choose another folder")
         partial = self._hidden(_name(step))
         partial.mkdir()
         return partial
@@ -164,7 +171,7 @@ class Checkpointer:
                 save.tensors[name]["pieces"].append([start, count, index])
         for name, entry in save.tensors.items():
             entry["pieces"].sort()
-            assert tiles(entry["pieces"], math.prod(entry["shape"])), f"the ranks together did not write the whole of {name}"
+            assert tiles(entry["pieces"], math.prod(entry["shape"])), f"the ranks did not write the whole of {name}"
         content = {"format": "mamba_fsdp checkpoint", "version": 1, "step": save.step, "state": save.state,
                    "files": [outcome["file"] for outcome in outcomes], "tensors": save.tensors}
         write_atomically(save.partial / STATE, json.dumps(content))

@@ -18,20 +18,22 @@ BLOCK = 1 << 24  # bytes that are written or read at a time
 
 
 def write_pieces(path, pieces):
-    """Write `pieces`, a list of (tensor name, start, 1-D CPU tensor), durably. Returns {"bytes": size, "crc32": checksum}.
+    """Write `pieces`, a list of (tensor name, start, 1-D CPU tensor), durably. Returns what `checksum` does.
 
     Raises OSError as the disk does, and when what lies on it is not what was written.
     """
     header, position = {}, 0
     for name, start, tensor in pieces:
         end = position + tensor.numel() * tensor.element_size()
-        header[f"{name}@{start}"] = {"dtype": NAMES[tensor.dtype], "shape": [tensor.numel()], "data_offsets": [position, end]}
+        header[f"{name}@{start}"] = {"dtype": NAMES[tensor.dtype], "shape": [tensor.numel()],
+                                     "data_offsets": [position, end]}
         position = end
     head = json.dumps(header).encode()
     head += b" " * (-len(head) % 8)
+    contents = [tensor.view(torch.uint8).numpy() for _, _, tensor in pieces]
     crc = 0
     with open(path, "xb") as file:
-        for data in (len(head).to_bytes(8, "little"), head, *(tensor.view(torch.uint8).numpy() for _, _, tensor in pieces)):
+        for data in (len(head).to_bytes(8, "little"), head, *contents):
             data = memoryview(data)
             for offset in range(0, len(data), BLOCK):
                 file.write(data[offset:offset + BLOCK])
@@ -56,7 +58,7 @@ def checksum(path):
 
 
 class PieceReader:
-    """Reads ranges of the pieces in one file. Raises UserError, naming the file, where it is not what write_pieces left."""
+    """Reads ranges of the pieces in one file. Raises UserError, naming the file, where it is not as written."""
 
     def __init__(self, path):
         self.path = path

@@ -3,7 +3,7 @@
     step_00001000/
       rank_00000.safetensors ...   what each rank wrote (files.py)
       state.json                   the loop's state; each tensor's shape, dtype and in which files its elements lie
-      COMMIT                       size and checksum of every other file; written last: without it there is no checkpoint
+      COMMIT                       size and checksum of every other file; written last: without it nothing counts
 
 Model tensors are named model/<parameter>, the optimiser's optimizer/<parameter>/exp_avg and .../exp_avg_sq.
 """
@@ -29,7 +29,8 @@ def stored_name(name):
 
 def committed(checkpoints):
     """The committed checkpoints under a folder, oldest first, whole or not."""
-    found = [path for path in Path(checkpoints).glob("step_*") if re.fullmatch(r"step_\d+", path.name) and (path / COMMIT).is_file()]
+    found = [path for path in Path(checkpoints).glob("step_*")
+             if re.fullmatch(r"step_\d+", path.name) and (path / COMMIT).is_file()]
     return sorted(found, key=lambda path: int(path.name[5:]))
 
 
@@ -55,7 +56,7 @@ def problems(checkpoint, world):
 def _committed_files(checkpoint):
     try:
         files = json.loads((checkpoint / COMMIT).read_bytes())["files"]
-        if all(isinstance(entry["bytes"], int) and isinstance(entry["crc32"], str) for entry in files.values()) and STATE in files:
+        if STATE in files and all(entry.keys() == {"bytes", "crc32"} for entry in files.values()):
             return files, []
     except OSError as error:
         return {}, [f"{COMMIT}: {error.strerror}"]
@@ -65,7 +66,7 @@ def _committed_files(checkpoint):
 
 
 def newest_whole(checkpoints, world, report):
-    """(the newest whole checkpoint or None, names of the broken ones that were passed over), rank 0's choice on every rank.
+    """(the newest whole checkpoint or None, names of the broken ones passed over), rank 0's choice on every rank.
 
     Raises UserError when there are committed checkpoints but none is whole: starting anew must be the user's decision.
     """
@@ -79,8 +80,8 @@ def newest_whole(checkpoints, world, report):
         if world.rank == 0:
             report(f"warning: checkpoint {checkpoint} is broken and passed over: {'; '.join(wrong)}")
     if candidates:
-        raise UserError(f"none of the {len(candidates)} checkpoints in {checkpoints} is whole, the newest: {'; '.join(wrong)}; "
-                        "repair one, or move the folder away to start anew")
+        raise UserError(f"none of the {len(candidates)} checkpoints in {checkpoints} is whole, the oldest: "
+                        f"{'; '.join(wrong)}; repair one, or move the folder away to start anew")
     return None, broken
 
 
@@ -97,7 +98,8 @@ def find_checkpoint(path, world, report=print):
         return path
     found, _ = newest_whole(path / "checkpoints" if (path / "checkpoints").is_dir() else path, world, report)
     if found is None:
-        raise UserError(f"{path} is neither a committed checkpoint nor a run folder with one (checkpoints/step_*/{COMMIT})")
+        raise UserError(f"{path} is neither a committed checkpoint nor a run folder with one "
+                        f"(checkpoints/step_*/{COMMIT})")
     return found
 
 
@@ -139,8 +141,8 @@ def read_state(checkpoint):
 def load(checkpoint, shards, world, check=None):
     """Fill `shards`, of any strategy and world size, from a checkpoint. Returns the state that was saved with them.
 
-    The checkpoint must hold just these tensors of the model, and of the optimiser if its shards are among them. check(state,
-    checkpoint), if given, may refuse first. Raises UserError on every rank when any rank can't load.
+    The checkpoint must hold just these tensors of the model, and of the optimiser if its shards are among them.
+    check(state, checkpoint), if given, may refuse first. Raises UserError on every rank when any rank can't load.
     """
     failure = state = None
     try:

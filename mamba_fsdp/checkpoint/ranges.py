@@ -4,7 +4,7 @@ SMALLEST = 1 << 16  # elements; a smaller piece is not worth splitting
 
 
 def part_to_write(count, replicas, replica_index, turn):
-    """The range (start, stop) of `count` elements that one of the ranks holding them writes; together they write each once.
+    """The range (start, stop) of `count` elements that one of the ranks holding them writes: together, each once.
 
     `turn`, the tensor's number, lets small tensors take turns among the replicas.
     """
@@ -16,7 +16,7 @@ def part_to_write(count, replicas, replica_index, turn):
 
 
 def overlaps(start, stop, pieces):
-    """Where the elements [start, stop) lie: (piece, offset in the piece, offset from `start`, count) for each piece in turn.
+    """Where the elements [start, stop) lie: (piece, offset in it, offset from `start`, count) for each piece in turn.
 
     pieces: sorted lists [start, count, ...] that tile the tensor.
     """

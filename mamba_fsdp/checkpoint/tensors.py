@@ -15,7 +15,7 @@ from mamba_fsdp.errors import UserError
 
 
 class Tensors:
-    """Tensors that are read when asked for. `shapes`: name -> shape; `tied`: name -> the name of the tensor that it shares."""
+    """Tensors, read when asked for. `shapes`: name -> shape; `tied`: name -> the name it shares a tensor with."""
 
     def __init__(self, source, shapes, tied, read):
         self.source, self.shapes, self.tied, self._read = source, shapes, tied, read
@@ -44,7 +44,7 @@ class Tensors:
 
 
 def open_tensors(path):
-    """The model's Tensors in a checkpoint folder or a .pth file (a dict name -> tensor). Raises UserError; executes nothing."""
+    """The model's Tensors in a checkpoint folder or .pth file (a plain dict). Raises UserError; executes nothing."""
     path = Path(path)
     return _open_folder(path) if path.is_dir() else _open_pth(path)
 
@@ -79,7 +79,7 @@ def consolidate(checkpoint, dtype=None):
 
 
 def write_consolidated(checkpoint, target, dtype=None):
-    """Write the model of a checkpoint as one plain state dict, `target` (…/consolidated.00.pth): all of it or nothing."""
+    """Write the model of a checkpoint as a plain state dict, `target` (…/consolidated.00.pth), whole or not at all."""
     target = Path(target)
     temporary = target.with_name(f".{target.name}.{uuid.uuid4().hex}.tmp")
     try:

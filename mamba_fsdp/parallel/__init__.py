@@ -1,1 +1,1 @@
-"""Process groups, sharding, precision, activation checkpointing: what differs between torch 2.2 and newer lives here."""
+"""Process groups, sharding, precision, activation checkpointing: what differs between versions of torch lives here."""

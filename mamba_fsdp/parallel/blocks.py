@@ -16,7 +16,7 @@ def checkpoint_blocks(blocks, share, *, reentrant):
 
 
 def selected(count, share):
-    """Which of `count` blocks are checkpointed: block i (from 1) when i * share reaches 0.5, 1.5, 2.5, … (fms-fsdp's rule)."""
+    """Which of `count` blocks recompute: block i (from 1) when i * share reaches 0.5, 1.5, 2.5, … (as fms-fsdp)."""
     try:
         share = Fraction(share).limit_denominator(10_000)
     except (ValueError, ZeroDivisionError):

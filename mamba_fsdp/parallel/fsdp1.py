@@ -1,4 +1,4 @@
-"""Sharding with FullyShardedDataParallel (FSDP1), for torch 2.2: the flattened parameters of a block are cut in equal parts."""
+"""Sharding with FullyShardedDataParallel (FSDP1, torch 2.2): a block's flattened parameters are cut in equal parts."""
 
 import contextlib
 
@@ -54,8 +54,9 @@ def shard(model, places, *, world, shard_size, compute_dtype, backward_prefetch,
         mixed_precision=MixedPrecision(param_dtype=low, reduce_dtype=torch.float32, cast_forward_inputs=False,
                                        cast_root_forward_inputs=False),
         ignored_states=[place.parameter for place in kept_whole],
-        backward_prefetch=BackwardPrefetch.BACKWARD_PRE if backward_prefetch else None, limit_all_gathers=limit_all_gathers,
-        param_init_fn=give_storage, device_id=world.device, use_orig_params=True, **groups)
+        backward_prefetch=BackwardPrefetch.BACKWARD_PRE if backward_prefetch else None,
+        limit_all_gathers=limit_all_gathers, param_init_fn=give_storage, device_id=world.device,
+        use_orig_params=True, **groups)
     blocks = model.backbone.layers
     for index, block in enumerate(blocks):
         blocks[index] = FullyShardedDataParallel(block, **options)

@@ -29,8 +29,8 @@ def shard(model, places, *, world, shard_size, compute_dtype, backward_prefetch,
     """Shard over groups of `shard_size` neighbouring ranks and replicate across the groups.
 
     backward_prefetch: gather the next block's weights during the backward of this one (FSDP2's own default); without it
-    a block is gathered when its turn comes. limit_all_gathers: FSDP2 needs no limit, since its memory does not depend on
-    how far the CPU is ahead; without the limit, each block's gather is issued one block early in the forward pass.
+    a block is gathered when its turn comes. limit_all_gathers: FSDP2 needs no limit, since its memory does not depend
+    on how far the CPU is ahead; without the limit, each block's gather is issued one block early in the forward pass.
     """
     shape, names = ((world.size // shard_size, shard_size), ("replicate", "shard"))
     if shape[0] == 1:

@@ -1,10 +1,11 @@
-"""What every sharding strategy offers to the loop: one small interface, over the part of each parameter that a rank holds.
+"""What every sharding strategy offers to the loop: one small interface, over its part of each parameter.
 
 Gradients are sums: the caller scales its loss so that the sum over ranks of the gradients is the one it wants. Every
 strategy reduces them in fp32 and divides by nothing.
 """
 
 import contextlib
+import math
 from dataclasses import dataclass
 
 import torch
@@ -77,7 +78,7 @@ class ParallelModel:
         self.held, self.replicated = held, list(replicated)
 
     def parameters(self):
-        """Name -> what the optimiser updates: this rank's part of each parameter. It may be empty or of another shape."""
+        """Name -> what the optimiser updates: this rank's part of each parameter. Maybe empty, or flat."""
         return {held.place.name: held.parameter for held in self.held}
 
     def shards(self):
@@ -116,7 +117,7 @@ class ParallelModel:
         torch._foreach_mul_([held.parameter.grad for held in self.held if held.parameter.grad is not None], factor)
 
     def optimizer_shards(self, optimizer):
-        """Shards optimizer/<parameter>/exp_avg and .../exp_avg_sq of an AdamW over `parameters()`; zeros before its first step."""
+        """Shards optimizer/<parameter>/exp_avg and .../exp_avg_sq of an AdamW over `parameters()`; zeros at first."""
         shards = []
         for group in optimizer.param_groups:
             for parameter in group["params"]:
@@ -128,7 +129,8 @@ class ParallelModel:
                         "exp_avg_sq": torch.zeros_like(parameter, memory_format=torch.preserve_format)}
         for held in self.held:
             state = optimizer.state[held.parameter]
-            shards += [held.shard(f"optimizer/{held.place.name}/{name}", state[name]) for name in ("exp_avg", "exp_avg_sq")]
+            shards += [held.shard(f"optimizer/{held.place.name}/{name}", state[name])
+                       for name in ("exp_avg", "exp_avg_sq")]
         return shards
 
     def set_optimizer_steps(self, optimizer, steps):
@@ -138,10 +140,10 @@ class ParallelModel:
 
 
 def starts_of(places, counts, ranks, world):
-    """Where in each flattened tensor this rank's elements start, when `ranks` hold it in turn and this one `counts` of each."""
+    """Where in each flattened tensor this rank's elements start: `ranks` hold it in turn, this one `counts` of each."""
     gathered = world.gather_objects(counts)
     before = [gathered[rank] for rank in ranks[:ranks.index(world.rank)]]
     starts = [sum(column) for column in zip(*before)] if before else [0] * len(places)
     whole = [sum(gathered[rank][index] for rank in ranks) for index in range(len(places))]
-    assert whole == [torch.Size(place.shape).numel() for place in places], "the shards of some parameter are not the whole of it"
+    assert whole == [math.prod(place.shape) for place in places], "the shards of some parameter are not the whole of it"
     return starts

@@ -16,24 +16,27 @@ STRATEGIES = ("none", "ddp", "fsdp", "hsdp")
 
 
 def parallelise(model, *, world, strategy, compute_dtype, activation_checkpointing=False, selective_checkpointing=1,
-                reentrant=False, compile=False, backward_prefetch=True, limit_all_gathers=False, low_cpu_fsdp=True, shard_size=None):
+                reentrant=False, compile=False, backward_prefetch=True, limit_all_gathers=False, low_cpu_fsdp=True,
+                shard_size=None):
     """Spread `model` (on the meta device with low_cpu_fsdp, else on the CPU) over the world; returns a ParallelModel.
 
-    With low_cpu_fsdp it gets storage for this rank's part only, and what is in it is undefined: `fill` it. strategy: none (one process), ddp (replicate), fsdp (shard over all), hsdp (shard within groups of shard_size ranks, a
-    node's by default, and replicate across). The parameters of `model.fp32_parameter_names()` stay whole and fp32 under
-    each. Raises UserError where the strategy does not fit the number of ranks.
+    With low_cpu_fsdp it gets storage for this rank's part only, and what is in it is undefined: `fill` it.
+    strategy: none (one process), ddp (replicate), fsdp (shard over all), hsdp (shard within groups of shard_size ranks,
+    a node's by default, and replicate across). The parameters of `model.fp32_parameter_names()` stay whole and fp32 under
+    each. backward_prefetch, limit_all_gathers: see fsdp1.py and fsdp2.py. Raises UserError where the strategy does not
+    fit the number of ranks.
     """
     if strategy not in STRATEGIES:
         raise UserError(f"sharding_strategy {strategy!r} is none of {', '.join(STRATEGIES)}")
     if strategy == "none" and world.size > 1:
-        raise UserError(f"sharding_strategy=none trains one process, but there are {world.size}; choose ddp, fsdp or hsdp")
+        raise UserError(f"sharding_strategy=none is for one process, not {world.size}; choose ddp, fsdp or hsdp")
     shard_size = world.size if strategy == "fsdp" else shard_size or world.local_size
     if world.size % shard_size:
         raise UserError(f"sharding_strategy=hsdp: {world.size} ranks can't be cut into groups of {shard_size}; "
                         "start the same number of processes on every node")
     if strategy == "hsdp" and shard_size == 1:
         strategy = "ddp"  # the same thing by definition; FSDP1 would leave out the sum over such groups
-    assert all(parameter.is_meta == low_cpu_fsdp for parameter in model.parameters()), "low_cpu_fsdp takes a model on the meta device"
+    assert all(parameter.is_meta == low_cpu_fsdp for parameter in model.parameters()), "low_cpu_fsdp means: on meta"
     places = find_places(model)
 
     blocks = model.backbone.layers
@@ -60,5 +63,5 @@ def fill(shards, value_of):
     for shard in shards:
         if shard.data.numel():
             value = value_of(shard.name, shard.shape)
-            assert tuple(value.shape) == tuple(shard.shape), f"{shard.name}: {tuple(value.shape)} is not {tuple(shard.shape)}"
+            assert value.shape == torch.Size(shard.shape), f"{shard.name}: {value.shape} is not {shard.shape}"
             shard.data.copy_(value.reshape(-1)[shard.start:shard.start + shard.data.numel()])

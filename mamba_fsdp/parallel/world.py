@@ -34,7 +34,8 @@ class World:
     def need_process_group(self):
         """Make the group of one that sharding needs where no launcher has made one."""
         if not dist.is_initialized():
-            dist.init_process_group("nccl" if self.device_type == "cuda" else "gloo", store=dist.HashStore(), rank=0, world_size=1)
+            backend = "nccl" if self.device_type == "cuda" else "gloo"
+            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
 
     def broadcast_object(self, obj):
         """Rank 0's `obj`, on every rank."""
@@ -60,7 +61,8 @@ class World:
             return value
         if isinstance(value, (list, tuple)):
             return self.all_reduce_sum(torch.tensor(value, dtype=torch.float64)).tolist()
-        return self.all_reduce_sum(torch.tensor(value, dtype=torch.int64 if isinstance(value, int) else torch.float64)).item()
+        dtype = torch.int64 if isinstance(value, int) else torch.float64
+        return self.all_reduce_sum(torch.tensor(value, dtype=dtype)).item()
 
     def any_true(self, flag):
         """Whether `flag` is true on any rank."""
@@ -92,7 +94,8 @@ def start_world(*, timeout_minutes=10.0):
     launched = environment["RANK"] is not None
     missing = [name for name, value in environment.items() if value is None]
     if launched and missing:
-        raise UserError(f"RANK is set, but not {', '.join(missing)}; start the ranks with torchrun, or unset RANK to train with one process")
+        raise UserError(f"RANK is set, but not {', '.join(missing)}; start the ranks with torchrun, or unset RANK to "
+                        "train with one process")
     rank, size, local_rank, local_size = (int(value) for value in environment.values()) if launched else (0, 1, 0, 1)
 
     device = torch.device("cpu")

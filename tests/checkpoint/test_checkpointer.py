@@ -27,7 +27,8 @@ def world(monkeypatch):
 
 
 def shards(value, elements=100):
-    return [Shard("a.weight", (elements // 10, 10), 0, torch.full((elements,), float(value))), Shard("b", (7,), 0, torch.arange(7.0))]
+    return [Shard("a.weight", (elements // 10, 10), 0, torch.full((elements,), float(value))),
+            Shard("b", (7,), 0, torch.arange(7.0))]
 
 
 def make(run, world, steps, **how):
@@ -50,7 +51,7 @@ def test_a_checkpoint_is_there_when_it_is_committed_and_not_before(run, world):
     checkpointer = Checkpointer(run, world)
     assert checkpointer.newest() is None
     checkpointer.save(3, shards(3), {"step": 3})
-    assert Checkpointer.__module__ and not [name for name in names(run) if name.startswith("step")]
+    assert not [name for name in names(run) if name.startswith("step")]
     checkpointer.pending.thread.join()
     checkpointer.poll()
     assert names(run) == ["step_00000003"]
@@ -86,7 +87,7 @@ def test_only_the_newest_k_stay(run, world):
 
 
 def test_broken_and_uncommitted_ones_don_t_count_among_the_kept(run, world):
-    """A newer but broken checkpoint never pushes out the whole one that the run started from, and is replaced in time."""
+    """A newer but broken checkpoint never pushes out the whole one that the run started from."""
     make(run, world, [1, 2], keep=5)
     (run / "checkpoints/step_00000002/state.json").write_text("{}")
     (run / "checkpoints/step_00000009").mkdir()
@@ -258,7 +259,7 @@ def save_for_ever(run, elements):
 
 
 def test_killed_at_any_moment_the_newest_checkpoint_is_whole(run, world):
-    """SIGKILL at random moments of saving, committing and pruning: what is chosen is whole, and never an older step than before."""
+    """SIGKILL at random moments of saving, committing and pruning: the chosen one is whole, no older than before."""
     moments = random.Random(0)
     before = 0
     for _ in range(12):

@@ -48,7 +48,8 @@ LAYOUTS = [(1, {"strategy": "none"}), (2, {"strategy": "ddp"}), (2, {"strategy":
 
 
 @pytest.mark.parametrize("ranks, how, asynchronous", [
-    (4, {"strategy": "fsdp"}, True), (4, {"strategy": "hsdp", "shard_size": 2}, False), (2, {"strategy": "ddp"}, True)], ids=str)
+    (4, {"strategy": "fsdp"}, True), (4, {"strategy": "hsdp", "shard_size": 2}, False),
+    (2, {"strategy": "ddp"}, True)], ids=str)
 @pytest.mark.slow
 def test_any_layout_reads_what_any_layout_saved(run, ranks, how, asynchronous):
     """Model and optimiser come back bit for bit on any number of ranks and any strategy, with rank 0's state."""
@@ -83,24 +84,28 @@ def other_python():
     """The interpreter of the other stack: from the environment variable, or what 0.create_env.sh makes."""
     project = Path(__file__).resolve().parents[2]
     here = Path(sys.prefix).resolve()
-    candidates = [os.environ.get("MAMBA_FSDP_OTHER_PYTHON"), project / ".venv/bin/python", project / ".venv-torch2.2/bin/python"]
-    return next((str(path) for path in candidates if path and Path(path).exists() and here not in Path(path).absolute().parents), None)
+    candidates = [os.environ.get("MAMBA_FSDP_OTHER_PYTHON"), project / ".venv/bin/python",
+                  project / ".venv-torch2.2/bin/python"]
+    there = [Path(path).absolute() for path in candidates if path and Path(path).exists()]
+    return next((str(path) for path in there if here not in path.parents), None)
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(other_python() is None, reason="needs both stacks: 0.create_env.sh --stack cpu and VENV=.venv-torch2.2 ... --stack torch2.2")
+@pytest.mark.skipif(other_python() is None, reason="needs the other stack's environment: tests/run.sh --stack torch2.2")
 @pytest.mark.parametrize("writer, reader", [("this", "other"), ("other", "this")])
 def test_each_stack_reads_the_others_checkpoints(run, writer, reader):
     """torch 2.2 with FSDP1 and the newest torch with FSDP2 read each other's checkpoints bit for bit."""
     pythons = {"this": sys.executable, "other": other_python()}
     script = ("import sys; sys.path[:0] = sys.argv[3:]; import torch; from test_resharding import *\n"
               "if __name__ == '__main__':\n"
-              "    [(_, tensors), *_] = run_ranks(2, *((save, sys.argv[1], {'strategy': 'fsdp'}, 2, True) if sys.argv[2] == 'write' else\n"
-              "                                       (read, sys.argv[1], {'strategy': 'fsdp'})))\n"
-              "    torch.save(tensors, sys.argv[1] + '.' + sys.argv[2])\n")
+              "    run, action, how = sys.argv[1], sys.argv[2], {'strategy': 'fsdp'}\n"
+              "    work = (save, run, how, 2, True) if action == 'write' else (read, run, how)\n"
+              "    [(_, tensors), *_] = run_ranks(2, *work)\n"
+              "    torch.save(tensors, run + '.' + action)\n")
     program = run.parent / "program.py"
     program.write_text(script)
-    paths = [str(Path(__file__).parent), str(Path(__file__).parent.parent / "parallel"), str(Path(__file__).resolve().parents[2])]
+    here = Path(__file__).resolve().parent
+    paths = [str(here), str(here.parent / "parallel"), str(here.parent.parent)]
     for python, action in [(pythons[writer], "write"), (pythons[reader], "read")]:
         subprocess.run([python, str(program), str(run), action, *paths], check=True, timeout=120)
     written, got = (torch.load(f"{run}.{action}", weights_only=True) for action in ("write", "read"))

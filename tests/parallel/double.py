@@ -30,7 +30,8 @@ class Block(nn.Module):
 
     def forward(self, hidden, residual, documents):
         residual = hidden.float() if residual is None else hidden + residual
-        return self.mixer(F.layer_norm(residual, residual.shape[-1:], self.norm.weight.float()).to(self.dtype)), residual
+        normed = F.layer_norm(residual, residual.shape[-1:], self.norm.weight.float())
+        return self.mixer(normed.to(self.dtype)), residual
 
 
 class Double(nn.Module):
@@ -54,4 +55,6 @@ class Double(nn.Module):
             hidden, residual = block(hidden, residual, documents)
         hidden = F.layer_norm(hidden + residual, hidden.shape[-1:], self.backbone.norm_f.weight.float()).to(self.dtype)
         logits = F.linear(hidden, self.lm_head.weight.to(self.dtype))
-        return logits if labels is None else F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), reduction="sum")
+        if labels is None:
+            return logits
+        return F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), reduction="sum")

@@ -15,13 +15,13 @@ from mamba_fsdp.parallel.world import start_world
 
 os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # a rank is a daemon and may have no children
 PROCESSES = multiprocessing.get_context("forkserver")  # its server imports torch once; each rank is then there at once
-PROCESSES.set_forkserver_preload(["torch", "torch.distributed.fsdp", "torch.distributed.device_mesh", "torch._dynamo", "torch.nn.parallel"])
+PROCESSES.set_forkserver_preload(["torch.distributed.fsdp", "torch.distributed.device_mesh", "torch._dynamo"])
 
 
 def run_ranks(count, function, *arguments, launched=True, seconds=400):
-    """`function(world, *arguments)` on `count` ranks; returns their results in order. Raises AssertionError with a rank's traceback.
+    """`function(world, *arguments)` on `count` ranks; returns their results in order.
 
-    launched=False leaves out what torchrun would set.
+    Raises AssertionError with the traceback of a rank that fails. launched=False leaves out what torchrun would set.
     """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -29,7 +29,8 @@ def run_ranks(count, function, *arguments, launched=True, seconds=400):
     ranks = []
     for rank in range(count):
         receiver, sender = PROCESSES.Pipe(duplex=False)
-        process = PROCESSES.Process(target=_rank, args=(sender, rank, count, port if launched else None, function, arguments), daemon=True)
+        identity = (sender, rank, count, port if launched else None)
+        process = PROCESSES.Process(target=_rank, args=(*identity, function, arguments), daemon=True)
         process.start()
         sender.close()
         ranks.append((process, receiver))

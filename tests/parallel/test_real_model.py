@@ -9,8 +9,8 @@ from mamba_fsdp.parallel.parallelise import fill, parallelise
 from mamba_fsdp.parallel.world import start_world
 
 pytestmark = pytest.mark.torch22
-CONFIG = dict(d_model=32, n_layer=3, vocab_size=64, layers="mamba1,mamba2,attention+mlp", d_intermediate=48, d_state=8, headdim=16,
-              n_head=4, n_kv_head=2)
+CONFIG = dict(d_model=32, n_layer=3, vocab_size=64, layers="mamba1,mamba2,attention+mlp", d_intermediate=48,
+              d_state=8, headdim=16, n_head=4, n_kv_head=2)
 
 
 def parts(mixer):
@@ -33,7 +33,8 @@ def step(world, strategy, dtype):
         if prefix.split(".")[-1] == "mixer":
             module.register_forward_pre_hook(lambda mixer, _: seen.update(
                 {f"{type(mixer).__name__} {name}": tensor.dtype for name, tensor in parts(mixer).items()}))
-    tokens = torch.randint(0, 64, (4, 33), generator=torch.Generator().manual_seed(0)).view(world.size, -1, 33)[world.rank]
+    tokens = torch.randint(0, 64, (4, 33), generator=torch.Generator().manual_seed(0))
+    tokens = tokens.view(world.size, -1, 33)[world.rank]
     loss = parallel.module(tokens[:, :-1], labels=tokens[:, 1:])
     (loss / 128).backward()
     parallel.reduce_gradients()
@@ -41,7 +42,7 @@ def step(world, strategy, dtype):
 
 
 def test_sharded_bf16_keeps_the_recurrence_in_fp32():
-    """On 2 ranks in bf16, projections are bf16, A_log, D, dt_bias and dt_proj.bias fp32, and the step is that of fp32."""
+    """On 2 ranks in bf16, projections are bf16, A_log, D, dt_bias and dt_proj.bias fp32; the step is that of fp32."""
     loss, norm, _ = step(start_world(), "none", torch.float32)
     for half_loss, half_norm, seen in run_ranks(2, step, "fsdp", torch.bfloat16):
         assert half_loss == pytest.approx(loss, rel=5e-3) and half_norm == pytest.approx(norm, rel=3e-2)
