@@ -1,9 +1,7 @@
 """How the fused forms of Mamba-2 are called, without a GPU."""
 
-import os
 import subprocess
 import sys
-import tempfile
 import types
 from pathlib import Path
 
@@ -11,26 +9,6 @@ import pytest
 import torch
 
 from mamba_fsdp.ops.ssd import mamba2_inner, ssd
-
-MAMBA_SSM = "2.3.1"
-
-
-@pytest.fixture(scope="module")
-def mamba_ssm_folder():
-    """A folder with mamba-ssm's Python modules and Triton, kept between test runs: neither is built or run on a GPU."""
-    folder = Path(tempfile.gettempdir()) / f"mamba-ssm-{MAMBA_SSM}-python-{os.getuid()}"
-    if not folder.exists():
-        with tempfile.TemporaryDirectory(dir=folder.parent) as fresh:
-            install = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--no-build-isolation"]
-            packages = [f"mamba-ssm=={MAMBA_SSM}", "triton", "einops"]
-            done = subprocess.run([*install, "--target", fresh, *packages], capture_output=True, text=True,
-                                  env=os.environ | {"MAMBA_FORCE_BUILD": "TRUE", "MAMBA_SKIP_CUDA_BUILD": "TRUE"})
-            if done.returncode:
-                pytest.skip(f"mamba-ssm can't be installed here: {done.stderr.strip().splitlines()[-1]}")
-            Path(fresh, "whole").touch()
-            Path(fresh).rename(folder)
-            Path(fresh).mkdir()
-    return folder
 
 
 @pytest.mark.slow
