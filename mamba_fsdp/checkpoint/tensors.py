@@ -3,8 +3,8 @@
 import math
 import os
 import pickle
+import tarfile
 import uuid
-import zipfile
 from pathlib import Path
 
 import torch
@@ -59,8 +59,9 @@ def _open_folder(path):
 
 def _open_pth(path):
     try:
+        zipped = _refuse_programs(path)
         # Mapped, so that only what is read is loaded; files from before torch 1.6 can't be.
-        content = torch.load(str(path), map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
+        content = torch.load(str(path), map_location="cpu", weights_only=True, mmap=zipped)
     except OSError as error:
         raise UserError(f"can't read {path}: {error.strerror}") from None
     except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError, KeyError) as error:
@@ -69,6 +70,19 @@ def _open_pth(path):
         raise UserError(f"{path} is no dict of tensors by parameter name")
     shapes = {name: tuple(tensor.shape) for name, tensor in content.items()}
     return Tensors(path, shapes, {}, lambda name, start, stop: content[name].reshape(-1)[start:stop])
+
+
+def _refuse_programs(path):
+    """Whether a .pth file is a zip archive. Raises UserError for TorchScript and tar archives: torch before 2.6 opens
+    those in ways that weights_only does not restrain (CVE-2025-32434)."""
+    with open(path, "rb") as file:
+        zipped = file.read(4) == b"PK\x03\x04"
+    # The reader that torch.load itself asks, so that both see the same archive.
+    script = zipped and "constants.pkl" in torch._C.PyTorchFileReader(str(path)).get_all_records()
+    if script or not zipped and tarfile.is_tarfile(path):
+        raise UserError(f"{path} is a {'TorchScript' if script else 'tar'} archive, which may hold programs; "
+                        "save its state dict with torch.save")
+    return zipped
 
 
 def consolidate(checkpoint, dtype=None):

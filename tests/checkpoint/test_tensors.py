@@ -1,5 +1,6 @@
 import os
 import pickle
+import tarfile
 
 import pytest
 import torch
@@ -77,6 +78,21 @@ def test_what_is_no_model_is_refused_and_executes_nothing(saved, tmp_path):
         open_tensors(bad)
     with pytest.raises(UserError, match="can't read .*missing.pth"):
         open_tensors(tmp_path / "missing.pth")
+
+
+def test_archives_that_may_hold_programs_are_refused_unopened(tmp_path, monkeypatch):
+    """torch before 2.6 hands a TorchScript archive to torch.jit.load even with weights_only."""
+    class Doubled(torch.nn.Module):
+        def forward(self, x):
+            return 2 * x
+
+    torch.jit.trace(Doubled(), torch.ones(1)).save(tmp_path / "script.pth")
+    with tarfile.open(tmp_path / "tar.pth", "w") as archive:
+        archive.add(__file__, "storages")
+    monkeypatch.setattr(torch.jit, "load", lambda *_, **__: pytest.fail("a program was loaded"))
+    for kind in ("script", "tar"):
+        with pytest.raises(UserError, match=f"{kind}.pth is a .* archive, which may hold programs"):
+            open_tensors(tmp_path / f"{kind}.pth")
 
 
 def test_another_model_is_refused_by_name(saved, tmp_path):
