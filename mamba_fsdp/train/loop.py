@@ -2,7 +2,7 @@
 
 import math
 import time
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 
 import torch
 
@@ -17,6 +17,7 @@ class Progress:
     step: int = 0
     samples: int = 0
     tokens: int = 0
+    optimizer_steps: int = 0  # updates behind the optimiser's moments: those of the run it was loaded from count too
     skipped_steps: int = 0
     skipped_in_a_row: int = 0
     loss_sum: float = 0.0  # of the applied steps since the last report
@@ -89,6 +90,7 @@ def update_weights(run, loss, gradient_norm):
         if factor != 1.0 or scale != 1.0:
             run.parallel.scale_gradients(factor / scale)
         run.optimizer.step()
+        run.progress.optimizer_steps += 1
         run.progress.skipped_in_a_row = 0
     else:
         run.optimizer.zero_grad(set_to_none=True)

@@ -150,6 +150,7 @@ class Run:
         elif checkpoint.load_ckpt_path:
             source = find_checkpoint(checkpoint.load_ckpt_path, self.world, report=self._say)
             saved = self._load(source)
+            self.progress.optimizer_steps = saved["progress"]["optimizer_steps"]
             if checkpoint.resuming_dataset:
                 self.progress.data = saved["progress"]["data"]
             position = "the data's position" if checkpoint.resuming_dataset else "the data from its start"
@@ -165,7 +166,7 @@ class Run:
     def _load(self, folder):
         shards = self.parallel.shards() + self.parallel.optimizer_shards(self.optimizer)
         saved = load(folder, shards, self.world, check=self._check_same_model)
-        self.parallel.set_optimizer_steps(self.optimizer, saved["optimizer_steps"])
+        self.parallel.set_optimizer_steps(self.optimizer, saved["progress"]["optimizer_steps"])
         return saved
 
     def _check_same_model(self, saved, folder):
@@ -317,8 +318,8 @@ class Run:
         saved = asdict(progress)
         saved["data"] = self.loader.state_before(progress.step)
         saved["loss_scale"], saved["loss_scale_good_steps"] = self.loss_scale.value, self.loss_scale.good_steps
-        state = {"progress": saved, "optimizer_steps": progress.step - progress.skipped_steps,
-                 "settings": settings_module.as_dict(self.settings), "world_size": self.world.size, "torch": torch.__version__}
+        state = {"progress": saved, "settings": settings_module.as_dict(self.settings), "world_size": self.world.size,
+                 "torch": torch.__version__}
         self.checkpointer.save(progress.step, self.parallel.shards() + self.parallel.optimizer_shards(self.optimizer), state)
         if wait:
             self.checkpointer.wait()

@@ -172,6 +172,16 @@ def test_starting_from_another_run(train, tmp_path, metrics_of):
     assert "going on" in said and "step 3" in said
 
 
+def test_a_run_that_took_over_an_optimiser_goes_on_as_unbroken(train, tmp_path, weights_of):
+    """The bias correction of AdamW goes on where the first run's ended, also after a break of the second."""
+    train(tmp_path / "first", num_steps=4)
+    common = {"load_ckpt_path": tmp_path / "first", "schedule": "constant", "grad_clip_thresh": 0}
+    train(tmp_path / "whole", **{**common, "num_steps": 4})
+    for steps in (2, 4):
+        train(tmp_path / "parts", **{**common, "num_steps": steps})
+    assert equal(weights_of(tmp_path / "whole"), weights_of(tmp_path / "parts"))
+
+
 @pytest.mark.parametrize("given, message", [
     ({"dataset_path": "/nowhere"}, "/nowhere: no such folder"),
     ({"datasets": "train,typo"}, "typo"),
