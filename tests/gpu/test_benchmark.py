@@ -1,0 +1,148 @@
+"""benchmarks.gpu, all of it but the CUDA kernels: one round with tiny models on the CPU."""
+
+import os
+import subprocess
+from importlib import util
+
+import pytest
+import torch
+
+from benchmarks import gpu
+from config.model_config import ModelConfig
+from config.presets import PRESETS
+from mamba_fsdp.errors import UserError
+from mamba_fsdp.model.count import parameter_shapes
+from mamba_fsdp.model.init import initial_value
+
+CPU = torch.device("cpu")
+TINY = {"mamba1": dict(layers="mamba1", d_model=32, n_layer=2, vocab_size=250),
+        "mamba2": dict(layers="mamba2", d_model=32, n_layer=2, vocab_size=250, d_state=16, headdim=16, chunk_size=16)}
+MEASURED = ["ours"] if util.find_spec("mamba_ssm") else ["ours", "transformers"]
+
+
+def compare(layers, **options):
+    config = ModelConfig(**TINY[layers])
+    weights = {name: initial_value(name, shape, config, 0) for name, shape in parameter_shapes(config).items()}
+    options = dict(device=CPU, rounds=1, steps=1) | options
+    return {row.form: row for row in gpu.compare("tiny", config, weights, 24, 2, **options)}
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("layers", TINY)
+def test_every_form_trains_the_same_model_or_says_why_not(layers, checkpointing):
+    rows = compare(layers, activation_checkpointing=checkpointing)
+    assert list(rows) == ["ours", "mamba_ssm", "transformers"]
+    for form, row in rows.items():
+        if form in MEASURED:
+            assert row.note == "" and row.tokens_per_second > 0 and row.times_ours > 0
+        else:
+            assert row.note and row.tokens_per_second is None
+    assert rows["ours"].times_ours == 1 and "GPU" in rows["mamba_ssm"].note
+
+
+def test_another_model_is_noted(monkeypatch):
+    """A form that starts from other weights is no comparison: the table says so."""
+    def other(config, weights, *rest):
+        return gpu.our_form(config, {name: value * 1.5 for name, value in weights.items()}, *rest)
+
+    monkeypatch.setattr(gpu, "FORMS", {"ours": gpu.our_form, "other": other})
+    assert "not the same model" in compare("mamba1")["other"].note
+
+
+@pytest.mark.parametrize("error, note", [(torch.cuda.OutOfMemoryError("CUDA out of memory. Tried"), "out of memory"),
+                                         (ModuleNotFoundError("no x"), "ModuleNotFoundError: no x"),
+                                         (UserError("why"), "why"), (TypeError("a\nb"), "TypeError: a")])
+def test_a_form_that_fails_is_named_and_the_others_go_on(monkeypatch, error, note):
+    def broken(*_):
+        raise error
+
+    monkeypatch.setattr(gpu, "FORMS", {"broken": broken, "ours": gpu.our_form})
+    rows = compare("mamba1", rounds=2)
+    assert rows["broken"].note == note and rows["broken"].tokens_per_second is None
+    assert rows["ours"].tokens_per_second > 0 and rows["ours"].note == ""
+
+
+def test_fused_operators_are_counted_once_each():
+    class MambaInnerFn(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x * 1
+
+        @staticmethod
+        def backward(ctx, grad):
+            return grad
+
+    x = torch.ones(2, requires_grad=True)
+    once = MambaInnerFn.apply(x)
+    assert gpu.count_fused((once + MambaInnerFn.apply(once) + once).sum()) == 2
+    assert gpu.count_fused((x * 2).sum()) == 0
+
+
+def test_the_command_ends_with_a_table_that_says_where_it_comes_from(monkeypatch, capsys):
+    monkeypatch.setitem(PRESETS, "tiny", TINY["mamba1"])
+    monkeypatch.setattr(gpu, "FORMS", {"ours": gpu.our_form, "mamba_ssm": gpu.mamba_ssm_form})
+    assert gpu.main(["--presets=tiny", "--lengths=8,16", "--batch=1", "--rounds=1", "--steps=1"], device=CPU) == 0
+    described, table = capsys.readouterr().out.split("\n\n")[-2:]
+    for word in ("Machine: ", "Commit: ", "Command: `python -m benchmarks.gpu --presets=tiny"):
+        assert word in described
+    lines = table.splitlines()
+    assert len(lines) == 2 + 2 * 2 and {line.count("|") for line in lines} == {10}
+    assert [line.split(" | ")[1] for line in lines[2:]] == ["8", "8", "16", "16"]
+
+
+def test_mistakes_are_one_line(monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    for arguments, word in (([], "CUDA"), (["--presets=mamba-131m"], "mamba-130m")):
+        assert gpu.main(arguments) == 2
+        message = capsys.readouterr().err
+        assert message.startswith("error: ") and word in message and message.count("\n") == 1
+
+
+PYTHON = """#!/bin/sh
+# Stands in for `python -m pip`: runs setup.py where it should build a wheel, and names what it should install.
+for last; do :; done
+case " $* " in
+*" wheel "*)
+    python3 "$last/setup.py" && mkdir -p "${last%/*}/wheels" && touch "${last%/*}/wheels/${last##*/}.whl" ;;
+*) for last; do case $last in *.whl) echo "${last##*/}" >>"$0.installed" ;; esac; done ;;
+esac
+"""
+
+
+def set_up(project, folder, setup_py):
+    """gpu_setup.sh over two sdists of nothing but this setup.py. Returns its result and what it installed."""
+    for package in ("causal_conv1d-1.7.0", "mamba_ssm-2.3.1"):
+        (folder / package).mkdir()
+        (folder / package / "setup.py").write_text(setup_py)
+        subprocess.run(["tar", "-czf", f"{package}.tar.gz", package], cwd=folder, check=True)
+    (folder / "einops.whl").touch()
+    python = folder / "python"
+    python.write_text(PYTHON)
+    python.chmod(0o755)
+    command = [project / "benchmarks/gpu_setup.sh", folder, folder / "target"]
+    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"PYTHON": str(python)})
+    return done, (folder / "python.installed").read_text().split()
+
+
+def test_kernels_are_built_for_one_architecture(project, tmp_path):
+    setup_py = """if True:
+    cc_flag = ["-gencode", "arch=compute_75,code=sm_75"]
+    # HACK: The compiler flag
+    assert cc_flag == ["-gencode", "arch=compute_90,code=sm_90"]
+"""
+    done, installed = set_up(project, tmp_path, setup_py)
+    assert done.returncode == 0, done.stderr
+    assert installed == ["einops.whl", "causal_conv1d-1.7.0.whl", "mamba_ssm-2.3.1.whl"]
+
+
+@pytest.mark.parametrize("setup_py, said", [("# HACK: The compiler flag\n    raise SystemExit('no nvcc')", "no nvcc"),
+                                            ("", "has no line")])
+def test_a_build_that_fails_installs_nothing_and_shows_why(project, tmp_path, setup_py, said):
+    done, installed = set_up(project, tmp_path, "if True:\n    pass\n    " + setup_py)
+    assert done.returncode == 1 and said in done.stderr and "error: " in done.stderr and installed == ["einops.whl"]
+
+
+def test_a_missing_sdist_is_named(project, tmp_path):
+    command = [project / "benchmarks/gpu_setup.sh", tmp_path, tmp_path / "x"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 2 and "causal_conv1d-1.7.0.tar.gz" in done.stderr and not (tmp_path / "x").exists()
