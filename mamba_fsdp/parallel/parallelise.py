@@ -23,8 +23,8 @@ def parallelise(model, *, world, strategy, compute_dtype, activation_checkpointi
     With low_cpu_fsdp it gets storage for this rank's part only, and what is in it is undefined: `fill` it.
     strategy: none (one process), ddp (replicate), fsdp (shard over all), hsdp (shard within groups of shard_size ranks,
     by default those of a node, and replicate across). The parameters of `model.fp32_parameter_names()` stay whole and
-    fp32 under each. backward_prefetch, limit_all_gathers: see fsdp1.py and fsdp2.py. Raises UserError where the strategy
-    does not fit the number of ranks.
+    fp32 under each. backward_prefetch, limit_all_gathers: see fsdp1.py and fsdp2.py. Raises UserError where the
+    strategy does not fit the number of ranks.
     """
     if strategy not in STRATEGIES:
         raise UserError(f"sharding_strategy {strategy!r} is none of {', '.join(STRATEGIES)}")
