@@ -1,6 +1,7 @@
 """What a run writes about itself: metrics.jsonl, one object a line, and status.json. Rank 0 only."""
 
 import datetime
+import errno
 import json
 import math
 import os
@@ -18,13 +19,18 @@ class Metrics:
         self.path = Path(run_folder) / "metrics.jsonl"
         kept = [line for line in read(self.path) if line["step"] <= step] if step else []
         write_atomically(self.path, "".join(_line(entry) for entry in kept))
-        self.file = open(self.path, "a", buffering=1)
+        self.file = open(self.path, "ab", buffering=0)  # nothing is left for close to write, and so to fail at
 
     def write(self, entry):
-        self.file.write(_line(entry))
+        """Raises UserError where the disk refuses."""
+        line = _line(entry).encode()
+        try:
+            if self.file.write(line) < len(line):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        except OSError as error:
+            raise UserError(f"{self.path}: can't be written ({error.strerror}); make room, then the same command goes on") from None
 
     def sync(self):
-        self.file.flush()
         os.fsync(self.file.fileno())
 
     def close(self):
@@ -51,10 +57,14 @@ def read(path):
 
 
 def write_status(run_folder, status, step, reason=""):
-    """status: running, stopped, finished or failed."""
+    """status: running, stopped, finished or failed. Raises UserError where the disk refuses."""
     now = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
     content = {"status": status, "step": step, "reason": reason, "time": now}
-    write_atomically(Path(run_folder) / "status.json", json.dumps(content, indent=1) + "\n")
+    path = Path(run_folder) / "status.json"
+    try:
+        write_atomically(path, json.dumps(content, indent=1) + "\n")
+    except OSError as error:
+        raise UserError(f"{path}: can't be written ({error.strerror})") from None
 
 
 def read_status(run_folder):

@@ -3,13 +3,14 @@
 from mamba_fsdp.errors import UserError
 
 
-def make_tracker(kind, run_folder, settings):
-    """An object with write(entry) and close(). Raises UserError where the package is missing."""
-    return {"none": NoTracker, "tensorboard": TensorBoard, "wandb": WeightsAndBiases}[kind](run_folder, settings)
+def make_tracker(kind, run_folder, settings, step):
+    """An object with write(entry) and close(), for a run that goes on from `step`. Raises UserError where the package is
+    missing."""
+    return {"none": NoTracker, "tensorboard": TensorBoard, "wandb": WeightsAndBiases}[kind](run_folder, settings, step)
 
 
 class NoTracker:
-    def __init__(self, run_folder, settings):
+    def __init__(self, run_folder, settings, step):
         pass
 
     def write(self, entry):
@@ -20,12 +21,14 @@ class NoTracker:
 
 
 class TensorBoard:
-    def __init__(self, run_folder, settings):
+    def __init__(self, run_folder, settings, step):
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError:
-            raise UserError("tracker=tensorboard needs the package tensorboard: .venv/bin/pip install tensorboard") from None
-        self.writer = SummaryWriter(str(run_folder / "tensorboard"))
+            raise UserError("tracker=tensorboard needs the package tensorboard: "
+                            ".venv/bin/pip install tensorboard") from None
+        # What an interrupted run wrote after `step` comes again, and is dropped as in metrics.jsonl.
+        self.writer = SummaryWriter(str(run_folder / "tensorboard"), purge_step=step + 1 if step else 0)
 
     def write(self, entry):
         for name, value in entry.items():
@@ -39,7 +42,7 @@ class TensorBoard:
 class WeightsAndBiases:
     """One W&B run per run folder, so that a run that goes on draws on in the same curves."""
 
-    def __init__(self, run_folder, settings):
+    def __init__(self, run_folder, settings, step):
         try:
             import wandb
         except ImportError:

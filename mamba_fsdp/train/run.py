@@ -1,6 +1,8 @@
 """One run: what the loop works on, built from the settings; where it starts from; how it ends."""
 
+import os
 import shutil
+import sys
 import time
 from dataclasses import asdict
 from itertools import chain
@@ -41,24 +43,53 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 def run(settings, weights=None, publish=None):
     """Train as the settings say, from the newest checkpoint of the run folder or from the start. Returns the exit code, 0.
 
-    weights: what init_from named, an object with `get(name) -> tensor`. publish(checkpoint, folder) writes the finished model.
+    weights: what init_from named, an object with `get(name) -> tensor`. publish(checkpoint, folder) writes the finished
+    model.
     """
     native.tune_process()
+    if settings.training.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it torch refuses every matrix product on a GPU
     torch.use_deterministic_algorithms(settings.training.deterministic)
     world = start_world(timeout_minutes=settings.parallel.timeout_minutes)
     try:
         with Watchdog(settings.parallel.timeout_minutes, world.rank) as watchdog:
-            Run(settings, world, watchdog, weights, publish).train()
+            last = Run(settings, world, watchdog, weights).train()
     finally:
         world.close()
+    if last and world.rank == 0:
+        finish(last, publish)
     return 0
+
+
+def finish(checkpoint, publish):
+    """The whole model as one file, then the word `finished`: whoever reads that finds the model.
+
+    Rank 0 does this when the ranks have parted: a large model may take longer than the others would wait.
+    """
+    run_folder, step = checkpoint.parent.parent, int(checkpoint.name.removeprefix("step_"))
+    folder = run_folder / "pth" / checkpoint.name
+    try:
+        if publish and not folder.exists():
+            publish(checkpoint, folder)
+        records.write_status(run_folder, "finished", step)
+    except BaseException as error:
+        record_failure(run_folder, step, error)
+        raise
+    print(f"finished   {step} steps; everything lies in {run_folder}", flush=True)
+
+
+def record_failure(run_folder, step, error):
+    try:
+        records.write_status(run_folder, "failed", step, f"{type(error).__name__}: {error}")
+    except UserError as another:  # a full disk must not hide what failed first
+        print(f"warning: {another}", file=sys.stderr)
 
 
 class Run:
     """Everything the loop needs, under the names it uses."""
 
-    def __init__(self, settings, world, watchdog, weights, publish):
-        self.settings, self.world, self.watchdog, self.publish = settings, world, watchdog, publish
+    def __init__(self, settings, world, watchdog, weights):
+        self.settings, self.world, self.watchdog = settings, world, watchdog
         self.is_first = world.rank == 0
         self.folder = Path(settings.checkpoint.save_ckpt_path)
         self._make_folder()
@@ -191,40 +222,43 @@ class Run:
                   f"{self.global_batch * data.seq_length:,} tokens")
 
     def train(self):
-        """The loop with what surrounds it: signals, files, the last words in status.json."""
+        """The loop with what surrounds it. Returns the last checkpoint of a run that is over, None of one that stopped."""
         if self.progress.step >= self.total_steps:
-            self.finish()
-            self._say(f"finished   {self.folder} has all its {self.progress.step} steps; raise num_steps to go on")
-            return
+            self._say(f"over       {self.folder} has all its {self.progress.step} steps; raise num_steps to go on")
+            return self.checkpointer.newest()
+        try:
+            reason = self._train()
+        except BaseException as error:
+            if self.is_first:
+                record_failure(self.folder, self.progress.step, error)
+            raise
+        if not reason:
+            return self.checkpointer.newest()
+        if self.is_first:
+            records.write_status(self.folder, "stopped", self.progress.step, reason)
+        self._say(f"stopped    at step {self.progress.step} ({reason}); the same command goes on from here")
+
+    def _train(self):
+        """The loop between its files and signals. Returns "" when the run is over, else why it stopped."""
         self.display = ProgressDisplay(self.total_steps, enabled=self.is_first)
         self.clock = Clock()
         self.metrics = self.tracker = None
+        step, report = self.progress.step, self.settings.report
         if self.is_first:
             write_atomically(self.folder / "config.yaml", settings_module.as_yaml(self.settings))
             self._keep_tokenizer()
-            self.metrics = records.Metrics(self.folder, self.progress.step)
-            self.tracker = make_tracker(self.settings.report.tracker, self.folder, settings_module.as_dict(self.settings))
-            records.write_status(self.folder, "running", self.progress.step)
-        self.profiler = Profiler(self.folder, self.world.rank, self.progress.step) if self.settings.report.use_profiler else None
+            self.metrics = records.Metrics(self.folder, step)
+            self.tracker = make_tracker(report.tracker, self.folder, settings_module.as_dict(self.settings), step)
+            records.write_status(self.folder, "running", step)
+        self.profiler = Profiler(self.folder, self.world.rank, step) if report.use_profiler else None
         with self.loader, StopRequest(self.folder, self.is_first) as self.stop:
             try:
-                reason = loop.train(self)
-            except BaseException as error:
-                if self.is_first:
-                    records.write_status(self.folder, "failed", self.progress.step, f"{type(error).__name__}: {error}")
-                raise
+                return loop.train(self)
             finally:
                 self.display.close()
                 if self.metrics:
                     self.metrics.close()
                     self.tracker.close()
-        if reason:
-            if self.is_first:
-                records.write_status(self.folder, "stopped", self.progress.step, reason)
-            self._say(f"stopped    at step {self.progress.step} ({reason}); the same command goes on from here")
-        else:
-            self.finish()
-            self._say(f"finished   {self.progress.step} steps; everything lies in {self.folder}")
 
     def _keep_tokenizer(self):
         """A copy of the data's tokenizer in the run folder, so that the model can be used when the data is gone."""
@@ -234,16 +268,6 @@ class Run:
             shutil.rmtree(partial, ignore_errors=True)
             shutil.copytree(source, partial)
             partial.rename(target)
-
-    def finish(self):
-        """The whole model as one file, then the word `finished`: whoever reads that finds the model."""
-        folder = self.folder / "pth" / f"step_{self.progress.step:08d}"
-        newest = self.checkpointer.newest()
-        if self.is_first:
-            if self.publish and not folder.exists():
-                self.publish(newest, folder)
-            records.write_status(self.folder, "finished", self.progress.step)
-        self.world.barrier()
 
     # What the loop calls.
 

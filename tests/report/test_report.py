@@ -2,6 +2,7 @@
 
 import io
 import json
+import time
 
 import pytest
 
@@ -65,11 +66,14 @@ def test_tensorboard_gets_every_number(tmp_path):
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    tracker = make_tracker("tensorboard", tmp_path, {})
-    tracker.write({"step": 3, "loss": 2.5, "grad_norm": None})
-    tracker.close()
+    for start, written in ((0, [(3, 2.5), (4, 2.0), (5, 1.5)]), (3, [(4, 2.25)])):  # the second goes on from step 3
+        tracker = make_tracker("tensorboard", tmp_path, {}, start)
+        for step, loss in written:
+            tracker.write({"step": step, "loss": loss, "grad_norm": None})
+        tracker.close()
+        time.sleep(1.1)  # names of event files count seconds
     events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
-    assert [(event.step, event.value) for event in events.Scalars("loss")] == [(3, 2.5)]
+    assert [(event.step, event.value) for event in events.Scalars("loss")] == [(3, 2.5), (4, 2.25)]
 
 
 def test_wandb_goes_on_in_the_same_curves(tmp_path, monkeypatch):
@@ -80,7 +84,7 @@ def test_wandb_goes_on_in_the_same_curves(tmp_path, monkeypatch):
     calls = []
     run = types.SimpleNamespace(log=lambda values, step: calls.append((values, step)), finish=lambda: calls.append("finish"))
     monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=lambda **named: calls.append(named) or run))
-    tracker = make_tracker("wandb", tmp_path / "mine", {"seed": 1})
+    tracker = make_tracker("wandb", tmp_path / "mine", {"seed": 1}, 0)
     tracker.write({"step": 3, "loss": 2.5})
     tracker.close()
     assert calls[0]["resume"] == "allow" and calls[0]["id"] == "mine" and calls[0]["config"] == {"seed": 1}
@@ -92,4 +96,4 @@ def test_a_missing_tracker_is_said_with_the_remedy(tmp_path, monkeypatch):
 
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(UserError, match="pip install wandb"):
-        make_tracker("wandb", tmp_path, {})
+        make_tracker("wandb", tmp_path, {}, 0)

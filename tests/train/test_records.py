@@ -6,6 +6,7 @@ import pytest
 
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.report import records
+from mamba_fsdp.train.run import record_failure
 
 
 def test_going_on_drops_what_the_interrupted_run_wrote_later(tmp_path):
@@ -38,3 +39,16 @@ def test_status_says_what_it_was_told(tmp_path):
     records.write_status(tmp_path, "stopped", 7, "SIGTERM")
     status = records.read_status(tmp_path)
     assert (status["status"], status["step"], status["reason"]) == ("stopped", 7, "SIGTERM")
+
+
+def test_a_full_disk_is_said_in_a_line(tmp_path):
+    """Also where it is the status of a failure that can't be written: then what failed first is what is told."""
+    metrics = records.Metrics(tmp_path, 0)
+    metrics.file.close()
+    metrics.file = open("/dev/full", "ab", buffering=0)
+    with pytest.raises(UserError, match="metrics.jsonl: can't be written .*No space left"):
+        metrics.write({"step": 1})
+    metrics.close()
+    with pytest.raises(UserError, match="status.json: can't be written"):
+        records.write_status(tmp_path / "missing", "running", 0)
+    record_failure(tmp_path / "missing", 0, UserError("what failed first"))

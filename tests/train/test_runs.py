@@ -108,6 +108,19 @@ def test_a_finished_run_has_nothing_to_do(train, tmp_path):
     assert (tmp_path / "metrics.jsonl").read_bytes() == before
 
 
+def test_a_model_that_can_not_be_published_leaves_a_failed_run(train, tmp_path, monkeypatch):
+    """And the same command publishes it, without another step."""
+    def full_disk(*_):
+        raise UserError("no room")
+
+    with monkeypatch.context() as patched, pytest.raises(UserError, match="no room"):
+        patched.setattr("mamba_fsdp.checkpoint.tensors.write_consolidated", full_disk)
+        train(tmp_path)
+    assert read_status(tmp_path)["status"] == "failed"
+    assert "raise num_steps to go on" in train(tmp_path)
+    assert read_status(tmp_path)["status"] == "finished" and list(tmp_path.glob("pth/*/consolidated.00.pth"))
+
+
 def test_gradient_accumulation_changes_only_rounding(train, tmp_path, metrics_of):
     train(tmp_path / "at once", batch_size=8)
     train(tmp_path / "in parts", batch_size=2, global_batch_size=8)
