@@ -18,6 +18,7 @@ from mamba_fsdp.errors import UserError
 
 BOOLEANS = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
 PRECISIONS = {"true": "bf16", "false": "fp32"}  # launchers elsewhere have mixed_precision as a switch
+SHAPELESS = ("model_name", "chunk_size")  # model settings that change no shape and no result
 
 
 @lru_cache(maxsize=None)
@@ -70,9 +71,8 @@ def take_model(config, model, explicit):
     if "model_name" not in explicit:
         for name in set(fields) - explicit:
             setattr(config.model, name, getattr(model, name))
-    free = ("model_name", "chunk_size")  # these change no shape and no result
     differing = [f"{name}={shown(getattr(config.model, name))} (there {shown(getattr(model, name))})" for name in fields
-                 if name not in free and getattr(config.model, name) != getattr(model, name)]
+                 if name not in SHAPELESS and getattr(config.model, name) != getattr(model, name)]
     if differing:
         raise UserError(f"init_from {config.checkpoint.init_from} holds another model than the settings ask for: {', '.join(differing)}")
     config.check()
@@ -97,7 +97,14 @@ def load_yaml(path):
     import yaml
 
     class Text(yaml.SafeLoader):
-        """Leaves every scalar as the text that was written, so that our own types decide."""
+        """Leaves every scalar as the text that was written, so that our own types decide, and refuses a name given twice."""
+
+        def construct_mapping(self, node, deep=False):
+            content = super().construct_mapping(node, deep)
+            if len(content) < len(node.value):
+                names = [key.value for key, _ in node.value]
+                raise yaml.YAMLError(f"{max(names, key=names.count)} is given twice")
+            return content
 
     Text.yaml_implicit_resolvers = {}
     try:
@@ -112,7 +119,7 @@ def load_yaml(path):
 
 
 def flatten(content, path):
-    """{section: {name: value}} or {name: value} or both -> {name: value}, refusing a name given twice."""
+    """{section: {name: value}} or {name: value} or both -> {name or section.name: value}."""
     sections = {field.name for field in dataclasses.fields(TrainConfig)}
     flat = {}
     for key, value in content.items():

@@ -162,7 +162,8 @@ class ParallelConfig:
     use_torch_compile: bool = setting(False)
     """Compile each block."""
     timeout_minutes: float = setting(10.0, above=0)
-    """A rank that makes no progress for so long prints where it stands and ends the job."""
+    """A rank that makes no progress for so long prints where it stands and ends the job; give more where compiling or a
+    slow disk needs it."""
 
 
 @dataclass
@@ -174,7 +175,7 @@ class ReportConfig:
     tracker: str = setting("none", choices=("none", "tensorboard", "wandb"))
     """Send the metrics there too (tensorboard: into the run folder)."""
     use_profiler: bool = setting(False)
-    """Record a torch profile of steps 5 to 7 of this start into the run folder (profile/rank_0.json)."""
+    """Record a torch profile of steps 5 to 7 of this start into the run folder (profile/rank_R.json)."""
 
 
 @dataclass

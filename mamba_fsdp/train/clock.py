@@ -22,9 +22,8 @@ class Clock:
         self.waited = 0.0
 
     def skip(self, seconds):
-        if hasattr(self, "began"):
-            self.began += seconds
-            self.interval_began += seconds
+        self.began += seconds
+        self.interval_began += seconds
 
     def wait(self, function, *arguments):
         """Calls a function whose time is spent waiting for other ranks."""

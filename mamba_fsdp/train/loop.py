@@ -22,7 +22,7 @@ class Progress:
     skipped_in_a_row: int = 0
     loss_sum: float = 0.0  # of the applied steps since the last report
     loss_steps: int = 0
-    loss_scale: float = 0.0
+    loss_scale: float = 0.0  # 0 before the first step in fp16
     loss_scale_good_steps: int = 0
     data: dict = field(default_factory=dict)  # the position in the data at the start of this process
 
@@ -33,9 +33,9 @@ def train(run):
     run: see mamba_fsdp/train/run.py. Raises UserError after max_skipped_steps in a row that could not be applied.
     """
     progress, settings = run.progress, run.settings.training
+    run.clock.start(progress.step)
     if progress.step == 0 and run.validates():
         validate(run)
-    run.clock.start(progress.step)
     while progress.step < run.total_steps:
         batches = run.next_batches()
         learning_rate = run.set_learning_rate(progress.step)
@@ -105,7 +105,7 @@ def account(run, batches, loss, applied):
     progress = run.progress
     progress.step += 1
     progress.samples += run.global_batch
-    progress.tokens += run.global_batch * run.settings.data.seq_length
+    progress.tokens += run.tokens_per_step
     if applied:
         progress.loss_sum += loss
         progress.loss_steps += 1

@@ -27,7 +27,7 @@ class LossScale:
 
     def __init__(self, dynamic, value=None, good_steps=0):
         self.dynamic = dynamic
-        self.value = value or (2.0 ** 16 if dynamic else 1.0)
+        self.value = (value or 2.0 ** 16) if dynamic else 1.0
         self.good_steps = good_steps
 
     def update(self, finite):

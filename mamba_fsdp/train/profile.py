@@ -17,7 +17,12 @@ class Profiler:
         if step == self.first - 1:
             self.profile = torch.profiler.profile(record_shapes=True)
             self.profile.start()
-        elif self.profile and step == self.first + COUNT - 1:
+        elif step == self.first + COUNT - 1:
+            self.close()
+
+    def close(self):
+        """Write what there is: a run may end before the last of these steps."""
+        if self.profile:
             self.profile.stop()
             self.path.parent.mkdir(exist_ok=True)
             self.profile.export_chrome_trace(str(self.path))

@@ -14,7 +14,7 @@ from config import settings as settings_module
 from mamba_fsdp.checkpoint.checkpointer import Checkpointer
 from mamba_fsdp.checkpoint.folder import find_checkpoint, load
 from mamba_fsdp.checkpoint.tensors import open_tensors
-from mamba_fsdp.data.loader import Loader, evaluation_batches
+from mamba_fsdp.data.loader import Batch, Loader, evaluation_batches
 from mamba_fsdp.data.order import Order
 from mamba_fsdp.data.selection import training_sources, validation_stores
 from mamba_fsdp.durable import write_atomically
@@ -95,11 +95,12 @@ class Run:
         self._make_folder()
         self.checkpointer = Checkpointer(self.folder, world, keep=settings.checkpoint.keep_checkpoints,
                                          asynchronous=settings.checkpoint.async_checkpoint, report=self._say)
-        self._count_steps()
+        self._count_samples()
         self.open_data()
         self.progress = loop.Progress()
         self.build_model()
         self.start_from(weights)
+        self._plan_steps()
         self.order_data()
 
     def _make_folder(self):
@@ -114,8 +115,8 @@ class Run:
         if self.is_first:
             print(text, flush=True)
 
-    def _count_steps(self):
-        """The numbers of steps and samples that the settings mean on this many ranks."""
+    def _count_samples(self):
+        """The samples of a step and of a rank in it."""
         training, world = self.settings.training, self.world
         per_pass = training.batch_size * world.size
         self.global_batch = training.global_batch_size or per_pass
@@ -123,8 +124,18 @@ class Run:
             raise UserError(f"global_batch_size {self.global_batch} is no multiple of batch_size {training.batch_size} times {world.size} "
                             f"ranks; set batch_size to a divisor of {self.global_batch / world.size:g}, or another global_batch_size")
         self.micro_batches = self.global_batch // per_pass
-        tokens_per_step = self.global_batch * self.settings.data.seq_length
+        self.tokens_per_step = self.global_batch * self.settings.data.seq_length
+
+    def _plan_steps(self):
+        """The steps that the settings' durations mean. Tokens seen count as such, also where a step had fewer or more."""
+        training, progress, tokens_per_step = self.settings.training, self.progress, self.tokens_per_step
         self.total_steps = training.num_steps.steps(tokens_per_step)
+        if progress.samples != progress.step * self.global_batch:
+            self._say(f"batch      {self.global_batch} samples a step from here on, {progress.samples / progress.step:g} "
+                      "before; global_batch_size keeps it the same on any number of ranks")
+            if training.num_steps.unit == "tok":
+                left = max(0, training.num_steps.count - progress.tokens)
+                self.total_steps = progress.step + -(-left // tokens_per_step)
         self.eval_steps = training.eval_interval.steps(tokens_per_step)
         self.checkpoint_steps = self.settings.checkpoint.checkpoint_interval.steps(tokens_per_step)
         schedule = self.settings.lr_schedule
@@ -191,8 +202,8 @@ class Run:
             self._say(f"starting   from the weights in {checkpoint.init_from}")
         else:
             fill(self.parallel.shards(), lambda name, shape: initial_value(name, shape, self.settings.model, self.settings.training.seed))
-        scale = self.progress.loss_scale or None
-        self.loss_scale = LossScale(self.compute_dtype == torch.float16, scale, self.progress.loss_scale_good_steps)
+        self.loss_scale = LossScale(self.compute_dtype == torch.float16, self.progress.loss_scale,
+                                    self.progress.loss_scale_good_steps)
 
     def _load(self, folder):
         shards = self.parallel.shards() + self.parallel.optimizer_shards(self.optimizer)
@@ -203,7 +214,7 @@ class Run:
     def _check_same_model(self, saved, folder):
         now = settings_module.as_dict(self.settings)["model"]
         differing = [f"{name} {then} (now {now[name]})" for name, then in saved["settings"]["model"].items()
-                     if name != "model_name" and name in now and now[name] != then]
+                     if name not in settings_module.SHAPELESS and name in now and now[name] != then]
         if differing:
             raise UserError(f"{folder} holds another model: {', '.join(differing)}; give these settings again, or another save_ckpt_path")
 
@@ -219,7 +230,7 @@ class Run:
         checked = ", ".join(str(store.path) for store in self.validation) or "none"
         self._say(f"data       {read}; validation: {checked}")
         self._say(f"steps      {self.total_steps:,} of {self.global_batch} x {data.seq_length} = "
-                  f"{self.global_batch * data.seq_length:,} tokens")
+                  f"{self.tokens_per_step:,} tokens")
 
     def train(self):
         """The loop with what surrounds it. Returns the last checkpoint of a run that is over, None of one that stopped."""
@@ -256,6 +267,8 @@ class Run:
                 return loop.train(self)
             finally:
                 self.display.close()
+                if self.profiler:
+                    self.profiler.close()
                 if self.metrics:
                     self.metrics.close()
                     self.tracker.close()
@@ -278,6 +291,7 @@ class Run:
 
     def loss(self, batch):
         """The sum of the token losses of one micro-batch."""
+        self.watchdog.progress()
         return self.parallel.module(batch.tokens, labels=batch.labels, documents=batch.documents)
 
     def set_learning_rate(self, step):
@@ -306,8 +320,7 @@ class Run:
     def show(self, loss, learning_rate, gradient_norm, report_due):
         """The live line; and when a report is due, its entry in the metrics."""
         progress = self.progress
-        tokens_per_step = self.global_batch * self.settings.data.seq_length
-        rate = tokens_per_step / self.clock.seconds_per_step(progress.step)
+        rate = self.tokens_per_step / self.clock.seconds_per_step(progress.step)
         mfu = rate * self.flops_per_token / self.peak_flops if self.peak_flops else None
         if report_due:
             loss = progress.loss_sum / progress.loss_steps if progress.loss_steps else float("nan")
@@ -341,7 +354,8 @@ class Run:
             self.metrics.sync()  # what precedes a committed checkpoint must not be lost
         saved = asdict(progress)
         saved["data"] = self.loader.state_before(progress.step)
-        saved["loss_scale"], saved["loss_scale_good_steps"] = self.loss_scale.value, self.loss_scale.good_steps
+        if self.loss_scale.dynamic:
+            saved["loss_scale"], saved["loss_scale_good_steps"] = self.loss_scale.value, self.loss_scale.good_steps
         state = {"progress": saved, "settings": settings_module.as_dict(self.settings), "world_size": self.world.size,
                  "torch": torch.__version__}
         self.checkpointer.save(progress.step, self.parallel.shards() + self.parallel.optimizer_shards(self.optimizer), state)
@@ -355,8 +369,8 @@ class Run:
         with torch.no_grad():
             for batch in batches:
                 for row, (source, window) in enumerate(batch.samples):
-                    one = [None if tensor is None else tensor[row:row + 1] for tensor in batch[:3]]
-                    if not torch.isfinite(self.parallel.module(one[0], labels=one[1], documents=one[2])):
+                    tensors = (None if tensor is None else tensor[row:row + 1] for tensor in batch[:3])
+                    if not torch.isfinite(self.loss(Batch(*tensors, [(source, window)]))):
                         bad.append(f"{source} window {window}")
         bad = list(chain.from_iterable(self.world.gather_objects(bad)))
         drawn = list(chain.from_iterable(self.world.gather_objects([f"{source} window {window}" for batch in batches

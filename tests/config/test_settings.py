@@ -102,7 +102,8 @@ def test_mistakes_are_refused_with_the_reason(words, message):
 
 def test_a_wrong_file_is_refused_by_name(tmp_path):
     for content, message in (("a: [", "can't be read as YAML"), ("- 1\n", "name: value"), ("sed: 3\n", "did you mean seed"),
-                             ("optimizer: 3\n", "is a section"), ("seed: 1\ntraining: {seed: 2}\n", "given twice")):
+                             ("optimizer: 3\n", "is a section"), ("seed: 1\ntraining: {seed: 2}\n", "given twice"),
+                             ("seed: 1\nd_model: 8\nseed: 2\n", "seed is given twice")):
         file = tmp_path / "wrong.yaml"
         file.write_text(content)
         with pytest.raises(UserError, match="wrong.yaml") as caught:
@@ -159,4 +160,4 @@ def test_the_ready_runs_are_what_they_say(project):
         tokens_per_step[file.stem] = (config.training.global_batch_size or config.training.batch_size) * config.data.seq_length
     assert tokens_per_step == {"demo": 2048, "wikitext103": 65_536, "mambaoutai": 3_670_016, "bamba-9b": 1_572_864}
     outai = resolve("mambaoutai")
-    assert outai.training.num_steps.steps(3_670_016) == 109_002 and outai.lr_schedule.warmup_steps.steps(3_670_016) == 275
+    assert outai.training.num_steps.steps(3_670_016) == 109_003 and outai.lr_schedule.warmup_steps.steps(3_670_016) == 275

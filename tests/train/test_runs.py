@@ -108,6 +108,26 @@ def test_a_finished_run_has_nothing_to_do(train, tmp_path):
     assert (tmp_path / "metrics.jsonl").read_bytes() == before
 
 
+def test_a_length_in_tokens_counts_the_tokens_seen_also_when_the_batch_changes(train, tmp_path, metrics_of):
+    train(tmp_path, num_steps="256tok")
+    said = train(tmp_path, num_steps="768tok", batch_size=4)
+    last = [entry for entry in metrics_of(tmp_path) if "loss" in entry][-1]
+    assert (last["step"], last["tokens"]) == (8, 768) and "4 samples a step from here on, 2 before" in said
+
+
+def test_going_on_in_fp16_begins_with_its_own_scale(train, tmp_path):
+    """And a setting that changes no result may change on the way."""
+    train(tmp_path, num_steps=2)
+    train(tmp_path, num_steps=4, mixed_precision="fp16", chunk_size=64)
+    state = json.loads((tmp_path / "checkpoints" / "step_00000004" / "state.json").read_text())["state"]
+    assert state["progress"]["loss_scale"] >= 2 ** 14 and state["progress"]["skipped_steps"] <= 2
+
+
+def test_a_profile_of_a_run_that_ends_early_is_written(train, tmp_path):
+    train(tmp_path, num_steps=5, use_profiler=True)
+    assert json.loads((tmp_path / "profile" / "rank_0.json").read_text())["traceEvents"]
+
+
 def test_a_model_that_can_not_be_published_leaves_a_failed_run(train, tmp_path, monkeypatch):
     """And the same command publishes it, without another step."""
     def full_disk(*_):
