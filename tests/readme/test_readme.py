@@ -4,6 +4,7 @@ import os
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -20,10 +21,8 @@ def commands(project):
 
 @pytest.fixture(scope="session")
 def clone(tmp_path_factory):
-    from conftest import PROJECT
-
     folder = tmp_path_factory.mktemp("fresh") / "clone"
-    subprocess.run(["git", "clone", "--quiet", str(PROJECT), str(folder)], check=True)
+    subprocess.run(["git", "clone", "--quiet", str(Path(__file__).parents[2]), str(folder)], check=True)
     texts = folder / "mytexts"
     texts.mkdir()
     for name in range(150):

@@ -71,7 +71,7 @@ AuthType=auth/none
 CredType=cred/none
 AuthInfo=cred_expire={CREDENTIAL_SECONDS}
 StateSaveLocation={self.folder}/state
-SlurmdSpoolDir={self.folder}/spool-%n
+SlurmdSpoolDir=/tmp/spool-%n
 SlurmctldPidFile={self.folder}/slurmctld.pid
 SlurmdPidFile={self.folder}/slurmd-%n.pid
 SlurmctldLogFile={self.folder}/log/slurmctld.log
@@ -118,7 +118,7 @@ until ip link show eth0 >/dev/null 2>&1; do sleep .01; done
 ip addr add 10.66.0.{number}/24 dev eth0; ip link set eth0 up
 t=$(mktemp -d); mount -t tmpfs -o mode=1777 tmp $t
 {binds}mount --move $t /tmp
-mkdir -p {self.folder}/spool-{name}
+mkdir -p /tmp/spool-{name}  # a node's own /tmp; a socket lies there, whose path must be short
 slurmd -D -N {name} & while :; do sleep 3600 & wait; done"""
         login = str(self.inits["login"])
         self._start(name, ["nsenter", "-t", login, "-m", "-p", "--"], script)
