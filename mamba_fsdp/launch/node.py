@@ -37,6 +37,7 @@ def main(failures, words):
     with tempfile.TemporaryDirectory(prefix="mamba-train-") as scratch:
         if not alone:  # on the node's own disk and new for each job: shared by nodes or versions, these caches break
             os.environ["TRITON_CACHE_DIR"] = f"{scratch}/triton"
+            os.environ["TRITON_DUMP_DIR"] = f"{scratch}/triton-dump"
             os.environ["TORCHINDUCTOR_CACHE_DIR"] = f"{scratch}/inductor"
             os.environ["TRITON_RANK0_SCOPE"] = "node"  # to the image's cache writer: one rank of each node fills it
         options = [f"--nproc-per-node={processes}", f"--log-dir={scratch}/ranks", "--monitor-interval=0.1"]

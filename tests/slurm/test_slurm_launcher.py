@@ -39,6 +39,7 @@ def test_two_nodes_make_one_run_of_two_ranks_in_the_shared_venv(start_cluster, s
         assert rank["cwd"] == str(slurm_project)
         assert (environment["WORLD_SIZE"], environment["LOCAL_WORLD_SIZE"]) == ("2", "1")
         assert environment["MASTER_ADDR"] == "node1", "ranks meet at a host name, which a replaced node keeps"
+        assert environment["TRITON_DUMP_DIR"].startswith(environment["TRITON_CACHE_DIR"])
         assert environment["TRITON_CACHE_DIR"].startswith("/tmp/mamba-train-"), "compiler caches are the node's and the job's own"
         assert environment["TORCHINDUCTOR_CACHE_DIR"].startswith("/tmp/mamba-train-")
         assert not any(name.startswith("FI_") for name in environment), "no EFA settings without EFA devices"
