@@ -50,8 +50,9 @@ def main(input: str = "builtin", out: str = None, *, tokenizer: str = "train:409
         source = text.Files([(str(path), "text") for path in builtin.corpus_files()], options)
     else:
         source = text.open_source(input, options, format=format, config=config, split=split, streaming=streaming)
-    tokenize.make_dataset(source, out or default_folder(input), tokenizer=tokenizer, eos_token=eos_token, workers=workers,
-                          validation_fraction=validation_fraction, shard_tokens=shard_tokens, overwrite=overwrite)
+    tokenize.make_dataset(source, out or default_folder(input), tokenizer=tokenizer, eos_token=eos_token,
+                          workers=workers, validation_fraction=validation_fraction, shard_tokens=shard_tokens,
+                          overwrite=overwrite)
 
 
 def default_folder(input):

@@ -1,4 +1,5 @@
-"""Train a Mamba language model: `python training.py [--config=FILE.yaml] [--SETTING=VALUE ...]`, or the same under torchrun.
+"""Train a Mamba language model: `python training.py [--config=FILE.yaml] [--SETTING=VALUE ...]`, or the same under
+torchrun.
 
 Run again after a stop or a crash, it goes on from the newest committed checkpoint. `--help` lists every setting.
 """

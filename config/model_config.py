@@ -107,18 +107,22 @@ class ModelConfig:
         """Raises UserError for shapes that can't be built, naming the settings."""
         layers = self.layer_list()
         if any(layer.mlp for layer in layers) and self.d_intermediate < 1:
-            raise UserError(f"d_intermediate is {self.d_intermediate}, but layers {self.layers!r} asks for an MLP; give its width")
+            raise UserError(f"d_intermediate is {self.d_intermediate}, but layers {self.layers!r} asks for an MLP; "
+                            "give its width")
         if self.d_intermediate and not any(layer.mlp for layer in layers):
             raise UserError(f"d_intermediate is {self.d_intermediate}, but no layer of {self.layers!r} has +mlp")
         if self.has("mamba2"):
             if self.d_inner % self.headdim:
                 raise UserError(f"headdim {self.headdim} does not divide expand * d_model = {self.d_inner}")
             if self.n_ssm_head % self.ngroups:
-                raise UserError(f"ngroups {self.ngroups} does not divide the {self.n_ssm_head} SSM heads (expand * d_model / headdim)")
+                raise UserError(f"ngroups {self.ngroups} does not divide the {self.n_ssm_head} SSM heads "
+                                "(expand * d_model / headdim)")
         if self.has("attention"):
             if not self.head_dim and self.d_model % self.n_head:
-                raise UserError(f"n_head {self.n_head} does not divide d_model {self.d_model}; set head_dim or another n_head")
+                raise UserError(f"n_head {self.n_head} does not divide d_model {self.d_model}; "
+                                "set head_dim or another n_head")
             if self.n_head % self.n_kv_head:
                 raise UserError(f"n_kv_head {self.n_kv_head} does not divide n_head {self.n_head}")
             if self.resolved_rotary_dim > self.resolved_head_dim or self.resolved_rotary_dim % 2:
-                raise UserError(f"rotary_dim {self.resolved_rotary_dim} must be even and at most head_dim {self.resolved_head_dim}")
+                raise UserError(f"rotary_dim {self.resolved_rotary_dim} must be even and at most "
+                                f"head_dim {self.resolved_head_dim}")

@@ -1,4 +1,5 @@
-"""From the command line, a YAML file, a preset and the defaults to one checked TrainConfig; the help page; the YAML form.
+"""From the command line, a YAML file, a preset and the defaults to one checked TrainConfig; the help page; the YAML
+form.
 
 Order of precedence: command line, then --config FILE.yaml, then the preset that model_name names, then the defaults.
 Every value is read by the type of its field, never guessed: a run id 0123 stays text.
@@ -29,7 +30,8 @@ def all_settings():
         for leaf in dataclasses.fields(section.default_factory):
             assert leaf.name not in found, f"two settings are called {leaf.name}"
             found[leaf.name] = (section.name, leaf)
-    assert not found.keys() & {section.name for section in dataclasses.fields(TrainConfig)}, "a setting is called like a section"
+    sections = {section.name for section in dataclasses.fields(TrainConfig)}
+    assert not found.keys() & sections, "a setting is called like a section"
     return found
 
 
@@ -44,10 +46,12 @@ def aliases():
 
 
 def resolve(given, config_file=None):
-    """The TrainConfig for the settings `given` (dict of name -> text) on top of `config_file`, the preset and the defaults.
+    """The TrainConfig for the settings `given` (dict of name -> text) on top of `config_file`, the preset and the
+    defaults.
 
     Returns (config, explicit): explicit is the set of leaf names that the command line or the file set.
-    Raises UserError for unknown names (with the nearest), values of the wrong type or out of bounds, and impossible combinations.
+    Raises UserError for unknown names (with the nearest), values of the wrong type or out of bounds, and impossible
+    combinations.
     """
     chosen = {}
     if config_file:
@@ -63,7 +67,8 @@ def resolve(given, config_file=None):
 
 
 def take_model(config, model, explicit):
-    """Give `config` the shape of the weights it starts from, a ModelConfig. Model settings that the user gave must agree with it.
+    """Give `config` the shape of the weights it starts from, a ModelConfig. Model settings that the user gave must
+    agree with it.
 
     Raises UserError naming those that don't.
     """
@@ -74,7 +79,8 @@ def take_model(config, model, explicit):
     differing = [f"{name}={shown(getattr(config.model, name))} (there {shown(getattr(model, name))})" for name in fields
                  if name not in SHAPELESS and getattr(config.model, name) != getattr(model, name)]
     if differing:
-        raise UserError(f"init_from {config.checkpoint.init_from} holds another model than the settings ask for: {', '.join(differing)}")
+        raise UserError(f"init_from {config.checkpoint.init_from} holds another model than the settings ask for: "
+                        f"{', '.join(differing)}")
     config.check()
 
 
@@ -97,7 +103,8 @@ def load_yaml(path):
     import yaml
 
     class Text(yaml.SafeLoader):
-        """Leaves every scalar as the text that was written, so that our own types decide, and refuses a name given twice."""
+        """Leaves every scalar as the text that was written, so that our own types decide; refuses a name given
+        twice."""
 
         def construct_mapping(self, node, deep=False):
             content = super().construct_mapping(node, deep)
@@ -123,10 +130,12 @@ def flatten(content, path):
     sections = {field.name for field in dataclasses.fields(TrainConfig)}
     flat = {}
     for key, value in content.items():
-        entries = {f"{key}.{name}": inner for name, inner in value.items()} if key in sections and isinstance(value, dict) else {key: value}
-        if key in sections and not isinstance(value, dict) and value:
+        if key not in sections:
+            flat[key] = value
+        elif isinstance(value, dict):
+            flat.update({f"{key}.{name}": inner for name, inner in value.items()})
+        elif value:
             raise UserError(f"{path}: {key} is a section; put its settings below it")
-        flat.update({} if key in sections and not value else entries)
     return flat
 
 
@@ -200,8 +209,8 @@ def as_dict(config):
     def plain(value):
         return str(value) if isinstance(value, Duration) else value
 
-    return {section: {name: plain(value) for name, value in values.items()}
-            for section, values in ((field.name, vars(getattr(config, field.name))) for field in dataclasses.fields(config))}
+    return {section.name: {name: plain(value) for name, value in vars(getattr(config, section.name)).items()}
+            for section in dataclasses.fields(config)}
 
 
 def as_yaml(config):
@@ -230,13 +239,16 @@ def help_page():
         for leaf in dataclasses.fields(kind):
             lines.append(f"  --{leaf.name}={shown(default(leaf.name))}  ({_bounds(leaf)})")
             also = f" Also: {', '.join(leaf.metadata['aliases'])}." if leaf.metadata["aliases"] else ""
-            lines += textwrap.wrap(meanings(kind)[leaf.name] + also, 116, initial_indent=" " * 6, subsequent_indent=" " * 6)
+            lines += textwrap.wrap(meanings(kind)[leaf.name] + also, 116, initial_indent=" " * 6,
+                                   subsequent_indent=" " * 6)
     return "\n".join(lines)
 
 
 def shown(value):
     """A value as it is written on the command line."""
-    return ",".join(map(str, value)) if isinstance(value, list) else str(value).lower() if isinstance(value, bool) else str(value)
+    if isinstance(value, list):
+        return ",".join(map(str, value))
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _bounds(leaf):
@@ -244,6 +256,6 @@ def _bounds(leaf):
         return "|".join(leaf.metadata["choices"])
     kind = {int: "whole number", float: "number", str: "text", bool: "true|false", Duration: "steps or tokens",
             list[str]: "names", list[float]: "numbers"}[leaf.type]
-    limits = [f"{words} {leaf.metadata[key]}" for key, words in (("above", "above"), ("at_least", "at least"), ("at_most", "at most"))
+    limits = [f"{key.replace('_', ' ')} {leaf.metadata[key]}" for key in ("above", "at_least", "at_most")
               if leaf.metadata[key] is not None]
     return ", ".join([kind, *limits])

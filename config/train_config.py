@@ -25,7 +25,8 @@ class Duration:
         match = re.fullmatch(r"(-?[0-9][0-9_]*(?:\.[0-9]+)?(?:e[0-9]+)?)(tok|tokens)?", str(text).strip().lower())
         if not match or float(match[1]) % 1:
             raise ValueError(f"{text!r} is no duration; write steps, as in 2000, or tokens, as in 1000000000tok")
-        return cls(int(float(match[1])) if "e" in match[1] else int(match[1].split(".")[0]), "tok" if match[2] else "steps")
+        count = int(float(match[1])) if "e" in match[1] else int(match[1].split(".")[0])
+        return cls(count, "tok" if match[2] else "steps")
 
     def steps(self, tokens_per_step):
         """The duration in whole steps, rounded up."""
@@ -46,9 +47,11 @@ class DataConfig:
     dataset_path: str = setting("data/builtin", aliases=("data_path",))
     """Token store made by get_dataset.py, or a folder that holds several (see datasets)."""
     datasets: list[str] = setting([])
-    """Names of the stores inside dataset_path to mix, as in code,text; empty means its train store, or the store itself."""
+    """Names of the stores inside dataset_path to mix, as in code,text; empty means its train store, or the store
+    itself."""
     weights: list[float] = setting([])
-    """Shares of the datasets in the samples, in their order, on any scale; empty means in proportion to their tokens."""
+    """Shares of the datasets in the samples, in their order, on any scale; empty means in proportion to their
+    tokens."""
     validation_path: str = setting("auto", aliases=("eval_path",))
     """Token store that validation reads; auto takes the validation store beside the training one, none does without."""
     seq_length: int = setting(256, at_least=1)
@@ -84,7 +87,8 @@ class ScheduleConfig:
     """The learning rate over the run. Durations are steps, or tokens when written as in 1006878720tok."""
 
     schedule: str = setting("cosine", choices=("cosine", "wsd", "linear", "constant", "annealing"))
-    """cosine and linear decay to the floor; wsd holds, then decays linearly over decay_steps; annealing goes straight to 0."""
+    """cosine and linear decay to the floor; wsd holds, then decays linearly over decay_steps; annealing goes straight
+    to 0."""
     warmup_steps: Duration = steps(-1, at_least=-1)
     """Warm-up; -1 means a twentieth of the run, at most 2000 steps (annealing and constant: none)."""
     decay_steps: Duration = steps(-1, at_least=-1)
@@ -106,7 +110,8 @@ class TrainingConfig:
     seed: int = setting(2023, at_least=0)
     """Seed of the initial weights and of the order of samples."""
     mixed_precision: str = setting("bf16", choices=("bf16", "fp16", "fp32"))
-    """Precision of the matrix products; weights, their update, the recurrence and reductions are fp32. true means bf16, false fp32."""
+    """Precision of the matrix products; weights, their update, the recurrence and reductions are fp32. true means bf16,
+    false fp32."""
     kernels: str = setting("auto", choices=("auto", "portable", "fused"))
     """Operators: the fastest there are, plain PyTorch, or the compiled ones or an error."""
     deterministic: bool = setting(False)
@@ -126,13 +131,13 @@ class CheckpointConfig:
     save_ckpt_path: str = setting("runs/train", aliases=("ckpt_save_path", "run_dir"))
     """The run folder. A committed checkpoint in it always wins: the run goes on from there."""
     load_ckpt_path: str = setting("", aliases=("ckpt_load_path",))
-    """Start from this: a .pth file gives the model; a run or checkpoint folder the optimiser too, and with resuming_dataset
-    the position in the data."""
+    """Start from this: a .pth file gives the model; a run or checkpoint folder the optimiser too, and with
+    resuming_dataset the position in the data."""
     resuming_dataset: bool = setting(False)
     """Take the position in the data from load_ckpt_path too."""
     init_from: str = setting("")
-    """Start from these weights: a transformers or state-spaces folder, a run, a checkpoint or a .pth file. Its shape is the
-    model's unless model settings are given."""
+    """Start from these weights: a transformers or state-spaces folder, a run, a checkpoint or a .pth file. Its shape is
+    the model's; model settings that are given must agree with it."""
     checkpoint_interval: Duration = steps(500, at_least=1)
     """Save a checkpoint every so often; one is always saved at the end and when stopped."""
     keep_checkpoints: int = setting(3, at_least=1)
@@ -146,7 +151,8 @@ class ParallelConfig:
     """How the model is spread over the devices."""
 
     sharding_strategy: str = setting("auto", choices=("auto", "fsdp", "hsdp", "ddp", "none"))
-    """fsdp shards over all devices, hsdp within a node and replicates across, ddp replicates; auto: fsdp, or none on one device."""
+    """fsdp shards over all devices, hsdp within a node and replicates across, ddp replicates; auto: fsdp, or none on
+    one device."""
     fsdp_activation_checkpointing: bool = setting(False)
     """Recompute activations in the backward pass instead of keeping them."""
     selective_checkpointing: str = setting("1")
@@ -192,23 +198,28 @@ class TrainConfig:
     def check(self):
         """Raises UserError for combinations that can't work, before any process group or GPU starts."""
         self.model.check()
-        data, schedule, training, checkpoint, parallel = self.data, self.lr_schedule, self.training, self.checkpoint, self.parallel
+        data, schedule, training = self.data, self.lr_schedule, self.training
+        checkpoint, parallel = self.checkpoint, self.parallel
         if data.weights and len(data.weights) != len(data.datasets):
-            raise UserError(f"weights has {len(data.weights)} values but datasets {len(data.datasets)} names; give one weight each")
+            raise UserError(f"weights has {len(data.weights)} values but datasets {len(data.datasets)} names; "
+                            "give one weight each")
         if any(weight < 0 for weight in data.weights) or (data.weights and not sum(data.weights)):
             raise UserError(f"weights {data.weights} must not be negative nor all zero")
         if training.global_batch_size % training.batch_size:
-            raise UserError(f"global_batch_size {training.global_batch_size} is no multiple of batch_size {training.batch_size}")
+            raise UserError(f"global_batch_size {training.global_batch_size} is no multiple of "
+                            f"batch_size {training.batch_size}")
         if checkpoint.load_ckpt_path and checkpoint.init_from:
             raise UserError("load_ckpt_path and init_from both say what to start from; give one")
-        if checkpoint.resuming_dataset and (not checkpoint.load_ckpt_path or checkpoint.load_ckpt_path.endswith(".pth")):
-            raise UserError("resuming_dataset needs load_ckpt_path to be a run or checkpoint folder, which knows the data's position")
+        if checkpoint.resuming_dataset and (checkpoint.load_ckpt_path or ".pth").endswith(".pth"):
+            raise UserError("resuming_dataset needs load_ckpt_path to be a run or checkpoint folder, "
+                            "which knows the data's position")
         if self.selective_share() != 1 and not parallel.fsdp_activation_checkpointing:
-            raise UserError(f"selective_checkpointing={parallel.selective_checkpointing} does nothing without fsdp_activation_checkpointing=true")
+            raise UserError(f"selective_checkpointing={parallel.selective_checkpointing} does nothing without "
+                            "fsdp_activation_checkpointing=true")
         if parallel.reentrant_checkpointing and not parallel.fsdp_activation_checkpointing:
             raise UserError("reentrant_checkpointing does nothing without fsdp_activation_checkpointing=true")
         if schedule.decay_steps.count != -1 and schedule.schedule != "wsd":
-            raise UserError(f"decay_steps belongs to schedule=wsd; schedule={schedule.schedule} decays over the whole run")
+            raise UserError(f"decay_steps belongs to schedule=wsd, not to schedule={schedule.schedule}")
 
     def selective_share(self):
         """selective_checkpointing as a number in (0, 1]. Raises UserError where it is none."""
@@ -219,5 +230,6 @@ class TrainConfig:
         except (ValueError, ZeroDivisionError):
             share = -1.0
         if not 0 < share <= 1:
-            raise UserError(f"selective_checkpointing={text!r} must be a share above 0 and at most 1, as in 1/3 or 0.33")
+            raise UserError(f"selective_checkpointing={text!r} must be a share above 0 and at most 1, "
+                            "as in 1/3 or 0.33")
         return share

@@ -1,5 +1,5 @@
-"""What all verbs share: Fire splits the words, the verb's annotations give their types, and a user's mistake is two lines
-without a traceback."""
+"""What all verbs share: Fire splits the words, the verb's annotations give their types, and a user's mistake is two
+lines without a traceback."""
 
 import difflib
 import inspect
@@ -16,7 +16,8 @@ BOOLEANS = {"true": True, "false": False, "yes": True, "no": False, "1": True, "
 def run(verb, help_page, arguments=None):
     """Call `verb` with the command line's words and exit with its code.
 
-    help_page: a function that gives the text of --help. Exit codes: what the verb returns or 0; 2 for a UserError, 130 for Ctrl-C.
+    help_page: a function that gives the text of --help. Exit codes: what the verb returns or 0; 2 for a UserError, 130
+    for Ctrl-C.
     """
     arguments = sys.argv[1:] if arguments is None else arguments
     try:
@@ -40,9 +41,9 @@ def run(verb, help_page, arguments=None):
 
 
 def call(verb, arguments):
-    """verb(...) with its words as text, made int, float or bool where an annotation says so; words after `--` as the list
-    `after_dashes` where the verb has it. Raises UserError for words that don't fit: too many, missing, unknown (with the
-    nearest name) or of the wrong type."""
+    """verb(...) with its words as text, made int, float or bool where an annotation says so; words after `--` as the
+    list `after_dashes` where the verb has it. Raises UserError for words that don't fit: too many, missing, unknown
+    (with the nearest name) or of the wrong type."""
     signature = inspect.signature(verb)
     arguments, after_dashes = _cut_at_dashes(list(arguments))
     positional, named = split(arguments)
@@ -54,7 +55,8 @@ def call(verb, arguments):
     for name in named:
         if name not in signature.parameters and not takes_any_name:
             near = difflib.get_close_matches(name, signature.parameters, n=1, cutoff=0.5)
-            raise UserError(f"--{name}: there is no such option; {f'did you mean --{near[0]}?' if near else 'see --help'}")
+            hint = f"did you mean --{near[0]}?" if near else "see --help"
+            raise UserError(f"--{name}: there is no such option; {hint}")
     try:
         bound = signature.bind(*positional, **named)
     except TypeError as error:

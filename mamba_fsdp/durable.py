@@ -6,7 +6,8 @@ from pathlib import Path
 
 
 def sync_folder(folder):
-    """Flush a folder's entries, so that a rename in it survives a power cut. Nothing to do where folders can't be opened."""
+    """Flush a folder's entries, so that a rename in it survives a power cut. Nothing to do where folders can't be
+    opened."""
     try:
         descriptor = os.open(folder, os.O_RDONLY)
     except OSError:
@@ -20,7 +21,8 @@ def sync_folder(folder):
 
 
 def write_atomically(path, data):
-    """Write `data` (str or bytes) to `path`: readers see the old content or all of the new. Raises OSError as the disk does."""
+    """Write `data` (str or bytes) to `path`: readers see the old content or all of the new. Raises OSError as the disk
+    does."""
     path = Path(path)
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
     try:

@@ -7,12 +7,13 @@ import traceback
 
 
 class UserError(Exception):
-    """A user's mistake or a condition of their machine. Its message says what is wrong, where, and what to do; verbs print it
-    as `error: ...` without a traceback and exit 2."""
+    """A user's mistake or a condition of their machine. Its message says what is wrong, where, and what to do; verbs
+    print it as `error: ...` without a traceback and exit 2."""
 
 
 def leave_for_torchrun(error):
-    """Under torchrun: write the exception into the file where it looks, in its form, so that the launcher can end the log with it."""
+    """Under torchrun: write the exception into the file where it looks, in its form, so that the launcher can end the
+    log with it."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if path:
         details = {"py_callstack": "".join(traceback.format_exception(error)), "timestamp": str(int(time.time()))}

@@ -5,7 +5,8 @@ from mamba_fsdp.report.records import read
 
 
 def plot_losses(runs, out):
-    """Training loss as a thin line and validation loss as dots over the step, one colour per run, into the picture `out`.
+    """Training loss as a thin line and validation loss as dots over the step, one colour per run, into the picture
+    `out`.
 
     Raises UserError for a run without metrics or a place that can't be written.
     """
@@ -24,7 +25,8 @@ def plot_losses(runs, out):
         if training:
             axes.plot(*zip(*training), color=f"C{colour}", linewidth=1.2, alpha=0.75, label=f"{run.name}: training")
         if validation:
-            axes.plot(*zip(*validation), color=f"C{colour}", marker="o", linestyle="--", linewidth=1, label=f"{run.name}: validation")
+            axes.plot(*zip(*validation), color=f"C{colour}", marker="o", linestyle="--", linewidth=1,
+                      label=f"{run.name}: validation")
     axes.set_xlabel("step")
     axes.set_ylabel("loss (nats per token)")
     axes.grid(alpha=0.25)

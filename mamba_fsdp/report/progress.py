@@ -32,7 +32,8 @@ class Progress:
         if not self.enabled or not (report or (self.live and time.monotonic() >= self.next_update)):
             return
         width = len(str(self.total))
-        parts = [f"step {step:>{width}}/{self.total}", f"loss {loss:7.4f}", f"lr {learning_rate:.2e}", f"{tokens_per_second:>9,.0f} tokens/s"]
+        parts = [f"step {step:>{width}}/{self.total}", f"loss {loss:7.4f}", f"lr {learning_rate:.2e}",
+                 f"{tokens_per_second:>9,.0f} tokens/s"]
         parts += [f"MFU {mfu:5.1%}"] if mfu is not None else []
         parts += [f"left {duration(seconds_left)}"] if seconds_left is not None else []
         text = "  ".join(parts)

@@ -12,8 +12,8 @@ from mamba_fsdp.errors import UserError
 
 
 class Metrics:
-    """Appends to metrics.jsonl. A run that goes on from step S first drops what an interrupted run wrote after S, so that
-    the file reads as if nothing had happened."""
+    """Appends to metrics.jsonl. A run that goes on from step S first drops what an interrupted run wrote after S, so
+    that the file reads as if nothing had happened."""
 
     def __init__(self, run_folder, step):
         self.path = Path(run_folder) / "metrics.jsonl"
@@ -28,7 +28,8 @@ class Metrics:
             if self.file.write(line) < len(line):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         except OSError as error:
-            raise UserError(f"{self.path}: can't be written ({error.strerror}); make room, then the same command goes on") from None
+            raise UserError(f"{self.path}: can't be written ({error.strerror}); "
+                            "mend that, then the same command goes on") from None
 
     def sync(self):
         os.fsync(self.file.fileno())
@@ -39,12 +40,14 @@ class Metrics:
 
 def _line(entry):
     # JSON has no NaN: a loss that is not finite is written as null.
-    clean = {key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in entry.items()}
+    clean = {key: None if isinstance(value, float) and not math.isfinite(value) else value
+             for key, value in entry.items()}
     return json.dumps(clean) + "\n"
 
 
 def read(path):
-    """The objects of a metrics.jsonl, without a last line that a crash cut short. Raises UserError for anything else."""
+    """The objects of a metrics.jsonl, without a last line that a crash cut short. Raises UserError for anything
+    else."""
     lines = Path(path).read_text().splitlines() if Path(path).exists() else []
     entries = []
     for number, line in enumerate(lines, 1):

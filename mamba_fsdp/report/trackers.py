@@ -4,8 +4,8 @@ from mamba_fsdp.errors import UserError
 
 
 def make_tracker(kind, run_folder, settings, step):
-    """An object with write(entry) and close(), for a run that goes on from `step`. Raises UserError where the package is
-    missing."""
+    """An object with write(entry) and close(), for a run that goes on from `step`. Raises UserError where the package
+    is missing."""
     return {"none": NoTracker, "tensorboard": TensorBoard, "wandb": WeightsAndBiases}[kind](run_folder, settings, step)
 
 

@@ -4,11 +4,13 @@ import statistics
 import time
 
 # Dense bf16 matrix peak of one device, FLOP/s, from the vendors' data sheets; MFU is shown for these only.
-PEAK_FLOPS = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "A10G": 70e12, "L40S": 362e12, "L4": 121e12, "B200": 2250e12}
+PEAK_FLOPS = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "A10G": 70e12, "L40S": 362e12, "L4": 121e12,
+              "B200": 2250e12}
 
 
 def device_peak(device_name):
-    """FLOP/s of the device of this name, or None where we don't know. The longest name that fits wins: L40S is no L4."""
+    """FLOP/s of the device of this name, or None where we don't know. The longest name that fits wins: L40S is no
+    L4."""
     fits = [name for name in PEAK_FLOPS if name in device_name]
     return PEAK_FLOPS[max(fits, key=len)] if fits else None
 

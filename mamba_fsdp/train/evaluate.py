@@ -6,8 +6,8 @@ import torch
 def evaluate(module, batches, world):
     """Mean of the token losses (nats) over the batches of all ranks.
 
-    module: called with (tokens, labels=..., documents=...) gives the sum of the token losses. batches: this rank's; every
-    rank must bring the same number, since sharded weights are gathered in each forward pass.
+    module: called with (tokens, labels=..., documents=...) gives the sum of the token losses. batches: this rank's;
+    every rank must bring the same number, since sharded weights are gathered in each forward pass.
     """
     training = module.training
     module.eval()

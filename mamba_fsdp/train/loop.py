@@ -1,4 +1,5 @@
-"""The training loop: gradients of one global batch, one update, and once in a while a report, a validation, a checkpoint."""
+"""The training loop: gradients of one global batch, one update, and once in a while a report, a validation, a
+checkpoint."""
 
 import math
 import time
@@ -12,7 +13,8 @@ from mamba_fsdp.train.evaluate import evaluate
 
 @dataclass
 class Progress:
-    """Where a run stands: what a checkpoint holds beside the tensors. `tokens` counts the inputs of all samples drawn."""
+    """Where a run stands: what a checkpoint holds beside the tensors. `tokens` counts the inputs of all samples
+    drawn."""
 
     step: int = 0
     samples: int = 0
@@ -66,7 +68,8 @@ def agree_on_step(run, batches):
 
 
 def accumulate_gradients(run, batches, counted_tokens):
-    """Backward passes over this rank's micro-batches. Returns (mean loss per token, gradient norm) of the global batch."""
+    """Backward passes over this rank's micro-batches. Returns (mean loss per token, gradient norm) of the global
+    batch."""
     run.optimizer.zero_grad(set_to_none=True)
     loss_sum = torch.zeros((), device=run.world.device)
     for index, batch in enumerate(batches):
@@ -117,6 +120,6 @@ def validate(run):
     loss = evaluate(run.parallel.module, run.validation_batches(), run.world)
     entry = {"step": run.progress.step, "val_loss": loss, "val_perplexity": math.exp(min(loss, 700.0))}
     run.record(entry)
-    run.progress_line(f"step {run.progress.step}: validation loss {loss:.4f}, perplexity {entry['val_perplexity']:,.2f} "
-                      f"({time.perf_counter() - started:.1f} s)")
+    run.progress_line(f"step {run.progress.step}: validation loss {loss:.4f}, "
+                      f"perplexity {entry['val_perplexity']:,.2f} ({time.perf_counter() - started:.1f} s)")
     run.clock.skip(time.perf_counter() - started)

@@ -13,8 +13,10 @@ def make_optimizer(parameters, shapes, config, *, fused):
     groups = {True: [], False: []}
     for name, parameter in parameters.items():
         groups[decays(name, shapes[name])].append(parameter)
-    return torch.optim.AdamW([{"params": groups[True], "weight_decay": config.weight_decay}, {"params": groups[False], "weight_decay": 0.0}],
-                             lr=config.learning_rate, betas=(config.beta1, config.beta2), eps=config.adam_epsilon, fused=fused or None)
+    return torch.optim.AdamW([{"params": groups[True], "weight_decay": config.weight_decay},
+                              {"params": groups[False], "weight_decay": 0.0}],
+                             lr=config.learning_rate, betas=(config.beta1, config.beta2), eps=config.adam_epsilon,
+                             fused=fused or None)
 
 
 class LossScale:

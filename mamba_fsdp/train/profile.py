@@ -6,7 +6,8 @@ FIRST, COUNT = 5, 3  # the first steps compile kernels and fill caches
 
 
 class Profiler:
-    """Call `step` after each optimiser step; writes profile/rank_R.json into the run folder after steps 5 to 7 of this start."""
+    """Call `step` after each optimiser step; writes profile/rank_R.json into the run folder after steps 5 to 7 of this
+    start."""
 
     def __init__(self, run_folder, rank, step):
         self.path = run_folder / "profile" / f"rank_{rank}.json"

@@ -41,14 +41,16 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
 def run(settings, weights=None, publish=None):
-    """Train as the settings say, from the newest checkpoint of the run folder or from the start. Returns the exit code, 0.
+    """Train as the settings say, from the newest checkpoint of the run folder or from the start. Returns the exit code,
+    0.
 
     weights: what init_from named, an object with `get(name) -> tensor`. publish(checkpoint, folder) writes the finished
     model.
     """
     native.tune_process()
     if settings.training.deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it torch refuses every matrix product on a GPU
+        # Without it torch refuses every matrix product on a GPU.
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(settings.training.deterministic)
     world = start_world(timeout_minutes=settings.parallel.timeout_minutes)
     try:
@@ -108,7 +110,8 @@ class Run:
             try:
                 (self.folder / "checkpoints").mkdir(parents=True, exist_ok=True)
             except OSError as error:
-                raise UserError(f"save_ckpt_path {self.folder}: can't make the run folder ({error.strerror}: {error.filename})") from None
+                raise UserError(f"save_ckpt_path {self.folder}: can't make the run folder "
+                                f"({error.strerror}: {error.filename})") from None
         self.world.barrier()
 
     def _say(self, text):
@@ -121,34 +124,39 @@ class Run:
         per_pass = training.batch_size * world.size
         self.global_batch = training.global_batch_size or per_pass
         if self.global_batch % per_pass:
-            raise UserError(f"global_batch_size {self.global_batch} is no multiple of batch_size {training.batch_size} times {world.size} "
-                            f"ranks; set batch_size to a divisor of {self.global_batch / world.size:g}, or another global_batch_size")
+            raise UserError(f"global_batch_size {self.global_batch} is no multiple of batch_size {training.batch_size} "
+                            f"times {world.size} ranks; set batch_size to a divisor of "
+                            f"{self.global_batch / world.size:g}, or another global_batch_size")
         self.micro_batches = self.global_batch // per_pass
         self.tokens_per_step = self.global_batch * self.settings.data.seq_length
 
     def _plan_steps(self):
-        """The steps that the settings' durations mean. Tokens seen count as such, also where a step had fewer or more."""
+        """The steps that the settings' durations mean. Tokens seen count, also where a step had fewer or more."""
         training, progress, tokens_per_step = self.settings.training, self.progress, self.tokens_per_step
         self.total_steps = training.num_steps.steps(tokens_per_step)
         if progress.samples != progress.step * self.global_batch:
-            self._say(f"batch      {self.global_batch} samples a step from here on, {progress.samples / progress.step:g} "
-                      "before; global_batch_size keeps it the same on any number of ranks")
+            before = progress.samples / progress.step
+            self._say(f"batch      {self.global_batch} samples a step from here on, {before:g} before; "
+                      "global_batch_size keeps it the same on any number of ranks")
             if training.num_steps.unit == "tok":
                 left = max(0, training.num_steps.count - progress.tokens)
                 self.total_steps = progress.step + -(-left // tokens_per_step)
         self.eval_steps = training.eval_interval.steps(tokens_per_step)
         self.checkpoint_steps = self.settings.checkpoint.checkpoint_interval.steps(tokens_per_step)
         schedule = self.settings.lr_schedule
-        self.schedule = Schedule(schedule.schedule, self.total_steps, warmup=schedule.warmup_steps.steps(tokens_per_step),
-                                 decay=schedule.decay_steps.steps(tokens_per_step), floor=schedule.min_learning_rate_ratio)
+        self.schedule = Schedule(schedule.schedule, self.total_steps,
+                                 warmup=schedule.warmup_steps.steps(tokens_per_step),
+                                 decay=schedule.decay_steps.steps(tokens_per_step),
+                                 floor=schedule.min_learning_rate_ratio)
 
     def open_data(self):
         data = self.settings.data
         self.sources, self.weights = training_sources(data)
         self.validation = validation_stores(data)
+        known = self.settings.model.vocab_size
         for store in [*self.sources.values(), *self.validation]:
-            if store.vocab_size > self.settings.model.vocab_size:
-                raise UserError(f"{store.path} has a vocabulary of {store.vocab_size}, the model only {self.settings.model.vocab_size}; "
+            if store.vocab_size > known:
+                raise UserError(f"{store.path} has a vocabulary of {store.vocab_size}, the model only {known}; "
                                 f"set vocab_size={store.vocab_size}")
 
     def build_model(self):
@@ -164,20 +172,23 @@ class Run:
             strategy = "fsdp" if world.size > 1 else "none"
         self.parallel = parallelise(
             model, world=world, strategy=strategy, compute_dtype=self.compute_dtype,
-            activation_checkpointing=parallel.fsdp_activation_checkpointing, selective_checkpointing=settings.selective_share(),
-            reentrant=parallel.reentrant_checkpointing, compile=parallel.use_torch_compile,
-            backward_prefetch=parallel.backward_prefetch, limit_all_gathers=parallel.limit_all_gathers, low_cpu_fsdp=parallel.low_cpu_fsdp)
-        self.optimizer = make_optimizer(self.parallel.parameters(), parameter_shapes(settings.model), settings.optimizer,
-                                        fused=has_fused_adamw(world.device))
+            activation_checkpointing=parallel.fsdp_activation_checkpointing,
+            selective_checkpointing=settings.selective_share(), reentrant=parallel.reentrant_checkpointing,
+            compile=parallel.use_torch_compile, backward_prefetch=parallel.backward_prefetch,
+            limit_all_gathers=parallel.limit_all_gathers, low_cpu_fsdp=parallel.low_cpu_fsdp)
+        self.optimizer = make_optimizer(self.parallel.parameters(), parameter_shapes(settings.model),
+                                        settings.optimizer, fused=has_fused_adamw(world.device))
         self.flops_per_token = flops_per_token(settings.model, settings.data.seq_length)
         peak = device_peak(torch.cuda.get_device_name(world.device)) if world.device.type == "cuda" else None
         self.peak_flops = peak and peak * world.size
-        self._say(f"model      {settings.model.model_name}: {parameter_count(settings.model):,} parameters, {settings.model.n_layer} layers, "
-                  f"{training.mixed_precision}, {strategy} on {world.size} x {world.device.type}")
+        self._say(f"model      {settings.model.model_name}: {parameter_count(settings.model):,} parameters, "
+                  f"{settings.model.n_layer} layers, {training.mixed_precision}, {strategy} on {world.size} x "
+                  f"{world.device.type}")
         self._say(f"kernels    {kernels.explain().removeprefix('kernels: ')}")
 
     def start_from(self, weights):
-        """Fill the shards: from the newest checkpoint of the run folder, else from what the settings name, else at random."""
+        """Fill the shards: from the newest checkpoint of the run folder, else from what the settings name, else at
+        random."""
         checkpoint = self.settings.checkpoint
         newest = self.checkpointer.newest()
         if newest:
@@ -201,7 +212,8 @@ class Run:
             fill(self.parallel.shards(), lambda name, shape: weights.get(name))
             self._say(f"starting   from the weights in {checkpoint.init_from}")
         else:
-            fill(self.parallel.shards(), lambda name, shape: initial_value(name, shape, self.settings.model, self.settings.training.seed))
+            model, seed = self.settings.model, self.settings.training.seed
+            fill(self.parallel.shards(), lambda name, shape: initial_value(name, shape, model, seed))
         self.loss_scale = LossScale(self.compute_dtype == torch.float16, self.progress.loss_scale,
                                     self.progress.loss_scale_good_steps)
 
@@ -216,16 +228,18 @@ class Run:
         differing = [f"{name} {then} (now {now[name]})" for name, then in saved["settings"]["model"].items()
                      if name not in settings_module.SHAPELESS and name in now and now[name] != then]
         if differing:
-            raise UserError(f"{folder} holds another model: {', '.join(differing)}; give these settings again, or another save_ckpt_path")
+            raise UserError(f"{folder} holds another model: {', '.join(differing)}; give these settings again, or "
+                            "another save_ckpt_path")
 
     def order_data(self):
         """The loader, at the position from which the run goes on."""
-        data, world = self.settings.data, self.world
-        order = Order(self.sources, self.weights, data.seq_length, self.settings.training.seed, state=self.progress.data or None)
-        self.loader = Loader(self.sources, order, rank=world.rank, world_size=world.size, batch_size=self.settings.training.batch_size,
-                             micro_batches=self.micro_batches, vocab_size=self.settings.model.vocab_size, first_step=self.progress.step,
-                             num_workers=data.num_workers, prefetch=data.prefetch, reset_at_documents=data.reset_at_documents,
-                             pin_memory=world.device.type == "cuda")
+        data, training, world = self.settings.data, self.settings.training, self.world
+        order = Order(self.sources, self.weights, data.seq_length, training.seed, state=self.progress.data or None)
+        self.loader = Loader(self.sources, order, rank=world.rank, world_size=world.size,
+                             batch_size=training.batch_size, micro_batches=self.micro_batches,
+                             vocab_size=self.settings.model.vocab_size, first_step=self.progress.step,
+                             num_workers=data.num_workers, prefetch=data.prefetch,
+                             reset_at_documents=data.reset_at_documents, pin_memory=world.device.type == "cuda")
         read = ", ".join(f"{store.path} ({len(store):,} tokens)" for store in self.sources.values())
         checked = ", ".join(str(store.path) for store in self.validation) or "none"
         self._say(f"data       {read}; validation: {checked}")
@@ -233,7 +247,8 @@ class Run:
                   f"{self.tokens_per_step:,} tokens")
 
     def train(self):
-        """The loop with what surrounds it. Returns the last checkpoint of a run that is over, None of one that stopped."""
+        """The loop with what surrounds it. Returns the last checkpoint of a run that is over, None of one that
+        stopped."""
         if self.progress.step >= self.total_steps:
             self._say(f"over       {self.folder} has all its {self.progress.step} steps; raise num_steps to go on")
             return self.checkpointer.newest()
@@ -307,8 +322,9 @@ class Run:
         training, data = self.settings.training, self.settings.data
         limit = training.eval_batches * self.global_batch or None
         return self._watched(chain.from_iterable(
-            evaluation_batches(store, str(store.path), seq_length=data.seq_length, batch_size=training.batch_size, rank=self.world.rank,
-                               world_size=self.world.size, vocab_size=self.settings.model.vocab_size, limit=limit,
+            evaluation_batches(store, str(store.path), seq_length=data.seq_length, batch_size=training.batch_size,
+                               rank=self.world.rank, world_size=self.world.size,
+                               vocab_size=self.settings.model.vocab_size, limit=limit,
                                reset_at_documents=data.reset_at_documents)
             for store in self.validation))
 
@@ -326,7 +342,8 @@ class Run:
             loss = progress.loss_sum / progress.loss_steps if progress.loss_steps else float("nan")
             progress.loss_sum, progress.loss_steps = 0.0, 0
             entry = {"step": progress.step, "tokens": progress.tokens, "loss": loss, "learning_rate": learning_rate,
-                     "grad_norm": gradient_norm, "skipped_steps": progress.skipped_steps, "tokens_per_second": round(rate, 1)}
+                     "grad_norm": gradient_norm, "skipped_steps": progress.skipped_steps,
+                     "tokens_per_second": round(rate, 1)}
             entry.update({"mfu": round(mfu, 4)} if mfu else {})
             busy = self.world.gather_objects(self.clock.busy_seconds_per_step(progress.step))
             entry.update(stragglers(busy) if self.world.size > 1 else {})
@@ -358,7 +375,8 @@ class Run:
             saved["loss_scale"], saved["loss_scale_good_steps"] = self.loss_scale.value, self.loss_scale.good_steps
         state = {"progress": saved, "settings": settings_module.as_dict(self.settings), "world_size": self.world.size,
                  "torch": torch.__version__}
-        self.checkpointer.save(progress.step, self.parallel.shards() + self.parallel.optimizer_shards(self.optimizer), state)
+        shards = self.parallel.shards() + self.parallel.optimizer_shards(self.optimizer)
+        self.checkpointer.save(progress.step, shards, state)
         if wait:
             self.checkpointer.wait()
         self.clock.skip(time.perf_counter() - began)
@@ -375,6 +393,8 @@ class Run:
         bad = list(chain.from_iterable(self.world.gather_objects(bad)))
         drawn = list(chain.from_iterable(self.world.gather_objects([f"{source} window {window}" for batch in batches
                                                                     for source, window in batch.samples])))
-        said = f"loss not finite for {', '.join(bad[:8])}" if bad else f"only gradients overflow; samples {', '.join(drawn[:8])}"
-        return (f"{self.progress.skipped_in_a_row} steps in a row were not finite, the last is step {self.progress.step}: {said}. "
-                "Lower learning_rate, use mixed_precision=bf16, or look at these samples")
+        said = (f"loss not finite for {', '.join(bad[:8])}" if bad
+                else f"only gradients overflow; samples {', '.join(drawn[:8])}")
+        return (f"{self.progress.skipped_in_a_row} steps in a row were not finite, the last is step "
+                f"{self.progress.step}: {said}. Lower learning_rate, use mixed_precision=bf16, or look at these "
+                "samples")

@@ -1,4 +1,5 @@
-"""Asking a run to stop: SIGTERM, SIGINT, SIGUSR1, or a file STOP in the run folder. The step ends and a checkpoint is committed."""
+"""Asking a run to stop: SIGTERM, SIGINT, SIGUSR1, or a file STOP in the run folder. The step ends and a checkpoint is
+committed."""
 
 import signal
 import sys
@@ -8,7 +9,8 @@ SECONDS_BETWEEN_LOOKS = 1.0  # a look at the STOP file is a round trip on a shar
 
 
 class StopRequest:
-    """Notices requests; `reason` is "" until there is one. The ranks agree on it elsewhere: only rank 0 looks for the file."""
+    """Notices requests; `reason` is "" until there is one. The ranks agree on it elsewhere: only rank 0 looks for the
+    file."""
 
     def __init__(self, run_folder, is_first_rank):
         self.reason = ""

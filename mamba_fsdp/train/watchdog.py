@@ -10,7 +10,8 @@ from mamba_fsdp.errors import UserError, leave_for_torchrun
 
 
 class Watchdog:
-    """Call `progress()` at least every `minutes`; else the stacks of all threads go to stderr and the process exits with 1."""
+    """Call `progress()` at least every `minutes`; else the stacks of all threads go to stderr and the process exits
+    with 1."""
 
     def __init__(self, minutes, rank):
         self.seconds, self.rank = minutes * 60, rank
@@ -32,8 +33,8 @@ class Watchdog:
     def _watch(self):
         while not self.stopped.wait(min(1.0, self.seconds / 4)):
             if time.monotonic() - self.last > self.seconds:
-                wrong = (f"rank {self.rank} made no progress for {self.seconds / 60:g} minutes (timeout_minutes). Either it is stuck, "
-                         "or it waits for a rank that is")
+                wrong = (f"rank {self.rank} made no progress for {self.seconds / 60:g} minutes (timeout_minutes). "
+                         "Either it is stuck, or it waits for a rank that is")
                 print(f"\nerror: {wrong}. Its threads stand at:", file=sys.stderr, flush=True)
                 faulthandler.dump_traceback(all_threads=True)
                 leave_for_torchrun(UserError(f"{wrong}; where its threads stood is above"))

@@ -1,7 +1,7 @@
 """python -m mamba_fsdp evaluate MODEL STORE [--seq_length=2048] [--batch_size=8] [--limit=0]
 
-Token loss, perplexity and bits per byte of a model over a token store, every token predicted once from those before it in
-its window. MODEL is a run folder, a checkpoint, a consolidated.00.pth, or a transformers or state-spaces folder.
+Token loss, perplexity and bits per byte of a model over a token store, every token predicted once from those before it
+in its window. MODEL is a run folder, a checkpoint, a consolidated.00.pth, or a transformers or state-spaces folder.
 
   --seq_length          tokens per window; more context, lower loss
   --batch_size          windows per forward pass
@@ -28,7 +28,8 @@ def main(model, store, seq_length: int = 2048, batch_size: int = 8, limit: int =
     tokens = TokenStore(store)
     network, weights = load_model(model, reset_at_documents=reset_at_documents)
     if tokens.vocab_size > weights.config.vocab_size:
-        raise UserError(f"{store} has a vocabulary of {tokens.vocab_size}, the model one of {weights.config.vocab_size}: they don't belong together")
+        raise UserError(f"{store} has a vocabulary of {tokens.vocab_size}, the model one of "
+                        f"{weights.config.vocab_size}: they don't belong together")
     words = load_tokenizer(weights, str(tokens.tokenizer_path))
     byte_counts = bytes_of_tokens(words)
     counted = {"tokens": 0, "bytes": 0}
@@ -42,7 +43,8 @@ def main(model, store, seq_length: int = 2048, batch_size: int = 8, limit: int =
 
     began = time.perf_counter()
     batches = evaluation_batches(tokens, store, seq_length=seq_length, batch_size=batch_size, rank=0, world_size=1,
-                                 vocab_size=weights.config.vocab_size, limit=limit or None, reset_at_documents=reset_at_documents)
+                                 vocab_size=weights.config.vocab_size, limit=limit or None,
+                                 reset_at_documents=reset_at_documents)
     loss = evaluate(network, measured(batches), start_world())
     seconds = time.perf_counter() - began
     bits = loss * counted["tokens"] / math.log(2)
@@ -56,7 +58,8 @@ def main(model, store, seq_length: int = 2048, batch_size: int = 8, limit: int =
 def bytes_of_tokens(tokenizer):
     """list: token id -> bytes of text it stands for; 0 for special tokens such as eos.
 
-    A byte-level token's string has one character per byte; other tokens are decoded, which is exact for whole characters.
+    A byte-level token's string has one character per byte; other tokens are decoded, which is exact for whole
+    characters.
     """
     special = set(tokenizer.all_special_ids)
     byte_level = "ByteLevel" in str(getattr(tokenizer, "backend_tokenizer", tokenizer).decoder)

@@ -1,4 +1,5 @@
-"""python -m mamba_fsdp generate MODEL [--prompt=TEXT] [--length=100] [--temperature=0.8] [--top_k=0] [--top_p=1.0] [--seed=0]
+"""python -m mamba_fsdp generate MODEL [--prompt=TEXT] [--length=100] [--temperature=0.8] [--top_k=0] [--top_p=1.0]
+                                    [--seed=0] [--tokenizer=PATH]
 
 Continue a text. MODEL is a run folder, a checkpoint, a consolidated.00.pth, or a transformers or state-spaces folder.
 
@@ -16,9 +17,12 @@ import sys
 from mamba_fsdp.errors import UserError
 
 
-def main(model, prompt="", length: int = 100, temperature: float = 0.8, top_k: int = 0, top_p: float = 1.0, seed: int = 0, tokenizer=""):
-    for name, value, fits, words in (("length", length, length >= 1, "at least 1"), ("temperature", temperature, temperature >= 0, "at least 0"),
-                                     ("top_k", top_k, top_k >= 0, "at least 0"), ("top_p", top_p, 0 < top_p <= 1, "above 0 and at most 1")):
+def main(model, prompt="", length: int = 100, temperature: float = 0.8, top_k: int = 0, top_p: float = 1.0,
+         seed: int = 0, tokenizer=""):
+    for name, value, fits, words in (("length", length, length >= 1, "at least 1"),
+                                     ("temperature", temperature, temperature >= 0, "at least 0"),
+                                     ("top_k", top_k, top_k >= 0, "at least 0"),
+                                     ("top_p", top_p, 0 < top_p <= 1, "above 0 and at most 1")):
         if not fits:
             raise UserError(f"--{name}={value}: must be {words}")
     import torch
@@ -33,8 +37,8 @@ def main(model, prompt="", length: int = 100, temperature: float = 0.8, top_k: i
     tokens = []
     shown = prompt
     sys.stdout.write(shown)
-    for token in generate(network, torch.tensor([ids], device=device), length=length, temperature=temperature, top_k=top_k, top_p=top_p,
-                          generator=torch.Generator(device=device).manual_seed(seed)):
+    for token in generate(network, torch.tensor([ids], device=device), length=length, temperature=temperature,
+                          top_k=top_k, top_p=top_p, generator=torch.Generator(device=device).manual_seed(seed)):
         if int(token) == words.eos_token_id:
             break
         tokens.append(int(token))

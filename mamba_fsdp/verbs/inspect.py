@@ -1,6 +1,7 @@
 """python -m mamba_fsdp inspect PATH [--tensors] [--verify]
 
-Say what PATH holds: a run folder, a checkpoint, a token store, or a model (consolidated.00.pth, transformers, state-spaces).
+Say what PATH holds: a run folder, a checkpoint, a token store, or a model (consolidated.00.pth, transformers,
+state-spaces).
 
   --tensors   list every tensor with its shape and type
   --verify    read every byte and compare it with the checksums (checkpoints and token stores)
@@ -41,11 +42,13 @@ def show_run(path):
     status = read_status(path)
     entries = read(path / "metrics.jsonl")
     say("run", path)
-    say("status", " ".join(str(status[key]) for key in ("status", "reason", "time") if status.get(key)) or "unknown: no status.json")
+    words = [str(status[key]) for key in ("status", "reason", "time") if status.get(key)]
+    say("status", " ".join(words) or "unknown: no status.json")
     for kind, name in (("loss", "training"), ("val_loss", "validation")):
         values = [entry for entry in entries if entry.get(kind) is not None]
         if values:
-            say(name, f"loss {values[0][kind]:.4f} at step {values[0]['step']}, {values[-1][kind]:.4f} at step {values[-1]['step']}")
+            first, last = values[0], values[-1]
+            say(name, f"loss {first[kind]:.4f} at step {first['step']}, {last[kind]:.4f} at step {last['step']}")
     for checkpoint in committed(path / "checkpoints"):
         say("checkpoint", f"{checkpoint} ({size(checkpoint)})")
     for model in sorted(path.glob("pth/*/consolidated.00.pth")):
@@ -57,11 +60,11 @@ def show_checkpoint(path, tensors, verify):
     from mamba_fsdp.parallel.world import start_world
 
     reader = Reader(path)
-    state = reader.state
+    state, progress = reader.state, reader.state["progress"]
     say("checkpoint", path)
-    say("step", f"{state['progress']['step']:,}, {state['progress']['tokens']:,} tokens, {state['progress']['skipped_steps']} steps skipped")
+    say("step", f"{progress['step']:,}, {progress['tokens']:,} tokens, {progress['skipped_steps']} steps skipped")
     say("written by", f"{state['world_size']} ranks, torch {state['torch']}")
-    say("data", json.dumps(state["progress"]["data"]["drawn"]))
+    say("data", json.dumps(progress["data"]["drawn"]))
     say("model", describe_model(state["settings"]["model"]))
     say("size", f"{size(path)} in {len(reader.files)} files, {len(reader.tensors)} tensors")
     if tensors:
@@ -103,11 +106,13 @@ def show_model(path, tensors):
 
 
 def describe_model(fields):
-    return f"{fields['model_name']}, {fields['n_layer']} layers {fields['layers']}, d_model {fields['d_model']}, vocabulary {fields['vocab_size']:,}"
+    return (f"{fields['model_name']}, {fields['n_layer']} layers {fields['layers']}, d_model {fields['d_model']}, "
+            f"vocabulary {fields['vocab_size']:,}")
 
 
 def size(path):
-    total = path.stat().st_size if path.is_file() else sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
+    files = [path] if path.is_file() else [file for file in path.rglob("*") if file.is_file()]
+    total = sum(file.stat().st_size for file in files)
     for unit in ("bytes", "kB", "MB", "GB"):
         if total < 1000 or unit == "GB":
             return f"{total:.0f} {unit}" if unit == "bytes" else f"{total:.1f} {unit}"

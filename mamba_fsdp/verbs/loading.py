@@ -1,4 +1,5 @@
-"""A trained model with its tokenizer, from whatever names one: a run, a checkpoint, a .pth file, another library's folder."""
+"""A trained model with its tokenizer, from whatever names one: a run, a checkpoint, a .pth file, another library's
+folder."""
 
 import torch
 
@@ -11,7 +12,8 @@ from mamba_fsdp.parallel.world import start_world
 
 
 def load_model(source, *, reset_at_documents=False):
-    """(a MambaLM ready for inference, in fp32 on a CPU, in bf16 arithmetic on a GPU; the Weights it came from). Raises UserError."""
+    """(a MambaLM ready for inference, in fp32 on a CPU, in bf16 arithmetic on a GPU; the Weights it came from). Raises
+    UserError."""
     native.tune_process()
     world = start_world()
     weights = read_weights(source)
