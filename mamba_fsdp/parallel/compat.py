@@ -1,7 +1,5 @@
 """What depends on the version of torch: the one place that asks."""
 
-import torch
-
 try:
     from torch.distributed.fsdp import fully_shard  # noqa: F401
     HAS_FSDP2 = True
