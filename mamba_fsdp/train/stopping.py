@@ -14,6 +14,7 @@ class StopRequest:
 
     def __init__(self, run_folder, is_first_rank):
         self.reason = ""
+        self.interrupted = False
         self.file = run_folder / "STOP" if is_first_rank else None
         self.next_look = 0.0
         self.previous = {}
@@ -32,8 +33,9 @@ class StopRequest:
             self.file.unlink(missing_ok=True)
 
     def _on_signal(self, number, _frame):
-        if number == signal.SIGINT and self.reason == "SIGINT":
+        if number == signal.SIGINT and self.interrupted:
             raise KeyboardInterrupt  # asked twice on the keyboard: the user does not want to wait for the checkpoint
+        self.interrupted = self.interrupted or number == signal.SIGINT
         self.reason = signal.Signals(number).name
         if self.file:
             print(f"\n{self.reason}: stopping after this step, with a checkpoint", file=sys.stderr, flush=True)

@@ -24,6 +24,7 @@ def test_a_signal_is_a_request_and_the_old_handler_comes_back(tmp_path, number):
 def test_a_second_ctrl_c_does_not_wait(tmp_path):
     with pytest.raises(KeyboardInterrupt), stopping.StopRequest(tmp_path, True):
         os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGTERM)  # torchrun's, in between
         os.kill(os.getpid(), signal.SIGINT)
 
 
