@@ -3,15 +3,42 @@
 #   docker build -t mamba-train .
 #   docker build -t mamba-train --build-arg STACK=current .        newer torch, for newer GPUs
 #
-#   BASE_IMAGE         any Debian or Ubuntu with Python 3.10 or 3.11; the default adds the CUDA toolkit
-#   STACK              torch2.2 or current: which requirements/*.txt
-#   INSTALL_KERNELS    auto: the fused CUDA kernels when the base image has CUDA; 1: always; 0: never (slower, portable)
-#   INSTALL_EFA        1: libfabric and aws-ofi-nccl for AWS's network; 0: without
+#   STACK                torch2.2 or current: which requirements/*.txt
+#   BASE_IMAGE           another Debian or Ubuntu with Python 3.10 or 3.11 to build on
+#   INSTALL_KERNELS      auto: the fused CUDA kernels if the base has nvcc; 1: always; 0: never (slower, portable)
+#   CUDA_ARCHITECTURES   the GPUs to compile them for (see requirements/build_kernels.sh)
+#   INSTALL_EFA          1: libfabric and aws-ofi-nccl for AWS's network; 0: without
 #
 # Steps stand in the order in which they change, rarest first: a change of the project's code repeats only the last two.
-ARG BASE_IMAGE=nvidia/cuda:12.1.1-devel-ubuntu22.04
+ARG STACK=torch2.2
+ARG BASE_IMAGE
+FROM nvidia/cuda:12.1.1-devel-ubuntu22.04 AS devel-torch2.2
+FROM nvidia/cuda:12.1.1-base-ubuntu22.04 AS base-torch2.2
+FROM nvidia/cuda:12.8.1-devel-ubuntu22.04 AS devel-current
+FROM nvidia/cuda:12.8.1-base-ubuntu22.04 AS base-current
+
+# The fused kernels are compiled in a stage of their own: the CUDA toolkit and the compilers stay behind.
 # hadolint ignore=DL3006
-FROM ${BASE_IMAGE}
+FROM ${BASE_IMAGE:-devel-${STACK}} AS kernels
+ARG STACK
+ARG INSTALL_KERNELS=auto
+ARG CUDA_ARCHITECTURES
+ARG MAX_JOBS
+COPY requirements/${STACK}.txt requirements/kernels-${STACK}.txt requirements/build_kernels.sh /build/
+# hadolint ignore=DL3008
+RUN mkdir /wheels \
+    && if [ "$INSTALL_KERNELS" = 1 ] || { [ "$INSTALL_KERNELS" = auto ] && [ -x /usr/local/cuda/bin/nvcc ]; }; then \
+        apt-get update \
+        && DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends \
+            ca-certificates g++ git python3 python3-dev python3-venv \
+        && python3 -m venv /build/venv \
+        && /build/venv/bin/pip install --no-cache-dir --disable-pip-version-check --constraint "/build/$STACK.txt" \
+            torch numpy setuptools packaging ninja==1.13.0 wheel==0.45.1 \
+        && PYTHON=/build/venv/bin/python /build/build_kernels.sh "$STACK" /wheels; \
+    else echo "without the fused CUDA kernels: INSTALL_KERNELS=$INSTALL_KERNELS and the base image decide"; fi
+
+# hadolint ignore=DL3006
+FROM ${BASE_IMAGE:-base-${STACK}}
 
 # gcc and the headers are not for building this image: Triton compiles a launcher for every kernel when training starts.
 # hadolint ignore=DL3008
@@ -39,19 +66,17 @@ RUN if [ "$INSTALL_EFA" = 1 ]; then \
 
 # The environment is /usr/local itself: Enroot sources /etc/profile, which resets PATH, but /usr/local/bin
 # stays in it; and an environment does not see the packages in a user's home. The stamp is what preflight compares.
-ARG STACK=torch2.2
-COPY requirements/${STACK}.txt requirements/kernels-${STACK}.txt /tmp/requirements/
+ARG STACK
+COPY requirements/${STACK}.txt /tmp/requirements/
 RUN python3 -m venv /usr/local \
     && /usr/local/bin/pip install --no-cache-dir --disable-pip-version-check -r "/tmp/requirements/$STACK.txt" \
     && digest=$(sha256sum "/tmp/requirements/$STACK.txt") \
     && printf '%s\n%s\n' "$STACK" "${digest%% *}" > /usr/local/.complete
 
-ARG INSTALL_KERNELS=auto
-RUN if [ "$INSTALL_KERNELS" = 1 ] || { [ "$INSTALL_KERNELS" = auto ] && [ -d /usr/local/cuda ]; }; then \
-        /usr/local/bin/pip install --no-cache-dir --disable-pip-version-check --no-deps \
-            -r "/tmp/requirements/kernels-$STACK.txt" \
-        && python3 -c 'from importlib.metadata import version as v; v("mamba-ssm"); v("causal-conv1d")'; \
-    else echo "without the fused CUDA kernels: INSTALL_KERNELS=$INSTALL_KERNELS and BASE_IMAGE decide"; fi
+RUN --mount=type=bind,from=kernels,source=/wheels,target=/wheels \
+    for wheel in /wheels/*.whl; do \
+        [ ! -e "$wheel" ] || /usr/local/bin/pip install --no-cache-dir --disable-pip-version-check --no-deps "$wheel"; \
+    done
 
 # Torch 2.2's Triton always uses the rank-0-only cache writer once patched; newer ones use it because of the variable.
 COPY patches/ /opt/mamba-train/patches/

@@ -1,6 +1,7 @@
 """Fixtures that all tests share."""
 
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -10,6 +11,13 @@ import pytest
 
 PROJECT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(PROJECT))
+
+
+def pytest_configure():
+    """A shell starts what runs in its background (`tests/run.sh &`, nohup) deaf to Ctrl-C, which is inherited by all that
+    the tests start and then try to stop by it."""
+    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture
