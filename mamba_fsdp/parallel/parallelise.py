@@ -57,11 +57,19 @@ def parallelise(model, *, world, strategy, compute_dtype, activation_checkpointi
                  backward_prefetch=backward_prefetch, limit_all_gathers=limit_all_gathers)
 
 
-@torch.no_grad()
 def fill(shards, value_of):
     """Set every shard from `value_of(name, shape)`, a full CPU tensor. Only one full tensor is held at a time."""
+    def part_of(name, shape, start, stop):
+        value = value_of(name, shape)
+        assert value.shape == torch.Size(shape), f"{name}: {value.shape} is not {shape}"
+        return value.reshape(-1)[start:stop]
+
+    fill_parts(shards, part_of)
+
+
+@torch.no_grad()
+def fill_parts(shards, part_of):
+    """Set every shard from `part_of(name, shape, start, stop)`, the elements [start, stop) of the flattened tensor."""
     for shard in shards:
         if shard.data.numel():
-            value = value_of(shard.name, shard.shape)
-            assert value.shape == torch.Size(shard.shape), f"{shard.name}: {value.shape} is not {shard.shape}"
-            shard.data.copy_(value.reshape(-1)[shard.start:shard.start + shard.data.numel()])
+            shard.data.copy_(part_of(shard.name, shard.shape, shard.start, shard.start + shard.data.numel()))

@@ -20,11 +20,11 @@ from mamba_fsdp.data.selection import training_sources, validation_stores
 from mamba_fsdp.durable import write_atomically
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.model.count import flops_per_token, parameter_count, parameter_shapes
-from mamba_fsdp.model.init import initial_value
+from mamba_fsdp.model.init import initial_part
 from mamba_fsdp.model.lm import MambaLM
 from mamba_fsdp.ops import kernels, native
 from mamba_fsdp.parallel.compat import has_fused_adamw
-from mamba_fsdp.parallel.parallelise import fill, parallelise
+from mamba_fsdp.parallel.parallelise import fill, fill_parts, parallelise
 from mamba_fsdp.parallel.world import start_world
 from mamba_fsdp.report import records
 from mamba_fsdp.report.progress import Progress as ProgressDisplay
@@ -213,7 +213,8 @@ class Run:
             self._say(f"starting   from the weights in {checkpoint.init_from}")
         else:
             model, seed = self.settings.model, self.settings.training.seed
-            fill(self.parallel.shards(), lambda name, shape: initial_value(name, shape, model, seed))
+            fill_parts(self.parallel.shards(),
+                       lambda name, shape, start, stop: initial_part(name, shape, model, seed, start, stop))
         self.loss_scale = LossScale(self.compute_dtype == torch.float16, self.progress.loss_scale,
                                     self.progress.loss_scale_good_steps)
 

@@ -1,6 +1,7 @@
-"""Initial values: a function of (name, shape, config, seed) with the reference's distributions."""
+"""Initial values: a function of (name, shape, config, seed, position) with the reference's distributions."""
 
 import math
+import random
 
 import pytest
 import torch
@@ -8,12 +9,19 @@ import torch.nn.functional as F
 
 from config.model_config import ModelConfig
 from mamba_fsdp.model.count import parameter_shapes
-from mamba_fsdp.model.init import initial_value
+from mamba_fsdp.model import init
+from mamba_fsdp.model.init import initial_part, initial_value
 
 pytestmark = pytest.mark.torch22
 CONFIG = ModelConfig(layers="mamba1+mlp,mamba2,attention", d_model=256, n_layer=6, headdim=1, vocab_size=1000,
                      d_intermediate=300, tie_embeddings=False)
 SHAPES = parameter_shapes(CONFIG)
+
+
+@pytest.fixture(autouse=True, params=[init.BLOCK, 1000], ids=["one block", "many blocks"])
+def block(request, monkeypatch):
+    monkeypatch.setattr(init, "BLOCK", request.param)
+    return request.param
 
 
 def value_of(name, seed=0):
@@ -59,6 +67,26 @@ def test_the_constants():
     for name in SHAPES:
         if name.endswith((".D", "norm.weight", "norm2.weight", "norm_f.weight")):
             assert (value_of(name) == 1).all(), name
+
+
+def test_a_part_is_that_of_the_whole_and_draws_only_the_blocks_it_lies_in(block, monkeypatch):
+    drawn, draw = [], init._draw
+    monkeypatch.setattr(init, "_draw", lambda values, *given: drawn.append(len(values)) or draw(values, *given))
+    choose = random.Random(0)
+    for name, shape in SHAPES.items():
+        whole = value_of(name).flatten()
+        for _ in range(5):
+            start, stop = sorted(choose.randint(0, len(whole)) for _ in range(2))
+            drawn.clear()
+            part = initial_part(name, shape, CONFIG, 0, start, stop)
+            assert torch.equal(part, whole[start:stop]), (name, start, stop)
+            assert sum(drawn) <= stop - start + 2 * block, (name, start, stop)
+
+
+def test_blocks_have_values_of_their_own(block):
+    value = value_of("backbone.layers.0.mixer.in_proj.weight").flatten()
+    blocks = [tuple(part.tolist()) for part in value.split(block)]
+    assert len(set(blocks)) == len(blocks)
 
 
 def test_values_depend_on_name_and_seed_and_on_nothing_else():
