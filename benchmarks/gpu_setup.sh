@@ -17,19 +17,11 @@ if [ $# -ne 2 ]; then
     sed -n '2,/^set /{/^set /d;s/^# \{0,1\}//;p;}' "$0" >&2
     exit 2
 fi
-sdists=$1 target=$2
-packages=(causal_conv1d-1.7.0 mamba_ssm-2.3.1)
-for package in "${packages[@]}"; do
-    if [ ! -f "$sdists/$package.tar.gz" ]; then
-        echo "error: $sdists holds no $package.tar.gz; the head of this script says how to get it" >&2
-        exit 2
-    fi
-done
-mkdir -p "$target"
-sdists=$(realpath "$sdists") target=$(realpath "$target") python=${PYTHON:-python3}
+mkdir -p "$2"
+sdists=$(realpath "$1") target=$(realpath "$2") python=${PYTHON:-python3}
 pip=("$python" -m pip --disable-pip-version-check)
-build=$(mktemp -d)
-trap 'rm -rf "$build"' EXIT
+wheels=$(mktemp -d)
+trap 'rm -rf "$wheels"' EXIT
 
 shopt -s nullglob
 carried=("$sdists"/*.whl)
@@ -37,30 +29,6 @@ if [ ${#carried[@]} -gt 0 ]; then
     "${pip[@]}" install --quiet --no-index --no-deps --upgrade --target "$target" "${carried[@]}"
 fi
 export PYTHONPATH=$target${PYTHONPATH:+:$PYTHONPATH} PATH=$target/bin:$PATH
-export CAUSAL_CONV1D_FORCE_BUILD=TRUE MAMBA_FORCE_BUILD=TRUE MAX_JOBS=$((($(nproc) + 1) / 2))
-
-# Both list up to nine architectures to compile for, whatever TORCH_CUDA_ARCH_LIST says: cut them to one.
-anchor='# HACK: The compiler flag'
-builds=()
-for package in "${packages[@]}"; do
-    tar -xzf "$sdists/$package.tar.gz" -C "$build"
-    setup=$build/$package/setup.py
-    sed -i "/$anchor/i\\    cc_flag = [\"-gencode\", \"arch=compute_90,code=sm_90\"]" "$setup"
-    if ! grep -q 'cc_flag = \["-gencode", "arch=compute_90' "$setup"; then
-        echo "error: $package's setup.py has no line '$anchor' to set the architecture before" >&2
-        exit 1
-    fi
-    "${pip[@]}" wheel --no-index --no-build-isolation --no-deps --wheel-dir "$build/wheels" "$build/$package" \
-        >"$build/$package.log" 2>&1 &
-    builds+=($!)
-done
-for i in "${!packages[@]}"; do
-    if ! wait "${builds[i]}"; then
-        tail -n 40 "$build/${packages[i]}.log" >&2
-        echo "error: ${packages[i]} could not be built; the end of its log stands above" >&2
-        kill "${builds[@]}" 2>/dev/null || true
-        exit 1
-    fi
-done
-"${pip[@]}" install --quiet --no-index --no-deps --upgrade --target "$target" "$build"/wheels/*.whl
-echo "built ${packages[*]}; use them with PYTHONPATH=$target"
+CUDA_ARCHITECTURES=9.0 PYTHON=$python "$(dirname "$0")/../requirements/build_kernels.sh" current "$wheels" "$sdists"
+"${pip[@]}" install --quiet --no-index --no-deps --upgrade --target "$target" "$wheels"/*.whl
+echo "use them with PYTHONPATH=$target"

@@ -8,20 +8,25 @@
 #   ARCHIVES    a folder with the two source archives (NAME-VERSION.tar.gz), for machines without network;
 #               without it the versions' git tags are fetched
 #
-# CUDA_ARCHITECTURES holds the compute capabilities: "8.0 8.6 8.9 9.0" (A100; A10G; L4 and L40S; H100 and H200) if not
-# set. PYTHON names an interpreter with the stack's PyTorch, ninja and wheel. Needs nvcc, a C++ compiler and git.
+# CUDA_ARCHITECTURES holds the compute capabilities; if not set, "8.0 8.6 8.9 9.0" (A100; A10G; L4 and L40S; H100 and
+# H200), and for the current stack "10.0 12.0" too (B200; RTX PRO 6000). MAX_JOBS limits the compilers at work, each of
+# which takes up to 4 GB. PYTHON names an interpreter with the stack's PyTorch, ninja and wheel. Needs nvcc, a C++
+# compiler and git; takes a quarter of an hour on 16 cores.
 set -euo pipefail
-cd "$(dirname "$0")"
 
-if [ $# -lt 2 ] || [ ! -f "kernels-$1.txt" ]; then
-    sed -n '2,/^set /{/^set /d;s/^# \{0,1\}//;p;}' "$(basename "$0")" >&2
+stack=${1:-} wheels=${2:-} archives=${3:-}
+list=$(dirname "$0")/kernels-$stack.txt
+if [ -z "$wheels" ] || [ ! -f "$list" ]; then
+    sed -n '2,/^set /{/^set /d;s/^# \{0,1\}//;p;}' "$0" >&2
     exit 2
 fi
-stack=$1 wheels=$2 archives=${3:-}
 python=${PYTHON:-python3}
-export TORCH_CUDA_ARCH_LIST=${CUDA_ARCHITECTURES:-8.0 8.6 8.9 9.0}
-export CAUSAL_CONV1D_FORCE_BUILD=TRUE MAMBA_FORCE_BUILD=TRUE   # else their setup.py downloads a wheel
-export MAX_JOBS=${MAX_JOBS:-$((($(nproc) + 3) / 4))}           # each job compiles for four architectures at a time
+architectures=(8.0 8.6 8.9 9.0)
+[ "$stack" != current ] || architectures+=(10.0 12.0)
+[ -z "${CUDA_ARCHITECTURES:-}" ] || read -ra architectures <<<"$CUDA_ARCHITECTURES"
+at_a_time=$((${#architectures[@]} < 4 ? ${#architectures[@]} : 4)) # their setup.py gives nvcc four threads
+export TORCH_CUDA_ARCH_LIST=${architectures[*]} MAX_JOBS=${MAX_JOBS:-$((($(nproc) + at_a_time - 1) / at_a_time))}
+export CAUSAL_CONV1D_FORCE_BUILD=TRUE MAMBA_FORCE_BUILD=TRUE # else their setup.py downloads a wheel
 
 fail() { # what is wrong, what to do
     echo "error: $1" >&2
@@ -50,15 +55,16 @@ restrict_architectures() { # name
 }
 
 compile() { # name, version
-    local architecture
+    local architecture number
     "$python" -m pip --disable-pip-version-check wheel -v --no-index --no-build-isolation --no-deps \
         --wheel-dir "$wheels" "$build/$1" >"$build/log" 2>&1 || {
-        grep -iE '(error|killed)\b' "$build/log" | head -n 10 >&2
+        { grep -iE '(error|killed)\b' "$build/log" || tail "$build/log"; } | head -n 10 >&2
         fail "$1 $2 could not be compiled: see the lines above" "killed means out of memory: MAX_JOBS=1 needs the least"
     }
-    for architecture in ${TORCH_CUDA_ARCH_LIST//[.+PTX]/}; do
-        grep -q "for 'sm_$architecture'" "$build/log" ||
-            fail "$1 $2 was compiled without code for sm_$architecture" "look at its setup.py and at CUDA_ARCHITECTURES"
+    for architecture in "${architectures[@]}"; do # ptxas names each that it makes code for
+        number=${architecture%+PTX} number=${number/./}
+        grep -q "for 'sm_$number'" "$build/log" ||
+            fail "$1 $2 was compiled without code for sm_$number" "look at its setup.py and at CUDA_ARCHITECTURES"
     done
 }
 
@@ -66,8 +72,7 @@ mkdir -p "$wheels"
 build=$(mktemp -d)
 trap 'rm -rf "$build"' EXIT
 # A line of the list: NAME @ https://github.com/OWNER/REPOSITORY/releases/download/vVERSION/...
-sed -nE 's#^(\S+) @ https://github.com/([^/]+/[^/]+)/releases/download/v([^/]+)/.*#\1 \2 \3#p' "kernels-$stack.txt" |
-    sort -u >"$build/list"
+sed -nE 's#^(\S+) @ https://github.com/([^/]+/[^/]+)/releases/download/v([^/]+)/.*#\1 \2 \3#p' "$list" | sort -u >"$build/list"
 while read -r name repository version; do
     echo "compiling $name $version for compute capability $TORCH_CUDA_ARCH_LIST"
     fetch "$name" "$repository" "$version"

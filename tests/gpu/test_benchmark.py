@@ -99,50 +99,27 @@ def test_mistakes_are_one_line(monkeypatch, capsys):
 
 
 PYTHON = """#!/bin/sh
-# Stands in for `python -m pip`: runs setup.py where it should build a wheel, and names what it should install.
+# Stands in for `python -m pip`: makes a wheel of nothing, says what a compiler says, names what it should install.
 for last; do :; done
 case " $* " in
 *" wheel "*)
-    python3 "$last/setup.py" && mkdir -p "${last%/*}/wheels" && touch "${last%/*}/wheels/${last##*/}.whl" ;;
+    while [ "$1" != --wheel-dir ]; do shift; done
+    touch "$2/${last##*/}.whl" && echo "Compiling for 'sm_90'" ;;
 *) for last; do case $last in *.whl) echo "${last##*/}" >>"$0.installed" ;; esac; done ;;
 esac
 """
 
 
-def set_up(project, folder, setup_py):
-    """gpu_setup.sh over two sdists of nothing but this setup.py. Returns its result and what it installed."""
+def test_setup_installs_what_was_carried_and_the_kernels_for_this_gpu(project, tmp_path):
     for package in ("causal_conv1d-1.7.0", "mamba_ssm-2.3.1"):
-        (folder / package).mkdir()
-        (folder / package / "setup.py").write_text(setup_py)
-        subprocess.run(["tar", "-czf", f"{package}.tar.gz", package], cwd=folder, check=True)
-    (folder / "einops.whl").touch()
-    python = folder / "python"
+        (tmp_path / package).mkdir()
+        (tmp_path / package / "setup.py").write_text("if True:\n    # HACK: The compiler flag\n    pass\n")
+        subprocess.run(["tar", "-czf", f"{package}.tar.gz", package], cwd=tmp_path, check=True)
+    (tmp_path / "einops.whl").touch()
+    python = tmp_path / "python"
     python.write_text(PYTHON)
     python.chmod(0o755)
-    command = [project / "benchmarks/gpu_setup.sh", folder, folder / "target"]
+    command = [project / "benchmarks/gpu_setup.sh", tmp_path, tmp_path / "target"]
     done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"PYTHON": str(python)})
-    return done, (folder / "python.installed").read_text().split()
-
-
-def test_kernels_are_built_for_one_architecture(project, tmp_path):
-    setup_py = """if True:
-    cc_flag = ["-gencode", "arch=compute_75,code=sm_75"]
-    # HACK: The compiler flag
-    assert cc_flag == ["-gencode", "arch=compute_90,code=sm_90"]
-"""
-    done, installed = set_up(project, tmp_path, setup_py)
     assert done.returncode == 0, done.stderr
-    assert installed == ["einops.whl", "causal_conv1d-1.7.0.whl", "mamba_ssm-2.3.1.whl"]
-
-
-@pytest.mark.parametrize("setup_py, said", [("# HACK: The compiler flag\n    raise SystemExit('no nvcc')", "no nvcc"),
-                                            ("", "has no line")])
-def test_a_build_that_fails_installs_nothing_and_shows_why(project, tmp_path, setup_py, said):
-    done, installed = set_up(project, tmp_path, "if True:\n    pass\n    " + setup_py)
-    assert done.returncode == 1 and said in done.stderr and "error: " in done.stderr and installed == ["einops.whl"]
-
-
-def test_a_missing_sdist_is_named(project, tmp_path):
-    command = [project / "benchmarks/gpu_setup.sh", tmp_path, tmp_path / "x"]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 2 and "causal_conv1d-1.7.0.tar.gz" in done.stderr and not (tmp_path / "x").exists()
+    assert (tmp_path / "python.installed").read_text().split() == ["einops.whl", "causal-conv1d.whl", "mamba-ssm.whl"]

@@ -1,0 +1,199 @@
+"""Images built for real without a container registry, and programs run in them the way Enroot does.
+
+Needs root, buildah and mmdebstrap. The bases are made here: a bare Debian, and one with a CUDA compiler and the sources
+that the fused kernels are compiled from.
+"""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import textwrap
+import zipfile
+from pathlib import Path
+
+PROJECT = Path(__file__).resolve().parents[2]
+BARE = """\
+FROM scratch
+ADD base.tar /
+COPY ca/ /usr/local/share/ca-certificates/
+RUN update-ca-certificates && printf '[global]\\ncert = /etc/ssl/certs/ca-certificates.crt\\n' > /etc/pip.conf
+"""
+# nvcc and its programs from the Debian that has CUDA 12, laid out as NVIDIA's images have them; no libraries.
+CUDA = """\
+FROM localhost/bare
+COPY cuda/ /usr/local/cuda/
+COPY sources/ /opt/sources/
+COPY gitconfig /etc/gitconfig
+RUN cd /tmp && sed -n 's/ bookworm main/ trixie non-free/p' /etc/apt/sources.list > /etc/apt/sources.list.d/cuda.list \\
+    && apt-get -qq update && apt-get -qq download nvidia-cuda-toolkit \\
+    && dpkg-deb -x nvidia-cuda-toolkit_*.deb toolkit && cd /usr/local/cuda && mkdir -p bin nvvm/bin \\
+    && mv /tmp/toolkit/usr/lib/nvidia-cuda-toolkit/bin/cicc nvvm/bin/ \\
+    && mv /tmp/toolkit/usr/lib/nvidia-cuda-toolkit/libdevice nvvm/ \\
+    && mv /tmp/toolkit/usr/lib/nvidia-cuda-toolkit/bin/nvcc /tmp/toolkit/usr/lib/nvidia-cuda-toolkit/bin/crt bin/ \\
+    && mv /tmp/toolkit/usr/bin/cudafe++ /tmp/toolkit/usr/bin/ptxas /tmp/toolkit/usr/bin/fatbinary bin/ \\
+    && mv /tmp/toolkit/usr/bin/nvlink /tmp/toolkit/usr/bin/bin2c /tmp/toolkit/usr/bin/cuobjdump bin/ \\
+    && rm -rf /tmp/* /etc/apt/sources.list.d/cuda.list /var/lib/apt/lists/*
+ENV PATH=/usr/local/cuda/bin:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin
+"""
+NVCC_PROFILE = """\
+TOP = $(_HERE_)/..
+NVVMIR_LIBRARY_DIR = $(TOP)/nvvm/libdevice
+CICC_PATH = $(TOP)/nvvm/bin
+PATH += $(CICC_PATH):$(_HERE_):
+INCLUDES += "-I$(TOP)/include" $(_SPACE_)
+LIBRARIES =+ $(_SPACE_) "-L$(TOP)/lib64"
+"""
+# The smallest package that is compiled as causal-conv1d and mamba-ssm are: architectures of its own, and the line that
+# requirements/build_kernels.sh looks for.
+SETUP = """\
+from setuptools import setup
+from torch.utils.cpp_extension import BuildExtension, CUDAExtension
+
+cc_flag = []
+if True:
+    cc_flag.append("-gencode")
+    cc_flag.append("arch=compute_70,code=sm_70")
+    # HACK: The compiler flag -D_GLIBCXX_USE_CXX11_ABI is set to be the same as torch's
+nvcc = ["--ptxas-options=-v"] + cc_flag
+extension = CUDAExtension("{name}_cuda", ["kernel.cu"], extra_compile_args=dict(cxx=[], nvcc=nvcc))
+setup(name="{name}", version="{version}", packages=["{name}"], ext_modules=[extension],
+      cmdclass=dict(build_ext=BuildExtension))
+"""
+KERNEL = """\
+#include <Python.h>
+__global__ void twice(float* x) {{ x[threadIdx.x] *= 2; }}
+static PyModuleDef module = {{PyModuleDef_HEAD_INIT, "{name}_cuda"}};
+PyMODINIT_FUNC PyInit_{name}_cuda() {{ return PyModule_Create(&module); }}
+"""
+
+
+class Builder:
+    """buildah with a storage of its own below `folder`. Isolation chroot: works inside containers, uses the host's
+    network."""
+
+    def __init__(self, folder):
+        self.folder = folder
+
+    def __call__(self, *words, check=True):
+        place = ["--root", self.folder / "storage", "--runroot", self.folder / "runroot", "--storage-driver", "overlay"]
+        done = subprocess.run(
+            ["buildah", *place, *words],
+            env={**os.environ, "TMPDIR": str(self.folder)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        assert not check or done.returncode == 0, done.stdout[-5000:]
+        return done.stdout
+
+    def make_bare(self):
+        """A Debian of the fewest packages: localhost/bare."""
+        base = self.folder / "bare"
+        (base / "ca").mkdir(parents=True)
+        (base / "Dockerfile").write_text(BARE)
+        (base / "ca" / "none").touch()
+        for certificate in Path("/usr/local/share/ca-certificates").glob("*.crt"):  # of an inspecting proxy
+            shutil.copy(certificate, base / "ca")
+        make = ["mmdebstrap", "--quiet", "--variant=minbase", "--include=ca-certificates"]
+        subprocess.run([*make, "bookworm", base / "base.tar"], check=True)
+        self("bud", "--isolation", "chroot", "-t", "localhost/bare", base)
+
+    def make_cuda(self):
+        """That Debian with a CUDA compiler, and git that finds the kernels' sources in it: localhost/cuda.
+
+        The sources are tiny stand-ins, or the real ones where KERNEL_SOURCES names a folder with clones of both
+        repositories (compiling those takes most of an hour on two cores).
+        """
+        base = self.folder / "cuda"
+        base.mkdir()
+        (base / "Dockerfile").write_text(CUDA)
+        wheels = ["nvidia-cuda-nvcc-cu12==12.4.131", "nvidia-cuda-runtime-cu12==12.4.127"]
+        if "KERNEL_SOURCES" in os.environ:
+            shutil.copytree(os.environ["KERNEL_SOURCES"], base / "sources")
+            wheels += ["nvidia-cuda-cccl-cu12==12.4.127.post1", "nvidia-cublas-cu12==12.1.3.1"]
+            wheels += ["nvidia-cusparse-cu12==12.1.0.106", "nvidia-cusolver-cu12==11.4.5.107"]
+        else:
+            write_sources(base / "sources")
+        download = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "-d", base / "wheels", *wheels]
+        subprocess.run(download, check=True)
+        lay_out_headers(base / "wheels", base / "cuda")
+        elsewhere = "".join(f"\tinsteadOf = https://github.com/{owner}/\n" for owner in ("state-spaces", "Dao-AILab"))
+        (base / "gitconfig").write_text(f'[url "file:///opt/sources/"]\n{elsewhere}')
+        self("bud", "--isolation", "chroot", "-t", "localhost/cuda", base)
+
+    def build(self, context, image, base, check=True, **arguments):
+        """Build the project in `context` as localhost/`image` on localhost/`base`; returns what buildah says."""
+        arguments = {"BASE_IMAGE": f"localhost/{base}", "INSTALL_EFA": 0, **arguments}
+        words = [word for name, value in arguments.items() for word in ("--build-arg", f"{name}={value}")]
+        options = ["--isolation", "chroot", "--layers", "--pull-never"]
+        return self("bud", *options, *words, "-t", f"localhost/{image}", context, check=check)
+
+    def run(self, image, script):
+        """Run `script` in localhost/`image` as Enroot would: root read-only, /tmp a tmpfs, a user that the image does
+        not know, a home that is not mounted, the image's variables, PATH as /etc/profile leaves it. Returns what it
+        prints."""
+        container = self("from", "--pull-never", f"localhost/{image}").strip()
+        root = self("mount", container).strip()
+        inspected = json.loads(self("inspect", "--type", "image", f"localhost/{image}"))
+        enter = (
+            f"mount --bind {root} {root}; mount -o remount,bind,ro {root}; mount -t tmpfs tmpfs {root}/tmp; "
+            f"mount --rbind /dev {root}/dev; mount -t proc proc {root}/proc; "
+            f"exec chroot --userspec=12345:12345 {root} env -i HOME=/nonexistent "
+            f"{' '.join(inspected['OCIv1']['config']['Env'])} sh -lec 'cd /opt/mamba-train; '\"$1\""
+        )
+        try:
+            done = subprocess.run(
+                ["unshare", "--mount", "--pid", "--fork", "sh", "-ec", enter, "sh", script],
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
+        finally:
+            self("rm", container)
+        assert done.returncode == 0, done.stdout[-5000:]
+        return done.stdout
+
+    def remove(self):
+        self("rm", "--all", check=False)
+        self("rmi", "--all", "--force", check=False)
+        subprocess.run(["umount", self.folder / "storage" / "overlay"], stderr=subprocess.DEVNULL)
+        shutil.rmtree(self.folder)
+
+
+def kernel_versions(stack):
+    """{package: (repository's name, version)} of the fused kernels of a stack."""
+    listed = (PROJECT / "requirements" / f"kernels-{stack}.txt").read_text()
+    found = re.findall(r"^(\S+) @ https://github\.com/[^/]+/([^/]+)/releases/download/v([^/]+)/", listed, re.MULTILINE)
+    return {package: (repository, version) for package, repository, version in found}
+
+
+def write_sources(folder):
+    """Repositories of the names and tags that the kernels' have, with packages of their names."""
+    for package, (repository, version) in kernel_versions("torch2.2").items():
+        name, root = package.replace("-", "_"), folder / repository
+        (root / name).mkdir(parents=True)
+        (root / name / "__init__.py").write_text(f"import torch\nimport {name}_cuda\n")
+        (root / "setup.py").write_text(SETUP.format(name=name, version=version))
+        (root / "kernel.cu").write_text(KERNEL.format(name=name))
+        git = ["git", "-C", root, "-c", "user.name=test", "-c", "user.email=test@localhost"]
+        for words in (["init", "-q"], ["add", "."], ["commit", "-qm", "sources"], ["tag", f"v{version}"]):
+            subprocess.run([*git, *words], check=True)
+
+
+def lay_out_headers(wheels, cuda):
+    """From NVIDIA's wheels: the headers and the runtime's library, as in /usr/local/cuda."""
+    (cuda / "bin").mkdir(parents=True)
+    (cuda / "bin" / "nvcc.profile").write_text(textwrap.dedent(NVCC_PROFILE))
+    for wheel in wheels.glob("*.whl"):
+        with zipfile.ZipFile(wheel) as archive:
+            for name in archive.namelist():
+                match = re.fullmatch(r"nvidia/\w+/(include/.+|lib/libcudart\.so\.\d+)", name)
+                if match and not name.endswith("/"):
+                    path = cuda / match[1].replace("lib/", "lib64/", 1)
+                    path.parent.mkdir(parents=True, exist_ok=True)
+                    path.write_bytes(archive.read(name))
+    runtime, = (cuda / "lib64").iterdir()
+    (cuda / "lib64" / "libcudart.so").symlink_to(runtime.name)
