@@ -3,10 +3,18 @@
 import re
 from dataclasses import dataclass
 
-from config.fields import setting
+from config.fields import Needs, setting
 from mamba_fsdp.errors import UserError
 
 MIXERS = ("mamba1", "mamba2", "attention")
+
+MAMBA = Needs("a mamba1 or mamba2 layer", lambda config: config.model.has("mamba1", "mamba2"))
+MAMBA1 = Needs("a mamba1 layer", lambda config: config.model.has("mamba1"))
+MAMBA2 = Needs("a mamba2 layer", lambda config: config.model.has("mamba2"))
+ATTENTION = Needs("an attention layer", lambda config: config.model.has("attention"))
+ROTARY = Needs("an attention layer with rotary_dim other than 0",
+               lambda config: config.model.has("attention") and config.model.rotary_dim != 0)
+MLP = Needs("a layer with +mlp", lambda config: any(layer.mlp for layer in config.model.layer_list()))
 
 
 @dataclass(frozen=True)
@@ -36,31 +44,31 @@ class ModelConfig:
     """Use the embedding as output layer too."""
     norm_eps: float = setting(1e-5, above=0)
     """Epsilon of every RMSNorm."""
-    d_state: int = setting(16, at_least=1)
+    d_state: int = setting(16, at_least=1, needs=MAMBA)
     """State size per channel (Mamba-1) or per head (Mamba-2)."""
-    d_conv: int = setting(4, at_least=2, at_most=4)
+    d_conv: int = setting(4, at_least=2, at_most=4, needs=MAMBA)
     """Width of the causal convolution."""
-    expand: int = setting(2, at_least=1)
+    expand: int = setting(2, at_least=1, needs=MAMBA)
     """Inner width of an SSM layer as a multiple of d_model."""
-    dt_rank: int = setting(0, at_least=0)
+    dt_rank: int = setting(0, at_least=0, needs=MAMBA1)
     """Mamba-1: rank of the dt projection; 0 means ceil(d_model / 16)."""
-    headdim: int = setting(64, at_least=1)
+    headdim: int = setting(64, at_least=1, needs=MAMBA2)
     """Mamba-2: channels per head."""
-    ngroups: int = setting(1, at_least=1)
+    ngroups: int = setting(1, at_least=1, needs=MAMBA2)
     """Mamba-2: groups of heads that share B and C."""
-    chunk_size: int = setting(256, at_least=1)
+    chunk_size: int = setting(256, at_least=1, needs=MAMBA2)
     """Mamba-2: positions per chunk of the fused scan (the result does not depend on it)."""
-    n_head: int = setting(8, at_least=1)
+    n_head: int = setting(8, at_least=1, needs=ATTENTION)
     """Attention: query heads."""
-    n_kv_head: int = setting(8, at_least=1)
+    n_kv_head: int = setting(8, at_least=1, needs=ATTENTION)
     """Attention: key and value heads (fewer than n_head: grouped-query attention)."""
-    head_dim: int = setting(0, at_least=0)
+    head_dim: int = setting(0, at_least=0, needs=ATTENTION)
     """Attention: channels per head; 0 means d_model / n_head."""
-    rotary_dim: int = setting(-1, at_least=-1)
+    rotary_dim: int = setting(-1, at_least=-1, needs=ATTENTION)
     """Attention: first channels of each head that are rotated by position; 0 none, -1 all of the head."""
-    rope_theta: float = setting(10000.0, above=0)
+    rope_theta: float = setting(10000.0, above=0, needs=ROTARY)
     """Attention: base of the rotary frequencies."""
-    d_intermediate: int = setting(0, at_least=0)
+    d_intermediate: int = setting(0, at_least=0, needs=MLP)
     """Width of the MLP in layers marked +mlp."""
 
     def layer_list(self):
@@ -76,8 +84,8 @@ class ModelConfig:
             raise UserError(f"layers: {self.layers!r} names no layer; give each count at least 1")
         return [pattern[i % len(pattern)] for i in range(self.n_layer)]
 
-    def has(self, mixer):
-        return any(layer.mixer == mixer for layer in self.layer_list())
+    def has(self, *mixers):
+        return any(layer.mixer in mixers for layer in self.layer_list())
 
     @property
     def padded_vocab_size(self):
@@ -109,8 +117,6 @@ class ModelConfig:
         if any(layer.mlp for layer in layers) and self.d_intermediate < 1:
             raise UserError(f"d_intermediate is {self.d_intermediate}, but layers {self.layers!r} asks for an MLP; "
                             "give its width")
-        if self.d_intermediate and not any(layer.mlp for layer in layers):
-            raise UserError(f"d_intermediate is {self.d_intermediate}, but no layer of {self.layers!r} has +mlp")
         if self.has("mamba2"):
             if self.d_inner % self.headdim:
                 raise UserError(f"headdim {self.headdim} does not divide expand * d_model = {self.d_inner}")

@@ -9,10 +9,12 @@ import ast
 import dataclasses
 import difflib
 import inspect
+import math
 import textwrap
 from functools import lru_cache
 from pathlib import Path
 
+from config.fields import whole_number
 from config.presets import preset
 from config.train_config import Duration, TrainConfig
 from mamba_fsdp.errors import UserError
@@ -49,39 +51,77 @@ def resolve(given, config_file=None):
     """The TrainConfig for the settings `given` (dict of name -> text) on top of `config_file`, the preset and the
     defaults.
 
-    Returns (config, explicit): explicit is the set of leaf names that the command line or the file set.
-    Raises UserError for unknown names (with the nearest), values of the wrong type or out of bounds, and impossible
-    combinations.
+    Returns (config, explicit): explicit is the set of leaf names that the command line or the file set. What only the
+    command line has made pointless in the file is forgotten. Raises UserError for unknown names (with the nearest),
+    values of the wrong type or out of bounds, settings that do nothing, and impossible combinations.
     """
-    chosen = {}
+    in_file, on_line = {}, _read(given, "on the command line")
     if config_file:
         path = find_config_file(config_file)
-        chosen.update(_read(flatten(load_yaml(path), path), where=f"in {path}"))
-    chosen.update(_read(given, where="on the command line"))
-    values = {**preset(chosen["model_name"] if "model_name" in chosen else default("model_name")), **chosen}
-    config = TrainConfig()
-    for name, value in values.items():
-        setattr(getattr(config, all_settings()[name][0]), name, value)
+        in_file = _read(flatten(load_yaml(path), path), f"in {path}")
+    chosen = {**in_file, **on_line}
+    config = _build(chosen)
     config.check()
-    return config, set(chosen)
+    for name, sentence in _pointless(config, chosen, _usual(chosen)).items():
+        if config.checkpoint.init_from and name in vars(config.model):
+            continue  # the weights will tell the layers: see take_model
+        if name in on_line:
+            raise UserError(f"{sentence} (on the command line)")
+        if name in _pointless(_build(in_file), in_file, _usual(in_file)):
+            raise UserError(f"{sentence} (in {path})")
+        del chosen[name]
+    return _build(chosen), set(chosen)
+
+
+def _build(chosen):
+    """The TrainConfig of these values on top of the preset and the defaults."""
+    config = TrainConfig()
+    for name, value in {**_usual(chosen), **chosen}.items():
+        setattr(getattr(config, all_settings()[name][0]), name, value)
+    return config
+
+
+def _usual(chosen):
+    """dict: what every setting would be that is not chosen."""
+    name = chosen.get("model_name", default("model_name"))
+    return {**{name: default(name) for name in all_settings()}, **preset(name)}
+
+
+def _pointless(config, names, usual):
+    """dict: those of the settings `names` that do nothing in `config` -> a sentence that says so. To give what is
+    usual (name -> value) is no mistake."""
+    found = {}
+    for name in names:
+        section, leaf = all_settings()[name]
+        value, needs = getattr(getattr(config, section), name), leaf.metadata["needs"]
+        if needs and value != usual[name] and not needs.met(config):
+            found[name] = f"{name}={shown(value)} does nothing without {needs.words}; leave it out"
+    return found
 
 
 def take_model(config, model, explicit):
-    """Give `config` the shape of the weights it starts from, a ModelConfig. Model settings that the user gave must
-    agree with it.
+    """Give `config` the shape of the weights that init_from names, a ModelConfig. Model settings that the user gave
+    must agree with it.
 
-    Raises UserError naming those that don't.
+    Raises UserError naming those that don't, and those that do nothing.
     """
-    fields = [field.name for field in dataclasses.fields(model)]
+    there = vars(model)
     if "model_name" not in explicit:
-        for name in set(fields) - explicit:
-            setattr(config.model, name, getattr(model, name))
-    differing = [f"{name}={shown(getattr(config.model, name))} (there {shown(getattr(model, name))})" for name in fields
-                 if name not in SHAPELESS and getattr(config.model, name) != getattr(model, name)]
+        for name in there.keys() - explicit:
+            setattr(config.model, name, there[name])
+    refuse_other_model(config, model, f"init_from {config.checkpoint.init_from}")
+    for sentence in _pointless(config, there.keys() & explicit, there).values():
+        raise UserError(sentence)
+
+
+def refuse_other_model(config, model, source):
+    """Raises UserError, naming the settings, where the ModelConfig `model` of the weights in `source` is not that of
+    `config`."""
+    now, there = vars(config.model), vars(model)
+    differing = [f"{name}={shown(now[name])} (there {shown(there[name])})" for name in there
+                 if name not in SHAPELESS and now[name] != there[name]]
     if differing:
-        raise UserError(f"init_from {config.checkpoint.init_from} holds another model than the settings ask for: "
-                        f"{', '.join(differing)}")
-    config.check()
+        raise UserError(f"{source} holds another model than the settings ask for: {', '.join(differing)}")
 
 
 def default(name):
@@ -187,6 +227,8 @@ def _convert(kind, text, name):
         return text
     if kind is Duration:
         return Duration.parse(text)
+    if kind is int:
+        return whole_number(text)
     if kind is bool:
         if text.lower() not in BOOLEANS:
             raise ValueError("expected true or false")
@@ -194,14 +236,10 @@ def _convert(kind, text, name):
     try:
         number = float(text)
     except ValueError:
-        raise ValueError("expected a whole number" if kind is int else "expected a number") from None
-    if number != number or number in (float("inf"), float("-inf")):
+        raise ValueError("expected a number") from None
+    if not math.isfinite(number):
         raise ValueError("expected a finite number")
-    if kind is float:
-        return number
-    if number != int(number):
-        raise ValueError("expected a whole number")
-    return int(text.replace("_", "")) if text.lstrip("+-").replace("_", "").isdigit() else int(number)
+    return number
 
 
 def as_dict(config):

@@ -4,10 +4,9 @@ Leaf names are unique over the sections, so `--learning_rate=3e-4`, `--optimizer
 `learning_rate: 3e-4` and `optimizer: {learning_rate: 3e-4}` name the same thing. config/settings.py resolves them.
 """
 
-import re
 from dataclasses import dataclass, field
 
-from config.fields import setting
+from config.fields import Needs, setting, whole_number
 from config.model_config import ModelConfig
 from mamba_fsdp.errors import UserError
 
@@ -21,12 +20,15 @@ class Duration:
 
     @classmethod
     def parse(cls, text):
-        """Reads 2000, 2_000, 2e3 or 1006878720tok. Raises ValueError otherwise."""
-        match = re.fullmatch(r"(-?[0-9][0-9_]*(?:\.[0-9]+)?(?:e[0-9]+)?)(tok|tokens)?", str(text).strip().lower())
-        if not match or float(match[1]) % 1:
-            raise ValueError(f"{text!r} is no duration; write steps, as in 2000, or tokens, as in 1000000000tok")
-        count = int(float(match[1])) if "e" in match[1] else int(match[1].split(".")[0])
-        return cls(count, "tok" if match[2] else "steps")
+        """Reads 2000, 2e3, 1006878720tok or 1e9tok, and -1 (automatic). Raises ValueError otherwise."""
+        number, unit = (text[:-3], "tok") if text.endswith("tok") else (text, "steps")
+        try:
+            count = whole_number(number)
+        except ValueError as error:
+            raise ValueError(f"{error} of steps, as in 2000, or of tokens, as in 1000000000tok or 1e9tok") from None
+        if count < 0 and unit == "tok":
+            raise ValueError("expected tokens from 0 up")
+        return cls(count, unit)
 
     def steps(self, tokens_per_step):
         """The duration in whole steps, rounded up."""
@@ -36,8 +38,23 @@ class Duration:
         return str(self.count) if self.unit == "steps" else f"{self.count}tok"
 
 
-def steps(default, **bounds):
-    return setting(Duration.parse(default), **bounds)
+def steps(default, **more):
+    return setting(Duration(default, "steps"), **more)
+
+
+INTERVAL = Needs("eval_interval above 0",
+                 lambda config: config.training.eval_interval.count or config.data.validation_path == "none")
+STORE = Needs("a validation_path",
+              lambda config: config.data.validation_path != "none" or not config.training.eval_interval.count)
+VALIDATION = Needs("eval_interval above 0 and a validation_path",
+                   lambda config: config.training.eval_interval.count and config.data.validation_path != "none")
+DECAY = Needs("schedule=wsd", lambda config: config.lr_schedule.schedule == "wsd")
+FLOOR = Needs("a schedule that decays to a floor: cosine, linear, or wsd with decay_steps other than 0",
+              lambda config: config.lr_schedule.schedule in ("cosine", "linear", "wsd")
+              and config.lr_schedule.decay_steps.count)
+RECOMPUTING = Needs("fsdp_activation_checkpointing=true", lambda config: config.parallel.fsdp_activation_checkpointing)
+SHARDING = Needs("sharding_strategy=fsdp or hsdp",
+                 lambda config: config.parallel.sharding_strategy not in ("none", "ddp"))
 
 
 @dataclass
@@ -52,7 +69,7 @@ class DataConfig:
     weights: list[float] = setting([])
     """Shares of the datasets in the samples, in their order, on any scale; empty means in proportion to their
     tokens."""
-    validation_path: str = setting("auto", aliases=("eval_path",))
+    validation_path: str = setting("auto", aliases=("eval_path",), needs=INTERVAL)
     """Token store that validation reads; auto takes the validation store beside the training one, none does without."""
     seq_length: int = setting(256, at_least=1)
     """Tokens per sample."""
@@ -91,9 +108,9 @@ class ScheduleConfig:
     to 0."""
     warmup_steps: Duration = steps(-1, at_least=-1)
     """Warm-up; -1 means a twentieth of the run, at most 2000 steps (annealing and constant: none)."""
-    decay_steps: Duration = steps(-1, at_least=-1)
+    decay_steps: Duration = steps(-1, at_least=-1, needs=DECAY)
     """Length of the final decay of wsd; -1 means a tenth of the run."""
-    min_learning_rate_ratio: float = setting(0.1, at_least=0, at_most=1)
+    min_learning_rate_ratio: float = setting(0.1, at_least=0, at_most=1, needs=FLOOR)
     """Floor of cosine, wsd and linear, as a share of learning_rate."""
 
 
@@ -118,9 +135,9 @@ class TrainingConfig:
     """Ask torch for deterministic algorithms only: two equal runs are equal bit for bit."""
     max_skipped_steps: int = setting(10, at_least=1)
     """Stop after this many steps in a row whose loss or gradient was not finite (none of them is applied)."""
-    eval_interval: Duration = steps(200, at_least=0)
+    eval_interval: Duration = steps(200, at_least=0, needs=STORE)
     """Validate every so often, at the start and at the end; 0 never."""
-    eval_batches: int = setting(0, at_least=0)
+    eval_batches: int = setting(0, at_least=0, needs=VALIDATION)
     """Global batches that a validation reads, spread evenly over each store; 0 means all of it."""
 
 
@@ -155,13 +172,13 @@ class ParallelConfig:
     one device."""
     fsdp_activation_checkpointing: bool = setting(False)
     """Recompute activations in the backward pass instead of keeping them."""
-    selective_checkpointing: str = setting("1")
+    selective_checkpointing: str = setting("1", needs=RECOMPUTING)
     """Share of the blocks that recompute, as a fraction: 1/3 or 0.33."""
-    reentrant_checkpointing: bool = setting(False)
+    reentrant_checkpointing: bool = setting(False, needs=RECOMPUTING)
     """Use torch's reentrant form of activation checkpointing."""
-    backward_prefetch: bool = setting(True)
+    backward_prefetch: bool = setting(True, needs=SHARDING)
     """Gather the next block's weights while the backward pass is still in this one."""
-    limit_all_gathers: bool = setting(False)
+    limit_all_gathers: bool = setting(False, needs=SHARDING)
     """Let the CPU wait rather than gather many blocks ahead (less memory)."""
     low_cpu_fsdp: bool = setting(True)
     """Build the model without storage and fill each rank's shard alone."""
@@ -197,9 +214,9 @@ class TrainConfig:
 
     def check(self):
         """Raises UserError for combinations that can't work, before any process group or GPU starts."""
-        self.model.check()
-        data, schedule, training = self.data, self.lr_schedule, self.training
-        checkpoint, parallel = self.checkpoint, self.parallel
+        data, training, checkpoint = self.data, self.training, self.checkpoint
+        if not checkpoint.init_from:  # else its weights tell the model's shape
+            self.model.check()
         if data.weights and len(data.weights) != len(data.datasets):
             raise UserError(f"weights has {len(data.weights)} values but datasets {len(data.datasets)} names; "
                             "give one weight each")
@@ -213,13 +230,7 @@ class TrainConfig:
         if checkpoint.resuming_dataset and (checkpoint.load_ckpt_path or ".pth").endswith(".pth"):
             raise UserError("resuming_dataset needs load_ckpt_path to be a run or checkpoint folder, "
                             "which knows the data's position")
-        if self.selective_share() != 1 and not parallel.fsdp_activation_checkpointing:
-            raise UserError(f"selective_checkpointing={parallel.selective_checkpointing} does nothing without "
-                            "fsdp_activation_checkpointing=true")
-        if parallel.reentrant_checkpointing and not parallel.fsdp_activation_checkpointing:
-            raise UserError("reentrant_checkpointing does nothing without fsdp_activation_checkpointing=true")
-        if schedule.decay_steps.count != -1 and schedule.schedule != "wsd":
-            raise UserError(f"decay_steps belongs to schedule=wsd, not to schedule={schedule.schedule}")
+        self.selective_share()
 
     def selective_share(self):
         """selective_checkpointing as a number in (0, 1]. Raises UserError where it is none."""

@@ -18,9 +18,9 @@ def resolve(config_file=None, **given_words):
     return settings.resolve(given_words, config_file)[0]
 
 
-def refused(**given_words):
+def refused(config_file=None, **given_words):
     with pytest.raises(UserError) as caught:
-        resolve(**given_words)
+        resolve(config_file, **given_words)
     return str(caught.value)
 
 
@@ -71,8 +71,7 @@ def test_false_is_false():
     ({"learning_rate": "nan"}, "finite"),
     ({"learning_rate": "0"}, "must be above 0"),
     ({"schedule": "cosin"}, "one of cosine, wsd"),
-    ({"num_steps": "ten"}, "no duration"),
-    ({"num_steps": "1.5"}, "no duration"),
+    ({"num_steps": "ten"}, "num_steps=ten: expected a whole number of steps, as in 2000, or of tokens, as in 1000000000tok"),
     ({"model_name": "mamba-131m"}, "mamba-130m"),
     ({"layers": "mamba3"}, "can't read 'mamba3'"),
     ({"layers": "0*mamba1"}, "names no layer"),
@@ -83,21 +82,79 @@ def test_false_is_false():
     ({"load_ckpt_path": "a", "init_from": "b"}, "give one"),
     ({"resuming_dataset": "true"}, "needs load_ckpt_path"),
     ({"resuming_dataset": "true", "load_ckpt_path": "a.pth"}, "needs load_ckpt_path"),
-    ({"selective_checkpointing": "1/3"}, "does nothing without fsdp_activation_checkpointing"),
     ({"selective_checkpointing": "2", "fsdp_activation_checkpointing": "true"}, "above 0 and at most 1"),
     ({"selective_checkpointing": "1/0", "fsdp_activation_checkpointing": "true"}, "above 0 and at most 1"),
-    ({"reentrant_checkpointing": "true"}, "does nothing without"),
-    ({"decay_steps": "5"}, "belongs to schedule=wsd"),
     ({"layers": "mamba2", "headdim": "48"}, "does not divide"),
     ({"layers": "mamba2", "headdim": "64", "ngroups": "3"}, "does not divide"),
     ({"layers": "attention+mlp"}, "d_intermediate"),
-    ({"d_intermediate": "64"}, "no layer"),
     ({"layers": "attention", "n_head": "6", "n_kv_head": "6"}, "does not divide d_model"),
     ({"layers": "attention", "n_kv_head": "3"}, "does not divide n_head"),
     ({"layers": "attention", "rotary_dim": "7"}, "must be even"),
 ])
 def test_mistakes_are_refused_with_the_reason(words, message):
     assert message in refused(**words)
+
+
+POINTLESS = {  # every setting that needs another: a value, where it does nothing, where it does something
+    "d_state": ("8", {"layers": "attention"}, {}),
+    "d_conv": ("3", {"layers": "attention"}, {}),
+    "expand": ("1", {"layers": "attention"}, {"layers": "mamba1,attention"}),
+    "dt_rank": ("3", {"layers": "mamba2"}, {}),
+    "headdim": ("32", {}, {"layers": "mamba2"}),
+    "ngroups": ("2", {}, {"layers": "mamba2"}),
+    "chunk_size": ("64", {}, {"layers": "mamba1,mamba2"}),
+    "n_head": ("16", {}, {"layers": "attention"}),
+    "n_kv_head": ("2", {"layers": "mamba2"}, {"layers": "attention"}),
+    "head_dim": ("32", {}, {"layers": "attention"}),
+    "rotary_dim": ("8", {}, {"layers": "attention"}),
+    "rope_theta": ("5e5", {"layers": "attention", "rotary_dim": "0"}, {"layers": "attention"}),
+    "d_intermediate": ("64", {}, {"layers": "mamba1+mlp"}),
+    "validation_path": ("data/x", {"eval_interval": "0"}, {}),
+    "eval_interval": ("50", {"validation_path": "none"}, {}),
+    "eval_batches": ("4", {"validation_path": "none", "eval_interval": "0"}, {}),
+    "decay_steps": ("5", {}, {"schedule": "wsd"}),
+    "min_learning_rate_ratio": ("0.2", {"schedule": "annealing"}, {"schedule": "wsd"}),
+    "selective_checkpointing": ("1/3", {}, {"fsdp_activation_checkpointing": "true"}),
+    "reentrant_checkpointing": ("true", {}, {"fsdp_activation_checkpointing": "true"}),
+    "backward_prefetch": ("false", {"sharding_strategy": "ddp"}, {"sharding_strategy": "hsdp"}),
+    "limit_all_gathers": ("true", {"sharding_strategy": "none"}, {}),
+}
+
+
+def test_a_setting_that_does_nothing_is_refused(tmp_path):
+    needing = {name for name, (_, leaf) in settings.all_settings().items() if leaf.metadata["needs"]}
+    assert needing == POINTLESS.keys()
+    for name, (value, where_not, where) in POINTLESS.items():
+        resolve(**where, **{name: value})
+        resolve(**where_not, **{name: settings.shown(settings.default(name))})
+        message = refused(**where_not, **{name: value})
+        assert f"{name}={value} does nothing without " in message.replace("500000.0", "5e5"), message
+        file = tmp_path / "own.yaml"
+        file.write_text("".join(f"{key}: {text}\n" for key, text in {**where_not, name: value}.items()))
+        with pytest.raises(UserError, match=f"{name}=.* does nothing without .*own.yaml"):
+            resolve(str(file))
+    for floorless in ({"schedule": "constant"}, {"schedule": "wsd", "decay_steps": "0"}):
+        assert "decays to a floor" in refused(min_learning_rate_ratio="0.5", **floorless)
+    resolve(validation_path="none", eval_interval="0")
+
+
+def test_what_the_command_line_makes_pointless_in_a_file_is_forgotten(tmp_path):
+    """So the file of a run that was changed so is one that can be given again."""
+    changed = resolve("mambaoutai", schedule="constant", eval_interval="0", model_name="llama2_7b")
+    usual = TrainConfig()
+    assert changed.lr_schedule.decay_steps == usual.lr_schedule.decay_steps
+    assert changed.training.eval_batches == usual.training.eval_batches
+    file = tmp_path / "config.yaml"
+    file.write_text(settings.as_yaml(changed))
+    assert resolve(str(file)) == changed
+    assert "eval_batches=2 does nothing" in refused(config_file="mambaoutai", eval_interval="0", eval_batches="2")
+
+
+def test_a_preset_keeps_what_other_layers_make_pointless(tmp_path):
+    plain = resolve(model_name="mamba_9.8b", layers="mamba2")
+    file = tmp_path / "config.yaml"
+    file.write_text(settings.as_yaml(plain))
+    assert resolve(str(file)) == plain and plain.model.n_head == 32
 
 
 def test_a_wrong_file_is_refused_by_name(tmp_path):
@@ -111,6 +168,21 @@ def test_a_wrong_file_is_refused_by_name(tmp_path):
         assert message in str(caught.value)
     with pytest.raises(UserError, match="there is no file nowhere.yaml"):
         resolve("nowhere.yaml")
+
+
+@pytest.mark.parametrize("text", ["-1tok", "-2tok", "5 tok", "5tokens", "tok", "5TOK", "1_tok", "_1", "1__0", "1e-3", "1.5", "0x10",
+                                  "nan", "inf", "1e400", "9223372036854775808", "1e19tok", "٣", ""])
+def test_a_duration_that_says_nothing_clear_is_refused(text):
+    for name in ("num_steps", "warmup_steps", "eval_interval"):
+        assert f"{name}={text}: expected " in refused(**{name: text})
+
+
+@pytest.mark.parametrize("text, count, unit", [("2_000", 2000, "steps"), ("2e3", 2000, "steps"), ("1.5e9tok", 15 * 10 ** 8, "tok"), ("-1", -1, "steps"),
+                                               ("0tok", 0, "tok"), ("9223372036854775807tok", 2 ** 63 - 1, "tok")])
+def test_a_duration_is_read_exactly(text, count, unit):
+    assert Duration.parse(text) == Duration(count, unit)
+    if unit == "steps" and count > 0:
+        assert resolve(batch_size=text).training.batch_size == count
 
 
 @given(st.integers(0, 10 ** 13), st.sampled_from(["steps", "tok"]), st.integers(1, 10 ** 7))

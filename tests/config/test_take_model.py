@@ -10,7 +10,7 @@ THERE = ModelConfig(d_model=48, n_layer=3, layers="mamba2", headdim=16, vocab_si
 
 
 def take(**given):
-    config, explicit = settings.resolve({key: str(value) for key, value in given.items()})
+    config, explicit = settings.resolve({"init_from": "there", **{key: str(value) for key, value in given.items()}})
     settings.take_model(config, THERE, explicit)
     return config.model
 
@@ -20,7 +20,21 @@ def test_the_weights_give_the_shape():
     assert take(d_model=48, chunk_size=32).chunk_size == 32
 
 
-@pytest.mark.parametrize("given, message", [({"d_model": 64}, r"d_model=64 \(there 48\)"), ({"model_name": "mamba2-130m"}, "n_layer=24")])
+def test_settings_that_only_the_weights_make_sense_of_are_taken():
+    """Without them the model would be of Mamba-1 layers."""
+    assert take(headdim=16, chunk_size=32).headdim == 16
+
+
+@pytest.mark.parametrize("given, message", [
+    ({"d_model": 64}, r"d_model=64 \(there 48\)"), ({"model_name": "mamba2-130m"}, "n_layer=24"),
+    ({"n_head": 4}, r"n_head=4 \(there 8\)"), ({"norm_eps": 1e-6}, r"norm_eps=1e-06 \(there 1e-05\)"),
+])
 def test_other_settings_are_refused(given, message):
     with pytest.raises(UserError, match=message):
         take(**given)
+
+
+def test_a_setting_that_the_layers_of_the_weights_make_pointless():
+    config, explicit = settings.resolve({"init_from": "there", "chunk_size": "32"})
+    with pytest.raises(UserError, match="chunk_size=32 does nothing without a mamba2 layer"):
+        settings.take_model(config, ModelConfig(d_model=48), explicit)

@@ -36,17 +36,26 @@ def corpus(tmp_path_factory):
     return root
 
 
+@pytest.fixture(scope="session")
+def tiny_file(tmp_path_factory):
+    """TINY as a file: what a test makes pointless in it is forgotten."""
+    file = tmp_path_factory.mktemp("settings") / "tiny.yaml"
+    file.write_text("".join(f"{name}: {value}\n" for name, value in TINY.items()))
+    return file
+
+
 @pytest.fixture
-def train(corpus, capsys):
+def train(corpus, tiny_file, capsys):
     """train(run folder, **settings) -> what it printed, in this process."""
     def run_here(run, **given):
         from mamba_fsdp.checkpoint.tensors import write_consolidated
         from mamba_fsdp.train.run import run as start
 
-        words = {key: str(value) for key, value in {**TINY, "dataset_path": corpus, "save_ckpt_path": run, **given}.items()}
+        words = {key: str(value) for key, value in {"dataset_path": corpus, "save_ckpt_path": run, **given}.items()}
         capsys.readouterr()
         try:
-            start(settings.resolve(words)[0], publish=lambda checkpoint, folder: write_consolidated(checkpoint, folder / "consolidated.00.pth"))
+            start(settings.resolve(words, tiny_file)[0],
+                  publish=lambda checkpoint, folder: write_consolidated(checkpoint, folder / "consolidated.00.pth"))
         finally:  # what training sets for its whole process
             torch.set_flush_denormal(False)
             torch.use_deterministic_algorithms(False)
@@ -55,10 +64,10 @@ def train(corpus, capsys):
 
 
 @pytest.fixture
-def start_training(corpus, project):
+def start_training(corpus, tiny_file, project):
     """start_training(run folder, **settings) -> a Popen of training.py."""
     def start(run, **given):
-        words = {**TINY, "dataset_path": corpus, "save_ckpt_path": run, **given}
+        words = {"config": tiny_file, "dataset_path": corpus, "save_ckpt_path": run, **given}
         return subprocess.Popen([sys.executable, "training.py", *(f"--{key}={value}" for key, value in words.items())], cwd=project,
                                 text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env={**os.environ, "OMP_NUM_THREADS": "1"})
     return start
