@@ -5,6 +5,7 @@ rank 0 writes state.json and COMMIT and gives the folder its name. A process tha
 folder, which the next run removes, and never half a checkpoint under a name that could be chosen.
 """
 
+import contextlib
 import json
 import math
 import shutil
@@ -19,6 +20,7 @@ from mamba_fsdp.checkpoint.folder import COMMIT, STATE, committed, newest_whole,
 from mamba_fsdp.checkpoint.ranges import part_to_write, tiles
 from mamba_fsdp.durable import sync_folder, write_atomically
 from mamba_fsdp.errors import UserError
+from mamba_fsdp.heartbeat import heart
 
 
 @dataclass
@@ -47,7 +49,7 @@ class Checkpointer:
         self.world, self.keep, self.asynchronous, self.report = world, keep, asynchronous, report
         self.pending = self.last = None
         self.broken = set()
-        self._on_first(self._clean)
+        self.world.on_first(self._clean)
 
     def newest(self):
         """Path of the newest whole checkpoint, or None; broken ones are reported and passed over.
@@ -75,7 +77,7 @@ class Checkpointer:
             if start < stop:
                 pieces.append((stored_name(shard.name), shard.start + start, shard.data[start:stop]))
         needed = self.world.all_reduce_sum(sum(tensor.numel() * tensor.element_size() for _, _, tensor in pieces))
-        partial = self._on_first(lambda: self._make_partial(step, needed))
+        partial = self.world.on_first(lambda: self._make_partial(step, needed))
         copies = [(name, start, tensor.to("cpu", copy=self.asynchronous)) for name, start, tensor in pieces]
         tensors = {stored_name(shard.name): {"shape": list(shard.shape), "dtype": NAMES[shard.data.dtype],
                                              "tied": list(shard.tied)} for shard in shards}
@@ -117,38 +119,21 @@ class Checkpointer:
 
     def _complete(self):
         save, self.pending = self.pending, None
-        save.thread.join()
+        self.world.apart(save.thread.join)
         outcomes = self.world.gather_objects(save.outcome)
         errors = [outcome["error"] for outcome in outcomes if "error" in outcome]
         if errors:
-            self._on_first(lambda: shutil.rmtree(save.partial, ignore_errors=True))
+            self.world.on_first(lambda: _delete(save.partial))
             raise UserError(f"the checkpoint of step {save.step} could not be saved: {'; '.join(errors)}")
-        self.last = self._on_first(lambda: self._commit(save, outcomes))
+        self.last = self.world.on_first(lambda: self._commit(save, outcomes))
         self.broken.discard(self.last.name)
 
     # What only rank 0 does.
 
-    def _on_first(self, action):
-        """Run `action` on rank 0; every rank gets its result, or its failure as a UserError."""
-        result = failure = None
-        if self.world.rank == 0:
-            try:
-                result = action()
-            except UserError as error:
-                failure = str(error)
-            except OSError as error:
-                failure = f"{error.filename or self.folder}: {error.strerror}"
-            except Exception as error:
-                failure = f"{self.folder}: {type(error).__name__}: {error}"
-        result, failure = self.world.broadcast_object((result, failure))
-        if failure:
-            raise UserError(failure)
-        return result
-
     def _clean(self):
         self.folder.mkdir(parents=True, exist_ok=True)
         for left_over in self.folder.glob(".step_*.partial"):
-            shutil.rmtree(left_over, ignore_errors=True)
+            _delete(left_over)
 
     def _make_partial(self, step, needed):
         free = shutil.disk_usage(self.folder).free
@@ -200,7 +185,16 @@ class Checkpointer:
     def _remove(self, path):
         hidden = self._hidden(path.name)  # half a removal must not look like a checkpoint
         path.rename(hidden)
-        shutil.rmtree(hidden, ignore_errors=True)
+        _delete(hidden)
+
+
+def _delete(folder):
+    """Remove a folder of files as far as the disk allows; the next run tries again."""
+    for path in folder.glob("*"):
+        with contextlib.suppress(OSError):
+            path.unlink()
+        heart.beat()
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 def _name(step):

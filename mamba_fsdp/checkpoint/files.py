@@ -11,10 +11,12 @@ import zlib
 import torch
 
 from mamba_fsdp.errors import UserError
+from mamba_fsdp.heartbeat import heart
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 BLOCK = 1 << 24  # bytes that are written or read at a time
+FLUSH = 1 << 28  # bytes that are flushed at a time: one flush of a whole file could look like a hang
 
 
 def write_pieces(path, pieces):
@@ -31,15 +33,20 @@ def write_pieces(path, pieces):
     head = json.dumps(header).encode()
     head += b" " * (-len(head) % 8)
     contents = [tensor.view(torch.uint8).numpy() for _, _, tensor in pieces]
-    crc = 0
+    crc = unflushed = 0
     with open(path, "xb") as file:
         for data in (len(head).to_bytes(8, "little"), head, *contents):
             data = memoryview(data)
             for offset in range(0, len(data), BLOCK):
-                file.write(data[offset:offset + BLOCK])
-                crc = zlib.crc32(data[offset:offset + BLOCK], crc)
-        file.flush()
-        os.fsync(file.fileno())
+                block = data[offset:offset + BLOCK]
+                file.write(block)
+                crc = zlib.crc32(block, crc)
+                unflushed += len(block)
+                if unflushed >= FLUSH:
+                    _flush(file)
+                    unflushed = 0
+                heart.beat()
+        _flush(file)
         if hasattr(os, "posix_fadvise"):  # let the check read the disk rather than the memory
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
     written = {"bytes": 8 + len(head) + position, "crc32": f"{crc:08x}"}
@@ -48,12 +55,18 @@ def write_pieces(path, pieces):
     return written
 
 
+def _flush(file):
+    file.flush()
+    os.fsync(file.fileno())
+
+
 def checksum(path):
     """{"bytes": size, "crc32": checksum} of a file. Raises OSError."""
     crc, size, block = 0, 0, bytearray(BLOCK)
     with open(path, "rb", buffering=0) as file:
         while count := file.readinto(block):
             crc, size = zlib.crc32(memoryview(block)[:count], crc), size + count
+            heart.beat()
     return {"bytes": size, "crc32": f"{crc:08x}"}
 
 
@@ -86,8 +99,11 @@ class PieceReader:
     def _exactly(self, buffer):
         view = memoryview(buffer)
         try:
-            if self.file.readinto(view) != len(view):
-                raise UserError(f"{self.path} is broken: it ends too early")
+            for offset in range(0, len(view), BLOCK):
+                block = view[offset:offset + BLOCK]
+                if self.file.readinto(block) != len(block):
+                    raise UserError(f"{self.path} is broken: it ends too early")
+                heart.beat()
         except OSError as error:
             raise UserError(f"can't read {self.path}: {error.strerror}") from None
         return buffer

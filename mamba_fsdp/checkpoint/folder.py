@@ -40,17 +40,19 @@ def problems(checkpoint, world):
     Called by all ranks, which share the reading; all get the same answer.
     """
     files, found = world.broadcast_object(_committed_files(checkpoint) if world.rank == 0 else None)
-    for name in sorted(files)[world.rank::world.size]:
-        try:
-            actual = checksum(checkpoint / name)
-        except OSError as error:
-            found.append(f"{name}: {error.strerror}")
-            continue
-        if actual["bytes"] != files[name]["bytes"]:
-            found.append(f"{name} has {actual['bytes']} bytes, not {files[name]['bytes']}")
-        elif actual != files[name]:
-            found.append(f"the content of {name} has changed since it was written")
+    mine = sorted(files)[world.rank::world.size]
+    found += world.apart(lambda: [problem for name in mine if (problem := _problem(checkpoint, name, files[name]))])
     return sorted({problem for rank in world.gather_objects(found) for problem in rank})
+
+
+def _problem(checkpoint, name, expected):
+    try:
+        actual = checksum(checkpoint / name)
+    except OSError as error:
+        return f"{name}: {error.strerror}"
+    if actual["bytes"] != expected["bytes"]:
+        return f"{name} has {actual['bytes']} bytes, not {expected['bytes']}"
+    return "" if actual == expected else f"the content of {name} has changed since it was written"
 
 
 def _committed_files(checkpoint):
@@ -137,19 +139,26 @@ def read_state(checkpoint):
     return Reader(checkpoint).state
 
 
-@torch.no_grad()
 def load(checkpoint, shards, world, check=None):
     """Fill `shards`, of any strategy and world size, from a checkpoint. Returns the state that was saved with them.
 
     The checkpoint must hold just these tensors of the model, and of the optimiser if its shards are among them.
     check(state, checkpoint), if given, may refuse first. Raises UserError on every rank when any rank can't load.
     """
-    failure = state = None
+    state, failure = world.apart(lambda: _load(checkpoint, shards, check))
+    failures = [text for text in world.gather_objects(failure) if text]
+    if failures:
+        raise UserError("; ".join(dict.fromkeys(failures)))
+    return state
+
+
+@torch.no_grad()
+def _load(checkpoint, shards, check):
+    """(the state, None), or (None, why this rank can't load)."""
     try:
         reader = Reader(checkpoint)
-        state = reader.state
         if check:
-            check(state, checkpoint)
+            check(reader.state, checkpoint)
         wanted = {stored_name(shard.name): shard.shape for shard in shards}
         kinds = {name.split("/")[0] for name in wanted}
         refuse_other_tensors(checkpoint, wanted, {name: entry["shape"] for name, entry in reader.tensors.items()
@@ -157,12 +166,9 @@ def load(checkpoint, shards, world, check=None):
         for shard in shards:
             if shard.data.numel():
                 shard.data.copy_(reader.read(stored_name(shard.name), shard.start, shard.start + shard.data.numel()))
+        return reader.state, None
     except UserError as error:
-        failure = str(error)
-    failures = [text for text in world.gather_objects(failure) if text]
-    if failures:
-        raise UserError("; ".join(dict.fromkeys(failures)))
-    return state
+        return None, str(error)
 
 
 def refuse_other_tensors(source, wanted, found):

@@ -7,6 +7,7 @@ gathering of weights is traced; then shard, so that a block's weights are gather
 import torch
 
 from mamba_fsdp.errors import UserError
+from mamba_fsdp.heartbeat import heart
 from mamba_fsdp.parallel.blocks import checkpoint_blocks, compile_blocks
 from mamba_fsdp.parallel.compat import HAS_FSDP2
 from mamba_fsdp.parallel.model import find_places
@@ -73,3 +74,4 @@ def fill_parts(shards, part_of):
     for shard in shards:
         if shard.data.numel():
             shard.data.copy_(part_of(shard.name, shard.shape, shard.start, shard.start + shard.data.numel()))
+            heart.beat()

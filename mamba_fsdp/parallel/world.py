@@ -3,6 +3,9 @@
 import gc
 import os
 import sys
+import threading
+import time
+from concurrent.futures import Future
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -10,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from mamba_fsdp.errors import UserError
+from mamba_fsdp.heartbeat import heart
 
 
 @dataclass
@@ -64,9 +68,43 @@ class World:
         dtype = torch.int64 if isinstance(value, int) else torch.float64
         return self.all_reduce_sum(torch.tensor(value, dtype=dtype)).item()
 
-    def any_true(self, flag):
-        """Whether `flag` is true on any rank."""
-        return self.all_reduce_sum(int(bool(flag))) > 0
+    def apart(self, work):
+        """What `work()` returns on this rank, once every rank's has ended. It must not talk to other ranks.
+
+        It may take longer than the ranks' timeout: they exchange signs of life while it runs in a thread, so that to
+        wait for a rank with a slow disk counts as progress for as long as it gets on, and no longer. Raises what
+        this rank's work raises.
+        """
+        if self.size == 1:
+            return work()
+        outcome = Future()
+
+        def run():
+            try:
+                if self.device_type == "cuda":
+                    torch.cuda.set_device(self.device)  # each thread has its own
+                outcome.set_result(work())
+            except BaseException as error:
+                outcome.set_exception(error)
+
+        threading.Thread(target=run, name="apart", daemon=True).start()
+        beats_before, pause = None, 0.001
+        while True:
+            working, beats = self.all_reduce_sum([float(not outcome.done()), float(heart.work)])
+            if not working:
+                return outcome.result()
+            if beats != beats_before:
+                heart.another_beats()
+            beats_before = beats
+            time.sleep(pause)
+            pause = min(0.5, 2 * pause)
+
+    def on_first(self, action):
+        """What `action()` returns on rank 0, on every rank. Raises its failure as a UserError on every rank."""
+        result, failure = self.broadcast_object(self.apart(lambda: _attempt(action) if self.rank == 0 else None))
+        if failure:
+            raise UserError(failure)
+        return result
 
     def barrier(self):
         """Return when every rank has come here."""
@@ -82,6 +120,18 @@ class World:
             gc.collect()
             self.barrier()
             dist.destroy_process_group()
+
+
+def _attempt(action):
+    """(what it returns, None), or (None, a sentence that says why it failed)."""
+    try:
+        return action(), None
+    except UserError as error:
+        return None, str(error)
+    except OSError as error:
+        return None, f"{error.filename}: {error.strerror}" if error.filename else str(error)
+    except Exception as error:
+        return None, f"{type(error).__name__}: {error}"
 
 
 def start_world(*, timeout_minutes=10.0):

@@ -19,6 +19,7 @@ from mamba_fsdp.data.order import Order
 from mamba_fsdp.data.selection import training_sources, validation_stores
 from mamba_fsdp.durable import write_atomically
 from mamba_fsdp.errors import UserError
+from mamba_fsdp.heartbeat import heart
 from mamba_fsdp.model.count import flops_per_token, parameter_count, parameter_shapes
 from mamba_fsdp.model.init import initial_part
 from mamba_fsdp.model.lm import MambaLM
@@ -54,8 +55,8 @@ def run(settings, weights=None, publish=None):
     torch.use_deterministic_algorithms(settings.training.deterministic)
     world = start_world(timeout_minutes=settings.parallel.timeout_minutes)
     try:
-        with Watchdog(settings.parallel.timeout_minutes, world.rank) as watchdog:
-            last = Run(settings, world, watchdog, weights).train()
+        with Watchdog(settings.parallel.timeout_minutes, world.rank):
+            last = Run(settings, world, weights).train()
     finally:
         world.close()
     if last and world.rank == 0:
@@ -90,11 +91,11 @@ def record_failure(run_folder, step, error):
 class Run:
     """Everything the loop needs, under the names it uses."""
 
-    def __init__(self, settings, world, watchdog, weights):
-        self.settings, self.world, self.watchdog = settings, world, watchdog
+    def __init__(self, settings, world, weights):
+        self.settings, self.world = settings, world
         self.is_first = world.rank == 0
         self.folder = Path(settings.checkpoint.save_ckpt_path)
-        self._make_folder()
+        world.on_first(self._make_folder)
         self.checkpointer = Checkpointer(self.folder, world, keep=settings.checkpoint.keep_checkpoints,
                                          asynchronous=settings.checkpoint.async_checkpoint, report=self._say)
         self._count_samples()
@@ -106,13 +107,11 @@ class Run:
         self.order_data()
 
     def _make_folder(self):
-        if self.is_first:
-            try:
-                (self.folder / "checkpoints").mkdir(parents=True, exist_ok=True)
-            except OSError as error:
-                raise UserError(f"save_ckpt_path {self.folder}: can't make the run folder "
-                                f"({error.strerror}: {error.filename})") from None
-        self.world.barrier()
+        try:
+            (self.folder / "checkpoints").mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UserError(f"save_ckpt_path {self.folder}: can't make the run folder "
+                            f"({error.strerror}: {error.filename})") from None
 
     def _say(self, text):
         if self.is_first:
@@ -196,9 +195,7 @@ class Run:
             self.progress = loop.Progress(**saved["progress"])
             self._say(f"going on   from {newest}, step {self.progress.step}")
         elif checkpoint.load_ckpt_path.endswith(".pth"):
-            tensors = open_tensors(checkpoint.load_ckpt_path)
-            tensors.check(self.parallel.shards())
-            fill(self.parallel.shards(), tensors.get)
+            self.world.apart(lambda: self._read_pth(checkpoint.load_ckpt_path))
             self._say(f"starting   from the model in {checkpoint.load_ckpt_path}")
         elif checkpoint.load_ckpt_path:
             source = find_checkpoint(checkpoint.load_ckpt_path, self.world, report=self._say)
@@ -209,14 +206,22 @@ class Run:
             position = "the data's position" if checkpoint.resuming_dataset else "the data from its start"
             self._say(f"starting   from model and optimiser in {source}, {position}")
         elif weights:
-            fill(self.parallel.shards(), lambda name, shape: weights.get(name))
+            self.world.apart(lambda: fill(self.parallel.shards(), lambda name, shape: weights.get(name)))
             self._say(f"starting   from the weights in {checkpoint.init_from}")
         else:
-            model, seed = self.settings.model, self.settings.training.seed
-            fill_parts(self.parallel.shards(),
-                       lambda name, shape, start, stop: initial_part(name, shape, model, seed, start, stop))
+            self.world.apart(self._draw)
         self.loss_scale = LossScale(self.compute_dtype == torch.float16, self.progress.loss_scale,
                                     self.progress.loss_scale_good_steps)
+
+    def _read_pth(self, path):
+        tensors = open_tensors(path)
+        tensors.check(self.parallel.shards())
+        fill(self.parallel.shards(), tensors.get)
+
+    def _draw(self):
+        model, seed = self.settings.model, self.settings.training.seed
+        fill_parts(self.parallel.shards(),
+                   lambda name, shape, start, stop: initial_part(name, shape, model, seed, start, stop))
 
     def _load(self, folder):
         shards = self.parallel.shards() + self.parallel.optimizer_shards(self.optimizer)
@@ -301,13 +306,13 @@ class Run:
     # What the loop calls.
 
     def next_batches(self):
-        self.watchdog.progress()
+        heart.beat()
         self.checkpointer.poll()
         return [batch.to(self.world.device) for batch in self.loader.step(self.progress.step)]
 
     def loss(self, batch):
         """The sum of the token losses of one micro-batch."""
-        self.watchdog.progress()
+        heart.beat()
         return self.parallel.module(batch.tokens, labels=batch.labels, documents=batch.documents)
 
     def set_learning_rate(self, step):
@@ -331,7 +336,7 @@ class Run:
 
     def _watched(self, batches):
         for batch in batches:
-            self.watchdog.progress()
+            heart.beat()
             yield batch
 
     def show(self, loss, learning_rate, gradient_norm, report_due):

@@ -7,22 +7,19 @@ import threading
 import time
 
 from mamba_fsdp.errors import UserError, leave_for_torchrun
+from mamba_fsdp.heartbeat import heart
 
 
 class Watchdog:
-    """Call `progress()` at least every `minutes`; else the stacks of all threads go to stderr and the process exits
-    with 1."""
+    """When `heart` has not beaten for `minutes`, the stacks of all threads go to stderr and the process exits with 1."""
 
     def __init__(self, minutes, rank):
         self.seconds, self.rank = minutes * 60, rank
-        self.progress()
         self.stopped = threading.Event()
         self.thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
 
-    def progress(self):
-        self.last = time.monotonic()
-
     def __enter__(self):
+        heart.beat()
         self.thread.start()
         return self
 
@@ -32,7 +29,7 @@ class Watchdog:
 
     def _watch(self):
         while not self.stopped.wait(min(1.0, self.seconds / 4)):
-            if time.monotonic() - self.last > self.seconds:
+            if time.monotonic() - heart.last > self.seconds:
                 wrong = (f"rank {self.rank} made no progress for {self.seconds / 60:g} minutes (timeout_minutes). "
                          "Either it is stuck, or it waits for a rank that is")
                 print(f"\nerror: {wrong}. Its threads stand at:", file=sys.stderr, flush=True)

@@ -1,7 +1,10 @@
+import time
+
 import pytest
 from ranks import run_ranks
 
 from mamba_fsdp.errors import UserError
+from mamba_fsdp.heartbeat import heart
 from mamba_fsdp.parallel.world import start_world
 
 pytestmark = pytest.mark.torch22
@@ -13,14 +16,13 @@ def talk(world):
     return (world.broadcast_object(f"from {world.rank}"), world.gather_objects(world.rank * 10),
             world.all_reduce_sum(world.rank), world.all_reduce_sum([1.0, world.rank / 2]),
             world.all_reduce_sum(torch.tensor([world.rank, 1])).tolist(),
-            world.any_true(world.rank == 2), world.any_true(False),
             (world.rank, world.size, world.local_rank, world.node_count))
 
 
 def test_ranks_tell_each_other():
-    """Every rank gets rank 0's object, all objects in order, sums, and the or of flags."""
+    """Every rank gets rank 0's object, all objects in order, and sums."""
     for rank, result in enumerate(run_ranks(3, talk)):
-        assert result == ("from 0", [0, 10, 20], 3, [3.0, 1.5], [3, 3], True, False, (rank, 3, rank, 1))
+        assert result == ("from 0", [0, 10, 20], 3, [3.0, 1.5], [3, 3], (rank, 3, rank, 1))
 
 
 def test_one_process_needs_no_launcher(monkeypatch):
@@ -31,6 +33,72 @@ def test_one_process_needs_no_launcher(monkeypatch):
     assert talk(world)[1:5] == ([0], 0, [1.0, 0.0], [0, 1])
     assert not dist.is_initialized()
     world.close()
+
+
+def keep_alive(world, folder):
+    """Rank 1's work beats until rank 0 has noticed, whose own work does nothing but wait for that."""
+    before, noticed = heart.last, folder / "noticed"
+
+    def work():
+        while not noticed.exists():
+            time.sleep(0.01)
+            if world.rank == 1:
+                heart.beat()
+            elif heart.last > before:
+                noticed.touch()
+        return world.rank
+    return world.apart(work)
+
+
+def test_a_rank_that_waits_for_one_that_gets_on_counts_as_alive(tmp_path):
+    assert run_ranks(2, keep_alive, tmp_path) == [0, 1]
+
+
+def stand_still(world):
+    before = []
+
+    def work():
+        time.sleep(0.5 * world.rank)
+        before.append(heart.last)
+        time.sleep(2 * world.rank)
+    world.apart(work)
+    return heart.last - before[0] if world.rank == 1 else 0
+
+
+def test_waiting_for_a_rank_that_stands_still_is_no_sign_of_life():
+    assert run_ranks(2, stand_still) == [0, 0]
+
+
+def fail_apart(world):
+    def work():
+        if world.rank == 1:
+            raise UserError("mine alone")
+        return "done"
+    try:
+        return world.apart(work)
+    except UserError as error:
+        return str(error)
+
+
+def test_what_fails_apart_fails_on_its_own_rank():
+    assert run_ranks(2, fail_apart) == ["done", "mine alone"]
+
+
+def fail_first(world):
+    told = []
+    for error in (UserError("a mistake"), OSError(28, "disk full", "FILE"), ValueError("a surprise")):
+        def action():
+            raise error
+        try:
+            world.on_first(action)
+        except UserError as failure:
+            told.append(str(failure))
+    return world.on_first(lambda: world.rank), told
+
+
+def test_what_the_first_rank_does_alone_is_known_to_all():
+    expected = (0, ["a mistake", "FILE: disk full", "ValueError: a surprise"])
+    assert run_ranks(2, fail_first) == [expected, expected]
 
 
 def test_half_an_environment_is_refused(monkeypatch):

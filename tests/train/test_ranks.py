@@ -24,6 +24,22 @@ def train_on(corpus, project):
     return start
 
 
+@pytest.fixture
+def train_changed(corpus, project, tmp_path):
+    """train_changed(lines, **settings): a run on two ranks, with twelve seconds of patience, after these lines of Python."""
+    from tiny import TINY
+
+    def start(lines, **given):
+        words = {**TINY, "dataset_path": corpus, "save_ckpt_path": tmp_path / "run", "timeout_minutes": 0.2, **given}
+        (tmp_path / "changed.py").write_text(
+            f"import os, sys, time; sys.path.insert(0, '.')\nfrom config import settings; from mamba_fsdp.train import run as module\n{lines}"
+            f"module.run(settings.resolve({ {key: str(value) for key, value in words.items()} })[0])\n")
+        return subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", tmp_path / "changed.py"],
+                              cwd=project, capture_output=True, text=True, timeout=300,
+                              env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(project)})
+    return start
+
+
 def losses(entries):
     return [entry.get("loss", entry.get("val_loss")) for entry in entries]
 
@@ -68,18 +84,33 @@ def test_a_mistake_is_told_once_and_ends_all_ranks(corpus, project, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_rank_that_waits_in_vain_ends_with_where_it_stands(corpus, project, tmp_path):
+def test_a_rank_that_waits_in_vain_ends_with_where_it_stands(train_changed):
     """One rank never comes to the next step; the watchdog of each says where it stands, and the job ends."""
-    from tiny import TINY
-
-    program = ("import sys, time; sys.path.insert(0, '.')\n"
-               "from config import settings; from mamba_fsdp.train import run as module\n"
-               "def stuck(self, batch):\n"
-               "    if self.world.rank == 1 and self.progress.step == 1: time.sleep(300)\n"
-               "    return clean(self, batch)\n"
-               "clean, module.Run.loss = module.Run.loss, stuck\n"
-               f"module.run(settings.resolve({ {key: str(value) for key, value in {**TINY, 'dataset_path': corpus, 'save_ckpt_path': tmp_path / 'run', 'timeout_minutes': 0.2}.items()} })[0])\n")
-    (tmp_path / "stuck.py").write_text(program)
-    done = subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", tmp_path / "stuck.py"],
-                          cwd=project, capture_output=True, text=True, timeout=200, env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(project)})
+    done = train_changed("def stuck(self, batch):\n"
+                         "    if self.world.rank == 1 and self.progress.step == 1: time.sleep(300)\n"
+                         "    return clean(self, batch)\n"
+                         "clean, module.Run.loss = module.Run.loss, stuck\n")
     assert done.returncode and "made no progress" in done.stderr and "in stuck" in done.stderr
+
+
+SLOW_DISK = ("from mamba_fsdp.checkpoint import files\n"
+             "def slow(data, crc=0):\n"
+             "    if os.environ['RANK'] == '1' and len(data) > 1000: {wait}\n"
+             "    return clean(data, crc)\n"
+             "clean, files.zlib.crc32 = files.zlib.crc32, slow\n"
+             "files.BLOCK = 8000\n")
+
+
+@pytest.mark.slow
+def test_one_slow_disk_is_no_hang(train_changed):
+    """Writing, and verifying at the next start, takes one rank longer than timeout_minutes; the other waits for it."""
+    done = train_changed(SLOW_DISK.format(wait="time.sleep(1.5)"), num_steps=1)
+    assert done.returncode == 0, done.stderr
+    done = train_changed(SLOW_DISK.format(wait="time.sleep(1.5)"), num_steps=1)
+    assert done.returncode == 0 and "over" in done.stdout, done.stderr
+
+
+@pytest.mark.slow
+def test_a_hanging_disk_is_one(train_changed):
+    done = train_changed(SLOW_DISK.format(wait="time.sleep(300)"))
+    assert done.returncode and "made no progress" in done.stderr and "in write_pieces" in done.stderr

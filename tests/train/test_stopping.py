@@ -48,8 +48,9 @@ def test_a_rank_without_progress_says_where_it_stands_and_ends():
 
 def test_a_rank_with_progress_goes_on():
     code = ("import time; from mamba_fsdp.train.watchdog import Watchdog\n"
-            "with Watchdog(0.5 / 60, 3) as dog:\n"
-            "    for _ in range(12): time.sleep(0.1); dog.progress()")
+            "from mamba_fsdp.heartbeat import heart\n"
+            "with Watchdog(0.5 / 60, 3):\n"
+            "    for _ in range(12): time.sleep(0.1); heart.beat()")
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30)
     assert (done.returncode, done.stderr) == (0, "")
 
