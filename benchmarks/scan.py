@@ -10,13 +10,12 @@ minutes at `small`.
 
 import argparse
 import importlib.util
-import statistics
 import subprocess
 import sys
-import time
 
 import torch
 
+from benchmarks.measure import print_memory, time_in_turn, training_step
 from config.model_config import ModelConfig
 from mamba_fsdp.ops import kernels, native
 
@@ -54,44 +53,15 @@ def make_step(size, vocab_size, form):
     """A function that takes one training step and returns its loss."""
     model, loss_of = transformers_loss(size, vocab_size, THEIRS[form]) if form in THEIRS else our_loss(size, vocab_size, form)
     _, _, length, batch = SIZES[size]
-    tokens = torch.randint(0, vocab_size, (batch, length + (form not in THEIRS)), generator=torch.Generator().manual_seed(0))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-
-    def step():
-        loss = loss_of(tokens)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        return loss.item()
-
-    return step
-
-
-def time_in_turn(steps, rounds):
-    """Median seconds of each, one step of each a round."""
-    seconds = {form: [] for form in steps}
-    for _ in range(rounds):
-        for form, step in steps.items():
-            began = time.perf_counter()
-            step()
-            seconds[form].append(time.perf_counter() - began)
-    return {form: statistics.median(times) for form, times in seconds.items()}
-
-
-def status_bytes(field):
-    with open("/proc/self/status") as file:
-        return next(int(line.split()[1]) for line in file if line.startswith(field + ":")) * 1024
+    more = form not in THEIRS  # theirs shifts the labels itself
+    tokens = torch.randint(0, vocab_size, (batch, length + more), generator=torch.Generator().manual_seed(0))
+    return training_step(model, loss_of, tokens)
 
 
 def measure_memory(size, vocab_size, form):
-    """Print what the process held before the first step, and its peak over three steps, in MB."""
     if form not in THEIRS:
         native.tune_process()
-    step = make_step(size, vocab_size, form)
-    before = status_bytes("VmRSS")
-    for _ in range(1 if form == "transformers plain" else 3):
-        step()
-    print(before // 2**20, status_bytes("VmHWM") // 2**20)
+    print_memory(make_step(size, vocab_size, form), 1 if form == "transformers plain" else 3)
 
 
 def memory(size, vocab_size, form, threads):
@@ -111,7 +81,7 @@ def compare(size, vocab_size, forms, rounds, threads):
     as_comes = time_in_turn(steps, rounds)
     if plain:
         as_comes |= time_in_turn({"transformers plain": plain}, 1)
-    shipped = min(as_comes[form] for form in forms if form in THEIRS)
+    shipped = min(as_comes[form][0] for form in forms if form in THEIRS)
     native.tune_process()
     for step in steps.values():
         step()
@@ -120,8 +90,8 @@ def compare(size, vocab_size, forms, rounds, threads):
     for form in forms:
         before, peak = memory(size, vocab_size, form, threads)
         rate = lambda seconds: f"{batch * length / seconds:8.0f}   {shipped / seconds:9.2f}"  # noqa: E731
-        then = rate(tuned[form]) if form in tuned else " " * 20
-        print(f"{form:22}  {rate(as_comes[form])}   {then:>26}   {peak:7}   {peak - before:7}", flush=True)
+        then = rate(tuned[form][0]) if form in tuned else " " * 20
+        print(f"{form:22}  {rate(as_comes[form][0])}   {then:>26}   {peak:7}   {peak - before:7}", flush=True)
 
 
 def main():

@@ -15,10 +15,8 @@ form's dtype.
 
 import argparse
 import importlib.util
-import statistics
 import subprocess
 import sys
-import time
 import types
 from pathlib import Path
 
@@ -26,6 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from benchmarks.measure import print_memory, time_in_turn, training_step
 from config.model_config import ModelConfig
 from mamba_fsdp.model.count import flops_per_token
 from mamba_fsdp.model.init import initial_value
@@ -132,16 +131,7 @@ def make_step(form, folder):
     else:
         model, loss_of = transformers_loss() if form == "transformers" else ssd_minimal_loss(folder)
     tokens = torch.randint(0, CONFIG.vocab_size, (BATCH, LENGTH + 1), generator=torch.Generator().manual_seed(0))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-
-    def step():
-        loss = loss_of(tokens)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        return loss.item()
-
-    return step
+    return training_step(model, loss_of, tokens)
 
 
 def multiply_matrices(dtype):
@@ -149,31 +139,10 @@ def multiply_matrices(dtype):
     return lambda: matrix @ matrix
 
 
-def time_in_turn(steps, rounds):
-    """Median (seconds, CPU seconds) of each, one of each a round."""
-    seconds = {name: [] for name in steps}
-    for _ in range(rounds):
-        for name, step in steps.items():
-            began, cpu_began = time.perf_counter(), time.process_time()
-            step()
-            seconds[name].append((time.perf_counter() - began, time.process_time() - cpu_began))
-    return {name: [statistics.median(times) for times in zip(*pairs)] for name, pairs in seconds.items()}
-
-
-def status_megabytes(field):
-    with open("/proc/self/status") as file:
-        return next(int(line.split()[1]) for line in file if line.startswith(field + ":")) // 1024
-
-
 def measure_memory(form, folder):
-    """Print what the process held before the first step, and its peak over three steps, in MB."""
     if form in OURS:
         native.tune_process()
-    step = make_step(form, folder)
-    before = status_megabytes("VmRSS")
-    for _ in range(3):
-        step()
-    print(before, status_megabytes("VmHWM"))
+    print_memory(make_step(form, folder))
 
 
 def compare(forms, arguments):

@@ -20,8 +20,9 @@ def seconds_to_first_step(launcher):
     with tempfile.TemporaryDirectory() as folder:
         metrics = Path(folder) / "run" / "metrics.jsonl"
         began = time.perf_counter()
-        process = subprocess.Popen([*launcher, "--config=config/demo.yaml", f"--save_ckpt_path={folder}/run", "--num_steps=1", "--report_interval=1",
-                                    "--eval_interval=0"], stdout=subprocess.DEVNULL)
+        settings = ["--config=config/demo.yaml", f"--save_ckpt_path={folder}/run", "--num_steps=1", "--report_interval=1",
+                    "--eval_interval=0"]
+        process = subprocess.Popen([*launcher, *settings], stdout=subprocess.DEVNULL)
         while not (metrics.exists() and metrics.read_text()):
             if process.poll():
                 raise SystemExit("the run failed; is data/builtin there? ./1.train.sbatch makes it")
