@@ -15,13 +15,10 @@ def main(*unexpected, config=None, **given):
     resolved, explicit = settings.resolve(given, config)
     # These import torch, which takes seconds: only when there is something to train.
     from mamba_fsdp.interop.convert import import_
-    from mamba_fsdp.interop.weights import read_weights
     from mamba_fsdp.train.run import run
+    from mamba_fsdp.verbs.loading import starting_weights
 
-    weights = None
-    if resolved.checkpoint.init_from:
-        weights = read_weights(resolved.checkpoint.init_from)
-        settings.take_model(resolved, weights.config, explicit)
+    weights = starting_weights(resolved, explicit)
     return run(resolved, weights, publish=import_)
 
 

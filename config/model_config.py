@@ -111,6 +111,12 @@ class ModelConfig:
     def resolved_rotary_dim(self):
         return self.resolved_head_dim if self.rotary_dim < 0 else self.rotary_dim
 
+    def structure(self):
+        """dict: setting -> what it comes to. Equal for two configs of one model, in whatever way they are written."""
+        return {**vars(self), "model_name": "", "chunk_size": 0, "layers": self.layer_list(),
+                "vocab_size": self.padded_vocab_size, "pad_vocab_size_multiple": 0, "dt_rank": self.resolved_dt_rank,
+                "head_dim": self.resolved_head_dim, "rotary_dim": self.resolved_rotary_dim}
+
     def check(self):
         """Raises UserError for shapes that can't be built, naming the settings."""
         layers = self.layer_list()

@@ -93,10 +93,16 @@ def _pointless(config, names, usual):
     found = {}
     for name in names:
         section, leaf = all_settings()[name]
-        value, needs = getattr(getattr(config, section), name), leaf.metadata["needs"]
-        if needs and value != usual[name] and not needs.met(config):
-            found[name] = f"{name}={shown(value)} does nothing without {needs.words}; leave it out"
+        value = getattr(getattr(config, section), name)
+        if value != usual[name] and not _works(name, config):
+            found[name] = f"{name}={shown(value)} does nothing without {leaf.metadata['needs'].words}; leave it out"
     return found
+
+
+def _works(name, config):
+    """Whether setting `name` has an effect in `config`."""
+    needs = all_settings()[name][1].metadata["needs"]
+    return needs is None or bool(needs.met(config))
 
 
 def take_model(config, model, explicit):
@@ -117,9 +123,9 @@ def take_model(config, model, explicit):
 def refuse_other_model(config, model, source):
     """Raises UserError, naming the settings, where the ModelConfig `model` of the weights in `source` is not that of
     `config`."""
-    now, there = vars(config.model), vars(model)
-    differing = [f"{name}={shown(now[name])} (there {shown(there[name])})" for name in there
-                 if name not in SHAPELESS and now[name] != there[name]]
+    now, there = config.model.structure(), model.structure()
+    differing = [f"{name}={shown(getattr(config.model, name))} (there {shown(getattr(model, name))})" for name in there
+                 if now[name] != there[name] and _works(name, config)]
     if differing:
         raise UserError(f"{source} holds another model than the settings ask for: {', '.join(differing)}")
 

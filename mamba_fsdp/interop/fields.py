@@ -90,7 +90,7 @@ def model_config(path, **values):
     config = checked_config(path, values)
     for name, preset in PRESETS.items():
         known = ModelConfig(**preset, model_name=name, chunk_size=config.chunk_size)
-        if _same_structure(config, known):
+        if config.structure() == known.structure():
             return known
     return config
 
@@ -111,16 +111,6 @@ def checked_config(path, values):
     except UserError as error:
         raise UserError(f"{path}: {error}") from None
     return config
-
-
-def _same_structure(one, other):
-    """Whether two configs differ at most in their names and in how sizes that follow from others are written."""
-    def structure(config):
-        resolved = {"model_name": "", "vocab_size": 0, "pad_vocab_size_multiple": 0, "layers": config.layer_list(),
-                    "dt_rank": config.resolved_dt_rank, "head_dim": config.resolved_head_dim,
-                    "rotary_dim": config.resolved_rotary_dim}
-        return {**vars(config), **resolved}, config.padded_vocab_size
-    return structure(one) == structure(other)
 
 
 def pattern(layers):

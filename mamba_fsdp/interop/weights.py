@@ -97,14 +97,29 @@ def _read_file(path):
     fields = Fields.read(folder / CONFIG)
     if path.suffix == ".safetensors" or "model_type" in fields:
         return _read_transformers(folder, fields)
-    seq_length = None
-    if "layers" in fields:
-        seq_length = fields.content.pop("seq_length", None)
-        config = checked_config(fields.path, fields.content)
-    else:
-        config = state_spaces.read_config(fields)
+    config, seq_length = _read_config(fields)
     return _ours(path, config, open_tensors(path), seq_length=seq_length,
                  tokenizer_path=_tokenizer_in(folder / TOKENIZER, folder))
+
+
+def config_beside(path):
+    """The ModelConfig that config.json beside the weights file `path` says, None where there is none. Raises UserError
+    for one that our model can't hold."""
+    file = Path(path).parent / CONFIG
+    if not file.is_file():
+        return None
+    fields = Fields.read(file)
+    if "model_type" in fields or "architectures" in fields:
+        return transformers_forms.read_config(transformers_forms.form_of(fields), fields)
+    return _read_config(fields)[0]
+
+
+def _read_config(fields):
+    """(ModelConfig, seq_length or None) from our form or state-spaces'."""
+    if "layers" not in fields:
+        return state_spaces.read_config(fields), None
+    seq_length = fields.content.pop("seq_length", None)
+    return checked_config(fields.path, fields.content), seq_length
 
 
 def _read_checkpoint(path):

@@ -19,18 +19,20 @@ from mamba_fsdp.model.count import parameter_count
 BYTES_PER_PARAMETER = 12  # in a checkpoint: the weight and AdamW's two moments, all fp32
 
 
-def report(folder, resolved):
+def report(folder, resolved, mistakes=()):
     """Write this node's findings for the TrainConfig `resolved` into `folder`, where the first node has put `token`.
 
-    Raises UserError where the folder is not shared or can't be written.
+    mistakes: what has been found wrong with the weights to start from, as sentences. Raises UserError where the folder is not shared or can't be written.
     """
     node = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
     if not (folder / "token").is_file():
         raise UserError(f"{node}: {folder} is not the folder that the first node sees; mount the shared file system on "
                         f"{node}, or set save_ckpt_path to a folder on it")
     shared = [PROJECT / "training.py", Path(os.path.abspath(resolved.data.dataset_path))]
-    found = {"mistakes": mistakes_on(node, resolved), "troubles": troubles_on(node),
-             "gpu_count": assigned_gpus(), "gpus": driver_gpus()[:assigned_gpus()], "efa_count": int(os.environ.get("EFA_COUNT", 0)),
+    mistakes = [*mistakes, *version_mistakes(), *([] if mistakes else space_mistakes(resolved))]
+    found = {"mistakes": [f"{node}: {sentence}" for sentence in mistakes], "troubles": troubles_on(node),
+             "gpu_count": assigned_gpus(), "gpus": driver_gpus()[:assigned_gpus()],
+             "efa_count": int(os.environ.get("EFA_COUNT", 0)),
              "seen": {str(path): fingerprint(path) for path in shared}}
     try:
         write_atomically(folder / f"{node}.json", json.dumps(found))
@@ -39,21 +41,24 @@ def report(folder, resolved):
                         f"{os.getuid()}") from None
 
 
-def mistakes_on(node, resolved):
-    """What a user has to mend on this node, as sentences."""
-    found = []
+def version_mistakes():
     try:
         check_version()
     except UserError as error:
-        found.append(f"{node}: {error}")
+        return [str(error)]
+    return []
+
+
+def space_mistakes(resolved):
+    """A sentence where the run folder's file system has no room for the checkpoints to come."""
     folder, keep = run_folder(resolved), resolved.checkpoint.keep_checkpoints
     there = len(list(folder.glob("checkpoints/step_*/COMMIT")))
     to_come = max(1, keep + 1 - there)  # one more than are kept: the oldest goes when the newest is committed
     needed, free = to_come * BYTES_PER_PARAMETER * parameter_count(resolved.model), shutil.disk_usage(folder).free
-    if free < needed:
-        found.append(f"{node}: {free / 1e9:.1f} GB free for {folder}, but {to_come} checkpoints to come need {needed / 1e9:.1f} GB; "
-                     "free some, lower keep_checkpoints, or set save_ckpt_path to another file system")
-    return found
+    if free >= needed:
+        return []
+    return [f"{free / 1e9:.1f} GB free for {folder}, but {to_come} checkpoints to come need {needed / 1e9:.1f} GB; free "
+            "some, lower keep_checkpoints, or set save_ckpt_path to another file system"]
 
 
 def troubles_on(node):

@@ -3,12 +3,31 @@ folder."""
 
 import torch
 
+from config import settings
 from mamba_fsdp.errors import UserError
-from mamba_fsdp.interop.weights import read_weights
+from mamba_fsdp.interop.weights import config_beside, read_weights
 from mamba_fsdp.model.lm import MambaLM
 from mamba_fsdp.ops import kernels, native
 from mamba_fsdp.parallel.parallelise import fill, parallelise
 from mamba_fsdp.parallel.world import start_world
+
+
+def starting_weights(config, explicit):
+    """The Weights that init_from names, whose shape `config` (see settings.resolve) then has; None without init_from.
+
+    Raises UserError where they, or what stands beside the .pth file of load_ckpt_path, are of another model than the
+    settings ask for.
+    """
+    checkpoint = config.checkpoint
+    if checkpoint.init_from:
+        weights = read_weights(checkpoint.init_from)
+        settings.take_model(config, weights.config, explicit)
+        return weights
+    if checkpoint.load_ckpt_path.endswith(".pth"):
+        there = config_beside(checkpoint.load_ckpt_path)
+        if there:
+            settings.refuse_other_model(config, there, f"load_ckpt_path {checkpoint.load_ckpt_path}")
+    return None
 
 
 def load_model(source, *, reset_at_documents=False):

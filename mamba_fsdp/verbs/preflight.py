@@ -20,6 +20,14 @@ def main(action, folder, *nodes, after_dashes=None):
     if action != "report" or nodes:
         raise UserError("preflight: write `report FOLDER -- SETTINGS` or `judge FOLDER NODE ...`")
     _, given = command_line.split(after_dashes or [])
-    resolved, _ = settings.resolve(given, given.pop("config", None))
-    preflight.report(Path(folder), resolved)
+    resolved, explicit = settings.resolve(given, given.pop("config", None))
+    mistakes = []
+    if resolved.checkpoint.init_from or resolved.checkpoint.load_ckpt_path:
+        from mamba_fsdp.verbs.loading import starting_weights
+
+        try:
+            starting_weights(resolved, explicit)  # whose shape the model has
+        except UserError as error:
+            mistakes.append(str(error))
+    preflight.report(Path(folder), resolved, mistakes)
     return 0

@@ -9,11 +9,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from small_models import CONFIGS, random_state, write_ours
 
+from config import settings
 from config.model_config import ModelConfig
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.interop import convert
 from mamba_fsdp.interop.convert import export, import_
 from mamba_fsdp.interop.weights import read_weights
+from mamba_fsdp.verbs.loading import starting_weights
 
 pytestmark = pytest.mark.torch22
 
@@ -226,6 +228,40 @@ def test_a_config_of_ours_that_was_edited_wrongly(changes, message, tmp_path):
     ours = write_ours(tmp_path / "ours", CONFIGS["mamba1"], random_state(CONFIGS["mamba1"]))
     change_config(ours, **changes)
     refused(ours, message, tmp_path)
+
+
+@pytest.mark.parametrize("field, here, there", [("norm_eps", "1e-05", 1e-6), ("rope_theta", "10000.0", 5e5), ("ngroups", "1", 2),
+                                                ("tie_embeddings", "false", True)])
+def test_a_pth_to_go_on_from_that_is_of_another_model_in_what_no_shape_shows(field, here, there, tmp_path):
+    config = ModelConfig(layers="mamba2,attention", d_model=32, n_layer=2, headdim=16, n_head=4, n_kv_head=4, vocab_size=64,
+                         tie_embeddings=False)
+    given = {name: settings.shown(value) for name, value in vars(config).items()}
+
+    def starts_from(folder):
+        resolved, explicit = settings.resolve({**given, "load_ckpt_path": str(folder / "consolidated.00.pth")})
+        return starting_weights(resolved, explicit)
+
+    assert starts_from(write_ours(tmp_path / "same", config, random_state(config))) is None
+    other = ModelConfig(**vars(config) | {field: there})
+    folder = write_ours(tmp_path / "other", other, random_state(other))
+    with pytest.raises(UserError, match=rf"load_ckpt_path .*/other/.*: {field}={here} \(there {settings.shown(there)}\)$"):
+        starts_from(folder)
+    (folder / "config.json").unlink()
+    assert starts_from(folder) is None
+
+
+def test_a_pth_beside_a_config_of_another_library(tmp_path):
+    config = CONFIGS["hybrid"]
+    given = {name: settings.shown(value) for name, value in vars(config).items()}
+    for form in ("hf", "state-spaces"):
+        folder = export(write_ours(tmp_path / form, config, random_state(config)), tmp_path / f"{form}-out", format=form)
+        for change, message in (({}, None), ({"norm_eps": "1e-6"}, "norm_eps=1e-06")):
+            resolved, explicit = settings.resolve({**given, **change, "load_ckpt_path": str(folder / "any.pth")})
+            if message:
+                with pytest.raises(UserError, match=message):
+                    starting_weights(resolved, explicit)
+            else:
+                starting_weights(resolved, explicit)
 
 
 def test_layers_that_transformers_has_no_model_for(tmp_path):

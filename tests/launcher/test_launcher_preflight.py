@@ -4,10 +4,16 @@ import json
 import shutil
 
 import pytest
+import torch
 
 from config import settings
+from config.model_config import ModelConfig
+from mamba_fsdp import command_line
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.launch import machine, preflight
+from mamba_fsdp.model.count import parameter_shapes
+from mamba_fsdp.model.init import initial_value
+from mamba_fsdp.verbs.preflight import main
 
 
 @pytest.fixture
@@ -84,6 +90,29 @@ def test_too_little_space_for_the_checkpoints_to_come(folder, report, capsys, mo
         (folder.parent / f"checkpoints/step_{step:08d}/COMMIT").touch()
     report("a", model_name="mamba-130m", vocab_size=50277)
     assert preflight.judge(folder, ["a"]) == 0
+
+
+def test_the_space_is_that_of_the_model_that_init_from_names(folder, report, tmp_path, capsys, monkeypatch):
+    """Not that of the default model, which is a small one."""
+    config = ModelConfig(d_model=512, n_layer=1, vocab_size=4096)
+    initial = {name: initial_value(name, shape, config, 0) for name, shape in parameter_shapes(config).items()}
+    (tmp_path / "model").mkdir()
+    torch.save(initial, tmp_path / "model/consolidated.00.pth")
+    (tmp_path / "model/config.json").write_text(json.dumps(vars(config)))
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10**12, 0, 10**8))
+    monkeypatch.setenv("SLURMD_NODENAME", "a")
+    settings_given = [f"--save_ckpt_path={folder.parent}", f"--dataset_path={tmp_path / 'store'}"]
+
+    def judge(*more):
+        command_line.call(main, ["report", str(folder), "--", *settings_given, *more])
+        return preflight.judge(folder, ["a"]), capsys.readouterr().err
+
+    monkeypatch.setattr(preflight, "check_version", lambda: None)
+    assert judge() == (0, "")
+    code, said = judge(f"--init_from={tmp_path / 'model'}")
+    assert code == 2 and "error: a: 0.1 GB free" in said and "4 checkpoints to come need 0.2 GB" in said
+    code, said = judge(f"--init_from={tmp_path / 'elsewhere'}")
+    assert code == 2 and said == f"error: a: {tmp_path}/elsewhere: there is no such file or folder\n"
 
 
 def test_a_folder_that_is_not_shared(folder, report):
