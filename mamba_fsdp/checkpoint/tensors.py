@@ -64,8 +64,12 @@ def _open_pth(path):
         content = torch.load(str(path), map_location="cpu", weights_only=True, mmap=zipped)
     except OSError as error:
         raise UserError(f"can't read {path}: {error.strerror}") from None
-    except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError, KeyError) as error:
-        raise UserError(f"{path} is broken or holds more than tensors: {str(error).splitlines()[0]}") from None
+    except (RuntimeError, EOFError):  # whose words are torch's own affairs
+        raise UserError(f"{path} ({path.stat().st_size:,} bytes) is cut short or damaged; copy or download it "
+                        "again") from None
+    except (pickle.UnpicklingError, ValueError, KeyError) as error:
+        reason = (str(error).splitlines() or [""])[0]
+        raise UserError(f"{path} is damaged or holds more than tensors: {reason}") from None
     if not isinstance(content, dict) or not all(isinstance(value, torch.Tensor) for value in content.values()):
         raise UserError(f"{path} is no dict of tensors by parameter name")
     shapes = {name: tuple(tensor.shape) for name, tensor in content.items()}

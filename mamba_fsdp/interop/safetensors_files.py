@@ -23,8 +23,13 @@ def open_safetensors(folder):
     for path, names in _files(folder).items():
         try:
             files[path] = safe_open(path, framework="pt")
-        except (SafetensorError, OSError) as error:
-            raise UserError(f"{path} is missing or damaged: {error}") from None
+        except FileNotFoundError:
+            raise UserError(f"{path} is missing, but {INDEX} names it; copy or download it") from None
+        except OSError as error:
+            raise UserError(f"can't read {path}: {error.strerror or error}") from None
+        except SafetensorError as error:
+            raise UserError(f"{path} ({path.stat().st_size:,} bytes) is cut short or damaged ({error}); copy or "
+                            "download it again") from None
         where |= {name: path for name in files[path].keys()}
         lacking = [name for name in names if name not in files[path].keys()]
         if lacking:
