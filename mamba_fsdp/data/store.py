@@ -105,13 +105,16 @@ class TokenStore:
 
     def _map(self, shard):
         if self._maps[shard] is None:
-            stem = self.path / self._shards[shard]["name"]
+            described = self._shards[shard]
+            stem = self.path / described["name"]
             try:
                 # Plain arrays over the maps: np.memmap's own indexing costs microseconds a call.
-                self._maps[shard] = (np.asarray(np.memmap(f"{stem}.bin", self.dtype, "r")),
-                                     np.asarray(np.memmap(f"{stem}.doc", "<i8", "r")))
+                self._maps[shard] = (
+                    np.asarray(np.memmap(f"{stem}.bin", self.dtype, "r", shape=(described["tokens"],))),
+                    np.asarray(np.memmap(f"{stem}.doc", "<i8", "r", shape=(described["documents"],))))
             except (OSError, ValueError) as error:
-                raise UserError(f"{stem}.bin, .doc: can't be mapped ({error})") from error
+                raise UserError(f"{stem}.bin, .doc: can't be mapped ({getattr(error, 'strerror', None) or error}); they "
+                                "have changed since the store was opened: copy them again or make the store again") from error
         return self._maps[shard]
 
     def _read_shard(self, shard, offset, count):

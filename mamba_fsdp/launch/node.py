@@ -26,6 +26,11 @@ from mamba_fsdp.launch.machine import assigned_gpus
 
 SECONDS_FOR_OTHERS = 3  # Slurm ends the job with the first node that exits: let the others put their errors on record
 ENDED_BY_LAUNCHER = -signal.SIGTERM  # torchrun ends the ranks that still run when one has failed
+USUAL_REASONS = {
+    "SIGKILL": " The usual reason is that the node ran out of memory: lower batch_size.",
+    "SIGBUS": " The usual reason is a file of the token store that was cut short, or whose disk failed, while it was read: "
+              "python -m mamba_fsdp inspect STORE --verify; or a full /dev/shm.",
+}
 
 
 def main(failures, words):
@@ -90,8 +95,7 @@ def moment_of(failure):
 def describe(failure):
     if failure.exitcode < 0:
         name = signal.Signals(-failure.exitcode).name
-        hint = " The usual reason is that the node ran out of memory: lower batch_size." if name == "SIGKILL" else ""
-        return f"It was ended by {name}.{hint}"
+        return f"It was ended by {name}.{USUAL_REASONS.get(name, '')}"
     if isinstance(failure.message, str):  # it left no error file
         return f"It ended with exit code {failure.exitcode}; what it said stands above."
     message = failure.message["message"]

@@ -119,6 +119,14 @@ def test_a_broken_store_is_refused_by_name(store, damage, message):
 
 
 @pytest.mark.parametrize("name", ["00000.bin", "00001.doc"])
+@pytest.mark.parametrize("change", [lambda path: path.unlink(), lambda path: path.write_bytes(path.read_bytes()[:-8])])
+def test_a_file_that_changes_after_opening_is_named_when_it_is_first_read(store, name, change):
+    change(store.path / name)
+    with pytest.raises(UserError, match=rf"{name[:5]}.bin, .doc: can't be mapped .*; they have changed"):
+        store.read(0, store.token_count)
+
+
+@pytest.mark.parametrize("name", ["00000.bin", "00001.doc"])
 def test_verify_finds_a_changed_bit(store, name):
     """Damage that keeps the size is found by checksum."""
     content = bytearray((store.path / name).read_bytes())

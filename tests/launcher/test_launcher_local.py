@@ -5,6 +5,7 @@ import shutil
 import signal
 import subprocess
 import time
+from types import SimpleNamespace
 
 import pytest
 from projects import starts
@@ -90,6 +91,15 @@ def test_the_output_ends_with_the_error_of_the_rank_that_failed_first(launcher_p
     assert returned == code
     before, last = output.strip().splitlines()[-2:]
     assert "failed first" in before and words in last
+
+
+@pytest.mark.parametrize("signal_, words", [(signal.SIGKILL, "ran out of memory"), (signal.SIGBUS, "inspect STORE --verify"),
+                                            (signal.SIGSEGV, "It was ended by SIGSEGV.")])
+def test_a_rank_that_died_is_explained(signal_, words):
+    """A token store that is cut short under its memory map ends the rank by SIGBUS, which says nothing itself."""
+    from mamba_fsdp.launch.node import describe
+
+    assert words in describe(SimpleNamespace(exitcode=-signal_))
 
 
 @pytest.mark.slow
