@@ -40,13 +40,15 @@ class Checkpointer:
 
     keep: how many committed checkpoints stay. asynchronous: `save` returns when the tensors are copied to CPU memory, a
     thread writes them, and a later `poll` commits. report: called on rank 0 with a sentence for the user.
-    A run folder belongs to one run at a time: what an earlier one left half-written is removed here.
+    A run folder belongs to one run at a time: what an earlier one left half-written is removed here. check_ours: called on
+    rank 0 before the folder is changed; raises UserError when it is another run's by now.
     """
 
-    def __init__(self, run_folder, world, *, keep=3, asynchronous=True, report=print):
+    def __init__(self, run_folder, world, *, keep=3, asynchronous=True, report=print, check_ours=lambda: None):
         assert keep >= 1
         self.folder = Path(run_folder) / "checkpoints"
         self.world, self.keep, self.asynchronous, self.report = world, keep, asynchronous, report
+        self.check_ours = check_ours
         self.pending = self.last = None
         self.broken = set()
         self.world.on_first(self._clean)
@@ -131,11 +133,13 @@ class Checkpointer:
     # What only rank 0 does.
 
     def _clean(self):
+        self.check_ours()
         self.folder.mkdir(parents=True, exist_ok=True)
         for left_over in self.folder.glob(".step_*.partial"):
             _delete(left_over)
 
     def _make_partial(self, step, needed):
+        self.check_ours()
         free = shutil.disk_usage(self.folder).free
         if free < needed:
             raise UserError(f"the checkpoint of step {step} needs {needed / 1e9:.3f} GB, but {self.folder} has only "
@@ -164,6 +168,7 @@ class Checkpointer:
         files[STATE] = checksum(save.partial / STATE)
         write_atomically(save.partial / COMMIT, json.dumps({"step": save.step, "files": files}, indent=1))
 
+        self.check_ours()
         final = self.folder / _name(save.step)
         if final.exists():  # broken, or it would have been where this run started from
             self._remove(final)

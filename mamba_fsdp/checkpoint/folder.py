@@ -34,6 +34,11 @@ def committed(checkpoints):
     return sorted(found, key=lambda path: int(path.name[5:]))
 
 
+def newest_step(checkpoints):
+    """The step of the newest committed checkpoint under a folder, whole or not; 0 where there is none."""
+    return max([int(path.name[5:]) for path in committed(checkpoints)], default=0)
+
+
 def problems(checkpoint, world):
     """What is wrong with a committed checkpoint: a list of sentences, empty when every file has its size and checksum.
 

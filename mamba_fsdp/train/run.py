@@ -12,7 +12,7 @@ import torch
 
 from config import settings as settings_module
 from mamba_fsdp.checkpoint.checkpointer import Checkpointer
-from mamba_fsdp.checkpoint.folder import find_checkpoint, load
+from mamba_fsdp.checkpoint.folder import find_checkpoint, load, newest_step
 from mamba_fsdp.checkpoint.tensors import open_tensors
 from mamba_fsdp.data.loader import Batch, Loader, evaluation_batches
 from mamba_fsdp.data.order import Order
@@ -32,6 +32,7 @@ from mamba_fsdp.report.progress import Progress as ProgressDisplay
 from mamba_fsdp.report.trackers import make_tracker
 from mamba_fsdp.train import loop
 from mamba_fsdp.train.clock import Clock, device_peak, stragglers
+from mamba_fsdp.train.lease import Lease
 from mamba_fsdp.train.optimizer import LossScale, make_optimizer
 from mamba_fsdp.train.profile import Profiler
 from mamba_fsdp.train.schedule import Schedule
@@ -53,65 +54,77 @@ def run(settings, weights=None, publish=None):
         # Without it torch refuses every matrix product on a GPU.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(settings.training.deterministic)
+    folder, progress = Path(settings.checkpoint.save_ckpt_path), loop.Progress()
+    lease = Lease(folder)
     world = start_world(timeout_minutes=settings.parallel.timeout_minutes)
     try:
-        with Watchdog(settings.parallel.timeout_minutes, world.rank):
-            last = Run(settings, world, weights).train()
+        try:
+            with Watchdog(settings.parallel.timeout_minutes, world.rank):
+                world.on_first(lambda: take_folder(folder, lease))
+                last = Run(settings, world, lease, progress, weights).train()
+        finally:
+            world.close()
+        if last and world.rank == 0:
+            finish(folder, lease, last, publish)
+    except BaseException as error:
+        record_failure(folder, lease, progress.step, error)
+        raise
     finally:
-        world.close()
-    if last and world.rank == 0:
-        finish(last, publish)
+        lease.give_back()
     return 0
 
 
-def finish(checkpoint, publish):
+def take_folder(folder, lease):
+    """Make the run folder this run's own, and say so there at once: whatever ends the start, even a kill, the word of
+    the start before, such as `finished`, stands no longer."""
+    try:
+        (folder / "checkpoints").mkdir(parents=True, exist_ok=True)
+        lease.take()
+    except OSError as error:
+        raise UserError(f"save_ckpt_path {folder}: can't make the run folder or write to it ({error.strerror}: "
+                        f"{error.filename})") from None
+    records.write_status(folder, "running", newest_step(folder / "checkpoints"), "starting")
+
+
+def finish(folder, lease, checkpoint, publish):
     """The whole model as one file, then the word `finished`: whoever reads that finds the model.
 
     Rank 0 does this when the ranks have parted: a large model may take longer than the others would wait.
     """
-    run_folder, step = checkpoint.parent.parent, int(checkpoint.name.removeprefix("step_"))
-    folder = run_folder / "pth" / checkpoint.name
-    try:
-        if publish and not folder.exists():
-            publish(checkpoint, folder)
-        records.write_status(run_folder, "finished", step)
-    except BaseException as error:
-        record_failure(run_folder, step, error)
-        raise
-    print(f"finished   {step} steps; everything lies in {run_folder}", flush=True)
+    step, published = int(checkpoint.name.removeprefix("step_")), folder / "pth" / checkpoint.name
+    if publish and not published.exists():
+        publish(checkpoint, published)
+    lease.check()
+    records.write_status(folder, "finished", step)
+    print(f"finished   {step} steps; everything lies in {folder}", flush=True)
 
 
-def record_failure(run_folder, step, error):
+def record_failure(folder, lease, step, error):
+    """Say in the run folder why the run ended, on the rank that holds it."""
     try:
-        records.write_status(run_folder, "failed", step, f"{type(error).__name__}: {error}")
-    except UserError as another:  # a full disk must not hide what failed first
+        if lease.is_held():
+            step = step or newest_step(folder / "checkpoints")  # 0 before a checkpoint is loaded
+            records.write_status(folder, "failed", step, f"{type(error).__name__}: {error}")
+    except (UserError, OSError) as another:  # a full disk must not hide what failed first
         print(f"warning: {another}", file=sys.stderr)
 
 
 class Run:
     """Everything the loop needs, under the names it uses."""
 
-    def __init__(self, settings, world, weights):
-        self.settings, self.world = settings, world
+    def __init__(self, settings, world, lease, progress, weights):
+        self.settings, self.world, self.lease, self.progress = settings, world, lease, progress
         self.is_first = world.rank == 0
         self.folder = Path(settings.checkpoint.save_ckpt_path)
-        world.on_first(self._make_folder)
         self.checkpointer = Checkpointer(self.folder, world, keep=settings.checkpoint.keep_checkpoints,
-                                         asynchronous=settings.checkpoint.async_checkpoint, report=self._say)
+                                         asynchronous=settings.checkpoint.async_checkpoint, report=self._say,
+                                         check_ours=lease.check)
         self._count_samples()
         self.open_data()
-        self.progress = loop.Progress()
         self.build_model()
         self.start_from(weights)
         self._plan_steps()
         self.order_data()
-
-    def _make_folder(self):
-        try:
-            (self.folder / "checkpoints").mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise UserError(f"save_ckpt_path {self.folder}: can't make the run folder "
-                            f"({error.strerror}: {error.filename})") from None
 
     def _say(self, text):
         if self.is_first:
@@ -192,7 +205,7 @@ class Run:
         newest = self.checkpointer.newest()
         if newest:
             saved = self._load(newest)
-            self.progress = loop.Progress(**saved["progress"])
+            vars(self.progress).update(vars(loop.Progress(**saved["progress"])))
             self._say(f"going on   from {newest}, step {self.progress.step}")
         elif checkpoint.load_ckpt_path.endswith(".pth"):
             self.world.apart(lambda: self._read_pth(checkpoint.load_ckpt_path))
@@ -258,12 +271,7 @@ class Run:
         if self.progress.step >= self.total_steps:
             self._say(f"over       {self.folder} has all its {self.progress.step} steps; raise num_steps to go on")
             return self.checkpointer.newest()
-        try:
-            reason = self._train()
-        except BaseException as error:
-            if self.is_first:
-                record_failure(self.folder, self.progress.step, error)
-            raise
+        reason = self._train()
         if not reason:
             return self.checkpointer.newest()
         if self.is_first:
@@ -363,6 +371,7 @@ class Run:
 
     def record(self, entry):
         if self.metrics:
+            self.lease.check()
             self.metrics.write(entry)
             self.tracker.write(entry)
 

@@ -244,6 +244,34 @@ def test_an_error_while_committing_is_loud_and_commits_nothing(run, world, monke
     assert not [name for name in names(run) if name.startswith("step")]
 
 
+@pytest.mark.parametrize("lost", ["before", "between", "while saving"])
+def test_a_folder_that_is_another_runs_is_left_alone(run, world, lost):
+    """Another run's unfinished checkpoint stays, and nothing is committed or pruned."""
+    others = run / "checkpoints/.step_00000009.abc.partial"
+    ours = [True]
+
+    def check_ours():
+        if not ours[0]:
+            raise UserError("another run's")
+
+    def lose():
+        others.mkdir(parents=True)
+        ours[0] = False
+
+    with pytest.raises(UserError, match="another run's"):
+        if lost == "before":
+            lose()
+        checkpointer = Checkpointer(run, world, keep=1, check_ours=check_ours)
+        checkpointer.save(1, shards(1), {})
+        checkpointer.wait()
+        if lost == "between":
+            lose()
+        checkpointer.save(2, shards(2), {})
+        lose()
+        checkpointer.wait()
+    assert others.exists() and [name for name in names(run) if name.startswith("step")] == ["step_00000001"] * (lost != "before")
+
+
 # Dying
 
 

@@ -1,6 +1,7 @@
 """What a run writes about itself survives crashes."""
 
 import json
+import types
 
 import pytest
 
@@ -51,4 +52,5 @@ def test_a_full_disk_is_said_in_a_line(tmp_path):
     metrics.close()
     with pytest.raises(UserError, match="status.json: can't be written"):
         records.write_status(tmp_path / "missing", "running", 0)
-    record_failure(tmp_path / "missing", 0, UserError("what failed first"))
+    held = types.SimpleNamespace(is_held=lambda: True)
+    record_failure(tmp_path / "missing", held, 0, UserError("what failed first"))

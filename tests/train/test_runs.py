@@ -11,6 +11,8 @@ import torch
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.report.records import read_status
 
+OTHER_RUN = {"token": "x", "host": "elsewhere", "pid": 7, "since": "2026-01-01", "machine": "m", "started": 1, "job": None, "attempt": 0}
+
 
 def equal(first, second):
     return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
@@ -228,6 +230,62 @@ def test_a_run_that_took_over_an_optimiser_goes_on_as_unbroken(train, tmp_path, 
 def test_mistakes_found_at_the_start(train, tmp_path, given, message):
     with pytest.raises(UserError, match=message.replace("(", r"\(")):
         train(tmp_path / "run", **given)
+
+
+@pytest.mark.parametrize("given", [{"dataset_path": "/nowhere"}, {"d_model": 32}], ids=str)
+def test_a_start_that_fails_takes_back_the_word_of_the_one_before(train, tmp_path, given):
+    """Nobody reads `finished` of a run whose last start came to nothing; a good start mends it."""
+    train(tmp_path)
+    with pytest.raises(UserError) as failure:
+        train(tmp_path, **given)
+    status = read_status(tmp_path)
+    assert (status["status"], status["step"]) == ("failed", 6) and str(failure.value) in status["reason"]
+    train(tmp_path)
+    assert read_status(tmp_path)["status"] == "finished"
+
+
+def test_a_start_that_is_killed_takes_it_back_too(train, tmp_path, monkeypatch):
+    train(tmp_path)
+    seen = []
+    monkeypatch.setattr("mamba_fsdp.train.run.Run.open_data", lambda self: seen.append(read_status(tmp_path)) or 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        train(tmp_path)
+    assert (seen[0]["status"], seen[0]["step"], seen[0]["reason"]) == ("running", 6, "starting")
+
+
+def test_a_run_whose_folder_was_taken_over_writes_nothing_more(train, tmp_path, monkeypatch):
+    """It stood still for so long that another counted it as dead. Neither metrics nor checkpoint nor status."""
+    from mamba_fsdp.train.run import Run
+
+    clean, before = Run.loss, {}
+
+    def suspended(self, batch):
+        if self.progress.step == 3 and not before:
+            (tmp_path / "lease.json").write_text(json.dumps(OTHER_RUN))
+            before.update({path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()})
+        return clean(self, batch)
+
+    monkeypatch.setattr(Run, "loss", suspended)
+    with pytest.raises(UserError, match="in use by the run of process 7 on elsewhere"):
+        train(tmp_path, checkpoint_interval=1, async_checkpoint=False, eval_interval=0)
+    assert before == {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+
+
+@pytest.mark.slow
+def test_a_second_run_in_the_folder_is_refused_and_harms_nothing(start_training, tmp_path):
+    common = {"num_steps": 100_000, "eval_interval": 0, "report_interval": 1, "checkpoint_interval": 100_000}
+    first = start_training(tmp_path, **common)
+    wait_for_step(first, tmp_path, 1)
+    partial = tmp_path / "checkpoints" / ".step_00000009.abc.partial"  # as while the first one saves
+    partial.mkdir()
+    second = start_training(tmp_path, **common)
+    _, err = second.communicate(timeout=120)
+    assert second.returncode == 2 and "Traceback" not in err
+    assert f"error: {tmp_path} is in use by the run of process {first.pid} on " in err
+    assert partial.exists() and read_status(tmp_path)["status"] == "running" and first.poll() is None
+    first.send_signal(signal.SIGTERM)
+    first.communicate(timeout=60)
+    assert read_status(tmp_path)["status"] == "stopped" and not (tmp_path / "lease.json").exists()
 
 
 def test_another_model_in_the_run_folder_is_refused_by_setting(train, tmp_path):

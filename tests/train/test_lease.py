@@ -1,0 +1,153 @@
+"""One run at a time in a run folder, and no dead one in anybody's way."""
+
+import json
+import multiprocessing
+import os
+import signal
+import time
+
+import pytest
+
+from mamba_fsdp.errors import UserError
+from mamba_fsdp.train import lease as module
+from mamba_fsdp.train.lease import Lease
+
+pytestmark = pytest.mark.torch22
+PROCESSES = multiprocessing.get_context("spawn")
+
+
+@pytest.fixture
+def take(tmp_path, monkeypatch):
+    """take(said=None) -> a Lease on the folder. Leases are renewed often here, and given back at the end."""
+    monkeypatch.setattr(module, "SECONDS_BETWEEN_RENEWALS", 0.02)
+    monkeypatch.setattr(module, "SECONDS_BETWEEN_LOOKS", 0.02)
+    taken = []
+
+    def take_one(said=None):
+        lease = Lease(tmp_path)
+        lease.take(report=(said if said is not None else []).append)
+        taken.append(lease)
+        return lease
+    yield take_one
+    for lease in taken:
+        lease.give_back()
+
+
+@pytest.fixture
+def unwatched(monkeypatch):
+    """A holder must be told dead without watching it."""
+    monkeypatch.setattr(Lease, "_watch", lambda *_: pytest.fail("it was watched"))
+
+
+def left_by(folder, **changed):
+    """The lease of a process that is not ours to ask, with some fields changed."""
+    owner = {"token": "x", **module._this_process(), "host": "node-7", "pid": 7, "machine": "another", **changed}
+    (folder / module.FILE).write_text(json.dumps(owner))
+
+
+def hold(folder, connection):
+    try:
+        lease = Lease(folder)
+        lease.take(report=lambda text: None)
+    except UserError as error:
+        connection.send(str(error))
+        return
+    connection.send("taken")
+    connection.recv()  # for ever
+    lease.give_back()
+
+
+def start_holder(folder):
+    """(process, its answer) of another process that takes the folder."""
+    ours, theirs = PROCESSES.Pipe()
+    process = PROCESSES.Process(target=hold, args=(folder, theirs), daemon=True)
+    process.start()
+    process.pipe = ours
+    return process
+
+
+def test_a_living_holder_is_named_to_the_second(take, tmp_path):
+    first = take()
+    with pytest.raises(UserError) as refused:
+        take()
+    assert f"{tmp_path} is in use by the run of process {os.getpid()} on {module.socket.gethostname()}, begun 20" in str(refused.value)
+    first.check()
+    first.give_back()
+    assert not list(tmp_path.iterdir())
+    take()
+
+
+def test_a_killed_holder_of_this_machine_stops_nobody(take, tmp_path, unwatched):
+    process = start_holder(tmp_path)
+    assert process.pipe.recv() == "taken"
+    os.kill(process.pid, signal.SIGKILL)
+    process.join()
+    take().check()
+
+
+def test_neither_does_one_whose_process_id_another_has_by_now(take, tmp_path, unwatched):
+    here = module._this_process()
+    left_by(tmp_path, machine=here["machine"], pid=os.getpid(), started=here["started"] - 1)
+    take().check()
+
+
+def test_nor_an_earlier_start_of_the_same_slurm_job(take, tmp_path, unwatched, monkeypatch):
+    monkeypatch.setenv("SLURM_JOB_ID", "41")
+    left_by(tmp_path)
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    take().check()
+
+
+@pytest.mark.parametrize("content", [None, b"", b'{"token": "x", "ho'], ids=["lost node", "cut short", "half"])
+def test_a_silent_holder_elsewhere_is_waited_for_and_then_dead(take, tmp_path, monkeypatch, content):
+    monkeypatch.setattr(module, "SECONDS_OF_SILENCE", 0.1)
+    left_by(tmp_path)
+    if content is not None:
+        (tmp_path / module.FILE).write_bytes(content)
+    said = []
+    take(said).check()
+    assert len(said) == 1 and "waiting" in said[0] and ("node-7" in said[0] or content is not None)
+
+
+def test_a_holder_elsewhere_that_renews_is_alive(take, tmp_path, monkeypatch):
+    """Whatever the clocks say: its renewals may lie a day in the past."""
+    left_by(tmp_path, job="17")
+    long_ago = iter(range(10 ** 6))
+    monkeypatch.setattr(module.time, "sleep", lambda _: os.utime(tmp_path / module.FILE, (next(long_ago), next(long_ago))))
+    with pytest.raises(UserError, match=r"process 7 on node-7 \(Slurm job 17\)"):
+        take()
+
+
+def test_a_holder_that_ends_while_it_is_watched_leaves_the_folder_free(take, tmp_path, monkeypatch):
+    left_by(tmp_path)
+    monkeypatch.setattr(module.time, "sleep", lambda _: (tmp_path / module.FILE).unlink(missing_ok=True))
+    take().check()
+
+
+def test_of_many_at_once_one_gets_the_folder(tmp_path):
+    processes = [start_holder(tmp_path) for _ in range(4)]
+    answers = [process.pipe.recv() for process in processes]
+    assert answers.count("taken") == 1 and sum("is in use by" in answer for answer in answers) == 3
+    for process in processes:
+        process.kill()
+        process.join()
+
+
+def test_one_that_lost_its_lease_finds_out_and_leaves_the_other_in_peace(take, tmp_path):
+    lease = take()
+    left_by(tmp_path)
+    other = (tmp_path / module.FILE).stat().st_mtime_ns
+    with pytest.raises(UserError, match="in use by the run of process 7 on node-7.*writes nothing more"):
+        lease.check()
+    time.sleep(0.2)
+    lease.give_back()
+    assert (tmp_path / module.FILE).stat().st_mtime_ns == other
+    (tmp_path / module.FILE).unlink()
+    with pytest.raises(UserError, match="has lost its lease.json"):
+        lease.check()
+
+
+def test_a_folder_that_was_never_taken_is_not_held(tmp_path):
+    lease = Lease(tmp_path)
+    assert not lease.is_held()
+    lease.give_back()
