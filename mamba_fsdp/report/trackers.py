@@ -1,11 +1,14 @@
 """Where metrics go besides metrics.jsonl: TensorBoard's event files in the run folder, or Weights & Biases."""
 
+import uuid
+
+from mamba_fsdp.durable import write_atomically
 from mamba_fsdp.errors import UserError
 
 
 def make_tracker(kind, run_folder, settings, step):
     """An object with write(entry) and close(), for a run that goes on from `step`. Raises UserError where the package
-    is missing."""
+    is missing or refuses."""
     return {"none": NoTracker, "tensorboard": TensorBoard, "wandb": WeightsAndBiases}[kind](run_folder, settings, step)
 
 
@@ -40,15 +43,23 @@ class TensorBoard:
 
 
 class WeightsAndBiases:
-    """One W&B run per run folder, so that a run that goes on draws on in the same curves."""
+    """One W&B run per run folder, which keeps its id, so that a run that goes on draws on in the same curves."""
 
     def __init__(self, run_folder, settings, step):
         try:
             import wandb
         except ImportError:
             raise UserError("tracker=wandb needs the package wandb: .venv/bin/pip install wandb") from None
-        self.run = wandb.init(project="mamba-fsdp", id=run_folder.name, name=run_folder.name, dir=str(run_folder),
-                              resume="allow", config=settings)
+        kept = run_folder / "wandb_id"
+        if not kept.exists():
+            write_atomically(kept, uuid.uuid4().hex)
+        try:
+            self.run = wandb.init(project="mamba-fsdp", id=kept.read_text().strip(), name=run_folder.name,
+                                  dir=str(run_folder), resume="allow", config=settings)
+        except Exception as error:  # its errors have no common class in all its versions
+            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+            raise UserError(f"tracker=wandb: W&B refused ({reason}); log in with `wandb login` or WANDB_API_KEY, or set "
+                            "WANDB_MODE=offline") from None
 
     def write(self, entry):
         self.run.log({name: value for name, value in entry.items() if name != "step"}, step=entry["step"])

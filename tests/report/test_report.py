@@ -76,19 +76,43 @@ def test_tensorboard_gets_every_number(tmp_path):
     assert [(event.step, event.value) for event in events.Scalars("loss")] == [(3, 2.5), (4, 2.25)]
 
 
-def test_wandb_goes_on_in_the_same_curves(tmp_path, monkeypatch):
-    """Against a stand-in for the package, which needs an account: the arguments are those of its documented functions."""
+@pytest.fixture
+def wandb(monkeypatch):
+    """A stand-in for the package, which needs an account. What its functions, as documented, are called with is in `calls`."""
     import sys
     import types
 
     calls = []
     run = types.SimpleNamespace(log=lambda values, step: calls.append((values, step)), finish=lambda: calls.append("finish"))
-    monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=lambda **named: calls.append(named) or run))
-    tracker = make_tracker("wandb", tmp_path / "mine", {"seed": 1}, 0)
+    package = types.SimpleNamespace(calls=calls, init=lambda **named: calls.append(named) or run)
+    monkeypatch.setitem(sys.modules, "wandb", package)
+    return package
+
+
+def test_wandb_goes_on_in_the_same_curves(tmp_path, wandb):
+    """And another run folder of the same name has curves of its own."""
+    for folder in ("a/mine", "a/mine", "b/mine"):
+        (tmp_path / folder).mkdir(parents=True, exist_ok=True)
+        make_tracker("wandb", tmp_path / folder, {"seed": 1}, 0)
+    first, again, other = wandb.calls
+    assert first == again and first["id"] != other["id"] and first["name"] == other["name"] == "mine"
+    assert first["resume"] == "allow" and first["config"] == {"seed": 1}
+
+
+def test_wandb_gets_every_number(tmp_path, wandb):
+    tracker = make_tracker("wandb", tmp_path, {}, 0)
     tracker.write({"step": 3, "loss": 2.5})
     tracker.close()
-    assert calls[0]["resume"] == "allow" and calls[0]["id"] == "mine" and calls[0]["config"] == {"seed": 1}
-    assert calls[1:] == [({"loss": 2.5}, 3), "finish"]
+    assert wandb.calls[1:] == [({"loss": 2.5}, 3), "finish"]
+
+
+def test_an_account_that_wandb_refuses_is_said_with_the_remedy(tmp_path, wandb):
+    def refuse(**_):
+        raise RuntimeError("api_key not configured (no-tty).\nmore of it")
+
+    wandb.init = refuse
+    with pytest.raises(UserError, match=r"tracker=wandb: .*api_key not configured \(no-tty\)\.\).*`wandb login`"):
+        make_tracker("wandb", tmp_path, {}, 0)
 
 
 def test_a_missing_tracker_is_said_with_the_remedy(tmp_path, monkeypatch):
