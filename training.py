@@ -6,13 +6,10 @@ Run again after a stop or a crash, it goes on from the newest committed checkpoi
 
 from config import settings
 from mamba_fsdp import command_line
-from mamba_fsdp.errors import UserError
 
 
-def main(*unexpected, config=None, **given):
-    if unexpected:
-        raise UserError(f"{unexpected[0]}: settings are written --name=value")
-    resolved, explicit = settings.resolve(given, config)
+def main(*stray, config=None, **given):
+    resolved, explicit = settings.resolve(given, config, stray)
     # These import torch, which takes seconds: only when there is something to train.
     from mamba_fsdp.interop.convert import import_
     from mamba_fsdp.train.run import run

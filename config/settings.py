@@ -47,14 +47,17 @@ def aliases():
     return names
 
 
-def resolve(given, config_file=None):
+def resolve(given, config_file=None, stray=()):
     """The TrainConfig for the settings `given` (dict of name -> text) on top of `config_file`, the preset and the
     defaults.
 
     Returns (config, explicit): explicit is the set of leaf names that the command line or the file set. What only the
     command line has made pointless in the file is forgotten. Raises UserError for unknown names (with the nearest),
-    values of the wrong type or out of bounds, settings that do nothing, and impossible combinations.
+    values of the wrong type or out of bounds, settings that do nothing, impossible combinations, and `stray` words,
+    which name no setting.
     """
+    if stray:
+        raise UserError(f"{stray[0]}: settings are written --name=value")
     in_file, on_line = {}, _read(given, "on the command line")
     if config_file:
         path = find_config_file(config_file)

@@ -11,6 +11,11 @@ class UserError(Exception):
     print it as `error: ...` without a traceback and exit 2."""
 
 
+def first_line(error):
+    """The first line of an exception's message: some libraries write pages."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
 def leave_for_torchrun(error):
     """Under torchrun: write the exception into the file where it looks, in its form, so that the launcher can end the
     log with it."""

@@ -1,17 +1,14 @@
-"""The model's tensors by name, out of a checkpoint folder or a .pth file, and the model as one file."""
+"""The model's tensors by name, out of a checkpoint folder or a .pth file."""
 
 import math
-import os
 import pickle
 import tarfile
-import uuid
 from pathlib import Path
 
 import torch
 
 from mamba_fsdp.checkpoint.folder import Reader, refuse_other_tensors
-from mamba_fsdp.durable import sync_folder
-from mamba_fsdp.errors import UserError
+from mamba_fsdp.errors import UserError, first_line
 
 
 class Tensors:
@@ -68,8 +65,7 @@ def _open_pth(path):
         raise UserError(f"{path} ({path.stat().st_size:,} bytes) is cut short or damaged; copy or download it "
                         "again") from None
     except (pickle.UnpicklingError, ValueError, KeyError) as error:
-        reason = (str(error).splitlines() or [""])[0]
-        raise UserError(f"{path} is damaged or holds more than tensors: {reason}") from None
+        raise UserError(f"{path} is damaged or holds more than tensors: {first_line(error)}") from None
     if not isinstance(content, dict) or not all(isinstance(value, torch.Tensor) for value in content.values()):
         raise UserError(f"{path} is no dict of tensors by parameter name")
     shapes = {name: tuple(tensor.shape) for name, tensor in content.items()}
@@ -87,28 +83,3 @@ def _refuse_programs(path):
         raise UserError(f"{path} is a {'TorchScript' if script else 'tar'} archive, which may hold programs; "
                         "save its state dict with torch.save")
     return zipped
-
-
-def consolidate(checkpoint, dtype=None):
-    """Name -> whole tensor of the model in a checkpoint, cast to `dtype` if given. Tied names share one tensor."""
-    tensors = open_tensors(checkpoint)
-    whole = {name: tensors.get(name).to(dtype=dtype) for name in tensors.shapes}
-    return whole | {name: whole[own] for name, own in tensors.tied.items()}
-
-
-def write_consolidated(checkpoint, target, dtype=None):
-    """Write the model of a checkpoint as a plain state dict, `target` (…/consolidated.00.pth), whole or not at all."""
-    target = Path(target)
-    temporary = target.with_name(f".{target.name}.{uuid.uuid4().hex}.tmp")
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        with open(temporary, "xb") as file:
-            torch.save(consolidate(checkpoint, dtype), file)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, target)
-    except OSError as error:
-        raise UserError(f"can't write {target}: {error.strerror}") from None
-    finally:
-        temporary.unlink(missing_ok=True)
-    sync_folder(target.parent)

@@ -155,8 +155,3 @@ def no_column(name, column, columns):
     """What to say of a missing column."""
     hint = "--text_column=input_ids takes its token ids as they are" if "input_ids" in columns else "name one with --text_column"
     return f"{name}: there is no column {column!r}; it has: {', '.join(map(str, columns))}; {hint}"
-
-
-def first_line(error):
-    """The first line of an exception's message: some libraries write pages."""
-    return (str(error).strip() or type(error).__name__).splitlines()[0]

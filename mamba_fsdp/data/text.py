@@ -13,8 +13,8 @@ import re
 import zlib
 from pathlib import Path
 
-from mamba_fsdp.data.documents import BYTE_ORDER_MARK, Piece, first_line, no_column, token_ids
-from mamba_fsdp.errors import UserError
+from mamba_fsdp.data.documents import BYTE_ORDER_MARK, Piece, no_column, token_ids
+from mamba_fsdp.errors import UserError, first_line
 
 PIECE_BYTES = 1 << 19
 READ_BYTES = 1 << 16

@@ -7,7 +7,7 @@ from pathlib import Path
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from mamba_fsdp.durable import write_atomically
-from mamba_fsdp.errors import UserError
+from mamba_fsdp.errors import UserError, first_line
 
 END_OF_TEXT = "<|endoftext|>"
 SMALLEST_VOCABULARY = 257  # every byte and the eos
@@ -76,7 +76,7 @@ def load(name, eos_token=None):
         try:
             backend, form = Tokenizer.from_file(str(path)), None
         except Exception as error:  # the library raises bare Exception
-            raise UserError(f"tokenizer {name}: {path.name} can't be read ({_first_line(error)})") from error
+            raise UserError(f"tokenizer {name}: {path.name} can't be read ({first_line(error)})") from error
         own_eos = own_bos = None
     else:
         form = _load_with_transformers(name)
@@ -100,11 +100,7 @@ def _load_with_transformers(name):
         tokenizer = AutoTokenizer.from_pretrained(name)
     except Exception as error:  # whatever a name can run into: no such folder, no network, a file in another format
         raise UserError(f"tokenizer {name!r}: can't be loaded as a folder, a tokenizer.json file or a name on the Hugging Face Hub "
-                        f"({_first_line(error)}); train:4096 trains one on the input") from error
+                        f"({first_line(error)}); train:4096 trains one on the input") from error
     if not getattr(tokenizer, "is_fast", False):
         raise UserError(f"tokenizer {name!r}: has no fast form (tokenizer.json), which this program needs")
     return tokenizer
-
-
-def _first_line(error):
-    return (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -14,7 +14,7 @@ from mamba_fsdp.errors import UserError
 from mamba_fsdp.interop import state_spaces, transformers_forms
 from mamba_fsdp.interop.safetensors_files import SHARD_BYTES, write_safetensors
 from mamba_fsdp.interop.weights import (CONFIG, CONSOLIDATED, EMBEDDING, LM_HEAD, PICKLED, TOKENIZER, TOKENIZER_FILES,
-                                        read_weights)
+                                        load_tokenizer, read_weights)
 from mamba_fsdp.model.lm import FP32_ENDINGS
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -119,12 +119,7 @@ def _token_ids(tokenizer_path):
     kinds = ("bos_token_id", "eos_token_id", "pad_token_id")
     if not tokenizer_path:
         return dict.fromkeys(kinds)
-    from transformers import AutoTokenizer
-
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(tokenizer_path)
-    except (OSError, ValueError) as error:
-        raise UserError(f"tokenizer {tokenizer_path}: can't be loaded ({str(error).splitlines()[0]})") from None
+    tokenizer = load_tokenizer(tokenizer_path)
     return {kind: getattr(tokenizer, kind) for kind in kinds}
 
 

@@ -16,7 +16,7 @@ import torch
 
 from mamba_fsdp.checkpoint.folder import COMMIT, find_checkpoint, read_state, refuse_other_tensors
 from mamba_fsdp.checkpoint.tensors import open_tensors
-from mamba_fsdp.errors import UserError
+from mamba_fsdp.errors import UserError, first_line
 from mamba_fsdp.interop import state_spaces, transformers_forms
 from mamba_fsdp.interop.fields import Fields, checked_config
 from mamba_fsdp.interop.safetensors_files import has_safetensors, open_safetensors
@@ -28,6 +28,16 @@ EMBEDDING, LM_HEAD = "backbone.embedding.weight", "lm_head.weight"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "merges.txt",
                    "special_tokens_map.json",
                    "added_tokens.json", "chat_template.jinja")
+
+
+def load_tokenizer(path):
+    """The tokenizer in a folder that transformers wrote. Raises UserError."""
+    from transformers import AutoTokenizer  # seconds of imports
+
+    try:
+        return AutoTokenizer.from_pretrained(path)
+    except Exception as error:  # the libraries raise whatever a file runs into
+        raise UserError(f"tokenizer {path}: can't be loaded ({first_line(error)})") from None
 
 
 class Weights:

@@ -10,15 +10,12 @@ from pathlib import Path
 
 from config import settings
 from mamba_fsdp import command_line
-from mamba_fsdp.errors import UserError
 from mamba_fsdp.launch.machine import PROJECT, check_version
 
 
-def plan(*unexpected, config=None, **given):
-    if unexpected:
-        raise UserError(f"{unexpected[0]}: settings are written --name=value")
+def plan(*stray, config=None, **given):
     check_version()
-    resolved, _ = settings.resolve(given, config)
+    resolved, _ = settings.resolve(given, config, stray)
     print(run_folder(resolved))
     for folder in folders_outside_project(resolved):
         print(folder)

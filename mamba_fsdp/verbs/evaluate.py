@@ -23,14 +23,14 @@ def main(model, store, seq_length: int = 2048, batch_size: int = 8, limit: int =
     from mamba_fsdp.data.store import TokenStore
     from mamba_fsdp.parallel.world import start_world
     from mamba_fsdp.train.evaluate import evaluate
-    from mamba_fsdp.verbs.loading import load_model, load_tokenizer
+    from mamba_fsdp.verbs.loading import load_model, tokenizer_of
 
     tokens = TokenStore(store)
     network, weights = load_model(model, reset_at_documents=reset_at_documents)
     if tokens.vocab_size > weights.config.vocab_size:
         raise UserError(f"{store} has a vocabulary of {tokens.vocab_size}, the model one of "
                         f"{weights.config.vocab_size}: they don't belong together")
-    words = load_tokenizer(weights, str(tokens.tokenizer_path))
+    words = tokenizer_of(weights, str(tokens.tokenizer_path))
     byte_counts = bytes_of_tokens(words)
     counted = {"tokens": 0, "bytes": 0}
 

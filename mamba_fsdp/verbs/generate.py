@@ -28,10 +28,10 @@ def main(model, prompt="", length: int = 100, temperature: float = 0.8, top_k: i
     import torch
 
     from mamba_fsdp.model.generate import generate
-    from mamba_fsdp.verbs.loading import load_model, load_tokenizer
+    from mamba_fsdp.verbs.loading import load_model, tokenizer_of
 
     network, weights = load_model(model)
-    words = load_tokenizer(weights, tokenizer)
+    words = tokenizer_of(weights, tokenizer)
     ids = words(prompt, add_special_tokens=False)["input_ids"] or [words.eos_token_id]
     device = next(network.parameters()).device
     tokens = []

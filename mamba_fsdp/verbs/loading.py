@@ -5,7 +5,7 @@ import torch
 
 from config import settings
 from mamba_fsdp.errors import UserError
-from mamba_fsdp.interop.weights import config_beside, read_weights
+from mamba_fsdp.interop.weights import config_beside, load_tokenizer, read_weights
 from mamba_fsdp.model.lm import MambaLM
 from mamba_fsdp.ops import kernels, native
 from mamba_fsdp.parallel.parallelise import fill, parallelise
@@ -45,14 +45,9 @@ def load_model(source, *, reset_at_documents=False):
     return parallel.model.eval().requires_grad_(False), weights
 
 
-def load_tokenizer(weights, named=""):
+def tokenizer_of(weights, named=""):
     """The tokenizer that came with the weights, or the one named. Raises UserError where there is none."""
     path = named or weights.tokenizer_path
     if not path:
         raise UserError(f"{weights.source} came without a tokenizer; name one: --tokenizer=PATH")
-    from transformers import AutoTokenizer
-
-    try:
-        return AutoTokenizer.from_pretrained(path)
-    except (OSError, ValueError) as error:
-        raise UserError(f"tokenizer {path}: can't be loaded ({str(error).splitlines()[0]})") from None
+    return load_tokenizer(path)

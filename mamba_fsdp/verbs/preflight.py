@@ -19,8 +19,8 @@ def main(action, folder, *nodes, after_dashes=None):
         return preflight.judge(Path(folder), nodes)
     if action != "report" or nodes:
         raise UserError("preflight: write `report FOLDER -- SETTINGS` or `judge FOLDER NODE ...`")
-    _, given = command_line.split(after_dashes or [])
-    resolved, explicit = settings.resolve(given, given.pop("config", None))
+    stray, given = command_line.split(after_dashes or [])
+    resolved, explicit = settings.resolve(given, given.pop("config", None), stray)
     mistakes = []
     if resolved.checkpoint.init_from or resolved.checkpoint.load_ckpt_path:
         from mamba_fsdp.verbs.loading import starting_weights

@@ -12,10 +12,8 @@ from mamba_fsdp.errors import UserError
 
 
 def main(name="", after_dashes=None):
-    unexpected, given = command_line.split(after_dashes or [])
-    if unexpected:
-        raise UserError(f"{unexpected[0]}: settings are written --name=value")
-    resolved, _ = settings.resolve(given, given.pop("config", None))
+    stray, given = command_line.split(after_dashes or [])
+    resolved, _ = settings.resolve(given, given.pop("config", None), stray)
     if not name:
         print(settings.as_yaml(resolved), end="")
         return

@@ -7,7 +7,7 @@ import pickle
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from small_models import CONFIGS, random_state, write_ours
+from small_models import CONFIGS, random_state, write_ours, write_tokenizer
 
 from config import settings
 from config.model_config import ModelConfig
@@ -194,6 +194,15 @@ def test_a_bin_that_is_not_a_dict_of_tensors(content, message, tmp_path):
     ours = write_ours(tmp_path / "ours", CONFIGS["mamba1"], random_state(CONFIGS["mamba1"]))
     torch.save(content, ours / "consolidated.00.pth")
     refused(ours, message, tmp_path)
+
+
+def test_a_broken_tokenizer_is_named(tmp_path):
+    ours = write_ours(tmp_path / "ours", CONFIGS["mamba1"], random_state(CONFIGS["mamba1"]))
+    write_tokenizer(ours / "tokenizer")
+    (ours / "tokenizer" / "tokenizer.json").write_text('{"version": "1.0", "model": 3}')
+    with pytest.raises(UserError, match="tokenizer .*/ours/tokenizer: can't be loaded .[^\n]+.$"):
+        export(ours, tmp_path / "out")
+    assert os.listdir(tmp_path) == ["ours"]
 
 
 @pytest.mark.parametrize("zipped", [True, False])
