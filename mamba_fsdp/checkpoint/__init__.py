@@ -1,1 +1,1 @@
-"""Saving, committing, choosing, pruning, loading and consolidating checkpoints."""
+"""Saving, committing, choosing, pruning, and loading checkpoints."""

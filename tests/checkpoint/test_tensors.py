@@ -7,7 +7,7 @@ import torch
 from ranks import build, value_of
 
 from mamba_fsdp.checkpoint.checkpointer import Checkpointer
-from mamba_fsdp.checkpoint.tensors import open_tensors, write_consolidated
+from mamba_fsdp.checkpoint.tensors import open_tensors
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.parallel.parallelise import fill
 from mamba_fsdp.parallel.world import start_world
@@ -17,14 +17,14 @@ pytestmark = pytest.mark.torch22
 
 @pytest.fixture
 def saved(run, monkeypatch):
-    """(a model, a checkpoint of it, the model as one file)."""
+    """(a model, a checkpoint of it, the model as a .pth file)."""
     monkeypatch.delenv("RANK", raising=False)
     world = start_world()
     parallel, optimizer = build(world, strategy="none")
     checkpointer = Checkpointer(run, world)
     checkpointer.save(1, parallel.shards() + parallel.optimizer_shards(optimizer), {})
-    file = run / "pth/step_1/consolidated.00.pth"
-    write_consolidated(checkpointer.newest(), file)
+    file = run / "model.pth"
+    torch.save({name: tensor.detach() for name, tensor in parallel.model.state_dict().items()}, file)
     return parallel, checkpointer.newest(), file
 
 
@@ -42,17 +42,6 @@ def test_both_forms_give_the_model_back(saved, kind):
     fill(parallel.shards(), lambda name, shape: tensors.get(name, shape) + 1)
     name = "backbone.norm_f.weight"
     assert torch.equal(parallel.parameters()[name], value_of(name, (24,)) + 1)
-
-
-def test_the_file_is_a_plain_state_dict(saved):
-    """It loads strictly into the bare model, tied weights once, and in another dtype when asked."""
-    parallel, folder, file = saved
-    assert parallel.model.load_state_dict(torch.load(file, weights_only=True), strict=True)
-    write_consolidated(folder, file, dtype=torch.bfloat16)
-    content = torch.load(file, weights_only=True)
-    assert {tensor.dtype for tensor in content.values()} == {torch.bfloat16}
-    assert content["lm_head.weight"].data_ptr() == content["backbone.embedding.weight"].data_ptr()
-    assert os.listdir(file.parent) == [file.name]
 
 
 class Evil:

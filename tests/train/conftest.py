@@ -48,14 +48,14 @@ def tiny_file(tmp_path_factory):
 def train(corpus, tiny_file, capsys):
     """train(run folder, **settings) -> what it printed, in this process."""
     def run_here(run, **given):
-        from mamba_fsdp.checkpoint.tensors import write_consolidated
+        from mamba_fsdp.interop.convert import import_
         from mamba_fsdp.train.run import run as start
 
         words = {key: str(value) for key, value in {"dataset_path": corpus, "save_ckpt_path": run, **given}.items()}
         capsys.readouterr()
         try:
             start(settings.resolve(words, tiny_file)[0],
-                  publish=lambda checkpoint, folder: write_consolidated(checkpoint, folder / "consolidated.00.pth"))
+                  publish=import_)
         finally:  # what training sets for its whole process
             torch.set_flush_denormal(False)
             torch.use_deterministic_algorithms(False)
