@@ -3,7 +3,7 @@
 import uuid
 
 from mamba_fsdp.durable import write_atomically
-from mamba_fsdp.errors import UserError
+from mamba_fsdp.errors import UserError, first_line
 
 
 def make_tracker(kind, run_folder, settings, step):
@@ -57,9 +57,8 @@ class WeightsAndBiases:
             self.run = wandb.init(project="mamba-fsdp", id=kept.read_text().strip(), name=run_folder.name,
                                   dir=str(run_folder), resume="allow", config=settings)
         except Exception as error:  # its errors have no common class in all its versions
-            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-            raise UserError(f"tracker=wandb: W&B refused ({reason}); log in with `wandb login` or WANDB_API_KEY, or set "
-                            "WANDB_MODE=offline") from None
+            raise UserError(f"tracker=wandb: W&B refused ({first_line(error)}); log in with `wandb login` or "
+                            "WANDB_API_KEY, or set WANDB_MODE=offline") from None
 
     def write(self, entry):
         self.run.log({name: value for name, value in entry.items() if name != "step"}, step=entry["step"])
