@@ -1,18 +1,15 @@
 """One run: what the loop works on, built from the settings; where it starts from; how it ends."""
 
 import os
-import shutil
-import sys
 import time
 from dataclasses import asdict
 from itertools import chain
-from pathlib import Path
 
 import torch
 
 from config import settings as settings_module
 from mamba_fsdp.checkpoint.checkpointer import Checkpointer
-from mamba_fsdp.checkpoint.folder import find_checkpoint, load, newest_step
+from mamba_fsdp.checkpoint.folder import find_checkpoint, load
 from mamba_fsdp.checkpoint.tensors import open_tensors
 from mamba_fsdp.data.loader import Batch, Loader, evaluation_batches
 from mamba_fsdp.data.order import Order
@@ -27,14 +24,14 @@ from mamba_fsdp.ops import kernels, native
 from mamba_fsdp.parallel.compat import has_fused_adamw
 from mamba_fsdp.parallel.parallelise import fill, fill_parts, parallelise
 from mamba_fsdp.parallel.world import start_world
-from mamba_fsdp.report import records
 from mamba_fsdp.report.progress import Progress as ProgressDisplay
+from mamba_fsdp.report.records import Metrics
 from mamba_fsdp.report.trackers import make_tracker
 from mamba_fsdp.train import loop
 from mamba_fsdp.train.clock import Clock, device_peak, stragglers
-from mamba_fsdp.train.lease import Lease
 from mamba_fsdp.train.optimizer import LossScale, make_optimizer
 from mamba_fsdp.train.profile import Profiler
+from mamba_fsdp.train.run_folder import RunFolder
 from mamba_fsdp.train.schedule import Schedule
 from mamba_fsdp.train.stopping import StopRequest
 from mamba_fsdp.train.watchdog import Watchdog
@@ -54,71 +51,46 @@ def run(settings, weights=None, publish=None):
         # Without it torch refuses every matrix product on a GPU.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(settings.training.deterministic)
-    folder, progress = Path(settings.checkpoint.save_ckpt_path), loop.Progress()
-    lease = Lease(folder)
+    folder, progress = RunFolder(settings.checkpoint.save_ckpt_path), loop.Progress()
     world = start_world(timeout_minutes=settings.parallel.timeout_minutes)
     try:
         try:
             with Watchdog(settings.parallel.timeout_minutes, world.rank):
-                world.on_first(lambda: take_folder(folder, lease))
-                last = Run(settings, world, lease, progress, weights).train()
+                world.on_first(folder.take)
+                last = Run(settings, world, folder, progress, weights).train()
         finally:
             world.close()
         if last and world.rank == 0:
-            finish(folder, lease, last, publish)
+            finish(folder, last, publish)
     except BaseException as error:
-        record_failure(folder, lease, progress.step, error)
+        folder.say_failed(progress.step, error)
         raise
     finally:
-        lease.give_back()
+        folder.give_back()
     return 0
 
 
-def take_folder(folder, lease):
-    """Make the run folder this run's own, and say so there at once: whatever ends the start, even a kill, the word of
-    the start before, such as `finished`, stands no longer."""
-    try:
-        (folder / "checkpoints").mkdir(parents=True, exist_ok=True)
-        lease.take()
-    except OSError as error:
-        raise UserError(f"save_ckpt_path {folder}: can't make the run folder or write to it ({error.strerror}: "
-                        f"{error.filename})") from None
-    records.write_status(folder, "running", newest_step(folder / "checkpoints"), "starting")
-
-
-def finish(folder, lease, checkpoint, publish):
+def finish(folder, checkpoint, publish):
     """The whole model as one file, then the word `finished`: whoever reads that finds the model.
 
     Rank 0 does this when the ranks have parted: a large model may take longer than the others would wait.
     """
-    step, published = int(checkpoint.name.removeprefix("step_")), folder / "pth" / checkpoint.name
+    step, published = int(checkpoint.name.removeprefix("step_")), folder.path / "pth" / checkpoint.name
     if publish and not published.exists():
         publish(checkpoint, published)
-    lease.check()
-    records.write_status(folder, "finished", step)
-    print(f"finished   {step} steps; everything lies in {folder}", flush=True)
-
-
-def record_failure(folder, lease, step, error):
-    """Say in the run folder why the run ended, on the rank that holds it."""
-    try:
-        if lease.is_held():
-            step = step or newest_step(folder / "checkpoints")  # 0 before a checkpoint is loaded
-            records.write_status(folder, "failed", step, f"{type(error).__name__}: {error}")
-    except (UserError, OSError) as another:  # a full disk must not hide what failed first
-        print(f"warning: {another}", file=sys.stderr)
+    folder.say("finished", step)
+    print(f"finished   {step} steps; everything lies in {folder.path}", flush=True)
 
 
 class Run:
     """Everything the loop needs, under the names it uses."""
 
-    def __init__(self, settings, world, lease, progress, weights):
-        self.settings, self.world, self.lease, self.progress = settings, world, lease, progress
+    def __init__(self, settings, world, folder, progress, weights):
+        self.settings, self.world, self.folder, self.progress = settings, world, folder, progress
         self.is_first = world.rank == 0
-        self.folder = Path(settings.checkpoint.save_ckpt_path)
-        self.checkpointer = Checkpointer(self.folder, world, keep=settings.checkpoint.keep_checkpoints,
+        self.checkpointer = Checkpointer(folder.path, world, keep=settings.checkpoint.keep_checkpoints,
                                          asynchronous=settings.checkpoint.async_checkpoint, report=self._say,
-                                         check_ours=lease.check)
+                                         check_ours=folder.check_ours)
         self._count_samples()
         self.open_data()
         self.build_model()
@@ -269,13 +241,13 @@ class Run:
         """The loop with what surrounds it. Returns the last checkpoint of a run that is over, None of one that
         stopped."""
         if self.progress.step >= self.total_steps:
-            self._say(f"over       {self.folder} has all its {self.progress.step} steps; raise num_steps to go on")
+            self._say(f"over       {self.folder.path} has all its {self.progress.step} steps; raise num_steps to go on")
             return self.checkpointer.newest()
         reason = self._train()
         if not reason:
             return self.checkpointer.newest()
         if self.is_first:
-            records.write_status(self.folder, "stopped", self.progress.step, reason)
+            self.folder.say("stopped", self.progress.step, reason)
         self._say(f"stopped    at step {self.progress.step} ({reason}); the same command goes on from here")
 
     def _train(self):
@@ -283,15 +255,15 @@ class Run:
         self.display = ProgressDisplay(self.total_steps, enabled=self.is_first)
         self.clock = Clock()
         self.metrics = self.tracker = None
-        step, report = self.progress.step, self.settings.report
+        path, step, report = self.folder.path, self.progress.step, self.settings.report
         if self.is_first:
-            write_atomically(self.folder / "config.yaml", settings_module.as_yaml(self.settings))
-            self._keep_tokenizer()
-            self.metrics = records.Metrics(self.folder, step)
-            self.tracker = make_tracker(report.tracker, self.folder, settings_module.as_dict(self.settings), step)
-            records.write_status(self.folder, "running", step)
-        self.profiler = Profiler(self.folder, self.world.rank, step) if report.use_profiler else None
-        with self.loader, StopRequest(self.folder, self.is_first) as self.stop:
+            write_atomically(path / "config.yaml", settings_module.as_yaml(self.settings))
+            self.folder.keep_tokenizer(next(iter(self.sources.values())).path)
+            self.metrics = Metrics(path, step)
+            self.tracker = make_tracker(report.tracker, path, settings_module.as_dict(self.settings), step)
+            self.folder.say("running", step)
+        self.profiler = Profiler(path, self.world.rank, step) if report.use_profiler else None
+        with self.loader, StopRequest(path, self.is_first) as self.stop:
             try:
                 return loop.train(self)
             finally:
@@ -301,15 +273,6 @@ class Run:
                 if self.metrics:
                     self.metrics.close()
                     self.tracker.close()
-
-    def _keep_tokenizer(self):
-        """A copy of the data's tokenizer in the run folder, so that the model can be used when the data is gone."""
-        target, partial = self.folder / "tokenizer", self.folder / ".tokenizer.partial"
-        source = next(iter(self.sources.values())).path / "tokenizer"
-        if source.is_dir() and not target.exists():
-            shutil.rmtree(partial, ignore_errors=True)
-            shutil.copytree(source, partial)
-            partial.rename(target)
 
     # What the loop calls.
 
@@ -371,7 +334,7 @@ class Run:
 
     def record(self, entry):
         if self.metrics:
-            self.lease.check()
+            self.folder.check_ours()
             self.metrics.write(entry)
             self.tracker.write(entry)
 

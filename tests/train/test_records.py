@@ -1,13 +1,12 @@
 """What a run writes about itself survives crashes."""
 
 import json
-import types
 
 import pytest
 
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.report import records
-from mamba_fsdp.train.run import record_failure
+from mamba_fsdp.train.run_folder import RunFolder
 
 
 def test_going_on_drops_what_the_interrupted_run_wrote_later(tmp_path):
@@ -42,7 +41,7 @@ def test_status_says_what_it_was_told(tmp_path):
     assert (status["status"], status["step"], status["reason"]) == ("stopped", 7, "SIGTERM")
 
 
-def test_a_full_disk_is_said_in_a_line(tmp_path):
+def test_a_full_disk_is_said_in_a_line(tmp_path, monkeypatch):
     """Also where it is the status of a failure that can't be written: then what failed first is what is told."""
     metrics = records.Metrics(tmp_path, 0)
     metrics.file.close()
@@ -52,5 +51,5 @@ def test_a_full_disk_is_said_in_a_line(tmp_path):
     metrics.close()
     with pytest.raises(UserError, match="status.json: can't be written"):
         records.write_status(tmp_path / "missing", "running", 0)
-    held = types.SimpleNamespace(is_held=lambda: True)
-    record_failure(tmp_path / "missing", held, 0, UserError("what failed first"))
+    monkeypatch.setattr("mamba_fsdp.train.lease.Lease.is_held", lambda self: True)
+    RunFolder(tmp_path / "missing").say_failed(0, UserError("what failed first"))
