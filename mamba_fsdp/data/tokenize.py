@@ -15,6 +15,7 @@ import contextlib
 import errno
 import fcntl
 import json
+import math
 import multiprocessing
 import os
 import shutil
@@ -52,8 +53,9 @@ def make_dataset(source, out, *, tokenizer, eos_token=None, validation_fraction=
     training_size = tokenizers_.training_size(tokenizer)
     if not 0 <= validation_fraction < 1:
         raise UserError(f"--validation_fraction={validation_fraction}: give a share from 0 to below 1")
-    if workers < 0 or shard_tokens < 1:
-        raise UserError("--workers and --shard_tokens can't be negative, nor --shard_tokens 0")
+    for name, value, least in (("workers", workers, 0), ("shard_tokens", shard_tokens, 1)):
+        if value < least:
+            raise UserError(f"--{name}={value}: must be at least {least}")
     try:
         with _alone_in(out):
             if overwrite:
@@ -74,7 +76,6 @@ def make_dataset(source, out, *, tokenizer, eos_token=None, validation_fraction=
                 for path in out.rglob(".*.tmp"):  # what a kill left of files that were being written
                     path.unlink()
             else:
-                _refuse_strangers(out)
                 progress = {"settings": settings, "position": None, "done": 0, "written": 0, "open": False, "seconds": 0.0,
                             "counts": {"empty": 0, "skipped": 0}, "stores": {}}
                 write_atomically(out / ".progress.json", json.dumps(progress))
@@ -94,7 +95,10 @@ def make_dataset(source, out, *, tokenizer, eos_token=None, validation_fraction=
 
 @contextlib.contextmanager
 def _alone_in(out):
+    if out.exists() and not out.is_dir():
+        raise UserError(f"{out}: is a file; name a folder for the stores")
     out.mkdir(parents=True, exist_ok=True)
+    _refuse_strangers(out)
     with open(out / ".lock", "a") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -129,15 +133,14 @@ def _place(value):
 
 
 def _refuse_strangers(out):
-    strangers = sorted(path.name for path in out.iterdir() if path.name != ".lock")
-    if strangers:
+    """Raises UserError where `out` holds something but no dataset, begun or whole."""
+    strangers = sorted(path.name for path in out.iterdir() if not path.name.startswith("."))
+    if strangers and not any((out / name).exists() for name in ("dataset.json", ".progress.json")):
         raise UserError(f"{out}: not empty and not made by this program (it holds {', '.join(strangers[:3])}); choose another folder")
 
 
 def _clear(out):
     """Remove an earlier dataset, and nothing else. Its indexes go first: a half-removed store must not look whole."""
-    if not (out / "dataset.json").exists() and not (out / ".progress.json").exists():
-        return _refuse_strangers(out)
     for name in ("dataset.json", "train/index.json", "validation/index.json"):
         (out / name).unlink(missing_ok=True)
     for name in ("train", "validation"):
@@ -255,7 +258,7 @@ class _Run:
             raise UserError(f"the input holds no text ({self._left_out() or 'it is empty'})")
         for name, store in self.stores.items():
             if not store.token_count:
-                remedy = f"at least {1 / written:.2g}, or 0 for no validation" if written > 1 else \
+                remedy = f"{math.ceil(100 / written) / 100:g}, or 0 for no validation" if written > 1 else \
                     "0, or cut text files into smaller documents with --documents=blank_line or lines"
                 raise UserError(f"{written} document{'s' if written > 1 else ''} at a validation_fraction of "
                                 f"{settings['validation_fraction']} leave none for {name}; use --overwrite "

@@ -70,6 +70,8 @@ def load(name, eos_token=None):
     eos_token: the token that ends documents; None means the tokenizer's own. Raises UserError where it can't be loaded or has none.
     """
     path = Path(name)
+    if name.startswith(("/", ".", "~")) and not path.exists():
+        raise UserError(f"tokenizer {name}: there is no such file or folder")
     if (path / "tokenizer.json").is_file() and not (path / "tokenizer_config.json").exists():
         path = path / "tokenizer.json"
     if path.is_file():

@@ -310,7 +310,9 @@ def test_what_cannot_be_read_is_refused_by_name(name, write, message, tmp_path, 
     (["--tokeniser=x"], "--tokeniser: there is no such option; did you mean --tokenizer?"),
     (["out", "stray"], "too many positional"),
     (["--workers=two"], "--workers=two: expected a whole number"),
-    (["--workers=-1"], "can't be negative"),
+    (["--workers=-1"], "--workers=-1: must be at least 0"),
+    (["--shard_tokens=0"], "--shard_tokens=0: must be at least 1"),
+    (["--tokenizer=/nowhere/tokenizer"], "tokenizer /nowhere/tokenizer: there is no such file or folder"),
     (["--validation_fraction=1"], "give a share from 0 to below 1"),
     (["--documents=line"], "write file, lines, blank_line or separator"),
     (["--invalid_utf8=drop"], "write error, replace or skip"),
@@ -347,7 +349,11 @@ def test_too_few_documents_for_the_fraction(tokenise, tmp_path, texts):
     """No validation store without a document: the message says which fraction is enough, and that one is."""
     (tmp_path / "x.jsonl").write_bytes(json_lines(texts[:5]))
     (tmp_path / "y.txt").write_text("alone")
-    with pytest.raises(UserError, match="5 documents at a validation_fraction of 0.01 .*at least 0.2,"):
+    (tmp_path / "z.jsonl").write_bytes(json_lines(texts[:3]))
+    with pytest.raises(UserError, match="--validation_fraction=0.34, or 0"):  # 0.33 would hold out none of three
+        tokenise(tmp_path / "z.jsonl", tmp_path / "out3", validation_fraction=0.01)
+    assert tokenise(tmp_path / "z.jsonl", tmp_path / "out3", validation_fraction=0.34, overwrite=True)
+    with pytest.raises(UserError, match="5 documents at a validation_fraction of 0.01 .*--validation_fraction=0.2, or 0"):
         tokenise(tmp_path / "x.jsonl", tmp_path / "out", validation_fraction=0.01)
     done = tokenise(tmp_path / "x.jsonl", tmp_path / "out", validation_fraction=0.2, overwrite=True)
     assert done["stores"]["validation"]["documents"] == 1
@@ -538,6 +544,21 @@ def test_a_folder_of_someone_else_is_left_alone(tokenise, tmp_path, texts):
         with pytest.raises(UserError, match="not empty and not made by this program .it holds train"):
             tokenise(tmp_path / "x.txt", tmp_path / "out", overwrite=overwrite)
     assert (tmp_path / "out" / "train" / "thesis.txt").read_text() == "precious"
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["train"]
+    with pytest.raises(UserError, match="x.txt: is a file; name a folder"):
+        tokenise(tmp_path / "x.txt", tmp_path / "x.txt")
+
+
+def test_a_note_beside_a_dataset_and_torn_state_files_are_no_obstacle(tokenise, tmp_path):
+    """What a kill leaves of a file being written is hidden; a dataset's folder is this program's, whatever lies in it too."""
+    (tmp_path / "x.txt").write_text("one\n\ntwo")
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / ".progress.json.0123.tmp").write_text("{")
+    options = dict(documents="blank_line", validation_fraction=0.5)
+    tokenise(tmp_path / "x.txt", tmp_path / "out", **options)
+    (tmp_path / "out" / "note.txt").write_text("keep")
+    tokenise(tmp_path / "x.txt", tmp_path / "out", **options, overwrite=True)
+    assert (tmp_path / "out" / "note.txt").read_text() == "keep" and (tmp_path / "out" / "dataset.json").exists()
 
 
 def test_only_one_process_writes_into_a_folder(tokenise, tmp_path):
