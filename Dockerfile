@@ -82,8 +82,9 @@ RUN --mount=type=bind,from=kernels,source=/wheels,target=/wheels \
 COPY patches/ /opt/mamba-train/patches/
 RUN /usr/local/bin/python3 /opt/mamba-train/patches/apply.py && rm -rf /tmp/requirements
 ENV TRITON_CACHE_MANAGER=triton.runtime.rank0_cache:Rank0CacheManager \
-    XDG_CACHE_HOME=/tmp/cache MPLCONFIGDIR=/tmp/cache/matplotlib
-# /tmp is what can be written where the root is read-only, as it is under Enroot.
+    XDG_CACHE_HOME=/tmp/cache MPLCONFIGDIR=/tmp/cache/matplotlib TORCHINDUCTOR_CACHE_DIR=/tmp/cache/inductor
+# /tmp is what can be written where the root is read-only, as it is under Enroot; left to itself, newer torch asks for the
+# user's name, which the image may not know.
 
 WORKDIR /opt/mamba-train
 COPY . .

@@ -73,7 +73,7 @@ def test_the_fused_kernels_hold_code_for_each_gpu_that_is_wanted(builder, built)
     said = builder.run(
         "app",
         "for library in /usr/local/lib/python3*/site-packages/*_cuda.*.so; do "
-        "echo $(basename $library .so) $(cuobjdump --list-elf $library | grep -o 'sm_[0-9]*' | sort -u); done",
+        "echo $(basename $library .so) $(/usr/local/cuda/bin/cuobjdump --list-elf $library | grep -o 'sm_[0-9]\\+' | sort -u); done",
     )
     code = {line.split(".")[0]: line.split()[1:] for line in said.splitlines()}
     wanted = ["sm_80", "sm_86", "sm_89", "sm_90"]
