@@ -40,8 +40,8 @@ class Checkpointer:
 
     keep: how many committed checkpoints stay. asynchronous: `save` returns when the tensors are copied to CPU memory, a
     thread writes them, and a later `poll` commits. report: called on rank 0 with a sentence for the user.
-    A run folder belongs to one run at a time: what an earlier one left half-written is removed here. check_ours: called on
-    rank 0 before the folder is changed; raises UserError when it is another run's by now.
+    A run folder belongs to one run at a time: what an earlier one left half-written is removed here. check_ours: called
+    on rank 0 before the folder is changed; raises UserError when it is another run's by now.
     """
 
     def __init__(self, run_folder, world, *, keep=3, asynchronous=True, report=print, check_ours=lambda: None):

@@ -7,6 +7,7 @@ that stood still until another took its folder over finds out before it writes a
 
 import contextlib
 import datetime
+import functools
 import json
 import os
 import socket
@@ -32,7 +33,7 @@ class Lease:
         self.content = None  # of the file, while it is ours
         self.ended = threading.Event()
 
-    def take(self, report=print):
+    def take(self, report=functools.partial(print, flush=True)):
         """Raises UserError when a living run holds the folder, OSError as the disk does. Returns after at most
         SECONDS_OF_SILENCE.
 
@@ -42,15 +43,14 @@ class Lease:
         while not self._create(content):
             seen = self._look()
             if seen and not _has_ended(_owner(seen)):
-                report(f"waiting    to see whether {_describe(_owner(seen))} still lives, which holds {self.file.parent}")
-                now = self._watch(seen)
-                if now and now != seen:
-                    raise UserError(f"{self.file.parent} is in use by {_describe(_owner(now))}; stop that run first, or "
-                                    "give this one another save_ckpt_path")
-            left_over = self.file.with_name(f".{FILE}.{uuid.uuid4().hex}")
-            with contextlib.suppress(FileNotFoundError):
-                self.file.rename(left_over)
-                left_over.unlink()
+                report(f"waiting    to see whether {_describe(_owner(seen))} still lives, which held "
+                       f"{self.file.parent}")
+                before, seen = seen, self._watch(seen)
+                if seen and seen != before:
+                    raise UserError(f"{self.file.parent} is in use by {_describe(_owner(seen))}; stop that run first, "
+                                    "or give this one another save_ckpt_path")
+            if seen:
+                self._remove()
         self.content = content
         threading.Thread(target=self._renew, name="lease", daemon=True).start()
 
@@ -86,6 +86,12 @@ class Lease:
         except FileExistsError:
             return False
 
+    def _remove(self):
+        left_over = self.file.with_name(f".{FILE}.{uuid.uuid4().hex}")
+        with contextlib.suppress(FileNotFoundError):  # another was faster
+            self.file.rename(left_over)
+            left_over.unlink()
+
     def _look(self):
         """(content, time of the last renewal) of the file, which only compare with each other; None where there is
         none. Opening makes NFS ask its server."""
@@ -117,7 +123,7 @@ def _this_process():
     now = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
     return {"host": socket.gethostname(), "pid": os.getpid(), "since": now, "machine": _machine(),
             "started": _start_of(os.getpid()), "job": os.environ.get("SLURM_JOB_ID"),
-            "attempt": int(os.environ.get("SLURM_RESTART_COUNT", 0))}
+            "attempt": int(os.environ.get("SLURM_RESTART_COUNT") or 0)}
 
 
 def _machine():

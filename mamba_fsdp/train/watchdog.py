@@ -11,7 +11,8 @@ from mamba_fsdp.heartbeat import heart
 
 
 class Watchdog:
-    """When `heart` has not beaten for `minutes`, the stacks of all threads go to stderr and the process exits with 1."""
+    """When `heart` has not beaten for `minutes`, the stacks of all threads go to stderr and the process exits with
+    1."""
 
     def __init__(self, minutes, rank):
         self.seconds, self.rank = minutes * 60, rank
