@@ -2,6 +2,8 @@
 
 import hashlib
 import json
+import threading
+from concurrent.futures import Future
 from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -58,10 +60,38 @@ def train(texts, vocab_size):
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
-    backend.train_from_iterator(texts, trainers.BpeTrainer(
-        vocab_size=vocab_size, special_tokens=[END_OF_TEXT], initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False))
+    trainer = trainers.BpeTrainer(vocab_size=vocab_size, special_tokens=[END_OF_TEXT], show_progress=False,
+                                  initial_alphabet=pre_tokenizers.ByteLevel.alphabet())
+    _train(backend, texts, trainer)
     return TextTokenizer(backend, END_OF_TEXT)
+
+
+def _train(backend, texts, trainer):
+    """backend.train_from_iterator in a thread of its own, for it does not look for Ctrl-C while it counts and merges."""
+    stop, all_read, outcome = threading.Event(), threading.Event(), Future()
+
+    def until_stopped():
+        for text in texts:
+            if stop.is_set():
+                raise KeyboardInterrupt
+            yield text
+        all_read.set()
+
+    def run():
+        try:
+            outcome.set_result(backend.train_from_iterator(until_stopped(), trainer))
+        except BaseException as error:
+            outcome.set_exception(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    try:
+        thread.start()
+        outcome.result()
+    except KeyboardInterrupt:
+        stop.set()
+        if not all_read.is_set():
+            thread.join()  # Python must not end while it reads: the process would abort
+        raise
 
 
 def load(name, eos_token=None):

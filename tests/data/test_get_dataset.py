@@ -3,6 +3,7 @@
 import contextlib
 import fcntl
 import gzip
+import itertools
 import json
 import os
 import random
@@ -11,6 +12,7 @@ import resource
 import signal
 import subprocess
 import sys
+import threading
 import time
 import tracemalloc
 from fractions import Fraction
@@ -711,3 +713,27 @@ def test_ctrl_c_says_how_to_go_on(tmp_path, large_input):
     os.killpg(process.pid, signal.SIGINT)
     out, error = process.communicate(timeout=60)
     assert process.returncode == 130 and "the same command goes on from here" in error and "Traceback" not in error, error
+
+
+@pytest.mark.parametrize("texts, then", [(itertools.repeat("reads until it is stopped"), "ended"), (["has read all"], "merges")])
+def test_ctrl_c_is_heard_while_a_tokenizer_is_trained(texts, then):
+    """The library that trains it looks for no signal, so it works in a thread beside the one that does; and that thread
+    ends first where it is still reading, for Python aborts otherwise."""
+    state, end = [], threading.Event()
+
+    class Deaf:
+        def train_from_iterator(self, texts, _):
+            try:
+                for number, _ in enumerate(texts):
+                    if number == 0:
+                        os.kill(os.getpid(), signal.SIGINT)
+                state.append("merges")
+                end.wait(60)
+            except KeyboardInterrupt:
+                state.append("ended")
+                raise
+
+    with pytest.raises(KeyboardInterrupt):
+        tokenizers_._train(Deaf(), texts, None)
+    assert state == [then]
+    end.set()
