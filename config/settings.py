@@ -128,7 +128,8 @@ def refuse_other_model(config, model, source):
     `config`."""
     now, there = config.model.structure(), model.structure()
     differing = [f"{name}={shown(getattr(config.model, name))} (there {shown(getattr(model, name))})" for name in there
-                 if now[name] != there[name] and _works(name, config)]
+                 if now[name] != there[name] and getattr(config.model, name) != getattr(model, name)
+                 and _works(name, config)]
     if differing:
         raise UserError(f"{source} holds another model than the settings ask for: {', '.join(differing)}")
 
@@ -194,7 +195,7 @@ def _read(given, where):
         name = aliases().get(key)
         if name is None:
             # A section that is given wrongly is forgiven in the suggestion, not in the setting.
-            near = difflib.get_close_matches(key.split(".")[-1], all_settings(), n=1, cutoff=0.5)
+            near = difflib.get_close_matches(key.split(".")[-1], ["config", *all_settings()], n=1, cutoff=0.5)
             hint = f"did you mean {near[0]}?" if near else "training.py --help lists them"
             raise UserError(f"{key}: there is no such setting ({where}); {hint}")
         if name in chosen:
@@ -233,6 +234,8 @@ def _convert(kind, text, name):
     if name == "mixed_precision":
         return PRECISIONS.get(text.lower(), text)
     if kind is str:
+        if not text and default(name):
+            raise ValueError("expected some text")
         return text
     if kind is Duration:
         return Duration.parse(text)

@@ -85,7 +85,7 @@ class DataConfig:
 class OptimizerConfig:
     """AdamW; weight decay only on matrices (not on norms, biases, A_log, D, dt_bias)."""
 
-    learning_rate: float = setting(3e-4, above=0)
+    learning_rate: float = setting(3e-4, above=0, aliases=("lr",))
     """Peak learning rate."""
     weight_decay: float = setting(0.1, at_least=0)
     """Decoupled weight decay."""

@@ -247,7 +247,7 @@ def _read_index(folder):
     path = folder / "index.json"
     try:
         index = json.loads(path.read_bytes())
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         raise UserError(_why_no_store(folder)) from None
     except OSError as error:
         raise UserError(f"{path}: can't be read ({error.strerror})") from error
@@ -264,6 +264,8 @@ def _read_index(folder):
 
 
 def _why_no_store(folder):
+    if folder.is_file():
+        return f"{folder}: a file, not a token store; make one with get_dataset.py"
     if not folder.exists():
         return f"{folder}: no such folder; make a token store there with get_dataset.py"
     if (folder / "train" / "index.json").exists():

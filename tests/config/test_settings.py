@@ -65,6 +65,8 @@ def test_false_is_false():
 @pytest.mark.parametrize("words, message", [
     ({"learing_rate": "1"}, "did you mean learning_rate"),
     ({"model.learning_rate": "1"}, "did you mean learning_rate"),
+    ({"confg": "demo"}, "did you mean config?"),
+    ({"save_ckpt_path": ""}, "save_ckpt_path=: expected some text"),
     ({"batch_size": "two"}, "batch_size=two: expected a whole number"),
     ({"batch_size": "2.5"}, "expected a whole number"),
     ({"batch_size": "0"}, "must be at least 1"),

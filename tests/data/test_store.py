@@ -101,6 +101,7 @@ def edit_index(path, **changes):
 
 @pytest.mark.parametrize("damage, message", [
     (lambda path: shutil.rmtree(path), "no such folder"),
+    (lambda path: (shutil.rmtree(path), path.write_text("text")), "store: a file, not a token store"),
     (lambda path: (path / "index.json").unlink(), "unfinished token store"),
     (lambda path: [file.unlink() for file in path.iterdir()], "not a token store"),
     (lambda path: (path / "index.json").write_text('{"format": '), "index.json: no valid JSON"),
