@@ -34,7 +34,8 @@ RUN mkdir /wheels \
         && python3 -m venv /build/venv \
         && /build/venv/bin/pip install --no-cache-dir --disable-pip-version-check --constraint "/build/$STACK.txt" \
             torch numpy setuptools packaging ninja==1.13.0 wheel==0.45.1 \
-        && PYTHON=/build/venv/bin/python bash /build/build_kernels.sh "$STACK" /wheels; \
+        && PYTHON=/build/venv/bin/python bash /build/build_kernels.sh "$STACK" /wheels \
+        && rm -rf /build/venv /var/lib/apt/lists/*; \
     else echo "without the fused CUDA kernels: INSTALL_KERNELS=$INSTALL_KERNELS and the base image decide"; fi
 
 # hadolint ignore=DL3006
