@@ -277,7 +277,8 @@ def _why_no_store(folder):
 
 def _check_size(path, expected):
     try:
-        size = path.stat().st_size
+        with open(path, "rb") as file:
+            size = os.fstat(file.fileno()).st_size
     except OSError as error:
         raise UserError(f"{path}: can't be read ({error.strerror}), but index.json names it; "
                         "copy it again or make the store again") from error

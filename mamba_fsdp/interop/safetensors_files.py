@@ -22,6 +22,8 @@ def open_safetensors(folder):
     files, where = {}, {}
     for path, names in _files(folder).items():
         try:
+            with open(path, "rb"):
+                pass  # whatever is in the way, safe_open says that there is no such file
             files[path] = safe_open(path, framework="pt")
         except FileNotFoundError:
             raise UserError(f"{path} is missing, but {INDEX} names it; copy or download it") from None

@@ -161,6 +161,9 @@ def test_sharded_safetensors_with_something_wrong(tmp_path):
         refused(source, "index.json can't be read as an index", tmp_path)
     with_index(index)
     (source / names[1]).unlink()
+    (source / names[1]).mkdir()
+    refused(source, f"can't read .*{names[1]}: Is a directory", tmp_path)
+    (source / names[1]).rmdir()
     refused(source, f"{names[1]} is missing, but model.safetensors.index.json names it", tmp_path)
 
 
