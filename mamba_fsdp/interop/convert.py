@@ -107,7 +107,10 @@ def _write_state_dict(path, weights, get):
     if weights.config.tie_embeddings:
         content[LM_HEAD] = content[EMBEDDING]
     with open(path, "xb") as file:
-        torch.save(content, file)
+        try:
+            torch.save(content, file)
+        except RuntimeError as error:  # torch's own, raised on the way out of what the disk said
+            raise error.__context__ if isinstance(error.__context__, OSError) else error
 
 
 def _write_json(path, content):

@@ -3,6 +3,8 @@
 import json
 import os
 import pickle
+import resource
+import signal
 
 import pytest
 import torch
@@ -300,6 +302,23 @@ def test_nothing_is_overwritten_and_words_are_checked(tmp_path):
     with pytest.raises(UserError, match="dtype=int8: write one of fp32, bf16, fp16"):
         export(source, tmp_path / "out", dtype="int8")
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("verb", [import_, lambda source, out: export(source, out, format="state-spaces")])
+def test_a_disk_that_fills_up_while_torch_writes(verb, tmp_path):
+    """torch covers what the disk says with an error of its own."""
+    source = exported(tmp_path)
+    before = sorted(os.listdir(tmp_path))
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))
+        with pytest.raises(UserError, match="can't write .*out: File too large"):
+            verb(source, tmp_path / "out")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, ignored)
+    assert sorted(os.listdir(tmp_path)) == before
 
 
 @pytest.mark.parametrize("verb, function", [(export, "write_safetensors"), (import_, "_write_state_dict")])
