@@ -8,8 +8,8 @@
 #   torch2.2  the stack of the default image: torch 2.2.2, cu121 (about 7 GB)
 #   --dev     also what the tests need
 #
-# Without --stack: current where there is an NVIDIA driver, else cpu. Run again when nothing changed, it returns at once.
-# PYTHON=... chooses the interpreter, VENV=... another folder than .venv.
+# Without --stack: current where there is an NVIDIA driver, else cpu. Run again when nothing changed, it returns at
+# once. PYTHON=... chooses the interpreter, VENV=... another folder than .venv.
 set -euo pipefail
 cd "$(dirname "$0")"
 
@@ -58,15 +58,17 @@ find_python() {
             return
         fi
     done
-    fail "no Python 3.10 or newer with its venv module was found (looked for ${PYTHON:-python3 and python3.10 to 3.13})" \
-        "install one (Debian and Ubuntu: apt-get install python3 python3-venv) or name it: PYTHON=/path/to/python3 ./0.create_env.sh"
+    local looked_for=${PYTHON:-python3 and python3.10 to 3.13}
+    fail "no Python 3.10 or newer with its venv module was found (looked for $looked_for)" \
+        "install one (on Debian: apt-get install python3-venv) or name it: PYTHON=/path/to/python3 ./0.create_env.sh"
 }
 
 check_space() {
     local free_kb
     free_kb=$(df -Pk . | awk 'NR == 2 {print $4}')
     [ "$free_kb" -ge $((needed_gb * 1000 * 1000)) ] ||
-        fail "$((free_kb / 1000000)) GB free in $PWD, the $stack stack needs $needed_gb GB while it installs" "free some space, or VENV=/other/disk/venv"
+        fail "$((free_kb / 1000000)) GB free in $PWD, the $stack stack needs $needed_gb GB while it installs" \
+            "free some space, or VENV=/other/disk/venv"
 }
 
 install() { # requirements file, further pip arguments
@@ -74,13 +76,19 @@ install() { # requirements file, further pip arguments
 }
 
 explain_failure() { # requirements file
-    local reason
-    reason=$(grep -iE '^ *(error|fatal)|no space left|temporary failure|name or service|connection' "$log" | tail -n 1 | cut -c1-300 || true)
-    if grep -qiE 'no space left' "$log"; then fail "the disk filled up while installing $1" "free some space and run this again (log: $log)"; fi
-    if grep -qiE 'temporary failure|name or service|failed to establish|connection (refused|reset|broken|error)|timed out|from versions: none' "$log"; then
-        fail "no network: pip could not reach its package index, or that has none of what is needed" "check the connection or pip's proxy and index settings, then run this again (log: $log)"
+    local reason offline='temporary failure|name or service|failed to establish|timed out|from versions: none'
+    offline+='|connection (refused|reset|broken|error)'
+    reason=$(grep -iE '^ *(error|fatal)|no space left|temporary failure|name or service|connection' "$log" |
+        tail -n 1 | cut -c1-300 || true)
+    if grep -qiE 'no space left' "$log"; then
+        fail "the disk filled up while installing $1" "free some space and run this again (log: $log)"
     fi
-    fail "pip could not install $1: ${reason:-see the log}" "the whole log is $log; another Python may help: PYTHON=python3.11 ./0.create_env.sh"
+    if grep -qiE "$offline" "$log"; then
+        fail "no network: pip could not reach its package index, or that has none of what is needed" \
+            "check the connection or pip's proxy and index settings, then run this again (log: $log)"
+    fi
+    fail "pip could not install $1: ${reason:-see the log}" \
+        "the whole log is $log; another Python may help: PYTHON=python3.11 ./0.create_env.sh"
 }
 
 install_stack() {
@@ -102,7 +110,8 @@ install_kernels() {
 
 # Many ranks share Triton's cache; see patches/rank0_cache.py. The cpu stack has no Triton.
 patch_triton() {
-    [ "$stack" = cpu ] || "$VENV/bin/python" patches/apply.py >>"$log" || fail "Triton could not be patched" "see the lines above and $log"
+    [ "$stack" = cpu ] || "$VENV/bin/python" patches/apply.py >>"$log" ||
+        fail "Triton could not be patched" "see the lines above and $log"
 }
 
 stamp() { # two lines: the stack, and what identifies the files it was made from

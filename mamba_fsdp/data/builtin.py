@@ -1,4 +1,4 @@
-"""The built-in corpus: the source files of Python's own standard library. Real text that is on every machine already."""
+"""The built-in corpus: the source files of Python's own standard library, real text that is on every machine."""
 
 import sysconfig
 from pathlib import Path
@@ -9,12 +9,14 @@ LEFT_OUT = {"site-packages", "dist-packages", "__pycache__"}
 
 
 def corpus_files():
-    """The running interpreter's library as a sorted list of UTF-8 .py files. Raises UserError where it ships without sources."""
+    """The running interpreter's library as a sorted list of UTF-8 .py files. Raises UserError where it ships without
+    sources."""
     root = Path(sysconfig.get_path("stdlib"))
     files = [path for path in sorted(root.rglob("*.py"), key=lambda path: path.relative_to(root).as_posix())
              if not LEFT_OUT.intersection(path.relative_to(root).parts) and _is_utf8(path)]
     if not files:
-        raise UserError(f"{root}: this Python comes without its library's source files; name a text of your own as INPUT")
+        raise UserError(f"{root}: this Python comes without its library's source files; name a text of your own as "
+                        "INPUT")
     return files
 
 

@@ -20,7 +20,7 @@ class Piece(NamedTuple):
     """A stretch of the input, cheap to cut and to send."""
 
     name: str  # the file, for messages
-    kind: str  # text: bytes of text; json: bytes of whole lines; rows: a list of text as str or bytes, token ids, or None
+    kind: str  # text: bytes of text; json: bytes of whole lines; rows: a list of str, bytes, token ids, or None
     data: bytes | list
     record: int  # number of the first record in it, from 1 (not counted for text)
     offset: int  # where data begins in the file, in bytes after decompression (not counted for rows)
@@ -49,17 +49,19 @@ class Options(NamedTuple):
             raise UserError(f"--invalid_utf8={self.invalid_utf8}: write error, replace or skip")
 
     def separator(self):
-        """What stands between documents of a text file, as a pattern over bytes, or None where the file is the document."""
+        """What stands between documents of a text file, as a pattern over bytes; None where the file is one."""
         if self.documents.startswith("separator:"):
             return re.compile(re.escape(self.documents.removeprefix("separator:").encode()))
-        return {"file": None, "lines": re.compile(rb"\r?\n"), "blank_line": re.compile(rb"\n(?:[ \t\r]*\n)+")}[self.documents]
+        patterns = {"file": None, "lines": rb"\r?\n", "blank_line": rb"\n(?:[ \t\r]*\n)+"}
+        pattern = patterns[self.documents]
+        return pattern and re.compile(pattern)
 
 
 def documents(piece, options, counts):
     """Yields (text or array of token ids, whether the document ends with it); adds what is left out to `counts`.
 
-    counts: a mutable mapping with `empty` (nothing but white space) and `skipped` (invalid UTF-8). Raises UserError naming
-    file and record or byte for what is no valid UTF-8, no valid JSON or no text.
+    counts: a mutable mapping with `empty` (nothing but white space) and `skipped` (invalid UTF-8). Raises UserError
+    naming file and record or byte for what is no valid UTF-8, no valid JSON or no text.
     """
     if piece.kind == "text":
         yield from _text_documents(piece, options, counts)
@@ -98,7 +100,8 @@ def _json_records(piece, options, counts):
         except ValueError as error:
             raise UserError(f"{piece.name}: record {record} is no valid JSON ({error})") from error
         if not isinstance(fields, dict):
-            raise UserError(f"{piece.name}: record {record} is {type(fields).__name__}, not an object with a text in it")
+            raise UserError(f"{piece.name}: record {record} is {type(fields).__name__}, not an object with a text "
+                            "in it")
         if options.text_column not in fields:
             raise UserError(no_column(f"{piece.name}: record {record}", options.text_column, fields))
         yield record, fields[options.text_column]
@@ -120,7 +123,8 @@ def _text_documents(piece, options, counts):
             yield text or "", ends
         elif text and not text.isspace():
             yield text, True
-        elif text is not None and not (separator and next_start is None and start == end):  # nothing follows a last separator
+        elif text is not None and not (separator and next_start is None and start == end):
+            # Nothing after a last separator is no document.
             counts["empty"] += 1
         start, begins = next_start, True
 
@@ -153,5 +157,7 @@ def token_ids(name, column, record, values):
 
 def no_column(name, column, columns):
     """What to say of a missing column."""
-    hint = "--text_column=input_ids takes its token ids as they are" if "input_ids" in columns else "name one with --text_column"
+    hint = "name one with --text_column"
+    if "input_ids" in columns:
+        hint = "--text_column=input_ids takes its token ids as they are"
     return f"{name}: there is no column {column!r}; it has: {', '.join(map(str, columns))}; {hint}"

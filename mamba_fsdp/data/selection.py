@@ -7,7 +7,8 @@ from mamba_fsdp.errors import UserError
 
 
 def training_sources(data):
-    """({name: TokenStore}, {name: weight}) for the settings' `data` section. Raises UserError where a store is missing or broken."""
+    """({name: TokenStore}, {name: weight}) for the settings' `data` section. Raises UserError where a store is
+    missing or broken."""
     root = Path(data.dataset_path)
     if data.datasets:
         sources = {name: TokenStore(_store_folder(root / name)) for name in data.datasets}
@@ -19,14 +20,16 @@ def training_sources(data):
     first_name, first = next(iter(sources.items()))
     for name, store in sources.items():
         if (store.vocab_size, store.eos) != (first.vocab_size, first.eos):
-            raise UserError(f"{store.path}: made with another tokenizer than {first.path} (vocabulary {store.vocab_size}, eos "
-                            f"{store.eos} against {first.vocab_size}, {first.eos}); make both with one --tokenizer")
+            raise UserError(f"{store.path}: made with another tokenizer than {first.path} (vocabulary "
+                            f"{store.vocab_size}, eos {store.eos} against {first.vocab_size}, {first.eos}); make "
+                            "both with one --tokenizer")
     weights = data.weights or [len(store) for store in sources.values()]
     return sources, dict(zip(sources, weights))
 
 
 def validation_stores(data):
-    """The stores to validate on: validation_path, or with `auto` each `validation` folder beside a training store; may be empty."""
+    """The stores to validate on: validation_path, or with `auto` each `validation` folder beside a training store; may
+    be empty."""
     if data.validation_path == "none":
         return []
     if data.validation_path != "auto":

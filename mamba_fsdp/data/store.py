@@ -2,7 +2,7 @@
 
     index.json       what the store holds, with its own checksum; written last, so a folder without it is no store
     00000.bin        token ids, little endian uint16 or uint32, every document ended by exactly one eos
-    00000.doc        where each document of the shard starts, little endian int64, counted in tokens from the shard's start
+    00000.doc        where each document of the shard starts, in tokens from the shard's start, little endian int64
     tokenizer/       the tokenizer, as `transformers` saves it
 
 Documents never cross shards. The bytes depend on the tokens and the shard size only.
@@ -53,7 +53,8 @@ class TokenStore:
                 _check_size(self.path / f"{shard['name']}.doc", shard["documents"] * 8)
             self.document_count = sum(shard["documents"] for shard in self._shards)
         except (KeyError, TypeError) as error:
-            raise UserError(f"{self.path / 'index.json'}: the index lacks or garbles {error}; make the store again") from error
+            raise UserError(f"{self.path / 'index.json'}: the index lacks or garbles {error}; make the store "
+                            "again") from error
         self.token_count = self._starts[-1]
         self.identity = index["checksum"]
         self._maps = [None] * len(self._shards)
@@ -113,8 +114,9 @@ class TokenStore:
                     np.asarray(np.memmap(f"{stem}.bin", self.dtype, "r", shape=(described["tokens"],))),
                     np.asarray(np.memmap(f"{stem}.doc", "<i8", "r", shape=(described["documents"],))))
             except (OSError, ValueError) as error:
-                raise UserError(f"{stem}.bin, .doc: can't be mapped ({getattr(error, 'strerror', None) or error}); they "
-                                "have changed since the store was opened: copy them again or make the store again") from error
+                raise UserError(f"{stem}.bin, .doc: can't be mapped ({getattr(error, 'strerror', None) or error}); "
+                                "they have changed since the store was opened: copy them again or make the store "
+                                "again") from error
         return self._maps[shard]
 
     def _read_shard(self, shard, offset, count):
@@ -131,13 +133,16 @@ class TokenStore:
 
 
 class StoreWriter:
-    """Writes a store. `state()` makes what was appended durable and returns what a new writer needs to go on from there.
+    """Writes a store. `state()` makes what was appended durable and returns what a new writer needs to go on from
+    there.
 
-    Raises OSError as the disk does, UserError for tokens outside the vocabulary and for a document of 2**31 tokens or more.
+    Raises OSError as the disk does, UserError for tokens outside the vocabulary and for a document of 2**31 tokens or
+    more.
     """
 
     def __init__(self, path, *, vocab_size, eos, tokenizer, shard_tokens=SHARD_TOKENS, state=None):
-        """tokenizer: what names the tokenizer's content, see tokenizer.py. state: of an earlier writer with the same arguments."""
+        """tokenizer: what names the tokenizer's content, see tokenizer.py. state: of an earlier writer with the same
+        arguments."""
         assert 0 <= eos < vocab_size <= 1 << 32 and shard_tokens > 0
         self.path = Path(path)
         self.vocab_size, self.eos, self.tokenizer, self.shard_tokens = vocab_size, eos, tokenizer, shard_tokens
@@ -165,12 +170,13 @@ class StoreWriter:
         self.append(np.append(tokens, self.eos))
 
     def append(self, tokens):
-        """Appends `tokens` (n,), integers: each eos ends a document; what follows the last one, the next call goes on with."""
+        """Appends `tokens` (n,), integers: each eos ends a document; what follows the last one, the next call goes on
+        with."""
         tokens = np.asarray(tokens)
         ends = np.flatnonzero(tokens == self.eos) + 1
         if len(tokens) and (int(tokens.max()) >= self.vocab_size or int(tokens.min()) < 0):
-            raise UserError(f"{self.path}: token id {int(tokens.max())} or {int(tokens.min())} is outside the vocabulary of "
-                            f"{self.vocab_size}; the token ids and --tokenizer don't belong together")
+            raise UserError(f"{self.path}: token id {int(tokens.max())} or {int(tokens.min())} is outside the "
+                            f"vocabulary of {self.vocab_size}; the token ids and --tokenizer don't belong together")
         done = 0
         while len(ends) and self._tokens + ends[-1] - done >= self.shard_tokens:
             last = ends.searchsorted(self.shard_tokens - self._tokens + done)  # the document that fills the shard
@@ -225,8 +231,8 @@ class StoreWriter:
         starts = np.concatenate([[0] if not self._open else [], ends[ends < len(tokens)]])
         lengths = np.diff(ends, prepend=-self._open, append=len(tokens))
         if lengths.max() > LARGEST_DOCUMENT:
-            raise UserError(f"{self.path}: document {self.document_count} has {lengths.max()} tokens, more than {LARGEST_DOCUMENT}; "
-                            "cut it into smaller documents")
+            raise UserError(f"{self.path}: document {self.document_count} has {lengths.max()} tokens, more than "
+                            f"{LARGEST_DOCUMENT}; cut it into smaller documents")
         self._files[0].write(tokens.astype(self.dtype).tobytes())
         self._files[1].write((starts + self._tokens).astype("<i8").tobytes())
         self._tokens += len(tokens)
@@ -271,7 +277,7 @@ def _why_no_store(folder):
     if (folder / "train" / "index.json").exists():
         return f"{folder}: holds token stores but is none itself; name {folder / 'train'}"
     if (folder / "00000.bin").exists():
-        return f"{folder}: an unfinished token store (no index.json); run the get_dataset.py command that began it again"
+        return f"{folder}: an unfinished token store (no index.json); run its get_dataset.py command again"
     return f"{folder}: not a token store (no index.json); make one with get_dataset.py"
 
 

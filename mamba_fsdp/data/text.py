@@ -1,8 +1,9 @@
 """Text input of every kind, read as pieces: cut cheaply and in order by one process, for many to turn into documents.
 
-A source has `describe()` (what it is, to notice a change), `pieces(position)` (its pieces from a position on), `sample(limit)`,
-and `total` and `unit` (for the progress bar). A piece is about PIECE_BYTES long whatever the input's size, and says where
-reading goes on after it. Which files are read, and what a document is: documents.py and --help of get_dataset.py.
+A source has `describe()` (what it is, to notice a change), `pieces(position)` (its pieces from a position on),
+`sample(limit)`, and `total` and `unit` (for the progress bar). A piece is about PIECE_BYTES long whatever the input's
+size, and says where reading goes on after it. Which files are read, and what a document is: documents.py and --help of
+get_dataset.py.
 """
 
 import glob
@@ -37,7 +38,8 @@ def open_source(name, options, *, format="auto", config=None, split=None, stream
     path = os.path.expanduser(name)
     if os.path.exists(path) or os.path.islink(path) or glob.has_magic(path):
         if config or streaming:
-            raise UserError(f"{name}: --config and --streaming are for `datasets` names, and this is on this machine's disk")
+            raise UserError(f"{name}: --config and --streaming are for `datasets` names, and this is on this machine's "
+                            "disk")
         return Files(find_files(path, format, split), options)
     if _looks_local(name):
         raise UserError(f"{name}: no such file or folder")
@@ -61,7 +63,8 @@ def find_files(name, format="auto", split=None):
         else:
             found.append((place, _kind(place, format)))
             if found[-1][1] is None:
-                raise UserError(f"{place}: can't tell its format by its name; add --format=text (or json, parquet, arrow)")
+                raise UserError(f"{place}: can't tell its format by its name; add --format=text (or json, parquet, "
+                                "arrow)")
     if not found:
         raise UserError(f"{name}: no file named {', '.join(KINDS)} in it; --format=text takes every file as text")
     if split and not used_split:
@@ -80,7 +83,7 @@ def _walk(folder, format, split):
             if (split or "train") not in splits:
                 raise UserError(f"{here}: no split {split or 'train'!r}; name one of {', '.join(splits)} with --split")
             folders[:], used_split = [split or "train"], True
-        elif "state.json" in names and "dataset_info.json" in names:  # save_to_disk: the state names the files that count
+        elif "state.json" in names and "dataset_info.json" in names:  # save_to_disk: the state names its files
             found += [(here / file["filename"], "arrow") for file in _read_state(here / "state.json", "_data_files")]
             folders[:] = []
         else:
@@ -147,7 +150,8 @@ class Files:
         for number in range(first, len(self.files)):
             size = self._sizes[number]
             for piece in self._read(number, inner if number == first else None):
-                yield piece._replace(position={"file": number, "inner": piece.position}, done=before + min(piece.done, 1) * size)
+                yield piece._replace(position={"file": number, "inner": piece.position},
+                                     done=before + min(piece.done, 1) * size)
             before += size
 
     def sample(self, limit):
@@ -189,8 +193,9 @@ class Rows:
         self._described = {"dataset": name, "config": config, "split": split or "train", "streaming": streaming}
         try:
             self._rows = datasets.load_dataset(name, config, split=split or "train", streaming=streaming)
-        except Exception as error:  # whatever a name can run into: unknown, no network, a split or config that is not there
-            raise UserError(f"{name}: no file or folder here, and `datasets` can't load it ({first_line(error)})") from error
+        except Exception as error:  # whatever a name can run into: unknown, no network, no such split or config
+            raise UserError(f"{name}: no file or folder here, and `datasets` can't load it "
+                            f"({first_line(error)})") from error
         self.total = None if streaming else len(self._rows)
         columns = self._rows.column_names
         if columns and options.text_column not in columns:
@@ -218,7 +223,7 @@ class Rows:
                 break
 
 
-# ---------------------------------------------------------------- readers: a file to pieces; `done` is the share of the file
+# ---------------------------------------------------------------- readers: a file to pieces; `done` is its share
 
 def _blocks(path, offset=0):
     """(bytes, share of the file read so far), block by block from `offset` on, both after decompression.
@@ -257,7 +262,8 @@ def _zstd():
 
 
 def _windows(path, offset):
-    """A buffer that holds more than a piece until the file ends: yields (buffer, ended, share read); the reader shortens it."""
+    """A buffer that holds more than a piece until the file ends: yields (buffer, ended, share read); the reader
+    shortens it."""
     buffer = bytearray()
     for block, done in _blocks(path, offset):
         buffer += block
@@ -389,9 +395,11 @@ def _values(name, column, record, array):
     if types.is_string(array.type) or types.is_large_string(array.type):
         return array.cast(pyarrow.large_binary()).to_pylist()  # as bytes: a worker decodes, and knows where it fails
     if hasattr(array.type, "value_type") and types.is_integer(array.type.value_type):
-        return [None if row.values is None else token_ids(name, column, number, row.values.to_numpy(zero_copy_only=False))
-                for number, row in enumerate(array, record)]
-    raise UserError(f"{name}: column {column!r} holds {array.type}, neither text nor token ids; name another with --text_column")
+        rows = [row.values for row in array]
+        return [None if row is None else token_ids(name, column, number, row.to_numpy(zero_copy_only=False))
+                for number, row in enumerate(rows, record)]
+    raise UserError(f"{name}: column {column!r} holds {array.type}, neither text nor token ids; name another with "
+                    "--text_column")
 
 
 def _rows_piece(name, data, row, done):

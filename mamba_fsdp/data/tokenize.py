@@ -5,7 +5,8 @@
     OUT/.progress.json            while unfinished: how far it is, for the next run to go on from
     OUT/.lock                     held by the process that writes here
 
-The stores' bytes depend on the input and the settings only: not on the number of workers, nor on being killed on the way.
+The stores' bytes depend on the input and the settings only: not on the number of workers, nor on being killed on the
+way.
 """
 
 import array
@@ -40,12 +41,12 @@ TRAINING_SAMPLE = 32 << 20  # bytes of text that a tokenizer is trained on
 GO_ON = "the same command goes on from here"
 
 
-def make_dataset(source, out, *, tokenizer, eos_token=None, validation_fraction=0.01, shard_tokens=SHARD_TOKENS, workers=0,
-                 overwrite=False, save_seconds=5.0):
+def make_dataset(source, out, *, tokenizer, eos_token=None, validation_fraction=0.01, shard_tokens=SHARD_TOKENS,
+                 workers=0, overwrite=False, save_seconds=5.0):
     """Tokenise `source` (see text.py) into OUT/train and OUT/validation; goes on where an earlier call stopped.
 
-    workers: processes, 0 for one per core; save_seconds: the most work that a kill can lose. Returns dataset.json's content.
-    Raises UserError for what the user can mend.
+    workers: processes, 0 for one per core; save_seconds: the most work that a kill can lose. Returns dataset.json's
+    content. Raises UserError for what the user can mend.
     """
     out = Path(out)
     settings = {"input": source.describe(), **source.options._asdict(), "tokenizer": tokenizer, "eos_token": eos_token,
@@ -68,7 +69,7 @@ def make_dataset(source, out, *, tokenizer, eos_token=None, validation_fraction=
                 print(f"{out} is complete already; nothing to do")
                 return done
             progress = _load(out / ".progress.json")
-            if progress and progress["position"] is None:  # it stopped before anything was written: a mistake, now mended
+            if progress and progress["position"] is None:  # a mistake, now mended, stopped it before it wrote
                 _clear(out)
                 progress = None
             if progress:
@@ -76,16 +77,18 @@ def make_dataset(source, out, *, tokenizer, eos_token=None, validation_fraction=
                 for path in out.rglob(".*.tmp"):  # what a kill left of files that were being written
                     path.unlink()
             else:
-                progress = {"settings": settings, "position": None, "done": 0, "written": 0, "open": False, "seconds": 0.0,
-                            "counts": {"empty": 0, "skipped": 0}, "stores": {}}
+                progress = {"settings": settings, "position": None, "done": 0, "written": 0, "open": False,
+                            "seconds": 0.0, "counts": {"empty": 0, "skipped": 0}, "stores": {}}
                 write_atomically(out / ".progress.json", json.dumps(progress))
             text_tokenizer = _tokenizer(out, source, tokenizer, eos_token, training_size, progress)
             return _Run(source, out, text_tokenizer, progress, workers, save_seconds).run()
     except OSError as error:
         remedy = "free some space" if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG) else "mend that"
-        raise UserError(f"{error.filename or out}: can't be written ({error.strerror}); {remedy}, then {GO_ON}") from error
+        raise UserError(f"{error.filename or out}: can't be written ({error.strerror}); {remedy}, then "
+                        f"{GO_ON}") from error
     except BrokenProcessPool as error:
-        raise UserError(f"a worker process was killed, perhaps for want of memory: try fewer --workers; {GO_ON}") from error
+        raise UserError("a worker process was killed, perhaps for want of memory: try fewer --workers; "
+                        f"{GO_ON}") from error
     except KeyboardInterrupt:
         print(f"\n{out} is unfinished; {GO_ON}", file=sys.stderr)
         raise
@@ -103,7 +106,8 @@ def _alone_in(out):
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise UserError(f"{out}: another process is writing a dataset here; wait for it or choose another folder") from None
+            raise UserError(f"{out}: another process is writing a dataset here; wait for it or choose another "
+                            "folder") from None
         yield
 
 
@@ -123,9 +127,12 @@ def _refuse_other(out, before, settings):
     """Raises UserError where the settings that the dataset in `out` was made with are not these."""
     changed = [name for name in settings if settings[name] != before.get(name)]
     if changed:
-        differences = "; ".join("the input changed" if name == "input" and _place(before[name]) == _place(settings[name])
-                                else f"{name} was {_place(before.get(name))!r} and is {_place(settings[name])!r}" for name in changed)
-        raise UserError(f"{out} holds another dataset: {differences}. Choose another folder, or --overwrite to replace it")
+        places = [(name, _place(before.get(name)), _place(settings[name])) for name in changed]
+        differences = "; ".join(
+            "the input changed" if name == "input" and was == now else f"{name} was {was!r} and is {now!r}"
+            for name, was, now in places)
+        raise UserError(f"{out} holds another dataset: {differences}. Choose another folder, or --overwrite to replace "
+                        "it")
 
 
 def _place(value):
@@ -136,7 +143,8 @@ def _refuse_strangers(out):
     """Raises UserError where `out` holds something but no dataset, begun or whole."""
     strangers = sorted(path.name for path in out.iterdir() if not path.name.startswith("."))
     if strangers and not any((out / name).exists() for name in ("dataset.json", ".progress.json")):
-        raise UserError(f"{out}: not empty and not made by this program (it holds {', '.join(strangers[:3])}); choose another folder")
+        raise UserError(f"{out}: not empty and not made by this program (it holds {', '.join(strangers[:3])}); choose "
+                        "another folder")
 
 
 def _clear(out):
@@ -186,8 +194,9 @@ class _Run:
         self.save_seconds = save_seconds
         settings = progress["settings"]
         self.fraction = Fraction(settings["validation_fraction"]).limit_denominator(10 ** 6)
-        self.stores = {name: StoreWriter(out / name, vocab_size=tokenizer.vocab_size, eos=tokenizer.eos, tokenizer=tokenizer.identity,
-                                         shard_tokens=settings["shard_tokens"], state=progress["stores"].get(name))
+        self.stores = {name: StoreWriter(out / name, vocab_size=tokenizer.vocab_size, eos=tokenizer.eos,
+                                         tokenizer=tokenizer.identity, shard_tokens=settings["shard_tokens"],
+                                         state=progress["stores"].get(name))
                        for name in ("train", "validation") if name == "train" or self.fraction}
 
     def run(self):
@@ -196,7 +205,8 @@ class _Run:
         bar = Progress(self.source, self.progress, self.token_count)
         for chunk, result in self._results():
             self._write(*result)
-            self.progress.update(position=chunk[-1].position, done=chunk[-1].done, seconds=before + time.monotonic() - started)
+            self.progress.update(position=chunk[-1].position, done=chunk[-1].done,
+                                 seconds=before + time.monotonic() - started)
             bar.update(chunk[-1].done, self.progress["written"], self.token_count)
             if time.monotonic() - saved >= self.save_seconds:
                 self._save()
@@ -210,7 +220,7 @@ class _Run:
         return sum(store.token_count for store in self.stores.values())
 
     def _results(self):
-        """(chunk, what the workers made of it), in the input's order, with no more than a few chunks per worker under way."""
+        """(chunk, what the workers made of it), in the input's order, with only a few chunks per worker under way."""
         chunks = _chunks(self.source.pieces(self.progress["position"]))
         context = multiprocessing.get_context("spawn")  # forking after threads have started can deadlock
         arguments = (self.tokenizer.backend.to_str(), self.tokenizer.eos, self.tokenizer.bos, self.tokenizer.vocab_size,
@@ -268,14 +278,15 @@ class _Run:
         stores = {name: store.finish() for name, store in self.stores.items()}
         done = {"settings": settings, "tokenizer": self.tokenizer.identity, "vocab_size": self.tokenizer.vocab_size,
                 "counts": self.progress["counts"],
-                "stores": {name: {"tokens": store.token_count, "documents": store.document_count} for name, store in stores.items()}}
+                "stores": {name: {"tokens": store.token_count, "documents": store.document_count}
+                           for name, store in stores.items()}}
         write_atomically(self.out / "dataset.json", json.dumps(done, indent=1) + "\n")
         (self.out / ".progress.json").unlink()
         for name, store in stores.items():
             print(f"{store.path}: {store.token_count:,} tokens in {store.document_count:,} documents")
-        seconds = self.progress["seconds"]
+        seconds, left_out = self.progress["seconds"], self._left_out()
         print(f"vocabulary {self.tokenizer.vocab_size:,} ({store.dtype.name}); {seconds:.1f} s, "
-              f"{self.token_count / max(seconds, 1e-9):,.0f} tokens/s" + "".join(f"; {text}" for text in [self._left_out()] if text))
+              f"{self.token_count / max(seconds, 1e-9):,.0f} tokens/s" + (f"; {left_out}" if left_out else ""))
         return done
 
     def _left_out(self):
@@ -299,9 +310,11 @@ def _chunks(pieces):
 
 
 def _for_validation(numbers, fraction):
-    """Which documents are held out, (n,) bool, by their running `numbers` (n,): exactly one of each 1/fraction in a row.
+    """Which documents are held out, (n,) bool, by their running `numbers` (n,): exactly one of each 1/fraction in a
+    row.
 
-    Which one of them, a hash of the row's number says (splitmix64), so that no period in the input can meet the choice's.
+    Which one of them, a hash of the row's number says (splitmix64), so that no period in the input can meet the
+    choice's.
     """
     if not fraction:
         return np.zeros(len(numbers), dtype=bool)
@@ -334,7 +347,8 @@ def _end_with_parent():
 
 
 def _tokenise(chunk):
-    """(tokens (n,) uint32, counts of what is left out) of a list of pieces; every eos ends a document that is not empty."""
+    """(tokens (n,) uint32, counts of what is left out) of a list of pieces; every eos ends a document that is not
+    empty."""
     backend, eos, bos, vocab_size, options = _worker
     counts = collections.Counter()
     texts, tokens = [], array.array("I")
@@ -357,8 +371,8 @@ def _tokenise(chunk):
             else:
                 flush()
                 if content.min() < 0 or content.max() >= vocab_size:
-                    raise UserError(f"{piece.name}: token ids from {content.min()} to {content.max()} in a document, but the "
-                                    f"tokenizer knows {vocab_size}; name the one that made them with --tokenizer")
+                    raise UserError(f"{piece.name}: token ids from {content.min()} to {content.max()} in a document, "
+                                    f"but the tokenizer knows {vocab_size}; name the one that made them with --tokenizer")
                 tokens.fromlist(content[bos is not None and content[0] == bos:].tolist() + [eos])
     flush()
     tokens = np.frombuffer(tokens, dtype=np.uint32)

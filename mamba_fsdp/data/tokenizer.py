@@ -50,13 +50,14 @@ def training_size(name):
         return None
     size = name.removeprefix("train:")
     if not size.isdecimal() or int(size) < SMALLEST_VOCABULARY:
-        raise UserError(f"tokenizer {name!r}: write train:SIZE with a vocabulary of at least {SMALLEST_VOCABULARY} tokens "
-                        "(every byte and the end of a document), such as train:4096")
+        raise UserError(f"tokenizer {name!r}: write train:SIZE with a vocabulary of at least {SMALLEST_VOCABULARY} "
+                        "tokens (every byte and the end of a document), such as train:4096")
     return int(size)
 
 
 def train(texts, vocab_size):
-    """A byte-level BPE of at most vocab_size tokens, the eos among them, from an iterable of texts. Equal texts, equal result."""
+    """A byte-level BPE of at most vocab_size tokens, the eos among them, from an iterable of texts. Equal texts, equal
+    result."""
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
@@ -67,7 +68,8 @@ def train(texts, vocab_size):
 
 
 def _train(backend, texts, trainer):
-    """backend.train_from_iterator in a thread of its own, for it does not look for Ctrl-C while it counts and merges."""
+    """backend.train_from_iterator in a thread of its own, for it does not look for Ctrl-C while it counts and
+    merges."""
     stop, all_read, outcome = threading.Event(), threading.Event(), Future()
 
     def until_stopped():
@@ -97,7 +99,8 @@ def _train(backend, texts, trainer):
 def load(name, eos_token=None):
     """The tokenizer of a name on the Hugging Face Hub, a `transformers` folder or a tokenizer.json file.
 
-    eos_token: the token that ends documents; None means the tokenizer's own. Raises UserError where it can't be loaded or has none.
+    eos_token: the token that ends documents; None means the tokenizer's own. Raises UserError where it can't be
+    loaded or has none.
     """
     path = Path(name)
     if name.startswith(("/", ".", "~")) and not path.exists():
@@ -131,8 +134,8 @@ def _load_with_transformers(name):
     try:
         tokenizer = AutoTokenizer.from_pretrained(name)
     except Exception as error:  # whatever a name can run into: no such folder, no network, a file in another format
-        raise UserError(f"tokenizer {name!r}: can't be loaded as a folder, a tokenizer.json file or a name on the Hugging Face Hub "
-                        f"({first_line(error)}); train:4096 trains one on the input") from error
+        raise UserError(f"tokenizer {name!r}: can't be loaded as a folder, a tokenizer.json file or a name on the "
+                        f"Hugging Face Hub ({first_line(error)}); train:4096 trains one on the input") from error
     if not getattr(tokenizer, "is_fast", False):
         raise UserError(f"tokenizer {name!r}: has no fast form (tokenizer.json), which this program needs")
     return tokenizer

@@ -41,5 +41,5 @@ def check_version(environment=sys.prefix):
     stack, made_from = (stamp.read_text().split() + ["", ""])[:2]
     requirements = PROJECT / "requirements" / f"{stack}.txt"
     if not requirements.is_file() or hashlib.sha256(requirements.read_bytes()).hexdigest() != made_from:
-        raise UserError(f"the environment {environment} was made from another requirements/{stack}.txt than this checkout's; "
-                        f"{remedy}")
+        raise UserError(f"the environment {environment} was made from another requirements/{stack}.txt than this "
+                        f"checkout's; {remedy}")

@@ -3,8 +3,8 @@
     python -m mamba_fsdp.launch.node FAILURES [torchrun options] training.py [--SETTING=VALUE ...]
 
 When a rank fails, the others fail for its sake soon after, and the log is full of their errors. Each node writes the
-first of its own into the folder FAILURES, as a file whose name sorts by time and ends in the exit code; the launcher ends
-the log with the first of them all.
+first of its own into the folder FAILURES, as a file whose name sorts by time and ends in the exit code; the launcher
+ends the log with the first of them all.
 """
 
 import logging
@@ -28,8 +28,8 @@ SECONDS_FOR_OTHERS = 3  # Slurm ends the job with the first node that exits: let
 ENDED_BY_LAUNCHER = -signal.SIGTERM  # torchrun ends the ranks that still run when one has failed
 USUAL_REASONS = {
     "SIGKILL": " The usual reason is that the node ran out of memory: lower batch_size.",
-    "SIGBUS": " The usual reason is a file of the token store that was cut short, or whose disk failed, while it was read: "
-              "python -m mamba_fsdp inspect STORE --verify; or a full /dev/shm.",
+    "SIGBUS": " The usual reason is a file of the token store that was cut short, or whose disk failed, while it was "
+              "read: python -m mamba_fsdp inspect STORE --verify; or a full /dev/shm.",
 }
 
 
@@ -59,8 +59,9 @@ def main(failures, words):
                 time.sleep(SECONDS_FOR_OTHERS)
             return 1
         except RendezvousError as error:
-            text = (f"error: {node()} could not meet the other nodes: {error} ({error.__cause__}); can it reach the first node by "
-                    "its name, and does the firewall or security group let the nodes talk to each other?\n")
+            text = (f"error: {node()} could not meet the other nodes: {error} ({error.__cause__}); can it reach the "
+                    "first node by its name, and does the firewall or security group let the nodes talk to each "
+                    "other?\n")
             put_on_record(failures, 1, time.time(), text, 1)
             return 1
         except SignalException as error:

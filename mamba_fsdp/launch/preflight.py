@@ -22,7 +22,8 @@ BYTES_PER_PARAMETER = 12  # in a checkpoint: the weight and AdamW's two moments,
 def report(folder, resolved, mistakes=()):
     """Write this node's findings for the TrainConfig `resolved` into `folder`, where the first node has put `token`.
 
-    mistakes: what has been found wrong with the weights to start from, as sentences. Raises UserError where the folder is not shared or can't be written.
+    mistakes: what has been found wrong with the weights to start from, as sentences. Raises UserError where the
+    folder is not shared or can't be written.
     """
     node = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
     if not (folder / "token").is_file():
@@ -57,8 +58,8 @@ def space_mistakes(resolved):
     needed, free = to_come * BYTES_PER_PARAMETER * parameter_count(resolved.model), shutil.disk_usage(folder).free
     if free >= needed:
         return []
-    return [f"{free / 1e9:.1f} GB free for {folder}, but {to_come} checkpoints to come need {needed / 1e9:.1f} GB; free "
-            "some, lower keep_checkpoints, or set save_ckpt_path to another file system"]
+    return [f"{free / 1e9:.1f} GB free for {folder}, but {to_come} checkpoints to come need {needed / 1e9:.1f} GB; "
+            "free some, lower keep_checkpoints, or set save_ckpt_path to another file system"]
 
 
 def troubles_on(node):
@@ -66,8 +67,8 @@ def troubles_on(node):
     assigned, shown = assigned_gpus(), len(driver_gpus())
     if shown >= assigned:
         return []
-    return [f"{node}: Slurm assigned {assigned} GPUs, but the driver shows {shown}; look at `nvidia-smi` there and take the "
-            f"node out: scontrol update nodename={node} state=drain reason=gpu"]
+    return [f"{node}: Slurm assigned {assigned} GPUs, but the driver shows {shown}; look at `nvidia-smi` there and "
+            f"take the node out: scontrol update nodename={node} state=drain reason=gpu"]
 
 
 def fingerprint(path):
@@ -87,13 +88,14 @@ def judge(folder, nodes):
     troubles = [sentence for report in reports.values() for sentence in report["troubles"]]
     for node in nodes:
         if node not in reports:
-            troubles.append(f"{node}: no answer that the first node could read; look at its lines above. If there are none it is "
-                            f"down: scontrol show node {node}, and submit again with --exclude={node}")
+            troubles.append(f"{node}: no answer that the first node could read; look at its lines above. If there are "
+                            f"none it is down: scontrol show node {node}, and submit again with --exclude={node}")
     for index, (node, report) in enumerate(reports.items()):
         kind = f" {report['gpus'][0]}" if report["gpus"] else ""
         print(f"node {index}     {node}: {report['gpu_count']} GPUs{kind}, {report['efa_count']} EFA devices")
     troubles += disagreements(reports, lambda report: f"{report['gpu_count']} GPUs {sorted(set(report['gpus']))}",
-                              "choose one kind with --partition or --constraint, or leave the node out with --exclude={node}")
+                              "choose one kind with --partition or --constraint, or leave the node out with "
+                              "--exclude={node}")
     troubles += disagreements(reports, lambda report: f"{report['efa_count']} EFA devices",
                               "look at `fi_info -p efa` there, or submit again with --exclude={node}")
     for path in (next(iter(reports.values()))["seen"] if reports else {}):
@@ -102,7 +104,8 @@ def judge(folder, nodes):
                      for node in missing]
         first_sees = next(iter(reports.values()))["seen"][path]
         if not missing:
-            mistakes += disagreements(reports, lambda report: path if report["seen"][path] == first_sees else f"another {path}",
+            mistakes += disagreements(reports,
+                                      lambda report: path if report["seen"][path] == first_sees else f"another {path}",
                                       "it must be one shared folder: mount the same file system on {node}")
     for sentence in mistakes + troubles:
         print(f"error: {sentence}", file=sys.stderr)
