@@ -29,9 +29,11 @@ def test_leaf_section_and_alias_name_the_same_setting(tmp_path):
     file.write_text("optimizer:\n  learning_rate: 3e-4\n")
     flat = tmp_path / "b.yaml"
     flat.write_text("learning_rate: 3e-4\n")
-    values = [resolve(learning_rate="3e-4"), resolve(**{"optimizer.learning_rate": "3e-4"}), resolve(str(file)), resolve(str(flat))]
+    values = [resolve(learning_rate="3e-4"), resolve(**{"optimizer.learning_rate": "3e-4"}), resolve(str(file)),
+              resolve(str(flat))]
     assert {config.optimizer.learning_rate for config in values} == {3e-4}
-    assert resolve(ckpt_save_path="x").checkpoint.save_ckpt_path == resolve(save_ckpt_path="x").checkpoint.save_ckpt_path == "x"
+    for name in ("save_ckpt_path", "ckpt_save_path"):
+        assert resolve(**{name: "x"}).checkpoint.save_ckpt_path == "x"
     assert resolve(model_variant="mamba-130m").model == resolve(model_name="mamba-130m").model
 
 
@@ -51,7 +53,8 @@ def test_text_stays_text(text, tmp_path):
 
 
 def test_a_run_id_with_a_leading_zero_survives_fire(project):
-    done = subprocess.run([sys.executable, "-m", "mamba_fsdp", "settings", "save_ckpt_path", "--", "--save_ckpt_path=0123"],
+    done = subprocess.run([sys.executable, "-m", "mamba_fsdp", "settings", "save_ckpt_path", "--",
+                           "--save_ckpt_path=0123"],
                           cwd=project, capture_output=True, text=True)
     assert done.stdout == "0123\n", done.stderr
 
@@ -73,7 +76,8 @@ def test_false_is_false():
     ({"learning_rate": "nan"}, "finite"),
     ({"learning_rate": "0"}, "must be above 0"),
     ({"schedule": "cosin"}, "one of cosine, wsd"),
-    ({"num_steps": "ten"}, "num_steps=ten: expected a whole number of steps, as in 2000, or of tokens, as in 1000000000tok"),
+    ({"num_steps": "ten"},
+     "num_steps=ten: expected a whole number of steps, as in 2000, or of tokens, as in 1000000000tok"),
     ({"model_name": "mamba-131m"}, "mamba-130m"),
     ({"layers": "mamba3"}, "can't read 'mamba3'"),
     ({"layers": "0*mamba1"}, "names no layer"),
@@ -160,7 +164,8 @@ def test_a_preset_keeps_what_other_layers_make_pointless(tmp_path):
 
 
 def test_a_wrong_file_is_refused_by_name(tmp_path):
-    for content, message in (("a: [", "can't be read as YAML"), ("- 1\n", "name: value"), ("sed: 3\n", "did you mean seed"),
+    for content, message in (("a: [", "can't be read as YAML"), ("- 1\n", "name: value"),
+                             ("sed: 3\n", "did you mean seed"),
                              ("optimizer: 3\n", "is a section"), ("seed: 1\ntraining: {seed: 2}\n", "given twice"),
                              ("seed: 1\nd_model: 8\nseed: 2\n", "seed is given twice")):
         file = tmp_path / "wrong.yaml"
@@ -172,14 +177,16 @@ def test_a_wrong_file_is_refused_by_name(tmp_path):
         resolve("nowhere.yaml")
 
 
-@pytest.mark.parametrize("text", ["-1tok", "-2tok", "5 tok", "5tokens", "tok", "5TOK", "1_tok", "_1", "1__0", "1e-3", "1.5", "0x10",
+@pytest.mark.parametrize("text", ["-1tok", "-2tok", "5 tok", "5tokens", "tok", "5TOK", "1_tok", "_1", "1__0", "1e-3",
+                                  "1.5", "0x10",
                                   "nan", "inf", "1e400", "9223372036854775808", "1e19tok", "٣", ""])
 def test_a_duration_that_says_nothing_clear_is_refused(text):
     for name in ("num_steps", "warmup_steps", "eval_interval"):
         assert f"{name}={text}: expected " in refused(**{name: text})
 
 
-@pytest.mark.parametrize("text, count, unit", [("2_000", 2000, "steps"), ("2e3", 2000, "steps"), ("1.5e9tok", 15 * 10 ** 8, "tok"), ("-1", -1, "steps"),
+@pytest.mark.parametrize("text, count, unit", [("2_000", 2000, "steps"), ("2e3", 2000, "steps"),
+                                               ("1.5e9tok", 15 * 10 ** 8, "tok"), ("-1", -1, "steps"),
                                                ("0tok", 0, "tok"), ("9223372036854775807tok", 2 ** 63 - 1, "tok")])
 def test_a_duration_is_read_exactly(text, count, unit):
     assert Duration.parse(text) == Duration(count, unit)
@@ -219,9 +226,11 @@ def test_help_imports_neither_torch_nor_transformers(project):
 
 
 def test_a_mistake_on_the_command_line_is_one_line_and_exit_code_2(project):
-    done = subprocess.run([sys.executable, "training.py", "--learing_rate=1"], cwd=project, capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "training.py", "--learing_rate=1"], cwd=project, capture_output=True,
+                          text=True)
     assert done.returncode == 2
-    assert done.stderr == "error: learing_rate: there is no such setting (on the command line); did you mean learning_rate?\n"
+    assert done.stderr == ("error: learing_rate: there is no such setting (on the command line); "
+                           "did you mean learning_rate?\n")
     done = subprocess.run([sys.executable, "training.py", "stray"], cwd=project, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (2, "error: stray: settings are written --name=value\n")
 
@@ -231,7 +240,9 @@ def test_the_ready_runs_are_what_they_say(project):
     for file in sorted((project / "config").glob("*.yaml")):
         config = resolve(file.stem)
         assert config.checkpoint.save_ckpt_path == f"runs/{file.stem}" and config.data.dataset_path.startswith("data/")
-        tokens_per_step[file.stem] = (config.training.global_batch_size or config.training.batch_size) * config.data.seq_length
+        samples = config.training.global_batch_size or config.training.batch_size
+        tokens_per_step[file.stem] = samples * config.data.seq_length
     assert tokens_per_step == {"demo": 2048, "wikitext103": 65_536, "mambaoutai": 3_670_016, "bamba-9b": 1_572_864}
     outai = resolve("mambaoutai")
-    assert outai.training.num_steps.steps(3_670_016) == 109_003 and outai.lr_schedule.warmup_steps.steps(3_670_016) == 275
+    assert outai.training.num_steps.steps(3_670_016) == 109_003
+    assert outai.lr_schedule.warmup_steps.steps(3_670_016) == 275

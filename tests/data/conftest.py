@@ -30,7 +30,8 @@ def tokenise(tokenizer):
     def run(source, out, *, open=None, **settings):
         names = set(Options._fields)
         options = Options(**{name: settings.pop(name) for name in list(settings) if name in names})
-        settings = {"tokenizer": tokenizer, "eos_token": tokenizers_.END_OF_TEXT, "validation_fraction": 0.0, "workers": 1, **settings}
+        settings = {"tokenizer": tokenizer, "eos_token": tokenizers_.END_OF_TEXT, "validation_fraction": 0.0,
+                    "workers": 1, **settings}
         if isinstance(source, (str, Path)):
             source = open_source(str(source), options, **(open or {}))
         return make_dataset(source, out, **settings)

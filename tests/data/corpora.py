@@ -36,5 +36,6 @@ def content(folder):
 
 def command(*arguments, cwd, **more):
     """python get_dataset.py ARGUMENTS in a folder."""
-    return subprocess.run([sys.executable, ROOT / "get_dataset.py", *map(str, arguments)], cwd=cwd, capture_output=True, text=True,
+    return subprocess.run([sys.executable, ROOT / "get_dataset.py", *map(str, arguments)], cwd=cwd, capture_output=True,
+                          text=True,
                           env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}, **more)

@@ -1,4 +1,5 @@
-"""get_dataset.py: every kind of input, round trip; every mistake, by name; the same bytes whatever happens on the way."""
+"""get_dataset.py: every kind of input, round trip; every mistake, by name; the same bytes whatever happens on the
+way."""
 
 import contextlib
 import fcntl
@@ -74,7 +75,8 @@ def text_folder(path, texts):
 
 KINDS = {
     "x.jsonl": lambda path, texts: path.write_bytes(json_lines(texts)),
-    "x.jsonl.gz": lambda path, texts: path.write_bytes(gzip.compress(json_lines(texts[:20])) + gzip.compress(json_lines(texts[20:]))),
+    "x.jsonl.gz": lambda path, texts: path.write_bytes(b"".join(gzip.compress(json_lines(part))
+                                                                for part in (texts[:20], texts[20:]))),
     "x.jsonl.zst": lambda path, texts: path.write_bytes(
         b"".join(zstandard.compress(json_lines(part)) for part in (texts[:9], texts[9:]))),
     "x.ndjson": lambda path, texts: path.write_bytes(b"\xef\xbb\xbf" + json_lines(texts).replace(b"\n", b"\r\n")),
@@ -119,7 +121,8 @@ def test_text_files_are_cut_into_documents_as_asked(documents, joined, texts, tm
 
 
 def test_a_file_larger_than_a_piece_is_one_document(tmp_path, tokenise, texts, monkeypatch):
-    """A document has no largest size, with one eos at its end and the tokens of an uncut one, with or without compression."""
+    """A document has no largest size, with one eos at its end and the tokens of an uncut one, with or without
+    compression."""
     monkeypatch.setattr(text, "PIECE_BYTES", 1000)
     whole = "\n".join(texts)
     for name, data in {"a.txt": whole.encode(), "b.txt.gz": gzip.compress(whole.encode())}.items():
@@ -170,7 +173,8 @@ def test_token_ids_are_taken_as_they_are(tmp_path, tokenise):
     """Rows of input_ids become documents of these ids; ids that the tokenizer lacks are refused by file."""
     pyarrow.parquet.write_table(pyarrow.table({"input_ids": [[5, 6], [7, 0, 8, 0], [], [299]]}), tmp_path / "x.parquet")
     tokenise(tmp_path / "x.parquet", tmp_path / "out", text_column="input_ids")
-    assert [d.tolist() for d in TokenStore(tmp_path / "out" / "train").documents()] == [[5, 6, 0], [7, 0], [8, 0], [299, 0]]
+    assert [d.tolist() for d in TokenStore(tmp_path / "out" / "train").documents()] == [[5, 6, 0], [7, 0], [8, 0],
+                                                                                        [299, 0]]
     (tmp_path / "x.jsonl").write_text('{"input_ids": [1, 300]}\n')
     with pytest.raises(UserError, match="x.jsonl: token ids from 1 to 300 .*the tokenizer knows 300"):
         tokenise(tmp_path / "x.jsonl", tmp_path / "out2", text_column="input_ids")
@@ -188,7 +192,8 @@ def test_a_datasets_name_streamed_or_not(streaming, texts, tmp_path, tokenise, m
 
     def load(name, config, split, streaming):
         assert (name, config, split) == ("some/name", "a_config", "train")
-        return real("json", data_files=str(tmp_path / "x.jsonl"), split=split, streaming=streaming, cache_dir=str(tmp_path / "cache"))
+        return real("json", data_files=str(tmp_path / "x.jsonl"), split=split, streaming=streaming,
+                    cache_dir=str(tmp_path / "cache"))
     monkeypatch.setattr(datasets, "load_dataset", load)
     monkeypatch.setattr(text, "ROWS", 7)
     tokenise("some/name", tmp_path / "out", open=dict(config="a_config", streaming=streaming))
@@ -257,7 +262,8 @@ def test_invalid_utf8_is_named_replaced_or_left_out(tmp_path, tokenise):
     array = pyarrow.Array.from_buffers(pyarrow.string(), 2, [None, pyarrow.py_buffer(np.array([0, 2, 4], np.int32)),
                                                              pyarrow.py_buffer(b"ok\xff\xfe")])
     write_arrow(tmp_path / "c.arrow", pyarrow.table({"text": array}), pyarrow.ipc.new_stream)
-    for name, message in {"a.txt": "a.txt: invalid UTF-8 at byte 5;", "b.jsonl": "b.jsonl: invalid UTF-8 at byte 11 of record 2;",
+    for name, message in {"a.txt": "a.txt: invalid UTF-8 at byte 5;",
+                          "b.jsonl": "b.jsonl: invalid UTF-8 at byte 11 of record 2;",
                           "c.arrow": "c.arrow: invalid UTF-8 at byte 0 of record 2;"}.items():
         with pytest.raises(UserError, match=message):
             tokenise(tmp_path / name, tmp_path / "error" / name)
@@ -279,10 +285,12 @@ def damage_zstd(path):
 @pytest.mark.parametrize("name, write, message", [
     ("x.jsonl", lambda p: p.write_text('{"text": "a"}\n{"text": \n'), "x.jsonl: record 2 is no valid JSON"),
     ("x.jsonl", lambda p: p.write_text('[1]\n'), "x.jsonl: record 1 is int, not an object"),
-    ("x.jsonl", lambda p: p.write_text('{"a": 1}\n[1]\n'), "record 1: there is no column 'text'; it has: a; name one with --text_column"),
+    ("x.jsonl", lambda p: p.write_text('{"a": 1}\n[1]\n'),
+     "record 1: there is no column 'text'; it has: a; name one with --text_column"),
     ("x.jsonl", lambda p: p.write_text('{"input_ids": [1]}\n'), "--text_column=input_ids takes its token ids"),
     ("x.jsonl", lambda p: p.write_text('{"text": 7}\n'), "record 1: 'text' is int, not text"),
-    ("x.jsonl", lambda p: p.write_text('{"text": ["a"]}\n'), "record 1: 'text' is a list of other things than token ids"),
+    ("x.jsonl", lambda p: p.write_text('{"text": ["a"]}\n'),
+     "record 1: 'text' is a list of other things than token ids"),
     ("x.json", lambda p: p.write_text('[{"text": "a"}'), "x.json: no valid JSON"),
     ("x.jsonl.gz", damage_gzip, "x.jsonl.gz: the archive ends before its end"),
     ("x.jsonl.zst", damage_zstd, "x.jsonl.zst: the archive ends before its end"),
@@ -290,8 +298,10 @@ def damage_zstd(path):
     ("x.parquet", lambda p: p.write_bytes(b"no table"), "x.parquet: broken, or no parquet file"),
     ("x.arrow", lambda p: p.write_bytes(b"no table"), "x.arrow: broken, or no arrow file"),
     ("x.arrow", lambda p: p.write_bytes(b""), "x.arrow: "),
-    ("x.parquet", lambda p: pyarrow.parquet.write_table(pyarrow.table({"body": ["a"]}), p), "no column 'text'; it has: body"),
-    ("x.parquet", lambda p: pyarrow.parquet.write_table(pyarrow.table({"text": [1.5]}), p), "column 'text' holds double"),
+    ("x.parquet", lambda p: pyarrow.parquet.write_table(pyarrow.table({"body": ["a"]}), p),
+     "no column 'text'; it has: body"),
+    ("x.parquet", lambda p: pyarrow.parquet.write_table(pyarrow.table({"text": [1.5]}), p),
+     "column 'text' holds double"),
     ("x.txt", lambda p: p.symlink_to("nowhere"), "x.txt: can't be read"),
     ("x.txt", lambda p: p.write_text(" "), "the input holds no text .*1 empty document"),
     ("x.bin", lambda p: p.write_text("a"), "x.bin: can't tell its format"),
@@ -342,8 +352,12 @@ def test_a_dataset_name_that_is_nowhere(tokenise, tmp_path, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     import datasets
 
-    monkeypatch.setattr(datasets, "load_dataset", lambda *a, **k: (_ for _ in ()).throw(ConnectionError("no network\nmore")))
-    with pytest.raises(UserError, match=r"nowhere: no file or folder here, and `datasets` can't load it \(no network\)"):
+    def no_network(*_, **__):
+        raise ConnectionError("no network\nmore")
+
+    monkeypatch.setattr(datasets, "load_dataset", no_network)
+    said = r"nowhere: no file or folder here, and `datasets` can't load it \(no network\)"
+    with pytest.raises(UserError, match=said):
         tokenise("nowhere", tmp_path / "out")
 
 
@@ -355,7 +369,8 @@ def test_too_few_documents_for_the_fraction(tokenise, tmp_path, texts):
     with pytest.raises(UserError, match="--validation_fraction=0.34, or 0"):  # 0.33 would hold out none of three
         tokenise(tmp_path / "z.jsonl", tmp_path / "out3", validation_fraction=0.01)
     assert tokenise(tmp_path / "z.jsonl", tmp_path / "out3", validation_fraction=0.34, overwrite=True)
-    with pytest.raises(UserError, match="5 documents at a validation_fraction of 0.01 .*--validation_fraction=0.2, or 0"):
+    said = "5 documents at a validation_fraction of 0.01 .*--validation_fraction=0.2, or 0"
+    with pytest.raises(UserError, match=said):
         tokenise(tmp_path / "x.jsonl", tmp_path / "out", validation_fraction=0.01)
     done = tokenise(tmp_path / "x.jsonl", tmp_path / "out", validation_fraction=0.2, overwrite=True)
     assert done["stores"]["validation"]["documents"] == 1
@@ -431,12 +446,14 @@ if __name__ == "__main__":
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(3))
 def test_killed_at_any_moment_it_goes_on_to_the_same_bytes(seed, large_input, tokenizer, unbroken, tmp_path):
-    """SIGKILL again and again, at random moments: the last run leaves what an unbroken one does, and no process lives on."""
+    """SIGKILL again and again, at random moments: the last run leaves what an unbroken one does, and no process lives
+    on."""
     program, out, chooser = tmp_path / "program.py", tmp_path / "out", random.Random(seed)
     program.write_text(RESUMABLE)
     for attempt in range(100):
         process = subprocess.Popen([sys.executable, program, large_input, out, tokenizer, tokenizers_.END_OF_TEXT],
-                                   env={**os.environ, "PYTHONPATH": str(ROOT)}, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+                                   env={**os.environ, "PYTHONPATH": str(ROOT)}, stdout=subprocess.DEVNULL,
+                                   stderr=subprocess.PIPE)
         try:
             _, error = process.communicate(timeout=chooser.uniform(0.3, 2.5) if attempt < 12 else 120)
         except subprocess.TimeoutExpired:
@@ -552,7 +569,8 @@ def test_a_folder_of_someone_else_is_left_alone(tokenise, tmp_path, texts):
 
 
 def test_a_note_beside_a_dataset_and_torn_state_files_are_no_obstacle(tokenise, tmp_path):
-    """What a kill leaves of a file being written is hidden; a dataset's folder is this program's, whatever lies in it too."""
+    """What a kill leaves of a file being written is hidden; a dataset's folder is this program's, whatever lies in it
+    too."""
     (tmp_path / "x.txt").write_text("one\n\ntwo")
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / ".progress.json.0123.tmp").write_text("{")
@@ -589,7 +607,8 @@ def largest_file(size):
 def test_a_full_disk_is_said_and_then_gone_on_from(large_input, tokenise, unbroken, tmp_path):
     """No store looks whole; with space again, the same command ends with the same bytes."""
     settings = dict(shard_tokens=100_000, validation_fraction=0.1, save_seconds=0)
-    with largest_file(150_000), pytest.raises(UserError, match="can't be written .*free some space, then the same command goes on"):
+    said = "can't be written .*free some space, then the same command goes on"
+    with largest_file(150_000), pytest.raises(UserError, match=said):
         tokenise(large_input, tmp_path / "out", **settings)
     assert not list((tmp_path / "out").rglob("index.json"))
     tokenise(large_input, tmp_path / "out", **settings)
@@ -599,7 +618,8 @@ def test_a_full_disk_is_said_and_then_gone_on_from(large_input, tokenise, unbrok
 def test_a_worker_that_dies_is_an_error(tokenise, tmp_path, monkeypatch):
     """The loss of a worker ends the run with a reason; it never hangs."""
     (tmp_path / "x.txt").write_text("text")
-    monkeypatch.setattr(tokenize, "_tokenise", os._exit)  # sent by name: the worker calls os._exit with a list, and dies of it
+    # Sent by name: the worker calls os._exit with a list, and dies of it.
+    monkeypatch.setattr(tokenize, "_tokenise", os._exit)
     real = tokenize._chunks
     monkeypatch.setattr(tokenize, "_chunks", lambda pieces: [3 for _ in real(pieces)])
     with pytest.raises(UserError, match="a worker process was killed"):
@@ -609,7 +629,8 @@ def test_a_worker_that_dies_is_an_error(tokenise, tmp_path, monkeypatch):
 # ---------------------------------------------------------------- tokenizers
 
 def test_a_saved_tokenizer_loads_in_transformers(tokenise, tmp_path, texts):
-    """The store's tokenizer folder is one of transformers', with the store's ids, eos and no truncation; and it can be named."""
+    """The store's tokenizer folder is one of transformers', with the store's ids, eos and no truncation; and it can be
+    named."""
     from transformers import AutoTokenizer
 
     (tmp_path / "x.jsonl").write_bytes(json_lines(texts))
@@ -667,13 +688,15 @@ def test_training_a_tokenizer_reads_no_more_than_its_sample(tmp_path, texts):
 def test_the_built_in_corpus_is_the_standard_library():
     """Sorted, readable, without installed packages."""
     files = builtin.corpus_files()
-    assert any(path.name == "argparse.py" for path in files) and not any("site-packages" in path.parts for path in files)
+    assert any(path.name == "argparse.py" for path in files)
+    assert not any("site-packages" in path.parts for path in files)
     assert files == builtin.corpus_files() and sum(path.stat().st_size for path in files) > 5_000_000
 
 
 def test_default_folder():
     """OUT is named after the input where that has a name."""
-    assert [str(get_dataset.default_folder(name)) for name in ("builtin", "a/b.jsonl.gz", "roneneldan/TinyStories", "c/")] == [
+    names = ("builtin", "a/b.jsonl.gz", "roneneldan/TinyStories", "c/")
+    assert [str(get_dataset.default_folder(name)) for name in names] == [
         "data/builtin", "data/b", "data/TinyStories", "data/c"]
     with pytest.raises(UserError, match="give OUT too"):
         get_dataset.default_folder("corpus/*.txt")
@@ -688,9 +711,11 @@ def test_help_lists_every_option_and_imports_nothing_heavy(tmp_path):
         default = "false" if parameter.default is False else parameter.default
         line = next(line for line in page.splitlines() if line.startswith(f"  --{name}="))
         assert line.split()[0] == f"--{name}={default}" or default is None, line
-    loaded = subprocess.run([sys.executable, "-X", "importtime", ROOT / "get_dataset.py", "--help"], capture_output=True, text=True,
+    loaded = subprocess.run([sys.executable, "-X", "importtime", ROOT / "get_dataset.py", "--help"],
+                            capture_output=True, text=True,
                             cwd=tmp_path).stderr
-    assert not any(f" {name}\n" in loaded for name in ("torch", "transformers", "datasets", "tokenizers", "pyarrow", "numpy"))
+    assert not any(f" {name}\n" in loaded for name in ("torch", "transformers", "datasets", "tokenizers", "pyarrow",
+                                                       "numpy"))
 
 
 def test_as_its_users_run_it(tmp_path, texts):
@@ -712,10 +737,12 @@ def test_ctrl_c_says_how_to_go_on(tmp_path, large_input):
         time.sleep(0.01)
     os.killpg(process.pid, signal.SIGINT)
     out, error = process.communicate(timeout=60)
-    assert process.returncode == 130 and "the same command goes on from here" in error and "Traceback" not in error, error
+    assert process.returncode == 130, error
+    assert "the same command goes on from here" in error and "Traceback" not in error, error
 
 
-@pytest.mark.parametrize("texts, then", [(itertools.repeat("reads until it is stopped"), "ended"), (["has read all"], "merges")])
+@pytest.mark.parametrize("texts, then", [(itertools.repeat("reads until it is stopped"), "ended"),
+                                         (["has read all"], "merges")])
 def test_ctrl_c_is_heard_while_a_tokenizer_is_trained(texts, then):
     """The library that trains it looks for no signal, so it works in a thread beside the one that does; and that thread
     ends first where it is still reading, for Python aborts otherwise."""

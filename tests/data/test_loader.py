@@ -90,7 +90,8 @@ def test_rows_are_the_windows_and_labels_are_shifted_by_one():
 
 
 @settings(deadline=None, max_examples=25)
-@given(counts=st.tuples(st.integers(1, 30), st.integers(1, 30)), world_size=st.integers(1, 3), workers=st.integers(0, 2))
+@given(counts=st.tuples(st.integers(1, 30), st.integers(1, 30)), world_size=st.integers(1, 3),
+       workers=st.integers(0, 2))
 def test_ranks_together_see_every_window_once_an_epoch(counts, world_size, workers):
     sources = {"a": Numbers(counts[0] * L + 1), "b": Numbers(counts[1] * L + 1, first=10_000)}
     seen = {"a": [], "b": []}

@@ -29,10 +29,12 @@ def store(tmp_path):
 
 
 @settings(max_examples=60, deadline=None)
-@given(documents=st.lists(st.lists(st.integers(1, 99), max_size=12), min_size=1, max_size=12), shard_tokens=st.integers(1, 30),
+@given(documents=st.lists(st.lists(st.integers(1, 99), max_size=12), min_size=1, max_size=12),
+       shard_tokens=st.integers(1, 30),
        data=st.data())
 def test_any_window_is_that_slice_of_the_documents(tmp_path_factory, documents, shard_tokens, data):
-    """read(start, count) equals the slice of all documents laid end to end, positions restarting at each, across shards."""
+    """read(start, count) equals the slice of all documents laid end to end, positions restarting at each, across
+    shards."""
     store = write(tmp_path_factory.mktemp("store"), documents, shard_tokens=shard_tokens)
     flat = [token for document in documents for token in [*document, EOS]]
     positions = [i for document in documents for i in range(len(document) + 1)]
@@ -50,7 +52,8 @@ def test_any_window_is_that_slice_of_the_documents(tmp_path_factory, documents, 
 @settings(max_examples=60, deadline=None)
 @given(cuts=st.lists(st.integers(0, 18), max_size=6), resume_at=st.integers(0, 6))
 def test_bytes_depend_on_neither_the_calls_nor_an_interruption(tmp_path_factory, cuts, resume_at):
-    """Appending in pieces that cut documents anywhere, and going on from a saved state over torn files, gives equal bytes."""
+    """Appending in pieces that cut documents anywhere, and going on from a saved state over torn files, gives equal
+    bytes."""
     folder = tmp_path_factory.mktemp("store")
     whole = write(folder / "whole", DOCUMENTS)
     flat = np.array([token for document in DOCUMENTS for token in [*document, EOS]])

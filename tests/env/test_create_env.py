@@ -1,4 +1,5 @@
-"""0.create_env.sh: quick when there is nothing to do, clear when it can't, and never content with a half-made environment.
+"""0.create_env.sh: quick when there is nothing to do, clear when it can't, and never content with a half-made
+environment.
 
 The script runs on a copy of the checkout's files with a requirements list that needs no download.
 """
@@ -64,7 +65,8 @@ def test_a_half_made_environment_is_made_again(create, tmp_path):
 @pytest.mark.slow
 def test_no_network_is_said(create, tmp_path):
     (tmp_path / "requirements" / "cpu.txt").write_text("fire==0.7.1\n")
-    offline = {"PIP_INDEX_URL": "http://127.0.0.1:9/simple", "PIP_EXTRA_INDEX_URL": "", "PIP_FIND_LINKS": "", "PIP_RETRIES": "0",
+    offline = {"PIP_INDEX_URL": "http://127.0.0.1:9/simple", "PIP_EXTRA_INDEX_URL": "", "PIP_FIND_LINKS": "",
+               "PIP_RETRIES": "0",
                "PIP_CONFIG_FILE": os.devnull, "PIP_NO_CACHE_DIR": "1", "PIP_TIMEOUT": "2"}
     one_error(create("--stack", "cpu", **offline), "no network")
 

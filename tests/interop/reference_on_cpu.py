@@ -40,7 +40,8 @@ layernorm_gated.rmsnorm_fn = plain_gated_norm
 
 for folder in Path(sys.argv[2]).iterdir():
     model = MambaLMHeadModel.from_pretrained(str(folder / "exported"), device="cpu", dtype=torch.float32).eval()
-    model.load_state_dict(torch.load(folder / "exported" / "pytorch_model.bin", weights_only=True))  # strict, and says so
+    # Strict, and says so.
+    model.load_state_dict(torch.load(folder / "exported" / "pytorch_model.bin", weights_only=True))
     for module in model.modules():
         for switch in ("use_fast_path", "use_mem_eff_path", "fused_add_norm"):
             if hasattr(module, switch):

@@ -44,7 +44,8 @@ def random_state(config, seed=0):
     state = {}
     for name, parameter in model.named_parameters():
         value = initial_value(name, tuple(parameter.shape), config, seed)
-        state[name] = value * (1 + 0.3 * torch.rand(value.shape, generator=generator)) + 0.03 * torch.randn(value.shape, generator=generator)
+        value = value * (1 + 0.3 * torch.rand(value.shape, generator=generator))
+        state[name] = value + 0.03 * torch.randn(value.shape, generator=generator)
     return state
 
 

@@ -42,7 +42,8 @@ def change_tensors(folder, change):
 def refused(source, message, tmp_path, **options):
     """Both verbs and reading refuse with the message and leave nothing behind."""
     before = sorted(os.listdir(tmp_path))
-    for attempt in (lambda: read_weights(source), lambda: import_(source, tmp_path / "out"), lambda: export(source, tmp_path / "out", **options)):
+    for attempt in (lambda: read_weights(source), lambda: import_(source, tmp_path / "out"),
+                    lambda: export(source, tmp_path / "out", **options)):
         with pytest.raises(UserError, match=message):
             attempt()
     assert sorted(os.listdir(tmp_path)) == before
@@ -152,7 +153,8 @@ def test_sharded_safetensors_with_something_wrong(tmp_path):
     first = next(name for name, file in index["weight_map"].items() if file == names[0])
 
     def with_index(content):
-        (source / "model.safetensors.index.json").write_text(content if isinstance(content, str) else json.dumps(content))
+        text = content if isinstance(content, str) else json.dumps(content)
+        (source / "model.safetensors.index.json").write_text(text)
 
     with_index({"weight_map": {**index["weight_map"], first: names[1]}})
     refused(source, f"{names[1]} lacks {first}", tmp_path)
@@ -222,14 +224,16 @@ def test_a_truncated_pth(share, zipped, tmp_path):
 
 
 def test_sources_that_are_none(tmp_path):
-    refused("state-spaces/mamba-130m-hf", "no such file or folder; download a model .*hf download state-spaces/mamba-130m-hf", tmp_path)
+    refused("state-spaces/mamba-130m-hf",
+            "no such file or folder; download a model .*hf download state-spaces/mamba-130m-hf", tmp_path)
     (tmp_path / "empty").mkdir()
     refused(tmp_path / "empty", "empty holds no model", tmp_path)
     (tmp_path / "checkpoints").mkdir()
     refused(tmp_path, "neither a committed checkpoint nor a run folder with one", tmp_path)
     (tmp_path / "empty" / "config.json").write_text("{")
     refused(tmp_path / "empty", "config.json: no valid JSON", tmp_path)
-    (tmp_path / "empty" / "config.json").write_text('{"model_type": "mamba", "hidden_size": 8, "num_hidden_layers": 1, "vocab_size": 9}')
+    theirs = {"model_type": "mamba", "hidden_size": 8, "num_hidden_layers": 1, "vocab_size": 9}
+    (tmp_path / "empty" / "config.json").write_text(json.dumps(theirs))
     refused(tmp_path / "empty", "no weights beside it", tmp_path)
     (tmp_path / "empty" / "config.json").write_text('{"d_model": 8, "n_layer": 1, "vocab_size": 9}')
     refused(tmp_path / "empty", "no weights beside it", tmp_path)
@@ -248,10 +252,12 @@ def test_a_config_of_ours_that_was_edited_wrongly(changes, message, tmp_path):
     refused(ours, message, tmp_path)
 
 
-@pytest.mark.parametrize("field, here, there", [("norm_eps", "1e-05", 1e-6), ("rope_theta", "10000.0", 5e5), ("ngroups", "1", 2),
+@pytest.mark.parametrize("field, here, there", [("norm_eps", "1e-05", 1e-6), ("rope_theta", "10000.0", 5e5),
+                                                ("ngroups", "1", 2),
                                                 ("tie_embeddings", "false", True)])
 def test_a_pth_to_go_on_from_that_is_of_another_model_in_what_no_shape_shows(field, here, there, tmp_path):
-    config = ModelConfig(layers="mamba2,attention", d_model=32, n_layer=2, headdim=16, n_head=4, n_kv_head=4, vocab_size=64,
+    config = ModelConfig(layers="mamba2,attention", d_model=32, n_layer=2, headdim=16, n_head=4, n_kv_head=4,
+                         vocab_size=64,
                          tie_embeddings=False)
     given = {name: settings.shown(value) for name, value in vars(config).items()}
 
@@ -262,7 +268,8 @@ def test_a_pth_to_go_on_from_that_is_of_another_model_in_what_no_shape_shows(fie
     assert starts_from(write_ours(tmp_path / "same", config, random_state(config))) is None
     other = ModelConfig(**vars(config) | {field: there})
     folder = write_ours(tmp_path / "other", other, random_state(other))
-    with pytest.raises(UserError, match=rf"load_ckpt_path .*/other/.*: {field}={here} \(there {settings.shown(there)}\)$"):
+    said = rf"load_ckpt_path .*/other/.*: {field}={here} \(there {settings.shown(there)}\)$"
+    with pytest.raises(UserError, match=said):
         starts_from(folder)
     (folder / "config.json").unlink()
     assert starts_from(folder) is None
@@ -272,7 +279,8 @@ def test_a_pth_beside_a_config_of_another_library(tmp_path):
     config = CONFIGS["hybrid"]
     given = {name: settings.shown(value) for name, value in vars(config).items()}
     for form in ("hf", "state-spaces"):
-        folder = export(write_ours(tmp_path / form, config, random_state(config)), tmp_path / f"{form}-out", format=form)
+        folder = export(write_ours(tmp_path / form, config, random_state(config)), tmp_path / f"{form}-out",
+                        format=form)
         for change, message in (({}, None), ({"norm_eps": "1e-6"}, "norm_eps=1e-06")):
             resolved, explicit = settings.resolve({**given, **change, "load_ckpt_path": str(folder / "any.pth")})
             if message:

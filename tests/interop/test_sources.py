@@ -29,7 +29,8 @@ def run(tmp_path):
     world = World(0, 1, 0, 1, 1, torch.device("cpu"))
     checkpointer = Checkpointer(tmp_path / "run", world, asynchronous=False)
     for step in (1, 2):
-        shards = [Shard(name, tuple(tensor.shape), 0, tensor.flatten()) for name, tensor in random_state(CONFIG, seed=step).items()]
+        shards = [Shard(name, tuple(tensor.shape), 0, tensor.flatten())
+                  for name, tensor in random_state(CONFIG, seed=step).items()]
         optimizer = [Shard(f"optimizer/{shard.name}/exp_avg", shard.shape, 0,
                            torch.zeros_like(shard.data)) for shard in shards]
         checkpointer.save(step, shards + optimizer, {"settings": as_dict(settings)})
@@ -92,6 +93,6 @@ def test_one_parameter_is_read_at_a_time(tmp_path):
         weights = read_weights(source)
         read = []
         original = weights.tensors._read
-        weights.tensors._read = lambda name, start, stop, original=original: read.append(name) or original(name, start, stop)
+        weights.tensors._read = lambda name, *part, original=original: read.append(name) or original(name, *part)
         weights.get("backbone.layers.2.mixer.in_proj.weight")
         assert len(read) == (3 if source.name == "hf" else 1)

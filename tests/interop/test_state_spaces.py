@@ -31,7 +31,8 @@ def test_native_to_state_spaces_to_native_is_bitwise(name, tmp_path):
     import_(tmp_path / "theirs", tmp_path / "back")
     weights = read_weights(tmp_path / "back")
     assert_same(weights, config, state)
-    assert (weights.config.vocab_size, weights.config.pad_vocab_size_multiple) == (config.vocab_size, config.pad_vocab_size_multiple)
+    assert (weights.config.vocab_size, weights.config.pad_vocab_size_multiple) == (config.vocab_size,
+                                                                                   config.pad_vocab_size_multiple)
 
 
 @pytest.mark.slow

@@ -8,7 +8,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
-from small_models import CONFIGS, GROUPED, assert_same, model_of, random_config, random_state, write_ours, write_tokenizer
+from small_models import (CONFIGS, GROUPED, assert_same, model_of, random_config, random_state, write_ours,
+                          write_tokenizer)
 
 from mamba_fsdp.interop.convert import export, import_
 from mamba_fsdp.interop.transformers_forms import form_for, pieces
@@ -121,7 +122,8 @@ def test_their_models_give_the_same_logits_here_and_come_back_bitwise(their_conf
     weights = read_weights(tmp_path / "hf")
     tokens = torch.randint(0, 50, (2, 29))
     with torch.no_grad():
-        torch.testing.assert_close(model_of(weights.config, weights.get)(tokens), theirs(tokens, use_cache=False).logits, **TOLERANCE)
+        torch.testing.assert_close(model_of(weights.config, weights.get)(tokens),
+                                   theirs(tokens, use_cache=False).logits, **TOLERANCE)
     export(import_(tmp_path / "hf", tmp_path / "ours"), tmp_path / "back")
     back = load(tmp_path / "back").state_dict()
     assert all(torch.equal(tensor, back[name]) for name, tensor in theirs.state_dict().items())

@@ -43,7 +43,8 @@ saved = sorted(run.glob("checkpoints/step_*/COMMIT"))
 step = int(saved[-1].parent.name[5:]) if saved else 0
 run.mkdir(parents=True, exist_ok=True)
 with open(run / "starts.jsonl", "a") as file:
-    file.write(json.dumps({"rank": rank, "step": step, "words": sys.argv[1:], "environment": dict(os.environ), "cwd": os.getcwd()}) + "\n")
+    file.write(json.dumps({"rank": rank, "step": step, "words": sys.argv[1:], "environment": dict(os.environ),
+                           "cwd": os.getcwd()}) + "\n")
 if rank == 0:
     (run / "STOP").unlink(missing_ok=True)
 print(f"fake rank {rank} of {os.environ['WORLD_SIZE']} at step {step}", flush=True)
@@ -74,7 +75,8 @@ status("finished" if step == steps else "stopped", step)
 
 
 def make_project(folder, training=FAKE_TRAINING):
-    """A project folder with the checkout's launcher and library; training: the text of training.py, None for the real one."""
+    """A project folder with the checkout's launcher and library; training: the text of training.py, None for the real
+    one."""
     folder.mkdir(parents=True)
     for name in PARTS:
         if (PROJECT / name).is_dir():

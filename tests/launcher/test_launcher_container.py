@@ -1,4 +1,5 @@
-"""1.train.sbatch with an image: what Slurm's container plugin is asked for, recorded by stand-ins for Slurm's commands."""
+"""1.train.sbatch with an image: what Slurm's container plugin is asked for, recorded by stand-ins for Slurm's
+commands."""
 
 import json
 import os
@@ -38,7 +39,8 @@ def submit(launcher_project, tmp_path):
     commands, image = tmp_path / "commands", tmp_path / "image"
     commands.mkdir()
     image.mkdir()
-    (image / "python3").write_text(f'#!/bin/sh\nexec "{launcher_project}/.venv/bin/python" "$@"\n')  # with the stamp beside it
+    # With the stamp beside it.
+    (image / "python3").write_text(f'#!/bin/sh\nexec "{launcher_project}/.venv/bin/python" "$@"\n')
     (image / "python3").chmod(0o755)
     for name in ("bash", "basename", "dirname", "readlink", "hostname"):
         (image / name).symlink_to(shutil.which(name))
@@ -77,7 +79,8 @@ def test_exact_container_arguments(submit, launcher_project, tmp_path):
     plan, *later = asked
     escaped = {path: str(path).replace(" ", r"\040") for path in (launcher_project, runs / "mine", data)}
     mounts = ",".join(f"{path}:{path}" for path in escaped.values())
-    assert option(plan, "container-mounts") == ",".join(f"{path}:{path}" for path in (escaped[launcher_project], escaped[data])), \
+    assert option(plan, "container-mounts") == ",".join(f"{path}:{path}"
+                                                        for path in (escaped[launcher_project], escaped[data])), \
         "to read the settings, what the words of the command name"
     assert len(later) == 3, "the nodes' reports, their comparison, the training"
     for words in later:
@@ -113,11 +116,13 @@ def test_further_mounts_and_another_image(submit, launcher_project, tmp_path):
     for name in ("my images", "a", "b"):
         (tmp_path / name).mkdir()
     (tmp_path / "my images/i.sqsh").touch()
-    done, asked = submit("--save_ckpt_path=runs/a", IMAGE=f"{tmp_path}/my images/i.sqsh", MOUNTS=f"{tmp_path}/a,{tmp_path}/b")
+    done, asked = submit("--save_ckpt_path=runs/a", IMAGE=f"{tmp_path}/my images/i.sqsh",
+                         MOUNTS=f"{tmp_path}/a,{tmp_path}/b")
     assert done.returncode == 0, done.stdout
     for words in asked:
         assert option(words, "container-image") == f"{tmp_path}/my images/i.sqsh"
-        assert option(words, "container-mounts").split(",")[1:] == [f"{tmp_path}/a:{tmp_path}/a", f"{tmp_path}/b:{tmp_path}/b"]
+        assert option(words, "container-mounts").split(",")[1:] == [f"{tmp_path}/a:{tmp_path}/a",
+                                                                    f"{tmp_path}/b:{tmp_path}/b"]
 
 
 @pytest.mark.parametrize("name", ["with,comma", "with:colon"])
@@ -149,7 +154,8 @@ def test_hyperpod_resumes_by_itself(submit, launcher_project, tmp_path):
     (launcher_project / "mamba-train.sqsh").touch()
     (launcher_project / "data/builtin").mkdir(parents=True)
     script = launcher_project / "1.train.sbatch"
-    script.write_text(script.read_text().replace("HYPERPOD_FOLDER=/opt/sagemaker_cluster", f"HYPERPOD_FOLDER={tmp_path}"))
+    script.write_text(script.read_text().replace("HYPERPOD_FOLDER=/opt/sagemaker_cluster",
+                                                 f"HYPERPOD_FOLDER={tmp_path}"))
     done, asked = submit("--save_ckpt_path=runs/a")
     assert done.returncode == 0, done.stdout
     assert "--auto-resume=1" in asked[-1]

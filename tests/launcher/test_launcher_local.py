@@ -10,11 +10,13 @@ from types import SimpleNamespace
 import pytest
 from projects import starts
 
-CLEAN = {name: value for name, value in os.environ.items() if not name.startswith("SLURM") and name != "CUDA_VISIBLE_DEVICES"}
+CLEAN = {name: value for name, value in os.environ.items() if not name.startswith("SLURM")
+         and name != "CUDA_VISIBLE_DEVICES"}
 
 
 def launch(project, *settings, **environment):
-    return subprocess.Popen([project / "1.train.sbatch", *settings], env={**CLEAN, **environment}, cwd=project, text=True,
+    return subprocess.Popen([project / "1.train.sbatch", *settings], env={**CLEAN, **environment}, cwd=project,
+                            text=True,
                             stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
 
 
@@ -24,7 +26,8 @@ def finish(process):
 
 
 def test_one_process_on_a_cpu_with_the_settings_as_they_are(launcher_project):
-    code, output = finish(launch(launcher_project, "--save_ckpt_path=runs/a b", "--num_steps=2", "--init_from=it's \"quoted\""))
+    code, output = finish(launch(launcher_project, "--save_ckpt_path=runs/a b", "--num_steps=2",
+                                 "--init_from=it's \"quoted\""))
     assert code == 0, output
     start, = starts(launcher_project / "runs/a b")
     assert start["words"] == ["--save_ckpt_path=runs/a b", "--num_steps=2", "--init_from=it's \"quoted\""]
@@ -36,7 +39,8 @@ def test_one_process_on_a_cpu_with_the_settings_as_they_are(launcher_project):
 def test_as_many_processes_as_gpus(launcher_project, tmp_path, chosen, count):
     (tmp_path / "nvidia-smi").write_text("#!/bin/sh\nfor i in 1 2 3; do echo 'NVIDIA Fake 4GB'; done\n")
     (tmp_path / "nvidia-smi").chmod(0o755)
-    environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", **({} if chosen is None else {"CUDA_VISIBLE_DEVICES": chosen})}
+    environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}",
+                   **({} if chosen is None else {"CUDA_VISIBLE_DEVICES": chosen})}
     code, output = finish(launch(launcher_project, "--save_ckpt_path=runs/a", "--num_steps=1", **environment))
     assert code == 0, output
     assert len(starts(launcher_project / "runs/a")) == count
@@ -84,7 +88,8 @@ def wait_for(path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("fake, code, words", [("mistake", 2, "error: the cause on rank"), ("crash", 1, "Traceback: the cause"),
+@pytest.mark.parametrize("fake, code, words", [("mistake", 2, "error: the cause on rank"),
+                                               ("crash", 1, "Traceback: the cause"),
                                                ("killed", 137, "ran out of memory: lower batch_size.")])
 def test_the_output_ends_with_the_error_of_the_rank_that_failed_first(launcher_project, fake, code, words):
     returned, output = finish(launch(launcher_project, "--save_ckpt_path=runs/a", FAKE=fake, PROCESSES_PER_NODE="2"))
@@ -93,7 +98,8 @@ def test_the_output_ends_with_the_error_of_the_rank_that_failed_first(launcher_p
     assert "failed first" in before and words in last
 
 
-@pytest.mark.parametrize("signal_, words", [(signal.SIGKILL, "ran out of memory"), (signal.SIGBUS, "inspect STORE --verify"),
+@pytest.mark.parametrize("signal_, words", [(signal.SIGKILL, "ran out of memory"),
+                                            (signal.SIGBUS, "inspect STORE --verify"),
                                             (signal.SIGSEGV, "It was ended by SIGSEGV.")])
 def test_a_rank_that_died_is_explained(signal_, words):
     """A token store that is cut short under its memory map ends the rank by SIGBUS, which says nothing itself."""
@@ -108,7 +114,8 @@ def test_a_single_rank_says_its_error_once(launcher_project):
     assert code == 2 and "failed first" not in output
 
 
-@pytest.mark.parametrize("name, value", [("PROCESSES_PER_NODE", "all"), ("PROCESSES_PER_NODE", "0"), ("MAX_RESTARTS", "-1"),
+@pytest.mark.parametrize("name, value", [("PROCESSES_PER_NODE", "all"), ("PROCESSES_PER_NODE", "0"),
+                                         ("MAX_RESTARTS", "-1"),
                                          ("PROFILE", "yes")])
 def test_wrong_variables_are_refused_by_name(launcher_project, name, value):
     code, output = finish(launch(launcher_project, "--save_ckpt_path=runs/a", **{name: value}))
@@ -139,7 +146,8 @@ def test_a_bad_setting_is_one_line(launcher_project):
 
 @pytest.mark.slow
 def test_it_can_be_called_from_another_folder(launcher_project, tmp_path):
-    done = subprocess.run([launcher_project / "1.train.sbatch", "--save_ckpt_path=runs/a", "--num_steps=1"], env=CLEAN, cwd=tmp_path)
+    done = subprocess.run([launcher_project / "1.train.sbatch", "--save_ckpt_path=runs/a", "--num_steps=1"], env=CLEAN,
+                          cwd=tmp_path)
     assert done.returncode == 0
     assert len(starts(launcher_project / "runs/a")) == 1
 

@@ -24,7 +24,8 @@ def network_environment(project, devices, tmp_path, **given):
 @pytest.mark.parametrize("count", [4, 32, 16])
 def test_efa_nodes_get_efa_settings_and_no_obsolete_ones(project, tmp_path, count):
     found = network_environment(project, {f"rdmap{i}s0": "efa" for i in range(count)}, tmp_path, SLURM_JOB_ID="1")
-    assert found == {"EFA_COUNT": str(count), "FI_PROVIDER": "efa", "FI_EFA_USE_HUGE_PAGE": "0", "FI_EFA_SET_CUDA_SYNC_MEMOPS": "0",
+    assert found == {"EFA_COUNT": str(count), "FI_PROVIDER": "efa", "FI_EFA_USE_HUGE_PAGE": "0",
+                     "FI_EFA_SET_CUDA_SYNC_MEMOPS": "0",
                      "NCCL_SOCKET_IFNAME": "^docker,lo,veth"}
 
 
@@ -40,5 +41,6 @@ def test_one_machine_alone_keeps_its_loopback_interface(project, tmp_path):
 
 
 def test_what_the_user_has_set_stays(project, tmp_path):
-    found = network_environment(project, {"efa_0": "efa"}, tmp_path, SLURM_JOB_ID="1", NCCL_SOCKET_IFNAME="eth1", FI_EFA_USE_HUGE_PAGE="1")
+    found = network_environment(project, {"efa_0": "efa"}, tmp_path, SLURM_JOB_ID="1", NCCL_SOCKET_IFNAME="eth1",
+                                FI_EFA_USE_HUGE_PAGE="1")
     assert found["NCCL_SOCKET_IFNAME"] == "eth1" and found["FI_EFA_USE_HUGE_PAGE"] == "1"

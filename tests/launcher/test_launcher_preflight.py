@@ -74,8 +74,8 @@ def test_a_gpu_that_the_driver_has_lost(folder, report, capsys, monkeypatch):
     report("a", gpus=2)
     monkeypatch.setattr(preflight, "driver_gpus", lambda: ["NVIDIA A100"])
     monkeypatch.setattr(preflight, "assigned_gpus", lambda: 2)
-    assert preflight.troubles_on("b") == ["b: Slurm assigned 2 GPUs, but the driver shows 1; look at `nvidia-smi` there and take the "
-                                          "node out: scontrol update nodename=b state=drain reason=gpu"]
+    assert preflight.troubles_on("b") == ["b: Slurm assigned 2 GPUs, but the driver shows 1; look at `nvidia-smi` "
+                                          "there and take the node out: scontrol update nodename=b state=drain reason=gpu"]
 
 
 def test_too_little_space_for_the_checkpoints_to_come(folder, report, capsys, monkeypatch):
@@ -117,7 +117,8 @@ def test_the_space_is_that_of_the_model_that_init_from_names(folder, report, tmp
 
 def test_a_folder_that_is_not_shared(folder, report):
     (folder / "token").unlink()
-    with pytest.raises(UserError, match="^b: .* is not the folder that the first node sees; mount the shared file system on b"):
+    said = "^b: .* is not the folder that the first node sees; mount the shared file system on b"
+    with pytest.raises(UserError, match=said):
         report("b")
 
 
@@ -137,7 +138,8 @@ def test_data_that_differs_between_nodes(folder, report, tmp_path, capsys):
     assert f"error: b: it has another {tmp_path}/store" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("stamp, said", [(None, "half-made"), ("cpu\n", "another requirements/cpu.txt"), ("cpu\n0123\n", "another"),
+@pytest.mark.parametrize("stamp, said", [(None, "half-made"), ("cpu\n", "another requirements/cpu.txt"),
+                                         ("cpu\n0123\n", "another"),
                                          ("other\n0123\n", "another requirements/other.txt"), ("", "another")])
 def test_environments_that_do_not_belong_to_the_checkout(tmp_path, stamp, said):
     if stamp is not None:
@@ -146,7 +148,8 @@ def test_environments_that_do_not_belong_to_the_checkout(tmp_path, stamp, said):
         machine.check_version(tmp_path)
 
 
-@pytest.mark.parametrize("visible, count", [("0,1", 2), ("", 0), ("-1", 0), ("NoDevFiles", 0), ("GPU-8932f937-d72c", 1)])
+@pytest.mark.parametrize("visible, count", [("0,1", 2), ("", 0), ("-1", 0), ("NoDevFiles", 0),
+                                            ("GPU-8932f937-d72c", 1)])
 def test_gpus_that_were_chosen_are_counted(monkeypatch, visible, count):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     assert machine.assigned_gpus() == count

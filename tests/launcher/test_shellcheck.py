@@ -8,8 +8,10 @@ import pytest
 
 
 def shell_files(project):
-    listed = subprocess.run(["git", "ls-files", "--cached", "--others", "--exclude-standard"], cwd=project, capture_output=True, text=True)
-    names = listed.stdout.splitlines() or [str(path.relative_to(project)) for path in project.rglob("*") if path.is_file()]
+    listed = subprocess.run(["git", "ls-files", "--cached", "--others", "--exclude-standard"], cwd=project,
+                            capture_output=True, text=True)
+    names = listed.stdout.splitlines() or [str(path.relative_to(project)) for path in project.rglob("*")
+                                           if path.is_file()]
     for name in names:
         path = project / name
         if path.is_file() and not path.is_symlink():

@@ -33,11 +33,14 @@ def test_mistakes_are_refused_with_the_reason(words, message):
 
 @pytest.mark.parametrize("words, code, start", [
     ([], 0, "python -m mamba_fsdp VERB"), (["generate", "--help"], 0, "python -m mamba_fsdp generate"),
-    (["genrate"], 2, "error: there is no verb 'genrate'"), (["generate"], 2, "error: missing a required argument: 'model'"),
+    (["genrate"], 2, "error: there is no verb 'genrate'"),
+    (["generate"], 2, "error: missing a required argument: 'model'"),
     (["generate", "/nowhere"], 2, "error: /nowhere"), (["evaluate", "/nowhere", "/nowhere"], 2, "error: /nowhere"),
     (["generate", "/nowhere", "--length=0"], 2, "error: --length=0: must be at least 1"),
-    (["inspect", "/nowhere"], 2, "error: /nowhere"), (["plot"], 2, "error: name at least one run"), (["plot", "/nowhere"], 2, "error: /nowhere"),
-    (["settings", "sead"], 2, "error: sead: there is no such setting"), (["settings", "seed", "--", "--sead=1"], 2, "error: sead"),
+    (["inspect", "/nowhere"], 2, "error: /nowhere"), (["plot"], 2, "error: name at least one run"),
+    (["plot", "/nowhere"], 2, "error: /nowhere"),
+    (["settings", "sead"], 2, "error: sead: there is no such setting"),
+    (["settings", "seed", "--", "--sead=1"], 2, "error: sead"),
 ])
 def test_verbs_explain_themselves_and_refuse_in_one_line(project, words, code, start):
     done = subprocess.run([sys.executable, "-m", "mamba_fsdp", *words], cwd=project, capture_output=True, text=True)
