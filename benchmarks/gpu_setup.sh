@@ -4,7 +4,7 @@
 #   benchmarks/gpu_setup.sh SDISTS TARGET
 #   PYTHONPATH=TARGET python -m benchmarks.gpu
 #
-# The machine has nvcc and PyTorch; PYTHON names its interpreter (default: python3). It takes about five minutes on 16
+# The machine has nvcc and PyTorch; PYTHON names its interpreter (default: python3). It takes a quarter of an hour on two
 # cores. SDISTS holds the two sdists, and wheels of what else that Python lacks. To fill it on a machine with network
 # and PyTorch (for --python-version give the other machine's):
 #

@@ -185,8 +185,8 @@ class ParallelConfig:
     use_torch_compile: bool = setting(False)
     """Compile each block."""
     timeout_minutes: float = setting(10.0, above=0)
-    """A rank that makes no progress for so long prints where it stands and ends the job; give more where compiling or a
-    slow disk needs it."""
+    """A rank that makes no progress for so long prints where it stands and ends the job; give more where compiling or
+    data on a slow disk needs it."""
 
 
 @dataclass

@@ -9,9 +9,9 @@
 #               without it the versions' git tags are fetched
 #
 # CUDA_ARCHITECTURES holds the compute capabilities; if not set, "8.0 8.6 8.9 9.0" (A100; A10G; L4 and L40S; H100 and
-# H200), and for the current stack "10.0 12.0" too (B200; RTX PRO 6000). MAX_JOBS limits the compilers at work, each of
-# which takes up to 4 GB. PYTHON names an interpreter with the stack's PyTorch, ninja and wheel. Needs nvcc, a C++
-# compiler and git; takes a quarter of an hour on 16 cores.
+# H200), and for the current stack "10.0 12.0" too (B200; RTX PRO 6000). MAX_JOBS limits the files compiled at a time,
+# each for four of these at once, which takes up to 6 GB of memory. PYTHON names an interpreter with the stack's PyTorch,
+# ninja and wheel. Needs nvcc, a C++ compiler and git; takes about an hour on two cores.
 set -euo pipefail
 
 stack=${1:-} wheels=${2:-} archives=${3:-}
