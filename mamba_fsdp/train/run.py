@@ -27,7 +27,7 @@ from mamba_fsdp.parallel.world import start_world
 from mamba_fsdp.report.progress import Progress as ProgressDisplay
 from mamba_fsdp.report.records import Metrics
 from mamba_fsdp.report.trackers import make_tracker
-from mamba_fsdp.train import loop
+from mamba_fsdp.train import loop, memory
 from mamba_fsdp.train.clock import Clock, device_peak, stragglers
 from mamba_fsdp.train.optimizer import LossScale, make_optimizer
 from mamba_fsdp.train.profile import Profiler
@@ -93,8 +93,9 @@ class Run:
                                          check_ours=folder.check_ours)
         self._count_samples()
         self.open_data()
-        self.build_model()
-        self.start_from(weights)
+        with memory.explained(world.rank):
+            self.build_model()
+            self.start_from(weights)
         self._plan_steps()
         self.order_data()
 
@@ -243,7 +244,9 @@ class Run:
         if self.progress.step >= self.total_steps:
             self._say(f"over       {self.folder.path} has all its {self.progress.step} steps; raise num_steps to go on")
             return self.checkpointer.newest()
-        reason = self._train()
+        first_step = self.progress.step
+        with memory.explained(self.world.rank, while_=lambda: self.progress.step == first_step):
+            reason = self._train()
         if not reason:
             return self.checkpointer.newest()
         if self.is_first:

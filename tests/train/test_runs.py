@@ -11,7 +11,8 @@ import torch
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.report.records import read_status
 
-OTHER_RUN = {"token": "x", "host": "elsewhere", "pid": 7, "since": "2026-01-01", "machine": "m", "started": 1, "job": None, "attempt": 0}
+OTHER_RUN = {"token": "x", "host": "elsewhere", "pid": 7, "since": "2026-01-01", "machine": "m", "started": 1,
+             "job": None, "attempt": 0}
 
 
 def equal(first, second):
@@ -184,6 +185,20 @@ def test_too_many_skipped_steps_end_the_run_and_name_the_samples(train, tmp_path
     monkeypatch.setattr(Run, "loss", lambda self, batch: clean(self, batch) * float("inf"))
     with pytest.raises(UserError, match=r"3 steps in a row.*train window \d+"):
         train(tmp_path, max_skipped_steps=3)
+    assert read_status(tmp_path)["status"] == "failed"
+
+
+@pytest.mark.parametrize("step, kind, words", [(0, UserError, "rank 0 has too little memory: lower batch_size"),
+                                              (2, RuntimeError, "can't allocate memory")])
+def test_memory_that_never_sufficed_is_a_matter_of_settings(train, tmp_path, monkeypatch, step, kind, words):
+    """Later in a run it is an accident, after which a cluster starts the job again."""
+    from mamba_fsdp.train.run import Run
+
+    clean = Run.loss
+    monkeypatch.setattr(Run, "loss", lambda self, batch: torch.empty(1 << 50) if self.progress.step == step
+                        else clean(self, batch))
+    with pytest.raises(kind, match=words):
+        train(tmp_path)
     assert read_status(tmp_path)["status"] == "failed"
 
 
