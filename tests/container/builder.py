@@ -10,7 +10,6 @@ import re
 import shutil
 import subprocess
 import sys
-import textwrap
 import zipfile
 from pathlib import Path
 
@@ -186,7 +185,7 @@ def write_sources(folder):
 def lay_out_headers(wheels, cuda):
     """From NVIDIA's wheels: the headers and the runtime's library, as in /usr/local/cuda."""
     (cuda / "bin").mkdir(parents=True)
-    (cuda / "bin" / "nvcc.profile").write_text(textwrap.dedent(NVCC_PROFILE))
+    (cuda / "bin" / "nvcc.profile").write_text(NVCC_PROFILE)
     for wheel in wheels.glob("*.whl"):
         with zipfile.ZipFile(wheel) as archive:
             for name in archive.namelist():
