@@ -68,6 +68,8 @@ compile() { # name, version
     done
 }
 
+PATH=$PATH:${CUDA_HOME:-/usr/local/cuda}/bin command -v nvcc >/dev/null ||
+    fail "there is no nvcc on PATH nor in ${CUDA_HOME:-/usr/local/cuda}" "install the CUDA toolkit, or name its folder: CUDA_HOME"
 mkdir -p "$wheels"
 build=$(mktemp -d)
 trap 'rm -rf "$build"' EXIT

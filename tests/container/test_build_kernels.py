@@ -39,10 +39,10 @@ def build(project, tmp_path):
         tools = tmp_path / "tools"
         tools.mkdir()
         (tools / "setup.py").write_text(setup_py)
-        for name, text in (("python", PYTHON), ("git", GIT)):
+        for name, text in (("python", PYTHON), ("git", GIT), ("nvcc", "#!/bin/sh")):
             (tools / name).write_text(text)
             (tools / name).chmod(0o755)
-        environment |= {"PATH": f"{tools}:{os.environ['PATH']}", "PYTHON": str(tools / "python")}
+        environment = {"PATH": f"{tools}:{os.environ['PATH']}", "PYTHON": str(tools / "python"), **environment}
         words = [stack, "wheels", *([archives] if archives else [])]
         done = subprocess.run([project / "requirements/build_kernels.sh", *words], cwd=tmp_path, capture_output=True,
                               text=True, env={**os.environ, **environment})
@@ -90,6 +90,11 @@ def test_what_went_wrong_is_said_in_a_few_lines(build, setup_py, said):
 def test_a_missing_archive_and_a_missing_stack_are_named(build):
     done, wheels, _ = build("current", archives="elsewhere")
     assert done.returncode == 1 and "there is no elsewhere/causal_conv1d-1.7.0.tar.gz" in done.stderr and not wheels
+
+
+def test_a_missing_compiler_is_said_before_anything_is_fetched(build, tmp_path):
+    done, wheels, fetched = build(PATH="/usr/bin:/bin", CUDA_HOME=str(tmp_path))
+    assert done.returncode == 1 and f"there is no nvcc on PATH nor in {tmp_path}" in done.stderr and not fetched
 
 
 def test_an_unknown_stack_shows_the_usage(build):

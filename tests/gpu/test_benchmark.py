@@ -119,7 +119,11 @@ def test_setup_installs_what_was_carried_and_the_kernels_for_this_gpu(project, t
     python = tmp_path / "python"
     python.write_text(PYTHON)
     python.chmod(0o755)
+    nvcc = tmp_path / "bin" / "nvcc"
+    nvcc.parent.mkdir()
+    nvcc.symlink_to("/bin/true")
     command = [project / "benchmarks/gpu_setup.sh", tmp_path, tmp_path / "target"]
-    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"PYTHON": str(python)})
+    environment = os.environ | {"PYTHON": str(python), "CUDA_HOME": str(tmp_path)}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "python.installed").read_text().split() == ["einops.whl", "causal-conv1d.whl", "mamba-ssm.whl"]
