@@ -7,7 +7,7 @@ The step is forward, loss, backward, clipping and AdamW, in bf16 on fp32 weights
 mamba_ssm's and transformers' under autocast, all with mamba-ssm's and causal-conv1d's kernels. All start from the same
 weights and see the same batch; a first loss or gradient norm unlike ours is noted in the table. In each round each form
 in turn is built, takes two steps to warm up (Triton tunes itself then), is timed over `--steps` steps and dropped, so
-that peak memory is its own. MFU is the model's FLOPs (mamba_fsdp/model/count.py; recomputation is not counted) over the
+that peak memory is its own. MFU is the model's FLOPs (mamba_fsdp/model/spec.py; recomputation is not counted) over the
 device's dense bf16 peak.
 
 Where the kernels can't be installed, benchmarks/gpu_setup.sh builds them. The output ends with a Markdown table
@@ -37,9 +37,9 @@ from config.presets import preset
 from config.train_config import TrainConfig
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.interop import state_spaces, transformers_forms
-from mamba_fsdp.model.count import flops_per_token, parameter_shapes
 from mamba_fsdp.model.init import initial_value
 from mamba_fsdp.model.lm import MambaLM
+from mamba_fsdp.model.spec import flops_per_token, parameters
 from mamba_fsdp.ops import kernels
 from mamba_fsdp.parallel.compat import has_fused_adamw
 from mamba_fsdp.parallel.parallelise import fill, parallelise
@@ -64,7 +64,7 @@ def our_form(config, weights, device, activation_checkpointing):
     parallel = parallelise(model, world=world, strategy="none", compute_dtype=torch.bfloat16,
                            activation_checkpointing=activation_checkpointing)
     fill(parallel.shards(), lambda name, shape: weights[name])
-    optimizer = make_optimizer(parallel.parameters(), parameter_shapes(config), SETTINGS.optimizer,
+    optimizer = make_optimizer(parallel.parameters(), parameters(config), SETTINGS.optimizer,
                                fused=has_fused_adamw(device))
     run = SimpleNamespace(settings=SETTINGS, world=world, parallel=parallel, optimizer=optimizer, progress=Progress(),
                           loss_scale=LossScale(dynamic=False),
@@ -316,8 +316,8 @@ def main(arguments=None, device=None):
     print(f"{described}\n\n{text_line(Row.HEAD)}", flush=True)
     rows = []
     for name, config in configs.items():
-        weights = {parameter: initial_value(parameter, shape, config, 0)
-                   for parameter, shape in parameter_shapes(config).items()}
+        weights = {parameter: initial_value(parameter, described, 0)
+                   for parameter, described in parameters(config).items()}
         for length in options.lengths:
             batch = options.batch or max(1, TOKENS // length)
             new = compare(name, config, weights, length, batch, device=device, rounds=options.rounds,

@@ -21,9 +21,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from config.model_config import ModelConfig
 from config.presets import PRESETS, preset
-from mamba_fsdp.model.count import parameter_count, parameter_shapes
 from mamba_fsdp.model.init import initial_value
-from mamba_fsdp.model.lm import FP32_ENDINGS, MambaLM
+from mamba_fsdp.model.lm import MambaLM
+from mamba_fsdp.model.spec import parameter_count, parameters
 from mamba_fsdp.ops import kernels, native
 from mamba_fsdp.parallel.parallelise import fill, parallelise
 from mamba_fsdp.parallel.world import World, start_world
@@ -38,14 +38,15 @@ def build(config, world, strategy, dtype=torch.float32):
     with torch.device("meta"):
         model = MambaLM(config, kernels=kernels.resolve("auto", "cpu"), compute_dtype=dtype)
     parallel = parallelise(model, world=world, strategy=strategy, compute_dtype=dtype)
-    fill(parallel.shards(), lambda name, shape: initial_value(name, shape, config, 0))
+    spec = parameters(config)
+    fill(parallel.shards(), lambda name, shape: initial_value(name, spec[name], 0))
     return parallel
 
 
 def make_step(config, world, strategy, batch):
-    parallel = build(config, world, strategy)
+    parallel, spec = build(config, world, strategy), parameters(config)
     settings = mock.Mock(weight_decay=0.1, learning_rate=1e-4, beta1=0.9, beta2=0.95, adam_epsilon=1e-8)
-    optimizer = make_optimizer(parallel.parameters(), parameter_shapes(config), settings, fused=True)
+    optimizer = make_optimizer(parallel.parameters(), spec, settings, fused=True)
     tokens = torch.randint(0, config.vocab_size, (batch, LENGTH))
 
     def step():
@@ -105,12 +106,12 @@ def traffic(config, ranks):
     for the backward pass, embedding and output layer once, since they stay. The fp32 parameters are all-reduced, in a ring.
     """
     gathered = reduced = 0
-    for name, shape in parameter_shapes(config).items():
-        elements = torch.Size(shape).numel()
-        if name.endswith(FP32_ENDINGS):
+    for name, parameter in parameters(config).items():
+        elements, rows = parameter.size, parameter.shape[0]
+        if parameter.fp32:
             reduced += 2 * (ranks - 1) * elements * 4 / ranks
             continue
-        share = -(-shape[0] // ranks) * elements // shape[0]
+        share = -(-rows // ranks) * elements // rows
         gathered += (2 if name.startswith("backbone.layers.") else 1) * (ranks - 1) * share * 2
         reduced += (ranks - 1) * share * 4
     return gathered, reduced

@@ -39,13 +39,14 @@ def transformers_loss(size, vocab_size, use_mambapy):
 def our_loss(size, vocab_size, form):
     from mamba_fsdp.model.init import initial_value
     from mamba_fsdp.model.lm import MambaLM
+    from mamba_fsdp.model.spec import parameters
 
     d_model, n_layer, length, batch = SIZES[size]
     config = ModelConfig(d_model=d_model, n_layer=n_layer, vocab_size=vocab_size)
     model = MambaLM(config, kernels=form.split()[0], compute_dtype=OURS[form])
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            parameter.copy_(initial_value(name, parameter.shape, config, 0))
+            parameter.copy_(initial_value(name, parameters(config)[name], 0))
     return model, lambda tokens: model(tokens[:, :-1], tokens[:, 1:]) / (batch * length)
 
 

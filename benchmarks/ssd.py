@@ -26,9 +26,9 @@ from torch import nn
 
 from benchmarks.measure import print_memory, time_in_turn, training_step
 from config.model_config import ModelConfig
-from mamba_fsdp.model.count import flops_per_token
 from mamba_fsdp.model.init import initial_value
 from mamba_fsdp.model.lm import MambaLM
+from mamba_fsdp.model.spec import flops_per_token, parameters
 from mamba_fsdp.ops import kernels, native
 
 BATCH, LENGTH = 4, 512
@@ -45,7 +45,7 @@ def our_model(form):
     model = MambaLM(CONFIG, kernels=chosen, compute_dtype=dtype)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            parameter.copy_(initial_value(name, parameter.shape, CONFIG, 0))
+            parameter.copy_(initial_value(name, parameters(CONFIG)[name], 0))
     if compiled:
         for block in model.backbone.layers:
             block.compile()

@@ -5,21 +5,24 @@ from dataclasses import dataclass
 
 from config.fields import Needs, setting
 from mamba_fsdp.errors import UserError
+from mamba_fsdp.model import spec
 
-MIXERS = ("mamba1", "mamba2", "attention")
 
-MAMBA = Needs("a mamba1 or mamba2 layer", lambda config: config.model.has("mamba1", "mamba2"))
-MAMBA1 = Needs("a mamba1 layer", lambda config: config.model.has("mamba1"))
-MAMBA2 = Needs("a mamba2 layer", lambda config: config.model.has("mamba2"))
-ATTENTION = Needs("an attention layer", lambda config: config.model.has("attention"))
+def read_by_layers(name):
+    """What must hold for the model's setting `name` to have an effect: a layer that reads it."""
+    readers = spec.parts_that_read(name)
+    kind = "a layer with +mlp" if readers == ["+mlp"] else f"a {' or '.join(readers)} layer"
+    return Needs(kind.replace("a attention", "an attention"),
+                 lambda config: any(name in part.settings for part in config.model.parts()))
+
+
 ROTARY = Needs("an attention layer with rotary_dim other than 0",
                lambda config: config.model.has("attention") and config.model.rotary_dim != 0)
-MLP = Needs("a layer with +mlp", lambda config: any(layer.mlp for layer in config.model.layer_list()))
 
 
 @dataclass(frozen=True)
 class Layer:
-    mixer: str  # one of MIXERS
+    mixer: str  # one of spec.MIXERS
     mlp: bool
 
 
@@ -44,31 +47,31 @@ class ModelConfig:
     """Use the embedding as output layer too."""
     norm_eps: float = setting(1e-5, above=0)
     """Epsilon of every RMSNorm."""
-    d_state: int = setting(16, at_least=1, needs=MAMBA)
+    d_state: int = setting(16, at_least=1, needs=read_by_layers("d_state"))
     """State size per channel (Mamba-1) or per head (Mamba-2)."""
-    d_conv: int = setting(4, at_least=2, at_most=4, needs=MAMBA)
+    d_conv: int = setting(4, at_least=2, at_most=4, needs=read_by_layers("d_conv"))
     """Width of the causal convolution."""
-    expand: int = setting(2, at_least=1, needs=MAMBA)
+    expand: int = setting(2, at_least=1, needs=read_by_layers("expand"))
     """Inner width of an SSM layer as a multiple of d_model."""
-    dt_rank: int = setting(0, at_least=0, needs=MAMBA1)
+    dt_rank: int = setting(0, at_least=0, needs=read_by_layers("dt_rank"))
     """Mamba-1: rank of the dt projection; 0 means ceil(d_model / 16)."""
-    headdim: int = setting(64, at_least=1, needs=MAMBA2)
+    headdim: int = setting(64, at_least=1, needs=read_by_layers("headdim"))
     """Mamba-2: channels per head."""
-    ngroups: int = setting(1, at_least=1, needs=MAMBA2)
+    ngroups: int = setting(1, at_least=1, needs=read_by_layers("ngroups"))
     """Mamba-2: groups of heads that share B and C."""
-    chunk_size: int = setting(256, at_least=1, needs=MAMBA2)
+    chunk_size: int = setting(256, at_least=1, needs=read_by_layers("chunk_size"))
     """Mamba-2: positions per chunk of the fused scan (the result does not depend on it)."""
-    n_head: int = setting(8, at_least=1, needs=ATTENTION)
+    n_head: int = setting(8, at_least=1, needs=read_by_layers("n_head"))
     """Attention: query heads."""
-    n_kv_head: int = setting(8, at_least=1, needs=ATTENTION)
+    n_kv_head: int = setting(8, at_least=1, needs=read_by_layers("n_kv_head"))
     """Attention: key and value heads (fewer than n_head: grouped-query attention)."""
-    head_dim: int = setting(0, at_least=0, needs=ATTENTION)
+    head_dim: int = setting(0, at_least=0, needs=read_by_layers("head_dim"))
     """Attention: channels per head; 0 means d_model / n_head."""
-    rotary_dim: int = setting(-1, at_least=-1, needs=ATTENTION)
+    rotary_dim: int = setting(-1, at_least=-1, needs=read_by_layers("rotary_dim"))
     """Attention: first channels of each head that are rotated by position; 0 none, -1 all of the head."""
     rope_theta: float = setting(10000.0, above=0, needs=ROTARY)
     """Attention: base of the rotary frequencies."""
-    d_intermediate: int = setting(0, at_least=0, needs=MLP)
+    d_intermediate: int = setting(0, at_least=0, needs=read_by_layers("d_intermediate"))
     """Width of the MLP in layers marked +mlp."""
 
     def layer_list(self):
@@ -76,8 +79,8 @@ class ModelConfig:
         pattern = []
         for item in self.layers.replace(" ", "").split(","):
             match = re.fullmatch(r"(?:(\d+)\*)?([a-z0-9]+)(\+mlp)?", item)
-            if not match or match[2] not in MIXERS:
-                raise UserError(f"layers: can't read {item!r} in {self.layers!r}; write mamba1, mamba2 or attention, "
+            if not match or match[2] not in spec.MIXERS:
+                raise UserError(f"layers: can't read {item!r} in {self.layers!r}; write {', '.join(spec.MIXERS)}, each "
                                 "with an optional count and +mlp, as in 9*mamba2+mlp,attention+mlp")
             pattern += [Layer(match[2], bool(match[3]))] * int(match[1] or 1)
         if not pattern:
@@ -117,24 +120,11 @@ class ModelConfig:
                 "vocab_size": self.padded_vocab_size, "pad_vocab_size_multiple": 0, "dt_rank": self.resolved_dt_rank,
                 "head_dim": self.resolved_head_dim, "rotary_dim": self.resolved_rotary_dim}
 
+    def parts(self):
+        """The kinds of mixer, and the MLP, that the model consists of: a list of spec.Spec, each once."""
+        return list(dict.fromkeys(part for layer in self.layer_list() for part in spec.layer_parts(layer).values()))
+
     def check(self):
         """Raises UserError for shapes that can't be built, naming the settings."""
-        layers = self.layer_list()
-        if any(layer.mlp for layer in layers) and self.d_intermediate < 1:
-            raise UserError(f"d_intermediate is {self.d_intermediate}, but layers {self.layers!r} asks for an MLP; "
-                            "give its width")
-        if self.has("mamba2"):
-            if self.d_inner % self.headdim:
-                raise UserError(f"headdim {self.headdim} does not divide expand * d_model = {self.d_inner}")
-            if self.n_ssm_head % self.ngroups:
-                raise UserError(f"ngroups {self.ngroups} does not divide the {self.n_ssm_head} SSM heads "
-                                "(expand * d_model / headdim)")
-        if self.has("attention"):
-            if not self.head_dim and self.d_model % self.n_head:
-                raise UserError(f"n_head {self.n_head} does not divide d_model {self.d_model}; "
-                                "set head_dim or another n_head")
-            if self.n_head % self.n_kv_head:
-                raise UserError(f"n_kv_head {self.n_kv_head} does not divide n_head {self.n_head}")
-            if self.resolved_rotary_dim > self.resolved_head_dim or self.resolved_rotary_dim % 2:
-                raise UserError(f"rotary_dim {self.resolved_rotary_dim} must be even and at most "
-                                f"head_dim {self.resolved_head_dim}")
+        for part in self.parts():
+            part.check(self)

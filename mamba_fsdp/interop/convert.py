@@ -13,9 +13,9 @@ from mamba_fsdp.durable import sync_folder
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.interop import state_spaces, transformers_forms
 from mamba_fsdp.interop.safetensors_files import SHARD_BYTES, write_safetensors
-from mamba_fsdp.interop.weights import (CONFIG, CONSOLIDATED, EMBEDDING, LM_HEAD, PICKLED, TOKENIZER, TOKENIZER_FILES,
-                                        load_tokenizer, read_weights)
-from mamba_fsdp.model.lm import FP32_ENDINGS
+from mamba_fsdp.interop.weights import (CONFIG, CONSOLIDATED, PICKLED, TOKENIZER, TOKENIZER_FILES, load_tokenizer,
+                                        read_weights)
+from mamba_fsdp.model.spec import EMBEDDING, LM_HEAD, parameters
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -47,10 +47,11 @@ def _convert(source, out, dtype, write):
     if out.exists():
         raise UserError(f"{out} exists already; name a new folder, or remove it first")
     weights = read_weights(source)
+    spec = parameters(weights.config)
 
     def get(name):
         tensor = weights.get(name)
-        keep = dtype is None or name.endswith(FP32_ENDINGS)
+        keep = dtype is None or spec[name].fp32
         return tensor if keep else tensor.to(DTYPES[dtype])
 
     partial = out.with_name(f".{out.name}.{uuid.uuid4().hex[:12]}.partial")

@@ -12,7 +12,7 @@ import re
 from config.model_config import Layer
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.interop.fields import model_config, pattern
-from mamba_fsdp.model.count import parameter_shapes
+from mamba_fsdp.model.spec import parameters
 
 # Fields that say how to initialise, run, cache, sample or label, and nothing about what the model computes.
 WITHOUT_EFFECT = (
@@ -212,10 +212,11 @@ def pieces(form, config):
     layers = config.layer_list()
     head_dim = config.resolved_head_dim
     result = {}
-    for name, shape in parameter_shapes(config).items():
+    for name, parameter in parameters(config).items():
+        shape = parameter.shape
         match = re.fullmatch(r"backbone\.layers\.(\d+)\.(.+)", name)
         if not match:
-            result[name] = [(form.top[name], tuple(shape))]
+            result[name] = [(form.top[name], shape)]
             continue
         layer = layers[int(match[1])]
         theirs = [f"{form.layer_prefix}{match[1]}.{part}" for part in form.names(layer, match[2])]

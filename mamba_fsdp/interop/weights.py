@@ -20,11 +20,10 @@ from mamba_fsdp.errors import UserError, first_line
 from mamba_fsdp.interop import state_spaces, transformers_forms
 from mamba_fsdp.interop.fields import Fields, checked_config
 from mamba_fsdp.interop.safetensors_files import has_safetensors, open_safetensors
-from mamba_fsdp.model.count import parameter_shapes
+from mamba_fsdp.model.spec import EMBEDDING, LM_HEAD, parameters
 from mamba_fsdp.parallel.world import World
 
 CONFIG, CONSOLIDATED, PICKLED, TOKENIZER = "config.json", "consolidated.00.pth", "pytorch_model.bin", "tokenizer"
-EMBEDDING, LM_HEAD = "backbone.embedding.weight", "lm_head.weight"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "merges.txt",
                    "special_tokens_map.json",
                    "added_tokens.json", "chat_template.jinja")
@@ -155,7 +154,7 @@ def _read_transformers(folder, fields):
 
 
 def _ours(source, config, tensors, **more):
-    own = {name: [(name, tuple(shape))] for name, shape in parameter_shapes(config).items()}
+    own = {name: [(name, parameter.shape)] for name, parameter in parameters(config).items()}
     return Weights(source, config, tensors, own, tied=(LM_HEAD, EMBEDDING), **more)
 
 

@@ -14,7 +14,7 @@ from mamba_fsdp.durable import write_atomically
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.launch.machine import PROJECT, assigned_gpus, check_version, driver_gpus
 from mamba_fsdp.launch.plan import run_folder
-from mamba_fsdp.model.count import parameter_count
+from mamba_fsdp.model.spec import parameter_count
 
 BYTES_PER_PARAMETER = 12  # in a checkpoint: the weight and AdamW's two moments, all fp32
 

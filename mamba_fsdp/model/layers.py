@@ -1,4 +1,4 @@
-"""The layers: Mamba-1, Mamba-2 and attention mixers, and the MLP. Parameters have the reference checkpoints' names.
+"""The layers: Mamba-1, Mamba-2 and attention mixers, and the MLP. Their parameters are those of spec.py.
 
 Each mixer maps (batch, length, d_model) to the same shape in three ways: called with `documents` (see mamba_fsdp/ops),
 for training; `prefill`, the same for a prompt, which also leaves in `state` what the next position needs; and `step`,
@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from mamba_fsdp.model import spec
 from mamba_fsdp.ops.attention import attention, attention_step, rotary
 from mamba_fsdp.ops.causal_conv import causal_conv_silu, causal_conv_step
 from mamba_fsdp.ops.kernels import compute_type
@@ -17,25 +18,34 @@ from mamba_fsdp.ops.selective_scan import mamba1_inner, selective_scan, selectiv
 from mamba_fsdp.ops.ssd import mamba2_inner, ssd, ssd_step
 
 
-def empty(*shape):
-    """A parameter without content: init.py or a checkpoint fills it."""
-    return nn.Parameter(torch.empty(*shape))
-
-
 class Weight(nn.Module):
-    """A weight, and a bias where it has one, under PyTorch's names for them; called, the product with the weight."""
-
-    def __init__(self, *shape, bias=False):
-        super().__init__()
-        self.weight = empty(*shape)
-        if bias:
-            self.bias = empty(shape[0])
+    """What lies under one name: a weight, maybe a bias; called, the product with the weight."""
 
     def forward(self, x):
         return F.linear(x, self.weight.to(x.dtype))
 
 
-class SSM(nn.Module):
+class Part(nn.Module):
+    """A module with the parameters that `spec` gives it, without content: init.py or a checkpoint fills them."""
+
+    def __init__(self, config, spec):
+        super().__init__()
+        add_parameters(self, spec.parameters(config))
+
+
+def add_parameters(module, parameters):
+    """Make `parameters` (dotted name -> spec.Parameter) those of `module`; each name before a dot becomes a Weight."""
+    for name, parameter in parameters.items():
+        owner, leaf = module, name
+        while "." in leaf:
+            first, _, leaf = leaf.partition(".")
+            if not hasattr(owner, first):
+                setattr(owner, first, Weight())
+            owner = getattr(owner, first)
+        setattr(owner, leaf, nn.Parameter(torch.empty(parameter.shape)))
+
+
+class SSM(Part):
     """What the Mamba mixers share: A, the short convolution, and a state that does not grow."""
 
     def A(self):
@@ -58,16 +68,9 @@ class SSM(nn.Module):
 
 class Mamba1(SSM):
     def __init__(self, config, kernels):
-        super().__init__()
+        super().__init__(config, spec.MIXERS["mamba1"])
         self.kernels = kernels
         self.d_inner, self.d_state, self.dt_rank = config.d_inner, config.d_state, config.resolved_dt_rank
-        self.A_log = empty(self.d_inner, self.d_state)
-        self.D = empty(self.d_inner)
-        self.in_proj = Weight(2 * self.d_inner, config.d_model)  # rows [x, z]
-        self.conv1d = Weight(self.d_inner, 1, config.d_conv, bias=True)
-        self.x_proj = Weight(self.dt_rank + 2 * self.d_state, self.d_inner)  # rows [dt, B, C]
-        self.dt_proj = Weight(self.d_inner, self.dt_rank, bias=True)
-        self.out_proj = Weight(config.d_model, self.d_inner)
 
     def forward(self, x, documents=None):
         return mamba1_inner(self.in_proj(x), self.conv1d.weight, self.conv1d.bias, self.x_proj.weight,
@@ -95,18 +98,10 @@ class Mamba1(SSM):
 
 class Mamba2(SSM):
     def __init__(self, config, kernels):
-        super().__init__()
+        super().__init__(config, spec.MIXERS["mamba2"])
         self.kernels, self.chunk_size, self.eps = kernels, config.chunk_size, config.norm_eps
         self.d_inner, self.d_state, self.groups = config.d_inner, config.d_state, config.ngroups
         self.heads, self.headdim = config.n_ssm_head, config.headdim
-        convolved = self.d_inner + 2 * self.groups * self.d_state
-        self.dt_bias = empty(self.heads)
-        self.A_log = empty(self.heads)
-        self.D = empty(self.heads)
-        self.in_proj = Weight(self.d_inner + convolved + self.heads, config.d_model)  # rows [z, x, B, C, dt]
-        self.conv1d = Weight(convolved, 1, config.d_conv, bias=True)
-        self.norm = Weight(self.d_inner)
-        self.out_proj = Weight(config.d_model, self.d_inner)
 
     def forward(self, x, documents=None):
         return mamba2_inner(self.in_proj(x), self.conv1d.weight, self.conv1d.bias, self.dt_bias, self.A(), self.D,
@@ -139,14 +134,12 @@ class Mamba2(SSM):
         return self.out_proj(gated_rms_norm(y.flatten(-2), z, self.norm.weight, self.eps, self.d_inner // self.groups))
 
 
-class Attention(nn.Module):
+class Attention(Part):
     def __init__(self, config, kernels):
-        super().__init__()
+        super().__init__(config, spec.MIXERS["attention"])
         self.kernels = kernels
         self.heads, self.kv_heads, self.head_dim = config.n_head, config.n_kv_head, config.resolved_head_dim
         self.rotary_dim, self.theta = config.resolved_rotary_dim, config.rope_theta
-        self.in_proj = Weight((self.heads + 2 * self.kv_heads) * self.head_dim, config.d_model)  # rows [q, k, v]
-        self.out_proj = Weight(config.d_model, self.heads * self.head_dim)
 
     def forward(self, x, documents=None):
         return self._attend(*self._project(x, positions_in_document(x, documents)), documents)
@@ -184,13 +177,11 @@ def positions_in_document(x, documents):
     return places - torch.where(starts, places, 0).cummax(dim=1).values
 
 
-class MLP(nn.Module):
+class MLP(Part):
     """SwiGLU in the reference's layout: fc1's first half goes through, its second half is the gate."""
 
     def __init__(self, config):
-        super().__init__()
-        self.fc1 = Weight(2 * config.d_intermediate, config.d_model)
-        self.fc2 = Weight(config.d_model, config.d_intermediate)
+        super().__init__(config, spec.MLP)
 
     def forward(self, x):
         y, gate = self.fc1(x).chunk(2, dim=-1)

@@ -3,16 +3,11 @@
 import torch
 
 
-def decays(name, shape):
-    """Whether weight decay applies: matrices and convolutions, but never A_log, D, dt_bias, biases and norm weights."""
-    return len(shape) >= 2 and not name.endswith(".A_log")
-
-
-def make_optimizer(parameters, shapes, config, *, fused):
-    """AdamW over `parameters` (dict: name -> this rank's part of it; `shapes`: name -> shape of the whole)."""
+def make_optimizer(parameters, spec, config, *, fused):
+    """AdamW over `parameters` (dict: name -> this rank's part of it; `spec`: name -> spec.Parameter)."""
     groups = {True: [], False: []}
     for name, parameter in parameters.items():
-        groups[decays(name, shapes[name])].append(parameter)
+        groups[spec[name].decay].append(parameter)
     return torch.optim.AdamW([{"params": groups[True], "weight_decay": config.weight_decay},
                               {"params": groups[False], "weight_decay": 0.0}],
                              lr=config.learning_rate, betas=(config.beta1, config.beta2), eps=config.adam_epsilon,

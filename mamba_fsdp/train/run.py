@@ -17,9 +17,9 @@ from mamba_fsdp.data.selection import training_sources, validation_stores
 from mamba_fsdp.durable import write_atomically
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.heartbeat import heart
-from mamba_fsdp.model.count import flops_per_token, parameter_count, parameter_shapes
 from mamba_fsdp.model.init import initial_part
 from mamba_fsdp.model.lm import MambaLM
+from mamba_fsdp.model.spec import flops_per_token, parameter_count, parameters
 from mamba_fsdp.ops import kernels, native
 from mamba_fsdp.parallel.compat import has_fused_adamw
 from mamba_fsdp.parallel.parallelise import fill, fill_parts, parallelise
@@ -161,7 +161,7 @@ class Run:
             selective_checkpointing=settings.selective_share(), reentrant=parallel.reentrant_checkpointing,
             compile=parallel.use_torch_compile, backward_prefetch=parallel.backward_prefetch,
             limit_all_gathers=parallel.limit_all_gathers, low_cpu_fsdp=parallel.low_cpu_fsdp)
-        self.optimizer = make_optimizer(self.parallel.parameters(), parameter_shapes(settings.model),
+        self.optimizer = make_optimizer(self.parallel.parameters(), parameters(settings.model),
                                         settings.optimizer, fused=has_fused_adamw(world.device))
         self.flops_per_token = flops_per_token(settings.model, settings.data.seq_length)
         peak = device_peak(torch.cuda.get_device_name(world.device)) if world.device.type == "cuda" else None
@@ -205,9 +205,9 @@ class Run:
         fill(self.parallel.shards(), tensors.get)
 
     def _draw(self):
-        model, seed = self.settings.model, self.settings.training.seed
+        spec, seed = parameters(self.settings.model), self.settings.training.seed
         fill_parts(self.parallel.shards(),
-                   lambda name, shape, start, stop: initial_part(name, shape, model, seed, start, stop))
+                   lambda name, shape, start, stop: initial_part(name, spec[name], seed, start, stop))
 
     def _load(self, folder):
         shards = self.parallel.shards() + self.parallel.optimizer_shards(self.optimizer)

@@ -93,7 +93,7 @@ def show_model(path, tensors):
     from dataclasses import asdict
 
     from mamba_fsdp.interop.weights import read_weights
-    from mamba_fsdp.model.count import parameter_count, parameter_shapes
+    from mamba_fsdp.model.spec import parameter_count, parameters
 
     weights = read_weights(path)
     say("model", path)
@@ -101,8 +101,8 @@ def show_model(path, tensors):
     say("parameters", f"{parameter_count(weights.config):,}")
     say("tokenizer", weights.tokenizer_path or "none")
     if tensors:
-        for name, shape in parameter_shapes(weights.config).items():
-            print(f"  {name:<64} {str(tuple(shape)):<20} {str(weights.get(name).dtype).removeprefix('torch.')}")
+        for name, parameter in parameters(weights.config).items():
+            print(f"  {name:<64} {str(parameter.shape):<20} {str(weights.get(name).dtype).removeprefix('torch.')}")
 
 
 def describe_model(fields):

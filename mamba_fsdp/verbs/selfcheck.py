@@ -97,6 +97,7 @@ def train_one_step():
     from config.model_config import ModelConfig
     from mamba_fsdp.model.init import initial_value
     from mamba_fsdp.model.lm import MambaLM
+    from mamba_fsdp.model.spec import parameters
     from mamba_fsdp.ops.kernels import resolve
 
     kernels = resolve("auto", "cpu")
@@ -104,7 +105,7 @@ def train_one_step():
     model = MambaLM(config, kernels=kernels)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            parameter.copy_(initial_value(name, parameter.shape, config, 0))
+            parameter.copy_(initial_value(name, parameters(config)[name], 0))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     tokens = torch.arange(2 * 64).reshape(2, 64)
     losses = []

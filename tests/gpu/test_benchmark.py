@@ -11,8 +11,8 @@ from benchmarks import gpu
 from config.model_config import ModelConfig
 from config.presets import PRESETS
 from mamba_fsdp.errors import UserError
-from mamba_fsdp.model.count import parameter_shapes
 from mamba_fsdp.model.init import initial_value
+from mamba_fsdp.model.spec import parameters
 
 CPU = torch.device("cpu")
 TINY = {"mamba1": dict(layers="mamba1", d_model=32, n_layer=2, vocab_size=250),
@@ -22,7 +22,7 @@ MEASURED = ["ours"] if util.find_spec("mamba_ssm") else ["ours", "transformers"]
 
 def compare(layers, **options):
     config = ModelConfig(**TINY[layers])
-    weights = {name: initial_value(name, shape, config, 0) for name, shape in parameter_shapes(config).items()}
+    weights = {name: initial_value(name, parameter, 0) for name, parameter in parameters(config).items()}
     options = dict(device=CPU, rounds=1, steps=1) | options
     return {row.form: row for row in gpu.compare("tiny", config, weights, 24, 2, **options)}
 

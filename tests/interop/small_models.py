@@ -8,6 +8,7 @@ import torch
 from config.model_config import ModelConfig
 from mamba_fsdp.model.init import initial_value
 from mamba_fsdp.model.lm import MambaLM
+from mamba_fsdp.model.spec import parameters
 
 # One of everything odd: sizes that are no multiple of anything, ties, padding, head ratios, partial rotary, state
 # sizes.
@@ -43,7 +44,7 @@ def random_state(config, seed=0):
     generator = torch.Generator().manual_seed(seed)
     state = {}
     for name, parameter in model.named_parameters():
-        value = initial_value(name, tuple(parameter.shape), config, seed)
+        value = initial_value(name, parameters(config)[name], seed)
         value = value * (1 + 0.3 * torch.rand(value.shape, generator=generator))
         state[name] = value + 0.03 * torch.randn(value.shape, generator=generator)
     return state

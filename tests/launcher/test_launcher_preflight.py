@@ -11,8 +11,8 @@ from config.model_config import ModelConfig
 from mamba_fsdp import command_line
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.launch import machine, preflight
-from mamba_fsdp.model.count import parameter_shapes
 from mamba_fsdp.model.init import initial_value
+from mamba_fsdp.model.spec import parameters
 from mamba_fsdp.verbs.preflight import main
 
 
@@ -95,7 +95,7 @@ def test_too_little_space_for_the_checkpoints_to_come(folder, report, capsys, mo
 def test_the_space_is_that_of_the_model_that_init_from_names(folder, report, tmp_path, capsys, monkeypatch):
     """Not that of the default model, which is a small one."""
     config = ModelConfig(d_model=512, n_layer=1, vocab_size=4096)
-    initial = {name: initial_value(name, shape, config, 0) for name, shape in parameter_shapes(config).items()}
+    initial = {name: initial_value(name, parameter, 0) for name, parameter in parameters(config).items()}
     (tmp_path / "model").mkdir()
     torch.save(initial, tmp_path / "model/consolidated.00.pth")
     (tmp_path / "model/config.json").write_text(json.dumps(vars(config)))

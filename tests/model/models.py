@@ -5,6 +5,7 @@ import torch
 from config.model_config import ModelConfig
 from mamba_fsdp.model.init import initial_value
 from mamba_fsdp.model.lm import MambaLM
+from mamba_fsdp.model.spec import parameters
 
 SIZES = dict(d_model=32, n_layer=3, vocab_size=50)
 ATTENTION = dict(n_head=4, d_intermediate=48)
@@ -23,7 +24,7 @@ def filled(model, seed=1):
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            value = initial_value(name, tuple(parameter.shape), model.config, seed)
+            value = initial_value(name, parameters(model.config)[name], seed)
             value *= 3 if "embedding" in name else 1 + 0.3 * torch.rand(value.shape, generator=generator)
             parameter.copy_(value)
     return model

@@ -8,14 +8,14 @@ import torch
 import torch.nn.functional as F
 
 from config.model_config import ModelConfig
-from mamba_fsdp.model.count import parameter_shapes
 from mamba_fsdp.model import init
 from mamba_fsdp.model.init import initial_part, initial_value
+from mamba_fsdp.model.spec import parameters
 
 pytestmark = pytest.mark.torch22
 CONFIG = ModelConfig(layers="mamba1+mlp,mamba2,attention", d_model=256, n_layer=6, headdim=1, vocab_size=1000,
                      d_intermediate=300, tie_embeddings=False)
-SHAPES = parameter_shapes(CONFIG)
+SPEC = parameters(CONFIG)
 
 
 @pytest.fixture(autouse=True, params=[init.BLOCK, 1000], ids=["one block", "many blocks"])
@@ -25,7 +25,7 @@ def block(request, monkeypatch):
 
 
 def value_of(name, seed=0):
-    return initial_value(name, SHAPES[name], CONFIG, seed)
+    return initial_value(name, SPEC[name], seed)
 
 
 def uniform_between(value, low, high):
@@ -64,7 +64,7 @@ def test_dt_is_log_uniform_between_a_thousandth_and_a_tenth(name):
 def test_the_constants():
     assert torch.equal(value_of("backbone.layers.0.mixer.A_log")[7], torch.log(torch.arange(1.0, 17.0)))
     assert uniform_between(value_of("backbone.layers.1.mixer.A_log").exp(), 1, 16)
-    for name in SHAPES:
+    for name in SPEC:
         if name.endswith((".D", "norm.weight", "norm2.weight", "norm_f.weight")):
             assert (value_of(name) == 1).all(), name
 
@@ -73,12 +73,12 @@ def test_a_part_is_that_of_the_whole_and_draws_only_the_blocks_it_lies_in(block,
     drawn, draw = [], init._draw
     monkeypatch.setattr(init, "_draw", lambda values, *given: drawn.append(len(values)) or draw(values, *given))
     choose = random.Random(0)
-    for name, shape in SHAPES.items():
+    for name, parameter in SPEC.items():
         whole = value_of(name).flatten()
         for _ in range(5):
             start, stop = sorted(choose.randint(0, len(whole)) for _ in range(2))
             drawn.clear()
-            part = initial_part(name, shape, CONFIG, 0, start, stop)
+            part = initial_part(name, parameter, 0, start, stop)
             assert torch.equal(part, whole[start:stop]), (name, start, stop)
             assert sum(drawn) <= stop - start + 2 * block, (name, start, stop)
 
@@ -96,10 +96,10 @@ def test_values_depend_on_name_and_seed_and_on_nothing_else():
     torch.manual_seed(5)
     before = torch.get_rng_state()
     with torch.device("meta"):
-        for other in SHAPES:
+        for other in SPEC:
             assert value_of(other).device.type == "cpu"
         assert torch.equal(value_of(name), first)
     assert torch.equal(torch.get_rng_state(), before)
     assert not torch.equal(value_of(name, seed=1), first)
     assert not torch.equal(value_of("backbone.layers.3.mixer.in_proj.weight"), first)
-    assert all(value_of(other).dtype == torch.float32 and value_of(other).isfinite().all() for other in SHAPES)
+    assert all(value_of(other).dtype == torch.float32 and value_of(other).isfinite().all() for other in SPEC)

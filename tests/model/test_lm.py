@@ -5,8 +5,8 @@ import torch
 import torch.nn.functional as F
 from models import FAMILIES, small_model, some_tokens
 
-from mamba_fsdp.model.count import parameter_shapes
 from mamba_fsdp.model.lm import MambaLM
+from mamba_fsdp.model.spec import parameters
 from mamba_fsdp.ops import native
 
 pytestmark = pytest.mark.torch22
@@ -98,7 +98,7 @@ def test_building_draws_nothing_and_needs_no_memory_on_meta(family):
     assert torch.equal(torch.get_rng_state(), before)
     assert all(parameter.is_meta for parameter in model.parameters()) and not list(model.buffers())
     found = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
-    assert list(found.items()) == list(parameter_shapes(config).items())
+    assert list(found.items()) == [(name, parameter.shape) for name, parameter in parameters(config).items()]
     assert (model.lm_head.weight is model.backbone.embedding.weight) == config.tie_embeddings
 
 

@@ -13,6 +13,7 @@ from models import filled
 
 from config.model_config import ModelConfig
 from mamba_fsdp.model.init import initial_value
+from mamba_fsdp.model.spec import parameters
 from mamba_fsdp.model.lm import MambaLM
 
 ORACLES = Path(__file__).resolve().parent.parent / "oracles"
@@ -83,9 +84,11 @@ def test_initial_values_are_distributed_as_the_references(name):
     if "headdim" in many:
         theirs = theirs | dict(ssm_cfg=theirs["ssm_cfg"] | dict(headdim=4))
     samples = defaultdict(list)
+    spec = parameters(config)
     for parameter, reference in ask(config, theirs, None, torch.zeros(1, 4, dtype=torch.int64))["state"].items():
         kind = re.sub(r"\.\d+\.", ".", parameter)
-        value = initial_value(parameter, tuple(reference.shape), config, seed=0)
+        assert spec[parameter].shape == tuple(reference.shape)
+        value = initial_value(parameter, spec[parameter], seed=0)
         samples[kind].append((value.flatten(), reference.flatten()))
     for kind, pairs in samples.items():
         values, references = (torch.cat(sample) for sample in zip(*pairs))

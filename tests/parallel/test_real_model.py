@@ -4,6 +4,7 @@ from ranks import run_ranks
 
 from config.model_config import ModelConfig
 from mamba_fsdp.model.init import initial_value
+from mamba_fsdp.model.spec import parameters
 from mamba_fsdp.model.lm import MambaLM
 from mamba_fsdp.parallel.parallelise import fill, parallelise
 from mamba_fsdp.parallel.world import start_world
@@ -27,7 +28,8 @@ def step(world, strategy, dtype):
     with torch.device("meta"):
         model = MambaLM(config, compute_dtype=dtype)
     parallel = parallelise(model, world=world, strategy=strategy, compute_dtype=dtype, activation_checkpointing=True)
-    fill(parallel.shards(), lambda name, shape: initial_value(name, shape, config, 0))
+    spec = parameters(config)
+    fill(parallel.shards(), lambda name, shape: initial_value(name, spec[name], 0))
     seen = {}
     for prefix, module in model.named_modules():
         if prefix.split(".")[-1] == "mixer":

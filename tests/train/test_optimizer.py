@@ -1,16 +1,16 @@
 """Which parameters decay, and the loss scale of fp16."""
 
 from config.model_config import ModelConfig
-from mamba_fsdp.model.count import parameter_shapes
-from mamba_fsdp.train.optimizer import LossScale, decays
+from mamba_fsdp.model.spec import parameters
+from mamba_fsdp.train.optimizer import LossScale
 
 
 def test_only_matrices_decay():
     for layers in ("mamba1", "mamba2", "attention+mlp"):
         config = ModelConfig(layers=layers, n_layer=1, d_intermediate=32 if "mlp" in layers else 0)
-        for name, shape in parameter_shapes(config).items():
+        for name, parameter in parameters(config).items():
             kept = name.endswith((".A_log", ".D", ".dt_bias", ".bias", "norm.weight", "norm2.weight", "norm_f.weight"))
-            assert decays(name, shape) != kept, name
+            assert parameter.decay != kept, name
 
 
 def test_the_scale_halves_on_overflow_and_explains_it_until_it_is_one():

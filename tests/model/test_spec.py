@@ -1,4 +1,4 @@
-"""Parameters and FLOPs by structure: the published sizes, and counts done by hand."""
+"""What spec.py says of a model: the published sizes, FLOPs counted by hand, and what else follows from it."""
 
 import subprocess
 import sys
@@ -9,8 +9,8 @@ import torch
 from config.model_config import ModelConfig
 from config.presets import PRESETS, preset
 from mamba_fsdp.errors import UserError
-from mamba_fsdp.model.count import flops_per_token, parameter_count, parameter_shapes
 from mamba_fsdp.model.lm import MambaLM
+from mamba_fsdp.model.spec import flops_per_token, parameter_count, parameters
 
 PUBLISHED = {  # number of parameters in the released checkpoints
     "mamba-130m": 129_135_360, "mamba-370m": 371_516_416, "mamba-790m": 793_204_224, "mamba-1.4b": 1_372_178_432,
@@ -32,7 +32,7 @@ def test_presets_can_be_built_and_are_what_was_counted(name):
     with torch.device("meta"):
         model = MambaLM(config)
     found = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
-    assert list(found.items()) == list(parameter_shapes(config).items())
+    assert list(found.items()) == [(name, parameter.shape) for name, parameter in parameters(config).items()]
 
 
 def test_the_bamba_preset_has_attention_where_bamba_has():
@@ -84,5 +84,5 @@ def test_an_unknown_name_is_refused_with_the_nearest_or_all():
 
 
 def test_counting_needs_no_torch(project):
-    code = "import mamba_fsdp.model.count, config.presets, sys; sys.exit('torch' in sys.modules)"
+    code = "import mamba_fsdp.model.spec, config.presets, sys; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=project).returncode == 0
