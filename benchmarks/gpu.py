@@ -42,7 +42,7 @@ from mamba_fsdp.model.lm import MambaLM
 from mamba_fsdp.model.spec import flops_per_token, parameters
 from mamba_fsdp.ops import kernels
 from mamba_fsdp.parallel.compat import has_fused_adamw
-from mamba_fsdp.parallel.parallelise import fill, parallelise
+from mamba_fsdp.parallel.parallelize import fill, parallelize
 from mamba_fsdp.parallel.world import World
 from mamba_fsdp.train.clock import device_peak
 from mamba_fsdp.train.loop import Progress, accumulate_gradients, update_weights
@@ -60,8 +60,8 @@ def our_form(config, weights, device, activation_checkpointing):
     chosen = kernels.resolve("fused", "cuda") if device.type == "cuda" else "portable"
     with torch.device("meta"):
         model = MambaLM(config, kernels=chosen, compute_dtype=torch.bfloat16)
-    world = World(0, 1, 0, 1, 1, device)
-    parallel = parallelise(model, world=world, strategy="none", compute_dtype=torch.bfloat16,
+    world = World.alone(device=device)
+    parallel = parallelize(model, world=world, strategy="none", compute_dtype=torch.bfloat16,
                            activation_checkpointing=activation_checkpointing)
     fill(parallel.shards(), lambda name, shape: weights[name])
     optimizer = make_optimizer(parallel.parameters(), parameters(config), SETTINGS.optimizer,

@@ -25,7 +25,7 @@ from mamba_fsdp.model.init import initial_value
 from mamba_fsdp.model.lm import MambaLM
 from mamba_fsdp.model.spec import parameter_count, parameters
 from mamba_fsdp.ops import kernels, native
-from mamba_fsdp.parallel.parallelise import fill, parallelise
+from mamba_fsdp.parallel.parallelize import fill, parallelize
 from mamba_fsdp.parallel.world import World, start_world
 from mamba_fsdp.train.optimizer import make_optimizer
 
@@ -37,7 +37,7 @@ RANKS = 16
 def build(config, world, strategy, dtype=torch.float32):
     with torch.device("meta"):
         model = MambaLM(config, kernels=kernels.resolve("auto", "cpu"), compute_dtype=dtype)
-    parallel = parallelise(model, world=world, strategy=strategy, compute_dtype=dtype)
+    parallel = parallelize(model, world=world, strategy=strategy, compute_dtype=dtype)
     spec = parameters(config)
     fill(parallel.shards(), lambda name, shape: initial_value(name, spec[name], 0))
     return parallel
@@ -128,7 +128,7 @@ def counted(config, ranks):
 
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
     world = World(0, ranks, 0, ranks, 1, torch.device("cpu"))
-    with mock.patch("mamba_fsdp.parallel.fsdp2.starts_of", lambda places, *_: [0] * len(places)):  # nobody answers there
+    with mock.patch("mamba_fsdp.parallel.fsdp2.starts_of", lambda slots, *_: [0] * len(slots)):  # nobody answers there
         parallel = build(config, world, "fsdp", torch.bfloat16)
     tokens = torch.randint(0, config.vocab_size, (1, 16))
     with Counter(ranks) as counter:

@@ -51,7 +51,7 @@ class Checkpointer:
         self.check_ours = check_ours
         self.pending = self.last = None
         self.broken = set()
-        self.world.on_first(self._clean)
+        self.world.on_rank0(self._clean)
 
     def newest(self):
         """Path of the newest whole checkpoint, or None; broken ones are reported and passed over.
@@ -79,7 +79,7 @@ class Checkpointer:
             if start < stop:
                 pieces.append((stored_name(shard.name), shard.start + start, shard.data[start:stop]))
         needed = self.world.all_reduce_sum(sum(tensor.numel() * tensor.element_size() for _, _, tensor in pieces))
-        partial = self.world.on_first(lambda: self._make_partial(step, needed))
+        partial = self.world.on_rank0(lambda: self._make_partial(step, needed))
         copies = [(name, start, tensor.to("cpu", copy=self.asynchronous)) for name, start, tensor in pieces]
         tensors = {stored_name(shard.name): {"shape": list(shard.shape), "dtype": NAMES[shard.data.dtype],
                                              "tied": list(shard.tied)} for shard in shards}
@@ -121,13 +121,13 @@ class Checkpointer:
 
     def _complete(self):
         save, self.pending = self.pending, None
-        self.world.apart(save.thread.join)
+        self.world.run_local(save.thread.join)
         outcomes = self.world.gather_objects(save.outcome)
         errors = [outcome["error"] for outcome in outcomes if "error" in outcome]
         if errors:
-            self.world.on_first(lambda: _delete(save.partial))
+            self.world.on_rank0(lambda: _delete(save.partial))
             raise UserError(f"the checkpoint of step {save.step} could not be saved: {'; '.join(errors)}")
-        self.last = self.world.on_first(lambda: self._commit(save, outcomes))
+        self.last = self.world.on_rank0(lambda: self._commit(save, outcomes))
         self.broken.discard(self.last.name)
 
     # What only rank 0 does.

@@ -46,7 +46,7 @@ def problems(checkpoint, world):
     """
     files, found = world.broadcast_object(_committed_files(checkpoint) if world.rank == 0 else None)
     mine = sorted(files)[world.rank::world.size]
-    found += world.apart(lambda: [problem for name in mine if (problem := _problem(checkpoint, name, files[name]))])
+    found += world.run_local(lambda: [problem for name in mine if (problem := _problem(checkpoint, name, files[name]))])
     return sorted({problem for rank in world.gather_objects(found) for problem in rank})
 
 
@@ -150,7 +150,7 @@ def load(checkpoint, shards, world, check=None):
     The checkpoint must hold just these tensors of the model, and of the optimiser if its shards are among them.
     check(state, checkpoint), if given, may refuse first. Raises UserError on every rank when any rank can't load.
     """
-    state, failure = world.apart(lambda: _load(checkpoint, shards, check))
+    state, failure = world.run_local(lambda: _load(checkpoint, shards, check))
     failures = [text for text in world.gather_objects(failure) if text]
     if failures:
         raise UserError("; ".join(dict.fromkeys(failures)))

@@ -83,8 +83,7 @@ def read_weights(source):
     if path.is_file():
         return _read_file(path)
     if (path / COMMIT).is_file() or (path / "checkpoints").is_dir():
-        alone = World(0, 1, 0, 1, 1, torch.device("cpu"))
-        return _read_checkpoint(find_checkpoint(path, alone))
+        return _read_checkpoint(find_checkpoint(path, World.alone()))
     if not (path / CONFIG).is_file():
         raise UserError(f"{path} holds no model: it is neither a run folder (checkpoints/) nor a checkpoint "
                         f"({COMMIT}), and has no {CONFIG}")

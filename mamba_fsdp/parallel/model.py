@@ -15,8 +15,8 @@ from mamba_fsdp.parallel.shards import Shard
 
 
 @dataclass(eq=False)
-class Place:
-    """Where a parameter sits in the model. Sharding replaces the parameter; its places (several when tied) stay."""
+class ParameterSlot:
+    """Where a parameter sits in the model. Sharding replaces the parameter; its owners (several when tied) stay."""
 
     owners: list  # of (module, attribute)
     names: list  # one per owner; the first is the parameter's name
@@ -31,8 +31,8 @@ class Place:
         module, attribute = self.owners[0]
         return getattr(module, attribute)
 
-    def materialise(self, device):
-        """Put the whole parameter on the device, with undefined content if it had no storage. Tied places stay tied."""
+    def materialize(self, device):
+        """Put the whole parameter on the device, with undefined content if it had no storage. Ties stay."""
         old = self.parameter
         value = torch.empty_like(old, device=device) if old.is_meta else old.detach().to(device)
         new = nn.Parameter(value, requires_grad=old.requires_grad)
@@ -40,30 +40,30 @@ class Place:
             setattr(module, attribute, new)
 
 
-def find_places(model):
-    """The Place of every parameter, in the order of `model.named_parameters()`."""
+def find_slots(model):
+    """The ParameterSlot of every parameter, in the order of `model.named_parameters()`."""
     assert not list(model.buffers()), "a model without storage can't bring buffers: nobody would fill them"
-    places = {}
+    slots = {}
     for prefix, module in model.named_modules():
         for attribute, parameter in module.named_parameters(recurse=False):
-            place = places.setdefault(id(parameter), Place([], [], tuple(parameter.shape)))
-            place.owners.append((module, attribute))
-            place.names.append(f"{prefix}.{attribute}" if prefix else attribute)
-    return list(places.values())
+            slot = slots.setdefault(id(parameter), ParameterSlot([], [], tuple(parameter.shape)))
+            slot.owners.append((module, attribute))
+            slot.names.append(f"{prefix}.{attribute}" if prefix else attribute)
+    return list(slots.values())
 
 
 @dataclass
-class Held:
+class LocalParameter:
     """This rank's part of one parameter, as the optimiser sees it: a plain tensor that shares the model's storage."""
 
-    place: Place
+    slot: ParameterSlot
     parameter: nn.Parameter
     start: int = 0
     replicas: int = 1
     replica_index: int = 0
 
     def shard(self, name, data):
-        return Shard(name, self.place.shape, self.start, data.detach().view(-1), self.replicas, self.replica_index)
+        return Shard(name, self.slot.shape, self.start, data.detach().view(-1), self.replicas, self.replica_index)
 
 
 class ParallelModel:
@@ -73,19 +73,19 @@ class ParallelModel:
     does not reduce: the fp32 parameters that stay whole on every rank.
     """
 
-    def __init__(self, model, module, world, held, replicated=()):
+    def __init__(self, model, module, world, local, replicated=()):
         self.model, self.module, self.world = model, module, world
-        self.held, self.replicated = held, list(replicated)
+        self.local_parameters, self.replicated = local, list(replicated)
 
     def parameters(self):
         """Name -> what the optimiser updates: this rank's part of each parameter. Maybe empty, or flat."""
-        return {held.place.name: held.parameter for held in self.held}
+        return {local.slot.name: local.parameter for local in self.local_parameters}
 
     def shards(self):
         """A Shard for every parameter."""
-        shards = [held.shard(held.place.name, held.parameter) for held in self.held]
-        for shard, held in zip(shards, self.held):
-            shard.tied = tuple(held.place.names[1:])
+        shards = [local.shard(local.slot.name, local.parameter) for local in self.local_parameters]
+        for shard, local in zip(shards, self.local_parameters):
+            shard.tied = tuple(local.slot.names[1:])
         return shards
 
     def accumulate(self, last):
@@ -94,7 +94,7 @@ class ParallelModel:
 
     def reduce_gradients(self):
         """After the last backward: every gradient becomes its sum over ranks."""
-        gradients = [held.parameter.grad for held in self.replicated]
+        gradients = [local.parameter.grad for local in self.replicated]
         if gradients and self.world.size > 1:
             total = self.world.all_reduce_sum(torch.cat([gradient.view(-1) for gradient in gradients]))
             parts = total.split([gradient.numel() for gradient in gradients])
@@ -105,7 +105,7 @@ class ParallelModel:
 
         Each element is counted once: of replicas, only the first counts.
         """
-        gradients = [held.parameter.grad for held in self.held if held.replica_index == 0]
+        gradients = [local.parameter.grad for local in self.local_parameters if local.replica_index == 0]
         gradients = [gradient for gradient in gradients if gradient is not None and gradient.numel()]
         squares = torch.zeros((), dtype=torch.float64, device=self.world.device)
         if gradients:
@@ -114,7 +114,8 @@ class ParallelModel:
 
     def scale_gradients(self, factor):
         """Multiply every gradient by a number."""
-        torch._foreach_mul_([held.parameter.grad for held in self.held if held.parameter.grad is not None], factor)
+        gradients = [local.parameter.grad for local in self.local_parameters]
+        torch._foreach_mul_([gradient for gradient in gradients if gradient is not None], factor)
 
     def optimizer_shards(self, optimizer):
         """Shards optimizer/<parameter>/exp_avg and .../exp_avg_sq of an AdamW over `parameters()`; zeros at first."""
@@ -127,9 +128,9 @@ class ParallelModel:
                         "step": torch.zeros((), dtype=torch.float32, device=parameter.device if on_device else "cpu"),
                         "exp_avg": torch.zeros_like(parameter, memory_format=torch.preserve_format),
                         "exp_avg_sq": torch.zeros_like(parameter, memory_format=torch.preserve_format)}
-        for held in self.held:
-            state = optimizer.state[held.parameter]
-            shards += [held.shard(f"optimizer/{held.place.name}/{name}", state[name])
+        for local in self.local_parameters:
+            state = optimizer.state[local.parameter]
+            shards += [local.shard(f"optimizer/{local.slot.name}/{name}", state[name])
                        for name in ("exp_avg", "exp_avg_sq")]
         return shards
 
@@ -139,11 +140,11 @@ class ParallelModel:
             state["step"].fill_(steps)
 
 
-def starts_of(places, counts, ranks, world):
+def starts_of(slots, counts, ranks, world):
     """Where in each flattened tensor this rank's elements start: `ranks` hold it in turn, this one `counts` of each."""
     gathered = world.gather_objects(counts)
     before = [gathered[rank] for rank in ranks[:ranks.index(world.rank)]]
-    starts = [sum(column) for column in zip(*before)] if before else [0] * len(places)
-    whole = [sum(gathered[rank][index] for rank in ranks) for index in range(len(places))]
-    assert whole == [math.prod(place.shape) for place in places], "the shards of some parameter are not the whole of it"
+    starts = [sum(column) for column in zip(*before)] if before else [0] * len(slots)
+    whole = [sum(gathered[rank][index] for rank in ranks) for index in range(len(slots))]
+    assert whole == [math.prod(slot.shape) for slot in slots], "the shards of some parameter are not the whole of it"
     return starts

@@ -5,7 +5,7 @@ import contextlib
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from mamba_fsdp.parallel.model import Held, ParallelModel
+from mamba_fsdp.parallel.model import LocalParameter, ParallelModel
 
 
 class Replicated(ParallelModel):
@@ -13,15 +13,15 @@ class Replicated(ParallelModel):
         return contextlib.nullcontext() if last or self.module is self.model else self.module.no_sync()
 
 
-def replicate(model, places, *, world, strategy):
-    for place in places:
-        place.materialise(world.device)
+def replicate(model, slots, *, world, strategy):
+    for slot in slots:
+        slot.materialize(world.device)
     module = model
     if strategy == "ddp":
         module = DistributedDataParallel(model, gradient_as_bucket_view=True)
         module.register_comm_hook(None, _sum)
-    held = [Held(place, place.parameter, replicas=world.size, replica_index=world.rank) for place in places]
-    return Replicated(model, module, world, held)
+    local = [LocalParameter(slot, slot.parameter, replicas=world.size, replica_index=world.rank) for slot in slots]
+    return Replicated(model, module, world, local)
 
 
 def _sum(_, bucket):

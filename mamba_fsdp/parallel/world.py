@@ -15,6 +15,8 @@ import torch.distributed as dist
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.heartbeat import heart
 
+CPU = torch.device("cpu")
+
 
 @dataclass
 class World:
@@ -29,7 +31,12 @@ class World:
     local_size: int
     node_count: int
     device: torch.device
-    _messages: object = None  # the gloo group
+    _gloo: object = None  # the gloo group
+
+    @classmethod
+    def alone(cls, *, device=CPU):
+        """The world of one process."""
+        return cls(rank=0, size=1, local_rank=0, local_size=1, node_count=1, device=device)
 
     @property
     def device_type(self):
@@ -46,7 +53,7 @@ class World:
         if self.size == 1:
             return obj
         box = [obj]
-        dist.broadcast_object_list(box, src=0, group=self._messages, device=torch.device("cpu"))
+        dist.broadcast_object_list(box, src=0, group=self._gloo, device=CPU)
         return box[0]
 
     def gather_objects(self, obj):
@@ -54,21 +61,21 @@ class World:
         if self.size == 1:
             return [obj]
         gathered = [None] * self.size
-        dist.all_gather_object(gathered, obj, group=self._messages)
+        dist.all_gather_object(gathered, obj, group=self._gloo)
         return gathered
 
     def all_reduce_sum(self, value):
         """The sum over ranks: of a tensor (changed in place and returned), of a number, or of each number of a list."""
         if isinstance(value, torch.Tensor):
             if self.size > 1:
-                dist.all_reduce(value, group=self._messages if value.device.type == "cpu" else None)
+                dist.all_reduce(value, group=self._gloo if value.device.type == "cpu" else None)
             return value
         if isinstance(value, (list, tuple)):
             return self.all_reduce_sum(torch.tensor(value, dtype=torch.float64)).tolist()
         dtype = torch.int64 if isinstance(value, int) else torch.float64
         return self.all_reduce_sum(torch.tensor(value, dtype=dtype)).item()
 
-    def apart(self, work):
+    def run_local(self, work):
         """What `work()` returns on this rank, once every rank's has ended. It must not talk to other ranks.
 
         It may take longer than the ranks' timeout: they exchange signs of life while it runs in a thread, so that to
@@ -87,7 +94,7 @@ class World:
             except BaseException as error:
                 outcome.set_exception(error)
 
-        threading.Thread(target=run, name="apart", daemon=True).start()
+        threading.Thread(target=run, name="run_local", daemon=True).start()
         beats_before, pause = None, 0.001
         while True:
             working, beats = self.all_reduce_sum([float(not outcome.done()), float(heart.work)])
@@ -99,9 +106,9 @@ class World:
             time.sleep(pause)
             pause = min(0.5, 2 * pause)
 
-    def on_first(self, action):
+    def on_rank0(self, action):
         """What `action()` returns on rank 0, on every rank. Raises its failure as a UserError on every rank."""
-        result, failure = self.broadcast_object(self.apart(lambda: _attempt(action) if self.rank == 0 else None))
+        result, failure = self.broadcast_object(self.run_local(lambda: _attempt(action) if self.rank == 0 else None))
         if failure:
             raise UserError(failure)
         return result
@@ -109,7 +116,7 @@ class World:
     def barrier(self):
         """Return when every rank has come here."""
         if self.size > 1:
-            dist.barrier(group=self._messages)
+            dist.barrier(group=self._gloo)
 
     def close(self):
         """End the process group. Drop model and optimizer first: a gloo process can abort at exit otherwise.
@@ -141,23 +148,26 @@ def start_world(*, timeout_minutes=10.0):
     launcher's environment is incomplete or asks for more GPUs than this node has.
     """
     environment = {name: os.environ.get(name) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")}
-    launched = environment["RANK"] is not None
+    if environment["RANK"] is None:
+        return World.alone(device=_take_device(0))
     missing = [name for name, value in environment.items() if value is None]
-    if launched and missing:
+    if missing:
         raise UserError(f"RANK is set, but not {', '.join(missing)}; start the ranks with torchrun, or unset RANK to "
                         "train with one process")
-    rank, size, local_rank, local_size = (int(value) for value in environment.values()) if launched else (0, 1, 0, 1)
+    rank, size, local_rank, local_size = (int(value) for value in environment.values())
+    device, timeout = _take_device(local_rank), timedelta(minutes=timeout_minutes)
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=timeout)
+    gloo = dist.new_group(backend="gloo", timeout=timeout) if device.type == "cuda" else dist.group.WORLD
+    return World(rank, size, local_rank, local_size, max(1, size // local_size), device, gloo)
 
-    device = torch.device("cpu")
-    if torch.cuda.is_available():
-        if local_rank >= torch.cuda.device_count():
-            raise UserError(f"process {local_rank} of this node has no GPU: there are {torch.cuda.device_count()}; "
-                            "start at most one process per GPU (torchrun --nproc_per_node)")
-        device = torch.device("cuda", local_rank)
-        torch.cuda.set_device(device)
-    messages = None
-    if launched:
-        timeout = timedelta(minutes=timeout_minutes)
-        dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=timeout)
-        messages = dist.new_group(backend="gloo", timeout=timeout) if device.type == "cuda" else dist.group.WORLD
-    return World(rank, size, local_rank, local_size, max(1, size // local_size), device, messages)
+
+def _take_device(local_rank):
+    """This process's device: the GPU of its number on the node where there are GPUs."""
+    if not torch.cuda.is_available():
+        return CPU
+    if local_rank >= torch.cuda.device_count():
+        raise UserError(f"process {local_rank} of this node has no GPU: there are {torch.cuda.device_count()}; "
+                        "start at most one process per GPU (torchrun --nproc_per_node)")
+    device = torch.device("cuda", local_rank)
+    torch.cuda.set_device(device)
+    return device

@@ -22,7 +22,7 @@ from mamba_fsdp.model.lm import MambaLM
 from mamba_fsdp.model.spec import flops_per_token, parameter_count, parameters
 from mamba_fsdp.ops import kernels, native
 from mamba_fsdp.parallel.compat import has_fused_adamw
-from mamba_fsdp.parallel.parallelise import fill, fill_parts, parallelise
+from mamba_fsdp.parallel.parallelize import fill, fill_parts, parallelize
 from mamba_fsdp.parallel.world import start_world
 from mamba_fsdp.report.progress import Progress as ProgressDisplay
 from mamba_fsdp.report.records import Metrics
@@ -56,7 +56,7 @@ def run(settings, weights=None, publish=None):
     try:
         try:
             with Watchdog(settings.parallel.timeout_minutes, world.rank):
-                world.on_first(folder.take)
+                world.on_rank0(folder.take)
                 last = Run(settings, world, folder, progress, weights).train()
         finally:
             world.close()
@@ -155,7 +155,7 @@ class Run:
         strategy = parallel.sharding_strategy
         if strategy == "auto":
             strategy = "fsdp" if world.size > 1 else "none"
-        self.parallel = parallelise(
+        self.parallel = parallelize(
             model, world=world, strategy=strategy, compute_dtype=self.compute_dtype,
             activation_checkpointing=parallel.fsdp_activation_checkpointing,
             selective_checkpointing=settings.selective_share(), reentrant=parallel.reentrant_checkpointing,
@@ -181,7 +181,7 @@ class Run:
             vars(self.progress).update(vars(loop.Progress(**saved["progress"])))
             self._say(f"going on   from {newest}, step {self.progress.step}")
         elif checkpoint.load_ckpt_path.endswith(".pth"):
-            self.world.apart(lambda: self._read_pth(checkpoint.load_ckpt_path))
+            self.world.run_local(lambda: self._read_pth(checkpoint.load_ckpt_path))
             self._say(f"starting   from the model in {checkpoint.load_ckpt_path}")
         elif checkpoint.load_ckpt_path:
             source = find_checkpoint(checkpoint.load_ckpt_path, self.world, report=self._say)
@@ -192,10 +192,10 @@ class Run:
             position = "the data's position" if checkpoint.resuming_dataset else "the data from its start"
             self._say(f"starting   from model and optimiser in {source}, {position}")
         elif weights:
-            self.world.apart(lambda: fill(self.parallel.shards(), lambda name, shape: weights.get(name)))
+            self.world.run_local(lambda: fill(self.parallel.shards(), lambda name, shape: weights.get(name)))
             self._say(f"starting   from the weights in {checkpoint.init_from}")
         else:
-            self.world.apart(self._draw)
+            self.world.run_local(self._draw)
         self.loss_scale = LossScale(self.compute_dtype == torch.float16, self.progress.loss_scale,
                                     self.progress.loss_scale_good_steps)
 

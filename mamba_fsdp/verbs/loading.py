@@ -8,7 +8,7 @@ from mamba_fsdp.errors import UserError
 from mamba_fsdp.interop.weights import config_beside, load_tokenizer, read_weights
 from mamba_fsdp.model.lm import MambaLM
 from mamba_fsdp.ops import kernels, native
-from mamba_fsdp.parallel.parallelise import fill, parallelise
+from mamba_fsdp.parallel.parallelize import fill, parallelize
 from mamba_fsdp.parallel.world import start_world
 
 
@@ -40,7 +40,7 @@ def load_model(source, *, reset_at_documents=False):
     with torch.device("meta"):
         model = MambaLM(weights.config, kernels=kernels.resolve("auto", world.device_type), compute_dtype=dtype,
                         reset_at_documents=reset_at_documents)
-    parallel = parallelise(model, world=world, strategy="none", compute_dtype=dtype)
+    parallel = parallelize(model, world=world, strategy="none", compute_dtype=dtype)
     fill(parallel.shards(), lambda name, shape: weights.get(name))
     return parallel.model.eval().requires_grad_(False), weights
 

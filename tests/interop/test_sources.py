@@ -12,7 +12,7 @@ from config.settings import as_dict, resolve
 from mamba_fsdp.checkpoint.checkpointer import Checkpointer
 from mamba_fsdp.interop.convert import export, import_
 from mamba_fsdp.interop.weights import read_weights
-from mamba_fsdp.parallel.parallelise import fill
+from mamba_fsdp.parallel.parallelize import fill
 from mamba_fsdp.parallel.shards import Shard
 from mamba_fsdp.parallel.world import World
 
@@ -26,7 +26,7 @@ def run(tmp_path):
     write_tokenizer(tmp_path / "run" / "tokenizer")
     settings, _ = resolve({"seq_length": "24"})
     settings.model = CONFIG
-    world = World(0, 1, 0, 1, 1, torch.device("cpu"))
+    world = World.alone()
     checkpointer = Checkpointer(tmp_path / "run", world, asynchronous=False)
     for step in (1, 2):
         shards = [Shard(name, tuple(tensor.shape), 0, tensor.flatten())

@@ -10,7 +10,7 @@ import traceback
 import torch
 from double import Double
 
-from mamba_fsdp.parallel.parallelise import fill, parallelise
+from mamba_fsdp.parallel.parallelize import fill, parallelize
 from mamba_fsdp.parallel.world import start_world
 
 os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # a rank is a daemon and may have no children
@@ -75,7 +75,7 @@ def build(world, dtype=torch.float32, low_cpu_fsdp=True, tie=True, layers=3, **h
     """(filled ParallelModel of the double, its AdamW)."""
     with torch.device("meta" if low_cpu_fsdp else "cpu"):
         model = Double(compute_dtype=dtype, tie=tie, layers=layers)
-    parallel = parallelise(model, world=world, compute_dtype=dtype, low_cpu_fsdp=low_cpu_fsdp, **how)
+    parallel = parallelize(model, world=world, compute_dtype=dtype, low_cpu_fsdp=low_cpu_fsdp, **how)
     fill(parallel.shards(), value_of)
     return parallel, torch.optim.AdamW(parallel.parameters().values(), lr=1e-2)
 

@@ -6,7 +6,7 @@ from config.model_config import ModelConfig
 from mamba_fsdp.model.init import initial_value
 from mamba_fsdp.model.spec import parameters
 from mamba_fsdp.model.lm import MambaLM
-from mamba_fsdp.parallel.parallelise import fill, parallelise
+from mamba_fsdp.parallel.parallelize import fill, parallelize
 from mamba_fsdp.parallel.world import start_world
 
 pytestmark = pytest.mark.torch22
@@ -27,7 +27,7 @@ def step(world, strategy, dtype):
     config = ModelConfig(**CONFIG)
     with torch.device("meta"):
         model = MambaLM(config, compute_dtype=dtype)
-    parallel = parallelise(model, world=world, strategy=strategy, compute_dtype=dtype, activation_checkpointing=True)
+    parallel = parallelize(model, world=world, strategy=strategy, compute_dtype=dtype, activation_checkpointing=True)
     spec = parameters(config)
     fill(parallel.shards(), lambda name, shape: initial_value(name, spec[name], 0))
     seen = {}

@@ -47,7 +47,7 @@ def keep_alive(world, folder):
             elif heart.last > before:
                 noticed.touch()
         return world.rank
-    return world.apart(work)
+    return world.run_local(work)
 
 
 def test_a_rank_that_waits_for_one_that_gets_on_counts_as_alive(tmp_path):
@@ -61,7 +61,7 @@ def stand_still(world):
         time.sleep(0.5 * world.rank)
         before.append(heart.last)
         time.sleep(2 * world.rank)
-    world.apart(work)
+    world.run_local(work)
     return heart.last - before[0] if world.rank == 1 else 0
 
 
@@ -69,19 +69,19 @@ def test_waiting_for_a_rank_that_stands_still_is_no_sign_of_life():
     assert run_ranks(2, stand_still) == [0, 0]
 
 
-def fail_apart(world):
+def fail_locally(world):
     def work():
         if world.rank == 1:
             raise UserError("mine alone")
         return "done"
     try:
-        return world.apart(work)
+        return world.run_local(work)
     except UserError as error:
         return str(error)
 
 
-def test_what_fails_apart_fails_on_its_own_rank():
-    assert run_ranks(2, fail_apart) == ["done", "mine alone"]
+def test_what_fails_locally_fails_on_its_own_rank():
+    assert run_ranks(2, fail_locally) == ["done", "mine alone"]
 
 
 def fail_first(world):
@@ -90,10 +90,10 @@ def fail_first(world):
         def action():
             raise error
         try:
-            world.on_first(action)
+            world.on_rank0(action)
         except UserError as failure:
             told.append(str(failure))
-    return world.on_first(lambda: world.rank), told
+    return world.on_rank0(lambda: world.rank), told
 
 
 def test_what_the_first_rank_does_alone_is_known_to_all():

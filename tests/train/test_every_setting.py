@@ -47,7 +47,7 @@ def traces(train, tmp_path, metrics_of, corpus, monkeypatch):
     from mamba_fsdp.train import run as module
 
     calls = []
-    for name in ("parallelise", "Loader", "Checkpointer", "start_world"):
+    for name in ("parallelize", "Loader", "Checkpointer", "start_world"):
         original = getattr(module, name)
 
         def recording(*args, _name=name, _original=original, **kwargs):
@@ -55,7 +55,7 @@ def traces(train, tmp_path, metrics_of, corpus, monkeypatch):
             return _original(*args, **kwargs)
         monkeypatch.setattr(module, name, recording)
     monkeypatch.setattr(module.torch, "use_deterministic_algorithms", lambda flag: calls.append(("deterministic", flag)))
-    monkeypatch.setattr("mamba_fsdp.parallel.parallelise.compile_blocks", lambda blocks: calls.append("compile"))
+    monkeypatch.setattr("mamba_fsdp.parallel.parallelize.compile_blocks", lambda blocks: calls.append("compile"))
     train(tmp_path / "first", num_steps=2)
 
     def run(given):

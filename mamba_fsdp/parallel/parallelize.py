@@ -10,13 +10,13 @@ from mamba_fsdp.errors import UserError
 from mamba_fsdp.heartbeat import heart
 from mamba_fsdp.parallel.blocks import checkpoint_blocks, compile_blocks
 from mamba_fsdp.parallel.compat import HAS_FSDP2
-from mamba_fsdp.parallel.model import find_places
+from mamba_fsdp.parallel.model import find_slots
 from mamba_fsdp.parallel.replicate import replicate
 
 STRATEGIES = ("none", "ddp", "fsdp", "hsdp")
 
 
-def parallelise(model, *, world, strategy, compute_dtype, activation_checkpointing=False, selective_checkpointing=1,
+def parallelize(model, *, world, strategy, compute_dtype, activation_checkpointing=False, selective_checkpointing=1,
                 reentrant=False, compile=False, backward_prefetch=True, limit_all_gathers=False, low_cpu_fsdp=True,
                 shard_size=None):
     """Spread `model` (on the meta device with low_cpu_fsdp, else on the CPU) over the world; returns a ParallelModel.
@@ -38,7 +38,7 @@ def parallelise(model, *, world, strategy, compute_dtype, activation_checkpointi
     if strategy == "hsdp" and shard_size == 1:
         strategy = "ddp"  # the same thing by definition; FSDP1 would leave out the sum over such groups
     assert all(parameter.is_meta == low_cpu_fsdp for parameter in model.parameters()), "low_cpu_fsdp means: on meta"
-    places = find_places(model)
+    slots = find_slots(model)
 
     blocks = model.backbone.layers
     if activation_checkpointing:
@@ -49,12 +49,12 @@ def parallelise(model, *, world, strategy, compute_dtype, activation_checkpointi
     if strategy != "none":
         world.need_process_group()
     if strategy in ("none", "ddp"):
-        return replicate(model, places, world=world, strategy=strategy)
+        return replicate(model, slots, world=world, strategy=strategy)
     if HAS_FSDP2:
         from mamba_fsdp.parallel.fsdp2 import shard
     else:
         from mamba_fsdp.parallel.fsdp1 import shard
-    return shard(model, places, world=world, shard_size=shard_size, compute_dtype=compute_dtype,
+    return shard(model, slots, world=world, shard_size=shard_size, compute_dtype=compute_dtype,
                  backward_prefetch=backward_prefetch, limit_all_gathers=limit_all_gathers)
 
 
