@@ -6,12 +6,12 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import BackwardPrefetch, FullyShardedDataParallel, MixedPrecision, ShardingStrategy
 
-from mamba_fsdp.parallel.model import LocalParameter, ParallelModel, starts_of
+from mamba_fsdp.parallel.model import ParallelModel
 
 
 class FlatShard(ParallelModel):
-    def __init__(self, *arguments, waits):
-        super().__init__(*arguments)
+    def __init__(self, *arguments, waits, **sharding):
+        super().__init__(*arguments, **sharding)
         self.waits = waits
 
     def accumulate(self, last):
@@ -19,15 +19,13 @@ class FlatShard(ParallelModel):
 
     def reduce_gradients(self):
         """FSDP1 always averages: undo its division (exact where the number of ranks is a power of two)."""
-        kept_whole = {local.slot.name for local in self.replicated}
-        averaged = [local.parameter.grad for local in self.local_parameters if local.slot.name not in kept_whole]
-        averaged = [gradient for gradient in averaged if gradient is not None]
+        averaged = [local.parameter.grad for local in self.sharded if local.parameter.grad is not None]
         if averaged and self.world.size > 1:
             torch._foreach_mul_(averaged, self.world.size)
         super().reduce_gradients()
 
 
-def shard(model, slots, *, world, shard_size, compute_dtype, backward_prefetch, limit_all_gathers):
+def shard(model, slots, whole, *, world, shard_size, compute_dtype, backward_prefetch, limit_all_gathers):
     """Shard over groups of `shard_size` neighbouring ranks and replicate across the groups.
 
     backward_prefetch and limit_all_gathers are FSDP1's own: gather the next block's weights during the backward of this
@@ -35,9 +33,6 @@ def shard(model, slots, *, world, shard_size, compute_dtype, backward_prefetch, 
     waiting gradients in that dtype; so then every micro-batch is reduced, and the sum is kept in fp32.
     """
     low = None if compute_dtype == torch.float32 else compute_dtype
-    kept_whole = [slot for slot in slots if slot.name in model.fp32_parameter_names()]
-    for slot in kept_whole:
-        slot.materialize(world.device)
     slot_of = {owner: slot for slot in slots for owner in slot.owners}
 
     def give_storage(module):
@@ -53,7 +48,7 @@ def shard(model, slots, *, world, shard_size, compute_dtype, backward_prefetch, 
         sharding_strategy=ShardingStrategy.HYBRID_SHARD if replicas > 1 else ShardingStrategy.FULL_SHARD,
         mixed_precision=MixedPrecision(param_dtype=low, reduce_dtype=torch.float32, cast_forward_inputs=False,
                                        cast_root_forward_inputs=False),
-        ignored_states=[slot.parameter for slot in kept_whole],
+        ignored_states=[slot.parameter for slot in whole],
         backward_prefetch=BackwardPrefetch.BACKWARD_PRE if backward_prefetch else None,
         limit_all_gathers=limit_all_gathers, param_init_fn=give_storage, device_id=world.device,
         use_orig_params=True, **groups)
@@ -62,12 +57,13 @@ def shard(model, slots, *, world, shard_size, compute_dtype, backward_prefetch, 
         blocks[index] = FullyShardedDataParallel(block, **options)
     module = FullyShardedDataParallel(model, **options)
 
-    sharded = [slot for slot in slots if slot not in kept_whole]
-    group = world.rank // shard_size
-    starts = starts_of(sharded, [slot.parameter.numel() for slot in sharded],
-                       list(range(group * shard_size, (group + 1) * shard_size)), world)
-    parts = {slot.name: LocalParameter(slot, slot.parameter, start, replicas, group)
-             for slot, start in zip(sharded, starts)}
-    whole = {slot.name: LocalParameter(slot, slot.parameter, 0, world.size, world.rank) for slot in kept_whole}
-    local = [(parts | whole)[slot.name] for slot in slots]
-    return FlatShard(model, module, world, local, list(whole.values()), waits=low is None)
+    starts = _starts(module)
+    parts = {slot: (slot.parameter, starts[slot.owners[0]]) for slot in slots if slot not in whole}
+    return FlatShard(model, module, world, slots, parts=parts, shard_size=shard_size, waits=low is None)
+
+
+def _starts(module):
+    """Owner of a parameter -> where this rank's elements of it start, as FSDP1 noted when it cut."""
+    flats = [unit._handle.flat_param for unit in FullyShardedDataParallel.fsdp_modules(module)]
+    return {(info.module, info.param_name): cut.intra_param_start_idx or 0  # None where this rank has none of it
+            for flat in flats for info, cut in zip(flat._param_infos, flat._shard_param_infos)}

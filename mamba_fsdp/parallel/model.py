@@ -5,7 +5,6 @@ strategy reduces them in fp32 and divides by nothing.
 """
 
 import contextlib
-import math
 from dataclasses import dataclass
 
 import torch
@@ -69,13 +68,19 @@ class LocalParameter:
 class ParallelModel:
     """A model spread over the world. `module` is what to call, `model` the bare model inside.
 
-    Strategies override `accumulate` and `reduce_gradients`. Only `replicated` holds gradients that the strategy itself
-    does not reduce: the fp32 parameters that stay whole on every rank.
+    Strategies override `accumulate` and `reduce_gradients`. parts: slot -> (this rank's part, where it starts in the
+    flattened parameter), of each parameter that is cut over groups of `shard_size` neighbouring ranks; `sharded` are
+    these as local parameters. The others, `whole`, are on every rank. `local_parameters`: all, in the model's order.
     """
 
-    def __init__(self, model, module, world, local, replicated=()):
+    def __init__(self, model, module, world, slots, *, parts, shard_size=1):
         self.model, self.module, self.world = model, module, world
-        self.local_parameters, self.replicated = local, list(replicated)
+        replicas, index = world.size // shard_size, world.rank // shard_size
+        self.sharded = [LocalParameter(slot, part, start, replicas, index) for slot, (part, start) in parts.items()]
+        self.whole = [LocalParameter(slot, slot.parameter, 0, world.size, world.rank)
+                      for slot in slots if slot not in parts]
+        local = {local.slot: local for local in self.sharded + self.whole}
+        self.local_parameters = [local[slot] for slot in slots]
 
     def parameters(self):
         """Name -> what the optimiser updates: this rank's part of each parameter. Maybe empty, or flat."""
@@ -93,8 +98,8 @@ class ParallelModel:
         return contextlib.nullcontext()
 
     def reduce_gradients(self):
-        """After the last backward: every gradient becomes its sum over ranks."""
-        gradients = [local.parameter.grad for local in self.replicated]
+        """After the last backward: every gradient becomes its sum over ranks. Here: those that are whole."""
+        gradients = [local.parameter.grad for local in self.whole]
         if gradients and self.world.size > 1:
             total = self.world.all_reduce_sum(torch.cat([gradient.view(-1) for gradient in gradients]))
             parts = total.split([gradient.numel() for gradient in gradients])
@@ -138,13 +143,3 @@ class ParallelModel:
         """Let AdamW's bias correction go on as after `steps` updates. Call after `optimizer_shards`."""
         for state in optimizer.state.values():
             state["step"].fill_(steps)
-
-
-def starts_of(slots, counts, ranks, world):
-    """Where in each flattened tensor this rank's elements start: `ranks` hold it in turn, this one `counts` of each."""
-    gathered = world.gather_objects(counts)
-    before = [gathered[rank] for rank in ranks[:ranks.index(world.rank)]]
-    starts = [sum(column) for column in zip(*before)] if before else [0] * len(slots)
-    whole = [sum(gathered[rank][index] for rank in ranks) for index in range(len(slots))]
-    assert whole == [math.prod(slot.shape) for slot in slots], "the shards of some parameter are not the whole of it"
-    return starts

@@ -54,7 +54,11 @@ def parallelize(model, *, world, strategy, compute_dtype, activation_checkpointi
         from mamba_fsdp.parallel.fsdp2 import shard
     else:
         from mamba_fsdp.parallel.fsdp1 import shard
-    return shard(model, slots, world=world, shard_size=shard_size, compute_dtype=compute_dtype,
+    fp32 = model.fp32_parameter_names()
+    whole = [slot for slot in slots if slot.name in fp32]
+    for slot in whole:
+        slot.materialize(world.device)
+    return shard(model, slots, whole, world=world, shard_size=shard_size, compute_dtype=compute_dtype,
                  backward_prefetch=backward_prefetch, limit_all_gathers=limit_all_gathers)
 
 

@@ -5,12 +5,15 @@ import contextlib
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from mamba_fsdp.parallel.model import LocalParameter, ParallelModel
+from mamba_fsdp.parallel.model import ParallelModel
 
 
 class Replicated(ParallelModel):
     def accumulate(self, last):
         return contextlib.nullcontext() if last or self.module is self.model else self.module.no_sync()
+
+    def reduce_gradients(self):
+        """DistributedDataParallel has done so in the last backward."""
 
 
 def replicate(model, slots, *, world, strategy):
@@ -20,8 +23,7 @@ def replicate(model, slots, *, world, strategy):
     if strategy == "ddp":
         module = DistributedDataParallel(model, gradient_as_bucket_view=True)
         module.register_comm_hook(None, _sum)
-    local = [LocalParameter(slot, slot.parameter, replicas=world.size, replica_index=world.rank) for slot in slots]
-    return Replicated(model, module, world, local)
+    return Replicated(model, module, world, slots, parts={})
 
 
 def _sum(_, bucket):
