@@ -4,20 +4,20 @@ torchrun.
 Run again after a stop or a crash, it goes on from the newest committed checkpoint. `--help` lists every setting.
 """
 
-from config import settings
+from config import resolve
 from mamba_fsdp import command_line
 
 
 def main(*stray, config=None, **given):
-    resolved, explicit = settings.resolve(given, config, stray)
+    settings, explicit = resolve.resolve_settings(given, config, stray)
     # These import torch, which takes seconds: only when there is something to train.
     from mamba_fsdp.interop.convert import import_
     from mamba_fsdp.train.run import run
     from mamba_fsdp.verbs.loading import starting_weights
 
-    weights = starting_weights(resolved, explicit)
-    return run(resolved, weights, publish=import_)
+    weights = starting_weights(settings, explicit)
+    return run(settings, weights, publish=import_)
 
 
 if __name__ == "__main__":
-    command_line.run(main, settings.help_page)
+    command_line.run(main, resolve.help_page)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from config import settings
+from config import resolve
 from mamba_fsdp.data.loader import NOT_COUNTED, evaluation_batches
 from mamba_fsdp.data.order import Order
 from mamba_fsdp.data.selection import training_sources, validation_stores
@@ -46,7 +46,7 @@ class Bigram:
 
 
 def main():
-    config, _ = settings.resolve({}, "config/demo.yaml")
+    config, _ = resolve.resolve_settings({}, "config/demo.yaml")
     run = Path(config.checkpoint.save_ckpt_path)
     if not (run / "config.yaml").exists():
         began = time.perf_counter()

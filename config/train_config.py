@@ -1,7 +1,7 @@
 """Every setting of a training run: name, type, default, bounds and meaning (the string below each field).
 
 Leaf names are unique over the sections, so `--learning_rate=3e-4`, `--optimizer.learning_rate=3e-4` and the YAML forms
-`learning_rate: 3e-4` and `optimizer: {learning_rate: 3e-4}` name the same thing. config/settings.py resolves them.
+`learning_rate: 3e-4` and `optimizer: {learning_rate: 3e-4}` name the same thing. config/resolve.py resolves them.
 """
 
 from dataclasses import dataclass, field

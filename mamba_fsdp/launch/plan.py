@@ -8,31 +8,31 @@ import dataclasses
 import os
 from pathlib import Path
 
-from config import settings
+from config import resolve
 from mamba_fsdp import command_line
 from mamba_fsdp.launch.machine import PROJECT, check_version
 
 
 def plan(*stray, config=None, **given):
     check_version()
-    resolved, _ = settings.resolve(given, config, stray)
-    print(run_folder(resolved))
-    for folder in folders_outside_project(resolved):
+    settings, _ = resolve.resolve_settings(given, config, stray)
+    print(run_folder(settings))
+    for folder in folders_outside_project(settings):
         print(folder)
 
 
-def run_folder(resolved):
-    return Path(os.path.abspath(resolved.checkpoint.save_ckpt_path))
+def run_folder(settings):
+    return Path(os.path.abspath(settings.checkpoint.save_ckpt_path))
 
 
-def folders_outside_project(resolved):
+def folders_outside_project(settings):
     """Absolute paths named by the settings, and where symbolic links lead from them, unless they lie in the project."""
-    sections = [vars(getattr(resolved, section.name)) for section in dataclasses.fields(resolved)]
+    sections = [vars(getattr(settings, section.name)) for section in dataclasses.fields(settings)]
     texts = [value for section in sections for value in section.values() if isinstance(value, str) and "/" in value]
     named = [Path(os.path.abspath(text)) for text in texts if text.startswith("/") or Path(text).exists()]
-    folders = {run_folder(resolved), *named, *(path.resolve() for path in [run_folder(resolved), *named])}
+    folders = {run_folder(settings), *named, *(path.resolve() for path in [run_folder(settings), *named])}
     return sorted(folder for folder in folders if not folder.is_relative_to(PROJECT))
 
 
 if __name__ == "__main__":
-    command_line.run(plan, settings.help_page)
+    command_line.run(plan, resolve.help_page)

@@ -19,8 +19,8 @@ from mamba_fsdp.model.spec import parameter_count
 BYTES_PER_PARAMETER = 12  # in a checkpoint: the weight and AdamW's two moments, all fp32
 
 
-def report(folder, resolved, mistakes=()):
-    """Write this node's findings for the TrainConfig `resolved` into `folder`, where the first node has put `token`.
+def report(folder, settings, mistakes=()):
+    """Write this node's findings for the TrainConfig `settings` into `folder`, where the first node has put `token`.
 
     mistakes: what has been found wrong with the weights to start from, as sentences. Raises UserError where the
     folder is not shared or can't be written.
@@ -29,8 +29,8 @@ def report(folder, resolved, mistakes=()):
     if not (folder / "token").is_file():
         raise UserError(f"{node}: {folder} is not the folder that the first node sees; mount the shared file system on "
                         f"{node}, or set save_ckpt_path to a folder on it")
-    shared = [PROJECT / "training.py", Path(os.path.abspath(resolved.data.dataset_path))]
-    mistakes = [*mistakes, *version_mistakes(), *([] if mistakes else space_mistakes(resolved))]
+    shared = [PROJECT / "training.py", Path(os.path.abspath(settings.data.dataset_path))]
+    mistakes = [*mistakes, *version_mistakes(), *([] if mistakes else space_mistakes(settings))]
     found = {"mistakes": [f"{node}: {sentence}" for sentence in mistakes], "troubles": troubles_on(node),
              "gpu_count": assigned_gpus(), "gpus": driver_gpus()[:assigned_gpus()],
              "efa_count": int(os.environ.get("EFA_COUNT", 0)),
@@ -50,12 +50,12 @@ def version_mistakes():
     return []
 
 
-def space_mistakes(resolved):
+def space_mistakes(settings):
     """A sentence where the run folder's file system has no room for the checkpoints to come."""
-    folder, keep = run_folder(resolved), resolved.checkpoint.keep_checkpoints
+    folder, keep = run_folder(settings), settings.checkpoint.keep_checkpoints
     there = len(list(folder.glob("checkpoints/step_*/COMMIT")))
     to_come = max(1, keep + 1 - there)  # one more than are kept: the oldest goes when the newest is committed
-    needed, free = to_come * BYTES_PER_PARAMETER * parameter_count(resolved.model), shutil.disk_usage(folder).free
+    needed, free = to_come * BYTES_PER_PARAMETER * parameter_count(settings.model), shutil.disk_usage(folder).free
     if free >= needed:
         return []
     return [f"{free / 1e9:.1f} GB free for {folder}, but {to_come} checkpoints to come need {needed / 1e9:.1f} GB; "

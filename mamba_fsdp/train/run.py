@@ -7,7 +7,7 @@ from itertools import chain
 
 import torch
 
-from config import settings as settings_module
+from config import resolve
 from mamba_fsdp.checkpoint.checkpointer import Checkpointer
 from mamba_fsdp.checkpoint.folder import find_checkpoint, load
 from mamba_fsdp.checkpoint.tensors import open_tensors
@@ -216,9 +216,9 @@ class Run:
         return saved
 
     def _check_same_model(self, saved, folder):
-        now = settings_module.as_dict(self.settings)["model"]
+        now = resolve.as_dict(self.settings)["model"]
         differing = [f"{name} {then} (now {now[name]})" for name, then in saved["settings"]["model"].items()
-                     if name not in settings_module.SHAPELESS and name in now and now[name] != then]
+                     if name not in resolve.SHAPELESS and name in now and now[name] != then]
         if differing:
             raise UserError(f"{folder} holds another model: {', '.join(differing)}; give these settings again, or "
                             "another save_ckpt_path")
@@ -260,10 +260,10 @@ class Run:
         self.metrics = self.tracker = None
         path, step, report = self.folder.path, self.progress.step, self.settings.report
         if self.is_first:
-            write_atomically(path / "config.yaml", settings_module.as_yaml(self.settings))
+            write_atomically(path / "config.yaml", resolve.as_yaml(self.settings))
             self.folder.keep_tokenizer(next(iter(self.sources.values())).path)
             self.metrics = Metrics(path, step)
-            self.tracker = make_tracker(report.tracker, path, settings_module.as_dict(self.settings), step)
+            self.tracker = make_tracker(report.tracker, path, resolve.as_dict(self.settings), step)
             self.folder.say("running", step)
         self.profiler = Profiler(path, self.world.rank, step) if report.use_profiler else None
         with self.loader, StopRequest(path, self.is_first) as self.stop:
@@ -354,7 +354,7 @@ class Run:
         saved["data"] = self.loader.state_before(progress.step)
         if self.loss_scale.dynamic:
             saved["loss_scale"], saved["loss_scale_good_steps"] = self.loss_scale.value, self.loss_scale.good_steps
-        state = {"progress": saved, "settings": settings_module.as_dict(self.settings), "world_size": self.world.size,
+        state = {"progress": saved, "settings": resolve.as_dict(self.settings), "world_size": self.world.size,
                  "torch": torch.__version__}
         shards = self.parallel.shards() + self.parallel.optimizer_shards(self.optimizer)
         self.checkpointer.save(progress.step, shards, state)

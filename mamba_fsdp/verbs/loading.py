@@ -3,7 +3,7 @@ folder."""
 
 import torch
 
-from config import settings
+from config import resolve
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.interop.weights import config_beside, load_tokenizer, read_weights
 from mamba_fsdp.model.lm import MambaLM
@@ -13,7 +13,7 @@ from mamba_fsdp.parallel.world import start_world
 
 
 def starting_weights(config, explicit):
-    """The Weights that init_from names, whose shape `config` (see settings.resolve) then has; None without init_from.
+    """The Weights that init_from names, whose shape `config` (a TrainConfig) then has; None without init_from.
 
     Raises UserError where they, or what stands beside the .pth file of load_ckpt_path, are of another model than the
     settings ask for.
@@ -21,12 +21,12 @@ def starting_weights(config, explicit):
     checkpoint = config.checkpoint
     if checkpoint.init_from:
         weights = read_weights(checkpoint.init_from)
-        settings.take_model(config, weights.config, explicit)
+        resolve.take_model(config, weights.config, explicit)
         return weights
     if checkpoint.load_ckpt_path.endswith(".pth"):
         there = config_beside(checkpoint.load_ckpt_path)
         if there:
-            settings.refuse_other_model(config, there, f"load_ckpt_path {checkpoint.load_ckpt_path}")
+            resolve.refuse_other_model(config, there, f"load_ckpt_path {checkpoint.load_ckpt_path}")
     return None
 
 

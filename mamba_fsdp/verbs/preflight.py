@@ -8,7 +8,7 @@ the run folder with a file `token`. Exit codes of judge: 0, 2 for what you have 
 
 from pathlib import Path
 
-from config import settings
+from config.resolve import resolve_settings
 from mamba_fsdp import command_line
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.launch import preflight
@@ -20,14 +20,14 @@ def main(action, folder, *nodes, after_dashes=None):
     if action != "report" or nodes:
         raise UserError("preflight: write `report FOLDER -- SETTINGS` or `judge FOLDER NODE ...`")
     stray, given = command_line.split(after_dashes or [])
-    resolved, explicit = settings.resolve(given, given.pop("config", None), stray)
+    settings, explicit = resolve_settings(given, given.pop("config", None), stray)
     mistakes = []
-    if resolved.checkpoint.init_from or resolved.checkpoint.load_ckpt_path:
+    if settings.checkpoint.init_from or settings.checkpoint.load_ckpt_path:
         from mamba_fsdp.verbs.loading import starting_weights
 
         try:
-            starting_weights(resolved, explicit)  # whose shape the model has
+            starting_weights(settings, explicit)  # whose shape the model has
         except UserError as error:
             mistakes.append(str(error))
-    preflight.report(Path(folder), resolved, mistakes)
+    preflight.report(Path(folder), settings, mistakes)
     return 0

@@ -6,18 +6,18 @@ Exits with 2 and one line when the command has a mistake.
   python -m mamba_fsdp settings save_ckpt_path -- --config=config/demo.yaml
 """
 
-from config import settings
+from config import resolve
 from mamba_fsdp import command_line
 from mamba_fsdp.errors import UserError
 
 
 def main(name="", after_dashes=None):
     stray, given = command_line.split(after_dashes or [])
-    resolved, _ = settings.resolve(given, given.pop("config", None), stray)
+    settings, _ = resolve.resolve_settings(given, given.pop("config", None), stray)
     if not name:
-        print(settings.as_yaml(resolved), end="")
+        print(resolve.as_yaml(settings), end="")
         return
-    if name not in settings.all_settings():
+    if name not in resolve.all_settings():
         raise UserError(f"{name}: there is no such setting; training.py --help lists them")
-    values = settings.as_dict(resolved)[settings.all_settings()[name][0]]
-    print(settings.shown(values[name]))
+    values = resolve.as_dict(settings)[resolve.all_settings()[name][0]]
+    print(resolve.shown(values[name]))

@@ -2,7 +2,7 @@
 
 import pytest
 
-from config import settings
+from config import resolve
 from config.model_config import ModelConfig
 from mamba_fsdp.errors import UserError
 
@@ -10,8 +10,9 @@ THERE = ModelConfig(d_model=48, n_layer=3, layers="mamba2", headdim=16, vocab_si
 
 
 def take(**given):
-    config, explicit = settings.resolve({"init_from": "there", **{key: str(value) for key, value in given.items()}})
-    settings.take_model(config, THERE, explicit)
+    words = {key: str(value) for key, value in given.items()}
+    config, explicit = resolve.resolve_settings({"init_from": "there", **words})
+    resolve.take_model(config, THERE, explicit)
     return config.model
 
 
@@ -37,6 +38,6 @@ def test_other_settings_are_refused(given, message):
 
 
 def test_a_setting_that_the_layers_of_the_weights_make_pointless():
-    config, explicit = settings.resolve({"init_from": "there", "chunk_size": "32"})
+    config, explicit = resolve.resolve_settings({"init_from": "there", "chunk_size": "32"})
     with pytest.raises(UserError, match="chunk_size=32 does nothing without a mamba2 layer"):
-        settings.take_model(config, ModelConfig(d_model=48), explicit)
+        resolve.take_model(config, ModelConfig(d_model=48), explicit)

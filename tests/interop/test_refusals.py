@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from small_models import CONFIGS, random_state, write_ours, write_tokenizer
 
-from config import settings
+from config.resolve import resolve_settings, shown
 from config.model_config import ModelConfig
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.interop import convert
@@ -259,16 +259,16 @@ def test_a_pth_to_go_on_from_that_is_of_another_model_in_what_no_shape_shows(fie
     config = ModelConfig(layers="mamba2,attention", d_model=32, n_layer=2, headdim=16, n_head=4, n_kv_head=4,
                          vocab_size=64,
                          tie_embeddings=False)
-    given = {name: settings.shown(value) for name, value in vars(config).items()}
+    given = {name: shown(value) for name, value in vars(config).items()}
 
     def starts_from(folder):
-        resolved, explicit = settings.resolve({**given, "load_ckpt_path": str(folder / "consolidated.00.pth")})
+        resolved, explicit = resolve_settings({**given, "load_ckpt_path": str(folder / "consolidated.00.pth")})
         return starting_weights(resolved, explicit)
 
     assert starts_from(write_ours(tmp_path / "same", config, random_state(config))) is None
     other = ModelConfig(**vars(config) | {field: there})
     folder = write_ours(tmp_path / "other", other, random_state(other))
-    said = rf"load_ckpt_path .*/other/.*: {field}={here} \(there {settings.shown(there)}\)$"
+    said = rf"load_ckpt_path .*/other/.*: {field}={here} \(there {shown(there)}\)$"
     with pytest.raises(UserError, match=said):
         starts_from(folder)
     (folder / "config.json").unlink()
@@ -277,12 +277,12 @@ def test_a_pth_to_go_on_from_that_is_of_another_model_in_what_no_shape_shows(fie
 
 def test_a_pth_beside_a_config_of_another_library(tmp_path):
     config = CONFIGS["hybrid"]
-    given = {name: settings.shown(value) for name, value in vars(config).items()}
+    given = {name: shown(value) for name, value in vars(config).items()}
     for form in ("hf", "state-spaces"):
         folder = export(write_ours(tmp_path / form, config, random_state(config)), tmp_path / f"{form}-out",
                         format=form)
         for change, message in (({}, None), ({"norm_eps": "1e-6"}, "norm_eps=1e-06")):
-            resolved, explicit = settings.resolve({**given, **change, "load_ckpt_path": str(folder / "any.pth")})
+            resolved, explicit = resolve_settings({**given, **change, "load_ckpt_path": str(folder / "any.pth")})
             if message:
                 with pytest.raises(UserError, match=message):
                     starting_weights(resolved, explicit)

@@ -8,7 +8,7 @@ import torch
 import transformers
 from small_models import CONFIGS, assert_same, random_state, write_ours, write_tokenizer
 
-from config.settings import as_dict, resolve
+from config.resolve import as_dict, resolve_settings
 from mamba_fsdp.checkpoint.checkpointer import Checkpointer
 from mamba_fsdp.interop.convert import export, import_
 from mamba_fsdp.interop.weights import read_weights
@@ -24,7 +24,7 @@ CONFIG = CONFIGS["hybrid"]
 def run(tmp_path):
     """A run folder with checkpoints of steps 1 and 2, and the tokenizer that a run keeps."""
     write_tokenizer(tmp_path / "run" / "tokenizer")
-    settings, _ = resolve({"seq_length": "24"})
+    settings, _ = resolve_settings({"seq_length": "24"})
     settings.model = CONFIG
     world = World.alone()
     checkpointer = Checkpointer(tmp_path / "run", world, asynchronous=False)

@@ -6,7 +6,7 @@ import shutil
 import pytest
 import torch
 
-from config import settings
+from config import resolve
 from config.model_config import ModelConfig
 from mamba_fsdp import command_line
 from mamba_fsdp.errors import UserError
@@ -37,7 +37,7 @@ def report(folder, tmp_path, monkeypatch):
         monkeypatch.setattr(preflight, "assigned_gpus", lambda: gpus)
         monkeypatch.setattr(preflight, "driver_gpus", lambda: ["NVIDIA A100"] * gpus)
         words = {"save_ckpt_path": folder.parent, "dataset_path": tmp_path / "store", **given}
-        preflight.report(folder, settings.resolve({name: str(value) for name, value in words.items()})[0])
+        preflight.report(folder, resolve.resolve_settings({name: str(value) for name, value in words.items()})[0])
 
     return report_as
 

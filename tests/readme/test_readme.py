@@ -82,7 +82,7 @@ def test_what_it_names_exists(project):
 
 
 def test_the_settings_it_names_exist(project):
-    from config.settings import aliases
+    from config.resolve import aliases
 
     page = subprocess.run([sys.executable, "get_dataset.py", "--help"], cwd=project, capture_output=True, text=True).stdout
     known = set(aliases()) | set(re.findall(r"--(\w+)", page)) | {

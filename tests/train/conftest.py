@@ -10,7 +10,7 @@ import pytest
 import torch
 from tiny import TINY
 
-from config import settings
+from config import resolve
 from mamba_fsdp.data.store import StoreWriter
 
 
@@ -54,7 +54,7 @@ def train(corpus, tiny_file, capsys):
         words = {key: str(value) for key, value in {"dataset_path": corpus, "save_ckpt_path": run, **given}.items()}
         capsys.readouterr()
         try:
-            start(settings.resolve(words, tiny_file)[0],
+            start(resolve.resolve_settings(words, tiny_file)[0],
                   publish=import_)
         finally:  # what training sets for its whole process
             torch.set_flush_denormal(False)

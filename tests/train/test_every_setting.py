@@ -4,7 +4,7 @@ import shutil
 
 import pytest
 
-from config import settings
+from config import resolve
 from mamba_fsdp.errors import UserError
 
 # For each setting another value, and what else must be set for it to matter. Where the effect is speed or memory, the trace is
@@ -38,7 +38,7 @@ OTHER_VALUES = {
 
 
 def test_the_table_names_every_setting():
-    assert OTHER_VALUES.keys() == settings.all_settings().keys()
+    assert OTHER_VALUES.keys() == resolve.all_settings().keys()
 
 
 @pytest.fixture

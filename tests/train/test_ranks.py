@@ -32,8 +32,8 @@ def train_changed(corpus, project, tmp_path):
     def start(lines, **given):
         words = {**TINY, "dataset_path": corpus, "save_ckpt_path": tmp_path / "run", "timeout_minutes": 0.2, **given}
         (tmp_path / "changed.py").write_text(
-            f"import os, sys, time; sys.path.insert(0, '.')\nfrom config import settings; from mamba_fsdp.train import run as module\n{lines}"
-            f"module.run(settings.resolve({ {key: str(value) for key, value in words.items()} })[0])\n")
+            f"import os, sys, time; sys.path.insert(0, '.')\nfrom config import resolve; from mamba_fsdp.train import run as module\n{lines}"
+            f"module.run(resolve.resolve_settings({ {key: str(value) for key, value in words.items()} })[0])\n")
         return subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", tmp_path / "changed.py"],
                               cwd=project, capture_output=True, text=True, timeout=300,
                               env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(project)})

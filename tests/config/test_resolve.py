@@ -9,13 +9,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from config import settings
+from config import resolve as module
 from config.train_config import Duration, TrainConfig
 from mamba_fsdp.errors import UserError
 
 
 def resolve(config_file=None, **given_words):
-    return settings.resolve(given_words, config_file)[0]
+    return module.resolve_settings(given_words, config_file)[0]
 
 
 def refused(config_file=None, **given_words):
@@ -128,11 +128,11 @@ POINTLESS = {  # every setting that needs another: a value, where it does nothin
 
 
 def test_a_setting_that_does_nothing_is_refused(tmp_path):
-    needing = {name for name, (_, leaf) in settings.all_settings().items() if leaf.metadata["needs"]}
+    needing = {name for name, (_, leaf) in module.all_settings().items() if leaf.metadata["needs"]}
     assert needing == POINTLESS.keys()
     for name, (value, where_not, where) in POINTLESS.items():
         resolve(**where, **{name: value})
-        resolve(**where_not, **{name: settings.shown(settings.default(name))})
+        resolve(**where_not, **{name: module.shown(module.default(name))})
         message = refused(**where_not, **{name: value})
         assert f"{name}={value} does nothing without " in message.replace("500000.0", "5e5"), message
         file = tmp_path / "own.yaml"
@@ -151,7 +151,7 @@ def test_what_the_command_line_makes_pointless_in_a_file_is_forgotten(tmp_path):
     assert changed.lr_schedule.decay_steps == usual.lr_schedule.decay_steps
     assert changed.training.eval_batches == usual.training.eval_batches
     file = tmp_path / "config.yaml"
-    file.write_text(settings.as_yaml(changed))
+    file.write_text(module.as_yaml(changed))
     assert resolve(str(file)) == changed
     assert "eval_batches=2 does nothing" in refused(config_file="mambaoutai", eval_interval="0", eval_batches="2")
 
@@ -159,7 +159,7 @@ def test_what_the_command_line_makes_pointless_in_a_file_is_forgotten(tmp_path):
 def test_a_preset_keeps_what_other_layers_make_pointless(tmp_path):
     plain = resolve(model_name="mamba_9.8b", layers="mamba2")
     file = tmp_path / "config.yaml"
-    file.write_text(settings.as_yaml(plain))
+    file.write_text(module.as_yaml(plain))
     assert resolve(str(file)) == plain and plain.model.n_head == 32
 
 
@@ -205,12 +205,12 @@ def test_a_duration_reads_what_it_writes_and_rounds_up(count, unit, tokens_per_s
 def test_resolved_settings_survive_their_own_yaml(tmp_path):
     file = tmp_path / "resolved.yaml"
     before = resolve(datasets="a,b", weights="1,3", num_steps="5tok", layers="2*mamba1", mixed_precision="fp16")
-    file.write_text(settings.as_yaml(before))
+    file.write_text(module.as_yaml(before))
     assert resolve(str(file)) == before
 
 
 def test_help_names_every_setting_with_its_meaning_and_bounds():
-    page = settings.help_page()
+    page = module.help_page()
     for section in dataclasses.fields(TrainConfig):
         for leaf in dataclasses.fields(section.default_factory):
             assert re.search(rf"--{leaf.name}=.*\(.+\)\n +\S", page), leaf.name

@@ -47,7 +47,7 @@ def aliases():
     return names
 
 
-def resolve(given, config_file=None, stray=()):
+def resolve_settings(given, config_file=None, stray=()):
     """The TrainConfig for the settings `given` (dict of name -> text) on top of `config_file`, the preset and the
     defaults.
 
