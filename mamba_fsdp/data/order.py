@@ -9,9 +9,12 @@ the run is a handful of integers: the draws made from each source.
 
 import hashlib
 import math
+from collections.abc import Mapping
 
 import numpy as np
 
+from mamba_fsdp.data.source import Source
+from mamba_fsdp.data.splitmix import splitmix64
 from mamba_fsdp.errors import UserError
 
 # Windows move in blocks of about a million tokens (2 to 4 MB), the size from which Lustre and disks read at full rate,
@@ -27,14 +30,15 @@ ROUNDS = 4  # of the Feistel network: from four on its permutations pass for ran
 class Order:
     """The order of samples.
 
-    sources: {name: source}, each with `token_count` and `identity`; weights: {name: share, need not sum to 1; 0 leaves
-    the source out}. `state` is what `state_after` gave: sample 0 is then the one after it. It may have been made with
-    other weights, batch sizes or sets of sources (each source goes on with its own draws), but not with another seed,
-    seq_length or content of a source, for which the draws made so far mean nothing. Raises UserError for that, for
-    weights that make no mixture, and for a source shorter than one window.
+    weights: {name of a source: its share}, which need not sum to 1; 0 leaves the source out. `state` is what
+    `state_after` gave: sample 0 is then the one after it. It may have been made with other weights, batch sizes or sets
+    of sources (each source resumes with its own draws), but not with another seed, seq_length or content of a source,
+    for which the draws made so far mean nothing. Raises UserError for that, for weights that make no mixture, and for a
+    source shorter than one window.
     """
 
-    def __init__(self, sources, weights, seq_length, seed, state=None):
+    def __init__(self, sources: Mapping[str, Source], weights: Mapping[str, float], seq_length: int, seed: int,
+                 state: dict | None = None):
         self.names = sorted(sources)  # so that the order in which sources are listed changes nothing
         self.seq_length, self.seed = seq_length, seed
         self.identity = {name: sources[name].identity for name in self.names}
@@ -52,16 +56,17 @@ class Order:
         self.start = state["pattern_position"] if same_pattern else 0
         self.drawn = np.array([self.before["drawn"].get(name, 0) for name in self.names])
 
-    def samples(self, first, count):
+    def samples(self, first: int, count: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Samples [first, first + count) as three int64 arrays (count,): index into `names`, window, epoch."""
         cycle, place = np.divmod(self.start + first + np.arange(count), self.period)
         source = self.pattern[place].astype(np.int64)
         draw = (self.drawn - self._draws(self.start))[source] + cycle * self.counts[source] + self.nth[place]
         epoch, position = np.divmod(draw, self.windows[source])
-        window = permuted_window(position, self.windows[source], self.block_windows, _mix(self.keys[source], epoch))
+        key = splitmix64(self.keys[source], epoch)
+        window = permuted_window(position, self.windows[source], self.block_windows, key)
         return source, window, epoch
 
-    def state_after(self, samples):
+    def state_after(self, samples: int) -> dict:
         """The position after `samples` samples of this order, for JSON. Sources not in the mixture keep their draws."""
         end = self.start + samples
         drawn = self.drawn + self._draws(end) - self._draws(self.start)
@@ -75,7 +80,7 @@ class Order:
         }
 
     @property
-    def block_windows(self):
+    def block_windows(self) -> int:
         return max(1, BLOCK_TOKENS // self.seq_length)
 
     def _draws(self, position):
@@ -125,7 +130,7 @@ def _pattern_counts(names, weights):
     return counts // math.gcd(*counts.tolist())
 
 
-def permuted_window(position, windows, block_windows, key):
+def permuted_window(position: np.ndarray, windows: np.ndarray, block_windows: int, key: np.ndarray) -> np.ndarray:
     """The window at each position of an epoch. All arrays have one length; `key` (uint64) chooses the permutation.
 
     Blocks of block_windows windows are permuted, then the windows within each group of GROUP_BLOCKS blocks. The last
@@ -140,7 +145,7 @@ def permuted_window(position, windows, block_windows, key):
         blocks = -(-windows // block)
         group, within = np.divmod(position, GROUP_BLOCKS * block)
         group_windows = np.minimum(GROUP_BLOCKS, blocks - group * GROUP_BLOCKS) * block
-        shuffled = group * GROUP_BLOCKS * block + permute(within, group_windows, _mix(key, group + 1))
+        shuffled = group * GROUP_BLOCKS * block + permute(within, group_windows, splitmix64(key, group + 1))
         position = permute(shuffled // block, blocks, key) * block + shuffled % block
         inside = position < windows
         result[open_[inside]] = position[inside]
@@ -148,7 +153,7 @@ def permuted_window(position, windows, block_windows, key):
     return result
 
 
-def permute(x, size, key):
+def permute(x: np.ndarray, size: np.ndarray, key: np.ndarray) -> np.ndarray:
     """A bijection of range(size), chosen by `key`, at each x: a Feistel network on two digits of base ceil(sqrt(size)),
     with cycle walking for the few results in [size, base**2). Arrays of one length: x, size int64; key uint64."""
     result = np.empty_like(x)
@@ -157,21 +162,13 @@ def permute(x, size, key):
     while open_.size:
         left, right = np.divmod(x, base)
         for round_ in range(ROUNDS):
-            scrambled = (_mix(key, right * ROUNDS + round_) >> np.uint64(1)).astype(np.int64)
+            scrambled = (splitmix64(key, right * ROUNDS + round_) >> np.uint64(1)).astype(np.int64)
             left, right = right, (left + scrambled % base) % base
         x = left * base + right
         inside = x < size
         result[open_[inside]] = x[inside]
         open_, x, size, base, key = (array[~inside] for array in (open_, x, size, base, key))
     return result
-
-
-def _mix(key, number):
-    """A 64-bit hash of two arrays: the finaliser of SplitMix64 (Steele, Lea and Flood, 2014). uint64 wraps."""
-    x = key + (number.astype(np.uint64) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return x ^ (x >> np.uint64(31))
 
 
 def _key(seed, name):

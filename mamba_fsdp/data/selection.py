@@ -2,13 +2,14 @@
 
 from pathlib import Path
 
+from config.train_config import DataConfig
 from mamba_fsdp.data.store import TokenStore
 from mamba_fsdp.errors import UserError
 
 
-def training_sources(data):
-    """({name: TokenStore}, {name: weight}) for the settings' `data` section. Raises UserError where a store is
-    missing or broken."""
+def training_sources(data: DataConfig) -> tuple[dict[str, TokenStore], dict[str, float]]:
+    """({name: source}, {name: weight}) as the settings' `data` section says. Raises UserError where a store is missing
+    or broken."""
     root = Path(data.dataset_path)
     if data.datasets:
         sources = {name: TokenStore(_store_folder(root / name)) for name in data.datasets}
@@ -23,11 +24,11 @@ def training_sources(data):
             raise UserError(f"{store.path}: made with another tokenizer than {first.path} (vocabulary "
                             f"{store.vocab_size}, eos {store.eos} against {first.vocab_size}, {first.eos}); make "
                             "both with one --tokenizer")
-    weights = data.weights or [len(store) for store in sources.values()]
+    weights = data.weights or [store.token_count for store in sources.values()]
     return sources, dict(zip(sources, weights))
 
 
-def validation_stores(data):
+def validation_stores(data: DataConfig) -> list[TokenStore]:
     """The stores to validate on: validation_path, or with `auto` each `validation` folder beside a training store; may
     be empty."""
     if data.validation_path == "none":
@@ -40,6 +41,6 @@ def validation_stores(data):
     return [TokenStore(folder) for folder in dict.fromkeys(places)]
 
 
-def _store_folder(path, part="train"):
+def _store_folder(path: Path, part: str = "train") -> Path:
     """`path` itself, or the store `part` inside it."""
     return path / part if not (path / "index.json").exists() and (path / part / "index.json").exists() else path

@@ -12,11 +12,13 @@ import bisect
 import hashlib
 import json
 import os
+from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import ArrayLike
 
+from mamba_fsdp.data.source import Tokens
 from mamba_fsdp.durable import sync_folder, write_atomically
 from mamba_fsdp.errors import UserError
 
@@ -26,19 +28,13 @@ SHARD_TOKENS = 1 << 28
 LARGEST_DOCUMENT = np.iinfo(np.int32).max  # positions are int32
 
 
-class Tokens(NamedTuple):
-    tokens: np.ndarray  # (count,), the source's integer type, possibly a read-only view of the file
-    positions: np.ndarray  # (count,) int32, each token's position within its document
-    mask: np.ndarray | None  # (count,) bool, which tokens count in the loss; None means all
-
-
 class TokenStore:
-    """A store open for reading. Cheap to open and to pickle: shards are mapped when first read.
+    """A store open for reading, the native Source. Cheap to open and to pickle: shards are mapped when first read.
 
     Opening checks the index and every file's size; `verify` reads everything. Raises UserError naming file and fault.
     """
 
-    def __init__(self, path):
+    def __init__(self, path: str | Path):
         self.path = Path(path)
         index = _read_index(self.path)
         try:
@@ -62,18 +58,18 @@ class TokenStore:
     def __reduce__(self):
         return TokenStore, (self.path,)
 
-    def __len__(self):
+    def __len__(self) -> int:
         return self.token_count
 
     @property
-    def tokenizer_path(self):
+    def tokenizer_path(self) -> Path:
         """The tokenizer's folder. Raises UserError where the store came without one."""
         path = self.path / "tokenizer"
         if not path.is_dir():
             raise UserError(f"{path}: the store holds no tokenizer; make it again with get_dataset.py --tokenizer=...")
         return path
 
-    def read(self, start, count):
+    def read(self, start: int, count: int) -> Tokens:
         """Tokens [start, start + count) of the store, across shards, with their positions; the mask is None."""
         assert 0 <= start and 0 <= count and start + count <= self.token_count, (start, count, self.token_count)
         shard = min(bisect.bisect_right(self._starts, start), len(self._shards)) - 1
@@ -88,14 +84,14 @@ class TokenStore:
             return Tokens(*parts[0], None)
         return Tokens(*(np.concatenate(arrays) for arrays in zip(*parts)), None)
 
-    def documents(self):
+    def documents(self) -> Iterator[np.ndarray]:
         """The documents one after the other, each a view of its tokens with the eos."""
         for shard, described in enumerate(self._shards):
             tokens, starts = self._map(shard)
             for start, end in zip(starts, [*starts[1:], described["tokens"]]):
                 yield tokens[start:end]
 
-    def verify(self):
+    def verify(self) -> None:
         """Reads every file and compares checksums. Raises UserError naming the first damaged one."""
         for shard in self._shards:
             for suffix in ("bin", "doc"):
@@ -140,7 +136,8 @@ class StoreWriter:
     more.
     """
 
-    def __init__(self, path, *, vocab_size, eos, tokenizer, shard_tokens=SHARD_TOKENS, state=None):
+    def __init__(self, path: str | Path, *, vocab_size: int, eos: int, tokenizer: str, shard_tokens: int = SHARD_TOKENS,
+                 state: dict | None = None):
         """tokenizer: what names the tokenizer's content, see tokenizer.py. state: of an earlier writer with the same
         arguments."""
         assert 0 <= eos < vocab_size <= 1 << 32 and shard_tokens > 0
@@ -155,21 +152,21 @@ class StoreWriter:
         self._files = self._open_files()
 
     @property
-    def token_count(self):
+    def token_count(self) -> int:
         return self._tokens + sum(shard["tokens"] for shard in self._shards)
 
     @property
-    def document_count(self):
+    def document_count(self) -> int:
         """Documents begun so far."""
         return self._documents + sum(shard["documents"] for shard in self._shards)
 
-    def add_document(self, tokens):
+    def add_document(self, tokens: ArrayLike) -> None:
         """Appends one whole document, given without its eos."""
         tokens = np.asarray(tokens, dtype=np.int64)
         assert self.eos not in tokens, "the eos would end the document before its end"
         self.append(np.append(tokens, self.eos))
 
-    def append(self, tokens):
+    def append(self, tokens: ArrayLike) -> None:
         """Appends `tokens` (n,), integers: each eos ends a document; what follows the last one, the next call goes on
         with."""
         tokens = np.asarray(tokens)
@@ -185,14 +182,14 @@ class StoreWriter:
             done, ends = int(ends[last]), ends[last + 1:]
         self._write(tokens[done:], ends - done)
 
-    def state(self):
+    def state(self) -> dict:
         """Flushes to disk; returns a JSON-able dict for `StoreWriter(..., state=...)`."""
         for file in self._files:
             file.flush()
             os.fsync(file.fileno())
         return {"shards": list(self._shards), "tokens": self._tokens, "documents": self._documents, "open": self._open}
 
-    def finish(self):
+    def finish(self) -> TokenStore:
         """Writes the index: from here on the folder is a store. Returns it open."""
         assert not self._open, "the last document has no end"
         assert self.token_count, "a store holds at least one document"
@@ -207,7 +204,7 @@ class StoreWriter:
         write_atomically(self.path / "index.json", json.dumps({**index, "checksum": _checksum(index)}, indent=1) + "\n")
         return TokenStore(self.path)
 
-    def close(self):
+    def close(self) -> None:
         for file in self._files:
             file.close()
 

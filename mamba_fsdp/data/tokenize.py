@@ -32,6 +32,7 @@ import numpy as np
 
 from mamba_fsdp.data import tokenizer as tokenizers_
 from mamba_fsdp.data.documents import documents
+from mamba_fsdp.data.splitmix import splitmix64
 from mamba_fsdp.data.store import SHARD_TOKENS, StoreWriter, TokenStore
 from mamba_fsdp.data.text import PIECE_BYTES, cut_words
 from mamba_fsdp.durable import write_atomically
@@ -313,19 +314,15 @@ def _for_validation(numbers, fraction):
     """Which documents are held out, (n,) bool, by their running `numbers` (n,): exactly one of each 1/fraction in a
     row.
 
-    Which one of them, a hash of the row's number says (splitmix64), so that no period in the input can meet the
-    choice's.
+    Which one of them, a hash of the row's number says, so that no period in the input can meet the choice's.
     """
     if not fraction:
         return np.zeros(len(numbers), dtype=bool)
     p, q = fraction.numerator, fraction.denominator
     row = numbers * p // q
     first, end = -(-row * q // p), -(-(row + 1) * q // p)
-    x = (row.astype(np.uint64) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    x ^= x >> np.uint64(31)
-    return numbers == first + (x % (end - first).astype(np.uint64)).astype(np.int64)
+    chosen = splitmix64(np.uint64(0), row) % (end - first).astype(np.uint64)
+    return numbers == first + chosen.astype(np.int64)
 
 
 # ---------------------------------------------------------------- a worker
