@@ -5,7 +5,7 @@ import uuid
 from pathlib import Path
 
 
-def sync_folder(folder):
+def sync_folder(folder: str | Path) -> None:
     """Flush a folder's entries, so that a rename in it survives a power cut. Nothing to do where folders can't be
     opened."""
     try:
@@ -20,7 +20,13 @@ def sync_folder(folder):
         os.close(descriptor)
 
 
-def write_atomically(path, data):
+def hidden_beside(path: Path) -> Path:
+    """A new name in the folder of `path`, for what is not yet whole, or no longer. It starts with a dot and ends in
+    `.partial`."""
+    return path.with_name(f".{path.name}.{uuid.uuid4().hex[:12]}.partial")
+
+
+def write_atomically(path: str | Path, data: str | bytes) -> None:
     """Write `data` (str or bytes) to `path`: readers see the old content or all of the new. Raises OSError as the disk
     does."""
     path = Path(path)

@@ -11,16 +11,16 @@ import math
 import shutil
 import socket
 import threading
-import uuid
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from mamba_fsdp.checkpoint.files import NAMES, checksum, write_pieces
-from mamba_fsdp.checkpoint.folder import COMMIT, STATE, committed, newest_whole, stored_name
+from mamba_fsdp.checkpoint.folder import newest_whole, stored_name
 from mamba_fsdp.checkpoint.ranges import part_to_write, tiles
-from mamba_fsdp.durable import sync_folder, write_atomically
+from mamba_fsdp.durable import hidden_beside, sync_folder, write_atomically
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.heartbeat import heart
+from mamba_fsdp.run_layout import CHECKPOINTS, COMMIT, STATE, committed, rank_file, step_name
 
 
 @dataclass
@@ -46,7 +46,7 @@ class Checkpointer:
 
     def __init__(self, run_folder, world, *, keep=3, asynchronous=True, report=print, check_ours=lambda: None):
         assert keep >= 1
-        self.folder = Path(run_folder) / "checkpoints"
+        self.folder = Path(run_folder) / CHECKPOINTS
         self.world, self.keep, self.asynchronous, self.report = world, keep, asynchronous, report
         self.check_ours = check_ours
         self.pending = self.last = None
@@ -71,7 +71,7 @@ class Checkpointer:
         save fails. Nothing to do when the checkpoint of this step stands already.
         """
         self.wait()
-        if self.last is not None and self.last.name == _name(step):
+        if self.last is not None and self.last.name == step_name(step):
             return
         pieces = []
         for turn, shard in enumerate(shards):
@@ -105,7 +105,7 @@ class Checkpointer:
 
     def _write(self, save, pieces):
         """Write this rank's file. Runs in a thread and therefore talks to nobody."""
-        path = save.partial / f"rank_{self.world.rank:05d}.safetensors"
+        path = save.partial / rank_file(self.world.rank)
         where = f"rank {self.world.rank} on {socket.gethostname()}: {path}"
         try:
             written = write_pieces(path, pieces)
@@ -144,12 +144,9 @@ class Checkpointer:
         if free < needed:
             raise UserError(f"the checkpoint of step {step} needs {needed / 1e9:.3f} GB, but {self.folder} has only "
                             f"{free / 1e9:.3f} GB free; make room, keep fewer checkpoints or choose another folder")
-        partial = self._hidden(_name(step))
+        partial = hidden_beside(self.folder / step_name(step))
         partial.mkdir()
         return partial
-
-    def _hidden(self, name):
-        return self.folder / f".{name}.{uuid.uuid4().hex[:12]}.partial"
 
     def _commit(self, save, outcomes):
         """Turn the written files into a checkpoint: what stands under its final name is whole and durable."""
@@ -169,7 +166,7 @@ class Checkpointer:
         write_atomically(save.partial / COMMIT, json.dumps({"step": save.step, "files": files}, indent=1))
 
         self.check_ours()
-        final = self.folder / _name(save.step)
+        final = self.folder / step_name(save.step)
         if final.exists():  # broken, or it would have been where this run started from
             self._remove(final)
         save.partial.rename(final)
@@ -188,7 +185,7 @@ class Checkpointer:
                     self.report(f"warning: can't remove the old checkpoint {path}: {error.strerror}")
 
     def _remove(self, path):
-        hidden = self._hidden(path.name)  # half a removal must not look like a checkpoint
+        hidden = hidden_beside(path)  # half a removal must not look like a checkpoint
         path.rename(hidden)
         _delete(hidden)
 
@@ -200,7 +197,3 @@ def _delete(folder):
             path.unlink()
         heart.beat()
     shutil.rmtree(folder, ignore_errors=True)
-
-
-def _name(step):
-    return f"step_{step:08d}"

@@ -10,11 +10,11 @@ import zlib
 
 import torch
 
+from mamba_fsdp.conventions import SAFETENSORS_DTYPES
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.heartbeat import heart
 
-DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-NAMES = {dtype: name for name, dtype in DTYPES.items()}
+NAMES = {dtype: name for name, dtype in SAFETENSORS_DTYPES.items()}
 BLOCK = 1 << 24  # bytes that are written or read at a time
 FLUSH = 1 << 28  # bytes that are flushed at a time: one flush of a whole file could look like a hang
 
@@ -91,7 +91,7 @@ class PieceReader:
         entry = self.header.get(f"{name}@{start}")
         if entry is None:
             raise UserError(f"{self.path} is broken: it lacks the piece of {name} that starts at {start}")
-        tensor = torch.empty(count, dtype=DTYPES[entry["dtype"]])
+        tensor = torch.empty(count, dtype=SAFETENSORS_DTYPES[entry["dtype"]])
         self.file.seek(self.data_start + entry["data_offsets"][0] + offset * tensor.element_size())
         self._exactly(tensor.view(torch.uint8).numpy())
         return tensor

@@ -10,7 +10,6 @@ Model tensors are named model/<parameter>, the optimiser's optimizer/<parameter>
 
 import json
 import math
-import re
 from pathlib import Path
 
 import torch
@@ -18,8 +17,7 @@ import torch
 from mamba_fsdp.checkpoint.files import PieceReader, checksum
 from mamba_fsdp.checkpoint.ranges import overlaps, tiles
 from mamba_fsdp.errors import UserError
-
-COMMIT, STATE = "COMMIT", "state.json"
+from mamba_fsdp.run_layout import CHECKPOINTS, COMMIT, STATE, committed, step_of
 
 
 def stored_name(name):
@@ -27,16 +25,9 @@ def stored_name(name):
     return name if name.startswith("optimizer/") else f"model/{name}"
 
 
-def committed(checkpoints):
-    """The committed checkpoints under a folder, oldest first, whole or not."""
-    found = [path for path in Path(checkpoints).glob("step_*")
-             if re.fullmatch(r"step_\d+", path.name) and (path / COMMIT).is_file()]
-    return sorted(found, key=lambda path: int(path.name[5:]))
-
-
 def newest_step(checkpoints):
     """The step of the newest committed checkpoint under a folder, whole or not; 0 where there is none."""
-    return max([int(path.name[5:]) for path in committed(checkpoints)], default=0)
+    return max((step_of(path.name) for path in committed(checkpoints)), default=0)
 
 
 def problems(checkpoint, world):
@@ -103,10 +94,10 @@ def find_checkpoint(path, world, report=print):
         if wrong:
             raise UserError(f"checkpoint {path} is broken: {'; '.join(wrong)}")
         return path
-    found, _ = newest_whole(path / "checkpoints" if (path / "checkpoints").is_dir() else path, world, report)
+    found, _ = newest_whole(path / CHECKPOINTS if (path / CHECKPOINTS).is_dir() else path, world, report)
     if found is None:
         raise UserError(f"{path} is neither a committed checkpoint nor a run folder with one "
-                        f"(checkpoints/step_*/{COMMIT})")
+                        f"({CHECKPOINTS}/step_*/{COMMIT})")
     return found
 
 

@@ -3,21 +3,19 @@
 import json
 import os
 import shutil
-import uuid
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError
 
-from mamba_fsdp.durable import sync_folder
+from mamba_fsdp.conventions import DTYPES
+from mamba_fsdp.durable import hidden_beside, sync_folder
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.interop import state_spaces, transformers_forms
 from mamba_fsdp.interop.safetensors_files import SHARD_BYTES, write_safetensors
-from mamba_fsdp.interop.weights import (CONFIG, CONSOLIDATED, PICKLED, TOKENIZER, TOKENIZER_FILES, load_tokenizer,
-                                        read_weights)
+from mamba_fsdp.interop.weights import PICKLED, TOKENIZER_FILES, load_tokenizer, read_weights
 from mamba_fsdp.model.spec import EMBEDDING, LM_HEAD, parameters
-
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+from mamba_fsdp.run_layout import CONSOLIDATED, MODEL_CONFIG, TOKENIZER
 
 
 def export(source, out, format="hf", dtype=None, shard_bytes=SHARD_BYTES):
@@ -54,7 +52,7 @@ def _convert(source, out, dtype, write):
         keep = dtype is None or spec[name].fp32
         return tensor if keep else tensor.to(DTYPES[dtype])
 
-    partial = out.with_name(f".{out.name}.{uuid.uuid4().hex[:12]}.partial")
+    partial = hidden_beside(out)
     try:
         partial.mkdir(parents=True)
         write(partial, weights, get)
@@ -75,7 +73,7 @@ def _write_transformers(folder, weights, get, shard_bytes):
     fields["torch_dtype"] = str(get(EMBEDDING).dtype).removeprefix("torch.")
     if weights.seq_length and weights.config.has("attention"):
         fields["max_position_embeddings"] = weights.seq_length
-    _write_json(folder / CONFIG, fields)
+    _write_json(folder / MODEL_CONFIG, fields)
     pieces = transformers_forms.pieces(form, weights.config)
     write_safetensors(folder, _split(pieces, get), shard_bytes)
     _copy_tokenizer(weights.tokenizer_path, folder)
@@ -88,13 +86,13 @@ def _split(pieces, get):
 
 
 def _write_state_spaces(folder, weights, get, _):
-    _write_json(folder / CONFIG, state_spaces.write_config(weights.config))
+    _write_json(folder / MODEL_CONFIG, state_spaces.write_config(weights.config))
     _write_state_dict(folder / PICKLED, weights, get)
     _copy_tokenizer(weights.tokenizer_path, folder)
 
 
 def _write_ours(folder, weights, get):
-    _write_json(folder / CONFIG,
+    _write_json(folder / MODEL_CONFIG,
                 vars(weights.config) | ({"seq_length": weights.seq_length} if weights.seq_length else {}))
     _write_state_dict(folder / CONSOLIDATED, weights, get)
     if weights.tokenizer_path:

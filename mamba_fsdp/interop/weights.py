@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from mamba_fsdp.checkpoint.folder import COMMIT, find_checkpoint, read_state, refuse_other_tensors
+from mamba_fsdp.checkpoint.folder import find_checkpoint, read_state, refuse_other_tensors
 from mamba_fsdp.checkpoint.tensors import open_tensors
 from mamba_fsdp.errors import UserError, first_line
 from mamba_fsdp.interop import state_spaces, transformers_forms
@@ -22,8 +22,9 @@ from mamba_fsdp.interop.fields import Fields, checked_config
 from mamba_fsdp.interop.safetensors_files import has_safetensors, open_safetensors
 from mamba_fsdp.model.spec import EMBEDDING, LM_HEAD, parameters
 from mamba_fsdp.parallel.world import World
+from mamba_fsdp.run_layout import CHECKPOINTS, COMMIT, CONSOLIDATED, MODEL_CONFIG, TOKENIZER
 
-CONFIG, CONSOLIDATED, PICKLED, TOKENIZER = "config.json", "consolidated.00.pth", "pytorch_model.bin", "tokenizer"
+PICKLED = "pytorch_model.bin"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "merges.txt",
                    "special_tokens_map.json",
                    "added_tokens.json", "chat_template.jinja")
@@ -82,27 +83,27 @@ def read_weights(source):
         raise UserError(f"{source}: there is no such file or folder{hint}")
     if path.is_file():
         return _read_file(path)
-    if (path / COMMIT).is_file() or (path / "checkpoints").is_dir():
+    if (path / COMMIT).is_file() or (path / CHECKPOINTS).is_dir():
         return _read_checkpoint(find_checkpoint(path, World.alone()))
-    if not (path / CONFIG).is_file():
-        raise UserError(f"{path} holds no model: it is neither a run folder (checkpoints/) nor a checkpoint "
-                        f"({COMMIT}), and has no {CONFIG}")
+    if not (path / MODEL_CONFIG).is_file():
+        raise UserError(f"{path} holds no model: it is neither a run folder ({CHECKPOINTS}/) nor a checkpoint "
+                        f"({COMMIT}), and has no {MODEL_CONFIG}")
     if (path / CONSOLIDATED).is_file():
         return _read_file(path / CONSOLIDATED)
-    fields = Fields.read(path / CONFIG)
+    fields = Fields.read(path / MODEL_CONFIG)
     if "model_type" in fields or "architectures" in fields:
         return _read_transformers(path, fields)
     if (path / PICKLED).is_file():
         return _read_file(path / PICKLED)
-    raise UserError(f"{path} has a {CONFIG} but no weights beside it ({CONSOLIDATED} or {PICKLED})")
+    raise UserError(f"{path} has a {MODEL_CONFIG} but no weights beside it ({CONSOLIDATED} or {PICKLED})")
 
 
 def _read_file(path):
     """consolidated.00.pth or pytorch_model.bin under our names, config.json beside it in our form or state-spaces'."""
     folder = path.parent
-    if not (folder / CONFIG).is_file():
-        raise UserError(f"{path}: there is no {CONFIG} beside it, which says what model this is")
-    fields = Fields.read(folder / CONFIG)
+    if not (folder / MODEL_CONFIG).is_file():
+        raise UserError(f"{path}: there is no {MODEL_CONFIG} beside it, which says what model this is")
+    fields = Fields.read(folder / MODEL_CONFIG)
     if path.suffix == ".safetensors" or "model_type" in fields:
         return _read_transformers(folder, fields)
     config, seq_length = _read_config(fields)
@@ -113,7 +114,7 @@ def _read_file(path):
 def config_beside(path):
     """The ModelConfig that config.json beside the weights file `path` says, None where there is none. Raises UserError
     for one that our model can't hold."""
-    file = Path(path).parent / CONFIG
+    file = Path(path).parent / MODEL_CONFIG
     if not file.is_file():
         return None
     fields = Fields.read(file)
@@ -146,7 +147,7 @@ def _read_transformers(folder, fields):
     elif (folder / PICKLED).is_file():
         tensors = open_tensors(folder / PICKLED)
     else:
-        raise UserError(f"{folder} has a {CONFIG} but no weights beside it (model.safetensors, "
+        raise UserError(f"{folder} has a {MODEL_CONFIG} but no weights beside it (model.safetensors, "
                         f"model.safetensors.index.json or {PICKLED})")
     return Weights(folder, config, tensors, transformers_forms.pieces(form, config),
                    tied=(form.top[LM_HEAD], form.top[EMBEDDING]), tokenizer_path=_tokenizer_in(folder))

@@ -15,6 +15,7 @@ from mamba_fsdp.errors import UserError
 from mamba_fsdp.launch.machine import PROJECT, assigned_gpus, check_version, driver_gpus
 from mamba_fsdp.launch.plan import run_folder
 from mamba_fsdp.model.spec import parameter_count
+from mamba_fsdp.run_layout import CHECKPOINTS, committed
 
 BYTES_PER_PARAMETER = 12  # in a checkpoint: the weight and AdamW's two moments, all fp32
 
@@ -53,7 +54,7 @@ def version_mistakes():
 def space_mistakes(settings):
     """A sentence where the run folder's file system has no room for the checkpoints to come."""
     folder, keep = run_folder(settings), settings.checkpoint.keep_checkpoints
-    there = len(list(folder.glob("checkpoints/step_*/COMMIT")))
+    there = len(committed(folder / CHECKPOINTS))
     to_come = max(1, keep + 1 - there)  # one more than are kept: the oldest goes when the newest is committed
     needed, free = to_come * BYTES_PER_PARAMETER * parameter_count(settings.model), shutil.disk_usage(folder).free
     if free >= needed:

@@ -2,6 +2,7 @@
 
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.report.records import read
+from mamba_fsdp.run_layout import METRICS
 
 
 def plot_losses(runs, out):
@@ -17,9 +18,9 @@ def plot_losses(runs, out):
 
     figure, axes = plt.subplots(figsize=(8, 4.5), dpi=120, layout="constrained")
     for colour, run in enumerate(runs):
-        entries = read(run / "metrics.jsonl")
+        entries = read(run / METRICS)
         if not entries:
-            raise UserError(f"{run}: holds no metrics.jsonl with entries; is it a run folder?")
+            raise UserError(f"{run}: holds no {METRICS} with entries; is it a run folder?")
         training = [(entry["step"], entry["loss"]) for entry in entries if entry.get("loss") is not None]
         validation = [(entry["step"], entry["val_loss"]) for entry in entries if entry.get("val_loss") is not None]
         if training:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from mamba_fsdp.durable import write_atomically
 from mamba_fsdp.errors import UserError
+from mamba_fsdp.run_layout import METRICS, STATUS
 
 
 class Metrics:
@@ -16,7 +17,7 @@ class Metrics:
     that the file reads as if nothing had happened."""
 
     def __init__(self, run_folder, step):
-        self.path = Path(run_folder) / "metrics.jsonl"
+        self.path = Path(run_folder) / METRICS
         kept = [line for line in read(self.path) if line["step"] <= step] if step else []
         write_atomically(self.path, "".join(_line(entry) for entry in kept))
         self.file = open(self.path, "ab", buffering=0)  # nothing is left for close to write, and so to fail at
@@ -63,7 +64,7 @@ def write_status(run_folder, status, step, reason=""):
     """status: running, stopped, finished or failed. Raises UserError where the disk refuses."""
     now = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
     content = {"status": status, "step": step, "reason": reason, "time": now}
-    path = Path(run_folder) / "status.json"
+    path = Path(run_folder) / STATUS
     try:
         write_atomically(path, json.dumps(content, indent=1) + "\n")
     except OSError as error:
@@ -73,6 +74,6 @@ def write_status(run_folder, status, step, reason=""):
 def read_status(run_folder):
     """The content of status.json, or {} where there is none."""
     try:
-        return json.loads((Path(run_folder) / "status.json").read_text())
+        return json.loads((Path(run_folder) / STATUS).read_text())
     except (OSError, ValueError):
         return {}

@@ -4,6 +4,7 @@ import uuid
 
 from mamba_fsdp.durable import write_atomically
 from mamba_fsdp.errors import UserError, first_line
+from mamba_fsdp.run_layout import TENSORBOARD, WANDB_ID
 
 
 def make_tracker(kind, run_folder, settings, step):
@@ -31,7 +32,7 @@ class TensorBoard:
             raise UserError("tracker=tensorboard needs the package tensorboard: "
                             ".venv/bin/pip install tensorboard") from None
         # What an interrupted run wrote after `step` comes again, and is dropped as in metrics.jsonl.
-        self.writer = SummaryWriter(str(run_folder / "tensorboard"), purge_step=step + 1 if step else 0)
+        self.writer = SummaryWriter(str(run_folder / TENSORBOARD), purge_step=step + 1 if step else 0)
 
     def write(self, entry):
         for name, value in entry.items():
@@ -50,7 +51,7 @@ class WeightsAndBiases:
             import wandb
         except ImportError:
             raise UserError("tracker=wandb needs the package wandb: .venv/bin/pip install wandb") from None
-        kept = run_folder / "wandb_id"
+        kept = run_folder / WANDB_ID
         if not kept.exists():
             write_atomically(kept, uuid.uuid4().hex)
         try:

@@ -19,7 +19,8 @@ def main(model, store, seq_length: int = 2048, batch_size: int = 8, limit: int =
     for name, value, least in (("seq_length", seq_length, 1), ("batch_size", batch_size, 1), ("limit", limit, 0)):
         if value < least:
             raise UserError(f"--{name}={value}: must be at least {least}")
-    from mamba_fsdp.data.loader import NOT_COUNTED, evaluation_batches
+    from mamba_fsdp.conventions import IGNORED_LABEL
+    from mamba_fsdp.data.loader import evaluation_batches
     from mamba_fsdp.data.store import TokenStore
     from mamba_fsdp.parallel.world import start_world
     from mamba_fsdp.train.evaluate import evaluate
@@ -37,8 +38,8 @@ def main(model, store, seq_length: int = 2048, batch_size: int = 8, limit: int =
     def measured(batches):
         for batch in batches:
             for row in batch.labels.tolist():
-                counted["bytes"] += sum(byte_counts[label] for label in row if label != NOT_COUNTED)
-            counted["tokens"] += int((batch.labels != NOT_COUNTED).sum())
+                counted["bytes"] += sum(byte_counts[label] for label in row if label != IGNORED_LABEL)
+            counted["tokens"] += int((batch.labels != IGNORED_LABEL).sum())
             yield batch
 
     began = time.perf_counter()

@@ -11,15 +11,16 @@ import json
 from pathlib import Path
 
 from mamba_fsdp.errors import UserError
+from mamba_fsdp.run_layout import CHECKPOINTS, COMMIT, CONSOLIDATED, METRICS, MODELS, STATUS, committed
 
 
 def main(path, tensors: bool = False, verify: bool = False):
     path = Path(path)
     if not path.exists():
         raise UserError(f"{path}: there is no such file or folder")
-    if (path / "checkpoints").is_dir():
+    if (path / CHECKPOINTS).is_dir():
         show_run(path)
-    elif (path / "COMMIT").is_file():
+    elif (path / COMMIT).is_file():
         show_checkpoint(path, tensors, verify)
     elif (path / "index.json").is_file():
         show_store(path, verify)
@@ -36,22 +37,21 @@ def say(name, value):
 
 
 def show_run(path):
-    from mamba_fsdp.checkpoint.folder import committed
     from mamba_fsdp.report.records import read, read_status
 
     status = read_status(path)
-    entries = read(path / "metrics.jsonl")
+    entries = read(path / METRICS)
     say("run", path)
     words = [str(status[key]) for key in ("status", "reason", "time") if status.get(key)]
-    say("status", " ".join(words) or "unknown: no status.json")
+    say("status", " ".join(words) or f"unknown: no {STATUS}")
     for kind, name in (("loss", "training"), ("val_loss", "validation")):
         values = [entry for entry in entries if entry.get(kind) is not None]
         if values:
             first, last = values[0], values[-1]
             say(name, f"loss {first[kind]:.4f} at step {first['step']}, {last[kind]:.4f} at step {last['step']}")
-    for checkpoint in committed(path / "checkpoints"):
+    for checkpoint in committed(path / CHECKPOINTS):
         say("checkpoint", f"{checkpoint} ({size(checkpoint)})")
-    for model in sorted(path.glob("pth/*/consolidated.00.pth")):
+    for model in sorted(path.glob(f"{MODELS}/*/{CONSOLIDATED}")):
         say("model", f"{model} ({size(model)})")
 
 

@@ -8,11 +8,12 @@ from pathlib import Path
 
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.report.plot import plot_losses
+from mamba_fsdp.run_layout import LOSS_PICTURE
 
 
 def main(*runs, out=""):
     if not runs:
         raise UserError("name at least one run folder; see --help")
-    out = Path(out) if out else Path(runs[0]) / "loss.png"
+    out = Path(out) if out else Path(runs[0]) / LOSS_PICTURE
     plot_losses([Path(run) for run in runs], out)
     print(out)

@@ -1,0 +1,33 @@
+"""The names in a run folder: one module has them, and the launcher, a shell script, agrees with it."""
+
+import re
+
+import pytest
+
+from mamba_fsdp import run_layout
+
+
+def test_the_launcher_knows_the_run_folder_under_the_same_names(project):
+    """Whatever 1.train.sbatch reads or writes below $run_folder."""
+    script = (project / "1.train.sbatch").read_text()
+    there = set(re.findall(r'\$run_folder"?/([\w.*]+(?:/step_\*/\w+)?)', script))
+    assert there == {run_layout.FAILURES, run_layout.PREFLIGHT, run_layout.RESTARTS, run_layout.PROFILE,
+                     run_layout.STATUS, run_layout.STOP, f"{run_layout.CHECKPOINTS}/step_*/{run_layout.COMMIT}"}
+
+
+@pytest.mark.parametrize("step", [0, 7, 12345678, 123456789])
+def test_a_step_is_read_back_from_its_name(step):
+    assert run_layout.step_of(run_layout.step_name(step)) == step
+
+
+@pytest.mark.parametrize("name", ["step_", ".step_00000001.0123.partial", "step_1a", "xstep_00000001"])
+def test_what_is_no_checkpoint_has_no_step(name):
+    assert run_layout.step_of(name) is None
+
+
+def test_checkpoints_count_once_they_are_committed_and_in_the_order_of_their_steps(tmp_path):
+    for name in ("step_00000010", "step_100000000", "step_00000009", ".step_00000011.abc.partial", "other"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / run_layout.COMMIT).touch()
+    (tmp_path / "step_00000012").mkdir()
+    assert [path.name for path in run_layout.committed(tmp_path)] == ["step_00000009", "step_00000010", "step_100000000"]
