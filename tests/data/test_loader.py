@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from mamba_fsdp.data.loader import NOT_COUNTED, Loader, evaluation_batches
 from mamba_fsdp.data.order import Order
-from mamba_fsdp.data.source import Source, Tokens
+from mamba_fsdp.data.source import Tokens
 from mamba_fsdp.data.store import StoreWriter
 from mamba_fsdp.errors import UserError
 

@@ -3,7 +3,7 @@
 import torch
 import torch.nn.functional as F
 
-from config import settings
+from config.resolve import resolve_settings
 from mamba_fsdp.interop.convert import import_
 from mamba_fsdp.model import layers, spec
 from mamba_fsdp.model.init import initial_value
@@ -35,7 +35,7 @@ def test_a_toy_mixer_needs_nothing_else(monkeypatch, tmp_path, train, weights_of
     train(tmp_path / "run", **model, num_steps=4, weight_decay=0.5, mixed_precision="bf16", eval_interval=0)
     train(tmp_path / "run", **model, num_steps=6, weight_decay=0.5, mixed_precision="bf16", eval_interval=0)
 
-    config = settings.resolve({}, str(tmp_path / "run/config.yaml"))[0].model
+    config = resolve_settings({}, str(tmp_path / "run/config.yaml"))[0].model
     described = spec.parameters(config)
     trained = weights_of(tmp_path / "run")
     assert {name: tuple(value.shape) for name, value in trained.items() if name != spec.LM_HEAD} == {
