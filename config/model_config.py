@@ -1,11 +1,14 @@
 """The description that every model is built from: widths, sizes and a pattern of layers."""
 
+import dataclasses
 import re
 from dataclasses import dataclass
 
 from config.fields import Needs, setting
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.model import spec
+
+WORDS = {int: "whole number", float: "number", bool: "true or false", str: "text"}
 
 
 def read_by_layers(name):
@@ -117,8 +120,9 @@ class ModelConfig:
     def structure(self):
         """dict: setting -> what it comes to. Equal for two configs of one model, in whatever way they are written."""
         return {**vars(self), "model_name": "", "chunk_size": 0, "layers": self.layer_list(),
-                "vocab_size": self.padded_vocab_size, "pad_vocab_size_multiple": 0, "dt_rank": self.resolved_dt_rank,
-                "head_dim": self.resolved_head_dim, "rotary_dim": self.resolved_rotary_dim}
+                "vocab_size": self.padded_vocab_size, "pad_vocab_size_multiple": self.padded_vocab_size,
+                "dt_rank": self.resolved_dt_rank, "head_dim": self.resolved_head_dim,
+                "rotary_dim": self.resolved_rotary_dim}
 
     def parts(self):
         """The kinds of mixer, and the MLP, that the model consists of: a list of spec.Spec, each once."""
@@ -128,3 +132,22 @@ class ModelConfig:
         """Raises UserError for shapes that can't be built, naming the settings."""
         for part in self.parts():
             part.check(self)
+
+
+def checked_model(path, values):
+    """The ModelConfig of the `values` that stand in `path`; what is missing takes its default. Raises UserError for an
+    unknown name, a wrong type, a value out of bounds."""
+    known = {leaf.name: leaf for leaf in dataclasses.fields(ModelConfig)}
+    for name, value in values.items():
+        if name not in known:
+            raise UserError(f"{path}: {name} is no setting of this program's models")
+        kind, least, most = known[name].type, known[name].metadata["at_least"], known[name].metadata["at_most"]
+        if type(value) is not kind or (least is not None and value < least) or (most is not None and value > most):
+            bounds = "".join([f", at least {least}" * (least is not None), f", at most {most}" * (most is not None)])
+            raise UserError(f"{path}: {name} is {value!r}, but this program's models need: {WORDS[kind]}{bounds}")
+    config = ModelConfig(**values)
+    try:
+        config.check()
+    except UserError as error:
+        raise UserError(f"{path}: {error}") from None
+    return config

@@ -126,12 +126,18 @@ def take_model(config, model, explicit):
 def refuse_other_model(config, model, source):
     """Raises UserError, naming the settings, where the ModelConfig `model` of the weights in `source` is not that of
     `config`."""
-    now, there = config.model.structure(), model.structure()
-    differing = [f"{name}={shown(getattr(config.model, name))} (there {shown(getattr(model, name))})" for name in there
-                 if now[name] != there[name] and getattr(config.model, name) != getattr(model, name)
-                 and _works(name, config)]
+    differing = [f"{name}={now} (there {there})" for name, (now, there) in differing_model(config, model).items()]
     if differing:
         raise UserError(f"{source} holds another model than the settings ask for: {', '.join(differing)}")
+
+
+def differing_model(config, model):
+    """dict: setting -> (its value in `config`, that in the ModelConfig `model`), as written, of those that make another
+    model of it. Empty for the same model, however it is described; what has no effect in `config` does not count."""
+    now, there = config.model.structure(), model.structure()
+    written = {name: (shown(getattr(config.model, name)), shown(getattr(model, name))) for name in there}
+    return {name: (ours, theirs) for name, (ours, theirs) in written.items()
+            if now[name] != there[name] and ours != theirs and _works(name, config)}
 
 
 def default(name):

@@ -1,14 +1,12 @@
 """A foreign config.json, read field by field: none is overlooked, what our model can't hold is refused by name."""
 
-import dataclasses
 import json
 from pathlib import Path
 
-from config.model_config import ModelConfig
+from config.model_config import ModelConfig, checked_model
 from config.presets import PRESETS
 from mamba_fsdp.errors import UserError
 
-WORDS = {int: "whole number", float: "number", bool: "true or false", str: "text"}
 INERT = (None, False, 0, "", [], {})  # a field that says no to something we don't know of changes nothing
 
 
@@ -87,29 +85,11 @@ class Fields:
 
 def model_config(path, **values):
     """The checked ModelConfig of these values, written as a preset writes it where it is one. Raises UserError."""
-    config = checked_config(path, values)
+    config = checked_model(path, values)
     for name, preset in PRESETS.items():
         known = ModelConfig(**preset, model_name=name, chunk_size=config.chunk_size)
         if config.structure() == known.structure():
             return known
-    return config
-
-
-def checked_config(path, values):
-    """The ModelConfig of these values. Raises UserError for an unknown name, a wrong type, a value out of bounds."""
-    known = {leaf.name: leaf for leaf in dataclasses.fields(ModelConfig)}
-    for name, value in values.items():
-        if name not in known:
-            raise UserError(f"{path}: {name} is no setting of this program's models")
-        kind, least, most = known[name].type, known[name].metadata["at_least"], known[name].metadata["at_most"]
-        if type(value) is not kind or (least is not None and value < least) or (most is not None and value > most):
-            bounds = "".join([f", at least {least}" * (least is not None), f", at most {most}" * (most is not None)])
-            raise UserError(f"{path}: {name} is {value!r}, but this program's models need: {WORDS[kind]}{bounds}")
-    config = ModelConfig(**values)
-    try:
-        config.check()
-    except UserError as error:
-        raise UserError(f"{path}: {error}") from None
     return config
 
 

@@ -14,11 +14,12 @@ from pathlib import Path
 
 import torch
 
+from config.model_config import checked_model
 from mamba_fsdp.checkpoint.folder import find_checkpoint, read_state, refuse_other_tensors
 from mamba_fsdp.checkpoint.tensors import open_tensors
 from mamba_fsdp.errors import UserError, first_line
 from mamba_fsdp.interop import state_spaces, transformers_forms
-from mamba_fsdp.interop.fields import Fields, checked_config
+from mamba_fsdp.interop.fields import Fields
 from mamba_fsdp.interop.safetensors_files import has_safetensors, open_safetensors
 from mamba_fsdp.model.spec import EMBEDDING, LM_HEAD, parameters
 from mamba_fsdp.parallel.world import World
@@ -128,12 +129,12 @@ def _read_config(fields):
     if "layers" not in fields:
         return state_spaces.read_config(fields), None
     seq_length = fields.content.pop("seq_length", None)
-    return checked_config(fields.path, fields.content), seq_length
+    return checked_model(fields.path, fields.content), seq_length
 
 
 def _read_checkpoint(path):
     settings = read_state(path)["settings"]
-    config = checked_config(path, settings["model"])
+    config = checked_model(path, settings["model"])
     tokenizer_path = _tokenizer_in(path.parent.parent / TOKENIZER)  # which the run keeps
     return _ours(path, config, open_tensors(path), seq_length=settings["data"]["seq_length"],
                  tokenizer_path=tokenizer_path)
