@@ -1,7 +1,7 @@
 """Train a Mamba language model: `python training.py [--config=FILE.yaml] [--SETTING=VALUE ...]`, or the same under
 torchrun.
 
-Run again after a stop or a crash, it goes on from the newest committed checkpoint. `--help` lists every setting.
+Run again after a stop or a crash, it resumes from the newest committed checkpoint. `--help` lists every setting.
 """
 
 from config import resolve
@@ -12,11 +12,11 @@ def main(*stray, config=None, **given):
     settings, explicit = resolve.resolve_settings(given, config, stray)
     # These import torch, which takes seconds: only when there is something to train.
     from mamba_fsdp.interop.convert import import_
-    from mamba_fsdp.train.run import run
+    from mamba_fsdp.train.run import run_training
     from mamba_fsdp.verbs.loading import starting_weights
 
     weights = starting_weights(settings, explicit)
-    return run(settings, weights, publish=import_)
+    return run_training(settings, weights, write_model=import_)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,8 @@ from pathlib import Path
 import numpy as np
 
 from config import resolve
-from mamba_fsdp.data.loader import NOT_COUNTED, evaluation_batches
+from mamba_fsdp.conventions import IGNORED_LABEL
+from mamba_fsdp.data.loader import Split, evaluation_batches
 from mamba_fsdp.data.order import Order
 from mamba_fsdp.data.selection import training_sources, validation_stores
 from mamba_fsdp.report.records import read
@@ -67,9 +68,9 @@ def main():
     losses = []
     global_batch = config.training.global_batch_size or config.training.batch_size  # on one process
     for store in validation_stores(config.data):
-        for batch in evaluation_batches(store, str(store.path), seq_length=length, batch_size=config.training.batch_size, rank=0, world_size=1,
+        for batch in evaluation_batches(store, str(store.path), config.data, Split(0, 1, config.training.batch_size),
                                         vocab_size=config.model.vocab_size, limit=config.training.eval_batches * global_batch or None):
-            counted = batch.labels.numpy() != NOT_COUNTED
+            counted = batch.labels.numpy() != IGNORED_LABEL
             losses.append(bigram.loss(batch.tokens.numpy()[counted], batch.labels.numpy()[counted]))
     first, last, baseline = validations[0]["val_perplexity"], validations[-1]["val_perplexity"], float(np.exp(np.mean(losses)))
     seconds = sum(entry["tokens"] - before for entry, before in zip(reports, [0, *(e["tokens"] for e in reports)])) / np.mean(

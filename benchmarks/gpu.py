@@ -26,7 +26,6 @@ import traceback
 from dataclasses import dataclass
 from functools import partial
 from importlib import metadata, util
-from types import SimpleNamespace
 
 import torch
 import torch.nn.functional as F
@@ -35,6 +34,7 @@ from torch.utils.checkpoint import checkpoint
 from config.model_config import ModelConfig
 from config.presets import preset
 from config.train_config import TrainConfig
+from mamba_fsdp.data.loader import Batch
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.interop import state_spaces, transformers_forms
 from mamba_fsdp.model.init import initial_value
@@ -45,8 +45,8 @@ from mamba_fsdp.parallel.compat import has_fused_adamw
 from mamba_fsdp.parallel.parallelize import fill, parallelize
 from mamba_fsdp.parallel.world import World
 from mamba_fsdp.train.clock import device_peak
-from mamba_fsdp.train.loop import Progress, accumulate_gradients, update_weights
-from mamba_fsdp.train.optimizer import LossScale, make_optimizer
+from mamba_fsdp.train.loop import accumulate_gradients, batch_loss, update_weights
+from mamba_fsdp.train.optimizer import make_optimizer
 
 PRESETS = "mamba-130m,mamba-1.4b,mamba2-1.3b,mamba-2.8b,mamba2-2.7b"
 TOKENS = 16384  # of a step, where no --batch is given
@@ -64,18 +64,17 @@ def our_form(config, weights, device, activation_checkpointing):
     parallel = parallelize(model, world=world, strategy="none", compute_dtype=torch.bfloat16,
                            activation_checkpointing=activation_checkpointing)
     fill(parallel.shards(), lambda name, shape: weights[name])
-    optimizer = make_optimizer(parallel.parameters(), parameters(config), SETTINGS.optimizer,
-                               fused=has_fused_adamw(device))
-    run = SimpleNamespace(settings=SETTINGS, world=world, parallel=parallel, optimizer=optimizer, progress=Progress(),
-                          loss_scale=LossScale(dynamic=False),
-                          loss=lambda tokens: parallel.module(tokens[:, :-1], labels=tokens[:, 1:]))
+    optimizer = make_optimizer(parallel.parameters(), parameters(config), SETTINGS.optimizer, device)
+
+    def batch_of(tokens):
+        return Batch(tokens[:, :-1], labels=tokens[:, 1:])
 
     def step(tokens):
-        loss, gradient_norm = accumulate_gradients(run, [tokens], tokens[:, 1:].numel())
-        update_weights(run, loss, gradient_norm)
+        loss, gradient_norm = accumulate_gradients(parallel, optimizer, [batch_of(tokens)], tokens[:, 1:].numel())
+        update_weights(parallel, optimizer, loss, gradient_norm, clip=SETTINGS.optimizer.grad_clip_thresh)
         return loss, gradient_norm
 
-    return lambda tokens: run.loss(tokens) / tokens[:, 1:].numel(), step
+    return lambda tokens: batch_loss(parallel, batch_of(tokens)) / tokens[:, 1:].numel(), step
 
 
 def mamba_ssm_form(config, weights, device, activation_checkpointing):

@@ -13,7 +13,8 @@ from pathlib import Path
 
 import numpy as np
 
-from mamba_fsdp.data.loader import Loader
+from config.train_config import DataConfig
+from mamba_fsdp.data.loader import Loader, Split
 from mamba_fsdp.data.order import Order
 from mamba_fsdp.data.store import StoreWriter, TokenStore
 
@@ -61,23 +62,24 @@ def measure(store, workers, documents, seq_length, batch_size):
     sources = {"store": TokenStore(store)}
     order = Order(sources, {"store": 1.0}, seq_length, seed=0)
     steps = int(order.windows[0]) // batch_size
-    settings = dict(rank=0, world_size=1, batch_size=batch_size, micro_batches=1, vocab_size=50000,
-                    reset_at_documents=documents)
+
+    def loader(sources, order, **given):
+        data = DataConfig(seq_length=seq_length, reset_at_documents=documents, **given)
+        return Loader(sources, order, data, Split(0, 1, batch_size), vocab_size=50000)
 
     first = []
     for step in (0, steps // 2, steps - 1):
         start = time.perf_counter()
         state = order.state_after(step * batch_size)
         fresh = {"store": TokenStore(store)}
-        with Loader(fresh, Order(fresh, {"store": 1.0}, seq_length, seed=0, state=state), **settings,
-                    num_workers=0) as loader:
-            loader.step(0)
+        with loader(fresh, Order(fresh, {"store": 1.0}, seq_length, seed=0, state=state), num_workers=0) as one:
+            one.step(0)
         first.append((time.perf_counter() - start) * 1000)
 
-    with Loader(sources, order, **settings, num_workers=workers, prefetch=2 * workers) as loader:
+    with loader(sources, order, num_workers=workers, prefetch=2 * workers) as ahead:
         start, done = time.perf_counter(), 0
         while time.perf_counter() - start < SECONDS:
-            loader.step(done)
+            ahead.step(done)
             done += 1
         rate = done * batch_size * seq_length / (time.perf_counter() - start)
     memory = dict(line.split(":") for line in Path("/proc/self/status").read_text().splitlines())

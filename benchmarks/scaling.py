@@ -45,7 +45,7 @@ def build(config, world, strategy, dtype=torch.float32):
 def make_step(config, world, strategy, batch):
     parallel, spec = build(config, world, strategy), parameters(config)
     settings = mock.Mock(weight_decay=0.1, learning_rate=1e-4, beta1=0.9, beta2=0.95, adam_epsilon=1e-8)
-    optimizer = make_optimizer(parallel.parameters(), spec, settings, fused=True)
+    optimizer = make_optimizer(parallel.parameters(), spec, settings, world.device)
     tokens = torch.randint(0, config.vocab_size, (batch, LENGTH))
 
     def step():

@@ -21,7 +21,6 @@ from mamba_fsdp.errors import UserError
 
 BOOLEANS = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
 PRECISIONS = {"true": "bf16", "false": "fp32"}  # launchers elsewhere have mixed_precision as a switch
-SHAPELESS = ("model_name", "chunk_size")  # model settings that change no shape and no result
 
 
 @lru_cache(maxsize=None)

@@ -17,17 +17,12 @@ import torch
 from mamba_fsdp.checkpoint.files import PieceReader, checksum
 from mamba_fsdp.checkpoint.ranges import overlaps, tiles
 from mamba_fsdp.errors import UserError
-from mamba_fsdp.run_layout import CHECKPOINTS, COMMIT, STATE, committed, step_of
+from mamba_fsdp.run_layout import CHECKPOINTS, COMMIT, STATE, committed
 
 
 def stored_name(name):
     """The name in a checkpoint of a shard: parameters go under model/."""
     return name if name.startswith("optimizer/") else f"model/{name}"
-
-
-def newest_step(checkpoints):
-    """The step of the newest committed checkpoint under a folder, whole or not; 0 where there is none."""
-    return max((step_of(path.name) for path in committed(checkpoints)), default=0)
 
 
 def problems(checkpoint, world):

@@ -4,112 +4,141 @@ The content of a step depends on the order and the global batch only: ranks and 
 threads only decide when it is read.
 """
 
-from concurrent.futures import ThreadPoolExecutor
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from operator import itemgetter
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
+from config.train_config import DataConfig
+from mamba_fsdp.conventions import IGNORED_LABEL
+from mamba_fsdp.data.order import Order
+from mamba_fsdp.data.source import Source
 from mamba_fsdp.errors import UserError
-
-NOT_COUNTED = -100  # label of a token that the loss leaves out
 
 
 class Batch(NamedTuple):
     tokens: torch.Tensor  # (batch, seq_length) int64
-    labels: torch.Tensor  # (batch, seq_length) int64: the next token, or NOT_COUNTED
-    documents: torch.Tensor | None  # (batch, seq_length) int32, 0 for a row's first document; or None
-    samples: list  # (source name, window) of each row, for messages
+    labels: torch.Tensor  # (batch, seq_length) int64: the next token, or IGNORED_LABEL
+    documents: torch.Tensor | None = None  # (batch, seq_length) int32, 0 for a row's first document
+    samples: Sequence[tuple[str, int | None]] = ()  # (source name, window) of each row, for messages
 
-    def to(self, device):
-        moved = (None if tensor is None else tensor.to(device, non_blocking=True) for tensor in self[:3])
-        return Batch(*moved, self.samples)
+    def each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> "Batch":
+        """With every tensor changed."""
+        documents = None if self.documents is None else change(self.documents)
+        return Batch(change(self.tokens), change(self.labels), documents, self.samples)
+
+    def to(self, device: torch.device) -> "Batch":
+        return self.each(lambda tensor: tensor.to(device, non_blocking=True))
+
+    def rows(self) -> "Iterator[Batch]":
+        """Each sample as a batch of its own."""
+        for row, sample in enumerate(self.samples):
+            yield self.each(itemgetter(slice(row, row + 1)))._replace(samples=[sample])
+
+
+@dataclass(frozen=True)
+class Split:
+    """How the samples of a step are cut: by rank, then by micro batch."""
+
+    rank: int
+    world_size: int
+    batch_size: int  # samples of a micro batch
+    micro_batches: int = 1  # of each rank
+
+    @property
+    def global_batch(self) -> int:
+        return self.world_size * self.micro_batches * self.batch_size
 
 
 class Loader:
     """This rank's micro batches of every step.
 
-    sources: {name: source}, each with `read(start, count)` -> (tokens, positions, mask or None); order: the Order of
-    these sources. Step s takes samples [g*G, (g+1)*G) of the order, g = s - first_step, G = world_size * micro_batches
-    * batch_size; a step is cut by rank, then by micro batch. num_workers threads read up to `prefetch` steps ahead (0
-    workers: `step` itself reads). A context manager; `close` stops the threads.
+    order: the Order of these sources. Step s takes samples [g*G, (g+1)*G) of the order, g = s - first_step, G the
+    global batch of `split`. data.num_workers threads read up to data.prefetch steps ahead (0 workers: `step` itself
+    reads). vocab_size: the model's. A context manager; `close` stops the threads.
     """
 
-    def __init__(self, sources, order, *, rank, world_size, batch_size, micro_batches, vocab_size, first_step=0,
-                 num_workers=1, prefetch=2, reset_at_documents=False, pin_memory=False):
-        self.sources, self.order = sources, order
-        self.rank, self.batch_size, self.micro_batches = rank, batch_size, micro_batches
-        self.global_batch = world_size * micro_batches * batch_size
-        self.first_step, self.prefetch = first_step, prefetch
-        self.make = dict(vocab_size=vocab_size, reset_at_documents=reset_at_documents, pin_memory=pin_memory)
-        self.pool = ThreadPoolExecutor(num_workers, "loader") if num_workers else None
-        self.ahead = {}  # step -> future of its micro batches
+    def __init__(self, sources: Mapping[str, Source], order: Order, data: DataConfig, split: Split, *, vocab_size: int,
+                 first_step: int = 0, pin_memory: bool = False) -> None:
+        assert order.seq_length == data.seq_length, "the order counts windows of another length"
+        self.sources, self.order, self.data, self.split = sources, order, data, split
+        self.vocab_size, self.first_step, self.pin_memory = vocab_size, first_step, pin_memory
+        self.prefetch = data.prefetch
+        self.pool = ThreadPoolExecutor(data.num_workers, "loader") if data.num_workers else None
+        self.ahead: dict[int, Future[list[Batch]]] = {}  # step -> its micro batches
 
-    def step(self, step):
+    def step(self, step: int) -> list[Batch]:
         """The micro batches of a step, a list of Batch. Any step may be asked for; in a row they have been read ahead.
 
         Raises UserError that names source and window where one can't be read.
         """
         if not self.pool:
             return self._read(step)
-        for other in set(self.ahead) - set(range(step, step + self.prefetch + 1)):
+        soon = range(step, step + self.prefetch + 1)
+        for other in set(self.ahead) - set(soon):
             self.ahead.pop(other).cancel()
-        for wanted in range(step, step + self.prefetch + 1):
+        for wanted in soon:
             if wanted not in self.ahead:
                 self.ahead[wanted] = self.pool.submit(self._read, wanted)
         return self.ahead.pop(step).result()
 
-    def state_before(self, step):
+    def state_before(self, step: int) -> dict[str, Any]:
         """The data's position when `step` comes next: what a checkpoint saves, and Order(state=...) takes."""
-        return self.order.state_after((step - self.first_step) * self.global_batch)
+        return self.order.state_after((step - self.first_step) * self.split.global_batch)
 
-    def _read(self, step):
-        mine = self.micro_batches * self.batch_size
-        first = (step - self.first_step) * self.global_batch + self.rank * mine
+    def _read(self, step: int) -> list[Batch]:
+        size = self.split.batch_size
+        mine = self.split.micro_batches * size
+        first = (step - self.first_step) * self.split.global_batch + self.split.rank * mine
         source, window, _ = self.order.samples(first, mine)
         samples = [(self.order.names[s], w) for s, w in zip(source.tolist(), window.tolist())]
-        return [_batch(self.sources, samples[at : at + self.batch_size], self.order.seq_length, **self.make)
-                for at in range(0, mine, self.batch_size)]
+        return [_batch(self.sources, samples[at : at + size], self.data, self.vocab_size, self.pin_memory)
+                for at in range(0, mine, size)]
 
-    def close(self):
+    def close(self) -> None:
         if self.pool:
             self.pool.shutdown(cancel_futures=True)
 
-    def __enter__(self):
+    def __enter__(self) -> "Loader":
         return self
 
-    def __exit__(self, *_):
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 
-def evaluation_batches(source, name, *, seq_length, batch_size, rank, world_size, vocab_size, limit=None,
-                       reset_at_documents=False, pin_memory=False):
+def evaluation_batches(source: Source, name: str, data: DataConfig, split: Split, *, vocab_size: int,
+                       limit: int | None = None) -> Iterator[Batch]:
     """Yield this rank's batches over a source in its own order: all of it, or `limit` windows spread evenly over it.
 
     The windows are the same for every world size, and each token but the first is a label exactly once. All ranks get
     the same number of full batches, as sharded models need: rows that are too many, and the end of a last window that
     is shorter, have no label that counts.
     """
-    windows = -(-(source.token_count - 1) // seq_length)
+    windows = -(-(source.token_count - 1) // data.seq_length)
     if windows < 1:
         raise UserError(f"source {name!r} has {source.token_count} tokens: nothing to evaluate")
     chosen = windows if limit is None else min(limit, windows)
-    for first in range(0, chosen, world_size * batch_size):
-        at = first + rank * batch_size + np.arange(batch_size)
+    for first in range(0, chosen, split.world_size * split.batch_size):
+        at = first + split.rank * split.batch_size + np.arange(split.batch_size)
         spread = (at * windows // chosen).tolist()
         samples = [(name, window if place < chosen else None) for place, window in zip(at, spread)]
-        yield _batch({name: source}, samples, seq_length, vocab_size, reset_at_documents, pin_memory)
+        yield _batch({name: source}, samples, data, vocab_size)
 
 
-def _batch(sources, samples, seq_length, vocab_size, reset_at_documents, pin_memory):
-    shape = (len(samples), seq_length)
-    tokens, labels = np.zeros(shape, np.int64), np.full(shape, NOT_COUNTED, np.int64)
-    documents = np.zeros(shape, np.int32) if reset_at_documents else None
+def _batch(sources: Mapping[str, Source], samples: Sequence[tuple[str, int | None]], data: DataConfig, vocab_size: int,
+           pin_memory: bool = False) -> Batch:
+    shape = (len(samples), data.seq_length)
+    tokens, labels = np.zeros(shape, np.int64), np.full(shape, IGNORED_LABEL, np.int64)
+    documents = np.zeros(shape, np.int32) if data.reset_at_documents else None
     for row, (name, window) in enumerate(samples):
         if window is None:
             continue
-        source, start = sources[name], window * seq_length
-        length = min(seq_length, source.token_count - 1 - start)
+        source, start = sources[name], window * data.seq_length
+        length = min(data.seq_length, source.token_count - 1 - start)
         try:
             window_tokens, positions, mask = source.read(start, length + 1)
             if window_tokens.max() >= vocab_size:
@@ -121,12 +150,11 @@ def _batch(sources, samples, seq_length, vocab_size, reset_at_documents, pin_mem
         tokens[row, :length] = window_tokens[:-1]
         labels[row, :length] = window_tokens[1:]
         if mask is not None:
-            labels[row, :length][~mask[1:]] = NOT_COUNTED
-        if reset_at_documents:
+            labels[row, :length][~mask[1:]] = IGNORED_LABEL
+        if documents is not None:
             starts = positions[:-1] == 0
             starts[0] = False  # a row begins with document 0, wherever in it the window begins
             documents[row, :length] = np.cumsum(starts)
-    tensors = [None if array is None else torch.from_numpy(array) for array in (tokens, labels, documents)]
-    if pin_memory:
-        tensors = [None if tensor is None else tensor.pin_memory() for tensor in tensors]
-    return Batch(*tensors, samples)
+    batch = Batch(torch.from_numpy(tokens), torch.from_numpy(labels),
+                  None if documents is None else torch.from_numpy(documents), samples)
+    return batch.each(torch.Tensor.pin_memory) if pin_memory else batch

@@ -13,16 +13,16 @@ from mamba_fsdp.run_layout import METRICS, STATUS
 
 
 class Metrics:
-    """Appends to metrics.jsonl. A run that goes on from step S first drops what an interrupted run wrote after S, so
+    """Appends to metrics.jsonl. A run that resumes from step S first drops what an interrupted run wrote after S, so
     that the file reads as if nothing had happened."""
 
-    def __init__(self, run_folder, step):
-        self.path = Path(run_folder) / METRICS
+    def __init__(self, run_folder: Path, step: int) -> None:
+        self.path = run_folder / METRICS
         kept = [line for line in read(self.path) if line["step"] <= step] if step else []
         write_atomically(self.path, "".join(_line(entry) for entry in kept))
         self.file = open(self.path, "ab", buffering=0)  # nothing is left for close to write, and so to fail at
 
-    def write(self, entry):
+    def write(self, entry: dict) -> None:
         """Raises UserError where the disk refuses."""
         line = _line(entry).encode()
         try:
@@ -30,26 +30,26 @@ class Metrics:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         except OSError as error:
             raise UserError(f"{self.path}: can't be written ({error.strerror}); "
-                            "mend that, then the same command goes on") from None
+                            "mend that, then the same command resumes") from None
 
-    def sync(self):
+    def sync(self) -> None:
         os.fsync(self.file.fileno())
 
-    def close(self):
+    def close(self) -> None:
         self.file.close()
 
 
-def _line(entry):
+def _line(entry: dict) -> str:
     # JSON has no NaN: a loss that is not finite is written as null.
     clean = {key: None if isinstance(value, float) and not math.isfinite(value) else value
              for key, value in entry.items()}
     return json.dumps(clean) + "\n"
 
 
-def read(path):
+def read(path: Path) -> list[dict]:
     """The objects of a metrics.jsonl, without a last line that a crash cut short. Raises UserError for anything
     else."""
-    lines = Path(path).read_text().splitlines() if Path(path).exists() else []
+    lines = path.read_text().splitlines() if path.exists() else []
     entries = []
     for number, line in enumerate(lines, 1):
         try:
@@ -60,20 +60,20 @@ def read(path):
     return entries
 
 
-def write_status(run_folder, status, step, reason=""):
+def write_status(run_folder: Path, status: str, step: int, reason: str = "") -> None:
     """status: running, stopped, finished or failed. Raises UserError where the disk refuses."""
     now = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
     content = {"status": status, "step": step, "reason": reason, "time": now}
-    path = Path(run_folder) / STATUS
+    path = run_folder / STATUS
     try:
         write_atomically(path, json.dumps(content, indent=1) + "\n")
     except OSError as error:
         raise UserError(f"{path}: can't be written ({error.strerror})") from None
 
 
-def read_status(run_folder):
+def read_status(run_folder: Path) -> dict:
     """The content of status.json, or {} where there is none."""
     try:
-        return json.loads((Path(run_folder) / STATUS).read_text())
+        return json.loads((run_folder / STATUS).read_text())
     except (OSError, ValueError):
         return {}

@@ -1,31 +1,23 @@
 """Where metrics go besides metrics.jsonl: TensorBoard's event files in the run folder, or Weights & Biases."""
 
 import uuid
+from pathlib import Path
 
 from mamba_fsdp.durable import write_atomically
 from mamba_fsdp.errors import UserError, first_line
 from mamba_fsdp.run_layout import TENSORBOARD, WANDB_ID
 
 
-def make_tracker(kind, run_folder, settings, step):
-    """An object with write(entry) and close(), for a run that goes on from `step`. Raises UserError where the package
-    is missing or refuses."""
-    return {"none": NoTracker, "tensorboard": TensorBoard, "wandb": WeightsAndBiases}[kind](run_folder, settings, step)
-
-
-class NoTracker:
-    def __init__(self, run_folder, settings, step):
-        pass
-
-    def write(self, entry):
-        pass
-
-    def close(self):
-        pass
+def make_tracker(kind: str, run_folder: Path, settings: dict, step: int) -> "TensorBoard | WeightsAndBiases | None":
+    """For a run that resumes from `step`; None for the kind "none". Raises UserError where the package is missing or
+    refuses."""
+    if kind == "tensorboard":
+        return TensorBoard(run_folder, step)
+    return WeightsAndBiases(run_folder, settings) if kind == "wandb" else None
 
 
 class TensorBoard:
-    def __init__(self, run_folder, settings, step):
+    def __init__(self, run_folder: Path, step: int) -> None:
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError:
@@ -34,19 +26,19 @@ class TensorBoard:
         # What an interrupted run wrote after `step` comes again, and is dropped as in metrics.jsonl.
         self.writer = SummaryWriter(str(run_folder / TENSORBOARD), purge_step=step + 1 if step else 0)
 
-    def write(self, entry):
+    def write(self, entry: dict) -> None:
         for name, value in entry.items():
             if name != "step" and value is not None:
                 self.writer.add_scalar(name, value, entry["step"])
 
-    def close(self):
+    def close(self) -> None:
         self.writer.close()
 
 
 class WeightsAndBiases:
-    """One W&B run per run folder, which keeps its id, so that a run that goes on draws on in the same curves."""
+    """One W&B run per run folder, which keeps its id, so that a resumed run draws on in the same curves."""
 
-    def __init__(self, run_folder, settings, step):
+    def __init__(self, run_folder: Path, settings: dict) -> None:
         try:
             import wandb
         except ImportError:
@@ -61,8 +53,8 @@ class WeightsAndBiases:
             raise UserError(f"tracker=wandb: W&B refused ({first_line(error)}); log in with `wandb login` or "
                             "WANDB_API_KEY, or set WANDB_MODE=offline") from None
 
-    def write(self, entry):
+    def write(self, entry: dict) -> None:
         self.run.log({name: value for name, value in entry.items() if name != "step"}, step=entry["step"])
 
-    def close(self):
+    def close(self) -> None:
         self.run.finish()

@@ -1,9 +1,16 @@
 """The mean loss per token over a fixed set of windows."""
 
+from collections.abc import Iterable
+
 import torch
 
+from mamba_fsdp.conventions import IGNORED_LABEL
+from mamba_fsdp.data.loader import Batch
+from mamba_fsdp.heartbeat import heart
+from mamba_fsdp.parallel.world import World
 
-def evaluate(module, batches, world):
+
+def evaluate(module: torch.nn.Module, batches: Iterable[Batch], world: World) -> float:
     """Mean of the token losses (nats) over the batches of all ranks.
 
     module: called with (tokens, labels=..., documents=...) gives the sum of the token losses. batches: this rank's;
@@ -14,10 +21,10 @@ def evaluate(module, batches, world):
     total, counted = 0.0, 0
     with torch.no_grad():
         for batch in batches:
-            labels = batch.labels.to(world.device)
-            documents = None if batch.documents is None else batch.documents.to(world.device)
-            total += float(module(batch.tokens.to(world.device), labels=labels, documents=documents))
-            counted += int((batch.labels != -100).sum())
+            heart.beat()
+            here = batch.to(world.device)
+            total += float(module(here.tokens, labels=here.labels, documents=here.documents))
+            counted += int((batch.labels != IGNORED_LABEL).sum())
     module.train(training)
     total, counted = world.all_reduce_sum([total, float(counted)])
     return total / max(counted, 1)

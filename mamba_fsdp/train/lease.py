@@ -7,19 +7,19 @@ that stood still until another took its folder over finds out before it writes a
 
 import contextlib
 import datetime
-import functools
 import json
 import os
 import socket
 import threading
 import time
 import uuid
+from collections.abc import Callable
 from pathlib import Path
 
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.heartbeat import heart
+from mamba_fsdp.run_layout import LEASE
 
-FILE = "lease.json"
 SECONDS_BETWEEN_RENEWALS = 5.0
 SECONDS_BETWEEN_LOOKS = 1.0
 SECONDS_OF_SILENCE = 30.0  # a holder that can't be asked counts as dead after these without renewal
@@ -28,12 +28,12 @@ SECONDS_OF_SILENCE = 30.0  # a holder that can't be asked counts as dead after t
 class Lease:
     """The right of this process to write into a run folder. Only rank 0 takes it."""
 
-    def __init__(self, run_folder):
-        self.file = Path(run_folder) / FILE
-        self.content = None  # of the file, while it is ours
+    def __init__(self, run_folder: Path) -> None:
+        self.file = run_folder / LEASE
+        self.content: bytes | None = None  # of the file, while it is ours
         self.ended = threading.Event()
 
-    def take(self, report=functools.partial(print, flush=True)):
+    def take(self, report: Callable[[str], None]) -> None:
         """Raises UserError when a living run holds the folder, OSError as the disk does. Returns after at most
         SECONDS_OF_SILENCE.
 
@@ -54,25 +54,25 @@ class Lease:
         self.content = content
         threading.Thread(target=self._renew, name="lease", daemon=True).start()
 
-    def is_held(self):
+    def is_held(self) -> bool:
         """Whether the folder is this process's. Raises OSError as the disk does."""
         seen = self.content and self._look()
         return bool(seen) and seen[0] == self.content
 
-    def check(self):
+    def check(self) -> None:
         """Raises UserError when the folder is another run's by now: call it before writing what must not mix."""
         try:
             if self.is_held():
                 return
             seen = self._look()
         except OSError as error:
-            raise UserError(f"{self.file}: can't be read ({error.strerror}); mend that, then the same command goes on"
+            raise UserError(f"{self.file}: can't be read ({error.strerror}); mend that, then the same command resumes"
                             ) from None
-        by = f"is in use by {_describe(_owner(seen))}" if seen else f"has lost its {FILE}"
+        by = f"is in use by {_describe(_owner(seen))}" if seen else f"has lost its {LEASE}"
         raise UserError(f"{self.file.parent} {by}: this run stood still for a while, or somebody removed the file; it "
                         "stops here and writes nothing more")
 
-    def give_back(self):
+    def give_back(self) -> None:
         self.ended.set()
         with contextlib.suppress(OSError):
             if self.is_held():
@@ -87,7 +87,7 @@ class Lease:
             return False
 
     def _remove(self):
-        left_over = self.file.with_name(f".{FILE}.{uuid.uuid4().hex}")
+        left_over = self.file.with_name(f".{LEASE}.{uuid.uuid4().hex}")
         with contextlib.suppress(FileNotFoundError):  # another was faster
             self.file.rename(left_over)
             left_over.unlink()

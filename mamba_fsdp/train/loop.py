@@ -3,123 +3,138 @@ checkpoint."""
 
 import math
 import time
-from dataclasses import dataclass, field
+from itertools import chain
 
 import torch
 
+from mamba_fsdp.conventions import IGNORED_LABEL
+from mamba_fsdp.data.loader import Batch, evaluation_batches
 from mamba_fsdp.errors import UserError
+from mamba_fsdp.heartbeat import heart
+from mamba_fsdp.parallel.model import ParallelModel
+from mamba_fsdp.parallel.world import World
 from mamba_fsdp.train.evaluate import evaluate
+from mamba_fsdp.train.recorder import Recorder
+from mamba_fsdp.train.setup import Parts
+from mamba_fsdp.train.stopping import StopRequest
 
 
-@dataclass
-class Progress:
-    """Where a run stands: what a checkpoint holds beside the tensors. `tokens` counts the inputs of all samples
-    drawn."""
-
-    step: int = 0
-    samples: int = 0
-    tokens: int = 0
-    optimizer_steps: int = 0  # updates behind the optimiser's moments: those of the run it was loaded from count too
-    skipped_steps: int = 0
-    skipped_in_a_row: int = 0
-    loss_sum: float = 0.0  # of the applied steps since the last report
-    loss_steps: int = 0
-    loss_scale: float = 0.0  # 0 before the first step in fp16
-    loss_scale_good_steps: int = 0
-    data: dict = field(default_factory=dict)  # the position in the data at the start of this process
-
-
-def train(run):
+def train(parts: Parts, recorder: Recorder, stop: StopRequest) -> str:
     """Take steps until the run is over or asked to stop. Returns "" when it is over, else the reason of the stop.
 
-    run: see mamba_fsdp/train/run.py. Raises UserError after max_skipped_steps in a row that could not be applied.
+    Raises UserError after max_skipped_steps in a row that could not be applied.
     """
-    progress, settings = run.progress, run.settings.training
-    run.clock.start(progress.step)
-    if progress.step == 0 and run.validates():
-        validate(run)
-    while progress.step < run.total_steps:
-        batches = run.next_batches()
-        learning_rate = run.set_learning_rate(progress.step)
-        counted_tokens, stop_asked = agree_on_step(run, batches)
-        loss, gradient_norm = accumulate_gradients(run, batches, counted_tokens)
-        applied = update_weights(run, loss, gradient_norm)
-        account(run, batches, loss, applied)
+    settings, plan, state, optimizer = parts.settings, parts.plan, parts.state, parts.optimizer
+    if plan.eval_steps and state.step == 0:
+        validate(parts, recorder)
+    while state.step < plan.total_steps:
+        heart.beat()
+        parts.checkpointer.poll()
+        batches = [batch.to(parts.world.device) for batch in parts.loader.step(state.step)]
+        learning_rate = settings.optimizer.learning_rate * plan.schedule.factor(state.step)
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate
+        counted_tokens, stop_asked = agree_on_step(batches, stop, parts.world, recorder)
+        scale = parts.loss_scale.value
+        loss, gradient_norm = accumulate_gradients(parts.parallel, optimizer, batches, counted_tokens, scale)
+        applied = update_weights(parts.parallel, optimizer, loss, gradient_norm, scale,
+                                 clip=settings.optimizer.grad_clip_thresh)
+        excused = parts.loss_scale.update(applied) and math.isfinite(loss)
+        state.advance(plan.split.global_batch, plan.tokens_per_step, loss, applied=applied, excused=excused)
+        if not applied:
+            recorder.display.line(f"step {state.step} skipped: loss {loss:.4g}, gradient norm {gradient_norm:.4g} "
+                                  f"({state.skipped_steps} skipped so far)")
 
-        last = progress.step == run.total_steps
-        report_due = progress.step % run.settings.report.report_interval == 0 or last
-        run.show(loss, learning_rate, gradient_norm, report_due)
-        if run.validates() and (progress.step % run.eval_steps == 0 or last):
-            validate(run)
-        if progress.skipped_in_a_row >= settings.max_skipped_steps:
-            raise UserError(run.describe_bad_samples(batches))
-        if progress.step % run.checkpoint_steps == 0 or last or stop_asked:
-            run.save(wait=last or stop_asked)
+        last = state.step == plan.total_steps
+        report_due = state.step % settings.report.report_interval == 0 or last
+        recorder.report(state, state.take_mean_loss() if report_due else loss, learning_rate, gradient_norm,
+                        due=report_due)
+        if plan.eval_steps and (state.step % plan.eval_steps == 0 or last):
+            validate(parts, recorder)
+        if state.skipped_in_a_row >= settings.training.max_skipped_steps:
+            raise UserError(describe_bad_samples(parts, batches))
+        if state.step % plan.checkpoint_steps == 0 or last or stop_asked:
+            save(parts, recorder, wait=last or stop_asked)
         if stop_asked and not last:
-            return run.stop.reason or "asked on another rank"
+            return stop.reason or "asked on another rank"
     return ""
 
 
-def agree_on_step(run, batches):
+def agree_on_step(batches: list[Batch], stop: StopRequest, world: World, recorder: Recorder) -> tuple[float, bool]:
     """(tokens that count in the loss of this step, whether any rank was asked to stop), the same on every rank."""
-    counted = sum(int((batch.labels != -100).sum()) for batch in batches)
-    counted, stops = run.clock.wait(run.world.all_reduce_sum, [float(counted), float(run.stop.look())])
+    counted = sum(int((batch.labels != IGNORED_LABEL).sum()) for batch in batches)
+    counted, stops = recorder.clock.wait(world.all_reduce_sum, [float(counted), float(stop.look())])
     return max(counted, 1.0), stops > 0
 
 
-def accumulate_gradients(run, batches, counted_tokens):
+def batch_loss(parallel: ParallelModel, batch: Batch) -> torch.Tensor:
+    """The sum of the token losses (nats) of one micro-batch."""
+    heart.beat()
+    return parallel.module(batch.tokens, labels=batch.labels, documents=batch.documents)
+
+
+def accumulate_gradients(parallel: ParallelModel, optimizer: torch.optim.Optimizer, batches: list[Batch],
+                         counted_tokens: float, loss_scale: float = 1.0) -> tuple[float, float]:
     """Backward passes over this rank's micro-batches. Returns (mean loss per token, gradient norm) of the global
     batch."""
-    run.optimizer.zero_grad(set_to_none=True)
-    loss_sum = torch.zeros((), device=run.world.device)
+    optimizer.zero_grad(set_to_none=True)
+    loss_sum = torch.zeros((), device=parallel.world.device)
     for index, batch in enumerate(batches):
-        with run.parallel.accumulate(last=index == len(batches) - 1):
-            loss = run.loss(batch)
-            (loss * (run.loss_scale.value / counted_tokens)).backward()
+        with parallel.accumulate(last=index == len(batches) - 1):
+            loss = batch_loss(parallel, batch)
+            (loss * (loss_scale / counted_tokens)).backward()
         loss_sum += loss.detach()
-    run.parallel.reduce_gradients()
-    gradient_norm = float(run.parallel.gradient_norm()) / run.loss_scale.value
-    return run.world.all_reduce_sum([float(loss_sum)])[0] / counted_tokens, gradient_norm
+    parallel.reduce_gradients()
+    gradient_norm = float(parallel.gradient_norm()) / loss_scale
+    return parallel.world.all_reduce_sum([float(loss_sum)])[0] / counted_tokens, gradient_norm
 
 
-def update_weights(run, loss, gradient_norm):
-    """One clipped AdamW update, unless the loss or the gradient is not finite. Returns whether it was applied."""
-    finite = math.isfinite(loss) and math.isfinite(gradient_norm)
-    scale = run.loss_scale.value
-    explained_by_scale = run.loss_scale.update(finite) and math.isfinite(loss)
-    if finite:
-        clip = run.settings.optimizer.grad_clip_thresh
-        factor = min(1.0, clip / (gradient_norm + 1e-6)) if clip else 1.0
-        if factor != 1.0 or scale != 1.0:
-            run.parallel.scale_gradients(factor / scale)
-        run.optimizer.step()
-        run.progress.optimizer_steps += 1
-        run.progress.skipped_in_a_row = 0
-    else:
-        run.optimizer.zero_grad(set_to_none=True)
-        run.progress.skipped_steps += 1
-        run.progress.skipped_in_a_row += 0 if explained_by_scale else 1
-        run.progress_line(f"step {run.progress.step + 1} skipped: loss {loss:.4g}, gradient norm {gradient_norm:.4g} "
-                          f"({run.progress.skipped_steps} skipped so far)")
-    return finite
+def update_weights(parallel: ParallelModel, optimizer: torch.optim.Optimizer, loss: float, gradient_norm: float,
+                   loss_scale: float = 1.0, *, clip: float) -> bool:
+    """One AdamW update, clipped (0: not) to the norm `clip`, unless the loss or the gradient is not finite. Returns
+    whether it was applied."""
+    if not (math.isfinite(loss) and math.isfinite(gradient_norm)):
+        optimizer.zero_grad(set_to_none=True)
+        return False
+    factor = min(1.0, clip / (gradient_norm + 1e-6)) if clip else 1.0
+    if factor != 1.0 or loss_scale != 1.0:
+        parallel.scale_gradients(factor / loss_scale)
+    optimizer.step()
+    return True
 
 
-def account(run, batches, loss, applied):
-    progress = run.progress
-    progress.step += 1
-    progress.samples += run.global_batch
-    progress.tokens += run.tokens_per_step
-    if applied:
-        progress.loss_sum += loss
-        progress.loss_steps += 1
-
-
-def validate(run):
+def validate(parts: Parts, recorder: Recorder) -> None:
     """Validation loss at the current step, into the metrics and the log."""
-    started = time.perf_counter()
-    loss = evaluate(run.parallel.module, run.validation_batches(), run.world)
-    entry = {"step": run.progress.step, "val_loss": loss, "val_perplexity": math.exp(min(loss, 700.0))}
-    run.record(entry)
-    run.progress_line(f"step {run.progress.step}: validation loss {loss:.4f}, "
-                      f"perplexity {entry['val_perplexity']:,.2f} ({time.perf_counter() - started:.1f} s)")
-    run.clock.skip(time.perf_counter() - started)
+    settings, split, began = parts.settings, parts.plan.split, time.perf_counter()
+    limit = settings.training.eval_batches * split.global_batch or None
+    batches = chain.from_iterable(
+        evaluation_batches(store, str(store.path), settings.data, split, vocab_size=settings.model.vocab_size,
+                           limit=limit) for store in parts.validation)
+    with recorder.clock.paused():
+        loss = evaluate(parts.parallel.module, batches, parts.world)
+        recorder.validated(parts.state.step, loss, time.perf_counter() - began)
+
+
+def save(parts: Parts, recorder: Recorder, wait: bool) -> None:
+    """Commit a checkpoint of everything after the current step."""
+    state, parallel = parts.state, parts.parallel
+    with recorder.clock.paused():
+        recorder.sync()  # what precedes a committed checkpoint must not be lost
+        state.data = parts.loader.state_before(state.step)
+        shards = parallel.shards() + parallel.optimizer_shards(parts.optimizer)
+        parts.checkpointer.save(state.step, shards, state.saved(parts.settings, parts.world.size))
+        if wait:
+            parts.checkpointer.wait()
+
+
+def describe_bad_samples(parts: Parts, batches: list[Batch]) -> str:
+    """Which samples of the step have a loss that is not finite, found one by one."""
+    with torch.no_grad():
+        finite = [("{} window {}".format(*row.samples[0]), bool(torch.isfinite(batch_loss(parts.parallel, row))))
+                  for batch in batches for row in batch.rows()]
+    drawn = list(chain.from_iterable(parts.world.gather_objects(finite)))
+    bad = [name for name, is_finite in drawn if not is_finite]
+    said = (f"loss not finite for {', '.join(bad[:8])}" if bad
+            else f"only gradients overflow; samples {', '.join(name for name, _ in drawn[:8])}")
+    return (f"{parts.state.skipped_in_a_row} steps in a row were not finite, the last is step {parts.state.step}: "
+            f"{said}. Lower learning_rate, use mixed_precision=bf16, or look at these samples")

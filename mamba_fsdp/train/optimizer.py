@@ -1,41 +1,51 @@
 """AdamW with weight decay on matrices only, and the loss scale of fp16."""
 
+from collections.abc import Mapping
+
 import torch
 
+from config.train_config import OptimizerConfig
+from mamba_fsdp.model.spec import Parameter
+from mamba_fsdp.parallel.compat import has_fused_adamw
+from mamba_fsdp.train.state import TrainState
 
-def make_optimizer(parameters, spec, config, *, fused):
-    """AdamW over `parameters` (dict: name -> this rank's part of it; `spec`: name -> spec.Parameter)."""
-    groups = {True: [], False: []}
-    for name, parameter in parameters.items():
-        groups[spec[name].decay].append(parameter)
-    return torch.optim.AdamW([{"params": groups[True], "weight_decay": config.weight_decay},
-                              {"params": groups[False], "weight_decay": 0.0}],
-                             lr=config.learning_rate, betas=(config.beta1, config.beta2), eps=config.adam_epsilon,
-                             fused=fused or None)
+
+def make_optimizer(parameters: Mapping[str, torch.nn.Parameter], spec: Mapping[str, Parameter],
+                   config: OptimizerConfig, device: torch.device) -> torch.optim.AdamW:
+    """AdamW over `parameters`: name -> this rank's part of it."""
+    groups = [{"params": [parameter for name, parameter in parameters.items() if spec[name].decay == decay],
+               "weight_decay": config.weight_decay if decay else 0.0} for decay in (True, False)]
+    return torch.optim.AdamW(groups, lr=config.learning_rate, betas=(config.beta1, config.beta2),
+                             eps=config.adam_epsilon, fused=has_fused_adamw(device) or None)
 
 
 class LossScale:
     """fp16's dynamic scale: halved when a gradient overflows, doubled after 2000 steps without; 1 and fixed otherwise.
 
-    Micikevicius et al. 2018, Mixed Precision Training, section 3.2.
+    Micikevicius et al. 2018, Mixed Precision Training, section 3.2. Its numbers stand in the train state.
     """
 
     GROWTH_INTERVAL = 2000
 
-    def __init__(self, dynamic, value=None, good_steps=0):
-        self.dynamic = dynamic
-        self.value = (value or 2.0 ** 16) if dynamic else 1.0
-        self.good_steps = good_steps
+    def __init__(self, state: TrainState, *, dynamic: bool) -> None:
+        self.state, self.dynamic = state, dynamic
+        if dynamic and not state.loss_scale:
+            state.loss_scale = 2.0 ** 16
 
-    def update(self, finite):
+    @property
+    def value(self) -> float:
+        return self.state.loss_scale if self.dynamic else 1.0
+
+    def update(self, finite: bool) -> bool:
         """After a step. True when the overflow is explained by the scale, so that the samples are not to blame."""
+        state = self.state
         if not self.dynamic:
             return False
         if finite:
-            self.good_steps += 1
-            if self.good_steps == self.GROWTH_INTERVAL:
-                self.value, self.good_steps = self.value * 2, 0
+            state.loss_scale_good_steps += 1
+            if state.loss_scale_good_steps == self.GROWTH_INTERVAL:
+                state.loss_scale, state.loss_scale_good_steps = state.loss_scale * 2, 0
             return False
-        explained, self.good_steps = self.value > 1.0, 0
-        self.value = max(1.0, self.value / 2)
+        explained, state.loss_scale_good_steps = state.loss_scale > 1.0, 0
+        state.loss_scale = max(1.0, state.loss_scale / 2)
         return explained

@@ -2,45 +2,42 @@
 
 import shutil
 import sys
+from functools import partial
 from pathlib import Path
 
-from mamba_fsdp.checkpoint.folder import newest_step
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.report.records import write_status
+from mamba_fsdp.run_layout import CHECKPOINTS, TOKENIZER, committed, step_of
 from mamba_fsdp.train.lease import Lease
 
 
 class RunFolder:
     """`path`, which rank 0 takes for the run, and what is written there beside checkpoints and metrics."""
 
-    def __init__(self, path):
+    def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
         self.lease = Lease(self.path)
 
-    def take(self):
+    def take(self) -> None:
         """Make the folder and make it ours. Raises UserError where that can't be, or another run holds it.
 
         Its status says so at once: whatever ends the start, even a kill, the word of the run before, such as
         `finished`, stands no longer.
         """
         try:
-            (self.path / "checkpoints").mkdir(parents=True, exist_ok=True)
-            self.lease.take()
+            (self.path / CHECKPOINTS).mkdir(parents=True, exist_ok=True)
+            self.lease.take(partial(print, flush=True))
         except OSError as error:
             raise UserError(f"save_ckpt_path {self.path}: can't make the run folder or write to it ({error.strerror}: "
                             f"{error.filename})") from None
         write_status(self.path, "running", self._newest_step(), "starting")
 
-    def check_ours(self):
-        """Raises UserError when the folder is another run's by now: call it before writing what must not mix."""
-        self.lease.check()
-
-    def say(self, status, step, reason=""):
+    def say(self, status: str, step: int, reason: str = "") -> None:
         """Write status.json, see `write_status`."""
-        self.check_ours()
+        self.lease.check()
         write_status(self.path, status, step, reason)
 
-    def say_failed(self, step, error):
+    def say_failed(self, step: int, error: BaseException) -> None:
         """Write why the run ended, if the folder is ours. step: 0 means that of the newest checkpoint."""
         try:
             if self.lease.is_held():
@@ -48,16 +45,14 @@ class RunFolder:
         except (UserError, OSError) as another:  # a full disk must not hide what failed first
             print(f"warning: {another}", file=sys.stderr)
 
-    def keep_tokenizer(self, store):
+    def keep_tokenizer(self, store: Path) -> None:
         """Copy the tokenizer of a store, so that the model can be used when the data is gone."""
-        source, target, partial = store / "tokenizer", self.path / "tokenizer", self.path / ".tokenizer.partial"
+        source, target, partial = store / TOKENIZER, self.path / TOKENIZER, self.path / f".{TOKENIZER}.partial"
         if source.is_dir() and not target.exists():
             shutil.rmtree(partial, ignore_errors=True)
             shutil.copytree(source, partial)
             partial.rename(target)
 
-    def give_back(self):
-        self.lease.give_back()
-
-    def _newest_step(self):
-        return newest_step(self.path / "checkpoints")
+    def _newest_step(self) -> int:
+        """Of the committed checkpoints, whole or not; 0 where there is none."""
+        return max((step_of(path.name) or 0 for path in committed(self.path / CHECKPOINTS)), default=0)

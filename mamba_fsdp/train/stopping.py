@@ -4,6 +4,10 @@ committed."""
 import signal
 import sys
 import time
+from pathlib import Path
+from typing import Any
+
+from mamba_fsdp.run_layout import STOP
 
 SECONDS_BETWEEN_LOOKS = 1.0  # a look at the STOP file is a round trip on a shared file system
 
@@ -12,21 +16,21 @@ class StopRequest:
     """Notices requests; `reason` is "" until there is one. The ranks agree on it elsewhere: only rank 0 looks for the
     file."""
 
-    def __init__(self, run_folder, is_first_rank):
+    def __init__(self, run_folder: Path, on_rank0: bool) -> None:
         self.reason = ""
         self.interrupted = False
-        self.file = run_folder / "STOP" if is_first_rank else None
+        self.file = run_folder / STOP if on_rank0 else None
         self.next_look = 0.0
-        self.previous = {}
-        if is_first_rank:
+        self.previous: dict[int, Any] = {}  # signal -> its handler outside
+        if self.file:
             self.file.unlink(missing_ok=True)  # a request to a run that is over
 
-    def __enter__(self):
+    def __enter__(self) -> "StopRequest":
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
             self.previous[number] = signal.signal(number, self._on_signal)
         return self
 
-    def __exit__(self, *_):
+    def __exit__(self, *_: object) -> None:
         for number, handler in self.previous.items():
             signal.signal(number, handler)
         if self.file:
@@ -40,7 +44,7 @@ class StopRequest:
         if self.file:
             print(f"\n{self.reason}: stopping after this step, with a checkpoint", file=sys.stderr, flush=True)
 
-    def look(self):
+    def look(self) -> bool:
         """True when a stop has been asked for on this rank."""
         if self.file and not self.reason and time.monotonic() >= self.next_look:
             self.next_look = time.monotonic() + SECONDS_BETWEEN_LOOKS

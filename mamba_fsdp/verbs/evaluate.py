@@ -19,8 +19,9 @@ def main(model, store, seq_length: int = 2048, batch_size: int = 8, limit: int =
     for name, value, least in (("seq_length", seq_length, 1), ("batch_size", batch_size, 1), ("limit", limit, 0)):
         if value < least:
             raise UserError(f"--{name}={value}: must be at least {least}")
+    from config.train_config import DataConfig
     from mamba_fsdp.conventions import IGNORED_LABEL
-    from mamba_fsdp.data.loader import evaluation_batches
+    from mamba_fsdp.data.loader import Split, evaluation_batches
     from mamba_fsdp.data.store import TokenStore
     from mamba_fsdp.parallel.world import start_world
     from mamba_fsdp.train.evaluate import evaluate
@@ -43,9 +44,9 @@ def main(model, store, seq_length: int = 2048, batch_size: int = 8, limit: int =
             yield batch
 
     began = time.perf_counter()
-    batches = evaluation_batches(tokens, store, seq_length=seq_length, batch_size=batch_size, rank=0, world_size=1,
-                                 vocab_size=weights.config.vocab_size, limit=limit or None,
-                                 reset_at_documents=reset_at_documents)
+    data = DataConfig(seq_length=seq_length, reset_at_documents=reset_at_documents)
+    batches = evaluation_batches(tokens, store, data, Split(0, 1, batch_size), vocab_size=weights.config.vocab_size,
+                                 limit=limit or None)
     loss = evaluate(network, measured(batches), start_world())
     seconds = time.perf_counter() - began
     bits = loss * counted["tokens"] / math.log(2)

@@ -9,7 +9,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mamba_fsdp.data.loader import NOT_COUNTED, Loader, evaluation_batches
+from config.train_config import DataConfig
+from mamba_fsdp.conventions import IGNORED_LABEL
+from mamba_fsdp.data.loader import Loader, Split, evaluation_batches
 from mamba_fsdp.data.order import Order
 from mamba_fsdp.data.source import Tokens
 from mamba_fsdp.data.store import StoreWriter
@@ -42,10 +44,11 @@ def two_sources():
     return {"a": Numbers(50 * L + 3), "b": Numbers(20 * L + 1, first=10_000)}
 
 
-def loader_of(sources, *, state=None, seed=0, **settings):
+def loader_of(sources, *, state=None, seed=0, rank=0, world_size=1, batch_size=2, micro_batches=1, vocab_size=10**6, first_step=0,
+              num_workers=2, **data):
     order = Order(sources, {name: i + 1.5 for i, name in enumerate(sources)}, L, seed, state)
-    defaults = dict(rank=0, world_size=1, batch_size=2, micro_batches=1, vocab_size=10**6, num_workers=2)
-    return Loader(sources, order, **{**defaults, **settings})
+    return Loader(sources, order, DataConfig(seq_length=L, num_workers=num_workers, **data),
+                  Split(rank, world_size, batch_size, micro_batches), vocab_size=vocab_size, first_step=first_step)
 
 
 def rows_of_step(sources, step, world_size, **settings):
@@ -137,7 +140,7 @@ def test_tokens_that_do_not_count_have_no_label():
     with loader_of({"a": Numbers(50 * L + 1, silent=7)}, batch_size=50) as loader:
         batch = loader.step(0)[0]
     following = batch.tokens + 1
-    assert torch.equal(batch.labels, torch.where(following % 7 == 0, NOT_COUNTED, following))
+    assert torch.equal(batch.labels, torch.where(following % 7 == 0, IGNORED_LABEL, following))
 
 
 def test_a_store_is_a_source(tmp_path):
@@ -191,8 +194,7 @@ def test_reading_ahead_stays_within_its_bound():
 
 
 def evaluated(source, world_size, batch_size, limit=None):
-    ranks = [list(evaluation_batches(source, "valid", seq_length=L, batch_size=batch_size, rank=rank,
-                                     world_size=world_size,
+    ranks = [list(evaluation_batches(source, "valid", DataConfig(seq_length=L), Split(rank, world_size, batch_size),
                                      vocab_size=10**6, limit=limit)) for rank in range(world_size)]
     assert len({len(batches) for batches in ranks}) == 1  # sharded models need every rank in every forward
     return [batch for batches in ranks for batch in batches]
@@ -202,11 +204,11 @@ def evaluated(source, world_size, batch_size, limit=None):
 @given(token_count=st.integers(2, 200), world_size=st.integers(1, 4), batch_size=st.integers(1, 5))
 def test_evaluation_predicts_every_token_once_on_any_world_size(token_count, world_size, batch_size):
     batches = evaluated(Numbers(token_count), world_size, batch_size)
-    labels = torch.cat([batch.labels[batch.labels != NOT_COUNTED] for batch in batches])
+    labels = torch.cat([batch.labels[batch.labels != IGNORED_LABEL] for batch in batches])
     assert sorted(labels.tolist()) == list(range(1, token_count))
     for batch in batches:
         assert batch.tokens.shape == batch.labels.shape == (batch_size, L)
-        counted = batch.labels != NOT_COUNTED
+        counted = batch.labels != IGNORED_LABEL
         assert torch.equal(batch.labels[counted], batch.tokens[counted] + 1)
 
 

@@ -7,8 +7,8 @@ import time
 import pytest
 
 from mamba_fsdp.errors import UserError
+from mamba_fsdp.report.display import Display, duration
 from mamba_fsdp.report.plot import plot_losses
-from mamba_fsdp.report.progress import Progress, duration
 from mamba_fsdp.report.trackers import make_tracker
 
 STEP = dict(loss=3.25, learning_rate=3e-4, tokens_per_second=21400.4)
@@ -21,29 +21,29 @@ class Terminal(io.StringIO):
 
 def test_a_plain_line_per_report_without_a_terminal():
     stream = io.StringIO()
-    progress = Progress(1000, stream=stream)
-    progress.step(19, **STEP)
-    progress.step(20, **STEP, seconds_left=3725, report=True)
-    progress.close()
+    display = Display(1000, stream=stream)
+    display.step(19, **STEP)
+    display.step(20, **STEP, seconds_left=3725, report=True)
+    display.close()
     assert stream.getvalue() == "step   20/1000  loss  3.2500  lr 3.00e-04     21,400 tokens/s  left 1:02:05\n"
 
 
 def test_one_live_line_on_a_terminal_that_other_lines_do_not_garble():
     stream = Terminal()
-    progress = Progress(1000, stream=stream)
-    progress.step(1, **STEP, mfu=0.412)
-    progress.line("step 1: validation loss 3.0")
-    progress.close()
+    display = Display(1000, stream=stream)
+    display.step(1, **STEP, mfu=0.412)
+    display.line("step 1: validation loss 3.0")
+    display.close()
     drawn = stream.getvalue().split("\r")
     assert drawn[1].endswith("MFU 41.2%") and not drawn[2].strip() and drawn[3] == "step 1: validation loss 3.0\n"
 
 
 def test_other_ranks_are_silent():
     stream = Terminal()
-    progress = Progress(10, enabled=False, stream=stream)
-    progress.step(1, **STEP, report=True)
-    progress.line("x")
-    progress.close()
+    display = Display(10, enabled=False, stream=stream)
+    display.step(1, **STEP, report=True)
+    display.line("x")
+    display.close()
     assert stream.getvalue() == ""
 
 
@@ -66,7 +66,7 @@ def test_tensorboard_gets_every_number(tmp_path):
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    for start, written in ((0, [(3, 2.5), (4, 2.0), (5, 1.5)]), (3, [(4, 2.25)])):  # the second goes on from step 3
+    for start, written in ((0, [(3, 2.5), (4, 2.0), (5, 1.5)]), (3, [(4, 2.25)])):  # the second resumes from step 3
         tracker = make_tracker("tensorboard", tmp_path, {}, start)
         for step, loss in written:
             tracker.write({"step": step, "loss": loss, "grad_norm": None})

@@ -72,9 +72,9 @@ def test_a_node_killed_in_mid_run_costs_only_the_steps_since_the_last_checkpoint
     cluster.start_node("node2")
     cluster.wait_until(lambda: cluster.idle_nodes() == 2, "the node is back")
     cluster.release(job)
-    going_on = cluster.wait_until(lambda: [line for line in log(training_project, job).splitlines() if "going on   from" in line],
-                                  "training goes on")
-    assert going_on[0].split("step_")[1][:8] >= newest[5:]
+    resumes = cluster.wait_until(lambda: [line for line in log(training_project, job).splitlines() if "resumes    from" in line],
+                                  "training resumes")
+    assert resumes[0].split("step_")[1][:8] >= newest[5:]
 
 
 def test_a_mistake_that_training_finds_is_told_last_and_not_tried_again(start_cluster, training_project):

@@ -46,21 +46,37 @@ def tiny_file(tmp_path_factory):
 
 @pytest.fixture
 def train(corpus, tiny_file, capsys):
-    """train(run folder, **settings) -> what it printed, in this process."""
+    """train(run folder, **settings) -> what it printed, in this process. As training.py does it."""
     def run_here(run, **given):
         from mamba_fsdp.interop.convert import import_
-        from mamba_fsdp.train.run import run as start
+        from mamba_fsdp.train.run import run_training
+        from mamba_fsdp.verbs.loading import starting_weights
 
         words = {key: str(value) for key, value in {"dataset_path": corpus, "save_ckpt_path": run, **given}.items()}
         capsys.readouterr()
         try:
-            start(resolve.resolve_settings(words, tiny_file)[0],
-                  publish=import_)
+            settings, explicit = resolve.resolve_settings(words, tiny_file)
+            run_training(settings, starting_weights(settings, explicit), write_model=import_)
         finally:  # what training sets for its whole process
             torch.set_flush_denormal(False)
             torch.use_deterministic_algorithms(False)
         return capsys.readouterr().out
     return run_here
+
+
+@pytest.fixture
+def change_loss(monkeypatch):
+    """change_loss(new): the loss of a micro-batch becomes new(the run's TrainState, a function that gives the true one)."""
+    def change(new):
+        from mamba_fsdp.train import loop
+
+        train, true_loss = loop.train, loop.batch_loss
+
+        def changed_train(parts, *rest):
+            monkeypatch.setattr(loop, "batch_loss", lambda *batch: new(parts.state, lambda: true_loss(*batch)))
+            return train(parts, *rest)
+        monkeypatch.setattr(loop, "train", changed_train)
+    return change
 
 
 @pytest.fixture

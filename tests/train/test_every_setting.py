@@ -44,21 +44,25 @@ def test_the_table_names_every_setting():
 @pytest.fixture
 def traces(train, tmp_path, metrics_of, corpus, monkeypatch):
     """traces(settings) -> all that a run with them can be told by."""
-    from mamba_fsdp.train import run as module
+    from mamba_fsdp.data import loader
+    from mamba_fsdp.train import run, setup
 
     calls = []
-    for name in ("parallelize", "Loader", "Checkpointer", "start_world"):
+    for module, name in ((setup, "parallelize"), (setup, "Checkpointer"), (setup, "Loader"), (loader, "ThreadPoolExecutor"),
+                         (run, "start_world")):
         original = getattr(module, name)
 
         def recording(*args, _name=name, _original=original, **kwargs):
-            calls.append((_name, {key: value for key, value in kwargs.items() if isinstance(value, (int, float, str, bool))}))
-            return _original(*args, **kwargs)
+            made = _original(*args, **kwargs)
+            given = {**dict(enumerate(args)), **kwargs, **({"prefetch": made.prefetch} if _name == "Loader" else {})}
+            calls.append((_name, {key: value for key, value in given.items() if isinstance(value, (int, float, str, bool))}))
+            return made
         monkeypatch.setattr(module, name, recording)
-    monkeypatch.setattr(module.torch, "use_deterministic_algorithms", lambda flag: calls.append(("deterministic", flag)))
+    monkeypatch.setattr(run.torch, "use_deterministic_algorithms", lambda flag: calls.append(("deterministic", flag)))
     monkeypatch.setattr("mamba_fsdp.parallel.parallelize.compile_blocks", lambda blocks: calls.append("compile"))
     train(tmp_path / "first", num_steps=2)
 
-    def run(given):
+    def run_with(given):
         calls.clear()
         folder = tmp_path / "run"
         shutil.rmtree(folder, ignore_errors=True)
@@ -72,7 +76,7 @@ def traces(train, tmp_path, metrics_of, corpus, monkeypatch):
         where = folder if (folder / "metrics.jsonl").exists() else folder / "elsewhere"
         kept = [line for line in said.splitlines() if not line.startswith("step")]
         return files, metrics_of(where) if (where / "metrics.jsonl").exists() else said, kept, list(map(str, calls))
-    return run
+    return run_with
 
 
 @pytest.mark.slow

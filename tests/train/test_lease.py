@@ -42,7 +42,7 @@ def unwatched(monkeypatch):
 def left_by(folder, **changed):
     """The lease of a process that is not ours to ask, with some fields changed."""
     owner = {"token": "x", **module._this_process(), "host": "node-7", "pid": 7, "machine": "another", **changed}
-    (folder / module.FILE).write_text(json.dumps(owner))
+    (folder / module.LEASE).write_text(json.dumps(owner))
 
 
 def hold(folder, connection):
@@ -103,7 +103,7 @@ def test_a_silent_holder_elsewhere_is_waited_for_and_then_dead(take, tmp_path, m
     monkeypatch.setattr(module, "SECONDS_OF_SILENCE", 0.1)
     left_by(tmp_path)
     if content is not None:
-        (tmp_path / module.FILE).write_bytes(content)
+        (tmp_path / module.LEASE).write_bytes(content)
     said = []
     take(said).check()
     assert len(said) == 1 and "waiting" in said[0] and ("node-7" in said[0] or content is not None)
@@ -114,7 +114,7 @@ def test_a_holder_elsewhere_that_renews_is_alive(take, tmp_path, monkeypatch):
     monkeypatch.setenv("SLURM_JOB_ID", "17")
     left_by(tmp_path)
     long_ago = iter(range(10 ** 6))
-    monkeypatch.setattr(module.time, "sleep", lambda _: os.utime(tmp_path / module.FILE, (next(long_ago), next(long_ago))))
+    monkeypatch.setattr(module.time, "sleep", lambda _: os.utime(tmp_path / module.LEASE, (next(long_ago), next(long_ago))))
     with pytest.raises(UserError, match=r"process 7 on node-7 \(Slurm job 17\)"):
         take()
 
@@ -122,7 +122,7 @@ def test_a_holder_elsewhere_that_renews_is_alive(take, tmp_path, monkeypatch):
 def test_a_holder_that_ends_while_it_is_watched_leaves_the_folder_free(take, tmp_path, monkeypatch):
     """And nothing is removed then: what is there a moment later would be a living run's."""
     left_by(tmp_path)
-    monkeypatch.setattr(module.time, "sleep", lambda _: (tmp_path / module.FILE).unlink(missing_ok=True))
+    monkeypatch.setattr(module.time, "sleep", lambda _: (tmp_path / module.LEASE).unlink(missing_ok=True))
     monkeypatch.setattr(Lease, "_remove", lambda self: pytest.fail("a lease was removed"))
     take().check()
 
@@ -139,13 +139,13 @@ def test_of_many_at_once_one_gets_the_folder(tmp_path):
 def test_one_that_lost_its_lease_finds_out_and_leaves_the_other_in_peace(take, tmp_path):
     lease = take()
     left_by(tmp_path)
-    other = (tmp_path / module.FILE).stat().st_mtime_ns
+    other = (tmp_path / module.LEASE).stat().st_mtime_ns
     with pytest.raises(UserError, match="in use by the run of process 7 on node-7.*writes nothing more"):
         lease.check()
     time.sleep(0.2)
     lease.give_back()
-    assert (tmp_path / module.FILE).stat().st_mtime_ns == other
-    (tmp_path / module.FILE).unlink()
+    assert (tmp_path / module.LEASE).stat().st_mtime_ns == other
+    (tmp_path / module.LEASE).unlink()
     with pytest.raises(UserError, match="has lost its lease.json"):
         lease.check()
 

@@ -3,6 +3,7 @@
 from config.model_config import ModelConfig
 from mamba_fsdp.model.spec import parameters
 from mamba_fsdp.train.optimizer import LossScale
+from mamba_fsdp.train.state import TrainState
 
 
 def test_only_matrices_decay():
@@ -14,7 +15,7 @@ def test_only_matrices_decay():
 
 
 def test_the_scale_halves_on_overflow_and_explains_it_until_it_is_one():
-    scale = LossScale(dynamic=True)
+    scale = LossScale(TrainState(), dynamic=True)
     explained = [scale.update(False) for _ in range(20)]
     assert explained == [True] * 16 + [False] * 4 and scale.value == 1.0
     for _ in range(LossScale.GROWTH_INTERVAL):
@@ -23,5 +24,5 @@ def test_the_scale_halves_on_overflow_and_explains_it_until_it_is_one():
 
 
 def test_without_fp16_there_is_no_scale():
-    scale = LossScale(dynamic=False)
+    scale = LossScale(TrainState(), dynamic=False)
     assert not scale.update(False) and scale.value == 1.0

@@ -1,4 +1,4 @@
-"""The same run on any number of ranks: equal losses, and a checkpoint goes on with other ranks and strategies."""
+"""The same run on any number of ranks: equal losses, and a checkpoint resumes on other ranks and strategies."""
 
 import os
 import subprocess
@@ -32,8 +32,8 @@ def train_changed(corpus, project, tmp_path):
     def start(lines, **given):
         words = {**TINY, "dataset_path": corpus, "save_ckpt_path": tmp_path / "run", "timeout_minutes": 0.2, **given}
         (tmp_path / "changed.py").write_text(
-            f"import os, sys, time; sys.path.insert(0, '.')\nfrom config import resolve; from mamba_fsdp.train import run as module\n{lines}"
-            f"module.run(resolve.resolve_settings({ {key: str(value) for key, value in words.items()} })[0])\n")
+            f"import os, sys, time; sys.path.insert(0, '.')\nfrom config import resolve; from mamba_fsdp.train import loop, run\n{lines}"
+            f"run.run_training(resolve.resolve_settings({ {key: str(value) for key, value in words.items()} })[0])\n")
         return subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", tmp_path / "changed.py"],
                               cwd=project, capture_output=True, text=True, timeout=300,
                               env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(project)})
@@ -57,7 +57,7 @@ def test_one_two_and_four_ranks_give_the_same_losses(train_on, tmp_path, metrics
 
 
 @pytest.mark.slow
-def test_a_checkpoint_of_four_ranks_goes_on_on_fewer_and_back(train_on, tmp_path, metrics_of):
+def test_a_checkpoint_of_four_ranks_resumes_on_fewer_and_back(train_on, tmp_path, metrics_of):
     """Nothing is lost or repeated: the losses are those of one unbroken run on one rank."""
     train_on(1, tmp_path / "whole", num_steps=8, batch_size=2)
     relay = tmp_path / "relay"
@@ -86,10 +86,12 @@ def test_a_mistake_is_told_once_and_ends_all_ranks(corpus, project, tmp_path):
 @pytest.mark.slow
 def test_a_rank_that_waits_in_vain_ends_with_where_it_stands(train_changed):
     """One rank never comes to the next step; the watchdog of each says where it stands, and the job ends."""
-    done = train_changed("def stuck(self, batch):\n"
-                         "    if self.world.rank == 1 and self.progress.step == 1: time.sleep(300)\n"
-                         "    return clean(self, batch)\n"
-                         "clean, module.Run.loss = module.Run.loss, stuck\n")
+    done = train_changed("steps = []\n"
+                         "def stuck(parallel, batch):\n"
+                         "    if parallel.world.rank == 1 and len(steps) == 1: time.sleep(300)\n"
+                         "    steps.append(batch)\n"
+                         "    return clean(parallel, batch)\n"
+                         "clean, loop.batch_loss = loop.batch_loss, stuck\n")
     assert done.returncode and "made no progress" in done.stderr and "in stuck" in done.stderr
 
 

@@ -160,17 +160,15 @@ def test_low_precision_stays_near_fp32(train, tmp_path, metrics_of, precision):
     assert losses[0] == pytest.approx(losses[1], rel=0.02)
 
 
-def test_a_gradient_that_is_not_finite_is_never_applied(train, tmp_path, metrics_of, monkeypatch):
+def test_a_gradient_that_is_not_finite_is_never_applied(train, tmp_path, metrics_of, change_loss):
     """One poisoned step is skipped, counted and reported, and the weights after it are those before it."""
-    from mamba_fsdp.train.run import Run
+    steps = []
 
-    clean, steps = Run.loss, []
+    def poisoned(state, true_loss):
+        steps.append(state.step)
+        return true_loss() * (float("nan") if state.step == 2 else 1)
 
-    def poisoned(self, batch):
-        steps.append(self.progress.step)
-        return clean(self, batch) * (float("nan") if self.progress.step == 2 else 1)
-
-    monkeypatch.setattr(Run, "loss", poisoned)
+    change_loss(poisoned)
     out = train(tmp_path, num_steps=5, schedule="constant")
     assert "step 3 skipped" in out and steps == [0, 1, 2, 3, 4]
     entries = [entry for entry in metrics_of(tmp_path) if "loss" in entry]
@@ -178,11 +176,8 @@ def test_a_gradient_that_is_not_finite_is_never_applied(train, tmp_path, metrics
     assert entries[2]["loss"] is None and entries[4]["loss"] is not None
 
 
-def test_too_many_skipped_steps_end_the_run_and_name_the_samples(train, tmp_path, monkeypatch):
-    from mamba_fsdp.train.run import Run
-
-    clean = Run.loss
-    monkeypatch.setattr(Run, "loss", lambda self, batch: clean(self, batch) * float("inf"))
+def test_too_many_skipped_steps_end_the_run_and_name_the_samples(train, tmp_path, change_loss):
+    change_loss(lambda state, true_loss: true_loss() * float("inf"))
     with pytest.raises(UserError, match=r"3 steps in a row.*train window \d+"):
         train(tmp_path, max_skipped_steps=3)
     assert read_status(tmp_path)["status"] == "failed"
@@ -190,13 +185,9 @@ def test_too_many_skipped_steps_end_the_run_and_name_the_samples(train, tmp_path
 
 @pytest.mark.parametrize("step, kind, words", [(0, UserError, "rank 0 has too little memory: lower batch_size"),
                                               (2, RuntimeError, "can't allocate memory")])
-def test_memory_that_never_sufficed_is_a_matter_of_settings(train, tmp_path, monkeypatch, step, kind, words):
+def test_memory_that_never_sufficed_is_a_matter_of_settings(train, tmp_path, change_loss, step, kind, words):
     """Later in a run it is an accident, after which a cluster starts the job again."""
-    from mamba_fsdp.train.run import Run
-
-    clean = Run.loss
-    monkeypatch.setattr(Run, "loss", lambda self, batch: torch.empty(1 << 50) if self.progress.step == step
-                        else clean(self, batch))
+    change_loss(lambda state, true_loss: torch.empty(1 << 50) if state.step == step else true_loss())
     with pytest.raises(kind, match=words):
         train(tmp_path)
     assert read_status(tmp_path)["status"] == "failed"
@@ -219,11 +210,11 @@ def test_starting_from_another_run(train, tmp_path, metrics_of):
     assert losses["pth"][0] == losses["folder"][0] and losses["pth"][1] != losses["folder"][1]
     assert losses["folder"] == losses["step"] and losses["data"][0] != losses["folder"][0]
     said = train(tmp_path / "pth", num_steps=5, load_ckpt_path="/nowhere.pth")
-    assert "going on" in said and "step 3" in said
+    assert "resumes" in said and "step 3" in said
 
 
-def test_a_run_that_took_over_an_optimiser_goes_on_as_unbroken(train, tmp_path, weights_of):
-    """The bias correction of AdamW goes on where the first run's ended, also after a break of the second."""
+def test_a_run_that_took_over_an_optimiser_resumes_as_unbroken(train, tmp_path, weights_of):
+    """The bias correction of AdamW resumes where the first run's ended, also after a break of the second."""
     train(tmp_path / "first", num_steps=4)
     common = {"load_ckpt_path": tmp_path / "first", "schedule": "constant", "grad_clip_thresh": 0}
     train(tmp_path / "whole", **{**common, "num_steps": 4})
@@ -262,25 +253,23 @@ def test_a_start_that_fails_takes_back_the_word_of_the_one_before(train, tmp_pat
 def test_a_start_that_is_killed_takes_it_back_too(train, tmp_path, monkeypatch):
     train(tmp_path)
     seen = []
-    monkeypatch.setattr("mamba_fsdp.train.run.Run.open_data", lambda self: seen.append(read_status(tmp_path)) or 1 / 0)
+    monkeypatch.setattr("mamba_fsdp.train.setup.open_data", lambda settings: seen.append(read_status(tmp_path)) or 1 / 0)
     with pytest.raises(ZeroDivisionError):
         train(tmp_path)
     assert (seen[0]["status"], seen[0]["step"], seen[0]["reason"]) == ("running", 6, "starting")
 
 
-def test_a_run_whose_folder_was_taken_over_writes_nothing_more(train, tmp_path, monkeypatch):
+def test_a_run_whose_folder_was_taken_over_writes_nothing_more(train, tmp_path, change_loss):
     """It stood still for so long that another counted it as dead. Neither metrics nor checkpoint nor status."""
-    from mamba_fsdp.train.run import Run
+    before = {}
 
-    clean, before = Run.loss, {}
-
-    def suspended(self, batch):
-        if self.progress.step == 3 and not before:
+    def suspended(state, true_loss):
+        if state.step == 3 and not before:
             (tmp_path / "lease.json").write_text(json.dumps(OTHER_RUN))
             before.update({path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()})
-        return clean(self, batch)
+        return true_loss()
 
-    monkeypatch.setattr(Run, "loss", suspended)
+    change_loss(suspended)
     with pytest.raises(UserError, match="in use by the run of process 7 on elsewhere"):
         train(tmp_path, checkpoint_interval=1, async_checkpoint=False, eval_interval=0)
     assert before == {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}

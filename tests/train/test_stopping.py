@@ -28,7 +28,7 @@ def test_a_second_ctrl_c_does_not_wait(tmp_path):
         os.kill(os.getpid(), signal.SIGINT)
 
 
-def test_the_stop_file_is_seen_by_the_first_rank_and_removed_at_both_ends(tmp_path, monkeypatch):
+def test_the_stop_file_is_seen_by_rank_0_and_removed_at_both_ends(tmp_path, monkeypatch):
     monkeypatch.setattr(stopping, "SECONDS_BETWEEN_LOOKS", 0.0)
     (tmp_path / "STOP").touch()
     with stopping.StopRequest(tmp_path, True) as stop, stopping.StopRequest(tmp_path, False) as other:

@@ -1,4 +1,4 @@
-"""The pinned stack and the newest one go on from each other's checkpoints, with other numbers of ranks."""
+"""The pinned stack and the newest one resume from each other's checkpoints, with other numbers of ranks."""
 
 import os
 import subprocess

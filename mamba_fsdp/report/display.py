@@ -2,6 +2,7 @@
 
 import sys
 import time
+from typing import TextIO
 
 SECONDS_BETWEEN_UPDATES = 0.2
 
@@ -12,10 +13,10 @@ def duration(seconds):
     return f"{hours}:{minutes:02d}:{seconds:02d}" if hours else f"{minutes}:{seconds:02d}"
 
 
-class Progress:
+class Display:
     """Lines on rank 0; silent elsewhere. `stream` is a text stream; it is a terminal or not."""
 
-    def __init__(self, total_steps, *, enabled=True, stream=None):
+    def __init__(self, total_steps: int, *, enabled: bool = True, stream: TextIO | None = None) -> None:
         self.total, self.enabled, self.stream = total_steps, enabled, stream or sys.stdout
         self.live = enabled and self.stream.isatty()
         self.shown = ""

@@ -1,0 +1,214 @@
+"""From the settings to the parts that the loop works on: data, model, optimiser, starting point, length, loader."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from config import resolve
+from config.model_config import checked_model
+from config.train_config import TrainConfig, TrainingConfig
+from mamba_fsdp.checkpoint.checkpointer import Checkpointer
+from mamba_fsdp.checkpoint.folder import find_checkpoint, load
+from mamba_fsdp.checkpoint.tensors import open_tensors
+from mamba_fsdp.conventions import DTYPES
+from mamba_fsdp.data.loader import Loader, Split
+from mamba_fsdp.data.order import Order
+from mamba_fsdp.data.selection import training_sources, validation_stores
+from mamba_fsdp.data.store import TokenStore
+from mamba_fsdp.errors import UserError
+from mamba_fsdp.model.init import initial_part
+from mamba_fsdp.model.lm import MambaLM
+from mamba_fsdp.model.spec import parameter_count, parameters
+from mamba_fsdp.ops import kernels
+from mamba_fsdp.parallel.model import ParallelModel
+from mamba_fsdp.parallel.parallelize import fill, fill_parts, parallelize
+from mamba_fsdp.parallel.world import World
+from mamba_fsdp.train import memory
+from mamba_fsdp.train.optimizer import LossScale, make_optimizer
+from mamba_fsdp.train.run_folder import RunFolder
+from mamba_fsdp.train.schedule import Schedule
+from mamba_fsdp.train.state import TrainState
+
+Say = Callable[[str], None]  # prints a line, on rank 0
+
+
+class Weights(Protocol):
+    def get(self, name: str) -> torch.Tensor: ...
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The run in steps: how each is cut, how many there are, what is due when."""
+
+    split: Split
+    tokens_per_step: int
+    total_steps: int
+    eval_steps: int  # 0: never
+    checkpoint_steps: int
+    schedule: Schedule
+
+
+@dataclass
+class Parts:
+    """What the loop works on."""
+
+    settings: TrainConfig
+    world: World
+    sources: dict[str, TokenStore]
+    validation: list[TokenStore]
+    parallel: ParallelModel
+    optimizer: torch.optim.Optimizer
+    state: TrainState
+    loss_scale: LossScale
+    plan: Plan
+    loader: Loader
+    checkpointer: Checkpointer
+
+
+def set_up(settings: TrainConfig, world: World, folder: RunFolder, weights: Weights | None, say: Say) -> Parts:
+    """Called by all ranks. weights: what init_from named. Raises UserError for settings that this machine, the data or
+    the checkpoints don't fit."""
+    checkpoint = settings.checkpoint
+    checkpointer = Checkpointer(folder.path, world, keep=checkpoint.keep_checkpoints,
+                                asynchronous=checkpoint.async_checkpoint, report=say, check_ours=folder.lease.check)
+    split = split_step(settings.training, world)
+    sources, shares, validation = open_data(settings)
+    with memory.explained(world.rank):
+        parallel = build_model(settings, world, say)
+        spec = parameters(settings.model)
+        optimizer = make_optimizer(parallel.parameters(), spec, settings.optimizer, world.device)
+        state = start(settings, parallel, optimizer, checkpointer, weights, say)
+    plan = plan_steps(settings, split, state, bool(validation), say)
+    order = Order(sources, shares, settings.data.seq_length, settings.training.seed, state=state.data or None)
+    loader = Loader(sources, order, settings.data, split, vocab_size=settings.model.vocab_size, first_step=state.step,
+                    pin_memory=world.device.type == "cuda")
+    read = ", ".join(f"{store.path} ({store.token_count:,} tokens)" for store in sources.values())
+    say(f"data       {read}; validation: {', '.join(str(store.path) for store in validation) or 'none'}")
+    say(f"steps      {plan.total_steps:,} of {split.global_batch} x {settings.data.seq_length} = "
+        f"{plan.tokens_per_step:,} tokens")
+    scale = LossScale(state, dynamic=settings.training.mixed_precision == "fp16")
+    return Parts(settings, world, sources, validation, parallel, optimizer, state, scale, plan, loader, checkpointer)
+
+
+def split_step(training: TrainingConfig, world: World) -> Split:
+    """This rank's part of a step. Raises UserError where the global batch can't be dealt out evenly."""
+    per_pass = training.batch_size * world.size
+    global_batch = training.global_batch_size or per_pass
+    if global_batch % per_pass:
+        raise UserError(f"global_batch_size {global_batch} is no multiple of batch_size {training.batch_size} times "
+                        f"{world.size} ranks; set batch_size to a divisor of {global_batch / world.size:g}, or another "
+                        "global_batch_size")
+    return Split(world.rank, world.size, training.batch_size, global_batch // per_pass)
+
+
+def open_data(settings: TrainConfig) -> tuple[dict[str, TokenStore], dict[str, float], list[TokenStore]]:
+    """(training sources by name, their shares in the samples, stores to validate on). Raises UserError where one is
+    missing, or made with more tokens than the model knows."""
+    (sources, shares), validation = training_sources(settings.data), validation_stores(settings.data)
+    known = settings.model.vocab_size
+    for store in [*sources.values(), *validation]:
+        if store.vocab_size > known:
+            raise UserError(f"{store.path} has a vocabulary of {store.vocab_size}, the model only {known}; "
+                            f"set vocab_size={store.vocab_size}")
+    return sources, shares, validation
+
+
+def build_model(settings: TrainConfig, world: World, say: Say) -> ParallelModel:
+    """The model, spread over the world and still to be filled."""
+    model, training, parallel = settings.model, settings.training, settings.parallel
+    chosen = kernels.resolve(training.kernels, world.device.type)
+    compute_dtype = DTYPES[training.mixed_precision]
+    with torch.device("meta" if parallel.low_cpu_fsdp else "cpu"):
+        network = MambaLM(model, kernels=chosen, compute_dtype=compute_dtype,
+                          reset_at_documents=settings.data.reset_at_documents)
+    strategy = parallel.sharding_strategy
+    if strategy == "auto":
+        strategy = "fsdp" if world.size > 1 else "none"
+    spread = parallelize(
+        network, world=world, strategy=strategy, compute_dtype=compute_dtype,
+        activation_checkpointing=parallel.fsdp_activation_checkpointing,
+        selective_checkpointing=settings.selective_share(), reentrant=parallel.reentrant_checkpointing,
+        compile=parallel.use_torch_compile, backward_prefetch=parallel.backward_prefetch,
+        limit_all_gathers=parallel.limit_all_gathers, low_cpu_fsdp=parallel.low_cpu_fsdp)
+    say(f"model      {model.model_name}: {parameter_count(model):,} parameters, {model.n_layer} layers, "
+        f"{training.mixed_precision}, {strategy} on {world.size} x {world.device.type}")
+    say(f"kernels    {kernels.explain().removeprefix('kernels: ')}")
+    return spread
+
+
+def start(settings: TrainConfig, parallel: ParallelModel, optimizer: torch.optim.Optimizer, checkpointer: Checkpointer,
+          weights: Weights | None, say: Say) -> TrainState:
+    """Fill the shards: from the newest checkpoint of the run folder, else from what the settings name, else at random.
+    Returns where the run stands then."""
+    world, checkpoint, state = parallel.world, settings.checkpoint, TrainState()
+    newest = checkpointer.newest()
+    if newest:
+        state = load_checkpoint(newest, settings, parallel, optimizer, "save_ckpt_path")
+        say(f"resumes    from {newest}, step {state.step}")
+    elif checkpoint.load_ckpt_path.endswith(".pth"):
+        world.run_local(lambda: read_pth(checkpoint.load_ckpt_path, parallel))
+        say(f"starting   from the model in {checkpoint.load_ckpt_path}")
+    elif checkpoint.load_ckpt_path:
+        source = find_checkpoint(checkpoint.load_ckpt_path, world, report=say)
+        there = load_checkpoint(source, settings, parallel, optimizer, "load_ckpt_path")
+        state.optimizer_steps = there.optimizer_steps
+        if checkpoint.resuming_dataset:
+            state.data = there.data
+        position = "the data's position" if checkpoint.resuming_dataset else "the data from its start"
+        say(f"starting   from model and optimiser in {source}, {position}")
+    elif weights:
+        world.run_local(lambda: fill(parallel.shards(), lambda name, shape: weights.get(name)))
+        say(f"starting   from the weights in {checkpoint.init_from}")
+    else:
+        spec, seed = parameters(settings.model), settings.training.seed
+        world.run_local(lambda: fill_parts(parallel.shards(), lambda name, shape, first, stop: initial_part(
+            name, spec[name], seed, first, stop)))
+    return state
+
+
+def load_checkpoint(checkpoint: Path, settings: TrainConfig, parallel: ParallelModel,
+                    optimizer: torch.optim.Optimizer, named_by: str) -> TrainState:
+    """Model and optimiser from a checkpoint, and the state that was saved with them. named_by: the setting that led to
+    it. Raises UserError where it is of another model, or of a newer version."""
+    def refuse_other_model(saved: dict[str, Any], folder: Path) -> None:
+        there = checked_model(folder, saved["settings"]["model"])
+        differing = [f"{name} {then} (now {now})"
+                     for name, (now, then) in resolve.differing_model(settings, there).items()]
+        if differing:
+            raise UserError(f"{folder} holds another model: {', '.join(differing)}; give these settings again, or "
+                            f"another {named_by}")
+
+    shards = parallel.shards() + parallel.optimizer_shards(optimizer)
+    saved = load(checkpoint, shards, parallel.world, check=refuse_other_model)
+    state = TrainState.from_saved(saved, checkpoint)
+    parallel.set_optimizer_steps(optimizer, state.optimizer_steps)
+    return state
+
+
+def read_pth(path: str, parallel: ParallelModel) -> None:
+    tensors = open_tensors(path)
+    tensors.check(parallel.shards())
+    fill(parallel.shards(), tensors.get)
+
+
+def plan_steps(settings: TrainConfig, split: Split, state: TrainState, validates: bool, say: Say) -> Plan:
+    """The steps that the settings' durations mean. Tokens seen count, also where a step had fewer or more."""
+    training, schedule = settings.training, settings.lr_schedule
+    tokens_per_step = split.global_batch * settings.data.seq_length
+    total_steps = training.num_steps.steps(tokens_per_step)
+    if state.samples != state.step * split.global_batch:
+        say(f"batch      {split.global_batch} samples a step from here on, {state.samples / state.step:g} before; "
+            "global_batch_size keeps it the same on any number of ranks")
+        if training.num_steps.unit == "tok":
+            left = max(0, training.num_steps.count - state.tokens)
+            total_steps = state.step + -(-left // tokens_per_step)
+    return Plan(split, tokens_per_step, total_steps,
+                eval_steps=training.eval_interval.steps(tokens_per_step) if validates else 0,
+                checkpoint_steps=settings.checkpoint.checkpoint_interval.steps(tokens_per_step),
+                schedule=Schedule(schedule.schedule, total_steps,
+                                  warmup=schedule.warmup_steps.steps(tokens_per_step),
+                                  decay=schedule.decay_steps.steps(tokens_per_step),
+                                  floor=schedule.min_learning_rate_ratio))

@@ -1,0 +1,65 @@
+"""Where a run stands: the one thing that a checkpoint saves beside the tensors."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from config import resolve
+from config.train_config import TrainConfig
+from mamba_fsdp.errors import UserError
+
+
+@dataclass
+class TrainState:
+    """The same on every rank. `tokens` counts the inputs of all samples drawn."""
+
+    step: int = 0
+    samples: int = 0
+    tokens: int = 0
+    optimizer_steps: int = 0  # updates behind the optimiser's moments: those of the run it was loaded from count too
+    skipped_steps: int = 0
+    skipped_in_a_row: int = 0
+    loss_sum: float = 0.0  # of the applied steps since the last report
+    loss_steps: int = 0
+    loss_scale: float = 0.0  # of fp16, see LossScale; 0 before the first step in it
+    loss_scale_good_steps: int = 0
+    data: dict[str, Any] = field(default_factory=dict)  # the position in the data when it was last loaded or saved
+
+    @classmethod
+    def from_saved(cls, saved: Mapping[str, Any], checkpoint: Path) -> "TrainState":
+        """The state in what `checkpoint` saved; what it lacks takes its default. Raises UserError for a field that this
+        program does not know: to forget it would be to resume something else."""
+        unknown = saved["progress"].keys() - {known.name for known in fields(cls)}
+        if unknown:
+            raise UserError(f"{checkpoint}: its state holds {', '.join(sorted(unknown))}, which this program does not "
+                            "know: a newer version wrote it; resume with that one")
+        return cls(**saved["progress"])
+
+    def saved(self, settings: TrainConfig, world_size: int) -> dict[str, Any]:
+        """What a checkpoint saves, for JSON: this state, and what it was reached with."""
+        return {"progress": asdict(self), "settings": resolve.as_dict(settings), "world_size": world_size,
+                "torch": torch.__version__}
+
+    def advance(self, samples: int, tokens: int, loss: float, *, applied: bool, excused: bool) -> None:
+        """Count a step of so many samples and tokens. excused: that it was not applied is no fault of its samples."""
+        self.step += 1
+        self.samples += samples
+        self.tokens += tokens
+        if applied:
+            self.optimizer_steps += 1
+            self.skipped_in_a_row = 0
+            self.loss_sum += loss
+            self.loss_steps += 1
+        else:
+            self.skipped_steps += 1
+            self.skipped_in_a_row += 0 if excused else 1
+
+    def take_mean_loss(self) -> float:
+        """Of the steps applied since the last call; nan where there were none."""
+        mean = self.loss_sum / self.loss_steps if self.loss_steps else math.nan
+        self.loss_sum, self.loss_steps = 0.0, 0
+        return mean

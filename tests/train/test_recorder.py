@@ -1,0 +1,56 @@
+"""What a run tells: rank 0 writes and shows, the others take part."""
+
+import json
+import time
+from dataclasses import replace
+
+import pytest
+
+from config.train_config import TrainConfig
+from mamba_fsdp.data.loader import Split
+from mamba_fsdp.parallel.world import World
+from mamba_fsdp.train.recorder import Recorder
+from mamba_fsdp.train.run_folder import RunFolder
+from mamba_fsdp.train.schedule import Schedule
+from mamba_fsdp.train.setup import Plan
+from mamba_fsdp.train.state import TrainState
+
+
+@pytest.fixture
+def recorder_of(tmp_path, monkeypatch):
+    """recorder_of(world) -> a Recorder of a run of 4 steps of 64 tokens, from its start."""
+    monkeypatch.setattr("mamba_fsdp.train.lease.Lease.is_held", lambda self: True)
+    return lambda world: Recorder(TrainConfig(), world, RunFolder(tmp_path), Plan(Split(0, 1, 2), 64, 4, 0, 4, Schedule("constant", 4)), 0)
+
+
+def test_a_report_is_a_line_and_an_entry_where_it_is_due(recorder_of, tmp_path, capsys):
+    with recorder_of(World.alone()) as recorder:
+        recorder.report(TrainState(step=1, tokens=64), 4.0, 0.01, 0.5, due=False)
+        recorder.validated(1, 3.0, 0.25)
+        recorder.report(TrainState(step=2, tokens=128, skipped_steps=1), 3.5, 0.01, 0.5, due=True)
+    validation, report = (json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines())
+    assert validation == {"step": 1, "val_loss": 3.0, "val_perplexity": pytest.approx(20.0855, rel=1e-4)}
+    assert report.pop("tokens_per_second") > 0
+    assert report == {"step": 2, "tokens": 128, "loss": 3.5, "learning_rate": 0.01, "grad_norm": 0.5, "skipped_steps": 1}
+    first, second = capsys.readouterr().out.splitlines()
+    assert first == "step 1: validation loss 3.0000, perplexity 20.09 (0.2 s)" and second.startswith("step 2/4  loss  3.5000  lr 1.00e-02")
+
+
+def test_another_rank_writes_nothing_but_takes_part_in_what_is_gathered(recorder_of, tmp_path, capsys, monkeypatch):
+    gathered = []
+    monkeypatch.setattr(World, "gather_objects", lambda self, mine: gathered.append(mine) or [mine, mine])
+    with recorder_of(replace(World.alone(), rank=1, size=2)) as recorder:
+        for due in (False, True):
+            recorder.report(TrainState(step=1), 4.0, 0.01, 0.5, due=due)
+        recorder.validated(1, 3.0, 0.25)
+        recorder.sync()
+    assert len(gathered) == 1 and not (tmp_path / "metrics.jsonl").exists() and capsys.readouterr().out == ""
+
+
+def test_the_clock_leaves_out_what_is_no_training(recorder_of):
+    with recorder_of(World.alone()) as recorder:
+        with recorder.clock.paused():
+            time.sleep(0.2)
+        recorder.clock.wait(time.sleep, 0.05)
+        seconds, busy = recorder.clock.seconds_per_step(1)
+        assert 0.05 <= seconds < 0.2 and seconds - busy == pytest.approx(0.05, abs=0.04)
