@@ -33,7 +33,7 @@ from torch.utils.checkpoint import checkpoint
 
 from config.model_config import ModelConfig
 from config.presets import preset
-from config.train_config import TrainConfig
+from config.train_config import ParallelConfig, TrainConfig
 from mamba_fsdp.data.loader import Batch
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.interop import state_spaces, transformers_forms
@@ -61,8 +61,8 @@ def our_form(config, weights, device, activation_checkpointing):
     with torch.device("meta"):
         model = MambaLM(config, kernels=chosen, compute_dtype=torch.bfloat16)
     world = World.alone(device=device)
-    parallel = parallelize(model, world=world, strategy="none", compute_dtype=torch.bfloat16,
-                           activation_checkpointing=activation_checkpointing)
+    spread = ParallelConfig(fsdp_activation_checkpointing=activation_checkpointing)
+    parallel = parallelize(model, spread, world=world, compute_dtype=torch.bfloat16)
     fill(parallel.shards(), lambda name, shape: weights[name])
     optimizer = make_optimizer(parallel.parameters(), parameters(config), SETTINGS.optimizer, device)
 

@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from config.model_config import ModelConfig
 from config.presets import PRESETS, preset
+from config.train_config import ParallelConfig
 from mamba_fsdp.model.init import initial_value
 from mamba_fsdp.model.lm import MambaLM
 from mamba_fsdp.model.spec import parameter_count, parameters
@@ -36,7 +37,7 @@ RANKS = 16
 def build(config, world, strategy, dtype=torch.float32):
     with torch.device("meta"):
         model = MambaLM(config, kernels=kernels.resolve("auto", "cpu"), compute_dtype=dtype)
-    parallel = parallelize(model, world=world, strategy=strategy, compute_dtype=dtype)
+    parallel = parallelize(model, ParallelConfig(sharding_strategy=strategy), world=world, compute_dtype=dtype)
     spec = parameters(config)
     fill(parallel.shards(), lambda name, shape: initial_value(name, spec[name], 0))
     return parallel

@@ -188,6 +188,19 @@ class ParallelConfig:
     """A rank that makes no progress for so long prints where it stands and ends the job; give more where compiling or
     data on a slow disk needs it."""
 
+    def selective_share(self):
+        """selective_checkpointing as a number in (0, 1]. Raises UserError where it is none."""
+        text = self.selective_checkpointing
+        try:
+            numerator, _, denominator = text.partition("/")
+            share = float(numerator) / float(denominator or 1)
+        except (ValueError, ZeroDivisionError):
+            share = -1.0
+        if not 0 < share <= 1:
+            raise UserError(f"selective_checkpointing={text!r} must be a share above 0 and at most 1, "
+                            "as in 1/3 or 0.33")
+        return share
+
 
 @dataclass
 class ReportConfig:
@@ -230,17 +243,4 @@ class TrainConfig:
         if checkpoint.resuming_dataset and (checkpoint.load_ckpt_path or ".pth").endswith(".pth"):
             raise UserError("resuming_dataset needs load_ckpt_path to be a run or checkpoint folder, "
                             "which knows the data's position")
-        self.selective_share()
-
-    def selective_share(self):
-        """selective_checkpointing as a number in (0, 1]. Raises UserError where it is none."""
-        text = self.parallel.selective_checkpointing
-        try:
-            numerator, _, denominator = text.partition("/")
-            share = float(numerator) / float(denominator or 1)
-        except (ValueError, ZeroDivisionError):
-            share = -1.0
-        if not 0 < share <= 1:
-            raise UserError(f"selective_checkpointing={text!r} must be a share above 0 and at most 1, "
-                            "as in 1/3 or 0.33")
-        return share
+        self.parallel.selective_share()

@@ -58,7 +58,7 @@ def shard(model, slots, whole, *, world, shard_size, compute_dtype, backward_pre
 
 
 def _part(slot, index, count):
-    """(part `index` of `count` of a parameter, where it starts): `fully_shard` deals out the rows as torch.chunk does."""
+    """(part `index` of `count` of a parameter, where it starts): `fully_shard` deals out rows like torch.chunk."""
     part = slot.parameter.detach().to_local()
     rows, row = -(-slot.shape[0] // count), math.prod(slot.shape[1:])
     start, stop = (min(number * rows, slot.shape[0]) * row for number in (index, index + 1))

@@ -4,65 +4,77 @@ The order matters: activation checkpointing first, so that compiling sees what i
 gathering of weights is traced; then shard, so that a block's weights are gathered once around all of it.
 """
 
-import torch
+from collections.abc import Callable, Iterable
 
+import torch
+from torch import nn
+
+from config.train_config import ParallelConfig
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.heartbeat import heart
 from mamba_fsdp.parallel.blocks import checkpoint_blocks, compile_blocks
-from mamba_fsdp.parallel.compat import HAS_FSDP2
-from mamba_fsdp.parallel.model import find_slots
+from mamba_fsdp.parallel.compat import load_shard
+from mamba_fsdp.parallel.model import ParallelModel, find_slots
 from mamba_fsdp.parallel.replicate import replicate
+from mamba_fsdp.parallel.shards import Shard
+from mamba_fsdp.parallel.world import World
 
 STRATEGIES = ("none", "ddp", "fsdp", "hsdp")
 
 
-def parallelize(model, *, world, strategy, compute_dtype, activation_checkpointing=False, selective_checkpointing=1,
-                reentrant=False, compile=False, backward_prefetch=True, limit_all_gathers=False, low_cpu_fsdp=True,
-                shard_size=None):
-    """Spread `model` (on the meta device with low_cpu_fsdp, else on the CPU) over the world; returns a ParallelModel.
+def choose_strategy(settings: ParallelConfig, world: World) -> str:
+    """none (one process), ddp (replicate), fsdp (shard over all ranks) or hsdp (shard within groups, replicate across).
 
-    With low_cpu_fsdp it gets storage for this rank's part only, and what is in it is undefined: `fill` it.
-    strategy: none (one process), ddp (replicate), fsdp (shard over all), hsdp (shard within groups of shard_size ranks,
-    by default those of a node, and replicate across). The parameters of `model.fp32_parameter_names()` stay whole and
-    fp32 under each. backward_prefetch, limit_all_gathers: see fsdp1.py and fsdp2.py. Raises UserError where the
-    strategy does not fit the number of ranks.
+    Raises UserError where sharding_strategy is none of them or does not fit the number of ranks.
     """
+    strategy = settings.sharding_strategy
+    if strategy == "auto":
+        return "fsdp" if world.size > 1 else "none"
     if strategy not in STRATEGIES:
-        raise UserError(f"sharding_strategy {strategy!r} is none of {', '.join(STRATEGIES)}")
+        raise UserError(f"sharding_strategy {strategy!r} is none of auto, {', '.join(STRATEGIES)}")
     if strategy == "none" and world.size > 1:
         raise UserError(f"sharding_strategy=none is for one process, not {world.size}; choose ddp, fsdp or hsdp")
+    return strategy
+
+
+def parallelize(model: nn.Module, settings: ParallelConfig, *, world: World, compute_dtype: torch.dtype,
+                shard_size: int | None = None) -> ParallelModel:
+    """Spread `model` (on the meta device with low_cpu_fsdp, else on the CPU) over the world as the settings say.
+
+    With low_cpu_fsdp it gets storage for this rank's part only, and what is in it is undefined: `fill` it. The
+    parameters of `model.fp32_parameter_names()` stay whole and fp32 under each strategy. shard_size: ranks in a group
+    of hsdp, by default those of a node. Raises UserError where the strategy does not fit the number of ranks.
+    """
+    strategy = choose_strategy(settings, world)
     shard_size = world.size if strategy == "fsdp" else shard_size or world.local_size
     if world.size % shard_size:
         raise UserError(f"sharding_strategy=hsdp: {world.size} ranks can't be cut into groups of {shard_size}; "
                         "start the same number of processes on every node")
     if strategy == "hsdp" and shard_size == 1:
         strategy = "ddp"  # the same thing by definition; FSDP1 would leave out the sum over such groups
-    assert all(parameter.is_meta == low_cpu_fsdp for parameter in model.parameters()), "low_cpu_fsdp means: on meta"
+    assert all(parameter.is_meta == settings.low_cpu_fsdp for parameter in model.parameters()), "not where it should be"
     slots = find_slots(model)
 
     blocks = model.backbone.layers
-    if activation_checkpointing:
-        checkpoint_blocks(blocks, selective_checkpointing, reentrant=reentrant)
-    if compile:
+    if settings.fsdp_activation_checkpointing:
+        checkpoint_blocks(blocks, settings.selective_share(), reentrant=settings.reentrant_checkpointing)
+    if settings.use_torch_compile:
         compile_blocks(blocks)
 
     if strategy != "none":
         world.need_process_group()
     if strategy in ("none", "ddp"):
         return replicate(model, slots, world=world, strategy=strategy)
-    if HAS_FSDP2:
-        from mamba_fsdp.parallel.fsdp2 import shard
-    else:
-        from mamba_fsdp.parallel.fsdp1 import shard
     fp32 = model.fp32_parameter_names()
     whole = [slot for slot in slots if slot.name in fp32]
     for slot in whole:
         slot.materialize(world.device)
+    shard = load_shard()
     return shard(model, slots, whole, world=world, shard_size=shard_size, compute_dtype=compute_dtype,
-                 backward_prefetch=backward_prefetch, limit_all_gathers=limit_all_gathers)
+                 backward_prefetch=settings.backward_prefetch, limit_all_gathers=settings.limit_all_gathers)
 
 
-def fill(shards, value_of):
+def fill(shards: Iterable[Shard], value_of: Callable[[str, tuple[int, ...]], torch.Tensor]) -> None:
     """Set every shard from `value_of(name, shape)`, a full CPU tensor. Only one full tensor is held at a time."""
     def part_of(name, shape, start, stop):
         value = value_of(name, shape)
@@ -73,7 +85,7 @@ def fill(shards, value_of):
 
 
 @torch.no_grad()
-def fill_parts(shards, part_of):
+def fill_parts(shards: Iterable[Shard], part_of: Callable[[str, tuple[int, ...], int, int], torch.Tensor]) -> None:
     """Set every shard from `part_of(name, shape, start, stop)`, the elements [start, stop) of the flattened tensor."""
     for shard in shards:
         if shard.data.numel():

@@ -24,7 +24,7 @@ from mamba_fsdp.model.lm import MambaLM
 from mamba_fsdp.model.spec import parameter_count, parameters
 from mamba_fsdp.ops import kernels
 from mamba_fsdp.parallel.model import ParallelModel
-from mamba_fsdp.parallel.parallelize import fill, fill_parts, parallelize
+from mamba_fsdp.parallel.parallelize import choose_strategy, fill, fill_parts, parallelize
 from mamba_fsdp.parallel.world import World
 from mamba_fsdp.train import memory
 from mamba_fsdp.train.optimizer import LossScale, make_optimizer
@@ -124,17 +124,9 @@ def build_model(settings: TrainConfig, world: World, say: Say) -> ParallelModel:
     with torch.device("meta" if parallel.low_cpu_fsdp else "cpu"):
         network = MambaLM(model, kernels=chosen, compute_dtype=compute_dtype,
                           reset_at_documents=settings.data.reset_at_documents)
-    strategy = parallel.sharding_strategy
-    if strategy == "auto":
-        strategy = "fsdp" if world.size > 1 else "none"
-    spread = parallelize(
-        network, world=world, strategy=strategy, compute_dtype=compute_dtype,
-        activation_checkpointing=parallel.fsdp_activation_checkpointing,
-        selective_checkpointing=settings.selective_share(), reentrant=parallel.reentrant_checkpointing,
-        compile=parallel.use_torch_compile, backward_prefetch=parallel.backward_prefetch,
-        limit_all_gathers=parallel.limit_all_gathers, low_cpu_fsdp=parallel.low_cpu_fsdp)
+    spread = parallelize(network, parallel, world=world, compute_dtype=compute_dtype)
     say(f"model      {model.model_name}: {parameter_count(model):,} parameters, {model.n_layer} layers, "
-        f"{training.mixed_precision}, {strategy} on {world.size} x {world.device.type}")
+        f"{training.mixed_precision}, {choose_strategy(parallel, world)} on {world.size} x {world.device.type}")
     say(f"kernels    {kernels.explain().removeprefix('kernels: ')}")
     return spread
 

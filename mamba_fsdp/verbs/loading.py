@@ -4,6 +4,7 @@ folder."""
 import torch
 
 from config import resolve
+from config.train_config import ParallelConfig
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.interop.weights import config_beside, load_tokenizer, read_weights
 from mamba_fsdp.model.lm import MambaLM
@@ -40,7 +41,7 @@ def load_model(source, *, reset_at_documents=False):
     with torch.device("meta"):
         model = MambaLM(weights.config, kernels=kernels.resolve("auto", world.device_type), compute_dtype=dtype,
                         reset_at_documents=reset_at_documents)
-    parallel = parallelize(model, world=world, strategy="none", compute_dtype=dtype)
+    parallel = parallelize(model, ParallelConfig(sharding_strategy="none"), world=world, compute_dtype=dtype)
     fill(parallel.shards(), lambda name, shape: weights.get(name))
     return parallel.model.eval().requires_grad_(False), weights
 

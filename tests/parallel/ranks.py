@@ -10,6 +10,7 @@ import traceback
 import torch
 from double import Double
 
+from config.train_config import ParallelConfig
 from mamba_fsdp.parallel.parallelize import fill, parallelize
 from mamba_fsdp.parallel.world import start_world
 
@@ -71,11 +72,12 @@ def value_of(name, shape):
     return torch.randn(shape, generator=generator) * 0.1 + (1 if "norm" in name else 0)
 
 
-def build(world, dtype=torch.float32, low_cpu_fsdp=True, tie=True, layers=3, **how):
-    """(filled ParallelModel of the double, its AdamW)."""
-    with torch.device("meta" if low_cpu_fsdp else "cpu"):
+def build(world, strategy, dtype=torch.float32, tie=True, layers=3, shard_size=None, **how):
+    """(filled ParallelModel of the double, its AdamW). how: settings of ParallelConfig."""
+    settings = ParallelConfig(sharding_strategy=strategy, **how)
+    with torch.device("meta" if settings.low_cpu_fsdp else "cpu"):
         model = Double(compute_dtype=dtype, tie=tie, layers=layers)
-    parallel = parallelize(model, world=world, compute_dtype=dtype, low_cpu_fsdp=low_cpu_fsdp, **how)
+    parallel = parallelize(model, settings, world=world, compute_dtype=dtype, shard_size=shard_size)
     fill(parallel.shards(), value_of)
     return parallel, torch.optim.AdamW(parallel.parameters().values(), lr=1e-2)
 

@@ -3,6 +3,7 @@ import torch
 from ranks import run_ranks
 
 from config.model_config import ModelConfig
+from config.train_config import ParallelConfig
 from mamba_fsdp.model.init import initial_value
 from mamba_fsdp.model.spec import parameters
 from mamba_fsdp.model.lm import MambaLM
@@ -27,7 +28,8 @@ def step(world, strategy, dtype):
     config = ModelConfig(**CONFIG)
     with torch.device("meta"):
         model = MambaLM(config, compute_dtype=dtype)
-    parallel = parallelize(model, world=world, strategy=strategy, compute_dtype=dtype, activation_checkpointing=True)
+    spread = ParallelConfig(sharding_strategy=strategy, fsdp_activation_checkpointing=True)
+    parallel = parallelize(model, spread, world=world, compute_dtype=dtype)
     spec = parameters(config)
     fill(parallel.shards(), lambda name, shape: initial_value(name, spec[name], 0))
     seen = {}

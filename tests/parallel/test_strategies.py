@@ -33,14 +33,15 @@ def one_process():
     (2, {"strategy": "fsdp"}, 4),
     (2, {"strategy": "fsdp", "low_cpu_fsdp": False}, 2),
     (2, {"strategy": "fsdp", "backward_prefetch": False, "limit_all_gathers": True}, 2),
-    (2, {"strategy": "fsdp", "activation_checkpointing": True, "selective_checkpointing": 1 / 2}, 2),
-    (2, {"strategy": "fsdp", "activation_checkpointing": True, "reentrant": True}, 2),
-    (2, {"strategy": "ddp", "activation_checkpointing": True}, 2),
+    (2, {"strategy": "fsdp", "fsdp_activation_checkpointing": True, "selective_checkpointing": "1/2"}, 2),
+    (2, {"strategy": "fsdp", "fsdp_activation_checkpointing": True, "reentrant_checkpointing": True}, 2),
+    (2, {"strategy": "ddp", "fsdp_activation_checkpointing": True}, 2),
     (2, {"strategy": "hsdp"}, 2),
     (4, {"strategy": "fsdp"}, 2),
     (4, {"strategy": "hsdp", "shard_size": 2}, 2),
-    pytest.param(2, {"strategy": "fsdp", "compile": True}, 2, marks=pytest.mark.slow),
-    pytest.param(2, {"strategy": "fsdp", "compile": True, "activation_checkpointing": True}, 2, marks=pytest.mark.slow),
+    pytest.param(2, {"strategy": "fsdp", "use_torch_compile": True}, 2, marks=pytest.mark.slow),
+    pytest.param(2, {"strategy": "fsdp", "use_torch_compile": True, "fsdp_activation_checkpointing": True}, 2,
+                 marks=pytest.mark.slow),
 ], ids=str)
 def test_every_strategy_trains_as_one_process_does(ranks, how, micro_batches):
     """Losses, gradient norms, weights and optimiser state don't depend on ranks, strategy or micro-batches."""
@@ -149,8 +150,8 @@ def test_no_gradient_travels_before_the_last_micro_batch(strategy):
 
 
 def recomputed(world, share, reentrant):
-    parallel, _ = build(world, layers=6, strategy="none", activation_checkpointing=True, selective_checkpointing=share,
-                        reentrant=reentrant)
+    parallel, _ = build(world, layers=6, strategy="none", fsdp_activation_checkpointing=True,
+                        selective_checkpointing=share, reentrant_checkpointing=reentrant)
     calls = []
     for index, block in enumerate(parallel.model.backbone.layers):
         block.mixer.register_forward_pre_hook(lambda *_, index=index: calls.append(index))
@@ -164,7 +165,7 @@ def recomputed(world, share, reentrant):
 
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("share, expected", [
-    (1, [1, 1, 1, 1, 1, 1]), (1 / 2, [1, 0, 1, 0, 1, 0]), (1 / 3, [0, 1, 0, 0, 1, 0])])
+    ("1", [1, 1, 1, 1, 1, 1]), ("1/2", [1, 0, 1, 0, 1, 0]), ("1/3", [0, 1, 0, 0, 1, 0])])
 def test_the_chosen_share_of_blocks_recomputes(share, expected, reentrant):
     """Block i (from 1) recomputes when i * share reaches 0.5, 1.5, 2.5, ...; nothing recomputes without gradients."""
     trained, calls = recomputed(start_world(), share, reentrant)

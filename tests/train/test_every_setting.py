@@ -1,11 +1,14 @@
 """Every setting changes something: a tiny run with another value leaves other traces than the same run without it."""
 
+import importlib
 import shutil
 
 import pytest
+import torch
 
 from config import resolve
 from mamba_fsdp.errors import UserError
+from mamba_fsdp.parallel import compat, parallelize
 
 # For each setting another value, and what else must be set for it to matter. Where the effect is speed or memory, the trace is
 # the argument that reaches the library which obeys it.
@@ -31,8 +34,8 @@ OTHER_VALUES = {
     "keep_checkpoints": (1, {}), "async_checkpoint": (False, {}),
     "sharding_strategy": ("fsdp", {}), "fsdp_activation_checkpointing": (True, {}),
     "selective_checkpointing": ("1/2", {"fsdp_activation_checkpointing": True}),
-    "reentrant_checkpointing": (True, {"fsdp_activation_checkpointing": True}), "backward_prefetch": (False, {}),
-    "limit_all_gathers": (True, {}), "low_cpu_fsdp": (False, {}), "use_torch_compile": (True, {}), "timeout_minutes": (3, {}),
+    "reentrant_checkpointing": (True, {"fsdp_activation_checkpointing": True}), "backward_prefetch": (False, {"sharding_strategy": "fsdp"}),
+    "limit_all_gathers": (True, {"sharding_strategy": "fsdp"}), "low_cpu_fsdp": (False, {}), "use_torch_compile": (True, {}), "timeout_minutes": (3, {}),
     "report_interval": (3, {}), "tracker": ("tensorboard", {}), "use_profiler": (True, {"num_steps": 8}),
 }
 
@@ -46,18 +49,25 @@ def traces(train, tmp_path, metrics_of, corpus, monkeypatch):
     """traces(settings) -> all that a run with them can be told by."""
     from mamba_fsdp.data import loader
     from mamba_fsdp.train import run, setup
+    sharding = importlib.import_module(compat.load_shard().__module__)
 
     calls = []
-    for module, name in ((setup, "parallelize"), (setup, "Checkpointer"), (setup, "Loader"), (loader, "ThreadPoolExecutor"),
-                         (run, "start_world")):
-        original = getattr(module, name)
+
+    def told(value):
+        if isinstance(value, torch.nn.Module):
+            return next(value.parameters()).device
+        return value if isinstance(value, (int, float, str, bool)) else None
+
+    for where, name in [(setup, "parallelize"), (setup, "Checkpointer"), (setup, "Loader"), (loader, "ThreadPoolExecutor"),
+                        (run, "start_world"), (parallelize, "checkpoint_blocks"), (sharding, "shard")]:
+        original = getattr(where, name)
 
         def recording(*args, _name=name, _original=original, **kwargs):
+            given = [told(value) for value in args], {key: told(value) for key, value in kwargs.items()}
             made = _original(*args, **kwargs)
-            given = {**dict(enumerate(args)), **kwargs, **({"prefetch": made.prefetch} if _name == "Loader" else {})}
-            calls.append((_name, {key: value for key, value in given.items() if isinstance(value, (int, float, str, bool))}))
+            calls.append((_name, *given, getattr(made, "prefetch", None)))
             return made
-        monkeypatch.setattr(module, name, recording)
+        monkeypatch.setattr(where, name, recording)
     monkeypatch.setattr(run.torch, "use_deterministic_algorithms", lambda flag: calls.append(("deterministic", flag)))
     monkeypatch.setattr("mamba_fsdp.parallel.parallelize.compile_blocks", lambda blocks: calls.append("compile"))
     train(tmp_path / "first", num_steps=2)
