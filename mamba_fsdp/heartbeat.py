@@ -1,10 +1,10 @@
-"""Signs of life: whatever takes long says now and then that it gets on, so that nobody takes it for stuck."""
+"""Signs of life: long work says now and then that it makes progress, so that nobody takes it for stuck."""
 
 import time
 
 
 class Heart:
-    """work: how often this process got on with something. last: when it, or a rank that it waits for, last did
+    """work: how often this process made progress. last: when it, or a rank that it waits for, last did
     (time.monotonic())."""
 
     def __init__(self):
@@ -15,7 +15,7 @@ class Heart:
         self.last = time.monotonic()
 
     def another_beats(self):
-        """A rank that this one waits for gets on."""
+        """A rank that this one waits for makes progress."""
         self.last = time.monotonic()
 
 

@@ -1,4 +1,4 @@
-"""Saving: every rank writes its own file, a commit makes them one checkpoint, old ones are pruned.
+"""Saving: each rank writes its own file, a commit makes them one checkpoint, old ones are pruned.
 
 A checkpoint is written under a hidden name (.step_00001000.<unique>.partial). Each file is flushed and read back; then
 rank 0 writes state.json and COMMIT and gives the folder its name. A process that dies at any instant leaves a hidden
@@ -11,8 +11,10 @@ import math
 import shutil
 import socket
 import threading
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from mamba_fsdp.checkpoint.files import NAMES, checksum, write_pieces
 from mamba_fsdp.checkpoint.folder import newest_whole, stored_name
@@ -20,6 +22,8 @@ from mamba_fsdp.checkpoint.ranges import part_to_write, tiles
 from mamba_fsdp.durable import hidden_beside, sync_folder, write_atomically
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.heartbeat import heart
+from mamba_fsdp.parallel.shards import Shard
+from mamba_fsdp.parallel.world import World
 from mamba_fsdp.run_layout import CHECKPOINTS, COMMIT, STATE, committed, rank_file, step_name
 
 
@@ -29,31 +33,33 @@ class Save:
 
     step: int
     partial: Path
-    state: dict
-    tensors: dict
-    outcome: dict = None
-    thread: threading.Thread = field(default=None, repr=False)
+    state: dict[str, Any]
+    tensors: dict[str, dict[str, Any]]  # stored name -> its entry in state.json
+    outcome: dict[str, Any] | None = None
+    thread: threading.Thread = field(init=False, repr=False)
 
 
 class Checkpointer:
-    """The checkpoints of one run folder. Every method is called by all ranks at the same place.
+    """The checkpoints of one run folder. All ranks call each method at the same point.
 
     keep: how many committed checkpoints stay. asynchronous: `save` returns when the tensors are copied to CPU memory, a
     thread writes them, and a later `poll` commits. report: called on rank 0 with a sentence for the user.
     A run folder belongs to one run at a time: what an earlier one left half-written is removed here. check_ours: called
-    on rank 0 before the folder is changed; raises UserError when it is another run's by now.
+    on rank 0 before the folder is changed; raises UserError when the folder belongs to another run by then.
     """
 
-    def __init__(self, run_folder, world, *, keep=3, asynchronous=True, report=print, check_ours=lambda: None):
+    def __init__(self, run_folder: str | Path, world: World, *, keep: int = 3, asynchronous: bool = True,
+                 report: Callable[[str], None] = print, check_ours: Callable[[], None] = lambda: None):
         assert keep >= 1
         self.folder = Path(run_folder) / CHECKPOINTS
         self.world, self.keep, self.asynchronous, self.report = world, keep, asynchronous, report
         self.check_ours = check_ours
-        self.pending = self.last = None
-        self.broken = set()
+        self.pending: Save | None = None
+        self.last: Path | None = None
+        self.broken: set[str] = set()
         self.world.on_rank0(self._clean)
 
-    def newest(self):
+    def newest(self) -> Path | None:
         """Path of the newest whole checkpoint, or None; broken ones are reported and passed over.
 
         Raises UserError when there are checkpoints but none is whole.
@@ -64,11 +70,11 @@ class Checkpointer:
             self.broken.update(broken)
         return self.last
 
-    def save(self, step, shards, state):
-        """Save `shards` (the same names on every rank) and rank 0's `state`, a dict for JSON, as checkpoint of `step`.
+    def save(self, step: int, shards: Sequence[Shard], state: dict[str, Any]) -> None:
+        """Save `shards` (the same names on all ranks) and rank 0's `state`, a dict for JSON, as checkpoint of `step`.
 
-        Raises UserError on every rank when an earlier save failed, when space is short, or (not asynchronous) when this
-        save fails. Nothing to do when the checkpoint of this step stands already.
+        Raises UserError on all ranks when an earlier save failed, when space is short, or (not asynchronous) when this
+        save fails. Does nothing when the checkpoint of this step stands already.
         """
         self.wait()
         if self.last is not None and self.last.name == step_name(step):
@@ -89,8 +95,8 @@ class Checkpointer:
         if not self.asynchronous:
             self.wait()
 
-    def poll(self):
-        """Commit the save under way if every rank has written. Raises UserError on every rank if one could not."""
+    def poll(self) -> None:
+        """Commit the save under way if all ranks have written. Raises UserError on all ranks if one could not."""
         if self.pending is None:
             return
         outcome = self.pending.outcome
@@ -98,13 +104,13 @@ class Checkpointer:
         if failed or not writing:
             self._complete()
 
-    def wait(self):
-        """Return when no save is under way. Raises UserError on every rank if it failed."""
+    def wait(self) -> None:
+        """Return when no save is under way. Raises UserError on all ranks if it failed."""
         if self.pending is not None:
             self._complete()
 
     def _write(self, save, pieces):
-        """Write this rank's file. Runs in a thread and therefore talks to nobody."""
+        """Write this rank's file. Runs in a thread and therefore talks to no other rank."""
         path = save.partial / rank_file(self.world.rank)
         where = f"rank {self.world.rank} on {socket.gethostname()}: {path}"
         try:
@@ -130,7 +136,7 @@ class Checkpointer:
         self.last = self.world.on_rank0(lambda: self._commit(save, outcomes))
         self.broken.discard(self.last.name)
 
-    # What only rank 0 does.
+    # Rank 0 alone does the rest.
 
     def _clean(self):
         self.check_ours()

@@ -59,7 +59,7 @@ def _committed_files(checkpoint):
 
 
 def newest_whole(checkpoints, world, report):
-    """(the newest whole checkpoint or None, names of the broken ones passed over), rank 0's choice on every rank.
+    """(the newest whole checkpoint or None, names of the broken ones passed over), rank 0's choice on all ranks.
 
     Raises UserError when there are committed checkpoints but none is whole: starting anew must be the user's decision.
     """
@@ -79,7 +79,7 @@ def newest_whole(checkpoints, world, report):
 
 
 def find_checkpoint(path, world, report=print):
-    """The checkpoint that `path` means, the same on every rank: itself, or the newest whole one of a run folder.
+    """The checkpoint that `path` means, the same on all ranks: itself, or the newest whole one of a run folder.
 
     Raises UserError where there is none, or where the one that was named is broken.
     """
@@ -134,7 +134,7 @@ def load(checkpoint, shards, world, check=None):
     """Fill `shards`, of any strategy and world size, from a checkpoint. Returns the state that was saved with them.
 
     The checkpoint must hold just these tensors of the model, and of the optimiser if its shards are among them.
-    check(state, checkpoint), if given, may refuse first. Raises UserError on every rank when any rank can't load.
+    check(state, checkpoint), if given, may refuse first. Raises UserError on all ranks when any rank can't load.
     """
     state, failure = world.run_local(lambda: _load(checkpoint, shards, check))
     failures = [text for text in world.gather_objects(failure) if text]

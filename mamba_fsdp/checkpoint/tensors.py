@@ -3,21 +3,27 @@
 import math
 import pickle
 import tarfile
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
 
 from mamba_fsdp.checkpoint.folder import Reader, refuse_other_tensors
 from mamba_fsdp.errors import UserError, first_line
+from mamba_fsdp.parallel.shards import Shard
 
 
 class Tensors:
-    """Tensors, read when asked for. `shapes`: name -> shape; `tied`: name -> the name it shares a tensor with."""
+    """Tensors, read when asked for. `shapes`: name -> shape; `tied`: name -> the name it shares a tensor with.
 
-    def __init__(self, source, shapes, tied, read):
+    source: the file or folder, for messages. read(name, start, stop): elements [start, stop) of the flattened tensor.
+    """
+
+    def __init__(self, source: Path, shapes: dict[str, tuple[int, ...]], tied: dict[str, str],
+                 read: Callable[[str, int, int], torch.Tensor]):
         self.source, self.shapes, self.tied, self._read = source, shapes, tied, read
 
-    def get(self, name, shape=None):
+    def get(self, name: str, shape: Sequence[int] | None = None) -> torch.Tensor:
         """One whole tensor on the CPU. Raises UserError when there is none of that name, or not of that shape."""
         name = self.tied.get(name, name)
         if name not in self.shapes:
@@ -26,11 +32,11 @@ class Tensors:
             raise UserError(f"{self.source} does not fit the model: {name} is {self.shapes[name]}, not {tuple(shape)}")
         return self.slice(name, 0, math.prod(self.shapes[name])).view(self.shapes[name])
 
-    def slice(self, name, start, stop):
-        """Elements [start, stop) of a flattened tensor."""
+    def slice(self, name: str, start: int, stop: int) -> torch.Tensor:
+        """Elements [start, stop) of a flattened tensor, 1-D on the CPU."""
         return self._read(name, start, stop)
 
-    def check(self, shards):
+    def check(self, shards: Sequence[Shard]) -> None:
         """Raises UserError, with names, unless these are just the tensors of `shards`, tied as they are."""
         found = dict(self.shapes)
         for shard in shards:
@@ -40,7 +46,7 @@ class Tensors:
         refuse_other_tensors(self.source, {shard.name: shard.shape for shard in shards}, found)
 
 
-def open_tensors(path):
+def open_tensors(path: str | Path) -> Tensors:
     """The model's Tensors in a checkpoint folder or .pth file (a plain dict). Raises UserError; executes nothing."""
     path = Path(path)
     return _open_folder(path) if path.is_dir() else _open_pth(path)

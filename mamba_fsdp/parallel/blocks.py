@@ -1,29 +1,31 @@
 """Activation checkpointing and compiling, block by block, without renaming anything in the model."""
 
+from collections.abc import Sequence
 from fractions import Fraction
 
 import torch
+from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 
-def checkpoint_blocks(blocks, share, *, reentrant):
+def checkpoint_blocks(blocks: Sequence[nn.Module], share: float, *, reentrant: bool) -> None:
     """Let a share in (0, 1] of the blocks recompute their activations in the backward pass."""
     for block, chosen in zip(blocks, selected(len(blocks), share)):
         if chosen:
             block.forward = _checkpointed(block.forward, reentrant)
 
 
-def selected(count, share):
+def selected(count: int, share: float) -> list[bool]:
     """Which of `count` blocks recompute: block i (from 1) when i * share reaches 0.5, 1.5, 2.5, … (as fms-fsdp)."""
-    share = Fraction(share).limit_denominator(10_000)  # 1/3 is no binary fraction
+    exact = Fraction(share).limit_denominator(10_000)  # 1/3 is no binary fraction
     chosen, threshold = [], Fraction(1, 2)
     for index in range(1, count + 1):
-        chosen.append(index * share >= threshold)
+        chosen.append(index * exact >= threshold)
         threshold += chosen[-1]
     return chosen
 
 
-def compile_blocks(blocks):
+def compile_blocks(blocks: Sequence[nn.Module]) -> None:
     """Compile each block's forward by itself, so that sharding stays outside of it.
 
     Equal blocks share what is compiled; torch 2.2 compiles each anew, and beyond 8 would run the rest uncompiled.

@@ -1,7 +1,5 @@
 """Sharding with FullyShardedDataParallel (FSDP1, torch 2.2): a block's flattened parameters are cut in equal parts."""
 
-import contextlib
-
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import BackwardPrefetch, FullyShardedDataParallel, MixedPrecision, ShardingStrategy
@@ -10,13 +8,6 @@ from mamba_fsdp.parallel.model import ParallelModel
 
 
 class FlatShard(ParallelModel):
-    def __init__(self, *arguments, waits, **sharding):
-        super().__init__(*arguments, **sharding)
-        self.waits = waits
-
-    def accumulate(self, last):
-        return contextlib.nullcontext() if last or not self.waits else self.module.no_sync()
-
     def reduce_gradients(self):
         """FSDP1 always averages: undo its division (exact where the number of ranks is a power of two)."""
         averaged = [local.parameter.grad for local in self.sharded if local.parameter.grad is not None]
@@ -29,8 +20,8 @@ def shard(model, slots, whole, *, world, shard_size, compute_dtype, backward_pre
     """Shard over groups of `shard_size` neighbouring ranks and replicate across the groups.
 
     backward_prefetch and limit_all_gathers are FSDP1's own: gather the next block's weights during the backward of this
-    one; make the CPU wait rather than gather more than two blocks ahead. With a low compute_dtype, FSDP1 would add up
-    waiting gradients in that dtype; so then every micro-batch is reduced, and the sum is kept in fp32.
+    one; make the CPU wait rather than gather more than two blocks ahead. With a low compute_dtype, FSDP1 would
+    accumulate gradients in that dtype; so then it reduces those of every micro-batch, and keeps the sum in fp32.
     """
     low = None if compute_dtype == torch.float32 else compute_dtype
     slot_of = {owner: slot for slot in slots for owner in slot.owners}
@@ -41,9 +32,7 @@ def shard(model, slots, whole, *, world, shard_size, compute_dtype, backward_pre
                 slot_of[module, attribute].materialize(world.device)
 
     replicas = world.size // shard_size
-    groups = {}
-    if replicas > 1:
-        groups["device_mesh"] = init_device_mesh(world.device_type, (replicas, shard_size))
+    mesh = init_device_mesh(world.device.type, (replicas, shard_size)) if replicas > 1 else None
     options = dict(
         sharding_strategy=ShardingStrategy.HYBRID_SHARD if replicas > 1 else ShardingStrategy.FULL_SHARD,
         mixed_precision=MixedPrecision(param_dtype=low, reduce_dtype=torch.float32, cast_forward_inputs=False,
@@ -51,7 +40,7 @@ def shard(model, slots, whole, *, world, shard_size, compute_dtype, backward_pre
         ignored_states=[slot.parameter for slot in whole],
         backward_prefetch=BackwardPrefetch.BACKWARD_PRE if backward_prefetch else None,
         limit_all_gathers=limit_all_gathers, param_init_fn=give_storage, device_id=world.device,
-        use_orig_params=True, **groups)
+        use_orig_params=True, device_mesh=mesh)
     blocks = model.backbone.layers
     for index, block in enumerate(blocks):
         blocks[index] = FullyShardedDataParallel(block, **options)
@@ -59,11 +48,11 @@ def shard(model, slots, whole, *, world, shard_size, compute_dtype, backward_pre
 
     starts = _starts(module)
     parts = {slot: (slot.parameter, starts[slot.owners[0]]) for slot in slots if slot not in whole}
-    return FlatShard(model, module, world, slots, parts=parts, shard_size=shard_size, waits=low is None)
+    return FlatShard(model, module, world, slots, parts=parts, shard_size=shard_size, no_sync=low is None)
 
 
 def _starts(module):
-    """Owner of a parameter -> where this rank's elements of it start, as FSDP1 noted when it cut."""
+    """Owner of a parameter -> where this rank's elements of it start, as FSDP1 noted when it cut the parameter."""
     flats = [unit._handle.flat_param for unit in FullyShardedDataParallel.fsdp_modules(module)]
     return {(info.module, info.param_name): cut.intra_param_start_idx or 0  # None where this rank has none of it
             for flat in flats for info, cut in zip(flat._param_infos, flat._shard_param_infos)}

@@ -13,7 +13,7 @@ from mamba_fsdp.parallel.model import ParallelModel
 
 class FullyShard(ParallelModel):
     def accumulate(self, last):
-        self.module.set_requires_gradient_sync(last)  # waiting gradients are kept in fp32
+        self.module.set_requires_gradient_sync(last)  # FSDP2 accumulates gradients in fp32
         return contextlib.nullcontext()
 
     def reduce_gradients(self):
@@ -30,12 +30,11 @@ def shard(model, slots, whole, *, world, shard_size, compute_dtype, backward_pre
 
     backward_prefetch: gather the next block's weights during the backward of this one (FSDP2's own default); without it
     a block is gathered when its turn comes. limit_all_gathers: FSDP2 needs no limit, since its memory does not depend
-    on how far the CPU is ahead; without the limit, each block's gather is issued one block early in the forward pass.
+    on how far the CPU is ahead; without it, each block is gathered one block early in the forward pass.
     """
-    shape, names = ((world.size // shard_size, shard_size), ("replicate", "shard"))
-    if shape[0] == 1:
-        shape, names = (shard_size,), ("shard",)
-    mesh = init_device_mesh(world.device_type, shape, mesh_dim_names=names)
+    replicas = world.size // shard_size
+    shape, names = ((replicas, shard_size), ("replicate", "shard")) if replicas > 1 else ((shard_size,), ("shard",))
+    mesh = init_device_mesh(world.device.type, shape, mesh_dim_names=names)
     low = None if compute_dtype == torch.float32 else compute_dtype
     policy = MixedPrecisionPolicy(param_dtype=low, reduce_dtype=torch.float32, cast_forward_inputs=False)
 
@@ -49,7 +48,7 @@ def shard(model, slots, whole, *, world, shard_size, compute_dtype, backward_pre
             block.set_modules_to_forward_prefetch([following])
     for block in blocks:
         if not backward_prefetch:
-            block.set_modules_to_backward_prefetch([block])  # itself, which is there already: nothing ahead of time
+            block.set_modules_to_backward_prefetch([block])  # itself, which is there already
 
     if any(parameter.is_meta for parameter in model.parameters()):
         model.to_empty(device=world.device)

@@ -4,33 +4,34 @@ Gradients are sums: the caller scales its loss so that the sum over ranks of the
 strategy reduces them in fp32 and divides by nothing.
 """
 
-import contextlib
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
 from mamba_fsdp.parallel.shards import Shard
+from mamba_fsdp.parallel.world import World
 
 
 @dataclass(eq=False)
 class ParameterSlot:
     """Where a parameter sits in the model. Sharding replaces the parameter; its owners (several when tied) stay."""
 
-    owners: list  # of (module, attribute)
-    names: list  # one per owner; the first is the parameter's name
-    shape: tuple
+    owners: list[tuple[nn.Module, str]]  # (module, attribute)
+    names: list[str]  # one per owner; the first is the parameter's name
+    shape: tuple[int, ...]  # of the whole parameter
 
     @property
-    def name(self):
+    def name(self) -> str:
         return self.names[0]
 
     @property
-    def parameter(self):
+    def parameter(self) -> nn.Parameter:
         module, attribute = self.owners[0]
         return getattr(module, attribute)
 
-    def materialize(self, device):
+    def materialize(self, device: torch.device) -> None:
         """Put the whole parameter on the device, with undefined content if it had no storage. Ties stay."""
         old = self.parameter
         value = torch.empty_like(old, device=device) if old.is_meta else old.detach().to(device)
@@ -39,10 +40,10 @@ class ParameterSlot:
             setattr(module, attribute, new)
 
 
-def find_slots(model):
+def find_slots(model: nn.Module) -> list[ParameterSlot]:
     """The ParameterSlot of every parameter, in the order of `model.named_parameters()`."""
     assert not list(model.buffers()), "a model without storage can't bring buffers: nobody would fill them"
-    slots = {}
+    slots: dict[int, ParameterSlot] = {}
     for prefix, module in model.named_modules():
         for attribute, parameter in module.named_parameters(recurse=False):
             slot = slots.setdefault(id(parameter), ParameterSlot([], [], tuple(parameter.shape)))
@@ -57,24 +58,27 @@ class LocalParameter:
 
     slot: ParameterSlot
     parameter: nn.Parameter
-    start: int = 0
-    replicas: int = 1
-    replica_index: int = 0
+    start: int  # these three as in a Shard
+    replicas: int
+    replica_index: int
 
-    def shard(self, name, data):
-        return Shard(name, self.slot.shape, self.start, data.detach().view(-1), self.replicas, self.replica_index)
+    def shard(self, name: str, data: torch.Tensor, tied: tuple[str, ...] = ()) -> Shard:
+        """The Shard of `data`, which lies over the whole tensor `name` as this part does over the whole parameter."""
+        data = data.detach().view(-1)
+        return Shard(name, self.slot.shape, self.start, data, self.replicas, self.replica_index, tied)
 
 
 class ParallelModel:
     """A model spread over the world. `module` is what to call, `model` the bare model inside.
 
-    Strategies override `accumulate` and `reduce_gradients`. parts: slot -> (this rank's part, where it starts in the
-    flattened parameter), of each parameter that is cut over groups of `shard_size` neighbouring ranks; `sharded` are
-    these as local parameters. The others, `whole`, are on every rank. `local_parameters`: all, in the model's order.
+    parts: slot -> (this rank's part, where it starts in the flattened parameter), of each parameter that is cut over
+    groups of `shard_size` neighbouring ranks; `sharded` are these as local parameters. The others, `whole`, are on all
+    ranks. `local_parameters`: both, in the model's order. no_sync: `module.no_sync()` can hold gradients back.
     """
 
-    def __init__(self, model, module, world, slots, *, parts, shard_size=1):
-        self.model, self.module, self.world = model, module, world
+    def __init__(self, model: nn.Module, module: nn.Module, world: World, slots: list[ParameterSlot], *,
+                 parts: dict[ParameterSlot, tuple[nn.Parameter, int]], shard_size: int = 1, no_sync: bool = False):
+        self.model, self.module, self.world, self.no_sync = model, module, world, no_sync
         replicas, index = world.size // shard_size, world.rank // shard_size
         self.sharded = [LocalParameter(slot, part, start, replicas, index) for slot, (part, start) in parts.items()]
         self.whole = [LocalParameter(slot, slot.parameter, 0, world.size, world.rank)
@@ -82,33 +86,31 @@ class ParallelModel:
         local = {local.slot: local for local in self.sharded + self.whole}
         self.local_parameters = [local[slot] for slot in slots]
 
-    def parameters(self):
+    def parameters(self) -> dict[str, nn.Parameter]:
         """Name -> what the optimiser updates: this rank's part of each parameter. Maybe empty, or flat."""
         return {local.slot.name: local.parameter for local in self.local_parameters}
 
-    def shards(self):
+    def shards(self) -> list[Shard]:
         """A Shard for every parameter."""
-        shards = [local.shard(local.slot.name, local.parameter) for local in self.local_parameters]
-        for shard, local in zip(shards, self.local_parameters):
-            shard.tied = tuple(local.slot.names[1:])
-        return shards
+        return [local.shard(local.slot.name, local.parameter, tied=tuple(local.slot.names[1:]))
+                for local in self.local_parameters]
 
-    def accumulate(self, last):
-        """Context for one micro-batch's forward and backward. No gradient travels before the `last` one."""
-        return contextlib.nullcontext()
+    def accumulate(self, last: bool) -> AbstractContextManager:
+        """Context for one micro-batch's forward and backward. Gradients wait for the `last` one, where they can."""
+        return self.module.no_sync() if self.no_sync and not last else nullcontext()
 
-    def reduce_gradients(self):
-        """After the last backward: every gradient becomes its sum over ranks. Here: those that are whole."""
+    def reduce_gradients(self) -> None:
+        """Make every gradient its sum over all ranks, after the last backward. Here: those of `whole`."""
         gradients = [local.parameter.grad for local in self.whole]
         if gradients and self.world.size > 1:
             total = self.world.all_reduce_sum(torch.cat([gradient.view(-1) for gradient in gradients]))
             parts = total.split([gradient.numel() for gradient in gradients])
             torch._foreach_copy_([gradient.view(-1) for gradient in gradients], list(parts))
 
-    def gradient_norm(self):
-        """2-norm of the whole gradient, a 0-dim fp32 tensor, the same on every rank; inf and nan come through.
+    def gradient_norm(self) -> torch.Tensor:
+        """2-norm of the whole gradient, a 0-dim fp32 tensor, the same on all ranks; inf and nan come through.
 
-        Each element is counted once: of replicas, only the first counts.
+        Each element is counted once: of replicas, only number 0 counts.
         """
         gradients = [local.parameter.grad for local in self.local_parameters if local.replica_index == 0]
         gradients = [gradient for gradient in gradients if gradient is not None and gradient.numel()]
@@ -117,14 +119,13 @@ class ParallelModel:
             squares += torch.stack(torch._foreach_norm(gradients)).double().square().sum()
         return self.world.all_reduce_sum(squares).sqrt().float()
 
-    def scale_gradients(self, factor):
+    def scale_gradients(self, factor: float) -> None:
         """Multiply every gradient by a number."""
         gradients = [local.parameter.grad for local in self.local_parameters]
         torch._foreach_mul_([gradient for gradient in gradients if gradient is not None], factor)
 
-    def optimizer_shards(self, optimizer):
+    def optimizer_shards(self, optimizer: torch.optim.AdamW) -> list[Shard]:
         """Shards optimizer/<parameter>/exp_avg and .../exp_avg_sq of an AdamW over `parameters()`; zeros at first."""
-        shards = []
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 if not optimizer.state[parameter]:
@@ -133,13 +134,10 @@ class ParallelModel:
                         "step": torch.zeros((), dtype=torch.float32, device=parameter.device if on_device else "cpu"),
                         "exp_avg": torch.zeros_like(parameter, memory_format=torch.preserve_format),
                         "exp_avg_sq": torch.zeros_like(parameter, memory_format=torch.preserve_format)}
-        for local in self.local_parameters:
-            state = optimizer.state[local.parameter]
-            shards += [local.shard(f"optimizer/{local.slot.name}/{name}", state[name])
-                       for name in ("exp_avg", "exp_avg_sq")]
-        return shards
+        return [local.shard(f"optimizer/{local.slot.name}/{name}", optimizer.state[local.parameter][name])
+                for local in self.local_parameters for name in ("exp_avg", "exp_avg_sq")]
 
-    def set_optimizer_steps(self, optimizer, steps):
-        """Let AdamW's bias correction go on as after `steps` updates. Call after `optimizer_shards`."""
+    def set_optimizer_steps(self, optimizer: torch.optim.AdamW, steps: int) -> None:
+        """Let AdamW's bias correction be that after `steps` updates. Call after `optimizer_shards`."""
         for state in optimizer.state.values():
             state["step"].fill_(steps)

@@ -1,6 +1,4 @@
-"""The whole model on every rank: alone (none) or kept equal by DistributedDataParallel (ddp)."""
-
-import contextlib
+"""The whole model on all ranks: on a single one (none), or kept equal by DistributedDataParallel (ddp)."""
 
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
@@ -9,21 +7,19 @@ from mamba_fsdp.parallel.model import ParallelModel
 
 
 class Replicated(ParallelModel):
-    def accumulate(self, last):
-        return contextlib.nullcontext() if last or self.module is self.model else self.module.no_sync()
-
     def reduce_gradients(self):
-        """DistributedDataParallel has done so in the last backward."""
+        """DistributedDataParallel has done this in the last backward."""
 
 
 def replicate(model, slots, *, world, strategy):
+    """The ParallelModel of `model` on all ranks, for strategy none or ddp."""
     for slot in slots:
         slot.materialize(world.device)
-    module = model
-    if strategy == "ddp":
-        module = DistributedDataParallel(model, gradient_as_bucket_view=True)
-        module.register_comm_hook(None, _sum)
-    return Replicated(model, module, world, slots, parts={})
+    if strategy == "none":
+        return ParallelModel(model, model, world, slots, parts={})
+    module = DistributedDataParallel(model, gradient_as_bucket_view=True)
+    module.register_comm_hook(None, _sum)
+    return Replicated(model, module, world, slots, parts={}, no_sync=True)
 
 
 def _sum(_, bucket):

@@ -7,17 +7,17 @@ import torch
 
 @dataclass
 class Shard:
-    """Elements [start, start + data.numel()) of the flattened tensor `name`, whose whole has `shape`.
+    """The elements [start, start + count) of the tensor `name`, flattened row by row. Counts are elements, not bytes.
 
-    data is 1-D and shares the storage of what is trained: writing to it changes the parameter. It may be empty.
-    The same elements lie on `replicas` ranks, of which this is number `replica_index`.
-    `tied` are other names of the same tensor.
+    shape: of the whole tensor, the same on all ranks. data: these elements, of shape (count,), maybe (0,), on the
+    rank's device; it shares the storage of what is trained: writing to it changes the parameter. The same elements lie
+    on `replicas` ranks, of which this is number `replica_index`. tied: other names of the same tensor.
     """
 
     name: str
-    shape: tuple
+    shape: tuple[int, ...]
     start: int
     data: torch.Tensor
     replicas: int = 1
     replica_index: int = 0
-    tied: tuple = ()
+    tied: tuple[str, ...] = ()

@@ -5,9 +5,11 @@ import os
 import sys
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -15,12 +17,14 @@ import torch.distributed as dist
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.heartbeat import heart
 
+T = TypeVar("T")
+Addable = TypeVar("Addable", torch.Tensor, int, float, list[float])
 CPU = torch.device("cpu")
 
 
 @dataclass
 class World:
-    """One process's view. Every method is called by all ranks at the same place; with one process all are trivial.
+    """One process's view. All ranks call each method at the same point; with one process every method is trivial.
 
     Python objects and CPU tensors travel over gloo, device tensors over the device's own backend.
     """
@@ -31,71 +35,67 @@ class World:
     local_size: int
     node_count: int
     device: torch.device
-    _gloo: object = None  # the gloo group
+    _gloo: "dist.ProcessGroup | None" = None
 
     @classmethod
-    def alone(cls, *, device=CPU):
+    def alone(cls, *, device: torch.device = CPU) -> "World":
         """The world of one process."""
         return cls(rank=0, size=1, local_rank=0, local_size=1, node_count=1, device=device)
 
-    @property
-    def device_type(self):
-        return self.device.type
-
-    def need_process_group(self):
-        """Make the group of one that sharding needs where no launcher has made one."""
+    def need_process_group(self) -> None:
+        """Make the process group of one rank that sharding needs, where no launcher has made one."""
         if not dist.is_initialized():
-            backend = "nccl" if self.device_type == "cuda" else "gloo"
+            backend = "nccl" if self.device.type == "cuda" else "gloo"
             dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
 
-    def broadcast_object(self, obj):
-        """Rank 0's `obj`, on every rank."""
+    def broadcast_object(self, obj: T) -> T:
+        """Rank 0's `obj`, on all ranks."""
         if self.size == 1:
             return obj
         box = [obj]
         dist.broadcast_object_list(box, src=0, group=self._gloo, device=CPU)
         return box[0]
 
-    def gather_objects(self, obj):
-        """Every rank's `obj` in the order of ranks, on every rank."""
+    def gather_objects(self, obj: T) -> list[T]:
+        """The `obj` of each rank in the order of ranks, on all ranks."""
         if self.size == 1:
             return [obj]
-        gathered = [None] * self.size
+        gathered: list[Any] = [None] * self.size
         dist.all_gather_object(gathered, obj, group=self._gloo)
         return gathered
 
-    def all_reduce_sum(self, value):
+    def all_reduce_sum(self, value: Addable) -> Addable:
         """The sum over ranks: of a tensor (changed in place and returned), of a number, or of each number of a list."""
         if isinstance(value, torch.Tensor):
             if self.size > 1:
                 dist.all_reduce(value, group=self._gloo if value.device.type == "cpu" else None)
             return value
-        if isinstance(value, (list, tuple)):
+        if isinstance(value, list):
             return self.all_reduce_sum(torch.tensor(value, dtype=torch.float64)).tolist()
         dtype = torch.int64 if isinstance(value, int) else torch.float64
         return self.all_reduce_sum(torch.tensor(value, dtype=dtype)).item()
 
-    def run_local(self, work):
-        """What `work()` returns on this rank, once every rank's has ended. It must not talk to other ranks.
+    def run_local(self, work: Callable[[], T]) -> T:
+        """What `work()` returns on this rank, once the work of all ranks has ended. It must not talk to other ranks.
 
-        It may take longer than the ranks' timeout: they exchange signs of life while it runs in a thread, so that to
-        wait for a rank with a slow disk counts as progress for as long as it gets on, and no longer. Raises what
-        this rank's work raises.
+        The work may take longer than the ranks' timeout: it runs in a thread while the ranks exchange signs of life. To
+        wait for a rank with a slow disk then counts as progress, as long as that rank makes progress. Raises what this
+        rank's work raises.
         """
         if self.size == 1:
             return work()
-        outcome = Future()
+        outcome: Future[T] = Future()
 
         def run():
             try:
-                if self.device_type == "cuda":
+                if self.device.type == "cuda":
                     torch.cuda.set_device(self.device)  # each thread has its own
                 outcome.set_result(work())
             except BaseException as error:
                 outcome.set_exception(error)
 
         threading.Thread(target=run, name="run_local", daemon=True).start()
-        beats_before, pause = None, 0.001
+        beats_before, pause = -1.0, 0.001
         while True:
             working, beats = self.all_reduce_sum([float(not outcome.done()), float(heart.work)])
             if not working:
@@ -106,22 +106,23 @@ class World:
             time.sleep(pause)
             pause = min(0.5, 2 * pause)
 
-    def on_rank0(self, action):
-        """What `action()` returns on rank 0, on every rank. Raises its failure as a UserError on every rank."""
-        result, failure = self.broadcast_object(self.run_local(lambda: _attempt(action) if self.rank == 0 else None))
+    def on_rank0(self, action: Callable[[], T]) -> T:
+        """What `action()` returns on rank 0, on all ranks. Raises its failure as a UserError on all ranks."""
+        mine = action if self.rank == 0 else lambda: None
+        result, failure = self.broadcast_object(self.run_local(lambda: _attempt(mine)))
         if failure:
             raise UserError(failure)
         return result
 
-    def barrier(self):
-        """Return when every rank has come here."""
+    def barrier(self) -> None:
+        """Return when all ranks have come here."""
         if self.size > 1:
             dist.barrier(group=self._gloo)
 
-    def close(self):
+    def close(self) -> None:
         """End the process group. Drop model and optimizer first: a gloo process can abort at exit otherwise.
 
-        While an error is on its way out the others may never come, so then nobody is waited for.
+        While an error is on its way out this waits for nobody: the other ranks may never come.
         """
         if dist.is_initialized() and sys.exc_info()[0] is None:
             gc.collect()
@@ -129,10 +130,10 @@ class World:
             dist.destroy_process_group()
 
 
-def _attempt(action):
-    """(what it returns, None), or (None, a sentence that says why it failed)."""
+def _attempt(action: Callable[[], Any]) -> tuple[Any, str]:
+    """(what `action()` returns, ""), or (None, a sentence that says why it failed)."""
     try:
-        return action(), None
+        return action(), ""
     except UserError as error:
         return None, str(error)
     except OSError as error:
@@ -141,20 +142,19 @@ def _attempt(action):
         return None, f"{type(error).__name__}: {error}"
 
 
-def start_world(*, timeout_minutes=10.0):
-    """Join the processes that torchrun has started; a world of one where none has.
+def start_world(*, timeout_minutes: float = 10.0) -> World:
+    """Join the processes that torchrun has started; the world of one process where it has started none.
 
     timeout_minutes: how long a rank waits for the others before it gives up with an error. Raises UserError when the
     launcher's environment is incomplete or asks for more GPUs than this node has.
     """
-    environment = {name: os.environ.get(name) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")}
-    if environment["RANK"] is None:
+    if "RANK" not in os.environ:
         return World.alone(device=_take_device(0))
-    missing = [name for name, value in environment.items() if value is None]
-    if missing:
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+    if missing := [name for name in names if name not in os.environ]:
         raise UserError(f"RANK is set, but not {', '.join(missing)}; start the ranks with torchrun, or unset RANK to "
                         "train with one process")
-    rank, size, local_rank, local_size = (int(value) for value in environment.values())
+    rank, size, local_rank, local_size = (int(os.environ[name]) for name in names)
     device, timeout = _take_device(local_rank), timedelta(minutes=timeout_minutes)
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=timeout)
     gloo = dist.new_group(backend="gloo", timeout=timeout) if device.type == "cuda" else dist.group.WORLD
@@ -162,7 +162,7 @@ def start_world(*, timeout_minutes=10.0):
 
 
 def _take_device(local_rank):
-    """This process's device: the GPU of its number on the node where there are GPUs."""
+    """This process's device: the GPU with its number on the node, or the CPU where there are no GPUs."""
     if not torch.cuda.is_available():
         return CPU
     if local_rank >= torch.cuda.device_count():

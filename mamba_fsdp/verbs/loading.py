@@ -37,9 +37,9 @@ def load_model(source, *, reset_at_documents=False):
     native.tune_process()
     world = start_world()
     weights = read_weights(source)
-    dtype = torch.bfloat16 if world.device_type == "cuda" else torch.float32
+    dtype = torch.bfloat16 if world.device.type == "cuda" else torch.float32
     with torch.device("meta"):
-        model = MambaLM(weights.config, kernels=kernels.resolve("auto", world.device_type), compute_dtype=dtype,
+        model = MambaLM(weights.config, kernels=kernels.resolve("auto", world.device.type), compute_dtype=dtype,
                         reset_at_documents=reset_at_documents)
     parallel = parallelize(model, ParallelConfig(sharding_strategy="none"), world=world, compute_dtype=dtype)
     fill(parallel.shards(), lambda name, shape: weights.get(name))

@@ -5,8 +5,8 @@ from ranks import run_ranks
 from config.model_config import ModelConfig
 from config.train_config import ParallelConfig
 from mamba_fsdp.model.init import initial_value
-from mamba_fsdp.model.spec import parameters
 from mamba_fsdp.model.lm import MambaLM
+from mamba_fsdp.model.spec import parameters
 from mamba_fsdp.parallel.parallelize import fill, parallelize
 from mamba_fsdp.parallel.world import start_world
 
