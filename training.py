@@ -11,12 +11,12 @@ from mamba_fsdp import command_line
 def main(*stray, config=None, **given):
     settings, explicit = resolve.resolve_settings(given, config, stray)
     # These import torch, which takes seconds: only when there is something to train.
-    from mamba_fsdp.interop.convert import import_
+    from mamba_fsdp.interop.convert import to_our_form
     from mamba_fsdp.train.run import run_training
     from mamba_fsdp.verbs.loading import starting_weights
 
     weights = starting_weights(settings, explicit)
-    return run_training(settings, weights, write_model=import_)
+    return run_training(settings, weights, write_model=to_our_form)
 
 
 if __name__ == "__main__":

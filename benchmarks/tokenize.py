@@ -38,15 +38,15 @@ def main():
     source = text.Files(files, Options())
     documents = [Path(path).read_bytes().decode() for path, _ in files]
     trained = tokenizer.train(documents, 4096)
-    chunks = list(tokenize._chunks(source.pieces()))
+    chunks = list(tokenize._chunks(source.blocks()))
     tokenize._worker = trained.backend, trained.eos, None, trained.vocab_size, source.options
 
     best = {"tokenizers, encode_batch": 0, "tokenizers, encode_batch_fast": 0, "get_dataset.py, worker": 0}
-    tokens = sum(len(tokens) for tokens, _ in map(tokenize._tokenise, chunks))
+    tokens = sum(len(tokens) for tokens, _ in map(tokenize._tokenize, chunks))
     for _ in range(arguments.repeats):
         for name, run in zip(best, (lambda: trained.backend.encode_batch(documents, add_special_tokens=False),
                                     lambda: trained.backend.encode_batch_fast(documents, add_special_tokens=False),
-                                    lambda: [tokenize._tokenise(chunk) for chunk in chunks])):
+                                    lambda: [tokenize._tokenize(chunk) for chunk in chunks])):
             started = time.process_time()
             run()
             best[name] = max(best[name], tokens / (time.process_time() - started))

@@ -1,4 +1,4 @@
-"""What a document is: a piece of the input, as text.py cuts it, becomes texts or token ids. Runs in the workers.
+"""What a document is: a block of the input, as text.py cuts it, becomes texts or token ids. Runs in the workers.
 
     text files      the whole file, or what --documents cuts it into
     JSON lines      a record's --text_column
@@ -16,7 +16,7 @@ from mamba_fsdp.errors import UserError
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
-class Piece(NamedTuple):
+class TextBlock(NamedTuple):
     """A stretch of the input, cheap to cut and to send."""
 
     name: str  # the file, for messages
@@ -24,8 +24,8 @@ class Piece(NamedTuple):
     data: bytes | list
     record: int  # number of the first record in it, from 1 (not counted for text)
     offset: int  # where data begins in the file, in bytes after decompression (not counted for rows)
-    inside: bool  # goes on with the document that the piece before left open
-    open: bool  # its last document goes on in the next piece
+    inside: bool  # goes on with the document that the block before left open
+    open: bool  # its last document goes on in the next block
     position: dict  # where reading goes on after it
     done: float  # input behind it, in the source's unit
 
@@ -35,7 +35,7 @@ class Piece(NamedTuple):
 
 
 class Options(NamedTuple):
-    """How pieces become documents."""
+    """How blocks become documents."""
 
     text_column: str = "text"
     documents: str = "file"
@@ -57,27 +57,27 @@ class Options(NamedTuple):
         return pattern and re.compile(pattern)
 
 
-def documents(piece, options, counts):
+def documents(block, options, counts):
     """Yields (text or array of token ids, whether the document ends with it); adds what is left out to `counts`.
 
     counts: a mutable mapping with `empty` (nothing but white space) and `skipped` (invalid UTF-8). Raises UserError
     naming file and record or byte for what is no valid UTF-8, no valid JSON or no text.
     """
-    if piece.kind == "text":
-        yield from _text_documents(piece, options, counts)
+    if block.kind == "text":
+        yield from _text_documents(block, options, counts)
         return
-    for record, value in (_json_records if piece.kind == "json" else _rows)(piece, options, counts):
+    for record, value in (_json_records if block.kind == "json" else _rows)(block, options, counts):
         where = f"record {record}"
         if isinstance(value, str):
             value = value.encode(errors="surrogatepass")  # JSON can spell half a character, which is no valid UTF-8
         if isinstance(value, bytes):
-            value = _decode(value, piece.name, where, 0, options, counts)
+            value = _decode(value, block.name, where, 0, options, counts)
             if value is None:
                 continue
         elif isinstance(value, (list, np.ndarray)):
-            value = token_ids(piece.name, options.text_column, record, value)
+            value = token_ids(block.name, options.text_column, record, value)
         elif value is not None:
-            raise UserError(f"{piece.name}: {where}: {options.text_column!r} is {type(value).__name__}, not text; "
+            raise UserError(f"{block.name}: {where}: {options.text_column!r} is {type(value).__name__}, not text; "
                             "name another with --text_column")
         if value is None or len(value) == 0 or isinstance(value, str) and value.isspace():
             counts["empty"] += 1
@@ -85,36 +85,36 @@ def documents(piece, options, counts):
             yield value, True
 
 
-def _rows(piece, options, counts):
-    yield from enumerate(piece.data, piece.record)
+def _rows(block, options, counts):
+    yield from enumerate(block.data, block.record)
 
 
-def _json_records(piece, options, counts):
-    data = piece.data.removeprefix(BYTE_ORDER_MARK) if piece.offset == 0 else piece.data
-    for record, line in enumerate(data.split(b"\n"), piece.record):
-        line = _decode(line, piece.name, f"record {record}", 0, options, counts)
+def _json_records(block, options, counts):
+    data = block.data.removeprefix(BYTE_ORDER_MARK) if block.offset == 0 else block.data
+    for record, line in enumerate(data.split(b"\n"), block.record):
+        line = _decode(line, block.name, f"record {record}", 0, options, counts)
         if not line or line.isspace():
             continue
         try:
             fields = json.loads(line)
         except ValueError as error:
-            raise UserError(f"{piece.name}: record {record} is no valid JSON ({error})") from error
+            raise UserError(f"{block.name}: record {record} is no valid JSON ({error})") from error
         if not isinstance(fields, dict):
-            raise UserError(f"{piece.name}: record {record} is {type(fields).__name__}, not an object with a text "
+            raise UserError(f"{block.name}: record {record} is {type(fields).__name__}, not an object with a text "
                             "in it")
         if options.text_column not in fields:
-            raise UserError(no_column(f"{piece.name}: record {record}", options.text_column, fields))
+            raise UserError(no_column(f"{block.name}: record {record}", options.text_column, fields))
         yield record, fields[options.text_column]
 
 
-def _text_documents(piece, options, counts):
+def _text_documents(block, options, counts):
     separator = options.separator()
-    start = len(BYTE_ORDER_MARK) if piece.offset == 0 and piece.data.startswith(BYTE_ORDER_MARK) else 0
-    begins = not piece.inside
-    cuts = [match.span() for match in separator.finditer(piece.data)] if separator else []
-    for end, next_start in [*cuts, (len(piece.data), None)]:
-        ends = next_start is not None or not piece.open
-        text = _decode(piece.data[start:end], piece.name, None, piece.offset + start, options, counts)
+    start = len(BYTE_ORDER_MARK) if block.offset == 0 and block.data.startswith(BYTE_ORDER_MARK) else 0
+    begins = not block.inside
+    cuts = [match.span() for match in separator.finditer(block.data)] if separator else []
+    for end, next_start in [*cuts, (len(block.data), None)]:
+        ends = next_start is not None or not block.open
+        text = _decode(block.data[start:end], block.name, None, block.offset + start, options, counts)
         if separator:
             # Line breaks beside a separator belong to it.
             text = text and (text.lstrip("\r\n") if begins else text)

@@ -1,7 +1,7 @@
-"""Text input of every kind, read as pieces: cut cheaply and in order by one process, for many to turn into documents.
+"""Text input of every kind, read as blocks: cut cheaply and in order by one process, for many to turn into documents.
 
-A source has `describe()` (what it is, to notice a change), `pieces(position)` (its pieces from a position on),
-`sample(limit)`, and `total` and `unit` (for the progress bar). A piece is about PIECE_BYTES long whatever the input's
+A source has `describe()` (what it is, to notice a change), `blocks(position)` (its blocks from a position on),
+`sample(limit)`, and `total` and `unit` (for the progress bar). A block is about BLOCK_BYTES long whatever the input's
 size, and says where reading goes on after it. Which files are read, and what a document is: documents.py and --help of
 get_dataset.py.
 """
@@ -14,10 +14,10 @@ import re
 import zlib
 from pathlib import Path
 
-from mamba_fsdp.data.documents import BYTE_ORDER_MARK, Piece, no_column, token_ids
+from mamba_fsdp.data.documents import BYTE_ORDER_MARK, TextBlock, no_column, token_ids
 from mamba_fsdp.errors import UserError, first_line
 
-PIECE_BYTES = 1 << 19
+BLOCK_BYTES = 1 << 19
 READ_BYTES = 1 << 16
 ROWS = 128
 KINDS = {".txt": "text", ".text": "text", ".jsonl": "json", ".ndjson": "json", ".json": "json",
@@ -144,27 +144,27 @@ class Files:
             digest.update(f"{path}\0{kind}\0{stat.st_size}\0{stat.st_mtime_ns}\n".encode())
         return {"files": len(self.files), "first": self.files[0][0], "bytes": self.total, "digest": digest.hexdigest()}
 
-    def pieces(self, position=None):
+    def blocks(self, position=None):
         first, inner = (position["file"], position["inner"]) if position else (0, None)
         before = sum(self._sizes[:first])
         for number in range(first, len(self.files)):
             size = self._sizes[number]
-            for piece in self._read(number, inner if number == first else None):
-                yield piece._replace(position={"file": number, "inner": piece.position},
-                                     done=before + min(piece.done, 1) * size)
+            for block in self._read(number, inner if number == first else None):
+                yield block._replace(position={"file": number, "inner": block.position},
+                                     done=before + min(block.done, 1) * size)
             before += size
 
     def sample(self, limit):
-        """Pieces from the whole breadth of the input, about `limit` bytes of it."""
+        """Blocks from the whole breadth of the input, about `limit` bytes of it."""
         numbers, share = range(len(self.files)), limit
         if self.total > limit:
-            count = max(1, min(len(numbers), limit // min(PIECE_BYTES, self.total // len(numbers) + 1)))
+            count = max(1, min(len(numbers), limit // min(BLOCK_BYTES, self.total // len(numbers) + 1)))
             numbers, share = [number * len(numbers) // count for number in range(count)], limit // count
         for number in numbers:
             taken = 0
-            for piece in self._read(number, None):
-                yield piece
-                taken += piece.size()
+            for block in self._read(number, None):
+                yield block
+                taken += block.size()
                 if taken >= share:
                     break
 
@@ -204,7 +204,7 @@ class Rows:
     def describe(self):
         return {**self._described, "fingerprint": None if self.total is None else self._rows._fingerprint}
 
-    def pieces(self, position=None):
+    def blocks(self, position=None):
         row = position["row"] if position else 0
         rest = self._rows.skip(row) if self.total is None else self._rows.select(range(row, self.total))
         column = self.options.text_column
@@ -213,20 +213,20 @@ class Rows:
             if column not in batch:
                 raise UserError(no_column(self.name, column, batch))
             row += len(batch[column])
-            yield _rows_piece(self.name, list(batch[column]), row, row)
+            yield _rows_block(self.name, list(batch[column]), row, row)
 
     def sample(self, limit):
-        for piece in self.pieces():
-            yield piece
-            limit -= piece.size()
+        for block in self.blocks():
+            yield block
+            limit -= block.size()
             if limit <= 0:
                 break
 
 
-# ---------------------------------------------------------------- readers: a file to pieces; `done` is its share
+# ---------------------------------------------------------------- readers: a file to blocks; `done` is its share
 
-def _blocks(path, offset=0):
-    """(bytes, share of the file read so far), block by block from `offset` on, both after decompression.
+def _stretches(path, offset=0):
+    """(bytes, share of the file read so far), stretch by stretch from `offset` on, both after decompression.
 
     Raises UserError for a broken archive.
     """
@@ -235,22 +235,22 @@ def _blocks(path, offset=0):
     with open(path, "rb") as file:
         if not make:
             file.seek(offset)
-            while block := file.read(PIECE_BYTES):
-                yield block, file.tell() / size
+            while stretch := file.read(BLOCK_BYTES):
+                yield stretch, file.tell() / size
             return
         archive = make()
-        while block := file.read(READ_BYTES):
-            while block:
+        while stretch := file.read(READ_BYTES):
+            while stretch:
                 if archive.eof:  # several archives in one file
                     archive = make()
                 try:
-                    data = archive.decompress(block)
+                    data = archive.decompress(stretch)
                 except Exception as error:  # zlib and zstandard each have their own
                     raise UserError(f"{path}: a broken archive near byte {file.tell()} ({error})") from error
                 skipped = min(offset, len(data))
                 offset -= skipped
                 yield data[skipped:], file.tell() / size
-                block = archive.unused_data if archive.eof else b""
+                stretch = archive.unused_data if archive.eof else b""
         if not archive.eof:
             raise UserError(f"{path}: the archive ends before its end; it is truncated: copy it again")
 
@@ -262,12 +262,12 @@ def _zstd():
 
 
 def _windows(path, offset):
-    """A buffer that holds more than a piece until the file ends: yields (buffer, ended, share read); the reader
+    """A buffer that holds more than a block until the file ends: yields (buffer, ended, share read); the reader
     shortens it."""
     buffer = bytearray()
-    for block, done in _blocks(path, offset):
-        buffer += block
-        while len(buffer) > PIECE_BYTES:
+    for stretch, done in _stretches(path, offset):
+        buffer += stretch
+        while len(buffer) > BLOCK_BYTES:
             before = len(buffer)
             yield buffer, False, done
             if len(buffer) == before:  # needs more to find its cut
@@ -282,13 +282,13 @@ def _read_text(path, separator, offset=0, inside=False):
         data = bytes(buffer[:cut])
         del buffer[:cut]
         position = {"offset": offset + cut or 1, "inside": open}  # 1: behind an empty file
-        yield Piece(path, "text", data, 0, offset, inside, open, position, done)
+        yield TextBlock(path, "text", data, 0, offset, inside, open, position, done)
         offset, inside = offset + cut, open
 
 
 def _cut_text(buffer, separator):
     """(where to cut, whether inside a document): after the last document that surely ended, else where words part."""
-    window = bytes(buffer[:PIECE_BYTES])
+    window = bytes(buffer[:BLOCK_BYTES])
     if separator:
         sure = len(window.rstrip())  # a separator that touches the window's end may go on behind it
         ends = [match.end() for match in separator.finditer(window) if match.end() < sure]
@@ -315,23 +315,24 @@ def _read_json(path, offset=0, record=1):
         if offset == 0 and buffer.removeprefix(BYTE_ORDER_MARK).lstrip()[:1] == b"[":
             yield from _read_json_array(path)
             return
-        cut = len(buffer) if ended else buffer.rfind(b"\n", 0, PIECE_BYTES) + 1 or buffer.find(b"\n", PIECE_BYTES) + 1
+        cut = len(buffer) if ended else buffer.rfind(b"\n", 0, BLOCK_BYTES) + 1 or buffer.find(b"\n", BLOCK_BYTES) + 1
         data = bytes(buffer[:cut])
         del buffer[:cut]
         if data:
             position = {"offset": offset + cut, "record": record + data.count(b"\n")}
-            yield Piece(path, "json", data, record, offset, False, False, position, done)
+            yield TextBlock(path, "json", data, record, offset, False, False, position, done)
             offset, record = position.values()
 
 
 def _read_json_array(path):
     """A file that is one JSON list is read whole: there is no other way to read it."""
     try:
-        records = json.loads(b"".join(block for block, _ in _blocks(path)))
+        records = json.loads(b"".join(stretch for stretch, _ in _stretches(path)))
     except ValueError as error:
         raise UserError(f"{path}: no valid JSON ({error})") from error
     data = b"\n".join(json.dumps(record).encode() for record in records)
-    yield Piece(path, "json", data, 1, 0, False, False, {"offset": os.path.getsize(path) + len(data), "record": 0}, 1.0)
+    position = {"offset": os.path.getsize(path) + len(data), "record": 0}
+    yield TextBlock(path, "json", data, 1, 0, False, False, position, 1.0)
 
 
 def _read_table(path, kind, column, row=0):
@@ -343,7 +344,7 @@ def _read_table(path, kind, column, row=0):
             for start in range(0, len(array), ROWS):
                 data = _values(path, column, row + 1, array[start:start + ROWS])
                 row += len(data)
-                yield _rows_piece(path, data, row, done)
+                yield _rows_block(path, data, row, done)
     except pyarrow.ArrowException as error:
         raise UserError(f"{path}: broken, or no {kind} file ({first_line(error)})") from error
 
@@ -402,5 +403,5 @@ def _values(name, column, record, array):
                     "--text_column")
 
 
-def _rows_piece(name, data, row, done):
-    return Piece(name, "rows", data, row - len(data) + 1, 0, False, False, {"row": row}, done)
+def _rows_block(name, data, row, done):
+    return TextBlock(name, "rows", data, row - len(data) + 1, 0, False, False, {"row": row}, done)

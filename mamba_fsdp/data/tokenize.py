@@ -34,7 +34,7 @@ from mamba_fsdp.data import tokenizer as tokenizers_
 from mamba_fsdp.data.documents import documents
 from mamba_fsdp.data.splitmix import splitmix64
 from mamba_fsdp.data.store import SHARD_TOKENS, StoreWriter, TokenStore
-from mamba_fsdp.data.text import PIECE_BYTES, cut_words
+from mamba_fsdp.data.text import BLOCK_BYTES, cut_words
 from mamba_fsdp.durable import write_atomically
 from mamba_fsdp.errors import UserError
 
@@ -82,7 +82,7 @@ def make_dataset(source, out, *, tokenizer, eos_token=None, validation_fraction=
                             "seconds": 0.0, "counts": {"empty": 0, "skipped": 0}, "stores": {}}
                 write_atomically(out / ".progress.json", json.dumps(progress))
             text_tokenizer = _tokenizer(out, source, tokenizer, eos_token, training_size, progress)
-            return _Run(source, out, text_tokenizer, progress, workers, save_seconds).run()
+            return _Tokenization(source, out, text_tokenizer, progress, workers, save_seconds).run()
     except OSError as error:
         remedy = "free some space" if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG) else "mend that"
         raise UserError(f"{error.filename or out}: can't be written ({error.strerror}); {remedy}, then "
@@ -176,17 +176,17 @@ def _tokenizer(out, source, name, eos_token, training_size, progress):
 
 def _sample(source):
     counts = collections.Counter()
-    for piece in source.sample(TRAINING_SAMPLE):
-        for text, _ in documents(piece, source.options, counts):
+    for block in source.sample(TRAINING_SAMPLE):
+        for text, _ in documents(block, source.options, counts):
             if not isinstance(text, str):
-                raise UserError(f"{piece.name}: column {source.options.text_column!r} holds token ids; "
+                raise UserError(f"{block.name}: column {source.options.text_column!r} holds token ids; "
                                 "name the tokenizer that made them with --tokenizer")
             yield text
 
 
 # ---------------------------------------------------------------- one run
 
-class _Run:
+class _Tokenization:
     """Reads, hands out, collects in order, writes, and records how far it is."""
 
     def __init__(self, source, out, tokenizer, progress, workers, save_seconds):
@@ -203,7 +203,7 @@ class _Run:
     def run(self):
         saved = started = time.monotonic()
         before = self.progress["seconds"]
-        bar = Progress(self.source, self.progress, self.token_count)
+        bar = ProgressBar(self.source, self.progress, self.token_count)
         for chunk, result in self._results():
             self._write(*result)
             self.progress.update(position=chunk[-1].position, done=chunk[-1].done,
@@ -222,7 +222,7 @@ class _Run:
 
     def _results(self):
         """(chunk, what the workers made of it), in the input's order, with only a few chunks per worker under way."""
-        chunks = _chunks(self.source.pieces(self.progress["position"]))
+        chunks = _chunks(self.source.blocks(self.progress["position"]))
         context = multiprocessing.get_context("spawn")  # forking after threads have started can deadlock
         arguments = (self.tokenizer.backend.to_str(), self.tokenizer.eos, self.tokenizer.bos, self.tokenizer.vocab_size,
                      self.source.options)
@@ -230,7 +230,7 @@ class _Run:
         under_way = collections.deque()
         try:
             for chunk in chunks:
-                under_way.append((chunk, pool.submit(_tokenise, chunk)))
+                under_way.append((chunk, pool.submit(_tokenize, chunk)))
                 if len(under_way) > 3 * self.workers:
                     chunk, future = under_way.popleft()
                     yield chunk, future.result()
@@ -297,13 +297,13 @@ class _Run:
         return f"left out: {', '.join(parts)}" if parts else ""
 
 
-def _chunks(pieces):
-    """Lists of pieces of about PIECE_BYTES together: small files share a trip to a worker."""
+def _chunks(blocks):
+    """Lists of blocks of about BLOCK_BYTES together: small files share a trip to a worker."""
     chunk, size = [], 0
-    for piece in pieces:
-        chunk.append(piece)
-        size += piece.size()
-        if size >= PIECE_BYTES:
+    for block in blocks:
+        chunk.append(block)
+        size += block.size()
+        if size >= BLOCK_BYTES:
             yield chunk
             chunk, size = [], 0
     if chunk:
@@ -343,8 +343,8 @@ def _end_with_parent():
     os._exit(1)
 
 
-def _tokenise(chunk):
-    """(tokens (n,) uint32, counts of what is left out) of a list of pieces; every eos ends a document that is not
+def _tokenize(chunk):
+    """(tokens (n,) uint32, counts of what is left out) of a list of blocks; every eos ends a document that is not
     empty."""
     backend, eos, bos, vocab_size, options = _worker
     counts = collections.Counter()
@@ -359,8 +359,8 @@ def _tokenise(chunk):
         texts.clear()
         closing.clear()
 
-    for piece in chunk:
-        for content, closes in documents(piece, options, counts):
+    for block in chunk:
+        for content, closes in documents(block, options, counts):
             if isinstance(content, str):
                 parts = _short_parts(content)
                 texts += parts
@@ -368,8 +368,9 @@ def _tokenise(chunk):
             else:
                 flush()
                 if content.min() < 0 or content.max() >= vocab_size:
-                    raise UserError(f"{piece.name}: token ids from {content.min()} to {content.max()} in a document, "
-                                    f"but the tokenizer knows {vocab_size}; name the one that made them with --tokenizer")
+                    raise UserError(f"{block.name}: token ids from {content.min()} to {content.max()} in a document, "
+                                    f"but the tokenizer knows {vocab_size}; name the one that made them with "
+                                    "--tokenizer")
                 tokens.fromlist(content[bos is not None and content[0] == bos:].tolist() + [eos])
     flush()
     tokens = np.frombuffer(tokens, dtype=np.uint32)
@@ -380,11 +381,11 @@ def _tokenise(chunk):
 
 def _short_parts(text):
     """A long text in parts, since the library takes some hundred bytes of memory for each token of a call."""
-    if len(text) <= PIECE_BYTES:
+    if len(text) <= BLOCK_BYTES:
         return [text]
     data, parts = text.encode(), []
-    while len(data) > PIECE_BYTES:
-        cut = cut_words(data[:PIECE_BYTES])
+    while len(data) > BLOCK_BYTES:
+        cut = cut_words(data[:BLOCK_BYTES])
         parts.append(data[:cut].decode())
         data = data[cut:]
     return [*parts, data.decode()]
@@ -392,7 +393,7 @@ def _short_parts(text):
 
 # ---------------------------------------------------------------- what one sees
 
-class Progress:
+class ProgressBar:
     """A live bar on a terminal, a plain line every ten seconds elsewhere."""
 
     def __init__(self, source, progress, tokens):

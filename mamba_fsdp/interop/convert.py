@@ -18,7 +18,7 @@ from mamba_fsdp.model.spec import EMBEDDING, LM_HEAD, parameters
 from mamba_fsdp.run_layout import CONSOLIDATED, MODEL_CONFIG, TOKENIZER
 
 
-def export(source, out, format="hf", dtype=None, shard_bytes=SHARD_BYTES):
+def to_foreign_form(source, out, format="hf", dtype=None, shard_bytes=SHARD_BYTES):
     """Write the model that `source` names (see read_weights) to the new folder `out` in the form of transformers or
     state-spaces.
 
@@ -32,9 +32,9 @@ def export(source, out, format="hf", dtype=None, shard_bytes=SHARD_BYTES):
     return _convert(source, out, dtype, lambda folder, weights, get: writers[format](folder, weights, get, shard_bytes))
 
 
-def import_(source, out, dtype=None):
+def to_our_form(source, out, dtype=None):
     """Write the model that `source` names (see read_weights) to the new folder `out` in our form: consolidated.00.pth,
-    its config.json, tokenizer/. Raises UserError as `export` does."""
+    its config.json, tokenizer/. Raises UserError as `to_foreign_form` does."""
     return _convert(source, out, dtype, _write_ours)
 
 
@@ -74,15 +74,14 @@ def _write_transformers(folder, weights, get, shard_bytes):
     if weights.seq_length and weights.config.has("attention"):
         fields["max_position_embeddings"] = weights.seq_length
     _write_json(folder / MODEL_CONFIG, fields)
-    pieces = transformers_forms.pieces(form, weights.config)
-    write_safetensors(folder, _split(pieces, get), shard_bytes)
+    write_safetensors(folder, _split(transformers_forms.parts(form, weights.config), get), shard_bytes)
     _copy_tokenizer(weights.tokenizer_path, folder)
 
 
-def _split(pieces, get):
-    for name, parts in pieces.items():
-        for (theirs, _), rows in zip(parts, get(name).split([shape[0] for _, shape in parts])):
-            yield theirs, rows
+def _split(parts, get):
+    for name, theirs in parts.items():
+        for (their_name, _), rows in zip(theirs, get(name).split([shape[0] for _, shape in theirs])):
+            yield their_name, rows
 
 
 def _write_state_spaces(folder, weights, get, _):

@@ -10,7 +10,7 @@ from mamba_fsdp.interop.fields import model_config, pattern
 
 NORM_EPS = 1e-5  # fixed there
 MLP_MULTIPLE = 128  # its GatedMLP rounds the width up to a multiple of this
-INITIALISATION = ("dt_min", "dt_max", "dt_init", "dt_scale", "dt_init_floor", "A_init_range", "conv_init")
+INITIALIZATION = ("dt_min", "dt_max", "dt_init", "dt_scale", "dt_init_floor", "A_init_range", "conv_init")
 EXECUTION = ("use_fast_path", "use_mem_eff_path", "layer_idx")
 
 
@@ -48,7 +48,7 @@ def _ssm_values(ssm, mixer, d_model):
                   expand=ssm.take("expand", 2))
     ssm.expect("bias", False, False)
     ssm.expect("conv_bias", True, True, "a convolution without bias")
-    ssm.ignore(*INITIALISATION, *EXECUTION)
+    ssm.ignore(*INITIALIZATION, *EXECUTION)
     if mixer == "mamba1":
         values["dt_rank"] = ssm.take_dt_rank("dt_rank")
     else:

@@ -25,7 +25,7 @@ WITHOUT_EFFECT = (
 # What the first conversions of state-spaces' weights left in config.json beside transformers' own names.
 LEFT_OVER = ("d_model", "n_layer", "d_inner", "ssm_cfg", "rms_norm", "fused_add_norm", "pad_vocab_size_multiple",
              "layer_types")
-MAMBA_INITIALISATION = ("time_step_min", "time_step_max", "time_step_floor", "time_step_scale", "time_step_init_scheme",
+MAMBA_INITIALIZATION = ("time_step_min", "time_step_max", "time_step_floor", "time_step_scale", "time_step_init_scheme",
                         "rescale_prenorm_residual", "use_mambapy", "use_associative_scan")
 
 
@@ -48,7 +48,7 @@ class Mamba:
         values["dt_rank"] = fields.take_dt_rank("time_step_rank")
         d_inner = values["expand"] * values["d_model"]
         fields.expect("intermediate_size", d_inner, d_inner, "and not expand * hidden_size")
-        fields.ignore(*MAMBA_INITIALISATION, *LEFT_OVER)
+        fields.ignore(*MAMBA_INITIALIZATION, *LEFT_OVER)
         return values | dict(layers="mamba1")
 
     def names(self, layer, part):
@@ -75,7 +75,7 @@ class Mamba2(Mamba):
         fields.expect("num_heads", heads, 128, "and not expand * hidden_size / head_dim")
         fields.expect("rms_norm", True, True)
         fields.refuse_limit("time_step_limit")
-        fields.ignore("time_step_rank", "intermediate_size", *MAMBA_INITIALISATION, *LEFT_OVER)
+        fields.ignore("time_step_rank", "intermediate_size", *MAMBA_INITIALIZATION, *LEFT_OVER)
         return values | dict(layers="mamba2")
 
 
@@ -207,7 +207,7 @@ def read_config(form, fields):
     return model_config(fields.path, **values, pad_vocab_size_multiple=1)
 
 
-def pieces(form, config):
+def parts(form, config):
     """{our name: [(their name, its shape), ...]}: ours is theirs one below the other."""
     layers = config.layer_list()
     head_dim = config.resolved_head_dim

@@ -10,6 +10,7 @@ Opening checks names and shapes of all tensors; loading executes nothing.
 """
 
 import re
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -48,22 +49,22 @@ class Weights:
     seq_length: that of the training, None where unknown.
     """
 
-    def __init__(self, source, config, tensors, pieces, *, tied=None, tokenizer_path=None, seq_length=None):
-        """tensors: Tensors under their names; pieces: {our name: [(their name, shape), ...]}; tied: their (lm_head,
+    def __init__(self, source, config, tensors, parts, *, tied=None, tokenizer_path=None, seq_length=None):
+        """tensors: Tensors under their names; parts: {our name: [(their name, shape), ...]}; tied: their (lm_head,
         embedding)."""
         self.source, self.config, self.tokenizer_path, self.seq_length = source, config, tokenizer_path, seq_length
-        self.tensors, self.pieces = tensors, pieces
-        self.names = list(pieces)
+        self.tensors, self.parts = tensors, parts
+        self.names = list(parts)
         self._check(tied)
 
     def get(self, name):
         """One whole parameter on the CPU, in the type it is stored in."""
         name = EMBEDDING if name == LM_HEAD and self.config.tie_embeddings else name
-        parts = [self.tensors.get(theirs, shape) for theirs, shape in self.pieces[name]]
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
+        rows = [self.tensors.get(theirs, shape) for theirs, shape in self.parts[name]]
+        return rows[0] if len(rows) == 1 else torch.cat(rows)
 
     def _check(self, tied):
-        wanted = dict(piece for parts in self.pieces.values() for piece in parts)
+        wanted = dict(chain.from_iterable(self.parts.values()))
         # Older Llama files hold the rotary frequencies, which follow from the config.
         found = {name: shape for name, shape in self.tensors.shapes.items() if not name.endswith("rotary_emb.inv_freq")}
         if self.config.tie_embeddings and tied[0] in found and tied[1] in found:
@@ -150,7 +151,7 @@ def _read_transformers(folder, fields):
     else:
         raise UserError(f"{folder} has a {MODEL_CONFIG} but no weights beside it (model.safetensors, "
                         f"model.safetensors.index.json or {PICKLED})")
-    return Weights(folder, config, tensors, transformers_forms.pieces(form, config),
+    return Weights(folder, config, tensors, transformers_forms.parts(form, config),
                    tied=(form.top[LM_HEAD], form.top[EMBEDDING]), tokenizer_path=_tokenizer_in(folder))
 
 

@@ -8,6 +8,6 @@ as they are.
 
 
 def main(model, out, format="hf", dtype=""):
-    from mamba_fsdp.interop.convert import export
+    from mamba_fsdp.interop.convert import to_foreign_form
 
-    print(export(model, out, format=format, dtype=dtype or None))
+    print(to_foreign_form(model, out, format=format, dtype=dtype or None))

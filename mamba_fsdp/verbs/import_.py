@@ -7,6 +7,6 @@ takes MODEL as well as OUT.
 
 
 def main(model, out, dtype=""):
-    from mamba_fsdp.interop.convert import import_
+    from mamba_fsdp.interop.convert import to_our_form
 
-    print(import_(model, out, dtype=dtype or None))
+    print(to_our_form(model, out, dtype=dtype or None))

@@ -25,7 +25,7 @@ def tokenizer(texts, tmp_path_factory):
 
 
 @pytest.fixture
-def tokenise(tokenizer):
+def prepare(tokenizer):
     """Runs the library on an input; one worker, no validation, the small tokenizer, unless told otherwise."""
     def run(source, out, *, open=None, **settings):
         names = set(Options._fields)

@@ -91,99 +91,99 @@ KINDS = {
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_every_kind_of_input_comes_back_as_it_was(name, texts, tmp_path, tokenise):
+def test_every_kind_of_input_comes_back_as_it_was(name, texts, tmp_path, prepare):
     """Text -> store -> text gives every document, whole and in order."""
     KINDS[name](tmp_path / name, texts)
-    tokenise(tmp_path / name, tmp_path / "out")
+    prepare(tmp_path / name, tmp_path / "out")
     assert read_back(tmp_path / "out" / "train") == texts
     TokenStore(tmp_path / "out" / "train").verify()
 
 
 @pytest.mark.parametrize("name", ["saved", "splits"])
-def test_globs_take_files_and_folders_in_order(name, texts, tmp_path, tokenise):
+def test_globs_take_files_and_folders_in_order(name, texts, tmp_path, prepare):
     """A glob is the sorted list of what it matches, files and folders alike."""
     KINDS[name](tmp_path / "in" / "b", texts[:10])
     (tmp_path / "in" / "a.txt").write_text("first")
     (tmp_path / "in" / "c.jsonl").write_bytes(json_lines(["last"]))
-    tokenise(tmp_path / "in" / "*", tmp_path / "out")
+    prepare(tmp_path / "in" / "*", tmp_path / "out")
     assert read_back(tmp_path / "out" / "train") == ["first", *texts[:10], "last"]
 
 
 @pytest.mark.parametrize("documents, joined", [("lines", "\n"), ("lines", "\r\n"), ("blank_line", "\n \t\n\n"),
                                                ("separator:<|cut|>", "\n<|cut|>\n")])
-def test_text_files_are_cut_into_documents_as_asked(documents, joined, texts, tmp_path, tokenise, monkeypatch):
-    """Whatever the pieces' size, the documents are what stands between separators."""
-    monkeypatch.setattr(text, "PIECE_BYTES", 999)
+def test_text_files_are_cut_into_documents_as_asked(documents, joined, texts, tmp_path, prepare, monkeypatch):
+    """Whatever the blocks' size, the documents are what stands between separators."""
+    monkeypatch.setattr(text, "BLOCK_BYTES", 999)
     texts = [part.replace("\n", " ") for part in texts]
     (tmp_path / "x.txt").write_bytes(joined.join(texts).encode() + joined.encode())
-    tokenise(tmp_path / "x.txt", tmp_path / "out", documents=documents)
+    prepare(tmp_path / "x.txt", tmp_path / "out", documents=documents)
     assert read_back(tmp_path / "out" / "train") == texts
 
 
-def test_a_file_larger_than_a_piece_is_one_document(tmp_path, tokenise, texts, monkeypatch):
+def test_a_file_larger_than_a_block_is_one_document(tmp_path, prepare, texts, monkeypatch):
     """A document has no largest size, with one eos at its end and the tokens of an uncut one, with or without
     compression."""
-    monkeypatch.setattr(text, "PIECE_BYTES", 1000)
+    monkeypatch.setattr(text, "BLOCK_BYTES", 1000)
     whole = "\n".join(texts)
     for name, data in {"a.txt": whole.encode(), "b.txt.gz": gzip.compress(whole.encode())}.items():
         (tmp_path / name).write_bytes(data)
-    tokenise(tmp_path / "*.txt*", tmp_path / "out")
+    prepare(tmp_path / "*.txt*", tmp_path / "out")
     assert read_back(tmp_path / "out" / "train") == [whole, whole]
     store = TokenStore(tmp_path / "out" / "train")
     backend = tokenizers_.Tokenizer.from_file(str(store.tokenizer_path / "tokenizer.json"))
     assert next(store.documents())[:-1].tolist() == backend.encode(whole).ids
 
 
-def test_a_long_record_is_tokenised_in_parts(tokenise, texts, tmp_path, monkeypatch):
-    """A record longer than a piece comes back whole, also where no space or line break offers a cut."""
+def test_a_long_record_is_tokenised_in_parts(prepare, texts, tmp_path, monkeypatch):
+    """A record longer than a block comes back whole, also where no space or line break offers a cut."""
     long = ["日本" * 100_000 + "a", "\n".join(texts * 60)]
     (tmp_path / "x.jsonl").write_bytes(json_lines(long))
-    tokenise(tmp_path / "x.jsonl", tmp_path / "out")
+    prepare(tmp_path / "x.jsonl", tmp_path / "out")
     assert read_back(tmp_path / "out" / "train") == long
 
 
 @settings(max_examples=200, deadline=None)
 @given(st.text(alphabet="ab \n日🙂", min_size=20, max_size=60), st.sampled_from([None, b"\n", b"\n\n"]))
 def test_cuts_part_no_character_and_lose_nothing(tmp_path_factory, content, separator):
-    """Every piece is valid UTF-8, and the pieces of a file are the file."""
+    """Every block is valid UTF-8, and the blocks of a file are the file."""
     path = tmp_path_factory.mktemp("cut") / "x.txt"
     path.write_bytes(content.encode())
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(text, "PIECE_BYTES", 9)
+        patch.setattr(text, "BLOCK_BYTES", 9)
         patch.setattr(text, "READ_BYTES", 5)
-        pieces = list(text._read_text(str(path), separator and re.compile(separator)))
-        assert b"".join(piece.data for piece in pieces) == content.encode()
-        assert all(piece.data.decode() is not None for piece in pieces) and max(map(len, (p.data for p in pieces))) <= 9
-        for before, after in zip(pieces, pieces[1:]):
+        blocks = list(text._read_text(str(path), separator and re.compile(separator)))
+        assert b"".join(block.data for block in blocks) == content.encode()
+        assert all(block.data.decode() is not None for block in blocks) and max(map(len, (p.data for p in blocks))) <= 9
+        for before, after in zip(blocks, blocks[1:]):
             assert before.open == after.inside
             rest = list(text._read_text(str(path), separator and re.compile(separator), **before.position))
-            wanted = [piece for piece in pieces if piece.offset >= after.offset]  # reading goes on where a piece ended
-            assert [piece._replace(done=0) for piece in rest] == [piece._replace(done=0) for piece in wanted]
+            wanted = [block for block in blocks if block.offset >= after.offset]  # reading goes on where a block ended
+            assert [block._replace(done=0) for block in rest] == [block._replace(done=0) for block in wanted]
 
 
-def test_eos_in_the_text_ends_a_document(tmp_path, tokenise):
+def test_eos_in_the_text_ends_a_document(tmp_path, prepare):
     """A document is what stands between two eos; none is empty, and no separator is doubled."""
     eos = tokenizers_.END_OF_TEXT
     (tmp_path / "x.jsonl").write_bytes(json_lines([f"one{eos}two{eos}{eos}", f"{eos}three", eos, "four"]))
-    tokenise(tmp_path / "x.jsonl", tmp_path / "out")
+    prepare(tmp_path / "x.jsonl", tmp_path / "out")
     assert read_back(tmp_path / "out" / "train") == ["one", "two", "three", "four"]
 
 
-def test_token_ids_are_taken_as_they_are(tmp_path, tokenise):
+def test_token_ids_are_taken_as_they_are(tmp_path, prepare):
     """Rows of input_ids become documents of these ids; ids that the tokenizer lacks are refused by file."""
     pyarrow.parquet.write_table(pyarrow.table({"input_ids": [[5, 6], [7, 0, 8, 0], [], [299]]}), tmp_path / "x.parquet")
-    tokenise(tmp_path / "x.parquet", tmp_path / "out", text_column="input_ids")
+    prepare(tmp_path / "x.parquet", tmp_path / "out", text_column="input_ids")
     assert [d.tolist() for d in TokenStore(tmp_path / "out" / "train").documents()] == [[5, 6, 0], [7, 0], [8, 0],
                                                                                         [299, 0]]
     (tmp_path / "x.jsonl").write_text('{"input_ids": [1, 300]}\n')
     with pytest.raises(UserError, match="x.jsonl: token ids from 1 to 300 .*the tokenizer knows 300"):
-        tokenise(tmp_path / "x.jsonl", tmp_path / "out2", text_column="input_ids")
+        prepare(tmp_path / "x.jsonl", tmp_path / "out2", text_column="input_ids")
     with pytest.raises(UserError, match="holds token ids; name the tokenizer"):
-        tokenise(tmp_path / "x.parquet", tmp_path / "out3", text_column="input_ids", tokenizer="train:300")
+        prepare(tmp_path / "x.parquet", tmp_path / "out3", text_column="input_ids", tokenizer="train:300")
 
 
 @pytest.mark.parametrize("streaming", [False, True])
-def test_a_datasets_name_streamed_or_not(streaming, texts, tmp_path, tokenise, monkeypatch):
+def test_a_datasets_name_streamed_or_not(streaming, texts, tmp_path, prepare, monkeypatch):
     """What datasets.load_dataset gives comes back as it was, from the start or from any row on."""
     import datasets
 
@@ -196,31 +196,31 @@ def test_a_datasets_name_streamed_or_not(streaming, texts, tmp_path, tokenise, m
                     cache_dir=str(tmp_path / "cache"))
     monkeypatch.setattr(datasets, "load_dataset", load)
     monkeypatch.setattr(text, "ROWS", 7)
-    tokenise("some/name", tmp_path / "out", open=dict(config="a_config", streaming=streaming))
+    prepare("some/name", tmp_path / "out", open=dict(config="a_config", streaming=streaming))
     assert read_back(tmp_path / "out" / "train") == texts
     source = text.open_source("some/name", Options(), config="a_config", streaming=streaming)
-    pieces = list(source.pieces())
-    rows = [[row for piece in some for row in piece.data] for some in (source.pieces(pieces[2].position), pieces[3:])]
+    blocks = list(source.blocks())
+    rows = [[row for block in some for row in block.data] for some in (source.blocks(blocks[2].position), blocks[3:])]
     assert rows[0] == rows[1] and rows[0]
     with pytest.raises(UserError, match="no column 'body'; it has: id, text"):
-        tokenise("some/name", tmp_path / "out2", open=dict(config="a_config", streaming=streaming), text_column="body")
+        prepare("some/name", tmp_path / "out2", open=dict(config="a_config", streaming=streaming), text_column="body")
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_reading_goes_on_from_any_piece(name, texts, tmp_path, monkeypatch):
+def test_reading_goes_on_from_any_block(name, texts, tmp_path, monkeypatch):
     """What lies behind a position is the same whether or not reading began before it."""
-    for limit in ("PIECE_BYTES", "READ_BYTES"):
+    for limit in ("BLOCK_BYTES", "READ_BYTES"):
         monkeypatch.setattr(text, limit, 500)
     monkeypatch.setattr(text, "ROWS", 4)
     KINDS[name](tmp_path / name, texts)
     source = text.open_source(str(tmp_path / name), Options())
-    pieces = list(source.pieces())
-    assert len(pieces) > 4 or name == "x.json"
-    assert pieces[-1].done == pytest.approx(source.total, rel=0.35)
-    for number, piece in enumerate(pieces):
-        position = json.loads(json.dumps(piece.position))
-        rest, wanted = source.pieces(position), pieces[number + 1:]
-        if piece.kind == "rows":  # the rows count, not how many of them travel together
+    blocks = list(source.blocks())
+    assert len(blocks) > 4 or name == "x.json"
+    assert blocks[-1].done == pytest.approx(source.total, rel=0.35)
+    for number, block in enumerate(blocks):
+        position = json.loads(json.dumps(block.position))
+        rest, wanted = source.blocks(position), blocks[number + 1:]
+        if block.kind == "rows":  # the rows count, not how many of them travel together
             assert [row for p in rest for row in p.data] == [row for p in wanted for row in p.data]
         else:
             assert [p._replace(done=0) for p in rest] == [p._replace(done=0) for p in wanted]
@@ -228,7 +228,7 @@ def test_reading_goes_on_from_any_piece(name, texts, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("name", ["x.txt", "x.jsonl", "x.jsonl.zst", "x.parquet"])
 def test_reading_takes_the_same_memory_whatever_the_size(name, tmp_path):
-    """The reader holds a few pieces at a time, never the file."""
+    """The reader holds a few blocks at a time, never the file."""
     texts = [random.Random(i).randbytes(25_000).hex() for i in range(600)]
     if name == "x.parquet":
         pyarrow.parquet.write_table(table(texts), tmp_path / name, row_group_size=20)
@@ -237,7 +237,7 @@ def test_reading_takes_the_same_memory_whatever_the_size(name, tmp_path):
         (tmp_path / name).write_bytes(zstandard.compress(data) if name.endswith("zst") else data)
     source = text.open_source(str(tmp_path / name), Options())
     tracemalloc.start()
-    total = sum(piece.size() for chunk in tokenize._chunks(source.pieces()) for piece in chunk)
+    total = sum(block.size() for chunk in tokenize._chunks(source.blocks()) for block in chunk)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert total > 29_000_000 and peak < 16_000_000
@@ -245,17 +245,17 @@ def test_reading_takes_the_same_memory_whatever_the_size(name, tmp_path):
 
 # ---------------------------------------------------------------- what is left out, and what is refused
 
-def test_empty_documents_are_left_out_and_counted(tmp_path, tokenise, capsys):
+def test_empty_documents_are_left_out_and_counted(tmp_path, prepare, capsys):
     """No document of nothing but its eos gets into a store."""
     (tmp_path / "a.txt").write_text("")
     (tmp_path / "b.txt").write_text(" \n\t ")
     (tmp_path / "c.jsonl").write_text('{"text": ""}\n\n{"text": null}\n{"text": "x"}\n')
-    assert tokenise(tmp_path / "*.*", tmp_path / "out")["counts"]["empty"] == 4
+    assert prepare(tmp_path / "*.*", tmp_path / "out")["counts"]["empty"] == 4
     assert read_back(tmp_path / "out" / "train") == ["x"]
     assert "4 empty documents" in capsys.readouterr().out
 
 
-def test_invalid_utf8_is_named_replaced_or_left_out(tmp_path, tokenise):
+def test_invalid_utf8_is_named_replaced_or_left_out(tmp_path, prepare):
     """The default refuses with file and byte; the other two do as they say, in text, JSON and tables alike."""
     (tmp_path / "a.txt").write_bytes(b"good \xff bad")
     (tmp_path / "b.jsonl").write_bytes(b'{"text": "fine"}\n{"text": "a\xff"}\n{"text": "half \\ud800"}\n')
@@ -266,11 +266,11 @@ def test_invalid_utf8_is_named_replaced_or_left_out(tmp_path, tokenise):
                           "b.jsonl": "b.jsonl: invalid UTF-8 at byte 11 of record 2;",
                           "c.arrow": "c.arrow: invalid UTF-8 at byte 0 of record 2;"}.items():
         with pytest.raises(UserError, match=message):
-            tokenise(tmp_path / name, tmp_path / "error" / name)
+            prepare(tmp_path / name, tmp_path / "error" / name)
         assert not (tmp_path / "error" / name / "train" / "index.json").exists()
-    assert tokenise(tmp_path / "[abc].*", tmp_path / "skip", invalid_utf8="skip")["counts"]["skipped"] == 4
+    assert prepare(tmp_path / "[abc].*", tmp_path / "skip", invalid_utf8="skip")["counts"]["skipped"] == 4
     assert read_back(tmp_path / "skip" / "train") == ["fine", "ok"]
-    tokenise(tmp_path / "[abc].*", tmp_path / "replace", invalid_utf8="replace")
+    prepare(tmp_path / "[abc].*", tmp_path / "replace", invalid_utf8="replace")
     assert read_back(tmp_path / "replace" / "train") == ["good � bad", "fine", "a�", "half ���", "ok", "��"]
 
 
@@ -310,11 +310,11 @@ def damage_zstd(path):
     ("x*.txt", lambda p: None, "no file matches"),
     ("some/name", lambda p: None, "no such file or folder"),
 ])
-def test_what_cannot_be_read_is_refused_by_name(name, write, message, tmp_path, tokenise):
+def test_what_cannot_be_read_is_refused_by_name(name, write, message, tmp_path, prepare):
     """The message names file, record and fault, and no store is left that looks whole."""
     write(tmp_path / name)
     with pytest.raises(UserError, match=message):
-        tokenise(tmp_path / name, tmp_path / "out")
+        prepare(tmp_path / name, tmp_path / "out")
     assert not (tmp_path / "out" / "train" / "index.json").exists()
 
 
@@ -347,7 +347,7 @@ def test_mistakes_on_the_command_line_are_two_lines(arguments, message, tmp_path
     assert not list(tmp_path.rglob("index.json"))
 
 
-def test_a_dataset_name_that_is_nowhere(tokenise, tmp_path, monkeypatch):
+def test_a_dataset_name_that_is_nowhere(prepare, tmp_path, monkeypatch):
     """A name that neither the disk nor `datasets` knows says both."""
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     import datasets
@@ -358,24 +358,24 @@ def test_a_dataset_name_that_is_nowhere(tokenise, tmp_path, monkeypatch):
     monkeypatch.setattr(datasets, "load_dataset", no_network)
     said = r"nowhere: no file or folder here, and `datasets` can't load it \(no network\)"
     with pytest.raises(UserError, match=said):
-        tokenise("nowhere", tmp_path / "out")
+        prepare("nowhere", tmp_path / "out")
 
 
-def test_too_few_documents_for_the_fraction(tokenise, tmp_path, texts):
+def test_too_few_documents_for_the_fraction(prepare, tmp_path, texts):
     """No validation store without a document: the message says which fraction is enough, and that one is."""
     (tmp_path / "x.jsonl").write_bytes(json_lines(texts[:5]))
     (tmp_path / "y.txt").write_text("alone")
     (tmp_path / "z.jsonl").write_bytes(json_lines(texts[:3]))
     with pytest.raises(UserError, match="--validation_fraction=0.34, or 0"):  # 0.33 would hold out none of three
-        tokenise(tmp_path / "z.jsonl", tmp_path / "out3", validation_fraction=0.01)
-    assert tokenise(tmp_path / "z.jsonl", tmp_path / "out3", validation_fraction=0.34, overwrite=True)
+        prepare(tmp_path / "z.jsonl", tmp_path / "out3", validation_fraction=0.01)
+    assert prepare(tmp_path / "z.jsonl", tmp_path / "out3", validation_fraction=0.34, overwrite=True)
     said = "5 documents at a validation_fraction of 0.01 .*--validation_fraction=0.2, or 0"
     with pytest.raises(UserError, match=said):
-        tokenise(tmp_path / "x.jsonl", tmp_path / "out", validation_fraction=0.01)
-    done = tokenise(tmp_path / "x.jsonl", tmp_path / "out", validation_fraction=0.2, overwrite=True)
+        prepare(tmp_path / "x.jsonl", tmp_path / "out", validation_fraction=0.01)
+    done = prepare(tmp_path / "x.jsonl", tmp_path / "out", validation_fraction=0.2, overwrite=True)
     assert done["stores"]["validation"]["documents"] == 1
     with pytest.raises(UserError, match="1 document at .*--validation_fraction=0, or cut text files"):
-        tokenise(tmp_path / "y.txt", tmp_path / "out2", validation_fraction=0.5)
+        prepare(tmp_path / "y.txt", tmp_path / "out2", validation_fraction=0.5)
 
 
 # ---------------------------------------------------------------- train and validation
@@ -391,10 +391,10 @@ def test_the_held_out_share_is_exact(fraction, start):
     assert (chosen == together).all()
 
 
-def test_every_document_is_in_one_of_the_two_stores(tokenise, texts, tmp_path):
+def test_every_document_is_in_one_of_the_two_stores(prepare, texts, tmp_path):
     """Train and validation together are the input, nothing twice; both hold the tokenizer."""
     (tmp_path / "x.jsonl").write_bytes(json_lines(texts))
-    tokenise(tmp_path / "x.jsonl", tmp_path / "out", validation_fraction=0.1)
+    prepare(tmp_path / "x.jsonl", tmp_path / "out", validation_fraction=0.1)
     train, validation = (read_back(tmp_path / "out" / name) for name in ("train", "validation"))
     assert len(validation) == 6 and sorted(train + validation) == sorted(texts)
     assert train == [text for text in texts if text in train]
@@ -405,7 +405,7 @@ def test_every_document_is_in_one_of_the_two_stores(tokenise, texts, tmp_path):
 
 @pytest.fixture(scope="session")
 def large_input(tmp_path_factory):
-    """Several files of several kinds, larger than a few pieces together."""
+    """Several files of several kinds, larger than a few blocks together."""
     folder = tmp_path_factory.mktemp("large")
     texts = make_texts(12000, seed=1)
     (folder / "a.jsonl").write_bytes(json_lines(texts[:5000]))
@@ -425,9 +425,9 @@ def unbroken(large_input, tokenizer, tmp_path_factory):
 
 
 @pytest.mark.parametrize("workers", [2, 3])
-def test_the_bytes_do_not_depend_on_the_number_of_workers(workers, large_input, tokenise, unbroken, tmp_path):
+def test_the_bytes_do_not_depend_on_the_number_of_workers(workers, large_input, prepare, unbroken, tmp_path):
     """1, 2 and 3 workers write equal stores, of several shards each."""
-    tokenise(large_input, tmp_path / "out", workers=workers, shard_tokens=100_000, validation_fraction=0.1)
+    prepare(large_input, tmp_path / "out", workers=workers, shard_tokens=100_000, validation_fraction=0.1)
     assert content(tmp_path / "out") == unbroken
     assert "train/00002.bin" in unbroken and "validation/00000.doc" in unbroken
 
@@ -470,10 +470,10 @@ class Killed(BaseException):
     pass
 
 
-def test_going_on_from_every_saved_point_gives_the_same_bytes(large_input, tokenise, unbroken, tmp_path, monkeypatch):
+def test_going_on_from_every_saved_point_gives_the_same_bytes(large_input, prepare, unbroken, tmp_path, monkeypatch):
     """Stopped after every other save, with more written behind it: the next run drops that and ends with equal bytes,
-    although the pieces are smaller, too."""
-    real, saves = tokenize._Run._write, 0
+    although the blocks are smaller, too."""
+    real, saves = tokenize._Tokenization._write, 0
 
     def stop(run, tokens, counts):
         nonlocal saves
@@ -483,14 +483,14 @@ def test_going_on_from_every_saved_point_gives_the_same_bytes(large_input, token
             raise Killed
         saves += 1
         real(run, tokens, counts)
-    monkeypatch.setattr(tokenize._Run, "_write", stop)
+    monkeypatch.setattr(tokenize._Tokenization, "_write", stop)
     for module in (text, tokenize):
-        monkeypatch.setattr(module, "PIECE_BYTES", 200_000)
+        monkeypatch.setattr(module, "BLOCK_BYTES", 200_000)
     settings = dict(shard_tokens=100_000, validation_fraction=0.1, save_seconds=0)
     stops = 0
     for stops in range(50):
         try:
-            tokenise(large_input, tmp_path / "out", **settings)
+            prepare(large_input, tmp_path / "out", **settings)
             break
         except Killed:
             assert not list((tmp_path / "out").rglob("index.json"))
@@ -498,98 +498,98 @@ def test_going_on_from_every_saved_point_gives_the_same_bytes(large_input, token
     assert content(tmp_path / "out") == unbroken
 
 
-def test_a_trained_tokenizer_survives_a_stop(tmp_path, texts, tokenise, monkeypatch):
+def test_a_trained_tokenizer_survives_a_stop(tmp_path, texts, prepare, monkeypatch):
     """A run that goes on takes the tokenizer that was trained, and training it twice gives the same one."""
     (tmp_path / "x.jsonl").write_bytes(json_lines(texts))
-    tokenise(tmp_path / "x.jsonl", tmp_path / "whole", tokenizer="train:300", eos_token=None)
+    prepare(tmp_path / "x.jsonl", tmp_path / "whole", tokenizer="train:300", eos_token=None)
     with monkeypatch.context() as patch:
-        patch.setattr(tokenize._Run, "_finish", lambda run: (_ for _ in ()).throw(Killed))
+        patch.setattr(tokenize._Tokenization, "_finish", lambda run: (_ for _ in ()).throw(Killed))
         with pytest.raises(Killed):
-            tokenise(tmp_path / "x.jsonl", tmp_path / "out", tokenizer="train:300", eos_token=None)
+            prepare(tmp_path / "x.jsonl", tmp_path / "out", tokenizer="train:300", eos_token=None)
     with monkeypatch.context() as patch:
         patch.setattr(tokenizers_, "train", None)
-        tokenise(tmp_path / "x.jsonl", tmp_path / "out", tokenizer="train:300", eos_token=None)
+        prepare(tmp_path / "x.jsonl", tmp_path / "out", tokenizer="train:300", eos_token=None)
     assert content(tmp_path / "out") == content(tmp_path / "whole")
     assert read_back(tmp_path / "out" / "train") == texts
 
 
-def test_complete_it_says_so_changed_it_refuses(tokenise, tmp_path, texts, capsys):
+def test_complete_it_says_so_changed_it_refuses(prepare, tmp_path, texts, capsys):
     """Same again: nothing is done. Other settings or another input: refused with what changed; --overwrite replaces."""
     source, out = tmp_path / "x.jsonl", tmp_path / "out"
     source.write_bytes(json_lines(texts))
-    tokenise(source, out)
+    prepare(source, out)
     before = (out / "train" / "index.json").stat().st_mtime_ns
-    tokenise(source, out, workers=2)
+    prepare(source, out, workers=2)
     assert "complete already" in capsys.readouterr().out and (out / "train" / "index.json").stat().st_mtime_ns == before
     with pytest.raises(UserError, match="documents was 'file' and is 'lines'. Choose another folder, or --overwrite"):
-        tokenise(source, out, documents="lines")
+        prepare(source, out, documents="lines")
     source.write_bytes(json_lines(texts[:3]))
     with pytest.raises(UserError, match="the input changed"):
-        tokenise(source, out)
-    tokenise(source, out, overwrite=True)
+        prepare(source, out)
+    prepare(source, out, overwrite=True)
     assert read_back(out / "train") == texts[:3]
     (out / "train" / "00000.bin").unlink()
     with pytest.raises(UserError, match="00000.bin: can't be read"):
-        tokenise(source, out)
+        prepare(source, out)
 
 
-def test_a_mistake_can_be_mended_without_ceremony(tokenise, tmp_path, texts):
+def test_a_mistake_can_be_mended_without_ceremony(prepare, tmp_path, texts):
     """What failed before anything was written binds nobody: the right command simply works, in the same folder."""
     (tmp_path / "x.jsonl").write_bytes(json_lines(texts, "body"))
     with pytest.raises(UserError, match="no column 'text'"):
-        tokenise(tmp_path / "x.jsonl", tmp_path / "out")
+        prepare(tmp_path / "x.jsonl", tmp_path / "out")
     with pytest.raises(UserError, match="not in its vocabulary"):
-        tokenise(tmp_path / "x.jsonl", tmp_path / "out", text_column="body", eos_token="</s>")
-    tokenise(tmp_path / "x.jsonl", tmp_path / "out", text_column="body")
+        prepare(tmp_path / "x.jsonl", tmp_path / "out", text_column="body", eos_token="</s>")
+    prepare(tmp_path / "x.jsonl", tmp_path / "out", text_column="body")
     assert read_back(tmp_path / "out" / "train") == texts
 
 
-def test_an_input_that_changes_meanwhile_is_refused(tokenise, tmp_path, texts, monkeypatch):
+def test_an_input_that_changes_meanwhile_is_refused(prepare, tmp_path, texts, monkeypatch):
     """A store never mixes two states of its input."""
     source = tmp_path / "x.jsonl"
     source.write_bytes(json_lines(texts))
-    real = tokenize._Run._finish
-    monkeypatch.setattr(tokenize._Run, "_finish", lambda run: (source.write_text("{}"), real(run))[1])
+    real = tokenize._Tokenization._finish
+    monkeypatch.setattr(tokenize._Tokenization, "_finish", lambda run: (source.write_text("{}"), real(run))[1])
     with pytest.raises(UserError, match="changed while it was read"):
-        tokenise(source, tmp_path / "out")
+        prepare(source, tmp_path / "out")
 
 
-def test_a_folder_of_someone_else_is_left_alone(tokenise, tmp_path, texts):
+def test_a_folder_of_someone_else_is_left_alone(prepare, tmp_path, texts):
     """Neither with nor without --overwrite is a file touched that this program did not write."""
     (tmp_path / "x.txt").write_text("text")
     (tmp_path / "out" / "train").mkdir(parents=True)
     (tmp_path / "out" / "train" / "thesis.txt").write_text("precious")
     for overwrite in (False, True):
         with pytest.raises(UserError, match="not empty and not made by this program .it holds train"):
-            tokenise(tmp_path / "x.txt", tmp_path / "out", overwrite=overwrite)
+            prepare(tmp_path / "x.txt", tmp_path / "out", overwrite=overwrite)
     assert (tmp_path / "out" / "train" / "thesis.txt").read_text() == "precious"
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["train"]
     with pytest.raises(UserError, match="x.txt: is a file; name a folder"):
-        tokenise(tmp_path / "x.txt", tmp_path / "x.txt")
+        prepare(tmp_path / "x.txt", tmp_path / "x.txt")
 
 
-def test_a_note_beside_a_dataset_and_torn_state_files_are_no_obstacle(tokenise, tmp_path):
+def test_a_note_beside_a_dataset_and_torn_state_files_are_no_obstacle(prepare, tmp_path):
     """What a kill leaves of a file being written is hidden; a dataset's folder is this program's, whatever lies in it
     too."""
     (tmp_path / "x.txt").write_text("one\n\ntwo")
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / ".progress.json.0123.tmp").write_text("{")
     options = dict(documents="blank_line", validation_fraction=0.5)
-    tokenise(tmp_path / "x.txt", tmp_path / "out", **options)
+    prepare(tmp_path / "x.txt", tmp_path / "out", **options)
     (tmp_path / "out" / "note.txt").write_text("keep")
-    tokenise(tmp_path / "x.txt", tmp_path / "out", **options, overwrite=True)
+    prepare(tmp_path / "x.txt", tmp_path / "out", **options, overwrite=True)
     assert (tmp_path / "out" / "note.txt").read_text() == "keep" and (tmp_path / "out" / "dataset.json").exists()
 
 
-def test_only_one_process_writes_into_a_folder(tokenise, tmp_path):
+def test_only_one_process_writes_into_a_folder(prepare, tmp_path):
     """The second process is refused while the first holds the lock; a lock left by a dead one is none."""
     (tmp_path / "x.txt").write_text("text")
     (tmp_path / "out").mkdir()
     with open(tmp_path / "out" / ".lock", "a") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         with pytest.raises(UserError, match="another process is writing"):
-            tokenise(tmp_path / "x.txt", tmp_path / "out")
-    tokenise(tmp_path / "x.txt", tmp_path / "out")
+            prepare(tmp_path / "x.txt", tmp_path / "out")
+    prepare(tmp_path / "x.txt", tmp_path / "out")
 
 
 @contextlib.contextmanager
@@ -604,48 +604,48 @@ def largest_file(size):
         signal.signal(signal.SIGXFSZ, handler)
 
 
-def test_a_full_disk_is_said_and_then_gone_on_from(large_input, tokenise, unbroken, tmp_path):
+def test_a_full_disk_is_said_and_then_gone_on_from(large_input, prepare, unbroken, tmp_path):
     """No store looks whole; with space again, the same command ends with the same bytes."""
     settings = dict(shard_tokens=100_000, validation_fraction=0.1, save_seconds=0)
     said = "can't be written .*free some space, then the same command goes on"
     with largest_file(150_000), pytest.raises(UserError, match=said):
-        tokenise(large_input, tmp_path / "out", **settings)
+        prepare(large_input, tmp_path / "out", **settings)
     assert not list((tmp_path / "out").rglob("index.json"))
-    tokenise(large_input, tmp_path / "out", **settings)
+    prepare(large_input, tmp_path / "out", **settings)
     assert content(tmp_path / "out") == unbroken
 
 
-def test_a_worker_that_dies_is_an_error(tokenise, tmp_path, monkeypatch):
+def test_a_worker_that_dies_is_an_error(prepare, tmp_path, monkeypatch):
     """The loss of a worker ends the run with a reason; it never hangs."""
     (tmp_path / "x.txt").write_text("text")
     # Sent by name: the worker calls os._exit with a list, and dies of it.
-    monkeypatch.setattr(tokenize, "_tokenise", os._exit)
+    monkeypatch.setattr(tokenize, "_tokenize", os._exit)
     real = tokenize._chunks
-    monkeypatch.setattr(tokenize, "_chunks", lambda pieces: [3 for _ in real(pieces)])
+    monkeypatch.setattr(tokenize, "_chunks", lambda blocks: [3 for _ in real(blocks)])
     with pytest.raises(UserError, match="a worker process was killed"):
-        tokenise(tmp_path / "x.txt", tmp_path / "out")
+        prepare(tmp_path / "x.txt", tmp_path / "out")
 
 
 # ---------------------------------------------------------------- tokenizers
 
-def test_a_saved_tokenizer_loads_in_transformers(tokenise, tmp_path, texts):
+def test_a_saved_tokenizer_loads_in_transformers(prepare, tmp_path, texts):
     """The store's tokenizer folder is one of transformers', with the store's ids, eos and no truncation; and it can be
     named."""
     from transformers import AutoTokenizer
 
     (tmp_path / "x.jsonl").write_bytes(json_lines(texts))
-    tokenise(tmp_path / "x.jsonl", tmp_path / "out")
+    prepare(tmp_path / "x.jsonl", tmp_path / "out")
     store = TokenStore(tmp_path / "out" / "train")
     theirs = AutoTokenizer.from_pretrained(store.tokenizer_path)
     assert theirs.eos_token_id == store.eos and len(theirs) == store.vocab_size
     assert theirs(texts[0], add_special_tokens=False)["input_ids"] == next(store.documents())[:-1].tolist()
-    tokenise(tmp_path / "x.jsonl", tmp_path / "again", tokenizer=str(store.tokenizer_path), eos_token=None)
+    prepare(tmp_path / "x.jsonl", tmp_path / "again", tokenizer=str(store.tokenizer_path), eos_token=None)
     again = TokenStore(tmp_path / "again" / "train")
     assert [d.tolist() for d in again.documents()] == [d.tolist() for d in store.documents()]
     assert AutoTokenizer.from_pretrained(again.tokenizer_path).eos_token_id == store.eos
 
 
-def test_truncation_and_padding_in_a_tokenizer_cut_no_document(tokenise, tmp_path, texts, tokenizer):
+def test_truncation_and_padding_in_a_tokenizer_cut_no_document(prepare, tmp_path, texts, tokenizer):
     """A tokenizer saved with a largest length, padding and added special tokens stores whole documents all the same."""
     backend = tokenizers_.Tokenizer.from_file(tokenizer)
     backend.enable_truncation(3)
@@ -654,20 +654,20 @@ def test_truncation_and_padding_in_a_tokenizer_cut_no_document(tokenise, tmp_pat
         single="<|endoftext|> $A <|endoftext|>", special_tokens=[("<|endoftext|>", 0)])
     backend.save(str(tmp_path / "short.json"))
     (tmp_path / "x.jsonl").write_bytes(json_lines(texts))
-    tokenise(tmp_path / "x.jsonl", tmp_path / "out", tokenizer=str(tmp_path / "short.json"))
+    prepare(tmp_path / "x.jsonl", tmp_path / "out", tokenizer=str(tmp_path / "short.json"))
     assert read_back(tmp_path / "out" / "train") == texts
 
 
-def test_a_tokenizer_without_an_eos_asks_for_one(tokenise, tmp_path, tokenizer):
+def test_a_tokenizer_without_an_eos_asks_for_one(prepare, tmp_path, tokenizer):
     """No eos, or one that the vocabulary lacks, is an error that names the option."""
     (tmp_path / "x.txt").write_text("text")
     with pytest.raises(UserError, match=r"give one with --eos_token \(its special tokens: <\|endoftext\|>\)"):
-        tokenise(tmp_path / "x.txt", tmp_path / "out", eos_token=None)
+        prepare(tmp_path / "x.txt", tmp_path / "out", eos_token=None)
     with pytest.raises(UserError, match="eos_token '</s>' is not in its vocabulary"):
-        tokenise(tmp_path / "x.txt", tmp_path / "out2", eos_token="</s>")
+        prepare(tmp_path / "x.txt", tmp_path / "out2", eos_token="</s>")
     (tmp_path / "bad.json").write_text("{}")
     with pytest.raises(UserError, match="bad.json can't be read"):
-        tokenise(tmp_path / "x.txt", tmp_path / "out3", tokenizer=str(tmp_path / "bad.json"))
+        prepare(tmp_path / "x.txt", tmp_path / "out3", tokenizer=str(tmp_path / "bad.json"))
 
 
 def test_training_a_tokenizer_reads_no_more_than_its_sample(tmp_path, texts):
@@ -676,11 +676,11 @@ def test_training_a_tokenizer_reads_no_more_than_its_sample(tmp_path, texts):
         (tmp_path / f"{number:02d}.txt").write_text("x" * 1000)
     source = text.open_source(str(tmp_path), Options())
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(text, "PIECE_BYTES", 100)
-        pieces = list(source.sample(4000))
-    assert sum(piece.size() for piece in pieces) <= 5000
-    assert len({piece.name for piece in pieces}) > 30
-    assert sum(piece.size() for piece in source.sample(10 ** 6)) == 40_000
+        patch.setattr(text, "BLOCK_BYTES", 100)
+        blocks = list(source.sample(4000))
+    assert sum(block.size() for block in blocks) <= 5000
+    assert len({block.name for block in blocks}) > 30
+    assert sum(block.size() for block in source.sample(10 ** 6)) == 40_000
 
 
 # ---------------------------------------------------------------- the built-in corpus, the verb

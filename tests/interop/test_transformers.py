@@ -11,8 +11,8 @@ import transformers
 from small_models import (CONFIGS, GROUPED, assert_same, model_of, random_config, random_state, write_ours,
                           write_tokenizer)
 
-from mamba_fsdp.interop.convert import export, import_
-from mamba_fsdp.interop.transformers_forms import form_for, pieces
+from mamba_fsdp.interop.convert import to_foreign_form, to_our_form
+from mamba_fsdp.interop.transformers_forms import form_for, parts
 from mamba_fsdp.interop.weights import read_weights
 
 pytestmark = pytest.mark.torch22
@@ -34,7 +34,7 @@ def tokens_for(config, length=37, seed=1):
 @pytest.mark.parametrize("name", CONFIGS)
 def test_exported_models_give_the_same_logits_loss_and_gradients_there(name, tmp_path):
     config, state = CONFIGS[name], random_state(CONFIGS[name])
-    export(write_ours(tmp_path / "ours", config, state), tmp_path / "hf")
+    to_foreign_form(write_ours(tmp_path / "ours", config, state), tmp_path / "hf")
     ours, theirs = model_of(config, state.get), load(tmp_path / "hf")
     tokens = tokens_for(config)
     inputs, labels = tokens[:, :-1], tokens[:, 1:]
@@ -47,9 +47,9 @@ def test_exported_models_give_the_same_logits_loss_and_gradients_there(name, tmp
 
     our_loss.backward()
     their_loss.backward()
-    theirs = dict(theirs.named_parameters())
-    for our_name, parts in pieces(form_for(config), config).items():
-        expected = torch.cat([theirs[their_name].grad for their_name, _ in parts])
+    their_parameters = dict(theirs.named_parameters())
+    for our_name, foreign in parts(form_for(config), config).items():
+        expected = torch.cat([their_parameters[their_name].grad for their_name, _ in foreign])
         found = dict(ours.named_parameters())[our_name].grad
         torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3 * expected.abs().max().item() + 1e-6)
 
@@ -60,7 +60,7 @@ def test_exported_models_give_the_same_logits_loss_and_gradients_there(name, tmp
 def test_random_models_give_the_same_logits_there(family, seed, tmp_path):
     config = random_config(family, random.Random(seed))
     state = random_state(config, seed)
-    export(write_ours(tmp_path / "ours", config, state), tmp_path / "hf")
+    to_foreign_form(write_ours(tmp_path / "ours", config, state), tmp_path / "hf")
     assert_same(read_weights(tmp_path / "hf"), config, state)
     tokens = tokens_for(config, length=random.Random(seed).randint(1, 50))
     with torch.no_grad():
@@ -71,7 +71,7 @@ def test_random_models_give_the_same_logits_there(family, seed, tmp_path):
 @pytest.mark.skipif(not TRANSFORMERS_5, reason="transformers 4 normalises Mamba-2's output over all groups at once")
 def test_groups_of_ssm_heads_mean_the_same_there(tmp_path):
     state = random_state(GROUPED)
-    export(write_ours(tmp_path / "ours", GROUPED, state), tmp_path / "hf")
+    to_foreign_form(write_ours(tmp_path / "ours", GROUPED, state), tmp_path / "hf")
     tokens = tokens_for(GROUPED)
     with torch.no_grad():
         torch.testing.assert_close(model_of(GROUPED, state.get)(tokens), load(tmp_path / "hf")(tokens).logits,
@@ -82,9 +82,9 @@ def test_groups_of_ssm_heads_mean_the_same_there(tmp_path):
 def test_native_to_transformers_to_native_is_bitwise(name, tmp_path):
     config = CONFIGS.get(name, GROUPED)
     state = random_state(config)
-    export(write_ours(tmp_path / "ours", config, state), tmp_path / "hf")
+    to_foreign_form(write_ours(tmp_path / "ours", config, state), tmp_path / "hf")
     assert_same(read_weights(tmp_path / "hf"), config, state)
-    import_(tmp_path / "hf", tmp_path / "back")
+    to_our_form(tmp_path / "hf", tmp_path / "back")
     assert_same(read_weights(tmp_path / "back"), config, state)
     assert_same(read_weights(tmp_path / "back" / "consolidated.00.pth"), config, state)
 
@@ -124,7 +124,7 @@ def test_their_models_give_the_same_logits_here_and_come_back_bitwise(their_conf
     with torch.no_grad():
         torch.testing.assert_close(model_of(weights.config, weights.get)(tokens),
                                    theirs(tokens, use_cache=False).logits, **TOLERANCE)
-    export(import_(tmp_path / "hf", tmp_path / "ours"), tmp_path / "back")
+    to_foreign_form(to_our_form(tmp_path / "hf", tmp_path / "ours"), tmp_path / "back")
     back = load(tmp_path / "back").state_dict()
     assert all(torch.equal(tensor, back[name]) for name, tensor in theirs.state_dict().items())
 
@@ -132,7 +132,7 @@ def test_their_models_give_the_same_logits_here_and_come_back_bitwise(their_conf
 @pytest.mark.parametrize("name", ["mamba1", "mamba2-untied-wide", "hybrid", "llama-grouped"])
 def test_sharded_files_are_written_and_read(name, tmp_path):
     config, state = CONFIGS[name], random_state(CONFIGS[name])
-    export(write_ours(tmp_path / "ours", config, state), tmp_path / "hf", shard_bytes=20_000)
+    to_foreign_form(write_ours(tmp_path / "ours", config, state), tmp_path / "hf", shard_bytes=20_000)
     files = sorted(path.name for path in (tmp_path / "hf").glob("*.safetensors"))
     assert len(files) > 1 and files[0] == f"model-00001-of-{len(files):05d}.safetensors"
     assert_same(read_weights(tmp_path / "hf"), config, state)
@@ -148,7 +148,7 @@ def test_sharded_files_are_written_and_read(name, tmp_path):
 @pytest.mark.parametrize("name", ["mamba1", "mamba2", "hybrid", "llama"])
 def test_an_export_generates_as_a_greedy_choice_of_our_logits_would(name, tmp_path):
     config, state = CONFIGS[name], random_state(CONFIGS[name])
-    export(write_ours(tmp_path / "ours", config, state), tmp_path / "hf")
+    to_foreign_form(write_ours(tmp_path / "ours", config, state), tmp_path / "hf")
     ours, tokens = model_of(config, state.get), tokens_for(config, length=9)[:1]
     generated = load(tmp_path / "hf").generate(tokens, attention_mask=torch.ones_like(tokens), max_new_tokens=6,
                                                do_sample=False)
@@ -162,12 +162,12 @@ def test_the_tokenizer_and_its_token_ids_go_along_both_ways(tmp_path):
     config, state = CONFIGS["mamba2"], random_state(CONFIGS["mamba2"])
     ours = write_ours(tmp_path / "ours", config, state)
     write_tokenizer(ours / "tokenizer")
-    export(ours, tmp_path / "hf")
+    to_foreign_form(ours, tmp_path / "hf")
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf")
     assert tokenizer.eos_token == "<|endoftext|>"
     fields = json.loads((tmp_path / "hf" / "config.json").read_text())
     assert fields["eos_token_id"] == 0 and fields["bos_token_id"] is None  # transformers' default would be 2 and 0
-    import_(tmp_path / "hf", tmp_path / "back")
+    to_our_form(tmp_path / "hf", tmp_path / "back")
     again = transformers.AutoTokenizer.from_pretrained(read_weights(tmp_path / "back").tokenizer_path)
     assert again.get_vocab() == tokenizer.get_vocab()
 
@@ -175,7 +175,7 @@ def test_the_tokenizer_and_its_token_ids_go_along_both_ways(tmp_path):
 @pytest.mark.parametrize("format", ["hf", "state-spaces"])
 def test_a_chosen_type_leaves_what_has_to_be_fp32(format, tmp_path):
     config, state = CONFIGS["mamba1"], random_state(CONFIGS["mamba1"])
-    export(write_ours(tmp_path / "ours", config, state), tmp_path / "out", format=format, dtype="bf16")
+    to_foreign_form(write_ours(tmp_path / "ours", config, state), tmp_path / "out", format=format, dtype="bf16")
     weights = read_weights(tmp_path / "out")
     for name, tensor in state.items():
         fp32 = name.endswith((".A_log", ".D", ".dt_proj.bias"))
@@ -184,5 +184,5 @@ def test_a_chosen_type_leaves_what_has_to_be_fp32(format, tmp_path):
 
 def test_the_context_length_goes_along(tmp_path):
     config = CONFIGS["llama"]
-    export(write_ours(tmp_path / "ours", config, random_state(config), seq_length=512), tmp_path / "hf")
+    to_foreign_form(write_ours(tmp_path / "ours", config, random_state(config), seq_length=512), tmp_path / "hf")
     assert load(tmp_path / "hf").config.max_position_embeddings == 512

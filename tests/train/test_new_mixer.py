@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 
 from config.resolve import resolve_settings
-from mamba_fsdp.interop.convert import import_
+from mamba_fsdp.interop.convert import to_our_form
 from mamba_fsdp.model import layers, spec
 from mamba_fsdp.model.init import initial_value
 
@@ -49,6 +49,6 @@ def test_a_toy_mixer_needs_nothing_else(monkeypatch, tmp_path, train, weights_of
     mamba1 = 16 * 64 + 32 * 3 + 32 * (1 + 8) + 32 + 32 * 16 + 3 * 32 * 4
     assert spec.flops_per_token(config, 64) == 6 * (toy + mlp + mamba1 + head) + 3 * 2 * 16
 
-    import_(tmp_path / "run", tmp_path / "ours", dtype="bf16")
+    to_our_form(tmp_path / "run", tmp_path / "ours", dtype="bf16")
     converted = torch.load(tmp_path / "ours/consolidated.00.pth", weights_only=True)
     assert converted[gain].dtype == torch.float32 and converted["backbone.layers.0.mixer.out.weight"].dtype == torch.bfloat16
