@@ -21,6 +21,7 @@ from mamba_fsdp.checkpoint.folder import newest_whole, stored_name
 from mamba_fsdp.checkpoint.ranges import part_to_write, tiles
 from mamba_fsdp.durable import hidden_beside, sync_folder, write_atomically
 from mamba_fsdp.errors import UserError
+from mamba_fsdp.formats import CHECKPOINT
 from mamba_fsdp.heartbeat import heart
 from mamba_fsdp.parallel.shards import Shard
 from mamba_fsdp.parallel.world import World
@@ -164,12 +165,13 @@ class Checkpointer:
         for name, entry in save.tensors.items():
             entry["pieces"].sort()
             assert tiles(entry["pieces"], math.prod(entry["shape"])), f"the ranks did not write the whole of {name}"
-        content = {"format": "mamba_fsdp checkpoint", "version": 1, "step": save.step, "state": save.state,
+        content = {**CHECKPOINT.header(), "step": save.step, "state": save.state,
                    "files": [outcome["file"] for outcome in outcomes], "tensors": save.tensors}
         write_atomically(save.partial / STATE, json.dumps(content))
         files = {outcome["file"]: {"bytes": outcome["bytes"], "crc32": outcome["crc32"]} for outcome in outcomes}
         files[STATE] = checksum(save.partial / STATE)
-        write_atomically(save.partial / COMMIT, json.dumps({"step": save.step, "files": files}, indent=1))
+        write_atomically(save.partial / COMMIT, json.dumps({**CHECKPOINT.header(), "step": save.step, "files": files},
+                                                               indent=1))
 
         self.check_ours()
         final = self.folder / step_name(save.step)

@@ -17,6 +17,7 @@ import torch
 from mamba_fsdp.checkpoint.files import PieceReader, checksum
 from mamba_fsdp.checkpoint.ranges import overlaps, tiles
 from mamba_fsdp.errors import UserError
+from mamba_fsdp.formats import CHECKPOINT
 from mamba_fsdp.run_layout import CHECKPOINTS, COMMIT, STATE, committed
 
 
@@ -28,9 +29,10 @@ def stored_name(name):
 def problems(checkpoint, world):
     """What is wrong with a committed checkpoint: a list of sentences, empty when every file has its size and checksum.
 
-    Called by all ranks, which share the reading; all get the same answer.
+    Called by all ranks, which share the reading; all get the same answer. Raises UserError on all of them for one that
+    another version of this program wrote: that one is not broken, and an older one is no substitute.
     """
-    files, found = world.broadcast_object(_committed_files(checkpoint) if world.rank == 0 else None)
+    files, found = world.on_rank0(lambda: _committed_files(checkpoint))
     mine = sorted(files)[world.rank::world.size]
     found += world.run_local(lambda: [problem for name in mine if (problem := _problem(checkpoint, name, files[name]))])
     return sorted({problem for rank in world.gather_objects(found) for problem in rank})
@@ -48,7 +50,9 @@ def _problem(checkpoint, name, expected):
 
 def _committed_files(checkpoint):
     try:
-        files = json.loads((checkpoint / COMMIT).read_bytes())["files"]
+        content = json.loads((checkpoint / COMMIT).read_bytes())
+        CHECKPOINT.check(checkpoint / COMMIT, content)
+        files = content["files"]
         if STATE in files and all(entry.keys() == {"bytes", "crc32"} for entry in files.values()):
             return files, []
     except OSError as error:
@@ -103,10 +107,11 @@ class Reader:
         self.path = Path(checkpoint)
         try:
             content = json.loads((self.path / STATE).read_bytes())
+            CHECKPOINT.check(self.path / STATE, content)
             self.state, self.tensors, self.files = content["state"], content["tensors"], content["files"]
         except OSError as error:
             raise UserError(f"can't read checkpoint {self.path}: {STATE}: {error.strerror}") from None
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, AttributeError):
             raise UserError(f"checkpoint {self.path} is broken: {STATE} is not what was written") from None
         self.open_files = {}
 

@@ -21,9 +21,8 @@ from numpy.typing import ArrayLike
 from mamba_fsdp.data.source import Tokens
 from mamba_fsdp.durable import sync_folder, write_atomically
 from mamba_fsdp.errors import UserError
+from mamba_fsdp.formats import TOKEN_STORE
 
-FORMAT = "mamba_fsdp token store"
-VERSION = 1
 SHARD_TOKENS = 1 << 28
 LARGEST_DOCUMENT = np.iinfo(np.int32).max  # positions are int32
 
@@ -199,8 +198,8 @@ class StoreWriter:
         for path in self._paths():  # the shard that was opened for more
             path.unlink()
         sync_folder(self.path)
-        index = {"format": FORMAT, "version": VERSION, "dtype": self.dtype.name, "vocab_size": self.vocab_size,
-                 "eos": self.eos, "tokenizer": self.tokenizer, "shards": self._shards}
+        index = {**TOKEN_STORE.header(), "dtype": self.dtype.name, "vocab_size": self.vocab_size, "eos": self.eos,
+                 "tokenizer": self.tokenizer, "shards": self._shards}
         write_atomically(self.path / "index.json", json.dumps({**index, "checksum": _checksum(index)}, indent=1) + "\n")
         return TokenStore(self.path)
 
@@ -256,10 +255,9 @@ def _read_index(folder):
         raise UserError(f"{path}: can't be read ({error.strerror})") from error
     except ValueError as error:
         raise UserError(f"{path}: no valid JSON ({error}); make the store again") from error
-    if not isinstance(index, dict) or index.get("format") != FORMAT:
+    if not isinstance(index, dict) or "format" not in index:
         raise UserError(f"{path}: not the index of a token store; make one with get_dataset.py")
-    if index.get("version") != VERSION:
-        raise UserError(f"{path}: version {index.get('version')} of the format, this program reads version {VERSION}")
+    TOKEN_STORE.check(path, index)
     checksum = index.pop("checksum", None)
     if checksum != _checksum(index):
         raise UserError(f"{path}: the index does not match its own checksum; copy it again or make the store again")

@@ -37,6 +37,7 @@ from mamba_fsdp.data.store import SHARD_TOKENS, StoreWriter, TokenStore
 from mamba_fsdp.data.text import BLOCK_BYTES, cut_words
 from mamba_fsdp.durable import write_atomically
 from mamba_fsdp.errors import UserError
+from mamba_fsdp.formats import DATASET
 
 TRAINING_SAMPLE = 32 << 20  # bytes of text that a tokenizer is trained on
 GO_ON = "the same command goes on from here"
@@ -78,8 +79,8 @@ def make_dataset(source, out, *, tokenizer, eos_token=None, validation_fraction=
                 for path in out.rglob(".*.tmp"):  # what a kill left of files that were being written
                     path.unlink()
             else:
-                progress = {"settings": settings, "position": None, "done": 0, "written": 0, "open": False,
-                            "seconds": 0.0, "counts": {"empty": 0, "skipped": 0}, "stores": {}}
+                progress = {**DATASET.header(), "settings": settings, "position": None, "done": 0, "written": 0,
+                            "open": False, "seconds": 0.0, "counts": {"empty": 0, "skipped": 0}, "stores": {}}
                 write_atomically(out / ".progress.json", json.dumps(progress))
             text_tokenizer = _tokenizer(out, source, tokenizer, eos_token, training_size, progress)
             return _Tokenization(source, out, text_tokenizer, progress, workers, save_seconds).run()
@@ -116,11 +117,12 @@ def _load(path):
     """A state file's content, or None where there is none."""
     try:
         state = json.loads(path.read_bytes())
+        DATASET.check(path, state)
         state["settings"]["input"]
         return state
     except FileNotFoundError:
         return None
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(f"{path}: damaged ({error}); start again with --overwrite") from error
 
 
@@ -277,8 +279,8 @@ class _Tokenization:
         if self.source.describe() != settings["input"]:
             raise UserError("the input changed while it was read; start again with --overwrite")
         stores = {name: store.finish() for name, store in self.stores.items()}
-        done = {"settings": settings, "tokenizer": self.tokenizer.identity, "vocab_size": self.tokenizer.vocab_size,
-                "counts": self.progress["counts"],
+        done = {**DATASET.header(), "settings": settings, "tokenizer": self.tokenizer.identity,
+                "vocab_size": self.tokenizer.vocab_size, "counts": self.progress["counts"],
                 "stores": {name: {"tokens": store.token_count, "documents": store.document_count}
                            for name, store in stores.items()}}
         write_atomically(self.out / "dataset.json", json.dumps(done, indent=1) + "\n")

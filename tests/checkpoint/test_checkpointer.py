@@ -12,6 +12,7 @@ from ranks import PROCESSES, build, run_ranks
 
 from mamba_fsdp.checkpoint import checkpointer as module
 from mamba_fsdp.checkpoint.checkpointer import Checkpointer
+from mamba_fsdp.checkpoint.files import checksum
 from mamba_fsdp.checkpoint.folder import find_checkpoint, load, problems, read_state
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.parallel.shards import Shard
@@ -152,6 +153,38 @@ def test_a_broken_checkpoint_is_named_and_an_older_one_used(run, world, words):
     with pytest.raises(UserError, match="step_00000002 is broken"):
         find_checkpoint(run / "checkpoints/step_00000002", world)
     assert find_checkpoint(run, world, report=said.append).name == "step_00000001"
+
+
+def edit(file, **changes):
+    """Other fields in a JSON file, whose new size and checksum COMMIT then has; None takes one away."""
+    content = {**json.loads(file.read_text()), **changes}
+    file.write_text(json.dumps({key: value for key, value in content.items() if value is not None}))
+    if file.name != "COMMIT":
+        commit = json.loads((file.parent / "COMMIT").read_text())
+        edit(file.parent / "COMMIT", files={**commit["files"], file.name: checksum(file)})
+
+
+@pytest.mark.parametrize("file", ["COMMIT", "state.json"])
+@pytest.mark.parametrize("changes, said", [
+    ({"version": 2}, "a mamba_fsdp checkpoint of version 2, which a newer version of this program wrote; this one reads "
+                     "version 1"),
+    ({"version": 0}, "of version 0, which another version of this program wrote"),
+    ({"format": "elsewhere"}, "written as 'elsewhere'; this program reads 'mamba_fsdp checkpoint' here"),
+])
+def test_a_checkpoint_of_another_version_is_refused_and_no_older_one_taken(run, world, file, changes, said):
+    """Nothing is wrong with it: to resume from the one before would throw steps away."""
+    make(run, world, [1, 2])
+    edit(run / "checkpoints/step_00000002" / file, **changes)
+    for attempt in (lambda: load(Checkpointer(run, world).newest(), shards(0), world),
+                    lambda: read_state(find_checkpoint(run / "checkpoints/step_00000002", world))):
+        with pytest.raises(UserError, match=f"step_00000002/{file}: .*{said}"):
+            attempt()
+
+
+def test_checkpoints_from_before_commits_had_a_version_are_read(run, world):
+    make(run, world, [1, 2])
+    edit(run / "checkpoints/step_00000002/COMMIT", format=None, version=None)
+    assert load(Checkpointer(run, world).newest(), shards(0), world) == {"step": 2}
 
 
 def test_no_whole_checkpoint_is_no_reason_to_start_anew(run, world):

@@ -533,6 +533,29 @@ def test_complete_it_says_so_changed_it_refuses(prepare, tmp_path, texts, capsys
         prepare(source, out)
 
 
+@pytest.mark.parametrize("name", ["dataset.json", ".progress.json"])
+def test_what_another_version_wrote_is_refused_and_what_has_no_version_is_read(name, prepare, tmp_path, texts,
+                                                                               monkeypatch):
+    """Datasets from before these files said what they are resume and are complete as they were."""
+    source, out = tmp_path / "x.jsonl", tmp_path / "out"
+    source.write_bytes(json_lines(texts))
+    with monkeypatch.context() as patch:
+        if name == ".progress.json":
+            patch.setattr(tokenize._Tokenization, "_finish", lambda run: (_ for _ in ()).throw(Killed))
+        with contextlib.suppress(Killed):
+            prepare(source, out)
+    content = json.loads((out / name).read_text())
+    for changes, said in (({"version": 2}, "a mamba_fsdp dataset of version 2, which a newer version"),
+                          ({"format": "elsewhere"}, "written as 'elsewhere'; this program reads 'mamba_fsdp dataset'")):
+        (out / name).write_text(json.dumps({**content, **changes}))
+        with pytest.raises(UserError, match=f"{name}: {said}"):
+            prepare(source, out)
+    del content["format"], content["version"]
+    (out / name).write_text(json.dumps(content))
+    prepare(source, out)
+    assert read_back(out / "train") == texts
+
+
 def test_a_mistake_can_be_mended_without_ceremony(prepare, tmp_path, texts):
     """What failed before anything was written binds nobody: the right command simply works, in the same folder."""
     (tmp_path / "x.jsonl").write_bytes(json_lines(texts, "body"))

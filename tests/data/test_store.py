@@ -110,6 +110,8 @@ def edit_index(path, **changes):
     (lambda path: (path / "index.json").write_text('{"format": '), "index.json: no valid JSON"),
     (lambda path: (path / "index.json").write_text("{}"), "index.json: not the index"),
     (lambda path: edit_index(path, version=2), "version 2"),
+    (lambda path: edit_index(path, version=2), "which a newer version of this program wrote; this one reads version 1"),
+    (lambda path: edit_index(path, format="elsewhere"), "index.json: written as 'elsewhere'; this program reads"),
     (lambda path: edit_index(path, eos=1), "does not match its own checksum"),
     (lambda path: (path / "00001.bin").unlink(), "00001.bin: can't be read"),
     (lambda path: ((path / "00001.doc").unlink(), (path / "00001.doc").mkdir()), "00001.doc: can't be read"),

@@ -1,0 +1,31 @@
+"""What our own JSON files say of themselves, format and version, and the refusal of those that this program can't read."""
+
+from pathlib import Path
+from typing import NamedTuple
+
+from mamba_fsdp.errors import UserError
+
+
+class Format(NamedTuple):
+    name: str
+    version: int  # a new one whenever this program, as it is, would read a file wrongly
+
+    def header(self) -> dict[str, str | int]:
+        """The fields that a file of this format begins with."""
+        return {"format": self.name, "version": self.version}
+
+    def check(self, path: Path, content: dict) -> None:
+        """Raises UserError where the content of the file `path` is of another format or version by its own account.
+        What says nothing is from before it did, and of the first version."""
+        name, version = content.get("format", self.name), content.get("version", 1)
+        if name != self.name:
+            raise UserError(f"{path}: written as {name!r}; this program reads {self.name!r} here")
+        if version != self.version:
+            writer = "a newer" if isinstance(version, int) and version > self.version else "another"
+            raise UserError(f"{path}: a {name} of version {version}, which {writer} version of this program wrote; this "
+                            f"one reads version {self.version}")
+
+
+CHECKPOINT = Format("mamba_fsdp checkpoint", 1)
+TOKEN_STORE = Format("mamba_fsdp token store", 1)
+DATASET = Format("mamba_fsdp dataset", 1)
