@@ -18,8 +18,8 @@ from pathlib import Path
 
 os.environ["RAYON_NUM_THREADS"], os.environ["TOKENIZERS_PARALLELISM"] = "1", "false"
 
-from mamba_fsdp.data import builtin, text, tokenize, tokenizer  # noqa: E402 (the thread count has to be set before)
-from mamba_fsdp.data.documents import Options  # noqa: E402
+from config.dataset_config import DatasetConfig  # noqa: E402 (the thread count has to be set before)
+from mamba_fsdp.data import builtin, text, tokenize, tokenizer  # noqa: E402
 from mamba_fsdp.data.store import TokenStore  # noqa: E402
 
 
@@ -35,7 +35,7 @@ def main():
         size += path.stat().st_size
         if size > arguments.megabytes << 20:
             break
-    source = text.Files(files, Options())
+    source = text.Files(files, DatasetConfig())
     documents = [Path(path).read_bytes().decode() for path, _ in files]
     trained = tokenizer.train(documents, 4096)
     chunks = list(tokenize._chunks(source.blocks()))
@@ -62,11 +62,11 @@ def whole_command(source, trained, repeats):
     rates = []
     with tempfile.TemporaryDirectory() as folder:
         trained.save(f"{folder}/tokenizer")
+        options = DatasetConfig(tokenizer=f"{folder}/tokenizer/tokenizer.json", eos_token=trained.eos_token, workers=1)
         for repeat in range(repeats):
             before = cpu_seconds()
             with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
-                tokenize.make_dataset(source, f"{folder}/{repeat}", tokenizer=f"{folder}/tokenizer/tokenizer.json",
-                                      eos_token=trained.eos_token, workers=1, validation_fraction=0.01)
+                tokenize.make_dataset(text.Files(source.files, options), f"{folder}/{repeat}")
             rates.append(sum(TokenStore(f"{folder}/{repeat}/{name}").token_count for name in ("train", "validation"))
                          / (cpu_seconds() - before))
     return max(rates)

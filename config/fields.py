@@ -1,32 +1,118 @@
-"""How a setting states its bounds and what it needs: `name: int = setting(8, at_least=1)`, its meaning as the string
-below it."""
+"""Options: how one is described (`name: int = setting(8, at_least=1)`, its meaning as the string below it), how its
+text becomes a value, how a help page shows it. The settings of training, those of get_dataset.py and the verbs share
+this."""
 
+import ast
 import dataclasses
+import difflib
+import inspect
+import math
+import operator
 import re
+import textwrap
+import typing
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from decimal import Decimal
-from typing import Callable, NamedTuple
+from functools import lru_cache
+from typing import Any, NamedTuple
 
+from mamba_fsdp.errors import UserError
+
+BOOLEANS = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
+LIMITS = {"above": operator.gt, "at_least": operator.ge, "at_most": operator.le, "below": operator.lt}
+
+
+# ---------------------------------------------------------------- describing
 
 class Needs(NamedTuple):
     """What must hold for a setting to have an effect; given where it has none, it is refused."""
 
     words: str  # as in "does nothing without a mamba2 layer"
-    met: Callable  # of the TrainConfig
+    met: Callable[[Any], Any]  # of the TrainConfig
 
 
-def setting(default, *, above=None, at_least=None, at_most=None, choices=None, aliases=(), needs=None):
-    """A dataclass field with the bounds that resolving checks, and the other names by which users may know it.
+class Bounds(NamedTuple):
+    """What holds of every value of an option."""
 
-    A list as default is copied for each instance. `choices` is a tuple of allowed values; `needs` a Needs.
+    above: float | None = None
+    at_least: float | None = None
+    at_most: float | None = None
+    below: float | None = None
+    choices: tuple[str, ...] = ()
+    some_text: bool = False
+
+    def check(self, value: Any) -> None:
+        """Raises ValueError, which says what has to hold, where it does not hold of `value`."""
+        if self.some_text and not value:
+            raise ValueError("expected some text")
+        if self.choices and value not in self.choices:
+            raise ValueError(f"must be one of {', '.join(self.choices)}")
+        number = value.count if isinstance(value, Duration) else value
+        for name, holds in LIMITS.items():
+            limit = getattr(self, name)
+            if limit is not None and not holds(number, limit):
+                raise ValueError(f"must be {name.replace('_', ' ')} {limit}")
+
+    def words(self) -> list[str]:
+        """Its limits, as in ["at least 1", "at most 4"]."""
+        limits = {name.replace("_", " "): getattr(self, name) for name in LIMITS}
+        return [f"{name} {limit}" for name, limit in limits.items() if limit is not None]
+
+
+def setting(default: Any, *, aliases: Iterable[str] = (), needs: Needs | None = None,
+            spellings: dict[str, str] | None = None, **bounds: Any) -> Any:
+    """A dataclass field with its Bounds, the other names by which users may know it, and other spellings of values.
+
+    A list as default is copied for each instance. Where a text is the default, some text has to be given.
     """
-    metadata = {"above": above, "at_least": at_least, "at_most": at_most, "choices": choices, "aliases": aliases,
-                "needs": needs}
+    limits = Bounds(some_text=isinstance(default, str) and default != "", **bounds)
+    metadata = {"bounds": limits, "aliases": tuple(aliases), "needs": needs, "spellings": spellings or {}}
     if isinstance(default, list):
         return dataclasses.field(default_factory=lambda: list(default), metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)
 
 
-def whole_number(text):
+def default(leaf: dataclasses.Field) -> Any:
+    return leaf.default if leaf.default is not dataclasses.MISSING else leaf.default_factory()
+
+
+# ---------------------------------------------------------------- from text to a value
+
+@dataclass(frozen=True)
+class Duration:
+    """A length of training: a count of optimiser steps, or of tokens when written with `tok`, as in 1006878720tok."""
+
+    count: int
+    unit: str  # "steps" or "tok"
+
+    @classmethod
+    def parse(cls, text: str) -> "Duration":
+        """Reads 2000, 2e3, 1006878720tok or 1e9tok, and -1 (automatic). Raises ValueError otherwise."""
+        number, unit = (text[:-3], "tok") if text.endswith("tok") else (text, "steps")
+        try:
+            count = whole_number(number)
+        except ValueError as error:
+            raise ValueError(f"{error} of steps, as in 2000, or of tokens, as in 1000000000tok or 1e9tok") from None
+        if count < 0 and unit == "tok":
+            raise ValueError("expected tokens from 0 up")
+        return cls(count, unit)
+
+    def steps(self, tokens_per_step: int) -> int:
+        """The duration in whole steps, rounded up."""
+        return self.count if self.unit == "steps" else -(-self.count // tokens_per_step)
+
+    def __str__(self) -> str:
+        return str(self.count) if self.unit == "steps" else f"{self.count}tok"
+
+
+def boolean(text: str) -> bool:
+    if text.lower() not in BOOLEANS:
+        raise ValueError("expected true or false")
+    return BOOLEANS[text.lower()]
+
+
+def whole_number(text: str) -> int:
     """The int that 2000, 2_000, 2e3 or 1.5e9 says, exactly. Raises ValueError."""
     if not re.fullmatch(r"[+-]?[0-9]+(_[0-9]+)*(\.[0-9]+)?(e\+?[0-9]{1,3})?", text.lower()):
         raise ValueError("expected a whole number")
@@ -36,3 +122,89 @@ def whole_number(text):
     if abs(number) >= 2 ** 63:
         raise ValueError("expected a number below 2 ** 63")
     return int(number)
+
+
+def finite_number(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        raise ValueError("expected a number") from None
+    if not math.isfinite(value):
+        raise ValueError("expected a finite number")
+    return value
+
+
+KINDS = {bool: (boolean, "true|false"), int: (whole_number, "whole number"), float: (finite_number, "number"),
+         Duration: (Duration.parse, "steps or tokens"), str: (str, "text"), list[str]: (None, "names"),
+         list[float]: (None, "numbers")}  # type: (its parser, its name on a help page)
+
+
+def parse(kind: Any, text: Any) -> Any:
+    """The value of a type of KINDS that is written as `text`, or in YAML as a list of texts. Text stays as it is.
+
+    Raises ValueError, which says what was expected.
+    """
+    if typing.get_origin(kind) is list:
+        parts = text if isinstance(text, list) else [part.strip() for part in str(text).strip("[]() ").split(",")]
+        return [parse(typing.get_args(kind)[0], part) for part in parts if part not in ("", None)]
+    if isinstance(text, (list, dict)):
+        raise ValueError("expected one value")
+    text = "" if text is None else str(text)
+    return text if kind is str else KINDS[kind][0](text.strip())
+
+
+def read(name: str, kind: Any, text: Any, bounds: Bounds = Bounds(), where: str = "") -> Any:
+    """The value of the option `name` of type `kind`. Raises UserError for another type or beyond its bounds, which
+    ends in `where` it was read."""
+    try:
+        value = parse(kind, text)
+        bounds.check(value)
+    except ValueError as error:
+        raise UserError(f"{name}={text}: {error}{where}") from None
+    return value
+
+
+def read_field(name: str, leaf: dataclasses.Field, text: Any, where: str = "") -> Any:
+    """The same for the dataclass field `leaf`."""
+    text = leaf.metadata["spellings"].get(str(text).lower(), text)
+    return read(name, leaf.type, text, leaf.metadata["bounds"], where)
+
+
+def near_name(name: str, known: Iterable[str], otherwise: str, dashes: str = "") -> str:
+    """A hint for who wrote `name`, which is unknown: the nearest of the `known` names, or `otherwise`."""
+    near = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
+    return f"did you mean {dashes}{near[0]}?" if near else otherwise
+
+
+# ---------------------------------------------------------------- on a help page
+
+def help_lines(section: type) -> list[str]:
+    """What a help page says of each field of the dataclass `section`: default, bounds, meaning and other names."""
+    lines, meanings = [], meanings_in(section)
+    for leaf in dataclasses.fields(section):
+        lines.append(f"  --{leaf.name}={shown(default(leaf))}  ({takes(leaf)})")
+        aliases = leaf.metadata["aliases"]
+        also = f" Also: {', '.join(aliases)}." if aliases else ""
+        lines += textwrap.wrap(meanings[leaf.name] + also, 116, initial_indent=" " * 6, subsequent_indent=" " * 6)
+    return lines
+
+
+def takes(leaf: dataclasses.Field) -> str:
+    """What the field `leaf` takes: its choices, or its type and limits."""
+    bounds = leaf.metadata["bounds"]
+    return "|".join(bounds.choices) or ", ".join([KINDS[leaf.type][1], *bounds.words()])
+
+
+@lru_cache(maxsize=None)
+def meanings_in(section: type) -> dict[str, str]:
+    """{field name: the string written below it in the dataclass `section`}."""
+    body = ast.parse(textwrap.dedent(inspect.getsource(section))).body[0].body
+    return {above.target.id: " ".join(below.value.value.split()) for above, below in zip(body, body[1:])
+            if isinstance(above, ast.AnnAssign) and isinstance(below, ast.Expr)}
+
+
+def shown(value: Any) -> str:
+    """A value as it is written on the command line."""
+    if isinstance(value, list):
+        return ",".join(map(str, value))
+    return str(value).lower() if isinstance(value, bool) else str(value)

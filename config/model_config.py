@@ -4,11 +4,9 @@ import dataclasses
 import re
 from dataclasses import dataclass
 
-from config.fields import Needs, setting
+from config.fields import Needs, setting, takes
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.model import spec
-
-WORDS = {int: "whole number", float: "number", bool: "true or false", str: "text"}
 
 
 def read_by_layers(name):
@@ -141,10 +139,13 @@ def checked_model(path, values):
     for name, value in values.items():
         if name not in known:
             raise UserError(f"{path}: {name} is no setting of this program's models")
-        kind, least, most = known[name].type, known[name].metadata["at_least"], known[name].metadata["at_most"]
-        if type(value) is not kind or (least is not None and value < least) or (most is not None and value > most):
-            bounds = "".join([f", at least {least}" * (least is not None), f", at most {most}" * (most is not None)])
-            raise UserError(f"{path}: {name} is {value!r}, but this program's models need: {WORDS[kind]}{bounds}")
+        try:
+            if type(value) is not known[name].type:
+                raise ValueError
+            known[name].metadata["bounds"].check(value)
+        except ValueError:
+            raise UserError(f"{path}: {name} is {value!r}, but this program's models need: "
+                            f"{takes(known[name])}") from None
     config = ModelConfig(**values)
     try:
         config.check()

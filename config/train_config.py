@@ -5,56 +5,31 @@ Leaf names are unique over the sections, so `--learning_rate=3e-4`, `--optimizer
 """
 
 from dataclasses import dataclass, field
+from typing import Any
 
-from config.fields import Needs, setting, whole_number
+from config.fields import Duration, Needs, setting
 from config.model_config import ModelConfig
 from mamba_fsdp.errors import UserError
 
 
-@dataclass(frozen=True)
-class Duration:
-    """A length of training: a count of optimiser steps, or of tokens when written with `tok`, as in 1006878720tok."""
-
-    count: int
-    unit: str  # "steps" or "tok"
-
-    @classmethod
-    def parse(cls, text):
-        """Reads 2000, 2e3, 1006878720tok or 1e9tok, and -1 (automatic). Raises ValueError otherwise."""
-        number, unit = (text[:-3], "tok") if text.endswith("tok") else (text, "steps")
-        try:
-            count = whole_number(number)
-        except ValueError as error:
-            raise ValueError(f"{error} of steps, as in 2000, or of tokens, as in 1000000000tok or 1e9tok") from None
-        if count < 0 and unit == "tok":
-            raise ValueError("expected tokens from 0 up")
-        return cls(count, unit)
-
-    def steps(self, tokens_per_step):
-        """The duration in whole steps, rounded up."""
-        return self.count if self.unit == "steps" else -(-self.count // tokens_per_step)
-
-    def __str__(self):
-        return str(self.count) if self.unit == "steps" else f"{self.count}tok"
-
-
-def steps(default, **more):
+def steps(default: int, **more: Any) -> Any:
     return setting(Duration(default, "steps"), **more)
 
 
 INTERVAL = Needs("eval_interval above 0",
-                 lambda config: config.training.eval_interval.count or config.data.validation_path == "none")
+                 lambda settings: settings.training.eval_interval.count or settings.data.validation_path == "none")
 STORE = Needs("a validation_path",
-              lambda config: config.data.validation_path != "none" or not config.training.eval_interval.count)
+              lambda settings: settings.data.validation_path != "none" or not settings.training.eval_interval.count)
 VALIDATION = Needs("eval_interval above 0 and a validation_path",
-                   lambda config: config.training.eval_interval.count and config.data.validation_path != "none")
-DECAY = Needs("schedule=wsd", lambda config: config.lr_schedule.schedule == "wsd")
+                   lambda settings: settings.training.eval_interval.count and settings.data.validation_path != "none")
+DECAY = Needs("schedule=wsd", lambda settings: settings.lr_schedule.schedule == "wsd")
 FLOOR = Needs("a schedule that decays to a floor: cosine, linear, or wsd with decay_steps other than 0",
-              lambda config: config.lr_schedule.schedule in ("cosine", "linear", "wsd")
-              and config.lr_schedule.decay_steps.count)
-RECOMPUTING = Needs("fsdp_activation_checkpointing=true", lambda config: config.parallel.fsdp_activation_checkpointing)
+              lambda settings: settings.lr_schedule.schedule in ("cosine", "linear", "wsd")
+              and settings.lr_schedule.decay_steps.count)
+RECOMPUTING = Needs("fsdp_activation_checkpointing=true",
+                    lambda settings: settings.parallel.fsdp_activation_checkpointing)
 SHARDING = Needs("sharding_strategy=fsdp or hsdp",
-                 lambda config: config.parallel.sharding_strategy not in ("none", "ddp"))
+                 lambda settings: settings.parallel.sharding_strategy not in ("none", "ddp"))
 
 
 @dataclass
@@ -126,7 +101,8 @@ class TrainingConfig:
     """Samples per step over all devices, reached by gradient accumulation; 0 means batch_size times the devices."""
     seed: int = setting(2023, at_least=0)
     """Seed of the initial weights and of the order of samples."""
-    mixed_precision: str = setting("bf16", choices=("bf16", "fp16", "fp32"))
+    mixed_precision: str = setting("bf16", choices=("bf16", "fp16", "fp32"),
+                                   spellings={"true": "bf16", "false": "fp32"})
     """Precision of the matrix products; weights, their update, the recurrence and reductions are fp32. true means bf16,
     false fp32."""
     kernels: str = setting("auto", choices=("auto", "portable", "fused"))
@@ -146,7 +122,7 @@ class CheckpointConfig:
     """Where the run lives, and what it starts from."""
 
     save_ckpt_path: str = setting("runs/train", aliases=("ckpt_save_path", "run_dir"))
-    """The run folder. A committed checkpoint in it always wins: the run goes on from there."""
+    """The run folder. A committed checkpoint in it always wins: the run resumes from there."""
     load_ckpt_path: str = setting("", aliases=("ckpt_load_path",))
     """Start from this: a .pth file gives the model; a run or checkpoint folder the optimiser too, and with
     resuming_dataset the position in the data."""
@@ -160,7 +136,7 @@ class CheckpointConfig:
     keep_checkpoints: int = setting(3, at_least=1)
     """Committed checkpoints kept; older ones are removed."""
     async_checkpoint: bool = setting(True)
-    """Write checkpoints while training goes on."""
+    """Write checkpoints while training continues."""
 
 
 @dataclass
@@ -225,7 +201,7 @@ class TrainConfig:
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     report: ReportConfig = field(default_factory=ReportConfig)
 
-    def check(self):
+    def check(self) -> None:
         """Raises UserError for combinations that can't work, before any process group or GPU starts."""
         data, training, checkpoint = self.data, self.training, self.checkpoint
         if not checkpoint.init_from:  # else its weights tell the model's shape

@@ -1,19 +1,21 @@
 """What all verbs share: Fire splits the words, the verb's annotations give their types, and a user's mistake is two
 lines without a traceback."""
 
-import difflib
+import dataclasses
 import inspect
 import os
 import sys
+import typing
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import fire
 
+from config.fields import KINDS, near_name, read, read_field
 from mamba_fsdp.errors import UserError, leave_for_torchrun
 
-BOOLEANS = {"true": True, "false": False, "yes": True, "no": False, "1": True, "0": False}
 
-
-def run(verb, help_page, arguments=None):
+def run(verb: Callable[..., Any], help_page: Callable[[], str], arguments: Sequence[str] | None = None) -> None:
     """Call `verb` with the command line's words and exit with its code.
 
     help_page: a function that gives the text of --help. Exit codes: what the verb returns or 0; 2 for a UserError, 130
@@ -40,39 +42,51 @@ def run(verb, help_page, arguments=None):
         raise
 
 
-def call(verb, arguments):
-    """verb(...) with its words as text, made int, float or bool where an annotation says so; words after `--` as the
+def call(verb: Callable[..., Any], arguments: Sequence[str]) -> Any:
+    """verb(...) with its words as the values of its parameters.
+
+    A parameter's annotation gives the type of its value, and as Annotated[type, Bounds(...)] the bounds; without one it
+    stays text. One that is a dataclass of settings takes all options that are its fields. Words after `--` come as the
     list `after_dashes` where the verb has it. Raises UserError for words that don't fit: too many, missing, unknown
-    (with the nearest name) or of the wrong type."""
+    (with the nearest name), of the wrong type or out of bounds.
+    """
     signature = inspect.signature(verb)
-    arguments, after_dashes = _cut_at_dashes(list(arguments))
-    positional, named = split(arguments)
+    words, after_dashes = _cut_at_dashes(arguments)
+    positional, named = split(words)
     if "after_dashes" in signature.parameters:
         named["after_dashes"] = after_dashes
     elif after_dashes is not None:
         raise UserError(f"-- {' '.join(after_dashes)}: nothing is expected after --; see --help")
+    groups = {name: p.annotation for name, p in signature.parameters.items() if dataclasses.is_dataclass(p.annotation)}
+    fields = {leaf.name: leaf for group in groups.values() for leaf in dataclasses.fields(group)}
+    known = [*(name for name in signature.parameters if name not in groups), *fields]
     takes_any_name = any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values())
     for name in named:
-        if name not in signature.parameters and not takes_any_name:
-            near = difflib.get_close_matches(name, signature.parameters, n=1, cutoff=0.5)
-            hint = f"did you mean --{near[0]}?" if near else "see --help"
-            raise UserError(f"--{name}: there is no such option; {hint}")
+        if name not in known and not takes_any_name:
+            raise UserError(f"--{name}: there is no such option; {near_name(name, known, 'see --help', '--')}")
+    for name, group in groups.items():
+        given = {leaf.name: named.pop(leaf.name) for leaf in dataclasses.fields(group) if leaf.name in named}
+        named[name] = group(**{name: read_field(f"--{name}", fields[name], text) for name, text in given.items()})
     try:
         bound = signature.bind(*positional, **named)
     except TypeError as error:
         raise UserError(f"{error}; see --help") from None
-    for name, value in bound.arguments.items():
-        bound.arguments[name] = _convert(name, value, signature.parameters[name].annotation)
+    for name, text in bound.arguments.items():
+        annotation = signature.parameters[name].annotation
+        bounded = typing.get_origin(annotation) is typing.Annotated
+        kind, *bounds = typing.get_args(annotation) if bounded else [annotation]
+        if kind in KINDS:
+            bound.arguments[name] = read(f"--{name}", kind, text, *bounds)
     return verb(*bound.args, **bound.kwargs)
 
 
-def _cut_at_dashes(arguments):
+def _cut_at_dashes(arguments: Sequence[str]) -> tuple[Sequence[str], Sequence[str] | None]:
     if "--" not in arguments:
         return arguments, None
     return arguments[:arguments.index("--")], arguments[arguments.index("--") + 1:]
 
 
-def split(arguments):
+def split(arguments: Sequence[str]) -> tuple[tuple[str, ...], dict[str, str]]:
     """(positional, named) words, by Fire's rules but none of them guessed into a type: 0123 stays 0123."""
     words = []
 
@@ -82,13 +96,3 @@ def split(arguments):
 
     fire.Fire(capture, command=list(arguments))
     return words[0]
-
-
-def _convert(name, value, kind):
-    try:
-        if kind is bool:
-            return BOOLEANS[value.lower()]
-        return kind(value) if kind in (int, float) else value
-    except (KeyError, ValueError):
-        wanted = {bool: "true or false", int: "a whole number", float: "a number"}[kind]
-        raise UserError(f"--{name}={value}: expected {wanted}") from None

@@ -1,4 +1,4 @@
-"""What several parts of the program have to mean alike: the label that counts for nothing, the names of number types."""
+"""What several parts of the program have to mean alike: the label that counts for nothing, names of number types."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""What our own JSON files say of themselves, format and version, and the refusal of those that this program can't read."""
+"""What our own JSON files say of themselves, format and version; those that this program can't read are refused."""
 
 from pathlib import Path
 from typing import NamedTuple
@@ -22,8 +22,8 @@ class Format(NamedTuple):
             raise UserError(f"{path}: written as {name!r}; this program reads {self.name!r} here")
         if version != self.version:
             writer = "a newer" if isinstance(version, int) and version > self.version else "another"
-            raise UserError(f"{path}: a {name} of version {version}, which {writer} version of this program wrote; this "
-                            f"one reads version {self.version}")
+            raise UserError(f"{path}: a {name} of version {version}, which {writer} version of this program wrote; "
+                            f"this one reads version {self.version}")
 
 
 CHECKPOINT = Format("mamba_fsdp checkpoint", 1)

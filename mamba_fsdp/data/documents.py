@@ -7,10 +7,12 @@
 
 import json
 import re
+from collections.abc import Iterator, MutableMapping
 from typing import NamedTuple
 
 import numpy as np
 
+from config.dataset_config import DatasetConfig
 from mamba_fsdp.errors import UserError
 
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
@@ -24,9 +26,9 @@ class TextBlock(NamedTuple):
     data: bytes | list
     record: int  # number of the first record in it, from 1 (not counted for text)
     offset: int  # where data begins in the file, in bytes after decompression (not counted for rows)
-    inside: bool  # goes on with the document that the block before left open
-    open: bool  # its last document goes on in the next block
-    position: dict  # where reading goes on after it
+    inside: bool  # begins within the document that the block before left open
+    open: bool  # its last document ends in a later block
+    position: dict  # where reading resumes after it
     done: float  # input behind it, in the source's unit
 
     def size(self):
@@ -34,30 +36,17 @@ class TextBlock(NamedTuple):
         return len(self.data) if self.kind != "rows" else sum(len(row) for row in self.data if row is not None)
 
 
-class Options(NamedTuple):
-    """How blocks become documents."""
-
-    text_column: str = "text"
-    documents: str = "file"
-    invalid_utf8: str = "error"
-
-    def check(self):
-        """Raises UserError for a value that means nothing."""
-        if not re.fullmatch("file|lines|blank_line|separator:.+", self.documents, re.DOTALL):
-            raise UserError(f"--documents={self.documents}: write file, lines, blank_line or separator:TEXT")
-        if self.invalid_utf8 not in ("error", "replace", "skip"):
-            raise UserError(f"--invalid_utf8={self.invalid_utf8}: write error, replace or skip")
-
-    def separator(self):
-        """What stands between documents of a text file, as a pattern over bytes; None where the file is one."""
-        if self.documents.startswith("separator:"):
-            return re.compile(re.escape(self.documents.removeprefix("separator:").encode()))
-        patterns = {"file": None, "lines": rb"\r?\n", "blank_line": rb"\n(?:[ \t\r]*\n)+"}
-        pattern = patterns[self.documents]
-        return pattern and re.compile(pattern)
+def separator_of(options: DatasetConfig) -> re.Pattern[bytes] | None:
+    """What stands between documents of a text file; None where the file is one."""
+    if options.documents.startswith("separator:"):
+        return re.compile(re.escape(options.documents.removeprefix("separator:").encode()))
+    patterns = {"file": None, "lines": rb"\r?\n", "blank_line": rb"\n(?:[ \t\r]*\n)+"}
+    pattern = patterns[options.documents]
+    return re.compile(pattern) if pattern else None
 
 
-def documents(block, options, counts):
+def documents(block: TextBlock, options: DatasetConfig, counts: MutableMapping[str, int]
+              ) -> Iterator[tuple[str | np.ndarray, bool]]:
     """Yields (text or array of token ids, whether the document ends with it); adds what is left out to `counts`.
 
     counts: a mutable mapping with `empty` (nothing but white space) and `skipped` (invalid UTF-8). Raises UserError
@@ -108,7 +97,7 @@ def _json_records(block, options, counts):
 
 
 def _text_documents(block, options, counts):
-    separator = options.separator()
+    separator = separator_of(options)
     start = len(BYTE_ORDER_MARK) if block.offset == 0 and block.data.startswith(BYTE_ORDER_MARK) else 0
     begins = not block.inside
     cuts = [match.span() for match in separator.finditer(block.data)] if separator else []

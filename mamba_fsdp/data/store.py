@@ -18,12 +18,12 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import ArrayLike
 
+from config.dataset_config import DatasetConfig
 from mamba_fsdp.data.source import Tokens
 from mamba_fsdp.durable import sync_folder, write_atomically
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.formats import TOKEN_STORE
 
-SHARD_TOKENS = 1 << 28
 LARGEST_DOCUMENT = np.iinfo(np.int32).max  # positions are int32
 
 
@@ -128,15 +128,15 @@ class TokenStore:
 
 
 class StoreWriter:
-    """Writes a store. `state()` makes what was appended durable and returns what a new writer needs to go on from
+    """Writes a store. `state()` makes what was appended durable and returns what a new writer needs to resume
     there.
 
     Raises OSError as the disk does, UserError for tokens outside the vocabulary and for a document of 2**31 tokens or
     more.
     """
 
-    def __init__(self, path: str | Path, *, vocab_size: int, eos: int, tokenizer: str, shard_tokens: int = SHARD_TOKENS,
-                 state: dict | None = None):
+    def __init__(self, path: str | Path, *, vocab_size: int, eos: int, tokenizer: str,
+                 shard_tokens: int = DatasetConfig.shard_tokens, state: dict | None = None):
         """tokenizer: what names the tokenizer's content, see tokenizer.py. state: of an earlier writer with the same
         arguments."""
         assert 0 <= eos < vocab_size <= 1 << 32 and shard_tokens > 0
@@ -166,8 +166,8 @@ class StoreWriter:
         self.append(np.append(tokens, self.eos))
 
     def append(self, tokens: ArrayLike) -> None:
-        """Appends `tokens` (n,), integers: each eos ends a document; what follows the last one, the next call goes on
-        with."""
+        """Appends `tokens` (n,), integers: each eos ends a document; what follows the last one, the next call
+        continues."""
         tokens = np.asarray(tokens)
         ends = np.flatnonzero(tokens == self.eos) + 1
         if len(tokens) and (int(tokens.max()) >= self.vocab_size or int(tokens.min()) < 0):

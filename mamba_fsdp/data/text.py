@@ -2,7 +2,7 @@
 
 A source has `describe()` (what it is, to notice a change), `blocks(position)` (its blocks from a position on),
 `sample(limit)`, and `total` and `unit` (for the progress bar). A block is about BLOCK_BYTES long whatever the input's
-size, and says where reading goes on after it. Which files are read, and what a document is: documents.py and --help of
+size, and says where reading resumes after it. Which files are read, and what a document is: documents.py and --help of
 get_dataset.py.
 """
 
@@ -14,7 +14,9 @@ import re
 import zlib
 from pathlib import Path
 
-from mamba_fsdp.data.documents import BYTE_ORDER_MARK, TextBlock, no_column, token_ids
+from config.dataset_config import DatasetConfig
+from mamba_fsdp.data.builtin import corpus_files
+from mamba_fsdp.data.documents import BYTE_ORDER_MARK, TextBlock, no_column, separator_of, token_ids
 from mamba_fsdp.errors import UserError, first_line
 
 BLOCK_BYTES = 1 << 19
@@ -29,29 +31,28 @@ GOOD_CUTS = (re.compile(rb"(?<=\S\n)(?=\S)"), re.compile(rb"(?<=\S)(?= \S)"))
 
 # ---------------------------------------------------------------- finding the input
 
-def open_source(name, options, *, format="auto", config=None, split=None, streaming=False):
-    """The source that INPUT names: a file, folder or glob of this machine, else a name for `datasets.load_dataset`.
-
-    Raises UserError where nothing is found.
-    """
-    options.check()
+def open_source(name: str, options: DatasetConfig) -> "Files | Rows":
+    """The source that INPUT names: builtin, a file, folder or glob of this machine, else a name for
+    `datasets.load_dataset`. Raises UserError where nothing is found."""
     path = os.path.expanduser(name)
-    if os.path.exists(path) or os.path.islink(path) or glob.has_magic(path):
-        if config or streaming:
+    if name == "builtin" or os.path.exists(path) or os.path.islink(path) or glob.has_magic(path):
+        if options.config or options.streaming:
             raise UserError(f"{name}: --config and --streaming are for `datasets` names, and this is on this machine's "
                             "disk")
-        return Files(find_files(path, format, split), options)
+        return Files(find_files(path, options.format, options.split), options)
     if _looks_local(name):
         raise UserError(f"{name}: no such file or folder")
-    return Rows(name, options, config, split, streaming)
+    return Rows(name, options)
 
 
-def find_files(name, format="auto", split=None):
-    """The files of a path or glob, in order, each (path, kind). Raises UserError where there are none."""
-    kinds = ("text", "json", "parquet", "arrow")
-    if format not in ("auto", *kinds):
-        raise UserError(f"--format={format}: write auto, {', '.join(kinds)}")
-    places = sorted(glob.glob(name, recursive=True)) if glob.has_magic(name) and not os.path.exists(name) else [name]
+def find_files(name: str, format: str, split: str) -> list[tuple[str, str]]:
+    """The files of a path, a glob or builtin, in order, each (path, kind). Raises UserError where there are none."""
+    if name == "builtin":
+        places, format = corpus_files(), "text"
+    elif glob.has_magic(name) and not os.path.exists(name):
+        places = sorted(glob.glob(name, recursive=True))
+    else:
+        places = [name]
     if not places:
         raise UserError(f"{name}: no file matches this pattern")
     found, used_split = [], False
@@ -125,7 +126,7 @@ class Files:
 
     unit = "B"
 
-    def __init__(self, files, options):
+    def __init__(self, files: list[tuple[str, str]], options: DatasetConfig):
         """files: [(path, kind)]."""
         self.files, self.options = files, options
         self._sizes = [stat.st_size for stat in self._stat()]
@@ -172,7 +173,7 @@ class Files:
         path, kind = self.files[number]
         try:
             if kind == "text":
-                yield from _read_text(path, self.options.separator(), **(position or {}))
+                yield from _read_text(path, separator_of(self.options), **(position or {}))
             elif kind == "json":
                 yield from _read_json(path, **(position or {}))
             else:
@@ -186,13 +187,14 @@ class Rows:
 
     unit = " rows"
 
-    def __init__(self, name, options, config, split, streaming):
+    def __init__(self, name: str, options: DatasetConfig):
         import datasets  # a second to import: only where needed
 
         self.name, self.options = name, options
-        self._described = {"dataset": name, "config": config, "split": split or "train", "streaming": streaming}
+        config, split, streaming = options.config or None, options.split or "train", options.streaming
+        self._described = {"dataset": name, "config": config, "split": split, "streaming": streaming}
         try:
-            self._rows = datasets.load_dataset(name, config, split=split or "train", streaming=streaming)
+            self._rows = datasets.load_dataset(name, config, split=split, streaming=streaming)
         except Exception as error:  # whatever a name can run into: unknown, no network, no such split or config
             raise UserError(f"{name}: no file or folder here, and `datasets` can't load it "
                             f"({first_line(error)})") from error
@@ -290,7 +292,7 @@ def _cut_text(buffer, separator):
     """(where to cut, whether inside a document): after the last document that surely ended, else where words part."""
     window = bytes(buffer[:BLOCK_BYTES])
     if separator:
-        sure = len(window.rstrip())  # a separator that touches the window's end may go on behind it
+        sure = len(window.rstrip())  # a separator that touches the window's end may end behind it
         ends = [match.end() for match in separator.finditer(window) if match.end() < sure]
         if ends:
             return ends[-1], False

@@ -2,7 +2,7 @@
 
     OUT/train/  OUT/validation/   token stores
     OUT/dataset.json              what made them; written last
-    OUT/.progress.json            while unfinished: how far it is, for the next run to go on from
+    OUT/.progress.json            while unfinished: how far it is, for the next run to resume from
     OUT/.lock                     held by the process that writes here
 
 The stores' bytes depend on the input and the settings only: not on the number of workers, nor on being killed on the
@@ -33,35 +33,32 @@ import numpy as np
 from mamba_fsdp.data import tokenizer as tokenizers_
 from mamba_fsdp.data.documents import documents
 from mamba_fsdp.data.splitmix import splitmix64
-from mamba_fsdp.data.store import SHARD_TOKENS, StoreWriter, TokenStore
-from mamba_fsdp.data.text import BLOCK_BYTES, cut_words
+from mamba_fsdp.data.store import StoreWriter, TokenStore
+from mamba_fsdp.data.text import BLOCK_BYTES, Files, Rows, cut_words
 from mamba_fsdp.durable import write_atomically
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.formats import DATASET
 
 TRAINING_SAMPLE = 32 << 20  # bytes of text that a tokenizer is trained on
-GO_ON = "the same command goes on from here"
+RESUMES = "the same command resumes from here"
+# The options that the stores' bytes depend on.
+RECORDED = ("text_column", "documents", "invalid_utf8", "tokenizer", "eos_token", "validation_fraction", "shard_tokens")
 
 
-def make_dataset(source, out, *, tokenizer, eos_token=None, validation_fraction=0.01, shard_tokens=SHARD_TOKENS,
-                 workers=0, overwrite=False, save_seconds=5.0):
-    """Tokenise `source` (see text.py) into OUT/train and OUT/validation; goes on where an earlier call stopped.
+def make_dataset(source: Files | Rows, out: str | Path, *, save_seconds: float = 5.0) -> dict:
+    """Tokenise `source` into OUT/train and OUT/validation as its options say; resumes where an earlier call stopped.
 
-    workers: processes, 0 for one per core; save_seconds: the most work that a kill can lose. Returns dataset.json's
-    content. Raises UserError for what the user can mend.
+    save_seconds: the most work that a kill can lose. Returns dataset.json's content. Raises UserError for what the user
+    can mend.
     """
-    out = Path(out)
-    settings = {"input": source.describe(), **source.options._asdict(), "tokenizer": tokenizer, "eos_token": eos_token,
-                "validation_fraction": validation_fraction, "shard_tokens": shard_tokens}
-    training_size = tokenizers_.training_size(tokenizer)
-    if not 0 <= validation_fraction < 1:
-        raise UserError(f"--validation_fraction={validation_fraction}: give a share from 0 to below 1")
-    for name, value, least in (("workers", workers, 0), ("shard_tokens", shard_tokens, 1)):
-        if value < least:
-            raise UserError(f"--{name}={value}: must be at least {least}")
+    out, options = Path(out), source.options
+    # A token that is not named is null there.
+    settings = {"input": source.describe(), **{name: getattr(options, name) for name in RECORDED},
+                "eos_token": options.eos_token or None}
+    training_size = tokenizers_.training_size(options.tokenizer)
     try:
         with _alone_in(out):
-            if overwrite:
+            if options.overwrite:
                 _clear(out)
             done = _load(out / "dataset.json")
             if done:
@@ -82,17 +79,17 @@ def make_dataset(source, out, *, tokenizer, eos_token=None, validation_fraction=
                 progress = {**DATASET.header(), "settings": settings, "position": None, "done": 0, "written": 0,
                             "open": False, "seconds": 0.0, "counts": {"empty": 0, "skipped": 0}, "stores": {}}
                 write_atomically(out / ".progress.json", json.dumps(progress))
-            text_tokenizer = _tokenizer(out, source, tokenizer, eos_token, training_size, progress)
-            return _Tokenization(source, out, text_tokenizer, progress, workers, save_seconds).run()
+            tokenizer = _tokenizer(out, source, training_size, progress)
+            return _Tokenization(source, out, tokenizer, progress, save_seconds).run()
     except OSError as error:
         remedy = "free some space" if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG) else "mend that"
         raise UserError(f"{error.filename or out}: can't be written ({error.strerror}); {remedy}, then "
-                        f"{GO_ON}") from error
+                        f"{RESUMES}") from error
     except BrokenProcessPool as error:
         raise UserError("a worker process was killed, perhaps for want of memory: try fewer --workers; "
-                        f"{GO_ON}") from error
+                        f"{RESUMES}") from error
     except KeyboardInterrupt:
-        print(f"\n{out} is unfinished; {GO_ON}", file=sys.stderr)
+        print(f"\n{out} is unfinished; {RESUMES}", file=sys.stderr)
         raise
 
 
@@ -159,16 +156,16 @@ def _clear(out):
     (out / ".progress.json").unlink(missing_ok=True)
 
 
-def _tokenizer(out, source, name, eos_token, training_size, progress):
+def _tokenizer(out, source, training_size, progress):
     """The tokenizer, saved in every store's folder; on a later run the one that the stores were begun with."""
-    saved = out / "train" / "tokenizer"
+    name, saved = source.options.tokenizer, out / "train" / "tokenizer"
     if training_size and progress["position"]:
         tokenizer = tokenizers_.load(str(saved / "tokenizer.json"), tokenizers_.END_OF_TEXT)
     elif training_size:
         print(f"training a tokenizer of {training_size} tokens")
         tokenizer = tokenizers_.train(_sample(source), training_size)
     else:
-        tokenizer = tokenizers_.load(name, eos_token)
+        tokenizer = tokenizers_.load(name, source.options.eos_token)
     if progress.setdefault("tokenizer", tokenizer.identity) != tokenizer.identity:
         raise UserError(f"tokenizer {name}: it changed since {out} was begun; start again with --overwrite")
     for store in ("train", "validation") if progress["settings"]["validation_fraction"] else ("train",):
@@ -191,9 +188,9 @@ def _sample(source):
 class _Tokenization:
     """Reads, hands out, collects in order, writes, and records how far it is."""
 
-    def __init__(self, source, out, tokenizer, progress, workers, save_seconds):
+    def __init__(self, source, out, tokenizer, progress, save_seconds):
         self.source, self.out, self.tokenizer, self.progress = source, out, tokenizer, progress
-        self.workers = workers or len(os.sched_getaffinity(0))
+        self.workers = source.options.workers or len(os.sched_getaffinity(0))
         self.save_seconds = save_seconds
         settings = progress["settings"]
         self.fraction = Fraction(settings["validation_fraction"]).limit_denominator(10 ** 6)

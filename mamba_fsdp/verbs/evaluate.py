@@ -11,14 +11,15 @@ in its window. MODEL is a run folder, a checkpoint, a consolidated.00.pth, or a 
 
 import math
 import time
+from typing import Annotated
 
+from config.fields import Bounds
 from mamba_fsdp.errors import UserError
 
 
-def main(model, store, seq_length: int = 2048, batch_size: int = 8, limit: int = 0, reset_at_documents: bool = False):
-    for name, value, least in (("seq_length", seq_length, 1), ("batch_size", batch_size, 1), ("limit", limit, 0)):
-        if value < least:
-            raise UserError(f"--{name}={value}: must be at least {least}")
+def main(model, store, seq_length: Annotated[int, Bounds(at_least=1)] = 2048,
+         batch_size: Annotated[int, Bounds(at_least=1)] = 8, limit: Annotated[int, Bounds(at_least=0)] = 0,
+         reset_at_documents: bool = False):
     from config.train_config import DataConfig
     from mamba_fsdp.conventions import IGNORED_LABEL
     from mamba_fsdp.data.loader import Split, evaluation_batches

@@ -3,7 +3,7 @@
 
 Continue a text. MODEL is a run folder, a checkpoint, a consolidated.00.pth, or a transformers or state-spaces folder.
 
-  --prompt       text to go on from; without it the text begins at a document's start
+  --prompt       text to continue; without it the text begins at a document's start
   --length       tokens to generate at most; the end of the document ends it
   --temperature  0 always takes the likeliest token; 1 draws as the model says
   --top_k        draw from the k likeliest tokens only; 0 from all
@@ -13,18 +13,14 @@ Continue a text. MODEL is a run folder, a checkpoint, a consolidated.00.pth, or 
 """
 
 import sys
+from typing import Annotated
 
-from mamba_fsdp.errors import UserError
+from config.fields import Bounds
 
 
-def main(model, prompt="", length: int = 100, temperature: float = 0.8, top_k: int = 0, top_p: float = 1.0,
-         seed: int = 0, tokenizer=""):
-    for name, value, fits, words in (("length", length, length >= 1, "at least 1"),
-                                     ("temperature", temperature, temperature >= 0, "at least 0"),
-                                     ("top_k", top_k, top_k >= 0, "at least 0"),
-                                     ("top_p", top_p, 0 < top_p <= 1, "above 0 and at most 1")):
-        if not fits:
-            raise UserError(f"--{name}={value}: must be {words}")
+def main(model, prompt="", length: Annotated[int, Bounds(at_least=1)] = 100,
+         temperature: Annotated[float, Bounds(at_least=0)] = 0.8, top_k: Annotated[int, Bounds(at_least=0)] = 0,
+         top_p: Annotated[float, Bounds(above=0, at_most=1)] = 1.0, seed: int = 0, tokenizer=""):
     import torch
 
     from mamba_fsdp.model.generate import generate

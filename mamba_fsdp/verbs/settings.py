@@ -7,6 +7,7 @@ Exits with 2 and one line when the command has a mistake.
 """
 
 from config import resolve
+from config.fields import near_name, shown
 from mamba_fsdp import command_line
 from mamba_fsdp.errors import UserError
 
@@ -18,6 +19,7 @@ def main(name="", after_dashes=None):
         print(resolve.as_yaml(settings), end="")
         return
     if name not in resolve.all_settings():
-        raise UserError(f"{name}: there is no such setting; training.py --help lists them")
+        hint = near_name(name, resolve.all_settings(), "training.py --help lists them")
+        raise UserError(f"{name}: there is no such setting; {hint}")
     values = resolve.as_dict(settings)[resolve.all_settings()[name][0]]
-    print(resolve.shown(values[name]))
+    print(shown(values[name]))

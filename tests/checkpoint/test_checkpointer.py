@@ -166,8 +166,8 @@ def edit(file, **changes):
 
 @pytest.mark.parametrize("file", ["COMMIT", "state.json"])
 @pytest.mark.parametrize("changes, said", [
-    ({"version": 2}, "a mamba_fsdp checkpoint of version 2, which a newer version of this program wrote; this one reads "
-                     "version 1"),
+    ({"version": 2}, "a mamba_fsdp checkpoint of version 2, which a newer version of this program wrote; this one "
+                     "reads version 1"),
     ({"version": 0}, "of version 0, which another version of this program wrote"),
     ({"format": "elsewhere"}, "written as 'elsewhere'; this program reads 'mamba_fsdp checkpoint' here"),
 ])

@@ -1,11 +1,9 @@
 """A corpus, a small tokenizer and a way to tokenise with it."""
 
-from pathlib import Path
-
 import pytest
 
+from config.dataset_config import DatasetConfig
 from mamba_fsdp.data import tokenizer as tokenizers_
-from mamba_fsdp.data.documents import Options
 from mamba_fsdp.data.text import open_source
 from mamba_fsdp.data.tokenize import make_dataset
 from tests.data.corpora import make_texts
@@ -27,12 +25,8 @@ def tokenizer(texts, tmp_path_factory):
 @pytest.fixture
 def prepare(tokenizer):
     """Runs the library on an input; one worker, no validation, the small tokenizer, unless told otherwise."""
-    def run(source, out, *, open=None, **settings):
-        names = set(Options._fields)
-        options = Options(**{name: settings.pop(name) for name in list(settings) if name in names})
-        settings = {"tokenizer": tokenizer, "eos_token": tokenizers_.END_OF_TEXT, "validation_fraction": 0.0,
-                    "workers": 1, **settings}
-        if isinstance(source, (str, Path)):
-            source = open_source(str(source), options, **(open or {}))
-        return make_dataset(source, out, **settings)
+    def run(source, out, *, save_seconds=5.0, **settings):
+        options = DatasetConfig(**{"tokenizer": tokenizer, "eos_token": tokenizers_.END_OF_TEXT,
+                                   "validation_fraction": 0.0, "workers": 1, **settings})
+        return make_dataset(open_source(str(source), options), out, save_seconds=save_seconds)
     return run

@@ -2,6 +2,7 @@
 way."""
 
 import contextlib
+import dataclasses
 import fcntl
 import gzip
 import itertools
@@ -28,10 +29,10 @@ from hypothesis import strategies as st
 from tokenizers import processors
 
 import get_dataset
+from config.dataset_config import DatasetConfig
 from mamba_fsdp import command_line
 from mamba_fsdp.data import builtin, text, tokenize
 from mamba_fsdp.data import tokenizer as tokenizers_
-from mamba_fsdp.data.documents import Options
 from mamba_fsdp.data.store import TokenStore
 from mamba_fsdp.errors import UserError
 from tests.data.corpora import ROOT, command, content, make_texts, read_back
@@ -196,14 +197,14 @@ def test_a_datasets_name_streamed_or_not(streaming, texts, tmp_path, prepare, mo
                     cache_dir=str(tmp_path / "cache"))
     monkeypatch.setattr(datasets, "load_dataset", load)
     monkeypatch.setattr(text, "ROWS", 7)
-    prepare("some/name", tmp_path / "out", open=dict(config="a_config", streaming=streaming))
+    prepare("some/name", tmp_path / "out", config="a_config", streaming=streaming)
     assert read_back(tmp_path / "out" / "train") == texts
-    source = text.open_source("some/name", Options(), config="a_config", streaming=streaming)
+    source = text.open_source("some/name", DatasetConfig(config="a_config", streaming=streaming))
     blocks = list(source.blocks())
     rows = [[row for block in some for row in block.data] for some in (source.blocks(blocks[2].position), blocks[3:])]
     assert rows[0] == rows[1] and rows[0]
     with pytest.raises(UserError, match="no column 'body'; it has: id, text"):
-        prepare("some/name", tmp_path / "out2", open=dict(config="a_config", streaming=streaming), text_column="body")
+        prepare("some/name", tmp_path / "out2", config="a_config", streaming=streaming, text_column="body")
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -213,7 +214,7 @@ def test_reading_goes_on_from_any_block(name, texts, tmp_path, monkeypatch):
         monkeypatch.setattr(text, limit, 500)
     monkeypatch.setattr(text, "ROWS", 4)
     KINDS[name](tmp_path / name, texts)
-    source = text.open_source(str(tmp_path / name), Options())
+    source = text.open_source(str(tmp_path / name), DatasetConfig())
     blocks = list(source.blocks())
     assert len(blocks) > 4 or name == "x.json"
     assert blocks[-1].done == pytest.approx(source.total, rel=0.35)
@@ -235,7 +236,7 @@ def test_reading_takes_the_same_memory_whatever_the_size(name, tmp_path):
     else:
         data = " ".join(texts).encode() if name == "x.txt" else json_lines(texts)
         (tmp_path / name).write_bytes(zstandard.compress(data) if name.endswith("zst") else data)
-    source = text.open_source(str(tmp_path / name), Options())
+    source = text.open_source(str(tmp_path / name), DatasetConfig())
     tracemalloc.start()
     total = sum(block.size() for chunk in tokenize._chunks(source.blocks()) for block in chunk)
     peak = tracemalloc.get_traced_memory()[1]
@@ -325,10 +326,10 @@ def test_what_cannot_be_read_is_refused_by_name(name, write, message, tmp_path, 
     (["--workers=-1"], "--workers=-1: must be at least 0"),
     (["--shard_tokens=0"], "--shard_tokens=0: must be at least 1"),
     (["--tokenizer=/nowhere/tokenizer"], "tokenizer /nowhere/tokenizer: there is no such file or folder"),
-    (["--validation_fraction=1"], "give a share from 0 to below 1"),
+    (["--validation_fraction=1"], "--validation_fraction=1: must be below 1"),
     (["--documents=line"], "write file, lines, blank_line or separator"),
-    (["--invalid_utf8=drop"], "write error, replace or skip"),
-    (["--format=csv"], "write auto, text, json"),
+    (["--invalid_utf8=drop"], "must be one of error, replace, skip"),
+    (["--format=csv"], "must be one of auto, text, json"),
     (["--split=train"], "has no splits"),
     (["--streaming"], "are for `datasets` names"),
     (["--tokenizer=train:100"], "at least 257"),
@@ -418,9 +419,9 @@ def large_input(tmp_path_factory):
 def unbroken(large_input, tokenizer, tmp_path_factory):
     """What one worker makes of it in one go."""
     out = tmp_path_factory.mktemp("unbroken") / "out"
-    source = text.open_source(str(large_input), Options())
-    tokenize.make_dataset(source, out, tokenizer=tokenizer, eos_token=tokenizers_.END_OF_TEXT, workers=1,
-                          shard_tokens=100_000, validation_fraction=0.1)
+    options = DatasetConfig(tokenizer=tokenizer, eos_token=tokenizers_.END_OF_TEXT, workers=1, shard_tokens=100_000,
+                            validation_fraction=0.1)
+    tokenize.make_dataset(text.open_source(str(large_input), options), out)
     return content(out)
 
 
@@ -434,12 +435,13 @@ def test_the_bytes_do_not_depend_on_the_number_of_workers(workers, large_input, 
 
 RESUMABLE = """
 import sys
+from config.dataset_config import DatasetConfig
 from mamba_fsdp.data import text, tokenize
-from mamba_fsdp.data.documents import Options
 if __name__ == "__main__":
     source, out, tokenizer, eos = sys.argv[1:]
-    tokenize.make_dataset(text.open_source(source, Options()), out, tokenizer=tokenizer, eos_token=eos, workers=2,
-                          shard_tokens=100_000, validation_fraction=0.1, save_seconds=0)
+    options = DatasetConfig(tokenizer=tokenizer, eos_token=eos, workers=2, shard_tokens=100_000,
+                            validation_fraction=0.1)
+    tokenize.make_dataset(text.open_source(source, options), out, save_seconds=0)
 """
 
 
@@ -630,7 +632,7 @@ def largest_file(size):
 def test_a_full_disk_is_said_and_then_gone_on_from(large_input, prepare, unbroken, tmp_path):
     """No store looks whole; with space again, the same command ends with the same bytes."""
     settings = dict(shard_tokens=100_000, validation_fraction=0.1, save_seconds=0)
-    said = "can't be written .*free some space, then the same command goes on"
+    said = "can't be written .*free some space, then the same command resumes"
     with largest_file(150_000), pytest.raises(UserError, match=said):
         prepare(large_input, tmp_path / "out", **settings)
     assert not list((tmp_path / "out").rglob("index.json"))
@@ -697,7 +699,7 @@ def test_training_a_tokenizer_reads_no_more_than_its_sample(tmp_path, texts):
     """Whatever the input's size, the sample is bounded, and comes from the breadth of the files."""
     for number in range(40):
         (tmp_path / f"{number:02d}.txt").write_text("x" * 1000)
-    source = text.open_source(str(tmp_path), Options())
+    source = text.open_source(str(tmp_path), DatasetConfig())
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(text, "BLOCK_BYTES", 100)
         blocks = list(source.sample(4000))
@@ -727,13 +729,11 @@ def test_default_folder():
 
 def test_help_lists_every_option_and_imports_nothing_heavy(tmp_path):
     """--help names each option with its true default, and answers before anything slow is imported."""
-    import inspect
-
     page = command("--help", cwd=tmp_path).stdout
-    for name, parameter in list(inspect.signature(get_dataset.main).parameters.items())[2:]:
-        default = "false" if parameter.default is False else parameter.default
-        line = next(line for line in page.splitlines() if line.startswith(f"  --{name}="))
-        assert line.split()[0] == f"--{name}={default}" or default is None, line
+    for leaf in dataclasses.fields(DatasetConfig):
+        default = "false" if leaf.default is False else leaf.default
+        line = next(line for line in page.splitlines() if line.startswith(f"  --{leaf.name}="))
+        assert line.split()[0] == f"--{leaf.name}={default}", line
     loaded = subprocess.run([sys.executable, "-X", "importtime", ROOT / "get_dataset.py", "--help"],
                             capture_output=True, text=True,
                             cwd=tmp_path).stderr
@@ -761,7 +761,7 @@ def test_ctrl_c_says_how_to_go_on(tmp_path, large_input):
     os.killpg(process.pid, signal.SIGINT)
     out, error = process.communicate(timeout=60)
     assert process.returncode == 130, error
-    assert "the same command goes on from here" in error and "Traceback" not in error, error
+    assert "the same command resumes from here" in error and "Traceback" not in error, error
 
 
 @pytest.mark.parametrize("texts, then", [(itertools.repeat("reads until it is stopped"), "ended"),

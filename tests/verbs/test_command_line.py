@@ -1,16 +1,75 @@
 """Words become arguments by the verb's own annotations, and a mistake is one line."""
 
+import dataclasses
 import subprocess
 import sys
+from typing import Annotated
 
 import pytest
 
+from config.fields import Bounds, setting
+from config.resolve import resolve_settings
 from mamba_fsdp import command_line
 from mamba_fsdp.errors import UserError
 
 
 def verb(first, *rest, count: int = 1, share: float = 0.5, wanted: bool = False, name=""):
     return first, rest, count, share, wanted, name
+
+
+@dataclasses.dataclass
+class Options:
+    share: float = setting(0.5, above=0, below=1)
+    kind: str = setting("plain", choices=("plain", "fancy"))
+    note: str = setting("")
+
+
+def bounded(first, count: Annotated[int, Bounds(at_least=1)] = 1, *, options: Options):
+    return first, count, options
+
+
+def test_a_dataclass_takes_the_options_that_are_its_fields():
+    assert command_line.call(bounded, ["a", "--share=0.25", "--note= x ", "--count=2"]) == (
+        "a", 2, Options(share=0.25, note=" x "))
+    assert command_line.call(bounded, ["a"]) == ("a", 1, Options())
+
+
+@pytest.mark.parametrize("words, message", [
+    (["a", "--count=0"], "^--count=0: must be at least 1$"),
+    (["a", "--count=two"], "^--count=two: expected a whole number$"),
+    (["a", "--share=1"], "^--share=1: must be below 1$"),
+    (["a", "--share=x"], "^--share=x: expected a number$"),
+    (["a", "--kind=other"], "^--kind=other: must be one of plain, fancy$"),
+    (["a", "--kind="], "^--kind=: expected some text$"),
+    (["a", "--shore=1"], "^--shore: there is no such option; did you mean --share.$"),
+    (["a", "--options=1"], "^--options: there is no such option; "),
+])
+def test_values_out_of_bounds_are_refused(words, message):
+    with pytest.raises(UserError, match=message):
+        command_line.call(bounded, words)
+
+
+@pytest.mark.parametrize("kind, name, texts", [
+    (bool, "deterministic", ["on", "Off", "yes", "no", "TRUE", "0", "maybe", "2", ""]),
+    (int, "batch_size", ["7", "2e3", "2_000", "1.5e9", "+4", "1.5", "0x10", "two", "1e400", ""]),
+    (float, "timeout_minutes", ["7", "2e3", "1e-3", "nan", "inf", "x", ""]),
+])
+def test_settings_and_verbs_read_the_same_words_alike(kind, name, texts):
+    """What one program takes all take, as the same value; what one refuses all refuse, in the same words."""
+    def verb(value: kind):
+        return value
+
+    for text in texts:
+        try:
+            settings, _ = resolve_settings({name: text})
+            as_setting = vars(settings.parallel if name == "timeout_minutes" else settings.training)[name]
+        except UserError as error:
+            as_setting = str(error).removeprefix(name).removesuffix(" (on the command line)")
+        try:
+            as_option = command_line.call(verb, [f"--value={text}"])
+        except UserError as error:
+            as_option = str(error).removeprefix("--value")
+        assert as_option == as_setting and type(as_option) is type(as_setting), text
 
 
 def test_words_are_not_guessed():
@@ -37,6 +96,9 @@ def test_mistakes_are_refused_with_the_reason(words, message):
     (["generate"], 2, "error: missing a required argument: 'model'"),
     (["generate", "/nowhere"], 2, "error: /nowhere"), (["evaluate", "/nowhere", "/nowhere"], 2, "error: /nowhere"),
     (["generate", "/nowhere", "--length=0"], 2, "error: --length=0: must be at least 1"),
+    (["generate", "/nowhere", "--top_p=2"], 2, "error: --top_p=2: must be at most 1"),
+    (["evaluate", "/nowhere", "/nowhere", "--limit=-1"], 2, "error: --limit=-1: must be at least 0"),
+    (["inspect", "/nowhere", "--verify=on"], 2, "error: /nowhere: there is no such"),
     (["inspect", "/nowhere"], 2, "error: /nowhere"), (["plot"], 2, "error: name at least one run"),
     (["plot", "/nowhere"], 2, "error: /nowhere"),
     (["settings", "sead"], 2, "error: sead: there is no such setting"),

@@ -1,0 +1,49 @@
+"""Every option of get_dataset.py: name, type, default, bounds and meaning (the string below each field)."""
+
+import re
+from dataclasses import dataclass
+
+from config.fields import setting
+from mamba_fsdp.errors import UserError
+
+
+@dataclass
+class DatasetConfig:
+    """How text becomes token stores."""
+
+    tokenizer: str = setting("train:4096")
+    """train:SIZE trains a byte-level BPE of that size on the input; else the name or path of a transformers tokenizer,
+    or a tokenizer.json file."""
+    eos_token: str = setting("")
+    """The token put after each document; empty takes the one that the tokenizer names. Where it stands in the text
+    itself it ends a document, too."""
+    validation_fraction: float = setting(0.01, at_least=0, below=1)
+    """Share of the documents held out for OUT/validation; 0 for none."""
+    documents: str = setting("file")
+    """What a document of a .txt file is: file (all of it), lines, blank_line (what stands between blank lines), or
+    separator:TEXT, such as separator:'<|endoftext|>'."""
+    text_column: str = setting("text")
+    """The column or JSON field that holds the text, or token ids as a list, taken as they are (then --tokenizer names
+    the one that made them)."""
+    format: str = setting("auto", choices=("auto", "text", "json", "parquet", "arrow"))
+    """How to read the files; auto goes by their names."""
+    invalid_utf8: str = setting("error", choices=("error", "replace", "skip"))
+    """Text that is no valid UTF-8: an error, U+FFFD in its place, or the document left out (of one longer than 512 KiB
+    that part)."""
+    config: str = setting("")
+    """Configuration of a datasets name."""
+    split: str = setting("")
+    """Split of a datasets name or a save_to_disk folder; empty takes train where there are several."""
+    streaming: bool = setting(False)
+    """Read a datasets name while downloading it, keeping nothing on disk."""
+    workers: int = setting(0, at_least=0)
+    """Processes that tokenise; 0 for one per core. The result does not depend on it."""
+    shard_tokens: int = setting(1 << 28, at_least=1)
+    """Tokens after which a store begins its next file."""
+    overwrite: bool = setting(False)
+    """Replace what an earlier run left in OUT."""
+
+    def check(self) -> None:
+        """Raises UserError for a value that means nothing."""
+        if not re.fullmatch("file|lines|blank_line|separator:.+", self.documents, re.DOTALL):
+            raise UserError(f"--documents={self.documents}: write file, lines, blank_line or separator:TEXT")
