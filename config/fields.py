@@ -60,6 +60,9 @@ class Bounds(NamedTuple):
         return [f"{name} {limit}" for name, limit in limits.items() if limit is not None]
 
 
+UNBOUNDED = Bounds()
+
+
 def setting(default: Any, *, aliases: Iterable[str] = (), needs: Needs | None = None,
             spellings: dict[str, str] | None = None, **bounds: Any) -> Any:
     """A dataclass field with its Bounds, the other names by which users may know it, and other spellings of values.
@@ -74,7 +77,7 @@ def setting(default: Any, *, aliases: Iterable[str] = (), needs: Needs | None = 
 
 
 def default(leaf: dataclasses.Field) -> Any:
-    return leaf.default if leaf.default is not dataclasses.MISSING else leaf.default_factory()
+    return leaf.default if leaf.default_factory is dataclasses.MISSING else leaf.default_factory()
 
 
 # ---------------------------------------------------------------- from text to a value
@@ -134,9 +137,10 @@ def finite_number(text: str) -> float:
     return value
 
 
-KINDS = {bool: (boolean, "true|false"), int: (whole_number, "whole number"), float: (finite_number, "number"),
-         Duration: (Duration.parse, "steps or tokens"), str: (str, "text"), list[str]: (None, "names"),
-         list[float]: (None, "numbers")}  # type: (its parser, its name on a help page)
+KINDS: dict[Any, tuple[Any, str]] = {  # a type's parser, and its name on a help page
+    bool: (boolean, "true|false"), int: (whole_number, "whole number"), float: (finite_number, "number"),
+    Duration: (Duration.parse, "steps or tokens"), str: (str, "text"), list[str]: (list, "names"),
+    list[float]: (list, "numbers")}
 
 
 def parse(kind: Any, text: Any) -> Any:
@@ -153,7 +157,7 @@ def parse(kind: Any, text: Any) -> Any:
     return text if kind is str else KINDS[kind][0](text.strip())
 
 
-def read(name: str, kind: Any, text: Any, bounds: Bounds = Bounds(), where: str = "") -> Any:
+def read(name: str, kind: Any, text: Any, bounds: Bounds = UNBOUNDED, where: str = "") -> Any:
     """The value of the option `name` of type `kind`. Raises UserError for another type or beyond its bounds, which
     ends in `where` it was read."""
     try:
@@ -198,9 +202,14 @@ def takes(leaf: dataclasses.Field) -> str:
 @lru_cache(maxsize=None)
 def meanings_in(section: type) -> dict[str, str]:
     """{field name: the string written below it in the dataclass `section`}."""
-    body = ast.parse(textwrap.dedent(inspect.getsource(section))).body[0].body
-    return {above.target.id: " ".join(below.value.value.split()) for above, below in zip(body, body[1:])
-            if isinstance(above, ast.AnnAssign) and isinstance(below, ast.Expr)}
+    (described,) = ast.parse(textwrap.dedent(inspect.getsource(section))).body
+    assert isinstance(described, ast.ClassDef)
+    meanings = {}
+    for above, below in zip(described.body, described.body[1:]):
+        match above, below:
+            case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):
+                meanings[name] = " ".join(text.split())
+    return meanings
 
 
 def shown(value: Any) -> str:

@@ -51,15 +51,16 @@ def call(verb: Callable[..., Any], arguments: Sequence[str]) -> Any:
     (with the nearest name), of the wrong type or out of bounds.
     """
     signature = inspect.signature(verb)
+    annotations: dict[str, Any] = {name: p.annotation for name, p in signature.parameters.items()}
     words, after_dashes = _cut_at_dashes(arguments)
     positional, named = split(words)
-    if "after_dashes" in signature.parameters:
+    if "after_dashes" in annotations:
         named["after_dashes"] = after_dashes
     elif after_dashes is not None:
         raise UserError(f"-- {' '.join(after_dashes)}: nothing is expected after --; see --help")
-    groups = {name: p.annotation for name, p in signature.parameters.items() if dataclasses.is_dataclass(p.annotation)}
+    groups: dict[str, Any] = {name: kind for name, kind in annotations.items() if dataclasses.is_dataclass(kind)}
     fields = {leaf.name: leaf for group in groups.values() for leaf in dataclasses.fields(group)}
-    known = [*(name for name in signature.parameters if name not in groups), *fields]
+    known = [*(name for name in annotations if name not in groups), *fields]
     takes_any_name = any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values())
     for name in named:
         if name not in known and not takes_any_name:
@@ -72,9 +73,8 @@ def call(verb: Callable[..., Any], arguments: Sequence[str]) -> Any:
     except TypeError as error:
         raise UserError(f"{error}; see --help") from None
     for name, text in bound.arguments.items():
-        annotation = signature.parameters[name].annotation
-        bounded = typing.get_origin(annotation) is typing.Annotated
-        kind, *bounds = typing.get_args(annotation) if bounded else [annotation]
+        bounded = typing.get_origin(annotations[name]) is typing.Annotated
+        kind, *bounds = typing.get_args(annotations[name]) if bounded else [annotations[name]]
         if kind in KINDS:
             bound.arguments[name] = read(f"--{name}", kind, text, *bounds)
     return verb(*bound.args, **bound.kwargs)
@@ -86,7 +86,7 @@ def _cut_at_dashes(arguments: Sequence[str]) -> tuple[Sequence[str], Sequence[st
     return arguments[:arguments.index("--")], arguments[arguments.index("--") + 1:]
 
 
-def split(arguments: Sequence[str]) -> tuple[tuple[str, ...], dict[str, str]]:
+def split(arguments: Sequence[str]) -> tuple[tuple[str, ...], dict[str, Any]]:
     """(positional, named) words, by Fire's rules but none of them guessed into a type: 0123 stays 0123."""
     words = []
 

@@ -7,6 +7,8 @@ named `<tensor name>@<start>`: the elements of the flattened tensor from `start`
 import json
 import os
 import zlib
+from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 
@@ -19,7 +21,7 @@ BLOCK = 1 << 24  # bytes that are written or read at a time
 FLUSH = 1 << 28  # bytes that are flushed at a time: one flush of a whole file could look like a hang
 
 
-def write_pieces(path, pieces):
+def write_pieces(path: Path, pieces: Sequence[tuple[str, int, torch.Tensor]]) -> dict[str, int | str]:
     """Write `pieces`, a list of (tensor name, start, 1-D CPU tensor), durably. Returns what `checksum` does.
 
     Raises OSError as the disk does, and when what lies on it is not what was written.
@@ -49,7 +51,7 @@ def write_pieces(path, pieces):
         _flush(file)
         if hasattr(os, "posix_fadvise"):  # let the check read the disk rather than the memory
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-    written = {"bytes": 8 + len(head) + position, "crc32": f"{crc:08x}"}
+    written: dict[str, int | str] = {"bytes": 8 + len(head) + position, "crc32": f"{crc:08x}"}
     if checksum(path) != written:
         raise OSError(None, "what was read back is not what was written", str(path))
     return written
@@ -60,7 +62,7 @@ def _flush(file):
     os.fsync(file.fileno())
 
 
-def checksum(path):
+def checksum(path: Path) -> dict[str, int | str]:
     """{"bytes": size, "crc32": checksum} of a file. Raises OSError."""
     crc, size, block = 0, 0, bytearray(BLOCK)
     with open(path, "rb", buffering=0) as file:
@@ -73,7 +75,7 @@ def checksum(path):
 class PieceReader:
     """Reads ranges of the pieces in one file. Raises UserError, naming the file, where it is not as written."""
 
-    def __init__(self, path):
+    def __init__(self, path: Path):
         self.path = path
         try:
             self.file = open(path, "rb")
@@ -86,7 +88,7 @@ class PieceReader:
         except ValueError:
             raise UserError(f"{path} is broken: its header is no JSON") from None
 
-    def read(self, name, start, offset, count):
+    def read(self, name: str, start: int, offset: int, count: int) -> torch.Tensor:
         """`count` elements from `offset` on of the piece `name`@`start`, as a 1-D CPU tensor."""
         entry = self.header.get(f"{name}@{start}")
         if entry is None:

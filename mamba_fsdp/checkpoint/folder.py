@@ -10,7 +10,9 @@ Model tensors are named model/<parameter>, the optimiser's optimizer/<parameter>
 
 import json
 import math
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -18,15 +20,17 @@ from mamba_fsdp.checkpoint.files import PieceReader, checksum
 from mamba_fsdp.checkpoint.ranges import overlaps, tiles
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.formats import CHECKPOINT
+from mamba_fsdp.parallel.shards import Shard
+from mamba_fsdp.parallel.world import World
 from mamba_fsdp.run_layout import CHECKPOINTS, COMMIT, STATE, committed
 
 
-def stored_name(name):
+def stored_name(name: str) -> str:
     """The name in a checkpoint of a shard: parameters go under model/."""
     return name if name.startswith("optimizer/") else f"model/{name}"
 
 
-def problems(checkpoint, world):
+def problems(checkpoint: Path, world: World) -> list[str]:
     """What is wrong with a committed checkpoint: a list of sentences, empty when every file has its size and checksum.
 
     Called by all ranks, which share the reading; all get the same answer. Raises UserError on all of them for one that
@@ -62,12 +66,12 @@ def _committed_files(checkpoint):
     return {}, [f"{COMMIT} is no list of files"]
 
 
-def newest_whole(checkpoints, world, report):
+def newest_whole(checkpoints: Path, world: World, report: Callable[[str], Any]) -> tuple[Path | None, list[str]]:
     """(the newest whole checkpoint or None, names of the broken ones passed over), rank 0's choice on all ranks.
 
     Raises UserError when there are committed checkpoints but none is whole: starting anew must be the user's decision.
     """
-    broken = []
+    broken: list[str] = []
     candidates = world.broadcast_object(committed(checkpoints) if world.rank == 0 else None)
     for checkpoint in reversed(candidates):
         wrong = problems(checkpoint, world)
@@ -82,7 +86,7 @@ def newest_whole(checkpoints, world, report):
     return None, broken
 
 
-def find_checkpoint(path, world, report=print):
+def find_checkpoint(path: str | Path, world: World, report: Callable[[str], Any] = print) -> Path:
     """The checkpoint that `path` means, the same on all ranks: itself, or the newest whole one of a run folder.
 
     Raises UserError where there is none, or where the one that was named is broken.
@@ -103,7 +107,7 @@ def find_checkpoint(path, world, report=print):
 class Reader:
     """An open checkpoint. `tensors`: stored name -> {shape, dtype, tied, pieces}; `state`: what the loop saved."""
 
-    def __init__(self, checkpoint):
+    def __init__(self, checkpoint: str | Path):
         self.path = Path(checkpoint)
         try:
             content = json.loads((self.path / STATE).read_bytes())
@@ -113,9 +117,9 @@ class Reader:
             raise UserError(f"can't read checkpoint {self.path}: {STATE}: {error.strerror}") from None
         except (ValueError, KeyError, TypeError, AttributeError):
             raise UserError(f"checkpoint {self.path} is broken: {STATE} is not what was written") from None
-        self.open_files = {}
+        self.open_files: dict[int, PieceReader] = {}
 
-    def read(self, name, start, stop):
+    def read(self, name: str, start: int, stop: int) -> torch.Tensor:
         """Elements [start, stop) of a flattened tensor, as a 1-D CPU tensor."""
         entry = self.tensors[name]
         if not tiles(entry["pieces"], math.prod(entry["shape"])):
@@ -130,12 +134,13 @@ class Reader:
         return self.open_files[index]
 
 
-def read_state(checkpoint):
+def read_state(checkpoint: str | Path) -> dict:
     """What the loop saved in a checkpoint, without reading tensors. Raises UserError."""
     return Reader(checkpoint).state
 
 
-def load(checkpoint, shards, world, check=None):
+def load(checkpoint: Path, shards: Sequence[Shard], world: World,
+         check: Callable[[dict, Path], None] | None = None) -> dict:
     """Fill `shards`, of any strategy and world size, from a checkpoint. Returns the state that was saved with them.
 
     The checkpoint must hold just these tensors of the model, and of the optimiser if its shards are among them.
@@ -167,7 +172,8 @@ def _load(checkpoint, shards, check):
         return None, str(error)
 
 
-def refuse_other_tensors(source, wanted, found):
+def refuse_other_tensors(source: Any, wanted: Mapping[str, Sequence[int]],
+                         found: Mapping[str, Sequence[int]]) -> None:
     """Raises UserError, with names, unless `found` has just the tensors of `wanted` (both name -> shape)."""
     def some(names):
         names = sorted(names)

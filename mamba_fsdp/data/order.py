@@ -46,14 +46,13 @@ class Order:
         self.keys = np.array([_key(seed, name) for name in self.names], dtype=np.uint64)
         self.counts = _pattern_counts(self.names, weights)
         self.period = int(self.counts.sum())
-        source = np.repeat(np.arange(len(self.names)), self.counts)
+        source: np.ndarray = np.repeat(np.arange(len(self.names)), self.counts)
         nth = np.concatenate([np.arange(count) for count in self.counts])
         when = (nth + 0.5) / self.counts[source]
         spread = np.argsort(when, kind="stable")
         self.pattern, self.nth = source[spread].astype(np.int16), nth[spread].astype(np.int32)
-        self.before = self._check(state) if state else {"drawn": {}, "identity": {}}
-        same_pattern = state is not None and state["pattern"] == self._pattern_state()
-        self.start = state["pattern_position"] if same_pattern else 0
+        self.before: dict = self._check(state) if state else {"drawn": {}, "identity": {}}
+        self.start = state["pattern_position"] if state and state["pattern"] == self._pattern_state() else 0
         self.drawn = np.array([self.before["drawn"].get(name, 0) for name in self.names])
 
     def samples(self, first: int, count: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

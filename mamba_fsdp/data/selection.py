@@ -18,8 +18,8 @@ def training_sources(data: DataConfig) -> tuple[dict[str, TokenStore], dict[str,
     else:
         folder = _store_folder(root)
         sources = {folder.name: TokenStore(folder)}
-    first_name, first = next(iter(sources.items()))
-    for name, store in sources.items():
+    first, *others = sources.values()
+    for store in others:
         if (store.vocab_size, store.eos) != (first.vocab_size, first.eos):
             raise UserError(f"{store.path}: made with another tokenizer than {first.path} (vocabulary "
                             f"{store.vocab_size}, eos {store.eos} against {first.vocab_size}, {first.eos}); make "

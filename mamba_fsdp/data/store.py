@@ -79,9 +79,8 @@ class TokenStore:
             more = min(count - length, self._shards[shard]["tokens"])
             parts.append(self._read_shard(shard, 0, more))
             length += more
-        if len(parts) == 1:
-            return Tokens(*parts[0], None)
-        return Tokens(*(np.concatenate(arrays) for arrays in zip(*parts)), None)
+        tokens, positions = parts[0] if len(parts) == 1 else map(np.concatenate, zip(*parts))
+        return Tokens(tokens, positions, None)
 
     def documents(self) -> Iterator[np.ndarray]:
         """The documents one after the other, each a view of its tokens with the eos."""
@@ -169,7 +168,7 @@ class StoreWriter:
         """Appends `tokens` (n,), integers: each eos ends a document; what follows the last one, the next call
         continues."""
         tokens = np.asarray(tokens)
-        ends = np.flatnonzero(tokens == self.eos) + 1
+        ends: np.ndarray = np.flatnonzero(tokens == self.eos) + 1
         if len(tokens) and (int(tokens.max()) >= self.vocab_size or int(tokens.min()) < 0):
             raise UserError(f"{self.path}: token id {int(tokens.max())} or {int(tokens.min())} is outside the "
                             f"vocabulary of {self.vocab_size}; the token ids and --tokenizer don't belong together")

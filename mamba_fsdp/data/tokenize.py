@@ -282,7 +282,7 @@ class _Tokenization:
                            for name, store in stores.items()}}
         write_atomically(self.out / "dataset.json", json.dumps(done, indent=1) + "\n")
         (self.out / ".progress.json").unlink()
-        for name, store in stores.items():
+        for store in stores.values():
             print(f"{store.path}: {store.token_count:,} tokens in {store.document_count:,} documents")
         seconds, left_out = self.progress["seconds"], self._left_out()
         print(f"vocabulary {self.tokenizer.vocab_size:,} ({store.dtype.name}); {seconds:.1f} s, "

@@ -108,7 +108,7 @@ def _write_state_dict(path, weights, get):
         try:
             torch.save(content, file)
         except RuntimeError as error:  # torch's own, raised on the way out of what the disk said
-            raise error.__context__ if isinstance(error.__context__, OSError) else error
+            raise (error.__context__ if isinstance(error.__context__, OSError) else error) from None
 
 
 def _write_json(path, content):

@@ -94,28 +94,28 @@ def judge(folder, nodes):
     for index, (node, report) in enumerate(reports.items()):
         kind = f" {report['gpus'][0]}" if report["gpus"] else ""
         print(f"node {index}     {node}: {report['gpu_count']} GPUs{kind}, {report['efa_count']} EFA devices")
-    troubles += disagreements(reports, lambda report: f"{report['gpu_count']} GPUs {sorted(set(report['gpus']))}",
-                              "choose one kind with --partition or --constraint, or leave the node out with "
-                              "--exclude={node}")
-    troubles += disagreements(reports, lambda report: f"{report['efa_count']} EFA devices",
-                              "look at `fi_info -p efa` there, or submit again with --exclude={node}")
+    gpus = {node: f"{report['gpu_count']} GPUs {sorted(set(report['gpus']))}" for node, report in reports.items()}
+    troubles += disagreements(gpus, "choose one kind with --partition or --constraint, or leave the node out with "
+                                    "--exclude={node}")
+    efa = {node: f"{report['efa_count']} EFA devices" for node, report in reports.items()}
+    troubles += disagreements(efa, "look at `fi_info -p efa` there, or submit again with --exclude={node}")
     for path in (next(iter(reports.values()))["seen"] if reports else {}):
-        missing = [node for node, report in reports.items() if report["seen"][path] == "missing"]
+        seen = {node: report["seen"][path] for node, report in reports.items()}
+        missing = [node for node, what in seen.items() if what == "missing"]
         mistakes += [f"{node}: there is no {path}; mount the shared file system there, or correct the setting"
                      for node in missing]
-        first_sees = next(iter(reports.values()))["seen"][path]
         if not missing:
-            mistakes += disagreements(reports,
-                                      lambda report: path if report["seen"][path] == first_sees else f"another {path}",
+            first = next(iter(seen.values()))
+            mistakes += disagreements({node: path if what == first else f"another {path}" for node, what in seen.items()},
                                       "it must be one shared folder: mount the same file system on {node}")
     for sentence in mistakes + troubles:
         print(f"error: {sentence}", file=sys.stderr)
     return 2 if mistakes else 1 if troubles else 0
 
 
-def disagreements(reports, what, remedy):
-    """A sentence for each node that differs from the first in `what(report)`."""
-    (first, expected), *others = [(node, what(report)) for node, report in reports.items()] or [("", "")]
-    return [f"{node}: it has {found}, {first} has {expected}; {remedy.format(node=node)}"
-            for node, found in others if found != expected]
+def disagreements(found, remedy):
+    """A sentence for each node that differs from the first in what it has: `found`, {node: words}."""
+    (first, expected), *others = found.items() or [("", "")]
+    return [f"{node}: it has {words}, {first} has {expected}; {remedy.format(node=node)}"
+            for node, words in others if words != expected]
 

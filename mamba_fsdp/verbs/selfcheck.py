@@ -14,23 +14,10 @@ from importlib import metadata
 import mamba_fsdp
 
 PACKAGES = {  # the name it is imported by: the name it is installed by
-    "torch": "torch",
-    "triton": "triton",
-    "transformers": "transformers",
-    "tokenizers": "tokenizers",
-    "datasets": "datasets",
-    "pyarrow": "pyarrow",
-    "numpy": "numpy",
-    "safetensors": "safetensors",
-    "fire": "fire",
-    "yaml": "PyYAML",
-    "zstandard": "zstandard",
-    "tqdm": "tqdm",
-    "matplotlib": "matplotlib",
-    "einops": "einops",
-    "causal_conv1d": "causal-conv1d",
-    "mamba_ssm": "mamba-ssm",
-}
+    "torch": "torch", "triton": "triton", "transformers": "transformers", "tokenizers": "tokenizers",
+    "datasets": "datasets", "pyarrow": "pyarrow", "numpy": "numpy", "safetensors": "safetensors", "fire": "fire",
+    "yaml": "PyYAML", "zstandard": "zstandard", "tqdm": "tqdm", "matplotlib": "matplotlib", "einops": "einops",
+    "causal_conv1d": "causal-conv1d", "mamba_ssm": "mamba-ssm"}
 OPTIONAL = {"triton", "einops", "causal_conv1d", "mamba_ssm"}  # they serve GPUs only
 
 
@@ -43,12 +30,8 @@ def main():
             print(step(*arguments), flush=True)
         except Exception as error:  # an import can fail in any way, and every failure belongs into the report
             where = traceback.extract_tb(error.__traceback__)[-1]
-            print(
-                f"error: {' '.join([step.__name__, *arguments])}: {type(error).__name__}: {error} "
-                f"({where.filename}:{where.lineno})",
-                file=sys.stderr,
-                flush=True,
-            )
+            print(f"error: {' '.join([step.__name__, *arguments])}: {type(error).__name__}: {error} "
+                  f"({where.filename}:{where.lineno})", file=sys.stderr, flush=True)
             failed = True
     return 1 if failed else 0
 
@@ -65,11 +48,8 @@ def check_package(name):
     module = importlib.import_module(name)
     more = ""
     if name == "torch":
-        more = (
-            f" (CUDA {module.version.cuda}, {module.cuda.device_count()} GPUs here)"
-            if module.version.cuda
-            else " (without CUDA)"
-        )
+        cuda = f"CUDA {module.version.cuda}, {module.cuda.device_count()} GPUs here"
+        more = f" ({cuda})" if module.version.cuda else " (without CUDA)"
     if name == "triton":
         from triton.runtime.cache import get_cache_manager
 
@@ -81,11 +61,9 @@ def check_project():
     """Import the scripts and every module of the library that this torch can have; returns a line with their number."""
     from mamba_fsdp.parallel.compat import HAS_FSDP2
 
-    names = {module.name for module in pkgutil.walk_packages(mamba_fsdp.__path__, "mamba_fsdp.")} | {
-        "training",
-        "get_dataset",
-    }
-    names -= {"mamba_fsdp.__main__"} if HAS_FSDP2 else {"mamba_fsdp.__main__", "mamba_fsdp.parallel.fsdp2"}
+    found = {module.name for module in pkgutil.walk_packages(mamba_fsdp.__path__, "mamba_fsdp.")}
+    left_out = {"mamba_fsdp.__main__"} | (set() if HAS_FSDP2 else {"mamba_fsdp.parallel.fsdp2"})
+    names = found - left_out | {"training", "get_dataset"}
     for name in sorted(names):
         importlib.import_module(name)
     return f"  {'this project':<14} {len(names)} modules"
@@ -94,6 +72,7 @@ def check_project():
 def train_one_step():
     """One AdamW step of a Mamba-1 and a Mamba-2 layer; returns a line that says how the loss moved."""
     import torch
+
     from config.model_config import ModelConfig
     from mamba_fsdp.model.init import initial_value
     from mamba_fsdp.model.lm import MambaLM
