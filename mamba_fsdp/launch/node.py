@@ -17,7 +17,7 @@ import time
 from pathlib import Path
 
 from torch.distributed import run as torchrun
-from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.multiprocessing.api import PContext, SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous import RendezvousError
 
@@ -25,7 +25,8 @@ from mamba_fsdp.durable import write_atomically
 from mamba_fsdp.launch.machine import assigned_gpus
 
 SECONDS_FOR_OTHERS = 3  # Slurm ends the job with the first node that exits: let the others put their errors on record
-ENDED_BY_LAUNCHER = -signal.SIGTERM  # torchrun ends the ranks that still run when one has failed
+ENDED_BY_LAUNCHER = -signal.SIGTERM  # of ranks that still ran when another failed, or only started when asked to stop
+REQUESTS_TO_STOP = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
 USUAL_REASONS = {
     "SIGKILL": " The usual reason is that the node ran out of memory: lower batch_size.",
     "SIGBUS": " The usual reason is a file of the token store that was cut short, or whose disk failed, while it was "
@@ -48,10 +49,13 @@ def main(failures, words):
             os.environ["TORCHINDUCTOR_CACHE_DIR"] = f"{scratch}/inductor"
             os.environ["TRITON_RANK0_SCOPE"] = "node"  # to the image's cache writer: one rank of each node fills it
         options = [f"--nproc-per-node={processes}", f"--log-dir={scratch}/ranks", "--monitor-interval=0.1"]
+        asked = pass_requests_on()
         try:
             torchrun.run(torchrun.parse_args(options + words))
         except ChildFailedError as error:
             first, rank, failure = min((moment_of(failure), rank, failure) for rank, failure in error.failures.items())
+            if asked and failure.exitcode == ENDED_BY_LAUNCHER:
+                return 128 + asked[0]
             has_said_it = alone and processes == 1 and failure.exitcode > 0  # as its last words, right above
             text = "" if has_said_it else f"rank {rank} on {node()} failed first.\n{describe(failure)}\n"
             put_on_record(failures, *first, text, exit_code(failure))
@@ -65,8 +69,30 @@ def main(failures, words):
             put_on_record(failures, 1, time.time(), text, 1)
             return 1
         except SignalException as error:
-            return 128 + error.sigval  # Slurm or a user ended the job; the ranks have been told and have saved
-    return 0
+            return 128 + error.sigval  # it came while torchrun was starting the ranks
+    return 128 + asked[0] if asked else 0
+
+
+def pass_requests_on():
+    """Make torchrun pass requests to stop on to its ranks, then wait for them and those of other nodes as it always does.
+
+    By itself it kills ranks 30 s after the request, be it in the middle of a step or of a checkpoint. How long they may
+    take is for Slurm to say, which kills all of us in the end. Returns the list that will hold the requests (signals).
+    """
+    start, asked = PContext.start, []
+
+    def start_and_listen(ranks):
+        def pass_on(number, _frame):
+            asked.append(number)
+            for rank in ranks.subprocess_handlers.values():
+                rank.proc.send_signal(signal.SIGTERM)  # whatever it was: SIGINT twice is no request, it ends a rank
+
+        start(ranks)
+        for number in REQUESTS_TO_STOP:  # instead of torchrun's own, which raise SignalException
+            signal.signal(number, pass_on)
+
+    PContext.start = start_and_listen
+    return asked
 
 
 def node():

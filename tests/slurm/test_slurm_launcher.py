@@ -134,6 +134,17 @@ def test_scancel_ends_the_job_for_good_but_with_a_checkpoint(start_cluster, slur
     assert list((slurm_project / "runs/a/checkpoints").glob("step_*/COMMIT"))
 
 
+def test_after_scancel_the_checkpoint_may_take_as_long_as_kill_wait(start_cluster, slurm_project):
+    """Longer than the 30 s after which torchrun by itself kills its ranks."""
+    cluster = start_cluster(extra_config="KillWait=90")
+    job = cluster.submit(slurm_project, "--save_ckpt_path=runs/a", "--num_steps=1000", env={"FAKE_COMMIT_SECONDS": "35"})
+    wait_for_step(cluster, slurm_project)
+    cluster.run("scancel", job)
+    cluster.wait_until(lambda: cluster.state(job) == "CANCELLED", "the job has left its nodes")
+    assert '"stopped"' in read(slurm_project / "runs/a/status.json"), log(slurm_project, job)
+    assert list((slurm_project / "runs/a/checkpoints").glob("step_*/COMMIT"))
+
+
 def test_a_stop_file_ends_the_job_without_a_requeue(start_cluster, slurm_project):
     cluster = start_cluster()
     job = cluster.submit(slurm_project, "--save_ckpt_path=runs/a", "--num_steps=1000")

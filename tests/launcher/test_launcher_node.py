@@ -1,0 +1,87 @@
+"""mamba_fsdp.launch.node: how the ranks of a node end when the node is told to stop, and what they find around them."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from projects import FAKE_TRAINING, make_project, make_venv, starts
+
+CLEAN = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM", "TRITON_"))
+         and name != "CUDA_VISIBLE_DEVICES"}
+AMONG_NODES = ["--nnodes=1", "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0"]  # as in Slurm, with one node
+STARTS_FOR_EVER = "import os, time\nopen(f'started-{os.environ[\"RANK\"]}', 'w')\ntime.sleep(600)\n"  # no handler yet
+
+pytestmark = pytest.mark.torch22
+
+
+@pytest.fixture
+def start_node(tmp_path):
+    """start_node(*words, training=FAKE_TRAINING, **environment) -> (the process, its project folder)."""
+    started = []
+
+    def start(*words, training=FAKE_TRAINING, **environment):
+        project = make_project(tmp_path / "project", training=training)
+        make_venv(project)
+        command = [project / ".venv/bin/python", "-m", "mamba_fsdp.launch.node", "failures", *words, "training.py",
+                   "--save_ckpt_path=run", "--num_steps=500"]
+        started.append(subprocess.Popen(command, env={**CLEAN, **environment}, cwd=project, text=True,
+                                        stdout=subprocess.PIPE, stderr=subprocess.STDOUT))
+        return started[-1], project
+
+    yield start
+    for process in started:
+        if process.poll() is None:
+            process.kill()
+
+
+def wait_until(happened):
+    end = time.monotonic() + 60
+    while not happened():
+        assert time.monotonic() < end, "it never came"
+        time.sleep(0.05)
+
+
+def finish(process):
+    output, _ = process.communicate(timeout=120)
+    return process.returncode, output
+
+
+@pytest.mark.parametrize("number, seconds", [
+    pytest.param(signal.SIGTERM, 35, marks=pytest.mark.slow), (signal.SIGUSR1, 1)])
+def test_ranks_that_are_asked_to_stop_have_the_time_they_need(start_node, number, seconds):
+    """By itself torchrun kills them after 30 s, and SIGUSR1 ends it without a word to them."""
+    process, project = start_node("--standalone", PROCESSES_PER_NODE="2", FAKE_COMMIT_SECONDS=str(seconds))
+    wait_until(lambda: len(starts(project / "run")) == 2)
+    process.send_signal(number)
+    code, output = finish(process)
+    assert code == 128 + number and "Traceback" not in output
+    assert '"stopped"' in (project / "run/status.json").read_text()
+    assert list(project.glob("run/checkpoints/step_*/COMMIT"))
+    assert not (project / "failures").exists()
+
+
+def test_ranks_that_only_start_end_at_once_and_count_as_stopped(start_node):
+    process, project = start_node("--standalone", training=STARTS_FOR_EVER, PROCESSES_PER_NODE="2")
+    wait_until(lambda: len(list(project.glob("started-*"))) == 2)
+    process.send_signal(signal.SIGTERM)
+    assert finish(process) == (143, "")
+    assert not (project / "failures").exists(), "they were ended, they have not failed"
+
+
+def test_sigterm_while_it_waits_for_the_errors_of_other_nodes_is_quiet(start_node):
+    process, project = start_node(*AMONG_NODES, FAKE="mistake")
+    wait_until(lambda: list(project.glob("failures/*-exit2.txt")))
+    process.send_signal(signal.SIGTERM)
+    code, output = finish(process)
+    assert code == 1 and "Traceback" not in output
+
+
+@pytest.mark.parametrize("seconds", [0.2, 1, 2])
+def test_sigterm_while_it_starts_is_quiet(start_node, seconds):
+    process, project = start_node(*AMONG_NODES[:2], "--rdzv-endpoint=192.0.2.1:29400")  # nobody there: it keeps trying
+    time.sleep(seconds)
+    process.send_signal(signal.SIGTERM)
+    assert finish(process) == (-signal.SIGTERM, "")
