@@ -1,8 +1,12 @@
-"""What a node has: its GPUs, and the environment that Python runs in."""
+"""What a node has: its GPUs, its network interfaces, and the environment that Python runs in."""
 
+import contextlib
+import fcntl
 import hashlib
 import os
 import shutil
+import socket
+import struct
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +14,7 @@ from pathlib import Path
 from mamba_fsdp.errors import UserError
 
 PROJECT = Path(__file__).resolve().parents[2]
+SIOCGIFADDR = 0x8915  # Linux's number for "the IPv4 address of this interface"
 
 
 def assigned_gpus():
@@ -27,6 +32,27 @@ def driver_gpus():
     command = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
     listed = subprocess.run(command, capture_output=True, text=True, timeout=120)
     return listed.stdout.split("\n")[:-1] if listed.returncode == 0 else []
+
+
+def interface_towards(hosts):
+    """The network interface on the way to the first of `hosts` (names) that is another machine; "" for none or IPv6."""
+    for host in filter(None, hosts):
+        with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect((host, 9))  # sends nothing, but looks the route up
+            here, there = probe.getsockname()[0], probe.getpeername()[0]
+            if here != there and not there.startswith("127."):
+                return interface_of(here)
+    return ""
+
+
+def interface_of(address):
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
+        for _, name in socket.if_nameindex():
+            with contextlib.suppress(OSError):  # one without an IPv4 address
+                answer = fcntl.ioctl(any_socket, SIOCGIFADDR, struct.pack("256s", name.encode()))
+                if socket.inet_ntoa(answer[20:24]) == address:
+                    return name
+    return ""
 
 
 def check_version(environment=sys.prefix):

@@ -22,7 +22,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous import RendezvousError
 
 from mamba_fsdp.durable import write_atomically
-from mamba_fsdp.launch.machine import assigned_gpus
+from mamba_fsdp.launch.machine import assigned_gpus, interface_towards
 
 SECONDS_FOR_OTHERS = 3  # Slurm ends the job with the first node that exits: let the others put their errors on record
 ENDED_BY_LAUNCHER = -signal.SIGTERM  # of ranks that still ran when another failed, or only started when asked to stop
@@ -37,21 +37,17 @@ USUAL_REASONS = {
 def main(failures, words):
     logging.disable(logging.ERROR)  # torchrun's own account of a failure: ours comes last and says more
     processes = int(os.environ.get("PROCESSES_PER_NODE") or assigned_gpus() or 1)
-    if processes > 1:  # left alone, torchrun gives each rank one thread
-        os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // processes)))
-    # Threads that spin while they wait make training on a CPU five times slower as soon as anything else runs there.
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     alone = "--standalone" in words
     with tempfile.TemporaryDirectory(prefix="mamba-train-") as scratch:
-        if not alone:  # on the node's own disk and new for each job: shared by nodes or versions, these caches break
-            os.environ["TRITON_CACHE_DIR"] = f"{scratch}/triton"
-            os.environ["TRITON_DUMP_DIR"] = f"{scratch}/triton-dump"
-            os.environ["TORCHINDUCTOR_CACHE_DIR"] = f"{scratch}/inductor"
-            os.environ["TRITON_RANK0_SCOPE"] = "node"  # to the image's cache writer: one rank of each node fills it
-        options = [f"--nproc-per-node={processes}", f"--log-dir={scratch}/ranks", "--monitor-interval=0.1"]
+        options = torchrun.parse_args([f"--nproc-per-node={processes}", f"--log-dir={scratch}/ranks",
+                                       "--monitor-interval=0.1", *words])
+        set_threads(processes)
+        if not alone:
+            set_caches(scratch)
+            set_interface(options.rdzv_endpoint.rpartition(":")[0])
         asked = pass_requests_on()
         try:
-            torchrun.run(torchrun.parse_args(options + words))
+            torchrun.run(options)
         except ChildFailedError as error:
             first, rank, failure = min((moment_of(failure), rank, failure) for rank, failure in error.failures.items())
             if asked and failure.exitcode == ENDED_BY_LAUNCHER:
@@ -73,8 +69,30 @@ def main(failures, words):
     return 128 + asked[0] if asked else 0
 
 
+def set_threads(processes):
+    if processes > 1:  # left alone, torchrun gives each rank one thread
+        os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // processes)))
+    # Threads that spin while they wait make training on a CPU five times slower as soon as anything else runs there.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+
+def set_caches(scratch):
+    """On the node's own disk and new for each job: shared by nodes or versions, these caches break."""
+    os.environ["TRITON_CACHE_DIR"] = f"{scratch}/triton"
+    os.environ["TRITON_DUMP_DIR"] = f"{scratch}/triton-dump"
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = f"{scratch}/inductor"
+    os.environ["TRITON_RANK0_SCOPE"] = "node"  # to the image's cache writer: one rank of each node fills it
+
+
+def set_interface(first_node):
+    """Tell gloo its network interface: by itself it takes that of the node's own name, which is 127.0.1.1 on Debian."""
+    interface = interface_towards([first_node, os.environ.get("LAST_NODE", "")])
+    if interface:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+
+
 def pass_requests_on():
-    """Make torchrun pass requests to stop on to its ranks, then wait for them and those of other nodes as it always does.
+    """Make torchrun pass requests to stop on to its ranks, then wait for them and those of other nodes as ever.
 
     By itself it kills ranks 30 s after the request, be it in the middle of a step or of a checkpoint. How long they may
     take is for Slurm to say, which kills all of us in the end. Returns the list that will hold the requests (signals).

@@ -3,13 +3,12 @@
 import os
 import signal
 import subprocess
-import sys
 import time
 
 import pytest
 from projects import FAKE_TRAINING, make_project, make_venv, starts
 
-CLEAN = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM", "TRITON_"))
+CLEAN = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM", "TRITON_", "GLOO_"))
          and name != "CUDA_VISIBLE_DEVICES"}
 AMONG_NODES = ["--nnodes=1", "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0"]  # as in Slurm, with one node
 STARTS_FOR_EVER = "import os, time\nopen(f'started-{os.environ[\"RANK\"]}', 'w')\ntime.sleep(600)\n"  # no handler yet
@@ -19,14 +18,14 @@ pytestmark = pytest.mark.torch22
 
 @pytest.fixture
 def start_node(tmp_path):
-    """start_node(*words, training=FAKE_TRAINING, **environment) -> (the process, its project folder)."""
+    """start_node(*words, training=FAKE_TRAINING, steps=500, **environment) -> (the process, its project folder)."""
     started = []
 
-    def start(*words, training=FAKE_TRAINING, **environment):
+    def start(*words, training=FAKE_TRAINING, steps=500, **environment):
         project = make_project(tmp_path / "project", training=training)
         make_venv(project)
         command = [project / ".venv/bin/python", "-m", "mamba_fsdp.launch.node", "failures", *words, "training.py",
-                   "--save_ckpt_path=run", "--num_steps=500"]
+                   "--save_ckpt_path=run", f"--num_steps={steps}"]
         started.append(subprocess.Popen(command, env={**CLEAN, **environment}, cwd=project, text=True,
                                         stdout=subprocess.PIPE, stderr=subprocess.STDOUT))
         return started[-1], project
@@ -85,3 +84,15 @@ def test_sigterm_while_it_starts_is_quiet(start_node, seconds):
     time.sleep(seconds)
     process.send_signal(signal.SIGTERM)
     assert finish(process) == (-signal.SIGTERM, "")
+
+
+@pytest.mark.parametrize("where, given, expected", [(AMONG_NODES, {"GLOO_SOCKET_IFNAME": "mine"}, "mine"),
+                                                    (AMONG_NODES, {"LAST_NODE": "localhost"}, None),
+                                                    (["--standalone"], {}, None)])
+def test_gloo_keeps_the_users_interface_and_its_own_choice_on_a_node_alone(start_node, where, given, expected):
+    """Towards another node it is set: test_launcher_interface.py."""
+    process, project = start_node(*where, steps=1, **given)
+    code, output = finish(process)
+    assert code == 0, output
+    start, = starts(project / "run")
+    assert start["environment"].get("GLOO_SOCKET_IFNAME") == expected

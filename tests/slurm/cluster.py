@@ -118,6 +118,7 @@ until ip link show eth0 >/dev/null 2>&1; do sleep .01; done
 ip addr add 10.66.0.{number}/24 dev eth0; ip link set eth0 up
 t=$(mktemp -d); mount -t tmpfs -o mode=1777 tmp $t
 {binds}mount --move $t /tmp
+sed 's/^[0-9.]* {name}$/127.0.1.1 {name}/' /etc/hosts > /tmp/hosts && mount --bind /tmp/hosts /etc/hosts  # as Debian has it
 mkdir -p /tmp/spool-{name}  # a node's own /tmp; a socket lies there, whose path must be short
 slurmd -D -N {name} & while :; do sleep 3600 & wait; done"""
         login = str(self.inits["login"])

@@ -42,6 +42,7 @@ def test_two_nodes_make_one_run_of_two_ranks_in_the_shared_venv(start_cluster, s
         assert environment["TRITON_DUMP_DIR"].startswith(environment["TRITON_CACHE_DIR"])
         assert environment["TRITON_CACHE_DIR"].startswith("/tmp/mamba-train-"), "compiler caches are the node's and the job's own"
         assert environment["TORCHINDUCTOR_CACHE_DIR"].startswith("/tmp/mamba-train-")
+        assert environment["GLOO_SOCKET_IFNAME"] == "eth0", "a node's own name is 127.0.1.1 to itself"
         assert not any(name.startswith("FI_") for name in environment), "no EFA settings without EFA devices"
     text = log(slurm_project, job)
     assert "0: fake rank" in text and "1: fake rank" in text, "each node's lines have its prefix"
