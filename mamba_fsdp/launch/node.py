@@ -7,6 +7,7 @@ first of its own into the folder FAILURES, as a file whose name sorts by time an
 ends the log with the first of them all.
 """
 
+import importlib.util
 import logging
 import os
 import signal
@@ -42,6 +43,7 @@ def main(failures, words):
         options = torchrun.parse_args([f"--nproc-per-node={processes}", f"--log-dir={scratch}/ranks",
                                        "--monitor-interval=0.1", *words])
         set_threads(processes)
+        set_cache_writer()
         if not alone:
             set_caches(scratch)
             set_interface(options.rdzv_endpoint.rpartition(":")[0])
@@ -76,12 +78,19 @@ def set_threads(processes):
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 
+def set_cache_writer():
+    """Let one rank write Triton's cache where patches/apply.py was here; Triton 3.4 and newer need to be told."""
+    triton = importlib.util.find_spec("triton")
+    if triton and triton.origin and Path(triton.origin).with_name("runtime").joinpath("rank0_cache.py").is_file():
+        os.environ.setdefault("TRITON_CACHE_MANAGER", "triton.runtime.rank0_cache:Rank0CacheManager")
+
+
 def set_caches(scratch):
     """On the node's own disk and new for each job: shared by nodes or versions, these caches break."""
     os.environ["TRITON_CACHE_DIR"] = f"{scratch}/triton"
     os.environ["TRITON_DUMP_DIR"] = f"{scratch}/triton-dump"
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = f"{scratch}/inductor"
-    os.environ["TRITON_RANK0_SCOPE"] = "node"  # to the image's cache writer: one rank of each node fills it
+    os.environ["TRITON_RANK0_SCOPE"] = "node"  # for the cache writer: one rank of each node fills it
 
 
 def set_interface(first_node):

@@ -18,12 +18,17 @@ pytestmark = pytest.mark.torch22
 
 @pytest.fixture
 def start_node(tmp_path):
-    """start_node(*words, training=FAKE_TRAINING, steps=500, **environment) -> (the process, its project folder)."""
+    """start_node(*words, training=FAKE_TRAINING, steps=500, packages=(), **environment) -> (process, project folder).
+
+    packages: names of empty files to put into the .venv."""
     started = []
 
-    def start(*words, training=FAKE_TRAINING, steps=500, **environment):
+    def start(*words, training=FAKE_TRAINING, steps=500, packages=(), **environment):
         project = make_project(tmp_path / "project", training=training)
-        make_venv(project)
+        packages_folder, = make_venv(project).glob("lib/*/site-packages")
+        for file in (packages_folder / name for name in packages):
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.touch()
         command = [project / ".venv/bin/python", "-m", "mamba_fsdp.launch.node", "failures", *words, "training.py",
                    "--save_ckpt_path=run", f"--num_steps={steps}"]
         started.append(subprocess.Popen(command, env={**CLEAN, **environment}, cwd=project, text=True,
@@ -96,3 +101,17 @@ def test_gloo_keeps_the_users_interface_and_its_own_choice_on_a_node_alone(start
     assert code == 0, output
     start, = starts(project / "run")
     assert start["environment"].get("GLOO_SOCKET_IFNAME") == expected
+
+
+@pytest.mark.parametrize("packages, given, expected", [
+    (["triton/__init__.py", "triton/runtime/rank0_cache.py"], {}, "triton.runtime.rank0_cache:Rank0CacheManager"),
+    (["triton/__init__.py", "triton/runtime/rank0_cache.py"], {"TRITON_CACHE_MANAGER": "my:Own"}, "my:Own"),
+    (["triton/__init__.py"], {}, None)])
+def test_the_rank0_cache_writer_is_used_where_the_environment_has_it(start_node, project, packages, given, expected):
+    """Triton 3.4 and newer have to be told, and in a .venv there is no image that does."""
+    process, folder = start_node("--standalone", steps=1, packages=packages, **given)
+    code, output = finish(process)
+    assert code == 0, output
+    start, = starts(folder / "run")
+    assert start["environment"].get("TRITON_CACHE_MANAGER") == expected
+    assert expected in (None, "my:Own") or f'"{expected}"' in (project / "patches/apply.py").read_text()
