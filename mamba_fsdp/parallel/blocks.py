@@ -18,11 +18,8 @@ def checkpoint_blocks(blocks: Sequence[nn.Module], share: float, *, reentrant: b
 def selected(count: int, share: float) -> list[bool]:
     """Which of `count` blocks recompute: block i (from 1) when i * share reaches 0.5, 1.5, 2.5, … (as fms-fsdp)."""
     exact = Fraction(share).limit_denominator(10_000)  # 1/3 is no binary fraction
-    chosen, threshold = [], Fraction(1, 2)
-    for index in range(1, count + 1):
-        chosen.append(index * exact >= threshold)
-        threshold += chosen[-1]
-    return chosen
+    reached = [(index * exact + Fraction(1, 2)) // 1 for index in range(count + 1)]
+    return [before < after for before, after in zip(reached, reached[1:])]
 
 
 def compile_blocks(blocks: Sequence[nn.Module]) -> None:

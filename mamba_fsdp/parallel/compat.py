@@ -1,10 +1,8 @@
 """What depends on the version of torch: the one place that asks."""
 
-try:
-    from torch.distributed.fsdp import fully_shard  # noqa: F401
-    HAS_FSDP2 = True
-except ImportError:
-    HAS_FSDP2 = False
+import torch.distributed.fsdp
+
+HAS_FSDP2 = hasattr(torch.distributed.fsdp, "fully_shard")
 
 
 def load_shard():

@@ -19,8 +19,6 @@ from mamba_fsdp.parallel.replicate import replicate
 from mamba_fsdp.parallel.shards import Shard
 from mamba_fsdp.parallel.world import World
 
-STRATEGIES = ("none", "ddp", "fsdp", "hsdp")
-
 
 def choose_strategy(settings: ParallelConfig, world: World) -> str:
     """none (one process), ddp (replicate), fsdp (shard over all ranks) or hsdp (shard within groups, replicate across).
@@ -30,8 +28,8 @@ def choose_strategy(settings: ParallelConfig, world: World) -> str:
     strategy = settings.sharding_strategy
     if strategy == "auto":
         return "fsdp" if world.size > 1 else "none"
-    if strategy not in STRATEGIES:
-        raise UserError(f"sharding_strategy {strategy!r} is none of auto, {', '.join(STRATEGIES)}")
+    if strategy not in ("none", "ddp", "fsdp", "hsdp"):
+        raise UserError(f"sharding_strategy {strategy!r} is none of auto, none, ddp, fsdp, hsdp")
     if strategy == "none" and world.size > 1:
         raise UserError(f"sharding_strategy=none is for one process, not {world.size}; choose ddp, fsdp or hsdp")
     return strategy
@@ -69,9 +67,8 @@ def parallelize(model: nn.Module, settings: ParallelConfig, *, world: World, com
     whole = [slot for slot in slots if slot.name in fp32]
     for slot in whole:
         slot.materialize(world.device)
-    shard = load_shard()
-    return shard(model, slots, whole, world=world, shard_size=shard_size, compute_dtype=compute_dtype,
-                 backward_prefetch=settings.backward_prefetch, limit_all_gathers=settings.limit_all_gathers)
+    return load_shard()(model, slots, whole, world=world, shard_size=shard_size, compute_dtype=compute_dtype,
+                        backward_prefetch=settings.backward_prefetch, limit_all_gathers=settings.limit_all_gathers)
 
 
 def fill(shards: Iterable[Shard], value_of: Callable[[str, tuple[int, ...]], torch.Tensor]) -> None:

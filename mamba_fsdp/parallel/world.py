@@ -70,10 +70,8 @@ class World:
             if self.size > 1:
                 dist.all_reduce(value, group=self._gloo if value.device.type == "cpu" else None)
             return value
-        if isinstance(value, list):
-            return self.all_reduce_sum(torch.tensor(value, dtype=torch.float64)).tolist()
         dtype = torch.int64 if isinstance(value, int) else torch.float64
-        return self.all_reduce_sum(torch.tensor(value, dtype=dtype)).item()
+        return self.all_reduce_sum(torch.tensor(value, dtype=dtype)).tolist()
 
     def run_local(self, work: Callable[[], T]) -> T:
         """What `work()` returns on this rank, once the work of all ranks has ended. It must not talk to other ranks.
