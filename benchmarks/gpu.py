@@ -39,8 +39,9 @@ from mamba_fsdp.errors import UserError
 from mamba_fsdp.interop import state_spaces, transformers_forms
 from mamba_fsdp.model.init import initial_value
 from mamba_fsdp.model.lm import MambaLM
-from mamba_fsdp.model.spec import flops_per_token, parameters
-from mamba_fsdp.ops import kernels
+from mamba_fsdp.model.spec import flops_per_token, operator_uses, parameters
+from mamba_fsdp.ops import fused
+from mamba_fsdp.ops.forms import PORTABLE, resolve_forms
 from mamba_fsdp.parallel.compat import has_fused_adamw
 from mamba_fsdp.parallel.parallelize import fill, parallelize
 from mamba_fsdp.parallel.world import World
@@ -57,9 +58,11 @@ SETTINGS = TrainConfig()
 
 def our_form(config, weights, device, activation_checkpointing):
     """Like the two below: (the mean loss of tokens (batch, length + 1), a step on them -> (loss, gradient norm))."""
-    chosen = kernels.resolve("fused", "cuda") if device.type == "cuda" else "portable"
+    forms = PORTABLE
+    if device.type == "cuda":
+        forms = resolve_forms("fused", "cuda", operator_uses(config, torch.bfloat16)).forms
     with torch.device("meta"):
-        model = MambaLM(config, kernels=chosen, compute_dtype=torch.bfloat16)
+        model = MambaLM(config, forms=forms, compute_dtype=torch.bfloat16)
     world = World.alone(device=device)
     spread = ParallelConfig(fsdp_activation_checkpointing=activation_checkpointing)
     parallel = parallelize(model, spread, world=world, compute_dtype=torch.bfloat16)
@@ -77,10 +80,16 @@ def our_form(config, weights, device, activation_checkpointing):
     return lambda tokens: batch_loss(parallel, batch_of(tokens)) / tokens[:, 1:].numel(), step
 
 
+def need_kernels():
+    reason = fused.need("mamba_ssm", "causal_conv1d")()
+    if reason:
+        raise UserError(reason)
+
+
 def mamba_ssm_form(config, weights, device, activation_checkpointing):
     if device.type == "cpu":
         raise UserError("its kernels need a GPU")
-    kernels.resolve("fused", "cuda")
+    need_kernels()
     from mamba_ssm.models.config_mamba import MambaConfig
     from mamba_ssm.models.mixer_seq_simple import MambaLMHeadModel
 
@@ -93,7 +102,7 @@ def mamba_ssm_form(config, weights, device, activation_checkpointing):
 
 def transformers_form(config, weights, device, activation_checkpointing):
     if device.type == "cuda":
-        kernels.resolve("fused", "cuda")
+        need_kernels()
     elif util.find_spec("mamba_ssm"):
         raise UserError("where mamba_ssm is installed, transformers calls its CUDA kernels on a CPU too")
     from transformers import AutoConfig, AutoModelForCausalLM

@@ -23,8 +23,9 @@ from config.presets import PRESETS, preset
 from config.train_config import ParallelConfig
 from mamba_fsdp.model.init import initial_value
 from mamba_fsdp.model.lm import MambaLM
-from mamba_fsdp.model.spec import parameter_count, parameters
-from mamba_fsdp.ops import kernels, native
+from mamba_fsdp.model.spec import operator_uses, parameter_count, parameters
+from mamba_fsdp.ops import native
+from mamba_fsdp.ops.forms import resolve_forms
 from mamba_fsdp.parallel.parallelize import fill, parallelize
 from mamba_fsdp.parallel.world import World, start_world
 from mamba_fsdp.train.optimizer import make_optimizer
@@ -35,8 +36,9 @@ RANKS = 16
 
 
 def build(config, world, strategy, dtype=torch.float32):
+    choice = resolve_forms("auto", "cpu", operator_uses(config, dtype))
     with torch.device("meta"):
-        model = MambaLM(config, kernels=kernels.resolve("auto", "cpu"), compute_dtype=dtype)
+        model = MambaLM(config, forms=choice.forms, compute_dtype=dtype)
     parallel = parallelize(model, ParallelConfig(sharding_strategy=strategy), world=world, compute_dtype=dtype)
     spec = parameters(config)
     fill(parallel.shards(), lambda name, shape: initial_value(name, spec[name], 0))

@@ -17,7 +17,8 @@ import torch
 
 from benchmarks.measure import print_memory, time_in_turn, training_step
 from config.model_config import ModelConfig
-from mamba_fsdp.ops import kernels, native
+from mamba_fsdp.ops import native
+from mamba_fsdp.ops.forms import resolve_forms
 
 SIZES = {  # d_model, layers, length, batch
     "tiny": (128, 4, 256, 8),
@@ -39,11 +40,12 @@ def transformers_loss(size, vocab_size, use_mambapy):
 def our_loss(size, vocab_size, form):
     from mamba_fsdp.model.init import initial_value
     from mamba_fsdp.model.lm import MambaLM
-    from mamba_fsdp.model.spec import parameters
+    from mamba_fsdp.model.spec import operator_uses, parameters
 
     d_model, n_layer, length, batch = SIZES[size]
     config = ModelConfig(d_model=d_model, n_layer=n_layer, vocab_size=vocab_size)
-    model = MambaLM(config, kernels=form.split()[0], compute_dtype=OURS[form])
+    choice = resolve_forms(form.split()[0], "cpu", operator_uses(config, OURS[form]))
+    model = MambaLM(config, forms=choice.forms, compute_dtype=OURS[form])
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.copy_(initial_value(name, parameters(config)[name], 0))
@@ -110,8 +112,7 @@ def main():
         return measure_memory(sizes[0], arguments.vocab_size, arguments.memory_of)
     if importlib.util.find_spec("mambapy") is None:  # transformers would run its plain loop without a word
         sys.exit("error: transformers' use_mambapy needs the package mambapy: pip install mambapy")
-    kernels.resolve("auto", "cpu")
-    print(f"torch {torch.__version__}, {arguments.threads} threads; {kernels.explain()}")
+    print(f"torch {torch.__version__}, {arguments.threads} threads; C forms: {native.why_unavailable() or 'available'}")
     forms = [form for form in THEIRS if arguments.plain or THEIRS[form]]
     forms += [form for form in OURS if not ("native" in form and native.why_unavailable())]
     for size in sizes:

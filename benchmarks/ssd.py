@@ -28,8 +28,9 @@ from benchmarks.measure import print_memory, time_in_turn, training_step
 from config.model_config import ModelConfig
 from mamba_fsdp.model.init import initial_value
 from mamba_fsdp.model.lm import MambaLM
-from mamba_fsdp.model.spec import flops_per_token, parameters
-from mamba_fsdp.ops import kernels, native
+from mamba_fsdp.model.spec import flops_per_token, operator_uses, parameters
+from mamba_fsdp.ops import native
+from mamba_fsdp.ops.forms import resolve_forms
 
 BATCH, LENGTH = 4, 512
 CONFIG = ModelConfig(layers="mamba2", d_model=256, n_layer=8, vocab_size=4096, d_state=128, headdim=64, ngroups=1,
@@ -41,8 +42,9 @@ PEERS = ("transformers", "ssd_minimal")
 
 def our_model(form):
     dtype, compiled = OURS[form]
-    chosen = "portable" if compiled else kernels.resolve("auto", "cpu")  # a call into C would cut the graph
-    model = MambaLM(CONFIG, kernels=chosen, compute_dtype=dtype)
+    setting = "portable" if compiled else "auto"  # a call into C would cut the graph
+    choice = resolve_forms(setting, "cpu", operator_uses(CONFIG, dtype))
+    model = MambaLM(CONFIG, forms=choice.forms, compute_dtype=dtype)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.copy_(initial_value(name, parameters(CONFIG)[name], 0))

@@ -10,6 +10,7 @@ from typing import Any
 from config.fields import Duration, Needs, setting
 from config.model_config import ModelConfig
 from mamba_fsdp.errors import UserError
+from mamba_fsdp.ops.forms import demands
 
 
 def steps(default: int, **more: Any) -> Any:
@@ -105,8 +106,10 @@ class TrainingConfig:
                                    spellings={"true": "bf16", "false": "fp32"})
     """Precision of the matrix products; weights, their update, the recurrence and reductions are fp32. true means bf16,
     false fp32."""
-    kernels: str = setting("auto", choices=("auto", "portable", "fused"))
-    """Operators: the fastest there are, plain PyTorch, or the compiled ones or an error."""
+    kernels: str = setting("auto")
+    """Forms of the operators: auto takes the best there are; fused (CUDA libraries), native (C on a CPU) or portable
+    (plain PyTorch) demands that form of all that have it, scan=portable,conv=native of those named. What can't serve is
+    an error."""
     deterministic: bool = setting(False)
     """Ask torch for deterministic algorithms only: two equal runs are equal bit for bit."""
     max_skipped_steps: int = setting(10, at_least=1)
@@ -220,3 +223,4 @@ class TrainConfig:
             raise UserError("resuming_dataset needs load_ckpt_path to be a run or checkpoint folder, "
                             "which knows the data's position")
         self.parallel.selective_share()
+        demands(training.kernels)

@@ -9,13 +9,15 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from mamba_fsdp.conventions import compute_type
 from mamba_fsdp.model import spec
 from mamba_fsdp.ops.attention import attention, attention_step, rotary
-from mamba_fsdp.ops.causal_conv import causal_conv_silu, causal_conv_step
-from mamba_fsdp.ops.kernels import compute_type
+from mamba_fsdp.ops.conv import causal_conv_silu, causal_conv_step
+from mamba_fsdp.ops.mamba1 import mamba1_mixer
+from mamba_fsdp.ops.mamba2 import mamba2_mixer
 from mamba_fsdp.ops.norm import gated_rms_norm
-from mamba_fsdp.ops.selective_scan import mamba1_inner, selective_scan, selective_scan_step
-from mamba_fsdp.ops.ssd import mamba2_inner, ssd, ssd_step
+from mamba_fsdp.ops.scan import selective_scan, selective_scan_step
+from mamba_fsdp.ops.ssd import ssd, ssd_step
 
 
 class Weight(nn.Module):
@@ -46,98 +48,104 @@ def add_parameters(module, parameters):
 
 
 class SSM(Part):
-    """What the Mamba mixers share: A, the short convolution, and a state that does not grow."""
+    """What the Mamba mixers share: the way from projection to convolution, recurrence and output, in `mix` for whole
+    sequences and in `step` for one position, and a state that does not grow."""
+
+    def mix(self, x, documents=None, state=None):
+        """Given a `state`, leaves in it what the next position needs."""
+        x, *rest = self.project(x)
+        if state:
+            last = x[:, -state["conv"].shape[1]:]
+            state["conv"][:, state["conv"].shape[1] - last.shape[1]:] = last
+        x = causal_conv_silu(x, self.conv1d.weight, self.conv1d.bias, documents=documents, form=self.forms["conv"])
+        y = self.scan(*self.scan_inputs(x, *rest), documents=documents, return_last_state=bool(state))
+        if state:
+            y, state["ssm"] = y
+        return self.project_out(y, *rest)
+
+    def prefill(self, x, state):
+        return self.mix(x, state=state)
+
+    def step(self, x, state, position):
+        x, *rest = self.project(x)
+        x = causal_conv_step(state["conv"], x, self.conv1d.weight, self.conv1d.bias)
+        return self.project_out(self.scan_step(state["ssm"], *self.scan_inputs(x, *rest)), *rest)
 
     def A(self):
         return -torch.exp(self.A_log.to(compute_type(self.A_log)))
 
-    def new_state(self, batch, ssm_shape, dtype, device):
+    def allocate_state(self, batch, max_length, dtype, device):
         channels, _, width = self.conv1d.weight.shape
         ssm_dtype = torch.promote_types(dtype, torch.float32)
         return {"conv": torch.zeros(batch, width - 1, channels, dtype=dtype, device=device),  # the last inputs
-                "ssm": torch.zeros(batch, *ssm_shape, dtype=ssm_dtype, device=device)}
-
-    def convolve_prompt(self, x, state):
-        last = x[:, -state["conv"].shape[1]:]
-        state["conv"][:, state["conv"].shape[1] - last.shape[1]:] = last
-        return causal_conv_silu(x, self.conv1d.weight, self.conv1d.bias, kernels=self.kernels)
-
-    def convolve_step(self, x, state):
-        return causal_conv_step(state["conv"], x, self.conv1d.weight, self.conv1d.bias)
+                "ssm": torch.zeros(batch, *self.state_shape, dtype=ssm_dtype, device=device)}
 
 
 class Mamba1(SSM):
-    def __init__(self, config, kernels):
+    scan_step = staticmethod(selective_scan_step)
+
+    def __init__(self, config, forms):
         super().__init__(config, spec.MIXERS["mamba1"])
-        self.kernels = kernels
-        self.d_inner, self.d_state, self.dt_rank = config.d_inner, config.d_state, config.resolved_dt_rank
+        self.forms, self.d_state, self.dt_rank = forms, config.d_state, config.resolved_dt_rank
+        self.state_shape = config.d_inner, config.d_state
 
     def forward(self, x, documents=None):
-        return mamba1_inner(self.in_proj(x), self.conv1d.weight, self.conv1d.bias, self.x_proj.weight,
-                            self.dt_proj.weight, self.dt_proj.bias, self.A(), self.D, self.out_proj.weight,
-                            documents=documents, kernels=self.kernels)
+        if "mamba1" not in self.forms:
+            return self.mix(x, documents)
+        return mamba1_mixer(self.in_proj(x), self.conv1d.weight, self.conv1d.bias, self.x_proj.weight,
+                            self.dt_proj.weight, self.dt_proj.bias, self.A(), self.D, self.out_proj.weight)
 
-    def allocate_state(self, batch, max_length, dtype, device):
-        return self.new_state(batch, (self.d_inner, self.d_state), dtype, device)
+    def project(self, x):
+        return self.in_proj(x).chunk(2, dim=-1)
 
-    def prefill(self, x, state):
-        x, z = self.in_proj(x).chunk(2, dim=-1)
-        x = self.convolve_prompt(x, state)
-        y, state["ssm"] = selective_scan(*self._scan_inputs(x, z), return_last_state=True, kernels=self.kernels)
-        return self.out_proj(y)
-
-    def step(self, x, state, position):
-        x, z = self.in_proj(x).chunk(2, dim=-1)
-        x = self.convolve_step(x, state)
-        return self.out_proj(selective_scan_step(state["ssm"], *self._scan_inputs(x, z)))
-
-    def _scan_inputs(self, x, z):
+    def scan_inputs(self, x, z):
         dt, B, C = self.x_proj(x).split([self.dt_rank, self.d_state, self.d_state], dim=-1)
         return x, self.dt_proj(dt), self.A(), B, C, self.D, z, self.dt_proj.bias
 
+    def scan(self, *inputs, **options):
+        return selective_scan(*inputs, **options, form=self.forms["scan"])
+
+    def project_out(self, y, z):
+        return self.out_proj(y)
+
 
 class Mamba2(SSM):
-    def __init__(self, config, kernels):
+    scan_step = staticmethod(ssd_step)
+
+    def __init__(self, config, forms):
         super().__init__(config, spec.MIXERS["mamba2"])
-        self.kernels, self.chunk_size, self.eps = kernels, config.chunk_size, config.norm_eps
+        self.forms, self.chunk_size, self.eps = forms, config.chunk_size, config.norm_eps
         self.d_inner, self.d_state, self.groups = config.d_inner, config.d_state, config.ngroups
         self.heads, self.headdim = config.n_ssm_head, config.headdim
+        self.state_shape = self.heads, self.headdim, self.d_state
 
     def forward(self, x, documents=None):
-        return mamba2_inner(self.in_proj(x), self.conv1d.weight, self.conv1d.bias, self.dt_bias, self.A(), self.D,
+        if "mamba2" not in self.forms:
+            return self.mix(x, documents)
+        return mamba2_mixer(self.in_proj(x), self.conv1d.weight, self.conv1d.bias, self.dt_bias, self.A(), self.D,
                             self.norm.weight, self.eps, self.out_proj.weight, headdim=self.headdim, ngroups=self.groups,
-                            d_state=self.d_state, chunk_size=self.chunk_size, documents=documents, kernels=self.kernels)
+                            chunk_size=self.chunk_size, documents=documents)
 
-    def allocate_state(self, batch, max_length, dtype, device):
-        return self.new_state(batch, (self.heads, self.headdim, self.d_state), dtype, device)
+    def project(self, x):
+        z, xbc, dt = self.in_proj(x).split([self.d_inner, self.conv1d.weight.shape[0], self.heads], dim=-1)
+        return xbc, z, dt
 
-    def prefill(self, x, state):
-        z, xbc, dt = self._project(x)
-        inputs = self._ssd_inputs(self.convolve_prompt(xbc, state), dt)
-        y, state["ssm"] = ssd(*inputs, chunk_size=self.chunk_size, return_last_state=True, kernels=self.kernels)
-        return self._gated_out(y, z)
-
-    def step(self, x, state, position):
-        z, xbc, dt = self._project(x)
-        return self._gated_out(ssd_step(state["ssm"], *self._ssd_inputs(self.convolve_step(xbc, state), dt)), z)
-
-    def _project(self, x):
-        return self.in_proj(x).split([self.d_inner, self.conv1d.weight.shape[0], self.heads], dim=-1)
-
-    def _ssd_inputs(self, xbc, dt):
+    def scan_inputs(self, xbc, z, dt):
         d_bc = self.groups * self.d_state
         x, B, C = xbc.split([self.d_inner, d_bc, d_bc], dim=-1)
         B, C = (t.unflatten(-1, (self.groups, self.d_state)) for t in (B, C))
         return x.unflatten(-1, (self.heads, self.headdim)), dt, self.A(), B, C, self.D, self.dt_bias
 
-    def _gated_out(self, y, z):
+    def scan(self, *inputs, **options):
+        return ssd(*inputs, **options, chunk_size=self.chunk_size, form=self.forms["ssd"])
+
+    def project_out(self, y, z, dt):
         return self.out_proj(gated_rms_norm(y.flatten(-2), z, self.norm.weight, self.eps, self.d_inner // self.groups))
 
 
 class Attention(Part):
-    def __init__(self, config, kernels):
+    def __init__(self, config, forms):
         super().__init__(config, spec.MIXERS["attention"])
-        self.kernels = kernels
         self.heads, self.kv_heads, self.head_dim = config.n_head, config.n_kv_head, config.resolved_head_dim
         self.rotary_dim, self.theta = config.resolved_rotary_dim, config.rope_theta
 
@@ -165,7 +173,7 @@ class Attention(Part):
         return q, k, v
 
     def _attend(self, q, k, v, documents):
-        return self.out_proj(attention(q, k, v, documents=documents, kernels=self.kernels).flatten(2))
+        return self.out_proj(attention(q, k, v, documents=documents).flatten(2))
 
 
 def positions_in_document(x, documents):

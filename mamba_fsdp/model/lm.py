@@ -7,17 +7,18 @@ from torch import nn
 from mamba_fsdp.model import spec
 from mamba_fsdp.model.layers import MIXERS, MLP, add_parameters
 from mamba_fsdp.ops.cross_entropy import linear_cross_entropy
+from mamba_fsdp.ops.forms import PORTABLE
 from mamba_fsdp.ops.norm import add_rms_norm
 
 
 class Block(nn.Module):
     """norm, mixer and, where the layer has one, norm2, MLP. The unit of sharding, recomputing and compiling."""
 
-    def __init__(self, config, layer, kernels, compute_dtype):
+    def __init__(self, config, layer, forms, compute_dtype):
         super().__init__()
-        self.eps, self.kernels, self.compute_dtype = config.norm_eps, kernels, compute_dtype
+        self.eps, self.norm_form, self.compute_dtype = config.norm_eps, forms["norm"], compute_dtype
         add_parameters(self, {"norm.weight": spec.norm(config.d_model)})
-        self.mixer = MIXERS[layer.mixer](config, kernels)
+        self.mixer = MIXERS[layer.mixer](config, forms)
         self.mlp = None
         if layer.mlp:
             add_parameters(self, {"norm2.weight": spec.norm(config.d_model)})
@@ -42,14 +43,14 @@ class Block(nn.Module):
         return hidden, residual
 
     def add_norm(self, hidden, residual, norm):
-        return add_rms_norm(hidden, residual, norm.weight, self.eps, self.compute_dtype, self.kernels)
+        return add_rms_norm(hidden, residual, norm.weight, self.eps, self.compute_dtype, form=self.norm_form)
 
 
 class Backbone(nn.Module):
-    def __init__(self, config, kernels, compute_dtype):
+    def __init__(self, config, forms, compute_dtype):
         super().__init__()
         add_parameters(self, {"embedding.weight": spec.embedding(config)})
-        self.layers = nn.ModuleList(Block(config, layer, kernels, compute_dtype) for layer in config.layer_list())
+        self.layers = nn.ModuleList(Block(config, layer, forms, compute_dtype) for layer in config.layer_list())
         add_parameters(self, {"norm_f.weight": spec.norm(config.d_model)})
 
 
@@ -57,15 +58,15 @@ class MambaLM(nn.Module):
     """A language model of the structure that a ModelConfig describes.
 
     Constructing draws no random numbers and works on the meta device; parameters are fp32, for init.py or a checkpoint
-    to fill. kernels: a form that mamba_fsdp.ops.kernels.resolve returned. compute_dtype: of everything but the residual
-    stream, the recurrences and the loss. reset_at_documents: `documents` may be given, and nothing crosses a start.
+    to fill. forms: operator -> form, as ops/forms.py chooses. compute_dtype: of everything but the residual stream, the
+    recurrences and the loss. reset_at_documents: `documents` may be given, and nothing crosses a start.
     """
 
-    def __init__(self, config, *, kernels="portable", compute_dtype=torch.float32, reset_at_documents=False):
+    def __init__(self, config, *, forms=PORTABLE, compute_dtype=torch.float32, reset_at_documents=False):
         super().__init__()
-        self.config, self.kernels, self.compute_dtype = config, kernels, compute_dtype
+        self.config, self.forms, self.compute_dtype = config, forms, compute_dtype
         self.reset_at_documents = reset_at_documents
-        self.backbone = Backbone(config, kernels, compute_dtype)
+        self.backbone = Backbone(config, forms, compute_dtype)
         add_parameters(self, {spec.LM_HEAD: spec.output_layer(config)})
         if config.tie_embeddings:
             self.lm_head.weight = self.backbone.embedding.weight
@@ -90,7 +91,8 @@ class MambaLM(nn.Module):
 
     def final_norm(self, hidden, residual):
         norm = self.backbone.norm_f
-        return add_rms_norm(hidden, residual, norm.weight, self.config.norm_eps, self.compute_dtype, self.kernels)[0]
+        return add_rms_norm(hidden, residual, norm.weight, self.config.norm_eps, self.compute_dtype,
+                            form=self.forms["norm"])[0]
 
     def fp32_parameter_names(self):
         """The parameters that compute in fp32 in every precision mode."""

@@ -6,9 +6,10 @@ matter all follow from it. A new mixer is an entry in MIXERS here and a class in
 
 import math
 from dataclasses import dataclass
-from typing import Callable, NamedTuple
+from typing import Any, Callable, NamedTuple
 
 from mamba_fsdp.errors import UserError
+from mamba_fsdp.ops.forms import Use
 
 EMBEDDING, LM_HEAD = "backbone.embedding.weight", "lm_head.weight"
 DT_MIN, DT_MAX = 1e-3, 0.1
@@ -46,13 +47,15 @@ class Spec:
 
     parameters(config): those of one layer by name, in the order of named_parameters(). settings: those of ModelConfig
     that it depends on, beside d_model and n_layer. flops(config, seq_length): of a forward pass, per token, beside the
-    products with its parameters. check(config) raises UserError for shapes that can't be.
+    products with its parameters. check(config) raises UserError for shapes that can't be. operators(config): those of
+    ops/forms.py that it runs, with the fields of a Use that tell sizes.
     """
 
     settings: tuple[str, ...]
     parameters: Callable[..., dict[str, Parameter]]
     flops: Callable[..., float] = lambda config, seq_length: 0.0
     check: Callable[..., None] = lambda config: None
+    operators: Callable[..., dict[str, dict]] = lambda config: {}
 
 
 def norm(channels):
@@ -110,6 +113,11 @@ def _mamba2(config):
     }
 
 
+def _mamba2_operators(config):
+    rows = {name: parameter.shape[0] for name, parameter in _mamba2(config).items()}
+    return {"conv": {"channels": rows["conv1d.weight"]}, "ssd": {}, "mamba2": {"rows": rows["in_proj.weight"]}}
+
+
 def _check_mamba2(config):
     if config.d_inner % config.headdim:
         raise UserError(f"headdim {config.headdim} does not divide expand * d_model = {config.d_inner}")
@@ -154,11 +162,12 @@ def _check_mlp(config):
 
 
 MIXERS = {
-    "mamba1": Spec(("d_state", "d_conv", "expand", "dt_rank"), _mamba1, recurrence_flops),
+    "mamba1": Spec(("d_state", "d_conv", "expand", "dt_rank"), _mamba1, recurrence_flops,
+                   operators=lambda config: {"conv": {"channels": config.d_inner}, "scan": {}, "mamba1": {}}),
     "mamba2": Spec(("d_state", "d_conv", "expand", "headdim", "ngroups", "chunk_size"), _mamba2, recurrence_flops,
-                   _check_mamba2),
+                   _check_mamba2, _mamba2_operators),
     "attention": Spec(("n_head", "n_kv_head", "head_dim", "rotary_dim", "rope_theta"), _attention, _attention_flops,
-                      _check_attention),
+                      _check_attention, lambda config: {"attention": {}}),
 }
 MLP = Spec(("d_intermediate",), _mlp, check=_check_mlp)
 
@@ -212,3 +221,11 @@ def parts_that_read(setting: str) -> list[str]:
     """The mixers, and `+mlp`, that a setting of ModelConfig has an effect on."""
     return [name for name, part in {**MIXERS, "+mlp": MLP}.items() if setting in part.settings]
 
+
+def operator_uses(config, dtype: Any, documents: bool = False) -> dict[str, list[Use]]:
+    """What the model asks of each operator. dtype: of the activations, a torch.dtype; documents: with boundaries."""
+    uses = {"norm": [Use(dtype, documents)], "loss": [Use(dtype, documents)]}
+    for part in config.parts():
+        for operator, sizes in part.operators(config).items():
+            uses.setdefault(operator, []).append(Use(dtype, documents, **sizes))
+    return uses

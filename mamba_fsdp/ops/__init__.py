@@ -1,1 +1,1 @@
-"""The operators behind the model: a portable PyTorch form and the fused form of each."""
+"""The operators behind the model: what each computes (formula, source, shapes), and its forms (see forms.py)."""

@@ -3,17 +3,17 @@
     o_i = sum over j <= i in the same document of softmax_j(q_i . k_j / sqrt(head_dim)) v_j
 
 PyTorch's scaled_dot_product_attention chooses the kernel itself (flash or memory-efficient on CUDA, flash on a CPU), so
-there is one form for every setting of `kernels`. Rotary positions: Su et al. 2021 (arXiv 2104.09864), in the
-rotate-half layout that transformers and mamba-ssm use.
+there is one form. Rotary positions: Su et al. 2021 (arXiv 2104.09864), in the rotate-half layout that transformers and
+mamba-ssm use.
 """
 
 import torch
 import torch.nn.functional as F
 
-from mamba_fsdp.ops.kernels import compute_type
+from mamba_fsdp.conventions import compute_type
 
 
-def attention(q, k, v, *, documents=None, kernels="portable"):
+def attention(q, k, v, *, documents=None):
     """Attend from every position to itself and to those before it in its document.
 
     q (batch, length, heads, head_dim); k, v (batch, length, kv_heads, head_dim), where kv_heads divides heads;

@@ -7,15 +7,13 @@ known as soon as its loss is, so the forward pass turns it into gradients of h a
 import torch
 from torch.autograd.function import once_differentiable
 
-from mamba_fsdp.ops.kernels import compute_type
-
-IGNORED = -100  # the label of a token that is not counted, as in torch.nn.functional.cross_entropy
+from mamba_fsdp.conventions import IGNORED_LABEL, compute_type
 
 
 def _chunk_loss(hidden, weight, labels, want_gradient):
     """Loss of one chunk and, when wanted, the gradient of its logits in hidden's dtype."""
     logits = (hidden @ weight.T).to(compute_type(hidden))
-    counted = labels != IGNORED
+    counted = labels != IGNORED_LABEL
     picked = labels.masked_fill(~counted, 0).unsqueeze(1)  # another label outside the vocabulary makes gather raise
     label_logits = logits.gather(1, picked)
     largest = logits.amax(1, keepdim=True)
@@ -38,15 +36,15 @@ class _LinearCrossEntropy(torch.autograd.Function):
             grad_hidden = torch.empty_like(hidden)
             grad_weight = torch.zeros_like(weight, dtype=loss.dtype)
         for start in range(0, hidden.shape[0], chunk):
-            piece = slice(start, start + chunk)
-            chunk_loss, grad_logits = _chunk_loss(hidden[piece], cast_weight, labels[piece], want_gradient)
+            span = slice(start, start + chunk)
+            chunk_loss, grad_logits = _chunk_loss(hidden[span], cast_weight, labels[span], want_gradient)
             loss += chunk_loss
             if want_gradient:
-                torch.mm(grad_logits, cast_weight, out=grad_hidden[piece])
+                torch.mm(grad_logits, cast_weight, out=grad_hidden[span])
                 if grad_logits.dtype == grad_weight.dtype:
-                    grad_weight.addmm_(grad_logits.T, hidden[piece])
+                    grad_weight.addmm_(grad_logits.T, hidden[span])
                 else:
-                    grad_weight += grad_logits.T @ hidden[piece]
+                    grad_weight += grad_logits.T @ hidden[span]
         if want_gradient:
             ctx.save_for_backward(grad_hidden, grad_weight.to(weight.dtype))
         return loss

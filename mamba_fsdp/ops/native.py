@@ -1,8 +1,9 @@
-"""The C forms of the operators: compiled on first use into a cache folder, loaded through ctypes.
+"""What the native forms share: their C, compiled on first use into a cache folder and loaded through ctypes.
 
-The library's name is a hash of its sources, the flags, the compiler and the processor, so a stale or foreign one is never
-loaded; it is written under another name and renamed, so any number of processes may start at once. It is linked without
-an OpenMP runtime of its own: its calls find PyTorch's, which importing torch has loaded, and both share their threads.
+The library's name is a hash of its sources, the flags, the compiler and the processor, so a stale or foreign one is
+never loaded; it is written under another name and renamed, so any number of processes may start at once. It is linked
+without an OpenMP runtime of its own: its calls find PyTorch's, which importing torch has loaded, and both share their
+threads.
 """
 
 import ctypes
@@ -17,9 +18,8 @@ from pathlib import Path
 
 import torch
 
-SOURCES = ("selective_scan.c", "causal_conv.c")
-HEADERS = ("native.h",)
 FOLDER = Path(__file__).parent
+HEADER, SOURCES = FOLDER / "native.h", sorted(FOLDER.glob("*/*.c"))
 TYPES = {  # dtype of the activations: how the sources are compiled for it
     torch.float32: (),
     torch.bfloat16: ("-DIO_BFLOAT16",),
@@ -43,8 +43,8 @@ def _run(command):
     except (OSError, subprocess.TimeoutExpired) as error:
         raise Unavailable(f"the C compiler {command[0]} does not run: {error}") from error
     if result.returncode:
-        said = (result.stderr or result.stdout).strip().splitlines()
-        raise Unavailable(f"the C compiler {command[0]} fails: {said[0] if said else f'exit status {result.returncode}'}")
+        said = (result.stderr or result.stdout).strip().splitlines() or [f"exit status {result.returncode}"]
+        raise Unavailable(f"the C compiler {command[0]} fails: {said[0]}")
     return result.stdout
 
 
@@ -74,9 +74,9 @@ def _compile(compiler, defines, path):
     """Compile the sources into `path`, whole or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
-        objects = [str(Path(folder) / f"{source}.o") for source in SOURCES]
+        objects = [str(Path(folder) / f"{source.stem}.o") for source in SOURCES]
         for source, target in zip(SOURCES, objects):
-            _run([*compiler, *_flags(), *defines, "-c", str(FOLDER / source), "-o", target])
+            _run([*compiler, *_flags(), *defines, f"-I{FOLDER}", "-c", str(source), "-o", target])
         library = Path(folder) / "library.so"
         # Without -fopenmp: that would link a second OpenMP runtime beside PyTorch's.
         _run([*compiler, "-shared", *objects, "-o", str(library), "-lm"])
@@ -89,7 +89,7 @@ def _compile(compiler, defines, path):
 def library(dtype):
     """The C operators for activations of `dtype`, compiled if need be. Raises Unavailable with the reason."""
     compiler, defines = _compiler(), TYPES[dtype]
-    sources = b"".join((FOLDER / name).read_bytes() for name in HEADERS + SOURCES)
+    sources = b"".join(path.read_bytes() for path in (HEADER, *SOURCES))
     identity = repr((sources, _flags(), defines, compiler, _run([*compiler, "--version"]), _processor()))
     path = cache_folder() / f"ops-{hashlib.sha256(identity.encode()).hexdigest()[:24]}.so"
     try:
@@ -100,30 +100,42 @@ def library(dtype):
         raise Unavailable(f"the C form can't be written to or loaded from {path}: {error}") from error
 
 
-def why_unavailable():
-    """None when the C forms compile and load, else the reason."""
+def why_unavailable(dtype=torch.float32):
+    """None when the C forms for activations of `dtype` compile and load, else the reason."""
     try:
-        library(torch.float32)
+        library(dtype)
     except Unavailable as reason:
         return str(reason)
     return None
 
 
+def takes(use):
+    """None when there is a C form for activations of this dtype, else the reason. See forms.py."""
+    return why_unavailable(use.dtype) if use.dtype in TYPES else f"there is no C for {use.dtype}"
+
+
 def structure(name, *fields):
-    """A ctypes.Structure: fields of int64 are given as 'n:NAME', pointers as 'NAME'."""
-    types = [(f[2:], ctypes.c_int64) if f.startswith("n:") else (f, ctypes.c_void_p) for f in fields]
+    """A ctypes.Structure: fields of int64 are given as 'n:NAME', pointers as 'NAME'. `threads` comes first."""
+    types = [(f[2:], ctypes.c_int64) if f.startswith("n:") else (f, ctypes.c_void_p) for f in ("n:threads", *fields)]
     return type(name, (ctypes.Structure,), {"_fields_": types})
 
 
-def pointer(tensor):
-    return None if tensor is None else tensor.data_ptr()
+def call(function, structure, **values):
+    """Call a C operator with a structure of these values; the field NAME_row is filled from the tensor NAME."""
+    arguments = structure(threads=torch.get_num_threads())
+    for name, value in values.items():
+        is_tensor = isinstance(value, torch.Tensor)
+        setattr(arguments, name, value.data_ptr() if is_tensor else value)
+        if is_tensor and hasattr(arguments, f"{name}_row"):
+            setattr(arguments, f"{name}_row", value.stride(1))
+    if function(ctypes.byref(arguments)):
+        raise MemoryError(f"{function.__name__}: no memory for a thread's scratch")
 
 
-def takes(*activations):
-    """Whether there is a C form for these: one dtype of TYPES, nothing empty."""
-    present = [a for a in activations if a is not None]
-    assert all(a.device.type == "cpu" for a in present), "the C forms are for tensors on the CPU"
-    return present[0].dtype in TYPES and all(a.dtype == present[0].dtype and a.numel() for a in present)
+def check(*activations):
+    """A form is chosen before it is called: another device, dtype or mixture is a programmer's mistake."""
+    kinds = {(a.device.type, a.dtype) for a in activations if a is not None}
+    assert len(kinds) == 1 and kinds <= {("cpu", dtype) for dtype in TYPES}, f"there is no C form for {kinds}"
 
 
 def as_rows(tensor):
@@ -131,11 +143,6 @@ def as_rows(tensor):
     if tensor is None or (tensor.stride(2) == 1 and tensor.stride(0) == tensor.shape[1] * tensor.stride(1)):
         return tensor
     return tensor.contiguous()
-
-
-def call(function, arguments):
-    if function(ctypes.byref(arguments)):
-        raise MemoryError(f"{function.__name__}: no memory for a thread's scratch")
 
 
 def tune_process():

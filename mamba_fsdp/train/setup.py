@@ -21,8 +21,8 @@ from mamba_fsdp.data.store import TokenStore
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.model.init import initial_part
 from mamba_fsdp.model.lm import MambaLM
-from mamba_fsdp.model.spec import parameter_count, parameters
-from mamba_fsdp.ops import kernels
+from mamba_fsdp.model.spec import operator_uses, parameter_count, parameters
+from mamba_fsdp.ops.forms import resolve_forms
 from mamba_fsdp.parallel.model import ParallelModel
 from mamba_fsdp.parallel.parallelize import choose_strategy, fill, fill_parts, parallelize
 from mamba_fsdp.parallel.world import World
@@ -119,15 +119,15 @@ def open_data(settings: TrainConfig) -> tuple[dict[str, TokenStore], dict[str, f
 def build_model(settings: TrainConfig, world: World, say: Say) -> ParallelModel:
     """The model, spread over the world and still to be filled."""
     model, training, parallel = settings.model, settings.training, settings.parallel
-    chosen = kernels.resolve(training.kernels, world.device.type)
-    compute_dtype = DTYPES[training.mixed_precision]
+    compute_dtype, reset_at_documents = DTYPES[training.mixed_precision], settings.data.reset_at_documents
+    uses = operator_uses(model, compute_dtype, reset_at_documents)
+    choice = resolve_forms(training.kernels, world.device.type, uses)
     with torch.device("meta" if parallel.low_cpu_fsdp else "cpu"):
-        network = MambaLM(model, kernels=chosen, compute_dtype=compute_dtype,
-                          reset_at_documents=settings.data.reset_at_documents)
+        network = MambaLM(model, forms=choice.forms, compute_dtype=compute_dtype, reset_at_documents=reset_at_documents)
     spread = parallelize(network, parallel, world=world, compute_dtype=compute_dtype)
     say(f"model      {model.model_name}: {parameter_count(model):,} parameters, {model.n_layer} layers, "
         f"{training.mixed_precision}, {choose_strategy(parallel, world)} on {world.size} x {world.device.type}")
-    say(f"kernels    {kernels.explain().removeprefix('kernels: ')}")
+    say(f"kernels    {choice}")
     return spread
 
 

@@ -8,7 +8,9 @@ from config.train_config import ParallelConfig
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.interop.weights import config_beside, load_tokenizer, read_weights
 from mamba_fsdp.model.lm import MambaLM
-from mamba_fsdp.ops import kernels, native
+from mamba_fsdp.model.spec import operator_uses
+from mamba_fsdp.ops import native
+from mamba_fsdp.ops.forms import resolve_forms
 from mamba_fsdp.parallel.parallelize import fill, parallelize
 from mamba_fsdp.parallel.world import start_world
 
@@ -38,9 +40,9 @@ def load_model(source, *, reset_at_documents=False):
     world = start_world()
     weights = read_weights(source)
     dtype = torch.bfloat16 if world.device.type == "cuda" else torch.float32
+    choice = resolve_forms("auto", world.device.type, operator_uses(weights.config, dtype, reset_at_documents))
     with torch.device("meta"):
-        model = MambaLM(weights.config, kernels=kernels.resolve("auto", world.device.type), compute_dtype=dtype,
-                        reset_at_documents=reset_at_documents)
+        model = MambaLM(weights.config, forms=choice.forms, compute_dtype=dtype, reset_at_documents=reset_at_documents)
     parallel = parallelize(model, ParallelConfig(sharding_strategy="none"), world=world, compute_dtype=dtype)
     fill(parallel.shards(), lambda name, shape: weights.get(name))
     return parallel.model.eval().requires_grad_(False), weights

@@ -6,6 +6,8 @@ import sys
 
 import pytest
 
+from mamba_fsdp.ops.forms import OPERATORS
+
 pytestmark = [pytest.mark.slow, pytest.mark.torch22]
 
 
@@ -21,6 +23,9 @@ def test_a_whole_environment_passes(project):
     done = selfcheck(project)
     assert done.returncode == 0, done.stderr
     assert "one training step on the CPU" in done.stdout and not done.stderr.count("error: ")
+    table = done.stdout.partition("operators on cpu, torch.float32\n")[2].splitlines()
+    assert [line.split()[0] for line in table[:8]] == list(OPERATORS)
+    assert all(line.split()[1] in ("native", "portable", "by") for line in table[:8])
 
 
 def test_what_is_broken_is_named(project, tmp_path):

@@ -3,29 +3,34 @@
 import pytest
 import torch
 
-from mamba_fsdp.ops import kernels
-from mamba_fsdp.ops.causal_conv import causal_conv_silu
+from config.model_config import ModelConfig
+from mamba_fsdp.model.layers import Mamba1
+from mamba_fsdp.model.spec import operator_uses
+from mamba_fsdp.ops import fused as libraries
+from mamba_fsdp.ops.conv import causal_conv_silu
+from mamba_fsdp.ops.forms import resolve_forms
 from mamba_fsdp.ops.norm import add_rms_norm
-from mamba_fsdp.ops.selective_scan import mamba1_inner, selective_scan
+from mamba_fsdp.ops.scan import selective_scan
 
 
 @pytest.fixture(autouse=True)
 def fused():
     if not torch.cuda.is_available():
         pytest.skip("no CUDA device")
-    if kernels.resolve("auto", "cuda") != "fused":
-        pytest.skip(kernels.explain())
+    reason = libraries.need("mamba_ssm", "causal_conv1d")()
+    if reason:
+        pytest.skip(reason)
 
 
 def make(dtype=torch.float32, **shapes):
     generator = torch.Generator().manual_seed(0)
-    parameters = ("A", "D", "dt_bias", "weight", "bias", "residual")
+    parameters = ("A", "A_log", "D", "dt_bias", "dt_proj__bias", "weight", "bias", "residual")
     values = {}
     for name, shape in shapes.items():
         value = torch.randn(*shape, generator=generator)
         if name == "A":
             value = -value.exp()
-        if name.endswith("proj_weight"):
+        if name.endswith("proj__weight"):
             value = value / shape[1] ** 0.5
         values[name] = value.to("cuda", torch.float32 if name in parameters else dtype).requires_grad_()
     return values
@@ -34,7 +39,7 @@ def make(dtype=torch.float32, **shapes):
 def agree(function, values, tolerance, **options):
     results = []
     for form in ("portable", "fused"):
-        outputs = function(**values, kernels=form, **options)
+        outputs = function(**values, form=form, **options)
         outputs = outputs if isinstance(outputs, tuple) else (outputs,)
         results.append([*outputs, *torch.autograd.grad(sum(o.float().square().sum() for o in outputs), list(values.values()))])
     for name, a, b in zip(["out"] * len(outputs) + list(values), *results):
@@ -45,8 +50,19 @@ def agree(function, values, tolerance, **options):
 PRECISIONS = pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 2e-4), (torch.bfloat16, 3e-2)])
 SCAN = dict(u=(2, 300, 64), dt=(2, 300, 64), A=(64, 16), B=(2, 300, 16), C=(2, 300, 16), D=(64,), z=(2, 300, 64), dt_bias=(64,))
 CONV = dict(x=(2, 300, 64), weight=(64, 1, 4), bias=(64,))
-INNER = dict(xz=(2, 300, 128), conv_weight=(64, 1, 4), conv_bias=(64,), x_proj_weight=(36, 64), dt_proj_weight=(64, 4), dt_bias=(64,),
-             A=(64, 16), D=(64,), out_proj_weight=(32, 64))
+MIXER = dict(x=(2, 300, 32), in_proj__weight=(128, 32), conv1d__weight=(64, 1, 4), conv1d__bias=(64,),
+             x_proj__weight=(36, 64), dt_proj__weight=(64, 4), dt_proj__bias=(64,), A_log=(64, 16), D=(64,),
+             out_proj__weight=(32, 64))
+
+
+def mixer(form, x, documents=None, **weights):
+    """A Mamba-1 layer in the portable forms, or in those that auto takes: all in one call, but with documents."""
+    config = ModelConfig(layers="mamba1", d_model=32, dt_rank=4)
+    uses = operator_uses(config, x.dtype, documents is not None)
+    forms = resolve_forms("auto" if form == "fused" else form, "cuda", uses).forms
+    assert ("mamba1" in forms) == (form == "fused" and documents is None)
+    weights = {name.replace("__", "."): value for name, value in weights.items()}
+    return torch.func.functional_call(Mamba1(config, forms), weights, (x, documents))
 
 
 def documents():
@@ -67,7 +83,7 @@ def test_convolution(dtype, tolerance, bounded):
 @PRECISIONS
 @pytest.mark.parametrize("bounded", [False, True])
 def test_whole_mixer(dtype, tolerance, bounded):
-    agree(mamba1_inner, make(dtype, **INNER), tolerance, documents=documents() if bounded else None)
+    agree(mixer, make(dtype, **MIXER), tolerance, documents=documents() if bounded else None)
 
 
 @PRECISIONS
@@ -77,9 +93,9 @@ def test_norm(dtype, tolerance):
 
 
 def test_one_document_never_changes_another():
-    values = {name: v.detach() for name, v in make(**INNER).items()}
-    before = mamba1_inner(**values, documents=documents(), kernels="fused")
-    values["xz"] = values["xz"].clone()
-    values["xz"][:, :77] += 1
-    after = mamba1_inner(**values, documents=documents(), kernels="fused")
+    values = {name: v.detach() for name, v in make(**MIXER).items()}
+    before = mixer(**values, documents=documents(), form="fused")
+    values["x"] = values["x"].clone()
+    values["x"][:, :77] += 1
+    after = mixer(**values, documents=documents(), form="fused")
     assert torch.equal(before[:, 77:], after[:, 77:]) and not torch.equal(before[:, :77], after[:, :77])

@@ -3,25 +3,27 @@
 import pytest
 import torch
 
-from mamba_fsdp.errors import UserError
-from mamba_fsdp.ops import kernels
+from config.model_config import ModelConfig
+from mamba_fsdp.model.layers import Mamba2
+from mamba_fsdp.model.spec import operator_uses
+from mamba_fsdp.ops import fused as libraries
 from mamba_fsdp.ops.attention import attention
-from mamba_fsdp.ops.ssd import mamba2_inner, ssd
+from mamba_fsdp.ops.forms import resolve_forms
+from mamba_fsdp.ops.ssd import ssd
 
 
 @pytest.fixture(autouse=True, scope="module")
 def fused_or_skip():
     if not torch.cuda.is_available():
         pytest.skip("no GPU")
-    try:
-        kernels.resolve("fused", "cuda")
-    except UserError as error:
-        pytest.skip(str(error))
+    reason = libraries.need("mamba_ssm", "causal_conv1d")()
+    if reason:
+        pytest.skip(reason)
 
 
 def leaves(dtype, **tensors):
     """Leaf tensors on the GPU: parameters of the recurrence in float32, the rest in `dtype`."""
-    single = ("A", "D", "dt_bias", "norm_weight", "initial_state")
+    single = ("A", "A_log", "D", "dt_bias", "norm__weight", "initial_state")
     return {n: t.to("cuda", torch.float32 if n in single else dtype).requires_grad_() for n, t in tensors.items()}
 
 
@@ -36,11 +38,21 @@ def mixer_inputs(dtype, length=300, groups=1, d_state=128):
     torch.manual_seed(0)
     d_inner, heads, d_model = 512, 8, 256
     channels = d_inner + 2 * groups * d_state
-    tensors = leaves(dtype, zxbcdt=torch.randn(2, length, d_inner + channels + heads),
-                     conv_weight=torch.randn(channels, 1, 4) / 2, conv_bias=torch.randn(channels),
-                     dt_bias=torch.randn(heads) - 3, A=-torch.rand(heads) * 4, D=torch.randn(heads),
-                     norm_weight=torch.randn(d_inner), out_proj_weight=torch.randn(d_model, d_inner) / 20)
-    return tensors, dict(norm_eps=1e-5, headdim=64, ngroups=groups, d_state=d_state, chunk_size=128)
+    tensors = leaves(dtype, x=torch.randn(2, length, d_model),
+                     in_proj__weight=torch.randn(d_inner + channels + heads, d_model) / d_model**0.5,
+                     conv1d__weight=torch.randn(channels, 1, 4) / 2, conv1d__bias=torch.randn(channels),
+                     dt_bias=torch.randn(heads) - 3, A_log=(torch.rand(heads) * 4).log(), D=torch.randn(heads),
+                     norm__weight=torch.randn(d_inner), out_proj__weight=torch.randn(d_model, d_inner) / 20)
+    config = ModelConfig(layers="mamba2", d_model=d_model, d_state=d_state, ngroups=groups, chunk_size=128)
+    return tensors, dict(config=config)
+
+
+def mixer(form, config, x, documents=None, **weights):
+    """A Mamba-2 layer: in one call where it is fused."""
+    forms = resolve_forms(form, "cuda", operator_uses(config, x.dtype, documents is not None)).forms
+    assert ("mamba2" in forms) == (form == "fused")
+    weights = {name.replace("__", "."): value for name, value in weights.items()}
+    return torch.func.functional_call(Mamba2(config, forms), weights, (x, documents))
 
 
 def boundaries(length=300):
@@ -53,7 +65,7 @@ def boundaries(length=300):
 def compare(operator, tensors, tolerance, **rest):
     """Outputs and gradients of both forms, as RMS errors relative to the portable form in float64."""
     exact = {n: t.detach().double().requires_grad_() for n, t in tensors.items()}
-    outs = operator(**tensors, **rest, kernels="fused"), operator(**exact, **rest, kernels="portable")
+    outs = operator(**tensors, **rest, form="fused"), operator(**exact, **rest, form="portable")
     weights = torch.randn(outs[0].shape, device="cuda", generator=torch.Generator("cuda").manual_seed(1))
     fused, portable = ((out, *torch.autograd.grad((out * weights).sum(), list(inputs.values())))
                        for out, inputs in zip(outs, (tensors, exact)))
@@ -78,7 +90,7 @@ def test_fused_scan(dtype, tolerance, groups, bounded):
 def test_fused_mixer(dtype, tolerance, groups, bounded):
     """The whole-block form's outputs and gradients are the portable form's: layout, norm groups, boundaries."""
     tensors, rest = mixer_inputs(dtype, groups=groups)
-    compare(mamba2_inner, tensors, tolerance, **rest, documents=boundaries() if bounded else None)
+    compare(mixer, tensors, tolerance, **rest, documents=boundaries() if bounded else None)
 
 
 def test_fused_states():
@@ -87,7 +99,7 @@ def test_fused_states():
     state = torch.randn(2, 8, 64, 128, device="cuda")
     for documents in (None, boundaries()):
         rest = dict(chunk_size=128, documents=documents, initial_state=state, return_last_state=True)
-        for fused, portable in zip(ssd(**inputs, **rest, kernels="fused"), ssd(**inputs, **rest)):
+        for fused, portable in zip(ssd(**inputs, **rest, form="fused"), ssd(**inputs, **rest)):
             assert (fused - portable).norm() <= 5e-3 * portable.norm()
 
 
@@ -96,12 +108,12 @@ def test_fused_mixer_does_not_leak(dtype):
     """A document's outputs and gradients don't see the others."""
     tensors, rest = mixer_inputs(dtype)
     documents = (torch.arange(300, device="cuda") >= 130).int().expand(2, 300)
-    out = mamba2_inner(**tensors, **rest, documents=documents, kernels="fused")
-    grad, = torch.autograd.grad(out[:, 130:].float().square().sum(), tensors["zxbcdt"])
+    out = mixer(**tensors, **rest, documents=documents, form="fused")
+    grad, = torch.autograd.grad(out[:, 130:].float().square().sum(), tensors["x"])
     assert not grad[:, :130].any() and grad[:, 130:].any()
     with torch.no_grad():
-        tensors["zxbcdt"][:, :130] *= -3
-    changed = mamba2_inner(**tensors, **rest, documents=documents, kernels="fused")
+        tensors["x"][:, :130] *= -3
+    changed = mixer(**tensors, **rest, documents=documents, form="fused")
     assert torch.equal(changed[:, 130:], out[:, 130:])
 
 
@@ -111,9 +123,9 @@ def test_attention_on_the_gpu(bounded):
     torch.manual_seed(0)
     q, k, v = (torch.randn(2, 300, heads, 128, device="cuda", dtype=torch.bfloat16) for heads in (8, 2, 2))
     documents = boundaries() if bounded else None
-    out = attention(q, k, v, documents=documents, kernels="fused")
+    out = attention(q, k, v, documents=documents)
     exact = attention(q.double(), k.double(), v.double(), documents=documents)
     assert (out - exact).norm() <= 1e-2 * exact.norm()
     if bounded:
         v[0, :250] += 5
-        assert torch.equal(attention(q, k, v, documents=documents, kernels="fused")[0, 250:], out[0, 250:])
+        assert torch.equal(attention(q, k, v, documents=documents)[0, 250:], out[0, 250:])

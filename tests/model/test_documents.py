@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from models import FAMILIES, small_model, some_tokens
+from models import FAMILIES, FORMS, small_model, some_tokens
 
 from mamba_fsdp.ops import native
 
@@ -10,7 +10,7 @@ pytestmark = pytest.mark.torch22
 A, B, C = 23, 31, 17  # tokens of three documents in a row; no chunk's length
 DOCUMENTS = torch.repeat_interleave(torch.arange(3, dtype=torch.int32), torch.tensor([A, B, C])).expand(2, -1)
 MIDDLE = slice(A, A + B)
-FORMS = ["portable", pytest.param("native", marks=pytest.mark.skipif(
+FORM_NAMES = ["portable", pytest.param("native", marks=pytest.mark.skipif(
     bool(native.why_unavailable()), reason=f"no C form: {native.why_unavailable()}"))]
 
 
@@ -23,11 +23,11 @@ def middle_logits_and_gradients(model, tokens, documents):
     return logits, torch.autograd.grad(loss, list(model.parameters()))
 
 
-@pytest.mark.parametrize("kernels", FORMS)
+@pytest.mark.parametrize("form", FORM_NAMES)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_other_documents_change_nothing_to_the_bit(family, kernels):
+def test_other_documents_change_nothing_to_the_bit(family, form):
     """What A and C say changes neither B's logits nor any gradient of B's loss."""
-    model = small_model(family, reset_at_documents=True, kernels=kernels)
+    model = small_model(family, reset_at_documents=True, forms=FORMS[form])
     tokens = some_tokens(2, A + B + C)
     changed = some_tokens(2, A + B + C, seed=1)
     changed[:, MIDDLE] = tokens[:, MIDDLE]
@@ -41,10 +41,10 @@ def test_other_documents_change_nothing_to_the_bit(family, kernels):
             assert torch.equal(gradient, same), name
 
 
-@pytest.mark.parametrize("kernels", FORMS)
+@pytest.mark.parametrize("form", FORM_NAMES)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_document_packed_among_others_is_as_if_alone(family, kernels):
-    model = small_model(family, reset_at_documents=True, kernels=kernels)
+def test_a_document_packed_among_others_is_as_if_alone(family, form):
+    model = small_model(family, reset_at_documents=True, forms=FORMS[form])
     tokens = some_tokens(2, A + B + C)
     packed = model(tokens, documents=DOCUMENTS)
     for piece in (slice(0, A), MIDDLE, slice(A + B, None)):

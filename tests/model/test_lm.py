@@ -1,9 +1,9 @@
-"""The model as a whole: its loss, its precision, its forms of kernels, and how it is built."""
+"""The model as a whole: its loss, its precision, the forms of its operators, and how it is built."""
 
 import pytest
 import torch
 import torch.nn.functional as F
-from models import FAMILIES, small_model, some_tokens
+from models import FAMILIES, FORMS, small_model, some_tokens
 
 from mamba_fsdp.model.lm import MambaLM
 from mamba_fsdp.model.spec import parameters
@@ -80,9 +80,9 @@ def test_parameters_that_stay_fp32_keep_it_among_bf16_weights():
 
 @pytest.mark.skipif(bool(native.why_unavailable()), reason=f"no C form: {native.why_unavailable()}")
 @pytest.mark.parametrize("family", FAMILIES)
-def test_native_kernels_compute_the_same_model(family):
+def test_native_forms_compute_the_same_model(family):
     tokens = some_tokens(3, 50)
-    loss, gradients = loss_and_gradients(small_model(family, kernels="native"), tokens)
+    loss, gradients = loss_and_gradients(small_model(family, forms=FORMS["native"]), tokens)
     expected, expected_gradients = loss_and_gradients(small_model(family), tokens)
     torch.testing.assert_close(loss, expected, rtol=1e-5, atol=0)
     assert_gradients_close(gradients, expected_gradients, tolerance=1e-4)

@@ -18,7 +18,10 @@ import torch.nn.functional as F  # noqa: E402
 from mamba_ssm.ops import selective_scan_interface  # noqa: E402
 from mamba_ssm.ops.triton import layernorm_gated, ssd_combined  # noqa: E402
 
-from mamba_fsdp.ops.ssd import mamba2_inner, ssd  # noqa: E402
+from config.model_config import ModelConfig  # noqa: E402
+from mamba_fsdp.model.layers import Mamba2  # noqa: E402
+from mamba_fsdp.ops.forms import PORTABLE  # noqa: E402
+from mamba_fsdp.ops.ssd import ssd  # noqa: E402
 
 calls = []
 
@@ -74,8 +77,8 @@ def compare(operator, tensors, **rest):
     """Outputs and gradients of the two forms, documents counted from 0 or not."""
     for documents in (None, torch.tensor([4, 4, 4, 5, 5, 6, 6, 6, 6, 6, 6]).expand(2, 11)):
         results = []
-        for kernels in ("portable", "fused"):
-            out = operator(**tensors, **rest, documents=documents, kernels=kernels)
+        for form in ("portable", "fused"):
+            out = operator(**tensors, **rest, documents=documents, form=form)
             weights = torch.randn(out.shape, generator=torch.Generator().manual_seed(0))
             grads = torch.autograd.grad((out * weights).sum(), list(tensors.values()))
             results.append((out, *grads))
@@ -89,17 +92,25 @@ def leaves(**tensors):
     return {name: tensor.requires_grad_() for name, tensor in tensors.items()}
 
 
+def mixer(documents, form, x, **weights):
+    """A Mamba-2 layer, in one call where it is fused."""
+    config = ModelConfig(d_model=8, headdim=4, d_state=8, chunk_size=16)
+    layer = Mamba2(config, PORTABLE | ({"mamba2": "fused"} if form == "fused" else {}))
+    weights = {name.replace("__", "."): value for name, value in weights.items()}
+    return torch.func.functional_call(layer, weights, (x, documents))
+
+
 torch.manual_seed(0)
-heads, headdim, d_state, d_inner, d_model = 4, 4, 8, 16, 6
+heads, headdim, d_state, d_inner, d_model = 4, 4, 8, 16, 8
 for groups in (1, 2):
     compare(ssd, leaves(x=torch.randn(2, 11, heads, headdim), dt=torch.randn(2, 11, heads),
                         A=-torch.rand(heads), B=torch.randn(2, 11, groups, d_state),
                         C=torch.randn(2, 11, groups, d_state), D=torch.randn(heads), dt_bias=torch.randn(heads)),
             chunk_size=16)
 channels = d_inner + 2 * d_state
-compare(mamba2_inner, leaves(
-    zxbcdt=torch.randn(2, 11, d_inner + channels + heads), conv_weight=torch.randn(channels, 1, 4),
-    conv_bias=torch.randn(channels), dt_bias=torch.randn(heads), A=-torch.rand(heads), D=torch.randn(heads),
-    norm_weight=torch.randn(d_inner), out_proj_weight=torch.randn(d_model, d_inner)),
-    norm_eps=1e-5, headdim=headdim, ngroups=1, d_state=d_state, chunk_size=16)
+compare(mixer, leaves(
+    x=torch.randn(2, 11, d_model), in_proj__weight=torch.randn(d_inner + channels + heads, d_model) / 3,
+    conv1d__weight=torch.randn(channels, 1, 4), conv1d__bias=torch.randn(channels), dt_bias=torch.randn(heads),
+    A_log=torch.randn(heads), D=torch.randn(heads), norm__weight=torch.randn(d_inner),
+    out_proj__weight=torch.randn(d_model, d_inner)))
 assert calls == 4 * ["mamba_chunk_scan_combined"] + 2 * ["mamba_split_conv1d_scan_combined"], calls

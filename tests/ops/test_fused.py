@@ -28,9 +28,12 @@ import sys, types
 from unittest.mock import MagicMock
 import torch, torch.nn.functional as F
 
-from mamba_fsdp.ops.causal_conv import causal_conv_silu
+from config.model_config import ModelConfig
+from mamba_fsdp.model.layers import Mamba1
+from mamba_fsdp.ops.conv import causal_conv_silu
+from mamba_fsdp.ops.forms import PORTABLE
 from mamba_fsdp.ops.norm import add_rms_norm
-from mamba_fsdp.ops.selective_scan import mamba1_inner, selective_scan
+from mamba_fsdp.ops.scan import selective_scan
 
 folder = sys.argv[1]
 sys.path.append(folder)
@@ -87,9 +90,9 @@ def same(function, values, expected_calls, **options):
     """fused and portable agree in outputs and gradients, and fused called what is named."""
     values = {name: v.requires_grad_() for name, v in values.items()}
     results = []
-    for kernels in ("portable", "fused"):
+    for form in ("portable", "fused"):
         calls.clear()
-        outputs = function(**values, kernels=kernels, **options)
+        outputs = function(**values, form=form, **options)
         outputs = outputs if isinstance(outputs, tuple) else (outputs,)
         seeds = [torch.randn(o.shape, generator=torch.Generator().manual_seed(1)) for o in outputs]
         results.append([*outputs, *torch.autograd.grad(sum((o * s).sum() for o, s in zip(outputs, seeds)), list(values.values()))])
@@ -101,28 +104,42 @@ scan = dict(u=randn(2, 30, 16), dt=randn(2, 30, 16), A=-torch.exp(randn(16, 4)),
             z=randn(2, 30, 16), dt_bias=randn(16))
 same(selective_scan, scan, ["scan"])
 same(selective_scan, {n: v for n, v in scan.items() if n not in ("D", "z", "dt_bias")}, ["scan"])
-same(selective_scan, scan, [], documents=documents)
-same(selective_scan, scan, [], return_last_state=True)  # the kernel has no gradient through it
-same(selective_scan, scan | {"initial_state": randn(2, 16, 4)}, [])
+for refused in (dict(documents=documents), dict(return_last_state=True), dict(initial_state=randn(2, 16, 4))):
+    try:  # the kernel has no boundaries, no gradient through its last state, no initial state
+        selective_scan(**scan, **refused, form="fused")
+    except AssertionError as error:
+        assert "mamba-ssm's scan has no" in str(error)
+    else:
+        raise SystemExit(f"{refused} is taken without a word")
 with torch.no_grad():
     calls.clear()
-    pairs = [selective_scan(**scan, return_last_state=True, kernels=kernels) for kernels in ("portable", "fused")]
+    pairs = [selective_scan(**scan, return_last_state=True, form=form) for form in ("portable", "fused")]
     assert calls == ["scan"]
     for a, b in zip(*pairs):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
 conv = dict(x=randn(2, 30, 16), weight=randn(16, 1, 4), bias=randn(16))
 same(causal_conv_silu, conv, ["conv"])
 same(causal_conv_silu, conv, ["conv"], documents=documents)
-same(causal_conv_silu, dict(x=randn(2, 30, 12), weight=randn(12, 1, 4), bias=randn(12)), [])  # not a multiple of 8
-inner = dict(xz=randn(2, 30, 32), conv_weight=randn(16, 1, 4), conv_bias=randn(16), x_proj_weight=randn(10, 16) / 4,
-             dt_proj_weight=randn(16, 2), dt_bias=randn(16), A=-torch.exp(randn(16, 4)), D=randn(16), out_proj_weight=randn(8, 16))
-same(mamba1_inner, inner, ["inner", "conv", "scan"])
-same(mamba1_inner, inner, ["conv"], documents=documents)
+wide = randn(2, 30, 21)
+same(lambda weight, bias, **o: causal_conv_silu(wide[..., :16], weight, bias, **o), {n: conv[n] for n in ("weight", "bias")},
+     ["conv"], documents=documents)  # 21 elements from position to position: no multiple of 8
+
+def mixer(form, documents=None, **values):
+    forms = PORTABLE | {"conv": form} | ({"scan": form, "mamba1": form} if form == "fused" and documents is None else {})
+    module = Mamba1(ModelConfig(d_model=8, d_state=4, dt_rank=2), forms)
+    weights = {name.replace("__", "."): value for name, value in values.items() if name != "x"}
+    return torch.func.functional_call(module, weights, (values["x"], documents))
+
+inner = dict(x=randn(2, 30, 8), in_proj__weight=randn(32, 8) / 3, conv1d__weight=randn(16, 1, 4), conv1d__bias=randn(16),
+             x_proj__weight=randn(10, 16) / 4, dt_proj__weight=randn(16, 2), dt_proj__bias=randn(16),
+             A_log=randn(16, 4), D=randn(16), out_proj__weight=randn(8, 16))
+same(mixer, inner, ["inner", "conv", "scan"])
+same(mixer, inner, ["conv"], documents=documents)
 x, residual, weight = randn(2, 5, 8), randn(2, 5, 8), randn(8)
 same(add_rms_norm, dict(x=x, residual=residual, weight=weight), ["norm"], eps=1e-5, out_dtype=torch.float32)
 same(lambda x, weight, **o: add_rms_norm(x, None, weight, **o), dict(x=x, weight=weight), ["norm"], eps=1e-5, out_dtype=torch.float32)
-half = {n: v.detach().bfloat16() if n == "xz" else v.detach() for n, v in inner.items()}
-assert mamba1_inner(**half, kernels="fused").dtype == torch.bfloat16
+half = {n: v.detach().bfloat16() if n == "x" else v.detach() for n, v in inner.items()}
+assert mixer(**half, form="fused").dtype == torch.bfloat16
 print("all equal")
 '''
 

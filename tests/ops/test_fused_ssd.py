@@ -8,7 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from mamba_fsdp.ops.ssd import mamba2_inner, ssd
+from config.model_config import ModelConfig
+from mamba_fsdp.model.layers import Mamba2
+from mamba_fsdp.ops.forms import PORTABLE
+from mamba_fsdp.ops.mamba2 import mamba2_mixer
+from mamba_fsdp.ops.ssd import ssd
 
 
 @pytest.mark.slow
@@ -32,20 +36,19 @@ def recorded(monkeypatch):
     return calls
 
 
-def mixer(channels_off=0):
-    """Arguments in bf16 with float32 parameters; channels_off moves the convolution away from a multiple of 8."""
-    d_state = 8 + channels_off
-    channels = 16 + 2 * d_state
+def mixer():
+    """Arguments in bf16 with float32 parameters."""
+    d_state, channels = 8, 32
     return dict(zxbcdt=torch.randn(1, 5, 16 + channels + 4, dtype=torch.bfloat16),
                 conv_weight=torch.randn(channels, 1, 4), conv_bias=torch.randn(channels), dt_bias=torch.randn(4),
                 A=-torch.rand(4), D=torch.randn(4), norm_weight=torch.randn(16), norm_eps=1e-5,
-                out_proj_weight=torch.randn(6, 16), headdim=4, ngroups=1, d_state=d_state, chunk_size=16)
+                out_proj_weight=torch.randn(6, 16), headdim=4, ngroups=1, chunk_size=2 * d_state)
 
 
 def test_fused_mixer_casts_what_multiplies_and_nothing_else(recorded):
     """Weights arrive in the activations' dtype, A, D and dt_bias in float32, documents as int32 from 0, gate first."""
     documents = torch.tensor([[3, 3, 3, 4, 4]])
-    mamba2_inner(**mixer(), documents=documents, kernels="fused")
+    mamba2_mixer(**mixer(), documents=documents)
     (name, (conv_weight, conv_bias, dt_bias, A, D, chunk_size), rest), = recorded
     assert name == "mixer" and chunk_size == 16 and not rest["norm_before_gate"]
     assert conv_weight.dtype == conv_bias.dtype == rest["outproj_weight"].dtype == torch.bfloat16
@@ -53,19 +56,27 @@ def test_fused_mixer_casts_what_multiplies_and_nothing_else(recorded):
     assert rest["seq_idx"].dtype == torch.int32 and rest["seq_idx"].tolist() == [[0, 0, 0, 1, 1]]
 
 
-def test_fused_mixer_without_the_whole_block_form(recorded):
-    """Where the whole block can't take the number of channels, its parts run, the scan still fused."""
-    mamba2_inner(**mixer(channels_off=1), kernels="fused")
+def layer(**forms):
+    config = ModelConfig(layers="mamba2", d_model=8, headdim=4, d_state=8)
+    module = Mamba2(config, PORTABLE | forms)
+    for parameter in module.parameters():
+        torch.nn.init.normal_(parameter)
+    return module
+
+
+def test_fused_mixer_by_its_parts(recorded):
+    """Where the whole mixer can't be had in one call, its parts run, the scan still fused."""
+    assert layer(ssd="fused")(torch.randn(1, 5, 8)).shape == (1, 5, 8)
     assert [name for name, *_ in recorded] == ["scan"]
 
 
 def test_portable_needs_no_library(monkeypatch):
     """The portable form runs where mamba-ssm is not installed."""
     monkeypatch.setitem(sys.modules, "mamba_ssm", None)
-    arguments = mixer()
-    assert mamba2_inner(**arguments, kernels="portable").shape == (1, 5, 6)
+    x = torch.randn(1, 5, 8)
+    assert layer()(x).shape == (1, 5, 8)
     with pytest.raises(ImportError):
-        mamba2_inner(**arguments, kernels="fused")
+        layer(mamba2="fused")(x)
     with pytest.raises(ImportError):
         ssd(torch.randn(1, 5, 4, 4), torch.randn(1, 5, 4), -torch.rand(4), torch.randn(1, 5, 1, 8),
-            torch.randn(1, 5, 1, 8), chunk_size=16, kernels="fused")
+            torch.randn(1, 5, 1, 8), chunk_size=16, form="fused")

@@ -1,27 +1,14 @@
-"""Mamba-1's scan and mixer, both CPU forms, against a plain loop in float64: forward, gradients, and at the edges."""
+"""Mamba-1's scan, both CPU forms, against a plain loop in float64: forward, gradients, and at the edges."""
 
 import pytest
 import torch
 import torch.nn.functional as F
+from definitions import loop
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from mamba_fsdp.ops.causal_conv import causal_conv_step
-from mamba_fsdp.ops.selective_scan import mamba1_inner, selective_scan, selective_scan_step
+from mamba_fsdp.ops.scan import selective_scan, selective_scan_step
 
 NAMES = ("u", "dt", "A", "B", "C", "D", "z", "dt_bias", "initial_state")
-
-
-def loop(u, dt, A, B, C, D, z, dt_bias, initial_state, documents=None):
-    """The definition, position by position: (y, last state)."""
-    delta = F.softplus(dt + dt_bias, threshold=50)  # the default threshold of 20 costs 1e-10
-    state, ys = initial_state, []
-    for t in range(u.shape[1]):
-        decay = torch.exp(delta[:, t, :, None] * A)
-        if documents is not None and t > 0:
-            decay = decay * (documents[:, t] == documents[:, t - 1])[:, None, None]
-        state = decay * state + (delta[:, t] * u[:, t])[..., None] * B[:, t, None]
-        ys.append((state * C[:, t, None]).sum(-1) + D * u[:, t])
-    return torch.stack(ys, dim=1) * F.silu(z), state
 
 
 def inputs(batch=2, length=70, d_inner=5, d_state=3, dt_shift=-2.0, dt_scale=1.0, seed=0):
@@ -60,58 +47,64 @@ def assert_close(actual, expected, tolerance):
         assert error <= tolerance * max(value.abs().max().item(), 1e-30), f"{name}: error {error:.2e}"
 
 
-def check(kernels, values, documents=None, dtype=torch.float64, tolerance=1e-12):
+def check(form, values, documents=None, dtype=torch.float64, tolerance=1e-12):
     rounded = typed({name: v.detach() for name, v in typed(values, dtype).items()}, torch.float64)  # what the form is given
     expected = results(loop, rounded, documents=documents)
-    actual = results(selective_scan, typed(values, dtype), documents=documents, return_last_state=True, kernels=kernels)
+    actual = results(selective_scan, typed(values, dtype), documents=documents, return_last_state=True, form=form)
     assert_close(actual, expected, tolerance)
 
 
 @pytest.mark.parametrize("length", [1, 2, 15, 16, 17, 31, 32, 33, 100])
 @pytest.mark.parametrize("bounded", [False, True])
-def test_equals_the_loop_at_every_chunk_edge(kernels, length, bounded):
-    check(kernels, inputs(length=length), random_documents(2, length) if bounded else None, tolerance=1e-9)
+def test_equals_the_loop_at_every_chunk_edge(form, length, bounded):
+    check(form, inputs(length=length), random_documents(2, length) if bounded else None, tolerance=1e-9)
 
 
 @pytest.mark.parametrize("d_inner, d_state", [(1, 1), (15, 16), (16, 4), (17, 16), (129, 5), (300, 2)])
-def test_equals_the_loop_at_every_width(kernels, d_inner, d_state):
-    check(kernels, inputs(length=20, d_inner=d_inner, d_state=d_state), tolerance=1e-9)
+def test_equals_the_loop_at_every_width(form, d_inner, d_state):
+    check(form, inputs(length=20, d_inner=d_inner, d_state=d_state), tolerance=1e-9)
 
 
 @pytest.mark.parametrize("dtype, tolerance", [(torch.float64, 1e-9), (torch.float32, 3e-6)])
 @pytest.mark.parametrize("dt_shift, dt_scale, A_scale", [
     (-2, 1, 1), (-40, 5, 1), (0, 0.01, 1e-4), (3, 30, 1), (100, 50, 16), (1000, 300, 8)], ids=str)
-def test_long_sequences_and_extreme_dt(kernels, dtype, tolerance, dt_shift, dt_scale, A_scale):
+def test_long_sequences_and_extreme_dt(form, dtype, tolerance, dt_shift, dt_scale, A_scale):
     """1200 positions; delta from 1e-25 up, and |delta A| up to over 1e4 a step."""
     values = inputs(length=1200, dt_shift=dt_shift, dt_scale=dt_scale)
     values["A"] = values["A"] * A_scale
     if dt_shift == 1000:
         assert (F.softplus(values["dt"])[..., None] * values["A"]).abs().max() > 1e4
-    check(kernels, values, random_documents(2, 1200), dtype, tolerance)
+    check(form, values, random_documents(2, 1200), dtype, tolerance)
 
 
 @pytest.mark.parametrize("length", [50, 1000])
-def test_bf16_is_as_exact_as_its_storage(kernels, length):
+def test_bf16_is_as_exact_as_its_storage(form, length):
     """Inner arithmetic is float32, so bf16 costs no more than the rounding of y and its gradient: 2^-9 each, some more in
     sums over positions."""
-    check(kernels, inputs(length=length, d_inner=20), random_documents(2, length), torch.bfloat16, 2**-7)
+    check(form, inputs(length=length, d_inner=20), random_documents(2, length), torch.bfloat16, 2**-7)
 
 
-def test_fp16_is_taken(kernels):
-    check(kernels, inputs(length=40), None, torch.float16, 2**-9)
+def test_fp16_is_taken():
+    check("portable", inputs(length=40), None, torch.float16, 2**-9)
+
+
+def test_a_dtype_that_the_form_was_not_chosen_for_is_a_mistake():
+    """Nothing else runs in its place without a word; test_forms.py has the choice."""
+    with pytest.raises(AssertionError, match="no C form.*float16"):
+        check("native", inputs(length=40), None, torch.float16, 2**-9)
 
 
 @pytest.mark.parametrize("bounded", [False, True])
-def test_gradcheck(kernels, bounded):
+def test_gradcheck(form, bounded):
     values = typed(inputs(batch=2, length=35, d_inner=3, d_state=2), torch.float64)
     documents = random_documents(2, 35) if bounded else None
     assert torch.autograd.gradcheck(
-        lambda *v: selective_scan(**dict(zip(NAMES, v)), documents=documents, return_last_state=True, kernels=kernels),
+        lambda *v: selective_scan(**dict(zip(NAMES, v)), documents=documents, return_last_state=True, form=form),
         tuple(values.values()), fast_mode=False)
 
 
 @pytest.mark.parametrize("missing", [("D",), ("z",), ("dt_bias",), ("D", "z", "dt_bias", "initial_state")])
-def test_optional_inputs(kernels, missing):
+def test_optional_inputs(form, missing):
     """Without D, z, dt_bias or initial state: as with zeros, and a gate of one."""
     values = typed(inputs(), torch.float64)
     given = {name: None if name in missing else v for name, v in values.items()}
@@ -119,7 +112,7 @@ def test_optional_inputs(kernels, missing):
     for name in missing:
         neutral[name] = torch.full_like(values[name], 1e3 if name == "z" else 0.0)  # silu(1000) = 1000
     scale = 1e-3 if "z" in missing else 1.0
-    y = selective_scan(**given, kernels=kernels)
+    y = selective_scan(**given, form=form)
     expected = loop(**neutral)[0] * scale
     torch.testing.assert_close(y, expected, rtol=1e-9, atol=1e-9)
     wanted = [v for name, v in values.items() if name not in missing]
@@ -127,35 +120,35 @@ def test_optional_inputs(kernels, missing):
         torch.testing.assert_close(actual, reference, rtol=1e-9, atol=1e-9)
 
 
-def test_slices_of_wider_tensors(kernels):
+def test_slices_of_wider_tensors(form):
     """Inputs that are slices, as a projection's are, give the same results and gradients as copies of them."""
     values = typed(inputs(d_inner=4, d_state=4), torch.float64)
-    plain = results(selective_scan, values, return_last_state=True, kernels=kernels)
+    plain = results(selective_scan, values, return_last_state=True, form=form)
     wide = torch.cat([values[name] for name in ("u", "z", "dt", "B", "C")], dim=-1).detach().requires_grad_()
     sliced = dict(zip(("u", "z", "dt", "B", "C"), wide.split(4, dim=-1)))
-    y, state = selective_scan(**(values | sliced), return_last_state=True, kernels=kernels)
+    y, state = selective_scan(**(values | sliced), return_last_state=True, form=form)
     torch.testing.assert_close((y, state), (plain["y"], plain["state"]), rtol=1e-12, atol=1e-12)
     transposed = values["u"].detach().transpose(1, 2).contiguous().transpose(1, 2)
-    torch.testing.assert_close(selective_scan(**(values | {"u": transposed}), kernels=kernels), y, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(selective_scan(**(values | {"u": transposed}), form=form), y, rtol=1e-12, atol=1e-12)
     expanded = torch.ones(1, 1, 1, dtype=torch.float64)
     grad, = torch.autograd.grad(y, wide, expanded.expand_as(y))  # what y.sum() sends back: strides of 0
-    again = selective_scan(**(values | sliced), kernels=kernels)
+    again = selective_scan(**(values | sliced), form=form)
     reference, = torch.autograd.grad(again, wide, expanded.expand_as(y).contiguous())
     torch.testing.assert_close(grad, reference, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("batch, length", [(0, 5), (2, 0), (0, 0)])
-def test_empty_batches_and_sequences(kernels, batch, length):
+def test_empty_batches_and_sequences(form, batch, length):
     """Nothing in, nothing out; the state passes through, and so does its gradient."""
     values = typed(inputs(batch=batch, length=length), torch.float32)
-    y, state = selective_scan(**values, return_last_state=True, kernels=kernels)
+    y, state = selective_scan(**values, return_last_state=True, form=form)
     assert y.shape == (batch, length, 5) and torch.equal(state, values["initial_state"])
     gradients = torch.autograd.grad(y.sum() + state.sum(), list(values.values()))
     assert torch.equal(gradients[-1], torch.ones_like(values["initial_state"]))
     assert not any(g.any() for g in gradients[:-1])
 
 
-def test_one_document_never_changes_another(kernels):
+def test_one_document_never_changes_another(form):
     """Noise in document A, however large, leaves B's outputs and gradients bitwise as they were."""
     documents = torch.zeros(1, 90, dtype=torch.int32)
     documents[:, 37:] = 1
@@ -165,7 +158,7 @@ def test_one_document_never_changes_another(kernels):
         for name in ("u", "dt", "B", "C", "z"):
             values[name][:, :37] += noise
         values = typed(values, torch.float32)
-        y = selective_scan(**values, documents=documents, kernels=kernels)
+        y = selective_scan(**values, documents=documents, form=form)
         gradients = torch.autograd.grad(y[:, 37:].square().sum(), [values[n] for n in ("u", "dt", "B", "C", "z")])
         return [y[:, 37:], *(g[:, 37:] for g in gradients)]
 
@@ -175,30 +168,30 @@ def test_one_document_never_changes_another(kernels):
             assert torch.equal(before, after)
 
 
-def test_documents_equal_separate_rows(kernels):
+def test_documents_equal_separate_rows(form):
     values = typed(inputs(batch=1, length=80), torch.float64)
     documents = (torch.arange(80)[None] >= 33).int()
-    whole = selective_scan(**values, documents=documents, kernels=kernels)
+    whole = selective_scan(**values, documents=documents, form=form)
     zero = torch.zeros_like(values["initial_state"])
     second = {n: v[:, 33:] if n in ("u", "dt", "B", "C", "z") else v for n, v in values.items()} | {"initial_state": zero}
-    torch.testing.assert_close(whole[:, 33:], selective_scan(**second, kernels=kernels), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(whole[:, 33:], selective_scan(**second, form=form), rtol=1e-12, atol=1e-12)
 
 
-def test_nan_is_not_hidden(kernels):
+def test_nan_is_not_hidden(form):
     """A NaN anywhere reaches the outputs behind it, so that the step's check can see it."""
     for name in ("u", "dt", "B", "C", "z", "A"):
         values = inputs(length=40)
         values[name].view(-1)[0] = float("nan")
-        assert selective_scan(**typed(values, torch.float32), kernels=kernels).isnan().any(), name
+        assert selective_scan(**typed(values, torch.float32), form=form).isnan().any(), name
 
 
-def test_state_hands_over(kernels):
+def test_state_hands_over(form):
     """Two halves with the state handed over equal the whole, and steps one by one do too."""
     values = typed(inputs(length=50, d_inner=18), torch.float64)
-    whole, last = selective_scan(**values, return_last_state=True, kernels=kernels)
+    whole, last = selective_scan(**values, return_last_state=True, form=form)
     piece = lambda part: {n: v[:, part] if n in ("u", "dt", "B", "C", "z") else v for n, v in values.items()}  # noqa: E731
-    first, state = selective_scan(**piece(slice(0, 21)), return_last_state=True, kernels=kernels)
-    rest, state = selective_scan(**(piece(slice(21, 50)) | {"initial_state": state}), return_last_state=True, kernels=kernels)
+    first, state = selective_scan(**piece(slice(0, 21)), return_last_state=True, form=form)
+    rest, state = selective_scan(**(piece(slice(21, 50)) | {"initial_state": state}), return_last_state=True, form=form)
     torch.testing.assert_close(torch.cat([first, rest], dim=1), whole, rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(state, last, rtol=1e-12, atol=1e-12)
 
@@ -210,22 +203,22 @@ def test_state_hands_over(kernels):
     torch.testing.assert_close(state, last.detach(), rtol=1e-9, atol=1e-9)
 
 
-def test_inputs_stay_as_they_were(kernels):
+def test_inputs_stay_as_they_were(form):
     values = typed(inputs(), torch.float32)
     before = {name: v.detach().clone() for name, v in values.items()}
-    results(selective_scan, values, return_last_state=True, kernels=kernels)
+    results(selective_scan, values, return_last_state=True, form=form)
     assert all(torch.equal(values[name], v) for name, v in before.items())
 
 
-def test_results_do_not_depend_on_threads(kernels):
-    if kernels == "portable":
+def test_results_do_not_depend_on_threads(form):
+    if form == "portable":
         pytest.skip("PyTorch's matrix multiplications decide for themselves")
     values = typed(inputs(batch=3, length=50, d_inner=300), torch.float32)
     threads, seen = torch.get_num_threads(), []
     try:
         for count in (1, 2, 3):
             torch.set_num_threads(count)
-            seen.append(results(selective_scan, values, return_last_state=True, kernels=kernels))
+            seen.append(results(selective_scan, values, return_last_state=True, form=form))
     finally:
         torch.set_num_threads(threads)
     assert all(torch.equal(run[name], seen[0][name]) for run in seen[1:] for name in seen[0])
@@ -244,82 +237,10 @@ class LargestTensor(TorchDispatchMode):
         return result
 
 
-def test_memory_is_linear_without_d_state(kernels):
+def test_memory_is_linear_without_d_state(form):
     """No tensor of batch x length x d_inner x d_state ever exists, nor anything near it, in either pass."""
     batch, length, d_inner, d_state = 2, 1024, 32, 32
     values = typed(inputs(batch, length, d_inner, d_state), torch.float32)
     with LargestTensor() as largest:
-        selective_scan(**values, kernels=kernels).sum().backward()
+        selective_scan(**values, form=form).sum().backward()
     assert largest.elements <= batch * length * d_inner * d_state / 8
-
-
-def mixer_inputs(dtype=torch.float64, length=40, d_model=6, d_inner=12, d_state=4, dt_rank=2):
-    generator = torch.Generator().manual_seed(3)
-    randn = lambda *shape: torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype)  # noqa: E731
-    values = dict(xz=randn(2, length, 2 * d_inner), conv_weight=randn(d_inner, 1, 4), conv_bias=randn(d_inner),
-                  x_proj_weight=randn(dt_rank + 2 * d_state, d_inner) / 3, dt_proj_weight=randn(d_inner, dt_rank),
-                  dt_bias=randn(d_inner), A=-torch.exp(randn(d_inner, d_state)), D=randn(d_inner),
-                  out_proj_weight=randn(d_model, d_inner))
-    return {name: v.requires_grad_() for name, v in values.items()}
-
-
-def plain_mixer(xz, conv_weight, conv_bias, x_proj_weight, dt_proj_weight, dt_bias, A, D, out_proj_weight):
-    x, z = xz.chunk(2, dim=-1)
-    x = F.conv1d(x.transpose(1, 2), conv_weight, conv_bias, padding=3, groups=x.shape[2])[..., :x.shape[1]]
-    x = F.silu(x).transpose(1, 2)
-    d_state = A.shape[1]
-    dt, B, C = F.linear(x, x_proj_weight).split([dt_proj_weight.shape[1], d_state, d_state], dim=-1)
-    zero = A.new_zeros(x.shape[0], *A.shape)
-    return F.linear(loop(x, F.linear(dt, dt_proj_weight), A, B, C, D, z, dt_bias, zero)[0], out_proj_weight)
-
-
-def test_mixer_equals_its_definition(kernels):
-    values = mixer_inputs()
-    actual, expected = mamba1_inner(**values, kernels=kernels), plain_mixer(**values)
-    torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-9)
-    wanted = list(values.values())
-    for name, a, e in zip(values, torch.autograd.grad(actual.square().sum(), wanted),
-                          torch.autograd.grad(expected.square().sum(), wanted)):
-        torch.testing.assert_close(a, e, rtol=1e-8, atol=1e-8, msg=lambda text, name=name: f"{name}: {text}")
-
-
-def test_mixer_documents_equal_separate_rows(kernels):
-    values = mixer_inputs()
-    documents = (torch.arange(40) >= 17).int().expand(2, 40)
-    whole = mamba1_inner(**values, documents=documents, kernels=kernels)
-    second = mamba1_inner(**(values | {"xz": values["xz"][:, 17:]}), kernels=kernels)
-    torch.testing.assert_close(whole[:, 17:], second, rtol=1e-10, atol=1e-10)
-
-
-def test_mixer_takes_fp32_weights_with_bf16_activations(kernels):
-    values = {name: v.detach().to(torch.bfloat16 if name == "xz" else torch.float32).requires_grad_()
-              for name, v in mixer_inputs().items()}
-    y = mamba1_inner(**values, kernels=kernels)
-    assert y.dtype == torch.bfloat16
-    y.float().sum().backward()
-    assert all(v.grad.dtype == v.dtype for v in values.values())
-    exact = plain_mixer(**{name: v.detach().double() for name, v in values.items()})
-    assert (y.double() - exact).abs().max() <= 0.03 * exact.abs().max()
-
-
-def test_mixer_steps_equal_the_whole(kernels):
-    values = {name: v.detach() for name, v in mixer_inputs().items()}
-    whole = mamba1_inner(**values, kernels=kernels)
-    window, state = torch.zeros(2, 3, 12, dtype=torch.float64), torch.zeros(2, 12, 4, dtype=torch.float64)
-    for t in range(40):
-        x, z = values["xz"][:, t].chunk(2, dim=-1)
-        x = causal_conv_step(window, x, values["conv_weight"], values["conv_bias"])
-        dt, B, C = F.linear(x, values["x_proj_weight"]).split([2, 4, 4], dim=-1)
-        dt = F.linear(dt, values["dt_proj_weight"])
-        y = selective_scan_step(state, x, dt, values["A"], B, C, values["D"], z, values["dt_bias"])
-        torch.testing.assert_close(F.linear(y, values["out_proj_weight"]), whole[:, t], rtol=1e-9, atol=1e-9)
-
-
-@pytest.mark.slow
-def test_survives_compiling(kernels):
-    """torch.compile of a function around the mixer gives the same results (the scan itself stays outside the graph)."""
-    values = mixer_inputs(torch.float32)
-    compiled = torch.compile(lambda v: mamba1_inner(**v, kernels=kernels) * 2, backend="aot_eager")
-    y = compiled(values)
-    torch.testing.assert_close(y, 2 * mamba1_inner(**values, kernels=kernels))
-    y.sum().backward()

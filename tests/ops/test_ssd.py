@@ -1,33 +1,15 @@
-"""The SSD and Mamba-2's mixer against the plain recurrence in float64, forward and gradients, and at the edges."""
+"""The SSD against the plain recurrence in float64, forward and gradients, and at the edges."""
 
 import pytest
 import torch
-import torch.nn.functional as F
+from definitions import recurrence
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from mamba_fsdp.ops.causal_conv import causal_conv_step
-from mamba_fsdp.ops.norm import gated_rms_norm
-from mamba_fsdp.ops.ssd import mamba2_inner, ssd, ssd_step
+from mamba_fsdp.ops.ssd import ssd, ssd_step
 
 pytestmark = pytest.mark.torch22
 
 NAMES = ("x", "dt", "A", "B", "C", "D", "dt_bias")
-
-
-def recurrence(x, dt, A, B, C, D, dt_bias, documents=None, initial_state=None):
-    """Position by position, from the definition: (y, last state)."""
-    batch, length, heads, headdim = x.shape
-    delta = F.softplus(dt + dt_bias)
-    B, C = (t.repeat_interleave(heads // t.shape[2], dim=2) for t in (B, C))
-    state = x.new_zeros(batch, heads, headdim, B.shape[3]) if initial_state is None else initial_state
-    ys = []
-    for t in range(length):
-        if documents is not None and t > 0:
-            state = state * (documents[:, t] == documents[:, t - 1])[:, None, None, None]
-        state = state * torch.exp(delta[:, t] * A)[..., None, None]
-        state = state + (delta[:, t, :, None] * x[:, t])[..., None] * B[:, t, :, None]
-        ys.append((state * C[:, t, :, None]).sum(-1) + D[:, None] * x[:, t])
-    return torch.stack(ys, dim=1), state
 
 
 def inputs(batch=2, length=70, heads=4, headdim=3, groups=2, d_state=5, dtype=torch.float64, seed=0):
@@ -272,71 +254,3 @@ def test_survives_compiling(backend, bounded):
     wanted = list(values.values())
     for a, e in zip((actual, *gradients([actual], wanted)), (expected, *gradients([expected], wanted))):
         assert_close(a, e, 1e-5)
-
-
-MIXER = dict(headdim=4, ngroups=2, d_state=3, chunk_size=64)
-
-
-def mixer_inputs(batch=2, length=70, dtype=torch.float64):
-    d_inner, heads, width, d_model = 16, 4, 4, 6
-    channels = d_inner + 2 * MIXER["ngroups"] * MIXER["d_state"]
-    generator = torch.Generator().manual_seed(5)
-    randn = lambda *shape: torch.randn(*shape, generator=generator, dtype=torch.float64)  # noqa: E731
-    values = dict(zxbcdt=randn(batch, length, d_inner + channels + heads), conv_weight=randn(channels, 1, width),
-                  conv_bias=randn(channels), dt_bias=randn(heads), A=-torch.exp(randn(heads)), D=randn(heads),
-                  norm_weight=randn(d_inner), norm_eps=1e-5, out_proj_weight=randn(d_model, d_inner))
-    return {n: v if n == "norm_eps" else v.to(dtype).requires_grad_() for n, v in values.items()}
-
-
-def test_mixer_equals_its_parts():
-    """The mixer is PyTorch's conv1d, the recurrence, the norm after the gate per group, and out_proj, gradients too."""
-    values = mixer_inputs()
-    z, xbc, dt = values["zxbcdt"].split([16, 28, 4], dim=2)
-    conv = F.conv1d(xbc.transpose(1, 2), values["conv_weight"], values["conv_bias"], padding=3, groups=28)[..., :70]
-    x, B, C = F.silu(conv).transpose(1, 2).split([16, 6, 6], dim=2)
-    y, _ = recurrence(x.unflatten(2, (4, 4)), dt, values["A"], B.unflatten(2, (2, 3)), C.unflatten(2, (2, 3)),
-                      values["D"], values["dt_bias"])
-    gated = (y.flatten(2) * F.silu(z)).unflatten(2, (2, 8))
-    normed = (gated / (gated.square().mean(3, keepdim=True) + 1e-5).sqrt()).flatten(2) * values["norm_weight"]
-    expected = normed @ values["out_proj_weight"].T
-    actual = mamba2_inner(**values, **MIXER)
-    wanted = [v for v in values.values() if isinstance(v, torch.Tensor)]
-    for a, e in zip((actual, *gradients([actual], wanted)), (expected, *gradients([expected], wanted))):
-        assert_close(a, e, 1e-10)
-
-
-def test_mixer_does_not_leak_between_documents():
-    """Neither convolution nor state carries one document into the next, in outputs or gradients."""
-    documents = (torch.arange(70) >= 30).int().expand(2, 70)
-    values = mixer_inputs(dtype=torch.float32)
-    y = mamba2_inner(**values, **MIXER, documents=documents)
-    grad, = torch.autograd.grad(y[:, 30:].square().sum(), values["zxbcdt"])
-    assert not grad[:, :30].any() and grad[:, 30:].any()
-    with torch.no_grad():
-        values["zxbcdt"][:, :30] *= -9
-    assert torch.equal(mamba2_inner(**values, **MIXER, documents=documents)[:, 30:], y[:, 30:])
-
-
-def test_mixer_steps_equal_the_whole():
-    """One token at a time through convolution, SSD, norm and out_proj gives the whole sequence's outputs."""
-    values = {n: v.detach() if isinstance(v, torch.Tensor) else v for n, v in mixer_inputs().items()}
-    expected = mamba2_inner(**values, **MIXER)
-    window, state = torch.zeros(2, 3, 28, dtype=torch.float64), torch.zeros(2, 4, 4, 3, dtype=torch.float64)
-    for t in range(70):
-        z, xbc, dt = values["zxbcdt"][:, t].split([16, 28, 4], dim=1)
-        xbc = causal_conv_step(window, xbc, values["conv_weight"], values["conv_bias"])
-        x, B, C = xbc.split([16, 6, 6], dim=1)
-        x, B, C = x.unflatten(1, (4, 4)), B.unflatten(1, (2, 3)), C.unflatten(1, (2, 3))
-        y = ssd_step(state, x, dt, values["A"], B, C, values["D"], values["dt_bias"])
-        y = gated_rms_norm(y.flatten(1), z, values["norm_weight"], values["norm_eps"], 8)
-        assert_close(y @ values["out_proj_weight"].T, expected[:, t], 1e-11)
-
-
-def test_mixer_in_bf16():
-    """bf16 activations with float32 parameters: bf16 out, with an RMS error of at most 1 % of the RMS output."""
-    low = {n: v.detach().to(torch.bfloat16 if n == "zxbcdt" else torch.float32) if isinstance(v, torch.Tensor) else v
-           for n, v in mixer_inputs().items()}
-    exact = {n: v.double() if isinstance(v, torch.Tensor) else v for n, v in low.items()}
-    actual, expected = mamba2_inner(**low, **MIXER), mamba2_inner(**exact, **MIXER)
-    assert actual.dtype == torch.bfloat16
-    assert (actual - expected).square().mean().sqrt() <= 0.01 * expected.square().mean().sqrt()

@@ -1,15 +1,11 @@
-"""RMSNorm: y = x / sqrt(mean(x^2) + eps) * weight over the last dimension, plain, behind a residual sum, and gated.
-
-Source: Zhang and Sennrich, Root Mean Square Layer Normalization (2019); the gated form is Mamba-2's, the norm after the
-gate. Inner arithmetic is float32 (float64 for float64 input). The backward passes are written out, because autograd
-would keep several float32 copies of the activations for them.
-"""
+"""RMSNorm in plain PyTorch. Inner arithmetic is float32 (float64 for float64 input). The backward pass is written out,
+because autograd would keep several float32 copies of the activations for it."""
 
 import torch
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
-from mamba_fsdp.ops.kernels import compute_type
+from mamba_fsdp.conventions import compute_type
 
 
 class _RMSNorm(torch.autograd.Function):
@@ -31,7 +27,8 @@ class _RMSNorm(torch.autograd.Function):
         product = grad * normed
         grad_weight = product.sum(0).to(weight.dtype)
         projection = product.mul_(weight).mean(-1, keepdim=True)
-        return torch.mul(grad, weight).addcmul_(normed, projection, value=-1).mul_(scale).to(x.dtype), grad_weight, None, None
+        grad_x = torch.mul(grad, weight).addcmul_(normed, projection, value=-1).mul_(scale).to(x.dtype)
+        return grad_x, grad_weight, None, None
 
 
 def rms_norm(x, weight, eps, out_dtype):
@@ -40,16 +37,7 @@ def rms_norm(x, weight, eps, out_dtype):
     return _RMSNorm.apply(x.reshape(-1, 1, channels), weight.reshape(1, channels), eps, out_dtype).reshape(x.shape)
 
 
-def add_rms_norm(x, residual, weight, eps, out_dtype, kernels):
-    """Add x (..., channels) to the residual stream, which stays float32, and norm the sum: (normed, residual).
-
-    residual: float32, the shape of x, or None at the first layer.
-    """
-    if kernels == "fused":
-        from mamba_ssm.ops.triton.layer_norm import rms_norm_fn
-
-        normed, residual = rms_norm_fn(x, weight, None, residual=residual, eps=eps, prenorm=True, residual_in_fp32=True)
-        return normed.to(out_dtype), residual
+def add_rms_norm(x, residual, weight, eps, out_dtype):
     # A copy at the first layer: FSDP warns of a block that returns its own input.
     residual = x.to(compute_type(x), copy=True) if residual is None else residual + x
     return rms_norm(residual, weight, eps, out_dtype), residual

@@ -1,13 +1,4 @@
-"""The state-space dual of Mamba-2 (SSD): a selective scan with one decay per head, in chunked matrix form.
-
-With delta = softplus(dt + dt_bias), for every head, its state h a (headdim, d_state) matrix:
-
-    h[t] = exp(delta[t] A) h[t-1] + delta[t] x[t] B[t]^T
-    y[t] = h[t] C[t] + D x[t]
-
-Source: Dao and Gu, Transformers are SSMs (2024, arXiv 2405.21060), section 6. Positions of one chunk see each other
-through a masked matrix of decays times C B^T; chunks see each other through the state that one hands to the next, a
-short loop. The portable form keeps nothing but its inputs: the backward pass makes decays and states again. Heads of a
+"""SSD in plain PyTorch. It keeps nothing but its inputs: the backward pass makes decays and states again. Heads of a
 group share B and C, so what multiplies those is one wide matrix product per chunk and group, the decays folded into x.
 
 Decays are powers of two, as exp2 is several times faster than exp on a CPU and does not slow down where it underflows.
@@ -21,9 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
-from mamba_fsdp.ops.causal_conv import causal_conv_silu
-from mamba_fsdp.ops.kernels import compute_type
-from mamba_fsdp.ops.norm import gated_rms_norm
+from mamba_fsdp.conventions import compute_type
 
 CHUNK = 64  # positions; the portable form's own: larger chunks cost more decays, smaller ones more states
 
@@ -173,26 +162,9 @@ class _SSD(torch.autograd.Function):
                 None, grad_state, None)
 
 
-def ssd(x, dt, A, B, C, D=None, dt_bias=None, *, chunk_size, documents=None, initial_state=None,
-        return_last_state=False, kernels="portable"):
-    """Run the recurrence over whole sequences, of any length.
-
-    x (batch, length, heads, headdim); dt (batch, length, heads) before bias and softplus; A (heads), negative; B, C
-    (batch, length, groups, d_state), the heads shared evenly among the groups in order; D, dt_bias (heads) or None;
-    documents (batch, length): the state starts from zero wherever it changes; initial_state (batch, heads, headdim,
-    d_state) or None for zeros: what the first document of each row goes on from. `chunk_size` is the fused kernel's;
-    the result does not depend on it. Returns y like x, and with `return_last_state` (y, the state after the last
-    position, in compute type).
-    """
-    if kernels == "fused":
-        from mamba_ssm.ops.triton.ssd_combined import mamba_chunk_scan_combined
-
-        return mamba_chunk_scan_combined(x, dt, A, B, C, chunk_size, D=D, dt_bias=dt_bias, dt_softplus=True,
-                                         initial_states=initial_state, seq_idx=_seq_idx(documents),
-                                         return_final_states=return_last_state)
+def ssd(x, dt, A, B, C, D, dt_bias, chunk_size, documents, initial_state, return_last_state):
     batch, length, heads, headdim = x.shape
     groups, d_state = B.shape[2:]
-    assert heads % groups == 0, f"{groups} groups don't divide {heads} heads"
     real, size = compute_type(x), min(chunk_size, CHUNK)
     delta = F.softplus(dt.to(real) if dt_bias is None else dt.to(real) + dt_bias.to(real))
     if documents is not None:
@@ -205,50 +177,3 @@ def ssd(x, dt, A, B, C, D=None, dt_bias=None, *, chunk_size, documents=None, ini
     if return_last_state:
         return y, last.transpose(2, 3).unflatten(2, (-1, headdim)).flatten(1, 2)
     return y
-
-
-def ssd_step(state, x, dt, A, B, C, D=None, dt_bias=None):
-    """One token: updates state (batch, heads, headdim, d_state) in place and returns y like x.
-
-    x (batch, heads, headdim); dt (batch, heads); B, C (batch, groups, d_state); the rest as in `ssd`.
-    """
-    real = state.dtype
-    delta = F.softplus(dt.to(real) if dt_bias is None else dt.to(real) + dt_bias.to(real))
-    B, C = (t.to(real).repeat_interleave(x.shape[1] // t.shape[1], dim=1) for t in (B, C))
-    state *= (delta * A.to(real)).exp()[..., None, None]
-    state += torch.einsum("bhp,bhn->bhpn", delta.unsqueeze(2) * x.to(real), B)
-    y = torch.einsum("bhpn,bhn->bhp", state, C)
-    if D is not None:
-        y += D.to(real).unsqueeze(1) * x.to(real)
-    return y.to(x.dtype)
-
-
-def mamba2_inner(zxbcdt, conv_weight, conv_bias, dt_bias, A, D, norm_weight, norm_eps, out_proj_weight, *, headdim,
-                 ngroups, d_state, chunk_size, documents=None, kernels="portable"):
-    """The Mamba-2 mixer after its in_proj: convolution, SSD, gated norm, out_proj.
-
-    zxbcdt (batch, length, 2 d_inner + 2 ngroups d_state + heads) laid out [z, x, B, C, dt]; conv_weight (d_inner + 2
-    ngroups d_state, 1, width) and conv_bias over [x, B, C]; dt_bias, A, D (heads); norm_weight (d_inner), normed group
-    by group; out_proj_weight (d_model, d_inner). Returns (batch, length, d_model) in zxbcdt's dtype.
-    """
-    if kernels == "fused" and conv_weight.shape[0] % 8 == 0:  # what its convolution demands
-        from mamba_ssm.ops.triton.ssd_combined import mamba_split_conv1d_scan_combined
-
-        return mamba_split_conv1d_scan_combined(
-            zxbcdt, conv_weight.squeeze(1).to(zxbcdt.dtype), conv_bias.to(zxbcdt.dtype), dt_bias, A, D, chunk_size,
-            seq_idx=_seq_idx(documents), activation="silu", rmsnorm_weight=norm_weight, rmsnorm_eps=norm_eps,
-            outproj_weight=out_proj_weight.to(zxbcdt.dtype), headdim=headdim, ngroups=ngroups, norm_before_gate=False)
-    d_inner, heads, d_bc = norm_weight.shape[0], A.shape[0], ngroups * d_state
-    z, xbc, dt = zxbcdt.split([d_inner, d_inner + 2 * d_bc, heads], dim=2)
-    xbc = causal_conv_silu(xbc, conv_weight, conv_bias, documents=documents, kernels=kernels)
-    x, B, C = xbc.split([d_inner, d_bc, d_bc], dim=2)
-    B, C = (t.unflatten(2, (ngroups, d_state)) for t in (B, C))
-    y = ssd(x.unflatten(2, (heads, headdim)), dt, A, B, C, D, dt_bias, chunk_size=chunk_size, documents=documents,
-            kernels=kernels)
-    y = gated_rms_norm(y.flatten(2), z, norm_weight, norm_eps, d_inner // ngroups)
-    return F.linear(y, out_proj_weight.to(y.dtype))
-
-
-def _seq_idx(documents):
-    """`documents` as mamba-ssm takes it: int32, and 0 where an initial state goes on."""
-    return None if documents is None else (documents - documents[:, :1]).to(torch.int32).contiguous()

@@ -1,4 +1,4 @@
-/* The selective scan of selective_scan.py, which holds its formula. States are (d_state, d_inner), lanes last.
+/* The selective scan (formula: __init__.py). States are (d_state, d_inner), lanes last.
  *
  * A task is one row of the batch and one group of channels; it walks the row in chunks of STEPS positions, and in each
  * chunk its channels LANES at a time. The forward pass keeps the state at each chunk's entry; the backward pass walks the
@@ -13,7 +13,7 @@
 
 struct scan {
     int64_t threads, batch, length, d_inner, d_state;
-    int64_t u_row, dt_row, B_row, C_row, z_row, grad_row;
+    int64_t u_row, dt_row, B_row, C_row, z_row, grad_out_row;
     const io *u, *dt, *B, *C, *z;                 /* z may be null */
     const real *A, *D, *bias;                     /* A (d_state, d_inner); D and bias may be null */
     const uint8_t *starts;                        /* (batch, length), 1 where the state is reset; may be null */
@@ -159,7 +159,7 @@ static void backward_chunk(const struct scan *s, struct place p, real *scratch, 
         const real *before = resets(s, p, t) ? zeros : states + (t - 1) * slab;
         real *after = states + t * slab, *decay = decays + t * slab;
         real grad_y[LANES], grad_u[LANES], grad_delta[LANES], sum_x[LANES] = { 0 }, sum_delta[LANES] = { 0 };
-        load_lanes(grad_y, s->grad_out + at(s, p, t, s->grad_row), p.lanes);
+        load_lanes(grad_y, s->grad_out + at(s, p, t, s->grad_out_row), p.lanes);
         if (s->z) {
             real grad_z[LANES];
             FOR_LANES(i) {

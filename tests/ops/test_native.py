@@ -1,4 +1,4 @@
-"""The choice of kernels, and the C forms' way from source to loaded library, also where the machine is against it."""
+"""The C forms' way from source to loaded library, also where the machine is against it."""
 
 import os
 import subprocess
@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from mamba_fsdp.errors import UserError
-from mamba_fsdp.ops import kernels, native
+from mamba_fsdp.ops import native
+from mamba_fsdp.ops.forms import Use, resolve_forms
 
 pytestmark = pytest.mark.usefixtures("fresh")
 
@@ -30,24 +31,15 @@ def needs_compiler():
         pytest.skip(reason)
 
 
-def test_portable_is_portable():
-    assert kernels.resolve("portable", "cpu") == "portable" and kernels.resolve("portable", "cuda") == "portable"
-    assert "as set" in kernels.explain()
+USES = {"conv": [Use(torch.float32, False)], "scan": [Use(torch.float32, False)]}
 
 
-def test_a_cpu_gets_the_c_form(needs_compiler):
-    assert kernels.resolve("auto", "cpu") == "native" == kernels.resolve("fused", "cpu")
-    assert "native" in kernels.explain() and "\n" not in kernels.explain()
-
-
-def test_fused_names_what_is_missing(monkeypatch):
-    """On a GPU machine without the libraries: auto says why it falls back, fused refuses with the package's name."""
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setitem(sys.modules, "mamba_ssm", None)
-    assert kernels.resolve("auto", "cuda") == "portable"
-    assert "mamba_ssm" in kernels.explain()
-    with pytest.raises(UserError, match="mamba_ssm.*--kernels=auto"):
-        kernels.resolve("fused", "cuda")
+def assert_portable_because(reason):
+    """Where there is no C, auto takes the portable forms and the log's line says why."""
+    choice = resolve_forms("auto", "cpu", USES)
+    assert choice.forms == {"conv": "portable", "scan": "portable"}
+    assert str(choice).startswith("portable: conv, scan; conv, scan not native: ")
+    assert reason in str(choice) and "\n" not in str(choice)
 
 
 def write_compiler(folder, body):
@@ -65,27 +57,25 @@ def write_compiler(folder, body):
 ], ids=["always fails", "says why", "knows no flag", "writes junk"])
 def test_a_broken_compiler_means_portable_and_says_so(fresh, monkeypatch, body, said):
     monkeypatch.setenv("CC", write_compiler(fresh, body))
-    assert kernels.resolve("auto", "cpu") == "portable"
-    assert said in kernels.explain() and "\n" not in kernels.explain()
-    with pytest.raises(UserError, match="--kernels=fused"):
-        kernels.resolve("fused", "cpu")
+    assert_portable_because(said)
+    with pytest.raises(UserError, match="kernels=native: conv can't be native on cpu.*kernels=auto") as refused:
+        resolve_forms("native", "cpu", USES)
+    assert said in str(refused.value)
 
 
 def test_no_compiler(monkeypatch):
     monkeypatch.delenv("CC", raising=False)
     monkeypatch.setenv("PATH", "/nowhere")
-    assert kernels.resolve("auto", "cpu") == "portable"
-    assert "no C compiler" in kernels.explain()
+    assert_portable_because("no C compiler")
     monkeypatch.setenv("CC", "/nowhere/cc")
-    assert kernels.resolve("auto", "cpu") == "portable" and "/nowhere/cc" in kernels.explain()
+    assert_portable_because("/nowhere/cc")
 
 
 def test_a_cache_folder_that_cannot_be(fresh, monkeypatch, needs_compiler):
     native.library.cache_clear()
     (fresh / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(fresh / "file"))
-    assert kernels.resolve("auto", "cpu") == "portable"
-    assert str(fresh / "file") in kernels.explain()
+    assert_portable_because(str(fresh / "file"))
 
 
 def libraries(folder):
@@ -114,11 +104,11 @@ def test_another_source_flag_or_processor_is_another_library(fresh, monkeypatch,
 
 CHILD = """
     import torch
-    from mamba_fsdp.ops import kernels
-    from mamba_fsdp.ops.selective_scan import selective_scan
-    assert kernels.resolve("auto", "cpu") == "native", kernels.explain()
+    from mamba_fsdp.ops import native
+    from mamba_fsdp.ops.scan import selective_scan
+    assert native.why_unavailable() is None
     x = torch.ones(1, 40, 20)
-    print(selective_scan(x, x, -torch.ones(20, 2), x[..., :2], x[..., :2], kernels="native").sum().item())
+    print(selective_scan(x, x, -torch.ones(20, 2), x[..., :2], x[..., :2], form="native").sum().item())
     libraries = {line.split()[-1] for line in open("/proc/self/maps") if "gomp" in line or "libomp" in line}
     assert len(libraries) <= 1, libraries
 """
@@ -145,7 +135,8 @@ def test_many_processes_at_once(fresh, project, needs_compiler):
 def test_importing_operators_loads_no_cuda_library(project):
     child = start_child(project, """
         import sys
-        import mamba_fsdp.ops.selective_scan, mamba_fsdp.ops.norm, mamba_fsdp.ops.causal_conv, mamba_fsdp.ops.kernels
+        import mamba_fsdp.model.lm, mamba_fsdp.ops.forms
+        assert "mamba_fsdp.ops.scan.fused" in sys.modules
         assert not {"mamba_ssm", "causal_conv1d", "triton"} & set(sys.modules)
     """)
     _, errors = child.communicate(timeout=60)

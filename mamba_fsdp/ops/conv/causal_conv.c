@@ -1,4 +1,4 @@
-/* The causal convolution with SiLU of causal_conv.py, which holds its formula. A task is one row of the batch and STEPS
+/* The causal convolution with SiLU (formula: __init__.py). A task is one row of the batch and STEPS
  * positions, all channels. Gradients of weight and bias are written per task and added up by the caller: so results do not
  * depend on the number of threads.
  */
@@ -8,7 +8,7 @@
 
 struct conv {
     int64_t threads, batch, length, channels, width;
-    int64_t x_row, grad_row;
+    int64_t x_row, grad_out_row;
     const io *x;
     const real *taps, *bias;      /* taps (width, channels), the last one for the current position */
     const uint8_t *visible;       /* (batch, length) earlier positions that count, at most width - 1; null: all of the row */
@@ -64,7 +64,7 @@ static void backward_block(const struct conv *s, int64_t row, int64_t start, int
     memset(ring, 0, width * channels * sizeof(real));
     for (int64_t t = start; t < end + width - 1; t++) {
         if (t < s->length) {
-            const io *grad_out = s->grad_out + (row * s->length + t) * s->grad_row;
+            const io *grad_out = s->grad_out + (row * s->length + t) * s->grad_out_row;
             convolve(s, row, t, grad);
 #pragma omp simd
             for (int64_t c = 0; c < channels; c++) {

@@ -1,0 +1,59 @@
+"""The causal convolution in plain PyTorch: `width` shifted multiply-adds, several times faster on a CPU than
+conv1d(groups=channels), with a backward of its own that keeps nothing but the input."""
+
+import torch
+import torch.nn.functional as F
+from torch.autograd.function import once_differentiable
+
+from mamba_fsdp.conventions import compute_type
+
+
+def _same_document(documents, shift, dtype):
+    """1 where position t - shift lies in the document of position t, else 0: (batch, length - shift, 1)."""
+    return (documents[:, shift:] == documents[:, :-shift]).unsqueeze(-1).to(dtype)
+
+
+def _convolve(x, taps, bias, documents):
+    """The convolution before SiLU, in taps' dtype; taps (width, channels), the last one for the current position."""
+    out = torch.addcmul(bias, x, taps[-1])
+    for shift in range(1, min(taps.shape[0], x.shape[1])):
+        earlier = x[:, :-shift]
+        if documents is not None:
+            earlier = earlier * _same_document(documents, shift, x.dtype)
+        out[:, shift:].addcmul_(earlier, taps[-1 - shift])
+    return out
+
+
+class _Conv(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight, bias, documents):
+        ctx.save_for_backward(x, weight, bias, documents)
+        real = compute_type(x)
+        taps = weight.squeeze(1).T.to(real).contiguous()
+        return F.silu(_convolve(x.to(real), taps, bias.to(real), documents), inplace=True).to(x.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        x, weight, bias, documents = ctx.saved_tensors
+        real = compute_type(x)
+        taps = weight.squeeze(1).T.to(real).contiguous()
+        values = x.to(real)
+        out = _convolve(values, taps, bias.to(real), documents)
+        gate = torch.sigmoid(out)
+        grad = grad * gate.addcmul_(out.mul_(gate), 1 - gate)  # silu'(v) = s + v s (1 - s)
+        grad_taps = torch.zeros_like(taps)
+        grad_taps[-1] = (grad * values).sum((0, 1))
+        grad_x = grad * taps[-1]
+        for shift in range(1, min(taps.shape[0], x.shape[1])):
+            later = grad[:, shift:]
+            if documents is not None:
+                later = later * _same_document(documents, shift, real)
+            grad_taps[-1 - shift] = (later * values[:, :-shift]).sum((0, 1))
+            grad_x[:, :-shift].addcmul_(later, taps[-1 - shift])
+        grad_weight = grad_taps.T.unsqueeze(1).to(weight.dtype)
+        return grad_x.to(x.dtype), grad_weight, grad.sum((0, 1)).to(bias.dtype), None
+
+
+def causal_conv_silu(x, weight, bias, documents):
+    return _Conv.apply(x, weight, bias, documents)

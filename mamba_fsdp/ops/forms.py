@@ -1,0 +1,138 @@
+"""Which form of each operator serves a model: the best one that this machine has and that takes what the model asks.
+
+A form is a module of its operator's package (where it is the only one, the operator's module). It imports no library of
+its own at the top and has the operator's functions. All but `portable`, which serves everywhere and takes everything,
+answer two questions, with None or the reason in a line: why_unavailable(), on this machine; and, where there is
+something that it does not take, takes(use). A new form is such a module and its name in OPERATORS.
+
+Without torch: names are checked with the settings.
+"""
+
+import difflib
+from collections.abc import Collection, Mapping
+from importlib import import_module
+from types import ModuleType
+from typing import Any, NamedTuple
+
+from mamba_fsdp.errors import UserError
+
+FORMS = {  # with the type of device that they are for, "" for any
+    "fused": "cuda",  # the kernels of mamba-ssm and causal-conv1d
+    "native": "cpu",  # C, compiled on first use
+    "portable": "",  # plain PyTorch
+}
+OPERATORS = {  # with their forms, best first
+    "conv": ("fused", "native", "portable"),
+    "scan": ("fused", "native", "portable"),
+    "ssd": ("fused", "portable"),
+    "attention": ("portable",),
+    "norm": ("fused", "portable"),
+    "loss": ("portable",),
+    "mamba1": ("fused",),
+    "mamba2": ("fused",),
+}
+WHOLE = {"mamba1": ("conv", "scan"), "mamba2": ("conv", "ssd")}  # mixers in one call, in the form that these parts have
+PORTABLE = {operator: "portable" for operator in OPERATORS.keys() - WHOLE.keys()}
+
+
+class Use(NamedTuple):
+    """What a model asks of an operator. channels: of the convolution; rows: of the input projection of a mixer."""
+
+    dtype: Any  # torch.dtype of the activations
+    documents: bool  # whether boundaries of documents will be given
+    channels: int = 0
+    rows: int = 0
+
+
+class Choice(NamedTuple):
+    """What resolve_forms chose: operator -> form, without the whole mixers that run part by part. And what it passed
+    over: operator -> {better form for this device: the reason}."""
+
+    forms: dict[str, str]
+    passed: dict[str, dict[str, str]]
+
+    def __str__(self) -> str:
+        """One line for the log."""
+        said = {}
+        for operator, form in self.forms.items():
+            said.setdefault((f"{form}: ", ""), []).append(operator)
+        for operator, reasons in self.passed.items():
+            for form, reason in reasons.items():
+                said.setdefault(("", f" not {form}: {reason}"), []).append(operator)
+        return "; ".join(before + ", ".join(operators) + after for (before, after), operators in said.items())
+
+
+def demands(setting: str, used: Collection[str] = OPERATORS) -> dict[str, str]:
+    """The form that the setting `kernels` demands of each operator: that of all that have it, or as scan=portable says.
+
+    Raises UserError for names that there are not, with the nearest, and where it demands nothing of those `used`.
+    """
+    if setting == "auto":
+        return {}
+    if "=" in setting:
+        items = [item.partition("=")[::2] for item in setting.replace(" ", "").split(",")]
+    else:
+        _check_name(setting, ("auto", *FORMS), setting, "form")
+        items = [(operator, setting) for operator in used if setting in OPERATORS[operator]]
+    for operator, form in items:
+        _check_name(operator, OPERATORS, setting, "operator")
+        _check_name(form, OPERATORS[operator], setting, f"form of {operator}")
+    absent = [operator for operator, _ in items if operator not in used]
+    if absent or not items:
+        missing = " or ".join(absent) or "operator of that form"
+        raise UserError(f"kernels={setting}: this model has no {missing}, only {', '.join(used)}")
+    if len(dict(items)) < len(items):
+        raise UserError(f"kernels={setting}: give each operator one form")
+    return dict(items)
+
+
+def _check_name(name, known, setting, what):
+    if name not in known:
+        near = difflib.get_close_matches(name, known, n=1)
+        hint = f"did you mean {near[0]}?" if near else f"choose one of {', '.join(known)}"
+        raise UserError(f"kernels={setting}: there is no {what} {name!r}; {hint}")
+
+
+def resolve_forms(setting: str, device_type: str, uses: Mapping[str, Collection[Use]]) -> Choice:
+    """The best form of each operator for all its `uses` on a device (cpu or cuda), or the one that `setting` demands.
+
+    Raises UserError where a demanded form can't serve, with the operator and the reason.
+    """
+    used = [operator for operator in OPERATORS if operator in uses]
+    demanded = demands(setting, used)
+    choice = Choice({}, {operator: {} for operator in used})
+    for operator in used:
+        for form in [demanded[operator]] if operator in demanded else OPERATORS[operator]:
+            unasked = _out_of_question(operator, form, device_type, choice.forms)
+            reason = unasked or _why_not(operator, form, uses[operator])
+            if reason is None:
+                choice.forms[operator] = form
+                break
+            if operator in demanded:
+                raise UserError(f"kernels={setting}: {operator} can't be {form} on {device_type}: {reason}; "
+                                "kernels=auto takes what can serve")
+            if not unasked:
+                choice.passed[operator][form] = reason
+    return choice
+
+
+def _out_of_question(operator, form, device_type, chosen):
+    """Why a form need not be asked, else None."""
+    if FORMS[form] not in ("", device_type):
+        return f"it is for {FORMS[form]} devices"
+    return next((f"its {part} is {chosen[part]}" for part in WHOLE.get(operator, ()) if chosen[part] != form), None)
+
+
+def _why_not(operator, form, uses):
+    """What the form answers: None where it serves all `uses`, else the reason."""
+    if form == "portable":
+        return None
+    module = modules(f"mamba_fsdp.ops.{operator}")[form]
+    reasons = (module.takes(use) for use in uses if hasattr(module, "takes"))
+    return module.why_unavailable() or next(filter(None, reasons), None)
+
+
+def modules(package: str) -> dict[str, ModuleType]:
+    """The forms of an operator by name."""
+    forms = OPERATORS[package.rpartition(".")[2]]
+    return {form: import_module(f"{package}.{form}" if len(forms) > 1 else package) for form in forms}

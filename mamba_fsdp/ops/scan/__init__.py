@@ -1,0 +1,49 @@
+"""Mamba-1's selective scan.
+
+With delta = softplus(dt + dt_bias), for every channel and each of its d_state states:
+
+    h[t] = exp(delta[t] A) h[t-1] + delta[t] B[t] u[t]
+    y[t] = (C[t] . h[t] + D u[t]) * silu(z[t])
+
+Source: Gu and Dao, Mamba: Linear-Time Sequence Modeling with Selective State Spaces (2023), section 3.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from mamba_fsdp.conventions import compute_type
+from mamba_fsdp.ops.forms import modules
+
+FORMS = modules(__name__)
+
+
+def selective_scan(u: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None = None,
+                   z: Tensor | None = None, dt_bias: Tensor | None = None, *, documents: Tensor | None = None,
+                   initial_state: Tensor | None = None, return_last_state: bool = False,
+                   form: str = "portable") -> Tensor | tuple[Tensor, Tensor]:
+    """y (batch, length, d_inner) in u's dtype, or (y, last state) with return_last_state.
+
+    u, dt, z (batch, length, d_inner); dt is before its bias and softplus; A (d_inner, d_state), negative; B, C (batch,
+    length, d_state); D, dt_bias (d_inner); a state is (batch, d_inner, d_state), in float32.
+    documents: (batch, length) document index of each position; the state is reset where it changes.
+    """
+    return FORMS[form].selective_scan(u, dt, A, B, C, D, z, dt_bias, documents, initial_state, return_last_state)
+
+
+def selective_scan_step(state: Tensor, u: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None = None,
+                        z: Tensor | None = None, dt_bias: Tensor | None = None) -> Tensor:
+    """One position of selective_scan: u, dt, z (batch, d_inner), B, C (batch, d_state) -> (batch, d_inner).
+
+    state (batch, d_inner, d_state) is updated in place.
+    """
+    real = compute_type(u)
+    values, delta, B, C = (v.to(real) for v in (u, dt, B, C))
+    delta = F.softplus(delta if dt_bias is None else delta + dt_bias)
+    state.mul_(torch.exp(delta.unsqueeze(2) * A)).addcmul_((delta * values).unsqueeze(2), B.unsqueeze(1))
+    y = torch.einsum("bds,bs->bd", state.to(real), C)
+    if D is not None:
+        y = y + D * values
+    if z is not None:
+        y = y * F.silu(z.to(real))
+    return y.to(u.dtype)

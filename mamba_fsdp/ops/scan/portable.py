@@ -1,0 +1,165 @@
+"""The selective scan in plain PyTorch.
+
+It walks the sequence in chunks. Inside a chunk each position is one in-place multiply-add on a (batch, d_state,
+d_inner) slab; only the state at each chunk's entry is kept, and the backward pass recomputes one chunk at a time, last
+one first. (A closed form with exp of a cumulative sum overflows at sizes of dt that training meets.)
+"""
+
+import torch
+import torch.nn.functional as F
+from torch.autograd.function import once_differentiable
+
+from mamba_fsdp.conventions import compute_type
+
+CHUNK = 16  # positions; the working set is three (CHUNK, batch, d_state, d_inner) buffers, kept is 1 / CHUNK of one
+
+
+class _Chunk:
+    """The arithmetic of one chunk, time first: buffers are (steps, batch, d_state, d_inner)."""
+
+    def __init__(self, span, u, dt, A, B, C, dt_bias, starts):
+        real = A.dtype
+        self.raw_delta = dt[:, span].to(real)
+        if dt_bias is not None:
+            self.raw_delta = self.raw_delta + dt_bias
+        self.delta = F.softplus(self.raw_delta)  # (batch, steps, d_inner), as u and input
+        self.u = u[:, span].to(real)
+        self.input = self.delta * self.u
+        self.B, self.C = (matrix[:, span].to(real).transpose(0, 1).contiguous() for matrix in (B, C))
+        self.steps, batch, d_state = self.B.shape
+        self.shape = (self.steps, batch, d_state, self.u.shape[2])
+        self.decay = self.outer(self.delta, A).exp_()
+        if starts is not None:
+            self.decay.masked_fill_(starts[:, span].T[:, :, None, None], 0.0)
+
+    def outer(self, channels, states):
+        """Slabs of channels (batch, steps, d_inner) * states (broadcast to d_state before d_inner)."""
+        # Into a buffer of our own: left to itself, mul lays its result out as `channels`, and no step is contiguous.
+        return torch.mul(channels.transpose(0, 1).unsqueeze(2), states, out=states.new_empty(self.shape))
+
+    def states(self, entry):
+        """The state after each position, from the state before the first: (steps, batch, d_state, d_inner)."""
+        states = self.outer(self.input, self.B.unsqueeze(3))
+        before = entry
+        for step in range(self.steps):
+            before = states[step].addcmul_(before, self.decay[step])
+        return states
+
+    def adjoints(self, grad_y, grad_exit):
+        """Gradient of the state after each position, from that of y and what reaches the last state from behind."""
+        adjoints = self.outer(grad_y, self.C.unsqueeze(3))
+        behind = adjoints[-1].add_(grad_exit)
+        for step in range(self.steps - 2, -1, -1):
+            behind = adjoints[step].addcmul_(behind, self.decay[step + 1])
+        return adjoints
+
+    def over_states(self, rows, slabs):
+        """sum over d_state of rows (steps, batch, d_state) * slabs: (batch, steps, d_inner)."""
+        steps, batch, d_state, d_inner = slabs.shape
+        product = torch.bmm(rows.reshape(-1, 1, d_state), slabs.reshape(-1, d_state, d_inner))
+        return product.view(steps, batch, d_inner).transpose(0, 1)
+
+    def over_channels(self, slabs, channels):
+        """sum over d_inner of slabs * channels (batch, steps, d_inner): (batch, steps, d_state)."""
+        steps, batch, d_state, d_inner = slabs.shape
+        columns = channels.transpose(0, 1).reshape(-1, d_inner, 1)
+        return torch.bmm(slabs.view(-1, d_state, d_inner), columns).view(steps, batch, d_state).transpose(0, 1)
+
+
+def _chunks(length):
+    return [slice(start, min(start + CHUNK, length)) for start in range(0, length, CHUNK)]
+
+
+class _Scan(torch.autograd.Function):
+    """States inside are (batch, d_state, d_inner): the long dimension last."""
+
+    @staticmethod
+    def forward(ctx, u, dt, A, B, C, D, z, dt_bias, starts, initial_state):
+        batch, length, d_inner = u.shape
+        real = compute_type(u)
+        A_rows = A.T.to(real).contiguous()
+        bias = None if dt_bias is None else dt_bias.to(real)
+        state = initial_state.transpose(1, 2).to(real, copy=True, memory_format=torch.contiguous_format)
+        out = torch.empty_like(u, memory_format=torch.contiguous_format)
+        entries = state.new_empty(len(_chunks(length)), *state.shape)
+        for entry, span in zip(entries, _chunks(length)):
+            entry.copy_(state)
+            chunk = _Chunk(span, u, dt, A_rows, B, C, bias, starts)
+            states = chunk.states(entry)
+            y = chunk.over_states(chunk.C, states)
+            if D is not None:
+                y = torch.addcmul(y, chunk.u, D.to(real))
+            if z is not None:
+                y = y * F.silu(z[:, span].to(real))
+            out[:, span] = y
+            state = states[-1].clone()
+        ctx.save_for_backward(u, dt, A, B, C, D, z, dt_bias, starts, entries)
+        ctx.state_type = initial_state.dtype
+        return out, state.transpose(1, 2)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad_out, grad_last_state):
+        u, dt, A, B, C, D, z, dt_bias, starts, entries = ctx.saved_tensors
+        real = entries.dtype
+        A_rows = A.T.to(real).contiguous()
+        bias = None if dt_bias is None else dt_bias.to(real)
+        grad_u, grad_dt, grad_B, grad_C, grad_z = (
+            None if v is None else torch.empty_like(v, memory_format=torch.contiguous_format) for v in (u, dt, B, C, z))
+        grad_A = torch.zeros_like(A_rows)
+        grad_D = None if D is None else torch.zeros_like(D, dtype=real)
+        grad_bias = None if bias is None else torch.zeros_like(bias)
+        carried = grad_last_state.transpose(1, 2).to(real)  # what reaches the chunk's last state from behind
+        for entry, span in reversed(list(zip(entries, _chunks(u.shape[1])))):
+            chunk = _Chunk(span, u, dt, A_rows, B, C, bias, starts)
+            states = chunk.states(entry)
+            grad_y = grad_out[:, span].to(real)
+            if z is not None:
+                y = chunk.over_states(chunk.C, states)
+                if D is not None:
+                    y = torch.addcmul(y, chunk.u, D.to(real))
+                gate_input = z[:, span].to(real)
+                sigmoid = torch.sigmoid(gate_input)
+                grad_z[:, span] = y.mul_(grad_y).mul_(sigmoid).mul_(1 + gate_input * (1 - sigmoid))
+                grad_y = grad_y * (gate_input * sigmoid)
+            adjoints = chunk.adjoints(grad_y, carried)
+            grad_C[:, span] = chunk.over_channels(states, grad_y)
+            grad_B[:, span] = chunk.over_channels(adjoints, chunk.input)
+            grad_input = chunk.over_states(chunk.B, adjoints)
+            carried = adjoints[0] * chunk.decay[0]
+            # delta acts through the decay: its gradient is adjoint * state before * decay * A; A's is that * delta.
+            through_decay = chunk.decay.mul_(adjoints)
+            through_decay[0].mul_(entry)
+            through_decay[1:].mul_(states[:-1])
+            grad_A += torch.mul(through_decay, chunk.delta.transpose(0, 1).unsqueeze(2), out=states).sum((0, 1))
+            grad_delta = through_decay.mul_(A_rows).sum(2).transpose(0, 1)
+            grad_delta = grad_delta.addcmul_(grad_input, chunk.u)
+            grad_dt[:, span] = grad_delta.mul_(torch.sigmoid(chunk.raw_delta))
+            if bias is not None:
+                grad_bias += grad_delta.sum((0, 1))
+            grad_input = grad_input.mul_(chunk.delta)
+            if D is not None:
+                grad_input.addcmul_(grad_y, D.to(real))
+                grad_D += torch.einsum("btc,btc->c", grad_y, chunk.u)
+            grad_u[:, span] = grad_input
+        return (grad_u, grad_dt, grad_A.T.to(A.dtype), grad_B, grad_C, None if D is None else grad_D.to(D.dtype),
+                grad_z, None if bias is None else grad_bias.to(dt_bias.dtype), None,
+                carried.transpose(1, 2).to(ctx.state_type))
+
+
+def apply(function, u, dt, A, B, C, D, z, dt_bias, documents, initial_state, return_last_state):
+    """selective_scan by an autograd function, whose `starts` are True where a position begins a document that is not
+    its row's first, and which always has an initial state."""
+    starts = None
+    if documents is not None:
+        starts = torch.zeros_like(documents, dtype=torch.bool)
+        torch.ne(documents[:, 1:], documents[:, :-1], out=starts[:, 1:])
+    if initial_state is None:
+        initial_state = A.new_zeros(u.shape[0], *A.shape, dtype=compute_type(u))
+    out, last_state = function.apply(u, dt, A, B, C, D, z, dt_bias, starts, initial_state)
+    return (out, last_state) if return_last_state else out
+
+
+@torch.compiler.disable
+def selective_scan(*arguments):
+    return apply(_Scan, *arguments)

@@ -1,0 +1,53 @@
+"""The state-space dual of Mamba-2 (SSD): a selective scan with one decay per head, in chunked matrix form.
+
+With delta = softplus(dt + dt_bias), for every head, its state h a (headdim, d_state) matrix:
+
+    h[t] = exp(delta[t] A) h[t-1] + delta[t] x[t] B[t]^T
+    y[t] = h[t] C[t] + D x[t]
+
+Source: Dao and Gu, Transformers are SSMs (2024, arXiv 2405.21060), section 6. Positions of one chunk see each other
+through a masked matrix of decays times C B^T; chunks see each other through the state that one hands to the next, a
+short loop.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from mamba_fsdp.ops.forms import modules
+
+FORMS = modules(__name__)
+
+
+def ssd(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None = None,
+        dt_bias: Tensor | None = None, *, chunk_size: int, documents: Tensor | None = None,
+        initial_state: Tensor | None = None, return_last_state: bool = False,
+        form: str = "portable") -> Tensor | tuple[Tensor, Tensor]:
+    """Run the recurrence over whole sequences, of any length.
+
+    x (batch, length, heads, headdim); dt (batch, length, heads) before bias and softplus; A (heads), negative; B, C
+    (batch, length, groups, d_state), the heads shared evenly among the groups in order; D, dt_bias (heads) or None;
+    documents (batch, length): the state starts from zero wherever it changes; initial_state (batch, heads, headdim,
+    d_state) or None for zeros: what the first document of each row goes on from. `chunk_size` is the fused kernel's;
+    the result does not depend on it. Returns y like x, and with `return_last_state` (y, the state after the last
+    position, in compute type).
+    """
+    assert x.shape[2] % B.shape[2] == 0, f"{B.shape[2]} groups don't divide {x.shape[2]} heads"
+    return FORMS[form].ssd(x, dt, A, B, C, D, dt_bias, chunk_size, documents, initial_state, return_last_state)
+
+
+def ssd_step(state: Tensor, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None = None,
+             dt_bias: Tensor | None = None) -> Tensor:
+    """One token: updates state (batch, heads, headdim, d_state) in place and returns y like x.
+
+    x (batch, heads, headdim); dt (batch, heads); B, C (batch, groups, d_state); the rest as in `ssd`.
+    """
+    real = state.dtype
+    delta = F.softplus(dt.to(real) if dt_bias is None else dt.to(real) + dt_bias.to(real))
+    B, C = (t.to(real).repeat_interleave(x.shape[1] // t.shape[1], dim=1) for t in (B, C))
+    state *= (delta * A.to(real)).exp()[..., None, None]
+    state += torch.einsum("bhp,bhn->bhpn", delta.unsqueeze(2) * x.to(real), B)
+    y = torch.einsum("bhpn,bhn->bhp", state, C)
+    if D is not None:
+        y += D.to(real).unsqueeze(1) * x.to(real)
+    return y.to(x.dtype)

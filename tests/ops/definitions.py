@@ -1,0 +1,33 @@
+"""The recurrences as they are defined, position by position."""
+
+import torch
+import torch.nn.functional as F
+
+
+def loop(u, dt, A, B, C, D, z, dt_bias, initial_state, documents=None):
+    """Mamba-1's: (y, last state)."""
+    delta = F.softplus(dt + dt_bias, threshold=50)  # the default threshold of 20 costs 1e-10
+    state, ys = initial_state, []
+    for t in range(u.shape[1]):
+        decay = torch.exp(delta[:, t, :, None] * A)
+        if documents is not None and t > 0:
+            decay = decay * (documents[:, t] == documents[:, t - 1])[:, None, None]
+        state = decay * state + (delta[:, t] * u[:, t])[..., None] * B[:, t, None]
+        ys.append((state * C[:, t, None]).sum(-1) + D * u[:, t])
+    return torch.stack(ys, dim=1) * F.silu(z), state
+
+
+def recurrence(x, dt, A, B, C, D, dt_bias, documents=None, initial_state=None):
+    """Mamba-2's: (y, last state)."""
+    batch, length, heads, headdim = x.shape
+    delta = F.softplus(dt + dt_bias)
+    B, C = (t.repeat_interleave(heads // t.shape[2], dim=2) for t in (B, C))
+    state = x.new_zeros(batch, heads, headdim, B.shape[3]) if initial_state is None else initial_state
+    ys = []
+    for t in range(length):
+        if documents is not None and t > 0:
+            state = state * (documents[:, t] == documents[:, t - 1])[:, None, None, None]
+        state = state * torch.exp(delta[:, t] * A)[..., None, None]
+        state = state + (delta[:, t, :, None] * x[:, t])[..., None] * B[:, t, :, None]
+        ys.append((state * C[:, t, :, None]).sum(-1) + D[:, None] * x[:, t])
+    return torch.stack(ys, dim=1), state

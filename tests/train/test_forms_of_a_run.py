@@ -1,0 +1,48 @@
+"""What a run says of its operators' forms, and what it refuses before its first step."""
+
+import pytest
+
+from mamba_fsdp.errors import UserError
+from mamba_fsdp.ops import native
+
+needs_c = pytest.mark.skipif(bool(native.why_unavailable()), reason=f"no C form: {native.why_unavailable()}")
+
+
+def line(said):
+    return next(line for line in said.splitlines() if line.startswith("kernels "))
+
+
+def test_the_log_has_one_line_of_them(train, tmp_path):
+    said = train(tmp_path / "run", num_steps=1, layers="mamba1,mamba2", headdim=8, eval_interval=0)
+    assert line(said) == "kernels    portable: conv, scan, ssd, norm, loss"
+
+
+@needs_c
+def test_fp16_on_a_cpu_says_what_it_runs_without(train, tmp_path):
+    said = train(tmp_path / "run", num_steps=1, kernels="auto", mixed_precision="fp16", eval_interval=0)
+    assert line(said) == ("kernels    portable: conv, scan, norm, loss; "
+                          "conv, scan not native: there is no C for torch.float16")
+
+
+@pytest.mark.parametrize("kernels, said", [
+    ("fused", "kernels=fused: conv can't be fused on cpu: it is for cuda devices; kernels=auto takes what can serve"),
+    ("ssd=portable", "kernels=ssd=portable: this model has no ssd, only conv, scan, norm, loss, mamba1"),
+    ("scan=nativ", "kernels=scan=nativ: there is no form of scan 'nativ'; did you mean native?")])
+def test_a_demand_that_cannot_be_met_ends_the_start(train, tmp_path, kernels, said):
+    with pytest.raises(UserError) as refused:
+        train(tmp_path / "run", kernels=kernels)
+    assert str(refused.value) == said
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
+def test_channels_that_the_libraries_do_not_take_are_refused(train, tmp_path, monkeypatch):
+    """As on a GPU, with the libraries: here in this process, where only the choice is made."""
+    import types
+
+    from mamba_fsdp.train import setup
+
+    monkeypatch.setattr("mamba_fsdp.ops.fused.importlib.import_module", lambda name: types.ModuleType(name))
+    on_gpu = setup.resolve_forms
+    monkeypatch.setattr(setup, "resolve_forms", lambda setting, device_type, uses: on_gpu(setting, "cuda", uses))
+    with pytest.raises(UserError, match="conv can't be fused on cuda: causal-conv1d takes multiples of 8 channels, not 34"):
+        train(tmp_path / "run", kernels="fused", d_model=17)
