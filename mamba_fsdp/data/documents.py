@@ -55,7 +55,8 @@ def documents(block: TextBlock, options: DatasetConfig, counts: MutableMapping[s
     if block.kind == "text":
         yield from _text_documents(block, options, counts)
         return
-    for record, value in (_json_records if block.kind == "json" else _rows)(block, options, counts):
+    records = _json_records(block, options, counts) if block.kind == "json" else enumerate(block.data, block.record)
+    for record, value in records:
         where = f"record {record}"
         if isinstance(value, str):
             value = value.encode(errors="surrogatepass")  # JSON can spell half a character, which is no valid UTF-8
@@ -72,10 +73,6 @@ def documents(block: TextBlock, options: DatasetConfig, counts: MutableMapping[s
             counts["empty"] += 1
         else:
             yield value, True
-
-
-def _rows(block, options, counts):
-    yield from enumerate(block.data, block.record)
 
 
 def _json_records(block, options, counts):

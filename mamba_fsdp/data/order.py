@@ -69,14 +69,10 @@ class Order:
         """The position after `samples` samples of this order, for JSON. Sources not in the mixture keep their draws."""
         end = self.start + samples
         drawn = self.drawn + self._draws(end) - self._draws(self.start)
-        return {
-            "seed": self.seed,
-            "seq_length": self.seq_length,
-            "pattern": self._pattern_state(),
-            "pattern_position": int(end % self.period),
-            "drawn": {**self.before["drawn"], **dict(zip(self.names, drawn.tolist()))},
-            "identity": {**self.before["identity"], **self.identity},
-        }
+        return {"seed": self.seed, "seq_length": self.seq_length, "pattern": self._pattern_state(),
+                "pattern_position": int(end % self.period),
+                "drawn": {**self.before["drawn"], **dict(zip(self.names, drawn.tolist()))},
+                "identity": {**self.before["identity"], **self.identity}}
 
     @property
     def block_windows(self) -> int:

@@ -87,9 +87,8 @@ def write_config(config):
     layers = config.layer_list()
     mixers = {layer.mixer for layer in layers} - {"attention"}
     if len(mixers) > 1 or len({layer.mlp for layer in layers}) > 1:
-        raise UserError(f"state-spaces' form has one kind of SSM layer and an MLP in every layer or in none, not "
-                        f"layers={config.layers}; "
-                        "its own program could not load it")
+        raise UserError("state-spaces' form has one kind of SSM layer and an MLP in every layer or in none, not "
+                        f"layers={config.layers}; its own program could not load it")
     if config.norm_eps != NORM_EPS:
         raise UserError(f"state-spaces' form has norm_eps {NORM_EPS} built in, this model has {config.norm_eps}")
     if config.d_intermediate % MLP_MULTIPLE:
@@ -101,23 +100,12 @@ def write_config(config):
                "dt_rank": config.resolved_dt_rank}
     elif mixers == {"mamba2"}:
         ssm = {"layer": "Mamba2", "d_state": config.d_state, "d_conv": config.d_conv, "expand": config.expand,
-               "headdim": config.headdim,
-               "ngroups": config.ngroups, "chunk_size": config.chunk_size}
+               "headdim": config.headdim, "ngroups": config.ngroups, "chunk_size": config.chunk_size}
     if config.has("attention"):
         attention = {"causal": True, "d_conv": 0, "head_dim": config.resolved_head_dim, "num_heads": config.n_head,
                      "num_heads_kv": config.n_kv_head, "out_proj_bias": False, "qkv_proj_bias": False,
                      "rotary_emb_dim": config.resolved_rotary_dim, "rotary_emb_base": config.rope_theta}
-    return {
-        "d_model": config.d_model,
-        "d_intermediate": config.d_intermediate,
-        "n_layer": config.n_layer,
-        "vocab_size": config.vocab_size,
-        "ssm_cfg": ssm,
-        "attn_layer_idx": [i for i, layer in enumerate(layers) if layer.mixer == "attention"],
-        "attn_cfg": attention,
-        "rms_norm": True,
-        "residual_in_fp32": True,
-        "fused_add_norm": True,
-        "pad_vocab_size_multiple": config.pad_vocab_size_multiple,
-        "tie_embeddings": config.tie_embeddings,
-    }
+    same = ("d_model", "d_intermediate", "n_layer", "vocab_size", "pad_vocab_size_multiple", "tie_embeddings")
+    return {**{name: getattr(config, name) for name in same}, "ssm_cfg": ssm, "attn_cfg": attention,
+            "attn_layer_idx": [i for i, layer in enumerate(layers) if layer.mixer == "attention"],
+            "rms_norm": True, "residual_in_fp32": True, "fused_add_norm": True}

@@ -34,8 +34,7 @@ class Mamba:
     holds = "layers mamba1 without MLP"
     layer_prefix = "backbone.layers."
     top = {"backbone.embedding.weight": "backbone.embeddings.weight",
-           "backbone.norm_f.weight": "backbone.norm_f.weight",
-           "lm_head.weight": "lm_head.weight"}
+           "backbone.norm_f.weight": "backbone.norm_f.weight", "lm_head.weight": "lm_head.weight"}
 
     def fits(self, config):
         return set(config.layer_list()) == {Layer("mamba1", False)}
@@ -64,8 +63,8 @@ class Mamba2(Mamba):
 
     def write_config(self, config):
         return {**_mamba_fields(config), "num_heads": config.n_ssm_head, "head_dim": config.headdim,
-                "n_groups": config.ngroups,
-                "chunk_size": config.chunk_size, "time_step_rank": config.resolved_dt_rank, "rms_norm": True}
+                "n_groups": config.ngroups, "chunk_size": config.chunk_size,
+                "time_step_rank": config.resolved_dt_rank, "rms_norm": True}
 
     def read_config(self, fields):
         values = _mamba_values(fields, tied=False)
@@ -128,23 +127,12 @@ class Bamba(Llama):
 
     def write_config(self, config):
         share = config.resolved_rotary_dim / config.resolved_head_dim if config.has("attention") else 0.5
-        return {
-            **_attention_fields(config),
-            "attn_layer_indices": [i for i, layer in enumerate(config.layer_list()) if layer.mixer == "attention"],
-            "mamba_n_heads": config.n_ssm_head,
-            "mamba_d_head": config.headdim,
-            "mamba_n_groups": config.ngroups,
-            "mamba_d_state": config.d_state,
-            "mamba_d_conv": config.d_conv,
-            "mamba_expand": config.expand,
-            "mamba_chunk_size": config.chunk_size,
-            "mamba_conv_bias": True,
-            "mamba_proj_bias": False,
-            "rope_theta": config.rope_theta,  # transformers 4 reads these two, 5 the next
-            "partial_rotary_factor": share,
-            "rope_parameters": {"rope_type": "default", "rope_theta": config.rope_theta,
-                                "partial_rotary_factor": share},
-        }
+        rope = {"rope_theta": config.rope_theta, "partial_rotary_factor": share}  # as transformers 4 reads it
+        return {**_attention_fields(config), **rope, "rope_parameters": {"rope_type": "default", **rope},
+                "attn_layer_indices": [i for i, layer in enumerate(config.layer_list()) if layer.mixer == "attention"],
+                "mamba_n_heads": config.n_ssm_head, "mamba_d_head": config.headdim, "mamba_n_groups": config.ngroups,
+                "mamba_d_state": config.d_state, "mamba_d_conv": config.d_conv, "mamba_expand": config.expand,
+                "mamba_chunk_size": config.chunk_size, "mamba_conv_bias": True, "mamba_proj_bias": False}
 
     def read_config(self, fields):
         values = _attention_values(fields, eps_default=1e-5)
@@ -237,9 +225,9 @@ def _mamba_values(fields, tied):
     fields.expect("use_bias", False, False)
     fields.expect("use_conv_bias", True, True, "a convolution without bias")
     return dict(d_model=fields.take("hidden_size"), n_layer=fields.take("num_hidden_layers"),
-                vocab_size=fields.take("vocab_size"),
-                d_state=fields.take("state_size", 128 if not tied else 16), d_conv=fields.take("conv_kernel", 4),
-                expand=fields.take("expand", 2), norm_eps=fields.take("layer_norm_epsilon", 1e-5, kind=float),
+                vocab_size=fields.take("vocab_size"), d_state=fields.take("state_size", 16 if tied else 128),
+                d_conv=fields.take("conv_kernel", 4), expand=fields.take("expand", 2),
+                norm_eps=fields.take("layer_norm_epsilon", 1e-5, kind=float),
                 tie_embeddings=fields.take("tie_word_embeddings", tied, kind=bool))
 
 

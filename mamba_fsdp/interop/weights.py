@@ -28,8 +28,7 @@ from mamba_fsdp.run_layout import CHECKPOINTS, COMMIT, CONSOLIDATED, MODEL_CONFI
 
 PICKLED = "pytorch_model.bin"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "merges.txt",
-                   "special_tokens_map.json",
-                   "added_tokens.json", "chat_template.jinja")
+                   "special_tokens_map.json", "added_tokens.json", "chat_template.jinja")
 
 
 def load_tokenizer(path):
