@@ -18,6 +18,7 @@ from mamba_fsdp.data.loader import Split, evaluation_batches
 from mamba_fsdp.data.order import Order
 from mamba_fsdp.data.selection import training_sources, validation_stores
 from mamba_fsdp.report.records import read
+from mamba_fsdp.run_layout import METRICS, SETTINGS
 
 
 class Bigram:
@@ -49,12 +50,12 @@ class Bigram:
 def main():
     config, _ = resolve.resolve_settings({}, "config/demo.yaml")
     run = Path(config.checkpoint.save_ckpt_path)
-    if not (run / "config.yaml").exists():
+    if not (run / SETTINGS).exists():
         began = time.perf_counter()
         subprocess.run(["./1.train.sbatch"], check=True)
         print(f"whole command: {time.perf_counter() - began:.0f} s, peak memory of its largest process "
               f"{resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 2**20:.2f} GiB\n")
-    entries = read(run / "metrics.jsonl")
+    entries = read(run / METRICS)
     validations = [entry for entry in entries if "val_loss" in entry]
     reports = [entry for entry in entries if "loss" in entry]
     tokens = reports[-1]["tokens"]

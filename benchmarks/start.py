@@ -7,6 +7,8 @@ import tempfile
 import time
 from pathlib import Path
 
+from mamba_fsdp.run_layout import METRICS
+
 RUNS = 5
 
 
@@ -18,7 +20,7 @@ def seconds_to_help():
 
 def seconds_to_first_step(launcher):
     with tempfile.TemporaryDirectory() as folder:
-        metrics = Path(folder) / "run" / "metrics.jsonl"
+        metrics = Path(folder) / "run" / METRICS
         began = time.perf_counter()
         settings = ["--config=config/demo.yaml", f"--save_ckpt_path={folder}/run", "--num_steps=1", "--report_interval=1",
                     "--eval_interval=0"]
