@@ -114,7 +114,7 @@ def transformers_form(config, weights, device, activation_checkpointing):
     if activation_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     theirs = {}
-    for name, parts in transformers_forms.pieces(form, config).items():
+    for name, parts in transformers_forms.parts(form, config).items():
         rows = weights[name].split([shape[0] for _, shape in parts])
         theirs.update(zip([their_name for their_name, _ in parts], rows))
     return peer_form(model, theirs, device)

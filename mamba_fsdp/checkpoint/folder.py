@@ -72,7 +72,7 @@ def newest_whole(checkpoints: Path, world: World, report: Callable[[str], Any]) 
     Raises UserError when there are committed checkpoints but none is whole: starting anew must be the user's decision.
     """
     broken: list[str] = []
-    candidates = world.broadcast_object(committed(checkpoints) if world.rank == 0 else None)
+    candidates = world.broadcast_object(committed(checkpoints) if world.rank == 0 else [])
     for checkpoint in reversed(candidates):
         wrong = problems(checkpoint, world)
         if not wrong:

@@ -7,7 +7,7 @@ from config.model_config import ModelConfig, checked_model
 from config.presets import PRESETS
 from mamba_fsdp.errors import UserError
 
-INERT = (None, False, 0, "", [], {})  # a field that says no to something we don't know of changes nothing
+INERT: tuple = (None, False, 0, "", [], {})  # a field that says no to something we don't know of changes nothing
 
 
 class Fields:

@@ -53,7 +53,7 @@ class Choice(NamedTuple):
 
     def __str__(self) -> str:
         """One line for the log."""
-        said = {}
+        said: dict[tuple[str, str], list[str]] = {}
         for operator, form in self.forms.items():
             said.setdefault((f"{form}: ", ""), []).append(operator)
         for operator, reasons in self.passed.items():

@@ -7,7 +7,7 @@ from typing import TextIO
 SECONDS_BETWEEN_UPDATES = 0.2
 
 
-def duration(seconds):
+def duration(seconds: float) -> str:
     seconds = int(seconds)
     hours, minutes, seconds = seconds // 3600, seconds // 60 % 60, seconds % 60
     return f"{hours}:{minutes:02d}:{seconds:02d}" if hours else f"{minutes}:{seconds:02d}"
@@ -22,13 +22,14 @@ class Display:
         self.shown = ""
         self.next_update = 0.0
 
-    def line(self, text):
+    def line(self, text: str) -> None:
         """A line that stays."""
         if self.enabled:
             self._clear()
             print(text, file=self.stream, flush=True)
 
-    def step(self, step, *, loss, learning_rate, tokens_per_second, mfu=None, seconds_left=None, report=False):
+    def step(self, step: int, *, loss: float, learning_rate: float, tokens_per_second: float, mfu: float | None = None,
+             seconds_left: float | None = None, report: bool = False) -> None:
         """The state of training; stays as a line where there is no terminal and `report` is set."""
         if not self.enabled or not (report or (self.live and time.monotonic() >= self.next_update)):
             return
@@ -51,7 +52,7 @@ class Display:
             self.stream.write("\r" + " " * len(self.shown) + "\r")
             self.shown = ""
 
-    def close(self):
+    def close(self) -> None:
         if self.shown:
             self.stream.write("\n")
             self.stream.flush()

@@ -26,5 +26,5 @@ def evaluate(module: torch.nn.Module, batches: Iterable[Batch], world: World) ->
             total += float(module(here.tokens, labels=here.labels, documents=here.documents))
             counted += int((batch.labels != IGNORED_LABEL).sum())
     module.train(training)
-    total, counted = world.all_reduce_sum([total, float(counted)])
-    return total / max(counted, 1)
+    total, tokens = world.all_reduce_sum([total, float(counted)])
+    return total / max(tokens, 1)

@@ -56,8 +56,8 @@ class Lease:
 
     def is_held(self) -> bool:
         """Whether the folder is this process's. Raises OSError as the disk does."""
-        seen = self.content and self._look()
-        return bool(seen) and seen[0] == self.content
+        seen = self._look() if self.content else None
+        return seen is not None and seen[0] == self.content
 
     def check(self) -> None:
         """Raises UserError when the folder is another run's by now: call it before writing what must not mix."""

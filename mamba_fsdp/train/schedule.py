@@ -12,14 +12,15 @@ class Schedule:
     (fms-fsdp); wsd is Composer's: 1 until the decay, then (N - x)/decay, never below the floor.
     """
 
-    def __init__(self, kind, total, *, warmup=AUTOMATIC, decay=AUTOMATIC, floor=0.1):
+    def __init__(self, kind: str, total: int, *, warmup: int = AUTOMATIC, decay: int = AUTOMATIC,
+                 floor: float = 0.1) -> None:
         self.kind, self.total, self.floor = kind, max(total, 1), floor
         if warmup == AUTOMATIC:
             warmup = 0 if kind in ("annealing", "constant") else min(2000, self.total // 20)
         self.warmup = warmup
         self.decay = max(1, self.total // 10) if decay == AUTOMATIC else decay
 
-    def factor(self, step):
+    def factor(self, step: int) -> float:
         x = step + 1
         rise = min(1.0, x / self.warmup) if self.warmup else 1.0
         if self.kind == "cosine":

@@ -14,17 +14,17 @@ class Watchdog:
     """When `heart` has not beaten for `minutes`, the stacks of all threads go to stderr and the process exits with
     1."""
 
-    def __init__(self, minutes, rank):
+    def __init__(self, minutes: float, rank: int) -> None:
         self.seconds, self.rank = minutes * 60, rank
         self.stopped = threading.Event()
         self.thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
 
-    def __enter__(self):
+    def __enter__(self) -> "Watchdog":
         heart.beat()
         self.thread.start()
         return self
 
-    def __exit__(self, *_):
+    def __exit__(self, *_: object) -> None:
         self.stopped.set()
         self.thread.join()
 

@@ -1,4 +1,4 @@
-"""Which form serves which operator: best first, what keeps a form away is said, and a demand that can't be met refused."""
+"""Which form serves which operator: best first; what keeps one away is said, and a demand that can't be met refused."""
 
 import subprocess
 import sys
@@ -86,8 +86,8 @@ def test_what_the_libraries_do_not_take_is_refused_at_the_start(libraries):
     assert choice.forms == {"conv": "portable", "scan": "fused", "norm": "fused", "loss": "portable"}
     assert "conv not fused: causal-conv1d takes" in str(choice)
     heads = ModelConfig(layers="mamba2", d_model=32, headdim=16)  # 4 heads: 2 * 64 + 2 * 16 + 4 rows
-    assert "mamba2 can't be fused on cuda: mamba-ssm takes multiples of 8 rows of its input projection, not 164" in refusal(
-        "fused", "cuda", config=heads)
+    said = refusal("fused", "cuda", config=heads)
+    assert "mamba2 can't be fused on cuda: mamba-ssm takes multiples of 8 rows of its input projection, not 164" in said
     choice = choose("auto", "cuda", config=heads)
     assert choice.forms == {"conv": "fused", "ssd": "fused", "norm": "fused", "loss": "portable"}
     assert "mamba2 not fused: mamba-ssm takes multiples of 8" in str(choice)
@@ -126,7 +126,8 @@ def test_what_c_does_not_take_is_said():
 
 
 @pytest.mark.parametrize("setting, said", [
-    ("nativ", "there is no form 'nativ'; did you mean native?"), ("triton", "there is no form 'triton'; choose one of auto, "),
+    ("nativ", "there is no form 'nativ'; did you mean native?"),
+    ("triton", "there is no form 'triton'; choose one of auto, "),
     ("scam=native", "there is no operator 'scam'; did you mean scan?"),
     ("scan=nativ", "there is no form of scan 'nativ'; did you mean native?"),
     ("ssd=native", "there is no form of ssd 'native'; choose one of fused, portable"),

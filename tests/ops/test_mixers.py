@@ -29,8 +29,9 @@ def mixer(kind, form="portable", dtype=torch.float64):
 
 
 def inputs(kind, length=70, dtype=torch.float64):
-    shape = (2, length, MIXER[kind].d_model)
-    return torch.randn(shape, generator=torch.Generator().manual_seed(3), dtype=torch.float64).to(dtype).requires_grad_()
+    generator = torch.Generator().manual_seed(3)
+    x = torch.randn(2, length, MIXER[kind].d_model, generator=generator, dtype=torch.float64)
+    return x.to(dtype).requires_grad_()
 
 
 def convolve(layer, x):
@@ -52,8 +53,8 @@ def define_mamba2(layer, x):
     """PyTorch's conv1d, the recurrence, the norm after the gate per group, and out_proj."""
     z, xbc, dt = (x @ layer.in_proj.weight.T).split([16, 28, 4], dim=2)
     x, B, C = convolve(layer, xbc).split([16, 6, 6], dim=2)
-    y, _ = recurrence(x.unflatten(2, (4, 4)), dt, -torch.exp(layer.A_log), B.unflatten(2, (2, 3)), C.unflatten(2, (2, 3)),
-                      layer.D, layer.dt_bias)
+    B, C = (t.unflatten(2, (2, 3)) for t in (B, C))
+    y, _ = recurrence(x.unflatten(2, (4, 4)), dt, -torch.exp(layer.A_log), B, C, layer.D, layer.dt_bias)
     gated = (y.flatten(2) * F.silu(z)).unflatten(2, (2, 8))
     normed = (gated / (gated.square().mean(3, keepdim=True) + 1e-5).sqrt()).flatten(2) * layer.norm.weight
     return normed @ layer.out_proj.weight.T
