@@ -1,0 +1,1 @@
+"""Side by side with peers, in one run: each benchmark prints a table. README.md lists them."""

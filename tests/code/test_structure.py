@@ -1,0 +1,92 @@
+"""The floors of docs/architecture.md: a file imports only from its own folder and from floors below it, in no circle."""
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+LARGEST_FILE, LONGEST_FUNCTION, LIBRARY = 450, 50, 12_000
+
+
+def modules(project):
+    """{path in the project: the syntax tree of a Python file}, tests left out."""
+    places = ("*.py", "config/*.py", "benchmarks/*.py", "mamba_fsdp/**/*.py")
+    paths = [path for place in places for path in project.glob(place)]
+    return {path.relative_to(project): ast.parse(path.read_text()) for path in paths}
+
+
+def floors(project):
+    """{file or folder: its floor, 0 for the ground} as the table in docs/architecture.md says."""
+    rows = re.findall(r"^\| [a-z]+ \| (`.*`) \|$", (project / "docs/architecture.md").read_text(), re.MULTILINE)
+    assert len(rows) > 5
+    return {place.rstrip("/"): floor for floor, row in enumerate(reversed(rows)) for place in re.findall(r"`(.+?)`", row)}
+
+
+def place_of(path, known):
+    """The file or folder of the table in which a file lies; None for a package's own face."""
+    places = [str(place) for place in (path, *path.parents) if str(place) in known]
+    assert places or str(path) == "mamba_fsdp/__init__.py", f"docs/architecture.md has no floor for {path}"
+    return places[0] if places else None
+
+
+def imported(path, tree, files):
+    """The files of the project that a file imports, at its top or later."""
+    for node in ast.walk(tree):
+        names = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: a relative import"
+            names = [f"{node.module}.{alias.name}" for alias in node.names] + [node.module]
+        for name in names:
+            stem = Path(*name.split("."))
+            found = [file for file in (stem.with_suffix(".py"), stem / "__init__.py") if file in files]
+            yield from found
+
+
+@pytest.fixture(scope="module")
+def graph():
+    files = modules(Path(__file__).parents[2])
+    return {path: set(imported(path, tree, files)) - {path} for path, tree in files.items()}
+
+
+def test_imports_run_down_the_floors(project, graph):
+    known = floors(project)
+    wrong = []
+    for path, others in graph.items():
+        for other in others:
+            here, there = place_of(path, known), place_of(other, known)
+            if here and there and here != there and known[there] >= known[here]:
+                wrong.append(f"{path} imports {other}")
+    assert not wrong
+
+
+def test_no_file_imports_itself_on_a_round_trip(graph):
+    order, on_the_way = set(), []
+
+    def visit(path):
+        assert path not in on_the_way, f"a circle: {' -> '.join(map(str, on_the_way[on_the_way.index(path):] + [path]))}"
+        if path not in order:
+            on_the_way.append(path)
+            for other in graph[path]:
+                visit(other)
+            order.add(on_the_way.pop())
+
+    for path in graph:
+        visit(path)
+
+
+def test_sizes(project):
+    files = modules(project)
+    long = [path for path in files if len((project / path).read_text().splitlines()) > LARGEST_FILE]
+    functions = [f"{path}:{node.name}" for path, tree in files.items() for node in ast.walk(tree)
+                 if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
+                 and node.end_lineno - node.lineno >= LONGEST_FUNCTION]
+    assert not long and not functions
+    assert sum(len((project / path).read_text().splitlines()) for path in files if path.parts[0] == "mamba_fsdp") <= LIBRARY
+
+
+def test_every_file_says_what_it_is_for(project):
+    for path, tree in modules(project).items():
+        assert ast.get_docstring(tree), f"{path} does not open with what it is for"

@@ -1,0 +1,15 @@
+"""The tools of pyproject.toml find nothing: ruff in any Python file, the type checker in the library and its settings."""
+
+import subprocess
+import sys
+
+import pytest
+
+
+@pytest.mark.parametrize("command", [
+    ["ruff", "check", "--no-cache", "."],
+    ["mypy", "--no-error-summary", "mamba_fsdp", "config", "training.py", "get_dataset.py"],
+], ids=["ruff", "mypy"])
+def test_finds_nothing(project, command):
+    done = subprocess.run([sys.executable, "-m", *command], cwd=project, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
