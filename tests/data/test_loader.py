@@ -44,8 +44,8 @@ def two_sources():
     return {"a": Numbers(50 * L + 3), "b": Numbers(20 * L + 1, first=10_000)}
 
 
-def loader_of(sources, *, state=None, seed=0, rank=0, world_size=1, batch_size=2, micro_batches=1, vocab_size=10**6, first_step=0,
-              num_workers=2, **data):
+def loader_of(sources, *, state=None, seed=0, rank=0, world_size=1, batch_size=2, micro_batches=1, vocab_size=10**6,
+              first_step=0, num_workers=2, **data):
     order = Order(sources, {name: i + 1.5 for i, name in enumerate(sources)}, L, seed, state)
     return Loader(sources, order, DataConfig(seq_length=L, num_workers=num_workers, **data),
                   Split(rank, world_size, batch_size, micro_batches), vocab_size=vocab_size, first_step=first_step)

@@ -66,7 +66,7 @@ def train(corpus, tiny_file, capsys):
 
 @pytest.fixture
 def change_loss(monkeypatch):
-    """change_loss(new): the loss of a micro-batch becomes new(the run's TrainState, a function that gives the true one)."""
+    """change_loss(new): the loss of a micro-batch becomes new(the run's TrainState, what gives the true loss)."""
     def change(new):
         from mamba_fsdp.train import loop
 

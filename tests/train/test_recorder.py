@@ -20,7 +20,9 @@ from mamba_fsdp.train.state import TrainState
 def recorder_of(tmp_path, monkeypatch):
     """recorder_of(world) -> a Recorder of a run of 4 steps of 64 tokens, from its start."""
     monkeypatch.setattr("mamba_fsdp.train.lease.Lease.is_held", lambda self: True)
-    return lambda world: Recorder(TrainConfig(), world, RunFolder(tmp_path), Plan(Split(0, 1, 2), 64, 4, 0, 4, Schedule("constant", 4)), 0)
+    plan = Plan(Split(0, 1, 2), tokens_per_step=64, total_steps=4, eval_steps=0, checkpoint_steps=4,
+                schedule=Schedule("constant", 4))
+    return lambda world: Recorder(TrainConfig(), world, RunFolder(tmp_path), plan, 0)
 
 
 def test_a_report_is_a_line_and_an_entry_where_it_is_due(recorder_of, tmp_path, capsys):
@@ -31,9 +33,11 @@ def test_a_report_is_a_line_and_an_entry_where_it_is_due(recorder_of, tmp_path, 
     validation, report = (json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines())
     assert validation == {"step": 1, "val_loss": 3.0, "val_perplexity": pytest.approx(20.0855, rel=1e-4)}
     assert report.pop("tokens_per_second") > 0
-    assert report == {"step": 2, "tokens": 128, "loss": 3.5, "learning_rate": 0.01, "grad_norm": 0.5, "skipped_steps": 1}
+    assert report == {"step": 2, "tokens": 128, "loss": 3.5, "learning_rate": 0.01, "grad_norm": 0.5,
+                      "skipped_steps": 1}
     first, second = capsys.readouterr().out.splitlines()
-    assert first == "step 1: validation loss 3.0000, perplexity 20.09 (0.2 s)" and second.startswith("step 2/4  loss  3.5000  lr 1.00e-02")
+    assert first == "step 1: validation loss 3.0000, perplexity 20.09 (0.2 s)"
+    assert second.startswith("step 2/4  loss  3.5000  lr 1.00e-02")
 
 
 def test_another_rank_writes_nothing_but_takes_part_in_what_is_gathered(recorder_of, tmp_path, capsys, monkeypatch):

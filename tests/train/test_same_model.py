@@ -19,7 +19,8 @@ STARTS = ("resume", "folder", "pth", "init_from")
 def start_from(start, first):
     """(the run folder, the settings) of a start from the run `first`."""
     pth = first / "pth" / "step_00000002" / "consolidated.00.pth"
-    settings = {"resume": {}, "folder": {"load_ckpt_path": first}, "pth": {"load_ckpt_path": pth}, "init_from": {"init_from": first}}
+    settings = {"resume": {}, "folder": {"load_ckpt_path": first}, "pth": {"load_ckpt_path": pth},
+                "init_from": {"init_from": first}}
     return first if start == "resume" else first.parent / start, settings[start]
 
 
@@ -34,8 +35,8 @@ def test_other_words_for_the_same_model_are_no_other_model(train, tmp_path, word
 
 
 @pytest.mark.parametrize("start, message", [
-    ("resume", r"first/checkpoints/step_00000002 holds another model: d_model 16 \(now 32\); give .* another save_ckpt_path$"),
-    ("folder", r"first/checkpoints/step_00000002 holds another model: d_model 16 \(now 32\); give .* another load_ckpt_path$"),
+    ("resume", r"step_00000002 holds another model: d_model 16 \(now 32\); give .* another save_ckpt_path$"),
+    ("folder", r"step_00000002 holds another model: d_model 16 \(now 32\); give .* another load_ckpt_path$"),
     ("pth", r"load_ckpt_path .*consolidated.00.pth holds another model .*: d_model=32 \(there 16\)$"),
     ("init_from", r"init_from .*first holds another model .*: d_model=32 \(there 16\)$"),
 ])
@@ -49,5 +50,6 @@ def test_another_model_is_refused_with_both_values(train, tmp_path, start, messa
 def test_each_difference_of_structure_has_a_setting_to_name():
     """The padding decides too, though the vocabulary is called the same."""
     here = TrainConfig(model=ModelConfig(vocab_size=100, pad_vocab_size_multiple=8, headdim=32))
-    assert differing_model(here, ModelConfig(vocab_size=100, pad_vocab_size_multiple=64)) == {"pad_vocab_size_multiple": ("8", "64")}
+    padded = ModelConfig(vocab_size=100, pad_vocab_size_multiple=64)
+    assert differing_model(here, padded) == {"pad_vocab_size_multiple": ("8", "64")}
     assert differing_model(here, ModelConfig(vocab_size=104, n_layer=5)) == {"n_layer": ("4", "5")}

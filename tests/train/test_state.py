@@ -12,7 +12,8 @@ from mamba_fsdp.train.state import TrainState
 
 
 def test_a_saved_state_is_read_back_whole():
-    state = TrainState(**{field.name: number for number, field in enumerate(fields(TrainState)) if field.name != "data"}, data={"drawn": {"a": 7}})
+    numbers = {field.name: number for number, field in enumerate(fields(TrainState))}
+    state = TrainState(**{**numbers, "data": {"drawn": {"a": 7}}})
     saved = json.loads(json.dumps(state.saved(TrainConfig(), world_size=3)))
     assert TrainState.from_saved(saved, "a checkpoint") == state
     assert saved.keys() == {"progress", "settings", "world_size", "torch"} and saved["world_size"] == 3
