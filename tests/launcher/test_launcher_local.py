@@ -54,7 +54,7 @@ def test_ctrl_c_commits_a_checkpoint_and_says_how_to_go_on(launcher_project):
     assert code == 130 and "Traceback" not in output
     committed, = sorted((launcher_project / "runs/a b/checkpoints").glob("*/COMMIT"))[-1:]
     assert output.strip().splitlines()[-1] == \
-        rf"to go on from {committed.parent.name}: ./1.train.sbatch --save_ckpt_path=runs/a\ b --num_steps=9999"
+        rf"to resume from {committed.parent.name}: ./1.train.sbatch --save_ckpt_path=runs/a\ b --num_steps=9999"
     assert not (launcher_project / "runs/a b/STOP").exists()
 
 
