@@ -163,7 +163,7 @@ def test_preemption_with_a_grace_time_goes_on_later(start_cluster, slurm_project
                             "PartitionName=spare Nodes=ALL PriorityTier=1 GraceTime=20 PreemptMode=REQUEUE State=UP")
     job = cluster.submit(slurm_project, "--save_ckpt_path=runs/a", "--num_steps=80", options=["--partition=spare"])
     wait_for_step(cluster, slurm_project)
-    cluster.run("sbatch", "--partition=urgent", "--nodes=2", "--exclusive", "--wrap=sleep 3")
+    cluster.run("sbatch", "--output=/dev/null", "--partition=urgent", "--nodes=2", "--exclusive", "--wrap=sleep 3")
     assert cluster.wait_for_end(job) == "COMPLETED", log(slurm_project, job)
     assert cluster.restarts(job) >= 1
     steps = [start["step"] for start in starts(slurm_project / "runs/a") if start["rank"] == 0]
