@@ -108,7 +108,7 @@ def transformers_form(config, weights, device, activation_checkpointing):
     from transformers import AutoConfig, AutoModelForCausalLM
 
     form = transformers_forms.form_for(config)
-    fields = transformers_forms.write_config(form, config)
+    fields = form.write_config(config)
     with torch.device(device):
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**fields, use_cache=False))
     if activation_checkpointing:

@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -18,30 +19,32 @@ from mamba_fsdp.model.spec import EMBEDDING, LM_HEAD, parameters
 from mamba_fsdp.run_layout import CONSOLIDATED, MODEL_CONFIG, TOKENIZER
 
 
-def to_foreign_form(source, out, format="hf", dtype=None, shard_bytes=SHARD_BYTES):
+def to_foreign_form(source: str | Path, out: str | Path, format: str = "hf", dtype: str | None = None,
+                    shard_bytes: int = SHARD_BYTES) -> Path:
     """Write the model that `source` names (see read_weights) to the new folder `out` in the form of transformers or
-    state-spaces.
+    state-spaces; returns `out`.
 
     dtype: fp32, bf16, fp16; None keeps the stored types. A_log, D and the biases of dt stay fp32. The tokenizer goes
     along. Raises UserError: nothing to read, no such form of this model, `out` exists, the disk refuses; then nothing
     is written.
     """
-    writers = {"hf": _write_transformers, "state-spaces": _write_state_spaces}
+    writers = {"hf": partial(_write_transformers, shard_bytes=shard_bytes), "state-spaces": _write_state_spaces}
     if format not in writers:
         raise UserError(f"format={format}: write one of {', '.join(writers)}")
-    return _convert(source, out, dtype, lambda folder, weights, get: writers[format](folder, weights, get, shard_bytes))
+    return _convert(source, Path(out), dtype, writers[format])
 
 
-def to_our_form(source, out, dtype=None):
+def to_our_form(source: str | Path, out: str | Path, dtype: str | None = None) -> Path:
     """Write the model that `source` names (see read_weights) to the new folder `out` in our form: consolidated.00.pth,
     its config.json, tokenizer/. Raises UserError as `to_foreign_form` does."""
-    return _convert(source, out, dtype, _write_ours)
+    return _convert(source, Path(out), dtype, _write_ours, tokenizer=TOKENIZER)
 
 
-def _convert(source, out, dtype, write):
+def _convert(source, out, dtype, write, tokenizer="."):
+    """write(folder, weights, get) writes the tensors and returns the fields of config.json; `tokenizer`: the folder in
+    `out` for that."""
     if dtype is not None and dtype not in DTYPES:
         raise UserError(f"dtype={dtype}: write one of {', '.join(DTYPES)}")
-    out = Path(out)
     if out.exists():
         raise UserError(f"{out} exists already; name a new folder, or remove it first")
     weights = read_weights(source)
@@ -49,54 +52,46 @@ def _convert(source, out, dtype, write):
 
     def get(name):
         tensor = weights.get(name)
-        keep = dtype is None or spec[name].fp32
-        return tensor if keep else tensor.to(DTYPES[dtype])
+        return tensor if dtype is None or spec[name].fp32 else tensor.to(DTYPES[dtype])
 
-    partial = hidden_beside(out)
+    unfinished = hidden_beside(out)
     try:
-        partial.mkdir(parents=True)
-        write(partial, weights, get)
-        _flush(partial)
-        partial.rename(out)
+        unfinished.mkdir(parents=True)
+        fields = write(unfinished, weights, get)
+        (unfinished / MODEL_CONFIG).write_text(json.dumps(fields, indent=2) + "\n")
+        if weights.tokenizer_path:
+            _copy_tokenizer(weights.tokenizer_path, unfinished / tokenizer)
+        _flush(unfinished)
+        unfinished.rename(out)
     except (OSError, SafetensorError) as error:
         raise UserError(f"can't write {out}: {getattr(error, 'strerror', None) or error}") from None
     finally:
-        shutil.rmtree(partial, ignore_errors=True)
+        shutil.rmtree(unfinished, ignore_errors=True)
     sync_folder(out.parent)
     return out
 
 
 def _write_transformers(folder, weights, get, shard_bytes):
     form = transformers_forms.form_for(weights.config)
-    fields = transformers_forms.write_config(form, weights.config)
-    fields |= _token_ids(weights.tokenizer_path)
+    fields = form.write_config(weights.config) | _token_ids(weights.tokenizer_path)
     fields["torch_dtype"] = str(get(EMBEDDING).dtype).removeprefix("torch.")
     if weights.seq_length and weights.config.has("attention"):
         fields["max_position_embeddings"] = weights.seq_length
-    _write_json(folder / MODEL_CONFIG, fields)
-    write_safetensors(folder, _split(transformers_forms.parts(form, weights.config), get), shard_bytes)
-    _copy_tokenizer(weights.tokenizer_path, folder)
+    tensors = ((their_name, rows) for name, theirs in transformers_forms.parts(form, weights.config).items()
+               for (their_name, _), rows in zip(theirs, get(name).split([shape[0] for _, shape in theirs])))
+    write_safetensors(folder, tensors, shard_bytes)
+    return fields
 
 
-def _split(parts, get):
-    for name, theirs in parts.items():
-        for (their_name, _), rows in zip(theirs, get(name).split([shape[0] for _, shape in theirs])):
-            yield their_name, rows
-
-
-def _write_state_spaces(folder, weights, get, _):
-    _write_json(folder / MODEL_CONFIG, state_spaces.write_config(weights.config))
+def _write_state_spaces(folder, weights, get):
+    fields = state_spaces.write_config(weights.config)
     _write_state_dict(folder / PICKLED, weights, get)
-    _copy_tokenizer(weights.tokenizer_path, folder)
+    return fields
 
 
 def _write_ours(folder, weights, get):
-    _write_json(folder / MODEL_CONFIG,
-                vars(weights.config) | ({"seq_length": weights.seq_length} if weights.seq_length else {}))
     _write_state_dict(folder / CONSOLIDATED, weights, get)
-    if weights.tokenizer_path:
-        (folder / TOKENIZER).mkdir()
-        _copy_tokenizer(weights.tokenizer_path, folder / TOKENIZER)
+    return vars(weights.config) | ({"seq_length": weights.seq_length} if weights.seq_length else {})
 
 
 def _write_state_dict(path, weights, get):
@@ -107,34 +102,27 @@ def _write_state_dict(path, weights, get):
     with open(path, "xb") as file:
         try:
             torch.save(content, file)
-        except RuntimeError as error:  # torch's own, raised on the way out of what the disk said
+        except RuntimeError as error:  # torch raises its own while it handles the disk's
             raise (error.__context__ if isinstance(error.__context__, OSError) else error) from None
-
-
-def _write_json(path, content):
-    path.write_text(json.dumps(content, indent=2) + "\n")
 
 
 def _token_ids(tokenizer_path):
     """bos, eos and pad as the tokenizer has them; transformers' defaults mean other tokens in every model."""
-    kinds = ("bos_token_id", "eos_token_id", "pad_token_id")
-    if not tokenizer_path:
-        return dict.fromkeys(kinds)
-    tokenizer = load_tokenizer(tokenizer_path)
-    return {kind: getattr(tokenizer, kind) for kind in kinds}
+    tokenizer = load_tokenizer(tokenizer_path) if tokenizer_path else None
+    return {kind: getattr(tokenizer, kind, None) for kind in ("bos_token_id", "eos_token_id", "pad_token_id")}
 
 
 def _copy_tokenizer(source, folder):
-    for name in TOKENIZER_FILES if source else ():
-        if (Path(source) / name).is_file():
-            shutil.copyfile(Path(source) / name, folder / name)
+    folder.mkdir(exist_ok=True)
+    for name in TOKENIZER_FILES:
+        if (source / name).is_file():
+            shutil.copyfile(source / name, folder / name)
 
 
 def _flush(folder):
-    for path in folder.rglob("*"):
+    for path in (*folder.rglob("*"), folder):
         if path.is_file():
             with open(path, "rb") as file:
                 os.fsync(file.fileno())
         else:
             sync_folder(path)
-    sync_folder(folder)

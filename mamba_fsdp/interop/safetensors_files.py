@@ -1,10 +1,13 @@
 """Tensors in safetensors files as transformers lays them out: model.safetensors, or several and an index."""
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
+from torch import Tensor
 
 from mamba_fsdp.checkpoint.tensors import Tensors
 from mamba_fsdp.errors import UserError
@@ -13,13 +16,10 @@ SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 SHARD_BYTES = 2 << 30  # each file is in memory once while it is written
 
 
-def has_safetensors(folder):
-    return (folder / SINGLE).exists() or (folder / INDEX).exists()
-
-
-def open_safetensors(folder):
+def open_safetensors(folder: Path) -> Tensors:
     """A folder's safetensors files as Tensors, read when asked for. Raises UserError for a missing or damaged one."""
-    files, where = {}, {}
+    files: dict[Path, Any] = {}
+    where: dict[str, Path] = {}
     for path, names in _files(folder).items():
         try:
             with open(path, "rb"):
@@ -60,7 +60,7 @@ def _files(folder):
         raise UserError(f"{folder / INDEX} can't be read as an index ({error})") from None
 
 
-def write_safetensors(folder, tensors, shard_bytes=SHARD_BYTES):
+def write_safetensors(folder: Path, tensors: Iterable[tuple[str, Tensor]], shard_bytes: int = SHARD_BYTES) -> None:
     """Write (name, tensor) pairs, one file at a time. Raises OSError or SafetensorError as the disk does."""
     contents, total = [], 0
     for number, shard in enumerate(_shards(tensors, shard_bytes)):
@@ -70,7 +70,7 @@ def write_safetensors(folder, tensors, shard_bytes=SHARD_BYTES):
     if len(contents) == 1:
         (folder / "0.safetensors").rename(folder / SINGLE)
         return
-    weight_map = {}
+    weight_map: dict[str, str] = {}
     for number, names in enumerate(contents):
         final = f"model-{number + 1:05d}-of-{len(contents):05d}.safetensors"
         (folder / f"{number}.safetensors").rename(folder / final)

@@ -4,25 +4,45 @@ Tensor names are ours. What is not in its config.json (biases, the layers' defau
 nothing is said.
 """
 
-from config.model_config import Layer
+from typing import Any
+
+from config.model_config import Layer, ModelConfig
 from mamba_fsdp.errors import UserError
-from mamba_fsdp.interop.fields import model_config, pattern
+from mamba_fsdp.interop.fields import Fields, Fixed, Settings, model_config, pattern, write_fields
 
 NORM_EPS = 1e-5  # fixed there
 MLP_MULTIPLE = 128  # its GatedMLP rounds the width up to a multiple of this
+
+# Its fields, as interop/fields.py describes them.
+MODEL: Settings = {
+    "d_model": ("d_model",), "d_intermediate": ("d_intermediate", 0), "n_layer": ("n_layer",),
+    "vocab_size": ("vocab_size",), "pad_vocab_size_multiple": ("pad_vocab_size_multiple", 8),
+    "tie_embeddings": ("tie_embeddings", True)}
+SSM: dict[str, Settings] = {
+    "mamba1": {"d_state": ("d_state", 16), "d_conv": ("d_conv", 4), "expand": ("expand", 2), "dt_rank": ("dt_rank", 0)},
+    "mamba2": {"d_state": ("d_state", 128), "d_conv": ("d_conv", 4), "expand": ("expand", 2),
+               "headdim": ("headdim", 64), "ngroups": ("ngroups", 1), "chunk_size": ("chunk_size", 256)}}
+ATTENTION: Settings = {
+    "head_dim": ("head_dim", None), "num_heads": ("n_head",), "num_heads_kv": ("n_kv_head", None),
+    "rotary_emb_dim": ("rotary_dim", 0), "rotary_emb_base": ("rope_theta", 10000.0)}
+MODEL_FIXED: Fixed = {"rms_norm": (True, True, "a LayerNorm")}
+SSM_FIXED: Fixed = {"bias": (False, False), "conv_bias": (True, True, "a convolution without bias")}
+MAMBA2_FIXED: Fixed = {"D_has_hdim": (False, False), "rmsnorm": (True, True, "a mixer without norm"),
+                       "norm_before_gate": (False, False)}
+ATTENTION_FIXED: Fixed = {"causal": (True, False, "attention to the future"), "d_conv": (0, 0),
+                          "out_proj_bias": (False, True), "qkv_proj_bias": (False, True)}
+ATTENTION_UNWRITTEN: Fixed = {"mlp_dim": (0, 0), "softmax_scale": (None, None),
+                              "rotary_emb_interleaved": (False, False)}
 INITIALIZATION = ("dt_min", "dt_max", "dt_init", "dt_scale", "dt_init_floor", "A_init_range", "conv_init")
 EXECUTION = ("use_fast_path", "use_mem_eff_path", "layer_idx")
 
 
-def read_config(fields):
+def read_config(fields: Fields) -> ModelConfig:
     """Fields of a config.json -> ModelConfig. Raises UserError that names what can't be represented."""
-    path = fields.path
-    values = dict(d_model=fields.take("d_model"), n_layer=fields.take("n_layer"), vocab_size=fields.take("vocab_size"),
-                  pad_vocab_size_multiple=fields.take("pad_vocab_size_multiple", 8),
-                  tie_embeddings=fields.take("tie_embeddings", True, kind=bool), norm_eps=NORM_EPS)
-    fields.expect("rms_norm", True, True, "a LayerNorm")
+    values = fields.take_settings(MODEL) | {"norm_eps": NORM_EPS}
+    values["d_intermediate"] = -(-values["d_intermediate"] // MLP_MULTIPLE) * MLP_MULTIPLE
+    fields.expect(MODEL_FIXED)
     fields.ignore("residual_in_fp32", "fused_add_norm")  # how it computes, not what
-    d_intermediate = -(-fields.take("d_intermediate", 0, least=0) // MLP_MULTIPLE) * MLP_MULTIPLE
     attention_layers = fields.take("attn_layer_idx", [], kind=list)
     outside = [i for i in attention_layers if i not in range(values["n_layer"])]
     if outside:
@@ -31,62 +51,44 @@ def read_config(fields):
     fields.finish()
 
     mixer = ssm.take("layer", "Mamba1", kind=str).lower()
-    if mixer not in ("mamba1", "mamba2"):
+    if mixer not in SSM:
         ssm.refuse("layer", f"is {mixer!r}; this program knows Mamba1 and Mamba2")
     mixers = ["attention" if i in attention_layers else mixer for i in range(values["n_layer"])]
-    layers = [Layer(name, d_intermediate > 0) for name in mixers]
-    values.update(layers=pattern(layers), d_intermediate=d_intermediate)
-    if len(attention_layers) < values["n_layer"]:
-        values.update(_ssm_values(ssm, mixer, values["d_model"]))
+    values["layers"] = pattern([Layer(name, values["d_intermediate"] > 0) for name in mixers])
+    if mixer in mixers:
+        values |= _ssm_values(ssm, mixer, values["d_model"])
     if attention_layers:
-        values.update(_attention_values(attention, values["d_model"]))
-    return model_config(path, **values)
+        values |= _attention_values(attention, values["d_model"])
+    return model_config(fields.path, **values)
 
 
 def _ssm_values(ssm, mixer, d_model):
-    values = dict(d_state=ssm.take("d_state", 16 if mixer == "mamba1" else 128), d_conv=ssm.take("d_conv", 4),
-                  expand=ssm.take("expand", 2))
-    ssm.expect("bias", False, False)
-    ssm.expect("conv_bias", True, True, "a convolution without bias")
-    ssm.ignore(*INITIALIZATION, *EXECUTION)
-    if mixer == "mamba1":
-        values["dt_rank"] = ssm.take_dt_rank("dt_rank")
-    else:
-        values.update(headdim=ssm.take("headdim", 64), ngroups=ssm.take("ngroups", 1),
-                      chunk_size=ssm.take("chunk_size", 256))
+    values = ssm.take_settings(SSM[mixer])
+    ssm.expect(SSM_FIXED)
+    if mixer == "mamba2":
         d_inner = values["expand"] * d_model
-        ssm.expect("d_ssm", d_inner, d_inner, "an MLP beside the SSM")
-        ssm.expect("D_has_hdim", False, False)
-        ssm.expect("rmsnorm", True, True, "a mixer without norm")
-        ssm.expect("norm_before_gate", False, False)
+        ssm.expect({"d_ssm": (d_inner, d_inner, "an MLP beside the SSM")} | MAMBA2_FIXED)
         ssm.refuse_limit("dt_limit")
+    ssm.ignore(*INITIALIZATION, *EXECUTION)
     ssm.finish()
     return values
 
 
 def _attention_values(attention, d_model):
-    n_head = attention.take("num_heads")
-    head_dim = attention.take("head_dim", d_model // n_head)
-    values = dict(n_head=n_head, n_kv_head=attention.take("num_heads_kv", n_head), head_dim=head_dim,
-                  rotary_dim=attention.take("rotary_emb_dim", 0, least=0),
-                  rope_theta=attention.take("rotary_emb_base", 10000.0, kind=float))
-    attention.expect("causal", True, False, "attention to the future")
-    attention.expect("qkv_proj_bias", False, True)
-    attention.expect("out_proj_bias", False, True)
-    for name in ("d_conv", "mlp_dim"):
-        attention.expect(name, 0, 0)
-    attention.expect("softmax_scale", None, None)
-    attention.expect("rotary_emb_interleaved", False, False)
+    values = attention.take_settings(ATTENTION)
+    values["n_kv_head"] = values["n_kv_head"] or values["n_head"]
+    values["head_dim"] = values["head_dim"] or d_model // values["n_head"]
+    attention.expect(ATTENTION_FIXED | ATTENTION_UNWRITTEN)
     attention.ignore("layer_idx")
     attention.finish()
     return values
 
 
-def write_config(config):
+def write_config(config: ModelConfig) -> dict[str, Any]:
     """ModelConfig -> the fields of a config.json, complete. Raises UserError for what the reference can't build."""
     layers = config.layer_list()
     mixers = {layer.mixer for layer in layers} - {"attention"}
-    if len(mixers) > 1 or len({layer.mlp for layer in layers}) > 1:
+    if len(mixers) > 1 or mixers - SSM.keys() or len({layer.mlp for layer in layers}) > 1:
         raise UserError("state-spaces' form has one kind of SSM layer and an MLP in every layer or in none, not "
                         f"layers={config.layers}; its own program could not load it")
     if config.norm_eps != NORM_EPS:
@@ -94,18 +96,8 @@ def write_config(config):
     if config.d_intermediate % MLP_MULTIPLE:
         raise UserError(f"state-spaces' form has MLPs of a multiple of {MLP_MULTIPLE}, this model's d_intermediate is "
                         f"{config.d_intermediate}")
-    ssm, attention = {}, {}
-    if mixers == {"mamba1"}:
-        ssm = {"layer": "Mamba1", "d_state": config.d_state, "d_conv": config.d_conv, "expand": config.expand,
-               "dt_rank": config.resolved_dt_rank}
-    elif mixers == {"mamba2"}:
-        ssm = {"layer": "Mamba2", "d_state": config.d_state, "d_conv": config.d_conv, "expand": config.expand,
-               "headdim": config.headdim, "ngroups": config.ngroups, "chunk_size": config.chunk_size}
-    if config.has("attention"):
-        attention = {"causal": True, "d_conv": 0, "head_dim": config.resolved_head_dim, "num_heads": config.n_head,
-                     "num_heads_kv": config.n_kv_head, "out_proj_bias": False, "qkv_proj_bias": False,
-                     "rotary_emb_dim": config.resolved_rotary_dim, "rotary_emb_base": config.rope_theta}
-    same = ("d_model", "d_intermediate", "n_layer", "vocab_size", "pad_vocab_size_multiple", "tie_embeddings")
-    return {**{name: getattr(config, name) for name in same}, "ssm_cfg": ssm, "attn_cfg": attention,
+    ssm = [{"layer": mixer.capitalize(), **write_fields(config, SSM[mixer], {})} for mixer in mixers]
+    return {**write_fields(config, MODEL, MODEL_FIXED), "ssm_cfg": ssm[0] if ssm else {},
+            "attn_cfg": write_fields(config, ATTENTION, ATTENTION_FIXED) if config.has("attention") else {},
             "attn_layer_idx": [i for i, layer in enumerate(layers) if layer.mixer == "attention"],
-            "rms_norm": True, "residual_in_fp32": True, "fused_add_norm": True}
+            "residual_in_fp32": True, "fused_add_norm": True}

@@ -8,11 +8,15 @@ with ngroups > 1 loads, but computes something else.
 """
 
 import re
+from abc import ABC, abstractmethod
+from typing import Any
 
-from config.model_config import Layer
+from config.model_config import Layer, ModelConfig
 from mamba_fsdp.errors import UserError
-from mamba_fsdp.interop.fields import model_config, pattern
-from mamba_fsdp.model.spec import parameters
+from mamba_fsdp.interop.fields import Fields, Fixed, Settings, model_config, pattern, write_fields
+from mamba_fsdp.model.spec import EMBEDDING, LM_HEAD, parameters
+
+NORM = "backbone.norm_f.weight"
 
 # Fields that say how to initialise, run, cache, sample or label, and nothing about what the model computes.
 WITHOUT_EFFECT = (
@@ -29,137 +33,169 @@ MAMBA_INITIALIZATION = ("time_step_min", "time_step_max", "time_step_floor", "ti
                         "rescale_prenorm_residual", "use_mambapy", "use_associative_scan")
 
 
-class Mamba:
-    architecture, model_type = "MambaForCausalLM", "mamba"
-    holds = "layers mamba1 without MLP"
-    layer_prefix = "backbone.layers."
-    top = {"backbone.embedding.weight": "backbone.embeddings.weight",
-           "backbone.norm_f.weight": "backbone.norm_f.weight", "lm_head.weight": "lm_head.weight"}
+class Form(ABC):
+    """One architecture of transformers: the tables of interop/fields.py, and what no table can say."""
 
-    def fits(self, config):
-        return set(config.layer_list()) == {Layer("mamba1", False)}
+    architecture: str
+    model_type: str
+    holds: str  # its layers in words
+    layers: set[Layer]
+    settings: Settings = {"vocab_size": ("vocab_size",), "hidden_size": ("d_model",), "num_hidden_layers": ("n_layer",)}
+    fixed: Fixed = {"hidden_act": ("silu", "silu", "another activation")}
+    ignored: tuple[str, ...] = ()  # its fields that mean nothing, beside WITHOUT_EFFECT
+    top: dict[str, str]  # our name: theirs, of the parameters outside the layers
+    layer_prefix: str
 
-    def write_config(self, config):
-        return {**_mamba_fields(config), "intermediate_size": config.d_inner, "time_step_rank": config.resolved_dt_rank}
+    def fits(self, config: ModelConfig) -> bool:
+        """Whether the form can hold this model."""
+        return set(config.layer_list()) <= self.layers
 
-    def read_config(self, fields):
-        values = _mamba_values(fields, tied=True)
-        values["dt_rank"] = fields.take_dt_rank("time_step_rank")
-        d_inner = values["expand"] * values["d_model"]
-        fields.expect("intermediate_size", d_inner, d_inner, "and not expand * hidden_size")
-        fields.ignore(*MAMBA_INITIALIZATION, *LEFT_OVER)
-        return values | dict(layers="mamba1")
+    def write_config(self, config: ModelConfig) -> dict[str, Any]:
+        """ModelConfig -> the fields of config.json that say what the model computes, all of them: defaults differ."""
+        return {"architectures": [self.architecture], "model_type": self.model_type,
+                **write_fields(config, self.settings, self.fixed), "vocab_size": config.padded_vocab_size,
+                **self.more_fields(config)}
 
-    def names(self, layer, part):
+    def read_config(self, fields: Fields) -> ModelConfig:
+        """Fields of a config.json -> ModelConfig. Raises UserError that names what can't be represented."""
+        values = fields.take_settings(self.settings)
+        fields.expect(self.fixed)
+        self.add_values(fields, values)
+        fields.ignore(*WITHOUT_EFFECT, *self.ignored)
+        fields.finish()
+        return model_config(fields.path, **values, pad_vocab_size_multiple=1)
+
+    @abstractmethod
+    def more_fields(self, config: ModelConfig) -> dict[str, Any]:
+        """The fields of config.json that are in no table."""
+
+    @abstractmethod
+    def add_values(self, fields: Fields, values: dict[str, Any]) -> None:
+        """Add the settings that follow from fields in no table to `values`, those of the tables."""
+
+    def names(self, layer: Layer, part: str) -> list[str]:
+        """What our parameter `part` of a layer consists of there, one below the other."""
         return [part]
+
+
+class Mamba(Form):
+    architecture, model_type = "MambaForCausalLM", "mamba"
+    holds, layers = "layers mamba1 without MLP", {Layer("mamba1", False)}
+    settings = {**Form.settings, "state_size": ("d_state", 16), "conv_kernel": ("d_conv", 4), "expand": ("expand", 2),
+                "layer_norm_epsilon": ("norm_eps", 1e-5), "tie_word_embeddings": ("tie_embeddings", True)}
+    fixed = {**Form.fixed, "use_bias": (False, False), "use_conv_bias": (True, True, "a convolution without bias")}
+    ignored: tuple[str, ...] = (*MAMBA_INITIALIZATION, *LEFT_OVER)
+    top = {EMBEDDING: "backbone.embeddings.weight", NORM: NORM, LM_HEAD: LM_HEAD}
+    layer_prefix = "backbone.layers."
+
+    def more_fields(self, config):
+        return {"residual_in_fp32": True, "time_step_rank": config.resolved_dt_rank,
+                "intermediate_size": config.d_inner}
+
+    def add_values(self, fields, values):
+        d_inner = values["expand"] * values["d_model"]
+        fields.expect({"intermediate_size": (d_inner, d_inner, "and not expand * hidden_size")})
+        values |= {"layers": "mamba1", "dt_rank": fields.take("time_step_rank", 0)}
 
 
 class Mamba2(Mamba):
     architecture, model_type = "Mamba2ForCausalLM", "mamba2"
-    holds = "layers mamba2 without MLP"
+    holds, layers = "layers mamba2 without MLP", {Layer("mamba2", False)}
+    settings = {**Mamba.settings, "state_size": ("d_state", 128), "tie_word_embeddings": ("tie_embeddings", False),
+                "head_dim": ("headdim", 64), "n_groups": ("ngroups", 8), "chunk_size": ("chunk_size", 256)}
+    fixed = {**Mamba.fixed, "rms_norm": (True, True)}
+    ignored = ("time_step_rank", "intermediate_size", *Mamba.ignored)
 
-    def fits(self, config):
-        return set(config.layer_list()) == {Layer("mamba2", False)}
+    def more_fields(self, config):
+        return {"residual_in_fp32": True, "time_step_rank": config.resolved_dt_rank, "num_heads": config.n_ssm_head}
 
-    def write_config(self, config):
-        return {**_mamba_fields(config), "num_heads": config.n_ssm_head, "head_dim": config.headdim,
-                "n_groups": config.ngroups, "chunk_size": config.chunk_size,
-                "time_step_rank": config.resolved_dt_rank, "rms_norm": True}
-
-    def read_config(self, fields):
-        values = _mamba_values(fields, tied=False)
-        values.update(headdim=fields.take("head_dim", 64), ngroups=fields.take("n_groups", 8),
-                      chunk_size=fields.take("chunk_size", 256))
+    def add_values(self, fields, values):
         heads = values["expand"] * values["d_model"] // values["headdim"]
-        fields.expect("num_heads", heads, 128, "and not expand * hidden_size / head_dim")
-        fields.expect("rms_norm", True, True)
+        fields.expect({"num_heads": (heads, 128, "and not expand * hidden_size / head_dim")})
         fields.refuse_limit("time_step_limit")
-        fields.ignore("time_step_rank", "intermediate_size", *MAMBA_INITIALIZATION, *LEFT_OVER)
-        return values | dict(layers="mamba2")
+        values["layers"] = "mamba2"
 
 
-class Llama:
+class Llama(Form):
     architecture, model_type = "LlamaForCausalLM", "llama"
-    holds = "layers attention+mlp, rotary over whole heads"
+    holds, layers = "layers attention+mlp, rotary over whole heads", {Layer("attention", True)}
+    settings = {**Form.settings, "intermediate_size": ("d_intermediate",), "num_attention_heads": ("n_head", 32),
+                "num_key_value_heads": ("n_kv_head", None), "head_dim": ("head_dim", None),
+                "rms_norm_eps": ("norm_eps", 1e-6), "tie_word_embeddings": ("tie_embeddings", False)}
+    fixed = {**Form.fixed, "attention_bias": (False, False), "mlp_bias": (False, False),
+             "attention_dropout": (0.0, 0.0)}
+    ignored: tuple[str, ...] = ("pretraining_tp",)
+    top = {EMBEDDING: "model.embed_tokens.weight", NORM: "model.norm.weight", LM_HEAD: LM_HEAD}
     layer_prefix = "model.layers."
-    top = {"backbone.embedding.weight": "model.embed_tokens.weight", "backbone.norm_f.weight": "model.norm.weight",
-           "lm_head.weight": "lm_head.weight"}
-    mlp, norms = "mlp", {"norm.weight": "input_layernorm", "norm2.weight": "post_attention_layernorm"}
+    tensors = {"norm.weight": ["input_layernorm.weight"], "norm2.weight": ["post_attention_layernorm.weight"],
+               "mlp.fc1.weight": ["mlp.up_proj.weight", "mlp.gate_proj.weight"],
+               "mlp.fc2.weight": ["mlp.down_proj.weight"], "mixer.out_proj.weight": ["self_attn.o_proj.weight"],
+               "mixer.in_proj.weight": [f"self_attn.{name}_proj.weight" for name in "qkv"]}
 
     def fits(self, config):
-        return (set(config.layer_list()) == {Layer("attention", True)}
-                and config.resolved_rotary_dim == config.resolved_head_dim and config.d_model % config.n_head == 0)
+        return (super().fits(config) and config.resolved_rotary_dim == config.resolved_head_dim
+                and config.d_model % config.n_head == 0)
 
-    def write_config(self, config):
-        return {**_attention_fields(config), "rope_theta": config.rope_theta,
+    def more_fields(self, config):
+        return {"rope_theta": config.rope_theta,
                 "rope_parameters": {"rope_type": "default", "rope_theta": config.rope_theta}}
 
-    def read_config(self, fields):
-        values = _attention_values(fields, eps_default=1e-6)
-        theta, share = _rotary(fields, share=1.0)
-        fields.ignore("pretraining_tp")
-        rotary_dim = _rotary_dim(fields, values["head_dim"], share)
-        return values | dict(layers="attention+mlp", rope_theta=theta, rotary_dim=rotary_dim)
+    def add_values(self, fields, values):
+        values["layers"] = "attention+mlp"
+        _add_attention(fields, values, *_rotary(fields, share=1.0))
 
     def names(self, layer, part):
-        if part in ("norm.weight", "norm2.weight"):
-            return [f"{self.norms[part]}.weight"]
-        if part == "mlp.fc1.weight":
-            return [f"{self.mlp}.up_proj.weight", f"{self.mlp}.gate_proj.weight"]
-        if part == "mlp.fc2.weight":
-            return [f"{self.mlp}.down_proj.weight"]
-        if layer.mixer == "mamba2":
-            return [part.replace("mixer", "mamba", 1)]
-        return {"mixer.in_proj.weight": ["self_attn.q_proj.weight", "self_attn.k_proj.weight",
-                                         "self_attn.v_proj.weight"],
-                "mixer.out_proj.weight": ["self_attn.o_proj.weight"]}[part]
+        return self.tensors[part]
 
 
 class Bamba(Llama):
     architecture, model_type = "BambaForCausalLM", "bamba"
-    holds = "layers mamba2+mlp and attention+mlp"
-    top = Llama.top | {"backbone.norm_f.weight": "model.final_layernorm.weight"}
-    mlp, norms = "feed_forward", {"norm.weight": "input_layernorm", "norm2.weight": "pre_ff_layernorm"}
+    holds, layers = "layers mamba2+mlp and attention+mlp", {Layer("mamba2", True), Layer("attention", True)}
+    settings = {**Llama.settings, "rms_norm_eps": ("norm_eps", 1e-5), "mamba_n_groups": ("ngroups", 1),
+                "mamba_d_state": ("d_state", 256), "mamba_d_conv": ("d_conv", 4), "mamba_expand": ("expand", 2),
+                "mamba_chunk_size": ("chunk_size", 256)}
+    fixed = {**Llama.fixed, "mamba_conv_bias": (True, True, "a convolution without bias"),
+             "mamba_proj_bias": (False, False)}
+    ignored = ("num_logits_to_keep", "z_loss_coefficient", "layers_block_type", "layer_types")
+    top = {**Llama.top, NORM: "model.final_layernorm.weight"}
+    tensors = {**Llama.tensors, "norm2.weight": ["pre_ff_layernorm.weight"],
+               "mlp.fc1.weight": ["feed_forward.up_proj.weight", "feed_forward.gate_proj.weight"],
+               "mlp.fc2.weight": ["feed_forward.down_proj.weight"]}
 
     def fits(self, config):
-        return (set(config.layer_list()) <= {Layer("mamba2", True), Layer("attention", True)}
-                and config.n_ssm_head * config.headdim == config.d_inner)
+        return Form.fits(self, config) and config.n_ssm_head * config.headdim == config.d_inner
 
-    def write_config(self, config):
+    def more_fields(self, config):
         share = config.resolved_rotary_dim / config.resolved_head_dim if config.has("attention") else 0.5
         rope = {"rope_theta": config.rope_theta, "partial_rotary_factor": share}  # as transformers 4 reads it
-        return {**_attention_fields(config), **rope, "rope_parameters": {"rope_type": "default", **rope},
+        return {**rope, "rope_parameters": {"rope_type": "default", **rope},
                 "attn_layer_indices": [i for i, layer in enumerate(config.layer_list()) if layer.mixer == "attention"],
-                "mamba_n_heads": config.n_ssm_head, "mamba_d_head": config.headdim, "mamba_n_groups": config.ngroups,
-                "mamba_d_state": config.d_state, "mamba_d_conv": config.d_conv, "mamba_expand": config.expand,
-                "mamba_chunk_size": config.chunk_size, "mamba_conv_bias": True, "mamba_proj_bias": False}
+                "mamba_n_heads": config.n_ssm_head, "mamba_d_head": config.headdim}
 
-    def read_config(self, fields):
-        values = _attention_values(fields, eps_default=1e-5)
-        theta, share = _rotary(fields, share=0.5)
+    def add_values(self, fields, values):
         attention = fields.take("attn_layer_indices", [], kind=list)
         layers = [Layer("attention" if i in attention else "mamba2", True) for i in range(values["n_layer"])]
-        values.update(d_state=fields.take("mamba_d_state", 256), d_conv=fields.take("mamba_d_conv", 4),
-                      expand=fields.take("mamba_expand", 2), ngroups=fields.take("mamba_n_groups", 1),
-                      chunk_size=fields.take("mamba_chunk_size", 256))
         d_inner, heads = values["expand"] * values["d_model"], fields.take("mamba_n_heads", 128)
-        head_dim = fields.content.pop("mamba_d_head", "auto")
-        if d_inner % heads or head_dim not in ("auto", d_inner // heads):
-            fields.refuse("mamba_d_head", f"is {head_dim} with {heads} heads and {d_inner} channels")
-        fields.expect("mamba_conv_bias", True, True, "a convolution without bias")
-        fields.expect("mamba_proj_bias", False, False)
+        headdim = fields.content.pop("mamba_d_head", "auto")
+        if d_inner % heads or headdim not in ("auto", d_inner // heads):
+            fields.refuse("mamba_d_head", f"is {headdim} with {heads} heads and {d_inner} channels")
         fields.refuse_limit("time_step_limit")
-        fields.ignore("num_logits_to_keep", "z_loss_coefficient", "layers_block_type", "layer_types")
-        values.update(layers=pattern(layers), headdim=d_inner // heads)
-        if not attention:
-            return {name: value for name, value in values.items() if name not in ("n_head", "n_kv_head", "head_dim")}
-        return values | dict(rope_theta=theta, rotary_dim=_rotary_dim(fields, values["head_dim"], share))
+        values |= {"layers": pattern(layers), "headdim": d_inner // heads}
+        rotary = _rotary(fields, share=0.5)
+        if attention:
+            _add_attention(fields, values, *rotary)
+        else:
+            del values["n_head"], values["n_kv_head"], values["head_dim"]
+
+    def names(self, layer, part):
+        in_mamba = layer.mixer == "mamba2" and part.startswith("mixer.")
+        return [part.replace("mixer", "mamba", 1)] if in_mamba else self.tensors[part]
 
 
 FORMS = (Mamba(), Mamba2(), Llama(), Bamba())  # Llama first: Bamba can hold most of what it holds
 
 
-def form_for(config):
+def form_for(config: ModelConfig) -> Form:
     """The form that holds a model. Raises UserError where transformers has none."""
     for form in FORMS:
         if form.fits(config):
@@ -168,7 +204,7 @@ def form_for(config):
                     + ", ".join(f"{form.architecture} ({form.holds})" for form in FORMS))
 
 
-def form_of(fields):
+def form_of(fields: Fields) -> Form:
     """The form that a config.json names. Raises UserError for any other model."""
     model_type, architectures = fields.content.get("model_type"), fields.content.get("architectures")
     for form in FORMS:
@@ -179,82 +215,32 @@ def form_of(fields):
                     + ", ".join(form.architecture for form in FORMS))
 
 
-def write_config(form, config):
-    """ModelConfig -> the fields of config.json that say what the model computes, all of them: defaults differ."""
-    return {"architectures": [form.architecture], "model_type": form.model_type, "vocab_size": config.padded_vocab_size,
-            "hidden_size": config.d_model, "num_hidden_layers": config.n_layer, "hidden_act": "silu",
-            "tie_word_embeddings": config.tie_embeddings, **form.write_config(config)}
-
-
-def read_config(form, fields):
-    """Fields of a config.json -> ModelConfig. Raises UserError that names what can't be represented."""
-    values = form.read_config(fields)
-    fields.expect("hidden_act", "silu", "silu", "another activation")
-    fields.ignore(*WITHOUT_EFFECT)
-    fields.finish()
-    return model_config(fields.path, **values, pad_vocab_size_multiple=1)
-
-
-def parts(form, config):
+def parts(form: Form, config: ModelConfig) -> dict[str, list[tuple[str, tuple[int, ...]]]]:
     """{our name: [(their name, its shape), ...]}: ours is theirs one below the other."""
     layers = config.layer_list()
     head_dim = config.resolved_head_dim
     result = {}
     for name, parameter in parameters(config).items():
-        shape = parameter.shape
         match = re.fullmatch(r"backbone\.layers\.(\d+)\.(.+)", name)
         if not match:
-            result[name] = [(form.top[name], shape)]
+            result[name] = [(form.top[name], parameter.shape)]
             continue
-        layer = layers[int(match[1])]
-        theirs = [f"{form.layer_prefix}{match[1]}.{part}" for part in form.names(layer, match[2])]
-        if len(theirs) == 3:
-            rows = [config.n_head * head_dim, config.n_kv_head * head_dim, config.n_kv_head * head_dim]
+        rows, *rest = parameter.shape
+        names = form.names(layers[int(match[1])], match[2])
+        if len(names) == 3:
+            counts = [config.n_head * head_dim, config.n_kv_head * head_dim, config.n_kv_head * head_dim]
         else:
-            rows = [shape[0] // len(theirs)] * len(theirs)
-        result[name] = [(their_name, (count, *shape[1:])) for their_name, count in zip(theirs, rows)]
+            counts = [rows // len(names)] * len(names)
+        result[name] = [(f"{form.layer_prefix}{match[1]}.{theirs}", (count, *rest))
+                        for theirs, count in zip(names, counts)]
     return result
-
-
-def _mamba_fields(config):
-    return {"state_size": config.d_state, "conv_kernel": config.d_conv, "expand": config.expand,
-            "layer_norm_epsilon": config.norm_eps, "use_bias": False, "use_conv_bias": True, "residual_in_fp32": True}
-
-
-def _mamba_values(fields, tied):
-    fields.expect("use_bias", False, False)
-    fields.expect("use_conv_bias", True, True, "a convolution without bias")
-    return dict(d_model=fields.take("hidden_size"), n_layer=fields.take("num_hidden_layers"),
-                vocab_size=fields.take("vocab_size"), d_state=fields.take("state_size", 16 if tied else 128),
-                d_conv=fields.take("conv_kernel", 4), expand=fields.take("expand", 2),
-                norm_eps=fields.take("layer_norm_epsilon", 1e-5, kind=float),
-                tie_embeddings=fields.take("tie_word_embeddings", tied, kind=bool))
-
-
-def _attention_fields(config):
-    return {"intermediate_size": config.d_intermediate, "num_attention_heads": config.n_head,
-            "num_key_value_heads": config.n_kv_head, "head_dim": config.resolved_head_dim,
-            "rms_norm_eps": config.norm_eps, "attention_bias": False, "mlp_bias": False, "attention_dropout": 0.0}
-
-
-def _attention_values(fields, eps_default):
-    for name in ("attention_bias", "mlp_bias"):
-        fields.expect(name, False, False)
-    fields.expect("attention_dropout", 0.0, 0.0)
-    d_model, n_head = fields.take("hidden_size"), fields.take("num_attention_heads", 32)
-    return dict(d_model=d_model, n_layer=fields.take("num_hidden_layers"), vocab_size=fields.take("vocab_size"),
-                n_head=n_head, n_kv_head=fields.take("num_key_value_heads", n_head),
-                head_dim=fields.take("head_dim", d_model // n_head), d_intermediate=fields.take("intermediate_size"),
-                norm_eps=fields.take("rms_norm_eps", eps_default, kind=float),
-                tie_embeddings=fields.take("tie_word_embeddings", False, kind=bool))
 
 
 def _rotary(fields, share):
     """(rope theta, rotated share of each head) in transformers 4's fields or 5's, which must agree; not scaled ones."""
     places = [fields, fields.inner("rope_scaling"), fields.inner("rope_parameters")]
     for rope in places[1:]:
-        for name in ("rope_type", "type"):
-            rope.expect(name, "default", "default", "scaled rotary embeddings")
+        rope.expect({name: ("default", "default", "scaled rotary embeddings") for name in ("rope_type", "type")})
     values = []
     for name, default in (("rope_theta", 10000.0), ("partial_rotary_factor", share)):
         given = {rope.take(name, kind=float) for rope in places if name in rope}
@@ -266,8 +252,10 @@ def _rotary(fields, share):
     return values
 
 
-def _rotary_dim(fields, head_dim, share):
-    rotary_dim = int(head_dim * share)
-    if rotary_dim % 2:
-        fields.refuse("partial_rotary_factor", f"{share} rotates {rotary_dim} of {head_dim} channels, an odd number")
-    return rotary_dim
+def _add_attention(fields, values, theta, share):
+    values["n_kv_head"] = values["n_kv_head"] or values["n_head"]
+    values["head_dim"] = values["head_dim"] or values["d_model"] // values["n_head"]
+    values |= {"rope_theta": theta, "rotary_dim": int(values["head_dim"] * share)}
+    if values["rotary_dim"] % 2:
+        fields.refuse("partial_rotary_factor", f"{share} rotates {values['rotary_dim']} of {values['head_dim']} "
+                                               "channels, an odd number")
