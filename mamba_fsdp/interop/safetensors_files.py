@@ -66,7 +66,7 @@ def write_safetensors(folder: Path, tensors: Iterable[tuple[str, Tensor]], shard
     for number, shard in enumerate(_shards(tensors, shard_bytes)):
         save_file(shard, folder / f"{number}.safetensors", metadata={"format": "pt"})
         contents.append(list(shard))
-        total += sum(map(_bytes, shard.values()))
+        total += sum(tensor.nbytes for tensor in shard.values())
     if len(contents) == 1:
         (folder / "0.safetensors").rename(folder / SINGLE)
         return
@@ -81,13 +81,9 @@ def write_safetensors(folder: Path, tensors: Iterable[tuple[str, Tensor]], shard
 def _shards(tensors, shard_bytes):
     shard, size = {}, 0
     for name, tensor in tensors:
-        if shard and size + _bytes(tensor) > shard_bytes:
+        if shard and size + tensor.nbytes > shard_bytes:
             yield shard
             shard, size = {}, 0
         shard[name] = tensor.contiguous()
-        size += _bytes(tensor)
+        size += tensor.nbytes
     yield shard
-
-
-def _bytes(tensor):
-    return tensor.numel() * tensor.element_size()

@@ -33,8 +33,8 @@ ATTENTION_FIXED: Fixed = {"causal": (True, False, "attention to the future"), "d
                           "out_proj_bias": (False, True), "qkv_proj_bias": (False, True)}
 ATTENTION_UNWRITTEN: Fixed = {"mlp_dim": (0, 0), "softmax_scale": (None, None),
                               "rotary_emb_interleaved": (False, False)}
-INITIALIZATION = ("dt_min", "dt_max", "dt_init", "dt_scale", "dt_init_floor", "A_init_range", "conv_init")
-EXECUTION = ("use_fast_path", "use_mem_eff_path", "layer_idx")
+SSM_WITHOUT_EFFECT = ("dt_min", "dt_max", "dt_init", "dt_scale", "dt_init_floor", "A_init_range", "conv_init",
+                      "use_fast_path", "use_mem_eff_path", "layer_idx")
 
 
 def read_config(fields: Fields) -> ModelConfig:
@@ -69,7 +69,7 @@ def _ssm_values(ssm, mixer, d_model):
         d_inner = values["expand"] * d_model
         ssm.expect({"d_ssm": (d_inner, d_inner, "an MLP beside the SSM")} | MAMBA2_FIXED)
         ssm.refuse_limit("dt_limit")
-    ssm.ignore(*INITIALIZATION, *EXECUTION)
+    ssm.ignore(*SSM_WITHOUT_EFFECT)
     ssm.finish()
     return values
 

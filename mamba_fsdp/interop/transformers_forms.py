@@ -7,7 +7,6 @@ transformers before 5 normalises Mamba-2's output over all channels, the referen
 with ngroups > 1 loads, but computes something else.
 """
 
-import re
 from abc import ABC, abstractmethod
 from typing import Any
 
@@ -26,11 +25,11 @@ WITHOUT_EFFECT = (
     "typical_p", "repetition_penalty", "length_penalty", "num_beams", "num_beam_groups", "num_return_sequences",
     "residual_in_fp32", "_attn_implementation", "_attn_implementation_autoset",
 )
-# What the first conversions of state-spaces' weights left in config.json beside transformers' own names.
-LEFT_OVER = ("d_model", "n_layer", "d_inner", "ssm_cfg", "rms_norm", "fused_add_norm", "pad_vocab_size_multiple",
-             "layer_types")
-MAMBA_INITIALIZATION = ("time_step_min", "time_step_max", "time_step_floor", "time_step_scale", "time_step_init_scheme",
-                        "rescale_prenorm_residual", "use_mambapy", "use_associative_scan")
+MAMBA_WITHOUT_EFFECT: tuple[str, ...] = (
+    "time_step_min", "time_step_max", "time_step_floor", "time_step_scale", "time_step_init_scheme",
+    "rescale_prenorm_residual", "use_mambapy", "use_associative_scan",
+    # What the first conversions of state-spaces' weights left in config.json beside transformers' own names.
+    "d_model", "n_layer", "d_inner", "ssm_cfg", "rms_norm", "fused_add_norm", "pad_vocab_size_multiple", "layer_types")
 
 
 class Form(ABC):
@@ -45,6 +44,8 @@ class Form(ABC):
     ignored: tuple[str, ...] = ()  # its fields that mean nothing, beside WITHOUT_EFFECT
     top: dict[str, str]  # our name: theirs, of the parameters outside the layers
     layer_prefix: str
+    tensors: dict[str, list[str]] = {}  # our name within a layer, `mixer` by its kind: theirs, one below the other
+    mamba = "mixer"  # what they call the SSM in a layer
 
     def fits(self, config: ModelConfig) -> bool:
         """Whether the form can hold this model."""
@@ -73,10 +74,6 @@ class Form(ABC):
     def add_values(self, fields: Fields, values: dict[str, Any]) -> None:
         """Add the settings that follow from fields in no table to `values`, those of the tables."""
 
-    def names(self, layer: Layer, part: str) -> list[str]:
-        """What our parameter `part` of a layer consists of there, one below the other."""
-        return [part]
-
 
 class Mamba(Form):
     architecture, model_type = "MambaForCausalLM", "mamba"
@@ -84,7 +81,7 @@ class Mamba(Form):
     settings = {**Form.settings, "state_size": ("d_state", 16), "conv_kernel": ("d_conv", 4), "expand": ("expand", 2),
                 "layer_norm_epsilon": ("norm_eps", 1e-5), "tie_word_embeddings": ("tie_embeddings", True)}
     fixed = {**Form.fixed, "use_bias": (False, False), "use_conv_bias": (True, True, "a convolution without bias")}
-    ignored: tuple[str, ...] = (*MAMBA_INITIALIZATION, *LEFT_OVER)
+    ignored = MAMBA_WITHOUT_EFFECT
     top = {EMBEDDING: "backbone.embeddings.weight", NORM: NORM, LM_HEAD: LM_HEAD}
     layer_prefix = "backbone.layers."
 
@@ -104,7 +101,7 @@ class Mamba2(Mamba):
     settings = {**Mamba.settings, "state_size": ("d_state", 128), "tie_word_embeddings": ("tie_embeddings", False),
                 "head_dim": ("headdim", 64), "n_groups": ("ngroups", 8), "chunk_size": ("chunk_size", 256)}
     fixed = {**Mamba.fixed, "rms_norm": (True, True)}
-    ignored = ("time_step_rank", "intermediate_size", *Mamba.ignored)
+    ignored = ("time_step_rank", "intermediate_size", *MAMBA_WITHOUT_EFFECT)
 
     def more_fields(self, config):
         return {"residual_in_fp32": True, "time_step_rank": config.resolved_dt_rank, "num_heads": config.n_ssm_head}
@@ -129,8 +126,8 @@ class Llama(Form):
     layer_prefix = "model.layers."
     tensors = {"norm.weight": ["input_layernorm.weight"], "norm2.weight": ["post_attention_layernorm.weight"],
                "mlp.fc1.weight": ["mlp.up_proj.weight", "mlp.gate_proj.weight"],
-               "mlp.fc2.weight": ["mlp.down_proj.weight"], "mixer.out_proj.weight": ["self_attn.o_proj.weight"],
-               "mixer.in_proj.weight": [f"self_attn.{name}_proj.weight" for name in "qkv"]}
+               "mlp.fc2.weight": ["mlp.down_proj.weight"], "attention.out_proj.weight": ["self_attn.o_proj.weight"],
+               "attention.in_proj.weight": [f"self_attn.{name}_proj.weight" for name in "qkv"]}
 
     def fits(self, config):
         return (super().fits(config) and config.resolved_rotary_dim == config.resolved_head_dim
@@ -143,9 +140,6 @@ class Llama(Form):
     def add_values(self, fields, values):
         values["layers"] = "attention+mlp"
         _add_attention(fields, values, *_rotary(fields, share=1.0))
-
-    def names(self, layer, part):
-        return self.tensors[part]
 
 
 class Bamba(Llama):
@@ -161,6 +155,7 @@ class Bamba(Llama):
     tensors = {**Llama.tensors, "norm2.weight": ["pre_ff_layernorm.weight"],
                "mlp.fc1.weight": ["feed_forward.up_proj.weight", "feed_forward.gate_proj.weight"],
                "mlp.fc2.weight": ["feed_forward.down_proj.weight"]}
+    mamba = "mamba"
 
     def fits(self, config):
         return Form.fits(self, config) and config.n_ssm_head * config.headdim == config.d_inner
@@ -186,10 +181,6 @@ class Bamba(Llama):
             _add_attention(fields, values, *rotary)
         else:
             del values["n_head"], values["n_kv_head"], values["head_dim"]
-
-    def names(self, layer, part):
-        in_mamba = layer.mixer == "mamba2" and part.startswith("mixer.")
-        return [part.replace("mixer", "mamba", 1)] if in_mamba else self.tensors[part]
 
 
 FORMS = (Mamba(), Mamba2(), Llama(), Bamba())  # Llama first: Bamba can hold most of what it holds
@@ -217,37 +208,33 @@ def form_of(fields: Fields) -> Form:
 
 def parts(form: Form, config: ModelConfig) -> dict[str, list[tuple[str, tuple[int, ...]]]]:
     """{our name: [(their name, its shape), ...]}: ours is theirs one below the other."""
-    layers = config.layer_list()
-    head_dim = config.resolved_head_dim
-    result = {}
+    layers, result = config.layer_list(), {}
     for name, parameter in parameters(config).items():
-        match = re.fullmatch(r"backbone\.layers\.(\d+)\.(.+)", name)
-        if not match:
-            result[name] = [(form.top[name], parameter.shape)]
-            continue
-        rows, *rest = parameter.shape
-        names = form.names(layers[int(match[1])], match[2])
-        if len(names) == 3:
-            counts = [config.n_head * head_dim, config.n_kv_head * head_dim, config.n_kv_head * head_dim]
+        if name in form.top:
+            theirs = [form.top[name]]
         else:
-            counts = [rows // len(names)] * len(names)
-        result[name] = [(f"{form.layer_prefix}{match[1]}.{theirs}", (count, *rest))
-                        for theirs, count in zip(names, counts)]
+            index, part = name.removeprefix("backbone.layers.").split(".", 1)
+            mixer = layers[int(index)].mixer
+            names = form.tensors.get(part.replace("mixer", mixer, 1), [part.replace("mixer", form.mamba, 1)])
+            theirs = [f"{form.layer_prefix}{index}.{there}" for there in names]
+        rows, *columns = parameter.shape
+        shares = [config.n_head, config.n_kv_head, config.n_kv_head] if len(theirs) == 3 else [1] * len(theirs)
+        result[name] = [(there, (rows * share // sum(shares), *columns)) for there, share in zip(theirs, shares)]
     return result
 
 
 def _rotary(fields, share):
     """(rope theta, rotated share of each head) in transformers 4's fields or 5's, which must agree; not scaled ones."""
-    places = [fields, fields.inner("rope_scaling"), fields.inner("rope_parameters")]
-    for rope in places[1:]:
+    inner = [fields.inner("rope_scaling"), fields.inner("rope_parameters")]
+    for rope in inner:
         rope.expect({name: ("default", "default", "scaled rotary embeddings") for name in ("rope_type", "type")})
     values = []
     for name, default in (("rope_theta", 10000.0), ("partial_rotary_factor", share)):
-        given = {rope.take(name, kind=float) for rope in places if name in rope}
+        given = {rope.take(name, kind=float) for rope in (fields, *inner) if name in rope}
         if len(given) > 1:
             fields.refuse(name, f"is given twice, as {' and '.join(map(str, sorted(given)))}")
         values.append(given.pop() if given else default)
-    for rope in places[1:]:
+    for rope in inner:
         rope.finish()
     return values
 

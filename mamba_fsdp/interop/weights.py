@@ -81,10 +81,9 @@ def read_weights(source: str | Path) -> Weights:
     """Open the Weights that `source` (path) names. Raises UserError for none, or one our model can't hold."""
     path = Path(source)
     if not path.exists():
-        hint = ""
-        if re.fullmatch(r"[\w.-]+/[\w.-]+", str(source)):
-            hint = f"; download a model of the Hugging Face hub first: hf download {source} --local-dir FOLDER"
-        raise UserError(f"{source}: there is no such file or folder{hint}")
+        on_hub = re.fullmatch(r"[\w.-]+/[\w.-]+", str(source))
+        hint = f"; download a model of the Hugging Face hub first: hf download {source} --local-dir FOLDER"
+        raise UserError(f"{source}: there is no such file or folder{hint if on_hub else ''}")
     if path.is_file():
         return _read_model(path.parent, path)
     if (path / COMMIT).is_file() or (path / CHECKPOINTS).is_dir():

@@ -11,15 +11,17 @@ in its window. MODEL is a run folder, a checkpoint, a consolidated.00.pth, or a 
 
 import math
 import time
-from typing import Annotated
+from typing import Annotated, Any
 
 from config.fields import Bounds
 from mamba_fsdp.errors import UserError
 
 
-def main(model, store, seq_length: Annotated[int, Bounds(at_least=1)] = 2048,
+def main(model: str, store: str, seq_length: Annotated[int, Bounds(at_least=1)] = 2048,
          batch_size: Annotated[int, Bounds(at_least=1)] = 8, limit: Annotated[int, Bounds(at_least=0)] = 0,
-         reset_at_documents: bool = False):
+         reset_at_documents: bool = False) -> None:
+    import torch
+
     from config.train_config import DataConfig
     from mamba_fsdp.conventions import IGNORED_LABEL
     from mamba_fsdp.data.loader import Split, evaluation_batches
@@ -33,15 +35,14 @@ def main(model, store, seq_length: Annotated[int, Bounds(at_least=1)] = 2048,
     if tokens.vocab_size > weights.config.vocab_size:
         raise UserError(f"{store} has a vocabulary of {tokens.vocab_size}, the model one of "
                         f"{weights.config.vocab_size}: they don't belong together")
-    words = tokenizer_of(weights, str(tokens.tokenizer_path))
-    byte_counts = bytes_of_tokens(words)
+    byte_counts = torch.tensor(bytes_of_tokens(tokenizer_of(weights, str(tokens.tokenizer_path))))
     counted = {"tokens": 0, "bytes": 0}
 
     def measured(batches):
         for batch in batches:
-            for row in batch.labels.tolist():
-                counted["bytes"] += sum(byte_counts[label] for label in row if label != IGNORED_LABEL)
-            counted["tokens"] += int((batch.labels != IGNORED_LABEL).sum())
+            labels = batch.labels[batch.labels != IGNORED_LABEL]
+            counted["tokens"] += len(labels)
+            counted["bytes"] += int(byte_counts[labels].sum())
             yield batch
 
     began = time.perf_counter()
@@ -58,8 +59,8 @@ def main(model, store, seq_length: Annotated[int, Bounds(at_least=1)] = 2048,
     print(f"speed          {counted['tokens'] / seconds:,.0f} tokens/s")
 
 
-def bytes_of_tokens(tokenizer):
-    """list: token id -> bytes of text it stands for; 0 for special tokens such as eos.
+def bytes_of_tokens(tokenizer: Any) -> list[int]:
+    """Token id -> bytes of text it stands for; 0 for special tokens such as eos.
 
     A byte-level token's string has one character per byte; other tokens are decoded, which is exact for whole
     characters.

@@ -7,7 +7,7 @@ as they are.
 """
 
 
-def main(model, out, format="hf", dtype=""):
+def main(model: str, out: str, format: str = "hf", dtype: str = "") -> None:
     from mamba_fsdp.interop.convert import to_foreign_form
 
     print(to_foreign_form(model, out, format=format, dtype=dtype or None))

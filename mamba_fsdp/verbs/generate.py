@@ -12,15 +12,15 @@ Continue a text. MODEL is a run folder, a checkpoint, a consolidated.00.pth, or 
   --tokenizer    a tokenizer's folder, where MODEL came without one
 """
 
-import sys
 from typing import Annotated
 
 from config.fields import Bounds
 
 
-def main(model, prompt="", length: Annotated[int, Bounds(at_least=1)] = 100,
+def main(model: str, prompt: str = "", length: Annotated[int, Bounds(at_least=1)] = 100,
          temperature: Annotated[float, Bounds(at_least=0)] = 0.8, top_k: Annotated[int, Bounds(at_least=0)] = 0,
-         top_p: Annotated[float, Bounds(above=0, at_most=1)] = 1.0, seed: int = 0, tokenizer=""):
+         top_p: Annotated[float, Bounds(above=0, at_most=1)] = 1.0, seed: int = 0,
+         tokenizer: str = "") -> None:
     import torch
 
     from mamba_fsdp.model.generate import generate
@@ -32,7 +32,7 @@ def main(model, prompt="", length: Annotated[int, Bounds(at_least=1)] = 100,
     device = next(network.parameters()).device
     tokens = []
     shown = prompt
-    sys.stdout.write(shown)
+    print(shown, end="")
     for token in generate(network, torch.tensor([ids], device=device), length=length, temperature=temperature,
                           top_k=top_k, top_p=top_p, generator=torch.Generator(device=device).manual_seed(seed)):
         if int(token) == words.eos_token_id:
@@ -40,7 +40,6 @@ def main(model, prompt="", length: Annotated[int, Bounds(at_least=1)] = 100,
         tokens.append(int(token))
         text = prompt + words.decode(tokens)
         if not text.endswith("\ufffd"):  # a character whose last bytes are still to come
-            sys.stdout.write(text[len(shown):])
-            sys.stdout.flush()
+            print(text[len(shown):], end="", flush=True)
             shown = text
-    sys.stdout.write("\n")
+    print()

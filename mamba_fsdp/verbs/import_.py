@@ -6,7 +6,7 @@ takes MODEL as well as OUT.
 """
 
 
-def main(model, out, dtype=""):
+def main(model: str, out: str, dtype: str = "") -> None:
     from mamba_fsdp.interop.convert import to_our_form
 
     print(to_our_form(model, out, dtype=dtype or None))

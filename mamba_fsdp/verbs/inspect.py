@@ -9,34 +9,33 @@ state-spaces).
 
 import json
 from pathlib import Path
+from typing import Any
 
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.run_layout import CHECKPOINTS, COMMIT, CONSOLIDATED, METRICS, MODELS, STATUS, committed
 
 
-def main(path, tensors: bool = False, verify: bool = False):
-    path = Path(path)
-    if not path.exists():
+def main(path: str, tensors: bool = False, verify: bool = False) -> None:
+    place = Path(path)
+    if not place.exists():
         raise UserError(f"{path}: there is no such file or folder")
-    if (path / CHECKPOINTS).is_dir():
-        show_run(path)
-    elif (path / COMMIT).is_file():
-        show_checkpoint(path, tensors, verify)
-    elif (path / "index.json").is_file():
-        show_store(path, verify)
-    elif (path / "train" / "index.json").is_file():
-        for part in ("train", "validation"):
-            if (path / part / "index.json").is_file():
-                show_store(path / part, verify)
+    stores = [store for store in (place, place / "train", place / "validation") if (store / "index.json").is_file()]
+    if (place / CHECKPOINTS).is_dir():
+        show_run(place)
+    elif (place / COMMIT).is_file():
+        show_checkpoint(place, tensors, verify)
+    elif stores:
+        for store in stores:
+            show_store(store, verify)
     else:
-        show_model(path, tensors)
+        show_model(place, tensors)
 
 
-def say(name, value):
+def say(name: str, value: object) -> None:
     print(f"{name:<14} {value}")
 
 
-def show_run(path):
+def show_run(path: Path) -> None:
     from mamba_fsdp.report.records import read, read_status
 
     status = read_status(path)
@@ -55,7 +54,7 @@ def show_run(path):
         say("model", f"{model} ({size(model)})")
 
 
-def show_checkpoint(path, tensors, verify):
+def show_checkpoint(path: Path, tensors: bool, verify: bool) -> None:
     from mamba_fsdp.checkpoint.folder import Reader, find_checkpoint
     from mamba_fsdp.parallel.world import start_world
 
@@ -75,7 +74,7 @@ def show_checkpoint(path, tensors, verify):
         say("verified", "every file has its size and checksum")
 
 
-def show_store(path, verify):
+def show_store(path: Path, verify: bool) -> None:
     from mamba_fsdp.data.store import TokenStore
 
     store = TokenStore(path)
@@ -89,15 +88,13 @@ def show_store(path, verify):
         say("verified", "every file has its checksum")
 
 
-def show_model(path, tensors):
-    from dataclasses import asdict
-
+def show_model(path: Path, tensors: bool) -> None:
     from mamba_fsdp.interop.weights import read_weights
     from mamba_fsdp.model.spec import parameter_count, parameters
 
     weights = read_weights(path)
     say("model", path)
-    say("structure", describe_model(asdict(weights.config)))
+    say("structure", describe_model(vars(weights.config)))
     say("parameters", f"{parameter_count(weights.config):,}")
     say("tokenizer", weights.tokenizer_path or "none")
     if tensors:
@@ -105,15 +102,15 @@ def show_model(path, tensors):
             print(f"  {name:<64} {str(parameter.shape):<20} {str(weights.get(name).dtype).removeprefix('torch.')}")
 
 
-def describe_model(fields):
+def describe_model(fields: dict[str, Any]) -> str:
     return (f"{fields['model_name']}, {fields['n_layer']} layers {fields['layers']}, d_model {fields['d_model']}, "
             f"vocabulary {fields['vocab_size']:,}")
 
 
-def size(path):
+def size(path: Path) -> str:
     files = [path] if path.is_file() else [file for file in path.rglob("*") if file.is_file()]
     total = sum(file.stat().st_size for file in files)
-    for unit in ("bytes", "kB", "MB", "GB"):
-        if total < 1000 or unit == "GB":
-            return f"{total:.0f} {unit}" if unit == "bytes" else f"{total:.1f} {unit}"
-        total /= 1000
+    if total < 1000:
+        return f"{total} bytes"
+    scale, unit = (1e9, "GB") if total >= 1e9 else (1e6, "MB") if total >= 1e6 else (1e3, "kB")
+    return f"{total / scale:.1f} {unit}"
