@@ -18,7 +18,7 @@ VERBS = {  # name: (module in mamba_fsdp/verbs, what it does)
 }
 
 
-def main():
+def main() -> None:
     if len(sys.argv) < 2 or sys.argv[1] in ("--help", "-h", "help"):
         print("python -m mamba_fsdp VERB ...  (--help after a verb lists its options)\n")
         for verb, (_, meaning) in VERBS.items():
@@ -29,7 +29,7 @@ def main():
         print(f"error: there is no verb {verb!r}; choose one of {', '.join(VERBS)}", file=sys.stderr)
         raise SystemExit(2)
     module = importlib.import_module(f"mamba_fsdp.verbs.{VERBS[verb][0]}")
-    command_line.run(module.main, lambda: module.__doc__.strip(), arguments)
+    command_line.run(module.main, lambda: str(module.__doc__).strip(), arguments)
 
 
 if __name__ == "__main__":

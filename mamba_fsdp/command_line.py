@@ -75,7 +75,9 @@ def call(verb: Callable[..., Any], arguments: Sequence[str]) -> Any:
     for name, text in bound.arguments.items():
         bounded = typing.get_origin(annotations[name]) is typing.Annotated
         kind, *bounds = typing.get_args(annotations[name]) if bounded else [annotations[name]]
-        if kind in KINDS:
+        if kind in KINDS and isinstance(text, tuple):  # of a parameter such as *words
+            bound.arguments[name] = tuple(read(name, kind, word, *bounds) for word in text)
+        elif kind in KINDS:
             bound.arguments[name] = read(f"--{name}", kind, text, *bounds)
     return verb(*bound.args, **bound.kwargs)
 

@@ -102,11 +102,8 @@ def write_fields(config: ModelConfig, table: Settings, fixed: Fixed) -> dict[str
 def model_config(path: Path, **values: Any) -> ModelConfig:
     """The checked ModelConfig of these values, written as a preset writes it where it is one. Raises UserError."""
     config = checked_model(path, values)
-    for name, preset in PRESETS.items():
-        known = ModelConfig(**preset, model_name=name, chunk_size=config.chunk_size)
-        if config.structure() == known.structure():
-            return known
-    return config
+    presets = (ModelConfig(**preset, model_name=name, chunk_size=config.chunk_size) for name, preset in PRESETS.items())
+    return next((known for known in presets if known.structure() == config.structure()), config)
 
 
 def pattern(layers: list[Layer]) -> str:

@@ -18,13 +18,12 @@ SHARD_BYTES = 2 << 30  # each file is in memory once while it is written
 
 def open_safetensors(folder: Path) -> Tensors:
     """A folder's safetensors files as Tensors, read when asked for. Raises UserError for a missing or damaged one."""
-    files: dict[Path, Any] = {}
-    where: dict[str, Path] = {}
+    files: dict[str, Any] = {}  # parameter name: the open file that it is in
     for path, names in _files(folder).items():
         try:
             with open(path, "rb"):
-                pass  # whatever is in the way, safe_open says that there is no such file
-            files[path] = safe_open(path, framework="pt")
+                pass  # safe_open says "no such file" whatever is wrong
+            file = safe_open(path, framework="pt")
         except FileNotFoundError:
             raise UserError(f"{path} is missing, but {INDEX} names it; copy or download it") from None
         except OSError as error:
@@ -32,16 +31,12 @@ def open_safetensors(folder: Path) -> Tensors:
         except SafetensorError as error:
             raise UserError(f"{path} ({path.stat().st_size:,} bytes) is cut short or damaged ({error}); copy or "
                             "download it again") from None
-        where |= {name: path for name in files[path].keys()}
-        lacking = [name for name in names if name not in files[path].keys()]
-        if lacking:
+        files |= dict.fromkeys(file.keys(), file)
+        if lacking := [name for name in names if name not in file.keys()]:
             raise UserError(f"{path} lacks {lacking[0]}, which {INDEX} says is in it")
-    shapes = {name: tuple(files[path].get_slice(name).get_shape()) for name, path in where.items()}
-
-    def read(name, start, stop):
-        return files[where[name]].get_tensor(name).reshape(-1)[start:stop]
-
-    return Tensors(folder, shapes, {}, read)
+    shapes = {name: tuple(file.get_slice(name).get_shape()) for name, file in files.items()}
+    return Tensors(folder, shapes, {},
+                   lambda name, start, stop: files[name].get_tensor(name).reshape(-1)[start:stop])
 
 
 def _files(folder):

@@ -44,8 +44,7 @@ def read_config(fields: Fields) -> ModelConfig:
     fields.expect(MODEL_FIXED)
     fields.ignore("residual_in_fp32", "fused_add_norm")  # how it computes, not what
     attention_layers = fields.take("attn_layer_idx", [], kind=list)
-    outside = [i for i in attention_layers if i not in range(values["n_layer"])]
-    if outside:
+    if outside := [i for i in attention_layers if i not in range(values["n_layer"])]:
         fields.refuse("attn_layer_idx", f"names layers {outside} of a model of {values['n_layer']}")
     ssm, attention = fields.inner("ssm_cfg"), fields.inner("attn_cfg")
     fields.finish()

@@ -191,8 +191,8 @@ def form_for(config: ModelConfig) -> Form:
     for form in FORMS:
         if form.fits(config):
             return form
-    raise UserError(f"transformers has no model with layers={config.layers}; it has "
-                    + ", ".join(f"{form.architecture} ({form.holds})" for form in FORMS))
+    known = ", ".join(f"{form.architecture} ({form.holds})" for form in FORMS)
+    raise UserError(f"transformers has no model with layers={config.layers}; it has {known}")
 
 
 def form_of(fields: Fields) -> Form:
@@ -201,9 +201,8 @@ def form_of(fields: Fields) -> Form:
     for form in FORMS:
         if model_type == form.model_type and (architectures is None or form.architecture in architectures):
             return form
-    kind = ", ".join(architectures or ["no architecture"])
-    raise UserError(f"{fields.path}: a model of type {model_type!r} ({kind}); this program reads "
-                    + ", ".join(form.architecture for form in FORMS))
+    kind = f"type {model_type!r} ({', '.join(architectures or ['no architecture'])})"
+    raise UserError(f"{fields.path}: a model of {kind}; this program reads {', '.join(f.architecture for f in FORMS)}")
 
 
 def parts(form: Form, config: ModelConfig) -> dict[str, list[tuple[str, tuple[int, ...]]]]:

@@ -46,9 +46,8 @@ def load_tokenizer(path: str | Path) -> Any:
 class Weights:
     """An open source of weights.
 
-    config: ModelConfig; names: every parameter, a tied lm_head.weight left out; tokenizer_path: folder or None;
-    seq_length: that of the training, None where unknown. form: in which transformers names the tensors, None for ours.
-    Raises UserError for tensors that are not the model's.
+    names: of all parameters, without a tied lm_head.weight; seq_length: that of the training, None where unknown;
+    form: that of transformers which the tensors have, None for ours. Raises UserError for tensors of another model.
     """
 
     def __init__(self, source: Path, config: ModelConfig, tensors: Tensors, form: Form | None = None, *,
@@ -67,8 +66,7 @@ class Weights:
 
     def _check(self, head, embedding):
         # Older Llama files hold the rotary frequencies, which follow from the config.
-        found = {name: shape for name, shape in self.tensors.shapes.items()
-                 if not name.endswith("rotary_emb.inv_freq")}
+        found = {name: shape for name, shape in self.tensors.shapes.items() if not name.endswith("rotary_emb.inv_freq")}
         if self.config.tie_embeddings and head in found and embedding in found:
             if not torch.equal(self.tensors.get(head), self.tensors.get(embedding)):
                 raise UserError(f"{self.source}: {head} differs from {embedding}, but the config says that they are "
@@ -87,7 +85,11 @@ def read_weights(source: str | Path) -> Weights:
     if path.is_file():
         return _read_model(path.parent, path)
     if (path / COMMIT).is_file() or (path / CHECKPOINTS).is_dir():
-        return _read_checkpoint(find_checkpoint(path, World.alone()))
+        checkpoint = find_checkpoint(path, World.alone())
+        settings = read_state(checkpoint)["settings"]
+        return Weights(checkpoint, checked_model(checkpoint, settings["model"]), open_tensors(checkpoint),
+                       seq_length=settings["data"]["seq_length"],
+                       tokenizer_path=_tokenizer_in(checkpoint.parent.parent / TOKENIZER))
     if not (path / MODEL_CONFIG).is_file():
         raise UserError(f"{path} holds no model: it is neither a run folder ({CHECKPOINTS}/) nor a checkpoint "
                         f"({COMMIT}), and has no {MODEL_CONFIG}")
@@ -99,13 +101,6 @@ def config_beside(path: str | Path) -> ModelConfig | None:
     for one that our model can't hold."""
     file = Path(path).parent / MODEL_CONFIG
     return _read_config(Fields.read(file))[0] if file.is_file() else None
-
-
-def _read_checkpoint(path):
-    settings = read_state(path)["settings"]
-    return Weights(path, checked_model(path, settings["model"]), open_tensors(path),
-                   seq_length=settings["data"]["seq_length"],
-                   tokenizer_path=_tokenizer_in(path.parent.parent / TOKENIZER))  # which the run keeps
 
 
 def _read_model(folder, file=None):

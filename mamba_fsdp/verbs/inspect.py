@@ -41,11 +41,10 @@ def show_run(path: Path) -> None:
     status = read_status(path)
     entries = read(path / METRICS)
     say("run", path)
-    words = [str(status[key]) for key in ("status", "reason", "time") if status.get(key)]
-    say("status", " ".join(words) or f"unknown: no {STATUS}")
+    told = " ".join(str(status[key]) for key in ("status", "reason", "time") if status.get(key))
+    say("status", told or f"unknown: no {STATUS}")
     for kind, name in (("loss", "training"), ("val_loss", "validation")):
-        values = [entry for entry in entries if entry.get(kind) is not None]
-        if values:
+        if values := [entry for entry in entries if entry.get(kind) is not None]:
             first, last = values[0], values[-1]
             say(name, f"loss {first[kind]:.4f} at step {first['step']}, {last[kind]:.4f} at step {last['step']}")
     for checkpoint in committed(path / CHECKPOINTS):

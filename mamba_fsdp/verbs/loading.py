@@ -1,12 +1,15 @@
-"""A trained model with its tokenizer, from whatever names one: a run, a checkpoint, a .pth file, another library's
-folder."""
+"""A trained model with its tokenizer, out of a run, a checkpoint, a .pth file or another library's folder."""
+
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any
 
 import torch
 
 from config import resolve
-from config.train_config import ParallelConfig
+from config.train_config import ParallelConfig, TrainConfig
 from mamba_fsdp.errors import UserError
-from mamba_fsdp.interop.weights import config_beside, load_tokenizer, read_weights
+from mamba_fsdp.interop.weights import Weights, config_beside, load_tokenizer, read_weights
 from mamba_fsdp.model.lm import MambaLM
 from mamba_fsdp.model.spec import operator_uses
 from mamba_fsdp.ops import native
@@ -15,8 +18,8 @@ from mamba_fsdp.parallel.parallelize import fill, parallelize
 from mamba_fsdp.parallel.world import start_world
 
 
-def starting_weights(config, explicit):
-    """The Weights that init_from names, whose shape `config` (a TrainConfig) then has; None without init_from.
+def starting_weights(config: TrainConfig, explicit: Collection[str]) -> Weights | None:
+    """The Weights that init_from names, whose shape `config` then has; None without init_from.
 
     Raises UserError where they, or what stands beside the .pth file of load_ckpt_path, are of another model than the
     settings ask for.
@@ -26,16 +29,13 @@ def starting_weights(config, explicit):
         weights = read_weights(checkpoint.init_from)
         resolve.take_model(config, weights.config, explicit)
         return weights
-    if checkpoint.load_ckpt_path.endswith(".pth"):
-        there = config_beside(checkpoint.load_ckpt_path)
-        if there:
-            resolve.refuse_other_model(config, there, f"load_ckpt_path {checkpoint.load_ckpt_path}")
+    if checkpoint.load_ckpt_path.endswith(".pth") and (there := config_beside(checkpoint.load_ckpt_path)):
+        resolve.refuse_other_model(config, there, f"load_ckpt_path {checkpoint.load_ckpt_path}")
     return None
 
 
-def load_model(source, *, reset_at_documents=False):
-    """(a MambaLM ready for inference, in fp32 on a CPU, in bf16 arithmetic on a GPU; the Weights it came from). Raises
-    UserError."""
+def load_model(source: str | Path, *, reset_at_documents: bool = False) -> tuple[torch.nn.Module, Weights]:
+    """A MambaLM ready for inference (fp32 on a CPU, bf16 arithmetic on a GPU) and its Weights. Raises UserError."""
     native.tune_process()
     world = start_world()
     weights = read_weights(source)
@@ -48,7 +48,7 @@ def load_model(source, *, reset_at_documents=False):
     return parallel.model.eval().requires_grad_(False), weights
 
 
-def tokenizer_of(weights, named=""):
+def tokenizer_of(weights: Weights, named: str = "") -> Any:
     """The tokenizer that came with the weights, or the one named. Raises UserError where there is none."""
     path = named or weights.tokenizer_path
     if not path:

@@ -11,9 +11,9 @@ from mamba_fsdp.report.plot import plot_losses
 from mamba_fsdp.run_layout import LOSS_PICTURE
 
 
-def main(*runs, out=""):
+def main(*runs: str, out: str = "") -> None:
     if not runs:
         raise UserError("name at least one run folder; see --help")
-    out = Path(out) if out else Path(runs[0]) / LOSS_PICTURE
-    plot_losses([Path(run) for run in runs], out)
-    print(out)
+    picture = Path(out) if out else Path(runs[0]) / LOSS_PICTURE
+    plot_losses([Path(run) for run in runs], picture)
+    print(picture)

@@ -6,6 +6,7 @@ environment, then `judge` once, which prints what each NODE is and what is wrong
 the run folder with a file `token`. Exit codes of judge: 0, 2 for what you have to mend, 1 for trouble that may pass.
 """
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from config.resolve import resolve_settings
@@ -14,7 +15,7 @@ from mamba_fsdp.errors import UserError
 from mamba_fsdp.launch import preflight
 
 
-def main(action, folder, *nodes, after_dashes=None):
+def main(action: str, folder: str, *nodes: str, after_dashes: Sequence[str] | None = None) -> int:
     if action == "judge" and nodes:
         return preflight.judge(Path(folder), nodes)
     if action != "report" or nodes:

@@ -6,13 +6,15 @@ Exits with 2 and one line when the command has a mistake.
   python -m mamba_fsdp settings save_ckpt_path -- --config=config/demo.yaml
 """
 
+from collections.abc import Sequence
+
 from config import resolve
 from config.fields import near_name, shown
 from mamba_fsdp import command_line
 from mamba_fsdp.errors import UserError
 
 
-def main(name="", after_dashes=None):
+def main(name: str = "", after_dashes: Sequence[str] | None = None) -> None:
     stray, given = command_line.split(after_dashes or [])
     settings, _ = resolve.resolve_settings(given, given.pop("config", None), stray)
     if not name:
@@ -21,5 +23,5 @@ def main(name="", after_dashes=None):
     if name not in resolve.all_settings():
         hint = near_name(name, resolve.all_settings(), "training.py --help lists them")
         raise UserError(f"{name}: there is no such setting; {hint}")
-    values = resolve.as_dict(settings)[resolve.all_settings()[name][0]]
-    print(shown(values[name]))
+    section, _ = resolve.all_settings()[name]
+    print(shown(resolve.as_dict(settings)[section][name]))
