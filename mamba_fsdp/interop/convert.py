@@ -41,8 +41,7 @@ def to_our_form(source: str | Path, out: str | Path, dtype: str | None = None) -
 
 
 def _convert(source, out, dtype, write, tokenizer="."):
-    """write(folder, weights, get) writes the tensors and returns the fields of config.json; `tokenizer`: the folder in
-    `out` for that."""
+    """write(folder, weights, get) writes the tensors and returns the fields of config.json."""
     if dtype is not None and dtype not in DTYPES:
         raise UserError(f"dtype={dtype}: write one of {', '.join(DTYPES)}")
     if out.exists():

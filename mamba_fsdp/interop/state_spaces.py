@@ -31,8 +31,6 @@ MAMBA2_FIXED: Fixed = {"D_has_hdim": (False, False), "rmsnorm": (True, True, "a 
                        "norm_before_gate": (False, False)}
 ATTENTION_FIXED: Fixed = {"causal": (True, False, "attention to the future"), "d_conv": (0, 0),
                           "out_proj_bias": (False, True), "qkv_proj_bias": (False, True)}
-ATTENTION_UNWRITTEN: Fixed = {"mlp_dim": (0, 0), "softmax_scale": (None, None),
-                              "rotary_emb_interleaved": (False, False)}
 SSM_WITHOUT_EFFECT = ("dt_min", "dt_max", "dt_init", "dt_scale", "dt_init_floor", "A_init_range", "conv_init",
                       "use_fast_path", "use_mem_eff_path", "layer_idx")
 
@@ -77,7 +75,8 @@ def _attention_values(attention, d_model):
     values = attention.take_settings(ATTENTION)
     values["n_kv_head"] = values["n_kv_head"] or values["n_head"]
     values["head_dim"] = values["head_dim"] or d_model // values["n_head"]
-    attention.expect(ATTENTION_FIXED | ATTENTION_UNWRITTEN)
+    attention.expect(ATTENTION_FIXED)
+    attention.expect({"mlp_dim": (0, 0), "softmax_scale": (None, None), "rotary_emb_interleaved": (False, False)})
     attention.ignore("layer_idx")
     attention.finish()
     return values

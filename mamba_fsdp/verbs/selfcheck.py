@@ -79,13 +79,13 @@ def choose_forms() -> str:
     from mamba_fsdp.ops.forms import resolve_forms
 
     config, rows = ModelConfig(layers="mamba1,mamba2,attention", d_model=1024), []
-    for device, dtype in {"cpu": torch.float32, "cuda": torch.bfloat16}.items():
-        if device == "cpu" or torch.cuda.is_available():
-            choice = resolve_forms("auto", device, operator_uses(config, dtype))
-            rows.append(f"operators on {device}, {dtype}")
-            for operator, passed in choice.passed.items():
-                why = "; ".join(f"not {form}: {reason}" for form, reason in passed.items())
-                rows.append(f"  {operator:<14} {choice.forms.get(operator, 'by its parts'):<14} {why}".rstrip())
+    devices = {"cpu": torch.float32} | ({"cuda": torch.bfloat16} if torch.cuda.is_available() else {})
+    for device, dtype in devices.items():
+        choice = resolve_forms("auto", device, operator_uses(config, dtype))
+        rows.append(f"operators on {device}, {dtype}")
+        for operator, passed in choice.passed.items():
+            why = "; ".join(f"not {form}: {reason}" for form, reason in passed.items())
+            rows.append(f"  {operator:<14} {choice.forms.get(operator, 'by its parts'):<14} {why}".rstrip())
     return "\n".join(rows)
 
 
