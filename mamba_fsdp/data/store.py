@@ -10,6 +10,7 @@ Documents never cross shards. The bytes depend on the tokens and the shard size 
 
 import bisect
 import hashlib
+import itertools
 import json
 import os
 from collections.abc import Iterator
@@ -38,18 +39,15 @@ class TokenStore:
         index = _read_index(self.path)
         try:
             self.dtype = np.dtype(index["dtype"]).newbyteorder("<")
-            self.vocab_size, self.eos = index["vocab_size"], index["eos"]
-            self.tokenizer = index["tokenizer"]
+            self.vocab_size, self.eos, self.tokenizer = index["vocab_size"], index["eos"], index["tokenizer"]
             self._shards = index["shards"]
-            self._starts = [0]
+            self._starts = [0, *itertools.accumulate(shard["tokens"] for shard in self._shards)]
             for shard in self._shards:
-                self._starts.append(self._starts[-1] + shard["tokens"])
                 _check_size(self.path / f"{shard['name']}.bin", shard["tokens"] * self.dtype.itemsize)
                 _check_size(self.path / f"{shard['name']}.doc", shard["documents"] * 8)
             self.document_count = sum(shard["documents"] for shard in self._shards)
         except (KeyError, TypeError) as error:
-            raise UserError(f"{self.path / 'index.json'}: the index lacks or garbles {error}; make the store "
-                            "again") from error
+            raise UserError(f"{self.path / 'index.json'}: lacks or garbles {error}; make the store again") from error
         self.token_count = self._starts[-1]
         self.identity = index["checksum"]
         self._maps = [None] * len(self._shards)
@@ -71,23 +69,17 @@ class TokenStore:
     def read(self, start: int, count: int) -> Tokens:
         """Tokens [start, start + count) of the store, across shards, with their positions; the mask is None."""
         assert 0 <= start and 0 <= count and start + count <= self.token_count, (start, count, self.token_count)
-        shard = min(bisect.bisect_right(self._starts, start), len(self._shards)) - 1
-        length = min(count, self._starts[shard + 1] - start)
-        parts = [self._read_shard(shard, start - self._starts[shard], length)]
-        while length < count:
-            shard += 1
-            more = min(count - length, self._shards[shard]["tokens"])
-            parts.append(self._read_shard(shard, 0, more))
-            length += more
+        first = min(bisect.bisect_right(self._starts, start), len(self._shards)) - 1
+        last = max(first, bisect.bisect_left(self._starts, start + count) - 1)
+        parts = [self._read_shard(shard, start, start + count) for shard in range(first, last + 1)]
         tokens, positions = parts[0] if len(parts) == 1 else map(np.concatenate, zip(*parts))
         return Tokens(tokens, positions, None)
 
     def documents(self) -> Iterator[np.ndarray]:
         """The documents one after the other, each a view of its tokens with the eos."""
-        for shard, described in enumerate(self._shards):
+        for shard in range(len(self._shards)):
             tokens, starts = self._map(shard)
-            for start, end in zip(starts, [*starts[1:], described["tokens"]]):
-                yield tokens[start:end]
+            yield from np.split(tokens, starts[1:])
 
     def verify(self) -> None:
         """Reads every file and compares checksums. Raises UserError naming the first damaged one."""
@@ -95,8 +87,8 @@ class TokenStore:
             for suffix in ("bin", "doc"):
                 path = self.path / f"{shard['name']}.{suffix}"
                 if _sha256(path) != shard[f"{suffix}_sha256"]:
-                    raise UserError(f"{path}: the content does not match its checksum in index.json; "
-                                    "the file is damaged: copy it again or make the store again")
+                    raise UserError(f"{path}: the content does not match its checksum in index.json; the file is "
+                                    "damaged: copy it again or make the store again")
 
     def _map(self, shard):
         if self._maps[shard] is None:
@@ -109,43 +101,40 @@ class TokenStore:
                     np.asarray(np.memmap(f"{stem}.doc", "<i8", "r", shape=(described["documents"],))))
             except (OSError, ValueError) as error:
                 raise UserError(f"{stem}.bin, .doc: can't be mapped ({getattr(error, 'strerror', None) or error}); "
-                                "they have changed since the store was opened: copy them again or make the store "
-                                "again") from error
+                                "they have changed since the store was opened: copy or make it again") from error
         return self._maps[shard]
 
-    def _read_shard(self, shard, offset, count):
+    def _read_shard(self, shard, start, end):
+        """The part of the store's tokens [start, end) that lies in this shard, with positions."""
         tokens, starts = self._map(shard)
+        offset = max(start - self._starts[shard], 0)
+        end = min(end - self._starts[shard], len(tokens))
         first = starts.searchsorted(offset, "right") - 1
-        last = starts.searchsorted(offset + count, "left")
+        inner = starts[first + 1:starts.searchsorted(end, "left")] - offset
         position = offset - int(starts[first])
-        positions = np.arange(position, position + count, dtype=np.int32)
-        if last - first > 1:
-            inner = starts[first + 1:last] - offset
-            lengths = np.diff(inner, append=count)
+        positions = np.arange(position, position + end - offset, dtype=np.int32)
+        if len(inner):
+            lengths = np.diff(inner, append=len(positions))
             positions[inner[0]:] -= np.repeat((inner + position).astype(np.int32), lengths)
-        return tokens[offset:offset + count], positions
+        return tokens[offset:end], positions
 
 
 class StoreWriter:
-    """Writes a store. `state()` makes what was appended durable and returns what a new writer needs to resume
-    there.
+    """Writes a store. `state()` makes what was appended durable and returns what a new writer resumes from.
 
-    Raises OSError as the disk does, UserError for tokens outside the vocabulary and for a document of 2**31 tokens or
-    more.
+    Raises OSError as the disk does, UserError for tokens outside the vocabulary and documents of 2**31 tokens or more.
     """
 
     def __init__(self, path: str | Path, *, vocab_size: int, eos: int, tokenizer: str,
                  shard_tokens: int = DatasetConfig.shard_tokens, state: dict | None = None):
-        """tokenizer: what names the tokenizer's content, see tokenizer.py. state: of an earlier writer with the same
-        arguments."""
+        """tokenizer: its identity, see tokenizer.py. state: an earlier writer's, made with the same arguments."""
         assert 0 <= eos < vocab_size <= 1 << 32 and shard_tokens > 0
         self.path = Path(path)
         self.vocab_size, self.eos, self.tokenizer, self.shard_tokens = vocab_size, eos, tokenizer, shard_tokens
         self.dtype = np.dtype("<u2" if vocab_size <= 1 << 16 else "<u4")
-        self._shards, self._tokens, self._documents, self._open = [], 0, 0, 0
-        if state:
-            self._shards, self._tokens, self._documents, self._open = (
-                list(state["shards"]), state["tokens"], state["documents"], state["open"])
+        state = state or {"shards": [], "tokens": 0, "documents": 0, "open": 0}
+        self._shards, self._open = list(state["shards"]), state["open"]
+        self._tokens, self._documents = state["tokens"], state["documents"]  # of the shard that is being written
         self.path.mkdir(parents=True, exist_ok=True)
         self._files = self._open_files()
 
@@ -165,8 +154,7 @@ class StoreWriter:
         self.append(np.append(tokens, self.eos))
 
     def append(self, tokens: ArrayLike) -> None:
-        """Appends `tokens` (n,), integers: each eos ends a document; what follows the last one, the next call
-        continues."""
+        """Appends `tokens` (n,), integers: each eos ends a document; the next call continues what has no end yet."""
         tokens = np.asarray(tokens)
         ends: np.ndarray = np.flatnonzero(tokens == self.eos) + 1
         if len(tokens) and (int(tokens.max()) >= self.vocab_size or int(tokens.min()) < 0):
@@ -194,7 +182,7 @@ class StoreWriter:
         if self._tokens:
             self._finish_shard()
         self.close()
-        for path in self._paths():  # the shard that was opened for more
+        for path in self._paths():  # the empty shard that was opened after the last
             path.unlink()
         sync_folder(self.path)
         index = {**TOKEN_STORE.header(), "dtype": self.dtype.name, "vocab_size": self.vocab_size, "eos": self.eos,
@@ -211,13 +199,11 @@ class StoreWriter:
 
     def _open_files(self):
         """The current shard's files, cut back to what is known to be in them."""
-        files = []
-        for path, size in zip(self._paths(), (self._tokens * self.dtype.itemsize, self._documents * 8)):
-            file = open(path, "ab")
-            if os.fstat(file.fileno()).st_size < size:
-                raise UserError(f"{path}: shorter than recorded; start again with --overwrite")
+        files = [open(path, "ab") for path in self._paths()]
+        for file, size in zip(files, (self._tokens * self.dtype.itemsize, self._documents * 8)):
+            if file.tell() < size:
+                raise UserError(f"{file.name}: shorter than recorded; start again with --overwrite")
             file.truncate(size)
-            files.append(file)
         return files
 
     def _write(self, tokens, ends):
