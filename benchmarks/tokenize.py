@@ -19,7 +19,7 @@ from pathlib import Path
 os.environ["RAYON_NUM_THREADS"], os.environ["TOKENIZERS_PARALLELISM"] = "1", "false"
 
 from config.dataset_config import DatasetConfig  # noqa: E402 (the thread count has to be set before)
-from mamba_fsdp.data import builtin, text, tokenize, tokenizer  # noqa: E402
+from mamba_fsdp.data import text, tokenize, tokenizer  # noqa: E402
 from mamba_fsdp.data.store import TokenStore  # noqa: E402
 
 
@@ -30,7 +30,7 @@ def main():
     arguments = parser.parse_args()
 
     files, size = [], 0
-    for path in builtin.corpus_files():
+    for path in text.corpus_files():
         files.append((str(path), "text"))
         size += path.stat().st_size
         if size > arguments.megabytes << 20:

@@ -7,7 +7,7 @@
 
 import json
 import re
-from collections.abc import Iterator, MutableMapping
+from collections.abc import Collection, Iterator, MutableMapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -24,51 +24,49 @@ class TextBlock(NamedTuple):
     name: str  # the file, for messages
     kind: str  # text: bytes of text; json: bytes of whole lines; rows: a list of str, bytes, token ids, or None
     data: bytes | list
-    record: int  # number of the first record in it, from 1 (not counted for text)
-    offset: int  # where data begins in the file, in bytes after decompression (not counted for rows)
-    inside: bool  # begins within the document that the block before left open
-    open: bool  # its last document ends in a later block
     position: dict  # where reading resumes after it
-    done: float  # input behind it, in the source's unit
+    done: float  # input read up to its end, in the source's unit
+    record: int = 1  # number of the first record in it (not counted for text)
+    offset: int = 0  # where data begins in the file, in bytes after decompression (not counted for rows)
+    inside: bool = False  # begins within the document that the block before left open
+    open: bool = False  # its last document ends in a later block
 
-    def size(self):
+    def size(self) -> int:
         """About how many bytes of text it holds."""
-        return len(self.data) if self.kind != "rows" else sum(len(row) for row in self.data if row is not None)
+        return sum(len(row) for row in self.data if row is not None) if isinstance(self.data, list) else len(self.data)
 
 
 def separator_of(options: DatasetConfig) -> re.Pattern[bytes] | None:
     """What stands between documents of a text file; None where the file is one."""
-    if options.documents.startswith("separator:"):
-        return re.compile(re.escape(options.documents.removeprefix("separator:").encode()))
-    patterns = {"file": None, "lines": rb"\r?\n", "blank_line": rb"\n(?:[ \t\r]*\n)+"}
-    pattern = patterns[options.documents]
+    kind, _, text = options.documents.partition(":")
+    pattern = {"file": b"", "lines": rb"\r?\n", "blank_line": rb"\n(?:[ \t\r]*\n)+",
+               "separator": re.escape(text.encode())}[kind]
     return re.compile(pattern) if pattern else None
 
 
 def documents(block: TextBlock, options: DatasetConfig, counts: MutableMapping[str, int]
               ) -> Iterator[tuple[str | np.ndarray, bool]]:
-    """Yields (text or array of token ids, whether the document ends with it); adds what is left out to `counts`.
+    """Yields (text or token ids (n,), whether the document ends with it); counts what is left out in `counts`.
 
-    counts: a mutable mapping with `empty` (nothing but white space) and `skipped` (invalid UTF-8). Raises UserError
-    naming file and record or byte for what is no valid UTF-8, no valid JSON or no text.
+    counts: documents that are `empty` (nothing but white space) and `skipped` (invalid UTF-8). Raises UserError, which
+    names file and record or byte, for what is no valid UTF-8, no valid JSON or no text.
     """
     if block.kind == "text":
         yield from _text_documents(block, options, counts)
         return
     records = _json_records(block, options, counts) if block.kind == "json" else enumerate(block.data, block.record)
     for record, value in records:
-        where = f"record {record}"
         if isinstance(value, str):
             value = value.encode(errors="surrogatepass")  # JSON can spell half a character, which is no valid UTF-8
         if isinstance(value, bytes):
-            value = _decode(value, block.name, where, 0, options, counts)
+            value = _decode(value, block.name, f" of record {record}", 0, options, counts)
             if value is None:
                 continue
         elif isinstance(value, (list, np.ndarray)):
             value = token_ids(block.name, options.text_column, record, value)
         elif value is not None:
-            raise UserError(f"{block.name}: {where}: {options.text_column!r} is {type(value).__name__}, not text; "
-                            "name another with --text_column")
+            raise UserError(f"{block.name}: record {record}: {options.text_column!r} is {type(value).__name__}, not "
+                            "text; name another with --text_column")
         if value is None or len(value) == 0 or isinstance(value, str) and value.isspace():
             counts["empty"] += 1
         else:
@@ -78,7 +76,7 @@ def documents(block: TextBlock, options: DatasetConfig, counts: MutableMapping[s
 def _json_records(block, options, counts):
     data = block.data.removeprefix(BYTE_ORDER_MARK) if block.offset == 0 else block.data
     for record, line in enumerate(data.split(b"\n"), block.record):
-        line = _decode(line, block.name, f"record {record}", 0, options, counts)
+        line = _decode(line, block.name, f" of record {record}", 0, options, counts)
         if not line or line.isspace():
             continue
         try:
@@ -86,10 +84,8 @@ def _json_records(block, options, counts):
         except ValueError as error:
             raise UserError(f"{block.name}: record {record} is no valid JSON ({error})") from error
         if not isinstance(fields, dict):
-            raise UserError(f"{block.name}: record {record} is {type(fields).__name__}, not an object with a text "
-                            "in it")
-        if options.text_column not in fields:
-            raise UserError(no_column(f"{block.name}: record {record}", options.text_column, fields))
+            raise UserError(f"{block.name}: record {record} is {type(fields).__name__}, not an object with text in it")
+        check_column(f"{block.name}: record {record}", options.text_column, fields)
         yield record, fields[options.text_column]
 
 
@@ -100,23 +96,21 @@ def _text_documents(block, options, counts):
     cuts = [match.span() for match in separator.finditer(block.data)] if separator else []
     for end, next_start in [*cuts, (len(block.data), None)]:
         ends = next_start is not None or not block.open
-        text = _decode(block.data[start:end], block.name, None, block.offset + start, options, counts)
-        if separator:
-            # Line breaks beside a separator belong to it.
-            text = text and (text.lstrip("\r\n") if begins else text)
-            text = text and (text.rstrip("\r\n") if ends else text)
+        text = _decode(block.data[start:end], block.name, "", block.offset + start, options, counts)
+        if separator and text:  # line breaks beside a separator belong to it
+            text = text.lstrip("\r\n") if begins else text
+            text = text.rstrip("\r\n") if ends else text
         if not (begins and ends):
             yield text or "", ends
         elif text and not text.isspace():
             yield text, True
         elif text is not None and not (separator and next_start is None and start == end):
-            # Nothing after a last separator is no document.
-            counts["empty"] += 1
+            counts["empty"] += 1  # but nothing after a last separator is no document
         start, begins = next_start, True
 
 
 def _decode(data, name, where, offset, options, counts):
-    """The text of `data`; None where it is no valid UTF-8 and left out. offset: of `data` in its file."""
+    """The text of `data`, which begins at `offset` of its file or record; None where it is invalid and left out."""
     try:
         return data.decode()
     except UnicodeDecodeError as error:
@@ -125,25 +119,24 @@ def _decode(data, name, where, offset, options, counts):
         if options.invalid_utf8 == "skip":
             counts["skipped"] += 1
             return None
-        place = f"byte {offset + error.start} of {where}" if where else f"byte {offset + error.start}"
-        raise UserError(f"{name}: invalid UTF-8 at {place}; --invalid_utf8=replace puts U+FFFD in its place, "
-                        "--invalid_utf8=skip leaves the document out") from error
+        raise UserError(f"{name}: invalid UTF-8 at byte {offset + error.start}{where}; --invalid_utf8=replace puts "
+                        "U+FFFD in its place, --invalid_utf8=skip leaves the document out") from error
 
 
-def token_ids(name, column, record, values):
+def token_ids(name: str, column: str, record: int, values: Sequence[int] | np.ndarray) -> np.ndarray:
     """A row's list as an array (n,) int64. Raises UserError where it holds anything but whole numbers."""
     try:
-        values = np.asarray(values)
+        ids = np.asarray(values)
     except ValueError:  # lists within the list
-        values = np.asarray(values, dtype=object)
-    if values.size and values.dtype.kind not in "iu":
+        ids = np.asarray(values, dtype=object)
+    if ids.size and ids.dtype.kind not in "iu":
         raise UserError(f"{name}: record {record}: {column!r} is a list of other things than token ids")
-    return values.astype(np.int64)
+    return ids.astype(np.int64)
 
 
-def no_column(name, column, columns):
-    """What to say of a missing column."""
-    hint = "name one with --text_column"
-    if "input_ids" in columns:
-        hint = "--text_column=input_ids takes its token ids as they are"
-    return f"{name}: there is no column {column!r}; it has: {', '.join(map(str, columns))}; {hint}"
+def check_column(name: str, column: str, columns: Collection[str]) -> None:
+    """Raises UserError where `columns`, those of `name`, lack `column`."""
+    if column not in columns:
+        hint = "--text_column=input_ids takes its token ids as they are" if "input_ids" in columns else \
+            "name one with --text_column"
+        raise UserError(f"{name}: there is no column {column!r}; it has: {', '.join(map(str, columns))}; {hint}")

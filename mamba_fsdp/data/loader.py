@@ -6,6 +6,7 @@ threads only decide when it is read.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from operator import itemgetter
 from typing import Any, NamedTuple
@@ -54,7 +55,7 @@ class Split:
         return self.world_size * self.micro_batches * self.batch_size
 
 
-class Loader:
+class Loader(AbstractContextManager["Loader"]):
     """This rank's micro batches of every step.
 
     order: the Order of these sources. Step s takes samples [g*G, (g+1)*G) of the order, g = s - first_step, G the
@@ -67,18 +68,15 @@ class Loader:
         assert order.seq_length == data.seq_length, "the order counts windows of another length"
         self.sources, self.order, self.data, self.split = sources, order, data, split
         self.vocab_size, self.first_step, self.pin_memory = vocab_size, first_step, pin_memory
-        self.prefetch = data.prefetch
         self.pool = ThreadPoolExecutor(data.num_workers, "loader") if data.num_workers else None
         self.ahead: dict[int, Future[list[Batch]]] = {}  # step -> its micro batches
 
     def step(self, step: int) -> list[Batch]:
-        """The micro batches of a step, a list of Batch. Any step may be asked for; in a row they have been read ahead.
-
-        Raises UserError that names source and window where one can't be read.
-        """
+        """The micro batches of any step; consecutive steps are read ahead. Raises UserError, which names source and
+        window, where one can't be read."""
         if not self.pool:
             return self._read(step)
-        soon = range(step, step + self.prefetch + 1)
+        soon = range(step, step + self.data.prefetch + 1)
         for other in set(self.ahead) - set(soon):
             self.ahead.pop(other).cancel()
         for wanted in soon:
@@ -87,7 +85,7 @@ class Loader:
         return self.ahead.pop(step).result()
 
     def state_before(self, step: int) -> dict[str, Any]:
-        """The data's position when `step` comes next: what a checkpoint saves, and Order(state=...) takes."""
+        """The data's position before `step`: what a checkpoint saves, and Order(state=...) takes."""
         return self.order.state_after((step - self.first_step) * self.split.global_batch)
 
     def _read(self, step: int) -> list[Batch]:
@@ -102,9 +100,6 @@ class Loader:
     def close(self) -> None:
         if self.pool:
             self.pool.shutdown(cancel_futures=True)
-
-    def __enter__(self) -> "Loader":
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()

@@ -1,10 +1,9 @@
 """Which window of which source is sample k of the run: arithmetic on (seed, sources, weights, k), no table of the data.
 
 Window j of a source covers its tokens [j*L, j*L + L], L = seq_length: L inputs, and the same shifted by one as labels.
-An evenly spread pattern of the weights says which source sample k comes from, and so the how-manieth draw of that
-source it is; draw n is position n % windows of epoch n // windows, and a permutation that the seed, the source's name
-and the epoch choose says which window stands there. So every window is seen exactly once an epoch, and a position in
-the run is a handful of integers: the draws made from each source.
+An evenly spread pattern of the weights says which source sample k comes from, and which draw n of that source it is.
+Draw n is position n % windows of epoch n // windows; a permutation chosen by seed, source name and epoch says which
+window that is. So an epoch has every window exactly once, and a position in the run is the draws made from each source.
 """
 
 import hashlib
@@ -14,7 +13,6 @@ from collections.abc import Mapping
 import numpy as np
 
 from mamba_fsdp.data.source import Source
-from mamba_fsdp.data.splitmix import splitmix64
 from mamba_fsdp.errors import UserError
 
 # Windows move in blocks of about a million tokens (2 to 4 MB), the size from which Lustre and disks read at full rate,
@@ -30,11 +28,10 @@ ROUNDS = 4  # of the Feistel network: from four on its permutations pass for ran
 class Order:
     """The order of samples.
 
-    weights: {name of a source: its share}, which need not sum to 1; 0 leaves the source out. `state` is what
-    `state_after` gave: sample 0 is then the one after it. It may have been made with other weights, batch sizes or sets
-    of sources (each source resumes with its own draws), but not with another seed, seq_length or content of a source,
-    for which the draws made so far mean nothing. Raises UserError for that, for weights that make no mixture, and for a
-    source shorter than one window.
+    weights: {name of a source: its share}, which need not sum to 1; 0 leaves the source out. state: what `state_after`
+    returned; sample 0 is then the one after it. It may come from other weights, batch sizes or sets of sources, since
+    each source resumes with its own draws. Raises UserError where it comes from another seed, seq_length or content of
+    a source, for weights that make no mixture, and for a source shorter than one window.
     """
 
     def __init__(self, sources: Mapping[str, Source], weights: Mapping[str, float], seq_length: int, seed: int,
@@ -48,11 +45,10 @@ class Order:
         self.period = int(self.counts.sum())
         source: np.ndarray = np.repeat(np.arange(len(self.names)), self.counts)
         nth = np.concatenate([np.arange(count) for count in self.counts])
-        when = (nth + 0.5) / self.counts[source]
-        spread = np.argsort(when, kind="stable")
+        spread = np.argsort((nth + 0.5) / self.counts[source], kind="stable")
         self.pattern, self.nth = source[spread].astype(np.int16), nth[spread].astype(np.int32)
-        self.before: dict = self._check(state) if state else {"drawn": {}, "identity": {}}
-        self.start = state["pattern_position"] if state and state["pattern"] == self._pattern_state() else 0
+        self.before: dict = self._check(state) if state else {"pattern": {}, "drawn": {}, "identity": {}}
+        self.start = self.before["pattern_position"] if self.before["pattern"] == self._pattern_state() else 0
         self.drawn = np.array([self.before["drawn"].get(name, 0) for name in self.names])
 
     def samples(self, first: int, count: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -120,8 +116,8 @@ def _pattern_counts(names, weights):
     counts[largest_first[: PATTERN_LENGTH - counts.sum()]] += 1
     for name, value, count in zip(names, values, counts):
         if value and not count:
-            raise UserError(f"weights: the share of source {name!r} is below one in {PATTERN_LENGTH}; "
-                            "raise it or set it to 0")
+            raise UserError(f"weights: the share of source {name!r} is below one in {PATTERN_LENGTH}; raise it or set "
+                            "it to 0")
     return counts // math.gcd(*counts.tolist())
 
 
@@ -129,9 +125,8 @@ def permuted_window(position: np.ndarray, windows: np.ndarray, block_windows: in
     """The window at each position of an epoch. All arrays have one length; `key` (uint64) chooses the permutation.
 
     Blocks of block_windows windows are permuted, then the windows within each group of GROUP_BLOCKS blocks. The last
-    block may reach past the end: a position that falls there takes the place of the window it fell on, and so on until
-    it lands inside, which keeps it a bijection (cycle walking: Black and Rogaway, Ciphers with Arbitrary Finite
-    Domains, 2002).
+    block may reach past the end: what falls there is permuted again until it lands inside, which keeps the map a
+    bijection (cycle walking: Black and Rogaway, Ciphers with Arbitrary Finite Domains, 2002).
     """
     result = np.empty_like(position)
     open_ = np.arange(len(position))
@@ -150,7 +145,7 @@ def permuted_window(position: np.ndarray, windows: np.ndarray, block_windows: in
 
 def permute(x: np.ndarray, size: np.ndarray, key: np.ndarray) -> np.ndarray:
     """A bijection of range(size), chosen by `key`, at each x: a Feistel network on two digits of base ceil(sqrt(size)),
-    with cycle walking for the few results in [size, base**2). Arrays of one length: x, size int64; key uint64."""
+    with cycle walking for the few results in [size, base**2). All arrays (n,): x, size int64; key uint64."""
     result = np.empty_like(x)
     open_ = np.arange(len(x))
     base = np.ceil(np.sqrt(size)).astype(np.int64)
@@ -169,3 +164,12 @@ def permute(x: np.ndarray, size: np.ndarray, key: np.ndarray) -> np.ndarray:
 def _key(seed, name):
     digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little")
+
+
+def splitmix64(key: np.ndarray | np.uint64, number: np.ndarray) -> np.ndarray:
+    """A 64-bit hash of each of the integers `number` (n,) with `key`, uint64 (n,) or one: (n,) uint64, the finaliser of
+    SplitMix64 (Steele, Lea and Flood, 2014)."""
+    x = key + (number.astype(np.uint64) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))

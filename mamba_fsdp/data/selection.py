@@ -8,16 +8,13 @@ from mamba_fsdp.errors import UserError
 
 
 def training_sources(data: DataConfig) -> tuple[dict[str, TokenStore], dict[str, float]]:
-    """({name: source}, {name: weight}) as the settings' `data` section says. Raises UserError where a store is missing
-    or broken."""
+    """({name: source}, {name: weight}) of the settings. Raises UserError where a store is missing or broken."""
     root = Path(data.dataset_path)
-    if data.datasets:
-        sources = {name: TokenStore(_store_folder(root / name)) for name in data.datasets}
-        if len(sources) < len(data.datasets):
-            raise UserError(f"datasets {','.join(data.datasets)} names one twice; give each once")
-    else:
-        folder = _store_folder(root)
-        sources = {folder.name: TokenStore(folder)}
+    folders = {name: _store_folder(root / name) for name in data.datasets}
+    if len(folders) < len(data.datasets):
+        raise UserError(f"datasets {','.join(data.datasets)} names one twice; give each once")
+    folders = folders or {_store_folder(root).name: _store_folder(root)}
+    sources = {name: TokenStore(folder) for name, folder in folders.items()}
     first, *others = sources.values()
     for store in others:
         if (store.vocab_size, store.eos) != (first.vocab_size, first.eos):
@@ -29,8 +26,7 @@ def training_sources(data: DataConfig) -> tuple[dict[str, TokenStore], dict[str,
 
 
 def validation_stores(data: DataConfig) -> list[TokenStore]:
-    """The stores to validate on: validation_path, or with `auto` each `validation` folder beside a training store; may
-    be empty."""
+    """The stores to validate on, if any: validation_path, or with `auto` each `validation` beside a training store."""
     if data.validation_path == "none":
         return []
     if data.validation_path != "auto":

@@ -11,12 +11,15 @@ import hashlib
 import json
 import os
 import re
+import sysconfig
 import zlib
+from collections.abc import Iterator
 from pathlib import Path
 
+import zstandard
+
 from config.dataset_config import DatasetConfig
-from mamba_fsdp.data.builtin import corpus_files
-from mamba_fsdp.data.documents import BYTE_ORDER_MARK, TextBlock, no_column, separator_of, token_ids
+from mamba_fsdp.data.documents import BYTE_ORDER_MARK, TextBlock, check_column, separator_of, token_ids
 from mamba_fsdp.errors import UserError, first_line
 
 BLOCK_BYTES = 1 << 19
@@ -24,7 +27,8 @@ READ_BYTES = 1 << 16
 ROWS = 128
 KINDS = {".txt": "text", ".text": "text", ".jsonl": "json", ".ndjson": "json", ".json": "json",
          ".parquet": "parquet", ".arrow": "arrow"}
-COMPRESSED = (".gz", ".zst")
+ARCHIVES = {".gz": lambda: zlib.decompressobj(31), ".zst": lambda: zstandard.ZstdDecompressor().decompressobj()}
+NO_CORPUS = {"site-packages", "dist-packages", "__pycache__"}  # folders of the standard library's that are not its own
 # Cuts that don't change what a byte-level tokenizer makes of a long document: after a line break, else before a blank.
 GOOD_CUTS = (re.compile(rb"(?<=\S\n)(?=\S)"), re.compile(rb"(?<=\S)(?= \S)"))
 
@@ -32,13 +36,12 @@ GOOD_CUTS = (re.compile(rb"(?<=\S\n)(?=\S)"), re.compile(rb"(?<=\S)(?= \S)"))
 # ---------------------------------------------------------------- finding the input
 
 def open_source(name: str, options: DatasetConfig) -> "Files | Rows":
-    """The source that INPUT names: builtin, a file, folder or glob of this machine, else a name for
-    `datasets.load_dataset`. Raises UserError where nothing is found."""
+    """The source that INPUT names: local files where there are any, else what `datasets.load_dataset` gives. Raises
+    UserError where nothing is found."""
     path = os.path.expanduser(name)
     if name == "builtin" or os.path.exists(path) or os.path.islink(path) or glob.has_magic(path):
         if options.config or options.streaming:
-            raise UserError(f"{name}: --config and --streaming are for `datasets` names, and this is on this machine's "
-                            "disk")
+            raise UserError(f"{name}: --config and --streaming are for `datasets` names, and this is a local path")
         return Files(find_files(path, options.format, options.split), options)
     if _looks_local(name):
         raise UserError(f"{name}: no such file or folder")
@@ -50,27 +53,44 @@ def find_files(name: str, format: str, split: str) -> list[tuple[str, str]]:
     if name == "builtin":
         places, format = corpus_files(), "text"
     elif glob.has_magic(name) and not os.path.exists(name):
-        places = sorted(glob.glob(name, recursive=True))
+        places = [Path(place) for place in sorted(glob.glob(name, recursive=True))]
     else:
-        places = [name]
+        places = [Path(name)]
     if not places:
         raise UserError(f"{name}: no file matches this pattern")
     found, used_split = [], False
-    for place in map(Path, places):
+    for place in places:
         if place.is_dir():
             files, had_split = _walk(place, format, split)
             found += files
             used_split |= had_split
+        elif kind := _kind(place, format):
+            found.append((place, kind))
         else:
-            found.append((place, _kind(place, format)))
-            if found[-1][1] is None:
-                raise UserError(f"{place}: can't tell its format by its name; add --format=text (or json, parquet, "
-                                "arrow)")
+            raise UserError(f"{place}: can't tell its format by its name; add --format=text (or json, parquet, arrow)")
     if not found:
         raise UserError(f"{name}: no file named {', '.join(KINDS)} in it; --format=text takes every file as text")
     if split and not used_split:
         raise UserError(f"--split={split}: {name} has no splits; leave --split out")
     return [(str(path.absolute()), kind) for path, kind in found]
+
+
+def corpus_files() -> list[Path]:
+    """The UTF-8 .py files of the running interpreter's library, sorted. Raises UserError where it has no sources."""
+    root = Path(sysconfig.get_path("stdlib"))
+    files = [path for path in sorted(root.rglob("*.py"), key=lambda path: path.relative_to(root).as_posix())
+             if not NO_CORPUS.intersection(path.relative_to(root).parts) and _is_utf8(path)]
+    if not files:
+        raise UserError(f"{root}: this Python comes without its library's source files; name another INPUT")
+    return files
+
+
+def _is_utf8(path):
+    """Some of Python's own tests are written in other encodings, or broken on purpose."""
+    try:
+        return path.read_bytes().decode() is not None
+    except UnicodeDecodeError:
+        return False
 
 
 def _walk(folder, format, split):
@@ -108,15 +128,15 @@ def _kind(path, format):
     if format != "auto":
         return format
     name = path.name.lower()
-    for suffix in COMPRESSED:
+    for suffix in ARCHIVES:
         name = name.removesuffix(suffix)
     kind = KINDS.get(os.path.splitext(name)[1])
-    return None if kind in ("parquet", "arrow") and path.suffix in COMPRESSED else kind
+    return None if kind in ("parquet", "arrow") and path.suffix in ARCHIVES else kind
 
 
 def _looks_local(name):
     return (name.startswith((".", "/", "~")) or name.count("/") > 1
-            or any(name.lower().removesuffix(c).endswith(s) for s in KINDS for c in ("", *COMPRESSED)))
+            or any(name.lower().removesuffix(archive).endswith(tuple(KINDS)) for archive in ("", *ARCHIVES)))
 
 
 # ---------------------------------------------------------------- sources
@@ -127,8 +147,7 @@ class Files:
     unit = "B"
 
     def __init__(self, files: list[tuple[str, str]], options: DatasetConfig):
-        """files: [(path, kind)]."""
-        self.files, self.options = files, options
+        self.files, self.options = files, options  # files: (path, kind)
         self._sizes = [stat.st_size for stat in self._stat()]
         self.total = sum(self._sizes)
 
@@ -138,46 +157,41 @@ class Files:
         except OSError as error:
             _refuse(error)
 
-    def describe(self):
+    def describe(self) -> dict:
         """What the files are at this moment, by their names, sizes and times."""
         digest = hashlib.sha256()
         for (path, kind), stat in zip(self.files, self._stat()):
             digest.update(f"{path}\0{kind}\0{stat.st_size}\0{stat.st_mtime_ns}\n".encode())
         return {"files": len(self.files), "first": self.files[0][0], "bytes": self.total, "digest": digest.hexdigest()}
 
-    def blocks(self, position=None):
+    def blocks(self, position: dict | None = None) -> Iterator[TextBlock]:
         first, inner = (position["file"], position["inner"]) if position else (0, None)
         before = sum(self._sizes[:first])
-        for number in range(first, len(self.files)):
-            size = self._sizes[number]
+        for number, size in enumerate(self._sizes[first:], first):
             for block in self._read(number, inner if number == first else None):
                 yield block._replace(position={"file": number, "inner": block.position},
                                      done=before + min(block.done, 1) * size)
             before += size
 
-    def sample(self, limit):
+    def sample(self, limit: int) -> Iterator[TextBlock]:
         """Blocks from the whole breadth of the input, about `limit` bytes of it."""
-        numbers, share = range(len(self.files)), limit
+        count, share = len(self.files), limit
         if self.total > limit:
-            count = max(1, min(len(numbers), limit // min(BLOCK_BYTES, self.total // len(numbers) + 1)))
-            numbers, share = [number * len(numbers) // count for number in range(count)], limit // count
-        for number in numbers:
-            taken = 0
-            for block in self._read(number, None):
-                yield block
-                taken += block.size()
-                if taken >= share:
-                    break
+            count = max(1, min(count, limit // min(BLOCK_BYTES, self.total // count + 1)))
+            share = limit // count
+        for number in range(count):
+            yield from _take(self._read(number * len(self.files) // count), share)
 
-    def _read(self, number, position):
+    def _read(self, number, position=None):
         path, kind = self.files[number]
+        position = position or {}
         try:
             if kind == "text":
-                yield from _read_text(path, separator_of(self.options), **(position or {}))
+                yield from _read_text(path, separator_of(self.options), **position)
             elif kind == "json":
-                yield from _read_json(path, **(position or {}))
+                yield from _read_json(path, **position)
             else:
-                yield from _read_table(path, kind, self.options.text_column, **(position or {}))
+                yield from _read_table(path, kind, self.options.text_column, **position)
         except OSError as error:
             raise UserError(f"{path}: can't be read ({error.strerror or error})") from error
 
@@ -195,44 +209,45 @@ class Rows:
         self._described = {"dataset": name, "config": config, "split": split, "streaming": streaming}
         try:
             self._rows = datasets.load_dataset(name, config, split=split, streaming=streaming)
-        except Exception as error:  # whatever a name can run into: unknown, no network, no such split or config
+        except Exception as error:  # the name, split or config is unknown, there is no network, ...
             raise UserError(f"{name}: no file or folder here, and `datasets` can't load it "
                             f"({first_line(error)})") from error
         self.total = None if streaming else len(self._rows)
-        columns = self._rows.column_names
-        if columns and options.text_column not in columns:
-            raise UserError(no_column(name, options.text_column, columns))
+        if self._rows.column_names:  # a stream may not know them before its first row
+            check_column(name, options.text_column, self._rows.column_names)
 
-    def describe(self):
+    def describe(self) -> dict:
         return {**self._described, "fingerprint": None if self.total is None else self._rows._fingerprint}
 
-    def blocks(self, position=None):
-        row = position["row"] if position else 0
-        rest = self._rows.skip(row) if self.total is None else self._rows.select(range(row, self.total))
-        column = self.options.text_column
-        rest = rest if self.total is None else rest.select_columns([column])
+    def blocks(self, position: dict | None = None) -> Iterator[TextBlock]:
+        row, column = position["row"] if position else 0, self.options.text_column
+        rest = self._rows.skip(row) if self.total is None else \
+            self._rows.select(range(row, self.total)).select_columns([column])
         for batch in rest.iter(batch_size=ROWS):
-            if column not in batch:
-                raise UserError(no_column(self.name, column, batch))
-            row += len(batch[column])
-            yield _rows_block(self.name, list(batch[column]), row, row)
+            check_column(self.name, column, batch)
+            data, first = list(batch[column]), row + 1
+            row += len(data)
+            yield TextBlock(self.name, "rows", data, {"row": row}, row, first)
 
-    def sample(self, limit):
-        for block in self.blocks():
-            yield block
-            limit -= block.size()
-            if limit <= 0:
-                break
+    def sample(self, limit: int) -> Iterator[TextBlock]:
+        return _take(self.blocks(), limit)
+
+
+def _take(blocks, limit):
+    """The first blocks that hold `limit` bytes together."""
+    for block in blocks:
+        yield block
+        limit -= block.size()
+        if limit <= 0:
+            break
 
 
 # ---------------------------------------------------------------- readers: a file to blocks; `done` is its share
 
 def _stretches(path, offset=0):
-    """(bytes, share of the file read so far), stretch by stretch from `offset` on, both after decompression.
-
-    Raises UserError for a broken archive.
-    """
-    make = {".gz": lambda: zlib.decompressobj(31), ".zst": _zstd}.get(os.path.splitext(path)[1].lower())
+    """Yields (bytes from `offset` on, after decompression; share of the file read). Raises UserError for a broken
+    archive."""
+    make = ARCHIVES.get(os.path.splitext(path)[1].lower())
     size = os.path.getsize(path)
     with open(path, "rb") as file:
         if not make:
@@ -257,15 +272,9 @@ def _stretches(path, offset=0):
             raise UserError(f"{path}: the archive ends before its end; it is truncated: copy it again")
 
 
-def _zstd():
-    import zstandard
-
-    return zstandard.ZstdDecompressor().decompressobj()
-
-
 def _windows(path, offset):
-    """A buffer that holds more than a block until the file ends: yields (buffer, ended, share read); the reader
-    shortens it."""
+    """Yields (buffer, whether the file ends with it, share read); the buffer, which the reader shortens, holds more
+    than a block until the file ends."""
     buffer = bytearray()
     for stretch, done in _stretches(path, offset):
         buffer += stretch
@@ -284,7 +293,7 @@ def _read_text(path, separator, offset=0, inside=False):
         data = bytes(buffer[:cut])
         del buffer[:cut]
         position = {"offset": offset + cut or 1, "inside": open}  # 1: behind an empty file
-        yield TextBlock(path, "text", data, 0, offset, inside, open, position, done)
+        yield TextBlock(path, "text", data, position, done, offset=offset, inside=inside, open=open)
         offset, inside = offset + cut, open
 
 
@@ -322,68 +331,65 @@ def _read_json(path, offset=0, record=1):
         del buffer[:cut]
         if data:
             position = {"offset": offset + cut, "record": record + data.count(b"\n")}
-            yield TextBlock(path, "json", data, record, offset, False, False, position, done)
+            yield TextBlock(path, "json", data, position, done, record, offset)
             offset, record = position.values()
 
 
 def _read_json_array(path):
-    """A file that is one JSON list is read whole: there is no other way to read it."""
+    """The only block of a file that is one JSON list, which can only be read whole."""
     try:
         records = json.loads(b"".join(stretch for stretch, _ in _stretches(path)))
     except ValueError as error:
         raise UserError(f"{path}: no valid JSON ({error})") from error
     data = b"\n".join(json.dumps(record).encode() for record in records)
     position = {"offset": os.path.getsize(path) + len(data), "record": 0}
-    yield TextBlock(path, "json", data, 1, 0, False, False, position, 1.0)
+    yield TextBlock(path, "json", data, position, 1.0)
 
 
 def _read_table(path, kind, column, row=0):
     import pyarrow
 
     try:
-        arrays = (_parquet_arrays if kind == "parquet" else _arrow_arrays)(path, column, row)
-        for array, done in arrays:
-            for start in range(0, len(array), ROWS):
-                data = _values(path, column, row + 1, array[start:start + ROWS])
+        arrays = _parquet_arrays(path, column, row) if kind == "parquet" else _arrow_arrays(path, column)
+        for before, array, done in arrays:
+            for start in range(max(0, row - before), len(array), ROWS):
+                data, first = _values(path, column, row + 1, array[start:start + ROWS]), row + 1
                 row += len(data)
-                yield _rows_block(path, data, row, done)
+                yield TextBlock(path, "rows", data, {"row": row}, done, first)
     except pyarrow.ArrowException as error:
         raise UserError(f"{path}: broken, or no {kind} file ({first_line(error)})") from error
 
 
 def _parquet_arrays(path, column, row):
+    """Yields (rows before, values of the column, share of the file read) from the row group that holds `row` on."""
     import pyarrow.parquet
 
     file = pyarrow.parquet.ParquetFile(path)
-    if column not in file.schema_arrow.names:
-        raise UserError(no_column(path, column, file.schema_arrow.names))
+    check_column(path, column, file.schema_arrow.names)
     sizes = [file.metadata.row_group(number).num_rows for number in range(file.num_row_groups)]
     at = group = 0
     while group < len(sizes) and at + sizes[group] <= row:
         at += sizes[group]
         group += 1
     for batch in file.iter_batches(ROWS, row_groups=range(group, len(sizes)), columns=[column], use_threads=False):
+        yield at, batch[column], (at + len(batch)) / file.metadata.num_rows
         at += len(batch)
-        if at > row:
-            yield batch[column][max(0, len(batch) - (at - row)):], at / file.metadata.num_rows
 
 
-def _arrow_arrays(path, column, row):
+def _arrow_arrays(path, column):
+    """The same from the first row on."""
     import pyarrow
 
     with pyarrow.memory_map(path) as source:
         is_file = source.read(6) == b"ARROW1"  # else the stream form, which `datasets` writes
         source.seek(0)
         reader = pyarrow.ipc.open_file(source) if is_file else pyarrow.ipc.open_stream(source)
-        if column not in reader.schema.names:
-            raise UserError(no_column(path, column, reader.schema.names))
+        check_column(path, column, reader.schema.names)
         at = 0
         batches = (reader.get_batch(number) for number in range(reader.num_record_batches)) if is_file else reader
         for number, batch in enumerate(batches, 1):
+            yield at, batch[column], number / reader.num_record_batches if is_file else source.tell() / source.size()
             at += len(batch)
-            if at > row:
-                done = number / reader.num_record_batches if is_file else source.tell() / source.size()
-                yield batch[column][max(0, len(batch) - (at - row)):], done
 
 
 def _values(name, column, record, array):
@@ -403,7 +409,3 @@ def _values(name, column, record, array):
                 for number, row in enumerate(rows, record)]
     raise UserError(f"{name}: column {column!r} holds {array.type}, neither text nor token ids; name another with "
                     "--text_column")
-
-
-def _rows_block(name, data, row, done):
-    return TextBlock(name, "rows", data, row - len(data) + 1, 0, False, False, {"row": row}, done)

@@ -5,8 +5,7 @@
     OUT/.progress.json            while unfinished: how far it is, for the next run to resume from
     OUT/.lock                     held by the process that writes here
 
-The stores' bytes depend on the input and the settings only: not on the number of workers, nor on being killed on the
-way.
+The stores' bytes depend on the input and the settings only, not on the number of workers or on being killed.
 """
 
 import array
@@ -29,10 +28,11 @@ from fractions import Fraction
 from pathlib import Path
 
 import numpy as np
+from tqdm import tqdm
 
 from mamba_fsdp.data import tokenizer as tokenizers_
 from mamba_fsdp.data.documents import documents
-from mamba_fsdp.data.splitmix import splitmix64
+from mamba_fsdp.data.order import splitmix64
 from mamba_fsdp.data.store import StoreWriter, TokenStore
 from mamba_fsdp.data.text import BLOCK_BYTES, Files, Rows, cut_words
 from mamba_fsdp.durable import write_atomically
@@ -43,21 +43,21 @@ TRAINING_SAMPLE = 32 << 20  # bytes of text that a tokenizer is trained on
 RESUMES = "the same command resumes from here"
 # The options that the stores' bytes depend on.
 RECORDED = ("text_column", "documents", "invalid_utf8", "tokenizer", "eos_token", "validation_fraction", "shard_tokens")
+STORES = ("train", "validation")
 
 
 def make_dataset(source: Files | Rows, out: str | Path, *, save_seconds: float = 5.0) -> dict:
     """Tokenise `source` into OUT/train and OUT/validation as its options say; resumes where an earlier call stopped.
 
-    save_seconds: the most work that a kill can lose. Returns dataset.json's content. Raises UserError for what the user
-    can mend.
+    save_seconds: how many seconds of work a kill can lose. Returns dataset.json's content. Raises UserError for bad
+    input, for what can't be written and for a worker that died.
     """
     out, options = Path(out), source.options
-    # A token that is not named is null there.
     settings = {"input": source.describe(), **{name: getattr(options, name) for name in RECORDED},
                 "eos_token": options.eos_token or None}
     training_size = tokenizers_.training_size(options.tokenizer)
     try:
-        with _alone_in(out):
+        with _locked(out):
             if options.overwrite:
                 _clear(out)
             done = _load(out / "dataset.json")
@@ -68,26 +68,24 @@ def make_dataset(source: Files | Rows, out: str | Path, *, save_seconds: float =
                 print(f"{out} is complete already; nothing to do")
                 return done
             progress = _load(out / ".progress.json")
-            if progress and progress["position"] is None:  # a mistake, now mended, stopped it before it wrote
-                _clear(out)
-                progress = None
-            if progress:
+            if progress and progress["position"] is not None:
                 _refuse_other(out, progress["settings"], settings)
                 for path in out.rglob(".*.tmp"):  # what a kill left of files that were being written
                     path.unlink()
             else:
+                if progress:  # an error stopped the earlier run before it wrote: it may have had other settings
+                    _clear(out)
                 progress = {**DATASET.header(), "settings": settings, "position": None, "done": 0, "written": 0,
                             "open": False, "seconds": 0.0, "counts": {"empty": 0, "skipped": 0}, "stores": {}}
                 write_atomically(out / ".progress.json", json.dumps(progress))
             tokenizer = _tokenizer(out, source, training_size, progress)
             return _Tokenization(source, out, tokenizer, progress, save_seconds).run()
     except OSError as error:
-        remedy = "free some space" if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG) else "mend that"
-        raise UserError(f"{error.filename or out}: can't be written ({error.strerror}); {remedy}, then "
-                        f"{RESUMES}") from error
+        remedy = "free some space" if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG) else "fix that"
+        place = f"{error.filename or out}: can't be written ({error.strerror})"
+        raise UserError(f"{place}; {remedy}, then {RESUMES}") from error
     except BrokenProcessPool as error:
-        raise UserError("a worker process was killed, perhaps for want of memory: try fewer --workers; "
-                        f"{RESUMES}") from error
+        raise UserError(f"a worker process was killed, maybe out of memory; try fewer --workers, {RESUMES}") from error
     except KeyboardInterrupt:
         print(f"\n{out} is unfinished; {RESUMES}", file=sys.stderr)
         raise
@@ -96,17 +94,20 @@ def make_dataset(source: Files | Rows, out: str | Path, *, save_seconds: float =
 # ---------------------------------------------------------------- the output folder
 
 @contextlib.contextmanager
-def _alone_in(out):
+def _locked(out):
+    """Makes the folder where it is missing. Raises UserError where something else than a dataset is in its place."""
     if out.exists() and not out.is_dir():
         raise UserError(f"{out}: is a file; name a folder for the stores")
     out.mkdir(parents=True, exist_ok=True)
-    _refuse_strangers(out)
+    others = sorted(path.name for path in out.iterdir() if not path.name.startswith("."))
+    if others and not any((out / name).exists() for name in ("dataset.json", ".progress.json")):
+        raise UserError(f"{out}: not empty and not made by this program (it holds {', '.join(others[:3])}); choose "
+                        "another folder")
     with open(out / ".lock", "a") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise UserError(f"{out}: another process is writing a dataset here; wait for it or choose another "
-                            "folder") from None
+            raise UserError(f"{out}: another process is writing here; wait for it or choose another folder") from None
         yield
 
 
@@ -125,39 +126,31 @@ def _load(path):
 
 def _refuse_other(out, before, settings):
     """Raises UserError where the settings that the dataset in `out` was made with are not these."""
-    changed = [name for name in settings if settings[name] != before.get(name)]
-    if changed:
-        places = [(name, _place(before.get(name)), _place(settings[name])) for name in changed]
-        differences = "; ".join(
-            "the input changed" if name == "input" and was == now else f"{name} was {was!r} and is {now!r}"
-            for name, was, now in places)
-        raise UserError(f"{out} holds another dataset: {differences}. Choose another folder, or --overwrite to replace "
-                        "it")
+    differences = []
+    for name, now in settings.items():
+        if now != before.get(name):
+            was, now = _place(before.get(name)), _place(now)
+            differences.append(f"{name} was {was!r} and is {now!r}" if was != now else "the input changed")
+    if differences:
+        raise UserError(f"{out} holds another dataset: {'; '.join(differences)}. Choose another folder, or --overwrite "
+                        "to replace it")
 
 
 def _place(value):
     return value.get("first") or value.get("dataset") if isinstance(value, dict) else value
 
 
-def _refuse_strangers(out):
-    """Raises UserError where `out` holds something but no dataset, begun or whole."""
-    strangers = sorted(path.name for path in out.iterdir() if not path.name.startswith("."))
-    if strangers and not any((out / name).exists() for name in ("dataset.json", ".progress.json")):
-        raise UserError(f"{out}: not empty and not made by this program (it holds {', '.join(strangers[:3])}); choose "
-                        "another folder")
-
-
 def _clear(out):
-    """Remove an earlier dataset, and nothing else. Its indexes go first: a half-removed store must not look whole."""
+    """Removes an earlier dataset, and nothing else. Its indexes go first: a store cut short must not look whole."""
     for name in ("dataset.json", "train/index.json", "validation/index.json"):
         (out / name).unlink(missing_ok=True)
-    for name in ("train", "validation"):
+    for name in STORES:
         shutil.rmtree(out / name, ignore_errors=True)
     (out / ".progress.json").unlink(missing_ok=True)
 
 
 def _tokenizer(out, source, training_size, progress):
-    """The tokenizer, saved in every store's folder; on a later run the one that the stores were begun with."""
+    """The tokenizer, saved in every store's folder; when resuming, the one that the stores were begun with."""
     name, saved = source.options.tokenizer, out / "train" / "tokenizer"
     if training_size and progress["position"]:
         tokenizer = tokenizers_.load(str(saved / "tokenizer.json"), tokenizers_.END_OF_TEXT)
@@ -168,7 +161,7 @@ def _tokenizer(out, source, training_size, progress):
         tokenizer = tokenizers_.load(name, source.options.eos_token)
     if progress.setdefault("tokenizer", tokenizer.identity) != tokenizer.identity:
         raise UserError(f"tokenizer {name}: it changed since {out} was begun; start again with --overwrite")
-    for store in ("train", "validation") if progress["settings"]["validation_fraction"] else ("train",):
+    for store in STORES if progress["settings"]["validation_fraction"] else STORES[:1]:
         tokenizer.save(out / store / "tokenizer")
     return tokenizer
 
@@ -178,8 +171,8 @@ def _sample(source):
     for block in source.sample(TRAINING_SAMPLE):
         for text, _ in documents(block, source.options, counts):
             if not isinstance(text, str):
-                raise UserError(f"{block.name}: column {source.options.text_column!r} holds token ids; "
-                                "name the tokenizer that made them with --tokenizer")
+                raise UserError(f"{block.name}: column {source.options.text_column!r} holds token ids; name the "
+                                "tokenizer that made them with --tokenizer")
             yield text
 
 
@@ -197,7 +190,7 @@ class _Tokenization:
         self.stores = {name: StoreWriter(out / name, vocab_size=tokenizer.vocab_size, eos=tokenizer.eos,
                                          tokenizer=tokenizer.identity, shard_tokens=settings["shard_tokens"],
                                          state=progress["stores"].get(name))
-                       for name in ("train", "validation") if name == "train" or self.fraction}
+                       for name in (STORES if self.fraction else STORES[:1])}
 
     def run(self):
         saved = started = time.monotonic()
@@ -207,7 +200,7 @@ class _Tokenization:
             self._write(*result)
             self.progress.update(position=chunk[-1].position, done=chunk[-1].done,
                                  seconds=before + time.monotonic() - started)
-            bar.update(chunk[-1].done, self.progress["written"], self.token_count)
+            bar.show(chunk[-1].done, self.progress["written"], self.token_count)
             if time.monotonic() - saved >= self.save_seconds:
                 self._save()
                 saved = time.monotonic()
@@ -275,14 +268,15 @@ class _Tokenization:
                                 f"--validation_fraction={remedy}")
         if self.source.describe() != settings["input"]:
             raise UserError("the input changed while it was read; start again with --overwrite")
-        stores = {name: store.finish() for name, store in self.stores.items()}
         done = {**DATASET.header(), "settings": settings, "tokenizer": self.tokenizer.identity,
                 "vocab_size": self.tokenizer.vocab_size, "counts": self.progress["counts"],
                 "stores": {name: {"tokens": store.token_count, "documents": store.document_count}
-                           for name, store in stores.items()}}
+                           for name, store in self.stores.items()}}
+        for store in self.stores.values():
+            store.finish()
         write_atomically(self.out / "dataset.json", json.dumps(done, indent=1) + "\n")
         (self.out / ".progress.json").unlink()
-        for store in stores.values():
+        for store in self.stores.values():
             print(f"{store.path}: {store.token_count:,} tokens in {store.document_count:,} documents")
         seconds, left_out = self.progress["seconds"], self._left_out()
         print(f"vocabulary {self.tokenizer.vocab_size:,} ({store.dtype.name}); {seconds:.1f} s, "
@@ -290,9 +284,8 @@ class _Tokenization:
         return done
 
     def _left_out(self):
-        counts = self.progress["counts"]
-        parts = [f"{counts['empty']:,} empty documents"] * bool(counts["empty"])
-        parts += [f"{counts['skipped']:,} with invalid UTF-8"] * bool(counts["skipped"])
+        reasons = {"empty": "empty documents", "skipped": "with invalid UTF-8"}
+        parts = [f"{count:,} {reasons[name]}" for name, count in self.progress["counts"].items() if count]
         return f"left out: {', '.join(parts)}" if parts else ""
 
 
@@ -310,17 +303,16 @@ def _chunks(blocks):
 
 
 def _for_validation(numbers, fraction):
-    """Which documents are held out, (n,) bool, by their running `numbers` (n,): exactly one of each 1/fraction in a
-    row.
+    """Which documents are held out, (n,) bool, by their running `numbers` (n,): exactly one of each 1/fraction.
 
-    Which one of them, a hash of the row's number says, so that no period in the input can meet the choice's.
+    A hash of the group's number chooses within it, so that the choice has no period that the input could share.
     """
     if not fraction:
         return np.zeros(len(numbers), dtype=bool)
     p, q = fraction.numerator, fraction.denominator
-    row = numbers * p // q
-    first, end = -(-row * q // p), -(-(row + 1) * q // p)
-    chosen = splitmix64(np.uint64(0), row) % (end - first).astype(np.uint64)
+    group = numbers * p // q
+    first, end = -(-group * q // p), -(-(group + 1) * q // p)
+    chosen = splitmix64(np.uint64(0), group) % (end - first).astype(np.uint64)
     return numbers == first + chosen.astype(np.int64)
 
 
@@ -331,10 +323,8 @@ def _start_worker(tokenizer, eos, bos, vocab_size, options):
     os.environ["RAYON_NUM_THREADS"], os.environ["TOKENIZERS_PARALLELISM"] = "1", "false"
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the whole terminal; the parent decides
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    from tokenizers import Tokenizer
-
     global _worker
-    _worker = Tokenizer.from_str(tokenizer), eos, bos, vocab_size, options
+    _worker = tokenizers_.Tokenizer.from_str(tokenizer), eos, bos, vocab_size, options
 
 
 def _end_with_parent():
@@ -343,12 +333,11 @@ def _end_with_parent():
 
 
 def _tokenize(chunk):
-    """(tokens (n,) uint32, counts of what is left out) of a list of blocks; every eos ends a document that is not
-    empty."""
+    """(tokens (n,) uint32, counts of what is left out) of a list of blocks; each eos ends a document, none is empty."""
     backend, eos, bos, vocab_size, options = _worker
     counts = collections.Counter()
-    texts, tokens = [], array.array("I")
-    closing = []  # for each text, whether an eos follows
+    texts, closing = [], []  # closing: whether an eos follows, for each text
+    tokens = array.array("I")
 
     def flush():
         for encoding, closes in zip(backend.encode_batch_fast(texts, add_special_tokens=False), closing):
@@ -370,7 +359,7 @@ def _tokenize(chunk):
                     raise UserError(f"{block.name}: token ids from {content.min()} to {content.max()} in a document, "
                                     f"but the tokenizer knows {vocab_size}; name the one that made them with "
                                     "--tokenizer")
-                tokens.fromlist(content[bos is not None and content[0] == bos:].tolist() + [eos])
+                tokens.extend([*content[bos is not None and content[0] == bos:].tolist(), eos])
     flush()
     tokens = np.frombuffer(tokens, dtype=np.uint32)
     # An eos that follows an eos, or stands first, ends nothing; but the first may end the chunk before's open document.
@@ -390,34 +379,22 @@ def _short_parts(text):
     return [*parts, data.decode()]
 
 
-# ---------------------------------------------------------------- what one sees
-
-class ProgressBar:
+class ProgressBar(tqdm):
     """A live bar on a terminal, a plain line every ten seconds elsewhere."""
 
     def __init__(self, source, progress, tokens):
-        self.started = self.said = time.monotonic()
-        self.tokens_before, self.total, self.unit = tokens, source.total, source.unit
-        self.bar = None
-        if sys.stderr.isatty():
-            from tqdm import tqdm
+        super().__init__(total=source.total, unit=source.unit, unit_scale=True, mininterval=0.2, smoothing=0.05,
+                         initial=progress["done"], desc="tokenising", disable=not sys.stderr.isatty())
+        self.started = self.printed = time.monotonic()
+        self.tokens_before = tokens
 
-            self.bar = tqdm(total=source.total, unit=source.unit, unit_scale=True, mininterval=0.2, smoothing=0.05,
-                            initial=progress["done"], desc="tokenising")
-
-    def update(self, done, documents, tokens):
-        """done: input behind us, in the source's unit."""
+    def show(self, done, documents, tokens):
+        """done: input read so far, in the source's unit."""
         now = time.monotonic()
         rate = (tokens - self.tokens_before) / max(now - self.started, 1e-9)
         text = f"{documents:,} documents, {tokens:,} tokens, {rate:,.0f} tokens/s"
-        if self.bar is not None:
-            self.bar.set_postfix_str(text, refresh=False)
-            self.bar.update(done - self.bar.n)
-        elif now - self.said >= 10:
-            share = f"{done / self.total:4.0%}  " if self.total else ""
-            print(share + text, flush=True)
-            self.said = now
-
-    def close(self):
-        if self.bar is not None:
-            self.bar.close()
+        self.set_postfix_str(text, refresh=False)
+        self.update(done - self.n)
+        if self.disable and now - self.printed >= 10:
+            print(f"{done / self.total:4.0%}  {text}" if self.total else text, flush=True)
+            self.printed = now

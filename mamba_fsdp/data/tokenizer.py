@@ -3,8 +3,10 @@
 import hashlib
 import json
 import threading
+from collections.abc import Iterable
 from concurrent.futures import Future
 from pathlib import Path
+from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
@@ -19,9 +21,10 @@ class TextTokenizer:
     """A `tokenizers` backend with what token stores need to know of it.
 
     eos, bos: ids (bos may be None); vocab_size: one more than the largest id; identity: changes when the content does.
+    transformers_form: the `transformers` tokenizer that `backend` is part of, where it comes from one.
     """
 
-    def __init__(self, backend, eos_token, bos_token=None, transformers_form=None):
+    def __init__(self, backend: Tokenizer, eos_token: str, bos_token: str | None = None, transformers_form: Any = None):
         backend.no_truncation()
         backend.no_padding()
         self.backend, self.eos_token = backend, eos_token
@@ -31,7 +34,7 @@ class TextTokenizer:
         self.identity = "sha256:" + hashlib.sha256(backend.to_str().encode()).hexdigest()
         self._transformers_form = transformers_form
 
-    def save(self, folder):
+    def save(self, folder: str | Path) -> None:
         """Writes a folder that AutoTokenizer.from_pretrained takes."""
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
@@ -44,7 +47,7 @@ class TextTokenizer:
         write_atomically(folder / "tokenizer.json", self.backend.to_str())
 
 
-def training_size(name):
+def training_size(name: str) -> int | None:
     """The vocabulary size in `train:SIZE`, or None for another name. Raises UserError for a size that can't be."""
     if not name.startswith("train:"):
         return None
@@ -55,9 +58,8 @@ def training_size(name):
     return int(size)
 
 
-def train(texts, vocab_size):
-    """A byte-level BPE of at most vocab_size tokens, the eos among them, from an iterable of texts. Equal texts, equal
-    result."""
+def train(texts: Iterable[str], vocab_size: int) -> TextTokenizer:
+    """A byte-level BPE of at most vocab_size tokens with the eos. Equal texts give an equal result."""
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
@@ -68,8 +70,7 @@ def train(texts, vocab_size):
 
 
 def _train(backend, texts, trainer):
-    """backend.train_from_iterator in a thread of its own, for it does not look for Ctrl-C while it counts and
-    merges."""
+    """backend.train_from_iterator in a thread of its own: it is deaf to Ctrl-C while it counts and merges."""
     stop, all_read, outcome = threading.Event(), threading.Event(), Future()
 
     def until_stopped():
@@ -96,11 +97,11 @@ def _train(backend, texts, trainer):
         raise
 
 
-def load(name, eos_token=None):
+def load(name: str, eos_token: str | None = None) -> TextTokenizer:
     """The tokenizer of a name on the Hugging Face Hub, a `transformers` folder or a tokenizer.json file.
 
-    eos_token: the token that ends documents; None means the tokenizer's own. Raises UserError where it can't be
-    loaded or has none.
+    eos_token: what ends documents; empty or None means the tokenizer's own. Raises UserError where it can't be loaded
+    or has none.
     """
     path = Path(name)
     if name.startswith(("/", ".", "~")) and not path.exists():
@@ -133,7 +134,7 @@ def _load_with_transformers(name):
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(name)
-    except Exception as error:  # whatever a name can run into: no such folder, no network, a file in another format
+    except Exception as error:  # there is no such folder, no network, the file has another format, ...
         raise UserError(f"tokenizer {name!r}: can't be loaded as a folder, a tokenizer.json file or a name on the "
                         f"Hugging Face Hub ({first_line(error)}); train:4096 trains one on the input") from error
     if not getattr(tokenizer, "is_fast", False):

@@ -31,7 +31,7 @@ from tokenizers import processors
 import get_dataset
 from config.dataset_config import DatasetConfig
 from mamba_fsdp import command_line
-from mamba_fsdp.data import builtin, text, tokenize
+from mamba_fsdp.data import text, tokenize
 from mamba_fsdp.data import tokenizer as tokenizers_
 from mamba_fsdp.data.store import TokenStore
 from mamba_fsdp.errors import UserError
@@ -712,10 +712,10 @@ def test_training_a_tokenizer_reads_no_more_than_its_sample(tmp_path, texts):
 
 def test_the_built_in_corpus_is_the_standard_library():
     """Sorted, readable, without installed packages."""
-    files = builtin.corpus_files()
+    files = text.corpus_files()
     assert any(path.name == "argparse.py" for path in files)
     assert not any("site-packages" in path.parts for path in files)
-    assert files == builtin.corpus_files() and sum(path.stat().st_size for path in files) > 5_000_000
+    assert files == text.corpus_files() and sum(path.stat().st_size for path in files) > 5_000_000
 
 
 def test_default_folder():
