@@ -19,7 +19,7 @@ from mamba_fsdp import command_line
 from mamba_fsdp.errors import UserError
 
 
-def main(input: str = "builtin", out: str = "", *, options: DatasetConfig):
+def main(input: str = "builtin", out: str = "", *, options: DatasetConfig) -> None:
     options.check()
     # Imported late: --help and mistakes in the options answer at once.
     from mamba_fsdp.data import text, tokenize
@@ -27,7 +27,7 @@ def main(input: str = "builtin", out: str = "", *, options: DatasetConfig):
     tokenize.make_dataset(text.open_source(input, options), out or default_folder(input))
 
 
-def default_folder(input):
+def default_folder(input: str) -> Path:
     """data/NAME for an input of that name."""
     name = Path(os.path.abspath(input)).name.split(".")[0]
     if not name or set("*?[") & set(name):
@@ -35,7 +35,7 @@ def default_folder(input):
     return Path("data") / name
 
 
-def help_page():
+def help_page() -> str:
     return "\n".join([__doc__, *help_lines(DatasetConfig)])
 
 

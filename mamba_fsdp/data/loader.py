@@ -79,9 +79,8 @@ class Loader(AbstractContextManager["Loader"]):
         soon = range(step, step + self.data.prefetch + 1)
         for other in set(self.ahead) - set(soon):
             self.ahead.pop(other).cancel()
-        for wanted in soon:
-            if wanted not in self.ahead:
-                self.ahead[wanted] = self.pool.submit(self._read, wanted)
+        for wanted in sorted(set(soon) - set(self.ahead)):
+            self.ahead[wanted] = self.pool.submit(self._read, wanted)
         return self.ahead.pop(step).result()
 
     def state_before(self, step: int) -> dict[str, Any]:
@@ -110,8 +109,7 @@ def evaluation_batches(source: Source, name: str, data: DataConfig, split: Split
     """Yield this rank's batches over a source in its own order: all of it, or `limit` windows spread evenly over it.
 
     The windows are the same for every world size, and each token but the first is a label exactly once. All ranks get
-    the same number of full batches, as sharded models need: rows that are too many, and the end of a last window that
-    is shorter, have no label that counts.
+    the same number of full batches, as sharded models need: what pads the last ones has no label that counts.
     """
     windows = -(-(source.token_count - 1) // data.seq_length)
     if windows < 1:

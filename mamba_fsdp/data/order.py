@@ -39,16 +39,21 @@ class Order:
         self.names = sorted(sources)  # so that the order in which sources are listed changes nothing
         self.seq_length, self.seed = seq_length, seed
         self.identity = {name: sources[name].identity for name in self.names}
-        self.windows = np.array([_window_count(name, sources[name].token_count, seq_length) for name in self.names])
+        for name, source in sources.items():
+            if source.token_count <= seq_length:
+                raise UserError(f"source {name!r} has {source.token_count} tokens, but one window of seq_length "
+                                f"{seq_length} needs {seq_length + 1}; give more data or a smaller seq_length")
+        self.windows = np.array([(sources[name].token_count - 1) // seq_length for name in self.names])
         self.keys = np.array([_key(seed, name) for name in self.names], dtype=np.uint64)
         self.counts = _pattern_counts(self.names, weights)
+        self.shares = dict(zip(self.names, self.counts.tolist()))
         self.period = int(self.counts.sum())
-        source: np.ndarray = np.repeat(np.arange(len(self.names)), self.counts)
+        owner: np.ndarray = np.repeat(np.arange(len(self.names)), self.counts)
         nth = np.concatenate([np.arange(count) for count in self.counts])
-        spread = np.argsort((nth + 0.5) / self.counts[source], kind="stable")
-        self.pattern, self.nth = source[spread].astype(np.int16), nth[spread].astype(np.int32)
+        spread = np.argsort((nth + 0.5) / self.counts[owner], kind="stable")
+        self.pattern, self.nth = owner[spread].astype(np.int16), nth[spread].astype(np.int32)
         self.before: dict = self._check(state) if state else {"pattern": {}, "drawn": {}, "identity": {}}
-        self.start = self.before["pattern_position"] if self.before["pattern"] == self._pattern_state() else 0
+        self.start = self.before["pattern_position"] if self.before["pattern"] == self.shares else 0
         self.drawn = np.array([self.before["drawn"].get(name, 0) for name in self.names])
 
     def samples(self, first: int, count: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -65,7 +70,7 @@ class Order:
         """The position after `samples` samples of this order, for JSON. Sources not in the mixture keep their draws."""
         end = self.start + samples
         drawn = self.drawn + self._draws(end) - self._draws(self.start)
-        return {"seed": self.seed, "seq_length": self.seq_length, "pattern": self._pattern_state(),
+        return {"seed": self.seed, "seq_length": self.seq_length, "pattern": self.shares,
                 "pattern_position": int(end % self.period),
                 "drawn": {**self.before["drawn"], **dict(zip(self.names, drawn.tolist()))},
                 "identity": {**self.before["identity"], **self.identity}}
@@ -79,9 +84,6 @@ class Order:
         cycles, rest = divmod(position, self.period)
         return cycles * self.counts + np.bincount(self.pattern[:rest], minlength=len(self.names))
 
-    def _pattern_state(self):
-        return dict(zip(self.names, self.counts.tolist()))
-
     def _check(self, state):
         remedy = "or leave the data's position out (resuming_dataset=False) to begin the data anew"
         for name, now in (("seed", self.seed), ("seq_length", self.seq_length)):
@@ -93,14 +95,6 @@ class Order:
                 raise UserError(f"source {name!r} holds other data than when its position was saved; put the former "
                                 f"data back, give the new data another name, {remedy}")
         return state
-
-
-def _window_count(name, token_count, seq_length):
-    windows = (token_count - 1) // seq_length
-    if windows < 1:
-        raise UserError(f"source {name!r} has {token_count} tokens, but one window of seq_length {seq_length} needs "
-                        f"{seq_length + 1}; give more data or a smaller seq_length")
-    return windows
 
 
 def _pattern_counts(names, weights):
@@ -116,8 +110,7 @@ def _pattern_counts(names, weights):
     counts[largest_first[: PATTERN_LENGTH - counts.sum()]] += 1
     for name, value, count in zip(names, values, counts):
         if value and not count:
-            raise UserError(f"weights: the share of source {name!r} is below one in {PATTERN_LENGTH}; raise it or set "
-                            "it to 0")
+            raise UserError(f"weights: the share of source {name!r} is below 1 in {PATTERN_LENGTH}; raise it or give 0")
     return counts // math.gcd(*counts.tolist())
 
 

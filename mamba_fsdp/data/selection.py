@@ -18,9 +18,8 @@ def training_sources(data: DataConfig) -> tuple[dict[str, TokenStore], dict[str,
     first, *others = sources.values()
     for store in others:
         if (store.vocab_size, store.eos) != (first.vocab_size, first.eos):
-            raise UserError(f"{store.path}: made with another tokenizer than {first.path} (vocabulary "
-                            f"{store.vocab_size}, eos {store.eos} against {first.vocab_size}, {first.eos}); make "
-                            "both with one --tokenizer")
+            raise UserError(f"{store.path}: its tokenizer (vocabulary {store.vocab_size}, eos {store.eos}) is not "
+                            f"that of {first.path} ({first.vocab_size}, {first.eos}); make both with one --tokenizer")
     weights = data.weights or [store.token_count for store in sources.values()]
     return sources, dict(zip(sources, weights))
 

@@ -15,8 +15,8 @@ class Tokens(NamedTuple):
 class Source(Protocol):
     """One long sequence of tokens, documents laid end to end. data/store.py has the native one.
 
-    It is read by several threads at once, any window in any order. `identity` is equal for two sources just when all
-    their tokens are: a run that resumes refuses a source whose identity has changed.
+    Several threads read it at once, in any order. Two sources have equal identities just when all their tokens are
+    equal: a run that resumes refuses a source whose identity has changed.
     """
 
     token_count: int

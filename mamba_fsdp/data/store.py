@@ -87,8 +87,7 @@ class TokenStore:
             for suffix in ("bin", "doc"):
                 path = self.path / f"{shard['name']}.{suffix}"
                 if _sha256(path) != shard[f"{suffix}_sha256"]:
-                    raise UserError(f"{path}: the content does not match its checksum in index.json; the file is "
-                                    "damaged: copy it again or make the store again")
+                    raise UserError(f"{path}: the content does not match its checksum; copy or make the store again")
 
     def _map(self, shard):
         if self._maps[shard] is None:
@@ -223,9 +222,9 @@ class StoreWriter:
     def _finish_shard(self):
         self.state()
         self.close()
-        shard = {"name": f"{len(self._shards):05d}", "tokens": self._tokens, "documents": self._documents}
-        shard["bin_sha256"], shard["doc_sha256"] = map(_sha256, self._paths())
-        self._shards.append(shard)
+        bin_sha256, doc_sha256 = map(_sha256, self._paths())
+        self._shards.append({"name": f"{len(self._shards):05d}", "tokens": self._tokens, "documents": self._documents,
+                             "bin_sha256": bin_sha256, "doc_sha256": doc_sha256})
         self._tokens = self._documents = 0
         self._files = self._open_files()
 
@@ -266,8 +265,7 @@ def _check_size(path, expected):
         with open(path, "rb") as file:
             size = os.fstat(file.fileno()).st_size
     except OSError as error:
-        raise UserError(f"{path}: can't be read ({error.strerror}), but index.json names it; "
-                        "copy it again or make the store again") from error
+        raise UserError(f"{path}: can't be read ({error.strerror}); copy or make the store again") from error
     if size != expected:
         raise UserError(f"{path}: {size} bytes, but index.json says {expected}; copy it again or make the store again")
 

@@ -2,8 +2,7 @@
 
 A source has `describe()` (what it is, to notice a change), `blocks(position)` (its blocks from a position on),
 `sample(limit)`, and `total` and `unit` (for the progress bar). A block is about BLOCK_BYTES long whatever the input's
-size, and says where reading resumes after it. Which files are read, and what a document is: documents.py and --help of
-get_dataset.py.
+size, and says where reading resumes after it. What a document is: documents.py.
 """
 
 import glob
@@ -33,11 +32,8 @@ NO_CORPUS = {"site-packages", "dist-packages", "__pycache__"}  # folders of the 
 GOOD_CUTS = (re.compile(rb"(?<=\S\n)(?=\S)"), re.compile(rb"(?<=\S)(?= \S)"))
 
 
-# ---------------------------------------------------------------- finding the input
-
 def open_source(name: str, options: DatasetConfig) -> "Files | Rows":
-    """The source that INPUT names: local files where there are any, else what `datasets.load_dataset` gives. Raises
-    UserError where nothing is found."""
+    """The source that INPUT names: local files, else what `datasets` loads. Raises UserError where nothing is found."""
     path = os.path.expanduser(name)
     if name == "builtin" or os.path.exists(path) or os.path.islink(path) or glob.has_magic(path):
         if options.config or options.streaming:
@@ -139,8 +135,6 @@ def _looks_local(name):
             or any(name.lower().removesuffix(archive).endswith(tuple(KINDS)) for archive in ("", *ARCHIVES)))
 
 
-# ---------------------------------------------------------------- sources
-
 class Files:
     """Files on disk, one after the other."""
 
@@ -206,18 +200,18 @@ class Rows:
 
         self.name, self.options = name, options
         config, split, streaming = options.config or None, options.split or "train", options.streaming
-        self._described = {"dataset": name, "config": config, "split": split, "streaming": streaming}
         try:
             self._rows = datasets.load_dataset(name, config, split=split, streaming=streaming)
         except Exception as error:  # the name, split or config is unknown, there is no network, ...
-            raise UserError(f"{name}: no file or folder here, and `datasets` can't load it "
-                            f"({first_line(error)})") from error
+            raise UserError(f"{name}: no local path, and `datasets` can't load it ({first_line(error)})") from error
         self.total = None if streaming else len(self._rows)
+        self._description = {"dataset": name, "config": config, "split": split, "streaming": streaming,
+                             "fingerprint": None if streaming else self._rows._fingerprint}
         if self._rows.column_names:  # a stream may not know them before its first row
             check_column(name, options.text_column, self._rows.column_names)
 
     def describe(self) -> dict:
-        return {**self._described, "fingerprint": None if self.total is None else self._rows._fingerprint}
+        return self._description
 
     def blocks(self, position: dict | None = None) -> Iterator[TextBlock]:
         row, column = position["row"] if position else 0, self.options.text_column
@@ -245,8 +239,7 @@ def _take(blocks, limit):
 # ---------------------------------------------------------------- readers: a file to blocks; `done` is its share
 
 def _stretches(path, offset=0):
-    """Yields (bytes from `offset` on, after decompression; share of the file read). Raises UserError for a broken
-    archive."""
+    """Yields (bytes from `offset` on, decompressed; share of the file read). Raises UserError for a broken archive."""
     make = ARCHIVES.get(os.path.splitext(path)[1].lower())
     size = os.path.getsize(path)
     with open(path, "rb") as file:
@@ -272,33 +265,31 @@ def _stretches(path, offset=0):
             raise UserError(f"{path}: the archive ends before its end; it is truncated: copy it again")
 
 
-def _windows(path, offset):
-    """Yields (buffer, whether the file ends with it, share read); the buffer, which the reader shortens, holds more
-    than a block until the file ends."""
+def _cut(path, offset, find_cut):
+    """Yields (bytes, whether cut inside a document, share read), cut where find_cut(buffer) says, 0 asking for more."""
     buffer = bytearray()
     for stretch, done in _stretches(path, offset):
         buffer += stretch
         while len(buffer) > BLOCK_BYTES:
-            before = len(buffer)
-            yield buffer, False, done
-            if len(buffer) == before:  # needs more to find its cut
+            cut, open = find_cut(buffer)
+            if not cut:
                 break
+            yield bytes(buffer[:cut]), open, done
+            del buffer[:cut]
     if buffer or not offset:
-        yield buffer, True, 1.0
+        yield bytes(buffer), False, 1.0
 
 
 def _read_text(path, separator, offset=0, inside=False):
-    for buffer, ended, done in _windows(path, offset):
-        cut, open = (len(buffer), False) if ended else _cut_text(buffer, separator)
-        data = bytes(buffer[:cut])
-        del buffer[:cut]
-        position = {"offset": offset + cut or 1, "inside": open}  # 1: behind an empty file
+    for data, open, done in _cut(path, offset, lambda buffer: _cut_text(buffer, separator)):
+        end = offset + len(data)
+        position = {"offset": end or 1, "inside": open}  # 1: behind an empty file
         yield TextBlock(path, "text", data, position, done, offset=offset, inside=inside, open=open)
-        offset, inside = offset + cut, open
+        offset, inside = end, open
 
 
 def _cut_text(buffer, separator):
-    """(where to cut, whether inside a document): after the last document that surely ended, else where words part."""
+    """After the last document that surely ended, else where words part."""
     window = bytes(buffer[:BLOCK_BYTES])
     if separator:
         sure = len(window.rstrip())  # a separator that touches the window's end may end behind it
@@ -322,28 +313,29 @@ def cut_words(window):
 
 
 def _read_json(path, offset=0, record=1):
-    for buffer, ended, done in _windows(path, offset):
-        if offset == 0 and buffer.removeprefix(BYTE_ORDER_MARK).lstrip()[:1] == b"[":
-            yield from _read_json_array(path)
-            return
-        cut = len(buffer) if ended else buffer.rfind(b"\n", 0, BLOCK_BYTES) + 1 or buffer.find(b"\n", BLOCK_BYTES) + 1
-        data = bytes(buffer[:cut])
-        del buffer[:cut]
+    beginning = b"" if offset else next((data for data, _ in _stretches(path) if data.strip()), b"")
+    if beginning.removeprefix(BYTE_ORDER_MARK).lstrip().startswith(b"["):
+        yield _json_array(path)
+        return
+    for data, _, done in _cut(path, offset, _cut_lines):
         if data:
-            position = {"offset": offset + cut, "record": record + data.count(b"\n")}
+            position = {"offset": offset + len(data), "record": record + data.count(b"\n")}
             yield TextBlock(path, "json", data, position, done, record, offset)
             offset, record = position.values()
 
 
-def _read_json_array(path):
+def _cut_lines(buffer):
+    return buffer.rfind(b"\n", 0, BLOCK_BYTES) + 1 or buffer.find(b"\n", BLOCK_BYTES) + 1, False
+
+
+def _json_array(path):
     """The only block of a file that is one JSON list, which can only be read whole."""
     try:
         records = json.loads(b"".join(stretch for stretch, _ in _stretches(path)))
     except ValueError as error:
         raise UserError(f"{path}: no valid JSON ({error})") from error
     data = b"\n".join(json.dumps(record).encode() for record in records)
-    position = {"offset": os.path.getsize(path) + len(data), "record": 0}
-    yield TextBlock(path, "json", data, position, 1.0)
+    return TextBlock(path, "json", data, {"offset": os.path.getsize(path) + len(data), "record": 0}, 1.0)
 
 
 def _read_table(path, kind, column, row=0):
@@ -407,5 +399,4 @@ def _values(name, column, record, array):
         rows = [row.values for row in array]
         return [None if row is None else token_ids(name, column, number, row.to_numpy(zero_copy_only=False))
                 for number, row in enumerate(rows, record)]
-    raise UserError(f"{name}: column {column!r} holds {array.type}, neither text nor token ids; name another with "
-                    "--text_column")
+    raise UserError(f"{name}: column {column!r} is {array.type}, not text or token ids; name another --text_column")

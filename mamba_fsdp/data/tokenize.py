@@ -23,7 +23,6 @@ import signal
 import sys
 import threading
 import time
-from concurrent.futures.process import BrokenProcessPool
 from fractions import Fraction
 from pathlib import Path
 
@@ -79,19 +78,17 @@ def make_dataset(source: Files | Rows, out: str | Path, *, save_seconds: float =
                             "open": False, "seconds": 0.0, "counts": {"empty": 0, "skipped": 0}, "stores": {}}
                 write_atomically(out / ".progress.json", json.dumps(progress))
             tokenizer = _tokenizer(out, source, training_size, progress)
-            return _Tokenization(source, out, tokenizer, progress, save_seconds).run()
+            return _Tokenization(source, out, tokenizer, progress).run(save_seconds)
     except OSError as error:
         remedy = "free some space" if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG) else "fix that"
         place = f"{error.filename or out}: can't be written ({error.strerror})"
         raise UserError(f"{place}; {remedy}, then {RESUMES}") from error
-    except BrokenProcessPool as error:
+    except concurrent.futures.BrokenExecutor as error:
         raise UserError(f"a worker process was killed, maybe out of memory; try fewer --workers, {RESUMES}") from error
     except KeyboardInterrupt:
         print(f"\n{out} is unfinished; {RESUMES}", file=sys.stderr)
         raise
 
-
-# ---------------------------------------------------------------- the output folder
 
 @contextlib.contextmanager
 def _locked(out):
@@ -129,15 +126,11 @@ def _refuse_other(out, before, settings):
     differences = []
     for name, now in settings.items():
         if now != before.get(name):
-            was, now = _place(before.get(name)), _place(now)
+            was, now = (value.get("first") or value.get("dataset") if isinstance(value, dict) else value
+                        for value in (before.get(name), now))
             differences.append(f"{name} was {was!r} and is {now!r}" if was != now else "the input changed")
     if differences:
-        raise UserError(f"{out} holds another dataset: {'; '.join(differences)}. Choose another folder, or --overwrite "
-                        "to replace it")
-
-
-def _place(value):
-    return value.get("first") or value.get("dataset") if isinstance(value, dict) else value
+        raise UserError(f"{out} holds other data: {'; '.join(differences)}. Choose another folder, or --overwrite it")
 
 
 def _clear(out):
@@ -161,47 +154,41 @@ def _tokenizer(out, source, training_size, progress):
         tokenizer = tokenizers_.load(name, source.options.eos_token)
     if progress.setdefault("tokenizer", tokenizer.identity) != tokenizer.identity:
         raise UserError(f"tokenizer {name}: it changed since {out} was begun; start again with --overwrite")
-    for store in STORES if progress["settings"]["validation_fraction"] else STORES[:1]:
+    for store in STORES if source.options.validation_fraction else STORES[:1]:
         tokenizer.save(out / store / "tokenizer")
     return tokenizer
 
 
 def _sample(source):
-    counts = collections.Counter()
     for block in source.sample(TRAINING_SAMPLE):
-        for text, _ in documents(block, source.options, counts):
+        for text, _ in documents(block, source.options, collections.Counter()):
             if not isinstance(text, str):
                 raise UserError(f"{block.name}: column {source.options.text_column!r} holds token ids; name the "
                                 "tokenizer that made them with --tokenizer")
             yield text
 
 
-# ---------------------------------------------------------------- one run
-
 class _Tokenization:
-    """Reads, hands out, collects in order, writes, and records how far it is."""
+    """One run: reads, hands out to the workers, collects in order, writes, and records how far it is."""
 
-    def __init__(self, source, out, tokenizer, progress, save_seconds):
+    def __init__(self, source, out, tokenizer, progress):
         self.source, self.out, self.tokenizer, self.progress = source, out, tokenizer, progress
         self.workers = source.options.workers or len(os.sched_getaffinity(0))
-        self.save_seconds = save_seconds
-        settings = progress["settings"]
-        self.fraction = Fraction(settings["validation_fraction"]).limit_denominator(10 ** 6)
+        self.fraction = Fraction(source.options.validation_fraction).limit_denominator(10 ** 6)
         self.stores = {name: StoreWriter(out / name, vocab_size=tokenizer.vocab_size, eos=tokenizer.eos,
-                                         tokenizer=tokenizer.identity, shard_tokens=settings["shard_tokens"],
+                                         tokenizer=tokenizer.identity, shard_tokens=source.options.shard_tokens,
                                          state=progress["stores"].get(name))
                        for name in (STORES if self.fraction else STORES[:1])}
 
-    def run(self):
-        saved = started = time.monotonic()
-        before = self.progress["seconds"]
+    def run(self, save_seconds):
+        saved = time.monotonic()
+        started = saved - self.progress["seconds"]
         bar = ProgressBar(self.source, self.progress, self.token_count)
         for chunk, result in self._results():
             self._write(*result)
-            self.progress.update(position=chunk[-1].position, done=chunk[-1].done,
-                                 seconds=before + time.monotonic() - started)
+            self.progress.update(position=chunk[-1].position, done=chunk[-1].done, seconds=time.monotonic() - started)
             bar.show(chunk[-1].done, self.progress["written"], self.token_count)
-            if time.monotonic() - saved >= self.save_seconds:
+            if time.monotonic() - saved >= save_seconds:
                 self._save()
                 saved = time.monotonic()
         self._save()
@@ -214,14 +201,13 @@ class _Tokenization:
 
     def _results(self):
         """(chunk, what the workers made of it), in the input's order, with only a few chunks per worker under way."""
-        chunks = _chunks(self.source.blocks(self.progress["position"]))
         context = multiprocessing.get_context("spawn")  # forking after threads have started can deadlock
         arguments = (self.tokenizer.backend.to_str(), self.tokenizer.eos, self.tokenizer.bos, self.tokenizer.vocab_size,
                      self.source.options)
         pool = concurrent.futures.ProcessPoolExecutor(self.workers, context, _start_worker, arguments)
         under_way = collections.deque()
         try:
-            for chunk in chunks:
+            for chunk in _chunks(self.source.blocks(self.progress["position"])):
                 under_way.append((chunk, pool.submit(_tokenize, chunk)))
                 if len(under_way) > 3 * self.workers:
                     chunk, future = under_way.popleft()
@@ -316,10 +302,8 @@ def _for_validation(numbers, fraction):
     return numbers == first + chosen.astype(np.int64)
 
 
-# ---------------------------------------------------------------- a worker
-
 def _start_worker(tokenizer, eos, bos, vocab_size, options):
-    """One core for each worker: the library's own threads would fight over them."""
+    """Prepares a worker process. It has one core: the library's own threads would fight over them."""
     os.environ["RAYON_NUM_THREADS"], os.environ["TOKENIZERS_PARALLELISM"] = "1", "false"
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the whole terminal; the parent decides
     threading.Thread(target=_end_with_parent, daemon=True).start()
@@ -336,30 +320,25 @@ def _tokenize(chunk):
     """(tokens (n,) uint32, counts of what is left out) of a list of blocks; each eos ends a document, none is empty."""
     backend, eos, bos, vocab_size, options = _worker
     counts = collections.Counter()
-    texts, closing = [], []  # closing: whether an eos follows, for each text
-    tokens = array.array("I")
+    texts, tokens = [], array.array("I")  # texts: (text, whether an eos follows)
 
     def flush():
-        for encoding, closes in zip(backend.encode_batch_fast(texts, add_special_tokens=False), closing):
-            tokens.fromlist(encoding.ids)
-            if closes:
-                tokens.append(eos)
+        encodings = backend.encode_batch_fast([text for text, _ in texts], add_special_tokens=False)
+        for encoding, (_, closes) in zip(encodings, texts):
+            tokens.fromlist(encoding.ids + [eos] * closes)
         texts.clear()
-        closing.clear()
 
     for block in chunk:
         for content, closes in documents(block, options, counts):
             if isinstance(content, str):
-                parts = _short_parts(content)
-                texts += parts
-                closing += [False] * (len(parts) - 1) + [closes]
+                *parts, last = _short_parts(content)
+                texts += [*((part, False) for part in parts), (last, closes)]
             else:
                 flush()
                 if content.min() < 0 or content.max() >= vocab_size:
-                    raise UserError(f"{block.name}: token ids from {content.min()} to {content.max()} in a document, "
-                                    f"but the tokenizer knows {vocab_size}; name the one that made them with "
-                                    "--tokenizer")
-                tokens.extend([*content[bos is not None and content[0] == bos:].tolist(), eos])
+                    raise UserError(f"{block.name}: token ids from {content.min()} to {content.max()}, but the "
+                                    f"tokenizer knows {vocab_size}; name the one that made them with --tokenizer")
+                tokens.fromlist(content[bos is not None and content[0] == bos:].tolist() + [eos])
     flush()
     tokens = np.frombuffer(tokens, dtype=np.uint32)
     # An eos that follows an eos, or stands first, ends nothing; but the first may end the chunk before's open document.

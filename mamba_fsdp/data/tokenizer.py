@@ -24,11 +24,12 @@ class TextTokenizer:
     transformers_form: the `transformers` tokenizer that `backend` is part of, where it comes from one.
     """
 
-    def __init__(self, backend: Tokenizer, eos_token: str, bos_token: str | None = None, transformers_form: Any = None):
+    def __init__(self, backend: Tokenizer, eos_token: str, transformers_form: Any = None):
         backend.no_truncation()
         backend.no_padding()
         self.backend, self.eos_token = backend, eos_token
         self.eos = backend.token_to_id(eos_token)
+        bos_token = transformers_form and transformers_form.bos_token
         self.bos = backend.token_to_id(bos_token) if bos_token else None
         self.vocab_size = max(backend.get_vocab().values()) + 1
         self.identity = "sha256:" + hashlib.sha256(backend.to_str().encode()).hexdigest()
@@ -100,8 +101,7 @@ def _train(backend, texts, trainer):
 def load(name: str, eos_token: str | None = None) -> TextTokenizer:
     """The tokenizer of a name on the Hugging Face Hub, a `transformers` folder or a tokenizer.json file.
 
-    eos_token: what ends documents; empty or None means the tokenizer's own. Raises UserError where it can't be loaded
-    or has none.
+    eos_token: what ends documents, by default the tokenizer's own. Raises UserError where either is missing.
     """
     path = Path(name)
     if name.startswith(("/", ".", "~")) and not path.exists():
@@ -113,12 +113,18 @@ def load(name: str, eos_token: str | None = None) -> TextTokenizer:
             backend, form = Tokenizer.from_file(str(path)), None
         except Exception as error:  # the library raises bare Exception
             raise UserError(f"tokenizer {name}: {path.name} can't be read ({first_line(error)})") from error
-        own_eos = own_bos = None
     else:
-        form = _load_with_transformers(name)
-        backend, own_eos, own_bos = form.backend_tokenizer, form.eos_token, form.bos_token
-    eos_token = eos_token or own_eos
-    if eos_token is None:
+        from transformers import AutoTokenizer  # seconds to import: only where needed
+
+        try:
+            form = AutoTokenizer.from_pretrained(name)
+        except Exception as error:  # there is no such folder, no network, the file has another format, ...
+            raise UserError(f"tokenizer {name!r}: can't be loaded as a folder, a tokenizer.json file or a name on the "
+                            f"Hugging Face Hub ({first_line(error)}); train:4096 trains one on the input") from error
+        if not getattr(form, "is_fast", False):
+            raise UserError(f"tokenizer {name!r}: has no fast form (tokenizer.json), which this program needs")
+        backend, eos_token = form.backend_tokenizer, eos_token or form.eos_token
+    if not eos_token:
         special = [token.content for token in backend.get_added_tokens_decoder().values()]
         raise UserError(f"tokenizer {name}: it names no token that ends a document; give one with --eos_token"
                         + (f" (its special tokens: {', '.join(special[:8])})" if special else ""))
@@ -126,17 +132,4 @@ def load(name: str, eos_token: str | None = None) -> TextTokenizer:
         raise UserError(f"tokenizer {name}: eos_token {eos_token!r} is not in its vocabulary")
     if form:
         form.eos_token = eos_token
-    return TextTokenizer(backend, eos_token, own_bos, form)
-
-
-def _load_with_transformers(name):
-    from transformers import AutoTokenizer  # seconds to import: only where needed
-
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(name)
-    except Exception as error:  # there is no such folder, no network, the file has another format, ...
-        raise UserError(f"tokenizer {name!r}: can't be loaded as a folder, a tokenizer.json file or a name on the "
-                        f"Hugging Face Hub ({first_line(error)}); train:4096 trains one on the input") from error
-    if not getattr(tokenizer, "is_fast", False):
-        raise UserError(f"tokenizer {name!r}: has no fast form (tokenizer.json), which this program needs")
-    return tokenizer
+    return TextTokenizer(backend, eos_token, form)
