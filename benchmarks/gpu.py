@@ -74,7 +74,8 @@ def our_form(config, weights, device, activation_checkpointing):
 
     def step(tokens):
         loss, gradient_norm = accumulate_gradients(parallel, optimizer, [batch_of(tokens)], tokens[:, 1:].numel())
-        update_weights(parallel, optimizer, loss, gradient_norm, clip=SETTINGS.optimizer.grad_clip_thresh)
+        update_weights(parallel, optimizer, loss, gradient_norm, clip=SETTINGS.optimizer.grad_clip_thresh,
+                       lr=SETTINGS.optimizer.learning_rate)
         return loss, gradient_norm
 
     return lambda tokens: batch_loss(parallel, batch_of(tokens)) / tokens[:, 1:].numel(), step

@@ -18,7 +18,6 @@ from config.presets import preset
 from config.train_config import TrainConfig
 from mamba_fsdp.errors import UserError
 
-
 SECTIONS: dict[str, Any] = {section.name: section.default_factory for section in dataclasses.fields(TrainConfig)}
 
 
@@ -121,11 +120,11 @@ def take_model(settings: TrainConfig, model: ModelConfig, explicit: Collection[s
         raise UserError(sentence)
 
 
-def refuse_other_model(settings: TrainConfig, model: ModelConfig, source: str) -> None:
+def refuse_other_model(settings: TrainConfig, model: ModelConfig, source: str, remedy: str = "") -> None:
     """Raises UserError, naming the settings, where the `model` that `source` holds is not that of `settings`."""
     differing = [f"{name}={now} (there {there})" for name, (now, there) in differing_model(settings, model).items()]
     if differing:
-        raise UserError(f"{source} holds another model than the settings ask for: {', '.join(differing)}")
+        raise UserError(f"{source} holds another model than the settings ask for: {', '.join(differing)}{remedy}")
 
 
 def differing_model(settings: TrainConfig, model: ModelConfig) -> dict[str, tuple[str, str]]:

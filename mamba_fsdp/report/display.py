@@ -8,13 +8,12 @@ SECONDS_BETWEEN_UPDATES = 0.2
 
 
 def duration(seconds: float) -> str:
-    seconds = int(seconds)
-    hours, minutes, seconds = seconds // 3600, seconds // 60 % 60, seconds % 60
-    return f"{hours}:{minutes:02d}:{seconds:02d}" if hours else f"{minutes}:{seconds:02d}"
+    minutes, seconds = divmod(int(seconds), 60)
+    return f"{minutes // 60}:{minutes % 60:02d}:{seconds:02d}" if minutes >= 60 else f"{minutes}:{seconds:02d}"
 
 
 class Display:
-    """Lines on rank 0; silent elsewhere. `stream` is a text stream; it is a terminal or not."""
+    """Lines on rank 0 (`enabled`), nothing elsewhere."""
 
     def __init__(self, total_steps: int, *, enabled: bool = True, stream: TextIO | None = None) -> None:
         self.total, self.enabled, self.stream = total_steps, enabled, stream or sys.stdout
@@ -33,27 +32,24 @@ class Display:
         """The state of training; stays as a line where there is no terminal and `report` is set."""
         if not self.enabled or not (report or (self.live and time.monotonic() >= self.next_update)):
             return
-        width = len(str(self.total))
-        parts = [f"step {step:>{width}}/{self.total}", f"loss {loss:7.4f}", f"lr {learning_rate:.2e}",
+        parts = [f"step {step:>{len(str(self.total))}}/{self.total}", f"loss {loss:7.4f}", f"lr {learning_rate:.2e}",
                  f"{tokens_per_second:>9,.0f} tokens/s"]
         parts += [f"MFU {mfu:5.1%}"] if mfu is not None else []
         parts += [f"left {duration(seconds_left)}"] if seconds_left is not None else []
         text = "  ".join(parts)
         if self.live:
             self._clear()
-            self.stream.write("\r" + text)
-            self.stream.flush()
+            print("\r" + text, end="", file=self.stream, flush=True)
             self.shown, self.next_update = text, time.monotonic() + SECONDS_BETWEEN_UPDATES
         else:
             print(text, file=self.stream, flush=True)
 
     def _clear(self):
         if self.shown:
-            self.stream.write("\r" + " " * len(self.shown) + "\r")
+            print("\r" + " " * len(self.shown), end="\r", file=self.stream)
             self.shown = ""
 
     def close(self) -> None:
         if self.shown:
-            self.stream.write("\n")
-            self.stream.flush()
+            print(file=self.stream, flush=True)
             self.shown = ""

@@ -1,13 +1,15 @@
 """Pictures of runs, drawn from their metrics.jsonl."""
 
+from collections.abc import Iterable
+from pathlib import Path
+
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.report.records import read
 from mamba_fsdp.run_layout import METRICS
 
 
-def plot_losses(runs, out):
-    """Training loss as a thin line and validation loss as dots over the step, one colour per run, into the picture
-    `out`.
+def plot_losses(runs: Iterable[Path], out: Path) -> None:
+    """Draws training loss (thin line) and validation loss (dots) over the step, one colour per run folder, into `out`.
 
     Raises UserError for a run without metrics or a place that can't be written.
     """
@@ -17,19 +19,16 @@ def plot_losses(runs, out):
     import matplotlib.pyplot as plt
 
     figure, axes = plt.subplots(figsize=(8, 4.5), dpi=120, layout="constrained")
-    for colour, run in enumerate(runs):
+    for number, run in enumerate(runs):
         entries = read(run / METRICS)
         if not entries:
             raise UserError(f"{run}: holds no {METRICS} with entries; is it a run folder?")
-        training = [(entry["step"], entry["loss"]) for entry in entries if entry.get("loss") is not None]
-        validation = [(entry["step"], entry["val_loss"]) for entry in entries if entry.get("val_loss") is not None]
-        if training:
-            axes.plot(*zip(*training), color=f"C{colour}", linewidth=1.2, alpha=0.75, label=f"{run.name}: training")
-        if validation:
-            axes.plot(*zip(*validation), color=f"C{colour}", marker="o", linestyle="--", linewidth=1,
-                      label=f"{run.name}: validation")
-    axes.set_xlabel("step")
-    axes.set_ylabel("loss (nats per token)")
+        for name, key, style in (("training", "loss", {"linewidth": 1.2, "alpha": 0.75}),
+                                 ("validation", "val_loss", {"linewidth": 1, "linestyle": "--", "marker": "o"})):
+            points = [(entry["step"], entry[key]) for entry in entries if entry.get(key) is not None]
+            if points:
+                axes.plot(*zip(*points), color=f"C{number}", label=f"{run.name}: {name}", **style)
+    axes.set(xlabel="step", ylabel="loss (nats per token)")
     axes.grid(alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False)

@@ -1,4 +1,4 @@
-"""What a run writes about itself: metrics.jsonl, one object a line, and status.json. Rank 0 only."""
+"""What rank 0 writes about a run: metrics.jsonl, one object a line, and status.json."""
 
 import datetime
 import errno
@@ -13,14 +13,13 @@ from mamba_fsdp.run_layout import METRICS, STATUS
 
 
 class Metrics:
-    """Appends to metrics.jsonl. A run that resumes from step S first drops what an interrupted run wrote after S, so
-    that the file reads as if nothing had happened."""
+    """Appends to metrics.jsonl. A run that resumes from `step` first drops what an interrupted run wrote after it."""
 
     def __init__(self, run_folder: Path, step: int) -> None:
         self.path = run_folder / METRICS
         kept = [line for line in read(self.path) if line["step"] <= step] if step else []
         write_atomically(self.path, "".join(_line(entry) for entry in kept))
-        self.file = open(self.path, "ab", buffering=0)  # nothing is left for close to write, and so to fail at
+        self.file = open(self.path, "ab", buffering=0)  # so that close has nothing to write that could fail
 
     def write(self, entry: dict) -> None:
         """Raises UserError where the disk refuses."""
@@ -41,14 +40,12 @@ class Metrics:
 
 def _line(entry: dict) -> str:
     # JSON has no NaN: a loss that is not finite is written as null.
-    clean = {key: None if isinstance(value, float) and not math.isfinite(value) else value
-             for key, value in entry.items()}
-    return json.dumps(clean) + "\n"
+    return json.dumps({key: None if isinstance(value, float) and not math.isfinite(value) else value
+                       for key, value in entry.items()}) + "\n"
 
 
 def read(path: Path) -> list[dict]:
-    """The objects of a metrics.jsonl, without a last line that a crash cut short. Raises UserError for anything
-    else."""
+    """The objects of a metrics.jsonl, without a last line that a crash cut short. Raises UserError for other damage."""
     lines = path.read_text().splitlines() if path.exists() else []
     entries = []
     for number, line in enumerate(lines, 1):
@@ -56,15 +53,14 @@ def read(path: Path) -> list[dict]:
             entries.append(json.loads(line))
         except ValueError:
             if number < len(lines):
-                raise UserError(f"{path}: line {number} is no JSON; move the file away to go on without it") from None
+                raise UserError(f"{path}: line {number} is no JSON; move the file away to resume without it") from None
     return entries
 
 
 def write_status(run_folder: Path, status: str, step: int, reason: str = "") -> None:
     """status: running, stopped, finished or failed. Raises UserError where the disk refuses."""
-    now = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
+    path, now = run_folder / STATUS, datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
     content = {"status": status, "step": step, "reason": reason, "time": now}
-    path = run_folder / STATUS
     try:
         write_atomically(path, json.dumps(content, indent=1) + "\n")
     except OSError as error:

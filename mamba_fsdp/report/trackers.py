@@ -1,4 +1,4 @@
-"""Where metrics go besides metrics.jsonl: TensorBoard's event files in the run folder, or Weights & Biases."""
+"""Where metrics go besides metrics.jsonl: TensorBoard's event files in the run folder, or Weights & Biases (W&B)."""
 
 import uuid
 from pathlib import Path
@@ -9,8 +9,7 @@ from mamba_fsdp.run_layout import TENSORBOARD, WANDB_ID
 
 
 def make_tracker(kind: str, run_folder: Path, settings: dict, step: int) -> "TensorBoard | WeightsAndBiases | None":
-    """For a run that resumes from `step`; None for the kind "none". Raises UserError where the package is missing or
-    refuses."""
+    """For a run that resumes from `step`; None for "none". Raises UserError where the package is missing or refuses."""
     if kind == "tensorboard":
         return TensorBoard(run_folder, step)
     return WeightsAndBiases(run_folder, settings) if kind == "wandb" else None
@@ -21,9 +20,9 @@ class TensorBoard:
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError:
-            raise UserError("tracker=tensorboard needs the package tensorboard: "
-                            ".venv/bin/pip install tensorboard") from None
-        # What an interrupted run wrote after `step` comes again, and is dropped as in metrics.jsonl.
+            raise UserError("tracker=tensorboard needs the package tensorboard: .venv/bin/pip install tensorboard"
+                            ) from None
+        # What an interrupted run wrote after `step` is dropped, as in metrics.jsonl: these steps come again.
         self.writer = SummaryWriter(str(run_folder / TENSORBOARD), purge_step=step + 1 if step else 0)
 
     def write(self, entry: dict) -> None:
@@ -36,7 +35,7 @@ class TensorBoard:
 
 
 class WeightsAndBiases:
-    """One W&B run per run folder, which keeps its id, so that a resumed run draws on in the same curves."""
+    """One W&B run per run folder, which keeps its id, so that a resumed run continues the same curves."""
 
     def __init__(self, run_folder: Path, settings: dict) -> None:
         try:

@@ -1,4 +1,4 @@
-"""Throughput: seconds and tokens since the last report, and how each rank's share of the time compares."""
+"""Seconds per training step since the last report, and how the ranks compare."""
 
 import contextlib
 import statistics
@@ -12,14 +12,13 @@ PEAK_FLOPS = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "A10G": 70e12, "L4
 
 
 def device_peak(device_name: str) -> float | None:
-    """FLOP/s of the device of this name, or None where we don't know. The longest name that fits wins: L40S is no
-    L4."""
+    """Peak FLOP/s of a device, None for an unknown one. The longest name that fits wins: an L40S is not an L4."""
     fits = [name for name in PEAK_FLOPS if name in device_name]
     return PEAK_FLOPS[max(fits, key=len)] if fits else None
 
 
 class Clock:
-    """Times steps, from `step` on, leaving out what is no training (validation, waiting for a checkpoint)."""
+    """Times training steps from `step` on; validation and waiting for a checkpoint do not count."""
 
     def __init__(self, step: int) -> None:
         self.began = self.interval_began = time.perf_counter()
@@ -28,7 +27,7 @@ class Clock:
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """What happens inside does not count."""
+        """The time spent inside does not count."""
         before = time.perf_counter()
         yield
         seconds = time.perf_counter() - before
@@ -43,8 +42,7 @@ class Clock:
         return result
 
     def seconds_per_step(self, step: int) -> tuple[float, float]:
-        """Over the current report interval: (in all, less the time this rank waited for the others between its passes
-        over the model)."""
+        """Since the last report: (in all, without the time that this rank waited for the others in `wait`)."""
         steps = max(1, step - self.interval_step)
         seconds = (time.perf_counter() - self.interval_began) / steps
         return seconds, seconds - self.waited / steps
@@ -58,7 +56,7 @@ class Clock:
 
 
 def stragglers(busy_seconds: list[float]) -> dict[str, float]:
-    """The metrics that tell a slow rank: busy_seconds is one number per rank."""
-    slowest = max(range(len(busy_seconds)), key=busy_seconds.__getitem__)
-    return {"slowest_rank": slowest, "slowest_rank_seconds": round(busy_seconds[slowest], 6),
+    """The metrics that show a slow rank, from one number per rank."""
+    slowest = max(busy_seconds)
+    return {"slowest_rank": busy_seconds.index(slowest), "slowest_rank_seconds": round(slowest, 6),
             "median_rank_seconds": round(statistics.median(busy_seconds), 6)}

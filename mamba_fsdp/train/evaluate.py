@@ -13,8 +13,8 @@ from mamba_fsdp.parallel.world import World
 def evaluate(module: torch.nn.Module, batches: Iterable[Batch], world: World) -> float:
     """Mean of the token losses (nats) over the batches of all ranks.
 
-    module: called with (tokens, labels=..., documents=...) gives the sum of the token losses. batches: this rank's;
-    every rank must bring the same number, since sharded weights are gathered in each forward pass.
+    module: returns the sum of the token losses of a batch. batches: this rank's; all ranks need the same number, since
+    each forward pass gathers sharded weights.
     """
     training = module.training
     module.eval()

@@ -1,8 +1,8 @@
 """One run at a time in a run folder: rank 0 holds a lease on it, the file lease.json, renewed for as long as it lives.
 
-Not a lock of the operating system, which on a shared file system may reach other hosts or not, depending on how it is
-mounted. A lease that is no longer renewed stops nobody for long, so that no crash needs a clean-up by hand; and a run
-that stood still until another took its folder over finds out before it writes again.
+Not a lock of the operating system: on a shared file system the mount options decide whether other hosts see it. A lease
+that is no longer renewed expires, so no crash needs a clean-up by hand; and a run that was frozen until another took
+over its folder finds out before it writes again.
 """
 
 import contextlib
@@ -16,13 +16,14 @@ import uuid
 from collections.abc import Callable
 from pathlib import Path
 
+from mamba_fsdp.durable import hidden_beside
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.heartbeat import heart
 from mamba_fsdp.run_layout import LEASE
 
 SECONDS_BETWEEN_RENEWALS = 5.0
 SECONDS_BETWEEN_LOOKS = 1.0
-SECONDS_OF_SILENCE = 30.0  # a holder that can't be asked counts as dead after these without renewal
+SECONDS_OF_SILENCE = 30.0  # without renewal, after which a holder that can't be asked counts as dead
 
 
 class Lease:
@@ -34,17 +35,15 @@ class Lease:
         self.ended = threading.Event()
 
     def take(self, report: Callable[[str], None]) -> None:
-        """Raises UserError when a living run holds the folder, OSError as the disk does. Returns after at most
-        SECONDS_OF_SILENCE.
+        """Raises UserError when a living run holds the folder, within SECONDS_OF_SILENCE, and OSError as the disk does.
 
-        Two that take over a dead run's folder in the same millisecond may both get through; the first `check` ends one.
+        Of two that take over a dead run's folder in the same millisecond, both may succeed; the first `check` ends one.
         """
         content = json.dumps({"token": uuid.uuid4().hex, **_this_process()}, indent=1).encode()
         while not self._create(content):
             seen = self._look()
             if seen and not _has_ended(_owner(seen)):
-                report(f"waiting    to see whether {_describe(_owner(seen))} still lives, which held "
-                       f"{self.file.parent}")
+                report(f"waiting    to see whether {_describe(_owner(seen))} still lives: it held {self.file.parent}")
                 before, seen = seen, self._watch(seen)
                 if seen and seen != before:
                     raise UserError(f"{self.file.parent} is in use by {_describe(_owner(seen))}; stop that run first, "
@@ -55,12 +54,12 @@ class Lease:
         threading.Thread(target=self._renew, name="lease", daemon=True).start()
 
     def is_held(self) -> bool:
-        """Whether the folder is this process's. Raises OSError as the disk does."""
+        """Whether this process holds the folder. Raises OSError as the disk does."""
         seen = self._look() if self.content else None
         return seen is not None and seen[0] == self.content
 
     def check(self) -> None:
-        """Raises UserError when the folder is another run's by now: call it before writing what must not mix."""
+        """Raises UserError when another run holds the folder by now. Called before each write that must not mix."""
         try:
             if self.is_held():
                 return
@@ -87,14 +86,14 @@ class Lease:
             return False
 
     def _remove(self):
-        left_over = self.file.with_name(f".{LEASE}.{uuid.uuid4().hex}")
-        with contextlib.suppress(FileNotFoundError):  # another was faster
+        left_over = hidden_beside(self.file)
+        with contextlib.suppress(FileNotFoundError):  # another process was faster
             self.file.rename(left_over)
             left_over.unlink()
 
     def _look(self):
-        """(content, time of the last renewal) of the file, which only compare with each other; None where there is
-        none. Opening makes NFS ask its server."""
+        """(content, time of the last renewal) of the file, to compare with another look; None where there is no file.
+        Opening it makes NFS ask its server."""
         try:
             with open(self.file, "rb") as file:
                 return file.read(), os.fstat(file.fileno()).st_mtime_ns
@@ -102,10 +101,8 @@ class Lease:
             return None
 
     def _watch(self, seen):
-        """What the file is as soon as it differs from what was `seen`, or after SECONDS_OF_SILENCE.
-
-        No clock of another host plays a part: only whether anything changes while we look.
-        """
+        """What `_look` gives once it differs from what was `seen`, or after SECONDS_OF_SILENCE. Only changes count: the
+        clock of another host may be wrong."""
         end = time.monotonic() + SECONDS_OF_SILENCE
         while (now := self._look()) == seen and time.monotonic() < end:
             heart.beat()
@@ -114,20 +111,19 @@ class Lease:
 
     def _renew(self):
         while not self.ended.wait(SECONDS_BETWEEN_RENEWALS):
-            with contextlib.suppress(OSError):  # the next one may succeed
+            with contextlib.suppress(OSError):  # the next renewal may succeed
                 if self.is_held():
                     os.utime(self.file)
 
 
 def _this_process():
-    now = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
-    return {"host": socket.gethostname(), "pid": os.getpid(), "since": now, "machine": _machine(),
-            "started": _start_of(os.getpid()), "job": os.environ.get("SLURM_JOB_ID"),
-            "attempt": int(os.environ.get("SLURM_RESTART_COUNT") or 0)}
+    now, pid = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"), os.getpid()
+    return {"host": socket.gethostname(), "pid": pid, "since": now, "machine": _machine(), "started": _start_of(pid),
+            "job": os.environ.get("SLURM_JOB_ID"), "attempt": int(os.environ.get("SLURM_RESTART_COUNT") or 0)}
 
 
 def _machine():
-    """What processes share that see each other under their process ids; None where Linux's /proc is missing."""
+    """The same for processes that can ask for each other by process id; None where Linux's /proc is missing."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip() + os.readlink("/proc/self/ns/pid")
     except OSError:
@@ -135,7 +131,7 @@ def _machine():
 
 
 def _start_of(pid):
-    """When a process started, in a number that tells it from others with the same id; None for one that ended."""
+    """When a process started (clock ticks since boot), which tells it from others of its id; None when it has ended."""
     try:
         state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         return None if state in "ZX" else int(fields[18])
@@ -144,10 +140,10 @@ def _start_of(pid):
 
 
 def _has_ended(owner):
-    """Whether the process is known to have ended. False says nothing."""
+    """Whether the process is known to have ended; False also where that can't be known."""
     here = _this_process()
     if owner.get("job") and owner["job"] == here["job"] and owner["attempt"] < here["attempt"]:
-        return True  # Slurm has started the job again, so this is over; were it not, its lease is lost
+        return True  # Slurm starts a job again only when it is over; were this one alive, it would lose its lease
     if not owner.get("machine") or owner["machine"] != here["machine"]:
         return False
     try:
@@ -155,12 +151,12 @@ def _has_ended(owner):
     except ProcessLookupError:
         return True
     except OSError:
-        return False  # another user's
+        return False  # it is another user's
     return _start_of(owner["pid"]) != owner["started"]
 
 
 def _owner(seen):
-    """Who holds the file; {} when it is only just being written, or was cut short by a crash."""
+    """Who holds the lease; {} when its file is still being written, or was cut short by a crash."""
     try:
         return json.loads(seen[0])
     except ValueError:

@@ -1,5 +1,4 @@
-"""The training loop: gradients of one global batch, one update, and once in a while a report, a validation, a
-checkpoint."""
+"""The training loop: the gradient of a global batch, an update; now and then a report, a validation, a checkpoint."""
 
 import math
 import time
@@ -20,40 +19,35 @@ from mamba_fsdp.train.stopping import StopRequest
 
 
 def train(parts: Parts, recorder: Recorder, stop: StopRequest) -> str:
-    """Take steps until the run is over or asked to stop. Returns "" when it is over, else the reason of the stop.
+    """Takes steps until the run has them all or is asked to stop. Returns the reason of the stop, "" without one.
 
     Raises UserError after max_skipped_steps in a row that could not be applied.
     """
-    settings, plan, state, optimizer = parts.settings, parts.plan, parts.state, parts.optimizer
-    if plan.eval_steps and state.step == 0:
+    settings, plan, state, parallel = parts.settings, parts.plan, parts.state, parts.parallel
+    if state.step == 0 and plan.is_due(plan.eval_steps, 0):
         validate(parts, recorder)
     while state.step < plan.total_steps:
         heart.beat()
         parts.checkpointer.poll()
         batches = [batch.to(parts.world.device) for batch in parts.loader.step(state.step)]
-        learning_rate = settings.optimizer.learning_rate * plan.schedule.factor(state.step)
-        for group in optimizer.param_groups:
-            group["lr"] = learning_rate
         counted_tokens, stop_asked = agree_on_step(batches, stop, parts.world, recorder)
-        scale = parts.loss_scale.value
-        loss, gradient_norm = accumulate_gradients(parts.parallel, optimizer, batches, counted_tokens, scale)
-        applied = update_weights(parts.parallel, optimizer, loss, gradient_norm, scale,
-                                 clip=settings.optimizer.grad_clip_thresh)
+        lr = settings.optimizer.learning_rate * plan.schedule.factor(state.step)
+        scale, clip = parts.loss_scale.value, settings.optimizer.grad_clip_thresh
+        loss, gradient_norm = accumulate_gradients(parallel, parts.optimizer, batches, counted_tokens, scale)
+        applied = update_weights(parallel, parts.optimizer, loss, gradient_norm, scale, clip=clip, lr=lr)
         excused = parts.loss_scale.update(applied) and math.isfinite(loss)
         state.advance(plan.split.global_batch, plan.tokens_per_step, loss, applied=applied, excused=excused)
         if not applied:
             recorder.display.line(f"step {state.step} skipped: loss {loss:.4g}, gradient norm {gradient_norm:.4g} "
                                   f"({state.skipped_steps} skipped so far)")
 
-        last = state.step == plan.total_steps
-        report_due = state.step % settings.report.report_interval == 0 or last
-        recorder.report(state, state.take_mean_loss() if report_due else loss, learning_rate, gradient_norm,
-                        due=report_due)
-        if plan.eval_steps and (state.step % plan.eval_steps == 0 or last):
+        recorder.report(state, loss, lr, gradient_norm)
+        if plan.is_due(plan.eval_steps, state.step):
             validate(parts, recorder)
         if state.skipped_in_a_row >= settings.training.max_skipped_steps:
             raise UserError(describe_bad_samples(parts, batches))
-        if state.step % plan.checkpoint_steps == 0 or last or stop_asked:
+        last = state.step == plan.total_steps
+        if plan.is_due(plan.checkpoint_steps, state.step) or stop_asked:
             save(parts, recorder, wait=last or stop_asked)
         if stop_asked and not last:
             return stop.reason or "asked on another rank"
@@ -61,22 +55,21 @@ def train(parts: Parts, recorder: Recorder, stop: StopRequest) -> str:
 
 
 def agree_on_step(batches: list[Batch], stop: StopRequest, world: World, recorder: Recorder) -> tuple[float, bool]:
-    """(tokens that count in the loss of this step, whether any rank was asked to stop), the same on every rank."""
+    """(tokens that count in the loss of this step, whether any rank was asked to stop), the same on all ranks."""
     counted = sum(int((batch.labels != IGNORED_LABEL).sum()) for batch in batches)
     counted, stops = recorder.clock.wait(world.all_reduce_sum, [float(counted), float(stop.look())])
     return max(counted, 1.0), stops > 0
 
 
 def batch_loss(parallel: ParallelModel, batch: Batch) -> torch.Tensor:
-    """The sum of the token losses (nats) of one micro-batch."""
+    """The sum of the token losses (nats) of one micro batch."""
     heart.beat()
     return parallel.module(batch.tokens, labels=batch.labels, documents=batch.documents)
 
 
 def accumulate_gradients(parallel: ParallelModel, optimizer: torch.optim.Optimizer, batches: list[Batch],
                          counted_tokens: float, loss_scale: float = 1.0) -> tuple[float, float]:
-    """Backward passes over this rank's micro-batches. Returns (mean loss per token, gradient norm) of the global
-    batch."""
+    """Backward passes over this rank's micro batches. Returns (mean loss per token, gradient norm) over all ranks'."""
     optimizer.zero_grad(set_to_none=True)
     loss_sum = torch.zeros((), device=parallel.world.device)
     for index, batch in enumerate(batches):
@@ -90,15 +83,17 @@ def accumulate_gradients(parallel: ParallelModel, optimizer: torch.optim.Optimiz
 
 
 def update_weights(parallel: ParallelModel, optimizer: torch.optim.Optimizer, loss: float, gradient_norm: float,
-                   loss_scale: float = 1.0, *, clip: float) -> bool:
-    """One AdamW update, clipped (0: not) to the norm `clip`, unless the loss or the gradient is not finite. Returns
-    whether it was applied."""
+                   loss_scale: float = 1.0, *, clip: float, lr: float) -> bool:
+    """One update with the gradient clipped to the norm `clip` (0: not clipped). Returns whether it was applied: a loss
+    or gradient that is not finite never reaches the weights."""
     if not (math.isfinite(loss) and math.isfinite(gradient_norm)):
         optimizer.zero_grad(set_to_none=True)
         return False
     factor = min(1.0, clip / (gradient_norm + 1e-6)) if clip else 1.0
     if factor != 1.0 or loss_scale != 1.0:
         parallel.scale_gradients(factor / loss_scale)
+    for group in optimizer.param_groups:
+        group["lr"] = lr
     optimizer.step()
     return True
 
@@ -116,10 +111,10 @@ def validate(parts: Parts, recorder: Recorder) -> None:
 
 
 def save(parts: Parts, recorder: Recorder, wait: bool) -> None:
-    """Commit a checkpoint of everything after the current step."""
+    """Saves a checkpoint of the run after the current step. wait: until it is committed."""
     state, parallel = parts.state, parts.parallel
     with recorder.clock.paused():
-        recorder.sync()  # what precedes a committed checkpoint must not be lost
+        recorder.sync()  # the metrics up to a committed checkpoint must not be lost
         state.data = parts.loader.state_before(state.step)
         shards = parallel.shards() + parallel.optimizer_shards(parts.optimizer)
         parts.checkpointer.save(state.step, shards, state.saved(parts.settings, parts.world.size))
@@ -128,7 +123,7 @@ def save(parts: Parts, recorder: Recorder, wait: bool) -> None:
 
 
 def describe_bad_samples(parts: Parts, batches: list[Batch]) -> str:
-    """Which samples of the step have a loss that is not finite, found one by one."""
+    """The message that names the samples of the step whose loss is not finite, found one by one."""
     with torch.no_grad():
         finite = [("{} window {}".format(*row.samples[0]), bool(torch.isfinite(batch_loss(parts.parallel, row))))
                   for batch in batches for row in batch.rows()]

@@ -1,4 +1,4 @@
-"""Out of memory, said as what a user can do about it."""
+"""Out of memory, as an error that says which settings to change."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -10,8 +10,8 @@ from mamba_fsdp.errors import UserError, first_line
 
 @contextlib.contextmanager
 def explained(rank: int, while_: Callable[[], bool] = lambda: True) -> Iterator[None]:
-    """Raises a UserError instead of PyTorch's when memory runs out inside and `while_()` holds, for as long as it is
-    the settings that ask for too much. Later it may be an accident that a new start mends, and stays PyTorch's."""
+    """Raises UserError instead of PyTorch's error where memory runs out inside while `while_()` holds: at the start the
+    settings ask for too much. Later it may be an accident that a restart mends, and stays PyTorch's error."""
     try:
         yield
     except RuntimeError as error:

@@ -12,7 +12,7 @@ from mamba_fsdp.train.state import TrainState
 
 def make_optimizer(parameters: Mapping[str, torch.nn.Parameter], spec: Mapping[str, Parameter],
                    config: OptimizerConfig, device: torch.device) -> torch.optim.AdamW:
-    """AdamW over `parameters`: name -> this rank's part of it."""
+    """AdamW over the local `parameters` by name; `spec` says which of them decay."""
     groups = [{"params": [parameter for name, parameter in parameters.items() if spec[name].decay == decay],
                "weight_decay": config.weight_decay if decay else 0.0} for decay in (True, False)]
     return torch.optim.AdamW(groups, lr=config.learning_rate, betas=(config.beta1, config.beta2),
@@ -20,9 +20,9 @@ def make_optimizer(parameters: Mapping[str, torch.nn.Parameter], spec: Mapping[s
 
 
 class LossScale:
-    """fp16's dynamic scale: halved when a gradient overflows, doubled after 2000 steps without; 1 and fixed otherwise.
+    """fp16's dynamic scale: halved when a gradient overflows, doubled after 2000 steps without; else fixed at 1.
 
-    Micikevicius et al. 2018, Mixed Precision Training, section 3.2. Its numbers stand in the train state.
+    Micikevicius et al. 2018, Mixed Precision Training, section 3.2. The train state keeps its numbers.
     """
 
     GROWTH_INTERVAL = 2000
@@ -37,15 +37,14 @@ class LossScale:
         return self.state.loss_scale if self.dynamic else 1.0
 
     def update(self, finite: bool) -> bool:
-        """After a step. True when the overflow is explained by the scale, so that the samples are not to blame."""
-        state = self.state
+        """After each step. Returns whether an overflow is due to the scale, so that the samples are not to blame."""
+        state, reducible = self.state, self.value > 1.0
         if not self.dynamic:
             return False
-        if finite:
-            state.loss_scale_good_steps += 1
-            if state.loss_scale_good_steps == self.GROWTH_INTERVAL:
-                state.loss_scale, state.loss_scale_good_steps = state.loss_scale * 2, 0
-            return False
-        explained, state.loss_scale_good_steps = state.loss_scale > 1.0, 0
-        state.loss_scale = max(1.0, state.loss_scale / 2)
-        return explained
+        if not finite:
+            state.loss_scale, state.loss_scale_good_steps = max(1.0, state.loss_scale / 2), 0
+            return reducible
+        state.loss_scale_good_steps += 1
+        if state.loss_scale_good_steps == self.GROWTH_INTERVAL:
+            state.loss_scale, state.loss_scale_good_steps = state.loss_scale * 2, 0
+        return False

@@ -1,6 +1,6 @@
-"""What a run tells while it trains: metrics.jsonl and the tracker, the live line, the profile; and the clock behind
-them."""
+"""What a run reports while it trains: metrics.jsonl and the tracker, the live line, the profile; and their clock."""
 
+import contextlib
 import math
 
 import torch
@@ -13,30 +13,37 @@ from mamba_fsdp.report.display import Display
 from mamba_fsdp.report.records import Metrics
 from mamba_fsdp.report.trackers import make_tracker
 from mamba_fsdp.train.clock import Clock, device_peak, stragglers
-from mamba_fsdp.train.profile import Profiler
+from mamba_fsdp.train.profile import make_profiler
 from mamba_fsdp.train.run_folder import RunFolder
 from mamba_fsdp.train.setup import Plan
 from mamba_fsdp.train.state import TrainState
 
 
-class Recorder:
-    """A context manager around the loop. All ranks call every method at the same place; rank 0 alone writes."""
+class Recorder(contextlib.ExitStack):
+    """A context manager around the loop. All ranks call every method at the same place; only rank 0 writes."""
 
     def __init__(self, settings: TrainConfig, world: World, folder: RunFolder, plan: Plan, step: int) -> None:
-        """step: the one that the run resumes from, which starts the clock; what was written after it is dropped."""
-        self.world, self.folder, self.plan = world, folder, plan
+        """step: the one that the run resumes from; what was written after it is dropped."""
+        super().__init__()
+        self.world, self.folder, self.plan, self.interval = world, folder, plan, settings.report.report_interval
         self.flops_per_token = flops_per_token(settings.model, settings.data.seq_length)
         peak = device_peak(torch.cuda.get_device_name(world.device)) if world.device.type == "cuda" else None
         self.peak_flops = peak and peak * world.size
         self.display = Display(plan.total_steps, enabled=world.rank == 0)
-        self.profiler = Profiler(folder.path, world.rank, step) if settings.report.use_profiler else None
         self.metrics = Metrics(folder.path, step) if world.rank == 0 else None
         self.tracker = None if world.rank else make_tracker(
             settings.report.tracker, folder.path, resolve.as_dict(settings), step)
+        for part in (self.tracker, self.metrics, self.display):
+            if part:
+                self.callback(part.close)
+        profiler = make_profiler(folder.path, world.rank) if settings.report.use_profiler else None
+        self.profiler = profiler and self.enter_context(profiler)
         self.clock = Clock(step)
 
-    def report(self, state: TrainState, loss: float, learning_rate: float, gradient_norm: float, *, due: bool) -> None:
-        """After a step: the live line, and when a report is due, its entry in the metrics."""
+    def report(self, state: TrainState, loss: float, learning_rate: float, gradient_norm: float) -> None:
+        """After a step: the live line, and every report_interval steps an entry with the mean loss in the metrics."""
+        due = self.plan.is_due(self.interval, state.step)
+        loss = state.take_mean_loss() if due else loss
         seconds, busy = self.clock.seconds_per_step(state.step)
         rate = self.plan.tokens_per_step / seconds
         mfu = rate * self.flops_per_token / self.peak_flops if self.peak_flops else None
@@ -50,16 +57,16 @@ class Recorder:
         if due:
             self.clock.next_interval(state.step)
         if self.profiler:
-            self.profiler.step(state.step)
+            self.profiler.step()
 
     def validated(self, step: int, loss: float, seconds: float) -> None:
-        """The validation loss (nats per token) after `step`, which took so long."""
+        """The validation loss (nats per token) after `step`, and how long it took."""
         perplexity = math.exp(min(loss, 700.0))
         self._write({"step": step, "val_loss": loss, "val_perplexity": perplexity})
         self.display.line(f"step {step}: validation loss {loss:.4f}, perplexity {perplexity:,.2f} ({seconds:.1f} s)")
 
     def sync(self) -> None:
-        """Return when what was written lies on the disk."""
+        """Returns when the metrics are on the disk."""
         if self.metrics:
             self.metrics.sync()
 
@@ -69,11 +76,3 @@ class Recorder:
             self.metrics.write(entry)
         if self.tracker:
             self.tracker.write(entry)
-
-    def __enter__(self) -> "Recorder":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for part in (self.display, self.profiler, self.metrics, self.tracker):
-            if part:
-                part.close()

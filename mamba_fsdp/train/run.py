@@ -1,5 +1,6 @@
-"""One run: its start, its end, and what is left of it when it fails."""
+"""One run: its start, its end, and what it leaves when it fails."""
 
+import contextlib
 import os
 from collections.abc import Callable
 from functools import partial
@@ -25,10 +26,9 @@ WriteModel = Callable[[Path, Path], object]  # (checkpoint, new folder)
 
 
 def run_training(settings: TrainConfig, weights: Weights | None = None, write_model: WriteModel | None = None) -> int:
-    """Train as the settings say, from the newest checkpoint of the run folder or from the start. Returns the exit code,
-    0.
+    """Trains as the settings say, from the newest checkpoint of the run folder or from the start. Returns exit code 0.
 
-    weights: what init_from named. write_model: writes the finished model from the last checkpoint.
+    weights: those of init_from. write_model: writes the finished model from the last checkpoint.
     """
     native.tune_process()
     if settings.training.deterministic:
@@ -39,15 +39,12 @@ def run_training(settings: TrainConfig, weights: Weights | None = None, write_mo
     world = start_world(timeout_minutes=settings.parallel.timeout_minutes)
     say = partial(print, flush=True) if world.rank == 0 else lambda text: None
     try:
-        try:
-            with Watchdog(settings.parallel.timeout_minutes, world.rank):
-                world.on_rank0(folder.take)
-                parts = set_up(settings, world, folder, weights, say)
-                state = parts.state
-                last = train(parts, folder, say)
-                del parts  # model and optimizer, before the world is closed
-        finally:
-            world.close()
+        with contextlib.closing(world), Watchdog(settings.parallel.timeout_minutes, world.rank):
+            world.on_rank0(folder.take)
+            parts = set_up(settings, world, folder, weights, say)
+            state = parts.state
+            last = train(parts, folder, say)
+            del parts  # model and optimizer, before the world is closed
         if last and world.rank == 0:
             finish(folder, last, write_model)
     except BaseException as error:
@@ -59,10 +56,10 @@ def run_training(settings: TrainConfig, weights: Weights | None = None, write_mo
 
 
 def train(parts: Parts, folder: RunFolder, say: Say) -> Path | None:
-    """The loop with what surrounds it. Returns the last checkpoint of a run that is over, None of one that stopped."""
+    """The loop with its surroundings. Returns the last checkpoint of a run that has all its steps, else None."""
     state, plan, world = parts.state, parts.plan, parts.world
     if state.step >= plan.total_steps:
-        say(f"over       {folder.path} has all its {state.step} steps; raise num_steps to go on")
+        say(f"over       {folder.path} has all its {state.step} steps; raise num_steps to train on")
         return parts.checkpointer.newest()
     if world.rank == 0:
         write_atomically(folder.path / SETTINGS, resolve.as_yaml(parts.settings))
@@ -82,9 +79,9 @@ def train(parts: Parts, folder: RunFolder, say: Say) -> Path | None:
 
 
 def finish(folder: RunFolder, checkpoint: Path, write_model: WriteModel | None) -> None:
-    """The whole model as one file, then the word `finished`: whoever reads that finds the model.
+    """Writes the whole model as one file, then the status `finished`: whoever reads that finds the model.
 
-    Rank 0 does this when the ranks have parted: a large model may take longer than the others would wait.
+    Rank 0 does this after the process group has ended: a large model may take longer than other ranks would wait.
     """
     step, written = step_of(checkpoint.name) or 0, folder.path / MODELS / checkpoint.name
     if write_model and not written.exists():

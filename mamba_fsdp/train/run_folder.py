@@ -1,4 +1,4 @@
-"""The run folder while it is one run's own: who may write into it, and how the run stands, for others to read."""
+"""The run folder of a run: who may write into it, and its status for others to read."""
 
 import shutil
 import sys
@@ -12,41 +12,38 @@ from mamba_fsdp.train.lease import Lease
 
 
 class RunFolder:
-    """`path`, which rank 0 takes for the run, and what is written there beside checkpoints and metrics."""
+    """`path`, which rank 0 takes for the run, and what it writes there besides checkpoints and metrics."""
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
         self.lease = Lease(self.path)
 
     def take(self) -> None:
-        """Make the folder and make it ours. Raises UserError where that can't be, or another run holds it.
-
-        Its status says so at once: whatever ends the start, even a kill, the word of the run before, such as
-        `finished`, stands no longer.
-        """
+        """Makes the folder and takes its lease. Raises UserError where that can't be, or another run holds it."""
         try:
             (self.path / CHECKPOINTS).mkdir(parents=True, exist_ok=True)
             self.lease.take(partial(print, flush=True))
         except OSError as error:
             raise UserError(f"save_ckpt_path {self.path}: can't make the run folder or write to it ({error.strerror}: "
                             f"{error.filename})") from None
+        # At once, so that whatever ends the start, even a kill, the last run's status (`finished`) is gone.
         write_status(self.path, "running", self._newest_step(), "starting")
 
     def say(self, status: str, step: int, reason: str = "") -> None:
-        """Write status.json, see `write_status`."""
+        """Writes status.json, see `write_status`."""
         self.lease.check()
         write_status(self.path, status, step, reason)
 
     def say_failed(self, step: int, error: BaseException) -> None:
-        """Write why the run ended, if the folder is ours. step: 0 means that of the newest checkpoint."""
+        """Writes why the run failed, if it holds the folder. step: 0 means that of the newest checkpoint."""
         try:
             if self.lease.is_held():
                 write_status(self.path, "failed", step or self._newest_step(), f"{type(error).__name__}: {error}")
-        except (UserError, OSError) as another:  # a full disk must not hide what failed first
+        except (UserError, OSError) as another:  # a full disk must not hide the first failure
             print(f"warning: {another}", file=sys.stderr)
 
     def keep_tokenizer(self, store: Path) -> None:
-        """Copy the tokenizer of a store, so that the model can be used when the data is gone."""
+        """Copies the tokenizer of a store, so that the model can be used when the data is gone."""
         source, target, partial = store / TOKENIZER, self.path / TOKENIZER, self.path / f".{TOKENIZER}.partial"
         if source.is_dir() and not target.exists():
             shutil.rmtree(partial, ignore_errors=True)

@@ -8,16 +8,15 @@ AUTOMATIC = -1
 class Schedule:
     """factor(step) in [0, 1] for the optimiser step that takes the weights from `step` to `step + 1` of `total` steps.
 
-    The factor of the first step is not 0: x counts steps from 1. Warm-up rises as x/W, for cosine as 1 - (1 - x/W)^2
-    (fms-fsdp); wsd is Composer's: 1 until the decay, then (N - x)/decay, never below the floor.
+    The factor of step 0 is not 0: x counts steps from 1. Warm-up rises as x/W, in cosine as 1 - (1 - x/W)^2 (fms-fsdp);
+    wsd is Composer's: 1 until the decay, then (N - x)/decay, never below the floor.
     """
 
     def __init__(self, kind: str, total: int, *, warmup: int = AUTOMATIC, decay: int = AUTOMATIC,
                  floor: float = 0.1) -> None:
         self.kind, self.total, self.floor = kind, max(total, 1), floor
-        if warmup == AUTOMATIC:
-            warmup = 0 if kind in ("annealing", "constant") else min(2000, self.total // 20)
-        self.warmup = warmup
+        usual = 0 if kind in ("annealing", "constant") else min(2000, self.total // 20)
+        self.warmup = usual if warmup == AUTOMATIC else warmup
         self.decay = max(1, self.total // 10) if decay == AUTOMATIC else decay
 
     def factor(self, step: int) -> float:

@@ -1,9 +1,9 @@
-"""From the settings to the parts that the loop works on: data, model, optimiser, starting point, length, loader."""
+"""From the settings to what the loop works on: data, model, optimiser, starting point, length, loader."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 
@@ -41,7 +41,7 @@ class Weights(Protocol):
 
 @dataclass(frozen=True)
 class Plan:
-    """The run in steps: how each is cut, how many there are, what is due when."""
+    """The run in steps: how a step is split, how many there are, what is due after which."""
 
     split: Split
     tokens_per_step: int
@@ -49,6 +49,10 @@ class Plan:
     eval_steps: int  # 0: never
     checkpoint_steps: int
     schedule: Schedule
+
+    def is_due(self, interval: int, step: int) -> bool:
+        """Whether what is done every `interval` steps (0: never), and after the last, is done after `step`."""
+        return interval > 0 and (step % interval == 0 or step == self.total_steps)
 
 
 @dataclass
@@ -69,8 +73,8 @@ class Parts:
 
 
 def set_up(settings: TrainConfig, world: World, folder: RunFolder, weights: Weights | None, say: Say) -> Parts:
-    """Called by all ranks. weights: what init_from named. Raises UserError for settings that this machine, the data or
-    the checkpoints don't fit."""
+    """Called by all ranks. weights: those of init_from. Raises UserError for settings that don't fit this machine, the
+    data or the checkpoints."""
     checkpoint = settings.checkpoint
     checkpointer = Checkpointer(folder.path, world, keep=checkpoint.keep_checkpoints,
                                 asynchronous=checkpoint.async_checkpoint, report=say, check_ours=folder.lease.check)
@@ -78,8 +82,7 @@ def set_up(settings: TrainConfig, world: World, folder: RunFolder, weights: Weig
     sources, shares, validation = open_data(settings)
     with memory.explained(world.rank):
         parallel = build_model(settings, world, say)
-        spec = parameters(settings.model)
-        optimizer = make_optimizer(parallel.parameters(), spec, settings.optimizer, world.device)
+        optimizer = make_optimizer(parallel.parameters(), parameters(settings.model), settings.optimizer, world.device)
         state = start(settings, parallel, optimizer, checkpointer, weights, say)
     plan = plan_steps(settings, split, state, bool(validation), say)
     order = Order(sources, shares, settings.data.seq_length, settings.training.seed, state=state.data or None)
@@ -94,7 +97,7 @@ def set_up(settings: TrainConfig, world: World, folder: RunFolder, weights: Weig
 
 
 def split_step(training: TrainingConfig, world: World) -> Split:
-    """This rank's part of a step. Raises UserError where the global batch can't be dealt out evenly."""
+    """This rank's part of a step. Raises UserError where the global batch can't be split evenly."""
     per_pass = training.batch_size * world.size
     global_batch = training.global_batch_size or per_pass
     if global_batch % per_pass:
@@ -105,8 +108,8 @@ def split_step(training: TrainingConfig, world: World) -> Split:
 
 
 def open_data(settings: TrainConfig) -> tuple[dict[str, TokenStore], dict[str, float], list[TokenStore]]:
-    """(training sources by name, their shares in the samples, stores to validate on). Raises UserError where one is
-    missing, or made with more tokens than the model knows."""
+    """(training sources by name, their shares of the samples, validation stores). Raises UserError where one is missing
+    or has a larger vocabulary than the model."""
     (sources, shares), validation = training_sources(settings.data), validation_stores(settings.data)
     known = settings.model.vocab_size
     for store in [*sources.values(), *validation]:
@@ -117,11 +120,10 @@ def open_data(settings: TrainConfig) -> tuple[dict[str, TokenStore], dict[str, f
 
 
 def build_model(settings: TrainConfig, world: World, say: Say) -> ParallelModel:
-    """The model, spread over the world and still to be filled."""
+    """The model, parallelized but not yet filled."""
     model, training, parallel = settings.model, settings.training, settings.parallel
     compute_dtype, reset_at_documents = DTYPES[training.mixed_precision], settings.data.reset_at_documents
-    uses = operator_uses(model, compute_dtype, reset_at_documents)
-    choice = resolve_forms(training.kernels, world.device.type, uses)
+    choice = resolve_forms(training.kernels, world.device.type, operator_uses(model, compute_dtype, reset_at_documents))
     with torch.device("meta" if parallel.low_cpu_fsdp else "cpu"):
         network = MambaLM(model, forms=choice.forms, compute_dtype=compute_dtype, reset_at_documents=reset_at_documents)
     spread = parallelize(network, parallel, world=world, compute_dtype=compute_dtype)
@@ -133,8 +135,8 @@ def build_model(settings: TrainConfig, world: World, say: Say) -> ParallelModel:
 
 def start(settings: TrainConfig, parallel: ParallelModel, optimizer: torch.optim.Optimizer, checkpointer: Checkpointer,
           weights: Weights | None, say: Say) -> TrainState:
-    """Fill the shards: from the newest checkpoint of the run folder, else from what the settings name, else at random.
-    Returns where the run stands then."""
+    """Fills the shards: from the newest checkpoint of the run folder, else from what the settings name, else at random.
+    Returns the train state to begin with."""
     world, checkpoint, state = parallel.world, settings.checkpoint, TrainState()
     newest = checkpointer.newest()
     if newest:
@@ -146,9 +148,8 @@ def start(settings: TrainConfig, parallel: ParallelModel, optimizer: torch.optim
     elif checkpoint.load_ckpt_path:
         source = find_checkpoint(checkpoint.load_ckpt_path, world, report=say)
         there = load_checkpoint(source, settings, parallel, optimizer, "load_ckpt_path")
-        state.optimizer_steps = there.optimizer_steps
-        if checkpoint.resuming_dataset:
-            state.data = there.data
+        data = there.data if checkpoint.resuming_dataset else {}
+        state = TrainState(optimizer_steps=there.optimizer_steps, data=data)
         position = "the data's position" if checkpoint.resuming_dataset else "the data from its start"
         say(f"starting   from model and optimiser in {source}, {position}")
     elif weights:
@@ -163,18 +164,12 @@ def start(settings: TrainConfig, parallel: ParallelModel, optimizer: torch.optim
 
 def load_checkpoint(checkpoint: Path, settings: TrainConfig, parallel: ParallelModel,
                     optimizer: torch.optim.Optimizer, named_by: str) -> TrainState:
-    """Model and optimiser from a checkpoint, and the state that was saved with them. named_by: the setting that led to
-    it. Raises UserError where it is of another model, or of a newer version."""
-    def refuse_other_model(saved: dict[str, Any], folder: Path) -> None:
-        there = checked_model(folder, saved["settings"]["model"])
-        differing = [f"{name} {then} (now {now})"
-                     for name, (now, then) in resolve.differing_model(settings, there).items()]
-        if differing:
-            raise UserError(f"{folder} holds another model: {', '.join(differing)}; give these settings again, or "
-                            f"another {named_by}")
-
-    shards = parallel.shards() + parallel.optimizer_shards(optimizer)
-    saved = load(checkpoint, shards, parallel.world, check=refuse_other_model)
+    """Loads model and optimiser; returns the state that was saved with them. named_by: the setting that led to this
+    checkpoint. Raises UserError where it holds another model, or a newer version wrote it."""
+    remedy = f"; give these settings again, or another {named_by}"
+    saved = load(checkpoint, parallel.shards() + parallel.optimizer_shards(optimizer), parallel.world,
+                 check=lambda saved, folder: resolve.refuse_other_model(
+                     settings, checked_model(folder, saved["settings"]["model"]), str(folder), remedy))
     state = TrainState.from_saved(saved, checkpoint)
     parallel.set_optimizer_steps(optimizer, state.optimizer_steps)
     return state
@@ -187,7 +182,7 @@ def read_pth(path: str, parallel: ParallelModel) -> None:
 
 
 def plan_steps(settings: TrainConfig, split: Split, state: TrainState, validates: bool, say: Say) -> Plan:
-    """The steps that the settings' durations mean. Tokens seen count, also where a step had fewer or more."""
+    """The settings' durations in steps. A run whose batch has changed counts the tokens it has seen into num_steps."""
     training, schedule = settings.training, settings.lr_schedule
     tokens_per_step = split.global_batch * settings.data.seq_length
     total_steps = training.num_steps.steps(tokens_per_step)

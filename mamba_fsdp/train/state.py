@@ -1,4 +1,4 @@
-"""Where a run stands: the one thing that a checkpoint saves beside the tensors."""
+"""The train state: what a checkpoint saves of a run besides the tensors."""
 
 import math
 from collections.abc import Mapping
@@ -15,24 +15,24 @@ from mamba_fsdp.errors import UserError
 
 @dataclass
 class TrainState:
-    """The same on every rank. `tokens` counts the inputs of all samples drawn."""
+    """The same on all ranks. `samples` and `tokens` count what was drawn, in skipped steps too."""
 
     step: int = 0
     samples: int = 0
     tokens: int = 0
-    optimizer_steps: int = 0  # updates behind the optimiser's moments: those of the run it was loaded from count too
+    optimizer_steps: int = 0  # updates of the optimiser's moments, in the run that they were loaded from too
     skipped_steps: int = 0
     skipped_in_a_row: int = 0
     loss_sum: float = 0.0  # of the applied steps since the last report
     loss_steps: int = 0
     loss_scale: float = 0.0  # of fp16, see LossScale; 0 before the first step in it
     loss_scale_good_steps: int = 0
-    data: dict[str, Any] = field(default_factory=dict)  # the position in the data when it was last loaded or saved
+    data: dict[str, Any] = field(default_factory=dict)  # the position in the data when last loaded or saved
 
     @classmethod
     def from_saved(cls, saved: Mapping[str, Any], checkpoint: Path) -> "TrainState":
-        """The state in what `checkpoint` saved; what it lacks takes its default. Raises UserError for a field that this
-        program does not know: to forget it would be to resume something else."""
+        """The state that `checkpoint` saved; what it lacks takes its default. Raises UserError for an unknown field:
+        without it, another run would be resumed."""
         unknown = saved["progress"].keys() - {known.name for known in fields(cls)}
         if unknown:
             raise UserError(f"{checkpoint}: its state holds {', '.join(sorted(unknown))}, which this program does not "
@@ -40,12 +40,12 @@ class TrainState:
         return cls(**saved["progress"])
 
     def saved(self, settings: TrainConfig, world_size: int) -> dict[str, Any]:
-        """What a checkpoint saves, for JSON: this state, and what it was reached with."""
+        """What a checkpoint saves, for JSON: this state and the settings, world size and torch version of the run."""
         return {"progress": asdict(self), "settings": resolve.as_dict(settings), "world_size": world_size,
                 "torch": torch.__version__}
 
     def advance(self, samples: int, tokens: int, loss: float, *, applied: bool, excused: bool) -> None:
-        """Count a step of so many samples and tokens. excused: that it was not applied is no fault of its samples."""
+        """Counts a step of the global batch. excused: that it was not applied is not due to its samples."""
         self.step += 1
         self.samples += samples
         self.tokens += tokens
@@ -59,7 +59,7 @@ class TrainState:
             self.skipped_in_a_row += 0 if excused else 1
 
     def take_mean_loss(self) -> float:
-        """Of the steps applied since the last call; nan where there were none."""
+        """Mean loss of the steps applied since the last call; nan where there were none."""
         mean = self.loss_sum / self.loss_steps if self.loss_steps else math.nan
         self.loss_sum, self.loss_steps = 0.0, 0
         return mean

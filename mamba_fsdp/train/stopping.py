@@ -5,7 +5,6 @@ import signal
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 from mamba_fsdp.run_layout import STOP
 
@@ -13,39 +12,37 @@ SECONDS_BETWEEN_LOOKS = 1.0  # a look at the STOP file is a round trip on a shar
 
 
 class StopRequest:
-    """Notices requests; `reason` is "" until there is one. The ranks agree on it elsewhere: only rank 0 looks for the
-    file."""
+    """Notices requests on this rank; `reason` is "" until there is one. Only rank 0 looks for the file."""
 
     def __init__(self, run_folder: Path, on_rank0: bool) -> None:
         self.reason = ""
         self.interrupted = False
         self.file = run_folder / STOP if on_rank0 else None
         self.next_look = 0.0
-        self.previous: dict[int, Any] = {}  # signal -> its handler outside
         if self.file:
-            self.file.unlink(missing_ok=True)  # a request to a run that is over
+            self.file.unlink(missing_ok=True)  # it was for a run that is over
 
     def __enter__(self) -> "StopRequest":
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
-            self.previous[number] = signal.signal(number, self._on_signal)
+        signals = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+        self.previous_handlers = {number: signal.signal(number, self._on_signal) for number in signals}
         return self
 
     def __exit__(self, *_: object) -> None:
-        for number, handler in self.previous.items():
+        for number, handler in self.previous_handlers.items():
             signal.signal(number, handler)
         if self.file:
             self.file.unlink(missing_ok=True)
 
     def _on_signal(self, number, _frame):
         if number == signal.SIGINT and self.interrupted:
-            raise KeyboardInterrupt  # asked twice on the keyboard: the user does not want to wait for the checkpoint
+            raise KeyboardInterrupt  # Ctrl-C twice: the user does not want to wait for the checkpoint
         self.interrupted = self.interrupted or number == signal.SIGINT
         self.reason = signal.Signals(number).name
         if self.file:
             print(f"\n{self.reason}: stopping after this step, with a checkpoint", file=sys.stderr, flush=True)
 
     def look(self) -> bool:
-        """True when a stop has been asked for on this rank."""
+        """Whether a stop has been asked for on this rank."""
         if self.file and not self.reason and time.monotonic() >= self.next_look:
             self.next_look = time.monotonic() + SECONDS_BETWEEN_LOOKS
             if self.file.exists():

@@ -1,4 +1,4 @@
-"""A rank that makes no progress says where it stands and ends the job, instead of hanging until the time limit."""
+"""A rank that makes no progress prints its stacks and ends the job, instead of hanging until the time limit."""
 
 import faulthandler
 import os
@@ -11,8 +11,7 @@ from mamba_fsdp.heartbeat import heart
 
 
 class Watchdog:
-    """When `heart` has not beaten for `minutes`, the stacks of all threads go to stderr and the process exits with
-    1."""
+    """When `heart` has not beaten for `minutes`, prints the stacks of all threads to stderr and exits with 1."""
 
     def __init__(self, minutes: float, rank: int) -> None:
         self.seconds, self.rank = minutes * 60, rank

@@ -18,18 +18,20 @@ from mamba_fsdp.train.state import TrainState
 
 @pytest.fixture
 def recorder_of(tmp_path, monkeypatch):
-    """recorder_of(world) -> a Recorder of a run of 4 steps of 64 tokens, from its start."""
+    """recorder_of(world) -> a Recorder of a run of 4 steps of 64 tokens that reports every second one."""
     monkeypatch.setattr("mamba_fsdp.train.lease.Lease.is_held", lambda self: True)
+    settings = TrainConfig()
+    settings.report.report_interval = 2
     plan = Plan(Split(0, 1, 2), tokens_per_step=64, total_steps=4, eval_steps=0, checkpoint_steps=4,
                 schedule=Schedule("constant", 4))
-    return lambda world: Recorder(TrainConfig(), world, RunFolder(tmp_path), plan, 0)
+    return lambda world: Recorder(settings, world, RunFolder(tmp_path), plan, 0)
 
 
 def test_a_report_is_a_line_and_an_entry_where_it_is_due(recorder_of, tmp_path, capsys):
     with recorder_of(World.alone()) as recorder:
-        recorder.report(TrainState(step=1, tokens=64), 4.0, 0.01, 0.5, due=False)
+        recorder.report(TrainState(step=1, tokens=64), 4.0, 0.01, 0.5)
         recorder.validated(1, 3.0, 0.25)
-        recorder.report(TrainState(step=2, tokens=128, skipped_steps=1), 3.5, 0.01, 0.5, due=True)
+        recorder.report(TrainState(step=2, tokens=128, skipped_steps=1, loss_sum=7.0, loss_steps=2), 3.0, 0.01, 0.5)
     validation, report = (json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines())
     assert validation == {"step": 1, "val_loss": 3.0, "val_perplexity": pytest.approx(20.0855, rel=1e-4)}
     assert report.pop("tokens_per_second") > 0
@@ -44,8 +46,8 @@ def test_another_rank_writes_nothing_but_takes_part_in_what_is_gathered(recorder
     gathered = []
     monkeypatch.setattr(World, "gather_objects", lambda self, mine: gathered.append(mine) or [mine, mine])
     with recorder_of(replace(World.alone(), rank=1, size=2)) as recorder:
-        for due in (False, True):
-            recorder.report(TrainState(step=1), 4.0, 0.01, 0.5, due=due)
+        for step in (1, 2):
+            recorder.report(TrainState(step=step), 4.0, 0.01, 0.5)
         recorder.validated(1, 3.0, 0.25)
         recorder.sync()
     assert len(gathered) == 1 and not (tmp_path / "metrics.jsonl").exists() and capsys.readouterr().out == ""

@@ -107,7 +107,7 @@ def test_a_request_to_stop_commits_a_checkpoint_and_going_on_finishes(start_trai
 def test_a_finished_run_has_nothing_to_do(train, tmp_path):
     train(tmp_path)
     before = (tmp_path / "metrics.jsonl").read_bytes()
-    assert "raise num_steps to go on" in train(tmp_path)
+    assert "raise num_steps to train on" in train(tmp_path)
     assert (tmp_path / "metrics.jsonl").read_bytes() == before
 
 
@@ -140,7 +140,7 @@ def test_a_model_that_can_not_be_published_leaves_a_failed_run(train, tmp_path, 
         patched.setattr("mamba_fsdp.interop.convert.to_our_form", full_disk)
         train(tmp_path)
     assert read_status(tmp_path)["status"] == "failed"
-    assert "raise num_steps to go on" in train(tmp_path)
+    assert "raise num_steps to train on" in train(tmp_path)
     assert read_status(tmp_path)["status"] == "finished" and list(tmp_path.glob("pth/*/consolidated.00.pth"))
 
 
@@ -294,7 +294,7 @@ def test_a_second_run_in_the_folder_is_refused_and_harms_nothing(start_training,
 
 def test_another_model_in_the_run_folder_is_refused_by_setting(train, tmp_path):
     train(tmp_path)
-    with pytest.raises(UserError, match=r"d_model 16 \(now 32\)"):
+    with pytest.raises(UserError, match=r"d_model=32 \(there 16\)"):
         train(tmp_path, d_model=32, num_steps=9)
 
 

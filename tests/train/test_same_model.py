@@ -35,8 +35,8 @@ def test_other_words_for_the_same_model_are_no_other_model(train, tmp_path, word
 
 
 @pytest.mark.parametrize("start, message", [
-    ("resume", r"step_00000002 holds another model: d_model 16 \(now 32\); give .* another save_ckpt_path$"),
-    ("folder", r"step_00000002 holds another model: d_model 16 \(now 32\); give .* another load_ckpt_path$"),
+    ("resume", r"step_00000002 holds another model .*: d_model=32 \(there 16\); give .* another save_ckpt_path$"),
+    ("folder", r"step_00000002 holds another model .*: d_model=32 \(there 16\); give .* another load_ckpt_path$"),
     ("pth", r"load_ckpt_path .*consolidated.00.pth holds another model .*: d_model=32 \(there 16\)$"),
     ("init_from", r"init_from .*first holds another model .*: d_model=32 \(there 16\)$"),
 ])
