@@ -18,8 +18,7 @@ class Display:
     def __init__(self, total_steps: int, *, enabled: bool = True, stream: TextIO | None = None) -> None:
         self.total, self.enabled, self.stream = total_steps, enabled, stream or sys.stdout
         self.live = enabled and self.stream.isatty()
-        self.shown = ""
-        self.next_update = 0.0
+        self.shown, self.next_update = "", 0.0
 
     def line(self, text: str) -> None:
         """A line that stays."""

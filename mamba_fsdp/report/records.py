@@ -1,5 +1,6 @@
 """What rank 0 writes about a run: metrics.jsonl, one object a line, and status.json."""
 
+import contextlib
 import datetime
 import errno
 import json
@@ -69,7 +70,6 @@ def write_status(run_folder: Path, status: str, step: int, reason: str = "") -> 
 
 def read_status(run_folder: Path) -> dict:
     """The content of status.json, or {} where there is none."""
-    try:
+    with contextlib.suppress(OSError, ValueError):
         return json.loads((run_folder / STATUS).read_text())
-    except (OSError, ValueError):
-        return {}
+    return {}

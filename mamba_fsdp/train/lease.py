@@ -78,12 +78,10 @@ class Lease:
                 self.file.unlink()
 
     def _create(self, content):
-        try:
-            with open(self.file, "xb", buffering=0) as file:
-                file.write(content)
+        with contextlib.suppress(FileExistsError), open(self.file, "xb", buffering=0) as file:
+            file.write(content)
             return True
-        except FileExistsError:
-            return False
+        return False
 
     def _remove(self):
         left_over = hidden_beside(self.file)
@@ -92,18 +90,14 @@ class Lease:
             left_over.unlink()
 
     def _look(self):
-        """(content, time of the last renewal) of the file, to compare with another look; None where there is no file.
-        Opening it makes NFS ask its server."""
-        try:
-            with open(self.file, "rb") as file:
-                return file.read(), os.fstat(file.fileno()).st_mtime_ns
-        except FileNotFoundError:
-            return None
+        """(content, time of the last renewal) of the file, for comparison with another look; None without a file."""
+        with contextlib.suppress(FileNotFoundError), open(self.file, "rb") as file:  # opening makes NFS ask its server
+            return file.read(), os.fstat(file.fileno()).st_mtime_ns
+        return None
 
     def _watch(self, seen):
-        """What `_look` gives once it differs from what was `seen`, or after SECONDS_OF_SILENCE. Only changes count: the
-        clock of another host may be wrong."""
-        end = time.monotonic() + SECONDS_OF_SILENCE
+        """What `_look` gives once it differs from what was `seen`, or after SECONDS_OF_SILENCE."""
+        end = time.monotonic() + SECONDS_OF_SILENCE  # of our clock: that of another host may be wrong
         while (now := self._look()) == seen and time.monotonic() < end:
             heart.beat()
             time.sleep(SECONDS_BETWEEN_LOOKS)
@@ -124,19 +118,17 @@ def _this_process():
 
 def _machine():
     """The same for processes that can ask for each other by process id; None where Linux's /proc is missing."""
-    try:
+    with contextlib.suppress(OSError):
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip() + os.readlink("/proc/self/ns/pid")
-    except OSError:
-        return None
+    return None
 
 
 def _start_of(pid):
     """When a process started (clock ticks since boot), which tells it from others of its id; None when it has ended."""
-    try:
+    with contextlib.suppress(OSError):
         state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         return None if state in "ZX" else int(fields[18])
-    except OSError:
-        return None
+    return None
 
 
 def _has_ended(owner):
@@ -157,10 +149,9 @@ def _has_ended(owner):
 
 def _owner(seen):
     """Who holds the lease; {} when its file is still being written, or was cut short by a crash."""
-    try:
+    with contextlib.suppress(ValueError):
         return json.loads(seen[0])
-    except ValueError:
-        return {}
+    return {}
 
 
 def _describe(owner):

@@ -2,6 +2,7 @@
 
 import math
 import time
+from collections.abc import Iterable
 from itertools import chain
 
 import torch
@@ -12,7 +13,6 @@ from mamba_fsdp.errors import UserError
 from mamba_fsdp.heartbeat import heart
 from mamba_fsdp.parallel.model import ParallelModel
 from mamba_fsdp.parallel.world import World
-from mamba_fsdp.train.evaluate import evaluate
 from mamba_fsdp.train.recorder import Recorder
 from mamba_fsdp.train.setup import Parts
 from mamba_fsdp.train.stopping import StopRequest
@@ -31,8 +31,8 @@ def train(parts: Parts, recorder: Recorder, stop: StopRequest) -> str:
         parts.checkpointer.poll()
         batches = [batch.to(parts.world.device) for batch in parts.loader.step(state.step)]
         counted_tokens, stop_asked = agree_on_step(batches, stop, parts.world, recorder)
-        lr = settings.optimizer.learning_rate * plan.schedule.factor(state.step)
         scale, clip = parts.loss_scale.value, settings.optimizer.grad_clip_thresh
+        lr = settings.optimizer.learning_rate * plan.schedule.factor(state.step)
         loss, gradient_norm = accumulate_gradients(parallel, parts.optimizer, batches, counted_tokens, scale)
         applied = update_weights(parallel, parts.optimizer, loss, gradient_norm, scale, clip=clip, lr=lr)
         excused = parts.loss_scale.update(applied) and math.isfinite(loss)
@@ -69,7 +69,7 @@ def batch_loss(parallel: ParallelModel, batch: Batch) -> torch.Tensor:
 
 def accumulate_gradients(parallel: ParallelModel, optimizer: torch.optim.Optimizer, batches: list[Batch],
                          counted_tokens: float, loss_scale: float = 1.0) -> tuple[float, float]:
-    """Backward passes over this rank's micro batches. Returns (mean loss per token, gradient norm) over all ranks'."""
+    """Backward passes over this rank's micro batches. Returns mean loss per token and gradient norm, over all ranks."""
     optimizer.zero_grad(set_to_none=True)
     loss_sum = torch.zeros((), device=parallel.world.device)
     for index, batch in enumerate(batches):
@@ -84,8 +84,8 @@ def accumulate_gradients(parallel: ParallelModel, optimizer: torch.optim.Optimiz
 
 def update_weights(parallel: ParallelModel, optimizer: torch.optim.Optimizer, loss: float, gradient_norm: float,
                    loss_scale: float = 1.0, *, clip: float, lr: float) -> bool:
-    """One update with the gradient clipped to the norm `clip` (0: not clipped). Returns whether it was applied: a loss
-    or gradient that is not finite never reaches the weights."""
+    """One AdamW update, clipped to the norm `clip` (0: not), unless the loss or the gradient is not finite. Returns
+    whether it was applied."""
     if not (math.isfinite(loss) and math.isfinite(gradient_norm)):
         optimizer.zero_grad(set_to_none=True)
         return False
@@ -110,6 +110,23 @@ def validate(parts: Parts, recorder: Recorder) -> None:
         recorder.validated(parts.state.step, loss, time.perf_counter() - began)
 
 
+@torch.no_grad()
+def evaluate(module: torch.nn.Module, batches: Iterable[Batch], world: World) -> float:
+    """Mean of the token losses (nats), of which `module` returns the sum, over the batches of all ranks. All ranks must
+    bring the same number of batches: each forward pass gathers sharded weights."""
+    training = module.training
+    module.eval()
+    total, counted = 0.0, 0
+    for batch in batches:
+        heart.beat()
+        here = batch.to(world.device)
+        total += float(module(here.tokens, labels=here.labels, documents=here.documents))
+        counted += int((batch.labels != IGNORED_LABEL).sum())
+    module.train(training)
+    total, tokens = world.all_reduce_sum([total, float(counted)])
+    return total / max(tokens, 1)
+
+
 def save(parts: Parts, recorder: Recorder, wait: bool) -> None:
     """Saves a checkpoint of the run after the current step. wait: until it is committed."""
     state, parallel = parts.state, parts.parallel
@@ -122,11 +139,11 @@ def save(parts: Parts, recorder: Recorder, wait: bool) -> None:
             parts.checkpointer.wait()
 
 
+@torch.no_grad()
 def describe_bad_samples(parts: Parts, batches: list[Batch]) -> str:
     """The message that names the samples of the step whose loss is not finite, found one by one."""
-    with torch.no_grad():
-        finite = [("{} window {}".format(*row.samples[0]), bool(torch.isfinite(batch_loss(parts.parallel, row))))
-                  for batch in batches for row in batch.rows()]
+    finite = [("{} window {}".format(*row.samples[0]), bool(torch.isfinite(batch_loss(parts.parallel, row))))
+              for batch in batches for row in batch.rows()]
     drawn = list(chain.from_iterable(parts.world.gather_objects(finite)))
     bad = [name for name, is_finite in drawn if not is_finite]
     said = (f"loss not finite for {', '.join(bad[:8])}" if bad

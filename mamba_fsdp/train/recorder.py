@@ -2,18 +2,19 @@
 
 import contextlib
 import math
+from pathlib import Path
 
 import torch
 
-from config import resolve
+from config.resolve import as_dict
 from config.train_config import TrainConfig
 from mamba_fsdp.model.spec import flops_per_token
 from mamba_fsdp.parallel.world import World
 from mamba_fsdp.report.display import Display
 from mamba_fsdp.report.records import Metrics
 from mamba_fsdp.report.trackers import make_tracker
+from mamba_fsdp.run_layout import PROFILE
 from mamba_fsdp.train.clock import Clock, device_peak, stragglers
-from mamba_fsdp.train.profile import make_profiler
 from mamba_fsdp.train.run_folder import RunFolder
 from mamba_fsdp.train.setup import Plan
 from mamba_fsdp.train.state import TrainState
@@ -25,19 +26,18 @@ class Recorder(contextlib.ExitStack):
     def __init__(self, settings: TrainConfig, world: World, folder: RunFolder, plan: Plan, step: int) -> None:
         """step: the one that the run resumes from; what was written after it is dropped."""
         super().__init__()
-        self.world, self.folder, self.plan, self.interval = world, folder, plan, settings.report.report_interval
+        report = settings.report
+        self.world, self.folder, self.plan, self.interval = world, folder, plan, report.report_interval
         self.flops_per_token = flops_per_token(settings.model, settings.data.seq_length)
         peak = device_peak(torch.cuda.get_device_name(world.device)) if world.device.type == "cuda" else None
         self.peak_flops = peak and peak * world.size
         self.display = Display(plan.total_steps, enabled=world.rank == 0)
         self.metrics = Metrics(folder.path, step) if world.rank == 0 else None
-        self.tracker = None if world.rank else make_tracker(
-            settings.report.tracker, folder.path, resolve.as_dict(settings), step)
+        self.tracker = None if world.rank else make_tracker(report.tracker, folder.path, as_dict(settings), step)
         for part in (self.tracker, self.metrics, self.display):
             if part:
                 self.callback(part.close)
-        profiler = make_profiler(folder.path, world.rank) if settings.report.use_profiler else None
-        self.profiler = profiler and self.enter_context(profiler)
+        self.profiler = self.enter_context(make_profiler(folder.path, world.rank)) if report.use_profiler else None
         self.clock = Clock(step)
 
     def report(self, state: TrainState, loss: float, learning_rate: float, gradient_norm: float) -> None:
@@ -52,10 +52,9 @@ class Recorder(contextlib.ExitStack):
             self._write({"step": state.step, "tokens": state.tokens, "loss": loss, "learning_rate": learning_rate,
                          "grad_norm": gradient_norm, "skipped_steps": state.skipped_steps,
                          "tokens_per_second": round(rate, 1), **({"mfu": round(mfu, 4)} if mfu else {}), **compared})
+            self.clock.next_interval(state.step)
         self.display.step(state.step, loss=loss, learning_rate=learning_rate, tokens_per_second=rate, mfu=mfu,
                           seconds_left=self.clock.seconds_left(state.step, self.plan.total_steps), report=due)
-        if due:
-            self.clock.next_interval(state.step)
         if self.profiler:
             self.profiler.step()
 
@@ -76,3 +75,15 @@ class Recorder(contextlib.ExitStack):
             self.metrics.write(entry)
         if self.tracker:
             self.tracker.write(entry)
+
+
+def make_profiler(run_folder: Path, rank: int) -> torch.profiler.profile:
+    """Writes profile/rank_R.json, a Chrome trace of steps 5 to 7 of this start, for Perfetto or chrome://tracing."""
+    def write(profile: torch.profiler.profile) -> None:
+        path = run_folder / PROFILE / f"rank_{rank}.json"
+        path.parent.mkdir(exist_ok=True)
+        profile.export_chrome_trace(str(path))
+
+    # The first steps compile kernels and fill caches.
+    steps = torch.profiler.schedule(wait=3, warmup=1, active=3, repeat=1)
+    return torch.profiler.profile(schedule=steps, on_trace_ready=write, record_shapes=True)

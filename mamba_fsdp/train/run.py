@@ -2,7 +2,7 @@
 
 import contextlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
@@ -11,16 +11,17 @@ import torch
 from config import resolve
 from config.train_config import TrainConfig
 from mamba_fsdp.durable import write_atomically
+from mamba_fsdp.errors import UserError, first_line
 from mamba_fsdp.ops import native
 from mamba_fsdp.parallel.world import start_world
 from mamba_fsdp.run_layout import MODELS, SETTINGS, step_of
-from mamba_fsdp.train import loop, memory
+from mamba_fsdp.train import loop
 from mamba_fsdp.train.recorder import Recorder
 from mamba_fsdp.train.run_folder import RunFolder
 from mamba_fsdp.train.setup import Parts, Say, Weights, set_up
 from mamba_fsdp.train.state import TrainState
 from mamba_fsdp.train.stopping import StopRequest
-from mamba_fsdp.train.watchdog import Watchdog
+from mamba_fsdp.train.watchdog import watchdog
 
 WriteModel = Callable[[Path, Path], object]  # (checkpoint, new folder)
 
@@ -32,17 +33,17 @@ def run_training(settings: TrainConfig, weights: Weights | None = None, write_mo
     """
     native.tune_process()
     if settings.training.deterministic:
-        # Without it torch refuses every matrix product on a GPU.
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # else torch refuses matrix products on a GPU
     torch.use_deterministic_algorithms(settings.training.deterministic)
-    folder, state = RunFolder(settings.checkpoint.save_ckpt_path), TrainState()
+    folder, state, first_step = RunFolder(settings.checkpoint.save_ckpt_path), TrainState(), 0
     world = start_world(timeout_minutes=settings.parallel.timeout_minutes)
     say = partial(print, flush=True) if world.rank == 0 else lambda text: None
     try:
-        with contextlib.closing(world), Watchdog(settings.parallel.timeout_minutes, world.rank):
+        with (contextlib.closing(world), watchdog(settings.parallel.timeout_minutes, world.rank),
+              out_of_memory_explained(world.rank, lambda: state.step == first_step)):
             world.on_rank0(folder.take)
             parts = set_up(settings, world, folder, weights, say)
-            state = parts.state
+            state, first_step = parts.state, parts.state.step
             last = train(parts, folder, say)
             del parts  # model and optimizer, before the world is closed
         if last and world.rank == 0:
@@ -65,10 +66,8 @@ def train(parts: Parts, folder: RunFolder, say: Say) -> Path | None:
         write_atomically(folder.path / SETTINGS, resolve.as_yaml(parts.settings))
         folder.keep_tokenizer(next(iter(parts.sources.values())).path)
         folder.say("running", state.step)
-    first_step = state.step
-    with (memory.explained(world.rank, while_=lambda: state.step == first_step), parts.loader,
-          StopRequest(folder.path, world.rank == 0) as stop,
-          Recorder(parts.settings, world, folder, plan, first_step) as recorder):
+    with (parts.loader, StopRequest(folder.path, world.rank == 0) as stop,
+          Recorder(parts.settings, world, folder, plan, state.step) as recorder):
         reason = loop.train(parts, recorder, stop)
     if not reason:
         return parts.checkpointer.newest()
@@ -78,11 +77,24 @@ def train(parts: Parts, folder: RunFolder, say: Say) -> Path | None:
     return None
 
 
-def finish(folder: RunFolder, checkpoint: Path, write_model: WriteModel | None) -> None:
-    """Writes the whole model as one file, then the status `finished`: whoever reads that finds the model.
+@contextlib.contextmanager
+def out_of_memory_explained(rank: int, while_: Callable[[], bool]) -> Iterator[None]:
+    """Raises UserError instead of PyTorch's error where memory runs out while `while_()` holds: at the start, settings
+    ask for too much. Later it may be an accident that a restart mends, and stays PyTorch's error."""
+    try:
+        yield
+    except RuntimeError as error:
+        out_of_memory = isinstance(error, torch.cuda.OutOfMemoryError) or "can't allocate memory" in str(error)
+        if not (out_of_memory and while_()):
+            raise
+        raise UserError(f"rank {rank} has too little memory: lower batch_size or seq_length (global_batch_size keeps "
+                        "the batch), set fsdp_activation_checkpointing=true, or shard over more ranks "
+                        f"({first_line(error)[:200]})") from error
 
-    Rank 0 does this after the process group has ended: a large model may take longer than other ranks would wait.
-    """
+
+def finish(folder: RunFolder, checkpoint: Path, write_model: WriteModel | None) -> None:
+    """Writes the whole model as one file, then the status `finished`: whoever reads that finds the model. On rank 0 when
+    the process group has ended: a large model may take longer than the other ranks would wait."""
     step, written = step_of(checkpoint.name) or 0, folder.path / MODELS / checkpoint.name
     if write_model and not written.exists():
         write_model(checkpoint, written)

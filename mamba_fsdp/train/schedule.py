@@ -29,7 +29,7 @@ class Schedule:
             return min(rise, max(self.floor, 1 - (1 - self.floor) * x / self.total))
         if self.kind == "wsd":
             left = (self.total - x) / self.decay if self.decay else 1.0
-            return min(rise, max(self.floor, min(1.0, left)))
+            return min(rise, max(self.floor, left))
         if self.kind == "annealing":
             return min(rise, max(0.0, 1 - step / self.total))
         assert self.kind == "constant", self.kind

@@ -26,7 +26,6 @@ from mamba_fsdp.ops.forms import resolve_forms
 from mamba_fsdp.parallel.model import ParallelModel
 from mamba_fsdp.parallel.parallelize import choose_strategy, fill, fill_parts, parallelize
 from mamba_fsdp.parallel.world import World
-from mamba_fsdp.train import memory
 from mamba_fsdp.train.optimizer import LossScale, make_optimizer
 from mamba_fsdp.train.run_folder import RunFolder
 from mamba_fsdp.train.schedule import Schedule
@@ -73,17 +72,15 @@ class Parts:
 
 
 def set_up(settings: TrainConfig, world: World, folder: RunFolder, weights: Weights | None, say: Say) -> Parts:
-    """Called by all ranks. weights: those of init_from. Raises UserError for settings that don't fit this machine, the
-    data or the checkpoints."""
+    """Called by all ranks. weights: of init_from. Raises UserError where machine, data or checkpoint don't fit."""
     checkpoint = settings.checkpoint
     checkpointer = Checkpointer(folder.path, world, keep=checkpoint.keep_checkpoints,
                                 asynchronous=checkpoint.async_checkpoint, report=say, check_ours=folder.lease.check)
     split = split_step(settings.training, world)
     sources, shares, validation = open_data(settings)
-    with memory.explained(world.rank):
-        parallel = build_model(settings, world, say)
-        optimizer = make_optimizer(parallel.parameters(), parameters(settings.model), settings.optimizer, world.device)
-        state = start(settings, parallel, optimizer, checkpointer, weights, say)
+    parallel = build_model(settings, world, say)
+    optimizer = make_optimizer(parallel.parameters(), parameters(settings.model), settings.optimizer, world.device)
+    state = start(settings, parallel, optimizer, checkpointer, weights, say)
     plan = plan_steps(settings, split, state, bool(validation), say)
     order = Order(sources, shares, settings.data.seq_length, settings.training.seed, state=state.data or None)
     loader = Loader(sources, order, settings.data, split, vocab_size=settings.model.vocab_size, first_step=state.step,
@@ -108,14 +105,12 @@ def split_step(training: TrainingConfig, world: World) -> Split:
 
 
 def open_data(settings: TrainConfig) -> tuple[dict[str, TokenStore], dict[str, float], list[TokenStore]]:
-    """(training sources by name, their shares of the samples, validation stores). Raises UserError where one is missing
-    or has a larger vocabulary than the model."""
+    """(training sources, their shares, validation stores). Raises UserError where one is missing or doesn't fit."""
     (sources, shares), validation = training_sources(settings.data), validation_stores(settings.data)
-    known = settings.model.vocab_size
     for store in [*sources.values(), *validation]:
-        if store.vocab_size > known:
-            raise UserError(f"{store.path} has a vocabulary of {store.vocab_size}, the model only {known}; "
-                            f"set vocab_size={store.vocab_size}")
+        if store.vocab_size > settings.model.vocab_size:
+            raise UserError(f"{store.path} has a vocabulary of {store.vocab_size}, the model only "
+                            f"{settings.model.vocab_size}; set vocab_size={store.vocab_size}")
     return sources, shares, validation
 
 
@@ -135,8 +130,7 @@ def build_model(settings: TrainConfig, world: World, say: Say) -> ParallelModel:
 
 def start(settings: TrainConfig, parallel: ParallelModel, optimizer: torch.optim.Optimizer, checkpointer: Checkpointer,
           weights: Weights | None, say: Say) -> TrainState:
-    """Fills the shards: from the newest checkpoint of the run folder, else from what the settings name, else at random.
-    Returns the train state to begin with."""
+    """Fills the shards from the newest checkpoint, else from what the settings name, else at random."""
     world, checkpoint, state = parallel.world, settings.checkpoint, TrainState()
     newest = checkpointer.newest()
     if newest:
@@ -192,10 +186,8 @@ def plan_steps(settings: TrainConfig, split: Split, state: TrainState, validates
         if training.num_steps.unit == "tok":
             left = max(0, training.num_steps.count - state.tokens)
             total_steps = state.step + -(-left // tokens_per_step)
-    return Plan(split, tokens_per_step, total_steps,
+    factors = Schedule(schedule.schedule, total_steps, warmup=schedule.warmup_steps.steps(tokens_per_step),
+                       decay=schedule.decay_steps.steps(tokens_per_step), floor=schedule.min_learning_rate_ratio)
+    return Plan(split, tokens_per_step, total_steps, schedule=factors,
                 eval_steps=training.eval_interval.steps(tokens_per_step) if validates else 0,
-                checkpoint_steps=settings.checkpoint.checkpoint_interval.steps(tokens_per_step),
-                schedule=Schedule(schedule.schedule, total_steps,
-                                  warmup=schedule.warmup_steps.steps(tokens_per_step),
-                                  decay=schedule.decay_steps.steps(tokens_per_step),
-                                  floor=schedule.min_learning_rate_ratio))
+                checkpoint_steps=settings.checkpoint.checkpoint_interval.steps(tokens_per_step))

@@ -31,8 +31,7 @@ class TrainState:
 
     @classmethod
     def from_saved(cls, saved: Mapping[str, Any], checkpoint: Path) -> "TrainState":
-        """The state that `checkpoint` saved; what it lacks takes its default. Raises UserError for an unknown field:
-        without it, another run would be resumed."""
+        """The state that `checkpoint` saved. What it lacks takes its default; unknown fields raise UserError."""
         unknown = saved["progress"].keys() - {known.name for known in fields(cls)}
         if unknown:
             raise UserError(f"{checkpoint}: its state holds {', '.join(sorted(unknown))}, which this program does not "

@@ -15,10 +15,8 @@ class StopRequest:
     """Notices requests on this rank; `reason` is "" until there is one. Only rank 0 looks for the file."""
 
     def __init__(self, run_folder: Path, on_rank0: bool) -> None:
-        self.reason = ""
-        self.interrupted = False
+        self.reason, self.interrupted, self.next_look = "", False, 0.0
         self.file = run_folder / STOP if on_rank0 else None
-        self.next_look = 0.0
         if self.file:
             self.file.unlink(missing_ok=True)  # it was for a run that is over
 

@@ -27,7 +27,7 @@ def main(model: str, store: str, seq_length: Annotated[int, Bounds(at_least=1)] 
     from mamba_fsdp.data.loader import Split, evaluation_batches
     from mamba_fsdp.data.store import TokenStore
     from mamba_fsdp.parallel.world import start_world
-    from mamba_fsdp.train.evaluate import evaluate
+    from mamba_fsdp.train.loop import evaluate
     from mamba_fsdp.verbs.loading import load_model, tokenizer_of
 
     tokens = TokenStore(store)

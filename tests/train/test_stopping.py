@@ -39,17 +39,17 @@ def test_the_stop_file_is_seen_by_rank_0_and_removed_at_both_ends(tmp_path, monk
 
 
 def test_a_rank_without_progress_says_where_it_stands_and_ends():
-    code = ("import time; from mamba_fsdp.train.watchdog import Watchdog\n"
+    code = ("import time; from mamba_fsdp.train.watchdog import watchdog\n"
             "def stuck_here(): time.sleep(60)\n"
-            "with Watchdog(0.5 / 60, 3): stuck_here()")
+            "with watchdog(0.5 / 60, 3): stuck_here()")
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30)
     assert done.returncode == 1 and "rank 3 made no progress" in done.stderr and "stuck_here" in done.stderr
 
 
 def test_a_rank_with_progress_goes_on():
-    code = ("import time; from mamba_fsdp.train.watchdog import Watchdog\n"
+    code = ("import time; from mamba_fsdp.train.watchdog import watchdog\n"
             "from mamba_fsdp.heartbeat import heart\n"
-            "with Watchdog(0.5 / 60, 3):\n"
+            "with watchdog(0.5 / 60, 3):\n"
             "    for _ in range(12): time.sleep(0.1); heart.beat()")
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30)
     assert (done.returncode, done.stderr) == (0, "")
