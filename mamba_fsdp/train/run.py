@@ -93,8 +93,8 @@ def out_of_memory_explained(rank: int, while_: Callable[[], bool]) -> Iterator[N
 
 
 def finish(folder: RunFolder, checkpoint: Path, write_model: WriteModel | None) -> None:
-    """Writes the whole model as one file, then the status `finished`: whoever reads that finds the model. On rank 0 when
-    the process group has ended: a large model may take longer than the other ranks would wait."""
+    """Writes the whole model as one file, then the status `finished`: whoever reads that finds the model. On rank 0,
+    when the process group has ended: a large model may take longer than the other ranks would wait."""
     step, written = step_of(checkpoint.name) or 0, folder.path / MODELS / checkpoint.name
     if write_model and not written.exists():
         write_model(checkpoint, written)
