@@ -26,7 +26,7 @@ LIMITS = {"above": operator.gt, "at_least": operator.ge, "at_most": operator.le,
 # ---------------------------------------------------------------- describing
 
 class Needs(NamedTuple):
-    """What must hold for a setting to have an effect; given where it has none, it is refused."""
+    """What must hold for a setting to have an effect. A setting that is given without effect is refused."""
 
     words: str  # as in "does nothing without a mamba2 layer"
     met: Callable[[Any], Any]  # of the TrainConfig
@@ -43,7 +43,7 @@ class Bounds(NamedTuple):
     some_text: bool = False
 
     def check(self, value: Any) -> None:
-        """Raises ValueError, which says what has to hold, where it does not hold of `value`."""
+        """Raises ValueError, which says what must hold, where `value` is out of bounds."""
         if self.some_text and not value:
             raise ValueError("expected some text")
         if self.choices and value not in self.choices:
@@ -55,7 +55,7 @@ class Bounds(NamedTuple):
                 raise ValueError(f"must be {name.replace('_', ' ')} {limit}")
 
     def words(self) -> list[str]:
-        """Its limits, as in ["at least 1", "at most 4"]."""
+        """The limits, as in ["at least 1", "at most 4"]."""
         limits = {name.replace("_", " "): getattr(self, name) for name in LIMITS}
         return [f"{name} {limit}" for name, limit in limits.items() if limit is not None]
 
@@ -67,7 +67,7 @@ def setting(default: Any, *, aliases: Iterable[str] = (), needs: Needs | None = 
             spellings: dict[str, str] | None = None, **bounds: Any) -> Any:
     """A dataclass field with its Bounds, the other names by which users may know it, and other spellings of values.
 
-    A list as default is copied for each instance. Where a text is the default, some text has to be given.
+    A list as default is copied for each instance. Where the default is a text that is not empty, so must be each value.
     """
     limits = Bounds(some_text=isinstance(default, str) and default != "", **bounds)
     metadata = {"bounds": limits, "aliases": tuple(aliases), "needs": needs, "spellings": spellings or {}}
@@ -175,7 +175,7 @@ def read_field(name: str, leaf: dataclasses.Field, text: Any, where: str = "") -
 
 
 def near_name(name: str, known: Iterable[str], otherwise: str, dashes: str = "") -> str:
-    """A hint for who wrote `name`, which is unknown: the nearest of the `known` names, or `otherwise`."""
+    """A hint for an unknown `name`: the nearest of the `known` names, or `otherwise`."""
     near = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
     return f"did you mean {dashes}{near[0]}?" if near else otherwise
 
@@ -183,7 +183,7 @@ def near_name(name: str, known: Iterable[str], otherwise: str, dashes: str = "")
 # ---------------------------------------------------------------- on a help page
 
 def help_lines(section: type) -> list[str]:
-    """What a help page says of each field of the dataclass `section`: default, bounds, meaning and other names."""
+    """The help page's lines on the fields of the dataclass `section`: default, bounds, meaning and other names."""
     lines, meanings = [], meanings_in(section)
     for leaf in dataclasses.fields(section):
         lines.append(f"  --{leaf.name}={shown(default(leaf))}  ({takes(leaf)})")

@@ -45,11 +45,10 @@ def aliases() -> dict[str, str]:
 
 def resolve_settings(given: Mapping[str, Any], config_file: str | None = None,
                      stray: Sequence[str] = ()) -> tuple[TrainConfig, set[str]]:
-    """The TrainConfig for what is `given` (name -> text) on top of `config_file`, the preset and the
-    defaults.
+    """The TrainConfig of what is `given` (name -> text) over `config_file`, the preset and the defaults.
 
-    Returns (settings, explicit): explicit is the set of leaf names that the command line or the file set. What only the
-    command line has made pointless in the file is forgotten. Raises UserError for unknown names (with the nearest),
+    Returns (settings, explicit): explicit is the set of leaf names that the command line or the file set. A setting of
+    the file that does nothing only because of the command line is dropped. Raises UserError for unknown names (with the nearest),
     values of the wrong type or out of bounds, settings that do nothing, impossible combinations, and `stray` words,
     which name no setting.
     """
@@ -64,7 +63,7 @@ def resolve_settings(given: Mapping[str, Any], config_file: str | None = None,
     settings.check()
     for name, sentence in _pointless(settings, chosen, _usual(chosen)).items():
         if settings.checkpoint.init_from and name in vars(settings.model):
-            continue  # the weights will tell the layers: see take_model
+            continue  # the weights decide the layers: see take_model
         if name in on_line:
             raise UserError(f"{sentence} (on the command line)")
         if name in _pointless(_build(in_file), in_file, _usual(in_file)):
@@ -82,14 +81,14 @@ def _build(chosen: dict[str, Any]) -> TrainConfig:
 
 
 def _usual(chosen: dict[str, Any]) -> dict[str, Any]:
-    """What every setting would be that is not chosen."""
+    """The value of each setting that is not chosen: the preset's, else the default."""
     name = chosen.get("model_name", default("model_name"))
     return {**{name: default(name) for name in all_settings()}, **preset(name)}
 
 
 def _pointless(settings: TrainConfig, names: Iterable[str], usual: dict[str, Any]) -> dict[str, str]:
-    """{setting: a sentence that says so} for those of `names` that do nothing in `settings`. To give what is `usual`
-    (name -> value) is no mistake."""
+    """{setting: an error message} for those of `names` that have no effect in `settings`. To give the `usual` value is
+    no mistake."""
     found = {}
     for name in names:
         section, leaf = all_settings()[name]
@@ -106,11 +105,8 @@ def _works(name: str, settings: TrainConfig) -> bool:
 
 
 def take_model(settings: TrainConfig, model: ModelConfig, explicit: Collection[str]) -> None:
-    """Give `settings` the shape of the weights that init_from names, which `model` is. Model settings that the user
-    gave (`explicit`) must agree with it.
-
-    Raises UserError naming those that don't, and those that do nothing.
-    """
+    """Gives `settings` the shape `model` of the weights of init_from. Raises UserError for model settings that the user
+    gave (`explicit`) and that disagree with it or do nothing."""
     there = vars(model)
     if "model_name" not in explicit:
         for name in there.keys() - set(explicit):
@@ -195,7 +191,7 @@ def _read(given: Mapping[str, Any], where: str) -> dict[str, Any]:
     for key, text in given.items():
         name = aliases().get(key)
         if name is None:
-            # A section that is given wrongly is forgiven in the suggestion, not in the setting.
+            # The suggestion looks past a wrong section; the setting does not.
             hint = near_name(key.split(".")[-1], ["config", *all_settings()], "training.py --help lists them")
             raise UserError(f"{key}: there is no such setting ({where}); {hint}")
         if name in chosen:

@@ -167,7 +167,7 @@ class ParallelConfig:
     """A rank that makes no progress for so long prints where it stands and ends the job; give more where compiling or
     data on a slow disk needs it."""
 
-    def selective_share(self):
+    def selective_share(self) -> float:
         """selective_checkpointing as a number in (0, 1]. Raises UserError where it is none."""
         text = self.selective_checkpointing
         try:
