@@ -3,8 +3,8 @@
 import torch
 from torch.autograd.function import once_differentiable
 
-from mamba_fsdp.conventions import compute_type
 from mamba_fsdp.ops import native
+from mamba_fsdp.ops.conv.portable import apply
 
 takes, why_unavailable = native.takes, native.why_unavailable
 _ARGUMENTS = native.structure("Conv", "n:batch", "n:length", "n:channels", "n:width", "n:x_row", "n:grad_out_row", "x",
@@ -21,39 +21,34 @@ def _visible(documents, width):
     return count
 
 
-def _call(function, x, taps, **more):
+def _call(function, x, taps, bias, visible, **more):
     batch, length, channels = x.shape
     native.call(function, _ARGUMENTS, batch=batch, length=length, channels=channels, width=taps.shape[0], x=x,
-                taps=taps, **more)
+                taps=taps, bias=bias, visible=visible, **more)
 
 
 class _Conv(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, weight, bias, documents):
+    def forward(ctx, x, taps, bias, documents):
         native.check(x)
-        x, real = native.as_rows(x), compute_type(x)
-        taps = weight.squeeze(1).T.to(real).contiguous()
-        bias_real, visible = bias.to(real).contiguous(), _visible(documents, taps.shape[0])
-        out = x.new_empty(x.shape)
-        _call(native.library(x.dtype).conv_forward, x, taps, bias=bias_real, visible=visible, out=out)
-        ctx.save_for_backward(x, taps, bias_real, visible)
-        ctx.dtypes = weight.dtype, bias.dtype
+        x = native.as_rows(x)
+        inputs, out = (x, taps, bias, _visible(documents, taps.shape[0])), x.new_empty(x.shape)
+        _call(native.library(x.dtype).conv_forward, *inputs, out=out)
+        ctx.save_for_backward(*inputs)
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
-        x, taps, bias, visible = ctx.saved_tensors
-        grad, grad_x = native.as_rows(grad), x.new_empty(x.shape)
-        library = native.library(x.dtype)
+        x, taps, *_ = inputs = ctx.saved_tensors
+        library, grad_x = native.library(x.dtype), x.new_empty(x.shape)
         blocks = x.shape[0] * -(-x.shape[1] // library.conv_steps())
-        grad_taps = taps.new_empty(blocks, taps.shape[0] + 1, taps.shape[1])
-        _call(library.conv_backward, x, taps, bias=bias, visible=visible, grad_out=grad, grad_x=grad_x,
-              grad_taps=grad_taps)
-        grad_taps = grad_taps.sum(0)
-        return grad_x, grad_taps[:-1].T.unsqueeze(1).to(ctx.dtypes[0]), grad_taps[-1].to(ctx.dtypes[1]), None
+        grads = taps.new_empty(blocks, taps.shape[0] + 1, taps.shape[1])  # of the taps, then of the bias
+        _call(library.conv_backward, *inputs, grad_out=native.as_rows(grad), grad_x=grad_x, grad_taps=grads)
+        grads = grads.sum(0)
+        return grad_x, grads[:-1], grads[-1], None
 
 
 @torch.compiler.disable
-def causal_conv_silu(x, weight, bias, documents):
-    return _Conv.apply(x, weight, bias, documents)
+def causal_conv_silu(*arguments):
+    return apply(_Conv, *arguments)

@@ -14,7 +14,7 @@ def _same_document(documents, shift, dtype):
 
 
 def _convolve(x, taps, bias, documents):
-    """The convolution before SiLU, in taps' dtype; taps (width, channels), the last one for the current position."""
+    """The convolution before SiLU."""
     out = torch.addcmul(bias, x, taps[-1])
     for shift in range(1, min(taps.shape[0], x.shape[1])):
         earlier = x[:, :-shift]
@@ -26,20 +26,16 @@ def _convolve(x, taps, bias, documents):
 
 class _Conv(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, weight, bias, documents):
-        ctx.save_for_backward(x, weight, bias, documents)
-        real = compute_type(x)
-        taps = weight.squeeze(1).T.to(real).contiguous()
-        return F.silu(_convolve(x.to(real), taps, bias.to(real), documents), inplace=True).to(x.dtype)
+    def forward(ctx, x, taps, bias, documents):
+        ctx.save_for_backward(x, taps, bias, documents)
+        return F.silu(_convolve(x.to(taps.dtype), taps, bias, documents), inplace=True).to(x.dtype)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
-        x, weight, bias, documents = ctx.saved_tensors
-        real = compute_type(x)
-        taps = weight.squeeze(1).T.to(real).contiguous()
-        values = x.to(real)
-        out = _convolve(values, taps, bias.to(real), documents)
+        x, taps, bias, documents = ctx.saved_tensors
+        values = x.to(taps.dtype)
+        out = _convolve(values, taps, bias, documents)
         gate = torch.sigmoid(out)
         grad = grad * gate.addcmul_(out.mul_(gate), 1 - gate)  # silu'(v) = s + v s (1 - s)
         grad_taps = torch.zeros_like(taps)
@@ -48,12 +44,18 @@ class _Conv(torch.autograd.Function):
         for shift in range(1, min(taps.shape[0], x.shape[1])):
             later = grad[:, shift:]
             if documents is not None:
-                later = later * _same_document(documents, shift, real)
+                later = later * _same_document(documents, shift, taps.dtype)
             grad_taps[-1 - shift] = (later * values[:, :-shift]).sum((0, 1))
             grad_x[:, :-shift].addcmul_(later, taps[-1 - shift])
-        grad_weight = grad_taps.T.unsqueeze(1).to(weight.dtype)
-        return grad_x.to(x.dtype), grad_weight, grad.sum((0, 1)).to(bias.dtype), None
+        return grad_x.to(x.dtype), grad_taps, grad.sum((0, 1)), None
 
 
-def causal_conv_silu(x, weight, bias, documents):
-    return _Conv.apply(x, weight, bias, documents)
+def apply(function, x, weight, bias, documents):
+    """causal_conv_silu by an autograd function of x, taps (width, channels), the current position's last, bias and
+    documents, where taps and bias are in compute type."""
+    real = compute_type(x)
+    return function.apply(x, weight.squeeze(1).T.to(real).contiguous(), bias.to(real).contiguous(), documents)
+
+
+def causal_conv_silu(*arguments):
+    return apply(_Conv, *arguments)

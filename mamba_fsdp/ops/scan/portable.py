@@ -19,9 +19,7 @@ class _Chunk:
 
     def __init__(self, span, u, dt, A, B, C, dt_bias, starts):
         real = A.dtype
-        self.raw_delta = dt[:, span].to(real)
-        if dt_bias is not None:
-            self.raw_delta = self.raw_delta + dt_bias
+        self.raw_delta = dt[:, span].to(real) + dt_bias
         self.delta = F.softplus(self.raw_delta)  # (batch, steps, d_inner), as u and input
         self.u = u[:, span].to(real)
         self.input = self.delta * self.u
@@ -67,58 +65,40 @@ class _Chunk:
 
 
 def _chunks(length):
-    return [slice(start, min(start + CHUNK, length)) for start in range(0, length, CHUNK)]
+    return [slice(start, start + CHUNK) for start in range(0, length, CHUNK)]
 
 
 class _Scan(torch.autograd.Function):
-    """States inside are (batch, d_state, d_inner): the long dimension last."""
-
     @staticmethod
-    def forward(ctx, u, dt, A, B, C, D, z, dt_bias, starts, initial_state):
-        batch, length, d_inner = u.shape
-        real = compute_type(u)
-        A_rows = A.T.to(real).contiguous()
-        bias = None if dt_bias is None else dt_bias.to(real)
-        state = initial_state.transpose(1, 2).to(real, copy=True, memory_format=torch.contiguous_format)
+    def forward(ctx, u, dt, A, B, C, D, z, dt_bias, starts, state):
         out = torch.empty_like(u, memory_format=torch.contiguous_format)
-        entries = state.new_empty(len(_chunks(length)), *state.shape)
-        for entry, span in zip(entries, _chunks(length)):
+        spans = _chunks(u.shape[1])
+        entries = state.new_empty(len(spans), *state.shape)
+        for entry, span in zip(entries, spans):
             entry.copy_(state)
-            chunk = _Chunk(span, u, dt, A_rows, B, C, bias, starts)
+            chunk = _Chunk(span, u, dt, A, B, C, dt_bias, starts)
             states = chunk.states(entry)
-            y = chunk.over_states(chunk.C, states)
-            if D is not None:
-                y = torch.addcmul(y, chunk.u, D.to(real))
-            if z is not None:
-                y = y * F.silu(z[:, span].to(real))
-            out[:, span] = y
+            y = torch.addcmul(chunk.over_states(chunk.C, states), chunk.u, D)
+            out[:, span] = y if z is None else y * F.silu(z[:, span].to(y.dtype))
             state = states[-1].clone()
         ctx.save_for_backward(u, dt, A, B, C, D, z, dt_bias, starts, entries)
-        ctx.state_type = initial_state.dtype
-        return out, state.transpose(1, 2)
+        return out, state
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_out, grad_last_state):
         u, dt, A, B, C, D, z, dt_bias, starts, entries = ctx.saved_tensors
-        real = entries.dtype
-        A_rows = A.T.to(real).contiguous()
-        bias = None if dt_bias is None else dt_bias.to(real)
         grad_u, grad_dt, grad_B, grad_C, grad_z = (
             None if v is None else torch.empty_like(v, memory_format=torch.contiguous_format) for v in (u, dt, B, C, z))
-        grad_A = torch.zeros_like(A_rows)
-        grad_D = None if D is None else torch.zeros_like(D, dtype=real)
-        grad_bias = None if bias is None else torch.zeros_like(bias)
-        carried = grad_last_state.transpose(1, 2).to(real)  # what reaches the chunk's last state from behind
+        grad_A, grad_D, grad_bias = (torch.zeros_like(v) for v in (A, D, dt_bias))
+        carried = grad_last_state  # what reaches the chunk's last state from behind
         for entry, span in reversed(list(zip(entries, _chunks(u.shape[1])))):
-            chunk = _Chunk(span, u, dt, A_rows, B, C, bias, starts)
+            chunk = _Chunk(span, u, dt, A, B, C, dt_bias, starts)
             states = chunk.states(entry)
-            grad_y = grad_out[:, span].to(real)
+            grad_y = grad_out[:, span].to(A.dtype)
             if z is not None:
-                y = chunk.over_states(chunk.C, states)
-                if D is not None:
-                    y = torch.addcmul(y, chunk.u, D.to(real))
-                gate_input = z[:, span].to(real)
+                y = torch.addcmul(chunk.over_states(chunk.C, states), chunk.u, D)
+                gate_input = z[:, span].to(A.dtype)
                 sigmoid = torch.sigmoid(gate_input)
                 grad_z[:, span] = y.mul_(grad_y).mul_(sigmoid).mul_(1 + gate_input * (1 - sigmoid))
                 grad_y = grad_y * (gate_input * sigmoid)
@@ -132,32 +112,27 @@ class _Scan(torch.autograd.Function):
             through_decay[0].mul_(entry)
             through_decay[1:].mul_(states[:-1])
             grad_A += torch.mul(through_decay, chunk.delta.transpose(0, 1).unsqueeze(2), out=states).sum((0, 1))
-            grad_delta = through_decay.mul_(A_rows).sum(2).transpose(0, 1)
-            grad_delta = grad_delta.addcmul_(grad_input, chunk.u)
+            grad_delta = through_decay.mul_(A).sum(2).transpose(0, 1).addcmul_(grad_input, chunk.u)
             grad_dt[:, span] = grad_delta.mul_(torch.sigmoid(chunk.raw_delta))
-            if bias is not None:
-                grad_bias += grad_delta.sum((0, 1))
-            grad_input = grad_input.mul_(chunk.delta)
-            if D is not None:
-                grad_input.addcmul_(grad_y, D.to(real))
-                grad_D += torch.einsum("btc,btc->c", grad_y, chunk.u)
-            grad_u[:, span] = grad_input
-        return (grad_u, grad_dt, grad_A.T.to(A.dtype), grad_B, grad_C, None if D is None else grad_D.to(D.dtype),
-                grad_z, None if bias is None else grad_bias.to(dt_bias.dtype), None,
-                carried.transpose(1, 2).to(ctx.state_type))
+            grad_bias += grad_delta.sum((0, 1))
+            grad_u[:, span] = grad_input.mul_(chunk.delta).addcmul_(grad_y, D)
+            grad_D += torch.einsum("btc,btc->c", grad_y, chunk.u)
+        return grad_u, grad_dt, grad_A, grad_B, grad_C, grad_D, grad_z, grad_bias, None, carried
 
 
 def apply(function, u, dt, A, B, C, D, z, dt_bias, documents, initial_state, return_last_state):
-    """selective_scan by an autograd function, whose `starts` are True where a position begins a document that is not
-    its row's first, and which always has an initial state."""
-    starts = None
-    if documents is not None:
-        starts = torch.zeros_like(documents, dtype=torch.bool)
-        torch.ne(documents[:, 1:], documents[:, :-1], out=starts[:, 1:])
+    """selective_scan by an autograd function, which has A, D, dt_bias and the state in compute type, A and states with
+    d_inner, the long dimension, last, and `starts`: True where a position begins a document, but for its row's first.
+    """
+    A = A.T.to(compute_type(u)).contiguous()
+    D, dt_bias = (A.new_zeros(A.shape[1]) if v is None else v.to(A.dtype).contiguous() for v in (D, dt_bias))
+    starts = None if documents is None else documents.diff(dim=1, prepend=documents[:, :1]) != 0
     if initial_state is None:
-        initial_state = A.new_zeros(u.shape[0], *A.shape, dtype=compute_type(u))
-    out, last_state = function.apply(u, dt, A, B, C, D, z, dt_bias, starts, initial_state)
-    return (out, last_state) if return_last_state else out
+        state = A.new_zeros(u.shape[0], *A.shape)
+    else:
+        state = initial_state.transpose(1, 2).to(A.dtype).contiguous()
+    out, state = function.apply(u, dt, A, B, C, D, z, dt_bias, starts, state)
+    return (out, state.transpose(1, 2)) if return_last_state else out
 
 
 @torch.compiler.disable

@@ -15,7 +15,7 @@ struct scan {
     int64_t threads, batch, length, d_inner, d_state;
     int64_t u_row, dt_row, B_row, C_row, z_row, grad_out_row;
     const io *u, *dt, *B, *C, *z;                 /* z may be null */
-    const real *A, *D, *bias;                     /* A (d_state, d_inner); D and bias may be null */
+    const real *A, *D, *bias;                     /* A (d_state, d_inner); D and bias (d_inner) */
     const uint8_t *starts;                        /* (batch, length), 1 where the state is reset; may be null */
     io *out;                                      /* (batch, length, d_inner) */
     real *entries;                                /* (batch, chunks, d_state, d_inner); null when no gradient is wanted */
@@ -52,8 +52,8 @@ static int resets(const struct scan *s, struct place p, int t)
 static void load_tile(const struct scan *s, struct place p, struct tile *tile)
 {
     real bias[LANES];
-    load_real_lanes(bias, s->bias ? s->bias + p.channel : 0, p.lanes);
-    load_real_lanes(tile->D, s->D ? s->D + p.channel : 0, p.lanes);
+    load_real_lanes(bias, s->bias + p.channel, p.lanes);
+    load_real_lanes(tile->D, s->D + p.channel, p.lanes);
     for (int t = 0; t < p.steps; t++) {
         load_lanes(tile->u[t], s->u + at(s, p, t, s->u_row), p.lanes);
         load_lanes(tile->raw[t], s->dt + at(s, p, t, s->dt_row), p.lanes);
