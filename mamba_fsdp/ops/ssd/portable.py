@@ -59,7 +59,7 @@ def _decays(delta, A, documents):
 
 
 def _hand_over(added, decay, state, order):
-    """Pass the state from chunk to chunk in the given order, times each chunk's `decay`, plus its `added`.
+    """Pass the state from chunk to chunk in the given order: times each chunk's `decay`, plus its `added`.
 
     added, decay (batch, chunks, groups, d_state, channels), decay with d_state 1. Returns the states that enter each
     chunk, and the one that leaves the last.
@@ -71,10 +71,14 @@ def _hand_over(added, decay, state, order):
     return torch.stack(entering, dim=1), state
 
 
-def _states(B, scaled, decay, state):
-    """States that enter each chunk, and the last, from the chunks' inputs: all (batch, chunks, ...) as below."""
+def _states(x, delta, B, from_start, to_end, state):
+    """What each position adds to its chunk's last state, by B; each chunk's decay; the states that enter the chunks,
+    and the last: all (batch, chunks, ...) as below."""
+    groups = B.shape[3]
+    scaled = (x * (delta * to_end).unsqueeze(4)).flatten(3).unflatten(3, (groups, -1))
+    decay = from_start[:, :, -1].repeat_interleave(x.shape[4], 2).unflatten(2, (groups, 1, -1))
     added = torch.einsum("zcjgn,zcjgk->zcgnk", B, scaled)
-    return _hand_over(added, decay, state, range(added.shape[1]))
+    return scaled, decay, *_hand_over(added, decay, state, range(added.shape[1]))
 
 
 class _SSD(torch.autograd.Function):
@@ -90,38 +94,28 @@ class _SSD(torch.autograd.Function):
     def forward(ctx, x, delta, A, B, C, D, documents, state, size):
         ctx.save_for_backward(x, delta, A, B, C, D, documents, state)
         ctx.size = size
-        length, heads, headdim = x.shape[1:]
-        groups = B.shape[2]
         x_, delta_, B_, C_ = (_in_chunks(t, size).to(delta.dtype) for t in (x, delta, B, C))
         within, from_start, to_end = _decays(delta_, A, documents)
 
-        scaled = (x_ * (delta_ * to_end).unsqueeze(4)).flatten(3).unflatten(3, (groups, -1))
-        decay = from_start[:, :, -1].repeat_interleave(headdim, 2).unflatten(2, (groups, 1, -1))
-        entering, last = _states(B_, scaled, decay, state)
-        y = torch.einsum("zcign,zcgnk->zcigk", C_, entering).flatten(3).unflatten(3, (heads, headdim))
+        _, _, entering, last = _states(x_, delta_, B_, from_start, to_end, state)
+        y = torch.einsum("zcign,zcgnk->zcigk", C_, entering).flatten(3).unflatten(3, x.shape[2:])
         y *= from_start.unsqueeze(4)
 
-        CB = torch.einsum("zcign,zcjgn->zcgij", C_, B_)
-        within = within.unflatten(2, (groups, -1)).mul_(CB.unsqueeze(3)).flatten(2, 3)
+        CB = torch.einsum("zcign,zcjgn->zcgij", C_, B_).unsqueeze(3)
+        within = within.unflatten(2, (B.shape[2], -1)).mul_(CB).flatten(2, 3)
         y += torch.einsum("zchij,zcjhp->zcihp", within, x_ * delta_.unsqueeze(4))
-        if D is not None:
-            y.addcmul_(x_, D.unsqueeze(1))
-        return y.flatten(1, 2)[:, :length].to(x.dtype), last
+        return y.addcmul_(x_, D.unsqueeze(1)).flatten(1, 2)[:, :x.shape[1]].to(x.dtype), last
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad, grad_last):
         x, delta, A, B, C, D, documents, state = ctx.saved_tensors
-        length, heads, headdim = x.shape[1:]
-        groups = B.shape[2]
         x_, delta_, B_, C_, grad_ = (_in_chunks(t, ctx.size).to(delta.dtype) for t in (x, delta, B, C, grad))
         within, from_start, to_end = _decays(delta_, A, documents)
-        by_head, by_group = (heads, headdim), (groups, -1)
+        by_head, by_group = x.shape[2:], (B.shape[2], -1)
 
         # Between chunks. `leaving` is the gradient of the state that leaves each chunk, as `entering` is a state.
-        scaled = (x_ * (delta_ * to_end).unsqueeze(4)).flatten(3).unflatten(3, by_group)
-        decay = from_start[:, :, -1].repeat_interleave(headdim, 2).unflatten(2, (groups, 1, -1))
-        entering, _ = _states(B_, scaled, decay, state)
+        scaled, decay, entering, _ = _states(x_, delta_, B_, from_start, to_end, state)
         reading = (grad_ * from_start.unsqueeze(4)).flatten(3).unflatten(3, by_group)
         leaving = torch.einsum("zcign,zcigk->zcgnk", C_, reading)
         leaving, grad_state = _hand_over(leaving, decay, grad_last, range(leaving.shape[1] - 1, -1, -1))
@@ -152,28 +146,23 @@ class _SSD(torch.autograd.Function):
         passing += (grad_to_end.cumsum(2) - grad_to_end) + grad_decay.unsqueeze(2)
         grad_delta = (grad_input * x_).sum(4).addcmul_(passing, A)
         grad_A = (passing * delta_).sum((0, 1, 2))
-        grad_x = grad_input.mul_(delta_.unsqueeze(4))
-        grad_D = None
-        if D is not None:
-            grad_D = (grad_ * x_).sum(4).sum((0, 1, 2))
-            grad_x.addcmul_(grad_, D.unsqueeze(1))
-        grad_x, grad_delta, grad_B, grad_C = (t.flatten(1, 2)[:, :length] for t in (grad_x, grad_delta, grad_B, grad_C))
-        return (grad_x.to(x.dtype), grad_delta, grad_A, grad_B.to(B.dtype), grad_C.to(C.dtype), grad_D,
-                None, grad_state, None)
+        grad_D = (grad_ * x_).sum(4).sum((0, 1, 2))
+        grad_x = grad_input.mul_(delta_.unsqueeze(4)).addcmul_(grad_, D.unsqueeze(1))
+        grad_x, grad_delta, grad_B, grad_C = (
+            g.flatten(1, 2)[:, :x.shape[1]].to(t.dtype)
+            for g, t in ((grad_x, x), (grad_delta, delta), (grad_B, B), (grad_C, C)))
+        return grad_x, grad_delta, grad_A, grad_B, grad_C, grad_D, None, grad_state, None
 
 
 def ssd(x, dt, A, B, C, D, dt_bias, chunk_size, documents, initial_state, return_last_state):
     batch, length, heads, headdim = x.shape
-    groups, d_state = B.shape[2:]
     real, size = compute_type(x), min(chunk_size, CHUNK)
     delta = F.softplus(dt.to(real) if dt_bias is None else dt.to(real) + dt_bias.to(real))
+    D = A.new_zeros(heads) if D is None else D
     if documents is not None:
         documents = torch.cat([documents, documents[:, -1:].expand(-1, -length % size)], dim=1).unflatten(1, (-1, size))
     if initial_state is None:
-        state = x.new_zeros(batch, groups, d_state, heads // groups * headdim, dtype=real)
-    else:
-        state = initial_state.to(real).unflatten(1, (groups, -1)).flatten(2, 3).transpose(2, 3)
-    y, last = _SSD.apply(x, delta, A.to(real), B, C, None if D is None else D.to(real), documents, state, size)
-    if return_last_state:
-        return y, last.transpose(2, 3).unflatten(2, (-1, headdim)).flatten(1, 2)
-    return y
+        initial_state = x.new_zeros(batch, heads, headdim, B.shape[3])
+    state = initial_state.to(real).unflatten(1, (B.shape[2], -1)).flatten(2, 3).transpose(2, 3)
+    y, last = _SSD.apply(x, delta, A.to(real), B, C, D.to(real), documents, state, size)
+    return (y, last.transpose(2, 3).unflatten(2, (-1, headdim)).flatten(1, 2)) if return_last_state else y
