@@ -36,15 +36,12 @@ class Part(nn.Module):
 
 
 def add_parameters(module, parameters):
-    """Make `parameters` (dotted name -> spec.Parameter) those of `module`; each name before a dot becomes a Weight."""
+    """Make `parameters` (NAME or CHILD.NAME -> spec.Parameter) those of `module`; a child that lacks is a Weight."""
     for name, parameter in parameters.items():
-        owner, leaf = module, name
-        while "." in leaf:
-            first, _, leaf = leaf.partition(".")
-            if not hasattr(owner, first):
-                setattr(owner, first, Weight())
-            owner = getattr(owner, first)
-        setattr(owner, leaf, nn.Parameter(torch.empty(parameter.shape)))
+        child, _, leaf = name.rpartition(".")
+        if child and not hasattr(module, child):
+            module.add_module(child, Weight())
+        setattr(module.get_submodule(child), leaf, nn.Parameter(torch.empty(parameter.shape)))
 
 
 class SSM(Part):
@@ -76,9 +73,8 @@ class SSM(Part):
 
     def allocate_state(self, batch, max_length, dtype, device):
         channels, _, width = self.conv1d.weight.shape
-        ssm_dtype = torch.promote_types(dtype, torch.float32)
-        return {"conv": torch.zeros(batch, width - 1, channels, dtype=dtype, device=device),  # the last inputs
-                "ssm": torch.zeros(batch, *self.state_shape, dtype=ssm_dtype, device=device)}
+        conv = torch.zeros(batch, width - 1, channels, dtype=dtype, device=device)  # the last inputs
+        return {"conv": conv, "ssm": torch.zeros(batch, *self.state_shape, dtype=compute_type(conv), device=device)}
 
 
 class Mamba1(SSM):

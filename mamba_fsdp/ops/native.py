@@ -49,25 +49,18 @@ def _run(command):
 
 
 def _compiler():
-    asked = os.environ.get("CC", "").split()
-    if asked:
-        return asked
-    for name in ("gcc", "cc", "clang"):
-        if shutil.which(name):
-            return [name]
-    raise Unavailable("there is no C compiler (gcc, cc or clang; the environment's CC names another)")
+    command = os.environ.get("CC", "").split() or [name for name in ("gcc", "cc", "clang") if shutil.which(name)][:1]
+    if not command:
+        raise Unavailable("there is no C compiler (gcc, cc or clang; the environment's CC names another)")
+    return command
 
 
 def _processor():
     try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        lines = set(Path("/proc/cpuinfo").read_text().splitlines())
     except OSError:
         return platform.processor()
-    return "".join(sorted({line for line in lines if line.startswith(("model name", "flags", "Features", "CPU part"))}))
-
-
-def cache_folder():
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mamba_fsdp"
+    return "".join(sorted(line for line in lines if line.startswith(("model name", "flags", "Features", "CPU part"))))
 
 
 def _compile(compiler, defines, path):
@@ -91,7 +84,8 @@ def library(dtype):
     compiler, defines = _compiler(), TYPES[dtype]
     sources = b"".join(path.read_bytes() for path in (HEADER, *SOURCES))
     identity = repr((sources, _flags(), defines, compiler, _run([*compiler, "--version"]), _processor()))
-    path = cache_folder() / f"ops-{hashlib.sha256(identity.encode()).hexdigest()[:24]}.so"
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    path = cache / f"mamba_fsdp/ops-{hashlib.sha256(identity.encode()).hexdigest()[:24]}.so"
     try:
         if not path.exists():
             _compile(compiler, defines, path)
@@ -114,10 +108,11 @@ def takes(use):
     return why_unavailable(use.dtype) if use.dtype in TYPES else f"there is no C for {use.dtype}"
 
 
-def structure(name, *fields):
-    """A ctypes.Structure: fields of int64 are given as 'n:NAME', pointers as 'NAME'. `threads` comes first."""
-    types = [(f[2:], ctypes.c_int64) if f.startswith("n:") else (f, ctypes.c_void_p) for f in ("n:threads", *fields)]
-    return type(name, (ctypes.Structure,), {"_fields_": types})
+def structure(numbers, pointers):
+    """The ctypes.Structure of a C operator's arguments, from names parted by spaces: `threads` and other int64 first."""
+    fields = [(name, ctypes.c_int64) for name in ("threads", *numbers.split())]
+    fields += [(name, ctypes.c_void_p) for name in pointers.split()]
+    return type("Arguments", (ctypes.Structure,), {"_fields_": fields})
 
 
 def call(function, structure, **values):

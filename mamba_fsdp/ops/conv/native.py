@@ -7,8 +7,8 @@ from mamba_fsdp.ops import native
 from mamba_fsdp.ops.conv.portable import apply
 
 takes, why_unavailable = native.takes, native.why_unavailable
-_ARGUMENTS = native.structure("Conv", "n:batch", "n:length", "n:channels", "n:width", "n:x_row", "n:grad_out_row", "x",
-                              "taps", "bias", "visible", "out", "grad_out", "grad_x", "grad_taps")
+_ARGUMENTS = native.structure("batch length channels width x_row grad_out_row",
+                              "x taps bias visible out grad_out grad_x grad_taps")
 
 
 def _visible(documents, width):

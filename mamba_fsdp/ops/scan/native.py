@@ -8,9 +8,9 @@ from mamba_fsdp.ops.scan.portable import apply
 
 takes, why_unavailable = native.takes, native.why_unavailable
 _ARGUMENTS = native.structure(
-    "Scan", "n:batch", "n:length", "n:d_inner", "n:d_state", "n:u_row", "n:dt_row", "n:B_row", "n:C_row", "n:z_row",
-    "n:grad_out_row", "u", "dt", "B", "C", "z", "A", "D", "bias", "starts", "out", "entries", "state", "grad_out",
-    "grad_state", "grad_u", "grad_dt", "grad_z", "grad_B", "grad_C", "grad_A", "grad_D", "grad_bias")
+    "batch length d_inner d_state u_row dt_row B_row C_row z_row grad_out_row",
+    "u dt B C z A D bias starts out entries state grad_out grad_state grad_u grad_dt grad_z grad_B grad_C grad_A grad_D "
+    "grad_bias")
 
 
 def _call(function, u, dt, A, B, C, D, z, bias, starts, entries, **more):
