@@ -1,8 +1,8 @@
 """The layers: Mamba-1, Mamba-2 and attention mixers, and the MLP. Their parameters are those of spec.py.
 
-Each mixer maps (batch, length, d_model) to the same shape in three ways: called with `documents` (see mamba_fsdp/ops),
-for training; `prefill`, the same for a prompt, which also leaves in `state` what the next position needs; and `step`,
-for one position (batch, d_model). Weights may be in fp32 or in the compute dtype: products run in their input's dtype.
+Each mixer maps (batch, length, d_model) to the same shape: called with `documents` (see mamba_fsdp/ops) for training,
+or for a prompt with the `state` in which it leaves what the next position needs; `step` does one position (batch,
+d_model). Weights may be in fp32 or in the compute dtype: products run in their input's dtype.
 """
 
 import torch
@@ -32,6 +32,7 @@ class Part(nn.Module):
 
     def __init__(self, config, spec):
         super().__init__()
+        self.config = config
         add_parameters(self, spec.parameters(config))
 
 
@@ -49,19 +50,15 @@ class SSM(Part):
     sequences and in `step` for one position, and a state that does not grow."""
 
     def mix(self, x, documents=None, state=None):
-        """Given a `state`, leaves in it what the next position needs."""
         x, *rest = self.project(x)
         if state:
             last = x[:, -state["conv"].shape[1]:]
-            state["conv"][:, state["conv"].shape[1] - last.shape[1]:] = last
+            state["conv"][:, -last.shape[1]:] = last
         x = causal_conv_silu(x, self.conv1d.weight, self.conv1d.bias, documents=documents, form=self.forms["conv"])
         y = self.scan(*self.scan_inputs(x, *rest), documents=documents, return_last_state=bool(state))
         if state:
             y, state["ssm"] = y
         return self.project_out(y, *rest)
-
-    def prefill(self, x, state):
-        return self.mix(x, state=state)
 
     def step(self, x, state, position):
         x, *rest = self.project(x)
@@ -82,12 +79,11 @@ class Mamba1(SSM):
 
     def __init__(self, config, forms):
         super().__init__(config, spec.MIXERS["mamba1"])
-        self.forms, self.d_state, self.dt_rank = forms, config.d_state, config.resolved_dt_rank
-        self.state_shape = config.d_inner, config.d_state
+        self.forms, self.state_shape = forms, (config.d_inner, config.d_state)
 
-    def forward(self, x, documents=None):
-        if "mamba1" not in self.forms:
-            return self.mix(x, documents)
+    def forward(self, x, documents=None, state=None):
+        if state or "mamba1" not in self.forms:
+            return self.mix(x, documents, state)
         return mamba1_mixer(self.in_proj(x), self.conv1d.weight, self.conv1d.bias, self.x_proj.weight,
                             self.dt_proj.weight, self.dt_proj.bias, self.A(), self.D, self.out_proj.weight)
 
@@ -95,7 +91,8 @@ class Mamba1(SSM):
         return self.in_proj(x).chunk(2, dim=-1)
 
     def scan_inputs(self, x, z):
-        dt, B, C = self.x_proj(x).split([self.dt_rank, self.d_state, self.d_state], dim=-1)
+        d_state = self.config.d_state
+        dt, B, C = self.x_proj(x).split([self.config.resolved_dt_rank, d_state, d_state], dim=-1)
         return x, self.dt_proj(dt), self.A(), B, C, self.D, z, self.dt_proj.bias
 
     def scan(self, *inputs, **options):
@@ -110,52 +107,48 @@ class Mamba2(SSM):
 
     def __init__(self, config, forms):
         super().__init__(config, spec.MIXERS["mamba2"])
-        self.forms, self.chunk_size, self.eps = forms, config.chunk_size, config.norm_eps
-        self.d_inner, self.d_state, self.groups = config.d_inner, config.d_state, config.ngroups
-        self.heads, self.headdim = config.n_ssm_head, config.headdim
-        self.state_shape = self.heads, self.headdim, self.d_state
+        self.forms, self.state_shape = forms, (config.n_ssm_head, config.headdim, config.d_state)
 
-    def forward(self, x, documents=None):
-        if "mamba2" not in self.forms:
-            return self.mix(x, documents)
+    def forward(self, x, documents=None, state=None):
+        if state or "mamba2" not in self.forms:
+            return self.mix(x, documents, state)
+        config = self.config
         return mamba2_mixer(self.in_proj(x), self.conv1d.weight, self.conv1d.bias, self.dt_bias, self.A(), self.D,
-                            self.norm.weight, self.eps, self.out_proj.weight, headdim=self.headdim, ngroups=self.groups,
-                            chunk_size=self.chunk_size, documents=documents)
+                            self.norm.weight, config.norm_eps, self.out_proj.weight, headdim=config.headdim,
+                            ngroups=config.ngroups, chunk_size=config.chunk_size, documents=documents)
 
     def project(self, x):
-        z, xbc, dt = self.in_proj(x).split([self.d_inner, self.conv1d.weight.shape[0], self.heads], dim=-1)
+        sizes = self.config.d_inner, self.conv1d.weight.shape[0], self.config.n_ssm_head
+        z, xbc, dt = self.in_proj(x).split(sizes, dim=-1)
         return xbc, z, dt
 
     def scan_inputs(self, xbc, z, dt):
-        d_bc = self.groups * self.d_state
-        x, B, C = xbc.split([self.d_inner, d_bc, d_bc], dim=-1)
-        B, C = (t.unflatten(-1, (self.groups, self.d_state)) for t in (B, C))
-        return x.unflatten(-1, (self.heads, self.headdim)), dt, self.A(), B, C, self.D, self.dt_bias
+        groups, d_state = self.config.ngroups, self.config.d_state
+        x, B, C = xbc.split([self.config.d_inner, groups * d_state, groups * d_state], dim=-1)
+        B, C = (t.unflatten(-1, (groups, d_state)) for t in (B, C))
+        return x.unflatten(-1, (-1, self.config.headdim)), dt, self.A(), B, C, self.D, self.dt_bias
 
     def scan(self, *inputs, **options):
-        return ssd(*inputs, **options, chunk_size=self.chunk_size, form=self.forms["ssd"])
+        return ssd(*inputs, **options, chunk_size=self.config.chunk_size, form=self.forms["ssd"])
 
     def project_out(self, y, z, dt):
-        return self.out_proj(gated_rms_norm(y.flatten(-2), z, self.norm.weight, self.eps, self.d_inner // self.groups))
+        group_size = self.config.d_inner // self.config.ngroups
+        return self.out_proj(gated_rms_norm(y.flatten(-2), z, self.norm.weight, self.config.norm_eps, group_size))
 
 
 class Attention(Part):
     def __init__(self, config, forms):
         super().__init__(config, spec.MIXERS["attention"])
-        self.heads, self.kv_heads, self.head_dim = config.n_head, config.n_kv_head, config.resolved_head_dim
-        self.rotary_dim, self.theta = config.resolved_rotary_dim, config.rope_theta
 
-    def forward(self, x, documents=None):
-        return self._attend(*self._project(x, positions_in_document(x, documents)), documents)
+    def forward(self, x, documents=None, state=None):
+        q, k, v = self._project(x, positions_in_document(x, documents))
+        if state:
+            state["k"][:, :x.shape[1]], state["v"][:, :x.shape[1]] = k, v
+        return self.out_proj(attention(q, k, v, documents=documents).flatten(2))
 
     def allocate_state(self, batch, max_length, dtype, device):
-        shape = (batch, max_length, self.kv_heads, self.head_dim)
+        shape = (batch, max_length, self.config.n_kv_head, self.config.resolved_head_dim)
         return {name: torch.zeros(shape, dtype=dtype, device=device) for name in ("k", "v")}
-
-    def prefill(self, x, state):
-        q, k, v = self._project(x, positions_in_document(x, None))
-        state["k"][:, :x.shape[1]], state["v"][:, :x.shape[1]] = k, v
-        return self._attend(q, k, v, None)
 
     def step(self, x, state, position):
         q, k, v = (t[:, 0] for t in self._project(x[:, None], torch.tensor([position], device=x.device)))
@@ -163,13 +156,11 @@ class Attention(Part):
         return self.out_proj(attention_step(q, state["k"], state["v"], position + 1).flatten(1))
 
     def _project(self, x, positions):
-        heads = self.in_proj(x).unflatten(-1, (-1, self.head_dim))
-        q, k, v = heads.split([self.heads, self.kv_heads, self.kv_heads], dim=-2)
-        q, k = (rotary(t, positions, self.rotary_dim, self.theta) for t in (q, k))
+        config = self.config
+        heads = self.in_proj(x).unflatten(-1, (-1, config.resolved_head_dim))
+        q, k, v = heads.split([config.n_head, config.n_kv_head, config.n_kv_head], dim=-2)
+        q, k = (rotary(t, positions, config.resolved_rotary_dim, config.rope_theta) for t in (q, k))
         return q, k, v
-
-    def _attend(self, q, k, v, documents):
-        return self.out_proj(attention(q, k, v, documents=documents).flatten(2))
 
 
 def positions_in_document(x, documents):

@@ -24,12 +24,9 @@ class Block(nn.Module):
             add_parameters(self, {"norm2.weight": spec.norm(config.d_model)})
             self.mlp = MLP(config)
 
-    def forward(self, hidden, residual=None, documents=None):
+    def forward(self, hidden, residual=None, documents=None, state=None):
         """hidden (batch, length, d_model) is still to be added to residual, fp32 and alike; returns the next two."""
-        return self.around(self.mixer, hidden, residual, documents)
-
-    def prefill(self, hidden, residual, state):
-        return self.around(self.mixer.prefill, hidden, residual, state)
+        return self.around(self.mixer, hidden, residual, documents, state)
 
     def step(self, hidden, residual, state, position):
         return self.around(self.mixer.step, hidden, residual, state, position)
@@ -46,14 +43,6 @@ class Block(nn.Module):
         return add_rms_norm(hidden, residual, norm.weight, self.eps, self.compute_dtype, form=self.norm_form)
 
 
-class Backbone(nn.Module):
-    def __init__(self, config, forms, compute_dtype):
-        super().__init__()
-        add_parameters(self, {"embedding.weight": spec.embedding(config)})
-        self.layers = nn.ModuleList(Block(config, layer, forms, compute_dtype) for layer in config.layer_list())
-        add_parameters(self, {"norm_f.weight": spec.norm(config.d_model)})
-
-
 class MambaLM(nn.Module):
     """A language model of the structure that a ModelConfig describes.
 
@@ -66,7 +55,11 @@ class MambaLM(nn.Module):
         super().__init__()
         self.config, self.forms, self.compute_dtype = config, forms, compute_dtype
         self.reset_at_documents = reset_at_documents
-        self.backbone = Backbone(config, forms, compute_dtype)
+        self.backbone = nn.Module()
+        add_parameters(self.backbone, {"embedding.weight": spec.embedding(config)})
+        blocks = [Block(config, layer, forms, compute_dtype) for layer in config.layer_list()]
+        self.backbone.layers = nn.ModuleList(blocks)
+        add_parameters(self.backbone, {"norm_f.weight": spec.norm(config.d_model)})
         add_parameters(self, {spec.LM_HEAD: spec.output_layer(config)})
         if config.tie_embeddings:
             self.lm_head.weight = self.backbone.embedding.weight
@@ -102,8 +95,8 @@ class MambaLM(nn.Module):
         """What `prefill` and `step` keep of the positions before: the same for any length in SSM layers, caches of
         `max_length` positions in attention."""
         device = self.backbone.embedding.weight.device
-        mixers = [block.mixer for block in self.backbone.layers]
-        layers = [mixer.allocate_state(batch, max_length, self.compute_dtype, device) for mixer in mixers]
+        layers = [block.mixer.allocate_state(batch, max_length, self.compute_dtype, device)
+                  for block in self.backbone.layers]
         return {"position": 0, "max_length": max_length, "layers": layers}
 
     def prefill(self, tokens, state):
@@ -112,7 +105,7 @@ class MambaLM(nn.Module):
         assert state["position"] == 0 and tokens.shape[1] <= state["max_length"], "a prompt comes first and must fit"
         hidden, residual = self.embed(tokens), None
         for block, layer_state in zip(self.backbone.layers, state["layers"]):
-            hidden, residual = block.prefill(hidden, residual, layer_state)
+            hidden, residual = block(hidden, residual, state=layer_state)
         state["position"] = tokens.shape[1]
         return self.lm_head(self.final_norm(hidden[:, -1], residual[:, -1]))
 

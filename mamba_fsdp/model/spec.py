@@ -12,7 +12,6 @@ from mamba_fsdp.errors import UserError
 from mamba_fsdp.ops.forms import Use
 
 EMBEDDING, LM_HEAD = "backbone.embedding.weight", "lm_head.weight"
-DT_MIN, DT_MAX = 1e-3, 0.1
 
 
 class Init(NamedTuple):
@@ -23,7 +22,7 @@ class Init(NamedTuple):
     high: float = 0.0
 
 
-ONES, NORMAL, DT = Init("ones"), Init("normal"), Init("dt", DT_MIN, DT_MAX)
+ONES, NORMAL, DT = Init("ones"), Init("normal"), Init("dt", 1e-3, 0.1)
 
 
 class Parameter(NamedTuple):
@@ -189,10 +188,10 @@ def parameters(config) -> dict[str, Parameter]:
     """Every parameter of the model by name, in the order of named_parameters(); a tied output layer is left out."""
     found = {EMBEDDING: embedding(config)}
     for index, layer in enumerate(config.layer_list()):
-        for part, norm_name in zip(layer_parts(layer), ("norm", "norm2")):
-            found[f"backbone.layers.{index}.{norm_name}.weight"] = norm(config.d_model)
-            for name, parameter in layer_parts(layer)[part].parameters(config).items():
-                found[f"backbone.layers.{index}.{part}.{name}"] = parameter
+        prefix = f"backbone.layers.{index}"
+        for (part, kind), norm_name in zip(layer_parts(layer).items(), ("norm", "norm2")):
+            found[f"{prefix}.{norm_name}.weight"] = norm(config.d_model)
+            found |= {f"{prefix}.{part}.{name}": parameter for name, parameter in kind.parameters(config).items()}
     found["backbone.norm_f.weight"] = norm(config.d_model)
     if not config.tie_embeddings:
         found[LM_HEAD] = output_layer(config)

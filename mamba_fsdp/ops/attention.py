@@ -19,10 +19,7 @@ def attention(q, k, v, *, documents=None):
     q (batch, length, heads, head_dim); k, v (batch, length, kv_heads, head_dim), where kv_heads divides heads;
     documents (batch, length) as everywhere in ops. Returns (batch, length, heads, head_dim).
     """
-    mask = None
-    if documents is not None:
-        same_document = documents[:, None, :, None] == documents[:, None, None, :]
-        mask = same_document.tril()
+    mask = None if documents is None else (documents[:, None, :, None] == documents[:, None, None, :]).tril()
     q, k, v = (t.transpose(1, 2) for t in (q, *_share_heads(q, k, v)))
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None).transpose(1, 2)
 

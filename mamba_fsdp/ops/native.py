@@ -25,16 +25,13 @@ TYPES = {  # dtype of the activations: how the sources are compiled for it
     torch.bfloat16: ("-DIO_BFLOAT16",),
     torch.float64: ("-DREAL_DOUBLE",),
 }
+FLAGS = ["-O3", "-march=native", "-fopenmp", "-fPIC", "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math"]
+FLAGS += ["-mprefer-vector-width=512"] * (platform.machine() == "x86_64")
 COMPILE_SECONDS = 120
 
 
 class Unavailable(Exception):
     """Why there is no C form on this machine, in one line."""
-
-
-def _flags():
-    flags = ["-O3", "-march=native", "-fopenmp", "-fPIC", "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math"]
-    return flags + ["-mprefer-vector-width=512"] * (platform.machine() == "x86_64")
 
 
 def _run(command):
@@ -69,7 +66,7 @@ def _compile(compiler, defines, path):
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
         objects = [str(Path(folder) / f"{source.stem}.o") for source in SOURCES]
         for source, target in zip(SOURCES, objects):
-            _run([*compiler, *_flags(), *defines, f"-I{FOLDER}", "-c", str(source), "-o", target])
+            _run([*compiler, *FLAGS, *defines, f"-I{FOLDER}", "-c", str(source), "-o", target])
         library = Path(folder) / "library.so"
         # Without -fopenmp: that would link a second OpenMP runtime beside PyTorch's.
         _run([*compiler, "-shared", *objects, "-o", str(library), "-lm"])
@@ -83,7 +80,7 @@ def library(dtype):
     """The C operators for activations of `dtype`, compiled if need be. Raises Unavailable with the reason."""
     compiler, defines = _compiler(), TYPES[dtype]
     sources = b"".join(path.read_bytes() for path in (HEADER, *SOURCES))
-    identity = repr((sources, _flags(), defines, compiler, _run([*compiler, "--version"]), _processor()))
+    identity = repr((sources, FLAGS, defines, compiler, _run([*compiler, "--version"]), _processor()))
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     path = cache / f"mamba_fsdp/ops-{hashlib.sha256(identity.encode()).hexdigest()[:24]}.so"
     try:
@@ -109,7 +106,7 @@ def takes(use):
 
 
 def structure(numbers, pointers):
-    """The ctypes.Structure of a C operator's arguments, from names parted by spaces: `threads` and other int64 first."""
+    """The ctypes.Structure of a C operator's arguments, from names parted by spaces; int64 `threads` is first."""
     fields = [(name, ctypes.c_int64) for name in ("threads", *numbers.split())]
     fields += [(name, ctypes.c_void_p) for name in pointers.split()]
     return type("Arguments", (ctypes.Structure,), {"_fields_": fields})
@@ -127,17 +124,15 @@ def call(function, structure, **values):
         raise MemoryError(f"{function.__name__}: no memory for a thread's scratch")
 
 
-def check(*activations):
-    """A form is chosen before it is called: another device, dtype or mixture is a programmer's mistake."""
+def as_rows(*activations):
+    """(batch, length, channels) each, or None, as C reads it: channels contiguous, rows evenly spaced in the batch.
+
+    A form is chosen before it is called: another device, dtype or mixture is a programmer's mistake.
+    """
     kinds = {(a.device.type, a.dtype) for a in activations if a is not None}
     assert len(kinds) == 1 and kinds <= {("cpu", dtype) for dtype in TYPES}, f"there is no C form for {kinds}"
-
-
-def as_rows(tensor):
-    """(batch, length, channels) as the C forms read it: channels contiguous, rows evenly spaced through the batch."""
-    if tensor is None or (tensor.stride(2) == 1 and tensor.stride(0) == tensor.shape[1] * tensor.stride(1)):
-        return tensor
-    return tensor.contiguous()
+    return [a if a is None or (a.stride(2) == 1 and a.stride(0) == a.shape[1] * a.stride(1)) else a.contiguous()
+            for a in activations]
 
 
 def tune_process():

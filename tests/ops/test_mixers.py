@@ -117,7 +117,7 @@ def test_prompt_and_steps_equal_the_whole(kind, form):
     for prompt in (0, 2, 33):
         state = layer.allocate_state(2, 70, torch.float64, "cpu")
         if prompt:
-            torch.testing.assert_close(layer.prefill(x[:, :prompt], state), whole[:, :prompt], rtol=1e-9, atol=1e-9)
+            torch.testing.assert_close(layer(x[:, :prompt], state=state), whole[:, :prompt], rtol=1e-9, atol=1e-9)
         for t in range(prompt, 70):
             torch.testing.assert_close(layer.step(x[:, t], state, t), whole[:, t], rtol=1e-9, atol=1e-9)
 

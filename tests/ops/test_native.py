@@ -96,7 +96,7 @@ def test_another_source_flag_or_processor_is_another_library(fresh, monkeypatch,
     monkeypatch.setattr(native, "_processor", lambda: "another")
     native.library.cache_clear()
     native.library(torch.float32)
-    monkeypatch.setattr(native, "_flags", lambda: ["-O1", "-fopenmp", "-fPIC"])
+    monkeypatch.setattr(native, "FLAGS", ["-O1", "-fopenmp", "-fPIC"])
     native.library.cache_clear()
     native.library(torch.float32)
     assert len(libraries(fresh)) == 3

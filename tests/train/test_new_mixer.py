@@ -22,7 +22,7 @@ class Toy(layers.Part):
     def __init__(self, config, *_):
         super().__init__(config, TOY)
 
-    def forward(self, x, documents=None):
+    def forward(self, x, documents=None, state=None):
         taps = self.taps.weight.to(x.dtype)
         y = sum(taps[:, shift] * F.pad(x, (0, 0, shift, 0))[:, :x.shape[1]] for shift in range(taps.shape[1]))
         return self.out(y * self.gain.to(x.dtype))

@@ -30,8 +30,7 @@ def _call(function, x, taps, bias, visible, **more):
 class _Conv(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, taps, bias, documents):
-        native.check(x)
-        x = native.as_rows(x)
+        x, = native.as_rows(x)
         inputs, out = (x, taps, bias, _visible(documents, taps.shape[0])), x.new_empty(x.shape)
         _call(native.library(x.dtype).conv_forward, *inputs, out=out)
         ctx.save_for_backward(*inputs)
@@ -41,10 +40,11 @@ class _Conv(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, grad):
         x, taps, *_ = inputs = ctx.saved_tensors
+        grad, = native.as_rows(grad)
         library, grad_x = native.library(x.dtype), x.new_empty(x.shape)
         blocks = x.shape[0] * -(-x.shape[1] // library.conv_steps())
         grads = taps.new_empty(blocks, taps.shape[0] + 1, taps.shape[1])  # of the taps, then of the bias
-        _call(library.conv_backward, *inputs, grad_out=native.as_rows(grad), grad_x=grad_x, grad_taps=grads)
+        _call(library.conv_backward, *inputs, grad_out=grad, grad_x=grad_x, grad_taps=grads)
         grads = grads.sum(0)
         return grad_x, grads[:-1], grads[-1], None
 

@@ -8,19 +8,18 @@ from torch.autograd.function import once_differentiable
 from mamba_fsdp.conventions import compute_type
 
 
-def _same_document(documents, shift, dtype):
-    """1 where position t - shift lies in the document of position t, else 0: (batch, length - shift, 1)."""
-    return (documents[:, shift:] == documents[:, :-shift]).unsqueeze(-1).to(dtype)
+def _within(documents, shift, values):
+    """values (batch, length - shift, channels), but 0 where positions t and t - shift lie in different documents."""
+    if documents is None:
+        return values
+    return values * (documents[:, shift:] == documents[:, :-shift]).unsqueeze(-1).to(values.dtype)
 
 
 def _convolve(x, taps, bias, documents):
     """The convolution before SiLU."""
     out = torch.addcmul(bias, x, taps[-1])
     for shift in range(1, min(taps.shape[0], x.shape[1])):
-        earlier = x[:, :-shift]
-        if documents is not None:
-            earlier = earlier * _same_document(documents, shift, x.dtype)
-        out[:, shift:].addcmul_(earlier, taps[-1 - shift])
+        out[:, shift:].addcmul_(_within(documents, shift, x[:, :-shift]), taps[-1 - shift])
     return out
 
 
@@ -42,9 +41,7 @@ class _Conv(torch.autograd.Function):
         grad_taps[-1] = (grad * values).sum((0, 1))
         grad_x = grad * taps[-1]
         for shift in range(1, min(taps.shape[0], x.shape[1])):
-            later = grad[:, shift:]
-            if documents is not None:
-                later = later * _same_document(documents, shift, taps.dtype)
+            later = _within(documents, shift, grad[:, shift:])
             grad_taps[-1 - shift] = (later * values[:, :-shift]).sum((0, 1))
             grad_x[:, :-shift].addcmul_(later, taps[-1 - shift])
         return grad_x.to(x.dtype), grad_taps, grad.sum((0, 1)), None

@@ -31,10 +31,10 @@ class _RMSNorm(torch.autograd.Function):
         return grad_x, grad_weight, None, None
 
 
-def rms_norm(x, weight, eps, out_dtype):
-    """x (..., channels) of any float dtype, weight (channels). Returns the normed x in `out_dtype`."""
-    channels = x.shape[-1]
-    return _RMSNorm.apply(x.reshape(-1, 1, channels), weight.reshape(1, channels), eps, out_dtype).reshape(x.shape)
+def rms_norm(x, weight, eps, out_dtype, groups=1):
+    """x (..., channels) of any float dtype, weight (channels), normed in `groups` equal parts -> `out_dtype`."""
+    weight = weight.reshape(groups, -1)
+    return _RMSNorm.apply(x.reshape(-1, *weight.shape), weight, eps, out_dtype).reshape(x.shape)
 
 
 def add_rms_norm(x, residual, weight, eps, out_dtype):
@@ -48,7 +48,6 @@ def gated_rms_norm(x, z, weight, eps, group_size):
 
     Returns x's dtype. `channels` must be a multiple of group_size.
     """
-    channels = x.shape[-1]
-    assert channels % group_size == 0, (channels, group_size)
-    gated = (x.to(compute_type(x)) * F.silu(z.to(compute_type(x)))).reshape(-1, channels // group_size, group_size)
-    return _RMSNorm.apply(gated, weight.reshape(-1, group_size), eps, x.dtype).reshape(x.shape)
+    real, groups = compute_type(x), x.shape[-1] // group_size
+    assert groups * group_size == x.shape[-1], (x.shape[-1], group_size)
+    return rms_norm(x.to(real) * F.silu(z.to(real)), weight, eps, x.dtype, groups)

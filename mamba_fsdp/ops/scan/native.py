@@ -9,8 +9,8 @@ from mamba_fsdp.ops.scan.portable import apply
 takes, why_unavailable = native.takes, native.why_unavailable
 _ARGUMENTS = native.structure(
     "batch length d_inner d_state u_row dt_row B_row C_row z_row grad_out_row",
-    "u dt B C z A D bias starts out entries state grad_out grad_state grad_u grad_dt grad_z grad_B grad_C grad_A grad_D "
-    "grad_bias")
+    "u dt B C z A D bias starts out entries state grad_out grad_state grad_u grad_dt grad_z grad_B grad_C grad_A "
+    "grad_D grad_bias")
 
 
 def _call(function, u, dt, A, B, C, D, z, bias, starts, entries, **more):
@@ -22,8 +22,7 @@ def _call(function, u, dt, A, B, C, D, z, bias, starts, entries, **more):
 class _Scan(torch.autograd.Function):
     @staticmethod
     def forward(ctx, u, dt, A, B, C, D, z, bias, starts, state):
-        native.check(u, dt, B, C, z)
-        u, dt, B, C, z = (native.as_rows(value) for value in (u, dt, B, C, z))
+        u, dt, B, C, z = native.as_rows(u, dt, B, C, z)
         library, out, state = native.library(u.dtype), u.new_empty(u.shape), state.clone()
         entries = state.new_empty(u.shape[0], -(-u.shape[1] // library.scan_steps()), *A.shape)
         inputs = u, dt, A, B, C, D, z, bias, starts, entries
@@ -36,14 +35,14 @@ class _Scan(torch.autograd.Function):
     def backward(ctx, grad_out, grad_last_state):
         u, dt, A, B, C, D, z, bias, starts, entries = inputs = ctx.saved_tensors
         (batch, length, d_inner), d_state = u.shape, A.shape[0]
-        library = native.library(u.dtype)
+        library, (grad_out,) = native.library(u.dtype), native.as_rows(grad_out)
         grad_u, grad_dt, grad_z = (None if v is None else u.new_empty(u.shape) for v in (u, dt, z))
         groups = -(-d_inner // library.scan_group())
         grad_B, grad_C = (A.new_empty(groups, batch, length, d_state) for _ in range(2))
         grad_A, grad_D, grad_bias = (A.new_zeros(batch, *v.shape) for v in (A, D, bias))
         grad_state = grad_last_state.clone(memory_format=torch.contiguous_format)
-        _call(library.scan_backward, *inputs, grad_out=native.as_rows(grad_out), grad_state=grad_state, grad_u=grad_u,
-              grad_dt=grad_dt, grad_z=grad_z, grad_B=grad_B, grad_C=grad_C, grad_A=grad_A, grad_D=grad_D,
+        _call(library.scan_backward, *inputs, grad_out=grad_out, grad_state=grad_state, grad_u=grad_u, grad_dt=grad_dt,
+               grad_z=grad_z, grad_B=grad_B, grad_C=grad_C, grad_A=grad_A, grad_D=grad_D,
               grad_bias=grad_bias)
         return (grad_u, grad_dt, grad_A.sum(0), grad_B.sum(0).to(B.dtype), grad_C.sum(0).to(C.dtype), grad_D.sum(0),
                 grad_z, grad_bias.sum(0), None, grad_state)
