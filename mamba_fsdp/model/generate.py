@@ -5,13 +5,13 @@ import torch
 
 @torch.no_grad()
 def generate(model, tokens, *, length, temperature=1.0, top_k=0, top_p=1.0, generator=None):
-    """Yield `length` tokens, (batch,) int64 each, that go on from the prompt `tokens` (batch, at least 1).
+    """Yield `length` tokens, (batch,) int64 each, that continue the prompt `tokens` (batch, at least 1).
 
     temperature 0 takes the likeliest token; top_k and top_p as in `draw`; generator: the torch.Generator to draw from,
     on the model's device. Rows of the vocabulary's padding are never drawn.
     """
     batch, prompt_length = tokens.shape
-    assert prompt_length > 0 and length > 0, "generation goes on from at least one token, with at least one"
+    assert prompt_length > 0 and length > 0, "generation continues at least one token, by at least one"
     state = model.allocate_state(batch, prompt_length + length - 1)
     logits = model.prefill(tokens, state)
     for remaining in reversed(range(length)):

@@ -28,12 +28,14 @@ class Weight(nn.Module):
 
 
 class Part(nn.Module):
-    """A module with the parameters that `spec` gives it, without content: init.py or a checkpoint fills them."""
+    """A module with the parameters of its `kind`, a spec.Spec, without content: init.py or a checkpoint fills them."""
 
-    def __init__(self, config, spec):
+    kind: spec.Spec
+
+    def __init__(self, config, forms=None):
         super().__init__()
-        self.config = config
-        add_parameters(self, spec.parameters(config))
+        self.config, self.forms = config, forms
+        add_parameters(self, self.kind.parameters(config))
 
 
 def add_parameters(module, parameters):
@@ -71,15 +73,14 @@ class SSM(Part):
     def allocate_state(self, batch, max_length, dtype, device):
         channels, _, width = self.conv1d.weight.shape
         conv = torch.zeros(batch, width - 1, channels, dtype=dtype, device=device)  # the last inputs
-        return {"conv": conv, "ssm": torch.zeros(batch, *self.state_shape, dtype=compute_type(conv), device=device)}
+        return {"conv": conv, "ssm": torch.zeros(batch, *self.state_shape(), dtype=compute_type(conv), device=device)}
 
 
 class Mamba1(SSM):
-    scan_step = staticmethod(selective_scan_step)
+    kind, scan_step = spec.MIXERS["mamba1"], staticmethod(selective_scan_step)
 
-    def __init__(self, config, forms):
-        super().__init__(config, spec.MIXERS["mamba1"])
-        self.forms, self.state_shape = forms, (config.d_inner, config.d_state)
+    def state_shape(self):
+        return self.config.d_inner, self.config.d_state
 
     def forward(self, x, documents=None, state=None):
         if state or "mamba1" not in self.forms:
@@ -103,11 +104,10 @@ class Mamba1(SSM):
 
 
 class Mamba2(SSM):
-    scan_step = staticmethod(ssd_step)
+    kind, scan_step = spec.MIXERS["mamba2"], staticmethod(ssd_step)
 
-    def __init__(self, config, forms):
-        super().__init__(config, spec.MIXERS["mamba2"])
-        self.forms, self.state_shape = forms, (config.n_ssm_head, config.headdim, config.d_state)
+    def state_shape(self):
+        return self.config.n_ssm_head, self.config.headdim, self.config.d_state
 
     def forward(self, x, documents=None, state=None):
         if state or "mamba2" not in self.forms:
@@ -137,8 +137,7 @@ class Mamba2(SSM):
 
 
 class Attention(Part):
-    def __init__(self, config, forms):
-        super().__init__(config, spec.MIXERS["attention"])
+    kind = spec.MIXERS["attention"]
 
     def forward(self, x, documents=None, state=None):
         q, k, v = self._project(x, positions_in_document(x, documents))
@@ -175,8 +174,7 @@ def positions_in_document(x, documents):
 class MLP(Part):
     """SwiGLU in the reference's layout: fc1's first half goes through, its second half is the gate."""
 
-    def __init__(self, config):
-        super().__init__(config, spec.MLP)
+    kind = spec.MLP
 
     def forward(self, x):
         y, gate = self.fc1(x).chunk(2, dim=-1)

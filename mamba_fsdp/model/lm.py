@@ -57,8 +57,7 @@ class MambaLM(nn.Module):
         self.reset_at_documents = reset_at_documents
         self.backbone = nn.Module()
         add_parameters(self.backbone, {"embedding.weight": spec.embedding(config)})
-        blocks = [Block(config, layer, forms, compute_dtype) for layer in config.layer_list()]
-        self.backbone.layers = nn.ModuleList(blocks)
+        self.backbone.layers = nn.ModuleList(Block(config, kind, forms, compute_dtype) for kind in config.layer_list())
         add_parameters(self.backbone, {"norm_f.weight": spec.norm(config.d_model)})
         add_parameters(self, {spec.LM_HEAD: spec.output_layer(config)})
         if config.tie_embeddings:

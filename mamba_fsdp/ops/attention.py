@@ -9,11 +9,12 @@ mamba-ssm use.
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from mamba_fsdp.conventions import compute_type
 
 
-def attention(q, k, v, *, documents=None):
+def attention(q: Tensor, k: Tensor, v: Tensor, *, documents: Tensor | None = None) -> Tensor:
     """Attend from every position to itself and to those before it in its document.
 
     q (batch, length, heads, head_dim); k, v (batch, length, kv_heads, head_dim), where kv_heads divides heads;
@@ -24,18 +25,18 @@ def attention(q, k, v, *, documents=None):
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None).transpose(1, 2)
 
 
-def attention_step(q, k_cache, v_cache, length):
+def attention_step(q: Tensor, k_cache: Tensor, v_cache: Tensor, length: int) -> Tensor:
     """Attend from one new token to the first `length` entries of its cache, its own being the last of them.
 
     q (batch, heads, head_dim); k_cache, v_cache (batch, max_length, kv_heads, head_dim), the keys rotated. Returns
     (batch, heads, head_dim).
     """
-    k, v = k_cache[:, :length], v_cache[:, :length]
-    q, k, v = (t.transpose(1, 2) for t in (q[:, None], *_share_heads(q[:, None], k, v)))
+    k, v = _share_heads(q[:, None], k_cache[:, :length], v_cache[:, :length])
+    q, k, v = (t.transpose(1, 2) for t in (q[:, None], k, v))
     return F.scaled_dot_product_attention(q, k, v)[:, :, 0]
 
 
-def rotary(x, positions, rotary_dim, theta):
+def rotary(x: Tensor, positions: Tensor, rotary_dim: int, theta: float) -> Tensor:
     """Rotate the first `rotary_dim` channels of every head by its position; the others pass through.
 
     x (batch, length, heads, head_dim); positions (length) or (batch, length), integers. Channels i and i + rotary_dim/2

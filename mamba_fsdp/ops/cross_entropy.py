@@ -5,6 +5,7 @@ known as soon as its loss is, so the forward pass turns it into gradients of h a
 """
 
 import torch
+from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from mamba_fsdp.conventions import IGNORED_LABEL, compute_type
@@ -56,7 +57,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return grad_hidden * grad.to(grad_hidden.dtype), grad_weight * grad.to(grad_weight.dtype), None, None, None
 
 
-def linear_cross_entropy(hidden, weight, labels, *, chunk=1024):
+def linear_cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor, *, chunk: int = 1024) -> Tensor:
     """Sum of the token losses of a language model's output layer, in nats, as a float32 scalar.
 
     hidden (tokens, d_model); weight (vocab, d_model), cast to hidden's dtype; labels (tokens,) int64, -100 for a token

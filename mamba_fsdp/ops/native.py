@@ -20,11 +20,8 @@ import torch
 
 FOLDER = Path(__file__).parent
 HEADER, SOURCES = FOLDER / "native.h", sorted(FOLDER.glob("*/*.c"))
-TYPES = {  # dtype of the activations: how the sources are compiled for it
-    torch.float32: (),
-    torch.bfloat16: ("-DIO_BFLOAT16",),
-    torch.float64: ("-DREAL_DOUBLE",),
-}
+# dtype of the activations: how the sources are compiled for it
+TYPES = {torch.float32: (), torch.bfloat16: ("-DIO_BFLOAT16",), torch.float64: ("-DREAL_DOUBLE",)}
 FLAGS = ["-O3", "-march=native", "-fopenmp", "-fPIC", "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math"]
 FLAGS += ["-mprefer-vector-width=512"] * (platform.machine() == "x86_64")
 COMPILE_SECONDS = 120
@@ -114,13 +111,10 @@ def structure(numbers, pointers):
 
 def call(function, structure, **values):
     """Call a C operator with a structure of these values; the field NAME_row is filled from the tensor NAME."""
-    arguments = structure(threads=torch.get_num_threads())
-    for name, value in values.items():
-        is_tensor = isinstance(value, torch.Tensor)
-        setattr(arguments, name, value.data_ptr() if is_tensor else value)
-        if is_tensor and hasattr(arguments, f"{name}_row"):
-            setattr(arguments, f"{name}_row", value.stride(1))
-    if function(ctypes.byref(arguments)):
+    tensors = {name: value for name, value in values.items() if isinstance(value, torch.Tensor)}
+    values |= {name: tensor.data_ptr() for name, tensor in tensors.items()}
+    values |= {f"{name}_row": t.stride(1) for name, t in tensors.items() if hasattr(structure, f"{name}_row")}
+    if function(ctypes.byref(structure(threads=torch.get_num_threads(), **values))):
         raise MemoryError(f"{function.__name__}: no memory for a thread's scratch")
 
 

@@ -28,7 +28,7 @@ def ssd(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None
     x (batch, length, heads, headdim); dt (batch, length, heads) before bias and softplus; A (heads), negative; B, C
     (batch, length, groups, d_state), the heads shared evenly among the groups in order; D, dt_bias (heads) or None;
     documents (batch, length): the state starts from zero wherever it changes; initial_state (batch, heads, headdim,
-    d_state) or None for zeros: what the first document of each row goes on from. `chunk_size` is the fused kernel's;
+    d_state) or None for zeros: what the first document of each row continues. `chunk_size` is the fused kernel's;
     the result does not depend on it. Returns y like x, and with `return_last_state` (y, the state after the last
     position, in compute type).
     """
