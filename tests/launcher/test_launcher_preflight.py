@@ -74,8 +74,9 @@ def test_a_gpu_that_the_driver_has_lost(folder, report, capsys, monkeypatch):
     report("a", gpus=2)
     monkeypatch.setattr(preflight, "driver_gpus", lambda: ["NVIDIA A100"])
     monkeypatch.setattr(preflight, "assigned_gpus", lambda: 2)
-    assert preflight.troubles_on("b") == ["b: Slurm assigned 2 GPUs, but the driver shows 1; look at `nvidia-smi` "
-                                          "there and take the node out: scontrol update nodename=b state=drain reason=gpu"]
+    assert preflight.troubles_on("b") == [
+        "b: Slurm assigned 2 GPUs, but the driver shows 1; look at `nvidia-smi` there and take the node out: "
+        "scontrol update nodename=b state=drain reason=gpu"]
 
 
 def test_too_little_space_for_the_checkpoints_to_come(folder, report, capsys, monkeypatch):

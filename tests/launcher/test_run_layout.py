@@ -30,4 +30,5 @@ def test_checkpoints_count_once_they_are_committed_and_in_the_order_of_their_ste
         (tmp_path / name).mkdir()
         (tmp_path / name / run_layout.COMMIT).touch()
     (tmp_path / "step_00000012").mkdir()
-    assert [path.name for path in run_layout.committed(tmp_path)] == ["step_00000009", "step_00000010", "step_100000000"]
+    assert [path.name for path in run_layout.committed(tmp_path)] == [
+        "step_00000009", "step_00000010", "step_100000000"]
