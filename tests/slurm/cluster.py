@@ -1,7 +1,7 @@
 """A real Slurm of several nodes on one machine: a slurmctld and slurmds, each node in namespaces of its own.
 
-A node has its own processes, host name, network (10.66.0.N behind a bridge that leads nowhere) and /tmp; all else is the
-machine's, so that any folder outside /tmp is a shared file system, and `folder` and `shared` are inside /tmp too.
+A node has its own processes, host name, network (10.66.0.N behind a bridge that leads nowhere) and /tmp; all else is
+the machine's, so that any folder outside /tmp is a shared file system, and `folder` and `shared` are inside /tmp too.
 """
 
 import contextlib
@@ -28,8 +28,8 @@ def missing():
 
 
 class Cluster:
-    """Use as context manager. Nodes are called node1, node2, ...; gpus is how many fake GPUs Slurm finds on each node, or a list of
-    these numbers."""
+    """Use as context manager. Nodes are called node1, node2, ...; gpus is how many fake GPUs Slurm finds on each node,
+    or a list of these numbers."""
 
     def __init__(self, folder, nodes=2, gpus=0, shared=(), extra_config=""):
         self.folder, self.shared = Path(folder), [str(path) for path in (folder, *shared)]
@@ -59,7 +59,8 @@ class Cluster:
         for i in range(max(gpus)):  # Slurm asks for a character device
             (self.folder / f"gpu{i}").symlink_to("/dev/null")
         offers = [(name, count) for name, count in zip(self.names, gpus) if count]
-        (etc / "gres.conf").write_text("".join(f"NodeName={name} Name=gpu File={self.folder}/gpu[0-{count - 1}]\n" for name, count in offers))
+        (etc / "gres.conf").write_text("".join(f"NodeName={name} Name=gpu File={self.folder}/gpu[0-{count - 1}]\n"
+                                               for name, count in offers))
         node_lines = "\n".join(f"NodeName={name} CPUs=4 RealMemory=8000 {f'Gres=gpu:{count}' if count else ''}"
                                for name, count in zip(self.names, gpus))
         hosts = "".join(f"10.66.0.{i} {name}\n" for i, name in enumerate(self.names, 1))
@@ -105,34 +106,40 @@ PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 mount --bind {self.folder}/hosts /etc/hosts && mkdir -p /etc/slurm && mount --bind {self.folder}/etc /etc/slurm
 ip link set lo up && ip link add bridge type bridge && ip addr add 10.66.0.254/24 dev bridge && ip link set bridge up
 slurmctld -D & while :; do sleep 3600 & wait; done"""
-        self._start("login", ["setpriv", "--pdeathsig", "KILL"], script)  # the cluster ends with the tests, however they end
+        # KILL: the cluster ends with the tests, however they end
+        self._start("login", ["setpriv", "--pdeathsig", "KILL"], script)
         self.wait_until(lambda: "UP" in self.run("scontrol", "ping", check=False), "slurmctld answers")
 
     def start_node(self, name):
         """Switch a node on, at first or after kill_node."""
         number = self.names.index(name) + 1
-        binds = "".join(f"mkdir -p $t/{path[5:]} && mount --bind {path} $t/{path[5:]}\n" for path in self.shared if path.startswith("/tmp/"))
+        binds = "".join(f"mkdir -p $t/{path[5:]} && mount --bind {path} $t/{path[5:]}\n"
+                        for path in self.shared if path.startswith("/tmp/"))
         script = f"""set -e
 hostname {name}; ip link set lo up
 until ip link show eth0 >/dev/null 2>&1; do sleep .01; done
 ip addr add 10.66.0.{number}/24 dev eth0; ip link set eth0 up
 t=$(mktemp -d); mount -t tmpfs -o mode=1777 tmp $t
 {binds}mount --move $t /tmp
-sed 's/^[0-9.]* {name}$/127.0.1.1 {name}/' /etc/hosts > /tmp/hosts && mount --bind /tmp/hosts /etc/hosts  # as Debian has it
+# its own name is 127.0.1.1, as Debian has it
+sed 's/^[0-9.]* {name}$/127.0.1.1 {name}/' /etc/hosts > /tmp/hosts && mount --bind /tmp/hosts /etc/hosts
 mkdir -p /tmp/spool-{name}  # a node's own /tmp; a socket lies there, whose path must be short
 slurmd -D -N {name} & while :; do sleep 3600 & wait; done"""
         login = str(self.inits["login"])
         self._start(name, ["nsenter", "-t", login, "-m", "-p", "--"], script)
         ip = ["nsenter", "-t", login, "-n", "ip", "link"]
         subprocess.run([*ip, "del", f"to-{name}"], capture_output=True)
-        subprocess.run([*ip, "add", f"to-{name}", "type", "veth", "peer", "name", "eth0", "netns", str(self.inits[name])], check=True)
+        peer = ["peer", "name", "eth0", "netns", str(self.inits[name])]
+        subprocess.run([*ip, "add", f"to-{name}", "type", "veth", *peer], check=True)
         subprocess.run([*ip, "set", f"to-{name}", "master", "bridge", "up"], check=True)
 
     def _start(self, machine, enter, script):
         mount_proc = "mount -t proc proc /proc\n"
         with open(self.folder / "log" / f"{machine}.out", "a") as log:
-            process = subprocess.Popen([*enter, "unshare", "--net", "--uts", "--mount", "--pid", "--fork", "--kill-child=KILL", "bash", "-c",
-                                        mount_proc + script], stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True)
+            process = subprocess.Popen(
+                [*enter, "unshare", "--net", "--uts", "--mount", "--pid", "--fork", "--kill-child=KILL",
+                 "bash", "-c", mount_proc + script],
+                stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True)
         self.inits[machine] = _first_process_of_namespace(process)
 
     def kill_node(self, name):
@@ -140,19 +147,22 @@ slurmd -D -N {name} & while :; do sleep 3600 & wait; done"""
         _kill(self.inits.pop(name))
 
     def command(self, *words, on="login"):
-        return ["nsenter", "-t", str(self.inits[on]), "-n", "-u", "-m", "-p", f"--wd={os.getcwd()}", "--", *map(str, words)]
+        enter = ["nsenter", "-t", str(self.inits[on]), "-n", "-u", "-m", "-p", f"--wd={os.getcwd()}", "--"]
+        return [*enter, *map(str, words)]
 
     def run(self, *words, cwd=None, env=None, check=True):
         """Run a command on the login node; its output."""
         command = self.command(*words)
         command = [word if not word.startswith("--wd=") else f"--wd={cwd or os.getcwd()}" for word in command]
-        done = subprocess.run(command, env={**os.environ, **(env or {})}, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+        done = subprocess.run(command, env={**os.environ, **(env or {})}, text=True,
+                              stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
         assert not check or done.returncode == 0, done.stdout
         return done.stdout
 
     def submit(self, project, *words, options=(), env=None):
         """sbatch the project's own launcher. Returns the job's id."""
-        return self.run("sbatch", "--parsable", *options, "1.train.sbatch", *words, cwd=project, env=env).strip().split("\n")[-1]
+        said = self.run("sbatch", "--parsable", *options, "1.train.sbatch", *words, cwd=project, env=env)
+        return said.strip().split("\n")[-1]
 
     def idle_nodes(self):
         return int(self.run("sinfo", "-h", "-t", "idle", "-o", "%D", check=False).strip() or 0)
@@ -177,17 +187,22 @@ slurmd -D -N {name} & while :; do sleep 3600 & wait; done"""
     def release(self, job):
         """Spare a job that was put back into the queue the two minutes that Slurm would let it wait."""
         if self.restarts(job) and self.state(job) == "PENDING":
-            time.sleep(CREDENTIAL_SECONDS + 1)  # in the same second, nodes take the new start for the one that has just ended
+            # in the same second, nodes take the new start for the one that has just ended
+            time.sleep(CREDENTIAL_SECONDS + 1)
             self.run("scontrol", "update", f"jobid={job}", "StartTime=now", check=False)
 
     def wait_until(self, happened, what):
-        """happened()'s first true value. Raises TimeoutError that says `what` never came, with the daemons' last words."""
+        """happened()'s first true value.
+
+        Raises TimeoutError that says `what` never came, with the daemons' last words.
+        """
         end = time.monotonic() + PATIENCE_SECONDS
         while time.monotonic() < end:
             if value := happened():
                 return value
             time.sleep(0.1)
-        logs = "".join(f"--- {path.name}\n{path.read_text(errors='replace')[-1500:]}\n" for path in sorted((self.folder / "log").iterdir()))
+        logs = "".join(f"--- {path.name}\n{path.read_text(errors='replace')[-1500:]}\n"
+                       for path in sorted((self.folder / "log").iterdir()))
         raise TimeoutError(f"{PATIENCE_SECONDS} s passed before {what}\n{logs}")
 
 

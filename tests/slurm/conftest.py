@@ -13,7 +13,7 @@ import projects  # noqa: E402
 
 @pytest.fixture
 def slurm_project(tmp_path):
-    """A project folder with a space in its name, a fake training program and a .venv, on the nodes' shared file system."""
+    """A project folder (with a space in its name), fake training program and .venv on the nodes' shared file system."""
     project = projects.make_project(tmp_path / "the project")
     projects.make_venv(project)
     (project / "data/builtin").mkdir(parents=True)

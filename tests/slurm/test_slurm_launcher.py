@@ -35,12 +35,14 @@ def test_two_nodes_make_one_run_of_two_ranks_in_the_shared_venv(start_cluster, s
     assert sorted(rank["rank"] for rank in ranks) == [0, 1]
     for rank in ranks:
         environment = rank["environment"]
-        assert rank["words"] == ["--save_ckpt_path=runs/a", "--num_steps=3", "--tracker=none"], "settings go through as they are"
+        assert rank["words"] == ["--save_ckpt_path=runs/a", "--num_steps=3", "--tracker=none"], \
+            "settings go through as they are"
         assert rank["cwd"] == str(slurm_project)
         assert (environment["WORLD_SIZE"], environment["LOCAL_WORLD_SIZE"]) == ("2", "1")
         assert environment["MASTER_ADDR"] == "node1", "ranks meet at a host name, which a replaced node keeps"
         assert environment["TRITON_DUMP_DIR"].startswith(environment["TRITON_CACHE_DIR"])
-        assert environment["TRITON_CACHE_DIR"].startswith("/tmp/mamba-train-"), "compiler caches are the node's and the job's own"
+        assert environment["TRITON_CACHE_DIR"].startswith("/tmp/mamba-train-"), \
+            "compiler caches are the node's and the job's own"
         assert environment["TORCHINDUCTOR_CACHE_DIR"].startswith("/tmp/mamba-train-")
         assert environment["GLOO_SOCKET_IFNAME"] == "eth0", "a node's own name is 127.0.1.1 to itself"
         assert not any(name.startswith("FI_") for name in environment), "no EFA settings without EFA devices"
@@ -74,7 +76,8 @@ def test_a_broken_gpu_ends_the_job_with_the_name_of_its_node(start_cluster, slur
     job = cluster.submit(slurm_project, "--save_ckpt_path=runs/a", env={**path_first(bin_folder), "MAX_RESTARTS": "0"})
     assert cluster.wait_for_end(job) == "FAILED"
     text = log(slurm_project, job)
-    assert "error: node2: Slurm assigned 4 GPUs, but the driver shows 1" in text and "nodename=node2 state=drain" in text
+    assert ("error: node2: Slurm assigned 4 GPUs, but the driver shows 1" in text
+            and "nodename=node2 state=drain" in text)
     assert not starts(slurm_project / "runs/a"), "training must not begin"
 
 
@@ -99,7 +102,8 @@ def test_usr1_leads_to_a_committed_checkpoint_and_a_requeue_that_finishes(start_
     assert cluster.restarts(job) == 1
     steps = [start["step"] for start in starts(slurm_project / "runs/a") if start["rank"] == 0]
     assert len(steps) == 2 and 0 < steps[1] < 60, "the second start goes on from the checkpoint of the first"
-    assert json.loads((slurm_project / "runs/a/status.json").read_text()) == {"status": "finished", "step": 60, "reason": ""}
+    assert json.loads((slurm_project / "runs/a/status.json").read_text()) == {
+        "status": "finished", "step": 60, "reason": ""}
     assert not (slurm_project / "runs/a/STOP").exists()
 
 
@@ -131,14 +135,16 @@ def test_scancel_ends_the_job_for_good_but_with_a_checkpoint(start_cluster, slur
     cluster.run("scancel", job)
     assert cluster.wait_for_end(job) == "CANCELLED"
     cluster.wait_until(lambda: cluster.idle_nodes() == 2, "the job has left its nodes")
-    assert cluster.state(job) == "CANCELLED" and cluster.restarts(job) == 0, "a job that was cancelled must not come back"
+    assert cluster.state(job) == "CANCELLED" and cluster.restarts(job) == 0, \
+        "a job that was cancelled must not come back"
     assert list((slurm_project / "runs/a/checkpoints").glob("step_*/COMMIT"))
 
 
 def test_after_scancel_the_checkpoint_may_take_as_long_as_kill_wait(start_cluster, slurm_project):
     """Longer than the 30 s after which torchrun by itself kills its ranks."""
     cluster = start_cluster(extra_config="KillWait=90")
-    job = cluster.submit(slurm_project, "--save_ckpt_path=runs/a", "--num_steps=1000", env={"FAKE_COMMIT_SECONDS": "35"})
+    job = cluster.submit(slurm_project, "--save_ckpt_path=runs/a", "--num_steps=1000",
+                         env={"FAKE_COMMIT_SECONDS": "35"})
     wait_for_step(cluster, slurm_project)
     cluster.run("scancel", job)
     cluster.wait_until(lambda: cluster.state(job) == "CANCELLED", "the job has left its nodes")
@@ -171,10 +177,11 @@ def test_preemption_with_a_grace_time_goes_on_later(start_cluster, slurm_project
 
 
 def test_a_node_that_dies_does_not_end_the_job(start_cluster, slurm_project):
-    """Slurm queues the job again, and it goes on from the newest committed checkpoint."""
+    """Slurm queues the job again, and it resumes from the newest committed checkpoint."""
     cluster = start_cluster()
     job = cluster.submit(slurm_project, "--save_ckpt_path=runs/a", "--num_steps=100000")
-    cluster.wait_until(lambda: (slurm_project / "runs/a/checkpoints/step_00000005/COMMIT").exists(), "a checkpoint is committed")
+    commit = slurm_project / "runs/a/checkpoints/step_00000005/COMMIT"
+    cluster.wait_until(commit.exists, "a checkpoint is committed")
     cluster.kill_node("node2")
     cluster.wait_until(lambda: cluster.state(job) == "PENDING", "Slurm has noticed")
     cluster.start_node("node2")
@@ -210,7 +217,8 @@ def test_a_job_that_crashes_without_a_new_checkpoint_gives_up_after_max_restarts
     text = log(slurm_project, job)
     assert "given up after 1 restarts without a checkpoint newer than start (MAX_RESTARTS=1)" in text
     last = [without_label(line) for line in text.strip().splitlines()][-2:]
-    assert last == ["rank 1 on node2 failed first.", "Traceback: the cause"], "the log ends with the error of the rank that failed first"
+    assert last == ["rank 1 on node2 failed first.", "Traceback: the cause"], \
+        "the log ends with the error of the rank that failed first"
 
 
 def test_restarts_with_new_checkpoints_are_not_counted(start_cluster, slurm_project):
@@ -218,7 +226,8 @@ def test_restarts_with_new_checkpoints_are_not_counted(start_cluster, slurm_proj
     job = cluster.submit(slurm_project, "--save_ckpt_path=runs/a", "--num_steps=500", env={"MAX_RESTARTS": "0"})
     for _ in range(2):
         begun = len(starts(slurm_project / "runs/a"))
-        cluster.wait_until(lambda: len(starts(slurm_project / "runs/a")) >= begun + 2, "the training has begun")
+        cluster.wait_until(lambda begun=begun: len(starts(slurm_project / "runs/a")) >= begun + 2,
+                           "the training has begun")
         wait_for_step(cluster, slurm_project)
         cluster.run("scancel", "--batch", "--signal=USR1", job)
         cluster.wait_until(lambda: cluster.state(job) == "PENDING", "the job is queued again")
@@ -266,19 +275,21 @@ def test_a_run_folder_that_is_not_shared_is_found_before_training(start_cluster,
 def test_submitting_from_elsewhere_finds_the_project(start_cluster, slurm_project, tmp_path):
     cluster = start_cluster()
     (tmp_path / "elsewhere/logs").mkdir(parents=True)
-    job = cluster.run("sbatch", "--parsable", slurm_project / "1.train.sbatch", "--save_ckpt_path=runs/a", "--num_steps=2",
-                      cwd=tmp_path / "elsewhere").strip()
+    job = cluster.run("sbatch", "--parsable", slurm_project / "1.train.sbatch", "--save_ckpt_path=runs/a",
+                      "--num_steps=2", cwd=tmp_path / "elsewhere").strip()
     assert cluster.wait_for_end(job) == "COMPLETED", log(tmp_path / "elsewhere", job)
     assert starts(slurm_project / "runs/a")[0]["cwd"] == str(slurm_project)
 
 
 def test_a_training_that_does_not_stop_in_time_is_queued_again_before_the_limit(start_cluster, slurm_project):
-    """A job that runs into its limit is over for Slurm; going on from an older checkpoint is better."""
+    """A job that runs into its limit is over for Slurm; resuming from an older checkpoint is better."""
     cluster = start_cluster()
     script = slurm_project / "1.train.sbatch"
     assert "\nLAST_SECONDS=45 " in script.read_text()
-    script.write_text(script.read_text().replace("\nLAST_SECONDS=45 ", "\nLAST_SECONDS=86400 "))  # no test waits for a limit
-    job = cluster.submit(slurm_project, "--save_ckpt_path=runs/a", "--num_steps=2", options=["--time=60"], env={"FAKE": "deaf"})
+    # no test waits for a limit
+    script.write_text(script.read_text().replace("\nLAST_SECONDS=45 ", "\nLAST_SECONDS=86400 "))
+    job = cluster.submit(slurm_project, "--save_ckpt_path=runs/a", "--num_steps=2", options=["--time=60"],
+                         env={"FAKE": "deaf"})
     wait_for_step(cluster, slurm_project)
     cluster.run("scancel", "--batch", "--signal=USR1", job)
     cluster.wait_until(lambda: cluster.restarts(job) == 1, "the job is queued again")

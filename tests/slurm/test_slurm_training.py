@@ -11,9 +11,10 @@ from mamba_fsdp.data.store import StoreWriter
 
 pytestmark = pytest.mark.slow
 
-SETTINGS = ["--d_model=32", "--n_layer=2", "--vocab_size=64", "--d_state=4", "--seq_length=64", "--batch_size=2", "--num_steps=200",
-            "--report_interval=1", "--checkpoint_interval=50", "--eval_interval=0", "--mixed_precision=fp32", "--deterministic=true",
-            "--sharding_strategy=fsdp", "--kernels=portable", "--dataset_path=data/store"]
+SETTINGS = ["--d_model=32", "--n_layer=2", "--vocab_size=64", "--d_state=4", "--seq_length=64", "--batch_size=2",
+            "--num_steps=200", "--report_interval=1", "--checkpoint_interval=50", "--eval_interval=0",
+            "--mixed_precision=fp32", "--deterministic=true", "--sharding_strategy=fsdp", "--kernels=portable",
+            "--dataset_path=data/store"]
 
 
 @pytest.fixture
@@ -44,11 +45,13 @@ def weights(run):
 
 def test_interrupted_by_usr1_the_run_is_bitwise_the_unbroken_one(start_cluster, training_project):
     cluster = start_cluster()
-    unbroken = cluster.submit(training_project, *SETTINGS, "--save_ckpt_path=runs/unbroken", env={"OMP_NUM_THREADS": "1"})
+    unbroken = cluster.submit(training_project, *SETTINGS, "--save_ckpt_path=runs/unbroken",
+                              env={"OMP_NUM_THREADS": "1"})
     assert cluster.wait_for_end(unbroken) == "COMPLETED", log(training_project, unbroken)
-    broken, run = cluster.submit(training_project, *SETTINGS, "--save_ckpt_path=runs/broken", env={"OMP_NUM_THREADS": "1"}), \
-        training_project / "runs/broken"
-    cluster.wait_until(lambda: (run / "metrics.jsonl").exists() and len((run / "metrics.jsonl").read_text().splitlines()) > 3,
+    broken = cluster.submit(training_project, *SETTINGS, "--save_ckpt_path=runs/broken", env={"OMP_NUM_THREADS": "1"})
+    run = training_project / "runs/broken"
+    metrics = run / "metrics.jsonl"
+    cluster.wait_until(lambda: metrics.exists() and len(metrics.read_text().splitlines()) > 3,
                        "training has done some steps")
     cluster.run("scancel", "--batch", "--signal=USR1", broken)
     assert cluster.wait_for_end(broken) == "COMPLETED", log(training_project, broken)
@@ -62,8 +65,8 @@ def test_interrupted_by_usr1_the_run_is_bitwise_the_unbroken_one(start_cluster, 
 
 def test_a_node_killed_in_mid_run_costs_only_the_steps_since_the_last_checkpoint(start_cluster, training_project):
     cluster = start_cluster()
-    job = cluster.submit(training_project, *SETTINGS, "--save_ckpt_path=runs/a", "--num_steps=100000", "--checkpoint_interval=20",
-                         env={"OMP_NUM_THREADS": "1"})
+    job = cluster.submit(training_project, *SETTINGS, "--save_ckpt_path=runs/a", "--num_steps=100000",
+                         "--checkpoint_interval=20", env={"OMP_NUM_THREADS": "1"})
     run = training_project / "runs/a"
     cluster.wait_until(lambda: list(run.glob("checkpoints/step_*/COMMIT")), "a checkpoint is committed")
     cluster.kill_node("node2")
@@ -72,8 +75,9 @@ def test_a_node_killed_in_mid_run_costs_only_the_steps_since_the_last_checkpoint
     cluster.start_node("node2")
     cluster.wait_until(lambda: cluster.idle_nodes() == 2, "the node is back")
     cluster.release(job)
-    resumes = cluster.wait_until(lambda: [line for line in log(training_project, job).splitlines() if "resumes    from" in line],
-                                  "training resumes")
+    resumes = cluster.wait_until(
+        lambda: [line for line in log(training_project, job).splitlines() if "resumes    from" in line],
+        "training resumes")
     assert resumes[0].split("step_")[1][:8] >= newest[5:]
 
 
