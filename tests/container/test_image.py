@@ -1,7 +1,8 @@
 """The Dockerfile builds for real, without a container registry, into an image that works the way Enroot runs images.
 
 Needs root, buildah, mmdebstrap (apt-get install --no-install-recommends buildah mmdebstrap), network, 40 GB of disk.
-EFA is left out by INSTALL_EFA=0. The fused kernels are compiled by a real CUDA compiler; see builder.py for their sources.
+EFA is left out by INSTALL_EFA=0. The fused kernels are compiled by a real CUDA compiler; see builder.py for their
+sources.
 """
 
 import os
@@ -73,13 +74,15 @@ def test_the_fused_kernels_hold_code_for_each_gpu_that_is_wanted(builder, built)
     said = builder.run(
         "app",
         "for library in /usr/local/lib/python3*/site-packages/*_cuda.*.so; do "
-        "echo $(basename $library .so) $(/usr/local/cuda/bin/cuobjdump --list-elf $library | grep -o 'sm_[0-9]\\+' | sort -u); done",
+        "echo $(basename $library .so) "
+        "$(/usr/local/cuda/bin/cuobjdump --list-elf $library | grep -o 'sm_[0-9]\\+' | sort -u); done",
     )
     code = {line.split(".")[0]: line.split()[1:] for line in said.splitlines()}
     wanted = ["sm_80", "sm_86", "sm_89", "sm_90"]
     assert len(code) == 2 and code["causal_conv1d_cuda"] == wanted and set(map(tuple, code.values())) == {tuple(wanted)}
     for package, (_, version) in kernel_versions("torch2.2").items():
-        assert any(line.split() == [package, version] for line in built.splitlines()), f"self-check: {package} {version}"
+        assert any(line.split() == [package, version] for line in built.splitlines()), \
+            f"self-check: {package} {version}"
 
 
 def test_it_works_where_nothing_but_tmp_can_be_written(builder, built):
@@ -103,7 +106,8 @@ def test_it_holds_what_running_needs_and_nothing_else(builder, built):
         "for tool in gcc git cmake make g++ curl ninja; do command -v $tool || echo no $tool; done; "
         "ls $(python3 -c 'import sysconfig; print(sysconfig.get_paths()[\"include\"])')/Python.h; "
         "ls -A /var/lib/apt/lists /tmp; "
-        "find /opt/mamba-train /usr/local -name secret -o -name '*.sqsh' -o -name .git -o -name tests -path '/opt/mamba-train/*'",
+        "find /opt/mamba-train /usr/local "
+        "-name secret -o -name '*.sqsh' -o -name .git -o -name tests -path '/opt/mamba-train/*'",
     )
     lines = said.splitlines()
     assert lines[0] == "/usr/bin/gcc" and lines[1:7] == [
