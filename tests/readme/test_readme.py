@@ -10,7 +10,8 @@ import pytest
 
 # Commands that a test elsewhere runs, since they need a cluster, an image builder, or are the tests themselves.
 RUN_ELSEWHERE = {
-    "docker build": "tests/container", "enroot import": None, "sbatch 1.train.sbatch": "tests/slurm", "tests/run.sh": ".ci/run",
+    "docker build": "tests/container", "enroot import": None, "sbatch 1.train.sbatch": "tests/slurm",
+    "tests/run.sh": ".ci/run",
 }
 
 
@@ -26,7 +27,8 @@ def clone(tmp_path_factory):
     texts = folder / "mytexts"
     texts.mkdir()
     for name in range(150):
-        (texts / f"{name}.txt").write_text("".join(f"Once there were {n} words in {name}, and they were told {n * n} times.\n" for n in range(400)))
+        (texts / f"{name}.txt").write_text("".join(
+            f"Once there were {n} words in {name}, and they were told {n * n} times.\n" for n in range(400)))
     return folder
 
 
@@ -37,7 +39,8 @@ def test_the_first_command_is_the_two_commands(project):
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_every_command_runs_in_a_fresh_clone(project, clone):
-    environment = {key: value for key, value in os.environ.items() if not key.startswith(("OMP_", "MAMBA_FSDP_", "VIRTUAL_ENV"))}
+    environment = {key: value for key, value in os.environ.items()
+                   if not key.startswith(("OMP_", "MAMBA_FSDP_", "VIRTUAL_ENV"))}
     for command in commands(project):
         elsewhere = next((where for start, where in RUN_ELSEWHERE.items() if command.startswith(start)), "here")
         if elsewhere != "here":
@@ -67,8 +70,10 @@ def test_an_export_of_the_demo_generates_in_transformers(clone):
     if not (clone / "exported" / "demo").exists():
         pytest.skip("needs the README's commands to have run before")
     code = ("from transformers import AutoModelForCausalLM, AutoTokenizer\n"
-            "words = AutoTokenizer.from_pretrained('exported/demo'); model = AutoModelForCausalLM.from_pretrained('exported/demo')\n"
-            "print(words.decode(model.generate(**words('def ', return_tensors='pt'), max_new_tokens=20, do_sample=False)[0]))")
+            "words = AutoTokenizer.from_pretrained('exported/demo')\n"
+            "model = AutoModelForCausalLM.from_pretrained('exported/demo')\n"
+            "tokens = model.generate(**words('def ', return_tensors='pt'), max_new_tokens=20, do_sample=False)\n"
+            "print(words.decode(tokens[0]))")
     done = subprocess.run([clone / ".venv/bin/python", "-c", code], cwd=clone, capture_output=True, text=True)
     assert done.returncode == 0 and done.stdout.startswith("def "), done.stderr
 
@@ -84,7 +89,8 @@ def test_what_it_names_exists(project):
 def test_the_settings_it_names_exist(project):
     from config.resolve import aliases
 
-    page = subprocess.run([sys.executable, "get_dataset.py", "--help"], cwd=project, capture_output=True, text=True).stdout
+    page = subprocess.run([sys.executable, "get_dataset.py", "--help"],
+                          cwd=project, capture_output=True, text=True).stdout
     known = set(aliases()) | set(re.findall(r"--(\w+)", page)) | {
         "config", "help", "quick", "stack", "prompt", "length", "temperature", "format", "seq_length"}
     named = set(re.findall(r"--(\w+)", (project / "README.md").read_text()))
