@@ -147,7 +147,8 @@ class Rank0CacheManager(FileCacheManager):
                 )
                 warnings.warn(
                     f"Triton's {self._kind} folder {self._root} can't be written ({error.strerror}); "
-                    "what this process compiles stays private to it and is lost when it ends"
+                    "what this process compiles stays private to it and is lost when it ends",
+                    stacklevel=1,
                 )
         return _publish(os.path.join(_own_root(), self._kind, self.key), filename, data)
 
