@@ -1,7 +1,8 @@
-"""The demo's result beside a bigram model: `python -m benchmarks.demo` (after ./1.train.sbatch, or it trains the demo first).
+"""The demo's result beside a bigram model: `python -m benchmarks.demo`.
 
-The bigram model with back-off (interpolated Kneser-Ney, one discount from the counts) is estimated on the very tokens that
-the run has drawn, and both are scored on the same validation windows.
+Run after ./1.train.sbatch, or it trains the demo first. The bigram model with back-off (interpolated Kneser-Ney, one
+discount from the counts) is estimated on the very tokens that the run has drawn, and both are scored on the same
+validation windows.
 """
 
 import resource
@@ -64,18 +65,22 @@ def main():
     order = Order(sources, weights, config.data.seq_length, config.training.seed)
     length = config.data.seq_length
     which, windows, _ = order.samples(0, tokens // length)
-    drawn = np.stack([sources[order.names[source]].read(window * length, length + 1).tokens for source, window in zip(which, windows)])
-    bigram = Bigram(drawn[:, :-1].ravel().astype(np.int64), drawn[:, 1:].ravel().astype(np.int64), config.model.vocab_size)
+    drawn = np.stack([sources[order.names[source]].read(window * length, length + 1).tokens
+                      for source, window in zip(which, windows)])
+    previous, following = (part.ravel().astype(np.int64) for part in (drawn[:, :-1], drawn[:, 1:]))
+    bigram = Bigram(previous, following, config.model.vocab_size)
     losses = []
     global_batch = config.training.global_batch_size or config.training.batch_size  # on one process
+    limit = config.training.eval_batches * global_batch or None
     for store in validation_stores(config.data):
         for batch in evaluation_batches(store, str(store.path), config.data, Split(0, 1, config.training.batch_size),
-                                        vocab_size=config.model.vocab_size, limit=config.training.eval_batches * global_batch or None):
+                                        vocab_size=config.model.vocab_size, limit=limit):
             counted = batch.labels.numpy() != IGNORED_LABEL
             losses.append(bigram.loss(batch.tokens.numpy()[counted], batch.labels.numpy()[counted]))
-    first, last, baseline = validations[0]["val_perplexity"], validations[-1]["val_perplexity"], float(np.exp(np.mean(losses)))
-    seconds = sum(entry["tokens"] - before for entry, before in zip(reports, [0, *(e["tokens"] for e in reports)])) / np.mean(
-        [entry["tokens_per_second"] for entry in reports])
+    first, last = validations[0]["val_perplexity"], validations[-1]["val_perplexity"]
+    baseline = float(np.exp(np.mean(losses)))
+    counts = [entry["tokens"] - before for entry, before in zip(reports, [0, *(e["tokens"] for e in reports)])]
+    seconds = sum(counts) / np.mean([entry["tokens_per_second"] for entry in reports])
     print(f"{'validation perplexity':<44}{'':>12}")
     print(f"  at step 0{'':<33}{first:>12,.1f}")
     print(f"  at step {validations[-1]['step']:<34}{last:>12,.1f}")

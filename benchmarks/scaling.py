@@ -2,9 +2,9 @@
 
 1. FSDP on one process beside none: seconds per step at d_model 512, 8 layers, taken in turn.
 2. Tokens/s of one process and of two that share this machine's cores.
-3. Bytes that each of 16 ranks receives for weights and sends for gradients per step, from every preset's shapes, beside the least
-   that fully sharded training needs: each weight gathered in bf16 for forward and backward, each gradient reduced in fp32.
-   The count is checked in this run against the collectives that FSDP issues for a small model.
+3. Bytes that each of 16 ranks receives for weights and sends for gradients per step, from every preset's shapes, beside
+   the least that fully sharded training needs: each weight gathered in bf16 for forward and backward, each gradient
+   reduced in fp32. The count is checked in this run against the collectives that FSDP issues for a small model.
 """
 
 import os
@@ -67,14 +67,15 @@ def overhead_of_fsdp():
     world = start_world()
     steps = {strategy: make_step(SHAPE, world, strategy, BATCH) for strategy in ("none", "fsdp")}
     times = {strategy: [] for strategy in steps}
-    for round_ in range(ROUNDS + 1):
+    for _ in range(ROUNDS + 1):
         for strategy, step in steps.items():
             times[strategy].append(step())
     ratios = [fsdp / none for none, fsdp in zip(times["none"][1:], times["fsdp"][1:])]
     print(f"one process, d_model {SHAPE.d_model}, {SHAPE.n_layer} layers, {BATCH} x {LENGTH} tokens")
     for strategy, values in times.items():
         print(f"  {strategy:<6}{statistics.median(values[1:]):>8.3f} s per step")
-    print(f"  fsdp takes {statistics.median(ratios):.3f} times as long ({min(ratios):.3f} to {max(ratios):.3f}; wanted: below 1.05)\n")
+    print(f"  fsdp takes {statistics.median(ratios):.3f} times as long "
+          f"({min(ratios):.3f} to {max(ratios):.3f}; wanted: below 1.05)\n")
     world.close()
 
 
@@ -94,9 +95,9 @@ def processes():
     cores = len(os.sched_getaffinity(0))
     print(f"{'processes':<12}{'threads each':>14}{'tokens/s':>12}")
     for count in (1, 2):
-        done = subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={count}", "-m",
-                               "benchmarks.scaling", "worker"], capture_output=True, text=True, check=True,
-                              env={**os.environ, "OMP_NUM_THREADS": str(max(1, cores // count))})
+        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={count}"]
+        done = subprocess.run([*torchrun, "-m", "benchmarks.scaling", "worker"], capture_output=True, text=True,
+                              check=True, env={**os.environ, "OMP_NUM_THREADS": str(max(1, cores // count))})
         print(f"{count:<12}{max(1, cores // count):>14}{float(done.stdout):>12,.0f}")
     print()
 
@@ -104,8 +105,9 @@ def processes():
 def traffic(config, ranks):
     """(bytes gathered, bytes reduced) per rank and step: what it receives of weights, what it sends of gradients.
 
-    Rows of a parameter are dealt out evenly, so the last rank's share is padded. A block is gathered for the forward and again
-    for the backward pass, embedding and output layer once, since they stay. The fp32 parameters are all-reduced, in a ring.
+    Rows of a parameter are dealt out evenly, so the last rank's share is padded. A block is gathered for the forward
+    and again for the backward pass, embedding and output layer once, since they stay. The fp32 parameters are
+    all-reduced, in a ring.
     """
     gathered = reduced = 0
     for name, parameter in parameters(config).items():
@@ -166,16 +168,19 @@ def main():
     native.tune_process()
     overhead_of_fsdp()
     processes()
-    small = ModelConfig(d_model=72, n_layer=3, layers="mamba1,mamba2,attention+mlp", headdim=16, d_intermediate=100, vocab_size=1000, n_head=4, n_kv_head=2)
+    small = ModelConfig(d_model=72, n_layer=3, layers="mamba1,mamba2,attention+mlp", headdim=16, d_intermediate=100,
+                        vocab_size=1000, n_head=4, n_kv_head=2)
     seen, expected = counted(small, RANKS), traffic(small, RANKS)
     print(f"per rank of {RANKS} and step, MB; counted on a small model {seen[0] / 1e6:.4f} and {seen[1] / 1e6:.4f}, "
           f"by shapes {expected[0] / 1e6:.4f} and {expected[1] / 1e6:.4f}")
     assert seen == expected, "the count by shapes is not what FSDP does"
-    print(f"{'preset':<16}{'gathered':>12}{'least':>12}{'reduced':>12}{'least':>12}{'in all / least':>16}   (wanted: below 1.02)")
+    print(f"{'preset':<16}{'gathered':>12}{'least':>12}{'reduced':>12}{'least':>12}{'in all / least':>16}"
+          "   (wanted: below 1.02)")
     for name in PRESETS:
         config = ModelConfig(**preset(name))
         ours, floor = traffic(config, RANKS), least(config, RANKS)
-        print(f"{name:<16}{ours[0] / 1e6:>12,.1f}{floor[0] / 1e6:>12,.1f}{ours[1] / 1e6:>12,.1f}{floor[1] / 1e6:>12,.1f}{sum(ours) / sum(floor):>16.4f}")
+        print(f"{name:<16}{ours[0] / 1e6:>12,.1f}{floor[0] / 1e6:>12,.1f}{ours[1] / 1e6:>12,.1f}"
+              f"{floor[1] / 1e6:>12,.1f}{sum(ours) / sum(floor):>16.4f}")
 
 
 if __name__ == "__main__":

@@ -2,10 +2,10 @@
 
     python -m benchmarks.scan [--size tiny --size small] [--rounds 7] [--threads 2] [--vocab_size 1024] [--plain]
 
-Every form takes the same step (forward, loss, backward, AdamW) on the same batch in one process, one step of each in turn,
-and the medians are compared: first as PyTorch comes, then with what training.py sets at its start (native.tune_process). Peak
-memory is that of a process of its own per form. --plain adds transformers' loop without mambapy, whose one step takes
-minutes at `small`.
+Every form takes the same step (forward, loss, backward, AdamW) on the same batch in one process, one step of each in
+turn, and the medians are compared: first as PyTorch comes, then with what training.py sets at its start
+(native.tune_process). Peak memory is that of a process of its own per form. --plain adds transformers' loop without
+mambapy, whose one step takes minutes at `small`.
 """
 
 import argparse
@@ -24,7 +24,8 @@ SIZES = {  # d_model, layers, length, batch
     "tiny": (128, 4, 256, 8),
     "small": (256, 8, 512, 4),
 }
-OURS = {"portable": torch.float32, "native": torch.float32, "portable bf16": torch.bfloat16, "native bf16": torch.bfloat16}
+OURS = {"portable": torch.float32, "native": torch.float32,
+        "portable bf16": torch.bfloat16, "native bf16": torch.bfloat16}
 THEIRS = {"transformers mambapy": True, "transformers plain": False}
 
 
@@ -54,7 +55,10 @@ def our_loss(size, vocab_size, form):
 
 def make_step(size, vocab_size, form):
     """A function that takes one training step and returns its loss."""
-    model, loss_of = transformers_loss(size, vocab_size, THEIRS[form]) if form in THEIRS else our_loss(size, vocab_size, form)
+    if form in THEIRS:
+        model, loss_of = transformers_loss(size, vocab_size, THEIRS[form])
+    else:
+        model, loss_of = our_loss(size, vocab_size, form)
     _, _, length, batch = SIZES[size]
     more = form not in THEIRS  # theirs shifts the labels itself
     tokens = torch.randint(0, vocab_size, (batch, length + more), generator=torch.Generator().manual_seed(0))
@@ -68,8 +72,8 @@ def measure_memory(size, vocab_size, form):
 
 
 def memory(size, vocab_size, form, threads):
-    command = [sys.executable, "-m", "benchmarks.scan", f"--size={size}", f"--vocab_size={vocab_size}", f"--threads={threads}",
-               f"--memory_of={form}"]
+    command = [sys.executable, "-m", "benchmarks.scan", f"--size={size}", f"--vocab_size={vocab_size}",
+               f"--threads={threads}", f"--memory_of={form}"]
     return map(int, subprocess.run(command, check=True, capture_output=True, text=True).stdout.split())
 
 

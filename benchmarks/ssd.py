@@ -7,10 +7,10 @@ package mamba_ssm, of which one Python file is needed, so neither CUDA nor what 
     export MAMBA_FORCE_BUILD=TRUE MAMBA_SKIP_CUDA_BUILD=TRUE
     pip install --no-deps --no-build-isolation --target FOLDER mamba-ssm==2.3.1
 All start from the same weights and take the same step (forward, loss, backward, AdamW) on the same batch in one
-process, one step of each in turn; medians are compared: first as PyTorch comes, then with what training.py sets at its start
-(native.tune_process). On a busy machine CPU seconds tell more than the clock does. Peak memory is that of a process of
-its own per form. The share is that of the model's FLOPs per second in those of a 2048 x 2048 matrix product in the
-form's dtype.
+process, one step of each in turn; medians are compared: first as PyTorch comes, then with what training.py sets at its
+start (native.tune_process). On a busy machine CPU seconds tell more than the clock does. Peak memory is that of a
+process of its own per form. The share is that of the model's FLOPs per second in those of a 2048 x 2048 matrix product
+in the form's dtype.
 """
 
 import argparse

@@ -2,10 +2,11 @@
 
     python -m benchmarks.tokenize [--megabytes=16] [--repeats=3]
 
-Both sides run in one process with one thread, in turn, on the built-in corpus with a tokenizer of 4096 tokens trained on it.
-Theirs is the better of `encode_batch` and `encode_batch_fast` over all documents, without reading the ids out of its result;
-ours goes from the bytes of the input to the array that the stores are written from. The last line is the whole command
-with one worker, from the process's CPU time: reading, splitting, writing and the transfers between processes included.
+Both sides run in one process with one thread, in turn, on the built-in corpus with a tokenizer of 4096 tokens trained
+on it. Theirs is the better of `encode_batch` and `encode_batch_fast` over all documents, without reading the ids out of
+its result; ours goes from the bytes of the input to the array that the stores are written from. The last line is the
+whole command with one worker, from the process's CPU time: reading, splitting, writing and the transfers between
+processes included.
 """
 
 import argparse
@@ -52,7 +53,8 @@ def main():
             best[name] = max(best[name], tokens / (time.process_time() - started))
     best["get_dataset.py, whole command"] = whole_command(source, trained, arguments.repeats)
     theirs = max(rate for name, rate in best.items() if name.startswith("tokenizers"))
-    print(f"{size / 1e6:.1f} MB in {len(documents)} documents, {tokens:,} tokens; CPU time, best of {arguments.repeats}")
+    print(f"{size / 1e6:.1f} MB in {len(documents)} documents, {tokens:,} tokens; "
+          f"CPU time, best of {arguments.repeats}")
     for name, rate in best.items():
         print(f"{name:32} {rate:12,.0f} tokens/s per core {rate / theirs:6.1%} of the library's best")
 
@@ -73,7 +75,8 @@ def whole_command(source, trained, repeats):
 
 
 def cpu_seconds():
-    return sum(usage.ru_utime + usage.ru_stime for usage in map(resource.getrusage, (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)))
+    usages = map(resource.getrusage, (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    return sum(usage.ru_utime + usage.ru_stime for usage in usages)
 
 
 if __name__ == "__main__":
