@@ -41,14 +41,16 @@ def agree(function, values, tolerance, **options):
     for form in ("portable", "fused"):
         outputs = function(**values, form=form, **options)
         outputs = outputs if isinstance(outputs, tuple) else (outputs,)
-        results.append([*outputs, *torch.autograd.grad(sum(o.float().square().sum() for o in outputs), list(values.values()))])
+        loss = sum(o.float().square().sum() for o in outputs)
+        results.append([*outputs, *torch.autograd.grad(loss, list(values.values()))])
     for name, a, b in zip(["out"] * len(outputs) + list(values), *results):
         error, scale = (a.float() - b.float()).abs().max().item(), a.float().abs().max().item()
         assert error <= tolerance * scale, f"{name}: error {error:.2e} at magnitude {scale:.2e}"
 
 
 PRECISIONS = pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 2e-4), (torch.bfloat16, 3e-2)])
-SCAN = dict(u=(2, 300, 64), dt=(2, 300, 64), A=(64, 16), B=(2, 300, 16), C=(2, 300, 16), D=(64,), z=(2, 300, 64), dt_bias=(64,))
+SCAN = dict(u=(2, 300, 64), dt=(2, 300, 64), A=(64, 16), B=(2, 300, 16), C=(2, 300, 16), D=(64,), z=(2, 300, 64),
+            dt_bias=(64,))
 CONV = dict(x=(2, 300, 64), weight=(64, 1, 4), bias=(64,))
 MIXER = dict(x=(2, 300, 32), in_proj__weight=(128, 32), conv1d__weight=(64, 1, 4), conv1d__bias=(64,),
              x_proj__weight=(36, 64), dt_proj__weight=(64, 4), dt_proj__bias=(64,), A_log=(64, 16), D=(64,),
