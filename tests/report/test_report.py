@@ -52,7 +52,8 @@ def test_durations_read_like_a_clock():
 
 
 def test_a_plot_is_a_picture_of_the_runs_losses(tmp_path):
-    entries = [{"step": 0, "val_loss": 4.0}, {"step": 1, "loss": 3.9}, {"step": 2, "loss": None}, {"step": 2, "val_loss": 3.0}]
+    entries = [{"step": 0, "val_loss": 4.0}, {"step": 1, "loss": 3.9},
+               {"step": 2, "loss": None}, {"step": 2, "val_loss": 3.0}]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(entry) + "\n" for entry in entries))
     plot_losses([tmp_path], tmp_path / "loss.png")
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
@@ -78,12 +79,16 @@ def test_tensorboard_gets_every_number(tmp_path):
 
 @pytest.fixture
 def wandb(monkeypatch):
-    """A stand-in for the package, which needs an account. What its functions, as documented, are called with is in `calls`."""
+    """A stand-in for the package, which needs an account.
+
+    What its functions, as documented, are called with is in `calls`.
+    """
     import sys
     import types
 
     calls = []
-    run = types.SimpleNamespace(log=lambda values, step: calls.append((values, step)), finish=lambda: calls.append("finish"))
+    run = types.SimpleNamespace(log=lambda values, step: calls.append((values, step)),
+                                finish=lambda: calls.append("finish"))
     package = types.SimpleNamespace(calls=calls, init=lambda **named: calls.append(named) or run)
     monkeypatch.setitem(sys.modules, "wandb", package)
     return package
