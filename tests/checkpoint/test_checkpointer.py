@@ -302,7 +302,8 @@ def test_a_folder_that_is_another_runs_is_left_alone(run, world, lost):
         checkpointer.save(2, shards(2), {})
         lose()
         checkpointer.wait()
-    assert others.exists() and [name for name in names(run) if name.startswith("step")] == ["step_00000001"] * (lost != "before")
+    steps = [name for name in names(run) if name.startswith("step")]
+    assert others.exists() and steps == ["step_00000001"] * (lost != "before")
 
 
 # Dying

@@ -28,7 +28,8 @@ def test_every_block_written_verified_or_read_is_a_sign_of_life(tmp_path, beats)
     assert beats(lambda: files.write_pieces(path, [("a", 0, tensor)])) >= 2 * 40  # written, then read back
     assert beats(lambda: files.checksum(path)) >= 40
     reader = files.PieceReader(path)
-    assert beats(lambda: torch.equal(reader.read("a", 0, 500, 250), tensor[500:750]) or pytest.fail("other values")) == 10
+    assert beats(
+        lambda: torch.equal(reader.read("a", 0, 500, 250), tensor[500:750]) or pytest.fail("other values")) == 10
 
 
 def test_what_is_written_is_flushed_as_it_goes(tmp_path, monkeypatch, beats):

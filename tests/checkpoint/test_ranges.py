@@ -1,5 +1,6 @@
 import torch
-from hypothesis import given, strategies as st
+from hypothesis import given
+from hypothesis import strategies as st
 
 from mamba_fsdp.checkpoint import ranges
 
