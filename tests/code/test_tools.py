@@ -1,4 +1,4 @@
-"""The tools of pyproject.toml find nothing: ruff in any Python file, the type checker in the library and its settings."""
+"""The tools of pyproject.toml find nothing: ruff in any Python file, the type checker in library and settings."""
 
 import subprocess
 import sys
