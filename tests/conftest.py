@@ -14,8 +14,8 @@ sys.path.insert(0, str(PROJECT))
 
 
 def pytest_configure():
-    """A shell starts what runs in its background (`tests/run.sh &`, nohup) deaf to Ctrl-C, which is inherited by all that
-    the tests start and then try to stop by it."""
+    """A shell starts what runs in its background (`tests/run.sh &`, nohup) deaf to Ctrl-C, which is inherited by all
+    that the tests start and then try to stop by it."""
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -28,13 +28,17 @@ def project():
 
 @pytest.fixture(scope="session")
 def mamba_ssm_folder():
-    """A folder with mamba-ssm's Python modules and Triton, kept between test runs: nothing of it is compiled or needs a GPU."""
+    """A folder with mamba-ssm's Python modules and Triton, kept between test runs.
+
+    Nothing of it is compiled or needs a GPU.
+    """
     version = "2.3.1"
     folder = Path(tempfile.gettempdir()) / f"mamba-ssm-{version}-python-{os.getuid()}"
     if not folder.exists():
         with tempfile.TemporaryDirectory(dir=folder.parent) as fresh:
             install = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--no-build-isolation"]
-            done = subprocess.run([*install, "--target", fresh, f"mamba-ssm=={version}", "triton", "einops"], capture_output=True, text=True,
+            done = subprocess.run([*install, "--target", fresh, f"mamba-ssm=={version}", "triton", "einops"],
+                                  capture_output=True, text=True,
                                   env=os.environ | {"MAMBA_FORCE_BUILD": "TRUE", "MAMBA_SKIP_CUDA_BUILD": "TRUE"})
             if done.returncode:
                 pytest.skip(f"mamba-ssm can't be installed here: {done.stderr.strip().splitlines()[-1]}")
