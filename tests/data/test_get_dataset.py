@@ -158,7 +158,7 @@ def test_cuts_part_no_character_and_lose_nothing(tmp_path_factory, content, sepa
         for before, after in zip(blocks, blocks[1:]):
             assert before.open == after.inside
             rest = list(text._read_text(str(path), separator and re.compile(separator), **before.position))
-            wanted = [block for block in blocks if block.offset >= after.offset]  # reading goes on where a block ended
+            wanted = [block for block in blocks if block.offset >= after.offset]  # reading resumes where a block ended
             assert [block._replace(done=0) for block in rest] == [block._replace(done=0) for block in wanted]
 
 
@@ -490,18 +490,19 @@ def test_going_on_from_every_saved_point_gives_the_same_bytes(large_input, prepa
         monkeypatch.setattr(module, "BLOCK_BYTES", 200_000)
     settings = dict(shard_tokens=100_000, validation_fraction=0.1, save_seconds=0)
     stops = 0
-    for stops in range(50):
+    for _ in range(50):
         try:
             prepare(large_input, tmp_path / "out", **settings)
             break
         except Killed:
             assert not list((tmp_path / "out").rglob("index.json"))
+            stops += 1
     assert stops >= 3
     assert content(tmp_path / "out") == unbroken
 
 
 def test_a_trained_tokenizer_survives_a_stop(tmp_path, texts, prepare, monkeypatch):
-    """A run that goes on takes the tokenizer that was trained, and training it twice gives the same one."""
+    """A run that resumes takes the tokenizer that was trained, and training it twice gives the same one."""
     (tmp_path / "x.jsonl").write_bytes(json_lines(texts))
     prepare(tmp_path / "x.jsonl", tmp_path / "whole", tokenizer="train:300", eos_token=None)
     with monkeypatch.context() as patch:
