@@ -43,7 +43,7 @@ def random_state(config, seed=0):
     model = MambaLM(config)
     generator = torch.Generator().manual_seed(seed)
     state = {}
-    for name, parameter in model.named_parameters():
+    for name, _ in model.named_parameters():
         value = initial_value(name, parameters(config)[name], seed)
         value = value * (1 + 0.3 * torch.rand(value.shape, generator=generator))
         state[name] = value + 0.03 * torch.randn(value.shape, generator=generator)

@@ -11,8 +11,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from small_models import CONFIGS, random_state, write_ours, write_tokenizer
 
-from config.resolve import resolve_settings, shown
 from config.model_config import ModelConfig
+from config.resolve import resolve_settings, shown
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.interop import convert
 from mamba_fsdp.interop.convert import to_foreign_form, to_our_form

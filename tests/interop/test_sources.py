@@ -93,7 +93,11 @@ def test_one_parameter_is_read_at_a_time(tmp_path):
     for source in (ours, *foreign):
         weights = read_weights(source)
         read = []
-        original = weights.tensors._read
-        weights.tensors._read = lambda name, *part, original=original: read.append(name) or original(name, *part)
+
+        def record(name, *part, read=read, original=weights.tensors._read):
+            read.append(name)
+            return original(name, *part)
+
+        weights.tensors._read = record
         weights.get("backbone.layers.2.mixer.in_proj.weight")
         assert len(read) == (3 if source.name == "hf" else 1)

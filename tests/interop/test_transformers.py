@@ -8,8 +8,16 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
-from small_models import (CONFIGS, GROUPED, assert_same, model_of, random_config, random_state, write_ours,
-                          write_tokenizer)
+from small_models import (
+    CONFIGS,
+    GROUPED,
+    assert_same,
+    model_of,
+    random_config,
+    random_state,
+    write_ours,
+    write_tokenizer,
+)
 
 from mamba_fsdp.interop.convert import to_foreign_form, to_our_form
 from mamba_fsdp.interop.transformers_forms import form_for, parts
