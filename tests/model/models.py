@@ -5,8 +5,8 @@ import torch
 from config.model_config import ModelConfig
 from mamba_fsdp.model.init import initial_value
 from mamba_fsdp.model.lm import MambaLM
-from mamba_fsdp.ops.forms import PORTABLE
 from mamba_fsdp.model.spec import parameters
+from mamba_fsdp.ops.forms import PORTABLE
 
 FORMS = {"portable": PORTABLE, "native": PORTABLE | {"conv": "native", "scan": "native"}}
 SIZES = dict(d_model=32, n_layer=3, vocab_size=50)

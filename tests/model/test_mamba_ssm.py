@@ -13,8 +13,8 @@ from models import filled
 
 from config.model_config import ModelConfig
 from mamba_fsdp.model.init import initial_value
-from mamba_fsdp.model.spec import parameters
 from mamba_fsdp.model.lm import MambaLM
+from mamba_fsdp.model.spec import parameters
 
 ORACLES = Path(__file__).resolve().parent.parent / "oracles"
 sys.path.insert(0, str(ORACLES))

@@ -69,8 +69,9 @@ def test_flops_grow_with_the_sequence_only_where_attention_is():
 
 
 @pytest.mark.parametrize("spelling, name", [
-    ("state-spaces/mamba-130m", "mamba-130m"), ("state-spaces/mamba2-2.7b", "mamba2-2.7b"), ("mamba_2.8b", "mamba-2.8b"),
-    ("ibm-ai-platform/Bamba-9B", "mamba_9.8b"), ("meta-llama/Llama-2-7b-hf", "llama2_7b"), ("llama3-8b", "llama3_8b"),
+    ("state-spaces/mamba-130m", "mamba-130m"), ("state-spaces/mamba2-2.7b", "mamba2-2.7b"),
+    ("mamba_2.8b", "mamba-2.8b"), ("ibm-ai-platform/Bamba-9B", "mamba_9.8b"),
+    ("meta-llama/Llama-2-7b-hf", "llama2_7b"), ("llama3-8b", "llama3_8b"),
     ("llama2_34bcode", "llama2_34b"), ("7b", "llama2_7b")])
 def test_names_that_users_know_mean_the_preset(spelling, name):
     assert preset(spelling) == {"model_name": name, **PRESETS[name]}
