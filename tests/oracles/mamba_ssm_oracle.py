@@ -6,8 +6,8 @@ FOLDER is mamba_ssm_install's. REQUEST and ANSWER are files of torch.save. A req
 ("config"), a state dict ("state", or None for the reference's own initial values) and "tokens" (batch, length); the
 answer one of "state", "logits", "loss" (mean over all next tokens) and "gradients".
 
-The package's kernels are replaced by its own reference functions. Triton and transformers, which it imports but does not
-need for that, are stand-ins, so neither has to be installed, nor in a version that suits.
+The package's kernels are replaced by its own reference functions. Triton and transformers, which it imports but does
+not need for that, are stand-ins, so neither has to be installed, nor in a version that suits.
 """
 
 import io
@@ -30,8 +30,8 @@ def reference_model_class():
     triton.Config = lambda sizes, num_warps=4, **_: types.SimpleNamespace(kwargs=sizes, num_warps=num_warps)
     triton.autotune = lambda configs, **_: lambda kernel: types.SimpleNamespace(configs=configs)
     sys.modules["huggingface_hub"] = types.SimpleNamespace(PyTorchModelHubMixin=object)
-    from mamba_ssm.modules import mamba2, mamba_simple
     from mamba_ssm.models import mixer_seq_simple
+    from mamba_ssm.modules import mamba2, mamba_simple
     from mamba_ssm.ops import selective_scan_interface as scan
     from mamba_ssm.ops.triton import layer_norm, layernorm_gated, ssd_combined
 
