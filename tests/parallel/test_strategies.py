@@ -50,7 +50,8 @@ def test_every_strategy_trains_as_one_process_does(ranks, how, micro_batches):
         torch.testing.assert_close(records, expected, rtol=2e-5, atol=2e-5)
         assert tensors.keys() == expected_tensors.keys()
         for name, tensor in expected_tensors.items():
-            torch.testing.assert_close(tensors[name], tensor, rtol=1e-3, atol=2e-5, msg=lambda text: f"{name}: {text}")
+            torch.testing.assert_close(tensors[name], tensor, rtol=1e-3, atol=2e-5,
+                                       msg=lambda text, name=name: f"{name}: {text}")
 
 
 def low_precision(world, how, dtype):
@@ -96,7 +97,7 @@ def test_shards_tell_who_holds_what(ranks, shard_size, how):
     for rank, (kept, held, total, shards, tied, written) in enumerate(results):
         assert tied and written
         assert held - kept <= (total - kept) / shard_size + 24 * len(shards)  # rows don't divide evenly
-        for name, start, count, replicas, replica_index, names in shards:
+        for name, _, _, replicas, replica_index, names in shards:
             replicated = name.endswith(FP32)
             expected = (ranks, rank) if replicated else (ranks // shard_size, rank // shard_size)
             assert (replicas, replica_index) == expected

@@ -87,7 +87,7 @@ def test_what_fails_locally_fails_on_its_own_rank():
 def fail_first(world):
     told = []
     for error in (UserError("a mistake"), OSError(28, "disk full", "FILE"), ValueError("a surprise")):
-        def action():
+        def action(error=error):
             raise error
         try:
             world.on_rank0(action)
