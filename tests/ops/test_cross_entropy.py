@@ -75,7 +75,7 @@ def test_labels_outside_the_vocabulary_are_refused(label):
 
 
 def test_bf16_sums_in_float32():
-    """The loss of many tokens and the gradient of the weight are as exact as the bf16 matrix products that make them."""
+    """The loss of many tokens and the weight's gradient are as exact as the bf16 matrix products that make them."""
     hidden, weight, labels = inputs(tokens=3000, d_model=16, vocab=50, dtype=torch.bfloat16)
     loss = linear_cross_entropy(hidden, weight, labels, chunk=100)
     assert loss.dtype == torch.float32

@@ -1,5 +1,5 @@
-"""How the fused forms are called, checked on a CPU: mamba-ssm's own reference functions stand in for its kernels, and the
-layouts that the kernels demand are asserted. Runs in a process of its own, with mamba-ssm's Python files alone."""
+"""How the fused forms are called, checked on a CPU: mamba-ssm's own reference functions stand in for its kernels, and
+the layouts that the kernels demand are asserted. Runs in a process of its own, with mamba-ssm's Python files alone."""
 
 import os
 import subprocess
@@ -14,8 +14,8 @@ pytestmark = pytest.mark.slow
 def mamba_ssm(tmp_path_factory):
     """A folder with mamba-ssm 2.3.1 (without its CUDA part) and einops."""
     folder = tmp_path_factory.mktemp("mamba_ssm")
-    command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-build-isolation", "--no-deps", "--target", str(folder),
-               "mamba-ssm==2.3.1", "einops"]
+    command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-build-isolation", "--no-deps",
+               "--target", str(folder), "mamba-ssm==2.3.1", "einops"]
     environment = os.environ | {"MAMBA_FORCE_BUILD": "TRUE", "MAMBA_SKIP_CUDA_BUILD": "TRUE"}
     result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     if result.returncode:
@@ -41,7 +41,8 @@ package = types.ModuleType("mamba_ssm")  # without running its __init__, which l
 package.__path__ = [folder + "/mamba_ssm"]
 sys.modules["mamba_ssm"] = package
 sys.modules["selective_scan_cuda"] = types.ModuleType("selective_scan_cuda")
-sys.modules["triton"] = sys.modules["triton.language"] = MagicMock(__version__="3.0")  # its kernels are defined at import, and not called
+# its kernels are defined at import, and not called
+sys.modules["triton"] = sys.modules["triton.language"] = MagicMock(__version__="3.0")
 sys.modules["triton"].Config.return_value.num_warps = 1
 calls = []
 
@@ -62,7 +63,8 @@ sys.modules["causal_conv1d"].causal_conv1d_fn = causal_conv1d_fn
 import mamba_ssm.ops.selective_scan_interface as interface
 import mamba_ssm.ops.triton.layer_norm as layer_norm
 
-def selective_scan_fn(u, delta, A, B, C, D=None, z=None, delta_bias=None, delta_softplus=False, return_last_state=False):
+def selective_scan_fn(u, delta, A, B, C, D=None, z=None, delta_bias=None, delta_softplus=False,
+                      return_last_state=False):
     calls.append("scan")
     assert all(t.stride(-1) == 1 for t in (u, delta, B, C, z) if t is not None)
     assert all(t.dtype == torch.float32 for t in (A, D, delta_bias) if t is not None) and delta_softplus
@@ -95,13 +97,14 @@ def same(function, values, expected_calls, **options):
         outputs = function(**values, form=form, **options)
         outputs = outputs if isinstance(outputs, tuple) else (outputs,)
         seeds = [torch.randn(o.shape, generator=torch.Generator().manual_seed(1)) for o in outputs]
-        results.append([*outputs, *torch.autograd.grad(sum((o * s).sum() for o, s in zip(outputs, seeds)), list(values.values()))])
+        loss = sum((o * s).sum() for o, s in zip(outputs, seeds))
+        results.append([*outputs, *torch.autograd.grad(loss, list(values.values()))])
     assert calls == expected_calls, (function.__name__, calls)
     for a, b in zip(*results):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
 
-scan = dict(u=randn(2, 30, 16), dt=randn(2, 30, 16), A=-torch.exp(randn(16, 4)), B=randn(2, 30, 4), C=randn(2, 30, 4), D=randn(16),
-            z=randn(2, 30, 16), dt_bias=randn(16))
+scan = dict(u=randn(2, 30, 16), dt=randn(2, 30, 16), A=-torch.exp(randn(16, 4)), B=randn(2, 30, 4), C=randn(2, 30, 4),
+            D=randn(16), z=randn(2, 30, 16), dt_bias=randn(16))
 same(selective_scan, scan, ["scan"])
 same(selective_scan, {n: v for n, v in scan.items() if n not in ("D", "z", "dt_bias")}, ["scan"])
 for refused in (dict(documents=documents), dict(return_last_state=True), dict(initial_state=randn(2, 16, 4))):
@@ -121,23 +124,27 @@ conv = dict(x=randn(2, 30, 16), weight=randn(16, 1, 4), bias=randn(16))
 same(causal_conv_silu, conv, ["conv"])
 same(causal_conv_silu, conv, ["conv"], documents=documents)
 wide = randn(2, 30, 21)
-same(lambda weight, bias, **o: causal_conv_silu(wide[..., :16], weight, bias, **o), {n: conv[n] for n in ("weight", "bias")},
+same(lambda weight, bias, **o: causal_conv_silu(wide[..., :16], weight, bias, **o),
+     {n: conv[n] for n in ("weight", "bias")},
      ["conv"], documents=documents)  # 21 elements from position to position: no multiple of 8
 
 def mixer(form, documents=None, **values):
-    forms = PORTABLE | {"conv": form} | ({"scan": form, "mamba1": form} if form == "fused" and documents is None else {})
+    forms = PORTABLE | {"conv": form}
+    if form == "fused" and documents is None:
+        forms |= {"scan": form, "mamba1": form}
     module = Mamba1(ModelConfig(d_model=8, d_state=4, dt_rank=2), forms)
     weights = {name.replace("__", "."): value for name, value in values.items() if name != "x"}
     return torch.func.functional_call(module, weights, (values["x"], documents))
 
-inner = dict(x=randn(2, 30, 8), in_proj__weight=randn(32, 8) / 3, conv1d__weight=randn(16, 1, 4), conv1d__bias=randn(16),
-             x_proj__weight=randn(10, 16) / 4, dt_proj__weight=randn(16, 2), dt_proj__bias=randn(16),
-             A_log=randn(16, 4), D=randn(16), out_proj__weight=randn(8, 16))
+inner = dict(x=randn(2, 30, 8), in_proj__weight=randn(32, 8) / 3, conv1d__weight=randn(16, 1, 4),
+             conv1d__bias=randn(16), x_proj__weight=randn(10, 16) / 4, dt_proj__weight=randn(16, 2),
+             dt_proj__bias=randn(16), A_log=randn(16, 4), D=randn(16), out_proj__weight=randn(8, 16))
 same(mixer, inner, ["inner", "conv", "scan"])
 same(mixer, inner, ["conv"], documents=documents)
 x, residual, weight = randn(2, 5, 8), randn(2, 5, 8), randn(8)
 same(add_rms_norm, dict(x=x, residual=residual, weight=weight), ["norm"], eps=1e-5, out_dtype=torch.float32)
-same(lambda x, weight, **o: add_rms_norm(x, None, weight, **o), dict(x=x, weight=weight), ["norm"], eps=1e-5, out_dtype=torch.float32)
+same(lambda x, weight, **o: add_rms_norm(x, None, weight, **o), dict(x=x, weight=weight), ["norm"],
+     eps=1e-5, out_dtype=torch.float32)
 half = {n: v.detach().bfloat16() if n == "x" else v.detach() for n, v in inner.items()}
 assert mixer(**half, form="fused").dtype == torch.bfloat16
 print("all equal")
@@ -145,5 +152,6 @@ print("all equal")
 
 
 def test_fused_calls_equal_the_portable_forms(mamba_ssm, project):
-    result = subprocess.run([sys.executable, "-c", CHILD, str(mamba_ssm)], cwd=project, capture_output=True, text=True, timeout=120)
+    result = subprocess.run([sys.executable, "-c", CHILD, str(mamba_ssm)],
+                            cwd=project, capture_output=True, text=True, timeout=120)
     assert result.returncode == 0 and result.stdout.strip() == "all equal", result.stderr

@@ -53,7 +53,8 @@ def write_compiler(folder, body):
     ("exit 3", "exit status 3"),
     ("echo 'disk on fire' >&2; exit 1", "disk on fire"),
     ('case "$*" in *--version*) echo 1;; *) echo "unknown flag" >&2; exit 1;; esac', "unknown flag"),
-    ('case "$*" in *--version*) echo 1;; *) while [ "$1" != -o ]; do shift; done; echo junk >"$2";; esac', "can't be written to or loaded"),
+    ('case "$*" in *--version*) echo 1;; *) while [ "$1" != -o ]; do shift; done; echo junk >"$2";; esac',
+     "can't be written to or loaded"),
 ], ids=["always fails", "says why", "knows no flag", "writes junk"])
 def test_a_broken_compiler_means_portable_and_says_so(fresh, monkeypatch, body, said):
     monkeypatch.setenv("CC", write_compiler(fresh, body))

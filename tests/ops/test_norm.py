@@ -9,7 +9,8 @@ from mamba_fsdp.ops.norm.portable import rms_norm
 
 
 def randn(*shape, dtype=torch.float64, seed=0):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype).requires_grad_()
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
 
 
 def definition(x, weight, eps):
@@ -27,7 +28,8 @@ def test_gradcheck():
     assert torch.autograd.gradcheck(lambda *v: rms_norm(*v, 1e-5, torch.float64), (x, weight))
     assert torch.autograd.gradcheck(lambda *v: add_rms_norm(*v, 1e-5, torch.float64), (x, z, weight))
     for group_size in (6, 3, 1):
-        assert torch.autograd.gradcheck(lambda *v: gated_rms_norm(*v, 1e-5, group_size), (x, z, weight))
+        assert torch.autograd.gradcheck(
+            lambda *v, group_size=group_size: gated_rms_norm(*v, 1e-5, group_size), (x, z, weight))
 
 
 def test_zero_rows_stay_finite():
@@ -39,7 +41,8 @@ def test_zero_rows_stay_finite():
 
 def test_residual_stays_float32():
     """The stream is float32 whatever comes in, and the normed output has the dtype asked for; so do the gradients."""
-    x, residual, weight = randn(2, 5, 8, dtype=torch.bfloat16), randn(2, 5, 8, dtype=torch.float32, seed=1), randn(8, dtype=torch.float32)
+    x, weight = randn(2, 5, 8, dtype=torch.bfloat16), randn(8, dtype=torch.float32)
+    residual = randn(2, 5, 8, dtype=torch.float32, seed=1)
     for before in (None, residual):
         normed, after = add_rms_norm(x, before, weight, 1e-5, torch.bfloat16)
         assert normed.dtype == torch.bfloat16 and after.dtype == torch.float32
@@ -47,7 +50,8 @@ def test_residual_stays_float32():
         assert torch.equal(after, total)
         torch.testing.assert_close(normed.float(), definition(total, weight, 1e-5), rtol=2**-8, atol=1e-6)
         (normed.float().sum() + after.sum()).backward()
-    assert x.grad.dtype == torch.bfloat16 and residual.grad.dtype == torch.float32 and weight.grad.dtype == torch.float32
+    assert (x.grad.dtype == torch.bfloat16 and residual.grad.dtype == torch.float32
+            and weight.grad.dtype == torch.float32)
 
 
 @pytest.mark.parametrize("group_size", [2, 4, 8])

@@ -14,9 +14,9 @@ NAMES = ("u", "dt", "A", "B", "C", "D", "z", "dt_bias", "initial_state")
 def inputs(batch=2, length=70, d_inner=5, d_state=3, dt_shift=-2.0, dt_scale=1.0, seed=0):
     generator = torch.Generator().manual_seed(seed)
     randn = lambda *shape: torch.randn(*shape, generator=generator, dtype=torch.float64)  # noqa: E731
-    values = (randn(batch, length, d_inner), randn(batch, length, d_inner) * dt_scale + dt_shift, -torch.exp(randn(d_inner, d_state)),
-              randn(batch, length, d_state), randn(batch, length, d_state), randn(d_inner), randn(batch, length, d_inner),
-              randn(d_inner), randn(batch, d_inner, d_state))
+    values = (randn(batch, length, d_inner), randn(batch, length, d_inner) * dt_scale + dt_shift,
+              -torch.exp(randn(d_inner, d_state)), randn(batch, length, d_state), randn(batch, length, d_state),
+              randn(d_inner), randn(batch, length, d_inner), randn(d_inner), randn(batch, d_inner, d_state))
     return dict(zip(NAMES, values))
 
 
@@ -48,7 +48,8 @@ def assert_close(actual, expected, tolerance):
 
 
 def check(form, values, documents=None, dtype=torch.float64, tolerance=1e-12):
-    rounded = typed({name: v.detach() for name, v in typed(values, dtype).items()}, torch.float64)  # what the form is given
+    # what the form is given
+    rounded = typed({name: v.detach() for name, v in typed(values, dtype).items()}, torch.float64)
     expected = results(loop, rounded, documents=documents)
     actual = results(selective_scan, typed(values, dtype), documents=documents, return_last_state=True, form=form)
     assert_close(actual, expected, tolerance)
@@ -79,8 +80,8 @@ def test_long_sequences_and_extreme_dt(form, dtype, tolerance, dt_shift, dt_scal
 
 @pytest.mark.parametrize("length", [50, 1000])
 def test_bf16_is_as_exact_as_its_storage(form, length):
-    """Inner arithmetic is float32, so bf16 costs no more than the rounding of y and its gradient: 2^-9 each, some more in
-    sums over positions."""
+    """Inner arithmetic is float32, so bf16 costs no more than the rounding of y and its gradient: 2^-9 each, some more
+    in sums over positions."""
     check(form, inputs(length=length, d_inner=20), random_documents(2, length), torch.bfloat16, 2**-7)
 
 
@@ -173,7 +174,8 @@ def test_documents_equal_separate_rows(form):
     documents = (torch.arange(80)[None] >= 33).int()
     whole = selective_scan(**values, documents=documents, form=form)
     zero = torch.zeros_like(values["initial_state"])
-    second = {n: v[:, 33:] if n in ("u", "dt", "B", "C", "z") else v for n, v in values.items()} | {"initial_state": zero}
+    second = {n: v[:, 33:] if n in ("u", "dt", "B", "C", "z") else v for n, v in values.items()}
+    second["initial_state"] = zero
     torch.testing.assert_close(whole[:, 33:], selective_scan(**second, form=form), rtol=1e-12, atol=1e-12)
 
 
@@ -189,9 +191,12 @@ def test_state_hands_over(form):
     """Two halves with the state handed over equal the whole, and steps one by one do too."""
     values = typed(inputs(length=50, d_inner=18), torch.float64)
     whole, last = selective_scan(**values, return_last_state=True, form=form)
-    piece = lambda part: {n: v[:, part] if n in ("u", "dt", "B", "C", "z") else v for n, v in values.items()}  # noqa: E731
-    first, state = selective_scan(**piece(slice(0, 21)), return_last_state=True, form=form)
-    rest, state = selective_scan(**(piece(slice(21, 50)) | {"initial_state": state}), return_last_state=True, form=form)
+
+    def half(span):
+        return {n: v[:, span] if n in ("u", "dt", "B", "C", "z") else v for n, v in values.items()}
+
+    first, state = selective_scan(**half(slice(0, 21)), return_last_state=True, form=form)
+    rest, state = selective_scan(**(half(slice(21, 50)) | {"initial_state": state}), return_last_state=True, form=form)
     torch.testing.assert_close(torch.cat([first, rest], dim=1), whole, rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(state, last, rtol=1e-12, atol=1e-12)
 
