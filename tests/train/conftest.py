@@ -84,8 +84,9 @@ def start_training(corpus, tiny_file, project):
     """start_training(run folder, **settings) -> a Popen of training.py."""
     def start(run, **given):
         words = {"config": tiny_file, "dataset_path": corpus, "save_ckpt_path": run, **given}
-        return subprocess.Popen([sys.executable, "training.py", *(f"--{key}={value}" for key, value in words.items())], cwd=project,
-                                text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env={**os.environ, "OMP_NUM_THREADS": "1"})
+        return subprocess.Popen(
+            [sys.executable, "training.py", *(f"--{key}={value}" for key, value in words.items())], cwd=project,
+            text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env={**os.environ, "OMP_NUM_THREADS": "1"})
     return start
 
 

@@ -10,10 +10,11 @@ from config import resolve
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.parallel import compat, parallelize
 
-# For each setting another value, and what else must be set for it to matter. Where the effect is speed or memory, the trace is
-# the argument that reaches the library which obeys it.
+# For each setting another value, and what else must be set for it to matter. Where the effect is speed or memory, the
+# trace is the argument that reaches the library which obeys it.
 OTHER_VALUES = {
-    "model_name": ("mamba-130m", {"n_layer": 1}), "d_model": (32, {}), "n_layer": (1, {}), "layers": ("mamba2", {"headdim": 8}),
+    "model_name": ("mamba-130m", {"n_layer": 1}), "d_model": (32, {}), "n_layer": (1, {}),
+    "layers": ("mamba2", {"headdim": 8}),
     "vocab_size": (80, {}), "pad_vocab_size_multiple": (128, {}), "tie_embeddings": (False, {}), "norm_eps": (0.1, {}),
     "d_state": (8, {}), "d_conv": (2, {}), "expand": (1, {}), "dt_rank": (3, {}),
     "headdim": (16, {"layers": "mamba2"}), "ngroups": (2, {"layers": "mamba2", "headdim": 8}),
@@ -21,21 +22,27 @@ OTHER_VALUES = {
     "n_head": (2, {"layers": "attention", "n_kv_head": 1}), "n_kv_head": (2, {"layers": "attention", "n_head": 4}),
     "head_dim": (16, {"layers": "attention", "n_head": 4, "n_kv_head": 4}),
     "rotary_dim": (0, {"layers": "attention", "n_head": 4, "n_kv_head": 4}),
-    "rope_theta": (100, {"layers": "attention", "n_head": 2, "n_kv_head": 2}), "d_intermediate": (24, {"layers": "mamba1+mlp"}),
+    "rope_theta": (100, {"layers": "attention", "n_head": 2, "n_kv_head": 2}),
+    "d_intermediate": (24, {"layers": "mamba1+mlp"}),
     "dataset_path": ("{corpus}/other", {}), "datasets": ("other", {}), "weights": ("1,5", {"datasets": "train,other"}),
-    "validation_path": ("none", {}), "seq_length": (16, {}), "reset_at_documents": (True, {}), "num_workers": (3, {}), "prefetch": (1, {}),
-    "learning_rate": (0.02, {}), "weight_decay": (0.5, {}), "beta1": (0.5, {}), "beta2": (0.5, {}), "adam_epsilon": (0.1, {}),
-    "grad_clip_thresh": (0.01, {}), "schedule": ("linear", {}), "warmup_steps": (3, {}), "decay_steps": (3, {"schedule": "wsd"}),
+    "validation_path": ("none", {}), "seq_length": (16, {}), "reset_at_documents": (True, {}), "num_workers": (3, {}),
+    "prefetch": (1, {}),
+    "learning_rate": (0.02, {}), "weight_decay": (0.5, {}), "beta1": (0.5, {}), "beta2": (0.5, {}),
+    "adam_epsilon": (0.1, {}), "grad_clip_thresh": (0.01, {}),
+    "schedule": ("linear", {}), "warmup_steps": (3, {}), "decay_steps": (3, {"schedule": "wsd"}),
     "min_learning_rate_ratio": (0.5, {}),
-    "num_steps": (3, {}), "batch_size": (1, {}), "global_batch_size": (4, {}), "seed": (1, {}), "mixed_precision": ("bf16", {}),
-    "kernels": ("auto", {}), "deterministic": (True, {}), "max_skipped_steps": (2, {}), "eval_interval": (2, {}), "eval_batches": (1, {}),
+    "num_steps": (3, {}), "batch_size": (1, {}), "global_batch_size": (4, {}), "seed": (1, {}),
+    "mixed_precision": ("bf16", {}), "kernels": ("auto", {}), "deterministic": (True, {}),
+    "max_skipped_steps": (2, {}), "eval_interval": (2, {}), "eval_batches": (1, {}),
     "save_ckpt_path": ("{run}/elsewhere", {}), "load_ckpt_path": ("{first}", {}),
     "resuming_dataset": (True, {"load_ckpt_path": "{first}"}), "init_from": (None, {}), "checkpoint_interval": (3, {}),
     "keep_checkpoints": (1, {}), "async_checkpoint": (False, {}),
     "sharding_strategy": ("fsdp", {}), "fsdp_activation_checkpointing": (True, {}),
     "selective_checkpointing": ("1/2", {"fsdp_activation_checkpointing": True}),
-    "reentrant_checkpointing": (True, {"fsdp_activation_checkpointing": True}), "backward_prefetch": (False, {"sharding_strategy": "fsdp"}),
-    "limit_all_gathers": (True, {"sharding_strategy": "fsdp"}), "low_cpu_fsdp": (False, {}), "use_torch_compile": (True, {}), "timeout_minutes": (3, {}),
+    "reentrant_checkpointing": (True, {"fsdp_activation_checkpointing": True}),
+    "backward_prefetch": (False, {"sharding_strategy": "fsdp"}),
+    "limit_all_gathers": (True, {"sharding_strategy": "fsdp"}), "low_cpu_fsdp": (False, {}),
+    "use_torch_compile": (True, {}), "timeout_minutes": (3, {}),
     "report_interval": (3, {}), "tracker": ("tensorboard", {}), "use_profiler": (True, {"num_steps": 8}),
 }
 
@@ -58,8 +65,9 @@ def traces(train, tmp_path, metrics_of, corpus, monkeypatch):
             return next(value.parameters()).device
         return value if isinstance(value, (int, float, str, bool)) else None
 
-    for where, name in [(setup, "parallelize"), (setup, "Checkpointer"), (setup, "Loader"), (loader, "ThreadPoolExecutor"),
-                        (run, "start_world"), (parallelize, "checkpoint_blocks"), (sharding, "shard")]:
+    for where, name in [(setup, "parallelize"), (setup, "Checkpointer"), (setup, "Loader"),
+                        (loader, "ThreadPoolExecutor"), (run, "start_world"), (parallelize, "checkpoint_blocks"),
+                        (sharding, "shard")]:
         original = getattr(where, name)
 
         def recording(*args, _name=name, _original=original, **kwargs):
@@ -81,8 +89,9 @@ def traces(train, tmp_path, metrics_of, corpus, monkeypatch):
             said = train(folder, **{key: str(value).format(**fill) for key, value in given.items()})
         except UserError as error:
             said = str(error)
-        files = sorted(str(path.relative_to(folder)).replace(path.name, "events" if "tfevents" in path.name else path.name)
-                       for path in folder.rglob("*") if not path.name.startswith("."))
+        files = sorted(
+            str(path.relative_to(folder)).replace(path.name, "events" if "tfevents" in path.name else path.name)
+            for path in folder.rglob("*") if not path.name.startswith("."))
         where = folder if (folder / "metrics.jsonl").exists() else folder / "elsewhere"
         kept = [line for line in said.splitlines() if not line.startswith("step")]
         return files, metrics_of(where) if (where / "metrics.jsonl").exists() else said, kept, list(map(str, calls))

@@ -70,7 +70,8 @@ def test_a_living_holder_is_named_to_the_second(take, tmp_path):
     first = take()
     with pytest.raises(UserError) as refused:
         take()
-    assert f"{tmp_path} is in use by the run of process {os.getpid()} on {module.socket.gethostname()}, begun 20" in str(refused.value)
+    assert (f"{tmp_path} is in use by the run of process {os.getpid()} on {module.socket.gethostname()}, begun 20"
+            in str(refused.value))
     first.check()
     first.give_back()
     assert not list(tmp_path.iterdir())
@@ -110,11 +111,12 @@ def test_a_silent_holder_elsewhere_is_waited_for_and_then_dead(take, tmp_path, m
 
 
 def test_a_holder_elsewhere_that_renews_is_alive(take, tmp_path, monkeypatch):
-    """Whatever the clocks say, its renewals may lie far in the past; and also in the same start of the same Slurm job."""
+    """Whatever the clocks say, its renewals may lie far in the past; also in the same start of the same Slurm job."""
     monkeypatch.setenv("SLURM_JOB_ID", "17")
     left_by(tmp_path)
     long_ago = iter(range(10 ** 6))
-    monkeypatch.setattr(module.time, "sleep", lambda _: os.utime(tmp_path / module.LEASE, (next(long_ago), next(long_ago))))
+    monkeypatch.setattr(module.time, "sleep",
+                        lambda _: os.utime(tmp_path / module.LEASE, (next(long_ago), next(long_ago))))
     with pytest.raises(UserError, match=r"process 7 on node-7 \(Slurm job 17\)"):
         take()
 

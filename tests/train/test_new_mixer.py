@@ -1,4 +1,4 @@
-"""A new mixer is one entry in spec.py and one class in layers.py: a toy one is trained, counted, saved and converted."""
+"""A new mixer is one entry in spec.py and one class in layers.py: a toy is trained, counted, saved and converted."""
 
 import torch
 import torch.nn.functional as F
@@ -50,4 +50,5 @@ def test_a_toy_mixer_needs_nothing_else(monkeypatch, tmp_path, train, weights_of
 
     to_our_form(tmp_path / "run", tmp_path / "ours", dtype="bf16")
     converted = torch.load(tmp_path / "ours/consolidated.00.pth", weights_only=True)
-    assert converted[gain].dtype == torch.float32 and converted["backbone.layers.0.mixer.out.weight"].dtype == torch.bfloat16
+    assert (converted[gain].dtype == torch.float32
+            and converted["backbone.layers.0.mixer.out.weight"].dtype == torch.bfloat16)

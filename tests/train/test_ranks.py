@@ -16,9 +16,10 @@ def train_on(corpus, project):
 
     def start(ranks, run, **given):
         words = {**TINY, **STEPS, "dataset_path": corpus, "save_ckpt_path": run, **given}
-        done = subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", "training.py",
-                               *(f"--{key}={value}" for key, value in words.items())], cwd=project, capture_output=True, text=True,
-                              timeout=300, env={**os.environ, "OMP_NUM_THREADS": "1"})
+        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+        done = subprocess.run([*torchrun, "training.py", *(f"--{key}={value}" for key, value in words.items())],
+                              cwd=project, capture_output=True, text=True, timeout=300,
+                              env={**os.environ, "OMP_NUM_THREADS": "1"})
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
     return start
@@ -26,15 +27,17 @@ def train_on(corpus, project):
 
 @pytest.fixture
 def train_changed(corpus, project, tmp_path):
-    """train_changed(lines, **settings): a run on two ranks, with twelve seconds of patience, after these lines of Python."""
+    """train_changed(lines, **settings): a run on two ranks, with twelve seconds of patience, after these lines."""
     from tiny import TINY
 
     def start(lines, **given):
         words = {**TINY, "dataset_path": corpus, "save_ckpt_path": tmp_path / "run", "timeout_minutes": 0.2, **given}
         (tmp_path / "changed.py").write_text(
-            f"import os, sys, time; sys.path.insert(0, '.')\nfrom config import resolve; from mamba_fsdp.train import loop, run\n{lines}"
+            "import os, sys, time; sys.path.insert(0, '.')\n"
+            f"from config import resolve; from mamba_fsdp.train import loop, run\n{lines}"
             f"run.run_training(resolve.resolve_settings({ {key: str(value) for key, value in words.items()} })[0])\n")
-        return subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", tmp_path / "changed.py"],
+        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+        return subprocess.run([*torchrun, tmp_path / "changed.py"],
                               cwd=project, capture_output=True, text=True, timeout=300,
                               env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(project)})
     return start
@@ -48,8 +51,10 @@ def losses(entries):
 def test_one_two_and_four_ranks_give_the_same_losses(train_on, tmp_path, metrics_of):
     train_on(1, tmp_path / "1", batch_size=4)
     expected = losses(metrics_of(tmp_path / "1"))
-    for ranks, given in ((2, {"sharding_strategy": "fsdp", "batch_size": 3}), (4, {"sharding_strategy": "fsdp", "batch_size": 1}),
-                         (4, {"sharding_strategy": "ddp", "batch_size": 3}), (2, {"sharding_strategy": "hsdp", "batch_size": 2})):
+    for ranks, given in ((2, {"sharding_strategy": "fsdp", "batch_size": 3}),
+                         (4, {"sharding_strategy": "fsdp", "batch_size": 1}),
+                         (4, {"sharding_strategy": "ddp", "batch_size": 3}),
+                         (2, {"sharding_strategy": "hsdp", "batch_size": 2})):
         run = tmp_path / f"{ranks} {given['sharding_strategy']}"
         train_on(ranks, run, **given)
         assert losses(metrics_of(run)) == pytest.approx(expected, rel=2e-5), run.name
@@ -64,22 +69,25 @@ def test_a_checkpoint_of_four_ranks_resumes_on_fewer_and_back(train_on, tmp_path
     for steps, (ranks, strategy) in zip((2, 4, 6, 8), ((4, "fsdp"), (2, "ddp"), (3, "fsdp"), (1, "none"))):
         said = train_on(ranks, relay, num_steps=steps, sharding_strategy=strategy, batch_size=1)
         assert steps == 2 or f"step {steps - 2}" in said
-    whole, parts = ([entry["loss"] for entry in metrics_of(run) if "loss" in entry] for run in (tmp_path / "whole", relay))
+    whole, parts = ([entry["loss"] for entry in metrics_of(run) if "loss" in entry]
+                    for run in (tmp_path / "whole", relay))
     assert parts == pytest.approx(whole, rel=2e-5)
 
 
 @pytest.mark.slow
 def test_low_precision_and_recomputing_on_two_ranks(train_on, tmp_path, metrics_of):
     train_on(1, tmp_path / "plain", batch_size=4)
-    train_on(2, tmp_path / "frugal", batch_size=2, mixed_precision="bf16", fsdp_activation_checkpointing=True, selective_checkpointing="1/2")
+    train_on(2, tmp_path / "frugal", batch_size=2, mixed_precision="bf16",
+             fsdp_activation_checkpointing=True, selective_checkpointing="1/2")
     assert losses(metrics_of(tmp_path / "frugal")) == pytest.approx(losses(metrics_of(tmp_path / "plain")), rel=0.02)
 
 
 @pytest.mark.slow
 def test_a_mistake_is_told_once_and_ends_all_ranks(corpus, project, tmp_path):
-    done = subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "training.py",
-                           f"--dataset_path={tmp_path}/nowhere", f"--save_ckpt_path={tmp_path}/run"], cwd=project, capture_output=True,
-                          text=True, timeout=120)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    done = subprocess.run(
+        [*torchrun, "training.py", f"--dataset_path={tmp_path}/nowhere", f"--save_ckpt_path={tmp_path}/run"],
+        cwd=project, capture_output=True, text=True, timeout=120)
     assert done.returncode and f"error: {tmp_path}/nowhere: no such folder" in done.stderr
 
 

@@ -19,7 +19,8 @@ def test_going_on_drops_what_the_interrupted_run_wrote_later(tmp_path):
     again = records.Metrics(tmp_path, 3)
     again.write({"step": 4, "loss": 2.0})
     again.close()
-    assert [(entry["step"], entry["loss"]) for entry in records.read(tmp_path / "metrics.jsonl")] == [(1, 1), (2, 1), (3, 1), (4, 2)]
+    assert [(entry["step"], entry["loss"]) for entry in records.read(tmp_path / "metrics.jsonl")] == [
+        (1, 1), (2, 1), (3, 1), (4, 2)]
 
 
 def test_a_loss_that_is_not_finite_is_still_json(tmp_path):

@@ -57,7 +57,8 @@ def test_a_run_in_parts_is_the_unbroken_run(train, tmp_path, metrics_of, weights
     train(tmp_path / "parts", **{**common, "num_steps": 2})
     train(tmp_path / "parts", **common)
     assert equal(weights_of(tmp_path / "whole"), weights_of(tmp_path / "parts"))
-    reports = {run: [e for e in metrics_of(tmp_path / run) if "loss" in e and e["step"] % 4 == 0] for run in ("whole", "parts")}
+    reports = {run: [e for e in metrics_of(tmp_path / run) if "loss" in e and e["step"] % 4 == 0]
+               for run in ("whole", "parts")}
     assert reports["whole"][-1] == reports["parts"][-1]
 
 
@@ -66,7 +67,8 @@ def test_a_run_in_parts_is_the_unbroken_run(train, tmp_path, metrics_of, weights
 def test_a_killed_run_ends_as_the_unbroken_one(start_training, tmp_path, metrics_of, weights_of, seed):
     """SIGKILL at random moments, saves among them (one after every step), in both ways of saving."""
     choose = random.Random(seed)
-    common = {"num_steps": 40, "checkpoint_interval": 1, "async_checkpoint": seed % 2 == 0, "deterministic": True, "eval_interval": 20}
+    common = {"num_steps": 40, "checkpoint_interval": 1, "async_checkpoint": seed % 2 == 0, "deterministic": True,
+              "eval_interval": 20}
     whole = start_training(tmp_path / "whole", **common)
     assert whole.wait(120) == 0, whole.communicate()
     for _ in range(3):
@@ -194,8 +196,8 @@ def test_memory_that_never_sufficed_is_a_matter_of_settings(train, tmp_path, cha
 
 
 def test_starting_from_another_run(train, tmp_path, metrics_of):
-    """A .pth file gives the model; a folder the optimiser too; resuming_dataset the data's position too; a checkpoint in the
-    run folder wins over all of them."""
+    """A .pth file gives the model; a folder the optimiser too; resuming_dataset the data's position too; a checkpoint
+    in the run folder wins over all of them."""
     train(tmp_path / "first", num_steps=4)
     pth = next((tmp_path / "first").glob("pth/*/consolidated.00.pth"))
     out = {}
@@ -253,7 +255,8 @@ def test_a_start_that_fails_takes_back_the_word_of_the_one_before(train, tmp_pat
 def test_a_start_that_is_killed_takes_it_back_too(train, tmp_path, monkeypatch):
     train(tmp_path)
     seen = []
-    monkeypatch.setattr("mamba_fsdp.train.setup.open_data", lambda settings: seen.append(read_status(tmp_path)) or 1 / 0)
+    monkeypatch.setattr("mamba_fsdp.train.setup.open_data",
+                        lambda settings: seen.append(read_status(tmp_path)) or 1 / 0)
     with pytest.raises(ZeroDivisionError):
         train(tmp_path)
     assert (seen[0]["status"], seen[0]["step"], seen[0]["reason"]) == ("running", 6, "starting")

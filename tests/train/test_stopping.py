@@ -56,8 +56,10 @@ def test_a_rank_with_progress_goes_on():
 
 
 def test_the_slow_rank_is_named():
-    assert stragglers([1.0, 1.1, 4.0, 0.9]) == {"slowest_rank": 2, "slowest_rank_seconds": 4.0, "median_rank_seconds": 1.05}
+    assert stragglers([1.0, 1.1, 4.0, 0.9]) == {
+        "slowest_rank": 2, "slowest_rank_seconds": 4.0, "median_rank_seconds": 1.05}
 
 
 def test_peaks_are_told_apart_by_the_whole_name():
-    assert device_peak("NVIDIA L40S") == 362e12 and device_peak("NVIDIA L4") == 121e12 and device_peak("Tesla T4") is None
+    assert (device_peak("NVIDIA L40S") == 362e12 and device_peak("NVIDIA L4") == 121e12
+            and device_peak("Tesla T4") is None)

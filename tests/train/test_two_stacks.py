@@ -24,11 +24,13 @@ def pythons(project):
 def train(corpus, project, tiny_file):
     """train(interpreter, ranks, run folder, steps) -> what it printed."""
     def train(python, ranks, run, steps):
-        words = {"config": tiny_file, "dataset_path": corpus, "save_ckpt_path": run, "num_steps": steps, "schedule": "constant",
-                 "global_batch_size": 6, "batch_size": 1, "eval_interval": 0, "sharding_strategy": "fsdp"}
+        words = {"config": tiny_file, "dataset_path": corpus, "save_ckpt_path": run, "num_steps": steps,
+                 "schedule": "constant", "global_batch_size": 6, "batch_size": 1, "eval_interval": 0,
+                 "sharding_strategy": "fsdp"}
         ranked = [python, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", "training.py"]
-        done = subprocess.run([*ranked, *(f"--{key}={value}" for key, value in words.items())], cwd=project, timeout=300,
-                              capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+        done = subprocess.run([*ranked, *(f"--{key}={value}" for key, value in words.items())],
+                              cwd=project, timeout=300, capture_output=True, text=True,
+                              env={**os.environ, "OMP_NUM_THREADS": "1"})
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
     return train

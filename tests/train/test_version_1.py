@@ -1,4 +1,4 @@
-"""Stores and checkpoints of version 1, as the first releases wrote them (two ranks, torch 2.13), are read and resumed."""
+"""Stores and checkpoints of version 1, as the first releases wrote them (two ranks, torch 2.13), are read, resumed."""
 
 import shutil
 from pathlib import Path
