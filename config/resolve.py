@@ -48,9 +48,9 @@ def resolve_settings(given: Mapping[str, Any], config_file: str | None = None,
     """The TrainConfig of what is `given` (name -> text) over `config_file`, the preset and the defaults.
 
     Returns (settings, explicit): explicit is the set of leaf names that the command line or the file set. A setting of
-    the file that does nothing only because of the command line is dropped. Raises UserError for unknown names (with the nearest),
-    values of the wrong type or out of bounds, settings that do nothing, impossible combinations, and `stray` words,
-    which name no setting.
+    the file that does nothing only because of the command line is dropped. Raises UserError for unknown names (with
+    the nearest), values of the wrong type or out of bounds, settings that do nothing, impossible combinations, and
+    `stray` words, which name no setting.
     """
     if stray:
         raise UserError(f"{stray[0]}: settings are written --name=value")
