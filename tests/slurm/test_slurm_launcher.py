@@ -215,7 +215,7 @@ def test_a_job_that_crashes_without_a_new_checkpoint_gives_up_after_max_restarts
     assert cluster.wait_for_end(job) == "FAILED"
     assert cluster.restarts(job) == 1
     text = log(slurm_project, job)
-    assert "given up after 1 restarts without a checkpoint newer than start (MAX_RESTARTS=1)" in text
+    assert "gave up after 1 restarts without a checkpoint newer than start (MAX_RESTARTS=1)" in text
     last = [without_label(line) for line in text.strip().splitlines()][-2:]
     assert last == ["rank 1 on node2 failed first.", "Traceback: the cause"], \
         "the log ends with the error of the rank that failed first"
@@ -259,7 +259,7 @@ def test_a_half_made_venv_is_not_used(start_cluster, slurm_project):
     (slurm_project / ".venv/.complete").unlink()
     job = cluster.submit(slurm_project, "--save_ckpt_path=runs/a")
     assert cluster.wait_for_end(job) == "FAILED" and cluster.restarts(job) == 0
-    assert "half made; make it anew: ./0.create_env.sh" in log(slurm_project, job)
+    assert "is incomplete; make it again: ./0.create_env.sh" in log(slurm_project, job)
 
 
 def test_a_run_folder_that_is_not_shared_is_found_before_training(start_cluster, slurm_project):
@@ -293,4 +293,4 @@ def test_a_training_that_does_not_stop_in_time_is_queued_again_before_the_limit(
     wait_for_step(cluster, slurm_project)
     cluster.run("scancel", "--batch", "--signal=USR1", job)
     cluster.wait_until(lambda: cluster.restarts(job) == 1, "the job is queued again")
-    assert "no checkpoint in time before the time limit" in log(slurm_project, job)
+    assert "no checkpoint was committed before the time limit" in log(slurm_project, job)
