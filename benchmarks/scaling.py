@@ -26,7 +26,8 @@ from mamba_fsdp.model.lm import MambaLM
 from mamba_fsdp.model.spec import operator_uses, parameter_count, parameters
 from mamba_fsdp.ops import native
 from mamba_fsdp.ops.forms import resolve_forms
-from mamba_fsdp.parallel.parallelize import fill, parallelize
+from mamba_fsdp.parallel.parallelize import parallelize
+from mamba_fsdp.parallel.shards import fill
 from mamba_fsdp.parallel.world import World, start_world
 from mamba_fsdp.train.optimizer import make_optimizer
 

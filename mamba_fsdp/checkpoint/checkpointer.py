@@ -6,6 +6,7 @@ folder, which the next run removes, and never half a checkpoint under a name tha
 """
 
 import contextlib
+import errno
 import json
 import math
 import shutil
@@ -85,11 +86,11 @@ class Checkpointer:
             start, stop = part_to_write(shard.data.numel(), shard.replicas, shard.replica_index, turn)
             if start < stop:
                 pieces.append((stored_name(shard.name), shard.start + start, shard.data[start:stop]))
-        needed = self.world.all_reduce_sum(sum(tensor.numel() * tensor.element_size() for _, _, tensor in pieces))
+        needed = self.world.all_reduce_sum(sum(tensor.nbytes for _, _, tensor in pieces))
         partial = self.world.on_rank0(lambda: self._make_partial(step, needed))
         copies = [(name, start, tensor.to("cpu", copy=self.asynchronous)) for name, start, tensor in pieces]
         tensors = {stored_name(shard.name): {"shape": list(shard.shape), "dtype": NAMES[shard.data.dtype],
-                                             "tied": list(shard.tied)} for shard in shards}
+                                             "tied": list(shard.tied), "pieces": []} for shard in shards}
         self.pending = Save(step, partial, json.loads(json.dumps(state)), tensors)
         self.pending.thread = threading.Thread(target=self._write, args=(self.pending, copies), daemon=True)
         self.pending.thread.start()
@@ -103,12 +104,21 @@ class Checkpointer:
         outcome = self.pending.outcome
         writing, failed = self.world.all_reduce_sum([float(outcome is None), float("error" in (outcome or {}))])
         if failed or not writing:
-            self._complete()
+            self.wait()
 
     def wait(self) -> None:
-        """Return when no save is under way. Raises UserError on all ranks if it failed."""
-        if self.pending is not None:
-            self._complete()
+        """Wait for the save under way, if any, and commit it. Raises UserError on all ranks if it failed."""
+        if self.pending is None:
+            return
+        save, self.pending = self.pending, None
+        self.world.run_local(save.thread.join)
+        outcomes: list[Any] = self.world.gather_objects(save.outcome)
+        errors = [outcome["error"] for outcome in outcomes if "error" in outcome]
+        if errors:
+            self.world.on_rank0(lambda: _delete(save.partial))
+            raise UserError(f"the checkpoint of step {save.step} could not be saved: {'; '.join(errors)}")
+        self.last = self.world.on_rank0(lambda: self._commit(save, outcomes))
+        self.broken.discard(self.last.name)
 
     def _write(self, save, pieces):
         """Write this rank's file. Runs in a thread and therefore talks to no other rank."""
@@ -120,22 +130,10 @@ class Checkpointer:
             save.outcome = {"file": path.name, **written,
                             "pieces": [[name, start, tensor.numel()] for name, start, tensor in pieces]}
         except OSError as error:
-            missing = isinstance(error, FileNotFoundError)
-            hint = " (is the run folder on storage that all nodes share?)" if missing else ""
+            hint = " (is the run folder on storage that all nodes share?)" if error.errno == errno.ENOENT else ""
             save.outcome = {"error": f"{where}: {error.strerror}{hint}"}
         except BaseException as error:
             save.outcome = {"error": f"{where}: {type(error).__name__}: {error}"}
-
-    def _complete(self):
-        save, self.pending = self.pending, None
-        self.world.run_local(save.thread.join)
-        outcomes = self.world.gather_objects(save.outcome)
-        errors = [outcome["error"] for outcome in outcomes if "error" in outcome]
-        if errors:
-            self.world.on_rank0(lambda: _delete(save.partial))
-            raise UserError(f"the checkpoint of step {save.step} could not be saved: {'; '.join(errors)}")
-        self.last = self.world.on_rank0(lambda: self._commit(save, outcomes))
-        self.broken.discard(self.last.name)
 
     # Rank 0 alone does the rest.
 
@@ -157,8 +155,6 @@ class Checkpointer:
 
     def _commit(self, save, outcomes):
         """Turn the written files into a checkpoint: what stands under its final name is whole and durable."""
-        for entry in save.tensors.values():
-            entry["pieces"] = []
         for index, outcome in enumerate(outcomes):
             for name, start, count in outcome["pieces"]:
                 save.tensors[name]["pieces"].append([start, count, index])
@@ -170,9 +166,8 @@ class Checkpointer:
         write_atomically(save.partial / STATE, json.dumps(content))
         files = {outcome["file"]: {"bytes": outcome["bytes"], "crc32": outcome["crc32"]} for outcome in outcomes}
         files[STATE] = checksum(save.partial / STATE)
-        write_atomically(save.partial / COMMIT, json.dumps({**CHECKPOINT.header(), "step": save.step, "files": files},
-                                                               indent=1))
-
+        commit = {**CHECKPOINT.header(), "step": save.step, "files": files}
+        write_atomically(save.partial / COMMIT, json.dumps(commit, indent=1))
         self.check_ours()
         final = self.folder / step_name(save.step)
         if final.exists():  # broken, or it would have been where this run started from

@@ -28,10 +28,9 @@ def write_pieces(path: Path, pieces: Sequence[tuple[str, int, torch.Tensor]]) ->
     """
     header, position = {}, 0
     for name, start, tensor in pieces:
-        end = position + tensor.numel() * tensor.element_size()
         header[f"{name}@{start}"] = {"dtype": NAMES[tensor.dtype], "shape": [tensor.numel()],
-                                     "data_offsets": [position, end]}
-        position = end
+                                     "data_offsets": [position, position + tensor.nbytes]}
+        position += tensor.nbytes
     head = json.dumps(header).encode()
     head += b" " * (-len(head) % 8)
     contents = [tensor.view(torch.uint8).numpy() for _, _, tensor in pieces]

@@ -8,6 +8,7 @@
 Model tensors are named model/<parameter>, the optimiser's optimizer/<parameter>/exp_avg and .../exp_avg_sq.
 """
 
+import functools
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -20,7 +21,7 @@ from mamba_fsdp.checkpoint.files import PieceReader, checksum
 from mamba_fsdp.checkpoint.ranges import overlaps, tiles
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.formats import CHECKPOINT
-from mamba_fsdp.parallel.shards import Shard
+from mamba_fsdp.parallel.shards import Shard, fill_parts
 from mamba_fsdp.parallel.world import World
 from mamba_fsdp.run_layout import CHECKPOINTS, COMMIT, STATE, committed
 
@@ -57,19 +58,18 @@ def _committed_files(checkpoint):
         content = json.loads((checkpoint / COMMIT).read_bytes())
         CHECKPOINT.check(checkpoint / COMMIT, content)
         files = content["files"]
-        if STATE in files and all(entry.keys() == {"bytes", "crc32"} for entry in files.values()):
-            return files, []
+        listed = STATE in files and all(entry.keys() == {"bytes", "crc32"} for entry in files.values())
     except OSError as error:
         return {}, [f"{COMMIT}: {error.strerror}"]
     except (ValueError, KeyError, TypeError, AttributeError):
-        pass
-    return {}, [f"{COMMIT} is no list of files"]
+        listed = False
+    return (files, []) if listed else ({}, [f"{COMMIT} is no list of files"])
 
 
 def newest_whole(checkpoints: Path, world: World, report: Callable[[str], Any]) -> tuple[Path | None, list[str]]:
     """(the newest whole checkpoint or None, names of the broken ones passed over), rank 0's choice on all ranks.
 
-    Raises UserError when there are committed checkpoints but none is whole: starting anew must be the user's decision.
+    Raises UserError when there are committed checkpoints but none is whole: a new start must be the user's decision.
     """
     broken: list[str] = []
     candidates = world.broadcast_object(committed(checkpoints) if world.rank == 0 else [])
@@ -82,7 +82,7 @@ def newest_whole(checkpoints: Path, world: World, report: Callable[[str], Any]) 
             report(f"warning: checkpoint {checkpoint} is broken and passed over: {'; '.join(wrong)}")
     if candidates:
         raise UserError(f"none of the {len(candidates)} checkpoints in {checkpoints} is whole, the oldest: "
-                        f"{'; '.join(wrong)}; repair one, or move the folder away to start anew")
+                        f"{'; '.join(wrong)}; repair one, or move the folder away to start from scratch")
     return None, broken
 
 
@@ -93,8 +93,7 @@ def find_checkpoint(path: str | Path, world: World, report: Callable[[str], Any]
     """
     path = Path(path)
     if world.broadcast_object((path / COMMIT).is_file()):
-        wrong = problems(path, world)
-        if wrong:
+        if wrong := problems(path, world):
             raise UserError(f"checkpoint {path} is broken: {'; '.join(wrong)}")
         return path
     found, _ = newest_whole(path / CHECKPOINTS if (path / CHECKPOINTS).is_dir() else path, world, report)
@@ -105,7 +104,10 @@ def find_checkpoint(path: str | Path, world: World, report: Callable[[str], Any]
 
 
 class Reader:
-    """An open checkpoint. `tensors`: stored name -> {shape, dtype, tied, pieces}; `state`: what the loop saved."""
+    """An open checkpoint. `tensors`: stored name -> {shape, dtype, tied, pieces}; `state`: what the loop saved.
+
+    Raises UserError where it can't be read.
+    """
 
     def __init__(self, checkpoint: str | Path):
         self.path = Path(checkpoint)
@@ -117,30 +119,20 @@ class Reader:
             raise UserError(f"can't read checkpoint {self.path}: {STATE}: {error.strerror}") from None
         except (ValueError, KeyError, TypeError, AttributeError):
             raise UserError(f"checkpoint {self.path} is broken: {STATE} is not what was written") from None
-        self.open_files: dict[int, PieceReader] = {}
+        self._open = functools.cache(PieceReader)
 
     def read(self, name: str, start: int, stop: int) -> torch.Tensor:
         """Elements [start, stop) of a flattened tensor, as a 1-D CPU tensor."""
         entry = self.tensors[name]
         if not tiles(entry["pieces"], math.prod(entry["shape"])):
             raise UserError(f"checkpoint {self.path} is broken: the pieces of {name} are not the whole of it")
-        parts = [self._file(piece[2]).read(name, piece[0], offset, count)
+        parts = [self._open(self.path / self.files[piece[2]]).read(name, piece[0], offset, count)
                  for piece, offset, _, count in overlaps(start, stop, entry["pieces"])]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
-    def _file(self, index):
-        if index not in self.open_files:
-            self.open_files[index] = PieceReader(self.path / self.files[index])
-        return self.open_files[index]
-
-
-def read_state(checkpoint: str | Path) -> dict:
-    """What the loop saved in a checkpoint, without reading tensors. Raises UserError."""
-    return Reader(checkpoint).state
-
 
 def load(checkpoint: Path, shards: Sequence[Shard], world: World,
-         check: Callable[[dict, Path], None] | None = None) -> dict:
+         check: Callable[[dict, Path], None] = lambda state, checkpoint: None) -> dict:
     """Fill `shards`, of any strategy and world size, from a checkpoint. Returns the state that was saved with them.
 
     The checkpoint must hold just these tensors of the model, and of the optimiser if its shards are among them.
@@ -153,20 +145,16 @@ def load(checkpoint: Path, shards: Sequence[Shard], world: World,
     return state
 
 
-@torch.no_grad()
 def _load(checkpoint, shards, check):
     """(the state, None), or (None, why this rank can't load)."""
     try:
         reader = Reader(checkpoint)
-        if check:
-            check(reader.state, checkpoint)
+        check(reader.state, checkpoint)
         wanted = {stored_name(shard.name): shard.shape for shard in shards}
         kinds = {name.split("/")[0] for name in wanted}
         refuse_other_tensors(checkpoint, wanted, {name: entry["shape"] for name, entry in reader.tensors.items()
                                                   if name.split("/")[0] in kinds})
-        for shard in shards:
-            if shard.data.numel():
-                shard.data.copy_(reader.read(stored_name(shard.name), shard.start, shard.start + shard.data.numel()))
+        fill_parts(shards, lambda name, shape, start, stop: reader.read(stored_name(name), start, stop))
         return reader.state, None
     except UserError as error:
         return None, str(error)
@@ -176,8 +164,7 @@ def refuse_other_tensors(source: Any, wanted: Mapping[str, Sequence[int]],
                          found: Mapping[str, Sequence[int]]) -> None:
     """Raises UserError, with names, unless `found` has just the tensors of `wanted` (both name -> shape)."""
     def some(names):
-        names = sorted(names)
-        return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+        return ", ".join(sorted(names)[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
 
     wrong = []
     if missing := wanted.keys() - found.keys():

@@ -1,9 +1,12 @@
 """Arithmetic of ranges: who writes which elements, and where the elements that a rank needs lie."""
 
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
+
 SMALLEST = 1 << 16  # elements; a smaller piece is not worth splitting
 
 
-def part_to_write(count, replicas, replica_index, turn):
+def part_to_write(count: int, replicas: int, replica_index: int, turn: int) -> tuple[int, int]:
     """The range (start, stop) of `count` elements that one of the ranks holding them writes: together, each once.
 
     `turn`, the tensor's number, lets small tensors take turns among the replicas.
@@ -15,7 +18,7 @@ def part_to_write(count, replicas, replica_index, turn):
     return count * mine // writers, count * (mine + 1) // writers
 
 
-def overlaps(start, stop, pieces):
+def overlaps(start: int, stop: int, pieces: Sequence[Sequence[int]]) -> Iterator[tuple[Sequence[int], int, int, int]]:
     """Where the elements [start, stop) lie: (piece, offset in it, offset from `start`, count) for each piece in turn.
 
     pieces: sorted lists [start, count, ...] that tile the tensor.
@@ -26,11 +29,6 @@ def overlaps(start, stop, pieces):
             yield piece, low - piece[0], low - start, high - low
 
 
-def tiles(pieces, count):
+def tiles(pieces: Sequence[Sequence[int]], count: int) -> bool:
     """Whether the sorted pieces cover [0, count) without gap or overlap."""
-    position = 0
-    for piece in pieces:
-        if piece[0] != position:
-            return False
-        position += piece[1]
-    return position == count
+    return [*(piece[0] for piece in pieces), count] == [0, *accumulate(piece[1] for piece in pieces)]

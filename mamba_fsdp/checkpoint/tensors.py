@@ -4,6 +4,7 @@ import math
 import pickle
 import tarfile
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -13,15 +14,14 @@ from mamba_fsdp.errors import UserError, first_line
 from mamba_fsdp.parallel.shards import Shard
 
 
+@dataclass
 class Tensors:
-    """Tensors, read when asked for. `shapes`: name -> shape; `tied`: name -> the name it shares a tensor with.
+    """Tensors by name, read when asked for. slice(name, start, stop): elements [start, stop) of a flattened tensor."""
 
-    source: the file or folder, for messages. read(name, start, stop): elements [start, stop) of the flattened tensor.
-    """
-
-    def __init__(self, source: Path, shapes: dict[str, tuple[int, ...]], tied: dict[str, str],
-                 read: Callable[[str, int, int], torch.Tensor]):
-        self.source, self.shapes, self.tied, self._read = source, shapes, tied, read
+    source: Path  # the file or folder, for messages
+    shapes: dict[str, tuple[int, ...]]
+    tied: dict[str, str]  # name -> the name it shares a tensor with
+    slice: Callable[[str, int, int], torch.Tensor]  # 1-D on the CPU
 
     def get(self, name: str, shape: Sequence[int] | None = None) -> torch.Tensor:
         """One whole tensor on the CPU. Raises UserError when there is none of that name, or not of that shape."""
@@ -31,10 +31,6 @@ class Tensors:
         if shape is not None and tuple(shape) != self.shapes[name]:
             raise UserError(f"{self.source} does not fit the model: {name} is {self.shapes[name]}, not {tuple(shape)}")
         return self.slice(name, 0, math.prod(self.shapes[name])).view(self.shapes[name])
-
-    def slice(self, name: str, start: int, stop: int) -> torch.Tensor:
-        """Elements [start, stop) of a flattened tensor, 1-D on the CPU."""
-        return self._read(name, start, stop)
 
     def check(self, shards: Sequence[Shard]) -> None:
         """Raises UserError, with names, unless these are just the tensors of `shards`, tied as they are."""
@@ -49,10 +45,8 @@ class Tensors:
 def open_tensors(path: str | Path) -> Tensors:
     """The model's Tensors in a checkpoint folder or .pth file (a plain dict). Raises UserError; executes nothing."""
     path = Path(path)
-    return _open_folder(path) if path.is_dir() else _open_pth(path)
-
-
-def _open_folder(path):
+    if not path.is_dir():
+        return _open_pth(path)
     reader = Reader(path)
     own = {name.removeprefix("model/"): entry for name, entry in reader.tensors.items() if name.startswith("model/")}
     return Tensors(path, {name: tuple(entry["shape"]) for name, entry in own.items()},

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from config.model_config import ModelConfig, checked_model
-from mamba_fsdp.checkpoint.folder import find_checkpoint, read_state, refuse_other_tensors
+from mamba_fsdp.checkpoint.folder import Reader, find_checkpoint, refuse_other_tensors
 from mamba_fsdp.checkpoint.tensors import Tensors, open_tensors
 from mamba_fsdp.errors import UserError, first_line
 from mamba_fsdp.interop import state_spaces
@@ -86,7 +86,7 @@ def read_weights(source: str | Path) -> Weights:
         return _read_model(path.parent, path)
     if (path / COMMIT).is_file() or (path / CHECKPOINTS).is_dir():
         checkpoint = find_checkpoint(path, World.alone())
-        settings = read_state(checkpoint)["settings"]
+        settings = Reader(checkpoint).state["settings"]
         return Weights(checkpoint, checked_model(checkpoint, settings["model"]), open_tensors(checkpoint),
                        seq_length=settings["data"]["seq_length"],
                        tokenizer_path=_tokenizer_in(checkpoint.parent.parent / TOKENIZER))

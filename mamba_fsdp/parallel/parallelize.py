@@ -4,19 +4,15 @@ The order matters: activation checkpointing first, so that compiling sees what i
 gathering of weights is traced; then shard, so that a block's weights are gathered once around all of it.
 """
 
-from collections.abc import Callable, Iterable
-
 import torch
 from torch import nn
 
 from config.train_config import ParallelConfig
 from mamba_fsdp.errors import UserError
-from mamba_fsdp.heartbeat import heart
 from mamba_fsdp.parallel.blocks import checkpoint_blocks, compile_blocks
 from mamba_fsdp.parallel.compat import load_shard
 from mamba_fsdp.parallel.model import ParallelModel, find_slots
 from mamba_fsdp.parallel.replicate import replicate
-from mamba_fsdp.parallel.shards import Shard
 from mamba_fsdp.parallel.world import World
 
 
@@ -69,22 +65,3 @@ def parallelize(model: nn.Module, settings: ParallelConfig, *, world: World, com
         slot.materialize(world.device)
     return load_shard()(model, slots, whole, world=world, shard_size=shard_size, compute_dtype=compute_dtype,
                         backward_prefetch=settings.backward_prefetch, limit_all_gathers=settings.limit_all_gathers)
-
-
-def fill(shards: Iterable[Shard], value_of: Callable[[str, tuple[int, ...]], torch.Tensor]) -> None:
-    """Set every shard from `value_of(name, shape)`, a full CPU tensor. Only one full tensor is held at a time."""
-    def part_of(name, shape, start, stop):
-        value = value_of(name, shape)
-        assert value.shape == torch.Size(shape), f"{name}: {value.shape} is not {shape}"
-        return value.reshape(-1)[start:stop]
-
-    fill_parts(shards, part_of)
-
-
-@torch.no_grad()
-def fill_parts(shards: Iterable[Shard], part_of: Callable[[str, tuple[int, ...], int, int], torch.Tensor]) -> None:
-    """Set every shard from `part_of(name, shape, start, stop)`, the elements [start, stop) of the flattened tensor."""
-    for shard in shards:
-        if shard.data.numel():
-            shard.data.copy_(part_of(shard.name, shard.shape, shard.start, shard.start + shard.data.numel()))
-            heart.beat()

@@ -1,8 +1,11 @@
 """The part of a tensor that one rank holds, told the same way for every sharding strategy."""
 
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
+
+from mamba_fsdp.heartbeat import heart
 
 
 @dataclass
@@ -21,3 +24,22 @@ class Shard:
     replicas: int = 1
     replica_index: int = 0
     tied: tuple[str, ...] = ()
+
+
+def fill(shards: Iterable[Shard], value_of: Callable[[str, tuple[int, ...]], torch.Tensor]) -> None:
+    """Set every shard from `value_of(name, shape)`, a full CPU tensor. Only one full tensor is held at a time."""
+    def part_of(name, shape, start, stop):
+        value = value_of(name, shape)
+        assert value.shape == torch.Size(shape), f"{name}: {value.shape} is not {shape}"
+        return value.reshape(-1)[start:stop]
+
+    fill_parts(shards, part_of)
+
+
+@torch.no_grad()
+def fill_parts(shards: Iterable[Shard], part_of: Callable[[str, tuple[int, ...], int, int], torch.Tensor]) -> None:
+    """Set every shard from `part_of(name, shape, start, stop)`, the elements [start, stop) of the flattened tensor."""
+    for shard in shards:
+        if shard.data.numel():
+            shard.data.copy_(part_of(shard.name, shard.shape, shard.start, shard.start + shard.data.numel()))
+            heart.beat()

@@ -24,7 +24,8 @@ from mamba_fsdp.model.lm import MambaLM
 from mamba_fsdp.model.spec import operator_uses, parameter_count, parameters
 from mamba_fsdp.ops.forms import resolve_forms
 from mamba_fsdp.parallel.model import ParallelModel
-from mamba_fsdp.parallel.parallelize import choose_strategy, fill, fill_parts, parallelize
+from mamba_fsdp.parallel.parallelize import choose_strategy, parallelize
+from mamba_fsdp.parallel.shards import fill, fill_parts
 from mamba_fsdp.parallel.world import World
 from mamba_fsdp.train.optimizer import LossScale, make_optimizer
 from mamba_fsdp.train.run_folder import RunFolder

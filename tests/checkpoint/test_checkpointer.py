@@ -13,7 +13,7 @@ from ranks import PROCESSES, build, run_ranks
 from mamba_fsdp.checkpoint import checkpointer as module
 from mamba_fsdp.checkpoint.checkpointer import Checkpointer
 from mamba_fsdp.checkpoint.files import checksum
-from mamba_fsdp.checkpoint.folder import find_checkpoint, load, problems, read_state
+from mamba_fsdp.checkpoint.folder import Reader, find_checkpoint, load, problems
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.parallel.shards import Shard
 from mamba_fsdp.parallel.world import start_world
@@ -57,7 +57,7 @@ def test_a_checkpoint_is_there_when_it_is_committed_and_not_before(run, world):
     checkpointer.poll()
     assert names(run) == ["step_00000003"]
     assert checkpointer.newest() == run / "checkpoints" / "step_00000003" == Checkpointer(run, world).newest()
-    assert read_state(checkpointer.newest()) == {"step": 3}
+    assert Reader(checkpointer.newest()).state == {"step": 3}
 
 
 def test_other_programs_can_read_the_files(run, world):
@@ -109,7 +109,7 @@ def test_a_broken_checkpoint_is_replaced_by_a_whole_one_of_its_step(run, world):
     checkpointer.save(2, shards(20), {"new": 1})
     checkpointer.wait()
     assert not problems(run / "checkpoints/step_00000002", world)
-    assert read_state(run / "checkpoints/step_00000002") == {"new": 1}
+    assert Reader(run / "checkpoints/step_00000002").state == {"new": 1}
     assert names(run) == ["step_00000001", "step_00000002"]
 
 
@@ -176,7 +176,7 @@ def test_a_checkpoint_of_another_version_is_refused_and_no_older_one_taken(run, 
     make(run, world, [1, 2])
     edit(run / "checkpoints/step_00000002" / file, **changes)
     for attempt in (lambda: load(Checkpointer(run, world).newest(), shards(0), world),
-                    lambda: read_state(find_checkpoint(run / "checkpoints/step_00000002", world))):
+                    lambda: Reader(find_checkpoint(run / "checkpoints/step_00000002", world)).state):
         with pytest.raises(UserError, match=f"step_00000002/{file}: .*{said}"):
             attempt()
 
@@ -313,7 +313,7 @@ def save_for_ever(run, elements):
     world = start_world()
     checkpointer = Checkpointer(run, world, keep=2)
     newest = checkpointer.newest()
-    step = 0 if newest is None else read_state(newest)["step"]
+    step = 0 if newest is None else Reader(newest).state["step"]
     while True:
         step += 1
         checkpointer.save(step, shards(step, elements), {"step": step})

@@ -12,8 +12,7 @@ from config.resolve import as_dict, resolve_settings
 from mamba_fsdp.checkpoint.checkpointer import Checkpointer
 from mamba_fsdp.interop.convert import to_foreign_form, to_our_form
 from mamba_fsdp.interop.weights import read_weights
-from mamba_fsdp.parallel.parallelize import fill
-from mamba_fsdp.parallel.shards import Shard
+from mamba_fsdp.parallel.shards import Shard, fill
 from mamba_fsdp.parallel.world import World
 
 pytestmark = pytest.mark.torch22
@@ -94,10 +93,10 @@ def test_one_parameter_is_read_at_a_time(tmp_path):
         weights = read_weights(source)
         read = []
 
-        def record(name, *part, read=read, original=weights.tensors._read):
+        def record(name, *part, read=read, original=weights.tensors.slice):
             read.append(name)
             return original(name, *part)
 
-        weights.tensors._read = record
+        weights.tensors.slice = record
         weights.get("backbone.layers.2.mixer.in_proj.weight")
         assert len(read) == (3 if source.name == "hf" else 1)

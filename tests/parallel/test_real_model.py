@@ -7,7 +7,8 @@ from config.train_config import ParallelConfig
 from mamba_fsdp.model.init import initial_value
 from mamba_fsdp.model.lm import MambaLM
 from mamba_fsdp.model.spec import parameters
-from mamba_fsdp.parallel.parallelize import fill, parallelize
+from mamba_fsdp.parallel.parallelize import parallelize
+from mamba_fsdp.parallel.shards import fill
 from mamba_fsdp.parallel.world import start_world
 
 pytestmark = pytest.mark.torch22
