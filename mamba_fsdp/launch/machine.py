@@ -9,6 +9,7 @@ import socket
 import struct
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 from mamba_fsdp.errors import UserError
@@ -17,15 +18,14 @@ PROJECT = Path(__file__).resolve().parents[2]
 SIOCGIFADDR = 0x8915  # Linux's number for "the IPv4 address of this interface"
 
 
-def assigned_gpus():
+def assigned_gpus() -> int:
     """How many GPUs this process may use: those that Slurm or the user chose, else all that the driver shows."""
     chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if chosen is None:
-        return len(driver_gpus())
-    return len([name for name in chosen.split(",") if name.strip() not in ("", "-1", "NoDevFiles")])
+    names = driver_gpus() if chosen is None else chosen.split(",")
+    return len([name for name in names if name.strip() not in ("", "-1", "NoDevFiles")])
 
 
-def driver_gpus():
+def driver_gpus() -> list[str]:
     """Names of the GPUs that the NVIDIA driver shows, such as `NVIDIA H100 80GB HBM3`; [] without a driver."""
     if not shutil.which("nvidia-smi"):
         return []
@@ -34,18 +34,18 @@ def driver_gpus():
     return listed.stdout.split("\n")[:-1] if listed.returncode == 0 else []
 
 
-def interface_towards(hosts):
+def interface_towards(hosts: Iterable[str]) -> str:
     """The network interface on the way to the first of `hosts` (names) that is another machine; "" for none or IPv6."""
     for host in filter(None, hosts):
         with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
             probe.connect((host, 9))  # sends nothing, but looks the route up
             here, there = probe.getsockname()[0], probe.getpeername()[0]
             if here != there and not there.startswith("127."):
-                return interface_of(here)
+                return _interface_of(here)
     return ""
 
 
-def interface_of(address):
+def _interface_of(address):
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
         for _, name in socket.if_nameindex():
             with contextlib.suppress(OSError):  # one without an IPv4 address
@@ -55,7 +55,12 @@ def interface_of(address):
     return ""
 
 
-def check_version(environment=sys.prefix):
+def node_name() -> str:
+    """What Slurm, or else the machine itself, calls this node."""
+    return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
+
+
+def check_version(environment: str | Path = sys.prefix) -> None:
     """Raises UserError unless `environment` (.venv, or the image's own) was made from this checkout's requirements.
 
     Its stamp, the file .complete, has two lines: the stack and the SHA-256 of requirements/STACK.txt.

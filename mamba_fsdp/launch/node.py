@@ -11,7 +11,6 @@ import importlib.util
 import logging
 import os
 import signal
-import socket
 import sys
 import tempfile
 import time
@@ -19,11 +18,11 @@ from pathlib import Path
 
 from torch.distributed import run as torchrun
 from torch.distributed.elastic.multiprocessing.api import PContext, SignalException
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.elastic.rendezvous import RendezvousError
 
 from mamba_fsdp.durable import write_atomically
-from mamba_fsdp.launch.machine import assigned_gpus, interface_towards
+from mamba_fsdp.launch.machine import assigned_gpus, interface_towards, node_name
 
 SECONDS_FOR_OTHERS = 3  # Slurm ends the job with the first node that exits: let the others put their errors on record
 ENDED_BY_LAUNCHER = -signal.SIGTERM  # of ranks that still ran when another failed, or only started when asked to stop
@@ -35,18 +34,14 @@ USUAL_REASONS = {
 }
 
 
-def main(failures, words):
+def main(failures: Path, words: list[str]) -> int:
     logging.disable(logging.ERROR)  # torchrun's own account of a failure: ours comes last and says more
     processes = int(os.environ.get("PROCESSES_PER_NODE") or assigned_gpus() or 1)
     alone = "--standalone" in words
     with tempfile.TemporaryDirectory(prefix="mamba-train-") as scratch:
         options = torchrun.parse_args([f"--nproc-per-node={processes}", f"--log-dir={scratch}/ranks",
                                        "--monitor-interval=0.1", *words])
-        set_threads(processes)
-        set_cache_writer()
-        if not alone:
-            set_caches(scratch)
-            set_interface(options.rdzv_endpoint.rpartition(":")[0])
+        set_environment(processes, scratch, None if alone else options.rdzv_endpoint.rpartition(":")[0])
         asked = pass_requests_on()
         try:
             torchrun.run(options)
@@ -55,15 +50,15 @@ def main(failures, words):
             if asked and failure.exitcode == ENDED_BY_LAUNCHER:
                 return 128 + asked[0]
             has_said_it = alone and processes == 1 and failure.exitcode > 0  # as its last words, right above
-            text = "" if has_said_it else f"rank {rank} on {node()} failed first.\n{describe(failure)}\n"
-            put_on_record(failures, *first, text, exit_code(failure))
+            text = "" if has_said_it else f"rank {rank} on {node_name()} failed first.\n{describe(failure)}\n"
+            code = failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode
+            put_on_record(failures, *first, text, code)
             if not alone:
                 time.sleep(SECONDS_FOR_OTHERS)
             return 1
         except RendezvousError as error:
-            text = (f"error: {node()} could not meet the other nodes: {error} ({error.__cause__}); can it reach the "
-                    "first node by its name, and does the firewall or security group let the nodes talk to each "
-                    "other?\n")
+            text = (f"error: {node_name()} could not meet the other nodes: {error} ({error.__cause__}); can it reach "
+                    "the first node by its name, and does the firewall or security group let the nodes connect?\n")
             put_on_record(failures, 1, time.time(), text, 1)
             return 1
         except SignalException as error:
@@ -71,36 +66,27 @@ def main(failures, words):
     return 128 + asked[0] if asked else 0
 
 
-def set_threads(processes):
+def set_environment(processes: int, scratch: str, first_node: str | None) -> None:
+    """Set what the ranks find in their environment; first_node: None for a run on this machine alone."""
     if processes > 1:  # left alone, torchrun gives each rank one thread
         os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // processes)))
     # Threads that spin while they wait make training on a CPU five times slower as soon as anything else runs there.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-
-
-def set_cache_writer():
-    """Let one rank write Triton's cache where patches/apply.py was here; Triton 3.4 and newer need to be told."""
+    # One rank writes Triton's cache where patches/apply.py was here; Triton 3.4 and newer need to be told.
     triton = importlib.util.find_spec("triton")
     if triton and triton.origin and Path(triton.origin).with_name("runtime").joinpath("rank0_cache.py").is_file():
         os.environ.setdefault("TRITON_CACHE_MANAGER", "triton.runtime.rank0_cache:Rank0CacheManager")
+    if first_node is not None:
+        # Caches are on the node's own disk and new for each job: shared by nodes or versions, they break. The scope is
+        # for the cache writer: one rank of each node fills them.
+        os.environ |= {"TRITON_CACHE_DIR": f"{scratch}/triton", "TRITON_DUMP_DIR": f"{scratch}/triton-dump",
+                       "TORCHINDUCTOR_CACHE_DIR": f"{scratch}/inductor", "TRITON_RANK0_SCOPE": "node"}
+        # gloo by itself takes the interface of the node's own name, which is 127.0.1.1 on Debian.
+        if interface := interface_towards([first_node, os.environ.get("LAST_NODE", "")]):
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
 
 
-def set_caches(scratch):
-    """On the node's own disk and new for each job: shared by nodes or versions, these caches break."""
-    os.environ["TRITON_CACHE_DIR"] = f"{scratch}/triton"
-    os.environ["TRITON_DUMP_DIR"] = f"{scratch}/triton-dump"
-    os.environ["TORCHINDUCTOR_CACHE_DIR"] = f"{scratch}/inductor"
-    os.environ["TRITON_RANK0_SCOPE"] = "node"  # for the cache writer: one rank of each node fills it
-
-
-def set_interface(first_node):
-    """Tell gloo its network interface: by itself it takes that of the node's own name, which is 127.0.1.1 on Debian."""
-    interface = interface_towards([first_node, os.environ.get("LAST_NODE", "")])
-    if interface:
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
-
-
-def pass_requests_on():
+def pass_requests_on() -> list[int]:
     """Make torchrun pass requests to stop on to its ranks, then wait for them and those of other nodes as ever.
 
     By itself it kills ranks 30 s after the request, be it in the middle of a step or of a checkpoint. How long they may
@@ -122,21 +108,13 @@ def pass_requests_on():
     return asked
 
 
-def node():
-    return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
-
-
-def put_on_record(failures, order, moment, text, code):
+def put_on_record(failures: Path, order: int, moment: float, text: str, code: int) -> None:
     """Write this node's first failure to FAILURES/ORDER-TIME-NODE-exitCODE.txt."""
     failures.mkdir(parents=True, exist_ok=True)
-    write_atomically(failures / f"{order}-{moment:.3f}-{node()}-exit{code}.txt", text)
+    write_atomically(failures / f"{order}-{moment:.3f}-{node_name()}-exit{code}.txt", text)
 
 
-def exit_code(failure):
-    return failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode
-
-
-def moment_of(failure):
+def moment_of(failure: ProcessFailure) -> tuple[int, float]:
     """What failures sort by: (0 for a killed rank and 1 for others, seconds since the epoch).
 
     A killed rank can't say when it died, and the others complain before anyone has looked at it: it comes first.
@@ -146,7 +124,7 @@ def moment_of(failure):
     return (0 if killed else 1), file.stat().st_mtime if file.is_file() else time.time()
 
 
-def describe(failure):
+def describe(failure: ProcessFailure) -> str:
     if failure.exitcode < 0:
         name = signal.Signals(-failure.exitcode).name
         return f"It was ended by {name}.{USUAL_REASONS.get(name, '')}"

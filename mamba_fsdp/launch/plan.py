@@ -9,26 +9,25 @@ import os
 from pathlib import Path
 
 from config import resolve
+from config.train_config import TrainConfig
 from mamba_fsdp import command_line
 from mamba_fsdp.launch.machine import PROJECT, check_version
 
 
-def plan(*stray, config=None, **given):
+def plan(*stray, config=None, **given) -> None:  # the command line would check what has a type
     check_version()
     settings, _ = resolve.resolve_settings(given, config, stray)
-    print(run_folder(settings))
-    for folder in folders_outside_project(settings):
-        print(folder)
+    print(run_folder(settings), *folders_outside_project(settings), sep="\n")
 
 
-def run_folder(settings):
+def run_folder(settings: TrainConfig) -> Path:
     return Path(os.path.abspath(settings.checkpoint.save_ckpt_path))
 
 
-def folders_outside_project(settings):
+def folders_outside_project(settings: TrainConfig) -> list[Path]:
     """Absolute paths named by the settings, and where symbolic links lead from them, unless they lie in the project."""
-    sections = [vars(getattr(settings, section.name)) for section in dataclasses.fields(settings)]
-    texts = [value for section in sections for value in section.values() if isinstance(value, str) and "/" in value]
+    values = [value for section in dataclasses.asdict(settings).values() for value in section.values()]
+    texts = [value for value in values if isinstance(value, str) and "/" in value]
     named = [Path(os.path.abspath(text)) for text in texts if text.startswith("/") or Path(text).exists()]
     folders = {run_folder(settings), *named, *(path.resolve() for path in [run_folder(settings), *named])}
     return sorted(folder for folder in folders if not folder.is_relative_to(PROJECT))

@@ -6,13 +6,14 @@ Every node writes a report, then one process judges them together. Each finding 
 import json
 import os
 import shutil
-import socket
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from config.train_config import TrainConfig
 from mamba_fsdp.durable import write_atomically
 from mamba_fsdp.errors import UserError
-from mamba_fsdp.launch.machine import PROJECT, assigned_gpus, check_version, driver_gpus
+from mamba_fsdp.launch.machine import PROJECT, assigned_gpus, check_version, driver_gpus, node_name
 from mamba_fsdp.launch.plan import run_folder
 from mamba_fsdp.model.spec import parameter_count
 from mamba_fsdp.run_layout import CHECKPOINTS, committed
@@ -20,19 +21,24 @@ from mamba_fsdp.run_layout import CHECKPOINTS, committed
 BYTES_PER_PARAMETER = 12  # in a checkpoint: the weight and AdamW's two moments, all fp32
 
 
-def report(folder, settings, mistakes=()):
+def report(folder: Path, settings: TrainConfig, mistakes: Sequence[str] = ()) -> None:
     """Write this node's findings for the TrainConfig `settings` into `folder`, where the first node has put `token`.
 
     mistakes: what has been found wrong with the weights to start from, as sentences. Raises UserError where the
     folder is not shared or can't be written.
     """
-    node = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
+    node = node_name()
     if not (folder / "token").is_file():
         raise UserError(f"{node}: {folder} is not the folder that the first node sees; mount the shared file system on "
                         f"{node}, or set save_ckpt_path to a folder on it")
     shared = [PROJECT / "training.py", Path(os.path.abspath(settings.data.dataset_path))]
-    mistakes = [*mistakes, *version_mistakes(), *([] if mistakes else space_mistakes(settings))]
-    found = {"mistakes": [f"{node}: {sentence}" for sentence in mistakes], "troubles": troubles_on(node),
+    wrong = [*mistakes]
+    try:
+        check_version()
+    except UserError as error:
+        wrong.append(str(error))
+    wrong += [] if mistakes else space_mistakes(settings)
+    found = {"mistakes": [f"{node}: {sentence}" for sentence in wrong], "troubles": troubles_on(node),
              "gpu_count": assigned_gpus(), "gpus": driver_gpus()[:assigned_gpus()],
              "efa_count": int(os.environ.get("EFA_COUNT", 0)),
              "seen": {str(path): fingerprint(path) for path in shared}}
@@ -43,15 +49,7 @@ def report(folder, settings, mistakes=()):
                         f"{os.getuid()}") from None
 
 
-def version_mistakes():
-    try:
-        check_version()
-    except UserError as error:
-        return [str(error)]
-    return []
-
-
-def space_mistakes(settings):
+def space_mistakes(settings: TrainConfig) -> list[str]:
     """A sentence where the run folder's file system has no room for the checkpoints to come."""
     folder, keep = run_folder(settings), settings.checkpoint.keep_checkpoints
     there = len(committed(folder / CHECKPOINTS))
@@ -63,7 +61,7 @@ def space_mistakes(settings):
             "free some, lower keep_checkpoints, or set save_ckpt_path to another file system"]
 
 
-def troubles_on(node):
+def troubles_on(node: str) -> list[str]:
     """What is broken on this node, as sentences."""
     assigned, shown = assigned_gpus(), len(driver_gpus())
     if shown >= assigned:
@@ -72,25 +70,24 @@ def troubles_on(node):
             f"take the node out: scontrol update nodename={node} state=drain reason=gpu"]
 
 
-def fingerprint(path):
+def fingerprint(path: Path) -> str:
     """Something that differs when two nodes don't see the same file or folder; "missing" where there is none."""
     if path.is_dir():
         return " ".join(sorted(os.listdir(path)))
     return f"{path.stat().st_size} {path.stat().st_mtime_ns}" if path.exists() else "missing"
 
 
-def judge(folder, nodes):
+def judge(folder: Path, nodes: Sequence[str]) -> int:
     """Print a line for each of the `nodes` (host names) and what is wrong with it.
 
-    Returns the exit code: 0, or 2 for what a user has to mend, or 1 for trouble that another start may be spared.
+    Returns the exit code: 0, or 2 for what a user has to fix, or 1 for trouble that may be gone at the next start.
     """
     reports = {node: json.loads(path.read_text()) for node in nodes if (path := folder / f"{node}.json").is_file()}
     mistakes = [sentence for report in reports.values() for sentence in report["mistakes"]]
     troubles = [sentence for report in reports.values() for sentence in report["troubles"]]
-    for node in nodes:
-        if node not in reports:
-            troubles.append(f"{node}: no answer that the first node could read; look at its lines above. If there are "
-                            f"none it is down: scontrol show node {node}, and submit again with --exclude={node}")
+    troubles += [f"{node}: no answer that the first node could read; look at its lines above. If there are none it is "
+                 f"down: scontrol show node {node}, and submit again with --exclude={node}"
+                 for node in nodes if node not in reports]
     for index, (node, report) in enumerate(reports.items()):
         kind = f" {report['gpus'][0]}" if report["gpus"] else ""
         print(f"node {index}     {node}: {report['gpu_count']} GPUs{kind}, {report['efa_count']} EFA devices")
@@ -106,14 +103,14 @@ def judge(folder, nodes):
                      for node in missing]
         if not missing:
             first = next(iter(seen.values()))
-            mistakes += disagreements({node: path if what == first else f"another {path}" for node, what in seen.items()},
-                                      "it must be one shared folder: mount the same file system on {node}")
+            found = {node: path if what == first else f"another {path}" for node, what in seen.items()}
+            mistakes += disagreements(found, "it must be one shared folder: mount the same file system on {node}")
     for sentence in mistakes + troubles:
         print(f"error: {sentence}", file=sys.stderr)
     return 2 if mistakes else 1 if troubles else 0
 
 
-def disagreements(found, remedy):
+def disagreements(found: Mapping[str, str], remedy: str) -> list[str]:
     """A sentence for each node that differs from the first in what it has: `found`, {node: words}."""
     (first, expected), *others = found.items() or [("", "")]
     return [f"{node}: it has {words}, {first} has {expected}; {remedy.format(node=node)}"
