@@ -1,4 +1,4 @@
-"""What several parts of the program have to mean alike: the label that counts for nothing, names of number types."""
+"""What several parts of the program share: the label that the loss ignores, and the names of dtypes."""
 
 import torch
 
@@ -7,6 +7,6 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16} 
 SAFETENSORS_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
-def compute_type(tensor):
+def compute_type(tensor: torch.Tensor) -> torch.dtype:
     """The dtype an operator calculates in: float32, or float64 for float64 input."""
     return torch.promote_types(tensor.dtype, torch.float32)

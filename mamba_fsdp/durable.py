@@ -1,39 +1,33 @@
 """Small files that are either the old one or the new one, whole, whatever happens in between."""
 
+import contextlib
 import os
 import uuid
 from pathlib import Path
 
 
 def sync_folder(folder: str | Path) -> None:
-    """Flush a folder's entries, so that a rename in it survives a power cut. Nothing to do where folders can't be
-    opened."""
-    try:
+    """Flush a folder's entries, so that a rename in it survives a power cut, where the file system can do that."""
+    with contextlib.suppress(OSError):  # some network file systems refuse fsync on a folder
         descriptor = os.open(folder, os.O_RDONLY)
-    except OSError:
-        return
-    try:
-        os.fsync(descriptor)
-    except OSError:
-        pass  # some network file systems refuse fsync on a folder
-    finally:
-        os.close(descriptor)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
 
 
 def hidden_beside(path: Path) -> Path:
-    """A new name in the folder of `path`, for what is not yet whole, or no longer. It starts with a dot and ends in
-    `.partial`."""
+    """A new name beside `path`, for what is not yet whole or no longer: .<name>.<unique>.partial."""
     return path.with_name(f".{path.name}.{uuid.uuid4().hex[:12]}.partial")
 
 
-def write_atomically(path: str | Path, data: str | bytes) -> None:
-    """Write `data` (str or bytes) to `path`: readers see the old content or all of the new. Raises OSError as the disk
-    does."""
+def write_atomically(path: str | Path, data: str) -> None:
+    """Write `data` to `path`: readers see the old content or all of the new. Raises OSError as the disk does."""
     path = Path(path)
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
     try:
         with open(temporary, "xb") as file:
-            file.write(data.encode() if isinstance(data, str) else data)
+            file.write(data.encode())
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)

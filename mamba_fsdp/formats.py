@@ -15,8 +15,8 @@ class Format(NamedTuple):
         return {"format": self.name, "version": self.version}
 
     def check(self, path: Path, content: dict) -> None:
-        """Raises UserError where the content of the file `path` is of another format or version by its own account.
-        What says nothing is from before it did, and of the first version."""
+        """Raises UserError unless `content`, of the file `path`, says this format and version; to say neither is to say
+        version 1, whose first files had no header."""
         name, version = content.get("format", self.name), content.get("version", 1)
         if name != self.name:
             raise UserError(f"{path}: written as {name!r}; this program reads {self.name!r} here")

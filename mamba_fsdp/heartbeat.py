@@ -4,18 +4,17 @@ import time
 
 
 class Heart:
-    """work: how often this process made progress. last: when it, or a rank that it waits for, last did
-    (time.monotonic())."""
+    """work: how often this process made progress. last: the time.monotonic() when it, or a rank it waits for, did."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         self.work, self.last = 0, time.monotonic()
 
-    def beat(self):
+    def beat(self) -> None:
         self.work += 1
-        self.last = time.monotonic()
+        self.another_beats()
 
-    def another_beats(self):
-        """A rank that this one waits for makes progress."""
+    def another_beats(self) -> None:
+        """Note that a rank which this one waits for makes progress."""
         self.last = time.monotonic()
 
 

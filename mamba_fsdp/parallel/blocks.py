@@ -25,7 +25,7 @@ def selected(count: int, share: float) -> list[bool]:
 def compile_blocks(blocks: Sequence[nn.Module]) -> None:
     """Compile each block's forward by itself, so that sharding stays outside of it.
 
-    Equal blocks share what is compiled; torch 2.2 compiles each anew, and beyond 8 would run the rest uncompiled.
+    Equal blocks share what is compiled; torch 2.2 compiles each one, and beyond 8 would run the rest uncompiled.
     """
     import torch._dynamo  # seconds of imports that only this needs
 

@@ -1,14 +1,16 @@
 """Sharding with FullyShardedDataParallel (FSDP1, torch 2.2): a block's flattened parameters are cut in equal parts."""
 
 import torch
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import BackwardPrefetch, FullyShardedDataParallel, MixedPrecision, ShardingStrategy
 
-from mamba_fsdp.parallel.model import ParallelModel
+from mamba_fsdp.parallel.model import ParallelModel, ParameterSlot
+from mamba_fsdp.parallel.world import World
 
 
 class FlatShard(ParallelModel):
-    def reduce_gradients(self):
+    def reduce_gradients(self) -> None:
         """FSDP1 always averages: undo its division (exact where the number of ranks is a power of two)."""
         averaged = [local.parameter.grad for local in self.sharded if local.parameter.grad is not None]
         if averaged and self.world.size > 1:
@@ -16,8 +18,9 @@ class FlatShard(ParallelModel):
         super().reduce_gradients()
 
 
-def shard(model, slots, whole, *, world, shard_size, compute_dtype, backward_prefetch, limit_all_gathers):
-    """Shard over groups of `shard_size` neighbouring ranks and replicate across the groups.
+def shard(model: nn.Module, slots: list[ParameterSlot], whole: list[ParameterSlot], *, world: World, shard_size: int,
+          compute_dtype: torch.dtype, backward_prefetch: bool, limit_all_gathers: bool) -> ParallelModel:
+    """Shard all but `whole` over groups of `shard_size` neighbouring ranks and replicate across the groups.
 
     backward_prefetch and limit_all_gathers are FSDP1's own: gather the next block's weights during the backward of this
     one; make the CPU wait rather than gather more than two blocks ahead. With a low compute_dtype, FSDP1 would

@@ -8,15 +8,16 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from mamba_fsdp.parallel.model import ParallelModel
+from mamba_fsdp.parallel.model import ParallelModel, ParameterSlot
+from mamba_fsdp.parallel.world import World
 
 
 class FullyShard(ParallelModel):
-    def accumulate(self, last):
+    def accumulate(self, last: bool) -> contextlib.AbstractContextManager:
         self.module.set_requires_gradient_sync(last)  # FSDP2 accumulates gradients in fp32
         return contextlib.nullcontext()
 
-    def reduce_gradients(self):
+    def reduce_gradients(self) -> None:
         """Hand the local parts of the summed gradients to the plain tensors that the optimiser sees."""
         for local in self.sharded:
             parameter = local.slot.parameter
@@ -25,8 +26,9 @@ class FullyShard(ParallelModel):
         super().reduce_gradients()
 
 
-def shard(model, slots, whole, *, world, shard_size, compute_dtype, backward_prefetch, limit_all_gathers):
-    """Shard over groups of `shard_size` neighbouring ranks and replicate across the groups.
+def shard(model: nn.Module, slots: list[ParameterSlot], whole: list[ParameterSlot], *, world: World, shard_size: int,
+          compute_dtype: torch.dtype, backward_prefetch: bool, limit_all_gathers: bool) -> ParallelModel:
+    """Shard all but `whole` over groups of `shard_size` neighbouring ranks and replicate across the groups.
 
     backward_prefetch: gather the next block's weights during the backward of this one (FSDP2's own default); without it
     a block is gathered when its turn comes. limit_all_gathers: FSDP2 needs no limit, since its memory does not depend

@@ -44,11 +44,11 @@ def find_slots(model: nn.Module) -> list[ParameterSlot]:
     """The ParameterSlot of every parameter, in the order of `model.named_parameters()`."""
     assert not list(model.buffers()), "a model without storage can't bring buffers: nobody would fill them"
     slots: dict[int, ParameterSlot] = {}
-    for prefix, module in model.named_modules():
-        for attribute, parameter in module.named_parameters(recurse=False):
-            slot = slots.setdefault(id(parameter), ParameterSlot([], [], tuple(parameter.shape)))
-            slot.owners.append((module, attribute))
-            slot.names.append(f"{prefix}.{attribute}" if prefix else attribute)
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        slot = slots.setdefault(id(parameter), ParameterSlot([], [], tuple(parameter.shape)))
+        module, _, attribute = name.rpartition(".")
+        slot.owners.append((model.get_submodule(module), attribute))
+        slot.names.append(name)
     return list(slots.values())
 
 
@@ -101,17 +101,14 @@ class ParallelModel:
 
     def reduce_gradients(self) -> None:
         """Make every gradient its sum over all ranks, after the last backward. Here: those of `whole`."""
-        gradients = [local.parameter.grad for local in self.whole]
+        gradients = [local.parameter.grad.view(-1) for local in self.whole]
         if gradients and self.world.size > 1:
-            total = self.world.all_reduce_sum(torch.cat([gradient.view(-1) for gradient in gradients]))
-            parts = total.split([gradient.numel() for gradient in gradients])
-            torch._foreach_copy_([gradient.view(-1) for gradient in gradients], list(parts))
+            total = self.world.all_reduce_sum(torch.cat(gradients))
+            torch._foreach_copy_(gradients, list(total.split([gradient.numel() for gradient in gradients])))
 
     def gradient_norm(self) -> torch.Tensor:
-        """2-norm of the whole gradient, a 0-dim fp32 tensor, the same on all ranks; inf and nan come through.
-
-        Each element is counted once: of replicas, only number 0 counts.
-        """
+        """2-norm of the whole gradient, a 0-dim fp32 tensor, the same on all ranks; inf and nan come through."""
+        # Each element counts once: of replicas, only number 0 does.
         gradients = [local.parameter.grad for local in self.local_parameters if local.replica_index == 0]
         gradients = [gradient for gradient in gradients if gradient is not None and gradient.numel()]
         squares = torch.zeros((), dtype=torch.float64, device=self.world.device)
@@ -129,11 +126,10 @@ class ParallelModel:
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 if not optimizer.state[parameter]:
-                    on_device = group["fused"] or group["capturable"]
+                    device = parameter.device if group["fused"] or group["capturable"] else "cpu"
                     optimizer.state[parameter] = {
-                        "step": torch.zeros((), dtype=torch.float32, device=parameter.device if on_device else "cpu"),
-                        "exp_avg": torch.zeros_like(parameter, memory_format=torch.preserve_format),
-                        "exp_avg_sq": torch.zeros_like(parameter, memory_format=torch.preserve_format)}
+                        "step": torch.zeros((), dtype=torch.float32, device=device),
+                        "exp_avg": torch.zeros_like(parameter), "exp_avg_sq": torch.zeros_like(parameter)}
         return [local.shard(f"optimizer/{local.slot.name}/{name}", optimizer.state[local.parameter][name])
                 for local in self.local_parameters for name in ("exp_avg", "exp_avg_sq")]
 

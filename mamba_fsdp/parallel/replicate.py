@@ -1,17 +1,19 @@
 """The whole model on all ranks: on a single one (none), or kept equal by DistributedDataParallel (ddp)."""
 
 import torch.distributed as dist
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from mamba_fsdp.parallel.model import ParallelModel
+from mamba_fsdp.parallel.model import ParallelModel, ParameterSlot
+from mamba_fsdp.parallel.world import World
 
 
 class Replicated(ParallelModel):
-    def reduce_gradients(self):
+    def reduce_gradients(self) -> None:
         """DistributedDataParallel has done this in the last backward."""
 
 
-def replicate(model, slots, *, world, strategy):
+def replicate(model: nn.Module, slots: list[ParameterSlot], *, world: World, strategy: str) -> ParallelModel:
     """The ParallelModel of `model` on all ranks, for strategy none or ddp."""
     for slot in slots:
         slot.materialize(world.device)
