@@ -55,13 +55,13 @@ def parallelize(model: nn.Module, settings: ParallelConfig, *, world: World, com
     if settings.use_torch_compile:
         compile_blocks(blocks)
 
-    if strategy != "none":
-        world.need_process_group()
-    if strategy in ("none", "ddp"):
-        return replicate(model, slots, world=world, strategy=strategy)
-    fp32 = model.fp32_parameter_names()
-    whole = [slot for slot in slots if slot.name in fp32]
+    sharded, fp32 = strategy in ("fsdp", "hsdp"), model.fp32_parameter_names()
+    whole = [slot for slot in slots if not sharded or slot.name in fp32]
     for slot in whole:
         slot.materialize(world.device)
+    if strategy != "none":
+        world.need_process_group()
+    if not sharded:
+        return replicate(model, slots, world=world, strategy=strategy)
     return load_shard()(model, slots, whole, world=world, shard_size=shard_size, compute_dtype=compute_dtype,
                         backward_prefetch=settings.backward_prefetch, limit_all_gathers=settings.limit_all_gathers)

@@ -14,9 +14,7 @@ class Replicated(ParallelModel):
 
 
 def replicate(model: nn.Module, slots: list[ParameterSlot], *, world: World, strategy: str) -> ParallelModel:
-    """The ParallelModel of `model` on all ranks, for strategy none or ddp."""
-    for slot in slots:
-        slot.materialize(world.device)
+    """The ParallelModel of `model`, whose parameters are on the device, for strategy none or ddp."""
     if strategy == "none":
         return ParallelModel(model, model, world, slots, parts={})
     module = DistributedDataParallel(model, gradient_as_bucket_view=True)

@@ -76,9 +76,8 @@ class World:
     def run_local(self, work: Callable[[], T]) -> T:
         """What `work()` returns on this rank, once the work of all ranks has ended. It must not talk to other ranks.
 
-        The work may take longer than the ranks' timeout: it runs in a thread while the ranks exchange signs of life. To
-        wait for a rank with a slow disk then counts as progress, as long as that rank makes progress. Raises what this
-        rank's work raises.
+        The work may take longer than the ranks' timeout: it runs in a thread while the ranks exchange signs of life.
+        Waiting counts as progress while another rank makes progress. Raises what this rank's work raises.
         """
         if self.size == 1:
             return work()
