@@ -155,8 +155,7 @@ def permute(x: np.ndarray, size: np.ndarray, key: np.ndarray) -> np.ndarray:
 
 
 def _key(seed, name):
-    digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little")
+    return int.from_bytes(hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest(), "little")
 
 
 def splitmix64(key: np.ndarray | np.uint64, number: np.ndarray) -> np.ndarray:

@@ -242,10 +242,9 @@ def _read_index(folder):
     if not isinstance(index, dict) or "format" not in index:
         raise UserError(f"{path}: not the index of a token store; make one with get_dataset.py")
     TOKEN_STORE.check(path, index)
-    checksum = index.pop("checksum", None)
-    if checksum != _checksum(index):
+    if index.get("checksum") != _checksum(index):
         raise UserError(f"{path}: the index does not match its own checksum; copy it again or make the store again")
-    return {**index, "checksum": checksum}
+    return index
 
 
 def _why_no_store(folder):
@@ -271,7 +270,8 @@ def _check_size(path, expected):
 
 
 def _checksum(index):
-    return hashlib.sha256(json.dumps(index, sort_keys=True).encode()).hexdigest()
+    content = {name: value for name, value in index.items() if name != "checksum"}
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 def _sha256(path):

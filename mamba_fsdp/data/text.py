@@ -35,7 +35,7 @@ GOOD_CUTS = (re.compile(rb"(?<=\S\n)(?=\S)"), re.compile(rb"(?<=\S)(?= \S)"))
 def open_source(name: str, options: DatasetConfig) -> "Files | Rows":
     """The source that INPUT names: local files, else what `datasets` loads. Raises UserError where nothing is found."""
     path = os.path.expanduser(name)
-    if name == "builtin" or os.path.exists(path) or os.path.islink(path) or glob.has_magic(path):
+    if name == "builtin" or os.path.lexists(path) or glob.has_magic(path):
         if options.config or options.streaming:
             raise UserError(f"{name}: --config and --streaming are for `datasets` names, and this is a local path")
         return Files(find_files(path, options.format, options.split), options)

@@ -35,9 +35,8 @@ class TextTokenizer:
         self.identity = "sha256:" + hashlib.sha256(backend.to_str().encode()).hexdigest()
         self._transformers_form = transformers_form
 
-    def save(self, folder: str | Path) -> None:
+    def save(self, folder: Path) -> None:
         """Writes a folder that AutoTokenizer.from_pretrained takes."""
-        folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         if self._transformers_form:
             self._transformers_form.save_pretrained(folder)
