@@ -9,6 +9,7 @@ Documents never cross shards. The bytes depend on the tokens and the shard size 
 """
 
 import bisect
+import functools
 import hashlib
 import itertools
 import json
@@ -50,7 +51,7 @@ class TokenStore:
             raise UserError(f"{self.path / 'index.json'}: lacks or garbles {error}; make the store again") from error
         self.token_count = self._starts[-1]
         self.identity = index["checksum"]
-        self._maps = [None] * len(self._shards)
+        self._map = functools.cache(functools.partial(_map, self.path, self._shards, self.dtype))
 
     def __reduce__(self):
         return TokenStore, (self.path,)
@@ -89,20 +90,6 @@ class TokenStore:
                 if _sha256(path) != shard[f"{suffix}_sha256"]:
                     raise UserError(f"{path}: the content does not match its checksum; copy or make the store again")
 
-    def _map(self, shard):
-        if self._maps[shard] is None:
-            described = self._shards[shard]
-            stem = self.path / described["name"]
-            try:
-                # Plain arrays over the maps: np.memmap's own indexing costs microseconds a call.
-                self._maps[shard] = (
-                    np.asarray(np.memmap(f"{stem}.bin", self.dtype, "r", shape=(described["tokens"],))),
-                    np.asarray(np.memmap(f"{stem}.doc", "<i8", "r", shape=(described["documents"],))))
-            except (OSError, ValueError) as error:
-                raise UserError(f"{stem}.bin, .doc: can't be mapped ({getattr(error, 'strerror', None) or error}); "
-                                "they have changed since the store was opened: copy or make it again") from error
-        return self._maps[shard]
-
     def _read_shard(self, shard, start, end):
         """The part of the store's tokens [start, end) that lies in this shard, with positions."""
         tokens, starts = self._map(shard)
@@ -116,6 +103,17 @@ class TokenStore:
             lengths = np.diff(inner, append=len(positions))
             positions[inner[0]:] -= np.repeat((inner + position).astype(np.int32), lengths)
         return tokens[offset:end], positions
+
+
+def _map(folder, shards, dtype, shard):
+    """(tokens, where its documents start) of a shard, both mapped."""
+    stem, tokens, documents = folder / shards[shard]["name"], shards[shard]["tokens"], shards[shard]["documents"]
+    try:  # Plain arrays over the maps: np.memmap's own indexing costs microseconds a call.
+        return (np.asarray(np.memmap(f"{stem}.bin", dtype, "r", shape=(tokens,))),
+                np.asarray(np.memmap(f"{stem}.doc", "<i8", "r", shape=(documents,))))
+    except (OSError, ValueError) as error:
+        raise UserError(f"{stem}.bin, .doc: can't be mapped ({getattr(error, 'strerror', None) or error}); they have "
+                        "changed since the store was opened: copy or make it again") from error
 
 
 class StoreWriter:
