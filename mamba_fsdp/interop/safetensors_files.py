@@ -35,8 +35,7 @@ def open_safetensors(folder: Path) -> Tensors:
         if lacking := [name for name in names if name not in file.keys()]:
             raise UserError(f"{path} lacks {lacking[0]}, which {INDEX} says is in it")
     shapes = {name: tuple(file.get_slice(name).get_shape()) for name, file in files.items()}
-    return Tensors(folder, shapes, {},
-                   lambda name, start, stop: files[name].get_tensor(name).reshape(-1)[start:stop])
+    return Tensors(folder, shapes, {}, lambda name, start, stop: files[name].get_tensor(name).reshape(-1)[start:stop])
 
 
 def _files(folder):

@@ -23,8 +23,7 @@ WITHOUT_EFFECT = (
     "name_or_path", "bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "use_cache", "initializer_range",
     "max_position_embeddings", "return_dict", "id2label", "label2id", "max_length", "temperature", "top_k", "top_p",
     "typical_p", "repetition_penalty", "length_penalty", "num_beams", "num_beam_groups", "num_return_sequences",
-    "residual_in_fp32", "_attn_implementation", "_attn_implementation_autoset",
-)
+    "residual_in_fp32", "_attn_implementation", "_attn_implementation_autoset")
 MAMBA_WITHOUT_EFFECT: tuple[str, ...] = (
     "time_step_min", "time_step_max", "time_step_floor", "time_step_scale", "time_step_init_scheme",
     "rescale_prenorm_residual", "use_mambapy", "use_associative_scan",

@@ -41,10 +41,9 @@ class LossScale:
         state, reducible = self.state, self.value > 1.0
         if not self.dynamic:
             return False
+        state.loss_scale_good_steps = state.loss_scale_good_steps + 1 if finite else 0
         if not finite:
-            state.loss_scale, state.loss_scale_good_steps = max(1.0, state.loss_scale / 2), 0
-            return reducible
-        state.loss_scale_good_steps += 1
-        if state.loss_scale_good_steps == self.GROWTH_INTERVAL:
+            state.loss_scale = max(1.0, state.loss_scale / 2)
+        elif state.loss_scale_good_steps == self.GROWTH_INTERVAL:
             state.loss_scale, state.loss_scale_good_steps = state.loss_scale * 2, 0
-        return False
+        return reducible and not finite

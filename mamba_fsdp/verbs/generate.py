@@ -19,8 +19,7 @@ from config.fields import Bounds
 
 def main(model: str, prompt: str = "", length: Annotated[int, Bounds(at_least=1)] = 100,
          temperature: Annotated[float, Bounds(at_least=0)] = 0.8, top_k: Annotated[int, Bounds(at_least=0)] = 0,
-         top_p: Annotated[float, Bounds(above=0, at_most=1)] = 1.0, seed: int = 0,
-         tokenizer: str = "") -> None:
+         top_p: Annotated[float, Bounds(above=0, at_most=1)] = 1.0, seed: int = 0, tokenizer: str = "") -> None:
     import torch
 
     from mamba_fsdp.model.generate import generate
@@ -30,8 +29,7 @@ def main(model: str, prompt: str = "", length: Annotated[int, Bounds(at_least=1)
     words = tokenizer_of(weights, tokenizer)
     ids = words(prompt, add_special_tokens=False)["input_ids"] or [words.eos_token_id]
     device = next(network.parameters()).device
-    tokens = []
-    shown = prompt
+    tokens, shown = [], prompt
     print(shown, end="")
     for token in generate(network, torch.tensor([ids], device=device), length=length, temperature=temperature,
                           top_k=top_k, top_p=top_p, generator=torch.Generator(device=device).manual_seed(seed)):

@@ -38,8 +38,7 @@ def say(name: str, value: object) -> None:
 def show_run(path: Path) -> None:
     from mamba_fsdp.report.records import read, read_status
 
-    status = read_status(path)
-    entries = read(path / METRICS)
+    status, entries = read_status(path), read(path / METRICS)
     say("run", path)
     told = " ".join(str(status[key]) for key in ("status", "reason", "time") if status.get(key))
     say("status", told or f"unknown: no {STATUS}")
