@@ -82,8 +82,7 @@ class MambaLM(nn.Module):
         return F.embedding(tokens, self.backbone.embedding.weight).to(self.compute_dtype)
 
     def final_norm(self, hidden, residual):
-        norm = self.backbone.norm_f
-        return add_rms_norm(hidden, residual, norm.weight, self.config.norm_eps, self.compute_dtype,
+        return add_rms_norm(hidden, residual, self.backbone.norm_f.weight, self.config.norm_eps, self.compute_dtype,
                             form=self.forms["norm"])[0]
 
     def fp32_parameter_names(self):

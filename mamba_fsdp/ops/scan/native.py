@@ -42,8 +42,7 @@ class _Scan(torch.autograd.Function):
         grad_A, grad_D, grad_bias = (A.new_zeros(batch, *v.shape) for v in (A, D, bias))
         grad_state = grad_last_state.clone(memory_format=torch.contiguous_format)
         _call(library.scan_backward, *inputs, grad_out=grad_out, grad_state=grad_state, grad_u=grad_u, grad_dt=grad_dt,
-               grad_z=grad_z, grad_B=grad_B, grad_C=grad_C, grad_A=grad_A, grad_D=grad_D,
-              grad_bias=grad_bias)
+              grad_z=grad_z, grad_B=grad_B, grad_C=grad_C, grad_A=grad_A, grad_D=grad_D, grad_bias=grad_bias)
         return (grad_u, grad_dt, grad_A.sum(0), grad_B.sum(0).to(B.dtype), grad_C.sum(0).to(C.dtype), grad_D.sum(0),
                 grad_z, grad_bias.sum(0), None, grad_state)
 

@@ -24,8 +24,7 @@ class _Chunk:
         self.u = u[:, span].to(real)
         self.input = self.delta * self.u
         self.B, self.C = (matrix[:, span].to(real).transpose(0, 1).contiguous() for matrix in (B, C))
-        self.steps, batch, d_state = self.B.shape
-        self.shape = (self.steps, batch, d_state, self.u.shape[2])
+        self.shape = (*self.B.shape, self.u.shape[2])
         self.decay = self.outer(self.delta, A).exp_()
         if starts is not None:
             self.decay.masked_fill_(starts[:, span].T[:, :, None, None], 0.0)
@@ -38,16 +37,15 @@ class _Chunk:
     def states(self, entry):
         """The state after each position, from the state before the first: (steps, batch, d_state, d_inner)."""
         states = self.outer(self.input, self.B.unsqueeze(3))
-        before = entry
-        for step in range(self.steps):
-            before = states[step].addcmul_(before, self.decay[step])
+        for state, decay in zip(states, self.decay):
+            entry = state.addcmul_(entry, decay)
         return states
 
     def adjoints(self, grad_y, grad_exit):
         """Gradient of the state after each position, from that of y and what reaches the last state from behind."""
         adjoints = self.outer(grad_y, self.C.unsqueeze(3))
         behind = adjoints[-1].add_(grad_exit)
-        for step in range(self.steps - 2, -1, -1):
+        for step in range(len(adjoints) - 2, -1, -1):
             behind = adjoints[step].addcmul_(behind, self.decay[step + 1])
         return adjoints
 
