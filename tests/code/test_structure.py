@@ -90,6 +90,14 @@ def test_sizes(project):
     assert sum(len((project / path).read_text().splitlines()) for path in library) <= LIBRARY
 
 
+def test_the_architecture_names_files_that_are_there(project):
+    """Each path in docs/architecture.md: from the top, or inside the library."""
+    text = (project / "docs/architecture.md").read_text()
+    named = {name for name in re.findall(r"`([a-z0-9_./]+)`", text) if "/" in name or name.endswith((".py", ".toml"))}
+    missing = [name for name in named if not any((root / name).exists() for root in (project, project / "mamba_fsdp"))]
+    assert len(named) > 30 and not missing
+
+
 def test_every_file_says_what_it_is_for(project):
     for path, tree in modules(project).items():
         assert ast.get_docstring(tree), f"{path} does not open with what it is for"
