@@ -72,10 +72,15 @@ def traces(train, tmp_path, metrics_of, corpus, monkeypatch):
 
         def recording(*args, _name=name, _original=original, **kwargs):
             given = [told(value) for value in args], {key: told(value) for key, value in kwargs.items()}
-            made = _original(*args, **kwargs)
-            calls.append((_name, *given, getattr(made, "prefetch", None)))
-            return made
+            calls.append((_name, *given))
+            return _original(*args, **kwargs)
         monkeypatch.setattr(where, name, recording)
+
+    def step(reader, number, _step=loader.Loader.step):
+        batches = _step(reader, number)
+        calls.append(("read ahead", sorted(reader.ahead)))
+        return batches
+    monkeypatch.setattr(loader.Loader, "step", step)
     monkeypatch.setattr(run.torch, "use_deterministic_algorithms", lambda flag: calls.append(("deterministic", flag)))
     monkeypatch.setattr("mamba_fsdp.parallel.parallelize.compile_blocks", lambda blocks: calls.append("compile"))
     train(tmp_path / "first", num_steps=2)
