@@ -67,6 +67,7 @@ def test_ranks_that_are_asked_to_stop_have_the_time_they_need(start_node, number
     assert not (project / "failures").exists()
 
 
+@pytest.mark.slow
 def test_ranks_that_only_start_end_at_once_and_count_as_stopped(start_node):
     process, project = start_node("--standalone", training=STARTS_FOR_EVER, PROCESSES_PER_NODE="2")
     wait_until(lambda: len(list(project.glob("started-*"))) == 2)
@@ -75,6 +76,7 @@ def test_ranks_that_only_start_end_at_once_and_count_as_stopped(start_node):
     assert not (project / "failures").exists(), "they were ended, they have not failed"
 
 
+@pytest.mark.slow
 def test_sigterm_while_it_waits_for_the_errors_of_other_nodes_is_quiet(start_node):
     process, project = start_node(*AMONG_NODES, FAKE="mistake")
     wait_until(lambda: list(project.glob("failures/*-exit2.txt")))
@@ -83,6 +85,7 @@ def test_sigterm_while_it_waits_for_the_errors_of_other_nodes_is_quiet(start_nod
     assert code == 1 and "Traceback" not in output
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seconds", [0.2, 1, 2])
 def test_sigterm_while_it_starts_is_quiet(start_node, seconds):
     process, project = start_node(*AMONG_NODES[:2], "--rdzv-endpoint=192.0.2.1:29400")  # nobody there: it keeps trying
@@ -91,6 +94,7 @@ def test_sigterm_while_it_starts_is_quiet(start_node, seconds):
     assert finish(process) == (-signal.SIGTERM, "")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("where, given, expected", [(AMONG_NODES, {"GLOO_SOCKET_IFNAME": "mine"}, "mine"),
                                                     (AMONG_NODES, {"LAST_NODE": "localhost"}, None),
                                                     (["--standalone"], {}, None)])
@@ -103,6 +107,7 @@ def test_gloo_keeps_the_users_interface_and_its_own_choice_on_a_node_alone(start
     assert start["environment"].get("GLOO_SOCKET_IFNAME") == expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("packages, given, expected", [
     (["triton/__init__.py", "triton/runtime/rank0_cache.py"], {}, "triton.runtime.rank0_cache:Rank0CacheManager"),
     (["triton/__init__.py", "triton/runtime/rank0_cache.py"], {"TRITON_CACHE_MANAGER": "my:Own"}, "my:Own"),
