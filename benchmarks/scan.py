@@ -48,8 +48,8 @@ def our_loss(size, vocab_size, form):
     choice = resolve_forms(form.split()[0], "cpu", operator_uses(config, OURS[form]))
     model = MambaLM(config, forms=choice.forms, compute_dtype=OURS[form])
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            parameter.copy_(initial_value(name, parameters(config)[name], 0))
+        for (name, described), parameter in zip(parameters(config).items(), model.parameters()):
+            parameter.copy_(initial_value(name, described, 0))
     return model, lambda tokens: model(tokens[:, :-1], tokens[:, 1:]) / (batch * length)
 
 

@@ -102,8 +102,8 @@ def train_one_step() -> str:
     config = ModelConfig(d_model=64, n_layer=2, layers="mamba1,mamba2", vocab_size=256, d_state=16, headdim=32)
     model = MambaLM(config, forms=resolve_forms("auto", "cpu", operator_uses(config, torch.float32)).forms)
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            parameter.copy_(initial_value(name, parameters(config)[name], 0))
+        for (name, described), parameter in zip(parameters(config).items(), model.parameters()):
+            parameter.copy_(initial_value(name, described, 0))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     tokens = torch.arange(2 * 64).reshape(2, 64)
     before = model(tokens[:, :-1], labels=tokens[:, 1:]) / tokens[:, 1:].numel()
