@@ -28,6 +28,11 @@ def _chunk_loss(hidden, weight, labels, want_gradient):
     return loss, gradient.scatter_add_(1, picked, -counted.to(gradient.dtype)).to(hidden.dtype)
 
 
+def _scaled(values, factor, dtype):
+    """values * factor, a scalar in compute type, rounded to `dtype` afterwards: 1 / tokens is no number of fp16."""
+    return torch.mul(values, factor.reshape(1), out=torch.empty_like(values, dtype=dtype))  # no float32 copy on a GPU
+
+
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden, weight, labels, chunk, want_gradient):
@@ -47,14 +52,16 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 else:
                     grad_weight += grad_logits.T @ hidden[span]
         if want_gradient:
-            ctx.save_for_backward(grad_hidden, grad_weight.to(weight.dtype))
+            ctx.save_for_backward(grad_hidden, grad_weight)
+            ctx.weight_dtype = weight.dtype
         return loss
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
         grad_hidden, grad_weight = ctx.saved_tensors
-        return grad_hidden * grad.to(grad_hidden.dtype), grad_weight * grad.to(grad_weight.dtype), None, None, None
+        return (_scaled(grad_hidden, grad, grad_hidden.dtype), _scaled(grad_weight, grad, ctx.weight_dtype),
+                None, None, None)
 
 
 def linear_cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor, *, chunk: int = 1024) -> Tensor:

@@ -86,6 +86,25 @@ def test_bf16_sums_in_float32():
         assert (a.double() - e).abs().max() <= 0.01 * e.abs().max()
 
 
+@pytest.mark.torch22
+@pytest.mark.parametrize("dtype, factor", [(torch.bfloat16, 1 / 16300), (torch.float16, 1 / 3_000_000)], ids=str)
+@pytest.mark.parametrize("weight_dtype", [None, torch.float32], ids=str)
+def test_the_factor_before_the_loss_is_not_rounded(dtype, factor, weight_dtype):
+    """Half-precision gradients are those of float64 times the factor, whatever of it the dtype could hold.
+
+    Their own rounding errs to both sides; measured is what they are too long or too short by as a whole.
+    """
+    hidden, weight, labels = inputs(tokens=400, d_model=16, vocab=50, dtype=dtype)
+    hidden, weight = (4 * value.detach() for value in (hidden, weight))
+    weight = weight.to(weight_dtype or dtype)
+    exact = [value.double().requires_grad_() for value in (hidden, weight)]
+    expected = torch.autograd.grad(F.cross_entropy(exact[0] @ exact[1].T, labels, reduction="sum") * factor, exact)
+    ours = [value.requires_grad_() for value in (hidden, weight)]
+    actual = torch.autograd.grad(linear_cross_entropy(*ours, labels, chunk=100) * factor, ours)
+    for a, e in zip(actual, expected):
+        assert abs((a.double() * e).sum() / (e * e).sum() - 1) < 1e-3
+
+
 def test_fp32_weight_with_bf16_hidden():
     hidden, weight, labels = inputs(dtype=torch.bfloat16)
     weight = weight.detach().float().requires_grad_()
