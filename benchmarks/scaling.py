@@ -82,7 +82,7 @@ def overhead_of_fsdp():
 
 def worker():
     """One rank of the second part: prints tokens/s of the whole world."""
-    native.tune_process()
+    native.tune_process("cpu")
     world = start_world()
     step = make_step(SHAPE, world, "fsdp" if world.size > 1 else "none", BATCH // world.size)
     seconds = [step() for _ in range(ROUNDS + 1)][1:]
@@ -166,7 +166,7 @@ def bytes_of(tensor):
 
 
 def main():
-    native.tune_process()
+    native.tune_process("cpu")
     overhead_of_fsdp()
     processes()
     small = ModelConfig(d_model=72, n_layer=3, layers="mamba1,mamba2,attention+mlp", headdim=16, d_intermediate=100,

@@ -67,7 +67,7 @@ def make_step(size, vocab_size, form):
 
 def measure_memory(size, vocab_size, form):
     if form not in THEIRS:
-        native.tune_process()
+        native.tune_process("cpu")
     print_memory(make_step(size, vocab_size, form), 1 if form == "transformers plain" else 3)
 
 
@@ -89,7 +89,7 @@ def compare(size, vocab_size, forms, rounds, threads):
     if plain:
         as_comes |= time_in_turn({"transformers plain": plain}, 1)
     shipped = min(as_comes[form][0] for form in forms if form in THEIRS)
-    native.tune_process()
+    native.tune_process("cpu")
     for step in steps.values():
         step()
     tuned = time_in_turn(steps, rounds)

@@ -143,7 +143,7 @@ def multiply_matrices(dtype):
 
 def measure_memory(form, folder):
     if form in OURS:
-        native.tune_process()
+        native.tune_process("cpu")
     print_memory(make_step(form, folder))
 
 
@@ -155,7 +155,7 @@ def compare(forms, arguments):
     tokens, flops = BATCH * LENGTH, BATCH * LENGTH * flops_per_token(CONFIG, LENGTH)
     for tuned in (False, True):
         if tuned:
-            native.tune_process()
+            native.tune_process("cpu")
         for step in steps.values():
             step()
         timed = time_in_turn(steps | products, arguments.rounds)

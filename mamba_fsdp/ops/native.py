@@ -129,13 +129,16 @@ def as_rows(*activations):
             for a in activations]
 
 
-def tune_process():
-    """What makes training on a CPU faster, for the whole process: call once, before the first step.
+def tune_process(device_type):
+    """What makes training on a CPU faster, for the whole process: call once, before the first step. A process with a
+    GPU stays as it is: there, memory that copies for checkpoints took has to go back to the system.
 
     Denormal numbers count as 0: decayed states become denormal and then cost a hundredfold. And glibc is told to keep
     freed memory up to 1 GiB for the next step instead of handing every large tensor back to the system, which clears
     each page anew (a no-op with another C library).
     """
+    if device_type != "cpu":
+        return
     torch.set_flush_denormal(True)
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt:

@@ -31,12 +31,12 @@ def run_training(settings: TrainConfig, weights: Weights | None = None, write_mo
 
     weights: those of init_from. write_model: writes the finished model from the last checkpoint.
     """
-    native.tune_process()
     if settings.training.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # else torch refuses matrix products on a GPU
     torch.use_deterministic_algorithms(settings.training.deterministic)
     folder, state, first_step = RunFolder(settings.checkpoint.save_ckpt_path), TrainState(), 0
     world = start_world(timeout_minutes=settings.parallel.timeout_minutes)
+    native.tune_process(world.device.type)
     say = partial(print, flush=True) if world.rank == 0 else lambda text: None
     try:
         with (contextlib.closing(world), watchdog(settings.parallel.timeout_minutes, world.rank),

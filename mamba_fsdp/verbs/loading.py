@@ -37,8 +37,8 @@ def starting_weights(config: TrainConfig, explicit: Collection[str]) -> Weights 
 
 def load_model(source: str | Path, *, reset_at_documents: bool = False) -> tuple[torch.nn.Module, Weights]:
     """A MambaLM ready for inference (fp32 on a CPU, bf16 arithmetic on a GPU) and its Weights. Raises UserError."""
-    native.tune_process()
     world = start_world()
+    native.tune_process(world.device.type)
     weights = read_weights(source)
     dtype = torch.bfloat16 if world.device.type == "cuda" else torch.float32
     choice = resolve_forms("auto", world.device.type, operator_uses(weights.config, dtype, reset_at_documents))

@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 import textwrap
+import types
 
 import pytest
 import torch
@@ -142,3 +143,15 @@ def test_importing_operators_loads_no_cuda_library(project):
     """)
     _, errors = child.communicate(timeout=60)
     assert child.returncode == 0, errors
+
+
+@pytest.mark.torch22
+def test_only_a_process_that_trains_on_its_cpu_is_tuned(monkeypatch):
+    """Beside a GPU, memory goes back to the system, and arithmetic stays as it is."""
+    told = []
+    monkeypatch.setattr(torch, "set_flush_denormal", told.append)
+    monkeypatch.setattr(native.ctypes, "CDLL", lambda name: types.SimpleNamespace(mallopt=lambda *what: told.append(what)))
+    native.tune_process("cuda")
+    assert told == []
+    native.tune_process("cpu")
+    assert told == [True, (-3, 1 << 30), (-1, 1 << 30)]
