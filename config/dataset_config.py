@@ -18,7 +18,8 @@ class DatasetConfig:
     """The token put after each document; empty takes the one that the tokenizer names. Where it stands in the text
     itself it ends a document, too."""
     validation_fraction: float = setting(0.01, at_least=0, below=1)
-    """Share of the documents held out for OUT/validation; 0 for none."""
+    """Share of the documents held out for OUT/validation; 0 for none. Where that is no whole document, the last tokens
+    of the input are."""
     documents: str = setting("file")
     """What a document of a .txt file is: file (all of it), lines, blank_line (what stands between blank lines), or
     separator:TEXT, such as separator:'<|endoftext|>'."""

@@ -172,6 +172,26 @@ class StoreWriter:
             os.fsync(file.fileno())
         return {"shards": list(self._shards), "tokens": self._tokens, "documents": self._documents, "open": self._open}
 
+    def last_tokens(self) -> np.ndarray:
+        """The tokens of the last shard that has any, (n,), mapped; for `state_before`."""
+        return _map(self.path, [self._last_shard(self.state())], self.dtype, 0)[0]
+
+    def state_before(self, cut: int) -> dict:
+        """What a writer resumes from that has only the first `cut` of `last_tokens`; where this cuts a document it is
+        open again."""
+        state = self.state()
+        last = self._last_shard(state)
+        starts = _map(self.path, [last], self.dtype, 0)[1]
+        kept = int(starts.searchsorted(cut))
+        whole = kept < len(starts) and starts[kept] == cut
+        return {"shards": state["shards"][:int(last["name"])], "tokens": cut, "documents": kept,
+                "open": 0 if whole else cut - int(starts[kept - 1])}
+
+    def end_document(self) -> None:
+        """Ends the document that is open, if any."""
+        if self._open:
+            self.append([self.eos])
+
     def finish(self) -> TokenStore:
         """Writes the index: from here on the folder is a store. Returns it open."""
         assert not self._open, "the last document has no end"
@@ -179,8 +199,10 @@ class StoreWriter:
         if self._tokens:
             self._finish_shard()
         self.close()
-        for path in self._paths():  # the empty shard that was opened after the last
-            path.unlink()
+        named = {shard["name"] for shard in self._shards}
+        for path in [*self.path.glob("?????.bin"), *self.path.glob("?????.doc")]:
+            if path.stem not in named:  # opened after the last shard, or cut off by `state_before`
+                path.unlink()
         sync_folder(self.path)
         index = {**TOKEN_STORE.header(), "dtype": self.dtype.name, "vocab_size": self.vocab_size, "eos": self.eos,
                  "tokenizer": self.tokenizer, "shards": self._shards}
@@ -190,6 +212,10 @@ class StoreWriter:
     def close(self) -> None:
         for file in self._files:
             file.close()
+
+    def _last_shard(self, state):
+        number = len(state["shards"])
+        return {"name": f"{number:05d}", **state} if state["tokens"] else state["shards"][-1]
 
     def _paths(self):
         return [self.path / f"{len(self._shards):05d}.{suffix}" for suffix in ("bin", "doc")]

@@ -1,7 +1,8 @@
 """Text input of every kind, read as blocks: cut cheaply and in order by one process, for many to turn into documents.
 
 A source has `describe()` (what it is, to notice a change), `blocks(position)` (its blocks from a position on),
-`sample(limit)`, and `total` and `unit` (for the progress bar). A block is about BLOCK_BYTES long whatever the input's
+`sample(limit)`, `total` and `unit` (for the progress bar), `most_documents` (None where that takes reading) and
+`left_out` (names of files that are not read). A block is about BLOCK_BYTES long whatever the input's
 size, and says where reading resumes after it. What a document is: documents.py.
 """
 
@@ -38,14 +39,15 @@ def open_source(name: str, options: DatasetConfig) -> "Files | Rows":
     if name == "builtin" or os.path.lexists(path) or glob.has_magic(path):
         if options.config or options.streaming:
             raise UserError(f"{name}: --config and --streaming are for `datasets` names, and this is a local path")
-        return Files(find_files(path, options.format, options.split), options)
+        return Files(*find_files(path, options.format, options.split), options=options)
     if _looks_local(name):
         raise UserError(f"{name}: no such file or folder")
     return Rows(name, options)
 
 
-def find_files(name: str, format: str, split: str) -> list[tuple[str, str]]:
-    """The files of a path, a glob or builtin, in order, each (path, kind). Raises UserError where there are none."""
+def find_files(name: str, format: str, split: str) -> tuple[list[tuple[str, str]], list[str]]:
+    """(the files of a path, a glob or builtin, in order, each (path, kind); the names of those in folders whose kind is
+    unknown). Raises UserError where there are none to read."""
     if name == "builtin":
         places, format = corpus_files(), "text"
     elif glob.has_magic(name) and not os.path.exists(name):
@@ -54,11 +56,12 @@ def find_files(name: str, format: str, split: str) -> list[tuple[str, str]]:
         places = [Path(name)]
     if not places:
         raise UserError(f"{name}: no file matches this pattern")
-    found, used_split = [], False
+    found, left_out, used_split = [], [], False
     for place in places:
         if place.is_dir():
             files, had_split = _walk(place, format, split)
-            found += files
+            found += [(path, kind) for path, kind in files if kind]
+            left_out += [path.name for path, kind in files if not kind]
             used_split |= had_split
         elif kind := _kind(place, format):
             found.append((place, kind))
@@ -68,7 +71,7 @@ def find_files(name: str, format: str, split: str) -> list[tuple[str, str]]:
         raise UserError(f"{name}: no file named {', '.join(KINDS)} in it; --format=text takes every file as text")
     if split and not used_split:
         raise UserError(f"--split={split}: {name} has no splits; leave --split out")
-    return [(str(path.absolute()), kind) for path, kind in found]
+    return [(str(path.absolute()), kind) for path, kind in found], left_out
 
 
 def corpus_files() -> list[Path]:
@@ -90,7 +93,7 @@ def _is_utf8(path):
 
 
 def _walk(folder, format, split):
-    """([(path, kind)], whether --split chose among them) of a folder, its folders included, hidden files left out."""
+    """([(path, kind or None)], whether --split chose among them) of a folder, its folders included, hidden ones not."""
     found, used_split = [], False
     for here, folders, names in os.walk(folder, onerror=_refuse):
         here = Path(here)
@@ -104,8 +107,7 @@ def _walk(folder, format, split):
             found += [(here / file["filename"], "arrow") for file in _read_state(here / "state.json", "_data_files")]
             folders[:] = []
         else:
-            files = [(here / name, _kind(here / name, format)) for name in sorted(names) if not name.startswith(".")]
-            found += [(path, kind) for path, kind in files if kind]
+            found += [(here / name, _kind(here / name, format)) for name in sorted(names) if not name.startswith(".")]
     return found, used_split
 
 
@@ -140,8 +142,10 @@ class Files:
 
     unit = "B"
 
-    def __init__(self, files: list[tuple[str, str]], options: DatasetConfig):
-        self.files, self.options = files, options  # files: (path, kind)
+    def __init__(self, files: list[tuple[str, str]], left_out: list[str], options: DatasetConfig):
+        self.files, self.left_out, self.options = files, left_out, options  # files: (path, kind)
+        whole = options.documents == "file" and all(kind == "text" for _, kind in files)
+        self.most_documents = len(files) if whole else None
         self._sizes = [stat.st_size for stat in self._stat()]
         self.total = sum(self._sizes)
 
@@ -194,6 +198,7 @@ class Rows:
     """What `datasets.load_dataset` gives for a name: a table, or a stream."""
 
     unit = " rows"
+    left_out = ()
 
     def __init__(self, name: str, options: DatasetConfig):
         import datasets  # a second to import: only where needed
@@ -204,7 +209,7 @@ class Rows:
             self._rows = datasets.load_dataset(name, config, split=split, streaming=streaming)
         except Exception as error:  # the name, split or config is unknown, there is no network, ...
             raise UserError(f"{name}: no local path, and `datasets` can't load it ({first_line(error)})") from error
-        self.total = None if streaming else len(self._rows)
+        self.total = self.most_documents = None if streaming else len(self._rows)
         self._description = {"dataset": name, "config": config, "split": split, "streaming": streaming,
                              "fingerprint": None if streaming else self._rows._fingerprint}
         if self._rows.column_names:  # a stream may not know them before its first row

@@ -77,6 +77,7 @@ def make_dataset(source: Files | Rows, out: str | Path, *, save_seconds: float =
                 progress = {**DATASET.header(), "settings": settings, "position": None, "done": 0, "written": 0,
                             "open": False, "seconds": 0.0, "counts": {"empty": 0, "skipped": 0}, "stores": {}}
                 write_atomically(out / ".progress.json", json.dumps(progress))
+            _say_before(source)
             tokenizer = _tokenizer(out, source, training_size, progress)
             return _Tokenization(source, out, tokenizer, progress).run(save_seconds)
     except OSError as error:
@@ -142,6 +143,19 @@ def _clear(out):
     (out / ".progress.json").unlink(missing_ok=True)
 
 
+def _say_before(source):
+    """What a reader would rather know before the work than after it."""
+    fraction, most = source.options.validation_fraction, source.most_documents
+    if source.left_out:
+        kinds = ", ".join(source.left_out[:3]) + (", ..." if len(source.left_out) > 3 else "")
+        print(f"left out: {len(source.left_out):,} files whose names don't tell a format ({kinds}); --format=text takes "
+              "all as text")
+    if fraction and most is not None and not _for_validation(np.arange(min(most, math.ceil(1 / fraction))),
+                                                             _exact(fraction)).any():
+        print(f"{most:,} document{'s' * (most > 1)}, too few to hold out a whole one: unless end-of-text tokens in the "
+              f"text make more, the last {100 * fraction:g}% of the tokens is for validation")
+
+
 def _tokenizer(out, source, training_size, progress):
     """The tokenizer, saved in every store's folder; when resuming, the one that the stores were begun with."""
     name, saved = source.options.tokenizer, out / "train" / "tokenizer"
@@ -174,11 +188,14 @@ class _Tokenization:
     def __init__(self, source, out, tokenizer, progress):
         self.source, self.out, self.tokenizer, self.progress = source, out, tokenizer, progress
         self.workers = source.options.workers or len(os.sched_getaffinity(0))
-        self.fraction = Fraction(source.options.validation_fraction).limit_denominator(10 ** 6)
-        self.stores = {name: StoreWriter(out / name, vocab_size=tokenizer.vocab_size, eos=tokenizer.eos,
-                                         tokenizer=tokenizer.identity, shard_tokens=source.options.shard_tokens,
-                                         state=progress["stores"].get(name))
-                       for name in (STORES if self.fraction else STORES[:1])}
+        self.fraction = _exact(source.options.validation_fraction)
+        self.stores = {name: self._writer(name) for name in (STORES if self.fraction else STORES[:1])}
+
+    def _writer(self, name):
+        """Of the store of this name, as far as it is recorded."""
+        return StoreWriter(self.out / name, vocab_size=self.tokenizer.vocab_size, eos=self.tokenizer.eos,
+                           tokenizer=self.tokenizer.identity, shard_tokens=self.source.options.shard_tokens,
+                           state=self.progress["stores"].get(name))
 
     def run(self, save_seconds):
         saved = time.monotonic()
@@ -237,23 +254,19 @@ class _Tokenization:
             tokens = tokens[~of_token]
         self.stores["train"].append(tokens)
 
-    def _save(self):
-        self.progress["stores"] = {name: store.state() for name, store in self.stores.items()}
+    def _save(self, **states):
+        self.progress["stores"] = {name: store.state() for name, store in self.stores.items()} | states
         write_atomically(self.out / ".progress.json", json.dumps(self.progress))
 
     def _finish(self):
         written, settings = self.progress["written"], self.progress["settings"]
         if not written:
             raise UserError(f"the input holds no text ({self._left_out() or 'it is empty'})")
-        for name, store in self.stores.items():
-            if not store.token_count:
-                remedy = f"{math.ceil(100 / written) / 100:g}, or 0 for no validation" if written > 1 else \
-                    "0, or cut text files into smaller documents with --documents=blank_line or lines"
-                raise UserError(f"{written} document{'s' if written > 1 else ''} at a validation_fraction of "
-                                f"{settings['validation_fraction']} leave none for {name}; use --overwrite "
-                                f"--validation_fraction={remedy}")
         if self.source.describe() != settings["input"]:
             raise UserError("the input changed while it was read; start again with --overwrite")
+        if self.fraction and not self.stores["validation"].token_count:
+            self._hold_out_end()
+        self.stores["train"].end_document()
         done = {**DATASET.header(), "settings": settings, "tokenizer": self.tokenizer.identity,
                 "vocab_size": self.tokenizer.vocab_size, "counts": self.progress["counts"],
                 "stores": {name: {"tokens": store.token_count, "documents": store.document_count}
@@ -262,12 +275,34 @@ class _Tokenization:
             store.finish()
         write_atomically(self.out / "dataset.json", json.dumps(done, indent=1) + "\n")
         (self.out / ".progress.json").unlink()
+        if count := self.progress.get("held_out"):
+            print(f"held out for validation: the last {count:,} tokens (a validation_fraction of "
+                  f"{settings['validation_fraction']:g} of {written:,} document{'s' * (written > 1)} is no whole one)")
         for store in self.stores.values():
             print(f"{store.path}: {store.token_count:,} tokens in {store.document_count:,} documents")
         seconds, left_out = self.progress["seconds"], self._left_out()
         print(f"vocabulary {self.tokenizer.vocab_size:,} ({store.dtype.name}); {seconds:.1f} s, "
               f"{self.token_count / max(seconds, 1e-9):,.0f} tokens/s" + (f"; {left_out}" if left_out else ""))
         return done
+
+    def _hold_out_end(self):
+        """Too few documents for a whole one: the last tokens become the validation store. The training store is cut
+        only when that is recorded, so that a run that resumes knows it."""
+        train, validation = self.stores["train"], self.stores["validation"]
+        tokens, share = train.last_tokens(), max(2, round(train.token_count * self.fraction))
+        decode = self.tokenizer.backend.decode
+        cut = next((at for at in range(max(1, len(tokens) - share), len(tokens) - 1) if tokens[at] != train.eos
+                    and not decode(tokens[max(0, at - 8):at].tolist()).endswith("\ufffd")), 0)  # not in a character
+        if not cut:
+            raise UserError(f"{train.token_count} tokens are too few to hold some out; use --overwrite "
+                            "--validation_fraction=0")
+        for first in range(cut, len(tokens), 1 << 20):
+            validation.append(tokens[first:first + (1 << 20)])
+        state = train.state_before(cut)
+        self.progress["held_out"] = len(tokens) - cut
+        self._save(train=state)
+        train.close()
+        self.stores["train"] = self._writer("train")
 
     def _left_out(self):
         reasons = {"empty": "empty documents", "skipped": "with invalid UTF-8"}
@@ -288,6 +323,10 @@ def _chunks(blocks):
         yield chunk
 
 
+def _exact(fraction):
+    return Fraction(fraction).limit_denominator(10 ** 6)
+
+
 def _for_validation(numbers, fraction):
     """Which documents are held out, (n,) bool, by their running `numbers` (n,): exactly one of each 1/fraction.
 
@@ -298,8 +337,8 @@ def _for_validation(numbers, fraction):
     p, q = fraction.numerator, fraction.denominator
     group = numbers * p // q
     first, end = -(-group * q // p), -(-(group + 1) * q // p)
-    chosen = splitmix64(np.uint64(0), group) % (end - first).astype(np.uint64)
-    return numbers == first + chosen.astype(np.int64)
+    chosen = (splitmix64(np.uint64(0), group) % (end - first).astype(np.uint64)).astype(np.int64)
+    return numbers == first + np.maximum(chosen, group == 0)  # never the first: training needs one, too
 
 
 def _start_worker(tokenizer, eos, bos, vocab_size, options):

@@ -362,21 +362,59 @@ def test_a_dataset_name_that_is_nowhere(prepare, tmp_path, monkeypatch):
         prepare("nowhere", tmp_path / "out")
 
 
-def test_too_few_documents_for_the_fraction(prepare, tmp_path, texts):
-    """No validation store without a document: the message says which fraction is enough, and that one is."""
-    (tmp_path / "x.jsonl").write_bytes(json_lines(texts[:5]))
-    (tmp_path / "y.txt").write_text("alone")
-    (tmp_path / "z.jsonl").write_bytes(json_lines(texts[:3]))
-    with pytest.raises(UserError, match="--validation_fraction=0.34, or 0"):  # 0.33 would hold out none of three
-        prepare(tmp_path / "z.jsonl", tmp_path / "out3", validation_fraction=0.01)
-    assert prepare(tmp_path / "z.jsonl", tmp_path / "out3", validation_fraction=0.34, overwrite=True)
-    said = "5 documents at a validation_fraction of 0.01 .*--validation_fraction=0.2, or 0"
-    with pytest.raises(UserError, match=said):
-        prepare(tmp_path / "x.jsonl", tmp_path / "out", validation_fraction=0.01)
-    done = prepare(tmp_path / "x.jsonl", tmp_path / "out", validation_fraction=0.2, overwrite=True)
-    assert done["stores"]["validation"]["documents"] == 1
-    with pytest.raises(UserError, match="1 document at .*--validation_fraction=0, or cut text files"):
-        prepare(tmp_path / "y.txt", tmp_path / "out2", validation_fraction=0.5)
+@pytest.mark.parametrize("name, killed_before", [("x.txt", "_save"), ("y.jsonl", "_writer")])
+def test_the_end_of_too_few_documents_is_held_out(name, killed_before, prepare, tmp_path, texts, capsys, monkeypatch):
+    """One long document, or a few: told before the work starts, validation gets the last tokens, cut where a character
+    ends, and both stores together are the input. Killed before or after the cut is recorded, it resumes."""
+    wanted = ["日🙂 ".join(texts)] if name == "x.txt" else texts[:5]
+    (tmp_path / name).write_bytes(wanted[0].encode() if name == "x.txt" else json_lines(wanted))
+    real = getattr(tokenize._Tokenization, killed_before)
+
+    def kill(run, *arguments, **more):
+        if "held_out" in run.progress:
+            raise Killed
+        return real(run, *arguments, **more)
+
+    settings = dict(validation_fraction=0.01, shard_tokens=100)
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        patch.setattr(tokenize._Tokenization, killed_before, kill)
+        prepare(tmp_path / name, tmp_path / "out", **settings)
+    first_line = capsys.readouterr().out.splitlines()[:1]
+    assert not list((tmp_path / "out").rglob("index.json"))
+    assert ("1 document, too few to hold out a whole one" in "".join(first_line)) == (name == "x.txt")
+    stores = prepare(tmp_path / name, tmp_path / "out", **settings)["stores"]
+    count = stores["validation"]["tokens"]
+    assert f"held out for validation: the last {count} tokens" in capsys.readouterr().out
+    assert 2 <= count <= 0.01 * (stores["train"]["tokens"] + count) + 1
+    train, validation = (read_back(tmp_path / "out" / part) for part in ("train", "validation"))
+    assert [*train[:-1], train[-1] + validation[0], *validation[1:]] == wanted
+    for part in ("train", "validation"):
+        TokenStore(tmp_path / "out" / part).verify()
+        shards = json.loads((tmp_path / "out" / part / "index.json").read_text())["shards"]
+        assert {path.stem for path in (tmp_path / "out" / part).glob("?????.*")} == {shard["name"] for shard in shards}
+    prepare(tmp_path / name, tmp_path / "unbroken", **settings)
+    assert content(tmp_path / "out") == content(tmp_path / "unbroken")
+
+
+def test_too_little_text_to_hold_some_out(prepare, tmp_path):
+    (tmp_path / "x.txt").write_text("a")
+    with pytest.raises(UserError, match="2 tokens are too few to hold some out; use --overwrite --validation_fr.*=0"):
+        prepare(tmp_path / "x.txt", tmp_path / "out", validation_fraction=0.5)
+    assert prepare(tmp_path / "x.txt", tmp_path / "out", overwrite=True)["stores"] == {
+        "train": {"tokens": 2, "documents": 1}}
+
+
+def test_files_of_a_folder_that_are_not_read_are_told(prepare, tmp_path, capsys):
+    """How many and which, in the first line; nothing where all are read."""
+    (tmp_path / "in").mkdir()
+    for name in ("a.txt", "README", "b.docx", "c.bin", "d.pdf", ".hidden"):
+        (tmp_path / "in" / name).write_text("text")
+    prepare(tmp_path / "in", tmp_path / "out")
+    assert capsys.readouterr().out.splitlines()[0] == (
+        "left out: 4 files whose names don't tell a format (README, b.docx, c.bin, ...); --format=text takes all as "
+        "text")
+    prepare(tmp_path / "in", tmp_path / "all", format="text")
+    assert "left out" not in capsys.readouterr().out
 
 
 # ---------------------------------------------------------------- train and validation
