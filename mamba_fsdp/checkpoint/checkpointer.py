@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from mamba_fsdp.checkpoint.files import NAMES, checksum, write_pieces
-from mamba_fsdp.checkpoint.folder import newest_whole, stored_name
-from mamba_fsdp.checkpoint.ranges import part_to_write, tiles
+from mamba_fsdp.checkpoint.folder import is_model, newest_whole, stored_name
+from mamba_fsdp.checkpoint.ranges import find_layouts, packed, part_to_write
 from mamba_fsdp.durable import hidden_beside, sync_folder, write_atomically
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.formats import CHECKPOINT
@@ -36,7 +36,8 @@ class Save:
     step: int
     partial: Path
     state: dict[str, Any]
-    tensors: dict[str, dict[str, Any]]  # stored name -> its entry in state.json
+    tensors: dict[str, dict[str, Any]]  # stored name -> its entry in state.json, but for the layout
+    pieces: bytes  # of this rank, packed
     outcome: dict[str, Any] | None = None
     thread: threading.Thread = field(init=False, repr=False)
 
@@ -81,17 +82,19 @@ class Checkpointer:
         self.wait()
         if self.last is not None and self.last.name == step_name(step):
             return
+        shards = sorted(shards, key=lambda shard: not is_model(stored_name(shard.name)))
         pieces = []
         for turn, shard in enumerate(shards):
             start, stop = part_to_write(shard.data.numel(), shard.replicas, shard.replica_index, turn)
-            if start < stop:
-                pieces.append((stored_name(shard.name), shard.start + start, shard.data[start:stop]))
+            pieces.append((stored_name(shard.name), shard.start + start, shard.data[start:stop]))
         needed = self.world.all_reduce_sum(sum(tensor.nbytes for _, _, tensor in pieces))
         partial = self.world.on_rank0(lambda: self._make_partial(step, needed))
-        copies = [(name, start, tensor.to("cpu", copy=self.asynchronous)) for name, start, tensor in pieces]
+        copies = [(name, start, tensor.to("cpu", copy=self.asynchronous)) for name, start, tensor in pieces
+                  if tensor.numel()]
         tensors = {stored_name(shard.name): {"shape": list(shard.shape), "dtype": NAMES[shard.data.dtype],
-                                             "tied": list(shard.tied), "pieces": []} for shard in shards}
-        self.pending = Save(step, partial, json.loads(json.dumps(state)), tensors)
+                                             "tied": list(shard.tied)} for shard in shards}
+        told = packed([(start, tensor.numel()) for _, start, tensor in pieces])
+        self.pending = Save(step, partial, json.loads(json.dumps(state)), tensors, told)
         self.pending.thread = threading.Thread(target=self._write, args=(self.pending, copies), daemon=True)
         self.pending.thread.start()
         if not self.asynchronous:
@@ -112,12 +115,8 @@ class Checkpointer:
             return
         save, self.pending = self.pending, None
         self.world.run_local(save.thread.join)
-        outcomes: list[Any] = self.world.gather_objects(save.outcome)
-        errors = [outcome["error"] for outcome in outcomes if "error" in outcome]
-        if errors:
-            self.world.on_rank0(lambda: _delete(save.partial))
-            raise UserError(f"the checkpoint of step {save.step} could not be saved: {'; '.join(errors)}")
-        self.last = self.world.on_rank0(lambda: self._commit(save, outcomes))
+        told = self.world.gather_on_rank0((save.outcome, save.pieces))
+        self.last = self.world.on_rank0(lambda: self._commit(save, told))
         self.broken.discard(self.last.name)
 
     def _write(self, save, pieces):
@@ -125,10 +124,9 @@ class Checkpointer:
         path = save.partial / rank_file(self.world.rank)
         where = f"rank {self.world.rank} on {socket.gethostname()}: {path}"
         try:
-            written = write_pieces(path, pieces)
+            written = write_pieces(path, pieces, sum(is_model(name) for name, _, _ in pieces))
             sync_folder(save.partial)
-            save.outcome = {"file": path.name, **written,
-                            "pieces": [[name, start, tensor.numel()] for name, start, tensor in pieces]}
+            save.outcome = {"file": path.name, **written}
         except OSError as error:
             hint = " (is the run folder on storage that all nodes share?)" if error.errno == errno.ENOENT else ""
             save.outcome = {"error": f"{where}: {error.strerror}{hint}"}
@@ -153,18 +151,23 @@ class Checkpointer:
         partial.mkdir()
         return partial
 
-    def _commit(self, save, outcomes):
-        """Turn the written files into a checkpoint: what stands under its final name is whole and durable."""
-        for index, outcome in enumerate(outcomes):
-            for name, start, count in outcome["pieces"]:
-                save.tensors[name]["pieces"].append([start, count, index])
-        for name, entry in save.tensors.items():
-            entry["pieces"].sort()
-            assert tiles(entry["pieces"], math.prod(entry["shape"])), f"the ranks did not write the whole of {name}"
-        content = {**CHECKPOINT.header(), "step": save.step, "state": save.state,
-                   "files": [outcome["file"] for outcome in outcomes], "tensors": save.tensors}
+    def _commit(self, save, told):
+        """Turn the files into a checkpoint: what stands under its final name is whole and durable. told: by each rank,
+        (outcome, pieces). Raises UserError where one could not write."""
+        outcomes = [outcome for outcome, _ in told]
+        errors = [outcome["error"] for outcome in outcomes if "error" in outcome]
+        if errors:
+            _delete(save.partial)
+            raise UserError(f"the checkpoint of step {save.step} could not be saved: {'; '.join(errors)}")
+        layouts, numbers = find_layouts([pieces for _, pieces in told],
+                                        [math.prod(entry["shape"]) for entry in save.tensors.values()])
+        for (name, entry), number in zip(save.tensors.items(), numbers):
+            assert number is not None, f"the ranks did not write the whole of {name}"
+            entry["layout"] = number
+        files = {outcome.pop("file"): outcome for outcome in outcomes}
+        content = {**CHECKPOINT.header(), "step": save.step, "state": save.state, "files": list(files),
+                   "layouts": layouts, "tensors": save.tensors}
         write_atomically(save.partial / STATE, json.dumps(content))
-        files = {outcome["file"]: {"bytes": outcome["bytes"], "crc32": outcome["crc32"]} for outcome in outcomes}
         files[STATE] = checksum(save.partial / STATE)
         commit = {**CHECKPOINT.header(), "step": save.step, "files": files}
         write_atomically(save.partial / COMMIT, json.dumps(commit, indent=1))

@@ -1,14 +1,19 @@
 """One rank's file: flat pieces of tensors in the safetensors format, written, flushed, and read back before it counts.
 
 The format is 8 bytes of header length, a JSON header, then the data (github.com/huggingface/safetensors). A piece is
-named `<tensor name>@<start>`: the elements of the flattened tensor from `start` on.
+named `<tensor name>@<start>`: the elements of the flattened tensor from `start` on. The model's pieces come first, so that
+who wants just these reads, and checks, the first part of the file.
 """
 
 import json
 import os
+import sys
 import zlib
-from collections.abc import Sequence
+from array import array
+from collections.abc import Iterable, Sequence
+from io import FileIO
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -19,12 +24,14 @@ from mamba_fsdp.heartbeat import heart
 NAMES = {dtype: name for name, dtype in SAFETENSORS_DTYPES.items()}
 BLOCK = 1 << 24  # bytes that are written or read at a time
 FLUSH = 1 << 28  # bytes that are flushed at a time: one flush of a whole file could look like a hang
+OPEN_FILES = 16  # that a reader keeps open: a checkpoint may have more files than a process may open
 
 
-def write_pieces(path: Path, pieces: Sequence[tuple[str, int, torch.Tensor]]) -> dict[str, int | str]:
-    """Write `pieces`, a list of (tensor name, start, 1-D CPU tensor), durably. Returns what `checksum` does.
+def write_pieces(path: Path, pieces: Sequence[tuple[str, int, torch.Tensor]], model_pieces: int = 0) -> dict[str, Any]:
+    """Write `pieces`, a list of (tensor name, start, 1-D CPU tensor), durably.
 
-    Raises OSError as the disk does, and when what lies on it is not what was written.
+    Returns what `checksum` does, and as "model" the same of the file's first part: the header and the first
+    `model_pieces`. Raises OSError as the disk does, and when what lies on it is not what was written.
     """
     header, position = {}, 0
     for name, start, tensor in pieces:
@@ -33,27 +40,29 @@ def write_pieces(path: Path, pieces: Sequence[tuple[str, int, torch.Tensor]]) ->
         position += tensor.nbytes
     head = json.dumps(header).encode()
     head += b" " * (-len(head) % 8)
-    contents = [tensor.view(torch.uint8).numpy() for _, _, tensor in pieces]
-    crc = unflushed = 0
+    contents = [len(head).to_bytes(8, "little") + head,
+                *(tensor.view(torch.uint8).numpy() for _, _, tensor in pieces)]
+    crc = size = unflushed = 0
     with open(path, "xb") as file:
-        for data in (len(head).to_bytes(8, "little"), head, *contents):
+        for number, data in enumerate(contents):
             data = memoryview(data)
             for offset in range(0, len(data), BLOCK):
                 block = data[offset:offset + BLOCK]
                 file.write(block)
-                crc = zlib.crc32(block, crc)
-                unflushed += len(block)
+                crc, size, unflushed = zlib.crc32(block, crc), size + len(block), unflushed + len(block)
                 if unflushed >= FLUSH:
                     _flush(file)
                     unflushed = 0
                 heart.beat()
+            if number == model_pieces:
+                model = {"bytes": size, "crc32": f"{crc:08x}"}
         _flush(file)
         if hasattr(os, "posix_fadvise"):  # let the check read the disk rather than the memory
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-    written: dict[str, int | str] = {"bytes": 8 + len(head) + position, "crc32": f"{crc:08x}"}
+    written = {"bytes": size, "crc32": f"{crc:08x}"}
     if checksum(path) != written:
         raise OSError(None, "what was read back is not what was written", str(path))
-    return written
+    return {**written, "model": model}
 
 
 def _flush(file):
@@ -61,50 +70,73 @@ def _flush(file):
     os.fsync(file.fileno())
 
 
-def checksum(path: Path) -> dict[str, int | str]:
-    """{"bytes": size, "crc32": checksum} of a file. Raises OSError."""
-    crc, size, block = 0, 0, bytearray(BLOCK)
+def checksum(path: Path, limit: int = sys.maxsize) -> dict[str, int | str]:
+    """{"bytes": size, "crc32": checksum} of a file, or of its first `limit` bytes. Raises OSError."""
+    crc, size, block = 0, 0, memoryview(bytearray(BLOCK))
     with open(path, "rb", buffering=0) as file:
-        while count := file.readinto(block):
-            crc, size = zlib.crc32(memoryview(block)[:count], crc), size + count
+        while count := file.readinto(block[:limit - size]):
+            crc, size = zlib.crc32(block[:count], crc), size + count
             heart.beat()
     return {"bytes": size, "crc32": f"{crc:08x}"}
 
 
 class PieceReader:
-    """Reads ranges of the pieces in one file. Raises UserError, naming the file, where it is not as written."""
+    """Reads ranges of pieces from the files in a checkpoint's folder. Raises UserError, naming the file, where one is
+    not as written.
 
-    def __init__(self, path: Path):
-        self.path = path
+    names: of all tensors. What lies where in a file is noted when it is first read; few files stay open.
+    """
+
+    def __init__(self, folder: Path, names: Iterable[str]):
+        self.folder, self.numbers = folder, {name: number for number, name in enumerate(names)}
+        self.open_files: dict[str, FileIO] = {}  # the one read last comes last
+        self.places: dict[str, array[int]] = {}  # of a file: start, count and position of each tensor's piece
+
+    def read(self, file: str, name: str, start: int, offset: int, target: torch.Tensor) -> None:
+        """Fill `target`, a 1-D CPU tensor, with the elements from `offset` on of the piece `name`@`start`."""
+        path, number = self.folder / file, 3 * self.numbers[name]
         try:
-            self.file = open(path, "rb")
-            self.data_start = 8 + int.from_bytes(self._exactly(bytearray(8)), "little")
-            if self.data_start > os.path.getsize(path):
-                raise UserError(f"{path} is broken: its header is longer than the file")
-            self.header = json.loads(self._exactly(bytearray(self.data_start - 8)))
+            opened = self._open(file)
+            if file not in self.places:
+                self.places[file] = self._read_places(opened)
+            there, count, position = self.places[file][number:number + 3]
+            if there != start or offset + target.numel() > count:
+                raise UserError(f"{path} is broken: it lacks the piece of {name} that starts at {start}")
+            opened.seek(position + offset * target.element_size())
+            _exactly(opened, target.view(torch.uint8).numpy())
         except OSError as error:
             raise UserError(f"can't read {path}: {error.strerror}") from None
-        except ValueError:
-            raise UserError(f"{path} is broken: its header is no JSON") from None
+        except EOFError:
+            raise UserError(f"{path} is broken: it ends too early") from None
+        except (ValueError, KeyError, TypeError, AttributeError):
+            raise UserError(f"{path} is broken: its header is not what was written") from None
 
-    def read(self, name: str, start: int, offset: int, count: int) -> torch.Tensor:
-        """`count` elements from `offset` on of the piece `name`@`start`, as a 1-D CPU tensor."""
-        entry = self.header.get(f"{name}@{start}")
-        if entry is None:
-            raise UserError(f"{self.path} is broken: it lacks the piece of {name} that starts at {start}")
-        tensor = torch.empty(count, dtype=SAFETENSORS_DTYPES[entry["dtype"]])
-        self.file.seek(self.data_start + entry["data_offsets"][0] + offset * tensor.element_size())
-        self._exactly(tensor.view(torch.uint8).numpy())
-        return tensor
+    def _open(self, file):
+        opened = self.open_files.pop(file, None) or open(self.folder / file, "rb", buffering=0)
+        self.open_files[file] = opened
+        if len(self.open_files) > OPEN_FILES:
+            self.open_files.pop(next(iter(self.open_files))).close()
+        return opened
 
-    def _exactly(self, buffer):
-        view = memoryview(buffer)
-        try:
-            for offset in range(0, len(view), BLOCK):
-                block = view[offset:offset + BLOCK]
-                if self.file.readinto(block) != len(block):
-                    raise UserError(f"{self.path} is broken: it ends too early")
-                heart.beat()
-        except OSError as error:
-            raise UserError(f"can't read {self.path}: {error.strerror}") from None
-        return buffer
+    def _read_places(self, opened):
+        data_start = 8 + int.from_bytes(_exactly(opened, bytearray(8)), "little")
+        if data_start > os.fstat(opened.fileno()).st_size:
+            raise EOFError
+        places = array("q", bytes(24 * len(self.numbers)))  # far less than the header: there may be thousands of files
+        for key, entry in json.loads(_exactly(opened, bytearray(data_start - 8))).items():
+            name, _, start = key.rpartition("@")
+            number = 3 * self.numbers[name]
+            places[number:number + 3] = array("q", [int(start), *entry["shape"], data_start + entry["data_offsets"][0]])
+        return places
+
+
+def _exactly(file, buffer):
+    """`buffer`, filled from where the file stands."""
+    rest = memoryview(buffer)
+    while len(rest):
+        count = file.readinto(rest[:BLOCK])
+        if not count:
+            raise EOFError
+        rest = rest[count:]
+        heart.beat()
+    return buffer

@@ -2,15 +2,18 @@
 
     step_00001000/
       rank_00000.safetensors ...   what each rank wrote (files.py)
-      state.json                   the loop's state; each tensor's shape, dtype and in which files its elements lie
-      COMMIT                       size and checksum of every other file; written last: without it nothing counts
+      state.json                   the loop's state; each tensor's shape, dtype and layout; the layouts (ranges.py)
+      COMMIT                       size and checksum of every other file, and of the part of it that holds the model;
+                                   written last: without it nothing counts
 
-Model tensors are named model/<parameter>, the optimiser's optimizer/<parameter>/exp_avg and .../exp_avg_sq.
+Model tensors are named model/<parameter>, the optimiser's optimizer/<parameter>/exp_avg and .../exp_avg_sq. A layout
+says in which elements each piece of a tensor starts and in which file it lies; tensors that are cut alike share it. In
+version 1 each tensor has its own, as "pieces", and COMMIT knows whole files only.
 """
 
-import functools
 import json
 import math
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,10 +21,12 @@ from typing import Any
 import torch
 
 from mamba_fsdp.checkpoint.files import PieceReader, checksum
-from mamba_fsdp.checkpoint.ranges import overlaps, tiles
+from mamba_fsdp.checkpoint.ranges import is_cut, overlaps, tiles
+from mamba_fsdp.conventions import SAFETENSORS_DTYPES
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.formats import CHECKPOINT
-from mamba_fsdp.parallel.shards import Shard, fill_parts
+from mamba_fsdp.heartbeat import heart
+from mamba_fsdp.parallel.shards import Shard
 from mamba_fsdp.parallel.world import World
 from mamba_fsdp.run_layout import CHECKPOINTS, COMMIT, STATE, committed
 
@@ -31,26 +36,35 @@ def stored_name(name: str) -> str:
     return name if name.startswith("optimizer/") else f"model/{name}"
 
 
-def problems(checkpoint: Path, world: World) -> list[str]:
+def is_model(stored: str) -> bool:
+    """Whether a tensor of this stored name is the model's, not the optimiser's."""
+    return stored.startswith("model/")
+
+
+def problems(checkpoint: Path, world: World, part: str = "all") -> list[str]:
     """What is wrong with a committed checkpoint: a list of sentences, empty when every file has its size and checksum.
 
-    Called by all ranks, which share the reading; all get the same answer. Raises UserError on all of them for one that
-    another version of this program wrote: that one is not broken, and an older one is no substitute.
+    part: "all", or only "model", its weights, or only "state", state.json. Called by all ranks, which share the
+    reading; all get the same answer. Raises UserError on all of them for one that another version of this program
+    wrote: that one is not broken, and an older one is no substitute.
     """
     files, found = world.on_rank0(lambda: _committed_files(checkpoint))
-    mine = sorted(files)[world.rank::world.size]
-    found += world.run_local(lambda: [problem for name in mine if (problem := _problem(checkpoint, name, files[name]))])
-    return sorted({problem for rank in world.gather_objects(found) for problem in rank})
+    mine = sorted(name for name in files if part != "state" or name == STATE)[world.rank::world.size]
+    found += world.run_local(lambda: [
+        problem for name in mine if (problem := _problem(checkpoint / name, files[name], part))])
+    return sorted(world.tell_all(found))
 
 
-def _problem(checkpoint, name, expected):
+def _problem(path, entry, part):
+    expected = entry.get("model", entry) if part == "model" else entry
     try:
-        actual = checksum(checkpoint / name)
+        size = path.stat().st_size
+        if size != entry["bytes"]:
+            return f"{path.name} has {size} bytes, not {entry['bytes']}"
+        actual = checksum(path, expected["bytes"])
     except OSError as error:
-        return f"{name}: {error.strerror}"
-    if actual["bytes"] != expected["bytes"]:
-        return f"{name} has {actual['bytes']} bytes, not {expected['bytes']}"
-    return "" if actual == expected else f"the content of {name} has changed since it was written"
+        return f"{path.name}: {error.strerror}"
+    return "" if actual["crc32"] == expected["crc32"] else f"the content of {path.name} has changed since it was written"
 
 
 def _committed_files(checkpoint):
@@ -58,7 +72,7 @@ def _committed_files(checkpoint):
         content = json.loads((checkpoint / COMMIT).read_bytes())
         CHECKPOINT.check(checkpoint / COMMIT, content)
         files = content["files"]
-        listed = STATE in files and all(entry.keys() == {"bytes", "crc32"} for entry in files.values())
+        listed = STATE in files and all(entry.keys() >= {"bytes", "crc32"} for entry in files.values())
     except OSError as error:
         return {}, [f"{COMMIT}: {error.strerror}"]
     except (ValueError, KeyError, TypeError, AttributeError):
@@ -66,15 +80,17 @@ def _committed_files(checkpoint):
     return (files, []) if listed else ({}, [f"{COMMIT} is no list of files"])
 
 
-def newest_whole(checkpoints: Path, world: World, report: Callable[[str], Any]) -> tuple[Path | None, list[str]]:
-    """(the newest whole checkpoint or None, names of the broken ones passed over), rank 0's choice on all ranks.
+def newest_whole(checkpoints: Path, world: World, report: Callable[[str], Any],
+                 part: str = "all") -> tuple[Path | None, list[str]]:
+    """(the newest whole checkpoint or None, names of the broken ones passed over), rank 0's choice on all ranks. part:
+    what of it has to be whole, see `problems`.
 
     Raises UserError when there are committed checkpoints but none is whole: a new start must be the user's decision.
     """
     broken: list[str] = []
     candidates = world.broadcast_object(committed(checkpoints) if world.rank == 0 else [])
     for checkpoint in reversed(candidates):
-        wrong = problems(checkpoint, world)
+        wrong = problems(checkpoint, world, part)
         if not wrong:
             return checkpoint, broken
         broken.append(checkpoint.name)
@@ -86,49 +102,99 @@ def newest_whole(checkpoints: Path, world: World, report: Callable[[str], Any]) 
     return None, broken
 
 
-def find_checkpoint(path: str | Path, world: World, report: Callable[[str], Any] = print) -> Path:
+def find_checkpoint(path: str | Path, world: World, report: Callable[[str], Any] = print, part: str = "all") -> Path:
     """The checkpoint that `path` means, the same on all ranks: itself, or the newest whole one of a run folder.
 
-    Raises UserError where there is none, or where the one that was named is broken.
+    part: what of it has to be whole, see `problems`. Raises UserError where there is none, or where the one that was
+    named is broken.
     """
     path = Path(path)
-    if world.broadcast_object((path / COMMIT).is_file()):
-        if wrong := problems(path, world):
+    if world.on_rank0((path / COMMIT).is_file):
+        if wrong := problems(path, world, part):
             raise UserError(f"checkpoint {path} is broken: {'; '.join(wrong)}")
         return path
-    found, _ = newest_whole(path / CHECKPOINTS if (path / CHECKPOINTS).is_dir() else path, world, report)
+    found, _ = newest_whole(path / CHECKPOINTS if (path / CHECKPOINTS).is_dir() else path, world, report, part)
     if found is None:
         raise UserError(f"{path} is neither a committed checkpoint nor a run folder with one "
                         f"({CHECKPOINTS}/step_*/{COMMIT})")
     return found
 
 
-class Reader:
-    """An open checkpoint. `tensors`: stored name -> {shape, dtype, tied, pieces}; `state`: what the loop saved.
+def read_state(checkpoint: Path) -> dict[str, Any]:
+    """The content of a checkpoint's state.json as the newest version has it. Raises UserError where it can't be read."""
+    try:
+        content = json.loads((checkpoint / STATE).read_bytes())
+        CHECKPOINT.check(checkpoint / STATE, content)
+        content.setdefault("layouts", [])
+        for name in _badly_cut(content["tensors"], content["layouts"]):
+            raise UserError(f"checkpoint {checkpoint} is broken: the pieces of {name} are not the whole of it")
+        return {field: content[field] for field in ("state", "files", "layouts", "tensors")}
+    except OSError as error:
+        raise UserError(f"can't read checkpoint {checkpoint}: {STATE}: {error.strerror}") from None
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError):
+        raise UserError(f"checkpoint {checkpoint} is broken: {STATE} is not what was written") from None
 
-    Raises UserError where it can't be read.
+
+def _badly_cut(tensors, layouts):
+    """The names of tensors whose pieces are not the whole of it. Gives those of version 1 their layouts."""
+    whole = {}  # a layout's number, elements of a tensor: whether it is that tensor's
+    for name, entry in tensors.items():
+        size = math.prod(entry["shape"])
+        if "pieces" in entry:  # of version 1
+            starts, counts, files = ([piece[index] for piece in entry["pieces"]] for index in range(3))
+            layout = {"starts": starts, "files": files}
+            layouts += [] if layout in layouts else [layout]
+            del entry["pieces"]
+            entry["layout"] = layouts.index(layout)
+            whole[entry["layout"], size] = tiles(starts, counts, size)
+        key = entry["layout"], size
+        if key not in whole:
+            whole[key] = is_cut(layouts[key[0]]["starts"], size)
+        if not whole[key]:
+            yield name
+
+
+class Reader:
+    """An open checkpoint. `tensors`: stored name -> {shape, dtype, tied, layout}; `state`: what the loop saved.
+
+    content: what read_state gives, where it has been read already. Raises UserError where it can't be read.
     """
 
-    def __init__(self, checkpoint: str | Path):
+    def __init__(self, checkpoint: str | Path, content: dict[str, Any] | None = None):
         self.path = Path(checkpoint)
-        try:
-            content = json.loads((self.path / STATE).read_bytes())
-            CHECKPOINT.check(self.path / STATE, content)
-            self.state, self.tensors, self.files = content["state"], content["tensors"], content["files"]
-        except OSError as error:
-            raise UserError(f"can't read checkpoint {self.path}: {STATE}: {error.strerror}") from None
-        except (ValueError, KeyError, TypeError, AttributeError):
-            raise UserError(f"checkpoint {self.path} is broken: {STATE} is not what was written") from None
-        self._open = functools.cache(PieceReader)
+        self.content = content or read_state(self.path)
+        self.state, self.tensors, self.layouts = (self.content[field] for field in ("state", "tensors", "layouts"))
+        self.files = self.content["files"]
+        self._pieces = PieceReader(self.path, self.tensors)
 
     def read(self, name: str, start: int, stop: int) -> torch.Tensor:
         """Elements [start, stop) of a flattened tensor, as a 1-D CPU tensor."""
+        result = torch.empty(stop - start, dtype=SAFETENSORS_DTYPES[self.tensors[name]["dtype"]])
+        for file, piece, offset, at, count in self._where(name, start, stop):
+            self._pieces.read(file, name, piece, offset, result[at:at + count])
+        return result
+
+    @torch.no_grad()
+    def fill(self, shards: Sequence[Shard]) -> None:
+        """Set every shard. Goes from file to file, of which there may be many more than may be open."""
+        wanted = defaultdict(list)
+        for shard in shards:
+            name, stop = stored_name(shard.name), shard.start + shard.data.numel()
+            for file, *place in self._where(name, shard.start, stop):
+                wanted[file].append((name, shard.data, *place))
+        for file, places in wanted.items():
+            for name, data, piece, offset, at, count in places:
+                part = torch.empty(count, dtype=SAFETENSORS_DTYPES[self.tensors[name]["dtype"]])
+                self._pieces.read(file, name, piece, offset, part)
+                data[at:at + count].copy_(part)
+                heart.beat()
+
+    def _where(self, name, start, stop):
+        """(file, start of its piece, offset in it, offset from `start`, count) of each piece of [start, stop) in turn."""
         entry = self.tensors[name]
-        if not tiles(entry["pieces"], math.prod(entry["shape"])):
-            raise UserError(f"checkpoint {self.path} is broken: the pieces of {name} are not the whole of it")
-        parts = [self._open(self.path / self.files[piece[2]]).read(name, piece[0], offset, count)
-                 for piece, offset, _, count in overlaps(start, stop, entry["pieces"])]
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
+        layout = self.layouts[entry["layout"]]
+        for number, *place in overlaps(start, stop, layout["starts"], math.prod(entry["shape"])):
+            yield self.files[layout["files"][number]], layout["starts"][number], *place
 
 
 def load(checkpoint: Path, shards: Sequence[Shard], world: World,
@@ -136,28 +202,20 @@ def load(checkpoint: Path, shards: Sequence[Shard], world: World,
     """Fill `shards`, of any strategy and world size, from a checkpoint. Returns the state that was saved with them.
 
     The checkpoint must hold just these tensors of the model, and of the optimiser if its shards are among them.
-    check(state, checkpoint), if given, may refuse first. Raises UserError on all ranks when any rank can't load.
+    check(state, checkpoint), if given, may refuse first, on rank 0. Raises UserError on all ranks when any can't load.
     """
-    state, failure = world.run_local(lambda: _load(checkpoint, shards, check))
-    failures = [text for text in world.gather_objects(failure) if text]
-    if failures:
-        raise UserError("; ".join(dict.fromkeys(failures)))
-    return state
-
-
-def _load(checkpoint, shards, check):
-    """(the state, None), or (None, why this rank can't load)."""
-    try:
+    def open_checked():
         reader = Reader(checkpoint)
         check(reader.state, checkpoint)
         wanted = {stored_name(shard.name): shard.shape for shard in shards}
         kinds = {name.split("/")[0] for name in wanted}
         refuse_other_tensors(checkpoint, wanted, {name: entry["shape"] for name, entry in reader.tensors.items()
                                                   if name.split("/")[0] in kinds})
-        fill_parts(shards, lambda name, shape, start, stop: reader.read(stored_name(name), start, stop))
-        return reader.state, None
-    except UserError as error:
-        return None, str(error)
+        return reader.content
+
+    reader = Reader(checkpoint, world.on_rank0(open_checked))
+    world.on_all_ranks(lambda: reader.fill(shards))
+    return reader.state
 
 
 def refuse_other_tensors(source: Any, wanted: Mapping[str, Sequence[int]],

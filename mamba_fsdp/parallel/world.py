@@ -9,6 +9,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from datetime import timedelta
+from itertools import chain
 from typing import Any, TypeVar
 
 import torch
@@ -33,14 +34,13 @@ class World:
     size: int
     local_rank: int
     local_size: int
-    node_count: int
     device: torch.device
     _gloo: "dist.ProcessGroup | None" = None
 
     @classmethod
     def alone(cls, *, device: torch.device = CPU) -> "World":
         """The world of one process."""
-        return cls(rank=0, size=1, local_rank=0, local_size=1, node_count=1, device=device)
+        return cls(rank=0, size=1, local_rank=0, local_size=1, device=device)
 
     def need_process_group(self) -> None:
         """Make the process group of one rank that sharding needs, where no launcher has made one."""
@@ -63,6 +63,18 @@ class World:
         gathered: list[Any] = [None] * self.size
         dist.all_gather_object(gathered, obj, group=self._gloo)
         return gathered
+
+    def gather_on_rank0(self, obj: T) -> list[T]:
+        """The `obj` of each rank in the order of ranks, on rank 0; on the others an empty list."""
+        if self.size == 1:
+            return [obj]
+        gathered: list[Any] = [None] * self.size if self.rank == 0 else []
+        dist.gather_object(obj, gathered or None, dst=0, group=self._gloo)
+        return gathered
+
+    def tell_all(self, sentences: list[str]) -> list[str]:
+        """The sentences of all ranks, each once, on all ranks. Most have none."""
+        return self.broadcast_object(list(dict.fromkeys(chain.from_iterable(self.gather_on_rank0(sentences)))))
 
     def all_reduce_sum(self, value: Addable) -> Addable:
         """The sum over ranks: of a tensor (changed in place and returned), of a number, or of each number of a list."""
@@ -111,6 +123,20 @@ class World:
             raise UserError(failure)
         return result
 
+    def on_all_ranks(self, work: Callable[[], T]) -> T:
+        """What `work()` returns on this rank, see run_local. Raises what it is to raise on any rank, a UserError, on all.
+        """
+        def attempt():
+            try:
+                return work(), []
+            except UserError as error:
+                return None, [str(error)]
+
+        result, failure = self.run_local(attempt)
+        if failures := self.tell_all(failure):
+            raise UserError("; ".join(failures))
+        return result
+
     def barrier(self) -> None:
         """Return when all ranks have come here."""
         if self.size > 1:
@@ -155,7 +181,7 @@ def start_world(*, timeout_minutes: float = 10.0) -> World:
     device, timeout = _take_device(local_rank), timedelta(minutes=timeout_minutes)
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=timeout)
     gloo = dist.new_group(backend="gloo", timeout=timeout) if device.type == "cuda" else dist.group.WORLD
-    return World(rank, size, local_rank, local_size, max(1, size // local_size), device, gloo)
+    return World(rank, size, local_rank, local_size, device, gloo)
 
 
 def _take_device(local_rank):

@@ -66,7 +66,8 @@ def show_checkpoint(path: Path, tensors: bool, verify: bool) -> None:
     say("size", f"{size(path)} in {len(reader.files)} files, {len(reader.tensors)} tensors")
     if tensors:
         for name, entry in sorted(reader.tensors.items()):
-            print(f"  {name:<64} {str(tuple(entry['shape'])):<20} {entry['dtype']:<6} in {len(entry['pieces'])} pieces")
+            pieces = len(reader.layouts[entry["layout"]]["files"])
+            print(f"  {name:<64} {str(tuple(entry['shape'])):<20} {entry['dtype']:<6} in {pieces} pieces")
     if verify:
         find_checkpoint(path, start_world())
         say("verified", "every file has its size and checksum")

@@ -166,8 +166,8 @@ def edit(file, **changes):
 
 @pytest.mark.parametrize("file", ["COMMIT", "state.json"])
 @pytest.mark.parametrize("changes, said", [
-    ({"version": 2}, "a mamba_fsdp checkpoint of version 2, which a newer version of this program wrote; this one "
-                     "reads version 1"),
+    ({"version": 3}, "a mamba_fsdp checkpoint of version 3, which a newer version of this program wrote; this one "
+                     "reads version 1 to 2"),
     ({"version": 0}, "of version 0, which another version of this program wrote"),
     ({"format": "elsewhere"}, "written as 'elsewhere'; this program reads 'mamba_fsdp checkpoint' here"),
 ])
@@ -182,8 +182,12 @@ def test_a_checkpoint_of_another_version_is_refused_and_no_older_one_taken(run, 
 
 
 def test_checkpoints_from_before_commits_had_a_version_are_read(run, world):
+    """They say nothing of a file's first part either."""
     make(run, world, [1, 2])
-    edit(run / "checkpoints/step_00000002/COMMIT", format=None, version=None)
+    commit = json.loads((run / "checkpoints/step_00000002/COMMIT").read_text())
+    files = {name: {"bytes": entry["bytes"], "crc32": entry["crc32"]} for name, entry in commit["files"].items()}
+    edit(run / "checkpoints/step_00000002/COMMIT", format=None, version=None, files=files)
+    assert find_checkpoint(run, world, part="model").name == "step_00000002"
     assert load(Checkpointer(run, world).newest(), shards(0), world) == {"step": 2}
 
 

@@ -16,13 +16,15 @@ def talk(world):
     return (world.broadcast_object(f"from {world.rank}"), world.gather_objects(world.rank * 10),
             world.all_reduce_sum(world.rank), world.all_reduce_sum([1.0, world.rank / 2]),
             world.all_reduce_sum(torch.tensor([world.rank, 1])).tolist(),
-            (world.rank, world.size, world.local_rank, world.node_count))
+            (world.rank, world.size, world.local_rank), world.gather_on_rank0(world.rank * 10),
+            world.tell_all(["all"] + [f"from {world.rank}"] * (world.rank == 1)))
 
 
 def test_ranks_tell_each_other():
-    """Every rank gets rank 0's object, all objects in order, and sums."""
+    """Every rank gets rank 0's object, all objects in order, sums, and what any rank has to say."""
     for rank, result in enumerate(run_ranks(3, talk)):
-        assert result == ("from 0", [0, 10, 20], 3, [3.0, 1.5], [3, 3], (rank, 3, rank, 1))
+        gathered = [0, 10, 20] if rank == 0 else []
+        assert result == ("from 0", [0, 10, 20], 3, [3.0, 1.5], [3, 3], (rank, 3, rank), gathered, ["all", "from 1"])
 
 
 def test_one_process_needs_no_launcher(monkeypatch):
@@ -30,7 +32,7 @@ def test_one_process_needs_no_launcher(monkeypatch):
     import torch.distributed as dist
     monkeypatch.delenv("RANK", raising=False)
     world = start_world()
-    assert talk(world)[1:5] == ([0], 0, [1.0, 0.0], [0, 1])
+    assert talk(world)[1:] == ([0], 0, [1.0, 0.0], [0, 1], (0, 1, 0), [0], ["all"])
     assert not dist.is_initialized()
     world.close()
 
@@ -69,19 +71,20 @@ def test_waiting_for_a_rank_that_stands_still_is_no_sign_of_life():
     assert run_ranks(2, stand_still) == [0, 0]
 
 
-def fail_locally(world):
+def fail_on_one(world, method):
     def work():
         if world.rank == 1:
             raise UserError("mine alone")
         return "done"
     try:
-        return world.run_local(work)
+        return getattr(world, method)(work)
     except UserError as error:
         return str(error)
 
 
-def test_what_fails_locally_fails_on_its_own_rank():
-    assert run_ranks(2, fail_locally) == ["done", "mine alone"]
+@pytest.mark.parametrize("method, told", [("run_local", ["done", "mine alone"]), ("on_all_ranks", ["mine alone"] * 2)])
+def test_what_fails_on_one_rank_fails_there_or_on_all(method, told):
+    assert run_ranks(2, fail_on_one, method) == told
 
 
 def fail_first(world):
