@@ -20,6 +20,7 @@ import zstandard
 
 from config.dataset_config import DatasetConfig
 from mamba_fsdp.data.documents import BYTE_ORDER_MARK, TextBlock, check_column, separator_of, token_ids
+from mamba_fsdp.data.hub import why_offline
 from mamba_fsdp.errors import UserError, first_line
 
 BLOCK_BYTES = 1 << 19
@@ -201,6 +202,7 @@ class Rows:
     left_out = ()
 
     def __init__(self, name: str, options: DatasetConfig):
+        offline = why_offline()
         import datasets  # a second to import: only where needed
 
         self.name, self.options = name, options
@@ -208,7 +210,8 @@ class Rows:
         try:
             self._rows = datasets.load_dataset(name, config, split=split, streaming=streaming)
         except Exception as error:  # the name, split or config is unknown, there is no network, ...
-            raise UserError(f"{name}: no local path, and `datasets` can't load it ({first_line(error)})") from error
+            reason = first_line(error) + (f"; no network: {offline}" if offline else "")
+            raise UserError(f"{name}: no local path, and `datasets` can't load it ({reason})") from error
         self.total = self.most_documents = None if streaming else len(self._rows)
         self._description = {"dataset": name, "config": config, "split": split, "streaming": streaming,
                              "fingerprint": None if streaming else self._rows._fingerprint}

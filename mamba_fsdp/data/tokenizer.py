@@ -10,6 +10,7 @@ from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from mamba_fsdp.data.hub import was_downloaded, why_offline
 from mamba_fsdp.durable import write_atomically
 from mamba_fsdp.errors import UserError, first_line
 
@@ -97,6 +98,21 @@ def _train(backend, texts, trainer):
         raise
 
 
+def load_for_transformers(name: str | Path, remedy: str = "") -> Any:
+    """What transformers' AutoTokenizer makes of a folder or a name on the Hugging Face Hub. Raises UserError."""
+    offline = "" if Path(name).is_dir() else why_offline()
+    if offline and not was_downloaded(str(name)):
+        raise UserError(f"tokenizer {str(name)!r}: can't be loaded: there is no such folder or tokenizer.json file, and "
+                        f"no network to download one of this name ({offline}){remedy}")
+    from transformers import AutoTokenizer  # seconds to import: only where needed
+
+    try:
+        return AutoTokenizer.from_pretrained(name)
+    except Exception as error:  # the libraries raise whatever a file runs into
+        raise UserError(f"tokenizer {str(name)!r}: can't be loaded as a folder, a tokenizer.json file or a name on the "
+                        f"Hugging Face Hub ({first_line(error)}){remedy}") from error
+
+
 def load(name: str, eos_token: str | None = None) -> TextTokenizer:
     """The tokenizer of a name on the Hugging Face Hub, a `transformers` folder or a tokenizer.json file.
 
@@ -113,13 +129,7 @@ def load(name: str, eos_token: str | None = None) -> TextTokenizer:
         except Exception as error:  # the library raises bare Exception
             raise UserError(f"tokenizer {name}: {path.name} can't be read ({first_line(error)})") from error
     else:
-        from transformers import AutoTokenizer  # seconds to import: only where needed
-
-        try:
-            form = AutoTokenizer.from_pretrained(name)
-        except Exception as error:  # there is no such folder, no network, the file has another format, ...
-            raise UserError(f"tokenizer {name!r}: can't be loaded as a folder, a tokenizer.json file or a name on the "
-                            f"Hugging Face Hub ({first_line(error)}); train:4096 trains one on the input") from error
+        form = load_for_transformers(name, "; train:4096 trains one on the input")
         if not getattr(form, "is_fast", False):
             raise UserError(f"tokenizer {name!r}: has no fast form (tokenizer.json), which this program needs")
         backend, eos_token = form.backend_tokenizer, eos_token or form.eos_token

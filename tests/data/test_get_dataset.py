@@ -354,10 +354,10 @@ def test_a_dataset_name_that_is_nowhere(prepare, tmp_path, monkeypatch):
     import datasets
 
     def no_network(*_, **__):
-        raise ConnectionError("no network\nmore")
+        raise ConnectionError("not reached\nmore")
 
     monkeypatch.setattr(datasets, "load_dataset", no_network)
-    said = r"nowhere: no local path, and `datasets` can't load it \(no network\)"
+    said = r"nowhere: no local path, and `datasets` can't load it \(not reached; no network: HF_HUB_OFFLINE is set\)"
     with pytest.raises(UserError, match=said):
         prepare("nowhere", tmp_path / "out")
 

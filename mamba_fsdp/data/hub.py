@@ -1,0 +1,52 @@
+"""The Hugging Face Hub, asked once whether it answers: its own libraries ask for a minute, in many lines."""
+
+import os
+import ssl
+import threading
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+SECONDS = 5.0  # to answer in
+
+
+def why_offline() -> str:
+    """"" where the Hub answers, else why it does not; its libraries then take only what lies on this machine. Call it
+    before they are imported.
+
+    HF_HUB_OFFLINE decides without asking, HF_ENDPOINT names another place, and proxies are those of the environment.
+    """
+    if (told := os.environ.get("HF_HUB_OFFLINE")) is not None:
+        return "HF_HUB_OFFLINE is set" if told.upper() in ("1", "ON", "YES", "TRUE") else ""
+    place, reason = os.environ.get("HF_ENDPOINT") or "https://huggingface.co", [f"no answer in {SECONDS:g} s"]
+
+    def ask():
+        reason[0] = _why_silent(place)
+
+    asking = threading.Thread(target=ask, daemon=True)  # a name server that is silent knows no time limit
+    asking.start()
+    asking.join(SECONDS)
+    if reason[0]:
+        os.environ["HF_HUB_OFFLINE"] = "1"
+    return reason[0] and f"{place}: {reason[0]}"
+
+
+def was_downloaded(model: str) -> bool:
+    """Whether something of the model's repository lies in the cache of the Hub's library."""
+    from huggingface_hub import constants
+
+    return Path(constants.HF_HUB_CACHE, f"models--{model.replace('/', '--')}").is_dir()
+
+
+def _why_silent(place):
+    proxies = urllib.request.getproxies()
+    if "all" in proxies or any(proxy.startswith("socks") for proxy in proxies.values()):
+        return ""  # which the libraries can use, but not Python's own
+    try:
+        urllib.request.urlopen(urllib.request.Request(place, method="HEAD"), timeout=SECONDS).close()
+    except urllib.error.HTTPError:
+        return ""  # an answer
+    except OSError as error:
+        reason = getattr(error, "reason", error)
+        return "" if isinstance(reason, ssl.SSLError) else str(getattr(reason, "strerror", None) or reason)
+    return ""
