@@ -157,8 +157,8 @@ class ParallelConfig:
     """Use torch's reentrant form of activation checkpointing."""
     backward_prefetch: bool = setting(True, needs=SHARDING)
     """Gather the next block's weights while the backward pass is still in this one."""
-    limit_all_gathers: bool = setting(False, needs=SHARDING)
-    """Let the CPU wait rather than gather many blocks ahead (less memory)."""
+    limit_all_gathers: bool = setting(True, needs=SHARDING)
+    """Let the CPU wait rather than gather many blocks ahead, which large models have no memory for."""
     low_cpu_fsdp: bool = setting(True)
     """Build the model without storage and fill each rank's shard alone."""
     use_torch_compile: bool = setting(False)

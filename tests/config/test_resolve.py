@@ -123,7 +123,7 @@ POINTLESS = {  # every setting that needs another: a value, where it does nothin
     "selective_checkpointing": ("1/3", {}, {"fsdp_activation_checkpointing": "true"}),
     "reentrant_checkpointing": ("true", {}, {"fsdp_activation_checkpointing": "true"}),
     "backward_prefetch": ("false", {"sharding_strategy": "ddp"}, {"sharding_strategy": "hsdp"}),
-    "limit_all_gathers": ("true", {"sharding_strategy": "none"}, {}),
+    "limit_all_gathers": ("false", {"sharding_strategy": "none"}, {}),
 }
 
 

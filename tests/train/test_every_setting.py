@@ -41,7 +41,7 @@ OTHER_VALUES = {
     "selective_checkpointing": ("1/2", {"fsdp_activation_checkpointing": True}),
     "reentrant_checkpointing": (True, {"fsdp_activation_checkpointing": True}),
     "backward_prefetch": (False, {"sharding_strategy": "fsdp"}),
-    "limit_all_gathers": (True, {"sharding_strategy": "fsdp"}), "low_cpu_fsdp": (False, {}),
+    "limit_all_gathers": (False, {"sharding_strategy": "fsdp"}), "low_cpu_fsdp": (False, {}),
     "use_torch_compile": (True, {}), "timeout_minutes": (3, {}),
     "report_interval": (3, {}), "tracker": ("tensorboard", {}), "use_profiler": (True, {"num_steps": 8}),
 }
