@@ -2,7 +2,6 @@
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import BackwardPrefetch, FullyShardedDataParallel, MixedPrecision, ShardingStrategy
 
 from mamba_fsdp.parallel.model import ParallelModel, ParameterSlot
@@ -35,7 +34,6 @@ def shard(model: nn.Module, slots: list[ParameterSlot], whole: list[ParameterSlo
                 slot_of[module, attribute].materialize(world.device)
 
     replicas = world.size // shard_size
-    mesh = init_device_mesh(world.device.type, (replicas, shard_size)) if replicas > 1 else None
     options = dict(
         sharding_strategy=ShardingStrategy.HYBRID_SHARD if replicas > 1 else ShardingStrategy.FULL_SHARD,
         mixed_precision=MixedPrecision(param_dtype=low, reduce_dtype=torch.float32, cast_forward_inputs=False,
@@ -43,7 +41,7 @@ def shard(model: nn.Module, slots: list[ParameterSlot], whole: list[ParameterSlo
         ignored_states=[slot.parameter for slot in whole],
         backward_prefetch=BackwardPrefetch.BACKWARD_PRE if backward_prefetch else None,
         limit_all_gathers=limit_all_gathers, param_init_fn=give_storage, device_id=world.device,
-        use_orig_params=True, device_mesh=mesh)
+        use_orig_params=True, process_group=world.grid(shard_size) if replicas > 1 else None)
     blocks = model.backbone.layers
     for index, block in enumerate(blocks):
         blocks[index] = FullyShardedDataParallel(block, **options)

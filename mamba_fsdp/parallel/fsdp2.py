@@ -4,8 +4,9 @@ import contextlib
 import math
 
 import torch
+import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from mamba_fsdp.parallel.model import ParallelModel, ParameterSlot
@@ -34,9 +35,12 @@ def shard(model: nn.Module, slots: list[ParameterSlot], whole: list[ParameterSlo
     a block is gathered when its turn comes. limit_all_gathers: FSDP2 needs no limit, since its memory does not depend
     on how far the CPU is ahead; without it, each block is gathered one block early in the forward pass.
     """
-    replicas = world.size // shard_size
-    shape, names = ((replicas, shard_size), ("replicate", "shard")) if replicas > 1 else ((shard_size,), ("shard",))
-    mesh = init_device_mesh(world.device.type, shape, mesh_dim_names=names)
+    if shard_size == world.size:
+        mesh = DeviceMesh.from_group(dist.group.WORLD, world.device.type, mesh_dim_names=("shard",))
+    else:
+        row, column = world.grid(shard_size)
+        mesh = DeviceMesh.from_group([column, row], world.device.type, torch.arange(world.size).view(-1, shard_size),
+                                     mesh_dim_names=("replicate", "shard"))
     low = None if compute_dtype == torch.float32 else compute_dtype
     policy = MixedPrecisionPolicy(param_dtype=low, reduce_dtype=torch.float32, cast_forward_inputs=False)
 

@@ -35,6 +35,7 @@ class World:
     local_rank: int
     local_size: int
     device: torch.device
+    timeout: timedelta | None = None  # how long a rank waits for the others; None: as torch has it
     _gloo: "dist.ProcessGroup | None" = None
 
     @classmethod
@@ -47,6 +48,16 @@ class World:
         if not dist.is_initialized():
             backend = "nccl" if self.device.type == "cuda" else "gloo"
             dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+
+    def grid(self, columns: int) -> "tuple[dist.ProcessGroup, dist.ProcessGroup]":
+        """This rank's groups where all ranks stand in a grid, row by row: (its row, its column).
+
+        They wait as long as the world does; the groups that torch's meshes make wait half an hour.
+        """
+        first = self.rank - self.rank % columns
+        row, column = (dist.new_group(list(ranks), timeout=self.timeout, use_local_synchronization=True)
+                       for ranks in (range(first, first + columns), range(self.rank - first, self.size, columns)))
+        return row, column
 
     def broadcast_object(self, obj: T) -> T:
         """Rank 0's `obj`, on all ranks."""
@@ -181,7 +192,7 @@ def start_world(*, timeout_minutes: float = 10.0) -> World:
     device, timeout = _take_device(local_rank), timedelta(minutes=timeout_minutes)
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=timeout)
     gloo = dist.new_group(backend="gloo", timeout=timeout) if device.type == "cuda" else dist.group.WORLD
-    return World(rank, size, local_rank, local_size, device, gloo)
+    return World(rank, size, local_rank, local_size, device, timeout, gloo)
 
 
 def _take_device(local_rank):

@@ -32,7 +32,7 @@ def one_process():
     (2, {"strategy": "fsdp"}, 1),
     (2, {"strategy": "fsdp"}, 4),
     (2, {"strategy": "fsdp", "low_cpu_fsdp": False}, 2),
-    (2, {"strategy": "fsdp", "backward_prefetch": False, "limit_all_gathers": True}, 2),
+    (2, {"strategy": "fsdp", "backward_prefetch": False, "limit_all_gathers": False}, 2),
     (2, {"strategy": "fsdp", "fsdp_activation_checkpointing": True, "selective_checkpointing": "1/2"}, 2),
     (2, {"strategy": "fsdp", "fsdp_activation_checkpointing": True, "reentrant_checkpointing": True}, 2),
     (2, {"strategy": "ddp", "fsdp_activation_checkpointing": True}, 2),
@@ -109,6 +109,25 @@ def test_shards_tell_who_holds_what(ranks, shard_size, how):
             for start, end in sorted(end for end in ends if end[0] != end[1]):
                 assert start == position
                 position = end
+
+
+def timeouts(world, how):
+    """Those of the groups that the sharding uses."""
+    parallel, _ = build(world, **how)
+    if HAS_FSDP2:
+        groups = parallel.local_parameters[0].slot.parameter.device_mesh.get_all_groups()
+    else:
+        modules = parallel.module.fsdp_modules(parallel.module)
+        groups = [getattr(module, name) for module in modules for name in ("process_group", "_inter_node_pg")
+                  if hasattr(module, name)]
+    assert len(groups) >= (2 if "shard_size" in how else 1)
+    return {group._get_backend(world.device).options._timeout.total_seconds() for group in groups}
+
+
+@pytest.mark.parametrize("ranks, how", [(2, {"strategy": "fsdp"}), (4, {"strategy": "hsdp", "shard_size": 2})], ids=str)
+def test_all_groups_wait_as_long_as_the_world(ranks, how):
+    """timeout_minutes, here 1, is that of every group of ranks; torch's own would be 30 minutes."""
+    assert run_ranks(ranks, timeouts, how) == [{60.0}] * ranks
 
 
 def infinite(world, value):
