@@ -47,7 +47,7 @@ from mamba_fsdp.parallel.parallelize import parallelize
 from mamba_fsdp.parallel.shards import fill
 from mamba_fsdp.parallel.world import World
 from mamba_fsdp.train.clock import device_peak
-from mamba_fsdp.train.loop import accumulate_gradients, batch_loss, update_weights
+from mamba_fsdp.train.loop import accumulate_gradients, add_up, batch_loss, update_weights
 from mamba_fsdp.train.optimizer import make_optimizer
 
 PRESETS = "mamba-130m,mamba-1.4b,mamba2-1.3b,mamba-2.8b,mamba2-2.7b"
@@ -74,8 +74,10 @@ def our_form(config, weights, device, activation_checkpointing):
         return Batch(tokens[:, :-1], labels=tokens[:, 1:])
 
     def step(tokens):
-        loss, gradient_norm = accumulate_gradients(parallel, optimizer, [batch_of(tokens)], tokens[:, 1:].numel())
-        update_weights(parallel, optimizer, loss, gradient_norm, clip=SETTINGS.optimizer.grad_clip_thresh,
+        counted = tokens[:, 1:].numel()
+        loss_sum = accumulate_gradients(parallel, optimizer, [batch_of(tokens)], 1 / counted)
+        loss, gradient_norm, factor = add_up(world, loss_sum, parallel.gradient_squares(), counted).means(counted)
+        update_weights(parallel, optimizer, loss, gradient_norm, factor, clip=SETTINGS.optimizer.grad_clip_thresh,
                        lr=SETTINGS.optimizer.learning_rate)
         return loss, gradient_norm
 

@@ -58,7 +58,7 @@ def make_step(config, world, strategy, batch):
         with parallel.accumulate(last=True):
             (parallel.module(tokens, labels=tokens) / tokens.numel()).backward()
         parallel.reduce_gradients()
-        parallel.gradient_norm()
+        world.all_reduce_sum(parallel.gradient_squares())
         optimizer.step()
         return time.perf_counter() - began
     return step

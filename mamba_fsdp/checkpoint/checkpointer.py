@@ -46,7 +46,7 @@ class Checkpointer:
     """The checkpoints of one run folder. All ranks call each method at the same point.
 
     keep: how many committed checkpoints stay. asynchronous: `save` returns when the tensors are copied to CPU memory, a
-    thread writes them, and a later `poll` commits. report: called on rank 0 with a sentence for the user.
+    thread writes them, and a later `settle` commits. report: called on rank 0 with a sentence for the user.
     A run folder belongs to one run at a time: what an earlier one left half-written is removed here. check_ours: called
     on rank 0 before the folder is changed; raises UserError when the folder belongs to another run by then.
     """
@@ -100,13 +100,15 @@ class Checkpointer:
         if not self.asynchronous:
             self.wait()
 
-    def poll(self) -> None:
-        """Commit the save under way if all ranks have written. Raises UserError on all ranks if one could not."""
-        if self.pending is None:
-            return
-        outcome = self.pending.outcome
-        writing, failed = self.world.all_reduce_sum([float(outcome is None), float("error" in (outcome or {}))])
-        if failed or not writing:
+    def status(self) -> tuple[float, float]:
+        """This rank's part in the save under way: (1 while it is being written, 1 if that failed)."""
+        outcome = {} if self.pending is None else self.pending.outcome
+        return float(outcome is None), float("error" in (outcome or {}))
+
+    def settle(self, writing: float, failed: float) -> None:
+        """Commit the save under way if all ranks have written, by the sums over them of their `status`. Raises
+        UserError on all ranks if one could not."""
+        if self.pending is not None and (failed or not writing):
             self.wait()
 
     def wait(self) -> None:

@@ -106,15 +106,15 @@ class ParallelModel:
             total = self.world.all_reduce_sum(torch.cat(gradients))
             torch._foreach_copy_(gradients, list(total.split([gradient.numel() for gradient in gradients])))
 
-    def gradient_norm(self) -> torch.Tensor:
-        """2-norm of the whole gradient, a 0-dim fp32 tensor, the same on all ranks; inf and nan come through."""
+    def gradient_squares(self) -> torch.Tensor:
+        """This rank's share of the whole gradient's 2-norm squared, a 0-dim fp64 tensor; inf and nan come through."""
         # Each element counts once: of replicas, only number 0 does.
         gradients = [local.parameter.grad for local in self.local_parameters if local.replica_index == 0]
         gradients = [gradient for gradient in gradients if gradient is not None and gradient.numel()]
         squares = torch.zeros((), dtype=torch.float64, device=self.world.device)
         if gradients:
             squares += torch.stack(torch._foreach_norm(gradients)).double().square().sum()
-        return self.world.all_reduce_sum(squares).sqrt().float()
+        return squares
 
     def scale_gradients(self, factor: float) -> None:
         """Multiply every gradient by a number."""

@@ -3,8 +3,7 @@
 import contextlib
 import statistics
 import time
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
 
 # Dense bf16 matrix peak of one device, FLOP/s, from the vendors' data sheets; MFU is shown for these only.
 PEAK_FLOPS = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "A10G": 70e12, "L40S": 362e12, "L4": 121e12,
@@ -18,12 +17,16 @@ def device_peak(device_name: str) -> float | None:
 
 
 class Clock:
-    """Times training steps from `step` on; validation and waiting for a checkpoint do not count."""
+    """Times training steps from `step` on; validation, saving and committing a checkpoint do not count.
 
-    def __init__(self, step: int) -> None:
-        self.began = self.interval_began = time.perf_counter()
+    A rank's own seconds in a step are those from the end of the last step's sum over ranks, which all leave together,
+    to its next forward pass: update, report, waiting for data. The passes wait for the slowest rank themselves.
+    """
+
+    def __init__(self, step: int, ranks: int = 1) -> None:
+        self.began = self.interval_began = self.together = time.perf_counter()
         self.first_step = self.interval_step = step
-        self.waited = 0.0
+        self.own = [0.0] * ranks  # seconds of each since the last report
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
@@ -33,30 +36,32 @@ class Clock:
         seconds = time.perf_counter() - before
         self.began += seconds
         self.interval_began += seconds
+        self.together += seconds
 
-    def wait(self, function: Callable, *arguments: Any) -> Any:
-        """Calls a function whose time is spent waiting for other ranks."""
-        before = time.perf_counter()
-        result = function(*arguments)
-        self.waited += time.perf_counter() - before
-        return result
+    def own_seconds(self) -> float:
+        """This rank's, at its next forward pass."""
+        return time.perf_counter() - self.together
 
-    def seconds_per_step(self, step: int) -> tuple[float, float]:
-        """Since the last report: (in all, without the time that this rank waited for the others in `wait`)."""
+    def meet(self, own_seconds: list[float]) -> None:
+        """Call when all ranks leave a sum together. own_seconds: of each rank in this step."""
+        self.own = [before + seconds for before, seconds in zip(self.own, own_seconds)]
+        self.together = time.perf_counter()
+
+    def seconds_per_step(self, step: int) -> tuple[float, list[float]]:
+        """Means since the last report: (in all, each rank's own)."""
         steps = max(1, step - self.interval_step)
-        seconds = (time.perf_counter() - self.interval_began) / steps
-        return seconds, seconds - self.waited / steps
+        return (time.perf_counter() - self.interval_began) / steps, [seconds / steps for seconds in self.own]
 
     def next_interval(self, step: int) -> None:
-        self.interval_began, self.interval_step, self.waited = time.perf_counter(), step, 0.0
+        self.interval_began, self.interval_step, self.own = time.perf_counter(), step, [0.0] * len(self.own)
 
     def seconds_left(self, step: int, total: int) -> float | None:
         done = step - self.first_step
         return (time.perf_counter() - self.began) / done * (total - step) if done else None
 
 
-def stragglers(busy_seconds: list[float]) -> dict[str, float]:
-    """The metrics that show a slow rank, from one number per rank."""
-    slowest = max(busy_seconds)
-    return {"slowest_rank": busy_seconds.index(slowest), "slowest_rank_seconds": round(slowest, 6),
-            "median_rank_seconds": round(statistics.median(busy_seconds), 6)}
+def stragglers(own_seconds: list[float]) -> dict[str, float]:
+    """The metrics that show a slow rank, from the own seconds per step of each."""
+    slowest = max(own_seconds)
+    return {"slowest_rank": own_seconds.index(slowest), "slowest_rank_seconds": round(slowest, 6),
+            "median_rank_seconds": round(statistics.median(own_seconds), 6)}

@@ -4,6 +4,7 @@ import math
 import time
 from collections.abc import Iterable
 from itertools import chain
+from typing import NamedTuple
 
 import torch
 
@@ -23,20 +24,27 @@ def train(parts: Parts, recorder: Recorder, stop: StopRequest) -> str:
 
     Raises UserError after max_skipped_steps in a row that could not be applied.
     """
-    settings, plan, state, parallel = parts.settings, parts.plan, parts.state, parts.parallel
+    settings, plan, state, parallel, clock = parts.settings, parts.plan, parts.state, parts.parallel, recorder.clock
     if state.step == 0 and plan.is_due(plan.eval_steps, 0):
         validate(parts, recorder)
     while state.step < plan.total_steps:
         heart.beat()
-        parts.checkpointer.poll()
-        batches = [batch.to(parts.world.device) for batch in parts.loader.step(state.step)]
-        counted_tokens, stop_asked = agree_on_step(batches, stop, parts.world, recorder)
-        scale, clip = parts.loss_scale.value, settings.optimizer.grad_clip_thresh
+        batches = parts.loader.step(state.step)
+        counted = sum(int((batch.labels != IGNORED_LABEL).sum()) for batch in batches)  # while on the CPU
+        batches = [batch.to(parts.world.device) for batch in batches]
+        scale, own_seconds = parts.loss_scale.value, clock.own_seconds()
+        loss_sum = accumulate_gradients(parallel, parts.optimizer, batches, scale / plan.tokens_per_step)
+        sums = add_up(parts.world, loss_sum, parallel.gradient_squares(), counted, stop.look(),
+                      *parts.checkpointer.status(), own_seconds=own_seconds)
+        clock.meet(sums.own_seconds)
+        loss, gradient_norm, factor = sums.means(plan.tokens_per_step, scale)
         lr = settings.optimizer.learning_rate * plan.schedule.factor(state.step)
-        loss, gradient_norm = accumulate_gradients(parallel, parts.optimizer, batches, counted_tokens, scale)
-        applied = update_weights(parallel, parts.optimizer, loss, gradient_norm, scale, clip=clip, lr=lr)
+        applied = update_weights(parallel, parts.optimizer, loss, gradient_norm, factor,
+                                 clip=settings.optimizer.grad_clip_thresh, lr=lr)
         excused = parts.loss_scale.update(applied) and math.isfinite(loss)
         state.advance(plan.split.global_batch, plan.tokens_per_step, loss, applied=applied, excused=excused)
+        with clock.paused():
+            parts.checkpointer.settle(sums.writing, sums.failed)
         if not applied:
             recorder.display.line(f"step {state.step} skipped: loss {loss:.4g}, gradient norm {gradient_norm:.4g} "
                                   f"({state.skipped_steps} skipped so far)")
@@ -46,7 +54,7 @@ def train(parts: Parts, recorder: Recorder, stop: StopRequest) -> str:
             validate(parts, recorder)
         if state.skipped_in_a_row >= settings.training.max_skipped_steps:
             raise UserError(describe_bad_samples(parts, batches))
-        last = state.step == plan.total_steps
+        last, stop_asked = state.step == plan.total_steps, sums.stops > 0
         if plan.is_due(plan.checkpoint_steps, state.step) or stop_asked:
             save(parts, recorder, wait=last or stop_asked)
         if stop_asked and not last:
@@ -54,11 +62,36 @@ def train(parts: Parts, recorder: Recorder, stop: StopRequest) -> str:
     return ""
 
 
-def agree_on_step(batches: list[Batch], stop: StopRequest, world: World, recorder: Recorder) -> tuple[float, bool]:
-    """(tokens that count in the loss of this step, whether any rank was asked to stop), the same on all ranks."""
-    counted = sum(int((batch.labels != IGNORED_LABEL).sum()) for batch in batches)
-    counted, stops = recorder.clock.wait(world.all_reduce_sum, [float(counted), float(stop.look())])
-    return max(counted, 1.0), stops > 0
+class Sums(NamedTuple):
+    """What the ranks tell each other in a step besides weights and gradients, added up."""
+
+    own_seconds: list[float]  # of each rank, see Clock
+    loss: float  # of the labels that count, nats
+    squares: float  # of the gradient that the backward passes left
+    counted: float  # labels that count
+    stops: float  # ranks that were asked to stop
+    writing: float  # ranks that still write the save under way
+    failed: float  # ranks that could not
+
+    def means(self, tokens_per_step: int, loss_scale: float = 1.0) -> tuple[float, float, float]:
+        """(mean loss per label that counts, the norm of its gradient, what makes the gradients at hand that gradient).
+
+        Those at hand are of the losses times loss_scale / tokens_per_step: all that was known before this sum.
+        """
+        counted = max(self.counted, 1.0)
+        factor = tokens_per_step / counted / loss_scale
+        norm = torch.tensor(self.squares, dtype=torch.float64).sqrt().float()
+        return self.loss / counted, float(norm) * factor, factor
+
+
+def add_up(world: World, loss_sum: torch.Tensor, squares: torch.Tensor, counted: float, stop: bool = False,
+           writing: float = 0.0, failed: float = 0.0, own_seconds: float = 0.0) -> Sums:
+    """The one small collective of a step, and the one time that the host waits for the device. Called by all ranks."""
+    slots = [own_seconds if rank == world.rank else 0.0 for rank in range(world.size)]
+    told = torch.tensor([counted, stop, writing, failed, *slots], dtype=torch.float64,
+                        pin_memory=world.device.type == "cuda").to(world.device, non_blocking=True)
+    numbers = world.all_reduce_sum(torch.cat([torch.stack([loss_sum.double(), squares]), told])).tolist()
+    return Sums(numbers[6:], *numbers[:6])
 
 
 def batch_loss(parallel: ParallelModel, batch: Batch) -> torch.Tensor:
@@ -68,30 +101,30 @@ def batch_loss(parallel: ParallelModel, batch: Batch) -> torch.Tensor:
 
 
 def accumulate_gradients(parallel: ParallelModel, optimizer: torch.optim.Optimizer, batches: list[Batch],
-                         counted_tokens: float, loss_scale: float = 1.0) -> tuple[float, float]:
-    """Backward passes over this rank's micro batches. Returns mean loss per token and gradient norm, over all ranks."""
+                         scale: float) -> torch.Tensor:
+    """Backward passes over this rank's micro batches, of the token losses times `scale`. Returns the sum of the losses,
+    a 0-dim tensor on the device; the gradients are then sums over all ranks."""
     optimizer.zero_grad(set_to_none=True)
     loss_sum = torch.zeros((), device=parallel.world.device)
     for index, batch in enumerate(batches):
         with parallel.accumulate(last=index == len(batches) - 1):
             loss = batch_loss(parallel, batch)
-            (loss * (loss_scale / counted_tokens)).backward()
+            (loss * scale).backward()
         loss_sum += loss.detach()
     parallel.reduce_gradients()
-    gradient_norm = float(parallel.gradient_norm()) / loss_scale
-    return parallel.world.all_reduce_sum([float(loss_sum)])[0] / counted_tokens, gradient_norm
+    return loss_sum
 
 
 def update_weights(parallel: ParallelModel, optimizer: torch.optim.Optimizer, loss: float, gradient_norm: float,
-                   loss_scale: float = 1.0, *, clip: float, lr: float) -> bool:
-    """One AdamW update, clipped to the norm `clip` (0: not), unless the loss or the gradient is not finite. Returns
-    whether it was applied."""
+                   factor: float = 1.0, *, clip: float, lr: float) -> bool:
+    """One AdamW update, with the gradients times `factor`, which then have the norm `gradient_norm`, clipped to the
+    norm `clip` (0: not), unless the loss or the gradient is not finite. Returns whether it was applied."""
     if not (math.isfinite(loss) and math.isfinite(gradient_norm)):
         optimizer.zero_grad(set_to_none=True)
         return False
-    factor = min(1.0, clip / (gradient_norm + 1e-6)) if clip else 1.0
-    if factor != 1.0 or loss_scale != 1.0:
-        parallel.scale_gradients(factor / loss_scale)
+    factor *= min(1.0, clip / (gradient_norm + 1e-6)) if clip else 1.0
+    if factor != 1.0:
+        parallel.scale_gradients(factor)
     for group in optimizer.param_groups:
         group["lr"] = lr
     optimizer.step()

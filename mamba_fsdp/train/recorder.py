@@ -38,17 +38,17 @@ class Recorder(contextlib.ExitStack):
             if part:
                 self.callback(part.close)
         self.profiler = self.enter_context(make_profiler(folder.path, world.rank)) if report.use_profiler else None
-        self.clock = Clock(step)
+        self.clock = Clock(step, world.size)
 
     def report(self, state: TrainState, loss: float, learning_rate: float, gradient_norm: float) -> None:
         """After a step: the live line, and every report_interval steps an entry with the mean loss in the metrics."""
         due = self.plan.is_due(self.interval, state.step)
         loss = state.take_mean_loss() if due else loss
-        seconds, busy = self.clock.seconds_per_step(state.step)
+        seconds, own_seconds = self.clock.seconds_per_step(state.step)
         rate = self.plan.tokens_per_step / seconds
         mfu = rate * self.flops_per_token / self.peak_flops if self.peak_flops else None
         if due:
-            compared = stragglers(self.world.gather_objects(busy)) if self.world.size > 1 else {}
+            compared = stragglers(own_seconds) if self.world.size > 1 else {}
             self._write({"step": state.step, "tokens": state.tokens, "loss": loss, "learning_rate": learning_rate,
                          "grad_norm": gradient_norm, "skipped_steps": state.skipped_steps,
                          "tokens_per_second": round(rate, 1), **({"mfu": round(mfu, 4)} if mfu else {}), **compared})

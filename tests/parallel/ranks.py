@@ -87,6 +87,11 @@ def tokens(step):
     return torch.randint(0, 50, (24, 9), generator=torch.Generator().manual_seed(step))
 
 
+def gradient_norm(world, parallel):
+    """The 2-norm of the whole gradient."""
+    return float(world.all_reduce_sum(parallel.gradient_squares()).sqrt())
+
+
 def train(world, parallel, optimizer, steps, micro_batches=2):
     """Steps on the same global batches for any world. Returns [(loss, gradient norm)]."""
     records = []
@@ -100,7 +105,7 @@ def train(world, parallel, optimizer, steps, micro_batches=2):
                 (loss / 192).backward()
             total += float(loss.detach())
         parallel.reduce_gradients()
-        norm = float(parallel.gradient_norm())
+        norm = gradient_norm(world, parallel)
         parallel.scale_gradients(min(1.0, 0.5 / norm))
         optimizer.step()
         records.append((world.all_reduce_sum(total) / 192, norm))

@@ -1,6 +1,6 @@
 import pytest
 import torch
-from ranks import run_ranks
+from ranks import gradient_norm, run_ranks
 
 from config.model_config import ModelConfig
 from config.train_config import ParallelConfig
@@ -43,7 +43,7 @@ def step(world, strategy, dtype):
     loss = parallel.module(tokens[:, :-1], labels=tokens[:, 1:])
     (loss / 128).backward()
     parallel.reduce_gradients()
-    return world.all_reduce_sum(float(loss.detach())) / 128, float(parallel.gradient_norm()), seen
+    return world.all_reduce_sum(float(loss.detach())) / 128, gradient_norm(world, parallel), seen
 
 
 def test_sharded_bf16_keeps_the_recurrence_in_fp32():

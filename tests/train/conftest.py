@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,6 +13,8 @@ from tiny import TINY
 
 from config import resolve
 from mamba_fsdp.data.store import StoreWriter
+
+sys.path.append(str(Path(__file__).resolve().parent.parent / "parallel"))  # with what runs several ranks
 
 
 def write_store(path, seed, documents):

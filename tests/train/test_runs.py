@@ -8,6 +8,8 @@ import time
 import pytest
 import torch
 
+from mamba_fsdp.conventions import IGNORED_LABEL
+from mamba_fsdp.data.loader import Loader
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.report.records import read_status
 
@@ -152,6 +154,30 @@ def test_gradient_accumulation_changes_only_rounding(train, tmp_path, metrics_of
     for first, second in zip(metrics_of(tmp_path / "at once"), metrics_of(tmp_path / "in parts")):
         if "loss" in first:
             assert first["loss"] == pytest.approx(second["loss"], rel=1e-4)
+
+
+def test_the_loss_is_the_mean_over_the_labels_that_count(train, tmp_path, metrics_of, monkeypatch):
+    """Rows without such labels leave the others' loss and gradient as they are; a step without any goes by."""
+    def halved(batch):
+        batch.labels[2:] = IGNORED_LABEL
+        return batch
+
+    def twice(batch):
+        return batch.each(lambda tensor: tensor[:2].repeat(2, 1))
+
+    def none(batch):
+        return batch._replace(labels=torch.full_like(batch.labels, IGNORED_LABEL))
+
+    read = Loader.step
+    for change in (halved, twice):
+        monkeypatch.setattr(Loader, "step", lambda loader, step, change=change: [
+            (none if step == 3 else change)(batch) for batch in read(loader, step)])
+        train(tmp_path / change.__name__, batch_size=4, mixed_precision="fp16", eval_interval=0, adam_epsilon=1,
+              learning_rate=1)
+    entries, expected = ([[entry["loss"], entry["grad_norm"]] for entry in metrics_of(tmp_path / name)]
+                         for name in ("halved", "twice"))
+    torch.testing.assert_close(torch.tensor(entries), torch.tensor(expected), rtol=1e-3, atol=0)
+    assert entries[3] == [0.0, 0.0] and entries[4][0] < entries[0][0]
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])

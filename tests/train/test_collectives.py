@@ -1,0 +1,75 @@
+"""What the ranks tell each other in a step besides weights and gradients: one small collective."""
+
+import json
+import threading
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import run_ranks
+
+from config import resolve
+from mamba_fsdp.checkpoint.checkpointer import Checkpointer
+from mamba_fsdp.data.loader import Batch, Loader
+from mamba_fsdp.train import clock, run
+from mamba_fsdp.train.stopping import StopRequest
+
+pytestmark = [pytest.mark.slow, pytest.mark.torch22]
+COLLECTIVES = {name: getattr(dist, name) for name in (
+    "all_reduce", "all_gather", "all_gather_object", "broadcast", "broadcast_object_list", "barrier", "reduce")}
+READS = ("__int__", "__float__", "__bool__", "__index__", "item", "tolist")
+
+
+def small(arguments):
+    """Whether it is neither weights nor gradients that travel: these are fp32 here."""
+    return not any(isinstance(argument, torch.Tensor) and argument.dtype == torch.float32 for argument in arguments)
+
+
+def steps_of(world, words, file):
+    """A whole run; for each of its steps the small collectives, and the reads of what comes of labels that moved."""
+    steps, go_on_writing, write = [], threading.Event(), Checkpointer._write
+
+    class Moved(torch.Tensor):
+        @classmethod
+        def __torch_function__(cls, function, types, arguments=(), named=None):
+            if function.__name__ in READS:
+                steps[-1].append("read")
+            return super().__torch_function__(function, types, arguments, named or {})
+
+    def step(loader, number, read=Loader.step):
+        steps.append([])
+        if number == 5:
+            go_on_writing.set()
+        return read(loader, number)
+
+    def write_late(checkpointer, *pending):
+        go_on_writing.wait()
+        write(checkpointer, *pending)
+
+    for name, call in COLLECTIVES.items():
+        def noted(*arguments, name=name, call=call, **named):
+            if steps and small(arguments):
+                steps[-1].append(name)
+            return call(*arguments, **named)
+        setattr(dist, name, noted)
+    Loader.step, Checkpointer._write = step, write_late
+    StopRequest.look = lambda request: world.rank == 1 and len(steps) == 8
+    Batch.to = lambda batch, device: batch._replace(labels=batch.labels.as_subclass(Moved))
+    clock.Clock.own_seconds = lambda self: 1.0 + world.rank
+    run.start_world = lambda **_: world
+    run.run_training(resolve.resolve_settings(words, file)[0])
+    return steps
+
+
+@pytest.mark.parametrize("strategy", ["fsdp", "ddp"])
+def test_a_step_has_one_small_collective(corpus, tiny_file, tmp_path, strategy):
+    """Step 2 reports; 3 saves; 4 and 5 find the save pending. Labels are counted before they move: the host reads only
+    what was summed. That tells of a slow rank too, and that one was asked to stop in step 8."""
+    words = {"dataset_path": corpus, "save_ckpt_path": tmp_path, "sharding_strategy": strategy, "num_steps": 9,
+             "global_batch_size": 8, "checkpoint_interval": 3, "report_interval": 2, "eval_interval": 0}
+    for steps in run_ranks(2, steps_of, {name: str(value) for name, value in words.items()}, tiny_file):
+        assert len(steps) == 8
+        assert [steps[number] for number in (0, 1, 3, 4)] == [["all_reduce", "read"]] * 4
+    assert {path.name for path in tmp_path.glob("checkpoints/*")} == {f"step_0000000{step}" for step in (3, 6, 8)}
+    for entry in map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines()):
+        assert [entry[key] for key in ("slowest_rank", "slowest_rank_seconds", "median_rank_seconds")] == [1, 2.0, 1.5]
