@@ -111,7 +111,8 @@ class TrainingConfig:
     (plain PyTorch) demands that form of all that have it, scan=portable,conv=native of those named. What can't serve is
     an error."""
     deterministic: bool = setting(False)
-    """Ask torch for deterministic algorithms only: two equal runs are equal bit for bit."""
+    """Take only what repeats, so that two equal runs are equal bit for bit. Tested on CPUs; on a GPU not measured yet,
+    and slow, since the forms of the CUDA libraries are passed over."""
     max_skipped_steps: int = setting(10, at_least=1)
     """Stop after this many steps in a row whose loss or gradient was not finite (none of them is applied)."""
     eval_interval: Duration = steps(200, at_least=0, needs=STORE)

@@ -221,10 +221,12 @@ def parts_that_read(setting: str) -> list[str]:
     return [name for name, part in {**MIXERS, "+mlp": MLP}.items() if setting in part.settings]
 
 
-def operator_uses(config, dtype: Any, documents: bool = False) -> dict[str, list[Use]]:
-    """What the model asks of each operator. dtype: of the activations, a torch.dtype; documents: with boundaries."""
-    uses = {"norm": [Use(dtype, documents)], "loss": [Use(dtype, documents)]}
+def operator_uses(config, dtype: Any, documents: bool = False, deterministic: bool = False) -> dict[str, list[Use]]:
+    """What the model asks of each operator. dtype: of the activations, a torch.dtype; documents: with boundaries;
+    deterministic: equal bit for bit in equal runs."""
+    use = Use(dtype, documents, deterministic=deterministic)
+    uses = {"norm": [use], "loss": [use]}
     for part in config.parts():
         for operator, sizes in part.operators(config).items():
-            uses.setdefault(operator, []).append(Use(dtype, documents, **sizes))
+            uses.setdefault(operator, []).append(use._replace(**sizes))
     return uses

@@ -3,7 +3,8 @@
 A form is a module of its operator's package (where it is the only one, the operator's module). It imports no library of
 its own at the top and has the operator's functions. All but `portable`, which serves everywhere and takes everything,
 answer two questions, with None or the reason in a line: why_unavailable(), on this machine; and, where there is
-something that it does not take, takes(use). A new form is such a module and its name in OPERATORS.
+something that it does not take, takes(use). A form whose results are not known to repeat bit for bit says so in
+VARIES; deterministic runs pass it over. A new form is such a module and its name in OPERATORS.
 
 Without torch: names are checked with the settings.
 """
@@ -42,6 +43,7 @@ class Use(NamedTuple):
     documents: bool  # whether boundaries of documents will be given
     channels: int = 0
     rows: int = 0
+    deterministic: bool = False  # whether equal runs must be equal bit for bit
 
 
 class Choice(NamedTuple):
@@ -128,6 +130,8 @@ def _why_not(operator, form, uses):
     if form == "portable":
         return None
     module = modules(f"mamba_fsdp.ops.{operator}")[form]
+    if hasattr(module, "VARIES") and any(use.deterministic for use in uses):
+        return f"deterministic=true, and {module.VARIES}"
     reasons = (module.takes(use) for use in uses if hasattr(module, "takes"))
     return module.why_unavailable() or next(filter(None, reasons), None)
 

@@ -1,5 +1,6 @@
 """What depends on the version of torch: the one place that asks."""
 
+import os
 from collections.abc import Callable
 
 import torch.distributed.fsdp
@@ -16,6 +17,15 @@ def load_shard() -> Callable[..., ParallelModel]:
     else:
         from mamba_fsdp.parallel.fsdp1 import shard
     return shard
+
+
+def use_deterministic_algorithms(asked: bool) -> None:
+    """Let this process's operations give equal results in equal runs, or be refused. Call before the first of them."""
+    if asked:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # else torch refuses matrix products on a GPU
+        if torch.cuda.is_available() and not HAS_FSDP2:
+            torch.backends.cuda.enable_flash_sdp(False)  # torch 2.2's adds with atomics, and torch does not say so
+    torch.use_deterministic_algorithms(asked)
 
 
 def has_fused_adamw(device: torch.device) -> bool:

@@ -1,7 +1,6 @@
 """One run: its start, its end, and what it leaves when it fails."""
 
 import contextlib
-import os
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -13,6 +12,7 @@ from config.train_config import TrainConfig
 from mamba_fsdp.durable import write_atomically
 from mamba_fsdp.errors import UserError, first_line
 from mamba_fsdp.ops import native
+from mamba_fsdp.parallel.compat import use_deterministic_algorithms
 from mamba_fsdp.parallel.world import start_world
 from mamba_fsdp.run_layout import MODELS, SETTINGS, step_of
 from mamba_fsdp.train import loop
@@ -31,9 +31,7 @@ def run_training(settings: TrainConfig, weights: Weights | None = None, write_mo
 
     weights: those of init_from. write_model: writes the finished model from the last checkpoint.
     """
-    if settings.training.deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # else torch refuses matrix products on a GPU
-    torch.use_deterministic_algorithms(settings.training.deterministic)
+    use_deterministic_algorithms(settings.training.deterministic)
     folder, state, first_step = RunFolder(settings.checkpoint.save_ckpt_path), TrainState(), 0
     world = start_world(timeout_minutes=settings.parallel.timeout_minutes)
     native.tune_process(world.device.type)

@@ -119,7 +119,8 @@ def build_model(settings: TrainConfig, world: World, say: Say) -> ParallelModel:
     """The model, parallelized but not yet filled."""
     model, training, parallel = settings.model, settings.training, settings.parallel
     compute_dtype, reset_at_documents = DTYPES[training.mixed_precision], settings.data.reset_at_documents
-    choice = resolve_forms(training.kernels, world.device.type, operator_uses(model, compute_dtype, reset_at_documents))
+    uses = operator_uses(model, compute_dtype, reset_at_documents, training.deterministic)
+    choice = resolve_forms(training.kernels, world.device.type, uses)
     with torch.device("meta" if parallel.low_cpu_fsdp else "cpu"):
         network = MambaLM(model, forms=choice.forms, compute_dtype=compute_dtype, reset_at_documents=reset_at_documents)
     spread = parallelize(network, parallel, world=world, compute_dtype=compute_dtype)

@@ -4,10 +4,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from models import FAMILIES, FORMS, small_model, some_tokens
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from mamba_fsdp.model.lm import MambaLM
 from mamba_fsdp.model.spec import parameters
 from mamba_fsdp.ops import native
+from mamba_fsdp.ops.ssd import portable as ssd
 
 pytestmark = pytest.mark.torch22
 
@@ -117,3 +119,31 @@ def test_compiled_blocks_compute_the_same(family):
         loss, gradients = loss_and_gradients(model, tokens, boundaries)
         torch.testing.assert_close(loss, expected, rtol=1e-5, atol=0)
         assert_gradients_close(gradients, expected_gradients, tolerance=1e-4)
+
+
+class Names(TorchDispatchMode):
+    """Remembers which of torch's operations were called."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = set()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.seen.add(function.overloadpacket.__name__.rstrip("_"))
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("bounded", [False, True])
+def test_a_step_calls_nothing_that_a_deterministic_gpu_refuses(bounded, monkeypatch):
+    """Nothing of torch.use_deterministic_algorithms' list, of what serves other things than images."""
+    monkeypatch.setattr(ssd, "_cumsum_repeats", lambda values: False)  # as on a GPU
+    model, tokens = small_model("everything", reset_at_documents=bounded), some_tokens(2, 20)
+    documents = torch.arange(19).div(7, rounding_mode="floor").expand(2, -1) if bounded else None
+    optimizer = torch.optim.AdamW(model.parameters())
+    with Names() as names:
+        model(tokens[:, :-1], labels=tokens[:, 1:], documents=documents).backward()
+        optimizer.step()
+    assert names.seen >= {"embedding_dense_backward", "scatter_add", "gather"}  # which have a deterministic form
+    assert names.seen.isdisjoint({
+        "cumsum", "put", "histc", "bincount", "kthvalue", "median", "nll_loss_forward", "nll_loss2d_forward",
+        "scatter_reduce", "_embedding_bag", "_ctc_loss", "resize"})

@@ -19,8 +19,8 @@ EVERYTHING = ModelConfig(layers="mamba1,mamba2,attention", d_model=256)
 needs_c = pytest.mark.skipif(bool(native.why_unavailable()), reason=f"no C form: {native.why_unavailable()}")
 
 
-def choose(setting, device_type="cpu", config=EVERYTHING, dtype=torch.float32, documents=False):
-    return resolve_forms(setting, device_type, operator_uses(config, dtype, documents))
+def choose(setting, device_type="cpu", config=EVERYTHING, dtype=torch.float32, documents=False, deterministic=False):
+    return resolve_forms(setting, device_type, operator_uses(config, dtype, documents, deterministic))
 
 
 def refusal(*arguments, **more):
@@ -97,6 +97,20 @@ def test_what_the_libraries_do_not_take_is_refused_at_the_start(libraries):
     choice = choose("auto", "cuda", config=mamba1, documents=True)
     assert choice.forms == {"conv": "fused", "scan": "portable", "norm": "fused", "loss": "portable"}
     assert choose("fused", "cuda", config=mamba2, documents=True).forms["mamba2"] == "fused"
+
+
+def test_a_deterministic_run_takes_what_repeats(libraries):
+    """On a GPU no library is known to; on a CPU every form does."""
+    choice = choose("auto", "cuda", deterministic=True)
+    assert choice.forms == PORTABLE
+    for operator in ("conv", "scan", "ssd", "norm"):
+        assert choice.passed[operator]["fused"].startswith("deterministic=true, and ")
+        assert f"{operator} can't be fused on cuda: deterministic=true, and " in refusal(
+            f"{operator}=fused", "cuda", deterministic=True)
+    for mixer in forms.WHOLE:
+        assert f"{mixer} can't be fused on cuda: its conv is portable" in refusal(
+            f"{mixer}=fused", "cuda", deterministic=True)
+    assert choose("auto", deterministic=True) == choose("auto")
 
 
 def test_a_form_that_is_demanded_of_a_part_holds_in_the_whole(libraries):

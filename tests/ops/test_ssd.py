@@ -5,7 +5,7 @@ import torch
 from definitions import recurrence
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from mamba_fsdp.ops.ssd import ssd, ssd_step
+from mamba_fsdp.ops.ssd import portable, ssd, ssd_step
 
 pytestmark = pytest.mark.torch22
 
@@ -53,6 +53,12 @@ def test_equals_the_recurrence(length, groups, bounded):
     names = ("y", "last state", *NAMES, "initial state")
     for name, a, e in zip(names, (*actual, *gradients(actual, wanted)), (*expected, *gradients(expected, wanted))):
         assert_close(a, e, 1e-11, name)
+
+
+def test_the_sums_of_a_deterministic_run_on_a_gpu(monkeypatch):
+    """Without torch's cumsum, which a GPU refuses then, it is the same recurrence."""
+    monkeypatch.setattr(portable, "_cumsum_repeats", lambda values: False)
+    test_equals_the_recurrence(150, 2, False)
 
 
 @pytest.mark.parametrize("bounded", [False, True])

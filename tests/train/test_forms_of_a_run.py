@@ -1,9 +1,11 @@
 """What a run says of its operators' forms, and what it refuses before its first step."""
 
 import pytest
+import torch
 
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.ops import native
+from mamba_fsdp.parallel import compat
 
 needs_c = pytest.mark.skipif(bool(native.why_unavailable()), reason=f"no C form: {native.why_unavailable()}")
 
@@ -35,8 +37,8 @@ def test_a_demand_that_cannot_be_met_ends_the_start(train, tmp_path, kernels, sa
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 
-def test_channels_that_the_libraries_do_not_take_are_refused(train, tmp_path, monkeypatch):
-    """As on a GPU, with the libraries: here in this process, where only the choice is made."""
+def test_what_the_libraries_do_not_take_is_refused(train, tmp_path, monkeypatch):
+    """Channels, and runs that must repeat. As on a GPU: here in this process, where only the choice is made."""
     import types
 
     from mamba_fsdp.train import setup
@@ -46,3 +48,19 @@ def test_channels_that_the_libraries_do_not_take_are_refused(train, tmp_path, mo
     monkeypatch.setattr(setup, "resolve_forms", lambda setting, device_type, uses: on_gpu(setting, "cuda", uses))
     with pytest.raises(UserError, match="conv can't be fused on cuda: causal-conv1d takes multiples of 8.*, not 34"):
         train(tmp_path / "run", kernels="fused", d_model=17)
+    with pytest.raises(UserError, match="conv can't be fused on cuda: deterministic=true, and causal-conv1d before 1.6"):
+        train(tmp_path / "run", kernels="fused", deterministic=True)
+
+
+@pytest.mark.torch22
+def test_a_deterministic_gpu_runs_no_attention_that_varies(monkeypatch):
+    """torch 2.2's flash attention adds with atomics even then; newer ones have a form that does not."""
+    told = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.backends.cuda, "enable_flash_sdp", told.append)
+    monkeypatch.setattr(torch, "use_deterministic_algorithms", lambda asked: None)
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")
+    compat.use_deterministic_algorithms(False)
+    assert told == []
+    compat.use_deterministic_algorithms(True)
+    assert told == ([] if compat.HAS_FSDP2 else [False])

@@ -3,6 +3,7 @@
 from mamba_fsdp.ops import fused
 
 why_unavailable = fused.need("causal_conv1d")
+VARIES = "causal-conv1d before 1.6 adds with atomics, and later ones are not measured"
 
 
 def takes(use):

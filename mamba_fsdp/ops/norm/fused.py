@@ -3,6 +3,7 @@
 from mamba_fsdp.ops import fused
 
 why_unavailable = fused.need("mamba_ssm")
+VARIES = "mamba-ssm before 2.3 tunes its norm anew at each start, and later ones are not measured"
 
 
 def add_rms_norm(x, residual, weight, eps, out_dtype):

@@ -1,10 +1,11 @@
-"""The selective scan by mamba-ssm, which adds its gradients with atomics: their last bits differ from run to run."""
+"""The selective scan by mamba-ssm."""
 
 import torch
 
 from mamba_fsdp.ops import fused
 
 why_unavailable = fused.need("mamba_ssm")
+VARIES = "mamba-ssm's scan adds its gradients with atomics"
 
 
 def takes(use):

@@ -3,6 +3,7 @@
 from mamba_fsdp.ops import fused
 
 why_unavailable = fused.need("mamba_ssm")
+VARIES = "mamba-ssm's SSD takes sums that torch refuses then"
 
 
 def ssd(x, dt, A, B, C, D, dt_bias, chunk_size, documents, initial_state, return_last_state):

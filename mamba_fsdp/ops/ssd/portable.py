@@ -25,14 +25,21 @@ def _in_chunks(t, size):
     return t.unflatten(1, (-1, size))
 
 
-def _sums(values, documents):
+def _cumsum_repeats(values):
+    """Whether torch has a cumsum for a run whose results must repeat bit for bit: not for floats on a GPU."""
+    return values.device.type == "cpu" or not torch.are_deterministic_algorithms_enabled()
+
+
+def _sums(values, documents=None):
     """Sum over the positions up to each one, of its document only; values (batch, chunks, size, heads)."""
-    if documents is None:
+    if documents is None and _cumsum_repeats(values):
         return values.cumsum(2)
     shift = 1
     while shift < values.shape[2]:  # after each round, the sum over the last 2 * shift positions
-        same = (documents[:, :, shift:] == documents[:, :, :-shift]).unsqueeze(3)
-        values = values + F.pad(torch.where(same, values[:, :, :-shift], 0), (0, 0, shift, 0))
+        earlier = values[:, :, :-shift]
+        if documents is not None:
+            earlier = torch.where((documents[:, :, shift:] == documents[:, :, :-shift]).unsqueeze(3), earlier, 0)
+        values = values + F.pad(earlier, (0, 0, shift, 0))
         shift *= 2
     return values
 
@@ -143,7 +150,7 @@ class _SSD(torch.autograd.Function):
         grad_within.diagonal(dim1=3, dim2=4).zero_()
         passing = (grad_within.sum(4) - grad_within.sum(3)).transpose(2, 3) + grad_from_start
         passing = _sums(passing.flip(2), None if documents is None else documents.flip(2)).flip(2)
-        passing += (grad_to_end.cumsum(2) - grad_to_end) + grad_decay.unsqueeze(2)
+        passing += (_sums(grad_to_end) - grad_to_end) + grad_decay.unsqueeze(2)
         grad_delta = (grad_input * x_).sum(4).addcmul_(passing, A)
         grad_A = (passing * delta_).sum((0, 1, 2))
         grad_D = (grad_ * x_).sum(4).sum((0, 1, 2))
