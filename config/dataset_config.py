@@ -26,7 +26,7 @@ class DatasetConfig:
     text_column: str = setting("text")
     """The column or JSON field that holds the text, or token ids as a list, taken as they are (then --tokenizer names
     the one that made them)."""
-    format: str = setting("auto", choices=("auto", "text", "json", "parquet", "arrow"))
+    format: str = setting("auto", choices=("auto", "text", "json", "csv", "parquet", "arrow"))
     """How to read the files; auto goes by their names."""
     invalid_utf8: str = setting("error", choices=("error", "replace", "skip"))
     """Text that is no valid UTF-8: an error, U+FFFD in its place, or the document left out (of one longer than 512 KiB

@@ -19,15 +19,24 @@ from pathlib import Path
 import zstandard
 
 from config.dataset_config import DatasetConfig
-from mamba_fsdp.data.documents import BYTE_ORDER_MARK, TextBlock, check_column, separator_of, token_ids
+from mamba_fsdp.data.documents import (
+    BYTE_ORDER_MARK,
+    TextBlock,
+    check_column,
+    narrow_hint,
+    refuse_wide_characters,
+    separator_of,
+    token_ids,
+)
 from mamba_fsdp.data.hub import why_offline
 from mamba_fsdp.errors import UserError, first_line
 
 BLOCK_BYTES = 1 << 19
 READ_BYTES = 1 << 16
 ROWS = 128
-KINDS = {".txt": "text", ".text": "text", ".jsonl": "json", ".ndjson": "json", ".json": "json",
-         ".parquet": "parquet", ".arrow": "arrow"}
+CSV_RECORD = 1 << 24  # bytes: the longest record of a CSV file
+KINDS = {".txt": "text", ".text": "text", ".md": "text", ".jsonl": "json", ".ndjson": "json", ".json": "json",
+         ".csv": "csv", ".tsv": "csv", ".parquet": "parquet", ".arrow": "arrow"}
 ARCHIVES = {".gz": lambda: zlib.decompressobj(31), ".zst": lambda: zstandard.ZstdDecompressor().decompressobj()}
 NO_CORPUS = {"site-packages", "dist-packages", "__pycache__"}  # folders of the standard library's that are not its own
 # Cuts that don't change what a byte-level tokenizer makes of a long document: after a line break, else before a blank.
@@ -350,7 +359,8 @@ def _read_table(path, kind, column, row=0):
     import pyarrow
 
     try:
-        arrays = _parquet_arrays(path, column, row) if kind == "parquet" else _arrow_arrays(path, column)
+        arrays = _parquet_arrays(path, column, row) if kind == "parquet" else \
+            _arrow_arrays(path, column) if kind == "arrow" else _csv_arrays(path, column)
         for before, array, done in arrays:
             for start in range(max(0, row - before), len(array), ROWS):
                 data, first = _values(path, column, row + 1, array[start:start + ROWS]), row + 1
@@ -390,6 +400,37 @@ def _arrow_arrays(path, column):
         for number, batch in enumerate(batches, 1):
             yield at, batch[column], number / reader.num_record_batches if is_file else source.tell() / source.size()
             at += len(batch)
+
+
+def _csv_arrays(path, column):
+    """The same of a CSV file, or with tabs of a .tsv file, whose first line names its columns."""
+    import pyarrow
+
+    beginning = next(_stretches(path), (b"", 0))[0]
+    refuse_wide_characters(path, beginning)
+    try:
+        with pyarrow.OSFile(path) as file:
+            check_column(path, column, _open_csv(path, file).schema.names)
+    except UnicodeDecodeError as error:
+        header = beginning.partition(b"\n")[0]
+        raise UserError(f"{path}: its first line is no valid UTF-8{narrow_hint(path, header)}") from error
+    with pyarrow.OSFile(path) as file:
+        at, size = 0, file.size()
+        for batch in _open_csv(path, file, include_columns=[column], column_types={column: pyarrow.binary()}):
+            yield at, batch[column], file.tell() / size
+            at += len(batch)
+
+
+def _open_csv(path, file, **columns):
+    from pyarrow import CompressedInputStream, csv
+
+    stem, suffix = os.path.splitext(path.lower())
+    compression = {".gz": "gzip", ".zst": "zstd"}.get(suffix)
+    delimiter = "\t" if (stem if compression else path.lower()).endswith(".tsv") else ","
+    return csv.open_csv(CompressedInputStream(file, compression) if compression else file,
+                        csv.ReadOptions(use_threads=False, block_size=CSV_RECORD),
+                        csv.ParseOptions(delimiter=delimiter, newlines_in_values=True),
+                        csv.ConvertOptions(check_utf8=False, **columns))
 
 
 def _values(name, column, record, array):

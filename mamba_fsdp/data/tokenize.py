@@ -148,8 +148,8 @@ def _say_before(source):
     fraction, most = source.options.validation_fraction, source.most_documents
     if source.left_out:
         kinds = ", ".join(source.left_out[:3]) + (", ..." if len(source.left_out) > 3 else "")
-        print(f"left out: {len(source.left_out):,} files whose names don't tell a format ({kinds}); --format=text takes "
-              "all as text")
+        print(f"left out: {len(source.left_out):,} files whose names don't tell a format ({kinds}); --format=text takes"
+              " all as text")
     if fraction and most is not None and not _for_validation(np.arange(min(most, math.ceil(1 / fraction))),
                                                              _exact(fraction)).any():
         print(f"{most:,} document{'s' * (most > 1)}, too few to hold out a whole one: unless end-of-text tokens in the "

@@ -102,8 +102,8 @@ def load_for_transformers(name: str | Path, remedy: str = "") -> Any:
     """What transformers' AutoTokenizer makes of a folder or a name on the Hugging Face Hub. Raises UserError."""
     offline = "" if Path(name).is_dir() else why_offline()
     if offline and not was_downloaded(str(name)):
-        raise UserError(f"tokenizer {str(name)!r}: can't be loaded: there is no such folder or tokenizer.json file, and "
-                        f"no network to download one of this name ({offline}){remedy}")
+        raise UserError(f"tokenizer {str(name)!r}: can't be loaded: there is no such folder or tokenizer.json file, and"
+                        f" no network to download one of this name ({offline}){remedy}")
     from transformers import AutoTokenizer  # seconds to import: only where needed
 
     try:

@@ -2,15 +2,18 @@
 way."""
 
 import contextlib
+import csv
 import dataclasses
 import fcntl
 import gzip
+import io
 import itertools
 import json
 import os
 import random
 import re
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -33,6 +36,7 @@ from config.dataset_config import DatasetConfig
 from mamba_fsdp import command_line
 from mamba_fsdp.data import text, tokenize
 from mamba_fsdp.data import tokenizer as tokenizers_
+from mamba_fsdp.data.documents import documents
 from mamba_fsdp.data.store import TokenStore
 from mamba_fsdp.errors import UserError
 from tests.data.corpora import ROOT, command, content, make_texts, read_back
@@ -42,6 +46,12 @@ from tests.data.corpora import ROOT, command, content, make_texts, read_back
 
 def json_lines(texts, key="text"):
     return "".join(json.dumps({"id": i, key: text}, ensure_ascii=i % 2) + "\n" for i, text in enumerate(texts)).encode()
+
+
+def csv_lines(texts, delimiter=","):
+    file = io.StringIO()
+    csv.writer(file, delimiter=delimiter).writerows([["id", "text"], *enumerate(texts)])
+    return b"\xef\xbb\xbf" + file.getvalue().encode()  # as spreadsheets write it
 
 
 def write_arrow(path, table, opener):
@@ -71,7 +81,7 @@ def text_folder(path, texts):
     (path / "sub" / ".hidden" / "no.txt").write_text("hidden")
     (path / "README").write_text("no text of the corpus")
     for i, document in enumerate(texts):
-        (path / ("sub" if i >= 30 else ".") / f"{i:03d}.txt").write_text(document)
+        (path / ("sub" if i >= 30 else ".") / f"{i:03d}.{'md' if i % 2 else 'txt'}").write_text(document)
 
 
 KINDS = {
@@ -81,6 +91,8 @@ KINDS = {
     "x.jsonl.zst": lambda path, texts: path.write_bytes(
         b"".join(zstandard.compress(json_lines(part)) for part in (texts[:9], texts[9:]))),
     "x.ndjson": lambda path, texts: path.write_bytes(b"\xef\xbb\xbf" + json_lines(texts).replace(b"\n", b"\r\n")),
+    "x.csv": lambda path, texts: path.write_bytes(csv_lines(texts)),
+    "x.tsv.gz": lambda path, texts: path.write_bytes(gzip.compress(csv_lines(texts, "\t"))),
     "x.json": lambda path, texts: path.write_text(json.dumps([{"text": text} for text in texts], indent=1)),
     "x.parquet": lambda path, texts: pyarrow.parquet.write_table(table(texts), path, row_group_size=11),
     "x.arrow": lambda path, texts: write_arrow(path, table(texts), pyarrow.ipc.new_stream),
@@ -227,14 +239,14 @@ def test_reading_goes_on_from_any_block(name, texts, tmp_path, monkeypatch):
             assert [p._replace(done=0) for p in rest] == [p._replace(done=0) for p in wanted]
 
 
-@pytest.mark.parametrize("name", ["x.txt", "x.jsonl", "x.jsonl.zst", "x.parquet"])
+@pytest.mark.parametrize("name", ["x.txt", "x.jsonl", "x.jsonl.zst", "x.csv", "x.parquet"])
 def test_reading_takes_the_same_memory_whatever_the_size(name, tmp_path):
     """The reader holds a few blocks at a time, never the file."""
     texts = [random.Random(i).randbytes(25_000).hex() for i in range(600)]
     if name == "x.parquet":
         pyarrow.parquet.write_table(table(texts), tmp_path / name, row_group_size=20)
     else:
-        data = " ".join(texts).encode() if name == "x.txt" else json_lines(texts)
+        data = {"x.txt": " ".join(texts).encode(), "x.csv": csv_lines(texts)}.get(name) or json_lines(texts)
         (tmp_path / name).write_bytes(zstandard.compress(data) if name.endswith("zst") else data)
     source = text.open_source(str(tmp_path / name), DatasetConfig())
     tracemalloc.start()
@@ -275,6 +287,33 @@ def test_invalid_utf8_is_named_replaced_or_left_out(tmp_path, prepare):
     assert read_back(tmp_path / "replace" / "train") == ["good � bad", "fine", "a�", "half ���", "ok", "��"]
 
 
+@pytest.mark.parametrize("name, written, encoding, said", [
+    ("a.txt", "naïve", "utf-16", "is UTF-16, not UTF-8"), ("a.txt", "naive", "utf-16-le", "is UTF-16LE, not UTF-8"),
+    ("b.csv", "text\nnaïve\n", "utf-16", "is UTF-16, "), ("c.jsonl", '{"text": "naive"}', "utf-16-be", "is UTF-16BE, "),
+    ("a.txt", "naïve", "utf-32", "is UTF-32"), ("a.txt", "naïve", "latin-1", "byte 2; it looks like ISO-8859-1 "),
+    ("a.txt", "“naive”", "cp1252", "byte 0; it looks like WINDOWS-1252 "),
+    ("b.csv", "text\nnaïve\n", "latin-1", "byte 2 of record 1; it looks like ISO-8859-1 "),
+    ("b.csv", "prénom,text\nx,y\n", "latin-1", "first line is no valid UTF-8; it looks like ISO-8859-1 "),
+    ("d.txt.gz", "naïve", "utf-16", "is UTF-16, "), ("e f.txt.zst", "naïve", "latin-1", "looks like ISO-8859-1 "),
+])
+def test_other_encodings_are_recognised_and_the_remedy_works(name, written, encoding, said, tmp_path):
+    """The command in the message turns the file into one that is read as it should be."""
+    def read(path):
+        blocks = text.open_source(str(path), DatasetConfig()).blocks()
+        return [document for block in blocks for document, _ in documents(block, DatasetConfig(), {})]
+
+    tool, compress = {".gz": ("zcat", gzip.compress), ".zst": ("zstdcat", zstandard.compress)}.get(
+        os.path.splitext(name)[1], ("iconv", bytes))
+    (tmp_path / name).write_bytes(compress(written.encode(encoding)))
+    with pytest.raises(UserError, match=said) as error:
+        read(tmp_path / name)
+    if not all(shutil.which(program) for program in ("iconv", tool)):
+        pytest.skip(f"there is no {tool} here")
+    subprocess.run(re.search(rf"convert it: ({tool} [^;]*)", str(error.value))[1], shell=True, check=True)
+    converted = tmp_path / (name if tool == "iconv" else os.path.splitext(name)[0])
+    assert read(converted)[0] in (written, *re.findall(r"\w+", written))
+
+
 def damage_gzip(path):
     path.write_bytes(gzip.compress(json_lines(make_texts(40)))[:-30])
 
@@ -303,6 +342,8 @@ def damage_zstd(path):
      "no column 'text'; it has: body"),
     ("x.parquet", lambda p: pyarrow.parquet.write_table(pyarrow.table({"text": [1.5]}), p),
      "column 'text' is double"),
+    ("x.csv", lambda p: p.write_text("id,body\n1,a\n"), "x.csv: there is no column 'text'; it has: id, body;"),
+    ("x.csv", lambda p: p.write_text("id,text\n1,a,b\n"), "x.csv: broken, or no csv file .*Expected 2 columns, got 3"),
     ("x.txt", lambda p: p.symlink_to("nowhere"), "x.txt: can't be read"),
     ("x.txt", lambda p: p.write_text(" "), "the input holds no text .*1 empty document"),
     ("x.bin", lambda p: p.write_text("a"), "x.bin: can't tell its format"),
@@ -329,7 +370,7 @@ def test_what_cannot_be_read_is_refused_by_name(name, write, message, tmp_path, 
     (["--validation_fraction=1"], "--validation_fraction=1: must be below 1"),
     (["--documents=line"], "write file, lines, blank_line or separator"),
     (["--invalid_utf8=drop"], "must be one of error, replace, skip"),
-    (["--format=csv"], "must be one of auto, text, json"),
+    (["--format=xml"], "must be one of auto, text, json"),
     (["--split=train"], "has no splits"),
     (["--streaming"], "are for `datasets` names"),
     (["--tokenizer=train:100"], "at least 257"),
