@@ -8,6 +8,7 @@ import tempfile
 from pathlib import Path
 
 import pytest
+from terminal import Terminal
 
 PROJECT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(PROJECT))
@@ -24,6 +25,14 @@ def pytest_configure():
 def project():
     """The checkout under test."""
     return PROJECT
+
+
+@pytest.fixture
+def terminal():
+    """A Terminal of 80 columns."""
+    opened = Terminal()
+    yield opened
+    opened.close()
 
 
 @pytest.fixture(scope="session")

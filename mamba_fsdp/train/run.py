@@ -14,6 +14,7 @@ from mamba_fsdp.errors import UserError, first_line
 from mamba_fsdp.ops import native
 from mamba_fsdp.parallel.compat import use_deterministic_algorithms
 from mamba_fsdp.parallel.world import start_world
+from mamba_fsdp.report.output import output_that_may_go
 from mamba_fsdp.run_layout import MODELS, SETTINGS, step_of
 from mamba_fsdp.train import loop
 from mamba_fsdp.train.recorder import Recorder
@@ -26,6 +27,7 @@ from mamba_fsdp.train.watchdog import watchdog
 WriteModel = Callable[[Path, Path], object]  # (checkpoint, new folder)
 
 
+@output_that_may_go()
 def run_training(settings: TrainConfig, weights: Weights | None = None, write_model: WriteModel | None = None) -> int:
     """Trains as the settings say, from the newest checkpoint of the run folder or from the start. Returns exit code 0.
 

@@ -1,6 +1,7 @@
-"""Asking a run to stop: SIGTERM, SIGINT, SIGUSR1, or a file STOP in the run folder. The step ends and a checkpoint is
-committed."""
+"""Asking a run to stop: SIGTERM, SIGINT, SIGUSR1, SIGHUP, or a file STOP in the run folder. The step ends and a
+checkpoint is committed. Under nohup, SIGHUP (a terminal that closes) is ignored and training goes on."""
 
+import os
 import signal
 import sys
 import time
@@ -8,20 +9,26 @@ from pathlib import Path
 
 from mamba_fsdp.run_layout import STOP
 
-SECONDS_BETWEEN_LOOKS = 1.0  # a look at the STOP file is a round trip on a shared file system
+# A look at the STOP file is microseconds on a local disk, so that the very step ends the run, and a round trip on a
+# shared one.
+SHARE_OF_TIME, MOST_SECONDS_BETWEEN_LOOKS = 0.01, 1.0
 
 
 class StopRequest:
-    """Notices requests on this rank; `reason` is "" until there is one. Only rank 0 looks for the file."""
+    """Notices requests on this rank; `reason` is "" until there is one. Only rank 0 looks for the file, whose content,
+    if any, is the reason."""
 
     def __init__(self, run_folder: Path, on_rank0: bool) -> None:
         self.reason, self.interrupted, self.next_look = "", False, 0.0
         self.file = run_folder / STOP if on_rank0 else None
+        self.announces = on_rank0 and "TORCHELASTIC_RUN_ID" not in os.environ  # else the launcher has said it
         if self.file:
             self.file.unlink(missing_ok=True)  # it was for a run that is over
 
     def __enter__(self) -> "StopRequest":
-        signals = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+        signals = [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1]
+        if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
+            signals.append(signal.SIGHUP)
         self.previous_handlers = {number: signal.signal(number, self._on_signal) for number in signals}
         return self
 
@@ -35,14 +42,26 @@ class StopRequest:
         if number == signal.SIGINT and self.interrupted:
             raise KeyboardInterrupt  # Ctrl-C twice: the user does not want to wait for the checkpoint
         self.interrupted = self.interrupted or number == signal.SIGINT
-        self.reason = signal.Signals(number).name
-        if self.file:
-            print(f"\n{self.reason}: stopping after this step, with a checkpoint", file=sys.stderr, flush=True)
+        if not self.reason:
+            self.reason = signal.Signals(number).name
+            if self.announces:
+                print(f"\n{self.reason}: stopping after this step, with a checkpoint", file=sys.stderr, flush=True)
 
     def look(self) -> bool:
         """Whether a stop has been asked for on this rank."""
-        if self.file and not self.reason and time.monotonic() >= self.next_look:
-            self.next_look = time.monotonic() + SECONDS_BETWEEN_LOOKS
-            if self.file.exists():
-                self.reason = "STOP file"
+        began = time.monotonic()
+        if self.file and not self.reason and began >= self.next_look:
+            self.reason = _why(self.file)
+            now = time.monotonic()
+            self.next_look = now + min((now - began) / SHARE_OF_TIME, MOST_SECONDS_BETWEEN_LOOKS)
         return bool(self.reason)
+
+
+def _why(file):
+    """What a STOP file says in a few words, "" where there is none."""
+    try:
+        return " ".join(file.read_text(errors="replace").split())[:80] or "STOP file"
+    except FileNotFoundError:
+        return ""
+    except OSError:
+        return "STOP file"

@@ -5,6 +5,7 @@ import shutil
 import signal
 import subprocess
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -60,13 +61,28 @@ def test_ctrl_c_commits_a_checkpoint_and_says_how_to_go_on(launcher_project):
 
 @pytest.mark.slow
 def test_ctrl_c_while_training_is_only_starting_is_not_lost(launcher_project):
-    """A training that starts removes old requests to stop; this one must survive it."""
+    """There is no run folder yet to ask in, and a training that starts removes old requests to stop."""
     process = launch(launcher_project, "--save_ckpt_path=runs/a", "--num_steps=9999")
-    wait_for(launcher_project / "runs/a")
+    wait_until(lambda: any("mamba_fsdp.launch.node" in words for words in children(process.pid)))
+    assert not (launcher_project / "runs/a").exists(), "too late to show anything"
     process.send_signal(signal.SIGINT)
     code, output = finish(process)
     assert code == 130, output
-    assert "Traceback" not in output
+    assert "Traceback" not in output and list(launcher_project.glob("runs/a/checkpoints/*/COMMIT"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", [signal.SIGHUP, signal.SIGINT])
+def test_a_window_that_closes_twice_over_waits_for_the_checkpoint(launcher_project, first):
+    """Kernel and shell both say so, and it may happen after Ctrl-C."""
+    process = launch(launcher_project, "--save_ckpt_path=runs/a", "--num_steps=9999", FAKE_COMMIT_SECONDS="2")
+    wait_for(launcher_project / "runs/a/status.json")
+    process.send_signal(first)
+    time.sleep(0.5)
+    process.send_signal(signal.SIGHUP)
+    code, output = finish(process)
+    assert code == 130 and output.count("stopping after this step") == 1
+    assert '"stopped"' in (launcher_project / "runs/a/status.json").read_text()
 
 
 @pytest.mark.slow
@@ -80,11 +96,21 @@ def test_ctrl_c_twice_does_not_wait_for_the_checkpoint(launcher_project):
     assert code == 130 and "Traceback" not in output
 
 
-def wait_for(path):
+def wait_until(happened):
     end = time.monotonic() + 60
-    while not path.exists():
-        assert time.monotonic() < end, f"{path} never came"
+    while not happened():
+        assert time.monotonic() < end, "it never came"
         time.sleep(0.05)
+
+
+def wait_for(path):
+    wait_until(path.exists)
+
+
+def children(process):
+    """The command lines of a process's children."""
+    numbers = Path(f"/proc/{process}/task/{process}/children").read_text().split()
+    return [Path(f"/proc/{number}/cmdline").read_text() for number in numbers]
 
 
 @pytest.mark.slow

@@ -1,13 +1,18 @@
 """What a person looks at."""
 
+import errno
 import io
 import json
+import os
+import subprocess
+import sys
 import time
 
 import pytest
 
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.report.display import Display, duration
+from mamba_fsdp.report.output import output_that_may_go
 from mamba_fsdp.report.plot import plot_losses
 from mamba_fsdp.report.trackers import make_tracker
 
@@ -45,6 +50,39 @@ def test_other_ranks_are_silent():
     display.line("x")
     display.close()
     assert stream.getvalue() == ""
+
+
+class Gone(io.StringIO):
+    """A stream whose reader is gone."""
+
+    def write(self, text):
+        raise BrokenPipeError(errno.EPIPE, "Broken pipe")
+
+
+def test_what_is_printed_when_nobody_can_read_it_is_dropped(monkeypatch):
+    """A library's print too; and afterwards the streams are what they were."""
+    monkeypatch.setattr(sys, "stdout", Gone())
+    monkeypatch.setattr(sys, "stderr", None)  # as with `2>&-`
+    with output_that_may_go():
+        display = Display(10)
+        display.line("x")
+        display.step(1, **STEP, report=True)
+        print("from a library", file=sys.stderr)
+        assert sys.stdout.encoding is None  # all else is the stream's
+    assert isinstance(sys.stdout, Gone) and sys.stderr is None
+
+
+def test_a_process_whose_reader_has_gone_ends_as_it_would_have(project):
+    code = ("import sys, time; from mamba_fsdp.report.output import output_that_may_go\n"
+            "with output_that_may_go():\n"
+            "    for turn in range(3): print('x', flush=True); sys.stdin.readline()\n"
+            "print('also after it')")
+    process = subprocess.Popen([sys.executable, "-c", code], cwd=project, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                               stderr=subprocess.PIPE)
+    assert process.stdout.readline() == b"x\n"
+    process.stdout.close()
+    process.stdin.close()
+    assert (process.wait(30), process.stderr.read()) == (0, b"")
 
 
 def test_durations_read_like_a_clock():

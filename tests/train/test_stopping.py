@@ -11,7 +11,7 @@ from mamba_fsdp.train import stopping
 from mamba_fsdp.train.clock import device_peak, stragglers
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP])
 def test_a_signal_is_a_request_and_the_old_handler_comes_back(tmp_path, number):
     before = signal.getsignal(number)
     with stopping.StopRequest(tmp_path, True) as stop:
@@ -21,6 +21,17 @@ def test_a_signal_is_a_request_and_the_old_handler_comes_back(tmp_path, number):
     assert signal.getsignal(number) == before
 
 
+def test_under_nohup_a_terminal_that_closes_is_no_request(tmp_path):
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with stopping.StopRequest(tmp_path, True) as stop:
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert not stop.look()
+        assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
 def test_a_second_ctrl_c_does_not_wait(tmp_path):
     with pytest.raises(KeyboardInterrupt), stopping.StopRequest(tmp_path, True):
         os.kill(os.getpid(), signal.SIGINT)
@@ -28,14 +39,55 @@ def test_a_second_ctrl_c_does_not_wait(tmp_path):
         os.kill(os.getpid(), signal.SIGINT)
 
 
-def test_the_stop_file_is_seen_by_rank_0_and_removed_at_both_ends(tmp_path, monkeypatch):
-    monkeypatch.setattr(stopping, "SECONDS_BETWEEN_LOOKS", 0.0)
+def test_two_signals_are_one_request(tmp_path, capsys):
+    with stopping.StopRequest(tmp_path, True) as stop:
+        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGTERM)  # the launcher's
+        assert stop.look() and stop.reason == "SIGINT"
+    assert capsys.readouterr().err.count("stopping") == 1
+
+
+def test_under_a_launcher_that_has_said_it_a_rank_does_not(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
+    with stopping.StopRequest(tmp_path, True) as stop:
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert stop.look()
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("content, reason", [("", "STOP file"), ("SIGINT\n", "SIGINT")])
+def test_the_stop_file_is_seen_by_rank_0_and_removed_at_both_ends(tmp_path, monkeypatch, content, reason):
+    """It may say why, as the launcher's does."""
+    monkeypatch.setattr(stopping, "MOST_SECONDS_BETWEEN_LOOKS", 0.0)
     (tmp_path / "STOP").touch()
     with stopping.StopRequest(tmp_path, True) as stop, stopping.StopRequest(tmp_path, False) as other:
         assert not stop.look()  # the file was for a run that is over
-        (tmp_path / "STOP").touch()
-        assert stop.look() and not other.look()
+        (tmp_path / "STOP").write_text(content)
+        assert stop.look() and stop.reason == reason and not other.look()
     assert not (tmp_path / "STOP").exists()
+
+
+def test_where_a_look_costs_little_there_is_one_each_step(tmp_path, monkeypatch):
+    """And where it takes long, as over a network, a hundredth of the time goes to it."""
+    now = [0.0]
+    monkeypatch.setattr(stopping.time, "monotonic", lambda: now[0])
+    for seconds, looks in ((1e-5, 100), (0.0025, 33), (5.0, 10)):
+        with stopping.StopRequest(tmp_path, True) as stop:
+            seen = []
+
+            class File:
+                def read_text(self, seconds=seconds, seen=seen, **_):
+                    now[0] += seconds
+                    seen.append(now[0])
+                    raise FileNotFoundError
+
+                def unlink(self, **_):
+                    pass
+            stop.file = File()
+            for _ in range(100):  # steps of 0.1 s
+                now[0] += 0.1
+                assert not stop.look()
+        assert abs(len(seen) - looks) < 0.1 * looks + 2, (seconds, len(seen))
 
 
 def test_a_rank_without_progress_says_where_it_stands_and_ends():

@@ -1,0 +1,54 @@
+"""A pseudo-terminal for tests: what a program shows there, and what becomes of it when the terminal closes."""
+
+import fcntl
+import os
+import pty
+import re
+import select
+import struct
+import subprocess
+import termios
+import threading
+
+
+class Terminal:
+    """A window of `columns` x 24. It reads all the time, as a window does; `screen` is what was written to it."""
+
+    def __init__(self, columns=80):
+        self.master, self.slave = pty.openpty()
+        fcntl.ioctl(self.slave, termios.TIOCSWINSZ, struct.pack("4H", 24, columns, 0, 0))
+        self.screen, self.closing = "", threading.Event()
+        self.reader = threading.Thread(target=self._read, daemon=True)
+        self.reader.start()
+
+    def stream(self):
+        """The terminal as a file of this process."""
+        return os.fdopen(os.dup(self.slave), "w")
+
+    def start(self, command, **options):
+        """A Popen of a command whose controlling terminal this is; it gets the signals of keys and of closing."""
+        take = "import fcntl, os, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); os.execvp(sys.argv[1], sys.argv[1:])"
+        return subprocess.Popen(["python3", "-c", take, *command], stdin=self.slave, stdout=self.slave,
+                                stderr=self.slave, start_new_session=True, **options)
+
+    def type(self, text):
+        os.write(self.master, text.encode())
+
+    def shown(self):
+        """What is drawn on a row, each drawing by itself: `\\r` and line ends part them."""
+        while select.select([self.master], [], [], 0.1)[0]:
+            pass  # the reader will take it
+        return [row for row in re.split(r"[\r\n]+", self.screen) if row.strip()]
+
+    def close(self):
+        """Closes the window. Twice does no harm."""
+        if not self.closing.is_set():
+            self.closing.set()
+            self.reader.join()
+            os.close(self.slave)
+            os.close(self.master)
+
+    def _read(self):
+        while not self.closing.is_set():
+            if select.select([self.master], [], [], 0.05)[0]:
+                self.screen += os.read(self.master, 65536).decode()
