@@ -73,7 +73,7 @@ class ModelConfig:
     rope_theta: float = setting(10000.0, above=0, needs=ROTARY)
     """Attention: base of the rotary frequencies."""
     d_intermediate: int = setting(0, at_least=0, needs=read_by_layers("d_intermediate"))
-    """Width of the MLP in layers marked +mlp."""
+    """Width of the MLP in layers marked +mlp; 0 means 8/3 of d_model, rounded up to a multiple of 128."""
 
     def layer_list(self):
         """The n_layer layers as a list of Layer. Raises UserError where the pattern can't be read."""
@@ -115,12 +115,18 @@ class ModelConfig:
     def resolved_rotary_dim(self):
         return self.resolved_head_dim if self.rotary_dim < 0 else self.rotary_dim
 
+    @property
+    def resolved_d_intermediate(self):
+        """Where nothing is chosen, that of mamba_ssm's GatedMLP; 0 for a model without MLP."""
+        has_mlp = any(layer.mlp for layer in self.layer_list())
+        return (self.d_intermediate or -(-(8 * self.d_model // 3) // 128) * 128) if has_mlp else 0
+
     def structure(self):
         """dict: setting -> what it comes to. Equal for two configs of one model, in whatever way they are written."""
         return {**vars(self), "model_name": "", "chunk_size": 0, "layers": self.layer_list(),
                 "vocab_size": self.padded_vocab_size, "pad_vocab_size_multiple": self.padded_vocab_size,
                 "dt_rank": self.resolved_dt_rank, "head_dim": self.resolved_head_dim,
-                "rotary_dim": self.resolved_rotary_dim}
+                "rotary_dim": self.resolved_rotary_dim, "d_intermediate": self.resolved_d_intermediate}
 
     def parts(self):
         """The kinds of mixer, and the MLP, that the model consists of: a list of spec.Spec, each once."""

@@ -91,9 +91,9 @@ def write_config(config: ModelConfig) -> dict[str, Any]:
                         f"layers={config.layers}; its own program could not load it")
     if config.norm_eps != NORM_EPS:
         raise UserError(f"state-spaces' form has norm_eps {NORM_EPS} built in, this model has {config.norm_eps}")
-    if config.d_intermediate % MLP_MULTIPLE:
+    if (width := config.resolved_d_intermediate) % MLP_MULTIPLE:
         raise UserError(f"state-spaces' form has MLPs of a multiple of {MLP_MULTIPLE}, this model's d_intermediate is "
-                        f"{config.d_intermediate}")
+                        f"{width}")
     ssm = [{"layer": mixer.capitalize(), **write_fields(config, SSM[mixer], {})} for mixer in mixers]
     return {**write_fields(config, MODEL, MODEL_FIXED), "ssm_cfg": ssm[0] if ssm else {},
             "attn_cfg": write_fields(config, ATTENTION, ATTENTION_FIXED) if config.has("attention") else {},

@@ -150,14 +150,9 @@ def _check_attention(config):
 
 
 def _mlp(config):
-    return {"fc1.weight": matrix(2 * config.d_intermediate, config.d_model),  # rows [through, gate]
-            "fc2.weight": into_residual(config, config.d_intermediate)}
-
-
-def _check_mlp(config):
-    if config.d_intermediate < 1:
-        raise UserError(f"d_intermediate is {config.d_intermediate}, but layers {config.layers!r} asks for an MLP; "
-                        "give its width")
+    width = config.resolved_d_intermediate
+    return {"fc1.weight": matrix(2 * width, config.d_model),  # rows [through, gate]
+            "fc2.weight": into_residual(config, width)}
 
 
 MIXERS = {
@@ -168,7 +163,7 @@ MIXERS = {
     "attention": Spec(("n_head", "n_kv_head", "head_dim", "rotary_dim", "rope_theta"), _attention, _attention_flops,
                       _check_attention, lambda config: {"attention": {}}),
 }
-MLP = Spec(("d_intermediate",), _mlp, check=_check_mlp)
+MLP = Spec(("d_intermediate",), _mlp)
 
 
 def embedding(config) -> Parameter:

@@ -92,7 +92,6 @@ def test_false_is_false():
     ({"selective_checkpointing": "1/0", "fsdp_activation_checkpointing": "true"}, "above 0 and at most 1"),
     ({"layers": "mamba2", "headdim": "48"}, "does not divide"),
     ({"layers": "mamba2", "headdim": "64", "ngroups": "3"}, "does not divide"),
-    ({"layers": "attention+mlp"}, "d_intermediate"),
     ({"layers": "attention", "n_head": "6", "n_kv_head": "6"}, "does not divide d_model"),
     ({"layers": "attention", "n_kv_head": "3"}, "does not divide n_head"),
     ({"layers": "attention", "rotary_dim": "7"}, "must be even"),

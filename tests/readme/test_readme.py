@@ -52,6 +52,8 @@ def test_every_command_runs_in_a_fresh_clone(project, clone):
         assert done.returncode == 0 and "Traceback" not in done.stderr, f"{quicker}\n{done.stdout}\n{done.stderr}"
         if command == commands(project)[0]:
             check_demo(done.stdout, clone)
+    untracked = subprocess.run(["git", "status", "--porcelain"], cwd=clone, capture_output=True, text=True).stdout
+    assert untracked == "", f"the commands make what git does not ignore: {untracked}"
 
 
 def check_demo(said, clone):
@@ -95,3 +97,11 @@ def test_the_settings_it_names_exist(project):
         "config", "help", "quick", "stack", "prompt", "length", "temperature", "format", "seq_length"}
     named = set(re.findall(r"--(\w+)", (project / "README.md").read_text()))
     assert named <= known, named - known
+
+
+def test_the_mixture_of_layers_that_it_names_is_a_model(project):
+    from config.resolve import resolve_settings
+
+    layers, = re.findall(r"`--layers=(\S+)`", (project / "README.md").read_text())
+    model = resolve_settings({"layers": layers})[0].model
+    assert model.resolved_d_intermediate == 384 and {layer.mlp for layer in model.layer_list()} == {True}
