@@ -5,6 +5,7 @@ Sources: the releases of state-spaces (mamba, mamba2), Bamba, mambaoutai and Lla
 
 import difflib
 
+from config.model_config import ModelConfig
 from mamba_fsdp.errors import UserError
 
 
@@ -65,6 +66,12 @@ def preset(name):
         hint = f"did you mean {spellings[near[0]]}?" if near else f"choose one of {', '.join(PRESETS)}"
         raise UserError(f"model_name={name}: there is no such preset; {hint}")
     return {"model_name": known, **PRESETS[known]}
+
+
+def title(model):
+    """What a ModelConfig is called: by the name of its preset only while it has that preset's structure."""
+    is_preset = model.structure() == ModelConfig(**preset(model.model_name)).structure()
+    return model.model_name if is_preset else f"custom (from {model.model_name})"
 
 
 def _plain(name):

@@ -9,6 +9,7 @@ import torch
 
 from config import resolve
 from config.model_config import checked_model
+from config.presets import title
 from config.train_config import TrainConfig, TrainingConfig
 from mamba_fsdp.checkpoint.checkpointer import Checkpointer
 from mamba_fsdp.checkpoint.folder import find_checkpoint, load
@@ -124,7 +125,7 @@ def build_model(settings: TrainConfig, world: World, say: Say) -> ParallelModel:
     with torch.device("meta" if parallel.low_cpu_fsdp else "cpu"):
         network = MambaLM(model, forms=choice.forms, compute_dtype=compute_dtype, reset_at_documents=reset_at_documents)
     spread = parallelize(network, parallel, world=world, compute_dtype=compute_dtype)
-    say(f"model      {model.model_name}: {parameter_count(model):,} parameters, {model.n_layer} layers, "
+    say(f"model      {title(model)}: {parameter_count(model):,} parameters, {model.n_layer} layers, "
         f"{training.mixed_precision}, {choose_strategy(parallel, world)} on {world.size} x {world.device.type}")
     say(f"kernels    {choice}")
     return spread

@@ -9,8 +9,9 @@ state-spaces).
 
 import json
 from pathlib import Path
-from typing import Any
 
+from config.model_config import ModelConfig, checked_model
+from config.presets import title
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.run_layout import CHECKPOINTS, COMMIT, CONSOLIDATED, METRICS, MODELS, STATUS, committed
 
@@ -62,7 +63,7 @@ def show_checkpoint(path: Path, tensors: bool, verify: bool) -> None:
     say("step", f"{progress['step']:,}, {progress['tokens']:,} tokens, {progress['skipped_steps']} steps skipped")
     say("written by", f"{state['world_size']} ranks, torch {state['torch']}")
     say("data", json.dumps(progress["data"]["drawn"]))
-    say("model", describe_model(state["settings"]["model"]))
+    say("model", describe_model(checked_model(path, state["settings"]["model"])))
     say("size", f"{size(path)} in {len(reader.files)} files, {len(reader.tensors)} tensors")
     if tensors:
         for name, entry in sorted(reader.tensors.items()):
@@ -93,7 +94,7 @@ def show_model(path: Path, tensors: bool) -> None:
 
     weights = read_weights(path)
     say("model", path)
-    say("structure", describe_model(vars(weights.config)))
+    say("structure", describe_model(weights.config))
     say("parameters", f"{parameter_count(weights.config):,}")
     say("tokenizer", weights.tokenizer_path or "none")
     if tensors:
@@ -101,9 +102,9 @@ def show_model(path: Path, tensors: bool) -> None:
             print(f"  {name:<64} {str(parameter.shape):<20} {str(weights.get(name).dtype).removeprefix('torch.')}")
 
 
-def describe_model(fields: dict[str, Any]) -> str:
-    return (f"{fields['model_name']}, {fields['n_layer']} layers {fields['layers']}, d_model {fields['d_model']}, "
-            f"vocabulary {fields['vocab_size']:,}")
+def describe_model(model: ModelConfig) -> str:
+    return (f"{title(model)}, {model.n_layer} layers {model.layers}, d_model {model.d_model}, "
+            f"vocabulary {model.vocab_size:,}")
 
 
 def size(path: Path) -> str:

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from config.model_config import ModelConfig
-from config.presets import PRESETS, preset
+from config.presets import PRESETS, preset, title
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.model.lm import MambaLM
 from mamba_fsdp.model.spec import flops_per_token, parameter_count, parameters
@@ -75,6 +75,12 @@ def test_flops_grow_with_the_sequence_only_where_attention_is():
     ("llama2_34bcode", "llama2_34b"), ("7b", "llama2_7b")])
 def test_names_that_users_know_mean_the_preset(spelling, name):
     assert preset(spelling) == {"model_name": name, **PRESETS[name]}
+
+
+def test_a_model_that_settings_have_changed_does_not_go_by_the_presets_name():
+    assert title(ModelConfig(**preset("mamba2-130m"), chunk_size=64)) == "mamba2-130m"  # which changes no result
+    assert title(ModelConfig(**{**preset("mamba2-130m"), "d_model": 512})) == "custom (from mamba2-130m)"
+    assert title(ModelConfig(n_layer=6)) == "custom (from demo)"
 
 
 def test_an_unknown_name_is_refused_with_the_nearest_or_all():

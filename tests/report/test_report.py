@@ -3,7 +3,6 @@
 import errno
 import io
 import json
-import os
 import subprocess
 import sys
 import time
