@@ -105,6 +105,10 @@ class Duration:
         """The duration in whole steps, rounded up."""
         return self.count if self.unit == "steps" else -(-self.count // tokens_per_step)
 
+    def tokens(self, tokens_per_step: int) -> int:
+        """The duration in tokens."""
+        return self.count * tokens_per_step if self.unit == "steps" else self.count
+
     def __str__(self) -> str:
         return str(self.count) if self.unit == "steps" else f"{self.count}tok"
 

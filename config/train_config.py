@@ -95,7 +95,8 @@ class TrainingConfig:
     """The loop."""
 
     num_steps: Duration = steps(1000, at_least=1)
-    """Length of the run in steps, or tokens as in 20000000tok."""
+    """Length of the run in steps, or tokens as in 20000000tok: then the learning rate is a function of the tokens seen,
+    which another global batch later in the run does not bend."""
     batch_size: int = setting(8, at_least=1)
     """Samples per device and forward pass."""
     global_batch_size: int = setting(0, at_least=0)

@@ -38,7 +38,7 @@ def train(parts: Parts, recorder: Recorder, stop: StopRequest) -> str:
                       *parts.checkpointer.status(), own_seconds=own_seconds)
         clock.meet(sums.own_seconds)
         loss, gradient_norm, factor = sums.means(plan.tokens_per_step, scale)
-        lr = settings.optimizer.learning_rate * plan.schedule.factor(state.step)
+        lr = settings.optimizer.learning_rate * plan.learning_rate_factor(state)
         applied = update_weights(parallel, parts.optimizer, loss, gradient_norm, factor,
                                  clip=settings.optimizer.grad_clip_thresh, lr=lr)
         excused = parts.loss_scale.update(applied) and math.isfinite(loss)

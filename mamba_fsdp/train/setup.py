@@ -50,6 +50,11 @@ class Plan:
     eval_steps: int  # 0: never
     checkpoint_steps: int
     schedule: Schedule
+    in_tokens: bool = False  # what the schedule counts
+
+    def learning_rate_factor(self, state: TrainState) -> float:
+        """That of the next step."""
+        return self.schedule.factor(*((state.tokens, self.tokens_per_step) if self.in_tokens else (state.step, 1)))
 
     def is_due(self, interval: int, step: int) -> bool:
         """Whether what is done every `interval` steps (0: never), and after the last, is done after `step`."""
@@ -179,18 +184,21 @@ def read_pth(path: str, parallel: ParallelModel) -> None:
 
 
 def plan_steps(settings: TrainConfig, split: Split, state: TrainState, validates: bool, say: Say) -> Plan:
-    """The settings' durations in steps. A run whose batch has changed counts the tokens it has seen into num_steps."""
+    """The settings' durations in steps. Where num_steps is in tokens, the length counts what the run has seen, and the
+    schedule is a function of tokens, its steps those of the run's start: another global batch does not bend it."""
     training, schedule = settings.training, settings.lr_schedule
     tokens_per_step = split.global_batch * settings.data.seq_length
-    total_steps = training.num_steps.steps(tokens_per_step)
+    if not state.first_tokens_per_step:  # older checkpoints don't say it
+        state.first_tokens_per_step = state.tokens // state.step if state.step else tokens_per_step
     if state.samples != state.step * split.global_batch:
         say(f"batch      {split.global_batch} samples a step from here on, {state.samples / state.step:g} before; "
             "global_batch_size keeps it the same on any number of ranks")
-        if training.num_steps.unit == "tok":
-            left = max(0, training.num_steps.count - state.tokens)
-            total_steps = state.step + -(-left // tokens_per_step)
-    factors = Schedule(schedule.schedule, total_steps, warmup=schedule.warmup_steps.steps(tokens_per_step),
-                       decay=schedule.decay_steps.steps(tokens_per_step), floor=schedule.min_learning_rate_ratio)
-    return Plan(split, tokens_per_step, total_steps, schedule=factors,
+    in_tokens, total, first = training.num_steps.unit == "tok", training.num_steps.count, state.first_tokens_per_step
+    total_steps = state.step + -(-max(0, total - state.tokens) // tokens_per_step) if in_tokens else total
+    warmup, decay = (length.tokens(first) if in_tokens else length.steps(tokens_per_step)
+                     for length in (schedule.warmup_steps, schedule.decay_steps))
+    factors = Schedule(schedule.schedule, total, step=first if in_tokens else 1, warmup=warmup, decay=decay,
+                       floor=schedule.min_learning_rate_ratio)
+    return Plan(split, tokens_per_step, total_steps, schedule=factors, in_tokens=in_tokens,
                 eval_steps=training.eval_interval.steps(tokens_per_step) if validates else 0,
                 checkpoint_steps=settings.checkpoint.checkpoint_interval.steps(tokens_per_step))

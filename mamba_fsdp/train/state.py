@@ -20,6 +20,7 @@ class TrainState:
     step: int = 0
     samples: int = 0
     tokens: int = 0
+    first_tokens_per_step: int = 0  # of the run's first step; 0 before it
     optimizer_steps: int = 0  # updates of the optimiser's moments, in the run that they were loaded from too
     skipped_steps: int = 0
     skipped_in_a_row: int = 0

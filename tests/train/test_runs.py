@@ -122,6 +122,20 @@ def test_a_length_in_tokens_counts_the_tokens_seen_also_when_the_batch_changes(t
     assert (last["step"], last["tokens"]) == (8, 768) and "4 samples a step from here on, 2 before" in said
 
 
+def test_the_learning_rate_follows_the_tokens_when_the_batch_changes(train, tmp_path, metrics_of, change_loss):
+    common = {"num_steps": "1024tok", "warmup_steps": 8, "async_checkpoint": False}
+    train(tmp_path / "whole", **common)
+    breaks = [1]
+    change_loss(lambda state, true_loss: breaks.pop() / 0 if state.step == 6 and breaks else true_loss())
+    with pytest.raises(ZeroDivisionError):
+        train(tmp_path / "parts", **common)
+    train(tmp_path / "parts", **common, global_batch_size=4)
+    rates = [{entry["tokens"]: entry["learning_rate"] for entry in metrics_of(tmp_path / run) if "loss" in entry}
+             for run in ("whole", "parts")]
+    assert list(rates[1]) == [64, 128, 192, 256, 320, 384, 512, 640, 768, 896, 1024]
+    assert rates[1].items() <= rates[0].items()
+
+
 def test_going_on_in_fp16_begins_with_its_own_scale(train, tmp_path):
     """And a setting that changes no result may change on the way."""
     train(tmp_path, num_steps=2, layers="mamba2", headdim=8)
