@@ -1,12 +1,13 @@
 """One rank's file: flat pieces of tensors in the safetensors format, written, flushed, and read back before it counts.
 
 The format is 8 bytes of header length, a JSON header, then the data (github.com/huggingface/safetensors). A piece is
-named `<tensor name>@<start>`: the elements of the flattened tensor from `start` on. The model's pieces come first, so that
-who wants just these reads, and checks, the first part of the file.
+named `<tensor name>@<start>`: the elements of the flattened tensor from `start` on. The model's pieces come first: who
+wants only these reads, and verifies, the first part of the file.
 """
 
 import json
 import os
+import resource
 import sys
 import zlib
 from array import array
@@ -24,7 +25,6 @@ from mamba_fsdp.heartbeat import heart
 NAMES = {dtype: name for name, dtype in SAFETENSORS_DTYPES.items()}
 BLOCK = 1 << 24  # bytes that are written or read at a time
 FLUSH = 1 << 28  # bytes that are flushed at a time: one flush of a whole file could look like a hang
-OPEN_FILES = 16  # that a reader keeps open: a checkpoint may have more files than a process may open
 
 
 def write_pieces(path: Path, pieces: Sequence[tuple[str, int, torch.Tensor]], model_pieces: int = 0) -> dict[str, Any]:
@@ -84,11 +84,13 @@ class PieceReader:
     """Reads ranges of pieces from the files in a checkpoint's folder. Raises UserError, naming the file, where one is
     not as written.
 
-    names: of all tensors. What lies where in a file is noted when it is first read; few files stay open.
+    names: of all tensors. What lies where in a file is noted when it is first read. Since a checkpoint may have more
+    files than a process may open, at most a quarter of these stay open.
     """
 
     def __init__(self, folder: Path, names: Iterable[str]):
         self.folder, self.numbers = folder, {name: number for number, name in enumerate(names)}
+        self.most_open = max(16, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4)
         self.open_files: dict[str, FileIO] = {}  # the one read last comes last
         self.places: dict[str, array[int]] = {}  # of a file: start, count and position of each tensor's piece
 
@@ -106,15 +108,13 @@ class PieceReader:
             _exactly(opened, target.view(torch.uint8).numpy())
         except OSError as error:
             raise UserError(f"can't read {path}: {error.strerror}") from None
-        except EOFError:
-            raise UserError(f"{path} is broken: it ends too early") from None
-        except (ValueError, KeyError, TypeError, AttributeError):
-            raise UserError(f"{path} is broken: its header is not what was written") from None
+        except (EOFError, ValueError, KeyError, TypeError, AttributeError):
+            raise UserError(f"{path} is broken: it is cut short, or its header is not what was written") from None
 
     def _open(self, file):
         opened = self.open_files.pop(file, None) or open(self.folder / file, "rb", buffering=0)
         self.open_files[file] = opened
-        if len(self.open_files) > OPEN_FILES:
+        if len(self.open_files) > self.most_open:
             self.open_files.pop(next(iter(self.open_files))).close()
         return opened
 

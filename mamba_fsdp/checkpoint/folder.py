@@ -13,7 +13,6 @@ version 1 each tensor has its own, as "pieces", and COMMIT knows whole files onl
 
 import json
 import math
-from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,12 +20,11 @@ from typing import Any
 import torch
 
 from mamba_fsdp.checkpoint.files import PieceReader, checksum
-from mamba_fsdp.checkpoint.ranges import is_cut, overlaps, tiles
+from mamba_fsdp.checkpoint.ranges import is_cut, overlaps
 from mamba_fsdp.conventions import SAFETENSORS_DTYPES
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.formats import CHECKPOINT
-from mamba_fsdp.heartbeat import heart
-from mamba_fsdp.parallel.shards import Shard
+from mamba_fsdp.parallel.shards import Shard, fill_parts
 from mamba_fsdp.parallel.world import World
 from mamba_fsdp.run_layout import CHECKPOINTS, COMMIT, STATE, committed
 
@@ -64,7 +62,8 @@ def _problem(path, entry, part):
         actual = checksum(path, expected["bytes"])
     except OSError as error:
         return f"{path.name}: {error.strerror}"
-    return "" if actual["crc32"] == expected["crc32"] else f"the content of {path.name} has changed since it was written"
+    same = actual["crc32"] == expected["crc32"]
+    return "" if same else f"the content of {path.name} has changed since it was written"
 
 
 def _committed_files(checkpoint):
@@ -121,7 +120,7 @@ def find_checkpoint(path: str | Path, world: World, report: Callable[[str], Any]
 
 
 def read_state(checkpoint: Path) -> dict[str, Any]:
-    """The content of a checkpoint's state.json as the newest version has it. Raises UserError where it can't be read."""
+    """The content of a checkpoint's state.json, as the newest version has it. Raises UserError."""
     try:
         content = json.loads((checkpoint / STATE).read_bytes())
         CHECKPOINT.check(checkpoint / STATE, content)
@@ -136,22 +135,14 @@ def read_state(checkpoint: Path) -> dict[str, Any]:
 
 
 def _badly_cut(tensors, layouts):
-    """The names of tensors whose pieces are not the whole of it. Gives those of version 1 their layouts."""
-    whole = {}  # a layout's number, elements of a tensor: whether it is that tensor's
-    for name, entry in tensors.items():
-        size = math.prod(entry["shape"])
-        if "pieces" in entry:  # of version 1
-            starts, counts, files = ([piece[index] for piece in entry["pieces"]] for index in range(3))
-            layout = {"starts": starts, "files": files}
+    """Names of tensors whose pieces are not the whole of it, one for each layout. Those of version 1 get a layout."""
+    for entry in tensors.values():
+        if pieces := entry.pop("pieces", None):
+            layout = {"starts": [piece[0] for piece in pieces], "files": [piece[2] for piece in pieces]}
             layouts += [] if layout in layouts else [layout]
-            del entry["pieces"]
             entry["layout"] = layouts.index(layout)
-            whole[entry["layout"], size] = tiles(starts, counts, size)
-        key = entry["layout"], size
-        if key not in whole:
-            whole[key] = is_cut(layouts[key[0]]["starts"], size)
-        if not whole[key]:
-            yield name
+    cut = {(entry["layout"], math.prod(entry["shape"])): name for name, entry in tensors.items()}
+    return [name for (number, size), name in cut.items() if not is_cut(layouts[number]["starts"], size)]
 
 
 class Reader:
@@ -174,23 +165,8 @@ class Reader:
             self._pieces.read(file, name, piece, offset, result[at:at + count])
         return result
 
-    @torch.no_grad()
-    def fill(self, shards: Sequence[Shard]) -> None:
-        """Set every shard. Goes from file to file, of which there may be many more than may be open."""
-        wanted = defaultdict(list)
-        for shard in shards:
-            name, stop = stored_name(shard.name), shard.start + shard.data.numel()
-            for file, *place in self._where(name, shard.start, stop):
-                wanted[file].append((name, shard.data, *place))
-        for file, places in wanted.items():
-            for name, data, piece, offset, at, count in places:
-                part = torch.empty(count, dtype=SAFETENSORS_DTYPES[self.tensors[name]["dtype"]])
-                self._pieces.read(file, name, piece, offset, part)
-                data[at:at + count].copy_(part)
-                heart.beat()
-
     def _where(self, name, start, stop):
-        """(file, start of its piece, offset in it, offset from `start`, count) of each piece of [start, stop) in turn."""
+        """(file, start of its piece, offset in that, offset from `start`, count) for each piece of [start, stop)."""
         entry = self.tensors[name]
         layout = self.layouts[entry["layout"]]
         for number, *place in overlaps(start, stop, layout["starts"], math.prod(entry["shape"])):
@@ -214,7 +190,8 @@ def load(checkpoint: Path, shards: Sequence[Shard], world: World,
         return reader.content
 
     reader = Reader(checkpoint, world.on_rank0(open_checked))
-    world.on_all_ranks(lambda: reader.fill(shards))
+    world.on_all_ranks(lambda: fill_parts(
+        shards, lambda name, shape, start, stop: reader.read(stored_name(name), start, stop)))
     return reader.state
 
 

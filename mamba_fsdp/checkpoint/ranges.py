@@ -1,23 +1,18 @@
 """Arithmetic of ranges: who writes which elements, how that is told, and where the elements that a rank needs lie.
 
-A layout is one way of cutting a flattened tensor: {"starts": where each piece starts, "files": the number of the file that
-it is in}. Most tensors of a model are cut in one of a few ways.
+A layout is one way of cutting a flattened tensor: {"starts": where each piece starts, in elements, "files": the number
+of the file that it is in}. Most tensors of a model are cut in one of a few ways.
 """
 
 import zlib
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
-from typing import TypedDict
 
 import numpy as np
 
+Layout = dict[str, list[int]]
 SMALLEST = 1 << 16  # elements; a smaller piece is not worth splitting
-
-
-class Layout(TypedDict):
-    starts: list[int]  # elements
-    files: list[int]
 
 
 def part_to_write(count: int, replicas: int, replica_index: int, turn: int) -> tuple[int, int]:
@@ -58,8 +53,10 @@ def find_layouts(told: Sequence[bytes], sizes: Sequence[int]) -> tuple[list[Layo
 
 
 def overlaps(start: int, stop: int, starts: Sequence[int], size: int) -> Iterator[tuple[int, int, int, int]]:
-    """Where the elements [start, stop) lie: (number of a piece, offset in it, offset from `start`, count) for each piece
-    in turn. starts: those of the pieces, which tile the `size` elements of the tensor."""
+    """Where the elements [start, stop) lie: (number of a piece, offset in it, offset from `start`, count), in turn.
+
+    starts: those of the pieces, which tile the `size` elements of the tensor.
+    """
     for number in range(max(0, bisect_right(starts, start) - 1), len(starts)):
         end = starts[number + 1] if number + 1 < len(starts) else size
         low, high = max(start, starts[number]), min(stop, end)

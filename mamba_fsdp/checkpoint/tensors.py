@@ -9,9 +9,10 @@ from pathlib import Path
 
 import torch
 
-from mamba_fsdp.checkpoint.folder import Reader, refuse_other_tensors
+from mamba_fsdp.checkpoint.folder import Reader, is_model, read_state, refuse_other_tensors
 from mamba_fsdp.errors import UserError, first_line
 from mamba_fsdp.parallel.shards import Shard
+from mamba_fsdp.parallel.world import World
 
 
 @dataclass
@@ -23,17 +24,16 @@ class Tensors:
     tied: dict[str, str]  # name -> the name it shares a tensor with
     slice: Callable[[str, int, int], torch.Tensor]  # 1-D on the CPU
 
-    def get(self, name: str, shape: Sequence[int] | None = None) -> torch.Tensor:
-        """One whole tensor on the CPU. Raises UserError when there is none of that name, or not of that shape."""
+    def get(self, name: str) -> torch.Tensor:
+        """One whole tensor on the CPU. Raises UserError when there is none of that name."""
         name = self.tied.get(name, name)
         if name not in self.shapes:
             raise UserError(f"{self.source} does not fit the model: it lacks {name}")
-        if shape is not None and tuple(shape) != self.shapes[name]:
-            raise UserError(f"{self.source} does not fit the model: {name} is {self.shapes[name]}, not {tuple(shape)}")
         return self.slice(name, 0, math.prod(self.shapes[name])).view(self.shapes[name])
 
     def check(self, shards: Sequence[Shard]) -> None:
-        """Raises UserError, with names, unless these are just the tensors of `shards`, tied as they are."""
+        """Raises UserError, with names, unless these are just the tensors of `shards`, tied as they are. Reads tied
+        ones."""
         found = dict(self.shapes)
         for shard in shards:
             for name in shard.tied:
@@ -42,13 +42,14 @@ class Tensors:
         refuse_other_tensors(self.source, {shard.name: shard.shape for shard in shards}, found)
 
 
-def open_tensors(path: str | Path) -> Tensors:
-    """The model's Tensors in a checkpoint folder or .pth file (a plain dict). Raises UserError; executes nothing."""
+def open_tensors(path: str | Path, world: World) -> Tensors:
+    """The model's Tensors in a checkpoint folder or .pth file (a plain dict). Called by all ranks. Raises UserError, of
+    any rank on all; executes nothing."""
     path = Path(path)
     if not path.is_dir():
-        return _open_pth(path)
-    reader = Reader(path)
-    own = {name.removeprefix("model/"): entry for name, entry in reader.tensors.items() if name.startswith("model/")}
+        return world.on_all_ranks(lambda: _open_pth(path))
+    reader = Reader(path, world.on_rank0(lambda: read_state(path)))
+    own = {name.removeprefix("model/"): entry for name, entry in reader.tensors.items() if is_model(name)}
     return Tensors(path, {name: tuple(entry["shape"]) for name, entry in own.items()},
                    {other: name for name, entry in own.items() for other in entry["tied"]},
                    lambda name, start, stop: reader.read(f"model/{name}", start, stop))

@@ -1,4 +1,4 @@
-"""A model's weights from whatever names one, under our names and read one parameter at a time.
+"""A model's weights from whatever names one, under our names and read part by part.
 
     RUN                          a run folder: its newest checkpoint
     RUN/checkpoints/step_...     one checkpoint
@@ -6,10 +6,13 @@
     a folder                     with config.json and: model*.safetensors or pytorch_model.bin (transformers),
                                  pytorch_model.bin (state-spaces), or consolidated.00.pth (ours)
 
-Opening checks names and shapes of all tensors; loading executes nothing.
+To find a source is to read what model it is and nothing of its weights, which is done before the ranks meet. To open it,
+which all ranks do together, verifies a checkpoint and checks names and shapes of all tensors. Nothing is executed.
 """
 
+import math
 import re
+from collections.abc import Callable
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -44,27 +47,44 @@ def load_tokenizer(path: str | Path) -> Any:
 
 
 class Weights:
-    """An open source of weights.
+    """A source of weights, which has to be opened before it is read.
 
-    names: of all parameters, without a tied lm_head.weight; seq_length: that of the training, None where unknown;
-    form: that of transformers which the tensors have, None for ours. Raises UserError for tensors of another model.
+    open_tensors(world): called by all ranks. form: that of transformers which the tensors have, None for ours.
+    names: of all parameters, without a tied lm_head.weight. seq_length: that of the training, None where unknown.
     """
 
-    def __init__(self, source: Path, config: ModelConfig, tensors: Tensors, form: Form | None = None, *,
+    def __init__(self, config: ModelConfig, open_tensors: Callable[[World], Tensors], form: Form | None = None, *,
                  tokenizer_path: Path | None = None, seq_length: int | None = None):
-        self.source, self.config, self.tokenizer_path, self.seq_length = source, config, tokenizer_path, seq_length
+        self.config, self.tokenizer_path, self.seq_length = config, tokenizer_path, seq_length
         own = {name: [(name, parameter.shape)] for name, parameter in parameters(config).items()}
-        self.tensors, self.parts = tensors, parts(form, config) if form else own
-        self.names = list(own)
-        self._check(*((form.top[LM_HEAD], form.top[EMBEDDING]) if form else (LM_HEAD, EMBEDDING)))
+        self.parts, self.names, self.open_tensors = parts(form, config) if form else own, list(own), open_tensors
+        self.tied = (form.top[LM_HEAD], form.top[EMBEDDING]) if form else (LM_HEAD, EMBEDDING)
+
+    def open(self, world: World) -> "Weights":
+        """Called by all ranks. Raises UserError, on all of them: not to be read, broken, tensors of another model."""
+        self.tensors = self.open_tensors(world)
+        self.source = self.tensors.source
+        world.on_rank0(self._check)  # which may have to compare two whole tensors
+        return self
 
     def get(self, name: str) -> torch.Tensor:
         """One whole parameter on the CPU, in the type it is stored in."""
         name = EMBEDDING if name == LM_HEAD and self.config.tie_embeddings else name
-        rows = [self.tensors.get(theirs, shape) for theirs, shape in self.parts[name]]
-        return rows[0] if len(rows) == 1 else torch.cat(rows)
+        shape = parameters(self.config)[name].shape
+        return self.slice(name, 0, math.prod(shape)).view(shape)
 
-    def _check(self, head, embedding):
+    def slice(self, name: str, start: int, stop: int) -> torch.Tensor:
+        """Elements [start, stop) of a flattened parameter on the CPU, in the type they are stored in."""
+        found, low = [], 0
+        for theirs, shape in self.parts[name]:  # one below the other: one after the other when flattened
+            high = low + math.prod(shape)
+            if max(start, low) < min(stop, high):
+                found.append(self.tensors.slice(theirs, max(start, low) - low, min(stop, high) - low))
+            low = high
+        return found[0] if len(found) == 1 else torch.cat(found)
+
+    def _check(self):
+        head, embedding = self.tied
         # Older Llama files hold the rotary frequencies, which follow from the config.
         found = {name: shape for name, shape in self.tensors.shapes.items() if not name.endswith("rotary_emb.inv_freq")}
         if self.config.tie_embeddings and head in found and embedding in found:
@@ -75,25 +95,39 @@ class Weights:
         refuse_other_tensors(self.source, dict(chain.from_iterable(self.parts.values())), found)
 
 
-def read_weights(source: str | Path) -> Weights:
-    """Open the Weights that `source` (path) names. Raises UserError for none, or one our model can't hold."""
+def read_weights(source: str | Path, *, verified: bool = False) -> Weights:
+    """find_weights, opened by one process."""
+    return find_weights(source, verified=verified).open(World.alone())
+
+
+def find_weights(source: str | Path, *, verified: bool = False) -> Weights:
+    """The Weights that `source` (path) names, not yet open. verified: of a checkpoint, that it is known to be whole.
+    Raises UserError for none, or one that our model can't hold."""
     path = Path(source)
     if not path.exists():
         on_hub = re.fullmatch(r"[\w.-]+/[\w.-]+", str(source))
         hint = f"; download a model of the Hugging Face hub first: hf download {source} --local-dir FOLDER"
         raise UserError(f"{source}: there is no such file or folder{hint if on_hub else ''}")
     if path.is_file():
-        return _read_model(path.parent, path)
+        return _find_model(path.parent, path)
     if (path / COMMIT).is_file() or (path / CHECKPOINTS).is_dir():
-        checkpoint = find_checkpoint(path, World.alone())
-        settings = Reader(checkpoint).state["settings"]
-        return Weights(checkpoint, checked_model(checkpoint, settings["model"]), open_tensors(checkpoint),
-                       seq_length=settings["data"]["seq_length"],
-                       tokenizer_path=_tokenizer_in(checkpoint.parent.parent / TOKENIZER))
+        return _find_checkpoint(path, verified)
     if not (path / MODEL_CONFIG).is_file():
         raise UserError(f"{path} holds no model: it is neither a run folder ({CHECKPOINTS}/) nor a checkpoint "
                         f"({COMMIT}), and has no {MODEL_CONFIG}")
-    return _read_model(path)
+    return _find_model(path)
+
+
+def _find_checkpoint(path, verified):
+    """Of the newest checkpoint as far as state.json tells; which one is whole shows when it is opened."""
+    checkpoint = find_checkpoint(path, World.alone(), report=lambda text: None, part="state")
+    settings = Reader(checkpoint).state["settings"]
+
+    def open_whole(world):
+        return open_tensors(checkpoint if verified else find_checkpoint(path, world, part="model"), world)
+
+    return Weights(checked_model(checkpoint, settings["model"]), open_whole, seq_length=settings["data"]["seq_length"],
+                   tokenizer_path=_tokenizer_in(checkpoint.parent.parent / TOKENIZER))
 
 
 def config_beside(path: str | Path) -> ModelConfig | None:
@@ -103,7 +137,7 @@ def config_beside(path: str | Path) -> ModelConfig | None:
     return _read_config(Fields.read(file))[0] if file.is_file() else None
 
 
-def _read_model(folder, file=None):
+def _find_model(folder, file=None):
     """The model of the config.json in `folder`; its weights are in `file`, or in whichever file is there."""
     if not (folder / MODEL_CONFIG).is_file():
         raise UserError(f"{file}: there is no {MODEL_CONFIG} beside it, which says what model this is")
@@ -113,8 +147,13 @@ def _read_model(folder, file=None):
     files = [file] if file and not form else [folder / name for name in names if (folder / name).is_file()]
     if not files:
         raise UserError(f"{folder} has a {MODEL_CONFIG} but no weights beside it ({' or '.join(names)})")
-    tensors = open_safetensors(folder) if files[0].name in (SINGLE, INDEX) else open_tensors(files[0])
-    return Weights(folder if form else files[0], config, tensors, form, seq_length=seq_length,
+
+    def open_files(world):
+        if files[0].name in (SINGLE, INDEX):
+            return world.on_all_ranks(lambda: open_safetensors(folder))
+        return open_tensors(files[0], world)
+
+    return Weights(config, open_files, form, seq_length=seq_length,
                    tokenizer_path=_tokenizer_in(folder if form else folder / TOKENIZER, folder))
 
 

@@ -135,8 +135,7 @@ class World:
         return result
 
     def on_all_ranks(self, work: Callable[[], T]) -> T:
-        """What `work()` returns on this rank, see run_local. Raises what it is to raise on any rank, a UserError, on all.
-        """
+        """What `work()` returns on this rank, see run_local. The UserErrors of all ranks are raised on all, as one."""
         def attempt():
             try:
                 return work(), []

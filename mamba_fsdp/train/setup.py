@@ -26,7 +26,7 @@ from mamba_fsdp.model.spec import operator_uses, parameter_count, parameters
 from mamba_fsdp.ops.forms import resolve_forms
 from mamba_fsdp.parallel.model import ParallelModel
 from mamba_fsdp.parallel.parallelize import choose_strategy, parallelize
-from mamba_fsdp.parallel.shards import fill, fill_parts
+from mamba_fsdp.parallel.shards import fill_parts
 from mamba_fsdp.parallel.world import World
 from mamba_fsdp.train.optimizer import LossScale, make_optimizer
 from mamba_fsdp.train.run_folder import RunFolder
@@ -36,8 +36,12 @@ from mamba_fsdp.train.state import TrainState
 Say = Callable[[str], None]  # prints a line, on rank 0
 
 
+class Slices(Protocol):
+    def slice(self, name: str, start: int, stop: int) -> torch.Tensor: ...
+
+
 class Weights(Protocol):
-    def get(self, name: str) -> torch.Tensor: ...
+    def open(self, world: World) -> Slices: ...
 
 
 @dataclass(frozen=True)
@@ -145,7 +149,9 @@ def start(settings: TrainConfig, parallel: ParallelModel, optimizer: torch.optim
         state = load_checkpoint(newest, settings, parallel, optimizer, "save_ckpt_path")
         say(f"resumes    from {newest}, step {state.step}")
     elif checkpoint.load_ckpt_path.endswith(".pth"):
-        world.run_local(lambda: read_pth(checkpoint.load_ckpt_path, parallel))
+        tensors, shards = open_tensors(checkpoint.load_ckpt_path, world), parallel.shards()
+        world.on_rank0(lambda: tensors.check(shards))
+        fill_from(tensors, parallel)
         say(f"starting   from the model in {checkpoint.load_ckpt_path}")
     elif checkpoint.load_ckpt_path:
         source = find_checkpoint(checkpoint.load_ckpt_path, world, report=say)
@@ -155,7 +161,7 @@ def start(settings: TrainConfig, parallel: ParallelModel, optimizer: torch.optim
         position = "the data's position" if checkpoint.resuming_dataset else "the data from its start"
         say(f"starting   from model and optimiser in {source}, {position}")
     elif weights:
-        world.run_local(lambda: fill(parallel.shards(), lambda name, shape: weights.get(name)))
+        fill_from(weights.open(world), parallel)
         say(f"starting   from the weights in {checkpoint.init_from}")
     else:
         spec, seed = parameters(settings.model), settings.training.seed
@@ -177,10 +183,10 @@ def load_checkpoint(checkpoint: Path, settings: TrainConfig, parallel: ParallelM
     return state
 
 
-def read_pth(path: str, parallel: ParallelModel) -> None:
-    tensors = open_tensors(path)
-    tensors.check(parallel.shards())
-    fill(parallel.shards(), tensors.get)
+def fill_from(weights: Slices, parallel: ParallelModel) -> None:
+    """Sets the model to `weights`, of which each rank reads what it holds."""
+    parallel.world.on_all_ranks(lambda: fill_parts(
+        parallel.shards(), lambda name, shape, start, stop: weights.slice(name, start, stop)))
 
 
 def plan_steps(settings: TrainConfig, split: Split, state: TrainState, validates: bool, say: Say) -> Plan:

@@ -9,25 +9,25 @@ import torch
 from config import resolve
 from config.train_config import ParallelConfig, TrainConfig
 from mamba_fsdp.errors import UserError
-from mamba_fsdp.interop.weights import Weights, config_beside, load_tokenizer, read_weights
+from mamba_fsdp.interop.weights import Weights, config_beside, find_weights, load_tokenizer, read_weights
 from mamba_fsdp.model.lm import MambaLM
 from mamba_fsdp.model.spec import operator_uses
 from mamba_fsdp.ops import native
 from mamba_fsdp.ops.forms import resolve_forms
 from mamba_fsdp.parallel.parallelize import parallelize
-from mamba_fsdp.parallel.shards import fill
+from mamba_fsdp.parallel.shards import fill_parts
 from mamba_fsdp.parallel.world import start_world
 
 
 def starting_weights(config: TrainConfig, explicit: Collection[str]) -> Weights | None:
-    """The Weights that init_from names, whose shape `config` then has; None without init_from.
+    """The Weights that init_from names, not yet open, whose shape `config` then has; None without init_from.
 
     Raises UserError where they, or what stands beside the .pth file of load_ckpt_path, are of another model than the
     settings ask for.
     """
     checkpoint = config.checkpoint
     if checkpoint.init_from:
-        weights = read_weights(checkpoint.init_from)
+        weights = find_weights(checkpoint.init_from)
         resolve.take_model(config, weights.config, explicit)
         return weights
     if checkpoint.load_ckpt_path.endswith(".pth") and (there := config_beside(checkpoint.load_ckpt_path)):
@@ -45,7 +45,7 @@ def load_model(source: str | Path, *, reset_at_documents: bool = False) -> tuple
     with torch.device("meta"):
         model = MambaLM(weights.config, forms=choice.forms, compute_dtype=dtype, reset_at_documents=reset_at_documents)
     parallel = parallelize(model, ParallelConfig(sharding_strategy="none"), world=world, compute_dtype=dtype)
-    fill(parallel.shards(), lambda name, shape: weights.get(name))
+    fill_parts(parallel.shards(), lambda name, shape, start, stop: weights.slice(name, start, stop))
     return parallel.model.eval().requires_grad_(False), weights
 
 

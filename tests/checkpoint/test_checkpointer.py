@@ -328,13 +328,17 @@ def test_killed_at_any_moment_the_newest_checkpoint_is_whole(run, world):
     """SIGKILL at random moments of saving, committing and pruning: the chosen one is whole, no older than before."""
     moments = random.Random(0)
     before = 0
-    for _ in range(12):
+    (run / "checkpoints").mkdir(parents=True)
+    for kill in range(12):
+        already = names(run)
         process = PROCESSES.Process(target=save_for_ever, args=(run, 200_000))
         process.start()
-        deadline = time.monotonic() + 20
-        while time.monotonic() < deadline and not (run / "checkpoints").exists():
-            time.sleep(0.01)
-        time.sleep(moments.uniform(0.05, 0.4))
+        deadline, begun = time.monotonic() + 60, "step" if kill == 0 else ".step"
+        while time.monotonic() < deadline:
+            if any(name.startswith(begun) for name in set(names(run)) - set(already)):
+                break
+            time.sleep(0.005)
+        time.sleep(moments.uniform(0, 0.35))
         os.kill(process.pid, signal.SIGKILL)
         process.join()
         said = []

@@ -57,9 +57,9 @@ def pieces_of_all(cut, shard_size):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("cut, shard_size, most", [(rows, RANKS, 400_000), (rows, 8, 600_000), (flattened, RANKS, 400_000)],
+@pytest.mark.parametrize("cut, shard_size", [(rows, RANKS), (rows, 8), (flattened, RANKS)],
                          ids=["fsdp", "hsdp", "fsdp1"])
-def test_a_thousand_ranks_tell_little_of_a_thousand_tensors(run, cut, shard_size, most):
+def test_a_thousand_ranks_tell_little_of_a_thousand_tensors(run, cut, shard_size):
     """How a tensor is cut is told once for all that are cut alike; each rank tells what it wrote without names."""
     written = {"bytes": 10**9, "crc32": "0123abcd", "model": {"bytes": 10**8, "crc32": "0123abcd"}}
     pieces = pieces_of_all(cut, shard_size)
@@ -70,7 +70,7 @@ def test_a_thousand_ranks_tell_little_of_a_thousand_tensors(run, cut, shard_size
     partial.mkdir()
     tensors = {name: {"shape": (BLOCK | WHOLE)[name.split("/")[-1]], "dtype": "F32", "tied": []} for name in NAMES}
     checkpoint = checkpointer._commit(Save(1, partial, {}, tensors, b""), told)
-    assert (checkpoint / "state.json").stat().st_size < most
+    assert (checkpoint / "state.json").stat().st_size < 400_000
 
     reader = Reader(checkpoint)
     for number in range(0, len(NAMES), 41):

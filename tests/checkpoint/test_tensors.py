@@ -10,7 +10,7 @@ from mamba_fsdp.checkpoint.checkpointer import Checkpointer
 from mamba_fsdp.checkpoint.tensors import open_tensors
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.parallel.shards import fill
-from mamba_fsdp.parallel.world import start_world
+from mamba_fsdp.parallel.world import World, start_world
 
 pytestmark = pytest.mark.torch22
 
@@ -32,14 +32,14 @@ def saved(run, monkeypatch):
 def test_both_forms_give_the_model_back(saved, kind):
     """Every parameter by name, tied ones by each of their names, whole or sliced; the optimiser is not among them."""
     parallel, folder, file = saved
-    tensors = open_tensors(folder if kind == "folder" else file)
+    tensors = open_tensors(folder if kind == "folder" else file, World.alone())
     tensors.check(parallel.shards())
     for name, parameter in parallel.parameters().items():
-        assert torch.equal(tensors.get(name, parameter.shape), parameter)
+        assert torch.equal(tensors.get(name), parameter)
         assert torch.equal(tensors.slice(name, 3, 9), parameter.detach().flatten()[3:9])
     assert torch.equal(tensors.get("lm_head.weight"), tensors.get("backbone.embedding.weight"))
     assert not [name for name in tensors.shapes if "exp_avg" in name]
-    fill(parallel.shards(), lambda name, shape: tensors.get(name, shape) + 1)
+    fill(parallel.shards(), lambda name, shape: tensors.get(name) + 1)
     name = "backbone.norm_f.weight"
     assert torch.equal(parallel.parameters()[name], value_of(name, (24,)) + 1)
 
@@ -54,19 +54,19 @@ def test_what_is_no_model_is_refused_and_executes_nothing(saved, tmp_path):
     bad = tmp_path / "bad.pth"
     torch.save({"a": Evil()}, bad)
     with pytest.raises(UserError, match="bad.pth"):
-        open_tensors(bad)
+        open_tensors(bad, World.alone())
     assert not os.path.exists("/tmp/should-not-exist")
     bad.write_bytes(pickle.dumps({"a": 1}, protocol=2))
     with pytest.raises(UserError, match="bad.pth"):
-        open_tensors(bad)
+        open_tensors(bad, World.alone())
     bad.write_bytes(file.read_bytes()[:5000])
     with pytest.raises(UserError, match="bad.pth"):
-        open_tensors(bad)
+        open_tensors(bad, World.alone())
     torch.save([1], bad)
     with pytest.raises(UserError, match="bad.pth is no dict"):
-        open_tensors(bad)
+        open_tensors(bad, World.alone())
     with pytest.raises(UserError, match="can't read .*missing.pth"):
-        open_tensors(tmp_path / "missing.pth")
+        open_tensors(tmp_path / "missing.pth", World.alone())
 
 
 def test_archives_that_may_hold_programs_are_refused_unopened(tmp_path, monkeypatch):
@@ -81,7 +81,7 @@ def test_archives_that_may_hold_programs_are_refused_unopened(tmp_path, monkeypa
     monkeypatch.setattr(torch.jit, "load", lambda *_, **__: pytest.fail("a program was loaded"))
     for kind in ("script", "tar"):
         with pytest.raises(UserError, match=f"{kind}.pth is a .* archive, which may hold programs"):
-            open_tensors(tmp_path / f"{kind}.pth")
+            open_tensors(tmp_path / f"{kind}.pth", World.alone())
 
 
 def test_another_model_is_refused_by_name(saved, tmp_path):
@@ -95,7 +95,7 @@ def test_another_model_is_refused_by_name(saved, tmp_path):
         change(changed)
         torch.save(changed, wrong)
         with pytest.raises(UserError) as caught:
-            open_tensors(wrong).check(parallel.shards())
+            open_tensors(wrong, World.alone()).check(parallel.shards())
         return str(caught.value)
 
     assert "it lacks backbone.norm_f.weight" in refused(lambda c: c.pop("backbone.norm_f.weight"))
@@ -103,4 +103,4 @@ def test_another_model_is_refused_by_name(saved, tmp_path):
     assert "is (5,), not (24,)" in refused(lambda c: c.update({"backbone.norm_f.weight": torch.ones(5)}))
     assert "the model has no lm_head.weight" in refused(lambda c: c["lm_head.weight"].add_(1))
     with pytest.raises(UserError, match="lacks nothing"):
-        open_tensors(folder).get("nothing")
+        open_tensors(folder, World.alone()).get("nothing")

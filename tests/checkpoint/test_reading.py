@@ -1,0 +1,135 @@
+"""Who reads what of a checkpoint: over all ranks each byte once, and no moments where only weights are wanted."""
+
+import io
+import json
+import os
+import re
+import shutil
+import sys
+from collections import Counter
+
+import pytest
+from ranks import run_ranks
+
+from config import resolve
+from mamba_fsdp.checkpoint import files
+from mamba_fsdp.checkpoint.checkpointer import Checkpointer
+from mamba_fsdp.errors import UserError
+from mamba_fsdp.model.spec import parameters
+from mamba_fsdp.train.optimizer import make_optimizer
+from mamba_fsdp.train.setup import build_model, start
+from mamba_fsdp.train.state import TrainState
+from mamba_fsdp.verbs.loading import starting_weights
+
+pytestmark = pytest.mark.torch22
+
+MODEL = {"d_model": "32", "n_layer": "2", "vocab_size": "64", "layers": "mamba1,mamba2", "headdim": "16",
+         "mixed_precision": "fp32", "kernels": "portable"}
+READ = Counter()  # bytes that this rank has read, by (function, part of the file)
+STATES = []  # what opened state.json
+
+
+class Counted(io.FileIO):
+    """A file of a checkpoint that notes who reads how much of its header, its model and its moments."""
+
+    def __init__(self, path, reader):
+        super().__init__(path)
+        self.reader, self.parts = reader, {"state": (0, sys.maxsize)}
+        if path.suffix == ".safetensors":
+            head = 8 + int.from_bytes(self.read(8), "little")
+            model = json.loads((path.parent / "COMMIT").read_text())["files"][path.name]["model"]["bytes"]
+            self.parts = {"header": (0, head), "model": (head, model), "moments": (model, sys.maxsize)}
+            self.seek(0)
+
+    def readinto(self, buffer):
+        before, count = self.tell(), super().readinto(buffer)
+        for part, (low, high) in self.parts.items():
+            READ[self.reader, part] += max(0, min(high, before + count) - max(low, before))
+        return count
+
+
+def count_reads():
+    def counted_open(path, mode="r", **options):
+        return Counted(path, sys._getframe(1).f_code.co_name) if mode == "rb" else open(path, mode, **options)
+
+    def note(event, arguments):
+        if event == "open" and str(arguments[0]).endswith("state.json"):
+            STATES.append(arguments[0])
+
+    files.open = counted_open
+    sys.addaudithook(note)
+
+
+def parts_of(world, run, given):
+    settings, explicit = resolve.resolve_settings({**MODEL, "save_ckpt_path": str(run), **given})
+    source = starting_weights(settings, explicit)
+    before = Counter(READ), len(STATES)
+    parallel = build_model(settings, world, lambda text: None)
+    optimizer = make_optimizer(parallel.parameters(), parameters(settings.model), settings.optimizer, world.device)
+    return (settings, parallel, optimizer, Checkpointer(run, world), source), before
+
+
+def save(world, run):
+    parts, _ = parts_of(world, run, {})
+    settings, parallel, optimizer, checkpointer, _ = parts
+    start(*parts, lambda text: None)
+    shards, state = parallel.shards() + parallel.optimizer_shards(optimizer), TrainState(step=3)
+    checkpointer.save(3, shards, state.saved(settings, world.size))
+    checkpointer.wait()
+
+
+def begin(world, run, given):
+    """(bytes read before the ranks met, after it, how often state.json was opened then, bytes of the rank's shards), or
+    the error."""
+    count_reads()
+    parts, (before, opened) = parts_of(world, run, given)
+    _, parallel, optimizer, _, source = parts
+    try:
+        start(*parts, lambda text: None)
+    except UserError as error:
+        return str(error)
+    shards = parallel.shards() + ([] if source else parallel.optimizer_shards(optimizer))
+    return before, READ - before, len(STATES) - opened, sum(shard.data.nbytes for shard in shards)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    run = tmp_path_factory.mktemp("saved") / "run"
+    run_ranks(3, save, run)
+    return run
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks, way", [(2, "init_from"), (4, "init_from"), (2, "resume")])
+def test_each_byte_is_verified_once_and_read_by_who_holds_it(saved, tmp_path, ranks, way):
+    """init_from reads no moments, and nothing but state.json before the ranks meet; rank 0 reads state.json for all."""
+    given = {"init_from": str(saved)} if way == "init_from" else {}
+    results = run_ranks(ranks, begin, tmp_path / "new" if given else saved, given)
+    commit = json.loads((saved / "checkpoints/step_00000003/COMMIT").read_text())["files"]
+    state = commit.pop("state.json")["bytes"]
+    for before, reads, _, held in results:
+        assert before == ({("checksum", "state"): state} if given else {})
+        assert reads["_open", "model"] + reads["_open", "moments"] == held
+    together = sum((reads for _, reads, _, _ in results), Counter())
+    whole = [entry["model"] if given else entry for entry in commit.values()]
+    assert sum(together["checksum", part] for part in ("header", "model", "moments")) == sum(
+        entry["bytes"] for entry in whole)
+    assert bool(together["_open", "moments"]) == (way == "resume")
+    assert together["checksum", "state"] == state and sum(opened for _, _, opened, _ in results) == 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("offset, message", [(-5, None), (5000, "none of the 1 checkpoints .* content of rank_00001")])
+def test_init_from_demands_that_the_weights_are_whole_and_no_more(saved, tmp_path, offset, message):
+    """A broken moment does not matter; a broken weight is refused in the same words on all ranks."""
+    run = shutil.copytree(saved, tmp_path / "run")
+    with open(run / "checkpoints/step_00000003/rank_00001.safetensors", "r+b") as file:
+        file.seek(offset, os.SEEK_END if offset < 0 else os.SEEK_SET)
+        byte = file.read(1)[0]
+        file.seek(-1, os.SEEK_CUR)
+        file.write(bytes([byte ^ 1]))
+    results = run_ranks(2, begin, tmp_path / "new", {"init_from": str(run)})
+    if message:
+        assert results[0] == results[1] and re.search(message, results[0])
+    else:
+        assert all(reads["_open", "model"] == held for _, reads, _, held in results)
