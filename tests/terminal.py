@@ -35,11 +35,11 @@ class Terminal:
     def type(self, text):
         os.write(self.master, text.encode())
 
-    def shown(self):
-        """What is drawn on a row, each drawing by itself: `\\r` and line ends part them."""
+    def text(self):
+        """What was written until now."""
         while select.select([self.master], [], [], 0.1)[0]:
-            pass  # the reader will take it
-        return [row for row in re.split(r"[\r\n]+", self.screen) if row.strip()]
+            pass  # the reader takes it
+        return self.screen
 
     def close(self):
         """Closes the window. Twice does no harm."""
@@ -53,3 +53,8 @@ class Terminal:
         while not self.closing.is_set():
             if select.select([self.master], [], [], 0.05)[0]:
                 self.screen += os.read(self.master, 65536).decode()
+
+
+def drawings(text):
+    """Every drawing of a row by itself: `\\r` and line ends part them. Blank ones, which wipe a row, are left out."""
+    return [row.rstrip() for row in re.split(r"[\r\n]+", text) if row.strip()]

@@ -1,10 +1,15 @@
-"""What the terminal shows while training: one live line on a terminal, a plain line per report elsewhere."""
+"""What is seen of a training: lines that stay and, on a terminal, a live line below them, none wider than it is."""
 
+import os
 import sys
+import textwrap
 import time
 from typing import TextIO
 
 SECONDS_BETWEEN_UPDATES = 0.2
+USUAL_WIDTH = 80  # of a terminal that does not tell
+INDENT = " " * 11  # lines begin with a name, as in `kernels    native: conv`
+LESS_AND_LESS = ("MFU", "tok/s", "lr", "left", "loss")  # what a narrow terminal has no room for goes in this order
 
 
 def duration(seconds: float) -> str:
@@ -15,40 +20,59 @@ def duration(seconds: float) -> str:
 class Display:
     """Lines on rank 0 (`enabled`), nothing elsewhere."""
 
-    def __init__(self, total_steps: int, *, enabled: bool = True, stream: TextIO | None = None) -> None:
-        self.total, self.enabled, self.stream = total_steps, enabled, stream or sys.stdout
-        self.live = enabled and self.stream.isatty()
+    def __init__(self, *, enabled: bool = True, stream: TextIO | None = None) -> None:
+        self.enabled, self.stream = enabled, stream or sys.stdout
+        self.on_terminal = enabled and self.stream.isatty()
+        self.live = self.on_terminal and os.environ.get("TERM") != "dumb"
         self.shown, self.next_update = "", 0.0
 
     def line(self, text: str) -> None:
-        """A line that stays."""
+        """Lines that stay, wrapped where a terminal needs it."""
         if self.enabled:
+            rows = text.splitlines()
+            if self.on_terminal:
+                rows = [textwrap.fill(row, self._width(), subsequent_indent=INDENT, break_long_words=False,
+                                      break_on_hyphens=False) for row in rows]
             self._clear()
-            print(text, file=self.stream, flush=True)
+            print("\n".join(rows), file=self.stream, flush=True)
 
-    def step(self, step: int, *, loss: float, learning_rate: float, tokens_per_second: float, mfu: float | None = None,
-             seconds_left: float | None = None, report: bool = False) -> None:
-        """The state of training; stays as a line where there is no terminal and `report` is set."""
-        if not self.enabled or not (report or (self.live and time.monotonic() >= self.next_update)):
-            return
-        parts = [f"step {step:>{len(str(self.total))}}/{self.total}", f"loss {loss:7.4f}", f"lr {learning_rate:.2e}",
-                 f"{tokens_per_second:>9,.0f} tokens/s"]
-        parts += [f"MFU {mfu:5.1%}"] if mfu is not None else []
-        parts += [f"left {duration(seconds_left)}"] if seconds_left is not None else []
-        text = "  ".join(parts)
-        if self.live:
+    def passing(self, text: str) -> None:
+        """What the live line says until something else comes."""
+        if self.live and time.monotonic() >= self.next_update:
             self._clear()
-            print("\r" + text, end="", file=self.stream, flush=True)
-            self.shown, self.next_update = text, time.monotonic() + SECONDS_BETWEEN_UPDATES
-        else:
-            print(text, file=self.stream, flush=True)
+            self.shown, self.next_update = text[:self._width()], time.monotonic() + SECONDS_BETWEEN_UPDATES
+            print("\r" + self.shown, end="", file=self.stream, flush=True)
 
-    def _clear(self):
-        if self.shown:
-            print("\r" + " " * len(self.shown), end="\r", file=self.stream)
-            self.shown = ""
+    def step(self, step: int, total: int, *, loss: float, learning_rate: float, tokens_per_second: float,
+             mfu: float | None = None, seconds_left: float | None = None, report: bool = False) -> None:
+        """The state of training; stays where `report` is set."""
+        parts = {"step": f"step {step:>{len(str(total))}}/{total}", "loss": f"loss {loss:7.4f}",
+                 "lr": f"lr {learning_rate:.2e}", "tok/s": f"{tokens_per_second:>7,.0f} tok/s"}
+        parts |= {"MFU": f"MFU {mfu:5.1%}"} if mfu is not None else {}
+        parts |= {"left": f"left {duration(seconds_left)}"} if seconds_left is not None else {}
+        row = "  ".join(parts.values())
+        if self.on_terminal:
+            for least in LESS_AND_LESS:
+                if len(row) > self._width():
+                    parts.pop(least, None)
+                    row = "  ".join(parts.values())
+            row = row[:self._width()]
+        (self.line if report else self.passing)(row)
 
     def close(self) -> None:
         if self.shown:
             print(file=self.stream, flush=True)
+            self.shown = ""
+
+    def _width(self):
+        """One less than the terminal's: in the last column, some break the line."""
+        try:
+            columns = os.get_terminal_size(self.stream.fileno()).columns
+        except (OSError, ValueError):
+            columns = 0
+        return (columns or USUAL_WIDTH) - 1
+
+    def _clear(self):
+        if self.shown:
+            print("\r" + " " * min(len(self.shown), self._width()), end="\r", file=self.stream)
             self.shown = ""

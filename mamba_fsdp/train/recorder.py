@@ -23,15 +23,16 @@ from mamba_fsdp.train.state import TrainState
 class Recorder(contextlib.ExitStack):
     """A context manager around the loop. All ranks call every method at the same place; only rank 0 writes."""
 
-    def __init__(self, settings: TrainConfig, world: World, folder: RunFolder, plan: Plan, step: int) -> None:
+    def __init__(self, settings: TrainConfig, world: World, folder: RunFolder, plan: Plan, step: int,
+                 display: Display) -> None:
         """step: the one that the run resumes from; what was written after it is dropped."""
         super().__init__()
         report = settings.report
         self.world, self.folder, self.plan, self.interval = world, folder, plan, report.report_interval
+        self.display = display
         self.flops_per_token = flops_per_token(settings.model, settings.data.seq_length)
         peak = device_peak(torch.cuda.get_device_name(world.device)) if world.device.type == "cuda" else None
         self.peak_flops = peak and peak * world.size
-        self.display = Display(plan.total_steps, enabled=world.rank == 0)
         self.metrics = Metrics(folder.path, step) if world.rank == 0 else None
         self.tracker = None if world.rank else make_tracker(report.tracker, folder.path, as_dict(settings), step)
         for part in (self.tracker, self.metrics, self.display):
@@ -53,8 +54,9 @@ class Recorder(contextlib.ExitStack):
                          "grad_norm": gradient_norm, "skipped_steps": state.skipped_steps,
                          "tokens_per_second": round(rate, 1), **({"mfu": round(mfu, 4)} if mfu else {}), **compared})
             self.clock.next_interval(state.step)
-        self.display.step(state.step, loss=loss, learning_rate=learning_rate, tokens_per_second=rate, mfu=mfu,
-                          seconds_left=self.clock.seconds_left(state.step, self.plan.total_steps), report=due)
+        self.display.step(state.step, self.plan.total_steps, loss=loss, learning_rate=learning_rate,
+                          tokens_per_second=rate, mfu=mfu, report=due,
+                          seconds_left=self.clock.seconds_left(state.step, self.plan.total_steps))
         if self.profiler:
             self.profiler.step()
 

@@ -2,7 +2,6 @@
 
 import contextlib
 from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -14,12 +13,13 @@ from mamba_fsdp.errors import UserError, first_line
 from mamba_fsdp.ops import native
 from mamba_fsdp.parallel.compat import use_deterministic_algorithms
 from mamba_fsdp.parallel.world import start_world
+from mamba_fsdp.report.display import Display
 from mamba_fsdp.report.output import output_that_may_go
 from mamba_fsdp.run_layout import MODELS, SETTINGS, step_of
 from mamba_fsdp.train import loop
 from mamba_fsdp.train.recorder import Recorder
 from mamba_fsdp.train.run_folder import RunFolder
-from mamba_fsdp.train.setup import Parts, Say, Weights, set_up
+from mamba_fsdp.train.setup import Parts, Weights, set_up
 from mamba_fsdp.train.state import TrainState
 from mamba_fsdp.train.stopping import StopRequest
 from mamba_fsdp.train.watchdog import watchdog
@@ -37,17 +37,17 @@ def run_training(settings: TrainConfig, weights: Weights | None = None, write_mo
     folder, state, first_step = RunFolder(settings.checkpoint.save_ckpt_path), TrainState(), 0
     world = start_world(timeout_minutes=settings.parallel.timeout_minutes)
     native.tune_process(world.device.type)
-    say = partial(print, flush=True) if world.rank == 0 else lambda text: None
+    display = Display(enabled=world.rank == 0)
     try:
         with (contextlib.closing(world), watchdog(settings.parallel.timeout_minutes, world.rank),
               out_of_memory_explained(world.rank, lambda: state.step == first_step)):
             world.on_rank0(folder.take)
-            parts = set_up(settings, world, folder, weights, say)
+            parts = set_up(settings, world, folder, weights, display.line)
             state, first_step = parts.state, parts.state.step
-            last = train(parts, folder, say)
+            last = train(parts, folder, display)
             del parts  # model and optimizer, before the world is closed
         if last and world.rank == 0:
-            finish(folder, last, write_model)
+            finish(folder, last, write_model, display)
     except BaseException as error:
         folder.say_failed(state.step, error)
         raise
@@ -56,24 +56,24 @@ def run_training(settings: TrainConfig, weights: Weights | None = None, write_mo
     return 0
 
 
-def train(parts: Parts, folder: RunFolder, say: Say) -> Path | None:
+def train(parts: Parts, folder: RunFolder, display: Display) -> Path | None:
     """The loop with its surroundings. Returns the last checkpoint of a run that has all its steps, else None."""
     state, plan, world = parts.state, parts.plan, parts.world
     if state.step >= plan.total_steps:
-        say(f"over       {folder.path} has all its {state.step} steps; raise num_steps to train on")
+        display.line(f"over       {folder.path} has all its {state.step} steps; raise num_steps to train on")
         return parts.checkpointer.newest()
     if world.rank == 0:
         write_atomically(folder.path / SETTINGS, resolve.as_yaml(parts.settings))
         folder.keep_tokenizer(next(iter(parts.sources.values())).path)
         folder.say("running", state.step)
     with (parts.loader, StopRequest(folder.path, world.rank == 0) as stop,
-          Recorder(parts.settings, world, folder, plan, state.step) as recorder):
+          Recorder(parts.settings, world, folder, plan, state.step, display) as recorder):
         reason = loop.train(parts, recorder, stop)
     if not reason:
         return parts.checkpointer.newest()
     if world.rank == 0:
         folder.say("stopped", state.step, reason)
-    say(f"stopped    at step {state.step} ({reason}); the same command resumes from here")
+    display.line(f"stopped    at step {state.step} ({reason}); the same command resumes from here")
     return None
 
 
@@ -92,11 +92,11 @@ def out_of_memory_explained(rank: int, while_: Callable[[], bool]) -> Iterator[N
                         f"({first_line(error)[:200]})") from error
 
 
-def finish(folder: RunFolder, checkpoint: Path, write_model: WriteModel | None) -> None:
+def finish(folder: RunFolder, checkpoint: Path, write_model: WriteModel | None, display: Display) -> None:
     """Writes the whole model as one file, then the status `finished`: whoever reads that finds the model. On rank 0,
     when the process group has ended: a large model may take longer than the other ranks would wait."""
     step, written = step_of(checkpoint.name) or 0, folder.path / MODELS / checkpoint.name
     if write_model and not written.exists():
         write_model(checkpoint, written)
     folder.say("finished", step)
-    print(f"finished   {step} steps; everything lies in {folder.path}", flush=True)
+    display.line(f"finished   {step} steps; everything lies in {folder.path}")

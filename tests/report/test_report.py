@@ -3,11 +3,13 @@
 import errno
 import io
 import json
+import re
 import subprocess
 import sys
 import time
 
 import pytest
+from terminal import Terminal, drawings
 
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.report.display import Display, duration
@@ -18,37 +20,75 @@ from mamba_fsdp.report.trackers import make_tracker
 STEP = dict(loss=3.25, learning_rate=3e-4, tokens_per_second=21400.4)
 
 
-class Terminal(io.StringIO):
-    def isatty(self):
-        return True
+LONG = dict(loss=3.25, learning_rate=3e-4, tokens_per_second=1_214_000.4, mfu=0.412, seconds_left=360_125)
 
 
 def test_a_plain_line_per_report_without_a_terminal():
     stream = io.StringIO()
-    display = Display(1000, stream=stream)
-    display.step(19, **STEP)
-    display.step(20, **STEP, seconds_left=3725, report=True)
+    display = Display(stream=stream)
+    display.step(19, 1000, **STEP)
+    display.step(20, 1000, **STEP, seconds_left=3725, report=True)
+    display.passing("validation 3/16")
+    display.line("data       " + "word " * 40)
     display.close()
-    assert stream.getvalue() == "step   20/1000  loss  3.2500  lr 3.00e-04     21,400 tokens/s  left 1:02:05\n"
+    assert stream.getvalue() == ("step   20/1000  loss  3.2500  lr 3.00e-04   21,400 tok/s  left 1:02:05\n"
+                                 "data       " + "word " * 40 + "\n")
 
 
-def test_one_live_line_on_a_terminal_that_other_lines_do_not_garble():
-    stream = Terminal()
-    display = Display(1000, stream=stream)
-    display.step(1, **STEP, mfu=0.412)
-    display.line("step 1: validation loss 3.0")
+def test_one_live_line_below_lines_that_stay(terminal, monkeypatch):
+    """A report stays; what is passing makes room for what comes next."""
+    monkeypatch.setattr("mamba_fsdp.report.display.SECONDS_BETWEEN_UPDATES", 0.0)
+    display = Display(stream=terminal.stream())
+    for step in (18, 19, 20):
+        display.step(step, 100, **STEP, report=step == 19)
+    display.passing("validation 3/16")
+    display.line("step 20: validation loss 3.0")
+    display.passing("and so on")
     display.close()
-    drawn = stream.getvalue().split("\r")
-    assert drawn[1].endswith("MFU 41.2%") and not drawn[2].strip() and drawn[3] == "step 1: validation loss 3.0\n"
+    lines = [drawings(line)[-1] for line in terminal.text().split("\r\n") if line.strip()]
+    assert [line[:15] for line in lines] == ["step  19/100  l", "step 20: valida", "and so on"]
 
 
-def test_other_ranks_are_silent():
-    stream = Terminal()
-    display = Display(10, enabled=False, stream=stream)
-    display.step(1, **STEP, report=True)
+@pytest.mark.parametrize("columns, parts", [
+    (100, ["step", "loss", "lr", "tok/s", "MFU", "left"]), (81, ["step", "loss", "lr", "tok/s", "left"]),
+    (80, ["step", "loss", "lr", "left"]), (60, ["step", "loss", "left"]), (40, ["step", "loss"]), (12, ["step"])])
+def test_the_live_line_fits_and_keeps_what_matters(columns, parts):
+    window = Terminal(columns)
+    display = Display(stream=window.stream())
+    display.step(123_456, 1_000_000, **LONG)
+    display.step(123_456, 1_000_000, **LONG, report=True)
+    display.close()
+    live, line = drawings(window.text())[0], drawings(window.text())[-1]
+    window.close()
+    assert live == line and len(live) < columns
+    assert [part for part in ("step", "loss", "lr", "tok/s", "MFU", "left") if part in live] == parts
+
+
+def test_a_terminal_that_can_only_print_gets_lines(terminal, monkeypatch):
+    monkeypatch.setenv("TERM", "dumb")
+    display = Display(stream=terminal.stream())
+    display.step(1, 100, **LONG)
+    display.step(2, 100, **LONG, report=True)
+    display.passing("validation 3/16")
+    display.close()
+    assert terminal.text().count("step") == 1 and "\r" not in terminal.text().replace("\r\n", "\n")
+
+
+def test_long_lines_are_wrapped_where_the_text_begins(terminal):
+    display = Display(stream=terminal.stream())
+    display.line("kernels    portable: " + "; ".join(["conv not native: gcc is too old"] * 5) + "\na second line")
+    first, *rest, last = drawings(terminal.text())
+    assert first.startswith("kernels    portable") and last == "a second line"
+    assert len(rest) == 2 and all(len(row) < 80 and re.match(" {11}[ct]", row) for row in rest)
+
+
+def test_other_ranks_are_silent(terminal):
+    display = Display(enabled=False, stream=terminal.stream())
+    display.step(1, 10, **STEP, report=True)
     display.line("x")
+    display.passing("x")
     display.close()
-    assert stream.getvalue() == ""
+    assert terminal.text() == ""
 
 
 class Gone(io.StringIO):
@@ -63,9 +103,9 @@ def test_what_is_printed_when_nobody_can_read_it_is_dropped(monkeypatch):
     monkeypatch.setattr(sys, "stdout", Gone())
     monkeypatch.setattr(sys, "stderr", None)  # as with `2>&-`
     with output_that_may_go():
-        display = Display(10)
+        display = Display()
         display.line("x")
-        display.step(1, **STEP, report=True)
+        display.step(1, 10, **STEP, report=True)
         print("from a library", file=sys.stderr)
         assert sys.stdout.encoding is None  # all else is the stream's
     assert isinstance(sys.stdout, Gone) and sys.stderr is None

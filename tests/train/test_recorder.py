@@ -9,6 +9,7 @@ from config.train_config import TrainConfig
 from mamba_fsdp.data.loader import Split
 from mamba_fsdp.parallel.world import World
 from mamba_fsdp.train.clock import Clock
+from mamba_fsdp.report.display import Display
 from mamba_fsdp.train.recorder import Recorder
 from mamba_fsdp.train.run_folder import RunFolder
 from mamba_fsdp.train.schedule import Schedule
@@ -24,7 +25,8 @@ def recorder_of(tmp_path, monkeypatch):
     settings.report.report_interval = 2
     plan = Plan(Split(0, 1, 2), tokens_per_step=64, total_steps=4, eval_steps=0, checkpoint_steps=4,
                 schedule=Schedule("constant", 4))
-    return lambda world: Recorder(settings, world, RunFolder(tmp_path), plan, 0)
+    return lambda world: Recorder(settings, world, RunFolder(tmp_path), plan, 0,
+                                  Display(enabled=world.rank == 0))
 
 
 def test_a_report_is_a_line_and_an_entry_where_it_is_due(recorder_of, tmp_path, capsys):
