@@ -120,6 +120,8 @@ class Checkpointer:
         told = self.world.gather_on_rank0((save.outcome, save.pieces))
         self.last = self.world.on_rank0(lambda: self._commit(save, told))
         self.broken.discard(self.last.name)
+        if self.world.rank == 0:
+            self.report(f"checkpoint {self.last.name} is committed")
 
     def _write(self, save, pieces):
         """Write this rank's file. Runs in a thread and therefore talks to no other rank."""

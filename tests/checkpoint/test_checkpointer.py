@@ -87,6 +87,15 @@ def test_only_the_newest_k_stay(run, world):
     assert names(run) == ["step_00000004", "step_00000005"]
 
 
+def test_a_commit_is_told_when_it_has_happened(run, world):
+    said = []
+    checkpointer = Checkpointer(run, world, report=lambda text: said.append((text, names(run))))
+    checkpointer.save(1, shards(1), {})
+    assert not said
+    checkpointer.wait()
+    assert said == [("checkpoint step_00000001 is committed", ["step_00000001"])]
+
+
 def test_broken_and_uncommitted_ones_don_t_count_among_the_kept(run, world):
     """A newer but broken checkpoint never pushes out the whole one that the run started from."""
     make(run, world, [1, 2], keep=5)
