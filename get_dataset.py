@@ -8,7 +8,7 @@ INPUT   a file, folder or glob of .txt, .md, .jsonl, .ndjson, .json, .csv, .tsv 
         Python's own library. What is hidden in a folder (.name) is left out.
 OUT     a folder for the stores OUT/train and OUT/validation. Default: data/ and the input's name.
 
-Killed or interrupted, the same command resumes; complete, it says so.
+Killed or interrupted, the same command resumes; complete, it says so. Whole numbers may end in k, M, B or T (10k).
 """
 
 import os

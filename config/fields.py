@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 from mamba_fsdp.errors import UserError
 
 BOOLEANS = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
+UNITS = {"": 0, "k": 3, "m": 6, "b": 9, "g": 9, "t": 12}  # powers of ten, in either case
 LIMITS = {"above": operator.gt, "at_least": operator.ge, "at_most": operator.le, "below": operator.lt}
 
 
@@ -84,19 +85,19 @@ def default(leaf: dataclasses.Field) -> Any:
 
 @dataclass(frozen=True)
 class Duration:
-    """A length of training: a count of optimiser steps, or of tokens when written with `tok`, as in 1006878720tok."""
+    """A length of training: a count of optimiser steps, or of tokens when written with `tok`, as in 2Btok."""
 
     count: int
     unit: str  # "steps" or "tok"
 
     @classmethod
     def parse(cls, text: str) -> "Duration":
-        """Reads 2000, 2e3, 1006878720tok or 1e9tok, and -1 (automatic). Raises ValueError otherwise."""
+        """Reads 2000, 2k, 1006878720tok or 1.5Btok, and -1 (automatic). Raises ValueError otherwise."""
         number, unit = (text[:-3], "tok") if text.endswith("tok") else (text, "steps")
         try:
             count = whole_number(number)
         except ValueError as error:
-            raise ValueError(f"{error} of steps, as in 2000, or of tokens, as in 1000000000tok or 1e9tok") from None
+            raise ValueError(f"{error} of steps, as in 2000 or 10k, or of tokens, as in 1000tok or 2Btok") from None
         if count < 0 and unit == "tok":
             raise ValueError("expected tokens from 0 up")
         return cls(count, unit)
@@ -120,10 +121,11 @@ def boolean(text: str) -> bool:
 
 
 def whole_number(text: str) -> int:
-    """The int that 2000, 2_000, 2e3 or 1.5e9 says, exactly. Raises ValueError."""
-    if not re.fullmatch(r"[+-]?[0-9]+(_[0-9]+)*(\.[0-9]+)?(e\+?[0-9]{1,3})?", text.lower()):
+    """The int that 2000, 2_000, 2e3, 10k, 1.5M or 2B says, exactly. Raises ValueError."""
+    parts = re.fullmatch(r"([+-]?[0-9]+(?:_[0-9]+)*(?:\.[0-9]+)?(?:e\+?[0-9]{1,3})?)([kmbgt]?)", text.lower())
+    if not parts:
         raise ValueError("expected a whole number")
-    number = Decimal(text)
+    number = Decimal(parts[1]).scaleb(UNITS[parts[2]])
     if number != number.to_integral_value():
         raise ValueError("expected a whole number")
     if abs(number) >= 2 ** 63:

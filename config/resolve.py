@@ -221,7 +221,8 @@ def help_page() -> str:
     lines = ["Train a Mamba language model. The same command again resumes after a stop or a crash.", "",
              "  python training.py [--config=FILE.yaml] [--SETTING=VALUE ...]", "",
              "A setting may carry its section (--optimizer.learning_rate) and stand in YAML, flat or in sections.",
-             "The command line wins over --config, that over the preset named by model_name, that over the defaults."]
+             "The command line wins over --config, that over the preset named by model_name, that over the defaults.",
+             "Whole numbers may end in k, M, B or T (10k, 1.5M); durations are steps (10k), or tokens (2Btok)."]
     for section, kind in SECTIONS.items():
         lines += ["", f"{section}: {' '.join(kind.__doc__.split())}", *help_lines(kind)]
     return "\n".join(lines)

@@ -31,6 +31,7 @@ RECOMPUTING = Needs("fsdp_activation_checkpointing=true",
                     lambda settings: settings.parallel.fsdp_activation_checkpointing)
 SHARDING = Needs("sharding_strategy=fsdp or hsdp",
                  lambda settings: settings.parallel.sharding_strategy not in ("none", "ddp"))
+WANDB = Needs("tracker=wandb", lambda settings: settings.report.tracker == "wandb")
 
 
 @dataclass
@@ -77,7 +78,7 @@ class OptimizerConfig:
 
 @dataclass
 class ScheduleConfig:
-    """The learning rate over the run. Durations are steps, or tokens when written as in 1006878720tok."""
+    """The learning rate over the run. Durations are steps, or tokens when written as in 2Btok."""
 
     schedule: str = setting("cosine", choices=("cosine", "wsd", "linear", "constant", "annealing"))
     """cosine and linear decay to the floor; wsd holds, then decays linearly over decay_steps; annealing goes straight
@@ -95,7 +96,7 @@ class TrainingConfig:
     """The loop."""
 
     num_steps: Duration = steps(1000, at_least=1)
-    """Length of the run in steps, or tokens as in 20000000tok: then the learning rate is a function of the tokens seen,
+    """Length of the run in steps, or tokens as in 20Mtok: then the learning rate is a function of the tokens seen,
     which another global batch later in the run does not bend."""
     batch_size: int = setting(8, at_least=1)
     """Samples per device and forward pass."""
@@ -187,10 +188,14 @@ class ParallelConfig:
 class ReportConfig:
     """What is shown and recorded."""
 
-    report_interval: int = setting(20, at_least=1)
-    """Steps between lines in metrics.jsonl and the log."""
+    report_interval: Duration = steps(20, at_least=1)
+    """Steps, or tokens, between lines in metrics.jsonl and the log."""
     tracker: str = setting("none", choices=("none", "tensorboard", "wandb"))
     """Send the metrics there too (tensorboard: into the run folder)."""
+    wandb_project: str = setting("", needs=WANDB)
+    """Project in W&B; empty takes WANDB_PROJECT of the environment, else mamba-fsdp."""
+    wandb_name: str = setting("", needs=WANDB)
+    """Name of the run there; empty takes WANDB_NAME of the environment, else the run folder's."""
     use_profiler: bool = setting(False)
     """Record a torch profile of steps 5 to 7 of this start into the run folder (profile/rank_R.json)."""
 

@@ -20,9 +20,12 @@ VERBS = {  # name: (module in mamba_fsdp/verbs, what it does)
 
 def main() -> None:
     if len(sys.argv) < 2 or sys.argv[1] in ("--help", "-h", "help"):
-        print("python -m mamba_fsdp VERB ...  (--help after a verb lists its options)\n")
+        print("python -m mamba_fsdp VERB ...  (--help after a verb lists its options; --version)\n")
         for verb, (_, meaning) in VERBS.items():
             print(f"  {verb:<10} {meaning}")
+        raise SystemExit(0)
+    if sys.argv[1] == "--version":
+        print(command_line.version())
         raise SystemExit(0)
     verb, arguments = sys.argv[1], sys.argv[2:]
     if verb not in VERBS:

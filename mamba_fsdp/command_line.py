@@ -1,16 +1,20 @@
 """What all verbs share: Fire splits the words, the verb's annotations give their types, and a user's mistake is two
 lines without a traceback."""
 
+import contextlib
 import dataclasses
 import inspect
 import os
+import subprocess
 import sys
 import typing
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import fire
 
+import mamba_fsdp
 from config.fields import KINDS, near_name, read, read_field
 from mamba_fsdp.errors import UserError, leave_for_torchrun
 
@@ -23,6 +27,9 @@ def run(verb: Callable[..., Any], help_page: Callable[[], str], arguments: Seque
     """
     arguments = sys.argv[1:] if arguments is None else arguments
     try:
+        if "--version" in _cut_at_dashes(arguments)[0]:
+            print(version())
+            raise SystemExit(0)
         if {"--help", "-h"} & set(_cut_at_dashes(arguments)[0]) or arguments == ["help"]:
             print(help_page(), flush=True)
             raise SystemExit(0)
@@ -40,6 +47,16 @@ def run(verb: Callable[..., Any], help_page: Callable[[], str], arguments: Seque
     except Exception as error:
         leave_for_torchrun(error)
         raise
+
+
+def version() -> str:
+    """As in `mamba_fsdp 1.0, commit 1a2b3c4-dirty`; the commit where this is a git checkout."""
+    commit, root = "", Path(__file__).parents[1]
+    if (root / ".git").exists():
+        with contextlib.suppress(OSError):  # without git
+            describe = ["git", "-C", str(root), "describe", "--always", "--dirty", "--exclude=*"]
+            commit = subprocess.run(describe, capture_output=True, text=True).stdout.strip()
+    return f"mamba_fsdp {mamba_fsdp.__version__}" + (f", commit {commit}" if commit else "")
 
 
 def call(verb: Callable[..., Any], arguments: Sequence[str]) -> Any:

@@ -1,5 +1,6 @@
 """Where metrics go besides metrics.jsonl: TensorBoard's event files in the run folder, or Weights & Biases (W&B)."""
 
+import os
 import uuid
 from pathlib import Path
 
@@ -8,11 +9,15 @@ from mamba_fsdp.errors import UserError, first_line
 from mamba_fsdp.run_layout import TENSORBOARD, WANDB_ID
 
 
-def make_tracker(kind: str, run_folder: Path, settings: dict, step: int) -> "TensorBoard | WeightsAndBiases | None":
-    """For a run that resumes from `step`; None for "none". Raises UserError where the package is missing or refuses."""
+def make_tracker(kind: str, run_folder: Path, settings: dict, step: int, project: str = "",
+                 name: str = "") -> "TensorBoard | WeightsAndBiases | None":
+    """For a run that resumes from `step`; None for "none". project, name: in W&B, if not the environment's or our own.
+
+    Raises UserError where the package is missing or refuses.
+    """
     if kind == "tensorboard":
         return TensorBoard(run_folder, step)
-    return WeightsAndBiases(run_folder, settings) if kind == "wandb" else None
+    return WeightsAndBiases(run_folder, settings, project, name) if kind == "wandb" else None
 
 
 class TensorBoard:
@@ -37,7 +42,7 @@ class TensorBoard:
 class WeightsAndBiases:
     """One W&B run per run folder, which keeps its id, so that a resumed run continues the same curves."""
 
-    def __init__(self, run_folder: Path, settings: dict) -> None:
+    def __init__(self, run_folder: Path, settings: dict, project: str, name: str) -> None:
         try:
             import wandb
         except ImportError:
@@ -46,8 +51,9 @@ class WeightsAndBiases:
         if not kept.exists():
             write_atomically(kept, uuid.uuid4().hex)
         try:
-            self.run = wandb.init(project="mamba-fsdp", id=kept.read_text().strip(), name=run_folder.name,
-                                  dir=str(run_folder), resume="allow", config=settings)
+            self.run = wandb.init(project=project or os.environ.get("WANDB_PROJECT") or "mamba-fsdp",
+                                  name=name or os.environ.get("WANDB_NAME") or run_folder.name, dir=str(run_folder),
+                                  id=kept.read_text().strip(), resume="allow", config=settings)
         except Exception as error:  # its errors have no common class in all its versions
             raise UserError(f"tracker=wandb: W&B refused ({first_line(error)}); log in with `wandb login` or "
                             "WANDB_API_KEY, or set WANDB_MODE=offline") from None

@@ -28,13 +28,15 @@ class Recorder(contextlib.ExitStack):
         """step: the one that the run resumes from; what was written after it is dropped."""
         super().__init__()
         report = settings.report
-        self.world, self.folder, self.plan, self.interval = world, folder, plan, report.report_interval
+        self.world, self.folder, self.plan = world, folder, plan
+        self.interval = report.report_interval.steps(plan.tokens_per_step)
         self.display = display
         self.flops_per_token = flops_per_token(settings.model, settings.data.seq_length)
         peak = device_peak(torch.cuda.get_device_name(world.device)) if world.device.type == "cuda" else None
         self.peak_flops = peak and peak * world.size
         self.metrics = Metrics(folder.path, step) if world.rank == 0 else None
-        self.tracker = None if world.rank else make_tracker(report.tracker, folder.path, as_dict(settings), step)
+        self.tracker = None if world.rank else make_tracker(report.tracker, folder.path, as_dict(settings), step,
+                                                            report.wandb_project, report.wandb_name)
         for part in (self.tracker, self.metrics, self.display):
             if part:
                 self.callback(part.close)

@@ -77,7 +77,7 @@ def test_false_is_false():
     ({"learning_rate": "0"}, "must be above 0"),
     ({"schedule": "cosin"}, "one of cosine, wsd"),
     ({"num_steps": "ten"},
-     "num_steps=ten: expected a whole number of steps, as in 2000, or of tokens, as in 1000000000tok"),
+     "num_steps=ten: expected a whole number of steps, as in 2000 or 10k, or of tokens, as in 1000tok or 2Btok"),
     ({"model_name": "mamba-131m"}, "mamba-130m"),
     ({"layers": "mamba3"}, "can't read 'mamba3'"),
     ({"layers": "0*mamba1"}, "names no layer"),
@@ -121,6 +121,8 @@ POINTLESS = {  # every setting that needs another: a value, where it does nothin
     "min_learning_rate_ratio": ("0.2", {"schedule": "annealing"}, {"schedule": "wsd"}),
     "selective_checkpointing": ("1/3", {}, {"fsdp_activation_checkpointing": "true"}),
     "reentrant_checkpointing": ("true", {}, {"fsdp_activation_checkpointing": "true"}),
+    "wandb_project": ("mine", {"tracker": "tensorboard"}, {"tracker": "wandb"}),
+    "wandb_name": ("mine", {}, {"tracker": "wandb"}),
     "backward_prefetch": ("false", {"sharding_strategy": "ddp"}, {"sharding_strategy": "hsdp"}),
     "limit_all_gathers": ("false", {"sharding_strategy": "none"}, {}),
 }
@@ -177,7 +179,7 @@ def test_a_wrong_file_is_refused_by_name(tmp_path):
 
 
 @pytest.mark.parametrize("text", ["-1tok", "-2tok", "5 tok", "5tokens", "tok", "5TOK", "1_tok", "_1", "1__0", "1e-3",
-                                  "1.5", "0x10",
+                                  "k", "2kk", "2 k", "1.2345k", "1.5", "0x10",
                                   "nan", "inf", "1e400", "9223372036854775808", "1e19tok", "٣", ""])
 def test_a_duration_that_says_nothing_clear_is_refused(text):
     for name in ("num_steps", "warmup_steps", "eval_interval"):
@@ -186,6 +188,9 @@ def test_a_duration_that_says_nothing_clear_is_refused(text):
 
 @pytest.mark.parametrize("text, count, unit", [("2_000", 2000, "steps"), ("2e3", 2000, "steps"),
                                                ("1.5e9tok", 15 * 10 ** 8, "tok"), ("-1", -1, "steps"),
+                                               ("10k", 10_000, "steps"), ("2Btok", 2 * 10 ** 9, "tok"),
+                                               ("1.5Mtok", 1_500_000, "tok"), ("0.5ktok", 500, "tok"),
+                                               ("0.4Ttok", 4 * 10 ** 11, "tok"), ("3gtok", 3 * 10 ** 9, "tok"),
                                                ("0tok", 0, "tok"), ("9223372036854775807tok", 2 ** 63 - 1, "tok")])
 def test_a_duration_is_read_exactly(text, count, unit):
     assert Duration.parse(text) == Duration(count, unit)

@@ -181,6 +181,18 @@ def test_wandb_goes_on_in_the_same_curves(tmp_path, wandb):
     assert first["resume"] == "allow" and first["config"] == {"seed": 1}
 
 
+def test_wandb_project_and_name_are_the_settings_else_the_environments(tmp_path, wandb, monkeypatch):
+    monkeypatch.delenv("WANDB_PROJECT", raising=False)
+    monkeypatch.delenv("WANDB_NAME", raising=False)
+    make_tracker("wandb", tmp_path, {}, 0)
+    monkeypatch.setenv("WANDB_PROJECT", "theirs")
+    monkeypatch.setenv("WANDB_NAME", "first")
+    make_tracker("wandb", tmp_path, {}, 0)
+    make_tracker("wandb", tmp_path, {}, 0, "mine", "second")
+    assert [(call["project"], call["name"]) for call in wandb.calls] == [
+        ("mamba-fsdp", tmp_path.name), ("theirs", "first"), ("mine", "second")]
+
+
 def test_wandb_gets_every_number(tmp_path, wandb):
     tracker = make_tracker("wandb", tmp_path, {}, 0)
     tracker.write({"step": 3, "loss": 2.5})

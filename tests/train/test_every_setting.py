@@ -2,6 +2,8 @@
 
 import importlib
 import shutil
+import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -43,7 +45,9 @@ OTHER_VALUES = {
     "backward_prefetch": (False, {"sharding_strategy": "fsdp"}),
     "limit_all_gathers": (False, {"sharding_strategy": "fsdp"}), "low_cpu_fsdp": (False, {}),
     "use_torch_compile": (True, {}), "timeout_minutes": (3, {}),
-    "report_interval": (3, {}), "tracker": ("tensorboard", {}), "use_profiler": (True, {"num_steps": 8}),
+    "report_interval": (3, {}), "tracker": ("tensorboard", {}),
+    "wandb_project": ("mine", {"tracker": "wandb"}), "wandb_name": ("mine", {"tracker": "wandb"}),
+    "use_profiler": (True, {"num_steps": 8}),
 }
 
 
@@ -82,6 +86,9 @@ def traces(train, tmp_path, metrics_of, corpus, monkeypatch):
         return batches
     monkeypatch.setattr(loader.Loader, "step", step)
     monkeypatch.setattr(run.torch, "use_deterministic_algorithms", lambda flag: calls.append(("deterministic", flag)))
+    wandb = SimpleNamespace(log=lambda values, step: None, finish=lambda: None)
+    wandb.init = lambda project, name, **_: calls.append(("wandb", project, name)) or wandb
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
     monkeypatch.setattr("mamba_fsdp.parallel.parallelize.compile_blocks", lambda blocks: calls.append("compile"))
     train(tmp_path / "first", num_steps=2)
 

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 
+from config.fields import Duration
 from config.train_config import TrainConfig
 from mamba_fsdp.data.loader import Split
 from mamba_fsdp.parallel.world import World
@@ -22,7 +23,7 @@ def recorder_of(tmp_path, monkeypatch):
     """recorder_of(world) -> a Recorder of a run of 4 steps of 64 tokens that reports every second one."""
     monkeypatch.setattr("mamba_fsdp.train.lease.Lease.is_held", lambda self: True)
     settings = TrainConfig()
-    settings.report.report_interval = 2
+    settings.report.report_interval = Duration.parse("128tok")
     plan = Plan(Split(0, 1, 2), tokens_per_step=64, total_steps=4, eval_steps=0, checkpoint_steps=4,
                 schedule=Schedule("constant", 4))
     return lambda world: Recorder(settings, world, RunFolder(tmp_path), plan, 0,

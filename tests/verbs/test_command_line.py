@@ -51,7 +51,7 @@ def test_values_out_of_bounds_are_refused(words, message):
 
 @pytest.mark.parametrize("kind, name, texts", [
     (bool, "deterministic", ["on", "Off", "yes", "no", "TRUE", "0", "maybe", "2", ""]),
-    (int, "batch_size", ["7", "2e3", "2_000", "1.5e9", "+4", "1.5", "0x10", "two", "1e400", ""]),
+    (int, "batch_size", ["7", "2e3", "2_000", "1.5e9", "+4", "10k", "2B", "1.5", "0x10", "two", "1e400", "k", ""]),
     (float, "timeout_minutes", ["7", "2e3", "1e-3", "nan", "inf", "x", ""]),
 ])
 def test_settings_and_verbs_read_the_same_words_alike(kind, name, texts):
@@ -91,7 +91,8 @@ def test_mistakes_are_refused_with_the_reason(words, message):
 
 
 @pytest.mark.parametrize("words, code, start", [
-    ([], 0, "python -m mamba_fsdp VERB"), (["generate", "--help"], 0, "python -m mamba_fsdp generate"),
+    ([], 0, "python -m mamba_fsdp VERB"), (["--version"], 0, "mamba_fsdp 1."),
+    (["plot", "--version"], 0, "mamba_fsdp "), (["generate", "--help"], 0, "python -m mamba_fsdp generate"),
     (["genrate"], 2, "error: there is no verb 'genrate'"),
     (["generate"], 2, "error: missing a required argument: 'model'"),
     (["generate", "/nowhere"], 2, "error: /nowhere"), (["evaluate", "/nowhere", "/nowhere"], 2, "error: /nowhere"),
