@@ -19,16 +19,13 @@ def why_offline() -> str:
     if (told := os.environ.get("HF_HUB_OFFLINE")) is not None:
         return "HF_HUB_OFFLINE is set" if told.upper() in ("1", "ON", "YES", "TRUE") else ""
     place, reason = os.environ.get("HF_ENDPOINT") or "https://huggingface.co", [f"no answer in {SECONDS:g} s"]
-
-    def ask():
-        reason[0] = _why_silent(place)
-
-    asking = threading.Thread(target=ask, daemon=True)  # a name server that is silent knows no time limit
+    # In a thread: a name server that is silent knows no time limit.
+    asking = threading.Thread(target=lambda: reason.append(_why_silent(place)), daemon=True)
     asking.start()
     asking.join(SECONDS)
-    if reason[0]:
+    if reason[-1]:
         os.environ["HF_HUB_OFFLINE"] = "1"
-    return reason[0] and f"{place}: {reason[0]}"
+    return reason[-1] and f"{place}: {reason[-1]}"
 
 
 def was_downloaded(model: str) -> bool:

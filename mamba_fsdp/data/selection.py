@@ -1,8 +1,12 @@
 """Which token stores a run reads: the training sources with their weights, and the validation stores."""
 
+from collections.abc import Iterator
+from itertools import count
 from pathlib import Path
 
 from config.train_config import DataConfig
+from mamba_fsdp.data.loader import Batch, Loader, Split
+from mamba_fsdp.data.order import Order
 from mamba_fsdp.data.store import TokenStore
 from mamba_fsdp.errors import UserError
 
@@ -34,6 +38,18 @@ def validation_stores(data: DataConfig) -> list[TokenStore]:
     places = [folder for root in roots for folder in (root / "validation", root.parent / "validation")
               if (folder / "index.json").exists() and folder != root]
     return [TokenStore(folder) for folder in dict.fromkeys(places)]
+
+
+def batches(dataset_path: str | Path, *, seq_length: int = 256, batch_size: int = 8,
+            seed: int = 2023) -> Iterator[Batch]:
+    """Yields without end what training with these settings on one device reads, in its order. Raises UserError."""
+    data = DataConfig(str(dataset_path), seq_length=seq_length)
+    sources, weights = training_sources(data)
+    vocab_size = max(store.vocab_size for store in sources.values())
+    with Loader(sources, Order(sources, weights, seq_length, seed), data, Split(0, 1, batch_size),
+                vocab_size=vocab_size) as loader:
+        for step in count():
+            yield from loader.step(step)
 
 
 def _store_folder(path: Path, part: str = "train") -> Path:

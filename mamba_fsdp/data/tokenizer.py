@@ -3,13 +3,14 @@
 import hashlib
 import json
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from config.fields import whole_number
 from mamba_fsdp.data.hub import was_downloaded, why_offline
 from mamba_fsdp.durable import write_atomically
 from mamba_fsdp.errors import UserError, first_line
@@ -52,11 +53,14 @@ def training_size(name: str) -> int | None:
     """The vocabulary size in `train:SIZE`, or None for another name. Raises UserError for a size that can't be."""
     if not name.startswith("train:"):
         return None
-    size = name.removeprefix("train:")
-    if not size.isdecimal() or int(size) < SMALLEST_VOCABULARY:
+    try:
+        size = whole_number(name.removeprefix("train:"))
+    except ValueError:
+        size = 0
+    if size < SMALLEST_VOCABULARY:
         raise UserError(f"tokenizer {name!r}: write train:SIZE with a vocabulary of at least {SMALLEST_VOCABULARY} "
                         "tokens (every byte and the end of a document), such as train:4096")
-    return int(size)
+    return size
 
 
 def train(texts: Iterable[str], vocab_size: int) -> TextTokenizer:
@@ -100,17 +104,43 @@ def _train(backend, texts, trainer):
 
 def load_for_transformers(name: str | Path, remedy: str = "") -> Any:
     """What transformers' AutoTokenizer makes of a folder or a name on the Hugging Face Hub. Raises UserError."""
-    offline = "" if Path(name).is_dir() else why_offline()
+    is_folder = Path(name).is_dir()
+    offline = "" if is_folder else why_offline()
     if offline and not was_downloaded(str(name)):
-        raise UserError(f"tokenizer {str(name)!r}: can't be loaded: there is no such folder or tokenizer.json file, and"
-                        f" no network to download one of this name ({offline}){remedy}")
+        raise UserError(f"tokenizer {name}: can't be loaded: there is no such folder or tokenizer.json file, and "
+                        f"no network to download one of this name ({offline}){remedy}")
     from transformers import AutoTokenizer  # seconds to import: only where needed
 
     try:
         return AutoTokenizer.from_pretrained(name)
     except Exception as error:  # the libraries raise whatever a file runs into
-        raise UserError(f"tokenizer {str(name)!r}: can't be loaded as a folder, a tokenizer.json file or a name on the "
-                        f"Hugging Face Hub ({first_line(error)}){remedy}") from error
+        forms = "" if is_folder else " as a folder, a tokenizer.json file or a name on the Hugging Face Hub"
+        raise UserError(f"tokenizer {name}: can't be loaded{forms} ({first_line(error)}){remedy}") from error
+
+
+class Words(NamedTuple):
+    """What reading and writing a text takes of a tokenizer."""
+
+    encode: Callable[[str], list[int]]  # without the tokens that some add at the ends
+    decode: Callable[[list[int]], str]
+    eos: int | None
+
+
+def load_words(path: str | Path) -> Words:
+    """The Words of a tokenizer's folder or name. Without transformers, whose import takes a second, where its two files
+    say all. Raises UserError."""
+    try:
+        fields = json.loads(Path(path, "tokenizer_config.json").read_bytes())
+        if fields["tokenizer_class"] in ("PreTrainedTokenizerFast", "TokenizersBackend"):
+            backend, eos = Tokenizer.from_file(str(Path(path, "tokenizer.json"))), fields["eos_token"]
+            backend.no_truncation()
+            return Words(lambda text: backend.encode(text, add_special_tokens=False).ids,
+                         lambda tokens: backend.decode(tokens, skip_special_tokens=False),
+                         backend.token_to_id(eos["content"] if isinstance(eos, dict) else eos))
+    except Exception:  # not these files: let transformers say what is wrong
+        pass
+    form = load_for_transformers(path)
+    return Words(lambda text: form(text, add_special_tokens=False)["input_ids"], form.decode, form.eos_token_id)
 
 
 def load(name: str, eos_token: str | None = None) -> TextTokenizer:

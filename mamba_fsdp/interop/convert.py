@@ -10,11 +10,12 @@ import torch
 from safetensors import SafetensorError
 
 from mamba_fsdp.conventions import DTYPES
+from mamba_fsdp.data.tokenizer import load_for_transformers
 from mamba_fsdp.durable import hidden_beside, sync_folder
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.interop import state_spaces, transformers_forms
 from mamba_fsdp.interop.safetensors_files import SHARD_BYTES, write_safetensors
-from mamba_fsdp.interop.weights import PICKLED, TOKENIZER_FILES, load_tokenizer, read_weights
+from mamba_fsdp.interop.weights import PICKLED, TOKENIZER_FILES, read_weights
 from mamba_fsdp.model.spec import EMBEDDING, LM_HEAD, parameters
 from mamba_fsdp.run_layout import CONSOLIDATED, MODEL_CONFIG, TOKENIZER
 
@@ -107,7 +108,7 @@ def _write_state_dict(path, weights, get):
 
 def _token_ids(tokenizer_path):
     """bos, eos and pad as the tokenizer has them; transformers' defaults mean other tokens in every model."""
-    tokenizer = load_tokenizer(tokenizer_path) if tokenizer_path else None
+    tokenizer = load_for_transformers(tokenizer_path) if tokenizer_path else None
     return {kind: getattr(tokenizer, kind, None) for kind in ("bos_token_id", "eos_token_id", "pad_token_id")}
 
 

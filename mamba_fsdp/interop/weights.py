@@ -15,14 +15,13 @@ import re
 from collections.abc import Callable
 from itertools import chain
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from config.model_config import ModelConfig, checked_model
 from mamba_fsdp.checkpoint.folder import Reader, find_checkpoint, refuse_other_tensors
 from mamba_fsdp.checkpoint.tensors import Tensors, open_tensors
-from mamba_fsdp.errors import UserError, first_line
+from mamba_fsdp.errors import UserError
 from mamba_fsdp.interop import state_spaces
 from mamba_fsdp.interop.fields import Fields
 from mamba_fsdp.interop.safetensors_files import INDEX, SINGLE, open_safetensors
@@ -34,16 +33,6 @@ from mamba_fsdp.run_layout import CHECKPOINTS, COMMIT, CONSOLIDATED, MODEL_CONFI
 PICKLED = "pytorch_model.bin"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "merges.txt",
                    "special_tokens_map.json", "added_tokens.json", "chat_template.jinja")
-
-
-def load_tokenizer(path: str | Path) -> Any:
-    """The tokenizer in a folder that transformers wrote. Raises UserError."""
-    from transformers import AutoTokenizer  # seconds of imports
-
-    try:
-        return AutoTokenizer.from_pretrained(path)
-    except Exception as error:  # the libraries raise whatever a file runs into
-        raise UserError(f"tokenizer {path}: can't be loaded ({first_line(error)})") from None
 
 
 class Weights:

@@ -7,6 +7,8 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from mamba_fsdp.ops import uncompiled
+
 
 def checkpoint_blocks(blocks: Sequence[nn.Module], share: float, *, reentrant: bool) -> None:
     """Let a share in (0, 1] of the blocks recompute their activations in the backward pass."""
@@ -29,6 +31,7 @@ def compile_blocks(blocks: Sequence[nn.Module]) -> None:
     """
     import torch._dynamo  # seconds of imports that only this needs
 
+    uncompiled.settle()
     for limit in ("cache_size_limit", "accumulated_cache_size_limit"):
         setattr(torch._dynamo.config, limit, max(8 * len(blocks), getattr(torch._dynamo.config, limit)))
     for block in blocks:

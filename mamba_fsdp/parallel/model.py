@@ -34,7 +34,8 @@ class ParameterSlot:
     def materialize(self, device: torch.device) -> None:
         """Put the whole parameter on the device, with undefined content if it had no storage. Ties stay."""
         old = self.parameter
-        value = torch.empty_like(old, device=device) if old.is_meta else old.detach().to(device)
+        # empty, since empty_like of a tensor without storage imports a second's worth of torch
+        value = torch.empty(old.shape, dtype=old.dtype, device=device) if old.is_meta else old.detach().to(device)
         new = nn.Parameter(value, requires_grad=old.requires_grad)
         for module, attribute in self.owners:
             setattr(module, attribute, new)

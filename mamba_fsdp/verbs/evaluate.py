@@ -11,31 +11,55 @@ in its window. MODEL is a run folder, a checkpoint, a consolidated.00.pth, or a 
 
 import math
 import time
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 from config.fields import Bounds
 from mamba_fsdp.errors import UserError
+
+if TYPE_CHECKING:
+    from mamba_fsdp.verbs.loading import Loaded
+
+
+class Evaluation(NamedTuple):
+    tokens: int  # that were predicted
+    loss: float  # nats per token
+    bits_per_byte: float
+    seconds: float
 
 
 def main(model: str, store: str, seq_length: Annotated[int, Bounds(at_least=1)] = 2048,
          batch_size: Annotated[int, Bounds(at_least=1)] = 8, limit: Annotated[int, Bounds(at_least=0)] = 0,
          reset_at_documents: bool = False) -> None:
+    from mamba_fsdp.data.store import TokenStore
+    from mamba_fsdp.verbs.loading import load
+
+    TokenStore(store)  # a mistake there is known before the model is loaded
+    found = evaluate(load(model, reset_at_documents=reset_at_documents), store, seq_length=seq_length,
+                     batch_size=batch_size, limit=limit)
+    print(f"tokens         {found.tokens:,}")
+    print(f"loss           {found.loss:.4f} nats per token")
+    print(f"perplexity     {math.exp(found.loss):,.3f}")
+    print(f"bits per byte  {found.bits_per_byte:.4f}")
+    print(f"speed          {found.tokens / found.seconds:,.0f} tokens/s")
+
+
+def evaluate(model: "Loaded", store: str, *, seq_length: int = 2048, batch_size: int = 8, limit: int = 0) -> Evaluation:
+    """The model over the token store of this path; the options are those of the command above. Raises UserError."""
     import torch
 
     from config.train_config import DataConfig
     from mamba_fsdp.conventions import IGNORED_LABEL
     from mamba_fsdp.data.loader import Split, evaluation_batches
     from mamba_fsdp.data.store import TokenStore
+    from mamba_fsdp.data.tokenizer import load_for_transformers
     from mamba_fsdp.parallel.world import start_world
-    from mamba_fsdp.train.loop import evaluate
-    from mamba_fsdp.verbs.loading import load_model, tokenizer_of
+    from mamba_fsdp.train import loop
 
-    tokens = TokenStore(store)
-    network, weights = load_model(model, reset_at_documents=reset_at_documents)
+    (network, weights), tokens = model, TokenStore(store)
     if tokens.vocab_size > weights.config.vocab_size:
         raise UserError(f"{store} has a vocabulary of {tokens.vocab_size}, the model one of "
                         f"{weights.config.vocab_size}: they don't belong together")
-    byte_counts = torch.tensor(bytes_of_tokens(tokenizer_of(weights, str(tokens.tokenizer_path))))
+    byte_counts = torch.tensor(bytes_of_tokens(load_for_transformers(tokens.tokenizer_path)))
     counted = {"tokens": 0, "bytes": 0}
 
     def measured(batches):
@@ -46,17 +70,12 @@ def main(model: str, store: str, seq_length: Annotated[int, Bounds(at_least=1)] 
             yield batch
 
     began = time.perf_counter()
-    data = DataConfig(seq_length=seq_length, reset_at_documents=reset_at_documents)
+    data = DataConfig(seq_length=seq_length, reset_at_documents=network.reset_at_documents)
     batches = evaluation_batches(tokens, store, data, Split(0, 1, batch_size), vocab_size=weights.config.vocab_size,
                                  limit=limit or None)
-    loss = evaluate(network, measured(batches), start_world())
-    seconds = time.perf_counter() - began
+    loss = loop.evaluate(network, measured(batches), start_world())
     bits = loss * counted["tokens"] / math.log(2)
-    print(f"tokens         {counted['tokens']:,}")
-    print(f"loss           {loss:.4f} nats per token")
-    print(f"perplexity     {math.exp(loss):,.3f}")
-    print(f"bits per byte  {bits / max(1, counted['bytes']):.4f}")
-    print(f"speed          {counted['tokens'] / seconds:,.0f} tokens/s")
+    return Evaluation(counted["tokens"], loss, bits / max(1, counted["bytes"]), time.perf_counter() - began)
 
 
 def bytes_of_tokens(tokenizer: Any) -> list[int]:

@@ -12,32 +12,62 @@ Continue a text. MODEL is a run folder, a checkpoint, a consolidated.00.pth, or 
   --tokenizer    a tokenizer's folder, where MODEL came without one
 """
 
-from typing import Annotated
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Annotated
 
 from config.fields import Bounds
+from mamba_fsdp.errors import UserError
+
+if TYPE_CHECKING:
+    from mamba_fsdp.verbs.loading import Loaded
 
 
 def main(model: str, prompt: str = "", length: Annotated[int, Bounds(at_least=1)] = 100,
          temperature: Annotated[float, Bounds(at_least=0)] = 0.8, top_k: Annotated[int, Bounds(at_least=0)] = 0,
          top_p: Annotated[float, Bounds(above=0, at_most=1)] = 1.0, seed: int = 0, tokenizer: str = "") -> None:
+    refuse_invalid(prompt)
+    from mamba_fsdp.verbs.loading import load
+
+    pieces = generate(load(model), prompt, length=length, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed,
+                      tokenizer=tokenizer)
+    print(prompt, end="")
+    for piece in pieces:
+        print(piece, end="", flush=True)
+    print()
+
+
+def generate(model: "Loaded", prompt: str = "", *, length: int = 100, temperature: float = 0.8, top_k: int = 0,
+             top_p: float = 1.0, seed: int = 0, tokenizer: str = "") -> Iterator[str]:
+    """Yields the text that continues `prompt`, piece by piece; the options are those of the command above.
+
+    Raises UserError for a prompt that is no valid Unicode and for a model without a tokenizer.
+    """
     import torch
 
-    from mamba_fsdp.model.generate import generate
-    from mamba_fsdp.verbs.loading import load_model, tokenizer_of
+    from mamba_fsdp.data.tokenizer import load_words
+    from mamba_fsdp.model import generate
 
-    network, weights = load_model(model)
-    words = tokenizer_of(weights, tokenizer)
-    ids = words(prompt, add_special_tokens=False)["input_ids"] or [words.eos_token_id]
-    device = next(network.parameters()).device
-    tokens, shown = [], prompt
-    print(shown, end="")
-    for token in generate(network, torch.tensor([ids], device=device), length=length, temperature=temperature,
-                          top_k=top_k, top_p=top_p, generator=torch.Generator(device=device).manual_seed(seed)):
-        if int(token) == words.eos_token_id:
+    refuse_invalid(prompt)
+    words = load_words(tokenizer or model.tokenizer_path)
+    ids = words.encode(prompt) or [words.eos]
+    device = next(model.network.parameters()).device
+    tokens, shown = [], ""
+    drawn = generate.generate(model.network, torch.tensor([ids], device=device), length=length, temperature=temperature,
+                              top_k=top_k, top_p=top_p, generator=torch.Generator(device=device).manual_seed(seed))
+    for token in drawn:
+        if int(token) == words.eos:
             break
         tokens.append(int(token))
-        text = prompt + words.decode(tokens)
+        text = words.decode(tokens)
         if not text.endswith("\ufffd"):  # a character whose last bytes are still to come
-            print(text[len(shown):], end="", flush=True)
+            yield text[len(shown):]
             shown = text
-    print()
+
+
+def refuse_invalid(prompt: str) -> None:
+    """Raises UserError for text that a shell gave in another encoding than UTF-8."""
+    try:
+        prompt.encode()
+    except UnicodeEncodeError as error:
+        raise UserError(f"--prompt: invalid UTF-8 behind {prompt[:error.start][-20:]!r}; write it in UTF-8, a file's "
+                        "by iconv -f ISO-8859-1 -t UTF-8 FILE") from None

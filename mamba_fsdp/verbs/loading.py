@@ -2,14 +2,14 @@
 
 from collections.abc import Collection
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 import torch
 
 from config import resolve
 from config.train_config import ParallelConfig, TrainConfig
 from mamba_fsdp.errors import UserError
-from mamba_fsdp.interop.weights import Weights, config_beside, find_weights, load_tokenizer, read_weights
+from mamba_fsdp.interop.weights import Weights, config_beside, find_weights, read_weights
 from mamba_fsdp.model.lm import MambaLM
 from mamba_fsdp.model.spec import operator_uses
 from mamba_fsdp.ops import native
@@ -35,8 +35,22 @@ def starting_weights(config: TrainConfig, explicit: Collection[str]) -> Weights 
     return None
 
 
-def load_model(source: str | Path, *, reset_at_documents: bool = False) -> tuple[torch.nn.Module, Weights]:
-    """A MambaLM ready for inference (fp32 on a CPU, bf16 arithmetic on a GPU) and its Weights. Raises UserError."""
+class Loaded(NamedTuple):
+    """A model ready for inference. network(tokens (batch, length)) gives logits (batch, length, padded vocabulary)."""
+
+    network: torch.nn.Module  # a MambaLM: fp32 on a CPU, bf16 arithmetic on a GPU
+    weights: Weights  # and its `config`
+
+    @property
+    def tokenizer_path(self) -> Path:
+        """Of the tokenizer that came along. Raises UserError where there is none."""
+        if not self.weights.tokenizer_path:
+            raise UserError(f"{self.weights.source} came without a tokenizer; name one: --tokenizer=PATH")
+        return self.weights.tokenizer_path
+
+
+def load(source: str | Path, *, reset_at_documents: bool = False) -> Loaded:
+    """The model that `source` names, see interop/weights.py. Raises UserError."""
     world = start_world()
     native.tune_process(world.device.type)
     weights = read_weights(source)
@@ -46,12 +60,4 @@ def load_model(source: str | Path, *, reset_at_documents: bool = False) -> tuple
         model = MambaLM(weights.config, forms=choice.forms, compute_dtype=dtype, reset_at_documents=reset_at_documents)
     parallel = parallelize(model, ParallelConfig(sharding_strategy="none"), world=world, compute_dtype=dtype)
     fill_parts(parallel.shards(), lambda name, shape, start, stop: weights.slice(name, start, stop))
-    return parallel.model.eval().requires_grad_(False), weights
-
-
-def tokenizer_of(weights: Weights, named: str = "") -> Any:
-    """The tokenizer that came with the weights, or the one named. Raises UserError where there is none."""
-    path = named or weights.tokenizer_path
-    if not path:
-        raise UserError(f"{weights.source} came without a tokenizer; name one: --tokenizer=PATH")
-    return load_tokenizer(path)
+    return Loaded(parallel.model.eval().requires_grad_(False), weights)

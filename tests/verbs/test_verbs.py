@@ -1,0 +1,87 @@
+"""The verbs on what a training left, and the same from Python as README.md shows it."""
+
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+
+from mamba_fsdp.errors import UserError
+from mamba_fsdp.verbs import evaluate, generate
+
+pytestmark = pytest.mark.torch22
+
+
+def test_the_python_in_the_readme_runs_as_it_is_written(there, project, capsys):
+    (code,) = re.findall(r"^```python\n(.*?)^```", (project / "README.md").read_text(), re.M | re.S)
+    exec(compile(code, "README.md", "exec"), {})
+    assert len([line for line in code.splitlines() if line.strip()]) <= 12
+    text, numbers = capsys.readouterr().out.rsplit("\n", 2)[:2]
+    assert len(text) > 10 and len(numbers.split()) == 2
+
+
+def test_importing_the_package_imports_nothing_heavy(project):
+    loaded = subprocess.run([sys.executable, "-X", "importtime", "-c", "import mamba_fsdp"], capture_output=True,
+                            text=True, cwd=project).stderr
+    assert "| mamba_fsdp\n" in loaded and not re.search(r"\| +(torch|numpy|tokenizers|yaml)\n", loaded)
+    import mamba_fsdp
+
+    assert all(callable(getattr(mamba_fsdp, name)) for name in mamba_fsdp.PUBLIC)
+    with pytest.raises(AttributeError, match="has no attribute 'generates'"):
+        _ = mamba_fsdp.generates
+
+
+@pytest.mark.slow
+def test_generate_imports_only_what_it_needs(there, project):
+    """Transformers, sympy and torch's compiler took half of the time before the first token."""
+    done = subprocess.run([sys.executable, "-X", "importtime", "-m", "mamba_fsdp", "generate", "runs/demo",
+                           "--prompt=def", "--length=3"], cwd=there, capture_output=True, text=True,
+                          env={**os.environ, "PYTHONPATH": str(project)})
+    loaded = set(re.findall(r"\| +(\w+(?:\._dynamo)?)\n", done.stderr))
+    assert done.stdout.startswith("def") and "torch" in loaded
+    assert not loaded & {"transformers", "sympy", "torch._dynamo"}
+
+
+def test_generate_continues_the_prompt_and_repeats_itself_for_equal_seeds(there, capsys):
+    def text(model, **options):
+        generate.main(model, "def naïve", length=20, **options)
+        return capsys.readouterr().out
+
+    assert text("runs/demo") == text("runs/demo") != text("runs/demo", seed=1)
+    likeliest = text("runs/demo", temperature=0)
+    assert likeliest == text("exported/demo", temperature=0) and re.match("def naïve.{5}", likeliest, re.S)
+
+
+def test_words_without_transformers_are_those_of_transformers(there):
+    from transformers import AutoTokenizer
+
+    from mamba_fsdp.data.tokenizer import load_words
+
+    for folder in ("runs/demo/tokenizer", "exported/demo"):
+        ours, theirs = load_words(folder), AutoTokenizer.from_pretrained(folder)
+        ids = ours.encode("def naïve 日本<|endoftext|>x")
+        assert ids == theirs("def naïve 日本<|endoftext|>x", add_special_tokens=False)["input_ids"]
+        assert ours.decode(ids) == theirs.decode(ids) and ours.eos == theirs.eos_token_id
+
+
+def test_a_prompt_in_another_encoding_is_one_line(project):
+    done = subprocess.run([sys.executable, "-m", "mamba_fsdp", "generate", "/nowhere", b"--prompt=na\xefve"],
+                          cwd=project, capture_output=True, text=True)
+    assert done.returncode == 2 and done.stderr.startswith("error: --prompt: invalid UTF-8 behind 'na'; write it in ")
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_evaluate_says_what_it_measured(there, capsys):
+    evaluate.main("runs/demo", "data/builtin/validation", seq_length=32)
+    said = capsys.readouterr().out
+    assert [line.split()[0] for line in said.splitlines()] == ["tokens", "loss", "perplexity", "bits", "speed"]
+
+
+def test_a_store_of_another_vocabulary_is_refused(there):
+    from mamba_fsdp.verbs.loading import load
+
+    model = load("runs/demo")
+    model.weights.config.vocab_size = 9
+    with pytest.raises(UserError, match="they don't belong together"):
+        evaluate.evaluate(model, "data/builtin/validation")
