@@ -14,10 +14,14 @@ from mamba_fsdp.data.tokenizer import load_for_transformers
 from mamba_fsdp.durable import hidden_beside, sync_folder
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.interop import state_spaces, transformers_forms
+from mamba_fsdp.interop.model_card import model_card
 from mamba_fsdp.interop.safetensors_files import SHARD_BYTES, write_safetensors
 from mamba_fsdp.interop.weights import PICKLED, TOKENIZER_FILES, read_weights
 from mamba_fsdp.model.spec import EMBEDDING, LM_HEAD, parameters
 from mamba_fsdp.run_layout import CONSOLIDATED, MODEL_CONFIG, TOKENIZER
+
+TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+MODEL_CARD, GENERATION_CONFIG = "README.md", "generation_config.json"
 
 
 def to_foreign_form(source: str | Path, out: str | Path, format: str = "hf", dtype: str | None = None,
@@ -80,12 +84,19 @@ def _write_transformers(folder, weights, get, shard_bytes):
     tensors = ((their_name, rows) for name, theirs in transformers_forms.parts(form, weights.config).items()
                for (their_name, _), rows in zip(theirs, get(name).split([shape[0] for _, shape in theirs])))
     write_safetensors(folder, tensors, shard_bytes)
+    ids = {kind: fields[kind] for kind in TOKEN_IDS if fields[kind] is not None}
+    if "eos_token_id" in ids:
+        generation = {"pad_token_id": ids["eos_token_id"], **ids}
+        (folder / GENERATION_CONFIG).write_text(json.dumps(generation, indent=2) + "\n")
+    (folder / MODEL_CARD).write_text(model_card(weights, "hf", fields["torch_dtype"]))
     return fields
 
 
 def _write_state_spaces(folder, weights, get):
     fields = state_spaces.write_config(weights.config)
     _write_state_dict(folder / PICKLED, weights, get)
+    dtype = str(get(EMBEDDING).dtype).removeprefix("torch.")
+    (folder / MODEL_CARD).write_text(model_card(weights, "state-spaces", dtype))
     return fields
 
 
@@ -109,7 +120,7 @@ def _write_state_dict(path, weights, get):
 def _token_ids(tokenizer_path):
     """bos, eos and pad as the tokenizer has them; transformers' defaults mean other tokens in every model."""
     tokenizer = load_for_transformers(tokenizer_path) if tokenizer_path else None
-    return {kind: getattr(tokenizer, kind, None) for kind in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    return {kind: getattr(tokenizer, kind, None) for kind in TOKEN_IDS}
 
 
 def _copy_tokenizer(source, folder):

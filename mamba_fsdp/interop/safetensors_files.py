@@ -1,6 +1,7 @@
 """Tensors in safetensors files as transformers lays them out: model.safetensors, or several and an index."""
 
 import json
+import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -59,6 +60,8 @@ def write_safetensors(folder: Path, tensors: Iterable[tuple[str, Tensor]], shard
     contents, total = [], 0
     for number, shard in enumerate(_shards(tensors, shard_bytes)):
         save_file(shard, folder / f"{number}.safetensors", metadata={"format": "pt"})
+        os.umask(umask := os.umask(0))
+        (folder / f"{number}.safetensors").chmod(0o666 & ~umask)  # the library lets nobody else read it
         contents.append(list(shard))
         total += sum(tensor.nbytes for tensor in shard.values())
     if len(contents) == 1:

@@ -32,7 +32,8 @@ def run(tmp_path):
                   for name, tensor in random_state(CONFIG, seed=step).items()]
         optimizer = [Shard(f"optimizer/{shard.name}/exp_avg", shard.shape, 0,
                            torch.zeros_like(shard.data)) for shard in shards]
-        checkpointer.save(step, shards + optimizer, {"settings": as_dict(settings)})
+        checkpointer.save(step, shards + optimizer, {"settings": as_dict(settings),
+                                                             "progress": {"step": step, "tokens": 64 * step}})
     return tmp_path / "run"
 
 

@@ -1,5 +1,6 @@
 """The verbs on what a training left, and the same from Python as README.md shows it."""
 
+import json
 import os
 import re
 import subprocess
@@ -8,7 +9,7 @@ import sys
 import pytest
 
 from mamba_fsdp.errors import UserError
-from mamba_fsdp.verbs import evaluate, generate
+from mamba_fsdp.verbs import evaluate, export, generate
 
 pytestmark = pytest.mark.torch22
 
@@ -76,6 +77,31 @@ def test_evaluate_says_what_it_measured(there, capsys):
     evaluate.main("runs/demo", "data/builtin/validation", seq_length=32)
     said = capsys.readouterr().out
     assert [line.split()[0] for line in said.splitlines()] == ["tokens", "loss", "perplexity", "bits", "speed"]
+
+
+def test_an_export_can_be_read_by_others_and_says_what_it_is(there, tmp_path):
+    """Files as the umask says; a model card; what transformers' generate needs."""
+    before = os.umask(0o027)
+    try:
+        export.main("runs/demo", str(tmp_path / "hf"))
+        export.main("runs/demo/pth/step_00000004", str(tmp_path / "theirs"), format="state-spaces")
+    finally:
+        os.umask(before)
+    for folder in ("hf", "theirs"):
+        assert {path.stat().st_mode & 0o777 for path in (tmp_path / folder).iterdir()} == {0o640}
+    card = (tmp_path / "hf" / "README.md").read_text()
+    assert "parameters in float32: 2 layers mamba1, d_model\n16" in card and "AutoModelForCausalLM" in card
+    assert "Trained for 4 steps on 256 tokens of builtin in sequences of 32" in card and str(there) not in card
+    card = (tmp_path / "theirs" / "README.md").read_text()
+    assert "MambaLMHeadModel" in card and "How it was trained is not known" in card
+    assert json.loads((tmp_path / "hf" / "generation_config.json").read_text()) == {
+        "pad_token_id": 0, "eos_token_id": 0}
+
+
+def test_the_cards_code_runs(there, capsys, tmp_path):
+    code = re.search(r"```python\n(.*?)```", (there / "exported/demo/README.md").read_text(), re.S)[1]
+    exec(code, {"FOLDER": str(there / "exported/demo")})
+    assert capsys.readouterr().out.startswith("Once")
 
 
 def test_a_store_of_another_vocabulary_is_refused(there):
