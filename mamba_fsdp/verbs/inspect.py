@@ -4,7 +4,8 @@ Say what PATH holds: a run folder, a checkpoint, a token store, or a model (cons
 state-spaces).
 
   --tensors   list every tensor with its shape and type
-  --verify    read every byte and compare it with the checksums (checkpoints and token stores)
+  --verify    read every byte and compare it with the checksums: of a token store, a checkpoint, or all those of a run.
+              Exits with 2 where anything is damaged, and refuses models, which hold no checksums
 """
 
 import json
@@ -15,6 +16,8 @@ from config.presets import title
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.run_layout import CHECKPOINTS, COMMIT, CONSOLIDATED, METRICS, MODELS, STATUS, committed
 
+WHOLE = "all bytes read, every file has its size and checksum"
+
 
 def main(path: str, tensors: bool = False, verify: bool = False) -> None:
     place = Path(path)
@@ -22,12 +25,14 @@ def main(path: str, tensors: bool = False, verify: bool = False) -> None:
         raise UserError(f"{path}: there is no such file or folder")
     stores = [store for store in (place, place / "train", place / "validation") if (store / "index.json").is_file()]
     if (place / CHECKPOINTS).is_dir():
-        show_run(place)
+        show_run(place, verify)
     elif (place / COMMIT).is_file():
         show_checkpoint(place, tensors, verify)
     elif stores:
         for store in stores:
             show_store(store, verify)
+    elif verify:
+        raise UserError(f"{path}: --verify is for token stores, checkpoints and runs; this holds no checksums")
     else:
         show_model(place, tensors)
 
@@ -36,7 +41,7 @@ def say(name: str, value: object) -> None:
     print(f"{name:<14} {value}")
 
 
-def show_run(path: Path) -> None:
+def show_run(path: Path, verify: bool) -> None:
     from mamba_fsdp.report.records import read, read_status
 
     status, entries = read_status(path), read(path / METRICS)
@@ -47,15 +52,29 @@ def show_run(path: Path) -> None:
         if values := [entry for entry in entries if entry.get(kind) is not None]:
             first, last = values[0], values[-1]
             say(name, f"loss {first[kind]:.4f} at step {first['step']}, {last[kind]:.4f} at step {last['step']}")
-    for checkpoint in committed(path / CHECKPOINTS):
-        say("checkpoint", f"{checkpoint} ({size(checkpoint)})")
+    checkpoints = committed(path / CHECKPOINTS)
+    wrong = {checkpoint: verdict(checkpoint) if verify else "" for checkpoint in checkpoints}
+    for checkpoint, problem in wrong.items():
+        say("checkpoint", f"{checkpoint} ({size(checkpoint)}{'; ' + (problem or WHOLE) if verify else ''})")
     for model in sorted(path.glob(f"{MODELS}/*/{CONSOLIDATED}")):
         say("model", f"{model} ({size(model)})")
+    if damaged := [checkpoint for checkpoint, problem in wrong.items() if problem]:
+        raise UserError(f"{len(damaged)} of {len(checkpoints)} checkpoints in {path} are damaged; training passes them "
+                        "over")
+    if verify and not checkpoints:
+        raise UserError(f"{path}: there is no checkpoint to verify")
+
+
+def verdict(checkpoint: Path) -> str:
+    """What is wrong with a checkpoint's files, "" for nothing, all bytes read."""
+    from mamba_fsdp.checkpoint.folder import problems
+    from mamba_fsdp.parallel.world import World
+
+    return "; ".join(problems(checkpoint, World.alone()))
 
 
 def show_checkpoint(path: Path, tensors: bool, verify: bool) -> None:
-    from mamba_fsdp.checkpoint.folder import Reader, find_checkpoint
-    from mamba_fsdp.parallel.world import start_world
+    from mamba_fsdp.checkpoint.folder import Reader
 
     reader = Reader(path)
     state, progress = reader.state, reader.state["progress"]
@@ -70,8 +89,9 @@ def show_checkpoint(path: Path, tensors: bool, verify: bool) -> None:
             pieces = len(reader.layouts[entry["layout"]]["files"])
             print(f"  {name:<64} {str(tuple(entry['shape'])):<20} {entry['dtype']:<6} in {pieces} pieces")
     if verify:
-        find_checkpoint(path, start_world())
-        say("verified", "every file has its size and checksum")
+        if problem := verdict(path):
+            raise UserError(f"checkpoint {path} is damaged: {problem}")
+        say("verified", WHOLE)
 
 
 def show_store(path: Path, verify: bool) -> None:
@@ -85,7 +105,7 @@ def show_store(path: Path, verify: bool) -> None:
     say("size", size(path))
     if verify:
         store.verify()
-        say("verified", "every file has its checksum")
+        say("verified", WHOLE)
 
 
 def show_model(path: Path, tensors: bool) -> None:

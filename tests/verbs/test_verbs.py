@@ -3,13 +3,15 @@
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 
 import pytest
 
+from mamba_fsdp import command_line
 from mamba_fsdp.errors import UserError
-from mamba_fsdp.verbs import evaluate, export, generate
+from mamba_fsdp.verbs import evaluate, export, generate, inspect
 
 pytestmark = pytest.mark.torch22
 
@@ -77,6 +79,39 @@ def test_evaluate_says_what_it_measured(there, capsys):
     evaluate.main("runs/demo", "data/builtin/validation", seq_length=32)
     said = capsys.readouterr().out
     assert [line.split()[0] for line in said.splitlines()] == ["tokens", "loss", "perplexity", "bits", "speed"]
+
+
+def verify(path, capsys):
+    """(exit code, what is said) of inspect PATH --verify."""
+    with pytest.raises(SystemExit) as exit:
+        command_line.run(inspect.main, lambda: "", [str(path), "--verify"])
+    told = capsys.readouterr()
+    return exit.value.code, told.out + told.err
+
+
+@pytest.mark.parametrize("place, damaged, said", [
+    ("runs/demo", "checkpoints/step_00000002/rank_00000.safetensors", "1 of 2 checkpoints in .* are damaged"),
+    ("runs/demo/checkpoints/step_00000004", "rank_00000.safetensors", "is damaged: the content of rank_00000.safet"),
+    ("data/builtin", "validation/00000.bin", "validation/00000.bin: the content does not match its checksum"),
+])
+def test_verify_reads_every_byte(place, damaged, said, there, tmp_path, capsys):
+    copy = tmp_path / "copy"
+    shutil.copytree(place, copy)
+    code, told = verify(copy, capsys)
+    assert code == 0 and told.count("all bytes read, every file has its size and ch") == (1 if "step" in place else 2)
+    data = bytearray((copy / damaged).read_bytes())
+    data[-1] ^= 1
+    (copy / damaged).write_bytes(data)
+    code, told = verify(copy, capsys)
+    assert code == 2 and re.search(f"error: .*{said}", told), told
+
+
+def test_verify_is_refused_where_it_means_nothing(there, capsys, tmp_path):
+    for model in ("exported/demo", "runs/demo/pth/step_00000004"):
+        code, told = verify(model, capsys)
+        assert code == 2 and "--verify is for token stores, checkpoints and runs; this holds no checksums" in told
+    (tmp_path / "checkpoints").mkdir()
+    assert verify(tmp_path, capsys)[0] == 2
 
 
 def test_an_export_can_be_read_by_others_and_says_what_it_is(there, tmp_path):
