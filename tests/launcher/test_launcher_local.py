@@ -4,6 +4,7 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,8 +17,7 @@ CLEAN = {name: value for name, value in os.environ.items() if not name.startswit
 
 
 def launch(project, *settings, **environment):
-    return subprocess.Popen([project / "1.train.sbatch", *settings], env={**CLEAN, **environment}, cwd=project,
-                            text=True,
+    return subprocess.Popen(["./1.train.sbatch", *settings], env={**CLEAN, **environment}, cwd=project, text=True,
                             stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
 
 
@@ -171,11 +171,27 @@ def test_a_bad_setting_is_one_line(launcher_project):
 
 
 @pytest.mark.slow
-def test_it_can_be_called_from_another_folder(launcher_project, tmp_path):
-    done = subprocess.run([launcher_project / "1.train.sbatch", "--save_ckpt_path=runs/a", "--num_steps=1"], env=CLEAN,
-                          cwd=tmp_path)
-    assert done.returncode == 0
-    assert len(starts(launcher_project / "runs/a")) == 1
+def test_called_from_another_folder_paths_are_seen_from_there(launcher_project, tmp_path):
+    """Whatever lies in that folder is no part of the program, where Python can be told so."""
+    if sys.version_info >= (3, 11):
+        (tmp_path / "config.py").write_text("raise SystemExit('not mine')\n")
+    (tmp_path / "my.yaml").write_text("save_ckpt_path: runs/a\nnum_steps: 9999\n")
+    process = subprocess.Popen([launcher_project / "1.train.sbatch", "--config=my.yaml", "--save_ckpt_path=runs/a"],
+                               env=CLEAN, cwd=tmp_path, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    wait_for(tmp_path / "runs/a/status.json")
+    process.send_signal(signal.SIGINT)
+    code, output = finish(process)
+    start, = starts(tmp_path / "runs/a")
+    assert code == 130 and start["cwd"] == str(tmp_path) and not (launcher_project / "runs").exists()
+    name = str(launcher_project / "1.train.sbatch").replace(" ", "\\ ")
+    assert output.strip().splitlines()[-1].endswith(f": {name} --config=my.yaml --save_ckpt_path=runs/a")
+
+
+def test_what_it_says_at_the_end_fits_a_terminal(launcher_project):
+    script = "source ./1.train.sbatch; python=true; show_demo"
+    done = subprocess.run(["bash", "-c", script], cwd=launcher_project, capture_output=True, text=True)
+    rows = done.stdout.splitlines()
+    assert len(rows) > 5 and all(len(row) < 80 for row in rows), rows
 
 
 @pytest.mark.slow

@@ -63,7 +63,7 @@ def check_demo(said, clone):
     assert list((clone / "runs" / "demo" / "checkpoints").glob("step_*/COMMIT"))
     assert (clone / "runs" / "demo" / "pth" / "step_00001000" / "consolidated.00.pth").exists()
     last = said.strip().splitlines()
-    assert "def " in said and all(word in "\n".join(last[-3:]) for word in ("runs/demo", "data/", "--help"))
+    assert "def " in said and all(word in "\n".join(last[-6:]) for word in ("runs/demo", "data/", "--help"))
 
 
 @pytest.mark.slow
