@@ -132,7 +132,7 @@ def counted(config, ranks):
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
-    world = World(0, ranks, 0, ranks, 1, torch.device("cpu"))
+    world = World(0, ranks, 0, ranks, torch.device("cpu"))
     parallel = build(config, world, "fsdp", torch.bfloat16)
     tokens = torch.randint(0, config.vocab_size, (1, 16))
     with Counter(ranks) as counter:

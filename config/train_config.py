@@ -162,6 +162,9 @@ class ParallelConfig:
     """Gather the next block's weights while the backward pass is still in this one."""
     limit_all_gathers: bool = setting(True, needs=SHARDING)
     """Let the CPU wait rather than gather many blocks ahead, which large models have no memory for."""
+    accumulate_unsharded: bool = setting(False, needs=SHARDING)
+    """Sum a step's gradients before they are reduced: less traffic with gradient accumulation, but each device then
+    holds the gradients of the whole model in fp32."""
     low_cpu_fsdp: bool = setting(True)
     """Build the model without storage and fill each rank's shard alone."""
     use_torch_compile: bool = setting(False)

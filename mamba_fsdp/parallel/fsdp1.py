@@ -4,6 +4,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import BackwardPrefetch, FullyShardedDataParallel, MixedPrecision, ShardingStrategy
 
+from mamba_fsdp.errors import UserError
 from mamba_fsdp.parallel.model import ParallelModel, ParameterSlot
 from mamba_fsdp.parallel.world import World
 
@@ -18,14 +19,18 @@ class FlatShard(ParallelModel):
 
 
 def shard(model: nn.Module, slots: list[ParameterSlot], whole: list[ParameterSlot], *, world: World, shard_size: int,
-          compute_dtype: torch.dtype, backward_prefetch: bool, limit_all_gathers: bool) -> ParallelModel:
+          compute_dtype: torch.dtype, backward_prefetch: bool, limit_all_gathers: bool,
+          accumulate_unsharded: bool) -> ParallelModel:
     """Shard all but `whole` over groups of `shard_size` neighbouring ranks and replicate across the groups.
 
     backward_prefetch and limit_all_gathers are FSDP1's own: gather the next block's weights during the backward of this
-    one; make the CPU wait rather than gather more than two blocks ahead. With a low compute_dtype, FSDP1 would
-    accumulate gradients in that dtype; so then it reduces those of every micro-batch, and keeps the sum in fp32.
+    one; make the CPU wait rather than gather more than two blocks ahead. Raises UserError for accumulate_unsharded
+    with a low compute_dtype: FSDP1 would sum the gradients in that dtype.
     """
     low = None if compute_dtype == torch.float32 else compute_dtype
+    if low and accumulate_unsharded:
+        raise UserError(f"accumulate_unsharded=true: torch {torch.__version__} would sum gradients in {low}; leave out "
+                        "accumulate_unsharded, or set mixed_precision=fp32")
     slot_of = {owner: slot for slot in slots for owner in slot.owners}
 
     def give_storage(module):
@@ -49,7 +54,7 @@ def shard(model: nn.Module, slots: list[ParameterSlot], whole: list[ParameterSlo
 
     starts = _starts(module)
     parts = {slot: (slot.parameter, starts[slot.owners[0]]) for slot in slots if slot not in whole}
-    return FlatShard(model, module, world, slots, parts=parts, shard_size=shard_size, no_sync=low is None)
+    return FlatShard(model, module, world, slots, parts=parts, shard_size=shard_size, no_sync=accumulate_unsharded)
 
 
 def _starts(module):

@@ -15,7 +15,8 @@ from mamba_fsdp.parallel.world import World
 
 class FullyShard(ParallelModel):
     def accumulate(self, last: bool) -> contextlib.AbstractContextManager:
-        self.module.set_requires_gradient_sync(last)  # FSDP2 accumulates gradients in fp32
+        self.module.set_requires_gradient_sync(last or not self.no_sync)  # what waits is summed in fp32
+        self.module.set_requires_all_reduce(last)  # across the groups, where only a share waits
         return contextlib.nullcontext()
 
     def reduce_gradients(self) -> None:
@@ -28,7 +29,8 @@ class FullyShard(ParallelModel):
 
 
 def shard(model: nn.Module, slots: list[ParameterSlot], whole: list[ParameterSlot], *, world: World, shard_size: int,
-          compute_dtype: torch.dtype, backward_prefetch: bool, limit_all_gathers: bool) -> ParallelModel:
+          compute_dtype: torch.dtype, backward_prefetch: bool, limit_all_gathers: bool,
+          accumulate_unsharded: bool) -> ParallelModel:
     """Shard all but `whole` over groups of `shard_size` neighbouring ranks and replicate across the groups.
 
     backward_prefetch: gather the next block's weights during the backward of this one (FSDP2's own default); without it
@@ -59,7 +61,7 @@ def shard(model: nn.Module, slots: list[ParameterSlot], whole: list[ParameterSlo
     if any(parameter.is_meta for parameter in model.parameters()):
         model.to_empty(device=world.device)
     parts = {slot: _part(slot, world.rank % shard_size, shard_size) for slot in slots if slot not in whole}
-    return FullyShard(model, model, world, slots, parts=parts, shard_size=shard_size)
+    return FullyShard(model, model, world, slots, parts=parts, shard_size=shard_size, no_sync=accumulate_unsharded)
 
 
 def _part(slot, index, count):

@@ -74,7 +74,7 @@ class ParallelModel:
 
     parts: slot -> (this rank's part, where it starts in the flattened parameter), of each parameter that is cut over
     groups of `shard_size` neighbouring ranks; `sharded` are these as local parameters. The others, `whole`, are on all
-    ranks. `local_parameters`: both, in the model's order. no_sync: `module.no_sync()` can hold gradients back.
+    ranks. `local_parameters`: both, in the model's order. no_sync: whole gradients wait for the last micro-batch.
     """
 
     def __init__(self, model: nn.Module, module: nn.Module, world: World, slots: list[ParameterSlot], *,
@@ -97,7 +97,7 @@ class ParallelModel:
                 for local in self.local_parameters]
 
     def accumulate(self, last: bool) -> AbstractContextManager:
-        """Context for one micro-batch's forward and backward. Gradients wait for the `last` one, where they can."""
+        """Context for one micro-batch's forward and backward; what may wait for the `last` one is reduced then."""
         return self.module.no_sync() if self.no_sync and not last else nullcontext()
 
     def reduce_gradients(self) -> None:

@@ -64,4 +64,5 @@ def parallelize(model: nn.Module, settings: ParallelConfig, *, world: World, com
     if not sharded:
         return replicate(model, slots, world=world, strategy=strategy)
     return load_shard()(model, slots, whole, world=world, shard_size=shard_size, compute_dtype=compute_dtype,
-                        backward_prefetch=settings.backward_prefetch, limit_all_gathers=settings.limit_all_gathers)
+                        backward_prefetch=settings.backward_prefetch, limit_all_gathers=settings.limit_all_gathers,
+                        accumulate_unsharded=settings.accumulate_unsharded)

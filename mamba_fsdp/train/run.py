@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from config import resolve
-from config.train_config import TrainConfig
+from config.train_config import ParallelConfig, TrainConfig
 from mamba_fsdp.durable import write_atomically
 from mamba_fsdp.errors import UserError, first_line
 from mamba_fsdp.ops import native
@@ -40,7 +40,7 @@ def run_training(settings: TrainConfig, weights: Weights | None = None, write_mo
     display = Display(enabled=world.rank == 0)
     try:
         with (contextlib.closing(world), watchdog(settings.parallel.timeout_minutes, world.rank),
-              out_of_memory_explained(world.rank, lambda: state.step == first_step)):
+              out_of_memory_explained(world.rank, settings.parallel, lambda: state.step == first_step)):
             world.on_rank0(folder.take)
             parts = set_up(settings, world, folder, weights, display.line)
             state, first_step = parts.state, parts.state.step
@@ -78,7 +78,7 @@ def train(parts: Parts, folder: RunFolder, display: Display) -> Path | None:
 
 
 @contextlib.contextmanager
-def out_of_memory_explained(rank: int, while_: Callable[[], bool]) -> Iterator[None]:
+def out_of_memory_explained(rank: int, settings: ParallelConfig, while_: Callable[[], bool]) -> Iterator[None]:
     """Raises UserError instead of PyTorch's error where memory runs out while `while_()` holds: at the start, settings
     ask for too much. Later it may be an accident that a restart mends, and stays PyTorch's error."""
     try:
@@ -87,8 +87,9 @@ def out_of_memory_explained(rank: int, while_: Callable[[], bool]) -> Iterator[N
         out_of_memory = isinstance(error, torch.cuda.OutOfMemoryError) or "can't allocate memory" in str(error)
         if not (out_of_memory and while_()):
             raise
-        raise UserError(f"rank {rank} has too little memory: lower batch_size or seq_length (global_batch_size keeps "
-                        "the batch), set fsdp_activation_checkpointing=true, or shard over more ranks "
+        first = "leave out accumulate_unsharded, " if settings.accumulate_unsharded else ""
+        raise UserError(f"rank {rank} has too little memory: {first}lower batch_size or seq_length (global_batch_size "
+                        "keeps the batch), set fsdp_activation_checkpointing=true, or shard over more ranks "
                         f"({first_line(error)[:200]})") from error
 
 

@@ -125,6 +125,7 @@ POINTLESS = {  # every setting that needs another: a value, where it does nothin
     "wandb_name": ("mine", {}, {"tracker": "wandb"}),
     "backward_prefetch": ("false", {"sharding_strategy": "ddp"}, {"sharding_strategy": "hsdp"}),
     "limit_all_gathers": ("false", {"sharding_strategy": "none"}, {}),
+    "accumulate_unsharded": ("true", {"sharding_strategy": "ddp"}, {"sharding_strategy": "fsdp"}),
 }
 
 

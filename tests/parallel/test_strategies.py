@@ -1,9 +1,11 @@
 import functools
+import gc
 import math
 
 import pytest
 import torch
 from ranks import build, gradient_norm, run_ranks, train, whole
+from torch.distributed.fsdp import FullyShardedDataParallel
 
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.parallel.compat import HAS_FSDP2
@@ -31,6 +33,7 @@ def one_process():
     (2, {"strategy": "ddp"}, 4),
     (2, {"strategy": "fsdp"}, 1),
     (2, {"strategy": "fsdp"}, 4),
+    (2, {"strategy": "fsdp", "accumulate_unsharded": True}, 4),
     (2, {"strategy": "fsdp", "low_cpu_fsdp": False}, 2),
     (2, {"strategy": "fsdp", "backward_prefetch": False, "limit_all_gathers": False}, 2),
     (2, {"strategy": "fsdp", "fsdp_activation_checkpointing": True, "selective_checkpointing": "1/2"}, 2),
@@ -38,7 +41,8 @@ def one_process():
     (2, {"strategy": "ddp", "fsdp_activation_checkpointing": True}, 2),
     (2, {"strategy": "hsdp"}, 2),
     (4, {"strategy": "fsdp"}, 2),
-    (4, {"strategy": "hsdp", "shard_size": 2}, 2),
+    (4, {"strategy": "hsdp", "shard_size": 2}, 3),
+    (4, {"strategy": "hsdp", "shard_size": 2, "accumulate_unsharded": True}, 3),
     pytest.param(2, {"strategy": "fsdp", "use_torch_compile": True}, 2, marks=pytest.mark.slow),
     pytest.param(2, {"strategy": "fsdp", "use_torch_compile": True, "fsdp_activation_checkpointing": True}, 2,
                  marks=pytest.mark.slow),
@@ -117,7 +121,7 @@ def timeouts(world, how):
     if HAS_FSDP2:
         groups = parallel.local_parameters[0].slot.parameter.device_mesh.get_all_groups()
     else:
-        modules = parallel.module.fsdp_modules(parallel.module)
+        modules = FullyShardedDataParallel.fsdp_modules(parallel.module)
         groups = [getattr(module, name) for module in modules for name in ("process_group", "_inter_node_pg")
                   if hasattr(module, name)]
     assert len(groups) >= (2 if "shard_size" in how else 1)
@@ -146,27 +150,63 @@ def test_one_bad_element_on_one_rank_reaches_every_norm(value):
     assert not math.isfinite(first) and not math.isfinite(second)
 
 
-def traffic(world, how):
-    """Gradient collectives after each of three micro-batches."""
+def waiting_bytes(parallel):
+    """Bytes of the gradients that this rank holds of what is sharded, wherever the strategy keeps them."""
+    gradients = [local.parameter.grad for local in parallel.sharded]
+    if HAS_FSDP2:
+        kept = [thing for thing in gc.get_objects() if type(thing).__name__ in ("FSDPParam", "FSDPParamGroup")]
+        for name in ("unsharded_accumulated_grad", "_partial_reduce_output"):
+            gradients += [getattr(thing, name, None) for thing in kept]
+        gradients += [thing.sharded_param.grad for thing in kept if hasattr(thing, "sharded_param")]
+        gradients += [thing._unsharded_param.grad for thing in kept if hasattr(thing, "_unsharded_param")]
+    else:
+        flats = [unit._handle.flat_param for unit in FullyShardedDataParallel.fsdp_modules(parallel.module)]
+        gradients += [gradient for flat in flats for gradient in (flat.grad, getattr(flat, "_saved_grad_shard", None))]
+    whole = [getattr(gradient, "_local_tensor", gradient) for gradient in gradients if gradient is not None]
+    return sum({tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in whole}.values())
+
+
+def accumulated(world, how, dtype=torch.float32):
+    """(calls of each kind of collective for gradients, bytes of gradients) after each of three micro-batches, and the
+    bytes of all parameters that are sharded."""
     import torch.distributed as dist
 
-    parallel, _ = build(world, **how)
-    calls = []
+    parallel, _ = build(world, dtype=dtype, **how)
+    calls = {"scatter": 0, "all": 0}
     for collective in [name for name in dir(dist) if "reduce_scatter" in name or name == "all_reduce"]:
-        original = getattr(dist, collective)
-        setattr(dist, collective, lambda *a, original=original, **k: (calls.append(1), original(*a, **k))[1])
+        def counting(*a, original=getattr(dist, collective), kind="all" if "all" in collective else "scatter", **k):
+            calls[kind] += 1
+            return original(*a, **k)
+        setattr(dist, collective, counting)
     seen = []
     for index in range(3):
         with parallel.accumulate(last=index == 2):
             parallel.module(torch.zeros(1, 4, dtype=torch.long), labels=torch.zeros(1, 4, dtype=torch.long)).backward()
-        seen.append(len(calls))
-    return seen
+        seen.append((calls["scatter"], calls["all"], waiting_bytes(parallel)))
+    return seen, sum(4 * math.prod(local.slot.shape) for local in parallel.sharded)
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_no_gradient_travels_before_the_last_micro_batch(strategy):
-    for first, second, last in run_ranks(2, traffic, {"strategy": strategy}):
+@pytest.mark.parametrize("ranks, how", [
+    (2, {"strategy": "fsdp"}), (4, {"strategy": "fsdp"}), (4, {"strategy": "hsdp", "shard_size": 2})], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_only_a_share_of_the_gradients_waits_between_micro_batches(ranks, how, dtype):
+    """Each micro-batch's gradients are reduced at once; only the sum across groups waits where FSDP lets it."""
+    for seen, size in run_ranks(ranks, accumulated, how, dtype):
+        scatters, reductions, held = zip(*seen)
+        assert 0 < scatters[0] < scatters[1] < scatters[2]
+        assert max(held[:2]) <= 1.1 * size / how.get("shard_size", ranks)  # rows don't divide evenly
+        if HAS_FSDP2:
+            assert reductions[:2] == (0, 0) and (reductions[2] > 0) == ("shard_size" in how)
+
+
+@pytest.mark.parametrize("ranks, how", [
+    (2, {"strategy": "ddp"}), (2, {"strategy": "fsdp", "accumulate_unsharded": True}),
+    (4, {"strategy": "hsdp", "shard_size": 2, "accumulate_unsharded": True})], ids=str)
+def test_no_gradient_travels_before_the_last_micro_batch(ranks, how):
+    for seen, size in run_ranks(ranks, accumulated, how):
+        first, second, last = (sum(calls) for *calls, _ in seen)
         assert first == second == 0 < last
+        assert seen[0][2] >= size
 
 
 def recomputed(world, share, reentrant):
@@ -221,7 +261,9 @@ def refusal(world, how):
 
 @pytest.mark.parametrize("how, word", [
     ({"strategy": "none"}, "choose ddp"), ({"strategy": "zero3"}, "zero3"),
-    ({"strategy": "hsdp", "shard_size": 3}, "groups of 3")], ids=str)
+    ({"strategy": "hsdp", "shard_size": 3}, "groups of 3"), *[
+        ({"strategy": "fsdp", "accumulate_unsharded": True, "dtype": torch.bfloat16}, "leave out accumulate_unsharded")
+    ] * (not HAS_FSDP2)], ids=str)
 def test_what_does_not_fit_is_refused(how, word):
     assert all(word in message for message in run_ranks(2, refusal, how))
 
