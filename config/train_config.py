@@ -5,6 +5,7 @@ Leaf names are unique over the sections, so `--learning_rate=3e-4`, `--optimizer
 """
 
 from dataclasses import dataclass, field
+from fractions import Fraction
 from typing import Any
 
 from config.fields import Duration, Needs, setting
@@ -173,14 +174,13 @@ class ParallelConfig:
     """A rank that makes no progress for so long prints where it stands and ends the job; give more where compiling or
     data on a slow disk needs it."""
 
-    def selective_share(self) -> float:
+    def selective_share(self) -> Fraction:
         """selective_checkpointing as a number in (0, 1]. Raises UserError where it is none."""
         text = self.selective_checkpointing
         try:
-            numerator, _, denominator = text.partition("/")
-            share = float(numerator) / float(denominator or 1)
+            share = Fraction(text)
         except (ValueError, ZeroDivisionError):
-            share = -1.0
+            share = Fraction(-1)
         if not 0 < share <= 1:
             raise UserError(f"selective_checkpointing={text!r} must be a share above 0 and at most 1, "
                             "as in 1/3 or 0.33")

@@ -10,17 +10,16 @@ from torch.utils.checkpoint import checkpoint
 from mamba_fsdp.ops import uncompiled
 
 
-def checkpoint_blocks(blocks: Sequence[nn.Module], share: float, *, reentrant: bool) -> None:
+def checkpoint_blocks(blocks: Sequence[nn.Module], share: Fraction, *, reentrant: bool) -> None:
     """Let a share in (0, 1] of the blocks recompute their activations in the backward pass."""
     for block, chosen in zip(blocks, selected(len(blocks), share)):
         if chosen:
             block.forward = _checkpointed(block.forward, reentrant)
 
 
-def selected(count: int, share: float) -> list[bool]:
+def selected(count: int, share: Fraction) -> list[bool]:
     """Which of `count` blocks recompute: block i (from 1) when i * share reaches 0.5, 1.5, 2.5, … (as fms-fsdp)."""
-    exact = Fraction(share).limit_denominator(10_000)  # 1/3 is no binary fraction
-    reached = [(index * exact + Fraction(1, 2)) // 1 for index in range(count + 1)]
+    reached = [(index * share + Fraction(1, 2)) // 1 for index in range(count + 1)]
     return [before < after for before, after in zip(reached, reached[1:])]
 
 

@@ -3,6 +3,7 @@
 import importlib
 import shutil
 import sys
+from numbers import Number
 from types import SimpleNamespace
 
 import pytest
@@ -68,7 +69,7 @@ def traces(train, tmp_path, metrics_of, corpus, monkeypatch):
     def told(value):
         if isinstance(value, torch.nn.Module):
             return next(value.parameters()).device
-        return value if isinstance(value, (int, float, str, bool)) else None
+        return value if isinstance(value, (Number, str)) else None
 
     for where, name in [(setup, "parallelize"), (setup, "Checkpointer"), (setup, "Loader"),
                         (loader, "ThreadPoolExecutor"), (run, "start_world"), (parallelize, "checkpoint_blocks"),
