@@ -144,6 +144,8 @@ class CheckpointConfig:
     """Committed checkpoints kept; older ones are removed."""
     async_checkpoint: bool = setting(True)
     """Write checkpoints while training continues."""
+    publish: bool = setting(True)
+    """At the end, write the model as one file into pth/; without it: python -m mamba_fsdp import RUN FOLDER."""
 
 
 @dataclass

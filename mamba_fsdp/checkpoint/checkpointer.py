@@ -26,7 +26,7 @@ from mamba_fsdp.formats import CHECKPOINT
 from mamba_fsdp.heartbeat import heart
 from mamba_fsdp.parallel.shards import Shard
 from mamba_fsdp.parallel.world import World
-from mamba_fsdp.run_layout import CHECKPOINTS, COMMIT, STATE, committed, rank_file, step_name
+from mamba_fsdp.run_layout import CHECKPOINTS, COMMIT, MODELS, STATE, committed, rank_file, step_name
 
 
 @dataclass
@@ -47,8 +47,8 @@ class Checkpointer:
 
     keep: how many committed checkpoints stay. asynchronous: `save` returns when the tensors are copied to CPU memory, a
     thread writes them, and a later `settle` commits. report: called on rank 0 with a sentence for the user.
-    A run folder belongs to one run at a time: what an earlier one left half-written is removed here. check_ours: called
-    on rank 0 before the folder is changed; raises UserError when the folder belongs to another run by then.
+    A run folder belongs to one run at a time: what an earlier one left half-written, be it a model, is removed here.
+    check_ours: called on rank 0 before the folder is changed; raises UserError when it belongs to another run by then.
     """
 
     def __init__(self, run_folder: str | Path, world: World, *, keep: int = 3, asynchronous: bool = True,
@@ -142,8 +142,9 @@ class Checkpointer:
     def _clean(self):
         self.check_ours()
         self.folder.mkdir(parents=True, exist_ok=True)
-        for left_over in self.folder.glob(".step_*.partial"):
-            _delete(left_over)
+        for folder in (self.folder, self.folder.parent / MODELS):
+            for left_over in folder.glob(".step_*.partial"):
+                _delete(left_over)
 
     def _make_partial(self, step, needed):
         self.check_ours()

@@ -6,7 +6,6 @@ import shutil
 from functools import partial
 from pathlib import Path
 
-import torch
 from safetensors import SafetensorError
 
 from mamba_fsdp.conventions import DTYPES
@@ -15,6 +14,7 @@ from mamba_fsdp.durable import hidden_beside, sync_folder
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.interop import state_spaces, transformers_forms
 from mamba_fsdp.interop.model_card import model_card
+from mamba_fsdp.interop.pth_files import write_pth
 from mamba_fsdp.interop.safetensors_files import SHARD_BYTES, write_safetensors
 from mamba_fsdp.interop.weights import PICKLED, TOKENIZER_FILES, read_weights
 from mamba_fsdp.model.spec import EMBEDDING, LM_HEAD, parameters
@@ -26,7 +26,7 @@ MODEL_CARD, GENERATION_CONFIG = "README.md", "generation_config.json"
 
 def to_foreign_form(source: str | Path, out: str | Path, format: str = "hf", dtype: str | None = None,
                     shard_bytes: int = SHARD_BYTES) -> Path:
-    """Write the model that `source` names (see read_weights) to the new folder `out` in the form of transformers or
+    """Write the model that `source` names (see find_weights) to the new folder `out` in the form of transformers or
     state-spaces; returns `out`.
 
     dtype: fp32, bf16, fp16; None keeps the stored types. A_log, D and the biases of dt stay fp32. The tokenizer goes
@@ -39,19 +39,20 @@ def to_foreign_form(source: str | Path, out: str | Path, format: str = "hf", dty
     return _convert(source, Path(out), dtype, writers[format])
 
 
-def to_our_form(source: str | Path, out: str | Path, dtype: str | None = None) -> Path:
-    """Write the model that `source` names (see read_weights) to the new folder `out` in our form: consolidated.00.pth,
-    its config.json, tokenizer/. Raises UserError as `to_foreign_form` does."""
-    return _convert(source, Path(out), dtype, _write_ours, tokenizer=TOKENIZER)
+def to_our_form(source: str | Path, out: str | Path, dtype: str | None = None, *, verified: bool = False) -> Path:
+    """Write the model that `source` names (see find_weights) to the new folder `out` in our form: consolidated.00.pth,
+    its config.json, tokenizer/. verified: of a checkpoint, that it is known to be whole. Raises UserError as
+    `to_foreign_form` does."""
+    return _convert(source, Path(out), dtype, _write_ours, tokenizer=TOKENIZER, verified=verified)
 
 
-def _convert(source, out, dtype, write, tokenizer="."):
+def _convert(source, out, dtype, write, tokenizer=".", verified=False):
     """write(folder, weights, get) writes the tensors and returns the fields of config.json."""
     if dtype is not None and dtype not in DTYPES:
         raise UserError(f"dtype={dtype}: write one of {', '.join(DTYPES)}")
     if out.exists():
         raise UserError(f"{out} exists already; name a new folder, or remove it first")
-    weights = read_weights(source)
+    weights = read_weights(source, verified=verified)
     spec = parameters(weights.config)
 
     def get(name):
@@ -107,14 +108,8 @@ def _write_ours(folder, weights, get):
 
 def _write_state_dict(path, weights, get):
     """A plain dict of tensors, a tied output layer under both names."""
-    content = {name: get(name) for name in weights.names}
-    if weights.config.tie_embeddings:
-        content[LM_HEAD] = content[EMBEDDING]
-    with open(path, "xb") as file:
-        try:
-            torch.save(content, file)
-        except RuntimeError as error:  # torch raises its own while it handles the disk's
-            raise (error.__context__ if isinstance(error.__context__, OSError) else error) from None
+    write_pth(path, ((name, get(name)) for name in weights.names),
+              {LM_HEAD: EMBEDDING} if weights.config.tie_embeddings else {})
 
 
 def _token_ids(tokenizer_path):

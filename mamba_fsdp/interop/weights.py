@@ -6,7 +6,7 @@
     a folder                     with config.json and: model*.safetensors or pytorch_model.bin (transformers),
                                  pytorch_model.bin (state-spaces), or consolidated.00.pth (ours)
 
-To find a source is to read what model it is and nothing of its weights, which is done before the ranks meet. To open it,
+To find a source is to read what model it is and nothing of its weights; this comes before the ranks meet. To open it,
 which all ranks do together, verifies a checkpoint and checks names and shapes of all tensors. Nothing is executed.
 """
 

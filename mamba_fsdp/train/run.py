@@ -24,7 +24,7 @@ from mamba_fsdp.train.state import TrainState
 from mamba_fsdp.train.stopping import StopRequest
 from mamba_fsdp.train.watchdog import watchdog
 
-WriteModel = Callable[[Path, Path], object]  # (checkpoint, new folder)
+WriteModel = Callable[..., object]  # (checkpoint, new folder, verified=whether the checkpoint is known to be whole)
 
 
 @output_that_may_go()
@@ -47,7 +47,7 @@ def run_training(settings: TrainConfig, weights: Weights | None = None, write_mo
             last = train(parts, folder, display)
             del parts  # model and optimizer, before the world is closed
         if last and world.rank == 0:
-            finish(folder, last, write_model, display)
+            finish(folder, last, write_model if settings.checkpoint.publish else None, display)
     except BaseException as error:
         folder.say_failed(state.step, error)
         raise
@@ -98,6 +98,6 @@ def finish(folder: RunFolder, checkpoint: Path, write_model: WriteModel | None, 
     when the process group has ended: a large model may take longer than the other ranks would wait."""
     step, written = step_of(checkpoint.name) or 0, folder.path / MODELS / checkpoint.name
     if write_model and not written.exists():
-        write_model(checkpoint, written)
+        write_model(checkpoint, written, verified=True)  # by this run, when it committed it or at its start
     folder.say("finished", step)
     display.line(f"finished   {step} steps; everything lies in {folder.path}")

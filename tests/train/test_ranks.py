@@ -121,6 +121,20 @@ def test_one_slow_disk_is_no_hang(train_changed):
 
 
 @pytest.mark.slow
+def test_the_other_ranks_have_left_when_the_model_is_published(train_changed, tmp_path):
+    """Rank 0 alone is needed for it: here it begins to write when the process of rank 1 is gone."""
+    done = train_changed(f"os.chdir({str(tmp_path)!r})\n"
+                         "open('pid' + os.environ['RANK'], 'w').write(str(os.getpid()))\n"
+                         "def write_model(checkpoint, out, verified):\n"
+                         "    while os.path.exists('/proc/' + open('pid1').read()): time.sleep(0.05)\n"
+                         "    out.mkdir(parents=True)\n"
+                         "clean = run.run_training\n"
+                         "run.run_training = lambda settings: clean(settings, write_model=write_model)\n", num_steps=1)
+    assert done.returncode == 0 and "finished" in done.stdout, done.stderr
+    assert (tmp_path / "run/pth/step_00000001").exists()
+
+
+@pytest.mark.slow
 def test_a_hanging_disk_is_one(train_changed):
     done = train_changed(SLOW_DISK.format(wait="time.sleep(300)"))
     assert done.returncode and "made no progress" in done.stderr and "in write_pieces" in done.stderr

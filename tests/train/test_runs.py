@@ -151,7 +151,7 @@ def test_a_profile_of_a_run_that_ends_early_is_written(train, tmp_path):
 
 def test_a_model_that_can_not_be_published_leaves_a_failed_run(train, tmp_path, monkeypatch):
     """And the same command publishes it, without another step."""
-    def full_disk(*_):
+    def full_disk(*_, **__):
         raise UserError("no room")
 
     with monkeypatch.context() as patched, pytest.raises(UserError, match="no room"):
@@ -160,6 +160,26 @@ def test_a_model_that_can_not_be_published_leaves_a_failed_run(train, tmp_path, 
     assert read_status(tmp_path)["status"] == "failed"
     assert "raise num_steps to train on" in train(tmp_path)
     assert read_status(tmp_path)["status"] == "finished" and list(tmp_path.glob("pth/*/consolidated.00.pth"))
+
+
+def test_publishing_can_be_left_for_later(train, tmp_path, monkeypatch):
+    """By a verb, or by the same command, which removes what a killed one left and verifies the checkpoint once."""
+    from mamba_fsdp.checkpoint import folder
+    from mamba_fsdp.interop.convert import to_our_form
+
+    train(tmp_path / "run", publish=False)
+    assert read_status(tmp_path / "run")["status"] == "finished" and not (tmp_path / "run/pth").exists()
+    to_our_form(tmp_path / "run", tmp_path / "out")
+    left_over = tmp_path / "run/pth/.step_00000006.abc.partial"
+    (left_over / "tokenizer").mkdir(parents=True)
+    (left_over / "consolidated.00.pth").write_text("half")
+    verified, checksum = [], folder.checksum
+    monkeypatch.setattr(folder, "checksum", lambda path, *limit: verified.append(path.name) or checksum(path, *limit))
+    train(tmp_path / "run")
+    assert verified.count("rank_00000.safetensors") == 1 and not left_over.exists()
+    contents = [torch.load(path / "consolidated.00.pth", weights_only=True)
+                for path in (tmp_path / "out", tmp_path / "run/pth/step_00000006")]
+    assert equal(*contents)
 
 
 def test_gradient_accumulation_changes_only_rounding(train, tmp_path, metrics_of):
