@@ -99,6 +99,8 @@ class TrainingConfig:
     num_steps: Duration = steps(1000, at_least=1)
     """Length of the run in steps, or tokens as in 20Mtok: then the learning rate is a function of the tokens seen,
     which another global batch later in the run does not bend."""
+    dry_run: bool = setting(False)
+    """Say what would be trained, how large it is and what memory it takes, and stop there: nothing is written."""
     batch_size: int = setting(8, at_least=1)
     """Samples per device and forward pass."""
     global_batch_size: int = setting(0, at_least=0)

@@ -10,6 +10,8 @@ from torch.autograd.function import once_differentiable
 
 from mamba_fsdp.conventions import IGNORED_LABEL, compute_type
 
+CHUNK = 1024  # tokens whose logits exist at a time
+
 
 def _chunk_loss(hidden, weight, labels, want_gradient):
     """Loss of one chunk and, when wanted, the gradient of its logits in hidden's dtype."""
@@ -64,7 +66,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 None, None, None)
 
 
-def linear_cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor, *, chunk: int = 1024) -> Tensor:
+def linear_cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor, *, chunk: int = CHUNK) -> Tensor:
     """Sum of the token losses of a language model's output layer, in nats, as a float32 scalar.
 
     hidden (tokens, d_model); weight (vocab, d_model), cast to hidden's dtype; labels (tokens,) int64, -100 for a token

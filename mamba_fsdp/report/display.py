@@ -17,6 +17,14 @@ def duration(seconds: float) -> str:
     return f"{minutes // 60}:{minutes % 60:02d}:{seconds:02d}" if minutes >= 60 else f"{minutes}:{seconds:02d}"
 
 
+def scaled(number: float, unit: str) -> str:
+    """12345678, "B" -> 12.3 MB"""
+    for power, prefix in enumerate("EPTGMk"):
+        if number >= 1000 ** (6 - power):
+            return f"{number / 1000 ** (6 - power):.1f} {prefix}{unit}"
+    return f"{number:.0f} {unit}"
+
+
 class Display:
     """Lines on rank 0 (`enabled`), nothing elsewhere."""
 

@@ -41,8 +41,11 @@ def run_training(settings: TrainConfig, weights: Weights | None = None, write_mo
     try:
         with (contextlib.closing(world), watchdog(settings.parallel.timeout_minutes, world.rank),
               out_of_memory_explained(world.rank, settings.parallel, lambda: state.step == first_step)):
-            world.on_rank0(folder.take)
+            if not settings.training.dry_run:
+                world.on_rank0(folder.take)
             parts = set_up(settings, world, folder, weights, display.line)
+            if not parts:
+                return 0
             state, first_step = parts.state, parts.state.step
             last = train(parts, folder, display)
             del parts  # model and optimizer, before the world is closed

@@ -22,12 +22,15 @@ from mamba_fsdp.data.store import TokenStore
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.model.init import initial_part
 from mamba_fsdp.model.lm import MambaLM
-from mamba_fsdp.model.spec import operator_uses, parameter_count, parameters
+from mamba_fsdp.model.spec import flops_per_token, operator_uses, parameter_count, parameters
 from mamba_fsdp.ops.forms import resolve_forms
+from mamba_fsdp.parallel.memory import expected_memory
 from mamba_fsdp.parallel.model import ParallelModel
 from mamba_fsdp.parallel.parallelize import choose_strategy, parallelize
 from mamba_fsdp.parallel.shards import fill_parts
 from mamba_fsdp.parallel.world import World
+from mamba_fsdp.report.display import scaled
+from mamba_fsdp.run_layout import CHECKPOINTS, committed
 from mamba_fsdp.train.optimizer import LossScale, make_optimizer
 from mamba_fsdp.train.run_folder import RunFolder
 from mamba_fsdp.train.schedule import Schedule
@@ -82,26 +85,37 @@ class Parts:
     checkpointer: Checkpointer
 
 
-def set_up(settings: TrainConfig, world: World, folder: RunFolder, weights: Weights | None, say: Say) -> Parts:
-    """Called by all ranks. weights: of init_from. Raises UserError where machine, data or checkpoint don't fit."""
+def set_up(settings: TrainConfig, world: World, folder: RunFolder, weights: Weights | None, say: Say) -> Parts | None:
+    """Called by all ranks. weights: of init_from. None for a dry run, which is said and no more. Raises UserError where
+    machine, data or checkpoint don't fit."""
     checkpoint = settings.checkpoint
+    split = split_step(settings.training, world)
+    forms = choose_forms(settings, world, say)
+    sources, shares, validation = open_data(settings, say)
+    if settings.training.dry_run:
+        for newest in committed(folder.path / CHECKPOINTS)[-1:]:
+            say(f"resumes    from {newest.name}, if it is whole")
+        say_length(settings, plan_steps(settings, split, TrainState(), bool(validation), say), say)
+        return None
     checkpointer = Checkpointer(folder.path, world, keep=checkpoint.keep_checkpoints,
                                 asynchronous=checkpoint.async_checkpoint, report=say, check_ours=folder.lease.check)
-    split = split_step(settings.training, world)
-    sources, shares, validation = open_data(settings)
-    parallel = build_model(settings, world, say)
+    parallel = build_model(settings, world, forms)
     optimizer = make_optimizer(parallel.parameters(), parameters(settings.model), settings.optimizer, world.device)
     state = start(settings, parallel, optimizer, checkpointer, weights, say)
     plan = plan_steps(settings, split, state, bool(validation), say)
     order = Order(sources, shares, settings.data.seq_length, settings.training.seed, state=state.data or None)
     loader = Loader(sources, order, settings.data, split, vocab_size=settings.model.vocab_size, first_step=state.step,
                     pin_memory=world.device.type == "cuda")
-    read = ", ".join(f"{store.path} ({store.token_count:,} tokens)" for store in sources.values())
-    say(f"data       {read}; validation: {', '.join(str(store.path) for store in validation) or 'none'}")
-    say(f"steps      {plan.total_steps:,} of {split.global_batch} x {settings.data.seq_length} = "
-        f"{plan.tokens_per_step:,} tokens")
+    say_length(settings, plan, say)
     scale = LossScale(state, dynamic=settings.training.mixed_precision == "fp16")
     return Parts(settings, world, sources, validation, parallel, optimizer, state, scale, plan, loader, checkpointer)
+
+
+def say_length(settings: TrainConfig, plan: Plan, say: Say) -> None:
+    flops = flops_per_token(settings.model, settings.data.seq_length) * plan.tokens_per_step
+    say(f"steps      {plan.total_steps:,} of {plan.split.global_batch} x {settings.data.seq_length} = "
+        f"{plan.tokens_per_step:,} tokens; {scaled(flops, 'FLOP')} each, {scaled(flops * plan.total_steps, 'FLOP')} in "
+        "all")
 
 
 def split_step(training: TrainingConfig, world: World) -> Split:
@@ -115,29 +129,41 @@ def split_step(training: TrainingConfig, world: World) -> Split:
     return Split(world.rank, world.size, training.batch_size, global_batch // per_pass)
 
 
-def open_data(settings: TrainConfig) -> tuple[dict[str, TokenStore], dict[str, float], list[TokenStore]]:
+def open_data(settings: TrainConfig, say: Say) -> tuple[dict[str, TokenStore], dict[str, float], list[TokenStore]]:
     """(training sources, their shares, validation stores). Raises UserError where one is missing or doesn't fit."""
     (sources, shares), validation = training_sources(settings.data), validation_stores(settings.data)
     for store in [*sources.values(), *validation]:
         if store.vocab_size > settings.model.vocab_size:
             raise UserError(f"{store.path} has a vocabulary of {store.vocab_size}, the model only "
                             f"{settings.model.vocab_size}; set vocab_size={store.vocab_size}")
+    read = ", ".join(f"{store.path} ({store.token_count:,} tokens)" for store in sources.values())
+    say(f"data       {read}; validation: {', '.join(str(store.path) for store in validation) or 'none'}")
     return sources, shares, validation
 
 
-def build_model(settings: TrainConfig, world: World, say: Say) -> ParallelModel:
-    """The model, parallelized but not yet filled."""
+def choose_forms(settings: TrainConfig, world: World, say: Say) -> dict[str, str]:
+    """The form of each operator of the model; says what is to be trained, how, and in how much memory."""
     model, training, parallel = settings.model, settings.training, settings.parallel
-    compute_dtype, reset_at_documents = DTYPES[training.mixed_precision], settings.data.reset_at_documents
-    uses = operator_uses(model, compute_dtype, reset_at_documents, training.deterministic)
+    dtype = DTYPES[training.mixed_precision]
+    uses = operator_uses(model, dtype, settings.data.reset_at_documents, training.deterministic)
     choice = resolve_forms(training.kernels, world.device.type, uses)
-    with torch.device("meta" if parallel.low_cpu_fsdp else "cpu"):
-        network = MambaLM(model, forms=choice.forms, compute_dtype=compute_dtype, reset_at_documents=reset_at_documents)
-    spread = parallelize(network, parallel, world=world, compute_dtype=compute_dtype)
+    memory = expected_memory(model, parallel, world, dtype=dtype, tokens=training.batch_size * settings.data.seq_length)
+    parts = ", ".join(f"{name} {scaled(size, 'B')}" for name, size in memory.items() if size)
+    device = f" of {scaled(torch.cuda.mem_get_info()[1], 'B')}" if world.device.type == "cuda" else ""
     say(f"model      {title(model)}: {parameter_count(model):,} parameters, {model.n_layer} layers, "
         f"{training.mixed_precision}, {choose_strategy(parallel, world)} on {world.size} x {world.device.type}")
     say(f"kernels    {choice}")
-    return spread
+    say(f"memory     at least {scaled(sum(memory.values()), 'B')}{device} a device: {parts}")
+    return choice.forms
+
+
+def build_model(settings: TrainConfig, world: World, forms: dict[str, str]) -> ParallelModel:
+    """The model, parallelized but not yet filled."""
+    dtype = DTYPES[settings.training.mixed_precision]
+    with torch.device("meta" if settings.parallel.low_cpu_fsdp else "cpu"):
+        network = MambaLM(settings.model, forms=forms, compute_dtype=dtype,
+                          reset_at_documents=settings.data.reset_at_documents)
+    return parallelize(network, settings.parallel, world=world, compute_dtype=dtype)
 
 
 def start(settings: TrainConfig, parallel: ParallelModel, optimizer: torch.optim.Optimizer, checkpointer: Checkpointer,

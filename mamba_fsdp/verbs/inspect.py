@@ -14,6 +14,7 @@ from pathlib import Path
 from config.model_config import ModelConfig, checked_model
 from config.presets import title
 from mamba_fsdp.errors import UserError
+from mamba_fsdp.report.display import scaled
 from mamba_fsdp.run_layout import CHECKPOINTS, COMMIT, CONSOLIDATED, METRICS, MODELS, STATUS, committed
 
 WHOLE = "all bytes read, every file has its size and checksum"
@@ -129,8 +130,4 @@ def describe_model(model: ModelConfig) -> str:
 
 def size(path: Path) -> str:
     files = [path] if path.is_file() else [file for file in path.rglob("*") if file.is_file()]
-    total = sum(file.stat().st_size for file in files)
-    if total < 1000:
-        return f"{total} bytes"
-    scale, unit = (1e9, "GB") if total >= 1e9 else (1e6, "MB") if total >= 1e6 else (1e3, "kB")
-    return f"{total / scale:.1f} {unit}"
+    return scaled(sum(file.stat().st_size for file in files), "B")

@@ -36,6 +36,7 @@ OTHER_VALUES = {
     "min_learning_rate_ratio": (0.5, {}),
     "num_steps": (3, {}), "batch_size": (1, {}), "global_batch_size": (4, {}), "seed": (1, {}),
     "mixed_precision": ("bf16", {}), "kernels": ("auto", {}), "deterministic": (True, {}),
+    "dry_run": (True, {}),
     "max_skipped_steps": (2, {}), "eval_interval": (2, {}), "eval_batches": (1, {}),
     "save_ckpt_path": ("{run}/elsewhere", {}), "load_ckpt_path": ("{first}", {}),
     "resuming_dataset": (True, {"load_ckpt_path": "{first}"}), "init_from": (None, {}), "checkpoint_interval": (3, {}),

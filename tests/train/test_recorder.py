@@ -9,8 +9,8 @@ from config.fields import Duration
 from config.train_config import TrainConfig
 from mamba_fsdp.data.loader import Split
 from mamba_fsdp.parallel.world import World
-from mamba_fsdp.train.clock import Clock
 from mamba_fsdp.report.display import Display
+from mamba_fsdp.train.clock import Clock
 from mamba_fsdp.train.recorder import Recorder
 from mamba_fsdp.train.run_folder import RunFolder
 from mamba_fsdp.train.schedule import Schedule

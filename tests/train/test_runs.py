@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 import signal
 import time
 
@@ -106,6 +107,20 @@ def test_a_request_to_stop_commits_a_checkpoint_and_going_on_finishes(start_trai
     out, err = process.communicate(timeout=120)
     assert f"step {status['step']}" in out and process.returncode == 0, (out, err)
     assert read_status(tmp_path)["status"] == "finished" and weights_of(tmp_path)
+
+
+def test_a_dry_run_says_what_is_coming_and_writes_nothing(train, tmp_path):
+    said = train(tmp_path / "run", dry_run=True)
+    assert not (tmp_path / "run").exists()
+    assert re.findall(r"^\w+", said, flags=re.MULTILINE) == ["model", "kernels", "memory", "data", "steps"]
+    for line in ("model      custom .from demo.: 5,... parameters, 2 layers, fp32, none on 1 x cpu",
+                 "memory     at least 2.... kB a device: weights 22.0 kB, gradients 22.0 kB, moments 43.9 kB, "
+                 "activations 1.... kB", "steps      6 of 2 x 32 = 64 tokens; 2.. MFLOP each, 1... MFLOP in all"):
+        assert re.search(f"^{line}$", said, re.MULTILINE), (line, said)
+    train(tmp_path / "run")
+    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "run").rglob("*")}
+    assert "resumes    from step_00000006" in train(tmp_path / "run", dry_run=True)
+    assert {path: path.stat().st_mtime_ns for path in (tmp_path / "run").rglob("*")} == before
 
 
 def test_a_finished_run_has_nothing_to_do(train, tmp_path):

@@ -1,0 +1,74 @@
+"""The memory that is expected of a device, beside what is there: parameters, moments, what autograd keeps."""
+
+import pytest
+import torch
+from ranks import run_ranks
+
+from config.model_config import ModelConfig
+from config.train_config import OptimizerConfig, ParallelConfig
+from mamba_fsdp.model.lm import MambaLM
+from mamba_fsdp.model.spec import parameters
+from mamba_fsdp.parallel.memory import expected_memory
+from mamba_fsdp.parallel.parallelize import parallelize
+from mamba_fsdp.parallel.shards import fill
+from mamba_fsdp.parallel.world import World
+from mamba_fsdp.train.optimizer import make_optimizer
+
+pytestmark = pytest.mark.torch22
+HYBRID = dict(d_model=64, n_layer=3, vocab_size=512, layers="mamba1,mamba2,attention+mlp", headdim=16,
+              tie_embeddings=False)
+
+
+def held(world, strategy):
+    """({name: bytes} after an update, those expected), of this rank."""
+    config, how = ModelConfig(**HYBRID), ParallelConfig(sharding_strategy=strategy)
+    with torch.device("meta"):
+        model = MambaLM(config)
+    parallel = parallelize(model, how, world=world, compute_dtype=torch.float32)
+    fill(parallel.shards(), lambda name, shape: torch.full(shape, 0.01))
+    optimizer = make_optimizer(parallel.parameters(), parameters(config), OptimizerConfig(), world.device)
+    tokens = torch.zeros(1, 8, dtype=torch.int64)
+    parallel.module(tokens, labels=tokens).backward()
+    parallel.reduce_gradients()
+    optimizer.step()
+    there = list(parallel.parameters().values())
+    moments = [tensor for state in optimizer.state.values() for name, tensor in state.items() if name != "step"]
+    found = {"weights": there, "gradients": [parameter.grad for parameter in there], "moments": moments}
+    return ({name: sum(tensor.nbytes for tensor in tensors if tensor is not None) for name, tensors in found.items()},
+            expected_memory(config, how, world, dtype=torch.float32, tokens=8))
+
+
+@pytest.mark.parametrize("strategy, count", [("none", 1), *(pytest.param(*case, marks=pytest.mark.slow)
+                                                            for case in [("ddp", 2), ("fsdp", 2), ("hsdp", 4)])])
+def test_weights_gradients_and_moments_are_those_that_are_there(strategy, count):
+    """On the rank that holds most; FSDP1 pads its flat parameters by a few elements."""
+    ranks = [held(World.alone(), strategy)] if count == 1 else run_ranks(count, held, strategy)
+    for name in ("weights", "gradients", "moments"):
+        assert max(found[name] for found, _ in ranks) == pytest.approx(ranks[0][1][name], rel=5e-3), name
+
+
+@pytest.mark.parametrize("how", [{}, {"fsdp_activation_checkpointing": True, "selective_checkpointing": "1/2"}])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("layers", ["mamba1", "mamba2", "attention+mlp"])
+def test_activations_and_copies_are_the_least_that_autograd_keeps(layers, dtype, how):
+    config = ModelConfig(layers=layers, d_model=128, n_layer=4, vocab_size=64, d_state=16)
+    world, settings = World.alone(), ParallelConfig(**how)
+    parallel = parallelize(torch.nn.Module.to_empty(MambaLM(config, compute_dtype=dtype), device="cpu"),
+                           ParallelConfig(low_cpu_fsdp=False, **how), world=world, compute_dtype=dtype)
+    fill(parallel.shards(), lambda name, shape: torch.full(shape, 0.01))
+    weights = {local.parameter.untyped_storage().data_ptr() for local in parallel.local_parameters}
+    kept = {}
+
+    def keep(tensor):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights:
+            kept[storage.data_ptr()] = tensor  # a storage that lives can't give its address to another
+        return tensor
+
+    tokens = torch.zeros(2, 128, dtype=torch.int64)
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        parallel.module(tokens, labels=tokens)
+    there = sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
+    expected = expected_memory(config, settings, world, dtype=dtype, tokens=256)
+    expected = expected["activations"] + expected["copies"]
+    assert expected <= there <= 3 * expected
