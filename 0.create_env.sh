@@ -72,7 +72,31 @@ check_space() {
 }
 
 install() { # requirements file, further pip arguments
-    "$VENV/bin/python" -m pip install --quiet --disable-pip-version-check --no-input "${@:2}" -r "$1" >>"$log" 2>&1
+    PYTHONUNBUFFERED=1 "$VENV/bin/python" -m pip install --progress-bar=off --disable-pip-version-check --no-input \
+        "${@:2}" -r "$1" 2>&1 | tee -a "$log" | show_progress
+}
+
+show_progress() { # what pip is at, as one live line on a terminal; elsewhere only how many packages there are
+    local line commas count=0 width=0
+    if [ -t 1 ] && [ "${TERM:-dumb}" != dumb ]; then width=$(($(tput cols 2>/dev/null || echo 80) - 1)); fi
+    live() { [ "$width" = 0 ] || printf '\r%-*.*s\r' "$width" "$width" "$1"; }
+    while IFS= read -r line; do
+        case $line in
+        Collecting\ * | Processing\ *) count=$((count + 1)) ;;
+        *Downloading\ *) ;; # a size comes behind
+        Installing\ *)
+            commas=${line//[^,]/}
+            live ''
+            echo "  installing $((${#commas} + 1)) packages"
+            continue
+            ;;
+        *) continue ;;
+        esac
+        line=${line%% (from *}
+        line=${line#*ing }
+        live "  $count: ${line##*/}" # the package or its file
+    done
+    live ''
 }
 
 explain_failure() { # requirements file

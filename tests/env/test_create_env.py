@@ -8,8 +8,10 @@ import os
 import shutil
 import subprocess
 import sys
+import zipfile
 
 import pytest
+from terminal import drawings
 
 
 @pytest.fixture
@@ -50,6 +52,30 @@ def test_made_once_then_left_alone_until_something_changes(create, tmp_path):
     (tmp_path / "requirements" / "cpu.txt").write_text("# another list\n")
     assert "making" in create("--stack", "cpu").stdout and not marker.exists()
     assert "making" in create("--stack", "torch2.2").stdout  # one folder, another stack
+
+
+@pytest.mark.slow
+def test_what_pip_does_is_seen_in_one_line_of_a_terminal(create, tmp_path, terminal):
+    """And in a log as one line of a group of packages, not as pip's hundreds."""
+    create("--help")
+    wheels = []
+    for number in range(3):
+        wheel = tmp_path / f"package_with_quite_a_long_name_{'x' * 40}_{number}-1-py3-none-any.whl"
+        name, wheels = wheel.name.split("-")[0], [*wheels, wheel]
+        with zipfile.ZipFile(wheel, "w") as file:
+            file.writestr(f"{name}-1.dist-info/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: 1\n")
+            file.writestr(f"{name}-1.dist-info/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+            file.writestr(f"{name}-1.dist-info/RECORD", "")
+    (tmp_path / "requirements" / "cpu.txt").write_text("".join(f"{wheel}\n" for wheel in wheels))
+    process = terminal.start(["./0.create_env.sh", "--stack", "cpu"], cwd=tmp_path,
+                             env={**os.environ, "PYTHON": sys.executable})
+    assert process.wait(120) == 0
+    rows = drawings(terminal.text())
+    assert rows[1].startswith("  1: package_with_quite") and rows[-2:] == ["  installing 3 packages",
+                                                                          ".venv is complete: stack cpu"]
+    assert all(len(row) < 80 for row in rows), rows
+    shutil.rmtree(tmp_path / ".venv")
+    assert create("--stack", "cpu").stdout.splitlines()[1:] == rows[-2:]
 
 
 @pytest.mark.slow
