@@ -49,6 +49,9 @@ class DataConfig:
     tokens."""
     validation_path: str = setting("auto", aliases=("eval_path",), needs=INTERVAL)
     """Token store that validation reads; auto takes the validation store beside the training one, none does without."""
+    allow_other_tokenizer: bool = setting(False)
+    """Let tokens of different tokenizers meet: of the datasets, the validation, and the model that the run starts or
+    resumes from."""
     seq_length: int = setting(256, at_least=1)
     """Tokens per sample."""
     reset_at_documents: bool = setting(False)

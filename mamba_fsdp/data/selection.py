@@ -1,13 +1,14 @@
 """Which token stores a run reads: the training sources with their weights, and the validation stores."""
 
-from collections.abc import Iterator
-from itertools import count
+from collections.abc import Iterable, Iterator
+from itertools import combinations, count
 from pathlib import Path
 
 from config.train_config import DataConfig
 from mamba_fsdp.data.loader import Batch, Loader, Split
 from mamba_fsdp.data.order import Order
 from mamba_fsdp.data.store import TokenStore
+from mamba_fsdp.data.tokenizer import ANOTHER_TOKENIZER, IDENTITY, refuse_other_tokenizer
 from mamba_fsdp.errors import UserError
 
 
@@ -19,11 +20,6 @@ def training_sources(data: DataConfig) -> tuple[dict[str, TokenStore], dict[str,
         raise UserError(f"datasets {','.join(data.datasets)} names one twice; give each once")
     folders = folders or {_store_folder(root).name: _store_folder(root)}
     sources = {name: TokenStore(folder) for name, folder in folders.items()}
-    first, *others = sources.values()
-    for store in others:
-        if (store.vocab_size, store.eos) != (first.vocab_size, first.eos):
-            raise UserError(f"{store.path}: its tokenizer (vocabulary {store.vocab_size}, eos {store.eos}) is not "
-                            f"that of {first.path} ({first.vocab_size}, {first.eos}); make both with one --tokenizer")
     weights = data.weights or [store.token_count for store in sources.values()]
     return sources, dict(zip(sources, weights))
 
@@ -38,6 +34,21 @@ def validation_stores(data: DataConfig) -> list[TokenStore]:
     places = [folder for root in roots for folder in (root / "validation", root.parent / "validation")
               if (folder / "index.json").exists() and folder != root]
     return [TokenStore(folder) for folder in dict.fromkeys(places)]
+
+
+def refuse_other_tokenizers(stores: Iterable[TokenStore]) -> None:
+    """Raises UserError where two of the stores are known to have different tokenizers."""
+    for one, other in combinations(stores, 2):
+        refuse_other_tokenizer(one.path, one.tokenizer, other.path, [other.tokenizer])
+        ours, theirs = ((store.vocab_size, store.eos) for store in (one, other))
+        if ours != theirs:
+            raise UserError(f"{other.path}: its tokenizer (vocabulary {theirs[0]}, eos {theirs[1]}) is not that of "
+                            f"{one.path} ({ours[0]}, {ours[1]}); {ANOTHER_TOKENIZER}")
+
+
+def one_for_all(stores: Iterable[TokenStore]) -> TokenStore:
+    """The one whose tokenizer stands for that of all: the first that is known, else the first."""
+    return max(stores, key=lambda store: store.tokenizer.startswith(IDENTITY))
 
 
 def batches(dataset_path: str | Path, *, seq_length: int = 256, batch_size: int = 8,

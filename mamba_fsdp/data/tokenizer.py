@@ -1,9 +1,10 @@
 """Tokenizers: loaded by name or path, or trained on the input; saved so that `transformers` can load them."""
 
+import contextlib
 import hashlib
 import json
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,24 +18,29 @@ from mamba_fsdp.errors import UserError, first_line
 
 END_OF_TEXT = "<|endoftext|>"
 SMALLEST_VOCABULARY = 257  # every byte and the eos
+# What tokenizers of one vocabulary treat in different ways: case, digits, space, accents, other scripts.
+SAMPLES = ["The quick BROWN fox, it's 3.14159  and 1,000,000;\n\n\tdef f(x):\r\n    return x != None",
+           "na\u00efve nai\u0308ve \ufb01ne  \u4f60\u597d\u4e16\u754c \u0417\u0434\u0440 \U0001f600\u200d \u00a0x"]
+SPACES = str.maketrans({"\u0120": " ", "\u2581": " ", "\u010a": "\n"})  # as vocabularies write them
+IDENTITY = "ids:"  # what an identity begins with; another way to make one needs another name
+ANOTHER_TOKENIZER = ("use one tokenizer for both (get_dataset.py --tokenizer=FOLDER takes any), or give "
+                     "--allow_other_tokenizer=true if you know that it fits")
 
 
 class TextTokenizer:
     """A `tokenizers` backend with what token stores need to know of it.
 
-    eos, bos: ids (bos may be None); vocab_size: one more than the largest id; identity: changes when the content does.
+    eos, bos: ids (bos may be None); vocab_size: one more than the largest id; identity: see `identity_of`.
     transformers_form: the `transformers` tokenizer that `backend` is part of, where it comes from one.
     """
 
     def __init__(self, backend: Tokenizer, eos_token: str, transformers_form: Any = None):
-        backend.no_truncation()
-        backend.no_padding()
+        self.identity = identity_of(backend)  # which ends its truncation and padding
         self.backend, self.eos_token = backend, eos_token
         self.eos = backend.token_to_id(eos_token)
         bos_token = transformers_form and transformers_form.bos_token
         self.bos = backend.token_to_id(bos_token) if bos_token else None
         self.vocab_size = max(backend.get_vocab().values()) + 1
-        self.identity = "sha256:" + hashlib.sha256(backend.to_str().encode()).hexdigest()
         self._transformers_form = transformers_form
 
     def save(self, folder: Path) -> None:
@@ -47,6 +53,52 @@ class TextTokenizer:
                     "model_max_length": 10 ** 30, "clean_up_tokenization_spaces": False}
         write_atomically(folder / "tokenizer_config.json", json.dumps(settings, indent=1) + "\n")
         write_atomically(folder / "tokenizer.json", self.backend.to_str())
+
+
+def identity_of(backend: Tokenizer) -> str:
+    """A text that is equal for tokenizers that do the same, whatever they are called and whoever wrote their files.
+
+    It says which tokens there are, with their ids, and what becomes of texts that hold them all. Ends truncation and
+    padding of `backend`.
+    """
+    backend.no_truncation()
+    backend.no_padding()
+    vocabulary = sorted(backend.get_vocab().items(), key=lambda entry: entry[1])
+    tokens = [token for token, _ in vocabulary]
+    joined = [glue.join(tokens[at:at + 20]).translate(SPACES) for glue in ("", " ") for at in range(0, len(tokens), 20)]
+    made = [encoding.ids for encoding in backend.encode_batch_fast(SAMPLES + joined, add_special_tokens=False)]
+    return IDENTITY + hashlib.sha256(json.dumps([vocabulary, made]).encode()).hexdigest()
+
+
+def identities_in(name: str | Path | None) -> Iterator[str]:
+    """The identity of the tokenizer of a folder or name: as its tokenizer.json says, and as `transformers`, which may
+    amend that, loads it. Nothing where there is none that has a fast form."""
+    path = Path(name or "")
+    with contextlib.suppress(Exception):  # the libraries raise whatever a file runs into
+        if (path / "tokenizer.json").is_file():
+            yield identity_of(Tokenizer.from_file(str(path / "tokenizer.json")))
+    with contextlib.suppress(Exception):
+        if name and ((path / "tokenizer_config.json").is_file() or not path.is_dir()):
+            yield identity_of(load_for_transformers(name).backend_tokenizer)
+
+
+def is_other(identity: str, others: Iterable[str]) -> str:
+    """The one of `others`, which are of one tokenizer, that says that it is not the one of `identity`; "" where they
+    are the same, or one is not known. Reads no more of them than it takes."""
+    found = ""
+    for other in others if identity.startswith(IDENTITY) else ():
+        if other == identity:
+            return ""
+        found = other if other.startswith(IDENTITY) else found
+    return found
+
+
+def refuse_other_tokenizer(one: object, identity: str, other: object, others: Iterable[str]) -> None:
+    """Raises UserError where `one` and `other` are known not to have the same tokenizer, see `is_other`."""
+    if found := is_other(identity, others):
+        shown = ", ".join(text[:len(IDENTITY) + 8] for text in (identity, found))
+        raise UserError(f"{one} and {other} have different tokenizers ({shown}): the same token id is another text; "
+                        f"{ANOTHER_TOKENIZER}")
 
 
 def training_size(name: str) -> int | None:

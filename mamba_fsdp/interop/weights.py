@@ -12,7 +12,7 @@ which all ranks do together, verifies a checkpoint and checks names and shapes o
 
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import chain
 from pathlib import Path
 
@@ -21,6 +21,7 @@ import torch
 from config.model_config import ModelConfig, checked_model
 from mamba_fsdp.checkpoint.folder import Reader, find_checkpoint, refuse_other_tensors
 from mamba_fsdp.checkpoint.tensors import Tensors, open_tensors
+from mamba_fsdp.data.tokenizer import identities_in
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.interop import state_spaces
 from mamba_fsdp.interop.fields import Fields
@@ -40,11 +41,13 @@ class Weights:
 
     open_tensors(world): called by all ranks. form: that of transformers which the tensors have, None for ours.
     names: of all parameters, without a tied lm_head.weight. seq_length: that of the training, None where unknown.
+    tokenizer: the identity that a checkpoint knows.
     """
 
     def __init__(self, config: ModelConfig, open_tensors: Callable[[World], Tensors], form: Form | None = None, *,
-                 tokenizer_path: Path | None = None, seq_length: int | None = None):
+                 tokenizer_path: Path | None = None, tokenizer: str = "", seq_length: int | None = None):
         self.config, self.tokenizer_path, self.seq_length = config, tokenizer_path, seq_length
+        self.tokenizer = tokenizer
         own = {name: [(name, parameter.shape)] for name, parameter in parameters(config).items()}
         self.parts, self.names, self.open_tensors = parts(form, config) if form else own, list(own), open_tensors
         self.tied = (form.top[LM_HEAD], form.top[EMBEDDING]) if form else (LM_HEAD, EMBEDDING)
@@ -71,6 +74,11 @@ class Weights:
                 found.append(self.tensors.slice(theirs, max(start, low) - low, min(stop, high) - low))
             low = high
         return found[0] if len(found) == 1 else torch.cat(found)
+
+    def tokenizer_identities(self) -> Iterator[str]:
+        """Of the tokenizer whose tokens the model has learnt, as far as it is known: see data/tokenizer.py."""
+        yield self.tokenizer
+        yield from identities_in(self.tokenizer_path)
 
     def _check(self):
         head, embedding = self.tied
@@ -110,13 +118,15 @@ def find_weights(source: str | Path, *, verified: bool = False) -> Weights:
 def _find_checkpoint(path, verified):
     """Of the newest checkpoint as far as state.json tells; which one is whole shows when it is opened."""
     checkpoint = find_checkpoint(path, World.alone(), report=lambda text: None, part="state")
-    settings = Reader(checkpoint).state["settings"]
+    state = Reader(checkpoint).state
+    settings, progress = state["settings"], state.get("progress", {})
 
     def open_whole(world):
         return open_tensors(checkpoint if verified else find_checkpoint(path, world, part="model"), world)
 
     return Weights(checked_model(checkpoint, settings["model"]), open_whole, seq_length=settings["data"]["seq_length"],
-                   tokenizer_path=_tokenizer_in(checkpoint.parent.parent / TOKENIZER))
+                   tokenizer_path=_tokenizer_in(checkpoint.parent.parent / TOKENIZER),
+                   tokenizer=progress.get("tokenizer", ""))
 
 
 def config_beside(path: str | Path) -> ModelConfig | None:

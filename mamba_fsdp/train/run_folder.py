@@ -1,5 +1,6 @@
 """The run folder of a run: who may write into it, and its status for others to read."""
 
+import filecmp
 import shutil
 import sys
 from functools import partial
@@ -43,11 +44,13 @@ class RunFolder:
             print(f"warning: {another}", file=sys.stderr)
 
     def keep_tokenizer(self, store: Path) -> None:
-        """Copies the tokenizer of a store, so that the model can be used when the data is gone."""
+        """Copies the tokenizer of a store, so that the model can be used when the data is gone; in place of another."""
         source, target, partial = store / TOKENIZER, self.path / TOKENIZER, self.path / f".{TOKENIZER}.partial"
-        if source.is_dir() and not target.exists():
+        names = [path.name for path in source.glob("*")]
+        if len(filecmp.cmpfiles(source, target, names, shallow=False)[0]) < len(names):
             shutil.rmtree(partial, ignore_errors=True)
             shutil.copytree(source, partial)
+            shutil.rmtree(target, ignore_errors=True)
             partial.rename(target)
 
     def _newest_step(self) -> int:

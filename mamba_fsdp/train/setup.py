@@ -1,6 +1,6 @@
 """From the settings to what the loop works on: data, model, optimiser, starting point, length, loader."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -17,8 +17,9 @@ from mamba_fsdp.checkpoint.tensors import open_tensors
 from mamba_fsdp.conventions import DTYPES
 from mamba_fsdp.data.loader import Loader, Split
 from mamba_fsdp.data.order import Order
-from mamba_fsdp.data.selection import training_sources, validation_stores
+from mamba_fsdp.data.selection import one_for_all, refuse_other_tokenizers, training_sources, validation_stores
 from mamba_fsdp.data.store import TokenStore
+from mamba_fsdp.data.tokenizer import identities_in, refuse_other_tokenizer
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.model.init import initial_part
 from mamba_fsdp.model.lm import MambaLM
@@ -30,7 +31,7 @@ from mamba_fsdp.parallel.parallelize import choose_strategy, parallelize
 from mamba_fsdp.parallel.shards import fill_parts
 from mamba_fsdp.parallel.world import World
 from mamba_fsdp.report.display import scaled
-from mamba_fsdp.run_layout import CHECKPOINTS, committed
+from mamba_fsdp.run_layout import CHECKPOINTS, TOKENIZER, committed
 from mamba_fsdp.train.optimizer import LossScale, make_optimizer
 from mamba_fsdp.train.run_folder import RunFolder
 from mamba_fsdp.train.schedule import Schedule
@@ -45,6 +46,8 @@ class Slices(Protocol):
 
 class Weights(Protocol):
     def open(self, world: World) -> Slices: ...
+
+    def tokenizer_identities(self) -> Iterable[str]: ...
 
 
 @dataclass(frozen=True)
@@ -101,7 +104,7 @@ def set_up(settings: TrainConfig, world: World, folder: RunFolder, weights: Weig
                                 asynchronous=checkpoint.async_checkpoint, report=say, check_ours=folder.lease.check)
     parallel = build_model(settings, world, forms)
     optimizer = make_optimizer(parallel.parameters(), parameters(settings.model), settings.optimizer, world.device)
-    state = start(settings, parallel, optimizer, checkpointer, weights, say)
+    state = start(settings, one_for_all(sources.values()), parallel, optimizer, checkpointer, weights, say)
     plan = plan_steps(settings, split, state, bool(validation), say)
     order = Order(sources, shares, settings.data.seq_length, settings.training.seed, state=state.data or None)
     loader = Loader(sources, order, settings.data, split, vocab_size=settings.model.vocab_size, first_step=state.step,
@@ -132,6 +135,8 @@ def split_step(training: TrainingConfig, world: World) -> Split:
 def open_data(settings: TrainConfig, say: Say) -> tuple[dict[str, TokenStore], dict[str, float], list[TokenStore]]:
     """(training sources, their shares, validation stores). Raises UserError where one is missing or doesn't fit."""
     (sources, shares), validation = training_sources(settings.data), validation_stores(settings.data)
+    if not settings.data.allow_other_tokenizer:
+        refuse_other_tokenizers([*sources.values(), *validation])
     for store in [*sources.values(), *validation]:
         if store.vocab_size > settings.model.vocab_size:
             raise UserError(f"{store.path} has a vocabulary of {store.vocab_size}, the model only "
@@ -166,15 +171,24 @@ def build_model(settings: TrainConfig, world: World, forms: dict[str, str]) -> P
     return parallelize(network, settings.parallel, world=world, compute_dtype=dtype)
 
 
-def start(settings: TrainConfig, parallel: ParallelModel, optimizer: torch.optim.Optimizer, checkpointer: Checkpointer,
-          weights: Weights | None, say: Say) -> TrainState:
-    """Fills the shards from the newest checkpoint, else from what the settings name, else at random."""
+def start(settings: TrainConfig, tokens: TokenStore, parallel: ParallelModel, optimizer: torch.optim.Optimizer,
+          checkpointer: Checkpointer, weights: Weights | None, say: Say) -> TrainState:
+    """Fills the shards from the newest checkpoint, else from what the settings name, else at random. Raises UserError
+    for a model that is known to have learnt other tokens than `tokens`."""
     world, checkpoint, state = parallel.world, settings.checkpoint, TrainState()
+
+    def refuse_other(source: object, identities: Iterable[str]) -> None:
+        if not settings.data.allow_other_tokenizer:
+            world.on_rank0(lambda: refuse_other_tokenizer(tokens.path, tokens.tokenizer, source, identities))
+
     newest = checkpointer.newest()
     if newest:
         state = load_checkpoint(newest, settings, parallel, optimizer, "save_ckpt_path")
+        refuse_other(newest, [state.tokenizer])
         say(f"resumes    from {newest}, step {state.step}")
     elif checkpoint.load_ckpt_path.endswith(".pth"):
+        beside = Path(checkpoint.load_ckpt_path).parent / TOKENIZER
+        refuse_other(checkpoint.load_ckpt_path, identities_in(beside if beside.is_dir() else None))
         tensors, shards = open_tensors(checkpoint.load_ckpt_path, world), parallel.shards()
         world.on_rank0(lambda: tensors.check(shards))
         fill_from(tensors, parallel)
@@ -182,17 +196,20 @@ def start(settings: TrainConfig, parallel: ParallelModel, optimizer: torch.optim
     elif checkpoint.load_ckpt_path:
         source = find_checkpoint(checkpoint.load_ckpt_path, world, report=say)
         there = load_checkpoint(source, settings, parallel, optimizer, "load_ckpt_path")
+        refuse_other(source, [there.tokenizer])
         data = there.data if checkpoint.resuming_dataset else {}
         state = TrainState(optimizer_steps=there.optimizer_steps, data=data)
         position = "the data's position" if checkpoint.resuming_dataset else "the data from its start"
         say(f"starting   from model and optimiser in {source}, {position}")
     elif weights:
+        refuse_other(checkpoint.init_from, weights.tokenizer_identities())
         fill_from(weights.open(world), parallel)
         say(f"starting   from the weights in {checkpoint.init_from}")
     else:
         spec, seed = parameters(settings.model), settings.training.seed
         world.run_local(lambda: fill_parts(parallel.shards(), lambda name, shape, first, stop: initial_part(
             name, spec[name], seed, first, stop)))
+    state.tokenizer = tokens.tokenizer
     return state
 
 

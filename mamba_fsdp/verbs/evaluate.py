@@ -7,6 +7,7 @@ in its window. MODEL is a run folder, a checkpoint, a consolidated.00.pth, or a 
   --batch_size          windows per forward pass
   --limit               windows in all, spread evenly over the store; 0 for all
   --reset_at_documents  let nothing cross the start of a document
+  --allow_other_tokenizer  where you know that the model fits the tokens of another tokenizer than its own
 """
 
 import math
@@ -29,13 +30,13 @@ class Evaluation(NamedTuple):
 
 def main(model: str, store: str, seq_length: Annotated[int, Bounds(at_least=1)] = 2048,
          batch_size: Annotated[int, Bounds(at_least=1)] = 8, limit: Annotated[int, Bounds(at_least=0)] = 0,
-         reset_at_documents: bool = False) -> None:
+         reset_at_documents: bool = False, allow_other_tokenizer: bool = False) -> None:
     from mamba_fsdp.data.store import TokenStore
     from mamba_fsdp.verbs.loading import load
 
     TokenStore(store)  # a mistake there is known before the model is loaded
     found = evaluate(load(model, reset_at_documents=reset_at_documents), store, seq_length=seq_length,
-                     batch_size=batch_size, limit=limit)
+                     batch_size=batch_size, limit=limit, allow_other_tokenizer=allow_other_tokenizer)
     print(f"tokens         {found.tokens:,}")
     print(f"loss           {found.loss:.4f} nats per token")
     print(f"perplexity     {math.exp(found.loss):,.3f}")
@@ -43,7 +44,8 @@ def main(model: str, store: str, seq_length: Annotated[int, Bounds(at_least=1)] 
     print(f"speed          {found.tokens / found.seconds:,.0f} tokens/s")
 
 
-def evaluate(model: "Loaded", store: str, *, seq_length: int = 2048, batch_size: int = 8, limit: int = 0) -> Evaluation:
+def evaluate(model: "Loaded", store: str, *, seq_length: int = 2048, batch_size: int = 8, limit: int = 0,
+             allow_other_tokenizer: bool = False) -> Evaluation:
     """The model over the token store of this path; the options are those of the command above. Raises UserError."""
     import torch
 
@@ -51,11 +53,13 @@ def evaluate(model: "Loaded", store: str, *, seq_length: int = 2048, batch_size:
     from mamba_fsdp.conventions import IGNORED_LABEL
     from mamba_fsdp.data.loader import Split, evaluation_batches
     from mamba_fsdp.data.store import TokenStore
-    from mamba_fsdp.data.tokenizer import load_for_transformers
+    from mamba_fsdp.data.tokenizer import load_for_transformers, refuse_other_tokenizer
     from mamba_fsdp.parallel.world import start_world
     from mamba_fsdp.train import loop
 
     (network, weights), tokens = model, TokenStore(store)
+    if not allow_other_tokenizer:
+        refuse_other_tokenizer(store, tokens.tokenizer, weights.source, weights.tokenizer_identities())
     if tokens.vocab_size > weights.config.vocab_size:
         raise UserError(f"{store} has a vocabulary of {tokens.vocab_size}, the model one of "
                         f"{weights.config.vocab_size}: they don't belong together")

@@ -10,6 +10,7 @@ Continue a text. MODEL is a run folder, a checkpoint, a consolidated.00.pth, or 
   --top_p        draw from the likeliest tokens that together have this probability
   --seed         equal seeds give equal texts
   --tokenizer    a tokenizer's folder, where MODEL came without one
+  --allow_other_tokenizer  where you know that --tokenizer fits MODEL, which came with another
 """
 
 from collections.abc import Iterator
@@ -24,12 +25,13 @@ if TYPE_CHECKING:
 
 def main(model: str, prompt: str = "", length: Annotated[int, Bounds(at_least=1)] = 100,
          temperature: Annotated[float, Bounds(at_least=0)] = 0.8, top_k: Annotated[int, Bounds(at_least=0)] = 0,
-         top_p: Annotated[float, Bounds(above=0, at_most=1)] = 1.0, seed: int = 0, tokenizer: str = "") -> None:
+         top_p: Annotated[float, Bounds(above=0, at_most=1)] = 1.0, seed: int = 0, tokenizer: str = "",
+         allow_other_tokenizer: bool = False) -> None:
     refuse_invalid(prompt)
     from mamba_fsdp.verbs.loading import load
 
     pieces = generate(load(model), prompt, length=length, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed,
-                      tokenizer=tokenizer)
+                      tokenizer=tokenizer, allow_other_tokenizer=allow_other_tokenizer)
     print(prompt, end="")
     for piece in pieces:
         print(piece, end="", flush=True)
@@ -37,17 +39,21 @@ def main(model: str, prompt: str = "", length: Annotated[int, Bounds(at_least=1)
 
 
 def generate(model: "Loaded", prompt: str = "", *, length: int = 100, temperature: float = 0.8, top_k: int = 0,
-             top_p: float = 1.0, seed: int = 0, tokenizer: str = "") -> Iterator[str]:
+             top_p: float = 1.0, seed: int = 0, tokenizer: str = "",
+             allow_other_tokenizer: bool = False) -> Iterator[str]:
     """Yields the text that continues `prompt`, piece by piece; the options are those of the command above.
 
-    Raises UserError for a prompt that is no valid Unicode and for a model without a tokenizer.
+    Raises UserError for a prompt that is no valid Unicode, and for a model with another tokenizer or none.
     """
     import torch
 
-    from mamba_fsdp.data.tokenizer import load_words
+    from mamba_fsdp.data.tokenizer import identities_in, load_words, refuse_other_tokenizer
     from mamba_fsdp.model import generate
 
     refuse_invalid(prompt)
+    if tokenizer and not allow_other_tokenizer:
+        refuse_other_tokenizer(tokenizer, next(identities_in(tokenizer), ""), model.weights.source,
+                               model.weights.tokenizer_identities())
     words = load_words(tokenizer or model.tokenizer_path)
     ids = words.encode(prompt) or [words.eos]
     device = next(model.network.parameters()).device

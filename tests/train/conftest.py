@@ -17,10 +17,10 @@ from mamba_fsdp.data.store import StoreWriter
 sys.path.append(str(Path(__file__).resolve().parent.parent / "parallel"))  # with what runs several ranks
 
 
-def write_store(path, seed, documents):
+def write_store(path, seed, documents, tokenizer="ids:of the corpus"):
     """Documents of random length in which each token mostly follows from the one before: something to learn."""
     random = np.random.default_rng(seed)
-    writer = StoreWriter(path, vocab_size=64, eos=0, tokenizer="none")
+    writer = StoreWriter(path, vocab_size=64, eos=0, tokenizer=tokenizer)
     for _ in range(documents):
         tokens = [int(random.integers(1, 64))]
         for _ in range(int(random.integers(5, 120))):
@@ -31,11 +31,12 @@ def write_store(path, seed, documents):
 
 @pytest.fixture(scope="session")
 def corpus(tmp_path_factory):
-    """A folder with the stores train and validation, and other/train."""
+    """A folder with the stores train and validation, other/train, and foreign/train, whose tokenizer is another."""
     root = tmp_path_factory.mktemp("corpus")
     write_store(root / "train", 0, 200)
     write_store(root / "validation", 1, 20)
     write_store(root / "other" / "train", 2, 50)
+    write_store(root / "foreign" / "train", 2, 50, tokenizer="ids:of others")
     return root
 
 
