@@ -23,6 +23,7 @@ from torch.distributed.elastic.rendezvous import RendezvousError
 
 from mamba_fsdp.durable import write_atomically
 from mamba_fsdp.launch.machine import assigned_gpus, interface_towards, node_name
+from mamba_fsdp.parallel.world import allow_many_files
 
 SECONDS_FOR_OTHERS = 3  # Slurm ends the job with the first node that exits: let the others put their errors on record
 ENDED_BY_LAUNCHER = -signal.SIGTERM  # of ranks that still ran when another failed, or only started when asked to stop
@@ -36,6 +37,7 @@ USUAL_REASONS = {
 
 def main(failures: Path, words: list[str]) -> int:
     logging.disable(logging.ERROR)  # torchrun's own account of a failure: ours comes last and says more
+    allow_many_files()
     processes = int(os.environ.get("PROCESSES_PER_NODE") or assigned_gpus() or 1)
     alone = "--standalone" in words
     with tempfile.TemporaryDirectory(prefix="mamba-train-") as scratch:

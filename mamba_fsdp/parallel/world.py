@@ -1,7 +1,9 @@
 """The processes that train together: who is who, what device each uses, and the few things they tell each other."""
 
+import contextlib
 import gc
 import os
+import resource
 import sys
 import threading
 import time
@@ -67,14 +69,6 @@ class World:
         dist.broadcast_object_list(box, src=0, group=self._gloo, device=CPU)
         return box[0]
 
-    def gather_objects(self, obj: T) -> list[T]:
-        """The `obj` of each rank in the order of ranks, on all ranks."""
-        if self.size == 1:
-            return [obj]
-        gathered: list[Any] = [None] * self.size
-        dist.all_gather_object(gathered, obj, group=self._gloo)
-        return gathered
-
     def gather_on_rank0(self, obj: T) -> list[T]:
         """The `obj` of each rank in the order of ranks, on rank 0; on the others an empty list."""
         if self.size == 1:
@@ -83,9 +77,9 @@ class World:
         dist.gather_object(obj, gathered or None, dst=0, group=self._gloo)
         return gathered
 
-    def tell_all(self, sentences: list[str]) -> list[str]:
-        """The sentences of all ranks, each once, on all ranks. Most have none."""
-        return self.broadcast_object(list(dict.fromkeys(chain.from_iterable(self.gather_on_rank0(sentences)))))
+    def tell_all(self, told: list[T]) -> list[T]:
+        """What all ranks tell, each thing once, on all ranks. Most tell nothing, so that it costs little."""
+        return self.broadcast_object(list(dict.fromkeys(chain.from_iterable(self.gather_on_rank0(told)))))
 
     def all_reduce_sum(self, value: Addable) -> Addable:
         """The sum over ranks: of a tensor (changed in place and returned), of a number, or of each number of a list."""
@@ -175,12 +169,20 @@ def _attempt(action: Callable[[], Any]) -> tuple[Any, str]:
         return None, f"{type(error).__name__}: {error}"
 
 
+def allow_many_files() -> None:
+    """Let this process open as many files as it may: each rank is connected with all others, torchrun with all."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(OSError, ValueError):  # macOS says "unlimited" and does not mean it
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+
+
 def start_world(*, timeout_minutes: float = 10.0) -> World:
     """Join the processes that torchrun has started; the world of one process where it has started none.
 
     timeout_minutes: how long a rank waits for the others before it gives up with an error. Raises UserError when the
     launcher's environment is incomplete or asks for more GPUs than this node has.
     """
+    allow_many_files()
     if "RANK" not in os.environ:
         return World.alone(device=_take_device(0))
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")

@@ -177,7 +177,7 @@ def describe_bad_samples(parts: Parts, batches: list[Batch]) -> str:
     """The message that names the samples of the step whose loss is not finite, found one by one."""
     finite = [("{} window {}".format(*row.samples[0]), bool(torch.isfinite(batch_loss(parts.parallel, row))))
               for batch in batches for row in batch.rows()]
-    drawn = list(chain.from_iterable(parts.world.gather_objects(finite)))
+    drawn = parts.world.tell_all(finite)
     bad = [name for name, is_finite in drawn if not is_finite]
     said = (f"loss not finite for {', '.join(bad[:8])}" if bad
             else f"only gradients overflow; samples {', '.join(name for name, _ in drawn[:8])}")

@@ -1,15 +1,20 @@
 """What a checkpoint of very many ranks takes: bytes that each tells rank 0, bytes of state.json, open files."""
 
 import math
+import os
 import pickle
+import resource
 
 import numpy as np
 import pytest
+import torch
+from ranks import run_ranks
 
 from mamba_fsdp.checkpoint.checkpointer import Checkpointer, Save
+from mamba_fsdp.checkpoint.files import write_pieces
 from mamba_fsdp.checkpoint.folder import Reader
 from mamba_fsdp.checkpoint.ranges import packed, part_to_write
-from mamba_fsdp.parallel.world import World
+from mamba_fsdp.parallel.world import World, start_world
 
 pytestmark = pytest.mark.torch22
 
@@ -79,3 +84,29 @@ def test_a_thousand_ranks_tell_little_of_a_thousand_tensors(run, cut, shard_size
                  reader._where(name, 0, math.prod(tensors[name]["shape"]))]
         assert found == [(f"rank_{rank:05d}.safetensors", start, count)
                          for start, count, rank in sorted((*there[rank], rank) for rank in np.flatnonzero(there[:, 1]))]
+
+
+def read_with_few_files(_, checkpoint):
+    """(soft limit after a start, tensors read) where no more files may be open than the checkpoint has."""
+    highest = max(map(int, os.listdir("/proc/self/fd")))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (highest + 4, highest + 30))
+    start_world()
+    reader = Reader(checkpoint)
+    tensors = [reader.read(name, 0, 120) for name in ("model/a", "model/b") for _ in range(2)]
+    return resource.getrlimit(resource.RLIMIT_NOFILE)[0] - highest, [tensor.tolist() for tensor in tensors]
+
+
+def test_a_checkpoint_may_have_more_files_than_a_process_may_open(run):
+    checkpointer, partial = Checkpointer(run, World.alone()), run / "checkpoints/.step_00000001.abc.partial"
+    partial.mkdir()
+    told = []
+    for rank in range(40):
+        part = torch.arange(3 * rank, 3 * rank + 3.0)
+        pieces = [("model/a", 3 * rank, part), ("model/b", 3 * rank, -part)]
+        file = f"rank_{rank:05d}.safetensors"
+        told.append(({"file": file, **write_pieces(partial / file, pieces, 2)}, packed([(3 * rank, 3)] * 2)))
+    tensors = {name: {"shape": (120,), "dtype": "F32", "tied": []} for name in ("model/a", "model/b")}
+    checkpoint = checkpointer._commit(Save(1, partial, {}, tensors, b""), told)
+    whole = torch.arange(120.0).tolist()
+    (soft, tensors), = run_ranks(1, read_with_few_files, checkpoint, launched=False)
+    assert soft == 30 and tensors == [whole] * 2 + [[-value for value in whole]] * 2

@@ -14,7 +14,7 @@ PARTS = ["1.train.sbatch", "training.py", "mamba_fsdp", "config", "requirements"
 # Counts steps where the real one trains. How it ends is up to the environment: FAKE=mistake|crash|killed|endless|deaf,
 # and how long it saves: FAKE_COMMIT_SECONDS.
 FAKE_TRAINING = r'''
-import json, os, signal, sys, time
+import json, os, resource, signal, sys, time
 from pathlib import Path
 
 settings = dict(word[2:].split("=", 1) for word in sys.argv[1:])
@@ -44,7 +44,7 @@ step = int(saved[-1].parent.name[5:]) if saved else 0
 run.mkdir(parents=True, exist_ok=True)
 with open(run / "starts.jsonl", "a") as file:
     file.write(json.dumps({"rank": rank, "step": step, "words": sys.argv[1:], "environment": dict(os.environ),
-                           "cwd": os.getcwd()}) + "\n")
+                           "cwd": os.getcwd(), "open_files": resource.getrlimit(resource.RLIMIT_NOFILE)}) + "\n")
 if rank == 0:
     (run / "STOP").unlink(missing_ok=True)
 print(f"fake rank {rank} of {os.environ['WORLD_SIZE']} at step {step}", flush=True)

@@ -1,6 +1,7 @@
 """mamba_fsdp.launch.node: how the ranks of a node end when the node is told to stop, and what they find around them."""
 
 import os
+import resource
 import signal
 import subprocess
 import time
@@ -32,13 +33,18 @@ def start_node(tmp_path):
         command = [project / ".venv/bin/python", "-m", "mamba_fsdp.launch.node", "failures", *words, "training.py",
                    "--save_ckpt_path=run", f"--num_steps={steps}"]
         started.append(subprocess.Popen(command, env={**CLEAN, **environment}, cwd=project, text=True,
-                                        stdout=subprocess.PIPE, stderr=subprocess.STDOUT))
+                                        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, preexec_fn=few_files))
         return started[-1], project
 
     yield start
     for process in started:
         if process.poll() is None:
             process.kill()
+
+
+def few_files():
+    """As a login shell has it."""
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
 
 
 def wait_until(happened):
@@ -105,6 +111,7 @@ def test_gloo_keeps_the_users_interface_and_its_own_choice_on_a_node_alone(start
     assert code == 0, output
     start, = starts(project / "run")
     assert start["environment"].get("GLOO_SOCKET_IFNAME") == expected
+    assert start["open_files"] == [resource.getrlimit(resource.RLIMIT_NOFILE)[1]] * 2  # as many ranks may need
 
 
 @pytest.mark.slow

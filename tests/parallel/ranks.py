@@ -114,7 +114,8 @@ def train(world, parallel, optimizer, steps, micro_batches=2):
 
 def whole(world, shards):
     """Name -> full tensor, put together from every rank's shards."""
-    gathered = world.gather_objects([(shard.name, shard.shape, shard.start, shard.data.clone()) for shard in shards])
+    mine = [(shard.name, shard.shape, shard.start, shard.data.clone()) for shard in shards]
+    gathered = world.broadcast_object(world.gather_on_rank0(mine))
     tensors = {name: torch.full(shape, float("nan")) for name, shape, _, _ in gathered[0]}
     for rank in gathered:
         for name, _, start, data in rank:
