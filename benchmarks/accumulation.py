@@ -17,13 +17,13 @@ import torch
 
 from benchmarks.scaling import SHAPE, Counter, bytes_of
 from config.train_config import ParallelConfig
-from mamba_fsdp.model.init import initial_value
+from mamba_fsdp.model.init import initial_part
 from mamba_fsdp.model.lm import MambaLM
 from mamba_fsdp.model.spec import operator_uses, parameters
 from mamba_fsdp.ops import native
 from mamba_fsdp.ops.forms import resolve_forms
 from mamba_fsdp.parallel.parallelize import parallelize
-from mamba_fsdp.parallel.shards import fill
+from mamba_fsdp.parallel.shards import fill_parts
 from mamba_fsdp.parallel.world import start_world
 
 LENGTH, MICRO_BATCHES, ROUNDS = 128, 4, 7
@@ -37,7 +37,7 @@ def build(world, unsharded):
     settings = ParallelConfig(sharding_strategy="fsdp", accumulate_unsharded=unsharded)
     parallel = parallelize(model, settings, world=world, compute_dtype=torch.bfloat16)
     spec = parameters(SHAPE)
-    fill(parallel.shards(), lambda name, shape: initial_value(name, spec[name], 0))
+    fill_parts(parallel.shards(), lambda name, shape, start, stop: initial_part(name, spec[name], 0, start, stop))
     return parallel
 
 

@@ -44,7 +44,7 @@ from mamba_fsdp.ops import fused
 from mamba_fsdp.ops.forms import PORTABLE, resolve_forms
 from mamba_fsdp.parallel.compat import has_fused_adamw
 from mamba_fsdp.parallel.parallelize import parallelize
-from mamba_fsdp.parallel.shards import fill
+from mamba_fsdp.parallel.shards import fill_parts
 from mamba_fsdp.parallel.world import World
 from mamba_fsdp.train.clock import device_peak
 from mamba_fsdp.train.loop import accumulate_gradients, add_up, batch_loss, update_weights
@@ -67,7 +67,7 @@ def our_form(config, weights, device, activation_checkpointing):
     world = World.alone(device=device)
     spread = ParallelConfig(fsdp_activation_checkpointing=activation_checkpointing)
     parallel = parallelize(model, spread, world=world, compute_dtype=torch.bfloat16)
-    fill(parallel.shards(), lambda name, shape: weights[name])
+    fill_parts(parallel.shards(), lambda name, shape, start, stop: weights[name].reshape(-1)[start:stop])
     optimizer = make_optimizer(parallel.parameters(), parameters(config), SETTINGS.optimizer, device)
 
     def batch_of(tokens):

@@ -21,13 +21,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from config.model_config import ModelConfig
 from config.presets import PRESETS, preset
 from config.train_config import ParallelConfig
-from mamba_fsdp.model.init import initial_value
+from mamba_fsdp.model.init import initial_part
 from mamba_fsdp.model.lm import MambaLM
 from mamba_fsdp.model.spec import operator_uses, parameter_count, parameters
 from mamba_fsdp.ops import native
 from mamba_fsdp.ops.forms import resolve_forms
 from mamba_fsdp.parallel.parallelize import parallelize
-from mamba_fsdp.parallel.shards import fill
+from mamba_fsdp.parallel.shards import fill_parts
 from mamba_fsdp.parallel.world import World, start_world
 from mamba_fsdp.train.optimizer import make_optimizer
 
@@ -42,7 +42,7 @@ def build(config, world, strategy, dtype=torch.float32):
         model = MambaLM(config, forms=choice.forms, compute_dtype=dtype)
     parallel = parallelize(model, ParallelConfig(sharding_strategy=strategy), world=world, compute_dtype=dtype)
     spec = parameters(config)
-    fill(parallel.shards(), lambda name, shape: initial_value(name, spec[name], 0))
+    fill_parts(parallel.shards(), lambda name, shape, start, stop: initial_part(name, spec[name], 0, start, stop))
     return parallel
 
 

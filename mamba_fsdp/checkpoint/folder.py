@@ -81,8 +81,7 @@ def _committed_files(checkpoint):
 
 def newest_whole(checkpoints: Path, world: World, report: Callable[[str], Any],
                  part: str = "all") -> tuple[Path | None, list[str]]:
-    """(the newest whole checkpoint or None, names of the broken ones passed over), rank 0's choice on all ranks. part:
-    what of it has to be whole, see `problems`.
+    """(the newest checkpoint whose `part`, see `problems`, is whole, or None; names of the broken ones passed over).
 
     Raises UserError when there are committed checkpoints but none is whole: a new start must be the user's decision.
     """
@@ -104,8 +103,7 @@ def newest_whole(checkpoints: Path, world: World, report: Callable[[str], Any],
 def find_checkpoint(path: str | Path, world: World, report: Callable[[str], Any] = print, part: str = "all") -> Path:
     """The checkpoint that `path` means, the same on all ranks: itself, or the newest whole one of a run folder.
 
-    part: what of it has to be whole, see `problems`. Raises UserError where there is none, or where the one that was
-    named is broken.
+    Raises UserError where there is none, or where the one that was named is broken: `part` of it, see `problems`.
     """
     path = Path(path)
     if world.on_rank0((path / COMMIT).is_file):

@@ -20,16 +20,12 @@ from mamba_fsdp.checkpoint.files import BLOCK
 from mamba_fsdp.heartbeat import heart
 
 
-class _Storage(tuple):
-    """A persistent id."""
-
-
 class _Written:
     """Stands in the pickle for a tensor whose elements are in the archive."""
 
     def __init__(self, tensor: torch.Tensor, key: str):
         kind = getattr(torch, tensor.new_empty(0)._typed_storage()._pickle_storage_type())
-        storage = _Storage(("storage", kind, key, "cpu", tensor.numel()))
+        storage = "storage", kind, key, "cpu", tensor.numel()
         self.arguments: tuple[Any, ...] = storage, 0, tuple(tensor.shape), tensor.stride(), False, OrderedDict()
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -38,7 +34,7 @@ class _Written:
 
 class _Pickler(pickle.Pickler):
     def persistent_id(self, obj: Any) -> tuple[Any, ...] | None:
-        return tuple(obj) if isinstance(obj, _Storage) else None
+        return obj if isinstance(obj, tuple) and obj[:1] == ("storage",) else None
 
 
 def write_pth(path: Path, tensors: Iterable[tuple[str, torch.Tensor]], tied: Mapping[str, str]) -> None:

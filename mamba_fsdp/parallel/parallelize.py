@@ -35,7 +35,7 @@ def parallelize(model: nn.Module, settings: ParallelConfig, *, world: World, com
                 shard_size: int | None = None) -> ParallelModel:
     """Spread `model` (on the meta device with low_cpu_fsdp, else on the CPU) over the world as the settings say.
 
-    With low_cpu_fsdp it gets storage for this rank's part only, and what is in it is undefined: `fill` it. The
+    With low_cpu_fsdp it gets storage for this rank's part only, and what is in it is undefined: `fill_parts` it. The
     parameters of `model.fp32_parameter_names()` stay whole and fp32 under each strategy. shard_size: ranks in a group
     of hsdp, by default those of a node. Raises UserError where the strategy does not fit the number of ranks.
     """

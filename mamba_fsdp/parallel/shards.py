@@ -26,16 +26,6 @@ class Shard:
     tied: tuple[str, ...] = ()
 
 
-def fill(shards: Iterable[Shard], value_of: Callable[[str, tuple[int, ...]], torch.Tensor]) -> None:
-    """Set every shard from `value_of(name, shape)`, a full CPU tensor. Only one full tensor is held at a time."""
-    def part_of(name, shape, start, stop):
-        value = value_of(name, shape)
-        assert value.shape == torch.Size(shape), f"{name}: {value.shape} is not {shape}"
-        return value.reshape(-1)[start:stop]
-
-    fill_parts(shards, part_of)
-
-
 @torch.no_grad()
 def fill_parts(shards: Iterable[Shard], part_of: Callable[[str, tuple[int, ...], int, int], torch.Tensor]) -> None:
     """Set every shard from `part_of(name, shape, start, stop)`, the elements [start, stop) of the flattened tensor."""

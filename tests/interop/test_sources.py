@@ -12,7 +12,7 @@ from config.resolve import as_dict, resolve_settings
 from mamba_fsdp.checkpoint.checkpointer import Checkpointer
 from mamba_fsdp.interop.convert import to_foreign_form, to_our_form
 from mamba_fsdp.interop.weights import read_weights
-from mamba_fsdp.parallel.shards import Shard, fill
+from mamba_fsdp.parallel.shards import Shard, fill_parts
 from mamba_fsdp.parallel.world import World
 
 pytestmark = pytest.mark.torch22
@@ -80,7 +80,7 @@ def test_shards_of_any_number_of_ranks_are_filled(ranks, tmp_path):
         for name, tensor in state.items():
             start, stop = (tensor.numel() * edge // ranks for edge in (rank, rank + 1))
             shards.append(Shard(name, tuple(tensor.shape), start, filled[name][start:stop]))
-        fill(shards, lambda name, shape: weights.get(name))
+        fill_parts(shards, lambda name, shape, start, stop: weights.slice(name, start, stop))
     for name, tensor in state.items():
         assert torch.equal(filled[name].view(tensor.shape), tensor)
 

@@ -12,7 +12,7 @@ from double import Double
 
 from config.train_config import ParallelConfig
 from mamba_fsdp.parallel.parallelize import parallelize
-from mamba_fsdp.parallel.shards import fill
+from mamba_fsdp.parallel.shards import fill_parts
 from mamba_fsdp.parallel.world import start_world
 
 os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # a rank is a daemon and may have no children
@@ -79,7 +79,7 @@ def build(world, strategy, dtype=torch.float32, tie=True, layers=3, shard_size=N
     with torch.device("meta" if settings.low_cpu_fsdp else "cpu"):
         model = Double(compute_dtype=dtype, tie=tie, layers=layers)
     parallel = parallelize(model, settings, world=world, compute_dtype=dtype, shard_size=shard_size)
-    fill(parallel.shards(), value_of)
+    fill_parts(parallel.shards(), lambda name, shape, start, stop: value_of(name, shape).reshape(-1)[start:stop])
     return parallel, torch.optim.AdamW(parallel.parameters().values(), lr=1e-2)
 
 

@@ -4,11 +4,11 @@ from ranks import gradient_norm, run_ranks
 
 from config.model_config import ModelConfig
 from config.train_config import ParallelConfig
-from mamba_fsdp.model.init import initial_value
+from mamba_fsdp.model.init import initial_part
 from mamba_fsdp.model.lm import MambaLM
 from mamba_fsdp.model.spec import parameters
 from mamba_fsdp.parallel.parallelize import parallelize
-from mamba_fsdp.parallel.shards import fill
+from mamba_fsdp.parallel.shards import fill_parts
 from mamba_fsdp.parallel.world import start_world
 
 pytestmark = pytest.mark.torch22
@@ -32,7 +32,7 @@ def step(world, strategy, dtype):
     spread = ParallelConfig(sharding_strategy=strategy, fsdp_activation_checkpointing=True)
     parallel = parallelize(model, spread, world=world, compute_dtype=dtype)
     spec = parameters(config)
-    fill(parallel.shards(), lambda name, shape: initial_value(name, spec[name], 0))
+    fill_parts(parallel.shards(), lambda name, shape, start, stop: initial_part(name, spec[name], 0, start, stop))
     seen = {}
     for prefix, module in model.named_modules():
         if prefix.split(".")[-1] == "mixer":
