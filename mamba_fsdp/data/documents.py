@@ -53,7 +53,7 @@ def documents(block: TextBlock, options: DatasetConfig, counts: MutableMapping[s
     counts: documents that are `empty` (nothing but white space) and `skipped` (invalid UTF-8). Raises UserError, which
     names file and record or byte, for what is no valid UTF-8, no valid JSON or no text.
     """
-    if block.kind != "rows" and block.offset == 0 and options.invalid_utf8 == "error":
+    if isinstance(block.data, bytes) and block.offset == 0 and options.invalid_utf8 == "error":
         refuse_wide_characters(block.name, block.data)
     if block.kind == "text":
         yield from _text_documents(block, options, counts)

@@ -19,22 +19,13 @@ from pathlib import Path
 import zstandard
 
 from config.dataset_config import DatasetConfig
-from mamba_fsdp.data.documents import (
-    BYTE_ORDER_MARK,
-    TextBlock,
-    check_column,
-    narrow_hint,
-    refuse_wide_characters,
-    separator_of,
-    token_ids,
-)
+from mamba_fsdp.data.documents import BYTE_ORDER_MARK, TextBlock, check_column, refuse_wide_characters, separator_of
 from mamba_fsdp.data.hub import why_offline
+from mamba_fsdp.data.tables import ARRAYS, ROWS, values
 from mamba_fsdp.errors import UserError, first_line
 
 BLOCK_BYTES = 1 << 19
 READ_BYTES = 1 << 16
-ROWS = 128
-CSV_RECORD = 1 << 24  # bytes: the longest record of a CSV file
 KINDS = {".txt": "text", ".text": "text", ".md": "text", ".jsonl": "json", ".ndjson": "json", ".json": "json",
          ".csv": "csv", ".tsv": "csv", ".parquet": "parquet", ".arrow": "arrow"}
 ARCHIVES = {".gz": lambda: zlib.decompressobj(31), ".zst": lambda: zstandard.ZstdDecompressor().decompressobj()}
@@ -358,94 +349,13 @@ def _json_array(path):
 def _read_table(path, kind, column, row=0):
     import pyarrow
 
+    if kind == "csv":
+        refuse_wide_characters(path, next(_stretches(path), (b"", 0))[0])
     try:
-        arrays = _parquet_arrays(path, column, row) if kind == "parquet" else \
-            _arrow_arrays(path, column) if kind == "arrow" else _csv_arrays(path, column)
-        for before, array, done in arrays:
+        for before, array, done in ARRAYS[kind](path, column, row):
             for start in range(max(0, row - before), len(array), ROWS):
-                data, first = _values(path, column, row + 1, array[start:start + ROWS]), row + 1
+                data, first = values(path, column, row + 1, array[start:start + ROWS]), row + 1
                 row += len(data)
                 yield TextBlock(path, "rows", data, {"row": row}, done, first)
     except pyarrow.ArrowException as error:
         raise UserError(f"{path}: broken, or no {kind} file ({first_line(error)})") from error
-
-
-def _parquet_arrays(path, column, row):
-    """Yields (rows before, values of the column, share of the file read) from the row group that holds `row` on."""
-    import pyarrow.parquet
-
-    file = pyarrow.parquet.ParquetFile(path)
-    check_column(path, column, file.schema_arrow.names)
-    sizes = [file.metadata.row_group(number).num_rows for number in range(file.num_row_groups)]
-    at = group = 0
-    while group < len(sizes) and at + sizes[group] <= row:
-        at += sizes[group]
-        group += 1
-    for batch in file.iter_batches(ROWS, row_groups=range(group, len(sizes)), columns=[column], use_threads=False):
-        yield at, batch[column], (at + len(batch)) / file.metadata.num_rows
-        at += len(batch)
-
-
-def _arrow_arrays(path, column):
-    """The same from the first row on."""
-    import pyarrow
-
-    with pyarrow.memory_map(path) as source:
-        is_file = source.read(6) == b"ARROW1"  # else the stream form, which `datasets` writes
-        source.seek(0)
-        reader = pyarrow.ipc.open_file(source) if is_file else pyarrow.ipc.open_stream(source)
-        check_column(path, column, reader.schema.names)
-        at = 0
-        batches = (reader.get_batch(number) for number in range(reader.num_record_batches)) if is_file else reader
-        for number, batch in enumerate(batches, 1):
-            yield at, batch[column], number / reader.num_record_batches if is_file else source.tell() / source.size()
-            at += len(batch)
-
-
-def _csv_arrays(path, column):
-    """The same of a CSV file, or with tabs of a .tsv file, whose first line names its columns."""
-    import pyarrow
-
-    beginning = next(_stretches(path), (b"", 0))[0]
-    refuse_wide_characters(path, beginning)
-    try:
-        with pyarrow.OSFile(path) as file:
-            check_column(path, column, _open_csv(path, file).schema.names)
-    except UnicodeDecodeError as error:
-        header = beginning.partition(b"\n")[0]
-        raise UserError(f"{path}: its first line is no valid UTF-8{narrow_hint(path, header)}") from error
-    with pyarrow.OSFile(path) as file:
-        at, size = 0, file.size()
-        for batch in _open_csv(path, file, include_columns=[column], column_types={column: pyarrow.binary()}):
-            yield at, batch[column], file.tell() / size
-            at += len(batch)
-
-
-def _open_csv(path, file, **columns):
-    from pyarrow import CompressedInputStream, csv
-
-    stem, suffix = os.path.splitext(path.lower())
-    compression = {".gz": "gzip", ".zst": "zstd"}.get(suffix)
-    delimiter = "\t" if (stem if compression else path.lower()).endswith(".tsv") else ","
-    return csv.open_csv(CompressedInputStream(file, compression) if compression else file,
-                        csv.ReadOptions(use_threads=False, block_size=CSV_RECORD),
-                        csv.ParseOptions(delimiter=delimiter, newlines_in_values=True),
-                        csv.ConvertOptions(check_utf8=False, **columns))
-
-
-def _values(name, column, record, array):
-    """An Arrow array as a list of bytes (text), arrays of token ids, or None. Raises UserError for another type."""
-    import pyarrow
-    from pyarrow import types
-
-    if types.is_dictionary(array.type):
-        array = array.dictionary_decode()
-    if types.is_null(array.type) or types.is_binary(array.type) or types.is_large_binary(array.type):
-        return array.to_pylist()
-    if types.is_string(array.type) or types.is_large_string(array.type):
-        return array.cast(pyarrow.large_binary()).to_pylist()  # as bytes: a worker decodes, and knows where it fails
-    if hasattr(array.type, "value_type") and types.is_integer(array.type.value_type):
-        rows = [row.values for row in array]
-        return [None if row is None else token_ids(name, column, number, row.to_numpy(zero_copy_only=False))
-                for number, row in enumerate(rows, record)]
-    raise UserError(f"{name}: column {column!r} is {array.type}, not text or token ids; name another --text_column")

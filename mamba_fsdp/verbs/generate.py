@@ -55,7 +55,10 @@ def generate(model: "Loaded", prompt: str = "", *, length: int = 100, temperatur
         refuse_other_tokenizer(tokenizer, next(identities_in(tokenizer), ""), model.weights.source,
                                model.weights.tokenizer_identities())
     words = load_words(tokenizer or model.tokenizer_path)
-    ids = words.encode(prompt) or [words.eos]
+    ids: list[int | None] = [*words.encode(prompt)]
+    if not ids and words.eos is None:
+        raise UserError("the tokenizer names no token that ends a document, so a text can't begin: give a --prompt")
+    ids = ids or [words.eos]
     device = next(model.network.parameters()).device
     tokens, shown = [], ""
     drawn = generate.generate(model.network, torch.tensor([ids], device=device), length=length, temperature=temperature,

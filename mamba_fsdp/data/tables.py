@@ -1,0 +1,91 @@
+"""Columns of parquet, Arrow and CSV files: generators of (rows before, the column's values as an Arrow array, share of
+the file read), from `row` or from somewhere before it on. Arrow is imported late: it takes a while."""
+
+import os
+
+from mamba_fsdp.data.documents import check_column, narrow_hint, token_ids
+from mamba_fsdp.errors import UserError
+
+ROWS = 128  # read at a time
+CSV_RECORD = 1 << 24  # bytes: the longest record of a CSV file
+
+
+def parquet_arrays(path, column, row):
+    """From the row group that holds `row` on."""
+    import pyarrow.parquet
+
+    file = pyarrow.parquet.ParquetFile(path)
+    check_column(path, column, file.schema_arrow.names)
+    sizes = [file.metadata.row_group(number).num_rows for number in range(file.num_row_groups)]
+    at = group = 0
+    while group < len(sizes) and at + sizes[group] <= row:
+        at += sizes[group]
+        group += 1
+    for batch in file.iter_batches(ROWS, row_groups=range(group, len(sizes)), columns=[column], use_threads=False):
+        yield at, batch[column], (at + len(batch)) / file.metadata.num_rows
+        at += len(batch)
+
+
+def arrow_arrays(path, column, row):
+    """From the first row on."""
+    import pyarrow
+
+    with pyarrow.memory_map(path) as source:
+        is_file = source.read(6) == b"ARROW1"  # else the stream form, which `datasets` writes
+        source.seek(0)
+        reader = pyarrow.ipc.open_file(source) if is_file else pyarrow.ipc.open_stream(source)
+        check_column(path, column, reader.schema.names)
+        at = 0
+        batches = (reader.get_batch(number) for number in range(reader.num_record_batches)) if is_file else reader
+        for number, batch in enumerate(batches, 1):
+            yield at, batch[column], number / reader.num_record_batches if is_file else source.tell() / source.size()
+            at += len(batch)
+
+
+def csv_arrays(path, column, row):
+    """From the first row on, of a file whose first line names its columns; in a .tsv file tabs part them."""
+    import pyarrow
+
+    try:
+        with pyarrow.OSFile(path) as file:
+            check_column(path, column, _open_csv(path, file).schema.names)
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path}: its first line is no valid UTF-8{narrow_hint(path, error.object)}") from error
+    with pyarrow.OSFile(path) as file:
+        at, size = 0, file.size()
+        for batch in _open_csv(path, file, include_columns=[column], column_types={column: pyarrow.binary()}):
+            yield at, batch[column], file.tell() / size
+            at += len(batch)
+
+
+def _open_csv(path, file, **columns):
+    from pyarrow import CompressedInputStream, csv
+
+    stem, suffix = os.path.splitext(path.lower())
+    compression = {".gz": "gzip", ".zst": "zstd"}.get(suffix)
+    delimiter = "\t" if (stem if compression else path.lower()).endswith(".tsv") else ","
+    return csv.open_csv(CompressedInputStream(file, compression) if compression else file,
+                        csv.ReadOptions(use_threads=False, block_size=CSV_RECORD),
+                        csv.ParseOptions(delimiter=delimiter, newlines_in_values=True),
+                        csv.ConvertOptions(check_utf8=False, **columns))
+
+
+ARRAYS = {"parquet": parquet_arrays, "arrow": arrow_arrays, "csv": csv_arrays}
+
+
+def values(name, column, record, array):
+    """An Arrow array as a list of bytes (text), arrays of token ids, or None. Raises UserError for another type."""
+    import pyarrow
+    from pyarrow import types
+
+    if types.is_dictionary(array.type):
+        array = array.dictionary_decode()
+    if types.is_null(array.type) or types.is_binary(array.type) or types.is_large_binary(array.type):
+        return array.to_pylist()
+    if types.is_string(array.type) or types.is_large_string(array.type):
+        return array.cast(pyarrow.large_binary()).to_pylist()  # as bytes: a worker decodes, and knows where it fails
+    if hasattr(array.type, "value_type") and types.is_integer(array.type.value_type):
+        rows = [row.values for row in array]
+        return [None if row is None else token_ids(name, column, number, row.to_numpy(zero_copy_only=False))
+                for number, row in enumerate(rows, record)]
+    raise UserError(f"{name}: column {column!r} is {array.type}, not text or token ids; name another --text_column")
