@@ -1,7 +1,7 @@
 """What a device holds at least while it trains: arithmetic on the model's description, in bytes. No tensor is made.
 
 weights      fp32. Sharding cuts each by rows over its group of ranks, but those that compute in fp32 stay whole
-gradients    as the weights
+gradients    as the weights; with accumulate_unsharded all of them, whole
 moments      AdamW's two, each as the weights
 copies       of weights in the compute dtype. With sharding: what is outside the blocks, two blocks and the gradients of
              one, gathered. Without, in half precision: all that blocks multiply with, until their backward pass
@@ -13,6 +13,8 @@ activations  for each token of a micro-batch and each part of a block: the fp32 
 Beside that: what kernels keep for themselves (about as much as the activations again in the portable forms), buffers of
 collectives, gaps between allocations, on a GPU half a gigabyte of CUDA's own.
 """
+
+from fractions import Fraction
 
 import torch
 
@@ -33,7 +35,7 @@ def expected_memory(model: ModelConfig, settings: ParallelConfig, world: World, 
     weights = 4 * sum(_part(parameter, ranks) for parameter in spec.parameters(model).values())
 
     layers, width, d_model = model.layer_list(), dtype.itemsize, model.d_model
-    share = settings.selective_share() if settings.fsdp_activation_checkpointing else 0.0
+    share = settings.selective_share() if settings.fsdp_activation_checkpointing else Fraction(0)
     recomputes = selected(len(layers), share)
     multiplied = [sum(found.size for part in spec.layer_parts(layer).values() for found in _products(model, part))
                   for layer in layers]
@@ -47,7 +49,8 @@ def expected_memory(model: ModelConfig, settings: ParallelConfig, world: World, 
     kept = [(4 + width) * d_model if again else full for full, again in zip(in_full, recomputes)]
     most = max([sum(kept), *(sum(kept[:index]) + full for index, full in enumerate(in_full))])
     loss = spec.output_layer(model).size * 4 + 2 * 4 * model.padded_vocab_size * min(CHUNK, tokens)
-    return {"weights": weights, "gradients": weights, "moments": 2 * weights, "copies": copies,
+    gradients = 4 * spec.parameter_count(model) if sharded and settings.accumulate_unsharded else weights
+    return {"weights": weights, "gradients": gradients, "moments": 2 * weights, "copies": copies,
             "activations": tokens * (most + width * d_model) + loss}
 
 

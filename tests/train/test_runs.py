@@ -332,7 +332,7 @@ def test_a_start_that_is_killed_takes_it_back_too(train, tmp_path, monkeypatch):
     train(tmp_path)
     seen = []
     monkeypatch.setattr("mamba_fsdp.train.setup.open_data",
-                        lambda settings: seen.append(read_status(tmp_path)) or 1 / 0)
+                        lambda *_: seen.append(read_status(tmp_path)) or 1 / 0)
     with pytest.raises(ZeroDivisionError):
         train(tmp_path)
     assert (seen[0]["status"], seen[0]["step"], seen[0]["reason"]) == ("running", 6, "starting")
