@@ -1,6 +1,6 @@
 """The layout of a run folder: what everything in it is called, and which checkpoints count. Without torch.
 
-    config.yaml  metrics.jsonl  status.json  lease.json  STOP  tokenizer/  failures/  preflight/  restarts
+    config.yaml  metrics.jsonl  status.json  lease.json  STOP  tokenizer/  failures/  preflight/
     checkpoints/step_00001000/   rank_00000.safetensors ...  state.json  COMMIT
     pth/step_00001000/           consolidated.00.pth  config.json  tokenizer/
     profile/  tensorboard/  wandb_id  loss.png
@@ -14,7 +14,7 @@ from pathlib import Path
 SETTINGS, METRICS, STATUS, LEASE = "config.yaml", "metrics.jsonl", "status.json", "lease.json"
 STOP = "STOP"  # whoever makes this file asks the run to stop
 TOKENIZER = "tokenizer"  # of the data, beside the model that was trained on it
-FAILURES, PREFLIGHT, RESTARTS = "failures", "preflight", "restarts"  # what the launcher leaves and counts
+FAILURES, PREFLIGHT = "failures", "preflight"  # what the launcher leaves
 CHECKPOINTS, STATE, COMMIT = "checkpoints", "state.json", "COMMIT"
 MODELS, CONSOLIDATED, MODEL_CONFIG = "pth", "consolidated.00.pth", "config.json"
 PROFILE, TENSORBOARD, WANDB_ID, LOSS_PICTURE = "profile", "tensorboard", "wandb_id", "loss.png"

@@ -1,7 +1,7 @@
 """What the launcher has to know of the settings first: `python -m mamba_fsdp.launch.plan [--SETTING=VALUE ...]`.
 
-Prints the run folder, then the folders that a container needs beside the project, one a line. A bad setting ends it
-with exit code 2, so that a job fails in seconds and before it takes its nodes.
+Prints the run folder, the dataset, then the folders that a container needs beside the project, one a line. A bad
+setting ends it with exit code 2, so that a job fails in seconds.
 """
 
 import dataclasses
@@ -17,7 +17,8 @@ from mamba_fsdp.launch.machine import PROJECT, check_version
 def plan(*stray, config=None, **given) -> None:  # the command line would check what has a type
     check_version()
     settings, _ = resolve.resolve_settings(given, config, stray)
-    print(run_folder(settings), *folders_outside_project(settings), sep="\n")
+    dataset = os.path.abspath(settings.data.dataset_path)
+    print(run_folder(settings), dataset, *folders_outside_project(settings), sep="\n")
 
 
 def run_folder(settings: TrainConfig) -> Path:
@@ -25,11 +26,14 @@ def run_folder(settings: TrainConfig) -> Path:
 
 
 def folders_outside_project(settings: TrainConfig) -> list[Path]:
-    """Absolute paths named by the settings, and where symbolic links lead from them, unless they lie in the project."""
+    """Absolute paths named by the settings, and where symbolic links lead from them, unless they lie in the project.
+
+    What is there is not asked: the container that this runs in does not see where links lead out of the project.
+    """
     values = [value for section in dataclasses.asdict(settings).values() for value in section.values()]
     texts = [value for value in values if isinstance(value, str) and "/" in value]
-    named = [Path(os.path.abspath(text)) for text in texts if text.startswith("/") or Path(text).exists()]
-    folders = {run_folder(settings), *named, *(path.resolve() for path in [run_folder(settings), *named])}
+    named = [run_folder(settings), *(Path(os.path.abspath(text)) for text in texts)]
+    folders = {*named, *(path.resolve() for path in named)}
     return sorted(folder for folder in folders if not folder.is_relative_to(PROJECT))
 
 

@@ -8,6 +8,7 @@ import os
 import shutil
 import sys
 from collections.abc import Mapping, Sequence
+from ctypes.util import find_library
 from pathlib import Path
 
 from config.train_config import TrainConfig
@@ -40,7 +41,7 @@ def report(folder: Path, settings: TrainConfig, mistakes: Sequence[str] = ()) ->
     wrong += [] if mistakes else space_mistakes(settings)
     found = {"mistakes": [f"{node}: {sentence}" for sentence in wrong], "troubles": troubles_on(node),
              "gpu_count": assigned_gpus(), "gpus": driver_gpus()[:assigned_gpus()],
-             "efa_count": int(os.environ.get("EFA_COUNT", 0)),
+             "efa_count": int(os.environ.get("EFA_COUNT", 0)), "efa_plugin": efa_plugin(),
              "seen": {str(path): fingerprint(path) for path in shared}}
     try:
         write_atomically(folder / f"{node}.json", json.dumps(found))
@@ -59,6 +60,11 @@ def space_mistakes(settings: TrainConfig) -> list[str]:
         return []
     return [f"{free / 1e9:.1f} GB free for {folder}, but {to_come} checkpoints to come need {needed / 1e9:.1f} GB; "
             "free some, lower keep_checkpoints, or set save_ckpt_path to another file system"]
+
+
+def efa_plugin() -> str | None:
+    """The name of the library by which NCCL uses EFA, aws-ofi-nccl's; None where the linker knows none."""
+    return find_library("nccl-net") or find_library("nccl-net-ofi")
 
 
 def troubles_on(node: str) -> list[str]:
@@ -85,29 +91,52 @@ def judge(folder: Path, nodes: Sequence[str]) -> int:
     reports = {node: json.loads(path.read_text()) for node in nodes if (path := folder / f"{node}.json").is_file()}
     mistakes = [sentence for report in reports.values() for sentence in report["mistakes"]]
     troubles = [sentence for report in reports.values() for sentence in report["troubles"]]
+    if troubles and not any(report["gpus"] for report in reports.values()):
+        mistakes, troubles = [*mistakes, no_gpu_anywhere()], []
     troubles += [f"{node}: no answer that the first node could read; look at its lines above. If there are none it is "
                  f"down: scontrol show node {node}, and submit again with --exclude={node}"
                  for node in nodes if node not in reports]
     for index, (node, report) in enumerate(reports.items()):
         kind = f" {report['gpus'][0]}" if report["gpus"] else ""
         print(f"node {index}     {node}: {report['gpu_count']} GPUs{kind}, {report['efa_count']} EFA devices")
+    without = [node for node, report in reports.items() if report["efa_count"] and not report["efa_plugin"]]
+    if without:
+        print(f"warning: {', '.join(without)}: EFA devices, but no libnccl-net.so (aws-ofi-nccl) for NCCL to use them by, "
+              "so it takes TCP; build the image with INSTALL_EFA=1 (docs/image.md)", file=sys.stderr)
     gpus = {node: f"{report['gpu_count']} GPUs {sorted(set(report['gpus']))}" for node, report in reports.items()}
     troubles += disagreements(gpus, "choose one kind with --partition or --constraint, or leave the node out with "
                                     "--exclude={node}")
     efa = {node: f"{report['efa_count']} EFA devices" for node, report in reports.items()}
     troubles += disagreements(efa, "look at `fi_info -p efa` there, or submit again with --exclude={node}")
     for path in (next(iter(reports.values()))["seen"] if reports else {}):
-        seen = {node: report["seen"][path] for node, report in reports.items()}
-        missing = [node for node, what in seen.items() if what == "missing"]
-        mistakes += [f"{node}: there is no {path}; mount the shared file system there, or correct the setting"
-                     for node in missing]
-        if not missing:
-            first = next(iter(seen.values()))
-            found = {node: path if what == first else f"another {path}" for node, what in seen.items()}
-            mistakes += disagreements(found, "it must be one shared folder: mount the same file system on {node}")
+        mistakes += mistakes_about(path, {node: report["seen"][path] for node, report in reports.items()})
     for sentence in mistakes + troubles:
         print(f"error: {sentence}", file=sys.stderr)
     return 2 if mistakes else 1 if troubles else 0
+
+
+def no_gpu_anywhere() -> str:
+    """What to mend where Slurm assigned GPUs and no node shows one: hardly the nodes."""
+    image = os.environ.get("IMAGE")
+    if not image:
+        return "no node shows a GPU, though Slurm assigned some: is NVIDIA's driver loaded? nvidia-smi must list them"
+    return (f"the image {image} shows no GPU on any node, though Slurm assigned some: build it from this Dockerfile, "
+            "which sets NVIDIA_VISIBLE_DEVICES and NVIDIA_DRIVER_CAPABILITIES for Enroot's hook 98-nvidia.sh; the "
+            "nodes need that hook and nvidia-container-cli")
+
+
+def mistakes_about(path: str, seen: Mapping[str, str]) -> list[str]:
+    """Sentences on a path that nodes see differently or not at all: `seen`, {node: its fingerprint}."""
+    missing = [node for node, what in seen.items() if what == "missing"]
+    if len(missing) == len(seen):
+        return [f"there is no {path} on any node; make it with get_dataset.py (with an image: sbatch 2.tokenize.sbatch "
+                "INPUT OUT), or correct the setting"]
+    if missing:
+        return [f"{node}: there is no {path}; mount the shared file system there, or correct the setting"
+                for node in missing]
+    first = next(iter(seen.values()))
+    found = {node: path if what == first else f"another {path}" for node, what in seen.items()}
+    return disagreements(found, "it must be one shared folder: mount the same file system on {node}")
 
 
 def disagreements(found: Mapping[str, str], remedy: str) -> list[str]:

@@ -9,7 +9,7 @@ import sysconfig
 from pathlib import Path
 
 PROJECT = Path(__file__).resolve().parents[2]
-PARTS = ["1.train.sbatch", "training.py", "mamba_fsdp", "config", "requirements"]
+PARTS = ["1.train.sbatch", "2.tokenize.sbatch", "training.py", "mamba_fsdp", "config", "requirements"]
 
 # Counts steps where the real one trains. How it ends is up to the environment: FAKE=mistake|crash|killed|endless|deaf,
 # and how long it saves: FAKE_COMMIT_SECONDS.
@@ -74,9 +74,20 @@ status("finished" if step == steps else "stopped", step)
 '''
 
 
+# Writes down what it was asked for where the real one tokenizes.
+FAKE_GET_DATASET = """
+import sys
+from pathlib import Path
+
+store = Path(sys.argv[2]) / "train"
+store.mkdir(parents=True)
+(store / "index.json").write_text(" ".join(sys.argv[1:]))
+"""
+
+
 def make_project(folder, training=FAKE_TRAINING):
     """A project folder with the checkout's launcher and library; training: the text of training.py, None for the real
-    one."""
+    one. With another than the real one get_dataset.py is no real one either."""
     folder.mkdir(parents=True)
     for name in PARTS:
         if (PROJECT / name).is_dir():
@@ -86,6 +97,7 @@ def make_project(folder, training=FAKE_TRAINING):
     (folder / "logs").mkdir()
     if training:
         (folder / "training.py").write_text(training)
+        (folder / "get_dataset.py").write_text(FAKE_GET_DATASET)
     return folder
 
 

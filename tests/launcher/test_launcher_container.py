@@ -1,63 +1,30 @@
-"""1.train.sbatch with an image: what Slurm's container plugin is asked for, recorded by stand-ins for Slurm's
-commands."""
+"""1.train.sbatch and 2.tokenize.sbatch with an image: what Slurm's container plugin is asked for, and how often."""
 
-import json
+import collections
 import os
-import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from pyxis import make_cluster
 
-# Writes its words down, then runs the command as each node would, one after the other.
-RECORDING_SRUN = f'''#!{sys.executable}
-import json, os, subprocess, sys
-with open(os.environ["RECORD"], "a") as file:
-    file.write(json.dumps(sys.argv[1:]) + "\\n")
-words = sys.argv[1:]
-command = words[[i for i, word in enumerate(words) if not word.startswith("--")][0]:]
-nodes = ["node1"] if "--nodes=1" in words else ["node1", "node2"]
-if "mamba_fsdp.launch.node" in command:
-    run = command[command.index("mamba_fsdp.launch.node") + 1].split("/failures/")[0]
-    open(run + "/status.json", "w").write('{{"status": "finished"}}')
-    sys.exit(0)
-inside = {{**os.environ, "PATH": os.environ["IMAGE_PATH"]}}  # a container has none of Slurm's commands
-sys.exit(max(subprocess.run(command, env={{**inside, "SLURMD_NODENAME": node}}).returncode for node in nodes))
-'''
-SCONTROL = """#!/bin/sh
-case "$*" in
-"show hostnames"*) printf "node1\\nnode2\\n" ;;
-"show job 77") echo "   Command=$PROJECT/1.train.sbatch --some=words" ;;
-esac
-"""
+SQUASHFS = b"hsqs and so on"
 
 
 @pytest.fixture
-def submit(launcher_project, tmp_path):
-    """submit(*settings, **environment) -> (finished process, what srun was asked for), as Slurm would run the file."""
-    commands, image = tmp_path / "commands", tmp_path / "image"
-    commands.mkdir()
-    image.mkdir()
-    # With the stamp beside it.
-    (image / "python3").write_text(f'#!/bin/sh\nexec "{launcher_project}/.venv/bin/python" "$@"\n')
-    (image / "python3").chmod(0o755)
-    for name in ("bash", "basename", "dirname", "readlink", "hostname"):
-        (image / name).symlink_to(shutil.which(name))
-    for name, text in (("srun", RECORDING_SRUN), ("scontrol", SCONTROL), ("squeue", "#!/bin/sh\necho RUNNING\n")):
-        (commands / name).write_text(text)
-        (commands / name).chmod(0o755)
-    record = tmp_path / "record"
-    spool = tmp_path / "spool"
-    spool.mkdir()
+def cluster(launcher_project, tmp_path):
+    """Two nodes with an image beside the script; the project lies in a folder with a space in its name."""
+    (launcher_project / "mamba-train.sqsh").write_bytes(SQUASHFS)
+    return make_cluster(tmp_path / "cluster", launcher_project)
+
+
+@pytest.fixture
+def submit(cluster):
+    """submit(*settings, **environment) -> (finished process, the words of each step in a container)."""
 
     def run(*settings, **environment):
-        shutil.copy(launcher_project / "1.train.sbatch", spool / "slurm_script")
-        slurm = {"SLURM_JOB_ID": "77", "SLURM_JOB_NODELIST": "node[1-2]", "PROJECT": str(launcher_project),
-                 "RECORD": str(record), "IMAGE_PATH": str(image), "PATH": f"{commands}:{os.environ['PATH']}"}
-        done = subprocess.run(["bash", spool / "slurm_script", *settings], env={**os.environ, **slurm, **environment},
-                              stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=120)
-        return done, [json.loads(line) for line in record.read_text().splitlines()] if record.exists() else []
+        done, asked, _ = cluster.submit(*settings, **environment)
+        return done, [words for words in asked if any(word.startswith("--container-image=") for word in words)]
 
     return run
 
@@ -68,25 +35,28 @@ def option(words, name):
     return value
 
 
+def mounted(words):
+    """The folders of --container-mounts, which are seen under their own names."""
+    pairs = [mount.split(":") for mount in option(words, "container-mounts").split(",")]
+    assert all(source == target for source, target in pairs)
+    return [source for source, _ in pairs]
+
+
 def test_exact_container_arguments(submit, launcher_project, tmp_path):
-    """Spaces included: Pyxis passes mounts on as lines of an fstab, where a space is written \\040."""
-    (launcher_project / "mamba-train.sqsh").touch()
-    data, runs = tmp_path / "big data" / "store", tmp_path / "all runs"
+    data, runs = tmp_path / "data/store", tmp_path / "runs"
     data.mkdir(parents=True)
     runs.mkdir()
     done, asked = submit(f"--dataset_path={data}", f"--save_ckpt_path={runs}/mine", "--model_name=demo", "--seed=7")
     assert done.returncode == 0, done.stdout
-    plan, *later = asked
-    escaped = {path: str(path).replace(" ", r"\040") for path in (launcher_project, runs / "mine", data)}
-    mounts = ",".join(f"{path}:{path}" for path in escaped.values())
-    assert option(plan, "container-mounts") == ",".join(f"{path}:{path}"
-                                                        for path in (escaped[launcher_project], escaped[data])), \
-        "to read the settings, what the words of the command name"
+    start, plan, *later = asked
+    for words in (start, plan):
+        assert mounted(words) == [str(tmp_path), str(data)], "what the words of the command name"
     assert len(later) == 3, "the nodes' reports, their comparison, the training"
     for words in later:
-        assert option(words, "container-mounts") == mounts
+        assert mounted(words) == [str(tmp_path), str(data), str(runs / "mine")]
     for words in asked:
         assert option(words, "container-image") == f"{launcher_project}/mamba-train.sqsh"
+        assert option(words, "container-name") == "mamba-train-77.0:no_exec"
         assert option(words, "container-workdir") == str(launcher_project)
         assert "--no-container-mount-home" in words
     training = asked[-1]
@@ -99,61 +69,155 @@ def test_exact_container_arguments(submit, launcher_project, tmp_path):
     assert "--auto-resume=1" not in training
 
 
-def test_the_home_folder_and_what_links_leave_out_is_not_mounted(submit, launcher_project, tmp_path):
-    """data/ in the project is a link to the shared file system: its target must be mounted, nothing else."""
-    (launcher_project / "mamba-train.sqsh").touch()
-    (tmp_path / "lustre").mkdir()
-    (launcher_project / "data").symlink_to(tmp_path / "lustre")
-    (tmp_path / "lustre/builtin").mkdir()
-    done, asked = submit("--save_ckpt_path=runs/a", HOME=str(tmp_path))
+@pytest.mark.parametrize("scope, name", [("job", "pyxis_77_mamba-train-77.0"), ("global", "pyxis_mamba-train-77.0")])
+def test_each_node_unpacks_the_image_once(cluster, scope, name):
+    """And where Pyxis keeps containers when their job is over, ours goes, and those that starts before have left."""
+    left, used = "pyxis_mamba-train-12.3", ["pyxis_mamba-train-78.0", "pyxis_of-someone"]
+    for container in (left, *used):
+        (cluster.folder / "state/node2" / container).mkdir()
+    done, _, unpacked = cluster.submit("--save_ckpt_path=runs/a", SCOPE=scope)
     assert done.returncode == 0, done.stdout
-    sources = [mount.split(":")[0] for mount in option(asked[-1], "container-mounts").split(",")]
-    assert sources == [str(launcher_project).replace(" ", r"\040"), f"{tmp_path}/lustre/builtin"]
+    assert collections.Counter(unpacked) == {"node1": 1, "node2": 1}
+    ours = [name] if scope == "job" else []
+    assert cluster.containers("node1") == ours and cluster.containers("node2") == sorted([*ours, *used])
 
 
-def test_further_mounts_and_another_image(submit, launcher_project, tmp_path):
-    (launcher_project / "data/builtin").mkdir(parents=True)
+def container(project, *folders, **environment):
+    """(finished process, the words for a container in which `folders` are wanted), as a job's script finds them."""
+    script = f'project="{project}" attempt=77.0; cd "$project"; source mamba_fsdp/launch/environment.sh; ' \
+             'choose_environment; use_container "$@"; printf "%s\\n" "${container[@]}"'
+    done = subprocess.run(["bash", "-uec", script, "-", *folders], env={**os.environ, **environment},
+                          stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    return done, done.stdout.splitlines()
+
+
+@pytest.mark.parametrize("name", ["a b", "a,b", "a:b", "a$b", "a#b", "a'b", "a\\b"])
+def test_names_that_no_mount_can_have_are_covered_by_the_folder_above(cluster, launcher_project, tmp_path, name):
+    """Pyxis 0.24 writes a space as \\040 by itself, 0.20 does not and a shell reads it; a comma ends a mount."""
+    (tmp_path / "odd" / name / "store").mkdir(parents=True)
+    done, words = container(launcher_project, f"{tmp_path}/odd/{name}/store")
+    assert done.returncode == 0, done.stdout
+    assert mounted(words) == [str(tmp_path), f"{tmp_path}/odd"]
+
+
+@pytest.mark.parametrize("folder", ["/opt/my data", "/my data"])
+def test_names_below_what_belongs_to_the_image_are_refused(cluster, launcher_project, folder):
+    script = launcher_project / "mamba_fsdp/launch/environment.sh"
+    script.write_text(script.read_text().replace('[ -e "$folder" ]', "true"))
+    done, _ = container(launcher_project, folder)
+    assert done.returncode == 2
+    assert f"the folder above it, {Path(folder).parent}, is the image's own; rename it" in done.stdout
+
+
+@pytest.mark.parametrize("link", ["data", "data/builtin"])
+def test_a_link_that_leads_out_of_the_project_is_followed(submit, launcher_project, tmp_path, link):
+    """In the container that reads the settings the link dangles: nothing but the project is mounted there yet."""
+    shared = tmp_path.parent / f"{tmp_path.name}-lustre"
+    store = shared / "builtin" if link == "data" else shared
+    (store / "train").mkdir(parents=True)
+    (store / "train/index.json").touch()
+    (launcher_project / link).parent.mkdir(exist_ok=True)
+    (launcher_project / link).symlink_to(shared)
+    done, asked = submit("--save_ckpt_path=runs/a", HIDDEN=str(shared))
+    assert done.returncode == 0, done.stdout
+    assert mounted(asked[-1]) == [str(tmp_path), str(store)], "the home folder and what else is there are not mounted"
+
+
+def test_further_mounts_and_another_image(submit, tmp_path):
     for name in ("my images", "a", "b"):
         (tmp_path / name).mkdir()
-    (tmp_path / "my images/i.sqsh").touch()
-    done, asked = submit("--save_ckpt_path=runs/a", IMAGE=f"{tmp_path}/my images/i.sqsh",
-                         MOUNTS=f"{tmp_path}/a,{tmp_path}/b")
-    assert done.returncode == 0, done.stdout
-    for words in asked:
-        assert option(words, "container-image") == f"{tmp_path}/my images/i.sqsh"
-        assert option(words, "container-mounts").split(",")[1:] == [f"{tmp_path}/a:{tmp_path}/a",
-                                                                    f"{tmp_path}/b:{tmp_path}/b"]
+    (tmp_path / "my images/i.sqsh").write_bytes(SQUASHFS)
+    done, (words,) = submit("--save_ckpt_path=runs/a", IMAGE=f"{tmp_path}/my images/i.sqsh",
+                            MOUNTS=f"{tmp_path}/a,{tmp_path}/b", BROKEN_NODES="node1")
+    assert option(words, "container-image") == f"{tmp_path}/my images/i.sqsh"
+    assert mounted(words)[1:] == [f"{tmp_path}/a", f"{tmp_path}/b"]
 
 
-@pytest.mark.parametrize("name", ["with,comma", "with:colon"])
-def test_names_that_cannot_be_mounted_are_refused(submit, launcher_project, tmp_path, name):
-    (launcher_project / "mamba-train.sqsh").touch()
-    (tmp_path / name).mkdir()
-    done, asked = submit(f"--save_ckpt_path={tmp_path}/{name}")
-    assert done.returncode == 2 and not asked
-    assert "a comma or a colon" in done.stdout
+def test_the_name_of_an_image_is_a_file_of_the_project(cluster, launcher_project):
+    """A bare name means one in a registry to Pyxis."""
+    (launcher_project / "new.sqsh").write_bytes(SQUASHFS)
+    done, words = container(launcher_project, IMAGE="new.sqsh")
+    assert done.returncode == 0 and option(words, "container-image") == f"{launcher_project}/new.sqsh"
+    (launcher_project / "new.sqsh").write_bytes(b"PK")
+    done, _ = container(launcher_project, IMAGE="new.sqsh")
+    assert done.returncode == 2 and f"{launcher_project}/new.sqsh is no squashfs image" in done.stdout
+    done, _ = container(launcher_project, IMAGE="old.sqsh")
+    assert done.returncode == 2 and "IMAGE=old.sqsh: there is no such file" in done.stdout
 
 
-def test_a_mount_that_is_not_there_is_refused_by_name(submit, launcher_project):
-    (launcher_project / "mamba-train.sqsh").touch()
+def test_a_mount_that_is_not_there_is_refused_by_name(submit):
     done, _ = submit("--load_ckpt_path=/nowhere/old-run")
     assert done.returncode == 2
-    assert "there is no /nowhere/old-run on node1" in done.stdout
+    assert "there is no /nowhere/old-run on" in done.stdout
 
 
 def test_an_image_made_from_other_requirements_is_refused(submit, launcher_project):
-    (launcher_project / "mamba-train.sqsh").touch()
     with open(launcher_project / "requirements/cpu.txt", "a") as file:
         file.write("surprise==1\n")
     done, asked = submit()
-    assert done.returncode == 2 and len(asked) == 1, "found before any node is asked"
+    assert done.returncode == 2 and len(asked) == 2, "found before the nodes are compared"
     assert "was made from another requirements/cpu.txt" in done.stdout and "build and import it again" in done.stdout
 
 
+@pytest.mark.parametrize("broken", ["node1", "node2"])
+def test_a_node_that_cannot_start_the_container_is_named_and_the_job_queued_again(cluster, broken):
+    """Whichever it is; only so often as MAX_RESTARTS allows."""
+    trouble = {"BROKEN_NODES": broken, "MAX_RESTARTS": "1"}
+    done, asked, _ = cluster.submit("--save_ckpt_path=runs/a", **trouble)
+    assert done.returncode == 0 and done.stdout.endswith("queued again, to resume from start\nrequeued\n"), done.stdout
+    assert f"error: the container did not start on {broken}; see above" in done.stdout
+    done, _, _ = cluster.submit("--save_ckpt_path=runs/a", SLURM_RESTART_COUNT="1", **trouble)
+    assert done.returncode == 1 and "gave up after 1 restarts without a checkpoint newer than start" in done.stdout
+
+
+def test_a_bad_setting_is_not_queued_again(submit):
+    done, asked = submit("--num_stepss=3")
+    assert done.returncode == 2 and "did you mean num_steps" in done.stdout and "queued again" not in done.stdout
+
+
+def test_without_gpus_nvidias_driver_is_not_asked_for(cluster, launcher_project):
+    """The image's own variables ask for it, and Enroot fails on a node without NVIDIA's tools."""
+    done, words = container(launcher_project)
+    if not Path("/proc/driver/nvidia").exists():
+        assert "--container-env=NVIDIA_VISIBLE_DEVICES" in words
+    done, words = container(launcher_project, SLURM_GPUS_ON_NODE="8")
+    assert "--container-env=NVIDIA_VISIBLE_DEVICES" not in words
+
+
+def test_a_first_try_makes_its_corpus(submit, launcher_project):
+    """Bare, in a fresh checkout."""
+    done, asked = submit()
+    assert done.returncode == 0, done.stdout
+    assert (launcher_project / "data/builtin/train/index.json").read_text() == f"builtin {launcher_project}/data/builtin"
+    assert asked[-1][-1] == "--config=config/demo.yaml"
+    assert sum("get_dataset.py" in words for words in asked) == 1
+
+
+def test_tokenizing_with_nothing_but_the_image(cluster, launcher_project, tmp_path):
+    (tmp_path / "texts").mkdir()
+    words = [f"{tmp_path}/texts/*.txt", f"{tmp_path}/stores/mine", "--tokenizer=gpt2"]
+    done, asked, unpacked = cluster.submit(*words, script="2.tokenize.sbatch", SCOPE="global")
+    assert done.returncode == 0, done.stdout
+    assert (tmp_path / "stores/mine/train/index.json").read_text() == " ".join(words)
+    step = asked[0]
+    assert step[step.index("--on-node") + 1:] == ["python3", "get_dataset.py", *words]
+    assert mounted(step) == [str(tmp_path), f"{tmp_path}/texts"]
+    assert unpacked == ["node1"] and not cluster.containers("node1")
+
+
+def test_a_check_ends_before_the_training(submit, launcher_project):
+    done, _ = submit("--check", "--save_ckpt_path=runs/a", BROKEN_NODES="node2", SLURM_RESTART_COUNT="5")
+    assert done.returncode == 1 and "did not start on node2" in done.stdout and "queued again" not in done.stdout
+    done, asked = submit("--check", "--save_ckpt_path=runs/a")
+    assert done.returncode == 0, done.stdout
+    assert "node 1     node2: 0 GPUs, 0 EFA devices" in done.stdout
+    assert done.stdout.splitlines()[-1].startswith("fit to train: image ")
+    assert not any("mamba_fsdp.launch.node" in words for words in asked)
+    assert not (launcher_project / "runs/a").exists()
+
+
 def test_hyperpod_resumes_by_itself(submit, launcher_project, tmp_path):
-    (launcher_project / "mamba-train.sqsh").touch()
-    (launcher_project / "data/builtin").mkdir(parents=True)
-    script = launcher_project / "1.train.sbatch"
+    script = launcher_project / "mamba_fsdp/launch/environment.sh"
     script.write_text(script.read_text().replace("HYPERPOD_FOLDER=/opt/sagemaker_cluster",
                                                  f"HYPERPOD_FOLDER={tmp_path}"))
     done, asked = submit("--save_ckpt_path=runs/a")
@@ -163,8 +227,6 @@ def test_hyperpod_resumes_by_itself(submit, launcher_project, tmp_path):
 
 def test_profile(submit, launcher_project):
     """torch's is a setting of training.py; nsys runs around the launcher of each node, with a file for each."""
-    (launcher_project / "data/builtin").mkdir(parents=True)
-    (launcher_project / "mamba-train.sqsh").touch()
     done, asked = submit("--save_ckpt_path=runs/a", PROFILE="torch")
     assert done.returncode == 0 and asked[-1][-1] == "--use_profiler=true"
     done, asked = submit("--save_ckpt_path=runs/a", PROFILE="nsys")

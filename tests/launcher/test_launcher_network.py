@@ -1,4 +1,4 @@
-"""1.train.sbatch: what NCCL and libfabric are told, by the devices that a node has."""
+"""The launcher: what NCCL and libfabric are told, by the devices that a node has."""
 
 import os
 import subprocess
@@ -14,7 +14,7 @@ def network_environment(project, devices, tmp_path, **given):
         (tmp_path / "drivers" / driver).mkdir(parents=True, exist_ok=True)
         (tmp_path / "class" / name / "device").mkdir(parents=True)
         (tmp_path / "class" / name / "device/driver").symlink_to(tmp_path / "drivers" / driver)
-    script = f'source "{project}/1.train.sbatch"; EFA_FOLDER="{tmp_path}/class"; set_network; env'
+    script = f'source "{project}/mamba_fsdp/launch/environment.sh"; EFA_FOLDER="{tmp_path}/class"; set_network; env'
     clean = {name: value for name, value in os.environ.items() if not name.startswith((*NETWORK, "SLURM"))}
     done = subprocess.run(["bash", "-c", script], env={**clean, **given}, capture_output=True, text=True, check=True)
     pairs = dict(line.split("=", 1) for line in done.stdout.splitlines() if "=" in line)

@@ -42,7 +42,8 @@ def report(folder, tmp_path, monkeypatch):
     return report_as
 
 
-def test_equal_nodes_are_fit(folder, report, capsys):
+def test_equal_nodes_are_fit(folder, report, capsys, monkeypatch):
+    monkeypatch.setattr(preflight, "find_library", lambda name: f"lib{name}.so")
     for node in ("a", "b"):
         report(node, gpus=8, efa=32)
     assert preflight.judge(folder, ["a", "b"]) == 0
@@ -77,6 +78,30 @@ def test_a_gpu_that_the_driver_has_lost(folder, report, capsys, monkeypatch):
     assert preflight.troubles_on("b") == [
         "b: Slurm assigned 2 GPUs, but the driver shows 1; look at `nvidia-smi` there and take the node out: "
         "scontrol update nodename=b state=drain reason=gpu"]
+
+
+@pytest.mark.parametrize("image, said", [("/fsx/new.sqsh", "error: the image /fsx/new.sqsh shows no GPU on any node"),
+                                         (None, "error: no node shows a GPU")])
+def test_gpus_that_no_node_shows_are_the_images_matter(folder, report, capsys, monkeypatch, image, said):
+    """Nobody has to drain all nodes because an image does not ask for NVIDIA's driver."""
+    monkeypatch.delenv("IMAGE", raising=False)
+    if image:
+        monkeypatch.setenv("IMAGE", image)
+    for node in ("a", "b"):
+        report(node, gpus=8)
+        found = json.loads((folder / f"{node}.json").read_text())
+        (folder / f"{node}.json").write_text(json.dumps({**found, "gpus": [], "troubles": [f"{node}: drain it"]}))
+    assert preflight.judge(folder, ["a", "b"]) == 2
+    told = capsys.readouterr().err
+    assert said in told and "drain" not in told and len(told.splitlines()) == 1
+
+
+@pytest.mark.parametrize("plugin, warned", [(None, True), ("libnccl-net-ofi.so", False)])
+def test_efa_devices_without_nccls_plugin_are_a_warning(folder, report, capsys, monkeypatch, plugin, warned):
+    monkeypatch.setattr(preflight, "find_library", lambda name: plugin if f"lib{name}.so" == plugin else None)
+    report("a", gpus=8, efa=32)
+    assert preflight.judge(folder, ["a"]) == 0
+    assert ("warning: a: EFA devices, but no libnccl-net.so" in capsys.readouterr().err) == warned
 
 
 def test_too_little_space_for_the_checkpoints_to_come(folder, report, capsys, monkeypatch):
@@ -129,6 +154,16 @@ def test_data_that_one_node_does_not_have(folder, report, tmp_path, capsys):
     report("b")
     assert preflight.judge(folder, ["a", "b"]) == 2
     assert f"error: b: there is no {tmp_path}/store; mount" in capsys.readouterr().err
+
+
+def test_data_that_no_node_has_is_to_be_made(folder, report, tmp_path, capsys):
+    (tmp_path / "store").rmdir()
+    for node in ("a", "b"):
+        report(node)
+    assert preflight.judge(folder, ["a", "b"]) == 2
+    told = capsys.readouterr().err
+    assert told.startswith(f"error: there is no {tmp_path}/store on any node; make it with get_dataset.py") \
+        and "2.tokenize.sbatch" in told and len(told.splitlines()) == 1
 
 
 def test_data_that_differs_between_nodes(folder, report, tmp_path, capsys):

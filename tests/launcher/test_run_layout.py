@@ -11,8 +11,8 @@ def test_the_launcher_knows_the_run_folder_under_the_same_names(project):
     """Whatever 1.train.sbatch reads or writes below $run_folder."""
     script = (project / "1.train.sbatch").read_text()
     there = set(re.findall(r'\$run_folder"?/([\w.*]+(?:/step_\*/\w+)?)', script))
-    assert there == {run_layout.FAILURES, run_layout.PREFLIGHT, run_layout.RESTARTS, run_layout.PROFILE,
-                     run_layout.STATUS, run_layout.STOP, f"{run_layout.CHECKPOINTS}/step_*/{run_layout.COMMIT}"}
+    assert there == {run_layout.FAILURES, run_layout.PREFLIGHT, run_layout.PROFILE, run_layout.STATUS,
+                     run_layout.STOP, f"{run_layout.CHECKPOINTS}/step_*/{run_layout.COMMIT}"}
 
 
 @pytest.mark.parametrize("step", [0, 7, 12345678, 123456789])

@@ -1,0 +1,151 @@
+#!/bin/bash
+# What 1.train.sbatch and 2.tokenize.sbatch share: the environment that Python runs in, .venv or an image, here and on
+# the nodes of a job. They source it in the project folder, whose path is $project; $nodes are the job's, $attempt is
+# JOB.RESTART.
+# shellcheck disable=SC2154 # these three
+
+# Pyxis and Enroot pass mounts on through a list, a shell and an fstab, each version with other escapes or none.
+HARD_TO_MOUNT=$' \t\n,:#$`"\'\\'
+CONTAINER_PREFIX=mamba-train-
+EFA_FOLDER=/sys/class/infiniband       # where Linux lists EFA devices
+HYPERPOD_FOLDER=/opt/sagemaker_cluster # there on SageMaker HyperPod only
+
+say() { printf '%s\n' "$*" 2> /dev/null || true; } # also when nobody reads it any longer
+
+fail() { # a user's mistake: what is wrong and what to do. No restart fixes it
+    say "error: $*" >&2
+    exit 2
+}
+
+choose_venv() {
+    python=$project/.venv/bin/python
+    [ -x "$python" ] || fail "there is no environment in $project/.venv; make it: ./0.create_env.sh"
+    [ -f .venv/.complete ] || fail "the environment $project/.venv is incomplete; make it again: ./0.create_env.sh"
+}
+
+choose_environment() { # sets python and image
+    image=${IMAGE:-mamba-train.sqsh}
+    [[ $image == /* ]] || image=$project/$image # Pyxis asks a registry for a bare name
+    if [ -f "$image" ]; then
+        check_image
+        export IMAGE=$image # for what a step says of itself
+        python=python3
+    elif [ -n "${IMAGE:-}" ]; then
+        fail "IMAGE=$IMAGE: there is no such file ($image); build it (docs/image.md), or unset IMAGE to use .venv"
+    elif [ -e .venv ]; then
+        image=''
+        choose_venv
+    else
+        fail "there is neither an image ($image) nor an environment ($project/.venv);" \
+            "build an image (docs/image.md) or make the environment: ./0.create_env.sh"
+    fi
+}
+
+check_image() {
+    [ -r "$image" ] || fail "the image $image can't be read by $(id -un): chmod a+r it"
+    cmp -s -n 4 "$image" <(printf hsqs) ||
+        fail "$image is no squashfs image; make it with enroot import (docs/image.md), or copy it again"
+}
+
+check_gpus() { # as Slurm assigned them: a step can ask for one number only
+    local assigned
+    assigned=$(scontrol --details show job "$SLURM_JOB_ID" |
+        sed -n 's/^ *Nodes=\([^ ]*\) .*GRES=\(gpu:[^(]*\).*/\1 \2/p')
+    [ "$(cut -d' ' -f2 <<< "$assigned" | sort -u | wc -l)" = 1 ] ||
+        fail "the nodes have different GPUs (${assigned//$'\n'/, });" \
+            "choose one kind: --partition, --constraint, --exclude"
+}
+
+choose_srun() { # for a command on all nodes; sets srun
+    # --cpu-bind=none: Slurm would pin the node's only task, and all ranks in it, to one core.
+    srun=(srun --nodes="${#nodes[@]}" --ntasks="${#nodes[@]}" --ntasks-per-node=1 --export=ALL --cpu-bind=none --label)
+    # A step sees no GPU unless it asks, even where --exclusive gave the job all of them.
+    [ -z "${SLURM_GPUS_ON_NODE:-}" ] || srun+=(--gpus-per-node="$SLURM_GPUS_ON_NODE")
+    [ ! -d "$HYPERPOD_FOLDER" ] || srun+=(--auto-resume=1) # HyperPod replaces a broken node and starts this step again
+}
+
+use_container() { # the folders it needs beside the project; sets container
+    local folder mount mounts=()
+    container=()
+    [ -n "$image" ] || return 0
+    for folder in "$project" "$@"; do
+        [ -e "$folder" ] || fail "there is no $folder on $(hostname), which a setting or MOUNTS names"
+        mount=$folder
+        while [[ $mount == *["$HARD_TO_MOUNT"]* ]]; do mount=${mount%/*}; done
+        case $mount in
+        '' | / | /bin | /boot | /dev | /etc | /lib* | /opt | /opt/amazon* | /proc | /root | /run | /sbin | /sys | /usr* | /var)
+            [ "$mount" = "$folder" ] ||
+                fail "$folder: no container can mount a name with a space or one of ,:#\$\`\"'\\ and" \
+                    "the folder above it, ${mount:-/}, is the image's own; rename it"
+            ;;
+        esac
+        [[ " ${mounts[*]} " == *" $mount:$mount "* ]] || mounts+=("$mount:$mount")
+    done
+    # A container with a name is unpacked once and stays for the job's other steps. The name is of one start of the job:
+    # what a start that was killed has left may be half unpacked. no_exec: each step has its own mounts.
+    # The home folder stays out: its .triton, .cache and .local belong to other versions and are shared by all nodes.
+    container=(--container-image="$image" --container-name="$CONTAINER_PREFIX$attempt:no_exec"
+        --container-mounts="$(IFS=, && printf %s "${mounts[*]}")" --container-workdir="$project"
+        --no-container-mount-home)
+    # The image asks for NVIDIA's driver, and Enroot fails where that has no tools.
+    if [ -z "${SLURM_GPUS_ON_NODE:-}" ] && [ ! -e /proc/driver/nvidia ]; then
+        export NVIDIA_VISIBLE_DEVICES=void
+        container+=(--container-env=NVIDIA_VISIBLE_DEVICES)
+    fi
+}
+
+on_first_node() {
+    if [ -n "$image" ]; then
+        srun --nodes=1 --ntasks=1 --nodelist="${nodes[0]}" --export=ALL --cpu-bind=none "${container[@]}" \
+            "$project/1.train.sbatch" --on-node "$@"
+    else
+        "$@"
+    fi
+}
+
+set_network() { # what NCCL and libfabric need on this kind of node
+    local device
+    EFA_COUNT=0
+    for device in "$EFA_FOLDER"/*; do
+        [ "$(basename "$(readlink -f "$device/device/driver")")" != efa ] || EFA_COUNT=$((EFA_COUNT + 1))
+    done
+    export EFA_COUNT
+    # Node to node over the real interface, whatever its name; a positive prefix such as ens fits one kind of node only.
+    [ -z "${SLURM_JOB_ID:-}" ] || export NCCL_SOCKET_IFNAME=${NCCL_SOCKET_IFNAME:-^docker,lo,veth}
+    if [ "$EFA_COUNT" -gt 0 ]; then # p4d, p4de: 4 devices; p5, p5e: 32; p5en: 16
+        # An error rather than a slow provider.
+        export FI_PROVIDER=${FI_PROVIDER:-efa}
+        # With huge pages, a process that forks (data workers do) runs out of memory.
+        export FI_EFA_USE_HUGE_PAGE=${FI_EFA_USE_HUGE_PAGE:-0}
+        # FSDP's copies on the GPU need not wait for each other.
+        export FI_EFA_SET_CUDA_SYNC_MEMOPS=${FI_EFA_SET_CUDA_SYNC_MEMOPS:-0}
+    else # g5, g6 and CPU nodes
+        # GPUs without NVLink talk through shared memory, and their copy engines are faster at it.
+        export NCCL_SHM_USE_CUDA_MEMCPY=${NCCL_SHM_USE_CUDA_MEMCPY:-1}
+    fi
+}
+
+remove_containers() { # from the job's nodes, all that no running job uses, but $1, a start of this job
+    # Pyxis does so itself, unless its container_scope is global, as it is by default.
+    local jobs
+    jobs=$(squeue --noheader --user="$(id -u)" --states=RUNNING --format=%A) || return 0
+    mapfile -t jobs < <(grep -vx "$SLURM_JOB_ID" <<< "$jobs")
+    timeout 100 srun --overlap --nodes="${#nodes[@]}" --ntasks="${#nodes[@]}" --ntasks-per-node=1 \
+        bash "$project/mamba_fsdp/launch/environment.sh" remove "$@" "${jobs[@]}" < /dev/null || true
+}
+
+remove_here() { # but those of the jobs and starts that are named
+    local name start
+    command -v enroot > /dev/null || return 0
+    enroot list | while read -r name; do
+        start=${name#pyxis_"$CONTAINER_PREFIX"}
+        if [ "$start" != "$name" ] && [[ " $* " != *" $start "* && " $* " != *" ${start%.*} "* ]]; then
+            enroot remove -f "$name" < /dev/null
+        fi
+    done
+}
+
+if [ "${BASH_SOURCE[0]}" = "$0" ]; then
+    shift
+    remove_here "$@"
+fi

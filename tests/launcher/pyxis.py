@@ -1,0 +1,134 @@
+"""Stand-ins for Slurm's commands that do with a container what Pyxis does, as far as 1.train.sbatch can tell.
+
+Source: pyxis_slurmstepd.c, args.c, pyxis_slurmd.c of Pyxis 0.20 and 0.24, runtime.sh of Enroot 4.1.
+"""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from types import SimpleNamespace
+
+# Writes its words down, then runs the command as each node would, one after the other. What the container lacks:
+# Slurm's commands, and the folders in HIDDEN unless they are mounted.
+SRUN = f'''#!{sys.executable}
+import json, os, subprocess, sys
+from pathlib import Path
+
+words, state = sys.argv[1:], Path(os.environ["STATE"])
+with open(os.environ["RECORD"], "a") as file:
+    file.write(json.dumps(words) + "\\n")
+command = words[[i for i, word in enumerate(words) if not word.startswith("--")][0]:]
+given = dict(word[2:].split("=", 1) for word in words if word.startswith("--") and "=" in word)
+nodes = ["node1"] if "--nodes=1" in words else ["node1", "node2"]
+image, mounts = given.get("container-image"), [m.split(":")[0] for m in given.get("container-mounts", "").split(",")]
+
+def refuse(node, text):
+    print(f"{{node}}: pyxis: {{text}}", file=sys.stderr)
+    return 1
+
+def start_container(node):
+    """An exit code, 0 when it runs: unpacks the image unless there is a container of the name."""
+    if not image.startswith(("/", ".")):
+        return refuse(node, f"importing docker image: {{image}}: no such image")
+    name, _, flag = given.get("container-name", "").partition(":")
+    assert flag in ("", "no_exec"), flag
+    stem = "pyxis_77_" if os.environ["SCOPE"] == "job" else "pyxis_"
+    place = state / node / (stem + name)
+    if not (name and place.exists()):
+        with open(state / "unpacked", "a") as file:
+            file.write(node + "\\n")
+        if node in os.environ.get("BROKEN_NODES", ""):
+            return refuse(node, "failed to create container filesystem")
+        if name:
+            place.mkdir(parents=True)
+    for mount in mounts:
+        # 0.24 writes spaces as \\\\040 itself, 0.20 not at all
+        if not Path(mount).exists() or " " in mount or "\\\\" in mount:
+            return refuse(node, f"--container-mounts: source path does not exist: {{mount}}")
+    seen = os.environ["NVIDIA_VISIBLE_DEVICES"] if "container-env" in given else "all"  # the image's own value
+    if seen != "void" and not Path("/proc/driver/nvidia").exists():
+        return refuse(node, "[ERROR] Command not found: nvidia-container-cli")
+    return 0
+
+def run(node):
+    environment = {{**os.environ, "SLURMD_NODENAME": node}}
+    if not image:
+        return subprocess.run(command, env=environment).returncode
+    if code := start_container(node):
+        return code
+    environment["PATH"] = os.environ["IMAGE_PATH"]
+    hidden = [Path(path) for path in filter(None, os.environ.get("HIDDEN", "").split(":"))
+              if not any(mount == path or path.startswith(mount + "/") or mount.startswith(path + "/")
+                         for mount in mounts)]
+    for path in hidden:
+        path.rename(f"{{path}}.hidden")
+    try:
+        return subprocess.run(command, env=environment).returncode
+    finally:
+        for path in hidden:
+            Path(f"{{path}}.hidden").rename(path)
+
+if "mamba_fsdp.launch.node" in command:
+    assert not image or max(map(start_container, nodes)) == 0
+    folder = Path(command[command.index("mamba_fsdp.launch.node") + 1].split("/failures/")[0])
+    (folder / "status.json").write_text('{{"status": "finished", "reason": ""}}')
+    sys.exit(0)
+if "started:" in words[-1]:
+    command = [*command[:-1], command[-1].replace("started:", "0: started:")]  # --label
+sys.exit(max(run(node) for node in nodes))
+'''
+SCONTROL = """#!/bin/sh
+case "$*" in
+"show hostnames"*) printf "node1\\nnode2\\n" ;;
+"show job 77") printf "   EndTime=2999-01-01T00:00:00\\n   Command=%s --some=words\\n" "$PROJECT/$SCRIPT" ;;
+requeue*) echo "requeued" ;;
+esac
+"""
+SQUEUE = """#!/bin/sh
+case "$*" in *%A*) printf "77\\n78\\n" ;; *) echo RUNNING ;; esac
+"""
+ENROOT = """#!/bin/sh
+case $1 in
+list) ls -1 "$STATE/$SLURMD_NODENAME" ;;
+remove) rmdir "$STATE/$SLURMD_NODENAME/$3" ;;
+esac
+"""
+
+
+def make_cluster(folder, project):
+    """A cluster of node1 and node2 that runs job 77: submit(*words, script=..., **environment) as Slurm would.
+
+    submit gives (finished process, [the words of each srun], [the node of each unpacking]); containers(node): the names
+    of those that are there.
+    """
+    commands, image = folder / "commands", folder / "image"
+    for path in (commands, image, folder / "state/node1", folder / "state/node2", folder / "spool"):
+        path.mkdir(parents=True)
+    # With the stamp beside it.
+    (image / "python3").write_text(f'#!/bin/sh\nexec "{project}/.venv/bin/python" "$@"\n')
+    (image / "python3").chmod(0o755)
+    for name in ("bash", "sh", "basename", "dirname", "readlink", "hostname"):
+        (image / name).symlink_to(shutil.which(name))
+    for name, text in (("srun", SRUN), ("scontrol", SCONTROL), ("squeue", SQUEUE), ("enroot", ENROOT)):
+        (commands / name).write_text(text)
+        (commands / name).chmod(0o755)
+
+    def lines(path):
+        return path.read_text().splitlines() if path.exists() else []
+
+    def submit(*words, script="1.train.sbatch", **environment):
+        shutil.copy(project / script, folder / "spool/slurm_script")
+        slurm = {"SLURM_JOB_ID": "77", "SLURM_JOB_NODELIST": "node[1-2]", "PROJECT": str(project), "SCRIPT": script,
+                 "RECORD": str(folder / "record"), "STATE": str(folder / "state"), "SCOPE": "job",
+                 "IMAGE_PATH": str(image), "PATH": f"{commands}:{os.environ['PATH']}"}
+        done = subprocess.run(["bash", folder / "spool/slurm_script", *words],
+                              env={**os.environ, **slurm, **environment}, stdout=subprocess.PIPE,
+                              stderr=subprocess.STDOUT, text=True, timeout=120)
+        return done, [json.loads(line) for line in lines(folder / "record")], lines(folder / "state/unpacked")
+
+    def containers(node):
+        return sorted(path.name for path in (folder / "state" / node).iterdir())
+
+    return SimpleNamespace(submit=submit, containers=containers, folder=folder)
