@@ -8,18 +8,20 @@
 #   INSTALL_KERNELS      auto: the fused CUDA kernels if the base has nvcc; 1: always; 0: never (slower, portable)
 #   CUDA_ARCHITECTURES   the GPUs to compile them for (see requirements/build_kernels.sh)
 #   INSTALL_EFA          1: libfabric and aws-ofi-nccl for AWS's network; 0: without
+#   PRUNE                1: without what no rank loads (requirements/prune.sh); 0: with it
 #
 # Steps stand in the order in which they change, rarest first: a change of the project's code repeats only the last two.
 ARG STACK=torch2.2
 ARG BASE_IMAGE
-FROM nvidia/cuda:12.1.1-devel-ubuntu22.04 AS devel-torch2.2
-FROM nvidia/cuda:12.1.1-base-ubuntu22.04 AS base-torch2.2
-FROM nvidia/cuda:12.8.1-devel-ubuntu22.04 AS devel-current
-FROM nvidia/cuda:12.8.1-base-ubuntu22.04 AS base-current
+FROM docker.io/nvidia/cuda:12.1.1-devel-ubuntu22.04 AS devel-torch2.2
+FROM docker.io/nvidia/cuda:12.1.1-base-ubuntu22.04 AS base-torch2.2
+FROM docker.io/nvidia/cuda:12.8.1-devel-ubuntu22.04 AS devel-current
+FROM docker.io/nvidia/cuda:12.8.1-base-ubuntu22.04 AS base-current
 
 # The fused kernels are compiled in a stage of their own: the CUDA toolkit and the compilers stay behind.
+# The stack's default stands here again for buildah 1.28, which else does not see which stages are used.
 # hadolint ignore=DL3006
-FROM ${BASE_IMAGE:-devel-${STACK}} AS kernels
+FROM ${BASE_IMAGE:-devel-${STACK:-torch2.2}} AS kernels
 ARG STACK
 ARG INSTALL_KERNELS=auto
 ARG CUDA_ARCHITECTURES
@@ -39,7 +41,7 @@ RUN mkdir /wheels \
     else echo "without the fused CUDA kernels: INSTALL_KERNELS=$INSTALL_KERNELS and the base image decide"; fi
 
 # hadolint ignore=DL3006
-FROM ${BASE_IMAGE:-base-${STACK}}
+FROM ${BASE_IMAGE:-base-${STACK:-torch2.2}}
 
 # gcc and the headers are not for building this image: Triton compiles a launcher for every kernel when training starts.
 # hadolint ignore=DL3008
@@ -60,7 +62,7 @@ RUN if [ "$INSTALL_EFA" = 1 ]; then \
             "https://efa-installer.amazonaws.com/aws-efa-installer-$EFA_INSTALLER_VERSION.tar.gz" \
         && tar -xzf efa.tar.gz && cd aws-efa-installer \
         && ./efa_installer.sh -y --skip-kmod --skip-limit-conf --no-verify \
-        && cd / && rm -rf /tmp/efa \
+        && cd / && rm -rf /tmp/efa /opt/amazon/openmpi* \
         && apt-get purge -y --auto-remove curl && rm -rf /var/lib/apt/lists/* \
         && ldconfig && test -n "$(find /opt/amazon/ofi-nccl -name 'libnccl-net*.so')"; \
     else echo "without EFA: INSTALL_EFA=$INSTALL_EFA"; fi
@@ -68,9 +70,12 @@ RUN if [ "$INSTALL_EFA" = 1 ]; then \
 # The environment is /usr/local itself: Enroot sources /etc/profile, which resets PATH, but /usr/local/bin
 # stays in it; and an environment does not see the packages in a user's home. The stamp is what preflight compares.
 ARG STACK
-COPY requirements/${STACK}.txt /tmp/requirements/
+ARG PRUNE=1
+COPY requirements/${STACK}.txt requirements/prune.sh /tmp/requirements/
+# Pruned in the same step: what a later one removes stays in the image.
 RUN python3 -m venv /usr/local \
     && /usr/local/bin/pip install --no-cache-dir --disable-pip-version-check -r "/tmp/requirements/$STACK.txt" \
+    && if [ "$PRUNE" = 1 ]; then bash /tmp/requirements/prune.sh /usr/local/lib/python3*/site-packages; fi \
     && digest=$(sha256sum "/tmp/requirements/$STACK.txt") \
     && printf '%s\n%s\n' "$STACK" "${digest%% *}" > /usr/local/.complete
 
@@ -83,9 +88,11 @@ RUN --mount=type=bind,from=kernels,source=/wheels,target=/wheels \
 COPY patches/ /opt/mamba-train/patches/
 RUN /usr/local/bin/python3 /opt/mamba-train/patches/apply.py && rm -rf /tmp/requirements
 ENV TRITON_CACHE_MANAGER=triton.runtime.rank0_cache:Rank0CacheManager \
+    NVIDIA_VISIBLE_DEVICES=all NVIDIA_DRIVER_CAPABILITIES=compute,utility \
     XDG_CACHE_HOME=/tmp/cache MPLCONFIGDIR=/tmp/cache/matplotlib TORCHINDUCTOR_CACHE_DIR=/tmp/cache/inductor
-# /tmp is what can be written where the root is read-only, as it is under Enroot; left to itself, newer torch asks for the
-# user's name, which the image may not know.
+# By NVIDIA's variables Enroot's hook and Docker's runtime bring the driver in, whatever the base. /tmp is what can be
+# written where the root is read-only, as it is under Enroot; left to itself, newer torch asks for the user's name, which
+# the image may not know.
 
 WORKDIR /opt/mamba-train
 COPY . .

@@ -1,8 +1,8 @@
 """python -m mamba_fsdp selfcheck
 
-Import everything, show which form serves each operator, train one step on the CPU, print the versions. The last step
-of the image's build, and the first thing to run where an environment is in doubt. Exits with 1 and the reason when
-something is missing or does not work.
+Import everything, show which form serves each operator, train one step on the CPU and, where there is one, on a GPU,
+print the versions. The last step of the image's build, and the first thing to run where an environment is in doubt.
+Exits with 1 and the reason when something is missing or does not work.
 """
 
 import importlib
@@ -90,7 +90,13 @@ def choose_forms() -> str:
 
 
 def train_one_step() -> str:
-    """One AdamW step of a Mamba-1 and a Mamba-2 layer; returns a line that says how the loss moved."""
+    """One AdamW step of a Mamba-1 and a Mamba-2 layer on each device; returns lines that say how the loss moved."""
+    import torch
+
+    return "\n".join(_step_on(device) for device in ["cpu"] + ["cuda"] * torch.cuda.is_available())
+
+
+def _step_on(device: str) -> str:
     import torch
 
     from config.model_config import ModelConfig
@@ -99,17 +105,18 @@ def train_one_step() -> str:
     from mamba_fsdp.model.spec import operator_uses, parameters
     from mamba_fsdp.ops.forms import resolve_forms
 
-    config = ModelConfig(d_model=64, n_layer=2, layers="mamba1,mamba2", vocab_size=256, d_state=16, headdim=32)
-    model = MambaLM(config, forms=resolve_forms("auto", "cpu", operator_uses(config, torch.float32)).forms)
+    config = ModelConfig(d_model=64, n_layer=2, layers="mamba1,mamba2", vocab_size=256, d_state=16, headdim=16)
+    model = MambaLM(config, forms=resolve_forms("auto", device, operator_uses(config, torch.float32)).forms)
     with torch.no_grad():
         for (name, described), parameter in zip(parameters(config).items(), model.parameters()):
             parameter.copy_(initial_value(name, described, 0))
+    model.to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    tokens = torch.arange(2 * 64).reshape(2, 64)
+    tokens = torch.arange(2 * 64, device=device).reshape(2, 64)
     before = model(tokens[:, :-1], labels=tokens[:, 1:]) / tokens[:, 1:].numel()
     before.backward()
     optimizer.step()
     after = model(tokens[:, :-1], labels=tokens[:, 1:]) / tokens[:, 1:].numel()
     if not after < before:
-        raise RuntimeError(f"one training step did not lower the loss: {before:.4f}, then {after:.4f}")
-    return f"one training step on the CPU: loss {before:.4f}, then {after:.4f}"
+        raise RuntimeError(f"a training step on {device} did not lower the loss: {before:.4f}, then {after:.4f}")
+    return f"one training step on the {'GPU' if device == 'cuda' else 'CPU'}: loss {before:.4f}, then {after:.4f}"

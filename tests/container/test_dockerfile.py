@@ -1,5 +1,6 @@
 """What can be said of the Dockerfile without building it."""
 
+import os
 import re
 import shutil
 import subprocess
@@ -7,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from builder import Builder
 
 PROJECT = Path(__file__).resolve().parents[2]
 
@@ -17,6 +19,41 @@ def test_hadolint_is_content():
         pytest.skip("hadolint is not installed: pip install -r requirements/dev.txt")
     done = subprocess.run([tool, PROJECT / "Dockerfile"], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_every_base_is_named_with_its_registry():
+    """podman and buildah ask which one is meant, or refuse."""
+    bases = re.findall(r"^FROM (\S+)", (PROJECT / "Dockerfile").read_text(), re.MULTILINE)
+    assert len(bases) == 6 and all(base.startswith(("docker.io/nvidia/", "${BASE_IMAGE:-")) for base in bases)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arguments, used", [([], "torch2.2"), (["--build-arg", "STACK=current"], "current")])
+def test_builders_find_the_stages_of_the_stack(tmp_path, arguments, used):
+    """The Dockerfile's stages with nothing in them but a file that tells whose they are."""
+    if os.geteuid() or not shutil.which("buildah"):
+        pytest.skip("needs root and buildah: apt-get install --no-install-recommends buildah")
+    stages = []
+    for line in (PROJECT / "Dockerfile").read_text().splitlines():
+        if line.startswith(("ARG STACK=", "ARG BASE_IMAGE")):
+            stages.append(line)
+        elif line.startswith("FROM docker.io/"):
+            name = line.split()[-1]
+            (tmp_path / name).write_text(name)
+            stages += [f"FROM scratch AS {name}", f"COPY {name} /whose"]
+        elif line.startswith("FROM "):
+            stages += [line, "COPY end /end"]
+        elif "--from=kernels" in line or "from=kernels" in line:
+            stages.append("COPY --from=kernels /end /kernels")
+    (tmp_path / "end").touch()
+    (tmp_path / "Dockerfile").write_text("\n".join(stages) + "\n")
+    builder = Builder(tmp_path / "builder")
+    builder.folder.mkdir()
+    try:
+        said = builder("bud", "--isolation", "chroot", "--pull-never", "-t", "stages", *arguments, tmp_path)
+        assert f"base-{used}" in said and f"devel-{used}" in said
+    finally:
+        builder.remove()
 
 
 @pytest.mark.parametrize("stack", ["torch2.2", "current"])

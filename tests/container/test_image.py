@@ -6,6 +6,7 @@ sources.
 """
 
 import os
+import re
 import shutil
 import subprocess
 import tempfile
@@ -67,6 +68,8 @@ def test_it_builds_and_its_self_check_passes(built):
     assert "one training step on the CPU" in built
     assert "2.2.2 (CUDA 12.1" in built and "2.2.0 (Rank0CacheManager)" in built
     assert "without EFA" in built
+    before, after = map(int, re.search(r"pruned from (\d+) MB to (\d+) MB", built).groups())
+    assert after < 0.75 * before
 
 
 def test_the_fused_kernels_hold_code_for_each_gpu_that_is_wanted(builder, built):
@@ -91,11 +94,12 @@ def test_it_works_where_nothing_but_tmp_can_be_written(builder, built):
     said = builder.run(
         "app",
         "python3 -c 'import sys; print(sys.prefix)'; python3 -m mamba_fsdp selfcheck; "
-        "python3 patches/apply.py --check; which torchrun",
+        "python3 patches/apply.py --check; which torchrun; echo $NVIDIA_VISIBLE_DEVICES $NVIDIA_DRIVER_CAPABILITIES",
     )
     assert (
         said.startswith("/usr/local\n") and "one training step on the CPU" in said and "/usr/local/bin/torchrun" in said
     )
+    assert said.endswith("all compute,utility\n"), "Enroot's hook goes by them, whatever the base"
 
 
 def test_it_holds_what_running_needs_and_nothing_else(builder, built):
