@@ -101,8 +101,8 @@ def judge(folder: Path, nodes: Sequence[str]) -> int:
         print(f"node {index}     {node}: {report['gpu_count']} GPUs{kind}, {report['efa_count']} EFA devices")
     without = [node for node, report in reports.items() if report["efa_count"] and not report["efa_plugin"]]
     if without:
-        print(f"warning: {', '.join(without)}: EFA devices, but no libnccl-net.so (aws-ofi-nccl) for NCCL to use them by, "
-              "so it takes TCP; build the image with INSTALL_EFA=1 (docs/image.md)", file=sys.stderr)
+        print(f"warning: {', '.join(without)}: EFA devices, but no libnccl-net.so (aws-ofi-nccl) for NCCL to use them "
+              "by, so it takes TCP; build the image with INSTALL_EFA=1 (docs/image.md)", file=sys.stderr)
     gpus = {node: f"{report['gpu_count']} GPUs {sorted(set(report['gpus']))}" for node, report in reports.items()}
     troubles += disagreements(gpus, "choose one kind with --partition or --constraint, or leave the node out with "
                                     "--exclude={node}")

@@ -1,10 +1,13 @@
-"""The file STOP, by which 1.train.sbatch asks the training to stop: it lives no longer than there is somebody to ask."""
+"""The file STOP, by which 1.train.sbatch asks the training to stop: nobody makes it when the script is over."""
 
 import os
 import subprocess
 import time
 
 import pytest
+
+
+ASK = 'start_asking USR1; until [ -e "$run_folder/STOP" ]; do sleep 0.05; done'
 
 
 def run(project, folder, script):
@@ -20,8 +23,8 @@ def run(project, folder, script):
 
 @pytest.mark.parametrize("script", [
     "stop_asking; start_asking USR1; sleep 0.3; exit 3",  # a signal that comes when the training is over
-    'start_asking USR1; until [ -e "$run_folder/STOP" ]; do sleep 0.05; done; exit 3',  # the nodes were not fit
-    'start_asking USR1; until [ -e "$run_folder/STOP" ]; do sleep 0.05; done; stop_asking; stop_asking; exit 3'])
+    f"{ASK}; exit 3",  # the nodes were not fit
+    f"{ASK}; stop_asking; stop_asking; exit 3"])
 def test_nobody_asks_when_the_script_is_over(project, tmp_path, script):
     """Else the next start of the job finds STOP, and ends as if somebody wanted it."""
     assert run(project, tmp_path, script) == (3, "", [])
@@ -29,7 +32,7 @@ def test_nobody_asks_when_the_script_is_over(project, tmp_path, script):
 
 @pytest.mark.slow
 def test_nobody_asks_when_the_script_was_killed(project, tmp_path):
-    code, _, _ = run(project, tmp_path, 'start_asking USR1; until [ -e "$run_folder/STOP" ]; do sleep 0.05; done; kill -9 $$')
+    code, _, _ = run(project, tmp_path, f"{ASK}; kill -9 $$")
     assert code == -9
     time.sleep(2.5)  # between two requests there are two seconds
     (tmp_path / "run/STOP").unlink()

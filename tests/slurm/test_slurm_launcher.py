@@ -105,6 +105,9 @@ def test_usr1_leads_to_a_committed_checkpoint_and_a_requeue_that_finishes(start_
     assert json.loads((slurm_project / "runs/a/status.json").read_text()) == {
         "status": "finished", "step": 60, "reason": ""}
     assert not (slurm_project / "runs/a/STOP").exists()
+    assert re.search(r"first step \d+ s after the job began: settings \d+ s, nodes \d+ s, training's start \d+ s",
+                     log(slurm_project, job))
+    assert not list((slurm_project / "logs").glob("restarts_*")), "nothing is left of a run that is finished"
 
 
 def test_a_stop_before_training_has_begun_is_not_lost(start_cluster, slurm_project):
