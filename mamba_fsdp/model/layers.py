@@ -1,8 +1,9 @@
 """The layers: Mamba-1, Mamba-2 and attention mixers, and the MLP. Their parameters are those of spec.py.
 
 Each mixer maps (batch, length, d_model) to the same shape: called with `documents` (see mamba_fsdp/ops) for training,
-or for a prompt with the `state` in which it leaves what the next position needs; `step` does one position (batch,
-d_model). Weights may be in fp32 or in the compute dtype: products run in their input's dtype.
+or for a sequence in parts with the `state` in which it leaves what the next position needs and the `position` that the
+part begins at, where documents are those of all positions so far; `step` does one position (batch, d_model). Weights
+may be in fp32 or in the compute dtype: products run in their input's dtype.
 """
 
 import torch
@@ -51,13 +52,24 @@ class SSM(Part):
     """What the Mamba mixers share: the way from projection to convolution, recurrence and output, in `mix` for whole
     sequences and in `step` for one position, and a state that does not grow."""
 
-    def mix(self, x, documents=None, state=None):
+    def mix(self, x, documents=None, state=None, position=0):
         x, *rest = self.project(x)
+        seen, entering = 0, None
+        if position:
+            seen, entering = min(position, state["conv"].shape[1]), state["ssm"]
+            x = torch.cat([state["conv"][:, -seen:], x], dim=1)
+        if position and documents is not None:
+            goes_on = documents[:, position] == documents[:, position - 1]
+            entering = entering * goes_on.view(-1, *[1] * (entering.dim() - 1))
+            documents = documents[:, position - seen:]
         if state:
             last = x[:, -state["conv"].shape[1]:]
             state["conv"][:, -last.shape[1]:] = last
         x = causal_conv_silu(x, self.conv1d.weight, self.conv1d.bias, documents=documents, form=self.forms["conv"])
-        y = self.scan(*self.scan_inputs(x, *rest), documents=documents, return_last_state=bool(state))
+        if seen:
+            x, documents = x[:, seen:], None if documents is None else documents[:, seen:]
+        y = self.scan(*self.scan_inputs(x, *rest), documents=documents, initial_state=entering,
+                      return_last_state=bool(state))
         if state:
             y, state["ssm"] = y
         return self.project_out(y, *rest)
@@ -82,9 +94,9 @@ class Mamba1(SSM):
     def state_shape(self):
         return self.config.d_inner, self.config.d_state
 
-    def forward(self, x, documents=None, state=None):
+    def forward(self, x, documents=None, state=None, position=0):
         if state or "mamba1" not in self.forms:
-            return self.mix(x, documents, state)
+            return self.mix(x, documents, state, position)
         return mamba1_mixer(self.in_proj(x), self.conv1d.weight, self.conv1d.bias, self.x_proj.weight,
                             self.dt_proj.weight, self.dt_proj.bias, self.A(), self.D, self.out_proj.weight)
 
@@ -96,8 +108,10 @@ class Mamba1(SSM):
         dt, B, C = self.x_proj(x).split([self.config.resolved_dt_rank, d_state, d_state], dim=-1)
         return x, self.dt_proj(dt), self.A(), B, C, self.D, z, self.dt_proj.bias
 
-    def scan(self, *inputs, **options):
-        return selective_scan(*inputs, **options, form=self.forms["scan"])
+    def scan(self, *inputs, initial_state=None, **options):
+        goes_on = initial_state is not None and self.forms["scan"] == "fused"  # which takes no state
+        return selective_scan(*inputs, initial_state=initial_state, **options,
+                              form="portable" if goes_on else self.forms["scan"])
 
     def project_out(self, y, z):
         return self.out_proj(y)
@@ -109,9 +123,9 @@ class Mamba2(SSM):
     def state_shape(self):
         return self.config.n_ssm_head, self.config.headdim, self.config.d_state
 
-    def forward(self, x, documents=None, state=None):
+    def forward(self, x, documents=None, state=None, position=0):
         if state or "mamba2" not in self.forms:
-            return self.mix(x, documents, state)
+            return self.mix(x, documents, state, position)
         config = self.config
         return mamba2_mixer(self.in_proj(x), self.conv1d.weight, self.conv1d.bias, self.dt_bias, self.A(), self.D,
                             self.norm.weight, config.norm_eps, self.out_proj.weight, headdim=config.headdim,
@@ -139,10 +153,12 @@ class Mamba2(SSM):
 class Attention(Part):
     kind = spec.MIXERS["attention"]
 
-    def forward(self, x, documents=None, state=None):
-        q, k, v = self._project(x, positions_in_document(x, documents))
+    def forward(self, x, documents=None, state=None, position=0):
+        end = position + x.shape[1]
+        q, k, v = self._project(x, positions_in_document(end, documents, x.device)[..., position:])
         if state:
-            state["k"][:, :x.shape[1]], state["v"][:, :x.shape[1]] = k, v
+            state["k"][:, position:end], state["v"][:, position:end] = k, v
+            k, v = state["k"][:, :end], state["v"][:, :end]
         return self.out_proj(attention(q, k, v, documents=documents).flatten(2))
 
     def allocate_state(self, batch, max_length, dtype, device):
@@ -162,9 +178,9 @@ class Attention(Part):
         return q, k, v
 
 
-def positions_in_document(x, documents):
-    """Positions of x (batch, length, ...), (length), or (batch, length) from each document's start in its row."""
-    places = torch.arange(x.shape[1], device=x.device)
+def positions_in_document(length, documents, device):
+    """The positions of a row (length), or (batch, length) from each document's start in its row."""
+    places = torch.arange(length, device=device)
     if documents is None:
         return places
     starts = documents.diff(dim=1, prepend=documents[:, :1] - 1) != 0

@@ -1,9 +1,12 @@
 """The language model that every preset is: embedding, blocks on an fp32 residual stream, norm, output layer."""
 
+from itertools import repeat
+
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+from mamba_fsdp.conventions import IGNORED_LABEL
 from mamba_fsdp.model import spec
 from mamba_fsdp.model.layers import MIXERS, MLP, add_parameters
 from mamba_fsdp.ops.cross_entropy import linear_cross_entropy
@@ -24,9 +27,9 @@ class Block(nn.Module):
             add_parameters(self, {"norm2.weight": spec.norm(config.d_model)})
             self.mlp = MLP(config)
 
-    def forward(self, hidden, residual=None, documents=None, state=None):
+    def forward(self, hidden, residual=None, documents=None, state=None, position=0):
         """hidden (batch, length, d_model) is still to be added to residual, fp32 and alike; returns the next two."""
-        return self.around(self.mixer, hidden, residual, documents, state)
+        return self.around(self.mixer, hidden, residual, documents, state, position)
 
     def step(self, hidden, residual, state, position):
         return self.around(self.mixer.step, hidden, residual, state, position)
@@ -48,11 +51,13 @@ class MambaLM(nn.Module):
 
     Constructing draws no random numbers and works on the meta device; parameters are fp32, for init.py or a checkpoint
     to fill. forms: operator -> form, as ops/forms.py chooses. compute_dtype: of everything but the residual stream, the
-    recurrences and the loss. reset_at_documents: `documents` may be given, and nothing crosses a start.
+    recurrences and the loss. reset_at_documents: `documents` may be given, and nothing crosses a start. part: positions
+    that the loss of longer rows is computed of at a time, without a gradient; 0 for all.
     """
 
-    def __init__(self, config, *, forms=PORTABLE, compute_dtype=torch.float32, reset_at_documents=False):
+    def __init__(self, config, *, forms=PORTABLE, compute_dtype=torch.float32, reset_at_documents=False, part=0):
         super().__init__()
+        self.part = part
         self.config, self.forms, self.compute_dtype = config, forms, compute_dtype
         self.reset_at_documents = reset_at_documents
         self.backbone = nn.Module()
@@ -70,13 +75,36 @@ class MambaLM(nn.Module):
         token losses in nats, an fp32 scalar. documents (batch, length): each position's document, never falling.
         """
         assert documents is None or self.reset_at_documents, "this model was not built to reset at documents"
-        hidden, residual = self.embed(tokens), None
-        for block in self.backbone.layers:
-            hidden, residual = block(hidden, residual, documents)
-        hidden = self.final_norm(hidden, residual)
-        if labels is None:
-            return self.lm_head(hidden)
+        if self.part and labels is not None and tokens.shape[1] > self.part:
+            return self.loss_in_parts(tokens, labels, documents)
+        hidden = self.final_norm(*self.read(tokens, documents))
+        return self.lm_head(hidden) if labels is None else self.loss(hidden, labels)
+
+    def read(self, tokens, documents=None, state=None):
+        """The blocks' output, hidden and residual. With a `state` the tokens are those that follow what it has read,
+        and documents (batch, all) those of all tokens so far."""
+        hidden, residual, position = self.embed(tokens), None, 0
+        if state:
+            position, state["position"] = state["position"], state["position"] + tokens.shape[1]
+            assert state["position"] <= state["max_length"], f"the state holds {state['max_length']} positions"
+        for block, layer_state in zip(self.backbone.layers, state["layers"] if state else repeat(None)):
+            hidden, residual = block(hidden, residual, documents, layer_state, position)
+        return hidden, residual
+
+    def loss(self, hidden, labels):
         return linear_cross_entropy(hidden.flatten(0, 1), self.lm_head.weight, labels.flatten())
+
+    @torch.no_grad()
+    def loss_in_parts(self, tokens, labels, documents):
+        """As forward with labels, in the memory of one part (attention: and the keys and values of all positions)."""
+        counted = (labels != IGNORED_LABEL).any(dim=0).nonzero()
+        length = int(counted.max()) + 1 if len(counted) else 0
+        state, total = self.allocate_state(len(tokens), length), torch.zeros((), device=tokens.device)
+        for start in range(0, length, self.part):
+            end = min(start + self.part, length)
+            so_far = None if documents is None else documents[:, :end]
+            total += self.loss(self.final_norm(*self.read(tokens[:, start:end], so_far, state)), labels[:, start:end])
+        return total
 
     def embed(self, tokens):
         return F.embedding(tokens, self.backbone.embedding.weight).to(self.compute_dtype)
@@ -98,13 +126,8 @@ class MambaLM(nn.Module):
         return {"position": 0, "max_length": max_length, "layers": layers}
 
     def prefill(self, tokens, state):
-        """A whole prompt (batch, length) at once, first thing into a new `state` -> logits behind it (batch, padded
-        vocabulary)."""
-        assert state["position"] == 0 and tokens.shape[1] <= state["max_length"], "a prompt comes first and must fit"
-        hidden, residual = self.embed(tokens), None
-        for block, layer_state in zip(self.backbone.layers, state["layers"]):
-            hidden, residual = block(hidden, residual, state=layer_state)
-        state["position"] = tokens.shape[1]
+        """Many positions at once (batch, length), such as a prompt -> logits behind them (batch, padded vocabulary)."""
+        hidden, residual = self.read(tokens, state=state)
         return self.lm_head(self.final_norm(hidden[:, -1], residual[:, -1]))
 
     def step(self, tokens, state):

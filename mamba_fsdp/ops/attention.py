@@ -13,16 +13,31 @@ from torch import Tensor
 
 from mamba_fsdp.conventions import compute_type
 
+MASK_ELEMENTS = 1 << 22  # of a long sequence's mask that exist at a time
+
 
 def attention(q: Tensor, k: Tensor, v: Tensor, *, documents: Tensor | None = None) -> Tensor:
     """Attend from every position to itself and to those before it in its document.
 
-    q (batch, length, heads, head_dim); k, v (batch, length, kv_heads, head_dim), where kv_heads divides heads;
-    documents (batch, length) as everywhere in ops. Returns (batch, length, heads, head_dim).
+    q (batch, length, heads, head_dim), which may be the last of the positions of k, v (batch, all, kv_heads, head_dim),
+    where kv_heads divides heads; documents (batch, all) as everywhere in ops. Returns (batch, length, heads, head_dim).
     """
-    mask = None if documents is None else (documents[:, None, :, None] == documents[:, None, None, :]).tril()
     q, k, v = (t.transpose(1, 2) for t in (q, *_share_heads(q, k, v)))
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None).transpose(1, 2)
+    every = k.shape[2]
+    first = every - q.shape[2]
+    if documents is None and not first:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
+    rows = every if not first else max(1, MASK_ELEMENTS // every)
+    parts = []
+    for start in range(first, every, rows):
+        end = min(start + rows, every)
+        if documents is None:
+            mask = torch.ones(end - start, end, dtype=torch.bool, device=q.device).tril(start)
+        else:
+            mask = (documents[:, None, start:end, None] == documents[:, None, None, :end]).tril(start)
+        parts.append(F.scaled_dot_product_attention(q[:, :, start - first:end - first], k[:, :, :end], v[:, :, :end],
+                                                    attn_mask=mask))
+    return (parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)).transpose(1, 2)
 
 
 def attention_step(q: Tensor, k_cache: Tensor, v_cache: Tensor, length: int) -> Tensor:

@@ -3,8 +3,8 @@
 Token loss, perplexity and bits per byte of a model over a token store, every token predicted once from those before it
 in its window. MODEL is a run folder, a checkpoint, a consolidated.00.pth, or a transformers or state-spaces folder.
 
-  --seq_length          tokens per window; more context, lower loss
-  --batch_size          windows per forward pass
+  --seq_length          tokens per window, as many as you like; more context, lower loss
+  --batch_size          windows per forward pass, fewer where they are long
   --limit               windows in all, spread evenly over the store; 0 for all
   --reset_at_documents  let nothing cross the start of a document
   --allow_other_tokenizer  where you know that the model fits the tokens of another tokenizer than its own
@@ -74,6 +74,8 @@ def evaluate(model: "Loaded", store: str, *, seq_length: int = 2048, batch_size:
             yield batch
 
     began = time.perf_counter()
+    seq_length = max(1, min(seq_length, tokens.token_count - 1))
+    batch_size = max(1, min(batch_size, network.part // seq_length))
     data = DataConfig(seq_length=seq_length, reset_at_documents=network.reset_at_documents)
     batches = evaluation_batches(tokens, store, data, Split(0, 1, batch_size), vocab_size=weights.config.vocab_size,
                                  limit=limit or None)

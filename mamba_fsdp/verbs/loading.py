@@ -49,6 +49,9 @@ class Loaded(NamedTuple):
         return self.weights.tokenizer_path
 
 
+POSITIONS = {"cpu": 1 << 14, "cuda": 1 << 18}  # that the loss is computed of at a time, for the memory that it takes
+
+
 def load(source: str | Path, *, reset_at_documents: bool = False) -> Loaded:
     """The model that `source` names, see interop/weights.py. Raises UserError."""
     world = start_world()
@@ -57,7 +60,8 @@ def load(source: str | Path, *, reset_at_documents: bool = False) -> Loaded:
     dtype = torch.bfloat16 if world.device.type == "cuda" else torch.float32
     choice = resolve_forms("auto", world.device.type, operator_uses(weights.config, dtype, reset_at_documents))
     with torch.device("meta"):
-        model = MambaLM(weights.config, forms=choice.forms, compute_dtype=dtype, reset_at_documents=reset_at_documents)
+        model = MambaLM(weights.config, forms=choice.forms, compute_dtype=dtype, reset_at_documents=reset_at_documents,
+                        part=POSITIONS[world.device.type])
     parallel = parallelize(model, ParallelConfig(sharding_strategy="none"), world=world, compute_dtype=dtype)
     fill_parts(parallel.shards(), lambda name, shape, start, stop: weights.slice(name, start, stop))
     return Loaded(parallel.model.eval().requires_grad_(False), weights)
