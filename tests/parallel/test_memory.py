@@ -10,7 +10,7 @@ from mamba_fsdp.model.lm import MambaLM
 from mamba_fsdp.model.spec import parameters
 from mamba_fsdp.parallel.memory import expected_memory
 from mamba_fsdp.parallel.parallelize import parallelize
-from mamba_fsdp.parallel.shards import fill
+from mamba_fsdp.parallel.shards import fill_parts
 from mamba_fsdp.parallel.world import World
 from mamba_fsdp.train.optimizer import make_optimizer
 
@@ -25,7 +25,7 @@ def held(world, strategy):
     with torch.device("meta"):
         model = MambaLM(config)
     parallel = parallelize(model, how, world=world, compute_dtype=torch.float32)
-    fill(parallel.shards(), lambda name, shape: torch.full(shape, 0.01))
+    fill_parts(parallel.shards(), lambda name, shape, start, stop: torch.full((stop - start,), 0.01))
     optimizer = make_optimizer(parallel.parameters(), parameters(config), OptimizerConfig(), world.device)
     tokens = torch.zeros(1, 8, dtype=torch.int64)
     parallel.module(tokens, labels=tokens).backward()
@@ -55,7 +55,7 @@ def test_activations_and_copies_are_the_least_that_autograd_keeps(layers, dtype,
     world, settings = World.alone(), ParallelConfig(**how)
     parallel = parallelize(torch.nn.Module.to_empty(MambaLM(config, compute_dtype=dtype), device="cpu"),
                            ParallelConfig(low_cpu_fsdp=False, **how), world=world, compute_dtype=dtype)
-    fill(parallel.shards(), lambda name, shape: torch.full(shape, 0.01))
+    fill_parts(parallel.shards(), lambda name, shape, start, stop: torch.full((stop - start,), 0.01))
     weights = {local.parameter.untyped_storage().data_ptr() for local in parallel.local_parameters}
     kept = {}
 
