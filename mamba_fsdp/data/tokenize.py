@@ -164,6 +164,8 @@ def _tokenizer(out, source, training_size, progress):
     elif training_size:
         print(f"training a tokenizer of {training_size} tokens")
         tokenizer = tokenizers_.train(_sample(source), training_size)
+        if tokenizer.vocab_size < training_size:
+            print(f"it has {tokenizer.vocab_size} tokens only: no more pairs repeat in this little text")
     else:
         tokenizer = tokenizers_.load(name, source.options.eos_token)
     if progress.setdefault("tokenizer", tokenizer.identity) != tokenizer.identity:

@@ -437,12 +437,14 @@ def test_the_end_of_too_few_documents_is_held_out(name, killed_before, prepare, 
     assert content(tmp_path / "out") == content(tmp_path / "unbroken")
 
 
-def test_too_little_text_to_hold_some_out(prepare, tmp_path):
+def test_too_little_text_to_hold_some_out(prepare, tmp_path, capsys):
+    """Nor for the tokenizer that was asked for, which is said."""
     (tmp_path / "x.txt").write_text("a")
     with pytest.raises(UserError, match="2 tokens are too few to hold some out; use --overwrite --validation_fr.*=0"):
         prepare(tmp_path / "x.txt", tmp_path / "out", validation_fraction=0.5)
-    assert prepare(tmp_path / "x.txt", tmp_path / "out", overwrite=True)["stores"] == {
+    assert prepare(tmp_path / "x.txt", tmp_path / "out", overwrite=True, tokenizer="train:300")["stores"] == {
         "train": {"tokens": 2, "documents": 1}}
+    assert "training a tokenizer of 300 tokens\nit has 257 tokens only: no more pairs repeat" in capsys.readouterr().out
 
 
 def test_files_of_a_folder_that_are_not_read_are_told(prepare, tmp_path, capsys):
