@@ -188,7 +188,7 @@ def test_called_from_another_folder_paths_are_seen_from_there(launcher_project, 
 
 
 def test_what_it_says_at_the_end_fits_a_terminal(launcher_project):
-    script = "source ./1.train.sbatch; python=true; show_demo"
+    script = "source ./1.train.sbatch; source mamba_fsdp/launch/environment.sh; python=true; show_demo"
     done = subprocess.run(["bash", "-c", script], cwd=launcher_project, capture_output=True, text=True)
     rows = done.stdout.splitlines()
     assert len(rows) > 5 and all(len(row) < 80 for row in rows), rows

@@ -6,7 +6,6 @@ import time
 
 import pytest
 
-
 ASK = 'start_asking USR1; until [ -e "$run_folder/STOP" ]; do sleep 0.05; done'
 
 
