@@ -22,8 +22,8 @@ from mamba_fsdp.errors import UserError, leave_for_torchrun
 def run(verb: Callable[..., Any], help_page: Callable[[], str], arguments: Sequence[str] | None = None) -> None:
     """Call `verb` with the command line's words and exit with its code.
 
-    help_page: a function that gives the text of --help. Exit codes: what the verb returns or 0; 2 for a UserError, 130
-    for Ctrl-C.
+    help_page: a function that gives the text of --help. Exit codes: what the verb returns or 0; a UserError's own (2,
+    or 74 for storage that failed), 130 for Ctrl-C.
     """
     arguments = sys.argv[1:] if arguments is None else arguments
     try:
@@ -37,7 +37,7 @@ def run(verb: Callable[..., Any], help_page: Callable[[], str], arguments: Seque
     except UserError as error:
         leave_for_torchrun(error)
         print(f"error: {error}", file=sys.stderr)
-        raise SystemExit(2) from None
+        raise SystemExit(error.exit_code) from None
     except KeyboardInterrupt:
         print("\nstopped by Ctrl-C", file=sys.stderr)
         raise SystemExit(130) from None

@@ -5,6 +5,8 @@ import os
 import uuid
 from pathlib import Path
 
+from mamba_fsdp.storage import patiently
+
 
 def sync_folder(folder: str | Path) -> None:
     """Flush a folder's entries, so that a rename in it survives a power cut, where the file system can do that."""
@@ -22,8 +24,18 @@ def hidden_beside(path: Path) -> Path:
 
 
 def write_atomically(path: str | Path, data: str) -> None:
-    """Write `data` to `path`: readers see the old content or all of the new. Raises OSError as the disk does."""
-    path = Path(path)
+    """Write `data` to `path`: readers see the old content or all of the new. Raises StorageError after patient trying,
+    and OSError as the disk does."""
+    patiently(lambda: _write(Path(path), data), path)
+
+
+def move(old: Path, new: Path) -> None:
+    """Rename patiently to a name that is free. Raises as write_atomically does."""
+    # An attempt that was told to have failed may have been made.
+    patiently(lambda: None if new.exists() and not old.exists() else old.rename(new), new)
+
+
+def _write(path, data):
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
     try:
         with open(temporary, "xb") as file:
@@ -32,6 +44,7 @@ def write_atomically(path: str | Path, data: str) -> None:
             os.fsync(file.fileno())
         os.replace(temporary, path)
     except BaseException:
-        temporary.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            temporary.unlink()
         raise
     sync_folder(path.parent)

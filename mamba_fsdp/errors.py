@@ -4,14 +4,29 @@ import json
 import os
 import time
 import traceback
+from collections.abc import Sequence
 from pathlib import Path
 
 
 class UserError(Exception):
     """A user's mistake or a condition of their machine; the message says what is wrong, where, and what to do.
 
-    Verbs print it as `error: ...` without a traceback and exit 2.
+    Verbs print it as `error: ...` without a traceback and exit with its `exit_code`.
     """
+
+    exit_code = 2  # no restart mends it: 1.train.sbatch does not queue the job again
+
+
+class StorageError(UserError):
+    """Storage that failed, and went on failing; a later start may find it well."""
+
+    exit_code = 74  # EX_IOERR of sysexits.h
+
+
+def joined(errors: Sequence[UserError], before: str = "") -> UserError:
+    """One error that says `before` and what each of these says; a StorageError where any of them is one."""
+    kind = StorageError if any(isinstance(error, StorageError) for error in errors) else UserError
+    return kind(before + "; ".join(dict.fromkeys(map(str, errors))))
 
 
 def first_line(error: BaseException) -> str:
@@ -20,8 +35,9 @@ def first_line(error: BaseException) -> str:
 
 
 def leave_for_torchrun(error: BaseException) -> None:
-    """Write the exception where torchrun, if it runs us, looks for it: the launcher ends the log with it."""
+    """Write the exception where torchrun, if it runs us, looks for it: the launcher ends the log with its `said`."""
     if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
-        details = {"py_callstack": "".join(traceback.format_exception(error)), "timestamp": str(int(time.time()))}
+        said = f"error: {error}\n" if isinstance(error, UserError) else "".join(traceback.format_exception(error))
+        details = {"py_callstack": said, "timestamp": str(int(time.time()))}
         message = {"message": f"{type(error).__name__}: {error}", "extraInfo": details}
         Path(path).write_text(json.dumps({"message": message}))

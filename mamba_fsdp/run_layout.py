@@ -3,13 +3,17 @@
     config.yaml  metrics.jsonl  status.json  lease.json  STOP  tokenizer/  failures/  preflight/
     checkpoints/step_00001000/   rank_00000.safetensors ...  state.json  COMMIT
     pth/step_00001000/           consolidated.00.pth  config.json  tokenizer/
-    profile/  tensorboard/  wandb_id  loss.png
+    profile/  tensorboard/  wandb/  wandb_id  loss.png
 
 1.train.sbatch knows some of these names too; a test holds it to this file.
 """
 
+import os
 import re
 from pathlib import Path
+
+from mamba_fsdp.errors import UserError
+from mamba_fsdp.storage import exists, patiently
 
 SETTINGS, METRICS, STATUS, LEASE = "config.yaml", "metrics.jsonl", "status.json", "lease.json"
 STOP = "STOP"  # whoever makes this file asks the run to stop
@@ -18,6 +22,8 @@ FAILURES, PREFLIGHT = "failures", "preflight"  # what the launcher leaves
 CHECKPOINTS, STATE, COMMIT = "checkpoints", "state.json", "COMMIT"
 MODELS, CONSOLIDATED, MODEL_CONFIG = "pth", "consolidated.00.pth", "config.json"
 PROFILE, TENSORBOARD, WANDB_ID, LOSS_PICTURE = "profile", "tensorboard", "wandb_id", "loss.png"
+BEFORE_A_RUN = {SETTINGS, STOP, FAILURES, PREFLIGHT, RESTARTS, PROFILE}  # may be there when nothing has begun yet
+LOGS = (".log", ".out", ".err")  # which users like to have there, begin with the job
 
 
 def step_name(step: int) -> str:
@@ -36,7 +42,27 @@ def rank_file(rank: int) -> str:
     return f"rank_{rank:05d}.safetensors"
 
 
+def refuse_foreign(folder: str | Path) -> None:
+    """Raises UserError where the folder that is to be a run's holds other things and no run: a token store, say."""
+    try:
+        names = set(os.listdir(folder))
+    except OSError:  # there is none yet, or what is wrong is told when it is written to
+        return
+    foreign = sorted(name for name in names - BEFORE_A_RUN if not name.startswith(".") and not name.endswith(LOGS))
+    if not foreign or {CHECKPOINTS, STATUS, LEASE} & names:
+        return
+    is_store = any(exists(Path(folder, part, "index.json")) for part in (".", "train", "validation"))
+    shown = ", ".join(foreign[:4] + ["..."] * (len(foreign) > 4))
+    raise UserError(f"save_ckpt_path {folder} holds {'a token store' if is_store else 'other things'} and no run "
+                    f"({shown}); name a new folder or an empty one")
+
+
 def committed(checkpoints: str | Path) -> list[Path]:
     """The committed checkpoints in the folder `checkpoints`, oldest first, whole or not."""
-    found = [(step, path) for path in Path(checkpoints).glob("*") if (step := step_of(path.name)) is not None]
-    return [path for _, path in sorted(found) if (path / COMMIT).is_file()]
+    folder = Path(checkpoints)
+    try:
+        names = patiently(lambda: os.listdir(folder), folder)  # glob takes a failure for an empty folder
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    found = [(step, folder / name) for name in names if (step := step_of(name)) is not None]
+    return [path for _, path in sorted(found) if exists(path / COMMIT)]

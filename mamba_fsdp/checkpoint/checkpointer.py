@@ -20,13 +20,14 @@ from typing import Any
 from mamba_fsdp.checkpoint.files import NAMES, checksum, write_pieces
 from mamba_fsdp.checkpoint.folder import is_model, newest_whole, stored_name
 from mamba_fsdp.checkpoint.ranges import find_layouts, packed, part_to_write
-from mamba_fsdp.durable import hidden_beside, sync_folder, write_atomically
-from mamba_fsdp.errors import UserError
+from mamba_fsdp.durable import hidden_beside, move, sync_folder, write_atomically
+from mamba_fsdp.errors import StorageError, UserError, joined
 from mamba_fsdp.formats import CHECKPOINT
 from mamba_fsdp.heartbeat import heart
 from mamba_fsdp.parallel.shards import Shard
 from mamba_fsdp.parallel.world import World
 from mamba_fsdp.run_layout import CHECKPOINTS, COMMIT, MODELS, STATE, committed, rank_file, step_name
+from mamba_fsdp.storage import exists, patiently
 
 
 @dataclass
@@ -60,7 +61,7 @@ class Checkpointer:
         self.pending: Save | None = None
         self.last: Path | None = None
         self.broken: set[str] = set()
-        self.world.on_rank0(self._clean)
+        self.world.on_rank0(lambda: patiently(self._clean, self.folder))
 
     def newest(self) -> Path | None:
         """Path of the newest whole checkpoint, or None; broken ones are reported and passed over.
@@ -88,7 +89,7 @@ class Checkpointer:
             start, stop = part_to_write(shard.data.numel(), shard.replicas, shard.replica_index, turn)
             pieces.append((stored_name(shard.name), shard.start + start, shard.data[start:stop]))
         needed = self.world.all_reduce_sum(sum(tensor.nbytes for _, _, tensor in pieces))
-        partial = self.world.on_rank0(lambda: self._make_partial(step, needed))
+        partial = self.world.on_rank0(lambda: patiently(lambda: self._make_partial(step, needed), self.folder))
         copies = [(name, start, tensor.to("cpu", copy=self.asynchronous)) for name, start, tensor in pieces
                   if tensor.numel()]
         tensors = {stored_name(shard.name): {"shape": list(shard.shape), "dtype": NAMES[shard.data.dtype],
@@ -126,16 +127,18 @@ class Checkpointer:
     def _write(self, save, pieces):
         """Write this rank's file. Runs in a thread and therefore talks to no other rank."""
         path = save.partial / rank_file(self.world.rank)
-        where = f"rank {self.world.rank} on {socket.gethostname()}: {path}"
+        where = f"rank {self.world.rank} on {socket.gethostname()}"
         try:
-            written = write_pieces(path, pieces, sum(is_model(name) for name, _, _ in pieces))
+            written = patiently(lambda: write_pieces(path, pieces, sum(is_model(name) for name, _, _ in pieces)), path)
             sync_folder(save.partial)
             save.outcome = {"file": path.name, **written}
         except OSError as error:
             hint = " (is the run folder on storage that all nodes share?)" if error.errno == errno.ENOENT else ""
-            save.outcome = {"error": f"{where}: {error.strerror}{hint}"}
+            save.outcome = {"error": UserError(f"{where}: {path}: {error.strerror}{hint}")}
+        except StorageError as error:
+            save.outcome = {"error": StorageError(f"{where}: {error}")}
         except BaseException as error:
-            save.outcome = {"error": f"{where}: {type(error).__name__}: {error}"}
+            save.outcome = {"error": UserError(f"{where}: {path}: {type(error).__name__}: {error}")}
 
     # Rank 0 alone does the rest.
 
@@ -163,7 +166,7 @@ class Checkpointer:
         errors = [outcome["error"] for outcome in outcomes if "error" in outcome]
         if errors:
             _delete(save.partial)
-            raise UserError(f"the checkpoint of step {save.step} could not be saved: {'; '.join(errors)}")
+            raise joined(errors, f"the checkpoint of step {save.step} could not be saved: ")
         layouts, numbers = find_layouts([pieces for _, pieces in told],
                                         [math.prod(entry["shape"]) for entry in save.tensors.values()])
         for (name, entry), number in zip(save.tensors.items(), numbers):
@@ -173,14 +176,14 @@ class Checkpointer:
         content = {**CHECKPOINT.header(), "step": save.step, "state": save.state, "files": list(files),
                    "layouts": layouts, "tensors": save.tensors}
         write_atomically(save.partial / STATE, json.dumps(content))
-        files[STATE] = checksum(save.partial / STATE)
+        files[STATE] = patiently(lambda: checksum(save.partial / STATE), save.partial / STATE)
         commit = {**CHECKPOINT.header(), "step": save.step, "files": files}
         write_atomically(save.partial / COMMIT, json.dumps(commit, indent=1))
         self.check_ours()
         final = self.folder / step_name(save.step)
-        if final.exists():  # broken, or it would have been where this run started from
+        if exists(final):  # broken, or it would have been where this run started from
             self._remove(final)
-        save.partial.rename(final)
+        move(save.partial, final)
         sync_folder(self.folder)
         self._prune(final)
         return final
@@ -192,12 +195,12 @@ class Checkpointer:
             if path != newest:
                 try:
                     self._remove(path)
-                except OSError as error:
-                    self.report(f"warning: can't remove the old checkpoint {path}: {error.strerror}")
+                except (OSError, StorageError) as error:
+                    self.report(f"warning: can't remove the old checkpoint {path}: {getattr(error, 'strerror', error)}")
 
     def _remove(self, path):
         hidden = hidden_beside(path)  # half a removal must not look like a checkpoint
-        path.rename(hidden)
+        move(path, hidden)
         _delete(hidden)
 
 

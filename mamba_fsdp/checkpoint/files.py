@@ -21,6 +21,7 @@ import torch
 from mamba_fsdp.conventions import SAFETENSORS_DTYPES
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.heartbeat import heart
+from mamba_fsdp.storage import patiently
 
 NAMES = {dtype: name for name, dtype in SAFETENSORS_DTYPES.items()}
 BLOCK = 1 << 24  # bytes that are written or read at a time
@@ -43,7 +44,7 @@ def write_pieces(path: Path, pieces: Sequence[tuple[str, int, torch.Tensor]], mo
     contents = [len(head).to_bytes(8, "little") + head,
                 *(tensor.view(torch.uint8).numpy() for _, _, tensor in pieces)]
     crc = size = unflushed = 0
-    with open(path, "xb") as file:
+    with open(path, "wb") as file:  # over what an attempt that failed has left
         for number, data in enumerate(contents):
             data = memoryview(data)
             for offset in range(0, len(data), BLOCK):
@@ -96,27 +97,27 @@ class PieceReader:
 
     def read(self, file: str, name: str, start: int, offset: int, target: torch.Tensor) -> None:
         """Fill `target`, a 1-D CPU tensor, with the elements from `offset` on of the piece `name`@`start`."""
-        path, number = self.folder / file, 3 * self.numbers[name]
+        path = self.folder / file
         try:
-            opened = self._open(file)
-            if file not in self.places:
-                self.places[file] = self._read_places(opened)
-            there, count, position = self.places[file][number:number + 3]
-            if there != start or offset + target.numel() > count:
-                raise UserError(f"{path} is broken: it lacks the piece of {name} that starts at {start}")
-            opened.seek(position + offset * target.element_size())
-            _exactly(opened, target.view(torch.uint8).numpy())
+            patiently(lambda: self._read(path, name, start, offset, target), path)
         except OSError as error:
             raise UserError(f"can't read {path}: {error.strerror}") from None
         except (EOFError, ValueError, KeyError, TypeError, AttributeError):
             raise UserError(f"{path} is broken: it is cut short, or its header is not what was written") from None
 
-    def _open(self, file):
-        opened = self.open_files.pop(file, None) or open(self.folder / file, "rb", buffering=0)
+    def _read(self, path, name, start, offset, target):
+        file, number = path.name, 3 * self.numbers[name]
+        opened = self.open_files.pop(file, None) or open(path, "rb", buffering=0)  # anew where it could not be read
+        if file not in self.places:
+            self.places[file] = self._read_places(opened)
+        there, count, position = self.places[file][number:number + 3]
+        if there != start or offset + target.numel() > count:
+            raise UserError(f"{path} is broken: it lacks the piece of {name} that starts at {start}")
+        opened.seek(position + offset * target.element_size())
+        _exactly(opened, target.view(torch.uint8).numpy())
         self.open_files[file] = opened
         if len(self.open_files) > self.most_open:
             self.open_files.pop(next(iter(self.open_files))).close()
-        return opened
 
     def _read_places(self, opened):
         data_start = 8 + int.from_bytes(_exactly(opened, bytearray(8)), "little")

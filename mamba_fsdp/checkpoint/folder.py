@@ -27,6 +27,7 @@ from mamba_fsdp.formats import CHECKPOINT
 from mamba_fsdp.parallel.shards import Shard, fill_parts
 from mamba_fsdp.parallel.world import World
 from mamba_fsdp.run_layout import CHECKPOINTS, COMMIT, STATE, committed
+from mamba_fsdp.storage import exists, patiently
 
 
 def stored_name(name: str) -> str:
@@ -48,7 +49,7 @@ def problems(checkpoint: Path, world: World, part: str = "all") -> list[str]:
     """
     files, found = world.on_rank0(lambda: _committed_files(checkpoint))
     mine = sorted(name for name in files if part != "state" or name == STATE)[world.rank::world.size]
-    found += world.run_local(lambda: [
+    found += world.on_all_ranks(lambda: [
         problem for name in mine if (problem := _problem(checkpoint / name, files[name], part))])
     return sorted(world.tell_all(found))
 
@@ -56,10 +57,10 @@ def problems(checkpoint: Path, world: World, part: str = "all") -> list[str]:
 def _problem(path, entry, part):
     expected = entry.get("model", entry) if part == "model" else entry
     try:
-        size = path.stat().st_size
+        size = patiently(path.stat, path).st_size
         if size != entry["bytes"]:
             return f"{path.name} has {size} bytes, not {entry['bytes']}"
-        actual = checksum(path, expected["bytes"])
+        actual = patiently(lambda: checksum(path, expected["bytes"]), path)
     except OSError as error:
         return f"{path.name}: {error.strerror}"
     same = actual["crc32"] == expected["crc32"]
@@ -68,7 +69,7 @@ def _problem(path, entry, part):
 
 def _committed_files(checkpoint):
     try:
-        content = json.loads((checkpoint / COMMIT).read_bytes())
+        content = json.loads(patiently((checkpoint / COMMIT).read_bytes, checkpoint / COMMIT))
         CHECKPOINT.check(checkpoint / COMMIT, content)
         files = content["files"]
         listed = STATE in files and all(entry.keys() >= {"bytes", "crc32"} for entry in files.values())
@@ -86,7 +87,7 @@ def newest_whole(checkpoints: Path, world: World, report: Callable[[str], Any],
     Raises UserError when there are committed checkpoints but none is whole: a new start must be the user's decision.
     """
     broken: list[str] = []
-    candidates = world.broadcast_object(committed(checkpoints) if world.rank == 0 else [])
+    candidates = world.on_rank0(lambda: committed(checkpoints))
     for checkpoint in reversed(candidates):
         wrong = problems(checkpoint, world, part)
         if not wrong:
@@ -106,7 +107,7 @@ def find_checkpoint(path: str | Path, world: World, report: Callable[[str], Any]
     Raises UserError where there is none, or where the one that was named is broken: `part` of it, see `problems`.
     """
     path = Path(path)
-    if world.on_rank0((path / COMMIT).is_file):
+    if world.on_rank0(lambda: exists(path / COMMIT)):
         if wrong := problems(path, world, part):
             raise UserError(f"checkpoint {path} is broken: {'; '.join(wrong)}")
         return path
@@ -120,7 +121,7 @@ def find_checkpoint(path: str | Path, world: World, report: Callable[[str], Any]
 def read_state(checkpoint: Path) -> dict[str, Any]:
     """The content of a checkpoint's state.json, as the newest version has it. Raises UserError."""
     try:
-        content = json.loads((checkpoint / STATE).read_bytes())
+        content = json.loads(patiently((checkpoint / STATE).read_bytes, checkpoint / STATE))
         CHECKPOINT.check(checkpoint / STATE, content)
         content.setdefault("layouts", [])
         for name in _badly_cut(content["tensors"], content["layouts"]):

@@ -139,7 +139,7 @@ def _batch(sources: Mapping[str, Source], samples: Sequence[tuple[str, int | Non
                                 "set vocab_size to the tokenizer's, or tokenise with the model's tokenizer")
         except Exception as error:
             place = f"source {name!r}, window {window} (tokens {start} to {start + length})"
-            raise UserError(f"{place}: {error}") from error
+            raise (type(error) if isinstance(error, UserError) else UserError)(f"{place}: {error}") from error
         tokens[row, :length] = window_tokens[:-1]
         labels[row, :length] = window_tokens[1:]
         if mask is not None:

@@ -30,12 +30,13 @@ class Order:
 
     weights: {name of a source: its share}, which need not sum to 1; 0 leaves the source out. state: what `state_after`
     returned; sample 0 is then the one after it. It may come from other weights, batch sizes or sets of sources, since
-    each source resumes with its own draws. Raises UserError where it comes from another seed, seq_length or content of
-    a source, for weights that make no mixture, and for a source shorter than one window.
+    each source resumes with its own draws. anew: how the user leaves it out, for messages. Raises UserError where it
+    comes from another seed, seq_length or content of a source, for weights that make no mixture, and for a source
+    shorter than one window.
     """
 
     def __init__(self, sources: Mapping[str, Source], weights: Mapping[str, float], seq_length: int, seed: int,
-                 state: dict | None = None):
+                 state: dict | None = None, anew: str = "give no state"):
         self.names = sorted(sources)  # so that the order in which sources are listed changes nothing
         self.seq_length, self.seed = seq_length, seed
         self.identity = {name: sources[name].identity for name in self.names}
@@ -52,7 +53,7 @@ class Order:
         nth = np.concatenate([np.arange(count) for count in self.counts])
         spread = np.argsort((nth + 0.5) / self.counts[owner], kind="stable")
         self.pattern, self.nth = owner[spread].astype(np.int16), nth[spread].astype(np.int32)
-        self.before: dict = self._check(state) if state else {"pattern": {}, "drawn": {}, "identity": {}}
+        self.before: dict = self._check(state, anew) if state else {"pattern": {}, "drawn": {}, "identity": {}}
         self.start = self.before["pattern_position"] if self.before["pattern"] == self.shares else 0
         self.drawn = np.array([self.before["drawn"].get(name, 0) for name in self.names])
 
@@ -84,8 +85,8 @@ class Order:
         cycles, rest = divmod(position, self.period)
         return cycles * self.counts + np.bincount(self.pattern[:rest], minlength=len(self.names))
 
-    def _check(self, state):
-        remedy = "or leave the data's position out (resuming_dataset=False) to begin the data anew"
+    def _check(self, state, anew):
+        remedy = f"or begin the data anew: {anew}"
         for name, now in (("seed", self.seed), ("seq_length", self.seq_length)):
             if state[name] != now:
                 raise UserError(f"{name} is {now}, but the data's position was saved with {name} {state[name]}, which "

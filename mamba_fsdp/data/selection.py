@@ -10,6 +10,7 @@ from mamba_fsdp.data.order import Order
 from mamba_fsdp.data.store import TokenStore
 from mamba_fsdp.data.tokenizer import ANOTHER_TOKENIZER, IDENTITY, refuse_other_tokenizer
 from mamba_fsdp.errors import UserError
+from mamba_fsdp.storage import exists
 
 
 def training_sources(data: DataConfig) -> tuple[dict[str, TokenStore], dict[str, float]]:
@@ -32,7 +33,7 @@ def validation_stores(data: DataConfig) -> list[TokenStore]:
         return [TokenStore(_store_folder(Path(data.validation_path), "validation"))]
     roots = [Path(data.dataset_path) / name for name in data.datasets] or [Path(data.dataset_path)]
     places = [folder for root in roots for folder in (root / "validation", root.parent / "validation")
-              if (folder / "index.json").exists() and folder != root]
+              if exists(folder / "index.json") and folder != root]
     return [TokenStore(folder) for folder in dict.fromkeys(places)]
 
 
@@ -65,4 +66,4 @@ def batches(dataset_path: str | Path, *, seq_length: int = 256, batch_size: int 
 
 def _store_folder(path: Path, part: str = "train") -> Path:
     """`path` itself, or the store `part` inside it."""
-    return path / part if not (path / "index.json").exists() and (path / part / "index.json").exists() else path
+    return path / part if not exists(path / "index.json") and exists(path / part / "index.json") else path

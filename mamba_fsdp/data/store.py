@@ -15,6 +15,7 @@ import itertools
 import json
 import os
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -25,7 +26,9 @@ from mamba_fsdp.data.source import Tokens
 from mamba_fsdp.durable import sync_folder, write_atomically
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.formats import TOKEN_STORE
+from mamba_fsdp.storage import patiently
 
+LOOKS_AT_ONCE = 16  # at files: each is a round trip on a network file system, and a large store has thousands
 LARGEST_DOCUMENT = np.iinfo(np.int32).max  # positions are int32
 
 
@@ -33,28 +36,31 @@ class TokenStore:
     """A store open for reading, the native Source. Cheap to open and to pickle: shards are mapped when first read.
 
     Opening checks the index and every file's size; `verify` reads everything. Raises UserError naming file and fault.
+    index: what another process has opened and checked; then no file is touched before it is read, and is checked then.
     """
 
-    def __init__(self, path: str | Path):
-        self.path = Path(path)
-        index = _read_index(self.path)
+    def __init__(self, path: str | Path, index: dict | None = None):
+        self.path, checked = Path(path), index is not None
+        self.index = index = index or _read_index(self.path)
         try:
             self.dtype = np.dtype(index["dtype"]).newbyteorder("<")
             self.vocab_size, self.eos, self.tokenizer = index["vocab_size"], index["eos"], index["tokenizer"]
             self._shards = index["shards"]
             self._starts = [0, *itertools.accumulate(shard["tokens"] for shard in self._shards)]
-            for shard in self._shards:
-                _check_size(self.path / f"{shard['name']}.bin", shard["tokens"] * self.dtype.itemsize)
-                _check_size(self.path / f"{shard['name']}.doc", shard["documents"] * 8)
+            mapped = functools.partial(_map, self.path, self._shards, self.dtype)
+            self._map = functools.cache(mapped)
+            if not checked:
+                with ThreadPoolExecutor(LOOKS_AT_ONCE) as pool:
+                    for _ in pool.map(mapped, range(len(self._shards))):
+                        pass
             self.document_count = sum(shard["documents"] for shard in self._shards)
         except (KeyError, TypeError) as error:
             raise UserError(f"{self.path / 'index.json'}: lacks or garbles {error}; make the store again") from error
         self.token_count = self._starts[-1]
         self.identity = index["checksum"]
-        self._map = functools.cache(functools.partial(_map, self.path, self._shards, self.dtype))
 
     def __reduce__(self):
-        return TokenStore, (self.path,)
+        return TokenStore, (self.path, self.index)
 
     def __len__(self) -> int:
         return self.token_count
@@ -106,14 +112,25 @@ class TokenStore:
 
 
 def _map(folder, shards, dtype, shard):
-    """(tokens, where its documents start) of a shard, both mapped."""
+    """(tokens, where its documents start) of a shard, both mapped, if their files have the right size."""
     stem, tokens, documents = folder / shards[shard]["name"], shards[shard]["tokens"], shards[shard]["documents"]
-    try:  # Plain arrays over the maps: np.memmap's own indexing costs microseconds a call.
-        return (np.asarray(np.memmap(f"{stem}.bin", dtype, "r", shape=(tokens,))),
-                np.asarray(np.memmap(f"{stem}.doc", "<i8", "r", shape=(documents,))))
-    except (OSError, ValueError) as error:
-        raise UserError(f"{stem}.bin, .doc: can't be mapped ({getattr(error, 'strerror', None) or error}); they have "
-                        "changed since the store was opened: copy or make it again") from error
+    return _map_file(Path(f"{stem}.bin"), dtype, tokens), _map_file(Path(f"{stem}.doc"), np.dtype("<i8"), documents)
+
+
+def _map_file(path, dtype, count):
+    def attempt():
+        with open(path, "rb") as file:
+            size, expected = os.fstat(file.fileno()).st_size, count * dtype.itemsize
+            if size != expected:
+                raise UserError(f"{path}: {size} bytes, but index.json says {expected}; copy it again or make the "
+                                "store again")
+            # A plain array over the map: np.memmap's own indexing costs microseconds a call.
+            return np.asarray(np.memmap(file, dtype, "r"))
+
+    try:
+        return patiently(attempt, path)
+    except OSError as error:
+        raise UserError(f"{path}: can't be read ({error.strerror}); copy or make the store again") from error
 
 
 class StoreWriter:
@@ -256,7 +273,7 @@ class StoreWriter:
 def _read_index(folder):
     path = folder / "index.json"
     try:
-        index = json.loads(path.read_bytes())
+        index = json.loads(patiently(path.read_bytes, path))
     except (FileNotFoundError, NotADirectoryError):
         raise UserError(_why_no_store(folder)) from None
     except OSError as error:
@@ -281,16 +298,6 @@ def _why_no_store(folder):
     if (folder / "00000.bin").exists():
         return f"{folder}: an unfinished token store (no index.json); run its get_dataset.py command again"
     return f"{folder}: not a token store (no index.json); make one with get_dataset.py"
-
-
-def _check_size(path, expected):
-    try:
-        with open(path, "rb") as file:
-            size = os.fstat(file.fileno()).st_size
-    except OSError as error:
-        raise UserError(f"{path}: can't be read ({error.strerror}); copy or make the store again") from error
-    if size != expected:
-        raise UserError(f"{path}: {size} bytes, but index.json says {expected}; copy it again or make the store again")
 
 
 def _checksum(index):

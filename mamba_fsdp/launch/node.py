@@ -22,8 +22,10 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from torch.distributed.elastic.rendezvous import RendezvousError
 
 from mamba_fsdp.durable import write_atomically
+from mamba_fsdp.errors import UserError
 from mamba_fsdp.launch.machine import assigned_gpus, interface_towards, node_name
 from mamba_fsdp.parallel.world import allow_many_files
+from mamba_fsdp.train.run_folder import RunFolder
 
 SECONDS_FOR_OTHERS = 3  # Slurm ends the job with the first node that exits: let the others put their errors on record
 ENDED_BY_LAUNCHER = -signal.SIGTERM  # of ranks that still ran when another failed, or only started when asked to stop
@@ -54,15 +56,15 @@ def main(failures: Path, words: list[str]) -> int:
             has_said_it = alone and processes == 1 and failure.exitcode > 0  # as its last words, right above
             text = "" if has_said_it else f"rank {rank} on {node_name()} failed first.\n{describe(failure)}\n"
             code = failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode
-            put_on_record(failures, *first, text, code)
+            code = put_on_record(failures, *first, text, code)
+            RunFolder(failures.parent.parent).status()  # which a rank that was killed has left `running`
             if not alone:
                 time.sleep(SECONDS_FOR_OTHERS)
-            return 1
+            return code
         except RendezvousError as error:
             text = (f"error: {node_name()} could not meet the other nodes: {error} ({error.__cause__}); can it reach "
                     "the first node by its name, and does the firewall or security group let the nodes connect?\n")
-            put_on_record(failures, 1, time.time(), text, 1)
-            return 1
+            return put_on_record(failures, 1, time.time(), text, 1)
         except SignalException as error:
             return 128 + error.sigval  # it came while torchrun was starting the ranks
     return 128 + asked[0] if asked else 0
@@ -89,7 +91,8 @@ def set_environment(processes: int, scratch: str, first_node: str | None) -> Non
 
 
 def pass_requests_on() -> list[int]:
-    """Make torchrun pass requests to stop on to its ranks, then wait for them and those of other nodes as ever.
+    """Make torchrun pass requests to stop on to its ranks, then wait for them and those of other nodes as ever; SIGTSTP
+    (Ctrl-Z) makes them and it stand still until it gets SIGCONT.
 
     By itself it kills ranks 30 s after the request, be it in the middle of a step or of a checkpoint. How long they may
     take is for Slurm to say, which kills all of us in the end. Returns the list that will hold the requests (signals).
@@ -97,12 +100,21 @@ def pass_requests_on() -> list[int]:
     start, asked = PContext.start, []
 
     def start_and_listen(ranks):
+        def tell(number):
+            for rank in ranks.subprocess_handlers.values():
+                rank.proc.send_signal(number)
+
         def pass_on(number, _frame):
             asked.append(number)
-            for rank in ranks.subprocess_handlers.values():
-                rank.proc.send_signal(signal.SIGTERM)  # whatever it was: SIGINT twice is no request, it ends a rank
+            tell(signal.SIGTERM)  # whatever it was: SIGINT twice is no request, it ends a rank
+
+        def stand_still(_number, _frame):  # ranks are in sessions of their own, which no terminal stops
+            tell(signal.SIGSTOP)
+            os.kill(os.getpid(), signal.SIGSTOP)
+            tell(signal.SIGCONT)
 
         start(ranks)
+        signal.signal(signal.SIGTSTP, stand_still)
         for number in REQUESTS_TO_STOP:  # instead of torchrun's own, which raise SignalException
             signal.signal(number, pass_on)
 
@@ -110,10 +122,16 @@ def pass_requests_on() -> list[int]:
     return asked
 
 
-def put_on_record(failures: Path, order: int, moment: float, text: str, code: int) -> None:
-    """Write this node's first failure to FAILURES/ORDER-TIME-NODE-exitCODE.txt."""
-    failures.mkdir(parents=True, exist_ok=True)
-    write_atomically(failures / f"{order}-{moment:.3f}-{node_name()}-exit{code}.txt", text)
+def put_on_record(failures: Path, order: int, moment: float, text: str, code: int) -> int:
+    """Write this node's first failure to FAILURES/ORDER-TIME-NODE-exitCODE.txt. Returns this process's exit code: 1, or
+    where nothing can be written there, `code`, and the log has the text."""
+    try:
+        failures.mkdir(parents=True, exist_ok=True)
+        write_atomically(failures / f"{order}-{moment:.3f}-{node_name()}-exit{code}.txt", text)
+    except (OSError, UserError):
+        print(text, end="", file=sys.stderr, flush=True)
+        return code
+    return 1
 
 
 def moment_of(failure: ProcessFailure) -> tuple[int, float]:
@@ -132,9 +150,7 @@ def describe(failure: ProcessFailure) -> str:
         return f"It was ended by {name}.{USUAL_REASONS.get(name, '')}"
     if isinstance(failure.message, str):  # it left no error file
         return f"It ended with exit code {failure.exitcode}; what it said stands above."
-    message = failure.message["message"]
-    kind, _, text = message.partition(": ")
-    return f"error: {text}" if kind == "UserError" else failure.message["extraInfo"]["py_callstack"].rstrip()
+    return failure.message["extraInfo"]["py_callstack"].rstrip()
 
 
 if __name__ == "__main__":

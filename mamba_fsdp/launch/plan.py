@@ -12,11 +12,13 @@ from config import resolve
 from config.train_config import TrainConfig
 from mamba_fsdp import command_line
 from mamba_fsdp.launch.machine import PROJECT, check_version
+from mamba_fsdp.run_layout import refuse_foreign
 
 
 def plan(*stray, config=None, **given) -> None:  # the command line would check what has a type
     check_version()
     settings, _ = resolve.resolve_settings(given, config, stray)
+    refuse_foreign(settings.checkpoint.save_ckpt_path)
     dataset = os.path.abspath(settings.data.dataset_path)
     print(run_folder(settings), dataset, *folders_outside_project(settings), sep="\n")
 

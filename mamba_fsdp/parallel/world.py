@@ -17,8 +17,9 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from mamba_fsdp.errors import UserError
+from mamba_fsdp.errors import StorageError, UserError, joined
 from mamba_fsdp.heartbeat import heart
+from mamba_fsdp.storage import MAY_PASS
 
 T = TypeVar("T")
 Addable = TypeVar("Addable", torch.Tensor, int, float, list[float])
@@ -77,9 +78,9 @@ class World:
         dist.gather_object(obj, gathered or None, dst=0, group=self._gloo)
         return gathered
 
-    def tell_all(self, told: list[T]) -> list[T]:
-        """What all ranks tell, each thing once, on all ranks. Most tell nothing, so that it costs little."""
-        return self.broadcast_object(list(dict.fromkeys(chain.from_iterable(self.gather_on_rank0(told)))))
+    def tell_all(self, findings: list[T]) -> list[T]:
+        """The findings of all ranks, each once, on all ranks. Most have none."""
+        return self.broadcast_object(list(dict.fromkeys(chain.from_iterable(self.gather_on_rank0(findings)))))
 
     def all_reduce_sum(self, value: Addable) -> Addable:
         """The sum over ranks: of a tensor (changed in place and returned), of a number, or of each number of a list."""
@@ -125,7 +126,7 @@ class World:
         mine = action if self.rank == 0 else lambda: None
         result, failure = self.broadcast_object(self.run_local(lambda: _attempt(mine)))
         if failure:
-            raise UserError(failure)
+            raise failure
         return result
 
     def on_all_ranks(self, work: Callable[[], T]) -> T:
@@ -134,11 +135,11 @@ class World:
             try:
                 return work(), []
             except UserError as error:
-                return None, [str(error)]
+                return None, [error]
 
         result, failure = self.run_local(attempt)
         if failures := self.tell_all(failure):
-            raise UserError("; ".join(failures))
+            raise joined(failures)
         return result
 
     def barrier(self) -> None:
@@ -157,16 +158,17 @@ class World:
             dist.destroy_process_group()
 
 
-def _attempt(action: Callable[[], Any]) -> tuple[Any, str]:
-    """(what `action()` returns, ""), or (None, a sentence that says why it failed)."""
+def _attempt(action: Callable[[], Any]) -> tuple[Any, UserError | None]:
+    """(what `action()` returns, None), or (None, the UserError that says why it failed)."""
     try:
-        return action(), ""
+        return action(), None
     except UserError as error:
-        return None, str(error)
+        return None, error
     except OSError as error:
-        return None, f"{error.filename}: {error.strerror}" if error.filename else str(error)
+        kind = StorageError if error.errno in MAY_PASS else UserError
+        return None, kind(f"{error.filename}: {error.strerror}" if error.filename else str(error))
     except Exception as error:
-        return None, f"{type(error).__name__}: {error}"
+        return None, UserError(f"{type(error).__name__}: {error}")
 
 
 def allow_many_files() -> None:

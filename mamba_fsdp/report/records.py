@@ -11,6 +11,7 @@ from pathlib import Path
 from mamba_fsdp.durable import write_atomically
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.run_layout import METRICS, STATUS
+from mamba_fsdp.storage import exists, patiently
 
 
 class Metrics:
@@ -19,24 +20,34 @@ class Metrics:
     def __init__(self, run_folder: Path, step: int) -> None:
         self.path = run_folder / METRICS
         kept = [line for line in read(self.path) if line["step"] <= step] if step else []
-        write_atomically(self.path, "".join(_line(entry) for entry in kept))
-        self.file = open(self.path, "ab", buffering=0)  # so that close has nothing to write that could fail
+        text = "".join(_line(entry) for entry in kept)
+        write_atomically(self.path, text)
+        self.size = len(text.encode())
 
     def write(self, entry: dict) -> None:
-        """Raises UserError where the disk refuses."""
-        line = _line(entry).encode()
+        """Raises UserError where the disk refuses, a StorageError after patient trying."""
+        self._append(_line(entry).encode())
+
+    def sync(self) -> None:
+        """Returns when all that was written is on the disk. Raises as `write` does."""
+        self._append(b"", sync=True)
+
+    def _append(self, line, *, sync=False):
+        def attempt():  # opened each time: file servers tell at the close what they could not write, and forget files
+            with open(self.path, "ab", buffering=0) as file:
+                if file.tell() != self.size:
+                    file.truncate(self.size)
+                if file.write(line) < len(line):
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+                if sync:
+                    os.fsync(file.fileno())
+
         try:
-            if self.file.write(line) < len(line):
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            patiently(attempt, self.path)
         except OSError as error:
             raise UserError(f"{self.path}: can't be written ({error.strerror}); "
                             "mend that, then the same command resumes") from None
-
-    def sync(self) -> None:
-        os.fsync(self.file.fileno())
-
-    def close(self) -> None:
-        self.file.close()
+        self.size += len(line)
 
 
 def _line(entry: dict) -> str:
@@ -47,7 +58,7 @@ def _line(entry: dict) -> str:
 
 def read(path: Path) -> list[dict]:
     """The objects of a metrics.jsonl, without a last line that a crash cut short. Raises UserError for other damage."""
-    lines = path.read_text().splitlines() if path.exists() else []
+    lines = patiently(path.read_text, path).splitlines() if exists(path) else []
     entries = []
     for number, line in enumerate(lines, 1):
         try:

@@ -20,6 +20,7 @@ from mamba_fsdp.durable import hidden_beside
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.heartbeat import heart
 from mamba_fsdp.run_layout import LEASE
+from mamba_fsdp.storage import patiently
 
 SECONDS_BETWEEN_RENEWALS = 5.0
 SECONDS_BETWEEN_LOOKS = 1.0
@@ -35,13 +36,14 @@ class Lease:
         self.ended = threading.Event()
 
     def take(self, report: Callable[[str], None]) -> None:
-        """Raises UserError when a living run holds the folder, within SECONDS_OF_SILENCE, and OSError as the disk does.
+        """Raises UserError when a living run holds the folder, within SECONDS_OF_SILENCE; StorageError after patient
+        trying, and OSError as the disk does.
 
         Of two that take over a dead run's folder in the same millisecond, both may succeed; the first `check` ends one.
         """
         content = json.dumps({"token": uuid.uuid4().hex, **_this_process()}, indent=1).encode()
-        while not self._create(content):
-            seen = self._look()
+        while not patiently(lambda: self._create(content), self.file):
+            seen = patiently(self._look, self.file)
             if seen and not _has_ended(_owner(seen)):
                 report(f"waiting    to see whether {_describe(_owner(seen))} still lives: it held {self.file.parent}")
                 before, seen = seen, self._watch(seen)
@@ -49,7 +51,7 @@ class Lease:
                     raise UserError(f"{self.file.parent} is in use by {_describe(_owner(seen))}; stop that run first, "
                                     "or give this one another save_ckpt_path")
             if seen:
-                self._remove()
+                patiently(self._remove, self.file)
         self.content = content
         threading.Thread(target=self._renew, name="lease", daemon=True).start()
 
@@ -61,15 +63,21 @@ class Lease:
     def check(self) -> None:
         """Raises UserError when another run holds the folder by now. Called before each write that must not mix."""
         try:
-            if self.is_held():
-                return
-            seen = self._look()
+            seen = patiently(self._look, self.file)
         except OSError as error:
             raise UserError(f"{self.file}: can't be read ({error.strerror}); mend that, then the same command resumes"
                             ) from None
+        if seen and seen[0] == self.content:
+            return
         by = f"is in use by {_describe(_owner(seen))}" if seen else f"has lost its {LEASE}"
         raise UserError(f"{self.file.parent} {by}: this run stood still for a while, or somebody removed the file; it "
                         "stops here and writes nothing more")
+
+    def ended_holder(self) -> str:
+        """Who held the folder and is known to have ended without giving it back; "" where there is none such. Raises
+        OSError as the disk does."""
+        seen = self._look()
+        return _describe(_owner(seen)) if seen and _has_ended(_owner(seen)) else ""
 
     def give_back(self) -> None:
         self.ended.set()
@@ -79,8 +87,12 @@ class Lease:
 
     def _create(self, content):
         with contextlib.suppress(FileExistsError), open(self.file, "xb", buffering=0) as file:
-            file.write(content)
-            return True
+            try:
+                file.write(content)
+                return True
+            except OSError:
+                self.file.unlink(missing_ok=True)  # else the next attempt finds a run that does not say which
+                raise
         return False
 
     def _remove(self):
@@ -98,7 +110,7 @@ class Lease:
     def _watch(self, seen):
         """What `_look` gives once it differs from what was `seen`, or after SECONDS_OF_SILENCE."""
         end = time.monotonic() + SECONDS_OF_SILENCE  # of our clock: that of another host may be wrong
-        while (now := self._look()) == seen and time.monotonic() < end:
+        while (now := patiently(self._look, self.file)) == seen and time.monotonic() < end:
             heart.beat()
             time.sleep(SECONDS_BETWEEN_LOOKS)
         return now

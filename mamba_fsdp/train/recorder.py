@@ -37,7 +37,7 @@ class Recorder(contextlib.ExitStack):
         self.metrics = Metrics(folder.path, step) if world.rank == 0 else None
         self.tracker = None if world.rank else make_tracker(report.tracker, folder.path, as_dict(settings), step,
                                                             report.wandb_project, report.wandb_name)
-        for part in (self.tracker, self.metrics, self.display):
+        for part in (self.tracker, self.display):
             if part:
                 self.callback(part.close)
         self.profiler = self.enter_context(make_profiler(folder.path, world.rank)) if report.use_profiler else None

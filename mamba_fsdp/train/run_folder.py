@@ -1,5 +1,6 @@
 """The run folder of a run: who may write into it, and its status for others to read."""
 
+import contextlib
 import filecmp
 import shutil
 import sys
@@ -7,8 +8,9 @@ from functools import partial
 from pathlib import Path
 
 from mamba_fsdp.errors import UserError
-from mamba_fsdp.report.records import write_status
-from mamba_fsdp.run_layout import CHECKPOINTS, TOKENIZER, committed, step_of
+from mamba_fsdp.report.records import read_status, write_status
+from mamba_fsdp.run_layout import CHECKPOINTS, TOKENIZER, committed, refuse_foreign, step_of
+from mamba_fsdp.storage import patiently
 from mamba_fsdp.train.lease import Lease
 
 
@@ -20,9 +22,11 @@ class RunFolder:
         self.lease = Lease(self.path)
 
     def take(self) -> None:
-        """Makes the folder and takes its lease. Raises UserError where that can't be, or another run holds it."""
+        """Makes the folder and takes its lease. Raises UserError where that can't be, another run holds it, or it is
+        something else than a run folder."""
+        refuse_foreign(self.path)
         try:
-            (self.path / CHECKPOINTS).mkdir(parents=True, exist_ok=True)
+            patiently(lambda: (self.path / CHECKPOINTS).mkdir(parents=True, exist_ok=True), self.path)
             self.lease.take(partial(print, flush=True))
         except OSError as error:
             raise UserError(f"save_ckpt_path {self.path}: can't make the run folder or write to it ({error.strerror}: "
@@ -34,6 +38,16 @@ class RunFolder:
         """Writes status.json, see `write_status`."""
         self.lease.check()
         write_status(self.path, status, step, reason)
+
+    def status(self) -> dict:
+        """The content of status.json, {} where there is none. What it says of a run that has ended without a word, by
+        kill -9 or for want of memory, is corrected first, where that can be known."""
+        status = read_status(self.path)
+        with contextlib.suppress(UserError, OSError):
+            if status.get("status") == "running" and (holder := self.lease.ended_holder()):
+                status |= {"status": "failed", "step": self._newest_step(), "reason": f"killed: {holder}"}
+                write_status(self.path, status["status"], status["step"], status["reason"])
+        return status
 
     def say_failed(self, step: int, error: BaseException) -> None:
         """Writes why the run failed, if it holds the folder. step: 0 means that of the newest checkpoint."""

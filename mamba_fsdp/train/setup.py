@@ -94,7 +94,8 @@ def set_up(settings: TrainConfig, world: World, folder: RunFolder, weights: Weig
     checkpoint = settings.checkpoint
     split = split_step(settings.training, world)
     forms = choose_forms(settings, world, say)
-    sources, shares, validation = open_data(settings, say)
+    # Rank 0 looks at all files for all: thousands of files times a thousand ranks keep a file system busy.
+    sources, shares, validation = world.on_rank0(lambda: open_data(settings, say))
     if settings.training.dry_run:
         for newest in committed(folder.path / CHECKPOINTS)[-1:]:
             say(f"resumes    from {newest.name}, if it is whole")
@@ -106,7 +107,12 @@ def set_up(settings: TrainConfig, world: World, folder: RunFolder, weights: Weig
     optimizer = make_optimizer(parallel.parameters(), parameters(settings.model), settings.optimizer, world.device)
     state = start(settings, one_for_all(sources.values()), parallel, optimizer, checkpointer, weights, say)
     plan = plan_steps(settings, split, state, bool(validation), say)
-    order = Order(sources, shares, settings.data.seq_length, settings.training.seed, state=state.data or None)
+    anew = "resuming_dataset=false"
+    if state.step:  # its own checkpoint, which always wins
+        also = "init_from= " if checkpoint.init_from else ""
+        anew = f"save_ckpt_path=ANOTHER load_ckpt_path={folder.path} {also}{anew}"
+    order = Order(sources, shares, settings.data.seq_length, settings.training.seed, state=state.data or None,
+                  anew=anew)
     loader = Loader(sources, order, settings.data, split, vocab_size=settings.model.vocab_size, first_step=state.step,
                     pin_memory=world.device.type == "cuda")
     say_length(settings, plan, say)

@@ -1,13 +1,16 @@
 """Asking a run to stop: SIGTERM, SIGINT, SIGUSR1, SIGHUP, or a file STOP in the run folder. The step ends and a
 checkpoint is committed. Under nohup, SIGHUP (a terminal that closes) is ignored and training goes on."""
 
+import contextlib
 import os
 import signal
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 from mamba_fsdp.run_layout import STOP
+from mamba_fsdp.storage import patiently
 
 # A look at the STOP file is microseconds on a local disk, so that the very step ends the run, and a round trip on a
 # shared one.
@@ -22,8 +25,8 @@ class StopRequest:
         self.reason, self.interrupted, self.next_look = "", False, 0.0
         self.file = run_folder / STOP if on_rank0 else None
         self.announces = on_rank0 and "TORCHELASTIC_RUN_ID" not in os.environ  # else the launcher has said it
-        if self.file:
-            self.file.unlink(missing_ok=True)  # it was for a run that is over
+        if self.file:  # it was for a run that is over
+            patiently(partial(self.file.unlink, missing_ok=True), self.file)
 
     def __enter__(self) -> "StopRequest":
         signals = [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1]
@@ -35,8 +38,9 @@ class StopRequest:
     def __exit__(self, *_: object) -> None:
         for number, handler in self.previous_handlers.items():
             signal.signal(number, handler)
-        if self.file:
-            self.file.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            if self.file:
+                self.file.unlink()
 
     def _on_signal(self, number, _frame):
         if number == signal.SIGINT and self.interrupted:
@@ -61,7 +65,7 @@ def _why(file):
     """What a STOP file says in a few words, "" where there is none."""
     try:
         return " ".join(file.read_text(errors="replace").split())[:80] or "STOP file"
-    except FileNotFoundError:
-        return ""
-    except OSError:
+    except (PermissionError, IsADirectoryError):
         return "STOP file"
+    except OSError:  # there is none, or storage that fails for a moment has not shown it yet
+        return ""

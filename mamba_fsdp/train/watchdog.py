@@ -27,7 +27,11 @@ def watchdog(minutes: float, rank: int) -> Iterator[None]:
 
 
 def _watch(minutes, rank, stopped):
-    while not stopped.wait(min(1.0, minutes * 15)):
+    between, looked = min(1.0, minutes * 15), time.monotonic()
+    while not stopped.wait(between):
+        if time.monotonic() - looked > 5 * between:  # this process was stopped, by Ctrl-Z say, and so was its work
+            heart.another_beats()
+        looked = time.monotonic()
         if time.monotonic() - heart.last > minutes * 60:
             wrong = (f"rank {rank} made no progress for {minutes:g} minutes (timeout_minutes). "
                      "Either it is stuck, or it waits for a rank that is")

@@ -43,9 +43,10 @@ def say(name: str, value: object) -> None:
 
 
 def show_run(path: Path, verify: bool) -> None:
-    from mamba_fsdp.report.records import read, read_status
+    from mamba_fsdp.report.records import read
+    from mamba_fsdp.train.run_folder import RunFolder
 
-    status, entries = read_status(path), read(path / METRICS)
+    status, entries = RunFolder(path).status(), read(path / METRICS)
     say("run", path)
     told = " ".join(str(status[key]) for key in ("status", "reason", "time") if status.get(key))
     say("status", told or f"unknown: no {STATUS}")

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from config.resolve import resolve_settings
 from mamba_fsdp import command_line
-from mamba_fsdp.errors import UserError
+from mamba_fsdp.errors import StorageError, UserError
 from mamba_fsdp.launch import preflight
 
 
@@ -28,6 +28,8 @@ def main(action: str, folder: str, *nodes: str, after_dashes: Sequence[str] | No
 
         try:
             starting_weights(settings, explicit)  # whose shape the model has
+        except StorageError:
+            raise  # trouble that may pass: no answer, for the judge
         except UserError as error:
             mistakes.append(str(error))
     preflight.report(Path(folder), settings, mistakes)

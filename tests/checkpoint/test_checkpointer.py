@@ -10,11 +10,13 @@ import pytest
 import torch
 from ranks import PROCESSES, build, run_ranks
 
+from mamba_fsdp import storage
 from mamba_fsdp.checkpoint import checkpointer as module
+from mamba_fsdp.checkpoint import files
 from mamba_fsdp.checkpoint.checkpointer import Checkpointer
 from mamba_fsdp.checkpoint.files import checksum
 from mamba_fsdp.checkpoint.folder import Reader, find_checkpoint, load, problems
-from mamba_fsdp.errors import UserError
+from mamba_fsdp.errors import StorageError, UserError
 from mamba_fsdp.parallel.shards import Shard
 from mamba_fsdp.parallel.world import start_world
 
@@ -271,9 +273,49 @@ def test_a_full_disk_on_one_rank_is_loud_on_all(run, asynchronous):
         assert left == ["step_00000001"]
 
 
+def stumble(world, run, times):
+    """Rank 1's storage fails `times` times in mid-file while it saves, and again while it loads."""
+    storage.LONGEST_PAUSE, storage.SECONDS_OF_TRYING = 0.01, 0.2
+    torch_shards = build(world, strategy="fsdp")[0].shards()
+    checkpointer, left = Checkpointer(run, world), []
+
+    def stumbling(real):
+        def function(file, *rest):
+            if world.rank == 1 and left and "rank_0" in str(file.name):
+                left.pop()
+                raise OSError(5, "Input/output error")
+            return real(file, *rest)
+        return function
+
+    files._flush, files._exactly = stumbling(files._flush), stumbling(files._exactly)
+    told = []
+    for work in (lambda: (checkpointer.save(1, torch_shards, {}), checkpointer.wait()),
+                 lambda: load(run / "checkpoints/step_00000001", torch_shards, world)):
+        left[:] = range(times)
+        try:
+            work()
+        except StorageError as error:
+            told.append(str(error))
+        left.clear()
+        if told:
+            return told[0], names(run)
+    return [shard.data.clone() for shard in torch_shards], problems(run / "checkpoints/step_00000001", world)
+
+
+def test_storage_that_fails_for_a_moment_on_one_rank_fails_nobody(run, tmp_path):
+    calm, stumbled = (run_ranks(2, stumble, folder, times) for folder, times in ((tmp_path / "calm", 0), (run, 3)))
+    for (first, _), (second, wrong) in zip(calm, stumbled):
+        assert not wrong and all(torch.equal(*pair) for pair in zip(first, second))
+
+
+def test_storage_that_stays_away_from_one_rank_is_told_as_that_on_all(run):
+    for message, left in run_ranks(2, stumble, run, 10 ** 6):
+        assert "step 1" in message and "rank 1" in message and "rank_00001.safetensors: Input/output error" in message
+        assert left == []
+
+
 def test_what_the_disk_garbles_is_noticed_while_saving(run, world, monkeypatch):
     """A file that reads back differently from what was written is never committed."""
-    from mamba_fsdp.checkpoint import files
     real = files.checksum
     monkeypatch.setattr(files, "checksum", lambda path: {**real(path), "crc32": "00000000"})
     with pytest.raises(UserError, match="rank 0 .*read back is not what was written"):

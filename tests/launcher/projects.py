@@ -11,8 +11,8 @@ from pathlib import Path
 PROJECT = Path(__file__).resolve().parents[2]
 PARTS = ["1.train.sbatch", "2.tokenize.sbatch", "training.py", "mamba_fsdp", "config", "requirements"]
 
-# Counts steps where the real one trains. How it ends is up to the environment: FAKE=mistake|crash|killed|endless|deaf,
-# and how long it saves: FAKE_COMMIT_SECONDS.
+# Counts steps where the real one trains. How it ends is up to the environment:
+# FAKE=mistake|storage|crash|killed|endless|deaf, and how long it saves: FAKE_COMMIT_SECONDS.
 FAKE_TRAINING = r'''
 import json, os, resource, signal, sys, time
 from pathlib import Path
@@ -34,9 +34,9 @@ def status(word, step):
 
 def fail(code):
     file = os.environ["TORCHELASTIC_ERROR_FILE"]
-    stack = {"py_callstack": "Traceback: the cause", "timestamp": str(int(time.time()))}
-    kind = "UserError" if code == 2 else "ValueError"
-    Path(file).write_text(json.dumps({"message": {"message": f"{kind}: the cause on rank {rank}", "extraInfo": stack}}))
+    said = "Traceback: the cause" if code == 1 else f"error: the cause on rank {rank}"
+    stack = {"py_callstack": said, "timestamp": str(int(time.time()))}
+    Path(file).write_text(json.dumps({"message": {"message": "Error: the cause", "extraInfo": stack}}))
     sys.exit(code)
 
 saved = sorted(run.glob("checkpoints/step_*/COMMIT"))
@@ -51,8 +51,13 @@ print(f"fake rank {rank} of {os.environ['WORLD_SIZE']} at step {step}", flush=Tr
 if fake == "mistake":
     fail(2)
 status("running", step)
+if fake == "storage" and rank == int(os.environ["WORLD_SIZE"]) - 1:
+    fail(74)
+if fake == "killed" and rank == 0:  # as the real one does
+    from mamba_fsdp.train.lease import Lease
+    Lease(run).take(print)
 def commit():
-    if fake not in ("crash", "endless"):
+    if fake not in ("crash", "endless", "storage"):
         time.sleep(float(os.environ.get("FAKE_COMMIT_SECONDS", 0)))
         first_rank_writes(f"checkpoints/step_{step:08d}/COMMIT", "{}")
 

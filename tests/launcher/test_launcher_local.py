@@ -61,10 +61,10 @@ def test_ctrl_c_commits_a_checkpoint_and_says_how_to_go_on(launcher_project):
 
 @pytest.mark.slow
 def test_ctrl_c_while_training_is_only_starting_is_not_lost(launcher_project):
-    """There is no run folder yet to ask in, and a training that starts removes old requests to stop."""
+    """A training that starts removes old requests to stop; this one must survive it."""
     process = launch(launcher_project, "--save_ckpt_path=runs/a", "--num_steps=9999")
     wait_until(lambda: any("mamba_fsdp.launch.node" in words for words in children(process.pid)))
-    assert not (launcher_project / "runs/a").exists(), "too late to show anything"
+    assert not starts(launcher_project / "runs/a"), "too late to show anything"
     process.send_signal(signal.SIGINT)
     code, output = finish(process)
     assert code == 130, output
@@ -113,8 +113,61 @@ def children(process):
     return [Path(f"/proc/{number}/cmdline").read_text() for number in numbers]
 
 
+def states(project):
+    """The states of the ranks that train in the project, as in /proc: T is one that stands still."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            if b"training.py\0--save" in (folder / "cmdline").read_bytes() and (folder / "cwd").samefile(project):
+                if b"launch.node" not in (folder / "cmdline").read_bytes():
+                    found.append((folder / "stat").read_text().rpartition(")")[2].split()[0])
+        except OSError:
+            pass
+    return found
+
+
+@pytest.mark.slow
+def test_ctrl_z_makes_the_ranks_stand_still_until_the_job_goes_on(launcher_project):
+    """They are in sessions of their own, which no terminal reaches; then everything is as before."""
+    process = launch(launcher_project, "--save_ckpt_path=runs/a", "--num_steps=9999", PROCESSES_PER_NODE="2")
+    wait_for(launcher_project / "runs/a/status.json")
+    for _ in range(2):
+        process.send_signal(signal.SIGTSTP)
+        wait_until(lambda: states(launcher_project) == ["T", "T"])
+        assert os.waitid(os.P_PID, process.pid, os.WSTOPPED), "a shell sees that the job has stopped"
+        process.send_signal(signal.SIGCONT)
+        wait_until(lambda: len(states(launcher_project)) == 2 and "T" not in states(launcher_project))
+    process.send_signal(signal.SIGINT)
+    code, output = finish(process)
+    assert code == 130 and "Traceback" not in output and "to resume from step_" in output
+
+
+def test_a_run_folder_that_can_not_be_made_is_told_in_a_line_or_two(launcher_project):
+    for folder in ("/proc/nowhere", "training.py"):
+        code, output = finish(launch(launcher_project, f"--save_ckpt_path={folder}", PROCESSES_PER_NODE="2"))
+        assert code == 2 and len(output.splitlines()) <= 2 and not starts(launcher_project)
+        assert "error: save_ckpt_path" in output and folder in output
+
+
+def test_a_folder_of_something_else_is_left_alone(launcher_project):
+    (launcher_project / "data/mine").mkdir(parents=True)
+    (launcher_project / "data/mine/index.json").touch()
+    code, output = finish(launch(launcher_project, "--save_ckpt_path=data/mine"))
+    assert code == 2 and "data/mine holds a token store and no run (index.json)" in output
+    assert [path.name for path in (launcher_project / "data/mine").iterdir()] == ["index.json"]
+
+
+def test_a_failure_that_can_not_be_put_on_record_is_told_all_the_same(tmp_path, capsys):
+    from mamba_fsdp.launch.node import put_on_record
+
+    assert put_on_record(tmp_path / "failures", 1, 0.0, "why\n", 2) == 1 and not capsys.readouterr().err
+    assert put_on_record(Path("/proc/nowhere/failures"), 1, 0.0, "why\n", 2) == 2
+    assert capsys.readouterr().err == "why\n"
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("fake, code, words", [("mistake", 2, "error: the cause on rank"),
+                                               ("storage", 74, "error: the cause on rank"),
                                                ("crash", 1, "Traceback: the cause"),
                                                ("killed", 137, "ran out of memory: lower batch_size.")])
 def test_the_output_ends_with_the_error_of_the_rank_that_failed_first(launcher_project, fake, code, words):
@@ -122,6 +175,8 @@ def test_the_output_ends_with_the_error_of_the_rank_that_failed_first(launcher_p
     assert returned == code
     before, last = output.strip().splitlines()[-2:]
     assert "failed first" in before and words in last
+    if fake == "killed":
+        assert '"reason": "killed: the run of process' in (launcher_project / "runs/a/status.json").read_text()
 
 
 @pytest.mark.parametrize("signal_, words", [(signal.SIGKILL, "ran out of memory"),

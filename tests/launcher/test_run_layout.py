@@ -5,6 +5,7 @@ import re
 import pytest
 
 from mamba_fsdp import run_layout
+from mamba_fsdp.errors import UserError
 
 
 def test_the_launcher_knows_the_run_folder_under_the_same_names(project):
@@ -23,6 +24,28 @@ def test_a_step_is_read_back_from_its_name(step):
 @pytest.mark.parametrize("name", ["step_", ".step_00000001.0123.partial", "step_1a", "xstep_00000001"])
 def test_what_is_no_checkpoint_has_no_step(name):
     assert run_layout.step_of(name) is None
+
+
+@pytest.mark.parametrize("files, refused", [
+    (["index.json", "00000.bin", "00000.doc"], "holds a token store and no run (00000.bin, 00000.doc, index.json); "),
+    (["train/index.json", "dataset.json"], "holds a token store and no run (dataset.json, train)"),
+    (["thesis.tex"], "holds other things and no run (thesis.tex)"),
+    (["a", "b", "c", "d", "e"], "(a, b, c, d, ...)"),
+    (["thesis.tex", "checkpoints/step_00000001/COMMIT"], ""),
+    (["thesis.tex", "status.json"], ""),
+    (["config.yaml", "train.log", "slurm-17.out", ".nfs0001", "failures/17.0/x", "restarts"], ""),
+    ([], "")])
+def test_what_is_no_run_folder_is_not_made_one(tmp_path, files, refused):
+    """The launcher and a log may have been there before the run."""
+    for file in files:
+        (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / file).touch()
+    if refused:
+        with pytest.raises(UserError, match=re.escape(refused)):
+            run_layout.refuse_foreign(tmp_path)
+    else:
+        run_layout.refuse_foreign(tmp_path)
+    run_layout.refuse_foreign(tmp_path / "nowhere")
 
 
 def test_checkpoints_count_once_they_are_committed_and_in_the_order_of_their_steps(tmp_path):

@@ -3,7 +3,7 @@ import time
 import pytest
 from ranks import run_ranks
 
-from mamba_fsdp.errors import UserError
+from mamba_fsdp.errors import StorageError, UserError
 from mamba_fsdp.heartbeat import heart
 from mamba_fsdp.parallel.world import start_world
 
@@ -74,33 +74,36 @@ def test_waiting_for_a_rank_that_stands_still_is_no_sign_of_life():
 def fail_on_one(world, method):
     def work():
         if world.rank == 1:
-            raise UserError("mine alone")
+            raise StorageError("mine alone")
         return "done"
     try:
         return getattr(world, method)(work)
     except UserError as error:
-        return str(error)
+        return f"{type(error).__name__}: {error}"
 
 
-@pytest.mark.parametrize("method, told", [("run_local", ["done", "mine alone"]), ("on_all_ranks", ["mine alone"] * 2)])
+@pytest.mark.parametrize("method, told", [("run_local", ["done", "StorageError: mine alone"]),
+                                          ("on_all_ranks", ["StorageError: mine alone"] * 2)])
 def test_what_fails_on_one_rank_fails_there_or_on_all(method, told):
     assert run_ranks(2, fail_on_one, method) == told
 
 
 def fail_first(world):
     told = []
-    for error in (UserError("a mistake"), OSError(28, "disk full", "FILE"), ValueError("a surprise")):
+    for error in (UserError("a mistake"), OSError(28, "disk full", "FILE"), ValueError("a surprise"),
+                  StorageError("gone"), OSError(5, "unwell", "FILE")):
         def action(error=error):
             raise error
         try:
             world.on_rank0(action)
         except UserError as failure:
-            told.append(str(failure))
+            told.append((failure.exit_code, str(failure)))
     return world.on_rank0(lambda: world.rank), told
 
 
 def test_what_the_first_rank_does_alone_is_known_to_all():
-    expected = (0, ["a mistake", "FILE: disk full", "ValueError: a surprise"])
+    expected = (0, [(2, "a mistake"), (2, "FILE: disk full"), (2, "ValueError: a surprise"), (74, "gone"),
+                    (74, "FILE: unwell")])
     assert run_ranks(2, fail_first) == [expected, expected]
 
 

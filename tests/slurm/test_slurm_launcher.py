@@ -212,15 +212,19 @@ def test_a_mistake_that_only_training_can_find_is_never_queued_again(start_clust
     assert re.search(r"not queued again.*\n.*failed first\.\nerror: the cause on rank", log(slurm_project, job))
 
 
-def test_a_job_that_crashes_without_a_new_checkpoint_gives_up_after_max_restarts(start_cluster, slurm_project):
+@pytest.mark.parametrize("fake, last_line", [("crash", "Traceback: the cause"),
+                                             ("storage", "error: the cause on rank 1")])
+def test_a_job_that_fails_without_a_new_checkpoint_gives_up_after_max_restarts(start_cluster, slurm_project, fake,
+                                                                               last_line):
+    """Also where it is the storage that fails: it may be well by the next start."""
     cluster = start_cluster()
-    job = cluster.submit(slurm_project, "--save_ckpt_path=runs/a", env={"FAKE": "crash", "MAX_RESTARTS": "1"})
+    job = cluster.submit(slurm_project, "--save_ckpt_path=runs/a", env={"FAKE": fake, "MAX_RESTARTS": "1"})
     assert cluster.wait_for_end(job) == "FAILED"
     assert cluster.restarts(job) == 1
     text = log(slurm_project, job)
     assert "gave up after 1 restarts without a checkpoint newer than start (MAX_RESTARTS=1)" in text
     last = [without_label(line) for line in text.strip().splitlines()][-2:]
-    assert last == ["rank 1 on node2 failed first.", "Traceback: the cause"], \
+    assert last == ["rank 1 on node2 failed first.", last_line], \
         "the log ends with the error of the rank that failed first"
 
 

@@ -9,6 +9,7 @@ import time
 import pytest
 
 from mamba_fsdp.errors import UserError
+from mamba_fsdp.report.records import read_status, write_status
 from mamba_fsdp.train import lease as module
 from mamba_fsdp.train.lease import Lease
 
@@ -150,6 +151,26 @@ def test_one_that_lost_its_lease_finds_out_and_leaves_the_other_in_peace(take, t
     (tmp_path / module.LEASE).unlink()
     with pytest.raises(UserError, match="has lost its lease.json"):
         lease.check()
+
+
+@pytest.mark.parametrize("holder, status", [
+    ({"started": 1}, "failed"),  # of this machine, and not there any more
+    ({}, "running"),  # it lives
+    ({"machine": "another"}, "running")])  # nobody here can tell
+def test_a_run_that_ended_without_a_word_is_not_called_running(tmp_path, capsys, holder, status):
+    """Whoever looks corrects what it left."""
+    from mamba_fsdp.verbs import inspect
+
+    (tmp_path / "checkpoints/step_00000007").mkdir(parents=True)
+    (tmp_path / "checkpoints/step_00000007/COMMIT").touch()
+    write_status(tmp_path, "running", 3)
+    left_by(tmp_path, **{**module._this_process(), "pid": os.getpid(), **holder})
+    inspect.main(str(tmp_path))
+    told = read_status(tmp_path)
+    assert (told["status"], told["step"]) == (status, 3 if status == "running" else 7)
+    killed = f"killed: the run of process {os.getpid()} on {module.socket.gethostname()}, begun "
+    assert told["reason"].startswith(killed) if status == "failed" else not told["reason"]
+    assert f"status         {status}" in capsys.readouterr().out
 
 
 def test_a_folder_that_was_never_taken_is_not_held(tmp_path):

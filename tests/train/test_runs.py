@@ -310,6 +310,7 @@ def test_a_run_that_took_over_an_optimiser_resumes_as_unbroken(train, tmp_path, 
     ({"seq_length": 10 ** 7}, "seq_length"),
     ({"validation_path": "/nowhere"}, "/nowhere"),
     ({"global_batch_size": 3, "batch_size": 1, "save_ckpt_path": "/proc/nowhere"}, "save_ckpt_path /proc/nowhere"),
+    ({"save_ckpt_path": "tests/train"}, "save_ckpt_path tests/train holds other things and no run"),
 ])
 def test_mistakes_found_at_the_start(train, tmp_path, given, message):
     with pytest.raises(UserError, match=message.replace("(", r"\(")):
@@ -331,7 +332,7 @@ def test_a_start_that_fails_takes_back_the_word_of_the_one_before(train, tmp_pat
 def test_a_start_that_is_killed_takes_it_back_too(train, tmp_path, monkeypatch):
     train(tmp_path)
     seen = []
-    monkeypatch.setattr("mamba_fsdp.train.setup.open_data",
+    monkeypatch.setattr("mamba_fsdp.train.setup.split_step",
                         lambda *_: seen.append(read_status(tmp_path)) or 1 / 0)
     with pytest.raises(ZeroDivisionError):
         train(tmp_path)
@@ -375,6 +376,28 @@ def test_another_model_in_the_run_folder_is_refused_by_setting(train, tmp_path):
     train(tmp_path)
     with pytest.raises(UserError, match=r"d_model=32 \(there 16\)"):
         train(tmp_path, d_model=32, num_steps=9)
+
+
+def follow(advice):
+    """The settings that a message names after "begin the data anew"."""
+    return dict(word.split("=", 1) for word in advice.partition("begin the data anew: ")[2].split())
+
+
+def test_the_data_begins_anew_for_whoever_follows_the_advice_word_by_word(train, tmp_path, monkeypatch):
+    """In the run's own folder resuming_dataset changes nothing: its checkpoint always wins."""
+    monkeypatch.chdir(tmp_path)
+    train("run", num_steps=2)
+    with pytest.raises(UserError, match="seed is 5, but the data's position was saved with seed 2023") as refused:
+        train("run", num_steps=4, seed=5)
+    advised = follow(str(refused.value))
+    assert advised == {"save_ckpt_path": "ANOTHER", "load_ckpt_path": "run", "resuming_dataset": "false"}
+    assert "starting   from model and optimiser in run/checkpoints/step_00000002, the data from its start" in train(
+        "run", num_steps=4, seed=5, **{**advised, "save_ckpt_path": tmp_path / "another"})
+    given = {"num_steps": 4, "seed": 5, "load_ckpt_path": "run", "resuming_dataset": True}
+    with pytest.raises(UserError, match="seed is 5") as refused:
+        train("third", **given)
+    assert follow(str(refused.value)) == {"resuming_dataset": "false"}
+    assert "the data from its start" in train("third", **{**given, **follow(str(refused.value))})
 
 
 def test_a_broken_checkpoint_is_passed_over_and_said(train, tmp_path):

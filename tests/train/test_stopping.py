@@ -107,6 +107,24 @@ def test_a_rank_with_progress_goes_on():
     assert (done.returncode, done.stderr) == (0, "")
 
 
+@pytest.mark.slow
+def test_a_rank_that_was_stopped_for_long_goes_on():
+    """By Ctrl-Z, or with the machine: nobody's work went on then."""
+    code = ("import os, signal, subprocess, time; from mamba_fsdp.train.watchdog import watchdog\n"
+            "me = os.getpid()\n"
+            "subprocess.Popen(['sh', '-c', f'sleep 0.2; kill -STOP {me}; sleep 2; kill -CONT {me}'])\n"
+            "with watchdog(0.8 / 60, 3):\n"
+            "    for _ in range(6): time.sleep(0.1)")
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_the_stop_file_is_not_there_while_storage_fails(tmp_path, monkeypatch):
+    with stopping.StopRequest(tmp_path, True) as stop, monkeypatch.context() as failing:
+        failing.setattr(stopping.os, "stat", lambda *_: (_ for _ in ()).throw(OSError(5, "Input/output error")))
+        assert not stop.look()
+
+
 def test_the_slow_rank_is_named():
     assert stragglers([1.0, 1.1, 4.0, 0.9]) == {
         "slowest_rank": 2, "slowest_rank_seconds": 4.0, "median_rank_seconds": 1.05}

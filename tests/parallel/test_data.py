@@ -1,0 +1,72 @@
+"""The token stores of a run on several ranks: who looks at their files, and when."""
+
+import os
+import sys
+
+import numpy as np
+import pytest
+from ranks import run_ranks
+
+from config import resolve
+from mamba_fsdp.data.store import StoreWriter
+from mamba_fsdp.errors import UserError
+from mamba_fsdp.train.run_folder import RunFolder
+from mamba_fsdp.train.setup import set_up
+
+pytestmark = [pytest.mark.slow, pytest.mark.torch22]
+SETTINGS = {"d_model": 16, "n_layer": 1, "vocab_size": 64, "d_state": 4, "seq_length": 8, "num_steps": 4,
+            "mixed_precision": "fp32", "num_workers": 1, "validation_path": "none", "kernels": "portable"}
+
+
+@pytest.fixture
+def store(tmp_path):
+    """A store of four shards."""
+    writer = StoreWriter(tmp_path / "store", vocab_size=64, eos=0, tokenizer="none", shard_tokens=100)
+    for _ in range(40):
+        writer.add_document(np.arange(1, 10))
+    return writer.finish()
+
+
+def start_and_read(world, words, cut_later=None):
+    """(files of the store that were opened at the start, and while everything was read; the error)."""
+    opened, seen = [], []
+    sys.addaudithook(lambda event, args: event == "open" and str(args[0]).endswith((".bin", ".doc", "index.json"))
+                     and opened.append(os.path.basename(args[0])))
+    settings, _ = resolve.resolve_settings(words)
+    folder = RunFolder(settings.checkpoint.save_ckpt_path)
+    try:
+        world.on_rank0(folder.take)
+        parts = set_up(settings, world, folder, None, lambda text: None)
+        seen, opened[:] = sorted(opened), []
+        if cut_later:
+            os.truncate(cut_later, os.path.getsize(cut_later) - 1)
+        with parts.loader:
+            for step in range(30):
+                parts.loader.step(step)
+    except UserError as error:
+        return seen, sorted(opened), str(error)
+    return seen, sorted(opened), ""
+
+
+@pytest.fixture
+def words(store, tmp_path):
+    given = {**SETTINGS, "dataset_path": store.path, "save_ckpt_path": tmp_path / "run"}
+    return {name: str(value) for name, value in given.items()}
+
+
+def test_one_rank_looks_at_all_files_at_the_start_and_the_others_when_they_read(words):
+    files = sorted(f"{shard:05d}.{suffix}" for shard in range(4) for suffix in ("bin", "doc"))
+    (at_start, _, _), (others_at_start, when_read, wrong) = run_ranks(2, start_and_read, words)
+    assert at_start == [*files, "index.json"] and others_at_start == []
+    assert not wrong and when_read == files, "each file once"
+
+
+def test_a_shard_that_was_cut_short_is_told_on_all_ranks_at_the_start(words, store):
+    os.truncate(store.path / "00002.bin", 7)
+    for _, _, wrong in run_ranks(2, start_and_read, words):
+        assert "00002.bin: 7 bytes, but index.json says" in wrong
+
+
+def test_and_one_that_is_cut_later_when_it_is_first_read(words, store):
+    for _, _, wrong in run_ranks(2, start_and_read, words, store.path / "00002.bin"):
+        assert "source 'store', window" in wrong and "00002.bin: " in wrong and "but index.json says" in wrong
