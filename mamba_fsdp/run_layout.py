@@ -22,7 +22,7 @@ FAILURES, PREFLIGHT = "failures", "preflight"  # what the launcher leaves
 CHECKPOINTS, STATE, COMMIT = "checkpoints", "state.json", "COMMIT"
 MODELS, CONSOLIDATED, MODEL_CONFIG = "pth", "consolidated.00.pth", "config.json"
 PROFILE, TENSORBOARD, WANDB_ID, LOSS_PICTURE = "profile", "tensorboard", "wandb_id", "loss.png"
-BEFORE_A_RUN = {SETTINGS, STOP, FAILURES, PREFLIGHT, RESTARTS, PROFILE}  # may be there when nothing has begun yet
+BEFORE_A_RUN = {SETTINGS, STOP, FAILURES, PREFLIGHT, PROFILE}  # may be there when nothing has begun yet
 LOGS = (".log", ".out", ".err")  # which users like to have there, begin with the job
 
 

@@ -63,12 +63,12 @@ class Lease:
     def check(self) -> None:
         """Raises UserError when another run holds the folder by now. Called before each write that must not mix."""
         try:
+            if patiently(self.is_held, self.file):
+                return
             seen = patiently(self._look, self.file)
         except OSError as error:
             raise UserError(f"{self.file}: can't be read ({error.strerror}); mend that, then the same command resumes"
                             ) from None
-        if seen and seen[0] == self.content:
-            return
         by = f"is in use by {_describe(_owner(seen))}" if seen else f"has lost its {LEASE}"
         raise UserError(f"{self.file.parent} {by}: this run stood still for a while, or somebody removed the file; it "
                         "stops here and writes nothing more")

@@ -33,7 +33,7 @@ def test_what_is_no_checkpoint_has_no_step(name):
     (["a", "b", "c", "d", "e"], "(a, b, c, d, ...)"),
     (["thesis.tex", "checkpoints/step_00000001/COMMIT"], ""),
     (["thesis.tex", "status.json"], ""),
-    (["config.yaml", "train.log", "slurm-17.out", ".nfs0001", "failures/17.0/x", "restarts"], ""),
+    (["config.yaml", "train.log", "slurm-17.out", ".nfs0001", "failures/17.0/x"], ""),
     ([], "")])
 def test_what_is_no_run_folder_is_not_made_one(tmp_path, files, refused):
     """The launcher and a log may have been there before the run."""
