@@ -23,7 +23,8 @@ INTERVAL = Needs("eval_interval above 0",
 STORE = Needs("a validation_path",
               lambda settings: settings.data.validation_path != "none" or not settings.training.eval_interval.count)
 VALIDATION = Needs("eval_interval above 0 and a validation_path",
-                   lambda settings: settings.training.eval_interval.count and settings.data.validation_path != "none")
+                   lambda settings: settings.training.eval_batches == 0  # all of nothing, as older config.yaml say
+                   or settings.training.eval_interval.count and settings.data.validation_path != "none")
 DECAY = Needs("schedule=wsd", lambda settings: settings.lr_schedule.schedule == "wsd")
 FLOOR = Needs("a schedule that decays to a floor: cosine, linear, or wsd with decay_steps other than 0",
               lambda settings: settings.lr_schedule.schedule in ("cosine", "linear", "wsd")
@@ -125,8 +126,9 @@ class TrainingConfig:
     """Stop after this many steps in a row whose loss or gradient was not finite (none of them is applied)."""
     eval_interval: Duration = steps(200, at_least=0, needs=STORE)
     """Validate every so often, at the start and at the end; 0 never."""
-    eval_batches: int = setting(0, at_least=0, needs=VALIDATION)
-    """Global batches that a validation reads, spread evenly over each store; 0 means all of it."""
+    eval_batches: int = setting(-1, at_least=-1, needs=VALIDATION)
+    """Global batches that a validation reads, spread evenly over each store; 0 means all of it, -1 as many as cost a
+    twentieth of the training between two validations."""
 
 
 @dataclass

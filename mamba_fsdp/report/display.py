@@ -25,6 +25,11 @@ def scaled(number: float, unit: str) -> str:
     return f"{number:.0f} {unit}"
 
 
+def read_share(share: float) -> str:
+    """The part of the tokens that a loss is of."""
+    return "all tokens" if share >= 1 else f"{100 * share:.3g}% of the tokens"
+
+
 class Display:
     """Lines on rank 0 (`enabled`), nothing elsewhere."""
 

@@ -69,6 +69,11 @@ def read(path: Path) -> list[dict]:
     return entries
 
 
+def was_validated(run_folder: Path, step: int) -> bool:
+    """Whether the metrics hold a validation of the model after `step`."""
+    return any(entry["step"] == step and "val_loss" in entry for entry in read(run_folder / METRICS))
+
+
 def write_status(run_folder: Path, status: str, step: int, reason: str = "") -> None:
     """status: running, stopped, finished or failed. Raises UserError where the disk refuses."""
     path, now = run_folder / STATUS, datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")

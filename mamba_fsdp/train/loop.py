@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from itertools import chain
 from typing import NamedTuple
 
@@ -18,15 +18,18 @@ from mamba_fsdp.train.recorder import Recorder
 from mamba_fsdp.train.setup import Parts
 from mamba_fsdp.train.stopping import StopRequest
 
+ELSEWHERE = "asked on another rank"  # why this one stops
 
-def train(parts: Parts, recorder: Recorder, stop: StopRequest) -> str:
+
+def train(parts: Parts, recorder: Recorder, stop: StopRequest, validation_due: bool) -> str:
     """Takes steps until the run has them all or is asked to stop. Returns the reason of the stop, "" without one.
 
-    Raises UserError after max_skipped_steps in a row that could not be applied.
+    validation_due: of the step that it begins at. Raises UserError after max_skipped_steps in a row that could not be
+    applied.
     """
     settings, plan, state, parallel, clock = parts.settings, parts.plan, parts.state, parts.parallel, recorder.clock
-    if state.step == 0 and plan.is_due(plan.eval_steps, 0):
-        validate(parts, recorder)
+    if validation_due and not validate(parts, recorder, stop):
+        return stop.reason or ELSEWHERE
     while state.step < plan.total_steps:
         heart.beat()
         batches = parts.loader.step(state.step)
@@ -50,15 +53,14 @@ def train(parts: Parts, recorder: Recorder, stop: StopRequest) -> str:
                                   f"({state.skipped_steps} skipped so far)")
 
         recorder.report(state, loss, lr, gradient_norm)
-        if plan.is_due(plan.eval_steps, state.step):
-            validate(parts, recorder)
+        validated = not plan.is_due(plan.eval_steps, state.step) or validate(parts, recorder, stop)
         if state.skipped_in_a_row >= settings.training.max_skipped_steps:
             raise UserError(describe_bad_samples(parts, batches))
-        last, stop_asked = state.step == plan.total_steps, sums.stops > 0
+        last, stop_asked = state.step == plan.total_steps, sums.stops > 0 or not validated
         if plan.is_due(plan.checkpoint_steps, state.step) or stop_asked:
             save(parts, recorder, wait=last or stop_asked)
-        if stop_asked and not last:
-            return stop.reason or "asked on another rank"
+        if stop_asked and not (last and validated):
+            return stop.reason or ELSEWHERE
     return ""
 
 
@@ -131,33 +133,51 @@ def update_weights(parallel: ParallelModel, optimizer: torch.optim.Optimizer, lo
     return True
 
 
-def validate(parts: Parts, recorder: Recorder) -> None:
-    """Validation loss at the current step, into the metrics and the log."""
-    settings, split, began = parts.settings, parts.plan.split, time.perf_counter()
-    limit = settings.training.eval_batches * split.global_batch or None
+def validate(parts: Parts, recorder: Recorder, stop: StopRequest) -> bool:
+    """Validation loss at the current step, into the metrics and the log. Returns False where a stop was asked for,
+    which ends it at the next batch; nothing is written then."""
+    settings, plan, world, step, began = parts.settings, parts.plan, parts.world, parts.state.step, time.perf_counter()
+    windows = plan.eval_batches * plan.split.global_batch or None
+    sizes = [store.token_count - 1 for store in parts.validation]
+    wanted = sum(min(size, windows * settings.data.seq_length) if windows else size for size in sizes)
     batches = chain.from_iterable(
-        evaluation_batches(store, str(store.path), settings.data, split, vocab_size=settings.model.vocab_size,
-                           limit=limit) for store in parts.validation)
+        evaluation_batches(store, str(store.path), settings.data, plan.split, vocab_size=settings.model.vocab_size,
+                           limit=windows) for store in parts.validation)
+
+    def stopped(tokens: int) -> bool:
+        recorder.display.passing(f"step {step}: validation, {min(1.0, tokens * world.size / wanted):.0%} read")
+        asked = torch.tensor(float(stop.look()), dtype=torch.float64, device=world.device)
+        return bool(world.all_reduce_sum(asked) > 0)
+
     with recorder.clock.paused():
-        loss = evaluate(parts.parallel.module, batches, parts.world)
-        recorder.validated(parts.state.step, loss, time.perf_counter() - began)
+        loss, tokens = evaluate(parts.parallel.module, batches, world, stopped)
+        if tokens:
+            recorder.validated(step, loss, tokens, tokens / sum(sizes), time.perf_counter() - began)
+    return tokens > 0
 
 
 @torch.no_grad()
-def evaluate(module: torch.nn.Module, batches: Iterable[Batch], world: World) -> float:
-    """Mean of the token losses (nats), of which `module` returns the sum, over the batches of all ranks. All ranks must
-    bring the same number of batches: each forward pass gathers sharded weights."""
+def evaluate(module: torch.nn.Module, batches: Iterable[Batch], world: World,
+             stopped: Callable[[int], bool] = lambda tokens: False) -> tuple[float, int]:
+    """(mean of the token losses in nats, of which `module` returns the sum, how many) over the batches of all ranks;
+    (nan, 0) once `stopped`, of the tokens that this rank has read, is true.
+
+    All ranks must bring the same number of batches, as each forward pass gathers sharded weights, and stop together.
+    """
     training = module.training
     module.eval()
     total, counted = 0.0, 0
     for batch in batches:
         heart.beat()
+        if stopped(counted):
+            module.train(training)
+            return math.nan, 0
         here = batch.to(world.device)
         total += float(module(here.tokens, labels=here.labels, documents=here.documents))
         counted += int((batch.labels != IGNORED_LABEL).sum())
     module.train(training)
     total, tokens = world.all_reduce_sum([total, float(counted)])
-    return total / max(tokens, 1)
+    return total / max(tokens, 1), int(tokens)
 
 
 def save(parts: Parts, recorder: Recorder, wait: bool) -> None:

@@ -10,7 +10,7 @@ from config.resolve import as_dict
 from config.train_config import TrainConfig
 from mamba_fsdp.model.spec import flops_per_token
 from mamba_fsdp.parallel.world import World
-from mamba_fsdp.report.display import Display
+from mamba_fsdp.report.display import Display, read_share
 from mamba_fsdp.report.records import Metrics
 from mamba_fsdp.report.trackers import make_tracker
 from mamba_fsdp.run_layout import PROFILE
@@ -62,11 +62,14 @@ class Recorder(contextlib.ExitStack):
         if self.profiler:
             self.profiler.step()
 
-    def validated(self, step: int, loss: float, seconds: float) -> None:
-        """The validation loss (nats per token) after `step`, and how long it took."""
+    def validated(self, step: int, loss: float, tokens: int, share: float, seconds: float) -> None:
+        """The validation loss (nats per token) after `step`, of `tokens`, which `share` of the data is, and how long it
+        took."""
         perplexity = math.exp(min(loss, 700.0))
-        self._write({"step": step, "val_loss": loss, "val_perplexity": perplexity})
-        self.display.line(f"step {step}: validation loss {loss:.4f}, perplexity {perplexity:,.2f} ({seconds:.1f} s)")
+        self._write({"step": step, "val_loss": loss, "val_perplexity": perplexity, "val_tokens": tokens,
+                     "val_share": round(share, 6)})
+        self.display.line(f"step {step}: validation loss {loss:.4f}, perplexity {perplexity:,.2f} "
+                          f"({read_share(share)}, {seconds:.1f} s)")
 
     def sync(self) -> None:
         """Returns when the metrics are on the disk."""

@@ -15,6 +15,7 @@ from mamba_fsdp.parallel.compat import use_deterministic_algorithms
 from mamba_fsdp.parallel.world import start_world
 from mamba_fsdp.report.display import Display
 from mamba_fsdp.report.output import output_that_may_go
+from mamba_fsdp.report.records import was_validated
 from mamba_fsdp.run_layout import MODELS, SETTINGS, step_of
 from mamba_fsdp.train import loop
 from mamba_fsdp.train.recorder import Recorder
@@ -62,7 +63,9 @@ def run_training(settings: TrainConfig, weights: Weights | None = None, write_mo
 def train(parts: Parts, folder: RunFolder, display: Display) -> Path | None:
     """The loop with its surroundings. Returns the last checkpoint of a run that has all its steps, else None."""
     state, plan, world = parts.state, parts.plan, parts.world
-    if state.step >= plan.total_steps:
+    validation_due = plan.is_due(plan.eval_steps, state.step) and not (
+        state.step and world.on_rank0(lambda: was_validated(folder.path, state.step)))
+    if state.step >= plan.total_steps and not validation_due:
         display.line(f"over       {folder.path} has all its {state.step} steps; raise num_steps to train on")
         return parts.checkpointer.newest()
     if world.rank == 0:
@@ -71,7 +74,7 @@ def train(parts: Parts, folder: RunFolder, display: Display) -> Path | None:
         folder.say("running", state.step)
     with (parts.loader, StopRequest(folder.path, world.rank == 0) as stop,
           Recorder(parts.settings, world, folder, plan, state.step, display) as recorder):
-        reason = loop.train(parts, recorder, stop)
+        reason = loop.train(parts, recorder, stop, validation_due)
     if not reason:
         return parts.checkpointer.newest()
     if world.rank == 0:

@@ -1,5 +1,6 @@
 """From the settings to what the loop works on: data, model, optimiser, starting point, length, loader."""
 
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,6 +39,7 @@ from mamba_fsdp.train.schedule import Schedule
 from mamba_fsdp.train.state import TrainState
 
 Say = Callable[[str], None]  # prints a line, on rank 0
+VALIDATION_SHARE = 0.05  # of the training between two validations that one costs, unless eval_batches says otherwise
 
 
 class Slices(Protocol):
@@ -58,6 +60,7 @@ class Plan:
     tokens_per_step: int
     total_steps: int
     eval_steps: int  # 0: never
+    eval_batches: int  # global batches of each store; 0: all
     checkpoint_steps: int
     schedule: Schedule
     in_tokens: bool = False  # what the schedule counts
@@ -99,14 +102,14 @@ def set_up(settings: TrainConfig, world: World, folder: RunFolder, weights: Weig
     if settings.training.dry_run:
         for newest in committed(folder.path / CHECKPOINTS)[-1:]:
             say(f"resumes    from {newest.name}, if it is whole")
-        say_length(settings, plan_steps(settings, split, TrainState(), bool(validation), say), say)
+        say_length(settings, plan_steps(settings, split, TrainState(), len(validation), say), say)
         return None
     checkpointer = Checkpointer(folder.path, world, keep=checkpoint.keep_checkpoints,
                                 asynchronous=checkpoint.async_checkpoint, report=say, check_ours=folder.lease.check)
     parallel = build_model(settings, world, forms)
     optimizer = make_optimizer(parallel.parameters(), parameters(settings.model), settings.optimizer, world.device)
     state = start(settings, one_for_all(sources.values()), parallel, optimizer, checkpointer, weights, say)
-    plan = plan_steps(settings, split, state, bool(validation), say)
+    plan = plan_steps(settings, split, state, len(validation), say)
     anew = "resuming_dataset=false"
     if state.step:  # its own checkpoint, which always wins
         also = "init_from= " if checkpoint.init_from else ""
@@ -238,9 +241,10 @@ def fill_from(weights: Slices, parallel: ParallelModel) -> None:
         parallel.shards(), lambda name, shape, start, stop: weights.slice(name, start, stop)))
 
 
-def plan_steps(settings: TrainConfig, split: Split, state: TrainState, validates: bool, say: Say) -> Plan:
+def plan_steps(settings: TrainConfig, split: Split, state: TrainState, stores: int, say: Say) -> Plan:
     """The settings' durations in steps. Where num_steps is in tokens, the length counts what the run has seen, and the
-    schedule is a function of tokens, its steps those of the run's start: another global batch does not bend it."""
+    schedule is a function of tokens, its steps those of the run's start: another global batch does not bend it.
+    stores: that it validates on."""
     training, schedule = settings.training, settings.lr_schedule
     tokens_per_step = split.global_batch * settings.data.seq_length
     if not state.first_tokens_per_step:  # older checkpoints don't say it
@@ -254,6 +258,9 @@ def plan_steps(settings: TrainConfig, split: Split, state: TrainState, validates
                      for length in (schedule.warmup_steps, schedule.decay_steps))
     factors = Schedule(schedule.schedule, total, step=first if in_tokens else 1, warmup=warmup, decay=decay,
                        floor=schedule.min_learning_rate_ratio)
-    return Plan(split, tokens_per_step, total_steps, schedule=factors, in_tokens=in_tokens,
-                eval_steps=training.eval_interval.steps(tokens_per_step) if validates else 0,
+    eval_steps, eval_batches = training.eval_interval.steps(tokens_per_step) if stores else 0, training.eval_batches
+    if eval_batches < 0:  # a step costs three forward passes
+        eval_batches = math.ceil(VALIDATION_SHARE * 3 * eval_steps / max(1, stores))
+    return Plan(split, tokens_per_step, total_steps, schedule=factors, in_tokens=in_tokens, eval_steps=eval_steps,
+                eval_batches=eval_batches,
                 checkpoint_steps=settings.checkpoint.checkpoint_interval.steps(tokens_per_step))

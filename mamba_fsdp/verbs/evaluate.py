@@ -12,10 +12,12 @@ in its window. MODEL is a run folder, a checkpoint, a consolidated.00.pth, or a 
 
 import math
 import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 from config.fields import Bounds
 from mamba_fsdp.errors import UserError
+from mamba_fsdp.report.display import Display
 
 if TYPE_CHECKING:
     from mamba_fsdp.verbs.loading import Loaded
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
 
 class Evaluation(NamedTuple):
     tokens: int  # that were predicted
+    of: int  # those of the store that can be
     loss: float  # nats per token
     bits_per_byte: float
     seconds: float
@@ -35,9 +38,11 @@ def main(model: str, store: str, seq_length: Annotated[int, Bounds(at_least=1)] 
     from mamba_fsdp.verbs.loading import load
 
     TokenStore(store)  # a mistake there is known before the model is loaded
+    display = Display()
     found = evaluate(load(model, reset_at_documents=reset_at_documents), store, seq_length=seq_length,
-                     batch_size=batch_size, limit=limit, allow_other_tokenizer=allow_other_tokenizer)
-    print(f"tokens         {found.tokens:,}")
+                     batch_size=batch_size, limit=limit, allow_other_tokenizer=allow_other_tokenizer,
+                     show=display.passing)
+    display.line(f"tokens         {found.tokens:,} of {found.of:,}")
     print(f"loss           {found.loss:.4f} nats per token")
     print(f"perplexity     {math.exp(found.loss):,.3f}")
     print(f"bits per byte  {found.bits_per_byte:.4f}")
@@ -45,8 +50,9 @@ def main(model: str, store: str, seq_length: Annotated[int, Bounds(at_least=1)] 
 
 
 def evaluate(model: "Loaded", store: str, *, seq_length: int = 2048, batch_size: int = 8, limit: int = 0,
-             allow_other_tokenizer: bool = False) -> Evaluation:
-    """The model over the token store of this path; the options are those of the command above. Raises UserError."""
+             allow_other_tokenizer: bool = False, show: Callable[[str], None] = lambda text: None) -> Evaluation:
+    """The model over the token store of this path; the options are those of the command above, and show what is told
+    how far it is. Raises UserError."""
     import torch
 
     from config.train_config import DataConfig
@@ -68,6 +74,7 @@ def evaluate(model: "Loaded", store: str, *, seq_length: int = 2048, batch_size:
 
     def measured(batches):
         for batch in batches:
+            show(f"{counted['tokens']:,} of {wanted:,} tokens read")
             labels = batch.labels[batch.labels != IGNORED_LABEL]
             counted["tokens"] += len(labels)
             counted["bytes"] += int(byte_counts[labels].sum())
@@ -79,9 +86,10 @@ def evaluate(model: "Loaded", store: str, *, seq_length: int = 2048, batch_size:
     data = DataConfig(seq_length=seq_length, reset_at_documents=network.reset_at_documents)
     batches = evaluation_batches(tokens, store, data, Split(0, 1, batch_size), vocab_size=weights.config.vocab_size,
                                  limit=limit or None)
-    loss = loop.evaluate(network, measured(batches), start_world())
-    bits = loss * counted["tokens"] / math.log(2)
-    return Evaluation(counted["tokens"], loss, bits / max(1, counted["bytes"]), time.perf_counter() - began)
+    wanted = min(tokens.token_count - 1, limit * seq_length or tokens.token_count)
+    loss, count = loop.evaluate(network, measured(batches), start_world())
+    bits = loss * count / math.log(2)
+    return Evaluation(count, tokens.token_count - 1, loss, bits / max(1, counted["bytes"]), time.perf_counter() - began)
 
 
 def bytes_of_tokens(tokenizer: Any) -> list[int]:

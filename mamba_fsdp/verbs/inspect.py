@@ -43,8 +43,13 @@ def say(name: str, value: object) -> None:
 
 
 def show_run(path: Path, verify: bool) -> None:
+<<<<<<< HEAD
     from mamba_fsdp.report.records import read
     from mamba_fsdp.train.run_folder import RunFolder
+=======
+    from mamba_fsdp.report.display import read_share
+    from mamba_fsdp.report.records import read, read_status
+>>>>>>> f54b5fd (A validation says what part of the data it read, and a stop ends it between batches)
 
     status, entries = RunFolder(path).status(), read(path / METRICS)
     say("run", path)
@@ -53,7 +58,8 @@ def show_run(path: Path, verify: bool) -> None:
     for kind, name in (("loss", "training"), ("val_loss", "validation")):
         if values := [entry for entry in entries if entry.get(kind) is not None]:
             first, last = values[0], values[-1]
-            say(name, f"loss {first[kind]:.4f} at step {first['step']}, {last[kind]:.4f} at step {last['step']}")
+            part = f" ({read_share(last['val_share'])})" if kind in last and "val_share" in last else ""
+            say(name, f"loss {first[kind]:.4f} at step {first['step']}, {last[kind]:.4f} at step {last['step']}{part}")
     checkpoints = committed(path / CHECKPOINTS)
     wrong = {checkpoint: verdict(checkpoint) if verify else "" for checkpoint in checkpoints}
     for checkpoint, problem in wrong.items():

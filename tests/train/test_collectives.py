@@ -1,5 +1,6 @@
 """What the ranks tell each other in a step besides weights and gradients: one small collective."""
 
+import itertools
 import json
 import threading
 
@@ -73,3 +74,21 @@ def test_a_step_has_one_small_collective(corpus, tiny_file, tmp_path, strategy):
     assert {path.name for path in tmp_path.glob("checkpoints/*")} == {f"step_0000000{step}" for step in (3, 6, 8)}
     for entry in map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines()):
         assert [entry[key] for key in ("slowest_rank", "slowest_rank_seconds", "median_rank_seconds")] == [1, 2.0, 1.5]
+
+
+def stopped_at(world, look, words, file):
+    """A run of which only rank 1 hears that it should stop, at its look of this number."""
+    looks = itertools.count(1)
+    StopRequest.look = lambda request: world.rank == 1 and next(looks) >= look
+    run.start_world = lambda **_: world
+    run.run_training(resolve.resolve_settings(words, file)[0])
+
+
+def test_ranks_stop_at_the_same_batch_of_a_validation(corpus, tiny_file, tmp_path):
+    """Look 2 is within the validation at the start, 5 at the first batch of that of step 2; the last run has them."""
+    words = {"dataset_path": corpus, "save_ckpt_path": tmp_path, "sharding_strategy": "fsdp", "num_steps": 4,
+             "batch_size": 1, "eval_interval": 2, "eval_batches": 2}
+    for look, validated in ((2, set()), (5, {0}), (99, {0, 2, 4})):
+        run_ranks(2, stopped_at, look, {name: str(value) for name, value in words.items()}, tiny_file)
+        entries = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
+        assert {entry["step"] for entry in entries if "val_loss" in entry} == validated

@@ -21,7 +21,7 @@ class Toy(layers.Part):
 
     kind = TOY
 
-    def forward(self, x, documents=None, state=None):
+    def forward(self, x, documents=None, state=None, position=0):
         taps = self.taps.weight.to(x.dtype)
         y = sum(taps[:, shift] * F.pad(x, (0, 0, shift, 0))[:, :x.shape[1]] for shift in range(taps.shape[1]))
         return self.out(y * self.gain.to(x.dtype))

@@ -11,8 +11,10 @@ import torch
 
 from mamba_fsdp.conventions import IGNORED_LABEL
 from mamba_fsdp.data.loader import Loader
+from mamba_fsdp.data.store import TokenStore
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.report.records import read_status
+from mamba_fsdp.verbs import inspect
 
 OTHER_RUN = {"token": "x", "host": "elsewhere", "pid": 7, "since": "2026-01-01", "machine": "m", "started": 1,
              "job": None, "attempt": 0}
@@ -409,3 +411,37 @@ def test_a_broken_checkpoint_is_passed_over_and_said(train, tmp_path):
     file.write_bytes(content)
     said = train(tmp_path, num_steps=6)
     assert "step_00000004" in said and file.name in said and "step 2" in said
+
+
+@pytest.mark.parametrize("look, step", [(1, 0), (7, 3), (11, 6)])
+def test_a_stop_ends_a_validation_and_the_next_start_has_it(train, tmp_path, metrics_of, weights_of, monkeypatch, look,
+                                                            step):
+    """At the next batch, without a figure of half of it: at the start, within the run, and behind its last step."""
+    looks = iter(range(1, 100))
+
+    def asked(request):
+        request.reason = request.reason or ("STOP file" if next(looks) == look else "")
+        return bool(request.reason)
+
+    train(tmp_path / "whole")
+    with monkeypatch.context() as patch:
+        patch.setattr("mamba_fsdp.train.stopping.StopRequest.look", asked)
+        assert f"stopped    at step {step} (STOP file)" in train(tmp_path / "run")
+    assert not any("val_loss" in entry for entry in metrics_of(tmp_path / "run") if entry["step"] == step)
+    assert read_status(tmp_path / "run")["status"] == "stopped" and next(looks) == look + 1
+    assert "finished" in train(tmp_path / "run")
+    assert metrics_of(tmp_path / "run") == metrics_of(tmp_path / "whole")
+    assert equal(weights_of(tmp_path / "run"), weights_of(tmp_path / "whole"))
+    assert "raise num_steps" in train(tmp_path / "run")
+
+
+def test_a_validation_says_what_part_it_read(train, tmp_path, metrics_of, corpus, capsys):
+    """By default one that costs a twentieth of the training between two."""
+    size = TokenStore(corpus / "validation").token_count - 1
+    for given, tokens, words in (({"eval_batches": 2}, 4 * 32, f"({12800 / size:.3g}% of the tokens"),
+                                 ({"eval_batches": 0}, size, "(all tokens"), ({"eval_batches": -1}, 2 * 32, "")):
+        said = train(tmp_path / str(tokens), num_steps=4, eval_interval=4, **given)
+        last = metrics_of(tmp_path / str(tokens))[-1]
+        assert (last["val_tokens"], last["val_share"]) == (tokens, round(tokens / size, 6)) and words in said
+    inspect.main(str(tmp_path / "128"))
+    assert f" at step 4 ({12800 / size:.3g}% of the tokens)" in capsys.readouterr().out

@@ -53,7 +53,7 @@ def factors_of(settings, batches):
     """{(tokens before, tokens after): factor} of each step of a run that resumes a third of the way with each batch."""
     state, factors = TrainState(), {}
     for part, batch in enumerate(batches, 1):
-        plan = plan_steps(settings, Split(0, 1, batch), state, False, lambda text: None)
+        plan = plan_steps(settings, Split(0, 1, batch), state, 0, lambda text: None)
         while state.tokens < settings.training.num_steps.count * part / len(batches):
             before, factor = state.tokens, plan.learning_rate_factor(state)
             state.advance(batch, plan.tokens_per_step, 1.0, applied=True, excused=False)

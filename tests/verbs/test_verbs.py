@@ -10,6 +10,7 @@ import sys
 import pytest
 
 from mamba_fsdp import command_line
+from mamba_fsdp.data.store import TokenStore
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.verbs import evaluate, export, generate, inspect
 
@@ -79,6 +80,20 @@ def test_evaluate_says_what_it_measured(there, capsys):
     evaluate.main("runs/demo", "data/builtin/validation", seq_length=32)
     said = capsys.readouterr().out
     assert [line.split()[0] for line in said.splitlines()] == ["tokens", "loss", "perplexity", "bits", "speed"]
+    every = TokenStore("data/builtin/validation").token_count - 1
+    assert said.startswith(f"tokens         {every:,} of {every:,}\n")
+    evaluate.main("runs/demo", "data/builtin/validation", seq_length=32, limit=3)
+    assert capsys.readouterr().out.startswith(f"tokens         96 of {every:,}\n")
+
+
+def test_windows_of_any_length_are_evaluated(there, monkeypatch):
+    """Longer than what is computed of at a time, and than the store."""
+    from mamba_fsdp.verbs import loading
+
+    whole = evaluate.evaluate(loading.load("runs/demo"), "data/builtin/validation", seq_length=10 ** 12)
+    monkeypatch.setitem(loading.POSITIONS, "cpu", 100)
+    parts = evaluate.evaluate(loading.load("runs/demo"), "data/builtin/validation", seq_length=10 ** 12)
+    assert parts.loss == pytest.approx(whole.loss, rel=1e-6) and parts.tokens == whole.tokens == whole.of
 
 
 def verify(path, capsys):
