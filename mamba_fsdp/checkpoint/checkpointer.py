@@ -47,7 +47,7 @@ class Checkpointer:
     """The checkpoints of one run folder. All ranks call each method at the same point.
 
     keep: how many committed checkpoints stay. asynchronous: `save` returns when the tensors are copied to CPU memory, a
-    thread writes them, and a later `settle` commits. report: called on rank 0 with a sentence for the user.
+    thread writes them, and a later `wait` commits. report: called on rank 0 with a sentence for the user.
     A run folder belongs to one run at a time: what an earlier one left half-written, be it a model, is removed here.
     check_ours: called on rank 0 before the folder is changed; raises UserError when it belongs to another run by then.
     """
@@ -101,16 +101,9 @@ class Checkpointer:
         if not self.asynchronous:
             self.wait()
 
-    def status(self) -> tuple[float, float]:
-        """This rank's part in the save under way: (1 while it is being written, 1 if that failed)."""
-        outcome = {} if self.pending is None else self.pending.outcome
-        return float(outcome is None), float("error" in (outcome or {}))
-
-    def settle(self, writing: float, failed: float) -> None:
-        """Commit the save under way if all ranks have written, by the sums over them of their `status`. Raises
-        UserError on all ranks if one could not."""
-        if self.pending is not None and (failed or not writing):
-            self.wait()
+    def is_writing(self) -> bool:
+        """Whether this rank still writes its part of the save under way. Once none does, `wait` commits at once."""
+        return self.pending is not None and self.pending.outcome is None
 
     def wait(self) -> None:
         """Wait for the save under way, if any, and commit it. Raises UserError on all ranks if it failed."""

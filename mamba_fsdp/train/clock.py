@@ -17,11 +17,8 @@ def device_peak(device_name: str) -> float | None:
 
 
 class Clock:
-    """Times training steps from `step` on; validation, saving and committing a checkpoint do not count.
-
-    A rank's own seconds in a step are those from the end of the last step's sum over ranks, which all leave together,
-    to its next forward pass: update, report, waiting for data. The passes wait for the slowest rank themselves.
-    """
+    """Times training steps from `step` on; validation, saving and committing a checkpoint do not count. A rank's own
+    seconds run from a step's sum, which all ranks leave together, to its next forward pass: update, report, data."""
 
     def __init__(self, step: int, ranks: int = 1) -> None:
         self.began = self.interval_began = self.together = time.perf_counter()

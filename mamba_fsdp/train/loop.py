@@ -38,7 +38,7 @@ def train(parts: Parts, recorder: Recorder, stop: StopRequest, validation_due: b
         scale, own_seconds = parts.loss_scale.value, clock.own_seconds()
         loss_sum = accumulate_gradients(parallel, parts.optimizer, batches, scale / plan.tokens_per_step)
         sums = add_up(parts.world, loss_sum, parallel.gradient_squares(), counted, stop.look(),
-                      *parts.checkpointer.status(), own_seconds=own_seconds)
+                      parts.checkpointer.is_writing(), own_seconds)
         clock.meet(sums.own_seconds)
         loss, gradient_norm, factor = sums.means(plan.tokens_per_step, scale)
         lr = settings.optimizer.learning_rate * plan.learning_rate_factor(state)
@@ -46,8 +46,9 @@ def train(parts: Parts, recorder: Recorder, stop: StopRequest, validation_due: b
                                  clip=settings.optimizer.grad_clip_thresh, lr=lr)
         excused = parts.loss_scale.update(applied) and math.isfinite(loss)
         state.advance(plan.split.global_batch, plan.tokens_per_step, loss, applied=applied, excused=excused)
-        with clock.paused():
-            parts.checkpointer.settle(sums.writing, sums.failed)
+        if not sums.writing:
+            with clock.paused():
+                parts.checkpointer.wait()  # where there is a save under way, all ranks have written and it is committed
         if not applied:
             recorder.display.line(f"step {state.step} skipped: loss {loss:.4g}, gradient norm {gradient_norm:.4g} "
                                   f"({state.skipped_steps} skipped so far)")
@@ -73,13 +74,10 @@ class Sums(NamedTuple):
     counted: float  # labels that count
     stops: float  # ranks that were asked to stop
     writing: float  # ranks that still write the save under way
-    failed: float  # ranks that could not
 
     def means(self, tokens_per_step: int, loss_scale: float = 1.0) -> tuple[float, float, float]:
-        """(mean loss per label that counts, the norm of its gradient, what makes the gradients at hand that gradient).
-
-        Those at hand are of the losses times loss_scale / tokens_per_step: all that was known before this sum.
-        """
+        """(mean loss per label that counts, the norm of its gradient, what makes the gradients at hand that gradient):
+        they are of the losses times loss_scale / tokens_per_step, which was known before this sum."""
         counted = max(self.counted, 1.0)
         factor = tokens_per_step / counted / loss_scale
         norm = torch.tensor(self.squares, dtype=torch.float64).sqrt().float()
@@ -87,13 +85,13 @@ class Sums(NamedTuple):
 
 
 def add_up(world: World, loss_sum: torch.Tensor, squares: torch.Tensor, counted: float, stop: bool = False,
-           writing: float = 0.0, failed: float = 0.0, own_seconds: float = 0.0) -> Sums:
+           writing: bool = False, own_seconds: float = 0.0) -> Sums:
     """The one small collective of a step, and the one time that the host waits for the device. Called by all ranks."""
     slots = [own_seconds if rank == world.rank else 0.0 for rank in range(world.size)]
-    told = torch.tensor([counted, stop, writing, failed, *slots], dtype=torch.float64,
+    told = torch.tensor([counted, stop, writing, *slots], dtype=torch.float64,
                         pin_memory=world.device.type == "cuda").to(world.device, non_blocking=True)
     numbers = world.all_reduce_sum(torch.cat([torch.stack([loss_sum.double(), squares]), told])).tolist()
-    return Sums(numbers[6:], *numbers[:6])
+    return Sums(numbers[5:], *numbers[:5])
 
 
 def batch_loss(parallel: ParallelModel, batch: Batch) -> torch.Tensor:
@@ -104,8 +102,7 @@ def batch_loss(parallel: ParallelModel, batch: Batch) -> torch.Tensor:
 
 def accumulate_gradients(parallel: ParallelModel, optimizer: torch.optim.Optimizer, batches: list[Batch],
                          scale: float) -> torch.Tensor:
-    """Backward passes over this rank's micro batches, of the token losses times `scale`. Returns the sum of the losses,
-    a 0-dim tensor on the device; the gradients are then sums over all ranks."""
+    """Backward passes over this rank's micro batches, of the token losses times `scale`. Returns the losses' sum."""
     optimizer.zero_grad(set_to_none=True)
     loss_sum = torch.zeros((), device=parallel.world.device)
     for index, batch in enumerate(batches):

@@ -50,13 +50,14 @@ def names(run):
 
 
 def test_a_checkpoint_is_there_when_it_is_committed_and_not_before(run, world):
-    """Between save and the settle that commits nothing can be chosen; afterwards it can, and nothing hidden is left."""
+    """Between save and the wait that commits nothing can be chosen; afterwards it can, and nothing hidden is left."""
     checkpointer = Checkpointer(run, world)
     assert checkpointer.newest() is None
     checkpointer.save(3, shards(3), {"step": 3})
     assert not [name for name in names(run) if name.startswith("step")]
     checkpointer.pending.thread.join()
-    checkpointer.settle(*checkpointer.status())
+    assert not checkpointer.is_writing()
+    checkpointer.wait()
     assert names(run) == ["step_00000003"]
     assert checkpointer.newest() == run / "checkpoints" / "step_00000003" == Checkpointer(run, world).newest()
     assert Reader(checkpointer.newest()).state == {"step": 3}
@@ -259,7 +260,8 @@ def overflow(world, run, asynchronous):
     try:
         checkpointer.save(2, torch_shards, {})
         for _ in range(500):
-            checkpointer.settle(*world.all_reduce_sum(list(checkpointer.status())))
+            if not world.all_reduce_sum(float(checkpointer.is_writing())):
+                checkpointer.wait()
             time.sleep(0.01)
     except UserError as error:
         return str(error), sorted(os.listdir(run / "checkpoints"))
@@ -372,7 +374,8 @@ def save_for_ever(run, elements):
     while True:
         step += 1
         checkpointer.save(step, shards(step, elements), {"step": step})
-        checkpointer.settle(*checkpointer.status())
+        if not checkpointer.is_writing():
+            checkpointer.wait()
 
 
 def test_killed_at_any_moment_the_newest_checkpoint_is_whole(run, world):
