@@ -43,13 +43,9 @@ def say(name: str, value: object) -> None:
 
 
 def show_run(path: Path, verify: bool) -> None:
-<<<<<<< HEAD
+    from mamba_fsdp.report.display import read_share
     from mamba_fsdp.report.records import read
     from mamba_fsdp.train.run_folder import RunFolder
-=======
-    from mamba_fsdp.report.display import read_share
-    from mamba_fsdp.report.records import read, read_status
->>>>>>> f54b5fd (A validation says what part of the data it read, and a stop ends it between batches)
 
     status, entries = RunFolder(path).status(), read(path / METRICS)
     say("run", path)

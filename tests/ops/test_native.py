@@ -150,7 +150,8 @@ def test_only_a_process_that_trains_on_its_cpu_is_tuned(monkeypatch):
     """Beside a GPU, memory goes back to the system, and arithmetic stays as it is."""
     told = []
     monkeypatch.setattr(torch, "set_flush_denormal", told.append)
-    monkeypatch.setattr(native.ctypes, "CDLL", lambda name: types.SimpleNamespace(mallopt=lambda *what: told.append(what)))
+    library = types.SimpleNamespace(mallopt=lambda *what: told.append(what))
+    monkeypatch.setattr(native.ctypes, "CDLL", lambda name: library)
     native.tune_process("cuda")
     assert told == []
     native.tune_process("cpu")

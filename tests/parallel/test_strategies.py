@@ -173,11 +173,16 @@ def accumulated(world, how, dtype=torch.float32):
 
     parallel, _ = build(world, dtype=dtype, **how)
     calls = {"scatter": 0, "all": 0}
-    for collective in [name for name in dir(dist) if "reduce_scatter" in name or name == "all_reduce"]:
-        def counting(*a, original=getattr(dist, collective), kind="all" if "all" in collective else "scatter", **k):
+
+    def counting(original, kind):
+        def count(*arguments, **named):
             calls[kind] += 1
-            return original(*a, **k)
-        setattr(dist, collective, counting)
+            return original(*arguments, **named)
+        return count
+
+    for collective in [name for name in dir(dist) if "reduce_scatter" in name or name == "all_reduce"]:
+        kind = "all" if "all" in collective else "scatter"
+        setattr(dist, collective, counting(getattr(dist, collective), kind))
     seen = []
     for index in range(3):
         with parallel.accumulate(last=index == 2):

@@ -263,8 +263,10 @@ def test_too_many_skipped_steps_end_the_run_and_name_the_samples(train, tmp_path
 
 
 @pytest.mark.parametrize("step, given, kind, words", [
-    (0, {}, UserError, "rank 0 has too little memory: lower batch_size"), (2, {}, RuntimeError, "can't allocate memory"),
-    (0, {"sharding_strategy": "fsdp", "accumulate_unsharded": True}, UserError, "memory: leave out accumulate_unsharded, ")])
+    (0, {}, UserError, "rank 0 has too little memory: lower batch_size"),
+    (2, {}, RuntimeError, "can't allocate memory"),
+    (0, {"sharding_strategy": "fsdp", "accumulate_unsharded": True}, UserError,
+     "memory: leave out accumulate_unsharded, ")])
 def test_memory_that_never_sufficed_is_a_matter_of_settings(train, tmp_path, change_loss, step, given, kind, words):
     """Later in a run it is an accident, after which a cluster starts the job again."""
     change_loss(lambda state, true_loss: torch.empty(1 << 50) if state.step == step else true_loss())
