@@ -103,6 +103,14 @@ on_first_node() {
     fi
 }
 
+make_corpus() { # data/builtin, if that is the dataset and is not there; words: the dataset, what runs a command
+    local builtin=$project/data/builtin
+    if [ "$1" = "$builtin" ] && [ ! -f "$builtin/train/index.json" ] && [ ! -f "$builtin/index.json" ]; then
+        say "making data/builtin from the source of a Python library, for a first try"
+        "${@:2}" "$python" "$project/get_dataset.py" builtin "$builtin"
+    fi
+}
+
 set_network() { # what NCCL and libfabric need on this kind of node
     local device
     EFA_COUNT=0
@@ -123,6 +131,13 @@ set_network() { # what NCCL and libfabric need on this kind of node
         # GPUs without NVLink talk through shared memory, and their copy engines are faster at it.
         export NCCL_SHM_USE_CUDA_MEMCPY=${NCCL_SHM_USE_CUDA_MEMCPY:-1}
     fi
+}
+
+job_state() { squeue --noheader --jobs="$SLURM_JOB_ID" --format=%T 2>/dev/null || true; }
+
+read_limit() { # the moment when Slurm ends the job, in seconds since the epoch
+    limit=$(scontrol show job "$SLURM_JOB_ID" | sed -n 's/.*EndTime=\([^ ]*\).*/\1/p')
+    limit=$(date +%s -d "${limit:-never}" 2>/dev/null || echo 9999999999)
 }
 
 remove_containers() { # from the job's nodes, all that no running job uses, but $1, a start of this job
