@@ -35,7 +35,7 @@ from mamba_fsdp.report.display import scaled
 from mamba_fsdp.run_layout import CHECKPOINTS, TOKENIZER, committed
 from mamba_fsdp.train.optimizer import LossScale, make_optimizer
 from mamba_fsdp.train.run_folder import RunFolder
-from mamba_fsdp.train.schedule import Schedule
+from mamba_fsdp.train.schedule import Schedule, schedule_of
 from mamba_fsdp.train.state import TrainState
 
 Say = Callable[[str], None]  # prints a line, on rank 0
@@ -242,25 +242,22 @@ def fill_from(weights: Slices, parallel: ParallelModel) -> None:
 
 
 def plan_steps(settings: TrainConfig, split: Split, state: TrainState, stores: int, say: Say) -> Plan:
-    """The settings' durations in steps. Where num_steps is in tokens, the length counts what the run has seen, and the
-    schedule is a function of tokens, its steps those of the run's start: another global batch does not bend it.
-    stores: that it validates on."""
-    training, schedule = settings.training, settings.lr_schedule
+    """The settings' durations in steps. Where num_steps is in tokens, the length counts what the run has seen. stores:
+    that it validates on."""
+    training = settings.training
     tokens_per_step = split.global_batch * settings.data.seq_length
     if not state.first_tokens_per_step:  # older checkpoints don't say it
         state.first_tokens_per_step = state.tokens // state.step if state.step else tokens_per_step
     if state.samples != state.step * split.global_batch:
         say(f"batch      {split.global_batch} samples a step from here on, {state.samples / state.step:g} before; "
             "global_batch_size keeps it the same on any number of ranks")
-    in_tokens, total, first = training.num_steps.unit == "tok", training.num_steps.count, state.first_tokens_per_step
-    total_steps = state.step + -(-max(0, total - state.tokens) // tokens_per_step) if in_tokens else total
-    warmup, decay = (length.tokens(first) if in_tokens else length.steps(tokens_per_step)
-                     for length in (schedule.warmup_steps, schedule.decay_steps))
-    factors = Schedule(schedule.schedule, total, step=first if in_tokens else 1, warmup=warmup, decay=decay,
-                       floor=schedule.min_learning_rate_ratio)
+    total = training.num_steps.count
+    if training.num_steps.unit == "tok":
+        total = state.step + -(-max(0, total - state.tokens) // tokens_per_step)
+    schedule, in_tokens = schedule_of(settings, state, tokens_per_step, say)
     eval_steps, eval_batches = training.eval_interval.steps(tokens_per_step) if stores else 0, training.eval_batches
     if eval_batches < 0:  # a step costs three forward passes
         eval_batches = math.ceil(VALIDATION_SHARE * 3 * eval_steps / max(1, stores))
-    return Plan(split, tokens_per_step, total_steps, schedule=factors, in_tokens=in_tokens, eval_steps=eval_steps,
+    return Plan(split, tokens_per_step, total, schedule=schedule, in_tokens=in_tokens, eval_steps=eval_steps,
                 eval_batches=eval_batches,
                 checkpoint_steps=settings.checkpoint.checkpoint_interval.steps(tokens_per_step))

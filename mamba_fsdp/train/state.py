@@ -29,6 +29,7 @@ class TrainState:
     loss_scale: float = 0.0  # of fp16, see LossScale; 0 before the first step in it
     loss_scale_good_steps: int = 0
     data: dict[str, Any] = field(default_factory=dict)  # the position in the data when last loaded or saved
+    schedule: dict[str, Any] = field(default_factory=dict)  # what the learning rate follows, see train/schedule.py
     tokenizer: str = ""  # the identity of the one that made the tokens which the model learns
 
     @classmethod

@@ -34,7 +34,7 @@ OTHER_VALUES = {
     "learning_rate": (0.02, {}), "weight_decay": (0.5, {}), "beta1": (0.5, {}), "beta2": (0.5, {}),
     "adam_epsilon": (0.1, {}), "grad_clip_thresh": (0.01, {}),
     "schedule": ("linear", {}), "warmup_steps": (3, {}), "decay_steps": (3, {"schedule": "wsd"}),
-    "min_learning_rate_ratio": (0.5, {}),
+    "min_learning_rate_ratio": (0.5, {}), "lengthened": (None, {}),
     "num_steps": (3, {}), "batch_size": (1, {}), "global_batch_size": (4, {}), "seed": (1, {}),
     "mixed_precision": ("bf16", {}), "kernels": ("auto", {}), "deterministic": (True, {}),
     "dry_run": (True, {}),
@@ -115,7 +115,8 @@ def traces(train, tmp_path, metrics_of, corpus, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name in OTHER_VALUES if name not in ("init_from", "max_skipped_steps")])
+@pytest.mark.parametrize("name", [name for name in OTHER_VALUES if OTHER_VALUES[name][0] is not None
+                                  and name != "max_skipped_steps"])
 def test_a_setting_changes_something(traces, name):
     value, needed = OTHER_VALUES[name]
     needed = {"num_steps": 6, **needed} if name != "num_steps" else needed

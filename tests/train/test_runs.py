@@ -3,6 +3,7 @@
 import json
 import random
 import re
+import shutil
 import signal
 import time
 
@@ -123,6 +124,16 @@ def test_a_dry_run_says_what_is_coming_and_writes_nothing(train, tmp_path):
     before = {path: path.stat().st_mtime_ns for path in (tmp_path / "run").rglob("*")}
     assert "resumes    from step_00000006" in train(tmp_path / "run", dry_run=True)
     assert {path: path.stat().st_mtime_ns for path in (tmp_path / "run").rglob("*")} == before
+
+
+def test_a_longer_run_holds_the_learning_rate_or_says_otherwise(train, tmp_path, metrics_of):
+    train(tmp_path / "run", num_steps=4, eval_interval=0)
+    shutil.copytree(tmp_path / "run", tmp_path / "other")
+    for name, given, words in (("run", {}, "(lengthened=hold): the learning rate goes on at 1.00e-03; follow would set"),
+                               ("other", {"lengthened": "follow"}, "goes from 1.00e-03 to 1.60e-03")):
+        assert words in train(tmp_path / name, num_steps=6, eval_interval=0, **given)
+    held, followed = ([entry["learning_rate"] for entry in metrics_of(tmp_path / name)] for name in ("run", "other"))
+    assert held[4:] == [held[3]] * 2 and held[:4] == followed[:4] and followed[4] > followed[3]
 
 
 def test_a_finished_run_has_nothing_to_do(train, tmp_path):

@@ -1,6 +1,9 @@
 """The learning rate's factor over the run."""
 
+import json
 import math
+import re
+from dataclasses import asdict, replace
 
 import pytest
 from hypothesis import given
@@ -9,6 +12,7 @@ from hypothesis import strategies as st
 from config.fields import Duration
 from config.train_config import TrainConfig
 from mamba_fsdp.data.loader import Split
+from mamba_fsdp.errors import UserError
 from mamba_fsdp.train.schedule import Schedule
 from mamba_fsdp.train.setup import plan_steps
 from mamba_fsdp.train.state import TrainState
@@ -78,3 +82,58 @@ def test_where_the_length_is_in_tokens_another_batch_does_not_bend_it(kind, leng
     assert shared == {tokens: expected[tokens] for tokens in shared} and len(shared) > 2 * length
     end = {"constant": 1.0, "annealing": 1 / (length * 12)}.get(kind, 0.1)
     assert list(resumed.values())[-1] == pytest.approx(end)
+
+
+def resumed(state, num_steps, lengthened="auto", until=None, **more):
+    """The learning rates of a run on from `state`, to its end or `until`, and what is said."""
+    settings, said = TrainConfig(), []
+    settings.data.seq_length, settings.optimizer.learning_rate = 16, 1.0
+    settings.training.num_steps = Duration.parse(str(num_steps))
+    for name, value in {"lengthened": lengthened, **more}.items():
+        setattr(settings.lr_schedule, name, value)
+    plan, rates = plan_steps(settings, Split(0, 1, 2), state, 0, said.append), []
+    while state.step < (until or plan.total_steps):
+        rates.append(plan.learning_rate_factor(state))
+        state.advance(2, plan.tokens_per_step, 1.0, applied=True, excused=False)
+    return rates, " ".join(said)
+
+
+@pytest.mark.parametrize("unit", ["", "tok"])
+@pytest.mark.parametrize("lengthened, words", [
+    ("auto", "goes on at 1.00e-01; follow would set 5.4.e-01, rewarm warm up again to 1.00e+00"),
+    ("hold", "goes on at 1.00e-01"), ("follow", "goes from 1.00e-01 to 5.4.e-01"),
+    ("rewarm", "warms up again from 1.00e-01 to 1.00e+00")])
+def test_a_longer_run_says_what_becomes_of_the_learning_rate_and_resumes_in_it(unit, lengthened, words):
+    def length(steps):
+        return f"{steps * 32}tok" if unit else steps
+
+    state = TrainState()
+    first, said = resumed(state, length(100))
+    assert not said and first == [Schedule("cosine", 100).factor(step) for step in range(100)]
+    half = replace(state)
+    rates, said = resumed(state, length(200), lengthened)
+    assert re.search(f"was {length(100)}, is {length(200)} .lengthened={lengthened.replace('auto', 'hold')}.: the "
+                     "learning rate " + words.replace('+', '[+]'), said), said
+    follow, anew = ([Schedule("cosine", total).factor(step) for step in range(200)] for total in (200, 100))
+    assert rates == pytest.approx({"follow": follow[100:], "rewarm": [max(rate, 0.1) for rate in anew[:100]]}.get(
+        lengthened, [0.1] * 100))
+    before, said_then = resumed(half, length(200), lengthened, until=150)
+    after, said_later = resumed(TrainState(**json.loads(json.dumps(asdict(half)))), length(200), lengthened)
+    assert before + after == rates and said_then == said and not said_later
+
+
+def test_a_choice_is_made_where_there_is_one_and_can_be_made_anew():
+    """A schedule that is not decaying yet follows the new length; a shorter run does; nothing is held at 0."""
+    state = TrainState()
+    assert resumed(state, 100, schedule="wsd", until=50) == ([Schedule("wsd", 100).factor(s) for s in range(50)], "")
+    assert resumed(state, 200, schedule="wsd") == ([Schedule("wsd", 200).factor(s) for s in range(50, 200)], "")
+    state = TrainState()
+    resumed(state, 200, until=50)
+    assert "was 200, is 100: the learning rate goes from 8.6" in resumed(state, 100, until=60)[1]
+    assert set(resumed(state, 150, until=120)[0][40:]) == {0.1}
+    assert "(lengthened=rewarm): the learning rate warms up" in resumed(state, 150, "rewarm", until=130)[1]
+    assert resumed(state, 150, until=140)[1] == "" and state.schedule["lengthened"] == "rewarm"
+    state = TrainState()
+    resumed(state, 10, schedule="annealing")
+    with pytest.raises(UserError, match="num_steps=20: the learning rate ends at 0 .* choose lengthened=rewarm"):
+        resumed(state, 20, schedule="annealing")
