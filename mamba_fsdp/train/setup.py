@@ -152,6 +152,10 @@ def open_data(settings: TrainConfig, say: Say) -> tuple[dict[str, TokenStore], d
                             f"{settings.model.vocab_size}; set vocab_size={store.vocab_size}")
     read = ", ".join(f"{store.path} ({store.token_count:,} tokens)" for store in sources.values())
     say(f"data       {read}; validation: {', '.join(str(store.path) for store in validation) or 'none'}")
+    tokens, rows = max(store.vocab_size for store in sources.values()), settings.model.vocab_size
+    if tokens < rows:
+        say(f"vocabulary {tokens:,} tokens in the data, {rows:,} in the model, of which {rows - tokens:,} are never "
+            f"trained; a new model can do without them: vocab_size={tokens}")
     return sources, shares, validation
 
 

@@ -126,6 +126,12 @@ def test_a_dry_run_says_what_is_coming_and_writes_nothing(train, tmp_path):
     assert {path: path.stat().st_mtime_ns for path in (tmp_path / "run").rglob("*")} == before
 
 
+def test_a_vocabulary_that_the_data_does_not_fill_is_said(train, tmp_path):
+    said = train(tmp_path / "larger", vocab_size=80, dry_run=True)
+    assert "vocabulary 64 tokens in the data, 80 in the model, of which 16 are never trained" in said
+    assert "vocabulary" not in train(tmp_path / "equal", dry_run=True)
+
+
 def test_a_longer_run_holds_the_learning_rate_or_says_otherwise(train, tmp_path, metrics_of):
     train(tmp_path / "run", num_steps=4, eval_interval=0)
     shutil.copytree(tmp_path / "run", tmp_path / "other")
