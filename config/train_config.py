@@ -95,7 +95,7 @@ class ScheduleConfig:
     min_learning_rate_ratio: float = setting(0.1, at_least=0, at_most=1, needs=FLOOR)
     """Floor of cosine, wsd and linear, as a share of learning_rate."""
     lengthened: str = setting("auto", choices=("auto", "hold", "follow", "rewarm"))
-    """The learning rate of a run that resumes with a longer num_steps, where that would change it: hold goes on with
+    """The learning rate of a run that resumes with a longer num_steps, where that would change it: hold keeps to
     the former schedule and stays where it ends; follow jumps to the new length's; rewarm warms up again and decays over
     what is left. auto: as an earlier start chose for this length, else hold."""
 

@@ -1,5 +1,5 @@
 """Asking a run to stop: SIGTERM, SIGINT, SIGUSR1, SIGHUP, or a file STOP in the run folder. The step ends and a
-checkpoint is committed. Under nohup, SIGHUP (a terminal that closes) is ignored and training goes on."""
+checkpoint is committed. Under nohup, SIGHUP (a terminal that closes) is ignored and training continues."""
 
 import contextlib
 import os
