@@ -237,3 +237,9 @@ def test_profile(submit, launcher_project):
     assert Path(launcher_project / "runs/a/profile").is_dir()
     done, asked = submit("--save_ckpt_path=runs/a", PROFILE="perf")
     assert done.returncode == 2 and "choose torch or nsys" in done.stdout
+
+
+def test_a_dry_run_says_so_and_is_no_stop(submit):
+    done, _ = submit("--dry_run=true")
+    assert done.returncode == 0, done.stdout
+    assert done.stdout.splitlines()[-1] == "dry run: nothing was trained"
