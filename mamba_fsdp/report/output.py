@@ -1,4 +1,4 @@
-"""What a process prints while it trains: whoever reads it may go (a closed window, `| head`), and training continues."""
+"""What a process prints while it trains: whoever reads it may go (a closed window, `| head`); training continues."""
 
 import contextlib
 import os
