@@ -1,6 +1,7 @@
 import json
 import os
 import random
+import re
 import resource
 import shutil
 import signal
@@ -383,14 +384,15 @@ def test_killed_at_any_moment_the_newest_checkpoint_is_whole(run, world):
     moments = random.Random(0)
     before = 0
     (run / "checkpoints").mkdir(parents=True)
-    for kill in range(12):
-        already = names(run)
+
+    def newest_step():
+        return max((int(re.search(r"step_(\d+)", name)[1]) for name in names(run)), default=0)
+
+    for _ in range(12):
         process = PROCESSES.Process(target=save_for_ever, args=(run, 200_000))
+        deadline, second = time.monotonic() + 60, before + 2  # begun when the first is committed and others are pruned
         process.start()
-        deadline, begun = time.monotonic() + 60, "step" if kill == 0 else ".step"
-        while time.monotonic() < deadline:
-            if any(name.startswith(begun) for name in set(names(run)) - set(already)):
-                break
+        while time.monotonic() < deadline and newest_step() < second:
             time.sleep(0.005)
         time.sleep(moments.uniform(0, 0.35))
         os.kill(process.pid, signal.SIGKILL)
