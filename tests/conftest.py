@@ -15,10 +15,11 @@ sys.path.insert(0, str(PROJECT))
 
 
 def pytest_configure():
-    """A shell starts what runs in its background (`tests/run.sh &`, nohup) deaf to Ctrl-C, which is inherited by all
-    that the tests start and then try to stop by it."""
-    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+    """A shell starts what runs in its background (`tests/run.sh &`) deaf to Ctrl-C, and nohup to a terminal that closes,
+    which is inherited by all that the tests start and then try to stop so."""
+    for number, usual in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
+        if signal.getsignal(number) == signal.SIG_IGN:
+            signal.signal(number, usual)
 
 
 @pytest.fixture

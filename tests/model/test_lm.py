@@ -10,6 +10,7 @@ from mamba_fsdp.model.lm import MambaLM
 from mamba_fsdp.model.spec import parameters
 from mamba_fsdp.ops import native
 from mamba_fsdp.ops.ssd import portable as ssd
+from mamba_fsdp.parallel.blocks import compile_blocks
 
 pytestmark = pytest.mark.torch22
 
@@ -114,8 +115,7 @@ def test_compiled_blocks_compute_the_same(family):
     for boundaries in (None, documents):
         model = small_model(family, reset_at_documents=True)
         expected, expected_gradients = loss_and_gradients(model, tokens, boundaries)
-        for block in model.backbone.layers:
-            block.compile()
+        compile_blocks(model.backbone.layers)
         loss, gradients = loss_and_gradients(model, tokens, boundaries)
         torch.testing.assert_close(loss, expected, rtol=1e-5, atol=0)
         assert_gradients_close(gradients, expected_gradients, tolerance=1e-4)
