@@ -87,6 +87,7 @@ def schedule_of(settings: TrainConfig, state: TrainState, tokens_per_step: int,
             say(f"schedule   num_steps was {former}, is {length}{choice and f' (lengthened={choice})'}: the learning "
                 f"rate {told}")
         begins = {"start": state.tokens if anew["in_tokens"] else state.step, "low": here} if choice == "rewarm" else {}
-        kept = {"num_steps": str(length), "lengthened": choice, "curve": curve if choice == "hold" else anew | begins}
+        kept = {"num_steps": str(length), "lengthened": choice, "curve": curve if choice == "hold" else anew | begins,
+                "since_step": state.step, "learning_rate": settings.optimizer.learning_rate * here}
     state.schedule = kept
     return made(**kept["curve"]), kept["curve"]["in_tokens"]

@@ -121,6 +121,7 @@ def test_a_longer_run_says_what_becomes_of_the_learning_rate_and_resumes_in_it(u
     before, said_then = resumed(half, length(200), lengthened, until=150)
     after, said_later = resumed(TrainState(**json.loads(json.dumps(asdict(half)))), length(200), lengthened)
     assert before + after == rates and said_then == said and not said_later
+    assert (half.schedule["since_step"], half.schedule["learning_rate"]) == (100, pytest.approx(0.1))
 
 
 def test_a_choice_is_made_where_there_is_one_and_can_be_made_anew():
