@@ -15,7 +15,7 @@ sys.path.insert(0, str(PROJECT))
 
 
 def pytest_configure():
-    """A shell starts what runs in its background (`tests/run.sh &`) deaf to Ctrl-C, nohup to a terminal that closes: all
+    """A shell starts what runs in its background (`tests/run.sh &`) deaf to Ctrl-C, nohup to a closed terminal: all
     that the tests start, and then try to stop so, would inherit it."""
     for number, usual in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
         if signal.getsignal(number) == signal.SIG_IGN:
