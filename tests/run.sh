@@ -14,7 +14,7 @@ stack=cpu venv=.venv
 selection=()
 while [ $# -gt 0 ]; do
     case $1 in
-    --quick) selection=(-m "not slow") ;;
+    --quick) selection=(-m "not slow" --durations=10 --durations-min=3) ;; # names those that should be slow
     --slow) selection=(-m slow) ;;
     --stack) stack=${2:?--stack needs a name}; shift ;;
     --stack=*) stack=${1#*=} ;;

@@ -268,6 +268,7 @@ def overflow(world, run, asynchronous):
         return str(error), sorted(os.listdir(run / "checkpoints"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_a_full_disk_on_one_rank_is_loud_on_all(run, asynchronous):
     """Every rank raises at the same step, naming rank, file and reason; nothing half-written is left."""
@@ -305,12 +306,14 @@ def stumble(world, run, times):
     return [shard.data.clone() for shard in torch_shards], problems(run / "checkpoints/step_00000001", world)
 
 
+@pytest.mark.slow
 def test_storage_that_fails_for_a_moment_on_one_rank_fails_nobody(run, tmp_path):
     calm, stumbled = (run_ranks(2, stumble, folder, times) for folder, times in ((tmp_path / "calm", 0), (run, 3)))
     for (first, _), (second, wrong) in zip(calm, stumbled):
         assert not wrong and all(torch.equal(*pair) for pair in zip(first, second))
 
 
+@pytest.mark.slow
 def test_storage_that_stays_away_from_one_rank_is_told_as_that_on_all(run):
     for message, left in run_ranks(2, stumble, run, 10 ** 6):
         assert "step 1" in message and "rank 1" in message and "rank_00001.safetensors: Input/output error" in message
@@ -379,6 +382,7 @@ def save_for_ever(run, elements):
             checkpointer.wait()
 
 
+@pytest.mark.slow
 def test_killed_at_any_moment_the_newest_checkpoint_is_whole(run, world):
     """SIGKILL at random moments of saving, committing and pruning: the chosen one is whole, no older than before."""
     moments = random.Random(0)

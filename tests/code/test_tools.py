@@ -8,7 +8,8 @@ import pytest
 
 @pytest.mark.parametrize("command", [
     ["ruff", "check", "--no-cache", "."],
-    ["mypy", "--no-error-summary", "mamba_fsdp", "config", "training.py", "get_dataset.py"],
+    pytest.param(["mypy", "--no-error-summary", "mamba_fsdp", "config", "training.py", "get_dataset.py"],
+                 marks=pytest.mark.slow),
 ], ids=["ruff", "mypy"])
 def test_finds_nothing(project, command):
     done = subprocess.run([sys.executable, "-m", *command], cwd=project, capture_output=True, text=True)

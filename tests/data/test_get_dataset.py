@@ -122,6 +122,7 @@ def test_globs_take_files_and_folders_in_order(name, texts, tmp_path, prepare):
     assert read_back(tmp_path / "out" / "train") == ["first", *texts[:10], "last"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("documents, joined", [("lines", "\n"), ("lines", "\r\n"), ("blank_line", "\n \t\n\n"),
                                                ("separator:<|cut|>", "\n<|cut|>\n")])
 def test_text_files_are_cut_into_documents_as_asked(documents, joined, texts, tmp_path, prepare, monkeypatch):
@@ -147,6 +148,7 @@ def test_a_file_larger_than_a_block_is_one_document(tmp_path, prepare, texts, mo
     assert next(store.documents())[:-1].tolist() == backend.encode(whole).ids
 
 
+@pytest.mark.slow
 def test_a_long_record_is_tokenised_in_parts(prepare, texts, tmp_path, monkeypatch):
     """A record longer than a block comes back whole, also where no space or line break offers a cut."""
     long = ["日本" * 100_000 + "a", "\n".join(texts * 60)]
@@ -174,6 +176,7 @@ def test_cuts_part_no_character_and_lose_nothing(tmp_path_factory, content, sepa
             assert [block._replace(done=0) for block in rest] == [block._replace(done=0) for block in wanted]
 
 
+@pytest.mark.slow
 def test_eos_in_the_text_ends_a_document(tmp_path, prepare):
     """A document is what stands between two eos; none is empty, and no separator is doubled."""
     eos = tokenizers_.END_OF_TEXT
@@ -182,6 +185,7 @@ def test_eos_in_the_text_ends_a_document(tmp_path, prepare):
     assert read_back(tmp_path / "out" / "train") == ["one", "two", "three", "four"]
 
 
+@pytest.mark.slow
 def test_token_ids_are_taken_as_they_are(tmp_path, prepare):
     """Rows of input_ids become documents of these ids; ids that the tokenizer lacks are refused by file."""
     pyarrow.parquet.write_table(pyarrow.table({"input_ids": [[5, 6], [7, 0, 8, 0], [], [299]]}), tmp_path / "x.parquet")
@@ -195,6 +199,7 @@ def test_token_ids_are_taken_as_they_are(tmp_path, prepare):
         prepare(tmp_path / "x.parquet", tmp_path / "out3", text_column="input_ids", tokenizer="train:300")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("streaming", [False, True])
 def test_a_datasets_name_streamed_or_not(streaming, texts, tmp_path, prepare, monkeypatch):
     """What datasets.load_dataset gives comes back as it was, from the start or from any row on."""
@@ -239,6 +244,7 @@ def test_reading_goes_on_from_any_block(name, texts, tmp_path, monkeypatch):
             assert [p._replace(done=0) for p in rest] == [p._replace(done=0) for p in wanted]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["x.txt", "x.jsonl", "x.jsonl.zst", "x.csv", "x.parquet"])
 def test_reading_takes_the_same_memory_whatever_the_size(name, tmp_path):
     """The reader holds a few blocks at a time, never the file."""
@@ -268,6 +274,7 @@ def test_empty_documents_are_left_out_and_counted(tmp_path, prepare, capsys):
     assert "4 empty documents" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_invalid_utf8_is_named_replaced_or_left_out(tmp_path, prepare):
     """The default refuses with file and byte; the other two do as they say, in text, JSON and tables alike."""
     (tmp_path / "a.txt").write_bytes(b"good \xff bad")
@@ -506,6 +513,7 @@ def unbroken(large_input, tokenizer, tmp_path_factory):
     return content(out)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [2, 3])
 def test_the_bytes_do_not_depend_on_the_number_of_workers(workers, large_input, prepare, unbroken, tmp_path):
     """1, 2 and 3 workers write equal stores, of several shards each."""
@@ -553,6 +561,7 @@ class Killed(BaseException):
     pass
 
 
+@pytest.mark.slow
 def test_going_on_from_every_saved_point_gives_the_same_bytes(large_input, prepare, unbroken, tmp_path, monkeypatch):
     """Stopped after every other save, with more written behind it: the next run drops that and ends with equal bytes,
     although the blocks are smaller, too."""
@@ -711,6 +720,7 @@ def largest_file(size):
         signal.signal(signal.SIGXFSZ, handler)
 
 
+@pytest.mark.slow
 def test_a_full_disk_is_said_and_then_gone_on_from(large_input, prepare, unbroken, tmp_path):
     """No store looks whole; with space again, the same command ends with the same bytes."""
     settings = dict(shard_tokens=100_000, validation_fraction=0.1, save_seconds=0)
@@ -792,6 +802,7 @@ def test_training_a_tokenizer_reads_no_more_than_its_sample(tmp_path, texts):
 
 # ---------------------------------------------------------------- the built-in corpus, the verb
 
+@pytest.mark.slow
 def test_the_built_in_corpus_is_the_standard_library():
     """Sorted, readable, without installed packages."""
     files = text.corpus_files()
@@ -834,6 +845,7 @@ def test_as_its_users_run_it(tmp_path, texts):
     assert command("mine.jsonl", cwd=tmp_path).returncode == 2
 
 
+@pytest.mark.slow
 def test_ctrl_c_says_how_to_go_on(tmp_path, large_input):
     """Ctrl-C ends with one hint, exit 130 and no traceback, though the whole terminal's processes get it."""
     process = subprocess.Popen([sys.executable, ROOT / "get_dataset.py", large_input, "out"], cwd=tmp_path, text=True,

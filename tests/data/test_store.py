@@ -49,6 +49,7 @@ def test_any_window_is_that_slice_of_the_documents(tmp_path_factory, documents, 
     store.verify()
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(cuts=st.lists(st.integers(0, 18), max_size=6), resume_at=st.integers(0, 6))
 def test_bytes_depend_on_neither_the_calls_nor_an_interruption(tmp_path_factory, cuts, resume_at):

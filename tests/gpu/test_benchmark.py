@@ -49,6 +49,7 @@ def test_another_model_is_noted(monkeypatch):
     assert "not the same model" in compare("mamba1")["other"].note
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("error, note", [(torch.cuda.OutOfMemoryError("CUDA out of memory. Tried"), "out of memory"),
                                          (ModuleNotFoundError("no x"), "ModuleNotFoundError: no x"),
                                          (UserError("why"), "why"), (TypeError("a\nb"), "TypeError: a")])
@@ -78,6 +79,7 @@ def test_fused_operators_are_counted_once_each():
     assert gpu.count_fused((x * 2).sum()) == 0
 
 
+@pytest.mark.slow
 def test_the_command_ends_with_a_table_that_says_where_it_comes_from(monkeypatch, capsys):
     monkeypatch.setitem(PRESETS, "tiny", TINY["mamba1"])
     monkeypatch.setattr(gpu, "FORMS", {"ours": gpu.our_form, "mamba_ssm": gpu.mamba_ssm_form})

@@ -42,6 +42,7 @@ def mounted(words):
     return [source for source, _ in pairs]
 
 
+@pytest.mark.slow
 def test_exact_container_arguments(submit, launcher_project, tmp_path):
     data, runs = tmp_path / "data/store", tmp_path / "runs"
     data.mkdir(parents=True)
@@ -69,6 +70,7 @@ def test_exact_container_arguments(submit, launcher_project, tmp_path):
     assert "--auto-resume=1" not in training
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scope, name", [("job", "pyxis_77_mamba-train-77.0"), ("global", "pyxis_mamba-train-77.0")])
 def test_each_node_unpacks_the_image_once(cluster, scope, name):
     """And where Pyxis keeps containers when their job is over, ours goes, and those that starts before have left."""
@@ -109,6 +111,7 @@ def test_names_below_what_belongs_to_the_image_are_refused(cluster, launcher_pro
     assert f"the folder above it, {Path(folder).parent}, is the image's own; rename it" in done.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("link", ["data", "data/builtin"])
 def test_a_link_that_leads_out_of_the_project_is_followed(submit, launcher_project, tmp_path, link):
     """In the container that reads the settings the link dangles: nothing but the project is mounted there yet."""
@@ -206,6 +209,7 @@ def test_tokenizing_with_nothing_but_the_image(cluster, launcher_project, tmp_pa
     assert unpacked == ["node1"] and not cluster.containers("node1")
 
 
+@pytest.mark.slow
 def test_a_check_ends_before_the_training(submit, launcher_project):
     done, _ = submit("--check", "--save_ckpt_path=runs/a", BROKEN_NODES="node2", SLURM_RESTART_COUNT="5")
     assert done.returncode == 1 and "did not start on node2" in done.stdout and "queued again" not in done.stdout
@@ -217,6 +221,7 @@ def test_a_check_ends_before_the_training(submit, launcher_project):
     assert not (launcher_project / "runs/a").exists()
 
 
+@pytest.mark.slow
 def test_hyperpod_resumes_by_itself(submit, launcher_project, tmp_path):
     script = launcher_project / "mamba_fsdp/launch/environment.sh"
     script.write_text(script.read_text().replace("HYPERPOD_FOLDER=/opt/sagemaker_cluster",
@@ -226,6 +231,7 @@ def test_hyperpod_resumes_by_itself(submit, launcher_project, tmp_path):
     assert "--auto-resume=1" in asked[-1]
 
 
+@pytest.mark.slow
 def test_profile(submit, launcher_project):
     """torch's is a setting of training.py; nsys runs around the launcher of each node, with a file for each."""
     done, asked = submit("--save_ckpt_path=runs/a", PROFILE="torch")
@@ -239,6 +245,7 @@ def test_profile(submit, launcher_project):
     assert done.returncode == 2 and "choose torch or nsys" in done.stdout
 
 
+@pytest.mark.slow
 def test_a_dry_run_says_so_and_is_no_stop(submit):
     done, _ = submit("--dry_run=true")
     assert done.returncode == 0, done.stdout

@@ -47,6 +47,7 @@ def test_as_many_processes_as_gpus(launcher_project, tmp_path, chosen, count):
     assert len(starts(launcher_project / "runs/a")) == count
 
 
+@pytest.mark.slow
 def test_ctrl_c_commits_a_checkpoint_and_says_how_to_go_on(launcher_project):
     process = launch(launcher_project, "--save_ckpt_path=runs/a b", "--num_steps=9999")
     wait_for(launcher_project / "runs/a b/status.json")

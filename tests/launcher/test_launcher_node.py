@@ -59,6 +59,7 @@ def finish(process):
     return process.returncode, output
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number, seconds", [
     pytest.param(signal.SIGTERM, 35, marks=pytest.mark.slow), (signal.SIGUSR1, 1)])
 def test_ranks_that_are_asked_to_stop_have_the_time_they_need(start_node, number, seconds):

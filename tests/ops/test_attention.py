@@ -127,6 +127,7 @@ def test_rotary_gradcheck():
     assert torch.autograd.gradcheck(lambda x: rotary(x, torch.arange(3), 4, 10.0), x)
 
 
+@pytest.mark.slow
 def test_survives_compiling():
     """torch.compile takes attention with rotary whole, with and without documents."""
     q, k, v = inputs(dtype=torch.float32)

@@ -73,6 +73,7 @@ def test_no_compiler(monkeypatch):
     assert_portable_because("/nowhere/cc")
 
 
+@pytest.mark.slow
 def test_a_cache_folder_that_cannot_be(fresh, monkeypatch, needs_compiler):
     native.library.cache_clear()
     (fresh / "file").write_text("")
@@ -94,6 +95,7 @@ def test_compiled_once(fresh, monkeypatch, needs_compiler):
     assert libraries(fresh) == [path] and path.stat().st_mtime_ns == written
 
 
+@pytest.mark.slow
 def test_another_source_flag_or_processor_is_another_library(fresh, monkeypatch, needs_compiler):
     monkeypatch.setattr(native, "_processor", lambda: "another")
     native.library.cache_clear()
@@ -134,6 +136,7 @@ def test_many_processes_at_once(fresh, project, needs_compiler):
     assert len(libraries(fresh)) == 1
 
 
+@pytest.mark.slow
 def test_importing_operators_loads_no_cuda_library(project):
     child = start_child(project, """
         import sys

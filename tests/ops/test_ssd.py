@@ -249,6 +249,7 @@ def test_memory_is_linear_in_the_length():
     assert largest.elements <= length * heads * 64
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("bounded", [False, True])
 def test_survives_compiling(backend, bounded):

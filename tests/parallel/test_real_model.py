@@ -46,6 +46,7 @@ def step(world, strategy, dtype):
     return world.all_reduce_sum(float(loss.detach())) / 128, gradient_norm(world, parallel), seen
 
 
+@pytest.mark.slow
 def test_sharded_bf16_keeps_the_recurrence_in_fp32():
     """On 2 ranks in bf16, projections are bf16, A_log, D, dt_bias and dt_proj.bias fp32; the step is that of fp32."""
     loss, norm, _ = step(start_world(), "none", torch.float32)

@@ -27,25 +27,25 @@ def one_process():
 
 
 @pytest.mark.parametrize("ranks, how, micro_batches", [
-    (1, {"strategy": "ddp"}, 2),
-    (1, {"strategy": "fsdp"}, 2),
-    (2, {"strategy": "ddp"}, 1),
     (2, {"strategy": "ddp"}, 4),
-    (2, {"strategy": "fsdp"}, 1),
     (2, {"strategy": "fsdp"}, 4),
-    (2, {"strategy": "fsdp", "accumulate_unsharded": True}, 4),
-    (2, {"strategy": "fsdp", "low_cpu_fsdp": False}, 2),
-    (2, {"strategy": "fsdp", "backward_prefetch": False, "limit_all_gathers": False}, 2),
-    (2, {"strategy": "fsdp", "fsdp_activation_checkpointing": True, "selective_checkpointing": "1/2"}, 2),
-    (2, {"strategy": "fsdp", "fsdp_activation_checkpointing": True, "reentrant_checkpointing": True}, 2),
-    (2, {"strategy": "ddp", "fsdp_activation_checkpointing": True}, 2),
     (2, {"strategy": "hsdp"}, 2),
-    (4, {"strategy": "fsdp"}, 2),
-    (4, {"strategy": "hsdp", "shard_size": 2}, 3),
-    (4, {"strategy": "hsdp", "shard_size": 2, "accumulate_unsharded": True}, 3),
-    pytest.param(2, {"strategy": "fsdp", "use_torch_compile": True}, 2, marks=pytest.mark.slow),
-    pytest.param(2, {"strategy": "fsdp", "use_torch_compile": True, "fsdp_activation_checkpointing": True}, 2,
-                 marks=pytest.mark.slow),
+    *[pytest.param(*case, marks=pytest.mark.slow) for case in [
+        (1, {"strategy": "ddp"}, 2),
+        (1, {"strategy": "fsdp"}, 2),
+        (2, {"strategy": "ddp"}, 1),
+        (2, {"strategy": "fsdp"}, 1),
+        (2, {"strategy": "fsdp", "accumulate_unsharded": True}, 4),
+        (2, {"strategy": "fsdp", "low_cpu_fsdp": False}, 2),
+        (2, {"strategy": "fsdp", "backward_prefetch": False, "limit_all_gathers": False}, 2),
+        (2, {"strategy": "fsdp", "fsdp_activation_checkpointing": True, "selective_checkpointing": "1/2"}, 2),
+        (2, {"strategy": "fsdp", "fsdp_activation_checkpointing": True, "reentrant_checkpointing": True}, 2),
+        (2, {"strategy": "ddp", "fsdp_activation_checkpointing": True}, 2),
+        (4, {"strategy": "fsdp"}, 2),
+        (4, {"strategy": "hsdp", "shard_size": 2}, 3),
+        (4, {"strategy": "hsdp", "shard_size": 2, "accumulate_unsharded": True}, 3),
+        (2, {"strategy": "fsdp", "use_torch_compile": True}, 2),
+        (2, {"strategy": "fsdp", "use_torch_compile": True, "fsdp_activation_checkpointing": True}, 2)]],
 ], ids=str)
 def test_every_strategy_trains_as_one_process_does(ranks, how, micro_batches):
     """Losses, gradient norms, weights and optimiser state don't depend on ranks, strategy or micro-batches."""
@@ -68,6 +68,7 @@ def low_precision(world, how, dtype):
     return records, seen, everywhere, copies
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", [
     {"strategy": "ddp"}, {"strategy": "fsdp"}, {"strategy": "hsdp", "shard_size": 1}], ids=str)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
@@ -128,6 +129,7 @@ def timeouts(world, how):
     return {group._get_backend(world.device).options._timeout.total_seconds() for group in groups}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks, how", [(2, {"strategy": "fsdp"}), (4, {"strategy": "hsdp", "shard_size": 2})], ids=str)
 def test_all_groups_wait_as_long_as_the_world(ranks, how):
     """timeout_minutes, here 1, is that of every group of ranks; torch's own would be 30 minutes."""
@@ -191,6 +193,7 @@ def accumulated(world, how, dtype=torch.float32):
     return seen, sum(4 * math.prod(local.slot.shape) for local in parallel.sharded)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks, how", [
     (2, {"strategy": "fsdp"}), (4, {"strategy": "fsdp"}), (4, {"strategy": "hsdp", "shard_size": 2})], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -204,6 +207,7 @@ def test_only_a_share_of_the_gradients_waits_between_micro_batches(ranks, how, d
             assert reductions[:2] == (0, 0) and (reductions[2] > 0) == ("shard_size" in how)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks, how", [
     (2, {"strategy": "ddp"}), (2, {"strategy": "fsdp", "accumulate_unsharded": True}),
     (4, {"strategy": "hsdp", "shard_size": 2, "accumulate_unsharded": True})], ids=str)

@@ -20,6 +20,7 @@ def talk(world):
             world.tell_all(["all"] + [f"from {world.rank}"] * (world.rank == 1)))
 
 
+@pytest.mark.slow
 def test_ranks_tell_each_other():
     """Every rank gets rank 0's object, sums, and what any rank has to say; rank 0 gets all objects in order."""
     for rank, result in enumerate(run_ranks(3, talk)):
@@ -52,6 +53,7 @@ def keep_alive(world, folder):
     return world.run_local(work)
 
 
+@pytest.mark.slow
 def test_a_rank_that_waits_for_one_that_gets_on_counts_as_alive(tmp_path):
     assert run_ranks(2, keep_alive, tmp_path) == [0, 1]
 
@@ -67,6 +69,7 @@ def stand_still(world):
     return heart.last - before[0] if world.rank == 1 else 0
 
 
+@pytest.mark.slow
 def test_waiting_for_a_rank_that_stands_still_is_no_sign_of_life():
     assert run_ranks(2, stand_still) == [0, 0]
 
@@ -82,6 +85,7 @@ def fail_on_one(world, method):
         return f"{type(error).__name__}: {error}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method, told", [("run_local", ["done", "StorageError: mine alone"]),
                                           ("on_all_ranks", ["StorageError: mine alone"] * 2)])
 def test_what_fails_on_one_rank_fails_there_or_on_all(method, told):
@@ -101,6 +105,7 @@ def fail_first(world):
     return world.on_rank0(lambda: world.rank), told
 
 
+@pytest.mark.slow
 def test_what_the_first_rank_does_alone_is_known_to_all():
     expected = (0, [(2, "a mistake"), (2, "FILE: disk full"), (2, "ValueError: a surprise"), (74, "gone"),
                     (74, "FILE: unwell")])

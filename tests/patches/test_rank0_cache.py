@@ -38,6 +38,7 @@ def authors(files):
     return {author_of(path) for path in files if not path.name.startswith("__grp__")}
 
 
+@pytest.mark.slow
 def test_only_rank_0_publishes_and_every_rank_has_all_it_compiled(triton, cluster):
     """Six ranks of two nodes compile the same kernels at once, in different orders: all end well, only rank 0's
     files are shared."""

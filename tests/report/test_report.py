@@ -128,6 +128,7 @@ def test_durations_read_like_a_clock():
     assert [duration(seconds) for seconds in (0, 61.9, 3600)] == ["0:00", "1:01", "1:00:00"]
 
 
+@pytest.mark.slow
 def test_a_plot_is_a_picture_of_the_runs_losses(tmp_path):
     entries = [{"step": 0, "val_loss": 4.0}, {"step": 1, "loss": 3.9},
                {"step": 2, "loss": None}, {"step": 2, "val_loss": 3.0}]
@@ -140,6 +141,7 @@ def test_a_plot_is_a_picture_of_the_runs_losses(tmp_path):
         plot_losses([tmp_path / "missing"], tmp_path / "loss.png")
 
 
+@pytest.mark.slow
 def test_tensorboard_gets_every_number(tmp_path):
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator

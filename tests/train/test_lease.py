@@ -130,6 +130,7 @@ def test_a_holder_that_ends_while_it_is_watched_leaves_the_folder_free(take, tmp
     take().check()
 
 
+@pytest.mark.slow
 def test_of_many_at_once_one_gets_the_folder(tmp_path):
     processes = [start_holder(tmp_path) for _ in range(4)]
     answers = [process.pipe.recv() for process in processes]

@@ -178,6 +178,7 @@ def test_going_on_in_fp16_begins_with_its_own_scale(train, tmp_path):
     assert state["progress"]["loss_scale"] >= 2 ** 14 and state["progress"]["skipped_steps"] <= 2
 
 
+@pytest.mark.slow
 def test_a_profile_of_a_run_that_ends_early_is_written(train, tmp_path):
     train(tmp_path, num_steps=5, use_profiler=True)
     assert json.loads((tmp_path / "profile" / "rank_0.json").read_text())["traceEvents"]
@@ -248,6 +249,7 @@ def test_the_loss_is_the_mean_over_the_labels_that_count(train, tmp_path, metric
     assert entries[3] == [0.0, 0.0] and entries[4][0] < entries[0][0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_low_precision_stays_near_fp32(train, tmp_path, metrics_of, precision):
     for name in ("fp32", precision):
@@ -292,6 +294,7 @@ def test_memory_that_never_sufficed_is_a_matter_of_settings(train, tmp_path, cha
     assert read_status(tmp_path)["status"] == "failed"
 
 
+@pytest.mark.slow
 def test_starting_from_another_run(train, tmp_path, metrics_of):
     """A .pth file gives the model; a folder the optimiser too; resuming_dataset the data's position too; a checkpoint
     in the run folder wins over all of them."""

@@ -98,6 +98,7 @@ def test_a_rank_without_progress_says_where_it_stands_and_ends():
     assert done.returncode == 1 and "rank 3 made no progress" in done.stderr and "stuck_here" in done.stderr
 
 
+@pytest.mark.slow
 def test_a_rank_with_progress_goes_on():
     code = ("import time; from mamba_fsdp.train.watchdog import watchdog\n"
             "from mamba_fsdp.heartbeat import heart\n"
