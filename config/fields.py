@@ -47,7 +47,7 @@ class Bounds(NamedTuple):
         """Raises ValueError, which says what must hold, where `value` is out of bounds."""
         if self.some_text and not value:
             raise ValueError("expected some text")
-        if self.choices and value not in self.choices:
+        if self.choices and not set(value if isinstance(value, list) else [value]) <= set(self.choices):
             raise ValueError(f"must be one of {', '.join(self.choices)}")
         number = value.count if isinstance(value, Duration) else value
         for name, holds in LIMITS.items():
@@ -202,7 +202,8 @@ def help_lines(section: type) -> list[str]:
 def takes(leaf: dataclasses.Field) -> str:
     """What the field `leaf` takes: its choices, or its type and limits."""
     bounds = leaf.metadata["bounds"]
-    return "|".join(bounds.choices) or ", ".join([KINDS[leaf.type][1], *bounds.words()])
+    either = "," if isinstance(default(leaf), list) else "|"
+    return either.join(bounds.choices) or ", ".join([KINDS[leaf.type][1], *bounds.words()])
 
 
 @lru_cache(maxsize=None)

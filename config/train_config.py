@@ -33,7 +33,7 @@ RECOMPUTING = Needs("fsdp_activation_checkpointing=true",
                     lambda settings: settings.parallel.fsdp_activation_checkpointing)
 SHARDING = Needs("sharding_strategy=fsdp or hsdp",
                  lambda settings: settings.parallel.sharding_strategy not in ("none", "ddp"))
-WANDB = Needs("tracker=wandb", lambda settings: settings.report.tracker == "wandb")
+WANDB = Needs("tracker=wandb", lambda settings: "wandb" in settings.report.tracker)
 
 
 @dataclass
@@ -206,8 +206,8 @@ class ReportConfig:
 
     report_interval: Duration = steps(20, at_least=1)
     """Steps, or tokens, between lines in metrics.jsonl and the log."""
-    tracker: str = setting("none", choices=("none", "tensorboard", "wandb"))
-    """Send the metrics there too (tensorboard: into the run folder)."""
+    tracker: list[str] = setting([], choices=("tensorboard", "wandb"), spellings={"none": ""})
+    """Send the metrics there too (tensorboard: into the run folder), as in tensorboard,wandb; none is neither."""
     wandb_project: str = setting("", needs=WANDB)
     """Project in W&B; empty takes WANDB_PROJECT of the environment, else mamba-fsdp."""
     wandb_name: str = setting("", needs=WANDB)

@@ -2,6 +2,7 @@
 
 import os
 import uuid
+from collections.abc import Collection
 from pathlib import Path
 
 from mamba_fsdp.durable import write_atomically
@@ -9,15 +10,16 @@ from mamba_fsdp.errors import UserError, first_line
 from mamba_fsdp.run_layout import TENSORBOARD, WANDB_ID
 
 
-def make_tracker(kind: str, run_folder: Path, settings: dict, step: int, project: str = "",
-                 name: str = "") -> "TensorBoard | WeightsAndBiases | None":
-    """For a run that resumes from `step`; None for "none". project, name: in W&B, if not the environment's or our own.
+def make_trackers(kinds: Collection[str], run_folder: Path, settings: dict, step: int, project: str = "",
+                  name: str = "") -> "list[TensorBoard | WeightsAndBiases]":
+    """For a run that resumes from `step`. project, name: in W&B, if not the environment's or our own.
 
-    Raises UserError where the package is missing or refuses.
+    Raises UserError where a package is missing or refuses. Each is imported only when it is asked for.
     """
-    if kind == "tensorboard":
-        return TensorBoard(run_folder, step)
-    return WeightsAndBiases(run_folder, settings, project, name) if kind == "wandb" else None
+    trackers: list[TensorBoard | WeightsAndBiases] = [TensorBoard(run_folder, step)] if "tensorboard" in kinds else []
+    if "wandb" in kinds:
+        trackers.append(WeightsAndBiases(run_folder, settings, project, name))
+    return trackers
 
 
 class TensorBoard:

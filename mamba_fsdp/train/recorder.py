@@ -1,4 +1,4 @@
-"""What a run reports while it trains: metrics.jsonl and the tracker, the live line, the profile; and their clock."""
+"""What a run reports while it trains: metrics.jsonl and trackers, the live line, the profile; and their clock."""
 
 import contextlib
 import math
@@ -12,7 +12,7 @@ from mamba_fsdp.model.spec import flops_per_token
 from mamba_fsdp.parallel.world import World
 from mamba_fsdp.report.display import Display, read_share
 from mamba_fsdp.report.records import Metrics
-from mamba_fsdp.report.trackers import make_tracker
+from mamba_fsdp.report.trackers import make_trackers
 from mamba_fsdp.run_layout import PROFILE
 from mamba_fsdp.train.clock import Clock, device_peak, stragglers
 from mamba_fsdp.train.run_folder import RunFolder
@@ -35,11 +35,10 @@ class Recorder(contextlib.ExitStack):
         peak = device_peak(torch.cuda.get_device_name(world.device)) if world.device.type == "cuda" else None
         self.peak_flops = peak and peak * world.size
         self.metrics = Metrics(folder.path, step) if world.rank == 0 else None
-        self.tracker = None if world.rank else make_tracker(report.tracker, folder.path, as_dict(settings), step,
+        self.trackers = [] if world.rank else make_trackers(report.tracker, folder.path, as_dict(settings), step,
                                                             report.wandb_project, report.wandb_name)
-        for part in (self.tracker, self.display):
-            if part:
-                self.callback(part.close)
+        for part in (*self.trackers, self.display):
+            self.callback(part.close)
         self.profiler = self.enter_context(make_profiler(folder.path, world.rank)) if report.use_profiler else None
         self.clock = Clock(step, world.size)
 
@@ -80,8 +79,8 @@ class Recorder(contextlib.ExitStack):
         if self.metrics:
             self.folder.lease.check()
             self.metrics.write(entry)
-        if self.tracker:
-            self.tracker.write(entry)
+        for tracker in self.trackers:
+            tracker.write(entry)
 
 
 def make_profiler(run_folder: Path, rank: int) -> torch.profiler.profile:

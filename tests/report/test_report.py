@@ -3,6 +3,7 @@
 import errno
 import io
 import json
+import os
 import re
 import subprocess
 import sys
@@ -15,7 +16,7 @@ from mamba_fsdp.errors import UserError
 from mamba_fsdp.report.display import Display, duration
 from mamba_fsdp.report.output import output_that_may_go
 from mamba_fsdp.report.plot import plot_losses
-from mamba_fsdp.report.trackers import make_tracker
+from mamba_fsdp.report.trackers import make_trackers
 
 STEP = dict(loss=3.25, learning_rate=3e-4, tokens_per_second=21400.4)
 
@@ -143,11 +144,10 @@ def test_a_plot_is_a_picture_of_the_runs_losses(tmp_path):
 
 @pytest.mark.slow
 def test_tensorboard_gets_every_number(tmp_path):
-    pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     for start, written in ((0, [(3, 2.5), (4, 2.0), (5, 1.5)]), (3, [(4, 2.25)])):  # the second resumes from step 3
-        tracker = make_tracker("tensorboard", tmp_path, {}, start)
+        (tracker,) = make_trackers(["tensorboard"], tmp_path, {}, start)
         for step, loss in written:
             tracker.write({"step": step, "loss": loss, "grad_norm": None})
         tracker.close()
@@ -157,63 +157,93 @@ def test_tensorboard_gets_every_number(tmp_path):
 
 
 @pytest.fixture
-def wandb(monkeypatch):
-    """A stand-in for the package, which needs an account.
-
-    What its functions, as documented, are called with is in `calls`.
-    """
-    import sys
-    import types
-
-    calls = []
-    run = types.SimpleNamespace(log=lambda values, step: calls.append((values, step)),
-                                finish=lambda: calls.append("finish"))
-    package = types.SimpleNamespace(calls=calls, init=lambda **named: calls.append(named) or run)
-    monkeypatch.setitem(sys.modules, "wandb", package)
-    return package
+def offline(monkeypatch):
+    """W&B as it is without an account, and nothing of this machine's settings for it."""
+    for name in [name for name in os.environ if name.startswith("WANDB_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
 
 
-def test_wandb_goes_on_in_the_same_curves(tmp_path, wandb):
-    """And another run folder of the same name has curves of its own."""
+def recorded(run_folder):
+    """[(W&B's record of the run, [its entries])] of each start in a run folder, in order."""
+    return [read_offline(file)
+            for file in sorted((run_folder / "wandb").glob("offline-run-*/*.wandb"), key=lambda file: file.parent.name)]
+
+
+def read_offline(file, patience=30.0):
+    """Its own process writes the file to its end, after finish() has returned."""
+    from wandb.proto.wandb_internal_pb2 import Record
+    from wandb.sdk.internal.datastore import DataStore
+
+    for _ in range(int(patience / 0.1)):
+        store = DataStore()
+        store.open_for_scan(str(file))
+        records = [Record.FromString(data) for data in iter(store.scan_data, None)]
+        if records and records[-1].HasField("exit"):
+            entries = [{item.nested_key[0]: json.loads(item.value_json) for item in record.history.item}
+                       for record in records if record.HasField("history")]
+            return next(record.run for record in records if record.HasField("run")), entries
+        time.sleep(0.1)
+    raise AssertionError(f"{file} has no end")
+
+
+def test_wandb_gets_every_number(tmp_path, offline):
+    (tracker,) = make_trackers(["wandb"], tmp_path, {"seed": 1}, 0, "mine", "second")
+    tracker.write({"step": 3, "loss": 2.5})
+    tracker.write({"step": 5, "loss": 2.25})
+    tracker.close()
+    ((run, entries),) = recorded(tmp_path)
+    assert [(entry["_step"], entry["loss"]) for entry in entries] == [(3, 2.5), (5, 2.25)]
+    assert (run.project, run.display_name) == ("mine", "second")
+    assert [item.value_json for item in run.config.update if item.key == "seed"] == ["1"]
+
+
+def test_wandb_goes_on_in_the_same_curves(tmp_path, offline, monkeypatch):
+    """And another run folder of the same name has curves of its own. Project and name come from the environment, else
+    from us."""
+    runs = []
     for folder in ("a/mine", "a/mine", "b/mine"):
         (tmp_path / folder).mkdir(parents=True, exist_ok=True)
-        make_tracker("wandb", tmp_path / folder, {"seed": 1}, 0)
-    first, again, other = wandb.calls
-    assert first == again and first["id"] != other["id"] and first["name"] == other["name"] == "mine"
-    assert first["resume"] == "allow" and first["config"] == {"seed": 1}
+        (tracker,) = make_trackers(["wandb"], tmp_path / folder, {}, 0)
+        tracker.close()
+        runs.append(recorded(tmp_path / folder)[-1][0])
+        monkeypatch.setenv("WANDB_PROJECT", "theirs")
+        monkeypatch.setenv("WANDB_NAME", "named")
+        time.sleep(1.1)  # names of its folders count seconds
+    first, again, other = runs
+    assert first.run_id == again.run_id != other.run_id
+    assert [(run.project, run.display_name) for run in runs] == [("mamba-fsdp", "mine")] + 2 * [("theirs", "named")]
 
 
-def test_wandb_project_and_name_are_the_settings_else_the_environments(tmp_path, wandb, monkeypatch):
-    monkeypatch.delenv("WANDB_PROJECT", raising=False)
-    monkeypatch.delenv("WANDB_NAME", raising=False)
-    make_tracker("wandb", tmp_path, {}, 0)
-    monkeypatch.setenv("WANDB_PROJECT", "theirs")
-    monkeypatch.setenv("WANDB_NAME", "first")
-    make_tracker("wandb", tmp_path, {}, 0)
-    make_tracker("wandb", tmp_path, {}, 0, "mine", "second")
-    assert [(call["project"], call["name"]) for call in wandb.calls] == [
-        ("mamba-fsdp", tmp_path.name), ("theirs", "first"), ("mine", "second")]
+def test_several_trackers_at_once(tmp_path, offline):
+    trackers = make_trackers(["wandb", "tensorboard"], tmp_path, {}, 0)
+    for tracker in trackers:
+        tracker.write({"step": 3, "loss": 2.5})
+        tracker.close()
+    assert len(trackers) == 2 and recorded(tmp_path)[0][1][0]["loss"] == 2.5 and any(tmp_path.glob("tensorboard/*"))
+    assert make_trackers([], tmp_path, {}, 0) == []
 
 
-def test_wandb_gets_every_number(tmp_path, wandb):
-    tracker = make_tracker("wandb", tmp_path, {}, 0)
-    tracker.write({"step": 3, "loss": 2.5})
-    tracker.close()
-    assert wandb.calls[1:] == [({"loss": 2.5}, 3), "finish"]
+def test_a_tracker_is_imported_only_when_it_is_used(project):
+    code = ("import sys, mamba_fsdp.train.run, mamba_fsdp.verbs.evaluate, mamba_fsdp.data.tokenize\n"
+            "assert not {'wandb', 'tensorboard', 'sentencepiece', 'google.protobuf', 'sentry_sdk'} & set(sys.modules)")
+    subprocess.run([sys.executable, "-c", code], cwd=project, check=True)
 
 
-def test_an_account_that_wandb_refuses_is_said_with_the_remedy(tmp_path, wandb):
+def test_an_account_that_wandb_refuses_is_said_with_the_remedy(tmp_path, offline, monkeypatch):
+    import wandb
+
     def refuse(**_):
         raise RuntimeError("api_key not configured (no-tty).\nmore of it")
 
-    wandb.init = refuse
+    monkeypatch.setattr(wandb, "init", refuse)
     with pytest.raises(UserError, match=r"tracker=wandb: .*api_key not configured \(no-tty\)\.\).*`wandb login`"):
-        make_tracker("wandb", tmp_path, {}, 0)
+        make_trackers(["wandb"], tmp_path, {}, 0)
 
 
-def test_a_missing_tracker_is_said_with_the_remedy(tmp_path, monkeypatch):
-    import sys
-
-    monkeypatch.setitem(sys.modules, "wandb", None)
-    with pytest.raises(UserError, match="pip install wandb"):
-        make_tracker("wandb", tmp_path, {}, 0)
+@pytest.mark.parametrize("package, kind", [("wandb", "wandb"), ("torch.utils.tensorboard", "tensorboard")])
+def test_a_missing_tracker_is_said_with_the_remedy(tmp_path, monkeypatch, package, kind):
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(UserError, match=f"pip install {kind}"):
+        make_trackers([kind], tmp_path, {}, 0)
