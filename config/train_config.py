@@ -29,6 +29,7 @@ DECAY = Needs("schedule=wsd", lambda settings: settings.lr_schedule.schedule == 
 FLOOR = Needs("a schedule that decays to a floor: cosine, linear, or wsd with decay_steps other than 0",
               lambda settings: settings.lr_schedule.schedule in ("cosine", "linear", "wsd")
               and settings.lr_schedule.decay_steps.count)
+WEIGHTING = Needs("position_weighting=true", lambda settings: settings.data.position_weighting)
 RECOMPUTING = Needs("fsdp_activation_checkpointing=true",
                     lambda settings: settings.parallel.fsdp_activation_checkpointing)
 SHARDING = Needs("sharding_strategy=fsdp or hsdp",
@@ -57,6 +58,11 @@ class DataConfig:
     """Tokens per sample."""
     reset_at_documents: bool = setting(False)
     """Let no state, convolution or attention cross the start of a document within a sample."""
+    position_weighting: bool = setting(False)
+    """Weight each token's loss with tanh(p / position_window), p the tokens of its document that stand before it in the
+    sample: what can be guessed from little counts little. The mean is over the weights of the global batch."""
+    position_window: float = setting(10.0, above=0, aliases=("window_size",), needs=WEIGHTING)
+    """Tokens after which position_weighting gives three quarters of the full weight."""
     num_workers: int = setting(1, at_least=1, at_most=64)
     """Threads per rank that read batches ahead."""
     prefetch: int = setting(2, at_least=1, at_most=1024)

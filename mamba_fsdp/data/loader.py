@@ -25,12 +25,18 @@ class Batch(NamedTuple):
     tokens: torch.Tensor  # (batch, seq_length) int64
     labels: torch.Tensor  # (batch, seq_length) int64: the next token, or IGNORED_LABEL
     documents: torch.Tensor | None = None  # (batch, seq_length) int32, 0 for a row's first document
-    samples: Sequence[tuple[str, int | None]] = ()  # (source name, window) of each row, for messages
+    samples: Sequence[tuple[str, int | None]] = ()  # (source name, window) of each row
+    weights: torch.Tensor | None = None  # (batch, seq_length) float32, of each label in the loss; None: 1
 
     def each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> "Batch":
         """With every tensor changed."""
-        documents = None if self.documents is None else change(self.documents)
-        return Batch(change(self.tokens), change(self.labels), documents, self.samples)
+        documents, weights = (None if tensor is None else change(tensor) for tensor in (self.documents, self.weights))
+        return Batch(change(self.tokens), change(self.labels), documents, self.samples, weights)
+
+    def total_weight(self) -> float:
+        """The sum of the weights of the labels that count, by which a sum of losses becomes a mean."""
+        counted = self.labels != IGNORED_LABEL
+        return float((counted if self.weights is None else self.weights.double() * counted).sum())
 
     def to(self, device: torch.device) -> "Batch":
         return self.each(lambda tensor: tensor.to(device, non_blocking=True))
@@ -127,6 +133,7 @@ def _batch(sources: Mapping[str, Source], samples: Sequence[tuple[str, int | Non
     shape = (len(samples), data.seq_length)
     tokens, labels = np.zeros(shape, np.int64), np.full(shape, IGNORED_LABEL, np.int64)
     documents = np.zeros(shape, np.int32) if data.reset_at_documents else None
+    weights = np.zeros(shape, np.float32) if data.position_weighting else None
     for row, (name, window) in enumerate(samples):
         if window is None:
             continue
@@ -148,6 +155,15 @@ def _batch(sources: Mapping[str, Source], samples: Sequence[tuple[str, int | Non
             starts = positions[:-1] == 0
             starts[0] = False  # a row begins with document 0, wherever in it the window begins
             documents[row, :length] = np.cumsum(starts)
-    batch = Batch(torch.from_numpy(tokens), torch.from_numpy(labels),
-                  None if documents is None else torch.from_numpy(documents), samples)
+        if weights is not None:
+            weights[row, :length] = np.tanh(_read_before(positions)[1:] / data.position_window)
+            labels[row, weights[row] == 0] = IGNORED_LABEL
+    documents, weights = (None if array is None else torch.from_numpy(array) for array in (documents, weights))
+    batch = Batch(torch.from_numpy(tokens), torch.from_numpy(labels), documents, samples, weights)
     return batch.each(torch.Tensor.pin_memory) if pin_memory else batch
+
+
+def _read_before(positions):
+    """How many tokens of its document stand before each token in this window: (n,) positions -> (n,) int64."""
+    place = np.arange(len(positions))
+    return place - np.maximum.accumulate(np.where(positions == 0, place, 0))

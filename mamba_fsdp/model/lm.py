@@ -68,17 +68,18 @@ class MambaLM(nn.Module):
         if config.tie_embeddings:
             self.lm_head.weight = self.backbone.embedding.weight
 
-    def forward(self, tokens, labels=None, documents=None):
+    def forward(self, tokens, labels=None, documents=None, weights=None):
         """tokens (batch, length) int64 -> logits (batch, length, padded vocabulary) in the compute dtype.
 
         With labels (batch, length), the token that follows each position or -100 where none counts: the sum of the
-        token losses in nats, an fp32 scalar. documents (batch, length): each position's document, never falling.
+        token losses in nats, an fp32 scalar; weights (batch, length) multiply them. documents (batch, length): each
+        position's document, never falling.
         """
         assert documents is None or self.reset_at_documents, "this model was not built to reset at documents"
         if self.part and labels is not None and tokens.shape[1] > self.part:
-            return self.loss_in_parts(tokens, labels, documents)
+            return self.loss_in_parts(tokens, labels, documents, weights)
         hidden = self.final_norm(*self.read(tokens, documents))
-        return self.lm_head(hidden) if labels is None else self.loss(hidden, labels)
+        return self.lm_head(hidden) if labels is None else self.loss(hidden, labels, weights)
 
     def read(self, tokens, documents=None, state=None):
         """The blocks' output, hidden and residual. With a `state` the tokens are those that follow what it has read,
@@ -91,11 +92,12 @@ class MambaLM(nn.Module):
             hidden, residual = block(hidden, residual, documents, layer_state, position)
         return hidden, residual
 
-    def loss(self, hidden, labels):
-        return linear_cross_entropy(hidden.flatten(0, 1), self.lm_head.weight, labels.flatten())
+    def loss(self, hidden, labels, weights=None):
+        return linear_cross_entropy(hidden.flatten(0, 1), self.lm_head.weight, labels.flatten(),
+                                    None if weights is None else weights.flatten())
 
     @torch.no_grad()
-    def loss_in_parts(self, tokens, labels, documents):
+    def loss_in_parts(self, tokens, labels, documents, weights):
         """As forward with labels, in the memory of one part (attention: and the keys and values of all positions)."""
         counted = (labels != IGNORED_LABEL).any(dim=0).nonzero()
         length = int(counted.max()) + 1 if len(counted) else 0
@@ -103,7 +105,8 @@ class MambaLM(nn.Module):
         for start in range(0, length, self.part):
             end = min(start + self.part, length)
             so_far = None if documents is None else documents[:, :end]
-            total += self.loss(self.final_norm(*self.read(tokens[:, start:end], so_far, state)), labels[:, start:end])
+            hidden = self.final_norm(*self.read(tokens[:, start:end], so_far, state))
+            total += self.loss(hidden, labels[:, start:end], None if weights is None else weights[:, start:end])
         return total
 
     def embed(self, tokens):

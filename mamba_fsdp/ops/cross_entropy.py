@@ -1,7 +1,8 @@
 """The output layer and its loss in one operator, so that the logits of a batch never exist all at once.
 
-loss = sum over counted tokens of logsumexp(W h) - (W h)[label]. The gradient of a chunk's logits, softmax - onehot, is
-known as soon as its loss is, so the forward pass turns it into gradients of h and W on the spot and drops the logits.
+loss = sum over counted tokens of w (logsumexp(W h) - (W h)[label]), w = 1 where none is given. The gradient of a
+chunk's logits, w (softmax - onehot), is known as soon as its loss is, so the forward pass turns it into gradients of h
+and W on the spot and drops the logits.
 """
 
 import torch
@@ -13,7 +14,7 @@ from mamba_fsdp.conventions import IGNORED_LABEL, compute_type
 CHUNK = 1024  # tokens whose logits exist at a time
 
 
-def _chunk_loss(hidden, weight, labels, want_gradient):
+def _chunk_loss(hidden, weight, labels, token_weights, want_gradient):
     """Loss of one chunk and, when wanted, the gradient of its logits in hidden's dtype."""
     logits = (hidden @ weight.T).to(compute_type(hidden))
     counted = labels != IGNORED_LABEL
@@ -23,7 +24,11 @@ def _chunk_loss(hidden, weight, labels, want_gradient):
     exponentials = logits.sub_(largest).exp_()
     total = exponentials.sum(1, keepdim=True)
     counted = counted.unsqueeze(1)
-    loss = torch.where(counted, total.log() + largest - label_logits, 0.0).sum()
+    losses = torch.where(counted, total.log() + largest - label_logits, 0.0)
+    if token_weights is not None:
+        counted = counted * token_weights.unsqueeze(1).to(losses.dtype)
+        losses = losses * counted
+    loss = losses.sum()
     if not want_gradient:
         return loss, None
     gradient = exponentials.mul_(counted / total)
@@ -37,7 +42,7 @@ def _scaled(values, factor, dtype):
 
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden, weight, labels, chunk, want_gradient):
+    def forward(ctx, hidden, weight, labels, token_weights, chunk, want_gradient):
         cast_weight = weight.to(hidden.dtype)
         loss = torch.zeros((), dtype=compute_type(hidden), device=hidden.device)
         if want_gradient:
@@ -45,7 +50,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
             grad_weight = torch.zeros_like(weight, dtype=loss.dtype)
         for start in range(0, hidden.shape[0], chunk):
             span = slice(start, start + chunk)
-            chunk_loss, grad_logits = _chunk_loss(hidden[span], cast_weight, labels[span], want_gradient)
+            chunk_loss, grad_logits = _chunk_loss(hidden[span], cast_weight, labels[span],
+                                                  None if token_weights is None else token_weights[span],
+                                                  want_gradient)
             loss += chunk_loss
             if want_gradient:
                 torch.mm(grad_logits, cast_weight, out=grad_hidden[span])
@@ -63,14 +70,16 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def backward(ctx, grad):
         grad_hidden, grad_weight = ctx.saved_tensors
         return (_scaled(grad_hidden, grad, grad_hidden.dtype), _scaled(grad_weight, grad, ctx.weight_dtype),
-                None, None, None)
+                None, None, None, None)
 
 
-def linear_cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor, *, chunk: int = CHUNK) -> Tensor:
+def linear_cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor, token_weights: Tensor | None = None, *,
+                         chunk: int = CHUNK) -> Tensor:
     """Sum of the token losses of a language model's output layer, in nats, as a float32 scalar.
 
     hidden (tokens, d_model); weight (vocab, d_model), cast to hidden's dtype; labels (tokens,) int64, -100 for a token
-    that is not counted. At most `chunk` tokens' logits exist at a time.
+    that is not counted; token_weights (tokens,), what each loss is multiplied by, None for 1. At most `chunk` tokens'
+    logits exist at a time.
     """
     want_gradient = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
-    return _LinearCrossEntropy.apply(hidden, weight, labels, chunk, want_gradient)
+    return _LinearCrossEntropy.apply(hidden, weight, labels, token_weights, chunk, want_gradient)

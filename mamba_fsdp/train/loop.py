@@ -33,7 +33,7 @@ def train(parts: Parts, recorder: Recorder, stop: StopRequest, validation_due: b
     while state.step < plan.total_steps:
         heart.beat()
         batches = parts.loader.step(state.step)
-        counted = sum(int((batch.labels != IGNORED_LABEL).sum()) for batch in batches)  # while on the CPU
+        counted = sum(batch.total_weight() for batch in batches)  # while on the CPU
         batches = [batch.to(parts.world.device) for batch in batches]
         scale, own_seconds = parts.loss_scale.value, clock.own_seconds()
         loss_sum = accumulate_gradients(parallel, parts.optimizer, batches, scale / plan.tokens_per_step)
@@ -71,14 +71,14 @@ class Sums(NamedTuple):
     own_seconds: list[float]  # of each rank, see Clock
     loss: float  # of the labels that count, nats
     squares: float  # of the gradient that the backward passes left
-    counted: float  # labels that count
+    counted: float  # labels that count, or the sum of their weights
     stops: float  # ranks that were asked to stop
     writing: float  # ranks that still write the save under way
 
     def means(self, tokens_per_step: int, loss_scale: float = 1.0) -> tuple[float, float, float]:
         """(mean loss per label that counts, the norm of its gradient, what makes the gradients at hand that gradient):
         they are of the losses times loss_scale / tokens_per_step, which was known before this sum."""
-        counted = max(self.counted, 1.0)
+        counted = self.counted or 1.0
         factor = tokens_per_step / counted / loss_scale
         norm = torch.tensor(self.squares, dtype=torch.float64).sqrt().float()
         return self.loss / counted, float(norm) * factor, factor
@@ -97,7 +97,7 @@ def add_up(world: World, loss_sum: torch.Tensor, squares: torch.Tensor, counted:
 def batch_loss(parallel: ParallelModel, batch: Batch) -> torch.Tensor:
     """The sum of the token losses (nats) of one micro batch."""
     heart.beat()
-    return parallel.module(batch.tokens, labels=batch.labels, documents=batch.documents)
+    return parallel.module(batch.tokens, labels=batch.labels, documents=batch.documents, weights=batch.weights)
 
 
 def accumulate_gradients(parallel: ParallelModel, optimizer: torch.optim.Optimizer, batches: list[Batch],
@@ -156,25 +156,30 @@ def validate(parts: Parts, recorder: Recorder, stop: StopRequest) -> bool:
 @torch.no_grad()
 def evaluate(module: torch.nn.Module, batches: Iterable[Batch], world: World,
              stopped: Callable[[int], bool] = lambda tokens: False) -> tuple[float, int]:
-    """(mean of the token losses in nats, of which `module` returns the sum, how many) over the batches of all ranks;
-    (nan, 0) once `stopped`, of the tokens that this rank has read, is true.
+    """(mean of the token losses in nats, of which `module` returns the weighted sum, how many) over the batches of all
+    ranks; (nan, 0) once `stopped`, of the tokens that this rank has read, is true.
 
     All ranks must bring the same number of batches, as each forward pass gathers sharded weights, and stop together.
+    Raises UserError where no token counts.
     """
     training = module.training
     module.eval()
-    total, counted = 0.0, 0
+    total, weight, counted = 0.0, 0.0, 0
     for batch in batches:
         heart.beat()
         if stopped(counted):
             module.train(training)
             return math.nan, 0
         here = batch.to(world.device)
-        total += float(module(here.tokens, labels=here.labels, documents=here.documents))
+        total += float(module(here.tokens, labels=here.labels, documents=here.documents, weights=here.weights))
+        weight += batch.total_weight()
         counted += int((batch.labels != IGNORED_LABEL).sum())
     module.train(training)
-    total, tokens = world.all_reduce_sum([total, float(counted)])
-    return total / max(tokens, 1), int(tokens)
+    total, weight, tokens = world.all_reduce_sum([total, weight, float(counted)])
+    if not weight:
+        raise UserError("of what is to be evaluated no token counts in the loss; choose other data (in a training run: "
+                        "another validation_path, or none)")
+    return total / weight, int(tokens)
 
 
 def save(parts: Parts, recorder: Recorder, wait: bool) -> None:

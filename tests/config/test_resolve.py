@@ -251,3 +251,12 @@ def test_the_ready_runs_are_what_they_say(project):
     outai = resolve("mambaoutai")
     assert outai.training.num_steps.steps(3_670_016) == 109_003
     assert outai.lr_schedule.warmup_steps.steps(3_670_016) == 275
+
+
+def test_the_mixture_of_mambaoutai_is_the_published_one():
+    data = resolve("mambaoutai").data
+    shares = dict(zip(data.datasets, data.weights))
+    assert len(shares) == 14 and sum(shares.values()) == pytest.approx(1, abs=1e-8)
+    code = [share for name, share in shares.items() if name.startswith("stack-")]
+    assert len(code) == 8 and sum(code) == pytest.approx(0.4108161483724859, abs=1e-8)
+    assert data.position_weighting and data.position_window == 10

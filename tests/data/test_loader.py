@@ -143,6 +143,25 @@ def test_tokens_that_do_not_count_have_no_label():
     assert torch.equal(batch.labels, torch.where(following % 7 == 0, IGNORED_LABEL, following))
 
 
+@pytest.mark.parametrize("silent", [None, 7])
+def test_labels_weigh_by_what_of_their_document_stands_before_them_in_the_row(silent):
+    """tanh(p / window), p counted from the start of the row or of the document in it; a start itself is ignored."""
+    sources = {"a": Numbers(50 * L + 1, document=5, silent=silent)}
+    with loader_of(sources, batch_size=25, position_weighting=True, position_window=3) as loader:
+        batch = loader.step(0)[0]
+    total = 0.0
+    for row, (_, window) in enumerate(batch.samples):
+        for place, label in enumerate(range(window * L + 1, window * L + L + 1)):
+            weight = np.tanh(min(label % 5, place + 1) / 3)
+            if label % 5 == 0 or silent and label % silent == 0:
+                assert batch.labels[row, place] == IGNORED_LABEL
+            else:
+                assert batch.labels[row, place] == label
+                assert batch.weights[row, place] == pytest.approx(weight, rel=1e-6)
+                total += weight
+    assert batch.weights.dtype == torch.float32 and batch.total_weight() == pytest.approx(total, rel=1e-6)
+
+
 def test_a_store_is_a_source(tmp_path):
     writer = StoreWriter(tmp_path / "store", vocab_size=100, eos=0, tokenizer={}, shard_tokens=37)
     for length in (5, 9, 1, 30, 12):

@@ -31,6 +31,8 @@ def test_equals_cross_entropy(chunk):
 def test_gradcheck():
     hidden, weight, labels = inputs(tokens=7)
     assert torch.autograd.gradcheck(lambda h, w: linear_cross_entropy(h, w, labels, chunk=3), (hidden, weight))
+    weights = torch.linspace(0, 2, 7)
+    assert torch.autograd.gradcheck(lambda h, w: linear_cross_entropy(h, w, labels, weights, chunk=3), (hidden, weight))
 
 
 @pytest.mark.parametrize("tokens", [0, 6])
@@ -64,6 +66,30 @@ def test_one_side_frozen(frozen):
     (hidden if frozen == "hidden" else weight).requires_grad_(False)
     linear_cross_entropy(hidden, weight, labels).backward()
     assert (hidden.grad is None) == (frozen == "hidden") and (weight.grad is None) == (frozen == "weight")
+
+
+@pytest.mark.torch22
+@pytest.mark.parametrize("dtype, tolerance", [(torch.float64, 1e-12), (torch.float32, 1e-5), (torch.bfloat16, 0.02)],
+                         ids=str)
+@pytest.mark.parametrize("chunk", [1, 7, 100])
+def test_weights_multiply_each_tokens_loss(dtype, tolerance, chunk):
+    """Value and gradients are those of float64, of weights from 0 to 3; a label that is ignored stays so."""
+    hidden, weight, labels = inputs(tokens=40, d_model=8, dtype=dtype)
+    weights = 3 * torch.rand(40, generator=torch.Generator().manual_seed(1))
+    weights[::3] = 0
+    loss = linear_cross_entropy(hidden, weight, labels, weights, chunk=chunk)
+    exact = [value.detach().double().requires_grad_() for value in (hidden, weight)]
+    expected = (F.cross_entropy(exact[0] @ exact[1].T, labels, reduction="none") * weights.double()).sum()
+    torch.testing.assert_close(loss.double(), expected, rtol=tolerance, atol=0)
+    for a, e in zip(torch.autograd.grad(loss * 0.37, (hidden, weight)), torch.autograd.grad(expected * 0.37, exact)):
+        assert (a.double() - e).abs().max() <= tolerance * e.abs().max()
+
+
+def test_weights_of_one_change_no_bit():
+    hidden, weight, labels = inputs(dtype=torch.float32)
+    plain, weighted = (linear_cross_entropy(hidden, weight, labels, weights) for weights in (None, torch.ones(23)))
+    first, second = (torch.autograd.grad(loss, (hidden, weight)) for loss in (plain, weighted))
+    assert torch.equal(plain, weighted) and all(torch.equal(a, b) for a, b in zip(first, second))
 
 
 @pytest.mark.parametrize("label", [11, 1000, -1])

@@ -30,7 +30,7 @@ OTHER_VALUES = {
     "dataset_path": ("{corpus}/other", {}), "datasets": ("other", {}), "weights": ("1,5", {"datasets": "train,other"}),
     "validation_path": ("none", {}), "allow_other_tokenizer": (True, {"datasets": "train,foreign"}),
     "seq_length": (16, {}), "reset_at_documents": (True, {}), "num_workers": (3, {}),
-    "prefetch": (1, {}),
+    "position_weighting": (True, {}), "position_window": (2, {"position_weighting": True}), "prefetch": (1, {}),
     "learning_rate": (0.02, {}), "weight_decay": (0.5, {}), "beta1": (0.5, {}), "beta2": (0.5, {}),
     "adam_epsilon": (0.1, {}), "grad_clip_thresh": (0.01, {}),
     "schedule": ("linear", {}), "warmup_steps": (3, {}), "decay_steps": (3, {"schedule": "wsd"}),

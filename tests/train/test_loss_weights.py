@@ -1,0 +1,75 @@
+"""Loss masks and weights are normalised over the global batch, whichever rank or micro-batch has what."""
+
+import json
+
+import pytest
+import torch
+from ranks import run_ranks
+
+from config import resolve
+from mamba_fsdp.conventions import IGNORED_LABEL
+from mamba_fsdp.data.loader import Loader
+from mamba_fsdp.data.store import TokenStore
+from mamba_fsdp.errors import UserError
+from mamba_fsdp.train import run
+
+
+def uneven(batch):
+    """A fifth of the windows without a label that counts, the others with more and more of them."""
+    for row, (_, window) in enumerate(batch.samples):
+        drawn = torch.rand(batch.labels.shape[1], generator=torch.Generator().manual_seed(window))
+        batch.labels[row, drawn >= window % 5 / 4] = IGNORED_LABEL
+    return batch
+
+
+def entries_of(world, words, file):
+    """The metrics of a run whose windows are unevenly masked; and this rank's batches without any label."""
+    read, empty = Loader.step, []
+
+    def step(loader, number):
+        batches = [uneven(batch) for batch in read(loader, number)]
+        empty.extend(batch for batch in batches if not batch.total_weight())
+        return batches
+
+    Loader.step, run.start_world = step, lambda **_: world
+    settings, _ = resolve.resolve_settings(words, file)
+    run.run_training(settings)
+    world.barrier()
+    with open(settings.checkpoint.save_ckpt_path + "/metrics.jsonl") as lines:
+        return [json.loads(line) for line in lines], len(empty)
+
+
+@pytest.mark.slow
+@pytest.mark.torch22
+@pytest.mark.parametrize("weighted", [False, True])
+def test_ranks_and_micro_batches_share_one_mean(corpus, tiny_file, tmp_path, weighted):
+    """1 rank with 4 micro-batches gives the losses and gradients of 4 ranks with 1, and of 1 with one, where some have
+    no label at all."""
+    told = []
+    for ranks, batch_size in ((1, 4), (1, 1), (4, 1)):
+        words = {"dataset_path": corpus, "save_ckpt_path": tmp_path / f"{ranks} {batch_size}", "global_batch_size": 4,
+                 "batch_size": batch_size, "position_weighting": weighted, "adam_epsilon": 0.1, "num_steps": 8}
+        found = run_ranks(ranks, entries_of, {name: str(value) for name, value in words.items()}, tiny_file)
+        entries = found[0][0]
+        told.append([[entry.get(name, 0.0) for name in ("loss", "grad_norm", "val_loss")] for entry in entries])
+        assert batch_size == 4 or sum(empty for _, empty in found)
+    for other in told[1:]:
+        torch.testing.assert_close(torch.tensor(other), torch.tensor(told[0]), rtol=2e-5, atol=0)
+
+
+def test_a_validation_in_which_nothing_counts_is_refused(train, tmp_path, monkeypatch):
+    read = TokenStore.read
+    monkeypatch.setattr(TokenStore, "read", lambda store, start, count: read(store, start, count)._replace(
+        mask=torch.zeros(count, dtype=torch.bool).numpy()))
+    with pytest.raises(UserError, match="no token counts in the loss; choose other data"):
+        train(tmp_path)
+    train(tmp_path, validation_path="none", num_steps=1)  # a step without any goes by
+
+
+def test_positions_weigh_in_a_run(train, tmp_path, metrics_of):
+    """Training and validation alike; without the setting nothing changes."""
+    for name, given in {"plain": {}, "weighted": {"position_weighting": True}}.items():
+        train(tmp_path / name, **given)
+    plain, weighted = ([entry.get("loss", entry.get("val_loss")) for entry in metrics_of(tmp_path / name)]
+                       for name in ("plain", "weighted"))
+    assert all(abs(a - b) > 1e-4 for a, b in zip(plain, weighted))
