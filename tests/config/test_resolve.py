@@ -117,6 +117,7 @@ POINTLESS = {  # every setting that needs another: a value, where it does nothin
     "validation_path": ("data/x", {"eval_interval": "0"}, {}),
     "eval_interval": ("50", {"validation_path": "none"}, {}),
     "eval_batches": ("4", {"validation_path": "none", "eval_interval": "0"}, {}),
+    "position_window": ("5.0", {}, {"position_weighting": "true"}),
     "decay_steps": ("5", {}, {"schedule": "wsd"}),
     "min_learning_rate_ratio": ("0.2", {"schedule": "annealing"}, {"schedule": "wsd"}),
     "selective_checkpointing": ("1/3", {}, {"fsdp_activation_checkpointing": "true"}),
