@@ -17,7 +17,7 @@ from config import resolve
 from mamba_fsdp.conventions import IGNORED_LABEL
 from mamba_fsdp.data.loader import Split, evaluation_batches
 from mamba_fsdp.data.order import Order
-from mamba_fsdp.data.selection import training_sources, validation_stores
+from mamba_fsdp.data.selection import training_sources, validation_sources
 from mamba_fsdp.report.records import read
 from mamba_fsdp.run_layout import METRICS, SETTINGS
 
@@ -72,7 +72,7 @@ def main():
     losses = []
     global_batch = config.training.global_batch_size or config.training.batch_size  # on one process
     limit = config.training.eval_batches * global_batch or None
-    for store in validation_stores(config.data):
+    for store in validation_sources(config.data):
         for batch in evaluation_batches(store, str(store.path), config.data, Split(0, 1, config.training.batch_size),
                                         vocab_size=config.model.vocab_size, limit=limit):
             counted = batch.labels.numpy() != IGNORED_LABEL

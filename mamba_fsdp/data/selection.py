@@ -1,53 +1,55 @@
-"""Which token stores a run reads: the training sources with their weights, and the validation stores."""
+"""Which sources a run reads: those it trains on with their weights, and those it validates on."""
 
 from collections.abc import Iterable, Iterator
 from itertools import combinations, count
 from pathlib import Path
 
 from config.train_config import DataConfig
+from mamba_fsdp.data.foreign.opened import Say
 from mamba_fsdp.data.loader import Batch, Loader, Split
+from mamba_fsdp.data.opening import SPLITS, is_source, open_source, split_in
 from mamba_fsdp.data.order import Order
-from mamba_fsdp.data.store import TokenStore
+from mamba_fsdp.data.source import Source
 from mamba_fsdp.data.tokenizer import ANOTHER_TOKENIZER, IDENTITY, refuse_other_tokenizer
 from mamba_fsdp.errors import UserError
-from mamba_fsdp.storage import exists
 
 
-def training_sources(data: DataConfig) -> tuple[dict[str, TokenStore], dict[str, float]]:
-    """({name: source}, {name: weight}) of the settings. Raises UserError where a store is missing or broken."""
+def training_sources(data: DataConfig, say: Say = lambda text: None) -> tuple[dict[str, Source], dict[str, float]]:
+    """({name: source}, {name: weight}) of the settings. Raises UserError where one is missing or broken."""
     root = Path(data.dataset_path)
-    folders = {name: _store_folder(root / name) for name in data.datasets}
-    if len(folders) < len(data.datasets):
+    places = {name: split_in(root / name) for name in data.datasets}
+    if len(places) < len(data.datasets):
         raise UserError(f"datasets {','.join(data.datasets)} names one twice; give each once")
-    folders = folders or {_store_folder(root).name: _store_folder(root)}
-    sources = {name: TokenStore(folder) for name, folder in folders.items()}
-    weights = data.weights or [store.token_count for store in sources.values()]
+    places = places or {split_in(root).name: split_in(root)}
+    sources = {name: open_source(place, data, say) for name, place in places.items()}
+    weights = data.weights or [source.token_count for source in sources.values()]
     return sources, dict(zip(sources, weights))
 
 
-def validation_stores(data: DataConfig) -> list[TokenStore]:
-    """The stores to validate on, if any: validation_path, or with `auto` each `validation` beside a training store."""
+def validation_sources(data: DataConfig, say: Say = lambda text: None) -> list[Source]:
+    """What to validate on, if anything: validation_path, or with `auto` each `validation` beside a training source."""
     if data.validation_path == "none":
         return []
     if data.validation_path != "auto":
-        return [TokenStore(_store_folder(Path(data.validation_path), "validation"))]
+        return [open_source(split_in(Path(data.validation_path), "validation"), data, say)]
     roots = [Path(data.dataset_path) / name for name in data.datasets] or [Path(data.dataset_path)]
-    places = [folder for root in roots for folder in (root / "validation", root.parent / "validation")
-              if exists(folder / "index.json") and folder != root]
-    return [TokenStore(folder) for folder in dict.fromkeys(places)]
+    places = [place / name for root in roots for place in (root, root.parent) for name in SPLITS["validation"]
+              if place / name != root and is_source(place / name)]
+    return [open_source(place, data, say) for place in dict.fromkeys(places)]
 
 
-def refuse_other_tokenizers(stores: Iterable[TokenStore]) -> None:
-    """Raises UserError where two of the stores are known to have different tokenizers."""
+def refuse_other_tokenizers(stores: Iterable[Source]) -> None:
+    """Raises UserError where two of the sources are known to have different tokenizers."""
     for one, other in combinations(stores, 2):
         refuse_other_tokenizer(one.path, one.tokenizer, other.path, [other.tokenizer])
         ours, theirs = ((store.vocab_size, store.eos) for store in (one, other))
-        if ours != theirs:
+        if any(value != another for value, another, unknown in zip(ours, theirs, (0, -1))
+               if unknown not in (value, another)):
             raise UserError(f"{other.path}: its tokenizer (vocabulary {theirs[0]}, eos {theirs[1]}) is not that of "
                             f"{one.path} ({ours[0]}, {ours[1]}); {ANOTHER_TOKENIZER}")
 
 
-def one_for_all(stores: Iterable[TokenStore]) -> TokenStore:
+def one_for_all(stores: Iterable[Source]) -> Source:
     """The one whose tokenizer stands for that of all: the first that is known, else the first."""
     return max(stores, key=lambda store: store.tokenizer.startswith(IDENTITY))
 
@@ -57,13 +59,8 @@ def batches(dataset_path: str | Path, *, seq_length: int = 256, batch_size: int 
     """Yields without end what training with these settings on one device reads, in its order. Raises UserError."""
     data = DataConfig(str(dataset_path), seq_length=seq_length)
     sources, weights = training_sources(data)
-    vocab_size = max(store.vocab_size for store in sources.values())
+    vocab_size = max(source.vocab_size for source in sources.values()) or 1 << 31
     with Loader(sources, Order(sources, weights, seq_length, seed), data, Split(0, 1, batch_size),
                 vocab_size=vocab_size) as loader:
         for step in count():
             yield from loader.step(step)
-
-
-def _store_folder(path: Path, part: str = "train") -> Path:
-    """`path` itself, or the store `part` inside it."""
-    return path / part if not exists(path / "index.json") and exists(path / part / "index.json") else path

@@ -1,6 +1,7 @@
 """What the order of samples and the loader ask of data, whatever its format: a Source."""
 
-from typing import NamedTuple, Protocol, runtime_checkable
+from pathlib import Path
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -11,18 +12,25 @@ class Tokens(NamedTuple):
     mask: np.ndarray | None  # (count,) bool, which tokens count in the loss; None means all
 
 
-@runtime_checkable
 class Source(Protocol):
-    """One long sequence of tokens, documents laid end to end. data/store.py has the native one.
+    """One long sequence of tokens, documents laid end to end. data/opening.py opens one of any format.
 
     Several threads read it at once, in any order. Two sources have equal identities just when all their tokens are
     equal: a run that resumes refuses a source whose identity has changed.
     """
 
+    path: Path
+    format: str  # for messages: token store, save_to_disk, ...
     token_count: int
+    document_count: int  # 0: not known
     identity: str
-    vocab_size: int  # every token is below it
-    eos: int  # the token that ends a document
+    vocab_size: int  # every token is below it; 0: not known
+    eos: int  # the token that ends a document; -1: not known
+    tokenizer: str  # its identity, see tokenizer.py; "": not known
+
+    @property
+    def tokenizer_path(self) -> Path:
+        """The tokenizer's folder, or its name on the Hugging Face Hub. Raises UserError where none is known."""
 
     def read(self, start: int, count: int) -> Tokens:
         """Tokens [start, start + count), which lie within the source. Raises UserError for what can't be read."""

@@ -39,6 +39,8 @@ class TokenStore:
     index: what another process has opened and checked; then no file is touched before it is read, and is checked then.
     """
 
+    format = "token store"
+
     def __init__(self, path: str | Path, index: dict | None = None):
         self.path, checked = Path(path), index is not None
         self.index = index = index or _read_index(self.path)
@@ -114,23 +116,26 @@ class TokenStore:
 def _map(folder, shards, dtype, shard):
     """(tokens, where its documents start) of a shard, both mapped, if their files have the right size."""
     stem, tokens, documents = folder / shards[shard]["name"], shards[shard]["tokens"], shards[shard]["documents"]
-    return _map_file(Path(f"{stem}.bin"), dtype, tokens), _map_file(Path(f"{stem}.doc"), np.dtype("<i8"), documents)
+    remedy, starts = "copy it again or make the store again", np.dtype("<i8")
+    return (map_file(Path(f"{stem}.bin"), dtype, tokens * dtype.itemsize, remedy),
+            map_file(Path(f"{stem}.doc"), starts, documents * starts.itemsize, remedy))
 
 
-def _map_file(path, dtype, count):
+def map_file(path: Path, dtype: np.dtype, expected: int, remedy: str) -> np.ndarray:
+    """A file of `expected` bytes, mapped. Raises UserError, which ends in `remedy`, where it is missing or has another
+    size than its index says."""
     def attempt():
         with open(path, "rb") as file:
-            size, expected = os.fstat(file.fileno()).st_size, count * dtype.itemsize
+            size = os.fstat(file.fileno()).st_size
             if size != expected:
-                raise UserError(f"{path}: {size} bytes, but index.json says {expected}; copy it again or make the "
-                                "store again")
+                raise UserError(f"{path}: {size} bytes, but its index says {expected}; {remedy}")
             # A plain array over the map: np.memmap's own indexing costs microseconds a call.
             return np.asarray(np.memmap(file, dtype, "r"))
 
     try:
         return patiently(attempt, path)
     except OSError as error:
-        raise UserError(f"{path}: can't be read ({error.strerror}); copy or make the store again") from error
+        raise UserError(f"{path}: can't be read ({error.strerror}); {remedy}") from error
 
 
 class StoreWriter:

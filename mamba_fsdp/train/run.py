@@ -8,6 +8,7 @@ import torch
 
 from config import resolve
 from config.train_config import ParallelConfig, TrainConfig
+from mamba_fsdp.data.selection import one_for_all
 from mamba_fsdp.durable import write_atomically
 from mamba_fsdp.errors import UserError, first_line
 from mamba_fsdp.ops import native
@@ -70,7 +71,7 @@ def train(parts: Parts, folder: RunFolder, display: Display) -> Path | None:
         return parts.checkpointer.newest()
     if world.rank == 0:
         write_atomically(folder.path / SETTINGS, resolve.as_yaml(parts.settings))
-        folder.keep_tokenizer(next(iter(parts.sources.values())).path)
+        folder.keep_tokenizer(one_for_all(parts.sources.values()))
         folder.say("running", state.step)
     with (parts.loader, StopRequest(folder.path, world.rank == 0) as stop,
           Recorder(parts.settings, world, folder, plan, state.step, display) as recorder):

@@ -7,6 +7,7 @@ import sys
 from functools import partial
 from pathlib import Path
 
+from mamba_fsdp.data.source import Source
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.report.records import read_status, write_status
 from mamba_fsdp.run_layout import CHECKPOINTS, TOKENIZER, committed, refuse_foreign, step_of
@@ -57,13 +58,23 @@ class RunFolder:
         except (UserError, OSError) as another:  # a full disk must not hide the first failure
             print(f"warning: {another}", file=sys.stderr)
 
-    def keep_tokenizer(self, store: Path) -> None:
-        """Copies the tokenizer of a store, so that the model can be used when the data is gone; in place of another."""
-        source, target, partial = store / TOKENIZER, self.path / TOKENIZER, self.path / f".{TOKENIZER}.partial"
+    def keep_tokenizer(self, data: Source) -> None:
+        """Copies the tokenizer of a source that has one, so that the model can be used when the data is gone; in place
+        of another. Raises UserError for a name on the Hub that can't be loaded."""
+        target, partial = self.path / TOKENIZER, self.path / f".{TOKENIZER}.partial"
+        try:
+            source = data.tokenizer_path
+        except UserError:  # none is known
+            return
         names = [path.name for path in source.glob("*")]
-        if len(filecmp.cmpfiles(source, target, names, shallow=False)[0]) < len(names):
+        if not names or len(filecmp.cmpfiles(source, target, names, shallow=False)[0]) < len(names):
             shutil.rmtree(partial, ignore_errors=True)
-            shutil.copytree(source, partial)
+            if names:
+                shutil.copytree(source, partial)
+            else:
+                from mamba_fsdp.data.tokenizer import load_for_transformers  # late: the launcher imports this file
+
+                load_for_transformers(source).save_pretrained(partial)
             shutil.rmtree(target, ignore_errors=True)
             partial.rename(target)
 

@@ -18,8 +18,8 @@ from mamba_fsdp.checkpoint.tensors import open_tensors
 from mamba_fsdp.conventions import DTYPES
 from mamba_fsdp.data.loader import Loader, Split
 from mamba_fsdp.data.order import Order
-from mamba_fsdp.data.selection import one_for_all, refuse_other_tokenizers, training_sources, validation_stores
-from mamba_fsdp.data.store import TokenStore
+from mamba_fsdp.data.selection import one_for_all, refuse_other_tokenizers, training_sources, validation_sources
+from mamba_fsdp.data.source import Source
 from mamba_fsdp.data.tokenizer import identities_in, refuse_other_tokenizer
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.model.init import initial_part
@@ -80,8 +80,8 @@ class Parts:
 
     settings: TrainConfig
     world: World
-    sources: dict[str, TokenStore]
-    validation: list[TokenStore]
+    sources: dict[str, Source]
+    validation: list[Source]
     parallel: ParallelModel
     optimizer: torch.optim.Optimizer
     state: TrainState
@@ -141,9 +141,10 @@ def split_step(training: TrainingConfig, world: World) -> Split:
     return Split(world.rank, world.size, training.batch_size, global_batch // per_pass)
 
 
-def open_data(settings: TrainConfig, say: Say) -> tuple[dict[str, TokenStore], dict[str, float], list[TokenStore]]:
-    """(training sources, their shares, validation stores). Raises UserError where one is missing or doesn't fit."""
-    (sources, shares), validation = training_sources(settings.data), validation_stores(settings.data)
+def open_data(settings: TrainConfig, say: Say) -> tuple[dict[str, Source], dict[str, float], list[Source]]:
+    """(training sources, their shares, validation sources). Raises UserError where one is missing or doesn't fit."""
+    sources, shares = training_sources(settings.data, say)
+    validation = validation_sources(settings.data, say)
     if not settings.data.allow_other_tokenizer:
         refuse_other_tokenizers([*sources.values(), *validation])
     for store in [*sources.values(), *validation]:
@@ -153,7 +154,7 @@ def open_data(settings: TrainConfig, say: Say) -> tuple[dict[str, TokenStore], d
     read = ", ".join(f"{store.path} ({store.token_count:,} tokens)" for store in sources.values())
     say(f"data       {read}; validation: {', '.join(str(store.path) for store in validation) or 'none'}")
     tokens, rows = max(store.vocab_size for store in sources.values()), settings.model.vocab_size
-    if tokens < rows:
+    if 0 < tokens < rows and all(store.vocab_size for store in sources.values()):
         say(f"vocabulary {tokens:,} tokens in the data, {rows:,} in the model, of which {rows - tokens:,} are never "
             f"trained; a new model can do without them: vocab_size={tokens}")
     return sources, shares, validation
@@ -184,7 +185,7 @@ def build_model(settings: TrainConfig, world: World, forms: dict[str, str]) -> P
     return parallelize(network, settings.parallel, world=world, compute_dtype=dtype)
 
 
-def start(settings: TrainConfig, tokens: TokenStore, parallel: ParallelModel, optimizer: torch.optim.Optimizer,
+def start(settings: TrainConfig, tokens: Source, parallel: ParallelModel, optimizer: torch.optim.Optimizer,
           checkpointer: Checkpointer, weights: Weights | None, say: Say) -> TrainState:
     """Fills the shards from the newest checkpoint, else from what the settings name, else at random. Raises UserError
     for a model that is known to have learnt other tokens than `tokens`."""

@@ -116,7 +116,7 @@ def edit_index(path, **changes):
     (lambda path: edit_index(path, eos=1), "does not match its own checksum"),
     (lambda path: (path / "00001.bin").unlink(), "00001.bin: can't be read"),
     (lambda path: ((path / "00001.doc").unlink(), (path / "00001.doc").mkdir()), "00001.doc: can't be read"),
-    (lambda path: (path / "00001.bin").write_bytes(b"12"), "00001.bin: 2 bytes, but index.json says"),
+    (lambda path: (path / "00001.bin").write_bytes(b"12"), "00001.bin: 2 bytes, but its index says"),
     (lambda path: (path / "00000.doc").write_bytes(b""), "00000.doc: 0 bytes"),
 ])
 def test_a_broken_store_is_refused_by_name(store, damage, message):

@@ -6,13 +6,15 @@ import subprocess
 import sys
 from pathlib import Path
 
+import datasets
 import numpy as np
 import pytest
 import torch
 from tiny import TINY
 
 from config import resolve
-from mamba_fsdp.data.store import StoreWriter
+from mamba_fsdp.data import tokenizer as tokenizers_
+from mamba_fsdp.data.store import StoreWriter, TokenStore
 
 sys.path.append(str(Path(__file__).resolve().parent.parent / "parallel"))  # with what runs several ranks
 
@@ -31,12 +33,16 @@ def write_store(path, seed, documents, tokenizer="ids:of the corpus"):
 
 @pytest.fixture(scope="session")
 def corpus(tmp_path_factory):
-    """A folder with the stores train and validation, other/train, and foreign/train, whose tokenizer is another."""
+    """A folder with the stores train and validation, other/train, foreign/train, whose tokenizer is another, documents
+    that `datasets` saved (rows/train), and a tokenizer's folder."""
     root = tmp_path_factory.mktemp("corpus")
     write_store(root / "train", 0, 200)
     write_store(root / "validation", 1, 20)
     write_store(root / "other" / "train", 2, 50)
     write_store(root / "foreign" / "train", 2, 50, tokenizer="ids:of others")
+    rows = [document[:-1].tolist() for document in TokenStore(root / "other" / "train").documents()]
+    datasets.Dataset.from_dict({"tokens": rows, "others": rows[::-1]}).save_to_disk(root / "rows" / "train")
+    tokenizers_.train(["some text"], 300).save(root / "tokenizer")
     return root
 
 

@@ -29,6 +29,9 @@ OTHER_VALUES = {
     "d_intermediate": (24, {"layers": "mamba1+mlp"}),
     "dataset_path": ("{corpus}/other", {}), "datasets": ("other", {}), "weights": ("1,5", {"datasets": "train,other"}),
     "validation_path": ("none", {}), "allow_other_tokenizer": (True, {"datasets": "train,foreign"}),
+    **{name: (value, {"datasets": "rows/train", "eos_token": 0, "validation_path": "none", "eval_interval": 0})
+       for name, value in {"tokenizer": "{corpus}/tokenizer", "eos_token": 63, "bos_token": 62, "strip_tokens": "4,5,6",
+                           "col_name": "others", "pack": "none", "index_dir": "{run}/index"}.items()},
     "seq_length": (16, {}), "reset_at_documents": (True, {}), "num_workers": (3, {}),
     "position_weighting": (True, {}), "position_window": (2, {"position_weighting": True}), "prefetch": (1, {}),
     "learning_rate": (0.02, {}), "weight_decay": (0.5, {}), "beta1": (0.5, {}), "beta2": (0.5, {}),

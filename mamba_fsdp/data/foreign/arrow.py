@@ -1,0 +1,123 @@
+"""Where the tokens lie in files of the Arrow IPC formats, whose buffers are stored as they are in memory."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mamba_fsdp.data.foreign.index import Rows
+from mamba_fsdp.errors import UserError, first_line
+
+COLUMNS = ("tokens", "input_ids")  # looked for where none is named
+MASKS = {"labels": -100, "attention_mask": 0}  # {column: what it says of a token that does not count}
+LOOKS = 16  # batches of a file that are looked at to see whether a column masks anything
+END_OF_STREAM = b"\xff\xff\xff\xff\0\0\0\0"
+
+
+def find_rows(path: Path, column: str, mask: str = "") -> Rows:
+    """The rows of `column` of a file: its lists, or where it holds plain numbers its record batches, as fms writes
+    documents. mask: a column of MASKS, lists of the same lengths. Raises UserError."""
+    dtypes, offsets, lengths = ["<u4", ""], ([np.zeros(0, np.int64)], [np.zeros(0, np.int64)]), [np.zeros(0, np.int64)]
+    for whole, batch in batches(path):
+        sizes = []
+        for at, name in enumerate([column, mask] if mask else [column]):
+            values, bounds, size = _lists(path, name, batch)
+            dtypes[at] = np.dtype(values.type.to_pandas_dtype()).str
+            buffer = values.buffers()[1]
+            begin = buffer.address - whole.address if len(values) else 0
+            if len(values) and not 0 <= begin < whole.size:
+                raise UserError(f"{path}: its content is compressed; write it without, or make a token store of it:\n"
+                                f"  {store_command(path.parent, column)}")
+            offsets[at].append(begin + (values.offset + bounds) * np.dtype(dtypes[at]).itemsize)
+            sizes.append(size)
+        if len(sizes) > 1 and not np.array_equal(*sizes):
+            raise UserError(f"{path}: the rows of {mask} are not as long as those of {column}")
+        lengths.append(sizes[0])
+    return Rows(dtypes[0], np.concatenate(offsets[0]), np.concatenate(lengths), dtypes[1], np.concatenate(offsets[1]))
+
+
+def batches(path: Path) -> Iterator[tuple[Any, Any]]:
+    """Yields (the whole file as a buffer, a record batch that lies in it). Raises UserError for a broken file."""
+    import pyarrow
+
+    try:
+        with pyarrow.memory_map(str(path)) as file:
+            whole = file.read_buffer()
+            if whole[:6].to_pybytes() == b"ARROW1":
+                reader = pyarrow.ipc.open_file(whole)
+                yield from ((whole, reader.get_batch(number)) for number in range(reader.num_record_batches))
+                return
+            if whole[-8:].to_pybytes() != END_OF_STREAM:
+                raise UserError(f"{path}: it ends before its end, or is no Arrow file; copy it again")
+            yield from ((whole, batch) for batch in pyarrow.ipc.open_stream(whole))
+    except (pyarrow.ArrowException, OSError) as error:  # OSError: a message that is cut off
+        raise UserError(f"{path}: broken or truncated ({first_line(error)}); copy it again") from error
+
+
+def column_of(path: Path, wanted: str) -> str:
+    """The column that holds tokens, by the first batch of a file; `wanted` where that is no "". Raises UserError where
+    there is none, or text."""
+    from pyarrow import types
+
+    for _, batch in batches(path):
+        names = [name for name in ([wanted] if wanted else COLUMNS) if name in batch.schema.names]
+        if not names:
+            text = [field.name for field in batch.schema
+                    if types.is_string(field.type) or types.is_large_string(field.type)]
+            remedy = (f"it holds text, to be tokenised first:\n  {store_command(path.parent, text[0])}" if text and
+                      not wanted else f"name the one that holds tokens: --col_name={'|'.join(batch.schema.names)}")
+            raise UserError(f"{path}: has no column {wanted or ' or '.join(COLUMNS)}; {remedy}")
+        return names[0]
+    return wanted or COLUMNS[0]
+
+
+def mask_of(path: Path, column: str) -> str:
+    """The column that says which tokens count, if any, by LOOKS batches spread over a file. Raises UserError where
+    labels are other tokens than those of `column`."""
+    every = [batch for _, batch in batches(path)]
+    for name, uncounted in MASKS.items():
+        for number in sorted(set(np.linspace(0, len(every) - 1, LOOKS, dtype=int).tolist())) if every else ():
+            batch = every[number]
+            if name not in batch.schema.names or not hasattr(batch.schema.field(name).type, "value_type"):
+                break
+            (values, _, sizes), (said, *_) = _lists(path, column, batch), _lists(path, name, batch)
+            tokens, told = (array.to_numpy(zero_copy_only=False) for array in (values, said))
+            counts = told != uncounted
+            if name == "labels" and len(tokens) == len(told) and (tokens[counts] != told[counts]).any():
+                if np.array_equal(tokens[1:sizes[0]], told[:sizes[0] - 1]):  # the labels of each place, as ours are
+                    break
+                raise UserError(f"{path}: its labels are neither its {column} nor -100; remove that column")
+            if not counts.all():
+                return name
+    return ""
+
+
+def store_command(path: Path, column: str) -> str:
+    """The command that makes a token store of the text or the tokens in a column of the files of `path`."""
+    tokens = " --tokenizer=THE_ONE_THAT_MADE_THEM" if column in COLUMNS else ""
+    return f".venv/bin/python get_dataset.py {path} data/{path.stem} --text_column={column}{tokens}"
+
+
+def _lists(path, name, batch):
+    """(all values, where each row begins in them, its length) of a column of integers or of lists of them."""
+    from pyarrow import types
+
+    if name not in batch.schema.names:
+        raise UserError(f"{path}: has no column {name}, but {', '.join(batch.schema.names)}")
+    array = batch.column(name)
+    kind = getattr(array.type, "value_type", array.type)
+    if not types.is_integer(kind):
+        raise UserError(f"{path}: column {name} is {array.type}, not token ids")
+    if types.is_integer(array.type):
+        values, bounds = array, np.array([0, len(array)])
+    elif types.is_fixed_size_list(array.type):
+        values, bounds = array.values, np.arange(len(array) + 1) * array.type.list_size
+    else:
+        values, bounds = array.values, array.offsets.to_numpy().astype(np.int64)
+    if values.null_count:
+        raise UserError(f"{path}: column {name} has places without a token (null)")
+    sizes = np.diff(bounds)
+    if array.null_count and array is not values:
+        sizes[array.is_null().to_numpy(zero_copy_only=False)] = 0
+    return values, bounds[:-1], sizes

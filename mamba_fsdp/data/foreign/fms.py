@@ -1,0 +1,61 @@
+"""Trees of Arrow files as fms-fsdp reads them: below a folder any files `**/*.arrow`, each record batch a document.
+
+Beside the folder may lie meta/*counts*.csv, which says of each file how many documents and tokens it holds.
+"""
+
+import csv
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+
+from config.train_config import DataConfig
+from mamba_fsdp.data.foreign import arrow
+from mamba_fsdp.data.foreign.index import Wanted
+from mamba_fsdp.data.foreign.indexed import DataFile, IndexedSource, Rule
+from mamba_fsdp.data.foreign.opened import Say, opened
+from mamba_fsdp.data.foreign.tokens import Known
+from mamba_fsdp.errors import UserError
+
+FORMAT = "fms"
+
+
+def recognise(path: Path) -> bool:
+    return path.suffix == ".arrow" or path.is_dir() and next(path.rglob("*.arrow"), None) is not None
+
+
+def open_source(path: Path, known: Known, data: DataConfig, say: Say) -> IndexedSource:
+    root = path if path.is_dir() else path.parent
+    files = sorted(path.rglob("*.arrow")) if path.is_dir() else [path]
+    names = [str(file.relative_to(root)) for file in files]
+    column = arrow.column_of(files[0], data.col_name)
+    documents = data.pack != "none"
+    source = opened(path, FORMAT, root, names, Wanted(partial(arrow.find_rows, column=column), documents),
+                    Rule(documents), known, data, say,
+                    f"column {column} of {len(names)} files, {'documents' if documents else 'laid end to end'}")
+    tables = sorted(table for place in (root, root.parent) for table in place.glob("meta/*counts*.csv"))
+    for table in tables[:1]:
+        compare(table, root, source.files)
+    return source
+
+
+def compare(table: Path, root: Path, files: Sequence[DataFile]) -> None:
+    """Raises UserError where the table of counts names a file of the folder `root` that there is not, or says other
+    numbers of documents or tokens than it holds."""
+    holds = {file.name: file for file in files}
+    try:
+        with open(table, newline="") as lines:
+            said = list(csv.DictReader(lines))
+        for row in said:
+            # Paths there begin anywhere above the dataset's folder.
+            _, inside, name = f"/{row['dataset/filename']}".rpartition(f"/{root.name}/")
+            if not inside:
+                continue
+            if name not in holds:
+                raise UserError(f"{root / name}: missing, which {table} names; copy the file, or remove its line there")
+            for what in ("documents", "tokens"):
+                if row.get(what) and int(row[what]) != (held := getattr(holds[name], what)):
+                    raise UserError(f"{root / name}: holds {held:,} {what}, but {table} says {int(row[what]):,}; copy "
+                                    "the file again, or correct or remove its line there")
+    except (KeyError, ValueError, OSError) as error:
+        raise UserError(f"{table}: no table of dataset/filename, documents, tokens ({error!r}); correct or remove "
+                        "it") from error

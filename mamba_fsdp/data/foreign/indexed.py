@@ -1,0 +1,179 @@
+"""The Source over files in any foreign format: pieces of memory-mapped files, laid end to end.
+
+A piece is a stretch of tokens in a file: a document, to which bos and eos are added as it is read, or, where text was
+cut without regard to documents, as much as lies there in a row, taken as it is.
+"""
+
+import bisect
+import functools
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from mamba_fsdp.data.source import Tokens
+from mamba_fsdp.data.store import map_file
+from mamba_fsdp.errors import UserError
+
+LOOK_BACK = 1 << 16  # tokens: where no eos is found in so many, positions count from there
+MAPS = 1 << 14  # files mapped at a time: Linux allows 65,530 in all
+LAYOUT_BITS = (1 << 16) - 1, (1 << 14) - 1, 1  # DataLayout: token, position, counts in the loss; from the lowest bit on
+
+
+class DataFile(NamedTuple):
+    """A file of a source, as it was when its index was made."""
+
+    name: str  # from the source's folder on
+    size: int  # bytes
+    changed: int  # nanoseconds: its mtime
+    dtype: str  # of the tokens
+    mask_dtype: str  # of what says which tokens count; "" for nothing
+    documents: int  # in the file itself, the empty ones too
+    tokens: int  # in the file itself
+    pieces: int
+    length: int  # tokens, with what is added to documents and without what is stripped
+    digest: str  # of the pieces, and of samples of their content
+
+
+@dataclass(frozen=True)
+class Rule:
+    """How tokens are made of what lies in the files."""
+
+    documents: bool  # each piece is a document, to end with eos; else pieces are laid end to end as they are
+    bos: int = -1  # put before each document; -1: none
+    eos: int = -1  # -1: not known
+    layout: bool = False  # integers of LAYOUT_BITS instead of tokens
+    uncounted: int = -100  # what the mask's column says of a token that does not count
+
+
+class Pieces(NamedTuple):
+    """Where the pieces lie: arrays (pieces,), int64, possibly mapped."""
+
+    starts: np.ndarray  # (pieces + 1,): in the source, with what is added
+    offsets: np.ndarray  # bytes from the file's start
+    masks: np.ndarray  # the same, of what says which tokens count; (0,) where nothing does
+
+
+class IndexedSource:
+    """A Source over `files` of the folder `root`. Cheap to pickle where its index is stored: it is mapped again.
+
+    place: Pieces, or the folder that holds them. tokens: what is known of the tokenizer.
+    """
+
+    vocab_size = 0
+
+    def __init__(self, path: Path, format: str, root: Path, files: Sequence[DataFile], place: "Pieces | Path",
+                 rule: Rule, identity: str, tokenizer: tuple[str, str]):
+        self._made_of = path, format, root, files, place, rule, identity, tokenizer
+        self.path, self.format, self.root, self.files, self.rule, self._place = path, format, root, files, rule, place
+        self.identity, (self.tokenizer, self._tokenizer_path) = identity, tokenizer
+        self.eos = rule.eos
+        self._first = [0, *itertools.accumulate(file.pieces for file in files)]
+        self._before = int(rule.documents and rule.bos >= 0)
+        self.token_count = sum(file.length for file in files)
+        self.document_count = self._first[-1] if rule.documents else 0
+        self._map = functools.lru_cache(MAPS)(functools.partial(_map, root, files))
+
+    def __reduce__(self):
+        return IndexedSource, self._made_of
+
+    @functools.cached_property
+    def pieces(self) -> Pieces:
+        if isinstance(self._place, Pieces):
+            return self._place
+        return map_pieces(self._place, self._first[-1], bool(self.files[0].mask_dtype))
+
+    @property
+    def tokenizer_path(self) -> Path:
+        if not self._tokenizer_path:
+            raise UserError(f"{self.path}: its tokenizer is not known; name one: --tokenizer=FOLDER")
+        return Path(self._tokenizer_path)
+
+    def read(self, start: int, count: int) -> Tokens:
+        """As Source has it. The mask is None where all tokens count."""
+        assert 0 <= start and 0 <= count and start + count <= self.token_count, (start, count, self.token_count)
+        values, positions, counts = self._read(start, count)
+        if self.rule.layout:
+            parts = [values >> shift & bits for shift, bits in zip((0, 16, 30), LAYOUT_BITS)]
+            return Tokens(parts[0], parts[1], parts[2].astype(bool))
+        if not self.rule.documents:
+            positions = self._positions(values, start)
+        return Tokens(values, positions, counts)
+
+    def _read(self, start, count):
+        """(tokens, position of each in its piece, whether it counts) of [start, start + count)."""
+        starts = self.pieces.starts
+        first = min(int(starts.searchsorted(start, "right")), len(starts) - 1) - 1
+        last = max(first + 1, int(starts.searchsorted(start + count, "left")))
+        parts, piece = [], first
+        while piece < last:
+            file = bisect.bisect_right(self._first, piece) - 1
+            end = min(last, self._first[file + 1])
+            parts.append(self._read_file(file, piece, end, max(start, int(starts[piece])),
+                                         min(start + count, int(starts[end]))))
+            piece = end
+        if len(parts) == 1:
+            return parts[0]
+        values, positions, counts = zip(*parts)
+        return (np.concatenate(values), np.concatenate(positions),
+                None if counts[0] is None else np.concatenate(counts))
+
+    def _read_file(self, file, piece, end, start, stop):
+        """The same of [start, stop), which lies in the pieces [piece, end) of one file."""
+        content, mask = self._map(file)
+        starts = np.array(self.pieces.starts[piece:end + 1])
+        lengths = np.minimum(starts[1:], stop) - np.maximum(starts[:-1], start)
+        positions = np.arange(start, stop) - np.repeat(starts[:-1], lengths)
+        # What is added reads a neighbour of its piece first, or the nearest token of the file, and is overwritten then.
+        place = positions + np.repeat(self.pieces.offsets[piece:end] // content.itemsize - self._before, lengths)
+        values, counts = content.take(place, mode="clip"), None
+        if mask is not None:
+            offsets = self.pieces.masks[piece:end] // mask.itemsize - self._before
+            counts = mask.take(positions + np.repeat(offsets, lengths), mode="clip") != self.rule.uncounted
+        if self.rule.documents:
+            wide = max(self.rule.bos, self.rule.eos) > np.iinfo(values.dtype).max
+            values = values.astype(np.int64) if wide else values
+            ends = starts[1:] - 1 - start
+            added = ends[(0 <= ends) & (ends < stop - start)]
+            values[added] = self.rule.eos
+            if self._before:
+                values[positions == 0] = self.rule.bos
+                added = np.append(added, np.flatnonzero(positions == 0))
+            if counts is not None:
+                counts[added] = True
+        if values.dtype.kind == "i" and len(values) and values.min() < 0:
+            raise UserError(f"{self.root / self.files[file].name}: holds {values.min()} where a token id should stand")
+        return values, positions.astype(np.int32), counts
+
+    def _positions(self, values, start):
+        """Of each token in its document, where an eos ends one; without an eos all is one document."""
+        before = min(start, LOOK_BACK)
+        for size in (min(start, 1 << 10), before) if self.eos >= 0 else ():  # most documents began just before
+            ends: np.ndarray = np.flatnonzero(self._read(start - size, size)[0] == self.eos)
+            if len(ends):
+                before = size - 1 - int(ends[-1])
+                break
+        positions = np.arange(before, before + len(values), dtype=np.int32)
+        inner: np.ndarray = np.flatnonzero(values[:-1] == self.eos) + 1
+        if len(inner):
+            positions[inner[0]:] -= np.repeat((inner + before).astype(np.int32), np.diff(inner, append=len(values)))
+        return positions
+
+
+def map_pieces(folder: Path, count: int, masked: bool) -> Pieces:
+    """The Pieces that lie in a folder, mapped."""
+    sizes, remedy = {"starts": count + 1, "offsets": count, "masks": count if masked else 0}, "remove the folder"
+    return Pieces(*(map_file(folder / f"{name}.i64", np.dtype("<i8"), size * 8, remedy) if size
+                    else np.zeros(0, np.int64) for name, size in sizes.items()))
+
+
+def _map(root, files, number):
+    """(tokens, what says which count or None) of a file: all of it, as integers of the one type and of the other."""
+    file = files[number]
+    remedy = "it has changed since the run began: put it back, or start again"
+    content = map_file(root / file.name, np.dtype(np.uint8), file.size, remedy)
+    return [content[:len(content) // np.dtype(dtype).itemsize * np.dtype(dtype).itemsize].view(dtype) if dtype else None
+            for dtype in (file.dtype, file.mask_dtype)]

@@ -1,0 +1,61 @@
+"""A path to the Source that lies there, whatever its format."""
+
+from pathlib import Path
+
+from config.train_config import DataConfig
+from mamba_fsdp.data.foreign import fms, save_to_disk
+from mamba_fsdp.data.foreign.opened import Say
+from mamba_fsdp.data.foreign.tokens import Known
+from mamba_fsdp.data.source import Source
+from mamba_fsdp.data.store import TokenStore
+from mamba_fsdp.data.tokenizer import refuse_other_tokenizer
+from mamba_fsdp.errors import UserError
+from mamba_fsdp.storage import exists
+
+FORMATS = (save_to_disk, fms)  # the first that recognises a path opens it
+SPLITS = {"train": ("train", "train.bin"), "validation": ("validation", "val.bin")}  # what they are called in a folder
+TEXT = ("parquet", "jsonl", "json", "txt", "csv", "jsonl.gz", "jsonl.zst", "json.gz", "txt.gz")
+
+
+def open_source(path: str | Path, data: DataConfig | None = None, say: Say = lambda text: None) -> Source:
+    """The source at `path`. Raises UserError where there is none, or something is wrong with it."""
+    path, data = Path(path), data or DataConfig()
+    form = format_of(path)
+    if form:
+        return form.open_source(path, Known.of(data), data, say)
+    if not exists(path / "index.json"):
+        _refuse_text(path, data)
+    store = TokenStore(path)
+    if data.tokenizer and not data.allow_other_tokenizer:
+        refuse_other_tokenizer(path, store.tokenizer, data.tokenizer, Known.of(data).tokenizer[:1])
+    return store
+
+
+def format_of(path: Path):
+    """The module of the foreign format that lies at `path`; None for none."""
+    return None if exists(path / "index.json") else next((form for form in FORMATS if form.recognise(path)), None)
+
+
+def is_source(path: Path) -> bool:
+    """Whether a source of any format lies at `path`."""
+    return exists(path / "index.json") or format_of(path) is not None
+
+
+def split_in(path: Path, split: str = "train") -> Path:
+    """`path` itself, or where it is a folder of splits that one: train or validation."""
+    if exists(path / "index.json"):
+        return path
+    for name in SPLITS[split]:
+        if exists(path / name / "index.json") or exists(path / "dataset_dict.json") and exists(path / name):
+            return path / name
+    return path
+
+
+def _refuse_text(path, data):
+    """Raises UserError where `path` is text or a folder of it."""
+    found = [path] if path.is_file() else [file for suffix in TEXT for file in sorted(path.glob(f"*.{suffix}"))[:1]]
+    if any(file.name.endswith(tuple(f".{suffix}" for suffix in TEXT)) for file in found):
+        tokenizer = f" --tokenizer={data.tokenizer}" if data.tokenizer else ""
+        out = Path("data", path.name.partition(".")[0])
+        raise UserError(f"{path}: text ({found[0].name}), to be tokenised once before it is read:\n"
+                        f"  .venv/bin/python get_dataset.py {path} {out}{tokenizer}\nand then --dataset_path={out}")

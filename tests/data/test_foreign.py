@@ -1,0 +1,237 @@
+"""Foreign formats, written by the libraries that own them: read right, or refused by name."""
+
+import json
+import os
+import pickle
+
+import datasets
+import numpy as np
+import pyarrow
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from config.train_config import DataConfig
+from mamba_fsdp.data.foreign import index, indexed
+from mamba_fsdp.data.opening import open_source
+from mamba_fsdp.data.selection import batches, training_sources, validation_sources
+from mamba_fsdp.errors import UserError
+from tests.data.foreign_files import laid_end_to_end, write_fms, write_rows
+
+EOS, BOS = 0, 99
+# Empty, only separators, one token, doubled separators at both ends, one within, longer than many windows.
+DOCUMENTS = [[], [7], [0], [0, 0], [1, 2, 3], [0, 4, 0, 0], [5, 0, 6], list(range(1, 98)) * 5, [99, 8, 0]]
+
+
+def everything(source):
+    return source.read(0, source.token_count)
+
+
+@settings(max_examples=25, deadline=None)
+@given(files=st.lists(st.lists(st.lists(st.integers(0, 6), max_size=9), max_size=6), min_size=1, max_size=4),
+       bos=st.sampled_from([None, 5]), strip=st.sets(st.integers(1, 4), max_size=2), data=st.data())
+def test_any_window_of_documents(tmp_path_factory, files, bos, strip, data):
+    """read gives that slice of all documents laid end to end, over files, whichever separators they carry: one eos
+    behind each, none twice; empty documents leave nothing. Kept indexes and copies in other processes read the same."""
+    folder = tmp_path_factory.mktemp("fms") / "a"
+    for number, documents in enumerate(files):
+        write_fms(folder / f"part{number}" / "x.arrow", documents, stream=bool(number % 2))
+    options = DataConfig(eos_token="0", bos_token="" if bos is None else str(bos), strip_tokens=list(map(str, strip)),
+                         index_dir=data.draw(st.sampled_from(["", str(folder.parent / "index")])))
+    tokens, positions = laid_end_to_end([document for documents in files for document in documents], EOS, bos, strip)
+    if not tokens:
+        with pytest.raises(UserError, match="holds no tokens"):
+            open_source(folder, options)
+        return
+    source = pickle.loads(pickle.dumps(open_source(folder, options)))
+    assert source.token_count == len(tokens) and source.document_count == positions.count(0)
+    start = data.draw(st.integers(0, len(tokens)))
+    count = data.draw(st.integers(0, len(tokens) - start))
+    window = source.read(start, count)
+    assert window.tokens.tolist() == tokens[start:start + count] and window.mask is None
+    assert window.positions.tolist() == positions[start:start + count] and window.positions.dtype == np.int32
+    assert source.identity == open_source(folder, options).identity
+
+
+@pytest.mark.parametrize("write", [write_fms, lambda path, documents: write_rows(path.parent, documents)])
+def test_hard_documents(tmp_path, write):
+    """One eos ends each document, whatever separators it came with; ids may be of any size."""
+    documents = [*DOCUMENTS, [70_000]]
+    write(tmp_path / "a" / "x.arrow", documents)
+    source = open_source(tmp_path / "a", DataConfig(eos_token="0", bos_token="99"))
+    tokens, positions = laid_end_to_end(documents, EOS, BOS)
+    found = everything(source)
+    assert (found.tokens.tolist(), found.positions.tolist()) == (tokens, positions)
+    assert not any(a == b == EOS for a, b in zip(tokens, tokens[1:]))
+
+
+@pytest.mark.parametrize("shards", [1, 3])
+def test_blocks_are_laid_end_to_end(tmp_path, shards):
+    """Rows of one length, the last shorter: text in blocks. An eos in it ends a document, wherever a window begins."""
+    rows = np.random.default_rng(0).integers(0, 30, (40, 16)).tolist() + [[1, 2, 3]]
+    write_rows(tmp_path / "a", rows, shards=shards, labels=rows, attention_mask=[[1] * len(row) for row in rows])
+    said = []
+    source = open_source(tmp_path / "a", DataConfig(eos_token="0"), said.append)
+    flat = [token for row in rows for token in row]
+    assert everything(source).tokens.tolist() == flat and everything(source).mask is None
+    assert said == [f"reads      {tmp_path}/a: save_to_disk, rows of 16 laid end to end"]
+    positions, at = [], 0
+    for token in flat:
+        positions.append(at)
+        at = 0 if token == EOS else at + 1
+    for start in range(0, len(flat), 7):
+        assert source.read(start, len(flat) - start).positions.tolist() == positions[start:]
+    written = open_source(tmp_path / "a", DataConfig(eos_token="0", pack="document"))
+    assert everything(written).tokens.tolist() == laid_end_to_end(rows, EOS)[0]
+
+
+def test_far_into_a_document_positions_count_from_where_one_stopped_looking(tmp_path, monkeypatch):
+    monkeypatch.setattr(indexed, "LOOK_BACK", 20)
+    write_rows(tmp_path / "a", [[1] * 50] * 2)
+    for eos in ("0", ""):
+        source = open_source(tmp_path / "a", DataConfig(eos_token=eos))
+        assert source.read(15, 2).positions.tolist() == [15, 16] and source.read(60, 2).positions.tolist() == [20, 21]
+
+
+@pytest.mark.parametrize("pack", ["none", "document"])
+def test_what_labels_leave_out_does_not_count(tmp_path, pack):
+    """Labels of -100, or a zero in attention_mask, become the mask; an eos that is added counts."""
+    rows = [[1, 2, 3, 4], [5, 6], [0, 7, 8, 9, 0]]
+    write_rows(tmp_path / "labels", rows, labels=[[-100, 2, 3, 4], [5, -100], [0, -100, 8, 9, 0]])
+    write_rows(tmp_path / "mask", rows, attention_mask=[[0, 1, 1, 1], [1, 0], [1, 0, 1, 1, 1]])
+    for name in ("labels", "mask"):
+        found = everything(open_source(tmp_path / name, DataConfig(eos_token="0", pack=pack)))
+        hidden = found.tokens[~found.mask].tolist()
+        assert hidden == [1, 6, 7] and len(found.tokens) == (11 if pack == "none" else 12)
+    write_rows(tmp_path / "other", rows, labels=[[token + 20 for token in row] for row in rows])
+    with pytest.raises(UserError, match="labels are neither"):
+        open_source(tmp_path / "other", DataConfig(eos_token="0"))
+    write_rows(tmp_path / "next", rows, labels=[[*row[1:], -100] for row in rows])
+    assert everything(open_source(tmp_path / "next", DataConfig(eos_token="0"))).mask is None
+
+
+def test_splits_and_mixed_formats(tmp_path):
+    """A DatasetDict gives its train split, and validates on its validation split; one dataset_path holds several
+    formats."""
+    parts = {"train": [[1, 2, 3, 4]] * 9, "validation": [[5, 6, 7, 8]] * 9}
+    datasets.DatasetDict({name: datasets.Dataset.from_dict({"input_ids": rows}) for name, rows in parts.items()}
+                         ).save_to_disk(tmp_path / "split")
+    write_fms(tmp_path / "tree" / "deep" / "x.arrow", DOCUMENTS)
+    data = DataConfig(str(tmp_path), datasets=["split", "tree"], eos_token="0")
+    sources, weights = training_sources(data)
+    assert everything(sources["split"]).tokens.tolist() == [1, 2, 3, 4] * 9
+    assert weights == {"split": 36, "tree": sources["tree"].token_count}
+    assert [everything(source).tokens[0] for source in validation_sources(data)] == [5]
+    batch = next(batches(tmp_path / "split", seq_length=8, batch_size=2))
+    assert batch.tokens.shape == (2, 8)
+
+
+def test_the_index_is_kept_and_made_again_for_changed_data(tmp_path, monkeypatch):
+    """Large data: made by several processes once, beside the data; read-only data needs --index_dir."""
+    monkeypatch.setattr(index, "KEPT_FROM", 1)
+    monkeypatch.setattr(index, "PROCESSES_FROM", 1)
+    for number in range(3):
+        write_fms(tmp_path / "a" / f"{number}.arrow", [*DOCUMENTS, [10 + number]])
+    said, options = [], DataConfig(eos_token="0")
+    first = open_source(tmp_path / "a", options, said.append)
+    assert "made once, from 3 files" in said[0]
+    (kept,) = (tmp_path / "a").glob("documents-*")
+    monkeypatch.setattr(index, "_make", None)
+    assert everything(open_source(tmp_path / "a", options)).tokens.tolist() == everything(first).tokens.tolist()
+    monkeypatch.undo()
+    monkeypatch.setattr(index, "KEPT_FROM", 1)
+    write_fms(tmp_path / "a" / "1.arrow", [[77, 77]])
+    changed = open_source(tmp_path / "a", options, said.append)
+    assert changed.identity != first.identity and 77 in everything(changed).tokens
+    assert [path.name for path in (tmp_path / "a").glob("*documents-*")] == [kept.name]
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="give a folder for it: --index_dir=FOLDER"):
+        open_source(tmp_path / "a", DataConfig(eos_token="0", index_dir=str(tmp_path / "file")))
+
+
+def counts(path, *lines):
+    (path / "meta").mkdir(exist_ok=True)
+    (path / "meta" / "our_counts.csv").write_text("\n".join(["dataset/filename,documents,tokens", *lines, ""]))
+
+
+def test_counts(tmp_path):
+    """A table that agrees is fine, whatever stands before the dataset's name; one that does not is named."""
+    write_fms(tmp_path / "a" / "x.arrow", DOCUMENTS)
+    tokens, options = sum(map(len, DOCUMENTS)), DataConfig(eos_token="0")
+    counts(tmp_path, f"/old/place/a/x.arrow,{len(DOCUMENTS)},{tokens}", "other/y.arrow,1,1")
+    open_source(tmp_path / "a", options)
+    for lines, message in [([f"a/x.arrow,{len(DOCUMENTS) + 1},{tokens}"], "x.arrow: holds 9 documents, but .*says 10"),
+                           ([f"a/x.arrow,{len(DOCUMENTS)},1"], "tokens, but .*says 1;"),
+                           (["a/y.arrow,1,1"], "y.arrow: missing, which"), (["a/x.arrow,many,1"], "no table of")]:
+        counts(tmp_path, *lines)
+        with pytest.raises(UserError, match=message):
+            open_source(tmp_path / "a", options)
+
+
+def truncate(path, by):
+    os.truncate(path, path.stat().st_size - by)
+
+
+def compressed(path):
+    batch = pyarrow.record_batch([pyarrow.array([[1, 2] * 500])], names=["tokens"])
+    with pyarrow.OSFile(str(path), "wb") as file, pyarrow.ipc.new_file(
+            file, batch.schema, options=pyarrow.ipc.IpcWriteOptions(compression="zstd")) as writer:
+        writer.write(batch)
+
+
+def nothing_in_it(path):
+    for file in path.iterdir():
+        file.unlink()
+
+
+@pytest.mark.parametrize("spoil, options, message", [
+    (lambda a: truncate(a / "x.arrow", 1), {}, "x.arrow: broken or truncated .*copy it again"),
+    (lambda a: truncate(a / "x.arrow", 700), {}, "x.arrow: broken or truncated"),
+    (lambda a: os.truncate(a / "x.arrow", 0), {}, "x.arrow: "),
+    (lambda a: (a / "x.arrow").write_text("no arrow"), {}, "x.arrow: it ends before its end, or is no Arrow file"),
+    (lambda a: compressed(a / "x.arrow"), {}, "its content is compressed.*\n.*get_dataset.py .*--text_column=tokens"),
+    (lambda a: None, {"eos_token": ""}, r"a \(fms\): which token ends its documents is not known; give --eos_token=ID"),
+    (lambda a: None, {"col_name": "ids"}, "has no column ids; .*--col_name=tokens"),
+    (lambda a: None, {"eos_token": "</s>"}, "eos_token=</s> is no id, and no --tokenizer is given"),
+    (lambda a: nothing_in_it(a), {}, "a: not a token store"),
+    (lambda a: write_rows(a, [["some", "text"]]), {}, "column input_ids is .*string"),
+    (lambda a: datasets.Dataset.from_dict({"text": ["b"]}).save_to_disk(a), {},
+     "it holds text, to be tokenised first:\n  .venv/bin/python get_dataset.py .*a .*--text_column=text"),
+    (lambda a: write_rows(a, [[1, None]]), {}, "places without a token"),
+    (lambda a: (write_rows(a, [[1]] * 9), truncate(a / "data-00000-of-00001.arrow", 8)), {}, "it ends before its end"),
+    (lambda a: (write_rows(a, [[1]] * 9), (a / "data-00000-of-00001.arrow").unlink()), {}, "missing, which state.json"),
+    (lambda a: (write_rows(a, [[1]] * 9), (a / "state.json").write_text("{}")), {}, "not as save_to_disk writes it"),
+    (lambda a: (nothing_in_it(a), (a / "b.jsonl").write_text("{}")), {"tokenizer": "toks"},
+     r"a: text \(b.jsonl\), .*:\n  .*get_dataset.py .*a data/a --tokenizer=toks\n.*dataset_path=data/a"),
+])
+def test_what_is_wrong_is_named(tmp_path, spoil, options, message):
+    write_fms(tmp_path / "a" / "x.arrow", DOCUMENTS)
+    spoil(tmp_path / "a")
+    with pytest.raises(UserError, match=message):
+        open_source(tmp_path / "a", DataConfig(**{"eos_token": "0", **options}))
+
+
+def test_rows_that_are_missing_are_noticed(tmp_path):
+    """A copy of a folder whose file is an older one: dataset_info.json knows how many rows there were."""
+    write_rows(tmp_path / "a", [[1, 2]] * 9)
+    write_rows(tmp_path / "b", [[1, 2]] * 5)
+    os.replace(tmp_path / "b" / "data-00000-of-00001.arrow", tmp_path / "a" / "data-00000-of-00001.arrow")
+    info = json.loads((tmp_path / "a" / "dataset_info.json").read_text())
+    info["splits"] = {"train": {"name": "train", "num_examples": 9}}
+    (tmp_path / "a" / "dataset_info.json").write_text(json.dumps(info))
+    with pytest.raises(UserError, match="holds 5 rows, but dataset_info.json says 9"):
+        open_source(tmp_path / "a", DataConfig())
+
+
+def test_a_file_that_changes_while_it_is_read(tmp_path):
+    write_fms(tmp_path / "a" / "x.arrow", DOCUMENTS)
+    source = open_source(tmp_path / "a", DataConfig(eos_token="0"))
+    truncate(tmp_path / "a" / "x.arrow", 8)
+    with pytest.raises(UserError, match="x.arrow: .*has changed since the run began"):
+        source.read(0, 5)
+
+
+def test_negative_ids_are_refused_where_they_are_read(tmp_path):
+    write_rows(tmp_path / "a", [[1, -1]] * 3)
+    with pytest.raises(UserError, match="arrow: holds -1 where a token id should stand"):
+        open_source(tmp_path / "a", DataConfig(eos_token="0")).read(0, 4)
