@@ -65,13 +65,15 @@ UNBOUNDED = Bounds()
 
 
 def setting(default: Any, *, aliases: Iterable[str] = (), needs: Needs | None = None,
-            spellings: dict[str, str] | None = None, **bounds: Any) -> Any:
-    """A dataclass field with its Bounds, the other names by which users may know it, and other spellings of values.
+            spellings: dict[str, str] | None = None, instead_of: str = "", **bounds: Any) -> Any:
+    """A dataclass field with its Bounds, its other names, other spellings of values, and the setting that it stands in
+    place of.
 
     A list as default is copied for each instance. Where the default is a text that is not empty, so must be each value.
     """
     limits = Bounds(some_text=isinstance(default, str) and default != "", **bounds)
-    metadata = {"bounds": limits, "aliases": tuple(aliases), "needs": needs, "spellings": spellings or {}}
+    metadata = {"bounds": limits, "aliases": tuple(aliases), "needs": needs, "spellings": spellings or {},
+                "instead_of": instead_of}
     if isinstance(default, list):
         return dataclasses.field(default_factory=lambda: list(default), metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)
@@ -175,14 +177,15 @@ def read(name: str, kind: Any, text: Any, bounds: Bounds = UNBOUNDED, where: str
 
 
 def read_field(name: str, leaf: dataclasses.Field, text: Any, where: str = "") -> Any:
-    """The same for the dataclass field `leaf`."""
-    text = leaf.metadata["spellings"].get(str(text).lower(), text)
-    return read(name, leaf.type, text, leaf.metadata["bounds"], where)
+    """The same for the dataclass field `leaf`; a choice may stand in capitals."""
+    bounds, small = leaf.metadata["bounds"], str(text).lower()
+    text = small if small in bounds.choices else leaf.metadata["spellings"].get(small, text)
+    return read(name, leaf.type, text, bounds, where)
 
 
 def near_name(name: str, known: Iterable[str], otherwise: str, dashes: str = "") -> str:
-    """A hint for an unknown `name`: the nearest of the `known` names, or `otherwise`."""
-    near = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
+    """A hint for an unknown `name`: the nearest of the `known` names if it may be meant, or `otherwise`."""
+    near = difflib.get_close_matches(name, list(known), n=1, cutoff=0.75)
     return f"did you mean {dashes}{near[0]}?" if near else otherwise
 
 

@@ -1,6 +1,7 @@
 """The published models by name: what differs from ModelConfig's defaults.
 
-Sources: the releases of state-spaces (mamba, mamba2), Bamba, mambaoutai and Llama.
+Sources: the releases of state-spaces (mamba, mamba2), Bamba, mambaoutai and Llama; the smaller llama2 and llama3 are
+those of fms-fsdp.
 """
 
 import difflib
@@ -41,10 +42,14 @@ PRESETS = {
         n_layer=32, d_model=4096, d_intermediate=14336, d_state=128, vocab_size=128256, pad_vocab_size_multiple=16,
         n_head=32, n_kv_head=8, head_dim=128, rotary_dim=64, tie_embeddings=False),
     "mambaoutai": dict(layers="mamba1", d_model=2688, n_layer=28, vocab_size=65024, tie_embeddings=False),
+    "llama2_1.4b": _llama(2048, 16, 4, 24, 6144),
     "llama2_7b": _llama(4096, 32, 32, 32, 11008),
     "llama2_13b": _llama(5120, 40, 40, 40, 13824),
     "llama2_34b": _llama(8192, 64, 8, 48, 22016, rope_theta=1e6),
     "llama2_70b": _llama(8192, 64, 8, 80, 28672),
+    "llama3_194m": _llama(1024, 8, 8, 10, 2816, vocab_size=128256, rope_theta=5e5),
+    "llama3_1.8b": _llama(2048, 16, 8, 24, 7168, vocab_size=128256, rope_theta=5e5),
+    "llama3_3.2b": _llama(3072, 24, 8, 24, 8192, vocab_size=128256, rope_theta=5e5),
     "llama3_8b": _llama(4096, 32, 8, 32, 14336, vocab_size=128256, rope_theta=5e5),
     "llama3_70b": _llama(8192, 64, 8, 80, 28672, vocab_size=128256, rope_theta=5e5),
 }
@@ -55,8 +60,9 @@ OTHER_NAMES = {"bamba-9b": "mamba_9.8b", "llama2_34bcode": "llama2_34b", "7b": "
 def preset(name):
     """ModelConfig fields of the preset that `name` means, its own name as model_name among them.
 
-    Names of the Hugging Face hub and of fms mean it too: an organisation before it, -hf behind it, case and the choice
-    between - and _ don't matter. Raises UserError that says the nearest name.
+    Names of the Hugging Face hub and of fms mean it too: an organisation before it, -hf or _4k (fms-fsdp's shorter
+    context, which is seq_length's to say) behind it, case and the choice between - and _ don't matter. Raises UserError
+    that says the nearest name.
     """
     meant = {known: known for known in PRESETS} | OTHER_NAMES
     spellings = {_plain(spelling): known for spelling, known in meant.items()}
@@ -68,6 +74,12 @@ def preset(name):
     return {"model_name": known, **PRESETS[known]}
 
 
+def usual_length(model_name):
+    """Tokens of a sample that the preset is trained with: that of its publication, and of fms-fsdp for llama."""
+    name = preset(model_name)["model_name"]
+    return 256 if name == "demo" else 2048 if name.startswith(("mamba-", "mamba2-")) else 4096
+
+
 def title(model):
     """What a ModelConfig is called: by the name of its preset only while it has that preset's structure."""
     is_preset = model.structure() == ModelConfig(**preset(model.model_name)).structure()
@@ -75,4 +87,5 @@ def title(model):
 
 
 def _plain(name):
-    return name.lower().rpartition("/")[2].removesuffix("-hf").replace("-", "").replace("_", "")
+    name = name.lower().rpartition("/")[2].removesuffix("-hf").removesuffix("_4k")
+    return name.replace("-", "").replace("_", "")

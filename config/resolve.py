@@ -9,12 +9,12 @@ import dataclasses
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from config import fields
+from config import elsewhere, fields
 from config.fields import Duration, help_lines, near_name, read_field, shown
 from config.model_config import ModelConfig
-from config.presets import preset
+from config.presets import preset, usual_length
 from config.train_config import TrainConfig
 from mamba_fsdp.errors import UserError
 
@@ -48,28 +48,66 @@ def resolve_settings(given: Mapping[str, Any], config_file: str | None = None,
     """The TrainConfig of what is `given` (name -> text) over `config_file`, the preset and the defaults.
 
     Returns (settings, explicit): explicit is the set of leaf names that the command line or the file set. A setting of
-    the file that does nothing only because of the command line is dropped. Raises UserError for unknown names (with
-    the nearest), values of the wrong type or out of bounds, settings that do nothing, impossible combinations, and
-    `stray` words, which name no setting.
+    the file that does nothing only because of the command line is dropped. Words of other launchers are taken where
+    they mean the same (config/elsewhere.py), and told in the settings' `notes`. Raises UserError for unknown names
+    (with the nearest), values of the wrong type or out of bounds, all of these at once; for settings that do nothing,
+    impossible combinations, and `stray` words, which name no setting.
     """
     if stray:
         raise UserError(f"{stray[0]}: settings are written --name=value")
-    in_file, on_line = {}, _read(given, "on the command line")
-    if config_file:
-        path = find_config_file(config_file)
-        in_file = _read(flatten(load_yaml(path), path), f"in {path}")
-    chosen = {**in_file, **on_line}
+    path = find_config_file(config_file) if config_file else None
+    on_line = Place(given, "on the command line")
+    in_file = Place(flatten(load_yaml(path), path) if path else {}, f"in {path}")
+    _refuse(on_line, in_file, path)
+    _leave_out(in_file.chosen, on_line.chosen)
+    chosen = {**in_file.chosen, **on_line.chosen}
     settings = _build(chosen)
     settings.check()
+    notes, wrong = [*in_file.notes, *on_line.notes], []
+    pointless_in_file = _pointless(_build(in_file.chosen), in_file.chosen, _usual(in_file.chosen))
     for name, sentence in _pointless(settings, chosen, _usual(chosen)).items():
         if settings.checkpoint.init_from and name in vars(settings.model):
             continue  # the weights decide the layers: see take_model
-        if name in on_line:
-            raise UserError(f"{sentence} (on the command line)")
-        if name in _pointless(_build(in_file), in_file, _usual(in_file)):
-            raise UserError(f"{sentence} (in {path})")
+        if name in on_line.foreign or name in in_file.foreign and name not in on_line.chosen:
+            notes.append(sentence.removesuffix("; leave it out"))  # their programs take what does nothing
+        elif name in on_line.chosen:
+            wrong.append(f"{sentence} (on the command line)")
+        elif name in pointless_in_file:
+            wrong.append(f"{sentence} (in {path})")
         del chosen[name]
-    return _build(chosen), set(chosen)
+    refuse_all(wrong)
+    settings = _build(chosen)
+    settings.notes = notes
+    return settings, set(chosen)
+
+
+def _refuse(on_line: "Place", in_file: "Place", path: Path | None) -> None:
+    """Raises UserError with all mistakes at once, if any."""
+    launcher = elsewhere.launcher_of(in_file.given)
+    hint = f"python -m mamba_fsdp settings --from={launcher} {path} writes it in our words" if launcher else ""
+    refuse_all([*on_line.mistakes, *in_file.mistakes], hint if in_file.mistakes else "")
+
+
+def refuse_all(mistakes: Sequence[str], hint: str = "") -> None:
+    """Raises UserError with these sentences, if any, one a line, and a hint."""
+    if mistakes:
+        lines = mistakes if len(mistakes) == 1 else [f"{len(mistakes)} mistakes:", *mistakes]
+        raise UserError("\n  ".join([*lines, hint] if hint else lines))
+
+
+def _leave_out(in_file: dict[str, Any], on_line: dict[str, Any]) -> None:
+    """Of two settings in place of each other, the command line's stands. Raises UserError where one place has both."""
+    for name, (_, leaf) in all_settings().items():
+        if not (other := leaf.metadata["instead_of"]):
+            continue
+        for place in (on_line, in_file):  # a config.yaml has both, one of them with its default
+            given = [each for each in (name, other) if each in place and place[each] != default(each)]
+            if len(given) == 2:
+                raise UserError(f"{name}={shown(place[name])} stands in place of {other}={shown(place[other])}; give "
+                                "one of them")
+        for one, another in ((name, other), (other, name)):
+            if one in on_line and on_line[one] != default(one):
+                in_file.pop(another, None)
 
 
 def _build(chosen: dict[str, Any]) -> TrainConfig:
@@ -83,7 +121,7 @@ def _build(chosen: dict[str, Any]) -> TrainConfig:
 def _usual(chosen: dict[str, Any]) -> dict[str, Any]:
     """The value of each setting that is not chosen: the preset's, else the default."""
     name = chosen.get("model_name", default("model_name"))
-    return {**{name: default(name) for name in all_settings()}, **preset(name)}
+    return {**{name: default(name) for name in all_settings()}, **preset(name), "seq_length": usual_length(name)}
 
 
 def _pointless(settings: TrainConfig, names: Iterable[str], usual: dict[str, Any]) -> dict[str, str]:
@@ -111,6 +149,8 @@ def take_model(settings: TrainConfig, model: ModelConfig, explicit: Collection[s
     if "model_name" not in explicit:
         for name in there.keys() - set(explicit):
             setattr(settings.model, name, there[name])
+        if "seq_length" not in explicit:
+            settings.data.seq_length = usual_length(settings.model.model_name)
     refuse_other_model(settings, model, f"init_from {settings.checkpoint.init_from}")
     for sentence in _pointless(settings, there.keys() & set(explicit), there).values():
         raise UserError(sentence)
@@ -174,10 +214,10 @@ def load_yaml(path: Path) -> dict:
 
 
 def flatten(content: dict[str, Any], path: Path) -> dict[str, Any]:
-    """{section: {name: value}} or {name: value} or both -> {name or section.name: value}."""
+    """{section: {name: value}} or {name: value} or both -> {name or section.name: value}. Sections may be others'."""
     flat = {}
     for key, value in content.items():
-        if key not in SECTIONS:
+        if key not in (*SECTIONS, *elsewhere.SECTIONS):
             flat[key] = value
         elif isinstance(value, dict):
             flat.update({f"{key}.{name}": inner for name, inner in value.items()})
@@ -186,19 +226,53 @@ def flatten(content: dict[str, Any], path: Path) -> dict[str, Any]:
     return flat
 
 
-def _read(given: Mapping[str, Any], where: str) -> dict[str, Any]:
-    chosen: dict[str, Any] = {}
-    for key, text in given.items():
-        name = aliases().get(key)
-        if name is None:
+class Taken(NamedTuple):
+    """By which word a setting was given: a name of ours, or another launcher's; and whether it gives way to others."""
+
+    key: str
+    own: bool
+    weak: bool
+
+
+class Place:
+    """What the command line or a file gives: settings by our names, notes on words of others, and mistakes."""
+
+    def __init__(self, given: Mapping[str, Any], where: str) -> None:
+        self.given, self.where = given, where
+        self.chosen: dict[str, Any] = {}
+        self.taken: dict[str, Taken] = {}
+        self.notes: list[str] = []
+        self.mistakes: list[str] = []
+        for key, text in given.items():
+            try:
+                self._take(key, text.strip() if isinstance(text, str) else text)
+            except UserError as error:
+                self.mistakes.append(str(error))
+
+    @property
+    def foreign(self) -> set[str]:
+        """The settings that were given in others' words."""
+        return {name for name, taken in self.taken.items() if not taken.own}
+
+    def _take(self, key: str, text: Any) -> None:
+        own = aliases().get(key)
+        row = elsewhere.find(key, own, SECTIONS, all_settings())
+        if not own and not row:
             # The suggestion looks past a wrong section; the setting does not.
             hint = near_name(key.split(".")[-1], ["config", *all_settings()], "training.py --help lists them")
-            raise UserError(f"{key}: there is no such setting ({where}); {hint}")
-        if name in chosen:
-            raise UserError(f"{name}: given twice {where} (as {key} too); give it once")
-        text = text.strip() if isinstance(text, str) else text
-        chosen[name] = read_field(name, all_settings()[name][1], text, f" ({where})")
-    return chosen
+            raise UserError(f"{key}: there is no such setting ({self.where}); {hint}")
+        meant = elsewhere.meaning(row, key, text, self.given) if row else elsewhere.Meaning({str(own): text})
+        self.notes += filter(None, [meant.note])
+        for place, (name, given) in enumerate(meant.settings.items()):
+            value = read_field(name, all_settings()[name][1], given, f" ({self.where})")
+            self._set(name, value, Taken(key, bool(own), weak=not own and (place > 0 or meant.off)))
+
+    def _set(self, name: str, value: Any, now: Taken) -> None:
+        before = self.taken.get(name)
+        if before and (before.own and now.own or self.chosen[name] != value and before.weak == now.weak):
+            raise UserError(f"{name}: given twice {self.where} (as {before.key} and {now.key}); give it once")
+        if not before or before.weak or now.own:
+            self.chosen[name], self.taken[name] = value, now
 
 
 def as_dict(settings: TrainConfig) -> dict[str, dict[str, Any]]:

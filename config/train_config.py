@@ -25,7 +25,9 @@ STORE = Needs("a validation_path",
 VALIDATION = Needs("eval_interval above 0 and a validation_path",
                    lambda settings: settings.training.eval_batches == 0  # all of nothing, as older config.yaml say
                    or settings.training.eval_interval.count and settings.data.validation_path != "none")
+AHEAD = Needs("num_workers above 0", lambda settings: settings.data.num_workers)
 DECAY = Needs("schedule=wsd", lambda settings: settings.lr_schedule.schedule == "wsd")
+FALLING = Needs("another schedule than constant", lambda settings: settings.lr_schedule.schedule != "constant")
 FLOOR = Needs("a schedule that decays to a floor: cosine, linear, or wsd with decay_steps other than 0",
               lambda settings: settings.lr_schedule.schedule in ("cosine", "linear", "wsd")
               and settings.lr_schedule.decay_steps.count)
@@ -74,18 +76,20 @@ class DataConfig:
     allow_other_tokenizer: bool = setting(False)
     """Let tokens of different tokenizers meet: of the datasets, the validation, and the model that the run starts or
     resumes from."""
+    use_dummy_dataset: bool = setting(False)
+    """Train on made-up tokens instead of data, for benchmarks: they count up through the vocabulary, without end."""
     seq_length: int = setting(256, at_least=1)
-    """Tokens per sample."""
+    """Tokens per sample. It comes with model_name: 256 for demo, 2048 for mamba-* and mamba2-*, 4096 for the others."""
     reset_at_documents: bool = setting(False)
     """Let no state, convolution or attention cross the start of a document within a sample."""
     position_weighting: bool = setting(False)
     """Weight each token's loss with tanh(p / position_window), p the tokens of its document that stand before it in the
     sample: what can be guessed from little counts little. The mean is over the weights of the global batch."""
-    position_window: float = setting(10.0, above=0, aliases=("window_size",), needs=WEIGHTING)
+    position_window: float = setting(10.0, above=0, needs=WEIGHTING)
     """Tokens after which position_weighting gives three quarters of the full weight."""
-    num_workers: int = setting(1, at_least=1, at_most=64)
-    """Threads per rank that read batches ahead."""
-    prefetch: int = setting(2, at_least=1, at_most=1024)
+    num_workers: int = setting(1, at_least=0, at_most=64)
+    """Threads per rank that read batches ahead; 0 reads each when it is needed."""
+    prefetch: int = setting(2, at_least=1, at_most=1024, needs=AHEAD)
     """Steps read ahead."""
 
 
@@ -118,6 +122,9 @@ class ScheduleConfig:
     """Warm-up; -1 means a twentieth of the run, at most 2000 steps (annealing and constant: none)."""
     decay_steps: Duration = steps(-1, at_least=-1, needs=DECAY)
     """Length of the final decay of wsd; -1 means a tenth of the run."""
+    schedule_steps: Duration = steps(-1, at_least=-1, needs=FALLING)
+    """Length of cosine, wsd, linear and annealing where it is not that of the run: a longer run stays where it ends; -1
+    means the run's."""
     min_learning_rate_ratio: float = setting(0.1, at_least=0, at_most=1, needs=FLOOR)
     """Floor of cosine, wsd and linear, as a share of learning_rate."""
     lengthened: str = setting("auto", choices=("auto", "hold", "follow", "rewarm"))
@@ -130,6 +137,9 @@ class ScheduleConfig:
 class TrainingConfig:
     """The loop."""
 
+    num_epochs: float = setting(0.0, at_least=0, instead_of="num_steps")
+    """Length of the run in epochs; 0 leaves it to num_steps. An epoch is as many samples as the sources of the mixture
+    have windows of seq_length tokens together, so that weights left out read each window once."""
     num_steps: Duration = steps(1000, at_least=1)
     """Length of the run in steps, or tokens as in 20Mtok: then the learning rate is a function of the tokens seen,
     which another global batch later in the run does not bend."""
@@ -139,10 +149,13 @@ class TrainingConfig:
     """Samples per device and forward pass."""
     global_batch_size: int = setting(0, at_least=0)
     """Samples per step over all devices, reached by gradient accumulation; 0 means batch_size times the devices."""
+    gradient_accumulation_steps: int = setting(1, at_least=1, instead_of="global_batch_size")
+    """Forward passes of each device per step: what a step has, where the number of devices is to decide on it. With
+    global_batch_size a step has the same samples on any number of them."""
     seed: int = setting(2023, at_least=0)
     """Seed of the initial weights and of the order of samples."""
     mixed_precision: str = setting("bf16", choices=("bf16", "fp16", "fp32"),
-                                   spellings={"true": "bf16", "false": "fp32"})
+                                   spellings={"true": "bf16", "false": "fp32", "no": "fp32"})
     """Precision of the matrix products; weights, their update, the recurrence and reductions are fp32. true means bf16,
     false fp32."""
     kernels: str = setting("auto")
@@ -195,7 +208,7 @@ class ParallelConfig:
     fsdp_activation_checkpointing: bool = setting(False)
     """Recompute activations in the backward pass instead of keeping them."""
     selective_checkpointing: str = setting("1", needs=RECOMPUTING)
-    """Share of the blocks that recompute, as a fraction: 1/3 or 0.33."""
+    """Share of the blocks that recompute, as a fraction: 1/3 or 0.33; 0 none."""
     reentrant_checkpointing: bool = setting(False, needs=RECOMPUTING)
     """Use torch's reentrant form of activation checkpointing."""
     backward_prefetch: bool = setting(True, needs=SHARDING)
@@ -214,14 +227,14 @@ class ParallelConfig:
     data on a slow disk needs it."""
 
     def selective_share(self) -> Fraction:
-        """selective_checkpointing as a number in (0, 1]. Raises UserError where it is none."""
+        """selective_checkpointing as a number in [0, 1]. Raises UserError where it is none."""
         text = self.selective_checkpointing
         try:
             share = Fraction(text)
         except (ValueError, ZeroDivisionError):
             share = Fraction(-1)
-        if not 0 < share <= 1:
-            raise UserError(f"selective_checkpointing={text!r} must be a share above 0 and at most 1, "
+        if not 0 <= share <= 1:
+            raise UserError(f"selective_checkpointing={text!r} must be a share, at least 0 and at most 1, "
                             "as in 1/3 or 0.33")
         return share
 
@@ -244,6 +257,8 @@ class ReportConfig:
 
 @dataclass
 class TrainConfig:
+    """All settings of a run. `notes`: lines for its log on what was given in words of other launchers."""
+
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
@@ -252,6 +267,9 @@ class TrainConfig:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     report: ReportConfig = field(default_factory=ReportConfig)
+
+    def __post_init__(self) -> None:
+        self.notes: list[str] = []
 
     def check(self) -> None:
         """Raises UserError for combinations that can't work, before any process group or GPU starts."""

@@ -77,6 +77,11 @@ class Order:
                 "identity": {**self.before["identity"], **self.identity}}
 
     @property
+    def epoch_windows(self) -> int:
+        """Windows of all sources of the mixture together: the samples of an epoch of a run."""
+        return int(self.windows[self.counts > 0].sum())
+
+    @property
     def block_windows(self) -> int:
         return max(1, BLOCK_TOKENS // self.seq_length)
 

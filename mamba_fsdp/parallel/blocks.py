@@ -11,7 +11,7 @@ from mamba_fsdp.ops import uncompiled
 
 
 def checkpoint_blocks(blocks: Sequence[nn.Module], share: Fraction, *, reentrant: bool) -> None:
-    """Let a share in (0, 1] of the blocks recompute their activations in the backward pass."""
+    """Let a share in [0, 1] of the blocks recompute their activations in the backward pass."""
     for block, chosen in zip(blocks, selected(len(blocks), share)):
         if chosen:
             block.forward = _checkpointed(block.forward, reentrant)

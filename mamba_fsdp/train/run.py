@@ -43,6 +43,8 @@ def run_training(settings: TrainConfig, weights: Weights | None = None, write_mo
     try:
         with (contextlib.closing(world), watchdog(settings.parallel.timeout_minutes, world.rank),
               out_of_memory_explained(world.rank, settings.parallel, lambda: state.step == first_step)):
+            for note in settings.notes:
+                display.line(f"settings   {note}")
             if not settings.training.dry_run:
                 world.on_rank0(folder.take)
             parts = set_up(settings, world, folder, weights, display.line)

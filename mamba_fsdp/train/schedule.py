@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+from config.fields import Duration
 from config.train_config import TrainConfig
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.train.state import TrainState
@@ -49,16 +50,17 @@ class Schedule:
         return rise
 
 
-def schedule_of(settings: TrainConfig, state: TrainState, tokens_per_step: int,
+def schedule_of(settings: TrainConfig, state: TrainState, length: Duration, tokens_per_step: int,
                 say: Callable[[str], None]) -> tuple[Schedule, bool]:
-    """The schedule of a run, and whether it counts tokens, as it does where num_steps is in tokens: its steps are then
-    those of the run's start, so that another global batch does not bend it.
+    """The schedule of a run of `length`, and whether it counts tokens, as it does where that is in tokens: its steps
+    are then those of the run's start, so that another global batch does not bend it.
 
-    Where num_steps has changed and with it the learning rate at hand, says so, and makes of a longer run what
+    Where the length has changed and with it the learning rate at hand, says so, and makes of a longer run what
     `lengthened` says. The train state keeps it: the same command resumes on the same curve. Raises UserError where the
     learning rate would be held at 0.
     """
-    given, length, first = settings.lr_schedule, settings.training.num_steps, state.first_tokens_per_step
+    given, first = settings.lr_schedule, state.first_tokens_per_step
+    length = given.schedule_steps if given.schedule_steps.count > 0 else length
 
     def made(total: int, in_tokens: bool, **begins: Any) -> Schedule:
         warmup, decay = (duration.tokens(first) if in_tokens else duration.steps(tokens_per_step)

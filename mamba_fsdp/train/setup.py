@@ -4,18 +4,20 @@ import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
 from config import resolve
+from config.fields import Duration
 from config.model_config import checked_model
-from config.presets import title
+from config.presets import title, usual_length
 from config.train_config import TrainConfig, TrainingConfig
 from mamba_fsdp.checkpoint.checkpointer import Checkpointer
 from mamba_fsdp.checkpoint.folder import find_checkpoint, load
 from mamba_fsdp.checkpoint.tensors import open_tensors
 from mamba_fsdp.conventions import DTYPES
+from mamba_fsdp.data.dummy import DummySource
 from mamba_fsdp.data.loader import Loader, Split
 from mamba_fsdp.data.order import Order
 from mamba_fsdp.data.selection import one_for_all, refuse_other_tokenizers, training_sources, validation_sources
@@ -102,20 +104,21 @@ def set_up(settings: TrainConfig, world: World, folder: RunFolder, weights: Weig
     if settings.training.dry_run:
         for newest in committed(folder.path / CHECKPOINTS)[-1:]:
             say(f"resumes    from {newest.name}, if it is whole")
-        say_length(settings, plan_steps(settings, split, TrainState(), len(validation), say), say)
+        length = run_length(settings, Order(sources, shares, settings.data.seq_length, settings.training.seed))
+        say_length(settings, plan_steps(settings, split, TrainState(), length, len(validation), say), say)
         return None
     checkpointer = Checkpointer(folder.path, world, keep=checkpoint.keep_checkpoints,
                                 asynchronous=checkpoint.async_checkpoint, report=say, check_ours=folder.lease.check)
     parallel = build_model(settings, world, forms)
     optimizer = make_optimizer(parallel.parameters(), parameters(settings.model), settings.optimizer, world.device)
     state = start(settings, one_for_all(sources.values()), parallel, optimizer, checkpointer, weights, say)
-    plan = plan_steps(settings, split, state, len(validation), say)
     anew = "resuming_dataset=false"
     if state.step:  # its own checkpoint, which always wins
         also = "init_from= " if checkpoint.init_from else ""
         anew = f"save_ckpt_path=ANOTHER load_ckpt_path={folder.path} {also}{anew}"
     order = Order(sources, shares, settings.data.seq_length, settings.training.seed, state=state.data or None,
                   anew=anew)
+    plan = plan_steps(settings, split, state, run_length(settings, order), len(validation), say)
     loader = Loader(sources, order, settings.data, split, vocab_size=settings.model.vocab_size, first_step=state.step,
                     pin_memory=world.device.type == "cuda")
     say_length(settings, plan, say)
@@ -123,8 +126,21 @@ def set_up(settings: TrainConfig, world: World, folder: RunFolder, weights: Weig
     return Parts(settings, world, sources, validation, parallel, optimizer, state, scale, plan, loader, checkpointer)
 
 
+def run_length(settings: TrainConfig, order: Order) -> Duration:
+    """num_steps, or num_epochs in tokens. Raises UserError for epochs of data without end."""
+    training = settings.training
+    if not training.num_epochs:
+        return training.num_steps
+    if settings.data.use_dummy_dataset:
+        raise UserError("num_epochs: made-up tokens have no end; give num_steps")
+    return Duration(math.ceil(training.num_epochs * order.epoch_windows) * settings.data.seq_length, "tok")
+
+
 def say_length(settings: TrainConfig, plan: Plan, say: Say) -> None:
     flops = flops_per_token(settings.model, settings.data.seq_length) * plan.tokens_per_step
+    usual = usual_length(settings.model.model_name)
+    if settings.data.seq_length < usual:
+        say(f"seq_length {settings.data.seq_length}; {settings.model.model_name} is trained with {usual}")
     say(f"steps      {plan.total_steps:,} of {plan.split.global_batch} x {settings.data.seq_length} = "
         f"{plan.tokens_per_step:,} tokens; {scaled(flops, 'FLOP')} each, {scaled(flops * plan.total_steps, 'FLOP')} in "
         "all")
@@ -133,7 +149,7 @@ def say_length(settings: TrainConfig, plan: Plan, say: Say) -> None:
 def split_step(training: TrainingConfig, world: World) -> Split:
     """This rank's part of a step. Raises UserError where the global batch can't be split evenly."""
     per_pass = training.batch_size * world.size
-    global_batch = training.global_batch_size or per_pass
+    global_batch = training.global_batch_size or per_pass * training.gradient_accumulation_steps
     if global_batch % per_pass:
         raise UserError(f"global_batch_size {global_batch} is no multiple of batch_size {training.batch_size} times "
                         f"{world.size} ranks; set batch_size to a divisor of {global_batch / world.size:g}, or another "
@@ -143,6 +159,10 @@ def split_step(training: TrainingConfig, world: World) -> Split:
 
 def open_data(settings: TrainConfig, say: Say) -> tuple[dict[str, Source], dict[str, float], list[Source]]:
     """(training sources, their shares, validation sources). Raises UserError where one is missing or doesn't fit."""
+    if settings.data.use_dummy_dataset:
+        dummy: Any = DummySource(settings.model.vocab_size)
+        say("data       made-up tokens, for benchmarks; no validation")
+        return {dummy.path.name: dummy}, {dummy.path.name: 1.0}, []
     sources, shares = training_sources(settings.data, say)
     validation = validation_sources(settings.data, say)
     if not settings.data.allow_other_tokenizer:
@@ -246,8 +266,9 @@ def fill_from(weights: Slices, parallel: ParallelModel) -> None:
         parallel.shards(), lambda name, shape, start, stop: weights.slice(name, start, stop)))
 
 
-def plan_steps(settings: TrainConfig, split: Split, state: TrainState, stores: int, say: Say) -> Plan:
-    """The settings' durations in steps. Where num_steps is in tokens, the length counts what the run has seen. stores:
+def plan_steps(settings: TrainConfig, split: Split, state: TrainState, length: Duration, stores: int,
+               say: Say) -> Plan:
+    """The settings' durations in steps. Where the run's `length` is in tokens, it counts what the run has seen. stores:
     that it validates on."""
     training = settings.training
     tokens_per_step = split.global_batch * settings.data.seq_length
@@ -256,10 +277,10 @@ def plan_steps(settings: TrainConfig, split: Split, state: TrainState, stores: i
     if state.samples != state.step * split.global_batch:
         say(f"batch      {split.global_batch} samples a step from here on, {state.samples / state.step:g} before; "
             "global_batch_size keeps it the same on any number of ranks")
-    total = training.num_steps.count
-    if training.num_steps.unit == "tok":
+    total = length.count
+    if length.unit == "tok":
         total = state.step + -(-max(0, total - state.tokens) // tokens_per_step)
-    schedule, in_tokens = schedule_of(settings, state, tokens_per_step, say)
+    schedule, in_tokens = schedule_of(settings, state, length, tokens_per_step, say)
     eval_steps, eval_batches = training.eval_interval.steps(tokens_per_step) if stores else 0, training.eval_batches
     if eval_batches < 0:  # a step costs three forward passes
         eval_batches = math.ceil(VALIDATION_SHARE * 3 * eval_steps / max(1, stores))

@@ -27,6 +27,7 @@ OTHER_VALUES = {
     "rotary_dim": (0, {"layers": "attention", "n_head": 4, "n_kv_head": 4}),
     "rope_theta": (100, {"layers": "attention", "n_head": 2, "n_kv_head": 2}),
     "d_intermediate": (24, {"layers": "mamba1+mlp"}),
+    "use_dummy_dataset": (True, {}),
     "dataset_path": ("{corpus}/other", {}), "datasets": ("other", {}), "weights": ("1,5", {"datasets": "train,other"}),
     "validation_path": ("none", {}), "allow_other_tokenizer": (True, {"datasets": "train,foreign"}),
     **{name: (value, {"datasets": "rows/train", "eos_token": 0, "validation_path": "none", "eval_interval": 0})
@@ -37,8 +38,10 @@ OTHER_VALUES = {
     "learning_rate": (0.02, {}), "weight_decay": (0.5, {}), "beta1": (0.5, {}), "beta2": (0.5, {}),
     "adam_epsilon": (0.1, {}), "grad_clip_thresh": (0.01, {}),
     "schedule": ("linear", {}), "warmup_steps": (3, {}), "decay_steps": (3, {"schedule": "wsd"}),
+    "schedule_steps": (3, {}),
     "min_learning_rate_ratio": (0.5, {}), "lengthened": (None, {}),
-    "num_steps": (3, {}), "batch_size": (1, {}), "global_batch_size": (4, {}), "seed": (1, {}),
+    "num_epochs": (0.01, {}), "num_steps": (3, {}), "gradient_accumulation_steps": (2, {}),
+    "batch_size": (1, {}), "global_batch_size": (4, {}), "seed": (1, {}),
     "mixed_precision": ("bf16", {}), "kernels": ("auto", {}), "deterministic": (True, {}),
     "dry_run": (True, {}),
     "max_skipped_steps": (2, {}), "eval_interval": (2, {}), "eval_batches": (1, {}),
@@ -122,7 +125,7 @@ def traces(train, tmp_path, metrics_of, corpus, monkeypatch):
                                   and name != "max_skipped_steps"])
 def test_a_setting_changes_something(traces, name):
     value, needed = OTHER_VALUES[name]
-    needed = {"num_steps": 6, **needed} if name != "num_steps" else needed
+    needed = needed if name in ("num_steps", "num_epochs") else {"num_steps": 6, **needed}
     before, again, changed = traces(needed), traces(needed), traces({**needed, name: value})
     assert before == again, "the traces of equal runs differ: they could prove nothing"
     assert changed != before

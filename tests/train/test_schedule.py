@@ -58,7 +58,7 @@ def factors_of(settings, batches):
     """{(tokens before, tokens after): factor} of each step of a run that resumes a third of the way with each batch."""
     state, factors = TrainState(), {}
     for part, batch in enumerate(batches, 1):
-        plan = plan_steps(settings, Split(0, 1, batch), state, 0, lambda text: None)
+        plan = plan_steps(settings, Split(0, 1, batch), state, settings.training.num_steps, 0, lambda text: None)
         while state.tokens < settings.training.num_steps.count * part / len(batches):
             before, factor = state.tokens, plan.learning_rate_factor(state)
             state.advance(batch, plan.tokens_per_step, 1.0, applied=True, excused=False)
@@ -92,7 +92,7 @@ def resumed(state, num_steps, lengthened="auto", until=None, **more):
     settings.training.num_steps = Duration.parse(str(num_steps))
     for name, value in {"lengthened": lengthened, **more}.items():
         setattr(settings.lr_schedule, name, value)
-    plan, rates = plan_steps(settings, Split(0, 1, 2), state, 0, said.append), []
+    plan, rates = plan_steps(settings, Split(0, 1, 2), state, settings.training.num_steps, 0, said.append), []
     while state.step < (until or plan.total_steps):
         rates.append(plan.learning_rate_factor(state))
         state.advance(2, plan.tokens_per_step, 1.0, applied=True, excused=False)

@@ -1,0 +1,155 @@
+"""What users of other launchers type is answered right: their published settings, each held against what is meant."""
+
+import pytest
+
+from config import elsewhere, resolve
+from mamba_fsdp.errors import UserError
+from mamba_fsdp.model.spec import parameter_count
+
+# word as typed there: the settings that it becomes; None: it works and changes nothing; a text: refused, and says this
+PUBLISHED = {
+    "aws": {
+        "model_name=state-spaces/mamba-130m": {"model_name": "state-spaces/mamba-130m"},
+        "model_name=state-spaces/mamba-130m-hf": {"model_name": "state-spaces/mamba-130m-hf"},
+        "model_name=llama2_13b": {"model_name": "llama2_13b"},
+        "load_ckpt_path=PATH": {"load_ckpt_path": "PATH"}, "save_ckpt_path=PATH": {"save_ckpt_path": "PATH"},
+        "dataset_path=PATH": {"dataset_path": "PATH"}, "sharding_strategy=FSDP": {"sharding_strategy": "fsdp"},
+        "fsdp_activation_checkpointing=True": {"fsdp_activation_checkpointing": True},
+        "selective_checkpointing=1": {"selective_checkpointing": "1"}, "batch_size=2": {"batch_size": 2},
+        "learning_rate=3e-4": {"learning_rate": 3e-4}, "grad_clip_thresh=4.0": {"grad_clip_thresh": 4.0},
+        "num_steps=1200": {"num_steps": "1200"}, "report_interval=200": {"report_interval": "200"},
+        "checkpoint_interval=20000": {"checkpoint_interval": "20000"}, "seq_length=4096": {"seq_length": 4096},
+        "datasets=lang=en/dataset=commoncrawl,lang=de/dataset=wikipedia": {
+            "datasets": ["lang=en/dataset=commoncrawl", "lang=de/dataset=wikipedia"]},
+        "logical_shards=768": None, "mixed_precision=True": {"mixed_precision": "bf16"},
+        "mixed_precision=False": {"mixed_precision": "fp32"}, "low_cpu_fsdp=False": {"low_cpu_fsdp": False},
+        "seed=2023": {"seed": 2023}, "use_profiler=False": {"use_profiler": False}, "use_nsight=False": None,
+        "use_nsight=True": "PROFILE=nsys", "use_wandb=False": {"tracker": []},
+        "use_wandb=True": {"tracker": ["wandb"]},
+        "wandb_dir=PATH": None, "wandb_project_name=training": None, "wandb_run_id=aabbccdd": None,
+        "use_torch_compile=False": {"use_torch_compile": False}, "DATA_PATH=/fsx": "MOUNTS=",
+        "FSX_MOUNT=/fsx:/fsx": "MOUNTS=", "GPUS_PER_NODE=8": "PROCESSES_PER_NODE=N"},
+    "fms": {
+        "model_variant=mamba_9.8b": {"model_name": "mamba_9.8b"}, "model_variant=7b": {"model_name": "7b"},
+        **{f"model_variant={name}": {"model_name": name} for name in (
+            "13b", "34b", "70b", "llama2_1.4b", "llama3_194m_4k", "llama3_1.8b", "llama3_1.8b_4k", "llama3_3.2b",
+            "llama3_8b_4k", "llama3_8b", "llama3_70b_4k")},
+        "data_path=PATH": {"dataset_path": "PATH"}, "vocab_size=128256": {"vocab_size": 128256},
+        "ckpt_load_path=PATH": {"load_ckpt_path": "PATH"}, "ckpt_save_path=PATH": {"save_ckpt_path": "PATH"},
+        "use_dummy_dataset=True": {"use_dummy_dataset": True}, "file_type=arrow": None, "file_type=hf_parquet": None,
+        "file_type=auto": None, "bol_token=None": None, "bol_token=1": "gets no tokens of its own",
+        "num_workers=0": {"num_workers": 0}, "sharding_strategy=HSDP": {"sharding_strategy": "hsdp"},
+        "training_stage=initial": {"schedule": "cosine"}, "training_stage=annealing": {"schedule": "annealing"},
+        "profiler_rank0_only=True": None, "tracker=wandb": {"tracker": ["wandb"]}, "tracker=None": {"tracker": []},
+        "tracker=": {"tracker": []}, "tracker=aim": "must be one of tensorboard, wandb",
+        "tracker_dir=PATH": None, "tracker_project_name=llama": None, "tracker_run_id=abc": None,
+        "tp_size=8": "no speculators", "model_arch=embedllama": "no speculators",
+        "n_speculator_heads=3": "no speculators",
+        "stage2_start_step=15000": "no speculators"},
+    "composer": {
+        "d_model=2688": {"d_model": 2688}, "n_layer=28": {"n_layer": 28}, "fsdp_layer_wrap=true": None,
+        "fsdp_layer_wrap=false": "always gathered by itself",
+        "activation_checkpointing=true": {"fsdp_activation_checkpointing": True},
+        "global_batch_size=896": {"global_batch_size": 896}, "batch_size=7": {"batch_size": 7},
+        "micro_batch_size=7": {"batch_size": 7}, "eval_batch_size=8": None, "seq_len=4096": {"seq_length": 4096},
+        "prefetch_factor=2": {"prefetch": 2}, "n_total_tokens=400039358022": None,
+        "lr=0.00045": {"learning_rate": 4.5e-4},
+        "beta1=0.9": {"beta1": 0.9}, "sharding_strategy=FULL_SHARD": {"sharding_strategy": "fsdp"},
+        "sharding_strategy=SHARD_GRAD_OP": "sharding_strategy=fsdp gathers them twice", "process_group=null": None,
+        "process_group=mod1": "sharding_strategy=hsdp", "backward_prefetch=BACKWARD_PRE": {"backward_prefetch": True},
+        "backward_prefetch=BACKWARD_POST": "true (BACKWARD_PRE) or false",
+        "limit_all_gathers=false": {"limit_all_gathers": False}, "verbose=true": None,
+        "t_warmup=1006878720tok": {"warmup_steps": "1006878720tok"}, "alpha_f=0.2": {"min_learning_rate_ratio": 0.2},
+        "t_max=10068787200tok": {"schedule_steps": "10068787200tok", "num_steps": "10068787200tok"},
+        "max_duration=1ep": "steps (as in 100ba) or tokens", "max_duration=100ba": {"num_steps": "100"},
+        "cp_interval=1006878720tok": {"checkpoint_interval": "1006878720tok"},
+        "eval_interval=100ba": {"eval_interval": "100"}, "eval_subset_num_batches=16": "eval_batches",
+        "save_folder=checkpoints": {"save_ckpt_path": "checkpoints"}, "autoresume=true": None,
+        "autoresume=false": "another folder begins anew", "clipping_threshold=1.0": {"grad_clip_thresh": 1.0},
+        "position_weighting=true": {"position_weighting": True}, "window_size=10": None,
+        "n_samples_to_skip=0": None, "n_samples_to_skip=5": "resuming_dataset=true"},
+    "trainer": {
+        "no_wandb=True": {"tracker": []}, "resume=True": None, "output_dir=./x": {"save_ckpt_path": "./x"},
+        "num_train_epochs=5": {"num_epochs": 5.0}, "per_device_train_batch_size=4": {"batch_size": 4},
+        "gradient_accumulation_steps=8": {"gradient_accumulation_steps": 8},
+        "max_seq_length=2048": {"seq_length": 2048},
+        "bf16=true": {"mixed_precision": "bf16"}, "bf16=false": {"mixed_precision": "fp32"},
+        "fp16=true": {"mixed_precision": "fp16"}, "mixed_precision=no": {"mixed_precision": "fp32"},
+        "gradient_checkpointing=true": {"fsdp_activation_checkpointing": True},
+        "train_from_scratch=true": None, "train_from_scratch=false": "init_from=FOLDER",
+        "tracker=wandb,tensorboard": {"tracker": ["wandb", "tensorboard"]}, "report_to=none": {"tracker": []},
+        "lr_scheduler_type=cosine": "schedule=cosine", "warmup_ratio=0.1": "warmup_steps",
+        "max_steps=-1": None, "max_steps=50": {"num_steps": "50"}, "eval_strategy=no": {"eval_interval": "0"}},
+}
+
+
+@pytest.mark.parametrize("launcher, word", [(name, word) for name, words in PUBLISHED.items() for word in words])
+def test_a_published_setting_is_answered_right(launcher, word):
+    (name, _, value), meant = word.partition("="), PUBLISHED[launcher][word]
+    if isinstance(meant, str):
+        with pytest.raises(UserError) as caught:
+            resolve.resolve_settings({name: value})
+        assert meant in str(caught.value) and "did you mean" not in str(caught.value)
+        return
+    settings, explicit = resolve.resolve_settings({name: value})
+    written = {key: value for section in resolve.as_dict(settings).values() for key, value in section.items()}
+    assert {key: written[key] for key in explicit} == (meant or {})
+    renamed = next(iter(meant or {}), "") != name
+    assert not renamed or any(note.startswith(f"{name}=") for note in settings.notes), "the log says what it became"
+
+
+def test_each_row_leads_to_settings_that_there_are():
+    known = {row.names: set(row.ours.split()) - resolve.all_settings().keys() for row in elsewhere.TABLE}
+    assert not {names: lost for names, lost in known.items() if lost}
+    assert all(set(row.launchers.split()) <= elsewhere.LAUNCHERS.keys() for row in elsewhere.TABLE)
+    assert all(row.words or row.ours for row in elsewhere.TABLE), "a row without counterpart says why"
+
+
+def test_what_only_says_what_is_not_gives_way():
+    def resolved(**given):
+        return resolve.resolve_settings(given)[0]
+
+    assert resolved(bf16="true", fp16="false").training.mixed_precision == "bf16"
+    assert resolved(fp16="true", bf16="false").training.mixed_precision == "fp16"
+    assert resolved(use_wandb="False", tracker="tensorboard").report.tracker == ["tensorboard"]
+    assert resolved(t_max="100tok", num_steps="500tok").training.num_steps.count == 500
+    for both in ({"bf16": "true", "fp16": "true"}, {"seq_len": "8", "seq_length": "16"}):
+        with pytest.raises(UserError, match="given twice"):
+            resolved(**both)
+    assert resolved(seq_len="8", seq_length="8").data.seq_length == 8
+
+
+def test_all_mistakes_are_told_at_once(tmp_path):
+    file = tmp_path / "composer.yaml"
+    file.write_text("data: {seq_len: 64, n_samples_to_skip: 5}\nscheduler: {name: cosine, t_wramup: 3ba}\n"
+                    "fsdp: {sharding_strategy: SHARD_GRAD_OP, verbose: true}\ntrainer: {eval_subset_num_batches: 16}\n")
+    with pytest.raises(UserError) as caught:
+        resolve.resolve_settings({"batch_size": "two", "sharding_strategy": "fsdp"}, str(file))
+    said = str(caught.value)
+    assert "6 mistakes:" in said and f"settings --from=composer {file}" in said
+    assert all(word in said for word in ("batch_size=two", "n_samples_to_skip=5", "name=cosine", "t_wramup",
+                                         "SHARD_GRAD_OP", "eval_subset_num_batches"))
+
+
+def test_a_section_of_theirs_is_only_a_prefix(tmp_path):
+    file = tmp_path / "theirs.yaml"
+    file.write_text("data: {global_batch_size: 16, micro_batch_size: 8}\noptimizer: {lr: 1e-3}\n"
+                    "fsdp: {limit_all_gathers: false, activation_checkpointing: true}\n"
+                    "model: {activation_checkpointing: true}\nwandb: {project: mine}\ngeneral: {full_name: one}\n"
+                    "tracker: wandb\n")
+    settings = resolve.resolve_settings({}, str(file))[0]
+    assert (settings.training.global_batch_size, settings.optimizer.learning_rate) == (16, 1e-3)
+    assert (settings.report.wandb_project, settings.report.wandb_name) == ("mine", "one")
+
+
+@pytest.mark.parametrize("name, length", [("demo", 256), ("state-spaces/mamba-130m", 2048), ("mamba2-1.3b", 2048),
+                                          ("mamba_9.8b", 4096), ("llama3_8b_4k", 4096), ("mambaoutai", 4096)])
+def test_seq_length_comes_with_the_preset(name, length):
+    assert resolve.resolve_settings({"model_name": name})[0].data.seq_length == length
+
+
+@pytest.mark.parametrize("name, count", [("llama2_1.4b", 1.3e9), ("llama3_194m_4k", 0.39e9), ("llama3_1.8b", 1.9e9),
+                                         ("llama3_3.2b_4k", 3.2e9)])
+def test_the_small_models_of_fms_have_their_size(name, count):
+    model = resolve.resolve_settings({"model_name": name})[0].model
+    assert abs(parameter_count(model) / count - 1) < 0.05
