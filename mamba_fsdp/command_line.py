@@ -107,11 +107,14 @@ def _cut_at_dashes(arguments: Sequence[str]) -> tuple[Sequence[str], Sequence[st
 
 def split(arguments: Sequence[str]) -> tuple[tuple[str, ...], dict[str, Any]]:
     """(positional, named) words, by Fire's rules but none of them guessed into a type: 0123 stays 0123."""
-    words = []
+    words: list[tuple[tuple[str, ...], dict[str, Any]]] = []
 
     @fire.decorators.SetParseFn(str)
     def capture(*positional, **named):
         words.append((positional, named))
 
     fire.Fire(capture, command=list(arguments))
-    return words[0]
+    positional, named = words[0]
+    # Fire takes --no_wandb for the opposite of a flag called _wandb.
+    return positional, {**{name: text for name, text in named.items() if not name.startswith("_")},
+                        **{f"no{name}": "True" for name in named if name.startswith("_")}}

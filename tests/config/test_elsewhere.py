@@ -3,6 +3,7 @@
 import pytest
 
 from config import elsewhere, resolve
+from mamba_fsdp import command_line
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.model.spec import parameter_count
 
@@ -103,6 +104,11 @@ def test_each_row_leads_to_settings_that_there_are():
     assert not {names: lost for names, lost in known.items() if lost}
     assert all(set(row.launchers.split()) <= elsewhere.LAUNCHERS.keys() for row in elsewhere.TABLE)
     assert all(row.words or row.ours for row in elsewhere.TABLE), "a row without counterpart says why"
+
+
+def test_a_flag_that_begins_with_no_is_itself():
+    assert command_line.split(["--no_wandb", "--resume", "--tracker=x"])[1] == {
+        "no_wandb": "True", "resume": "True", "tracker": "x"}
 
 
 def test_what_only_says_what_is_not_gives_way():
