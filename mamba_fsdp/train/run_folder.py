@@ -9,10 +9,10 @@ from pathlib import Path
 
 from mamba_fsdp.data.source import Source
 from mamba_fsdp.errors import UserError
+from mamba_fsdp.lease import Lease
 from mamba_fsdp.report.records import read_status, write_status
-from mamba_fsdp.run_layout import CHECKPOINTS, TOKENIZER, committed, refuse_foreign, step_of
+from mamba_fsdp.run_layout import CHECKPOINTS, LEASE, TOKENIZER, committed, refuse_foreign, step_of
 from mamba_fsdp.storage import patiently
-from mamba_fsdp.train.lease import Lease
 
 
 class RunFolder:
@@ -20,7 +20,7 @@ class RunFolder:
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
-        self.lease = Lease(self.path)
+        self.lease = Lease(self.path / LEASE)
 
     def take(self) -> None:
         """Makes the folder and takes its lease. Raises UserError where that can't be, another run holds it, or it is
@@ -46,7 +46,7 @@ class RunFolder:
         status = read_status(self.path)
         with contextlib.suppress(UserError, OSError):
             if status.get("status") == "running" and (holder := self.lease.ended_holder()):
-                status |= {"status": "failed", "step": self._newest_step(), "reason": f"killed: {holder}"}
+                status |= {"status": "failed", "step": self._newest_step(), "reason": f"killed: the run of {holder}"}
                 write_status(self.path, status["status"], status["step"], status["reason"])
         return status
 

@@ -8,10 +8,11 @@ import time
 
 import pytest
 
+from mamba_fsdp import lease as module
 from mamba_fsdp.errors import UserError
+from mamba_fsdp.lease import Lease
 from mamba_fsdp.report.records import read_status, write_status
-from mamba_fsdp.train import lease as module
-from mamba_fsdp.train.lease import Lease
+from mamba_fsdp.run_layout import LEASE
 
 pytestmark = pytest.mark.torch22
 PROCESSES = multiprocessing.get_context("spawn")
@@ -25,7 +26,7 @@ def take(tmp_path, monkeypatch):
     taken = []
 
     def take_one(said=None):
-        lease = Lease(tmp_path)
+        lease = Lease(tmp_path / LEASE)
         lease.take(report=(said if said is not None else []).append)
         taken.append(lease)
         return lease
@@ -37,18 +38,18 @@ def take(tmp_path, monkeypatch):
 @pytest.fixture
 def unwatched(monkeypatch):
     """A holder must be told dead without watching it."""
-    monkeypatch.setattr(Lease, "_watch", lambda *_: pytest.fail("it was watched"))
+    monkeypatch.setattr(module, "living", lambda _: pytest.fail("it was watched"))
 
 
 def left_by(folder, **changed):
     """The lease of a process that is not ours to ask, with some fields changed."""
     owner = {"token": "x", **module._this_process(), "host": "node-7", "pid": 7, "machine": "another", **changed}
-    (folder / module.LEASE).write_text(json.dumps(owner))
+    (folder / LEASE).write_text(json.dumps(owner))
 
 
 def hold(folder, connection):
     try:
-        lease = Lease(folder)
+        lease = Lease(folder / LEASE)
         lease.take(report=lambda text: None)
     except UserError as error:
         connection.send(str(error))
@@ -105,7 +106,7 @@ def test_a_silent_holder_elsewhere_is_waited_for_and_then_dead(take, tmp_path, m
     monkeypatch.setattr(module, "SECONDS_OF_SILENCE", 0.1)
     left_by(tmp_path)
     if content is not None:
-        (tmp_path / module.LEASE).write_bytes(content)
+        (tmp_path / LEASE).write_bytes(content)
     said = []
     take(said).check()
     assert len(said) == 1 and "waiting" in said[0] and ("node-7" in said[0] or content is not None)
@@ -117,7 +118,7 @@ def test_a_holder_elsewhere_that_renews_is_alive(take, tmp_path, monkeypatch):
     left_by(tmp_path)
     long_ago = iter(range(10 ** 6))
     monkeypatch.setattr(module.time, "sleep",
-                        lambda _: os.utime(tmp_path / module.LEASE, (next(long_ago), next(long_ago))))
+                        lambda _: os.utime(tmp_path / LEASE, (next(long_ago), next(long_ago))))
     with pytest.raises(UserError, match=r"process 7 on node-7 \(Slurm job 17\)"):
         take()
 
@@ -125,7 +126,7 @@ def test_a_holder_elsewhere_that_renews_is_alive(take, tmp_path, monkeypatch):
 def test_a_holder_that_ends_while_it_is_watched_leaves_the_folder_free(take, tmp_path, monkeypatch):
     """And nothing is removed then: what is there a moment later would be a living run's."""
     left_by(tmp_path)
-    monkeypatch.setattr(module.time, "sleep", lambda _: (tmp_path / module.LEASE).unlink(missing_ok=True))
+    monkeypatch.setattr(module.time, "sleep", lambda _: (tmp_path / LEASE).unlink(missing_ok=True))
     monkeypatch.setattr(Lease, "_remove", lambda self: pytest.fail("a lease was removed"))
     take().check()
 
@@ -143,13 +144,13 @@ def test_of_many_at_once_one_gets_the_folder(tmp_path):
 def test_one_that_lost_its_lease_finds_out_and_leaves_the_other_in_peace(take, tmp_path):
     lease = take()
     left_by(tmp_path)
-    other = (tmp_path / module.LEASE).stat().st_mtime_ns
+    other = (tmp_path / LEASE).stat().st_mtime_ns
     with pytest.raises(UserError, match="in use by the run of process 7 on node-7.*writes nothing more"):
         lease.check()
     time.sleep(0.2)
     lease.give_back()
-    assert (tmp_path / module.LEASE).stat().st_mtime_ns == other
-    (tmp_path / module.LEASE).unlink()
+    assert (tmp_path / LEASE).stat().st_mtime_ns == other
+    (tmp_path / LEASE).unlink()
     with pytest.raises(UserError, match="has lost its lease.json"):
         lease.check()
 
@@ -175,6 +176,6 @@ def test_a_run_that_ended_without_a_word_is_not_called_running(tmp_path, capsys,
 
 
 def test_a_folder_that_was_never_taken_is_not_held(tmp_path):
-    lease = Lease(tmp_path)
+    lease = Lease(tmp_path / LEASE)
     assert not lease.is_held()
     lease.give_back()

@@ -21,7 +21,7 @@ from mamba_fsdp.train.state import TrainState
 @pytest.fixture
 def recorder_of(tmp_path, monkeypatch):
     """recorder_of(world) -> a Recorder of a run of 4 steps of 64 tokens that reports every second one."""
-    monkeypatch.setattr("mamba_fsdp.train.lease.Lease.is_held", lambda self: True)
+    monkeypatch.setattr("mamba_fsdp.lease.Lease.is_held", lambda self: True)
     settings = TrainConfig()
     settings.report.report_interval = Duration.parse("128tok")
     plan = Plan(Split(0, 1, 2), tokens_per_step=64, total_steps=4, eval_steps=0, eval_batches=0, checkpoint_steps=4,

@@ -49,5 +49,5 @@ def test_a_full_disk_is_said_in_a_line(tmp_path, monkeypatch):
         metrics.write({"step": 1})
     with pytest.raises(UserError, match="status.json: can't be written"):
         records.write_status(tmp_path / "missing", "running", 0)
-    monkeypatch.setattr("mamba_fsdp.train.lease.Lease.is_held", lambda self: True)
+    monkeypatch.setattr("mamba_fsdp.lease.Lease.is_held", lambda self: True)
     RunFolder(tmp_path / "missing").say_failed(0, UserError("what failed first"))

@@ -1,8 +1,8 @@
-"""One run at a time in a run folder: rank 0 holds a lease on it, the file lease.json, renewed for as long as it lives.
+"""One process at a time, on whatever machine: it holds a lease, a file that it renews for as long as it lives.
 
 Not a lock of the operating system: on a shared file system the mount options decide whether other hosts see it. A lease
-that is no longer renewed expires, so no crash needs a clean-up by hand; and a run that was frozen until another took
-over its folder finds out before it writes again.
+that is no longer renewed expires, so no crash needs a clean-up by hand; and a process that was frozen until another
+took over what it held finds out before it writes again. A run holds its run folder, tokenising a unit of the input.
 """
 
 import contextlib
@@ -13,13 +13,12 @@ import socket
 import threading
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from mamba_fsdp.durable import hidden_beside
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.heartbeat import heart
-from mamba_fsdp.run_layout import LEASE
 from mamba_fsdp.storage import patiently
 
 SECONDS_BETWEEN_RENEWALS = 5.0
@@ -28,40 +27,47 @@ SECONDS_OF_SILENCE = 30.0  # without renewal, after which a holder that can't be
 
 
 class Lease:
-    """The right of this process to write into a run folder. Only rank 0 takes it."""
+    """The right of this process to write what `file` stands for."""
 
-    def __init__(self, run_folder: Path) -> None:
-        self.file = run_folder / LEASE
+    def __init__(self, file: Path) -> None:
+        self.file = file
         self.content: bytes | None = None  # of the file, while it is ours
         self.ended = threading.Event()
 
     def take(self, report: Callable[[str], None]) -> None:
-        """Raises UserError when a living run holds the folder, within SECONDS_OF_SILENCE; StorageError after patient
-        trying, and OSError as the disk does.
+        """Of a run folder. Raises UserError when a living run holds it, within SECONDS_OF_SILENCE; StorageError after
+        patient trying, and OSError as the disk does."""
+        while not self.try_take():
+            holder = self.holder()
+            report(f"waiting    to see whether the run of {holder} still lives: it held {self.file.parent}")
+            if living([self]):
+                raise UserError(f"{self.file.parent} is in use by the run of {self.holder() or holder}; stop that run "
+                                "first, or give this one another save_ckpt_path")
 
-        Of two that take over a dead run's folder in the same millisecond, both may succeed; the first `check` ends one.
+    def try_take(self) -> bool:
+        """Whether it is ours now; not where another holds it who is not known to have ended. Raises as `take` does.
+
+        Of two that take over from a dead holder in the same millisecond, both may succeed; the first to ask `is_held`
+        learns that it lost.
         """
         content = json.dumps({"token": uuid.uuid4().hex, **_this_process()}, indent=1).encode()
         while not patiently(lambda: self._create(content), self.file):
             seen = patiently(self._look, self.file)
             if seen and not _has_ended(_owner(seen)):
-                report(f"waiting    to see whether {_describe(_owner(seen))} still lives: it held {self.file.parent}")
-                before, seen = seen, self._watch(seen)
-                if seen and seen != before:
-                    raise UserError(f"{self.file.parent} is in use by {_describe(_owner(seen))}; stop that run first, "
-                                    "or give this one another save_ckpt_path")
+                return False
             if seen:
                 patiently(self._remove, self.file)
-        self.content = content
-        threading.Thread(target=self._renew, name="lease", daemon=True).start()
+        self.content, self.ended = content, threading.Event()
+        threading.Thread(target=self._renew, args=[self.ended], name="lease", daemon=True).start()
+        return True
 
     def is_held(self) -> bool:
-        """Whether this process holds the folder. Raises OSError as the disk does."""
+        """Whether this process holds it. Raises OSError as the disk does."""
         seen = self._look() if self.content else None
         return seen is not None and seen[0] == self.content
 
     def check(self) -> None:
-        """Raises UserError when another run holds the folder by now. Called before each write that must not mix."""
+        """Raises UserError when another run holds the run folder by now. Called before each write that must not mix."""
         try:
             if patiently(self.is_held, self.file):
                 return
@@ -69,13 +75,18 @@ class Lease:
         except OSError as error:
             raise UserError(f"{self.file}: can't be read ({error.strerror}); mend that, then the same command resumes"
                             ) from None
-        by = f"is in use by {_describe(_owner(seen))}" if seen else f"has lost its {LEASE}"
+        by = f"is in use by the run of {_describe(_owner(seen))}" if seen else f"has lost its {self.file.name}"
         raise UserError(f"{self.file.parent} {by}: this run stood still for a while, or somebody removed the file; it "
                         "stops here and writes nothing more")
 
+    def holder(self) -> str:
+        """Who holds it; "" where nobody does. Raises OSError as the disk does."""
+        seen = patiently(self._look, self.file)
+        return _describe(_owner(seen)) if seen else ""
+
     def ended_holder(self) -> str:
-        """Who held the folder and is known to have ended without giving it back; "" where there is none such. Raises
-        OSError as the disk does."""
+        """Who held it and is known to have ended without giving it back; "" where there is none such. Raises OSError as
+        the disk does."""
         seen = self._look()
         return _describe(_owner(seen)) if seen and _has_ended(_owner(seen)) else ""
 
@@ -107,19 +118,59 @@ class Lease:
             return file.read(), os.fstat(file.fileno()).st_mtime_ns
         return None
 
-    def _watch(self, seen):
-        """What `_look` gives once it differs from what was `seen`, or after SECONDS_OF_SILENCE."""
-        end = time.monotonic() + SECONDS_OF_SILENCE  # of our clock: that of another host may be wrong
-        while (now := patiently(self._look, self.file)) == seen and time.monotonic() < end:
-            heart.beat()
-            time.sleep(SECONDS_BETWEEN_LOOKS)
-        return now
-
-    def _renew(self):
-        while not self.ended.wait(SECONDS_BETWEEN_RENEWALS):
+    def _renew(self, ended):
+        while not ended.wait(SECONDS_BETWEEN_RENEWALS):
             with contextlib.suppress(OSError):  # the next renewal may succeed
                 if self.is_held():
                     os.utime(self.file)
+
+
+def living(leases: Sequence[Lease]) -> list[Lease]:
+    """Those whose holder shows a sign of life within SECONDS_OF_SILENCE; the others can be taken then."""
+    unsure, alive = {lease: patiently(lease._look, lease.file) for lease in leases}, []
+    end = time.monotonic() + SECONDS_OF_SILENCE  # of our clock: that of another host may be wrong
+    while True:
+        silent = time.monotonic() >= end
+        for lease, before in list(unsure.items()):
+            now = patiently(lease._look, lease.file)
+            if now and now == before and not silent and not _has_ended(_owner(now)):
+                continue
+            del unsure[lease]
+            if now and now != before:
+                alive.append(lease)
+            elif now:
+                patiently(lease._remove, lease.file)
+        if not unsure:
+            return alive
+        heart.beat()
+        time.sleep(SECONDS_BETWEEN_LOOKS)
+
+
+def share(folder: Path, tasks: Iterable[str], is_done: Callable[[str], bool], do: Callable[[str, Lease], None]
+          ) -> list[Lease]:
+    """Does the tasks that no other process does, in this order, and what dead ones left; returns the leases of the
+    rest, whose holders live. Their files lie in `folder`. Raises as `do` and the disk do.
+
+    do: called with the lease that is held meanwhile; may return before the task is done when it finds it lost.
+    """
+    while True:
+        held = []
+        for task in tasks:
+            lease = Lease(folder / f"{task}.lease")
+            if is_done(task):
+                continue
+            if lease.try_take():
+                try:
+                    if not is_done(task):  # by now
+                        do(task, lease)
+                finally:
+                    lease.give_back()
+            if not is_done(task):
+                held.append((task, lease))
+        alive = living([lease for _, lease in held])
+        if len(alive) == len(held):
+            return alive
+        tasks = [task for task, _ in held]
 
 
 def _this_process():
@@ -168,6 +219,6 @@ def _owner(seen):
 
 def _describe(owner):
     if not owner:
-        return "a run that does not say which"
+        return "a process that does not say which"
     job = f" (Slurm job {owner['job']})" if owner["job"] else ""
-    return f"the run of process {owner['pid']} on {owner['host']}{job}, begun {owner['since']}"
+    return f"process {owner['pid']} on {owner['host']}{job}, begun {owner['since']}"
