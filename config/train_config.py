@@ -181,13 +181,14 @@ class CheckpointConfig:
     save_ckpt_path: str = setting("runs/train", aliases=("ckpt_save_path", "run_dir"))
     """The run folder. A committed checkpoint in it always wins: the run resumes from there."""
     load_ckpt_path: str = setting("", aliases=("ckpt_load_path",))
-    """Start from this: a .pth file gives the model; a run or checkpoint folder the optimiser too, and with
-    resuming_dataset the position in the data."""
+    """Start from this: a file (.pth, .pt, .bin, .safetensors) gives the model; a run or checkpoint folder the optimiser
+    too, and with resuming_dataset the position in the data."""
     resuming_dataset: bool = setting(False)
     """Take the position in the data from load_ckpt_path too."""
     init_from: str = setting("")
-    """Start from these weights: a transformers or state-spaces folder, a run, a checkpoint or a .pth file. Its shape is
-    the model's; model settings that are given must agree with it."""
+    """Start from these weights: a transformers or state-spaces folder, a run, a checkpoint, a .pth file, a folder of
+    torch.distributed.checkpoint. Its shape is the model's, and model settings that are given must agree with it; where
+    there is no config.json, they say it."""
     checkpoint_interval: Duration = steps(500, at_least=1)
     """Save a checkpoint every so often; one is always saved at the end and when stopped."""
     keep_checkpoints: int = setting(3, at_least=1)
@@ -196,6 +197,10 @@ class CheckpointConfig:
     """Write checkpoints while training continues."""
     publish: bool = setting(True)
     """At the end, write the model as one file into pth/; without it: python -m mamba_fsdp import RUN FOLDER."""
+
+    def names_a_file(self):
+        """Whether load_ckpt_path names a file, of weights alone."""
+        return self.load_ckpt_path.endswith((".pth", ".pt", ".bin", ".safetensors"))
 
 
 @dataclass
@@ -286,7 +291,7 @@ class TrainConfig:
                             f"batch_size {training.batch_size}")
         if checkpoint.load_ckpt_path and checkpoint.init_from:
             raise UserError("load_ckpt_path and init_from both say what to start from; give one")
-        if checkpoint.resuming_dataset and (checkpoint.load_ckpt_path or ".pth").endswith(".pth"):
+        if checkpoint.resuming_dataset and (not checkpoint.load_ckpt_path or checkpoint.names_a_file()):
             raise UserError("resuming_dataset needs load_ckpt_path to be a run or checkpoint folder, "
                             "which knows the data's position")
         self.parallel.selective_share()

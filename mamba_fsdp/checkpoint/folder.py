@@ -113,8 +113,9 @@ def find_checkpoint(path: str | Path, world: World, report: Callable[[str], Any]
         return path
     found, _ = newest_whole(path / CHECKPOINTS if (path / CHECKPOINTS).is_dir() else path, world, report, part)
     if found is None:
+        hint = f"; init_from={path} takes its weights" if (path / ".metadata").is_file() else ""
         raise UserError(f"{path} is neither a committed checkpoint nor a run folder with one "
-                        f"({CHECKPOINTS}/step_*/{COMMIT})")
+                        f"({CHECKPOINTS}/step_*/{COMMIT}){hint}")
     return found
 
 

@@ -1,18 +1,24 @@
-"""The model's tensors by name, out of a checkpoint folder or a .pth file."""
+"""Tensors by name, out of a checkpoint folder or a .pth file."""
 
 import math
 import pickle
 import tarfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from mamba_fsdp.checkpoint.folder import Reader, is_model, read_state, refuse_other_tensors
+from mamba_fsdp.checkpoint.folder import Reader, is_model, read_state
+from mamba_fsdp.checkpoint.pickles import read_tensors
 from mamba_fsdp.errors import UserError, first_line
-from mamba_fsdp.parallel.shards import Shard
 from mamba_fsdp.parallel.world import World
+
+# What a person types who trusts a file that holds programs. It runs them.
+CONVERSION = ("""python -c "import torch; keep = lambda v: keep(v.state_dict()) if hasattr(v, 'state_dict') else """
+              "{{k: keep(w) for k, w in v.items()}} if isinstance(v, dict) else v if torch.is_tensor(v) else None; "
+              """torch.save(keep(torch.load('{path}', 'cpu', weights_only=False)), '{path}.weights.pth')\"""")
 
 
 @dataclass
@@ -31,20 +37,10 @@ class Tensors:
             raise UserError(f"{self.source} does not fit the model: it lacks {name}")
         return self.slice(name, 0, math.prod(self.shapes[name])).view(self.shapes[name])
 
-    def check(self, shards: Sequence[Shard]) -> None:
-        """Raises UserError, with names, unless these are just the tensors of `shards`, tied as they are. Reads tied
-        ones."""
-        found = dict(self.shapes)
-        for shard in shards:
-            for name in shard.tied:
-                if name in found and shard.name in found and torch.equal(self.get(name), self.get(shard.name)):
-                    del found[name]
-        refuse_other_tensors(self.source, {shard.name: shard.shape for shard in shards}, found)
-
 
 def open_tensors(path: str | Path, world: World) -> Tensors:
-    """The model's Tensors in a checkpoint folder or .pth file (a plain dict). Called by all ranks. Raises UserError, of
-    any rank on all; executes nothing."""
+    """The model's Tensors in a checkpoint folder, or all in a .pth file, those of nested dicts as `outer.inner`. Called
+    by all ranks. Raises UserError, of any rank on all; executes nothing."""
     path = Path(path)
     if not path.is_dir():
         return world.on_all_ranks(lambda: _open_pth(path))
@@ -58,19 +54,34 @@ def open_tensors(path: str | Path, world: World) -> Tensors:
 def _open_pth(path):
     try:
         zipped = _refuse_programs(path)
-        # Mapped, so that only what is read is loaded; files from before torch 1.6 can't be.
-        content = torch.load(str(path), map_location="cpu", weights_only=True, mmap=zipped)
+        try:
+            # Mapped, so that only what is read is loaded; files from before torch 1.6 can't be.
+            content = torch.load(str(path), map_location="cpu", weights_only=True, mmap=zipped)
+        except pickle.UnpicklingError:
+            if not zipped:
+                raise
+            content = read_tensors(path)  # what else a trainer keeps of its state is beside the tensors
+        found = dict(_tensors_in(content))
     except OSError as error:
         raise UserError(f"can't read {path}: {error.strerror}") from None
     except (RuntimeError, EOFError):  # whose words are torch's own affairs
         raise UserError(f"{path} ({path.stat().st_size:,} bytes) is cut short or damaged; copy or download it "
                         "again") from None
     except (pickle.UnpicklingError, ValueError, KeyError) as error:
-        raise UserError(f"{path} is damaged or holds more than tensors: {first_line(error)}") from None
-    if not isinstance(content, dict) or not all(isinstance(value, torch.Tensor) for value in content.values()):
+        raise UserError(f"{path} is damaged or holds more than tensors: {first_line(error)}. Where you trust it, save "
+                        f"its tensors alone: {CONVERSION.format(path=path)}") from None
+    if not found:
         raise UserError(f"{path} is no dict of tensors by parameter name")
-    shapes = {name: tuple(tensor.shape) for name, tensor in content.items()}
-    return Tensors(path, shapes, {}, lambda name, start, stop: content[name].reshape(-1)[start:stop])
+    shapes = {name: tuple(tensor.shape) for name, tensor in found.items()}
+    return Tensors(path, shapes, {}, lambda name, start, stop: found[name].reshape(-1)[start:stop])
+
+
+def _tensors_in(content: Any, prefix: str = "") -> Iterator[tuple[str, torch.Tensor]]:
+    for name, value in content.items() if isinstance(content, dict) else ():
+        if isinstance(value, torch.Tensor):
+            yield f"{prefix}{name}", value
+        else:
+            yield from _tensors_in(value, f"{prefix}{name}.")
 
 
 def _refuse_programs(path):

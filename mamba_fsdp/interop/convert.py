@@ -5,6 +5,7 @@ import os
 import shutil
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from safetensors import SafetensorError
 
@@ -24,35 +25,40 @@ TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 MODEL_CARD, GENERATION_CONFIG = "README.md", "generation_config.json"
 
 
-def to_foreign_form(source: str | Path, out: str | Path, format: str = "hf", dtype: str | None = None,
-                    shard_bytes: int = SHARD_BYTES) -> Path:
+def to_foreign_form(source: str | Path, out: str | Path, format: str = "hf", dtype: str | None = None, *,
+                    shard_bytes: int = SHARD_BYTES, **more: Any) -> Path:
     """Write the model that `source` names (see find_weights) to the new folder `out` in the form of transformers or
     state-spaces; returns `out`.
 
     dtype: fp32, bf16, fp16; None keeps the stored types. A_log, D and the biases of dt stay fp32. The tokenizer goes
-    along. Raises UserError: nothing to read, no such form of this model, `out` exists, the disk refuses; then nothing
-    is written.
+    along. more: see to_our_form. Raises UserError: nothing to read, no such form of this model, `out` exists, the disk
+    refuses; then nothing is written.
     """
     writers = {"hf": partial(_write_transformers, shard_bytes=shard_bytes), "state-spaces": _write_state_spaces}
     if format not in writers:
         raise UserError(f"format={format}: write one of {', '.join(writers)}")
-    return _convert(source, Path(out), dtype, writers[format])
+    return _convert(source, Path(out), dtype, writers[format], **more)
 
 
-def to_our_form(source: str | Path, out: str | Path, dtype: str | None = None, *, verified: bool = False) -> Path:
+def to_our_form(source: str | Path, out: str | Path, dtype: str | None = None, **more: Any) -> Path:
     """Write the model that `source` names (see find_weights) to the new folder `out` in our form: consolidated.00.pth,
-    its config.json, tokenizer/. verified: of a checkpoint, that it is known to be whole. Raises UserError as
-    `to_foreign_form` does."""
-    return _convert(source, Path(out), dtype, _write_ours, tokenizer=TOKENIZER, verified=verified)
+    its config.json, tokenizer/.
+
+    more: tokenizer, the folder of one to go along instead, which has to be the model's own where that is known, unless
+    allow_other_tokenizer; verified and model_name as read_weights has them. Raises UserError as `to_foreign_form`.
+    """
+    return _convert(source, Path(out), dtype, _write_ours, inside=TOKENIZER, **more)
 
 
-def _convert(source, out, dtype, write, tokenizer=".", verified=False):
-    """write(folder, weights, get) writes the tensors and returns the fields of config.json."""
+def _convert(source, out, dtype, write, inside=".", tokenizer="", allow_other_tokenizer=False, **how):
+    """write(folder, weights, get) writes the tensors and returns the fields of config.json. how: see read_weights."""
     if dtype is not None and dtype not in DTYPES:
         raise UserError(f"dtype={dtype}: write one of {', '.join(DTYPES)}")
     if out.exists():
         raise UserError(f"{out} exists already; name a new folder, or remove it first")
-    weights = read_weights(source, verified=verified)
+    weights = read_weights(source, **how)
+    if tokenizer:
+        weights.use_tokenizer(Path(tokenizer), allow_other_tokenizer)
     spec = parameters(weights.config)
 
     def get(name):
@@ -65,7 +71,7 @@ def _convert(source, out, dtype, write, tokenizer=".", verified=False):
         fields = write(unfinished, weights, get)
         (unfinished / MODEL_CONFIG).write_text(json.dumps(fields, indent=2) + "\n")
         if weights.tokenizer_path:
-            _copy_tokenizer(weights.tokenizer_path, unfinished / tokenizer)
+            _copy_tokenizer(weights.tokenizer_path, unfinished / inside)
         _flush(unfinished)
         unfinished.rename(out)
     except (OSError, SafetensorError) as error:

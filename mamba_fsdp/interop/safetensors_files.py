@@ -17,10 +17,10 @@ SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 SHARD_BYTES = 2 << 30  # each file is in memory once while it is written
 
 
-def open_safetensors(folder: Path) -> Tensors:
-    """A folder's safetensors files as Tensors, read when asked for. Raises UserError for a missing or damaged one."""
+def open_safetensors(source: Path) -> Tensors:
+    """A file, or a folder's files, as Tensors, read when asked for. Raises UserError for a missing or damaged one."""
     files: dict[str, Any] = {}  # parameter name: the open file that it is in
-    for path, names in _files(folder).items():
+    for path, names in (_files(source) if source.is_dir() else {source: []}).items():
         try:
             with open(path, "rb"):
                 pass  # safe_open says "no such file" whatever is wrong
@@ -36,7 +36,7 @@ def open_safetensors(folder: Path) -> Tensors:
         if lacking := [name for name in names if name not in file.keys()]:
             raise UserError(f"{path} lacks {lacking[0]}, which {INDEX} says is in it")
     shapes = {name: tuple(file.get_slice(name).get_shape()) for name, file in files.items()}
-    return Tensors(folder, shapes, {}, lambda name, start, stop: files[name].get_tensor(name).reshape(-1)[start:stop])
+    return Tensors(source, shapes, {}, lambda name, start, stop: files[name].get_tensor(name).reshape(-1)[start:stop])
 
 
 def _files(folder):

@@ -2,9 +2,12 @@
 
     RUN                          a run folder: its newest checkpoint
     RUN/checkpoints/step_...     one checkpoint
-    .../consolidated.00.pth      a plain state dict, config.json beside it
+    .../consolidated.00.pth      a state dict, or what a trainer saved it in (prior.py), config.json beside it
     a folder                     with config.json and: model*.safetensors or pytorch_model.bin (transformers),
                                  pytorch_model.bin (state-spaces), or consolidated.00.pth (ours)
+    a folder with .metadata      of torch.distributed.checkpoint
+
+Where there is no config.json, who asks has to say what model it is.
 
 To find a source is to read what model it is and nothing of its weights; this comes before the ranks meet. To open it,
 which all ranks do together, verifies a checkpoint and checks names and shapes of all tensors. Nothing is executed.
@@ -19,12 +22,15 @@ from pathlib import Path
 import torch
 
 from config.model_config import ModelConfig, checked_model
+from config.presets import PRESETS, preset, title
 from mamba_fsdp.checkpoint.folder import Reader, find_checkpoint, refuse_other_tensors
 from mamba_fsdp.checkpoint.tensors import Tensors, open_tensors
-from mamba_fsdp.data.tokenizer import identities_in
+from mamba_fsdp.data.tokenizer import identities_in, refuse_other_tokenizer
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.interop import state_spaces
+from mamba_fsdp.interop.dcp import METADATA, open_dcp
 from mamba_fsdp.interop.fields import Fields
+from mamba_fsdp.interop.prior import from_fms, guess, models_tensors
 from mamba_fsdp.interop.safetensors_files import INDEX, SINGLE, open_safetensors
 from mamba_fsdp.interop.transformers_forms import Form, form_of, parts
 from mamba_fsdp.model.spec import EMBEDDING, LM_HEAD, parameters
@@ -80,6 +86,16 @@ class Weights:
         yield self.tokenizer
         yield from identities_in(self.tokenizer_path)
 
+    def use_tokenizer(self, path: Path, allow_other: bool = False) -> None:
+        """Take the tokenizer in the folder `path`. Raises UserError for none there, or for another than the model's."""
+        folder = _tokenizer_in(path, path / TOKENIZER)
+        if folder is None:
+            raise UserError(f"tokenizer={path} is no folder with a tokenizer ({', '.join(TOKENIZER_FILES[:3])})")
+        if not allow_other:
+            identity = next(identities_in(folder), "")
+            refuse_other_tokenizer(folder, identity, self.source, self.tokenizer_identities())
+        self.tokenizer_path = folder
+
     def _check(self):
         head, embedding = self.tied
         # Older Llama files hold the rotary frequencies, which follow from the config.
@@ -92,27 +108,40 @@ class Weights:
         refuse_other_tensors(self.source, dict(chain.from_iterable(self.parts.values())), found)
 
 
-def read_weights(source: str | Path, *, verified: bool = False) -> Weights:
-    """find_weights, opened by one process."""
-    return find_weights(source, verified=verified).open(World.alone())
+def read_weights(source: str | Path, *, verified: bool = False, model_name: str = "") -> Weights:
+    """find_weights, opened by one process. model_name: the preset that it is where it does not say so itself."""
+    model = ModelConfig(**preset(model_name)) if model_name else None
+    return find_weights(source, model, verified=verified).open(World.alone())
 
 
-def find_weights(source: str | Path, *, verified: bool = False) -> Weights:
-    """The Weights that `source` (path) names, not yet open. verified: of a checkpoint, that it is known to be whole.
-    Raises UserError for none, or one that our model can't hold."""
+def find_weights(source: str | Path, model: ModelConfig | None = None, *, verified: bool = False) -> Weights:
+    """The Weights that `source` (path) names, not yet open. model: what it is where it does not say so itself.
+    verified: of a checkpoint, that it is known to be whole. Raises UserError for none, or one that our model can't
+    hold."""
     path = Path(source)
     if not path.exists():
         on_hub = re.fullmatch(r"[\w.-]+/[\w.-]+", str(source))
         hint = f"; download a model of the Hugging Face hub first: hf download {source} --local-dir FOLDER"
         raise UserError(f"{source}: there is no such file or folder{hint if on_hub else ''}")
     if path.is_file():
-        return _find_model(path.parent, path)
+        refuse_part(path)
+        return _find_model(path.parent, path, model)
     if (path / COMMIT).is_file() or (path / CHECKPOINTS).is_dir():
         return _find_checkpoint(path, verified)
+    if (path / METADATA).is_file():
+        return _find_model(path, path, model)
     if not (path / MODEL_CONFIG).is_file():
+        inside = sorted(path.glob(f"*/{METADATA}"), key=lambda file: file.stat().st_mtime)
         raise UserError(f"{path} holds no model: it is neither a run folder ({CHECKPOINTS}/) nor a checkpoint "
-                        f"({COMMIT}), and has no {MODEL_CONFIG}")
+                        f"({COMMIT}), and has no {MODEL_CONFIG}{f'; {inside[-1].parent} is one' if inside else ''}")
     return _find_model(path)
+
+
+def refuse_part(path: Path) -> None:
+    """Raises UserError for a file that is no model but one rank's part of a checkpoint."""
+    kinds = {COMMIT: r"rank_\d+\.safetensors", METADATA: r".*\.distcp"}
+    if any(re.fullmatch(name, path.name) and (path.parent / beside).is_file() for beside, name in kinds.items()):
+        raise UserError(f"{path} is the part of one rank; the checkpoint that it belongs to is {path.parent}")
 
 
 def _find_checkpoint(path, verified):
@@ -129,19 +158,17 @@ def _find_checkpoint(path, verified):
                    tokenizer=progress.get("tokenizer", ""))
 
 
-def config_beside(path: str | Path) -> ModelConfig | None:
-    """The ModelConfig that config.json beside the weights file `path` says, None where there is none. Raises UserError
-    for one that our model can't hold."""
-    file = Path(path).parent / MODEL_CONFIG
-    return _read_config(Fields.read(file))[0] if file.is_file() else None
-
-
-def _find_model(folder, file=None):
-    """The model of the config.json in `folder`; its weights are in `file`, or in whichever file is there."""
+def _find_model(folder, file=None, model=None):
+    """The model of the config.json in `folder`, else `model`; its weights are in `file`, or in whichever is there."""
     if not (folder / MODEL_CONFIG).is_file():
-        raise UserError(f"{file}: there is no {MODEL_CONFIG} beside it, which says what model this is")
-    safetensors = file is not None and file.suffix == ".safetensors"
-    config, form, seq_length = _read_config(Fields.read(folder / MODEL_CONFIG), foreign=safetensors)
+        if model is None:
+            raise UserError(f"{file}: there is no {MODEL_CONFIG} beside it, which says what model this is; "
+                            f"{_hint(file)}")
+        return Weights(model, lambda world: open_bare(file, world, model), tokenizer_path=_tokenizer_in(
+            folder / TOKENIZER, folder))
+    suffix = file.suffix if file else ""
+    config, form, seq_length = _read_config(Fields.read(folder / MODEL_CONFIG), foreign=suffix == ".safetensors")
+    form = None if suffix in (".pth", ".pt") else form
     names = (SINGLE, INDEX, PICKLED) if form else (CONSOLIDATED, PICKLED)
     files = [file] if file and not form else [folder / name for name in names if (folder / name).is_file()]
     if not files:
@@ -150,10 +177,29 @@ def _find_model(folder, file=None):
     def open_files(world):
         if files[0].name in (SINGLE, INDEX):
             return world.on_all_ranks(lambda: open_safetensors(folder))
-        return open_tensors(files[0], world)
+        return open_bare(files[0], world, config)
 
     return Weights(config, open_files, form, seq_length=seq_length,
                    tokenizer_path=_tokenizer_in(folder if form else folder / TOKENIZER, folder))
+
+
+def open_bare(path: Path, world: World, config: ModelConfig | None = None) -> Tensors:
+    """The model's tensors, as far as may be under our names, in a file or in a folder of torch.distributed.checkpoint.
+    Called by all ranks; config: see from_fms. Raises UserError."""
+    if path.is_dir():
+        found = open_dcp(path, world)
+    elif path.suffix == ".safetensors":
+        found = world.on_all_ranks(lambda: open_safetensors(path))
+    else:
+        found = open_tensors(path, world)
+    return from_fms(models_tensors(found), config)
+
+
+def _hint(path):
+    config = guess(open_bare(path, World.alone()))
+    if config and title(config) in PRESETS:
+        return f"name it: model_name={config.model_name} has just its tensors"
+    return f"name its preset, as in model_name=mamba-130m; python -m mamba_fsdp inspect {path} lists its tensors"
 
 
 def _read_config(fields, foreign=False):

@@ -15,14 +15,13 @@ from config.presets import title, usual_length
 from config.train_config import TrainConfig, TrainingConfig
 from mamba_fsdp.checkpoint.checkpointer import Checkpointer
 from mamba_fsdp.checkpoint.folder import find_checkpoint, load
-from mamba_fsdp.checkpoint.tensors import open_tensors
 from mamba_fsdp.conventions import DTYPES
 from mamba_fsdp.data.dummy import DummySource
 from mamba_fsdp.data.loader import Loader, Split
 from mamba_fsdp.data.order import Order
 from mamba_fsdp.data.selection import one_for_all, refuse_other_tokenizers, training_sources, validation_sources
 from mamba_fsdp.data.source import Source
-from mamba_fsdp.data.tokenizer import identities_in, refuse_other_tokenizer
+from mamba_fsdp.data.tokenizer import refuse_other_tokenizer
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.model.init import initial_part
 from mamba_fsdp.model.lm import MambaLM
@@ -34,7 +33,7 @@ from mamba_fsdp.parallel.parallelize import choose_strategy, parallelize
 from mamba_fsdp.parallel.shards import fill_parts
 from mamba_fsdp.parallel.world import World
 from mamba_fsdp.report.display import scaled
-from mamba_fsdp.run_layout import CHECKPOINTS, TOKENIZER, committed
+from mamba_fsdp.run_layout import CHECKPOINTS, committed
 from mamba_fsdp.train.optimizer import LossScale, make_optimizer
 from mamba_fsdp.train.run_folder import RunFolder
 from mamba_fsdp.train.schedule import Schedule, schedule_of
@@ -221,25 +220,19 @@ def start(settings: TrainConfig, tokens: Source, parallel: ParallelModel, optimi
         state = load_checkpoint(newest, settings, parallel, optimizer, "save_ckpt_path")
         refuse_other(newest, [state.tokenizer])
         say(f"resumes    from {newest}, step {state.step}")
-    elif checkpoint.load_ckpt_path.endswith(".pth"):
-        beside = Path(checkpoint.load_ckpt_path).parent / TOKENIZER
-        refuse_other(checkpoint.load_ckpt_path, identities_in(beside if beside.is_dir() else None))
-        tensors, shards = open_tensors(checkpoint.load_ckpt_path, world), parallel.shards()
-        world.on_rank0(lambda: tensors.check(shards))
-        fill_from(tensors, parallel)
-        say(f"starting   from the model in {checkpoint.load_ckpt_path}")
+    elif weights:
+        source = checkpoint.init_from or checkpoint.load_ckpt_path
+        refuse_other(source, weights.tokenizer_identities())
+        fill_from(weights.open(world), parallel)
+        say(f"starting   from the weights in {source}")
     elif checkpoint.load_ckpt_path:
-        source = find_checkpoint(checkpoint.load_ckpt_path, world, report=say)
-        there = load_checkpoint(source, settings, parallel, optimizer, "load_ckpt_path")
-        refuse_other(source, [there.tokenizer])
+        found = find_checkpoint(checkpoint.load_ckpt_path, world, report=say)
+        there = load_checkpoint(found, settings, parallel, optimizer, "load_ckpt_path")
+        refuse_other(found, [there.tokenizer])
         data = there.data if checkpoint.resuming_dataset else {}
         state = TrainState(optimizer_steps=there.optimizer_steps, data=data)
         position = "the data's position" if checkpoint.resuming_dataset else "the data from its start"
-        say(f"starting   from model and optimiser in {source}, {position}")
-    elif weights:
-        refuse_other(checkpoint.init_from, weights.tokenizer_identities())
-        fill_from(weights.open(world), parallel)
-        say(f"starting   from the weights in {checkpoint.init_from}")
+        say(f"starting   from model and optimiser in {found}, {position}")
     else:
         spec, seed = parameters(settings.model), settings.training.seed
         world.run_local(lambda: fill_parts(parallel.shards(), lambda name, shape, first, stop: initial_part(

@@ -8,6 +8,7 @@ in its window. MODEL is a run folder, a checkpoint, a consolidated.00.pth, or a 
   --limit               windows in all, spread evenly over the store; 0 for all
   --reset_at_documents  let nothing cross the start of a document
   --allow_other_tokenizer  where you know that the model fits the tokens of another tokenizer than its own
+  --model_name          the preset that MODEL is, where there is no config.json beside it
 """
 
 import math
@@ -33,15 +34,15 @@ class Evaluation(NamedTuple):
 
 def main(model: str, store: str, seq_length: Annotated[int, Bounds(at_least=1)] = 2048,
          batch_size: Annotated[int, Bounds(at_least=1)] = 8, limit: Annotated[int, Bounds(at_least=0)] = 0,
-         reset_at_documents: bool = False, allow_other_tokenizer: bool = False) -> None:
+         reset_at_documents: bool = False, allow_other_tokenizer: bool = False, model_name: str = "") -> None:
     from mamba_fsdp.data.store import TokenStore
     from mamba_fsdp.verbs.loading import load
 
     TokenStore(store)  # a mistake there is known before the model is loaded
     display = Display()
-    found = evaluate(load(model, reset_at_documents=reset_at_documents), store, seq_length=seq_length,
-                     batch_size=batch_size, limit=limit, allow_other_tokenizer=allow_other_tokenizer,
-                     show=display.passing)
+    loaded = load(model, model_name=model_name, reset_at_documents=reset_at_documents)
+    found = evaluate(loaded, store, seq_length=seq_length, batch_size=batch_size, limit=limit,
+                     allow_other_tokenizer=allow_other_tokenizer, show=display.passing)
     display.line(f"tokens         {found.tokens:,} of {found.of:,}")
     print(f"loss           {found.loss:.4f} nats per token")
     print(f"perplexity     {math.exp(found.loss):,.3f}")

@@ -11,6 +11,7 @@ Continue a text. MODEL is a run folder, a checkpoint, a consolidated.00.pth, or 
   --seed         equal seeds give equal texts
   --tokenizer    a tokenizer's folder, where MODEL came without one
   --allow_other_tokenizer  where you know that --tokenizer fits MODEL, which came with another
+  --model_name   the preset that MODEL is, where there is no config.json beside it
 """
 
 from collections.abc import Iterator
@@ -26,12 +27,12 @@ if TYPE_CHECKING:
 def main(model: str, prompt: str = "", length: Annotated[int, Bounds(at_least=1)] = 100,
          temperature: Annotated[float, Bounds(at_least=0)] = 0.8, top_k: Annotated[int, Bounds(at_least=0)] = 0,
          top_p: Annotated[float, Bounds(above=0, at_most=1)] = 1.0, seed: int = 0, tokenizer: str = "",
-         allow_other_tokenizer: bool = False) -> None:
+         allow_other_tokenizer: bool = False, model_name: str = "") -> None:
     refuse_invalid(prompt)
     from mamba_fsdp.verbs.loading import load
 
-    pieces = generate(load(model), prompt, length=length, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed,
-                      tokenizer=tokenizer, allow_other_tokenizer=allow_other_tokenizer)
+    pieces = generate(load(model, model_name=model_name), prompt, length=length, temperature=temperature, top_k=top_k,
+                      top_p=top_p, seed=seed, tokenizer=tokenizer, allow_other_tokenizer=allow_other_tokenizer)
     print(prompt, end="")
     for piece in pieces:
         print(piece, end="", flush=True)

@@ -1,7 +1,7 @@
 """python -m mamba_fsdp inspect PATH [--tensors] [--verify]
 
-Say what PATH holds: a run folder, a checkpoint, a token store, or a model (consolidated.00.pth, transformers,
-state-spaces).
+Say what PATH holds: a run folder, a checkpoint or a rank's file of one, a token store, or a model (consolidated.00.pth,
+transformers, state-spaces, other trainers' files and folders; of one without config.json, as far as its tensors tell).
 
   --tensors   list every tensor with its shape and type
   --verify    read every byte and compare it with the checksums: of a token store, a checkpoint, or all those of a run.
@@ -9,13 +9,14 @@ state-spaces).
 """
 
 import json
+import math
 from pathlib import Path
 
 from config.model_config import ModelConfig, checked_model
 from config.presets import title
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.report.display import scaled
-from mamba_fsdp.run_layout import CHECKPOINTS, COMMIT, CONSOLIDATED, METRICS, MODELS, STATUS, committed
+from mamba_fsdp.run_layout import CHECKPOINTS, COMMIT, CONSOLIDATED, METRICS, MODEL_CONFIG, MODELS, STATUS, committed
 
 WHOLE = "all bytes read, every file has its size and checksum"
 
@@ -24,6 +25,9 @@ def main(path: str, tensors: bool = False, verify: bool = False) -> None:
     place = Path(path)
     if not place.exists():
         raise UserError(f"{path}: there is no such file or folder")
+    if (place.parent / COMMIT).is_file() and place.is_file():
+        say("part", f"{place.name}, {size(place)}, of the checkpoint that follows")
+        place = place.parent
     stores = [store for store in (place, place / "train", place / "validation") if (store / "index.json").is_file()]
     if (place / CHECKPOINTS).is_dir():
         show_run(place, verify)
@@ -113,9 +117,15 @@ def show_store(path: Path, verify: bool) -> None:
 
 
 def show_model(path: Path, tensors: bool) -> None:
-    from mamba_fsdp.interop.weights import read_weights
+    from mamba_fsdp.interop.weights import METADATA, read_weights, refuse_part
     from mamba_fsdp.model.spec import parameter_count, parameters
 
+    if path.is_file():
+        refuse_part(path)
+    is_one = path.is_file() or (path / METADATA).is_file()
+    if is_one and not ((path.parent if path.is_file() else path) / MODEL_CONFIG).is_file():
+        show_tensors(path)
+        return
     weights = read_weights(path)
     say("model", path)
     say("structure", describe_model(weights.config))
@@ -124,6 +134,22 @@ def show_model(path: Path, tensors: bool) -> None:
     if tensors:
         for name, parameter in parameters(weights.config).items():
             print(f"  {name:<64} {str(parameter.shape):<20} {str(weights.get(name).dtype).removeprefix('torch.')}")
+
+
+def show_tensors(path: Path) -> None:
+    """What its tensors tell of a model without config.json."""
+    from mamba_fsdp.interop.prior import guess
+    from mamba_fsdp.interop.weights import open_bare
+    from mamba_fsdp.parallel.world import World
+
+    found = open_bare(path, World.alone())
+    config = guess(found)
+    say("tensors", f"{path}: {len(found.shapes)}, {sum(map(math.prod, found.shapes.values())):,} numbers")
+    say("structure", f"{describe_model(config)}, as its tensors tell" if config else "not one that its tensors tell")
+    say("to use it", f"there is no {MODEL_CONFIG} beside it, so name its preset: --model_name="
+                     f"{config.model_name if config and title(config) == config.model_name else 'PRESET'}")
+    for name, shape in found.shapes.items():
+        print(f"  {name:<64} {shape}")
 
 
 def describe_model(model: ModelConfig) -> str:

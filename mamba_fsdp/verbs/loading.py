@@ -9,7 +9,7 @@ import torch
 from config import resolve
 from config.train_config import ParallelConfig, TrainConfig
 from mamba_fsdp.errors import UserError
-from mamba_fsdp.interop.weights import Weights, config_beside, find_weights, read_weights
+from mamba_fsdp.interop.weights import Weights, find_weights, read_weights
 from mamba_fsdp.model.lm import MambaLM
 from mamba_fsdp.model.spec import operator_uses
 from mamba_fsdp.ops import native
@@ -17,22 +17,28 @@ from mamba_fsdp.ops.forms import resolve_forms
 from mamba_fsdp.parallel.parallelize import parallelize
 from mamba_fsdp.parallel.shards import fill_parts
 from mamba_fsdp.parallel.world import start_world
+from mamba_fsdp.run_layout import CHECKPOINTS, committed
+from mamba_fsdp.storage import exists
 
 
 def starting_weights(config: TrainConfig, explicit: Collection[str]) -> Weights | None:
-    """The Weights that init_from names, not yet open, whose shape `config` then has; None without init_from.
+    """The Weights that init_from names, whose shape `config` then has, or a file that load_ckpt_path names; not yet
+    open. None without either.
 
-    Raises UserError where they, or what stands beside the .pth file of load_ckpt_path, are of another model than the
-    settings ask for.
+    Raises UserError where they are of another model than the settings ask for.
     """
     checkpoint = config.checkpoint
     if checkpoint.init_from:
-        weights = find_weights(checkpoint.init_from)
+        named = vars(config.model).keys() & set(explicit)
+        weights = find_weights(checkpoint.init_from, config.model if named else None)
         resolve.take_model(config, weights.config, explicit)
         return weights
-    if checkpoint.load_ckpt_path.endswith(".pth") and (there := config_beside(checkpoint.load_ckpt_path)):
-        resolve.refuse_other_model(config, there, f"load_ckpt_path {checkpoint.load_ckpt_path}")
-    return None
+    if not checkpoint.names_a_file() or not exists(Path(checkpoint.load_ckpt_path)) and committed(
+            Path(checkpoint.save_ckpt_path, CHECKPOINTS)):  # which wins
+        return None
+    weights = find_weights(checkpoint.load_ckpt_path, config.model)
+    resolve.refuse_other_model(config, weights.config, f"load_ckpt_path {checkpoint.load_ckpt_path}")
+    return weights
 
 
 class Loaded(NamedTuple):
@@ -52,11 +58,12 @@ class Loaded(NamedTuple):
 POSITIONS = {"cpu": 1 << 14, "cuda": 1 << 18}  # that the loss is computed of at a time, for the memory that it takes
 
 
-def load(source: str | Path, *, reset_at_documents: bool = False) -> Loaded:
-    """The model that `source` names, see interop/weights.py. Raises UserError."""
+def load(source: str | Path, *, model_name: str = "", reset_at_documents: bool = False) -> Loaded:
+    """The model that `source` names, see interop/weights.py. model_name: the preset that it is, where there is no
+    config.json. Raises UserError."""
     world = start_world()
     native.tune_process(world.device.type)
-    weights = read_weights(source)
+    weights = read_weights(source, model_name=model_name)
     dtype = torch.bfloat16 if world.device.type == "cuda" else torch.float32
     choice = resolve_forms("auto", world.device.type, operator_uses(weights.config, dtype, reset_at_documents))
     with torch.device("meta"):

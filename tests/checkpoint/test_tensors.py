@@ -33,7 +33,6 @@ def test_both_forms_give_the_model_back(saved, kind):
     """Every parameter by name, tied ones by each of their names, whole or sliced; the optimiser is not among them."""
     parallel, folder, file = saved
     tensors = open_tensors(folder if kind == "folder" else file, World.alone())
-    tensors.check(parallel.shards())
     for name, parameter in parallel.parameters().items():
         assert torch.equal(tensors.get(name), parameter)
         assert torch.equal(tensors.slice(name, 3, 9), parameter.detach().flatten()[3:9])
@@ -84,23 +83,7 @@ def test_archives_that_may_hold_programs_are_refused_unopened(tmp_path, monkeypa
             open_tensors(tmp_path / f"{kind}.pth", World.alone())
 
 
-def test_another_model_is_refused_by_name(saved, tmp_path):
-    """Missing, additional and differently shaped tensors, and a head that is not the embedding it should be tied to."""
-    parallel, folder, file = saved
-    content = torch.load(file, weights_only=True)
-    wrong = tmp_path / "wrong.pth"
-
-    def refused(change):
-        changed = {name: tensor.clone() for name, tensor in content.items()}
-        change(changed)
-        torch.save(changed, wrong)
-        with pytest.raises(UserError) as caught:
-            open_tensors(wrong, World.alone()).check(parallel.shards())
-        return str(caught.value)
-
-    assert "it lacks backbone.norm_f.weight" in refused(lambda c: c.pop("backbone.norm_f.weight"))
-    assert "the model has no backbone.layers.3.D" in refused(lambda c: c.update({"backbone.layers.3.D": torch.ones(1)}))
-    assert "is (5,), not (24,)" in refused(lambda c: c.update({"backbone.norm_f.weight": torch.ones(5)}))
-    assert "the model has no lm_head.weight" in refused(lambda c: c["lm_head.weight"].add_(1))
+def test_a_tensor_that_is_not_there_is_named(saved):
+    _, folder, _ = saved
     with pytest.raises(UserError, match="lacks nothing"):
         open_tensors(folder, World.alone()).get("nothing")

@@ -9,7 +9,7 @@ import signal
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from small_models import CONFIGS, random_state, write_ours, write_tokenizer
+from small_models import CONFIGS, assert_same, random_state, write_ours, write_tokenizer
 
 from config.model_config import ModelConfig
 from config.resolve import resolve_settings, shown
@@ -17,6 +17,7 @@ from mamba_fsdp.errors import UserError
 from mamba_fsdp.interop import convert
 from mamba_fsdp.interop.convert import to_foreign_form, to_our_form
 from mamba_fsdp.interop.weights import read_weights
+from mamba_fsdp.parallel.world import World
 from mamba_fsdp.verbs.loading import starting_weights
 
 pytestmark = pytest.mark.torch22
@@ -196,7 +197,8 @@ def test_a_pickle_that_would_execute_code(form, zipped, tmp_path):
 
 
 @pytest.mark.parametrize("content, message", [([torch.ones(2)], "is no dict of tensors"),
-                                              ({"model": {"x": torch.ones(2)}}, "is no dict of tensors")])
+                                              ({"model": {"x": torch.ones(2)}}, "it lacks .*; .* has no model.x"),
+                                              ({"step": 5}, "is no dict of tensors")])
 def test_a_bin_that_is_not_a_dict_of_tensors(content, message, tmp_path):
     ours = write_ours(tmp_path / "ours", CONFIGS["mamba1"], random_state(CONFIGS["mamba1"]))
     torch.save(content, ours / "consolidated.00.pth")
@@ -237,7 +239,7 @@ def test_sources_that_are_none(tmp_path):
     refused(tmp_path / "empty", "no weights beside it", tmp_path)
     (tmp_path / "empty" / "config.json").write_text('{"d_model": 8, "n_layer": 1, "vocab_size": 9}')
     refused(tmp_path / "empty", "no weights beside it", tmp_path)
-    torch.save({}, tmp_path / "lonely.pth")
+    torch.save({"x": torch.ones(2)}, tmp_path / "lonely.pth")
     refused(tmp_path / "lonely.pth", "there is no config.json beside it", tmp_path)
 
 
@@ -265,14 +267,15 @@ def test_a_pth_to_go_on_from_that_is_of_another_model_in_what_no_shape_shows(fie
         resolved, explicit = resolve_settings({**given, "load_ckpt_path": str(folder / "consolidated.00.pth")})
         return starting_weights(resolved, explicit)
 
-    assert starts_from(write_ours(tmp_path / "same", config, random_state(config))) is None
+    assert_same(starts_from(write_ours(tmp_path / "same", config, random_state(config))).open(World.alone()), config,
+                random_state(config))
     other = ModelConfig(**vars(config) | {field: there})
     folder = write_ours(tmp_path / "other", other, random_state(other))
     said = rf"load_ckpt_path .*/other/.*: {field}={here} \(there {shown(there)}\)$"
     with pytest.raises(UserError, match=said):
         starts_from(folder)
     (folder / "config.json").unlink()
-    assert starts_from(folder) is None
+    assert starts_from(folder).config.structure() == config.structure()
 
 
 def test_a_pth_beside_a_config_of_another_library(tmp_path):
@@ -283,11 +286,12 @@ def test_a_pth_beside_a_config_of_another_library(tmp_path):
                         format=form)
         for change, message in (({}, None), ({"norm_eps": "1e-6"}, "norm_eps=1e-06")):
             resolved, explicit = resolve_settings({**given, **change, "load_ckpt_path": str(folder / "any.pth")})
+            torch.save(random_state(config), folder / "any.pth")
             if message:
                 with pytest.raises(UserError, match=message):
                     starting_weights(resolved, explicit)
             else:
-                starting_weights(resolved, explicit)
+                assert_same(starting_weights(resolved, explicit).open(World.alone()), config, random_state(config))
 
 
 def test_layers_that_transformers_has_no_model_for(tmp_path):

@@ -1,0 +1,109 @@
+"""Checkpoints of other trainers: the model's tensors among all that a file holds, and those of fms' Llama as ours.
+
+fms-fsdp keeps the model under `model_state`, Composer under `state.model` and the name of a field of its own; compiled
+and wrapped modules leave words of their own in the names. What a file holds beside the model is passed over.
+"""
+
+import contextlib
+import re
+
+import torch
+
+from config.model_config import ModelConfig
+from config.presets import PRESETS, preset
+from mamba_fsdp.checkpoint.tensors import Tensors
+from mamba_fsdp.errors import UserError
+from mamba_fsdp.interop.transformers_forms import FORMS, NORM
+from mamba_fsdp.model.spec import EMBEDDING, LM_HEAD, parameters
+
+WRAPPERS = re.compile(r"\b(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
+FMS_TOP = {"shared.emb": EMBEDDING, "base_model.embedding": EMBEDDING, "shared.head": LM_HEAD, "head": LM_HEAD,
+           "dec_norm": NORM, "base_model.dec_norm": NORM}
+# fms' name within a layer: ours, of which it is one part, from above. [gate | up] is one part there, [up | gate] here.
+FMS_LAYER = {"ln": "norm", "ff_ln": "norm2", "attn.in_proj.qkv_fused": "mixer.in_proj",
+             **{f"attn.{place}{name}": "mixer.in_proj" for name in ("query", "key", "value")
+                for place in ("in_proj.", "")},
+             "attn.dense": "mixer.out_proj", "ff_sub_layer.wg1_fused": "mlp.fc1", "ff_sub_layer.w1": "mlp.fc1",
+             "ff_sub_layer.wg": "mlp.fc1", "ff_sub_layer.w2": "mlp.fc2"}
+EMBEDDINGS = {EMBEDDING, "shared.emb.weight", "base_model.embedding.weight", *(form.top[EMBEDDING] for form in FORMS)}
+
+
+def models_tensors(tensors: Tensors) -> Tensors:
+    """The model's among `tensors`, under the names that the model gave them: where its embedding is, the rest is.
+    Raises UserError where there are two models."""
+    plain = {WRAPPERS.sub("", name): name for name in tensors.shapes}
+    found = {name[:-len(end)] for end in EMBEDDINGS for name in plain if f".{name}".endswith(f".{end}")}
+    if len(found) > 1:
+        raise UserError(f"{tensors.source} holds {len(found)} models, under {' and '.join(sorted(found))}; save one of "
+                        "them alone")
+    prefix = found.pop() if found else ""
+    own = {name.removeprefix(prefix): there for name, there in plain.items() if name.startswith(prefix)}
+    return Tensors(tensors.source, {name: tensors.shapes[there] for name, there in own.items()}, {},
+                   lambda name, start, stop: tensors.slice(own[name], start, stop))
+
+
+def from_fms(tensors: Tensors, config: ModelConfig | None) -> Tensors:
+    """fms' Llama under our names; other tensors as they are. config: whose heads are to be brought into our order;
+    None where only names and shapes are wanted.
+
+    fms rotates neighbouring rows of a head by position, we the first half with the second.
+    """
+    if not {"shared.emb.weight", "base_model.embedding.weight"} & tensors.shapes.keys():
+        return tensors
+    order, groups = list(FMS_LAYER), dict[str, list[str]]()
+    for name in sorted(tensors.shapes, key=lambda name: order.index(part) if (part := _layer(name)[1]) in order else 0):
+        groups.setdefault(_our_name(name), []).append(name)
+    shapes = {name: (sum(tensors.shapes[part][0] for part in parts), *tensors.shapes[parts[0]][1:])
+              for name, parts in groups.items()}
+
+    def read(name, start, stop):
+        rows = torch.cat([tensors.get(part) for part in groups[name]])
+        if groups[name][0].endswith("wg1_fused.weight"):
+            rows = torch.cat(rows.chunk(2)[::-1])
+        if name.endswith("mixer.in_proj.weight") and config:
+            size = config.resolved_head_dim
+            rotated, rest = rows.split([size * (config.n_head + config.n_kv_head), size * config.n_kv_head])
+            rotated = rotated.view(-1, size // 2, 2, rows.shape[1]).transpose(1, 2).reshape(rotated.shape)
+            rows = torch.cat([rotated, rest])
+        return rows.reshape(-1)[start:stop]
+
+    return Tensors(tensors.source, shapes, {}, read)
+
+
+def _layer(name):
+    """(index of the layer, fms' name within it) of one of its tensors."""
+    match = re.fullmatch(r"(?:base_model\.)?layers\.(\d+)\.(.+)\.weight", name)
+    return match.groups() if match else (None, None)
+
+
+def _our_name(name):
+    index, part = _layer(name)
+    if part in FMS_LAYER:
+        return f"backbone.layers.{index}.{FMS_LAYER[part]}.weight"
+    return FMS_TOP.get(name.removesuffix(".weight"), name)
+
+
+def guess(tensors: Tensors) -> ModelConfig | None:
+    """The preset that has just these tensors, by our names and shapes, else a model of one kind of SSM layer as the
+    shapes say it (of Mamba-2 with one group, which no shape shows); None where neither has them."""
+    shapes = dict(tensors.shapes)
+    if LM_HEAD in shapes and EMBEDDING in shapes and torch.equal(tensors.get(LM_HEAD), tensors.get(EMBEDDING)):
+        del shapes[LM_HEAD]
+    known = [ModelConfig(**preset(name)) for name in PRESETS]
+    with contextlib.suppress(KeyError, ZeroDivisionError, IndexError, ValueError):  # no layers that we know
+        known.append(_read_off(shapes))
+    return next((config for config in known
+                 if {name: parameter.shape for name, parameter in parameters(config).items()} == shapes), None)
+
+
+def _read_off(shapes):
+    start = "backbone.layers.0.mixer."
+    mixer = {name.removeprefix(start): shape for name, shape in shapes.items() if name.startswith(start)}
+    (rows, d_model), d_inner = shapes[EMBEDDING], mixer["out_proj.weight"][1]
+    common = {"d_model": d_model, "vocab_size": rows, "pad_vocab_size_multiple": 1,
+              "n_layer": sum(name.endswith(".mixer.A_log") for name in shapes), "tie_embeddings": LM_HEAD not in shapes,
+              "expand": d_inner // d_model, "d_conv": mixer["conv1d.weight"][2]}
+    if "x_proj.weight" in mixer:
+        return ModelConfig(layers="mamba1", d_state=mixer["A_log"][1], dt_rank=mixer["dt_proj.weight"][1], **common)
+    return ModelConfig(layers="mamba2", headdim=d_inner // mixer["dt_bias"][0],
+                       d_state=(mixer["conv1d.weight"][0] - d_inner) // 2, **common)

@@ -1,0 +1,339 @@
+"""Checkpoints of other trainers, as fms-fsdp, Composer and torch.distributed.checkpoint write them: the same model, and
+nothing executed."""
+
+import datetime
+import json
+import math
+import os
+import pickle
+import random
+import re
+import shutil
+import subprocess
+import sys
+from importlib.util import find_spec
+
+import numpy
+import pytest
+import torch
+import torch.nn.functional as F
+from ranks import run_ranks
+from small_models import CONFIGS, assert_same, model_of, random_state, write_ours, write_tokenizer
+from torch.distributed import checkpoint as dcp
+
+from config.resolve import resolve_settings, shown
+from mamba_fsdp.checkpoint.pickles import read_plain
+from mamba_fsdp.errors import UserError
+from mamba_fsdp.interop.convert import to_foreign_form, to_our_form
+from mamba_fsdp.interop.weights import find_weights, read_weights
+from mamba_fsdp.model.lm import MambaLM
+from mamba_fsdp.parallel.world import World
+from mamba_fsdp.verbs import inspect
+from mamba_fsdp.verbs.loading import starting_weights
+
+pytestmark = pytest.mark.torch22
+CONFIG = CONFIGS["hybrid"]
+LLAMA = CONFIGS["llama-grouped"]
+
+
+def opened(path, config=CONFIG):
+    return find_weights(path, config).open(World.alone())
+
+
+def composers(state):
+    """What Composer keeps beside the model: times, generators' states, moments."""
+    model = {f"model.{name}": tensor for name, tensor in state.items()}
+    moments = {"state": {name: {"exp_avg": tensor} for name, tensor in model.items()}, "param_groups": [{"lr": 0.1}]}
+    return {"state": {"model": model, "optimizers": {"DecoupledAdamW": moments}, "timestamp": {
+                "Timestamp": {"batch": 3, "total_wct": datetime.timedelta(seconds=5)}}, "integrations": {}},
+            "rng": [{"python": random.getstate(), "numpy": numpy.random.get_state(), "torch": torch.get_rng_state()}]}
+
+
+@pytest.mark.parametrize("wrap", [
+    lambda state: {"step": 3, "tokens_seen": 99, "model_state": state},
+    lambda state: {"model_state": {f"_orig_mod.{name}": tensor for name, tensor in state.items()}},
+    lambda state: {"model": {re.sub(r"(layers\.\d+)", r"\1._checkpoint_wrapped_module", name): tensor
+                             for name, tensor in state.items()}, "epoch": numpy.int64(2)},
+    lambda state: {f"module.{name}": tensor for name, tensor in state.items()},
+    composers], ids=["fms", "compiled", "checkpointed", "ddp", "composer"])
+@pytest.mark.parametrize("name", ["hybrid", "mamba1"])
+def test_the_model_is_found_among_what_a_trainer_saves(wrap, name, tmp_path):
+    state = random_state(CONFIGS[name])
+    torch.save(wrap(state), tmp_path / "ep0-ba3-rank0.pt")
+    assert_same(opened(tmp_path / "ep0-ba3-rank0.pt", CONFIGS[name]), CONFIGS[name], state)
+
+
+def test_two_models_in_one_file_are_not_chosen_from(tmp_path):
+    state = random_state(CONFIG)
+    torch.save({"model": state, "ema": state}, tmp_path / "two.pt")
+    with pytest.raises(UserError, match="two.pt holds 2 models, under ema. and model.; save one of them alone"):
+        opened(tmp_path / "two.pt")
+
+
+def as_fms(state, config, fused, top):
+    """Our Llama under fms' names, its heads rotated in neighbouring rows."""
+    def neighbours(rows):
+        return rows.view(-1, 2, config.resolved_head_dim // 2, rows.shape[1]).transpose(1, 2).reshape(rows.shape)
+
+    embedding, head, prefix = top
+    found = {embedding: state["backbone.embedding.weight"], f"{prefix}dec_norm.weight": state["backbone.norm_f.weight"],
+             head: state.get("lm_head.weight", state["backbone.embedding.weight"])}
+    for index in range(config.n_layer):
+        ours, theirs = f"backbone.layers.{index}.", f"{prefix}layers.{index}."
+        heads = [config.resolved_head_dim * count for count in (config.n_head, config.n_kv_head, config.n_kv_head)]
+        query, key, value = state[ours + "mixer.in_proj.weight"].split(heads)
+        up, gate = state[ours + "mlp.fc1.weight"].chunk(2)
+        attention = {"query": neighbours(query), "key": neighbours(key), "value": value}
+        if fused:
+            parts = {"attn.in_proj.qkv_fused": torch.cat([*attention.values()]),
+                     "ff_sub_layer.wg1_fused": torch.cat([gate, up])}
+        else:
+            place = "attn.in_proj." if prefix else "attn."
+            parts = {"ff_sub_layer.wg": gate, "ff_sub_layer.w1": up,
+                     **{place + name: rows for name, rows in attention.items()}}
+        parts |= {"attn.dense": state[ours + "mixer.out_proj.weight"], "ln": state[ours + "norm.weight"],
+                  "ff_sub_layer.w2": state[ours + "mlp.fc2.weight"], "ff_ln": state[ours + "norm2.weight"]}
+        found |= {f"{theirs}{name}.weight": tensor.clone() for name, tensor in parts.items()}
+    return found
+
+
+def fms_logits(state, tokens, config):
+    """fms' Llama (fused names of today) as its papers say it: neighbours of a head are turned together."""
+    def norm(x, name):
+        return F.rms_norm(x, x.shape[-1:], state[f"base_model.{name}.weight"], config.norm_eps) if hasattr(
+            F, "rms_norm") else x * x.pow(2).mean(-1, True).add(config.norm_eps).rsqrt() * state[
+                f"base_model.{name}.weight"]
+
+    size, length = config.resolved_head_dim, tokens.shape[1]
+    angles = torch.outer(torch.arange(length), config.rope_theta ** -(torch.arange(0, size, 2) / size))
+    turn = torch.polar(torch.ones_like(angles), angles)[:, None]
+    x = F.embedding(tokens, state["base_model.embedding.weight"])
+    for index in range(config.n_layer):
+        layer = f"layers.{index}."
+        weights = {name: state[f"base_model.{layer}{name}.weight"] for name in (
+            "attn.in_proj.qkv_fused", "attn.dense", "ff_sub_layer.wg1_fused", "ff_sub_layer.w2")}
+        heads = F.linear(norm(x, layer + "ln"), weights["attn.in_proj.qkv_fused"]).unflatten(-1, (-1, size))
+        query, key, value = heads.split([config.n_head, config.n_kv_head, config.n_kv_head], dim=2)
+        query, key = (torch.view_as_real(torch.view_as_complex(part.unflatten(-1, (-1, 2)).contiguous()) * turn
+                                         ).flatten(-2) for part in (query, key))
+        key, value = (part.repeat_interleave(config.n_head // config.n_kv_head, dim=2) for part in (key, value))
+        scores = torch.einsum("blhd,bmhd->bhlm", query, key) / math.sqrt(size)
+        scores = scores.masked_fill(torch.ones(length, length).triu(1).bool(), -math.inf).softmax(-1)
+        x = x + F.linear(torch.einsum("bhlm,bmhd->blhd", scores, value).flatten(-2), weights["attn.dense"])
+        gate, up = F.linear(norm(x, layer + "ff_ln"), weights["ff_sub_layer.wg1_fused"]).chunk(2, dim=-1)
+        x = x + F.linear(F.silu(gate) * up, weights["ff_sub_layer.w2"])
+    return F.linear(norm(x, "dec_norm"), state["head.weight"])
+
+
+NEW = "base_model.embedding.weight", "head.weight", "base_model."
+OLD = "shared.emb.weight", "shared.head.weight", ""
+
+
+@pytest.mark.parametrize("top", [NEW, OLD], ids=["new", "old"])
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("name", ["llama", "llama-grouped"])
+def test_fms_llama(name, fused, top, tmp_path):
+    config, state = CONFIGS[name], random_state(CONFIGS[name])
+    theirs = as_fms(state, config, fused, top)
+    torch.save({"model_state": theirs}, tmp_path / "consolidated.00.pth")
+    weights = opened(tmp_path / "consolidated.00.pth", config)
+    assert_same(weights, config, state)
+    assert torch.equal(weights.slice("backbone.layers.1.mixer.in_proj.weight", 7, 95),
+                       state["backbone.layers.1.mixer.in_proj.weight"].flatten()[7:95])
+    if fused and top is NEW:
+        tokens = torch.randint(0, config.vocab_size, (2, 21))
+        with torch.no_grad():
+            torch.testing.assert_close(model_of(config, weights.get)(tokens), fms_logits(theirs, tokens, config),
+                                       rtol=2e-4, atol=2e-5)
+
+
+def save_as_fms_fsdp_does(world, folder):
+    from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType
+
+    model = FullyShardedDataParallel(model_of(LLAMA, random_state(LLAMA).get), device_id=torch.device("cpu"),
+                                     use_orig_params=True)
+    with FullyShardedDataParallel.state_dict_type(model, StateDictType.SHARDED_STATE_DICT):
+        state = model.state_dict()
+        moments = {"state": {name: {"exp_avg": tensor, "step": torch.tensor(3.0)} for name, tensor in state.items()}}
+        content = {"model_state": state, "optimizer_state": moments, "step": 3}
+        dcp.save_state_dict(content, dcp.FileSystemWriter(folder, single_file_per_rank=True),
+                            planner=dcp.DefaultSavePlanner())
+    with FullyShardedDataParallel.state_dict_type(model, StateDictType.FULL_STATE_DICT):
+        return {name: tensor.clone().numpy() for name, tensor in model.state_dict().items()}
+
+
+@pytest.fixture(scope="module")
+def sharded(tmp_path_factory):
+    """(a folder that two ranks wrote by torch.distributed.checkpoint, the model's state)."""
+    folder = tmp_path_factory.mktemp("fms") / "step_3_ckp"
+    return folder, {name: torch.from_numpy(array) for name, array in run_ranks(
+        2, save_as_fms_fsdp_does, str(folder))[0].items() if name != "lm_head.weight"}
+
+
+@pytest.mark.slow
+def test_a_folder_of_torch_distributed_checkpoint(sharded, tmp_path):
+    """The model and not its moments, in parts that each read no more than the chunks that they lie in."""
+    folder, state = sharded
+    assert_same(opened(folder, LLAMA), LLAMA, state)
+    weights = opened(folder, LLAMA)
+    for name, tensor in state.items():
+        size = tensor.numel()
+        assert torch.equal(weights.slice(name, size // 3, size - 1), tensor.flatten()[size // 3:-1])
+    with pytest.raises(UserError, match=f"{folder.name}.__0_0.distcp is the part of one rank; .* is {folder}$"):
+        read_weights(folder / "__0_0.distcp")
+    with pytest.raises(UserError, match=f"{folder} is one$"):
+        read_weights(folder.parent)
+    copy = shutil.copytree(folder, tmp_path / "cut")
+    for file in copy.glob("*.distcp"):
+        os.truncate(file, file.stat().st_size // 3)
+    with pytest.raises(UserError, match="cut/__._0.distcp is damaged"):
+        weights = opened(copy, LLAMA)
+        [weights.get(name) for name in weights.names]
+    os.truncate(copy / ".metadata", 300)
+    with pytest.raises(UserError, match="cut/.metadata is damaged or holds more") as caught:
+        opened(copy, LLAMA)
+    if find_spec("torch.distributed.checkpoint.format_utils"):  # torch 2.3 and newer
+        line = str(caught.value).partition("where you trust it: ")[2].replace(str(copy), str(folder))
+        subprocess.run(["bash", "-c", line.replace("python", sys.executable, 1)], check=True)
+        assert_same(opened(f"{folder}.pth", LLAMA), LLAMA, state)
+
+
+class Trap:
+    def __init__(self, *arguments):
+        self.arguments = arguments
+
+    def __reduce__(self):
+        return os.mkdir, self.arguments
+
+
+class Harmless:
+    """Of a user's own program."""
+
+
+@pytest.mark.slow
+def test_a_trap_in_each_place_of_such_a_folder(sharded, tmp_path):
+    folder, _ = sharded
+    copy = shutil.copytree(folder, tmp_path / "trapped")
+    trap = Trap(str(tmp_path / "executed"))
+    (copy / ".metadata").write_bytes(pickle.dumps(trap))
+    with pytest.raises(UserError, match="more than tensors .it asks for posix.mkdir, which is no part of weights"):
+        opened(copy, LLAMA)
+    (copy / ".metadata").write_bytes((folder / ".metadata").read_bytes())
+    for stored in read_plain(folder / ".metadata").storage_data.values():
+        with open(copy / stored.relative_path, "r+b") as file:
+            file.seek(stored.offset)
+            file.write(pickle.dumps(trap))
+    with pytest.raises(UserError, match="distcp is damaged or holds more than tensors .Weights only"):
+        opened(copy, LLAMA)
+    (copy / ".metadata").write_bytes((folder / ".metadata").read_bytes().replace(b"__0_0.distcp", b"../_0.distcp"))
+    with pytest.raises(UserError, match="cut along other than its first dimension, compressed, or in another place"):
+        opened(copy, LLAMA)
+    assert not (tmp_path / "executed").exists()
+
+
+def malicious(path):
+    """Ways to have something called: a function, one reached through allowed modules, attributes of the stand-ins."""
+    yield Trap(path)
+    yield {"state": {"model": {"x": Trap(path)}}}
+
+    class Reduced:
+        def __init__(self, function, *arguments):
+            self.parts = function, arguments
+
+        def __reduce__(self):
+            return self.parts
+
+    yield Reduced(eval, f"__import__('os').mkdir({path!r})")
+    yield Reduced(getattr, torch.Tensor, "numpy")
+    yield Reduced(torch.hub.load_state_dict_from_url, "file:///etc/passwd")
+    yield Reduced(numpy.load, path)
+    yield Reduced(subprocess.call, ["mkdir", path])
+
+
+@pytest.mark.parametrize("number", range(7))
+def test_a_trap_in_a_checkpoint_of_composer(number, tmp_path):
+    state = composers(random_state(CONFIG))
+    state["callbacks"] = list(malicious(str(tmp_path / "executed")))[number]
+    torch.save(state, tmp_path / "trap.pt")
+    try:
+        assert_same(opened(tmp_path / "trap.pt"), CONFIG, random_state(CONFIG))
+        assert number in (4, 5)  # nothing was called, an empty class stands for the function
+    except UserError as error:
+        assert re.search("trap.pt is damaged or holds more than tensors: it asks for [a-z._]+,", str(error)), error
+    assert not (tmp_path / "executed").exists()
+
+
+def test_what_is_refused_can_be_converted_by_the_line_that_is_named(tmp_path):
+    state = {"state": {"model": random_state(CONFIG), "user": Harmless()}}
+    torch.save(state, tmp_path / "own.pt")
+    with pytest.raises(UserError) as caught:
+        opened(tmp_path / "own.pt")
+    line = str(caught.value).partition("save its tensors alone: ")[2]
+    assert line.startswith("python -c ")
+    where = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    subprocess.run(["bash", "-c", line.replace("python", sys.executable, 1)], check=True, env=where)
+    assert_same(opened(tmp_path / "own.pt.weights.pth"), CONFIG, random_state(CONFIG))
+    torch.save(MambaLM(CONFIG), tmp_path / "whole.pt")  # the habit of saving the module itself
+    with pytest.raises(UserError, match="asks for mamba_fsdp.model.lm.MambaLM"):
+        opened(tmp_path / "whole.pt")
+
+
+def test_a_file_without_config_json(tmp_path, capsys):
+    """Its preset is named, and every tensor is checked; the message and inspect say which one it may be."""
+    from config.model_config import ModelConfig
+    from config.presets import preset
+    demo = ModelConfig(**preset("demo"))
+    state = random_state(demo)
+    torch.save(state, tmp_path / "lonely.pth")
+    with pytest.raises(UserError, match="no config.json beside it, .* name it: model_name=demo has just its"):
+        read_weights(tmp_path / "lonely.pth")
+    with pytest.raises(UserError, match="does not fit the model"):
+        read_weights(tmp_path / "lonely.pth", model_name="mamba-130m")
+    assert_same(read_weights(tmp_path / "lonely.pth", model_name="demo"), demo, state)
+    to_our_form(tmp_path / "lonely.pth", tmp_path / "ours", model_name="demo")
+    assert_same(read_weights(tmp_path / "ours"), demo, state)
+    inspect.main(str(tmp_path / "lonely.pth"))
+    said = capsys.readouterr().out
+    assert "structure      demo, 4 layers mamba1, d_model 128" in said and "--model_name=demo" in said
+    for name in ("mamba2", "mamba1-untied-rank"):
+        torch.save({"model_state": random_state(CONFIGS[name])}, tmp_path / "other.pth")
+        inspect.main(str(tmp_path / "other.pth"))
+        said = capsys.readouterr().out
+        config = CONFIGS[name]
+        assert f"custom (from demo), {config.n_layer} layers {config.layers}, d_model {config.d_model}" in said
+        assert re.search(r"  backbone.layers.1.mixer.A_log +\(", said)
+    torch.save({"x": torch.ones(2)}, tmp_path / "other.pth")
+    inspect.main(str(tmp_path / "other.pth"))
+    assert "not one that its tensors tell" in capsys.readouterr().out
+
+
+def test_training_starts_from_them(tmp_path):
+    given = {name: shown(value) for name, value in vars(CONFIG).items()}
+    state = random_state(CONFIG)
+    torch.save(composers(state), tmp_path / "ep0.pt")
+    for setting in ("load_ckpt_path", "init_from"):
+        settings, explicit = resolve_settings({**given, setting: str(tmp_path / "ep0.pt"),
+                                               "save_ckpt_path": str(tmp_path / "run")})
+        assert_same(starting_weights(settings, explicit).open(World.alone()), CONFIG, state)
+    settings, explicit = resolve_settings({"init_from": str(tmp_path / "ep0.pt")})
+    with pytest.raises(UserError, match="there is no config.json beside it"):
+        starting_weights(settings, explicit)
+
+
+def test_export_takes_a_tokenizer(tmp_path):
+    config, state = CONFIGS["mamba2"], random_state(CONFIGS["mamba2"])
+    ours = write_ours(tmp_path / "ours", config, state)
+    tokenizer = write_tokenizer(tmp_path / "letters")
+    with pytest.raises(UserError, match="tokenizer=.*/ours is no folder with a tokenizer"):
+        to_foreign_form(ours, tmp_path / "hf", tokenizer=str(ours))
+    to_foreign_form(ours, tmp_path / "hf", tokenizer=str(tokenizer))
+    assert (tmp_path / "hf" / "tokenizer.json").is_file()
+    assert json.loads((tmp_path / "hf" / "config.json").read_text())["eos_token_id"] == 0
+    content = json.loads((tokenizer / "tokenizer.json").read_text())
+    content["model"]["vocab"]["other"] = 39
+    shutil.copytree(tokenizer, tmp_path / "other")
+    (tmp_path / "other" / "tokenizer.json").write_text(json.dumps(content))
+    with pytest.raises(UserError, match="have different tokenizers"):
+        to_foreign_form(tmp_path / "hf", tmp_path / "again", tokenizer=str(tmp_path / "other"))
+    to_foreign_form(tmp_path / "hf", tmp_path / "again", tokenizer=str(tmp_path / "other"), allow_other_tokenizer=True)
+    assert "other" in (tmp_path / "again" / "tokenizer.json").read_text()
