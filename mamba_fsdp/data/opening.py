@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from config.train_config import DataConfig
-from mamba_fsdp.data.foreign import fms, save_to_disk
+from mamba_fsdp.data.foreign import datalayout, fms, megatron, nanogpt, save_to_disk
 from mamba_fsdp.data.foreign.opened import Say
 from mamba_fsdp.data.foreign.tokens import Known
 from mamba_fsdp.data.source import Source
@@ -12,8 +12,9 @@ from mamba_fsdp.data.tokenizer import refuse_other_tokenizer
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.storage import exists
 
-FORMATS = (save_to_disk, fms)  # the first that recognises a path opens it
-SPLITS = {"train": ("train", "train.bin"), "validation": ("validation", "val.bin")}  # what they are called in a folder
+FORMATS = (save_to_disk, datalayout, megatron, nanogpt, fms)  # the first that recognises a path opens it
+SPLITS = {  # what they are called in a folder that holds both
+    "train": ("train", "train.bin", "train.npy"), "validation": ("validation", "val.bin", "val.npy")}
 TEXT = ("parquet", "jsonl", "json", "txt", "csv", "jsonl.gz", "jsonl.zst", "json.gz", "txt.gz")
 
 
@@ -46,8 +47,9 @@ def split_in(path: Path, split: str = "train") -> Path:
     if exists(path / "index.json"):
         return path
     for name in SPLITS[split]:
-        if exists(path / name / "index.json") or exists(path / "dataset_dict.json") and exists(path / name):
-            return path / name
+        place, is_file = path / name, "." in name
+        if exists(place) and (is_file or exists(place / "index.json") or exists(path / "dataset_dict.json")):
+            return place
     return path
 
 

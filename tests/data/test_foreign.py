@@ -3,11 +3,13 @@
 import json
 import os
 import pickle
+import re
 
 import datasets
 import numpy as np
 import pyarrow
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -16,7 +18,7 @@ from mamba_fsdp.data.foreign import index, indexed
 from mamba_fsdp.data.opening import open_source
 from mamba_fsdp.data.selection import batches, training_sources, validation_sources
 from mamba_fsdp.errors import UserError
-from tests.data.foreign_files import laid_end_to_end, write_fms, write_rows
+from tests.data.foreign_files import laid_end_to_end, write_fms, write_layout, write_megatron, write_nanogpt, write_rows
 
 EOS, BOS = 0, 99
 # Empty, only separators, one token, doubled separators at both ends, one within, longer than many windows.
@@ -53,10 +55,17 @@ def test_any_window_of_documents(tmp_path_factory, files, bos, strip, data):
     assert source.identity == open_source(folder, options).identity
 
 
-@pytest.mark.parametrize("write", [write_fms, lambda path, documents: write_rows(path.parent, documents)])
+def in_pieces(document):
+    return [document[:2], document[2:]] if len(document) > 2 else [document]
+
+
+@pytest.mark.parametrize("write", [
+    write_fms, lambda path, documents: write_rows(path.parent, documents),
+    lambda path, documents: write_megatron(path.parent / "x", documents, code=4, sequences_of=in_pieces)])
 def test_hard_documents(tmp_path, write):
     """One eos ends each document, whatever separators it came with; ids may be of any size."""
     documents = [*DOCUMENTS, [70_000]]
+    (tmp_path / "a").mkdir()
     write(tmp_path / "a" / "x.arrow", documents)
     source = open_source(tmp_path / "a", DataConfig(eos_token="0", bos_token="99"))
     tokens, positions = laid_end_to_end(documents, EOS, BOS)
@@ -83,6 +92,45 @@ def test_blocks_are_laid_end_to_end(tmp_path, shards):
         assert source.read(start, len(flat) - start).positions.tolist() == positions[start:]
     written = open_source(tmp_path / "a", DataConfig(eos_token="0", pack="document"))
     assert everything(written).tokens.tolist() == laid_end_to_end(rows, EOS)[0]
+
+
+@pytest.mark.parametrize("header", [False, True])
+def test_flat_files(tmp_path, header):
+    """A folder of them, in the order of their names, without what is held out, which validation reads; 65,535 is an
+    id."""
+    tokens = [65_535, 3, EOS, EOS, 4, 5]
+    for name in ("text_train_1", "text_train_0", "text_val_0"):
+        write_nanogpt(tmp_path / f"{name}.bin", [*tokens, ord(name[-1])], header=header)
+    source = open_source(tmp_path, DataConfig(eos_token="0"))
+    assert everything(source).tokens.tolist() == [*tokens, ord("0"), *tokens, ord("1")]
+    assert everything(source).positions.tolist() == [0, 1, 2, 0, 0, 1, 2, 3, 4, 5, 0, 0, 1, 2]
+    write_nanogpt(tmp_path / "train.bin", tokens)
+    write_nanogpt(tmp_path / "val.bin", [1, 2])
+    for path in (tmp_path, tmp_path / "train.bin"):
+        data = DataConfig(str(path))
+        assert everything(training_sources(data)[0]["train.bin"]).tokens.tolist() == tokens
+        assert [everything(source).tokens.tolist() for source in validation_sources(data)] == [[1, 2]]
+
+
+def test_layout_files(tmp_path):
+    """Tokens, positions and mask as the bits say, over two files; a window may begin anywhere."""
+    documents = [[1, 2, 65_535], [4], list(range(100))]
+    write_layout(tmp_path / "b.npy", documents, counted=lambda token: token % 2)
+    write_layout(tmp_path / "a.npy", [[9, 8]])
+    source = open_source(tmp_path, DataConfig(reset_at_documents=True))
+    tokens = [9, 8, *(token for document in documents for token in document)]
+    positions = [0, 1, *(position for document in documents for position in range(len(document)))]
+    for start in (0, 1, 4, 50):
+        window = source.read(start, source.token_count - start)
+        assert window.tokens.tolist() == tokens[start:] and window.positions.tolist() == positions[start:]
+        assert window.mask.tolist() == [start + at < 2 or token % 2 == 1 for at, token in enumerate(tokens[start:])]
+    assert everything(open_source(tmp_path / "a.npy")).tokens.tolist() == [9, 8]
+
+
+def test_megatron_by_any_of_its_names(tmp_path):
+    write_megatron(tmp_path / "x_document", [[1, 2], [3, 0]])
+    for name in ("x_document", "x_document.bin", "x_document.idx", "."):
+        assert everything(open_source(tmp_path / name, DataConfig(eos_token="0"))).tokens.tolist() == [1, 2, 0, 3, 0]
 
 
 def test_far_into_a_document_positions_count_from_where_one_stopped_looking(tmp_path, monkeypatch):
@@ -211,6 +259,39 @@ def test_what_is_wrong_is_named(tmp_path, spoil, options, message):
         open_source(tmp_path / "a", DataConfig(**{"eos_token": "0", **options}))
 
 
+def change(path, at, content):
+    path.write_bytes(path.read_bytes()[:at] + content + path.read_bytes()[at + len(content):])
+
+
+@pytest.mark.parametrize("spoil, message", [
+    (lambda a: truncate(a / "x.bin", 2), "x.bin: .* bytes, but x.idx says"),
+    (lambda a: truncate(a / "x.idx", 8), "x.idx: .* bytes, but its header asks for"),
+    (lambda a: os.truncate(a / "x.idx", 0), "x.idx: no index of Megatron's"),
+    (lambda a: (a / "x.bin").unlink(), "x.bin: missing beside its .idx"),
+    (lambda a: change(a / "x.idx", 9, b"\2"), "x.idx: no index of Megatron's of version 1"),
+    (lambda a: change(a / "x.idx", 17, b"\7"), "x.idx: .* with whole numbers as tokens"),
+    (lambda a: change(a / "x.idx", 34, b"\5"), "x.idx: its documents are not those"),
+    (lambda a: truncate(a / "n" / "n.bin", 1), "n.bin: .* no whole number of uint16"),
+    (lambda a: write_nanogpt(a / "n" / "n.bin", []), "n.bin .nanoGPT.: holds no tokens"),
+    (lambda a: (write_nanogpt(a / "n" / "n.bin", [1, 2], header=True), truncate(a / "n" / "n.bin", 2)),
+     "n.bin: its header says version 1, 2 tokens, which 1026 bytes are not"),
+    (lambda a: torch.save({}, a / "n" / "n.bin"), "n.bin: written by torch.save"),
+    (lambda a: truncate(a / "l.npy", 4), "l.npy: 8 bytes, but l.npy.size says 3 tokens, which are 12"),
+    (lambda a: (a / "l.npy.size").unlink(), "l.npy.size: does not say how many"),
+    (lambda a: (a / "l.npy.size").write_text("many"), "l.npy.size: does not say how many"),
+    (lambda a: np.save(a / "l.npy", np.arange(3)), "l.npy: a NumPy file, not"),
+])
+def test_what_is_wrong_with_flat_files_is_named(tmp_path, spoil, message):
+    write_megatron(tmp_path / "x", [[1, 2], [3]])
+    (tmp_path / "n").mkdir()
+    write_nanogpt(tmp_path / "n" / "n.bin", [1, 2, 3])
+    write_layout(tmp_path / "l.npy", [[1, 2, 3]])
+    spoil(tmp_path)
+    place = re.match("[xnl]", message)[0]
+    with pytest.raises(UserError, match=message):
+        open_source(tmp_path / {"x": "x", "n": "n/n.bin", "l": "l.npy"}[place], DataConfig(eos_token="0"))
+
+
 def test_rows_that_are_missing_are_noticed(tmp_path):
     """A copy of a folder whose file is an older one: dataset_info.json knows how many rows there were."""
     write_rows(tmp_path / "a", [[1, 2]] * 9)
@@ -229,6 +310,12 @@ def test_a_file_that_changes_while_it_is_read(tmp_path):
     truncate(tmp_path / "a" / "x.arrow", 8)
     with pytest.raises(UserError, match="x.arrow: .*has changed since the run began"):
         source.read(0, 5)
+
+
+def test_reset_at_documents_needs_to_know_where_they_end(tmp_path):
+    write_nanogpt(tmp_path / "a.bin", [1, 2, 3])
+    with pytest.raises(UserError, match="reset_at_documents needs to know .*--eos_token=ID"):
+        open_source(tmp_path / "a.bin", DataConfig(reset_at_documents=True))
 
 
 def test_negative_ids_are_refused_where_they_are_read(tmp_path):

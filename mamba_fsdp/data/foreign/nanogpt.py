@@ -1,0 +1,53 @@
+"""Flat files of tokens as nanoGPT and llm.c make them: NAME.bin of little-endian uint16, without or with a header.
+
+Documents are laid end to end with a separator that the file does not name. A folder is read in the order of its files'
+names, without those for validation; where it has a train.bin, that is its training split and val.bin the other.
+"""
+
+import re
+from pathlib import Path
+
+import numpy as np
+
+from config.train_config import DataConfig
+from mamba_fsdp.data.foreign.index import Rows, Wanted
+from mamba_fsdp.data.foreign.indexed import IndexedSource, Rule
+from mamba_fsdp.data.foreign.opened import Say, opened
+from mamba_fsdp.data.foreign.tokens import Known
+from mamba_fsdp.errors import UserError
+
+FORMAT = "nanoGPT"
+HEADER, MAGIC, VERSION = 256, 20240520, 1  # llm.c: so many int32, of which the third is the number of tokens
+HELD_OUT = re.compile(r"(^|[_-])(val|valid|validation|test)([_.-]|$)")
+
+
+def recognise(path: Path) -> bool:
+    return path.is_file() and path.suffix == ".bin" or any(path.glob("*.bin")) and not any(path.glob("*.doc"))
+
+
+def open_source(path: Path, known: Known, data: DataConfig, say: Say) -> IndexedSource:
+    root, names = path.parent, [path.name]
+    if path.is_dir():
+        found = sorted(file.name for file in path.glob("*.bin"))
+        root, names = path, [name for name in found if not HELD_OUT.search(name)] or found
+    return opened(path, FORMAT, root, names, Wanted(find_rows, False), Rule(False), known, data, say,
+                  f"{len(names)} file{'s' * (len(names) > 1)} of uint16 laid end to end")
+
+
+def find_rows(path: Path) -> Rows:
+    """All of a file as one row. Raises UserError for one that is no such file, or truncated."""
+    size = path.stat().st_size
+    with open(path, "rb") as file:
+        start = file.read(4 * HEADER)
+    if start[:4] in (b"PK\x03\x04", b"\x80\x02\x8a\n"):
+        raise UserError(f"{path}: written by torch.save, no file of tokens")
+    header = np.frombuffer(start[:len(start) // 4 * 4], "<i4")
+    begin = 0
+    if len(header) and header[0] == MAGIC:
+        begin = 4 * HEADER
+        if len(header) < HEADER or header[1] != VERSION or size != begin + 2 * int(header[2]):
+            told = f"version {header[1]}, {header[2]} tokens" if len(header) > 2 else "nothing"
+            raise UserError(f"{path}: its header says {told}, which {size} bytes are not; copy it again")
+    if size % 2:
+        raise UserError(f"{path}: {size} bytes, no whole number of uint16 tokens; copy it again")
+    return Rows("<u2", np.array([begin]), np.array([(size - begin) // 2]))
