@@ -18,14 +18,16 @@ SPLITS = {  # what they are called in a folder that holds both
 TEXT = ("parquet", "jsonl", "json", "txt", "csv", "jsonl.gz", "jsonl.zst", "json.gz", "txt.gz")
 
 
-def open_source(path: str | Path, data: DataConfig | None = None, say: Say = lambda text: None) -> Source:
-    """The source at `path`. Raises UserError where there is none, or something is wrong with it."""
+def open_source(path: str | Path, data: DataConfig | None = None, say: Say = lambda text: None, *,
+                inspecting: bool = False) -> Source:
+    """The source at `path`. Raises UserError where there is none, or something is wrong with it; not for documents that
+    no known token ends where it is `inspecting`."""
     path, data = Path(path), data or DataConfig()
     form = format_of(path)
     if form:
-        return form.open_source(path, Known.of(data), data, say)
+        return form.open_source(path, Known.of(data, inspecting), data, say)
     if not exists(path / "index.json"):
-        _refuse_text(path, data)
+        refuse_text(path, data.tokenizer)
     store = TokenStore(path)
     if data.tokenizer and not data.allow_other_tokenizer:
         refuse_other_tokenizer(path, store.tokenizer, data.tokenizer, Known.of(data).tokenizer[:1])
@@ -53,11 +55,11 @@ def split_in(path: Path, split: str = "train") -> Path:
     return path
 
 
-def _refuse_text(path, data):
+def refuse_text(path: Path, tokenizer: str = "") -> None:
     """Raises UserError where `path` is text or a folder of it."""
     found = [path] if path.is_file() else [file for suffix in TEXT for file in sorted(path.glob(f"*.{suffix}"))[:1]]
     if any(file.name.endswith(tuple(f".{suffix}" for suffix in TEXT)) for file in found):
-        tokenizer = f" --tokenizer={data.tokenizer}" if data.tokenizer else ""
+        tokenizer = f" --tokenizer={tokenizer}" if tokenizer else ""
         out = Path("data", path.name.partition(".")[0])
         raise UserError(f"{path}: text ({found[0].name}), to be tokenised once before it is read:\n"
                         f"  .venv/bin/python get_dataset.py {path} {out}{tokenizer}\nand then --dataset_path={out}")

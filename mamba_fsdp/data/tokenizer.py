@@ -176,6 +176,7 @@ class Words(NamedTuple):
     encode: Callable[[str], list[int]]  # without the tokens that some add at the ends
     decode: Callable[[list[int]], str]
     eos: int | None
+    size: int  # one more than the largest id
 
 
 def load_words(path: str | Path) -> Words:
@@ -188,11 +189,13 @@ def load_words(path: str | Path) -> Words:
             backend.no_truncation()
             return Words(lambda text: backend.encode(text, add_special_tokens=False).ids,
                          lambda tokens: backend.decode(tokens, skip_special_tokens=False),
-                         backend.token_to_id(eos["content"] if isinstance(eos, dict) else eos))
+                         backend.token_to_id(eos["content"] if isinstance(eos, dict) else eos),
+                         max(backend.get_vocab().values()) + 1)
     except Exception:  # not these files: let transformers say what is wrong
         pass
     form = load_for_transformers(path)
-    return Words(lambda text: form(text, add_special_tokens=False)["input_ids"], form.decode, form.eos_token_id)
+    return Words(lambda text: form(text, add_special_tokens=False)["input_ids"], form.decode, form.eos_token_id,
+                 max(form.get_vocab().values()) + 1)
 
 
 def load(name: str, eos_token: str | None = None) -> TextTokenizer:

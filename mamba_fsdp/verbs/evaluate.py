@@ -1,12 +1,15 @@
-"""python -m mamba_fsdp evaluate MODEL STORE [--seq_length=2048] [--batch_size=8] [--limit=0]
+"""python -m mamba_fsdp evaluate MODEL DATA [--seq_length=2048] [--batch_size=8] [--limit=0]
 
-Token loss, perplexity and bits per byte of a model over a token store, every token predicted once from those before it
-in its window. MODEL is a run folder, a checkpoint, a consolidated.00.pth, or a transformers or state-spaces folder.
+Token loss, perplexity and bits per byte of a model over a token store or tokens in another format (docs/data.md),
+every token predicted once from those before it in its window. MODEL is a run folder, a checkpoint, a
+consolidated.00.pth, or a transformers or state-spaces folder.
 
   --seq_length          tokens per window, as many as you like; more context, lower loss
   --batch_size          windows per forward pass, fewer where they are long
-  --limit               windows in all, spread evenly over the store; 0 for all
+  --limit               windows in all, spread evenly over the data; 0 for all
   --reset_at_documents  let nothing cross the start of a document
+  --tokenizer           of data that comes without one; by default the model's
+  --eos_token, --bos_token  of such data, as in training
   --allow_other_tokenizer  where you know that the model fits the tokens of another tokenizer than its own
   --model_name          the preset that MODEL is, where there is no config.json beside it
 """
@@ -14,6 +17,7 @@ in its window. MODEL is a run folder, a checkpoint, a consolidated.00.pth, or a 
 import math
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 from config.fields import Bounds
@@ -21,6 +25,9 @@ from mamba_fsdp.errors import UserError
 from mamba_fsdp.report.display import Display
 
 if TYPE_CHECKING:
+    import torch
+
+    from mamba_fsdp.data.source import Source
     from mamba_fsdp.verbs.loading import Loaded
 
 
@@ -28,49 +35,57 @@ class Evaluation(NamedTuple):
     tokens: int  # that were predicted
     of: int  # those of the store that can be
     loss: float  # nats per token
-    bits_per_byte: float
+    bits_per_byte: float | None  # None: no tokenizer is known
     seconds: float
 
 
-def main(model: str, store: str, seq_length: Annotated[int, Bounds(at_least=1)] = 2048,
+def main(model: str, data: str, seq_length: Annotated[int, Bounds(at_least=1)] = 2048,
          batch_size: Annotated[int, Bounds(at_least=1)] = 8, limit: Annotated[int, Bounds(at_least=0)] = 0,
-         reset_at_documents: bool = False, allow_other_tokenizer: bool = False, model_name: str = "") -> None:
-    from mamba_fsdp.data.store import TokenStore
+         reset_at_documents: bool = False, allow_other_tokenizer: bool = False, tokenizer: str = "",
+         eos_token: str = "", bos_token: str = "", model_name: str = "") -> None:
+    from mamba_fsdp.data.opening import open_source
     from mamba_fsdp.verbs.loading import load
 
-    TokenStore(store)  # a mistake there is known before the model is loaded
+    open_source(data, inspecting=True)  # a mistake there is known before the model is loaded
     display = Display()
-    loaded = load(model, model_name=model_name, reset_at_documents=reset_at_documents)
-    found = evaluate(loaded, store, seq_length=seq_length, batch_size=batch_size, limit=limit,
-                     allow_other_tokenizer=allow_other_tokenizer, show=display.passing)
+    found = evaluate(load(model, model_name=model_name, reset_at_documents=reset_at_documents), data,
+                     seq_length=seq_length, batch_size=batch_size, limit=limit,
+                     allow_other_tokenizer=allow_other_tokenizer, show=display.passing, tokenizer=tokenizer,
+                     eos_token=eos_token, bos_token=bos_token)
     display.line(f"tokens         {found.tokens:,} of {found.of:,}")
     print(f"loss           {found.loss:.4f} nats per token")
     print(f"perplexity     {math.exp(found.loss):,.3f}")
-    print(f"bits per byte  {found.bits_per_byte:.4f}")
+    if found.bits_per_byte is not None:
+        print(f"bits per byte  {found.bits_per_byte:.4f}")
     print(f"speed          {found.tokens / found.seconds:,.0f} tokens/s")
 
 
-def evaluate(model: "Loaded", store: str, *, seq_length: int = 2048, batch_size: int = 8, limit: int = 0,
-             allow_other_tokenizer: bool = False, show: Callable[[str], None] = lambda text: None) -> Evaluation:
-    """The model over the token store of this path; the options are those of the command above, and show what is told
-    how far it is. Raises UserError."""
-    import torch
+def evaluate(model: "Loaded", data: str, *, seq_length: int = 2048, batch_size: int = 8, limit: int = 0,
+             allow_other_tokenizer: bool = False, show: Callable[[str], None] = lambda text: None,
+             **reading: Any) -> Evaluation:
+    """The model over the data at this path; the options are those of the command above, and show what is told how far
+    it is. reading: settings of DataConfig that say how to read it. Raises UserError."""
 
     from config.train_config import DataConfig
     from mamba_fsdp.conventions import IGNORED_LABEL
     from mamba_fsdp.data.loader import Split, evaluation_batches
-    from mamba_fsdp.data.store import TokenStore
-    from mamba_fsdp.data.tokenizer import load_for_transformers, refuse_other_tokenizer
+    from mamba_fsdp.data.opening import format_of, open_source
+    from mamba_fsdp.data.tokenizer import refuse_other_tokenizer
     from mamba_fsdp.parallel.world import start_world
     from mamba_fsdp.train import loop
 
-    (network, weights), tokens = model, TokenStore(store)
+    network, weights = model
+    settings = DataConfig(reset_at_documents=network.reset_at_documents,
+                          allow_other_tokenizer=allow_other_tokenizer, **reading)
+    if not settings.tokenizer and format_of(Path(data)) and weights.tokenizer_path:
+        settings.tokenizer = str(weights.tokenizer_path)
+    tokens = open_source(data, settings)
     if not allow_other_tokenizer:
-        refuse_other_tokenizer(store, tokens.tokenizer, weights.source, weights.tokenizer_identities())
+        refuse_other_tokenizer(data, tokens.tokenizer, weights.source, weights.tokenizer_identities())
     if tokens.vocab_size > weights.config.vocab_size:
-        raise UserError(f"{store} has a vocabulary of {tokens.vocab_size}, the model one of "
+        raise UserError(f"{data} has a vocabulary of {tokens.vocab_size}, the model one of "
                         f"{weights.config.vocab_size}: they don't belong together")
-    byte_counts = torch.tensor(bytes_of_tokens(load_for_transformers(tokens.tokenizer_path)))
+    byte_counts = counts_of_bytes(tokens, weights.config.vocab_size)
     counted = {"tokens": 0, "bytes": 0}
 
     def measured(batches):
@@ -84,13 +99,30 @@ def evaluate(model: "Loaded", store: str, *, seq_length: int = 2048, batch_size:
     began = time.perf_counter()
     seq_length = max(1, min(seq_length, tokens.token_count - 1))
     batch_size = max(1, min(batch_size, network.part // seq_length))
-    data = DataConfig(seq_length=seq_length, reset_at_documents=network.reset_at_documents)
-    batches = evaluation_batches(tokens, store, data, Split(0, 1, batch_size), vocab_size=weights.config.vocab_size,
+    settings.seq_length = seq_length
+    batches = evaluation_batches(tokens, data, settings, Split(0, 1, batch_size), vocab_size=weights.config.vocab_size,
                                  limit=limit or None)
     wanted = min(tokens.token_count - 1, limit * seq_length or tokens.token_count)
     loss, count = loop.evaluate(network, measured(batches), start_world())
     bits = loss * count / math.log(2)
-    return Evaluation(count, tokens.token_count - 1, loss, bits / max(1, counted["bytes"]), time.perf_counter() - began)
+    return Evaluation(count, tokens.token_count - 1, loss, bits / counted["bytes"] if counted["bytes"] else None,
+                      time.perf_counter() - began)
+
+
+def counts_of_bytes(source: "Source", vocab_size: int) -> "torch.Tensor":
+    """(vocab_size,) int64: the bytes of text that each token of the source stands for; 0 where that is not known."""
+    import torch
+
+    from mamba_fsdp.data.tokenizer import load_for_transformers
+
+    counts = torch.zeros(vocab_size, dtype=torch.int64)
+    try:
+        name = source.tokenizer_path
+    except UserError:
+        return counts
+    known = torch.tensor(bytes_of_tokens(load_for_transformers(name))[:vocab_size])
+    counts[:len(known)] = known
+    return counts
 
 
 def bytes_of_tokens(tokenizer: Any) -> list[int]:

@@ -1,19 +1,27 @@
-"""python -m mamba_fsdp inspect PATH [--tensors] [--verify]
+"""python -m mamba_fsdp inspect PATH [--tensors] [--verify] [--tokenizer=FOLDER] [--eos_token=ID]
 
-Say what PATH holds: a run folder, a checkpoint or a rank's file of one, a token store, or a model (consolidated.00.pth,
-transformers, state-spaces, other trainers' files and folders; of one without config.json, as far as its tensors tell).
+Say what PATH holds: a run folder, a checkpoint or a rank's file of one, a model (consolidated.00.pth, transformers,
+state-spaces, other trainers' files and folders; of one without config.json, as far as its tensors tell), or data: a
+token store, or tokens in another format (docs/data.md).
 
   --tensors   list every tensor with its shape and type
-  --verify    read every byte and compare it with the checksums: of a token store, a checkpoint, or all those of a run.
-              Exits with 2 where anything is damaged, and refuses models, which hold no checksums
+  --verify    read every byte: of a token store, a checkpoint or a run, compared with the checksums, exiting with 2
+              where anything is damaged; of other data, which has none, to speak of all of it and not of samples.
+              Refuses models, which hold no checksums
+
+How to read data in other formats, as in training: --tokenizer (also shows samples), --eos_token, --bos_token,
+--strip_tokens, --col_name, --pack, --index_dir
 """
 
 import json
 import math
 from pathlib import Path
+from typing import Annotated
 
+from config.fields import Bounds
 from config.model_config import ModelConfig, checked_model
 from config.presets import title
+from config.train_config import DataConfig
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.report.display import scaled
 from mamba_fsdp.run_layout import CHECKPOINTS, COMMIT, CONSOLIDATED, METRICS, MODEL_CONFIG, MODELS, STATUS, committed
@@ -21,21 +29,26 @@ from mamba_fsdp.run_layout import CHECKPOINTS, COMMIT, CONSOLIDATED, METRICS, MO
 WHOLE = "all bytes read, every file has its size and checksum"
 
 
-def main(path: str, tensors: bool = False, verify: bool = False) -> None:
+def main(path: str, tensors: bool = False, verify: bool = False, tokenizer: str = "", eos_token: str = "",
+         bos_token: str = "", strip_tokens: str = "", col_name: str = "",
+         pack: Annotated[str, Bounds(choices=("auto", "document", "none"))] = "auto", index_dir: str = "") -> None:
     place = Path(path)
-    if not place.exists():
-        raise UserError(f"{path}: there is no such file or folder")
     if (place.parent / COMMIT).is_file() and place.is_file():
         say("part", f"{place.name}, {size(place)}, of the checkpoint that follows")
         place = place.parent
-    stores = [store for store in (place, place / "train", place / "validation") if (store / "index.json").is_file()]
     if (place / CHECKPOINTS).is_dir():
         show_run(place, verify)
     elif (place / COMMIT).is_file():
         show_checkpoint(place, tensors, verify)
-    elif stores:
-        for store in stores:
-            show_store(store, verify)
+    elif is_data(place):
+        from mamba_fsdp.data.opening import split_in
+        from mamba_fsdp.verbs.inspect_data import show_data
+
+        data = DataConfig(tokenizer=tokenizer, eos_token=eos_token, bos_token=bos_token, col_name=col_name, pack=pack,
+                          strip_tokens=strip_tokens.split(",") if strip_tokens else [], index_dir=index_dir)
+        held_out = split_in(place, "validation")
+        for part in [split_in(place), *[held_out] * (held_out != place)]:
+            show_data(part, data, verify)
     elif verify:
         raise UserError(f"{path}: --verify is for token stores, checkpoints and runs; this holds no checksums")
     else:
@@ -102,18 +115,17 @@ def show_checkpoint(path: Path, tensors: bool, verify: bool) -> None:
         say("verified", WHOLE)
 
 
-def show_store(path: Path, verify: bool) -> None:
-    from mamba_fsdp.data.store import TokenStore
+def is_data(place: Path) -> bool:
+    """Whether PATH is data and no model. Raises UserError where there is nothing."""
+    from mamba_fsdp.data.opening import is_source, refuse_text, split_in
 
-    store = TokenStore(path)
-    say("token store", path)
-    say("tokens", f"{len(store):,} in {store.document_count:,} documents")
-    say("vocabulary", f"{store.vocab_size:,}, eos {store.eos}, {store.dtype.name}")
-    say("tokenizer", path / "tokenizer" if (path / "tokenizer").is_dir() else "none")
-    say("size", size(path))
-    if verify:
-        store.verify()
-        say("verified", WHOLE)
+    if is_source(split_in(place)) and not (place / "config.json").is_file():
+        return True
+    if not place.exists():
+        raise UserError(f"{place}: there is no such file or folder")
+    if not (place / "config.json").is_file():
+        refuse_text(place)
+    return False
 
 
 def show_model(path: Path, tensors: bool) -> None:

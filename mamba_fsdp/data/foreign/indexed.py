@@ -137,13 +137,13 @@ class IndexedSource:
             wide = max(self.rule.bos, self.rule.eos) > np.iinfo(values.dtype).max
             values = values.astype(np.int64) if wide else values
             ends = starts[1:] - 1 - start
-            added = ends[(0 <= ends) & (ends < stop - start)]
-            values[added] = self.rule.eos
-            if self._before:
-                values[positions == 0] = self.rule.bos
-                added = np.append(added, np.flatnonzero(positions == 0))
-            if counts is not None:
-                counts[added] = True
+            added = {self.rule.eos: ends[(0 <= ends) & (ends < stop - start)],
+                     self.rule.bos: np.flatnonzero(positions == 0)}
+            for token, places in added.items():
+                if token >= 0:
+                    values[places] = token
+                    if counts is not None:
+                        counts[places] = True
         if values.dtype.kind == "i" and len(values) and values.min() < 0:
             raise UserError(f"{self.root / self.files[file].name}: holds {values.min()} where a token id should stand")
         return values, positions.astype(np.int32), counts

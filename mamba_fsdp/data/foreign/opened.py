@@ -22,11 +22,11 @@ def opened(path: Path, format: str, root: Path, names: Sequence[str], wanted: Wa
     if rule.eos < 0:
         rule = replace(rule, eos=known.eos)
     if rule.documents:
-        if rule.eos < 0:
+        if rule.eos < 0 and not known.inspecting:
             raise UserError(f"{path} ({format}): which token ends its documents is not known; give --eos_token=ID, or "
                             "the tokenizer that made them: --tokenizer=FOLDER")
         rule = replace(rule, bos=known.bos)
-        wanted = wanted._replace(added=(rule.bos >= 0) + 1, strip=tuple(sorted({*known.strip, rule.eos})))
+        wanted = wanted._replace(added=(rule.bos >= 0) + (rule.eos >= 0), strip=known.strip)
     elif data.reset_at_documents and rule.eos < 0 and not rule.layout:
         raise UserError(f"{path} ({format}): reset_at_documents needs to know which token ends its documents; give "
                         "--eos_token=ID, or the tokenizer that made them: --tokenizer=FOLDER")
@@ -38,6 +38,6 @@ def opened(path: Path, format: str, root: Path, names: Sequence[str], wanted: Wa
                [(file.dtype, file.mask_dtype, file.length, file.digest) for file in files]]
     identity = hashlib.sha256(json.dumps(content).encode()).hexdigest()
     bos = f"bos {rule.bos} before and " if rule.documents and rule.bos >= 0 else ""
-    ends = f", {bos}eos {rule.eos} behind each" if rule.documents else ""
+    ends = f", {bos}eos {rule.eos} behind each" if rule.documents and rule.eos >= 0 else ""
     say(f"reads      {path}: {format}, {told}{ends}")
     return IndexedSource(path, format, root, files, place, rule, identity, known.tokenizer)

@@ -13,11 +13,12 @@ class Known(NamedTuple):
     bos: int  # -1: none
     eos: int  # -1: not known
     strip: tuple[int, ...]  # what is taken from the ends of documents, bos and eos among it
+    inspecting: bool = False  # then documents may lack an eos
 
     @classmethod
-    def of(cls, data: DataConfig) -> "Known":
+    def of(cls, data: DataConfig, inspecting: bool = False) -> "Known":
         """As the settings say: eos_token, else the tokenizer's. Raises UserError for a token that there is not."""
-        name = data.tokenizer
+        name = data.tokenizer.removesuffix("/tokenizer.json")
 
         def number(setting: str, text: str) -> int:
             if text in ("", "-1"):
@@ -34,7 +35,7 @@ class Known(NamedTuple):
         if eos < 0 and name and (own := _words(name).eos) is not None:
             eos = own
         strip = {number("strip_tokens", text) for text in data.strip_tokens} | {bos, eos}
-        return cls((_identity(name), name), bos, eos, tuple(sorted(strip - {-1})))
+        return cls((_identity(name), name), bos, eos, tuple(sorted(strip - {-1})), inspecting)
 
 
 @functools.cache
