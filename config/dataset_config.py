@@ -24,7 +24,7 @@ class DatasetConfig:
     """What a document of a .txt file is: file (all of it), lines, blank_line (what stands between blank lines), or
     separator:TEXT, such as separator:'<|endoftext|>'."""
     text_column: str = setting("text")
-    """The column or JSON field that holds the text, or token ids as a list, taken as they are (then --tokenizer names
+    """The column or JSON field that holds the text (document.text is the field text of document), or token ids as a list, taken as they are (then --tokenizer names
     the one that made them)."""
     format: str = setting("auto", choices=("auto", "text", "json", "csv", "parquet", "arrow"))
     """How to read the files; auto goes by their names."""

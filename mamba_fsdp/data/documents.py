@@ -9,8 +9,8 @@ import json
 import os
 import re
 import shlex
-from collections.abc import Collection, Iterator, MutableMapping, Sequence
-from typing import NamedTuple
+from collections.abc import Collection, Iterator, Mapping, MutableMapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -89,8 +89,7 @@ def _json_records(block, options, counts):
             raise UserError(f"{block.name}: record {record} is no valid JSON ({error})") from error
         if not isinstance(fields, dict):
             raise UserError(f"{block.name}: record {record} is {type(fields).__name__}, not an object with text in it")
-        check_column(f"{block.name}: record {record}", options.text_column, fields)
-        yield record, fields[options.text_column]
+        yield record, field_of(f"{block.name}: record {record}", options.text_column, fields)
 
 
 def _text_documents(block, options, counts):
@@ -164,6 +163,20 @@ def token_ids(name: str, column: str, record: int, values: Sequence[int] | np.nd
     if ids.size and ids.dtype.kind not in "iu":
         raise UserError(f"{name}: record {record}: {column!r} is a list of other things than token ids")
     return ids.astype(np.int64)
+
+
+def field_of(where: str, column: str, fields: Mapping) -> Any:
+    """What `column` names in a row; document.text is the field text of document, and None where there is no document.
+
+    Raises UserError where there is no such field.
+    """
+    if column in fields:
+        return fields[column]
+    first, _, rest = column.partition(".")
+    check_column(where, first if rest else column, fields)
+    if rest and fields[first] is not None and not isinstance(fields[first], Mapping):
+        raise UserError(f"{where}: {first!r} is {type(fields[first]).__name__}, without a field {rest!r}")
+    return field_of(f"{where}: {first!r}", rest, fields[first]) if fields[first] is not None else None
 
 
 def check_column(name: str, column: str, columns: Collection[str]) -> None:

@@ -15,14 +15,15 @@ def parquet_arrays(path, column, row):
     import pyarrow.parquet
 
     file = pyarrow.parquet.ParquetFile(path)
-    check_column(path, column, file.schema_arrow.names)
+    steps = path_to(path, column, file.schema_arrow)
     sizes = [file.metadata.row_group(number).num_rows for number in range(file.num_row_groups)]
     at = group = 0
     while group < len(sizes) and at + sizes[group] <= row:
         at += sizes[group]
         group += 1
-    for batch in file.iter_batches(ROWS, row_groups=range(group, len(sizes)), columns=[column], use_threads=False):
-        yield at, batch[column], (at + len(batch)) / file.metadata.num_rows
+    for batch in file.iter_batches(ROWS, row_groups=range(group, len(sizes)), columns=[".".join(steps)],
+                                   use_threads=False):
+        yield at, at_path(batch, steps), (at + len(batch)) / file.metadata.num_rows
         at += len(batch)
 
 
@@ -34,11 +35,10 @@ def arrow_arrays(path, column, row):
         is_file = source.read(6) == b"ARROW1"  # else the stream form, which `datasets` writes
         source.seek(0)
         reader = pyarrow.ipc.open_file(source) if is_file else pyarrow.ipc.open_stream(source)
-        check_column(path, column, reader.schema.names)
-        at = 0
+        steps, at = path_to(path, column, reader.schema), 0
         batches = (reader.get_batch(number) for number in range(reader.num_record_batches)) if is_file else reader
         for number, batch in enumerate(batches, 1):
-            yield at, batch[column], number / reader.num_record_batches if is_file else source.tell() / source.size()
+            yield at, at_path(batch, steps), number / reader.num_record_batches if is_file else source.tell() / source.size()
             at += len(batch)
 
 
@@ -68,6 +68,27 @@ def _open_csv(path, file, **columns):
                         csv.ReadOptions(use_threads=False, block_size=CSV_RECORD),
                         csv.ParseOptions(delimiter=delimiter, newlines_in_values=True),
                         csv.ConvertOptions(check_utf8=False, **columns))
+
+
+def path_to(name, column, schema):
+    """The names that lead to a column: document.text is the field text of document. Raises UserError without it."""
+    if column in schema.names:
+        return [column]
+    first, _, rest = column.partition(".")
+    check_column(name, first if rest else column, schema.names)
+    fields = schema.field(first).type
+    if not hasattr(fields, "fields"):
+        raise UserError(f"{name}: column {first!r} is {fields}, without a field {rest!r}")
+    import pyarrow
+
+    return [first, *path_to(f"{name}: {first!r}", rest, pyarrow.schema(fields))]
+
+
+def at_path(batch, steps):
+    """The array there, null where one of the structs around it is."""
+    from pyarrow.compute import struct_field
+
+    return struct_field(batch[steps[0]], steps[1:]) if steps[1:] else batch[steps[0]]
 
 
 ARRAYS = {"parquet": parquet_arrays, "arrow": arrow_arrays, "csv": csv_arrays}

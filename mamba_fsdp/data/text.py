@@ -19,8 +19,9 @@ from pathlib import Path
 import zstandard
 
 from config.dataset_config import DatasetConfig
-from mamba_fsdp.data.documents import BYTE_ORDER_MARK, TextBlock, check_column, refuse_wide_characters, separator_of
+from mamba_fsdp.data.documents import BYTE_ORDER_MARK, TextBlock, check_column, field_of, refuse_wide_characters, separator_of
 from mamba_fsdp.data.hub import why_offline
+from mamba_fsdp.data.json_files import array_blocks
 from mamba_fsdp.data.tables import ARRAYS, ROWS, values
 from mamba_fsdp.errors import UserError, first_line
 
@@ -215,19 +216,24 @@ class Rows:
         self.total = self.most_documents = None if streaming else len(self._rows)
         self._description = {"dataset": name, "config": config, "split": split, "streaming": streaming,
                              "fingerprint": None if streaming else self._rows._fingerprint}
+        names = self._rows.column_names or [options.text_column]
+        self._column = options.text_column if options.text_column in names else options.text_column.split(".")[0]
         if self._rows.column_names:  # a stream may not know them before its first row
-            check_column(name, options.text_column, self._rows.column_names)
+            check_column(name, self._column, self._rows.column_names)
 
     def describe(self) -> dict:
         return self._description
 
     def blocks(self, position: dict | None = None) -> Iterator[TextBlock]:
-        row, column = position["row"] if position else 0, self.options.text_column
+        row, column = position["row"] if position else 0, self._column
         rest = self._rows.skip(row) if self.total is None else \
             self._rows.select(range(row, self.total)).select_columns([column])
         for batch in rest.iter(batch_size=ROWS):
             check_column(self.name, column, batch)
             data, first = list(batch[column]), row + 1
+            if column != self.options.text_column:
+                data = [field_of(f"{self.name}: record {number}", self.options.text_column, {column: value})
+                        for number, value in enumerate(data, first)]
             row += len(data)
             yield TextBlock(self.name, "rows", data, {"row": row}, row, first)
 
@@ -320,10 +326,11 @@ def cut_words(window):
     return cut - 1 if window[cut - 1] >= 0xC0 else len(window)
 
 
-def _read_json(path, offset=0, record=1):
+def _read_json(path, offset=0, record=1, array=False):
     beginning = b"" if offset else next((data for data, _ in _stretches(path) if data.strip()), b"")
-    if beginning.removeprefix(BYTE_ORDER_MARK).lstrip().startswith(b"["):
-        yield _json_array(path)
+    if array or beginning.removeprefix(BYTE_ORDER_MARK).lstrip().startswith(b"["):
+        refuse_wide_characters(path, beginning)
+        yield from array_blocks(path, _stretches(path, offset), BLOCK_BYTES, offset, record)
         return
     for data, _, done in _cut(path, offset, _cut_lines):
         if data:
@@ -334,16 +341,6 @@ def _read_json(path, offset=0, record=1):
 
 def _cut_lines(buffer):
     return buffer.rfind(b"\n", 0, BLOCK_BYTES) + 1 or buffer.find(b"\n", BLOCK_BYTES) + 1, False
-
-
-def _json_array(path):
-    """The only block of a file that is one JSON list, which can only be read whole."""
-    try:
-        records = json.loads(b"".join(stretch for stretch, _ in _stretches(path)))
-    except ValueError as error:
-        raise UserError(f"{path}: no valid JSON ({error})") from error
-    data = b"\n".join(json.dumps(record).encode() for record in records)
-    return TextBlock(path, "json", data, {"offset": os.path.getsize(path) + len(data), "record": 0}, 1.0)
 
 
 def _read_table(path, kind, column, row=0):

@@ -1,0 +1,130 @@
+"""What people bring to get_dataset.py beside plain text: lists of JSON, fields within fields, token ids, others'
+tokenizers."""
+
+import json
+import random
+from collections import Counter
+
+import datasets
+import pyarrow
+import pyarrow.parquet
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from config.dataset_config import DatasetConfig
+from mamba_fsdp.data.documents import documents
+from mamba_fsdp.data.json_files import array_blocks
+from mamba_fsdp.data.text import open_source
+from mamba_fsdp.errors import UserError
+
+# ---------------------------------------------------------------- files that are one JSON list
+
+VALUES = st.recursive(st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
+                      lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(), inner, max_size=4))
+
+
+def in_pieces(data, sizes, offset=0):
+    data = data[offset:]
+    while data:
+        size = sizes.randrange(1, 40)
+        yield data[:size], 0.5
+        data = data[size:]
+
+
+def elements(data, block_bytes=50, seed=0, **position):
+    blocks = list(array_blocks("x.json", in_pieces(data, random.Random(seed), position.get("offset", 0)), block_bytes,
+                               **position))
+    return [(block.position, [json.loads(line) for line in block.data.split(b"\n")]) for block in blocks]
+
+
+@settings(max_examples=60)
+@given(st.lists(VALUES, max_size=20), st.sampled_from([None, 0, 3]), st.booleans(), st.integers(0, 99))
+def test_a_json_list_gives_its_elements_however_it_is_written_and_read(values, indent, ascii, seed):
+    """And the same ones from any block's position on."""
+    data = "\ufeff".encode() + json.dumps(values, indent=indent, ensure_ascii=ascii).encode(errors="replace") + b"\n "
+    expected = json.loads(data.decode("utf-8-sig"))
+    blocks = elements(data, seed=seed)
+    assert [value for _, part in blocks for value in part] == expected
+    for number, (position, _) in enumerate(blocks):
+        rest = elements(data, seed=seed + 1, offset=position["offset"], record=position["record"])
+        assert rest == blocks[number + 1:]
+
+
+@pytest.mark.parametrize("data, said", [
+    ('[{"a": 1}, {"a": tru}, {"a": "' + 100 * "x" + '"}]', r"record 2 is no valid JSON \(Expecting value\)"),
+    ('[{"a": 1}, {"a": "x', r"record 2 is no valid JSON \(Unterminated string.*is the file truncated"),
+    ('[1, 2', "record 2 is no valid JSON .*truncated"), ("[1, 2 3]", "after 2 records comes 3, where , or ]"),
+    ("[1, 2]]", "something stands behind the list's end, after 2 records"), ("[1, 2", "record 2"),
+    ("[1 ", "after 1 records comes its end"), ("[", "record 1"), ("[1,]", "record 2 is no valid JSON"),
+    ("[" + 100_000 * "[", "record 1"),
+])
+def test_what_is_no_json_list_is_said_with_the_record(data, said):
+    with pytest.raises(UserError, match="x.json: .*" + said):
+        elements(data.encode())
+
+
+def test_a_wrong_element_is_found_without_reading_on():
+    """A file of terabytes is not read to its end for it."""
+    def stretches():
+        yield b'[{"a": 1}, {"a" 2}, ' + 100 * b'{"a": 3}, ', 0.1
+        raise AssertionError("read on")
+    with pytest.raises(UserError, match="record 2 is no valid JSON"):
+        list(array_blocks("x.json", stretches(), 50))
+
+
+# ---------------------------------------------------------------- fields within fields
+
+NESTED = [{"id": 1, "document": {"text": "first", "more": {"text": "a"}}}, {"id": 2, "document": None},
+          {"id": 3, "document": {"text": "third", "more": None}}]
+
+
+def write_nested(folder, kind):
+    path = folder / f"x.{kind}"
+    if kind in ("jsonl", "json"):
+        lines = [json.dumps(row) for row in NESTED]
+        path.write_text("\n".join(lines) if kind == "jsonl" else f"[{','.join(lines)}]")
+    elif kind == "saved":
+        datasets.Dataset.from_list(NESTED).save_to_disk(path)
+    else:
+        table = pyarrow.Table.from_pylist(NESTED)
+        if kind == "parquet":
+            pyarrow.parquet.write_table(table, path)
+        else:
+            with pyarrow.ipc.new_stream(str(path), table.schema) as writer:
+                writer.write_table(table)
+    return path
+
+
+def contents(source):
+    return [content for block in source.blocks() for content, _ in documents(block, source.options, Counter())]
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "json", "parquet", "arrow", "saved"])
+def test_a_field_within_a_field_is_named_with_dots(kind, tmp_path):
+    path = str(write_nested(tmp_path, kind))
+    assert contents(open_source(path, DatasetConfig(text_column="document.text"))) == ["first", "third"]
+    assert contents(open_source(path, DatasetConfig(text_column="document.more.text"))) == ["a"]
+    for column, said in [("document.txt", "no column 'txt'; it has: text, more"), ("docs.text", "no column 'docs'"),
+                         ("document.text.x", "'text' is str.*, without a field 'x'"),
+                         ("document", "'document' is (dict|struct.*), not text")]:
+        with pytest.raises(UserError, match=said):
+            contents(open_source(path, DatasetConfig(text_column=column)))
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_a_field_within_a_field_of_a_datasets_name(streaming, tmp_path, monkeypatch):
+    rows = datasets.Dataset.from_list(NESTED)
+    monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: rows.to_iterable_dataset() if streaming else rows)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    options = DatasetConfig(text_column="document.text", streaming=streaming)
+    assert contents(open_source("some/name", options)) == ["first", "third"]
+    with pytest.raises(UserError, match="some/name: .*no column 'txt'"):
+        contents(open_source("some/name", DatasetConfig(text_column="document.txt", streaming=streaming)))
+
+
+def test_a_name_with_a_dot_in_it_is_a_name_first(tmp_path):
+    (tmp_path / "x.jsonl").write_text('{"a.b": "whole", "a": {"b": "part"}}')
+    pyarrow.parquet.write_table(pyarrow.table({"a.b": ["whole"]}), tmp_path / "x.parquet")
+    for name in ("x.jsonl", "x.parquet"):
+        assert contents(open_source(str(tmp_path / name), DatasetConfig(text_column="a.b"))) == ["whole"]
