@@ -4,8 +4,11 @@ torchrun.
 Run again after a stop or a crash, it resumes from the newest committed checkpoint. `--help` lists every setting.
 """
 
+import os
+
 from config import resolve
 from mamba_fsdp import command_line
+from mamba_fsdp.data.builtin import make_missing_builtin
 
 
 def main(*stray, config=None, **given):
@@ -16,6 +19,8 @@ def main(*stray, config=None, **given):
     from mamba_fsdp.verbs.loading import starting_weights
 
     weights = starting_weights(settings, explicit)
+    if not settings.training.dry_run and os.environ.get("RANK", "0") == "0":
+        make_missing_builtin(settings.data)  # where the ranks meet, the others wait
     return run_training(settings, weights, write_model=to_our_form)
 
 

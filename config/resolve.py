@@ -142,16 +142,16 @@ def _works(name: str, settings: TrainConfig) -> bool:
     return needs is None or bool(needs.met(settings))
 
 
-def take_model(settings: TrainConfig, model: ModelConfig, explicit: Collection[str]) -> None:
-    """Gives `settings` the shape `model` of the weights of init_from. Raises UserError for model settings that the user
-    gave (`explicit`) and that disagree with it or do nothing."""
+def take_model(settings: TrainConfig, model: ModelConfig, explicit: Collection[str], source: str) -> None:
+    """Gives `settings` the shape `model` of the weights that `source`, as init_from FOLDER, holds. Raises UserError for
+    model settings that the user gave (`explicit`) and that disagree with it or do nothing."""
     there = vars(model)
     if "model_name" not in explicit:
         for name in there.keys() - set(explicit):
             setattr(settings.model, name, there[name])
         if "seq_length" not in explicit:
             settings.data.seq_length = usual_length(settings.model.model_name)
-    refuse_other_model(settings, model, f"init_from {settings.checkpoint.init_from}")
+    refuse_other_model(settings, model, source)
     for sentence in _pointless(settings, there.keys() & set(explicit), there).values():
         raise UserError(sentence)
 

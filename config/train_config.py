@@ -46,7 +46,7 @@ class DataConfig:
 
     dataset_path: str = setting("data/builtin", aliases=("data_path",))
     """Token store made by get_dataset.py or data in another format (docs/data.md), or a folder that holds several of
-    them (see datasets)."""
+    them (see datasets). data/builtin is made where it is missing."""
     datasets: list[str] = setting([])
     """Names of the stores or other data inside dataset_path to mix, as in code,text; empty means its train store, or
     what it is itself."""
@@ -182,7 +182,8 @@ class CheckpointConfig:
     """The run folder. A committed checkpoint in it always wins: the run resumes from there."""
     load_ckpt_path: str = setting("", aliases=("ckpt_load_path",))
     """Start from this: a file (.pth, .pt, .bin, .safetensors) gives the model; a run or checkpoint folder the optimiser
-    too, and with resuming_dataset the position in the data."""
+    too, and with resuming_dataset the position in the data. The same folder as save_ckpt_path may be empty at
+    first."""
     resuming_dataset: bool = setting(False)
     """Take the position in the data from load_ckpt_path too."""
     init_from: str = setting("")

@@ -66,3 +66,29 @@ def committed(checkpoints: str | Path) -> list[Path]:
         return []
     found = [(step, folder / name) for name in names if (step := step_of(name)) is not None]
     return [path for _, path in sorted(found) if exists(path / COMMIT)]
+
+
+def no_checkpoint(path: str | Path) -> UserError:
+    """That there is none to be found by this path."""
+    hint = f"; init_from={path} takes its weights" if Path(path, ".metadata").is_file() else ""
+    return UserError(f"{path} is neither a committed checkpoint nor a run folder with one "
+                     f"({CHECKPOINTS}/step_*/{COMMIT}){hint}")
+
+
+def is_own(origin: str, run: str | Path) -> bool:
+    """Whether `origin`, a load_ckpt_path, is the run folder `run` itself, however the two are spelled: then it means to
+    resume if there is something, else to start."""
+    return bool(origin) and os.path.realpath(origin) == os.path.realpath(run)
+
+
+def refuse_absent(origin: str, run: str | Path) -> None:
+    """Raises UserError where a run that has no checkpoint of its own is to start from `origin`, a load_ckpt_path, and
+    there is nothing to start from."""
+    path = Path(origin)
+    if not origin or is_own(origin, run) or committed(Path(run, CHECKPOINTS)):
+        return
+    if not exists(path):
+        raise UserError(f"load_ckpt_path {origin}: there is no such file or folder; only save_ckpt_path itself, {run}, "
+                        "may be named before there is something in it")
+    if path.is_dir() and not (exists(path / COMMIT) or committed(path / CHECKPOINTS) or committed(path)):
+        raise no_checkpoint(path)

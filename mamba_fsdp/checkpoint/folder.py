@@ -26,7 +26,7 @@ from mamba_fsdp.errors import UserError
 from mamba_fsdp.formats import CHECKPOINT
 from mamba_fsdp.parallel.shards import Shard, fill_parts
 from mamba_fsdp.parallel.world import World
-from mamba_fsdp.run_layout import CHECKPOINTS, COMMIT, STATE, committed
+from mamba_fsdp.run_layout import CHECKPOINTS, COMMIT, STATE, committed, no_checkpoint
 from mamba_fsdp.storage import exists, patiently
 
 
@@ -113,9 +113,7 @@ def find_checkpoint(path: str | Path, world: World, report: Callable[[str], Any]
         return path
     found, _ = newest_whole(path / CHECKPOINTS if (path / CHECKPOINTS).is_dir() else path, world, report, part)
     if found is None:
-        hint = f"; init_from={path} takes its weights" if (path / ".metadata").is_file() else ""
-        raise UserError(f"{path} is neither a committed checkpoint nor a run folder with one "
-                        f"({CHECKPOINTS}/step_*/{COMMIT}){hint}")
+        raise no_checkpoint(path)
     return found
 
 

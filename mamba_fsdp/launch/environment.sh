@@ -103,11 +103,11 @@ on_first_node() {
     fi
 }
 
-make_corpus() { # data/builtin, if that is the dataset and is not there; words: the dataset, what runs a command
-    local builtin=$project/data/builtin
-    if [ "$1" = "$builtin" ] && [ ! -f "$builtin/train/index.json" ] && [ ! -f "$builtin/index.json" ]; then
+make_corpus() { # in the folder of the built-in data, "" for other data, where it is missing; words: it, what runs a command
+    [ -n "$1" ] && [ -z "$dry" ] || return 0
+    if compgen -G "$1/.progress*" > /dev/null || { [ ! -f "$1/train/index.json" ] && [ ! -f "$1/index.json" ]; }; then
         say "making data/builtin from the source of a Python library, for a first try"
-        "${@:2}" "$python" "$project/get_dataset.py" builtin "$builtin"
+        "${@:2}" "$python" "$project/get_dataset.py" builtin "$1"
     fi
 }
 

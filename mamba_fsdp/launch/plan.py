@@ -1,7 +1,7 @@
 """What the launcher has to know of the settings first: `python -m mamba_fsdp.launch.plan [--SETTING=VALUE ...]`.
 
-Prints the run folder, the dataset, then the folders that a container needs beside the project, one a line. A bad
-setting ends it with exit code 2, so that a job fails in seconds.
+Prints the run folder, the folder of the built-in data if that is what is read, else nothing, then the folders that a
+container needs beside the project, one a line. A bad setting ends it with exit code 2, so that a job fails in seconds.
 """
 
 import dataclasses
@@ -11,16 +11,19 @@ from pathlib import Path
 from config import resolve
 from config.train_config import TrainConfig
 from mamba_fsdp import command_line
+from mamba_fsdp.data.builtin import builtin_folder
 from mamba_fsdp.launch.machine import PROJECT, check_version
-from mamba_fsdp.run_layout import refuse_foreign
+from mamba_fsdp.run_layout import refuse_absent, refuse_foreign
 
 
 def plan(*stray, config=None, **given) -> None:  # the command line would check what has a type
     check_version()
     settings, _ = resolve.resolve_settings(given, config, stray)
     refuse_foreign(settings.checkpoint.save_ckpt_path)
-    dataset = os.path.abspath(settings.data.dataset_path)
-    print(run_folder(settings), dataset, *folders_outside_project(settings), sep="\n")
+    if not os.environ.get("IMAGE"):  # which sees no folder yet that settings name: preflight will
+        refuse_absent(settings.checkpoint.load_ckpt_path, settings.checkpoint.save_ckpt_path)
+    builtin = builtin_folder(settings.data) or ""
+    print(run_folder(settings), builtin, *folders_outside_project(settings), sep="\n")
 
 
 def run_folder(settings: TrainConfig) -> Path:

@@ -16,6 +16,7 @@ from config.train_config import TrainConfig, TrainingConfig
 from mamba_fsdp.checkpoint.checkpointer import Checkpointer
 from mamba_fsdp.checkpoint.folder import find_checkpoint, load
 from mamba_fsdp.conventions import DTYPES
+from mamba_fsdp.data.builtin import missing_builtin
 from mamba_fsdp.data.dummy import DummySource
 from mamba_fsdp.data.loader import Loader, Split
 from mamba_fsdp.data.order import Order
@@ -33,7 +34,7 @@ from mamba_fsdp.parallel.parallelize import choose_strategy, parallelize
 from mamba_fsdp.parallel.shards import fill_parts
 from mamba_fsdp.parallel.world import World
 from mamba_fsdp.report.display import scaled
-from mamba_fsdp.run_layout import CHECKPOINTS, committed
+from mamba_fsdp.run_layout import CHECKPOINTS, committed, is_own
 from mamba_fsdp.train.optimizer import LossScale, make_optimizer
 from mamba_fsdp.train.run_folder import RunFolder
 from mamba_fsdp.train.schedule import Schedule, schedule_of
@@ -103,8 +104,9 @@ def set_up(settings: TrainConfig, world: World, folder: RunFolder, weights: Weig
     if settings.training.dry_run:
         for newest in committed(folder.path / CHECKPOINTS)[-1:]:
             say(f"resumes    from {newest.name}, if it is whole")
-        length = run_length(settings, Order(sources, shares, settings.data.seq_length, settings.training.seed))
-        say_length(settings, plan_steps(settings, split, TrainState(), length, len(validation), say), say)
+        if sources:
+            length = run_length(settings, Order(sources, shares, settings.data.seq_length, settings.training.seed))
+            say_length(settings, plan_steps(settings, split, TrainState(), length, len(validation), say), say)
         return None
     checkpointer = Checkpointer(folder.path, world, keep=checkpoint.keep_checkpoints,
                                 asynchronous=checkpoint.async_checkpoint, report=say, check_ours=folder.lease.check)
@@ -163,6 +165,9 @@ def open_data(settings: TrainConfig, say: Say) -> tuple[dict[str, Source], dict[
         dummy: Any = DummySource(settings.model.vocab_size)
         say("data       made-up tokens, for benchmarks; no validation")
         return {dummy.path.name: dummy}, {dummy.path.name: 1.0}, []
+    if settings.training.dry_run and missing_builtin(settings.data):
+        say(f"data       {settings.data.dataset_path}, which a run makes first")
+        return {}, {}, []
     sources, shares = training_sources(settings.data, say)
     validation = validation_sources(settings.data, say)
     if not settings.data.allow_other_tokenizer:
@@ -210,6 +215,7 @@ def start(settings: TrainConfig, tokens: Source, parallel: ParallelModel, optimi
     """Fills the shards from the newest checkpoint, else from what the settings name, else at random. Raises UserError
     for a model that is known to have learnt other tokens than `tokens`."""
     world, checkpoint, state = parallel.world, settings.checkpoint, TrainState()
+    origin, own = checkpoint.load_ckpt_path, is_own(checkpoint.load_ckpt_path, checkpoint.save_ckpt_path)
 
     def refuse_other(source: object, identities: Iterable[str]) -> None:
         if not settings.data.allow_other_tokenizer:
@@ -219,14 +225,15 @@ def start(settings: TrainConfig, tokens: Source, parallel: ParallelModel, optimi
     if newest:
         state = load_checkpoint(newest, settings, parallel, optimizer, "save_ckpt_path")
         refuse_other(newest, [state.tokenizer])
-        say(f"resumes    from {newest}, step {state.step}")
+        began = checkpoint.init_from or ("" if own else origin)
+        say(f"resumes    from {newest}, step {state.step}" + (f"; {began} was for its first start" if began else ""))
     elif weights:
         source = checkpoint.init_from or checkpoint.load_ckpt_path
         refuse_other(source, weights.tokenizer_identities())
         fill_from(weights.open(world), parallel)
         say(f"starting   from the weights in {source}")
-    elif checkpoint.load_ckpt_path:
-        found = find_checkpoint(checkpoint.load_ckpt_path, world, report=say)
+    elif origin and not own:
+        found = find_checkpoint(origin, world, report=say)
         there = load_checkpoint(found, settings, parallel, optimizer, "load_ckpt_path")
         refuse_other(found, [there.tokenizer])
         data = there.data if checkpoint.resuming_dataset else {}
@@ -234,6 +241,8 @@ def start(settings: TrainConfig, tokens: Source, parallel: ParallelModel, optimi
         position = "the data's position" if checkpoint.resuming_dataset else "the data from its start"
         say(f"starting   from model and optimiser in {found}, {position}")
     else:
+        if own:
+            say(f"starting   anew: load_ckpt_path {origin} is the run folder and holds no checkpoint yet")
         spec, seed = parameters(settings.model), settings.training.seed
         world.run_local(lambda: fill_parts(parallel.shards(), lambda name, shape, first, stop: initial_part(
             name, spec[name], seed, first, stop)))

@@ -17,24 +17,31 @@ from mamba_fsdp.ops.forms import resolve_forms
 from mamba_fsdp.parallel.parallelize import parallelize
 from mamba_fsdp.parallel.shards import fill_parts
 from mamba_fsdp.parallel.world import start_world
-from mamba_fsdp.run_layout import CHECKPOINTS, committed
+from mamba_fsdp.run_layout import CHECKPOINTS, committed, refuse_absent
 from mamba_fsdp.storage import exists
 
 
 def starting_weights(config: TrainConfig, explicit: Collection[str]) -> Weights | None:
     """The Weights that init_from names, whose shape `config` then has, or a file that load_ckpt_path names; not yet
-    open. None without either.
+    open. None without either. A run that has a checkpoint of its own needs none: where those of init_from are gone, the
+    shape is that one's.
 
-    Raises UserError where they are of another model than the settings ask for.
+    Raises UserError where they are of another model than the settings ask for, or what a run needs is not there.
     """
     checkpoint = config.checkpoint
+    refuse_absent(checkpoint.load_ckpt_path, checkpoint.save_ckpt_path)
     if checkpoint.init_from:
         named = vars(config.model).keys() & set(explicit)
-        weights = find_weights(checkpoint.init_from, config.model if named else None)
-        resolve.take_model(config, weights.config, explicit)
+        try:
+            source = f"init_from {checkpoint.init_from}"
+            weights = find_weights(checkpoint.init_from, config.model if named else None)
+        except UserError:
+            if not committed(Path(checkpoint.save_ckpt_path, CHECKPOINTS)):
+                raise
+            source, weights = f"save_ckpt_path {checkpoint.save_ckpt_path}", find_weights(checkpoint.save_ckpt_path)
+        resolve.take_model(config, weights.config, explicit, source)
         return weights
-    if not checkpoint.names_a_file() or not exists(Path(checkpoint.load_ckpt_path)) and committed(
-            Path(checkpoint.save_ckpt_path, CHECKPOINTS)):  # which wins
+    if not checkpoint.names_a_file() or not exists(checkpoint.load_ckpt_path):
         return None
     weights = find_weights(checkpoint.load_ckpt_path, config.model)
     resolve.refuse_other_model(config, weights.config, f"load_ckpt_path {checkpoint.load_ckpt_path}")

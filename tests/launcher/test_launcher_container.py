@@ -154,6 +154,15 @@ def test_a_mount_that_is_not_there_is_refused_by_name(submit):
     assert "there is no /nowhere/old-run on" in done.stdout
 
 
+@pytest.mark.slow
+def test_what_the_run_began_with_needs_no_mount_once_it_has_a_checkpoint(submit, launcher_project):
+    (launcher_project / "runs/a/checkpoints/step_00000005").mkdir(parents=True)
+    (launcher_project / "runs/a/checkpoints/step_00000005/COMMIT").touch()
+    done, asked = submit("--save_ckpt_path=runs/a", "--load_ckpt_path=/nowhere/old-run", "--num_steps=6")
+    assert done.returncode == 0, done.stdout
+    assert mounted(asked[-1]) == [str(launcher_project.parent)]
+
+
 def test_an_image_made_from_other_requirements_is_refused(submit, launcher_project):
     with open(launcher_project / "requirements/cpu.txt", "a") as file:
         file.write("surprise==1\n")

@@ -204,6 +204,19 @@ def test_wrong_variables_are_refused_by_name(launcher_project, name, value):
     assert code == 2 and output.startswith(f"error: {name}={value}: ") and len(output.splitlines()) == 1
 
 
+def test_what_is_loaded_must_be_there_unless_it_is_the_run_folder(launcher_project):
+    code, output = finish(launch(launcher_project, "--save_ckpt_path=runs/a", "--load_ckpt_path=runs/b"))
+    assert code == 2 and len(output.splitlines()) == 1
+    assert output.startswith("error: load_ckpt_path runs/b: there is no such file or folder")
+    assert not (launcher_project / "runs").exists() and not (launcher_project / "data").exists()
+
+
+@pytest.mark.slow
+def test_a_dry_run_makes_no_data(launcher_project):
+    code, output = finish(launch(launcher_project, "--save_ckpt_path=runs/a", "--dry_run=true"))
+    assert code == 0 and not (launcher_project / "data").exists()
+
+
 @pytest.mark.parametrize("damage", [shutil.rmtree, lambda venv: (venv / ".complete").unlink(),
                                     lambda venv: (venv / "bin/python").unlink()])
 def test_without_a_whole_venv_the_remedy_is_named(launcher_project, damage):
@@ -238,7 +251,9 @@ def test_called_from_another_folder_paths_are_seen_from_there(launcher_project, 
     process.send_signal(signal.SIGINT)
     code, output = finish(process)
     start, = starts(tmp_path / "runs/a")
-    assert code == 130 and start["cwd"] == str(tmp_path) and not (launcher_project / "runs").exists()
+    assert code == 130 and start["cwd"] == str(tmp_path)
+    assert (tmp_path / "data/builtin/train/index.json").read_text() == f"builtin {tmp_path}/data/builtin"
+    assert not (launcher_project / "runs").exists() and not (launcher_project / "data").exists()
     name = str(launcher_project / "1.train.sbatch").replace(" ", "\\ ")
     assert output.strip().splitlines()[-1].endswith(f": {name} --config=my.yaml --save_ckpt_path=runs/a")
 

@@ -139,6 +139,10 @@ def test_the_space_is_that_of_the_model_that_init_from_names(folder, report, tmp
     assert code == 2 and "error: a: 0.1 GB free" in said and "4 checkpoints to come need 0.2 GB" in said
     code, said = judge(f"--init_from={tmp_path / 'elsewhere'}")
     assert code == 2 and said == f"error: a: {tmp_path}/elsewhere: there is no such file or folder\n"
+    code, said = judge(f"--load_ckpt_path={tmp_path / 'elsewhere'}")
+    assert code == 2 and said.startswith(f"error: a: load_ckpt_path {tmp_path}/elsewhere: there is no such")
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10**12, 0, 10**10))
+    assert judge(f"--load_ckpt_path={folder.parent}/") == (0, ""), "the run folder"
 
 
 def test_a_folder_that_is_not_shared(folder, report):

@@ -1,0 +1,35 @@
+"""The data of a first try, data/builtin: a run that names no other makes it where it is missing."""
+
+import os
+from pathlib import Path
+
+from config.dataset_config import DatasetConfig
+from config.train_config import DataConfig
+from mamba_fsdp.storage import exists
+
+PROJECT = Path(__file__).resolve().parents[2]
+NAME = "data/builtin"
+
+
+def builtin_folder(data: DataConfig) -> Path | None:
+    """The folder of the built-in data, absolute, where that is what these settings read; else None."""
+    folder = Path(os.path.abspath(data.dataset_path))
+    places = (Path(os.path.abspath(NAME)), PROJECT / NAME)
+    return folder if folder in places and not data.use_dummy_dataset else None
+
+
+def missing_builtin(data: DataConfig) -> Path | None:
+    """The same, where nothing or only a part of it is there."""
+    folder = builtin_folder(data)
+    if not folder or any(folder.glob(".progress*")):
+        return folder
+    return None if any(exists(folder / part / "index.json") for part in (".", "train")) else folder
+
+
+def make_missing_builtin(data: DataConfig) -> None:
+    """Makes it in full where it is missing. Raises UserError as get_dataset.py does."""
+    if folder := missing_builtin(data):
+        from mamba_fsdp.data import text, tokenize  # late: most runs don't need them
+
+        print(f"making {data.dataset_path} from the source of a Python library, for a first try", flush=True)
+        tokenize.make_dataset(text.open_source("builtin", DatasetConfig()), folder)
