@@ -87,6 +87,11 @@ class DataConfig:
     sample: what can be guessed from little counts little. The mean is over the weights of the global batch."""
     position_window: float = setting(10.0, above=0, needs=WEIGHTING)
     """Tokens after which position_weighting gives three quarters of the full weight."""
+    sample_log: bool = setting(False)
+    """Write which windows each step took into the run folder (samples.jsonl), for python -m mamba_fsdp audit RUN."""
+    new_epoch: bool = setting(False)
+    """Where the data's position was saved with another seed, seq_length or content of a source, close it and begin the
+    sources concerned anew; otherwise it changes nothing, as when the same command resumes afterwards."""
     num_workers: int = setting(1, at_least=0, at_most=64)
     """Threads per rank that read batches ahead; 0 reads each when it is needed."""
     prefetch: int = setting(2, at_least=1, at_most=1024, needs=AHEAD)

@@ -22,6 +22,7 @@ BLOCK_TOKENS = 1 << 20
 GROUP_BLOCKS = 64
 # Shares are rounded to one in a million, far below the 1e-4 that a mixture is asked to meet.
 PATTERN_LENGTH = 1 << 20
+NOTHING: dict = {"pattern": {}, "drawn": {}, "identity": {}, "windows": {}, "closed": []}  # the position at the start
 ROUNDS = 4  # of the Feistel network: from four on its permutations pass for random ones (Luby and Rackoff, 1988)
 
 
@@ -30,13 +31,13 @@ class Order:
 
     weights: {name of a source: its share}, which need not sum to 1; 0 leaves the source out. state: what `state_after`
     returned; sample 0 is then the one after it. It may come from other weights, batch sizes or sets of sources, since
-    each source resumes with its own draws. anew: how the user leaves it out, for messages. Raises UserError where it
-    comes from another seed, seq_length or content of a source, for weights that make no mixture, and for a source
-    shorter than one window.
+    each source resumes with its own draws. Where it comes from another seed, seq_length or content of a source, its
+    draws mean nothing any more: with new_epoch they are closed, as `closed` says, and these sources begin anew. Raises
+    UserError without, for weights that make no mixture, and for a source shorter than one window.
     """
 
     def __init__(self, sources: Mapping[str, Source], weights: Mapping[str, float], seq_length: int, seed: int,
-                 state: dict | None = None, anew: str = "give no state"):
+                 state: dict | None = None, new_epoch: bool = False):
         self.names = sorted(sources)  # so that the order in which sources are listed changes nothing
         self.seq_length, self.seed = seq_length, seed
         self.identity = {name: sources[name].identity for name in self.names}
@@ -45,7 +46,7 @@ class Order:
                 raise UserError(f"source {name!r} has {source.token_count} tokens, but one window of seq_length "
                                 f"{seq_length} needs {seq_length + 1}; give more data or a smaller seq_length")
         self.windows = np.array([(sources[name].token_count - 1) // seq_length for name in self.names])
-        self.keys = np.array([_key(seed, name) for name in self.names], dtype=np.uint64)
+        self.keys = np.array([source_key(seed, name) for name in self.names], dtype=np.uint64)
         self.counts = _pattern_counts(self.names, weights)
         self.shares = dict(zip(self.names, self.counts.tolist()))
         self.period = int(self.counts.sum())
@@ -53,7 +54,8 @@ class Order:
         nth = np.concatenate([np.arange(count) for count in self.counts])
         spread = np.argsort((nth + 0.5) / self.counts[owner], kind="stable")
         self.pattern, self.nth = owner[spread].astype(np.int16), nth[spread].astype(np.int32)
-        self.before: dict = self._check(state, anew) if state else {"pattern": {}, "drawn": {}, "identity": {}}
+        self.closed: dict = {}
+        self.before = self._resumed({"windows": {}, "closed": [], **state}, new_epoch) if state else NOTHING
         self.start = self.before["pattern_position"] if self.before["pattern"] == self.shares else 0
         self.drawn = np.array([self.before["drawn"].get(name, 0) for name in self.names])
 
@@ -62,10 +64,12 @@ class Order:
         cycle, place = np.divmod(self.start + first + np.arange(count), self.period)
         source = self.pattern[place].astype(np.int64)
         draw = (self.drawn - self._draws(self.start))[source] + cycle * self.counts[source] + self.nth[place]
-        epoch, position = np.divmod(draw, self.windows[source])
-        key = splitmix64(self.keys[source], epoch)
-        window = permuted_window(position, self.windows[source], self.block_windows, key)
-        return source, window, epoch
+        return source, *window_of(draw, self.windows[source], self.seq_length, self.keys[source])
+
+    def counts_of(self, first: int, count: int) -> np.ndarray:
+        """How many of the samples [first, first + count) are of each source, int64 (sources,)."""
+        return np.bincount(self.pattern[(self.start + first + np.arange(count)) % self.period],
+                           minlength=len(self.names))
 
     def state_after(self, samples: int) -> dict:
         """The position after `samples` samples of this order, for JSON. Sources not in the mixture keep their draws."""
@@ -74,33 +78,52 @@ class Order:
         return {"seed": self.seed, "seq_length": self.seq_length, "pattern": self.shares,
                 "pattern_position": int(end % self.period),
                 "drawn": {**self.before["drawn"], **dict(zip(self.names, drawn.tolist()))},
-                "identity": {**self.before["identity"], **self.identity}}
+                "identity": {**self.before["identity"], **self.identity},
+                "windows": {**self.before["windows"], **dict(zip(self.names, self.windows.tolist()))},
+                "closed": self.before["closed"]}
 
     @property
     def epoch_windows(self) -> int:
         """Windows of all sources of the mixture together: the samples of an epoch of a run."""
         return int(self.windows[self.counts > 0].sum())
 
-    @property
-    def block_windows(self) -> int:
-        return max(1, BLOCK_TOKENS // self.seq_length)
-
     def _draws(self, position):
         """How often each source occurs in the first `position` places of the endlessly repeated pattern."""
         cycles, rest = divmod(position, self.period)
         return cycles * self.counts + np.bincount(self.pattern[:rest], minlength=len(self.names))
 
-    def _check(self, state, anew):
-        remedy = f"or begin the data anew: {anew}"
+    def _resumed(self, state, new_epoch):
+        """The position to resume from: `state`, of which what means nothing any more is closed or refused."""
+        gone, fault = set(state["drawn"]), ""
         for name, now in (("seed", self.seed), ("seq_length", self.seq_length)):
             if state[name] != now:
-                raise UserError(f"{name} is {now}, but the data's position was saved with {name} {state[name]}, which "
-                                f"cuts or orders the data otherwise; set {name}={state[name]}, {remedy}")
-        for name, identity in self.identity.items():
-            if state["identity"].get(name, identity) != identity:
-                raise UserError(f"source {name!r} holds other data than when its position was saved; put the former "
-                                f"data back, give the new data another name, {remedy}")
-        return state
+                fault = fault or (f"{name} is {now}, but the data's position was saved with {name} {state[name]}, "
+                                  f"which cuts or orders the data otherwise; set {name}={state[name]}, or let every "
+                                  "source")
+        if not fault:
+            gone = {name for name in self.names if state["identity"].get(name) not in (None, self.identity[name])}
+            fault = gone and (f"source {min(gone)!r} holds other data than when its position was saved; put the former "
+                              "data back, give the new data another name, or let it")
+        if not fault:
+            return state
+        if not new_epoch:
+            raise UserError(f"{fault} begin anew: new_epoch=true")
+        closed, kept = ({field: {name: value for name, value in state[field].items() if (name in gone) == is_closed}
+                         for field in ("drawn", "identity", "windows")} for is_closed in (True, False))
+        self.closed = {"seed": state["seed"], "seq_length": state["seq_length"], **closed}
+        return {**state, **kept, "closed": [*state["closed"], self.closed]}
+
+
+def seen(position: dict) -> dict[str, dict]:
+    """What a position, as `Order.state_after` returns it, has of each source, closed positions too: tokens, epochs."""
+    tokens: dict[str, int] = {}
+    epochs: dict[str, float] = {}
+    for part in [*position["closed"], position]:
+        for name, drawn in part["drawn"].items():
+            tokens[name] = tokens.get(name, 0) + drawn * part["seq_length"]
+            if windows := part["windows"].get(name):  # older positions don't say it
+                epochs[name] = round(epochs.get(name, 0.0) + drawn / windows, 6)
+    return {"source_tokens": tokens, "source_epochs": epochs}
 
 
 def _pattern_counts(names, weights):
@@ -118,6 +141,12 @@ def _pattern_counts(names, weights):
         if value and not count:
             raise UserError(f"weights: the share of source {name!r} is below 1 in {PATTERN_LENGTH}; raise it or give 0")
     return counts // math.gcd(*counts.tolist())
+
+
+def window_of(draw: np.ndarray, windows: np.ndarray, seq_length: int, key: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """(window, epoch) of draws (n,) from sources of so many windows (n,); key (n,) uint64 is the source's."""
+    epoch, position = np.divmod(draw, windows)
+    return permuted_window(position, windows, max(1, BLOCK_TOKENS // seq_length), splitmix64(key, epoch)), epoch
 
 
 def permuted_window(position: np.ndarray, windows: np.ndarray, block_windows: int, key: np.ndarray) -> np.ndarray:
@@ -160,7 +189,7 @@ def permute(x: np.ndarray, size: np.ndarray, key: np.ndarray) -> np.ndarray:
     return result
 
 
-def _key(seed, name):
+def source_key(seed, name):
     return int.from_bytes(hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest(), "little")
 
 

@@ -1,11 +1,13 @@
-"""What rank 0 writes about a run: metrics.jsonl, one object a line, and status.json."""
+"""What rank 0 writes about a run: files of JSON lines such as metrics.jsonl, one object a line, and status.json."""
 
 import contextlib
 import datetime
 import errno
+import itertools
 import json
 import math
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 from mamba_fsdp.durable import write_atomically
@@ -14,19 +16,18 @@ from mamba_fsdp.run_layout import METRICS, STATUS
 from mamba_fsdp.storage import exists, patiently
 
 
-class Metrics:
-    """Appends to metrics.jsonl. A run that resumes from `step` first drops what an interrupted run wrote after it."""
+class Log:
+    """Appends to a file of JSON lines, each with its "step". A run that resumes from `step` first drops what an
+    interrupted run wrote after it."""
 
-    def __init__(self, run_folder: Path, step: int) -> None:
-        self.path = run_folder / METRICS
-        kept = [line for line in read(self.path) if line["step"] <= step] if step else []
-        text = "".join(_line(entry) for entry in kept)
-        write_atomically(self.path, text)
-        self.size = len(text.encode())
+    def __init__(self, path: Path, step: int) -> None:
+        self.path = path
+        self.size = patiently(lambda: _size_up_to(path, step), path) if step else 0
+        self._append(b"")
 
-    def write(self, entry: dict) -> None:
+    def write(self, *entries: dict) -> None:
         """Raises UserError where the disk refuses, a StorageError after patient trying."""
-        self._append(_line(entry).encode())
+        self._append("".join(map(_line, entries)).encode())
 
     def sync(self) -> None:
         """Returns when all that was written is on the disk. Raises as `write` does."""
@@ -57,16 +58,31 @@ def _line(entry: dict) -> str:
 
 
 def read(path: Path) -> list[dict]:
-    """The objects of a metrics.jsonl, without a last line that a crash cut short. Raises UserError for other damage."""
-    lines = patiently(path.read_text, path).splitlines() if exists(path) else []
-    entries = []
-    for number, line in enumerate(lines, 1):
-        try:
-            entries.append(json.loads(line))
-        except ValueError:
-            if number < len(lines):
-                raise UserError(f"{path}: line {number} is no JSON; move the file away to resume without it") from None
-    return entries
+    """The objects of a file of JSON lines. Raises UserError as `entries` does."""
+    return patiently(lambda: [entry for entry, _ in entries(path)], path)
+
+
+def entries(path: Path) -> Iterator[tuple[dict, int]]:
+    """Yields each object of a file of JSON lines, with the bytes up to its end; not a last line that a crash cut short.
+    Raises UserError for other damage."""
+    end = 0
+    if exists(path):
+        with open(path, "rb") as file:
+            for number, line in enumerate(file, 1):
+                end += len(line)
+                try:
+                    entry = json.loads(line) if line.endswith(b"\n") else None
+                except ValueError:
+                    entry = None
+                if entry is not None:
+                    yield entry, end
+                elif next(file, b""):
+                    raise UserError(f"{path}: line {number} is no JSON; move the file away to resume without it")
+
+
+def _size_up_to(path, step):
+    kept = itertools.takewhile(lambda found: found[0]["step"] <= step, entries(path))
+    return max((end for _, end in kept), default=0)
 
 
 def was_validated(run_folder: Path, step: int) -> bool:

@@ -10,6 +10,15 @@ from mamba_fsdp.errors import UserError, first_line
 from mamba_fsdp.run_layout import TENSORBOARD, WANDB_ID
 
 
+def numbers_of(entry: dict) -> dict[str, float]:
+    """The numbers of an entry of the metrics but for its step, those of each source as in `source_epochs/code`."""
+    flat: dict[str, float] = {}
+    for name, value in entry.items():
+        flat |= {f"{name}/{part}": one for part, one in value.items()} if isinstance(value, dict) else {name: value}
+    del flat["step"]
+    return flat
+
+
 def make_trackers(kinds: Collection[str], run_folder: Path, settings: dict, step: int, project: str = "",
                   name: str = "") -> "list[TensorBoard | WeightsAndBiases]":
     """For a run that resumes from `step`. project, name: in W&B, if not the environment's or our own.
@@ -33,8 +42,8 @@ class TensorBoard:
         self.writer = SummaryWriter(str(run_folder / TENSORBOARD), purge_step=step + 1 if step else 0)
 
     def write(self, entry: dict) -> None:
-        for name, value in entry.items():
-            if name != "step" and value is not None:
+        for name, value in numbers_of(entry).items():
+            if value is not None:
                 self.writer.add_scalar(name, value, entry["step"])
 
     def close(self) -> None:
@@ -61,7 +70,7 @@ class WeightsAndBiases:
                             "WANDB_API_KEY, or set WANDB_MODE=offline") from None
 
     def write(self, entry: dict) -> None:
-        self.run.log({name: value for name, value in entry.items() if name != "step"}, step=entry["step"])
+        self.run.log(numbers_of(entry), step=entry["step"])
 
     def close(self) -> None:
         self.run.finish()

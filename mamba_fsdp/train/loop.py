@@ -10,6 +10,7 @@ import torch
 
 from mamba_fsdp.conventions import IGNORED_LABEL
 from mamba_fsdp.data.loader import Batch, evaluation_batches
+from mamba_fsdp.data.sample_log import read_by
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.heartbeat import heart
 from mamba_fsdp.parallel.model import ParallelModel
@@ -34,11 +35,11 @@ def train(parts: Parts, recorder: Recorder, stop: StopRequest, validation_due: b
         heart.beat()
         batches = parts.loader.step(state.step)
         counted = sum(batch.total_weight() for batch in batches)  # while on the CPU
-        batches = [batch.to(parts.world.device) for batch in batches]
+        read, batches = read_by(batches), [batch.to(parts.world.device) for batch in batches]
         scale, own_seconds = parts.loss_scale.value, clock.own_seconds()
         loss_sum = accumulate_gradients(parallel, parts.optimizer, batches, scale / plan.tokens_per_step)
         sums = add_up(parts.world, loss_sum, parallel.gradient_squares(), counted, stop.look(),
-                      parts.checkpointer.is_writing(), own_seconds)
+                      parts.checkpointer.is_writing(), own_seconds, read)
         clock.meet(sums.own_seconds)
         loss, gradient_norm, factor = sums.means(plan.tokens_per_step, scale)
         lr = settings.optimizer.learning_rate * plan.learning_rate_factor(state)
@@ -53,7 +54,7 @@ def train(parts: Parts, recorder: Recorder, stop: StopRequest, validation_due: b
             recorder.display.line(f"step {state.step} skipped: loss {loss:.4g}, gradient norm {gradient_norm:.4g} "
                                   f"({state.skipped_steps} skipped so far)")
 
-        recorder.report(state, loss, lr, gradient_norm)
+        recorder.report(state, loss, lr, gradient_norm, sums.read)
         validated = not plan.is_due(plan.eval_steps, state.step) or validate(parts, recorder, stop)
         if state.skipped_in_a_row >= settings.training.max_skipped_steps:
             raise UserError(describe_bad_samples(parts, batches))
@@ -74,6 +75,12 @@ class Sums(NamedTuple):
     counted: float  # labels that count, or the sum of their weights
     stops: float  # ranks that were asked to stop
     writing: float  # ranks that still write the save under way
+    high: float  # halves of what each rank's `read_by` says: sums of 32 bits are exact in fp64
+    low: float
+
+    @property
+    def read(self) -> int:
+        return ((int(self.high) << 32) + int(self.low)) % (1 << 64)
 
     def means(self, tokens_per_step: int, loss_scale: float = 1.0) -> tuple[float, float, float]:
         """(mean loss per label that counts, the norm of its gradient, what makes the gradients at hand that gradient):
@@ -85,13 +92,13 @@ class Sums(NamedTuple):
 
 
 def add_up(world: World, loss_sum: torch.Tensor, squares: torch.Tensor, counted: float, stop: bool = False,
-           writing: bool = False, own_seconds: float = 0.0) -> Sums:
+           writing: bool = False, own_seconds: float = 0.0, read: int = 0) -> Sums:
     """The one small collective of a step, and the one time that the host waits for the device. Called by all ranks."""
     slots = [own_seconds if rank == world.rank else 0.0 for rank in range(world.size)]
-    told = torch.tensor([counted, stop, writing, *slots], dtype=torch.float64,
+    told = torch.tensor([counted, stop, writing, *divmod(read, 1 << 32), *slots], dtype=torch.float64,
                         pin_memory=world.device.type == "cuda").to(world.device, non_blocking=True)
     numbers = world.all_reduce_sum(torch.cat([torch.stack([loss_sum.double(), squares]), told])).tolist()
-    return Sums(numbers[5:], *numbers[:5])
+    return Sums(numbers[7:], *numbers[:7])
 
 
 def batch_loss(parallel: ParallelModel, batch: Batch) -> torch.Tensor:

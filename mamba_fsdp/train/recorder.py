@@ -1,4 +1,5 @@
-"""What a run reports while it trains: metrics.jsonl and trackers, the live line, the profile; and their clock."""
+"""What a run reports while it trains: metrics.jsonl and trackers, which samples it took, the live line, the profile;
+and their clock."""
 
 import contextlib
 import math
@@ -8,12 +9,16 @@ import torch
 
 from config.resolve import as_dict
 from config.train_config import TrainConfig
+from mamba_fsdp.data.loader import Loader
+from mamba_fsdp.data.order import seen
+from mamba_fsdp.data.sample_log import SampleLog
 from mamba_fsdp.model.spec import flops_per_token
 from mamba_fsdp.parallel.world import World
 from mamba_fsdp.report.display import Display, read_share
-from mamba_fsdp.report.records import Metrics
+from mamba_fsdp.report.records import Log
 from mamba_fsdp.report.trackers import make_trackers
-from mamba_fsdp.run_layout import PROFILE
+from mamba_fsdp.run_layout import METRICS, PROFILE, SAMPLES
+from mamba_fsdp.storage import exists
 from mamba_fsdp.train.clock import Clock, device_peak, stragglers
 from mamba_fsdp.train.run_folder import RunFolder
 from mamba_fsdp.train.setup import Plan
@@ -23,18 +28,22 @@ from mamba_fsdp.train.state import TrainState
 class Recorder(contextlib.ExitStack):
     """A context manager around the loop. All ranks call every method at the same place; only rank 0 writes."""
 
-    def __init__(self, settings: TrainConfig, world: World, folder: RunFolder, plan: Plan, step: int,
+    def __init__(self, settings: TrainConfig, world: World, folder: RunFolder, plan: Plan, loader: Loader, step: int,
                  display: Display) -> None:
         """step: the one that the run resumes from; what was written after it is dropped."""
         super().__init__()
         report = settings.report
-        self.world, self.folder, self.plan = world, folder, plan
+        self.world, self.folder, self.plan, self.loader = world, folder, plan, loader
         self.interval = report.report_interval.steps(plan.tokens_per_step)
         self.display = display
         self.flops_per_token = flops_per_token(settings.model, settings.data.seq_length)
         peak = device_peak(torch.cuda.get_device_name(world.device)) if world.device.type == "cuda" else None
         self.peak_flops = peak and peak * world.size
-        self.metrics = Metrics(folder.path, step) if world.rank == 0 else None
+        self.metrics = self.samples = None
+        if world.rank == 0:
+            self.metrics, samples = Log(folder.path / METRICS, step), folder.path / SAMPLES
+            if settings.data.sample_log or exists(samples):
+                self.samples = SampleLog(samples, step, loader, logged=settings.data.sample_log)
         self.trackers = [] if world.rank else make_trackers(report.tracker, folder.path, as_dict(settings), step,
                                                             report.wandb_project, report.wandb_name)
         for part in (*self.trackers, self.display):
@@ -42,8 +51,12 @@ class Recorder(contextlib.ExitStack):
         self.profiler = self.enter_context(make_profiler(folder.path, world.rank)) if report.use_profiler else None
         self.clock = Clock(step, world.size)
 
-    def report(self, state: TrainState, loss: float, learning_rate: float, gradient_norm: float) -> None:
-        """After a step: the live line, and every report_interval steps an entry with the mean loss in the metrics."""
+    def report(self, state: TrainState, loss: float, learning_rate: float, gradient_norm: float, read: int) -> None:
+        """After a step: the live line, and every report_interval steps an entry with the mean loss in the metrics.
+        read: what all ranks read for it, see `read_by`."""
+        if self.samples:
+            self.folder.lease.check()
+            self.samples.add(state.step, read)
         due = self.plan.is_due(self.interval, state.step)
         loss = state.take_mean_loss() if due else loss
         seconds, own_seconds = self.clock.seconds_per_step(state.step)
@@ -53,7 +66,8 @@ class Recorder(contextlib.ExitStack):
             compared = stragglers(own_seconds) if self.world.size > 1 else {}
             self._write({"step": state.step, "tokens": state.tokens, "loss": loss, "learning_rate": learning_rate,
                          "grad_norm": gradient_norm, "skipped_steps": state.skipped_steps,
-                         "tokens_per_second": round(rate, 1), **({"mfu": round(mfu, 4)} if mfu else {}), **compared})
+                         "tokens_per_second": round(rate, 1), **({"mfu": round(mfu, 4)} if mfu else {}), **compared,
+                         **seen(self.loader.state_before(state.step))})
             self.clock.next_interval(state.step)
         self.display.step(state.step, self.plan.total_steps, loss=loss, learning_rate=learning_rate,
                           tokens_per_second=rate, mfu=mfu, report=due,
@@ -71,9 +85,10 @@ class Recorder(contextlib.ExitStack):
                           f"({read_share(share)}, {seconds:.1f} s)")
 
     def sync(self) -> None:
-        """Returns when the metrics are on the disk."""
-        if self.metrics:
-            self.metrics.sync()
+        """Returns when the metrics and the log of samples are on the disk."""
+        for log in (self.metrics, self.samples):
+            if log:
+                log.sync()
 
     def _write(self, entry: dict) -> None:
         if self.metrics:

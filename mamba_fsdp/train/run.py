@@ -76,7 +76,7 @@ def train(parts: Parts, folder: RunFolder, display: Display) -> Path | None:
         folder.keep_tokenizer(one_for_all(parts.sources.values()))
         folder.say("running", state.step)
     with (parts.loader, StopRequest(folder.path, world.rank == 0) as stop,
-          Recorder(parts.settings, world, folder, plan, state.step, display) as recorder):
+          Recorder(parts.settings, world, folder, plan, parts.loader, state.step, display) as recorder):
         reason = loop.train(parts, recorder, stop, validation_due)
     if not reason:
         return parts.checkpointer.newest()

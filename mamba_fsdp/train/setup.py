@@ -19,7 +19,7 @@ from mamba_fsdp.conventions import DTYPES
 from mamba_fsdp.data.builtin import missing_builtin
 from mamba_fsdp.data.dummy import DummySource
 from mamba_fsdp.data.loader import Loader, Split
-from mamba_fsdp.data.order import Order
+from mamba_fsdp.data.order import Order, seen
 from mamba_fsdp.data.selection import one_for_all, refuse_other_tokenizers, training_sources, validation_sources
 from mamba_fsdp.data.source import Source
 from mamba_fsdp.data.tokenizer import refuse_other_tokenizer
@@ -113,12 +113,10 @@ def set_up(settings: TrainConfig, world: World, folder: RunFolder, weights: Weig
     parallel = build_model(settings, world, forms)
     optimizer = make_optimizer(parallel.parameters(), parameters(settings.model), settings.optimizer, world.device)
     state = start(settings, one_for_all(sources.values()), parallel, optimizer, checkpointer, weights, say)
-    anew = "resuming_dataset=false"
-    if state.step:  # its own checkpoint, which always wins
-        also = "init_from= " if checkpoint.init_from else ""
-        anew = f"save_ckpt_path=ANOTHER load_ckpt_path={folder.path} {also}{anew}"
     order = Order(sources, shares, settings.data.seq_length, settings.training.seed, state=state.data or None,
-                  anew=anew)
+                  new_epoch=settings.data.new_epoch)
+    if order.closed:
+        say_closed(order, say)
     plan = plan_steps(settings, split, state, run_length(settings, order), len(validation), say)
     loader = Loader(sources, order, settings.data, split, vocab_size=settings.model.vocab_size, first_step=state.step,
                     pin_memory=world.device.type == "cuda")
@@ -135,6 +133,14 @@ def run_length(settings: TrainConfig, order: Order) -> Duration:
     if settings.data.use_dummy_dataset:
         raise UserError("num_epochs: made-up tokens have no end; give num_steps")
     return Duration(math.ceil(training.num_epochs * order.epoch_windows) * settings.data.seq_length, "tok")
+
+
+def say_closed(order: Order, say: Say) -> None:
+    closed, epochs = order.closed, seen({**order.closed, "closed": []})["source_epochs"]
+    drawn = ", ".join(f"{name} after {f'{epochs[name]:.4g} epochs' if name in epochs else f'{count:,} windows'}"
+                      for name, count in closed["drawn"].items())
+    say(f"new epoch  the position with seed {closed['seed']}, seq_length {closed['seq_length']} is closed ({drawn}); "
+        "these sources begin anew")
 
 
 def say_length(settings: TrainConfig, plan: Plan, say: Say) -> None:

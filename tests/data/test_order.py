@@ -92,7 +92,7 @@ def test_the_shuffle_is_even():
     deviations)."""
     windows, seeds = 12, 6000
     place = np.tile(np.arange(windows), seeds)
-    keys = np.array([order_module._key(seed, "s") for seed in range(seeds)], np.uint64).repeat(windows)
+    keys = np.array([order_module.source_key(seed, "s") for seed in range(seeds)], np.uint64).repeat(windows)
     window = permuted_window(place, np.full(len(place), windows), 5, keys)
     table = np.bincount(place * windows + window, minlength=windows**2)
     expected = seeds / windows
@@ -105,15 +105,16 @@ def test_reads_stay_within_a_group_of_blocks():
     """The draws of one group touch GROUP_BLOCKS blocks and each of their windows once: the page cache holds what is in
     use."""
     order = Order({"s": source(2**38)}, {"s": 1}, 2048, seed=5)
-    group = GROUP_BLOCKS * order.block_windows
-    assert order.block_windows * 2048 * 2 >= 1 << 20  # a block is megabytes
+    block_windows = order_module.BLOCK_TOKENS // 2048
+    group = GROUP_BLOCKS * block_windows
+    assert block_windows * 2048 * 2 >= 1 << 20  # a block is megabytes
     shuffles = set()
     for first in (0, 7 * group):
         window = order.samples(first, group)[1]
-        blocks, counts = np.unique(window // order.block_windows, return_counts=True)
-        assert len(blocks) == GROUP_BLOCKS and (counts == order.block_windows).all()
+        blocks, counts = np.unique(window // block_windows, return_counts=True)
+        assert len(blocks) == GROUP_BLOCKS and (counts == block_windows).all()
         assert np.diff(blocks).max() > 1  # yet the blocks come from all over the store
-        shuffles.add(tuple(window % order.block_windows))
+        shuffles.add(tuple(window % block_windows))
     assert len(shuffles) == 2  # each group is shuffled in its own way
 
 

@@ -35,6 +35,8 @@ OTHER_VALUES = {
                            "col_name": "others", "pack": "none", "index_dir": "{run}/index"}.items()},
     "seq_length": (16, {}), "reset_at_documents": (True, {}), "num_workers": (3, {}),
     "position_weighting": (True, {}), "position_window": (2, {"position_weighting": True}), "prefetch": (1, {}),
+    "sample_log": (True, {}),
+    "new_epoch": (True, {"load_ckpt_path": "{first}", "resuming_dataset": True, "seed": 1}),
     "learning_rate": (0.02, {}), "weight_decay": (0.5, {}), "beta1": (0.5, {}), "beta2": (0.5, {}),
     "adam_epsilon": (0.1, {}), "grad_clip_thresh": (0.01, {}),
     "schedule": ("linear", {}), "warmup_steps": (3, {}), "decay_steps": (3, {"schedule": "wsd"}),

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
@@ -26,21 +27,25 @@ def recorder_of(tmp_path, monkeypatch):
     settings.report.report_interval = Duration.parse("128tok")
     plan = Plan(Split(0, 1, 2), tokens_per_step=64, total_steps=4, eval_steps=0, eval_batches=0, checkpoint_steps=4,
                 schedule=Schedule("constant", 4))
-    return lambda world: Recorder(settings, world, RunFolder(tmp_path), plan, 0,
+    position = {"seq_length": 32, "drawn": {"it": 3}, "windows": {"it": 4}, "closed": [
+        {"seq_length": 16, "drawn": {"it": 5, "other": 1}, "windows": {"it": 5}}]}
+    loader = SimpleNamespace(state_before=lambda step: position)
+    return lambda world: Recorder(settings, world, RunFolder(tmp_path), plan, loader, 0,
                                   Display(enabled=world.rank == 0))
 
 
 def test_a_report_is_a_line_and_an_entry_where_it_is_due(recorder_of, tmp_path, capsys):
     with recorder_of(World.alone()) as recorder:
-        recorder.report(TrainState(step=1, tokens=64), 4.0, 0.01, 0.5)
+        recorder.report(TrainState(step=1, tokens=64), 4.0, 0.01, 0.5, 0)
         recorder.validated(1, 3.0, 40, 0.174, 0.25)
-        recorder.report(TrainState(step=2, tokens=128, skipped_steps=1, loss_sum=7.0, loss_steps=2), 3.0, 0.01, 0.5)
+        recorder.report(TrainState(step=2, tokens=128, skipped_steps=1, loss_sum=7.0, loss_steps=2), 3.0, 0.01, 0.5, 0)
     validation, report = (json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines())
     assert validation == {"step": 1, "val_loss": 3.0, "val_perplexity": pytest.approx(20.0855, rel=1e-4),
                           "val_tokens": 40, "val_share": 0.174}
     assert report.pop("tokens_per_second") > 0
     assert report == {"step": 2, "tokens": 128, "loss": 3.5, "learning_rate": 0.01, "grad_norm": 0.5,
-                      "skipped_steps": 1}
+                      "skipped_steps": 1, "source_tokens": {"it": 3 * 32 + 5 * 16, "other": 16},
+                      "source_epochs": {"it": 1.75}}
     first, second = capsys.readouterr().out.splitlines()
     assert first == "step 1: validation loss 3.0000, perplexity 20.09 (17.4% of the tokens, 0.2 s)"
     assert second.startswith("step 2/4  loss  3.5000  lr 1.00e-02")
@@ -49,7 +54,7 @@ def test_a_report_is_a_line_and_an_entry_where_it_is_due(recorder_of, tmp_path, 
 def test_another_rank_writes_nothing(recorder_of, tmp_path, capsys):
     with recorder_of(replace(World.alone(), rank=1, size=2)) as recorder:
         for step in (1, 2):
-            recorder.report(TrainState(step=step), 4.0, 0.01, 0.5)
+            recorder.report(TrainState(step=step), 4.0, 0.01, 0.5, 0)
         recorder.validated(1, 3.0, 40, 1.0, 0.25)
         recorder.sync()
     assert not (tmp_path / "metrics.jsonl").exists() and capsys.readouterr().out == ""

@@ -11,19 +11,19 @@ from mamba_fsdp.train.run_folder import RunFolder
 
 
 def test_going_on_drops_what_the_interrupted_run_wrote_later(tmp_path):
-    metrics = records.Metrics(tmp_path, 0)
+    metrics = records.Log(tmp_path / "metrics.jsonl", 0)
     for step in range(1, 6):
         metrics.write({"step": step, "loss": 1.0})
     with open(tmp_path / "metrics.jsonl", "a") as file:
         file.write('{"step": 6, "lo')  # the crash
-    again = records.Metrics(tmp_path, 3)
+    again = records.Log(tmp_path / "metrics.jsonl", 3)
     again.write({"step": 4, "loss": 2.0})
     assert [(entry["step"], entry["loss"]) for entry in records.read(tmp_path / "metrics.jsonl")] == [
         (1, 1), (2, 1), (3, 1), (4, 2)]
 
 
 def test_a_loss_that_is_not_finite_is_still_json(tmp_path):
-    metrics = records.Metrics(tmp_path, 0)
+    metrics = records.Log(tmp_path / "metrics.jsonl", 0)
     metrics.write({"step": 1, "loss": float("nan"), "grad_norm": float("inf")})
     assert json.loads((tmp_path / "metrics.jsonl").read_text()) == {"step": 1, "loss": None, "grad_norm": None}
 
@@ -43,7 +43,7 @@ def test_status_says_what_it_was_told(tmp_path):
 
 def test_a_full_disk_is_said_in_a_line(tmp_path, monkeypatch):
     """Also where it is the status of a failure that can't be written: then what failed first is what is told."""
-    metrics = records.Metrics(tmp_path, 0)
+    metrics = records.Log(tmp_path / "metrics.jsonl", 0)
     metrics.path = Path("/dev/full")
     with pytest.raises(UserError, match="/dev/full: can't be written .*No space left"):
         metrics.write({"step": 1})
