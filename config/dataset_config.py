@@ -13,7 +13,7 @@ class DatasetConfig:
 
     tokenizer: str = setting("train:4096")
     """train:SIZE trains a byte-level BPE of that size on the input; else the name or path of a transformers tokenizer,
-    or a tokenizer.json file."""
+    or a tokenizer.json or tokenizer.model file."""
     eos_token: str = setting("")
     """The token put after each document; empty takes the one that the tokenizer names. Where it stands in the text
     itself it ends a document, too."""
@@ -24,8 +24,8 @@ class DatasetConfig:
     """What a document of a .txt file is: file (all of it), lines, blank_line (what stands between blank lines), or
     separator:TEXT, such as separator:'<|endoftext|>'."""
     text_column: str = setting("text")
-    """The column or JSON field that holds the text (document.text is the field text of document), or token ids as a list, taken as they are (then --tokenizer names
-    the one that made them)."""
+    """The column or JSON field that holds the text, or token ids as a list, taken as they are (then --tokenizer names
+    the one that made them). document.text is the field text within document."""
     format: str = setting("auto", choices=("auto", "text", "json", "csv", "parquet", "arrow"))
     """How to read the files; auto goes by their names."""
     invalid_utf8: str = setting("error", choices=("error", "replace", "skip"))

@@ -21,7 +21,8 @@ def array_blocks(path: str, stretches: Iterator[tuple[bytes, float]], block_byte
     record: number of the element that follows. Raises UserError for what is no list, naming the element.
     """
     window = _Window(path, stretches, offset)
-    lines, first, begin, size, expected = [], record, offset, 0, ",]" if offset else "["
+    lines: list[bytes] = []
+    first, begin, size, expected = record, offset, 0, ",]" if offset else "["
     while (sign := window.next()) in expected and sign:
         if sign == "]" and lines:
             yield _block(window, lines, first, begin, record)

@@ -38,7 +38,8 @@ def arrow_arrays(path, column, row):
         steps, at = path_to(path, column, reader.schema), 0
         batches = (reader.get_batch(number) for number in range(reader.num_record_batches)) if is_file else reader
         for number, batch in enumerate(batches, 1):
-            yield at, at_path(batch, steps), number / reader.num_record_batches if is_file else source.tell() / source.size()
+            done = number / reader.num_record_batches if is_file else source.tell() / source.size()
+            yield at, at_path(batch, steps), done
             at += len(batch)
 
 

@@ -19,7 +19,14 @@ from pathlib import Path
 import zstandard
 
 from config.dataset_config import DatasetConfig
-from mamba_fsdp.data.documents import BYTE_ORDER_MARK, TextBlock, check_column, field_of, refuse_wide_characters, separator_of
+from mamba_fsdp.data.documents import (
+    BYTE_ORDER_MARK,
+    TextBlock,
+    check_column,
+    field_of,
+    refuse_wide_characters,
+    separator_of,
+)
 from mamba_fsdp.data.hub import why_offline
 from mamba_fsdp.data.json_files import array_blocks
 from mamba_fsdp.data.tables import ARRAYS, ROWS, values

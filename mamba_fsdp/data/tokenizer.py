@@ -13,6 +13,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from config.fields import whole_number
 from mamba_fsdp.data.hub import was_downloaded, why_offline
+from mamba_fsdp.data.tokenizer_forms import fast_form, from_sentencepiece, sentencepiece_file
 from mamba_fsdp.durable import write_atomically
 from mamba_fsdp.errors import UserError, first_line
 
@@ -78,7 +79,7 @@ def identities_in(name: str | Path | None) -> Iterator[str]:
         if (path / "tokenizer.json").is_file():
             yield identity_of(Tokenizer.from_file(str(path / "tokenizer.json")))
     with contextlib.suppress(Exception):
-        if name and ((path / "tokenizer_config.json").is_file() or not path.is_dir()):
+        if name and ((path / "tokenizer_config.json").is_file() or not path.is_dir() or sentencepiece_file(path)):
             yield identity_of(load_for_transformers(name).backend_tokenizer)
 
 
@@ -155,7 +156,10 @@ def _train(backend, texts, trainer):
 
 
 def load_for_transformers(name: str | Path, remedy: str = "") -> Any:
-    """What transformers' AutoTokenizer makes of a folder or a name on the Hugging Face Hub. Raises UserError."""
+    """What transformers' AutoTokenizer makes of a folder or a name on the Hugging Face Hub, in a fast form; a file of
+    sentencepiece's is taken too. Raises UserError."""
+    if bare := sentencepiece_file(name):
+        return from_sentencepiece(bare)
     is_folder = Path(name).is_dir()
     offline = "" if is_folder else why_offline()
     if offline and not was_downloaded(str(name)):
@@ -164,10 +168,11 @@ def load_for_transformers(name: str | Path, remedy: str = "") -> Any:
     from transformers import AutoTokenizer  # seconds to import: only where needed
 
     try:
-        return AutoTokenizer.from_pretrained(name)
+        form = AutoTokenizer.from_pretrained(name)
     except Exception as error:  # the libraries raise whatever a file runs into
         forms = "" if is_folder else " as a folder, a tokenizer.json file or a name on the Hugging Face Hub"
-        raise UserError(f"tokenizer {name}: can't be loaded{forms} ({first_line(error)}){remedy}") from error
+        raise UserError(f"tokenizer {name}: can't be loaded{forms} ({first_line(error)[:200]}){remedy}") from error
+    return form if getattr(form, "is_fast", False) else fast_form(name, form)
 
 
 class Words(NamedTuple):
@@ -199,7 +204,7 @@ def load_words(path: str | Path) -> Words:
 
 
 def load(name: str, eos_token: str | None = None) -> TextTokenizer:
-    """The tokenizer of a name on the Hugging Face Hub, a `transformers` folder or a tokenizer.json file.
+    """The tokenizer of a name on the Hugging Face Hub, a `transformers` folder, tokenizer.json or tokenizer.model.
 
     eos_token: what ends documents, by default the tokenizer's own. Raises UserError where either is missing.
     """
@@ -208,15 +213,13 @@ def load(name: str, eos_token: str | None = None) -> TextTokenizer:
         raise UserError(f"tokenizer {name}: there is no such file or folder")
     if (path / "tokenizer.json").is_file() and not (path / "tokenizer_config.json").exists():
         path = path / "tokenizer.json"
-    if path.is_file():
+    if path.is_file() and path.suffix != ".model":
         try:
             backend, form = Tokenizer.from_file(str(path)), None
         except Exception as error:  # the library raises bare Exception
             raise UserError(f"tokenizer {name}: {path.name} can't be read ({first_line(error)})") from error
     else:
         form = load_for_transformers(name, "; train:4096 trains one on the input")
-        if not getattr(form, "is_fast", False):
-            raise UserError(f"tokenizer {name!r}: has no fast form (tokenizer.json), which this program needs")
         backend, eos_token = form.backend_tokenizer, eos_token or form.eos_token
     if not eos_token:
         special = [token.content for token in backend.get_added_tokens_decoder().values()]

@@ -3,19 +3,25 @@ tokenizers."""
 
 import json
 import random
+import sys
 from collections import Counter
 
 import datasets
 import pyarrow
 import pyarrow.parquet
 import pytest
+import sentencepiece
+import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from config.dataset_config import DatasetConfig
+from mamba_fsdp.data import tokenize, tokenizer
 from mamba_fsdp.data.documents import documents
 from mamba_fsdp.data.json_files import array_blocks
+from mamba_fsdp.data.store import TokenStore
 from mamba_fsdp.data.text import open_source
+from mamba_fsdp.data.tokenizer_forms import fast_form
 from mamba_fsdp.errors import UserError
 
 # ---------------------------------------------------------------- files that are one JSON list
@@ -38,6 +44,7 @@ def elements(data, block_bytes=50, seed=0, **position):
     return [(block.position, [json.loads(line) for line in block.data.split(b"\n")]) for block in blocks]
 
 
+@pytest.mark.slow
 @settings(max_examples=60)
 @given(st.lists(VALUES, max_size=20), st.sampled_from([None, 0, 3]), st.booleans(), st.integers(0, 99))
 def test_a_json_list_gives_its_elements_however_it_is_written_and_read(values, indent, ascii, seed):
@@ -112,6 +119,7 @@ def test_a_field_within_a_field_is_named_with_dots(kind, tmp_path):
             contents(open_source(path, DatasetConfig(text_column=column)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("streaming", [False, True])
 def test_a_field_within_a_field_of_a_datasets_name(streaming, tmp_path, monkeypatch):
     rows = datasets.Dataset.from_list(NESTED)
@@ -128,3 +136,85 @@ def test_a_name_with_a_dot_in_it_is_a_name_first(tmp_path):
     pyarrow.parquet.write_table(pyarrow.table({"a.b": ["whole"]}), tmp_path / "x.parquet")
     for name in ("x.jsonl", "x.parquet"):
         assert contents(open_source(str(tmp_path / name), DatasetConfig(text_column="a.b"))) == ["whole"]
+
+
+# ---------------------------------------------------------------- others' tokenizers
+
+TEXT = ["Once upon a time  there were 1,234 na\u00efve words;\n\n\tx = f(y)\n", " and one \u4f60\u597d \U0001f600, too"]
+
+
+@pytest.fixture(scope="session")
+def llama(tmp_path_factory):
+    """A folder with nothing but a tokenizer.model, as Llama's authors make it."""
+    folder = tmp_path_factory.mktemp("llama")
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(40 * [text.replace("\n", " ") for text in TEXT]), model_prefix=str(folder / "tokenizer"),
+        vocab_size=320, model_type="bpe", byte_fallback=True, split_digits=True, allow_whitespace_only_pieces=True,
+        normalization_rule_name="identity", remove_extra_whitespaces=False, minloglevel=2)
+    (folder / "tokenizer.vocab").unlink()
+    return folder
+
+
+@pytest.mark.slow
+@pytest.mark.torch22
+@pytest.mark.parametrize("name", ["", "tokenizer.model"])
+def test_a_bare_tokenizer_model_encodes_as_sentencepiece_does(name, llama, tmp_path):
+    original = sentencepiece.SentencePieceProcessor(str(llama / "tokenizer.model"))
+    (tmp_path / "x.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXT))
+    options = DatasetConfig(tokenizer=str(llama / name), validation_fraction=0, workers=1)
+    tokenize.make_dataset(open_source(str(tmp_path / "x.jsonl"), options), tmp_path / "out")
+    store = TokenStore(tmp_path / "out" / "train")
+    assert [row.tolist() for row in store.documents()] == [[*original.encode(text), original.eos_id()] for text in TEXT]
+    words = tokenizer.load_words(store.tokenizer_path)
+    assert [words.decode(words.encode(text)) for text in TEXT] == TEXT and words.eos == original.eos_id()
+    assert list(tokenizer.identities_in(llama)) == list(tokenizer.identities_in(store.tokenizer_path))[:1]
+
+
+@pytest.fixture(scope="module")
+def both(llama):
+    path = str(llama / "tokenizer.model")
+    return tokenizer.load(path).backend, sentencepiece.SentencePieceProcessor(path)
+
+
+@given(st.text(alphabet=st.sampled_from(" \n\tabcdenort.,0123\u00e9\u4f60\u2581"), max_size=60))
+@settings(max_examples=50, deadline=None)
+def test_any_text_is_encoded_as_sentencepiece_does(both, text):
+    backend, original = both
+    assert backend.encode(text, add_special_tokens=False).ids == original.encode(text)
+
+
+def test_a_tokenizer_model_of_another_kind_is_refused(llama, tmp_path, monkeypatch):
+    sentencepiece.SentencePieceTrainer.train(sentence_iterator=iter(40 * TEXT[:1]), model_prefix=str(tmp_path / "t5"),
+                                             vocab_size=60, model_type="unigram", hard_vocab_limit=False, minloglevel=2)
+    with pytest.raises(UserError, match="t5.model: has no fast form that encodes as it does; make token ids with it"):
+        tokenizer.load(str(tmp_path / "t5.model"))
+    (tmp_path / "bad.model").write_bytes(b"no such thing")
+    with pytest.raises(UserError, match="bad.model: is no file of sentencepiece's"):
+        tokenizer.load(str(tmp_path / "bad.model"))
+    monkeypatch.setitem(sys.modules, "sentencepiece", None)
+    with pytest.raises(UserError, match="pip install sentencepiece protobuf"):
+        tokenizer.load(str(llama))
+
+
+@pytest.mark.torch22
+def test_byt5_encodes_as_its_own_form_does(tmp_path):
+    form = transformers.ByT5Tokenizer()
+    made = tokenizer.TextTokenizer(fast_form("byt5", form).backend_tokenizer, "</s>")
+    for text in [*TEXT, "a</s>b", "\x00\x7f\x80"]:
+        ids = form(text, add_special_tokens=False)["input_ids"]
+        assert made.backend.encode(text, add_special_tokens=False).ids == ids
+        assert made.backend.decode(ids, skip_special_tokens=False) == text
+    assert (made.eos, made.vocab_size) == (1, 384)
+
+
+@pytest.mark.slow
+def test_a_tokenizer_without_a_fast_form(tmp_path):
+    """ByT5 is taken, and kept in a form that both stacks read; another is refused with a way out."""
+    transformers.ByT5Tokenizer().save_pretrained(tmp_path / "byt5")
+    loaded = tokenizer.load(str(tmp_path / "byt5"))
+    loaded.save(tmp_path / "saved")
+    assert (tmp_path / "saved" / "tokenizer.json").exists()
+    assert tokenizer.load(str(tmp_path / "saved")).identity == loaded.identity
+    transformers.CanineTokenizer().save_pretrained(tmp_path / "canine")
+    with pytest.raises(UserError, match="CanineTokenizer has no fast form .*--tokenizer=none"):
+        tokenizer.load(str(tmp_path / "canine"))

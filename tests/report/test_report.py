@@ -188,6 +188,7 @@ def read_offline(file, patience=30.0):
     raise AssertionError(f"{file} has no end")
 
 
+@pytest.mark.slow
 def test_wandb_gets_every_number(tmp_path, offline):
     (tracker,) = make_trackers(["wandb"], tmp_path, {"seed": 1}, 0, "mine", "second")
     tracker.write({"step": 3, "loss": 2.5})
@@ -199,6 +200,7 @@ def test_wandb_gets_every_number(tmp_path, offline):
     assert [item.value_json for item in run.config.update if item.key == "seed"] == ["1"]
 
 
+@pytest.mark.slow
 def test_wandb_goes_on_in_the_same_curves(tmp_path, offline, monkeypatch):
     """And another run folder of the same name has curves of its own. Project and name come from the environment, else
     from us."""
@@ -225,6 +227,7 @@ def test_several_trackers_at_once(tmp_path, offline):
     assert make_trackers([], tmp_path, {}, 0) == []
 
 
+@pytest.mark.slow
 def test_a_tracker_is_imported_only_when_it_is_used(project):
     code = ("import sys, mamba_fsdp.train.run, mamba_fsdp.verbs.evaluate, mamba_fsdp.data.tokenize\n"
             "assert not {'wandb', 'tensorboard', 'sentencepiece', 'google.protobuf', 'sentry_sdk'} & set(sys.modules)")
