@@ -14,6 +14,10 @@ Killed or interrupted, the same command resumes; complete, it says so. Whole num
 import os
 from pathlib import Path
 
+from mamba_fsdp import interpreter
+
+interpreter.need("fire", "numpy", "tokenizers")
+
 from config.dataset_config import DatasetConfig
 from config.fields import help_lines
 from mamba_fsdp import command_line

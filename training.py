@@ -6,6 +6,10 @@ Run again after a stop or a crash, it resumes from the newest committed checkpoi
 
 import os
 
+from mamba_fsdp import interpreter
+
+interpreter.need("fire", "numpy", "torch", "yaml")
+
 from config import resolve
 from mamba_fsdp import command_line
 from mamba_fsdp.data.builtin import make_missing_builtin

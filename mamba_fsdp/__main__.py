@@ -3,6 +3,10 @@
 import importlib
 import sys
 
+from mamba_fsdp import interpreter
+
+interpreter.need("fire", "numpy", "torch", "yaml")
+
 from mamba_fsdp import command_line
 
 VERBS = {  # name: (module in mamba_fsdp/verbs, what it does)

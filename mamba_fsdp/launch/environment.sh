@@ -23,6 +23,32 @@ choose_venv() {
     [ -f .venv/.complete ] || fail "the environment $project/.venv is incomplete; make it again: ./0.create_env.sh"
 }
 
+choose_process_count() { # GPUS_PER_NODE is another name for PROCESSES_PER_NODE
+    local name
+    for name in PROCESSES_PER_NODE GPUS_PER_NODE; do
+        case ${!name:-1} in 0 | *[!0-9]*) fail "$name=${!name}: expected 1 or more" ;; esac
+    done
+    [ -n "${GPUS_PER_NODE:-}" ] || return 0
+    export PROCESSES_PER_NODE=${PROCESSES_PER_NODE:-$GPUS_PER_NODE}
+    [ "$PROCESSES_PER_NODE" = "$GPUS_PER_NODE" ] ||
+        fail "GPUS_PER_NODE=$GPUS_PER_NODE and PROCESSES_PER_NODE=$PROCESSES_PER_NODE are two names for one thing"
+    say "GPUS_PER_NODE=$GPUS_PER_NODE: so many processes on each node, as PROCESSES_PER_NODE says too"
+}
+
+add_mounts() { # what DATA_PATH=FOLDER and FSX_MOUNT=FOLDER:FOLDER,... name, to MOUNTS
+    local name mount mounts
+    for name in DATA_PATH FSX_MOUNT; do
+        IFS=, read -ra mounts <<< "${!name:-}"
+        for mount in "${mounts[@]}"; do
+            [[ $mount == /* ]] || fail "$name=$mount: expected the whole path of a folder"
+            [[ $mount != *:* || $mount == "${mount%%:*}:${mount%%:*}" ]] ||
+                fail "$name=$mount: in the container each folder has its own name; write ${mount%%:*}:${mount%%:*}"
+            MOUNTS=${MOUNTS:+$MOUNTS,}${mount%%:*}
+            say "$name=$mount: ${image:+mounted, as MOUNTS says too; }the data that is read is the setting dataset_path"
+        done
+    done
+}
+
 choose_environment() { # sets python and image
     image=${IMAGE:-mamba-train.sqsh}
     [[ $image == /* ]] || image=$project/$image # Pyxis asks a registry for a bare name
@@ -39,6 +65,7 @@ choose_environment() { # sets python and image
         fail "there is neither an image ($image) nor an environment ($project/.venv);" \
             "build an image (docs/image.md) or make the environment: ./0.create_env.sh"
     fi
+    add_mounts
 }
 
 check_image() {

@@ -127,13 +127,25 @@ def test_a_link_that_leads_out_of_the_project_is_followed(submit, launcher_proje
 
 
 def test_further_mounts_and_another_image(submit, tmp_path):
-    for name in ("my images", "a", "b"):
+    """DATA_PATH and FSX_MOUNT, AWS's names, do what they do there."""
+    for name in ("my images", "a", "b", "c", "d"):
         (tmp_path / name).mkdir()
     (tmp_path / "my images/i.sqsh").write_bytes(SQUASHFS)
     done, (words,) = submit("--save_ckpt_path=runs/a", IMAGE=f"{tmp_path}/my images/i.sqsh",
-                            MOUNTS=f"{tmp_path}/a,{tmp_path}/b", BROKEN_NODES="node1")
+                            MOUNTS=f"{tmp_path}/a,{tmp_path}/b", DATA_PATH=f"{tmp_path}/c",
+                            FSX_MOUNT=f"{tmp_path}/d:{tmp_path}/d", BROKEN_NODES="node1")
     assert option(words, "container-image") == f"{tmp_path}/my images/i.sqsh"
-    assert mounted(words)[1:] == [f"{tmp_path}/a", f"{tmp_path}/b"]
+    assert mounted(words)[1:] == [f"{tmp_path}/{name}" for name in "abcd"]
+    assert f"DATA_PATH={tmp_path}/c: mounted, as MOUNTS says too; the data that is read is" in done.stdout
+
+
+def test_a_mount_under_another_name_is_refused(cluster, launcher_project):
+    done, _ = container(launcher_project, FSX_MOUNT="/mnt/lustre:/fsx")
+    assert done.returncode == 2
+    assert done.stdout == ("error: FSX_MOUNT=/mnt/lustre:/fsx: in the container each folder has its own name; write "
+                           "/mnt/lustre:/mnt/lustre\n")
+    done, _ = container(launcher_project, DATA_PATH="data")
+    assert done.returncode == 2 and done.stdout == "error: DATA_PATH=data: expected the whole path of a folder\n"
 
 
 def test_the_name_of_an_image_is_a_file_of_the_project(cluster, launcher_project):

@@ -197,7 +197,7 @@ def test_a_single_rank_says_its_error_once(launcher_project):
 
 
 @pytest.mark.parametrize("name, value", [("PROCESSES_PER_NODE", "all"), ("PROCESSES_PER_NODE", "0"),
-                                         ("MAX_RESTARTS", "-1"),
+                                         ("GPUS_PER_NODE", "8x"), ("MAX_RESTARTS", "-1"),
                                          ("PROFILE", "yes")])
 def test_wrong_variables_are_refused_by_name(launcher_project, name, value):
     code, output = finish(launch(launcher_project, "--save_ckpt_path=runs/a", **{name: value}))
@@ -215,6 +215,21 @@ def test_what_is_loaded_must_be_there_unless_it_is_the_run_folder(launcher_proje
 def test_a_dry_run_makes_no_data(launcher_project):
     code, output = finish(launch(launcher_project, "--save_ckpt_path=runs/a", "--dry_run=true"))
     assert code == 0 and not (launcher_project / "data").exists()
+
+
+def test_gpus_per_node_is_another_name_for_the_number_of_processes(launcher_project):
+    script = "source mamba_fsdp/launch/environment.sh; choose_process_count; echo $PROCESSES_PER_NODE"
+
+    def ask(**environment):
+        done = subprocess.run(["bash", "-euc", script], cwd=launcher_project, env={**CLEAN, **environment}, text=True,
+                              stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+        return done.returncode, done.stdout.splitlines()
+
+    assert ask(GPUS_PER_NODE="4") == (0, ["GPUS_PER_NODE=4: so many processes on each node, as PROCESSES_PER_NODE says "
+                                          "too", "4"])
+    assert ask(GPUS_PER_NODE="4", PROCESSES_PER_NODE="4")[0] == 0
+    assert ask(GPUS_PER_NODE="4", PROCESSES_PER_NODE="2") == \
+        (2, ["error: GPUS_PER_NODE=4 and PROCESSES_PER_NODE=2 are two names for one thing"])
 
 
 @pytest.mark.parametrize("damage", [shutil.rmtree, lambda venv: (venv / ".complete").unlink(),

@@ -1,0 +1,30 @@
+"""Can this Python run the command? Asked before the command imports more, in words that any Python 3 reads."""
+
+import importlib.util
+import os
+import shlex
+import sys
+
+OLDEST = (3, 10)
+PROJECT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+
+
+def need(*packages):
+    """Ends the process with exit code 2 and a line that names the Python to use, where this one is too old or lacks one
+    of `packages`."""
+    missing = [package for package in packages if importlib.util.find_spec(package) is None]
+    if sys.version_info < OLDEST:
+        reason = "is Python %d.%d; it takes %d.%d or newer" % (*sys.version_info[:2], *OLDEST)
+    elif missing:
+        reason = "lacks %s" % ", ".join(missing)
+    else:
+        return
+    venv = os.path.join(PROJECT, ".venv", "bin", "python")
+    if not os.path.exists(venv) or sys.executable == venv:
+        remedy = "make the project's own, ./0.create_env.sh, then"
+    else:
+        remedy = "use the project's own:"
+    shown = os.path.relpath(venv) if os.getcwd() == PROJECT else venv
+    words = [shlex.quote(word) for word in [shown] + getattr(sys, "orig_argv", [""])[1:]]
+    sys.stderr.write("error: %s %s; %s %s\n" % (sys.executable, reason, remedy, " ".join(words)))
+    raise SystemExit(2)
