@@ -31,6 +31,11 @@ def write_store(path, seed, documents, tokenizer="ids:of the corpus"):
     writer.finish()
 
 
+@pytest.fixture
+def make_store():
+    return write_store
+
+
 @pytest.fixture(scope="session")
 def corpus(tmp_path_factory):
     """A folder with the stores train and validation, other/train, foreign/train, whose tokenizer is another, documents
