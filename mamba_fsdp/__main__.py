@@ -14,6 +14,7 @@ VERBS = {  # name: (module in mamba_fsdp/verbs, what it does)
     "evaluate": ("evaluate", "loss, perplexity and bits per byte over a token store"),
     "inspect": ("inspect", "say what a run, a checkpoint, a token store or a weights file holds"),
     "audit": ("audit", "prove that a run saw each window as often as its epochs say"),
+    "convert": ("convert", "write tokens in another trainer's format, or as a token store"),
     "export": ("export", "write a model in transformers' or state-spaces' form"),
     "import": ("import_", "bring a transformers or state-spaces model into our form"),
     "plot": ("plot", "draw a run's losses as a picture"),

@@ -1,7 +1,6 @@
 """Models into other libraries' forms and into ours: a whole new folder, or none."""
 
 import json
-import os
 import shutil
 from functools import partial
 from pathlib import Path
@@ -11,7 +10,7 @@ from safetensors import SafetensorError
 
 from mamba_fsdp.conventions import DTYPES
 from mamba_fsdp.data.tokenizer import load_for_transformers
-from mamba_fsdp.durable import hidden_beside, sync_folder
+from mamba_fsdp.durable import new_folder
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.interop import state_spaces, transformers_forms
 from mamba_fsdp.interop.model_card import model_card
@@ -65,20 +64,14 @@ def _convert(source, out, dtype, write, inside=".", tokenizer="", allow_other_to
         tensor = weights.get(name)
         return tensor if dtype is None or spec[name].fp32 else tensor.to(DTYPES[dtype])
 
-    unfinished = hidden_beside(out)
     try:
-        unfinished.mkdir(parents=True)
-        fields = write(unfinished, weights, get)
-        (unfinished / MODEL_CONFIG).write_text(json.dumps(fields, indent=2) + "\n")
-        if weights.tokenizer_path:
-            _copy_tokenizer(weights.tokenizer_path, unfinished / inside)
-        _flush(unfinished)
-        unfinished.rename(out)
-    except (OSError, SafetensorError) as error:
-        raise UserError(f"can't write {out}: {getattr(error, 'strerror', None) or error}") from None
-    finally:
-        shutil.rmtree(unfinished, ignore_errors=True)
-    sync_folder(out.parent)
+        with new_folder(out) as unfinished:
+            fields = write(unfinished, weights, get)
+            (unfinished / MODEL_CONFIG).write_text(json.dumps(fields, indent=2) + "\n")
+            if weights.tokenizer_path:
+                _copy_tokenizer(weights.tokenizer_path, unfinished / inside)
+    except SafetensorError as error:
+        raise UserError(f"can't write {out}: {error}") from None
     return out
 
 
@@ -129,12 +122,3 @@ def _copy_tokenizer(source, folder):
     for name in TOKENIZER_FILES:
         if (source / name).is_file():
             shutil.copyfile(source / name, folder / name)
-
-
-def _flush(folder):
-    for path in (*folder.rglob("*"), folder):
-        if path.is_file():
-            with open(path, "rb") as file:
-                os.fsync(file.fileno())
-        else:
-            sync_folder(path)

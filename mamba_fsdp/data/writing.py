@@ -1,0 +1,208 @@
+"""Sources written out in any format, for other programs: read from their start to their end, a piece at a time."""
+
+import csv
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from config.dataset_config import DatasetConfig
+from mamba_fsdp.data.source import Source
+from mamba_fsdp.data.store import StoreWriter
+from mamba_fsdp.errors import UserError
+
+PIECE = 1 << 20  # tokens that are read at a time
+LAST_POSITION = (1 << 14) - 1  # that DataLayout has bits for
+
+
+@dataclass
+class Copy:
+    """One source on its way into `folder`. block: tokens of a row of save_to_disk; 0: each document is one. told: what
+    is not the same there, {what: how often}."""
+
+    source: Source
+    folder: Path
+    block: int = 0
+    shard_tokens: int = DatasetConfig.shard_tokens
+    show: Callable[[str], None] = lambda text: None
+    told: dict[str, int] = field(default_factory=dict)
+
+    def pieces(self) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray | None]]:
+        """Yields (tokens, positions, mask), as the source has them, of stretches of PIECE tokens."""
+        for start in range(0, self.source.token_count, PIECE):
+            yield self.source.read(start, min(PIECE, self.source.token_count - start))
+            self.show(f"{self.source.path}: {start:,} of {self.source.token_count:,} tokens")
+
+    def documents(self) -> Iterator[tuple[np.ndarray, np.ndarray | None]]:
+        """Yields (tokens, mask) of each document, with the eos that ends it."""
+        parts: list[tuple] = []
+        for tokens, positions, mask in self.pieces():
+            bounds = [0, *np.flatnonzero(positions == 0).tolist(), len(tokens)]
+            for start, stop in zip(bounds, bounds[1:]):
+                if start < stop:
+                    if positions[start] == 0 and parts:
+                        yield _joined(parts)
+                        parts = []
+                    parts.append((tokens[start:stop], None if mask is None else mask[start:stop]))
+        yield _joined(parts)
+
+    def rows(self) -> Iterator[tuple[np.ndarray, np.ndarray | None]]:
+        """Yields (tokens, mask) of each document, or where there is a `block` of as many tokens, the last of fewer."""
+        if not self.block:
+            yield from self.documents()
+        for start in range(0, self.source.token_count if self.block else 0, self.block or 1):
+            tokens, _, mask = self.source.read(start, min(self.block, self.source.token_count - start))
+            yield tokens, mask
+            self.show(f"{self.source.path}: {start:,} of {self.source.token_count:,} tokens")
+
+    def tell(self, what: str, count: int) -> None:
+        if count:
+            self.told[what] = self.told.get(what, 0) + int(count)
+
+    def refuse_mask(self, mask: np.ndarray | None) -> None:
+        if mask is not None and not mask.all():
+            raise UserError(f"{self.source.path} says of some tokens that they don't count in the loss, for which this "
+                            "format has no place; write --format=datalayout or save_to_disk")
+
+
+def _joined(parts):
+    tokens, masks = zip(*parts)
+    return np.concatenate(tokens), None if masks[0] is None else np.concatenate(masks)
+
+
+def write_store(copy: Copy, name: str) -> None:
+    """A token store. Every document there ends with the one eos, which is added where it is missing."""
+    source = copy.source
+    vocab_size = source.vocab_size or 1 + max(int(tokens.max()) for tokens, _, _ in copy.pieces())
+    writer = StoreWriter(copy.folder, vocab_size=max(vocab_size, source.eos + 1), eos=source.eos,
+                         tokenizer=source.tokenizer, shard_tokens=copy.shard_tokens)
+    last = source.eos
+    for tokens, positions, mask in copy.pieces():
+        copy.refuse_mask(mask)
+        before = np.concatenate([[last], tokens[:-1]])
+        unended = np.flatnonzero((positions == 0) & (before != source.eos))
+        copy.tell("documents without an eos got one", len(unended))
+        copy.tell("documents were cut at an eos inside", ((positions != 0) & (before == source.eos)).sum())
+        writer.append(np.insert(tokens.astype(np.int64), unended, source.eos))
+        last = int(tokens[-1])
+    if last != source.eos:
+        copy.tell("documents without an eos got one", 1)
+        writer.end_document()
+    writer.finish()
+
+
+class _ArrowFiles:
+    """Arrow files of about `most` tokens each, one after the other. new: of pyarrow.ipc, makes the writer of one.
+    written: [name, documents, tokens] of each."""
+
+    def __init__(self, folder: Path, pattern: str, schema: Any, new: Callable[..., Any], most: int):
+        self.folder, self.pattern, self.schema, self.new, self.most = folder, pattern, schema, new, most
+        self.written: list[list[Any]] = []
+        self.opened: list[Any] = []
+
+    def write(self, columns: list[Any], documents: int, tokens: int) -> None:
+        import pyarrow
+
+        if not self.written or self.written[-1][2] >= self.most:
+            self.close()
+            self.written.append([self.pattern.format(len(self.written)), 0, 0])
+            file = pyarrow.OSFile(str(self.folder / self.written[-1][0]), "wb")
+            self.opened = [self.new(file, self.schema), file]
+        self.opened[0].write(pyarrow.record_batch(columns, schema=self.schema))
+        self.written[-1][1:] = self.written[-1][1] + documents, self.written[-1][2] + tokens
+
+    def close(self) -> None:
+        while self.opened:
+            self.opened.pop(0).close()
+
+
+def write_fms(copy: Copy, name: str) -> None:
+    """Arrow files as fms-fsdp reads them, in a folder `name`: each record batch a document without its eos, which is
+    added there. Beside it meta/counts.csv."""
+    import pyarrow
+
+    (copy.folder / name).mkdir()
+    schema = pyarrow.schema([("tokens", pyarrow.uint32())])
+    with closing(_ArrowFiles(copy.folder / name, "{:05d}.arrow", schema, pyarrow.ipc.new_file,
+                             copy.shard_tokens)) as files:
+        for tokens, mask in copy.documents():
+            copy.refuse_mask(mask)
+            tokens = tokens[:-1] if tokens[-1] == copy.source.eos else tokens
+            copy.tell("empty documents were left out", not len(tokens))
+            if len(tokens):  # an empty one hides the rest of its file from fms-fsdp
+                files.write([pyarrow.array(tokens.astype(np.uint32))], 1, len(tokens))
+    (copy.folder / "meta").mkdir()
+    with open(copy.folder / "meta" / "counts.csv", "x", newline="") as table:
+        csv.writer(table).writerows([["dataset/filename", "documents", "tokens"],
+                                     *([f"/{name}/{file}", *counts] for file, *counts in files.written)])
+
+
+def write_datalayout(copy: Copy, name: str) -> None:
+    """A DataLayout file: token, position, whether it counts, see data/foreign/datalayout.py. Raises UserError for
+    tokens of more than 16 bits."""
+    path = copy.folder / f"{name}.npy"
+    with open(path, "xb") as file:
+        for tokens, positions, mask in copy.pieces():
+            if tokens.max() >= 1 << 16:
+                raise UserError(f"{copy.source.path} holds the token {tokens.max()}, for which DataLayout's 16 bits do "
+                                "not suffice; write another --format")
+            copy.tell(f"positions from {LAST_POSITION} on are said as that", (positions > LAST_POSITION).sum())
+            counts = np.int32(1) if mask is None else mask.astype(np.int32)
+            values = tokens.astype(np.int32) | np.minimum(positions, LAST_POSITION) << 16 | counts << 30
+            file.write(values.astype("<i4").data)
+    Path(f"{path}.size").write_text(str(copy.source.token_count))
+
+
+def write_save_to_disk(copy: Copy, name: str) -> None:
+    """What datasets.load_from_disk opens: rows of input_ids, and labels with -100 where the source has a mask."""
+    import datasets
+    import pyarrow
+
+    columns = ["input_ids"] + ["labels"] * (copy.source.read(0, 1).mask is not None)
+    features = datasets.Features({column: [datasets.Value("int32")] for column in columns})
+    with closing(_ArrowFiles(copy.folder, "data-{:05d}.arrow", features.arrow_schema, pyarrow.ipc.new_stream,
+                             copy.shard_tokens)) as files:
+        for rows in _batched(copy.rows()):
+            ends = np.cumsum([0, *(len(tokens) for tokens, _ in rows)]).astype(np.int32)
+            parts = [[tokens for tokens, _ in rows],
+                     [tokens if mask is None else np.where(mask, tokens, -100) for tokens, mask in rows]]
+            files.write([pyarrow.ListArray.from_arrays(ends, np.concatenate(part).astype(np.int32))
+                         for part in parts[:len(columns)]], len(rows), int(ends[-1]))
+    datasets.DatasetInfo(features=features).write_to_directory(str(copy.folder))
+    state: dict[str, Any]
+    state = {"_data_files": [{"filename": file} for file, *_ in files.written],
+             "_fingerprint": copy.source.identity[-16:], "_format_columns": None, "_format_kwargs": {},
+             "_format_type": None, "_output_all_columns": False, "_split": None}
+    (copy.folder / "state.json").write_text(json.dumps(state, indent=1) + "\n")
+
+
+def _batched(rows):
+    """Lists of rows of about PIECE tokens each."""
+    batch, held = [], 0
+    for row in rows:
+        batch.append(row)
+        held += len(row[0])
+        if held >= PIECE:
+            yield batch
+            batch, held = [], 0
+    if batch:
+        yield batch
+
+
+WRITERS = {"store": write_store, "fms": write_fms, "datalayout": write_datalayout, "save_to_disk": write_save_to_disk}
+
+
+def copy_tokenizer(source: Source, folder: Path) -> bool:
+    """Whether the source came with a tokenizer, a copy of which is in folder/tokenizer then."""
+    try:
+        place = source.tokenizer_path
+    except UserError:
+        return False
+    if place.is_dir():
+        shutil.copytree(place, folder / "tokenizer", dirs_exist_ok=True)
+    return place.is_dir()
