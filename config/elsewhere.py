@@ -32,7 +32,8 @@ class Foreign(NamedTuple):
     takes the value and all that was given with it, and may return {setting: value}; raises ValueError."""
     words: str = ""  # why it is not needed, or can't be had and what does it here
 
-    def change_nothing(self) -> bool:
+    def changes_nothing(self) -> bool:
+        """Whatever its value."""
         return not self.ours and isinstance(self.values, Mapping) and ANYTHING in self.values
 
 
@@ -124,7 +125,8 @@ TABLE: list[Foreign] = [row for rows in (
     needless("composer", "n_samples_to_skip", "a checkpoint knows its position in the data: resuming_dataset=true",
              "0"),
     needless("aws fms", "logical_shards", "the order of the samples is computed and the same on any number of ranks"),
-    needless("aws fms", "sep_token", "documents end with the eos of their tokenizer"),
+    becomes("fms", "tokenizer_path", "tokenizer"), same("fms", "eos_token bos_token strip_tokens col_name"),
+    becomes("aws fms", "sep_token", "eos_token"),
     needless("fms", "file_type", "formats are recognised", "arrow hf_parquet auto"),
     missing("fms", "bol_token eol_token", "a window is cut from one stream of documents and gets no tokens of its own",
             "none"),
@@ -182,8 +184,7 @@ TABLE: list[Foreign] = [row for rows in (
     becomes("fms", "ckpt_load_path", "load_ckpt_path"), becomes("fms", "ckpt_save_path", "save_ckpt_path"),
     becomes("composer trainer", "save_folder output_dir", "save_ckpt_path"),
     becomes("composer", "load_path", "load_ckpt_path", {
-        "none": None, ANYTHING: "!a Composer checkpoint is brought into our form first (python -m mamba_fsdp import "
-                                "FILE FOLDER), then init_from=FOLDER"}),
+        "none": None, ANYTHING: "!init_from=FILE takes the weights of a Composer checkpoint"}),
     same("aws fms", "checkpoint_interval"), becomes("trainer", "save_steps", "checkpoint_interval"),
     becomes("composer", "save_interval cp_interval", "checkpoint_interval", composer_time),
     becomes("composer trainer", "save_num_checkpoints_to_keep save_total_limit", "keep_checkpoints"),
@@ -236,10 +237,11 @@ TABLE: list[Foreign] = [row for rows in (
 DEFAULTS: dict[str, dict[str, str]] = {
     "aws": {"seq_length": "4096", "batch_size": "2", "num_steps": "2000", "learning_rate": "3e-4",
             "grad_clip_thresh": "4.0", "report_interval": "200", "checkpoint_interval": "20000",
-            "sharding_strategy": "fsdp"},
+            "sharding_strategy": "fsdp", "keep_checkpoints": "1000"},
     "fms": {"model_variant": "7b", "seq_length": "4096", "batch_size": "2", "num_steps": "1000000",
             "learning_rate": "3e-4", "grad_clip_thresh": "1.0", "sharding_strategy": "hsdp", "report_interval": "100",
-            "checkpoint_interval": "10000", "use_torch_compile": "true"},
+            "checkpoint_interval": "10000", "use_torch_compile": "true",
+            "keep_checkpoints": "1000"},
     "composer": {"model_name": "mambaoutai", "mixed_precision": "bf16", "tracker": "wandb"},
     "trainer": {"model_name": "mamba-130m", "max_seq_length": "2048", "sharding_strategy": "ddp"}}
 CONFIGS = {"mamba_130m": "wikitext103", "config_mambarabic": "mambaoutai"}  # files of theirs: ours for the same run
@@ -283,8 +285,9 @@ def meaning(row: Foreign, key: str, text: Any, given: Mapping[str, Any]) -> Mean
         return Meaning({}, f"{said} changes nothing here{': ' if row.words else ''}{row.words}")
     settings = value if isinstance(value, dict) else dict.fromkeys(row.ours.split(), value)
     first, now = next(iter(settings.items()))
-    if (name, str(text).lower()) == (first, str(now).lower()):
-        return Meaning(settings, off=off)
+    if len(settings) == 1 and str(text).lower() == str(now).lower():
+        note = "" if name == first else f"{name} is {first} here{'; ' if row.words else ''}{row.words}"
+        return Meaning(settings, note, off)
     here = " ".join(f"{setting}={shown(value)}" for setting, value in settings.items())
     return Meaning(settings, f"{said} is {here}{'; ' if row.words else ' here'}{row.words}", off)
 

@@ -59,11 +59,11 @@ def resolve_settings(given: Mapping[str, Any], config_file: str | None = None,
     on_line = Place(given, "on the command line")
     in_file = Place(flatten(load_yaml(path), path) if path else {}, f"in {path}")
     _refuse(on_line, in_file, path)
-    _leave_out(in_file.chosen, on_line.chosen)
+    leave_out(in_file.chosen, on_line.chosen)
     chosen = {**in_file.chosen, **on_line.chosen}
     settings = _build(chosen)
     settings.check()
-    notes, wrong = [*in_file.notes, *on_line.notes], []
+    notes, wrong = [*in_file.notes.values(), *on_line.notes.values()], []
     pointless_in_file = _pointless(_build(in_file.chosen), in_file.chosen, _usual(in_file.chosen))
     for name, sentence in _pointless(settings, chosen, _usual(chosen)).items():
         if settings.checkpoint.init_from and name in vars(settings.model):
@@ -84,8 +84,8 @@ def resolve_settings(given: Mapping[str, Any], config_file: str | None = None,
 def _refuse(on_line: "Place", in_file: "Place", path: Path | None) -> None:
     """Raises UserError with all mistakes at once, if any."""
     launcher = elsewhere.launcher_of(in_file.given)
-    hint = f"python -m mamba_fsdp settings --from={launcher} {path} writes it in our words" if launcher else ""
-    refuse_all([*on_line.mistakes, *in_file.mistakes], hint if in_file.mistakes else "")
+    hint = f"python -m mamba_fsdp settings --from={launcher} {path} says it in our words" if launcher else ""
+    refuse_all([*on_line.mistakes.values(), *in_file.mistakes.values()], hint if in_file.mistakes else "")
 
 
 def refuse_all(mistakes: Sequence[str], hint: str = "") -> None:
@@ -95,7 +95,14 @@ def refuse_all(mistakes: Sequence[str], hint: str = "") -> None:
         raise UserError("\n  ".join([*lines, hint] if hint else lines))
 
 
-def _leave_out(in_file: dict[str, Any], on_line: dict[str, Any]) -> None:
+def pointless(chosen: dict[str, Any]) -> dict[str, str]:
+    """{setting: an error message} for those of the chosen that have no effect. Raises UserError for what can't be."""
+    settings = _build(chosen)
+    settings.check()
+    return _pointless(settings, chosen, _usual(chosen))
+
+
+def leave_out(in_file: dict[str, Any], on_line: dict[str, Any]) -> None:
     """Of two settings in place of each other, the command line's stands. Raises UserError where one place has both."""
     for name, (_, leaf) in all_settings().items():
         if not (other := leaf.metadata["instead_of"]):
@@ -235,19 +242,19 @@ class Taken(NamedTuple):
 
 
 class Place:
-    """What the command line or a file gives: settings by our names, notes on words of others, and mistakes."""
+    """What the command line or a file gives: settings by our names; notes and mistakes, by the words as given."""
 
     def __init__(self, given: Mapping[str, Any], where: str) -> None:
         self.given, self.where = given, where
         self.chosen: dict[str, Any] = {}
         self.taken: dict[str, Taken] = {}
-        self.notes: list[str] = []
-        self.mistakes: list[str] = []
+        self.notes: dict[str, str] = {}
+        self.mistakes: dict[str, str] = {}
         for key, text in given.items():
             try:
                 self._take(key, text.strip() if isinstance(text, str) else text)
             except UserError as error:
-                self.mistakes.append(str(error))
+                self.mistakes[key] = str(error)
 
     @property
     def foreign(self) -> set[str]:
@@ -262,16 +269,18 @@ class Place:
             hint = near_name(key.split(".")[-1], ["config", *all_settings()], "training.py --help lists them")
             raise UserError(f"{key}: there is no such setting ({self.where}); {hint}")
         meant = elsewhere.meaning(row, key, text, self.given) if row else elsewhere.Meaning({str(own): text})
-        self.notes += filter(None, [meant.note])
+        if meant.note:
+            self.notes[key] = meant.note
         for place, (name, given) in enumerate(meant.settings.items()):
             value = read_field(name, all_settings()[name][1], given, f" ({self.where})")
             self._set(name, value, Taken(key, bool(own), weak=not own and (place > 0 or meant.off)))
 
     def _set(self, name: str, value: Any, now: Taken) -> None:
-        before = self.taken.get(name)
-        if before and (before.own and now.own or self.chosen[name] != value and before.weak == now.weak):
+        before, there = self.taken.get(name), self.chosen.get(name)
+        agree = value == there or isinstance(value, list) and isinstance(there, list) and set(value) <= set(there)
+        if before and (before.own and now.own or not agree and before.weak == now.weak):
             raise UserError(f"{name}: given twice {self.where} (as {before.key} and {now.key}); give it once")
-        if not before or before.weak or now.own:
+        if not before or before.weak or now.own and not agree:
             self.chosen[name], self.taken[name] = value, now
 
 
