@@ -9,6 +9,7 @@ from config.elsewhere import DEFAULTS, LAUNCHERS, names
 from config.fields import Duration, near_name
 from mamba_fsdp.errors import UserError
 
+
 def brought(launcher: str, file: str) -> str:
     """The YAML. Raises UserError for an unknown launcher, and for a file that can't be read or makes no run."""
     choice = f"choose one of {', '.join(LAUNCHERS)}"

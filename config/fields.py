@@ -194,7 +194,7 @@ def near_name(name: str, known: Iterable[str], otherwise: str, dashes: str = "")
 def help_lines(section: type) -> list[str]:
     """The help page's lines on the fields of the dataclass `section`: default, bounds, meaning and other names."""
     lines, meanings = [], meanings_in(section)
-    for leaf in dataclasses.fields(section):
+    for leaf in sorted(dataclasses.fields(section), key=lambda leaf: bool(leaf.kw_only)):  # those of a base class last
         lines.append(f"  --{leaf.name}={shown(default(leaf))}  ({takes(leaf)})")
         aliases = leaf.metadata["aliases"]
         also = f" Also: {', '.join(aliases)}." if aliases else ""
@@ -212,9 +212,10 @@ def takes(leaf: dataclasses.Field) -> str:
 @lru_cache(maxsize=None)
 def meanings_in(section: type) -> dict[str, str]:
     """{field name: the string written below it in the dataclass `section`}."""
+    base = section.__mro__[1]
+    meanings = meanings_in(base).copy() if dataclasses.is_dataclass(base) else {}
     (described,) = ast.parse(textwrap.dedent(inspect.getsource(section))).body
     assert isinstance(described, ast.ClassDef)
-    meanings = {}
     for above, below in zip(described.body, described.body[1:]):
         match above, below:
             case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):

@@ -40,22 +40,10 @@ WANDB = Needs("tracker=wandb", lambda settings: "wandb" in settings.report.track
 NO_TOKEN = {"none": "", "null": ""}
 
 
-@dataclass
-class DataConfig:
-    """What is read, and in what order."""
+@dataclass(kw_only=True)
+class ReadingConfig:
+    """How tokens in other formats than token stores are read (docs/data.md)."""
 
-    dataset_path: str = setting("data/builtin", aliases=("data_path",))
-    """Token store made by get_dataset.py or data in another format (docs/data.md), or a folder that holds several of
-    them (see datasets). data/builtin is made where it is missing."""
-    datasets: list[str] = setting([])
-    """Names of the stores or other data inside dataset_path to mix, as in code,text; empty means its train store, or
-    what it is itself."""
-    weights: list[float] = setting([])
-    """Shares of the datasets in the samples, in their order, on any scale; empty means in proportion to their
-    tokens."""
-    validation_path: str = setting("auto", aliases=("eval_path",), needs=INTERVAL)
-    """Token store or other data that validation reads; auto takes what is called validation beside the training data,
-    none does without."""
     tokenizer: str = setting("", aliases=("tokenizer_path",))
     """Folder or Hub name of the tokenizer that made data which comes without one: the run keeps it, its eos ends
     documents, and data of another is refused."""
@@ -73,6 +61,27 @@ class DataConfig:
     so in save_to_disk folders whose rows are all of one length."""
     index_dir: str = setting("")
     """Folder for the indexes of the documents of such data; empty keeps them beside it."""
+
+
+USUAL_READING = ReadingConfig()
+
+
+@dataclass
+class DataConfig(ReadingConfig):
+    """What is read, and in what order."""
+
+    dataset_path: str = setting("data/builtin", aliases=("data_path",))
+    """Token store made by get_dataset.py or data in another format (docs/data.md), or a folder that holds several of
+    them (see datasets). data/builtin is made where it is missing."""
+    datasets: list[str] = setting([])
+    """Names of the stores or other data inside dataset_path to mix, as in code,text; empty means its train store, or
+    what it is itself."""
+    weights: list[float] = setting([])
+    """Shares of the datasets in the samples, in their order, on any scale; empty means in proportion to their
+    tokens."""
+    validation_path: str = setting("auto", aliases=("eval_path",), needs=INTERVAL)
+    """Token store or other data that validation reads; auto takes what is called validation beside the training data,
+    none does without."""
     allow_other_tokenizer: bool = setting(False)
     """Let tokens of different tokenizers meet: of the datasets, the validation, and the model that the run starts or
     resumes from."""

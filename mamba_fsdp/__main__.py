@@ -11,8 +11,8 @@ from mamba_fsdp import command_line
 
 VERBS = {  # name: (module in mamba_fsdp/verbs, what it does)
     "generate": ("generate", "continue a text with a trained model"),
-    "evaluate": ("evaluate", "loss, perplexity and bits per byte over a token store"),
-    "inspect": ("inspect", "say what a run, a checkpoint, a token store or a weights file holds"),
+    "evaluate": ("evaluate", "loss, perplexity and bits per byte over a token store or other data"),
+    "inspect": ("inspect", "say what a run, a checkpoint, data of any format or a weights file holds"),
     "audit": ("audit", "prove that a run saw each window as often as its epochs say"),
     "convert": ("convert", "write tokens in another trainer's format, or as a token store"),
     "export": ("export", "write a model in transformers' or state-spaces' form"),

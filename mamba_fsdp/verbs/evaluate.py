@@ -8,8 +8,8 @@ consolidated.00.pth, or a transformers or state-spaces folder.
   --batch_size          windows per forward pass, fewer where they are long
   --limit               windows in all, spread evenly over the data; 0 for all
   --reset_at_documents  let nothing cross the start of a document
-  --tokenizer           of data that comes without one; by default the model's
-  --eos_token, --bos_token  of such data, as in training
+  --tokenizer           of data that comes without one; by default the model's. How else to read data in other formats,
+                        as in training: --eos_token, --bos_token, --strip_tokens, --col_name, --pack, --index_dir
   --allow_other_tokenizer  where you know that the model fits the tokens of another tokenizer than its own
   --model_name          the preset that MODEL is, where there is no config.json beside it
 """
@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 from config.fields import Bounds
+from config.train_config import USUAL_READING, ReadingConfig
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.report.display import Display
 
@@ -41,17 +42,16 @@ class Evaluation(NamedTuple):
 
 def main(model: str, data: str, seq_length: Annotated[int, Bounds(at_least=1)] = 2048,
          batch_size: Annotated[int, Bounds(at_least=1)] = 8, limit: Annotated[int, Bounds(at_least=0)] = 0,
-         reset_at_documents: bool = False, allow_other_tokenizer: bool = False, tokenizer: str = "",
-         eos_token: str = "", bos_token: str = "", model_name: str = "") -> None:
+         reset_at_documents: bool = False, allow_other_tokenizer: bool = False, model_name: str = "",
+         reading: ReadingConfig = USUAL_READING) -> None:
     from mamba_fsdp.data.opening import open_source
     from mamba_fsdp.verbs.loading import load
 
     open_source(data, inspecting=True)  # a mistake there is known before the model is loaded
     display = Display()
-    found = evaluate(load(model, model_name=model_name, reset_at_documents=reset_at_documents), data,
-                     seq_length=seq_length, batch_size=batch_size, limit=limit,
-                     allow_other_tokenizer=allow_other_tokenizer, show=display.passing, tokenizer=tokenizer,
-                     eos_token=eos_token, bos_token=bos_token)
+    loaded = load(model, model_name=model_name, reset_at_documents=reset_at_documents)
+    found = evaluate(loaded, data, seq_length=seq_length, batch_size=batch_size, limit=limit,
+                     allow_other_tokenizer=allow_other_tokenizer, show=display.passing, **vars(reading))
     display.line(f"tokens         {found.tokens:,} of {found.of:,}")
     print(f"loss           {found.loss:.4f} nats per token")
     print(f"perplexity     {math.exp(found.loss):,.3f}")

@@ -16,12 +16,10 @@ How to read data in other formats, as in training: --tokenizer (also shows sampl
 import json
 import math
 from pathlib import Path
-from typing import Annotated
 
-from config.fields import Bounds
 from config.model_config import ModelConfig, checked_model
 from config.presets import title
-from config.train_config import DataConfig
+from config.train_config import USUAL_READING, ReadingConfig
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.report.display import scaled
 from mamba_fsdp.run_layout import CHECKPOINTS, COMMIT, CONSOLIDATED, METRICS, MODEL_CONFIG, MODELS, STATUS, committed
@@ -29,9 +27,7 @@ from mamba_fsdp.run_layout import CHECKPOINTS, COMMIT, CONSOLIDATED, METRICS, MO
 WHOLE = "all bytes read, every file has its size and checksum"
 
 
-def main(path: str, tensors: bool = False, verify: bool = False, tokenizer: str = "", eos_token: str = "",
-         bos_token: str = "", strip_tokens: str = "", col_name: str = "",
-         pack: Annotated[str, Bounds(choices=("auto", "document", "none"))] = "auto", index_dir: str = "") -> None:
+def main(path: str, tensors: bool = False, verify: bool = False, reading: ReadingConfig = USUAL_READING) -> None:
     place = Path(path)
     if (place.parent / COMMIT).is_file() and place.is_file():
         say("part", f"{place.name}, {size(place)}, of the checkpoint that follows")
@@ -44,11 +40,9 @@ def main(path: str, tensors: bool = False, verify: bool = False, tokenizer: str 
         from mamba_fsdp.data.opening import split_in
         from mamba_fsdp.verbs.inspect_data import show_data
 
-        data = DataConfig(tokenizer=tokenizer, eos_token=eos_token, bos_token=bos_token, col_name=col_name, pack=pack,
-                          strip_tokens=strip_tokens.split(",") if strip_tokens else [], index_dir=index_dir)
         held_out = split_in(place, "validation")
         for part in [split_in(place), *[held_out] * (held_out != place)]:
-            show_data(part, data, verify)
+            show_data(part, reading, verify)
     elif verify:
         raise UserError(f"{path}: --verify is for token stores, checkpoints and runs; this holds no checksums")
     else:

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from config.train_config import DataConfig
+from config.train_config import DataConfig, ReadingConfig
 from mamba_fsdp.data.foreign.indexed import IndexedSource
 from mamba_fsdp.data.opening import open_source
 from mamba_fsdp.data.source import Source
@@ -31,9 +31,10 @@ def say(name: str, value: object) -> None:
     print(f"{name:<14} {value}")
 
 
-def show_data(path: Path, data: DataConfig, verify: bool) -> None:
+def show_data(path: Path, reading: ReadingConfig, verify: bool) -> None:
     """Prints what the source at `path` holds. Raises UserError where something is wrong with it."""
-    source = open_source(path, data, lambda line: say("note", " ".join(line.split())), inspecting=True)
+    source = open_source(path, DataConfig(**vars(reading)), lambda line: say("note", " ".join(line.split())),
+                         inspecting=True)
     say(source.format, path)
     if isinstance(source, TokenStore) and verify:
         source.verify()

@@ -275,7 +275,7 @@ def change(path, at, content):
     (lambda a: write_nanogpt(a / "n" / "n.bin", []), "n.bin .nanoGPT.: holds no tokens"),
     (lambda a: (write_nanogpt(a / "n" / "n.bin", [1, 2], header=True), truncate(a / "n" / "n.bin", 2)),
      "n.bin: its header says version 1, 2 tokens, which 1026 bytes are not"),
-    (lambda a: torch.save({}, a / "n" / "n.bin"), "n.bin: written by torch.save"),
+    (lambda a: torch.save({}, a / "n" / "n.bin"), "n.bin: a file, not a token store"),
     (lambda a: truncate(a / "l.npy", 4), "l.npy: 8 bytes, but l.npy.size says 3 tokens, which are 12"),
     (lambda a: (a / "l.npy.size").unlink(), "l.npy.size: does not say how many"),
     (lambda a: (a / "l.npy.size").write_text("many"), "l.npy.size: does not say how many"),

@@ -18,11 +18,17 @@ from mamba_fsdp.errors import UserError
 
 FORMAT = "nanoGPT"
 HEADER, MAGIC, VERSION = 256, 20240520, 1  # llm.c: so many int32, of which the third is the number of tokens
+TORCH = (b"PK\x03\x04", b"\x80\x02\x8a\n")  # what torch.save writes begins so: models are called .bin, too
 HELD_OUT = re.compile(r"(^|[_-])(val|valid|validation|test)([_.-]|$)")
 
 
 def recognise(path: Path) -> bool:
-    return path.is_file() and path.suffix == ".bin" or any(path.glob("*.bin")) and not any(path.glob("*.doc"))
+    if path.is_dir():
+        return any(map(recognise, sorted(path.glob("*.bin"))[:1])) and not any(path.glob("*.doc"))
+    if path.suffix != ".bin" or not path.is_file():
+        return False
+    with open(path, "rb") as file:
+        return file.read(4) not in TORCH
 
 
 def open_source(path: Path, known: Known, data: DataConfig, say: Say) -> IndexedSource:
@@ -39,8 +45,6 @@ def find_rows(path: Path) -> Rows:
     size = path.stat().st_size
     with open(path, "rb") as file:
         start = file.read(4 * HEADER)
-    if start[:4] in (b"PK\x03\x04", b"\x80\x02\x8a\n"):
-        raise UserError(f"{path}: written by torch.save, no file of tokens")
     header = np.frombuffer(start[:len(start) // 4 * 4], "<i4")
     begin = 0
     if len(header) and header[0] == MAGIC:
