@@ -20,7 +20,7 @@ from pathlib import Path
 os.environ["RAYON_NUM_THREADS"], os.environ["TOKENIZERS_PARALLELISM"] = "1", "false"
 
 from config.dataset_config import DatasetConfig  # noqa: E402 (the thread count has to be set before)
-from mamba_fsdp.data import text, tokenize, tokenizer  # noqa: E402
+from mamba_fsdp.data import text, tokenize, tokenizer, workers  # noqa: E402
 from mamba_fsdp.data.store import TokenStore  # noqa: E402
 
 
@@ -39,15 +39,15 @@ def main():
     source = text.Files(files, DatasetConfig())
     documents = [Path(path).read_bytes().decode() for path, _ in files]
     trained = tokenizer.train(documents, 4096)
-    chunks = list(tokenize._chunks(source.blocks()))
-    tokenize._worker = trained.backend, trained.eos, None, trained.vocab_size, source.options
+    chunks = list(workers._chunks(source.blocks()))
+    workers._worker = trained.backend, trained.eos, None, trained.vocab_size, source.options
 
     best = {"tokenizers, encode_batch": 0, "tokenizers, encode_batch_fast": 0, "get_dataset.py, worker": 0}
-    tokens = sum(len(tokens) for tokens, _ in map(tokenize._tokenize, chunks))
+    tokens = sum(len(tokens) for tokens, _ in map(workers._tokenize, chunks))
     for _ in range(arguments.repeats):
         for name, run in zip(best, (lambda: trained.backend.encode_batch(documents, add_special_tokens=False),
                                     lambda: trained.backend.encode_batch_fast(documents, add_special_tokens=False),
-                                    lambda: [tokenize._tokenize(chunk) for chunk in chunks])):
+                                    lambda: [workers._tokenize(chunk) for chunk in chunks])):
             started = time.process_time()
             run()
             best[name] = max(best[name], tokens / (time.process_time() - started))

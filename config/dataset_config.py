@@ -39,8 +39,11 @@ class DatasetConfig:
     """Read a datasets name while downloading it, keeping nothing on disk."""
     workers: int = setting(0, at_least=0)
     """Processes that tokenise; 0 for one per core. The result does not depend on it."""
+    part: str = setting("")
+    """I/N, such as 0/4 to 3/4: this is one of N processes, on any machines that share OUT. Each does its share of the
+    input, then what others leave; the last to end completes OUT."""
     shard_tokens: int = setting(1 << 28, at_least=1)
-    """Tokens after which a store begins its next file."""
+    """Tokens after which a store begins its next file; each GiB of the input begins one, too."""
     overwrite: bool = setting(False)
     """Replace what an earlier run left in OUT."""
 
@@ -48,3 +51,14 @@ class DatasetConfig:
         """Raises UserError for a value that means nothing."""
         if not re.fullmatch("file|lines|blank_line|separator:.+", self.documents, re.DOTALL):
             raise UserError(f"--documents={self.documents}: write file, lines, blank_line or separator:TEXT")
+        number, count = self.part_of()
+        if number >= count:
+            raise UserError(f"--part={self.part}: write I/N; the parts of {count or 4} are 0/{count or 4} to "
+                            f"{(count or 4) - 1}/{count or 4}")
+        if self.part and self.overwrite:
+            raise UserError("--overwrite with --part would remove what other parts have done; remove OUT by hand")
+
+    def part_of(self) -> tuple[int, int]:
+        """(number from 0, count of parts) as `part` says; without it, the only one; 0 of 0 for what it can't read."""
+        match = re.fullmatch(r"(\d+)/(\d+)", self.part or "0/1")
+        return (int(match[1]), int(match[2])) if match else (0, 0)

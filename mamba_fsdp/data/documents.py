@@ -32,6 +32,7 @@ class TextBlock(NamedTuple):
     offset: int = 0  # where data begins in the file, in bytes after decompression (not counted for rows)
     inside: bool = False  # begins within the document that the block before left open
     open: bool = False  # its last document ends in a later block
+    since: int = 0  # byte of the file from which on records are numbered
 
     def size(self) -> int:
         """About how many bytes of text it holds."""
@@ -79,7 +80,8 @@ def documents(block: TextBlock, options: DatasetConfig, counts: MutableMapping[s
 
 def _json_records(block, options, counts):
     data = block.data.removeprefix(BYTE_ORDER_MARK) if block.offset == 0 else block.data
-    for record, line in enumerate(data.split(b"\n"), block.record):
+    for number, line in enumerate(data.split(b"\n"), block.record):
+        record = f"{number} after byte {block.since}" if block.since else number
         line = _decode(line, block.name, f" of record {record}", 0, options, counts)
         if not line or line.isspace():
             continue
@@ -154,7 +156,7 @@ def _conversion(name, encoding):
     return f"iconv -f {encoding} -t UTF-8 {name} > {new} && mv {new} {name}"
 
 
-def token_ids(name: str, column: str, record: int, values: Sequence[int] | np.ndarray) -> np.ndarray:
+def token_ids(name: str, column: str, record: int | str, values: Sequence[int] | np.ndarray) -> np.ndarray:
     """A row's list as an array (n,) int64. Raises UserError where it holds anything but whole numbers."""
     try:
         ids = np.asarray(values)

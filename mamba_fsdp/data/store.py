@@ -151,7 +151,7 @@ class StoreWriter:
         self.path = Path(path)
         self.vocab_size, self.eos, self.tokenizer, self.shard_tokens = vocab_size, eos, tokenizer, shard_tokens
         self.dtype = np.dtype("<u2" if vocab_size <= 1 << 16 else "<u4")
-        state = state or {"shards": [], "tokens": 0, "documents": 0, "open": 0}
+        state = {"shards": [], "tokens": 0, "documents": 0, "open": 0, **(state or {})}
         self._shards, self._open = list(state["shards"]), state["open"]
         self._tokens, self._documents = state["tokens"], state["documents"]  # of the shard that is being written
         self.path.mkdir(parents=True, exist_ok=True)
@@ -194,36 +194,27 @@ class StoreWriter:
             os.fsync(file.fileno())
         return {"shards": list(self._shards), "tokens": self._tokens, "documents": self._documents, "open": self._open}
 
-    def last_tokens(self) -> np.ndarray:
-        """The tokens of the last shard that has any, (n,), mapped; for `state_before`."""
-        return _map(self.path, [self._last_shard(self.state())], self.dtype, 0)[0]
-
-    def state_before(self, cut: int) -> dict:
-        """What a writer resumes from that has only the first `cut` of `last_tokens`; where this cuts a document it is
-        open again."""
-        state = self.state()
-        last = self._last_shard(state)
-        starts = _map(self.path, [last], self.dtype, 0)[1]
-        kept = int(starts.searchsorted(cut))
-        whole = kept < len(starts) and starts[kept] == cut
-        return {"shards": state["shards"][:int(last["name"])], "tokens": cut, "documents": kept,
-                "open": 0 if whole else cut - int(starts[kept - 1])}
-
     def end_document(self) -> None:
         """Ends the document that is open, if any."""
         if self._open:
             self.append([self.eos])
 
-    def finish(self) -> TokenStore:
-        """Writes the index: from here on the folder is a store. Returns it open."""
+    def finish_shards(self) -> list[dict]:
+        """The shards as the index lists them, the last one finished too; for `state={"shards": ...}` of another writer,
+        beside whose files they are put."""
         assert not self._open, "the last document has no end"
-        assert self.token_count, "a store holds at least one document"
         if self._tokens:
             self._finish_shard()
         self.close()
+        return self._shards
+
+    def finish(self) -> TokenStore:
+        """Writes the index: from here on the folder is a store. Returns it open."""
+        assert self.token_count, "a store holds at least one document"
+        self.finish_shards()
         named = {shard["name"] for shard in self._shards}
         for path in [*self.path.glob("?????.bin"), *self.path.glob("?????.doc")]:
-            if path.stem not in named:  # opened after the last shard, or cut off by `state_before`
+            if path.stem not in named:  # opened after the last shard
                 path.unlink()
         sync_folder(self.path)
         index = {**TOKEN_STORE.header(), "dtype": self.dtype.name, "vocab_size": self.vocab_size, "eos": self.eos,
@@ -235,20 +226,17 @@ class StoreWriter:
         for file in self._files:
             file.close()
 
-    def _last_shard(self, state):
-        number = len(state["shards"])
-        return {"name": f"{number:05d}", **state} if state["tokens"] else state["shards"][-1]
-
     def _paths(self):
         return [self.path / f"{len(self._shards):05d}.{suffix}" for suffix in ("bin", "doc")]
 
     def _open_files(self):
-        """The current shard's files, cut back to what is known to be in them."""
-        files = [open(path, "ab") for path in self._paths()]
-        for file, size in zip(files, (self._tokens * self.dtype.itemsize, self._documents * 8)):
-            if file.tell() < size:
-                raise UserError(f"{file.name}: shorter than recorded; start again with --overwrite")
-            file.truncate(size)
+        """The current shard's files, to be written behind what is known to be in them. What is there too is not cut
+        off now: of a process that is taken for dead and wakes, it is what this one is about to write there."""
+        files = [open(os.open(path, os.O_RDWR | os.O_CREAT, 0o666), "r+b") for path in self._paths()]
+        for path, file, size in zip(self._paths(), files, (self._tokens * self.dtype.itemsize, self._documents * 8)):
+            if file.seek(0, os.SEEK_END) < size:
+                raise UserError(f"{path}: shorter than recorded; start again with --overwrite")
+            file.seek(size)
         return files
 
     def _write(self, tokens, ends):
@@ -266,6 +254,8 @@ class StoreWriter:
         self._open = int(lengths[-1])
 
     def _finish_shard(self):
+        for file in self._files:
+            file.truncate()  # here: what an earlier process wrote with other settings may be longer
         self.state()
         self.close()
         bin_sha256, doc_sha256 = map(_sha256, self._paths())

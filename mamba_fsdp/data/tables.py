@@ -92,7 +92,26 @@ def at_path(batch, steps):
     return struct_field(batch[steps[0]], steps[1:]) if steps[1:] else batch[steps[0]]
 
 
+def parquet_batches(path, column):
+    """(first row, share of the file before it) of each row group."""
+    import pyarrow.parquet
+
+    metadata, row = pyarrow.parquet.ParquetFile(path).metadata, 0
+    for number in range(metadata.num_row_groups):
+        yield row, row / metadata.num_rows
+        row += metadata.row_group(number).num_rows
+
+
+def arrow_batches(path, column):
+    """The same of each record batch."""
+    before = 0.0
+    for row, _, done in arrow_arrays(path, column, 0):
+        yield row, before
+        before = done
+
+
 ARRAYS = {"parquet": parquet_arrays, "arrow": arrow_arrays, "csv": csv_arrays}
+BATCHES = {"parquet": parquet_batches, "arrow": arrow_batches}  # where a table can be cut
 
 
 def values(name, column, record, array):

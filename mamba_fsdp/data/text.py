@@ -1,14 +1,19 @@
 """Text input of every kind, read as blocks: cut cheaply and in order by one process, for many to turn into documents.
 
-A source has `describe()` (what it is, to notice a change), `blocks(position)` (its blocks from a position on),
-`sample(limit)`, `total` and `unit` (for the progress bar), `most_documents` (None where that takes reading) and
-`left_out` (names of files that are not read). A block is about BLOCK_BYTES long whatever the input's
-size, and says where reading resumes after it. What a document is: documents.py.
+A source has `describe()` (what it is, to notice a change), `unit_count`, `blocks(position, unit)` (a unit's from a
+position on), `sample(limit)`, `total`, `unit_size` and `measure` (for the progress bar), `most_documents` (None where
+that takes reading) and `left_out` (names of files that are not read). A unit is the whole documents that one process
+works on at a time; which, depends on the input only. A block is about BLOCK_BYTES long whatever the input's size, and
+says where reading resumes after it. What a document is: documents.py.
 """
 
+import bisect
+import contextlib
 import glob
 import hashlib
+import itertools
 import json
+import math
 import os
 import re
 import sysconfig
@@ -29,14 +34,17 @@ from mamba_fsdp.data.documents import (
 )
 from mamba_fsdp.data.hub import why_offline
 from mamba_fsdp.data.json_files import array_blocks
-from mamba_fsdp.data.tables import ARRAYS, ROWS, values
+from mamba_fsdp.data.tables import ARRAYS, BATCHES, ROWS, values
 from mamba_fsdp.errors import UserError, first_line
 
+UNIT_BYTES = 1 << 30  # of the input, all files end to end; about a shard of tokens
+UNIT_ROWS = 1 << 20  # of a datasets name
 BLOCK_BYTES = 1 << 19
 READ_BYTES = 1 << 16
 KINDS = {".txt": "text", ".text": "text", ".md": "text", ".jsonl": "json", ".ndjson": "json", ".json": "json",
          ".csv": "csv", ".tsv": "csv", ".parquet": "parquet", ".arrow": "arrow"}
 ARCHIVES = {".gz": lambda: zlib.decompressobj(31), ".zst": lambda: zstandard.ZstdDecompressor().decompressobj()}
+LINE_BREAK = re.compile(b"\n")
 NO_CORPUS = {"site-packages", "dist-packages", "__pycache__"}  # folders of the standard library's that are not its own
 # Cuts that don't change what a byte-level tokenizer makes of a long document: after a line break, else before a blank.
 GOOD_CUTS = (re.compile(rb"(?<=\S\n)(?=\S)"), re.compile(rb"(?<=\S)(?= \S)"))
@@ -149,14 +157,15 @@ def _looks_local(name):
 class Files:
     """Files on disk, one after the other."""
 
-    unit = "B"
+    measure = "B"
 
     def __init__(self, files: list[tuple[str, str]], left_out: list[str], options: DatasetConfig):
         self.files, self.left_out, self.options = files, left_out, options  # files: (path, kind)
         whole = options.documents == "file" and all(kind == "text" for _, kind in files)
         self.most_documents = len(files) if whole else None
         self._sizes = [stat.st_size for stat in self._stat()]
-        self.total = sum(self._sizes)
+        *self._begins, self.total = itertools.accumulate(self._sizes, initial=0)
+        self.unit_size, self.unit_count = UNIT_BYTES, max(1, math.ceil(self.total / UNIT_BYTES))
 
     def _stat(self):
         try:
@@ -171,14 +180,41 @@ class Files:
             digest.update(f"{path}\0{kind}\0{stat.st_size}\0{stat.st_mtime_ns}\n".encode())
         return {"files": len(self.files), "first": self.files[0][0], "bytes": self.total, "digest": digest.hexdigest()}
 
-    def blocks(self, position: dict | None = None) -> Iterator[TextBlock]:
-        first, inner = (position["file"], position["inner"]) if position else (0, None)
-        before = sum(self._sizes[:first])
-        for number, size in enumerate(self._sizes[first:], first):
-            for block in self._read(number, inner if number == first else None):
-                yield block._replace(position={"file": number, "inner": block.position},
-                                     done=before + min(block.done, 1) * size)
-            before += size
+    def blocks(self, position: dict | None = None, unit: int = 0) -> Iterator[TextBlock]:
+        for number, start, end in self._parts(unit):
+            if position and number == position["file"]:
+                start = position["inner"]
+            if not position or number >= position["file"]:
+                for block in self._read(number, start, end):
+                    yield block._replace(position={"file": number, "inner": block.position},
+                                         done=self._begins[number] + min(block.done, 1) * self._sizes[number])
+
+    def _parts(self, unit):
+        """(a file's number, position of its first block, and of the one behind its last: None for its two ends) of the
+        files in a unit: of the documents that begin in its UNIT_BYTES, of row groups, or of files that can't be cut."""
+        low = unit * self.unit_size
+        high = low + self.unit_size if unit + 1 < self.unit_count else self.total + 1
+        first = bisect.bisect_left(self._begins, low)
+        for number in range(max(0, first - 1), bisect.bisect_left(self._begins, high)):
+            begin, size = self._begins[number], self._sizes[number]
+            start = self._cut(number, low - begin, min(high - begin, size)) if begin < low < begin + size else None
+            if start or number >= first:
+                yield number, start, self._cut(number, high - begin, size) if high - begin < size else None
+
+    def _cut(self, number, low, high):
+        """Where the first document begins whose separator does in bytes [low, high) of a file; None for none."""
+        path, kind = self.files[number]
+        separator = LINE_BREAK if kind == "json" else separator_of(self.options) if kind == "text" else None
+        try:
+            if kind in BATCHES:
+                return _next_batch(path, kind, self.options.text_column, low, high)
+            whole = not separator or os.path.splitext(path)[1].lower() in ARCHIVES
+            if whole or kind == "json" and _is_array(_beginning(path)):
+                return None
+            offset = _next_document(path, separator, low, high)
+        except OSError as error:
+            raise UserError(f"{path}: can't be read ({error.strerror or error})") from error
+        return {"offset": offset, **({"since": offset} if kind == "json" else {})} if offset else None
 
     def sample(self, limit: int) -> Iterator[TextBlock]:
         """Blocks from the whole breadth of the input, about `limit` bytes of it."""
@@ -189,16 +225,16 @@ class Files:
         for number in range(count):
             yield from _take(self._read(number * len(self.files) // count), share)
 
-    def _read(self, number, position=None):
+    def _read(self, number, position=None, end=None):
         path, kind = self.files[number]
-        position = position or {}
+        position, end = position or {}, end or {}
         try:
             if kind == "text":
-                yield from _read_text(path, separator_of(self.options), **position)
+                yield from _read_text(path, separator_of(self.options), end.get("offset"), **position)
             elif kind == "json":
-                yield from _read_json(path, **position)
+                yield from _read_json(path, end.get("offset"), **position)
             else:
-                yield from _read_table(path, kind, self.options.text_column, **position)
+                yield from _read_table(path, kind, self.options.text_column, end.get("row"), **position)
         except OSError as error:
             raise UserError(f"{path}: can't be read ({error.strerror or error})") from error
 
@@ -206,7 +242,7 @@ class Files:
 class Rows:
     """What `datasets.load_dataset` gives for a name: a table, or a stream."""
 
-    unit = " rows"
+    measure = " rows"
     left_out = ()
 
     def __init__(self, name: str, options: DatasetConfig):
@@ -221,6 +257,8 @@ class Rows:
             reason = first_line(error) + (f"; no network: {offline}" if offline else "")
             raise UserError(f"{name}: no local path, and `datasets` can't load it ({reason})") from error
         self.total = self.most_documents = None if streaming else len(self._rows)
+        self.unit_size = 0 if streaming else UNIT_ROWS  # a stream's units are its shards
+        self.unit_count = max(1, self._rows.num_shards if streaming else math.ceil(len(self._rows) / UNIT_ROWS))
         self._description = {"dataset": name, "config": config, "split": split, "streaming": streaming,
                              "fingerprint": None if streaming else self._rows._fingerprint}
         names = self._rows.column_names or [options.text_column]
@@ -231,10 +269,13 @@ class Rows:
     def describe(self) -> dict:
         return self._description
 
-    def blocks(self, position: dict | None = None) -> Iterator[TextBlock]:
-        row, column = position["row"] if position else 0, self._column
-        rest = self._rows.skip(row) if self.total is None else \
-            self._rows.select(range(row, self.total)).select_columns([column])
+    def blocks(self, position: dict | None = None, unit: int = 0) -> Iterator[TextBlock]:
+        row, column = position["row"] if position else unit * self.unit_size, self._column
+        if self.total is None:
+            rest = (self._rows.shard(self.unit_count, unit) if self.unit_count > 1 else self._rows).skip(row)
+        else:
+            end = min((unit + 1) * self.unit_size, self.total)
+            rest = self._rows.select(range(row, end)).select_columns([column])
         for batch in rest.iter(batch_size=ROWS):
             check_column(self.name, column, batch)
             data, first = list(batch[column]), row + 1
@@ -245,7 +286,7 @@ class Rows:
             yield TextBlock(self.name, "rows", data, {"row": row}, row, first)
 
     def sample(self, limit: int) -> Iterator[TextBlock]:
-        return _take(self.blocks(), limit)
+        return _take((block for unit in range(self.unit_count) for block in self.blocks(unit=unit)), limit)
 
 
 def _take(blocks, limit):
@@ -259,14 +300,15 @@ def _take(blocks, limit):
 
 # ---------------------------------------------------------------- readers: a file to blocks; `done` is its share
 
-def _stretches(path, offset=0):
-    """Yields (bytes from `offset` on, decompressed; share of the file read). Raises UserError for a broken archive."""
+def _stretches(path, offset=0, end=None):
+    """Yields (bytes from `offset` on, decompressed; share of the file read); an archive has no `end`. Raises UserError
+    for a broken archive."""
     make = ARCHIVES.get(os.path.splitext(path)[1].lower())
     size = os.path.getsize(path)
     with open(path, "rb") as file:
         if not make:
             file.seek(offset)
-            while stretch := file.read(BLOCK_BYTES):
+            while stretch := file.read(min(BLOCK_BYTES, max(0, (end or size) - file.tell()))):
                 yield stretch, file.tell() / size
             return
         archive = make()
@@ -286,10 +328,10 @@ def _stretches(path, offset=0):
             raise UserError(f"{path}: the archive ends before its end; it is truncated: copy it again")
 
 
-def _cut(path, offset, find_cut):
+def _cut(path, offset, end, find_cut):
     """Yields (bytes, whether cut inside a document, share read), cut where find_cut(buffer) says, 0 asking for more."""
     buffer = bytearray()
-    for stretch, done in _stretches(path, offset):
+    for stretch, done in _stretches(path, offset, end):
         buffer += stretch
         while len(buffer) > BLOCK_BYTES:
             cut, open = find_cut(buffer)
@@ -301,12 +343,11 @@ def _cut(path, offset, find_cut):
         yield bytes(buffer), False, 1.0
 
 
-def _read_text(path, separator, offset=0, inside=False):
-    for data, open, done in _cut(path, offset, lambda buffer: _cut_text(buffer, separator)):
-        end = offset + len(data)
-        position = {"offset": end or 1, "inside": open}  # 1: behind an empty file
+def _read_text(path, separator, end=None, offset=0, inside=False):
+    for data, open, done in _cut(path, offset, end, lambda buffer: _cut_text(buffer, separator)):
+        position = {"offset": offset + len(data) or 1, "inside": open}  # 1: behind an empty file
         yield TextBlock(path, "text", data, position, done, offset=offset, inside=inside, open=open)
-        offset, inside = end, open
+        offset, inside = offset + len(data), open
 
 
 def _cut_text(buffer, separator):
@@ -333,33 +374,76 @@ def cut_words(window):
     return cut - 1 if window[cut - 1] >= 0xC0 else len(window)
 
 
-def _read_json(path, offset=0, record=1, array=False):
-    beginning = b"" if offset else next((data for data, _ in _stretches(path) if data.strip()), b"")
-    if array or beginning.removeprefix(BYTE_ORDER_MARK).lstrip().startswith(b"["):
+def _next_document(path, separator, low, high):
+    """Where the first document begins behind a separator that begins in bytes [low, high); None where none does."""
+    window, longest = b"", len(separator.pattern)
+    for stretch, _ in _stretches(path, low):
+        window += stretch
+        sure = len(window.rstrip())  # a separator that touches the window's end may end behind it
+        match = separator.search(window)
+        if match and match.end() < sure:
+            return low + match.end() if low + match.start() < high else None
+        done = match.start() if match else max(0, sure - longest)
+        window, low = window[done:], low + done
+        if low >= high:
+            break
+    return None
+
+
+def _next_batch(path, kind, column, low, high):
+    """The same for the row groups or batches of a table, where they lie by their share of its bytes or rows."""
+    size = os.path.getsize(path)
+    with _arrow_errors(path, kind):
+        for row, share in BATCHES[kind](path, column):
+            if share * size >= low:
+                return {"row": row} if share * size < high else None
+    return None
+
+
+def _beginning(path):
+    return next((data for data, _ in _stretches(path) if data.strip()), b"")
+
+
+def _is_array(beginning):
+    return beginning.removeprefix(BYTE_ORDER_MARK).lstrip().startswith(b"[")
+
+
+def _read_json(path, end=None, offset=0, record=1, since=0, array=False):
+    beginning = b"" if offset else _beginning(path)
+    if array or _is_array(beginning):
         refuse_wide_characters(path, beginning)
         yield from array_blocks(path, _stretches(path, offset), BLOCK_BYTES, offset, record)
         return
-    for data, _, done in _cut(path, offset, _cut_lines):
+    for data, _, done in _cut(path, offset, end, _cut_lines):
         if data:
-            position = {"offset": offset + len(data), "record": record + data.count(b"\n")}
-            yield TextBlock(path, "json", data, position, done, record, offset)
-            offset, record = position.values()
+            position = {"offset": offset + len(data), "record": record + data.count(b"\n"), "since": since}
+            yield TextBlock(path, "json", data, position, done, record, offset, since=since)
+            offset, record, _ = position.values()
 
 
 def _cut_lines(buffer):
     return buffer.rfind(b"\n", 0, BLOCK_BYTES) + 1 or buffer.find(b"\n", BLOCK_BYTES) + 1, False
 
 
-def _read_table(path, kind, column, row=0):
-    import pyarrow
-
+def _read_table(path, kind, column, end=None, row=0):
     if kind == "csv":
         refuse_wide_characters(path, next(_stretches(path), (b"", 0))[0])
-    try:
+    with _arrow_errors(path, kind):
         for before, array, done in ARRAYS[kind](path, column, row):
-            for start in range(max(0, row - before), len(array), ROWS):
-                data, first = values(path, column, row + 1, array[start:start + ROWS]), row + 1
+            length = len(array) if end is None else min(len(array), end - before)
+            for start in range(max(0, row - before), length, ROWS):
+                data = values(path, column, row + 1, array[start:min(start + ROWS, length)])
                 row += len(data)
-                yield TextBlock(path, "rows", data, {"row": row}, done, first)
+                yield TextBlock(path, "rows", data, {"row": row}, done, row - len(data) + 1)
+            if row == end:
+                break
+
+
+@contextlib.contextmanager
+def _arrow_errors(path, kind):
+    import pyarrow
+
+    try:
+        yield
     except pyarrow.ArrowException as error:
         raise UserError(f"{path}: broken, or no {kind} file ({first_line(error)})") from error

@@ -1,85 +1,66 @@
-"""From a source of text to two token stores: many processes tokenise, one reads, splits and writes, all in order.
+"""From a source of text to two token stores, by any number of processes on any number of machines.
 
     OUT/train/  OUT/validation/   token stores
     OUT/dataset.json              what made them; written last
-    OUT/.progress.json            while unfinished: how far it is, for the next run to resume from
-    OUT/.lock                     held by the process that writes here
+    OUT/.progress/                while unfinished: what each unit of the input has become (units.py)
 
-The stores' bytes depend on the input and the settings only, not on the number of workers or on being killed.
+Each process takes units that nobody else is at; one writes the stores when all are finished (merging.py). The stores'
+bytes depend on the input and the settings only, not on the number of processes or on being killed.
 """
 
-import array
 import collections
 import concurrent.futures
 import contextlib
 import errno
-import fcntl
 import json
 import math
-import multiprocessing
-import os
 import shutil
-import signal
 import sys
-import threading
-import time
-from fractions import Fraction
 from pathlib import Path
 
 import numpy as np
-from tqdm import tqdm
 
 from mamba_fsdp.data import tokenizer as tokenizers_
 from mamba_fsdp.data.documents import documents
-from mamba_fsdp.data.order import splitmix64
-from mamba_fsdp.data.store import StoreWriter, TokenStore
-from mamba_fsdp.data.text import BLOCK_BYTES, Files, Rows, cut_words
+from mamba_fsdp.data.merging import merge
+from mamba_fsdp.data.store import TokenStore
+from mamba_fsdp.data.text import Files, Rows
+from mamba_fsdp.data.units import STORES, ProgressBar, Unit, exact, for_validation, store_names, unit_name
+from mamba_fsdp.data.workers import Workers
 from mamba_fsdp.durable import write_atomically
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.formats import DATASET
+from mamba_fsdp.lease import Lease, living, share
+from mamba_fsdp.storage import patiently
 
 TRAINING_SAMPLE = 32 << 20  # bytes of text that a tokenizer is trained on
+PROGRESS, EARLIER_PROGRESS = ".progress", ".progress.json"
 RESUMES = "the same command resumes from here"
 # The options that the stores' bytes depend on.
 RECORDED = ("text_column", "documents", "invalid_utf8", "tokenizer", "eos_token", "validation_fraction", "shard_tokens")
-STORES = ("train", "validation")
 
 
-def make_dataset(source: Files | Rows, out: str | Path, *, save_seconds: float = 5.0) -> dict:
-    """Tokenise `source` into OUT/train and OUT/validation as its options say; resumes where an earlier call stopped.
+def make_dataset(source: Files | Rows, out: str | Path, *, save_seconds: float = 5.0) -> dict | None:
+    """Tokenise `source` into OUT/train and OUT/validation as its options say; resumes where earlier calls stopped, and
+    does what calls at the same time leave.
 
-    save_seconds: how many seconds of work a kill can lose. Returns dataset.json's content. Raises UserError for bad
-    input, for what can't be written and for a worker that died.
+    save_seconds: how many seconds of work a kill can lose. Returns dataset.json's content, None where other parts have
+    yet to end. Raises UserError for bad input, for what can't be written and for a worker that died.
     """
     out, options = Path(out), source.options
     settings = {"input": source.describe(), **{name: getattr(options, name) for name in RECORDED},
                 "eos_token": options.eos_token or None}
-    training_size = tokenizers_.training_size(options.tokenizer)
     try:
-        with _locked(out):
-            if options.overwrite:
-                _clear(out)
-            done = _load(out / "dataset.json")
-            if done:
-                _refuse_other(out, done["settings"], settings)
-                for name in done["stores"]:
-                    TokenStore(out / name)
-                print(f"{out} is complete already; nothing to do")
-                return done
-            progress = _load(out / ".progress.json")
-            if progress and progress["position"] is not None:
-                _refuse_other(out, progress["settings"], settings)
-                for path in out.rglob(".*.tmp"):  # what a kill left of files that were being written
-                    path.unlink()
-            else:
-                if progress:  # an error stopped the earlier run before it wrote: it may have had other settings
-                    _clear(out)
-                progress = {**DATASET.header(), "settings": settings, "position": None, "done": 0, "written": 0,
-                            "open": False, "seconds": 0.0, "counts": {"empty": 0, "skipped": 0}, "stores": {}}
-                write_atomically(out / ".progress.json", json.dumps(progress))
-            _say_before(source)
-            tokenizer = _tokenizer(out, source, training_size, progress)
-            return _Tokenization(source, out, tokenizer, progress).run(save_seconds)
+        _make_folder(out)
+        if options.overwrite:
+            _clear(out)
+        try:
+            return _complete(out, settings) or _Tokenization(source, out, settings).run(save_seconds)
+        except FileNotFoundError:  # OUT/.progress, when another process has just completed it
+            done = _complete(out, settings)
+            if not done:
+                raise
+            return done
     except OSError as error:
         remedy = "free some space" if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG) else "fix that"
         place = f"{error.filename or out}: can't be written ({error.strerror})"
@@ -91,28 +72,21 @@ def make_dataset(source: Files | Rows, out: str | Path, *, save_seconds: float =
         raise
 
 
-@contextlib.contextmanager
-def _locked(out):
-    """Makes the folder where it is missing. Raises UserError where something else than a dataset is in its place."""
+def _make_folder(out):
+    """Raises UserError where something else than a dataset is in its place."""
     if out.exists() and not out.is_dir():
         raise UserError(f"{out}: is a file; name a folder for the stores")
     out.mkdir(parents=True, exist_ok=True)
     others = sorted(path.name for path in out.iterdir() if not path.name.startswith("."))
-    if others and not any((out / name).exists() for name in ("dataset.json", ".progress.json")):
+    if others and not any((out / name).exists() for name in ("dataset.json", PROGRESS, EARLIER_PROGRESS)):
         raise UserError(f"{out}: not empty and not made by this program (it holds {', '.join(others[:3])}); choose "
                         "another folder")
-    with open(out / ".lock", "a") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise UserError(f"{out}: another process is writing here; wait for it or choose another folder") from None
-        yield
 
 
 def _load(path):
     """A state file's content, or None where there is none."""
     try:
-        state = json.loads(path.read_bytes())
+        state = json.loads(patiently(path.read_bytes, path))
         DATASET.check(path, state)
         state["settings"]["input"]
         return state
@@ -120,6 +94,18 @@ def _load(path):
         return None
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(f"{path}: damaged ({error}); start again with --overwrite") from error
+
+
+def _complete(out, settings):
+    """The content of dataset.json where the dataset is complete. Raises UserError where it is another."""
+    done = _load(out / "dataset.json")
+    if done:
+        _refuse_other(out, done["settings"], settings)
+        for name in done["stores"]:
+            TokenStore(out / name)
+        shutil.rmtree(out / PROGRESS, ignore_errors=True)  # of a process that was killed, or came, at the very end
+        print(f"{out} is complete already; nothing to do")
+    return done
 
 
 def _refuse_other(out, before, settings):
@@ -136,11 +122,12 @@ def _refuse_other(out, before, settings):
 
 def _clear(out):
     """Removes an earlier dataset, and nothing else. Its indexes go first: a store cut short must not look whole."""
-    for name in ("dataset.json", "train/index.json", "validation/index.json"):
+    if alive := living([Lease(path) for path in (out / PROGRESS).glob("*.lease")]):
+        raise UserError(f"{out}: {alive[0].holder()} is writing here; wait for it or choose another folder")
+    for name in ("dataset.json", "train/index.json", "validation/index.json", EARLIER_PROGRESS):
         (out / name).unlink(missing_ok=True)
-    for name in STORES:
+    for name in (*STORES, PROGRESS):
         shutil.rmtree(out / name, ignore_errors=True)
-    (out / ".progress.json").unlink(missing_ok=True)
 
 
 def _say_before(source):
@@ -150,29 +137,10 @@ def _say_before(source):
         kinds = ", ".join(source.left_out[:3]) + (", ..." if len(source.left_out) > 3 else "")
         print(f"left out: {len(source.left_out):,} files whose names don't tell a format ({kinds}); --format=text takes"
               " all as text")
-    if fraction and most is not None and not _for_validation(np.arange(min(most, math.ceil(1 / fraction))),
-                                                             _exact(fraction)).any():
+    if fraction and most is not None and source.unit_count == 1 and not for_validation(
+            np.arange(min(most, math.ceil(1 / fraction))), exact(fraction)).any():
         print(f"{most:,} document{'s' * (most > 1)}, too few to hold out a whole one: unless end-of-text tokens in the "
               f"text make more, the last {100 * fraction:g}% of the tokens is for validation")
-
-
-def _tokenizer(out, source, training_size, progress):
-    """The tokenizer, saved in every store's folder; when resuming, the one that the stores were begun with."""
-    name, saved = source.options.tokenizer, out / "train" / "tokenizer"
-    if training_size and progress["position"]:
-        tokenizer = tokenizers_.load(str(saved / "tokenizer.json"), tokenizers_.END_OF_TEXT)
-    elif training_size:
-        print(f"training a tokenizer of {training_size} tokens")
-        tokenizer = tokenizers_.train(_sample(source), training_size)
-        if tokenizer.vocab_size < training_size:
-            print(f"it has {tokenizer.vocab_size} tokens only: no more pairs repeat in this little text")
-    else:
-        tokenizer = tokenizers_.load(name, source.options.eos_token)
-    if progress.setdefault("tokenizer", tokenizer.identity) != tokenizer.identity:
-        raise UserError(f"tokenizer {name}: it changed since {out} was begun; start again with --overwrite")
-    for store in STORES if source.options.validation_fraction else STORES[:1]:
-        tokenizer.save(out / store / "tokenizer")
-    return tokenizer
 
 
 def _sample(source):
@@ -185,236 +153,100 @@ def _sample(source):
 
 
 class _Tokenization:
-    """One run: reads, hands out to the workers, collects in order, writes, and records how far it is."""
+    """One process of it: agrees with the others on settings and tokenizer, does units, and merges if it is the last."""
 
-    def __init__(self, source, out, tokenizer, progress):
-        self.source, self.out, self.tokenizer, self.progress = source, out, tokenizer, progress
-        self.workers = source.options.workers or len(os.sched_getaffinity(0))
-        self.fraction = _exact(source.options.validation_fraction)
-        self.stores = {name: self._writer(name) for name in (STORES if self.fraction else STORES[:1])}
-
-    def _writer(self, name):
-        """Of the store of this name, as far as it is recorded."""
-        return StoreWriter(self.out / name, vocab_size=self.tokenizer.vocab_size, eos=self.tokenizer.eos,
-                           tokenizer=self.tokenizer.identity, shard_tokens=self.source.options.shard_tokens,
-                           state=self.progress["stores"].get(name))
+    def __init__(self, source, out, settings):
+        self.source, self.out, self.settings, self.folder = source, out, settings, out / PROGRESS
+        self.agreed = self.folder / "settings.json"
 
     def run(self, save_seconds):
-        saved = time.monotonic()
-        started = saved - self.progress["seconds"]
-        bar = ProgressBar(self.source, self.progress, self.token_count)
-        for chunk, result in self._results():
-            self._write(*result)
-            self.progress.update(position=chunk[-1].position, done=chunk[-1].done, seconds=time.monotonic() - started)
-            bar.show(chunk[-1].done, self.progress["written"], self.token_count)
-            if time.monotonic() - saved >= save_seconds:
-                self._save()
-                saved = time.monotonic()
-        self._save()
-        bar.close()
-        return self._finish()
+        source, options = self.source, self.source.options
+        if (self.out / EARLIER_PROGRESS).exists():
+            raise UserError(f"{self.out}: begun by an earlier version of this program; start again with --overwrite")
+        self.folder.mkdir(exist_ok=True)
+        _say_before(source)
+        tokenizer = self._agree()
+        part, parts = options.part_of()
+        # Its own ones first, then those of the part behind it, and so on.
+        units = {unit_name(unit): unit for unit in
+                 sorted(range(source.unit_count), key=lambda unit: ((unit - part) % parts, unit))}
+        own = {name for name, unit in units.items() if unit % parts == part and not self._is_finished(name)}
+        if options.part:
+            print(f"part {part} of {parts}: {len(own):,} of {len(units):,} units, then what others leave")
 
-    @property
-    def token_count(self):
-        return sum(store.token_count for store in self.stores.values())
+        def work(name, lease):
+            if bar.total and name not in own:
+                bar.total += source.unit_size
+            Unit(self.folder, units[name], source, tokenizer).tokenise(workers, lease, bar, save_seconds)
 
-    def _results(self):
-        """(chunk, what the workers made of it), in the input's order, with only a few chunks per worker under way."""
-        context = multiprocessing.get_context("spawn")  # forking after threads have started can deadlock
-        arguments = (self.tokenizer.backend.to_str(), self.tokenizer.eos, self.tokenizer.bos, self.tokenizer.vocab_size,
-                     self.source.options)
-        pool = concurrent.futures.ProcessPoolExecutor(self.workers, context, _start_worker, arguments)
-        under_way = collections.deque()
-        try:
-            for chunk in _chunks(self.source.blocks(self.progress["position"])):
-                under_way.append((chunk, pool.submit(_tokenize, chunk)))
-                if len(under_way) > 3 * self.workers:
-                    chunk, future = under_way.popleft()
-                    yield chunk, future.result()
-            for chunk, future in under_way:
-                yield chunk, future.result()
-        finally:
-            pool.shutdown(cancel_futures=True)
+        with Workers(tokenizer, options) as workers, contextlib.closing(ProgressBar(source, len(own))) as bar:
+            held = share(self.folder, units, self._is_finished, work)
+        held = held or share(self.folder, ["merge"], lambda _: (self.out / "dataset.json").exists(),
+                             lambda *_: merge(self.out, self.folder, self.settings, source, tokenizer))
+        return self._say_unfinished(held) if held else _load(self.out / "dataset.json")
 
-    def _write(self, tokens, counts):
-        """Deals documents out to the stores by their number."""
-        eos, progress = self.tokenizer.eos, self.progress
-        for name, count in counts.items():
-            progress["counts"][name] += count
-        if len(tokens) and tokens[0] == eos and not progress["open"]:
-            tokens = tokens[1:]  # the document that this would end has ended already
-        if not len(tokens):
-            return
-        ends = np.flatnonzero(tokens == eos) + 1
-        progress["open"] = bool(tokens[-1] != eos)
-        bounds = np.append(ends, len(tokens)) if progress["open"] else ends
-        held_out = _for_validation(progress["written"] + np.arange(len(bounds)), self.fraction)
-        progress["written"] += len(ends)
-        if held_out.any():
-            of_token = np.repeat(held_out, np.diff(bounds, prepend=0))
-            self.stores["validation"].append(tokens[of_token])
-            tokens = tokens[~of_token]
-        self.stores["train"].append(tokens)
+    def _is_finished(self, name):
+        return (self.folder / f"{name}.json").exists()
 
-    def _save(self, **states):
-        self.progress["stores"] = {name: store.state() for name, store in self.stores.items()} | states
-        write_atomically(self.out / ".progress.json", json.dumps(self.progress))
+    def _agree(self):
+        """The tokenizer, made by the first to come and saved in every store's folder. Raises UserError where the others
+        have other settings."""
+        made, said = [], False
+        while held := share(self.folder, ["settings"], self._is_agreed, lambda *_: made.append(self._begin())):
+            if not said:
+                print(f"waiting for {held[0].holder()} to make the tokenizer", flush=True)
+            said = True
+        agreed, name = _load(self.agreed), self.source.options.tokenizer
+        if agreed is None or (self.out / "dataset.json").exists():
+            raise FileNotFoundError(self.agreed)  # complete by now
+        _refuse_other(self.out, agreed["settings"], self.settings)
+        if agreed["units"] != self.source.unit_count:
+            raise UserError(f"{self.out}: begun by another version of this program; start again with --overwrite")
+        if made:
+            return made[0]
+        if tokenizers_.training_size(name):
+            name = str(self.out / "train" / "tokenizer" / "tokenizer.json")
+            tokenizer = tokenizers_.load(name, tokenizers_.END_OF_TEXT)
+        else:
+            tokenizer = tokenizers_.load(name, self.source.options.eos_token)
+        if tokenizer.identity != agreed["tokenizer"]:
+            raise UserError(f"tokenizer {name}: it changed since {self.out} was begun; start again with --overwrite")
+        return tokenizer
 
-    def _finish(self):
-        written, settings = self.progress["written"], self.progress["settings"]
-        if not written:
-            raise UserError(f"the input holds no text ({self._left_out() or 'it is empty'})")
-        if self.source.describe() != settings["input"]:
-            raise UserError("the input changed while it was read; start again with --overwrite")
-        if self.fraction and not self.stores["validation"].token_count:
-            self._hold_out_end()
-        self.stores["train"].end_document()
-        done = {**DATASET.header(), "settings": settings, "tokenizer": self.tokenizer.identity,
-                "vocab_size": self.tokenizer.vocab_size, "counts": self.progress["counts"],
-                "stores": {name: {"tokens": store.token_count, "documents": store.document_count}
-                           for name, store in self.stores.items()}}
-        for store in self.stores.values():
-            store.finish()
-        write_atomically(self.out / "dataset.json", json.dumps(done, indent=1) + "\n")
-        (self.out / ".progress.json").unlink()
-        if count := self.progress.get("held_out"):
-            print(f"held out for validation: the last {count:,} tokens (a validation_fraction of "
-                  f"{settings['validation_fraction']:g} of {written:,} document{'s' * (written > 1)} is no whole one)")
-        for store in self.stores.values():
-            print(f"{store.path}: {store.token_count:,} tokens in {store.document_count:,} documents")
-        seconds, left_out = self.progress["seconds"], self._left_out()
-        print(f"vocabulary {self.tokenizer.vocab_size:,} ({store.dtype.name}); {seconds:.1f} s, "
-              f"{self.token_count / max(seconds, 1e-9):,.0f} tokens/s" + (f"; {left_out}" if left_out else ""))
-        return done
+    def _is_agreed(self, _):
+        """What failed before anything was written binds nobody."""
+        agreed = _load(self.agreed)
+        return agreed is not None and (
+            agreed["settings"] == self.settings or any(self.folder.glob("[0-9]*.begun"))
+            or any(self.folder.glob("[0-9]*.json")) or bool(living(list(map(Lease, self.folder.glob("[0-9]*.lease"))))))
 
-    def _hold_out_end(self):
-        """Too few documents for a whole one: the last tokens become the validation store. The training store is cut
-        only when that is recorded, so that a run that resumes knows it."""
-        train, validation = self.stores["train"], self.stores["validation"]
-        tokens, share = train.last_tokens(), max(2, round(train.token_count * self.fraction))
-        decode = self.tokenizer.backend.decode
-        cut = next((at for at in range(max(1, len(tokens) - share), len(tokens) - 1) if tokens[at] != train.eos
-                    and not decode(tokens[max(0, at - 8):at].tolist()).endswith("\ufffd")), 0)  # not in a character
-        if not cut:
-            raise UserError(f"{train.token_count} tokens are too few to hold some out; use --overwrite "
-                            "--validation_fraction=0")
-        for first in range(cut, len(tokens), 1 << 20):
-            validation.append(tokens[first:first + (1 << 20)])
-        state = train.state_before(cut)
-        self.progress["held_out"] = len(tokens) - cut
-        self._save(train=state)
-        train.close()
-        self.stores["train"] = self._writer("train")
+    def _begin(self):
+        """Makes the tokenizer and writes the settings."""
+        options = self.source.options
+        for name in STORES:
+            shutil.rmtree(self.out / name / "tokenizer", ignore_errors=True)
+            with contextlib.suppress(OSError):  # an earlier attempt held some out, this one need not
+                (self.out / name).rmdir()
+        if size := tokenizers_.training_size(options.tokenizer):
+            print(f"training a tokenizer of {size} tokens", flush=True)
+            tokenizer = tokenizers_.train(_sample(self.source), size)
+            if tokenizer.vocab_size < size:
+                print(f"it has {tokenizer.vocab_size} tokens only: no more pairs repeat in this little text")
+        else:
+            tokenizer = tokenizers_.load(options.tokenizer, options.eos_token)
+        for name in store_names(options.validation_fraction):
+            tokenizer.save(self.out / name / "tokenizer")
+        write_atomically(self.agreed, json.dumps({**DATASET.header(), "settings": self.settings,
+                                                  "tokenizer": tokenizer.identity, "units": self.source.unit_count}))
+        return tokenizer
 
-    def _left_out(self):
-        reasons = {"empty": "empty documents", "skipped": "with invalid UTF-8"}
-        parts = [f"{count:,} {reasons[name]}" for name, count in self.progress["counts"].items() if count]
-        return f"left out: {', '.join(parts)}" if parts else ""
-
-
-def _chunks(blocks):
-    """Lists of blocks of about BLOCK_BYTES together: small files share a trip to a worker."""
-    chunk, size = [], 0
-    for block in blocks:
-        chunk.append(block)
-        size += block.size()
-        if size >= BLOCK_BYTES:
-            yield chunk
-            chunk, size = [], 0
-    if chunk:
-        yield chunk
-
-
-def _exact(fraction):
-    return Fraction(fraction).limit_denominator(10 ** 6)
-
-
-def _for_validation(numbers, fraction):
-    """Which documents are held out, (n,) bool, by their running `numbers` (n,): exactly one of each 1/fraction.
-
-    A hash of the group's number chooses within it, so that the choice has no period that the input could share.
-    """
-    if not fraction:
-        return np.zeros(len(numbers), dtype=bool)
-    p, q = fraction.numerator, fraction.denominator
-    group = numbers * p // q
-    first, end = -(-group * q // p), -(-(group + 1) * q // p)
-    chosen = (splitmix64(np.uint64(0), group) % (end - first).astype(np.uint64)).astype(np.int64)
-    return numbers == first + np.maximum(chosen, group == 0)  # never the first: training needs one, too
-
-
-def _start_worker(tokenizer, eos, bos, vocab_size, options):
-    """Prepares a worker process. It has one core: the library's own threads would fight over them."""
-    os.environ["RAYON_NUM_THREADS"], os.environ["TOKENIZERS_PARALLELISM"] = "1", "false"
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the whole terminal; the parent decides
-    threading.Thread(target=_end_with_parent, daemon=True).start()
-    global _worker
-    _worker = tokenizers_.Tokenizer.from_str(tokenizer), eos, bos, vocab_size, options
-
-
-def _end_with_parent():
-    multiprocessing.parent_process().join()
-    os._exit(1)
-
-
-def _tokenize(chunk):
-    """(tokens (n,) uint32, counts of what is left out) of a list of blocks; each eos ends a document, none is empty."""
-    backend, eos, bos, vocab_size, options = _worker
-    counts = collections.Counter()
-    texts, tokens = [], array.array("I")  # texts: (text, whether an eos follows)
-
-    def flush():
-        encodings = backend.encode_batch_fast([text for text, _ in texts], add_special_tokens=False)
-        for encoding, (_, closes) in zip(encodings, texts):
-            tokens.fromlist(encoding.ids + [eos] * closes)
-        texts.clear()
-
-    for block in chunk:
-        for content, closes in documents(block, options, counts):
-            if isinstance(content, str):
-                *parts, last = _short_parts(content)
-                texts += [*((part, False) for part in parts), (last, closes)]
-            else:
-                flush()
-                if content.min() < 0 or content.max() >= vocab_size:
-                    raise UserError(f"{block.name}: token ids from {content.min()} to {content.max()}, but the "
-                                    f"tokenizer knows {vocab_size}; name the one that made them with --tokenizer")
-                tokens.fromlist(content[bos is not None and content[0] == bos:].tolist() + [eos])
-    flush()
-    tokens = np.frombuffer(tokens, dtype=np.uint32)
-    # An eos that follows an eos, or stands first, ends nothing; but the first may end the chunk before's open document.
-    follows = np.concatenate([[not chunk[0].inside], tokens[:-1] == eos]) if len(tokens) else np.zeros(0, dtype=bool)
-    return tokens[~(follows & (tokens == eos))], dict(counts)
-
-
-def _short_parts(text):
-    """A long text in parts, since the library takes some hundred bytes of memory for each token of a call."""
-    if len(text) <= BLOCK_BYTES:
-        return [text]
-    data, parts = text.encode(), []
-    while len(data) > BLOCK_BYTES:
-        cut = cut_words(data[:BLOCK_BYTES])
-        parts.append(data[:cut].decode())
-        data = data[cut:]
-    return [*parts, data.decode()]
-
-
-class ProgressBar(tqdm):
-    """A live bar on a terminal, a plain line every ten seconds elsewhere."""
-
-    def __init__(self, source, progress, tokens):
-        super().__init__(total=source.total, unit=source.unit, unit_scale=True, mininterval=0.2, smoothing=0.05,
-                         initial=progress["done"], desc="tokenising", disable=not sys.stderr.isatty())
-        self.started = self.printed = time.monotonic()
-        self.tokens_before = tokens
-
-    def show(self, done, documents, tokens):
-        """done: input read so far, in the source's unit."""
-        now = time.monotonic()
-        rate = (tokens - self.tokens_before) / max(now - self.started, 1e-9)
-        text = f"{documents:,} documents, {tokens:,} tokens, {rate:,.0f} tokens/s"
-        self.set_postfix_str(text, refresh=False)
-        self.update(done - self.n)
-        if self.disable and now - self.printed >= 10:
-            print(f"{done / self.total:4.0%}  {text}" if self.total else text, flush=True)
-            self.printed = now
+    def _say_unfinished(self, held):
+        """Living processes are at what is left. Raises UserError where the user expects all to be done."""
+        holders = list(dict.fromkeys(filter(None, (lease.holder() for lease in held)))) or ["another process"]
+        shown = "; ".join(holders[:3] + ["..."] * (len(holders) > 3))
+        left = ", ".join([lease.file.stem for lease in held[:3]] + ["..."] * (len(held) > 3))
+        if not self.source.options.part:
+            raise UserError(f"{self.out}: another process is writing here ({shown}); wait for it or choose another "
+                            "folder")
+        print(f"{self.out} is unfinished ({left}), in the hands of {shown}; the last to end completes it. If they "
+              "are stopped, the same command does, with any part")

@@ -4,7 +4,6 @@ way."""
 import contextlib
 import csv
 import dataclasses
-import fcntl
 import gzip
 import io
 import itertools
@@ -34,10 +33,11 @@ from tokenizers import processors
 import get_dataset
 from config.dataset_config import DatasetConfig
 from mamba_fsdp import command_line
-from mamba_fsdp.data import text, tokenize
+from mamba_fsdp import lease as lease_
+from mamba_fsdp.data import merging, text, tokenize, units, workers
 from mamba_fsdp.data import tokenizer as tokenizers_
 from mamba_fsdp.data.documents import documents
-from mamba_fsdp.data.store import TokenStore
+from mamba_fsdp.data.store import StoreWriter, TokenStore
 from mamba_fsdp.errors import UserError
 from tests.data.corpora import ROOT, command, content, make_texts, read_back
 
@@ -257,10 +257,38 @@ def test_reading_takes_the_same_memory_whatever_the_size(name, tmp_path):
         (tmp_path / name).write_bytes(zstandard.compress(data) if name.endswith("zst") else data)
     source = text.open_source(str(tmp_path / name), DatasetConfig())
     tracemalloc.start()
-    total = sum(block.size() for chunk in tokenize._chunks(source.blocks()) for block in chunk)
+    total = sum(block.size() for chunk in workers._chunks(source.blocks()) for block in chunk)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert total > 29_000_000 and peak < 16_000_000
+
+
+def documents_of(source, unit):
+    """What a unit holds, where its documents' parts are put together again."""
+    together, begins = [], True
+    for block in source.blocks(unit=unit):
+        for part, ends in documents(block, source.options, {"empty": 0}):
+            together = [*together, part] if begins else [*together[:-1], together[-1] + part]
+            begins = ends
+    return together
+
+
+@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("size", [150, 700, 5000])
+def test_units_share_the_documents_out(name, size, texts, tmp_path, monkeypatch):
+    """Whatever their size, the documents of all units one after the other are those of the input; what can be cut is in
+    several."""
+    for limit in ("BLOCK_BYTES", "READ_BYTES"):
+        monkeypatch.setattr(text, limit, 500)
+    monkeypatch.setattr(text, "ROWS", 4)
+    KINDS[name](tmp_path / name, texts)
+    whole = documents_of(text.open_source(str(tmp_path / name), DatasetConfig()), 0)
+    monkeypatch.setattr(text, "UNIT_BYTES", size)
+    source = text.open_source(str(tmp_path / name), DatasetConfig())
+    units = [documents_of(source, unit) for unit in range(source.unit_count)]
+    assert [document for unit in units for document in unit] == whole == texts
+    if name in ("x.jsonl", "x.ndjson", "x.parquet", "x.arrow", "file.arrow", "folder", "saved") and size < 5000:
+        assert sum(map(bool, units)) > 2
 
 
 # ---------------------------------------------------------------- what is left out, and what is refused
@@ -411,26 +439,21 @@ def test_a_dataset_name_that_is_nowhere(prepare, tmp_path, monkeypatch):
         prepare("nowhere", tmp_path / "out")
 
 
-@pytest.mark.parametrize("name, killed_before", [("x.txt", "_save"), ("y.jsonl", "_writer")])
-def test_the_end_of_too_few_documents_is_held_out(name, killed_before, prepare, tmp_path, texts, capsys, monkeypatch):
+@pytest.mark.parametrize("name, where, killed_before", [
+    ("x.txt", merging, "_hold_out_end"), ("y.jsonl", StoreWriter, "finish"), ("z.txt", merging, "write_atomically")])
+def test_the_end_of_too_few_documents_is_held_out(name, where, killed_before, prepare, tmp_path, texts, capsys,
+                                                  monkeypatch):
     """One long document, or a few: told before the work starts, validation gets the last tokens, cut where a character
-    ends, and both stores together are the input. Killed before or after the cut is recorded, it resumes."""
-    wanted = ["日🙂 ".join(texts)] if name == "x.txt" else texts[:5]
-    (tmp_path / name).write_bytes(wanted[0].encode() if name == "x.txt" else json_lines(wanted))
-    real = getattr(tokenize._Tokenization, killed_before)
-
-    def kill(run, *arguments, **more):
-        if "held_out" in run.progress:
-            raise Killed
-        return real(run, *arguments, **more)
-
+    ends, and both stores together are the input. Killed before or after the cut, it resumes."""
+    wanted = texts[:5] if name == "y.jsonl" else ["日🙂 ".join(texts)]
+    (tmp_path / name).write_bytes(json_lines(wanted) if name == "y.jsonl" else wanted[0].encode())
     settings = dict(validation_fraction=0.01, shard_tokens=100)
     with monkeypatch.context() as patch, pytest.raises(Killed):
-        patch.setattr(tokenize._Tokenization, killed_before, kill)
+        patch.setattr(where, killed_before, lambda *_: (_ for _ in ()).throw(Killed))
         prepare(tmp_path / name, tmp_path / "out", **settings)
     first_line = capsys.readouterr().out.splitlines()[:1]
-    assert not list((tmp_path / "out").rglob("index.json"))
-    assert ("1 document, too few to hold out a whole one" in "".join(first_line)) == (name == "x.txt")
+    assert not (tmp_path / "out" / "dataset.json").exists()
+    assert ("1 document, too few to hold out a whole one" in "".join(first_line)) == (name != "y.jsonl")
     stores = prepare(tmp_path / name, tmp_path / "out", **settings)["stores"]
     count = stores["validation"]["tokens"]
     assert f"held out for validation: the last {count} tokens" in capsys.readouterr().out
@@ -474,10 +497,10 @@ def test_files_of_a_folder_that_are_not_read_are_told(prepare, tmp_path, capsys)
 @given(st.fractions(Fraction(1, 1000), Fraction(99, 100), max_denominator=1000), st.integers(0, 10 ** 9))
 def test_the_held_out_share_is_exact(fraction, start):
     """However many documents, those held out are their share to within one, wherever one starts to count."""
-    chosen = tokenize._for_validation(np.arange(start, start + 5000), fraction)
+    chosen = units.for_validation(np.arange(start, start + 5000), fraction)
     assert abs(int(chosen.sum()) - 5000 * float(fraction)) <= 2
-    together = np.concatenate([tokenize._for_validation(np.arange(start, start + 1234), fraction),
-                               tokenize._for_validation(np.arange(start + 1234, start + 5000), fraction)])
+    together = np.concatenate([units.for_validation(np.arange(start, start + 1234), fraction),
+                               units.for_validation(np.arange(start + 1234, start + 5000), fraction)])
     assert (chosen == together).all()
 
 
@@ -526,7 +549,8 @@ def test_the_bytes_do_not_depend_on_the_number_of_workers(workers, large_input, 
 RESUMABLE = """
 import sys
 from config.dataset_config import DatasetConfig
-from mamba_fsdp.data import text, tokenize
+from mamba_fsdp import lease as lease_
+from mamba_fsdp.data import merging, text, tokenize, units, workers
 if __name__ == "__main__":
     source, out, tokenizer, eos = sys.argv[1:]
     options = DatasetConfig(tokenizer=tokenizer, eos_token=eos, workers=2, shard_tokens=100_000,
@@ -558,6 +582,76 @@ def test_killed_at_any_moment_it_goes_on_to_the_same_bytes(seed, large_input, to
     assert content(out) == unbroken
 
 
+SMALL_UNITS = 200_000  # bytes: `large_input` has some twenty of them
+
+
+@pytest.fixture(scope="session")
+def unbroken_units(large_input, tmp_path_factory):
+    """What one process makes of it, cut into SMALL_UNITS, in one go."""
+    out = tmp_path_factory.mktemp("unbroken_units") / "out"
+    options = DatasetConfig(tokenizer="train:300", workers=1, shard_tokens=100_000, validation_fraction=0.1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(text, "UNIT_BYTES", SMALL_UNITS)
+        tokenize.make_dataset(text.open_source(str(large_input), options), out)
+    return content(out)
+
+
+ONE_OF_SEVERAL = """
+import sys
+from config.dataset_config import DatasetConfig
+from mamba_fsdp.data import text, tokenize
+if __name__ == "__main__":
+    source, out, part, text.UNIT_BYTES = *sys.argv[1:-1], int(sys.argv[-1])
+    options = DatasetConfig(tokenizer="train:300", workers=1, shard_tokens=100_000, validation_fraction=0.1, part=part)
+    tokenize.make_dataset(text.open_source(source, options), out, save_seconds=0)
+"""
+
+
+@pytest.fixture
+def start_part(tmp_path, large_input):
+    """start_part("0/3") -> a process that does this part of tmp_path / "out", in small units."""
+    program, processes = tmp_path / "part.py", []
+    program.write_text(ONE_OF_SEVERAL)
+
+    def start(part):
+        processes.append(subprocess.Popen(
+            [sys.executable, program, large_input, tmp_path / "out", part, str(SMALL_UNITS)], text=True,
+            env={**os.environ, "PYTHONPATH": str(ROOT)}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT))
+        return processes[-1]
+    yield start
+    for process in processes:
+        process.kill()
+        process.communicate()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("parts", [["0/3", "1/3", "2/3"], ["0/2", "0/2", "1/2"]], ids=["each its own", "two the same"])
+def test_parts_at_once_make_the_bytes_of_one_process(parts, start_part, unbroken_units, tmp_path):
+    """Whichever parts they are given, one of them says that it is complete, and each ends well."""
+    said = [process.communicate(timeout=120)[0] for process in list(map(start_part, parts))]
+    assert content(tmp_path / "out") == unbroken_units, said
+    assert sum("a part" in text for text in said) == 1, said
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(2))
+def test_parts_killed_at_any_moment_make_the_same_bytes(seed, start_part, unbroken_units, tmp_path):
+    """Three at once, SIGKILL at random moments: whoever lives on takes over what the dead one was at."""
+    chooser = random.Random(seed)
+    running, kills = [start_part(f"{number}/3") for number in range(3)], 0
+    while not (tmp_path / "out" / "dataset.json").exists():
+        time.sleep(chooser.uniform(0.05, 0.7))
+        number = chooser.randrange(3)
+        if kills < 25:
+            running[number].kill()
+            kills += 1
+        if running[number].poll() is not None:
+            running[number] = start_part(f"{number}/3")
+    for process in running:
+        assert process.wait(timeout=60) in (0, -signal.SIGKILL), process.communicate()
+    assert content(tmp_path / "out") == unbroken_units
+
+
 class Killed(BaseException):
     pass
 
@@ -566,7 +660,7 @@ class Killed(BaseException):
 def test_going_on_from_every_saved_point_gives_the_same_bytes(large_input, prepare, unbroken, tmp_path, monkeypatch):
     """Stopped after every other save, with more written behind it: the next run drops that and ends with equal bytes,
     although the blocks are smaller, too."""
-    real, saves = tokenize._Tokenization._write, 0
+    real, saves = units.Unit._write, 0
 
     def stop(run, tokens, counts):
         nonlocal saves
@@ -576,8 +670,8 @@ def test_going_on_from_every_saved_point_gives_the_same_bytes(large_input, prepa
             raise Killed
         saves += 1
         real(run, tokens, counts)
-    monkeypatch.setattr(tokenize._Tokenization, "_write", stop)
-    for module in (text, tokenize):
+    monkeypatch.setattr(units.Unit, "_write", stop)
+    for module in (text, workers):
         monkeypatch.setattr(module, "BLOCK_BYTES", 200_000)
     settings = dict(shard_tokens=100_000, validation_fraction=0.1, save_seconds=0)
     stops = 0
@@ -597,7 +691,7 @@ def test_a_trained_tokenizer_survives_a_stop(tmp_path, texts, prepare, monkeypat
     (tmp_path / "x.jsonl").write_bytes(json_lines(texts))
     prepare(tmp_path / "x.jsonl", tmp_path / "whole", tokenizer="train:300", eos_token=None)
     with monkeypatch.context() as patch:
-        patch.setattr(tokenize._Tokenization, "_finish", lambda run: (_ for _ in ()).throw(Killed))
+        patch.setattr(units.Unit, "_finish", lambda *_: (_ for _ in ()).throw(Killed))
         with pytest.raises(Killed):
             prepare(tmp_path / "x.jsonl", tmp_path / "out", tokenizer="train:300", eos_token=None)
     with monkeypatch.context() as patch:
@@ -627,15 +721,15 @@ def test_complete_it_says_so_changed_it_refuses(prepare, tmp_path, texts, capsys
         prepare(source, out)
 
 
-@pytest.mark.parametrize("name", ["dataset.json", ".progress.json"])
+@pytest.mark.parametrize("name", ["dataset.json", ".progress/settings.json"])
 def test_what_another_version_wrote_is_refused_and_what_has_no_version_is_read(name, prepare, tmp_path, texts,
                                                                                monkeypatch):
     """Datasets from before these files said what they are resume and are complete as they were."""
     source, out = tmp_path / "x.jsonl", tmp_path / "out"
     source.write_bytes(json_lines(texts))
     with monkeypatch.context() as patch:
-        if name == ".progress.json":
-            patch.setattr(tokenize._Tokenization, "_finish", lambda run: (_ for _ in ()).throw(Killed))
+        if name != "dataset.json":
+            patch.setattr(units.Unit, "_finish", lambda *_: (_ for _ in ()).throw(Killed))
         with contextlib.suppress(Killed):
             prepare(source, out)
     content = json.loads((out / name).read_text())
@@ -665,8 +759,8 @@ def test_an_input_that_changes_meanwhile_is_refused(prepare, tmp_path, texts, mo
     """A store never mixes two states of its input."""
     source = tmp_path / "x.jsonl"
     source.write_bytes(json_lines(texts))
-    real = tokenize._Tokenization._finish
-    monkeypatch.setattr(tokenize._Tokenization, "_finish", lambda run: (source.write_text("{}"), real(run))[1])
+    real = units.Unit._finish
+    monkeypatch.setattr(units.Unit, "_finish", lambda unit, lease: (source.write_text("{}"), real(unit, lease))[1])
     with pytest.raises(UserError, match="changed while it was read"):
         prepare(source, tmp_path / "out")
 
@@ -690,7 +784,7 @@ def test_a_note_beside_a_dataset_and_torn_state_files_are_no_obstacle(prepare, t
     too."""
     (tmp_path / "x.txt").write_text("one\n\ntwo")
     (tmp_path / "out").mkdir()
-    (tmp_path / "out" / ".progress.json.0123.tmp").write_text("{")
+    (tmp_path / "out" / ".dataset.json.0123.tmp").write_text("{")
     options = dict(documents="blank_line", validation_fraction=0.5)
     prepare(tmp_path / "x.txt", tmp_path / "out", **options)
     (tmp_path / "out" / "note.txt").write_text("keep")
@@ -698,14 +792,36 @@ def test_a_note_beside_a_dataset_and_torn_state_files_are_no_obstacle(prepare, t
     assert (tmp_path / "out" / "note.txt").read_text() == "keep" and (tmp_path / "out" / "dataset.json").exists()
 
 
-def test_only_one_process_writes_into_a_folder(prepare, tmp_path):
-    """The second process is refused while the first holds the lock; a lock left by a dead one is none."""
+@pytest.fixture
+def fast_leases(monkeypatch):
+    monkeypatch.setattr(lease_, "SECONDS_BETWEEN_RENEWALS", 0.02)
+    monkeypatch.setattr(lease_, "SECONDS_BETWEEN_LOOKS", 0.02)
+
+
+@pytest.fixture
+def at_work(tmp_path, fast_leases):
+    """at_work(name) -> the lease of a living process on that unit of out, or on another step."""
+    leases = []
+
+    def start(name):
+        (tmp_path / "out" / ".progress").mkdir(parents=True, exist_ok=True)
+        leases.append(lease_.Lease(tmp_path / "out" / ".progress" / f"{name}.lease"))
+        assert leases[-1].try_take()
+        return leases[-1]
+    yield start
+    for lease in leases:
+        lease.give_back()
+
+
+def test_what_another_process_is_at_is_left_to_it(prepare, tmp_path, at_work):
+    """Without --part the command is refused, and --overwrite too, until it ends."""
     (tmp_path / "x.txt").write_text("text")
-    (tmp_path / "out").mkdir()
-    with open(tmp_path / "out" / ".lock", "a") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        with pytest.raises(UserError, match="another process is writing"):
-            prepare(tmp_path / "x.txt", tmp_path / "out")
+    lease = at_work("00000")
+    with pytest.raises(UserError, match=f"out: another process is writing here .process {os.getpid()} on "):
+        prepare(tmp_path / "x.txt", tmp_path / "out")
+    with pytest.raises(UserError, match=f"out: process {os.getpid()} on .* is writing here; wait for it"):
+        prepare(tmp_path / "x.txt", tmp_path / "out", overwrite=True)
+    lease.give_back()
     prepare(tmp_path / "x.txt", tmp_path / "out")
 
 
@@ -737,9 +853,9 @@ def test_a_worker_that_dies_is_an_error(prepare, tmp_path, monkeypatch):
     """The loss of a worker ends the run with a reason; it never hangs."""
     (tmp_path / "x.txt").write_text("text")
     # Sent by name: the worker calls os._exit with a list, and dies of it.
-    monkeypatch.setattr(tokenize, "_tokenize", os._exit)
-    real = tokenize._chunks
-    monkeypatch.setattr(tokenize, "_chunks", lambda blocks: [3 for _ in real(blocks)])
+    monkeypatch.setattr(workers, "_tokenize", os._exit)
+    real = workers._chunks
+    monkeypatch.setattr(workers, "_chunks", lambda blocks: [3 for _ in real(blocks)])
     with pytest.raises(UserError, match="a worker process was killed"):
         prepare(tmp_path / "x.txt", tmp_path / "out")
 

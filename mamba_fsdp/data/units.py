@@ -1,0 +1,168 @@
+"""One unit of the input becomes shards. How far it is lies on disk, so that any process resumes it.
+
+    OUT/.progress/settings.json    what all processes share; written before the first unit
+    OUT/.progress/00017.lease      which process is at unit 17 (lease.py)
+    OUT/.progress/00017.begun      how far it is
+    OUT/.progress/00017/train/     its shards, as a StoreWriter numbers them
+    OUT/.progress/00017.json       it is finished: its shards and counts
+
+A process that was taken for dead and wakes does no harm to the one that took its unit over: both write the same bytes
+to the same places, and the first learns at its next save that it lost.
+"""
+
+import json
+import sys
+import time
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tqdm import tqdm
+
+from mamba_fsdp.data.order import splitmix64
+from mamba_fsdp.data.store import StoreWriter
+from mamba_fsdp.data.text import Files, Rows
+from mamba_fsdp.data.tokenizer import TextTokenizer
+from mamba_fsdp.data.workers import Workers
+from mamba_fsdp.durable import write_atomically
+from mamba_fsdp.lease import Lease
+
+STORES = ("train", "validation")
+NUMBERS = 1 << 24  # between the numbers of the first documents of two units
+
+
+def unit_name(number: int) -> str:
+    return f"{number:05d}"
+
+
+def writer(path: Path, source: Files | Rows, tokenizer: TextTokenizer, state: dict | None) -> StoreWriter:
+    """Of a store or of a unit's part of it. state: see StoreWriter."""
+    assert tokenizer.eos is not None  # or it would not have been loaded
+    return StoreWriter(path, vocab_size=tokenizer.vocab_size, eos=tokenizer.eos, tokenizer=tokenizer.identity,
+                       shard_tokens=source.options.shard_tokens, state=state)
+
+
+def store_names(fraction: float) -> tuple[str, ...]:
+    return STORES if fraction else STORES[:1]
+
+
+class Unit:
+    """A unit, as far as it is: reads it, deals its documents out to the stores, and records how far it is."""
+
+    def __init__(self, folder: Path, number: int, source: Files | Rows, tokenizer: TextTokenizer):
+        """folder: OUT/.progress."""
+        self.path, self.number, self.source, self.tokenizer = folder / unit_name(number), number, source, tokenizer
+        self._shown = number * source.unit_size, 0, 0
+        self.fraction = exact(source.options.validation_fraction)
+        self.progress: dict[str, Any] = {"position": None, "done": self._shown[0], "written": 0, "open": False,
+                         "seconds": 0.0, "counts": {"empty": 0, "skipped": 0}, "stores": {}}
+        if (begun := self.path.with_suffix(".begun")).exists():
+            self.progress = json.loads(begun.read_bytes())
+        self.stores = {name: writer(self.path / name, source, tokenizer, self.progress["stores"].get(name))
+                       for name in store_names(source.options.validation_fraction)}
+
+    def tokenise(self, workers: Workers, lease: Lease, bar: "ProgressBar", save_seconds: float) -> None:
+        """Returns when the unit is finished, or `lease` is found lost."""
+        saved = time.monotonic()
+        started = saved - self.progress["seconds"]
+        self._show(bar, resumed=True)
+        try:
+            for chunk, result in workers.results(self.source.blocks(self.progress["position"], self.number)):
+                self._write(*result)
+                self.progress.update(position=chunk[-1].position, done=chunk[-1].done,
+                                     seconds=time.monotonic() - started)
+                self._show(bar)
+                if time.monotonic() - saved >= save_seconds:
+                    if not lease.is_held():
+                        return
+                    self._save()
+                    saved = time.monotonic()
+            self._finish(lease)
+        finally:
+            for store in self.stores.values():
+                store.close()
+
+    @property
+    def token_count(self) -> int:
+        return sum(store.token_count for store in self.stores.values())
+
+    def _show(self, bar, resumed=False):
+        now = self.progress["done"], self.progress["written"], self.token_count
+        bar.add(*(new - old for new, old in zip(now, self._shown)), resumed=resumed)
+        self._shown = now
+
+    def _write(self, tokens, counts):
+        """Deals documents out to the stores by their number."""
+        eos, progress = self.tokenizer.eos, self.progress
+        for name, count in counts.items():
+            progress["counts"][name] += count
+        if len(tokens) and tokens[0] == eos and not progress["open"]:
+            tokens = tokens[1:]  # the document that this would end has ended already
+        if not len(tokens):
+            return
+        ends = np.flatnonzero(tokens == eos) + 1
+        progress["open"] = bool(tokens[-1] != eos)
+        bounds = np.append(ends, len(tokens)) if progress["open"] else ends
+        held_out = for_validation(self.number * NUMBERS + progress["written"] + np.arange(len(bounds)), self.fraction)
+        progress["written"] += len(ends)
+        if held_out.any():
+            of_token = np.repeat(held_out, np.diff(bounds, prepend=0))
+            self.stores["validation"].append(tokens[of_token])
+            tokens = tokens[~of_token]
+        self.stores["train"].append(tokens)
+
+    def _save(self):
+        self.progress["stores"] = {name: store.state() for name, store in self.stores.items()}
+        write_atomically(self.path.with_suffix(".begun"), json.dumps(self.progress))
+
+    def _finish(self, lease):
+        shards = {name: store.finish_shards() for name, store in self.stores.items()}
+        if lease.is_held():
+            write_atomically(self.path.with_suffix(".json"), json.dumps({**self.progress, "stores": shards}))
+            self.path.with_suffix(".begun").unlink(missing_ok=True)
+
+
+def exact(fraction: float) -> Fraction:
+    return Fraction(fraction).limit_denominator(10 ** 6)
+
+
+def for_validation(numbers: np.ndarray, fraction: Fraction) -> np.ndarray:
+    """Which documents are held out, (n,) bool, by their running `numbers` (n,): exactly one of each 1/fraction.
+
+    A hash of the group's number chooses within it, so that the choice has no period that the input could share.
+    """
+    if not fraction:
+        return np.zeros(len(numbers), dtype=bool)
+    p, q = fraction.numerator, fraction.denominator
+    group = numbers * p // q
+    first, end = -(-group * q // p), -(-(group + 1) * q // p)
+    chosen = (splitmix64(np.uint64(0), group) % (end - first).astype(np.uint64)).astype(np.int64)
+    return numbers == first + np.maximum(chosen, group == 0)  # never the first: training needs one, too
+
+
+class ProgressBar(tqdm):
+    """What this process does: a live bar on a terminal, a plain line every ten seconds elsewhere."""
+
+    def __init__(self, source: Files | Rows, units: int):
+        """units: that it sets out to do."""
+        total = source.total and min(source.total, units * source.unit_size)
+        super().__init__(total=total, unit=source.measure, unit_scale=True, mininterval=0.2, smoothing=0.05,
+                         desc="tokenising", disable=not sys.stderr.isatty())
+        self.initial = 0.0  # which a disabled one lacks
+        self.started = self.printed = time.monotonic()
+        self.read, self.documents, self.tokens, self.resumed = 0.0, 0, 0, 0
+
+    def add(self, read: float, documents: int, tokens: int, resumed: bool = False) -> None:
+        """What was read, in the source's measure, and made of it since the last call; resumed: by another process."""
+        self.read, self.documents, self.tokens = self.read + read, self.documents + documents, self.tokens + tokens
+        if resumed:
+            self.initial, self.resumed = self.initial + read, self.resumed + tokens
+        now = time.monotonic()
+        rate = (self.tokens - self.resumed) / max(now - self.started, 1e-9)
+        text = f"{self.documents:,} documents, {self.tokens:,} tokens, {rate:,.0f} tokens/s"
+        self.set_postfix_str(text, refresh=False)
+        self.update(min(self.read, self.total or self.read) - self.n)
+        if self.disable and now - self.printed >= 10:
+            print(f"{min(1, self.read / self.total):4.0%}  {text}" if self.total else text, flush=True)
+            self.printed = now

@@ -1,0 +1,120 @@
+"""The processes that tokenise: blocks of text in, arrays of token ids out, in the input's order."""
+
+import array
+import collections
+import concurrent.futures
+import multiprocessing
+import os
+import signal
+import threading
+from collections.abc import Iterable, Iterator
+
+import numpy as np
+
+from config.dataset_config import DatasetConfig
+from mamba_fsdp.data import tokenizer as tokenizers_
+from mamba_fsdp.data.documents import TextBlock, documents
+from mamba_fsdp.data.text import BLOCK_BYTES, cut_words
+from mamba_fsdp.errors import UserError
+
+
+class Workers:
+    """A pool of them; a context manager. The processes start with the first chunk."""
+
+    def __init__(self, tokenizer: tokenizers_.TextTokenizer, options: DatasetConfig):
+        context = multiprocessing.get_context("spawn")  # forking after threads have started can deadlock
+        arguments = (tokenizer.backend.to_str(), tokenizer.eos, tokenizer.bos, tokenizer.vocab_size, options)
+        self.count = options.workers or len(os.sched_getaffinity(0))
+        self._pool = concurrent.futures.ProcessPoolExecutor(self.count, context, _start_worker, arguments)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self._pool.shutdown(cancel_futures=True)
+
+    def results(self, blocks: Iterable[TextBlock]) -> Iterator[tuple[list, tuple]]:
+        """(chunk of `blocks`, what `_tokenize` makes of it), a few chunks per worker at once. Raises UserError for bad
+        input, BrokenExecutor for a worker that died."""
+        under_way: collections.deque = collections.deque()
+        try:
+            for chunk in _chunks(blocks):
+                under_way.append((chunk, self._pool.submit(_tokenize, chunk)))
+                if len(under_way) > 3 * self.count:
+                    chunk, future = under_way.popleft()
+                    yield chunk, future.result()
+            while under_way:
+                chunk, future = under_way.popleft()
+                yield chunk, future.result()
+        finally:
+            for _, future in under_way:
+                future.cancel()
+
+
+def _chunks(blocks):
+    """Lists of blocks of about BLOCK_BYTES together: small files share a trip to a worker."""
+    chunk, size = [], 0
+    for block in blocks:
+        chunk.append(block)
+        size += block.size()
+        if size >= BLOCK_BYTES:
+            yield chunk
+            chunk, size = [], 0
+    if chunk:
+        yield chunk
+
+
+def _start_worker(tokenizer, eos, bos, vocab_size, options):
+    """Prepares a worker process. It has one core: the library's own threads would fight over them."""
+    os.environ["RAYON_NUM_THREADS"], os.environ["TOKENIZERS_PARALLELISM"] = "1", "false"
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the whole terminal; the parent decides
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    global _worker
+    _worker = tokenizers_.Tokenizer.from_str(tokenizer), eos, bos, vocab_size, options
+
+
+def _end_with_parent():
+    multiprocessing.parent_process().join()
+    os._exit(1)
+
+
+def _tokenize(chunk):
+    """(tokens (n,) uint32, counts of what is left out) of a list of blocks; each eos ends a document, none is empty."""
+    backend, eos, bos, vocab_size, options = _worker
+    counts = collections.Counter()
+    texts, tokens = [], array.array("I")  # texts: (text, whether an eos follows)
+
+    def flush():
+        encodings = backend.encode_batch_fast([text for text, _ in texts], add_special_tokens=False)
+        for encoding, (_, closes) in zip(encodings, texts):
+            tokens.fromlist(encoding.ids + [eos] * closes)
+        texts.clear()
+
+    for block in chunk:
+        for content, closes in documents(block, options, counts):
+            if isinstance(content, str):
+                *parts, last = _short_parts(content)
+                texts += [*((part, False) for part in parts), (last, closes)]
+            else:
+                flush()
+                if content.min() < 0 or content.max() >= vocab_size:
+                    raise UserError(f"{block.name}: token ids from {content.min()} to {content.max()}, but the "
+                                    f"tokenizer knows {vocab_size}; name the one that made them with --tokenizer")
+                tokens.fromlist(content[bos is not None and content[0] == bos:].tolist() + [eos])
+    flush()
+    tokens = np.frombuffer(tokens, dtype=np.uint32)
+    # An eos that follows an eos, or stands first, ends nothing; but the first may end the chunk before's open document.
+    follows = np.concatenate([[not chunk[0].inside], tokens[:-1] == eos]) if len(tokens) else np.zeros(0, dtype=bool)
+    return tokens[~(follows & (tokens == eos))], dict(counts)
+
+
+def _short_parts(text):
+    """A long text in parts, since the library takes some hundred bytes of memory for each token of a call."""
+    if len(text) <= BLOCK_BYTES:
+        return [text]
+    data, parts = text.encode(), []
+    while len(data) > BLOCK_BYTES:
+        cut = cut_words(data[:BLOCK_BYTES])
+        parts.append(data[:cut].decode())
+        data = data[cut:]
+    return [*parts, data.decode()]
