@@ -330,7 +330,7 @@ def _stretches(path, offset=0, end=None):
 
 def _cut(path, offset, end, find_cut):
     """Yields (bytes, whether cut inside a document, share read), cut where find_cut(buffer) says, 0 asking for more."""
-    buffer = bytearray()
+    buffer, done = bytearray(), 1.0
     for stretch, done in _stretches(path, offset, end):
         buffer += stretch
         while len(buffer) > BLOCK_BYTES:
@@ -340,7 +340,7 @@ def _cut(path, offset, end, find_cut):
             yield bytes(buffer[:cut]), open, done
             del buffer[:cut]
     if buffer or not offset:
-        yield bytes(buffer), False, 1.0
+        yield bytes(buffer), False, done
 
 
 def _read_text(path, separator, end=None, offset=0, inside=False):

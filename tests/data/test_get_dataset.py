@@ -224,6 +224,29 @@ def test_a_datasets_name_streamed_or_not(streaming, texts, tmp_path, prepare, mo
         prepare("some/name", tmp_path / "out2", config="a_config", streaming=streaming, text_column="body")
 
 
+@pytest.mark.parametrize("streaming", [False, True])
+def test_a_datasets_name_is_cut_into_units_too(streaming, texts, tmp_path, prepare, monkeypatch):
+    """By its rows, or where it is streamed by its shards; resumed within one, too."""
+    import datasets
+
+    files = [tmp_path / f"{number}.jsonl" for number in range(3)]
+    for number, file in enumerate(files):
+        file.write_bytes(json_lines(texts[number * 20:number * 20 + 20]))
+    real = datasets.load_dataset
+    monkeypatch.setattr(datasets, "load_dataset", lambda name, config, split, streaming: real(
+        "json", data_files=list(map(str, files)), split=split, streaming=streaming, cache_dir=str(tmp_path / "cache")))
+    monkeypatch.setattr(text, "ROWS", 7)
+    monkeypatch.setattr(text, "UNIT_ROWS", 13)
+    source = text.open_source("some/name", DatasetConfig(streaming=streaming))
+    assert source.unit_count == (3 if streaming else 5)
+    units = [list(source.blocks(unit=unit)) for unit in range(source.unit_count)]
+    assert [row for unit in units for block in unit for row in block.data] == texts
+    rest = [row for block in source.blocks(units[1][0].position, 1) for row in block.data]
+    assert rest == [row for block in units[1][1:] for row in block.data]
+    prepare("some/name", tmp_path / "out", streaming=streaming)
+    assert read_back(tmp_path / "out" / "train") == texts
+
+
 @pytest.mark.parametrize("name", KINDS)
 def test_reading_goes_on_from_any_block(name, texts, tmp_path, monkeypatch):
     """What lies behind a position is the same whether or not reading began before it."""
@@ -409,6 +432,9 @@ def test_what_cannot_be_read_is_refused_by_name(name, write, message, tmp_path, 
     (["--format=xml"], "must be one of auto, text, json"),
     (["--split=train"], "has no splits"),
     (["--streaming"], "are for `datasets` names"),
+    (["--part=4/4"], "--part=4/4: write I/N; the parts of 4 are 0/4 to 3/4"),
+    (["--part=1"], "--part=1: write I/N; the parts of 4 are"),
+    (["--part=0/2", "--overwrite"], "would remove what other parts have done; remove OUT by hand"),
     (["--tokenizer=train:100"], "at least 257"),
     (["--tokenizer=train:big"], "write train:SIZE"),
     (["--tokenizer=no/such/tokenizer"], "can't be loaded"),
@@ -650,6 +676,75 @@ def test_parts_killed_at_any_moment_make_the_same_bytes(seed, start_part, unbrok
     for process in running:
         assert process.wait(timeout=60) in (0, -signal.SIGKILL), process.communicate()
     assert content(tmp_path / "out") == unbroken_units
+
+
+def test_what_another_part_is_at_keeps_the_dataset_unfinished(prepare, texts, at_work, tmp_path, monkeypatch, capsys):
+    """A part does all that nobody is at, says what is left and in whose hands; when that is free, any part does it."""
+    (tmp_path / "x.jsonl").write_bytes(json_lines(texts))
+    monkeypatch.setattr(text, "UNIT_BYTES", 2000)
+    leases = [at_work(name) for name in ("00001", "00003")]
+    assert prepare(tmp_path / "x.jsonl", tmp_path / "out", part="0/2") is None
+    said = capsys.readouterr().out.splitlines()
+    assert re.fullmatch(r"part 0 of 2: \d+ of \d+ units, then what others leave", said[0])
+    assert re.fullmatch(rf".*out is unfinished \(00001, 00003\), in the hands of process {os.getpid()} on .*; the last "
+                        "to end completes it. If they are stopped, the same command does, with any part", said[1])
+    assert not list((tmp_path / "out").rglob("index.json"))
+    with pytest.raises(UserError, match="holds other data: validation_fraction was 0.0 and is 0.5"):
+        prepare(tmp_path / "x.jsonl", tmp_path / "out", part="1/2", validation_fraction=0.5)
+    with monkeypatch.context() as patch, pytest.raises(UserError, match="out: begun by another version of this prog"):
+        patch.setattr(text, "UNIT_BYTES", 4000)
+        prepare(tmp_path / "x.jsonl", tmp_path / "out", part="1/2")
+    for lease in leases:
+        lease.give_back()
+    lease = at_work("merge")
+    assert prepare(tmp_path / "x.jsonl", tmp_path / "out", part="1/2") is None
+    assert re.search(r"out is unfinished \(merge\), in the hands of", capsys.readouterr().out)
+    lease.give_back()
+    prepare(tmp_path / "x.jsonl", tmp_path / "out", part="7/9")
+    prepare(tmp_path / "x.jsonl", tmp_path / "whole")
+    assert content(tmp_path / "out") == content(tmp_path / "whole")
+
+
+def test_a_unit_that_was_taken_over_is_left_to_the_other(prepare, texts, tmp_path, monkeypatch, fast_leases):
+    """A process that stood still finds at its next save that its lease is gone, writes no word more about the unit, and
+    resumes it where the other has died, too."""
+    (tmp_path / "x.jsonl").write_bytes(json_lines(texts))
+    for module in (text, workers):
+        monkeypatch.setattr(module, "BLOCK_BYTES", 500)
+    real, stolen = units.Unit._write, []
+
+    def write(unit, *result):
+        real(unit, *result)
+        if unit.progress["written"] > 30 and not stolen:
+            file = unit.path.with_suffix(".lease")
+            file.write_text(json.dumps({**json.loads(file.read_text()), "token": "another", "pid": 2 ** 22}))
+        if stolen or unit.progress["written"] > 30:
+            stolen.append(unit.progress["written"])
+    monkeypatch.setattr(units.Unit, "_write", write)
+    prepare(tmp_path / "x.jsonl", tmp_path / "out", shard_tokens=1000, validation_fraction=0.1, save_seconds=0)
+    assert stolen[1] == stolen[0], "it resumes from what was saved before it lost its lease"
+    prepare(tmp_path / "x.jsonl", tmp_path / "whole", shard_tokens=1000, validation_fraction=0.1)
+    assert content(tmp_path / "out") == content(tmp_path / "whole")
+
+
+def test_few_documents_in_many_units_are_held_out_as_often(prepare, tmp_path, monkeypatch):
+    """Also where no unit has enough of them for one to be due."""
+    (tmp_path / "x.jsonl").write_bytes(json_lines([f"document {number:04d}" for number in range(1500)]))
+    monkeypatch.setattr(text, "UNIT_BYTES", 1000)
+    stores = prepare(tmp_path / "x.jsonl", tmp_path / "out", validation_fraction=0.02)["stores"]
+    assert 15 <= stores["validation"]["documents"] <= 50
+    assert sum(store["documents"] for store in stores.values()) == 1500
+
+
+def test_a_mistake_in_a_later_unit_is_named_by_its_place(prepare, tmp_path, texts, monkeypatch):
+    """Its records are counted from where the unit begins, which is said."""
+    lines = json_lines(texts)
+    (tmp_path / "x.jsonl").write_bytes(lines + b'{"text": 7}\n')
+    monkeypatch.setattr(text, "UNIT_BYTES", 3000)
+    with pytest.raises(UserError, match="x.jsonl: record (\\d+) after byte (\\d+): 'text' is int, not text") as error:
+        prepare(tmp_path / "x.jsonl", tmp_path / "out")
+    record, offset = map(int, re.search(r"record (\d+) after byte (\d+)", str(error.value)).groups())
+    assert offset > 3000 and lines[offset:].count(b"\n") == record - 1
 
 
 class Killed(BaseException):
