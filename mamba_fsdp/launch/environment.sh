@@ -32,11 +32,12 @@ choose_process_count() { # GPUS_PER_NODE is another name for PROCESSES_PER_NODE
     export PROCESSES_PER_NODE=${PROCESSES_PER_NODE:-$GPUS_PER_NODE}
     [ "$PROCESSES_PER_NODE" = "$GPUS_PER_NODE" ] ||
         fail "GPUS_PER_NODE=$GPUS_PER_NODE and PROCESSES_PER_NODE=$PROCESSES_PER_NODE are two names for one thing"
-    say "GPUS_PER_NODE=$GPUS_PER_NODE: so many processes on each node, as PROCESSES_PER_NODE says too"
+    say "GPUS_PER_NODE=$GPUS_PER_NODE: the same as PROCESSES_PER_NODE=$GPUS_PER_NODE"
 }
 
 add_mounts() { # what DATA_PATH=FOLDER and FSX_MOUNT=FOLDER:FOLDER,... name, to MOUNTS
-    local name mount mounts
+    local name mount mounts done="nothing to mount without an image"
+    [ -z "$image" ] || done="mounted, as by MOUNTS"
     for name in DATA_PATH FSX_MOUNT; do
         IFS=, read -ra mounts <<< "${!name:-}"
         for mount in "${mounts[@]}"; do
@@ -44,7 +45,7 @@ add_mounts() { # what DATA_PATH=FOLDER and FSX_MOUNT=FOLDER:FOLDER,... name, to 
             [[ $mount != *:* || $mount == "${mount%%:*}:${mount%%:*}" ]] ||
                 fail "$name=$mount: in the container each folder has its own name; write ${mount%%:*}:${mount%%:*}"
             MOUNTS=${MOUNTS:+$MOUNTS,}${mount%%:*}
-            say "$name=$mount: ${image:+mounted, as MOUNTS says too; }the data that is read is the setting dataset_path"
+            say "$name=$mount: $done; which data is read, the setting dataset_path says"
         done
     done
 }

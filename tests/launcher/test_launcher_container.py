@@ -136,7 +136,7 @@ def test_further_mounts_and_another_image(submit, tmp_path):
                             FSX_MOUNT=f"{tmp_path}/d:{tmp_path}/d", BROKEN_NODES="node1")
     assert option(words, "container-image") == f"{tmp_path}/my images/i.sqsh"
     assert mounted(words)[1:] == [f"{tmp_path}/{name}" for name in "abcd"]
-    assert f"DATA_PATH={tmp_path}/c: mounted, as MOUNTS says too; the data that is read is" in done.stdout
+    assert f"DATA_PATH={tmp_path}/c: mounted, as by MOUNTS; which data is read, " in done.stdout
 
 
 def test_a_mount_under_another_name_is_refused(cluster, launcher_project):

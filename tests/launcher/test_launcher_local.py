@@ -225,8 +225,7 @@ def test_gpus_per_node_is_another_name_for_the_number_of_processes(launcher_proj
                               stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
         return done.returncode, done.stdout.splitlines()
 
-    assert ask(GPUS_PER_NODE="4") == (0, ["GPUS_PER_NODE=4: so many processes on each node, as PROCESSES_PER_NODE says "
-                                          "too", "4"])
+    assert ask(GPUS_PER_NODE="4") == (0, ["GPUS_PER_NODE=4: the same as PROCESSES_PER_NODE=4", "4"])
     assert ask(GPUS_PER_NODE="4", PROCESSES_PER_NODE="4")[0] == 0
     assert ask(GPUS_PER_NODE="4", PROCESSES_PER_NODE="2") == \
         (2, ["error: GPUS_PER_NODE=4 and PROCESSES_PER_NODE=2 are two names for one thing"])
