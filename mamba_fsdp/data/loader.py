@@ -152,18 +152,17 @@ def _batch(sources: Mapping[str, Source], samples: Sequence[tuple[str, int | Non
         if mask is not None:
             labels[row, :length][~mask[1:]] = IGNORED_LABEL
         if documents is not None:
-            starts = positions[:-1] == 0
-            starts[0] = False  # a row begins with document 0, wherever in it the window begins
-            documents[row, :length] = np.cumsum(starts)
+            documents[row, :length] = np.cumsum(_starts(positions)[:-1])
         if weights is not None:
-            weights[row, :length] = np.tanh(_read_before(positions)[1:] / data.position_window)
+            at = np.arange(length + 1)
+            before = at - np.maximum.accumulate(np.where(_starts(positions), at, 0))
+            weights[row, :length] = np.tanh(before[1:] / data.position_window)
             labels[row, weights[row] == 0] = IGNORED_LABEL
     documents, weights = (None if array is None else torch.from_numpy(array) for array in (documents, weights))
     batch = Batch(torch.from_numpy(tokens), torch.from_numpy(labels), documents, samples, weights)
     return batch.each(torch.Tensor.pin_memory) if pin_memory else batch
 
 
-def _read_before(positions):
-    """How many tokens of its document stand before each token in this window: (n,) positions -> (n,) int64."""
-    place = np.arange(len(positions))
-    return place - np.maximum.accumulate(np.where(positions == 0, place, 0))
+def _starts(positions):
+    """Where a document starts in a window (n,) bool; the first never does. The file may lack the document's head."""
+    return np.append(False, positions[1:] <= positions[:-1])

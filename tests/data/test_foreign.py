@@ -113,7 +113,8 @@ def test_flat_files(tmp_path, header):
 
 
 def test_layout_files(tmp_path):
-    """Tokens, positions and mask as the bits say, over two files; a window may begin anywhere."""
+    """Tokens, positions and mask as the bits say, over two files, but that no document's first token counts; a window
+    may begin anywhere."""
     documents = [[1, 2, 65_535], [4], list(range(100))]
     write_layout(tmp_path / "b.npy", documents, counted=lambda token: token % 2)
     write_layout(tmp_path / "a.npy", [[9, 8]])
@@ -123,7 +124,8 @@ def test_layout_files(tmp_path):
     for start in (0, 1, 4, 50):
         window = source.read(start, source.token_count - start)
         assert window.tokens.tolist() == tokens[start:] and window.positions.tolist() == positions[start:]
-        assert window.mask.tolist() == [start + at < 2 or token % 2 == 1 for at, token in enumerate(tokens[start:])]
+        assert window.mask.tolist() == [positions[start + at] > 0 and (start + at < 2 or token % 2 == 1)
+                                        for at, token in enumerate(tokens[start:])]
     assert everything(open_source(tmp_path / "a.npy")).tokens.tolist() == [9, 8]
 
 

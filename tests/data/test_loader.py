@@ -162,6 +162,17 @@ def test_labels_weigh_by_what_of_their_document_stands_before_them_in_the_row(si
     assert batch.weights.dtype == torch.float32 and batch.total_weight() == pytest.approx(total, rel=1e-6)
 
 
+def test_a_document_without_its_head_is_one_of_its_own():
+    """Positions that fall, though not to 0, begin a document: nothing of the one before weighs or reaches in."""
+    source = Numbers(L + 1)
+    read = source.read
+    source.read = lambda start, count: read(start, count)._replace(positions=np.array([7, 8, 9, 5, 6, 7, 0, 0, 1]))
+    with loader_of({"a": source}, batch_size=1, position_weighting=True, reset_at_documents=True) as loader:
+        batch = loader.step(0)[0]
+    assert batch.documents.tolist() == [[0, 0, 0, 1, 1, 1, 2, 3]]
+    assert torch.allclose(batch.weights, torch.tensor([[1, 2, 0, 1, 2, 0, 0, 1]]).div(10).tanh())
+
+
 def test_a_store_is_a_source(tmp_path):
     writer = StoreWriter(tmp_path / "store", vocab_size=100, eos=0, tokenizer={}, shard_tokens=37)
     for length in (5, 9, 1, 30, 12):

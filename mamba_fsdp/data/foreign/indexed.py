@@ -98,7 +98,7 @@ class IndexedSource:
         values, positions, counts = self._read(start, count)
         if self.rule.layout:
             parts = [values >> shift & bits for shift, bits in zip((0, 16, 30), LAYOUT_BITS)]
-            return Tokens(parts[0], parts[1], parts[2].astype(bool))
+            return Tokens(parts[0], parts[1], (parts[2] & (parts[1] > 0)).astype(bool))  # no loss on a first token
         if not self.rule.documents:
             positions = self._positions(values, start)
         return Tokens(values, positions, counts)
