@@ -126,7 +126,7 @@ def write_fms(copy: Copy, name: str) -> None:
     added there. Beside it meta/counts.csv."""
     import pyarrow
 
-    (copy.folder / name).mkdir()
+    (copy.folder / name).mkdir(exist_ok=True)
     schema = pyarrow.schema([("tokens", pyarrow.uint32())])
     with closing(_ArrowFiles(copy.folder / name, "{:05d}.arrow", schema, pyarrow.ipc.new_file,
                              copy.shard_tokens)) as files:
@@ -136,10 +136,10 @@ def write_fms(copy: Copy, name: str) -> None:
             copy.tell("empty documents were left out", not len(tokens))
             if len(tokens):  # an empty one hides the rest of its file from fms-fsdp
                 files.write([pyarrow.array(tokens.astype(np.uint32))], 1, len(tokens))
-    (copy.folder / "meta").mkdir()
-    with open(copy.folder / "meta" / "counts.csv", "x", newline="") as table:
-        csv.writer(table).writerows([["dataset/filename", "documents", "tokens"],
-                                     *([f"/{name}/{file}", *counts] for file, *counts in files.written)])
+    (copy.folder / "meta").mkdir(exist_ok=True)
+    with open(copy.folder / "meta" / "counts.csv", "a", newline="") as table:
+        csv.writer(table).writerows([["dataset/filename", "documents", "tokens"]] * (not table.tell()) +
+                                    [[f"/{name}/{file}", *counts] for file, *counts in files.written])
 
 
 def write_datalayout(copy: Copy, name: str) -> None:

@@ -43,8 +43,8 @@ def main(src: str, out: str, format: Annotated[str, Bounds(choices=FORMATS)],
                 raise UserError(f"{path}: which token ends its documents is not known; give --eos_token=ID")
             at = folder / split
             at.mkdir(exist_ok=True)
-            copy = Copy(source, at, block, show=display.passing)
-            WRITERS[format](copy, path.stem)
+            copy = Copy(source, folder if format == "fms" else at, block, show=display.passing)
+            WRITERS[format](copy, split or path.stem)
             with_tokenizer = copy_tokenizer(source, at)
             display.line(f"{Path(out) / split}: {source.token_count:,} tokens as {format}"
                          f"{', with the tokenizer' if with_tokenizer else ''}")

@@ -159,6 +159,9 @@ def test_splits_and_tokenizers_go_along(store, tmp_path):
         main(str(tmp_path / "mine"), str(tmp_path / format), format)
         assert (tmp_path / format / "train" / "tokenizer" / "tokenizer.json").is_file()
         assert (tmp_path / format / "validation").is_dir() and not (tmp_path / format / "validation/tokenizer").exists()
+        for split, count in (("train", len(everything(TokenStore(tmp_path / "mine/train"))[0])), ("validation", 3)):
+            found = open_source(tmp_path / format / split, DataConfig(eos_token=str(EOS)))
+            assert found.token_count == count - (format in ("fms", "save_to_disk") and split == "train")
     for name in ("index.json", "00000.bin"):
         assert (tmp_path / "store/validation" / name).read_bytes() == (tmp_path / "mine/validation" / name).read_bytes()
 

@@ -46,9 +46,11 @@ def compare(table: Path, root: Path, files: Sequence[DataFile]) -> None:
         with open(table, newline="") as lines:
             said = list(csv.DictReader(lines))
         for row in said:
-            # Paths there begin anywhere above the dataset's folder.
-            _, inside, name = f"/{row['dataset/filename']}".rpartition(f"/{root.name}/")
-            if not inside:
+            # Paths there begin anywhere above the dataset's folder, or in it.
+            parts = row["dataset/filename"].strip("/").split("/")
+            inside = ["/".join(parts[at + 1:]) for at, part in enumerate(parts) if part == root.name]
+            name = next((name for name in ["/".join(parts), *inside] if name in holds), inside[-1] if inside else "")
+            if not name:
                 continue
             if name not in holds:
                 raise UserError(f"{root / name}: missing, which {table} names; copy the file, or remove its line there")
