@@ -14,16 +14,14 @@ from pathlib import Path
 from typing import Annotated
 
 from config.fields import Bounds
-from config.train_config import DataConfig
+from config.train_config import USUAL_READING, DataConfig, ReadingConfig
 from mamba_fsdp.errors import UserError
 
 FORMATS = "store", "fms", "datalayout", "save_to_disk"
 
 
 def main(src: str, out: str, format: Annotated[str, Bounds(choices=FORMATS)],
-         block: Annotated[int, Bounds(at_least=0)] = 0, tokenizer: str = "", eos_token: str = "", bos_token: str = "",
-         strip_tokens: str = "", col_name: str = "",
-         pack: Annotated[str, Bounds(choices=("auto", "document", "none"))] = "auto", index_dir: str = "") -> None:
+         block: Annotated[int, Bounds(at_least=0)] = 0, reading: ReadingConfig = USUAL_READING) -> None:
     from mamba_fsdp.data.opening import open_source, split_in
     from mamba_fsdp.data.writing import WRITERS, Copy, copy_tokenizer
     from mamba_fsdp.durable import new_folder
@@ -32,8 +30,7 @@ def main(src: str, out: str, format: Annotated[str, Bounds(choices=FORMATS)],
     display, place = Display(), Path(src)
     if block and format != "save_to_disk":
         raise UserError("--block: only rows of --format=save_to_disk have a length")
-    data = DataConfig(tokenizer=tokenizer, eos_token=eos_token, bos_token=bos_token, col_name=col_name, pack=pack,
-                      strip_tokens=strip_tokens.split(",") if strip_tokens else [], index_dir=index_dir)
+    data = DataConfig(**vars(reading))
     splits = {split: split_in(place, split) for split in ("train", "validation")}
     parts = {"": place} if splits["train"] == place else {name: path for name, path in splits.items() if path != place}
     with new_folder(Path(out)) as folder:

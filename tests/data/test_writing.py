@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from config.train_config import DataConfig
+from config.train_config import DataConfig, ReadingConfig
 from mamba_fsdp.data import writing
 from mamba_fsdp.data.opening import open_source
 from mamba_fsdp.data.store import StoreWriter, TokenStore
@@ -113,11 +113,11 @@ def test_a_loss_mask_goes_along_or_is_refused(tmp_path, piece):
     write_layout(tmp_path / "some.npy", [[5, 6, EOS], [7, 8, 9, EOS]], counted=lambda token: token % 2)
     for format in ("store", "fms"):
         with pytest.raises(UserError, match="don't count in the loss, for which this format has no place"):
-            main(str(tmp_path / "some.npy"), str(tmp_path / "out"), format, eos_token=str(EOS))
+            main(str(tmp_path / "some.npy"), str(tmp_path / "out"), format, reading=ReadingConfig(eos_token=str(EOS)))
         assert sorted(os.listdir(tmp_path)) == ["some.npy", "some.npy.size"]
     main(str(tmp_path / "some.npy"), str(tmp_path / "same"), "datalayout")
     assert (tmp_path / "same" / "some.npy").read_bytes() == (tmp_path / "some.npy").read_bytes()
-    main(str(tmp_path / "some.npy"), str(tmp_path / "rows"), "save_to_disk", eos_token=str(EOS))
+    main(str(tmp_path / "some.npy"), str(tmp_path / "rows"), "save_to_disk", reading=ReadingConfig(eos_token=str(EOS)))
     loaded = datasets.load_from_disk(tmp_path / "rows")
     assert loaded["labels"][:] == [[5, -100, 3], [7, -100, 9, 3]]
     back = open_source(tmp_path / "rows", DataConfig(eos_token=str(EOS)))
@@ -126,7 +126,7 @@ def test_a_loss_mask_goes_along_or_is_refused(tmp_path, piece):
 
 def test_documents_without_an_eos_get_one_in_a_store(tmp_path, piece, capsys):
     write_layout(tmp_path / "some.npy", [[5, 6], [7, EOS, 8, EOS], [9]])
-    main(str(tmp_path / "some.npy"), str(tmp_path / "store"), "store", eos_token=str(EOS))
+    main(str(tmp_path / "some.npy"), str(tmp_path / "store"), "store", reading=ReadingConfig(eos_token=str(EOS)))
     assert everything(TokenStore(tmp_path / "store"))[0] == [5, 6, EOS, 7, EOS, 8, EOS, 9, EOS]
     said = capsys.readouterr().out
     assert "2 documents without an eos got one" in said and "1 documents were cut at an eos inside" in said
@@ -145,7 +145,7 @@ def test_there_and_back_is_the_same_store(tmp_path_factory, documents, piece, fo
     whole, writing.PIECE = writing.PIECE, piece
     try:
         main(str(folder / "web"), str(folder / "there"), format)
-        main(str(folder / "there"), str(folder / "back"), "store", eos_token=str(EOS))
+        main(str(folder / "there"), str(folder / "back"), "store", reading=ReadingConfig(eos_token=str(EOS)))
     finally:
         writing.PIECE = whole
     assert everything(TokenStore(folder / "back")) == everything(TokenStore(folder / "web"))

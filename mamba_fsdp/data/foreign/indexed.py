@@ -18,7 +18,7 @@ from mamba_fsdp.data.source import Tokens
 from mamba_fsdp.data.store import map_file
 from mamba_fsdp.errors import UserError
 
-LOOK_BACK = 1 << 16  # tokens: where no eos is found in so many, positions count from there
+LOOK_BACK = 1 << 14  # tokens: where no eos is found in so many, positions count from there
 MAPS = 1 << 14  # files mapped at a time: Linux allows 65,530 in all
 LAYOUT_BITS = (1 << 16) - 1, (1 << 14) - 1, 1  # DataLayout: token, position, counts in the loss; from the lowest bit on
 
@@ -104,48 +104,55 @@ class IndexedSource:
         return Tokens(values, positions, counts)
 
     def _read(self, start, count):
-        """(tokens, position of each in its piece, whether it counts) of [start, start + count)."""
-        starts = self.pieces.starts
-        first = min(int(starts.searchsorted(start, "right")), len(starts) - 1) - 1
-        last = max(first + 1, int(starts.searchsorted(start + count, "left")))
-        parts, piece = [], first
+        """(tokens, position of each in its document or None, whether it counts or None) of [start, start + count)."""
+        starts, read = self.pieces.starts, self._documents if self.rule.documents else self._stretch
+        piece = min(int(starts.searchsorted(start, "right")), len(starts) - 1) - 1
+        last, parts = max(piece + 1, int(starts.searchsorted(start + count, "left"))), []
         while piece < last:
             file = bisect.bisect_right(self._first, piece) - 1
-            end = min(last, self._first[file + 1])
-            parts.append(self._read_file(file, piece, end, max(start, int(starts[piece])),
-                                         min(start + count, int(starts[end]))))
+            end = min(last, self._first[file + 1]) if self.rule.documents else piece + 1
+            part = read(file, piece, end, max(start, int(starts[piece])), min(start + count, int(starts[end])))
+            if part[0].dtype.kind == "i" and len(part[0]) and part[0].min() < 0:
+                raise UserError(f"{self.root / self.files[file].name}: holds {part[0].min()} where a token "
+                                "id should stand")
+            parts.append(part)
             piece = end
         if len(parts) == 1:
             return parts[0]
-        values, positions, counts = zip(*parts)
-        return (np.concatenate(values), np.concatenate(positions),
-                None if counts[0] is None else np.concatenate(counts))
+        return [None if columns[0] is None else np.concatenate(columns) for columns in zip(*parts)]
 
-    def _read_file(self, file, piece, end, start, stop):
-        """The same of [start, stop), which lies in the pieces [piece, end) of one file."""
+    def _stretch(self, file, piece, end, start, stop):
+        """The same of [start, stop), which lies in one piece."""
+        values, counts = self._map(file)
+        inside = start - int(self.pieces.starts[piece])
+        at = self.pieces.offsets[piece] // values.itemsize + inside
+        if counts is not None:
+            mask = self.pieces.masks[piece] // counts.itemsize + inside
+            counts = counts[mask:mask + stop - start] != self.rule.uncounted
+        return values[at:at + stop - start], None, counts
+
+    def _documents(self, file, piece, end, start, stop):
+        """The same of [start, stop), which lies in the documents [piece, end) of one file."""
         content, mask = self._map(file)
         starts = np.array(self.pieces.starts[piece:end + 1])
         lengths = np.minimum(starts[1:], stop) - np.maximum(starts[:-1], start)
         positions = np.arange(start, stop) - np.repeat(starts[:-1], lengths)
-        # What is added reads a neighbour of its piece first, or the nearest token of the file, and is overwritten then.
+        # What is added reads a neighbour of its document first, or the file's nearest token, and is overwritten then.
         place = positions + np.repeat(self.pieces.offsets[piece:end] // content.itemsize - self._before, lengths)
         values, counts = content.take(place, mode="clip"), None
         if mask is not None:
             offsets = self.pieces.masks[piece:end] // mask.itemsize - self._before
             counts = mask.take(positions + np.repeat(offsets, lengths), mode="clip") != self.rule.uncounted
-        if self.rule.documents:
-            wide = max(self.rule.bos, self.rule.eos) > np.iinfo(values.dtype).max
-            values = values.astype(np.int64) if wide else values
-            ends = starts[1:] - 1 - start
-            added = {self.rule.eos: ends[(0 <= ends) & (ends < stop - start)],
-                     self.rule.bos: np.flatnonzero(positions == 0)}
-            for token, places in added.items():
-                if token >= 0:
-                    values[places] = token
-                    if counts is not None:
-                        counts[places] = True
-        if values.dtype.kind == "i" and len(values) and values.min() < 0:
-            raise UserError(f"{self.root / self.files[file].name}: holds {values.min()} where a token id should stand")
+        if max(self.rule.bos, self.rule.eos) > np.iinfo(values.dtype).max:
+            values = values.astype(np.int64)
+        ends = starts[1:] - 1 - start
+        added = {self.rule.eos: ends[(0 <= ends) & (ends < stop - start)],
+                 self.rule.bos: np.flatnonzero(positions == 0)}
+        for token, places in added.items():
+            if token >= 0:
+                values[places] = token
+                if counts is not None:
+                    counts[places] = True
         return values, positions.astype(np.int32), counts
 
     def _positions(self, values, start):
