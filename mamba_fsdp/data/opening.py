@@ -1,10 +1,15 @@
 """A path to the Source that lies there, whatever its format."""
 
+import hashlib
+import json
+from collections.abc import Callable
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from config.train_config import DataConfig
 from mamba_fsdp.data.foreign import datalayout, fms, megatron, nanogpt, save_to_disk
-from mamba_fsdp.data.foreign.opened import Say
+from mamba_fsdp.data.foreign.index import Wanted, open_index
+from mamba_fsdp.data.foreign.indexed import IndexedSource, Rule
 from mamba_fsdp.data.foreign.tokens import Known
 from mamba_fsdp.data.source import Source
 from mamba_fsdp.data.store import TokenStore
@@ -12,6 +17,7 @@ from mamba_fsdp.data.tokenizer import refuse_other_tokenizer
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.storage import exists
 
+Say = Callable[[str], None]  # prints a line, on rank 0
 FORMATS = (save_to_disk, datalayout, megatron, nanogpt, fms)  # the first that recognises a path opens it
 SPLITS = {  # what they are called in a folder that holds both
     "train": ("train", "train.bin", "train.npy"), "validation": ("validation", "val.bin", "val.npy")}
@@ -25,13 +31,38 @@ def open_source(path: str | Path, data: DataConfig | None = None, say: Say = lam
     path, data = Path(path), data or DataConfig()
     form = format_of(path)
     if form:
-        return form.open_source(path, Known.of(data, inspecting), data, say)
+        return _open_foreign(form, path, data, say, inspecting)
     if not exists(path / "index.json"):
         refuse_text(path, data.tokenizer)
     store = TokenStore(path)
     if data.tokenizer and not data.allow_other_tokenizer:
         refuse_other_tokenizer(path, store.tokenizer, data.tokenizer, Known.of(data).tokenizer[:1])
     return store
+
+
+def _open_foreign(form, path, data, say, inspecting):
+    plan, known = form.plan(path, data), Known.of(data)
+    if known.eos < 0 and not inspecting and not plan.layout and (plan.documents or data.reset_at_documents):
+        why = "which token ends its documents is not known" if plan.documents else \
+            "reset_at_documents needs to know which token ends its documents"
+        raise UserError(f"{path} ({form.FORMAT}): {why}; give --eos_token=ID, or the tokenizer that made them: "
+                        "--tokenizer=FOLDER")
+    rule = Rule(plan.documents, known.bos, known.eos, plan.layout, plan.uncounted)
+    wanted = Wanted(plan.find_rows, True, (rule.bos >= 0) + (rule.eos >= 0), known.strip) if plan.documents else \
+        Wanted(plan.find_rows, False, block=plan.block)
+    files, place = open_index(plan.root, plan.names, wanted, data.index_dir, say)
+    plan.check(files)
+    if not sum(file.length for file in files):
+        raise UserError(f"{path} ({form.FORMAT}): holds no tokens")
+    # What is laid end to end is the same whichever token ends its documents.
+    content = [asdict(rule if rule.documents else replace(rule, eos=-1, bos=-1)),
+               [(file.dtype, file.mask_dtype, file.length, file.digest) for file in files]]
+    added = [f"{name} {token} {where}" for name, token, where
+             in (("bos", rule.bos, "before"), ("eos", rule.eos, "behind")) if token >= 0]
+    how = f"documents{', ' if added else ''}{' and '.join(added)}" if rule.documents else "laid end to end"
+    say(f"reads      {path}: {form.FORMAT}, {plan.told}{how}")
+    identity = hashlib.sha256(json.dumps(content).encode()).hexdigest()
+    return IndexedSource(path, form.FORMAT, plan.root, files, place, rule, identity, known.tokenizer)
 
 
 def format_of(path: Path):

@@ -5,9 +5,8 @@ from itertools import combinations, count
 from pathlib import Path
 
 from config.train_config import DataConfig
-from mamba_fsdp.data.foreign.opened import Say
 from mamba_fsdp.data.loader import Batch, Loader, Split
-from mamba_fsdp.data.opening import SPLITS, is_source, open_source, split_in
+from mamba_fsdp.data.opening import SPLITS, Say, is_source, open_source, split_in
 from mamba_fsdp.data.order import Order
 from mamba_fsdp.data.source import Source
 from mamba_fsdp.data.tokenizer import ANOTHER_TOKENIZER, IDENTITY, refuse_other_tokenizer

@@ -8,11 +8,8 @@ from pathlib import Path
 
 import numpy as np
 
-from config.train_config import DataConfig
-from mamba_fsdp.data.foreign.index import Rows, Wanted
-from mamba_fsdp.data.foreign.indexed import IndexedSource, Rule
-from mamba_fsdp.data.foreign.opened import Say, opened
-from mamba_fsdp.data.foreign.tokens import Known
+from config.train_config import ReadingConfig
+from mamba_fsdp.data.foreign.plan import Plan, Rows
 from mamba_fsdp.errors import UserError
 
 FORMAT = "DataLayout"
@@ -22,11 +19,10 @@ def recognise(path: Path) -> bool:
     return path.is_file() and (path.suffix == ".npy" or Path(f"{path}.size").is_file()) or any(path.glob("*.npy"))
 
 
-def open_source(path: Path, known: Known, data: DataConfig, say: Say) -> IndexedSource:
-    root = path if path.is_dir() else path.parent
-    names = [file.name for file in (sorted(path.glob("*.npy")) if path.is_dir() else [path])]
-    return opened(path, FORMAT, root, names, Wanted(find_rows, False), Rule(False, layout=True), known, data, say,
-                  "with the positions and the loss mask that it holds")
+def plan(path: Path, reading: ReadingConfig) -> Plan:
+    files = sorted(path.glob("*.npy")) if path.is_dir() else [path]
+    return Plan(files[0].parent, [file.name for file in files], find_rows, False, "with its positions and loss mask, ",
+                layout=True)
 
 
 def find_rows(path: Path) -> Rows:

@@ -8,12 +8,9 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-from config.train_config import DataConfig
+from config.train_config import ReadingConfig
 from mamba_fsdp.data.foreign import arrow
-from mamba_fsdp.data.foreign.index import Wanted
-from mamba_fsdp.data.foreign.indexed import DataFile, IndexedSource, Rule
-from mamba_fsdp.data.foreign.opened import Say, opened
-from mamba_fsdp.data.foreign.tokens import Known
+from mamba_fsdp.data.foreign.plan import DataFile, Plan
 from mamba_fsdp.errors import UserError
 
 FORMAT = "fms"
@@ -23,19 +20,18 @@ def recognise(path: Path) -> bool:
     return path.suffix == ".arrow" or path.is_dir() and next(path.rglob("*.arrow"), None) is not None
 
 
-def open_source(path: Path, known: Known, data: DataConfig, say: Say) -> IndexedSource:
+def plan(path: Path, reading: ReadingConfig) -> Plan:
     root = path if path.is_dir() else path.parent
     files = sorted(path.rglob("*.arrow")) if path.is_dir() else [path]
-    names = [str(file.relative_to(root)) for file in files]
-    column = arrow.column_of(files[0], data.col_name)
-    documents = data.pack != "none"
-    source = opened(path, FORMAT, root, names, Wanted(partial(arrow.find_rows, column=column), documents),
-                    Rule(documents), known, data, say,
-                    f"column {column} of {len(names)} files, {'documents' if documents else 'laid end to end'}")
+    column = arrow.column_of(files[0], reading.col_name)
     tables = sorted(table for place in (root, root.parent) for table in place.glob("meta/*counts*.csv"))
-    for table in tables[:1]:
-        compare(table, root, source.files)
-    return source
+
+    def check(held: Sequence[DataFile]) -> None:
+        for table in tables[:1]:
+            compare(table, root, held)
+
+    return Plan(root, [str(file.relative_to(root)) for file in files], partial(arrow.find_rows, column=column),
+                reading.pack != "none", f"column {column}, ", check=check)
 
 
 def compare(table: Path, root: Path, files: Sequence[DataFile]) -> None:

@@ -21,7 +21,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mamba_fsdp.data.foreign.indexed import DataFile, Pieces
+from mamba_fsdp.data.foreign.indexed import Pieces
+from mamba_fsdp.data.foreign.plan import DataFile, Rows
 from mamba_fsdp.durable import hidden_beside, sync_folder, write_atomically
 from mamba_fsdp.errors import UserError, first_line
 from mamba_fsdp.formats import DOCUMENT_INDEX
@@ -33,27 +34,14 @@ PROCESSES_FROM = 1 << 29  # bytes of data: starting processes takes seconds
 SAMPLES, SAMPLE_BYTES = 16, 1 << 12  # of each file, that its digest covers
 
 
-class Rows(NamedTuple):
-    """What a format's module finds in a file: its documents or other rows, in order."""
-
-    dtype: str
-    offsets: np.ndarray  # (rows,) int64, bytes
-    lengths: np.ndarray  # (rows,) int64, tokens
-    mask_dtype: str = ""
-    masks: np.ndarray = np.zeros(0, np.int64)  # (rows,) as offsets, or (0,)
-
-
-FindRows = Callable[[Path], Rows]  # of a module, so that it can be sent to another process
-
-
 class Wanted(NamedTuple):
-    """What the index depends on beside the data."""
+    """What the index depends on beside the data: of a Plan and of the settings."""
 
-    find_rows: FindRows
-    documents: bool  # as Rule has it
+    find_rows: Callable[[Path], Rows]
+    documents: bool
     added: int = 0  # tokens, to each document
     strip: tuple[int, ...] = ()  # tokens to be left out at the ends of documents
-    block: int = 0  # of how many tokens each row must be, but the last of a file; 0: of any
+    block: int = 0
 
     def key(self) -> str:
         """Equal for what makes equal indexes of equal data."""

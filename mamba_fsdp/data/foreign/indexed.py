@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from mamba_fsdp.data.foreign.plan import DataFile
 from mamba_fsdp.data.source import Tokens
 from mamba_fsdp.data.store import map_file
 from mamba_fsdp.errors import UserError
@@ -21,21 +22,6 @@ from mamba_fsdp.errors import UserError
 LOOK_BACK = 1 << 14  # tokens: where no eos is found in so many, positions count from there
 MAPS = 1 << 14  # files mapped at a time: Linux allows 65,530 in all
 LAYOUT_BITS = (1 << 16) - 1, (1 << 14) - 1, 1  # DataLayout: token, position, counts in the loss; from the lowest bit on
-
-
-class DataFile(NamedTuple):
-    """A file of a source, as it was when its index was made."""
-
-    name: str  # from the source's folder on
-    size: int  # bytes
-    changed: int  # nanoseconds: its mtime
-    dtype: str  # of the tokens
-    mask_dtype: str  # of what says which tokens count; "" for nothing
-    documents: int  # in the file itself, the empty ones too
-    tokens: int  # in the file itself
-    pieces: int
-    length: int  # tokens, with what is added to documents and without what is stripped
-    digest: str  # of the pieces, and of samples of their content
 
 
 @dataclass(frozen=True)
@@ -46,7 +32,7 @@ class Rule:
     bos: int = -1  # put before each document; -1: none
     eos: int = -1  # -1: not known
     layout: bool = False  # integers of LAYOUT_BITS instead of tokens
-    uncounted: int = -100  # what the mask's column says of a token that does not count
+    uncounted: int = 0  # what the mask's column says of a token that does not count
 
 
 class Pieces(NamedTuple):

@@ -10,11 +10,8 @@ from pathlib import Path
 
 import numpy as np
 
-from config.train_config import DataConfig
-from mamba_fsdp.data.foreign.index import Rows, Wanted
-from mamba_fsdp.data.foreign.indexed import IndexedSource, Rule
-from mamba_fsdp.data.foreign.opened import Say, opened
-from mamba_fsdp.data.foreign.tokens import Known
+from config.train_config import ReadingConfig
+from mamba_fsdp.data.foreign.plan import Plan, Rows
 from mamba_fsdp.errors import UserError
 
 FORMAT = "Megatron"
@@ -26,15 +23,11 @@ def recognise(path: Path) -> bool:
     return _index_of(path).is_file() or any(path.glob("*.idx"))
 
 
-def open_source(path: Path, known: Known, data: DataConfig, say: Say) -> IndexedSource:
-    indexes = sorted(path.glob("*.idx")) if path.is_dir() else [_index_of(path)]
-    names = [file.with_suffix(".bin").name for file in indexes]
-    if missing := [name for name in names if not (indexes[0].parent / name).is_file()]:
-        raise UserError(f"{indexes[0].parent / missing[0]}: missing beside its .idx; copy both")
-    documents = data.pack != "none"
-    told = f"{len(names)} file{'s' * (len(names) > 1)}, {'documents' if documents else 'laid end to end'}"
-    return opened(path, FORMAT, indexes[0].parent, names, Wanted(find_rows, documents), Rule(documents), known, data,
-                  say, told)
+def plan(path: Path, reading: ReadingConfig) -> Plan:
+    files = [file.with_suffix(".bin") for file in (sorted(path.glob("*.idx")) if path.is_dir() else [_index_of(path)])]
+    if missing := [file for file in files if not file.is_file()]:
+        raise UserError(f"{missing[0]}: missing beside its .idx; copy both")
+    return Plan(files[0].parent, [file.name for file in files], find_rows, reading.pack != "none")
 
 
 def find_rows(path: Path) -> Rows:

@@ -9,11 +9,8 @@ from pathlib import Path
 
 import numpy as np
 
-from config.train_config import DataConfig
-from mamba_fsdp.data.foreign.index import Rows, Wanted
-from mamba_fsdp.data.foreign.indexed import IndexedSource, Rule
-from mamba_fsdp.data.foreign.opened import Say, opened
-from mamba_fsdp.data.foreign.tokens import Known
+from config.train_config import ReadingConfig
+from mamba_fsdp.data.foreign.plan import Plan, Rows
 from mamba_fsdp.errors import UserError
 
 FORMAT = "nanoGPT"
@@ -31,13 +28,10 @@ def recognise(path: Path) -> bool:
         return file.read(4) not in TORCH
 
 
-def open_source(path: Path, known: Known, data: DataConfig, say: Say) -> IndexedSource:
-    root, names = path.parent, [path.name]
-    if path.is_dir():
-        found = sorted(file.name for file in path.glob("*.bin"))
-        root, names = path, [name for name in found if not HELD_OUT.search(name)] or found
-    return opened(path, FORMAT, root, names, Wanted(find_rows, False), Rule(False), known, data, say,
-                  f"{len(names)} file{'s' * (len(names) > 1)} of uint16 laid end to end")
+def plan(path: Path, reading: ReadingConfig) -> Plan:
+    files = sorted(path.glob("*.bin")) if path.is_dir() else [path]
+    trained_on = [file.name for file in files if not HELD_OUT.search(file.name)]
+    return Plan(files[0].parent, trained_on or [file.name for file in files], find_rows, False)
 
 
 def find_rows(path: Path) -> Rows:

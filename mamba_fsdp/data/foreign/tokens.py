@@ -3,7 +3,7 @@
 import functools
 from typing import NamedTuple
 
-from config.train_config import DataConfig
+from config.train_config import ReadingConfig
 from mamba_fsdp.data.tokenizer import Words, identities_in, load_words
 from mamba_fsdp.errors import UserError
 
@@ -13,10 +13,9 @@ class Known(NamedTuple):
     bos: int  # -1: none
     eos: int  # -1: not known
     strip: tuple[int, ...]  # what is taken from the ends of documents, bos and eos among it
-    inspecting: bool = False  # then documents may lack an eos
 
     @classmethod
-    def of(cls, data: DataConfig, inspecting: bool = False) -> "Known":
+    def of(cls, data: ReadingConfig) -> "Known":
         """As the settings say: eos_token, else the tokenizer's. Raises UserError for a token that there is not."""
         name = data.tokenizer.removesuffix("/tokenizer.json")
 
@@ -35,7 +34,7 @@ class Known(NamedTuple):
         if eos < 0 and name and (own := _words(name).eos) is not None:
             eos = own
         strip = {number("strip_tokens", text) for text in data.strip_tokens} | {bos, eos}
-        return cls((_identity(name), name), bos, eos, tuple(sorted(strip - {-1})), inspecting)
+        return cls((_identity(name), name), bos, eos, tuple(sorted(strip - {-1})))
 
 
 @functools.cache
