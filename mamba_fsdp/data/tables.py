@@ -92,26 +92,23 @@ def at_path(batch, steps):
     return struct_field(batch[steps[0]], steps[1:]) if steps[1:] else batch[steps[0]]
 
 
-def parquet_batches(path, column):
-    """(first row, share of the file before it) of each row group."""
+def places_to_cut(path, kind, column):
+    """(row, share of the file before it) where a parquet file's row groups or an Arrow file's batches begin."""
     import pyarrow.parquet
 
-    metadata, row = pyarrow.parquet.ParquetFile(path).metadata, 0
+    row, before = 0, 0.0
+    if kind == "arrow":
+        for row, _, done in arrow_arrays(path, column, 0):
+            yield row, before
+            before = done
+        return
+    metadata = pyarrow.parquet.ParquetFile(path).metadata
     for number in range(metadata.num_row_groups):
         yield row, row / metadata.num_rows
         row += metadata.row_group(number).num_rows
 
 
-def arrow_batches(path, column):
-    """The same of each record batch."""
-    before = 0.0
-    for row, _, done in arrow_arrays(path, column, 0):
-        yield row, before
-        before = done
-
-
 ARRAYS = {"parquet": parquet_arrays, "arrow": arrow_arrays, "csv": csv_arrays}
-BATCHES = {"parquet": parquet_batches, "arrow": arrow_batches}  # where a table can be cut
 
 
 def values(name, column, record, array):

@@ -34,7 +34,7 @@ from mamba_fsdp.data.documents import (
 )
 from mamba_fsdp.data.hub import why_offline
 from mamba_fsdp.data.json_files import array_blocks
-from mamba_fsdp.data.tables import ARRAYS, BATCHES, ROWS, values
+from mamba_fsdp.data.tables import ARRAYS, ROWS, places_to_cut, values
 from mamba_fsdp.errors import UserError, first_line
 
 UNIT_BYTES = 1 << 30  # of the input, all files end to end; about a shard of tokens
@@ -205,15 +205,15 @@ class Files:
         """Where the first document begins whose separator does in bytes [low, high) of a file; None for none."""
         path, kind = self.files[number]
         separator = LINE_BREAK if kind == "json" else separator_of(self.options) if kind == "text" else None
-        try:
-            if kind in BATCHES:
-                return _next_batch(path, kind, self.options.text_column, low, high)
+        with _named_errors(path, kind):
+            if kind in ("parquet", "arrow"):
+                places = ((row, share * self._sizes[number])
+                          for row, share in places_to_cut(path, kind, self.options.text_column))
+                return next(({"row": row} if at < high else None for row, at in places if at >= low), None)
             whole = not separator or os.path.splitext(path)[1].lower() in ARCHIVES
             if whole or kind == "json" and _is_array(_beginning(path)):
                 return None
             offset = _next_document(path, separator, low, high)
-        except OSError as error:
-            raise UserError(f"{path}: can't be read ({error.strerror or error})") from error
         return {"offset": offset, **({"since": offset} if kind == "json" else {})} if offset else None
 
     def sample(self, limit: int) -> Iterator[TextBlock]:
@@ -228,15 +228,13 @@ class Files:
     def _read(self, number, position=None, end=None):
         path, kind = self.files[number]
         position, end = position or {}, end or {}
-        try:
+        with _named_errors(path, kind):
             if kind == "text":
                 yield from _read_text(path, separator_of(self.options), end.get("offset"), **position)
             elif kind == "json":
                 yield from _read_json(path, end.get("offset"), **position)
             else:
                 yield from _read_table(path, kind, self.options.text_column, end.get("row"), **position)
-        except OSError as error:
-            raise UserError(f"{path}: can't be read ({error.strerror or error})") from error
 
 
 class Rows:
@@ -390,16 +388,6 @@ def _next_document(path, separator, low, high):
     return None
 
 
-def _next_batch(path, kind, column, low, high):
-    """The same for the row groups or batches of a table, where they lie by their share of its bytes or rows."""
-    size = os.path.getsize(path)
-    with _arrow_errors(path, kind):
-        for row, share in BATCHES[kind](path, column):
-            if share * size >= low:
-                return {"row": row} if share * size < high else None
-    return None
-
-
 def _beginning(path):
     return next((data for data, _ in _stretches(path) if data.strip()), b"")
 
@@ -428,22 +416,26 @@ def _cut_lines(buffer):
 def _read_table(path, kind, column, end=None, row=0):
     if kind == "csv":
         refuse_wide_characters(path, next(_stretches(path), (b"", 0))[0])
-    with _arrow_errors(path, kind):
-        for before, array, done in ARRAYS[kind](path, column, row):
-            length = len(array) if end is None else min(len(array), end - before)
-            for start in range(max(0, row - before), length, ROWS):
-                data = values(path, column, row + 1, array[start:min(start + ROWS, length)])
-                row += len(data)
-                yield TextBlock(path, "rows", data, {"row": row}, done, row - len(data) + 1)
-            if row == end:
-                break
+    for before, array, done in ARRAYS[kind](path, column, row):
+        array = array if end is None else array[:max(0, end - before)]
+        for start in range(max(0, row - before), len(array), ROWS):
+            data, first = values(path, column, row + 1, array[start:start + ROWS]), row + 1
+            row += len(data)
+            yield TextBlock(path, "rows", data, {"row": row}, done, first)
+        if row == end:
+            break
 
 
 @contextlib.contextmanager
-def _arrow_errors(path, kind):
-    import pyarrow
+def _named_errors(path, kind):
+    broken: tuple = ()
+    if kind in ARRAYS:
+        import pyarrow
 
+        broken = (pyarrow.ArrowException,)
     try:
         yield
-    except pyarrow.ArrowException as error:
+    except OSError as error:
+        raise UserError(f"{path}: can't be read ({error.strerror or error})") from error
+    except broken as error:
         raise UserError(f"{path}: broken, or no {kind} file ({first_line(error)})") from error

@@ -4,28 +4,27 @@
     OUT/dataset.json              what made them; written last
     OUT/.progress/                while unfinished: what each unit of the input has become (units.py)
 
-Each process takes units that nobody else is at; one writes the stores when all are finished (merging.py). The stores'
+Each process takes units that nobody else is at; one puts the stores together when all are finished. The stores'
 bytes depend on the input and the settings only, not on the number of processes or on being killed.
 """
 
 import collections
-import concurrent.futures
 import contextlib
 import errno
 import json
 import math
 import shutil
 import sys
+from concurrent.futures import BrokenExecutor, ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 
 from mamba_fsdp.data import tokenizer as tokenizers_
 from mamba_fsdp.data.documents import documents
-from mamba_fsdp.data.merging import merge
 from mamba_fsdp.data.store import TokenStore
 from mamba_fsdp.data.text import Files, Rows
-from mamba_fsdp.data.units import STORES, ProgressBar, Unit, exact, for_validation, store_names, unit_name
+from mamba_fsdp.data.units import STORES, ProgressBar, Unit, exact, for_validation, unit_name, writer
 from mamba_fsdp.data.workers import Workers
 from mamba_fsdp.durable import write_atomically
 from mamba_fsdp.errors import UserError
@@ -34,7 +33,9 @@ from mamba_fsdp.lease import Lease, living, share
 from mamba_fsdp.storage import patiently
 
 TRAINING_SAMPLE = 32 << 20  # bytes of text that a tokenizer is trained on
-PROGRESS, EARLIER_PROGRESS = ".progress", ".progress.json"
+PROGRESS = ".progress"
+AT_ONCE = 16  # files: each is a round trip on a network file system
+REASONS = {"empty": "empty documents", "skipped": "with invalid UTF-8"}
 RESUMES = "the same command resumes from here"
 # The options that the stores' bytes depend on.
 RECORDED = ("text_column", "documents", "invalid_utf8", "tokenizer", "eos_token", "validation_fraction", "shard_tokens")
@@ -65,7 +66,7 @@ def make_dataset(source: Files | Rows, out: str | Path, *, save_seconds: float =
         remedy = "free some space" if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG) else "fix that"
         place = f"{error.filename or out}: can't be written ({error.strerror})"
         raise UserError(f"{place}; {remedy}, then {RESUMES}") from error
-    except concurrent.futures.BrokenExecutor as error:
+    except BrokenExecutor as error:
         raise UserError(f"a worker process was killed, maybe out of memory; try fewer --workers, {RESUMES}") from error
     except KeyboardInterrupt:
         print(f"\n{out} is unfinished; {RESUMES}", file=sys.stderr)
@@ -78,7 +79,7 @@ def _make_folder(out):
         raise UserError(f"{out}: is a file; name a folder for the stores")
     out.mkdir(parents=True, exist_ok=True)
     others = sorted(path.name for path in out.iterdir() if not path.name.startswith("."))
-    if others and not any((out / name).exists() for name in ("dataset.json", PROGRESS, EARLIER_PROGRESS)):
+    if others and not any((out / name).exists() for name in ("dataset.json", PROGRESS)):
         raise UserError(f"{out}: not empty and not made by this program (it holds {', '.join(others[:3])}); choose "
                         "another folder")
 
@@ -124,7 +125,7 @@ def _clear(out):
     """Removes an earlier dataset, and nothing else. Its indexes go first: a store cut short must not look whole."""
     if alive := living([Lease(path) for path in (out / PROGRESS).glob("*.lease")]):
         raise UserError(f"{out}: {alive[0].holder()} is writing here; wait for it or choose another folder")
-    for name in ("dataset.json", "train/index.json", "validation/index.json", EARLIER_PROGRESS):
+    for name in ("dataset.json", "train/index.json", "validation/index.json"):
         (out / name).unlink(missing_ok=True)
     for name in (*STORES, PROGRESS):
         shutil.rmtree(out / name, ignore_errors=True)
@@ -158,11 +159,10 @@ class _Tokenization:
     def __init__(self, source, out, settings):
         self.source, self.out, self.settings, self.folder = source, out, settings, out / PROGRESS
         self.agreed = self.folder / "settings.json"
+        self.stores = STORES if source.options.validation_fraction else STORES[:1]
 
     def run(self, save_seconds):
         source, options = self.source, self.source.options
-        if (self.out / EARLIER_PROGRESS).exists():
-            raise UserError(f"{self.out}: begun by an earlier version of this program; start again with --overwrite")
         self.folder.mkdir(exist_ok=True)
         _say_before(source)
         tokenizer = self._agree()
@@ -182,7 +182,7 @@ class _Tokenization:
         with Workers(tokenizer, options) as workers, contextlib.closing(ProgressBar(source, len(own))) as bar:
             held = share(self.folder, units, self._is_finished, work)
         held = held or share(self.folder, ["merge"], lambda _: (self.out / "dataset.json").exists(),
-                             lambda *_: merge(self.out, self.folder, self.settings, source, tokenizer))
+                             lambda *_: _merge(self.out, self.folder, self.settings, source, tokenizer))
         return self._say_unfinished(held) if held else _load(self.out / "dataset.json")
 
     def _is_finished(self, name):
@@ -234,7 +234,7 @@ class _Tokenization:
                 print(f"it has {tokenizer.vocab_size} tokens only: no more pairs repeat in this little text")
         else:
             tokenizer = tokenizers_.load(options.tokenizer, options.eos_token)
-        for name in store_names(options.validation_fraction):
+        for name in self.stores:
             tokenizer.save(self.out / name / "tokenizer")
         write_atomically(self.agreed, json.dumps({**DATASET.header(), "settings": self.settings,
                                                   "tokenizer": tokenizer.identity, "units": self.source.unit_count}))
@@ -250,3 +250,79 @@ class _Tokenization:
                             "folder")
         print(f"{self.out} is unfinished ({left}), in the hands of {shown}; the last to end completes it. If they "
               "are stopped, the same command does, with any part")
+
+
+def _merge(out, folder, settings, source, tokenizer):
+    """The last step: the shards of all units, in their order, become the stores; nothing is copied but the shard whose
+    end is held out where the documents are too few. Killed, it is begun again by whoever comes next: what it starts
+    from stays until dataset.json is written. Raises UserError where there is no text, and where the input changed."""
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        units = list(pool.map(lambda unit: json.loads((folder / f"{unit_name(unit)}.json").read_bytes()),
+                              range(source.unit_count)))
+    counts = {name: sum(unit["counts"][name] for unit in units) for name in REASONS}
+    left_out = ", ".join(f"{count:,} {REASONS[name]}" for name, count in counts.items() if count)
+    left_out = f"left out: {left_out}" if left_out else ""
+    if not (written := sum(unit["written"] for unit in units)):
+        raise UserError(f"the input holds no text ({left_out or 'it is empty'})")
+    if source.describe() != settings["input"]:
+        raise UserError("the input changed while it was read; start again with --overwrite")
+    names = STORES if settings["validation_fraction"] else STORES[:1]
+    shards = {name: [(folder / unit_name(number) / name / shard["name"], shard)
+                     for number, unit in enumerate(units) for shard in unit["stores"][name]] for name in names}
+    last = shards["train"].pop() if "validation" in names and not shards["validation"] else None
+    stores = {name: writer(out / name, source, tokenizer, _put_together(out / name, shards[name])) for name in names}
+    held_out = _hold_out_end(last[0], stores, exact(settings["validation_fraction"]), tokenizer) if last else 0
+    stores["train"].end_document()
+    done = {**DATASET.header(), "settings": settings, "tokenizer": tokenizer.identity,
+            "vocab_size": tokenizer.vocab_size, "counts": counts,
+            "stores": {name: {"tokens": store.token_count, "documents": store.document_count}
+                       for name, store in stores.items()}}
+    for path in [*out.glob(".*.tmp"), *(path for name in names for path in (out / name).rglob(".*.tmp"))]:
+        path.unlink()  # what a kill left of files that were being written
+    for store in stores.values():
+        store.finish()
+    write_atomically(out / "dataset.json", json.dumps(done, indent=1) + "\n")
+    shutil.rmtree(folder, ignore_errors=True)
+    if held_out:
+        print(f"held out for validation: the last {held_out:,} tokens (a validation_fraction of "
+              f"{settings['validation_fraction']:g} of {written:,} document{'s' * (written > 1)} is no whole one)")
+    for store in stores.values():
+        print(f"{store.path}: {store.token_count:,} tokens in {store.document_count:,} documents")
+    seconds, tokens = sum(unit["seconds"] for unit in units), sum(store.token_count for store in stores.values())
+    print(f"vocabulary {tokenizer.vocab_size:,} ({store.dtype.name}); {seconds:.1f} s"
+          f"{' of all parts together' * bool(source.options.part)}, {tokens / max(seconds, 1e-9):,.0f} tokens/s"
+          f"{' a part' * bool(source.options.part)}{f'; {left_out}' if left_out else ''}")
+
+
+def _put_together(store, shards):
+    """Gives the shards, each (path without suffix, entry), their numbers in the store; what a writer resumes from."""
+    entries = [{**shard, "name": f"{number:05d}"} for number, (_, shard) in enumerate(shards)]
+
+    def move(old, new):
+        if not new.exists():
+            with contextlib.suppress(FileNotFoundError):  # another process was faster
+                patiently(lambda: old.rename(new), new)
+
+    pairs = [(Path(f"{path}.{suffix}"), store / f"{entry['name']}.{suffix}")
+             for (path, _), entry in zip(shards, entries) for suffix in ("bin", "doc")]
+    store.mkdir(parents=True, exist_ok=True)
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        list(pool.map(move, *zip(*pairs)))
+    return {"shards": entries}
+
+
+def _hold_out_end(path, stores, fraction, tokenizer):
+    """Too few documents for a whole one: the last tokens, of the last shard, become the validation store. Returns their
+    number."""
+    train, validation = stores["train"], stores["validation"]
+    tokens = np.memmap(f"{path}.bin", train.dtype, "r")
+    total = train.token_count + len(tokens)
+    first, decode = max(1, len(tokens) - max(2, round(total * fraction))), tokenizer.backend.decode
+    cut = next((at for at in range(first, len(tokens) - 1) if tokens[at] != train.eos
+                and not decode(tokens[max(0, at - 8):at].tolist()).endswith("\ufffd")), 0)  # not in a character
+    if not cut:
+        raise UserError(f"{total} tokens are too few to hold some out; use --overwrite --validation_fraction=0")
+    for store, part in ((train, tokens[:cut]), (validation, tokens[cut:])):
+        for begin in range(0, len(part), 1 << 20):
+            store.append(part[begin:begin + (1 << 20)])
+    return len(tokens) - cut

@@ -43,10 +43,6 @@ def writer(path: Path, source: Files | Rows, tokenizer: TextTokenizer, state: di
                        shard_tokens=source.options.shard_tokens, state=state)
 
 
-def store_names(fraction: float) -> tuple[str, ...]:
-    return STORES if fraction else STORES[:1]
-
-
 class Unit:
     """A unit, as far as it is: reads it, deals its documents out to the stores, and records how far it is."""
 
@@ -60,7 +56,7 @@ class Unit:
         if (begun := self.path.with_suffix(".begun")).exists():
             self.progress = json.loads(begun.read_bytes())
         self.stores = {name: writer(self.path / name, source, tokenizer, self.progress["stores"].get(name))
-                       for name in store_names(source.options.validation_fraction)}
+                       for name in (STORES if self.fraction else STORES[:1])}
 
     def tokenise(self, workers: Workers, lease: Lease, bar: "ProgressBar", save_seconds: float) -> None:
         """Returns when the unit is finished, or `lease` is found lost."""

@@ -34,7 +34,7 @@ import get_dataset
 from config.dataset_config import DatasetConfig
 from mamba_fsdp import command_line
 from mamba_fsdp import lease as lease_
-from mamba_fsdp.data import merging, text, tokenize, units, workers
+from mamba_fsdp.data import text, tokenize, units, workers
 from mamba_fsdp.data import tokenizer as tokenizers_
 from mamba_fsdp.data.documents import documents
 from mamba_fsdp.data.store import StoreWriter, TokenStore
@@ -466,7 +466,7 @@ def test_a_dataset_name_that_is_nowhere(prepare, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("name, where, killed_before", [
-    ("x.txt", merging, "_hold_out_end"), ("y.jsonl", StoreWriter, "finish"), ("z.txt", merging, "write_atomically")])
+    ("x.txt", tokenize, "_hold_out_end"), ("y.jsonl", StoreWriter, "finish"), ("z.txt", TokenStore, "__init__")])
 def test_the_end_of_too_few_documents_is_held_out(name, where, killed_before, prepare, tmp_path, texts, capsys,
                                                   monkeypatch):
     """One long document, or a few: told before the work starts, validation gets the last tokens, cut where a character
@@ -576,7 +576,7 @@ RESUMABLE = """
 import sys
 from config.dataset_config import DatasetConfig
 from mamba_fsdp import lease as lease_
-from mamba_fsdp.data import merging, text, tokenize, units, workers
+from mamba_fsdp.data import text, tokenize, units, workers
 if __name__ == "__main__":
     source, out, tokenizer, eos = sys.argv[1:]
     options = DatasetConfig(tokenizer=tokenizer, eos_token=eos, workers=2, shard_tokens=100_000,
