@@ -23,15 +23,17 @@ def brought(launcher: str, file: str) -> str:
     unknown = {key: f"{key}={text} holds a variable of the shell; give its value" for key, text in given.items()
                if "$" in str(text) and not key.isupper() and not (key in names() and names()[key].changes_nothing())}
     theirs = resolve.Place({key: text for key, text in given.items() if key not in unknown}, f"in {path}")
-    usual = resolve.Place(DEFAULTS[launcher], f"in {LAUNCHERS[launcher]}")
+    their_name = LAUNCHERS[launcher]
+    usual = resolve.Place(DEFAULTS[launcher], f"in {their_name}")
     resolve.leave_out(usual.chosen, theirs.chosen)
     chosen = {**usual.chosen, **theirs.chosen}
     pointless = resolve.pointless(chosen)
-    lines = [f"# {path}, of {LAUNCHERS[launcher]}, as python -m mamba_fsdp settings --from={launcher} reads it"]
+    lines = [f"# {path} of {their_name}, read by python -m mamba_fsdp settings --from={launcher}"]
     lines += [_line(name, theirs) for name in theirs.chosen if name not in pointless]
-    lines += ["", f"# what {LAUNCHERS[launcher]} takes where nothing is given"]
+    lines += ["", f"# what {their_name} takes where nothing is given"]
     lines += [_line(name, usual) for name in usual.chosen if name not in {*theirs.chosen, *pointless}]
-    without = unknown | theirs.mistakes | {key: note for key, note in theirs.notes.items() if " changes nothing here" in note}
+    needless = {key: note for key, note in theirs.notes.items() if " changes nothing here" in note}
+    without = unknown | theirs.mistakes | needless
     without |= {theirs.taken[name].key: words for name, words in pointless.items() if name in theirs.chosen}
     if without:
         lines += ["", "# without a counterpart", *(f"# {_one_line(words)}" for words in without.values())]

@@ -16,8 +16,8 @@ def page(launcher: str) -> str:
     equal = ", ".join(f"`{row.names}`" for row in rows if row.names == row.ours and _is_same(row))
     other = [f"| {', '.join(f'`{name}`' for name in row.names.split())} | {_here(row)} |" for row in rows
              if row.names != row.ours or not _is_same(row)]
-    return "\n".join([above + MARK, "## Every setting", "", f"The same here: {equal}.", "", "| there | here |", "|---|---|",
-                      *other, ""])
+    return "\n".join([above + MARK, "## Every setting", "", f"The same here: {equal}.", "", "| there | here |",
+                      "|---|---|", *other, ""])
 
 
 def _is_same(row: Foreign) -> bool:
@@ -25,12 +25,12 @@ def _is_same(row: Foreign) -> bool:
 
 
 def _here(row: Foreign) -> str:
+    values = row.values if isinstance(row.values, Mapping) else {}
     if not row.ours:
-        only = [value for value in row.values if value != ANYTHING]
+        only = [value for value in values if value != ANYTHING]
         said = "not needed" if row.changes_nothing() else "none"
         fine = f" (`{'`, `'.join(only)}` changes nothing)" if only else ""
         return f"{said}{fine}: {row.words}"
-    values = row.values if isinstance(row.values, Mapping) else {}
     each = "; ".join(_value(theirs, ours) for theirs, ours in values.items() if ours != ANYTHING)
     setting = " and ".join(f"`{name}`" for name in row.ours.split())
     return setting + (f": {each}" if each else "") + (f" ({row.words})" if row.words else "")

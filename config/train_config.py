@@ -27,7 +27,8 @@ VALIDATION = Needs("eval_interval above 0 and a validation_path",
                    or settings.training.eval_interval.count and settings.data.validation_path != "none")
 AHEAD = Needs("num_workers above 0", lambda settings: settings.data.num_workers)
 DECAY = Needs("schedule=wsd", lambda settings: settings.lr_schedule.schedule == "wsd")
-FALLING = Needs("another schedule than constant", lambda settings: settings.lr_schedule.schedule != "constant")
+FALLING = Needs("schedule=cosine, linear or wsd",
+                lambda settings: settings.lr_schedule.schedule in ("cosine", "linear", "wsd"))
 FLOOR = Needs("a schedule that decays to a floor: cosine, linear, or wsd with decay_steps other than 0",
               lambda settings: settings.lr_schedule.schedule in ("cosine", "linear", "wsd")
               and settings.lr_schedule.decay_steps.count)
@@ -137,8 +138,8 @@ class ScheduleConfig:
     decay_steps: Duration = steps(-1, at_least=-1, needs=DECAY)
     """Length of the final decay of wsd; -1 means a tenth of the run."""
     schedule_steps: Duration = steps(-1, at_least=-1, needs=FALLING)
-    """Length of cosine, wsd, linear and annealing where it is not that of the run: a longer run stays where it ends; -1
-    means the run's."""
+    """Length of cosine, wsd and linear where it is not that of the run: a longer run stays at the floor; -1 means the
+    run's."""
     min_learning_rate_ratio: float = setting(0.1, at_least=0, at_most=1, needs=FLOOR)
     """Floor of cosine, wsd and linear, as a share of learning_rate."""
     lengthened: str = setting("auto", choices=("auto", "hold", "follow", "rewarm"))

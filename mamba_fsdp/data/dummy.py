@@ -5,6 +5,7 @@ from pathlib import Path
 import numpy as np
 
 from mamba_fsdp.data.source import Tokens
+from mamba_fsdp.errors import UserError
 
 TOKENS = 1 << 50  # more than any run reads
 
@@ -17,6 +18,10 @@ class DummySource:
     def __init__(self, vocab_size: int) -> None:
         self.vocab_size, self.identity = vocab_size, f"dummy:{vocab_size}"
         self.document_count = TOKENS // vocab_size
+
+    @property
+    def tokenizer_path(self) -> Path:
+        raise UserError("made-up tokens have no tokenizer")
 
     def read(self, start: int, count: int) -> Tokens:
         tokens = np.arange(start, start + count) % self.vocab_size

@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 
@@ -168,7 +168,7 @@ def split_step(training: TrainingConfig, world: World) -> Split:
 def open_data(settings: TrainConfig, say: Say) -> tuple[dict[str, Source], dict[str, float], list[Source]]:
     """(training sources, their shares, validation sources). Raises UserError where one is missing or doesn't fit."""
     if settings.data.use_dummy_dataset:
-        dummy: Any = DummySource(settings.model.vocab_size)
+        dummy = DummySource(settings.model.vocab_size)
         say("data       made-up tokens, for benchmarks; no validation")
         return {dummy.path.name: dummy}, {dummy.path.name: 1.0}, []
     if settings.training.dry_run and missing_builtin(settings.data):

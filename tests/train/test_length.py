@@ -1,0 +1,111 @@
+"""The length of a run and of its steps: in epochs, by gradient accumulation, beside a schedule; on made-up tokens."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from mamba_fsdp.data.dummy import DummySource
+from mamba_fsdp.data.order import Order
+from mamba_fsdp.data.selection import training_sources
+from mamba_fsdp.errors import UserError
+
+
+def equal(one, other):
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+@pytest.fixture
+def epoch(corpus):
+    """epoch(**data settings) -> the windows of all sources together, counted by hand."""
+    def count(**given):
+        from config.resolve import resolve_settings
+        words = {"dataset_path": str(corpus), "seq_length": "32", **given}
+        sources = training_sources(resolve_settings(words)[0].data)[0]
+        return sum((source.token_count - 1) // 32 for source in sources.values())
+    return count
+
+
+@pytest.mark.slow
+def test_epochs_read_each_window_as_often(train, tmp_path, epoch, metrics_of):
+    """Of two sources, too, whose weights are their tokens."""
+    for given, batch in (({}, 8), ({"datasets": "train,other"}, 16)):
+        run = tmp_path / f"run{batch}"
+        said = train(run, num_epochs=0.5, batch_size=batch, eval_interval=0, report_interval=1, **given)
+        steps = math.ceil(math.ceil(epoch(**given) / 2) / batch)
+        assert f"{steps:,} of {batch} x 32" in said and metrics_of(run)[-1]["step"] == steps
+
+
+def test_an_epoch_is_the_windows_of_the_mixture():
+    class Of:
+        def __init__(self, tokens):
+            self.token_count, self.identity = tokens, "x"
+
+    order = Order({"a": Of(101), "b": Of(51), "out": Of(1001)}, {"a": 2, "b": 1, "out": 0}, 10, 0)
+    assert order.epoch_windows == 10 + 5
+    source, window, epochs = order.samples(0, 15)
+    assert set(epochs.tolist()) == {0} and len(set(zip(source.tolist(), window.tolist()))) == 15
+
+
+@pytest.mark.slow
+def test_a_run_of_epochs_resumes_and_is_lengthened(train, tmp_path, weights_of, metrics_of):
+    common = {"batch_size": 64, "eval_interval": 0, "checkpoint_interval": 2}
+    train(tmp_path / "whole", num_epochs=0.9, **common)
+    whole = metrics_of(tmp_path / "whole")[-1]["step"]
+    train(tmp_path / "broken", num_epochs=0.9, **common)
+    for step in sorted((tmp_path / "broken/checkpoints").glob("step_*"))[1:]:
+        for file in step.iterdir():
+            file.unlink()
+        step.rmdir()
+    (tmp_path / "broken/pth").rename(tmp_path / "former")
+    assert "resumes    from" in train(tmp_path / "broken", num_epochs=0.9, **common)
+    assert equal(weights_of(tmp_path / "whole"), weights_of(tmp_path / "broken"))
+    assert "over " in train(tmp_path / "whole", num_epochs=0.9, **common)
+    said = train(tmp_path / "whole", num_epochs=1.8, **common)
+    assert "lengthened=hold" in said and metrics_of(tmp_path / "whole")[-1]["step"] in (2 * whole, 2 * whole - 1)
+
+
+@pytest.mark.slow
+def test_accumulation_by_device_is_the_global_batch(train, tmp_path, weights_of):
+    train(tmp_path / "one", gradient_accumulation_steps=3)
+    train(tmp_path / "other", global_batch_size=6)
+    assert equal(weights_of(tmp_path / "one"), weights_of(tmp_path / "other"))
+
+
+@pytest.mark.slow
+def test_a_schedule_ends_before_the_run(train, tmp_path, metrics_of):
+    def rates(run, **given):
+        train(tmp_path / run, eval_interval=0, report_interval=1, **given)
+        return [entry["learning_rate"] for entry in metrics_of(tmp_path / run)]
+
+    short, beside = rates("short", num_steps=4), rates("beside", num_steps=8, schedule_steps=4)
+    assert beside[:4] == short and set(beside[4:]) == {short[-1]} and short[-1] == pytest.approx(0.001)
+    said = train(tmp_path / "beside", eval_interval=0, num_steps=10, schedule_steps=4)
+    assert "schedule   " not in said, "a longer run stays where its schedule ended"
+
+
+@pytest.mark.slow
+def test_made_up_tokens_train_and_resume(train, tmp_path, weights_of):
+    common = {"use_dummy_dataset": True, "dataset_path": "nowhere", "seq_length": 48, "vocab_size": 50}
+    said = train(tmp_path / "whole", num_steps=6, schedule="constant", **common)
+    assert "made-up tokens" in said and "validation loss" not in said
+    train(tmp_path / "parts", num_steps=3, schedule="constant", **common)
+    train(tmp_path / "parts", num_steps=6, schedule="constant", **common)
+    assert equal(weights_of(tmp_path / "whole"), weights_of(tmp_path / "parts"))
+    with pytest.raises(UserError, match="have no end"):
+        train(tmp_path / "epochs", num_epochs=1, **common)
+
+
+def test_made_up_tokens_are_the_same_wherever_they_are_read():
+    source = DummySource(50)
+    tokens, positions, mask = source.read(45, 10)
+    assert tokens.tolist() == [45, 46, 47, 48, 49, 0, 1, 2, 3, 4] == positions.tolist() and mask is None
+    assert np.array_equal(source.read(source.token_count - 20, 10).tokens, source.read(source.token_count - 20, 10)[0])
+
+
+@pytest.mark.slow
+def test_a_preset_with_short_samples_is_told(train, tmp_path):
+    said = train(tmp_path / "run", model_name="mamba-130m", dry_run=True)
+    assert "samples    32 tokens each; mamba-130m was made with seq_length=2048" in said
+    assert "samples    " not in train(tmp_path / "run", dry_run=True)
