@@ -55,6 +55,11 @@ def becomes(launchers: str, names: str, ours: str, values: Any = None, words: st
     return [Foreign(launchers, names, ours, values or {ANYTHING: ANYTHING}, words)]
 
 
+def environment(launchers: str, names: str, words: str) -> list[Foreign]:
+    """Variables of a script; no settings."""
+    return [Foreign(launchers, names, "", {}, f"a variable in the environment of 1.train.sbatch: {words}")]
+
+
 # ---------------------------------------------------------------- conversions
 
 def composer_time(text: Any, _given: Mapping[str, Any]) -> str:
@@ -229,8 +234,9 @@ TABLE: list[Foreign] = [row for rows in (
              "rdzv_endpoint num_processes multi_gpu", "1.train.sbatch starts the ranks"),
     needless("aws", "container_image container_mount_home container_mounts",
              "1.train.sbatch starts the containers: IMAGE=FILE.sqsh, MOUNTS=/a,/b"),
-    missing("aws trainer", "GPUS_PER_NODE NUM_GPUS", "PROCESSES_PER_NODE=N ./1.train.sbatch, without it all GPUs", ""),
-    missing("aws", "DATA_PATH FSX_MOUNT", "what settings name is mounted by itself, the rest by MOUNTS=/a,/b", ""),
+    environment("aws", "GPUS_PER_NODE", "the same as PROCESSES_PER_NODE=N, without which every GPU is used"),
+    environment("aws", "DATA_PATH FSX_MOUNT", "mounted as MOUNTS=/a,/b are; what settings name is mounted anyway"),
+    environment("trainer", "NUM_GPUS", "PROCESSES_PER_NODE=N, without which every GPU is used"),
 ) for row in rows]
 
 # What each launcher takes where its user gives nothing, in its words: for a file that is brought here.
@@ -301,6 +307,7 @@ def _value(row: Foreign, text: Any, given: Mapping[str, Any], said: str) -> Any:
     plain = _plain(text, row.values)
     if plain not in row.values and ANYTHING not in row.values:
         ready = f"expected {' or '.join(row.values)}" if row.ours else f"there is none here: {row.words}"
+        ready = ready if row.values else row.words
         raise UserError(f"{said}: {ready}")
     value = row.values.get(plain, row.values.get(ANYTHING))
     if value and value.startswith("!"):

@@ -30,7 +30,7 @@ def _here(row: Foreign) -> str:
         only = [value for value in values if value != ANYTHING]
         said = "not needed" if row.changes_nothing() else "none"
         fine = f" (`{'`, `'.join(only)}` changes nothing)" if only else ""
-        return f"{said}{fine}: {row.words}"
+        return f"{said}{fine}: {row.words}" if values else row.words
     each = "; ".join(_value(theirs, ours) for theirs, ours in values.items() if ours != ANYTHING)
     setting = " and ".join(f"`{name}`" for name in row.ours.split())
     return setting + (f": {each}" if each else "") + (f" ({row.words})" if row.words else "")

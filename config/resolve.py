@@ -190,7 +190,9 @@ def find_config_file(name: str) -> Path:
         if path.is_file():
             return path
     ready = ", ".join(sorted(path.stem for path in Path(__file__).parent.glob("*.yaml")))
-    raise UserError(f"config: there is no file {name}; give a path or one of {ready}")
+    same = elsewhere.CONFIGS.get(Path(name).stem)
+    hint = f"that run is --config={same} here" if same else f"give a path or one of {ready}"
+    raise UserError(f"config: there is no file {name}; {hint}")
 
 
 def load_yaml(path: Path) -> dict:
@@ -305,7 +307,8 @@ def help_page() -> str:
              "  python training.py [--config=FILE.yaml] [--SETTING=VALUE ...]", "",
              "A setting may carry its section (--optimizer.learning_rate) and stand in YAML, flat or in sections.",
              "The command line wins over --config, that over the preset named by model_name, that over the defaults.",
-             "Whole numbers may end in k, M, B or T (10k, 1.5M); durations are steps (10k), or tokens (2Btok)."]
+             "Whole numbers may end in k, M, B or T (10k, 1.5M); durations are steps (10k), or tokens (2Btok).",
+             "Words of other launchers work where they mean the same: docs/from-*.md."]
     for section, kind in SECTIONS.items():
         lines += ["", f"{section}: {' '.join(kind.__doc__.split())}", *help_lines(kind)]
     return "\n".join(lines)

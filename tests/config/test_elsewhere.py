@@ -28,13 +28,17 @@ PUBLISHED = {
         "use_nsight=True": "PROFILE=nsys", "use_wandb=False": {"tracker": []},
         "use_wandb=True": {"tracker": ["wandb"]},
         "wandb_dir=PATH": None, "wandb_project_name=training": None, "wandb_run_id=aabbccdd": None,
-        "use_torch_compile=False": {"use_torch_compile": False}, "DATA_PATH=/fsx": "MOUNTS=",
-        "FSX_MOUNT=/fsx:/fsx": "MOUNTS=", "GPUS_PER_NODE=8": "PROCESSES_PER_NODE=N"},
+        "use_torch_compile=False": {"use_torch_compile": False}, "DATA_PATH=/fsx": "environment",
+        "FSX_MOUNT=/fsx:/fsx": "environment", "GPUS_PER_NODE=8": "PROCESSES_PER_NODE=N",
+        "sep_token=1": {"eos_token": "1"}},
     "fms": {
         "model_variant=mamba_9.8b": {"model_name": "mamba_9.8b"}, "model_variant=7b": {"model_name": "7b"},
         **{f"model_variant={name}": {"model_name": name} for name in (
             "13b", "34b", "70b", "llama2_1.4b", "llama3_194m_4k", "llama3_1.8b", "llama3_1.8b_4k", "llama3_3.2b",
             "llama3_8b_4k", "llama3_8b", "llama3_70b_4k")},
+        "tokenizer_path=PATH": {"tokenizer": "PATH"}, "col_name=tokens": {"col_name": "tokens"},
+        "bos_token=None": {"bos_token": ""}, "eos_token=0": {"eos_token": "0"}, "strip_tokens=": {"strip_tokens": []},
+        "strip_tokens=1,2": {"strip_tokens": ["1", "2"]},
         "data_path=PATH": {"dataset_path": "PATH"}, "vocab_size=128256": {"vocab_size": 128256},
         "ckpt_load_path=PATH": {"load_ckpt_path": "PATH"}, "ckpt_save_path=PATH": {"save_ckpt_path": "PATH"},
         "use_dummy_dataset=True": {"use_dummy_dataset": True}, "file_type=arrow": None, "file_type=hf_parquet": None,
@@ -104,6 +108,14 @@ def test_each_row_leads_to_settings_that_there_are():
     assert not {names: lost for names, lost in known.items() if lost}
     assert all(set(row.launchers.split()) <= elsewhere.LAUNCHERS.keys() for row in elsewhere.TABLE)
     assert all(row.words or row.ours for row in elsewhere.TABLE), "a row without counterpart says why"
+
+
+@pytest.mark.parametrize("name, said", [("configs/mamba_130m.yaml", "that run is --config=wikitext103 here"),
+                                        ("mine.yaml", "give a path or one of bamba-9b")])
+def test_a_config_of_theirs_that_is_not_there_names_ours(name, said):
+    with pytest.raises(UserError) as caught:
+        resolve.resolve_settings({}, name)
+    assert said in str(caught.value)
 
 
 def test_a_flag_that_begins_with_no_is_itself():
