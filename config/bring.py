@@ -2,7 +2,6 @@
 
 import re
 from pathlib import Path
-from typing import Any
 
 from config import resolve
 from config.elsewhere import DEFAULTS, LAUNCHERS, names
@@ -34,9 +33,10 @@ def brought(launcher: str, file: str) -> str:
     lines += [_line(name, usual) for name in usual.chosen if name not in {*theirs.chosen, *pointless}]
     needless = {key: note for key, note in theirs.notes.items() if " changes nothing here" in note}
     without = unknown | theirs.mistakes | needless
-    without |= {theirs.taken[name].key: words for name, words in pointless.items() if name in theirs.chosen}
+    without |= {theirs.taken[name].key: words.partition(";")[0] for name, words in pointless.items()
+                if name in theirs.chosen}
     if without:
-        lines += ["", "# without a counterpart", *(f"# {_one_line(words)}" for words in without.values())]
+        lines += ["", "# without a counterpart", *(f"# {' '.join(words.split())}" for words in without.values())]
     return "\n".join(lines) + "\n"
 
 
@@ -69,7 +69,3 @@ def _line(name: str, place: resolve.Place) -> str:
     written = str(value) if isinstance(value, Duration) else yaml.safe_dump(value, default_flow_style=True, width=1000)
     written = written.removesuffix("\n").removesuffix("\n...")
     return f"{name}: {written}" + (f"  # {key.rpartition('.')[2]}" if key.rpartition(".")[2] != name else "")
-
-
-def _one_line(words: Any) -> str:
-    return " ".join(str(words).split())

@@ -64,6 +64,9 @@ def resolve_settings(given: Mapping[str, Any], config_file: str | None = None,
     settings = _build(chosen)
     settings.check()
     notes, wrong = [*in_file.notes.values(), *on_line.notes.values()], []
+    if launcher := elsewhere.launcher_of({**in_file.given, **on_line.given}):
+        notes.append(f"what {elsewhere.LAUNCHERS[launcher]} takes where nothing is given is not always what is taken "
+                     f"here: docs/from-{launcher}.md")
     pointless_in_file = _pointless(_build(in_file.chosen), in_file.chosen, _usual(in_file.chosen))
     for name, sentence in _pointless(settings, chosen, _usual(chosen)).items():
         if settings.checkpoint.init_from and name in vars(settings.model):

@@ -158,6 +158,7 @@ def test_a_section_of_theirs_is_only_a_prefix(tmp_path):
     settings = resolve.resolve_settings({}, str(file))[0]
     assert (settings.training.global_batch_size, settings.optimizer.learning_rate) == (16, 1e-3)
     assert (settings.report.wandb_project, settings.report.wandb_name) == ("mine", "one")
+    assert settings.notes[-1].endswith("docs/from-composer.md"), "defaults that differ are not silent"
 
 
 @pytest.mark.parametrize("name, length", [("demo", 256), ("state-spaces/mamba-130m", 2048), ("mamba2-1.3b", 2048),
