@@ -7,15 +7,11 @@ from config.dataset_config import DatasetConfig
 from config.train_config import DataConfig
 from mamba_fsdp.storage import exists
 
-PROJECT = Path(__file__).resolve().parents[2]
-NAME = "data/builtin"
-
 
 def builtin_folder(data: DataConfig) -> Path | None:
     """The folder of the built-in data, absolute, where that is what these settings read; else None."""
-    folder = Path(os.path.abspath(data.dataset_path))
-    places = (Path(os.path.abspath(NAME)), PROJECT / NAME)
-    return folder if folder in places and not data.use_dummy_dataset else None
+    folder, builtin = os.path.abspath(data.dataset_path), os.path.abspath("data/builtin")
+    return Path(builtin) if folder == builtin and not data.use_dummy_dataset else None
 
 
 def missing_builtin(data: DataConfig) -> Path | None:

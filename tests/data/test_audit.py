@@ -72,6 +72,7 @@ def run(folder, sizes, starts):
     return saved, read
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=25)
 @given(sizes=SIZES, starts=STARTS)
 def test_every_window_is_read_as_often_as_its_epochs_say_and_the_audit_agrees(sizes, starts):
@@ -128,6 +129,7 @@ def forge(lines, how, number, source):
     return True
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=40)
 @given(sizes=SIZES, starts=STARTS, number=st.integers(0, 50), source=st.integers(0, 3),
        how=st.sampled_from(["repetition", "gap", "dropped", "doubled", "longer", "exchanged", "read"]))

@@ -27,6 +27,7 @@ def compare(layers, **options):
     return {row.form: row for row in gpu.compare("tiny", config, weights, 24, 2, **options)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("layers", TINY)
 def test_every_form_trains_the_same_model_or_says_why_not(layers, checkpointing):
@@ -40,6 +41,7 @@ def test_every_form_trains_the_same_model_or_says_why_not(layers, checkpointing)
     assert rows["ours"].times_ours == 1 and "GPU" in rows["mamba_ssm"].note
 
 
+@pytest.mark.slow
 def test_another_model_is_noted(monkeypatch):
     """A form that starts from other weights is no comparison: the table says so."""
     def other(config, weights, *rest):

@@ -263,6 +263,7 @@ def test_a_trap_in_a_checkpoint_of_composer(number, tmp_path):
     assert not (tmp_path / "executed").exists()
 
 
+@pytest.mark.slow
 def test_what_is_refused_can_be_converted_by_the_line_that_is_named(tmp_path):
     state = {"state": {"model": random_state(CONFIG), "user": Harmless()}}
     torch.save(state, tmp_path / "own.pt")

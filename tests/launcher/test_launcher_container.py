@@ -208,6 +208,7 @@ def test_without_gpus_nvidias_driver_is_not_asked_for(cluster, launcher_project)
     assert "--container-env=NVIDIA_VISIBLE_DEVICES" not in words
 
 
+@pytest.mark.slow
 def test_a_first_try_makes_its_corpus(submit, launcher_project):
     """Bare, in a fresh checkout."""
     done, asked = submit()

@@ -218,6 +218,7 @@ def test_wandb_goes_on_in_the_same_curves(tmp_path, offline, monkeypatch):
     assert [(run.project, run.display_name) for run in runs] == [("mamba-fsdp", "mine")] + 2 * [("theirs", "named")]
 
 
+@pytest.mark.slow
 def test_several_trackers_at_once(tmp_path, offline):
     trackers = make_trackers(["wandb", "tensorboard"], tmp_path, {}, 0)
     for tracker in trackers:
