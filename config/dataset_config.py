@@ -13,13 +13,19 @@ class DatasetConfig:
 
     tokenizer: str = setting("train:4096")
     """train:SIZE trains a byte-level BPE of that size on the input; else the name or path of a transformers tokenizer,
-    or a tokenizer.json or tokenizer.model file."""
+    or a tokenizer.json or tokenizer.model file; none takes token ids without
+    one."""
     eos_token: str = setting("")
-    """The token put after each document; empty takes the one that the tokenizer names. Where it stands in the text
-    itself it ends a document, too."""
+    """The token put after each document, with --tokenizer=none its number; empty takes the one that the tokenizer
+    names. Where it stands in the text itself it ends a document, too."""
     validation_fraction: float = setting(0.01, at_least=0, below=1)
     """Share of the documents held out for OUT/validation; 0 for none. Where that is no whole document, the last tokens
     of the input are."""
+    pack: str = setting("document", choices=("document", "none"))
+    """What comes after each document: its end-of-text token, or nothing: rows of token ids that are blocks of one long
+    text follow each other as they are."""
+    vocab_size: int = setting(0, at_least=0)
+    """With --tokenizer=none, one more than the largest token id; 0 reads all of them once for it."""
     documents: str = setting("file")
     """What a document of a .txt file is: file (all of it), lines, blank_line (what stands between blank lines), or
     separator:TEXT, such as separator:'<|endoftext|>'."""
@@ -51,6 +57,11 @@ class DatasetConfig:
         """Raises UserError for a value that means nothing."""
         if not re.fullmatch("file|lines|blank_line|separator:.+", self.documents, re.DOTALL):
             raise UserError(f"--documents={self.documents}: write file, lines, blank_line or separator:TEXT")
+        if self.tokenizer == "none" and not self.eos_token.isdecimal() and (self.eos_token or self.pack == "document"):
+            raise UserError("--tokenizer=none: give the token id that ends documents, as in --eos_token=0, or "
+                            "--pack=none, which takes the rows as they are")
+        if self.vocab_size and self.tokenizer != "none":
+            raise UserError(f"--vocab_size={self.vocab_size} is for --tokenizer=none; a tokenizer has its own")
         number, count = self.part_of()
         if number >= count:
             raise UserError(f"--part={self.part}: write I/N; the parts of {count or 4} are 0/{count or 4} to "

@@ -1,7 +1,8 @@
 """Token stores: a tokenised corpus as a folder of flat, memory-mapped files.
 
     index.json       what the store holds, with its own checksum; written last, so a folder without it is no store
-    00000.bin        token ids, little endian uint16 or uint32, every document ended by exactly one eos
+    00000.bin        token ids, little endian uint16 or uint32, every document ended by exactly one eos, except
+                     where pack=none took token ids as they are
     00000.doc        where each document of the shard starts, in tokens from the shard's start, little endian int64
     tokenizer/       the tokenizer, as `transformers` saves it
 
@@ -145,11 +146,14 @@ class StoreWriter:
     """
 
     def __init__(self, path: str | Path, *, vocab_size: int, eos: int, tokenizer: str,
-                 shard_tokens: int = DatasetConfig.shard_tokens, state: dict | None = None):
-        """tokenizer: its identity, see tokenizer.py. state: an earlier writer's, made with the same arguments."""
-        assert 0 <= eos < vocab_size <= 1 << 32 and shard_tokens > 0
+                 shard_tokens: int = DatasetConfig.shard_tokens, whole: bool = True, state: dict | None = None):
+        """eos: -1 where none is known. tokenizer: its identity, see tokenizer.py; "" for none. whole: a shard's last
+        document ends in it; else tokens are cut into shards anywhere, and what no eos ends counts as a document.
+        state: an earlier writer's, made with the same arguments."""
+        assert -1 <= eos < vocab_size <= 1 << 32 and shard_tokens > 0
         self.path = Path(path)
         self.vocab_size, self.eos, self.tokenizer, self.shard_tokens = vocab_size, eos, tokenizer, shard_tokens
+        self.whole = whole
         self.dtype = np.dtype("<u2" if vocab_size <= 1 << 16 else "<u4")
         state = {"shards": [], "tokens": 0, "documents": 0, "open": 0, **(state or {})}
         self._shards, self._open = list(state["shards"]), state["open"]
@@ -175,17 +179,24 @@ class StoreWriter:
     def append(self, tokens: ArrayLike) -> None:
         """Appends `tokens` (n,), integers: each eos ends a document; the next call continues what has no end yet."""
         tokens = np.asarray(tokens)
-        ends: np.ndarray = np.flatnonzero(tokens == self.eos) + 1
         if len(tokens) and (int(tokens.max()) >= self.vocab_size or int(tokens.min()) < 0):
             raise UserError(f"{self.path}: token id {int(tokens.max())} or {int(tokens.min())} is outside the "
                             f"vocabulary of {self.vocab_size}; the token ids and --tokenizer don't belong together")
-        done = 0
+        while not self.whole and self._tokens + len(tokens) > self.shard_tokens:
+            room = self.shard_tokens - self._tokens
+            self._write(tokens[:room], self._ends(tokens[:room]))
+            self._finish_shard()
+            tokens = tokens[room:]
+        done, ends = 0, self._ends(tokens)
         while len(ends) and self._tokens + ends[-1] - done >= self.shard_tokens:
             last = ends.searchsorted(self.shard_tokens - self._tokens + done)  # the document that fills the shard
             self._write(tokens[done:ends[last]], ends[:last + 1] - done)
             self._finish_shard()
             done, ends = int(ends[last]), ends[last + 1:]
         self._write(tokens[done:], ends - done)
+
+    def _ends(self, tokens):
+        return np.flatnonzero(tokens == self.eos) + 1
 
     def state(self) -> dict:
         """Flushes to disk; returns a JSON-able dict for `StoreWriter(..., state=...)`."""
@@ -202,7 +213,7 @@ class StoreWriter:
     def finish_shards(self) -> list[dict]:
         """The shards as the index lists them, the last one finished too; for `state={"shards": ...}` of another writer,
         beside whose files they are put."""
-        assert not self._open, "the last document has no end"
+        assert not (self.whole and self._open), "the last document has no end"
         if self._tokens:
             self._finish_shard()
         self.close()
@@ -261,7 +272,7 @@ class StoreWriter:
         bin_sha256, doc_sha256 = map(_sha256, self._paths())
         self._shards.append({"name": f"{len(self._shards):05d}", "tokens": self._tokens, "documents": self._documents,
                              "bin_sha256": bin_sha256, "doc_sha256": doc_sha256})
-        self._tokens = self._documents = 0
+        self._tokens = self._documents = self._open = 0
         self._files = self._open_files()
 
 

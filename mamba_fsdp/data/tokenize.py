@@ -20,6 +20,7 @@ from pathlib import Path
 
 import numpy as np
 
+from config.dataset_config import DatasetConfig
 from mamba_fsdp.data import tokenizer as tokenizers_
 from mamba_fsdp.data.documents import documents
 from mamba_fsdp.data.store import TokenStore
@@ -38,7 +39,8 @@ AT_ONCE = 16  # files: each is a round trip on a network file system
 REASONS = {"empty": "empty documents", "skipped": "with invalid UTF-8"}
 RESUMES = "the same command resumes from here"
 # The options that the stores' bytes depend on.
-RECORDED = ("text_column", "documents", "invalid_utf8", "tokenizer", "eos_token", "validation_fraction", "shard_tokens")
+RECORDED = ("text_column", "documents", "invalid_utf8", "tokenizer", "eos_token", "pack", "vocab_size",
+            "validation_fraction", "shard_tokens")
 
 
 def make_dataset(source: Files | Rows, out: str | Path, *, save_seconds: float = 5.0) -> dict | None:
@@ -113,9 +115,10 @@ def _refuse_other(out, before, settings):
     """Raises UserError where the settings that the dataset in `out` was made with are not these."""
     differences = []
     for name, now in settings.items():
-        if now != before.get(name):
+        was = before.get(name, getattr(DatasetConfig, name, None))  # an option that is newer than the dataset
+        if now != was:
             was, now = (value.get("first") or value.get("dataset") if isinstance(value, dict) else value
-                        for value in (before.get(name), now))
+                        for value in (was, now))
             differences.append(f"{name} was {was!r} and is {now!r}" if was != now else "the input changed")
     if differences:
         raise UserError(f"{out} holds other data: {'; '.join(differences)}. Choose another folder, or --overwrite it")
@@ -149,8 +152,18 @@ def _sample(source):
         for text, _ in documents(block, source.options, collections.Counter()):
             if not isinstance(text, str):
                 raise UserError(f"{block.name}: column {source.options.text_column!r} holds token ids; name the "
-                                "tokenizer that made them with --tokenizer")
+                                "tokenizer that made them with --tokenizer, or take them without: --tokenizer=none")
             yield text
+
+
+def _vocabulary(source):
+    """One more than the largest token id."""
+    if source.options.vocab_size:
+        return source.options.vocab_size
+    print("reading all token ids for the largest one; --vocab_size=NUMBER makes that needless", flush=True)
+    blocks = (block for unit in range(source.unit_count) for block in source.blocks(unit=unit))
+    rows = (ids for block in blocks for ids, _ in documents(block, source.options, collections.Counter()))
+    return 1 + max((int(ids.max()) for ids in rows if not isinstance(ids, str)), default=0)
 
 
 class _Tokenization:
@@ -207,6 +220,8 @@ class _Tokenization:
         if tokenizers_.training_size(name):
             name = str(self.out / "train" / "tokenizer" / "tokenizer.json")
             tokenizer = tokenizers_.load(name, tokenizers_.END_OF_TEXT)
+        elif name == "none":
+            return tokenizers_.NoTokenizer(self.source.options.eos_token, agreed["vocab_size"])
         else:
             tokenizer = tokenizers_.load(name, self.source.options.eos_token)
         if tokenizer.identity != agreed["tokenizer"]:
@@ -232,12 +247,15 @@ class _Tokenization:
             tokenizer = tokenizers_.train(_sample(self.source), size)
             if tokenizer.vocab_size < size:
                 print(f"it has {tokenizer.vocab_size} tokens only: no more pairs repeat in this little text")
+        elif options.tokenizer == "none":
+            tokenizer = tokenizers_.NoTokenizer(options.eos_token, _vocabulary(self.source))
         else:
             tokenizer = tokenizers_.load(options.tokenizer, options.eos_token)
         for name in self.stores:
             tokenizer.save(self.out / name / "tokenizer")
         write_atomically(self.agreed, json.dumps({**DATASET.header(), "settings": self.settings,
-                                                  "tokenizer": tokenizer.identity, "units": self.source.unit_count}))
+                                                  "tokenizer": tokenizer.identity, "vocab_size": tokenizer.vocab_size,
+                                                  "units": self.source.unit_count}))
         return tokenizer
 
     def _say_unfinished(self, held):
@@ -272,7 +290,8 @@ def _merge(out, folder, settings, source, tokenizer):
     last = shards["train"].pop() if "validation" in names and not shards["validation"] else None
     stores = {name: writer(out / name, source, tokenizer, _put_together(out / name, shards[name])) for name in names}
     held_out = _hold_out_end(last[0], stores, exact(settings["validation_fraction"]), tokenizer) if last else 0
-    stores["train"].end_document()
+    if source.options.pack == "document":
+        stores["train"].end_document()
     done = {**DATASET.header(), "settings": settings, "tokenizer": tokenizer.identity,
             "vocab_size": tokenizer.vocab_size, "counts": counts,
             "stores": {name: {"tokens": store.token_count, "documents": store.document_count}
@@ -317,9 +336,12 @@ def _hold_out_end(path, stores, fraction, tokenizer):
     train, validation = stores["train"], stores["validation"]
     tokens = np.memmap(f"{path}.bin", train.dtype, "r")
     total = train.token_count + len(tokens)
-    first, decode = max(1, len(tokens) - max(2, round(total * fraction))), tokenizer.backend.decode
-    cut = next((at for at in range(first, len(tokens) - 1) if tokens[at] != train.eos
-                and not decode(tokens[max(0, at - 8):at].tolist()).endswith("\ufffd")), 0)  # not in a character
+    first = max(1, len(tokens) - max(2, round(total * fraction)))
+
+    def in_a_character(at):
+        return tokenizer.backend and tokenizer.backend.decode(tokens[max(0, at - 8):at].tolist()).endswith("\ufffd")
+
+    cut = next((at for at in range(first, len(tokens) - 1) if tokens[at] != train.eos and not in_a_character(at)), 0)
     if not cut:
         raise UserError(f"{total} tokens are too few to hold some out; use --overwrite --validation_fraction=0")
     for store, part in ((train, tokens[:cut]), (validation, tokens[cut:])):

@@ -56,6 +56,19 @@ class TextTokenizer:
         write_atomically(folder / "tokenizer.json", self.backend.to_str())
 
 
+class NoTokenizer(TextTokenizer):
+    """Stands for the tokenizer of token ids that come without it. Its backend is None, eos -1 where none is known."""
+
+    def __init__(self, eos_token: str, vocab_size: int):
+        self.identity, self.bos, self.eos_token = "", None, eos_token
+        self.backend = None  # type: ignore[assignment]
+        self.eos = int(eos_token or -1)
+        self.vocab_size = max(vocab_size, self.eos + 1)
+
+    def save(self, folder: Path) -> None:
+        """Writes nothing."""
+
+
 def identity_of(backend: Tokenizer) -> str:
     """A text that is equal for tokenizers that do the same, whatever they are called and whoever wrote their files.
 

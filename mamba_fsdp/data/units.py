@@ -39,8 +39,9 @@ def unit_name(number: int) -> str:
 def writer(path: Path, source: Files | Rows, tokenizer: TextTokenizer, state: dict | None) -> StoreWriter:
     """Of a store or of a unit's part of it. state: see StoreWriter."""
     assert tokenizer.eos is not None  # or it would not have been loaded
+    whole = source.options.pack == "document"
     return StoreWriter(path, vocab_size=tokenizer.vocab_size, eos=tokenizer.eos, tokenizer=tokenizer.identity,
-                       shard_tokens=source.options.shard_tokens, state=state)
+                       shard_tokens=source.options.shard_tokens, whole=whole, state=state)
 
 
 class Unit:
@@ -93,7 +94,7 @@ class Unit:
         eos, progress = self.tokenizer.eos, self.progress
         for name, count in counts.items():
             progress["counts"][name] += count
-        if len(tokens) and tokens[0] == eos and not progress["open"]:
+        if len(tokens) and tokens[0] == eos and not progress["open"] and self.source.options.pack == "document":
             tokens = tokens[1:]  # the document that this would end has ended already
         if not len(tokens):
             return
@@ -113,6 +114,7 @@ class Unit:
         write_atomically(self.path.with_suffix(".begun"), json.dumps(self.progress))
 
     def _finish(self, lease):
+        self.progress["written"] += self.progress["open"]  # an end that was not put there
         shards = {name: store.finish_shards() for name, store in self.stores.items()}
         if lease.is_held():
             write_atomically(self.path.with_suffix(".json"), json.dumps({**self.progress, "stores": shards}))

@@ -23,7 +23,8 @@ class Workers:
 
     def __init__(self, tokenizer: tokenizers_.TextTokenizer, options: DatasetConfig):
         context = multiprocessing.get_context("spawn")  # forking after threads have started can deadlock
-        arguments = (tokenizer.backend.to_str(), tokenizer.eos, tokenizer.bos, tokenizer.vocab_size, options)
+        backend = tokenizer.backend and tokenizer.backend.to_str()
+        arguments = (backend, tokenizer.eos, tokenizer.bos, tokenizer.vocab_size, options)
         self.count = options.workers or len(os.sched_getaffinity(0))
         self._pool = concurrent.futures.ProcessPoolExecutor(self.count, context, _start_worker, arguments)
 
@@ -70,7 +71,7 @@ def _start_worker(tokenizer, eos, bos, vocab_size, options):
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the whole terminal; the parent decides
     threading.Thread(target=_end_with_parent, daemon=True).start()
     global _worker
-    _worker = tokenizers_.Tokenizer.from_str(tokenizer), eos, bos, vocab_size, options
+    _worker = tokenizer and tokenizers_.Tokenizer.from_str(tokenizer), eos, bos, vocab_size, options
 
 
 def _end_with_parent():
@@ -81,28 +82,36 @@ def _end_with_parent():
 def _tokenize(chunk):
     """(tokens (n,) uint32, counts of what is left out) of a list of blocks; each eos ends a document, none is empty."""
     backend, eos, bos, vocab_size, options = _worker
+    as_they_are = options.pack == "none"
     counts = collections.Counter()
     texts, tokens = [], array.array("I")  # texts: (text, whether an eos follows)
 
     def flush():
-        encodings = backend.encode_batch_fast([text for text, _ in texts], add_special_tokens=False)
+        encodings = backend.encode_batch_fast([text for text, _ in texts], add_special_tokens=False) if texts else []
         for encoding, (_, closes) in zip(encodings, texts):
-            tokens.fromlist(encoding.ids + [eos] * closes)
+            tokens.fromlist(encoding.ids + [eos] * (closes and not as_they_are))
         texts.clear()
 
     for block in chunk:
         for content, closes in documents(block, options, counts):
             if isinstance(content, str):
+                if not backend:
+                    raise UserError(f"{block.name}: holds text, and --tokenizer=none is for token ids; name their "
+                                    "column with --text_column, or another tokenizer")
                 *parts, last = _short_parts(content)
                 texts += [*((part, False) for part in parts), (last, closes)]
             else:
                 flush()
                 if content.min() < 0 or content.max() >= vocab_size:
+                    remedy = "name the one that made them with --tokenizer" if backend else "give another --vocab_size"
                     raise UserError(f"{block.name}: token ids from {content.min()} to {content.max()}, but the "
-                                    f"tokenizer knows {vocab_size}; name the one that made them with --tokenizer")
-                tokens.fromlist(content[bos is not None and content[0] == bos:].tolist() + [eos])
+                                    f"{'tokenizer knows' if backend else 'vocabulary is'} {vocab_size}; {remedy}")
+                tokens.fromlist(content.tolist() if as_they_are else
+                                content[bos is not None and content[0] == bos:].tolist() + [eos])
     flush()
     tokens = np.frombuffer(tokens, dtype=np.uint32)
+    if as_they_are:
+        return tokens, dict(counts)
     # An eos that follows an eos, or stands first, ends nothing; but the first may end the chunk before's open document.
     follows = np.concatenate([[not chunk[0].inside], tokens[:-1] == eos]) if len(tokens) else np.zeros(0, dtype=bool)
     return tokens[~(follows & (tokens == eos))], dict(counts)

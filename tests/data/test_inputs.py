@@ -7,6 +7,7 @@ import sys
 from collections import Counter
 
 import datasets
+import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
@@ -16,7 +17,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from config.dataset_config import DatasetConfig
-from mamba_fsdp.data import tokenize, tokenizer
+from config.train_config import DataConfig
+from mamba_fsdp.data import opening, tokenize, tokenizer
 from mamba_fsdp.data.documents import documents
 from mamba_fsdp.data.json_files import array_blocks
 from mamba_fsdp.data.store import TokenStore
@@ -218,3 +220,87 @@ def test_a_tokenizer_without_a_fast_form(tmp_path):
     transformers.CanineTokenizer().save_pretrained(tmp_path / "canine")
     with pytest.raises(UserError, match="CanineTokenizer has no fast form .*--tokenizer=none"):
         tokenizer.load(str(tmp_path / "canine"))
+
+
+# ---------------------------------------------------------------- token ids as they are
+
+def make(path, out, **options):
+    options = DatasetConfig(**{"text_column": "input_ids", "tokenizer": "none", "workers": 1, **options})
+    options.check()
+    return tokenize.make_dataset(open_source(str(path), options), out)
+
+
+def stored(out):
+    store = TokenStore(out)
+    store.verify()
+    return store.read(0, store.token_count).tokens.tolist()
+
+
+@pytest.fixture
+def blocks(tmp_path):
+    """A save_to_disk folder of 890 rows of 128 ids, blocks of one long text."""
+    ids = np.random.default_rng(0).integers(5, 300, (890, 128))
+    datasets.Dataset.from_dict({"input_ids": ids.tolist()}).save_to_disk(tmp_path / "blocks")
+    return tmp_path / "blocks", ids.reshape(-1).tolist()
+
+
+@pytest.mark.slow
+@pytest.mark.torch22
+def test_blocks_of_token_ids_are_taken_as_they_are(blocks, tmp_path, capsys):
+    """890 rows of 128 stay 113,920 tokens, of a vocabulary that is found in them; with an eos they become 114,810."""
+    path, ids = blocks
+    make(path, tmp_path / "a", pack="none", validation_fraction=0)
+    store = TokenStore(tmp_path / "a" / "train")
+    assert stored(store.path) == ids and len(ids) == 113_920
+    assert (store.eos, store.vocab_size, store.tokenizer, store.document_count) == (-1, 300, "", 1)
+    make(path, tmp_path / "b", pack="none", validation_fraction=0, shard_tokens=10_007, vocab_size=70_000)
+    store = TokenStore(tmp_path / "b" / "train")
+    assert stored(store.path) == ids and (store.vocab_size, store.document_count) == (70_000, 12)
+    make(path, tmp_path / "c", pack="none")
+    assert stored(tmp_path / "c" / "train") + stored(tmp_path / "c" / "validation") == ids
+    make(path, tmp_path / "d", eos_token="0", validation_fraction=0)
+    store = TokenStore(tmp_path / "d" / "train")
+    assert store.token_count == 114_810 and store.document_count == 890 and store.eos == 0
+    assert "reading all token ids" in capsys.readouterr().out
+    make(path, tmp_path / "a", pack="none", validation_fraction=0)
+    assert "complete already" in capsys.readouterr().out
+    with pytest.raises(UserError, match="pack was 'none' and is 'document'"):
+        make(path, tmp_path / "a", eos_token="0", validation_fraction=0)
+
+
+def test_ids_that_hold_their_eos_keep_their_documents(tmp_path):
+    """And nothing is added or taken away: no eos at the end, none of two in a row."""
+    rows = [[7, 8, 0, 9], [9, 9, 0, 0], [5, 6]]
+    (tmp_path / "x.jsonl").write_text("".join(json.dumps({"input_ids": row}) + "\n" for row in rows))
+    make(tmp_path / "x.jsonl", tmp_path / "out", pack="none", eos_token="0", validation_fraction=0)
+    assert [part.tolist() for part in TokenStore(tmp_path / "out" / "train").documents()] == [
+        [7, 8, 0], [9, 9, 9, 0], [0], [5, 6]]
+
+
+def test_texts_run_together_without_an_end(llama, tmp_path):
+    (tmp_path / "x.jsonl").write_text('{"text": "one"}\n{"text": " two"}\n')
+    make(tmp_path / "x.jsonl", tmp_path / "out", pack="none", text_column="text", tokenizer="train:257",
+         validation_fraction=0)
+    assert len(stored(tmp_path / "out" / "train")) == 7
+
+
+@pytest.mark.parametrize("options, said", [
+    ({}, "give the token id that ends documents, as in --eos_token=0, or --pack=none"),
+    ({"eos_token": "</s>"}, "give the token id"), ({"eos_token": "-1", "pack": "none"}, "give the token id"),
+    ({"eos_token": "1", "vocab_size": 5}, "x.jsonl: token ids from 3 to 9, but the vocabulary is 5; give another"),
+    ({"eos_token": "1", "text_column": "text"}, "x.jsonl: holds text, and --tokenizer=none is for token ids"),
+    ({"tokenizer": "train:300"}, "or take them without: --tokenizer=none"),
+    ({"tokenizer": "train:300", "vocab_size": 5}, "--vocab_size=5 is for --tokenizer=none"),
+])
+def test_mistakes_with_token_ids_are_said(options, said, tmp_path):
+    (tmp_path / "x.jsonl").write_text('{"input_ids": [3, 9], "text": "a"}\n')
+    with pytest.raises(UserError, match=said):
+        make(tmp_path / "x.jsonl", tmp_path / "out", **options)
+    assert not list(tmp_path.rglob("index.json"))
+
+
+def test_documents_that_are_not_known_are_not_reset_at(tmp_path):
+    (tmp_path / "x.jsonl").write_text('{"input_ids": [3, 9]}\n')
+    make(tmp_path / "x.jsonl", tmp_path / "out", pack="none", validation_fraction=0)
+    with pytest.raises(UserError, match="reset_at_documents needs to know .*--eos_token=ID"):
+        opening.open_source(tmp_path / "out" / "train", DataConfig(reset_at_documents=True))
