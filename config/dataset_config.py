@@ -26,6 +26,9 @@ class DatasetConfig:
     text follow each other as they are."""
     vocab_size: int = setting(0, at_least=0)
     """With --tokenizer=none, one more than the largest token id; 0 reads all of them once for it."""
+    splits: str = setting("held_out", choices=("held_out", "official"))
+    """Where OUT/validation comes from: a share is held out, or official: the input's own splits become OUT/train,
+    OUT/validation and OUT/test. Those of a datasets name or a save_to_disk folder, or files and folders named so."""
     documents: str = setting("file")
     """What a document of a .txt file is: file (all of it), lines, blank_line (what stands between blank lines), or
     separator:TEXT, such as separator:'<|endoftext|>'."""
@@ -40,7 +43,8 @@ class DatasetConfig:
     config: str = setting("")
     """Configuration of a datasets name."""
     split: str = setting("")
-    """Split of a datasets name or a save_to_disk folder; empty takes train where there are several."""
+    """Split of a datasets name or a save_to_disk folder, or several, as in train+validation; empty takes train where
+    there are several. `datasets` takes parts too, as in train[:10%] of a name."""
     streaming: bool = setting(False)
     """Read a datasets name while downloading it, keeping nothing on disk."""
     workers: int = setting(0, at_least=0)
@@ -60,6 +64,8 @@ class DatasetConfig:
         if self.tokenizer == "none" and not self.eos_token.isdecimal() and (self.eos_token or self.pack == "document"):
             raise UserError("--tokenizer=none: give the token id that ends documents, as in --eos_token=0, or "
                             "--pack=none, which takes the rows as they are")
+        if self.splits == "official" and self.split:
+            raise UserError(f"--split={self.split} and --splits=official exclude each other")
         if self.vocab_size and self.tokenizer != "none":
             raise UserError(f"--vocab_size={self.vocab_size} is for --tokenizer=none; a tokenizer has its own")
         number, count = self.part_of()

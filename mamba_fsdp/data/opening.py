@@ -36,8 +36,8 @@ def open_source(path: str | Path, data: DataConfig | None = None, say: Say = lam
         refuse_text(path, data.tokenizer)
     store = TokenStore(path)
     if data.reset_at_documents and store.eos < 0:
-        raise UserError(f"{path}: reset_at_documents needs to know which token ends its documents; make the store again "
-                        "with --eos_token=ID")
+        raise UserError(f"{path}: reset_at_documents needs to know which token ends its documents; make the store "
+                        "again with --eos_token=ID")
     if data.tokenizer and not data.allow_other_tokenizer:
         refuse_other_tokenizer(path, store.tokenizer, data.tokenizer, Known.of(data).tokenizer[:1])
     return store

@@ -117,9 +117,9 @@ def _walk(folder, format, split):
         folders[:] = sorted(name for name in folders if not name.startswith("."))
         if "dataset_dict.json" in names:  # save_to_disk of several splits
             splits = _read_state(here / "dataset_dict.json", "splits")
-            if (split or "train") not in splits:
-                raise UserError(f"{here}: no split {split or 'train'!r}; name one of {', '.join(splits)} with --split")
-            folders[:], used_split = [split or "train"], True
+            folders[:], used_split = (split or "train").split("+"), True
+            if missing := [name for name in folders if name not in splits]:
+                raise UserError(f"{here}: no split {missing[0]!r}; name one of {', '.join(splits)} with --split")
         elif "state.json" in names and "dataset_info.json" in names:  # save_to_disk: the state names its files
             found += [(here / file["filename"], "arrow") for file in _read_state(here / "state.json", "_data_files")]
             folders[:] = []

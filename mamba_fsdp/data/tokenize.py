@@ -23,9 +23,9 @@ import numpy as np
 from config.dataset_config import DatasetConfig
 from mamba_fsdp.data import tokenizer as tokenizers_
 from mamba_fsdp.data.documents import documents
+from mamba_fsdp.data.splits import TextSource
 from mamba_fsdp.data.store import TokenStore
-from mamba_fsdp.data.text import Files, Rows
-from mamba_fsdp.data.units import STORES, ProgressBar, Unit, exact, for_validation, unit_name, writer
+from mamba_fsdp.data.units import STORES, ProgressBar, Unit, exact, for_validation, store_names, unit_name, writer
 from mamba_fsdp.data.workers import Workers
 from mamba_fsdp.durable import write_atomically
 from mamba_fsdp.errors import UserError
@@ -39,11 +39,11 @@ AT_ONCE = 16  # files: each is a round trip on a network file system
 REASONS = {"empty": "empty documents", "skipped": "with invalid UTF-8"}
 RESUMES = "the same command resumes from here"
 # The options that the stores' bytes depend on.
-RECORDED = ("text_column", "documents", "invalid_utf8", "tokenizer", "eos_token", "pack", "vocab_size",
+RECORDED = ("text_column", "documents", "invalid_utf8", "tokenizer", "eos_token", "splits", "pack", "vocab_size",
             "validation_fraction", "shard_tokens")
 
 
-def make_dataset(source: Files | Rows, out: str | Path, *, save_seconds: float = 5.0) -> dict | None:
+def make_dataset(source: TextSource, out: str | Path, *, save_seconds: float = 5.0) -> dict | None:
     """Tokenise `source` into OUT/train and OUT/validation as its options say; resumes where earlier calls stopped, and
     does what calls at the same time leave.
 
@@ -128,7 +128,7 @@ def _clear(out):
     """Removes an earlier dataset, and nothing else. Its indexes go first: a store cut short must not look whole."""
     if alive := living([Lease(path) for path in (out / PROGRESS).glob("*.lease")]):
         raise UserError(f"{out}: {alive[0].holder()} is writing here; wait for it or choose another folder")
-    for name in ("dataset.json", "train/index.json", "validation/index.json"):
+    for name in ("dataset.json", *(f"{name}/index.json" for name in STORES)):
         (out / name).unlink(missing_ok=True)
     for name in (*STORES, PROGRESS):
         shutil.rmtree(out / name, ignore_errors=True)
@@ -172,7 +172,7 @@ class _Tokenization:
     def __init__(self, source, out, settings):
         self.source, self.out, self.settings, self.folder = source, out, settings, out / PROGRESS
         self.agreed = self.folder / "settings.json"
-        self.stores = STORES if source.options.validation_fraction else STORES[:1]
+        self.stores = store_names(source)
 
     def run(self, save_seconds):
         source, options = self.source, self.source.options
@@ -284,10 +284,12 @@ def _merge(out, folder, settings, source, tokenizer):
         raise UserError(f"the input holds no text ({left_out or 'it is empty'})")
     if source.describe() != settings["input"]:
         raise UserError("the input changed while it was read; start again with --overwrite")
-    names = STORES if settings["validation_fraction"] else STORES[:1]
+    names = store_names(source)
     shards = {name: [(folder / unit_name(number) / name / shard["name"], shard)
-                     for number, unit in enumerate(units) for shard in unit["stores"][name]] for name in names}
-    last = shards["train"].pop() if "validation" in names and not shards["validation"] else None
+                     for number, unit in enumerate(units) for shard in unit["stores"].get(name, [])] for name in names}
+    last = shards["train"].pop() if settings["validation_fraction"] and not shards["validation"] else None
+    if empty := [name for name in names if not (shards[name] or last)]:
+        raise UserError(f"the split for {out / empty[0]} holds no text")
     stores = {name: writer(out / name, source, tokenizer, _put_together(out / name, shards[name])) for name in names}
     held_out = _hold_out_end(last[0], stores, exact(settings["validation_fraction"]), tokenizer) if last else 0
     if source.options.pack == "document":

@@ -21,14 +21,14 @@ import numpy as np
 from tqdm import tqdm
 
 from mamba_fsdp.data.order import splitmix64
+from mamba_fsdp.data.splits import Splits, TextSource
 from mamba_fsdp.data.store import StoreWriter
-from mamba_fsdp.data.text import Files, Rows
 from mamba_fsdp.data.tokenizer import TextTokenizer
 from mamba_fsdp.data.workers import Workers
 from mamba_fsdp.durable import write_atomically
 from mamba_fsdp.lease import Lease
 
-STORES = ("train", "validation")
+STORES = ("train", "validation", "test")
 NUMBERS = 1 << 24  # between the numbers of the first documents of two units
 
 
@@ -36,7 +36,7 @@ def unit_name(number: int) -> str:
     return f"{number:05d}"
 
 
-def writer(path: Path, source: Files | Rows, tokenizer: TextTokenizer, state: dict | None) -> StoreWriter:
+def writer(path: Path, source: TextSource, tokenizer: TextTokenizer, state: dict | None) -> StoreWriter:
     """Of a store or of a unit's part of it. state: see StoreWriter."""
     assert tokenizer.eos is not None  # or it would not have been loaded
     whole = source.options.pack == "document"
@@ -44,10 +44,17 @@ def writer(path: Path, source: Files | Rows, tokenizer: TextTokenizer, state: di
                        shard_tokens=source.options.shard_tokens, whole=whole, state=state)
 
 
+def store_names(source: TextSource, unit: int | None = None) -> tuple[str, ...]:
+    """Of the stores that the source, or a unit of it, becomes."""
+    if isinstance(source, Splits):
+        return tuple(source.parts) if unit is None else (source.store_of(unit),)
+    return STORES[:2] if source.options.validation_fraction else STORES[:1]
+
+
 class Unit:
     """A unit, as far as it is: reads it, deals its documents out to the stores, and records how far it is."""
 
-    def __init__(self, folder: Path, number: int, source: Files | Rows, tokenizer: TextTokenizer):
+    def __init__(self, folder: Path, number: int, source: TextSource, tokenizer: TextTokenizer):
         """folder: OUT/.progress."""
         self.path, self.number, self.source, self.tokenizer = folder / unit_name(number), number, source, tokenizer
         self._shown = number * source.unit_size, 0, 0
@@ -57,7 +64,7 @@ class Unit:
         if (begun := self.path.with_suffix(".begun")).exists():
             self.progress = json.loads(begun.read_bytes())
         self.stores = {name: writer(self.path / name, source, tokenizer, self.progress["stores"].get(name))
-                       for name in (STORES if self.fraction else STORES[:1])}
+                       for name in store_names(source, number)}
 
     def tokenise(self, workers: Workers, lease: Lease, bar: "ProgressBar", save_seconds: float) -> None:
         """Returns when the unit is finished, or `lease` is found lost."""
@@ -107,7 +114,7 @@ class Unit:
             of_token = np.repeat(held_out, np.diff(bounds, prepend=0))
             self.stores["validation"].append(tokens[of_token])
             tokens = tokens[~of_token]
-        self.stores["train"].append(tokens)
+        next(iter(self.stores.values())).append(tokens)
 
     def _save(self):
         self.progress["stores"] = {name: store.state() for name, store in self.stores.items()}
@@ -142,7 +149,7 @@ def for_validation(numbers: np.ndarray, fraction: Fraction) -> np.ndarray:
 class ProgressBar(tqdm):
     """What this process does: a live bar on a terminal, a plain line every ten seconds elsewhere."""
 
-    def __init__(self, source: Files | Rows, units: int):
+    def __init__(self, source: TextSource, units: int):
         """units: that it sets out to do."""
         total = source.total and min(source.total, units * source.unit_size)
         super().__init__(total=total, unit=source.measure, unit_scale=True, mininterval=0.2, smoothing=0.05,

@@ -1,8 +1,8 @@
 """python -m mamba_fsdp evaluate MODEL DATA [--seq_length=2048] [--batch_size=8] [--limit=0]
 
-Token loss, perplexity and bits per byte of a model over a token store or tokens in another format (docs/data.md),
-every token predicted once from those before it in its window. MODEL is a run folder, a checkpoint, a
-consolidated.00.pth, or a transformers or state-spaces folder.
+Token loss, perplexity per token and per word, and bits per byte of a model over a token store or tokens in another
+format (docs/data.md), every token predicted once from those before it in its window; windows do not overlap. MODEL is a
+run folder, a checkpoint, a consolidated.00.pth, or a transformers or state-spaces folder.
 
   --seq_length          tokens per window, as many as you like; more context, lower loss
   --batch_size          windows per forward pass, fewer where they are long
@@ -26,18 +26,25 @@ from mamba_fsdp.errors import UserError
 from mamba_fsdp.report.display import Display
 
 if TYPE_CHECKING:
-    import torch
-
-    from mamba_fsdp.data.source import Source
     from mamba_fsdp.verbs.loading import Loaded
-
 
 class Evaluation(NamedTuple):
     tokens: int  # that were predicted
     of: int  # those of the store that can be
     loss: float  # nats per token
-    bits_per_byte: float | None  # None: no tokenizer is known
+    words: int  # what stands between white space in the text of the predicted tokens; 0: no tokenizer is known
+    bytes: int  # of that text
     seconds: float
+
+    @property
+    def word_perplexity(self) -> float | None:
+        """exp(nats of all predicted tokens, ends of documents among them, over words): comparable between tokenizers.
+        None where the words are not known."""
+        return math.exp(min(self.loss * self.tokens / self.words, 700.0)) if self.words else None
+
+    @property
+    def bits_per_byte(self) -> float | None:
+        return self.loss * self.tokens / math.log(2) / self.bytes if self.bytes else None
 
 
 def main(model: str, data: str, seq_length: Annotated[int, Bounds(at_least=1)] = 2048,
@@ -53,10 +60,12 @@ def main(model: str, data: str, seq_length: Annotated[int, Bounds(at_least=1)] =
     found = evaluate(loaded, data, seq_length=seq_length, batch_size=batch_size, limit=limit,
                      allow_other_tokenizer=allow_other_tokenizer, show=display.passing, **vars(reading))
     display.line(f"tokens         {found.tokens:,} of {found.of:,}")
+    print(f"windows        {min(seq_length, found.of):,} tokens long, one every {min(seq_length, found.of):,}")
     print(f"loss           {found.loss:.4f} nats per token")
-    print(f"perplexity     {math.exp(found.loss):,.3f}")
-    if found.bits_per_byte is not None:
-        print(f"bits per byte  {found.bits_per_byte:.4f}")
+    print(f"perplexity     {math.exp(min(found.loss, 700.0)):,.3f} per token" + (
+        f", {found.word_perplexity:,.3f} per word ({found.words:,} words between white space)" if found.words else ""))
+    if found.bytes:
+        print(f"bits per byte  {found.bits_per_byte:.4f} ({found.bytes:,} bytes)")
     print(f"speed          {found.tokens / found.seconds:,.0f} tokens/s")
 
 
@@ -73,6 +82,7 @@ def evaluate(model: "Loaded", data: str, *, seq_length: int = 2048, batch_size: 
     from mamba_fsdp.data.tokenizer import refuse_other_tokenizer
     from mamba_fsdp.parallel.world import start_world
     from mamba_fsdp.train import loop
+    from mamba_fsdp.verbs.text_of_tokens import TextOfTokens
 
     network, weights = model
     settings = DataConfig(reset_at_documents=network.reset_at_documents,
@@ -85,15 +95,15 @@ def evaluate(model: "Loaded", data: str, *, seq_length: int = 2048, batch_size: 
     if tokens.vocab_size > weights.config.vocab_size:
         raise UserError(f"{data} has a vocabulary of {tokens.vocab_size}, the model one of "
                         f"{weights.config.vocab_size}: they don't belong together")
-    byte_counts = counts_of_bytes(tokens, weights.config.vocab_size)
-    counted = {"tokens": 0, "bytes": 0}
+    text, read = TextOfTokens(tokens), 0
 
     def measured(batches):
+        nonlocal read
         for batch in batches:
-            show(f"{counted['tokens']:,} of {wanted:,} tokens read")
+            show(f"{read:,} of {wanted:,} tokens read")
             labels = batch.labels[batch.labels != IGNORED_LABEL]
-            counted["tokens"] += len(labels)
-            counted["bytes"] += int(byte_counts[labels].sum())
+            read += len(labels)
+            text.add(labels.cpu().numpy())
             yield batch
 
     began = time.perf_counter()
@@ -104,37 +114,5 @@ def evaluate(model: "Loaded", data: str, *, seq_length: int = 2048, batch_size: 
                                  limit=limit or None)
     wanted = min(tokens.token_count - 1, limit * seq_length or tokens.token_count)
     loss, count = loop.evaluate(network, measured(batches), start_world())
-    bits = loss * count / math.log(2)
-    return Evaluation(count, tokens.token_count - 1, loss, bits / counted["bytes"] if counted["bytes"] else None,
-                      time.perf_counter() - began)
-
-
-def counts_of_bytes(source: "Source", vocab_size: int) -> "torch.Tensor":
-    """(vocab_size,) int64: the bytes of text that each token of the source stands for; 0 where that is not known."""
-    import torch
-
-    from mamba_fsdp.data.tokenizer import load_for_transformers
-
-    counts = torch.zeros(vocab_size, dtype=torch.int64)
-    try:
-        name = source.tokenizer_path
-    except UserError:
-        return counts
-    known = torch.tensor(bytes_of_tokens(load_for_transformers(name))[:vocab_size])
-    counts[:len(known)] = known
-    return counts
-
-
-def bytes_of_tokens(tokenizer: Any) -> list[int]:
-    """Token id -> bytes of text it stands for; 0 for special tokens such as eos.
-
-    A byte-level token's string has one character per byte; other tokens are decoded, which is exact for whole
-    characters.
-    """
-    special = set(tokenizer.all_special_ids)
-    byte_level = "ByteLevel" in str(getattr(tokenizer, "backend_tokenizer", tokenizer).decoder)
-    counts = []
-    for token in range(len(tokenizer)):
-        text = tokenizer.convert_ids_to_tokens(token) if byte_level else tokenizer.decode([token])
-        counts.append(0 if token in special or text is None else len(text) if byte_level else len(text.encode()))
-    return counts
+    text.finish()
+    return Evaluation(count, tokens.token_count - 1, loss, text.words, text.bytes, time.perf_counter() - began)

@@ -77,10 +77,19 @@ def test_a_prompt_in_another_encoding_is_one_line(project):
 
 
 def test_evaluate_says_what_it_measured(there, capsys):
+    from mamba_fsdp.data.tokenizer import load_words
+
     evaluate.main("runs/demo", "data/builtin/validation", seq_length=32)
     said = capsys.readouterr().out
-    assert [line.split()[0] for line in said.splitlines()] == ["tokens", "loss", "perplexity", "bits", "speed"]
-    every = TokenStore("data/builtin/validation").token_count - 1
+    assert [line.split()[0] for line in said.splitlines()] == ["tokens", "windows", "loss", "perplexity", "bits",
+                                                               "speed"]
+    store = TokenStore("data/builtin/validation")
+    every = store.token_count - 1
+    decode = load_words(store.tokenizer_path).decode
+    words = sum(len(decode(document[:-1].tolist()).split()) for document in store.documents())
+    assert re.search(r"per token, [\d,.]+ per word \(([\d,]+) words", said)[1] in [
+        f"{words - fewer:,}" for fewer in (0, 1)]  # the first token is not predicted
+    assert "\nwindows        32 tokens long, one every 32\n" in said
     assert said.startswith(f"tokens         {every:,} of {every:,}\n")
     evaluate.main("runs/demo", "data/builtin/validation", seq_length=32, limit=3)
     assert capsys.readouterr().out.startswith(f"tokens         96 of {every:,}\n")
