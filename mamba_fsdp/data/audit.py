@@ -23,14 +23,14 @@ class Ledger:
     positions before and after are known, and these must not fall.
 
     `step`, `position`: after what was met last. `starts`: ranks of each start. `logged`: samples that the log tells.
-    `unlogged`: [(first step, last step)] that it does not.
+    `unlogged`: [(first step, last step)] that it does not. `inherited`: draws that are not of this run's samples.
     """
 
     def __init__(self, log: Path) -> None:
         self.log, self.step, self.position, self.is_logged = log, -1, dict(NOTHING), False
         self.starts: list[int] = []
         self.unlogged: list[tuple[int, int]] = []
-        self.logged = self.batch = 0
+        self.logged = self.batch = self.inherited = 0
         self.waiting: list[dict] = []  # steps to be held against what was read
         self.began: dict[str, int] = {}  # source -> the step from which on its draws count from 0, where that is not 0
         self.marks: dict[str, tuple[int, np.ndarray]] = {}  # source -> (epoch, which of its windows it has had)
@@ -145,7 +145,7 @@ class Ledger:
 def audit(log: Path, saved: Mapping[int, Mapping[str, Any]]) -> Ledger:
     """Replays the log, if there is one, and the checkpoints: {step: the train state that one saved}. Raises UserError
     where a window was seen once too often or too seldom, or what is written contradicts itself."""
-    ledger, inherited = Ledger(log), set()
+    ledger, inherited = Ledger(log), set()  # the draws of a run whose position this one took over
     try:
         for step, entry in _in_order(log, saved):
             if "position" in entry:
@@ -157,10 +157,11 @@ def audit(log: Path, saved: Mapping[int, Mapping[str, Any]]) -> Ledger:
                 ledger.meet(step, position, "the checkpoint")
                 drawn = sum(sum(part["drawn"].values()) for part in [*position["closed"], position])
                 inherited.add(drawn - entry["samples"])
-                if len(inherited) > 1:
+                if len(inherited) > 1 or min(inherited) < 0:
                     raise UserError(f"the checkpoint of step {step} has {entry['samples']:,} samples, but {drawn:,} "
-                                    "draws: those of other checkpoints differ by another number")
+                                    "draws, which is another difference than at the start of the run")
         ledger.check()
+        ledger.inherited = max(inherited, default=0)
     except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
         raise UserError(f"{log}: after step {ledger.step} stands what no run writes ({error})") from error
     return ledger

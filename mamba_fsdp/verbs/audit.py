@@ -19,8 +19,11 @@ def main(run: str) -> None:
     path = Path(run)
     saved = {}
     for checkpoint in committed(path / CHECKPOINTS):
-        progress = read_state(checkpoint)["state"]["progress"]
-        saved[progress["step"]] = progress
+        try:
+            progress = read_state(checkpoint)["state"]["progress"]
+            saved[progress["step"]] = progress
+        except UserError as error:  # a run that resumes passes it over too
+            say("warning", f"left out: {error}")
     ledger = audit(path / SAMPLES, saved)
     if ledger.step < 0:
         raise UserError(f"{run}: holds neither checkpoints nor {SAMPLES}; is it a run folder?")
@@ -33,6 +36,8 @@ def main(run: str) -> None:
                    if part is not ledger.position else ""))
     if ledger.logged:
         say("proved", f"{ledger.logged:,} samples: each step read those windows that were next, none twice in an epoch")
+    if ledger.inherited:
+        say("before", f"{ledger.inherited:,} windows more were drawn by the run whose position this one took over")
     if ledger.unlogged:
         steps = ", ".join(f"{first:,} to {last:,}" for first, last in ledger.unlogged)
         say("not proved", f"what steps {steps} read: they have no log (--sample_log=true). Positions only show that no "

@@ -42,11 +42,11 @@ STARTS = st.lists(st.fixed_dictionaries({
 SIZES = st.fixed_dictionaries({name: st.integers(20, 150) for name in "abcd"})  # tokens
 
 
-def run(folder, sizes, starts):
+def run(folder, sizes, starts, state=None):
     """Trains in these starts, each killed `lost` steps after its last checkpoint, but for the training. Returns the
     train state of each checkpoint and the windows that were read until there: [(source, how often begun anew, window)].
     """
-    saved, read, state, samples, step, anew = {}, [], None, 0, 0, Counter()
+    saved, read, samples, step, anew = {}, [], 0, 0, Counter()
     for start in starts:
         length, ranks = start["seq_length"], start["ranks"]
         sources = {name: Zeros(sizes[name]) for name in start["sources"]}
@@ -175,7 +175,7 @@ def test_what_is_said_of_a_forgery(tmp_path, how, message):
     (lambda data, _: data["drawn"].update(b=data["drawn"]["b"] - 1), "is seen twice: the checkpoint .step 12"),
     (lambda data, _: data["drawn"].pop("a"), "is seen twice: the checkpoint .step 12"),
     (lambda data, _: data.update(seed=2), "has another seed or seq_length"),
-    (lambda data, saved: saved[12].update(samples=47), "47 samples, but 48 draws"),
+    (lambda data, saved: saved[12].update(samples=47), "47 samples, but 48 draws, which is another"),
     (lambda data, saved: saved.update({14: {**saved[12], "step": 14}}), "ends at step 12, but the checkpoint is of"),
 ])
 def test_checkpoints_that_the_log_contradicts_are_refused(tmp_path, change, message):
@@ -200,6 +200,16 @@ def test_a_log_that_begins_or_stops_later_proves_its_part(tmp_path):
     saved, _ = run(tmp_path, {"a": 100, "b": 100}, starts)
     ledger = audit(tmp_path / "samples.jsonl", saved)
     assert ledger.unlogged == [(1, 6), (13, 18)] and ledger.logged == 2 * 6 * 4
+
+
+def test_draws_of_a_run_that_was_taken_over_are_told_apart(tmp_path):
+    first, _ = run(tmp_path, {"a": 100, "b": 100}, [START])
+    saved, _ = run(tmp_path, {"a": 100, "b": 100}, [START, START], first[6]["data"])
+    ledger = audit(tmp_path / "samples.jsonl", saved)
+    assert (ledger.inherited, ledger.logged, ledger.unlogged) == (24, 48, [])
+    saved[12]["samples"] = saved[6]["samples"] = 80
+    with pytest.raises(UserError, match="80 samples, but 48 draws"):
+        audit(tmp_path / "samples.jsonl", saved)
 
 
 def test_lines_that_no_run_writes_are_refused(tmp_path):
