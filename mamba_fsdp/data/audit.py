@@ -1,6 +1,7 @@
 """The proof that a run saw each window as often as its epochs say: its samples.jsonl and the positions in its
 checkpoints, replayed together. Whatever contradicts it raises a UserError that names the first window concerned."""
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,6 @@ from mamba_fsdp.errors import UserError
 from mamba_fsdp.report.records import entries
 
 CHECKED_AT_ONCE = 1 << 20  # draws: arrays of some megabytes
-
 Position = Mapping[str, Any]  # as Order.state_after gives it
 
 
@@ -32,20 +32,12 @@ class Ledger:
         self.unlogged: list[tuple[int, int]] = []
         self.logged = self.batch = self.inherited = 0
         self.waiting: list[dict] = []  # steps to be held against what was read
-        self.began: dict[str, int] = {}  # source -> the step from which on its draws count from 0, where that is not 0
-        self.marks: dict[str, tuple[int, np.ndarray]] = {}  # source -> (epoch, which of its windows it has had)
-
-    def start(self, entry: Mapping[str, Any]) -> None:
-        """A start of the run, as the log tells it."""
-        self.meet(entry["step"], entry["position"], "the start there")
-        self.is_logged, self.batch = entry["logged"], entry["global_batch"]
-        self.starts.append(entry["ranks"])
 
     def take(self, entry: dict) -> None:
         """A step, as the log tells it."""
         step, drawn = entry["step"], self.position["drawn"]
         for name, (first, end) in entry["draws"].items():
-            if name not in drawn or first != drawn[name]:
+            if first != drawn.get(name, 0):
                 raise self._fault(name, drawn.get(name, 0), first, f"step {step}")
             drawn[name] = end
         if step != self.step + 1:
@@ -60,28 +52,29 @@ class Ledger:
     def meet(self, step: int, position: Position, who: str) -> None:
         """What a start or a checkpoint (`who`) says of the position after `step`."""
         self.check()
-        exact = step == self.step
-        if self.step >= 0:
-            if step < self.step or self.is_logged and not exact:
-                raise UserError(f"{self.log}: it ends at step {self.step}, but {who} is of step {step}: what the steps "
-                                "between read is not known")
-            who = f"{who} (step {step})"
-            before = self._closed(position, exact, who, step)
-            for name in before.keys() | position["drawn"].keys():
-                self._compare(name, before.get(name, 0), position["drawn"].get(name, 0), exact, who)
+        exact, before, now = step == self.step, lives(self.position), lives(position)
+        if step < self.step or self.is_logged and not exact:
+            raise UserError(f"{self.log}: it ends at step {self.step}, but {who} is of step {step}: what the steps "
+                            "between read is not known")
+        for life in sorted(before.keys() | now.keys() if exact else before):
+            drawn, meaning = before.get(life, (0, ()))
+            there, other = now.get(life, (0, meaning))
+            if drawn and other != meaning:
+                raise UserError(f"{who} (step {step}) has another seed or seq_length than what was drawn before from "
+                                f"source {life[0]!r}, and has not closed it")
+            if there < drawn or exact and there > drawn:
+                raise self._fault(life[0], drawn, there, f"{who} (step {step})")
         if not exact and step > 0:
             self.unlogged.append((max(self.step, 0) + 1, step))
         self.step, self.position = step, {**position, "drawn": dict(position["drawn"])}
 
     def check(self) -> None:
-        """Holds the steps that wait against what their ranks read, and their windows against those of the epoch."""
+        """Holds the steps that wait against what their ranks read."""
         read, waiting, self.waiting = np.zeros(len(self.waiting), np.uint64), self.waiting, []
-        for name in sorted({name for entry in waiting for name in entry["draws"]}):
+        for name in {name for entry in waiting for name in entry["draws"]}:
             places = [number for number, entry in enumerate(waiting) if name in entry["draws"]]
             first, end = np.array([waiting[number]["draws"][name] for number in places]).T
-            windows, epochs = self._windows(name, first[0], end[-1])
-            self._mark(name, windows, epochs)
-            sums = np.append(np.uint64(0), np.cumsum(fingerprint(name, windows)))
+            sums = np.append(np.uint64(0), np.cumsum(fingerprint(name, self._windows(name, first[0], end[-1])[0])))
             read[places] += sums[end - first[0]] - sums[first - first[0]]
         for entry, expected in zip(waiting, read.tolist()):
             if entry["read"] != f"{expected:016x}":
@@ -89,41 +82,10 @@ class Ledger:
                 raise UserError(f"step {entry['step']}: its ranks read other windows than those of its draws, of which "
                                 f"the first is {self._named(name, draw)}")
 
-    def _closed(self, position, exact, who, step):
-        """The draws of each source that are still open at `position`, which may have closed some."""
-        known, before = self.position["closed"], dict(self.position["drawn"])
-        if position["closed"][:len(known)] != known:
-            raise UserError(f"{who} has forgotten a position that was closed before")
-        for part in position["closed"][len(known):]:
-            for name, drawn in part["drawn"].items():
-                self._compare(name, before.pop(name, 0), drawn, exact, who)
-                self.marks.pop(name, None)
-                self.began[name] = step
-        changed = any(position[field] != self.position.get(field) for field in ("seed", "seq_length"))
-        if changed and any(before.values()):
-            raise UserError(f"{who} has another seed or seq_length than what was drawn before, and has not closed it")
-        return before
-
-    def _compare(self, name, before, now, exact, who):
-        if now < before or exact and now > before:
-            raise self._fault(name, before, now, who)
-
-    def _mark(self, name, windows, epochs):
-        for epoch in np.unique(epochs).tolist():
-            known, seen = self.marks.get(name, (-1, None))
-            if known != epoch:
-                seen = np.zeros(self.position["windows"][name], bool)
-            which = windows[epochs == epoch]
-            twice = which[seen[which]]
-            seen[which] = True
-            if len(twice) or len(np.unique(which)) < len(which):
-                raise UserError(f"source {name!r}: the order names a window of epoch {epoch} twice")
-            self.marks[name] = epoch, seen
-
     def _windows(self, name, first, end):
-        count, seq_length = end - first, self.position["seq_length"]
-        key = np.full(count, source_key(self.position["seed"], name), np.uint64)
-        return window_of(np.arange(first, end), np.full(count, self.position["windows"][name]), seq_length, key)
+        windows, key = self.position["windows"][name], source_key(self.position["seed"], name)
+        return window_of(np.arange(first, end), np.full(end - first, windows), self.position["seq_length"],
+                         np.full(end - first, key, np.uint64))
 
     def _named(self, name, draw):
         window, epoch = self._windows(name, draw, draw + 1) if name in self.position["windows"] else ([draw], ["?"])
@@ -135,35 +97,45 @@ class Ledger:
         if now > before:
             return UserError(f"{self._named(name, before)}, was left out: {who} takes up its source at draw {now}, "
                              f"which the steps up to {self.step} had left at {before}")
-        draws = ((entry["step"], entry["draws"].get(name, (0, 0))) for entry, _ in entries(self.log)
-                 if "draws" in entry and entry["step"] > self.began.get(name, 0))
-        earlier = next((step for step, (first, end) in draws if first <= now < end), None)
+        steps = (entry["step"] for entry, _ in entries(self.log) if entry["step"] <= self.step
+                 for first, end in [entry.get("draws", {}).get(name, (0, 0))] if first <= now < end)
         return UserError(f"{self._named(name, now)}, is seen twice: {who} takes up its source at draw {now}, which "
-                         f"{f'step {earlier}' if earlier else 'an earlier step'} had taken")
+                         f"step {max(steps, default='?')} had taken")
+
+
+def lives(position: Position) -> dict[tuple[str, int], tuple[int, tuple]]:
+    """{(source, how often it had begun anew): (its draws then, what says which windows these are)}"""
+    found, anew = {}, Counter[str]()
+    for part in [*position["closed"], position]:
+        for name, drawn in part["drawn"].items():
+            found[name, anew[name]] = drawn, (part["seed"], part["seq_length"])
+        anew.update(list(part["drawn"]))
+    return found
 
 
 def audit(log: Path, saved: Mapping[int, Mapping[str, Any]]) -> Ledger:
     """Replays the log, if there is one, and the checkpoints: {step: the train state that one saved}. Raises UserError
     where a window was seen once too often or too seldom, or what is written contradicts itself."""
-    ledger, inherited = Ledger(log), set()  # the draws of a run whose position this one took over
+    ledger, inherited = Ledger(log), set()
     try:
         for step, entry in _in_order(log, saved):
-            if "position" in entry:
-                ledger.start(entry)
-            elif "draws" in entry:
+            if "draws" in entry:
                 ledger.take(entry)
+            elif "position" in entry:
+                ledger.meet(step, entry["position"], "the start there")
+                ledger.is_logged, ledger.batch = entry["logged"], entry["global_batch"]
+                ledger.starts.append(entry["ranks"])
             else:
                 position = {**NOTHING, **entry["data"]}
                 ledger.meet(step, position, "the checkpoint")
-                drawn = sum(sum(part["drawn"].values()) for part in [*position["closed"], position])
-                inherited.add(drawn - entry["samples"])
+                inherited.add(sum(drawn for drawn, _ in lives(position).values()) - entry["samples"])
                 if len(inherited) > 1 or min(inherited) < 0:
-                    raise UserError(f"the checkpoint of step {step} has {entry['samples']:,} samples, but {drawn:,} "
-                                    "draws, which is another difference than at the start of the run")
+                    raise UserError(f"the checkpoint of step {step} has {entry['samples']:,} samples, but the draws in "
+                                    "its position are not as many more as at the start of the run")
         ledger.check()
-        ledger.inherited = max(inherited, default=0)
     except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
         raise UserError(f"{log}: after step {ledger.step} stands what no run writes ({error})") from error
+    ledger.inherited = max(inherited, default=0)
     return ledger
 
 

@@ -16,24 +16,26 @@ def main(run: str) -> None:
     from mamba_fsdp.checkpoint.folder import read_state
     from mamba_fsdp.data.audit import audit
 
-    path = Path(run)
     saved = {}
-    for checkpoint in committed(path / CHECKPOINTS):
+    for checkpoint in committed(Path(run) / CHECKPOINTS):
         try:
             progress = read_state(checkpoint)["state"]["progress"]
             saved[progress["step"]] = progress
         except UserError as error:  # a run that resumes passes it over too
             say("warning", f"left out: {error}")
-    ledger = audit(path / SAMPLES, saved)
+    ledger = audit(Path(run) / SAMPLES, saved)
     if ledger.step < 0:
         raise UserError(f"{run}: holds neither checkpoints nor {SAMPLES}; is it a run folder?")
     starts = f", starts on {', '.join(map(str, ledger.starts))} ranks" if ledger.starts else ""
     say("run", f"{run}: {ledger.step:,} steps{starts}; positions of {len(saved)} checkpoints")
     for part in [*ledger.position["closed"], ledger.position]:
+        closed = f" (closed: seed {part['seed']}, seq_length {part['seq_length']})" * (part is not ledger.position)
         for name, drawn in part["drawn"].items():
-            say("source", f"{name}: {epochs(drawn, part['windows'].get(name))}"
-                + (f" (closed: seed {part['seed']}, seq_length {part['seq_length']})"
-                   if part is not ledger.position else ""))
+            windows = part["windows"].get(name)
+            seen = f"{drawn:,} windows"
+            if windows:  # older positions don't say it
+                seen = f"{drawn // windows:,} epochs of {windows:,} windows, and {drawn % windows:,} of the next"
+            say("source", f"{name}: {seen}{closed}")
     if ledger.logged:
         say("proved", f"{ledger.logged:,} samples: each step read those windows that were next, none twice in an epoch")
     if ledger.inherited:
@@ -45,14 +47,6 @@ def main(run: str) -> None:
     if saved and ledger.step > max(saved):
         say("to come", f"steps {max(saved) + 1:,} to {ledger.step:,} lie behind the newest checkpoint: a run that "
             "resumes from there takes them again")
-
-
-def epochs(drawn: int, windows: int | None) -> str:
-    """How often its windows were seen."""
-    if not windows:
-        return f"{drawn:,} windows drawn"
-    whole, more = divmod(drawn, windows)
-    return f"{whole:,} epochs of {windows:,} windows, and {more:,} of the next"
 
 
 def say(name: str, value: str) -> None:

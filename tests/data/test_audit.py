@@ -175,7 +175,7 @@ def test_what_is_said_of_a_forgery(tmp_path, how, message):
     (lambda data, _: data["drawn"].update(b=data["drawn"]["b"] - 1), "is seen twice: the checkpoint .step 12"),
     (lambda data, _: data["drawn"].pop("a"), "is seen twice: the checkpoint .step 12"),
     (lambda data, _: data.update(seed=2), "has another seed or seq_length"),
-    (lambda data, saved: saved[12].update(samples=47), "47 samples, but 48 draws, which is another"),
+    (lambda data, saved: saved[12].update(samples=47), "47 samples, but the draws in"),
     (lambda data, saved: saved.update({14: {**saved[12], "step": 14}}), "ends at step 12, but the checkpoint is of"),
 ])
 def test_checkpoints_that_the_log_contradicts_are_refused(tmp_path, change, message):
@@ -191,7 +191,7 @@ def test_without_a_log_the_positions_alone_are_held_against_each_other(tmp_path)
     assert ledger.unlogged == [(1, 6), (7, 12), (13, 18)] and not ledger.logged
     saved[18]["data"]["drawn"]["a"] = 1
     with pytest.raises(UserError, match="source 'a', epoch 0, is seen twice: the checkpoint .step 18. takes up its "
-                                        "source at draw 1, which an earlier step had taken"):
+                                        "source at draw 1, which step . had taken"):
         audit(tmp_path / "none.jsonl", saved)
 
 
@@ -208,7 +208,7 @@ def test_draws_of_a_run_that_was_taken_over_are_told_apart(tmp_path):
     ledger = audit(tmp_path / "samples.jsonl", saved)
     assert (ledger.inherited, ledger.logged, ledger.unlogged) == (24, 48, [])
     saved[12]["samples"] = saved[6]["samples"] = 80
-    with pytest.raises(UserError, match="80 samples, but 48 draws"):
+    with pytest.raises(UserError, match="80 samples, but the draws in"):
         audit(tmp_path / "samples.jsonl", saved)
 
 
