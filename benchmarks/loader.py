@@ -23,7 +23,8 @@ from pathlib import Path
 
 import numpy as np
 
-from mamba_fsdp.data.store import TOKEN_STORE, StoreWriter, TokenStore, _checksum
+from mamba_fsdp.data.store import StoreWriter, TokenStore, _checksum
+from mamba_fsdp.formats import TOKEN_STORE
 
 VOCABULARY, EOS, DOCUMENT = 50000, 0, 1000
 SECONDS = 1.0  # of a loader's turn
@@ -75,14 +76,14 @@ def compare(folder, seq_length, batch_size, tokens, rounds):
             of_cpu[name].append(done / (time.process_time() - cpu))
     print(f"windows of {seq_length} tokens, {batch_size} a batch, {tokens:,} tokens, warm page cache; median of "
           f"{rounds}; load of the machine {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores")
-    print("loader                               M tokens/s  x DataLoader  x best other   M tokens per CPU second")
+    print("loader                                        M tokens/s  x DataLoader  x best other   M tokens per CPU second")
     median = {name: statistics.median(values) for name, values in rates.items()}
     slow = max(rate for name, rate in median.items() if name.startswith("DataLoader"))
     best = max((median[name] for name in others), default=slow)
     for name, rate in median.items():
         here = "worker" not in name or name.endswith(" 0 workers")  # what other processes take is not counted
         cpu = f"{statistics.median(of_cpu[name]) / 1e6:14.2f}" if here else ""
-        print(f"{name:36} {rate / 1e6:10.2f} {rate / slow:13.1f} {rate / best:13.2f} {cpu}")
+        print(f"{name:45} {rate / 1e6:10.2f} {rate / slow:13.1f} {rate / best:13.2f} {cpu}")
     resume(folder / "store", seq_length, batch_size)
 
 
@@ -113,7 +114,7 @@ def make_ours(folder, seq_length, batch_size):
 
     with contextlib.redirect_stdout(io.StringIO()):
         convert(str(folder / "store"), str(folder / "blocks"), "save_to_disk", block=seq_length)
-        convert(str(folder / "store"), str(folder / "rows"), "save_to_disk", eos_token=str(EOS))
+        convert(str(folder / "store"), str(folder / "rows"), "save_to_disk")
         convert(str(folder / "store"), str(folder / "fms"), "fms")
         convert(str(folder / "store"), str(folder / "layout"), "datalayout")
     TokenStore(folder / "store").read(0, TokenStore(folder / "store").token_count)[0].tofile(folder / "flat.bin")
@@ -127,19 +128,25 @@ def data_loaders(folder, seq_length, batch_size):
     import datasets
     from torch.utils.data import DataLoader, DistributedSampler
 
-    rows = datasets.load_from_disk(str(folder / "blocks")).with_format("torch")
-    rows = rows.select(range(len(rows) - 1))  # the last one is shorter
+    from transformers import default_data_collator
 
-    def batches(workers):
+    lists = datasets.load_from_disk(str(folder / "blocks"))
+    lists = lists.select(range(len(lists) - 1))  # the last one is shorter
+    tensors = lists.with_format("torch")
+
+    def batches(rows, workers, collate=None):
         sampler = DistributedSampler(rows, num_replicas=1, rank=0)
         loader = DataLoader(rows, batch_size, sampler=sampler, num_workers=workers, drop_last=True,
-                            persistent_workers=workers > 0)
+                            persistent_workers=workers > 0, collate_fn=collate)
         for epoch in itertools.count():
             sampler.set_epoch(epoch)
             for batch in loader:
                 yield batch["input_ids"]
 
-    return {f"DataLoader, {workers} workers": batches(workers) for workers in (0, 1, 2)}
+    # As transformers' Trainer feeds a model, and the fastest there is: rows that are tensors already.
+    return {f"DataLoader, default_data_collator, {workers} workers": batches(lists, workers, default_data_collator)
+            for workers in (0, 2)} | {
+        f"DataLoader, format torch, {workers} workers": batches(tensors, workers) for workers in (0, 1, 2)}
 
 
 def mosaic(folder, seq_length, batch_size):

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import lru_cache
 from operator import itemgetter
 from typing import Any, NamedTuple
 
@@ -19,6 +20,8 @@ from mamba_fsdp.conventions import IGNORED_LABEL
 from mamba_fsdp.data.order import Order
 from mamba_fsdp.data.source import Source
 from mamba_fsdp.errors import UserError
+
+TOGETHER = 1 << 10  # samples that the order is asked for at once: of a few, the calls cost more than the work
 
 
 class Batch(NamedTuple):
@@ -75,6 +78,7 @@ class Loader(AbstractContextManager["Loader"]):
         self.sources, self.order, self.data, self.split = sources, order, data, split
         self.vocab_size, self.first_step, self.pin_memory = vocab_size, first_step, pin_memory
         self.pool = ThreadPoolExecutor(data.num_workers, "loader") if data.num_workers else None
+        self.together = lru_cache(4)(lambda block: np.stack(order.samples(block * TOGETHER, TOGETHER)[:2]))
         self.ahead: dict[int, Future[list[Batch]]] = {}  # step -> its micro batches
 
     def step(self, step: int) -> list[Batch]:
@@ -97,10 +101,19 @@ class Loader(AbstractContextManager["Loader"]):
         size = self.split.batch_size
         mine = self.split.micro_batches * size
         first = (step - self.first_step) * self.split.global_batch + self.split.rank * mine
-        source, window, _ = self.order.samples(first, mine)
+        source, window = self._windows(first, mine)
         samples = [(self.order.names[s], w) for s, w in zip(source.tolist(), window.tolist())]
         return [_batch(self.sources, samples[at : at + size], self.data, self.vocab_size, self.pin_memory)
                 for at in range(0, mine, size)]
+
+    def _windows(self, first: int, count: int) -> np.ndarray:
+        """(2, count): source and window of samples from `first` on, computed with others of their TOGETHER where these
+        are of the next steps."""
+        if self.split.global_batch > TOGETHER // 4:
+            return np.stack(self.order.samples(first, count)[:2])
+        blocks = range(first // TOGETHER, (first + count - 1) // TOGETHER + 1)
+        at = first - blocks[0] * TOGETHER
+        return np.concatenate([self.together(block) for block in blocks], axis=1)[:, at:at + count]
 
     def close(self) -> None:
         if self.pool:

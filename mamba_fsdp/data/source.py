@@ -34,3 +34,10 @@ class Source(Protocol):
 
     def read(self, start: int, count: int) -> Tokens:
         """Tokens [start, start + count), which lie within the source. Raises UserError for what can't be read."""
+
+
+def restart(positions: np.ndarray, at: np.ndarray) -> None:
+    """Let `positions` (n,), which count on, count from 0 at each of the places `at`, which rise."""
+    if len(at):
+        lengths = np.concatenate([at[1:], [len(positions)]]) - at  # np.diff(append=...) takes several times as long
+        positions[at[0]:] -= np.repeat(positions[at], lengths)

@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from config.dataset_config import DatasetConfig
-from mamba_fsdp.data.source import Tokens
+from mamba_fsdp.data.source import Tokens, restart
 from mamba_fsdp.durable import sync_folder, write_atomically
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.formats import TOKEN_STORE
@@ -109,9 +109,7 @@ class TokenStore:
         inner = starts[first + 1:starts.searchsorted(end, "left")] - offset
         position = offset - int(starts[first])
         positions = np.arange(position, position + end - offset, dtype=np.int32)
-        if len(inner):
-            lengths = np.diff(inner, append=len(positions))
-            positions[inner[0]:] -= np.repeat((inner + position).astype(np.int32), lengths)
+        restart(positions, inner)
         return tokens[offset:end], positions
 
 

@@ -64,8 +64,12 @@ class Copy:
         if count:
             self.told[what] = self.told.get(what, 0) + int(count)
 
-    def refuse_mask(self, mask: np.ndarray | None) -> None:
-        if mask is not None and not mask.all():
+    def refuse_mask(self, mask: np.ndarray | None, positions: np.ndarray) -> None:
+        """Raises UserError where other than first tokens of documents don't count."""
+        if mask is None:
+            return
+        self.tell("first tokens of documents did not count in the loss", (~mask & (positions == 0)).sum())
+        if not mask[positions != 0].all():
             raise UserError(f"{self.source.path} says of some tokens that they don't count in the loss, for which this "
                             "format has no place; write --format=datalayout or save_to_disk")
 
@@ -83,7 +87,7 @@ def write_store(copy: Copy, name: str) -> None:
                          tokenizer=source.tokenizer, shard_tokens=copy.shard_tokens)
     last = source.eos
     for tokens, positions, mask in copy.pieces():
-        copy.refuse_mask(mask)
+        copy.refuse_mask(mask, positions)
         before = np.concatenate([[last], tokens[:-1]])
         unended = np.flatnonzero((positions == 0) & (before != source.eos))
         copy.tell("documents without an eos got one", len(unended))
@@ -131,7 +135,7 @@ def write_fms(copy: Copy, name: str) -> None:
     with closing(_ArrowFiles(copy.folder / name, "{:05d}.arrow", schema, pyarrow.ipc.new_file,
                              copy.shard_tokens)) as files:
         for tokens, mask in copy.documents():
-            copy.refuse_mask(mask)
+            copy.refuse_mask(mask, np.arange(len(tokens)))
             tokens = tokens[:-1] if tokens[-1] == copy.source.eos else tokens
             copy.tell("empty documents were left out", not len(tokens))
             if len(tokens):  # an empty one hides the rest of its file from fms-fsdp
@@ -152,7 +156,7 @@ def write_datalayout(copy: Copy, name: str) -> None:
                 raise UserError(f"{copy.source.path} holds the token {tokens.max()}, for which DataLayout's 16 bits do "
                                 "not suffice; write another --format")
             copy.tell(f"positions from {LAST_POSITION} on are said as that", (positions > LAST_POSITION).sum())
-            counts = np.int32(1) if mask is None else mask.astype(np.int32)
+            counts = np.int32(1) if mask is None else (mask | (positions == 0)).astype(np.int32)  # no first one does
             values = tokens.astype(np.int32) | np.minimum(positions, LAST_POSITION) << 16 | counts << 30
             file.write(values.astype("<i4").data)
     Path(f"{path}.size").write_text(str(copy.source.token_count))

@@ -119,7 +119,7 @@ def test_a_loss_mask_goes_along_or_is_refused(tmp_path, piece):
     assert (tmp_path / "same" / "some.npy").read_bytes() == (tmp_path / "some.npy").read_bytes()
     main(str(tmp_path / "some.npy"), str(tmp_path / "rows"), "save_to_disk", reading=ReadingConfig(eos_token=str(EOS)))
     loaded = datasets.load_from_disk(tmp_path / "rows")
-    assert loaded["labels"][:] == [[5, -100, 3], [7, -100, 9, 3]]
+    assert loaded["labels"][:] == [[-100, -100, 3], [-100, -100, 9, 3]]
     back = open_source(tmp_path / "rows", DataConfig(eos_token=str(EOS)))
     assert everything(back)[0] == [5, 6, EOS, 7, 8, 9, EOS] and everything(back)[2][1] is False
 
@@ -130,6 +130,7 @@ def test_documents_without_an_eos_get_one_in_a_store(tmp_path, piece, capsys):
     assert everything(TokenStore(tmp_path / "store"))[0] == [5, 6, EOS, 7, EOS, 8, EOS, 9, EOS]
     said = capsys.readouterr().out
     assert "2 documents without an eos got one" in said and "1 documents were cut at an eos inside" in said
+    assert "3 first tokens of documents did not count in the loss" in said  # which in a store do
 
 
 DRAWN = st.lists(st.lists(st.sampled_from([1, 2, 4, 300, 65_000]), max_size=30), min_size=1, max_size=12).filter(any)

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from mamba_fsdp.data.foreign.plan import DataFile
-from mamba_fsdp.data.source import Tokens
+from mamba_fsdp.data.source import Tokens, restart
 from mamba_fsdp.data.store import map_file
 from mamba_fsdp.errors import UserError
 
@@ -151,8 +151,7 @@ class IndexedSource:
                 break
         positions = np.arange(before, before + len(values), dtype=np.int32)
         inner: np.ndarray = np.flatnonzero(values[:-1] == self.eos) + 1
-        if len(inner):
-            positions[inner[0]:] -= np.repeat((inner + before).astype(np.int32), np.diff(inner, append=len(values)))
+        restart(positions, inner)
         return positions
 
 
