@@ -1062,7 +1062,7 @@ def test_ctrl_c_says_how_to_go_on(tmp_path, large_input):
     """Ctrl-C ends with one hint, exit 130 and no traceback, though the whole terminal's processes get it."""
     process = subprocess.Popen([sys.executable, ROOT / "get_dataset.py", large_input, "out"], cwd=tmp_path, text=True,
                                stderr=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)
-    tokens = tmp_path / "out" / "train" / "00000.bin"
+    tokens = tmp_path / "out" / ".progress" / "00000" / "train" / "00000.bin"
     while not (tokens.exists() and tokens.stat().st_size):  # while Python imports, it may swallow the interrupt
         time.sleep(0.01)
     os.killpg(process.pid, signal.SIGINT)
