@@ -54,9 +54,13 @@ def open_splits(name: str, options: DatasetConfig) -> Splits:
     """Those of INPUT: a datasets name, a save_to_disk folder, or files and folders named by their splits. Raises
     UserError where it has none but one for training."""
     path = os.path.expanduser(name)
+    if name == "builtin":
+        official(name, ())
     if not os.path.lexists(path):
         found = official(name, _names_of_dataset(name, options))
         return Splits({store: Rows(name, replace(options, split=split)) for store, split in found.items()}, options)
+    if options.config or options.streaming:
+        raise UserError(f"{name}: --config and --streaming are for `datasets` names, and this is a local path")
     if (state := Path(path, "dataset_dict.json")).exists():
         found = official(name, json.loads(state.read_bytes())["splits"])
         return Splits({store: Files(*find_files(path, options.format, split), options=options)

@@ -103,6 +103,10 @@ def test_what_has_no_splits_is_said(tmp_path, monkeypatch):
     (tmp_path / "in" / "train.txt").write_text("a")
     with pytest.raises(UserError, match="of the splits train, validation and test it has: train; leave"):
         make(tmp_path / "in", tmp_path / "out")
+    with pytest.raises(UserError, match="builtin: of the splits .* it has: none"):
+        make("builtin", tmp_path / "out")
+    with pytest.raises(UserError, match="--config and --streaming are for `datasets` names"):
+        make(tmp_path / "in", tmp_path / "out", config="raw")
     for name in ("valid.txt", "dev.txt"):
         (tmp_path / "in" / name).write_text("b")
     with pytest.raises(UserError, match="which split is which. It has valid and dev"):
