@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from config.dataset_config import DatasetConfig
 from config.train_config import DataConfig
-from mamba_fsdp.data import opening, tokenize, tokenizer
+from mamba_fsdp.data import opening, tokenize, tokenizer, units
 from mamba_fsdp.data.documents import documents
 from mamba_fsdp.data.json_files import array_blocks
 from mamba_fsdp.data.store import TokenStore
@@ -304,3 +304,24 @@ def test_documents_that_are_not_known_are_not_reset_at(tmp_path):
     make(tmp_path / "x.jsonl", tmp_path / "out", pack="none", validation_fraction=0)
     with pytest.raises(UserError, match="reset_at_documents needs to know .*--eos_token=ID"):
         opening.open_source(tmp_path / "out" / "train", DataConfig(reset_at_documents=True))
+
+
+@pytest.mark.slow
+def test_ids_taken_as_they_are_survive_a_kill(blocks, tmp_path, monkeypatch):
+    """A run that resumes in the middle of what no eos ends writes what an unbroken one does."""
+    path, ids = blocks
+    monkeypatch.setattr("mamba_fsdp.data.workers.BLOCK_BYTES", 5_000)
+    options = DatasetConfig(text_column="input_ids", tokenizer="none", pack="none", workers=1, shard_tokens=20_011)
+    save, left = units.Unit._save, [3]
+
+    def killed(unit):
+        save(unit)
+        left[0] -= 1
+        if not left[0]:
+            raise KeyboardInterrupt
+    monkeypatch.setattr(units.Unit, "_save", killed)
+    with pytest.raises(KeyboardInterrupt):
+        tokenize.make_dataset(open_source(str(path), options), tmp_path / "out", save_seconds=0)
+    monkeypatch.setattr(units.Unit, "_save", save)
+    tokenize.make_dataset(open_source(str(path), options), tmp_path / "out", save_seconds=0)
+    assert stored(tmp_path / "out" / "train") + stored(tmp_path / "out" / "validation") == ids
