@@ -18,6 +18,11 @@ END_OF_STREAM = b"\xff\xff\xff\xff\0\0\0\0"
 def find_rows(path: Path, column: str, mask: str = "") -> Rows:
     """The rows of `column` of a file: its lists, or where it holds plain numbers its record batches, as fms writes
     documents. mask: a column of MASKS, lists of the same lengths. Raises UserError."""
+    from pyarrow.types import is_integer
+
+    first = next((batch for _, batch in batches(path)), None)
+    if first is not None and column in first.schema.names and is_integer(first.schema.field(column).type):
+        return _batches_as_rows(path, column)
     dtypes, offsets, lengths = ["<u4", ""], ([np.zeros(0, np.int64)], [np.zeros(0, np.int64)]), [np.zeros(0, np.int64)]
     for whole, batch in batches(path):
         sizes = []
@@ -26,15 +31,34 @@ def find_rows(path: Path, column: str, mask: str = "") -> Rows:
             dtypes[at] = np.dtype(values.type.to_pandas_dtype()).str
             buffer = values.buffers()[1]
             begin = buffer.address - whole.address if len(values) else 0
-            if len(values) and not 0 <= begin < whole.size:
-                raise UserError(f"{path}: its content is compressed; write it without, or make a token store of it:\n"
-                                f"  {store_command(path.parent, column)}")
+            _refuse(path, name, values.null_count, not 0 <= begin < whole.size)
             offsets[at].append(begin + (values.offset + bounds) * np.dtype(dtypes[at]).itemsize)
             sizes.append(size)
         if len(sizes) > 1 and not np.array_equal(*sizes):
             raise UserError(f"{path}: the rows of {mask} are not as long as those of {column}")
         lengths.append(sizes[0])
     return Rows(dtypes[0], np.concatenate(offsets[0]), np.concatenate(lengths), dtypes[1], np.concatenate(offsets[1]))
+
+
+def _batches_as_rows(path, column):
+    """As find_rows, for plain numbers: by far the most batches, so without what lists take."""
+    addresses, sizes, nulls = [], [], 0
+    for whole, batch in batches(path):
+        array = batch.column(column)
+        addresses.append(array.buffers()[1].address if len(array) else whole.address)
+        sizes.append(len(array))
+        nulls += array.null_count
+    offsets = np.array(addresses, np.int64) - whole.address
+    _refuse(path, column, nulls, ((offsets < 0) | (offsets >= whole.size)).any())
+    return Rows(np.dtype(array.type.to_pandas_dtype()).str, offsets, np.array(sizes, np.int64))
+
+
+def _refuse(path, column, nulls, compressed):
+    if nulls:
+        raise UserError(f"{path}: column {column} has places without a token (null)")
+    if compressed:
+        raise UserError(f"{path}: its content is compressed; write it without, or make a token store of it:\n"
+                        f"  {store_command(path.parent, column)}")
 
 
 def batches(path: Path) -> Iterator[tuple[Any, Any]]:
@@ -107,17 +131,13 @@ def _lists(path, name, batch):
         raise UserError(f"{path}: has no column {name}, but {', '.join(batch.schema.names)}")
     array = batch.column(name)
     kind = getattr(array.type, "value_type", array.type)
-    if not types.is_integer(kind):
+    if kind is array.type or not types.is_integer(kind):
         raise UserError(f"{path}: column {name} is {array.type}, not token ids")
-    if types.is_integer(array.type):
-        values, bounds = array, np.array([0, len(array)])
-    elif types.is_fixed_size_list(array.type):
+    if types.is_fixed_size_list(array.type):
         values, bounds = array.values, np.arange(len(array) + 1) * array.type.list_size
     else:
         values, bounds = array.values, array.offsets.to_numpy().astype(np.int64)
-    if values.null_count:
-        raise UserError(f"{path}: column {name} has places without a token (null)")
     sizes = np.diff(bounds)
-    if array.null_count and array is not values:
+    if array.null_count:
         sizes[array.is_null().to_numpy(zero_copy_only=False)] = 0
     return values, bounds[:-1], sizes

@@ -30,7 +30,7 @@ from mamba_fsdp.heartbeat import heart
 from mamba_fsdp.storage import patiently
 
 KEPT_FROM = 1 << 26  # bytes of data: the index of less is made at each start, in a moment
-PROCESSES_FROM = 1 << 29  # bytes of data: starting processes takes seconds
+PROCESSES_FROM = 1 << 27  # bytes of data: starting processes takes seconds
 SAMPLES, SAMPLE_BYTES = 16, 1 << 12  # of each file, that its digest covers
 
 
