@@ -68,15 +68,19 @@ def _chunks(blocks):
 def _start_worker(tokenizer, eos, bos, vocab_size, options):
     """Prepares a worker process. It has one core: the library's own threads would fight over them."""
     os.environ["RAYON_NUM_THREADS"], os.environ["TOKENIZERS_PARALLELISM"] = "1", "false"
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the whole terminal; the parent decides
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    end_with_parent()
     global _worker
     _worker = tokenizer and tokenizers_.Tokenizer.from_str(tokenizer), eos, bos, vocab_size, options
 
 
-def _end_with_parent():
-    multiprocessing.parent_process().join()
-    os._exit(1)
+def end_with_parent() -> None:
+    """Called in a worker process: it ends when its parent does, even by kill -9, and not by Ctrl-C."""
+    def follow():
+        multiprocessing.parent_process().join()
+        os._exit(1)
+
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # it goes to the whole terminal; the parent decides
+    threading.Thread(target=follow, daemon=True).start()
 
 
 def _tokenize(chunk):

@@ -191,6 +191,9 @@ def test_the_index_is_kept_and_made_again_for_changed_data(tmp_path, monkeypatch
     monkeypatch.undo()
     monkeypatch.setattr(index, "KEPT_FROM", 1)
     write_fms(tmp_path / "a" / "1.arrow", [[77, 77]])
+    left = kept.with_name(f".{kept.name}.123.partial")
+    left.mkdir()
+    os.utime(left, (0, 0))
     changed = open_source(tmp_path / "a", options, said.append)
     assert changed.identity != first.identity and 77 in everything(changed).tokens
     assert [path.name for path in (tmp_path / "a").glob("*documents-*")] == [kept.name]

@@ -12,6 +12,7 @@ import json
 import multiprocessing
 import os
 import shutil
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor
 from contextlib import ExitStack
@@ -23,6 +24,7 @@ import numpy as np
 
 from mamba_fsdp.data.foreign.indexed import Pieces
 from mamba_fsdp.data.foreign.plan import DataFile, Rows
+from mamba_fsdp.data.workers import end_with_parent
 from mamba_fsdp.durable import hidden_beside, sync_folder, write_atomically
 from mamba_fsdp.errors import UserError, first_line
 from mamba_fsdp.formats import DOCUMENT_INDEX
@@ -31,6 +33,7 @@ from mamba_fsdp.storage import patiently
 
 KEPT_FROM = 1 << 26  # bytes of data: the index of less is made at each start, in a moment
 PROCESSES_FROM = 1 << 27  # bytes of data: starting processes takes seconds
+ABANDONED = 86_400  # seconds since an index in the making was begun
 SAMPLES, SAMPLE_BYTES = 16, 1 << 12  # of each file, that its digest covers
 
 
@@ -105,6 +108,9 @@ def _keep(root, now, wanted, folder):
             shutil.rmtree(folder, ignore_errors=True)  # of data that has changed since
             partial_.rename(folder)
             sync_folder(folder.parent)
+        for left in folder.parent.glob(f".{folder.name}.*.partial"):  # by a run that was killed
+            if time.time() - left.stat().st_mtime > ABANDONED:
+                shutil.rmtree(left, ignore_errors=True)
         return files
     finally:
         shutil.rmtree(partial_, ignore_errors=True)
@@ -127,8 +133,8 @@ def _of_each_file(root, now, wanted):
     """Yields what _list_file finds, in the files' order."""
     large = sum(size for _, size, _ in now) >= PROCESSES_FROM and len(now) > 1
     workers = min(len(now), len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
-    pool: Executor = ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) if large else \
-        ThreadPoolExecutor(workers)
+    pool: Executor = ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), end_with_parent) \
+        if large else ThreadPoolExecutor(workers)
     try:
         yield from pool.map(_list_file, itertools.repeat(root), now, itertools.repeat(wanted))
     finally:
