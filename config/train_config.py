@@ -89,7 +89,8 @@ class DataConfig(ReadingConfig):
     use_dummy_dataset: bool = setting(False)
     """Train on made-up tokens instead of data, for benchmarks: they count up through the vocabulary, without end."""
     seq_length: int = setting(256, at_least=1)
-    """Tokens per sample. It comes with model_name: 256 for demo, 2048 for mamba-* and mamba2-*, 4096 for the others."""
+    """Tokens per sample. It comes with model_name: 256 for demo, 2048 for mamba-* and mamba2-*, 4096 for the others and
+    for state-spaces/mamba-*, as the AWS test case writes them."""
     reset_at_documents: bool = setting(False)
     """Let no state, convolution or attention cross the start of a document within a sample."""
     position_weighting: bool = setting(False)

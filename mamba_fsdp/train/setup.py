@@ -147,7 +147,7 @@ def say_length(settings: TrainConfig, plan: Plan, say: Say) -> None:
     flops = flops_per_token(settings.model, settings.data.seq_length) * plan.tokens_per_step
     usual = usual_length(settings.model.model_name)
     if settings.data.seq_length < usual != usual_length("demo"):
-        say(f"samples    {settings.data.seq_length} tokens each; {settings.model.model_name} was made with "
+        say(f"samples    {settings.data.seq_length} tokens each; {settings.model.model_name} comes with "
             f"seq_length={usual}")
     say(f"steps      {plan.total_steps:,} of {plan.split.global_batch} x {settings.data.seq_length} = "
         f"{plan.tokens_per_step:,} tokens; {scaled(flops, 'FLOP')} each, {scaled(flops * plan.total_steps, 'FLOP')} in "

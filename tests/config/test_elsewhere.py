@@ -161,8 +161,9 @@ def test_a_section_of_theirs_is_only_a_prefix(tmp_path):
     assert settings.notes[-1].endswith("docs/from-composer.md"), "defaults that differ are not silent"
 
 
-@pytest.mark.parametrize("name, length", [("demo", 256), ("state-spaces/mamba-130m", 2048), ("mamba2-1.3b", 2048),
-                                          ("mamba_9.8b", 4096), ("llama3_8b_4k", 4096), ("mambaoutai", 4096)])
+@pytest.mark.parametrize("name, length", [
+    ("demo", 256), ("mamba-130m", 2048), ("state-spaces/mamba-130m", 4096), ("mamba2-1.3b", 2048), ("mamba_9.8b", 4096),
+    ("llama3_8b_4k", 4096), ("mambaoutai", 4096)])
 def test_seq_length_comes_with_the_preset(name, length):
     assert resolve.resolve_settings({"model_name": name})[0].data.seq_length == length
 

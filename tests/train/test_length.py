@@ -107,5 +107,5 @@ def test_made_up_tokens_are_the_same_wherever_they_are_read():
 @pytest.mark.slow
 def test_a_preset_with_short_samples_is_told(train, tmp_path):
     said = train(tmp_path / "run", model_name="mamba-130m", dry_run=True)
-    assert "samples    32 tokens each; mamba-130m was made with seq_length=2048" in said
+    assert "samples    32 tokens each; mamba-130m comes with seq_length=2048" in said
     assert "samples    " not in train(tmp_path / "run", dry_run=True)
