@@ -271,6 +271,15 @@ def names() -> dict[str, Foreign]:
     return found
 
 
+def synonyms() -> dict[str, list[str]]:
+    """{our setting: the names that mean just the same}."""
+    found: dict[str, list[str]] = {}
+    for name, row in names().items():
+        if row.values == {ANYTHING: ANYTHING} and row.ours not in ("", name) and "." not in name:
+            found.setdefault(row.ours, []).append(name)
+    return found
+
+
 def find(key: str, own: str | None, sections: Mapping[str, Any], leaves: Mapping[str, Any]) -> Foreign | None:
     """The row of the name `key`, with its section or without. own: our setting of that name, if there is one.
     sections, leaves: ours: a name of ours counts only below its own section, or one that is none of ours."""

@@ -11,7 +11,7 @@ import operator
 import re
 import textwrap
 import typing
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
 from functools import lru_cache
@@ -191,12 +191,13 @@ def near_name(name: str, known: Iterable[str], otherwise: str, dashes: str = "")
 
 # ---------------------------------------------------------------- on a help page
 
-def help_lines(section: type) -> list[str]:
-    """The help page's lines on the fields of the dataclass `section`: default, bounds, meaning and other names."""
+def help_lines(section: type, others: Mapping[str, Sequence[str]] | None = None) -> list[str]:
+    """The help page's lines on the fields of the dataclass `section`: default, bounds, meaning and other names, to
+    which `others` adds."""
     lines, meanings = [], meanings_in(section)
     for leaf in sorted(dataclasses.fields(section), key=lambda leaf: bool(leaf.kw_only)):  # those of a base class last
         lines.append(f"  --{leaf.name}={shown(default(leaf))}  ({takes(leaf)})")
-        aliases = leaf.metadata["aliases"]
+        aliases = [*leaf.metadata["aliases"], *(others or {}).get(leaf.name, ())]
         also = f" Also: {', '.join(aliases)}." if aliases else ""
         lines += textwrap.wrap(meanings[leaf.name] + also, 116, initial_indent=" " * 6, subsequent_indent=" " * 6)
     return lines

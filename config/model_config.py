@@ -31,7 +31,7 @@ class Layer:
 class ModelConfig:
     """The model's structure. A preset fills it; any field can be overridden."""
 
-    model_name: str = setting("demo", aliases=("model_variant",))
+    model_name: str = setting("demo")
     """Preset that the other model settings start from, such as demo, mamba-130m, mamba2-1.3b, mamba_9.8b, llama2_7b."""
     d_model: int = setting(128, at_least=1)
     """Width of the residual stream."""

@@ -313,5 +313,5 @@ def help_page() -> str:
              "Whole numbers may end in k, M, B or T (10k, 1.5M); durations are steps (10k), or tokens (2Btok).",
              "Words of other launchers work where they mean the same: docs/from-*.md."]
     for section, kind in SECTIONS.items():
-        lines += ["", f"{section}: {' '.join(kind.__doc__.split())}", *help_lines(kind)]
+        lines += ["", f"{section}: {' '.join(kind.__doc__.split())}", *help_lines(kind, elsewhere.synonyms())]
     return "\n".join(lines)

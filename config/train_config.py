@@ -45,7 +45,7 @@ NO_TOKEN = {"none": "", "null": ""}
 class ReadingConfig:
     """How tokens in other formats than token stores are read (docs/data.md)."""
 
-    tokenizer: str = setting("", aliases=("tokenizer_path",))
+    tokenizer: str = setting("")
     """Folder or Hub name of the tokenizer that made data which comes without one: the run keeps it, its eos ends
     documents, and data of another is refused."""
     eos_token: str = setting("", spellings=NO_TOKEN)
@@ -71,7 +71,7 @@ USUAL_READING = ReadingConfig()
 class DataConfig(ReadingConfig):
     """What is read, and in what order."""
 
-    dataset_path: str = setting("data/builtin", aliases=("data_path",))
+    dataset_path: str = setting("data/builtin")
     """Token store made by get_dataset.py or data in another format (docs/data.md), or a folder that holds several of
     them (see datasets). data/builtin is made where it is missing."""
     datasets: list[str] = setting([])
@@ -113,7 +113,7 @@ class DataConfig(ReadingConfig):
 class OptimizerConfig:
     """AdamW; weight decay only on matrices (not on norms, biases, A_log, D, dt_bias)."""
 
-    learning_rate: float = setting(3e-4, above=0, aliases=("lr",))
+    learning_rate: float = setting(3e-4, above=0)
     """Peak learning rate."""
     weight_decay: float = setting(0.1, at_least=0)
     """Decoupled weight decay."""
@@ -194,9 +194,9 @@ class TrainingConfig:
 class CheckpointConfig:
     """Where the run lives, and what it starts from."""
 
-    save_ckpt_path: str = setting("runs/train", aliases=("ckpt_save_path", "run_dir"))
+    save_ckpt_path: str = setting("runs/train", aliases=("run_dir",))
     """The run folder. A committed checkpoint in it always wins: the run resumes from there."""
-    load_ckpt_path: str = setting("", aliases=("ckpt_load_path",))
+    load_ckpt_path: str = setting("")
     """Start from this: a file (.pth, .pt, .bin, .safetensors) gives the model; a run or checkpoint folder the optimiser
     too, and with resuming_dataset the position in the data. The same folder as save_ckpt_path may be empty at
     first."""
