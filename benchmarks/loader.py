@@ -9,8 +9,6 @@ left out, with a line. All give batches of int64 tensors; each takes its turn fo
 """
 
 import argparse
-import contextlib
-import io
 import itertools
 import json
 import os
@@ -76,7 +74,7 @@ def compare(folder, seq_length, batch_size, tokens, rounds):
             of_cpu[name].append(done / (time.process_time() - cpu))
     print(f"windows of {seq_length} tokens, {batch_size} a batch, {tokens:,} tokens, warm page cache; median of "
           f"{rounds}; load of the machine {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores")
-    print("loader                                        M tokens/s  x DataLoader  x best other   M tokens per CPU second")
+    print(f"{'loader':45} M tokens/s  x DataLoader  x best other   M tokens per CPU second")
     median = {name: statistics.median(values) for name, values in rates.items()}
     slow = max(rate for name, rate in median.items() if name.startswith("DataLoader"))
     best = max((median[name] for name in others), default=slow)
@@ -102,7 +100,6 @@ def make_ours(folder, seq_length, batch_size):
     from mamba_fsdp.data.loader import Loader, Split
     from mamba_fsdp.data.opening import open_source
     from mamba_fsdp.data.order import Order
-    from mamba_fsdp.verbs.convert import main as convert
 
     def batches(path, workers):
         data = DataConfig(seq_length=seq_length, num_workers=workers, eos_token=str(EOS))
@@ -112,11 +109,10 @@ def make_ours(folder, seq_length, batch_size):
             for step in itertools.count():
                 yield loader.step(step)[0].tokens
 
-    with contextlib.redirect_stdout(io.StringIO()):
-        convert(str(folder / "store"), str(folder / "blocks"), "save_to_disk", block=seq_length)
-        convert(str(folder / "store"), str(folder / "rows"), "save_to_disk")
-        convert(str(folder / "store"), str(folder / "fms"), "fms")
-        convert(str(folder / "store"), str(folder / "layout"), "datalayout")
+    for out, *options in (("blocks", "--format=save_to_disk", f"--block={seq_length}"), ("fms", "--format=fms"),
+                          ("rows", "--format=save_to_disk"), ("layout", "--format=datalayout")):
+        subprocess.run([sys.executable, "-m", "mamba_fsdp", "convert", folder / "store", folder / out, *options],
+                       check=True, stdout=subprocess.DEVNULL)
     TokenStore(folder / "store").read(0, TokenStore(folder / "store").token_count)[0].tofile(folder / "flat.bin")
     places = {"token store": "store", "save_to_disk, blocks": "blocks", "save_to_disk, documents": "rows",
               "fms": "fms", "DataLayout": "layout", "nanoGPT's .bin": "flat.bin"}
@@ -127,7 +123,6 @@ def make_ours(folder, seq_length, batch_size):
 def data_loaders(folder, seq_length, batch_size):
     import datasets
     from torch.utils.data import DataLoader, DistributedSampler
-
     from transformers import default_data_collator
 
     lists = datasets.load_from_disk(str(folder / "blocks"))
