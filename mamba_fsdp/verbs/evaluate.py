@@ -51,10 +51,11 @@ def main(model: str, data: str, seq_length: Annotated[int, Bounds(at_least=1)] =
          batch_size: Annotated[int, Bounds(at_least=1)] = 8, limit: Annotated[int, Bounds(at_least=0)] = 0,
          reset_at_documents: bool = False, allow_other_tokenizer: bool = False, model_name: str = "",
          reading: ReadingConfig = USUAL_READING) -> None:
-    from mamba_fsdp.data.opening import open_source
+    from mamba_fsdp.data.opening import format_of, open_source
     from mamba_fsdp.verbs.loading import load
 
-    open_source(data, inspecting=True)  # a mistake there is known before the model is loaded
+    if not format_of(Path(data)):
+        open_source(data)  # a mistake there is known before the model is loaded
     display = Display()
     loaded = load(model, model_name=model_name, reset_at_documents=reset_at_documents)
     found = evaluate(loaded, data, seq_length=seq_length, batch_size=batch_size, limit=limit,

@@ -172,6 +172,9 @@ def test_splits_and_mixed_formats(tmp_path):
     assert everything(sources["split"]).tokens.tolist() == [1, 2, 3, 4] * 9
     assert weights == {"split": 36, "tree": sources["tree"].token_count}
     assert [everything(source).tokens[0] for source in validation_sources(data)] == [5]
+    with pytest.raises(UserError, match="holds several data sets, such as rows; name which to read: --datasets="):
+        write_rows(tmp_path / "rows", [[1, 2]] * 9)
+        open_source(tmp_path, DataConfig(eos_token="0"))
     batch = next(batches(tmp_path / "split", seq_length=8, batch_size=2))
     assert batch.tokens.shape == (2, 8)
 

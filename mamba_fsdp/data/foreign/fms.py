@@ -23,6 +23,10 @@ def recognise(path: Path) -> bool:
 def plan(path: Path, reading: ReadingConfig) -> Plan:
     root = path if path.is_dir() else path.parent
     files = sorted(path.rglob("*.arrow")) if path.is_dir() else [path]
+    others = [file.parent.name for name in ("state.json", "index.json") for file in sorted(root.glob(f"*/{name}"))
+              if not file.parent.name.startswith("documents-")]
+    if others:
+        raise UserError(f"{path}: holds several data sets, such as {others[0]}; name which to read: --datasets=...")
     column = arrow.column_of(files[0], reading.col_name)
     tables = sorted(table for place in (root, root.parent) for table in place.glob("meta/*counts*.csv"))
 
