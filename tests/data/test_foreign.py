@@ -20,6 +20,7 @@ from mamba_fsdp.data.selection import batches, training_sources, validation_sour
 from mamba_fsdp.errors import UserError
 from tests.data.foreign_files import laid_end_to_end, write_fms, write_layout, write_megatron, write_nanogpt, write_rows
 
+pytestmark = pytest.mark.torch22  # whose stack has other versions of datasets and pyarrow
 EOS, BOS = 0, 99
 # Empty, only separators, one token, doubled separators at both ends, one within, longer than many windows.
 DOCUMENTS = [[], [7], [0], [0, 0], [1, 2, 3], [0, 4, 0, 0], [5, 0, 6], list(range(1, 98)) * 5, [99, 8, 0]]
