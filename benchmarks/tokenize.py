@@ -7,10 +7,16 @@ on it. Theirs is the better of `encode_batch` and `encode_batch_fast` over all d
 its result; ours goes from the bytes of the input to the array that the stores are written from. The last line is the
 whole command with one worker, from the process's CPU time: reading, splitting, writing and the transfers between
 processes included.
+
+    python -m benchmarks.tokenize --parts=1,2,4
+
+Tokens per second of wall time of so many parts at once (`get_dataset.py --part=I/N`, together one worker per core),
+beside one process of the library per core, each with its share of the same documents; imports are not counted.
 """
 
 import argparse
 import contextlib
+import multiprocessing
 import os
 import resource
 import tempfile
@@ -28,6 +34,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--megabytes", type=int, default=16)
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--parts", type=lambda text: list(map(int, text.split(","))), default=[])
     arguments = parser.parse_args()
 
     files, size = [], 0
@@ -36,9 +43,12 @@ def main():
         size += path.stat().st_size
         if size > arguments.megabytes << 20:
             break
-    source = text.Files(files, DatasetConfig())
+    source = text.Files(files, [], DatasetConfig())
     documents = [Path(path).read_bytes().decode() for path, _ in files]
     trained = tokenizer.train(documents, 4096)
+    if arguments.parts:
+        compare_parts(files, documents, trained, arguments)
+        return
     chunks = list(workers._chunks(source.blocks()))
     workers._worker = trained.backend, trained.eos, None, trained.vocab_size, source.options
 
@@ -59,6 +69,60 @@ def main():
         print(f"{name:32} {rate:12,.0f} tokens/s per core {rate / theirs:6.1%} of the library's best")
 
 
+def compare_parts(files, documents, trained, arguments):
+    cores, shares = len(os.sched_getaffinity(0)), {}
+    with tempfile.TemporaryDirectory() as folder:
+        trained.save(Path(folder, "tokenizer"))
+        common = files, f"{folder}/tokenizer/tokenizer.json", trained.eos_token
+        best = {"one process of tokenizers per core": 0.0, **{f"{parts} at once": 0.0 for parts in arguments.parts}}
+        for repeat in range(arguments.repeats):
+            shares = [(encode, documents[core::cores], *common[1:]) for core in range(cores)]
+            seconds = {"one process of tokenizers per core": at_once(shares)}
+            for parts in arguments.parts:
+                out = f"{folder}/{repeat}-{parts}"
+                seconds[f"{parts} at once"] = at_once([
+                    (tokenise_part, out, f"{part}/{parts}", max(1, cores // parts), *common) for part in range(parts)])
+                tokens = sum(TokenStore(f"{out}/{name}").token_count for name in ("train", "validation"))
+            best = {name: max(rate, tokens / seconds[name]) for name, rate in best.items()}
+    theirs = next(iter(best.values()))
+    print(f"{len(documents)} documents, {tokens:,} tokens, {cores} cores; wall time, best of {arguments.repeats}")
+    for name, rate in best.items():
+        print(f"{name:36} {rate:12,.0f} tokens/s {rate / theirs:6.1%} of the library")
+
+
+def at_once(jobs):
+    """Seconds that jobs, each (function, arguments...), take in processes of their own, from when all have imported."""
+    context = multiprocessing.get_context("spawn")
+    barrier = context.Barrier(len(jobs) + 1)
+    processes = [context.Process(target=after_barrier, args=(barrier, *job)) for job in jobs]
+    for process in processes:
+        process.start()
+    barrier.wait()
+    started = time.monotonic()
+    for process in processes:
+        process.join()
+    assert not any(process.exitcode for process in processes)
+    return time.monotonic() - started
+
+
+def after_barrier(barrier, function, *words):
+    barrier.wait()
+    function(*words)
+
+
+def encode(documents, path, _):
+    backend = tokenizer.Tokenizer.from_file(path)
+    for begin in range(0, len(documents), 64):
+        backend.encode_batch_fast(documents[begin:begin + 64], add_special_tokens=False)
+
+
+def tokenise_part(out, part, workers_of_each, files, path, eos_token):
+    text.UNIT_BYTES = 1 << 23  # for some to share
+    options = DatasetConfig(tokenizer=path, eos_token=eos_token, workers=workers_of_each, part=part)
+    with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
+        tokenize.make_dataset(text.Files(files, [], options), out)
+
+
 def whole_command(source, trained, repeats):
     """Tokens per second of CPU time of this process and its worker together."""
     rates = []
@@ -68,7 +132,7 @@ def whole_command(source, trained, repeats):
         for repeat in range(repeats):
             before = cpu_seconds()
             with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
-                tokenize.make_dataset(text.Files(source.files, options), f"{folder}/{repeat}")
+                tokenize.make_dataset(text.Files(source.files, [], options), f"{folder}/{repeat}")
             rates.append(sum(TokenStore(f"{folder}/{repeat}/{name}").token_count for name in ("train", "validation"))
                          / (cpu_seconds() - before))
     return max(rates)
