@@ -92,9 +92,14 @@ def _refuse(on_line: "Place", in_file: "Place", path: Path | None) -> None:
 
 
 def refuse_all(mistakes: Sequence[str], hint: str = "") -> None:
-    """Raises UserError with these sentences, if any, one a line, and a hint."""
+    """Raises UserError with these sentences, if any, one a line, and a hint; words of which the same is said stand
+    together."""
     if mistakes:
-        lines = mistakes if len(mistakes) == 1 else [f"{len(mistakes)} mistakes:", *mistakes]
+        said: dict[str, list[str]] = {}
+        for word, _, sentence in (mistake.partition(": ") for mistake in mistakes):
+            said.setdefault(sentence, []).append(word)
+        lines = [f"{', '.join(words)}: {sentence}" for sentence, words in said.items()]
+        lines = lines if len(mistakes) == 1 else [f"{len(mistakes)} mistakes:", *lines]
         raise UserError("\n  ".join([*lines, hint] if hint else lines))
 
 

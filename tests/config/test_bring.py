@@ -12,7 +12,7 @@ from mamba_fsdp.errors import UserError
 
 sys.path.append(str(Path(__file__).resolve().parent.parent / "readme"))
 
-from test_from_pages import COMPOSER, TRAINER, script  # noqa: E402
+from their_files import COMPOSER, TRAINER, script  # noqa: E402
 
 FILES = {"aws": ("a.sbatch", script("aws")), "fms": ("train.sh", script("fms")), "composer": ("c.yaml", COMPOSER),
          "trainer": ("t.yaml", TRAINER)}
