@@ -50,7 +50,7 @@ def _open_foreign(form, path, data, say, inspecting):
             "reset_at_documents needs to know which token ends its documents"
         raise UserError(f"{path} ({form.FORMAT}): {why}; give --eos_token=ID, or the tokenizer that made them: "
                         "--tokenizer=FOLDER")
-    rule = Rule(plan.documents, known.bos, known.eos, plan.layout, plan.uncounted)
+    rule = Rule(plan.documents, known.bos, known.eos, plan.layout)
     wanted = Wanted(plan.find_rows, True, (rule.bos >= 0) + (rule.eos >= 0), known.strip) if plan.documents else \
         Wanted(plan.find_rows, False, block=plan.block)
     files, place = open_index(plan.root, plan.names, wanted, data.index_dir, say)
@@ -59,7 +59,7 @@ def _open_foreign(form, path, data, say, inspecting):
         raise UserError(f"{path} ({form.FORMAT}): holds no tokens")
     # What is laid end to end is the same whichever token ends its documents.
     content = [asdict(rule if rule.documents else replace(rule, eos=-1, bos=-1)),
-               [(file.dtype, file.mask_dtype, file.length, file.digest) for file in files]]
+               [(file.dtype, file.length, file.digest) for file in files]]
     added = [f"{name} {token} {where}" for name, token, where
              in (("bos", rule.bos, "before"), ("eos", rule.eos, "behind")) if token >= 0]
     how = f"documents{', ' if added else ''}{' and '.join(added)}" if rule.documents else "laid end to end"

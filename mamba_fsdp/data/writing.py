@@ -32,62 +32,54 @@ class Copy:
     show: Callable[[str], None] = lambda text: None
     told: dict[str, int] = field(default_factory=dict)
 
-    def pieces(self) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray | None]]:
-        """Yields (tokens, positions, mask), as the source has them, of stretches of PIECE tokens."""
-        for start in range(0, self.source.token_count, PIECE):
-            yield self.source.read(start, min(PIECE, self.source.token_count - start))
-            self.show(f"{self.source.path}: {start:,} of {self.source.token_count:,} tokens")
+    def pieces(self, block: int = 1, masked: bool = False) -> Iterator[tuple[np.ndarray, np.ndarray, Any]]:
+        """Yields (tokens, positions, mask), as the source has them, of stretches of about PIECE tokens, a multiple of
+        `block`. Raises UserError where other than first tokens of documents don't count, unless the mask goes along."""
+        source, most = self.source, -(-PIECE // block) * block
+        for start in range(0, source.token_count, most):
+            tokens, positions, mask = source.read(start, min(most, source.token_count - start))
+            if mask is not None and not masked:
+                self.tell("first tokens of documents did not count in the loss", (~mask & (positions == 0)).sum())
+                if not mask[positions != 0].all():
+                    raise UserError(f"{source.path} says of some tokens that they don't count in the loss, for which "
+                                    "this format has no place; write --format=datalayout")
+            yield tokens, positions, mask
+            self.show(f"{source.path}: {start:,} of {source.token_count:,} tokens")
 
-    def documents(self) -> Iterator[tuple[np.ndarray, np.ndarray | None]]:
-        """Yields (tokens, mask) of each document, with the eos that ends it."""
-        parts: list[tuple] = []
-        for tokens, positions, mask in self.pieces():
+    def documents(self) -> Iterator[np.ndarray]:
+        """Yields the tokens of each document, with the eos that ends it."""
+        parts: list[np.ndarray] = []
+        for tokens, positions, _ in self.pieces():
             bounds = [0, *np.flatnonzero(positions == 0).tolist(), len(tokens)]
             for start, stop in zip(bounds, bounds[1:]):
                 if start < stop:
                     if positions[start] == 0 and parts:
-                        yield _joined(parts)
+                        yield np.concatenate(parts)
                         parts = []
-                    parts.append((tokens[start:stop], None if mask is None else mask[start:stop]))
-        yield _joined(parts)
+                    parts.append(tokens[start:stop])
+        yield np.concatenate(parts)
 
-    def rows(self) -> Iterator[tuple[np.ndarray, np.ndarray | None]]:
-        """Yields (tokens, mask) of each document, or where there is a `block` of as many tokens, the last of fewer."""
+    def rows(self) -> Iterator[np.ndarray]:
+        """Yields each document, or where there is a `block` as many tokens, at last fewer."""
         if not self.block:
             yield from self.documents()
-        for start in range(0, self.source.token_count if self.block else 0, self.block or 1):
-            tokens, _, mask = self.source.read(start, min(self.block, self.source.token_count - start))
-            yield tokens, mask
-            self.show(f"{self.source.path}: {start:,} of {self.source.token_count:,} tokens")
+            return
+        for tokens, _, _ in self.pieces(self.block):
+            yield from np.split(tokens, range(self.block, len(tokens), self.block))
 
     def tell(self, what: str, count: int) -> None:
         if count:
             self.told[what] = self.told.get(what, 0) + int(count)
 
-    def refuse_mask(self, mask: np.ndarray | None, positions: np.ndarray) -> None:
-        """Raises UserError where other than first tokens of documents don't count."""
-        if mask is None:
-            return
-        self.tell("first tokens of documents did not count in the loss", (~mask & (positions == 0)).sum())
-        if not mask[positions != 0].all():
-            raise UserError(f"{self.source.path} says of some tokens that they don't count in the loss, for which this "
-                            "format has no place; write --format=datalayout or save_to_disk")
-
-
-def _joined(parts):
-    tokens, masks = zip(*parts)
-    return np.concatenate(tokens), None if masks[0] is None else np.concatenate(masks)
-
 
 def write_store(copy: Copy, name: str) -> None:
     """A token store. Every document there ends with the one eos, which is added where it is missing."""
     source = copy.source
-    vocab_size = source.vocab_size or 1 + max(int(tokens.max()) for tokens, _, _ in copy.pieces())
+    vocab_size = source.vocab_size or 1 + max(int(tokens.max()) for tokens, _, _ in copy.pieces(masked=True))
     writer = StoreWriter(copy.folder, vocab_size=max(vocab_size, source.eos + 1), eos=source.eos,
                          tokenizer=source.tokenizer, shard_tokens=copy.shard_tokens)
     last = source.eos
-    for tokens, positions, mask in copy.pieces():
-        copy.refuse_mask(mask, positions)
+    for tokens, positions, _ in copy.pieces():
         before = np.concatenate([[last], tokens[:-1]])
         unended = np.flatnonzero((positions == 0) & (before != source.eos))
         copy.tell("documents without an eos got one", len(unended))
@@ -134,8 +126,7 @@ def write_fms(copy: Copy, name: str) -> None:
     schema = pyarrow.schema([("tokens", pyarrow.uint32())])
     with closing(_ArrowFiles(copy.folder / name, "{:05d}.arrow", schema, pyarrow.ipc.new_file,
                              copy.shard_tokens)) as files:
-        for tokens, mask in copy.documents():
-            copy.refuse_mask(mask, np.arange(len(tokens)))
+        for tokens in copy.documents():
             tokens = tokens[:-1] if tokens[-1] == copy.source.eos else tokens
             copy.tell("empty documents were left out", not len(tokens))
             if len(tokens):  # an empty one hides the rest of its file from fms-fsdp
@@ -151,7 +142,7 @@ def write_datalayout(copy: Copy, name: str) -> None:
     tokens of more than 16 bits."""
     path = copy.folder / f"{name}.npy"
     with open(path, "xb") as file:
-        for tokens, positions, mask in copy.pieces():
+        for tokens, positions, mask in copy.pieces(masked=True):
             if tokens.max() >= 1 << 16:
                 raise UserError(f"{copy.source.path} holds the token {tokens.max()}, for which DataLayout's 16 bits do "
                                 "not suffice; write another --format")
@@ -163,20 +154,17 @@ def write_datalayout(copy: Copy, name: str) -> None:
 
 
 def write_save_to_disk(copy: Copy, name: str) -> None:
-    """What datasets.load_from_disk opens: rows of input_ids, and labels with -100 where the source has a mask."""
+    """What datasets.load_from_disk opens: rows of input_ids."""
     import datasets
     import pyarrow
 
-    columns = ["input_ids"] + ["labels"] * (copy.source.read(0, 1).mask is not None)
-    features = datasets.Features({column: [datasets.Value("int32")] for column in columns})
+    features = datasets.Features({"input_ids": [datasets.Value("int32")]})
     with closing(_ArrowFiles(copy.folder, "data-{:05d}.arrow", features.arrow_schema, pyarrow.ipc.new_stream,
                              copy.shard_tokens)) as files:
         for rows in _batched(copy.rows()):
-            ends = np.cumsum([0, *(len(tokens) for tokens, _ in rows)]).astype(np.int32)
-            parts = [[tokens for tokens, _ in rows],
-                     [tokens if mask is None else np.where(mask, tokens, -100) for tokens, mask in rows]]
-            files.write([pyarrow.ListArray.from_arrays(ends, np.concatenate(part).astype(np.int32))
-                         for part in parts[:len(columns)]], len(rows), int(ends[-1]))
+            ends = np.cumsum([0, *map(len, rows)]).astype(np.int32)
+            files.write([pyarrow.ListArray.from_arrays(ends, np.concatenate(rows).astype(np.int32))], len(rows),
+                        int(ends[-1]))
     datasets.DatasetInfo(features=features).write_to_directory(str(copy.folder))
     state: dict[str, Any]
     state = {"_data_files": [{"filename": file} for file, *_ in files.written],
@@ -190,7 +178,7 @@ def _batched(rows):
     batch, held = [], 0
     for row in rows:
         batch.append(row)
-        held += len(row[0])
+        held += len(row)
         if held >= PIECE:
             yield batch
             batch, held = [], 0

@@ -144,21 +144,14 @@ def test_far_into_a_document_positions_count_from_where_one_stopped_looking(tmp_
         assert source.read(15, 2).positions.tolist() == [15, 16] and source.read(60, 2).positions.tolist() == [20, 21]
 
 
-@pytest.mark.parametrize("pack", ["none", "document"])
-def test_what_labels_leave_out_does_not_count(tmp_path, pack):
-    """Labels of -100, or a zero in attention_mask, become the mask; an eos that is added counts."""
+def test_labels_that_leave_tokens_out_are_refused(tmp_path):
+    """Labels of -100, or a zero in attention_mask: nothing reads them, and to count all would be another training."""
     rows = [[1, 2, 3, 4], [5, 6], [0, 7, 8, 9, 0]]
-    write_rows(tmp_path / "labels", rows, labels=[[-100, 2, 3, 4], [5, -100], [0, -100, 8, 9, 0]])
-    write_rows(tmp_path / "mask", rows, attention_mask=[[0, 1, 1, 1], [1, 0], [1, 0, 1, 1, 1]])
-    for name in ("labels", "mask"):
-        found = everything(open_source(tmp_path / name, DataConfig(eos_token="0", pack=pack)))
-        hidden = found.tokens[~found.mask].tolist()
-        assert hidden == [1, 6, 7] and len(found.tokens) == (11 if pack == "none" else 12)
-    write_rows(tmp_path / "other", rows, labels=[[token + 20 for token in row] for row in rows])
-    with pytest.raises(UserError, match="labels are neither"):
-        open_source(tmp_path / "other", DataConfig(eos_token="0"))
-    write_rows(tmp_path / "next", rows, labels=[[*row[1:], -100] for row in rows])
-    assert everything(open_source(tmp_path / "next", DataConfig(eos_token="0"))).mask is None
+    write_rows(tmp_path / "a", rows, labels=[[-100, 2, 3, 4], [5, -100], [0, -100, 8, 9, 0]])
+    write_rows(tmp_path / "b", rows, attention_mask=[[0, 1, 1, 1], [1, 0], [1, 0, 1, 1, 1]])
+    for name, column in (("a", "labels"), ("b", "attention_mask")):
+        with pytest.raises(UserError, match=f"data-00000-of-00001.arrow: its {column} leave tokens out of the loss"):
+            open_source(tmp_path / name, DataConfig(eos_token="0"))
 
 
 def test_splits_and_mixed_formats(tmp_path):

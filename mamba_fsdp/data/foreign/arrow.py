@@ -11,33 +11,28 @@ from mamba_fsdp.errors import UserError, first_line
 
 COLUMNS = ("tokens", "input_ids")  # looked for where none is named
 MASKS = {"labels": -100, "attention_mask": 0}  # {column: what it says of a token that does not count}
-LOOKS = 16  # batches of a file that are looked at to see whether a column masks anything
 END_OF_STREAM = b"\xff\xff\xff\xff\0\0\0\0"
 
 
-def find_rows(path: Path, column: str, mask: str = "") -> Rows:
+def find_rows(path: Path, column: str) -> Rows:
     """The rows of `column` of a file: its lists, or where it holds plain numbers its record batches, as fms writes
-    documents. mask: a column of MASKS, lists of the same lengths. Raises UserError."""
+    documents. Raises UserError."""
     from pyarrow.types import is_integer
 
     first = next((batch for _, batch in batches(path)), None)
-    if first is not None and column in first.schema.names and is_integer(first.schema.field(column).type):
+    if first is None:
+        return Rows("<u4", np.zeros(0, np.int64), np.zeros(0, np.int64))
+    if column in first.schema.names and is_integer(first.schema.field(column).type):
         return _batches_as_rows(path, column)
-    dtypes, offsets, lengths = ["<u4", ""], ([np.zeros(0, np.int64)], [np.zeros(0, np.int64)]), [np.zeros(0, np.int64)]
+    offsets, lengths = [], []
     for whole, batch in batches(path):
-        sizes = []
-        for at, name in enumerate([column, mask] if mask else [column]):
-            values, bounds, size = _lists(path, name, batch)
-            dtypes[at] = np.dtype(values.type.to_pandas_dtype()).str
-            buffer = values.buffers()[1]
-            begin = buffer.address - whole.address if len(values) else 0
-            _refuse(path, name, values.null_count, not 0 <= begin < whole.size)
-            offsets[at].append(begin + (values.offset + bounds) * np.dtype(dtypes[at]).itemsize)
-            sizes.append(size)
-        if len(sizes) > 1 and not np.array_equal(*sizes):
-            raise UserError(f"{path}: the rows of {mask} are not as long as those of {column}")
-        lengths.append(sizes[0])
-    return Rows(dtypes[0], np.concatenate(offsets[0]), np.concatenate(lengths), dtypes[1], np.concatenate(offsets[1]))
+        values, bounds, sizes = _lists(path, column, batch)
+        dtype = np.dtype(values.type.to_pandas_dtype())
+        begin = values.buffers()[1].address - whole.address if len(values) else 0
+        _refuse(path, column, values.null_count, not 0 <= begin < whole.size)
+        offsets.append(begin + (values.offset + bounds) * dtype.itemsize)
+        lengths.append(sizes)
+    return Rows(dtype.str, np.concatenate(offsets), np.concatenate(lengths))
 
 
 def _batches_as_rows(path, column):
@@ -96,25 +91,15 @@ def column_of(path: Path, wanted: str) -> str:
     return wanted or COLUMNS[0]
 
 
-def mask_of(path: Path, column: str) -> str:
-    """The column that says which tokens count, if any, by LOOKS batches spread over a file. Raises UserError where
-    labels are other tokens than those of `column`."""
-    every = [batch for _, batch in batches(path)]
-    for name, uncounted in MASKS.items():
-        for number in sorted(set(np.linspace(0, len(every) - 1, LOOKS, dtype=int).tolist())) if every else ():
-            batch = every[number]
-            if name not in batch.schema.names or not hasattr(batch.schema.field(name).type, "value_type"):
-                break
-            (values, _, sizes), (said, *_) = _lists(path, column, batch), _lists(path, name, batch)
-            tokens, told = (array.to_numpy(zero_copy_only=False) for array in (values, said))
-            counts = told != uncounted
-            if name == "labels" and len(tokens) == len(told) and (tokens[counts] != told[counts]).any():
-                if np.array_equal(tokens[1:sizes[0]], told[:sizes[0] - 1]):  # the labels of each place, as ours are
-                    break
-                raise UserError(f"{path}: its labels are neither its {column} nor -100; remove that column")
-            if not counts.all():
-                return name
-    return ""
+def refuse_mask(path: Path) -> None:
+    """Raises UserError where the first batch of a file says of some tokens that they don't count in the loss."""
+    for _, batch in batches(path):
+        for name, uncounted in MASKS.items():
+            if name in batch.schema.names and hasattr(batch.schema.field(name).type, "value_type"):
+                if (batch.column(name).flatten().to_numpy(zero_copy_only=False) == uncounted).any():
+                    raise UserError(f"{path}: its {name} leave tokens out of the loss, which is not read here; remove "
+                                    "that column, or make DataLayout files of it (docs/data.md)")
+        return
 
 
 def store_command(path: Path, column: str) -> str:

@@ -2,7 +2,7 @@
 
     documents-1a2b3c4d/       beside the data, or in index_dir; the name tells the settings that it depends on
       index.json              of each file its size, time and contents
-      starts.i64 offsets.i64 masks.i64    see Pieces, little endian
+      starts.i64 offsets.i64  see Pieces, little endian
 """
 
 import hashlib
@@ -117,13 +117,12 @@ def _keep(root, now, wanted, folder):
 
 
 def _make(root, now, wanted, kept):
-    """Writes the Pieces of all files to the three files `kept`; returns the DataFiles."""
+    """Writes the Pieces of all files to the two files `kept`; returns the DataFiles."""
     files: list[DataFile] = []
     kept[0].write(np.zeros(1, "<i8").tobytes())
-    for found, lengths, *places in _of_each_file(root, now, wanted):
+    for found, lengths, offsets in _of_each_file(root, now, wanted):
         kept[0].write((lengths.cumsum() + sum(file.length for file in files)).astype("<i8").tobytes())
-        for file, offsets in zip(kept[1:], places):
-            file.write(offsets.astype("<i8").tobytes())
+        kept[1].write(offsets.astype("<i8").tobytes())
         files.append(found)
         heart.beat()
     return files
@@ -142,7 +141,7 @@ def _of_each_file(root, now, wanted):
 
 
 def _list_file(root, now, wanted):
-    """(DataFile, lengths of the pieces with what is added, their offsets, their masks) of one file."""
+    """(DataFile, lengths of the pieces with what is added, their offsets) of one file."""
     path = root / now[0]
     try:
         rows = patiently(lambda: wanted.find_rows(path), path)
@@ -157,12 +156,12 @@ def _list_file(root, now, wanted):
         raise UserError(f"{path}: its rows have not the one length {wanted.block} of the files before; say what rows "
                         "are: --pack=document or --pack=none")
     pieces = _stripped(rows, content, wanted.strip) if wanted.documents else _joined(rows)
-    digest = hashlib.sha256(pieces.lengths.tobytes() + pieces.offsets.tobytes() + pieces.masks.tobytes())
+    digest = hashlib.sha256(pieces.lengths.tobytes() + pieces.offsets.tobytes())
     for at in np.linspace(0, max(0, len(content) - SAMPLE_BYTES), SAMPLES, dtype=np.int64).tolist():
         digest.update(content[at:at + SAMPLE_BYTES])
     lengths = pieces.lengths + wanted.added
-    return (DataFile(*now, rows.dtype, rows.mask_dtype, len(rows.lengths), int(rows.lengths.sum()), len(lengths),
-                     int(lengths.sum()), digest.hexdigest()), lengths, pieces.offsets, pieces.masks)
+    return (DataFile(*now, rows.dtype, len(rows.lengths), int(rows.lengths.sum()), len(lengths), int(lengths.sum()),
+                     digest.hexdigest()), lengths, pieces.offsets)
 
 
 def _stripped(rows, content, strip):
@@ -177,9 +176,7 @@ def _stripped(rows, content, strip):
             move[some] += step
             some = some[first[some] < end[some]]
     left = first < end
-    masks = rows.masks + (first - start) * np.dtype(rows.mask_dtype).itemsize if len(rows.masks) else rows.masks
-    return rows._replace(offsets=first[left] * size, lengths=(end - first)[left],
-                         masks=masks[left] if len(masks) else masks)
+    return rows._replace(offsets=first[left] * size, lengths=(end - first)[left])
 
 
 def _joined(rows):
@@ -188,9 +185,5 @@ def _joined(rows):
     offsets, lengths = rows.offsets[some], rows.lengths[some]
     begins = np.ones(len(offsets), bool)
     begins[1:] = offsets[1:] != offsets[:-1] + lengths[:-1] * np.dtype(rows.dtype).itemsize
-    masks = rows.masks[some] if len(rows.masks) else rows.masks
-    if len(masks):
-        begins[1:] |= masks[1:] != masks[:-1] + lengths[:-1] * np.dtype(rows.mask_dtype).itemsize
     at = np.flatnonzero(begins)
-    joined = np.add.reduceat(lengths, at) if len(at) else lengths
-    return rows._replace(offsets=offsets[at], lengths=joined, masks=masks[at] if len(masks) else masks)
+    return rows._replace(offsets=offsets[at], lengths=np.add.reduceat(lengths, at) if len(at) else lengths)

@@ -32,7 +32,6 @@ class Rule:
     bos: int = -1  # put before each document; -1: none
     eos: int = -1  # -1: not known
     layout: bool = False  # integers of LAYOUT_BITS instead of tokens
-    uncounted: int = 0  # what the mask's column says of a token that does not count
 
 
 class Pieces(NamedTuple):
@@ -40,7 +39,6 @@ class Pieces(NamedTuple):
 
     starts: np.ndarray  # (pieces + 1,): in the source, with what is added
     offsets: np.ndarray  # bytes from the file's start
-    masks: np.ndarray  # the same, of what says which tokens count; (0,) where nothing does
 
 
 class IndexedSource:
@@ -70,7 +68,7 @@ class IndexedSource:
     def pieces(self) -> Pieces:
         if isinstance(self._place, Pieces):
             return self._place
-        return map_pieces(self._place, self._first[-1], bool(self.files[0].mask_dtype))
+        return map_pieces(self._place, self._first[-1])
 
     @property
     def tokenizer_path(self) -> Path:
@@ -79,18 +77,18 @@ class IndexedSource:
         return Path(self._tokenizer_path)
 
     def read(self, start: int, count: int) -> Tokens:
-        """As Source has it. The mask is None where all tokens count."""
+        """As Source has it. The mask is None but of DataLayout, which has one."""
         assert 0 <= start and 0 <= count and start + count <= self.token_count, (start, count, self.token_count)
-        values, positions, counts = self._read(start, count)
+        values, positions = self._read(start, count)
         if self.rule.layout:
             parts = [values >> shift & bits for shift, bits in zip((0, 16, 30), LAYOUT_BITS)]
             return Tokens(parts[0], parts[1], (parts[2] & (parts[1] > 0)).astype(bool))  # no loss on a first token
         if not self.rule.documents:
             positions = self._positions(values, start)
-        return Tokens(values, positions, counts)
+        return Tokens(values, positions, None)
 
     def _read(self, start, count):
-        """(tokens, position of each in its document or None, whether it counts or None) of [start, start + count)."""
+        """(tokens, position of each in its document or None) of [start, start + count)."""
         starts, read = self.pieces.starts, self._documents if self.rule.documents else self._stretch
         piece = min(int(starts.searchsorted(start, "right")), len(starts) - 1) - 1
         last, parts = max(piece + 1, int(starts.searchsorted(start + count, "left"))), []
@@ -109,37 +107,27 @@ class IndexedSource:
 
     def _stretch(self, file, piece, end, start, stop):
         """The same of [start, stop), which lies in one piece."""
-        values, counts = self._map(file)
-        inside = start - int(self.pieces.starts[piece])
-        at = self.pieces.offsets[piece] // values.itemsize + inside
-        if counts is not None:
-            mask = self.pieces.masks[piece] // counts.itemsize + inside
-            counts = counts[mask:mask + stop - start] != self.rule.uncounted
-        return values[at:at + stop - start], None, counts
+        values = self._map(file)
+        at = self.pieces.offsets[piece] // values.itemsize + start - int(self.pieces.starts[piece])
+        return values[at:at + stop - start], None
 
     def _documents(self, file, piece, end, start, stop):
         """The same of [start, stop), which lies in the documents [piece, end) of one file."""
-        content, mask = self._map(file)
+        content = self._map(file)
         starts = np.array(self.pieces.starts[piece:end + 1])
         lengths = np.minimum(starts[1:], stop) - np.maximum(starts[:-1], start)
         positions = np.arange(start, stop) - np.repeat(starts[:-1], lengths)
         # What is added reads a neighbour of its document first, or the file's nearest token, and is overwritten then.
         place = positions + np.repeat(self.pieces.offsets[piece:end] // content.itemsize - self._before, lengths)
-        values, counts = content.take(place, mode="clip"), None
-        if mask is not None:
-            offsets = self.pieces.masks[piece:end] // mask.itemsize - self._before
-            counts = mask.take(positions + np.repeat(offsets, lengths), mode="clip") != self.rule.uncounted
+        values = content.take(place, mode="clip")
         if max(self.rule.bos, self.rule.eos) > np.iinfo(values.dtype).max:
             values = values.astype(np.int64)
         ends = starts[1:] - 1 - start
-        added = {self.rule.eos: ends[(0 <= ends) & (ends < stop - start)],
-                 self.rule.bos: np.flatnonzero(positions == 0)}
-        for token, places in added.items():
-            if token >= 0:
-                values[places] = token
-                if counts is not None:
-                    counts[places] = True
-        return values, positions.astype(np.int32), counts
+        if self.rule.eos >= 0:
+            values[ends[(0 <= ends) & (ends < stop - start)]] = self.rule.eos
+        if self._before:
+            values[positions == 0] = self.rule.bos
+        return values, positions.astype(np.int32)
 
     def _positions(self, values, start):
         """Of each token in its document, where an eos ends one; without an eos all is one document."""
@@ -155,17 +143,15 @@ class IndexedSource:
         return positions
 
 
-def map_pieces(folder: Path, count: int, masked: bool) -> Pieces:
+def map_pieces(folder: Path, count: int) -> Pieces:
     """The Pieces that lie in a folder, mapped."""
-    sizes, remedy = {"starts": count + 1, "offsets": count, "masks": count if masked else 0}, "remove the folder"
-    return Pieces(*(map_file(folder / f"{name}.i64", np.dtype("<i8"), size * 8, remedy) if size
-                    else np.zeros(0, np.int64) for name, size in sizes.items()))
+    return Pieces(*(map_file(folder / f"{name}.i64", np.dtype("<i8"), size * 8, "remove the folder")
+                    for name, size in (("starts", count + 1), ("offsets", count))))
 
 
 def _map(root, files, number):
-    """(tokens, what says which count or None) of a file: all of it, as integers of the one type and of the other."""
-    file = files[number]
+    """All of a file, as integers of its tokens' type."""
+    file, size = files[number], np.dtype(files[number].dtype).itemsize
     remedy = "it has changed since the run began: put it back, or start again"
     content = map_file(root / file.name, np.dtype(np.uint8), file.size, remedy)
-    return [content[:len(content) // np.dtype(dtype).itemsize * np.dtype(dtype).itemsize].view(dtype) if dtype else None
-            for dtype in (file.dtype, file.mask_dtype)]
+    return content[:len(content) // size * size].view(file.dtype)

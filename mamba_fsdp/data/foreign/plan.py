@@ -13,8 +13,6 @@ class Rows(NamedTuple):
     dtype: str
     offsets: np.ndarray  # (rows,) int64, bytes
     lengths: np.ndarray  # (rows,) int64, tokens
-    mask_dtype: str = ""
-    masks: np.ndarray = np.zeros(0, np.int64)  # (rows,) as offsets, of what says which tokens count; or (0,)
 
 
 class DataFile(NamedTuple):
@@ -24,7 +22,6 @@ class DataFile(NamedTuple):
     size: int  # bytes
     changed: int  # nanoseconds: its mtime
     dtype: str  # of the tokens
-    mask_dtype: str  # of what says which tokens count; "" for nothing
     documents: int  # in the file itself, the empty ones too
     tokens: int  # in the file itself
     pieces: int
@@ -42,5 +39,4 @@ class Plan(NamedTuple):
     told: str = ""  # what the user should know of it
     block: int = 0  # of how many tokens each row must be, but the last of a file; 0: of any
     layout: bool = False  # as Rule has it
-    uncounted: int = 0  # the same
     check: Callable[[Sequence[DataFile]], None] = lambda files: None  # raises UserError where they are not as told

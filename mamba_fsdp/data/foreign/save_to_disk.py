@@ -31,8 +31,8 @@ def plan(path: Path, reading: ReadingConfig) -> Plan:
         raise UserError(f"{path}: holds no rows, or only a choice of its rows; save it again with flatten_indices()")
     if missing := [name for name in names if not (path / name).is_file()]:
         raise UserError(f"{path / missing[0]}: missing, which state.json names; copy the folder again")
-    column, some = arrow.column_of(path / names[0], reading.col_name), names[::max(1, len(names) // 4)]
-    mask = next((mask for name in some if (mask := arrow.mask_of(path / name, column))), "")
+    column = arrow.column_of(path / names[0], reading.col_name)
+    arrow.refuse_mask(path / names[0])
     lengths = arrow.find_rows(path / names[0], column).lengths
     block = int(lengths.max(initial=0)) if reading.pack == "auto" and (lengths[:-1] == lengths.max(initial=0)).all() \
         and len(lengths) > 1 else 0
@@ -42,6 +42,5 @@ def plan(path: Path, reading: ReadingConfig) -> Plan:
         if len(said) == 1 and said[0] not in (None, held):
             raise UserError(f"{path}: holds {held} rows, but dataset_info.json says {said[0]}; copy or save it again")
 
-    return Plan(path, names, partial(arrow.find_rows, column=column, mask=mask), not block and reading.pack != "none",
-                (f"{mask} as loss mask, " if mask else "") + (f"rows of {block} " if block else ""), block,
-                uncounted=arrow.MASKS.get(mask, 0), check=check)
+    return Plan(path, names, partial(arrow.find_rows, column=column), not block and reading.pack != "none",
+                f"rows of {block} " if block else "", block, check=check)
