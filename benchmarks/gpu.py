@@ -43,8 +43,8 @@ from mamba_fsdp.model.spec import flops_per_token, operator_uses, parameters
 from mamba_fsdp.ops import fused
 from mamba_fsdp.ops.forms import PORTABLE, resolve_forms
 from mamba_fsdp.parallel.compat import has_fused_adamw
+from mamba_fsdp.parallel.model import fill_parts
 from mamba_fsdp.parallel.parallelize import parallelize
-from mamba_fsdp.parallel.shards import fill_parts
 from mamba_fsdp.parallel.world import World
 from mamba_fsdp.train.clock import device_peak
 from mamba_fsdp.train.loop import accumulate_gradients, add_up, batch_loss, update_weights

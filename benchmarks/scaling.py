@@ -26,8 +26,8 @@ from mamba_fsdp.model.lm import MambaLM
 from mamba_fsdp.model.spec import operator_uses, parameter_count, parameters
 from mamba_fsdp.ops import native
 from mamba_fsdp.ops.forms import resolve_forms
+from mamba_fsdp.parallel.model import fill_parts
 from mamba_fsdp.parallel.parallelize import parallelize
-from mamba_fsdp.parallel.shards import fill_parts
 from mamba_fsdp.parallel.world import World, start_world
 from mamba_fsdp.train.optimizer import make_optimizer
 

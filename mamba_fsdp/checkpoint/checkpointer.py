@@ -24,7 +24,7 @@ from mamba_fsdp.durable import hidden_beside, move, sync_folder, write_atomicall
 from mamba_fsdp.errors import StorageError, UserError, joined
 from mamba_fsdp.formats import CHECKPOINT
 from mamba_fsdp.heartbeat import heart
-from mamba_fsdp.parallel.shards import Shard
+from mamba_fsdp.parallel.model import Shard
 from mamba_fsdp.parallel.world import World
 from mamba_fsdp.run_layout import CHECKPOINTS, COMMIT, MODELS, STATE, committed, rank_file, step_name
 from mamba_fsdp.storage import exists, patiently

@@ -24,7 +24,7 @@ from mamba_fsdp.checkpoint.ranges import is_cut, overlaps
 from mamba_fsdp.conventions import SAFETENSORS_DTYPES
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.formats import CHECKPOINT
-from mamba_fsdp.parallel.shards import Shard, fill_parts
+from mamba_fsdp.parallel.model import Shard, fill_parts
 from mamba_fsdp.parallel.world import World
 from mamba_fsdp.run_layout import CHECKPOINTS, COMMIT, STATE, committed, no_checkpoint
 from mamba_fsdp.storage import exists, patiently

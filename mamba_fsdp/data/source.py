@@ -5,6 +5,8 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
+from mamba_fsdp.errors import UserError
+
 
 class Tokens(NamedTuple):
     tokens: np.ndarray  # (count,), the source's integer type, possibly a read-only view of a file
@@ -41,3 +43,22 @@ def restart(positions: np.ndarray, at: np.ndarray) -> None:
     if len(at):
         lengths = np.concatenate([at[1:], [len(positions)]]) - at  # np.diff(append=...) takes several times as long
         positions[at[0]:] -= np.repeat(positions[at], lengths)
+
+
+class DummySource:
+    """Made-up tokens without files, for benchmarks: documents of vocab_size tokens, 0, 1, 2, ... each."""
+
+    path, format, eos, tokenizer = Path("dummy"), "made-up tokens", -1, ""
+    token_count = 1 << 50  # more than any run reads
+
+    def __init__(self, vocab_size: int) -> None:
+        self.vocab_size, self.identity = vocab_size, f"dummy:{vocab_size}"
+        self.document_count = self.token_count // vocab_size
+
+    @property
+    def tokenizer_path(self) -> Path:
+        raise UserError("made-up tokens have no tokenizer")
+
+    def read(self, start: int, count: int) -> Tokens:
+        tokens = np.arange(start, start + count) % self.vocab_size
+        return Tokens(tokens, tokens.astype(np.int32), None)

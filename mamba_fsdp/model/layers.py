@@ -12,7 +12,7 @@ from torch import nn
 
 from mamba_fsdp.conventions import compute_type
 from mamba_fsdp.model import spec
-from mamba_fsdp.ops.attention import attention, attention_step, rotary
+from mamba_fsdp.ops.attention import attention, rotary
 from mamba_fsdp.ops.conv import causal_conv_silu, causal_conv_step
 from mamba_fsdp.ops.mamba1 import mamba1_mixer
 from mamba_fsdp.ops.mamba2 import mamba2_mixer
@@ -166,9 +166,7 @@ class Attention(Part):
         return {name: torch.zeros(shape, dtype=dtype, device=device) for name in ("k", "v")}
 
     def step(self, x, state, position):
-        q, k, v = (t[:, 0] for t in self._project(x[:, None], torch.tensor([position], device=x.device)))
-        state["k"][:, position], state["v"][:, position] = k, v
-        return self.out_proj(attention_step(q, state["k"], state["v"], position + 1).flatten(1))
+        return self(x[:, None], state=state, position=position)[:, 0]
 
     def _project(self, x, positions):
         config = self.config

@@ -1,4 +1,4 @@
-"""Attention: causal, grouped-query, blocked at documents, with rotary positions; and its step for generation.
+"""Attention: causal, grouped-query, blocked at documents, with rotary positions.
 
     o_i = sum over j <= i in the same document of softmax_j(q_i . k_j / sqrt(head_dim)) v_j
 
@@ -25,8 +25,8 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *, documents: Tensor | None = Non
     q, k, v = (t.transpose(1, 2) for t in (q, *_share_heads(q, k, v)))
     every = k.shape[2]
     first = every - q.shape[2]
-    if documents is None and not first:
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
+    if documents is None and (not first or q.shape[2] == 1):  # the last position alone sees them all
+        return F.scaled_dot_product_attention(q, k, v, is_causal=not first).transpose(1, 2)
     rows = every if not first else max(1, MASK_ELEMENTS // every)
     parts = []
     for start in range(first, every, rows):
@@ -38,17 +38,6 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *, documents: Tensor | None = Non
         parts.append(F.scaled_dot_product_attention(q[:, :, start - first:end - first], k[:, :, :end], v[:, :, :end],
                                                     attn_mask=mask))
     return (parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)).transpose(1, 2)
-
-
-def attention_step(q: Tensor, k_cache: Tensor, v_cache: Tensor, length: int) -> Tensor:
-    """Attend from one new token to the first `length` entries of its cache, its own being the last of them.
-
-    q (batch, heads, head_dim); k_cache, v_cache (batch, max_length, kv_heads, head_dim), the keys rotated. Returns
-    (batch, heads, head_dim).
-    """
-    k, v = _share_heads(q[:, None], k_cache[:, :length], v_cache[:, :length])
-    q, k, v = (t.transpose(1, 2) for t in (q[:, None], k, v))
-    return F.scaled_dot_product_attention(q, k, v)[:, :, 0]
 
 
 def rotary(x: Tensor, positions: Tensor, rotary_dim: int, theta: float) -> Tensor:

@@ -5,14 +5,15 @@ gathering of weights is traced; then shard, so that a block's weights are gather
 """
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from config.train_config import ParallelConfig
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.parallel.blocks import checkpoint_blocks, compile_blocks
 from mamba_fsdp.parallel.compat import load_shard
-from mamba_fsdp.parallel.model import ParallelModel, find_slots
-from mamba_fsdp.parallel.replicate import replicate
+from mamba_fsdp.parallel.model import ParallelModel, ParameterSlot, find_slots
 from mamba_fsdp.parallel.world import World
 
 
@@ -59,10 +60,23 @@ def parallelize(model: nn.Module, settings: ParallelConfig, *, world: World, com
     whole = [slot for slot in slots if not sharded or slot.name in fp32]
     for slot in whole:
         slot.materialize(world.device)
-    if strategy != "none":
-        world.need_process_group()
+    if strategy == "none":
+        return ParallelModel(model, model, world, slots, parts={})
+    world.need_process_group()
     if not sharded:
-        return replicate(model, slots, world=world, strategy=strategy)
-    return load_shard()(model, slots, whole, world=world, shard_size=shard_size, compute_dtype=compute_dtype,
-                        backward_prefetch=settings.backward_prefetch, limit_all_gathers=settings.limit_all_gathers,
-                        accumulate_unsharded=settings.accumulate_unsharded)
+        return _replicate(model, world, slots)
+    return load_shard()(model, slots, whole, settings, world=world, shard_size=shard_size, compute_dtype=compute_dtype)
+
+
+class Replicated(ParallelModel):
+    def reduce_gradients(self) -> None:
+        """DistributedDataParallel has done this in the last backward."""
+
+
+def _replicate(model: nn.Module, world: World, slots: list[ParameterSlot]) -> ParallelModel:
+    def add_up(_, bucket):  # without DistributedDataParallel's division by the number of ranks
+        return dist.all_reduce(bucket.buffer(), async_op=True).get_future().then(lambda done: done.value()[0])
+
+    module = DistributedDataParallel(model, gradient_as_bucket_view=True)
+    module.register_comm_hook(None, add_up)
+    return Replicated(model, module, world, slots, parts={}, no_sync=True)

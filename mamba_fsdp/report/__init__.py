@@ -1,1 +1,1 @@
-"""What a person looks at: progress, tables, plots."""
+"""What a person looks at: progress, tables, metrics."""

@@ -17,11 +17,10 @@ from mamba_fsdp.checkpoint.checkpointer import Checkpointer
 from mamba_fsdp.checkpoint.folder import find_checkpoint, load
 from mamba_fsdp.conventions import DTYPES
 from mamba_fsdp.data.builtin import missing_builtin
-from mamba_fsdp.data.dummy import DummySource
 from mamba_fsdp.data.loader import Loader, Split
 from mamba_fsdp.data.order import Order, seen
 from mamba_fsdp.data.selection import one_for_all, refuse_other_tokenizers, training_sources, validation_sources
-from mamba_fsdp.data.source import Source
+from mamba_fsdp.data.source import DummySource, Source
 from mamba_fsdp.data.tokenizer import refuse_other_tokenizer
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.model.init import initial_part
@@ -29,9 +28,8 @@ from mamba_fsdp.model.lm import MambaLM
 from mamba_fsdp.model.spec import flops_per_token, operator_uses, parameter_count, parameters
 from mamba_fsdp.ops.forms import resolve_forms
 from mamba_fsdp.parallel.memory import expected_memory
-from mamba_fsdp.parallel.model import ParallelModel
+from mamba_fsdp.parallel.model import ParallelModel, fill_parts
 from mamba_fsdp.parallel.parallelize import choose_strategy, parallelize
-from mamba_fsdp.parallel.shards import fill_parts
 from mamba_fsdp.parallel.world import World
 from mamba_fsdp.report.display import scaled
 from mamba_fsdp.run_layout import CHECKPOINTS, committed, is_own

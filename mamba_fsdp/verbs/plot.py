@@ -4,11 +4,12 @@ Draw the training and validation loss of one or more runs over the step, from th
 The picture lands in RUN/loss.png unless --out names another place.
 """
 
+from collections.abc import Iterable
 from pathlib import Path
 
 from mamba_fsdp.errors import UserError
-from mamba_fsdp.report.plot import plot_losses
-from mamba_fsdp.run_layout import LOSS_PICTURE
+from mamba_fsdp.report.records import read
+from mamba_fsdp.run_layout import LOSS_PICTURE, METRICS
 
 
 def main(*runs: str, out: str = "") -> None:
@@ -17,3 +18,35 @@ def main(*runs: str, out: str = "") -> None:
     picture = Path(out) if out else Path(runs[0]) / LOSS_PICTURE
     plot_losses([Path(run) for run in runs], picture)
     print(picture)
+
+
+def plot_losses(runs: Iterable[Path], out: Path) -> None:
+    """Draws training loss (thin line) and validation loss (dots) over the step, one colour per run folder, into `out`.
+
+    Raises UserError for a run without metrics or a place that can't be written.
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(8, 4.5), dpi=120, layout="constrained")
+    for number, run in enumerate(runs):
+        entries = read(run / METRICS)
+        if not entries:
+            raise UserError(f"{run}: holds no {METRICS} with entries; is it a run folder?")
+        for name, key, style in (("training", "loss", {"linewidth": 1.2, "alpha": 0.75}),
+                                 ("validation", "val_loss", {"linewidth": 1, "linestyle": "--", "marker": "o"})):
+            points = [(entry["step"], entry[key]) for entry in entries if entry.get(key) is not None]
+            if points:
+                axes.plot(*zip(*points), color=f"C{number}", label=f"{run.name}: {name}", **style)
+    axes.set(xlabel="step", ylabel="loss (nats per token)")
+    axes.grid(alpha=0.25)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False)
+    try:
+        figure.savefig(out)
+    except (OSError, ValueError) as error:
+        raise UserError(f"{out}: can't write the picture ({error})") from None
+    finally:
+        plt.close(figure)

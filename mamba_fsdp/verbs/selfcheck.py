@@ -11,20 +11,18 @@ import platform
 import sys
 import traceback
 from importlib import metadata
+from itertools import chain
 
 import mamba_fsdp
 
-PACKAGES = {  # the name it is imported by: the name it is installed by
-    "torch": "torch", "triton": "triton", "transformers": "transformers", "tokenizers": "tokenizers",
-    "datasets": "datasets", "pyarrow": "pyarrow", "numpy": "numpy", "safetensors": "safetensors", "fire": "fire",
-    "yaml": "PyYAML", "zstandard": "zstandard", "tqdm": "tqdm", "matplotlib": "matplotlib", "einops": "einops",
-    "causal_conv1d": "causal-conv1d", "mamba_ssm": "mamba-ssm"}
+PACKAGES = ("torch", "triton", "transformers", "tokenizers", "datasets", "pyarrow", "numpy", "safetensors", "fire",
+            "yaml", "zstandard", "tqdm", "matplotlib", "einops", "causal_conv1d", "mamba_ssm")  # as they are imported
 OPTIONAL = {"triton", "einops", "causal_conv1d", "mamba_ssm"}  # they serve GPUs only
 
 
 def main() -> int:
     print(f"Python {platform.python_version()}, {platform.platform()}")
-    steps = [(check_package, name) for name in PACKAGES] + [(check_project,), (choose_forms,), (train_one_step,)]
+    steps = [(check_package, name) for name in PACKAGES] + [(check_project,), (check_devices,)]
     failed = False
     for step, *arguments in steps:
         try:
@@ -39,7 +37,7 @@ def main() -> int:
 
 def check_package(name: str) -> str:
     """Import a package; returns a line with its version. Raises what the import raises."""
-    installed = PACKAGES[name]
+    installed = {"yaml": "PyYAML"}.get(name, name.replace("_", "-"))
     try:
         version = metadata.version(installed)
     except metadata.PackageNotFoundError:
@@ -70,33 +68,30 @@ def check_project() -> str:
     return f"  {'this project':<14} {len(names)} modules"
 
 
-def choose_forms() -> str:
-    """Choose each operator's form on the devices here; returns a table that also says what keeps better ones away."""
+def check_devices() -> str:
+    """Choose each operator's form on the devices here and train a step on them; returns a table that also says what
+    keeps better forms away, and lines that say how the loss moved."""
     import torch
 
+    devices = {"cpu": torch.float32} | ({"cuda": torch.bfloat16} if torch.cuda.is_available() else {})
+    found = [[*_forms_on(device, dtype), _step_on(device)] for device, dtype in devices.items()]
+    return "\n".join(chain.from_iterable(found))
+
+
+def _forms_on(device, dtype):
     from config.model_config import ModelConfig
     from mamba_fsdp.model.spec import operator_uses
     from mamba_fsdp.ops.forms import resolve_forms
 
-    config, rows = ModelConfig(layers="mamba1,mamba2,attention", d_model=1024), []
-    devices = {"cpu": torch.float32} | ({"cuda": torch.bfloat16} if torch.cuda.is_available() else {})
-    for device, dtype in devices.items():
-        choice = resolve_forms("auto", device, operator_uses(config, dtype))
-        rows.append(f"operators on {device}, {dtype}")
-        for operator, passed in choice.passed.items():
-            why = "; ".join(f"not {form}: {reason}" for form, reason in passed.items())
-            rows.append(f"  {operator:<14} {choice.forms.get(operator, 'by its parts'):<14} {why}".rstrip())
-    return "\n".join(rows)
+    config = ModelConfig(layers="mamba1,mamba2,attention", d_model=1024)
+    choice = resolve_forms("auto", device, operator_uses(config, dtype))
+    yield f"operators on {device}, {dtype}"
+    for operator, passed in choice.passed.items():
+        why = "; ".join(f"not {form}: {reason}" for form, reason in passed.items())
+        yield f"  {operator:<14} {choice.forms.get(operator, 'by its parts'):<14} {why}".rstrip()
 
 
-def train_one_step() -> str:
-    """One AdamW step of a Mamba-1 and a Mamba-2 layer on each device; returns lines that say how the loss moved."""
-    import torch
-
-    return "\n".join(_step_on(device) for device in ["cpu"] + ["cuda"] * torch.cuda.is_available())
-
-
-def _step_on(device: str) -> str:
+def _step_on(device):
     import torch
 
     from config.model_config import ModelConfig

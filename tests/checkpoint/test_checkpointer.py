@@ -18,7 +18,7 @@ from mamba_fsdp.checkpoint.checkpointer import Checkpointer
 from mamba_fsdp.checkpoint.files import checksum
 from mamba_fsdp.checkpoint.folder import Reader, find_checkpoint, load, problems
 from mamba_fsdp.errors import StorageError, UserError
-from mamba_fsdp.parallel.shards import Shard
+from mamba_fsdp.parallel.model import Shard
 from mamba_fsdp.parallel.world import start_world
 
 pytestmark = pytest.mark.torch22

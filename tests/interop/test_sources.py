@@ -12,7 +12,7 @@ from config.resolve import as_dict, resolve_settings
 from mamba_fsdp.checkpoint.checkpointer import Checkpointer
 from mamba_fsdp.interop.convert import to_foreign_form, to_our_form
 from mamba_fsdp.interop.weights import read_weights
-from mamba_fsdp.parallel.shards import Shard, fill_parts
+from mamba_fsdp.parallel.model import Shard, fill_parts
 from mamba_fsdp.parallel.world import World
 
 pytestmark = pytest.mark.torch22

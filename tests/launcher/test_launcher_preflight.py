@@ -10,9 +10,10 @@ from config import resolve
 from config.model_config import ModelConfig
 from mamba_fsdp import command_line
 from mamba_fsdp.errors import UserError
-from mamba_fsdp.launch import machine, preflight
+from mamba_fsdp.launch import machine
 from mamba_fsdp.model.init import initial_value
 from mamba_fsdp.model.spec import parameters
+from mamba_fsdp.verbs import preflight
 from mamba_fsdp.verbs.preflight import main
 
 

@@ -11,8 +11,8 @@ import torch
 from double import Double
 
 from config.train_config import ParallelConfig
+from mamba_fsdp.parallel.model import fill_parts
 from mamba_fsdp.parallel.parallelize import parallelize
-from mamba_fsdp.parallel.shards import fill_parts
 from mamba_fsdp.parallel.world import start_world
 
 os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # a rank is a daemon and may have no children

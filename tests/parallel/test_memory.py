@@ -9,8 +9,8 @@ from config.train_config import OptimizerConfig, ParallelConfig
 from mamba_fsdp.model.lm import MambaLM
 from mamba_fsdp.model.spec import parameters
 from mamba_fsdp.parallel.memory import expected_memory
+from mamba_fsdp.parallel.model import fill_parts
 from mamba_fsdp.parallel.parallelize import parallelize
-from mamba_fsdp.parallel.shards import fill_parts
 from mamba_fsdp.parallel.world import World
 from mamba_fsdp.train.optimizer import make_optimizer
 

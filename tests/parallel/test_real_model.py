@@ -7,8 +7,8 @@ from config.train_config import ParallelConfig
 from mamba_fsdp.model.init import initial_part
 from mamba_fsdp.model.lm import MambaLM
 from mamba_fsdp.model.spec import parameters
+from mamba_fsdp.parallel.model import fill_parts
 from mamba_fsdp.parallel.parallelize import parallelize
-from mamba_fsdp.parallel.shards import fill_parts
 from mamba_fsdp.parallel.world import start_world
 
 pytestmark = pytest.mark.torch22

@@ -15,8 +15,8 @@ from terminal import Terminal, drawings
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.report.display import Display, duration
 from mamba_fsdp.report.output import output_that_may_go
-from mamba_fsdp.report.plot import plot_losses
 from mamba_fsdp.report.trackers import make_trackers
+from mamba_fsdp.verbs.plot import plot_losses
 
 STEP = dict(loss=3.25, learning_rate=3e-4, tokens_per_second=21400.4)
 

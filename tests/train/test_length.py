@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from mamba_fsdp.data.dummy import DummySource
 from mamba_fsdp.data.order import Order
 from mamba_fsdp.data.selection import training_sources
+from mamba_fsdp.data.source import DummySource
 from mamba_fsdp.errors import UserError
 
 
