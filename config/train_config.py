@@ -203,9 +203,8 @@ class CheckpointConfig:
     resuming_dataset: bool = setting(False)
     """Take the position in the data from load_ckpt_path too."""
     init_from: str = setting("")
-    """Start from these weights: a transformers or state-spaces folder, a run, a checkpoint, a .pth file, a folder of
-    torch.distributed.checkpoint. Its shape is the model's, and model settings that are given must agree with it; where
-    there is no config.json, they say it."""
+    """Start from these weights: a transformers or state-spaces folder, a run, a checkpoint, a .pth file. Its shape is
+    the model's, and model settings that are given must agree with it; where there is no config.json, they say it."""
     checkpoint_interval: Duration = steps(500, at_least=1)
     """Save a checkpoint every so often; one is always saved at the end and when stopped."""
     keep_checkpoints: int = setting(3, at_least=1)

@@ -11,8 +11,7 @@ from typing import Any
 import torch
 
 from mamba_fsdp.checkpoint.folder import Reader, is_model, read_state
-from mamba_fsdp.checkpoint.pickles import read_tensors
-from mamba_fsdp.errors import UserError, first_line
+from mamba_fsdp.errors import UserError
 from mamba_fsdp.parallel.world import World
 
 # What a person types who trusts a file that holds programs. It runs them.
@@ -53,23 +52,18 @@ def open_tensors(path: str | Path, world: World) -> Tensors:
 
 def _open_pth(path):
     try:
-        zipped = _refuse_programs(path)
-        try:
-            # Mapped, so that only what is read is loaded; files from before torch 1.6 can't be.
-            content = torch.load(str(path), map_location="cpu", weights_only=True, mmap=zipped)
-        except pickle.UnpicklingError:
-            if not zipped:
-                raise
-            content = read_tensors(path)  # what else a trainer keeps of its state is beside the tensors
+        # Mapped, so that only what is read is loaded; files from before torch 1.6 can't be.
+        content = torch.load(str(path), map_location="cpu", weights_only=True, mmap=_refuse_programs(path))
         found = dict(_tensors_in(content))
     except OSError as error:
         raise UserError(f"can't read {path}: {error.strerror}") from None
     except (RuntimeError, EOFError):  # whose words are torch's own affairs
         raise UserError(f"{path} ({path.stat().st_size:,} bytes) is cut short or damaged; copy or download it "
                         "again") from None
-    except (pickle.UnpicklingError, ValueError, KeyError) as error:
-        raise UserError(f"{path} is damaged or holds more than tensors: {first_line(error)}. Where you trust it, save "
-                        f"its tensors alone: {CONVERSION.format(path=path)}") from None
+    except (pickle.UnpicklingError, ValueError, KeyError):
+        raise UserError(f"{path} is damaged or holds more than tensors and plain values, which only its own program "
+                        "reads. Where you trust it, save its tensors alone: "
+                        f"{CONVERSION.format(path=path)}") from None
     if not found:
         raise UserError(f"{path} is no dict of tensors by parameter name")
     shapes = {name: tuple(tensor.shape) for name, tensor in found.items()}

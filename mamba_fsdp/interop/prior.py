@@ -4,7 +4,6 @@ fms-fsdp keeps the model under `model_state`, Composer under `state.model` and t
 and wrapped modules leave words of their own in the names. What a file holds beside the model is passed over.
 """
 
-import contextlib
 import re
 
 import torch
@@ -84,26 +83,11 @@ def _our_name(name):
 
 
 def guess(tensors: Tensors) -> ModelConfig | None:
-    """The preset that has just these tensors, by our names and shapes, else a model of one kind of SSM layer as the
-    shapes say it (of Mamba-2 with one group, which no shape shows); None where neither has them."""
-    shapes = dict(tensors.shapes)
-    if LM_HEAD in shapes and EMBEDDING in shapes and torch.equal(tensors.get(LM_HEAD), tensors.get(EMBEDDING)):
-        del shapes[LM_HEAD]
-    known = [ModelConfig(**preset(name)) for name in PRESETS]
-    with contextlib.suppress(KeyError, ZeroDivisionError, IndexError, ValueError):  # no layers that we know
-        known.append(_read_off(shapes))
-    return next((config for config in known
-                 if {name: parameter.shape for name, parameter in parameters(config).items()} == shapes), None)
-
-
-def _read_off(shapes):
-    start = "backbone.layers.0.mixer."
-    mixer = {name.removeprefix(start): shape for name, shape in shapes.items() if name.startswith(start)}
-    (rows, d_model), d_inner = shapes[EMBEDDING], mixer["out_proj.weight"][1]
-    common = {"d_model": d_model, "vocab_size": rows, "pad_vocab_size_multiple": 1,
-              "n_layer": sum(name.endswith(".mixer.A_log") for name in shapes), "tie_embeddings": LM_HEAD not in shapes,
-              "expand": d_inner // d_model, "d_conv": mixer["conv1d.weight"][2]}
-    if "x_proj.weight" in mixer:
-        return ModelConfig(layers="mamba1", d_state=mixer["A_log"][1], dt_rank=mixer["dt_proj.weight"][1], **common)
-    return ModelConfig(layers="mamba2", headdim=d_inner // mixer["dt_bias"][0],
-                       d_state=(mixer["conv1d.weight"][0] - d_inner) // 2, **common)
+    """The preset that has just these tensors, by our names and shapes."""
+    for preset_name in PRESETS:
+        config = ModelConfig(**preset(preset_name))
+        shapes = {name: parameter.shape for name, parameter in parameters(config).items()}
+        tied = {LM_HEAD: shapes[EMBEDDING]} if config.tie_embeddings else {}
+        if tensors.shapes in (shapes, shapes | tied):
+            return config
+    return None

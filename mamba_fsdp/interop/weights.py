@@ -5,7 +5,6 @@
     .../consolidated.00.pth      a state dict, or what a trainer saved it in (prior.py), config.json beside it
     a folder                     with config.json and: model*.safetensors or pytorch_model.bin (transformers),
                                  pytorch_model.bin (state-spaces), or consolidated.00.pth (ours)
-    a folder with .metadata      of torch.distributed.checkpoint
 
 Where there is no config.json, who asks has to say what model it is.
 
@@ -22,13 +21,12 @@ from pathlib import Path
 import torch
 
 from config.model_config import ModelConfig, checked_model
-from config.presets import PRESETS, preset, title
+from config.presets import preset
 from mamba_fsdp.checkpoint.folder import Reader, find_checkpoint, refuse_other_tensors
 from mamba_fsdp.checkpoint.tensors import Tensors, open_tensors
 from mamba_fsdp.data.tokenizer import identities_in, refuse_other_tokenizer
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.interop import state_spaces
-from mamba_fsdp.interop.dcp import METADATA, open_dcp
 from mamba_fsdp.interop.fields import Fields
 from mamba_fsdp.interop.prior import from_fms, guess, models_tensors
 from mamba_fsdp.interop.safetensors_files import INDEX, SINGLE, open_safetensors
@@ -38,6 +36,8 @@ from mamba_fsdp.parallel.world import World
 from mamba_fsdp.run_layout import CHECKPOINTS, COMMIT, CONSOLIDATED, MODEL_CONFIG, TOKENIZER
 
 PICKLED = "pytorch_model.bin"
+SHARDS, THEIR_INDEX = ".distcp", ".metadata"  # of torch.distributed.checkpoint
+CONVERSION = "python -m torch.distributed.checkpoint.format_utils dcp_to_torch {0} {0}.pth"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "merges.txt",
                    "special_tokens_map.json", "added_tokens.json", "chat_template.jinja")
 
@@ -124,24 +124,24 @@ def find_weights(source: str | Path, model: ModelConfig | None = None, *, verifi
         hint = f"; download a model of the Hugging Face hub first: hf download {source} --local-dir FOLDER"
         raise UserError(f"{source}: there is no such file or folder{hint if on_hub else ''}")
     if path.is_file():
-        refuse_part(path)
         return _find_model(path.parent, path, model)
     if (path / COMMIT).is_file() or (path / CHECKPOINTS).is_dir():
         return _find_checkpoint(path, verified)
-    if (path / METADATA).is_file():
-        return _find_model(path, path, model)
     if not (path / MODEL_CONFIG).is_file():
-        inside = sorted(path.glob(f"*/{METADATA}"), key=lambda file: file.stat().st_mtime)
+        _refuse_sharded(path)
         raise UserError(f"{path} holds no model: it is neither a run folder ({CHECKPOINTS}/) nor a checkpoint "
-                        f"({COMMIT}), and has no {MODEL_CONFIG}{f'; {inside[-1].parent} is one' if inside else ''}")
+                        f"({COMMIT}), and has no {MODEL_CONFIG}")
     return _find_model(path)
 
 
-def refuse_part(path: Path) -> None:
-    """Raises UserError for a file that is no model but one rank's part of a checkpoint."""
-    kinds = {COMMIT: r"rank_\d+\.safetensors", METADATA: r".*\.distcp"}
-    if any(re.fullmatch(name, path.name) and (path.parent / beside).is_file() for beside, name in kinds.items()):
-        raise UserError(f"{path} is the part of one rank; the checkpoint that it belongs to is {path.parent}")
+def _refuse_sharded(folder):
+    """Raises UserError for a folder of torch.distributed.checkpoint or one of such folders: their index, a pickle of
+    classes, can't be read without running what it names."""
+    found = [*folder.glob(THEIR_INDEX), *folder.glob(f"*/{THEIR_INDEX}")]
+    if found:
+        newest = max(found, key=lambda file: file.stat().st_mtime).parent
+        raise UserError(f"{newest} is a folder of torch.distributed.checkpoint, which only its own program reads. Where "
+                        f"you trust it, convert it with torch 2.3 or newer: {CONVERSION.format(newest)}")
 
 
 def _find_checkpoint(path, verified):
@@ -172,6 +172,7 @@ def _find_model(folder, file=None, model=None):
     names = (SINGLE, INDEX, PICKLED) if form else (CONSOLIDATED, PICKLED)
     files = [file] if file and not form else [folder / name for name in names if (folder / name).is_file()]
     if not files:
+        _refuse_sharded(folder)
         raise UserError(f"{folder} has a {MODEL_CONFIG} but no weights beside it ({' or '.join(names)})")
 
     def open_files(world):
@@ -184,11 +185,13 @@ def _find_model(folder, file=None, model=None):
 
 
 def open_bare(path: Path, world: World, config: ModelConfig | None = None) -> Tensors:
-    """The model's tensors, as far as may be under our names, in a file or in a folder of torch.distributed.checkpoint.
-    Called by all ranks; config: see from_fms. Raises UserError."""
-    if path.is_dir():
-        found = open_dcp(path, world)
-    elif path.suffix == ".safetensors":
+    """The model's tensors in a file, as far as may be under our names. Called by all ranks; config: see from_fms.
+    Raises UserError."""
+    if path.suffix == SHARDS:
+        _refuse_sharded(path.parent)
+    if (path.parent / COMMIT).is_file():
+        raise UserError(f"{path} is the part of one rank; the checkpoint that it belongs to is {path.parent}")
+    if path.suffix == ".safetensors":
         found = world.on_all_ranks(lambda: open_safetensors(path))
     else:
         found = open_tensors(path, world)
@@ -197,7 +200,7 @@ def open_bare(path: Path, world: World, config: ModelConfig | None = None) -> Te
 
 def _hint(path):
     config = guess(open_bare(path, World.alone()))
-    if config and title(config) in PRESETS:
+    if config:
         return f"name it: model_name={config.model_name} has just its tensors"
     return f"name its preset, as in model_name=mamba-130m; python -m mamba_fsdp inspect {path} lists its tensors"
 

@@ -2,7 +2,7 @@
 
 Write a model in another library's form into the new folder OUT: `hf` for transformers' AutoModelForCausalLM
 (safetensors, with the tokenizer), `state-spaces` for mamba_ssm's MambaLMHeadModel.from_pretrained. MODEL is a run
-folder, a checkpoint, a .pth file, a folder of torch.distributed.checkpoint, or a transformers or state-spaces folder.
+folder, a checkpoint, a .pth file, or a transformers or state-spaces folder.
 
   --dtype       of the numbers; without it they stay as they are
   --tokenizer   a tokenizer's folder to go along, where MODEL came without one

@@ -2,8 +2,7 @@
 
 Bring a model into our form, consolidated.00.pth with its config.json and tokenizer/, in the new folder OUT. MODEL is a
 transformers folder (Mamba, Mamba2, Bamba, Llama) or a state-spaces folder, downloaded before, a run or checkpoint, or
-what other trainers have saved: a .pth or .pt file, a folder of torch.distributed.checkpoint.
-training.py --init_from takes MODEL as well as OUT.
+a .pth or .pt file of another trainer. training.py --init_from takes MODEL as well as OUT.
 
   --dtype       of the numbers; without it they stay as they are
   --tokenizer   a tokenizer's folder to go along, where MODEL came without one

@@ -1,8 +1,8 @@
 """python -m mamba_fsdp inspect PATH [--tensors] [--verify] [--tokenizer=FOLDER] [--eos_token=ID]
 
 Say what PATH holds: a run folder, a checkpoint or a rank's file of one, a model (consolidated.00.pth, transformers,
-state-spaces, other trainers' files and folders; of one without config.json, as far as its tensors tell), or data: a
-token store, or tokens in another format (docs/data.md).
+state-spaces, other trainers' files; of one without config.json, its tensors), or data: a token store, or tokens in
+another format (docs/data.md).
 
   --tensors   list every tensor with its shape and type
   --verify    read every byte: of a token store, a checkpoint or a run, compared with the checksums, exiting with 2
@@ -123,13 +123,10 @@ def is_data(place: Path) -> bool:
 
 
 def show_model(path: Path, tensors: bool) -> None:
-    from mamba_fsdp.interop.weights import METADATA, read_weights, refuse_part
+    from mamba_fsdp.interop.weights import read_weights
     from mamba_fsdp.model.spec import parameter_count, parameters
 
-    if path.is_file():
-        refuse_part(path)
-    is_one = path.is_file() or (path / METADATA).is_file()
-    if is_one and not ((path.parent if path.is_file() else path) / MODEL_CONFIG).is_file():
+    if path.is_file() and not (path.parent / MODEL_CONFIG).is_file():
         show_tensors(path)
         return
     weights = read_weights(path)
@@ -143,7 +140,7 @@ def show_model(path: Path, tensors: bool) -> None:
 
 
 def show_tensors(path: Path) -> None:
-    """What its tensors tell of a model without config.json."""
+    """What a file without config.json beside it holds."""
     from mamba_fsdp.interop.prior import guess
     from mamba_fsdp.interop.weights import open_bare
     from mamba_fsdp.parallel.world import World
@@ -151,9 +148,9 @@ def show_tensors(path: Path) -> None:
     found = open_bare(path, World.alone())
     config = guess(found)
     say("tensors", f"{path}: {len(found.shapes)}, {sum(map(math.prod, found.shapes.values())):,} numbers")
-    say("structure", f"{describe_model(config)}, as its tensors tell" if config else "not one that its tensors tell")
+    say("structure", f"{describe_model(config)}, as its tensors tell" if config else "that of no preset")
     say("to use it", f"there is no {MODEL_CONFIG} beside it, so name its preset: --model_name="
-                     f"{config.model_name if config and title(config) == config.model_name else 'PRESET'}")
+                     f"{config.model_name if config else 'PRESET'}")
     for name, shape in found.shapes.items():
         print(f"  {name:<64} {shape}")
 

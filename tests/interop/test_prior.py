@@ -5,7 +5,6 @@ import datetime
 import json
 import math
 import os
-import pickle
 import random
 import re
 import shutil
@@ -22,7 +21,6 @@ from small_models import CONFIGS, assert_same, model_of, random_state, write_our
 from torch.distributed import checkpoint as dcp
 
 from config.resolve import resolve_settings, shown
-from mamba_fsdp.checkpoint.pickles import read_plain
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.interop.convert import to_foreign_form, to_our_form
 from mamba_fsdp.interop.weights import find_weights, read_weights
@@ -53,9 +51,10 @@ def composers(state):
     lambda state: {"step": 3, "tokens_seen": 99, "model_state": state},
     lambda state: {"model_state": {f"_orig_mod.{name}": tensor for name, tensor in state.items()}},
     lambda state: {"model": {re.sub(r"(layers\.\d+)", r"\1._checkpoint_wrapped_module", name): tensor
-                             for name, tensor in state.items()}, "epoch": numpy.int64(2)},
+                             for name, tensor in state.items()}, "epoch": 2},
     lambda state: {f"module.{name}": tensor for name, tensor in state.items()},
-    composers], ids=["fms", "compiled", "checkpointed", "ddp", "composer"])
+    lambda state: {"state": {"model": {f"model.{name}": tensor for name, tensor in state.items()}}}],
+    ids=["fms", "compiled", "checkpointed", "ddp", "composer"])
 @pytest.mark.parametrize("name", ["hybrid", "mamba1"])
 def test_the_model_is_found_among_what_a_trainer_saves(wrap, name, tmp_path):
     state = random_state(CONFIGS[name])
@@ -171,29 +170,16 @@ def sharded(tmp_path_factory):
 
 
 @pytest.mark.slow
-def test_a_folder_of_torch_distributed_checkpoint(sharded, tmp_path):
-    """The model and not its moments, in parts that each read no more than the chunks that they lie in."""
+def test_a_folder_of_torch_distributed_checkpoint(sharded):
+    """Its index is a pickle of classes: refused, as are the folder around it and its parts, with the line that converts
+    it, and what that gives is read."""
     folder, state = sharded
-    assert_same(opened(folder, LLAMA), LLAMA, state)
-    weights = opened(folder, LLAMA)
-    for name, tensor in state.items():
-        size = tensor.numel()
-        assert torch.equal(weights.slice(name, size // 3, size - 1), tensor.flatten()[size // 3:-1])
-    with pytest.raises(UserError, match=f"{folder.name}.__0_0.distcp is the part of one rank; .* is {folder}$"):
-        read_weights(folder / "__0_0.distcp")
-    with pytest.raises(UserError, match=f"{folder} is one$"):
-        read_weights(folder.parent)
-    copy = shutil.copytree(folder, tmp_path / "cut")
-    for file in copy.glob("*.distcp"):
-        os.truncate(file, file.stat().st_size // 3)
-    with pytest.raises(UserError, match="cut/__._0.distcp is damaged"):
-        weights = opened(copy, LLAMA)
-        [weights.get(name) for name in weights.names]
-    os.truncate(copy / ".metadata", 300)
-    with pytest.raises(UserError, match="cut/.metadata is damaged or holds more") as caught:
-        opened(copy, LLAMA)
+    line = f"python -m torch.distributed.checkpoint.format_utils dcp_to_torch {folder} {folder}.pth"
+    for place in (folder, folder.parent, folder / "__0_0.distcp"):
+        for config in (None, LLAMA):
+            with pytest.raises(UserError, match=f"{folder} is a folder of torch.distributed.*: {line}$"):
+                opened(place, config)
     if find_spec("torch.distributed.checkpoint.format_utils"):  # torch 2.3 and newer
-        line = str(caught.value).partition("where you trust it: ")[2].replace(str(copy), str(folder))
         subprocess.run(["bash", "-c", line.replace("python", sys.executable, 1)], check=True)
         assert_same(opened(f"{folder}.pth", LLAMA), LLAMA, state)
 
@@ -210,29 +196,8 @@ class Harmless:
     """Of a user's own program."""
 
 
-@pytest.mark.slow
-def test_a_trap_in_each_place_of_such_a_folder(sharded, tmp_path):
-    folder, _ = sharded
-    copy = shutil.copytree(folder, tmp_path / "trapped")
-    trap = Trap(str(tmp_path / "executed"))
-    (copy / ".metadata").write_bytes(pickle.dumps(trap))
-    with pytest.raises(UserError, match="more than tensors .it asks for posix.mkdir, which is no part of weights"):
-        opened(copy, LLAMA)
-    (copy / ".metadata").write_bytes((folder / ".metadata").read_bytes())
-    for stored in read_plain(folder / ".metadata").storage_data.values():
-        with open(copy / stored.relative_path, "r+b") as file:
-            file.seek(stored.offset)
-            file.write(pickle.dumps(trap))
-    with pytest.raises(UserError, match="distcp is damaged or holds more than tensors .Weights only"):
-        opened(copy, LLAMA)
-    (copy / ".metadata").write_bytes((folder / ".metadata").read_bytes().replace(b"__0_0.distcp", b"../_0.distcp"))
-    with pytest.raises(UserError, match="cut along other than its first dimension, compressed, or in another place"):
-        opened(copy, LLAMA)
-    assert not (tmp_path / "executed").exists()
-
-
 def malicious(path):
-    """Ways to have something called: a function, one reached through allowed modules, attributes of the stand-ins."""
+    """Ways to have something called: a function, in a list or a dict, of torch and numpy themselves too."""
     yield Trap(path)
     yield {"state": {"model": {"x": Trap(path)}}}
 
@@ -255,18 +220,15 @@ def test_a_trap_in_a_checkpoint_of_composer(number, tmp_path):
     state = composers(random_state(CONFIG))
     state["callbacks"] = list(malicious(str(tmp_path / "executed")))[number]
     torch.save(state, tmp_path / "trap.pt")
-    try:
-        assert_same(opened(tmp_path / "trap.pt"), CONFIG, random_state(CONFIG))
-        assert number in (4, 5)  # nothing was called, an empty class stands for the function
-    except UserError as error:
-        assert re.search("trap.pt is damaged or holds more than tensors: it asks for [a-z._]+,", str(error)), error
+    with pytest.raises(UserError, match="trap.pt is damaged or holds more than tensors"):
+        opened(tmp_path / "trap.pt")
     assert not (tmp_path / "executed").exists()
 
 
 @pytest.mark.slow
 def test_what_is_refused_can_be_converted_by_the_line_that_is_named(tmp_path):
-    state = {"state": {"model": random_state(CONFIG), "user": Harmless()}}
-    torch.save(state, tmp_path / "own.pt")
+    content = {**composers(random_state(CONFIG)), "user": Harmless()}
+    torch.save(content, tmp_path / "own.pt")
     with pytest.raises(UserError) as caught:
         opened(tmp_path / "own.pt")
     line = str(caught.value).partition("save its tensors alone: ")[2]
@@ -275,7 +237,7 @@ def test_what_is_refused_can_be_converted_by_the_line_that_is_named(tmp_path):
     subprocess.run(["bash", "-c", line.replace("python", sys.executable, 1)], check=True, env=where)
     assert_same(opened(tmp_path / "own.pt.weights.pth"), CONFIG, random_state(CONFIG))
     torch.save(MambaLM(CONFIG), tmp_path / "whole.pt")  # the habit of saving the module itself
-    with pytest.raises(UserError, match="asks for mamba_fsdp.model.lm.MambaLM"):
+    with pytest.raises(UserError, match="whole.pt is damaged or holds more than tensors"):
         opened(tmp_path / "whole.pt")
 
 
@@ -296,22 +258,16 @@ def test_a_file_without_config_json(tmp_path, capsys):
     inspect.main(str(tmp_path / "lonely.pth"))
     said = capsys.readouterr().out
     assert "structure      demo, 4 layers mamba1, d_model 128" in said and "--model_name=demo" in said
-    for name in ("mamba2", "mamba1-untied-rank"):
-        torch.save({"model_state": random_state(CONFIGS[name])}, tmp_path / "other.pth")
-        inspect.main(str(tmp_path / "other.pth"))
-        said = capsys.readouterr().out
-        config = CONFIGS[name]
-        assert f"custom (from demo), {config.n_layer} layers {config.layers}, d_model {config.d_model}" in said
-        assert re.search(r"  backbone.layers.1.mixer.A_log +\(", said)
-    torch.save({"x": torch.ones(2)}, tmp_path / "other.pth")
+    torch.save({"model_state": random_state(CONFIG)}, tmp_path / "other.pth")
     inspect.main(str(tmp_path / "other.pth"))
-    assert "not one that its tensors tell" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "that of no preset" in said and re.search(r"  backbone.layers.0.mixer.A_log +\(", said)
 
 
 def test_training_starts_from_them(tmp_path):
     given = {name: shown(value) for name, value in vars(CONFIG).items()}
     state = random_state(CONFIG)
-    torch.save(composers(state), tmp_path / "ep0.pt")
+    torch.save({"model_state": state, "step": 3}, tmp_path / "ep0.pt")
     for setting in ("load_ckpt_path", "init_from"):
         settings, explicit = resolve_settings({**given, setting: str(tmp_path / "ep0.pt"),
                                                "save_ckpt_path": str(tmp_path / "run")})
