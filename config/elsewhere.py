@@ -189,7 +189,7 @@ TABLE: list[Foreign] = [row for rows in (
     becomes("fms", "ckpt_load_path", "load_ckpt_path"), becomes("fms", "ckpt_save_path", "save_ckpt_path"),
     becomes("composer trainer", "save_folder output_dir", "save_ckpt_path"),
     becomes("composer", "load_path", "load_ckpt_path", {
-        "none": None, ANYTHING: "!init_from=FILE takes the weights of a Composer checkpoint, and names the line that converts it first"}),
+        "none": None, ANYTHING: "!init_from=FILE takes a Composer checkpoint's weights, converted as it then says"}),
     same("aws fms", "checkpoint_interval"), becomes("trainer", "save_steps", "checkpoint_interval"),
     becomes("composer", "save_interval cp_interval", "checkpoint_interval", composer_time),
     becomes("composer trainer", "save_num_checkpoints_to_keep save_total_limit", "keep_checkpoints"),

@@ -24,35 +24,23 @@ TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 MODEL_CARD, GENERATION_CONFIG = "README.md", "generation_config.json"
 
 
-def to_foreign_form(source: str | Path, out: str | Path, format: str = "hf", dtype: str | None = None, *,
-                    shard_bytes: int = SHARD_BYTES, **more: Any) -> Path:
-    """Write the model that `source` names (see find_weights) to the new folder `out` in the form of transformers or
-    state-spaces; returns `out`.
+def write_model(source: str | Path, out: str | Path, format: str = "hf", dtype: str | None = None, *,
+                shard_bytes: int = SHARD_BYTES, tokenizer: str = "", allow_other_tokenizer: bool = False,
+                **how: Any) -> Path:
+    """Write the model that `source` names (see find_weights) to the new folder `out`; returns `out`.
 
-    dtype: fp32, bf16, fp16; None keeps the stored types. A_log, D and the biases of dt stay fp32. The tokenizer goes
-    along. more: see to_our_form. Raises UserError: nothing to read, no such form of this model, `out` exists, the disk
-    refuses; then nothing is written.
+    format: hf, of transformers; state-spaces; ours, which is consolidated.00.pth, its config.json and tokenizer/.
+    dtype: fp32, bf16, fp16; None keeps the stored types. A_log, D and the biases of dt stay fp32. tokenizer: the folder
+    of one to go along instead of the model's, which has to be the same where that is known, unless
+    allow_other_tokenizer. how: see read_weights. Raises UserError: nothing to read, no such form of this model, `out`
+    exists, the disk refuses; then nothing is written.
     """
-    writers = {"hf": partial(_write_transformers, shard_bytes=shard_bytes), "state-spaces": _write_state_spaces}
-    if format not in writers:
-        raise UserError(f"format={format}: write one of {', '.join(writers)}")
-    return _convert(source, Path(out), dtype, writers[format], **more)
-
-
-def to_our_form(source: str | Path, out: str | Path, dtype: str | None = None, **more: Any) -> Path:
-    """Write the model that `source` names (see find_weights) to the new folder `out` in our form: consolidated.00.pth,
-    its config.json, tokenizer/.
-
-    more: tokenizer, the folder of one to go along instead, which has to be the model's own where that is known, unless
-    allow_other_tokenizer; verified and model_name as read_weights has them. Raises UserError as `to_foreign_form`.
-    """
-    return _convert(source, Path(out), dtype, _write_ours, inside=TOKENIZER, **more)
-
-
-def _convert(source, out, dtype, write, inside=".", tokenizer="", allow_other_tokenizer=False, **how):
-    """write(folder, weights, get) writes the tensors and returns the fields of config.json. how: see read_weights."""
-    if dtype is not None and dtype not in DTYPES:
-        raise UserError(f"dtype={dtype}: write one of {', '.join(DTYPES)}")
+    writers = {"hf": partial(_write_transformers, shard_bytes=shard_bytes), "state-spaces": _write_state_spaces,
+               "ours": _write_ours}
+    for option, value, known in (("format", format, writers), ("dtype", dtype or "fp32", DTYPES)):
+        if value not in known:
+            raise UserError(f"{option}={value}: write one of {', '.join(known)}")
+    out = Path(out)
     if out.exists():
         raise UserError(f"{out} exists already; name a new folder, or remove it first")
     weights = read_weights(source, **how)
@@ -66,37 +54,44 @@ def _convert(source, out, dtype, write, inside=".", tokenizer="", allow_other_to
 
     try:
         with new_folder(out) as unfinished:
-            fields = write(unfinished, weights, get)
+            fields = writers[format](unfinished, weights, get)
             (unfinished / MODEL_CONFIG).write_text(json.dumps(fields, indent=2) + "\n")
+            if format != "ours":
+                stored = str(get(EMBEDDING).dtype).removeprefix("torch.")
+                (unfinished / MODEL_CARD).write_text(model_card(weights, format, stored))
             if weights.tokenizer_path:
-                _copy_tokenizer(weights.tokenizer_path, unfinished / inside)
+                _copy_tokenizer(weights.tokenizer_path, unfinished / TOKENIZER if format == "ours" else unfinished)
     except SafetensorError as error:
         raise UserError(f"can't write {out}: {error}") from None
     return out
 
 
+to_our_form = partial(write_model, format="ours")
+
+
 def _write_transformers(folder, weights, get, shard_bytes):
+    """Writes the tensors and returns the fields of config.json, as the writers below."""
     form = transformers_forms.form_for(weights.config)
-    fields = form.write_config(weights.config) | _token_ids(weights.tokenizer_path)
+    tokenizer = load_for_transformers(weights.tokenizer_path) if weights.tokenizer_path else None
+    # Those of no tokenizer are null: transformers' defaults mean other tokens in every model.
+    ids = {kind: getattr(tokenizer, kind, None) for kind in TOKEN_IDS}
+    fields = form.write_config(weights.config) | ids
     fields["torch_dtype"] = str(get(EMBEDDING).dtype).removeprefix("torch.")
     if weights.seq_length and weights.config.has("attention"):
         fields["max_position_embeddings"] = weights.seq_length
     tensors = ((their_name, rows) for name, theirs in transformers_forms.parts(form, weights.config).items()
                for (their_name, _), rows in zip(theirs, get(name).split([shape[0] for _, shape in theirs])))
     write_safetensors(folder, tensors, shard_bytes)
-    ids = {kind: fields[kind] for kind in TOKEN_IDS if fields[kind] is not None}
-    if "eos_token_id" in ids:
-        generation = {"pad_token_id": ids["eos_token_id"], **ids}
+    known = {kind: number for kind, number in ids.items() if number is not None}
+    if "eos_token_id" in known:
+        generation = {"pad_token_id": ids["eos_token_id"], **known}
         (folder / GENERATION_CONFIG).write_text(json.dumps(generation, indent=2) + "\n")
-    (folder / MODEL_CARD).write_text(model_card(weights, "hf", fields["torch_dtype"]))
     return fields
 
 
 def _write_state_spaces(folder, weights, get):
     fields = state_spaces.write_config(weights.config)
     _write_state_dict(folder / PICKLED, weights, get)
-    dtype = str(get(EMBEDDING).dtype).removeprefix("torch.")
-    (folder / MODEL_CARD).write_text(model_card(weights, "state-spaces", dtype))
     return fields
 
 
@@ -109,12 +104,6 @@ def _write_state_dict(path, weights, get):
     """A plain dict of tensors, a tied output layer under both names."""
     write_pth(path, ((name, get(name)) for name in weights.names),
               {LM_HEAD: EMBEDDING} if weights.config.tie_embeddings else {})
-
-
-def _token_ids(tokenizer_path):
-    """bos, eos and pad as the tokenizer has them; transformers' defaults mean other tokens in every model."""
-    tokenizer = load_for_transformers(tokenizer_path) if tokenizer_path else None
-    return {kind: getattr(tokenizer, kind, None) for kind in TOKEN_IDS}
 
 
 def _copy_tokenizer(source, folder):

@@ -23,7 +23,12 @@ model = MambaLMHeadModel.from_pretrained(FOLDER, device="cuda")"""}
 
 def model_card(weights: Weights, format: str, dtype: str) -> str:
     """format: a key of LOADING; dtype: of the stored numbers."""
-    config = weights.config
+    config, training = weights.config, "How it was trained is not known."
+    if (Path(weights.source) / COMMIT).is_file():
+        state = Reader(weights.source).state
+        data, progress = state["settings"]["data"], state["progress"]
+        training = (f"Trained for {progress['step']:,} steps on {progress['tokens']:,} tokens of "
+                    f"{Path(data['dataset_path']).name} in sequences of {data['seq_length']:,}.")
     return f"""---
 library_name: {"transformers" if format == "hf" else "mamba-ssm"}
 pipeline_tag: text-generation
@@ -32,7 +37,7 @@ tags: [mamba_fsdp]
 # {title(config)}
 
 A language model of {parameter_count(config):,} parameters in {dtype}: {config.n_layer} layers {config.layers}, d_model
-{config.d_model}, a vocabulary of {config.vocab_size:,}. {_training(weights)}
+{config.d_model}, a vocabulary of {config.vocab_size:,}. {training}
 
 ```python
 {LOADING[format]}
@@ -40,12 +45,3 @@ A language model of {parameter_count(config):,} parameters in {dtype}: {config.n
 
 Written by mamba_fsdp {mamba_fsdp.__version__}.
 """
-
-
-def _training(weights):
-    if not (Path(weights.source) / COMMIT).is_file():
-        return "How it was trained is not known."
-    state = Reader(weights.source).state
-    data, progress = state["settings"]["data"], state["progress"]
-    return (f"Trained for {progress['step']:,} steps on {progress['tokens']:,} tokens of "
-            f"{Path(data['dataset_path']).name} in sequences of {data['seq_length']:,}.")

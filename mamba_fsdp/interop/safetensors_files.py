@@ -18,12 +18,12 @@ SHARD_BYTES = 2 << 30  # each file is in memory once while it is written
 
 
 def open_safetensors(source: Path) -> Tensors:
-    """A file, or a folder's files, as Tensors, read when asked for. Raises UserError for a missing or damaged one."""
+    """A file, or those that an index names, as Tensors, read when asked for. Raises UserError for a missing or damaged
+    one."""
     files: dict[str, Any] = {}  # parameter name: the open file that it is in
-    for path, names in (_files(source) if source.is_dir() else {source: []}).items():
+    for path, names in (_files(source) if source.name == INDEX else {source: []}).items():
         try:
-            with open(path, "rb"):
-                pass  # safe_open says "no such file" whatever is wrong
+            open(path, "rb").close()  # safe_open says "no such file" whatever is wrong
             file = safe_open(path, framework="pt")
         except FileNotFoundError:
             raise UserError(f"{path} is missing, but {INDEX} names it; copy or download it") from None
@@ -39,28 +39,25 @@ def open_safetensors(source: Path) -> Tensors:
     return Tensors(source, shapes, {}, lambda name, start, stop: files[name].get_tensor(name).reshape(-1)[start:stop])
 
 
-def _files(folder):
+def _files(index):
     """{path: the names that the index says are in it}."""
-    if not (folder / INDEX).exists():
-        return {folder / SINGLE: []}
+    files = dict[Path, list[str]]()
     try:
-        weight_map = json.loads((folder / INDEX).read_bytes())["weight_map"]
-        files = {}
-        for name, file in weight_map.items():
+        for name, file in json.loads(index.read_bytes())["weight_map"].items():
             if Path(file).name != file:
-                raise UserError(f"{folder / INDEX}: {file!r} is not the name of a file in this folder")
-            files.setdefault(folder / file, []).append(name)
-        return files
+                raise UserError(f"{index}: {file!r} is not the name of a file in this folder")
+            files.setdefault(index.parent / file, []).append(name)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UserError(f"{folder / INDEX} can't be read as an index ({error})") from None
+        raise UserError(f"{index} can't be read as an index ({error})") from None
+    return files
 
 
 def write_safetensors(folder: Path, tensors: Iterable[tuple[str, Tensor]], shard_bytes: int = SHARD_BYTES) -> None:
     """Write (name, tensor) pairs, one file at a time. Raises OSError or SafetensorError as the disk does."""
     contents, total = [], 0
+    os.umask(umask := os.umask(0))
     for number, shard in enumerate(_shards(tensors, shard_bytes)):
         save_file(shard, folder / f"{number}.safetensors", metadata={"format": "pt"})
-        os.umask(umask := os.umask(0))
         (folder / f"{number}.safetensors").chmod(0o666 & ~umask)  # the library lets nobody else read it
         contents.append(list(shard))
         total += sum(tensor.nbytes for tensor in shard.values())

@@ -135,13 +135,13 @@ def find_weights(source: str | Path, model: ModelConfig | None = None, *, verifi
 
 
 def _refuse_sharded(folder):
-    """Raises UserError for a folder of torch.distributed.checkpoint or one of such folders: their index, a pickle of
-    classes, can't be read without running what it names."""
+    """Raises UserError for a folder of torch.distributed.checkpoint, or of such folders: their index is a pickle of
+    classes, which can't be read without running what it names."""
     found = [*folder.glob(THEIR_INDEX), *folder.glob(f"*/{THEIR_INDEX}")]
     if found:
         newest = max(found, key=lambda file: file.stat().st_mtime).parent
-        raise UserError(f"{newest} is a folder of torch.distributed.checkpoint, which only its own program reads. Where "
-                        f"you trust it, convert it with torch 2.3 or newer: {CONVERSION.format(newest)}")
+        raise UserError(f"{newest} is a folder of torch.distributed.checkpoint, which only its own program reads. "
+                        f"Where you trust it, convert it with torch 2.3 or newer: {CONVERSION.format(newest)}")
 
 
 def _find_checkpoint(path, verified):
@@ -160,46 +160,35 @@ def _find_checkpoint(path, verified):
 
 def _find_model(folder, file=None, model=None):
     """The model of the config.json in `folder`, else `model`; its weights are in `file`, or in whichever is there."""
-    if not (folder / MODEL_CONFIG).is_file():
-        if model is None:
-            raise UserError(f"{file}: there is no {MODEL_CONFIG} beside it, which says what model this is; "
-                            f"{_hint(file)}")
-        return Weights(model, lambda world: open_bare(file, world, model), tokenizer_path=_tokenizer_in(
-            folder / TOKENIZER, folder))
-    suffix = file.suffix if file else ""
-    config, form, seq_length = _read_config(Fields.read(folder / MODEL_CONFIG), foreign=suffix == ".safetensors")
+    config, form, seq_length, suffix = model, None, None, file.suffix if file else ""
+    if (folder / MODEL_CONFIG).is_file():
+        config, form, seq_length = _read_config(Fields.read(folder / MODEL_CONFIG), foreign=suffix == ".safetensors")
+    elif model is None:
+        raise UserError(f"{file}: there is no {MODEL_CONFIG} beside it, which says what model this is; {_hint(file)}")
     form = None if suffix in (".pth", ".pt") else form
     names = (SINGLE, INDEX, PICKLED) if form else (CONSOLIDATED, PICKLED)
     files = [file] if file and not form else [folder / name for name in names if (folder / name).is_file()]
     if not files:
         _refuse_sharded(folder)
         raise UserError(f"{folder} has a {MODEL_CONFIG} but no weights beside it ({' or '.join(names)})")
-
-    def open_files(world):
-        if files[0].name in (SINGLE, INDEX):
-            return world.on_all_ranks(lambda: open_safetensors(folder))
-        return open_bare(files[0], world, config)
-
-    return Weights(config, open_files, form, seq_length=seq_length,
+    return Weights(config, lambda world: open_file(files[0], world, config), form, seq_length=seq_length,
                    tokenizer_path=_tokenizer_in(folder if form else folder / TOKENIZER, folder))
 
 
-def open_bare(path: Path, world: World, config: ModelConfig | None = None) -> Tensors:
-    """The model's tensors in a file, as far as may be under our names. Called by all ranks; config: see from_fms.
+def open_file(path: Path, world: World, config: ModelConfig | None = None) -> Tensors:
+    """The model's tensors in a file, under our names where they are fms' (config: see from_fms). Called by all ranks.
     Raises UserError."""
     if path.suffix == SHARDS:
         _refuse_sharded(path.parent)
     if (path.parent / COMMIT).is_file():
         raise UserError(f"{path} is the part of one rank; the checkpoint that it belongs to is {path.parent}")
-    if path.suffix == ".safetensors":
-        found = world.on_all_ranks(lambda: open_safetensors(path))
-    else:
-        found = open_tensors(path, world)
+    of_safetensors = path.suffix == ".safetensors" or path.name == INDEX
+    found = world.on_all_ranks(lambda: open_safetensors(path)) if of_safetensors else open_tensors(path, world)
     return from_fms(models_tensors(found), config)
 
 
 def _hint(path):
-    config = guess(open_bare(path, World.alone()))
+    config = guess(open_file(path, World.alone()))
     if config:
         return f"name it: model_name={config.model_name} has just its tensors"
     return f"name its preset, as in model_name=mamba-130m; python -m mamba_fsdp inspect {path} lists its tensors"

@@ -10,11 +10,12 @@ from pathlib import Path
 
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.run_layout import CHECKPOINTS, SAMPLES, committed
+from mamba_fsdp.verbs.inspect import say
 
 
 def main(run: str) -> None:
     from mamba_fsdp.checkpoint.folder import read_state
-    from mamba_fsdp.data.audit import audit
+    from mamba_fsdp.data.sample_log import audit
 
     saved = {}
     for checkpoint in committed(Path(run) / CHECKPOINTS):
@@ -47,7 +48,3 @@ def main(run: str) -> None:
     if saved and ledger.step > max(saved):
         say("to come", f"steps {max(saved) + 1:,} to {ledger.step:,} lie behind the newest checkpoint: a run that "
             "resumes from there takes them again")
-
-
-def say(name: str, value: str) -> None:
-    print(f"{name:<10} {value}")

@@ -20,13 +20,19 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
+import numpy as np
+
 from config.fields import Bounds
 from config.train_config import USUAL_READING, ReadingConfig
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.report.display import Display
 
 if TYPE_CHECKING:
+    from mamba_fsdp.data.source import Source
     from mamba_fsdp.verbs.loading import Loaded
+
+DECODED = 1 << 16  # tokens at a time
+
 
 class Evaluation(NamedTuple):
     tokens: int  # that were predicted
@@ -83,7 +89,6 @@ def evaluate(model: "Loaded", data: str, *, seq_length: int = 2048, batch_size: 
     from mamba_fsdp.data.tokenizer import refuse_other_tokenizer
     from mamba_fsdp.parallel.world import start_world
     from mamba_fsdp.train import loop
-    from mamba_fsdp.verbs.text_of_tokens import TextOfTokens
 
     network, weights = model
     settings = DataConfig(reset_at_documents=network.reset_at_documents,
@@ -117,3 +122,35 @@ def evaluate(model: "Loaded", data: str, *, seq_length: int = 2048, batch_size: 
     loss, count = loop.evaluate(network, measured(batches), start_world())
     text.finish()
     return Evaluation(count, tokens.token_count - 1, loss, text.words, text.bytes, time.perf_counter() - began)
+
+
+class TextOfTokens:
+    """Counts words and bytes of the text of tokens, given in their order. Words are what stands between white space, as
+    in the word-level perplexity of WikiText; ends of documents and other special tokens are none."""
+
+    def __init__(self, source: "Source"):
+        from mamba_fsdp.data.tokenizer import load_for_transformers
+
+        self.words, self.bytes, self._eos, self._tokens = 0, 0, source.eos, np.zeros(0, dtype=np.int64)
+        try:
+            self._form = load_for_transformers(source.tokenizer_path)
+        except UserError:  # the source came without
+            self._form = None
+
+    def add(self, tokens: np.ndarray) -> None:
+        """tokens: (n,). Decodes when there are many, up to the end of a document if there is one: it cuts no word."""
+        self._tokens = np.concatenate([self._tokens, tokens])
+        if len(self._tokens) >= DECODED:
+            ends: np.ndarray = np.flatnonzero(self._tokens == self._eos)
+            self._count(int(ends[-1]) + 1 if len(ends) else len(self._tokens))
+
+    def finish(self) -> None:
+        """Decodes what is left."""
+        self._count(len(self._tokens))
+
+    def _count(self, end):
+        ready, self._tokens = self._tokens[:end], self._tokens[end:]
+        for part in np.split(ready, np.flatnonzero(ready == self._eos) + 1) if self._form else ():
+            text = self._form.decode(part.tolist(), skip_special_tokens=True, clean_up_tokenization_spaces=False)
+            self.words += len(text.split())
+            self.bytes += len(text.encode())

@@ -142,10 +142,10 @@ def show_model(path: Path, tensors: bool) -> None:
 def show_tensors(path: Path) -> None:
     """What a file without config.json beside it holds."""
     from mamba_fsdp.interop.prior import guess
-    from mamba_fsdp.interop.weights import open_bare
+    from mamba_fsdp.interop.weights import open_file
     from mamba_fsdp.parallel.world import World
 
-    found = open_bare(path, World.alone())
+    found = open_file(path, World.alone())
     config = guess(found)
     say("tensors", f"{path}: {len(found.shapes)}, {sum(map(math.prod, found.shapes.values())):,} numbers")
     say("structure", f"{describe_model(config)}, as its tensors tell" if config else "that of no preset")

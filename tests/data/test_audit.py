@@ -14,10 +14,9 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from config.train_config import DataConfig
-from mamba_fsdp.data.audit import audit
 from mamba_fsdp.data.loader import Loader, Split
 from mamba_fsdp.data.order import Order
-from mamba_fsdp.data.sample_log import SampleLog, read_by
+from mamba_fsdp.data.sample_log import SampleLog, audit, read_by
 from mamba_fsdp.data.source import Tokens
 from mamba_fsdp.errors import UserError
 

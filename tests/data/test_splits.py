@@ -11,7 +11,7 @@ from mamba_fsdp.data import splits, tokenize
 from mamba_fsdp.data.store import TokenStore
 from mamba_fsdp.data.tokenizer import load_words
 from mamba_fsdp.errors import UserError
-from mamba_fsdp.verbs.text_of_tokens import TextOfTokens
+from mamba_fsdp.verbs.evaluate import TextOfTokens
 
 
 def articles(first, count):

@@ -22,7 +22,7 @@ from torch.distributed import checkpoint as dcp
 
 from config.resolve import resolve_settings, shown
 from mamba_fsdp.errors import UserError
-from mamba_fsdp.interop.convert import to_foreign_form, to_our_form
+from mamba_fsdp.interop.convert import to_our_form, write_model
 from mamba_fsdp.interop.weights import find_weights, read_weights
 from mamba_fsdp.model.lm import MambaLM
 from mamba_fsdp.parallel.world import World
@@ -282,8 +282,8 @@ def test_export_takes_a_tokenizer(tmp_path):
     ours = write_ours(tmp_path / "ours", config, state)
     tokenizer = write_tokenizer(tmp_path / "letters")
     with pytest.raises(UserError, match="tokenizer=.*/ours is no folder with a tokenizer"):
-        to_foreign_form(ours, tmp_path / "hf", tokenizer=str(ours))
-    to_foreign_form(ours, tmp_path / "hf", tokenizer=str(tokenizer))
+        write_model(ours, tmp_path / "hf", tokenizer=str(ours))
+    write_model(ours, tmp_path / "hf", tokenizer=str(tokenizer))
     assert (tmp_path / "hf" / "tokenizer.json").is_file()
     assert json.loads((tmp_path / "hf" / "config.json").read_text())["eos_token_id"] == 0
     content = json.loads((tokenizer / "tokenizer.json").read_text())
@@ -291,6 +291,6 @@ def test_export_takes_a_tokenizer(tmp_path):
     shutil.copytree(tokenizer, tmp_path / "other")
     (tmp_path / "other" / "tokenizer.json").write_text(json.dumps(content))
     with pytest.raises(UserError, match="have different tokenizers"):
-        to_foreign_form(tmp_path / "hf", tmp_path / "again", tokenizer=str(tmp_path / "other"))
-    to_foreign_form(tmp_path / "hf", tmp_path / "again", tokenizer=str(tmp_path / "other"), allow_other_tokenizer=True)
+        write_model(tmp_path / "hf", tmp_path / "again", tokenizer=str(tmp_path / "other"))
+    write_model(tmp_path / "hf", tmp_path / "again", tokenizer=str(tmp_path / "other"), allow_other_tokenizer=True)
     assert "other" in (tmp_path / "again" / "tokenizer.json").read_text()

@@ -37,7 +37,7 @@ def test_it_is_what_torch_saves(tmp_path):
                    for name, tensor in TENSORS.items())
 
 
-@pytest.mark.parametrize("write", [convert.to_our_form, lambda source, out: convert.to_foreign_form(
+@pytest.mark.parametrize("write", [convert.to_our_form, lambda source, out: convert.write_model(
     source, out, format="state-spaces")], ids=["ours", "state-spaces"])
 def test_one_tensor_is_in_memory_at_a_time(tmp_path, monkeypatch, write):
     ours = write_ours(tmp_path / "ours", CONFIGS["mamba1"], random_state(CONFIGS["mamba1"]))

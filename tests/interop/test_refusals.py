@@ -15,7 +15,7 @@ from config.model_config import ModelConfig
 from config.resolve import resolve_settings, shown
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.interop import convert
-from mamba_fsdp.interop.convert import to_foreign_form, to_our_form
+from mamba_fsdp.interop.convert import to_our_form, write_model
 from mamba_fsdp.interop.weights import read_weights
 from mamba_fsdp.parallel.world import World
 from mamba_fsdp.verbs.loading import starting_weights
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.torch22
 
 def exported(folder, name="mamba2", **options):
     config = CONFIGS[name]
-    return to_foreign_form(write_ours(folder / "ours", config, random_state(config)), folder / "hf", **options)
+    return write_model(write_ours(folder / "ours", config, random_state(config)), folder / "hf", **options)
 
 
 def change_config(folder, **changes):
@@ -44,7 +44,7 @@ def refused(source, message, tmp_path, **options):
     """Both verbs and reading refuse with the message and leave nothing behind."""
     before = sorted(os.listdir(tmp_path))
     for attempt in (lambda: read_weights(source), lambda: to_our_form(source, tmp_path / "out"),
-                    lambda: to_foreign_form(source, tmp_path / "out", **options)):
+                    lambda: write_model(source, tmp_path / "out", **options)):
         with pytest.raises(UserError, match=message):
             attempt()
     assert sorted(os.listdir(tmp_path)) == before
@@ -186,7 +186,7 @@ class Trap:
 @pytest.mark.parametrize("zipped", [True, False])
 def test_a_pickle_that_would_execute_code(form, zipped, tmp_path):
     ours = write_ours(tmp_path / "ours", CONFIGS["mamba1"], random_state(CONFIGS["mamba1"]))
-    source = ours if form == "ours" else to_foreign_form(ours, tmp_path / "source", format=form)
+    source = ours if form == "ours" else write_model(ours, tmp_path / "source", format=form)
     if form == "hf":
         (source / "model.safetensors").unlink()
     path = source / ("consolidated.00.pth" if form == "ours" else "pytorch_model.bin")
@@ -210,7 +210,7 @@ def test_a_broken_tokenizer_is_named(tmp_path):
     write_tokenizer(ours / "tokenizer")
     (ours / "tokenizer" / "tokenizer.json").write_text('{"version": "1.0", "model": 3}')
     with pytest.raises(UserError, match="tokenizer .*/ours/tokenizer: can't be loaded .[^\n]+.$"):
-        to_foreign_form(ours, tmp_path / "out")
+        write_model(ours, tmp_path / "out")
     assert os.listdir(tmp_path) == ["ours"]
 
 
@@ -282,7 +282,7 @@ def test_a_pth_beside_a_config_of_another_library(tmp_path):
     config = CONFIGS["hybrid"]
     given = {name: shown(value) for name, value in vars(config).items()}
     for form in ("hf", "state-spaces"):
-        folder = to_foreign_form(write_ours(tmp_path / form, config, random_state(config)), tmp_path / f"{form}-out",
+        folder = write_model(write_ours(tmp_path / form, config, random_state(config)), tmp_path / f"{form}-out",
                         format=form)
         for change, message in (({}, None), ({"norm_eps": "1e-6"}, "norm_eps=1e-06")):
             resolved, explicit = resolve_settings({**given, **change, "load_ckpt_path": str(folder / "any.pth")})
@@ -299,24 +299,24 @@ def test_layers_that_transformers_has_no_model_for(tmp_path):
     ours = write_ours(tmp_path / "ours", config, random_state(config))
     with pytest.raises(UserError,
                        match="no model with layers=mamba1,mamba2; it has MambaForCausalLM .layers mamba1 without MLP"):
-        to_foreign_form(ours, tmp_path / "out")
+        write_model(ours, tmp_path / "out")
     assert os.listdir(tmp_path) == ["ours"]
 
 
 def test_nothing_is_overwritten_and_words_are_checked(tmp_path):
     source = exported(tmp_path)
     with pytest.raises(UserError, match="hf exists already; name a new folder"):
-        to_foreign_form(tmp_path / "ours", source)
+        write_model(tmp_path / "ours", source)
     with pytest.raises(UserError, match="ours exists already"):
         to_our_form(source, tmp_path / "ours")
     with pytest.raises(UserError, match="format=gguf: write one of hf, state-spaces"):
-        to_foreign_form(source, tmp_path / "out", format="gguf")
+        write_model(source, tmp_path / "out", format="gguf")
     with pytest.raises(UserError, match="dtype=int8: write one of fp32, bf16, fp16"):
-        to_foreign_form(source, tmp_path / "out", dtype="int8")
+        write_model(source, tmp_path / "out", dtype="int8")
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("verb", [to_our_form, lambda source, out: to_foreign_form(source, out, format="state-spaces")])
+@pytest.mark.parametrize("verb", [to_our_form, lambda source, out: write_model(source, out, format="state-spaces")])
 def test_a_disk_that_fills_up_while_torch_writes(verb, tmp_path):
     """torch covers what the disk says with an error of its own."""
     source = exported(tmp_path)
@@ -333,7 +333,7 @@ def test_a_disk_that_fills_up_while_torch_writes(verb, tmp_path):
     assert sorted(os.listdir(tmp_path)) == before
 
 
-@pytest.mark.parametrize("verb, function", [(to_foreign_form, "write_safetensors"), (to_our_form, "_write_state_dict")])
+@pytest.mark.parametrize("verb, function", [(write_model, "write_safetensors"), (to_our_form, "_write_state_dict")])
 def test_a_full_disk_leaves_nothing(verb, function, tmp_path, monkeypatch):
     source = exported(tmp_path)
     before = sorted(os.listdir(tmp_path))

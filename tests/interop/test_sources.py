@@ -10,7 +10,7 @@ from small_models import CONFIGS, assert_same, random_state, write_ours, write_t
 
 from config.resolve import as_dict, resolve_settings
 from mamba_fsdp.checkpoint.checkpointer import Checkpointer
-from mamba_fsdp.interop.convert import to_foreign_form, to_our_form
+from mamba_fsdp.interop.convert import to_our_form, write_model
 from mamba_fsdp.interop.weights import read_weights
 from mamba_fsdp.parallel.model import Shard, fill_parts
 from mamba_fsdp.parallel.world import World
@@ -54,7 +54,7 @@ def test_a_run_is_published_and_exported_with_its_tokenizer(run, source):
     published = to_our_form(run / source, run / "pth" / "step_00000002")
     assert_same(read_weights(published), CONFIG, random_state(CONFIG, seed=2))
     for name in (run / source, published, published / "consolidated.00.pth"):
-        out = to_foreign_form(name, run / f"out-{len(list(run.iterdir()))}")
+        out = write_model(name, run / f"out-{len(list(run.iterdir()))}")
         config = transformers.AutoConfig.from_pretrained(out)
         assert (config.eos_token_id, config.max_position_embeddings) == (0, 24)
         assert transformers.AutoTokenizer.from_pretrained(out).eos_token_id == 0
@@ -73,7 +73,7 @@ def test_shards_of_any_number_of_ranks_are_filled(ranks, tmp_path):
     """From files whose rows lie elsewhere (q, k, v; up, gate), each rank gets its own part of each of our
     parameters."""
     state = random_state(CONFIG)
-    weights = read_weights(to_foreign_form(write_ours(tmp_path / "ours", CONFIG, state), tmp_path / "hf"))
+    weights = read_weights(write_model(write_ours(tmp_path / "ours", CONFIG, state), tmp_path / "hf"))
     filled = {name: torch.empty(tensor.numel()) for name, tensor in state.items()}
     for rank in range(ranks):
         shards = []
@@ -89,7 +89,7 @@ def test_one_parameter_is_read_at_a_time(tmp_path):
     """Opening reads no tensor, and a `get` reads only its own, whatever the form."""
     state = random_state(CONFIG)
     ours = write_ours(tmp_path / "ours", CONFIG, state)
-    foreign = [to_foreign_form(ours, tmp_path / form, format=form) for form in ("hf", "state-spaces")]
+    foreign = [write_model(ours, tmp_path / form, format=form) for form in ("hf", "state-spaces")]
     for source in (ours, *foreign):
         weights = read_weights(source)
         read = []

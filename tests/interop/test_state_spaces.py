@@ -15,7 +15,7 @@ from config.model_config import ModelConfig
 from config.presets import PRESETS
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.interop import state_spaces
-from mamba_fsdp.interop.convert import to_foreign_form, to_our_form
+from mamba_fsdp.interop.convert import to_our_form, write_model
 from mamba_fsdp.interop.fields import Fields
 from mamba_fsdp.interop.weights import read_weights
 
@@ -26,7 +26,7 @@ MODELS = {**CONFIGS, "grouped": GROUPED}
 @pytest.mark.parametrize("name", MODELS)
 def test_native_to_state_spaces_to_native_is_bitwise(name, tmp_path):
     config, state = MODELS[name], random_state(MODELS[name])
-    to_foreign_form(write_ours(tmp_path / "ours", config, state), tmp_path / "theirs", format="state-spaces")
+    write_model(write_ours(tmp_path / "ours", config, state), tmp_path / "theirs", format="state-spaces")
     assert_same(read_weights(tmp_path / "theirs"), config, state)
     to_our_form(tmp_path / "theirs", tmp_path / "back")
     weights = read_weights(tmp_path / "back")
@@ -41,7 +41,7 @@ def test_the_reference_program_loads_exports_computes_the_same_and_saves_what_we
     models = {name: dataclasses.replace(config, rotary_dim=0) for name, config in MODELS.items()}
     tokens = torch.randint(0, 40, (2, 37), generator=torch.Generator().manual_seed(0))
     for name, config in models.items():
-        to_foreign_form(write_ours(tmp_path / "ours" / name, config, random_state(config)),
+        write_model(write_ours(tmp_path / "ours" / name, config, random_state(config)),
                tmp_path / "models" / name / "exported", format="state-spaces")
         torch.save(tokens, tmp_path / "models" / name / "tokens.pt")
     done = subprocess.run([sys.executable, Path(__file__).with_name("reference_on_cpu.py"), mamba_ssm_folder,
@@ -136,5 +136,5 @@ def test_what_the_reference_can_not_build_is_not_exported(changes, message, tmp_
     config = ModelConfig(**{"d_model": 16, "n_layer": 2, "vocab_size": 40, "headdim": 16, **changes})
     ours = write_ours(tmp_path / "ours", config, random_state(config))
     with pytest.raises(UserError, match=message):
-        to_foreign_form(ours, tmp_path / "out", format="state-spaces")
+        write_model(ours, tmp_path / "out", format="state-spaces")
     assert [path.name for path in tmp_path.iterdir()] == ["ours"]

@@ -19,7 +19,7 @@ from small_models import (
     write_tokenizer,
 )
 
-from mamba_fsdp.interop.convert import to_foreign_form, to_our_form
+from mamba_fsdp.interop.convert import to_our_form, write_model
 from mamba_fsdp.interop.transformers_forms import form_for, parts
 from mamba_fsdp.interop.weights import read_weights
 
@@ -42,7 +42,7 @@ def tokens_for(config, length=37, seed=1):
 @pytest.mark.parametrize("name", CONFIGS)
 def test_exported_models_give_the_same_logits_loss_and_gradients_there(name, tmp_path):
     config, state = CONFIGS[name], random_state(CONFIGS[name])
-    to_foreign_form(write_ours(tmp_path / "ours", config, state), tmp_path / "hf")
+    write_model(write_ours(tmp_path / "ours", config, state), tmp_path / "hf")
     ours, theirs = model_of(config, state.get), load(tmp_path / "hf")
     tokens = tokens_for(config)
     inputs, labels = tokens[:, :-1], tokens[:, 1:]
@@ -68,7 +68,7 @@ def test_exported_models_give_the_same_logits_loss_and_gradients_there(name, tmp
 def test_random_models_give_the_same_logits_there(family, seed, tmp_path):
     config = random_config(family, random.Random(seed))
     state = random_state(config, seed)
-    to_foreign_form(write_ours(tmp_path / "ours", config, state), tmp_path / "hf")
+    write_model(write_ours(tmp_path / "ours", config, state), tmp_path / "hf")
     assert_same(read_weights(tmp_path / "hf"), config, state)
     tokens = tokens_for(config, length=random.Random(seed).randint(1, 50))
     with torch.no_grad():
@@ -79,7 +79,7 @@ def test_random_models_give_the_same_logits_there(family, seed, tmp_path):
 @pytest.mark.skipif(not TRANSFORMERS_5, reason="transformers 4 normalises Mamba-2's output over all groups at once")
 def test_groups_of_ssm_heads_mean_the_same_there(tmp_path):
     state = random_state(GROUPED)
-    to_foreign_form(write_ours(tmp_path / "ours", GROUPED, state), tmp_path / "hf")
+    write_model(write_ours(tmp_path / "ours", GROUPED, state), tmp_path / "hf")
     tokens = tokens_for(GROUPED)
     with torch.no_grad():
         torch.testing.assert_close(model_of(GROUPED, state.get)(tokens), load(tmp_path / "hf")(tokens).logits,
@@ -90,7 +90,7 @@ def test_groups_of_ssm_heads_mean_the_same_there(tmp_path):
 def test_native_to_transformers_to_native_is_bitwise(name, tmp_path):
     config = CONFIGS.get(name, GROUPED)
     state = random_state(config)
-    to_foreign_form(write_ours(tmp_path / "ours", config, state), tmp_path / "hf")
+    write_model(write_ours(tmp_path / "ours", config, state), tmp_path / "hf")
     assert_same(read_weights(tmp_path / "hf"), config, state)
     to_our_form(tmp_path / "hf", tmp_path / "back")
     assert_same(read_weights(tmp_path / "back"), config, state)
@@ -132,7 +132,7 @@ def test_their_models_give_the_same_logits_here_and_come_back_bitwise(their_conf
     with torch.no_grad():
         torch.testing.assert_close(model_of(weights.config, weights.get)(tokens),
                                    theirs(tokens, use_cache=False).logits, **TOLERANCE)
-    to_foreign_form(to_our_form(tmp_path / "hf", tmp_path / "ours"), tmp_path / "back")
+    write_model(to_our_form(tmp_path / "hf", tmp_path / "ours"), tmp_path / "back")
     back = load(tmp_path / "back").state_dict()
     assert all(torch.equal(tensor, back[name]) for name, tensor in theirs.state_dict().items())
 
@@ -140,7 +140,7 @@ def test_their_models_give_the_same_logits_here_and_come_back_bitwise(their_conf
 @pytest.mark.parametrize("name", ["mamba1", "mamba2-untied-wide", "hybrid", "llama-grouped"])
 def test_sharded_files_are_written_and_read(name, tmp_path):
     config, state = CONFIGS[name], random_state(CONFIGS[name])
-    to_foreign_form(write_ours(tmp_path / "ours", config, state), tmp_path / "hf", shard_bytes=20_000)
+    write_model(write_ours(tmp_path / "ours", config, state), tmp_path / "hf", shard_bytes=20_000)
     files = sorted(path.name for path in (tmp_path / "hf").glob("*.safetensors"))
     assert len(files) > 1 and files[0] == f"model-00001-of-{len(files):05d}.safetensors"
     assert_same(read_weights(tmp_path / "hf"), config, state)
@@ -156,7 +156,7 @@ def test_sharded_files_are_written_and_read(name, tmp_path):
 @pytest.mark.parametrize("name", ["mamba1", "mamba2", "hybrid", "llama"])
 def test_an_export_generates_as_a_greedy_choice_of_our_logits_would(name, tmp_path):
     config, state = CONFIGS[name], random_state(CONFIGS[name])
-    to_foreign_form(write_ours(tmp_path / "ours", config, state), tmp_path / "hf")
+    write_model(write_ours(tmp_path / "ours", config, state), tmp_path / "hf")
     ours, tokens = model_of(config, state.get), tokens_for(config, length=9)[:1]
     generated = load(tmp_path / "hf").generate(tokens, attention_mask=torch.ones_like(tokens), max_new_tokens=6,
                                                do_sample=False)
@@ -170,7 +170,7 @@ def test_the_tokenizer_and_its_token_ids_go_along_both_ways(tmp_path):
     config, state = CONFIGS["mamba2"], random_state(CONFIGS["mamba2"])
     ours = write_ours(tmp_path / "ours", config, state)
     write_tokenizer(ours / "tokenizer")
-    to_foreign_form(ours, tmp_path / "hf")
+    write_model(ours, tmp_path / "hf")
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf")
     assert tokenizer.eos_token == "<|endoftext|>"
     fields = json.loads((tmp_path / "hf" / "config.json").read_text())
@@ -183,7 +183,7 @@ def test_the_tokenizer_and_its_token_ids_go_along_both_ways(tmp_path):
 @pytest.mark.parametrize("format", ["hf", "state-spaces"])
 def test_a_chosen_type_leaves_what_has_to_be_fp32(format, tmp_path):
     config, state = CONFIGS["mamba1"], random_state(CONFIGS["mamba1"])
-    to_foreign_form(write_ours(tmp_path / "ours", config, state), tmp_path / "out", format=format, dtype="bf16")
+    write_model(write_ours(tmp_path / "ours", config, state), tmp_path / "out", format=format, dtype="bf16")
     weights = read_weights(tmp_path / "out")
     for name, tensor in state.items():
         fp32 = name.endswith((".A_log", ".D", ".dt_proj.bias"))
@@ -192,5 +192,5 @@ def test_a_chosen_type_leaves_what_has_to_be_fp32(format, tmp_path):
 
 def test_the_context_length_goes_along(tmp_path):
     config = CONFIGS["llama"]
-    to_foreign_form(write_ours(tmp_path / "ours", config, random_state(config), seq_length=512), tmp_path / "hf")
+    write_model(write_ours(tmp_path / "ours", config, random_state(config), seq_length=512), tmp_path / "hf")
     assert load(tmp_path / "hf").config.max_position_embeddings == 512

@@ -9,7 +9,7 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers,
 from mamba_fsdp.data.store import StoreWriter
 from mamba_fsdp.data.tokenizer import TextTokenizer, identities_in, identity_of, is_other
 from mamba_fsdp.errors import UserError
-from mamba_fsdp.interop.convert import to_foreign_form
+from mamba_fsdp.interop.convert import write_model
 from mamba_fsdp.verbs import evaluate, generate
 
 WORDS = ["<end>", "?", *(f"w{number}" for number in range(62))]
@@ -76,7 +76,7 @@ def run_of(train, data, tmp_path):
     """{name: a model that learnt the tokens of a}."""
     train(tmp_path / "run", dataset_path=data / "a")
     shutil.copytree(tmp_path / "run/checkpoints/step_00000006", tmp_path / "copied")
-    to_foreign_form(tmp_path / "run", tmp_path / "exported")
+    write_model(tmp_path / "run", tmp_path / "exported")
     return {"run": tmp_path / "run", "copied": tmp_path / "copied", "exported": tmp_path / "exported",
             "pth": tmp_path / "run/pth/step_00000006/consolidated.00.pth"}
 
