@@ -35,8 +35,8 @@ def write_model(source: str | Path, out: str | Path, format: str = "hf", dtype: 
     allow_other_tokenizer. how: see read_weights. Raises UserError: nothing to read, no such form of this model, `out`
     exists, the disk refuses; then nothing is written.
     """
-    writers = {"hf": partial(_write_transformers, shard_bytes=shard_bytes), "state-spaces": _write_state_spaces,
-               "ours": _write_ours}
+    writers: dict[str, Any] = {"hf": partial(_write_transformers, shard_bytes=shard_bytes),
+                               "state-spaces": _write_state_spaces, "ours": _write_ours}
     for option, value, known in (("format", format, writers), ("dtype", dtype or "fp32", DTYPES)):
         if value not in known:
             raise UserError(f"{option}={value}: write one of {', '.join(known)}")

@@ -49,9 +49,9 @@ def from_fms(tensors: Tensors, config: ModelConfig | None) -> Tensors:
     """
     if not {"shared.emb.weight", "base_model.embedding.weight"} & tensors.shapes.keys():
         return tensors
-    order, groups = list(FMS_LAYER), dict[str, list[str]]()
-    for name in sorted(tensors.shapes, key=lambda name: order.index(part) if (part := _layer(name)[1]) in order else 0):
-        groups.setdefault(_our_name(name), []).append(name)
+    groups = dict[str, list[str]]()
+    for name in sorted(tensors.shapes, key=lambda name: _ours(name)[1]):
+        groups.setdefault(_ours(name)[0], []).append(name)
     shapes = {name: (sum(tensors.shapes[part][0] for part in parts), *tensors.shapes[parts[0]][1:])
               for name, parts in groups.items()}
 
@@ -69,17 +69,12 @@ def from_fms(tensors: Tensors, config: ModelConfig | None) -> Tensors:
     return Tensors(tensors.source, shapes, {}, read)
 
 
-def _layer(name):
-    """(index of the layer, fms' name within it) of one of its tensors."""
+def _ours(name):
+    """(our name of what one of fms' tensors is a part of, its place there)."""
     match = re.fullmatch(r"(?:base_model\.)?layers\.(\d+)\.(.+)\.weight", name)
-    return match.groups() if match else (None, None)
-
-
-def _our_name(name):
-    index, part = _layer(name)
-    if part in FMS_LAYER:
-        return f"backbone.layers.{index}.{FMS_LAYER[part]}.weight"
-    return FMS_TOP.get(name.removesuffix(".weight"), name)
+    if match and match[2] in FMS_LAYER:
+        return f"backbone.layers.{match[1]}.{FMS_LAYER[match[2]]}.weight", list(FMS_LAYER).index(match[2])
+    return FMS_TOP.get(name.removesuffix(".weight"), name), 0
 
 
 def guess(tensors: Tensors) -> ModelConfig | None:

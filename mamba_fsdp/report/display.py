@@ -30,6 +30,11 @@ def read_share(share: float) -> str:
     return "all tokens" if share >= 1 else f"{100 * share:.3g}% of the tokens"
 
 
+def say(name: str, value: object) -> None:
+    """A line of what a verb tells: what it is about, and that."""
+    print(f"{name:<14} {value}")
+
+
 class Display:
     """Lines on rank 0 (`enabled`), nothing elsewhere."""
 

@@ -9,8 +9,8 @@ Exits with 2, and names the first window, where one was left out or seen twice.
 from pathlib import Path
 
 from mamba_fsdp.errors import UserError
+from mamba_fsdp.report.display import say
 from mamba_fsdp.run_layout import CHECKPOINTS, SAMPLES, committed
-from mamba_fsdp.verbs.inspect import say
 
 
 def main(run: str) -> None:

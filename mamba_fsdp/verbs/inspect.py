@@ -21,7 +21,7 @@ from config.model_config import ModelConfig, checked_model
 from config.presets import title
 from config.train_config import USUAL_READING, ReadingConfig
 from mamba_fsdp.errors import UserError
-from mamba_fsdp.report.display import scaled
+from mamba_fsdp.report.display import say, scaled
 from mamba_fsdp.run_layout import CHECKPOINTS, COMMIT, CONSOLIDATED, METRICS, MODEL_CONFIG, MODELS, STATUS, committed
 
 WHOLE = "all bytes read, every file has its size and checksum"
@@ -47,10 +47,6 @@ def main(path: str, tensors: bool = False, verify: bool = False, reading: Readin
         raise UserError(f"{path}: --verify is for token stores, checkpoints and runs; this holds no checksums")
     else:
         show_model(place, tensors)
-
-
-def say(name: str, value: object) -> None:
-    print(f"{name:<14} {value}")
 
 
 def show_run(path: Path, verify: bool) -> None:
@@ -113,12 +109,13 @@ def is_data(place: Path) -> bool:
     """Whether PATH is data and no model. Raises UserError where there is nothing."""
     from mamba_fsdp.data.opening import is_source, refuse_text, split_in
 
-    if is_source(split_in(place)) and not (place / "config.json").is_file():
+    if (place / MODEL_CONFIG).is_file():
+        return False
+    if is_source(split_in(place)):
         return True
     if not place.exists():
         raise UserError(f"{place}: there is no such file or folder")
-    if not (place / "config.json").is_file():
-        refuse_text(place)
+    refuse_text(place)
     return False
 
 

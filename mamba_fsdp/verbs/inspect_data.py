@@ -12,7 +12,7 @@ from mamba_fsdp.data.source import Source
 from mamba_fsdp.data.store import TokenStore
 from mamba_fsdp.data.tokenizer import load_words
 from mamba_fsdp.errors import UserError
-from mamba_fsdp.report.display import Display, scaled
+from mamba_fsdp.report.display import Display, say, scaled
 
 WINDOW, WINDOWS = 1 << 16, 64  # tokens read at a time; how many times unless all is asked for
 SAMPLES, SAMPLE_TOKENS, SAMPLE_WIDTH = 3, 64, 160
@@ -25,10 +25,6 @@ class Survey(NamedTuple):
     documents: int  # that begin in what was read
     longest: int  # tokens of a document, as far as it was read
     counted: int  # tokens that count in the loss
-
-
-def say(name: str, value: object) -> None:
-    print(f"{name:<14} {value}")
 
 
 def show_data(path: Path, reading: ReadingConfig, verify: bool) -> None:
