@@ -37,7 +37,7 @@ def build(world, unsharded):
     settings = ParallelConfig(sharding_strategy="fsdp", accumulate_unsharded=unsharded)
     parallel = parallelize(model, settings, world=world, compute_dtype=torch.bfloat16)
     spec = parameters(SHAPE)
-    fill_parts(parallel.shards(), lambda name, shape, start, stop: initial_part(name, spec[name], 0, start, stop))
+    fill_parts(parallel.shards(), lambda name, start, stop: initial_part(name, spec[name], 0, start, stop))
     return parallel
 
 

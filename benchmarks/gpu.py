@@ -67,7 +67,7 @@ def our_form(config, weights, device, activation_checkpointing):
     world = World.alone(device=device)
     spread = ParallelConfig(fsdp_activation_checkpointing=activation_checkpointing)
     parallel = parallelize(model, spread, world=world, compute_dtype=torch.bfloat16)
-    fill_parts(parallel.shards(), lambda name, shape, start, stop: weights[name].reshape(-1)[start:stop])
+    fill_parts(parallel.shards(), lambda name, start, stop: weights[name].reshape(-1)[start:stop])
     optimizer = make_optimizer(parallel.parameters(), parameters(config), SETTINGS.optimizer, device)
 
     def batch_of(tokens):

@@ -42,7 +42,7 @@ def build(config, world, strategy, dtype=torch.float32):
         model = MambaLM(config, forms=choice.forms, compute_dtype=dtype)
     parallel = parallelize(model, ParallelConfig(sharding_strategy=strategy), world=world, compute_dtype=dtype)
     spec = parameters(config)
-    fill_parts(parallel.shards(), lambda name, shape, start, stop: initial_part(name, spec[name], 0, start, stop))
+    fill_parts(parallel.shards(), lambda name, start, stop: initial_part(name, spec[name], 0, start, stop))
     return parallel
 
 

@@ -1,5 +1,4 @@
-"""What all verbs share: Fire splits the words, the verb's annotations give their types, and a user's mistake is two
-lines without a traceback."""
+"""What all verbs share: Fire splits words, annotations give their types, a mistake is two lines and no traceback."""
 
 import contextlib
 import dataclasses
@@ -27,11 +26,9 @@ def run(verb: Callable[..., Any], help_page: Callable[[], str], arguments: Seque
     """
     arguments = sys.argv[1:] if arguments is None else arguments
     try:
-        if "--version" in _cut_at_dashes(arguments)[0]:
-            print(version())
-            raise SystemExit(0)
-        if {"--help", "-h"} & set(_cut_at_dashes(arguments)[0]) or arguments == ["help"]:
-            print(help_page(), flush=True)
+        words = {*_cut_at_dashes(arguments)[0]}
+        if {"--version", "--help", "-h"} & words or arguments == ["help"]:
+            print(version() if "--version" in words else help_page(), flush=True)
             raise SystemExit(0)
         raise SystemExit(call(verb, arguments) or 0)
     except UserError as error:

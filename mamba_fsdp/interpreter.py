@@ -10,8 +10,7 @@ PROJECT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
 
 def need(*packages):
-    """Ends the process with exit code 2 and a line that names the Python to use, where this one is too old or lacks one
-    of `packages`."""
+    """Ends the process with exit code 2 and the Python to use, where this one is too old or lacks one of `packages`."""
     missing = [package for package in packages if importlib.util.find_spec(package) is None]
     if sys.version_info < OLDEST:
         reason = "is Python %d.%d; it takes %d.%d or newer" % (*sys.version_info[:2], *OLDEST)

@@ -16,10 +16,9 @@ import uuid
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
-from mamba_fsdp.durable import hidden_beside
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.heartbeat import heart
-from mamba_fsdp.storage import patiently
+from mamba_fsdp.storage import hidden_beside, patiently
 
 SECONDS_BETWEEN_RENEWALS = 5.0
 SECONDS_BETWEEN_LOOKS = 1.0
@@ -47,8 +46,7 @@ class Lease:
     def try_take(self) -> bool:
         """Whether it is ours now; not where another holds it who is not known to have ended. Raises as `take` does.
 
-        Of two that take over from a dead holder in the same millisecond, both may succeed; the first to ask `is_held`
-        learns that it lost.
+        Two that take over from a dead holder at once may both succeed; the first to ask `is_held` learns that it lost.
         """
         content = json.dumps({"token": uuid.uuid4().hex, **_this_process()}, indent=1).encode()
         while not patiently(lambda: self._create(content), self.file):
@@ -85,8 +83,7 @@ class Lease:
         return _describe(_owner(seen)) if seen else ""
 
     def ended_holder(self) -> str:
-        """Who held it and is known to have ended without giving it back; "" where there is none such. Raises OSError as
-        the disk does."""
+        """Who held it and is known to have ended without giving it back, or "". Raises OSError as the disk does."""
         seen = self._look()
         return _describe(_owner(seen)) if seen and _has_ended(_owner(seen)) else ""
 

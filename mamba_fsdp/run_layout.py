@@ -83,8 +83,8 @@ def is_own(origin: str, run: str | Path) -> bool:
 
 
 def refuse_absent(origin: str, run: str | Path) -> None:
-    """Raises UserError where a run that has no checkpoint of its own is to start from `origin`, a load_ckpt_path, and
-    there is nothing to start from."""
+    """Raises UserError where a run without a checkpoint is to start from `origin`, a load_ckpt_path with nothing in it.
+    """
     path = Path(origin)
     if not origin or is_own(origin, run) or committed(Path(run, CHECKPOINTS)):
         return

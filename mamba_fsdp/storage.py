@@ -1,16 +1,20 @@
-"""Storage that fails for a moment: a file server restarts, a link is lost. What failed is tried again for a minute."""
+"""Storage that fails for a moment, as a file server restarts: what failed is tried again for a minute. And small files
+that are the old one or the new one, new folders that are there whole, whatever happens in between.
+"""
 
 import contextlib
 import errno
 import os
+import shutil
 import socket
 import sys
 import time
-from collections.abc import Callable
+import uuid
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TypeVar
 
-from mamba_fsdp.errors import StorageError
+from mamba_fsdp.errors import StorageError, UserError
 from mamba_fsdp.heartbeat import heart
 
 T = TypeVar("T")
@@ -60,3 +64,68 @@ def _say(text):
     rank = f"rank {os.environ['RANK']} on {socket.gethostname()}: " if "RANK" in os.environ else ""
     with contextlib.suppress(OSError):  # a terminal may be gone too
         print(rank + text, file=sys.stderr, flush=True)
+
+
+def sync_folder(folder: str | Path) -> None:
+    """Flush a folder's entries, so that a rename in it survives a power cut, where the file system can do that."""
+    with contextlib.suppress(OSError):  # some network file systems refuse fsync on a folder
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def hidden_beside(path: Path) -> Path:
+    """A new name beside `path`, for what is not yet whole or no longer: .<name>.<unique>.partial."""
+    return path.with_name(f".{path.name}.{uuid.uuid4().hex[:12]}.partial")
+
+
+@contextlib.contextmanager
+def new_folder(out: Path) -> Iterator[Path]:
+    """A folder to write in, which is `out` once the block has ended and all is on the disk, and is removed where it
+    fails. Raises UserError where `out` exists or the disk refuses."""
+    if out.exists():
+        raise UserError(f"{out} exists already; name a new folder, or remove it first")
+    unfinished = hidden_beside(out)
+    try:
+        unfinished.mkdir(parents=True)
+        yield unfinished
+        for path in (*unfinished.rglob("*"), unfinished):
+            if path.is_file():
+                with open(path, "rb") as file:
+                    os.fsync(file.fileno())
+            else:
+                sync_folder(path)
+        unfinished.rename(out)
+    except OSError as error:
+        raise UserError(f"can't write {out}: {error.strerror or error}") from None
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
+    sync_folder(out.parent)
+
+
+def write_atomically(path: str | Path, data: str) -> None:
+    """Readers of `path` see the old content or all of `data`. Raises StorageError after patient trying, and OSError."""
+    patiently(lambda: _write(Path(path), data), path)
+
+
+def move(old: Path, new: Path) -> None:
+    """Rename patiently to a name that is free. Raises as write_atomically does."""
+    # An attempt that was told to have failed may have been made.
+    patiently(lambda: None if new.exists() and not old.exists() else old.rename(new), new)
+
+
+def _write(path, data):
+    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
+    try:
+        with open(temporary, "xb") as file:
+            file.write(data.encode())
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+        raise
+    sync_folder(path.parent)

@@ -20,14 +20,13 @@ from typing import Any
 from mamba_fsdp.checkpoint.files import NAMES, checksum, write_pieces
 from mamba_fsdp.checkpoint.folder import is_model, newest_whole, stored_name
 from mamba_fsdp.checkpoint.ranges import find_layouts, packed, part_to_write
-from mamba_fsdp.durable import hidden_beside, move, sync_folder, write_atomically
 from mamba_fsdp.errors import StorageError, UserError, joined
 from mamba_fsdp.formats import CHECKPOINT
 from mamba_fsdp.heartbeat import heart
 from mamba_fsdp.parallel.model import Shard
 from mamba_fsdp.parallel.world import World
 from mamba_fsdp.run_layout import CHECKPOINTS, COMMIT, MODELS, STATE, committed, rank_file, step_name
-from mamba_fsdp.storage import exists, patiently
+from mamba_fsdp.storage import exists, hidden_beside, move, patiently, sync_folder, write_atomically
 
 
 @dataclass

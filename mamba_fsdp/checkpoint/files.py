@@ -82,8 +82,7 @@ def checksum(path: Path, limit: int = sys.maxsize) -> dict[str, int | str]:
 
 
 class PieceReader:
-    """Reads ranges of pieces from the files in a checkpoint's folder. Raises UserError, naming the file, where one is
-    not as written.
+    """Reads ranges of pieces from a checkpoint's files. Raises UserError with the file that is not as written.
 
     names: of all tensors. What lies where in a file is noted when it is first read. Since a checkpoint may have more
     files than a process may open, at most a quarter of these stay open.

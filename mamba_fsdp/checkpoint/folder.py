@@ -72,12 +72,13 @@ def _committed_files(checkpoint):
         content = json.loads(patiently((checkpoint / COMMIT).read_bytes, checkpoint / COMMIT))
         CHECKPOINT.check(checkpoint / COMMIT, content)
         files = content["files"]
-        listed = STATE in files and all(entry.keys() >= {"bytes", "crc32"} for entry in files.values())
+        if STATE in files and all(entry.keys() >= {"bytes", "crc32"} for entry in files.values()):
+            return files, []
     except OSError as error:
         return {}, [f"{COMMIT}: {error.strerror}"]
     except (ValueError, KeyError, TypeError, AttributeError):
-        listed = False
-    return (files, []) if listed else ({}, [f"{COMMIT} is no list of files"])
+        pass
+    return {}, [f"{COMMIT} is no list of files"]
 
 
 def newest_whole(checkpoints: Path, world: World, report: Callable[[str], Any],
@@ -189,7 +190,7 @@ def load(checkpoint: Path, shards: Sequence[Shard], world: World,
 
     reader = Reader(checkpoint, world.on_rank0(open_checked))
     world.on_all_ranks(lambda: fill_parts(
-        shards, lambda name, shape, start, stop: reader.read(stored_name(name), start, stop)))
+        shards, lambda name, start, stop: reader.read(stored_name(name), start, stop)))
     return reader.state
 
 

@@ -28,8 +28,7 @@ def part_to_write(count: int, replicas: int, replica_index: int, turn: int) -> t
 
 
 def packed(pieces: Sequence[tuple[int, int]]) -> bytes:
-    """What a rank tells of its pieces, one for each tensor in the same order on all ranks: (start, count), count 0 for
-    none."""
+    """What a rank tells of its piece of each tensor, in the same order on all ranks: (start, count), 0 for none."""
     return zlib.compress(np.array(pieces, dtype="<i8").tobytes())
 
 

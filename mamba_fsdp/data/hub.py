@@ -11,8 +11,7 @@ SECONDS = 5.0  # to answer in
 
 
 def why_offline() -> str:
-    """"" where the Hub answers, else why it does not; its libraries then take only what lies on this machine. Call it
-    before they are imported.
+    """"" where the Hub answers, else why not: its libraries, imported later, then take only what lies here.
 
     HF_HUB_OFFLINE decides without asking, HF_ENDPOINT names another place, and proxies are those of the environment.
     """

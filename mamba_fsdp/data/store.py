@@ -25,10 +25,9 @@ from numpy.typing import ArrayLike
 
 from config.dataset_config import DatasetConfig
 from mamba_fsdp.data.source import Tokens, restart
-from mamba_fsdp.durable import sync_folder, write_atomically
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.formats import TOKEN_STORE
-from mamba_fsdp.storage import patiently
+from mamba_fsdp.storage import patiently, sync_folder, write_atomically
 
 LOOKS_AT_ONCE = 16  # at files: each is a round trip on a network file system, and a large store has thousands
 LARGEST_DOCUMENT = np.iinfo(np.int32).max  # positions are int32

@@ -27,11 +27,10 @@ from mamba_fsdp.data.splits import TextSource
 from mamba_fsdp.data.store import TokenStore
 from mamba_fsdp.data.units import STORES, ProgressBar, Unit, exact, for_validation, store_names, unit_name, writer
 from mamba_fsdp.data.workers import Workers
-from mamba_fsdp.durable import write_atomically
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.formats import DATASET
 from mamba_fsdp.lease import Lease, living, share
-from mamba_fsdp.storage import patiently
+from mamba_fsdp.storage import patiently, write_atomically
 
 TRAINING_SAMPLE = 32 << 20  # bytes of text that a tokenizer is trained on
 PROGRESS = ".progress"

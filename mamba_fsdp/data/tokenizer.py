@@ -14,8 +14,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from config.fields import whole_number
 from mamba_fsdp.data.hub import was_downloaded, why_offline
 from mamba_fsdp.data.tokenizer_forms import fast_form, from_sentencepiece, sentencepiece_file
-from mamba_fsdp.durable import write_atomically
 from mamba_fsdp.errors import UserError, first_line
+from mamba_fsdp.storage import write_atomically
 
 END_OF_TEXT = "<|endoftext|>"
 SMALLEST_VOCABULARY = 257  # every byte and the eos

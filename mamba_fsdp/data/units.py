@@ -25,8 +25,8 @@ from mamba_fsdp.data.splits import Splits, TextSource
 from mamba_fsdp.data.store import StoreWriter
 from mamba_fsdp.data.tokenizer import TextTokenizer
 from mamba_fsdp.data.workers import Workers
-from mamba_fsdp.durable import write_atomically
 from mamba_fsdp.lease import Lease
+from mamba_fsdp.storage import write_atomically
 
 STORES = ("train", "validation", "test")
 NUMBERS = 1 << 24  # between the numbers of the first documents of two units

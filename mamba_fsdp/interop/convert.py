@@ -10,7 +10,6 @@ from safetensors import SafetensorError
 
 from mamba_fsdp.conventions import DTYPES
 from mamba_fsdp.data.tokenizer import load_for_transformers
-from mamba_fsdp.durable import new_folder
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.interop import state_spaces, transformers_forms
 from mamba_fsdp.interop.model_card import model_card
@@ -19,6 +18,7 @@ from mamba_fsdp.interop.safetensors_files import SHARD_BYTES, write_safetensors
 from mamba_fsdp.interop.weights import PICKLED, TOKENIZER_FILES, read_weights
 from mamba_fsdp.model.spec import EMBEDDING, LM_HEAD, parameters
 from mamba_fsdp.run_layout import CONSOLIDATED, MODEL_CONFIG, TOKENIZER
+from mamba_fsdp.storage import new_folder
 
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 MODEL_CARD, GENERATION_CONFIG = "README.md", "generation_config.json"

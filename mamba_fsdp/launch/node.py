@@ -3,8 +3,7 @@
     python -m mamba_fsdp.launch.node FAILURES [torchrun options] training.py [--SETTING=VALUE ...]
 
 When a rank fails, the others fail for its sake soon after, and the log is full of their errors. Each node writes the
-first of its own into the folder FAILURES, as a file whose name sorts by time and ends in the exit code; the launcher
-ends the log with the first of them all.
+first of its own into the folder FAILURES, as a file whose name sorts by time; the launcher ends the log with the first.
 """
 
 import importlib.util
@@ -21,10 +20,10 @@ from torch.distributed.elastic.multiprocessing.api import PContext, SignalExcept
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.elastic.rendezvous import RendezvousError
 
-from mamba_fsdp.durable import write_atomically
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.launch.machine import assigned_gpus, interface_towards, node_name
 from mamba_fsdp.parallel.world import allow_many_files
+from mamba_fsdp.storage import write_atomically
 from mamba_fsdp.train.run_folder import RunFolder
 
 SECONDS_FOR_OTHERS = 3  # Slurm ends the job with the first node that exits: let the others put their errors on record

@@ -24,8 +24,7 @@ def initial_value(name: str, parameter: Parameter, seed: int) -> torch.Tensor:
 
 
 def initial_part(name: str, parameter: Parameter, seed: int, start: int, stop: int) -> torch.Tensor:
-    """Elements [start, stop) of the flattened tensor that parameter `name` starts from: 1-D, fp32, on the CPU whatever
-    the current default device.
+    """Elements [start, stop) of the flattened tensor that `name` starts from: 1-D, fp32, always on the CPU.
 
     A function of its arguments alone: each block of the tensor has a generator of its own, so that any rank can fill
     its part of any parameter, in any order, and draws little more than that.

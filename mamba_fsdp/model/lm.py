@@ -121,8 +121,7 @@ class MambaLM(nn.Module):
         return {name for name, parameter in spec.parameters(self.config).items() if parameter.fp32}
 
     def allocate_state(self, batch, max_length):
-        """What `prefill` and `step` keep of the positions before: the same for any length in SSM layers, caches of
-        `max_length` positions in attention."""
+        """What `prefill` and `step` keep of the positions before; only attention's caches grow with `max_length`."""
         device = self.backbone.embedding.weight.device
         layers = [block.mixer.allocate_state(batch, max_length, self.compute_dtype, device)
                   for block in self.backbone.layers]

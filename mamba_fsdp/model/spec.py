@@ -201,8 +201,7 @@ def flops_per_token(config, seq_length: int) -> float:
     """Training FLOPs per token at sequences of `seq_length`: three times the forward pass's (the backward takes two).
 
     2 per multiply-add: of every matrix, the output layer among them and the embedding's lookup not; of the
-    convolutions; of the recurrence; of attention's scores, only in attention layers. Norms, gates and activations are
-    not counted.
+    convolutions; of the recurrence; of attention's scores. Norms, gates and activations are not counted.
     """
     products = config.padded_vocab_size * config.d_model  # the output layer, tied or not
     products += sum(parameter.size for name, parameter in parameters(config).items()

@@ -3,8 +3,7 @@
     o_i = sum over j <= i in the same document of softmax_j(q_i . k_j / sqrt(head_dim)) v_j
 
 PyTorch's scaled_dot_product_attention chooses the kernel itself (flash or memory-efficient on CUDA, flash on a CPU), so
-there is one form. Rotary positions: Su et al. 2021 (arXiv 2104.09864), in the rotate-half layout that transformers and
-mamba-ssm use.
+there is one form. Rotary positions: Su et al. 2021 (arXiv 2104.09864), in the rotate-half layout of mamba-ssm.
 """
 
 import torch

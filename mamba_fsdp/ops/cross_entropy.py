@@ -1,8 +1,7 @@
 """The output layer and its loss in one operator, so that the logits of a batch never exist all at once.
 
 loss = sum over counted tokens of w (logsumexp(W h) - (W h)[label]), w = 1 where none is given. The gradient of a
-chunk's logits, w (softmax - onehot), is known as soon as its loss is, so the forward pass turns it into gradients of h
-and W on the spot and drops the logits.
+chunk's logits, w (softmax - onehot), is known with its loss: the forward pass makes gradients of h and W of it at once.
 """
 
 import torch
@@ -78,8 +77,7 @@ def linear_cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor, token_w
     """Sum of the token losses of a language model's output layer, in nats, as a float32 scalar.
 
     hidden (tokens, d_model); weight (vocab, d_model), cast to hidden's dtype; labels (tokens,) int64, -100 for a token
-    that is not counted; token_weights (tokens,), what each loss is multiplied by, None for 1. At most `chunk` tokens'
-    logits exist at a time.
+    that is not counted; token_weights (tokens,) or None for 1; chunk: tokens whose logits exist at a time.
     """
     want_gradient = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
     return _LinearCrossEntropy.apply(hidden, weight, labels, token_weights, chunk, want_gradient)

@@ -2,8 +2,7 @@
 
 The library's name is a hash of its sources, the flags, the compiler and the processor, so a stale or foreign one is
 never loaded; it is written under another name and renamed, so any number of processes may start at once. It is linked
-without an OpenMP runtime of its own: its calls find PyTorch's, which importing torch has loaded, and both share their
-threads.
+without an OpenMP runtime of its own: its calls find PyTorch's, and both share their threads.
 """
 
 import ctypes

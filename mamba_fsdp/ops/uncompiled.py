@@ -1,5 +1,4 @@
-"""Functions that torch.compile leaves alone, as torch.compiler.disable does; but without its seconds of imports where
-nothing is compiled."""
+"""torch.compiler.disable without its seconds of imports where nothing is compiled."""
 
 import sys
 from collections.abc import Callable

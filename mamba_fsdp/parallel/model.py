@@ -34,11 +34,11 @@ class Shard:
 
 
 @torch.no_grad()
-def fill_parts(shards: Iterable[Shard], part_of: Callable[[str, tuple[int, ...], int, int], torch.Tensor]) -> None:
-    """Set every shard from `part_of(name, shape, start, stop)`, the elements [start, stop) of the flattened tensor."""
+def fill_parts(shards: Iterable[Shard], part_of: Callable[[str, int, int], torch.Tensor]) -> None:
+    """Set every shard from `part_of(name, start, stop)`, the elements [start, stop) of the flattened tensor."""
     for shard in shards:
         if shard.data.numel():
-            shard.data.copy_(part_of(shard.name, shard.shape, shard.start, shard.start + shard.data.numel()))
+            shard.data.copy_(part_of(shard.name, shard.start, shard.start + shard.data.numel()))
             heart.beat()
 
 

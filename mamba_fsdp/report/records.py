@@ -10,15 +10,13 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from mamba_fsdp.durable import write_atomically
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.run_layout import METRICS, STATUS
-from mamba_fsdp.storage import exists, patiently
+from mamba_fsdp.storage import exists, patiently, write_atomically
 
 
 class Log:
-    """Appends to a file of JSON lines, each with its "step". A run that resumes from `step` first drops what an
-    interrupted run wrote after it."""
+    """Appends to a file of JSON lines, each with its "step", after dropping what was written after `step`."""
 
     def __init__(self, path: Path, step: int) -> None:
         self.path = path

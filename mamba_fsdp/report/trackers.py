@@ -5,9 +5,9 @@ import uuid
 from collections.abc import Collection
 from pathlib import Path
 
-from mamba_fsdp.durable import write_atomically
 from mamba_fsdp.errors import UserError, first_line
 from mamba_fsdp.run_layout import TENSORBOARD, WANDB_ID
+from mamba_fsdp.storage import write_atomically
 
 
 def numbers_of(entry: dict) -> dict[str, float]:
@@ -36,18 +36,15 @@ class TensorBoard:
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError:
-            raise UserError("tracker=tensorboard needs the package tensorboard: .venv/bin/pip install tensorboard"
-                            ) from None
+            raise UserError("tracker=tensorboard needs its package: .venv/bin/pip install tensorboard") from None
         # What an interrupted run wrote after `step` is dropped, as in metrics.jsonl: these steps come again.
         self.writer = SummaryWriter(str(run_folder / TENSORBOARD), purge_step=step + 1 if step else 0)
+        self.close = self.writer.close
 
     def write(self, entry: dict) -> None:
         for name, value in numbers_of(entry).items():
             if value is not None:
                 self.writer.add_scalar(name, value, entry["step"])
-
-    def close(self) -> None:
-        self.writer.close()
 
 
 class WeightsAndBiases:
@@ -57,7 +54,7 @@ class WeightsAndBiases:
         try:
             import wandb
         except ImportError:
-            raise UserError("tracker=wandb needs the package wandb: .venv/bin/pip install wandb") from None
+            raise UserError("tracker=wandb needs its package: .venv/bin/pip install wandb") from None
         kept = run_folder / WANDB_ID
         if not kept.exists():
             write_atomically(kept, uuid.uuid4().hex)
@@ -68,9 +65,7 @@ class WeightsAndBiases:
         except Exception as error:  # its errors have no common class in all its versions
             raise UserError(f"tracker=wandb: W&B refused ({first_line(error)}); log in with `wandb login` or "
                             "WANDB_API_KEY, or set WANDB_MODE=offline") from None
+        self.close = self.run.finish
 
     def write(self, entry: dict) -> None:
         self.run.log(numbers_of(entry), step=entry["step"])
-
-    def close(self) -> None:
-        self.run.finish()

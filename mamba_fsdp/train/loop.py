@@ -25,8 +25,7 @@ ELSEWHERE = "asked on another rank"  # why this one stops
 def train(parts: Parts, recorder: Recorder, stop: StopRequest, validation_due: bool) -> str:
     """Takes steps until the run has them all or is asked to stop. Returns the reason of the stop, "" without one.
 
-    validation_due: of the step that it begins at. Raises UserError after max_skipped_steps in a row that could not be
-    applied.
+    validation_due: of the step that it begins at. Raises UserError after max_skipped_steps in a row.
     """
     settings, plan, state, parallel, clock = parts.settings, parts.plan, parts.state, parts.parallel, recorder.clock
     if validation_due and not validate(parts, recorder, stop):
@@ -42,7 +41,7 @@ def train(parts: Parts, recorder: Recorder, stop: StopRequest, validation_due: b
                       parts.checkpointer.is_writing(), own_seconds, read)
         clock.meet(sums.own_seconds)
         loss, gradient_norm, factor = sums.means(plan.tokens_per_step, scale)
-        lr = settings.optimizer.learning_rate * plan.learning_rate_factor(state)
+        lr = settings.optimizer.learning_rate * plan.schedule.next_factor(state, plan.tokens_per_step)
         applied = update_weights(parallel, parts.optimizer, loss, gradient_norm, factor,
                                  clip=settings.optimizer.grad_clip_thresh, lr=lr)
         excused = parts.loss_scale.update(applied) and math.isfinite(loss)

@@ -1,5 +1,4 @@
-"""What a run reports while it trains: metrics.jsonl and trackers, which samples it took, the live line, the profile;
-and their clock."""
+"""What a run reports while it trains: metrics.jsonl and trackers, the samples it took, the live line, the profile."""
 
 import contextlib
 import math
@@ -76,8 +75,7 @@ class Recorder(contextlib.ExitStack):
             self.profiler.step()
 
     def validated(self, step: int, loss: float, tokens: int, share: float, seconds: float) -> None:
-        """The validation loss (nats per token) after `step`, of `tokens`, which `share` of the data is, and how long it
-        took."""
+        """The validation loss (nats per token) after `step`, of `tokens`, a `share` of the data, in so many seconds."""
         perplexity = math.exp(min(loss, 700.0))
         self._write({"step": step, "val_loss": loss, "val_perplexity": perplexity, "val_tokens": tokens,
                      "val_share": round(share, 6)})

@@ -9,15 +9,14 @@ import torch
 from config import resolve
 from config.train_config import ParallelConfig, TrainConfig
 from mamba_fsdp.data.selection import one_for_all
-from mamba_fsdp.durable import write_atomically
 from mamba_fsdp.errors import UserError, first_line
 from mamba_fsdp.ops import native
 from mamba_fsdp.parallel.compat import use_deterministic_algorithms
 from mamba_fsdp.parallel.world import start_world
-from mamba_fsdp.report.display import Display
-from mamba_fsdp.report.output import output_that_may_go
+from mamba_fsdp.report.display import Display, output_that_may_go
 from mamba_fsdp.report.records import was_validated
 from mamba_fsdp.run_layout import MODELS, SETTINGS, step_of
+from mamba_fsdp.storage import write_atomically
 from mamba_fsdp.train import loop
 from mamba_fsdp.train.recorder import Recorder
 from mamba_fsdp.train.run_folder import RunFolder

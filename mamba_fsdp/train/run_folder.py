@@ -23,8 +23,7 @@ class RunFolder:
         self.lease = Lease(self.path / LEASE)
 
     def take(self) -> None:
-        """Makes the folder and takes its lease. Raises UserError where that can't be, another run holds it, or it is
-        something else than a run folder."""
+        """Makes the folder and takes its lease. Raises UserError where that can't be or it is another's."""
         refuse_foreign(self.path)
         try:
             patiently(lambda: (self.path / CHECKPOINTS).mkdir(parents=True, exist_ok=True), self.path)

@@ -22,12 +22,16 @@ class Schedule:
     """
 
     def __init__(self, kind: str, total: int, *, step: int = 1, warmup: int = AUTOMATIC, decay: int = AUTOMATIC,
-                 floor: float = 0.1, start: int = 0, low: float = 0.0) -> None:
+                 floor: float = 0.1, start: int = 0, low: float = 0.0, in_tokens: bool = False) -> None:
         self.kind, self.total, self.floor, self.start, self.low = kind, max(total - start, 1), floor, start, low
-        steps = -(-self.total // step)
+        self.in_tokens, steps = in_tokens, -(-self.total // step)
         usual = 0 if kind in ("annealing", "constant") else min(2000, steps // 20) * step
         self.warmup = usual if warmup < 0 else warmup
         self.decay = max(1, steps // 10) * step if decay < 0 else decay
+
+    def next_factor(self, state: TrainState, tokens_per_step: int) -> float:
+        """That of the step to come."""
+        return self.factor(*((state.tokens, tokens_per_step) if self.in_tokens else (state.step, 1)))
 
     def factor(self, before: int, more: int = 1) -> float:
         before -= self.start
@@ -51,13 +55,12 @@ class Schedule:
 
 
 def schedule_of(settings: TrainConfig, state: TrainState, length: Duration, tokens_per_step: int,
-                say: Callable[[str], None]) -> tuple[Schedule, bool]:
-    """The schedule of a run of `length`, and whether it counts tokens, as it does where that is in tokens: its steps
-    are then those of the run's start, so that another global batch does not bend it.
+                say: Callable[[str], None]) -> Schedule:
+    """The schedule of a run of `length`. It counts tokens where that is in tokens: its steps are then those of the
+    run's start, so that another global batch does not bend it.
 
     Where the length has changed and with it the learning rate at hand, says so, and makes of a longer run what
-    `lengthened` says. The train state keeps it: the same command resumes on the same curve. Raises UserError where the
-    learning rate would be held at 0.
+    `lengthened` says. The train state keeps it. Raises UserError where the learning rate would be held at 0.
     """
     given, first = settings.lr_schedule, state.first_tokens_per_step
     length = given.schedule_steps if given.schedule_steps.count > 0 else length
@@ -65,18 +68,14 @@ def schedule_of(settings: TrainConfig, state: TrainState, length: Duration, toke
     def made(total: int, in_tokens: bool, **begins: Any) -> Schedule:
         warmup, decay = (duration.tokens(first) if in_tokens else duration.steps(tokens_per_step)
                          for duration in (given.warmup_steps, given.decay_steps))
-        return Schedule(given.schedule, total, step=first if in_tokens else 1, warmup=warmup, decay=decay,
-                        floor=given.min_learning_rate_ratio, **begins)
-
-    def next_factor(curve: dict[str, Any]) -> float:
-        place = (state.tokens, tokens_per_step) if curve["in_tokens"] else (state.step, 1)
-        return made(**curve).factor(*place)
+        return Schedule(given.schedule, total, step=first if in_tokens else 1, in_tokens=in_tokens, warmup=warmup,
+                        decay=decay, floor=given.min_learning_rate_ratio, **begins)
 
     anew = {"total": length.count, "in_tokens": length.unit == "tok"}
     kept = state.schedule or {"num_steps": str(length), "lengthened": "", "curve": anew}
     curve, choice, former = kept["curve"], given.lengthened, kept["num_steps"]
     if former != str(length) or kept["lengthened"] and choice not in ("auto", kept["lengthened"]):
-        here, there = next_factor(curve), next_factor(anew)
+        here, there = (made(**one).next_factor(state, tokens_per_step) for one in (curve, anew))
         shorter = anew["in_tokens"] == curve["in_tokens"] and length.count < curve["total"]
         choice = "" if shorter or math.isclose(here, there) else "hold" if choice == "auto" else choice
         if choice == "hold" and not made(**curve).factor(curve["total"]):
@@ -92,4 +91,4 @@ def schedule_of(settings: TrainConfig, state: TrainState, length: Duration, toke
         kept = {"num_steps": str(length), "lengthened": choice, "curve": curve if choice == "hold" else anew | begins,
                 "since_step": state.step, "learning_rate": settings.optimizer.learning_rate * here}
     state.schedule = kept
-    return made(**kept["curve"]), kept["curve"]["in_tokens"]
+    return made(**kept["curve"])

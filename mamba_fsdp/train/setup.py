@@ -42,12 +42,10 @@ Say = Callable[[str], None]  # prints a line, on rank 0
 VALIDATION_SHARE = 0.05  # of the training between two validations that one costs, unless eval_batches says otherwise
 
 
-class Slices(Protocol):
-    def slice(self, name: str, start: int, stop: int) -> torch.Tensor: ...
-
-
 class Weights(Protocol):
-    def open(self, world: World) -> Slices: ...
+    def open(self, world: World) -> "Weights": ...
+
+    def slice(self, name: str, start: int, stop: int) -> torch.Tensor: ...
 
     def tokenizer_identities(self) -> Iterable[str]: ...
 
@@ -63,11 +61,6 @@ class Plan:
     eval_batches: int  # global batches of each store; 0: all
     checkpoint_steps: int
     schedule: Schedule
-    in_tokens: bool = False  # what the schedule counts
-
-    def learning_rate_factor(self, state: TrainState) -> float:
-        """That of the next step."""
-        return self.schedule.factor(*((state.tokens, self.tokens_per_step) if self.in_tokens else (state.step, 1)))
 
     def is_due(self, interval: int, step: int) -> bool:
         """Whether what is done every `interval` steps (0: never), and after the last, is done after `step`."""
@@ -92,8 +85,7 @@ class Parts:
 
 
 def set_up(settings: TrainConfig, world: World, folder: RunFolder, weights: Weights | None, say: Say) -> Parts | None:
-    """Called by all ranks. weights: of init_from. None for a dry run, which is said and no more. Raises UserError where
-    machine, data or checkpoint don't fit."""
+    """Called by all ranks. weights: of init_from. None for a dry run. Raises UserError where things don't fit."""
     checkpoint = settings.checkpoint
     split = split_step(settings.training, world)
     forms = choose_forms(settings, world, say)
@@ -148,8 +140,8 @@ def say_length(settings: TrainConfig, plan: Plan, say: Say) -> None:
         say(f"samples    {settings.data.seq_length} tokens each; {settings.model.model_name} comes with "
             f"seq_length={usual}")
     say(f"steps      {plan.total_steps:,} of {plan.split.global_batch} x {settings.data.seq_length} = "
-        f"{plan.tokens_per_step:,} tokens; {scaled(flops, 'FLOP')} each, {scaled(flops * plan.total_steps, 'FLOP')} in "
-        "all")
+        f"{plan.tokens_per_step:,} tokens; {scaled(flops, 'FLOP')} each, "
+        f"{scaled(flops * plan.total_steps, 'FLOP')} in all")
 
 
 def split_step(training: TrainingConfig, world: World) -> Split:
@@ -234,22 +226,23 @@ def start(settings: TrainConfig, tokens: Source, parallel: ParallelModel, optimi
     elif weights:
         source = checkpoint.init_from or checkpoint.load_ckpt_path
         refuse_other(source, weights.tokenizer_identities())
-        fill_from(weights.open(world), parallel)
+        opened = weights.open(world)
+        world.on_all_ranks(lambda: fill_parts(parallel.shards(), opened.slice))
         say(f"starting   from the weights in {source}")
     elif origin and not own:
         found = find_checkpoint(origin, world, report=say)
-        there = load_checkpoint(found, settings, parallel, optimizer, "load_ckpt_path")
-        refuse_other(found, [there.tokenizer])
-        data = there.data if checkpoint.resuming_dataset else {}
-        state = TrainState(optimizer_steps=there.optimizer_steps, data=data)
+        saved = load_checkpoint(found, settings, parallel, optimizer, "load_ckpt_path")
+        refuse_other(found, [saved.tokenizer])
+        data = saved.data if checkpoint.resuming_dataset else {}
+        state = TrainState(optimizer_steps=saved.optimizer_steps, data=data)
         position = "the data's position" if checkpoint.resuming_dataset else "the data from its start"
         say(f"starting   from model and optimiser in {found}, {position}")
     else:
         if own:
             say(f"starting   anew: load_ckpt_path {origin} is the run folder and holds no checkpoint yet")
         spec, seed = parameters(settings.model), settings.training.seed
-        world.run_local(lambda: fill_parts(parallel.shards(), lambda name, shape, first, stop: initial_part(
-            name, spec[name], seed, first, stop)))
+        world.run_local(lambda: fill_parts(
+            parallel.shards(), lambda name, first, stop: initial_part(name, spec[name], seed, first, stop)))
     state.tokenizer = tokens.tokenizer
     return state
 
@@ -267,16 +260,9 @@ def load_checkpoint(checkpoint: Path, settings: TrainConfig, parallel: ParallelM
     return state
 
 
-def fill_from(weights: Slices, parallel: ParallelModel) -> None:
-    """Sets the model to `weights`, of which each rank reads what it holds."""
-    parallel.world.on_all_ranks(lambda: fill_parts(
-        parallel.shards(), lambda name, shape, start, stop: weights.slice(name, start, stop)))
-
-
 def plan_steps(settings: TrainConfig, split: Split, state: TrainState, length: Duration, stores: int,
                say: Say) -> Plan:
-    """The settings' durations in steps. Where the run's `length` is in tokens, it counts what the run has seen. stores:
-    that it validates on."""
+    """The settings' durations in steps; a `length` in tokens counts those seen so far. stores: it validates on."""
     training = settings.training
     tokens_per_step = split.global_batch * settings.data.seq_length
     if not state.first_tokens_per_step:  # older checkpoints don't say it
@@ -287,10 +273,9 @@ def plan_steps(settings: TrainConfig, split: Split, state: TrainState, length: D
     total = length.count
     if length.unit == "tok":
         total = state.step + -(-max(0, total - state.tokens) // tokens_per_step)
-    schedule, in_tokens = schedule_of(settings, state, length, tokens_per_step, say)
     eval_steps, eval_batches = training.eval_interval.steps(tokens_per_step) if stores else 0, training.eval_batches
     if eval_batches < 0:  # a step costs three forward passes
         eval_batches = math.ceil(VALIDATION_SHARE * 3 * eval_steps / max(1, stores))
-    return Plan(split, tokens_per_step, total, schedule=schedule, in_tokens=in_tokens, eval_steps=eval_steps,
-                eval_batches=eval_batches,
+    return Plan(split, tokens_per_step, total, eval_steps=eval_steps, eval_batches=eval_batches,
+                schedule=schedule_of(settings, state, length, tokens_per_step, say),
                 checkpoint_steps=settings.checkpoint.checkpoint_interval.steps(tokens_per_step))

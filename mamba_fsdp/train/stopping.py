@@ -12,8 +12,7 @@ from pathlib import Path
 from mamba_fsdp.run_layout import STOP
 from mamba_fsdp.storage import patiently
 
-# A look at the STOP file is microseconds on a local disk, so that the very step ends the run, and a round trip on a
-# shared one.
+# A look at the STOP file is microseconds on a local disk (so the very step ends the run), a round trip on a shared one.
 SHARE_OF_TIME, MOST_SECONDS_BETWEEN_LOOKS = 0.01, 1.0
 
 

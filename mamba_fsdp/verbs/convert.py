@@ -24,8 +24,8 @@ def main(src: str, out: str, format: Annotated[str, Bounds(choices=FORMATS)],
          block: Annotated[int, Bounds(at_least=0)] = 0, reading: ReadingConfig = USUAL_READING) -> None:
     from mamba_fsdp.data.opening import open_source, split_in
     from mamba_fsdp.data.writing import WRITERS, Copy, copy_tokenizer
-    from mamba_fsdp.durable import new_folder
     from mamba_fsdp.report.display import Display
+    from mamba_fsdp.storage import new_folder
 
     display, place = Display(), Path(src)
     if block and format != "save_to_disk":

@@ -77,5 +77,5 @@ def load(source: str | Path, *, model_name: str = "", reset_at_documents: bool =
         model = MambaLM(weights.config, forms=choice.forms, compute_dtype=dtype, reset_at_documents=reset_at_documents,
                         part=POSITIONS[world.device.type])
     parallel = parallelize(model, ParallelConfig(sharding_strategy="none"), world=world, compute_dtype=dtype)
-    fill_parts(parallel.shards(), lambda name, shape, start, stop: weights.slice(name, start, stop))
+    fill_parts(parallel.shards(), weights.slice)
     return Loaded(parallel.model.eval().requires_grad_(False), weights)

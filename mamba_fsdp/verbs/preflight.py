@@ -17,12 +17,12 @@ from pathlib import Path
 from config.resolve import resolve_settings
 from config.train_config import TrainConfig
 from mamba_fsdp import command_line
-from mamba_fsdp.durable import write_atomically
 from mamba_fsdp.errors import StorageError, UserError
 from mamba_fsdp.launch.machine import PROJECT, assigned_gpus, check_version, driver_gpus, node_name
 from mamba_fsdp.launch.plan import run_folder
 from mamba_fsdp.model.spec import parameter_count
 from mamba_fsdp.run_layout import CHECKPOINTS, committed
+from mamba_fsdp.storage import write_atomically
 
 BYTES_PER_PARAMETER = 12  # in a checkpoint: the weight and AdamW's two moments, all fp32
 

@@ -38,7 +38,7 @@ def test_both_forms_give_the_model_back(saved, kind):
         assert torch.equal(tensors.slice(name, 3, 9), parameter.detach().flatten()[3:9])
     assert torch.equal(tensors.get("lm_head.weight"), tensors.get("backbone.embedding.weight"))
     assert not [name for name in tensors.shapes if "exp_avg" in name]
-    fill_parts(parallel.shards(), lambda name, shape, start, stop: tensors.slice(name, start, stop) + 1)
+    fill_parts(parallel.shards(), lambda name, start, stop: tensors.slice(name, start, stop) + 1)
     name = "backbone.norm_f.weight"
     assert torch.equal(parallel.parameters()[name], value_of(name, (24,)) + 1)
 

@@ -80,7 +80,7 @@ def test_shards_of_any_number_of_ranks_are_filled(ranks, tmp_path):
         for name, tensor in state.items():
             start, stop = (tensor.numel() * edge // ranks for edge in (rank, rank + 1))
             shards.append(Shard(name, tuple(tensor.shape), start, filled[name][start:stop]))
-        fill_parts(shards, lambda name, shape, start, stop: weights.slice(name, start, stop))
+        fill_parts(shards, weights.slice)
     for name, tensor in state.items():
         assert torch.equal(filled[name].view(tensor.shape), tensor)
 

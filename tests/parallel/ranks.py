@@ -79,7 +79,8 @@ def build(world, strategy, dtype=torch.float32, tie=True, layers=3, shard_size=N
     with torch.device("meta" if settings.low_cpu_fsdp else "cpu"):
         model = Double(compute_dtype=dtype, tie=tie, layers=layers)
     parallel = parallelize(model, settings, world=world, compute_dtype=dtype, shard_size=shard_size)
-    fill_parts(parallel.shards(), lambda name, shape, start, stop: value_of(name, shape).reshape(-1)[start:stop])
+    shapes = {shard.name: shard.shape for shard in parallel.shards()}
+    fill_parts(parallel.shards(), lambda name, start, stop: value_of(name, shapes[name]).reshape(-1)[start:stop])
     return parallel, torch.optim.AdamW(parallel.parameters().values(), lr=1e-2)
 
 

@@ -25,7 +25,7 @@ def held(world, strategy):
     with torch.device("meta"):
         model = MambaLM(config)
     parallel = parallelize(model, how, world=world, compute_dtype=torch.float32)
-    fill_parts(parallel.shards(), lambda name, shape, start, stop: torch.full((stop - start,), 0.01))
+    fill_parts(parallel.shards(), lambda name, start, stop: torch.full((stop - start,), 0.01))
     optimizer = make_optimizer(parallel.parameters(), parameters(config), OptimizerConfig(), world.device)
     tokens = torch.zeros(1, 8, dtype=torch.int64)
     parallel.module(tokens, labels=tokens).backward()
@@ -55,7 +55,7 @@ def test_activations_and_copies_are_the_least_that_autograd_keeps(layers, dtype,
     world, settings = World.alone(), ParallelConfig(**how)
     parallel = parallelize(torch.nn.Module.to_empty(MambaLM(config, compute_dtype=dtype), device="cpu"),
                            ParallelConfig(low_cpu_fsdp=False, **how), world=world, compute_dtype=dtype)
-    fill_parts(parallel.shards(), lambda name, shape, start, stop: torch.full((stop - start,), 0.01))
+    fill_parts(parallel.shards(), lambda name, start, stop: torch.full((stop - start,), 0.01))
     weights = {local.parameter.untyped_storage().data_ptr() for local in parallel.local_parameters}
     kept = {}
 

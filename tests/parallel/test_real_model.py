@@ -32,7 +32,7 @@ def step(world, strategy, dtype):
     spread = ParallelConfig(sharding_strategy=strategy, fsdp_activation_checkpointing=True)
     parallel = parallelize(model, spread, world=world, compute_dtype=dtype)
     spec = parameters(config)
-    fill_parts(parallel.shards(), lambda name, shape, start, stop: initial_part(name, spec[name], 0, start, stop))
+    fill_parts(parallel.shards(), lambda name, start, stop: initial_part(name, spec[name], 0, start, stop))
     seen = {}
     for prefix, module in model.named_modules():
         if prefix.split(".")[-1] == "mixer":

@@ -13,8 +13,7 @@ import pytest
 from terminal import Terminal, drawings
 
 from mamba_fsdp.errors import UserError
-from mamba_fsdp.report.display import Display, duration
-from mamba_fsdp.report.output import output_that_may_go
+from mamba_fsdp.report.display import Display, duration, output_that_may_go
 from mamba_fsdp.report.trackers import make_trackers
 from mamba_fsdp.verbs.plot import plot_losses
 
@@ -113,7 +112,7 @@ def test_what_is_printed_when_nobody_can_read_it_is_dropped(monkeypatch):
 
 
 def test_a_process_whose_reader_has_gone_ends_as_it_would_have(project):
-    code = ("import sys, time; from mamba_fsdp.report.output import output_that_may_go\n"
+    code = ("import sys, time; from mamba_fsdp.report.display import output_that_may_go\n"
             "with output_that_may_go():\n"
             "    for turn in range(3): print('x', flush=True); sys.stdin.readline()\n"
             "print('also after it')")

@@ -60,7 +60,7 @@ def factors_of(settings, batches):
     for part, batch in enumerate(batches, 1):
         plan = plan_steps(settings, Split(0, 1, batch), state, settings.training.num_steps, 0, lambda text: None)
         while state.tokens < settings.training.num_steps.count * part / len(batches):
-            before, factor = state.tokens, plan.learning_rate_factor(state)
+            before, factor = state.tokens, plan.schedule.next_factor(state, plan.tokens_per_step)
             state.advance(batch, plan.tokens_per_step, 1.0, applied=True, excused=False)
             factors[before, state.tokens] = factor
     assert state.step == plan.total_steps
@@ -94,7 +94,7 @@ def resumed(state, num_steps, lengthened="auto", until=None, **more):
         setattr(settings.lr_schedule, name, value)
     plan, rates = plan_steps(settings, Split(0, 1, 2), state, settings.training.num_steps, 0, said.append), []
     while state.step < (until or plan.total_steps):
-        rates.append(plan.learning_rate_factor(state))
+        rates.append(plan.schedule.next_factor(state, plan.tokens_per_step))
         state.advance(2, plan.tokens_per_step, 1.0, applied=True, excused=False)
     return rates, " ".join(said)
 

@@ -25,11 +25,10 @@ import numpy as np
 from mamba_fsdp.data.foreign.indexed import Pieces
 from mamba_fsdp.data.foreign.plan import DataFile, Rows
 from mamba_fsdp.data.workers import end_with_parent
-from mamba_fsdp.durable import hidden_beside, sync_folder, write_atomically
 from mamba_fsdp.errors import UserError, first_line
 from mamba_fsdp.formats import DOCUMENT_INDEX
 from mamba_fsdp.heartbeat import heart
-from mamba_fsdp.storage import patiently
+from mamba_fsdp.storage import hidden_beside, patiently, sync_folder, write_atomically
 
 KEPT_FROM = 1 << 26  # bytes of data: the index of less is made at each start, in a moment
 PROCESSES_FROM = 1 << 27  # bytes of data: starting processes takes seconds

@@ -23,8 +23,7 @@ def causal_conv_silu(x: Tensor, weight: Tensor, bias: Tensor, *, documents: Tens
 
 
 def causal_conv_step(state: Tensor, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    """One position: x (batch, channels) -> (batch, channels). state (batch, width - 1, channels), the last inputs,
-    oldest first, is updated in place."""
+    """One position, x (batch, channels); state (batch, width - 1, channels), the last inputs, is updated in place."""
     real = compute_type(x)
     window = torch.cat([state.to(real), x.to(real).unsqueeze(1)], dim=1)
     state.copy_(window[:, 1:])

@@ -6,8 +6,7 @@ With delta = softplus(dt + dt_bias), for every head, its state h a (headdim, d_s
     y[t] = h[t] C[t] + D x[t]
 
 Source: Dao and Gu, Transformers are SSMs (2024, arXiv 2405.21060), section 6. Positions of one chunk see each other
-through a masked matrix of decays times C B^T; chunks see each other through the state that one hands to the next, a
-short loop.
+through a masked matrix of decays times C B^T; chunks, through the state that one hands to the next.
 """
 
 import torch
@@ -29,8 +28,7 @@ def ssd(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None
     (batch, length, groups, d_state), the heads shared evenly among the groups in order; D, dt_bias (heads) or None;
     documents (batch, length): the state starts from zero wherever it changes; initial_state (batch, heads, headdim,
     d_state) or None for zeros: what the first document of each row continues. `chunk_size` is the fused kernel's;
-    the result does not depend on it. Returns y like x, and with `return_last_state` (y, the state after the last
-    position, in compute type).
+    the result does not depend on it. Returns y like x, and with `return_last_state` (y, last state in compute type).
     """
     assert x.shape[2] % B.shape[2] == 0, f"{B.shape[2]} groups don't divide {x.shape[2]} heads"
     return FORMS[form].ssd(x, dt, A, B, C, D, dt_bias, chunk_size, documents, initial_state, return_last_state)

@@ -90,11 +90,9 @@ def _states(x, delta, B, from_start, to_end, state):
 
 class _SSD(torch.autograd.Function):
     """x (batch, length, heads, headdim), B, C of any dtype; delta (batch, length, heads) after softplus, A, D in
-    compute type, as state (batch, groups, d_state, channels), where a group's channels are those of all its heads;
-    documents in chunks.
+    compute type, as state (batch, groups, d_state, channels), channels those of a group's heads; documents in chunks.
 
-    Indices below: z row, c chunk, i and j positions of a chunk, h head, p channel of a head, g group, k channel of a
-    group, n state.
+    Indices: z row, c chunk, i and j positions of a chunk, h head, p its channel, g group, k its channel, n state.
     """
 
     @staticmethod
