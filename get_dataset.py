@@ -27,10 +27,9 @@ from mamba_fsdp.errors import UserError
 def main(input: str = "builtin", out: str = "", *, options: DatasetConfig) -> None:
     options.check()
     # Imported late: --help and mistakes in the options answer at once.
-    from mamba_fsdp.data import splits, text, tokenize
+    from mamba_fsdp.data import text, tokenize
 
-    source = (splits.open_splits if options.splits == "official" else text.open_source)(input, options)
-    tokenize.make_dataset(source, out or default_folder(input))
+    tokenize.make_dataset(text.open_source(input, options), out or default_folder(input))
 
 
 def default_folder(input: str) -> Path:

@@ -6,9 +6,7 @@
 """
 
 import json
-import os
 import re
-import shlex
 from collections.abc import Collection, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any, NamedTuple
 
@@ -18,6 +16,7 @@ from config.dataset_config import DatasetConfig
 from mamba_fsdp.errors import UserError
 
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+CONVERT = "what is in another encoding is converted with iconv -f UTF-16 (or LATIN1) -t UTF-8 FILE > NEW"
 
 
 class TextBlock(NamedTuple):
@@ -55,7 +54,7 @@ def documents(block: TextBlock, options: DatasetConfig, counts: MutableMapping[s
     names file and record or byte, for what is no valid UTF-8, no valid JSON or no text.
     """
     if isinstance(block.data, bytes) and block.offset == 0 and options.invalid_utf8 == "error":
-        refuse_wide_characters(block.name, block.data)
+        _refuse_wide_characters(block.name, block.data)
     if block.kind == "text":
         yield from _text_documents(block, options, counts)
         return
@@ -124,36 +123,14 @@ def _decode(data, name, where, offset, options, counts):
         if options.invalid_utf8 == "skip":
             counts["skipped"] += 1
             return None
-        raise UserError(f"{name}: invalid UTF-8 at byte {offset + error.start}{where}{narrow_hint(name, data)}; "
-                        "--invalid_utf8=replace puts U+FFFD in its place, --invalid_utf8=skip leaves the document out"
-                        ) from error
+        raise UserError(f"{name}: invalid UTF-8 at byte {offset + error.start}{where}; --invalid_utf8=replace puts "
+                        f"U+FFFD in its place, --invalid_utf8=skip leaves the document out, and {CONVERT}") from error
 
 
-def refuse_wide_characters(name: str, beginning: bytes) -> None:
-    """Raises UserError, with the command that converts it, where the file `name` begins like UTF-16 or UTF-32. Without
-    a byte order mark that is what has a 0 in every other byte."""
-    low, high = (beginning[start:4096:2].count(0) for start in (0, 1))
-    encoding = "UTF-32" if beginning.startswith((b"\xff\xfe\0\0", b"\0\0\xfe\xff")) else \
-        "UTF-16" if beginning.startswith((b"\xff\xfe", b"\xfe\xff")) else \
-        "" if 8 * max(low, high) <= len(beginning[:4096]) or min(low, high) else "UTF-16LE" if high else "UTF-16BE"
-    if encoding:
-        raise UserError(f"{name}: is {encoding}, not UTF-8; convert it: {_conversion(name, encoding)}")
-
-
-def narrow_hint(name: str, data: bytes) -> str:
-    """Of invalid UTF-8 `data`: that it looks like Latin-1 or its Windows kin, where no character of UTF-8 is in it."""
-    if re.search(rb"[\xc2-\xf4][\x80-\xbf]", data) or name.endswith((".parquet", ".arrow")):
-        return ""
-    encoding = "WINDOWS-1252" if re.search(rb"[\x80-\x9f]", data) else "ISO-8859-1"
-    return f"; it looks like {encoding} (Latin-1), then convert it: {_conversion(name, encoding)}"
-
-
-def _conversion(name, encoding):
-    stem, suffix = os.path.splitext(name)
-    if reader := {".gz": "zcat", ".zst": "zstdcat"}.get(suffix):
-        return f"{reader} {shlex.quote(name)} | iconv -f {encoding} -t UTF-8 > {shlex.quote(stem)}"
-    name, new = shlex.quote(name), shlex.quote(f"{name}.utf8")
-    return f"iconv -f {encoding} -t UTF-8 {name} > {new} && mv {new} {name}"
+def _refuse_wide_characters(name, beginning):
+    """UTF-16 and UTF-32 have a byte order mark, or 0 in every other byte, which is valid UTF-8."""
+    if beginning.startswith((b"\xff\xfe", b"\xfe\xff")) or 8 * beginning.count(0, 0, 4096) > len(beginning[:4096]):
+        raise UserError(f"{name}: looks like UTF-16 or UTF-32; {CONVERT}")
 
 
 def token_ids(name: str, column: str, record: int | str, values: Sequence[int] | np.ndarray) -> np.ndarray:

@@ -1,14 +1,12 @@
-"""Text input of every kind, read as blocks: cut cheaply and in order by one process, for many to turn into documents.
+"""Sources of text: files, or what `datasets` loads, for readers.py to read as blocks.
 
 A source has `describe()` (what it is, to notice a change), `unit_count`, `blocks(position, unit)` (a unit's from a
-position on), `sample(limit)`, `total`, `unit_size` and `measure` (for the progress bar), `most_documents` (None where
-that takes reading) and `left_out` (names of files that are not read). A unit is the whole documents that one process
-works on at a time; which, depends on the input only. A block is about BLOCK_BYTES long whatever the input's size, and
-says where reading resumes after it. What a document is: documents.py.
+position on), `sample(limit)`, `total`, `unit_size` and `measure` (for the progress bar) and `left_out` (names of files
+that are not read). A unit is the whole documents that one process works on at a time; which, depends on the input only.
+What a document is: documents.py.
 """
 
 import bisect
-import contextlib
 import glob
 import hashlib
 import itertools
@@ -17,49 +15,35 @@ import math
 import os
 import re
 import sysconfig
-import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
-import zstandard
-
 from config.dataset_config import DatasetConfig
-from mamba_fsdp.data.documents import (
-    BYTE_ORDER_MARK,
-    TextBlock,
-    check_column,
-    field_of,
-    refuse_wide_characters,
-    separator_of,
-)
+from mamba_fsdp.data.documents import TextBlock
 from mamba_fsdp.data.hub import why_offline
-from mamba_fsdp.data.json_files import array_blocks
-from mamba_fsdp.data.tables import ARRAYS, ROWS, places_to_cut, values
+from mamba_fsdp.data.readers import ARCHIVES, BLOCK_BYTES, ROWS, place_to_cut, read_blocks, table_blocks
 from mamba_fsdp.errors import UserError, first_line
 
 UNIT_BYTES = 1 << 30  # of the input, all files end to end; about a shard of tokens
 UNIT_ROWS = 1 << 20  # of a datasets name
-BLOCK_BYTES = 1 << 19
-READ_BYTES = 1 << 16
 KINDS = {".txt": "text", ".text": "text", ".md": "text", ".jsonl": "json", ".ndjson": "json", ".json": "json",
          ".csv": "csv", ".tsv": "csv", ".parquet": "parquet", ".arrow": "arrow"}
-ARCHIVES = {".gz": lambda: zlib.decompressobj(31), ".zst": lambda: zstandard.ZstdDecompressor().decompressobj()}
-LINE_BREAK = re.compile(b"\n")
 NO_CORPUS = {"site-packages", "dist-packages", "__pycache__"}  # folders of the standard library's that are not its own
-# Cuts that don't change what a byte-level tokenizer makes of a long document: after a line break, else before a blank.
-GOOD_CUTS = (re.compile(rb"(?<=\S\n)(?=\S)"), re.compile(rb"(?<=\S)(?= \S)"))
+SPLITS = {"train": ("train", "training"), "validation": ("validation", "valid", "val", "dev"), "test": ("test",)}
 
 
-def open_source(name: str, options: DatasetConfig) -> "Files | Rows":
+def open_source(name: str, options: DatasetConfig) -> "TextSource":
     """The source that INPUT names: local files, else what `datasets` loads. Raises UserError where nothing is found."""
     path = os.path.expanduser(name)
-    if name == "builtin" or os.path.lexists(path) or glob.has_magic(path):
-        if options.config or options.streaming:
-            raise UserError(f"{name}: --config and --streaming are for `datasets` names, and this is a local path")
-        return Files(*find_files(path, options.format, options.split), options=options)
-    if _looks_local(name):
+    local = name == "builtin" or os.path.lexists(path) or glob.has_magic(path)
+    if local and (options.config or options.streaming):
+        raise UserError(f"{name}: --config and --streaming are for `datasets` names, and this is a local path")
+    if not local and _looks_local(name):
         raise UserError(f"{name}: no such file or folder")
-    return Rows(name, options)
+    if options.splits == "official":
+        return Splits(_local_splits(name, path, options) if local else _splits_of_name(name, options), options)
+    return Files(*find_files(path, options.format, options.split), options=options) if local else Rows(name, options)
 
 
 def find_files(name: str, format: str, split: str) -> tuple[list[tuple[str, str]], list[str]]:
@@ -161,8 +145,6 @@ class Files:
 
     def __init__(self, files: list[tuple[str, str]], left_out: list[str], options: DatasetConfig):
         self.files, self.left_out, self.options = files, left_out, options  # files: (path, kind)
-        whole = options.documents == "file" and all(kind == "text" for _, kind in files)
-        self.most_documents = len(files) if whole else None
         self._sizes = [stat.st_size for stat in self._stat()]
         *self._begins, self.total = itertools.accumulate(self._sizes, initial=0)
         self.unit_size, self.unit_count = UNIT_BYTES, max(1, math.ceil(self.total / UNIT_BYTES))
@@ -182,10 +164,11 @@ class Files:
 
     def blocks(self, position: dict | None = None, unit: int = 0) -> Iterator[TextBlock]:
         for number, start, end in self._parts(unit):
+            path, kind = self.files[number]
             if position and number == position["file"]:
                 start = position["inner"]
             if not position or number >= position["file"]:
-                for block in self._read(number, start, end):
+                for block in read_blocks(path, kind, self.options, start, end):
                     yield block._replace(position={"file": number, "inner": block.position},
                                          done=self._begins[number] + min(block.done, 1) * self._sizes[number])
 
@@ -195,26 +178,15 @@ class Files:
         low = unit * self.unit_size
         high = low + self.unit_size if unit + 1 < self.unit_count else self.total + 1
         first = bisect.bisect_left(self._begins, low)
+
+        def cut(number, low, high):
+            return place_to_cut(*self.files[number], self.options, low, high)
+
         for number in range(max(0, first - 1), bisect.bisect_left(self._begins, high)):
             begin, size = self._begins[number], self._sizes[number]
-            start = self._cut(number, low - begin, min(high - begin, size)) if begin < low < begin + size else None
+            start = cut(number, low - begin, min(high - begin, size)) if begin < low < begin + size else None
             if start or number >= first:
-                yield number, start, self._cut(number, high - begin, size) if high - begin < size else None
-
-    def _cut(self, number, low, high):
-        """Where the first document begins whose separator does in bytes [low, high) of a file; None for none."""
-        path, kind = self.files[number]
-        separator = LINE_BREAK if kind == "json" else separator_of(self.options) if kind == "text" else None
-        with _named_errors(path, kind):
-            if kind in ("parquet", "arrow"):
-                places = ((row, share * self._sizes[number])
-                          for row, share in places_to_cut(path, kind, self.options.text_column))
-                return next(({"row": row} if at < high else None for row, at in places if at >= low), None)
-            whole = not separator or os.path.splitext(path)[1].lower() in ARCHIVES
-            if whole or kind == "json" and _is_array(_beginning(path)):
-                return None
-            offset = _next_document(path, separator, low, high)
-        return {"offset": offset, **({"since": offset} if kind == "json" else {})} if offset else None
+                yield number, start, cut(number, high - begin, size) if high - begin < size else None
 
     def sample(self, limit: int) -> Iterator[TextBlock]:
         """Blocks from the whole breadth of the input, about `limit` bytes of it."""
@@ -223,18 +195,7 @@ class Files:
             count = max(1, min(count, limit // min(BLOCK_BYTES, self.total // count + 1)))
             share = limit // count
         for number in range(count):
-            yield from _take(self._read(number * len(self.files) // count), share)
-
-    def _read(self, number, position=None, end=None):
-        path, kind = self.files[number]
-        position, end = position or {}, end or {}
-        with _named_errors(path, kind):
-            if kind == "text":
-                yield from _read_text(path, separator_of(self.options), end.get("offset"), **position)
-            elif kind == "json":
-                yield from _read_json(path, end.get("offset"), **position)
-            else:
-                yield from _read_table(path, kind, self.options.text_column, end.get("row"), **position)
+            yield from _take(read_blocks(*self.files[number * len(self.files) // count], self.options), share)
 
 
 class Rows:
@@ -244,47 +205,45 @@ class Rows:
     left_out = ()
 
     def __init__(self, name: str, options: DatasetConfig):
-        offline = why_offline()
-        import datasets  # a second to import: only where needed
-
         self.name, self.options = name, options
         config, split, streaming = options.config or None, options.split or "train", options.streaming
-        try:
-            self._rows = datasets.load_dataset(name, config, split=split, streaming=streaming)
-        except Exception as error:  # the name, split or config is unknown, there is no network, ...
-            reason = first_line(error) + (f"; no network: {offline}" if offline else "")
-            raise UserError(f"{name}: no local path, and `datasets` can't load it ({reason})") from error
-        self.total = self.most_documents = None if streaming else len(self._rows)
+        self._rows = _ask_datasets("load_dataset", name, config, split=split, streaming=streaming)
+        self.total = None if streaming else len(self._rows)
         self.unit_size = 0 if streaming else UNIT_ROWS  # a stream's units are its shards
         self.unit_count = max(1, self._rows.num_shards if streaming else math.ceil(len(self._rows) / UNIT_ROWS))
         self._description = {"dataset": name, "config": config, "split": split, "streaming": streaming,
                              "fingerprint": None if streaming else self._rows._fingerprint}
-        names = self._rows.column_names or [options.text_column]
-        self._column = options.text_column if options.text_column in names else options.text_column.split(".")[0]
-        if self._rows.column_names:  # a stream may not know them before its first row
-            check_column(name, self._column, self._rows.column_names)
 
     def describe(self) -> dict:
         return self._description
 
     def blocks(self, position: dict | None = None, unit: int = 0) -> Iterator[TextBlock]:
-        row, column = position["row"] if position else unit * self.unit_size, self._column
+        row = position["row"] if position else unit * self.unit_size
         if self.total is None:
             rest = (self._rows.shard(self.unit_count, unit) if self.unit_count > 1 else self._rows).skip(row)
         else:
-            end = min((unit + 1) * self.unit_size, self.total)
-            rest = self._rows.select(range(row, end)).select_columns([column])
-        for batch in rest.iter(batch_size=ROWS):
-            check_column(self.name, column, batch)
-            data, first = list(batch[column]), row + 1
-            if column != self.options.text_column:
-                data = [field_of(f"{self.name}: record {number}", self.options.text_column, {column: value})
-                        for number, value in enumerate(data, first)]
-            row += len(data)
-            yield TextBlock(self.name, "rows", data, {"row": row}, row, first)
+            rest = self._rows.select(range(row, min((unit + 1) * self.unit_size, self.total)))
+
+        def batches(before):
+            for batch in rest.with_format("arrow").iter(batch_size=ROWS):
+                yield before, batch, before + len(batch)
+                before += len(batch)
+
+        return table_blocks(self.name, self.options.text_column, batches(row), row)
 
     def sample(self, limit: int) -> Iterator[TextBlock]:
         return _take((block for unit in range(self.unit_count) for block in self.blocks(unit=unit)), limit)
+
+
+def _ask_datasets(function, name, *arguments, **more):
+    offline = why_offline()
+    import datasets  # a second to import: only where needed
+
+    try:
+        return getattr(datasets, function)(name, *arguments, **more)
+    except Exception as error:  # the name, split or config is unknown, there is no network, ...
+        reason = first_line(error) + (f"; no network: {offline}" if offline else "")
+        raise UserError(f"{name}: no local path, and `datasets` can't load it ({reason})") from error
 
 
 def _take(blocks, limit):
@@ -296,146 +255,64 @@ def _take(blocks, limit):
             break
 
 
-# ---------------------------------------------------------------- readers: a file to blocks; `done` is its share
+class Splits:
+    """The splits that a dataset comes with, each for a store; its units are those of its parts, one after the other."""
 
-def _stretches(path, offset=0, end=None):
-    """Yields (bytes from `offset` on, decompressed; share of the file read); an archive has no `end`. Raises UserError
-    for a broken archive."""
-    make = ARCHIVES.get(os.path.splitext(path)[1].lower())
-    size = os.path.getsize(path)
-    with open(path, "rb") as file:
-        if not make:
-            file.seek(offset)
-            while stretch := file.read(min(BLOCK_BYTES, max(0, (end or size) - file.tell()))):
-                yield stretch, file.tell() / size
-            return
-        archive = make()
-        while stretch := file.read(READ_BYTES):
-            while stretch:
-                if archive.eof:  # several archives in one file
-                    archive = make()
-                try:
-                    data = archive.decompress(stretch)
-                except Exception as error:  # zlib and zstandard each have their own
-                    raise UserError(f"{path}: a broken archive near byte {file.tell()} ({error})") from error
-                skipped = min(offset, len(data))
-                offset -= skipped
-                yield data[skipped:], file.tell() / size
-                stretch = archive.unused_data if archive.eof else b""
-        if not archive.eof:
-            raise UserError(f"{path}: the archive ends before its end; it is truncated: copy it again")
+    def __init__(self, parts: dict[str, Files] | dict[str, Rows], options: DatasetConfig):
+        """parts: by the names of their stores."""
+        self.parts, self.options = parts, replace(options, validation_fraction=0)
+        self.measure, self.unit_size = parts["train"].measure, parts["train"].unit_size
+        *self._begins, self.unit_count = itertools.accumulate((part.unit_count for part in parts.values()), initial=0)
+        totals = [part.total for part in parts.values()]
+        self.total = None if None in totals else sum(filter(None, totals))
+        self.left_out = list(dict.fromkeys(name for part in parts.values() for name in part.left_out))
 
+    def store_of(self, unit: int) -> str:
+        return list(self.parts)[bisect.bisect_right(self._begins, unit) - 1]
 
-def _cut(path, offset, end, find_cut):
-    """Yields (bytes, whether cut inside a document, share read), cut where find_cut(buffer) says, 0 asking for more."""
-    buffer, done = bytearray(), 1.0
-    for stretch, done in _stretches(path, offset, end):
-        buffer += stretch
-        while len(buffer) > BLOCK_BYTES:
-            cut, open = find_cut(buffer)
-            if not cut:
-                break
-            yield bytes(buffer[:cut]), open, done
-            del buffer[:cut]
-    if buffer or not offset:
-        yield bytes(buffer), False, done
+    def describe(self) -> dict:
+        return {"splits": {name: part.describe() for name, part in self.parts.items()}}
+
+    def blocks(self, position: dict | None = None, unit: int = 0) -> Iterator[TextBlock]:
+        name = self.store_of(unit)
+        begin = self._begins[list(self.parts).index(name)]
+        for block in self.parts[name].blocks(position, unit - begin):
+            yield block._replace(done=block.done + begin * self.unit_size)
+
+    def sample(self, limit: int) -> Iterator[TextBlock]:
+        """Of the training split only."""
+        return self.parts["train"].sample(limit)
 
 
-def _read_text(path, separator, end=None, offset=0, inside=False):
-    for data, open, done in _cut(path, offset, end, lambda buffer: _cut_text(buffer, separator)):
-        position = {"offset": offset + len(data) or 1, "inside": open}  # 1: behind an empty file
-        yield TextBlock(path, "text", data, position, done, offset=offset, inside=inside, open=open)
-        offset, inside = offset + len(data), open
+TextSource = Files | Rows | Splits
 
 
-def _cut_text(buffer, separator):
-    """After the last document that surely ended, else where words part."""
-    window = bytes(buffer[:BLOCK_BYTES])
-    if separator:
-        sure = len(window.rstrip())  # a separator that touches the window's end may end behind it
-        ends = [match.end() for match in separator.finditer(window) if match.end() < sure]
-        if ends:
-            return ends[-1], False
-    return cut_words(window), True
+def _splits_of_name(name, options):
+    found = _official(name, _ask_datasets("get_dataset_split_names", name, options.config or None))
+    return {store: Rows(name, replace(options, split=split)) for store, split in found.items()}
 
 
-def cut_words(window):
-    """Where to cut a stretch of a long document: late, where words part, never within a UTF-8 character."""
-    tail = len(window) * 7 // 8
-    for pattern in GOOD_CUTS:
-        cuts = [match.start() for match in pattern.finditer(window, tail)]
-        if cuts:
-            return cuts[-1]
-    cut = len(window)
-    while cut > len(window) - 4 and window[cut - 1] & 0xC0 == 0x80:
-        cut -= 1
-    return cut - 1 if window[cut - 1] >= 0xC0 else len(window)
+def _local_splits(name, path, options):
+    """Of a save_to_disk folder, or of files and folders named by their splits."""
+    if (state := Path(path, "dataset_dict.json")).exists():
+        found = _official(name, _read_state(state, "splits"))
+        return {store: Files(*find_files(path, options.format, split), options) for store, split in found.items()}
+    files, left_out = find_files(path, options.format, "")
+    by_word: dict[str, list[tuple[str, str]]] = {}
+    for file, kind in files:
+        for word in set(re.split(r"[^a-z]+", os.path.relpath(file, path).lower())):
+            by_word.setdefault(word, []).append((file, kind))
+    return {store: Files(by_word[word], left_out, options) for store, word in _official(name, by_word).items()}
 
 
-def _next_document(path, separator, low, high):
-    """Where the first document begins behind a separator that begins in bytes [low, high); None where none does."""
-    window, longest = b"", len(separator.pattern)
-    for stretch, _ in _stretches(path, low):
-        window += stretch
-        sure = len(window.rstrip())  # a separator that touches the window's end may end behind it
-        match = separator.search(window)
-        if match and match.end() < sure:
-            return low + match.end() if low + match.start() < high else None
-        done = match.start() if match else max(0, sure - longest)
-        window, low = window[done:], low + done
-        if low >= high:
-            break
-    return None
-
-
-def _beginning(path):
-    return next((data for data, _ in _stretches(path) if data.strip()), b"")
-
-
-def _is_array(beginning):
-    return beginning.removeprefix(BYTE_ORDER_MARK).lstrip().startswith(b"[")
-
-
-def _read_json(path, end=None, offset=0, record=1, since=0, array=False):
-    beginning = b"" if offset else _beginning(path)
-    if array or _is_array(beginning):
-        refuse_wide_characters(path, beginning)
-        yield from array_blocks(path, _stretches(path, offset), BLOCK_BYTES, offset, record)
-        return
-    for data, _, done in _cut(path, offset, end, _cut_lines):
-        if data:
-            position = {"offset": offset + len(data), "record": record + data.count(b"\n"), "since": since}
-            yield TextBlock(path, "json", data, position, done, record, offset, since=since)
-            offset, record, _ = position.values()
-
-
-def _cut_lines(buffer):
-    return buffer.rfind(b"\n", 0, BLOCK_BYTES) + 1 or buffer.find(b"\n", BLOCK_BYTES) + 1, False
-
-
-def _read_table(path, kind, column, end=None, row=0):
-    if kind == "csv":
-        refuse_wide_characters(path, next(_stretches(path), (b"", 0))[0])
-    for before, array, done in ARRAYS[kind](path, column, row):
-        array = array if end is None else array[:max(0, end - before)]
-        for start in range(max(0, row - before), len(array), ROWS):
-            data, first = values(path, column, row + 1, array[start:start + ROWS]), row + 1
-            row += len(data)
-            yield TextBlock(path, "rows", data, {"row": row}, done, first)
-        if row == end:
-            break
-
-
-@contextlib.contextmanager
-def _named_errors(path, kind):
-    broken: tuple = ()
-    if kind in ARRAYS:
-        import pyarrow
-
-        broken = (pyarrow.ArrowException,)
-    try:
-        yield
-    except OSError as error:
-        raise UserError(f"{path}: can't be read ({error.strerror or error})") from error
-    except broken as error:
-        raise UserError(f"{path}: broken, or no {kind} file ({first_line(error)})") from error
+def _official(name: str, names: Iterable[str]) -> dict[str, str]:
+    """{store: its split's name in the source}. Raises UserError for anything but one for training, and one or both of
+    the others."""
+    found = {store: [known for known in spellings if known in names] for store, spellings in SPLITS.items()}
+    if twice := next((known for known in found.values() if len(known) > 1), None):
+        raise UserError(f"{name}: which split is which? It has {' and '.join(twice)}")
+    if not found["train"] or not (found["validation"] or found["test"]):
+        shown = ", ".join(known for each in found.values() for known in each) or "none"
+        raise UserError(f"{name}: of the splits train, validation and test it has: {shown}; leave --splits=official "
+                        "out to hold out a share of the text")
+    return {store: known[0] for store, known in found.items() if known}

@@ -12,7 +12,6 @@ import collections
 import contextlib
 import errno
 import json
-import math
 import shutil
 import sys
 from concurrent.futures import BrokenExecutor, ThreadPoolExecutor
@@ -23,9 +22,9 @@ import numpy as np
 from config.dataset_config import DatasetConfig
 from mamba_fsdp.data import tokenizer as tokenizers_
 from mamba_fsdp.data.documents import documents
-from mamba_fsdp.data.splits import TextSource
 from mamba_fsdp.data.store import TokenStore
-from mamba_fsdp.data.units import STORES, ProgressBar, Unit, exact, for_validation, store_names, unit_name, writer
+from mamba_fsdp.data.text import TextSource
+from mamba_fsdp.data.units import STORES, ProgressBar, Unit, exact, store_names, unit_name, writer
 from mamba_fsdp.data.workers import Workers
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.formats import DATASET
@@ -133,19 +132,6 @@ def _clear(out):
         shutil.rmtree(out / name, ignore_errors=True)
 
 
-def _say_before(source):
-    """What a reader would rather know before the work than after it."""
-    fraction, most = source.options.validation_fraction, source.most_documents
-    if source.left_out:
-        kinds = ", ".join(source.left_out[:3]) + (", ..." if len(source.left_out) > 3 else "")
-        print(f"left out: {len(source.left_out):,} files whose names don't tell a format ({kinds}); --format=text takes"
-              " all as text")
-    if fraction and most is not None and source.unit_count == 1 and not for_validation(
-            np.arange(min(most, math.ceil(1 / fraction))), exact(fraction)).any():
-        print(f"{most:,} document{'s' * (most > 1)}, too few to hold out a whole one: unless end-of-text tokens in the "
-              f"text make more, the last {100 * fraction:g}% of the tokens is for validation")
-
-
 def _sample(source):
     for block in source.sample(TRAINING_SAMPLE):
         for text, _ in documents(block, source.options, collections.Counter()):
@@ -176,7 +162,10 @@ class _Tokenization:
     def run(self, save_seconds):
         source, options = self.source, self.source.options
         self.folder.mkdir(exist_ok=True)
-        _say_before(source)
+        if source.left_out:
+            kinds = ", ".join([*source.left_out[:3], *["..."] * (len(source.left_out) > 3)])
+            print(f"left out: {len(source.left_out):,} files whose names don't tell a format ({kinds}); --format=text "
+                  "takes all as text")
         tokenizer = self._agree()
         part, parts = options.part_of()
         # Its own ones first, then those of the part behind it, and so on.

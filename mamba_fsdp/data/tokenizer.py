@@ -9,11 +9,10 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
 from config.fields import whole_number
 from mamba_fsdp.data.hub import was_downloaded, why_offline
-from mamba_fsdp.data.tokenizer_forms import fast_form, from_sentencepiece, sentencepiece_file
 from mamba_fsdp.errors import UserError, first_line
 from mamba_fsdp.storage import write_atomically
 
@@ -26,6 +25,9 @@ SPACES = str.maketrans({"\u0120": " ", "\u2581": " ", "\u010a": "\n"})  # as voc
 IDENTITY = "ids:"  # what an identity begins with; another way to make one needs another name
 ANOTHER_TOKENIZER = ("use one tokenizer for both (get_dataset.py --tokenizer=FOLDER takes any), or give "
                      "--allow_other_tokenizer=true if you know that it fits")
+MAKE_IDS = "make token ids with it and give get_dataset.py these: --text_column=input_ids --tokenizer=none"
+# Files by one of which `transformers` knows more than tokenizer.model says.
+KNOWN_TO_TRANSFORMERS = ("tokenizer.json", "tokenizer_config.json", "config.json")
 
 
 class TextTokenizer:
@@ -185,7 +187,56 @@ def load_for_transformers(name: str | Path, remedy: str = "") -> Any:
     except Exception as error:  # the libraries raise whatever a file runs into
         forms = "" if is_folder else " as a folder, a tokenizer.json file or a name on the Hugging Face Hub"
         raise UserError(f"tokenizer {name}: can't be loaded{forms} ({first_line(error)[:200]}){remedy}") from error
-    return form if getattr(form, "is_fast", False) else fast_form(name, form)
+    if not getattr(form, "is_fast", False):
+        raise UserError(f"tokenizer {name}: {type(form).__name__} has no fast form (tokenizer.json); {MAKE_IDS}")
+    return form
+
+
+def sentencepiece_file(name: str | Path) -> Path | None:
+    """The file of sentencepiece's that `name` is, or that is all there is in this folder, as of Llama; else None."""
+    path = Path(name)
+    if path.is_dir() and not any((path / file).exists() for file in KNOWN_TO_TRANSFORMERS):
+        path /= "tokenizer.model"
+    return path if path.suffix == ".model" and path.is_file() else None
+
+
+def from_sentencepiece(path: Path) -> Any:
+    """A `transformers` tokenizer that encodes as the BPE in this file of sentencepiece's does. Raises UserError."""
+    try:
+        from sentencepiece import SentencePieceProcessor, sentencepiece_model_pb2
+    except ImportError:
+        raise UserError(f"tokenizer {path}: needs the packages sentencepiece and protobuf: .venv/bin/pip install "
+                        "sentencepiece protobuf") from None
+    try:
+        original = SentencePieceProcessor(model_file=str(path))
+        proto = sentencepiece_model_pb2.ModelProto.FromString(path.read_bytes())  # type: ignore[attr-defined]
+    except Exception as error:  # whatever its C++ raises
+        raise UserError(f"tokenizer {path}: is no file of sentencepiece's ({first_line(error)})") from error
+    kinds = dict(proto.SentencePiece.Type.items())
+    vocabulary = {piece.piece: number for number, piece in enumerate(proto.pieces)}
+    merges: list[tuple[str, str]] = []  # sentencepiece joins whatever two pieces make one, the best first
+    for piece in sorted(proto.pieces, key=lambda piece: -piece.score):
+        text = piece.piece
+        if piece.type == kinds["NORMAL"]:
+            pairs = [(text[:cut], text[cut:]) for cut in range(1, len(text))]
+            merges += sorted((pair for pair in pairs if pair[0] in vocabulary and pair[1] in vocabulary),
+                             key=lambda pair: (vocabulary[pair[0]], vocabulary[pair[1]]))
+    backend = Tokenizer(models.BPE(vocabulary, merges, unk_token=original.id_to_piece(original.unk_id()), fuse_unk=True,
+                                   byte_fallback=proto.trainer_spec.byte_fallback))
+    blank = normalizers.Replace(" ", "\u2581")
+    prefix = proto.normalizer_spec.add_dummy_prefix
+    backend.normalizer = normalizers.Sequence([normalizers.Prepend("\u2581"), blank] if prefix else [blank])
+    backend.decoder = decoders.Sequence([decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(),
+                                         *([decoders.Strip(" ", 1, 0)] if prefix else [])])
+    backend.add_tokens([AddedToken(piece.piece, normalized=False, special=False) for piece in proto.pieces
+                        if piece.type == kinds["USER_DEFINED"]])
+    if any(backend.encode(text, add_special_tokens=False).ids != original.encode(text) for text in [*SAMPLES, ""]):
+        raise UserError(f"tokenizer {path}: has no fast form that encodes as it does; {MAKE_IDS}")
+    names = {"bos": original.bos_id(), "eos": original.eos_id(), "unk": original.unk_id()}
+    from transformers import PreTrainedTokenizerFast
+
+    return PreTrainedTokenizerFast(tokenizer_object=backend, clean_up_tokenization_spaces=False, **{
+        f"{name}_token": original.id_to_piece(number) for name, number in names.items() if number >= 0})
 
 
 class Words(NamedTuple):

@@ -21,8 +21,8 @@ import numpy as np
 from tqdm import tqdm
 
 from mamba_fsdp.data.order import splitmix64
-from mamba_fsdp.data.splits import Splits, TextSource
 from mamba_fsdp.data.store import StoreWriter
+from mamba_fsdp.data.text import Splits, TextSource
 from mamba_fsdp.data.tokenizer import TextTokenizer
 from mamba_fsdp.data.workers import Workers
 from mamba_fsdp.lease import Lease

@@ -14,7 +14,7 @@ import numpy as np
 from config.dataset_config import DatasetConfig
 from mamba_fsdp.data import tokenizer as tokenizers_
 from mamba_fsdp.data.documents import TextBlock, documents
-from mamba_fsdp.data.text import BLOCK_BYTES, cut_words
+from mamba_fsdp.data.readers import BLOCK_BYTES, cut_words
 from mamba_fsdp.errors import UserError
 
 
