@@ -4,7 +4,7 @@ import csv
 import json
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import closing
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -92,29 +92,22 @@ def write_store(copy: Copy, name: str) -> None:
     writer.finish()
 
 
-class _ArrowFiles:
-    """Arrow files of about `most` tokens each, one after the other. new: of pyarrow.ipc, makes the writer of one.
-    written: [name, documents, tokens] of each."""
+def _write_arrow(folder, pattern, schema, new, batches, most):
+    """Writes `batches`, each (its one column, documents, tokens), to Arrow files of about `most` tokens. new: of
+    pyarrow.ipc, makes the writer of one. Returns [name, documents, tokens] of each file."""
+    import pyarrow
 
-    def __init__(self, folder: Path, pattern: str, schema: Any, new: Callable[..., Any], most: int):
-        self.folder, self.pattern, self.schema, self.new, self.most = folder, pattern, schema, new, most
-        self.written: list[list[Any]] = []
-        self.opened: list[Any] = []
-
-    def write(self, columns: list[Any], documents: int, tokens: int) -> None:
-        import pyarrow
-
-        if not self.written or self.written[-1][2] >= self.most:
-            self.close()
-            self.written.append([self.pattern.format(len(self.written)), 0, 0])
-            file = pyarrow.OSFile(str(self.folder / self.written[-1][0]), "wb")
-            self.opened = [self.new(file, self.schema), file]
-        self.opened[0].write(pyarrow.record_batch(columns, schema=self.schema))
-        self.written[-1][1:] = self.written[-1][1] + documents, self.written[-1][2] + tokens
-
-    def close(self) -> None:
-        while self.opened:
-            self.opened.pop(0).close()
+    written: list[list[Any]] = []
+    with ExitStack() as opened:
+        for column, documents, tokens in batches:
+            if not written or written[-1][2] >= most:
+                opened.close()
+                written.append([pattern.format(len(written)), 0, 0])
+                file = opened.enter_context(pyarrow.OSFile(str(folder / written[-1][0]), "wb"))
+                writer = opened.enter_context(new(file, schema))
+            writer.write(pyarrow.record_batch([column], schema=schema))
+            written[-1][1:] = written[-1][1] + documents, written[-1][2] + tokens
+    return written
 
 
 def write_fms(copy: Copy, name: str) -> None:
@@ -122,19 +115,21 @@ def write_fms(copy: Copy, name: str) -> None:
     added there. Beside it meta/counts.csv."""
     import pyarrow
 
-    (copy.folder / name).mkdir(exist_ok=True)
-    schema = pyarrow.schema([("tokens", pyarrow.uint32())])
-    with closing(_ArrowFiles(copy.folder / name, "{:05d}.arrow", schema, pyarrow.ipc.new_file,
-                             copy.shard_tokens)) as files:
+    def batches():
         for tokens in copy.documents():
             tokens = tokens[:-1] if tokens[-1] == copy.source.eos else tokens
             copy.tell("empty documents were left out", not len(tokens))
             if len(tokens):  # an empty one hides the rest of its file from fms-fsdp
-                files.write([pyarrow.array(tokens.astype(np.uint32))], 1, len(tokens))
+                yield pyarrow.array(tokens.astype(np.uint32)), 1, len(tokens)
+
+    (copy.folder / name).mkdir(exist_ok=True)
+    schema = pyarrow.schema([("tokens", pyarrow.uint32())])
+    written = _write_arrow(copy.folder / name, "{:05d}.arrow", schema, pyarrow.ipc.new_file, batches(),
+                           copy.shard_tokens)
     (copy.folder / "meta").mkdir(exist_ok=True)
     with open(copy.folder / "meta" / "counts.csv", "a", newline="") as table:
         csv.writer(table).writerows([["dataset/filename", "documents", "tokens"]] * (not table.tell()) +
-                                    [[f"/{name}/{file}", *counts] for file, *counts in files.written])
+                                    [[f"/{name}/{file}", *counts] for file, *counts in written])
 
 
 def write_datalayout(copy: Copy, name: str) -> None:
@@ -158,16 +153,18 @@ def write_save_to_disk(copy: Copy, name: str) -> None:
     import datasets
     import pyarrow
 
-    features = datasets.Features({"input_ids": [datasets.Value("int32")]})
-    with closing(_ArrowFiles(copy.folder, "data-{:05d}.arrow", features.arrow_schema, pyarrow.ipc.new_stream,
-                             copy.shard_tokens)) as files:
+    def batches():
         for rows in _batched(copy.rows()):
             ends = np.cumsum([0, *map(len, rows)]).astype(np.int32)
-            files.write([pyarrow.ListArray.from_arrays(ends, np.concatenate(rows).astype(np.int32))], len(rows),
-                        int(ends[-1]))
+            column = pyarrow.ListArray.from_arrays(ends, np.concatenate(rows).astype(np.int32))
+            yield column, len(rows), int(ends[-1])
+
+    features = datasets.Features({"input_ids": [datasets.Value("int32")]})
+    written = _write_arrow(copy.folder, "data-{:05d}.arrow", features.arrow_schema, pyarrow.ipc.new_stream, batches(),
+                           copy.shard_tokens)
     datasets.DatasetInfo(features=features).write_to_directory(str(copy.folder))
     state: dict[str, Any]
-    state = {"_data_files": [{"filename": file} for file, *_ in files.written],
+    state = {"_data_files": [{"filename": file} for file, *_ in written],
              "_fingerprint": copy.source.identity[-16:], "_format_columns": None, "_format_kwargs": {},
              "_format_type": None, "_output_all_columns": False, "_split": None}
     (copy.folder / "state.json").write_text(json.dumps(state, indent=1) + "\n")
