@@ -21,8 +21,7 @@ from mamba_fsdp.errors import UserError, leave_for_torchrun
 def run(verb: Callable[..., Any], help_page: Callable[[], str], arguments: Sequence[str] | None = None) -> None:
     """Call `verb` with the command line's words and exit with its code.
 
-    help_page: a function that gives the text of --help. Exit codes: what the verb returns or 0; a UserError's own (2,
-    or 74 for storage that failed), 130 for Ctrl-C.
+    help_page: gives the text of --help. Exit codes: what the verb returns or 0; a UserError's own; 130 for Ctrl-C.
     """
     arguments = sys.argv[1:] if arguments is None else arguments
     try:

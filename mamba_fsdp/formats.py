@@ -16,8 +16,7 @@ class Format(NamedTuple):
         return {"format": self.name, "version": self.version}
 
     def check(self, path: Path, content: dict) -> None:
-        """Raises UserError unless `content`, of the file `path`, says this format and version; to say neither is to say
-        version 1, whose first files had no header."""
+        """Raises UserError unless `content`, of the file `path`, says this format and a version (none: 1) it reads."""
         name, version = content.get("format", self.name), content.get("version", 1)
         if name != self.name:
             raise UserError(f"{path}: written as {name!r}; this program reads {self.name!r} here")

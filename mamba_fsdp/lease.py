@@ -34,8 +34,7 @@ class Lease:
         self.ended = threading.Event()
 
     def take(self, report: Callable[[str], None]) -> None:
-        """Of a run folder. Raises UserError when a living run holds it, within SECONDS_OF_SILENCE; StorageError after
-        patient trying, and OSError as the disk does."""
+        """Of a run folder. Raises UserError when a living run holds it, StorageError after patient trying, OSError."""
         while not self.try_take():
             holder = self.holder()
             report(f"waiting    to see whether the run of {holder} still lives: it held {self.file.parent}")
@@ -71,8 +70,7 @@ class Lease:
                 return
             seen = patiently(self._look, self.file)
         except OSError as error:
-            raise UserError(f"{self.file}: can't be read ({error.strerror}); mend that, then the same command resumes"
-                            ) from None
+            raise UserError(f"{self.file}: can't be read ({error.strerror}); mend that and run again") from None
         by = f"is in use by the run of {_describe(_owner(seen))}" if seen else f"has lost its {self.file.name}"
         raise UserError(f"{self.file.parent} {by}: this run stood still for a while, or somebody removed the file; it "
                         "stops here and writes nothing more")

@@ -77,8 +77,7 @@ def no_checkpoint(path: str | Path) -> UserError:
 
 
 def is_own(origin: str, run: str | Path) -> bool:
-    """Whether `origin`, a load_ckpt_path, is the run folder `run` itself, however the two are spelled: then it means to
-    resume if there is something, else to start."""
+    """Whether `origin`, a load_ckpt_path, is the run folder itself: it means to resume or, if empty, to start."""
     return bool(origin) and os.path.realpath(origin) == os.path.realpath(run)
 
 

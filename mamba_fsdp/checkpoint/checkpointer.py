@@ -6,7 +6,6 @@ folder, which the next run removes, and never half a checkpoint under a name tha
 """
 
 import contextlib
-import errno
 import json
 import math
 import shutil
@@ -124,13 +123,12 @@ class Checkpointer:
             written = patiently(lambda: write_pieces(path, pieces, sum(is_model(name) for name, _, _ in pieces)), path)
             sync_folder(save.partial)
             save.outcome = {"file": path.name, **written}
-        except OSError as error:
-            hint = " (is the run folder on storage that all nodes share?)" if error.errno == errno.ENOENT else ""
-            save.outcome = {"error": UserError(f"{where}: {path}: {error.strerror}{hint}")}
         except StorageError as error:
             save.outcome = {"error": StorageError(f"{where}: {error}")}
         except BaseException as error:
-            save.outcome = {"error": UserError(f"{where}: {path}: {type(error).__name__}: {error}")}
+            said = error.strerror if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
+            hint = " (do all nodes share the run folder's storage?)" if isinstance(error, FileNotFoundError) else ""
+            save.outcome = {"error": UserError(f"{where}: {path}: {said}{hint}")}
 
     # Rank 0 alone does the rest.
 

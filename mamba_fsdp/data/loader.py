@@ -1,12 +1,11 @@
 """Batches: the windows that the order names, read ahead by threads and cut into this rank's micro batches.
 
-The content of a step depends on the order and the global batch only: ranks and micro batches are slices of it, and
-threads only decide when it is read.
+The content of a step depends on the order and the global batch only: ranks and micro batches are slices of it.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import lru_cache
 from operator import itemgetter
@@ -64,7 +63,7 @@ class Split:
         return self.world_size * self.micro_batches * self.batch_size
 
 
-class Loader(AbstractContextManager["Loader"]):
+class Loader(ExitStack):
     """This rank's micro batches of every step.
 
     order: the Order of these sources. Step s takes samples [g*G, (g+1)*G) of the order, g = s - first_step, G the
@@ -74,16 +73,18 @@ class Loader(AbstractContextManager["Loader"]):
 
     def __init__(self, sources: Mapping[str, Source], order: Order, data: DataConfig, split: Split, *, vocab_size: int,
                  first_step: int = 0, pin_memory: bool = False) -> None:
+        super().__init__()
         assert order.seq_length == data.seq_length, "the order counts windows of another length"
         self.sources, self.order, self.data, self.split = sources, order, data, split
         self.vocab_size, self.first_step, self.pin_memory = vocab_size, first_step, pin_memory
         self.pool = ThreadPoolExecutor(data.num_workers, "loader") if data.num_workers else None
+        if self.pool:
+            self.callback(self.pool.shutdown, cancel_futures=True)
         self.together = lru_cache(4)(lambda block: np.stack(order.samples(block * TOGETHER, TOGETHER)[:2]))
         self.ahead: dict[int, Future[list[Batch]]] = {}  # step -> its micro batches
 
     def step(self, step: int) -> list[Batch]:
-        """The micro batches of any step; consecutive steps are read ahead. Raises UserError, which names source and
-        window, where one can't be read."""
+        """The micro batches of any step; consecutive steps are read ahead. Raises UserError with source and window."""
         if not self.pool:
             return self._read(step)
         soon = range(step, step + self.data.prefetch + 1)
@@ -107,20 +108,12 @@ class Loader(AbstractContextManager["Loader"]):
                 for at in range(0, mine, size)]
 
     def _windows(self, first: int, count: int) -> np.ndarray:
-        """(2, count): source and window of samples from `first` on, computed with others of their TOGETHER where these
-        are of the next steps."""
+        """(2, count): source and window of samples from `first` on, in small steps computed TOGETHER with others."""
         if self.split.global_batch > TOGETHER // 4:
             return np.stack(self.order.samples(first, count)[:2])
         blocks = range(first // TOGETHER, (first + count - 1) // TOGETHER + 1)
         at = first - blocks[0] * TOGETHER
         return np.concatenate([self.together(block) for block in blocks], axis=1)[:, at:at + count]
-
-    def close(self) -> None:
-        if self.pool:
-            self.pool.shutdown(cancel_futures=True)
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 def evaluation_batches(source: Source, name: str, data: DataConfig, split: Split, *, vocab_size: int,

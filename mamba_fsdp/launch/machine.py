@@ -72,5 +72,4 @@ def check_version(environment: str | Path = sys.prefix) -> None:
     stack, made_from = (stamp.read_text().split() + ["", ""])[:2]
     requirements = PROJECT / "requirements" / f"{stack}.txt"
     if not requirements.is_file() or hashlib.sha256(requirements.read_bytes()).hexdigest() != made_from:
-        raise UserError(f"the environment {environment} was made from another requirements/{stack}.txt than this "
-                        f"checkout's; {remedy}")
+        raise UserError(f"the environment {environment} was made from another requirements/{stack}.txt; {remedy}")

@@ -72,8 +72,7 @@ class MambaLM(nn.Module):
         """tokens (batch, length) int64 -> logits (batch, length, padded vocabulary) in the compute dtype.
 
         With labels (batch, length), the token that follows each position or -100 where none counts: the sum of the
-        token losses in nats, an fp32 scalar; weights (batch, length) multiply them. documents (batch, length): each
-        position's document, never falling.
+        token losses in nats, an fp32 scalar; weights (batch, length) multiply them. documents: as in ops.
         """
         assert documents is None or self.reset_at_documents, "this model was not built to reset at documents"
         if self.part and labels is not None and tokens.shape[1] > self.part:
@@ -82,8 +81,7 @@ class MambaLM(nn.Module):
         return self.lm_head(hidden) if labels is None else self.loss(hidden, labels, weights)
 
     def read(self, tokens, documents=None, state=None):
-        """The blocks' output, hidden and residual. With a `state` the tokens are those that follow what it has read,
-        and documents (batch, all) those of all tokens so far."""
+        """(hidden, residual) behind the blocks. With a `state`, tokens follow it and documents are those of all."""
         hidden, residual, position = self.embed(tokens), None, 0
         if state:
             position, state["position"] = state["position"], state["position"] + tokens.shape[1]

@@ -26,9 +26,8 @@ ONES, NORMAL, DT = Init("ones"), Init("normal"), Init("dt", 1e-3, 0.1)
 
 
 class Parameter(NamedTuple):
-    """One parameter. decay: whether weight decay applies, which is to just what activations are multiplied with:
-    matrices and convolutions. fp32: it computes in fp32 in every precision mode, since half precision would cost up to
-    1.6 % of dt and 0.8 % of A."""
+    """decay: whether weight decay applies, which is to what activations are multiplied with, matrices and convolutions.
+    fp32: it computes in fp32 in every precision mode: half precision would cost up to 1.6 % of dt and 0.8 % of A."""
 
     shape: tuple[int, ...]
     init: Init
@@ -216,8 +215,7 @@ def parts_that_read(setting: str) -> list[str]:
 
 
 def operator_uses(config, dtype: Any, documents: bool = False, deterministic: bool = False) -> dict[str, list[Use]]:
-    """What the model asks of each operator. dtype: of the activations, a torch.dtype; documents: with boundaries;
-    deterministic: equal bit for bit in equal runs."""
+    """What the model asks of each operator; dtype: of the activations, a torch.dtype; the others as in Use."""
     use = Use(dtype, documents, deterministic=deterministic)
     uses = {"norm": [use], "loss": [use]}
     for part in config.parts():

@@ -133,8 +133,7 @@ def tune_process(device_type):
     GPU stays as it is: there, memory that copies for checkpoints took has to go back to the system.
 
     Denormal numbers count as 0: decayed states become denormal and then cost a hundredfold. And glibc is told to keep
-    freed memory up to 1 GiB for the next step instead of handing every large tensor back to the system, which clears
-    each page anew (a no-op with another C library).
+    freed memory up to 1 GiB for the next step: the system would clear each page anew (a no-op with another C library).
     """
     if device_type != "cpu":
         return

@@ -1,7 +1,6 @@
 """What every sharding strategy offers to the loop: one small interface, over the part of each tensor that a rank holds.
 
-Gradients are sums: the caller scales its loss so that the sum over ranks of the gradients is the one it wants. Every
-strategy reduces them in fp32 and divides by nothing.
+Gradients are sums over ranks, in fp32 and divided by nothing under every strategy: the caller scales its loss.
 """
 
 from collections.abc import Callable, Iterable

@@ -189,8 +189,7 @@ def start_world(*, timeout_minutes: float = 10.0) -> World:
         return World.alone(device=_take_device(0))
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
     if missing := [name for name in names if name not in os.environ]:
-        raise UserError(f"RANK is set, but not {', '.join(missing)}; start the ranks with torchrun, or unset RANK to "
-                        "train with one process")
+        raise UserError(f"RANK is set, but not {', '.join(missing)}; start the ranks with torchrun, or unset RANK")
     rank, size, local_rank, local_size = (int(os.environ[name]) for name in names)
     device, timeout = _take_device(local_rank), timedelta(minutes=timeout_minutes)
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=timeout)

@@ -126,8 +126,7 @@ class Output:
 
 @contextlib.contextmanager
 def output_that_may_go() -> Iterator[None]:
-    """Inside, no print raises, whosever it is. A stream that failed stays silent afterwards: Python would end with exit
-    code 120 if it can't write the rest."""
+    """Inside, no print raises. A stream that failed stays silent afterwards, or Python would end with exit code 120."""
     before = sys.stdout, sys.stderr
     outputs = [Output(stream or open(os.devnull, "w")) for stream in before]
     sys.stdout, sys.stderr = outputs  # type: ignore[assignment]

@@ -21,10 +21,7 @@ def numbers_of(entry: dict) -> dict[str, float]:
 
 def make_trackers(kinds: Collection[str], run_folder: Path, settings: dict, step: int, project: str = "",
                   name: str = "") -> "list[TensorBoard | WeightsAndBiases]":
-    """For a run that resumes from `step`. project, name: in W&B, if not the environment's or our own.
-
-    Raises UserError where a package is missing or refuses. Each is imported only when it is asked for.
-    """
+    """For a run that resumes from `step`; project, name: in W&B. Raises UserError where one is missing or refuses."""
     trackers: list[TensorBoard | WeightsAndBiases] = [TensorBoard(run_folder, step)] if "tensorboard" in kinds else []
     if "wandb" in kinds:
         trackers.append(WeightsAndBiases(run_folder, settings, project, name))

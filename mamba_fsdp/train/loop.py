@@ -137,8 +137,7 @@ def update_weights(parallel: ParallelModel, optimizer: torch.optim.Optimizer, lo
 
 
 def validate(parts: Parts, recorder: Recorder, stop: StopRequest) -> bool:
-    """Validation loss at the current step, into the metrics and the log. Returns False where a stop was asked for,
-    which ends it at the next batch; nothing is written then."""
+    """Validation loss at the current step, into metrics and log. False where a stop was asked for, which ends it."""
     settings, plan, world, step, began = parts.settings, parts.plan, parts.world, parts.state.step, time.perf_counter()
     windows = plan.eval_batches * plan.split.global_batch or None
     sizes = [store.token_count - 1 for store in parts.validation]
@@ -165,8 +164,7 @@ def evaluate(module: torch.nn.Module, batches: Iterable[Batch], world: World,
     """(mean of the token losses in nats, of which `module` returns the weighted sum, how many) over the batches of all
     ranks; (nan, 0) once `stopped`, of the tokens that this rank has read, is true.
 
-    All ranks must bring the same number of batches, as each forward pass gathers sharded weights, and stop together.
-    Raises UserError where no token counts.
+    All ranks must bring as many batches (each forward pass gathers weights). Raises UserError where no token counts.
     """
     training = module.training
     module.eval()

@@ -51,8 +51,7 @@ class Recorder(contextlib.ExitStack):
         self.clock = Clock(step, world.size)
 
     def report(self, state: TrainState, loss: float, learning_rate: float, gradient_norm: float, read: int) -> None:
-        """After a step: the live line, and every report_interval steps an entry with the mean loss in the metrics.
-        read: what all ranks read for it, see `read_by`."""
+        """After a step: the live line, and when due an entry with the mean loss in the metrics. read: see `read_by`."""
         if self.samples:
             self.folder.lease.check()
             self.samples.add(state.step, read)

@@ -29,8 +29,7 @@ class RunFolder:
             patiently(lambda: (self.path / CHECKPOINTS).mkdir(parents=True, exist_ok=True), self.path)
             self.lease.take(partial(print, flush=True))
         except OSError as error:
-            raise UserError(f"save_ckpt_path {self.path}: can't make the run folder or write to it ({error.strerror}: "
-                            f"{error.filename})") from None
+            raise UserError(f"save_ckpt_path {self.path}: can't write {error.filename} ({error.strerror})") from None
         # At once, so that whatever ends the start, even a kill, the last run's status (`finished`) is gone.
         write_status(self.path, "running", self._newest_step(), "starting")
 

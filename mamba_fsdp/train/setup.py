@@ -129,8 +129,8 @@ def say_closed(order: Order, say: Say) -> None:
     closed, epochs = order.closed, seen({**order.closed, "closed": []})["source_epochs"]
     drawn = ", ".join(f"{name} after {f'{epochs[name]:.4g} epochs' if name in epochs else f'{count:,} windows'}"
                       for name, count in closed["drawn"].items())
-    say(f"new epoch  the position with seed {closed['seed']}, seq_length {closed['seq_length']} is closed ({drawn}); "
-        "these sources begin anew")
+    say(f"new epoch  the position with seed {closed['seed']}, seq_length {closed['seq_length']} is closed "
+        f"({drawn}); these sources begin anew")
 
 
 def say_length(settings: TrainConfig, plan: Plan, say: Say) -> None:
@@ -150,8 +150,7 @@ def split_step(training: TrainingConfig, world: World) -> Split:
     global_batch = training.global_batch_size or per_pass * training.gradient_accumulation_steps
     if global_batch % per_pass:
         raise UserError(f"global_batch_size {global_batch} is no multiple of batch_size {training.batch_size} times "
-                        f"{world.size} ranks; set batch_size to a divisor of {global_batch / world.size:g}, or another "
-                        "global_batch_size")
+                        f"{world.size} ranks; change it, or let batch_size divide {global_batch / world.size:g}")
     return Split(world.rank, world.size, training.batch_size, global_batch // per_pass)
 
 

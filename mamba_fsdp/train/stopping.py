@@ -17,8 +17,7 @@ SHARE_OF_TIME, MOST_SECONDS_BETWEEN_LOOKS = 0.01, 1.0
 
 
 class StopRequest:
-    """Notices requests on this rank; `reason` is "" until there is one. Only rank 0 looks for the file, whose content,
-    if any, is the reason."""
+    """Notices requests on this rank; `reason`: "" until there is one. Rank 0 looks for the file and its words."""
 
     def __init__(self, run_folder: Path, on_rank0: bool) -> None:
         self.reason, self.interrupted, self.next_look = "", False, 0.0

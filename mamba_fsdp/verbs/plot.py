@@ -4,7 +4,6 @@ Draw the training and validation loss of one or more runs over the step, from th
 The picture lands in RUN/loss.png unless --out names another place.
 """
 
-from collections.abc import Iterable
 from pathlib import Path
 
 from mamba_fsdp.errors import UserError
@@ -13,25 +12,18 @@ from mamba_fsdp.run_layout import LOSS_PICTURE, METRICS
 
 
 def main(*runs: str, out: str = "") -> None:
+    """Raises UserError for a run without metrics or a place that can't be written."""
     if not runs:
         raise UserError("name at least one run folder; see --help")
     picture = Path(out) if out else Path(runs[0]) / LOSS_PICTURE
-    plot_losses([Path(run) for run in runs], picture)
-    print(picture)
 
-
-def plot_losses(runs: Iterable[Path], out: Path) -> None:
-    """Draws training loss (thin line) and validation loss (dots) over the step, one colour per run folder, into `out`.
-
-    Raises UserError for a run without metrics or a place that can't be written.
-    """
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
     figure, axes = plt.subplots(figsize=(8, 4.5), dpi=120, layout="constrained")
-    for number, run in enumerate(runs):
+    for number, run in enumerate(map(Path, runs)):
         entries = read(run / METRICS)
         if not entries:
             raise UserError(f"{run}: holds no {METRICS} with entries; is it a run folder?")
@@ -45,8 +37,9 @@ def plot_losses(runs: Iterable[Path], out: Path) -> None:
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False)
     try:
-        figure.savefig(out)
+        figure.savefig(picture)
     except (OSError, ValueError) as error:
-        raise UserError(f"{out}: can't write the picture ({error})") from None
+        raise UserError(f"{picture}: can't write the picture ({error})") from None
     finally:
         plt.close(figure)
+    print(picture)

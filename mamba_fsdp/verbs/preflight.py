@@ -51,8 +51,7 @@ def main(action: str, folder: str, *nodes: str, after_dashes: Sequence[str] | No
 def report(folder: Path, settings: TrainConfig, mistakes: Sequence[str] = ()) -> None:
     """Write this node's findings for the TrainConfig `settings` into `folder`, where the first node has put `token`.
 
-    mistakes: what has been found wrong with the weights to start from, as sentences. Raises UserError where the
-    folder is not shared or can't be written.
+    mistakes: sentences on the weights to start from. Raises UserError where the folder is not shared or not writable.
     """
     node = node_name()
     if not (folder / "token").is_file():
@@ -73,8 +72,7 @@ def report(folder: Path, settings: TrainConfig, mistakes: Sequence[str] = ()) ->
     try:
         write_atomically(folder / f"{node}.json", json.dumps(found))
     except OSError as error:
-        raise UserError(f"{node}: can't write to {folder} ({error.strerror}); mount it there with write access for uid "
-                        f"{os.getuid()}") from None
+        raise UserError(f"{node}: can't write {folder} ({error.strerror}); let uid {os.getuid()} write there") from None
 
 
 def space_mistakes(settings: TrainConfig) -> list[str]:

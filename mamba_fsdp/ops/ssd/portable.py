@@ -68,8 +68,7 @@ def _decays(delta, A, documents):
 def _hand_over(added, decay, state, order):
     """Pass the state from chunk to chunk in the given order: times each chunk's `decay`, plus its `added`.
 
-    added, decay (batch, chunks, groups, d_state, channels), decay with d_state 1. Returns the states that enter each
-    chunk, and the one that leaves the last.
+    added, decay (batch, chunks, groups, d_state, channels), decay with d_state 1. Returns those entering, and the last.
     """
     entering = [None] * added.shape[1]
     for chunk in order:  # into a list: a compiled graph copies the whole tensor at every assignment to a part of it
@@ -79,8 +78,7 @@ def _hand_over(added, decay, state, order):
 
 
 def _states(x, delta, B, from_start, to_end, state):
-    """What each position adds to its chunk's last state, by B; each chunk's decay; the states that enter the chunks,
-    and the last: all (batch, chunks, ...) as below."""
+    """What each position adds to its chunk's last state, by B; each chunk's decay; the states as from _hand_over."""
     groups = B.shape[3]
     scaled = (x * (delta * to_end).unsqueeze(4)).flatten(3).unflatten(3, (groups, -1))
     decay = from_start[:, :, -1].repeat_interleave(x.shape[4], 2).unflatten(2, (groups, 1, -1))
