@@ -8,20 +8,32 @@ from typing import Any
 
 from safetensors import SafetensorError
 
+import mamba_fsdp
+from config.presets import title
+from mamba_fsdp.checkpoint.folder import Reader
 from mamba_fsdp.conventions import DTYPES
 from mamba_fsdp.data.tokenizer import load_for_transformers
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.interop import state_spaces, transformers_forms
-from mamba_fsdp.interop.model_card import model_card
 from mamba_fsdp.interop.pth_files import write_pth
 from mamba_fsdp.interop.safetensors_files import SHARD_BYTES, write_safetensors
 from mamba_fsdp.interop.weights import PICKLED, TOKENIZER_FILES, read_weights
-from mamba_fsdp.model.spec import EMBEDDING, LM_HEAD, parameters
-from mamba_fsdp.run_layout import CONSOLIDATED, MODEL_CONFIG, TOKENIZER
+from mamba_fsdp.model.spec import EMBEDDING, LM_HEAD, parameter_count, parameters
+from mamba_fsdp.run_layout import COMMIT, CONSOLIDATED, MODEL_CONFIG, TOKENIZER
 from mamba_fsdp.storage import new_folder
 
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 MODEL_CARD, GENERATION_CONFIG = "README.md", "generation_config.json"
+LOADING = {
+    "hf": """from transformers import AutoModelForCausalLM, AutoTokenizer
+
+tokenizer, model = AutoTokenizer.from_pretrained(FOLDER), AutoModelForCausalLM.from_pretrained(FOLDER)
+prompt = tokenizer("Once", return_tensors="pt").input_ids
+tokens = model.generate(prompt, max_new_tokens=50, do_sample=True)
+print(tokenizer.decode(tokens[0]))""",
+    "state-spaces": """from mamba_ssm.models.mixer_seq_simple import MambaLMHeadModel
+
+model = MambaLMHeadModel.from_pretrained(FOLDER, device="cuda")"""}
 
 
 def write_model(source: str | Path, out: str | Path, format: str = "hf", dtype: str | None = None, *,
@@ -58,7 +70,7 @@ def write_model(source: str | Path, out: str | Path, format: str = "hf", dtype: 
             (unfinished / MODEL_CONFIG).write_text(json.dumps(fields, indent=2) + "\n")
             if format != "ours":
                 stored = str(get(EMBEDDING).dtype).removeprefix("torch.")
-                (unfinished / MODEL_CARD).write_text(model_card(weights, format, stored))
+                (unfinished / MODEL_CARD).write_text(_model_card(weights, format, stored))
             if weights.tokenizer_path:
                 _copy_tokenizer(weights.tokenizer_path, unfinished / TOKENIZER if format == "ours" else unfinished)
     except SafetensorError as error:
@@ -111,3 +123,29 @@ def _copy_tokenizer(source, folder):
     for name in TOKENIZER_FILES:
         if (source / name).is_file():
             shutil.copyfile(source / name, folder / name)
+
+
+def _model_card(weights, format, dtype):
+    """What the model is, how it was trained as far as that is known, how to load it. dtype: of the stored numbers."""
+    config, training = weights.config, "How it was trained is not known."
+    if (Path(weights.source) / COMMIT).is_file():
+        state = Reader(weights.source).state
+        data, progress = state["settings"]["data"], state["progress"]
+        training = (f"Trained for {progress['step']:,} steps on {progress['tokens']:,} tokens of "
+                    f"{Path(data['dataset_path']).name} in sequences of {data['seq_length']:,}.")
+    return f"""---
+library_name: {"transformers" if format == "hf" else "mamba-ssm"}
+pipeline_tag: text-generation
+tags: [mamba_fsdp]
+---
+# {title(config)}
+
+A language model of {parameter_count(config):,} parameters in {dtype}: {config.n_layer} layers {config.layers}, d_model
+{config.d_model}, a vocabulary of {config.vocab_size:,}. {training}
+
+```python
+{LOADING[format]}
+```
+
+Written by mamba_fsdp {mamba_fsdp.__version__}.
+"""

@@ -55,21 +55,19 @@ def _files(index):
 def write_safetensors(folder: Path, tensors: Iterable[tuple[str, Tensor]], shard_bytes: int = SHARD_BYTES) -> None:
     """Write (name, tensor) pairs, one file at a time. Raises OSError or SafetensorError as the disk does."""
     contents, total = [], 0
+    weight_map: dict[str, str] = {}
     os.umask(umask := os.umask(0))
     for number, shard in enumerate(_shards(tensors, shard_bytes)):
         save_file(shard, folder / f"{number}.safetensors", metadata={"format": "pt"})
         (folder / f"{number}.safetensors").chmod(0o666 & ~umask)  # the library lets nobody else read it
         contents.append(list(shard))
         total += sum(tensor.nbytes for tensor in shard.values())
-    if len(contents) == 1:
-        (folder / "0.safetensors").rename(folder / SINGLE)
-        return
-    weight_map: dict[str, str] = {}
     for number, names in enumerate(contents):
-        final = f"model-{number + 1:05d}-of-{len(contents):05d}.safetensors"
+        final = f"model-{number + 1:05d}-of-{len(contents):05d}.safetensors" if len(contents) > 1 else SINGLE
         (folder / f"{number}.safetensors").rename(folder / final)
         weight_map |= dict.fromkeys(names, final)
-    (folder / INDEX).write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=1))
+    if len(contents) > 1:
+        (folder / INDEX).write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=1))
 
 
 def _shards(tensors, shard_bytes):

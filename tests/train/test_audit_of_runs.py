@@ -101,7 +101,7 @@ def test_what_no_log_tells_is_said(train, project, tmp_path, audit):
     for steps, logged in ((2, False), (4, True), (6, False)):
         train(run, **{**MIXED, "num_steps": steps, "sample_log": logged})
     code, said = audit(run)
-    assert code == 0 and "proved     4 samples" in said and "steps 1 to 2, 5 to 6 read" in said, said
+    assert code == 0 and "proved         4 samples" in said and "steps 1 to 2, 5 to 6 read" in said, said
     done = subprocess.run([sys.executable, "-m", "mamba_fsdp", "audit", str(tmp_path)], cwd=project, text=True,
                           capture_output=True)
     assert done.returncode == 2
@@ -137,4 +137,4 @@ def test_the_mixture_of_mambaoutai_trains_and_is_audited(make_store, tmp_path, m
     for name, share in shares.items():
         assert tokens[name] / sum(tokens.values()) == pytest.approx(share, abs=0.002)
     code, said = audit(tmp_path / "runs/mambaoutai")
-    assert code == 0 and "proved     1,000 samples" in said, said
+    assert code == 0 and "proved         1,000 samples" in said, said
