@@ -52,14 +52,9 @@ def shard(model: nn.Module, slots: list[ParameterSlot], whole: list[ParameterSlo
         blocks[index] = FullyShardedDataParallel(block, **options)
     module = FullyShardedDataParallel(model, **options)
 
-    starts = _starts(module)
+    flats = [unit._handle.flat_param for unit in FullyShardedDataParallel.fsdp_modules(module)]
+    starts = {(info.module, info.param_name): cut.intra_param_start_idx or 0  # None where this rank has none of it
+              for flat in flats for info, cut in zip(flat._param_infos, flat._shard_param_infos)}
     parts = {slot: (slot.parameter, starts[slot.owners[0]]) for slot in slots if slot not in whole}
     return FlatShard(model, module, world, slots, parts=parts, shard_size=shard_size,
                      no_sync=settings.accumulate_unsharded)
-
-
-def _starts(module):
-    """Owner of a parameter -> where this rank's elements of it start, as FSDP1 noted when it cut the parameter."""
-    flats = [unit._handle.flat_param for unit in FullyShardedDataParallel.fsdp_modules(module)]
-    return {(info.module, info.param_name): cut.intra_param_start_idx or 0  # None where this rank has none of it
-            for flat in flats for info, cut in zip(flat._param_infos, flat._shard_param_infos)}
