@@ -15,6 +15,7 @@ Fixed = dict[str, tuple]  # their field: (the one value that our model has, thei
 
 TYPES: dict[str, Any] = {leaf.name: leaf.type for leaf in dataclasses.fields(ModelConfig)}
 AUTO = ("dt_rank", "time_step_rank")  # fields in which "auto" stands for the default
+UNLIMITED = None, [0.0, float("inf")], [0.0, "inf"], [0.0, {"__float__": "Infinity"}]  # the last of transformers 5
 INERT: tuple = (None, False, 0, "", [], {})  # a field that says no to something we don't know of changes nothing
 
 
@@ -58,13 +59,9 @@ class Fields:
         return {ours: self.take(theirs, *default, kind=TYPES[ours]) for theirs, (ours, *default) in table.items()}
 
     def refuse_limit(self, name: str) -> None:
-        """Refuse limits of dt other than [0, infinity], which transformers 5 writes as {"__float__": "Infinity"}."""
-        value = self.content.pop(name, None) or [0.0, "inf"]
-        try:
-            numbers = [float(limit["__float__"] if isinstance(limit, dict) else limit) for limit in value]
-        except (TypeError, ValueError, KeyError):
-            numbers = []
-        if numbers != [0.0, float("inf")]:
+        """Refuse limits of dt other than none."""
+        value = self.content.pop(name, None)
+        if value not in UNLIMITED:
             self.refuse(name, f"is {value}; only [0, inf], no limit, can be brought over")
 
     def expect(self, table: Fixed) -> None:
