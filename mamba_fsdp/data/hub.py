@@ -5,7 +5,6 @@ import ssl
 import threading
 import urllib.error
 import urllib.request
-from pathlib import Path
 
 SECONDS = 5.0  # to answer in
 
@@ -25,13 +24,6 @@ def why_offline() -> str:
     if reason[-1]:
         os.environ["HF_HUB_OFFLINE"] = "1"
     return reason[-1] and f"{place}: {reason[-1]}"
-
-
-def was_downloaded(model: str) -> bool:
-    """Whether something of the model's repository lies in the cache of the Hub's library."""
-    from huggingface_hub import constants
-
-    return Path(constants.HF_HUB_CACHE, f"models--{model.replace('/', '--')}").is_dir()
 
 
 def _why_silent(place):

@@ -4,8 +4,10 @@ A block is about BLOCK_BYTES long whatever the file's size, and says where readi
 the share of the file that is read. Arrow is imported late: it takes a while.
 """
 
+import bisect
 import codecs
 import contextlib
+import itertools
 import json
 import os
 import re
@@ -267,14 +269,19 @@ def _parquet_batches(path, column, row):
 
     file = pyarrow.parquet.ParquetFile(path)
     column_of(path, column, file.schema_arrow.empty_table())
-    sizes = [file.metadata.row_group(number).num_rows for number in range(file.num_row_groups)]
-    at = group = 0
-    while group < len(sizes) and at + sizes[group] <= row:
-        at += sizes[group]
-        group += 1
-    for batch in file.iter_batches(ROWS, row_groups=range(group, len(sizes)), columns=[column], use_threads=False):
+    begins = _group_begins(file)
+    group = bisect.bisect_right(begins, row) - 1
+    at = begins[group]
+    for batch in file.iter_batches(ROWS, row_groups=range(group, file.num_row_groups), columns=[column],
+                                   use_threads=False):
         yield at, batch, (at + len(batch)) / file.metadata.num_rows
         at += len(batch)
+
+
+def _group_begins(file):
+    """The rows with which a parquet file's row groups begin, and the one behind the last."""
+    sizes = (file.metadata.row_group(number).num_rows for number in range(file.num_row_groups))
+    return list(itertools.accumulate(sizes, initial=0))
 
 
 def _arrow_batches(path, column, row):
@@ -331,10 +338,8 @@ def _row_groups(path, kind, column):
         return
     import pyarrow.parquet
 
-    metadata, row = pyarrow.parquet.ParquetFile(path).metadata, 0
-    for number in range(metadata.num_row_groups):
-        yield row, row / metadata.num_rows
-        row += metadata.row_group(number).num_rows
+    *begins, count = _group_begins(pyarrow.parquet.ParquetFile(path))
+    yield from ((row, row / count) for row in begins)
 
 
 def column_of(name, column, table):

@@ -57,21 +57,20 @@ def find_files(name: str, format: str, split: str) -> tuple[list[tuple[str, str]
         places = [Path(name)]
     if not places:
         raise UserError(f"{name}: no file matches this pattern")
-    found, left_out, used_split = [], [], False
+    if split and not any(True for place in places for _ in place.rglob("dataset_dict.json")):
+        raise UserError(f"--split={split}: {name} has no splits; leave --split out")
+    found, left_out = [], []
     for place in places:
         if place.is_dir():
-            files, had_split = _walk(place, format, split)
+            files = list(_walk(place, format, split))
             found += [(path, kind) for path, kind in files if kind]
             left_out += [path.name for path, kind in files if not kind]
-            used_split |= had_split
         elif kind := _kind(place, format):
             found.append((place, kind))
         else:
             raise UserError(f"{place}: can't tell its format by its name; add --format=text (or json, parquet, arrow)")
     if not found:
         raise UserError(f"{name}: no file named {', '.join(KINDS)} in it; --format=text takes every file as text")
-    if split and not used_split:
-        raise UserError(f"--split={split}: {name} has no splits; leave --split out")
     return [(str(path.absolute()), kind) for path, kind in found], left_out
 
 
@@ -94,22 +93,20 @@ def _is_utf8(path):
 
 
 def _walk(folder, format, split):
-    """([(path, kind or None)], whether --split chose among them) of a folder, its folders included, hidden ones not."""
-    found, used_split = [], False
+    """(path, kind or None) of each file of a folder, its folders included, hidden ones not."""
     for here, folders, names in os.walk(folder, onerror=_refuse):
         here = Path(here)
         folders[:] = sorted(name for name in folders if not name.startswith("."))
         if "dataset_dict.json" in names:  # save_to_disk of several splits
             splits = _read_state(here / "dataset_dict.json", "splits")
-            folders[:], used_split = (split or "train").split("+"), True
+            folders[:] = (split or "train").split("+")
             if missing := [name for name in folders if name not in splits]:
                 raise UserError(f"{here}: no split {missing[0]!r}; name one of {', '.join(splits)} with --split")
         elif "state.json" in names and "dataset_info.json" in names:  # save_to_disk: the state names its files
-            found += [(here / file["filename"], "arrow") for file in _read_state(here / "state.json", "_data_files")]
+            yield from ((here / file["filename"], "arrow") for file in _read_state(here / "state.json", "_data_files"))
             folders[:] = []
         else:
-            found += [(here / name, _kind(here / name, format)) for name in sorted(names) if not name.startswith(".")]
-    return found, used_split
+            yield from ((here / name, _kind(here / name, format)) for name in sorted(names) if name[0] != ".")
 
 
 def _read_state(path, key):

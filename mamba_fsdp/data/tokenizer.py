@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
 from config.fields import whole_number
-from mamba_fsdp.data.hub import was_downloaded, why_offline
+from mamba_fsdp.data.hub import why_offline
 from mamba_fsdp.errors import UserError, first_line
 from mamba_fsdp.storage import write_atomically
 
@@ -177,16 +177,14 @@ def load_for_transformers(name: str | Path, remedy: str = "") -> Any:
         return from_sentencepiece(bare)
     is_folder = Path(name).is_dir()
     offline = "" if is_folder else why_offline()
-    if offline and not was_downloaded(str(name)):
-        raise UserError(f"tokenizer {name}: can't be loaded: there is no such folder or tokenizer.json file, and "
-                        f"no network to download one of this name ({offline}){remedy}")
     from transformers import AutoTokenizer  # seconds to import: only where needed
 
     try:
         form = AutoTokenizer.from_pretrained(name)
     except Exception as error:  # the libraries raise whatever a file runs into
         forms = "" if is_folder else " as a folder, a tokenizer.json file or a name on the Hugging Face Hub"
-        raise UserError(f"tokenizer {name}: can't be loaded{forms} ({first_line(error)[:200]}){remedy}") from error
+        reason = f"no network: {offline}" if offline else first_line(error)[:200]
+        raise UserError(f"tokenizer {name}: can't be loaded{forms} ({reason}){remedy}") from error
     if not getattr(form, "is_fast", False):
         raise UserError(f"tokenizer {name}: {type(form).__name__} has no fast form (tokenizer.json); {MAKE_IDS}")
     return form
@@ -253,18 +251,18 @@ def load_words(path: str | Path) -> Words:
     say all. Raises UserError."""
     try:
         fields = json.loads(Path(path, "tokenizer_config.json").read_bytes())
-        if fields["tokenizer_class"] in ("PreTrainedTokenizerFast", "TokenizersBackend"):
-            backend, eos = Tokenizer.from_file(str(Path(path, "tokenizer.json"))), fields["eos_token"]
-            backend.no_truncation()
-            return Words(lambda text: backend.encode(text, add_special_tokens=False).ids,
-                         lambda tokens: backend.decode(tokens, skip_special_tokens=False),
-                         backend.token_to_id(eos["content"] if isinstance(eos, dict) else eos),
-                         max(backend.get_vocab().values()) + 1)
-    except Exception:  # not these files: let transformers say what is wrong
-        pass
-    form = load_for_transformers(path)
-    return Words(lambda text: form(text, add_special_tokens=False)["input_ids"], form.decode, form.eos_token_id,
-                 max(form.get_vocab().values()) + 1)
+        if fields["tokenizer_class"] not in ("PreTrainedTokenizerFast", "TokenizersBackend"):
+            raise ValueError("transformers may amend its files")
+        backend, eos = Tokenizer.from_file(str(Path(path, "tokenizer.json"))), fields["eos_token"]
+    except Exception:  # let transformers say what is wrong
+        form = load_for_transformers(path)
+        backend, eos = form.backend_tokenizer, form.eos_token
+    backend.no_truncation()
+    backend.no_padding()
+    eos = eos["content"] if isinstance(eos, dict) else eos
+    return Words(lambda text: backend.encode(text, add_special_tokens=False).ids,
+                 lambda tokens: backend.decode(tokens, skip_special_tokens=False),
+                 backend.token_to_id(eos) if eos else None, max(backend.get_vocab().values()) + 1)
 
 
 def load(name: str, eos_token: str | None = None) -> TextTokenizer:

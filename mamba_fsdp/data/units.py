@@ -57,20 +57,20 @@ class Unit:
     def __init__(self, folder: Path, number: int, source: TextSource, tokenizer: TextTokenizer):
         """folder: OUT/.progress."""
         self.path, self.number, self.source, self.tokenizer = folder / unit_name(number), number, source, tokenizer
-        self._shown = number * source.unit_size, 0, 0
-        self.fraction = exact(source.options.validation_fraction)
-        self.progress: dict[str, Any] = {"position": None, "done": self._shown[0], "written": 0, "open": False,
+        self.begin = number * source.unit_size
+        self.progress: dict[str, Any] = {"position": None, "done": self.begin, "written": 0, "open": False,
                          "seconds": 0.0, "counts": {"empty": 0, "skipped": 0}, "stores": {}}
         if (begun := self.path.with_suffix(".begun")).exists():
             self.progress = json.loads(begun.read_bytes())
         self.stores = {name: writer(self.path / name, source, tokenizer, self.progress["stores"].get(name))
                        for name in store_names(source, number)}
+        self._shown = self._now()
 
     def tokenise(self, workers: Workers, lease: Lease, bar: "ProgressBar", save_seconds: float) -> None:
         """Returns when the unit is finished, or `lease` is found lost."""
         saved = time.monotonic()
         started = saved - self.progress["seconds"]
-        self._show(bar, resumed=True)
+        bar.skip(self.progress["done"] - self.begin)
         try:
             for chunk, result in workers.results(self.source.blocks(self.progress["position"], self.number)):
                 self._write(*result)
@@ -87,14 +87,13 @@ class Unit:
             for store in self.stores.values():
                 store.close()
 
-    @property
-    def token_count(self) -> int:
-        return sum(store.token_count for store in self.stores.values())
+    def _now(self):
+        tokens = sum(store.token_count for store in self.stores.values())
+        return self.progress["done"], self.progress["written"], tokens
 
-    def _show(self, bar, resumed=False):
-        now = self.progress["done"], self.progress["written"], self.token_count
-        bar.add(*(new - old for new, old in zip(now, self._shown)), resumed=resumed)
-        self._shown = now
+    def _show(self, bar):
+        before, self._shown = self._shown, self._now()
+        bar.add(*(new - old for new, old in zip(self._shown, before)))
 
     def _write(self, tokens, counts):
         """Deals documents out to the stores by their number."""
@@ -108,7 +107,8 @@ class Unit:
         ends = np.flatnonzero(tokens == eos) + 1
         progress["open"] = bool(tokens[-1] != eos)
         bounds = np.append(ends, len(tokens)) if progress["open"] else ends
-        held_out = for_validation(self.number * NUMBERS + progress["written"] + np.arange(len(bounds)), self.fraction)
+        held_out = for_validation(self.number * NUMBERS + progress["written"] + np.arange(len(bounds)),
+                                  self.source.options.validation_fraction)
         progress["written"] += len(ends)
         if held_out.any():
             of_token = np.repeat(held_out, np.diff(bounds, prepend=0))
@@ -128,18 +128,18 @@ class Unit:
             self.path.with_suffix(".begun").unlink(missing_ok=True)
 
 
-def exact(fraction: float) -> Fraction:
+def exact(fraction: float | Fraction) -> Fraction:
     return Fraction(fraction).limit_denominator(10 ** 6)
 
 
-def for_validation(numbers: np.ndarray, fraction: Fraction) -> np.ndarray:
+def for_validation(numbers: np.ndarray, fraction: float | Fraction) -> np.ndarray:
     """Which documents are held out, (n,) bool, by their running `numbers` (n,): exactly one of each 1/fraction.
 
     A hash of the group's number chooses within it, so that the choice has no period that the input could share.
     """
     if not fraction:
         return np.zeros(len(numbers), dtype=bool)
-    p, q = fraction.numerator, fraction.denominator
+    p, q = exact(fraction).as_integer_ratio()
     group = numbers * p // q
     first, end = -(-group * q // p), -(-(group + 1) * q // p)
     chosen = (splitmix64(np.uint64(0), group) % (end - first).astype(np.uint64)).astype(np.int64)
@@ -154,17 +154,18 @@ class ProgressBar(tqdm):
         total = source.total and min(source.total, units * source.unit_size)
         super().__init__(total=total, unit=source.measure, unit_scale=True, mininterval=0.2, smoothing=0.05,
                          desc="tokenising", disable=not sys.stderr.isatty())
-        self.initial = 0.0  # which a disabled one lacks
         self.started = self.printed = time.monotonic()
-        self.read, self.documents, self.tokens, self.resumed = 0.0, 0, 0, 0
+        self.read, self.documents, self.tokens = 0.0, 0, 0
 
-    def add(self, read: float, documents: int, tokens: int, resumed: bool = False) -> None:
-        """What was read, in the source's measure, and made of it since the last call; resumed: by another process."""
+    def skip(self, read: float) -> None:
+        """What another process has read of a unit already, in the source's measure."""
+        self.total: float | None = self.total and max(0, self.total - read)
+
+    def add(self, read: float, documents: int, tokens: int) -> None:
+        """What was read, in the source's measure, and made of it since the last call."""
         self.read, self.documents, self.tokens = self.read + read, self.documents + documents, self.tokens + tokens
-        if resumed:
-            self.initial, self.resumed = self.initial + read, self.resumed + tokens
         now = time.monotonic()
-        rate = (self.tokens - self.resumed) / max(now - self.started, 1e-9)
+        rate = self.tokens / max(now - self.started, 1e-9)
         text = f"{self.documents:,} documents, {self.tokens:,} tokens, {rate:,.0f} tokens/s"
         self.set_postfix_str(text, refresh=False)
         self.update(min(self.read, self.total or self.read) - self.n)

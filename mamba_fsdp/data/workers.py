@@ -124,10 +124,11 @@ def _tokenize(chunk):
 def _short_parts(text):
     """A long text in parts, since the library takes some hundred bytes of memory for each token of a call."""
     if len(text) <= BLOCK_BYTES:
-        return [text]
-    data, parts = text.encode(), []
+        yield text
+        return
+    data = text.encode()
     while len(data) > BLOCK_BYTES:
         cut = cut_words(data[:BLOCK_BYTES])
-        parts.append(data[:cut].decode())
+        yield data[:cut].decode()
         data = data[cut:]
-    return [*parts, data.decode()]
+    yield data.decode()

@@ -51,7 +51,7 @@ def test_a_name_server_that_is_silent_is_not_waited_for(ask, monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("words, said", [
-    (["x.txt", "out", "--tokenizer=gpt22"], "tokenizer gpt22: can't be loaded: there is no such folder or "),
+    (["x.txt", "out", "--tokenizer=gpt22"], "tokenizer gpt22: can't be loaded as a folder, a"),
     (["nobody/nothing", "out"], "nobody/nothing: no local path, and `datasets` can't load it ("),
 ])
 def test_a_mistyped_name_without_a_network_is_one_line(words, said, tmp_path):
