@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from mamba_fsdp.data.foreign.plan import Rows
+from mamba_fsdp.data.foreign.indexed import Rows
 from mamba_fsdp.errors import UserError, first_line
 
 COLUMNS = ("tokens", "input_ids")  # looked for where none is named

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from config.train_config import ReadingConfig
-from mamba_fsdp.data.foreign.plan import Plan, Rows
+from mamba_fsdp.data.foreign.indexed import Plan, Rows
 from mamba_fsdp.errors import UserError
 
 FORMAT = "DataLayout"

@@ -22,8 +22,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mamba_fsdp.data.foreign.indexed import Pieces
-from mamba_fsdp.data.foreign.plan import DataFile, Rows
+from mamba_fsdp.data.foreign.indexed import DataFile, Pieces, Rows
 from mamba_fsdp.data.workers import end_with_parent
 from mamba_fsdp.errors import UserError, first_line
 from mamba_fsdp.formats import DOCUMENT_INDEX

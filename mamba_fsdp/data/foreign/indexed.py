@@ -1,4 +1,5 @@
-"""The Source over files in any foreign format: pieces of memory-mapped files, laid end to end.
+"""The Source over files in any foreign format: pieces of memory-mapped files, laid end to end; and the Plan by which a
+format's module says what there is.
 
 A piece is a stretch of tokens in a file: a document, to which bos and eos are added as it is read, or, where text was
 cut without regard to documents, as much as lies there in a row, taken as it is.
@@ -7,14 +8,13 @@ cut without regard to documents, as much as lies there in a row, taken as it is.
 import bisect
 import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
-from mamba_fsdp.data.foreign.plan import DataFile
 from mamba_fsdp.data.source import Tokens, restart
 from mamba_fsdp.data.store import map_file
 from mamba_fsdp.errors import UserError
@@ -22,6 +22,41 @@ from mamba_fsdp.errors import UserError
 LOOK_BACK = 1 << 14  # tokens: where no eos is found in so many, positions count from there
 MAPS = 1 << 14  # files mapped at a time: Linux allows 65,530 in all
 LAYOUT_BITS = (1 << 16) - 1, (1 << 14) - 1, 1  # DataLayout: token, position, counts in the loss; from the lowest bit on
+
+
+class Rows(NamedTuple):
+    """What lies in a file: its documents or other rows, in order."""
+
+    dtype: str
+    offsets: np.ndarray  # (rows,) int64, bytes
+    lengths: np.ndarray  # (rows,) int64, tokens
+
+
+class DataFile(NamedTuple):
+    """A file of a source, as it was when its index was made."""
+
+    name: str  # from the source's folder on
+    size: int  # bytes
+    changed: int  # nanoseconds: its mtime
+    dtype: str  # of the tokens
+    documents: int  # in the file itself, the empty ones too
+    tokens: int  # in the file itself
+    pieces: int
+    length: int  # tokens, with what is added to documents and without what is stripped
+    digest: str  # of the pieces, and of samples of their content
+
+
+class Plan(NamedTuple):
+    """The files of a source and how they are to be read."""
+
+    root: Path
+    names: Sequence[str]  # of the files, from root on
+    find_rows: Callable[[Path], Rows]  # of a module, so that it can be sent to another process; raises UserError
+    documents: bool  # rows are documents, to end with eos; else they are laid end to end as they are
+    told: str = ""  # what the user should know of it
+    block: int = 0  # of how many tokens each row must be, but the last of a file; 0: of any
+    layout: bool = False  # as Rule has it
+    check: Callable[[Sequence[DataFile]], None] = lambda files: None  # raises UserError where they are not as told
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from config.train_config import ReadingConfig
 from mamba_fsdp.data.foreign import arrow
-from mamba_fsdp.data.foreign.plan import DataFile, Plan
+from mamba_fsdp.data.foreign.indexed import DataFile, Plan
 from mamba_fsdp.errors import UserError
 
 FORMAT = "save_to_disk"
