@@ -7,8 +7,8 @@
 
 import json
 import re
-from collections.abc import Collection, Iterator, Mapping, MutableMapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Collection, Iterator, MutableMapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -90,7 +90,7 @@ def _json_records(block, options, counts):
             raise UserError(f"{block.name}: record {record} is no valid JSON ({error})") from error
         if not isinstance(fields, dict):
             raise UserError(f"{block.name}: record {record} is {type(fields).__name__}, not an object with text in it")
-        yield record, field_of(f"{block.name}: record {record}", options.text_column, fields)
+        yield record, _field_of(f"{block.name}: record {record}", options.text_column, fields)
 
 
 def _text_documents(block, options, counts):
@@ -144,18 +144,15 @@ def token_ids(name: str, column: str, record: int | str, values: Sequence[int] |
     return ids.astype(np.int64)
 
 
-def field_of(where: str, column: str, fields: Mapping) -> Any:
-    """What `column` names in a row; document.text is the field text of document, and None where there is no document.
-
-    Raises UserError where there is no such field.
-    """
+def _field_of(where, column, fields):
+    """What `column` names in a record; document.text is the field text of document, and None where that is."""
     if column in fields:
         return fields[column]
     first, _, rest = column.partition(".")
     check_column(where, first if rest else column, fields)
-    if rest and fields[first] is not None and not isinstance(fields[first], Mapping):
+    if rest and not isinstance(fields[first], dict | None):
         raise UserError(f"{where}: {first!r} is {type(fields[first]).__name__}, without a field {rest!r}")
-    return field_of(f"{where}: {first!r}", rest, fields[first]) if fields[first] is not None else None
+    return None if fields[first] is None else _field_of(f"{where}: {first!r}", rest, fields[first])
 
 
 def check_column(name: str, column: str, columns: Collection[str]) -> None:

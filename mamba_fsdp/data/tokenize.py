@@ -29,7 +29,7 @@ from mamba_fsdp.data.workers import Workers
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.formats import DATASET
 from mamba_fsdp.lease import Lease, living, share
-from mamba_fsdp.storage import patiently, write_atomically
+from mamba_fsdp.storage import move, patiently, write_atomically
 
 TRAINING_SAMPLE = 32 << 20  # bytes of text that a tokenizer is trained on
 PROGRESS = ".progress"
@@ -307,16 +307,15 @@ def _put_together(store, shards):
     """Gives the shards, each (path without suffix, entry), their numbers in the store; what a writer resumes from."""
     entries = [{**shard, "name": f"{number:05d}"} for number, (_, shard) in enumerate(shards)]
 
-    def move(old, new):
-        if not new.exists():
-            with contextlib.suppress(FileNotFoundError):  # another process was faster
-                patiently(lambda: old.rename(new), new)
+    def take(old, new):
+        with contextlib.suppress(FileNotFoundError):  # another process was faster
+            move(old, new)
 
     pairs = [(Path(f"{path}.{suffix}"), store / f"{entry['name']}.{suffix}")
              for (path, _), entry in zip(shards, entries) for suffix in ("bin", "doc")]
     store.mkdir(parents=True, exist_ok=True)
     with ThreadPoolExecutor(AT_ONCE) as pool:
-        list(pool.map(move, *zip(*pairs)))
+        list(pool.map(take, *zip(*pairs)))
     return {"shards": entries}
 
 
