@@ -104,9 +104,17 @@ def _complete(out, settings):
         _refuse_other(out, done["settings"], settings)
         for name in done["stores"]:
             TokenStore(out / name)
-        shutil.rmtree(out / PROGRESS, ignore_errors=True)  # of a process that was killed, or came, at the very end
+        _remove_progress(out)  # of a process that was killed, or came, at the very end
         print(f"{out} is complete already; nothing to do")
     return done
+
+
+def _remove_progress(out):
+    """Takes it away at once: who finds a part of it would do units again."""
+    gone = out / f"{PROGRESS}.done"
+    with contextlib.suppress(OSError):
+        (out / PROGRESS).rename(gone)
+    shutil.rmtree(gone, ignore_errors=True)
 
 
 def _refuse_other(out, before, settings):
@@ -291,7 +299,7 @@ def _merge(out, folder, settings, source, tokenizer):
     for store in stores.values():
         store.finish()
     write_atomically(out / "dataset.json", json.dumps(done, indent=1) + "\n")
-    shutil.rmtree(folder, ignore_errors=True)
+    _remove_progress(out)
     if held_out:
         print(f"held out for validation: the last {held_out:,} tokens (a validation_fraction of "
               f"{settings['validation_fraction']:g} of {written:,} document{'s' * (written > 1)} is no whole one)")
