@@ -13,8 +13,7 @@ class DatasetConfig:
 
     tokenizer: str = setting("train:4096")
     """train:SIZE trains a byte-level BPE of that size on the input; else the name or path of a transformers tokenizer,
-    or a tokenizer.json or tokenizer.model file; none takes token ids without
-    one."""
+    or a tokenizer.json file; none takes token ids without one."""
     eos_token: str = setting("")
     """The token put after each document, with --tokenizer=none its number; empty takes the one that the tokenizer
     names. Where it stands in the text itself it ends a document, too."""

@@ -9,7 +9,7 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from config.fields import whole_number
 from mamba_fsdp.data.hub import why_offline
@@ -26,8 +26,7 @@ IDENTITY = "ids:"  # what an identity begins with; another way to make one needs
 ANOTHER_TOKENIZER = ("use one tokenizer for both (get_dataset.py --tokenizer=FOLDER takes any), or give "
                      "--allow_other_tokenizer=true if you know that it fits")
 MAKE_IDS = "make token ids with it and give get_dataset.py these: --text_column=input_ids --tokenizer=none"
-# Files by one of which `transformers` knows more than tokenizer.model says.
-KNOWN_TO_TRANSFORMERS = ("tokenizer.json", "tokenizer_config.json", "config.json")
+SAY_WHICH = ("tokenizer.json", "tokenizer_config.json", "config.json")  # kind of tokenizer a tokenizer.model is
 
 
 class TextTokenizer:
@@ -94,7 +93,7 @@ def identities_in(name: str | Path | None) -> Iterator[str]:
         if (path / "tokenizer.json").is_file():
             yield identity_of(Tokenizer.from_file(str(path / "tokenizer.json")))
     with contextlib.suppress(Exception):
-        if name and ((path / "tokenizer_config.json").is_file() or not path.is_dir() or sentencepiece_file(path)):
+        if name and ((path / "tokenizer_config.json").is_file() or not path.is_dir()):
             yield identity_of(load_for_transformers(name).backend_tokenizer)
 
 
@@ -171,10 +170,12 @@ def _train(backend, texts, trainer):
 
 
 def load_for_transformers(name: str | Path, remedy: str = "") -> Any:
-    """What transformers' AutoTokenizer makes of a folder or a name on the Hugging Face Hub, in a fast form; a file of
-    sentencepiece's is taken too. Raises UserError."""
-    if bare := sentencepiece_file(name):
-        return from_sentencepiece(bare)
+    """What transformers' AutoTokenizer makes of a folder or a name on the Hugging Face Hub, in a fast form. Raises
+    UserError."""
+    name = Path(name).parent if str(name).endswith(".model") and Path(name).is_file() else name
+    if Path(name, "tokenizer.model").is_file() and not any(Path(name, file).exists() for file in SAY_WHICH):
+        raise UserError(f"tokenizer {name}: sentencepiece's tokenizer.model alone does not say how it is used; put its "
+                        "model's tokenizer_config.json beside it, as hf download MODEL brings it")
     is_folder = Path(name).is_dir()
     offline = "" if is_folder else why_offline()
     from transformers import AutoTokenizer  # seconds to import: only where needed
@@ -188,53 +189,6 @@ def load_for_transformers(name: str | Path, remedy: str = "") -> Any:
     if not getattr(form, "is_fast", False):
         raise UserError(f"tokenizer {name}: {type(form).__name__} has no fast form (tokenizer.json); {MAKE_IDS}")
     return form
-
-
-def sentencepiece_file(name: str | Path) -> Path | None:
-    """The file of sentencepiece's that `name` is, or that is all there is in this folder, as of Llama; else None."""
-    path = Path(name)
-    if path.is_dir() and not any((path / file).exists() for file in KNOWN_TO_TRANSFORMERS):
-        path /= "tokenizer.model"
-    return path if path.suffix == ".model" and path.is_file() else None
-
-
-def from_sentencepiece(path: Path) -> Any:
-    """A `transformers` tokenizer that encodes as the BPE in this file of sentencepiece's does. Raises UserError."""
-    try:
-        from sentencepiece import SentencePieceProcessor, sentencepiece_model_pb2
-    except ImportError:
-        raise UserError(f"tokenizer {path}: needs the packages sentencepiece and protobuf: .venv/bin/pip install "
-                        "sentencepiece protobuf") from None
-    try:
-        original = SentencePieceProcessor(model_file=str(path))
-        proto = sentencepiece_model_pb2.ModelProto.FromString(path.read_bytes())  # type: ignore[attr-defined]
-    except Exception as error:  # whatever its C++ raises
-        raise UserError(f"tokenizer {path}: is no file of sentencepiece's ({first_line(error)})") from error
-    kinds = dict(proto.SentencePiece.Type.items())
-    vocabulary = {piece.piece: number for number, piece in enumerate(proto.pieces)}
-    merges: list[tuple[str, str]] = []  # sentencepiece joins whatever two pieces make one, the best first
-    for piece in sorted(proto.pieces, key=lambda piece: -piece.score):
-        text = piece.piece
-        if piece.type == kinds["NORMAL"]:
-            pairs = [(text[:cut], text[cut:]) for cut in range(1, len(text))]
-            merges += sorted((pair for pair in pairs if pair[0] in vocabulary and pair[1] in vocabulary),
-                             key=lambda pair: (vocabulary[pair[0]], vocabulary[pair[1]]))
-    backend = Tokenizer(models.BPE(vocabulary, merges, unk_token=original.id_to_piece(original.unk_id()), fuse_unk=True,
-                                   byte_fallback=proto.trainer_spec.byte_fallback))
-    blank = normalizers.Replace(" ", "\u2581")
-    prefix = proto.normalizer_spec.add_dummy_prefix
-    backend.normalizer = normalizers.Sequence([normalizers.Prepend("\u2581"), blank] if prefix else [blank])
-    backend.decoder = decoders.Sequence([decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(),
-                                         *([decoders.Strip(" ", 1, 0)] if prefix else [])])
-    backend.add_tokens([AddedToken(piece.piece, normalized=False, special=False) for piece in proto.pieces
-                        if piece.type == kinds["USER_DEFINED"]])
-    if any(backend.encode(text, add_special_tokens=False).ids != original.encode(text) for text in [*SAMPLES, ""]):
-        raise UserError(f"tokenizer {path}: has no fast form that encodes as it does; {MAKE_IDS}")
-    names = {"bos": original.bos_id(), "eos": original.eos_id(), "unk": original.unk_id()}
-    from transformers import PreTrainedTokenizerFast
-
-    return PreTrainedTokenizerFast(tokenizer_object=backend, clean_up_tokenization_spaces=False, **{
-        f"{name}_token": original.id_to_piece(number) for name, number in names.items() if number >= 0})
 
 
 class Words(NamedTuple):

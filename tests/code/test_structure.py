@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-LARGEST_FILE, LONGEST_FUNCTION, LIBRARY = 450, 50, 12_000
+LARGEST_FILE, LONGEST_FUNCTION, LIBRARY = 450, 50, 12_100
 
 
 def modules(project):

@@ -38,11 +38,9 @@ def write_megatron(prefix, documents, *, code=8, sequences_of=lambda document: [
     Path(f"{prefix}.idx").write_bytes(header + lengths.tobytes() + places.tobytes() + bounds.tobytes())
 
 
-def write_nanogpt(path, tokens, *, header=False):
-    """A flat file of uint16, with llm.c's header or without."""
-    words = np.zeros(256, "<i4")
-    words[:3] = 20240520, 1, len(tokens)
-    path.write_bytes((words.tobytes() if header else b"") + np.array(tokens, "<u2").tobytes())
+def write_nanogpt(path, tokens, header=()):
+    """A flat file of uint16, behind a header of int32 as llm.c writes it."""
+    path.write_bytes(np.array(header, "<i4").tobytes() + np.array(tokens, "<u2").tobytes())
 
 
 def write_layout(path, documents, counted=lambda token: True):

@@ -3,7 +3,6 @@ tokenizers."""
 
 import json
 import random
-import sys
 from collections import Counter
 
 import datasets
@@ -153,57 +152,25 @@ def test_a_name_with_a_dot_in_it_is_a_name_first(tmp_path):
 TEXT = ["Once upon a time  there were 1,234 na\u00efve words;\n\n\tx = f(y)\n", " and one \u4f60\u597d \U0001f600, too"]
 
 
-@pytest.fixture(scope="session")
-def llama(tmp_path_factory):
-    """A folder with nothing but a tokenizer.model, as Llama's authors make it."""
-    folder = tmp_path_factory.mktemp("llama")
-    sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(40 * [text.replace("\n", " ") for text in TEXT]), model_prefix=str(folder / "tokenizer"),
-        vocab_size=320, model_type="bpe", byte_fallback=True, split_digits=True, allow_whitespace_only_pieces=True,
-        normalization_rule_name="identity", remove_extra_whitespaces=False, minloglevel=2)
-    (folder / "tokenizer.vocab").unlink()
-    return folder
-
-
 @pytest.mark.slow
 @pytest.mark.torch22
-@pytest.mark.parametrize("name", ["", "tokenizer.model"])
-def test_a_bare_tokenizer_model_encodes_as_sentencepiece_does(name, llama, tmp_path):
-    original = sentencepiece.SentencePieceProcessor(str(llama / "tokenizer.model"))
-    (tmp_path / "x.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXT))
-    options = DatasetConfig(tokenizer=str(llama / name), validation_fraction=0, workers=1)
-    tokenize.make_dataset(open_source(str(tmp_path / "x.jsonl"), options), tmp_path / "out")
-    store = TokenStore(tmp_path / "out" / "train")
-    assert [row.tolist() for row in store.documents()] == [[*original.encode(text), original.eos_id()] for text in TEXT]
-    words = tokenizer.load_words(store.tokenizer_path)
-    assert [words.decode(words.encode(text)) for text in TEXT] == TEXT and words.eos == original.eos_id()
-    assert list(tokenizer.identities_in(llama)) == list(tokenizer.identities_in(store.tokenizer_path))[:1]
-
-
-@pytest.fixture(scope="module")
-def both(llama):
-    path = str(llama / "tokenizer.model")
-    return tokenizer.load(path).backend, sentencepiece.SentencePieceProcessor(path)
-
-
-@given(st.text(alphabet=st.sampled_from(" \n\tabcdenort.,0123\u00e9\u4f60\u2581"), max_size=60))
-@settings(max_examples=50, deadline=None)
-def test_any_text_is_encoded_as_sentencepiece_does(both, text):
-    backend, original = both
-    assert backend.encode(text, add_special_tokens=False).ids == original.encode(text)
-
-
-def test_a_tokenizer_model_of_another_kind_is_refused(llama, tmp_path, monkeypatch):
-    sentencepiece.SentencePieceTrainer.train(sentence_iterator=iter(40 * TEXT[:1]), model_prefix=str(tmp_path / "t5"),
-                                             vocab_size=60, model_type="unigram", hard_vocab_limit=False, minloglevel=2)
-    with pytest.raises(UserError, match="t5.model: has no fast form that encodes as it does; make token ids with it"):
-        tokenizer.load(str(tmp_path / "t5.model"))
-    (tmp_path / "bad.model").write_bytes(b"no such thing")
-    with pytest.raises(UserError, match="bad.model: is no file of sentencepiece's"):
-        tokenizer.load(str(tmp_path / "bad.model"))
-    monkeypatch.setitem(sys.modules, "sentencepiece", None)
-    with pytest.raises(UserError, match="pip install sentencepiece protobuf"):
-        tokenizer.load(str(llama))
+def test_a_tokenizer_model_is_taken_with_the_file_that_says_what_it_is(tmp_path):
+    """Of Llama's kind: transformers makes its fast form, which encodes as sentencepiece does."""
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(40 * [text.replace("\n", " ") for text in TEXT]), vocab_size=320, model_type="bpe",
+        model_prefix=str(tmp_path / "tokenizer"), byte_fallback=True, split_digits=True, minloglevel=2,
+        allow_whitespace_only_pieces=True, normalization_rule_name="identity", remove_extra_whitespaces=False)
+    names = str(tmp_path), str(tmp_path / "tokenizer.model")
+    for name in names:
+        with pytest.raises(UserError, match="alone does not say how it is used; put its model's tokenizer_config.json"):
+            tokenizer.load(name)
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({
+        "tokenizer_class": "LlamaTokenizer", "bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}))
+    found, other = map(tokenizer.load, names)
+    original = sentencepiece.SentencePieceProcessor(names[1])
+    assert found.eos == original.eos_id() and found.vocab_size == 320 and found.identity == other.identity
+    for text in ("Once upon a time  there were 1,234 na\u00efve words;", TEXT[1].strip(), ""):
+        assert found.backend.encode(text, add_special_tokens=False).ids == original.encode(text)
 
 
 @pytest.mark.parametrize("slow", [transformers.ByT5Tokenizer, transformers.CanineTokenizer])
@@ -268,7 +235,7 @@ def test_ids_that_hold_their_eos_keep_their_documents(tmp_path):
         [7, 8, 0], [9, 9, 9, 0], [0], [5, 6]]
 
 
-def test_texts_run_together_without_an_end(llama, tmp_path):
+def test_texts_run_together_without_an_end(tmp_path):
     (tmp_path / "x.jsonl").write_text('{"text": "one"}\n{"text": " two"}\n')
     make(tmp_path / "x.jsonl", tmp_path / "out", pack="none", text_column="text", tokenizer="train:257",
          validation_fraction=0)

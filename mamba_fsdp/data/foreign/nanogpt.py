@@ -1,4 +1,4 @@
-"""Flat files of tokens as nanoGPT and llm.c make them: NAME.bin of little-endian uint16, without or with a header.
+"""Flat files of tokens as nanoGPT makes them: NAME.bin of little-endian uint16, without a header.
 
 Documents are laid end to end with a separator that the file does not name. A folder is read in the order of its files'
 names, without those for validation; where it has a train.bin, that is its training split and val.bin the other.
@@ -14,7 +14,7 @@ from mamba_fsdp.data.foreign.indexed import Plan, Rows
 from mamba_fsdp.errors import UserError
 
 FORMAT = "nanoGPT"
-HEADER, MAGIC, VERSION = 256, 20240520, 1  # llm.c: so many int32, of which the third is the number of tokens
+LLM_C = (20240520).to_bytes(4, "little")  # what its files begin with, which have a header of 1,024 bytes
 TORCH = (b"PK\x03\x04", b"\x80\x02\x8a\n")  # what torch.save writes begins so: models are called .bin, too
 HELD_OUT = re.compile(r"(^|[_-])(val|valid|validation|test)([_.-]|$)")
 
@@ -38,14 +38,8 @@ def find_rows(path: Path) -> Rows:
     """All of a file as one row. Raises UserError for one that is no such file, or truncated."""
     size = path.stat().st_size
     with open(path, "rb") as file:
-        start = file.read(4 * HEADER)
-    header = np.frombuffer(start[:len(start) // 4 * 4], "<i4")
-    begin = 0
-    if len(header) and header[0] == MAGIC:
-        begin = 4 * HEADER
-        if len(header) < HEADER or header[1] != VERSION or size != begin + 2 * int(header[2]):
-            told = f"version {header[1]}, {header[2]} tokens" if len(header) > 2 else "nothing"
-            raise UserError(f"{path}: its header says {told}, which {size} bytes are not; copy it again")
+        if file.read(4) == LLM_C:
+            raise UserError(f"{path}: begins with llm.c's header; take it off: tail -c +1025 {path} > NEW.bin")
     if size % 2:
         raise UserError(f"{path}: {size} bytes, no whole number of uint16 tokens; copy it again")
-    return Rows("<u2", np.array([begin]), np.array([(size - begin) // 2]))
+    return Rows("<u2", np.array([0]), np.array([size // 2]))
