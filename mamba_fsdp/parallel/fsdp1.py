@@ -4,7 +4,6 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import BackwardPrefetch, FullyShardedDataParallel, MixedPrecision, ShardingStrategy
 
-from config.train_config import ParallelConfig
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.parallel.model import ParallelModel, ParameterSlot
 from mamba_fsdp.parallel.world import World
@@ -19,8 +18,9 @@ class FlatShard(ParallelModel):
         super().reduce_gradients()
 
 
-def shard(model: nn.Module, slots: list[ParameterSlot], whole: list[ParameterSlot], settings: ParallelConfig, *,
-          world: World, shard_size: int, compute_dtype: torch.dtype) -> ParallelModel:
+def shard(model: nn.Module, slots: list[ParameterSlot], whole: list[ParameterSlot], *, world: World, shard_size: int,
+          compute_dtype: torch.dtype, backward_prefetch: bool, limit_all_gathers: bool,
+          accumulate_unsharded: bool) -> ParallelModel:
     """Shard all but `whole` over groups of `shard_size` neighbouring ranks and replicate across the groups.
 
     backward_prefetch and limit_all_gathers are FSDP1's own: gather the next block's weights during the backward of this
@@ -28,7 +28,7 @@ def shard(model: nn.Module, slots: list[ParameterSlot], whole: list[ParameterSlo
     with a low compute_dtype: FSDP1 would sum the gradients in that dtype.
     """
     low = None if compute_dtype == torch.float32 else compute_dtype
-    if low and settings.accumulate_unsharded:
+    if low and accumulate_unsharded:
         raise UserError(f"accumulate_unsharded=true: torch {torch.__version__} would sum gradients in {low}; leave out "
                         "accumulate_unsharded, or set mixed_precision=fp32")
     slot_of = {owner: slot for slot in slots for owner in slot.owners}
@@ -44,8 +44,8 @@ def shard(model: nn.Module, slots: list[ParameterSlot], whole: list[ParameterSlo
         mixed_precision=MixedPrecision(param_dtype=low, reduce_dtype=torch.float32, cast_forward_inputs=False,
                                        cast_root_forward_inputs=False),
         ignored_states=[slot.parameter for slot in whole],
-        backward_prefetch=BackwardPrefetch.BACKWARD_PRE if settings.backward_prefetch else None,
-        limit_all_gathers=settings.limit_all_gathers, param_init_fn=give_storage, device_id=world.device,
+        backward_prefetch=BackwardPrefetch.BACKWARD_PRE if backward_prefetch else None,
+        limit_all_gathers=limit_all_gathers, param_init_fn=give_storage, device_id=world.device,
         use_orig_params=True, process_group=world.grid(shard_size) if replicas > 1 else None)
     blocks = model.backbone.layers
     for index, block in enumerate(blocks):
@@ -57,4 +57,4 @@ def shard(model: nn.Module, slots: list[ParameterSlot], whole: list[ParameterSlo
               for flat in flats for info, cut in zip(flat._param_infos, flat._shard_param_infos)}
     parts = {slot: (slot.parameter, starts[slot.owners[0]]) for slot in slots if slot not in whole}
     return FlatShard(model, module, world, slots, parts=parts, shard_size=shard_size,
-                     no_sync=settings.accumulate_unsharded)
+                     no_sync=accumulate_unsharded)

@@ -9,7 +9,6 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from config.train_config import ParallelConfig
 from mamba_fsdp.parallel.model import ParallelModel, ParameterSlot
 from mamba_fsdp.parallel.world import World
 
@@ -29,8 +28,9 @@ class FullyShard(ParallelModel):
         super().reduce_gradients()
 
 
-def shard(model: nn.Module, slots: list[ParameterSlot], whole: list[ParameterSlot], settings: ParallelConfig, *,
-          world: World, shard_size: int, compute_dtype: torch.dtype) -> ParallelModel:
+def shard(model: nn.Module, slots: list[ParameterSlot], whole: list[ParameterSlot], *, world: World, shard_size: int,
+          compute_dtype: torch.dtype, backward_prefetch: bool, limit_all_gathers: bool,
+          accumulate_unsharded: bool) -> ParallelModel:
     """Shard all but `whole` over groups of `shard_size` neighbouring ranks and replicate across the groups.
 
     backward_prefetch: gather the next block's weights during the backward of this one (FSDP2's own default); without it
@@ -52,17 +52,17 @@ def shard(model: nn.Module, slots: list[ParameterSlot], whole: list[ParameterSlo
         unit.set_gradient_divide_factor(1.0)
         unit.set_force_sum_reduction_for_comms(True)
     for block, following in zip(blocks, blocks[1:]):
-        if not settings.limit_all_gathers:
+        if not limit_all_gathers:
             block.set_modules_to_forward_prefetch([following])
     for block in blocks:
-        if not settings.backward_prefetch:
+        if not backward_prefetch:
             block.set_modules_to_backward_prefetch([block])  # itself, which is there already
 
     if any(parameter.is_meta for parameter in model.parameters()):
         model.to_empty(device=world.device)
     parts = {slot: _part(slot, world.rank % shard_size, shard_size) for slot in slots if slot not in whole}
     return FullyShard(model, model, world, slots, parts=parts, shard_size=shard_size,
-                      no_sync=settings.accumulate_unsharded)
+                      no_sync=accumulate_unsharded)
 
 
 def _part(slot, index, count):

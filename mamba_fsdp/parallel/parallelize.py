@@ -65,7 +65,9 @@ def parallelize(model: nn.Module, settings: ParallelConfig, *, world: World, com
     world.need_process_group()
     if not sharded:
         return _replicate(model, world, slots)
-    return load_shard()(model, slots, whole, settings, world=world, shard_size=shard_size, compute_dtype=compute_dtype)
+    return load_shard()(model, slots, whole, world=world, shard_size=shard_size, compute_dtype=compute_dtype,
+                        backward_prefetch=settings.backward_prefetch, limit_all_gathers=settings.limit_all_gathers,
+                        accumulate_unsharded=settings.accumulate_unsharded)
 
 
 class Replicated(ParallelModel):
