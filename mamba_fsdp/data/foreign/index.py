@@ -117,11 +117,13 @@ def _keep(root, now, wanted, folder):
 def _make(root, now, wanted, kept):
     """Writes the Pieces of all files to the two files `kept`; returns the DataFiles."""
     files: list[DataFile] = []
+    total = 0
     kept[0].write(np.zeros(1, "<i8").tobytes())
     for found, lengths, offsets in _of_each_file(root, now, wanted):
-        kept[0].write((lengths.cumsum() + sum(file.length for file in files)).astype("<i8").tobytes())
+        kept[0].write((lengths.cumsum() + total).astype("<i8").tobytes())
         kept[1].write(offsets.astype("<i8").tobytes())
         files.append(found)
+        total += found.length
         heart.beat()
     return files
 
