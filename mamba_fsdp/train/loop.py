@@ -34,7 +34,8 @@ def train(parts: Parts, recorder: Recorder, stop: StopRequest, validation_due: b
         heart.beat()
         batches = parts.loader.step(state.step)
         counted = sum(batch.total_weight() for batch in batches)  # while on the CPU
-        read, batches = read_by(batches), [batch.to(parts.world.device) for batch in batches]
+        read = read_by(batches) if settings.data.sample_log else 0
+        batches = [batch.to(parts.world.device) for batch in batches]
         scale, own_seconds = parts.loss_scale.value, clock.own_seconds()
         loss_sum = accumulate_gradients(parallel, parts.optimizer, batches, scale / plan.tokens_per_step)
         sums = add_up(parts.world, loss_sum, parallel.gradient_squares(), counted, stop.look(),
