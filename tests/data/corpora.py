@@ -8,7 +8,7 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 
-from mamba_fsdp.data.store import TokenStore
+from mamba_fsdp.data.store import StoreWriter, TokenStore
 
 ROOT = Path(__file__).parents[2]
 
@@ -19,6 +19,14 @@ def make_texts(count, seed=0):
     chooser = random.Random(seed)
     return [" ".join(chooser.choice(words) for _ in range(chooser.randint(1, 60))).replace(" of ", " of\n") + f" {i}"
             for i in range(count)]
+
+
+def write_store(path, documents, **how):
+    """A token store of documents given without their eos. how: as StoreWriter has it."""
+    writer = StoreWriter(path, **how)
+    for document in documents:
+        writer.add_document(document)
+    return writer.finish()
 
 
 def read_back(store):

@@ -11,16 +11,14 @@ from hypothesis import strategies as st
 
 from mamba_fsdp.data.store import StoreWriter, TokenStore
 from mamba_fsdp.errors import UserError
+from tests.data.corpora import write_store
 
 EOS = 0
 DOCUMENTS = [[1, 2, 3], [4], [], [5, 6, 7, 8, 9, 10, 11], [12, 13]]
 
 
 def write(path, documents, vocab_size=100, shard_tokens=6):
-    writer = StoreWriter(path, vocab_size=vocab_size, eos=EOS, tokenizer="none", shard_tokens=shard_tokens)
-    for document in documents:
-        writer.add_document(document)
-    return writer.finish()
+    return write_store(path, documents, vocab_size=vocab_size, eos=EOS, tokenizer="none", shard_tokens=shard_tokens)
 
 
 @pytest.fixture

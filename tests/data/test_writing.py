@@ -22,6 +22,7 @@ from mamba_fsdp.data.opening import open_source
 from mamba_fsdp.data.store import StoreWriter, TokenStore
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.verbs.convert import main
+from tests.data.corpora import write_store
 from tests.data.foreign_files import write_layout, write_rows
 
 EOS = 3
@@ -29,10 +30,7 @@ DOCUMENTS = [[5, 6, 7], [9], [], [8] * 50, [11, 3000, 12], list(range(20, 400))]
 
 
 def make_store(path, documents=DOCUMENTS, vocab_size=4000, shard_tokens=100):
-    writer = StoreWriter(path, vocab_size=vocab_size, eos=EOS, tokenizer="", shard_tokens=shard_tokens)
-    for document in documents:
-        writer.add_document(document)
-    return writer.finish()
+    return write_store(path, documents, vocab_size=vocab_size, eos=EOS, tokenizer="", shard_tokens=shard_tokens)
 
 
 @pytest.fixture
