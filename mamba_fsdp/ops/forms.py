@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 from mamba_fsdp.errors import UserError
 
 FORMS = {  # with the type of device that they are for, "" for any
+    "triton": "cuda",  # Triton kernels, compiled on first use
     "fused": "cuda",  # the kernels of mamba-ssm and causal-conv1d
     "native": "cpu",  # C, compiled on first use
     "portable": "",  # plain PyTorch
