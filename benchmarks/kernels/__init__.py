@@ -1,0 +1,33 @@
+"""What a Triton kernel is for the compiler: the list of each operator stands in benchmarks/kernels/OPERATOR.py."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A kernel at a realistic size, what one trip of its inner loop does, and what its code may cost at most.
+
+    Instructions per element are those of a thread: a loop's instructions x 32 x warps / elements, summed over the
+    innermost loops (the whole body where there is no loop). A loop around them is divided by elements x trips.
+    """
+
+    name: str
+    function: Callable[[], Any]  # returns the @triton.jit function; imports it only then
+    signature: Mapping[str, str]  # argument -> "*bf16", "*fp32", "*i32", "i32", "i64", "fp32" ...
+    constants: Mapping[str, Any]  # of the arguments that are tl.constexpr (None for absent tensors too)
+    elements: int  # (token, channel, state) or (token, channel) elements that one trip handles, of all warps together
+    bytes_per_token: float = 0  # read and written in the GPU's memory, of one layer
+    per_token: float = 0  # elements of a token, of one layer: d_inner x d_state for a scan
+    warps: int = 1
+    stages: int = 1
+    trips: int = 0  # of an inner loop within one trip of the loop around it; 0 where that is not worth counting
+    mark: tuple[str, int] | None = None  # where ptxas unrolls: an opcode ("MUFU.EX2"), how often in a trip as written
+    aligned: Any = None  # arguments divisible by 16; default: all pointers
+    note: str = ""
+    # At most, on every architecture and Triton:
+    registers: int = 255
+    stack: int = 0  # bytes
+    shared: int = 48 * 1024  # bytes
+    instructions: float = float("inf")  # of a thread, for an element
