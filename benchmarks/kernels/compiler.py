@@ -1,0 +1,161 @@
+"""Compiles the listed kernels for GPUs that need not be here, and counts what matters. Triton 2.2 and 3.3 or newer.
+
+    PYTHONPATH=FOLDER_OF_A_TRITON python -m benchmarks.kernels.compiler < REQUESTS > ANSWERS
+
+One JSON line for each: a request is [operator, kernel's name, compute capability such as 90], an answer the fields of
+Compiled, or {"error": ...}. `compile_all` runs this in a process of its own, since a process has one Triton.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass
+from importlib import import_module
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from benchmarks.kernels import Kernel
+from benchmarks.kernels.machine_code import Loop, loops, resources
+
+PROJECT = Path(__file__).resolve().parents[2]
+Request = tuple[str, str, int]
+
+
+@dataclass
+class Compiled:
+    """A kernel's code for an architecture. instructions: of a thread, for an element (see Kernel)."""
+
+    operator: str
+    name: str
+    cc: int
+    triton: str
+    registers: int
+    stack: int  # bytes
+    shared: int  # bytes
+    instructions: float
+    special: float  # of them, those for exp2 and the like
+    loops: list[Loop]
+    error: str = ""
+
+    @property
+    def spills(self) -> int:
+        return sum(loop.kinds.get("spill", 0) for loop in self.loops)
+
+
+def operators() -> list[str]:
+    """The modules of this folder that list kernels."""
+    return sorted(path.stem for path in Path(__file__).parent.glob("*.py") if "\nKERNELS" in path.read_text())
+
+
+def kernels_of(operator: str) -> dict[str, Kernel]:
+    """By name those of a module of this folder, or of any by its dotted name."""
+    listed = import_module(operator if "." in operator else f"benchmarks.kernels.{operator}").KERNELS
+    return {kernel.name: kernel for kernel in listed}
+
+
+def assembly(kernel: Kernel, cc: int) -> tuple[dict[str, Any], int]:
+    """{"ptx": str, "cubin": bytes, ...} and bytes of shared memory, from this process's Triton."""
+    import triton
+
+    function = kernel.function()
+    names = list(function.arg_names)
+    aligned = [name for name, type in kernel.signature.items() if type.startswith("*")] \
+        if kernel.aligned is None else kernel.aligned
+    indices = [names.index(name) for name in aligned]
+    if triton.__version__.startswith("2."):
+        return _assembly_of_2(function, names, kernel, cc, indices)
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    source = ASTSource(fn=function, signature={name: kernel.signature.get(name, "constexpr") for name in names},
+                       constexprs={(names.index(name),): value for name, value in kernel.constants.items()},
+                       attrs={(index,): [["tt.divisibility", 16]] for index in indices})
+    made = triton.compile(source, target=GPUTarget("cuda", cc, 32),
+                          options=dict(num_warps=kernel.warps, num_stages=kernel.stages))
+    return made.asm, made.metadata.shared
+
+
+def _assembly_of_2(function, names, kernel, cc, indices):
+    import triton
+    from triton.compiler import compiler
+
+    # The launcher would be linked to the driver's library, which is not here: it is left out.
+    compiler.make_stub = lambda *_, **__: ""
+    compiler.CompiledKernel = lambda fn, so_path, metadata, asm: SimpleNamespace(asm=asm, shared=metadata["shared"])
+    facts = compiler.instance_descriptor(divisible_by_16=set(indices), equal_to_1=set(), ids_of_folded_args=set(),
+                                         divisible_by_8=set())
+    made = triton.compile(function, signature={names.index(name): type for name, type in kernel.signature.items()},
+                          constants={names.index(name): value for name, value in kernel.constants.items()},
+                          cc=cc, num_warps=kernel.warps, num_stages=kernel.stages, configs=[facts])
+    return made.asm, made.shared
+
+
+def count(kernel: Kernel, found: list[Loop], kind: str | None = None) -> float:
+    """Instructions (of a kind) of a thread for an element."""
+    def of(loop):
+        return 32 * kernel.warps * (loop.instructions if kind is None else loop.kinds.get(kind, 0))
+
+    inner = [loop for loop in found if loop.depth == 0]
+    total, unrolled = 0.0, {}
+    if kernel.mark:
+        opcode, number = kernel.mark
+        unrolled = {id(loop): sum(n for name, n in loop.opcodes.items() if name.startswith(opcode)) / number
+                    for loop in inner}
+        largest = max(unrolled.values())
+        hot = next(loop for loop in inner if unrolled[id(loop)] == largest)  # the others: what is left over
+        inner = [loop for loop in inner if loop is hot or not unrolled[id(loop)]]
+    for loop in inner:
+        total += of(loop) / kernel.elements / (unrolled.get(id(loop)) or 1)
+    if kernel.trips:
+        total += sum(of(loop) for loop in found if loop.depth == 1) / (kernel.elements * kernel.trips)
+    return total
+
+
+def compile_one(operator: str, name: str, cc: int) -> Compiled:
+    import triton
+
+    kernel = kernels_of(operator)[name]
+    made, shared = assembly(kernel, cc)
+    registers, stack = resources(made["cubin"])
+    found = loops(made["cubin"])
+    return Compiled(operator, name, cc, triton.__version__, registers, stack, shared, count(kernel, found),
+                    count(kernel, found, "special"), found)
+
+
+def environment(triton_folder: str | Path) -> dict[str, str]:
+    """That of a process which compiles with the Triton in a folder; its cache is kept beside it."""
+    rest = {name: value for name, value in os.environ.items() if not name.startswith("TRITON_")}
+    return rest | {"PYTHONPATH": os.pathsep.join((str(triton_folder), str(PROJECT))),
+                   "TRITON_CACHE_DIR": f"{triton_folder}-compiled", "TRITON_DEFAULT_FP_FUSION": "1"}
+
+
+def compile_all(triton_folder: str | Path, requests: Iterable[Request]) -> Iterator[Compiled]:
+    """Compiles in a process of its own. Where a kernel fails, `error` says why."""
+    requests = list(requests)
+    lines = "".join(json.dumps(request) + "\n" for request in requests)
+    done = subprocess.run([sys.executable, "-m", "benchmarks.kernels.compiler"], input=lines, text=True,
+                          capture_output=True, env=environment(triton_folder), cwd=PROJECT)
+    answers = [line for line in done.stdout.splitlines() if line.startswith('{"operator"')]
+    for line in answers:
+        fields = json.loads(line)
+        yield Compiled(**fields | {"loops": [Loop(**loop) for loop in fields["loops"]]})
+    if len(answers) < len(requests):  # the compiler itself can crash
+        reason = (done.stderr.strip() or f"exit status {done.returncode}").splitlines()[-1]
+        yield Compiled(*requests[len(answers)], "", 0, 0, 0, 0, 0, [], error=f"the compiler ended: {reason}")
+
+
+def main() -> None:
+    for line in sys.stdin:
+        request = json.loads(line)
+        try:
+            answer = compile_one(*request)
+        except Exception as error:
+            answer = Compiled(*request, "", 0, 0, 0, 0, 0, [], error=f"{type(error).__name__}: {error}")
+        print(json.dumps(asdict(answer)), flush=True)
+
+
+if __name__ == "__main__":
+    main()

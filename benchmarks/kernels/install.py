@@ -1,0 +1,50 @@
+"""Tritons and compilers from PyPI, each in a cache folder of its own outside the project and its environments.
+
+    python -m benchmarks.kernels.install [3.9.0]     prints the folder of a Triton, for PYTHONPATH; installs it first
+
+The newest Triton runs kernels on a CPU in its interpreter (tests/kernels); all of them compile.
+"""
+
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+INTERPRETER = "3.9.0"
+TRITONS = {"2.2.0": (80, 86, 89, 90), "3.6.0": (80, 86, 89, 90, 100, 120), INTERPRETER: (80, 86, 89, 90, 100, 120)}
+CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mamba_fsdp-tests"
+
+
+def installed(name: str, *requirements: str) -> Path:
+    """The folder `name` of the cache with these packages, without what they depend on.
+
+    Raises OSError with the reason in a line where pip can't install them.
+    """
+    folder = CACHE / f"{name}-py{sys.version_info[0]}{sys.version_info[1]}"
+    if folder.exists():
+        return folder
+    CACHE.mkdir(parents=True, exist_ok=True)
+    fresh = Path(tempfile.mkdtemp(dir=CACHE))
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", fresh, *requirements]
+    done = subprocess.run(pip, capture_output=True, text=True)
+    if done.returncode:
+        fresh.rmdir()
+        reason = (done.stderr.strip() or "no reason given").splitlines()[-1]
+        raise OSError(f"{name} can't be installed here: {reason}")
+    try:
+        fresh.rename(folder)
+    except OSError:
+        assert folder.exists(), f"can't rename {fresh} to {folder}"  # another process was faster
+    return folder
+
+
+def triton_folder(version: str = INTERPRETER) -> Path:
+    return installed(f"triton-{version}", f"triton=={version}")
+
+
+if __name__ == "__main__":
+    try:
+        print(triton_folder(*sys.argv[1:]))
+    except OSError as why:
+        sys.exit(f"error: {why}")

@@ -1,0 +1,85 @@
+"""Every listed kernel compiles for GPUs that are not here, without spilling, within the bounds beside it.
+
+By default each on sm_90 with Triton 3.6 and on one other pair of architecture and Triton; KERNEL_GATES=all
+tests/run.sh tests/kernels/test_compiled.py takes all pairs. Triton keeps what it compiled beside itself.
+"""
+
+import os
+from dataclasses import replace
+
+import pytest
+
+from benchmarks.kernels import compiler, limits
+from benchmarks.kernels.compiler import compile_all, kernels_of, operators
+from benchmarks.kernels.install import TRITONS, triton_folder
+from benchmarks.kernels.machine_code import Loop
+
+PAIRS = [(version, cc) for version, ccs in TRITONS.items() for cc in ccs]
+SHARED = {cc: (kib - 1) * 1024 for cc, (_, _, kib) in limits.ROOM.items()}  # of one program
+TOY = "tests.kernels.toy"
+
+
+def requests(version):
+    chosen = []
+    for operator in operators():
+        for number, kernel in enumerate(kernels_of(operator).values()):
+            fit = [pair for pair in PAIRS if pair[1] in kernel.ccs]
+            pairs = fit if os.environ.get("KERNEL_GATES") == "all" else {("3.6.0", 90), fit[7 * number % len(fit)]}
+            chosen += [(operator, kernel.name, cc) for of, cc in pairs if of == version and cc in kernel.ccs]
+    return chosen
+
+
+def complaints(kernel, made):
+    """What a kernel's code breaks, in words."""
+    if made.error:
+        return [made.error]
+    bounds = {"registers": kernel.registers, "stack": kernel.stack, "shared": min(kernel.shared, SHARED[made.cc]),
+              "instructions": kernel.instructions}
+    found = [f"{what} {getattr(made, what):.6g}, bound {bound:.6g}" for what, bound in bounds.items()
+             if getattr(made, what) > bound]
+    return found + [f"{made.spills} spills in loops"] * (made.spills > 0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("version", TRITONS)
+def test_every_kernel_keeps_its_bounds(version):
+    asked = requests(version)
+    try:
+        made = list(compile_all(triton_folder(version), asked))
+    except OSError as why:
+        pytest.skip(str(why))
+    assert [(one.operator, one.name, one.cc) for one in made] == asked
+    wrong = {f"{one.operator} {one.name} sm_{one.cc}": found for one in made
+             if (found := complaints(kernels_of(one.operator)[one.name], one))}
+    assert not wrong, f"Triton {version}: " + "\n".join(f"{name}: {'; '.join(found)}" for name, found in wrong.items())
+
+
+@pytest.mark.slow
+def test_what_breaks_its_bounds_is_said():
+    """The toy with too many values for the registers, and one that is not there."""
+    whole, spilling = compile_all(triton_folder("3.6.0"), [(TOY, "whole", 90), (TOY, "spilling", 90)])
+    kernel = kernels_of(TOY)["whole"]
+    assert complaints(kernel, whole) == [] and 3 < whole.instructions < 6
+    assert complaints(replace(kernel, registers=16, instructions=3), whole) == [
+        f"registers {whole.registers}, bound 16", f"instructions {whole.instructions:.6g}, bound 3"]
+    assert "stack" in str(complaints(kernel, spilling)) and "spills in loops" in str(complaints(kernel, spilling))
+    broken, = compile_all(triton_folder("3.6.0"), [(TOY, "absent", 90)])
+    assert complaints(kernel, broken) == ["KeyError: 'absent'"]
+
+
+def test_a_loop_that_ptxas_unrolled_counts_as_written():
+    kernel = replace(kernels_of(TOY)["whole"], mark=("LDG", 2), elements=64, trips=4)
+    unrolled = Loop(0, 80, {"float": 70}, {"LDG.E": 8})
+    left_over, around = Loop(0, 24, {}, {"LDG.E.U16": 2}), Loop(1, 32)
+    assert compiler.count(kernel, [unrolled, left_over, around]) == 80 * 32 / (64 * 4) + 32 * 32 / (64 * 4)
+    assert compiler.count(kernel, [unrolled], "float") == 70 * 32 / (64 * 4)
+    assert compiler.count(replace(kernel, mark=None), [unrolled, left_over]) == 104 * 32 / 64
+
+
+def test_occupancy_and_floors():
+    assert limits.occupancy(90, 64, 1, 0) == (32, 64) and limits.occupancy(90, 168, 4, 0) == (12, 64)
+    assert limits.occupancy(90, 32, 4, 50_000) == (16, 64)
+    made = compiler.Compiled("", "", 90, "", 64, 0, 0, 17.4, 1, [])
+    scan = replace(kernels_of(TOY)["whole"], bytes_per_token=1, per_token=4096 * 16)
+    assert 16_384 * limits.floor(limits.GPUS["H200"], scan, made) == pytest.approx(0.56e6, rel=0.01)
+    assert limits.floor(limits.GPUS["H200"], replace(scan, bytes_per_token=480_000), made) == pytest.approx(100)
