@@ -33,4 +33,33 @@ VENV=$venv ./0.create_env.sh --stack "$stack" --dev
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} # spinning threads of many processes on few cores slow each other down
 export MAMBA_FSDP_TEST_STACK=$stack
 # Two tests at a time, since many mostly wait; those of one file one after the other.
-exec "$venv/bin/python" -m pytest -n 2 --dist loadfile "${selection[@]}" "$@"
+pytest=("$venv/bin/python" -m pytest -n 2 --dist loadfile "${selection[@]}")
+[ "$stack" = cpu ] || exec "${pytest[@]}" "$@"
+
+# The kernels in a second call, beside a Triton that interprets them. Which of the words belong to which call:
+words=() kernels=() paths=0
+for word in "$@"; do
+    case $word in
+    tests/kernels*) paths=1 kernels+=("$word") ;;
+    tests | tests/) ;;
+    tests/*) paths=1 words+=("$word") ;;
+    *) words+=("$word") kernels+=("$word") ;;
+    esac
+done
+chosen() { case " $* " in *" tests/"*) return 0 ;; *) return 1 ;; esac; } # whether paths are among the words
+status=5 # pytest's own for: no tests
+if [ $paths = 0 ] || chosen "${words[@]}"; then
+    status=0
+    "${pytest[@]}" "${words[@]}" || status=$?
+fi
+[ $paths = 1 ] || kernels=(tests/kernels "${kernels[@]}")
+if [ $status != 2 ] && chosen "${kernels[@]}"; then
+    if triton=$("$venv/bin/python" -m benchmarks.kernels.install); then
+        second=0
+        PYTHONPATH=$triton${PYTHONPATH:+:$PYTHONPATH} TRITON_INTERPRET=1 "${pytest[@]}" "${kernels[@]}" || second=$?
+        if [ $status = 0 ] || [ $status = 5 ]; then [ $status$second = 05 ] || status=$second; fi
+    else
+        echo "the tests of the kernels are skipped: see the error above" >&2
+    fi
+fi
+exit $status

@@ -51,7 +51,7 @@ def row(made: Compiled, loops: bool) -> str:
     """The lines of the table for a kernel."""
     kernel = kernels_of(made.operator)[made.name]
     ours, room = occupancy(made.cc, made.registers, kernel.warps, made.shared)
-    floors = " ".join(f"{floor(gpu, kernel, made):6.0f}" for gpu in GPUS.values())
+    floors = " ".join(f"{floor(gpu, kernel, made):6.1f}" for gpu in GPUS.values())
     line = (f"{made.operator + ' ' + made.name:30} {made.cc:3} {made.triton:>6} {made.registers:4} {made.stack:5} "
             f"{f'{ours}/{room}':>7} {made.shared:6} {made.instructions:6.2f} {made.special:7.2f} "
             f"{kernel.bytes_per_token / 1024:8.2f}           {floors}")

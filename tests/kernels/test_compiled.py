@@ -16,7 +16,7 @@ from benchmarks.kernels.machine_code import Loop
 
 PAIRS = [(version, cc) for version, ccs in TRITONS.items() for cc in ccs]
 SHARED = {cc: (kib - 1) * 1024 for cc, (_, _, kib) in limits.ROOM.items()}  # of one program
-TOY = "tests.kernels.toy"
+TOY = "tests.kernels.toy_list"
 
 
 def requests(version):

@@ -3,8 +3,6 @@
 import triton
 import triton.language as tl
 
-from benchmarks.kernels import Kernel
-
 
 @triton.jit
 def scaled_sum(x, y, out, scale, n, rows, BLOCK: tl.constexpr, MASKED: tl.constexpr):
@@ -20,11 +18,3 @@ def scaled_sum(x, y, out, scale, n, rows, BLOCK: tl.constexpr, MASKED: tl.conste
         for row in range(rows):
             total += tl.load(x + row * n + i).to(tl.float32)
         tl.store(out + i, (scale * total + tl.load(y + i).to(tl.float32)).to(out.dtype.element_ty))
-
-
-SIGNATURE = dict(x="*bf16", y="*bf16", out="*bf16", scale="fp32", n="i32", rows="i32")
-KERNELS = [
-    Kernel("whole", lambda: scaled_sum, SIGNATURE, dict(BLOCK=128, MASKED=False), elements=128, mark=("LDG", 4)),
-    Kernel("masked", lambda: scaled_sum, SIGNATURE, dict(BLOCK=128, MASKED=True), elements=128, mark=("LDG", 4)),
-    Kernel("spilling", lambda: scaled_sum, SIGNATURE, dict(BLOCK=8192, MASKED=False), elements=8192),
-]

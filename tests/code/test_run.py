@@ -1,0 +1,62 @@
+"""tests/run.sh: the kernels' tests run in a call of their own, beside Triton, with the words that belong to them."""
+
+import shutil
+import subprocess
+
+import pytest
+
+PYTHON = """#!/usr/bin/env bash
+if [ "$2" = benchmarks.kernels.install ]; then echo /triton; exit ${NO_TRITON:-0}; fi
+shift 6 # -m pytest -n 2 --dist loadfile
+echo "${TRITON_INTERPRET:-0} ${PYTHONPATH:-} |" "$@"
+if [ -n "${TRITON_INTERPRET:-}" ]; then exit ${SECOND:-0}; fi
+exit ${FIRST:-0}
+"""
+
+
+@pytest.fixture
+def run(project, tmp_path, monkeypatch):
+    """run(words, SECOND="1") gives exit status and pytest's calls, as [(beside Triton, words)]."""
+    (tmp_path / "tests").mkdir()
+    shutil.copy(project / "tests/run.sh", tmp_path / "tests")
+    for name, script in (("0.create_env.sh", "#!/bin/sh\n"), (".venv/bin/python", PYTHON)):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(script)
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+
+    def run(words="", **environment):
+        for name, value in environment.items():
+            monkeypatch.setenv(name, value)
+        done = subprocess.run([tmp_path / "tests/run.sh", *words.split()], capture_output=True, text=True)
+        calls = [line.split(" |") for line in done.stdout.splitlines()]
+        return done.returncode, [(before == "1 /triton", words.strip()) for before, words in calls]
+
+    return run
+
+
+@pytest.mark.parametrize("words, calls", [
+    ("", [(False, ""), (True, "tests/kernels")]),
+    ("-k tied", [(False, "-k tied"), (True, "tests/kernels -k tied")]),
+    ("tests/model -x", [(False, "tests/model -x")]),
+    ("tests/kernels/test_scan.py -x", [(True, "tests/kernels/test_scan.py -x")]),
+    ("tests/model tests/kernels", [(False, "tests/model"), (True, "tests/kernels")]),
+    ("--slow", [(False, "-m slow"), (True, "-m slow tests/kernels")]),
+])
+def test_words_go_where_they_belong(run, words, calls):
+    assert run(words) == (0, calls)
+
+
+@pytest.mark.parametrize("first, second, status", [(0, 0, 0), (1, 0, 1), (0, 1, 1), (5, 0, 0), (0, 5, 0), (5, 5, 5),
+                                                   (5, 1, 1)])
+def test_either_call_can_fail(run, first, second, status):
+    assert run("-k tied", FIRST=str(first), SECOND=str(second))[0] == status
+
+
+def test_an_interrupt_ends_it(run):
+    assert run(FIRST="2") == (2, [(False, "")])
+
+
+def test_without_triton_the_rest_runs(run):
+    assert run(NO_TRITON="1") == (0, [(False, "")])
