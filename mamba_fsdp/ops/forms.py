@@ -33,6 +33,9 @@ OPERATORS = {  # with their forms, best first
     "mamba1": ("fused",),
     "mamba2": ("fused",),
 }
+# What benchmarks.gpu found faster than the first form: {"NVIDIA H200": {"conv": "fused", ...}}, the GPU's name as torch
+# gives it; a mixer in one call needs the same form for its parts. Nothing has been measured yet.
+MEASURED: dict[str, dict[str, str]] = {}
 WHOLE = {"mamba1": ("conv", "scan"), "mamba2": ("conv", "ssd")}  # mixers in one call, in the form that these parts have
 PORTABLE = {operator: "portable" for operator in OPERATORS.keys() - WHOLE.keys()}
 
@@ -105,7 +108,7 @@ def resolve_forms(setting: str, device_type: str, uses: Mapping[str, Collection[
     demanded = demands(setting, used)
     choice = Choice({}, {operator: {} for operator in used})
     for operator in used:
-        for form in [demanded[operator]] if operator in demanded else OPERATORS[operator]:
+        for form in [demanded[operator]] if operator in demanded else _best_first(operator, device_type):
             unasked = _out_of_question(operator, form, device_type, choice.forms)
             reason = unasked or _why_not(operator, form, uses[operator])
             if reason is None:
@@ -117,6 +120,17 @@ def resolve_forms(setting: str, device_type: str, uses: Mapping[str, Collection[
             if not unasked:
                 choice.passed[operator][form] = reason
     return choice
+
+
+def _best_first(operator, device_type):
+    """The operator's forms in the order of OPERATORS, behind the one that was measured to be faster on this GPU."""
+    if device_type != "cuda" or not MEASURED:
+        return OPERATORS[operator]
+    import torch
+
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
+    best = MEASURED.get(gpu, {}).get(operator)
+    return sorted(OPERATORS[operator], key=lambda form: form != best)
 
 
 def _out_of_question(operator, form, device_type, chosen):

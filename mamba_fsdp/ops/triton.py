@@ -4,7 +4,6 @@ The modules of kernels import triton at their tops and are themselves imported o
 environment runs the kernels on a CPU, for tests.
 """
 
-import functools
 import os
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -14,12 +13,12 @@ from torch.autograd import Function
 
 from mamba_fsdp.errors import first_line
 
+os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # from 3.10 on, a * b + c is else two instructions
 LIBRARY = torch.library.Library("mamba_fsdp", "FRAGMENT")
 Blocks = Mapping[str, int]  # constants of a kernel, and its num_warps
 tuned: dict[str, Blocks] = {}  # by kernel: what a timing on this kind of GPU chose instead of the tables
 
 
-@functools.lru_cache(maxsize=None)
 def why_unavailable() -> str | None:
     """What keeps Triton from serving on this machine."""
     try:

@@ -32,9 +32,25 @@ def refusal(*arguments, **more):
 
 @pytest.fixture
 def libraries(monkeypatch):
-    """CUDA libraries that load."""
+    """CUDA libraries that load, and no Triton."""
     for name in ("mamba_ssm", "causal_conv1d"):
         monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+    monkeypatch.setitem(sys.modules, "triton", None)
+
+
+@pytest.fixture
+def kernels(libraries, monkeypatch):
+    """Triton and CUDA libraries that load."""
+    monkeypatch.setitem(sys.modules, "triton", types.ModuleType("triton"))
+
+
+TRITON = [operator for operator in OPERATORS if "triton" in OPERATORS[operator]]
+FUSED = {"conv": "fused", "scan": "fused", "ssd": "fused", "norm": "fused", "mamba1": "fused", "mamba2": "fused"}
+
+
+def with_triton(forms):
+    """The same choice where Triton loads."""
+    return {operator: "triton" if operator in TRITON else form for operator, form in forms.items()}
 
 
 def test_every_form_answers_what_it_is_asked():
@@ -61,8 +77,53 @@ def test_portable_is_portable(libraries):
 
 def test_a_gpu_gets_the_libraries_and_whole_mixers(libraries):
     choice = choose("auto", "cuda", dtype=torch.bfloat16)
-    assert str(choice) == "fused: conv, scan, ssd, norm, mamba1, mamba2; portable: attention, loss"
-    assert choose("fused", "cuda").forms == choice.forms and not any(choice.passed.values())
+    assert str(choice).startswith("fused: conv, scan, ssd, norm, mamba1, mamba2; portable: attention, loss")
+    assert choose("fused", "cuda").forms == choice.forms == PORTABLE | FUSED
+    assert all(set(passed) <= {"triton"} for passed in choice.passed.values())
+
+
+def test_a_gpu_gets_triton_before_the_libraries(kernels):
+    """In bf16, fp32 and fp16, with documents or not, whether results must repeat or not."""
+    for dtype in (torch.bfloat16, torch.float32, torch.float16):
+        for documents in (False, True):
+            for deterministic in (False, True):
+                choice = choose("auto", "cuda", dtype=dtype, documents=documents, deterministic=deterministic)
+                assert {operator: choice.forms.get(operator) for operator in TRITON} == dict.fromkeys(TRITON, "triton")
+    assert choose("fused", "cuda").forms == PORTABLE | FUSED
+
+
+def test_triton_needs_no_library_and_says_when_it_does_not_load(kernels, monkeypatch):
+    for name in ("mamba_ssm", "causal_conv1d"):
+        monkeypatch.setitem(sys.modules, name, None)
+    choice = choose("auto", "cuda", deterministic=True)
+    assert {operator: form for operator, form in choice.forms.items() if form != "portable"} == \
+        dict.fromkeys(TRITON, "triton")
+    monkeypatch.setitem(sys.modules, "triton", None)
+    assert choose("auto", "cuda").forms == PORTABLE
+    if TRITON:
+        assert f"{TRITON[0]} can't be triton on cuda: triton does not load (" in refusal("triton", "cuda")
+        assert "can't be triton on cpu: it is for cuda devices" in refusal("triton")
+
+
+def test_what_was_measured_faster_on_this_gpu_comes_first(kernels, monkeypatch):
+    """By the GPU's name; a demand still holds, and what can't serve is passed over."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
+    monkeypatch.setattr(forms, "MEASURED", {"NVIDIA H200": {"norm": "portable", "conv": "fused"},
+                                            "NVIDIA A100-SXM4-80GB": {"norm": "fused"}})
+    choice = choose("auto", "cuda")
+    assert choice.forms["norm"] == "portable" and choice.forms["conv"] == "fused" and choice.passed["norm"] == {}
+    assert choose("norm=fused", "cuda").forms["norm"] == "fused"
+    assert "conv not fused: deterministic=true" in str(choose("auto", "cuda", deterministic=True))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA A100-SXM4-80GB")
+    assert choose("auto", "cuda").forms["norm"] == "fused"
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert choose("auto", "cuda").forms == choose("auto", "cuda").forms | dict.fromkeys(TRITON, "triton")
+
+
+def test_measured_names_what_there_is():
+    for measured in forms.MEASURED.values():
+        assert all(form in OPERATORS[operator] for operator, form in measured.items())
 
 
 def test_what_is_missing_on_a_gpu_is_named(libraries, monkeypatch):
@@ -71,7 +132,7 @@ def test_what_is_missing_on_a_gpu_is_named(libraries, monkeypatch):
     choice = choose("auto", "cuda")
     assert choice.forms == PORTABLE | {"scan": "fused", "ssd": "fused", "norm": "fused"}
     assert "conv not fused: causal_conv1d does not load (" in str(choice)
-    assert choice.passed["mamba1"] == choice.passed["mamba2"] == {}  # the part has said why
+    assert "mamba1" not in choice.forms and "fused" not in choice.passed["mamba1"]  # the part has said why
     assert "kernels=fused: conv can't be fused on cuda: causal_conv1d does not load" in refusal("fused", "cuda")
     assert choose("scan=fused,ssd=fused", "cuda").forms["scan"] == "fused"
 
@@ -141,10 +202,10 @@ def test_what_c_does_not_take_is_said():
 
 @pytest.mark.parametrize("setting, said", [
     ("nativ", "there is no form 'nativ'; did you mean native?"),
-    ("triton", "there is no form 'triton'; choose one of auto, "),
+    ("cuda", "there is no form 'cuda'; choose one of auto, "),
     ("scam=native", "there is no operator 'scam'; did you mean scan?"),
     ("scan=nativ", "there is no form of scan 'nativ'; did you mean native?"),
-    ("ssd=native", "there is no form of ssd 'native'; choose one of fused, portable"),
+    ("ssd=native", f"there is no form of ssd 'native'; choose one of {', '.join(OPERATORS['ssd'])}"),
     ("scan=", "there is no form of scan ''"), ("scan=native,", "there is no operator ''"),
     ("scan=native,scan=portable", "give each operator one form")])
 def test_names_that_there_are_not_are_refused_with_the_settings(setting, said):
