@@ -1,7 +1,7 @@
 # The image that a cluster trains in; docs/image.md tells how to build, import and submit it.
 #
 #   docker build -t mamba-train .
-#   docker build -t mamba-train --build-arg STACK=current .        newer torch, for newer GPUs
+#   docker build -t mamba-train --build-arg STACK=current .        newer torch, for newer GPUs, on x86-64 or Arm
 #
 #   STACK                torch2.2 or current: which requirements/*.txt
 #   BASE_IMAGE           another Debian or Ubuntu with Python 3.10 or 3.11 to build on
@@ -15,8 +15,8 @@ ARG STACK=torch2.2
 ARG BASE_IMAGE
 FROM docker.io/nvidia/cuda:12.1.1-devel-ubuntu22.04 AS devel-torch2.2
 FROM docker.io/nvidia/cuda:12.1.1-base-ubuntu22.04 AS base-torch2.2
-FROM docker.io/nvidia/cuda:12.8.1-devel-ubuntu22.04 AS devel-current
-FROM docker.io/nvidia/cuda:12.8.1-base-ubuntu22.04 AS base-current
+FROM docker.io/nvidia/cuda:13.0.2-devel-ubuntu22.04 AS devel-current
+FROM docker.io/nvidia/cuda:13.0.2-base-ubuntu22.04 AS base-current
 
 # The fused kernels are compiled in a stage of their own: the CUDA toolkit and the compilers stay behind.
 # The stack's default stands here again for buildah 1.28, which else does not see which stages are used.
@@ -51,7 +51,7 @@ RUN apt-get update \
     && rm -rf /var/lib/apt/lists/*
 
 ARG INSTALL_EFA=1
-ARG EFA_INSTALLER_VERSION=1.47.0
+ARG EFA_INSTALLER_VERSION=1.50.0
 # The kernel module and limits belong to the host. The installer registers its libraries with ldconfig.
 # hadolint ignore=DL3003,DL3008
 RUN if [ "$INSTALL_EFA" = 1 ]; then \

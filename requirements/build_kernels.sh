@@ -9,7 +9,8 @@
 #               without it the versions' git tags are fetched
 #
 # CUDA_ARCHITECTURES holds the compute capabilities; if not set, "8.0 8.6 8.9 9.0" (A100; A10G; L4 and L40S; H100 and
-# H200), and for the current stack "10.0 12.0" too (B200; RTX PRO 6000). MAX_JOBS limits the files compiled at a time,
+# H200), and for the current stack "10.0 12.0" too (B200, B300 and their Grace kin; RTX PRO 6000). Code for 10.0 runs on
+# B300 (10.3), for which nvcc 13 makes causal-conv1d wrong. MAX_JOBS limits the files compiled at a time,
 # each for four of these at once, which takes up to 6 GB of memory. PYTHON names an interpreter with the stack's PyTorch,
 # ninja and wheel. Needs nvcc, a C++ compiler and git; takes about an hour on two cores.
 set -euo pipefail

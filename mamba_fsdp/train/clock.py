@@ -5,15 +5,19 @@ import statistics
 import time
 from collections.abc import Iterator
 
-# Dense bf16 matrix peak of one device, FLOP/s, from the vendors' data sheets; MFU is shown for these only.
-PEAK_FLOPS = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "A10G": 70e12, "L40S": 362e12, "L4": 121e12,
-              "B200": 2250e12}
+# Dense bf16 matrix peak of one device with fp32 sums, TFLOP/s, from the vendors' data sheets, by words of its name.
+PEAK_TFLOPS = {"A100": 312, "A10G": 70, "A10": 125, "L4": 121, "L40": 181, "L40S": 362, "H100": 989, "H100 PCIe": 756,
+               "H100 NVL": 835, "H200": 989, "H200 NVL": 835, "GH200": 989, "B200": 2250, "GB200": 2500, "B300": 2250,
+               "GB300": 2500, "RTX A6000": 155, "RTX 6000 Ada": 364, "RTX PRO 6000": 504,
+               "RTX PRO 6000 Max Q": 439, "RTX 3090": 71, "RTX 4090": 165, "RTX 5090": 209}
+OTHER_SIZES = {"MIG", "Laptop", "Ti", "D"}  # a part of the device, or another one of nearly that name
 
 
 def device_peak(device_name: str) -> float | None:
-    """Peak FLOP/s of a device, None for an unknown one. The longest name that fits wins: an L40S is not an L4."""
-    fits = [name for name in PEAK_FLOPS if name in device_name]
-    return PEAK_FLOPS[max(fits, key=len)] if fits else None
+    """Peak FLOP/s of a device as `nvidia-smi` names it, None for an unknown one or a part of one."""
+    words = set(device_name.replace("-", " ").split())
+    fits = [name for name in PEAK_TFLOPS if words.issuperset(name.split())]
+    return PEAK_TFLOPS[max(fits, key=len)] * 1e12 if fits and not words & OTHER_SIZES else None
 
 
 class Clock:

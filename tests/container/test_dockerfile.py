@@ -61,12 +61,13 @@ def test_every_package_of_an_image_is_pinned(stack):
     """One version per package and Python, and wheels of the kernels for exactly the stack's torch."""
     pins = {}
     for line in (PROJECT / "requirements" / f"{stack}.txt").read_text().splitlines():
-        if line and not line.startswith("#"):
+        if line and not line.startswith(("#", "--extra-index-url ")):
             match = re.fullmatch(r'([a-z0-9-]+)==([^;\s]+)(; python_version (?:>=|<) "3\.11")?', line)
             assert match, f"not a pin: {line}"
             assert (match[1], match[3]) not in pins and not (match[3] and (match[1], None) in pins), f"twice: {line}"
             pins[match[1], match[3]] = match[2]
     torch = ".".join(pins["torch", None].split(".")[:2])
+    cuda = re.search(r"^FROM \S+/cuda:(\d+)\S+ AS base-" + re.escape(stack), (PROJECT / "Dockerfile").read_text(), re.M)[1]
     kernels = [
         line
         for line in (PROJECT / "requirements" / f"kernels-{stack}.txt").read_text().splitlines()
@@ -75,17 +76,19 @@ def test_every_package_of_an_image_is_pinned(stack):
     assert kernels
     for line in kernels:
         match = re.fullmatch(
-            r"(\S+) @ https://github\.com/\S+/v(\S+?)/(\w+)-(\S+?)\+cu12torch([\d.]+)"
-            r"cxx11abi\w+-cp(\d)(\d+)-\S+\.whl ; "
-            r'python_version == "(\d)\.(\d+)"',
+            r"(\S+) @ https://github\.com/\S+/v(\S+?)/(\w+)-(\S+?)\+cu(\d+)torch([\d.]+)"
+            r"cxx11abi\w+-cp(\d)(\d+)-\S+-linux_(\w+)\.whl ; "
+            r'python_version == "(\d)\.(\d+)"(?: and platform_machine == "(\w+)")?',
             line,
         )
         assert match, f"not a pinned wheel: {line}"
-        name, tag, file_name, version, for_torch, major, minor, marker_major, marker_minor = match.groups()
+        (name, tag, file_name, version, for_cuda, for_torch, major, minor, machine, marker_major, marker_minor,
+         marker_machine) = match.groups()
         assert (
             name.replace("-", "_") == file_name
             and tag == version
-            and for_torch == torch
+            and (for_cuda, for_torch) == (cuda, torch)
+            and machine == (marker_machine or "x86_64")
             and (major, minor) == (marker_major, marker_minor)
         ), line
 

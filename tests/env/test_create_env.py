@@ -121,3 +121,15 @@ def test_a_driver_means_the_current_stack(create, tmp_path):
     (tmp_path / "bin" / "df").write_text("#!/bin/sh\necho head; echo 'disk 100 90 0 90% /'\n")
     (tmp_path / "bin" / "df").chmod(0o755)
     one_error(create(**path), "the current stack")
+
+
+@pytest.mark.slow
+def test_kernels_that_are_wrong_on_a_gpu_are_left_out(create, tmp_path):
+    (tmp_path / "requirements" / "kernels-current.txt").write_text("/nowhere/kernels-1-py3-none-any.whl\n")
+    (tmp_path / "patches").mkdir()
+    (tmp_path / "patches" / "apply.py").touch()
+    path = stub(tmp_path / "bin", "nvidia-smi", "echo NVIDIA H100 80GB HBM3")
+    one_error(create(**path), "could not install requirements/kernels-current.txt")
+    path = stub(tmp_path / "bin", "nvidia-smi", "echo NVIDIA B300 SXM6 AC")
+    done = create(**path)
+    assert done.returncode == 0 and "without mamba-ssm and causal-conv1d" in done.stdout, done

@@ -131,6 +131,14 @@ def test_the_slow_rank_is_named():
         "slowest_rank": 2, "slowest_rank_seconds": 4.0, "median_rank_seconds": 1.05}
 
 
-def test_peaks_are_told_apart_by_the_whole_name():
-    assert (device_peak("NVIDIA L40S") == 362e12 and device_peak("NVIDIA L4") == 121e12
-            and device_peak("Tesla T4") is None)
+@pytest.mark.parametrize("name, tera", [
+    ("NVIDIA A100-SXM4-40GB", 312), ("NVIDIA A100 80GB PCIe", 312), ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", None),
+    ("NVIDIA A10G", 70), ("NVIDIA A10", 125), ("NVIDIA L4", 121), ("NVIDIA L40", 181), ("NVIDIA L40S", 362),
+    ("NVIDIA H100 80GB HBM3", 989), ("NVIDIA H100 PCIe", 756), ("NVIDIA H100 NVL", 835), ("NVIDIA H200", 989),
+    ("NVIDIA H200 NVL", 835), ("NVIDIA GH200 480GB", 989), ("NVIDIA B200", 2250), ("NVIDIA GB200", 2500),
+    ("NVIDIA B300 SXM6 AC", 2250), ("NVIDIA GB300", 2500), ("NVIDIA RTX A6000", 155),
+    ("NVIDIA RTX 6000 Ada Generation", 364), ("NVIDIA RTX PRO 6000 Blackwell Server Edition", 504),
+    ("NVIDIA RTX PRO 6000 Blackwell Max-Q Workstation Edition", 439), ("NVIDIA GeForce RTX 4090", 165),
+    ("NVIDIA GeForce RTX 4090 D", None), ("NVIDIA GeForce RTX 5090 Laptop GPU", None), ("Tesla T4", None)])
+def test_the_peak_of_a_device_is_known_by_its_name(name, tera):
+    assert device_peak(name) == (tera and tera * 1e12)
