@@ -87,7 +87,9 @@ def _assembly_of_2(function, names, kernel, cc, indices):
     compiler.CompiledKernel = lambda fn, so_path, metadata, asm: SimpleNamespace(asm=asm, shared=metadata["shared"])
     facts = compiler.instance_descriptor(divisible_by_16=set(indices), equal_to_1=set(), ids_of_folded_args=set(),
                                          divisible_by_8=set())
-    made = triton.compile(function, signature={names.index(name): type for name, type in kernel.signature.items()},
+    # It reads the types in their order, whatever their numbers.
+    types = {names.index(name): kernel.signature[name] for name in names if name in kernel.signature}
+    made = triton.compile(function, signature=types,
                           constants={names.index(name): value for name, value in kernel.constants.items()},
                           cc=cc, num_warps=kernel.warps, num_stages=kernel.stages, configs=[facts])
     return made.asm, made.shared
