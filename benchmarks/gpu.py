@@ -47,7 +47,7 @@ from mamba_fsdp.parallel.model import fill_parts
 from mamba_fsdp.parallel.parallelize import parallelize
 from mamba_fsdp.parallel.world import World
 from mamba_fsdp.train.clock import device_peak
-from mamba_fsdp.train.loop import accumulate_gradients, add_up, batch_loss, update_weights
+from mamba_fsdp.train.loop import accumulate_gradients, add_up, batch_loss, means, update_weights
 from mamba_fsdp.train.optimizer import make_optimizer
 
 PRESETS = "mamba-130m,mamba-1.4b,mamba2-1.3b,mamba-2.8b,mamba2-2.7b"
@@ -75,8 +75,10 @@ def our_form(config, weights, device, activation_checkpointing):
 
     def step(tokens):
         counted = tokens[:, 1:].numel()
-        loss_sum = accumulate_gradients(parallel, optimizer, [batch_of(tokens)], 1 / counted)
-        loss, gradient_norm, factor = add_up(world, loss_sum, parallel.gradient_squares(), counted).means(counted)
+        multiple = torch.full((), counted, dtype=torch.float64, device=device)
+        loss_sum = accumulate_gradients(parallel, optimizer, [batch_of(tokens)], 1 / multiple)
+        sums = add_up(world, loss_sum, parallel.gradient_squares(), counted)
+        loss, gradient_norm, factor = means(sums, multiple)
         update_weights(parallel, optimizer, loss, gradient_norm, factor, clip=SETTINGS.optimizer.grad_clip_thresh,
                        lr=SETTINGS.optimizer.learning_rate)
         return loss, gradient_norm

@@ -28,6 +28,19 @@ def use_deterministic_algorithms(asked: bool) -> None:
     torch.use_deterministic_algorithms(asked)
 
 
+def step_unless(optimizer: torch.optim.AdamW, refused: torch.Tensor) -> None:
+    """The optimiser's step, unless the 0-dim bool `refused` is true: weights, moments and its count of steps then stay.
+
+    A fused step reads that on the device, as torch's GradScaler has it; one without lies on a CPU, where reading it is
+    no wait.
+    """
+    if optimizer.param_groups[0]["fused"]:
+        optimizer.found_inf = refused.float()
+        optimizer.step()
+    elif not refused:
+        optimizer.step()
+
+
 def has_fused_adamw(device: torch.device) -> bool:
     """Whether torch has a fused AdamW for the device (torch 2.2: CUDA only)."""
     return device.type == "cuda" or HAS_FSDP2

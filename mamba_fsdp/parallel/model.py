@@ -144,8 +144,8 @@ class ParallelModel:
             squares += torch.stack(torch._foreach_norm(gradients)).double().square().sum()
         return squares
 
-    def scale_gradients(self, factor: float) -> None:
-        """Multiply every gradient by a number."""
+    def scale_gradients(self, factor: torch.Tensor) -> None:
+        """Multiply every gradient by a number: a 0-dim fp32 tensor on the device."""
         gradients = [local.parameter.grad for local in self.local_parameters]
         torch._foreach_mul_([gradient for gradient in gradients if gradient is not None], factor)
 

@@ -91,6 +91,20 @@ class World:
         dtype = torch.int64 if isinstance(value, int) else torch.float64
         return self.all_reduce_sum(torch.tensor(value, dtype=dtype)).tolist()
 
+    def tell(self, numbers: list[float]) -> torch.Tensor:
+        """The numbers on the device, (n,) fp64. The host does not wait for the copy."""
+        on_host = torch.tensor(numbers, dtype=torch.float64, pin_memory=self.device.type == "cuda")
+        return on_host.to(self.device, non_blocking=True)
+
+    def reads(self, numbers: torch.Tensor) -> Callable[[], list[float]]:
+        """Starts the copy of the device's (n,) numbers to the host; what is returned waits for it and tells them."""
+        on_host = numbers.to("cpu", non_blocking=True)  # from a GPU: into pinned memory
+        if self.device.type == "cpu":
+            return on_host.tolist
+        copied = torch.cuda.Event()
+        copied.record()
+        return lambda: copied.synchronize() or on_host.tolist()
+
     def run_local(self, work: Callable[[], T]) -> T:
         """What `work()` returns on this rank, once the work of all ranks has ended. It must not talk to other ranks.
 

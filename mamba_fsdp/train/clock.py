@@ -22,7 +22,7 @@ def device_peak(device_name: str) -> float | None:
 
 class Clock:
     """Times training steps from `step` on; validation, saving and committing a checkpoint do not count. A rank's own
-    seconds run from a step's sum, which all ranks leave together, to its next forward pass: update, report, data."""
+    seconds run from when it knows a step's sums, which all do together, to its next forward pass: report, data."""
 
     def __init__(self, step: int, ranks: int = 1) -> None:
         self.began = self.interval_began = self.together = time.perf_counter()
@@ -44,7 +44,7 @@ class Clock:
         return time.perf_counter() - self.together
 
     def meet(self, own_seconds: list[float]) -> None:
-        """Call when all ranks leave a sum together. own_seconds: of each rank in this step."""
+        """Call when all ranks know a step's sums. own_seconds: of each rank before it."""
         self.own = [before + seconds for before, seconds in zip(self.own, own_seconds)]
         self.together = time.perf_counter()
 

@@ -1,7 +1,13 @@
-"""The training loop: the gradient of a global batch, an update; now and then a report, a validation, a checkpoint."""
+"""The training loop: the gradient of a global batch, an update; now and then a report, a validation, a checkpoint.
+
+On a GPU the host runs ahead: it reads a step's numbers when the next step is under way, and nothing in a step makes it
+wait. What depends on those numbers within the step (clipping, whether it is applied, the scale of fp16) is decided on
+the device, by all ranks from the same sums.
+"""
 
 import math
 import time
+from collections import deque
 from collections.abc import Callable, Iterable
 from itertools import chain
 from typing import NamedTuple
@@ -13,52 +19,37 @@ from mamba_fsdp.data.loader import Batch, evaluation_batches
 from mamba_fsdp.data.sample_log import read_by
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.heartbeat import heart
+from mamba_fsdp.parallel.compat import step_unless
 from mamba_fsdp.parallel.model import ParallelModel
 from mamba_fsdp.parallel.world import World
+from mamba_fsdp.train.clock import Clock
 from mamba_fsdp.train.recorder import Recorder
 from mamba_fsdp.train.setup import Parts
 from mamba_fsdp.train.stopping import StopRequest
 
 ELSEWHERE = "asked on another rank"  # why this one stops
+AHEAD = {"cpu": 0, "cuda": 1}  # steps that may be under way when a step's numbers are read
 
 
 def train(parts: Parts, recorder: Recorder, stop: StopRequest, validation_due: bool) -> str:
     """Takes steps until the run has them all or is asked to stop. Returns the reason of the stop, "" without one.
 
-    validation_due: of the step that it begins at. Raises UserError after max_skipped_steps in a row.
+    validation_due: of the step that it begins at. Raises UserError after max_skipped_steps in a row. The train state
+    is that after the last step whose numbers are read: the last of all before a validation and a checkpoint.
     """
-    settings, plan, state, parallel, clock = parts.settings, parts.plan, parts.state, parts.parallel, recorder.clock
+    plan, state = parts.plan, parts.state
     if validation_due and not validate(parts, recorder, stop):
         return stop.reason or ELSEWHERE
+    under_way: deque[Step] = deque()
     while state.step < plan.total_steps:
-        heart.beat()
-        batches = parts.loader.step(state.step)
-        counted = sum(batch.total_weight() for batch in batches)  # while on the CPU
-        read = read_by(batches) if settings.data.sample_log else 0
-        batches = [batch.to(parts.world.device) for batch in batches]
-        scale, own_seconds = parts.loss_scale.value, clock.own_seconds()
-        loss_sum = accumulate_gradients(parallel, parts.optimizer, batches, scale / plan.tokens_per_step)
-        sums = add_up(parts.world, loss_sum, parallel.gradient_squares(), counted, stop.look(),
-                      parts.checkpointer.is_writing(), own_seconds, read)
-        clock.meet(sums.own_seconds)
-        loss, gradient_norm, factor = sums.means(plan.tokens_per_step, scale)
-        lr = settings.optimizer.learning_rate * plan.schedule.next_factor(state, plan.tokens_per_step)
-        applied = update_weights(parallel, parts.optimizer, loss, gradient_norm, factor,
-                                 clip=settings.optimizer.grad_clip_thresh, lr=lr)
-        excused = parts.loss_scale.update(applied) and math.isfinite(loss)
-        state.advance(plan.split.global_batch, plan.tokens_per_step, loss, applied=applied, excused=excused)
-        if not sums.writing:
-            with clock.paused():
-                parts.checkpointer.wait()  # where there is a save under way, all ranks have written and it is committed
-        if not applied:
-            recorder.display.line(f"step {state.step} skipped: loss {loss:.4g}, gradient norm {gradient_norm:.4g} "
-                                  f"({state.skipped_steps} skipped so far)")
-
-        recorder.report(state, loss, lr, gradient_norm, sums.read)
+        under_way.append(take_step(parts, recorder.clock, stop, ahead=len(under_way)))
+        due, stop_asked = plan.must_know(state.step + len(under_way)), False
+        while len(under_way) > (0 if due or stop_asked else AHEAD[parts.world.device.type]):
+            stop_asked |= end_step(parts, recorder, under_way.popleft())
+        if under_way:
+            continue
         validated = not plan.is_due(plan.eval_steps, state.step) or validate(parts, recorder, stop)
-        if state.skipped_in_a_row >= settings.training.max_skipped_steps:
-            raise UserError(describe_bad_samples(parts, batches))
-        last, stop_asked = state.step == plan.total_steps, sums.stops > 0 or not validated
+        last, stop_asked = state.step == plan.total_steps, stop_asked or not validated
         if plan.is_due(plan.checkpoint_steps, state.step) or stop_asked:
             save(parts, recorder, wait=last or stop_asked)
         if stop_asked and not (last and validated):
@@ -66,39 +57,77 @@ def train(parts: Parts, recorder: Recorder, stop: StopRequest, validation_due: b
     return ""
 
 
-class Sums(NamedTuple):
-    """What the ranks tell each other in a step besides weights and gradients, added up."""
+class Step(NamedTuple):
+    """A step under way."""
 
-    own_seconds: list[float]  # of each rank, see Clock
-    loss: float  # of the labels that count, nats
-    squares: float  # of the gradient that the backward passes left
-    counted: float  # labels that count, or the sum of their weights
-    stops: float  # ranks that were asked to stop
-    writing: float  # ranks that still write the save under way
-    high: float  # halves of what each rank's `read_by` says: sums of 32 bits are exact in fp64
-    low: float
-
-    @property
-    def read(self) -> int:
-        return ((int(self.high) << 32) + int(self.low)) % (1 << 64)
-
-    def means(self, tokens_per_step: int, loss_scale: float = 1.0) -> tuple[float, float, float]:
-        """(mean loss per label that counts, the norm of its gradient, what makes the gradients at hand that gradient):
-        they are of the losses times loss_scale / tokens_per_step, which was known before this sum."""
-        counted = self.counted or 1.0
-        factor = tokens_per_step / counted / loss_scale
-        norm = torch.tensor(self.squares, dtype=torch.float64).sqrt().float()
-        return self.loss / counted, float(norm) * factor, factor
+    batches: list[Batch]
+    lr: float
+    numbers: Callable[[], list[float]]  # waits for them: loss, gradient norm, applied, LossScale's two, the told ones
 
 
-def add_up(world: World, loss_sum: torch.Tensor, squares: torch.Tensor, counted: float, stop: bool = False,
-           writing: bool = False, own_seconds: float = 0.0, read: int = 0) -> Sums:
-    """The one small collective of a step, and the one time that the host waits for the device. Called by all ranks."""
-    slots = [own_seconds if rank == world.rank else 0.0 for rank in range(world.size)]
-    told = torch.tensor([counted, stop, writing, *divmod(read, 1 << 32), *slots], dtype=torch.float64,
-                        pin_memory=world.device.type == "cuda").to(world.device, non_blocking=True)
-    numbers = world.all_reduce_sum(torch.cat([torch.stack([loss_sum.double(), squares]), told])).tolist()
-    return Sums(numbers[7:], *numbers[:7])
+def take_step(parts: Parts, clock: Clock, stop: StopRequest, ahead: int = 0) -> Step:
+    """The gradient of a global batch and the update with it. The host waits for nothing. ahead: steps under way."""
+    settings, plan, parallel, world, step = parts.settings, parts.plan, parts.parallel, parts.world, parts.state.step
+    heart.beat()
+    batches = parts.loader.step(step + ahead)
+    counted = sum(batch.total_weight() for batch in batches)  # while on the CPU
+    read = read_by(batches) if settings.data.sample_log else 0
+    batches = [batch.to(world.device) for batch in batches]
+    own_seconds, scale = [0.0] * world.size, parts.loss_scale.value
+    own_seconds[world.rank] = clock.own_seconds()
+    loss_sum = accumulate_gradients(parallel, parts.optimizer, batches, scale / plan.tokens_per_step)
+    sums = add_up(world, loss_sum, parallel.gradient_squares(), counted, (
+        stop.look(), parts.checkpointer.is_writing(), *divmod(read, 1 << 32), *own_seconds))
+    loss, gradient_norm, factor = means(sums, plan.tokens_per_step / scale)
+    lr = settings.optimizer.learning_rate * plan.schedule.next_factor(parts.state, plan.tokens_per_step, ahead)
+    applied = update_weights(parallel, parts.optimizer, loss, gradient_norm, factor,
+                             clip=settings.optimizer.grad_clip_thresh, lr=lr)
+    parts.loss_scale.update(applied)
+    found = torch.stack([loss, gradient_norm, applied, parts.loss_scale.value, parts.loss_scale.good_steps])
+    return Step(batches, lr, world.reads(torch.cat([found, sums[TOLD:]])))
+
+
+def end_step(parts: Parts, recorder: Recorder, step: Step) -> bool:
+    """Counts and reports a step, once its numbers are there. Returns whether a rank was asked to stop in it."""
+    state, plan = parts.state, parts.plan
+    loss, gradient_norm, applied, scale, good_steps, stops, writing, high, low, *own_seconds = step.numbers()
+    recorder.clock.meet(own_seconds)
+    excused = parts.loss_scale.keep(state, scale, good_steps) and math.isfinite(loss)
+    state.advance(plan.split.global_batch, plan.tokens_per_step, loss, applied=bool(applied), excused=excused)
+    if not writing:
+        with recorder.clock.paused():
+            parts.checkpointer.wait()  # where there is a save under way, all ranks have written and it is committed
+    if not applied:
+        recorder.display.line(f"step {state.step} skipped: loss {loss:.4g}, gradient norm {gradient_norm:.4g} "
+                              f"({state.skipped_steps} skipped so far)")
+    # A sum of 32 bits is exact in fp64.
+    recorder.report(state, loss, step.lr, gradient_norm, ((int(high) << 32) + int(low)) % (1 << 64))
+    if state.skipped_in_a_row >= parts.settings.training.max_skipped_steps:
+        raise UserError(describe_bad_samples(parts, step.batches))
+    return stops > 0
+
+
+TOLD = 3  # sums: loss, squares of the gradient, counted; then what else the ranks tell each other
+
+
+def add_up(world: World, loss_sum: torch.Tensor, squares: torch.Tensor, counted: float, told: Iterable[float] = ()
+           ) -> torch.Tensor:
+    """The one small collective of a step, called by all ranks: (3 + n,) fp64 on the device, the sums over ranks.
+
+    loss_sum: of the labels that count, nats. squares: of the gradient that the backward passes left. counted: labels
+    that count, or the sum of their weights. told: n numbers that the host knows.
+    """
+    known = world.tell([counted, *told])
+    return world.all_reduce_sum(torch.cat([torch.stack([loss_sum.double(), squares]), known]))
+
+
+def means(sums: torch.Tensor, multiple: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(mean loss per label that counts, the norm of its gradient, what makes the gradients at hand that gradient), each
+    0-dim fp64: they are of the losses divided by `multiple`, which was known before this sum."""
+    loss_sum, squares, counted = sums[:TOLD]
+    counted = counted + (counted == 0)
+    factor = multiple / counted
+    return loss_sum / counted, squares.sqrt().float().double() * factor, factor
 
 
 def batch_loss(parallel: ParallelModel, batch: Batch) -> torch.Tensor:
@@ -108,9 +137,10 @@ def batch_loss(parallel: ParallelModel, batch: Batch) -> torch.Tensor:
 
 
 def accumulate_gradients(parallel: ParallelModel, optimizer: torch.optim.Optimizer, batches: list[Batch],
-                         scale: float) -> torch.Tensor:
+                         scale: torch.Tensor) -> torch.Tensor:
     """Backward passes over this rank's micro batches, of the token losses times `scale`. Returns the losses' sum."""
     optimizer.zero_grad(set_to_none=True)
+    scale = scale.float()
     loss_sum = torch.zeros((), device=parallel.world.device)
     for index, batch in enumerate(batches):
         with parallel.accumulate(last=index == len(batches) - 1):
@@ -121,20 +151,19 @@ def accumulate_gradients(parallel: ParallelModel, optimizer: torch.optim.Optimiz
     return loss_sum
 
 
-def update_weights(parallel: ParallelModel, optimizer: torch.optim.Optimizer, loss: float, gradient_norm: float,
-                   factor: float = 1.0, *, clip: float, lr: float) -> bool:
+def update_weights(parallel: ParallelModel, optimizer: torch.optim.Optimizer, loss: torch.Tensor,
+                   gradient_norm: torch.Tensor, factor: torch.Tensor, *, clip: float, lr: float) -> torch.Tensor:
     """One AdamW update, with the gradients times `factor`, which then have the norm `gradient_norm`, clipped to the
-    norm `clip` (0: not), unless the loss or the gradient is not finite. Returns whether it was applied."""
-    if not (math.isfinite(loss) and math.isfinite(gradient_norm)):
-        optimizer.zero_grad(set_to_none=True)
-        return False
-    factor *= min(1.0, clip / (gradient_norm + 1e-6)) if clip else 1.0
-    if factor != 1.0:
-        parallel.scale_gradients(factor)
+    norm `clip` (0: not), unless the loss or the gradient is not finite. Returns 1 if it was applied, else 0: all are
+    0-dim fp64 tensors on the device."""
+    if clip:
+        factor = factor * (gradient_norm.new_full((), clip) / (gradient_norm + 1e-6)).clamp(max=1.0)
+    parallel.scale_gradients(factor.float())
     for group in optimizer.param_groups:
         group["lr"] = lr
-    optimizer.step()
-    return True
+    refused = ~(loss.isfinite() & gradient_norm.isfinite())
+    step_unless(optimizer, refused)
+    return 1.0 - refused.double()
 
 
 def validate(parts: Parts, recorder: Recorder, stop: StopRequest) -> bool:

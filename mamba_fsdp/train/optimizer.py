@@ -22,28 +22,32 @@ def make_optimizer(parameters: Mapping[str, torch.nn.Parameter], spec: Mapping[s
 class LossScale:
     """fp16's dynamic scale: halved when a gradient overflows, doubled after 2000 steps without; else fixed at 1.
 
-    Micikevicius et al. 2018, Mixed Precision Training, section 3.2. The train state keeps its numbers.
+    Micikevicius et al. 2018, Mixed Precision Training, section 3.2. It lives on the device, where the next step finds
+    it before the host does: `value` and `good_steps`, 0-dim fp64. The train state keeps both.
     """
 
     GROWTH_INTERVAL = 2000
 
-    def __init__(self, state: TrainState, *, dynamic: bool) -> None:
-        self.state, self.dynamic = state, dynamic
+    def __init__(self, state: TrainState, device: torch.device, *, dynamic: bool) -> None:
+        self.dynamic = dynamic
         if dynamic and not state.loss_scale:
             state.loss_scale = 2.0 ** 16
+        known = (state.loss_scale, state.loss_scale_good_steps) if dynamic else (1.0, 0)
+        self.value, self.good_steps = torch.tensor(known, dtype=torch.float64, device=device)
 
-    @property
-    def value(self) -> float:
-        return self.state.loss_scale if self.dynamic else 1.0
+    def update(self, applied: torch.Tensor) -> None:
+        """After each step. applied: 0-dim; 0 where a gradient was not finite."""
+        if not self.dynamic:
+            return
+        good_steps = (self.good_steps + 1) * applied
+        grown = good_steps == self.GROWTH_INTERVAL
+        self.value = torch.where(applied > 0, self.value * (1 + grown.double()), (self.value / 2).clamp(min=1.0))
+        self.good_steps = good_steps * ~grown
 
-    def update(self, finite: bool) -> bool:
-        """After each step. Returns whether an overflow is due to the scale, so that the samples are not to blame."""
-        state, reducible = self.state, self.value > 1.0
+    def keep(self, state: TrainState, value: float, good_steps: float) -> bool:
+        """Puts into the state what they are after a step. Returns whether an overflow in it would be due to the scale,
+        so that the samples are not to blame."""
         if not self.dynamic:
             return False
-        state.loss_scale_good_steps = state.loss_scale_good_steps + 1 if finite else 0
-        if not finite:
-            state.loss_scale = max(1.0, state.loss_scale / 2)
-        elif state.loss_scale_good_steps == self.GROWTH_INTERVAL:
-            state.loss_scale, state.loss_scale_good_steps = state.loss_scale * 2, 0
-        return reducible and not finite
+        reducible, state.loss_scale, state.loss_scale_good_steps = state.loss_scale > 1.0, value, int(good_steps)
+        return reducible

@@ -29,9 +29,10 @@ class Schedule:
         self.warmup = usual if warmup < 0 else warmup
         self.decay = max(1, steps // 10) * step if decay < 0 else decay
 
-    def next_factor(self, state: TrainState, tokens_per_step: int) -> float:
-        """That of the step to come."""
-        return self.factor(*((state.tokens, tokens_per_step) if self.in_tokens else (state.step, 1)))
+    def next_factor(self, state: TrainState, tokens_per_step: int, ahead: int = 0) -> float:
+        """That of the step to come, after `ahead` that the state does not count yet."""
+        before, more = (state.tokens, tokens_per_step) if self.in_tokens else (state.step, 1)
+        return self.factor(before + ahead * more, more)
 
     def factor(self, before: int, more: int = 1) -> float:
         before -= self.start

@@ -66,6 +66,11 @@ class Plan:
         """Whether what is done every `interval` steps (0: never), and after the last, is done after `step`."""
         return interval > 0 and (step % interval == 0 or step == self.total_steps)
 
+    def must_know(self, step: int) -> bool:
+        """Whether what follows `step` needs its numbers on the host: the end, a validation, a checkpoint."""
+        intervals = (self.eval_steps, self.checkpoint_steps)
+        return step == self.total_steps or any(self.is_due(interval, step) for interval in intervals)
+
 
 @dataclass
 class Parts:
@@ -111,7 +116,7 @@ def set_up(settings: TrainConfig, world: World, folder: RunFolder, weights: Weig
     loader = Loader(sources, order, settings.data, split, vocab_size=settings.model.vocab_size, first_step=state.step,
                     pin_memory=world.device.type == "cuda")
     say_length(settings, plan, say)
-    scale = LossScale(state, dynamic=settings.training.mixed_precision == "fp16")
+    scale = LossScale(state, world.device, dynamic=settings.training.mixed_precision == "fp16")
     return Parts(settings, world, sources, validation, parallel, optimizer, state, scale, plan, loader, checkpointer)
 
 

@@ -12,6 +12,7 @@ from ranks import run_ranks
 from config import resolve
 from mamba_fsdp.checkpoint.checkpointer import Checkpointer
 from mamba_fsdp.data.loader import Batch, Loader
+from mamba_fsdp.parallel.compat import HAS_FSDP2
 from mamba_fsdp.train import clock, run
 from mamba_fsdp.train.stopping import StopRequest
 
@@ -70,7 +71,8 @@ def test_a_step_has_one_small_collective(corpus, tiny_file, tmp_path, strategy):
              "global_batch_size": 8, "checkpoint_interval": 3, "report_interval": 2, "eval_interval": 0}
     for steps in run_ranks(2, steps_of, {name: str(value) for name, value in words.items()}, tiny_file):
         assert len(steps) == 8
-        assert [steps[number] for number in (0, 1, 3, 4)] == [["all_reduce", "read"]] * 4
+        reads = 1 if HAS_FSDP2 else 2  # AdamW is not fused on torch 2.2's CPU: whether it may step is read beforehand
+        assert [steps[number] for number in (0, 1, 3, 4)] == [["all_reduce"] + ["read"] * reads] * 4
     assert {path.name for path in tmp_path.glob("checkpoints/*")} == {f"step_0000000{step}" for step in (3, 6, 8)}
     for entry in map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines()):
         assert [entry[key] for key in ("slowest_rank", "slowest_rank_seconds", "median_rank_seconds")] == [1, 2.0, 1.5]
