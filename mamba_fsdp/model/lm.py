@@ -9,8 +9,8 @@ from torch import nn
 from mamba_fsdp.conventions import IGNORED_LABEL
 from mamba_fsdp.model import spec
 from mamba_fsdp.model.layers import MIXERS, MLP, add_parameters
-from mamba_fsdp.ops.cross_entropy import linear_cross_entropy
 from mamba_fsdp.ops.forms import PORTABLE
+from mamba_fsdp.ops.loss import linear_cross_entropy
 from mamba_fsdp.ops.norm import add_rms_norm
 
 
@@ -92,7 +92,7 @@ class MambaLM(nn.Module):
 
     def loss(self, hidden, labels, weights=None):
         return linear_cross_entropy(hidden.flatten(0, 1), self.lm_head.weight, labels.flatten(),
-                                    None if weights is None else weights.flatten())
+                                    None if weights is None else weights.flatten(), form=self.forms["loss"])
 
     @torch.no_grad()
     def loss_in_parts(self, tokens, labels, documents, weights):

@@ -29,7 +29,7 @@ OPERATORS = {  # with their forms, best first
     "ssd": ("fused", "portable"),
     "attention": ("portable",),
     "norm": ("fused", "portable"),
-    "loss": ("portable",),
+    "loss": ("triton", "portable"),
     "mamba1": ("fused",),
     "mamba2": ("fused",),
 }

@@ -21,7 +21,7 @@ import torch
 from config.model_config import Layer, ModelConfig
 from config.train_config import ParallelConfig
 from mamba_fsdp.model import spec
-from mamba_fsdp.ops.cross_entropy import CHUNK
+from mamba_fsdp.ops.loss.portable import CHUNK
 from mamba_fsdp.parallel.blocks import selected
 from mamba_fsdp.parallel.parallelize import choose_strategy
 from mamba_fsdp.parallel.world import World

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from mamba_fsdp.ops.cross_entropy import linear_cross_entropy
+from mamba_fsdp.ops.loss import linear_cross_entropy
 
 
 def inputs(tokens=23, d_model=6, vocab=11, dtype=torch.float64):

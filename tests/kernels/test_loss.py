@@ -1,0 +1,120 @@
+"""The loss's kernel beside the portable form in float64: values, gradients, labels that don't count or can't be."""
+
+import pytest
+import torch
+from reference import assert_like_portable, assert_same_bits, evaluate
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from mamba_fsdp.ops import triton
+from mamba_fsdp.ops.loss import linear_cross_entropy
+
+HALVES = {torch.float32: 1e-6, torch.float16: 2e-3, torch.bfloat16: 0.012}  # logits and their gradient are rounded too
+
+
+def leaves(dtype=torch.float32, tokens=23, d_model=8, vocab=50):
+    generator = torch.Generator().manual_seed(tokens + vocab)
+    hidden, weight = torch.randn(tokens, d_model, generator=generator), torch.randn(vocab, d_model, generator=generator)
+    labels = torch.randint(0, vocab, (tokens,), generator=generator)
+    labels[::5] = -100
+    return dict(hidden=hidden.to(dtype), weight=weight.to(dtype).float(), labels=labels)
+
+
+def ours(hidden, weight, labels, **options):
+    return 0.37 * linear_cross_entropy(hidden, weight, labels, form="triton", **options)
+
+
+def portable(hidden, weight, labels, **options):
+    return 0.37 * linear_cross_entropy(hidden, weight, labels, **options)
+
+
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+@pytest.mark.parametrize("tokens, vocab", [(1, 1), (23, 50), (40, 64), (7, 4097)])
+@pytest.mark.parametrize("weighted", [False, True])
+def test_equals_float64(dtype, tokens, vocab, weighted):
+    """One block and several, full and not, several chunks; a label that does not count where they don't."""
+    values = leaves(dtype, tokens, vocab=vocab)
+    weights = 3 * torch.rand(tokens, generator=torch.Generator().manual_seed(1)) if weighted else None
+    most = max(HALVES[dtype], 1e-9 * vocab)  # a product over the vocabulary rounds on a CPU
+    got = assert_like_portable(ours, portable, values, most, token_weights=weights, chunk=10)
+    ignored = values["labels"] == -100
+    assert not got["gradient of hidden"][ignored].any() and got["gradient of weight"].dtype == torch.float32
+    assert got["gradient of hidden"].dtype == dtype and got["output 0"].dtype == torch.float32
+
+
+def test_sizes_of_blocks_change_rounding_alone(monkeypatch):
+    for block in (16, 64, 1024):
+        monkeypatch.setitem(triton.tuned, "cross_entropy", {"BLOCK": block, "num_warps": 1})
+        assert_like_portable(ours, portable, leaves(vocab=70))
+
+
+def test_equal_runs_are_equal_bit_for_bit():
+    values = leaves(vocab=5000)
+    assert_same_bits(evaluate(ours, values), evaluate(ours, values))
+
+
+def test_huge_logits_stay_finite_and_exact():
+    values = leaves()
+    values["hidden"] *= 1e4
+    assert_like_portable(ours, portable, values, 1e-5)
+
+
+def test_labels_and_weights_that_do_not_lie_together():
+    values, weights = leaves(), torch.rand(46)
+    values["labels"] = values["labels"].repeat_interleave(2)[::2]
+    assert_like_portable(ours, portable, values, token_weights=weights[::2])
+
+
+def test_nothing_counted():
+    values = leaves()
+    values["labels"][:] = -100
+    assert not any(result.any() for result in evaluate(ours, values).values())
+    assert not any(result.any() for result in evaluate(ours, leaves(tokens=0)).values())
+
+
+@pytest.mark.parametrize("label", [50, 1000, -1, -101, 2**31 + 3])
+def test_a_label_outside_the_vocabulary_makes_the_loss_and_the_gradient_nan(label):
+    """For which the training loop refuses the step: without a word of the GPU, no kernel can raise there."""
+    values = leaves()
+    values["labels"][3] = label
+    assert all(result.isnan().any() for result in evaluate(ours, values).values())
+    assert evaluate(ours, values)["gradient of weight"].isnan().all()
+
+
+def test_without_gradients_none_are_made():
+    values = leaves()
+    with torch.no_grad():
+        loss = ours(**values)
+    assert not loss.requires_grad
+    torch.testing.assert_close(loss, portable(**values))
+    values["weight"].requires_grad_()
+    ours(**values).backward()
+    assert values["weight"].grad is not None
+
+
+def test_a_kept_graph_gives_the_same_gradients_again():
+    values = leaves()
+    hidden = values["hidden"].requires_grad_()
+    loss = ours(**values)
+    assert torch.equal(*(torch.autograd.grad(loss, hidden, retain_graph=True)[0] for _ in "ab"))
+
+
+@pytest.mark.slow
+def test_is_one_call_to_torch_compile():
+    torch._dynamo.reset()
+    values = leaves()
+
+    def plain(hidden, weight, labels):
+        return ours(hidden, weight, labels)
+
+    compiled = torch.compile(plain, backend="aot_eager", fullgraph=True)
+    assert_same_bits(evaluate(compiled, values), evaluate(ours, values))
+
+
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+def test_tensors_without_content_give_the_same_shapes(dtype):
+    values = leaves(dtype)
+    real = evaluate(ours, values)
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        fake = evaluate(ours, {name: mode.from_tensor(value) for name, value in values.items()})
+    assert {name: (value.shape, value.dtype) for name, value in fake.items()} == \
+        {name: (value.shape, value.dtype) for name, value in real.items()}
