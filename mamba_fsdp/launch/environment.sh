@@ -163,9 +163,15 @@ set_network() { # what NCCL and libfabric need on this kind of node
 
 job_state() { squeue --noheader --jobs="$SLURM_JOB_ID" --format=%T 2>/dev/null || true; }
 
-read_limit() { # the moment when Slurm ends the job, in seconds since the epoch
-    limit=$(scontrol show job "$SLURM_JOB_ID" | sed -n 's/.*EndTime=\([^ ]*\).*/\1/p')
-    limit=$(date +%s -d "${limit:-never}" 2>/dev/null || echo 9999999999)
+slurm_time() { # a moment of the job that Slurm knows by this name, in seconds since the epoch, or nothing
+    local moment
+    moment=$(scontrol show job "$SLURM_JOB_ID" | sed -n "s/.* $1=\([^ ]*\).*/\1/p")
+    date +%s -d "${moment:-never}" 2>/dev/null || true
+}
+
+read_limit() { # when Slurm ends the job
+    limit=$(slurm_time EndTime)
+    limit=${limit:-9999999999}
 }
 
 remove_containers() { # from the job's nodes, all that no running job uses, but $1, a start of this job

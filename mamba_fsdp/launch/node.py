@@ -25,6 +25,7 @@ from mamba_fsdp.launch.machine import assigned_gpus, interface_towards, node_nam
 from mamba_fsdp.parallel.world import allow_many_files
 from mamba_fsdp.storage import write_atomically
 from mamba_fsdp.train.run_folder import RunFolder
+from mamba_fsdp.train.startup import Startup
 
 SECONDS_FOR_OTHERS = 3  # Slurm ends the job with the first node that exits: let the others put their errors on record
 ENDED_BY_LAUNCHER = -signal.SIGTERM  # of ranks that still ran when another failed, or only started when asked to stop
@@ -79,11 +80,13 @@ def set_environment(processes: int, scratch: str, first_node: str | None) -> Non
     triton = importlib.util.find_spec("triton")
     if triton and triton.origin and Path(triton.origin).with_name("runtime").joinpath("rank0_cache.py").is_file():
         os.environ.setdefault("TRITON_CACHE_MANAGER", "triton.runtime.rank0_cache:Rank0CacheManager")
+    # Caches are on the node's own disk and new for each start, for shared by nodes or versions they break: what is in
+    # the first folder train/kernel_cache.py keeps. The scope is for the cache writer: one rank of each node fills them.
+    caches = {"KERNELS_ON_NODE": f"{scratch}/kernels", "TRITON_CACHE_DIR": f"{scratch}/kernels/triton",
+              "TRITON_DUMP_DIR": f"{scratch}/triton-dump", "TORCHINDUCTOR_CACHE_DIR": f"{scratch}/kernels/inductor",
+              "TRITON_RANK0_SCOPE": "node", "TRITON_CACHE_AUTOTUNING": "1"}
+    os.environ |= caches if first_node is not None else {name: os.environ.get(name, caches[name]) for name in caches}
     if first_node is not None:
-        # Caches are on the node's own disk and new for each job: shared by nodes or versions, they break. The scope is
-        # for the cache writer: one rank of each node fills them.
-        os.environ |= {"TRITON_CACHE_DIR": f"{scratch}/triton", "TRITON_DUMP_DIR": f"{scratch}/triton-dump",
-                       "TORCHINDUCTOR_CACHE_DIR": f"{scratch}/inductor", "TRITON_RANK0_SCOPE": "node"}
         # gloo by itself takes the interface of the node's own name, which is 127.0.1.1 on Debian.
         if interface := interface_towards([first_node, os.environ.get("LAST_NODE", "")]):
             os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
@@ -96,9 +99,12 @@ def pass_requests_on() -> list[int]:
     By itself it kills ranks 30 s after the request, be it in the middle of a step or of a checkpoint. How long they may
     take is for Slurm to say, which kills all of us in the end. Returns the list that will hold the requests (signals).
     """
-    start, asked = PContext.start, []
+    start, asked, startup = PContext.start, [], Startup()
 
     def start_and_listen(ranks):
+        startup.done("launch")
+        for environment in ranks.envs.values():
+            environment["START_PARTS"] = startup.told()
         def tell(number):
             for rank in ranks.subprocess_handlers.values():
                 rank.proc.send_signal(number)

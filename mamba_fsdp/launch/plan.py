@@ -1,7 +1,7 @@
 """What the launcher has to know of the settings first: `python -m mamba_fsdp.launch.plan [--SETTING=VALUE ...]`.
 
-Prints the run folder, the folder of the built-in data if that is what is read, else nothing, then the folders that a
-container needs beside the project, one a line. A bad setting ends it with exit code 2, so that a job fails in seconds.
+Prints the run folder, the folder of the built-in data if that is what is read, else nothing, that of compiled kernels,
+then the folders that a container needs beside the project, one a line. A bad setting ends it with exit code 2, so that a job fails in seconds.
 """
 
 import dataclasses
@@ -23,7 +23,7 @@ def plan(*stray, config=None, **given) -> None:  # the command line would check 
     if not os.environ.get("IMAGE"):  # which sees no folder yet that settings name: preflight will
         refuse_absent(settings.checkpoint.load_ckpt_path, settings.checkpoint.save_ckpt_path)
     builtin = builtin_folder(settings.data) or ""
-    print(run_folder(settings), builtin, *folders_outside_project(settings), sep="\n")
+    print(run_folder(settings), builtin, settings.kernel_folder(), *folders_outside_project(settings), sep="\n")
 
 
 def run_folder(settings: TrainConfig) -> Path:

@@ -88,10 +88,11 @@ def was_validated(run_folder: Path, step: int) -> bool:
     return any(entry["step"] == step and "val_loss" in entry for entry in read(run_folder / METRICS))
 
 
-def write_status(run_folder: Path, status: str, step: int, reason: str = "") -> None:
-    """status: running, stopped, finished or failed. Raises UserError where the disk refuses."""
+def write_status(run_folder: Path, status: str, step: int, reason: str = "", start: dict[str, float] | None = None
+                 ) -> None:
+    """status: running, stopped, finished or failed. start: seconds of its parts, see train/startup.py. Raises UserError where the disk refuses."""
     path, now = run_folder / STATUS, datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
-    content = {"status": status, "step": step, "reason": reason, "time": now}
+    content = {"status": status, "step": step, "reason": reason, "time": now, **({"start": start} if start else {})}
     try:
         write_atomically(path, json.dumps(content, indent=1) + "\n")
     except OSError as error:

@@ -19,6 +19,7 @@ from mamba_fsdp.report.trackers import make_trackers
 from mamba_fsdp.run_layout import METRICS, PROFILE, SAMPLES
 from mamba_fsdp.storage import exists
 from mamba_fsdp.train.clock import Clock, device_peak, stragglers
+from mamba_fsdp.train.kernel_cache import KernelCache
 from mamba_fsdp.train.run_folder import RunFolder
 from mamba_fsdp.train.setup import Plan
 from mamba_fsdp.train.state import TrainState
@@ -49,9 +50,15 @@ class Recorder(contextlib.ExitStack):
             self.callback(part.close)
         self.profiler = self.enter_context(make_profiler(folder.path, world.rank)) if report.use_profiler else None
         self.clock = Clock(step, world.size)
+        self.kernels: KernelCache | None = None  # to be kept when the first steps have compiled them, on rank 0
 
     def report(self, state: TrainState, loss: float, learning_rate: float, gradient_norm: float, read: int) -> None:
         """After a step: the live line, and when due an entry with the mean loss in the metrics. read: see `read_by`."""
+        if self.folder.startup.stepped() and self.kernels:
+            self.folder.say("running", state.step)
+            self.display.line(self.folder.startup.line())
+            with self.clock.paused():
+                self.kernels.keep()
         if self.samples:
             self.folder.lease.check()
             self.samples.add(state.step, read)
@@ -76,6 +83,7 @@ class Recorder(contextlib.ExitStack):
     def validated(self, step: int, loss: float, tokens: int, share: float, seconds: float) -> None:
         """The validation loss (nats per token) after `step`, of `tokens`, a `share` of the data, in so many seconds."""
         perplexity = math.exp(min(loss, 700.0))
+        self.folder.startup.done("validation")
         self._write({"step": step, "val_loss": loss, "val_perplexity": perplexity, "val_tokens": tokens,
                      "val_share": round(share, 6)})
         self.display.line(f"step {step}: validation loss {loss:.4f}, perplexity {perplexity:,.2f} "

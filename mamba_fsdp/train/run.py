@@ -36,7 +36,9 @@ def run_training(settings: TrainConfig, weights: Weights | None = None, write_mo
     """
     use_deterministic_algorithms(settings.training.deterministic)
     folder, state, first_step = RunFolder(settings.checkpoint.save_ckpt_path), TrainState(), 0
+    folder.startup.done("imports")
     world = start_world(timeout_minutes=settings.parallel.timeout_minutes)
+    folder.startup.done("process group")
     native.tune_process(world.device.type)
     display = Display(enabled=world.rank == 0)
     try:
@@ -76,7 +78,11 @@ def train(parts: Parts, folder: RunFolder, display: Display) -> Path | None:
         folder.say("running", state.step)
     with (parts.loader, StopRequest(folder.path, world.rank == 0) as stop,
           Recorder(parts.settings, world, folder, plan, parts.loader, state.step, display) as recorder):
+        folder.startup.done("loader")
+        recorder.kernels = parts.kernels if world.rank == 0 else None
         reason = loop.train(parts, recorder, stop, validation_due)
+    if world.rank == 0:
+        parts.kernels.keep()
     if not reason:
         return parts.checkpointer.newest()
     if world.rank == 0:

@@ -13,6 +13,7 @@ from mamba_fsdp.lease import Lease
 from mamba_fsdp.report.records import read_status, write_status
 from mamba_fsdp.run_layout import CHECKPOINTS, LEASE, TOKENIZER, committed, refuse_foreign, step_of
 from mamba_fsdp.storage import patiently
+from mamba_fsdp.train.startup import Startup
 
 
 class RunFolder:
@@ -21,6 +22,7 @@ class RunFolder:
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
         self.lease = Lease(self.path / LEASE)
+        self.startup = Startup()
 
     def take(self) -> None:
         """Makes the folder and takes its lease. Raises UserError where that can't be or it is another's."""
@@ -34,9 +36,9 @@ class RunFolder:
         write_status(self.path, "running", self._newest_step(), "starting")
 
     def say(self, status: str, step: int, reason: str = "") -> None:
-        """Writes status.json, see `write_status`."""
+        """Writes status.json, see `write_status`, with the parts of the start."""
         self.lease.check()
-        write_status(self.path, status, step, reason)
+        write_status(self.path, status, step, reason, self.startup.parts)
 
     def status(self) -> dict:
         """The content of status.json, {} where there is none. What it says of a run that has ended without a word, by

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
@@ -12,7 +12,7 @@ from config import resolve
 from config.fields import Duration
 from config.model_config import checked_model
 from config.presets import title, usual_length
-from config.train_config import TrainConfig, TrainingConfig
+from config.train_config import ParallelConfig, TrainConfig, TrainingConfig
 from mamba_fsdp.checkpoint.checkpointer import Checkpointer
 from mamba_fsdp.checkpoint.folder import find_checkpoint, load
 from mamba_fsdp.conventions import DTYPES
@@ -33,6 +33,7 @@ from mamba_fsdp.parallel.parallelize import choose_strategy, parallelize
 from mamba_fsdp.parallel.world import World
 from mamba_fsdp.report.display import scaled
 from mamba_fsdp.run_layout import CHECKPOINTS, committed, is_own
+from mamba_fsdp.train.kernel_cache import KernelCache
 from mamba_fsdp.train.optimizer import LossScale, make_optimizer
 from mamba_fsdp.train.run_folder import RunFolder
 from mamba_fsdp.train.schedule import Schedule, schedule_of
@@ -87,15 +88,17 @@ class Parts:
     plan: Plan
     loader: Loader
     checkpointer: Checkpointer
+    kernels: KernelCache
 
 
 def set_up(settings: TrainConfig, world: World, folder: RunFolder, weights: Weights | None, say: Say) -> Parts | None:
     """Called by all ranks. weights: of init_from. None for a dry run. Raises UserError where things don't fit."""
-    checkpoint = settings.checkpoint
+    checkpoint, done = settings.checkpoint, folder.startup.done
     split = split_step(settings.training, world)
     forms = choose_forms(settings, world, say)
     # Rank 0 looks at all files for all: thousands of files times a thousand ranks keep a file system busy.
     sources, shares, validation = world.on_rank0(lambda: open_data(settings, say))
+    done("data")
     if settings.training.dry_run:
         for newest in committed(folder.path / CHECKPOINTS)[-1:]:
             say(f"resumes    from {newest.name}, if it is whole")
@@ -105,9 +108,16 @@ def set_up(settings: TrainConfig, world: World, folder: RunFolder, weights: Weig
         return None
     checkpointer = Checkpointer(folder.path, world, keep=checkpoint.keep_checkpoints,
                                 asynchronous=checkpoint.async_checkpoint, report=say, check_ours=folder.lease.check)
+    kernels = KernelCache(settings, world, say)
+    kernels.take()
+    if settings.training.tune_kernels:
+        kernels.tune(step_of_each_layer(settings, world, forms))
+    done("kernels")
     parallel = build_model(settings, world, forms)
     optimizer = make_optimizer(parallel.parameters(), parameters(settings.model), settings.optimizer, world.device)
+    done("model")
     state = start(settings, one_for_all(sources.values()), parallel, optimizer, checkpointer, weights, say)
+    done("checkpoint")
     order = Order(sources, shares, settings.data.seq_length, settings.training.seed, state=state.data or None,
                   new_epoch=settings.data.new_epoch)
     if order.closed:
@@ -117,7 +127,8 @@ def set_up(settings: TrainConfig, world: World, folder: RunFolder, weights: Weig
                     pin_memory=world.device.type == "cuda")
     say_length(settings, plan, say)
     scale = LossScale(state, world.device, dynamic=settings.training.mixed_precision == "fp16")
-    return Parts(settings, world, sources, validation, parallel, optimizer, state, scale, plan, loader, checkpointer)
+    return Parts(settings, world, sources, validation, parallel, optimizer, state, scale, plan, loader, checkpointer,
+                 kernels)
 
 
 def run_length(settings: TrainConfig, order: Order) -> Duration:
@@ -208,6 +219,17 @@ def build_model(settings: TrainConfig, world: World, forms: dict[str, str]) -> P
         network = MambaLM(settings.model, forms=forms, compute_dtype=dtype,
                           reset_at_documents=settings.data.reset_at_documents)
     return parallelize(network, settings.parallel, world=world, compute_dtype=dtype)
+
+
+def step_of_each_layer(settings: TrainConfig, world: World, forms: dict[str, str]) -> Callable[[], None]:
+    """Forward and backward, at the run's shapes, of a model with one layer of each kind that the run's model has."""
+    kinds = list(dict.fromkeys(f"{layer.mixer}{'+mlp' * layer.mlp}" for layer in settings.model.layer_list()))
+    model, parallel = replace(settings.model, layers=",".join(kinds), n_layer=len(kinds)), ParallelConfig()
+    spread = build_model(replace(settings, model=model, parallel=parallel), World.alone(device=world.device), forms)
+    spec, shape = parameters(model), (settings.training.batch_size, settings.data.seq_length)
+    fill_parts(spread.shards(), lambda name, first, stop: initial_part(name, spec[name], 0, first, stop))
+    tokens = torch.zeros(shape, dtype=torch.int64, device=world.device)
+    return lambda: spread.module(tokens, labels=tokens).backward()
 
 
 def start(settings: TrainConfig, tokens: Source, parallel: ParallelModel, optimizer: torch.optim.Optimizer,

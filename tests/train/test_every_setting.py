@@ -45,6 +45,7 @@ OTHER_VALUES = {
     "num_epochs": (0.01, {}), "num_steps": (3, {}), "gradient_accumulation_steps": (2, {}),
     "batch_size": (1, {}), "global_batch_size": (4, {}), "seed": (1, {}),
     "mixed_precision": ("bf16", {}), "kernels": ("auto", {}), "deterministic": (True, {}),
+    "tune_kernels": (True, {}), "kernel_cache": ("none", {"use_torch_compile": True}),
     "dry_run": (True, {}),
     "max_skipped_steps": (2, {}), "eval_interval": (2, {}), "eval_batches": (1, {}),
     "save_ckpt_path": ("{run}/elsewhere", {}), "load_ckpt_path": ("{first}", {}),
@@ -101,6 +102,7 @@ def traces(train, tmp_path, metrics_of, corpus, monkeypatch):
     wandb = SimpleNamespace(log=lambda values, step: None, finish=lambda: None)
     wandb.init = lambda project, name, **_: calls.append(("wandb", project, name)) or wandb
     monkeypatch.setitem(sys.modules, "wandb", wandb)
+    monkeypatch.setenv("KERNELS_ON_NODE", str(tmp_path / "kernels"))
     monkeypatch.setattr("mamba_fsdp.parallel.parallelize.compile_blocks", lambda blocks: calls.append("compile"))
     train(tmp_path / "first", num_steps=2)
 
@@ -117,7 +119,7 @@ def traces(train, tmp_path, metrics_of, corpus, monkeypatch):
             str(path.relative_to(folder)).replace(path.name, "events" if "tfevents" in path.name else path.name)
             for path in folder.rglob("*") if not path.name.startswith("."))
         where = folder if (folder / "metrics.jsonl").exists() else folder / "elsewhere"
-        kept = [line for line in said.splitlines() if not line.startswith("step")]
+        kept = [line for line in said.splitlines() if not line.startswith(("step", "start   "))]
         return files, metrics_of(where) if (where / "metrics.jsonl").exists() else said, kept, list(map(str, calls))
     return run_with
 
