@@ -25,7 +25,7 @@ FORMS = {  # with the type of device that they are for, "" for any
 }
 OPERATORS = {  # with their forms, best first
     "conv": ("fused", "native", "portable"),
-    "scan": ("fused", "native", "portable"),
+    "scan": ("triton", "fused", "native", "portable"),
     "ssd": ("fused", "portable"),
     "attention": ("portable",),
     "norm": ("fused", "portable"),

@@ -1,0 +1,348 @@
+"""The selective scan's kernels (formula: __init__.py): sweeps over time that carry their states in registers.
+
+A program is one warp: a row of the batch, CHANNELS channels, N states of each, and one segment of the row's chunks.
+Eight lanes share the channels and four the states, so that sums over either take few shuffles. Where batch and channels
+fill the GPU a row is one segment; else `local` first sweeps each segment from nothing (CUT), and a segment begins with
+what the others add up to. More than N states are taken by launches one after another, which add to `partial`.
+
+Positions behind the row's end have delta 0, which leaves the state as it is; a document's start has an endless step,
+which clears it. A comes as (states, channels), and states as (batch, states, channels) with batch, chunks or segments
+`slab` apart. Positions are read a few at a time before any result is written: for all that the compiler knows, what is
+read behind a write could be what was written. EVEN: no mask is needed.
+"""
+
+import triton
+import triton.language as tl
+
+LOG2E = tl.constexpr(1.4426950408889634)
+LN2 = tl.constexpr(0.6931471805599453)
+ENDLESS = tl.constexpr(1e30)  # times A it is a decay of 0
+
+
+@triton.jit
+def _inside(mask, t, length):
+    """mask & (t < length), which the interpreter takes of tensors only."""
+    return tl.where(mask, t, length) < length
+
+
+@triton.jit
+def _load(pointer, mask, EVEN: tl.constexpr):
+    """In float32: the interpreter can't calculate in bfloat16."""
+    if EVEN:
+        value = tl.load(pointer)
+    else:
+        value = tl.load(pointer, mask=mask, other=0.0)
+    return value.to(tl.float32)
+
+
+@triton.jit
+def _store(pointer, value, mask, EVEN: tl.constexpr):
+    if EVEN:
+        tl.store(pointer, value)
+    else:
+        tl.store(pointer, value, mask=mask)
+
+
+@triton.jit
+def _sigmoid(x):
+    return 1.0 / (1.0 + tl.math.exp2(x * -LOG2E))
+
+
+@triton.jit
+def _softplus(x):
+    """max(x, 0) + log(1 + e) with e = exp(-|x|); log(1 + e) / e is a polynomial, off by at most 4e-8 of itself."""
+    e = tl.math.exp2(tl.abs(x) * -LOG2E)
+    p = ((0.0053647808 * e - 0.030065624) * e + 0.079204269) * e - 0.13753781
+    p = (((p * e + 0.19153646) * e - 0.24857162) * e + 0.33321321) * e - 0.49999648
+    return tl.maximum(x, 0.0) + e * (p * e + 1.0)
+
+
+@triton.jit
+def _slope(delta):
+    """The derivative of softplus where it is delta: 1 - exp(-delta), for small ones a polynomial (9e-8)."""
+    small = delta * ((((0.0068076029 * delta - 0.041042477) * delta + 0.1665636) * delta - 0.49999464) * delta + 1.0)
+    return tl.where(delta < 0.5, small, 1.0 - tl.math.exp2(delta * -LOG2E))
+
+
+@triton.jit
+def _steps(t, dt, bias, documents, dt_row, length, here, DOCUMENTS: tl.constexpr, EVEN: tl.constexpr):
+    """delta at position t; negative, and not 0, at a document's start."""
+    inside = _inside(here, t, length)
+    delta = _softplus(_load(dt + t * dt_row, inside, EVEN) + bias)
+    if DOCUMENTS:
+        at = t
+        if not EVEN:
+            at = tl.minimum(t, length - 1)
+        if_start = tl.minimum(-delta, -1e-37)
+        delta = tl.where(tl.load(documents + at) != tl.load(documents + tl.maximum(at - 1, 0)), if_start, delta)
+    if not EVEN:
+        delta = tl.where(inside, delta, 0.0)
+    return delta
+
+
+@triton.jit
+def _advance(t, h, delta, A, u, B, u_row, B_row, length, here, known, DOCUMENTS: tl.constexpr, EVEN: tl.constexpr):
+    """The state after position t; the decay, the step, delta, u and B there."""
+    step = delta
+    if DOCUMENTS:
+        step, delta = tl.where(delta < 0.0, ENDLESS, delta), tl.abs(delta)
+    value = _load(u + t * u_row, _inside(here, t, length), EVEN)
+    b = _load(B + t * B_row, _inside(known, t, length), EVEN)
+    decay = tl.math.exp2(step[None, :] * A)
+    return decay * h + (delta * value)[None, :] * b[:, None], decay, step, delta, value, b
+
+
+@triton.jit
+def _entering(h, ends, totals, A, slab, channels, other, order, count, both, here, EVEN: tl.constexpr):
+    """h behind `count` segments, the first of them `other`, in steps of `order`: what `local` made of each."""
+    for _ in range(0, count):
+        decay = tl.math.exp2(_load(totals + other * channels, here, EVEN)[None, :] * A)
+        h = decay * h + _load(ends + other * slab, both, EVEN)
+        other += order
+    return h
+
+
+@triton.jit
+def local(u, dt, A, z, B, bias, documents, ends, totals, u_row, dt_row, z_row, B_row, length, channels, states, slab,
+          segment_chunks, REVERSE: tl.constexpr, GATED: tl.constexpr, DOCUMENTS: tl.constexpr, EVEN: tl.constexpr,
+          N: tl.constexpr, CHANNELS: tl.constexpr, CHUNK: tl.constexpr):
+    """The state at the end of each segment but the last, of one that begins with none, and the sum of its steps.
+    REVERSE: the adjoint at the start of each but the first that ends with none; u is the gradient of y, B is C."""
+    row, segment = tl.program_id(2).to(tl.int64), tl.program_id(1)
+    if REVERSE:
+        segment += 1
+    channel, n = tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS), tl.arange(0, N)
+    here, known = channel < channels, n < states
+    corner, both = n[:, None] * channels + channel[None, :], known[:, None] & here[None, :]
+    A, bias = _load(A + corner, both, EVEN) * LOG2E, _load(bias + channel, here, EVEN)
+    first = row * length
+    u, dt, z = u + first * u_row + channel, dt + first * dt_row + channel, z + first * z_row + channel
+    B, documents = B + first * B_row + n, documents + first
+    h, total = tl.zeros((N, CHANNELS), tl.float32), tl.zeros((CHANNELS,), tl.float32)
+    start = segment * segment_chunks * CHUNK
+    tiles = tl.cdiv(tl.minimum(segment_chunks * CHUNK, length - start), 4)
+    for tile in range(0, tiles):
+        for i in tl.static_range(4):
+            if REVERSE:
+                t = start + (tiles - tile) * 4 - 1 - i
+            else:
+                t = start + tile * 4 + i
+            delta = _steps(t, dt, bias, documents, dt_row, length, here, DOCUMENTS, EVEN)
+            if REVERSE:
+                grad = _load(u + t * u_row, _inside(here, t, length), EVEN)
+                if GATED:
+                    gate = _load(z + t * z_row, _inside(here, t, length), EVEN)
+                    grad *= gate * _sigmoid(gate)
+                h += grad[None, :] * _load(B + t * B_row, _inside(known, t, length), EVEN)[:, None]
+                step = tl.where(delta < 0.0, ENDLESS, delta)
+                h *= tl.math.exp2(step[None, :] * A)
+            else:
+                h, _, step, _, _, _ = _advance(t, h, delta, A, u, B, u_row, B_row, length, here, known, DOCUMENTS, EVEN)
+            total += step
+    place = row * (tl.num_programs(1) + 1) + segment
+    _store(ends + place * slab + corner, h, both, EVEN)
+    _store(totals + place * channels + channel, total, here, EVEN)
+
+
+@triton.jit
+def _forward_token(t, h, A, bias, D, u, dt, z, B, C, documents, partial, u_row, dt_row, z_row, B_row, C_row, length,
+                   channels, here, known, FIRST: tl.constexpr, GATED: tl.constexpr, DOCUMENTS: tl.constexpr,
+                   EVEN: tl.constexpr):
+    """The state after position t, and y there."""
+    delta = _steps(t, dt, bias, documents, dt_row, length, here, DOCUMENTS, EVEN)
+    h, _, _, _, value, _ = _advance(t, h, delta, A, u, B, u_row, B_row, length, here, known, DOCUMENTS, EVEN)
+    y = tl.sum(h * _load(C + t * C_row, _inside(known, t, length), EVEN)[:, None], axis=0)
+    if FIRST:
+        y += D * value
+    else:
+        y += _load(partial + t * channels, _inside(here, t, length), EVEN)
+    if GATED:
+        gate = _load(z + t * z_row, _inside(here, t, length), EVEN)
+        y *= gate * _sigmoid(gate)
+    return h, y
+
+
+@triton.jit
+def forward(u, dt, A, B, C, D, z, bias, documents, state, ends, totals, partial, out, entries, last,
+            u_row, dt_row, z_row, B_row, C_row, length, channels, states, slab, segment_chunks,
+            FIRST: tl.constexpr, GATED: tl.constexpr, DOCUMENTS: tl.constexpr, STATE: tl.constexpr,
+            CUT: tl.constexpr, KEEP: tl.constexpr, EVEN: tl.constexpr, N: tl.constexpr, CHANNELS: tl.constexpr,
+            CHUNK: tl.constexpr):
+    """y (or what the states so far add to it: then out is `partial`), the state at each chunk's entry and the last."""
+    row, segment, segments = tl.program_id(2).to(tl.int64), tl.program_id(1), tl.num_programs(1)
+    channel, n, first = tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS), tl.arange(0, N), row * length
+    here, known = channel < channels, n < states
+    corner, both = n[:, None] * channels + channel[None, :], known[:, None] & here[None, :]
+    A = _load(A + corner, both, EVEN) * LOG2E
+    D, bias = _load(D + channel, here, EVEN), _load(bias + channel, here, EVEN)
+    u, dt, z = u + first * u_row + channel, dt + first * dt_row + channel, z + first * z_row + channel
+    B, C, documents = B + first * B_row + n, C + first * C_row + n, documents + first
+    out, partial = out + first * channels + channel, partial + first * channels + channel
+    h = tl.zeros((N, CHANNELS), tl.float32)
+    if STATE:
+        h = _load(state + row * slab + corner, both, EVEN)
+    if CUT:
+        h = _entering(h, ends + row * segments * slab + corner, totals + row * segments * channels + channel, A, slab,
+                      channels, 0, 1, segment, both, here, EVEN)
+    chunks = tl.cdiv(length, CHUNK)
+    for chunk in range(segment * segment_chunks, tl.minimum((segment + 1) * segment_chunks, chunks)):
+        if KEEP:
+            _store(entries + (row * chunks + chunk) * slab + corner, h, both, EVEN)
+        for t in range(chunk * CHUNK, tl.minimum(chunk * CHUNK + CHUNK, length), 4):
+            h, y0 = _forward_token(t, h, A, bias, D, u, dt, z, B, C, documents, partial, u_row, dt_row, z_row, B_row,
+                                   C_row, length, channels, here, known, FIRST, GATED, DOCUMENTS, EVEN)
+            h, y1 = _forward_token(t + 1, h, A, bias, D, u, dt, z, B, C, documents, partial, u_row, dt_row, z_row,
+                                   B_row, C_row, length, channels, here, known, FIRST, GATED, DOCUMENTS, EVEN)
+            h, y2 = _forward_token(t + 2, h, A, bias, D, u, dt, z, B, C, documents, partial, u_row, dt_row, z_row,
+                                   B_row, C_row, length, channels, here, known, FIRST, GATED, DOCUMENTS, EVEN)
+            h, y3 = _forward_token(t + 3, h, A, bias, D, u, dt, z, B, C, documents, partial, u_row, dt_row, z_row,
+                                   B_row, C_row, length, channels, here, known, FIRST, GATED, DOCUMENTS, EVEN)
+            _store(out + t * channels, y0, here, EVEN)
+            _store(out + (t + 1) * channels, y1, _inside(here, t + 1, length), EVEN)
+            _store(out + (t + 2) * channels, y2, _inside(here, t + 2, length), EVEN)
+            _store(out + (t + 3) * channels, y3, _inside(here, t + 3, length), EVEN)
+    if segment == segments - 1:
+        _store(last + row * slab + corner, h, both, EVEN)
+
+
+@triton.jit
+def _gradient_inputs(t, grad_out, z, C, D, grad_row, z_row, C_row, length, here, known, GATED: tl.constexpr,
+                     EVEN: tl.constexpr):
+    """The gradients of out and of y at position t, the gate's input and its sigmoid, and C."""
+    grad = _load(grad_out + t * grad_row, _inside(here, t, length), EVEN)
+    c = _load(C + t * C_row, _inside(known, t, length), EVEN)
+    gate, opened, grad_y = grad, grad, grad
+    if GATED:
+        gate = _load(z + t * z_row, _inside(here, t, length), EVEN)
+        opened = _sigmoid(gate)
+        grad_y = grad * gate * opened
+    return grad, grad_y, gate, opened, c
+
+
+@triton.jit
+def _backward_token(t, g, sum_A, sum_D, sum_bias, after, before, decay, step, delta, value, b, grad, grad_y, gate,
+                    opened, c, A, D, grad_u, grad_dt, grad_z, grad_B, grad_C, out, partial, grad_z_row, states, length,
+                    channels, size, here, known, FIRST: tl.constexpr, LAST: tl.constexpr, GATED: tl.constexpr,
+                    WITH_OUT: tl.constexpr, EVEN: tl.constexpr):
+    """From the adjoint of the state after position t, less what t's own y adds, to that of the state before; the sums
+    over positions with what t adds."""
+    inside, place = _inside(here, t, length), t * channels
+    g += grad_y[None, :] * c[:, None]
+    from_c, from_b = tl.sum(after * grad_y[None, :], axis=1), tl.sum(g * (delta * value)[None, :], axis=1)
+    y, sum_x = tl.sum(after * c[:, None], axis=0), tl.sum(g * b[:, None], axis=0)
+    g *= decay
+    through_decay = g * before
+    sum_A += through_decay * step[None, :]
+    sum_delta = tl.sum(through_decay * A, axis=0)
+    _store(grad_C + t * states, from_c, _inside(known, t, length), EVEN)
+    _store(grad_B + t * states, from_b, _inside(known, t, length), EVEN)
+    if not FIRST:
+        y += _load(partial + place, inside, EVEN)
+        sum_x += _load(partial + size + place, inside, EVEN)
+        sum_delta += _load(partial + 2 * size + place, inside, EVEN)
+    if LAST:
+        y += D * value
+        if GATED:
+            _store(grad_z + t * grad_z_row, grad * y * opened * (1.0 + gate * (1.0 - opened)), inside, EVEN)
+            y *= gate * opened
+        if WITH_OUT:
+            _store(out + place, y, inside, EVEN)
+        grad_raw = (sum_delta * LN2 + sum_x * value) * _slope(delta)
+        _store(grad_u + place, sum_x * delta + grad_y * D, inside, EVEN)
+        _store(grad_dt + place, grad_raw, inside, EVEN)
+        sum_D += grad_y * value
+        sum_bias += tl.where(inside, grad_raw, 0.0)
+    else:
+        _store(partial + place, y, inside, EVEN)
+        _store(partial + size + place, sum_x, inside, EVEN)
+        _store(partial + 2 * size + place, sum_delta, inside, EVEN)
+    return g, sum_A, sum_D, sum_bias
+
+
+@triton.jit
+def _backward_chunk(start, h, g, sum_A, sum_D, sum_bias, A, bias, D, grad_out, u, dt, z, B, C, documents, partial,
+                    scratch, memo, grad_u, grad_dt, grad_z, grad_B, grad_C, out, grad_row, u_row, dt_row, z_row, B_row,
+                    C_row, grad_z_row, states, length, channels, size, here, known, FIRST: tl.constexpr,
+                    LAST: tl.constexpr, GATED: tl.constexpr, DOCUMENTS: tl.constexpr, WITH_OUT: tl.constexpr,
+                    EVEN: tl.constexpr, N: tl.constexpr, CHANNELS: tl.constexpr, CHUNK: tl.constexpr):
+    """Forward through the chunk at `start` from its entry h, keeping every second state and all steps; then back."""
+    tiles = tl.cdiv(tl.minimum(CHUNK, length - start), 2)
+    for tile in range(0, tiles):
+        t = start + tile * 2
+        tl.store(scratch + tile * (N * CHANNELS), h)
+        delta0 = _steps(t, dt, bias, documents, dt_row, length, here, DOCUMENTS, EVEN)
+        delta1 = _steps(t + 1, dt, bias, documents, dt_row, length, here, DOCUMENTS, EVEN)
+        h, _, _, _, _, _ = _advance(t, h, delta0, A, u, B, u_row, B_row, length, here, known, DOCUMENTS, EVEN)
+        h, _, _, _, _, _ = _advance(t + 1, h, delta1, A, u, B, u_row, B_row, length, here, known, DOCUMENTS, EVEN)
+        tl.store(memo + tile * (2 * CHANNELS), delta0)
+        tl.store(memo + tile * (2 * CHANNELS) + CHANNELS, delta1)
+    tl.debug_barrier()
+    for i in range(1, tiles + 1):
+        tile = tiles - i
+        t, h0 = start + tile * 2, tl.load(scratch + tile * (N * CHANNELS))
+        delta0, delta1 = tl.load(memo + tile * (2 * CHANNELS)), tl.load(memo + tile * (2 * CHANNELS) + CHANNELS)
+        grad0, grad_y0, gate0, opened0, c0 = _gradient_inputs(
+            t, grad_out, z, C, D, grad_row, z_row, C_row, length, here, known, GATED, EVEN)
+        grad1, grad_y1, gate1, opened1, c1 = _gradient_inputs(
+            t + 1, grad_out, z, C, D, grad_row, z_row, C_row, length, here, known, GATED, EVEN)
+        h1, decay0, step0, delta0, value0, b0 = _advance(
+            t, h0, delta0, A, u, B, u_row, B_row, length, here, known, DOCUMENTS, EVEN)
+        h2, decay1, step1, delta1, value1, b1 = _advance(
+            t + 1, h1, delta1, A, u, B, u_row, B_row, length, here, known, DOCUMENTS, EVEN)
+        g, sum_A, sum_D, sum_bias = _backward_token(
+            t + 1, g, sum_A, sum_D, sum_bias, h2, h1, decay1, step1, delta1, value1, b1, grad1, grad_y1, gate1,
+            opened1, c1, A, D, grad_u, grad_dt, grad_z, grad_B, grad_C, out, partial, grad_z_row, states, length,
+            channels, size, here, known, FIRST, LAST, GATED, WITH_OUT, EVEN)
+        g, sum_A, sum_D, sum_bias = _backward_token(
+            t, g, sum_A, sum_D, sum_bias, h1, h0, decay0, step0, delta0, value0, b0, grad0, grad_y0, gate0, opened0,
+            c0, A, D, grad_u, grad_dt, grad_z, grad_B, grad_C, out, partial, grad_z_row, states, length, channels,
+            size, here, known, FIRST, LAST, GATED, WITH_OUT, EVEN)
+    tl.debug_barrier()
+    return g, sum_A, sum_D, sum_bias
+
+
+@triton.jit
+def backward(grad_out, grad_last, u, dt, A, B, C, D, z, bias, documents, entries, ends, totals, partial, scratch,
+             grad_u, grad_dt, grad_A, grad_B, grad_C, grad_D, grad_z, grad_bias, grad_state, out, grad_row, u_row,
+             dt_row, z_row, B_row, C_row, grad_z_row, all_states, length, channels, states, slab, size, segment_chunks,
+             FIRST: tl.constexpr, LAST: tl.constexpr, GATED: tl.constexpr, DOCUMENTS: tl.constexpr,
+             STATE: tl.constexpr, CUT: tl.constexpr, WITH_OUT: tl.constexpr, EVEN: tl.constexpr, N: tl.constexpr,
+             CHANNELS: tl.constexpr, CHUNK: tl.constexpr):
+    """All gradients: of A, D and the bias by row and segment, of B and C by block of channels."""
+    row, segment, segments = tl.program_id(2).to(tl.int64), tl.program_id(1), tl.num_programs(1)
+    lane, n = tl.arange(0, CHANNELS), tl.arange(0, N)
+    channel, first, place = tl.program_id(0) * CHANNELS + lane, row * length, row * segments + segment
+    here, known = channel < channels, n < states
+    corner, both = n[:, None] * channels + channel[None, :], known[:, None] & here[None, :]
+    A = _load(A + corner, both, EVEN) * LOG2E
+    D, bias = _load(D + channel, here, EVEN), _load(bias + channel, here, EVEN)
+    u, dt, z = u + first * u_row + channel, dt + first * dt_row + channel, z + first * z_row + channel
+    B, C, documents = B + first * B_row + n, C + first * C_row + n, documents + first
+    grad_out, out = grad_out + first * grad_row + channel, out + first * channels + channel
+    grad_u, grad_dt = grad_u + first * channels + channel, grad_dt + first * channels + channel
+    grad_z, partial = grad_z + first * grad_z_row + channel, partial + first * channels + channel
+    lines = (tl.program_id(0).to(tl.int64) * tl.num_programs(2) * length + first) * all_states + n
+    scratch += (place * tl.num_programs(0) + tl.program_id(0)) * (CHUNK * CHANNELS * (N // 2 + 1))
+    memo, scratch = scratch + CHUNK // 2 * N * CHANNELS + lane, scratch + n[:, None] * CHANNELS + lane[None, :]
+    g, sum_A = tl.zeros((N, CHANNELS), tl.float32), tl.zeros((N, CHANNELS), tl.float32)
+    sum_D, sum_bias = tl.zeros((CHANNELS,), tl.float32), tl.zeros((CHANNELS,), tl.float32)
+    if STATE:
+        g = _load(grad_last + row * slab + corner, both, EVEN)
+    if CUT:
+        g = _entering(g, ends + row * segments * slab + corner, totals + row * segments * channels + channel, A, slab,
+                      channels, segments - 1, -1, segments - 1 - segment, both, here, EVEN)
+    chunks = tl.cdiv(length, CHUNK)
+    end = tl.minimum((segment + 1) * segment_chunks, chunks)
+    for i in range(1, end - segment * segment_chunks + 1):
+        h = _load(entries + (row * chunks + end - i) * slab + corner, both, EVEN)
+        g, sum_A, sum_D, sum_bias = _backward_chunk(
+            (end - i) * CHUNK, h, g, sum_A, sum_D, sum_bias, A, bias, D, grad_out, u, dt, z, B, C, documents, partial,
+            scratch, memo, grad_u, grad_dt, grad_z, grad_B + lines, grad_C + lines, out, grad_row, u_row, dt_row, z_row,
+            B_row, C_row, grad_z_row, all_states, length, channels, size, here, known, FIRST, LAST, GATED, DOCUMENTS,
+            WITH_OUT, EVEN, N, CHANNELS, CHUNK)
+    _store(grad_A + place * slab + corner, sum_A, both, EVEN)
+    if LAST:
+        _store(grad_D + place * channels + channel, sum_D, here, EVEN)
+        _store(grad_bias + place * channels + channel, sum_bias, here, EVEN)
+    if segment == 0:
+        _store(grad_state + row * slab + corner, g, both, EVEN)
