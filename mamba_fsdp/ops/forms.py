@@ -24,7 +24,7 @@ FORMS = {  # with the type of device that they are for, "" for any
     "portable": "",  # plain PyTorch
 }
 OPERATORS = {  # with their forms, best first
-    "conv": ("fused", "native", "portable"),
+    "conv": ("triton", "fused", "native", "portable"),
     "scan": ("triton", "fused", "native", "portable"),
     "ssd": ("fused", "portable"),
     "attention": ("portable",),
