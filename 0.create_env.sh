@@ -9,7 +9,8 @@
 #   --dev     also what the tests need
 #
 # Without --stack: current where there is an NVIDIA driver, else cpu. Run again when nothing changed, it returns at
-# once. PYTHON=... chooses the interpreter, VENV=... another folder than .venv.
+# once. PYTHON=... chooses the interpreter, VENV=... another folder than .venv. INSTALL_KERNELS=1 adds mamba-ssm's and
+# causal-conv1d's compiled CUDA kernels, to compare with the project's own.
 set -euo pipefail
 cd "$(dirname "$0")"
 
@@ -125,10 +126,11 @@ install_stack() {
     explain_failure "requirements/$stack.txt"
 }
 
-# The fused CUDA kernels, as their projects publish them, where there is a driver to run them on.
+# mamba-ssm's and causal-conv1d's CUDA kernels, as their projects publish them.
 install_kernels() {
     local list=requirements/kernels-$stack.txt
-    if [ ! -e "$list" ] || ! has_driver; then return 0; fi
+    [ -e "$list" ] || fail "INSTALL_KERNELS=1: there are no compiled kernels for the $stack stack" \
+        "choose --stack current or torch2.2, or leave it out"
     if nvidia-smi --query-gpu=name --format=csv,noheader 2>/dev/null | grep -q B300; then # nvcc 13's code for it is wrong
         echo "  without mamba-ssm and causal-conv1d, whose compiled wheels give wrong results on B300; the image has right ones"
         return 0
@@ -159,11 +161,16 @@ else
     "$python" -m venv "$VENV" || fail "$python could not make $VENV" "look at the lines above; is the folder writable?"
     log=$VENV/install.log
     install_stack
-    install_kernels
     patch_triton
     stamp > "$VENV/.complete.part"
     mv "$VENV/.complete.part" "$VENV/.complete"
     echo "$VENV is complete: stack $stack"
+fi
+if [ "${INSTALL_KERNELS:-0}" = 1 ] && [ ! -e "$VENV/.complete-kernels" ]; then
+    echo "adding mamba-ssm's and causal-conv1d's kernels"
+    log=$VENV/install-kernels.log
+    install_kernels
+    touch "$VENV/.complete-kernels"
 fi
 if [ $dev = 1 ] && [ "$(cat "$VENV/.complete-dev" 2>/dev/null)" != "$dev_stamp" ]; then
     echo "adding what the tests need"

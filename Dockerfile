@@ -5,40 +5,45 @@
 #
 #   STACK                torch2.2 or current: which requirements/*.txt
 #   BASE_IMAGE           another Debian or Ubuntu with Python 3.10 or 3.11 to build on
-#   INSTALL_KERNELS      auto: the fused CUDA kernels if the base has nvcc; 1: always; 0: never (slower, portable)
-#   CUDA_ARCHITECTURES   the GPUs to compile them for (see requirements/build_kernels.sh)
+#   INSTALL_KERNELS      0: the project's own kernels, in Triton; 1: mamba-ssm's and causal-conv1d's too, by nvcc
+#   CUDA_ARCHITECTURES   the GPUs to compile the latter for (see requirements/build_kernels.sh)
 #   INSTALL_EFA          1: libfabric and aws-ofi-nccl for AWS's network; 0: without
 #   PRUNE                1: without what no rank loads (requirements/prune.sh); 0: with it
 #
 # Steps stand in the order in which they change, rarest first: a change of the project's code repeats only the last two.
 ARG STACK=torch2.2
 ARG BASE_IMAGE
+ARG INSTALL_KERNELS=0
 FROM docker.io/nvidia/cuda:12.1.1-devel-ubuntu22.04 AS devel-torch2.2
 FROM docker.io/nvidia/cuda:12.1.1-base-ubuntu22.04 AS base-torch2.2
 FROM docker.io/nvidia/cuda:13.0.2-devel-ubuntu22.04 AS devel-current
 FROM docker.io/nvidia/cuda:13.0.2-base-ubuntu22.04 AS base-current
 
-# The fused kernels are compiled in a stage of their own: the CUDA toolkit and the compilers stay behind.
-# The stack's default stands here again for buildah 1.28, which else does not see which stages are used.
+# Where they are wanted, the libraries' kernels are compiled in a stage of their own: the CUDA toolkit and the compilers
+# stay behind. Defaults stand here again for buildah 1.28, which else does not see which stages are used.
 # hadolint ignore=DL3006
-FROM ${BASE_IMAGE:-devel-${STACK:-torch2.2}} AS kernels
+FROM ${BASE_IMAGE:-base-${STACK:-torch2.2}} AS kernels-0
+RUN mkdir /wheels && echo "without mamba-ssm and causal-conv1d: INSTALL_KERNELS=0, the project's own kernels serve"
+
+# hadolint ignore=DL3006
+FROM ${BASE_IMAGE:-devel-${STACK:-torch2.2}} AS kernels-1
 ARG STACK
-ARG INSTALL_KERNELS=auto
 ARG CUDA_ARCHITECTURES
 ARG MAX_JOBS
 COPY requirements/${STACK}.txt requirements/kernels-${STACK}.txt requirements/build_kernels.sh /build/
 # hadolint ignore=DL3008
 RUN mkdir /wheels \
-    && if [ "$INSTALL_KERNELS" = 1 ] || { [ "$INSTALL_KERNELS" = auto ] && [ -x /usr/local/cuda/bin/nvcc ]; }; then \
-        apt-get update \
-        && DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends \
-            ca-certificates g++ git python3 python3-dev python3-venv \
-        && python3 -m venv /build/venv \
-        && /build/venv/bin/pip install --no-cache-dir --disable-pip-version-check --constraint "/build/$STACK.txt" \
-            torch numpy setuptools packaging ninja==1.13.0 wheel==0.45.1 \
-        && PYTHON=/build/venv/bin/python bash /build/build_kernels.sh "$STACK" /wheels \
-        && rm -rf /build/venv /var/lib/apt/lists/*; \
-    else echo "without the fused CUDA kernels: INSTALL_KERNELS=$INSTALL_KERNELS and the base image decide"; fi
+    && apt-get update \
+    && DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends \
+        ca-certificates g++ git python3 python3-dev python3-venv \
+    && python3 -m venv /build/venv \
+    && /build/venv/bin/pip install --no-cache-dir --disable-pip-version-check --constraint "/build/$STACK.txt" \
+        torch numpy setuptools packaging ninja==1.13.0 wheel==0.45.1 \
+    && PYTHON=/build/venv/bin/python bash /build/build_kernels.sh "$STACK" /wheels \
+    && rm -rf /build/venv /var/lib/apt/lists/*
+
+# hadolint ignore=DL3006
+FROM kernels-${INSTALL_KERNELS:-0} AS kernels
 
 # hadolint ignore=DL3006
 FROM ${BASE_IMAGE:-base-${STACK:-torch2.2}}

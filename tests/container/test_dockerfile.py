@@ -24,18 +24,22 @@ def test_hadolint_is_content():
 def test_every_base_is_named_with_its_registry():
     """podman and buildah ask which one is meant, or refuse."""
     bases = re.findall(r"^FROM (\S+)", (PROJECT / "Dockerfile").read_text(), re.MULTILINE)
-    assert len(bases) == 6 and all(base.startswith(("docker.io/nvidia/", "${BASE_IMAGE:-")) for base in bases)
+    assert len(bases) == 8
+    assert all(base.startswith(("docker.io/nvidia/", "${BASE_IMAGE:-", "kernels-${")) for base in bases)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("arguments, used", [([], "torch2.2"), (["--build-arg", "STACK=current"], "current")])
+@pytest.mark.parametrize("arguments, used", [([], ["base-torch2.2"]),
+                                             (["INSTALL_KERNELS=1"], ["base-torch2.2", "devel-torch2.2"]),
+                                             (["STACK=current"], ["base-current"])])
 def test_builders_find_the_stages_of_the_stack(tmp_path, arguments, used):
-    """The Dockerfile's stages with nothing in them but a file that tells whose they are."""
+    """The Dockerfile's stages with nothing in them but a file that tells whose they are. A CUDA toolkit is pulled only
+    where kernels are compiled."""
     if os.geteuid() or not shutil.which("buildah"):
         pytest.skip("needs root and buildah: apt-get install --no-install-recommends buildah")
     stages = []
     for line in (PROJECT / "Dockerfile").read_text().splitlines():
-        if line.startswith(("ARG STACK=", "ARG BASE_IMAGE")):
+        if line.startswith(("ARG STACK=", "ARG BASE_IMAGE", "ARG INSTALL_KERNELS=")):
             stages.append(line)
         elif line.startswith("FROM docker.io/"):
             name = line.split()[-1]
@@ -50,8 +54,10 @@ def test_builders_find_the_stages_of_the_stack(tmp_path, arguments, used):
     builder = Builder(tmp_path / "builder")
     builder.folder.mkdir()
     try:
-        said = builder("bud", "--isolation", "chroot", "--pull-never", "-t", "stages", *arguments, tmp_path)
-        assert f"base-{used}" in said and f"devel-{used}" in said
+        options = [word for argument in arguments for word in ("--build-arg", argument)]
+        said = builder("bud", "--isolation", "chroot", "--pull-never", "-t", "stages", *options, tmp_path)
+        assert {name for name in ("base-torch2.2", "devel-torch2.2", "base-current", "devel-current")
+                if f"COPY {name}" in said} == set(used)
     finally:
         builder.remove()
 

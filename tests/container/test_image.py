@@ -56,7 +56,7 @@ def context(tmp_path_factory):
 @pytest.fixture(scope="module")
 def built(builder, context):
     """What the first build said."""
-    return builder.build(context, "app", "cuda")
+    return builder.build(context, "app", "cuda", INSTALL_KERNELS="1")
 
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(3000)]
@@ -167,7 +167,7 @@ def test_its_stamp_is_the_one_that_preflight_asks_for(builder, built):
 def test_a_code_change_repeats_only_the_last_steps(builder, built, context):
     """After an edit of the code all steps up to the copying of the project come from the cache."""
     (context / "training.py").write_text((context / "training.py").read_text() + "\n# edited\n")
-    said = builder.build(context, "app", "cuda")
+    said = builder.build(context, "app", "cuda", INSTALL_KERNELS="1")
     steps = [part for part in said.split("STEP ")[1:]]
     repeated = [
         part.split(": ", 1)[1].splitlines()[0]
@@ -179,10 +179,10 @@ def test_a_code_change_repeats_only_the_last_steps(builder, built, context):
 
 
 def test_the_current_stack_builds_from_the_same_file(builder, context):
-    """STACK=current: newer torch and Triton, with the cache writer that newer Triton has a setting for; a base without
-    nvcc leaves the fused kernels out and says so."""
+    """STACK=current: newer torch and Triton, with the cache writer that newer Triton has a setting for; without the
+    libraries' kernels, and says so."""
     said = builder.build(context, "current", "bare", STACK="current")
-    assert "without the fused CUDA kernels" in said and "one training step on the CPU" in said
+    assert "without mamba-ssm and causal-conv1d" in said and "one training step on the CPU" in said
     said = builder.run("current", "python3 -m mamba_fsdp selfcheck; python3 patches/apply.py --check")
     assert "2.10.0 (CUDA 12.8" in said and "3.6.0 (Rank0CacheManager)" in said and "one training step" in said
 
@@ -191,5 +191,5 @@ def test_a_triton_that_the_patch_does_not_fit_ends_the_build(builder, built, con
     """With a patch for other lines the build fails with the reason."""
     patch = context / "patches" / "triton-2.2.0-rank0-cache.patch"
     patch.write_text(patch.read_text().replace("-__cache_cls", "-__other_cls"))
-    said = builder.build(context, "broken", "cuda", check=False)
+    said = builder.build(context, "broken", "cuda", check=False, INSTALL_KERNELS="1")
     assert "is not the one the patch expects" in said and "selfcheck" not in said

@@ -124,12 +124,16 @@ def test_a_driver_means_the_current_stack(create, tmp_path):
 
 
 @pytest.mark.slow
-def test_kernels_that_are_wrong_on_a_gpu_are_left_out(create, tmp_path):
+def test_the_libraries_kernels_come_where_they_are_asked_for(create, tmp_path):
+    """Not by themselves, also later, and not where they are wrong."""
     (tmp_path / "requirements" / "kernels-current.txt").write_text("/nowhere/kernels-1-py3-none-any.whl\n")
     (tmp_path / "patches").mkdir()
     (tmp_path / "patches" / "apply.py").touch()
     path = stub(tmp_path / "bin", "nvidia-smi", "echo NVIDIA H100 80GB HBM3")
-    one_error(create(**path), "could not install requirements/kernels-current.txt")
+    assert create(**path).stdout.endswith("complete: stack current\n")
+    one_error(create(INSTALL_KERNELS="1", **path), "could not install requirements/kernels-current.txt")
     path = stub(tmp_path / "bin", "nvidia-smi", "echo NVIDIA B300 SXM6 AC")
-    done = create(**path)
+    done = create(INSTALL_KERNELS="1", **path)
     assert done.returncode == 0 and "without mamba-ssm and causal-conv1d" in done.stdout, done
+    assert create(INSTALL_KERNELS="1", **path).stdout == ".venv is complete: stack current\n"
+    one_error(create("--stack", "cpu", INSTALL_KERNELS="1"), "no compiled kernels for the cpu stack")
