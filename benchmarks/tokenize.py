@@ -43,7 +43,7 @@ def main():
         size += path.stat().st_size
         if size > arguments.megabytes << 20:
             break
-    source = text.Files(files, [], DatasetConfig())
+    source = open_files(files, DatasetConfig())
     documents = [Path(path).read_bytes().decode() for path, _ in files]
     trained = tokenizer.train(documents, 4096)
     if arguments.parts:
@@ -61,12 +61,16 @@ def main():
             started = time.process_time()
             run()
             best[name] = max(best[name], tokens / (time.process_time() - started))
-    best["get_dataset.py, whole command"] = whole_command(source, trained, arguments.repeats)
+    best["get_dataset.py, whole command"] = whole_command(files, trained, arguments.repeats)
     theirs = max(rate for name, rate in best.items() if name.startswith("tokenizers"))
     print(f"{size / 1e6:.1f} MB in {len(documents)} documents, {tokens:,} tokens; "
           f"CPU time, best of {arguments.repeats}")
     for name, rate in best.items():
         print(f"{name:32} {rate:12,.0f} tokens/s per core {rate / theirs:6.1%} of the library's best")
+
+
+def open_files(files, options):
+    return text.TextSource({"train": text.Files(files, [], options)}, options)
 
 
 def compare_parts(files, documents, trained, arguments):
@@ -120,19 +124,19 @@ def tokenise_part(out, part, workers_of_each, files, path, eos_token):
     text.UNIT_BYTES = 1 << 23  # for some to share
     options = DatasetConfig(tokenizer=path, eos_token=eos_token, workers=workers_of_each, part=part)
     with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
-        tokenize.make_dataset(text.Files(files, [], options), out)
+        tokenize.make_dataset(open_files(files, options), out)
 
 
-def whole_command(source, trained, repeats):
+def whole_command(files, trained, repeats):
     """Tokens per second of CPU time of this process and its worker together."""
     rates = []
     with tempfile.TemporaryDirectory() as folder:
-        trained.save(f"{folder}/tokenizer")
+        trained.save(Path(folder, "tokenizer"))
         options = DatasetConfig(tokenizer=f"{folder}/tokenizer/tokenizer.json", eos_token=trained.eos_token, workers=1)
         for repeat in range(repeats):
             before = cpu_seconds()
             with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
-                tokenize.make_dataset(text.Files(source.files, [], options), f"{folder}/{repeat}")
+                tokenize.make_dataset(open_files(files, options), f"{folder}/{repeat}")
             rates.append(sum(TokenStore(f"{folder}/{repeat}/{name}").token_count for name in ("train", "validation"))
                          / (cpu_seconds() - before))
     return max(rates)

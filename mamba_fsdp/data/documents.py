@@ -7,8 +7,8 @@
 
 import json
 import re
-from collections.abc import Collection, Iterator, MutableMapping, Sequence
-from typing import NamedTuple
+from collections.abc import Collection, Iterator, MutableMapping
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -25,17 +25,13 @@ class TextBlock(NamedTuple):
     name: str  # the file, for messages
     kind: str  # text: bytes of text; json: bytes of whole lines; rows: a list of str, bytes, token ids, or None
     data: bytes | list
-    position: dict  # where reading resumes after it
     done: float  # input read up to its end, in the source's unit
+    size: int  # about how many bytes of text it holds
     record: int = 1  # number of the first record in it (not counted for text)
     offset: int = 0  # where data begins in the file, in bytes after decompression (not counted for rows)
     inside: bool = False  # begins within the document that the block before left open
     open: bool = False  # its last document ends in a later block
     since: int = 0  # byte of the file from which on records are numbered
-
-    def size(self) -> int:
-        """About how many bytes of text it holds."""
-        return sum(len(row) for row in self.data if row is not None) if isinstance(self.data, list) else len(self.data)
 
 
 def separator_of(options: DatasetConfig) -> re.Pattern[bytes] | None:
@@ -67,7 +63,7 @@ def documents(block: TextBlock, options: DatasetConfig, counts: MutableMapping[s
             if value is None:
                 continue
         elif isinstance(value, (list, np.ndarray)):
-            value = token_ids(block.name, options.text_column, record, value)
+            value = _token_ids(f"{block.name}: record {record}", options.text_column, value)
         elif value is not None:
             raise UserError(f"{block.name}: record {record}: {options.text_column!r} is {type(value).__name__}, not "
                             "text; name another with --text_column")
@@ -88,9 +84,7 @@ def _json_records(block, options, counts):
             fields = json.loads(line)
         except ValueError as error:
             raise UserError(f"{block.name}: record {record} is no valid JSON ({error})") from error
-        if not isinstance(fields, dict):
-            raise UserError(f"{block.name}: record {record} is {type(fields).__name__}, not an object with text in it")
-        yield record, _field_of(f"{block.name}: record {record}", options.text_column, fields)
+        yield record, field_of(f"{block.name}: record {record}", options.text_column, fields)
 
 
 def _text_documents(block, options, counts):
@@ -133,26 +127,29 @@ def _refuse_wide_characters(name, beginning):
         raise UserError(f"{name}: looks like UTF-16 or UTF-32; {CONVERT}")
 
 
-def token_ids(name: str, column: str, record: int | str, values: Sequence[int] | np.ndarray) -> np.ndarray:
-    """A row's list as an array (n,) int64. Raises UserError where it holds anything but whole numbers."""
+def _token_ids(where, column, values):
+    """A row's list as an array (n,) int64."""
     try:
         ids = np.asarray(values)
     except ValueError:  # lists within the list
         ids = np.asarray(values, dtype=object)
     if ids.size and ids.dtype.kind not in "iu":
-        raise UserError(f"{name}: record {record}: {column!r} is a list of other things than token ids")
+        raise UserError(f"{where}: {column!r} is a list of other things than token ids")
     return ids.astype(np.int64)
 
 
-def _field_of(where, column, fields):
-    """What `column` names in a record; document.text is the field text of document, and None where that is."""
+def field_of(where: str, column: str, fields: Any) -> Any:
+    """What `column` names in a record; document.text is the field text of document, and None where that is. Raises
+    UserError, which says `where`."""
+    if not isinstance(fields, dict):
+        raise UserError(f"{where} is {type(fields).__name__}, not an object with text in it")
     if column in fields:
         return fields[column]
     first, _, rest = column.partition(".")
     check_column(where, first if rest else column, fields)
     if rest and not isinstance(fields[first], dict | None):
         raise UserError(f"{where}: {first!r} is {type(fields[first]).__name__}, without a field {rest!r}")
-    return None if fields[first] is None else _field_of(f"{where}: {first!r}", rest, fields[first])
+    return None if fields[first] is None else field_of(f"{where}: {first!r}", rest, fields[first])
 
 
 def check_column(name: str, column: str, columns: Collection[str]) -> None:

@@ -1,9 +1,9 @@
-"""Sources of text: files, or what `datasets` loads, for readers.py to read as blocks.
+"""Sources of text: files, or what `datasets` loads, in units of whole documents, each read as blocks.
 
-A source has `describe()` (what it is, to notice a change), `unit_count`, `blocks(position, unit)` (a unit's from a
-position on), `sample(limit)`, `total`, `unit_size` and `measure` (for the progress bar) and `left_out` (names of files
-that are not read). A unit is the whole documents that one process works on at a time; which, depends on the input only.
-What a document is: documents.py.
+    INPUT -> parts: one, or the official splits -> units, which one process works on at a time -> blocks (readers.py)
+          -> documents (documents.py)
+
+What is in a unit, and how it is cut into blocks, depends on the input only.
 """
 
 import bisect
@@ -15,7 +15,7 @@ import math
 import os
 import re
 import sysconfig
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -30,6 +30,7 @@ UNIT_ROWS = 1 << 20  # of a datasets name
 KINDS = {".txt": "text", ".text": "text", ".md": "text", ".jsonl": "json", ".ndjson": "json", ".json": "json",
          ".csv": "csv", ".tsv": "csv", ".parquet": "parquet", ".arrow": "arrow"}
 NO_CORPUS = {"site-packages", "dist-packages", "__pycache__"}  # folders of the standard library's that are not its own
+STORES = ("train", "validation", "test")
 SPLITS = {"train": ("train", "training"), "validation": ("validation", "valid", "val", "dev"), "test": ("test",)}
 
 
@@ -42,8 +43,9 @@ def open_source(name: str, options: DatasetConfig) -> "TextSource":
     if not local and _looks_local(name):
         raise UserError(f"{name}: no such file or folder")
     if options.splits == "official":
-        return Splits(_local_splits(name, path, options) if local else _splits_of_name(name, options), options)
-    return Files(*find_files(path, options.format, options.split), options=options) if local else Rows(name, options)
+        return TextSource(_local_splits(name, path, options) if local else _splits_of_name(name, options), options)
+    part = Files(*find_files(path, options.format, options.split), options) if local else Rows(name, options)
+    return TextSource({"train": part}, options)
 
 
 def find_files(name: str, format: str, split: str) -> tuple[list[tuple[str, str]], list[str]]:
@@ -136,12 +138,13 @@ def _looks_local(name):
 
 
 class Files:
-    """Files on disk, one after the other."""
+    """Files on disk, one after the other; their units are of unit_size bytes of the input."""
 
     measure = "B"
 
     def __init__(self, files: list[tuple[str, str]], left_out: list[str], options: DatasetConfig):
-        self.files, self.left_out, self.options = files, left_out, options  # files: (path, kind)
+        """files: (path, kind) of each; left_out: names of those that are not read."""
+        self.files, self.left_out, self.options = files, left_out, options
         self._sizes = [stat.st_size for stat in self._stat()]
         *self._begins, self.total = itertools.accumulate(self._sizes, initial=0)
         self.unit_size, self.unit_count = UNIT_BYTES, max(1, math.ceil(self.total / UNIT_BYTES))
@@ -159,31 +162,17 @@ class Files:
             digest.update(f"{path}\0{kind}\0{stat.st_size}\0{stat.st_mtime_ns}\n".encode())
         return {"files": len(self.files), "first": self.files[0][0], "bytes": self.total, "digest": digest.hexdigest()}
 
-    def blocks(self, position: dict | None = None, unit: int = 0) -> Iterator[TextBlock]:
-        for number, start, end in self._parts(unit):
-            path, kind = self.files[number]
-            if position and number == position["file"]:
-                start = position["inner"]
-            if not position or number >= position["file"]:
-                for block in read_blocks(path, kind, self.options, start, end):
-                    yield block._replace(position={"file": number, "inner": block.position},
-                                         done=self._begins[number] + min(block.done, 1) * self._sizes[number])
-
-    def _parts(self, unit):
-        """(a file's number, position of its first block, and of the one behind its last: None for its two ends) of the
-        files in a unit: of the documents that begin in its UNIT_BYTES, of row groups, or of files that can't be cut."""
+    def blocks(self, unit: int) -> Iterator[TextBlock]:
+        """Of the documents that begin in the unit's bytes, or in row groups and files that do and can't be cut."""
         low = unit * self.unit_size
-        high = low + self.unit_size if unit + 1 < self.unit_count else self.total + 1
+        high = low + self.unit_size if unit + 1 < self.unit_count else math.inf
         first = bisect.bisect_left(self._begins, low)
-
-        def cut(number, low, high):
-            return place_to_cut(*self.files[number], self.options, low, high)
-
         for number in range(max(0, first - 1), bisect.bisect_left(self._begins, high)):
-            begin, size = self._begins[number], self._sizes[number]
-            start = cut(number, low - begin, min(high - begin, size)) if begin < low < begin + size else None
-            if start or number >= first:
-                yield number, start, cut(number, high - begin, size) if high - begin < size else None
+            file, begin = self.files[number], self._begins[number]
+            start, end = (place_to_cut(*file, self.options, at - begin) for at in (low, high))
+            if number >= first or start != end:
+                for block in read_blocks(*file, self.options, start, end):
+                    yield block._replace(done=begin + min(block.done, 1) * self._sizes[number])
 
     def sample(self, limit: int) -> Iterator[TextBlock]:
         """Blocks from the whole breadth of the input, about `limit` bytes of it."""
@@ -196,17 +185,17 @@ class Files:
 
 
 class Rows:
-    """What `datasets.load_dataset` gives for a name: a table, or a stream."""
+    """What `datasets.load_dataset` gives for a name: a table, with units of unit_size rows, or a stream, of which each
+    shard is one."""
 
-    measure = " rows"
-    left_out = ()
+    measure, left_out = " rows", ()
 
     def __init__(self, name: str, options: DatasetConfig):
         self.name, self.options = name, options
         config, split, streaming = options.config or None, options.split or "train", options.streaming
         self._rows = _ask_datasets("load_dataset", name, config, split=split, streaming=streaming)
         self.total = None if streaming else len(self._rows)
-        self.unit_size = 0 if streaming else UNIT_ROWS  # a stream's units are its shards
+        self.unit_size = 0 if streaming else UNIT_ROWS
         self.unit_count = max(1, self._rows.num_shards if streaming else math.ceil(len(self._rows) / UNIT_ROWS))
         self._description = {"dataset": name, "config": config, "split": split, "streaming": streaming,
                              "fingerprint": None if streaming else self._rows._fingerprint}
@@ -214,22 +203,22 @@ class Rows:
     def describe(self) -> dict:
         return self._description
 
-    def blocks(self, position: dict | None = None, unit: int = 0) -> Iterator[TextBlock]:
-        row = position["row"] if position else unit * self.unit_size
-        if self.total is None:
-            rest = (self._rows.shard(self.unit_count, unit) if self.unit_count > 1 else self._rows).skip(row)
+    def blocks(self, unit: int) -> Iterator[TextBlock]:
+        begin = unit * self.unit_size
+        if self.total is not None:
+            rows = self._rows.select(range(begin, min(begin + self.unit_size, self.total)))
         else:
-            rest = self._rows.select(range(row, min((unit + 1) * self.unit_size, self.total)))
+            rows = self._rows.shard(self.unit_count, unit) if self.unit_count > 1 else self._rows
 
         def batches(before):
-            for batch in rest.with_format("arrow").iter(batch_size=ROWS):
+            for batch in rows.with_format("arrow").iter(batch_size=ROWS):
                 yield before, batch, before + len(batch)
                 before += len(batch)
 
-        return table_blocks(self.name, self.options.text_column, batches(row), row)
+        return table_blocks(self.name, self.options.text_column, batches(begin))
 
     def sample(self, limit: int) -> Iterator[TextBlock]:
-        return _take((block for unit in range(self.unit_count) for block in self.blocks(unit=unit)), limit)
+        return _take((block for unit in range(self.unit_count) for block in self.blocks(unit)), limit)
 
 
 def _ask_datasets(function, name, *arguments, **more):
@@ -247,41 +236,45 @@ def _take(blocks, limit):
     """The first blocks that hold `limit` bytes together."""
     for block in blocks:
         yield block
-        limit -= block.size()
+        limit -= block.size
         if limit <= 0:
             break
 
 
-class Splits:
-    """The splits that a dataset comes with, each for a store; its units are those of its parts, one after the other."""
+class TextSource:
+    """What INPUT names: its parts by the names of their stores, and their units, one part's after the other's.
 
-    def __init__(self, parts: dict[str, Files] | dict[str, Rows], options: DatasetConfig):
-        """parts: by the names of their stores."""
-        self.parts, self.options = parts, replace(options, validation_fraction=0)
+    options: with official splits, which are whole, none are held out. stores: the names of those that it becomes.
+    total: in the unit_size's measure, such as B; None: not known.
+    """
+
+    def __init__(self, parts: Mapping[str, Files | Rows], options: DatasetConfig):
+        official = options.splits == "official"
+        self.parts, self.options = parts, replace(options, validation_fraction=0) if official else options
+        self.stores = tuple(parts) if official else STORES[:2] if options.validation_fraction else STORES[:1]
         self.measure, self.unit_size = parts["train"].measure, parts["train"].unit_size
-        *self._begins, self.unit_count = itertools.accumulate((part.unit_count for part in parts.values()), initial=0)
+        self._units = [(name, number) for name, part in parts.items() for number in range(part.unit_count)]
+        self.unit_count = len(self._units)
         totals = [part.total for part in parts.values()]
         self.total = None if None in totals else sum(filter(None, totals))
         self.left_out = list(dict.fromkeys(name for part in parts.values() for name in part.left_out))
 
-    def store_of(self, unit: int) -> str:
-        return list(self.parts)[bisect.bisect_right(self._begins, unit) - 1]
+    def stores_of(self, unit: int) -> tuple[str, ...]:
+        return self.stores if len(self.parts) == 1 else self._units[unit][:1]
 
     def describe(self) -> dict:
-        return {"splits": {name: part.describe() for name, part in self.parts.items()}}
+        """What it is, to notice a change."""
+        described = {name: part.describe() for name, part in self.parts.items()}
+        return {"splits": described} if len(self.parts) > 1 else described["train"]
 
-    def blocks(self, position: dict | None = None, unit: int = 0) -> Iterator[TextBlock]:
-        name = self.store_of(unit)
-        begin = self._begins[list(self.parts).index(name)]
-        for block in self.parts[name].blocks(position, unit - begin):
-            yield block._replace(done=block.done + begin * self.unit_size)
+    def blocks(self, unit: int = 0) -> Iterator[TextBlock]:
+        """A unit's; their `done` is what was read of it."""
+        name, number = self._units[unit]
+        return (block._replace(done=block.done - number * self.unit_size) for block in self.parts[name].blocks(number))
 
     def sample(self, limit: int) -> Iterator[TextBlock]:
-        """Of the training split only."""
+        """About `limit` bytes of what is trained on."""
         return self.parts["train"].sample(limit)
-
-
-TextSource = Files | Rows | Splits
 
 
 def _splits_of_name(name, options):

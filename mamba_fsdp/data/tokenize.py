@@ -22,9 +22,10 @@ import numpy as np
 from config.dataset_config import DatasetConfig
 from mamba_fsdp.data import tokenizer as tokenizers_
 from mamba_fsdp.data.documents import documents
+from mamba_fsdp.data.readers import BLOCK_BYTES, ROWS
 from mamba_fsdp.data.store import TokenStore
-from mamba_fsdp.data.text import TextSource
-from mamba_fsdp.data.units import STORES, ProgressBar, Unit, exact, store_names, unit_name, writer
+from mamba_fsdp.data.text import STORES, TextSource
+from mamba_fsdp.data.units import ProgressBar, Unit, exact, unit_name, writer
 from mamba_fsdp.data.workers import Workers
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.formats import DATASET
@@ -154,7 +155,7 @@ def _vocabulary(source):
     if source.options.vocab_size:
         return source.options.vocab_size
     print("reading all token ids for the largest one; --vocab_size=NUMBER makes that needless", flush=True)
-    blocks = (block for unit in range(source.unit_count) for block in source.blocks(unit=unit))
+    blocks = (block for unit in range(source.unit_count) for block in source.blocks(unit))
     rows = (ids for block in blocks for ids, _ in documents(block, source.options, collections.Counter()))
     return 1 + max((int(ids.max()) for ids in rows if not isinstance(ids, str)), default=0)
 
@@ -165,7 +166,8 @@ class _Tokenization:
     def __init__(self, source, out, settings):
         self.source, self.out, self.settings, self.folder = source, out, settings, out / PROGRESS
         self.agreed = self.folder / "settings.json"
-        self.stores = store_names(source)
+        # What makes a unit, and a block of it: what is begun can't resume where they are others.
+        self.cut = [source.unit_count, BLOCK_BYTES, ROWS]
 
     def run(self, save_seconds):
         source, options = self.source, self.source.options
@@ -209,7 +211,7 @@ class _Tokenization:
         if agreed is None or (self.out / "dataset.json").exists():
             raise FileNotFoundError(self.agreed)  # complete by now
         _refuse_other(self.out, agreed["settings"], self.settings)
-        if agreed["units"] != self.source.unit_count:
+        if agreed["units"] != self.cut:
             raise UserError(f"{self.out}: begun by another version of this program; start again with --overwrite")
         if made:
             return made[0]
@@ -247,15 +249,16 @@ class _Tokenization:
             tokenizer = tokenizers_.NoTokenizer(options.eos_token, _vocabulary(self.source))
         else:
             tokenizer = tokenizers_.load(options.tokenizer, options.eos_token)
-        for name in self.stores:
+        for name in self.source.stores:
             tokenizer.save(self.out / name / "tokenizer")
         write_atomically(self.agreed, json.dumps({**DATASET.header(), "settings": self.settings,
                                                   "tokenizer": tokenizer.identity, "vocab_size": tokenizer.vocab_size,
-                                                  "units": self.source.unit_count}))
+                                                  "units": self.cut}))
         return tokenizer
 
     def _say_unfinished(self, held):
         """Living processes are at what is left. Raises UserError where the user expects all to be done."""
+        held = sorted(held, key=lambda lease: lease.file)
         holders = list(dict.fromkeys(filter(None, (lease.holder() for lease in held)))) or ["another process"]
         shown = "; ".join(holders[:3] + ["..."] * (len(holders) > 3))
         left = ", ".join([lease.file.stem for lease in held[:3]] + ["..."] * (len(held) > 3))
@@ -280,7 +283,7 @@ def _merge(out, folder, settings, source, tokenizer):
         raise UserError(f"the input holds no text ({left_out or 'it is empty'})")
     if source.describe() != settings["input"]:
         raise UserError("the input changed while it was read; start again with --overwrite")
-    names = store_names(source)
+    names = source.stores
     shards = {name: [(folder / unit_name(number) / name / shard["name"], shard)
                      for number, unit in enumerate(units) for shard in unit["stores"].get(name, [])] for name in names}
     last = shards["train"].pop() if settings["validation_fraction"] and not shards["validation"] else None

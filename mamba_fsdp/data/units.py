@@ -1,4 +1,5 @@
-"""One unit of the input becomes shards. How far it is lies on disk, so that any process resumes it.
+"""One unit of the input becomes shards. How far it is lies on disk, so that any process resumes it: it reads again, and
+leaves out as many blocks as are done.
 
     OUT/.progress/settings.json    what all processes share; written before the first unit
     OUT/.progress/00017.lease      which process is at unit 17 (lease.py)
@@ -10,6 +11,7 @@ A process that was taken for dead and wakes does no harm to the one that took it
 to the same places, and the first learns at its next save that it lost.
 """
 
+import itertools
 import json
 import sys
 import time
@@ -22,13 +24,12 @@ from tqdm import tqdm
 
 from mamba_fsdp.data.order import splitmix64
 from mamba_fsdp.data.store import StoreWriter
-from mamba_fsdp.data.text import Splits, TextSource
+from mamba_fsdp.data.text import TextSource
 from mamba_fsdp.data.tokenizer import TextTokenizer
 from mamba_fsdp.data.workers import Workers
 from mamba_fsdp.lease import Lease
 from mamba_fsdp.storage import write_atomically
 
-STORES = ("train", "validation", "test")
 NUMBERS = 1 << 24  # between the numbers of the first documents of two units
 
 
@@ -39,16 +40,8 @@ def unit_name(number: int) -> str:
 def writer(path: Path, source: TextSource, tokenizer: TextTokenizer, state: dict | None) -> StoreWriter:
     """Of a store or of a unit's part of it. state: see StoreWriter."""
     assert tokenizer.eos is not None  # or it would not have been loaded
-    whole = source.options.pack == "document"
     return StoreWriter(path, vocab_size=tokenizer.vocab_size, eos=tokenizer.eos, tokenizer=tokenizer.identity,
-                       shard_tokens=source.options.shard_tokens, whole=whole, state=state)
-
-
-def store_names(source: TextSource, unit: int | None = None) -> tuple[str, ...]:
-    """Of the stores that the source, or a unit of it, becomes."""
-    if isinstance(source, Splits):
-        return tuple(source.parts) if unit is None else (source.store_of(unit),)
-    return STORES[:2] if source.options.validation_fraction else STORES[:1]
+                       shard_tokens=source.options.shard_tokens, whole=source.options.pack == "document", state=state)
 
 
 class Unit:
@@ -57,26 +50,25 @@ class Unit:
     def __init__(self, folder: Path, number: int, source: TextSource, tokenizer: TextTokenizer):
         """folder: OUT/.progress."""
         self.path, self.number, self.source, self.tokenizer = folder / unit_name(number), number, source, tokenizer
-        self.begin = number * source.unit_size
-        self.progress: dict[str, Any] = {"position": None, "done": self.begin, "written": 0, "open": False,
-                         "seconds": 0.0, "counts": {"empty": 0, "skipped": 0}, "stores": {}}
+        self.progress: dict[str, Any] = {"blocks": 0, "read": 0, "written": 0, "open": False, "seconds": 0.0,
+                                         "counts": {"empty": 0, "skipped": 0}, "stores": {}}
         if (begun := self.path.with_suffix(".begun")).exists():
             self.progress = json.loads(begun.read_bytes())
         self.stores = {name: writer(self.path / name, source, tokenizer, self.progress["stores"].get(name))
-                       for name in store_names(source, number)}
-        self._shown = self._now()
+                       for name in source.stores_of(number)}
 
     def tokenise(self, workers: Workers, lease: Lease, bar: "ProgressBar", save_seconds: float) -> None:
         """Returns when the unit is finished, or `lease` is found lost."""
-        saved = time.monotonic()
-        started = saved - self.progress["seconds"]
-        bar.skip(self.progress["done"] - self.begin)
+        saved, progress = time.monotonic(), self.progress
+        started = saved - progress["seconds"]
+        bar.show(progress["read"], 0)
         try:
-            for chunk, result in workers.results(self.source.blocks(self.progress["position"], self.number)):
-                self._write(*result)
-                self.progress.update(position=chunk[-1].position, done=chunk[-1].done,
-                                     seconds=time.monotonic() - started)
-                self._show(bar)
+            blocks = itertools.islice(self.source.blocks(self.number), progress["blocks"], None)
+            for chunk, (tokens, counts) in workers.results(blocks):
+                bar.show(chunk[-1].done - progress["read"], len(tokens))
+                self._write(tokens, counts)
+                progress.update(blocks=progress["blocks"] + len(chunk), read=chunk[-1].done,
+                                seconds=time.monotonic() - started)
                 if time.monotonic() - saved >= save_seconds:
                     if not lease.is_held():
                         return
@@ -86,14 +78,6 @@ class Unit:
         finally:
             for store in self.stores.values():
                 store.close()
-
-    def _now(self):
-        tokens = sum(store.token_count for store in self.stores.values())
-        return self.progress["done"], self.progress["written"], tokens
-
-    def _show(self, bar):
-        before, self._shown = self._shown, self._now()
-        bar.add(*(new - old for new, old in zip(self._shown, before)))
 
     def _write(self, tokens, counts):
         """Deals documents out to the stores by their number."""
@@ -151,22 +135,16 @@ class ProgressBar(tqdm):
 
     def __init__(self, source: TextSource, units: int):
         """units: that it sets out to do."""
-        total = source.total and min(source.total, units * source.unit_size)
-        super().__init__(total=total, unit=source.measure, unit_scale=True, mininterval=0.2, smoothing=0.05,
-                         desc="tokenising", disable=not sys.stderr.isatty())
+        super().__init__(total=source.total and min(source.total, units * source.unit_size), unit=source.measure,
+                         unit_scale=True, mininterval=0.2, smoothing=0.05, desc="tokenising",
+                         disable=not sys.stderr.isatty())
         self.started = self.printed = time.monotonic()
-        self.read, self.documents, self.tokens = 0.0, 0, 0
+        self.read, self.tokens = 0.0, 0
 
-    def skip(self, read: float) -> None:
-        """What another process has read of a unit already, in the source's measure."""
-        self.total: float | None = self.total and max(0, self.total - read)
-
-    def add(self, read: float, documents: int, tokens: int) -> None:
+    def show(self, read: float, tokens: int) -> None:
         """What was read, in the source's measure, and made of it since the last call."""
-        self.read, self.documents, self.tokens = self.read + read, self.documents + documents, self.tokens + tokens
-        now = time.monotonic()
-        rate = self.tokens / max(now - self.started, 1e-9)
-        text = f"{self.documents:,} documents, {self.tokens:,} tokens, {rate:,.0f} tokens/s"
+        self.read, self.tokens, now = self.read + read, self.tokens + tokens, time.monotonic()
+        text = f"{self.tokens:,} tokens, {self.tokens / max(now - self.started, 1e-9):,.0f} tokens/s"
         self.set_postfix_str(text, refresh=False)
         self.update(min(self.read, self.total or self.read) - self.n)
         if self.disable and now - self.printed >= 10:

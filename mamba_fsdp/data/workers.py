@@ -38,18 +38,13 @@ class Workers:
         """(chunk of `blocks`, what `_tokenize` makes of it), a few chunks per worker at once. Raises UserError for bad
         input, BrokenExecutor for a worker that died."""
         under_way: collections.deque = collections.deque()
-        try:
-            for chunk in _chunks(blocks):
-                under_way.append((chunk, self._pool.submit(_tokenize, chunk)))
-                if len(under_way) > 3 * self.count:
-                    chunk, future = under_way.popleft()
-                    yield chunk, future.result()
-            while under_way:
+        for chunk in _chunks(blocks):
+            under_way.append((chunk, self._pool.submit(_tokenize, chunk)))
+            if len(under_way) > 3 * self.count:
                 chunk, future = under_way.popleft()
                 yield chunk, future.result()
-        finally:
-            for _, future in under_way:
-                future.cancel()
+        for chunk, future in under_way:
+            yield chunk, future.result()
 
 
 def _chunks(blocks):
@@ -57,7 +52,7 @@ def _chunks(blocks):
     chunk, size = [], 0
     for block in blocks:
         chunk.append(block)
-        size += block.size()
+        size += block.size
         if size >= BLOCK_BYTES:
             yield chunk
             chunk, size = [], 0

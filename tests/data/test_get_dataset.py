@@ -164,15 +164,11 @@ def test_cuts_part_no_character_and_lose_nothing(tmp_path_factory, content, sepa
     path.write_bytes(content.encode())
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(readers, "BLOCK_BYTES", 9)
-        patch.setattr(readers, "READ_BYTES", 5)
-        blocks = list(readers._read_text(str(path), separator and re.compile(separator)))
+        blocks = list(readers._text_blocks(str(path), separator and re.compile(separator)))
         assert b"".join(block.data for block in blocks) == content.encode()
         assert all(block.data.decode() is not None for block in blocks) and max(map(len, (p.data for p in blocks))) <= 9
         for before, after in zip(blocks, blocks[1:]):
-            assert before.open == after.inside
-            rest = list(readers._read_text(str(path), separator and re.compile(separator), **before.position))
-            wanted = [block for block in blocks if block.offset >= after.offset]  # reading resumes where a block ended
-            assert [block._replace(done=0) for block in rest] == [block._replace(done=0) for block in wanted]
+            assert before.open == after.inside and before.offset + before.size == after.offset
 
 
 @pytest.mark.slow
@@ -201,7 +197,7 @@ def test_token_ids_are_taken_as_they_are(tmp_path, prepare):
 @pytest.mark.slow
 @pytest.mark.parametrize("streaming", [False, True])
 def test_a_datasets_name_streamed_or_not(streaming, texts, tmp_path, prepare, monkeypatch):
-    """What datasets.load_dataset gives comes back as it was, from the start or from any row on."""
+    """What datasets.load_dataset gives comes back as it was."""
     import datasets
 
     (tmp_path / "x.jsonl").write_bytes(json_lines(texts))
@@ -215,17 +211,13 @@ def test_a_datasets_name_streamed_or_not(streaming, texts, tmp_path, prepare, mo
     monkeypatch.setattr(text, "ROWS", 7)
     prepare("some/name", tmp_path / "out", config="a_config", streaming=streaming)
     assert read_back(tmp_path / "out" / "train") == texts
-    source = text.open_source("some/name", DatasetConfig(config="a_config", streaming=streaming))
-    blocks = list(source.blocks())
-    rows = [[row for block in some for row in block.data] for some in (source.blocks(blocks[2].position), blocks[3:])]
-    assert rows[0] == rows[1] and rows[0]
     with pytest.raises(UserError, match="no column 'body'; it has: id, text"):
         prepare("some/name", tmp_path / "out2", config="a_config", streaming=streaming, text_column="body")
 
 
 @pytest.mark.parametrize("streaming", [False, True])
 def test_a_datasets_name_is_cut_into_units_too(streaming, texts, tmp_path, prepare, monkeypatch):
-    """By its rows, or where it is streamed by its shards; resumed within one, too."""
+    """By its rows, or where it is streamed by its shards; read again, it gives the same blocks."""
     import datasets
 
     files = [tmp_path / f"{number}.jsonl" for number in range(3)]
@@ -238,32 +230,23 @@ def test_a_datasets_name_is_cut_into_units_too(streaming, texts, tmp_path, prepa
     monkeypatch.setattr(text, "UNIT_ROWS", 13)
     source = text.open_source("some/name", DatasetConfig(streaming=streaming))
     assert source.unit_count == (3 if streaming else 5)
-    units = [list(source.blocks(unit=unit)) for unit in range(source.unit_count)]
+    units = [list(source.blocks(unit)) for unit in range(source.unit_count)]
     assert [row.decode() for unit in units for block in unit for row in block.data] == texts
-    rest = [row for block in source.blocks(units[1][0].position, 1) for row in block.data]
-    assert rest == [row for block in units[1][1:] for row in block.data]
+    assert list(source.blocks(1)) == units[1] and len(units[1]) > 1
     prepare("some/name", tmp_path / "out", streaming=streaming)
     assert read_back(tmp_path / "out" / "train") == texts
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_reading_goes_on_from_any_block(name, texts, tmp_path, monkeypatch):
-    """What lies behind a position is the same whether or not reading began before it."""
-    for limit in ("BLOCK_BYTES", "READ_BYTES"):
-        monkeypatch.setattr(readers, limit, 500)
+def test_a_file_gives_the_same_blocks_whenever_it_is_read(name, texts, tmp_path, monkeypatch):
+    """So that their number says where a process resumes that begins anew; how much is read is told on the way."""
+    monkeypatch.setattr(readers, "BLOCK_BYTES", 500)
     monkeypatch.setattr(readers, "ROWS", 4)
     KINDS[name](tmp_path / name, texts)
     source = text.open_source(str(tmp_path / name), DatasetConfig())
     blocks = list(source.blocks())
-    assert len(blocks) > 4
+    assert len(blocks) > 4 and list(source.blocks()) == blocks
     assert blocks[-1].done == pytest.approx(source.total, rel=0.35)
-    for number, block in enumerate(blocks):
-        position = json.loads(json.dumps(block.position))
-        rest, wanted = source.blocks(position), blocks[number + 1:]
-        if block.kind == "rows":  # the rows count, not how many of them travel together
-            assert [row for p in rest for row in p.data] == [row for p in wanted for row in p.data]
-        else:
-            assert [p._replace(done=0) for p in rest] == [p._replace(done=0) for p in wanted]
 
 
 @pytest.mark.slow
@@ -279,7 +262,7 @@ def test_reading_takes_the_same_memory_whatever_the_size(name, tmp_path):
         (tmp_path / name).write_bytes(zstandard.compress(data) if name.endswith("zst") else data)
     source = text.open_source(str(tmp_path / name), DatasetConfig())
     tracemalloc.start()
-    total = sum(block.size() for chunk in workers._chunks(source.blocks()) for block in chunk)
+    total = sum(block.size for chunk in workers._chunks(source.blocks()) for block in chunk)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert total > 29_000_000 and peak < 16_000_000
@@ -288,7 +271,7 @@ def test_reading_takes_the_same_memory_whatever_the_size(name, tmp_path):
 def documents_of(source, unit):
     """What a unit holds, where its documents' parts are put together again."""
     together, begins = [], True
-    for block in source.blocks(unit=unit):
+    for block in source.blocks(unit):
         for part, ends in documents(block, source.options, {"empty": 0}):
             together = [*together, part] if begins else [*together[:-1], together[-1] + part]
             begins = ends
@@ -300,8 +283,7 @@ def documents_of(source, unit):
 def test_units_share_the_documents_out(name, size, texts, tmp_path, monkeypatch):
     """Whatever their size, the documents of all units one after the other are those of the input; what can be cut is in
     several."""
-    for limit in ("BLOCK_BYTES", "READ_BYTES"):
-        monkeypatch.setattr(readers, limit, 500)
+    monkeypatch.setattr(readers, "BLOCK_BYTES", 500)
     monkeypatch.setattr(readers, "ROWS", 4)
     KINDS[name](tmp_path / name, texts)
     whole = documents_of(text.open_source(str(tmp_path / name), DatasetConfig()), 0)
@@ -380,7 +362,7 @@ def damage_zstd(path):
     ("x.jsonl", lambda p: p.write_text('{"text": 7}\n'), "record 1: 'text' is int, not text"),
     ("x.jsonl", lambda p: p.write_text('{"text": ["a"]}\n'),
      "record 1: 'text' is a list of other things than token ids"),
-    ("x.json", lambda p: p.write_text('[{"text": "a"}'), r"x.json: record 1 is no valid JSON \(the list has no end"),
+    ("x.json", lambda p: p.write_text('[{"text": "a"}'), r"x.json: record 2 is no valid JSON \(the list has no end"),
     ("x.jsonl.gz", damage_gzip, "x.jsonl.gz: broken, or no json file .Truncated"),
     ("x.jsonl.zst", damage_zstd, "x.jsonl.zst: broken, or no json file .Truncated"),
     ("x.txt.gz", lambda p: p.write_bytes(b"no archive"), "x.txt.gz: broken, or no text file"),
@@ -996,9 +978,9 @@ def test_training_a_tokenizer_reads_no_more_than_its_sample(tmp_path, texts):
         for module in (readers, text):
             patch.setattr(module, "BLOCK_BYTES", 100)
         blocks = list(source.sample(4000))
-    assert sum(block.size() for block in blocks) <= 5000
+    assert sum(block.size for block in blocks) <= 5000
     assert len({block.name for block in blocks}) > 30
-    assert sum(block.size() for block in source.sample(10 ** 6)) == 40_000
+    assert sum(block.size for block in source.sample(10 ** 6)) == 40_000
 
 
 # ---------------------------------------------------------------- the built-in corpus, the verb
