@@ -98,7 +98,8 @@ class Mamba1(SSM):
         if state or "mamba1" not in self.forms:
             return self.mix(x, documents, state, position)
         return mamba1_mixer(self.in_proj(x), self.conv1d.weight, self.conv1d.bias, self.x_proj.weight,
-                            self.dt_proj.weight, self.dt_proj.bias, self.A(), self.D, self.out_proj.weight)
+                            self.dt_proj.weight, self.dt_proj.bias, self.A(), self.D, self.out_proj.weight,
+                            documents, form=self.forms["mamba1"])
 
     def project(self, x):
         return self.in_proj(x).chunk(2, dim=-1)

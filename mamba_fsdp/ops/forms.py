@@ -30,7 +30,7 @@ OPERATORS = {  # with their forms, best first
     "attention": ("portable",),
     "norm": ("fused", "portable"),
     "loss": ("triton", "portable"),
-    "mamba1": ("fused",),
+    "mamba1": ("triton", "fused"),
     "mamba2": ("fused",),
 }
 # What benchmarks.gpu found faster than the first form: {"NVIDIA H200": {"conv": "fused", ...}}, the GPU's name as torch

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch.autograd import Function
+from torch.autograd.function import once_differentiable
 
 from mamba_fsdp.errors import UserError, first_line
 from mamba_fsdp.storage import write_atomically
@@ -51,6 +52,44 @@ def operator(schema: str, run: Callable[..., Any], fake: Callable[..., Any], gra
 
 
 below_autograd = torch._C._AutoDispatchBelowAutograd
+
+
+def remaking(name: str, leaves: str, others: str, kept: int, forward: Callable[..., Any], backward: Callable[..., Any],
+             fake: Callable[..., Any]) -> Callable[..., Any]:
+    """The operator NAME_forward, whose backward pass NAME_backward makes again what it needs of the inputs.
+
+    forward(*leaves, documents, *others) -> (output, *what is kept), `kept` tensors; backward(gradient of the output,
+    *leaves, documents, *what is kept) -> gradients of the leaves. leaves: names; others: as in a schema; fake: of
+    forward.
+    """
+    count, tensors = len(leaves.split()), ", ".join(f"Tensor {leaf}" for leaf in leaves.split()) + ", Tensor? documents"
+
+    class Gradient(Function):
+        @staticmethod
+        def forward(ctx, *inputs):
+            with below_autograd():
+                output, *keep = whole(*inputs)
+            ctx.save_for_backward(*inputs[:count + 1], *keep)
+            ctx.mark_non_differentiable(*keep)
+            ctx.set_materialize_grads(False)
+            return output, *keep
+
+        @staticmethod
+        @once_differentiable
+        def backward(ctx, grad, *_):
+            return *gradients(grad, *ctx.saved_tensors), None, *[None for _ in others.split(",")]
+
+    gradients = operator(f"{name}_backward(Tensor grad, {tensors}, {', '.join(f'Tensor kept{i}' for i in range(kept))})"
+                         f" -> ({', '.join(['Tensor'] * count)})", backward,
+                         lambda _, *inputs: tuple(leaf.new_empty(leaf.shape) for leaf in inputs[:count]))
+    whole = operator(f"{name}_forward({tensors}, {others}) -> ({', '.join(['Tensor'] * (1 + kept))})", forward, fake,
+                     Gradient)
+    return whole
+
+
+def of_weight(grad: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """The gradient of W in x @ W.T for that of the product, both (batch, length, channels)."""
+    return grad.flatten(0, 1).T @ x.flatten(0, 1)
 
 
 def blocks(kernel: str, table: Mapping[tuple[int, int], Blocks], device: torch.device) -> Blocks:

@@ -89,7 +89,7 @@ def test_a_gpu_gets_triton_before_the_libraries(kernels):
             for deterministic in (False, True):
                 choice = choose("auto", "cuda", dtype=dtype, documents=documents, deterministic=deterministic)
                 assert {operator: choice.forms.get(operator) for operator in TRITON} == dict.fromkeys(TRITON, "triton")
-    assert choose("fused", "cuda").forms == PORTABLE | FUSED
+    assert choose("fused", "cuda").forms == PORTABLE | FUSED | {"loss": "triton"}
 
 
 def test_triton_needs_no_library_and_says_when_it_does_not_load(kernels, monkeypatch):

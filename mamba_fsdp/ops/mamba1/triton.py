@@ -1,0 +1,55 @@
+"""The Mamba-1 mixer of the Triton forms of its parts. Of each token it keeps xz, what x_proj puts out and its share of
+the scan's states; the scan's backward pass makes its output again on the way."""
+
+import torch
+import torch.nn.functional as F
+
+from mamba_fsdp.ops import triton
+from mamba_fsdp.ops.conv.triton import conv_backward, conv_forward
+from mamba_fsdp.ops.scan.triton import CHUNK, scan_backward, scan_forward, takes
+
+__all__ = "mamba1_mixer", "takes", "why_unavailable"
+why_unavailable = triton.why_unavailable
+
+
+def _forward(xz, conv_weight, conv_bias, x_proj, dt_proj, dt_bias, A, D, out_proj, documents, keep):
+    x, z = xz.chunk(2, -1)
+    u = conv_forward(x, conv_weight, conv_bias, documents)
+    projected = F.linear(u, x_proj.to(u.dtype))
+    dt, B, C = projected.split([dt_proj.shape[1], A.shape[1], A.shape[1]], -1)
+    dt = F.linear(dt, dt_proj.to(u.dtype))
+    y, _, entries = scan_forward(u, dt, A, B, C, D, z, dt_bias, documents, None, keep)
+    return F.linear(y, out_proj.to(u.dtype)), projected, entries
+
+
+def _backward(grad, xz, conv_weight, conv_bias, x_proj, dt_proj, dt_bias, A, D, out_proj, documents, projected, states):
+    weights = conv_weight, conv_bias, x_proj, dt_proj, dt_bias, A, D, out_proj
+    x_proj, dt_proj, out_proj = (weight.to(xz.dtype) for weight in (x_proj, dt_proj, out_proj))
+    (x, z), grad_xz = xz.chunk(2, -1), xz.new_empty(xz.shape)
+    grad_x, grad_z = grad_xz.chunk(2, -1)
+    u = conv_forward(x, conv_weight, conv_bias, documents)
+    rank_dt, B, C = projected.split([dt_proj.shape[1], A.shape[1], A.shape[1]], -1)
+    dt = F.linear(rank_dt, dt_proj)
+
+    grad_u, grad_dt, grad_A, grad_B, grad_C, grad_D, _, grad_bias, _, y = scan_backward(
+        grad @ out_proj, None, u, dt, A, B, C, D, z, dt_bias, documents, states, True, grad_z)
+    grad_projected = torch.cat([grad_dt @ dt_proj, grad_B, grad_C], -1)
+    grad_u = grad_u.flatten(0, 1).addmm_(grad_projected.flatten(0, 1), x_proj).view(u.shape)
+    _, grad_conv, grad_conv_bias = conv_backward(grad_u, x, conv_weight, conv_bias, documents, grad_x)
+    grads = (grad_conv, grad_conv_bias, triton.of_weight(grad_projected, u), triton.of_weight(grad_dt, rank_dt),
+             grad_bias, grad_A, grad_D, triton.of_weight(grad, y))
+    return grad_xz, *(of.to(weight.dtype) for of, weight in zip(grads, weights))
+
+
+def _fake(xz, conv_weight, conv_bias, x_proj, dt_proj, dt_bias, A, D, out_proj, documents, keep):
+    batch, length, _ = xz.shape
+    return (xz.new_empty(batch, length, out_proj.shape[0]), xz.new_empty(batch, length, x_proj.shape[0]),
+            xz.new_empty(batch, -(-length // CHUNK) if keep else 0, *A.T.shape, dtype=torch.float32))
+
+
+_mixer = triton.remaking("mamba1", "xz conv_weight conv_bias x_proj dt_proj dt_bias A D out_proj", "bool keep", 2,
+                         _forward, _backward, _fake)
+
+
+def mamba1_mixer(*inputs):
+    return _mixer(*inputs, torch.is_grad_enabled())[0]

@@ -1,0 +1,176 @@
+"""Whole mixers of Triton kernels beside the portable parts in float64; what they keep; models of Triton forms alone."""
+
+import pytest
+import torch
+from reference import assert_like, assert_same_bits, double, evaluate
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.checkpoint import checkpoint
+
+from config.model_config import ModelConfig
+from mamba_fsdp.model.layers import MIXERS
+from mamba_fsdp.model.lm import MambaLM
+from mamba_fsdp.ops import triton
+from mamba_fsdp.ops.forms import OPERATORS, PORTABLE, WHOLE
+
+PARTS = PORTABLE | {operator: "triton" for operator in PORTABLE if "triton" in OPERATORS[operator]}
+WHOLES = PARTS | {mixer: "triton" for mixer in WHOLE if "triton" in OPERATORS[mixer]}
+SIZES = {"mamba1": dict(d_model=10, d_state=5, dt_rank=3), "mamba2": dict(d_model=12, d_state=6, headdim=6, ngroups=2)}
+KINDS = pytest.mark.parametrize("kind", [mixer for mixer in SIZES if mixer in WHOLES])
+LENGTH = 9
+MOST = {torch.float32: 1e-6, torch.float16: 0.01, torch.bfloat16: 0.05}  # halves: of every product and activation
+
+
+@pytest.fixture(autouse=True)
+def small_blocks(monkeypatch):
+    """The interpreter takes as long for rows that are not there."""
+    for kernel in ("conv_forward", "conv_backward"):
+        monkeypatch.setitem(triton.tuned, kernel, {"ROWS": 16, "CHANNELS": 32, "num_warps": 1})
+
+
+def config(kind, **more):
+    return ModelConfig(layers=kind, **SIZES[kind] | more)
+
+
+def mixer(kind, forms=WHOLES, **more):
+    """(a function of x and the parameters, x and parameters by name, with large values)"""
+    layer, generator = MIXERS[kind](config(kind, **more), forms), torch.Generator().manual_seed(5)
+    values = {"x": torch.randn(2, LENGTH, layer.config.d_model, generator=generator)}
+    for name, parameter in layer.named_parameters():
+        value = torch.randn(parameter.shape, generator=generator)
+        values[name.replace(".", "/")] = value / parameter.shape[1] ** 0.5 if name.endswith("proj.weight") else value
+
+    def run(x, documents=None, **parameters):
+        named = {name.replace("/", "."): value for name, value in parameters.items()}
+        return torch.func.functional_call(layer, named, (x, documents))
+    return run, values
+
+
+def documents(start=4):
+    return (torch.arange(LENGTH) >= torch.tensor([[start], [0]])).long() + 3
+
+
+@KINDS
+@pytest.mark.parametrize("given", [None, documents()], ids=["one document", "documents"])
+@pytest.mark.parametrize("dtype", MOST, ids=str)
+def test_equals_float64(kind, given, dtype):
+    """fp32 weights, activations of each dtype, odd sizes; gradients of everything, in the types of their tensors."""
+    (run, values), (portable, _) = mixer(kind), mixer(kind, PORTABLE)
+    values["x"] = values["x"].to(dtype)
+    got = evaluate(run, values, documents=given)
+    assert_like(got, evaluate(portable, double(values), documents=given), MOST[dtype])
+    assert all(got[f"gradient of {name}"].dtype == value.dtype for name, value in values.items())
+    assert got["output 0"].dtype == dtype
+
+
+@KINDS
+def test_takes_weights_in_the_compute_dtype(kind):
+    """As FSDP casts them: all but those that compute in fp32."""
+    run, values = mixer(kind)
+    values |= {name: value.bfloat16() for name, value in values.items() if name == "x" or "/weight" in name}
+    got = evaluate(run, values)
+    assert_like(got, evaluate(mixer(kind, PORTABLE)[0], double(values)), MOST[torch.bfloat16])
+    assert got["gradient of in_proj/weight"].dtype == torch.bfloat16
+
+
+@KINDS
+def test_documents_keep_apart(kind):
+    run, values = mixer(kind)
+    whole = run(**values, documents=documents())
+    x = values.pop("x")
+    torch.testing.assert_close(whole[:1, 4:], run(x[:1, 4:], **values), rtol=1e-5, atol=1e-5)
+
+
+@KINDS
+def test_equal_runs_recomputing_and_double_use(kind):
+    """Equal bits twice and where activations are recomputed; used twice, gradients add up."""
+    run, values = mixer(kind)
+    first = evaluate(run, values, documents=documents())
+    assert_same_bits(evaluate(run, values, documents=documents()), first)
+    assert_same_bits(evaluate(lambda x, **others: checkpoint(lambda x: run(x, **others), x, use_reentrant=False),
+                              values, documents=documents()), first)
+    portable, _ = mixer(kind, PORTABLE)
+    assert_like(evaluate(lambda x, **p: run(run(x, **p), **p), values),
+                evaluate(lambda x, **p: portable(portable(x, **p), **p), double(values)), 3e-6)
+
+
+def kept(kind, forms):
+    """What a mixer's backward pass waits with, beside its input and weights, in tensors of (token, d_inner): of bf16,
+    at the sizes of mamba-1.4b and mamba2-1.3b, without content."""
+    storages = {}
+    with FakeTensorMode():
+        layer = MIXERS[kind](ModelConfig(layers=kind, d_model=2048, d_state=16 if kind == "mamba1" else 128), forms)
+        weights = {name: weight.detach().bfloat16().requires_grad_() for name, weight in layer.named_parameters()}
+        x = torch.empty(1, 2048, 2048, dtype=torch.bfloat16, requires_grad=True)
+
+        def pack(tensor):
+            storages[tensor.untyped_storage()._cdata] = tensor.untyped_storage().nbytes()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            output = torch.func.functional_call(layer, weights, (x,))  # which keeps the storages
+        for tensor in (x, *weights.values()):
+            storages.pop(tensor.untyped_storage()._cdata, None)
+        assert output.shape == x.shape
+        return sum(storages.values()) / (2048 * 4096 * 2)
+
+
+@KINDS
+def test_keeps_less_than_its_parts(kind):
+    """Mamba-1: x, z, x_proj's output, the states of every 64th position in fp32 (mamba-ssm: x, z, the scan's output,
+    the same small things, less of states). Mamba-2: x, z, B, C, dt and the output of SSD, as mamba-ssm."""
+    whole, parts = kept(kind, WHOLES), kept(kind, PARTS)
+    assert {"mamba1": 2 + 0.5, "mamba2": 3}[kind] <= whole <= {"mamba1": 2.6, "mamba2": 3.15}[kind]
+    assert parts > whole + 2
+
+
+@pytest.mark.slow
+@KINDS
+def test_is_one_call_to_torch_compile(kind):
+    torch._dynamo.reset()
+    run, values = mixer(kind)
+    names = list(values)[1:]
+
+    def plain(x, documents, *parameters):
+        return run(x, documents, **dict(zip(names, parameters)))
+
+    compiled = torch.compile(plain, backend="aot_eager", fullgraph=True)
+    assert_same_bits(evaluate(lambda x, documents, **p: compiled(x, documents, *p.values()), values,
+                              documents=documents()), evaluate(run, values, documents=documents()))
+
+
+@KINDS
+def test_tensors_without_content_give_the_same_shapes(kind):
+    run, values = mixer(kind)
+    real = evaluate(run, values)
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        fake = evaluate(run, {name: mode.from_tensor(value) for name, value in values.items()})
+    assert {name: (value.shape, value.dtype) for name, value in fake.items()} == \
+        {name: (value.shape, value.dtype) for name, value in real.items()}
+
+
+def losses(forms, layers, given):
+    """Of three steps of SGD of a small model."""
+    model = MambaLM(ModelConfig(layers=layers, n_layer=1, vocab_size=40, tie_embeddings=True, **SIZES["mamba1"]
+                                | dict(headdim=5, d_model=10)), forms=forms, reset_at_documents=given is not None)
+    generator = torch.Generator().manual_seed(3)
+    for parameter in model.parameters():
+        parameter.data.normal_(0, 0.3, generator=generator)
+    optimizer, found = torch.optim.SGD(model.parameters(), lr=0.5), []
+    for _ in range(3):
+        tokens = torch.randint(0, 40, (2, LENGTH + 1), generator=generator)
+        loss = model(tokens[:, :-1], tokens[:, 1:], given) / (2 * LENGTH)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        found.append(loss.detach())
+    return torch.cat([torch.stack(found), *(parameter.detach().flatten() for parameter in model.parameters())])
+
+
+@pytest.mark.parametrize("given", [None, documents()], ids=["one document", "documents"])
+@pytest.mark.parametrize("layers", ["mamba1", "mamba2"])
+def test_a_model_of_triton_forms_trains_as_a_portable_one(layers, given):
+    """Losses and weights of three steps within fp32's rounding; the same bits in a second run, as deterministic=true
+    promises."""
+    ours, portable = losses(WHOLES, layers, given), losses(PORTABLE, layers, given)
+    torch.testing.assert_close(ours, portable, rtol=1e-6, atol=1e-6)
+    assert not torch.equal(ours, portable) and torch.equal(ours, losses(WHOLES, layers, given))
