@@ -14,7 +14,8 @@ from mamba_fsdp.data.foreign.index import Wanted, open_index
 from mamba_fsdp.data.foreign.indexed import IndexedSource, Rule
 from mamba_fsdp.data.source import Source
 from mamba_fsdp.data.store import TokenStore
-from mamba_fsdp.data.tokenizer import Words, identities_in, load_words, refuse_other_tokenizer
+from mamba_fsdp.data.text import kind_of
+from mamba_fsdp.data.tokenizer import TextTokenizer, identities_in, load_words, refuse_other_tokenizer
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.storage import exists
 
@@ -22,7 +23,6 @@ Say = Callable[[str], None]  # prints a line, on rank 0
 FORMATS = (save_to_disk, datalayout, megatron, nanogpt, fms)  # the first that recognises a path opens it
 SPLITS = {  # what they are called in a folder that holds both
     "train": ("train", "train.bin", "train.npy"), "validation": ("validation", "val.bin", "val.npy")}
-TEXT = ("parquet", "jsonl", "json", "txt", "csv", "jsonl.gz", "jsonl.zst", "json.gz", "txt.gz")
 
 
 def open_source(path: str | Path, data: DataConfig | None = None, say: Say = lambda text: None, *,
@@ -92,11 +92,11 @@ def split_in(path: Path, split: str = "train") -> Path:
 
 def refuse_text(path: Path, tokenizer: str = "") -> None:
     """Raises UserError where `path` is text or a folder of it."""
-    found = [path] if path.is_file() else [file for suffix in TEXT for file in sorted(path.glob(f"*.{suffix}"))[:1]]
-    if any(file.name.endswith(tuple(f".{suffix}" for suffix in TEXT)) for file in found):
+    files = [path] if path.is_file() else sorted(path.glob("*.*"))
+    if found := [file.name for file in files if kind_of(file) not in (None, "arrow") and file.suffix != ".md"]:
         tokenizer = f" --tokenizer={tokenizer}" if tokenizer else ""
         out = Path("data", path.name.partition(".")[0])
-        raise UserError(f"{path}: text ({found[0].name}), to be tokenised once before it is read:\n"
+        raise UserError(f"{path}: text ({found[0]}), to be tokenised once before it is read:\n"
                         f"  .venv/bin/python get_dataset.py {path} {out}{tokenizer}\nand then --dataset_path={out}")
 
 
@@ -132,7 +132,7 @@ class Known(NamedTuple):
 
 
 @functools.cache
-def _words(name: str) -> Words:
+def _words(name: str) -> TextTokenizer:
     return load_words(name)
 
 

@@ -67,7 +67,7 @@ def find_files(name: str, format: str, split: str) -> tuple[list[tuple[str, str]
             files = list(_walk(place, format, split))
             found += [(path, kind) for path, kind in files if kind]
             left_out += [path.name for path, kind in files if not kind]
-        elif kind := _kind(place, format):
+        elif kind := kind_of(place, format):
             found.append((place, kind))
         else:
             raise UserError(f"{place}: can't tell its format by its name; add --format=text (or json, parquet, arrow)")
@@ -108,7 +108,7 @@ def _walk(folder, format, split):
             yield from ((here / file["filename"], "arrow") for file in _read_state(here / "state.json", "_data_files"))
             folders[:] = []
         else:
-            yield from ((here / name, _kind(here / name, format)) for name in sorted(names) if name[0] != ".")
+            yield from ((here / name, kind_of(here / name, format)) for name in sorted(names) if name[0] != ".")
 
 
 def _read_state(path, key):
@@ -122,7 +122,8 @@ def _refuse(error):
     raise UserError(f"{error.filename}: can't be read ({error.strerror})") from error
 
 
-def _kind(path, format):
+def kind_of(path: Path, format: str = "auto") -> str | None:
+    """How a file is read, by its name where the format is auto; None for a name that doesn't tell."""
     if format != "auto":
         return format
     name = path.name.lower()

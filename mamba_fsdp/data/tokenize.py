@@ -207,24 +207,26 @@ class _Tokenization:
             if not said:
                 print(f"waiting for {held[0].holder()} to make the tokenizer", flush=True)
             said = True
-        agreed, name = _load(self.agreed), self.source.options.tokenizer
+        agreed = _load(self.agreed)
         if agreed is None or (self.out / "dataset.json").exists():
             raise FileNotFoundError(self.agreed)  # complete by now
         _refuse_other(self.out, agreed["settings"], self.settings)
         if agreed["units"] != self.cut:
             raise UserError(f"{self.out}: begun by another version of this program; start again with --overwrite")
-        if made:
-            return made[0]
-        if tokenizers_.training_size(name):
-            name = str(self.out / "train" / "tokenizer" / "tokenizer.json")
-            tokenizer = tokenizers_.load(name, tokenizers_.END_OF_TEXT)
-        elif name == "none":
-            return tokenizers_.NoTokenizer(self.source.options.eos_token, agreed["vocab_size"])
-        else:
-            tokenizer = tokenizers_.load(name, self.source.options.eos_token)
+        tokenizer = made[0] if made else self._tokenizer(agreed["vocab_size"])
         if tokenizer.identity != agreed["tokenizer"]:
-            raise UserError(f"tokenizer {name}: it changed since {self.out} was begun; start again with --overwrite")
+            raise UserError(f"tokenizer {self.source.options.tokenizer}: it changed since {self.out} was begun; start "
+                            "again with --overwrite")
         return tokenizer
+
+    def _tokenizer(self, vocab_size=0):
+        """As the options say; one that was trained lies in the folder of the first store."""
+        options, trained = self.source.options, self.out / "train" / "tokenizer" / "tokenizer.json"
+        if options.tokenizer == "none":
+            return tokenizers_.NoTokenizer(options.eos_token, vocab_size or _vocabulary(self.source))
+        if tokenizers_.training_size(options.tokenizer):
+            return tokenizers_.load(str(trained), tokenizers_.END_OF_TEXT)
+        return tokenizers_.load(options.tokenizer, options.eos_token)
 
     def _is_agreed(self, _):
         """What failed before anything was written binds nobody."""
@@ -235,20 +237,17 @@ class _Tokenization:
 
     def _begin(self):
         """Makes the tokenizer and writes the settings."""
-        options = self.source.options
         for name in STORES:
             shutil.rmtree(self.out / name / "tokenizer", ignore_errors=True)
             with contextlib.suppress(OSError):  # an earlier attempt held some out, this one need not
                 (self.out / name).rmdir()
-        if size := tokenizers_.training_size(options.tokenizer):
+        if size := tokenizers_.training_size(self.source.options.tokenizer):
             print(f"training a tokenizer of {size} tokens", flush=True)
             tokenizer = tokenizers_.train(_sample(self.source), size)
             if tokenizer.vocab_size < size:
                 print(f"it has {tokenizer.vocab_size} tokens only: no more pairs repeat in this little text")
-        elif options.tokenizer == "none":
-            tokenizer = tokenizers_.NoTokenizer(options.eos_token, _vocabulary(self.source))
         else:
-            tokenizer = tokenizers_.load(options.tokenizer, options.eos_token)
+            tokenizer = self._tokenizer()
         for name in self.source.stores:
             tokenizer.save(self.out / name / "tokenizer")
         write_atomically(self.agreed, json.dumps({**DATASET.header(), "settings": self.settings,

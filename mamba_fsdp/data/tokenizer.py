@@ -1,13 +1,14 @@
 """Tokenizers: loaded by name or path, or trained on the input; saved so that `transformers` can load them."""
 
 import contextlib
+import functools
 import hashlib
 import json
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
@@ -30,20 +31,30 @@ SAY_WHICH = ("tokenizer.json", "tokenizer_config.json", "config.json")  # kind o
 
 
 class TextTokenizer:
-    """A `tokenizers` backend with what token stores need to know of it.
+    """A `tokenizers` backend with what reading and writing text take, and what token stores need to know of it.
 
-    eos, bos: ids (bos may be None); vocab_size: one more than the largest id; identity: see `identity_of`.
+    eos, bos: ids, None where there is none; vocab_size: one more than the largest id; identity: see `identity_of`.
     transformers_form: the `transformers` tokenizer that `backend` is part of, where it comes from one.
     """
 
-    def __init__(self, backend: Tokenizer, eos_token: str, transformers_form: Any = None):
-        self.identity = identity_of(backend)  # which ends its truncation and padding
-        self.backend, self.eos_token = backend, eos_token
-        self.eos = backend.token_to_id(eos_token)
+    def __init__(self, backend: Tokenizer, eos_token: str | None, transformers_form: Any = None):
+        backend.no_truncation()
+        backend.no_padding()
+        self.backend, self.eos_token, self._transformers_form = backend, eos_token, transformers_form
         bos_token = transformers_form and transformers_form.bos_token
-        self.bos = backend.token_to_id(bos_token) if bos_token else None
+        self.eos, self.bos = (backend.token_to_id(token) if token else None for token in (eos_token, bos_token))
         self.vocab_size = max(backend.get_vocab().values()) + 1
-        self._transformers_form = transformers_form
+
+    @functools.cached_property
+    def identity(self) -> str:
+        return identity_of(self.backend)
+
+    def encode(self, text: str) -> list[int]:
+        """Without the tokens that some add at the ends."""
+        return self.backend.encode(text, add_special_tokens=False).ids
+
+    def decode(self, tokens: list[int]) -> str:
+        return self.backend.decode(tokens, skip_special_tokens=False)
 
     def save(self, folder: Path) -> None:
         """Writes a folder that AutoTokenizer.from_pretrained takes."""
@@ -191,18 +202,9 @@ def load_for_transformers(name: str | Path, remedy: str = "") -> Any:
     return form
 
 
-class Words(NamedTuple):
-    """What reading and writing a text takes of a tokenizer."""
-
-    encode: Callable[[str], list[int]]  # without the tokens that some add at the ends
-    decode: Callable[[list[int]], str]
-    eos: int | None
-    size: int  # one more than the largest id
-
-
-def load_words(path: str | Path) -> Words:
-    """The Words of a tokenizer's folder or name. Without transformers, whose import takes a second, where its two files
-    say all. Raises UserError."""
+def load_words(path: str | Path) -> TextTokenizer:
+    """A tokenizer's folder or name, to encode and decode with. Without transformers, whose import takes a second, where
+    its two files say all. Raises UserError."""
     try:
         fields = json.loads(Path(path, "tokenizer_config.json").read_bytes())
         if fields["tokenizer_class"] not in ("PreTrainedTokenizerFast", "TokenizersBackend"):
@@ -210,13 +212,8 @@ def load_words(path: str | Path) -> Words:
         backend, eos = Tokenizer.from_file(str(Path(path, "tokenizer.json"))), fields["eos_token"]
     except Exception:  # let transformers say what is wrong
         form = load_for_transformers(path)
-        backend, eos = form.backend_tokenizer, form.eos_token
-    backend.no_truncation()
-    backend.no_padding()
-    eos = eos["content"] if isinstance(eos, dict) else eos
-    return Words(lambda text: backend.encode(text, add_special_tokens=False).ids,
-                 lambda tokens: backend.decode(tokens, skip_special_tokens=False),
-                 backend.token_to_id(eos) if eos else None, max(backend.get_vocab().values()) + 1)
+        return TextTokenizer(form.backend_tokenizer, form.eos_token, form)
+    return TextTokenizer(backend, eos["content"] if isinstance(eos, dict) else eos)
 
 
 def load(name: str, eos_token: str | None = None) -> TextTokenizer:

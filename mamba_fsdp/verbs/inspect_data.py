@@ -102,7 +102,7 @@ def _show_tokenizer(source, found):
     for number in range(SAMPLES):
         start = source.token_count * number // SAMPLES
         tokens = source.read(start, min(SAMPLE_TOKENS, source.token_count - start)).tokens
-        if tokens.max() < words.size:
+        if tokens.max() < words.vocab_size:
             say(f"at {start:,}", repr(words.decode(tokens.tolist()))[:SAMPLE_WIDTH])
     other = source.eos >= 0 and words.eos is not None and words.eos != source.eos
-    return words.size, [f"its tokenizer's eos is {words.eos}, not {source.eos}"] * other
+    return words.vocab_size, [f"its tokenizer's eos is {words.eos}, not {source.eos}"] * other
