@@ -12,13 +12,16 @@ import json
 import mmap
 import os
 import re
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any, TypeVar
 
 from config.dataset_config import DatasetConfig
 from mamba_fsdp.data.documents import BYTE_ORDER_MARK, CONVERT, TextBlock, check_column, field_of, separator_of
+from mamba_fsdp.data.foreign import arrow
 from mamba_fsdp.errors import UserError, first_line
 
+Item = TypeVar("Item")
 BLOCK_BYTES = 1 << 19
 ROWS = 128  # of a table in a block
 CSV_RECORD = 1 << 24  # bytes: the longest record of a CSV file
@@ -55,7 +58,8 @@ def place_to_cut(path: str, kind: str, options: DatasetConfig, at: float) -> int
         return None if at > 0 else 0
     with _named_errors(path, kind):
         if kind in ("parquet", "arrow"):
-            shares = _groups_of_parquet(path) if kind == "parquet" else _batches_of_arrow(path, options.text_column)
+            shares = _groups_of_parquet(path) if kind == "parquet" else itertools.chain(
+                [0.0], (done for _, _, done in _arrow_batches(path, options.text_column)))
             return next((number for number, before in enumerate(shares) if before * size >= at), None)
         separator = re.compile(b"\n") if kind == "json" else separator_of(options) if kind == "text" else None
         if not separator or _compression(path) or kind == "json" and _is_list(path):
@@ -100,6 +104,19 @@ def _stretches(path, start=0, end=None):
             data.seek(start)
         while stretch := data.read(BLOCK_BYTES if end is None else min(BLOCK_BYTES, end - data.tell())):
             yield stretch, file.tell() / size
+
+
+def grouped(items: Iterable[Item], size: Callable[[Item], int], most: int) -> Iterator[list[Item]]:
+    """Lists of items whose sizes add up to `most` or a little more, the last one to less."""
+    group, held = [], 0
+    for item in items:
+        group.append(item)
+        held += size(item)
+        if held >= most:
+            yield group
+            group, held = [], 0
+    if group:
+        yield group
 
 
 # ---------------------------------------------------------------- text and JSON lines
@@ -172,15 +189,13 @@ def list_blocks(path: str, options: DatasetConfig, stretches: Iterator[tuple[byt
     """Blocks of kind rows, in constant memory. stretches: (bytes, share of the file read), from its beginning on."""
     # What is invalid becomes what no text holds, for the workers to find.
     errors = "replace" if options.invalid_utf8 == "replace" else "surrogateescape"
-    decode = codecs.getincrementaldecoder("utf-8-sig")(errors).decode
-    rows, size, first, done = [], 0, 1, 1.0
-    for record, (element, length, done) in enumerate(_elements(path, stretches, decode), 1):
-        rows.append(field_of(f"{path}: record {record}", options.text_column, element))
-        size += length
-        if size >= BLOCK_BYTES:
-            yield TextBlock(path, "rows", rows, done, size, first)
-            rows, size, first = [], 0, record + 1
-    yield TextBlock(path, "rows", rows, done, size, first)
+    elements = _elements(path, stretches, codecs.getincrementaldecoder("utf-8-sig")(errors).decode)
+    record = 1
+    for group in grouped(elements, lambda element: element[1], BLOCK_BYTES):
+        rows = [field_of(f"{path}: record {number}", options.text_column, element)
+                for number, (element, *_) in enumerate(group, record)]
+        yield TextBlock(path, "rows", rows, group[-1][2], sum(size for _, size, _ in group), record)
+        record += len(rows)
 
 
 def _elements(path, stretches, decode):
@@ -262,25 +277,12 @@ def _groups_of_parquet(path):
 
 def _arrow_batches(path, column, start=0, end=None):
     """Its record batches [start, end), which stand behind each other only."""
-    import pyarrow
-
-    with pyarrow.memory_map(path) as source:
-        is_file = source.read(6) == b"ARROW1"  # else the stream form, which `datasets` writes
-        source.seek(0)
-        reader = pyarrow.ipc.open_file(source) if is_file else pyarrow.ipc.open_stream(source)
-        _column_of(path, column, reader.schema.empty_table())
-        batches = (reader.get_batch(number) for number in range(reader.num_record_batches)) if is_file else reader
-        row = 0
-        for number, batch in enumerate(itertools.islice(batches, end)):
-            if number >= start:
-                done = (number + 1) / reader.num_record_batches if is_file else source.tell() / source.size()
-                yield row, batch, done
-            row += len(batch)
-
-
-def _batches_of_arrow(path, column):
-    """Yields the share of an Arrow file that stands before each of its record batches."""
-    return itertools.chain([0.0], (done for _, _, done in _arrow_batches(path, column)))
+    row, read = 0, 0
+    for number, (whole, batch) in enumerate(itertools.islice(arrow.batches(Path(path)), end)):
+        read += batch.nbytes
+        if number >= start:
+            yield row, batch, read / whole.size
+        row += len(batch)
 
 
 def _csv_batches(path, column, *_):

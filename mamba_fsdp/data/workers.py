@@ -14,7 +14,7 @@ import numpy as np
 from config.dataset_config import DatasetConfig
 from mamba_fsdp.data import tokenizer as tokenizers_
 from mamba_fsdp.data.documents import TextBlock, documents
-from mamba_fsdp.data.readers import BLOCK_BYTES, cut_words
+from mamba_fsdp.data.readers import BLOCK_BYTES, cut_words, grouped
 from mamba_fsdp.errors import UserError
 
 
@@ -48,16 +48,8 @@ class Workers:
 
 
 def _chunks(blocks):
-    """Lists of blocks of about BLOCK_BYTES together: small files share a trip to a worker."""
-    chunk, size = [], 0
-    for block in blocks:
-        chunk.append(block)
-        size += block.size
-        if size >= BLOCK_BYTES:
-            yield chunk
-            chunk, size = [], 0
-    if chunk:
-        yield chunk
+    """Small files share a trip to a worker."""
+    return grouped(blocks, lambda block: block.size, BLOCK_BYTES)
 
 
 def _start_worker(tokenizer, eos, bos, vocab_size, options):

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from config.dataset_config import DatasetConfig
+from mamba_fsdp.data.readers import grouped
 from mamba_fsdp.data.source import Source
 from mamba_fsdp.data.store import StoreWriter
 from mamba_fsdp.errors import UserError
@@ -154,7 +155,7 @@ def write_save_to_disk(copy: Copy, name: str) -> None:
     import pyarrow
 
     def batches():
-        for rows in _batched(copy.rows()):
+        for rows in grouped(copy.rows(), len, PIECE):
             ends = np.cumsum([0, *map(len, rows)]).astype(np.int32)
             column = pyarrow.ListArray.from_arrays(ends, np.concatenate(rows).astype(np.int32))
             yield column, len(rows), int(ends[-1])
@@ -168,19 +169,6 @@ def write_save_to_disk(copy: Copy, name: str) -> None:
              "_fingerprint": copy.source.identity[-16:], "_format_columns": None, "_format_kwargs": {},
              "_format_type": None, "_output_all_columns": False, "_split": None}
     (copy.folder / "state.json").write_text(json.dumps(state, indent=1) + "\n")
-
-
-def _batched(rows):
-    """Lists of rows of about PIECE tokens each."""
-    batch, held = [], 0
-    for row in rows:
-        batch.append(row)
-        held += len(row)
-        if held >= PIECE:
-            yield batch
-            batch, held = [], 0
-    if batch:
-        yield batch
 
 
 WRITERS = {"store": write_store, "fms": write_fms, "datalayout": write_datalayout, "save_to_disk": write_save_to_disk}

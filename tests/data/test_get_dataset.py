@@ -367,7 +367,7 @@ def damage_zstd(path):
     ("x.jsonl.zst", damage_zstd, "x.jsonl.zst: broken, or no json file .Truncated"),
     ("x.txt.gz", lambda p: p.write_bytes(b"no archive"), "x.txt.gz: broken, or no text file"),
     ("x.parquet", lambda p: p.write_bytes(b"no table"), "x.parquet: broken, or no parquet file"),
-    ("x.arrow", lambda p: p.write_bytes(b"no table"), "x.arrow: broken, or no arrow file"),
+    ("x.arrow", lambda p: p.write_bytes(b"no table"), "x.arrow: it ends before its end, or is no Arrow file"),
     ("x.arrow", lambda p: p.write_bytes(b""), "x.arrow: "),
     ("x.parquet", lambda p: pyarrow.parquet.write_table(pyarrow.table({"body": ["a"]}), p),
      "no column 'text'; it has: body"),
