@@ -2,7 +2,9 @@
 # Build causal-conv1d and mamba-ssm for Hopper GPUs (sm_90) from carried files, on a machine without network.
 #
 #   benchmarks/gpu_setup.sh SDISTS TARGET
-#   PYTHONPATH=TARGET python -m benchmarks.gpu
+#   PYTHONPATH=TARGET python -m benchmarks.gpu --all
+#
+# Without them the same command measures all but the forms that need these libraries.
 #
 # The machine has nvcc and PyTorch; PYTHON names its interpreter (default: python3). It takes a quarter of an hour on two
 # cores. SDISTS holds the two sdists, and wheels of what else that Python lacks. To fill it on a machine with network

@@ -1,7 +1,7 @@
 """What the launcher has to know of the settings first: `python -m mamba_fsdp.launch.plan [--SETTING=VALUE ...]`.
 
 Prints the run folder, the folder of the built-in data if that is what is read, else nothing, that of compiled kernels,
-then the folders that a container needs beside the project, one a line. A bad setting ends it with exit code 2, so that a job fails in seconds.
+then those that a container needs beside the project, one a line. A bad setting ends it with exit code 2, in seconds.
 """
 
 import dataclasses

@@ -90,7 +90,7 @@ def was_validated(run_folder: Path, step: int) -> bool:
 
 def write_status(run_folder: Path, status: str, step: int, reason: str = "", start: dict[str, float] | None = None
                  ) -> None:
-    """status: running, stopped, finished or failed. start: seconds of its parts, see train/startup.py. Raises UserError where the disk refuses."""
+    """status: running, stopped, finished or failed. start: seconds of its parts. Raises UserError where it can't."""
     path, now = run_folder / STATUS, datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
     content = {"status": status, "step": step, "reason": reason, "time": now, **({"start": start} if start else {})}
     try:

@@ -73,7 +73,8 @@ def test_every_package_of_an_image_is_pinned(stack):
             assert (match[1], match[3]) not in pins and not (match[3] and (match[1], None) in pins), f"twice: {line}"
             pins[match[1], match[3]] = match[2]
     torch = ".".join(pins["torch", None].split(".")[:2])
-    cuda = re.search(r"^FROM \S+/cuda:(\d+)\S+ AS base-" + re.escape(stack), (PROJECT / "Dockerfile").read_text(), re.M)[1]
+    bases = re.findall(r"^FROM \S+/cuda:(\d+)\S+ AS base-(\S+)", (PROJECT / "Dockerfile").read_text(), re.MULTILINE)
+    cuda = {of: major for major, of in bases}[stack]
     kernels = [
         line
         for line in (PROJECT / "requirements" / f"kernels-{stack}.txt").read_text().splitlines()

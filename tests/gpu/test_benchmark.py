@@ -7,7 +7,7 @@ from importlib import util
 import pytest
 import torch
 
-from benchmarks import gpu
+from benchmarks.gpu import models as gpu
 from config.model_config import ModelConfig
 from config.presets import PRESETS
 from mamba_fsdp.errors import UserError
@@ -32,7 +32,7 @@ def compare(layers, **options):
 @pytest.mark.parametrize("layers", TINY)
 def test_every_form_trains_the_same_model_or_says_why_not(layers, checkpointing):
     rows = compare(layers, activation_checkpointing=checkpointing)
-    assert list(rows) == ["ours", "mamba_ssm", "transformers"]
+    assert list(rows) == ["ours", "libraries", "mamba_ssm", "transformers"]
     for form, row in rows.items():
         if form in MEASURED:
             assert row.note == "" and row.tokens_per_second > 0 and row.times_ours > 0

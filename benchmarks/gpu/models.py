@@ -2,10 +2,13 @@
 
     python -m benchmarks.gpu [--presets mamba-130m,mamba2-1.3b] [--lengths 2048,4096] [--batch 8] [--rounds 3]
                              [--steps 5] [--activation_checkpointing]
+    python -m benchmarks.gpu --all [--out FOLDER] [--minutes 25]      all there is to measure: benchmarks/gpu/all.py
 
-The step is forward, loss, backward, clipping and AdamW, in bf16 on fp32 weights: ours as training.py takes it,
-mamba_ssm's and transformers' under autocast, all with mamba-ssm's and causal-conv1d's kernels. All start from the same
-weights and see the same batch; a first loss or gradient norm unlike ours is noted in the table. In each round each form
+The step is forward, loss, backward, clipping and AdamW, in bf16 on fp32 weights: ours as training.py takes it (`ours`
+in the forms that kernels=auto chooses, `libraries` in those of mamba-ssm's and causal-conv1d's kernels), mamba_ssm's
+and transformers' under autocast with these libraries' kernels. A Llama (llama2_1.4b) stands beside mamba-1.4b. All
+start from the same weights and see the same batch; a first loss or gradient norm unlike ours is noted in the table.
+In each round each form
 in turn is built, takes two steps to warm up (Triton tunes itself then), is timed over `--steps` steps and dropped, so
 that peak memory is its own. MFU is the model's FLOPs (mamba_fsdp/model/spec.py; recomputation is not counted) over the
 device's dense bf16 peak.
@@ -50,22 +53,27 @@ from mamba_fsdp.train.clock import device_peak
 from mamba_fsdp.train.loop import accumulate_gradients, add_up, batch_loss, means, update_weights
 from mamba_fsdp.train.optimizer import make_optimizer
 
-PRESETS = "mamba-130m,mamba-1.4b,mamba2-1.3b,mamba-2.8b,mamba2-2.7b"
+PRESETS = "mamba-130m,mamba-1.4b,llama2_1.4b,mamba2-1.3b,mamba-2.8b,mamba2-2.7b"
 TOKENS = 16384  # of a step, where no --batch is given
 WARM_UP = 2
 FUSED_NODES = ("MambaInnerFnBackward", "MambaSplitConv1dScanCombinedFnBackward")  # mamba-ssm's, in a graph of autograd
 SETTINGS = TrainConfig()
 
 
-def our_form(config, weights, device, activation_checkpointing):
-    """Like the two below: (the mean loss of tokens (batch, length + 1), a step on them -> (loss, gradient norm))."""
+def our_form(config, weights, device, activation_checkpointing, kernels="auto"):
+    """Like those below: (the mean loss of tokens (batch, length + 1), a step on them -> (loss, gradient norm))."""
+    return our_parts(config, weights, device, ParallelConfig(fsdp_activation_checkpointing=activation_checkpointing),
+                     kernels)[2:]
+
+
+def our_parts(config, weights, device, spread, kernels="auto"):
+    """(the parallel model, the optimizer, and what our_form returns)."""
     forms = PORTABLE
     if device.type == "cuda":
-        forms = resolve_forms("fused", "cuda", operator_uses(config, torch.bfloat16)).forms
+        forms = resolve_forms(kernels, "cuda", operator_uses(config, torch.bfloat16)).forms
     with torch.device("meta"):
         model = MambaLM(config, forms=forms, compute_dtype=torch.bfloat16)
     world = World.alone(device=device)
-    spread = ParallelConfig(fsdp_activation_checkpointing=activation_checkpointing)
     parallel = parallelize(model, spread, world=world, compute_dtype=torch.bfloat16)
     fill_parts(parallel.shards(), lambda name, start, stop: weights[name].reshape(-1)[start:stop])
     optimizer = make_optimizer(parallel.parameters(), parameters(config), SETTINGS.optimizer, device)
@@ -83,7 +91,7 @@ def our_form(config, weights, device, activation_checkpointing):
                        lr=SETTINGS.optimizer.learning_rate)
         return loss, gradient_norm
 
-    return lambda tokens: batch_loss(parallel, batch_of(tokens)) / tokens[:, 1:].numel(), step
+    return parallel, optimizer, lambda tokens: batch_loss(parallel, batch_of(tokens)) / tokens[:, 1:].numel(), step
 
 
 def need_kernels():
@@ -107,7 +115,7 @@ def mamba_ssm_form(config, weights, device, activation_checkpointing):
 
 
 def transformers_form(config, weights, device, activation_checkpointing):
-    if device.type == "cuda":
+    if device.type == "cuda" and config.has("mamba1", "mamba2"):
         need_kernels()
     elif util.find_spec("mamba_ssm"):
         raise UserError("where mamba_ssm is installed, transformers calls its CUDA kernels on a CPU too")
@@ -150,7 +158,13 @@ def peer_form(model, weights, device):
     return loss_of, step
 
 
-FORMS = {"ours": our_form, "mamba_ssm": mamba_ssm_form, "transformers": transformers_form}
+def libraries_form(config, weights, device, activation_checkpointing):
+    if device.type == "cpu":
+        raise UserError("its kernels need a GPU")
+    return our_form(config, weights, device, activation_checkpointing, kernels="fused")
+
+
+FORMS = {"ours": our_form, "libraries": libraries_form, "mamba_ssm": mamba_ssm_form, "transformers": transformers_form}
 
 
 @dataclass
@@ -194,7 +208,7 @@ def measure(form, config, weights, tokens, device, steps, activation_checkpointi
     if on_gpu:
         torch.cuda.reset_peak_memory_stats(device)
     loss_of, step = FORMS[form](config, weights, device, activation_checkpointing)
-    if on_gpu:
+    if on_gpu and form != "ours":
         recurrent = sum(layer.mixer != "attention" for layer in config.layer_list())
         fused = count_fused(loss_of(tokens))
         if fused != recurrent:
