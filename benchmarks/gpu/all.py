@@ -4,8 +4,8 @@
 
 Each part runs in a process of its own with its own time limit, so that one that hangs or fails takes no other along,
 and writes its table into FOLDER (default: $OUT, else gpu-results) as it goes: NN-NAME.md, beside it .json, and .log
-with what it said. summary.md gets a line when a part ends. --rehearse: the same with tiny models on the CPU. Where a command
-may not take so long: --only and the same FOLDER go on with further parts.
+with what it said. summary.md gets a line when a part ends. --rehearse: the same with tiny models on the CPU. Where a
+command may not take so long: --only and the same FOLDER go on with further parts.
 """
 
 import argparse
