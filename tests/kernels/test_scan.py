@@ -111,7 +111,8 @@ def test_rows_are_cut_where_they_are_too_few_for_a_gpu(monkeypatch):
         wide = {name: made[name].expand(batch, length, channels) for name in ("u", "dt", "z", "B", "C")}
         call = form._Scan("scan_forward", **wide, A=-torch.ones(1, 1).expand(channels, 1), D=None, dt_bias=None,
                           documents=None)
-        assert (call.grid[1] - 1) * call.segment_chunks < call.chunks <= call.grid[1] * call.segment_chunks
+        chunks, in_each = call.entries[1], call.shared["segment_chunks"]
+        assert (call.grid[1] - 1) * in_each < chunks <= call.grid[1] * in_each
         return call.grid
 
     assert grid(8, 128, 4096) == (128, 1, 8)

@@ -8,84 +8,79 @@ from torch.autograd.function import Function, once_differentiable
 from mamba_fsdp.ops import triton
 
 why_unavailable = triton.why_unavailable
-STATES, CHUNK = 16, 64  # of a launch; positions from one kept state to the next
-FILL = 1024  # warps that keep a GPU busy: where batch and channels make fewer, rows are cut
-TABLE = {(8, 0): {"CHANNELS": 32, "num_warps": 1}}  # of both kernels
+CHUNK = 64  # positions from one kept state to the next
+FILL = 1024  # programs that keep a GPU busy: where batch and channels make fewer, rows are cut
+TABLE = {(8, 0): {"CHANNELS": 32, "num_warps": 1}}  # of all kernels; warps for each 16 states
 
 
 def takes(use):
     return "it calculates in float32" if use.dtype == torch.float64 else None
 
 
-def _rows(activations):
+def _rows(a):
     """(batch, length, channels), or None, as the kernels read it: channels side by side, rows evenly spaced."""
-    a = activations
     return a if a is None or (a.stride(2) == 1 and a.stride(0) == a.shape[1] * a.stride(1)) else a.contiguous()
 
 
-def _columns(states):
-    """(..., d_inner, d_state), or None, in float32 with d_inner last."""
-    return None if states is None else states.transpose(-1, -2).float().contiguous()
-
-
-def _or(tensor, other):
-    """For a tensor that is absent another, which the kernel will not look into."""
-    return other if tensor is None else tensor
-
-
 class _Scan:
-    """The inputs of a scan as the kernels take them, and how its rows are cut."""
+    """How the rows of a scan are cut, and the arguments that its kernels share."""
 
     def __init__(self, kernel, u, dt, A, B, C, D, z, dt_bias, documents):
-        self.sizes = triton.blocks(kernel, TABLE, u.device)
+        sizes, A = triton.blocks(kernel, TABLE, u.device), A.T.float().contiguous()
+        (batch, length, channels), states = u.shape, len(A)
+        blocks, chunks = -(-channels // sizes["CHANNELS"]), -(-length // CHUNK)
+        segment_chunks = -(-chunks // min(-(-FILL // (batch * blocks)), chunks))
+        self.grid, self.entries = (blocks, -(-chunks // segment_chunks), batch), (batch, chunks, states, channels)
         self.u, self.dt, self.B, self.C, self.z = map(_rows, (u, dt, B, C, z))
-        self.A, self.documents = _columns(A), None if documents is None else documents.contiguous()
-        self.D, self.bias = (self.A.new_zeros(len(A)) if v is None else v.float().contiguous() for v in (D, dt_bias))
-        (self.batch, self.length, self.channels), self.states = u.shape, A.shape[1]
-        blocks, self.chunks = -(-self.channels // self.sizes["CHANNELS"]), -(-self.length // CHUNK)
-        self.segment_chunks = -(-self.chunks // min(-(-FILL // (self.batch * blocks)), self.chunks))
-        self.grid = blocks, -(-self.chunks // self.segment_chunks), self.batch
-        self.new = self.A.new_empty
+        self.D, bias = (A.new_zeros(channels) if v is None else v.contiguous() for v in (D, dt_bias))
+        N = 1 << (states - 1).bit_length()
+        self.shared = dict(A=A, bias=bias, documents=u if documents is None else documents.contiguous(), length=length,
+                           channels=channels, states=states, segment_chunks=segment_chunks, CHUNK=CHUNK, N=N,
+                           EVEN=channels % sizes["CHANNELS"] == length % 4 == 0 and states == N,
+                           CHANNELS=sizes["CHANNELS"], num_warps=sizes["num_warps"] * -(-N // 16),
+                           DOCUMENTS=documents is not None)
 
-    def launches(self, value, z, matrix, reverse):
-        """For every STATES of the states: kernels, the first of them, whether there are no more, constants, and what
-        `local` made of value, z and matrix. Nothing where tensors have no content."""
+    def floats(self, *shape):
+        return self.u.new_empty(shape, dtype=torch.float32)
+
+    def state(self, given):
+        """(batch, d_inner, d_state), or None for zeros, as (batch, d_state, d_inner)."""
+        batch, _, states, channels = self.entries
+        return self.floats(batch, states, channels).zero_() if given is None else given.mT.float().contiguous()
+
+    def launch(self, kernel, value, z, matrix, reverse, **arguments):
+        """A kernel behind `local`, which goes before with value, z and matrix where rows are cut. Nothing happens for
+        tensors without content."""
         if self.u.is_meta:
             return
         from mamba_fsdp.ops.scan import triton_kernels as kernels
 
-        blocks, segments, batch = self.grid
-        ends, totals = self.new(batch, segments, self.states, self.channels), self.new(batch, segments, self.channels)
-        step = min(STATES, 1 << (self.states - 1).bit_length())
-        for first in range(0, self.states, step):
-            even = self.channels % self.sizes["CHANNELS"] == self.length % 4 == 0 and first + step <= self.states
-            constants = dict(self.sizes, DOCUMENTS=self.documents is not None, EVEN=even, N=step, CHUNK=CHUNK)
-            if segments > 1:
-                kernels.local[blocks, segments - 1, batch](
-                    value, self.dt, self.A[first:], _or(z, value), matrix[..., first:], self.bias,
-                    _or(self.documents, value), ends[:, :, first:], totals, value.stride(1), self.dt.stride(1),
-                    _or(z, value).stride(1), matrix.stride(1), self.length, self.channels, self.states - first,
-                    self.states * self.channels, self.segment_chunks, REVERSE=reverse, GATED=z is not None, **constants)
-            constants |= {"CUT": segments > 1, "FIRST": first == 0}
-            yield kernels, first, first + step >= self.states, constants, ends[:, :, first:], totals
+        (blocks, segments, batch), (_, _, states, channels) = self.grid, self.entries
+        self.shared |= dict(ends=self.floats(batch, segments, states, channels),
+                            totals=self.floats(batch, segments, channels))
+        if segments > 1:
+            kernels.local[blocks, segments - 1, batch](
+                **self.shared, **_activations(u=value, dt=self.dt, z=value if z is None else z, B=matrix),
+                REVERSE=reverse, GATED=reverse and z is not None)
+        rows = _activations(u=self.u, dt=self.dt, B=self.B, C=self.C, z=self.u if self.z is None else self.z)
+        getattr(kernels, kernel)[self.grid](**self.shared, **rows, **arguments, D=self.D, CUT=segments > 1,
+                                            GATED=self.z is not None)
+
+
+def _activations(**given):
+    """Arguments of a kernel: activations and the distances of their rows."""
+    return given | {f"{name}_row": a.stride(1) for name, a in given.items()}
 
 
 def scan_forward(u: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None, z: Tensor | None,
                  dt_bias: Tensor | None, documents: Tensor | None, state: Tensor | None, keep: bool = True
                  ) -> tuple[Tensor, Tensor, Tensor]:
     """y, the last state and, with `keep`, what scan_backward begins at: states (batch, chunks, d_state, d_inner)."""
-    s, state = _Scan("scan_forward", u, dt, A, B, C, D, z, dt_bias, documents), _columns(state)
-    out, last = u.new_empty(u.shape), s.new(s.batch, s.states, s.channels)
-    entries = s.new(s.batch, s.chunks if keep else 0, s.states, s.channels)
-    partial = s.new(u.shape if s.states > STATES else 0)
-    for kernels, first, final, constants, ends, totals in s.launches(s.u, None, s.B, False):
-        kernels.forward[s.grid](
-            s.u, s.dt, s.A[first:], s.B[..., first:], s.C[..., first:], s.D, _or(s.z, s.u), s.bias,
-            _or(s.documents, s.u), _or(state, last)[:, first:], ends, totals, partial, out if final else partial,
-            entries[:, :, first:], last[:, first:], s.u.stride(1), s.dt.stride(1), _or(s.z, s.u).stride(1),
-            s.B.stride(1), s.C.stride(1), s.length, s.channels, s.states - first, s.states * s.channels,
-            s.segment_chunks, GATED=final and z is not None, STATE=state is not None, KEEP=keep, **constants)
-    return out, last.transpose(1, 2), entries
+    scan = _Scan("scan_forward", u, dt, A, B, C, D, z, dt_bias, documents)
+    state, out = scan.state(state), u.new_empty(u.shape)
+    last, entries = torch.empty_like(state), scan.floats(*scan.entries if keep else (0, 0, 0, 0))
+    scan.launch("forward", scan.u, None, scan.B, False, state=state, out=out, last=last, entries=entries, KEEP=keep)
+    return out, last.mT, entries
 
 
 def scan_backward(grad_out: Tensor, grad_last: Tensor | None, u: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor,
@@ -93,26 +88,21 @@ def scan_backward(grad_out: Tensor, grad_last: Tensor | None, u: Tensor, dt: Ten
                   want_out: bool = False, grad_z: Tensor | None = None) -> tuple[Tensor, ...]:
     """The gradients of u, dt, A, B, C, D, z, dt_bias and the initial state; and with want_out y again, as it was given.
     Those of z and y are empty where there is none. grad_z: where to write that of z."""
-    s, grad_last = _Scan("scan_backward", u, dt, A, B, C, D, z, dt_bias, documents), _columns(grad_last)
-    grad_out, (blocks, segments, batch) = _rows(grad_out), s.grid
-    grad_u, grad_dt, out = u.new_empty(u.shape), dt.new_empty(u.shape), u.new_empty(u.shape if want_out else (0, 0, 0))
+    scan, grad_out = _Scan("scan_backward", u, dt, A, B, C, D, z, dt_bias, documents), _rows(grad_out)
+    (blocks, segments, batch), (_, _, states, channels) = scan.grid, scan.entries
+    grad_last, out = scan.state(grad_last), u.new_empty(u.shape if want_out else (0, 0, 0))
+    grad_state, grad_u, grad_dt = torch.empty_like(grad_last), u.new_empty(u.shape), dt.new_empty(u.shape)
     grad_z = u.new_empty((0, 0, 0) if z is None else u.shape) if grad_z is None else grad_z
-    grad_A, grad_state = s.new(batch, segments, s.states, s.channels), s.new(batch, s.states, s.channels)
-    grad_D, grad_bias = (s.new(batch, segments, s.channels) for _ in range(2))
-    grad_B, grad_C = (s.new(blocks, batch, s.length, s.states) for _ in range(2))
-    partial = s.new((3, *u.shape) if s.states > STATES else 0)
-    scratch = s.new(batch * segments * blocks, CHUNK * (STATES // 2 + 1) * s.sizes["CHANNELS"])
-    for kernels, first, final, constants, ends, totals in s.launches(grad_out, s.z, s.C, True):
-        kernels.backward[s.grid](
-            grad_out, _or(grad_last, grad_state)[:, first:], s.u, s.dt, s.A[first:], s.B[..., first:], s.C[..., first:],
-            s.D, _or(s.z, s.u), s.bias, _or(s.documents, s.u), entries[:, :, first:], ends, totals, partial, scratch,
-            grad_u, grad_dt, grad_A[:, :, first:], grad_B[..., first:], grad_C[..., first:], grad_D, grad_z, grad_bias,
-            grad_state[:, first:], out, grad_out.stride(1), s.u.stride(1), s.dt.stride(1), _or(s.z, s.u).stride(1),
-            s.B.stride(1), s.C.stride(1), grad_z.stride(1), s.states, s.length, s.channels, s.states - first,
-            s.states * s.channels, u.numel(), s.segment_chunks, LAST=final, GATED=z is not None,
-            STATE=grad_last is not None, WITH_OUT=want_out, **constants)
+    grad_A = scan.floats(batch, segments, states, channels)
+    grad_D, grad_bias = (scan.floats(batch, segments, channels) for _ in range(2))
+    grad_B, grad_C = (scan.floats(blocks, *B.shape) for _ in range(2))
+    scratch = scan.floats(batch * segments * blocks, CHUNK // 2 * (scan.shared["N"] + 2) * scan.shared["CHANNELS"])
+    scan.launch("backward", grad_out, scan.z, scan.C, True, **_activations(grad_z=grad_z), grad_out=grad_out,
+                grad_row=grad_out.stride(1), grad_last=grad_last, entries=entries, scratch=scratch, grad_u=grad_u,
+                grad_dt=grad_dt, grad_A=grad_A, grad_B=grad_B, grad_C=grad_C, grad_D=grad_D, grad_bias=grad_bias,
+                grad_state=grad_state, out=out, WITH_OUT=want_out)
     return (grad_u, grad_dt, grad_A.sum((0, 1)).T, grad_B.sum(0).to(B.dtype), grad_C.sum(0).to(C.dtype),
-            grad_D.sum((0, 1)), grad_z, grad_bias.sum((0, 1)), grad_state.transpose(1, 2), out)
+            grad_D.sum((0, 1)), grad_z, grad_bias.sum((0, 1)), grad_state.mT, out)
 
 
 class _Gradient(Function):
@@ -145,7 +135,7 @@ _backward = triton.operator(
     "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)", scan_backward, scan_backward)
 
 
-def selective_scan(*inputs_and_options):
-    *inputs, return_last_state = inputs_and_options
+def selective_scan(*inputs):
+    *inputs, return_last_state = inputs
     out, last, _ = _forward(*inputs, torch.is_grad_enabled())
     return (out, last) if return_last_state else out

@@ -1,14 +1,14 @@
 """The selective scan's kernels (formula: __init__.py): sweeps over time that carry their states in registers.
 
-A program is one warp: a row of the batch, CHANNELS channels, N states of each, and one segment of the row's chunks.
-Eight lanes share the channels and four the states, so that sums over either take few shuffles. Where batch and channels
-fill the GPU a row is one segment; else `local` first sweeps each segment from nothing (CUT), and a segment begins with
-what the others add up to. More than N states are taken by launches one after another, which add to `partial`.
+A program is a row of the batch, CHANNELS channels with their N states (the warps share these, 16 each), and one segment
+of the row's chunks. Eight lanes of a warp share the channels and four the states, so that sums over either take few
+shuffles. Where batch and channels fill the GPU a row is one segment; else `local` first sweeps each segment from
+nothing (CUT), and a segment begins with what the others add up to.
 
 Positions behind the row's end have delta 0, which leaves the state as it is; a document's start has an endless step,
 which clears it. A comes as (states, channels), and states as (batch, states, channels) with batch, chunks or segments
 `slab` apart. Positions are read a few at a time before any result is written: for all that the compiler knows, what is
-read behind a write could be what was written. EVEN: no mask is needed.
+read behind a write could be what was written. EVEN: no mask is needed, and they are folded away.
 """
 
 import triton
@@ -20,27 +20,17 @@ ENDLESS = tl.constexpr(1e30)  # times A it is a decay of 0
 
 
 @triton.jit
-def _inside(mask, t, length):
-    """mask & (t < length), which the interpreter takes of tensors only."""
-    return tl.where(mask, t, length) < length
-
-
-@triton.jit
-def _load(pointer, mask, EVEN: tl.constexpr):
+def _load(pointer, mask):
     """In float32: the interpreter can't calculate in bfloat16."""
-    if EVEN:
-        value = tl.load(pointer)
-    else:
-        value = tl.load(pointer, mask=mask, other=0.0)
-    return value.to(tl.float32)
+    return tl.load(pointer, mask=mask, other=0.0).to(tl.float32)
 
 
 @triton.jit
-def _store(pointer, value, mask, EVEN: tl.constexpr):
-    if EVEN:
-        tl.store(pointer, value)
-    else:
-        tl.store(pointer, value, mask=mask)
+def _inside(mask, t, length, EVEN):
+    """mask & (t < length), which the interpreter takes of tensors only."""
+    if not EVEN:
+        mask = tl.where(mask, t, length) < length
+    return mask
 
 
 @triton.jit
@@ -59,63 +49,60 @@ def _softplus(x):
 
 @triton.jit
 def _slope(delta):
-    """The derivative of softplus where it is delta: 1 - exp(-delta), for small ones a polynomial (9e-8)."""
-    small = delta * ((((0.0068076029 * delta - 0.041042477) * delta + 0.1665636) * delta - 0.49999464) * delta + 1.0)
-    return tl.where(delta < 0.5, small, 1.0 - tl.math.exp2(delta * -LOG2E))
+    """The derivative of softplus where it is delta: 1 - exp(-delta), of small ones by a polynomial (9e-8)."""
+    small = (((0.0068076029 * delta - 0.041042477) * delta + 0.1665636) * delta - 0.49999464) * delta + 1.0
+    return tl.where(delta < 0.5, delta * small, 1.0 - tl.math.exp2(delta * -LOG2E))
 
 
 @triton.jit
-def _steps(t, dt, bias, documents, dt_row, length, here, DOCUMENTS: tl.constexpr, EVEN: tl.constexpr):
+def _delta(t, dt, bias, documents, dt_row, length, here, DOCUMENTS, EVEN):
     """delta at position t; negative, and not 0, at a document's start."""
-    inside = _inside(here, t, length)
-    delta = _softplus(_load(dt + t * dt_row, inside, EVEN) + bias)
+    inside = _inside(here, t, length, EVEN)
+    delta = _softplus(_load(dt + t * dt_row, inside) + bias)
     if DOCUMENTS:
-        at = t
-        if not EVEN:
-            at = tl.minimum(t, length - 1)
-        if_start = tl.minimum(-delta, -1e-37)
-        delta = tl.where(tl.load(documents + at) != tl.load(documents + tl.maximum(at - 1, 0)), if_start, delta)
+        at = tl.minimum(t, length - 1)
+        starts = tl.load(documents + at) != tl.load(documents + tl.maximum(at - 1, 0))
+        delta = tl.where(starts, tl.minimum(-delta, -1e-37), delta)
     if not EVEN:
         delta = tl.where(inside, delta, 0.0)
     return delta
 
 
 @triton.jit
-def _advance(t, h, delta, A, u, B, u_row, B_row, length, here, known, DOCUMENTS: tl.constexpr, EVEN: tl.constexpr):
+def _advance(t, h, delta, A, u, B, u_row, B_row, length, here, known, DOCUMENTS, EVEN):
     """The state after position t; the decay, the step, delta, u and B there."""
     step = delta
     if DOCUMENTS:
         step, delta = tl.where(delta < 0.0, ENDLESS, delta), tl.abs(delta)
-    value = _load(u + t * u_row, _inside(here, t, length), EVEN)
-    b = _load(B + t * B_row, _inside(known, t, length), EVEN)
+    value = _load(u + t * u_row, _inside(here, t, length, EVEN))
+    b = _load(B + t * B_row, _inside(known, t, length, EVEN))
     decay = tl.math.exp2(step[None, :] * A)
     return decay * h + (delta * value)[None, :] * b[:, None], decay, step, delta, value, b
 
 
 @triton.jit
-def _entering(h, ends, totals, A, slab, channels, other, order, count, both, here, EVEN: tl.constexpr):
+def _entering(h, ends, totals, A, slab, channels, other, order, count, both, here):
     """h behind `count` segments, the first of them `other`, in steps of `order`: what `local` made of each."""
-    for _ in range(0, count):
-        decay = tl.math.exp2(_load(totals + other * channels, here, EVEN)[None, :] * A)
-        h = decay * h + _load(ends + other * slab, both, EVEN)
-        other += order
+    for i in range(0, count):
+        decay = tl.math.exp2(_load(totals + (other + i * order) * channels, here)[None, :] * A)
+        h = decay * h + _load(ends + (other + i * order) * slab, both)
     return h
 
 
 @triton.jit
-def local(u, dt, A, z, B, bias, documents, ends, totals, u_row, dt_row, z_row, B_row, length, channels, states, slab,
+def local(u, dt, A, z, B, bias, documents, ends, totals, u_row, dt_row, z_row, B_row, length, channels, states,
           segment_chunks, REVERSE: tl.constexpr, GATED: tl.constexpr, DOCUMENTS: tl.constexpr, EVEN: tl.constexpr,
           N: tl.constexpr, CHANNELS: tl.constexpr, CHUNK: tl.constexpr):
     """The state at the end of each segment but the last, of one that begins with none, and the sum of its steps.
     REVERSE: the adjoint at the start of each but the first that ends with none; u is the gradient of y, B is C."""
     row, segment = tl.program_id(2).to(tl.int64), tl.program_id(1)
+    place, first = row * (tl.num_programs(1) + 1) + segment, row * length
     if REVERSE:
-        segment += 1
+        segment, place = segment + 1, place + 1
     channel, n = tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS), tl.arange(0, N)
-    here, known = channel < channels, n < states
-    corner, both = n[:, None] * channels + channel[None, :], known[:, None] & here[None, :]
-    A, bias = _load(A + corner, both, EVEN) * LOG2E, _load(bias + channel, here, EVEN)
-    first = row * length
+    here, known = (channel < channels) | EVEN, (n < states) | EVEN
+    corner, both, slab = n[:, None] * channels + channel[None, :], known[:, None] & here[None, :], states * channels
+    A, bias = _load(A + corner, both) * LOG2E, _load(bias + channel, here)
     u, dt, z = u + first * u_row + channel, dt + first * dt_row + channel, z + first * z_row + channel
     B, documents = B + first * B_row + n, documents + first
     h, total = tl.zeros((N, CHANNELS), tl.float32), tl.zeros((CHANNELS,), tl.float32)
@@ -123,97 +110,87 @@ def local(u, dt, A, z, B, bias, documents, ends, totals, u_row, dt_row, z_row, B
     tiles = tl.cdiv(tl.minimum(segment_chunks * CHUNK, length - start), 4)
     for tile in range(0, tiles):
         for i in tl.static_range(4):
+            t = start + tile * 4 + i
             if REVERSE:
                 t = start + (tiles - tile) * 4 - 1 - i
-            else:
-                t = start + tile * 4 + i
-            delta = _steps(t, dt, bias, documents, dt_row, length, here, DOCUMENTS, EVEN)
+            delta = _delta(t, dt, bias, documents, dt_row, length, here, DOCUMENTS, EVEN)
             if REVERSE:
-                grad = _load(u + t * u_row, _inside(here, t, length), EVEN)
+                inside = _inside(here, t, length, EVEN)
+                grad_y = _load(u + t * u_row, inside)
                 if GATED:
-                    gate = _load(z + t * z_row, _inside(here, t, length), EVEN)
-                    grad *= gate * _sigmoid(gate)
-                h += grad[None, :] * _load(B + t * B_row, _inside(known, t, length), EVEN)[:, None]
+                    gate = _load(z + t * z_row, inside)
+                    grad_y *= gate * _sigmoid(gate)
+                h += grad_y[None, :] * _load(B + t * B_row, _inside(known, t, length, EVEN))[:, None]
                 step = tl.where(delta < 0.0, ENDLESS, delta)
                 h *= tl.math.exp2(step[None, :] * A)
             else:
                 h, _, step, _, _, _ = _advance(t, h, delta, A, u, B, u_row, B_row, length, here, known, DOCUMENTS, EVEN)
             total += step
-    place = row * (tl.num_programs(1) + 1) + segment
-    _store(ends + place * slab + corner, h, both, EVEN)
-    _store(totals + place * channels + channel, total, here, EVEN)
+    tl.store(ends + place * slab + corner, h, mask=both)
+    tl.store(totals + place * channels + channel, total, mask=here)
 
 
 @triton.jit
-def _forward_token(t, h, A, bias, D, u, dt, z, B, C, documents, partial, u_row, dt_row, z_row, B_row, C_row, length,
-                   channels, here, known, FIRST: tl.constexpr, GATED: tl.constexpr, DOCUMENTS: tl.constexpr,
-                   EVEN: tl.constexpr):
+def _forward_token(t, h, A, bias, D, u, dt, z, B, C, documents, u_row, dt_row, z_row, B_row, C_row, length, here,
+                   known, GATED, DOCUMENTS, EVEN):
     """The state after position t, and y there."""
-    delta = _steps(t, dt, bias, documents, dt_row, length, here, DOCUMENTS, EVEN)
+    delta = _delta(t, dt, bias, documents, dt_row, length, here, DOCUMENTS, EVEN)
     h, _, _, _, value, _ = _advance(t, h, delta, A, u, B, u_row, B_row, length, here, known, DOCUMENTS, EVEN)
-    y = tl.sum(h * _load(C + t * C_row, _inside(known, t, length), EVEN)[:, None], axis=0)
-    if FIRST:
-        y += D * value
-    else:
-        y += _load(partial + t * channels, _inside(here, t, length), EVEN)
+    c = _load(C + t * C_row, _inside(known, t, length, EVEN))
+    y = tl.sum(h * c[:, None], axis=0) + D * value
     if GATED:
-        gate = _load(z + t * z_row, _inside(here, t, length), EVEN)
+        gate = _load(z + t * z_row, _inside(here, t, length, EVEN))
         y *= gate * _sigmoid(gate)
     return h, y
 
 
 @triton.jit
-def forward(u, dt, A, B, C, D, z, bias, documents, state, ends, totals, partial, out, entries, last,
-            u_row, dt_row, z_row, B_row, C_row, length, channels, states, slab, segment_chunks,
-            FIRST: tl.constexpr, GATED: tl.constexpr, DOCUMENTS: tl.constexpr, STATE: tl.constexpr,
+def forward(u, dt, A, B, C, D, z, bias, documents, state, ends, totals, out, entries, last, u_row, dt_row, z_row,
+            B_row, C_row, length, channels, states, segment_chunks, GATED: tl.constexpr, DOCUMENTS: tl.constexpr,
             CUT: tl.constexpr, KEEP: tl.constexpr, EVEN: tl.constexpr, N: tl.constexpr, CHANNELS: tl.constexpr,
             CHUNK: tl.constexpr):
-    """y (or what the states so far add to it: then out is `partial`), the state at each chunk's entry and the last."""
+    """y, the state at each chunk's entry and the last."""
     row, segment, segments = tl.program_id(2).to(tl.int64), tl.program_id(1), tl.num_programs(1)
     channel, n, first = tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS), tl.arange(0, N), row * length
-    here, known = channel < channels, n < states
-    corner, both = n[:, None] * channels + channel[None, :], known[:, None] & here[None, :]
-    A = _load(A + corner, both, EVEN) * LOG2E
-    D, bias = _load(D + channel, here, EVEN), _load(bias + channel, here, EVEN)
+    here, known = (channel < channels) | EVEN, (n < states) | EVEN
+    corner, both, slab = n[:, None] * channels + channel[None, :], known[:, None] & here[None, :], states * channels
+    A, D, bias = _load(A + corner, both) * LOG2E, _load(D + channel, here), _load(bias + channel, here)
     u, dt, z = u + first * u_row + channel, dt + first * dt_row + channel, z + first * z_row + channel
     B, C, documents = B + first * B_row + n, C + first * C_row + n, documents + first
-    out, partial = out + first * channels + channel, partial + first * channels + channel
-    h = tl.zeros((N, CHANNELS), tl.float32)
-    if STATE:
-        h = _load(state + row * slab + corner, both, EVEN)
+    out += first * channels + channel
+    h = _load(state + row * slab + corner, both)
     if CUT:
         h = _entering(h, ends + row * segments * slab + corner, totals + row * segments * channels + channel, A, slab,
-                      channels, 0, 1, segment, both, here, EVEN)
+                      channels, 0, 1, segment, both, here)
     chunks = tl.cdiv(length, CHUNK)
     for chunk in range(segment * segment_chunks, tl.minimum((segment + 1) * segment_chunks, chunks)):
         if KEEP:
-            _store(entries + (row * chunks + chunk) * slab + corner, h, both, EVEN)
+            tl.store(entries + (row * chunks + chunk) * slab + corner, h, mask=both)
         for t in range(chunk * CHUNK, tl.minimum(chunk * CHUNK + CHUNK, length), 4):
-            h, y0 = _forward_token(t, h, A, bias, D, u, dt, z, B, C, documents, partial, u_row, dt_row, z_row, B_row,
-                                   C_row, length, channels, here, known, FIRST, GATED, DOCUMENTS, EVEN)
-            h, y1 = _forward_token(t + 1, h, A, bias, D, u, dt, z, B, C, documents, partial, u_row, dt_row, z_row,
-                                   B_row, C_row, length, channels, here, known, FIRST, GATED, DOCUMENTS, EVEN)
-            h, y2 = _forward_token(t + 2, h, A, bias, D, u, dt, z, B, C, documents, partial, u_row, dt_row, z_row,
-                                   B_row, C_row, length, channels, here, known, FIRST, GATED, DOCUMENTS, EVEN)
-            h, y3 = _forward_token(t + 3, h, A, bias, D, u, dt, z, B, C, documents, partial, u_row, dt_row, z_row,
-                                   B_row, C_row, length, channels, here, known, FIRST, GATED, DOCUMENTS, EVEN)
-            _store(out + t * channels, y0, here, EVEN)
-            _store(out + (t + 1) * channels, y1, _inside(here, t + 1, length), EVEN)
-            _store(out + (t + 2) * channels, y2, _inside(here, t + 2, length), EVEN)
-            _store(out + (t + 3) * channels, y3, _inside(here, t + 3, length), EVEN)
+            h, y0 = _forward_token(t, h, A, bias, D, u, dt, z, B, C, documents, u_row, dt_row, z_row, B_row, C_row,
+                                   length, here, known, GATED, DOCUMENTS, EVEN)
+            h, y1 = _forward_token(t + 1, h, A, bias, D, u, dt, z, B, C, documents, u_row, dt_row, z_row, B_row, C_row,
+                                   length, here, known, GATED, DOCUMENTS, EVEN)
+            h, y2 = _forward_token(t + 2, h, A, bias, D, u, dt, z, B, C, documents, u_row, dt_row, z_row, B_row, C_row,
+                                   length, here, known, GATED, DOCUMENTS, EVEN)
+            h, y3 = _forward_token(t + 3, h, A, bias, D, u, dt, z, B, C, documents, u_row, dt_row, z_row, B_row, C_row,
+                                   length, here, known, GATED, DOCUMENTS, EVEN)
+            tl.store(out + t * channels, y0, mask=here)
+            tl.store(out + (t + 1) * channels, y1, mask=_inside(here, t + 1, length, EVEN))
+            tl.store(out + (t + 2) * channels, y2, mask=_inside(here, t + 2, length, EVEN))
+            tl.store(out + (t + 3) * channels, y3, mask=_inside(here, t + 3, length, EVEN))
     if segment == segments - 1:
-        _store(last + row * slab + corner, h, both, EVEN)
+        tl.store(last + row * slab + corner, h, mask=both)
 
 
 @triton.jit
-def _gradient_inputs(t, grad_out, z, C, D, grad_row, z_row, C_row, length, here, known, GATED: tl.constexpr,
-                     EVEN: tl.constexpr):
+def _gradient_of_y(t, grad_out, z, C, grad_row, z_row, C_row, length, here, known, GATED, EVEN):
     """The gradients of out and of y at position t, the gate's input and its sigmoid, and C."""
-    grad = _load(grad_out + t * grad_row, _inside(here, t, length), EVEN)
-    c = _load(C + t * C_row, _inside(known, t, length), EVEN)
+    grad = _load(grad_out + t * grad_row, _inside(here, t, length, EVEN))
+    c = _load(C + t * C_row, _inside(known, t, length, EVEN))
     gate, opened, grad_y = grad, grad, grad
     if GATED:
-        gate = _load(z + t * z_row, _inside(here, t, length), EVEN)
+        gate = _load(z + t * z_row, _inside(here, t, length, EVEN))
         opened = _sigmoid(gate)
         grad_y = grad * gate * opened
     return grad, grad_y, gate, opened, c
@@ -221,128 +198,110 @@ def _gradient_inputs(t, grad_out, z, C, D, grad_row, z_row, C_row, length, here,
 
 @triton.jit
 def _backward_token(t, g, sum_A, sum_D, sum_bias, after, before, decay, step, delta, value, b, grad, grad_y, gate,
-                    opened, c, A, D, grad_u, grad_dt, grad_z, grad_B, grad_C, out, partial, grad_z_row, states, length,
-                    channels, size, here, known, FIRST: tl.constexpr, LAST: tl.constexpr, GATED: tl.constexpr,
-                    WITH_OUT: tl.constexpr, EVEN: tl.constexpr):
-    """From the adjoint of the state after position t, less what t's own y adds, to that of the state before; the sums
-    over positions with what t adds."""
-    inside, place = _inside(here, t, length), t * channels
+                    opened, c, A, D, grad_u, grad_dt, grad_z, grad_B, grad_C, out, grad_z_row, states, length, channels,
+                    here, known, GATED, WITH_OUT, EVEN):
+    """From the adjoint of the state after position t, less what y adds to it there, to that of the state before; the
+    sums over positions with what t adds."""
+    inside, place = _inside(here, t, length, EVEN), t * channels
     g += grad_y[None, :] * c[:, None]
-    from_c, from_b = tl.sum(after * grad_y[None, :], axis=1), tl.sum(g * (delta * value)[None, :], axis=1)
-    y, sum_x = tl.sum(after * c[:, None], axis=0), tl.sum(g * b[:, None], axis=0)
+    lines = _inside(known, t, length, EVEN)
+    tl.store(grad_C + t * states, tl.sum(after * grad_y[None, :], axis=1), mask=lines)
+    tl.store(grad_B + t * states, tl.sum(g * (delta * value)[None, :], axis=1), mask=lines)
+    y, sum_x = tl.sum(after * c[:, None], axis=0) + D * value, tl.sum(g * b[:, None], axis=0)
     g *= decay
     through_decay = g * before
     sum_A += through_decay * step[None, :]
-    sum_delta = tl.sum(through_decay * A, axis=0)
-    _store(grad_C + t * states, from_c, _inside(known, t, length), EVEN)
-    _store(grad_B + t * states, from_b, _inside(known, t, length), EVEN)
-    if not FIRST:
-        y += _load(partial + place, inside, EVEN)
-        sum_x += _load(partial + size + place, inside, EVEN)
-        sum_delta += _load(partial + 2 * size + place, inside, EVEN)
-    if LAST:
-        y += D * value
-        if GATED:
-            _store(grad_z + t * grad_z_row, grad * y * opened * (1.0 + gate * (1.0 - opened)), inside, EVEN)
-            y *= gate * opened
-        if WITH_OUT:
-            _store(out + place, y, inside, EVEN)
-        grad_raw = (sum_delta * LN2 + sum_x * value) * _slope(delta)
-        _store(grad_u + place, sum_x * delta + grad_y * D, inside, EVEN)
-        _store(grad_dt + place, grad_raw, inside, EVEN)
-        sum_D += grad_y * value
-        sum_bias += tl.where(inside, grad_raw, 0.0)
-    else:
-        _store(partial + place, y, inside, EVEN)
-        _store(partial + size + place, sum_x, inside, EVEN)
-        _store(partial + 2 * size + place, sum_delta, inside, EVEN)
+    if GATED:
+        tl.store(grad_z + t * grad_z_row, grad * y * opened * (1.0 + gate * (1.0 - opened)), mask=inside)
+        y *= gate * opened
+    if WITH_OUT:
+        tl.store(out + place, y, mask=inside)
+    grad_raw = (tl.sum(through_decay * A, axis=0) * LN2 + sum_x * value) * _slope(delta)
+    tl.store(grad_u + place, sum_x * delta + grad_y * D, mask=inside)
+    tl.store(grad_dt + place, grad_raw, mask=inside)
+    sum_D += grad_y * value
+    sum_bias += grad_raw  # 0 behind the row's end: the slope of delta 0 is
     return g, sum_A, sum_D, sum_bias
 
 
 @triton.jit
-def _backward_chunk(start, h, g, sum_A, sum_D, sum_bias, A, bias, D, grad_out, u, dt, z, B, C, documents, partial,
-                    scratch, memo, grad_u, grad_dt, grad_z, grad_B, grad_C, out, grad_row, u_row, dt_row, z_row, B_row,
-                    C_row, grad_z_row, states, length, channels, size, here, known, FIRST: tl.constexpr,
-                    LAST: tl.constexpr, GATED: tl.constexpr, DOCUMENTS: tl.constexpr, WITH_OUT: tl.constexpr,
-                    EVEN: tl.constexpr, N: tl.constexpr, CHANNELS: tl.constexpr, CHUNK: tl.constexpr):
-    """Forward through the chunk at `start` from its entry h, keeping every second state and all steps; then back."""
+def _backward_chunk(start, h, g, sum_A, sum_D, sum_bias, A, bias, D, grad_out, u, dt, z, B, C, documents, scratch,
+                    deltas, grad_u, grad_dt, grad_z, grad_B, grad_C, out, grad_row, u_row, dt_row, z_row, B_row, C_row,
+                    grad_z_row, states, length, channels, here, known, GATED, DOCUMENTS, WITH_OUT, EVEN, TILE, CHANNELS,
+                    CHUNK):
+    """Forward through the chunk at `start` from its entry h, keeping every second state and all deltas; then back."""
     tiles = tl.cdiv(tl.minimum(CHUNK, length - start), 2)
     for tile in range(0, tiles):
         t = start + tile * 2
-        tl.store(scratch + tile * (N * CHANNELS), h)
-        delta0 = _steps(t, dt, bias, documents, dt_row, length, here, DOCUMENTS, EVEN)
-        delta1 = _steps(t + 1, dt, bias, documents, dt_row, length, here, DOCUMENTS, EVEN)
+        tl.store(scratch + tile * TILE, h)
+        delta0 = _delta(t, dt, bias, documents, dt_row, length, here, DOCUMENTS, EVEN)
+        delta1 = _delta(t + 1, dt, bias, documents, dt_row, length, here, DOCUMENTS, EVEN)
         h, _, _, _, _, _ = _advance(t, h, delta0, A, u, B, u_row, B_row, length, here, known, DOCUMENTS, EVEN)
         h, _, _, _, _, _ = _advance(t + 1, h, delta1, A, u, B, u_row, B_row, length, here, known, DOCUMENTS, EVEN)
-        tl.store(memo + tile * (2 * CHANNELS), delta0)
-        tl.store(memo + tile * (2 * CHANNELS) + CHANNELS, delta1)
+        tl.store(deltas + tile * 2 * CHANNELS, delta0)
+        tl.store(deltas + (tile * 2 + 1) * CHANNELS, delta1)
     tl.debug_barrier()
     for i in range(1, tiles + 1):
-        tile = tiles - i
-        t, h0 = start + tile * 2, tl.load(scratch + tile * (N * CHANNELS))
-        delta0, delta1 = tl.load(memo + tile * (2 * CHANNELS)), tl.load(memo + tile * (2 * CHANNELS) + CHANNELS)
-        grad0, grad_y0, gate0, opened0, c0 = _gradient_inputs(
-            t, grad_out, z, C, D, grad_row, z_row, C_row, length, here, known, GATED, EVEN)
-        grad1, grad_y1, gate1, opened1, c1 = _gradient_inputs(
-            t + 1, grad_out, z, C, D, grad_row, z_row, C_row, length, here, known, GATED, EVEN)
+        tile, t = tiles - i, start + (tiles - i) * 2
+        h0 = tl.load(scratch + tile * TILE)
+        delta0, delta1 = tl.load(deltas + tile * 2 * CHANNELS), tl.load(deltas + (tile * 2 + 1) * CHANNELS)
+        grad0, grad_y0, gate0, opened0, c0 = _gradient_of_y(
+            t, grad_out, z, C, grad_row, z_row, C_row, length, here, known, GATED, EVEN)
+        grad1, grad_y1, gate1, opened1, c1 = _gradient_of_y(
+            t + 1, grad_out, z, C, grad_row, z_row, C_row, length, here, known, GATED, EVEN)
         h1, decay0, step0, delta0, value0, b0 = _advance(
             t, h0, delta0, A, u, B, u_row, B_row, length, here, known, DOCUMENTS, EVEN)
         h2, decay1, step1, delta1, value1, b1 = _advance(
             t + 1, h1, delta1, A, u, B, u_row, B_row, length, here, known, DOCUMENTS, EVEN)
         g, sum_A, sum_D, sum_bias = _backward_token(
             t + 1, g, sum_A, sum_D, sum_bias, h2, h1, decay1, step1, delta1, value1, b1, grad1, grad_y1, gate1,
-            opened1, c1, A, D, grad_u, grad_dt, grad_z, grad_B, grad_C, out, partial, grad_z_row, states, length,
-            channels, size, here, known, FIRST, LAST, GATED, WITH_OUT, EVEN)
+            opened1, c1, A, D, grad_u, grad_dt, grad_z, grad_B, grad_C, out, grad_z_row, states, length, channels,
+            here, known, GATED, WITH_OUT, EVEN)
         g, sum_A, sum_D, sum_bias = _backward_token(
             t, g, sum_A, sum_D, sum_bias, h1, h0, decay0, step0, delta0, value0, b0, grad0, grad_y0, gate0, opened0,
-            c0, A, D, grad_u, grad_dt, grad_z, grad_B, grad_C, out, partial, grad_z_row, states, length, channels,
-            size, here, known, FIRST, LAST, GATED, WITH_OUT, EVEN)
+            c0, A, D, grad_u, grad_dt, grad_z, grad_B, grad_C, out, grad_z_row, states, length, channels, here, known,
+            GATED, WITH_OUT, EVEN)
     tl.debug_barrier()
     return g, sum_A, sum_D, sum_bias
 
 
 @triton.jit
-def backward(grad_out, grad_last, u, dt, A, B, C, D, z, bias, documents, entries, ends, totals, partial, scratch,
-             grad_u, grad_dt, grad_A, grad_B, grad_C, grad_D, grad_z, grad_bias, grad_state, out, grad_row, u_row,
-             dt_row, z_row, B_row, C_row, grad_z_row, all_states, length, channels, states, slab, size, segment_chunks,
-             FIRST: tl.constexpr, LAST: tl.constexpr, GATED: tl.constexpr, DOCUMENTS: tl.constexpr,
-             STATE: tl.constexpr, CUT: tl.constexpr, WITH_OUT: tl.constexpr, EVEN: tl.constexpr, N: tl.constexpr,
-             CHANNELS: tl.constexpr, CHUNK: tl.constexpr):
+def backward(grad_out, grad_last, u, dt, A, B, C, D, z, bias, documents, entries, ends, totals, scratch, grad_u,
+             grad_dt, grad_A, grad_B, grad_C, grad_D, grad_z, grad_bias, grad_state, out, grad_row, u_row, dt_row, z_row, B_row,
+             C_row, grad_z_row, length, channels, states, segment_chunks, GATED: tl.constexpr, DOCUMENTS: tl.constexpr,
+             CUT: tl.constexpr, WITH_OUT: tl.constexpr, EVEN: tl.constexpr, N: tl.constexpr, CHANNELS: tl.constexpr,
+             CHUNK: tl.constexpr):
     """All gradients: of A, D and the bias by row and segment, of B and C by block of channels."""
     row, segment, segments = tl.program_id(2).to(tl.int64), tl.program_id(1), tl.num_programs(1)
-    lane, n = tl.arange(0, CHANNELS), tl.arange(0, N)
-    channel, first, place = tl.program_id(0) * CHANNELS + lane, row * length, row * segments + segment
-    here, known = channel < channels, n < states
-    corner, both = n[:, None] * channels + channel[None, :], known[:, None] & here[None, :]
-    A = _load(A + corner, both, EVEN) * LOG2E
-    D, bias = _load(D + channel, here, EVEN), _load(bias + channel, here, EVEN)
+    lane, n, block = tl.arange(0, CHANNELS), tl.arange(0, N), tl.program_id(0)
+    channel, first, place = block * CHANNELS + lane, row * length, row * segments + segment
+    here, known = (channel < channels) | EVEN, (n < states) | EVEN
+    corner, both, slab = n[:, None] * channels + channel[None, :], known[:, None] & here[None, :], states * channels
+    A, D, bias = _load(A + corner, both) * LOG2E, _load(D + channel, here), _load(bias + channel, here)
     u, dt, z = u + first * u_row + channel, dt + first * dt_row + channel, z + first * z_row + channel
     B, C, documents = B + first * B_row + n, C + first * C_row + n, documents + first
     grad_out, out = grad_out + first * grad_row + channel, out + first * channels + channel
     grad_u, grad_dt = grad_u + first * channels + channel, grad_dt + first * channels + channel
-    grad_z, partial = grad_z + first * grad_z_row + channel, partial + first * channels + channel
-    lines = (tl.program_id(0).to(tl.int64) * tl.num_programs(2) * length + first) * all_states + n
-    scratch += (place * tl.num_programs(0) + tl.program_id(0)) * (CHUNK * CHANNELS * (N // 2 + 1))
-    memo, scratch = scratch + CHUNK // 2 * N * CHANNELS + lane, scratch + n[:, None] * CHANNELS + lane[None, :]
-    g, sum_A = tl.zeros((N, CHANNELS), tl.float32), tl.zeros((N, CHANNELS), tl.float32)
-    sum_D, sum_bias = tl.zeros((CHANNELS,), tl.float32), tl.zeros((CHANNELS,), tl.float32)
-    if STATE:
-        g = _load(grad_last + row * slab + corner, both, EVEN)
+    grad_z += first * grad_z_row + channel
+    lines = (block.to(tl.int64) * tl.num_programs(2) * length + first) * states + n
+    scratch += (place * tl.num_programs(0) + block) * (CHUNK // 2 * (N + 2) * CHANNELS)
+    deltas, scratch = scratch + CHUNK // 2 * N * CHANNELS + lane, scratch + n[:, None] * CHANNELS + lane[None, :]
+    sum_A, sum_D = tl.zeros((N, CHANNELS), tl.float32), tl.zeros((CHANNELS,), tl.float32)
+    g, sum_bias = _load(grad_last + row * slab + corner, both), tl.zeros((CHANNELS,), tl.float32)
     if CUT:
         g = _entering(g, ends + row * segments * slab + corner, totals + row * segments * channels + channel, A, slab,
-                      channels, segments - 1, -1, segments - 1 - segment, both, here, EVEN)
+                      channels, segments - 1, -1, segments - 1 - segment, both, here)
     chunks = tl.cdiv(length, CHUNK)
     end = tl.minimum((segment + 1) * segment_chunks, chunks)
     for i in range(1, end - segment * segment_chunks + 1):
-        h = _load(entries + (row * chunks + end - i) * slab + corner, both, EVEN)
+        h = _load(entries + (row * chunks + end - i) * slab + corner, both)
         g, sum_A, sum_D, sum_bias = _backward_chunk(
-            (end - i) * CHUNK, h, g, sum_A, sum_D, sum_bias, A, bias, D, grad_out, u, dt, z, B, C, documents, partial,
-            scratch, memo, grad_u, grad_dt, grad_z, grad_B + lines, grad_C + lines, out, grad_row, u_row, dt_row, z_row,
-            B_row, C_row, grad_z_row, all_states, length, channels, size, here, known, FIRST, LAST, GATED, DOCUMENTS,
-            WITH_OUT, EVEN, N, CHANNELS, CHUNK)
-    _store(grad_A + place * slab + corner, sum_A, both, EVEN)
-    if LAST:
-        _store(grad_D + place * channels + channel, sum_D, here, EVEN)
-        _store(grad_bias + place * channels + channel, sum_bias, here, EVEN)
+            (end - i) * CHUNK, h, g, sum_A, sum_D, sum_bias, A, bias, D, grad_out, u, dt, z, B, C, documents, scratch,
+            deltas, grad_u, grad_dt, grad_z, grad_B + lines, grad_C + lines, out, grad_row, u_row, dt_row, z_row, B_row,
+            C_row, grad_z_row, states, length, channels, here, known, GATED, DOCUMENTS, WITH_OUT, EVEN, N * CHANNELS,
+            CHANNELS, CHUNK)
+    tl.store(grad_A + place * slab + corner, sum_A, mask=both)
+    tl.store(grad_D + place * channels + channel, sum_D, mask=here)
+    tl.store(grad_bias + place * channels + channel, sum_bias, mask=here)
     if segment == 0:
-        _store(grad_state + row * slab + corner, g, both, EVEN)
+        tl.store(grad_state + row * slab + corner, g, mask=both)
