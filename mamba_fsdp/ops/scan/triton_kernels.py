@@ -6,9 +6,8 @@ shuffles. Where batch and channels fill the GPU a row is one segment; else `loca
 nothing (CUT), and a segment begins with what the others add up to.
 
 Positions behind the row's end have delta 0, which leaves the state as it is; a document's start has an endless step,
-which clears it. A comes as (states, channels), and states as (batch, states, channels) with batch, chunks or segments
-`slab` apart. Positions are read a few at a time before any result is written: for all that the compiler knows, what is
-read behind a write could be what was written. EVEN: no mask is needed, and they are folded away.
+which clears it. A is (states, channels), a `slab`, as a state is. Positions are read a few at a time before any result
+is written: for all that the compiler knows, a read behind a write depends on it. EVEN: the masks fold away.
 """
 
 import triton
@@ -131,20 +130,6 @@ def local(u, dt, A, z, B, bias, documents, ends, totals, u_row, dt_row, z_row, B
 
 
 @triton.jit
-def _forward_token(t, h, A, bias, D, u, dt, z, B, C, documents, u_row, dt_row, z_row, B_row, C_row, length, here,
-                   known, GATED, DOCUMENTS, EVEN):
-    """The state after position t, and y there."""
-    delta = _delta(t, dt, bias, documents, dt_row, length, here, DOCUMENTS, EVEN)
-    h, _, _, _, value, _ = _advance(t, h, delta, A, u, B, u_row, B_row, length, here, known, DOCUMENTS, EVEN)
-    c = _load(C + t * C_row, _inside(known, t, length, EVEN))
-    y = tl.sum(h * c[:, None], axis=0) + D * value
-    if GATED:
-        gate = _load(z + t * z_row, _inside(here, t, length, EVEN))
-        y *= gate * _sigmoid(gate)
-    return h, y
-
-
-@triton.jit
 def forward(u, dt, A, B, C, D, z, bias, documents, state, ends, totals, out, entries, last, u_row, dt_row, z_row,
             B_row, C_row, length, channels, states, segment_chunks, GATED: tl.constexpr, DOCUMENTS: tl.constexpr,
             CUT: tl.constexpr, KEEP: tl.constexpr, EVEN: tl.constexpr, N: tl.constexpr, CHANNELS: tl.constexpr,
@@ -157,7 +142,7 @@ def forward(u, dt, A, B, C, D, z, bias, documents, state, ends, totals, out, ent
     A, D, bias = _load(A + corner, both) * LOG2E, _load(D + channel, here), _load(bias + channel, here)
     u, dt, z = u + first * u_row + channel, dt + first * dt_row + channel, z + first * z_row + channel
     B, C, documents = B + first * B_row + n, C + first * C_row + n, documents + first
-    out += first * channels + channel
+    out, four = out + first * channels + channel, tl.arange(0, 4)[:, None]
     h = _load(state + row * slab + corner, both)
     if CUT:
         h = _entering(h, ends + row * segments * slab + corner, totals + row * segments * channels + channel, A, slab,
@@ -167,18 +152,19 @@ def forward(u, dt, A, B, C, D, z, bias, documents, state, ends, totals, out, ent
         if KEEP:
             tl.store(entries + (row * chunks + chunk) * slab + corner, h, mask=both)
         for t in range(chunk * CHUNK, tl.minimum(chunk * CHUNK + CHUNK, length), 4):
-            h, y0 = _forward_token(t, h, A, bias, D, u, dt, z, B, C, documents, u_row, dt_row, z_row, B_row, C_row,
-                                   length, here, known, GATED, DOCUMENTS, EVEN)
-            h, y1 = _forward_token(t + 1, h, A, bias, D, u, dt, z, B, C, documents, u_row, dt_row, z_row, B_row, C_row,
-                                   length, here, known, GATED, DOCUMENTS, EVEN)
-            h, y2 = _forward_token(t + 2, h, A, bias, D, u, dt, z, B, C, documents, u_row, dt_row, z_row, B_row, C_row,
-                                   length, here, known, GATED, DOCUMENTS, EVEN)
-            h, y3 = _forward_token(t + 3, h, A, bias, D, u, dt, z, B, C, documents, u_row, dt_row, z_row, B_row, C_row,
-                                   length, here, known, GATED, DOCUMENTS, EVEN)
-            tl.store(out + t * channels, y0, mask=here)
-            tl.store(out + (t + 1) * channels, y1, mask=_inside(here, t + 1, length, EVEN))
-            tl.store(out + (t + 2) * channels, y2, mask=_inside(here, t + 2, length, EVEN))
-            tl.store(out + (t + 3) * channels, y3, mask=_inside(here, t + 3, length, EVEN))
+            y = tl.zeros((4, CHANNELS), tl.float32)
+            for i in tl.static_range(4):
+                delta = _delta(t + i, dt, bias, documents, dt_row, length, here, DOCUMENTS, EVEN)
+                h, _, _, _, _, _ = _advance(
+                    t + i, h, delta, A, u, B, u_row, B_row, length, here, known, DOCUMENTS, EVEN)
+                c = _load(C + (t + i) * C_row, _inside(known, t + i, length, EVEN))
+                y = tl.where(four == i, tl.sum(h * c[:, None], axis=0)[None, :], y)
+            inside = _inside(here[None, :], t + four, length, EVEN) | (four < 0)
+            y += D[None, :] * _load((u + t * u_row)[None, :] + four * u_row, inside)
+            if GATED:
+                gate = _load((z + t * z_row)[None, :] + four * z_row, inside)
+                y *= gate * _sigmoid(gate)
+            tl.store((out + t * channels)[None, :] + four * channels, y, mask=inside)
     if segment == segments - 1:
         tl.store(last + row * slab + corner, h, mask=both)
 
@@ -202,9 +188,8 @@ def _backward_token(t, g, sum_A, sum_D, sum_bias, after, before, decay, step, de
                     here, known, GATED, WITH_OUT, EVEN):
     """From the adjoint of the state after position t, less what y adds to it there, to that of the state before; the
     sums over positions with what t adds."""
-    inside, place = _inside(here, t, length, EVEN), t * channels
+    inside, lines, place = _inside(here, t, length, EVEN), _inside(known, t, length, EVEN), t * channels
     g += grad_y[None, :] * c[:, None]
-    lines = _inside(known, t, length, EVEN)
     tl.store(grad_C + t * states, tl.sum(after * grad_y[None, :], axis=1), mask=lines)
     tl.store(grad_B + t * states, tl.sum(g * (delta * value)[None, :], axis=1), mask=lines)
     y, sum_x = tl.sum(after * c[:, None], axis=0) + D * value, tl.sum(g * b[:, None], axis=0)
@@ -219,9 +204,7 @@ def _backward_token(t, g, sum_A, sum_D, sum_bias, after, before, decay, step, de
     grad_raw = (tl.sum(through_decay * A, axis=0) * LN2 + sum_x * value) * _slope(delta)
     tl.store(grad_u + place, sum_x * delta + grad_y * D, mask=inside)
     tl.store(grad_dt + place, grad_raw, mask=inside)
-    sum_D += grad_y * value
-    sum_bias += grad_raw  # 0 behind the row's end: the slope of delta 0 is
-    return g, sum_A, sum_D, sum_bias
+    return g, sum_A, sum_D + grad_y * value, sum_bias + grad_raw  # behind the row's end 0, as the slope of delta 0
 
 
 @triton.jit
@@ -267,10 +250,10 @@ def _backward_chunk(start, h, g, sum_A, sum_D, sum_bias, A, bias, D, grad_out, u
 
 @triton.jit
 def backward(grad_out, grad_last, u, dt, A, B, C, D, z, bias, documents, entries, ends, totals, scratch, grad_u,
-             grad_dt, grad_A, grad_B, grad_C, grad_D, grad_z, grad_bias, grad_state, out, grad_row, u_row, dt_row, z_row, B_row,
-             C_row, grad_z_row, length, channels, states, segment_chunks, GATED: tl.constexpr, DOCUMENTS: tl.constexpr,
-             CUT: tl.constexpr, WITH_OUT: tl.constexpr, EVEN: tl.constexpr, N: tl.constexpr, CHANNELS: tl.constexpr,
-             CHUNK: tl.constexpr):
+             grad_dt, grad_A, grad_B, grad_C, grad_D, grad_z, grad_bias, grad_state, out, grad_row, u_row, dt_row,
+             z_row, B_row, C_row, grad_z_row, length, channels, states, segment_chunks, GATED: tl.constexpr,
+             DOCUMENTS: tl.constexpr, CUT: tl.constexpr, WITH_OUT: tl.constexpr, EVEN: tl.constexpr, N: tl.constexpr,
+             CHANNELS: tl.constexpr, CHUNK: tl.constexpr):
     """All gradients: of A, D and the bias by row and segment, of B and C by block of channels."""
     row, segment, segments = tl.program_id(2).to(tl.int64), tl.program_id(1), tl.num_programs(1)
     lane, n, block = tl.arange(0, CHANNELS), tl.arange(0, N), tl.program_id(0)
@@ -291,8 +274,7 @@ def backward(grad_out, grad_last, u, dt, A, B, C, D, z, bias, documents, entries
     if CUT:
         g = _entering(g, ends + row * segments * slab + corner, totals + row * segments * channels + channel, A, slab,
                       channels, segments - 1, -1, segments - 1 - segment, both, here)
-    chunks = tl.cdiv(length, CHUNK)
-    end = tl.minimum((segment + 1) * segment_chunks, chunks)
+    chunks, end = tl.cdiv(length, CHUNK), tl.minimum((segment + 1) * segment_chunks, tl.cdiv(length, CHUNK))
     for i in range(1, end - segment * segment_chunks + 1):
         h = _load(entries + (row * chunks + end - i) * slab + corner, both)
         g, sum_A, sum_D, sum_bias = _backward_chunk(
