@@ -116,6 +116,8 @@ def main():
             made, shared = assembly(kernel, cc)
             answer = {"ptx": made["ptx"], "shared": shared}
         except Exception as error:
+            while error.__cause__:  # Triton tells the line outside first
+                error = error.__cause__
             answer = {"error": f"{request}: {type(error).__name__}: {error}"}
         print(json.dumps(answer), flush=True)
 

@@ -10,6 +10,7 @@ cp.async copies at once: a missing wait is not noticed. Formats and fragments: N
 """
 
 import re
+from functools import reduce
 
 import numpy as np
 import torch
@@ -351,8 +352,8 @@ class Launch:
     do_rem = do_div
 
     def do_min(self, op, args, mask):
-        names = {"min": (np.fmin, np.minimum), "max": (np.fmax, np.maximum)}[op[0]]
-        self.calculate(names["NaN" in op], op, args, mask)
+        function = {"min": (np.fmin, np.minimum), "max": (np.fmax, np.maximum)}[op[0]]["NaN" in op]
+        self.calculate(lambda *values: reduce(function, values), op, args, mask)  # of three from sm_100 on
 
     do_max = do_min
 
@@ -397,15 +398,27 @@ class Launch:
         self.write(args[0].partition("|")[0], value[np.arange(self.n) - lane + source], mask)
 
     def do_ldmatrix(self, op, args, mask):
-        if not mask.all():
-            raise Fault("only a part of the threads")
+        """Row i of a warp's matrix m is where lane 8 m + i says."""
         registers = parts(args[0])
-        rows = self.load(self.address(args[1], mask), np.dtype("V16"), "shared", mask)
-        matrices = rows.view(np.uint16).reshape(-1, 4, 8, 8)  # of each warp, row i of matrix m from lane 8 m + i
-        if "trans" in op:
-            matrices = matrices.swapaxes(2, 3)
+        lanes = self.matrix_lanes(op, registers, mask)
+        rows = self.load(self.address(args[1], lanes), np.dtype("V16"), "shared", lanes)
+        matrices = rows.view(np.uint16).reshape(-1, len(registers), 8, 8)
         for i, register in enumerate(registers):
-            self.write(register, np.ascontiguousarray(matrices[:, i]).reshape(-1).view(np.uint32), mask)
+            matrix = matrices[:, i].swapaxes(1, 2) if "trans" in op else matrices[:, i]
+            self.write(register, np.ascontiguousarray(matrix).reshape(-1).view(np.uint32), mask)
+
+    def do_stmatrix(self, op, args, mask):
+        registers = parts(args[1])
+        lanes = self.matrix_lanes(op, registers, mask)
+        values = [np.broadcast_to(self.read(register, "b32"), self.n) for register in registers]
+        matrices = np.stack([halves(value).reshape(-1, 8, 8) for value in values], 1)
+        matrices = matrices.swapaxes(2, 3) if "trans" in op else matrices
+        self.store(self.address(args[0], lanes), np.ascontiguousarray(matrices), "shared", lanes)
+
+    def matrix_lanes(self, op, registers, mask):
+        if not mask.all() or op[-1] != "b16":
+            raise Fault("only a part of the threads, or not b16")
+        return self.lane < 8 * len(registers)
 
     def do_mma(self, op, args, mask):
         """m16n8k8 and k16 of bf16, fp16 and tf32 in fp32."""
