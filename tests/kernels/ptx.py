@@ -401,8 +401,9 @@ class Launch:
         """Row i of a warp's matrix m is where lane 8 m + i says."""
         registers = parts(args[0])
         lanes = self.matrix_lanes(op, registers, mask)
-        rows = self.load(self.address(args[1], lanes), np.dtype("V16"), "shared", lanes)
-        matrices = rows.view(np.uint16).reshape(-1, len(registers), 8, 8)
+        rows = np.zeros(self.n, "V16")
+        rows[lanes] = self.load(self.address(args[1], lanes), rows.dtype, "shared", lanes)
+        matrices = rows.view(np.uint16).reshape(-1, 4, 8, 8)
         for i, register in enumerate(registers):
             matrix = matrices[:, i].swapaxes(1, 2) if "trans" in op else matrices[:, i]
             self.write(register, np.ascontiguousarray(matrix).reshape(-1).view(np.uint32), mask)
@@ -410,20 +411,25 @@ class Launch:
     def do_stmatrix(self, op, args, mask):
         registers = parts(args[1])
         lanes = self.matrix_lanes(op, registers, mask)
-        values = [np.broadcast_to(self.read(register, "b32"), self.n) for register in registers]
-        matrices = np.stack([halves(value).reshape(-1, 8, 8) for value in values], 1)
-        matrices = matrices.swapaxes(2, 3) if "trans" in op else matrices
-        self.store(self.address(args[0], lanes), np.ascontiguousarray(matrices), "shared", lanes)
+        matrices = np.zeros((self.n // 32, 4, 8, 8), np.uint16)
+        for i, register in enumerate(registers):
+            matrix = halves(np.broadcast_to(self.read(register, "b32"), self.n)).reshape(-1, 8, 8)
+            matrices[:, i] = matrix.swapaxes(1, 2) if "trans" in op else matrix
+        self.store(self.address(args[0], lanes), matrices.reshape(-1, 8)[lanes], "shared", lanes)
 
     def matrix_lanes(self, op, registers, mask):
-        if not mask.all() or op[-1] != "b16":
-            raise Fault("only a part of the threads, or not b16")
-        return self.lane < 8 * len(registers)
+        self.need_warps(mask)
+        if op[-1] != "b16":
+            raise Fault("unknown instruction")
+        return mask & (self.lane < 8 * len(registers))
+
+    def need_warps(self, mask):
+        if not np.isin(mask.reshape(-1, 32).sum(1), (0, 32)).all():
+            raise Fault("only a part of a warp")
 
     def do_mma(self, op, args, mask):
         """m16n8k8 and k16 of bf16, fp16 and tf32 in fp32."""
-        if not mask.all() or "sync" not in op:
-            raise Fault("only a part of the threads")
+        self.need_warps(mask)
         d, a, b, c = map(parts, args)
         type, group, inner = op[-2], np.arange(32) // 4, np.arange(32) % 4
         wide = 1 if type == "tf32" else 2  # values in a register
