@@ -6,8 +6,8 @@ A row is a kernel on an architecture. regs: registers of a thread; warps: that a
 room for; shared: bytes of shared memory of a program; instr and special (exp2, reciprocal ...): instructions of a
 thread for a (token, channel, state) or (token, channel), see Kernel in benchmarks/kernels/__init__.py; KB/token: read
 and written in the GPU's memory. The floors are ns a token of one layer that no schedule beats on each GPU: the largest
-of memory, instructions, special ones and tensor cores. --reference adds mamba-ssm's kernels, its CUDA scan compiled by
-nvcc from PyPI.
+of memory, instructions, special ones and tensor cores. --reference adds mamba-ssm's CUDA scan, compiled by nvcc from
+PyPI.
 
 Compilers come from PyPI on first use, into a cache folder. Exit code 2 where they can't be had, 1 where a kernel does
 not compile.
@@ -19,6 +19,7 @@ import sys
 from benchmarks.kernels.compiler import Compiled, compile_all, kernels_of, operators
 from benchmarks.kernels.install import TRITONS, triton_folder
 from benchmarks.kernels.limits import GPUS, floor, occupancy
+from benchmarks.kernels.reference import reference
 
 HEAD = (f"{'kernel':30} {'sm':>3} {'triton':>6} {'regs':>4} {'stack':>5} {'warps':>7} {'shared':>6} {'instr':>6} "
         f"{'special':>7} {'KB/token':>8}  floor by " + " ".join(f"{name:>6}" for name in GPUS))
@@ -34,7 +35,7 @@ def arguments():
     parser.add_argument("--operators", type=lambda words: words.split(","), default=operators(), metavar="NAMES")
     parser.add_argument("--cc", type=numbers, default=[90], help="compute capabilities such as 80,90", metavar="CC")
     parser.add_argument("--triton", choices=TRITONS, default="3.6.0")
-    parser.add_argument("--reference", action="store_true", help="mamba-ssm's kernels beside ours")
+    parser.add_argument("--reference", action="store_true", help="mamba-ssm's CUDA scan beside ours")
     parser.add_argument("--loops", action="store_true", help="each loop's instructions by kind")
     asked = parser.parse_args()
     try:
@@ -76,6 +77,13 @@ def main() -> int:
     for made in compile_all(folder, requests):
         failed |= bool(made.error)
         print(f"{made.operator} {made.name} {made.cc}: {made.error}" if made.error else row(made, asked.loops))
+    if asked.reference:
+        try:
+            for made in reference(triton_folder(), asked.cc):
+                print(row(made, asked.loops))
+        except OSError as why:
+            print(f"error: {why}", file=sys.stderr)
+            return 2
     return failed
 
 

@@ -46,8 +46,9 @@ class Compiled:
 
 
 def operators() -> list[str]:
-    """The modules of this folder that list kernels."""
-    return sorted(path.stem for path in Path(__file__).parent.glob("*.py") if "\nKERNELS" in path.read_text())
+    """The modules of this folder that list kernels of ours."""
+    found = {path.stem for path in Path(__file__).parent.glob("*.py") if "\nKERNELS" in path.read_text()}
+    return sorted(found - {"reference"})
 
 
 def kernels_of(operator: str) -> dict[str, Kernel]:

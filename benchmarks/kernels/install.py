@@ -39,6 +39,23 @@ def installed(name: str, *requirements: str) -> Path:
     return folder
 
 
+def download(requirement: str) -> Path:
+    """The source archive of a package, in a folder of its own in the cache. Raises OSError as `installed` does."""
+    folder = CACHE / f"sources-{requirement}"
+    for _ in range(2):
+        if found := sorted(folder.glob("*.tar.gz")):
+            return found[0]
+        pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--no-binary=:all:",
+               "--no-build-isolation", "--dest", folder, requirement]
+        # Its metadata is made by a setup.py, which would look for nvcc.
+        skip = {"MAMBA_FORCE_BUILD": "TRUE", "MAMBA_SKIP_CUDA_BUILD": "TRUE"}
+        done = subprocess.run(pip, env=os.environ | skip, capture_output=True, text=True)
+        if done.returncode:
+            reason = (done.stderr.strip() or "no reason given").splitlines()[-1]
+            raise OSError(f"{requirement} can't be downloaded here: {reason}")
+    raise OSError(f"{requirement} has no source archive")
+
+
 def triton_folder(version: str = INTERPRETER) -> Path:
     return installed(f"triton-{version}", f"triton=={version}")
 

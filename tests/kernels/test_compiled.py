@@ -5,10 +5,13 @@ tests/run.sh tests/kernels/test_compiled.py takes all pairs. Triton keeps what i
 """
 
 import os
+import sys
 from dataclasses import replace
+from unittest.mock import Mock
 
 import pytest
 
+from benchmarks.kernels import __main__ as benchmark
 from benchmarks.kernels import compiler, limits
 from benchmarks.kernels.compiler import compile_all, kernels_of, operators
 from benchmarks.kernels.install import TRITONS, triton_folder
@@ -83,3 +86,22 @@ def test_occupancy_and_floors():
     scan = replace(kernels_of(TOY)["whole"], bytes_per_token=1, per_token=4096 * 16)
     assert 16_384 * limits.floor(limits.GPUS["H200"], scan, made) == pytest.approx(0.56e6, rel=0.01)
     assert limits.floor(limits.GPUS["H200"], replace(scan, bytes_per_token=480_000), made) == pytest.approx(100)
+
+
+@pytest.mark.slow
+def test_the_table_has_a_row_for_each_kernel_and_the_reasons_for_none(monkeypatch, capsys):
+    def table(*words):
+        monkeypatch.setattr(sys, "argv", ["kernels", *words])
+        return benchmark.main()
+
+    monkeypatch.setattr(benchmark, "reference", lambda *_: iter(()))
+    assert table("--operators", TOY, "--cc", "80,90", "--loops", "--reference") == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert sum("toy_list whole" in line for line in lines) == 2 and "loop at depth 0: " in lines[2]
+    monkeypatch.setattr(benchmark, "triton_folder", Mock(side_effect=OSError("triton-3.6.0 can't be had")))
+    assert table() == 2 and capsys.readouterr().err == "error: triton-3.6.0 can't be had\n"
+    for words, said in ((["--operators", "scam"], "no kernels are listed for scam"),
+                        (["--cc", "100", "--triton", "2.2.0"], "Triton 2.2.0 compiles for (80, 86, 89, 90)")):
+        with pytest.raises(SystemExit):
+            table(*words)
+        assert said in capsys.readouterr().err
