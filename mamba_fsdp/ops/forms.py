@@ -99,8 +99,10 @@ def _check_name(name, known, setting, what):
         raise UserError(f"kernels={setting}: there is no {what} {name!r}; {hint}")
 
 
-def resolve_forms(setting: str, device_type: str, uses: Mapping[str, Collection[Use]]) -> Choice:
+def resolve_forms(setting: str, device_type: str, uses: Mapping[str, Collection[Use]], assumed: Collection[str] = ()
+                  ) -> Choice:
     """The best form of each operator for all its `uses` on a device (cpu or cuda), or the one that `setting` demands.
+    assumed: forms that are available whatever is on this machine.
 
     Raises UserError where a demanded form can't serve, with the operator and the reason.
     """
@@ -110,7 +112,7 @@ def resolve_forms(setting: str, device_type: str, uses: Mapping[str, Collection[
     for operator in used:
         for form in [demanded[operator]] if operator in demanded else _best_first(operator, device_type):
             unasked = _out_of_question(operator, form, device_type, choice.forms)
-            reason = unasked or _why_not(operator, form, uses[operator])
+            reason = unasked or _why_not(operator, form, uses[operator], assumed)
             if reason is None:
                 choice.forms[operator] = form
                 break
@@ -140,7 +142,7 @@ def _out_of_question(operator, form, device_type, chosen):
     return next((f"its {part} is {chosen[part]}" for part in WHOLE.get(operator, ()) if chosen[part] != form), None)
 
 
-def _why_not(operator, form, uses):
+def _why_not(operator, form, uses, assumed):
     """What the form answers: None where it serves all `uses`, else the reason."""
     if form == "portable":
         return None
@@ -148,7 +150,7 @@ def _why_not(operator, form, uses):
     if hasattr(module, "VARIES") and any(use.deterministic for use in uses):
         return f"deterministic=true, and {module.VARIES}"
     reasons = (module.takes(use) for use in uses if hasattr(module, "takes"))
-    return module.why_unavailable() or next(filter(None, reasons), None)
+    return (form not in assumed and module.why_unavailable()) or next(filter(None, reasons), None)
 
 
 def modules(package: str) -> dict[str, ModuleType]:

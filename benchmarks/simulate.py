@@ -1,0 +1,200 @@
+"""A training step that computes nothing: what a rank holds and sends, of any model on any number of ranks.
+
+    python -m benchmarks.simulate PRESET RANKS [--length 64] [--batch 1]
+
+The step is the loop's own, on fake tensors in a fake process group: they have shapes, dtypes and devices, no content.
+A minute for a large model: the portable forms take many calls for one of Triton's. Sharded models need a torch with
+FSDP2.
+"""
+
+import argparse
+import contextlib
+import weakref
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten
+
+from config.model_config import ModelConfig
+from config.presets import preset
+from config.train_config import TrainConfig
+from mamba_fsdp.conventions import DTYPES
+from mamba_fsdp.data.loader import Batch
+from mamba_fsdp.model.lm import MambaLM
+from mamba_fsdp.model.spec import operator_uses, parameters
+from mamba_fsdp.ops.forms import resolve_forms
+from mamba_fsdp.parallel.parallelize import choose_strategy, parallelize
+from mamba_fsdp.parallel.world import CPU, World
+from mamba_fsdp.train.clock import Clock
+from mamba_fsdp.train.loop import take_step
+from mamba_fsdp.train.optimizer import LossScale, make_optimizer
+from mamba_fsdp.train.schedule import Schedule
+from mamba_fsdp.train.state import TrainState
+
+
+class Collective(NamedTuple):
+    name: str  # as c10d calls it: allreduce_, _allgather_base_, _reduce_scatter_base_
+    dtype: torch.dtype
+    numel: int  # of what all ranks have afterwards, or had before it
+    ranks: int  # that take part
+
+
+class Simulated(NamedTuple):
+    collectives: list[Collective]  # of a step, in their order
+    peak: dict[str, int]  # bytes when they are most: weights, gradients, moments, and what passes (the rest)
+
+
+def simulate(settings: TrainConfig, size: int, rank: int = 0, *, local_size: int = 8, device: torch.device = CPU
+             ) -> Simulated:
+    """A step of rank `rank` of `size`, `local_size` on a node, with the forms of a GPU's operators: Triton's where they
+    exist. device: where the fake tensors lie. A step that asks for a number raises. Not for sharding_strategy=ddp, nor
+    within a process group."""
+    training, data = settings.training, settings.data
+    dtype, documents = DTYPES[training.mixed_precision], data.reset_at_documents
+    uses = operator_uses(settings.model, dtype, documents, training.deterministic)
+    forms = resolve_forms(training.kernels, "cuda", uses, assumed=("triton",)).forms
+    world = _World(rank, size, rank % local_size, min(size, local_size), device)
+    assert choose_strategy(settings.parallel, world) != "ddp", "its reducer reads what it sends"
+    with _process_group(world), FakeTensorMode(), _Watch(device) as watch:
+        with device:
+            network = MambaLM(settings.model, forms=forms, compute_dtype=dtype, reset_at_documents=documents)
+        how = replace(settings.parallel, low_cpu_fsdp=False)
+        parallel = parallelize(network, how, world=world, compute_dtype=dtype)
+        optimizer = make_optimizer(parallel.parameters(), parameters(settings.model), settings.optimizer, device)
+        moments = [shard.data for shard in parallel.optimizer_shards(optimizer)]
+        tokens = torch.zeros(training.batch_size, data.seq_length, dtype=torch.int64)
+        batch = _Batch(tokens, tokens, tokens.int() if documents else None,
+                       weights=tokens.float() if data.position_weighting else None)
+        batches = [batch] * max(1, training.global_batch_size // (training.batch_size * size))
+        state, schedule = TrainState(), Schedule("constant", 1)
+        parts: Any = SimpleNamespace(
+            settings=settings, world=world, parallel=parallel, optimizer=optimizer, state=state,
+            loss_scale=LossScale(state, device, dynamic=training.mixed_precision == "fp16"),
+            plan=SimpleNamespace(tokens_per_step=size * len(batches) * tokens.numel(), schedule=schedule),
+            loader=SimpleNamespace(step=lambda step: batches), checkpointer=SimpleNamespace(is_writing=bool))
+        stop: Any = SimpleNamespace(look=bool)
+        watch.built = len(watch.sizes)
+        take_step(parts, Clock(0, size), stop)
+        weights = list(parallel.parameters().values())
+        gradients = [parameter.grad for parameter in weights if parameter.grad is not None]
+        return Simulated(watch.collectives, watch.peak(weights=weights, gradients=gradients, moments=moments))
+
+
+class _World(World):
+    """Numbers that go to the device or come from it have no content either."""
+
+    def tell(self, numbers):
+        return torch.zeros(len(numbers), dtype=torch.float64, device=self.device)
+
+    def reads(self, numbers):
+        return numbers.tolist
+
+
+class _Batch(Batch):
+    def total_weight(self):
+        return float(self.labels.numel())
+
+
+@contextlib.contextmanager
+def _process_group(world: World) -> Iterator[None]:
+    """The fake one. The numbers of torch's meshes are real in it; and one thread does all, where modes see it."""
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    def real(*arguments, make=DeviceMesh.from_group, **named):
+        with unset_fake_temporarily():
+            return make(*arguments, **named)
+
+    dist.init_process_group("fake", store=FakeStore(), rank=world.rank, world_size=world.size)
+    try:
+        with mock.patch.object(DeviceMesh, "from_group", real), torch.autograd.set_multithreading_enabled(False):
+            yield
+    finally:
+        dist.destroy_process_group()
+
+
+class _Watch(TorchDispatchMode):
+    """Notes collectives, and each time that storage on the device comes, changes its size or goes."""
+
+    def __init__(self, device):
+        super().__init__()
+        self.device, self.collectives = device, []
+        self.number_of = {}  # address of a storage that lives -> its number
+        self.sizes = []  # (number of a storage, its new size)
+        self.built = 0  # how many of these are before the step, when the model is made whole and then cut
+
+    def __enter__(self):
+        def resize(storage, size, resize=torch.UntypedStorage.resize_):
+            resize(storage, size)
+            self.note(storage)
+
+        self.patch = mock.patch.object(torch.UntypedStorage, "resize_", resize)
+        self.patch.start()
+        return super().__enter__()
+
+    def __exit__(self, *error):
+        self.patch.stop()
+        return super().__exit__(*error)
+
+    def __torch_dispatch__(self, function, types, arguments=(), named=None):
+        result = function(*arguments, **(named or {}))
+        tensors = [leaf for leaf in tree_flatten((arguments, result))[0] if isinstance(leaf, torch.Tensor)]
+        if function.namespace == "c10d":
+            group = next(dist.ProcessGroup.unbox(each) for each in arguments if isinstance(each, torch.ScriptObject))
+            largest = max(tensors, key=torch.Tensor.numel)
+            name = function.overloadpacket.__name__
+            self.collectives.append(Collective(name, largest.dtype, largest.numel(), group.size()))
+        for tensor in tensors:
+            if tensor.device == self.device:
+                self.note(tensor.untyped_storage())
+        return result
+
+    def note(self, storage):
+        address = storage._cdata
+        if address not in self.number_of:
+            self.number_of[address] = len(self.sizes)
+            weakref.finalize(storage, lambda: self.sizes.append((self.number_of.pop(address), 0)))
+        self.sizes.append((self.number_of[address], storage.nbytes()))
+
+    def peak(self, **parts):
+        """{part: bytes} when they are most, of these tensors and as `passing` of all others."""
+        part_of = {self.number_of[tensor.untyped_storage()._cdata]: part
+                   for part, tensors in parts.items() for tensor in tensors}
+        now, held, most = {}, dict.fromkeys([*parts, "passing"], 0), {}
+        for turn, (number, size) in enumerate(self.sizes):
+            if number >= self.built or number in part_of:
+                held[part_of.get(number, "passing")] += size - now.get(number, 0)
+                now[number] = size
+            if turn >= self.built and sum(held.values()) > sum(most.values()):
+                most = dict(held)
+        return most
+
+
+def main():
+    words = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    words.add_argument("preset")
+    words.add_argument("ranks", type=int)
+    words.add_argument("--length", type=int, default=64, help="tokens of a sample")
+    words.add_argument("--batch", type=int, default=1, help="samples of a micro-batch")
+    given, settings = words.parse_args(), TrainConfig()
+    settings.model = ModelConfig(**preset(given.preset))
+    settings.data.seq_length, settings.training.batch_size = given.length, given.batch
+    found = simulate(settings, given.ranks)
+    print(f"{given.preset} on rank 0 of {given.ranks}, a micro-batch of {given.batch} x {given.length} tokens")
+    for part, size in found.peak.items():
+        print(f"{part:<24}{size / 1e9:>12.3f} GB")
+    for each, times in Counter(found.collectives).items():
+        size = each.numel * each.dtype.itemsize
+        print(f"{each.name:<24}{size / 1e9:>12.3f} GB  {times} x {each.dtype}")
+
+
+if __name__ == "__main__":
+    main()
