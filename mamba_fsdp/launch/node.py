@@ -25,7 +25,6 @@ from mamba_fsdp.launch.machine import assigned_gpus, interface_towards, node_nam
 from mamba_fsdp.parallel.world import allow_many_files
 from mamba_fsdp.storage import write_atomically
 from mamba_fsdp.train.run_folder import RunFolder
-from mamba_fsdp.train.startup import Startup
 
 SECONDS_FOR_OTHERS = 3  # Slurm ends the job with the first node that exits: let the others put their errors on record
 ENDED_BY_LAUNCHER = -signal.SIGTERM  # of ranks that still ran when another failed, or only started when asked to stop
@@ -99,12 +98,11 @@ def pass_requests_on() -> list[int]:
     By itself it kills ranks 30 s after the request, be it in the middle of a step or of a checkpoint. How long they may
     take is for Slurm to say, which kills all of us in the end. Returns the list that will hold the requests (signals).
     """
-    start, asked, startup = PContext.start, [], Startup()
+    start, asked = PContext.start, []
 
     def start_and_listen(ranks):
-        startup.done("launch")
         for environment in ranks.envs.values():
-            environment["START_PARTS"] = startup.told()
+            environment["RANKS_BEGAN"] = str(time.time())
         def tell(number):
             for rank in ranks.subprocess_handlers.values():
                 rank.proc.send_signal(number)

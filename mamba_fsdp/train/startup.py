@@ -5,16 +5,15 @@ import time
 
 
 class Startup:
-    """`parts`: seconds by name, in order. What came before this process says START_PARTS in the environment, words
-    NAME=SECONDS joined by +, the last one since=EPOCH; each program that starts another hands it on (`told`)."""
+    """`parts`: seconds by name, in order. Those before the launcher says START_PARTS of 1.train.sbatch: words
+    NAME=SECONDS joined by +, the last one since=EPOCH. RANKS_BEGAN is when launch/node.py started this process."""
 
     def __init__(self) -> None:
         words = [word.split("=") for word in os.environ.get("START_PARTS", "").split("+") if word]
         self.parts = {name: float(seconds) for name, seconds in words}
-        self.since, self.steps = self.parts.pop("since", time.time() - time.process_time()), 0
-
-    def told(self) -> str:
-        return "+".join(f"{name}={seconds:.3f}" for name, seconds in (self.parts | {"since": self.since}).items())
+        self.since = float(os.environ.get("RANKS_BEGAN", time.time() - time.process_time()))
+        self.parts |= {"launch": round(self.since - self.parts.pop("since"), 3)} if words else {}
+        self.steps = 0
 
     def done(self, part: str) -> None:
         """What has passed since the last part was `part`."""
