@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from importlib import util
 from pathlib import Path
 
 from mamba_fsdp.report.records import read
@@ -88,7 +89,16 @@ def same(first, second):
 def starts(scratch, rehearse, keep):
     """Two starts through the launcher: the first compiles, the second finds the kernels."""
     rows = []
-    environment = {name: os.environ.pop(name) for name in list(os.environ) if name.startswith("TRITON_CACHE")}
+    environment = dict(os.environ)
+    for name in environment:
+        if name.startswith("TRITON_CACHE"):
+            del os.environ[name]
+    triton = util.find_spec("triton")
+    if triton and not Path(triton.origin).with_name("runtime").joinpath("rank0_cache.py").exists():
+        # What Triton's own writer wrote is found in the folder where it was written, and nowhere else.
+        os.environ |= {"TRITON_CACHE_MANAGER": "rank0_cache:Rank0CacheManager",
+                       "PYTHONPATH": os.pathsep.join(filter(None, [str(PROJECT / "patches"),
+                                                                     environment.get("PYTHONPATH")]))}
     try:
         for model, given in ({"mamba1": {}} if rehearse else MODELS).items():
             for start in ("cold", "warm"):
@@ -106,4 +116,5 @@ def starts(scratch, rehearse, keep):
                 rows.append(row)
                 keep(rows)
     finally:
+        os.environ.clear()
         os.environ.update(environment)

@@ -222,13 +222,11 @@ def build_model(settings: TrainConfig, world: World, forms: dict[str, str]) -> P
 
 
 def step_of_each_layer(settings: TrainConfig, world: World, forms: dict[str, str]) -> Callable[[], None]:
-    """Forward and backward, at the run's shapes, of a model with one layer of each kind that the run's model has."""
+    """Forward and backward at the run's shapes, whatever the weights, of one layer of each kind that the model has."""
     kinds = list(dict.fromkeys(f"{layer.mixer}{'+mlp' * layer.mlp}" for layer in settings.model.layer_list()))
     model, parallel = replace(settings.model, layers=",".join(kinds), n_layer=len(kinds)), ParallelConfig()
     spread = build_model(replace(settings, model=model, parallel=parallel), World.alone(device=world.device), forms)
-    spec, shape = parameters(model), (settings.training.batch_size, settings.data.seq_length)
-    fill_parts(spread.shards(), lambda name, first, stop: initial_part(name, spec[name], 0, first, stop))
-    tokens = torch.zeros(shape, dtype=torch.int64, device=world.device)
+    tokens = torch.zeros(settings.training.batch_size, settings.data.seq_length, dtype=torch.int64, device=world.device)
     return lambda: spread.module(tokens, labels=tokens).backward()
 
 

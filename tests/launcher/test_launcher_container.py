@@ -54,7 +54,7 @@ def test_exact_container_arguments(submit, launcher_project, tmp_path):
         assert mounted(words) == [str(tmp_path), str(data)], "what the words of the command name"
     assert len(later) == 3, "the nodes' reports, their comparison, the training"
     for words in later:
-        assert mounted(words) == [str(tmp_path), str(data), str(runs / "mine")]
+        assert mounted(words) == [str(tmp_path), str(runs / ".cache/triton"), str(data), str(runs / "mine")]
     for words in asked:
         assert option(words, "container-image") == f"{launcher_project}/mamba-train.sqsh"
         assert option(words, "container-name") == "mamba-train-77.0:no_exec"
