@@ -26,7 +26,7 @@ FORMS = {  # with the type of device that they are for, "" for any
 OPERATORS = {  # with their forms, best first
     "conv": ("triton", "fused", "native", "portable"),
     "scan": ("triton", "fused", "native", "portable"),
-    "ssd": ("fused", "portable"),
+    "ssd": ("triton", "fused", "portable"),
     "attention": ("portable",),
     "norm": ("fused", "portable"),
     "loss": ("triton", "portable"),

@@ -1,0 +1,161 @@
+"""SSD in Triton. The forward pass is one sweep that keeps the states in registers and reads and writes nothing but
+inputs and outputs; where batch and heads are too few for a GPU, it goes through segments of the sequence at once, each
+from what a sweep before made of those before it. The backward pass makes the states at the chunks' ends again, by a
+sweep from each end, and then all gradients in one kernel. Equal sizes give equal bits: sums have a fixed order."""
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from mamba_fsdp.ops import triton
+
+why_unavailable = triton.why_unavailable
+SWEEP = {(8, 0): {"P": 32, "programs": 512, "num_warps": 4, "num_stages": 1},  # programs: that fill a GPU
+         (9, 0): {"P": 64, "programs": 512, "num_warps": 4, "num_stages": 1},
+         (12, 0): {"P": 32, "programs": 512, "num_warps": 4, "num_stages": 1}}
+GRADIENTS = {(8, 0): {"P": 64, "BLOCK": 16, "num_warps": 4, "num_stages": 1}}
+CHUNK = 32  # positions
+SEGMENTS, CHUNKS = 16, 8  # at most; of a segment at least
+STATES = 64  # of a program of the gradients
+
+
+def takes(use):
+    return "it has no float64" if use.dtype == torch.float64 else None
+
+
+def _packed(t):
+    """A tensor as the kernels take it, with any strides of batch and length; not copied where the model makes it."""
+    return t if t[0, 0].is_contiguous() else t.contiguous()
+
+
+def _batches(*tensors):
+    return [t.stride(0) for t in tensors]
+
+
+def _rows(**tensors):
+    """Strides along the length, constants of a kernel, so that it needs no registers for the rows' addresses."""
+    return {f"{name}_ROW": t.stride(1) for name, t in tensors.items()}
+
+
+class _Call:
+    """What the kernels of one call share: inputs, sizes, and the steps, of which decays are made."""
+
+    def __init__(self, x, dt, A, B, C, D, dt_bias, documents):
+        from mamba_fsdp.ops.ssd.triton_forward import add_up
+
+        dtype = torch.promote_types(x.dtype, torch.promote_types(B.dtype, C.dtype))
+        self.x, self.B, self.C, self.dt = *(_packed(t.to(dtype)) for t in (x, B, C)), _packed(dt)
+        self.A, self.D, self.bias = A, *(A.new_zeros(A.shape) if t is None else t for t in (D, dt_bias))
+        self.documents = None if documents is None else documents.contiguous()
+        (self.batch, self.length, self.heads, headdim), (self.groups, d_state) = x.shape, B.shape[2:]
+        N = max(16, 1 << (d_state - 1).bit_length())
+        Q = max(16, min(CHUNK, 4096 // N))
+        self.chunks, self.share = -(-self.length // Q), self.heads // self.groups
+        self.constants = {"HEADS": self.heads, "SHARE": self.share, "HEADDIM": headdim, "D_STATE": d_state, "Q": Q,
+                          "N": N, "WIDE": triton.interpreted()}
+        self.steps = self.fp32(3, self.batch, self.heads, self.chunks, Q)
+        add_up[self.chunks, -(-self.heads // 8), self.batch](
+            self.dt, A, self.bias, self.steps, *self.dt.stride()[:2], self.length, self.heads, HEADS=8, Q=Q)
+
+    def options(self, kernel, table):
+        """Of a launch, from the table: the channels of a program are no more than a head's."""
+        options, headdim = dict(triton.blocks(kernel, table, self.x.device)), self.constants["HEADDIM"]
+        P = max(16, min(options["P"], 1 << (headdim - 1).bit_length()))
+        return options | {"P": P, "TILES": -(-headdim // P)}
+
+    def fp32(self, *shape):
+        return self.x.new_empty(shape, dtype=torch.float32)
+
+    def sweep(self, x, B, C, first, states=False, out=True, reverse=False):
+        """The states entering each chunk, the outputs, the last state. See the kernel."""
+        from mamba_fsdp.ops.ssd.triton_forward import sweep
+
+        options = self.options("ssd_sweep", SWEEP)
+        rows, size = self.batch * self.heads, self.constants["N"] * x.shape[3]
+        segments = options.pop("programs") // (rows * options["TILES"])
+        segments = max(1, min(SEGMENTS, self.chunks // CHUNKS, segments))
+        per_segment = -(-self.chunks // segments)
+        segments = -(-self.chunks // per_segment)
+        ends, end_decays = self.fp32(rows, segments, size), self.fp32(rows, segments)
+        states = x.new_empty(rows, self.chunks, size) if states else None
+        out = x.new_empty(x.shape) if out else None
+        last = self.fp32(self.batch, self.heads, x.shape[3], B.shape[3])
+        first = None if first is None else first.float().contiguous()
+        for local in (True, False) if segments > 1 else (False,):
+            sweep[self.heads * options["TILES"], self.batch, segments - local](
+                x, B, C, self.D, self.steps, self.documents, first, ends, end_decays, states, out, last,
+                *_batches(x, B, C), self.length, segments, per_segment, LOCAL=local, REVERSE=reverse,
+                **_rows(X=x, B=B, C=C), **self.constants, **options)
+        return states, out, last
+
+
+def ssd_forward(x, dt, A, B, C, D, dt_bias, documents, state):
+    """y and the last state, of the arguments of ops/ssd's ssd. Nothing but these is needed for the gradients."""
+    call = _Call(x, dt, A, B, C, D, dt_bias, documents)
+    _, y, last = call.sweep(call.x, call.B, call.C, state)
+    return y.to(x.dtype), last
+
+
+def ssd_backward(grad, grad_last, x, dt, A, B, C, D, dt_bias, documents, state):
+    """The gradients of x, dt, A, B, C, D, dt_bias and the first state, also of those that are None, as if zeros."""
+    from mamba_fsdp.ops.ssd.triton_backward import finish, gradients
+
+    call = _Call(x, dt, A, B, C, D, dt_bias, documents)
+    grad = _packed(grad.to(call.x.dtype))
+    entering, _, _ = call.sweep(call.x, call.B, call.C, state, states=True, out=False)
+    leaving, dx, grad_state = call.sweep(grad, call.C, call.B, grad_last, states=True, reverse=True)
+    options = call.options("ssd_gradients", GRADIENTS)
+    blocks, (Q, N) = -(-call.share // options["BLOCK"]), (call.constants[name] for name in "QN")
+    parts = N // min(N, STATES)
+    flows, sums = (call.fp32(parts, call.batch, call.heads, call.chunks, *shape) for shape in ((5, Q), (2,)))
+    dB, dC = call.fp32(2, blocks, *B.shape)
+    gradients[call.groups * blocks * parts, call.chunks, call.batch](
+        grad, call.x, call.B, call.C, call.steps, call.documents, entering, leaving, dB, dC, flows, sums,
+        *_batches(grad, call.x, call.B, call.C), call.length, K=N // parts,
+        **_rows(DY=grad, X=call.x, B=call.B, C=call.C), **call.constants, **options)
+    ddt, totals = dt.new_empty(dt.shape), call.fp32(3, call.batch * call.chunks, call.heads)
+    finish[call.heads, call.chunks, call.batch](
+        call.dt, A, call.bias, call.steps, call.documents, flows, sums, ddt, totals, *call.dt.stride()[:2], call.length,
+        call.heads, PARTS=parts, Q=Q, num_warps=1)
+    dA, grad_bias, dD = (total.sum(0) for total in totals)
+    return dx.to(x.dtype), ddt, dA, dB.sum(0).to(B.dtype), dC.sum(0).to(C.dtype), dD, grad_bias, grad_state
+
+
+def _like_forward(x, dt, A, B, C, D, dt_bias, documents, state):
+    return x.new_empty(x.shape), x.new_empty(x.shape[0], *x.shape[2:], B.shape[3], dtype=torch.float32)
+
+
+def _like_backward(grad, grad_last, x, dt, A, B, C, D, dt_bias, documents, state):
+    dA, dD, grad_bias = (A.new_empty(A.shape, dtype=torch.float32) for _ in range(3))
+    return (*(t.new_empty(t.shape) for t in (x, dt)), dA, *(t.new_empty(t.shape) for t in (B, C)), dD, grad_bias,
+            _like_forward(x, dt, A, B, C, D, dt_bias, documents, state)[1])
+
+
+class _SSD(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, *inputs):
+        ctx.save_for_backward(*inputs)
+        ctx.set_materialize_grads(False)
+        with triton.below_autograd():
+            return _forward(*inputs)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad, grad_last):
+        inputs = ctx.saved_tensors
+        grad = torch.zeros_like(inputs[0]) if grad is None else grad
+        grads = _backward(grad, grad_last, *inputs)
+        grads = (*grads[:7], None, grads[7])
+        return tuple(None if g is None or t is None else g.to(t.dtype) for g, t in zip(grads, inputs))
+
+
+_INPUTS = ("Tensor x, Tensor dt, Tensor A, Tensor B, Tensor C, Tensor? D, Tensor? dt_bias, Tensor? documents, "
+           "Tensor? state")
+_forward = triton.operator(f"ssd_forward({_INPUTS}) -> (Tensor, Tensor)", ssd_forward, _like_forward, _SSD)
+_backward = triton.operator(
+    f"ssd_backward(Tensor grad, Tensor? grad_last, {_INPUTS}) -> ({', '.join(['Tensor'] * 8)})", ssd_backward,
+    _like_backward)
+
+
+def ssd(x, dt, A, B, C, D, dt_bias, chunk_size, documents, initial_state, return_last_state):
+    y, last = _forward(x, dt, A, B, C, D, dt_bias, documents, initial_state)
+    return (y, last) if return_last_state else y
