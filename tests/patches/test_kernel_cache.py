@@ -157,3 +157,21 @@ def test_sizes_are_timed_once_and_told(start, monkeypatch):
     assert len(timed) == 4 and triton.tuned["scan"] == timed[2], "a restart computes with the same sizes"
     start(3, seq_length=64)[0].tune(lambda: None)
     assert len(timed) == 8, "other shapes are timed again"
+
+
+def test_one_layer_of_each_kind_is_timed_at_the_shapes_of_the_run(monkeypatch):
+    from mamba_fsdp.ops.forms import PORTABLE
+    from mamba_fsdp.train import setup
+
+    given = {"d_model": "16", "n_layer": "7", "layers": "2*mamba1,mamba2+mlp,mamba1", "headdim": "8",
+             "vocab_size": "64", "seq_length": "16", "batch_size": "3"}
+    settings, _ = resolve.resolve_settings(given, None, ())
+    built, build_model = [], setup.build_model
+    monkeypatch.setattr(setup, "build_model", lambda *words: built.append(build_model(*words)) or built[0])
+    run = setup.step_of_each_layer(settings, World.alone(), PORTABLE)
+    seen = []
+    built[0].module.register_forward_pre_hook(lambda module, given: seen.append(given[0].shape))
+    run()
+    run()
+    kinds = [(type(block.mixer).__name__, block.mlp is not None) for block in built[0].module.backbone.layers]
+    assert kinds == [("Mamba1", False), ("Mamba2", True)] and seen == [(3, 16)] * 2
