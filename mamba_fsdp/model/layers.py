@@ -148,7 +148,8 @@ class Mamba2(SSM):
 
     def project_out(self, y, z, dt):
         group_size = self.config.d_inner // self.config.ngroups
-        return self.out_proj(gated_rms_norm(y.flatten(-2), z, self.norm.weight, self.config.norm_eps, group_size))
+        return self.out_proj(gated_rms_norm(y.flatten(-2), z, self.norm.weight, self.config.norm_eps, group_size,
+                                            form=self.forms["norm"]))
 
 
 class Attention(Part):

@@ -28,7 +28,7 @@ OPERATORS = {  # with their forms, best first
     "scan": ("triton", "fused", "native", "portable"),
     "ssd": ("triton", "fused", "portable"),
     "attention": ("portable",),
-    "norm": ("fused", "portable"),
+    "norm": ("triton", "fused", "portable"),
     "loss": ("triton", "portable"),
     "mamba1": ("triton", "fused"),
     "mamba2": ("fused",),

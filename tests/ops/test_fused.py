@@ -32,7 +32,7 @@ from config.model_config import ModelConfig
 from mamba_fsdp.model.layers import Mamba1
 from mamba_fsdp.ops.conv import causal_conv_silu
 from mamba_fsdp.ops.forms import PORTABLE
-from mamba_fsdp.ops.norm import add_rms_norm
+from mamba_fsdp.ops.norm import add_rms_norm, gated_rms_norm
 from mamba_fsdp.ops.scan import selective_scan
 
 folder = sys.argv[1]
@@ -62,6 +62,7 @@ sys.modules["causal_conv1d"] = types.ModuleType("causal_conv1d")
 sys.modules["causal_conv1d"].causal_conv1d_fn = causal_conv1d_fn
 import mamba_ssm.ops.selective_scan_interface as interface
 import mamba_ssm.ops.triton.layer_norm as layer_norm
+import mamba_ssm.ops.triton.layernorm_gated as layernorm_gated
 
 def selective_scan_fn(u, delta, A, B, C, D=None, z=None, delta_bias=None, delta_softplus=False,
                       return_last_state=False):
@@ -81,6 +82,12 @@ def rms_norm_fn(x, weight, bias, residual=None, eps=1e-6, prenorm=False, residua
     normed, total = layer_norm.rms_norm_ref(x, weight, bias, residual=residual, eps=eps, prenorm=True, upcast=True)
     return normed, total.float()
 
+def rmsnorm_fn(x, weight, bias, z=None, eps=1e-6, group_size=None, norm_before_gate=True):
+    calls.append("gated norm")
+    return layernorm_gated.rms_norm_ref(x, weight, bias, z=z, eps=eps, group_size=group_size,
+                                        norm_before_gate=norm_before_gate, upcast=True)
+
+layernorm_gated.rmsnorm_fn = rmsnorm_fn
 interface.selective_scan_fn, interface.mamba_inner_fn = selective_scan_fn, mamba_inner_fn
 interface.causal_conv1d_fn, layer_norm.rms_norm_fn = causal_conv1d_fn, rms_norm_fn
 
@@ -145,6 +152,7 @@ x, residual, weight = randn(2, 5, 8), randn(2, 5, 8), randn(8)
 same(add_rms_norm, dict(x=x, residual=residual, weight=weight), ["norm"], eps=1e-5, out_dtype=torch.float32)
 same(lambda x, weight, **o: add_rms_norm(x, None, weight, **o), dict(x=x, weight=weight), ["norm"],
      eps=1e-5, out_dtype=torch.float32)
+same(gated_rms_norm, dict(x=x, z=residual, weight=weight), ["gated norm"], eps=1e-5, group_size=4)
 half = {n: v.detach().bfloat16() if n == "x" else v.detach() for n, v in inner.items()}
 assert mixer(**half, form="fused").dtype == torch.bfloat16
 print("all equal")

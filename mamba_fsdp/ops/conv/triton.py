@@ -13,38 +13,34 @@ BACKWARD = {(8, 0): {"ROWS": 128, "CHANNELS": 128, "num_warps": 1}}
 
 def conv_forward(x, weight, bias, documents):
     out = x.new_empty(x.shape)
-    _walk(x, weight, bias, documents, out, triton.blocks("conv_forward", FORWARD, x.device), BACK=0, GRAD=None,
-          SUMS=None, grad_batch=0, grad_row=0)
+    _walk(triton.blocks("conv_forward", FORWARD, x.device), x, weight, bias, documents, out)
     return out
 
 
 def conv_backward(grad, x, weight, bias, documents, grad_x=None):
     """The gradients of x, weight and bias; that of x is written to `grad_x` where it is given, rows of any stride."""
-    grad, grad_x = _even(grad), x.new_empty(x.shape) if grad_x is None else grad_x
+    grad_x = x.new_empty(x.shape) if grad_x is None else grad_x
     blocks = triton.blocks("conv_backward", BACKWARD, x.device)
     sums = x.new_empty(x.shape[0], -(-x.shape[1] // blocks["ROWS"]), 5, x.shape[2], dtype=torch.float32)
-    _walk(x, weight, bias, documents, grad_x, blocks, BACK=3, GRAD=grad, SUMS=sums, grad_batch=grad.stride(0),
-          grad_row=grad.stride(1))
+    _walk(blocks, x, weight, bias, documents, grad_x, grad, sums)
     *taps, of_bias = sums.sum((0, 1))[4 - weight.shape[2]:]
     return grad_x, torch.stack(taps, 1).unsqueeze(1).to(weight.dtype), of_bias.to(bias.dtype)
 
 
-def _even(x):
-    return x if x.stride(-1) == 1 else x.contiguous()
-
-
-def _walk(x, weight, bias, documents, out, blocks, **more):
+def _walk(blocks, x, weight, bias, documents, out, grad=None, sums=None):
+    if x.is_meta or not x.numel():
+        return
     from mamba_fsdp.ops.conv.triton_kernels import walk
 
-    x, documents = _even(x), None if documents is None else _even(documents)
     batch, length, channels = x.shape
     row_programs, channel_programs = -(-length // blocks["ROWS"]), -(-channels // blocks["CHANNELS"])
-    if x.numel():
-        walk[(batch * row_programs * channel_programs,)](
-            X=x, WEIGHT=weight.contiguous(), BIAS=bias.contiguous(), DOCUMENTS=documents, OUT=out, length=length,
-            channels=channels, x_batch=x.stride(0), x_row=x.stride(1), out_batch=out.stride(0), out_row=out.stride(1),
-            documents_batch=0 if documents is None else documents.stride(0), row_programs=row_programs,
-            channel_programs=channel_programs, WIDTH=weight.shape[2], **more, **blocks)
+    x, grad, documents = (t if t is None or t.stride(-1) == 1 else t.contiguous() for t in (x, grad, documents))
+    strides = {f"{name}_{of}": 0 if t is None else t.stride(dimension) for dimension, of in enumerate(("batch", "row"))
+               for name, t in dict(x=x, out=out, grad=grad, documents=documents).items()}
+    walk[(batch * row_programs * channel_programs,)](
+        X=x, WEIGHT=weight.contiguous(), BIAS=bias.contiguous(), DOCUMENTS=documents, OUT=out, GRAD=grad, SUMS=sums,
+        length=length, channels=channels, row_programs=row_programs, channel_programs=channel_programs,
+        WIDTH=weight.shape[2], BACK=0 if grad is None else 3, **strides, **blocks)
 
 
 class _Conv(torch.autograd.Function):
@@ -61,7 +57,6 @@ class _Conv(torch.autograd.Function):
 
 
 causal_conv_silu = triton.operator("conv_forward(Tensor x, Tensor weight, Tensor bias, Tensor? documents) -> Tensor",
-                                   conv_forward, lambda x, *_: x.new_empty(x.shape), _Conv)
-_gradients = triton.operator(
-    "conv_backward(Tensor grad, Tensor x, Tensor weight, Tensor bias, Tensor? documents) -> (Tensor, Tensor, Tensor)",
-    conv_backward, lambda _, *inputs: tuple(t.new_empty(t.shape) for t in inputs[:3]))
+                                   conv_forward, conv_forward, _Conv)
+_gradients = triton.operator("conv_backward(Tensor grad, Tensor x, Tensor weight, Tensor bias, Tensor? documents) -> "
+                             "(Tensor, Tensor, Tensor)", conv_backward, conv_backward)

@@ -1,14 +1,13 @@
 """RMSNorm: y = x / sqrt(mean(x^2) + eps) * weight over the last dimension, behind a residual sum, and gated.
 
 Source: Zhang and Sennrich, Root Mean Square Layer Normalization (2019); the gated one is Mamba-2's, the norm after the
-gate: its one form is the portable one, as it lies within mamba2's fused form.
+gate.
 """
 
 import torch
 from torch import Tensor
 
 from mamba_fsdp.ops.forms import modules
-from mamba_fsdp.ops.norm.portable import gated_rms_norm as gated_rms_norm
 
 FORMS = modules(__name__)
 
@@ -20,3 +19,13 @@ def add_rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float,
     residual: float32, the shape of x, or None at the first layer. weight (channels). The normed has `out_dtype`.
     """
     return FORMS[form].add_rms_norm(x, residual, weight, eps, out_dtype)
+
+
+def gated_rms_norm(x: Tensor, z: Tensor, weight: Tensor, eps: float, group_size: int, *,
+                   form: str = "portable") -> Tensor:
+    """RMSNorm of x * silu(z), each group of `group_size` channels by itself; x, z (..., channels), weight (channels).
+
+    Returns x's dtype. `channels` must be a multiple of group_size.
+    """
+    assert x.shape[-1] % group_size == 0, (x.shape[-1], group_size)
+    return FORMS[form].gated_rms_norm(x, z, weight, eps, group_size)

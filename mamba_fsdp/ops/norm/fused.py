@@ -1,4 +1,4 @@
-"""RMSNorm behind a residual sum by mamba-ssm's Triton kernel."""
+"""RMSNorm behind a residual sum or a gate by mamba-ssm's Triton kernels."""
 
 from mamba_fsdp.ops import fused
 
@@ -11,3 +11,9 @@ def add_rms_norm(x, residual, weight, eps, out_dtype):
 
     normed, residual = rms_norm_fn(x, weight, None, residual=residual, eps=eps, prenorm=True, residual_in_fp32=True)
     return normed.to(out_dtype), residual
+
+
+def gated_rms_norm(x, z, weight, eps, group_size):
+    from mamba_ssm.ops.triton.layernorm_gated import rmsnorm_fn
+
+    return rmsnorm_fn(x, weight, None, z=z, eps=eps, group_size=group_size, norm_before_gate=False)

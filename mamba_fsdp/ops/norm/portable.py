@@ -44,10 +44,5 @@ def add_rms_norm(x, residual, weight, eps, out_dtype):
 
 
 def gated_rms_norm(x, z, weight, eps, group_size):
-    """rms_norm(x * silu(z)) over each group of `group_size` channels; x, z (..., channels), weight (channels).
-
-    Returns x's dtype. `channels` must be a multiple of group_size.
-    """
-    real, groups = compute_type(x), x.shape[-1] // group_size
-    assert groups * group_size == x.shape[-1], (x.shape[-1], group_size)
-    return rms_norm(x.to(real) * F.silu(z.to(real)), weight, eps, x.dtype, groups)
+    real = compute_type(x)
+    return rms_norm(x.to(real) * F.silu(z.to(real)), weight, eps, x.dtype, x.shape[-1] // group_size)
