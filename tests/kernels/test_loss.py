@@ -2,11 +2,12 @@
 
 import pytest
 import torch
+from compiled import compiled
 from reference import assert_like_portable, assert_same_bits, evaluate
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from mamba_fsdp.ops import triton
-from mamba_fsdp.ops.loss import linear_cross_entropy
+from mamba_fsdp.ops.loss import linear_cross_entropy, triton_kernels
 
 HALVES = {torch.float32: 1e-6, torch.float16: 2e-3, torch.bfloat16: 0.012}  # logits and their gradient are rounded too
 
@@ -96,6 +97,19 @@ def test_a_kept_graph_gives_the_same_gradients_again():
     hidden = values["hidden"].requires_grad_()
     loss = ours(**values)
     assert torch.equal(*(torch.autograd.grad(loss, hidden, retain_graph=True)[0] for _ in "ab"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("version, cc", [("2.2.0", 80), ("3.9.0", 90)])
+def test_equals_float64_as_compiled(monkeypatch, version, cc):
+    """Every address checked, logits rounded to bf16 to nearest, a label that can't be."""
+    monkeypatch.setitem(triton.tuned, "cross_entropy", {"BLOCK": 64, "num_warps": 1})
+    with compiled(version, cc, triton_kernels):
+        for dtype, vocab in ((torch.float32, 150), (torch.bfloat16, 128)):
+            values = leaves(dtype, tokens=3, vocab=vocab)
+            assert_like_portable(ours, portable, values, 0.7 * HALVES[dtype], token_weights=torch.rand(3), chunk=2)
+        values["labels"][1] = vocab
+        assert ours(**values).isnan()
 
 
 @pytest.mark.slow
