@@ -141,8 +141,6 @@ def _looks_local(name):
 class Files:
     """Files on disk, one after the other; their units are of unit_size bytes of the input."""
 
-    measure = "B"
-
     def __init__(self, files: list[tuple[str, str]], left_out: list[str], options: DatasetConfig):
         """files: (path, kind) of each; left_out: names of those that are not read."""
         self.files, self.left_out, self.options = files, left_out, options
@@ -189,7 +187,7 @@ class Rows:
     """What `datasets.load_dataset` gives for a name: a table, with units of unit_size rows, or a stream, of which each
     shard is one."""
 
-    measure, left_out = " rows", ()
+    left_out = ()
 
     def __init__(self, name: str, options: DatasetConfig):
         self.name, self.options = name, options
@@ -246,14 +244,14 @@ class TextSource:
     """What INPUT names: its parts by the names of their stores, and their units, one part's after the other's.
 
     options: with official splits, which are whole, none are held out. stores: the names of those that it becomes.
-    total: in the unit_size's measure, such as B; None: not known.
+    total: in bytes or rows, as unit_size; None: not known.
     """
 
     def __init__(self, parts: Mapping[str, Files | Rows], options: DatasetConfig):
         official = options.splits == "official"
         self.parts, self.options = parts, replace(options, validation_fraction=0) if official else options
         self.stores = tuple(parts) if official else STORES[:2] if options.validation_fraction else STORES[:1]
-        self.measure, self.unit_size = parts["train"].measure, parts["train"].unit_size
+        self.unit_size = parts["train"].unit_size
         self._units = [(name, number) for name, part in parts.items() for number in range(part.unit_count)]
         self.unit_count = len(self._units)
         totals = [part.total for part in parts.values()]

@@ -25,7 +25,7 @@ from mamba_fsdp.data.documents import documents
 from mamba_fsdp.data.readers import BLOCK_BYTES, ROWS
 from mamba_fsdp.data.store import TokenStore
 from mamba_fsdp.data.text import STORES, TextSource
-from mamba_fsdp.data.units import ProgressBar, Unit, exact, unit_name, writer
+from mamba_fsdp.data.units import Progress, Unit, exact, unit_name, writer
 from mamba_fsdp.data.workers import Workers
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.formats import DATASET
@@ -190,7 +190,7 @@ class _Tokenization:
                 bar.total += source.unit_size
             Unit(self.folder, units[name], source, tokenizer).tokenise(workers, lease, bar, save_seconds)
 
-        with Workers(tokenizer, options) as workers, contextlib.closing(ProgressBar(source, len(own))) as bar:
+        with Workers(tokenizer, options) as workers, contextlib.closing(Progress(source, len(own))) as bar:
             held = share(self.folder, units, self._is_finished, work)
         held = held or share(self.folder, ["merge"], lambda _: (self.out / "dataset.json").exists(),
                              lambda *_: _merge(self.out, self.folder, self.settings, source, tokenizer))

@@ -13,14 +13,12 @@ to the same places, and the first learns at its next save that it lost.
 
 import itertools
 import json
-import sys
 import time
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from tqdm import tqdm
 
 from mamba_fsdp.data.order import splitmix64
 from mamba_fsdp.data.store import StoreWriter
@@ -28,6 +26,7 @@ from mamba_fsdp.data.text import TextSource
 from mamba_fsdp.data.tokenizer import TextTokenizer
 from mamba_fsdp.data.workers import Workers
 from mamba_fsdp.lease import Lease
+from mamba_fsdp.report.display import Display, duration
 from mamba_fsdp.storage import write_atomically
 
 NUMBERS = 1 << 24  # between the numbers of the first documents of two units
@@ -57,11 +56,11 @@ class Unit:
         self.stores = {name: writer(self.path / name, source, tokenizer, self.progress["stores"].get(name))
                        for name in source.stores_of(number)}
 
-    def tokenise(self, workers: Workers, lease: Lease, bar: "ProgressBar", save_seconds: float) -> None:
+    def tokenise(self, workers: Workers, lease: Lease, bar: "Progress", save_seconds: float) -> None:
         """Returns when the unit is finished, or `lease` is found lost."""
         saved, progress = time.monotonic(), self.progress
         started = saved - progress["seconds"]
-        bar.show(progress["read"], 0)
+        bar.total = bar.total and max(1, bar.total - progress["read"])
         try:
             blocks = itertools.islice(self.source.blocks(self.number), progress["blocks"], None)
             for chunk, (tokens, counts) in workers.results(blocks):
@@ -130,23 +129,24 @@ def for_validation(numbers: np.ndarray, fraction: float | Fraction) -> np.ndarra
     return numbers == first + np.maximum(chosen, group == 0)  # never the first: training needs one, too
 
 
-class ProgressBar(tqdm):
-    """What this process does: a live bar on a terminal, a plain line every ten seconds elsewhere."""
+class Progress(Display):
+    """What this process does: a live line on a terminal, a line every ten seconds elsewhere."""
 
     def __init__(self, source: TextSource, units: int):
         """units: that it sets out to do."""
-        super().__init__(total=source.total and min(source.total, units * source.unit_size), unit=source.measure,
-                         unit_scale=True, mininterval=0.2, smoothing=0.05, desc="tokenising",
-                         disable=not sys.stderr.isatty())
+        super().__init__()
+        self.total = source.total and min(source.total, units * source.unit_size)
         self.started = self.printed = time.monotonic()
         self.read, self.tokens = 0.0, 0
 
     def show(self, read: float, tokens: int) -> None:
-        """What was read, in the source's measure, and made of it since the last call."""
+        """What was read, in the measure of the source's total, and made of it since the last call."""
         self.read, self.tokens, now = self.read + read, self.tokens + tokens, time.monotonic()
-        text = f"{self.tokens:,} tokens, {self.tokens / max(now - self.started, 1e-9):,.0f} tokens/s"
-        self.set_postfix_str(text, refresh=False)
-        self.update(min(self.read, self.total or self.read) - self.n)
-        if self.disable and now - self.printed >= 10:
-            print(f"{min(1, self.read / self.total):4.0%}  {text}" if self.total else text, flush=True)
+        share = max(0, min(1, self.read / self.total)) if self.total else 0
+        left = f", {duration((now - self.started) * (1 / share - 1))} left" if share else ""
+        text = (f"{f'{share:4.0%}  ' if self.total else ''}{self.tokens:,} tokens, "
+                f"{self.tokens / max(now - self.started, 1e-9):,.0f} tokens/s{left}")
+        self.passing(text)
+        if not self.live and now - self.printed >= 10:
+            self.line(text)
             self.printed = now
