@@ -17,16 +17,17 @@ MOST = {torch.float32: 3e-6, torch.bfloat16: 2.0**-6, torch.float16: 2.0**-9}  #
 ACTIVATIONS = ("x", "dt", "B", "C")
 
 
-def leaves(length=70, dtype=torch.float32, batch=2, heads=4, headdim=18, groups=2, d_state=17):
+def leaves(length=40, dtype=torch.float32, batch=1, heads=2, headdim=18, groups=1, d_state=17):
     generator = torch.Generator().manual_seed(length + headdim)
     randn = lambda *shape: torch.randn(*shape, generator=generator)  # noqa: E731
-    values = dict(x=randn(batch, length, heads, headdim), dt=randn(batch, length, heads) - 1, A=-torch.exp(randn(heads)),
-                  B=randn(batch, length, groups, d_state), C=randn(batch, length, groups, d_state), D=randn(heads),
-                  dt_bias=randn(heads), initial_state=randn(batch, heads, headdim, d_state))
+    values = dict(x=randn(batch, length, heads, headdim), dt=randn(batch, length, heads) - 1,
+                  A=-torch.exp(randn(heads)), B=randn(batch, length, groups, d_state),
+                  C=randn(batch, length, groups, d_state), D=randn(heads), dt_bias=randn(heads),
+                  initial_state=randn(batch, heads, headdim, d_state))
     return {name: value.to(dtype if name in ACTIVATIONS else torch.float32) for name, value in values.items()}
 
 
-def random_documents(length, batch=2):
+def random_documents(length, batch=1):
     return (torch.rand(batch, length, generator=torch.Generator().manual_seed(1)) < 4 / length).int().cumsum(1)
 
 
@@ -46,9 +47,8 @@ def errors_of_activations(got, expected):
 
 @pytest.mark.parametrize("bounded", [False, True], ids=["one document", "documents"])
 @pytest.mark.parametrize("sizes", [
-    dict(length=70), dict(length=1), dict(length=64, headdim=64, d_state=128, heads=2, groups=1, batch=1),
-    dict(length=33, headdim=80, d_state=130, heads=3, groups=1, batch=1),
-    dict(length=40, headdim=5, d_state=3, heads=6, groups=3)], ids=str)
+    dict(length=70, batch=2, heads=4, groups=2), dict(length=1), dict(length=64, headdim=64, d_state=128),
+    dict(length=33, headdim=80, d_state=130), dict(length=40, headdim=5, d_state=3, heads=6, groups=3)], ids=str)
 def test_equals_float64(sizes, bounded):
     """Outputs, last state and all gradients; blocks full and not, several of channels and of states."""
     values = leaves(**sizes)
@@ -60,7 +60,7 @@ def test_equals_float64(sizes, bounded):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_halves(dtype):
-    got = assert_like_portable(ours, portable, leaves(dtype=dtype), MOST[dtype], documents=random_documents(70))
+    got = assert_like_portable(ours, portable, leaves(dtype=dtype), MOST[dtype], documents=random_documents(40))
     assert {got[f"gradient of {name}"].dtype for name in ACTIVATIONS} == {got["output 0"].dtype} == {dtype}
     assert got["output 1"].dtype == got["gradient of initial_state"].dtype == torch.float32
 
@@ -79,11 +79,12 @@ def test_one_output_alone_has_gradients(only):
     assert_like_portable(one(ours), one(portable), leaves(length=40), MOST[torch.float32])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bounded", [False, True], ids=["one document", "documents"])
 def test_segments_of_a_sequence_change_rounding_alone(monkeypatch, bounded):
-    values = leaves(length=600, batch=1, heads=2, groups=1)
-    documents = random_documents(600, 1) if bounded else None
-    for programs in (1, 4, 10**6):
+    values = leaves(length=520, headdim=16, d_state=16)
+    documents = random_documents(520) if bounded else None
+    for programs in (1, 6):
         monkeypatch.setitem(triton.tuned, "ssd_sweep", {"P": 16, "programs": programs, "num_warps": 1})
         monkeypatch.setitem(triton.tuned, "ssd_gradients", {"P": 16, "BLOCK": 1, "num_warps": 1})
         assert_like_portable(ours, portable, values, MOST[torch.float32], documents=documents)
@@ -96,19 +97,20 @@ def test_equal_runs_are_equal_bit_for_bit():
 
 def test_rows_alone_are_equal_bit_for_bit():
     """Whatever else a batch holds: no sum crosses rows but those for A, D and the bias."""
-    values = leaves(length=40)
+    values = leaves(batch=2)
     batch = evaluate(ours, values)
     for row in (0, 1):
-        alone = evaluate(ours, {name: value[row:row + 1] if value.dim() > 1 else value for name, value in values.items()})
+        own = {name: value[row:row + 1] if value.dim() > 1 else value for name, value in values.items()}
+        alone = evaluate(ours, own)
         for name in ("output 0", "output 1"):
             assert torch.equal(alone[name][0], batch[name][row]), name
 
 
-@pytest.mark.parametrize("boundary", [1, 40, 64])
+@pytest.mark.parametrize("boundary", [1, 20, 32])
 def test_no_leak_between_documents(boundary):
     """Whatever one document holds, the other's outputs and gradients stay the same to the last bit, both ways."""
     def run(changed):
-        values = leaves(length=80)
+        values = leaves(length=50)
         for name in ACTIVATIONS:
             values[name][:, changed] = 7 * values[name][:, changed].flip(1) + 3
         inputs = [values[name].requires_grad_() for name in ACTIVATIONS]
@@ -117,8 +119,8 @@ def test_no_leak_between_documents(boundary):
         weights[:, changed] *= -5
         return y, *torch.autograd.grad((y * weights).sum(), inputs)
 
-    documents = (torch.arange(80) >= boundary).int().expand(2, 80)
-    first, second = slice(0, boundary), slice(boundary, 80)
+    documents = (torch.arange(50) >= boundary).int().expand(1, 50)
+    first, second = slice(0, boundary), slice(boundary, 50)
     before = run(slice(0, 0))
     for changed, kept in ((first, second), (second, first)):
         after = run(changed)
@@ -129,7 +131,7 @@ def test_no_leak_between_documents(boundary):
 @pytest.mark.parametrize("bias", [-60.0, 5.0, 300.0, 20000.0])
 def test_extreme_dt(bias):
     """From no step at all to steps that forget everything: right, and every gradient finite and right."""
-    values = leaves(length=70)
+    values = leaves()
     values["dt_bias"] += bias
     assert_like_portable(ours, portable, values, 1e-4)
 
@@ -139,7 +141,7 @@ def test_slices_of_a_projection_are_taken_as_they_are(monkeypatch):
     values = leaves(length=40)
     heads, groups = values["x"].shape[2:], values["B"].shape[2:]
     joined = torch.cat([values[name].flatten(2) for name in ("x", "B", "C")], dim=2)
-    steps = torch.cat([torch.ones(2, 40, 7), values["dt"]], dim=2)
+    steps = torch.cat([torch.ones(1, 40, 7), values["dt"]], dim=2)
     x, B, C = joined.split([values[name].flatten(2).shape[2] for name in ("x", "B", "C")], dim=2)
     slices = dict(x=x.unflatten(2, heads), B=B.unflatten(2, groups), C=C.unflatten(2, groups), dt=steps[..., 7:])
     expected = ours(**values)
@@ -164,7 +166,7 @@ def test_tensors_without_content_give_the_same_shapes(dtype):
 @pytest.mark.slow
 def test_is_one_call_to_torch_compile():
     torch._dynamo.reset()
-    values, documents = leaves(length=40), random_documents(40)
+    values, documents = leaves(), random_documents(40)
     compiled = torch.compile(lambda **given: ours(**given), backend="aot_eager", fullgraph=True)
     assert_same_bits(evaluate(compiled, values, documents=documents), evaluate(ours, values, documents=documents))
 
@@ -185,7 +187,7 @@ def test_a_model_with_documents_has_the_same_loss_and_gradients():
     results = []
     for form in ("triton", "portable"):
         made = model(form)
-        loss = made(tokens[:, :-1], labels=tokens[:, 1:], documents=random_documents(40, 1))
+        loss = made(tokens[:, :-1], labels=tokens[:, 1:], documents=random_documents(40))
         loss.backward()
         results.append({"loss": loss.detach()} | {name: leaf.grad for name, leaf in made.named_parameters()})
     assert_like(*results, 1e-5)

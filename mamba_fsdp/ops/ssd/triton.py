@@ -12,7 +12,9 @@ why_unavailable = triton.why_unavailable
 SWEEP = {(8, 0): {"P": 32, "programs": 512, "num_warps": 4, "num_stages": 1},  # programs: that fill a GPU
          (9, 0): {"P": 64, "programs": 512, "num_warps": 4, "num_stages": 1},
          (12, 0): {"P": 32, "programs": 512, "num_warps": 4, "num_stages": 1}}
-GRADIENTS = {(8, 0): {"P": 64, "BLOCK": 16, "num_warps": 4, "num_stages": 1}}
+GRADIENTS = {(8, 0): {"P": 32, "BLOCK": 16, "num_warps": 4, "num_stages": 1},
+             (9, 0): {"P": 64, "BLOCK": 16, "num_warps": 4, "num_stages": 1},
+             (12, 0): {"P": 32, "BLOCK": 16, "num_warps": 4, "num_stages": 1}}
 CHUNK = 32  # positions
 SEGMENTS, CHUNKS = 16, 8  # at most; of a segment at least
 STATES = 64  # of a program of the gradients
@@ -43,8 +45,8 @@ class _Call:
         from mamba_fsdp.ops.ssd.triton_forward import add_up
 
         dtype = torch.promote_types(x.dtype, torch.promote_types(B.dtype, C.dtype))
-        self.x, self.B, self.C, self.dt = *(_packed(t.to(dtype)) for t in (x, B, C)), _packed(dt)
-        self.A, self.D, self.bias = A, *(A.new_zeros(A.shape) if t is None else t for t in (D, dt_bias))
+        self.x, self.B, self.C, self.dt = _packed(x.to(dtype)), _packed(B.to(dtype)), _packed(C.to(dtype)), _packed(dt)
+        self.D, self.bias = (A.new_zeros(A.shape) if t is None else t for t in (D, dt_bias))
         self.documents = None if documents is None else documents.contiguous()
         (self.batch, self.length, self.heads, headdim), (self.groups, d_state) = x.shape, B.shape[2:]
         N = max(16, 1 << (d_state - 1).bit_length())

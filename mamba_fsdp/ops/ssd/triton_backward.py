@@ -1,5 +1,5 @@
 """Kernels of the SSD's backward pass, behind the sweeps: from the states at both ends of a chunk and the gradients of
-those, the gradients of B and C, and what the chunk says of its decays; from this the gradients of dt, A and its bias."""
+those, the gradients of B and C, and what the chunk says of its decays; from this the gradients of dt, A, the bias."""
 
 import triton
 import triton.language as tl
@@ -87,7 +87,7 @@ def gradients(dy, x, B, C, steps, documents, entering, leaving, dB, dC, flows, s
 @triton.jit
 def finish(dt, A, bias, steps, documents, flows, sums, ddt, totals, dt_batch, dt_row, length, heads,
            PARTS: tl.constexpr, Q: tl.constexpr):
-    """ddt (batch, length, heads), and of this chunk's positions, for A, the bias and D: totals (3, batch, chunks, heads).
+    """ddt (batch, length, heads) and, of this chunk's positions for A, the bias, D, totals (3, batch, chunks, heads).
 
     `flows` of each position: what its input gives to all later outputs and its own, to later ones only; what its output
     gets of earlier inputs, of the chunk before; what its input gives to the chunks behind. `sums`: what passes the

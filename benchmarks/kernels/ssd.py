@@ -1,0 +1,64 @@
+"""The SSD's kernels in a layer of mamba2-2.7b (80 heads of 64 channels, d_state 128, one group, bf16), each row in one
+segment, chunks of 32.
+
+Forward: `steps`, `forward`: 24 KB a token, where mamba-ssm's five kernels (chunks of 256) move 67: dt and its sums 1.1,
+chunk states 21.4, their passing 15.4, C B^T 1.5, outputs 27.5. Backward: all the others and `steps` again.
+"""
+
+from importlib import import_module
+
+from benchmarks.kernels import Kernel
+
+HEADS, HEADDIM, D_STATE, Q, BLOCK, PARTS = 80, 64, 128, 32, 16, 2
+TYPES = {name: type for type, names in {
+    "*bf16": "x dy dt B C entering leaving states out ddt",
+    "*fp32": "A D bias steps first ends end_decays last dB dC flows sums totals",
+    "*i32": "documents",
+    "i32": "x_batch dy_batch b_batch c_batch dt_batch dt_row length heads segments per_segment",
+}.items() for name in names.split()}
+ODD = {"segments", "per_segment", "length"}  # what need not be divisible by 16
+SIZES = dict(HEADS=HEADS, SHARE=HEADS, HEADDIM=HEADDIM, D_STATE=D_STATE, Q=Q, N=D_STATE, WIDE=False,
+             X_ROW=HEADS * HEADDIM + 2 * D_STATE, B_ROW=HEADS * HEADDIM + 2 * D_STATE,
+             C_ROW=HEADS * HEADDIM + 2 * D_STATE)
+X, STEPS, MATRIX, STATES = 2 * HEADS * HEADDIM, 3 * 4 * HEADS, 2 * D_STATE, 2 * HEADS * HEADDIM * D_STATE // Q
+FLOWS, SUMS = PARTS * 5 * 4 * HEADS, 2 * 4 * D_STATE * HEADS // BLOCK
+
+
+def kernel(name, module, function, arguments, constants, elements, moved, **more):
+    signature = {argument: TYPES[argument] for argument in arguments.split()}
+    return Kernel(name, lambda: getattr(import_module(f"mamba_fsdp.ops.ssd.triton_{module}"), function), signature,
+                  constants, elements=elements, per_token=HEADS * HEADDIM, bytes_per_token=moved,
+                  aligned=signature.keys() - ODD, **more)
+
+
+SWEEP = "x B C D steps {}ends end_decays {}last x_batch b_batch c_batch length segments per_segment"
+
+
+def sweeps(P, **more):
+    """The three sweeps with P channels in a program."""
+    sizes = SIZES | dict(P=P, TILES=HEADDIM // P, first=None, LOCAL=False, REVERSE=False)
+    back = sizes | dict(REVERSE=True, X_ROW=HEADS * HEADDIM)
+    name, options = f", {P} channels", dict(elements=Q * P, warps=4, **more)
+    return [
+        kernel("forward" + name, "forward", "sweep", SWEEP.format("", "out "),
+               sizes | dict(documents=None, states=None), moved=2 * X + STEPS + 2 * MATRIX, **options),
+        kernel("forward with documents" + name, "forward", "sweep", SWEEP.format("documents ", "out "),
+               sizes | dict(states=None), moved=2 * X + STEPS + 2 * MATRIX + 4, **options),
+        kernel("states" + name, "forward", "sweep", SWEEP.format("documents ", "states "), sizes | dict(out=None),
+               moved=X + STEPS + MATRIX + STATES, **options),
+        kernel("back" + name, "forward", "sweep", SWEEP.format("documents ", "states out "), back,
+               moved=2 * X + STEPS + 2 * MATRIX + STATES, **options)]
+
+
+KERNELS = [
+    kernel("steps", "forward", "add_up", "dt A bias steps dt_batch dt_row length heads", dict(HEADS=8, Q=Q), Q * 8,
+           2 * HEADS + STEPS, warps=4),
+    *sweeps(32, ccs=(80, 86, 89, 120)), *sweeps(64, ccs=(90, 100)),
+    *(kernel(f"gradients, {P} channels", "backward", "gradients",
+             "dy x B C steps documents entering leaving dB dC flows sums dy_batch x_batch b_batch c_batch length",
+             SIZES | dict(DY_ROW=HEADS * HEADDIM, BLOCK=BLOCK, K=D_STATE // PARTS, P=P, TILES=HEADDIM // P),
+             Q * HEADDIM, 2 * X + STEPS + 2 * MATRIX + 2 * STATES + FLOWS + 2 * SUMS, warps=4, ccs=ccs)
+      for P, ccs in ((32, (80, 86, 89, 120)), (64, (90, 100)))),
+    kernel("finish", "backward", "finish", "dt A bias steps documents flows sums ddt totals dt_batch dt_row length "
+           "heads", dict(PARTS=PARTS, Q=Q), Q, FLOWS + STEPS + 4 * HEADS, warps=1),
+]
