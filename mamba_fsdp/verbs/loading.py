@@ -1,5 +1,6 @@
 """A trained model with its tokenizer, out of a run, a checkpoint, a .pth file or another library's folder."""
 
+import os
 from collections.abc import Collection
 from pathlib import Path
 from typing import NamedTuple
@@ -29,7 +30,8 @@ def starting_weights(config: TrainConfig, explicit: Collection[str]) -> Weights 
     Raises UserError where they are of another model than the settings ask for, or what a run needs is not there.
     """
     checkpoint = config.checkpoint
-    refuse_absent(checkpoint.load_ckpt_path, checkpoint.save_ckpt_path)
+    if os.environ.get("RANK", "0") == "0":  # a thousand ranks would look it up at once
+        refuse_absent(checkpoint.load_ckpt_path, checkpoint.save_ckpt_path)
     if checkpoint.init_from:
         named = vars(config.model).keys() & set(explicit)
         try:

@@ -1,5 +1,6 @@
 """What a first start may find or lack: a run folder that is also what to load, an origin that goes later, no data."""
 
+import contextlib
 import os
 import shutil
 import signal
@@ -10,10 +11,12 @@ import time
 import pytest
 from tiny import TINY
 
+from config import resolve
 from config.train_config import DataConfig
 from mamba_fsdp.data import text, tokenize
 from mamba_fsdp.data.builtin import make_missing_builtin, missing_builtin
 from mamba_fsdp.errors import UserError
+from mamba_fsdp.verbs.loading import starting_weights
 
 
 @pytest.mark.parametrize("spelling", ["{run}", "../{name}/run/", "link", "./run"])
@@ -43,6 +46,15 @@ def test_another_origin_must_be_there_before_anything_is_written(train, tmp_path
     with pytest.raises(UserError, match=said):
         train(tmp_path / "run", load_ckpt_path=tmp_path / origin, dry_run=dry_run)
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_rank_0_alone_looks_whether_an_origin_is_there(monkeypatch, tmp_path, rank):
+    """A thousand ranks that look at once keep a file system busy; where rank 0 fails, torchrun ends the others."""
+    monkeypatch.setenv("RANK", str(rank))
+    words = {"save_ckpt_path": str(tmp_path / "run"), "load_ckpt_path": str(tmp_path / "nothing")}
+    with pytest.raises(UserError, match="no such file") if rank == 0 else contextlib.nullcontext():
+        assert starting_weights(*resolve.resolve_settings(words)) is None
 
 
 def empty(folder):
@@ -95,6 +107,7 @@ def test_a_dry_run_does_not_make_it(train, tmp_path, monkeypatch):
 
 OF_A_TENTH = """
 import runpy, sys
+from config import resolve
 from config.train_config import DataConfig
 from mamba_fsdp.data import text
 
