@@ -53,11 +53,11 @@ def sweeps(P, **more):
 KERNELS = [
     kernel("steps", "forward", "add_up", "dt A bias steps dt_batch dt_row length heads", dict(HEADS=8, Q=Q), Q * 8,
            2 * HEADS + STEPS, warps=4),
-    *sweeps(32, ccs=(80, 86, 89, 120)), *sweeps(64, ccs=(90, 100)),
+    *sweeps(32, ccs=(80, 86, 89, 90, 120)), *sweeps(64, ccs=(100,)),
     *(kernel(f"gradients, {P} channels", "backward", "gradients",
              "dy x B C steps documents entering leaving dB dC flows sums dy_batch x_batch b_batch c_batch length",
              SIZES | dict(DY_ROW=HEADS * HEADDIM, BLOCK=BLOCK, K=D_STATE // PARTS, P=P, TILES=HEADDIM // P),
-             Q * HEADDIM, 2 * X + STEPS + 2 * MATRIX + 2 * STATES + FLOWS + 2 * SUMS, warps=4, ccs=ccs)
+             Q * HEADDIM, 2 * X + STEPS + 2 * MATRIX + 2 * STATES + FLOWS + 2 * SUMS, warps=8, stack=16, ccs=ccs)
       for P, ccs in ((32, (80, 86, 89, 120)), (64, (90, 100)))),
     kernel("finish", "backward", "finish", "dt A bias steps documents flows sums ddt totals dt_batch dt_row length "
            "heads", dict(PARTS=PARTS, Q=Q), Q, FLOWS + STEPS + 4 * HEADS, warps=1),
