@@ -129,8 +129,8 @@ class Mamba2(SSM):
             return self.mix(x, documents, state, position)
         config = self.config
         return mamba2_mixer(self.in_proj(x), self.conv1d.weight, self.conv1d.bias, self.dt_bias, self.A(), self.D,
-                            self.norm.weight, config.norm_eps, self.out_proj.weight, headdim=config.headdim,
-                            ngroups=config.ngroups, chunk_size=config.chunk_size, documents=documents)
+                            self.norm.weight, config.norm_eps, self.out_proj.weight, documents, ngroups=config.ngroups,
+                            headdim=config.headdim, chunk_size=config.chunk_size, form=self.forms["mamba2"])
 
     def project(self, x):
         sizes = self.config.d_inner, self.conv1d.weight.shape[0], self.config.n_ssm_head

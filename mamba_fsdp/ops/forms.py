@@ -31,12 +31,12 @@ OPERATORS = {  # with their forms, best first
     "norm": ("triton", "fused", "portable"),
     "loss": ("triton", "portable"),
     "mamba1": ("triton", "fused"),
-    "mamba2": ("fused",),
+    "mamba2": ("triton", "fused"),
 }
 # What benchmarks.gpu found faster than the first form: {"NVIDIA H200": {"conv": "fused", ...}}, the GPU's name as torch
 # gives it; a mixer in one call needs the same form for its parts. Nothing has been measured yet.
 MEASURED: dict[str, dict[str, str]] = {}
-WHOLE = {"mamba1": ("conv", "scan"), "mamba2": ("conv", "ssd")}  # mixers in one call, in the form that these parts have
+WHOLE = {"mamba1": ("conv", "scan"), "mamba2": ("conv", "ssd", "norm")}  # mixers in one call, in the form of those
 PORTABLE = {operator: "portable" for operator in OPERATORS.keys() - WHOLE.keys()}
 
 

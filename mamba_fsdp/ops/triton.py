@@ -56,11 +56,11 @@ below_autograd = torch._C._AutoDispatchBelowAutograd
 
 def remaking(name: str, leaves: str, others: str, kept: int, forward: Callable[..., Any], backward: Callable[..., Any],
              fake: Callable[..., Any]) -> Callable[..., Any]:
-    """The operator NAME_forward, whose backward pass NAME_backward makes again what it needs of the inputs.
+    """A function by the operator NAME_forward, whose gradient NAME_backward makes again what it needs of the inputs.
 
     forward(*leaves, documents, *others) -> (output, *what is kept), `kept` tensors; backward(gradient of the output,
-    *leaves, documents, *what is kept) -> gradients of the leaves. leaves: names; others: as in a schema; fake: of
-    forward.
+    *leaves, documents, *what is kept) -> gradients of the leaves, of any dtype. leaves: names; others: as in a schema;
+    fake: of forward. The function returns the output alone.
     """
     count, tensors = len(leaves.split()), ", ".join(f"Tensor {leaf}" for leaf in leaves.split()) + ", Tensor? documents"
 
@@ -80,11 +80,12 @@ def remaking(name: str, leaves: str, others: str, kept: int, forward: Callable[.
             return *gradients(grad, *ctx.saved_tensors), None, *[None for _ in others.split(",")]
 
     gradients = operator(f"{name}_backward(Tensor grad, {tensors}, {', '.join(f'Tensor kept{i}' for i in range(kept))})"
-                         f" -> ({', '.join(['Tensor'] * count)})", backward,
+                         f" -> ({', '.join(['Tensor'] * count)})",
+                         lambda grad, *rest: tuple(of.to(leaf.dtype) for of, leaf in zip(backward(grad, *rest), rest)),
                          lambda _, *inputs: tuple(leaf.new_empty(leaf.shape) for leaf in inputs[:count]))
     whole = operator(f"{name}_forward({tensors}, {others}) -> ({', '.join(['Tensor'] * (1 + kept))})", forward, fake,
                      Gradient)
-    return whole
+    return lambda *inputs: whole(*inputs)[0]
 
 
 def of_weight(grad: torch.Tensor, x: torch.Tensor) -> torch.Tensor:

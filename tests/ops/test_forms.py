@@ -179,6 +179,7 @@ def test_a_form_that_is_demanded_of_a_part_holds_in_the_whole(libraries):
     choice = choose("scan=portable", "cuda")
     assert choice.forms["scan"] == "portable" and "mamba1" not in choice.forms and choice.forms["mamba2"] == "fused"
     assert "mamba1 can't be fused on cuda: its scan is portable" in refusal("scan=portable,mamba1=fused", "cuda")
+    assert "mamba2 can't be fused on cuda: its norm is portable" in refusal("norm=portable,mamba2=fused", "cuda")
 
 
 def test_a_form_of_another_device_is_refused(libraries):

@@ -48,7 +48,7 @@ def mixer():
 def test_fused_mixer_casts_what_multiplies_and_nothing_else(recorded):
     """Weights arrive in the activations' dtype, A, D and dt_bias in float32, documents as int32 from 0, gate first."""
     documents = torch.tensor([[3, 3, 3, 4, 4]])
-    mamba2_mixer(**mixer(), documents=documents)
+    mamba2_mixer(**mixer(), documents=documents, form="fused")
     (name, (conv_weight, conv_bias, dt_bias, A, D, chunk_size), rest), = recorded
     assert name == "mixer" and chunk_size == 16 and not rest["norm_before_gate"]
     assert conv_weight.dtype == conv_bias.dtype == rest["outproj_weight"].dtype == torch.bfloat16

@@ -6,9 +6,8 @@ import torch.nn.functional as F
 
 from mamba_fsdp.ops import triton
 from mamba_fsdp.ops.conv.triton import conv_backward, conv_forward
-from mamba_fsdp.ops.scan.triton import CHUNK, scan_backward, scan_forward, takes
+from mamba_fsdp.ops.scan.triton import CHUNK, scan_backward, scan_forward
 
-__all__ = "mamba1_mixer", "takes", "why_unavailable"
 why_unavailable = triton.why_unavailable
 
 
@@ -23,7 +22,6 @@ def _forward(xz, conv_weight, conv_bias, x_proj, dt_proj, dt_bias, A, D, out_pro
 
 
 def _backward(grad, xz, conv_weight, conv_bias, x_proj, dt_proj, dt_bias, A, D, out_proj, documents, projected, states):
-    weights = conv_weight, conv_bias, x_proj, dt_proj, dt_bias, A, D, out_proj
     x_proj, dt_proj, out_proj = (weight.to(xz.dtype) for weight in (x_proj, dt_proj, out_proj))
     (x, z), grad_xz = xz.chunk(2, -1), xz.new_empty(xz.shape)
     grad_x, grad_z = grad_xz.chunk(2, -1)
@@ -36,9 +34,8 @@ def _backward(grad, xz, conv_weight, conv_bias, x_proj, dt_proj, dt_bias, A, D, 
     grad_projected = torch.cat([grad_dt @ dt_proj, grad_B, grad_C], -1)
     grad_u = grad_u.flatten(0, 1).addmm_(grad_projected.flatten(0, 1), x_proj).view(u.shape)
     _, grad_conv, grad_conv_bias = conv_backward(grad_u, x, conv_weight, conv_bias, documents, grad_x)
-    grads = (grad_conv, grad_conv_bias, triton.of_weight(grad_projected, u), triton.of_weight(grad_dt, rank_dt),
-             grad_bias, grad_A, grad_D, triton.of_weight(grad, y))
-    return grad_xz, *(of.to(weight.dtype) for of, weight in zip(grads, weights))
+    return (grad_xz, grad_conv, grad_conv_bias, triton.of_weight(grad_projected, u),
+            triton.of_weight(grad_dt, rank_dt), grad_bias, grad_A, grad_D, triton.of_weight(grad, y))
 
 
 def _fake(xz, conv_weight, conv_bias, x_proj, dt_proj, dt_bias, A, D, out_proj, documents, keep):
@@ -52,4 +49,4 @@ _mixer = triton.remaking("mamba1", "xz conv_weight conv_bias x_proj dt_proj dt_b
 
 
 def mamba1_mixer(*inputs):
-    return _mixer(*inputs, torch.is_grad_enabled())[0]
+    return _mixer(*inputs, torch.is_grad_enabled())

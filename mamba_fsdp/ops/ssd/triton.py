@@ -90,20 +90,22 @@ class _Call:
         return states, out, last
 
 
-def ssd_forward(x, dt, A, B, C, D, dt_bias, documents, state):
-    """y and the last state, of the arguments of ops/ssd's ssd. Nothing but these is needed for the gradients."""
+def ssd_forward(x, dt, A, B, C, D, dt_bias, documents, state, remake=False):
+    """y and the last state, of the arguments of ops/ssd's ssd. Nothing but these is needed for the gradients. remake: y
+    and, instead of the last, the states entering each chunk, which save ssd_backward a sweep."""
     call = _Call(x, dt, A, B, C, D, dt_bias, documents)
-    _, y, last = call.sweep(call.x, call.B, call.C, state)
-    return y.to(x.dtype), last
+    entering, y, last = call.sweep(call.x, call.B, call.C, state, states=remake)
+    return y.to(x.dtype), entering if remake else last
 
 
-def ssd_backward(grad, grad_last, x, dt, A, B, C, D, dt_bias, documents, state):
+def ssd_backward(grad, grad_last, x, dt, A, B, C, D, dt_bias, documents, state, entering=None):
     """The gradients of x, dt, A, B, C, D, dt_bias and the first state, also of those that are None, as if zeros."""
     from mamba_fsdp.ops.ssd.triton_backward import finish, gradients
 
     call = _Call(x, dt, A, B, C, D, dt_bias, documents)
     grad = _packed(grad.to(call.x.dtype))
-    entering, _, _ = call.sweep(call.x, call.B, call.C, state, states=True, out=False)
+    if entering is None:
+        entering, _, _ = call.sweep(call.x, call.B, call.C, state, states=True, out=False)
     leaving, dx, grad_state = call.sweep(grad, call.C, call.B, grad_last, states=True, reverse=True)
     options = call.options("ssd_gradients", GRADIENTS)
     blocks, (Q, N) = -(-call.share // options["BLOCK"]), (call.constants[name] for name in "QN")
