@@ -6,8 +6,8 @@ A row is a kernel on an architecture. regs: registers of a thread; warps: that a
 room for; shared: bytes of shared memory of a program; instr and special (exp2, reciprocal ...): instructions of a
 thread for a (token, channel, state) or (token, channel), see Kernel in benchmarks/kernels/__init__.py; KB/token: read
 and written in the GPU's memory. The floors are ns a token of one layer that no schedule beats on each GPU: the largest
-of memory, instructions, special ones and tensor cores. --reference adds mamba-ssm's CUDA scan, compiled by nvcc from
-PyPI.
+of memory, instructions, special ones and tensor cores. --reference adds mamba-ssm's Triton kernels, SSD and norms
+(benchmarks/kernels/reference_triton.py), and its CUDA scan, compiled by nvcc from PyPI.
 
 Compilers come from PyPI on first use, into a cache folder. Exit code 2 where they can't be had, 1 where a kernel does
 not compile.
@@ -16,6 +16,7 @@ not compile.
 import argparse
 import sys
 
+from benchmarks.kernels import Kernel
 from benchmarks.kernels.compiler import Compiled, compile_all, kernels_of, operators
 from benchmarks.kernels.install import TRITONS, triton_folder
 from benchmarks.kernels.limits import GPUS, floor, occupancy
@@ -35,7 +36,7 @@ def arguments():
     parser.add_argument("--operators", type=lambda words: words.split(","), default=operators(), metavar="NAMES")
     parser.add_argument("--cc", type=numbers, default=[90], help="compute capabilities such as 80,90", metavar="CC")
     parser.add_argument("--triton", choices=TRITONS, default="3.6.0")
-    parser.add_argument("--reference", action="store_true", help="mamba-ssm's CUDA scan beside ours")
+    parser.add_argument("--reference", action="store_true", help="mamba-ssm's kernels beside ours")
     parser.add_argument("--loops", action="store_true", help="each loop's instructions by kind")
     asked = parser.parse_args()
     try:
@@ -48,9 +49,10 @@ def arguments():
     return asked
 
 
-def row(made: Compiled, loops: bool) -> str:
+def row(made: Compiled, kernel: Kernel, loops: bool) -> str:
     """The lines of the table for a kernel."""
-    kernel = kernels_of(made.operator)[made.name]
+    if made.error:
+        return f"{made.operator} {made.name} {made.cc}: {made.error}"
     ours, room = occupancy(made.cc, made.registers, kernel.warps, made.shared)
     floors = " ".join(f"{floor(gpu, kernel, made):6.1f}" for gpu in GPUS.values())
     line = (f"{made.operator + ' ' + made.name:30} {made.cc:3} {made.triton:>6} {made.registers:4} {made.stack:5} "
@@ -76,11 +78,12 @@ def main() -> int:
     failed = 0
     for made in compile_all(folder, requests):
         failed |= bool(made.error)
-        print(f"{made.operator} {made.name} {made.cc}: {made.error}" if made.error else row(made, asked.loops))
+        print(row(made, kernels_of(made.operator)[made.name], asked.loops))
     if asked.reference:
         try:
-            for made in reference(triton_folder(), asked.cc):
-                print(row(made, asked.loops))
+            for made, kernel in reference(folder, asked.cc):
+                failed |= bool(made.error)
+                print(row(made, kernel, asked.loops))
         except OSError as why:
             print(f"error: {why}", file=sys.stderr)
             return 2

@@ -10,7 +10,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from importlib import import_module
 from pathlib import Path
@@ -22,6 +22,8 @@ from benchmarks.kernels.machine_code import Loop, loops, resources
 
 PROJECT = Path(__file__).resolve().parents[2]
 Request = tuple[str, str, int]
+POINTERS = {"float32": "*fp32", "bfloat16": "*bf16", "float16": "*fp16", "int32": "*i32", "int64": "*i64",
+            "bool": "*i1", "uint8": "*u8", "int8": "*i8", "int16": "*i16"}
 
 
 @dataclass
@@ -55,6 +57,28 @@ def kernels_of(operator: str) -> dict[str, Kernel]:
     """By name those of a module of this folder, or of any by its dotted name."""
     listed = import_module(operator if "." in operator else f"benchmarks.kernels.{operator}").KERNELS
     return {kernel.name: kernel for kernel in listed}
+
+
+def of_launch(parameters: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
+    """What Triton makes of a launch's arguments: `constants`, `signature` and `aligned` of a Kernel.
+
+    parameters: of inspect.signature. None and integers that are 1 are constants, pointers and integers divisible by 16
+    are told to be.
+    """
+    constants, signature, aligned = {}, {}, []
+    for name, parameter in parameters.items():
+        value = values.get(name, parameter.default)
+        if "constexpr" in str(parameter.annotation) or value is None or (type(value) is int and value == 1):
+            constants[name] = value
+        elif hasattr(value, "data_ptr"):
+            signature[name] = POINTERS[str(value.dtype).removeprefix("torch.")]
+        else:
+            wide = "i64" if not -2**31 <= value < 2**31 else "i32"
+            signature[name] = "fp32" if isinstance(value, float) else wide
+        number = value.data_ptr() if hasattr(value, "data_ptr") else value
+        if name in signature and isinstance(number, int) and number % 16 == 0:
+            aligned.append(name)
+    return dict(constants=constants, signature=signature, aligned=aligned)
 
 
 def assembly(kernel: Kernel, cc: int) -> tuple[dict[str, Any], int]:

@@ -1,11 +1,12 @@
-"""mamba-ssm's CUDA scan, compiled by nvcc from PyPI as its build does, for the table beside ours.
+"""mamba-ssm's kernels for the table beside ours: its CUDA scan, compiled by nvcc from PyPI as its build does, and its
+Triton kernels, of reference_triton.py.
 
     PYTHONPATH=FOLDER_OF_A_TRITON python -m benchmarks.kernels.reference CC ...
 
-prints one line of JSON, the fields of Compiled, for each kernel and architecture (the Triton is there for its
-disassembler). The kernels are those for mamba-1.4b: bf16, rows of a multiple of 2048 positions, 128 threads of 16
-positions, gated; instructions are counted in the loop over the states alone. What they read from torch's and ATen's
-CUDA headers, which a build of torch for CPUs lacks, is stood in for. Shared memory is chosen at launch and not counted.
+prints one line of JSON, a `report`, for each kernel and architecture (the Triton is there for its disassembler). The
+kernels are those for mamba-1.4b: bf16, rows of a multiple of 2048 positions, 128 threads of 16 positions, gated;
+instructions are counted in the loop over the states alone. What they read from torch's and ATen's CUDA headers, which a
+build of torch for CPUs lacks, is stood in for. Shared memory is chosen at launch and not counted.
 """
 
 import json
@@ -60,9 +61,9 @@ FLAGS = ["-cubin", "-std=c++20", "-O3", "--use_fast_math", "--expt-relaxed-const
 
 
 def sources() -> Path:
-    """The folder of the scan's sources, from mamba-ssm's archive on PyPI. Raises OSError where it can't be had."""
+    """The folder of mamba-ssm's sources, from its archive on PyPI. Raises OSError where it can't be had."""
     archive = download(f"mamba-ssm=={MAMBA_SSM}")
-    folder = archive.parent / f"mamba_ssm-{MAMBA_SSM}" / "csrc" / "selective_scan"
+    folder = archive.parent / f"mamba_ssm-{MAMBA_SSM}"
     if not folder.exists():
         with tarfile.open(archive) as files:
             files.extractall(archive.parent, filter="data")
@@ -89,27 +90,39 @@ def torch_headers() -> list[Path]:
     return [include, include / "torch" / "csrc" / "api" / "include"]
 
 
-def reference(triton_folder: Path, ccs: list[int]) -> Iterator[Compiled]:
-    """The scan's kernels on these architectures. Raises OSError where a compiler or the sources can't be had."""
-    sources()
-    installed("nvcc-13", *NVCC)
-    done = subprocess.run([sys.executable, "-m", "benchmarks.kernels.reference", *map(str, ccs)], cwd=PROJECT,
+def report(made: Compiled, kernel: Kernel) -> None:
+    """Prints a line for `answers`, with what the table needs of the kernel."""
+    shown = {name: getattr(kernel, name) for name in ("name", "elements", "bytes_per_token", "per_token", "warps")}
+    print(json.dumps({"made": asdict(made), "kernel": shown}), flush=True)
+
+
+def answers(module: str, triton_folder: Path, ccs: list[int]) -> Iterator[tuple[Compiled, Kernel]]:
+    done = subprocess.run([sys.executable, "-m", f"benchmarks.kernels.{module}", *map(str, ccs)], cwd=PROJECT,
                           capture_output=True, text=True, env=environment(triton_folder))
-    for line in filter(lambda line: line.startswith("{"), done.stdout.splitlines()):
-        fields = json.loads(line)
-        yield Compiled(**fields | {"loops": [Loop(**loop) for loop in fields["loops"]]})
+    for line in filter(lambda line: line.startswith('{"made"'), done.stdout.splitlines()):
+        made, kernel = json.loads(line).values()
+        yield (Compiled(**made | {"loops": [Loop(**loop) for loop in made["loops"]]}),
+               Kernel(function=lambda: None, signature={}, constants={}, **kernel))
     if done.returncode:
-        raise OSError((done.stderr.strip() or "nvcc ended").splitlines()[-1])
+        raise OSError((done.stderr.strip() or f"{module} ended").splitlines()[-1])
+
+
+def reference(triton_folder: Path, ccs: list[int]) -> Iterator[tuple[Compiled, Kernel]]:
+    """mamba-ssm's kernels on these architectures. Raises OSError where a compiler or the sources can't be had."""
+    sources()
+    yield from answers("reference_triton", triton_folder, ccs)
+    installed("nvcc-13", *NVCC)
+    yield from answers("reference", triton_folder, ccs)
 
 
 def main(ccs: list[str]) -> None:
-    folder, nvcc = sources(), next(installed("nvcc-13", *NVCC).glob("nvidia/cu*"))
+    folder, nvcc = sources() / "csrc" / "selective_scan", next(installed("nvcc-13", *NVCC).glob("nvidia/cu*"))
     for cc in map(int, ccs):
         for kernel, source in zip(KERNELS, SOURCES):
             cubin = compile_scan(source, cc, folder, nvcc)
             found, (registers, stack) = loops(cubin), resources(cubin)
-            print(json.dumps(asdict(Compiled("reference", kernel.name, cc, "nvcc", registers, stack, 0,
-                                             count(kernel, found), count(kernel, found, "special"), found))))
+            report(Compiled("mamba-ssm", kernel.name, cc, "nvcc", registers, stack, 0, count(kernel, found),
+                            count(kernel, found, "special"), found), kernel)
 
 
 if __name__ == "__main__":

@@ -51,8 +51,8 @@ def sweeps(P, **more):
 
 
 KERNELS = [
-    kernel("steps", "forward", "add_up", "dt A bias steps dt_batch dt_row length heads", dict(HEADS=8, Q=Q), Q * 8,
-           2 * HEADS + STEPS, warps=4),
+    kernel("steps", "forward", "add_up", "dt A bias steps dt_batch dt_row length heads", dict(HEADS=8, Q=Q),
+           Q * 8 * HEADDIM, 2 * HEADS + STEPS, warps=4),
     *sweeps(32, ccs=(80, 86, 89, 90, 120)), *sweeps(64, ccs=(100,)),
     *(kernel(f"gradients, {P} channels", "backward", "gradients",
              "dy x B C steps documents entering leaving dB dC flows sums dy_batch x_batch b_batch c_batch length",
@@ -60,5 +60,5 @@ KERNELS = [
              Q * HEADDIM, 2 * X + STEPS + 2 * MATRIX + 2 * STATES + FLOWS + 2 * SUMS, warps=8, stack=16, ccs=ccs)
       for P, ccs in ((32, (80, 86, 89, 120)), (64, (90, 100)))),
     kernel("finish", "backward", "finish", "dt A bias steps documents flows sums ddt totals dt_batch dt_row length "
-           "heads", dict(PARTS=PARTS, Q=Q), Q, FLOWS + STEPS + 4 * HEADS, warps=1),
+           "heads", dict(PARTS=PARTS, Q=Q), Q * HEADDIM, FLOWS + STEPS + 4 * HEADS, warps=1),
 ]

@@ -3,8 +3,7 @@
     with compiled("2.2.0", 80, triton_kernels):
         selective_scan(...)  # by the kernels of that module
 
-A launch decides as Triton's does what the compiler knows: None and integers that are 1 are constants, pointers and
-integers divisible by 16 are told to be.
+A launch decides as Triton's does what the compiler knows: of_launch in benchmarks/kernels/compiler.py.
 """
 
 import inspect
@@ -17,15 +16,10 @@ from importlib import import_module
 from pathlib import Path
 from unittest.mock import patch
 
-import torch
-
 from benchmarks.kernels import Kernel
-from benchmarks.kernels.compiler import PROJECT, assembly, environment
+from benchmarks.kernels.compiler import PROJECT, assembly, environment, of_launch
 from benchmarks.kernels.install import triton_folder
 from mamba_fsdp.ops import triton as glue
-
-POINTERS = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.int32: "*i32",
-            torch.int64: "*i64", torch.bool: "*i1", torch.uint8: "*u8", torch.int8: "*i8", torch.int16: "*i16"}
 
 
 @lru_cache
@@ -60,24 +54,11 @@ class Compiled:
 
     def launch(self, grid, *positional, num_warps=4, num_stages=3, **named):
         values = dict(zip(self.parameters, positional)) | named
-        constants, signature, aligned = {}, {}, []
-        for name, parameter in self.parameters.items():
-            value = values.get(name, parameter.default)
-            constexpr = "constexpr" in str(parameter.annotation)
-            if constexpr or value is None or (type(value) is int and value == 1):
-                constants[name] = value
-            elif isinstance(value, torch.Tensor):
-                signature[name] = POINTERS[value.dtype]
-            else:
-                wide = "i64" if not -2**31 <= value < 2**31 else "i32"
-                signature[name] = "fp32" if isinstance(value, float) else wide
-            number = value.data_ptr() if isinstance(value, torch.Tensor) else value
-            if name in signature and isinstance(number, int) and number % 16 == 0:
-                aligned.append(name)
+        known = of_launch(self.parameters, values)
         grid = grid(values) if callable(grid) else grid
-        code, shared = program(self.version, json.dumps(self.request | dict(
-            constants=constants, signature=signature, aligned=aligned, warps=num_warps, stages=num_stages)))
-        code.launch(grid, num_warps, [values[name] for name in signature], shared)
+        code, shared = program(self.version, json.dumps(self.request | known | dict(warps=num_warps,
+                                                                                    stages=num_stages)))
+        code.launch(grid, num_warps, [values[name] for name in known["signature"]], shared)
 
 
 @contextmanager

@@ -16,6 +16,7 @@ from benchmarks.kernels import compiler, limits
 from benchmarks.kernels.compiler import compile_all, kernels_of, operators
 from benchmarks.kernels.install import TRITONS, triton_folder
 from benchmarks.kernels.machine_code import Loop
+from benchmarks.kernels.reference import answers, sources
 
 PAIRS = [(version, cc) for version, ccs in TRITONS.items() for cc in ccs]
 SHARED = {cc: (kib - 1) * 1024 for cc, (_, _, kib) in limits.ROOM.items()}  # of one program
@@ -89,15 +90,36 @@ def test_occupancy_and_floors():
 
 
 @pytest.mark.slow
+def test_the_reference_kernels_have_sane_numbers():
+    """mamba-ssm's Triton kernels: all that a layer launches, with the bytes and registers that kernels can have."""
+    try:
+        sources()
+        folder = triton_folder("3.6.0")
+    except OSError as why:
+        pytest.skip(str(why))
+    shown = list(answers("reference_triton", folder, [90]))
+    assert [made.error for made, _ in shown] == [""] * 23
+    for made, _ in shown:
+        assert 16 < made.registers <= 255 and 0.1 < made.instructions < 200 and made.special < made.instructions / 4
+    moved = [kernel.bytes_per_token / 1024 for _, kernel in shown]
+    assert sum(moved[:5]) == pytest.approx(67, rel=0.02)  # SSD's forward pass; see benchmarks/kernels/ssd.py
+    assert [kernel.name for _, kernel in shown[-4:]] == ["norm, gate", "norm, gate, back", "norm, sum",
+                                                         "norm, sum, back"]
+    assert moved[-4:] == pytest.approx([30, 50, 24, 32], rel=0.01)  # 6, 10, 12 and 16 bytes of a (token, channel)
+
+
+@pytest.mark.slow
 def test_the_table_has_a_row_for_each_kernel_and_the_reasons_for_none(monkeypatch, capsys):
     def table(*words):
         monkeypatch.setattr(sys, "argv", ["kernels", *words])
         return benchmark.main()
 
-    monkeypatch.setattr(benchmark, "reference", lambda *_: iter(()))
+    row = compiler.Compiled("mamba-ssm", "passing", 90, "3.6.0", 25, 0, 0, 5.5, 0.1, [])
+    monkeypatch.setattr(benchmark, "reference", lambda *_: iter([(row, kernels_of(TOY)["whole"])]))
     assert table("--operators", TOY, "--cc", "80,90", "--loops", "--reference") == 0
     lines = capsys.readouterr().out.splitlines()
     assert sum("toy_list whole" in line for line in lines) == 2 and "loop at depth 0: " in lines[2]
+    assert "mamba-ssm passing" in lines[-1]
     monkeypatch.setattr(benchmark, "triton_folder", Mock(side_effect=OSError("triton-3.6.0 can't be had")))
     assert table() == 2 and capsys.readouterr().err == "error: triton-3.6.0 can't be had\n"
     for words, said in ((["--operators", "scam"], "no kernels are listed for scam"),
