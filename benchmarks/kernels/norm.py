@@ -33,7 +33,7 @@ def kernel(name, which, tensors, channels, bytes, **bounds):
     tile = max(sizes["ELEMENTS"] // block, 1)
     constants = dict(TILE=tile, BLOCK=block) | dict.fromkeys(set(ABSENT[which]) - signature.keys())
     return Kernel(name, function, signature, constants, elements=tile * channels, bytes_per_token=bytes * channels,
-                  per_token=channels, warps=sizes["num_warps"] * max(block // sizes["ELEMENTS"], 1),
+                  per_token=channels, warps=min(sizes["num_warps"] * max(block // sizes["ELEMENTS"], 1), 32),
                   aligned=[name for name in signature if name not in ("eps", "rows", "each")], **bounds)
 
 

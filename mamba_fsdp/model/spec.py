@@ -113,7 +113,8 @@ def _mamba2(config):
 
 def _mamba2_operators(config):
     rows = {name: parameter.shape[0] for name, parameter in _mamba2(config).items()}
-    return {"conv": {"channels": rows["conv1d.weight"]}, "ssd": {}, "mamba2": {"rows": rows["in_proj.weight"]}}
+    return {"norm": {"channels": config.d_inner // config.ngroups}, "conv": {"channels": rows["conv1d.weight"]},
+            "ssd": {}, "mamba2": {"rows": rows["in_proj.weight"]}}
 
 
 def _check_mamba2(config):
@@ -217,7 +218,7 @@ def parts_that_read(setting: str) -> list[str]:
 def operator_uses(config, dtype: Any, documents: bool = False, deterministic: bool = False) -> dict[str, list[Use]]:
     """What the model asks of each operator; dtype: of the activations, a torch.dtype; the others as in Use."""
     use = Use(dtype, documents, deterministic=deterministic)
-    uses = {"norm": [use], "loss": [use]}
+    uses = {"norm": [use._replace(channels=config.d_model)], "loss": [use]}
     for part in config.parts():
         for operator, sizes in part.operators(config).items():
             uses.setdefault(operator, []).append(use._replace(**sizes))

@@ -41,7 +41,7 @@ PORTABLE = {operator: "portable" for operator in OPERATORS.keys() - WHOLE.keys()
 
 
 class Use(NamedTuple):
-    """What a model asks of an operator. channels: of the convolution; rows: of the input projection of a mixer."""
+    """What a model asks of an operator. channels: of the convolution or a norm's group; rows: of in_proj."""
 
     dtype: Any  # torch.dtype of the activations
     documents: bool  # whether boundaries of documents will be given

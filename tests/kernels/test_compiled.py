@@ -59,6 +59,15 @@ def test_every_kernel_keeps_its_bounds(version):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("version, cc", [("2.2.0", 80), ("3.9.0", 120)])
+def test_the_norm_compiles_at_its_widest(version, cc):
+    """It may spill there."""
+    made = list(compile_all(triton_folder(version), [("tests.kernels.widest_norm", name, cc)
+                                                     for name in kernels_of("tests.kernels.widest_norm")]))
+    assert [one.error for one in made] == [""] * 4 and all(one.instructions < 100 for one in made)
+
+
+@pytest.mark.slow
 def test_what_breaks_its_bounds_is_said():
     """The toy with too many values for the registers, and one that is not there."""
     whole, spilling = compile_all(triton_folder("3.6.0"), [(TOY, "whole", 90), (TOY, "spilling", 90)])

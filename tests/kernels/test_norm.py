@@ -46,6 +46,13 @@ def test_behind_the_gate(group_size):
     assert_like_portable(gated("triton", group_size), gated("portable", group_size), leaves(2, 7, 18, second="z"))
 
 
+@pytest.mark.parametrize("channels", [5000, 5120, 16384])
+def test_widths_of_models(tiles, channels):
+    tiles(4096, 128)
+    assert_like_portable(added("triton"), added("portable"), leaves(3, channels))
+    assert_like_portable(gated("triton", channels), gated("portable", channels), leaves(3, channels, second="z"))
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision(dtype):
     """The stream and the weight's gradient stay in fp32; the norm's dtype may differ from the input's."""

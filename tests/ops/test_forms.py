@@ -3,6 +3,7 @@
 import subprocess
 import sys
 import types
+from functools import partial
 
 import pytest
 import torch
@@ -158,6 +159,14 @@ def test_what_the_libraries_do_not_take_is_refused_at_the_start(libraries):
     choice = choose("auto", "cuda", config=mamba1, documents=True)
     assert choice.forms == {"conv": "fused", "scan": "portable", "norm": "fused", "loss": "portable"}
     assert choose("fused", "cuda", config=mamba2, documents=True).forms["mamba2"] == "fused"
+
+
+def test_triton_norms_rows_that_a_block_holds(kernels):
+    wide = partial(ModelConfig, layers="mamba2", d_model=65536)
+    assert "norm can't be triton on cuda: its kernels take up to 65536 channels, not 131072" in refusal(
+        "norm=triton", "cuda", config=wide())
+    assert choose("auto", "cuda", config=wide(ngroups=2)).forms["norm"] == "triton"
+    assert choose("auto", "cuda", config=ModelConfig(layers="mamba1", d_model=65537)).forms["norm"] != "triton"
 
 
 def test_a_deterministic_run_takes_what_repeats(libraries):

@@ -7,8 +7,12 @@ from torch.autograd.function import once_differentiable
 from mamba_fsdp.ops import triton
 
 why_unavailable = triton.why_unavailable
-PROGRAMS = 128
+PROGRAMS, WIDEST = 128, 65536  # a block holds a row of a group
 TILES = {(8, 0): {"ELEMENTS": 4096, "num_warps": 8}}  # longer rows have tiles of one row, and more warps
+
+
+def takes(use):
+    return f"its kernels take up to {WIDEST} channels, not {use.channels}" if use.channels > WIDEST else None
 
 
 def norm_forward(x, residual, z, weight, eps, groups, dtype):
