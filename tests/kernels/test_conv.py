@@ -1,13 +1,17 @@
 """The convolution's kernels beside the portable form in float64: widths, documents, odd sizes, slices, every dtype."""
 
+from dataclasses import fields
+
 import pytest
 import torch
 from reference import assert_like, assert_like_portable, assert_same_bits, double, evaluate
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from config.model_config import ModelConfig
 from mamba_fsdp.ops.conv import causal_conv_silu
 from mamba_fsdp.ops.conv import triton as form
 
+WIDTHS = {field.name: field for field in fields(ModelConfig)}["d_conv"].metadata["bounds"]
 DOCUMENTS = torch.tensor([[0, 1, 1, 2, 2, 2, 3, 4, 4, 4, 4, 5, 6], [3] * 8 + [4] * 5])  # ends before, at, after 8
 
 
@@ -36,10 +40,16 @@ def blocks(monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("width", [2, 3, 4])
+@pytest.mark.parametrize("width", range(WIDTHS.at_least, WIDTHS.at_most + 1))
 def test_documents_and_widths(width):
     for documents in None, DOCUMENTS:
         assert_like_portable(kernels, portable, leaves(width=width), documents=documents)
+
+
+@pytest.mark.parametrize("width", [WIDTHS.at_least - 1, WIDTHS.at_most + 1])
+def test_other_widths_are_refused(width):
+    with pytest.raises(AssertionError):
+        kernels(**leaves(width=width))
 
 
 @pytest.mark.parametrize("batch, length, channels", [(1, 1, 1), (1, 2, 5), (1, 8, 3), (1, 9, 16), (1, 3, 17)])

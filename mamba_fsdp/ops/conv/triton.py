@@ -32,6 +32,7 @@ def _walk(blocks, x, weight, bias, documents, out, grad=None, sums=None):
         return
     from mamba_fsdp.ops.conv.triton_kernels import walk
 
+    assert 2 <= weight.shape[2] <= 4, weight.shape  # the bounds of d_conv
     batch, length, channels = x.shape
     row_programs, channel_programs = -(-length // blocks["ROWS"]), -(-channels // blocks["CHANNELS"])
     x, grad, documents = (t if t is None or t.stride(-1) == 1 else t.contiguous() for t in (x, grad, documents))

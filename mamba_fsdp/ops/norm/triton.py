@@ -69,8 +69,7 @@ class _Norm(torch.autograd.Function):
         value, z, weight, scale = ctx.saved_tensors
         grad = value.new_zeros(value.shape) if grad is None else grad
         grad_x, other, grad_weight = _gradients(grad, grad_total, value, z, weight, scale)
-        of_residual, of_z = (other if needed else None for needed in ctx.needs_input_grad[1:3])
-        return grad_x, of_residual, of_z, grad_weight, None, None, None
+        return grad_x, *(other if needs else None for needs in ctx.needs_input_grad[1:3]), grad_weight, None, None, None
 
 
 _norm = triton.operator("norm_forward(Tensor x, Tensor? residual, Tensor? z, Tensor weight, float eps, int groups, "
