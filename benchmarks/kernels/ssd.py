@@ -21,7 +21,7 @@ SIZES = dict(HEADS=HEADS, SHARE=HEADS, HEADDIM=HEADDIM, D_STATE=D_STATE, Q=Q, N=
              X_ROW=HEADS * HEADDIM + 2 * D_STATE, B_ROW=HEADS * HEADDIM + 2 * D_STATE,
              C_ROW=HEADS * HEADDIM + 2 * D_STATE)
 X, STEPS, MATRIX, STATES = 2 * HEADS * HEADDIM, 3 * 4 * HEADS, 2 * D_STATE, 2 * HEADS * HEADDIM * D_STATE // Q
-FLOWS, SUMS = PARTS * 5 * 4 * HEADS, 2 * 4 * D_STATE * HEADS // BLOCK
+FLOWS, SUMS = PARTS * 4 * 4 * HEADS, 2 * 4 * D_STATE * HEADS // BLOCK
 
 
 def kernel(name, module, function, arguments, constants, elements, moved, **more):

@@ -13,7 +13,7 @@ from mamba_fsdp.ops import triton
 from mamba_fsdp.ops.forms import PORTABLE
 from mamba_fsdp.ops.ssd import ssd
 
-MOST = {torch.float32: 3e-6, torch.bfloat16: 2.0**-6, torch.float16: 2.0**-9}  # of sums over whole rows, as dA is
+MOST = {torch.float32: 1e-6, torch.bfloat16: 2.0**-6, torch.float16: 2.0**-9}  # of sums over whole rows, as dA is
 ACTIVATIONS = ("x", "dt", "B", "C")
 
 
@@ -39,23 +39,16 @@ def portable(**values):
     return ssd(**values, chunk_size=64, return_last_state=True)
 
 
-def errors_of_activations(got, expected):
-    """Within 1e-6 in fp32; gradients summed over all positions (A, D, the bias), where terms cancel, within MOST."""
-    names = [name for name in got if got[name].dim() > 1]
-    assert_like({name: got[name] for name in names}, {name: expected[name] for name in names})
-
-
 @pytest.mark.parametrize("bounded", [False, True], ids=["one document", "documents"])
 @pytest.mark.parametrize("sizes", [
     dict(length=70, batch=2, heads=4, groups=2), dict(length=1), dict(length=64, headdim=64, d_state=128),
     dict(length=33, headdim=80, d_state=130), dict(length=40, headdim=5, d_state=3, heads=6, groups=3)], ids=str)
 def test_equals_float64(sizes, bounded):
-    """Outputs, last state and all gradients; blocks full and not, several of channels and of states."""
+    """Outputs, last state and all gradients, those of A and the bias too, whose terms cancel; blocks full and not,
+    several of channels and of states."""
     values = leaves(**sizes)
     documents = random_documents(values["x"].shape[1], len(values["x"])) if bounded else None
-    got = assert_like_portable(ours, portable, values, MOST[torch.float32], documents=documents)
-    double = {name: value.double() for name, value in values.items()}
-    errors_of_activations(got, evaluate(portable, double, documents=documents))
+    assert_like_portable(ours, portable, values, MOST[torch.float32], documents=documents)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)

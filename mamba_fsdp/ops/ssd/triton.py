@@ -110,7 +110,7 @@ def ssd_backward(grad, grad_last, x, dt, A, B, C, D, dt_bias, documents, state, 
     options = call.options("ssd_gradients", GRADIENTS)
     blocks, (Q, N) = -(-call.share // options["BLOCK"]), (call.constants[name] for name in "QN")
     parts = N // min(N, STATES)
-    flows, sums = (call.fp32(parts, call.batch, call.heads, call.chunks, *shape) for shape in ((5, Q), (2,)))
+    flows, sums = (call.fp32(parts, call.batch, call.heads, call.chunks, *shape) for shape in ((4, Q), (2,)))
     dB, dC = call.fp32(2, blocks, *B.shape)
     gradients[call.groups * blocks * parts, call.chunks, call.batch](
         grad, call.x, call.B, call.C, call.steps, call.documents, entering, leaving, dB, dC, flows, sums,
@@ -120,7 +120,7 @@ def ssd_backward(grad, grad_last, x, dt, A, B, C, D, dt_bias, documents, state, 
     finish[call.heads, call.chunks, call.batch](
         call.dt, A, call.bias, call.steps, call.documents, flows, sums, ddt, totals, *call.dt.stride()[:2], call.length,
         call.heads, PARTS=parts, Q=Q, num_warps=1)
-    dA, grad_bias, dD = (total.sum(0) for total in totals)
+    dA, grad_bias, dD = (total.double().sum(0).float() for total in totals)
     return dx.to(x.dtype), ddt, dA, dB.sum(0).to(B.dtype), dC.sum(0).to(C.dtype), dD, grad_bias, grad_state
 
 

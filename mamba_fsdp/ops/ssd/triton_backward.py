@@ -16,7 +16,7 @@ def gradients(dy, x, B, C, steps, documents, entering, leaving, dB, dC, flows, s
     """Of one chunk, K of the N states and up to BLOCK heads of a group, one after another: dB and dC add up on the way.
 
     entering, leaving: the states, and the gradients of those after the chunk. Of this block's heads: dB, dC (blocks of
-    a group's heads, batch, length, groups, d_state). Of this block's states: `flows` (N / K, batch, heads, chunks, 5,
+    a group's heads, batch, length, groups, d_state). Of this block's states: `flows` (N / K, batch, heads, chunks, 4,
     Q) and `sums` (N / K, batch, heads, chunks, 2), see `finish`. All are fp32 and still to be summed.
     """
     T: tl.constexpr = tl.float32 if WIDE else x.dtype.element_ty
@@ -50,12 +50,11 @@ def gradients(dy, x, B, C, steps, documents, entering, leaving, dB, dC, flows, s
         dc += dot(grad_cb, b)
         db += dot(tl.trans(grad_cb), c)
         own = ((part * batches + batch) * HEADS + head) * chunks + chunk
-        flow = flows + own * 5 * Q + r
+        flow = flows + own * 4 * Q + r
         products *= cb
         tl.store(flow, tl.sum(products, 0))
-        products = tl.where(r[:, None] > r[None, :], products, 0.0)
-        tl.store(flow + Q, tl.sum(products, 0))
-        tl.store(flow + 2 * Q, tl.sum(products * delta[None, :], 1))
+        passing = tl.cumsum(tl.trans(products * delta[None, :]), 0)  # in the dot's layout Triton 2.2 has no cumsum
+        tl.store(flow + Q, tl.sum(tl.where(r[:, None] < r[None, :], passing, 0.0), 1))
         read_sum, kept_sum = tl.zeros([Q], tl.float32), tl.zeros([Q], tl.float32)
         across, through = tl.zeros([P], tl.float32), tl.zeros([P], tl.float32)
         for tile in tl.static_range(TILES):
@@ -74,8 +73,8 @@ def gradients(dy, x, B, C, steps, documents, entering, leaving, dB, dC, flows, s
             kept_sum += tl.sum(kept * b.to(tl.float32), 1)
             across += tl.sum(s.to(tl.float32) * g.to(tl.float32), 0)
             through += tl.sum(x_.to(tl.float32) * dy_.to(tl.float32), 0)
-        tl.store(flow + 3 * Q, read_sum)
-        tl.store(flow + 4 * Q, kept_sum)
+        tl.store(flow + 2 * Q, read_sum)
+        tl.store(flow + 3 * Q, kept_sum)
         tl.store(sums + own * 2, tl.sum(across, 0))
         tl.store(sums + own * 2 + 1, tl.sum(through, 0))
     place = (((block * batches + batch) * length + start + r) * groups + group)[:, None] * D_STATE + n[None, :]
@@ -89,25 +88,24 @@ def finish(dt, A, bias, steps, documents, flows, sums, ddt, totals, dt_batch, dt
            PARTS: tl.constexpr, Q: tl.constexpr):
     """ddt (batch, length, heads) and, of this chunk's positions for A, the bias, D, totals (3, batch, chunks, heads).
 
-    `flows` of each position: what its input gives to all later outputs and its own, to later ones only; what its output
-    gets of earlier inputs, of the chunk before; what its input gives to the chunks behind. `sums`: what passes the
-    whole chunk, and what passes D. All are times the gradients; where inputs give, without delta.
+    `flows` of each position: what its input gives to the chunk's outputs; what all inputs up to it give to those behind
+    it; what its output gets of the chunk before; what its input gives to the chunks behind. `sums`: what passes the
+    whole chunk, and what passes D. All are times the gradients; where one input gives, without delta.
     """
     head, chunk, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     chunks, batches = tl.num_programs(1), tl.num_programs(2)
     start, r = chunk * Q, tl.arange(0, Q)
     row = (batch * heads + head) * chunks + chunk
-    given, to_later, got, read, kept = (tl.zeros([Q], tl.float32), tl.zeros([Q], tl.float32), tl.zeros([Q], tl.float32),
-                                        tl.zeros([Q], tl.float32), tl.zeros([Q], tl.float32))
+    given, within, read, kept = (tl.zeros([Q], tl.float32), tl.zeros([Q], tl.float32), tl.zeros([Q], tl.float32),
+                                 tl.zeros([Q], tl.float32))
     across, through = 0.0, tl.load(sums + row * 2 + 1)
     for part in tl.static_range(PARTS):
         own = part * batches.to(tl.int64) * heads * chunks + row
-        flow = flows + own * 5 * Q + r
+        flow = flows + own * 4 * Q + r
         given += tl.load(flow)
-        to_later += tl.load(flow + Q)
-        got += tl.load(flow + 2 * Q)
-        read += tl.load(flow + 3 * Q)
-        kept += tl.load(flow + 4 * Q)
+        within += tl.load(flow + Q - 1, mask=r > 0, other=0.0)
+        read += tl.load(flow + 2 * Q)
+        kept += tl.load(flow + 3 * Q)
         across += tl.load(sums + own * 2)
     if documents is not None:
         documents += batch * length
@@ -115,10 +113,10 @@ def finish(dt, A, bias, steps, documents, flows, sums, ddt, totals, dt_batch, dt
         steps + row * Q, batches.to(tl.int64) * heads * chunks * Q, documents, start, length, r, Q)
 
     # delta[t] A counts in each decay that passes position t: into later positions, out of earlier ones.
-    passing = tl.where(r[:, None] >= r[None, :], (got + read - delta * to_later)[:, None], (delta * kept)[:, None])
+    passing = tl.where(r[:, None] >= r[None, :], read[:, None], (delta * kept)[:, None])
     if documents is not None:
         passing = tl.where(document[:, None] == document[None, :], passing, 0.0)
-    passing = tl.sum(passing, 0) + total * across
+    passing = within + tl.sum(passing, 0) + total * across
     there, dt = r < length - start, dt + batch * dt_batch + (start + r).to(tl.int64) * dt_row + head
     raw = tl.load(dt, mask=there, other=0.0).to(tl.float32) + tl.load(bias + head).to(tl.float32)
     grad = (given + kept + tl.load(A + head).to(tl.float32) * passing) * tl.exp(raw - delta)  # the slope of softplus
