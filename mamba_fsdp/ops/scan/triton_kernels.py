@@ -234,16 +234,17 @@ def _backward_chunk(start, h, g, sum_A, sum_D, sum_bias, A, bias, D, grad_out, u
             t + 1, grad_out, z, C, grad_row, z_row, C_row, length, here, known, GATED, EVEN)
         h1, decay0, step0, delta0, value0, b0 = _advance(
             t, h0, delta0, A, u, B, u_row, B_row, length, here, known, DOCUMENTS, EVEN)
-        h2, decay1, step1, delta1, value1, b1 = _advance(
+        _, decay1, step1, delta1, value1, b1 = _advance(
             t + 1, h1, delta1, A, u, B, u_row, B_row, length, here, known, DOCUMENTS, EVEN)
         g, sum_A, sum_D, sum_bias = _backward_token(
-            t + 1, g, sum_A, sum_D, sum_bias, h2, h1, decay1, step1, delta1, value1, b1, grad1, grad_y1, gate1,
+            t + 1, g, sum_A, sum_D, sum_bias, h, h1, decay1, step1, delta1, value1, b1, grad1, grad_y1, gate1,
             opened1, c1, A, D, grad_u, grad_dt, grad_z, grad_B, grad_C, out, grad_z_row, states, length, channels,
             here, known, GATED, WITH_OUT, EVEN)
         g, sum_A, sum_D, sum_bias = _backward_token(
             t, g, sum_A, sum_D, sum_bias, h1, h0, decay0, step0, delta0, value0, b0, grad0, grad_y0, gate0, opened0,
             c0, A, D, grad_u, grad_dt, grad_z, grad_B, grad_C, out, grad_z_row, states, length, channels, here, known,
             GATED, WITH_OUT, EVEN)
+        h = h0
     tl.debug_barrier()
     return g, sum_A, sum_D, sum_bias
 
