@@ -2,7 +2,7 @@
 
 Bytes: activations, the states kept, and the partial sums of the gradients of B and C, one of 32 channels each, that are
 written and read again by their sum. Beside them the backward pass keeps every second state of a chunk and its steps in
-a scratch of 72 KiB a warp, which it writes and reads again at once: it is to stay in the cache. Of its instructions 24
+a scratch of 72 KiB a warp, which it writes and reads again at once: it is to stay in the cache. Of its instructions 21
 are of a state (what 16 states take more than 8 do), the rest of a token and channel; of the forward pass's, 6.
 """
 
@@ -13,7 +13,7 @@ from benchmarks.kernels import Kernel
 D_INNER, D_STATE, CHANNELS, CHUNK = 4096, 16, 32, 64
 TYPES = {name: type for type, names in {
     "*bf16": "u dt B C z out grad_out grad_u grad_dt grad_z",
-    "*fp32": "A D bias state ends totals scratch entries last grad_last grad_A grad_B grad_C grad_D grad_bias "
+    "*fp32": "A D bias state ends totals scratch entries last grad_last grad_A grad_BC grad_D grad_bias "
              "grad_state",
     "*i64": "documents",
     "i32": "u_row dt_row B_row C_row z_row grad_row grad_z_row length channels states segment_chunks",
@@ -36,8 +36,8 @@ def kernel(name, function, arguments, constants, tokens, **more):
 LOCAL = "u dt A z B bias documents ends totals u_row dt_row z_row B_row length channels states segment_chunks"
 FORWARD = ("u dt A B C D z bias documents state ends totals out entries last u_row dt_row z_row B_row C_row length "
            "channels states segment_chunks")
-BACKWARD = ("grad_out grad_last u dt A B C D z bias documents entries ends totals scratch grad_u grad_dt grad_A grad_B "
-            "grad_C grad_D grad_z grad_bias grad_state out grad_row u_row dt_row z_row B_row C_row grad_z_row length "
+BACKWARD = ("grad_out grad_last u dt A B C D z bias documents entries ends totals scratch grad_u grad_dt grad_A "
+            "grad_BC grad_D grad_z grad_bias grad_state out grad_row u_row dt_row z_row B_row C_row grad_z_row length "
             "channels states segment_chunks")
 KERNELS = [
     kernel("forward", "forward", FORWARD, SWEEP | dict(KEEP=True), 4, trips=CHUNK // 4, registers=168,

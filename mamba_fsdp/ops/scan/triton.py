@@ -95,14 +95,14 @@ def scan_backward(grad_out: Tensor, grad_last: Tensor | None, u: Tensor, dt: Ten
     grad_z = u.new_empty((0, 0, 0) if z is None else u.shape) if grad_z is None else grad_z
     grad_A = scan.floats(batch, segments, states, channels)
     grad_D, grad_bias = (scan.floats(batch, segments, channels) for _ in range(2))
-    grad_B, grad_C = (scan.floats(blocks, *B.shape) for _ in range(2))
+    grad_BC = scan.floats(blocks, *B.shape[:2], 2, scan.shared["N"])  # an entry for each block of channels
     scratch = scan.floats(batch * segments * blocks, CHUNK // 2 * (scan.shared["N"] + 2) * scan.shared["CHANNELS"])
     scan.launch("backward", grad_out, scan.z, scan.C, True, **_activations(grad_z=grad_z), grad_out=grad_out,
                 grad_row=grad_out.stride(1), grad_last=grad_last, entries=entries, scratch=scratch, grad_u=grad_u,
-                grad_dt=grad_dt, grad_A=grad_A, grad_B=grad_B, grad_C=grad_C, grad_D=grad_D, grad_bias=grad_bias,
+                grad_dt=grad_dt, grad_A=grad_A, grad_BC=grad_BC, grad_D=grad_D, grad_bias=grad_bias,
                 grad_state=grad_state, out=out, WITH_OUT=want_out)
-    return (grad_u, grad_dt, grad_A.sum((0, 1)).T, grad_B.sum(0).to(B.dtype), grad_C.sum(0).to(C.dtype),
-            grad_D.sum((0, 1)), grad_z, grad_bias.sum((0, 1)), grad_state.mT, out)
+    return (grad_u, grad_dt, grad_A.sum((0, 1)).T, *(grad_BC[:, :, :, i, :states].sum(0).to(v.dtype)
+            for i, v in enumerate((B, C))), grad_D.sum((0, 1)), grad_z, grad_bias.sum((0, 1)), grad_state.mT, out)
 
 
 class _Gradient(Function):

@@ -54,10 +54,10 @@ def _slope(delta):
 
 
 @triton.jit
-def _delta(t, dt, bias, documents, dt_row, length, here, DOCUMENTS, EVEN):
+def _delta(t, dt, bias, documents, length, here, DOCUMENTS, EVEN):
     """delta at position t; negative, and not 0, at a document's start."""
     inside = _inside(here, t, length, EVEN)
-    delta = _softplus(_load(dt + t * dt_row, inside) + bias)
+    delta = _softplus(_load(dt, inside) + bias)
     if DOCUMENTS:
         at = tl.minimum(t, length - 1)
         starts = tl.load(documents + at) != tl.load(documents + tl.maximum(at - 1, 0))
@@ -68,13 +68,13 @@ def _delta(t, dt, bias, documents, dt_row, length, here, DOCUMENTS, EVEN):
 
 
 @triton.jit
-def _advance(t, h, delta, A, u, B, u_row, B_row, length, here, known, DOCUMENTS, EVEN):
+def _advance(t, h, delta, A, u, B, length, here, known, DOCUMENTS, EVEN):
     """The state after position t; the decay, the step, delta, u and B there."""
     step = delta
     if DOCUMENTS:
         step, delta = tl.where(delta < 0.0, ENDLESS, delta), tl.abs(delta)
-    value = _load(u + t * u_row, _inside(here, t, length, EVEN))
-    b = _load(B + t * B_row, _inside(known, t, length, EVEN))
+    value = _load(u, _inside(here, t, length, EVEN))
+    b = _load(B, _inside(known, t, length, EVEN))
     decay = tl.math.exp2(step[None, :] * A)
     return decay * h + (delta * value)[None, :] * b[:, None], decay, step, delta, value, b
 
@@ -112,7 +112,7 @@ def local(u, dt, A, z, B, bias, documents, ends, totals, u_row, dt_row, z_row, B
             t = start + tile * 4 + i
             if REVERSE:
                 t = start + (tiles - tile) * 4 - 1 - i
-            delta = _delta(t, dt, bias, documents, dt_row, length, here, DOCUMENTS, EVEN)
+            delta = _delta(t, dt + t * dt_row, bias, documents, length, here, DOCUMENTS, EVEN)
             if REVERSE:
                 inside = _inside(here, t, length, EVEN)
                 grad_y = _load(u + t * u_row, inside)
@@ -123,7 +123,8 @@ def local(u, dt, A, z, B, bias, documents, ends, totals, u_row, dt_row, z_row, B
                 step = tl.where(delta < 0.0, ENDLESS, delta)
                 h *= tl.math.exp2(step[None, :] * A)
             else:
-                h, _, step, _, _, _ = _advance(t, h, delta, A, u, B, u_row, B_row, length, here, known, DOCUMENTS, EVEN)
+                h, _, step, _, _, _ = _advance(
+                    t, h, delta, A, u + t * u_row, B + t * B_row, length, here, known, DOCUMENTS, EVEN)
             total += step
     tl.store(ends + place * slab + corner, h, mask=both)
     tl.store(totals + place * channels + channel, total, mask=here)
@@ -154,9 +155,9 @@ def forward(u, dt, A, B, C, D, z, bias, documents, state, ends, totals, out, ent
         for t in range(chunk * CHUNK, tl.minimum(chunk * CHUNK + CHUNK, length), 4):
             y = tl.zeros((4, CHANNELS), tl.float32)
             for i in tl.static_range(4):
-                delta = _delta(t + i, dt, bias, documents, dt_row, length, here, DOCUMENTS, EVEN)
+                delta = _delta(t + i, dt + (t + i) * dt_row, bias, documents, length, here, DOCUMENTS, EVEN)
                 h, _, _, _, _, _ = _advance(
-                    t + i, h, delta, A, u, B, u_row, B_row, length, here, known, DOCUMENTS, EVEN)
+                    t + i, h, delta, A, u + (t + i) * u_row, B + (t + i) * B_row, length, here, known, DOCUMENTS, EVEN)
                 c = _load(C + (t + i) * C_row, _inside(known, t + i, length, EVEN))
                 y = tl.where(four == i, tl.sum(h * c[:, None], axis=0)[None, :], y)
             inside = _inside(here[None, :], t + four, length, EVEN) | (four < 0)
@@ -170,80 +171,79 @@ def forward(u, dt, A, B, C, D, z, bias, documents, state, ends, totals, out, ent
 
 
 @triton.jit
-def _gradient_of_y(t, grad_out, z, C, grad_row, z_row, C_row, length, here, known, GATED, EVEN):
-    """The gradients of out and of y at position t, the gate's input and its sigmoid, and C."""
-    grad = _load(grad_out + t * grad_row, _inside(here, t, length, EVEN))
-    c = _load(C + t * C_row, _inside(known, t, length, EVEN))
+def _gradient_of_y(t, grad_out, z, C, length, here, known, GATED, EVEN):
+    """The gradient of out, times the gate's sigmoid, and of y at position t, the gate's input, its sigmoid, and C."""
+    grad = _load(grad_out, _inside(here, t, length, EVEN))
+    c = _load(C, _inside(known, t, length, EVEN))
     gate, opened, grad_y = grad, grad, grad
     if GATED:
-        gate = _load(z + t * z_row, _inside(here, t, length, EVEN))
+        gate = _load(z, _inside(here, t, length, EVEN))
         opened = _sigmoid(gate)
-        grad_y = grad * gate * opened
+        grad, grad_y = grad * opened, grad * opened * gate
     return grad, grad_y, gate, opened, c
 
 
 @triton.jit
 def _backward_token(t, g, sum_A, sum_D, sum_bias, after, before, decay, step, delta, value, b, grad, grad_y, gate,
-                    opened, c, A, D, grad_u, grad_dt, grad_z, grad_B, grad_C, out, grad_z_row, states, length, channels,
-                    here, known, GATED, WITH_OUT, EVEN):
+                    opened, c, A, D, grad_u, grad_dt, grad_z, grad_BC, out, length, here, known, GATED, WITH_OUT, EVEN,
+                    N):
     """From the adjoint of the state after position t, less what y adds to it there, to that of the state before; the
     sums over positions with what t adds."""
-    inside, lines, place = _inside(here, t, length, EVEN), _inside(known, t, length, EVEN), t * channels
+    inside, lines = _inside(here, t, length, EVEN), _inside(known, t, length, EVEN)
     g += grad_y[None, :] * c[:, None]
-    tl.store(grad_C + t * states, tl.sum(after * grad_y[None, :], axis=1), mask=lines)
-    tl.store(grad_B + t * states, tl.sum(g * (delta * value)[None, :], axis=1), mask=lines)
+    tl.store(grad_BC + N, tl.sum(after * grad_y[None, :], axis=1), mask=lines)
+    tl.store(grad_BC, tl.sum(g * (delta * value)[None, :], axis=1), mask=lines)
     y, sum_x = tl.sum(after * c[:, None], axis=0) + D * value, tl.sum(g * b[:, None], axis=0)
     g *= decay
     through_decay = g * before
     sum_A += through_decay * step[None, :]
     if GATED:
-        tl.store(grad_z + t * grad_z_row, grad * y * opened * (1.0 + gate * (1.0 - opened)), mask=inside)
+        tl.store(grad_z, grad * y * (1.0 + gate * (1.0 - opened)), mask=inside)
         y *= gate * opened
     if WITH_OUT:
-        tl.store(out + place, y, mask=inside)
+        tl.store(out, y, mask=inside)
     grad_raw = (tl.sum(through_decay * A, axis=0) * LN2 + sum_x * value) * _slope(delta)
-    tl.store(grad_u + place, sum_x * delta + grad_y * D, mask=inside)
-    tl.store(grad_dt + place, grad_raw, mask=inside)
+    tl.store(grad_u, sum_x * delta + grad_y * D, mask=inside)
+    tl.store(grad_dt, grad_raw, mask=inside)
     return g, sum_A, sum_D + grad_y * value, sum_bias + grad_raw  # behind the row's end 0, as the slope of delta 0
 
 
 @triton.jit
 def _backward_chunk(start, h, g, sum_A, sum_D, sum_bias, A, bias, D, grad_out, u, dt, z, B, C, documents, scratch,
-                    deltas, grad_u, grad_dt, grad_z, grad_B, grad_C, out, grad_row, u_row, dt_row, z_row, B_row, C_row,
-                    grad_z_row, states, length, channels, here, known, GATED, DOCUMENTS, WITH_OUT, EVEN, TILE, CHANNELS,
-                    CHUNK):
+                    deltas, grad_u, grad_dt, grad_z, grad_BC, out, grad_row, u_row, dt_row, z_row, B_row, C_row,
+                    grad_z_row, length, channels, here, known, GATED, DOCUMENTS, WITH_OUT, EVEN, N, CHANNELS, CHUNK):
     """Forward through the chunk at `start` from its entry h, keeping every second state and all deltas; then back."""
     tiles = tl.cdiv(tl.minimum(CHUNK, length - start), 2)
     for tile in range(0, tiles):
-        t = start + tile * 2
-        tl.store(scratch + tile * TILE, h)
-        delta0 = _delta(t, dt, bias, documents, dt_row, length, here, DOCUMENTS, EVEN)
-        delta1 = _delta(t + 1, dt, bias, documents, dt_row, length, here, DOCUMENTS, EVEN)
-        h, _, _, _, _, _ = _advance(t, h, delta0, A, u, B, u_row, B_row, length, here, known, DOCUMENTS, EVEN)
-        h, _, _, _, _, _ = _advance(t + 1, h, delta1, A, u, B, u_row, B_row, length, here, known, DOCUMENTS, EVEN)
-        tl.store(deltas + tile * 2 * CHANNELS, delta0)
-        tl.store(deltas + (tile * 2 + 1) * CHANNELS, delta1)
+        t, kept = start + tile * 2, tile * (N + 2) * CHANNELS
+        tl.store(scratch + kept, h)
+        dt_t, u_t, B_t = dt + t * dt_row, u + t * u_row, B + t * B_row
+        delta0 = _delta(t, dt_t, bias, documents, length, here, DOCUMENTS, EVEN)
+        delta1 = _delta(t + 1, dt_t + dt_row, bias, documents, length, here, DOCUMENTS, EVEN)
+        h, _, _, _, _, _ = _advance(t, h, delta0, A, u_t, B_t, length, here, known, DOCUMENTS, EVEN)
+        h, _, _, _, _, _ = _advance(t + 1, h, delta1, A, u_t + u_row, B_t + B_row, length, here, known, DOCUMENTS, EVEN)
+        tl.store(deltas + kept, delta0)
+        tl.store(deltas + kept + CHANNELS, delta1)
     tl.debug_barrier()
     for i in range(1, tiles + 1):
-        tile, t = tiles - i, start + (tiles - i) * 2
-        h0 = tl.load(scratch + tile * TILE)
-        delta0, delta1 = tl.load(deltas + tile * 2 * CHANNELS), tl.load(deltas + (tile * 2 + 1) * CHANNELS)
-        grad0, grad_y0, gate0, opened0, c0 = _gradient_of_y(
-            t, grad_out, z, C, grad_row, z_row, C_row, length, here, known, GATED, EVEN)
+        t, kept = start + (tiles - i) * 2, (tiles - i) * (N + 2) * CHANNELS
+        h0, delta0, delta1 = tl.load(scratch + kept), tl.load(deltas + kept), tl.load(deltas + kept + CHANNELS)
+        u_t, B_t, C_t, z_t, grad_t = u + t * u_row, B + t * B_row, C + t * C_row, z + t * z_row, grad_out + t * grad_row
+        grad0, grad_y0, gate0, opened0, c0 = _gradient_of_y(t, grad_t, z_t, C_t, length, here, known, GATED, EVEN)
         grad1, grad_y1, gate1, opened1, c1 = _gradient_of_y(
-            t + 1, grad_out, z, C, grad_row, z_row, C_row, length, here, known, GATED, EVEN)
-        h1, decay0, step0, delta0, value0, b0 = _advance(
-            t, h0, delta0, A, u, B, u_row, B_row, length, here, known, DOCUMENTS, EVEN)
-        _, decay1, step1, delta1, value1, b1 = _advance(
-            t + 1, h1, delta1, A, u, B, u_row, B_row, length, here, known, DOCUMENTS, EVEN)
+            t + 1, grad_t + grad_row, z_t + z_row, C_t + C_row, length, here, known, GATED, EVEN)
+        h1, decay0, step0, delta0, u0, b0 = _advance(t, h0, delta0, A, u_t, B_t, length, here, known, DOCUMENTS, EVEN)
+        _, decay1, step1, delta1, u1, b1 = _advance(
+            t + 1, h1, delta1, A, u_t + u_row, B_t + B_row, length, here, known, DOCUMENTS, EVEN)
+        grad_u_t, grad_dt_t, out_t = grad_u + t * channels, grad_dt + t * channels, out + t * channels
+        grad_z_t, grad_BC_t = grad_z + t * grad_z_row, grad_BC + t * (2 * N)
         g, sum_A, sum_D, sum_bias = _backward_token(
-            t + 1, g, sum_A, sum_D, sum_bias, h, h1, decay1, step1, delta1, value1, b1, grad1, grad_y1, gate1,
-            opened1, c1, A, D, grad_u, grad_dt, grad_z, grad_B, grad_C, out, grad_z_row, states, length, channels,
-            here, known, GATED, WITH_OUT, EVEN)
+            t + 1, g, sum_A, sum_D, sum_bias, h, h1, decay1, step1, delta1, u1, b1, grad1, grad_y1, gate1, opened1,
+            c1, A, D, grad_u_t + channels, grad_dt_t + channels, grad_z_t + grad_z_row, grad_BC_t + 2 * N,
+            out_t + channels, length, here, known, GATED, WITH_OUT, EVEN, N)
         g, sum_A, sum_D, sum_bias = _backward_token(
-            t, g, sum_A, sum_D, sum_bias, h1, h0, decay0, step0, delta0, value0, b0, grad0, grad_y0, gate0, opened0,
-            c0, A, D, grad_u, grad_dt, grad_z, grad_B, grad_C, out, grad_z_row, states, length, channels, here, known,
-            GATED, WITH_OUT, EVEN)
+            t, g, sum_A, sum_D, sum_bias, h1, h0, decay0, step0, delta0, u0, b0, grad0, grad_y0, gate0, opened0,
+            c0, A, D, grad_u_t, grad_dt_t, grad_z_t, grad_BC_t, out_t, length, here, known, GATED, WITH_OUT, EVEN, N)
         h = h0
     tl.debug_barrier()
     return g, sum_A, sum_D, sum_bias
@@ -251,7 +251,7 @@ def _backward_chunk(start, h, g, sum_A, sum_D, sum_bias, A, bias, D, grad_out, u
 
 @triton.jit
 def backward(grad_out, grad_last, u, dt, A, B, C, D, z, bias, documents, entries, ends, totals, scratch, grad_u,
-             grad_dt, grad_A, grad_B, grad_C, grad_D, grad_z, grad_bias, grad_state, out, grad_row, u_row, dt_row,
+             grad_dt, grad_A, grad_BC, grad_D, grad_z, grad_bias, grad_state, out, grad_row, u_row, dt_row,
              z_row, B_row, C_row, grad_z_row, length, channels, states, segment_chunks, GATED: tl.constexpr,
              DOCUMENTS: tl.constexpr, CUT: tl.constexpr, WITH_OUT: tl.constexpr, EVEN: tl.constexpr, N: tl.constexpr,
              CHANNELS: tl.constexpr, CHUNK: tl.constexpr):
@@ -267,9 +267,9 @@ def backward(grad_out, grad_last, u, dt, A, B, C, D, z, bias, documents, entries
     grad_out, out = grad_out + first * grad_row + channel, out + first * channels + channel
     grad_u, grad_dt = grad_u + first * channels + channel, grad_dt + first * channels + channel
     grad_z += first * grad_z_row + channel
-    lines = (block.to(tl.int64) * tl.num_programs(2) * length + first) * states + n
+    grad_BC += (block.to(tl.int64) * tl.num_programs(2) * length + first) * (2 * N) + n
     scratch += (place * tl.num_programs(0) + block) * (CHUNK // 2 * (N + 2) * CHANNELS)
-    deltas, scratch = scratch + CHUNK // 2 * N * CHANNELS + lane, scratch + n[:, None] * CHANNELS + lane[None, :]
+    deltas, scratch = scratch + lane, scratch + lane[None, :] + (n + 2)[:, None] * CHANNELS
     sum_A, sum_D = tl.zeros((N, CHANNELS), tl.float32), tl.zeros((CHANNELS,), tl.float32)
     g, sum_bias = _load(grad_last + row * slab + corner, both), tl.zeros((CHANNELS,), tl.float32)
     if CUT:
@@ -280,9 +280,8 @@ def backward(grad_out, grad_last, u, dt, A, B, C, D, z, bias, documents, entries
         h = _load(entries + (row * chunks + end - i) * slab + corner, both)
         g, sum_A, sum_D, sum_bias = _backward_chunk(
             (end - i) * CHUNK, h, g, sum_A, sum_D, sum_bias, A, bias, D, grad_out, u, dt, z, B, C, documents, scratch,
-            deltas, grad_u, grad_dt, grad_z, grad_B + lines, grad_C + lines, out, grad_row, u_row, dt_row, z_row, B_row,
-            C_row, grad_z_row, states, length, channels, here, known, GATED, DOCUMENTS, WITH_OUT, EVEN, N * CHANNELS,
-            CHANNELS, CHUNK)
+            deltas, grad_u, grad_dt, grad_z, grad_BC, out, grad_row, u_row, dt_row, z_row, B_row, C_row, grad_z_row,
+            length, channels, here, known, GATED, DOCUMENTS, WITH_OUT, EVEN, N, CHANNELS, CHUNK)
     tl.store(grad_A + place * slab + corner, sum_A, mask=both)
     tl.store(grad_D + place * channels + channel, sum_D, mask=here)
     tl.store(grad_bias + place * channels + channel, sum_bias, mask=here)
