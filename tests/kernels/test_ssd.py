@@ -65,6 +65,7 @@ def test_what_is_not_given(absent):
                          MOST[torch.float32], **({} if absent == "initial_state" else {absent: None}))
 
 
+@pytest.mark.torch22
 @pytest.mark.parametrize("only", [0, 1])
 def test_one_output_alone_has_gradients(only):
     def one(form):
@@ -146,6 +147,7 @@ def test_slices_of_a_projection_are_taken_as_they_are(monkeypatch):
     assert_same_bits(evaluate(ours, turned), evaluate(ours, values))
 
 
+@pytest.mark.torch22
 @pytest.mark.parametrize("dtype", MOST, ids=str)
 def test_tensors_without_content_give_the_same_shapes(dtype):
     values = leaves(length=20, dtype=dtype)
@@ -156,6 +158,7 @@ def test_tensors_without_content_give_the_same_shapes(dtype):
         {name: (value.shape, value.dtype, value.stride()) for name, value in real.items()}
 
 
+@pytest.mark.torch22
 @pytest.mark.slow
 def test_is_one_call_to_torch_compile():
     torch._dynamo.reset()
