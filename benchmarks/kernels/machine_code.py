@@ -54,6 +54,7 @@ def resources(cubin: bytes) -> tuple[int, int]:
     return tuple(int(re.search(rf"{word}:(\d+)", said).group(1)) for word in ("REG", "STACK"))
 
 
+@lru_cache(maxsize=1)
 def listing(cubin: bytes) -> tuple[list[tuple[str, str]], dict[str, int]]:
     """The instructions as (opcode with modifiers, operands), and {label: the instruction behind it}."""
     code, labels = [], {}
