@@ -31,34 +31,43 @@ def kernel(name, module, function, arguments, constants, elements, moved, **more
                   aligned=signature.keys() - ODD, **more)
 
 
+# At most, of instructions for an element, by the channels of a program:
+BOUNDS = {"forward": {32: 112, 64: 62}, "forward with documents": {32: 128, 64: 68}, "states": {32: 56, 64: 34},
+          "back": {32: 136, 64: 76}, "local": {32: 38, 64: 22}, "local back": {32: 38, 64: 22},
+          "gradients": {32: 180, 64: 140}}
 SWEEP = "x B C D steps {}ends end_decays {}last x_batch b_batch c_batch length segments per_segment"
 
 
 def sweeps(P, **more):
-    """The three sweeps with P channels in a program."""
+    """The sweeps with P channels in a program; `local`: before the others, where a row has several segments."""
     sizes = SIZES | dict(P=P, TILES=HEADDIM // P, first=None, LOCAL=False, REVERSE=False)
     back = sizes | dict(REVERSE=True, X_ROW=HEADS * HEADDIM)
-    name, options = f", {P} channels", dict(elements=Q * P, warps=4, **more)
+
+    def sweep(title, arguments, constants, moved):
+        return kernel(f"{title}, {P} channels", "forward", "sweep", SWEEP.format(*arguments), constants, Q * P, moved,
+                      warps=4, instructions=BOUNDS[title][P], registers=128 if constants["LOCAL"] else 255, **more)
+
     return [
-        kernel("forward" + name, "forward", "sweep", SWEEP.format("", "out "),
-               sizes | dict(documents=None, states=None), moved=2 * X + STEPS + 2 * MATRIX, **options),
-        kernel("forward with documents" + name, "forward", "sweep", SWEEP.format("documents ", "out "),
-               sizes | dict(states=None), moved=2 * X + STEPS + 2 * MATRIX + 4, **options),
-        kernel("states" + name, "forward", "sweep", SWEEP.format("documents ", "states "), sizes | dict(out=None),
-               moved=X + STEPS + MATRIX + STATES, **options),
-        kernel("back" + name, "forward", "sweep", SWEEP.format("documents ", "states out "), back,
-               moved=2 * X + STEPS + 2 * MATRIX + STATES, **options)]
+        sweep("forward", ("", "out "), sizes | dict(documents=None, states=None), 2 * X + STEPS + 2 * MATRIX),
+        sweep("forward with documents", ("documents ", "out "), sizes | dict(states=None),
+              2 * X + STEPS + 2 * MATRIX + 4),
+        sweep("states", ("documents ", "states "), sizes | dict(out=None), X + STEPS + MATRIX + STATES),
+        sweep("back", ("documents ", "states out "), back, 2 * X + STEPS + 2 * MATRIX + STATES),
+        *(sweep(title, ("documents ", "out "), of | dict(states=None, LOCAL=True), X + STEPS + MATRIX)
+          for title, of in (("local", sizes), ("local back", back)))]
 
 
 KERNELS = [
     kernel("steps", "forward", "add_up", "dt A bias steps dt_batch dt_row length heads", dict(HEADS=8, Q=Q),
-           Q * 8 * HEADDIM, 2 * HEADS + STEPS, warps=4),
+           Q * 8 * HEADDIM, 2 * HEADS + STEPS, warps=4, registers=64, instructions=2.6),
     *sweeps(32, ccs=(80, 86, 89, 90, 120)), *sweeps(64, ccs=(100,)),
     *(kernel(f"gradients, {P} channels", "backward", "gradients",
              "dy x B C steps documents entering leaving dB dC flows sums dy_batch x_batch b_batch c_batch length",
              SIZES | dict(DY_ROW=HEADS * HEADDIM, BLOCK=BLOCK, K=D_STATE // PARTS, P=P, TILES=HEADDIM // P),
-             Q * HEADDIM, 2 * X + STEPS + 2 * MATRIX + 2 * STATES + FLOWS + 2 * SUMS, warps=8, stack=16, ccs=ccs)
+             Q * HEADDIM, 2 * X + STEPS + 2 * MATRIX + 2 * STATES + FLOWS + 2 * SUMS, warps=8, ccs=ccs,
+             instructions=BOUNDS["gradients"][P])
       for P, ccs in ((32, (80, 86, 89, 120)), (64, (90, 100)))),
     kernel("finish", "backward", "finish", "dt A bias steps documents flows sums ddt totals dt_batch dt_row length "
-           "heads", dict(PARTS=PARTS, Q=Q), Q * HEADDIM, FLOWS + STEPS + 4 * HEADS, warps=1),
+           "heads", dict(PARTS=PARTS, Q=Q), Q * HEADDIM, FLOWS + STEPS + 4 * HEADS, warps=1,
+           registers=168, instructions=9),
 ]
