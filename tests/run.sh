@@ -34,7 +34,6 @@ export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} # spinning threads of many processe
 export MAMBA_FSDP_TEST_STACK=$stack
 # Two tests at a time, since many mostly wait; those of one file one after the other.
 pytest=("$venv/bin/python" -m pytest -n 2 --dist loadfile "${selection[@]}")
-[ "$stack" = cpu ] || exec "${pytest[@]}" "$@"
 
 # The kernels in a second call, beside a Triton that interprets them. Which of the words belong to which call:
 words=() kernels=() paths=0
