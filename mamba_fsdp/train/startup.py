@@ -16,16 +16,18 @@ class Startup:
         self.steps = 0
 
     def done(self, part: str) -> None:
-        """What has passed since the last part was `part`."""
+        """What has passed since the last part was `part`; behind the first step it is none of the start."""
         now = time.time()
-        self.parts[part], self.since = round(self.parts.get(part, 0.0) + now - self.since, 3), now
+        if not self.steps:
+            self.parts[part] = round(now - self.since, 3)
+        self.since = now
 
     def stepped(self) -> bool:
         """Call after each step. Whether the start is known now: the second step shows what the first one compiled."""
-        self.steps += 1
-        if self.steps == 1:
+        if self.steps == 0:
             self.done("first step")
-        elif self.steps == 2:
+        self.steps += 1
+        if self.steps == 2:
             first, second = self.parts.pop("first step"), time.time() - self.since
             self.parts |= {"compile": round(max(0.0, first - second), 3), "first step": round(min(first, second), 3)}
         return self.steps == 2

@@ -33,13 +33,16 @@ def test_what_came_before_a_rank_is_told_by_its_environment(monkeypatch):
 
 def test_what_the_first_step_takes_longer_than_the_second_is_compiling(monkeypatch):
     monkeypatch.setenv("RANKS_BEGAN", "100")
-    now = iter([1000.0, 110.0, 112.0])
+    now = iter([1000.0, 105.0, 115.0, 120.0, 122.0, 300.0])
     monkeypatch.setattr(time, "time", lambda: next(now))
     startup = Startup()
+    startup.done("validation")
     assert not startup.stepped()
+    startup.done("validation")
     assert startup.stepped()
-    assert startup.parts == {"compile": 8.0, "first step": 2.0}
-    assert startup.line() == "start      first step after 10.0 s: compile 8.0, first step 2.0"
+    startup.done("validation")
+    assert startup.parts == {"validation": 5.0, "compile": 8.0, "first step": 2.0}
+    assert startup.line() == "start      first step after 15.0 s: validation 5.0, compile 8.0, first step 2.0"
 
 
 def test_the_parts_stand_in_the_log_and_the_status(train, tmp_path):
