@@ -46,7 +46,8 @@ def test_two_nodes_make_one_run_of_two_ranks_in_the_shared_venv(start_cluster, s
         assert environment["TORCHINDUCTOR_CACHE_DIR"] == f"{on_node}/inductor"
         assert environment["TRITON_DUMP_DIR"].startswith("/tmp/mamba-train-")
         parts = [word.split("=")[0] for word in environment["START_PARTS"].split("+")]
-        assert parts == ["queue", "allocation", "settings", "nodes", "since"]
+        assert [part for part in parts if part != "corpus"] == ["queue", "allocation", "settings", "nodes", "since"], \
+            "the corpus is made in less than a second, or told"
         assert float(environment["RANKS_BEGAN"]) > float(environment["START_PARTS"].rpartition("=")[2])
         assert environment["GLOO_SOCKET_IFNAME"] == "eth0", "a node's own name is 127.0.1.1 to itself"
         assert not any(name.startswith("FI_") for name in environment), "no EFA settings without EFA devices"
