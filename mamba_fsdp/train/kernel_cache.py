@@ -5,6 +5,7 @@ unpacks it into a folder of the node's own disk, which launch/node.py makes for 
 there Triton (through patches/rank0_cache.py) and torch.compile look first, and write. Rank 0 packs what is new.
 """
 
+import functools
 import hashlib
 import os
 import platform
@@ -29,22 +30,27 @@ class KernelCache:
 
     def __init__(self, settings: TrainConfig, world: World, say: Callable[[str], None]) -> None:
         self.settings, self.world, self.say = settings, world, say
-        self.archive = settings.kernel_folder() / world.on_rank0(lambda: f"{kind_of(world.device)}.zip")
         compiles = world.device.type == "cuda" or settings.parallel.use_torch_compile
         wanted = compiles and settings.training.kernel_cache != "none" and "KERNELS_ON_NODE" in os.environ
         self.local = Path(os.environ["KERNELS_ON_NODE"]) if wanted else None
         self.kept = 0  # files in the archive
 
+    @functools.cached_property
+    def archive(self) -> Path:
+        """Asked for by all ranks first: rank 0 alone reads the code that its name tells."""
+        return self.settings.kernel_folder() / self.world.on_rank0(lambda: f"{kind_of(self.world.device)}.zip")
+
     def take(self) -> None:
         """Returns when each node has what the archive holds."""
         if self.local:
-            self.kept = self.world.run_local(self._unpack)
-            self.say(f"compiled   {self.kept or 'no'} files of kernels in {self.archive}")
+            archive = self.archive  # all ranks ask here, and not in the threads of some
+            self.kept = self.world.run_local(lambda: self._unpack(archive))
+            self.say(f"compiled   {self.kept or 'no'} files of kernels in {archive}")
 
-    def _unpack(self):
+    def _unpack(self, archive):
         try:
-            if not self.world.local_rank and exists(self.archive):
-                shutil.unpack_archive(self.archive, self.local)
+            if not self.world.local_rank and exists(archive):
+                shutil.unpack_archive(archive, self.local)
         except (OSError, zipfile.BadZipFile, zlib.error) as error:
             shutil.rmtree(self.local, ignore_errors=True)
             self.say(f"compiled   can't unpack the kernels ({error}): they are compiled and packed again")
