@@ -16,6 +16,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from mamba_fsdp.errors import UserError, first_line
+from mamba_fsdp.ops.forms import Use
 from mamba_fsdp.storage import write_atomically
 
 os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # from 3.10 on, a * b + c is else two instructions
@@ -32,6 +33,11 @@ def why_unavailable() -> str | None:
     except Exception as error:  # a build for another PyTorch fails in many ways
         return f"triton does not load ({type(error).__name__}: {first_line(error)})"
     return None
+
+
+def takes(use: Use) -> str | None:
+    """The answer of the forms whose kernels calculate in float32 whatever they are given."""
+    return "its kernels calculate in float32" if use.dtype == torch.float64 else None
 
 
 def operator(schema: str, run: Callable[..., Any], fake: Callable[..., Any], gradient: type[Function] | None = None

@@ -11,12 +11,8 @@ from mamba_fsdp.conventions import IGNORED_LABEL, compute_type
 from mamba_fsdp.ops import triton
 from mamba_fsdp.ops.loss import portable
 
-why_unavailable = triton.why_unavailable
+takes, why_unavailable = triton.takes, triton.why_unavailable
 BLOCKS = {(8, 0): {"BLOCK": 4096, "num_warps": 8}}  # logits of one token at a time
-
-
-def takes(use):
-    return "its kernel calculates in float32" if use.dtype == torch.float64 else None
 
 
 def _chunk_loss(logits, labels, token_weights, want_gradient):

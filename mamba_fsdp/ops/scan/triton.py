@@ -7,14 +7,10 @@ from torch.autograd.function import Function, once_differentiable
 
 from mamba_fsdp.ops import triton
 
-why_unavailable = triton.why_unavailable
+takes, why_unavailable = triton.takes, triton.why_unavailable
 CHUNK = 64  # positions from one kept state to the next
 FILL = 1024  # programs that keep a GPU busy: where batch and channels make fewer, rows are cut
 TABLE = {(8, 0): {"CHANNELS": 32, "num_warps": 1}}  # of all kernels; warps for each 16 states
-
-
-def takes(use):
-    return "it calculates in float32" if use.dtype == torch.float64 else None
 
 
 def _rows(a):

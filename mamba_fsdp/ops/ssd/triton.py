@@ -8,7 +8,7 @@ from torch.autograd.function import once_differentiable
 
 from mamba_fsdp.ops import triton
 
-why_unavailable = triton.why_unavailable
+takes, why_unavailable = triton.takes, triton.why_unavailable
 SWEEP = {(8, 0): {"P": 32, "programs": 512, "num_warps": 4, "num_stages": 1},  # programs: that fill a GPU
          (10, 0): {"P": 64, "programs": 512, "num_warps": 4, "num_stages": 1},
          (12, 0): {"P": 32, "programs": 512, "num_warps": 4, "num_stages": 1}}
@@ -18,10 +18,6 @@ GRADIENTS = {(8, 0): {"P": 32, "BLOCK": 16, "num_warps": 8, "num_stages": 1},
 CHUNK = 32  # positions
 SEGMENTS, CHUNKS = 16, 8  # at most; of a segment at least
 STATES = 64  # of a program of the gradients
-
-
-def takes(use):
-    return "it has no float64" if use.dtype == torch.float64 else None
 
 
 def _packed(t):
