@@ -44,7 +44,6 @@ def one_process():
         (4, {"strategy": "fsdp"}, 2),
         (4, {"strategy": "hsdp", "shard_size": 2}, 3),
         (4, {"strategy": "hsdp", "shard_size": 2, "accumulate_unsharded": True}, 3),
-        (2, {"strategy": "fsdp", "use_torch_compile": True}, 2),
         (2, {"strategy": "fsdp", "use_torch_compile": True, "fsdp_activation_checkpointing": True}, 2)]],
 ], ids=str)
 def test_every_strategy_trains_as_one_process_does(ranks, how, micro_batches):
