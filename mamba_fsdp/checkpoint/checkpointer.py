@@ -1,11 +1,10 @@
-"""Saving: each rank writes its own file, a commit makes them one checkpoint, old ones are pruned.
+"""Saving: each rank writes its own file, a commit makes them one checkpoint.
 
 A checkpoint is written under a hidden name (.step_00001000.<unique>.partial). Each file is flushed and read back; then
 rank 0 writes state.json and COMMIT and gives the folder its name. A process that dies at any instant leaves a hidden
 folder, which the next run removes, and never half a checkpoint under a name that could be chosen.
 """
 
-import contextlib
 import json
 import math
 import shutil
@@ -19,12 +18,12 @@ from typing import Any
 from mamba_fsdp.checkpoint.files import NAMES, checksum, write_pieces
 from mamba_fsdp.checkpoint.folder import is_model, newest_whole, stored_name
 from mamba_fsdp.checkpoint.ranges import find_layouts, packed, part_to_write
+from mamba_fsdp.checkpoint.retention import Retention, delete
 from mamba_fsdp.errors import StorageError, UserError, joined
 from mamba_fsdp.formats import CHECKPOINT
-from mamba_fsdp.heartbeat import heart
 from mamba_fsdp.parallel.model import Shard
 from mamba_fsdp.parallel.world import World
-from mamba_fsdp.run_layout import CHECKPOINTS, COMMIT, MODELS, STATE, committed, rank_file, step_name
+from mamba_fsdp.run_layout import CHECKPOINTS, COMMIT, STATE, rank_file, step_name
 from mamba_fsdp.storage import exists, hidden_beside, move, patiently, sync_folder, write_atomically
 
 
@@ -52,14 +51,12 @@ class Checkpointer:
 
     def __init__(self, run_folder: str | Path, world: World, *, keep: int = 3, asynchronous: bool = True,
                  report: Callable[[str], None] = print, check_ours: Callable[[], None] = lambda: None):
-        assert keep >= 1
         self.folder = Path(run_folder) / CHECKPOINTS
-        self.world, self.keep, self.asynchronous, self.report = world, keep, asynchronous, report
-        self.check_ours = check_ours
+        self.world, self.asynchronous, self.report, self.check_ours = world, asynchronous, report, check_ours
+        self.retention = Retention(self.folder, keep, report)
         self.pending: Save | None = None
         self.last: Path | None = None
-        self.broken: set[str] = set()
-        self.world.on_rank0(lambda: patiently(self._clean, self.folder))
+        self.world.on_rank0(lambda: patiently(self._make_ready, self.folder))
 
     def newest(self) -> Path | None:
         """Path of the newest whole checkpoint, or None; broken ones are reported and passed over.
@@ -69,7 +66,7 @@ class Checkpointer:
         self.wait()
         if self.last is None:
             self.last, broken = newest_whole(self.folder, self.world, self.report)
-            self.broken.update(broken)
+            self.retention.broken.update(broken)
         return self.last
 
     def save(self, step: int, shards: Sequence[Shard], state: dict[str, Any]) -> None:
@@ -111,7 +108,7 @@ class Checkpointer:
         self.world.run_local(save.thread.join)
         told = self.world.gather_on_rank0((save.outcome, save.pieces))
         self.last = self.world.on_rank0(lambda: self._commit(save, told))
-        self.broken.discard(self.last.name)
+        self.retention.broken.discard(self.last.name)
         if self.world.rank == 0:
             self.report(f"checkpoint {self.last.name} is committed")
 
@@ -132,12 +129,9 @@ class Checkpointer:
 
     # Rank 0 alone does the rest.
 
-    def _clean(self):
+    def _make_ready(self):
         self.check_ours()
-        self.folder.mkdir(parents=True, exist_ok=True)
-        for folder in (self.folder, self.folder.parent / MODELS):
-            for left_over in folder.glob(".step_*.partial"):
-                _delete(left_over)
+        self.retention.clean()
 
     def _make_partial(self, step, needed):
         self.check_ours()
@@ -155,7 +149,7 @@ class Checkpointer:
         outcomes = [outcome for outcome, _ in told]
         errors = [outcome["error"] for outcome in outcomes if "error" in outcome]
         if errors:
-            _delete(save.partial)
+            delete(save.partial)
             raise joined(errors, f"the checkpoint of step {save.step} could not be saved: ")
         layouts, numbers = find_layouts([pieces for _, pieces in told],
                                         [math.prod(entry["shape"]) for entry in save.tensors.values()])
@@ -172,32 +166,8 @@ class Checkpointer:
         self.check_ours()
         final = self.folder / step_name(save.step)
         if exists(final):  # broken, or it would have been where this run started from
-            self._remove(final)
+            self.retention.remove(final)
         move(save.partial, final)
         sync_folder(self.folder)
-        self._prune(final)
+        self.retention.prune(final)
         return final
-
-    def _prune(self, newest):
-        """Remove all but the newest `keep` committed checkpoints; those known to be broken don't count among them."""
-        whole = [path for path in committed(self.folder) if path.name not in self.broken or path == newest]
-        for path in whole[:-self.keep]:
-            if path != newest:
-                try:
-                    self._remove(path)
-                except (OSError, StorageError) as error:
-                    self.report(f"warning: can't remove the old checkpoint {path}: {getattr(error, 'strerror', error)}")
-
-    def _remove(self, path):
-        hidden = hidden_beside(path)  # half a removal must not look like a checkpoint
-        move(path, hidden)
-        _delete(hidden)
-
-
-def _delete(folder):
-    """Remove a folder of files as far as the disk allows; the next run tries again."""
-    for path in folder.glob("*"):
-        with contextlib.suppress(OSError):
-            path.unlink()
-        heart.beat()
-    shutil.rmtree(folder, ignore_errors=True)
