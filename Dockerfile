@@ -101,4 +101,4 @@ ENV TRITON_CACHE_MANAGER=triton.runtime.rank0_cache:Rank0CacheManager \
 
 WORKDIR /opt/mamba-train
 COPY . .
-RUN chmod -R a+rX . && python3 -m mamba_fsdp selfcheck && rm -rf /tmp/cache
+RUN chmod -R a+rX . && python3 -m mamba_fsdp doctor && rm -rf /tmp/cache

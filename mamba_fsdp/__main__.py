@@ -20,7 +20,7 @@ VERBS = {  # name: (module in mamba_fsdp/verbs, what it does)
     "plot": ("plot", "draw a run's losses as a picture"),
     "settings": ("settings", "print a resolved setting of a training command"),
     "preflight": ("preflight", "check a cluster's nodes before training (1.train.sbatch calls it)"),
-    "selfcheck": ("selfcheck", "import everything, train one step on the CPU, print the versions"),
+    "doctor": ("doctor", "say what this machine, or every node, has, and whether it works"),
 }
 
 

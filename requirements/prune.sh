@@ -3,7 +3,7 @@
 #
 #   requirements/prune.sh SITE_PACKAGES
 #
-# Whatever torch's own libraries are linked against stays. `python -m mamba_fsdp selfcheck` says whether all works.
+# Whatever torch's own libraries are linked against stays. `python -m mamba_fsdp doctor` says whether all works.
 set -euo pipefail
 cd "${1:?the folder site-packages of an environment}"
 before=$(du -sm . | cut -f1)
