@@ -10,6 +10,7 @@ import math
 import shutil
 import socket
 import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,6 +24,7 @@ from mamba_fsdp.errors import StorageError, UserError, joined
 from mamba_fsdp.formats import CHECKPOINT
 from mamba_fsdp.parallel.model import Shard
 from mamba_fsdp.parallel.world import World
+from mamba_fsdp.report.records import add_event
 from mamba_fsdp.run_layout import CHECKPOINTS, COMMIT, STATE, rank_file, step_name
 from mamba_fsdp.storage import exists, hidden_beside, move, patiently, sync_folder, write_atomically
 
@@ -37,6 +39,7 @@ class Save:
     tensors: dict[str, dict[str, Any]]  # stored name -> its entry in state.json, but for the layout
     pieces: bytes  # of this rank, packed
     outcome: dict[str, Any] | None = None
+    began: float = field(default_factory=time.monotonic)
     thread: threading.Thread = field(init=False, repr=False)
 
 
@@ -169,5 +172,7 @@ class Checkpointer:
             self.retention.remove(final)
         move(save.partial, final)
         sync_folder(self.folder)
+        add_event(self.folder.parent, "checkpoint", save.step, bytes=sum(file["bytes"] for file in files.values()),
+                  seconds=round(time.monotonic() - save.began, 3), tier="shared")
         self.retention.prune(final)
         return final

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from mamba_fsdp.errors import UserError
-from mamba_fsdp.run_layout import METRICS, STATUS
+from mamba_fsdp.run_layout import EVENTS, METRICS, STATUS
 from mamba_fsdp.storage import exists, patiently, write_atomically
 
 
@@ -90,9 +90,12 @@ def was_validated(run_folder: Path, step: int) -> bool:
 
 def write_status(run_folder: Path, status: str, step: int, reason: str = "", start: dict[str, float] | None = None
                  ) -> None:
-    """status: running, stopped, finished or failed. start: seconds of its parts. Raises UserError where it can't."""
-    path, now = run_folder / STATUS, datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
-    content = {"status": status, "step": step, "reason": reason, "time": now, **({"start": start} if start else {})}
+    """status: running, stopped, finished or failed, the last three events too. start: seconds of its parts. Raises
+    UserError where it can't."""
+    path = run_folder / STATUS
+    content = {"status": status, "step": step, "reason": reason, "time": _now(), **({"start": start} if start else {})}
+    if status != "running":
+        add_event(run_folder, status, step, reason=reason)
     try:
         write_atomically(path, json.dumps(content, indent=1) + "\n")
     except OSError as error:
@@ -104,3 +107,26 @@ def read_status(run_folder: Path) -> dict:
     with contextlib.suppress(OSError, ValueError):
         return json.loads((run_folder / STATUS).read_text())
     return {}
+
+
+def add_event(run_folder: Path, event: str, step: int, **facts: object) -> None:
+    """Adds a line to events.jsonl: what happened after `step`, when (UTC), and `facts` of it. The caller holds the run
+    folder. Where the disk refuses, the line is lost: no reason to stop a run."""
+    line = _line({"time": _now(), "event": event, "step": step, **facts}).encode()
+    with contextlib.suppress(OSError), open(run_folder / EVENTS, "a+b", buffering=0) as file:
+        file.seek(max(0, file.tell() - 1))
+        file.write((b"" if file.read(1) in (b"", b"\n") else b"\n") + line)  # after a line that a crash cut short
+
+
+def read_events(run_folder: Path) -> list[dict]:
+    """The events of a run, oldest first, without lines cut short; [] where an older version made the run."""
+    found: list[dict] = []
+    with contextlib.suppress(FileNotFoundError), open(run_folder / EVENTS, "rb") as file:
+        for line in file:
+            with contextlib.suppress(ValueError):
+                found.append(json.loads(line))
+    return found
+
+
+def _now():
+    return datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")

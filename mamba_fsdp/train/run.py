@@ -7,15 +7,15 @@ from pathlib import Path
 import torch
 
 from config import resolve
-from config.train_config import ParallelConfig, TrainConfig
+from config.train_config import CheckpointConfig, ParallelConfig, TrainConfig
 from mamba_fsdp.data.selection import one_for_all
 from mamba_fsdp.errors import UserError, first_line
 from mamba_fsdp.ops import native
 from mamba_fsdp.parallel.compat import use_deterministic_algorithms
 from mamba_fsdp.parallel.world import start_world
 from mamba_fsdp.report.display import Display, output_that_may_go
-from mamba_fsdp.report.records import was_validated
-from mamba_fsdp.run_layout import MODELS, SETTINGS, step_of
+from mamba_fsdp.report.records import add_event, was_validated
+from mamba_fsdp.run_layout import MODELS, SETTINGS, is_own, step_of
 from mamba_fsdp.storage import write_atomically
 from mamba_fsdp.train import loop
 from mamba_fsdp.train.recorder import Recorder
@@ -76,6 +76,8 @@ def train(parts: Parts, folder: RunFolder, display: Display) -> Path | None:
         write_atomically(folder.path / SETTINGS, resolve.as_yaml(parts.settings))
         folder.keep_tokenizer(one_for_all(parts.sources.values()))
         folder.say("running", state.step)
+        begins = begins_from(parts.settings.checkpoint, parts.checkpointer.last)
+        add_event(folder.path, "started", state.step, ranks=world.size, **{"from": begins})
     with (parts.loader, StopRequest(folder.path, world.rank == 0) as stop,
           Recorder(parts.settings, world, folder, plan, parts.loader, state.step, display) as recorder):
         folder.startup.done("loader")
@@ -89,6 +91,13 @@ def train(parts: Parts, folder: RunFolder, display: Display) -> Path | None:
         folder.say("stopped", state.step, reason)
     display.line(f"stopped    at step {state.step} ({reason}); the same command resumes from here")
     return None
+
+
+def begins_from(settings: CheckpointConfig, newest: Path | None) -> str:
+    """In words, for events.jsonl. newest: the checkpoint that it resumes from."""
+    loaded = "" if is_own(settings.load_ckpt_path, settings.save_ckpt_path) else settings.load_ckpt_path
+    return (f"checkpoint {newest.name}" if newest else f"init_from {settings.init_from}" if settings.init_from
+            else f"load_ckpt_path {loaded}" if loaded else "the start")
 
 
 @contextlib.contextmanager

@@ -41,6 +41,17 @@ def test_status_says_what_it_was_told(tmp_path):
     assert (status["status"], status["step"], status["reason"]) == ("stopped", 7, "SIGTERM")
 
 
+def test_an_event_that_a_crash_cut_short_costs_no_other(tmp_path):
+    assert records.read_events(tmp_path) == []
+    records.add_event(tmp_path, "started", 0, ranks=2)
+    with open(tmp_path / "events.jsonl", "a") as file:
+        file.write('{"event": "che')  # the crash
+    records.add_event(tmp_path, "failed", 3, reason="a crash")
+    records.add_event(tmp_path, "started", 2, ranks=1)
+    assert [(event["event"], event["step"]) for event in records.read_events(tmp_path)] == [
+        ("started", 0), ("failed", 3), ("started", 2)]
+
+
 def test_a_full_disk_is_said_in_a_line(tmp_path, monkeypatch):
     """Also where it is the status of a failure that can't be written: then what failed first is what is told."""
     metrics = records.Log(tmp_path / "metrics.jsonl", 0)
@@ -51,3 +62,5 @@ def test_a_full_disk_is_said_in_a_line(tmp_path, monkeypatch):
         records.write_status(tmp_path / "missing", "running", 0)
     monkeypatch.setattr("mamba_fsdp.lease.Lease.is_held", lambda self: True)
     RunFolder(tmp_path / "missing").say_failed(0, UserError("what failed first"))
+    (tmp_path / "events.jsonl").symlink_to("/dev/full")
+    records.add_event(tmp_path, "checkpoint", 1)  # no reason to end a run

@@ -14,7 +14,7 @@ from mamba_fsdp.conventions import IGNORED_LABEL
 from mamba_fsdp.data.loader import Loader
 from mamba_fsdp.data.store import TokenStore
 from mamba_fsdp.errors import UserError
-from mamba_fsdp.report.records import read_status
+from mamba_fsdp.report.records import read_events, read_status
 from mamba_fsdp.verbs import inspect
 
 OTHER_RUN = {"token": "x", "host": "elsewhere", "pid": 7, "since": "2026-01-01", "machine": "m", "started": 1,
@@ -66,6 +66,14 @@ def test_a_run_in_parts_is_the_unbroken_run(train, tmp_path, metrics_of, weights
     reports = {run: [e for e in metrics_of(tmp_path / run) if "loss" in e and e["step"] % 4 == 0]
                for run in ("whole", "parts")}
     assert reports["whole"][-1] == reports["parts"][-1]
+    events = [{name: value for name, value in event.items() if name not in ("time", "seconds", "bytes")}
+              for event in read_events(tmp_path / "parts")]
+    saved = [{"event": "checkpoint", "step": step, "tier": "shared"} for step in (2, 4, 6, 8)]
+    assert events == [
+        {"event": "started", "step": 0, "ranks": 1, "from": "the start"}, saved[0],
+        {"event": "finished", "step": 2, "reason": ""},
+        {"event": "started", "step": 2, "ranks": 1, "from": "checkpoint step_00000002"}, *saved[1:],
+        {"event": "finished", "step": 8, "reason": ""}]
 
 
 @pytest.mark.slow
