@@ -215,8 +215,10 @@ class CheckpointConfig:
     the model's, and model settings that are given must agree with it; where there is no config.json, they say it."""
     checkpoint_interval: Duration = steps(500, at_least=1)
     """Save a checkpoint every so often; one is always saved at the end and when stopped."""
-    keep_checkpoints: int = setting(3, at_least=1)
-    """Committed checkpoints kept; older ones are removed."""
+    keep_checkpoints: int = setting(3, at_least=1, aliases=("keep_last",))
+    """Committed checkpoints kept; older ones are removed, but none that another process reads."""
+    keep_every: Duration = steps(0, at_least=0)
+    """Keep for ever the first checkpoint at or after each multiple of so much; 0 none."""
     async_checkpoint: bool = setting(True)
     """Write checkpoints while training continues."""
     publish: bool = setting(True)

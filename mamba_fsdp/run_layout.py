@@ -2,7 +2,7 @@
 
     config.yaml  metrics.jsonl  events.jsonl  samples.jsonl  status.json  lease.json  STOP  tokenizer/
     failures/  preflight/
-    checkpoints/step_00001000/   rank_00000.safetensors ...  state.json  COMMIT
+    checkpoints/step_00001000/   rank_00000.safetensors ...  state.json  COMMIT  KEEP
     pth/step_00001000/           consolidated.00.pth  config.json  tokenizer/
     profile/  tensorboard/  wandb/  wandb_id  loss.png
 
@@ -23,6 +23,7 @@ STOP = "STOP"  # whoever makes this file asks the run to stop
 TOKENIZER = "tokenizer"  # of the data, beside the model that was trained on it
 FAILURES, PREFLIGHT = "failures", "preflight"  # what the launcher leaves
 CHECKPOINTS, STATE, COMMIT = "checkpoints", "state.json", "COMMIT"
+KEPT, READING = "KEEP", ".reading."  # in a checkpoint: it stays for ever; the beginning of what its readers hold
 MODELS, CONSOLIDATED, MODEL_CONFIG = "pth", "consolidated.00.pth", "config.json"
 PROFILE, TENSORBOARD, WANDB_ID, LOSS_PICTURE = "profile", "tensorboard", "wandb_id", "loss.png"
 BEFORE_A_RUN = {SETTINGS, STOP, FAILURES, PREFLIGHT, PROFILE}  # may be there when nothing has begun yet

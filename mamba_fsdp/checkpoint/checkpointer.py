@@ -46,17 +46,18 @@ class Save:
 class Checkpointer:
     """The checkpoints of one run folder. All ranks call each method at the same point.
 
-    keep: how many committed checkpoints stay. asynchronous: `save` returns when the tensors are copied to CPU memory, a
+    keep, keep_every (steps): see Retention. asynchronous: `save` returns when the tensors are copied to CPU memory, a
     thread writes them, and a later `wait` commits. report: called on rank 0 with a sentence for the user.
     A run folder belongs to one run at a time: what an earlier one left half-written, be it a model, is removed here.
     check_ours: called on rank 0 before the folder is changed; raises UserError when it belongs to another run by then.
     """
 
-    def __init__(self, run_folder: str | Path, world: World, *, keep: int = 3, asynchronous: bool = True,
-                 report: Callable[[str], None] = print, check_ours: Callable[[], None] = lambda: None):
+    def __init__(self, run_folder: str | Path, world: World, *, keep: int = 3, keep_every: int = 0,
+                 asynchronous: bool = True, report: Callable[[str], None] = print,
+                 check_ours: Callable[[], None] = lambda: None):
         self.folder = Path(run_folder) / CHECKPOINTS
         self.world, self.asynchronous, self.report, self.check_ours = world, asynchronous, report, check_ours
-        self.retention = Retention(self.folder, keep, report)
+        self.retention = Retention(self.folder, keep, keep_every, report)
         self.pending: Save | None = None
         self.last: Path | None = None
         self.world.on_rank0(lambda: patiently(self._make_ready, self.folder))

@@ -14,6 +14,7 @@ version 1 each tensor has its own, as "pieces", and COMMIT knows whole files onl
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ import torch
 
 from mamba_fsdp.checkpoint.files import PieceReader, checksum
 from mamba_fsdp.checkpoint.ranges import is_cut, overlaps
+from mamba_fsdp.checkpoint.retention import held, until_the_end
 from mamba_fsdp.conventions import SAFETENSORS_DTYPES
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.formats import CHECKPOINT
@@ -81,18 +83,22 @@ def _committed_files(checkpoint):
     return {}, [f"{COMMIT} is no list of files"]
 
 
-def newest_whole(checkpoints: Path, world: World, report: Callable[[str], Any],
-                 part: str = "all") -> tuple[Path | None, list[str]]:
+def newest_whole(checkpoints: Path, world: World, report: Callable[[str], Any], part: str = "all",
+                 hold: Callable[[Path], Any] = lambda path: None) -> tuple[Path | None, list[str]]:
     """(the newest checkpoint whose `part`, see `problems`, is whole, or None; names of the broken ones passed over).
 
-    Raises UserError when there are committed checkpoints but none is whole: a new start must be the user's decision.
+    hold: called on rank 0 with each before it is read. Raises UserError when there are committed checkpoints but none
+    is whole: a new start must be the user's decision.
     """
     broken: list[str] = []
     candidates = world.on_rank0(lambda: committed(checkpoints))
     for checkpoint in reversed(candidates):
+        world.on_rank0(partial(hold, checkpoint))
         wrong = problems(checkpoint, world, part)
         if not wrong:
             return checkpoint, broken
+        if not world.on_rank0(partial(exists, checkpoint)):  # its run has pruned it meanwhile, and has newer ones
+            return newest_whole(checkpoints, world, report, part, hold)
         broken.append(checkpoint.name)
         if world.rank == 0:
             report(f"warning: checkpoint {checkpoint} is broken and passed over: {'; '.join(wrong)}")
@@ -105,14 +111,20 @@ def newest_whole(checkpoints: Path, world: World, report: Callable[[str], Any],
 def find_checkpoint(path: str | Path, world: World, report: Callable[[str], Any] = print, part: str = "all") -> Path:
     """The checkpoint that `path` means, the same on all ranks: itself, or the newest whole one of a run folder.
 
-    Raises UserError where there is none, or where the one that was named is broken: `part` of it, see `problems`.
+    Its run does not prune it until `until_the_end` is closed, or this process ends. Raises UserError where there
+    is none, or where the one that was named is broken: `part` of it, see `problems`.
     """
+    def hold(checkpoint):
+        until_the_end.enter_context(held(checkpoint))
+
     path = Path(path)
     if world.on_rank0(lambda: exists(path / COMMIT)):
+        world.on_rank0(lambda: hold(path))
         if wrong := problems(path, world, part):
             raise UserError(f"checkpoint {path} is broken: {'; '.join(wrong)}")
         return path
-    found, _ = newest_whole(path / CHECKPOINTS if (path / CHECKPOINTS).is_dir() else path, world, report, part)
+    found, _ = newest_whole(path / CHECKPOINTS if (path / CHECKPOINTS).is_dir() else path, world, report, part,
+                            hold)
     if found is None:
         raise no_checkpoint(path)
     return found

@@ -1,46 +1,124 @@
-"""Which checkpoints of a run stay: rank 0 prunes old ones and removes what killed saves left."""
+"""Which checkpoints of a run stay: rank 0 prunes old ones, but none that is kept for ever or that a process reads, and
+removes what killed saves left.
 
+A process that reads a checkpoint of another's run, or writes a model, holds a lease in that folder meanwhile:
+.reading.<unique>. Where it may not write, it is not protected; it then takes a newer one or says what is gone.
+"""
+
+import atexit
 import contextlib
+import os
+import re
 import shutil
-from collections.abc import Callable
+import time
+import uuid
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from mamba_fsdp.errors import StorageError
+from mamba_fsdp.errors import StorageError, UserError
 from mamba_fsdp.heartbeat import heart
-from mamba_fsdp.run_layout import MODELS, committed
-from mamba_fsdp.storage import hidden_beside, move
+from mamba_fsdp.lease import Lease
+from mamba_fsdp.run_layout import KEPT, MODELS, READING, committed, step_of
+from mamba_fsdp.storage import exists, hidden_beside, move
+
+SECONDS_OF_SILENCE = 600.0  # after which a reader that does not renew its lease counts as dead
 
 
 class Retention:
-    """The folder of a run's checkpoints. keep: how many committed ones stay. broken: names of those found broken."""
+    """The folder of a run's checkpoints. keep: how many committed ones stay; of those that `every` divides the steps
+    into, the first of each part after the first stays for ever (0: none). broken: names of those found broken."""
 
-    def __init__(self, folder: Path, keep: int, report: Callable[[str], None] = print):
+    def __init__(self, folder: Path, keep: int, every: int = 0, report: Callable[[str], None] = print):
         assert keep >= 1
-        self.folder, self.keep, self.report = folder, keep, report
+        self.folder, self.keep, self.every, self.report = folder, keep, every, report
         self.broken: set[str] = set()
+        self.signs: dict[tuple[str, int], float] = {}  # of readers: (file, time in it) -> when it was first seen
 
     def clean(self) -> None:
         """Make the folder, and remove what killed saves left there and among the run's models."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        for folder in (self.folder, self.folder.parent / MODELS):
-            for left_over in folder.glob(".step_*.partial"):
-                delete(left_over)
+        found = [path for folder in (self.folder, self.folder.parent / MODELS) for path in left_over(folder)
+                 if not self._is_read(path)]
+        freed = sum(map(size_of, found))
+        for path in found:
+            delete(path)
+        if found:
+            self.report(f"cleaned    {len(found)} unfinished save{'s' * (len(found) > 1)} of killed processes removed: "
+                        f"{freed / 1e9:.3f} GB")
 
     def prune(self, newest: Path) -> None:
-        """Remove all but the newest `keep` committed checkpoints; those known to be broken don't count among them."""
-        whole = [path for path in committed(self.folder) if path.name not in self.broken or path == newest]
-        for path in whole[:-self.keep]:
-            if path != newest:
-                try:
-                    self.remove(path)
-                except (OSError, StorageError) as error:
-                    self.report(f"warning: can't remove the old checkpoint {path}: {getattr(error, 'strerror', error)}")
+        """Remove all but the newest `keep` committed checkpoints and those kept for ever; those known to be broken
+        don't count among them."""
+        path = self.folder
+        try:
+            whole = [path for path in committed(self.folder) if path.name not in self.broken or path == newest]
+            self._keep_for_ever(whole)
+            for path in whole[:-self.keep]:
+                if path != newest and not exists(path / KEPT) and not self._is_read(path):
+                    self.remove(path, unless_read=True)
+        except (OSError, StorageError) as error:
+            self.report(f"warning: can't remove the old checkpoint {path}: {getattr(error, 'strerror', error)}")
 
-    def remove(self, path: Path) -> None:
+    def remove(self, path: Path, unless_read: bool = False) -> None:
         """Remove a checkpoint so that half a removal never looks like one."""
         hidden = hidden_beside(path)
         move(path, hidden)
-        delete(hidden)
+        if unless_read and self._is_read(hidden):  # by one that came between the look and the move
+            move(hidden, path)
+        else:
+            delete(hidden)
+
+    def _keep_for_ever(self, whole):
+        """Mark the first checkpoint at or after each multiple of `every`; a mark stays when the setting changes."""
+        if self.every:
+            parts = {path: (step_of(path.name) or 0) // self.every for path in whole}
+            done = {0} | {part for path, part in parts.items() if exists(path / KEPT)}
+            for path, part in parts.items():
+                if part not in done:
+                    (path / KEPT).touch()
+                    done.add(part)
+
+    def _is_read(self, path):
+        """Whether a process that may live has a lease in the folder: it has been renewed lately, by our clock."""
+        for file in path.glob(f"{READING}*"):
+            with contextlib.suppress(OSError):  # it is gone
+                seen = self.signs.setdefault((file.name, file.stat().st_mtime_ns), time.monotonic())
+                if time.monotonic() - seen < SECONDS_OF_SILENCE and not Lease(file).ended_holder():
+                    return True
+        return False
+
+
+@contextlib.contextmanager
+def held(folder: Path) -> Iterator[None]:
+    """Inside, no run prunes the checkpoint `folder`, nor takes it for a killed process's; where it can be written to.
+    Of ranks, the first does this for all."""
+    lease = Lease(folder / f"{READING}{uuid.uuid4().hex[:12]}")
+    with contextlib.suppress(OSError, UserError):
+        if os.environ.get("RANK", "0") == "0":
+            lease.try_take()
+    try:
+        yield
+    finally:
+        lease.give_back()
+
+
+until_the_end = contextlib.ExitStack()  # what this process holds as long as it reads from elsewhere
+atexit.register(until_the_end.close)
+
+
+def left_over(folder: Path, name: str = r"step_\d+") -> list[Path]:
+    """The hidden folders in `folder` in which something of this name was, or is, being written: see hidden_beside."""
+    wanted = re.compile(rf"\.{name}\.[0-9a-f]+\.partial")
+    return sorted(path for path in folder.glob(".*.partial") if wanted.fullmatch(path.name))
+
+
+def size_of(folder: Path) -> int:
+    """Bytes of the files in a folder that may be vanishing."""
+    total = 0
+    for path in folder.rglob("*"):
+        with contextlib.suppress(OSError):
+            total += path.stat().st_size if path.is_file() else 0
+    return total
 
 
 def delete(folder: Path) -> None:

@@ -15,6 +15,7 @@ from config.presets import title, usual_length
 from config.train_config import ParallelConfig, TrainConfig, TrainingConfig
 from mamba_fsdp.checkpoint.checkpointer import Checkpointer
 from mamba_fsdp.checkpoint.folder import find_checkpoint, load
+from mamba_fsdp.checkpoint.retention import until_the_end
 from mamba_fsdp.conventions import DTYPES
 from mamba_fsdp.data.builtin import missing_builtin
 from mamba_fsdp.data.loader import Loader, Split
@@ -107,6 +108,7 @@ def set_up(settings: TrainConfig, world: World, folder: RunFolder, weights: Weig
             say_length(settings, plan_steps(settings, split, TrainState(), length, len(validation), say), say)
         return None
     checkpointer = Checkpointer(folder.path, world, keep=checkpoint.keep_checkpoints,
+                                keep_every=checkpoint.keep_every.steps(split.global_batch * settings.data.seq_length),
                                 asynchronous=checkpoint.async_checkpoint, report=say, check_ours=folder.lease.check)
     kernels = KernelCache(settings, world, say)
     kernels.take()
@@ -117,6 +119,7 @@ def set_up(settings: TrainConfig, world: World, folder: RunFolder, weights: Weig
     optimizer = make_optimizer(parallel.parameters(), parameters(settings.model), settings.optimizer, world.device)
     done("model")
     state = start(settings, one_for_all(sources.values()), parallel, optimizer, checkpointer, weights, say)
+    until_the_end.close()  # what was read from another run has been read
     done("checkpoint")
     order = Order(sources, shares, settings.data.seq_length, settings.training.seed, state=state.data or None,
                   new_epoch=settings.data.new_epoch)

@@ -405,7 +405,7 @@ def test_killed_at_any_moment_the_newest_checkpoint_is_whole(run, world):
         committed = [name for name in names(run) if name.startswith("step")]
         assert len(committed) <= 3
         newest = Checkpointer(run, world, report=said.append).newest()
-        assert not said
+        assert not [line for line in said if not line.startswith("cleaned")]
         if newest is not None:
             target = shards(0, 200_000)
             step = load(newest, target, world)["step"]
