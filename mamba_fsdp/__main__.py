@@ -17,7 +17,7 @@ VERBS = {  # name: (module in mamba_fsdp/verbs, what it does)
     "convert": ("convert", "write tokens in another trainer's format, or as a token store"),
     "export": ("export", "write a model in transformers' or state-spaces' form"),
     "import": ("import_", "bring a transformers or state-spaces model into our form"),
-    "plot": ("plot", "draw a run's losses as a picture"),
+    "report": ("report", "show runs in one HTML file: curves, settings, restarts, samples"),
     "settings": ("settings", "print a resolved setting of a training command"),
     "preflight": ("preflight", "check a cluster's nodes before training (1.train.sbatch calls it)"),
     "doctor": ("doctor", "say what this machine, or every node, has, and whether it works"),

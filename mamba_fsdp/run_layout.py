@@ -4,7 +4,7 @@
     failures/  preflight/
     checkpoints/step_00001000/   rank_00000.safetensors ...  state.json  COMMIT  KEEP
     pth/step_00001000/           consolidated.00.pth  config.json  tokenizer/
-    profile/  tensorboard/  wandb/  wandb_id  loss.png
+    profile/  tensorboard/  prometheus/  wandb/  wandb_id  generated.jsonl  report.html
 
 1.train.sbatch knows some of these names too; a test holds it to this file.
 """
@@ -25,7 +25,9 @@ FAILURES, PREFLIGHT = "failures", "preflight"  # what the launcher leaves
 CHECKPOINTS, STATE, COMMIT = "checkpoints", "state.json", "COMMIT"
 KEPT, READING = "KEEP", ".reading."  # in a checkpoint: it stays for ever; the beginning of what its readers hold
 MODELS, CONSOLIDATED, MODEL_CONFIG = "pth", "consolidated.00.pth", "config.json"
-PROFILE, TENSORBOARD, WANDB_ID, LOSS_PICTURE = "profile", "tensorboard", "wandb_id", "loss.png"
+PROFILE, TENSORBOARD, WANDB_ID, REPORT = "profile", "tensorboard", "wandb_id", "report.html"
+PROMETHEUS = "prometheus"
+GENERATED = "generated.jsonl"  # texts at validations
 BEFORE_A_RUN = {SETTINGS, STOP, FAILURES, PREFLIGHT, PROFILE}  # may be there when nothing has begun yet
 LOGS = (".log", ".out", ".err")  # which users like to have there, begin with the job
 

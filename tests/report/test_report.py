@@ -15,7 +15,6 @@ from terminal import Terminal, drawings
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.report.display import Display, duration, output_that_may_go
 from mamba_fsdp.report.trackers import make_trackers
-from mamba_fsdp.verbs import plot
 
 STEP = dict(loss=3.25, learning_rate=3e-4, tokens_per_second=21400.4)
 
@@ -126,19 +125,6 @@ def test_a_process_whose_reader_has_gone_ends_as_it_would_have(project):
 
 def test_durations_read_like_a_clock():
     assert [duration(seconds) for seconds in (0, 61.9, 3600)] == ["0:00", "1:01", "1:00:00"]
-
-
-@pytest.mark.slow
-def test_a_plot_is_a_picture_of_the_runs_losses(tmp_path):
-    entries = [{"step": 0, "val_loss": 4.0}, {"step": 1, "loss": 3.9},
-               {"step": 2, "loss": None}, {"step": 2, "val_loss": 3.0}]
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(entry) + "\n" for entry in entries))
-    plot.main(str(tmp_path))
-    assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
-    with pytest.raises(UserError, match="nowhere.png"):
-        plot.main(str(tmp_path), out=str(tmp_path / "missing/nowhere.png"))
-    with pytest.raises(UserError, match="is it a run folder"):
-        plot.main(str(tmp_path / "missing"))
 
 
 @pytest.mark.slow

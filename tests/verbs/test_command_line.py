@@ -92,7 +92,7 @@ def test_mistakes_are_refused_with_the_reason(words, message):
 
 @pytest.mark.parametrize("words, code, start", [
     ([], 0, "python -m mamba_fsdp VERB"), (["--version"], 0, "mamba_fsdp 1."),
-    (["plot", "--version"], 0, "mamba_fsdp "), (["generate", "--help"], 0, "python -m mamba_fsdp generate"),
+    (["report", "--version"], 0, "mamba_fsdp "), (["generate", "--help"], 0, "python -m mamba_fsdp generate"),
     (["genrate"], 2, "error: there is no verb 'genrate'"),
     (["generate"], 2, "error: missing a required argument: 'model'"),
     pytest.param(["generate", "/nowhere"], 2, "error: /nowhere", marks=pytest.mark.slow),
@@ -101,8 +101,8 @@ def test_mistakes_are_refused_with_the_reason(words, message):
     (["generate", "/nowhere", "--top_p=2"], 2, "error: --top_p=2: must be at most 1"),
     (["evaluate", "/nowhere", "/nowhere", "--limit=-1"], 2, "error: --limit=-1: must be at least 0"),
     (["inspect", "/nowhere", "--verify=on"], 2, "error: /nowhere: there is no such"),
-    (["inspect", "/nowhere"], 2, "error: /nowhere"), (["plot"], 2, "error: name at least one run"),
-    pytest.param(["plot", "/nowhere"], 2, "error: /nowhere", marks=pytest.mark.slow),
+    (["inspect", "/nowhere"], 2, "error: /nowhere"), (["report"], 2, "error: name at least one run"),
+    (["report", "/nowhere"], 2, "error: /nowhere"),
     (["settings", "sead"], 2, "error: sead: there is no such setting"),
     (["settings", "seed", "--", "--sead=1"], 2, "error: sead"),
 ])
