@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 import typing
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -59,14 +59,17 @@ def call(verb: Callable[..., Any], arguments: Sequence[str]) -> Any:
     """verb(...) with its words as the values of its parameters.
 
     A parameter's annotation gives the type of its value, and as Annotated[type, Bounds(...)] the bounds; without one it
-    stays text. One that is a dataclass of settings takes all options that are its fields. Words after `--` come as the
-    list `after_dashes` where the verb has it. Raises UserError for words that don't fit: too many, missing, unknown
-    (with the nearest name), of the wrong type or out of bounds.
+    stays text; tuple[str, ...] is of an option that may be repeated. One that is a dataclass of settings takes all
+    options that are its fields. Words after `--` come as the list `after_dashes` where the verb has it. Raises
+    UserError for words that don't fit: too many, missing, unknown (with the nearest name), of the wrong type or out of
+    bounds.
     """
     signature = inspect.signature(verb)
     annotations: dict[str, Any] = {name: p.annotation for name, p in signature.parameters.items()}
     words, after_dashes = _cut_at_dashes(arguments)
-    positional, named = split(words)
+    others, several = _take_repeated(words, [name for name, kind in annotations.items() if kind == tuple[str, ...]])
+    positional, named = split(others)
+    named |= several
     if "after_dashes" in annotations:
         named["after_dashes"] = after_dashes
     elif after_dashes is not None:
@@ -99,6 +102,19 @@ def _cut_at_dashes(arguments: Sequence[str]) -> tuple[Sequence[str], Sequence[st
     if "--" not in arguments:
         return arguments, None
     return arguments[:arguments.index("--")], arguments[arguments.index("--") + 1:]
+
+
+def _take_repeated(words: Sequence[str], names: Collection[str]) -> tuple[list[str], dict[str, tuple[str, ...]]]:
+    """(the other words, all values of each of these options)."""
+    found: dict[str, tuple[str, ...]] = {}
+    others, rest = [], iter(words)
+    for word in rest:
+        option, equals, text = word.partition("=")
+        if option[:2] == "--" and (name := option[2:]) in names:
+            found[name] = (*found.get(name, ()), text if equals else next(rest, ""))
+        else:
+            others.append(word)
+    return others, found
 
 
 def split(arguments: Sequence[str]) -> tuple[tuple[str, ...], dict[str, Any]]:

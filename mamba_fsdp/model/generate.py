@@ -1,24 +1,46 @@
 """Drawing text from a model, token by token, with recurrent state: constant time and memory per token in SSM layers."""
 
+from functools import partial
+
 import torch
+
+from mamba_fsdp.errors import UserError
+from mamba_fsdp.model.native_step import native_step
+
+LIKELIEST = 256  # tokens that most often have the probability top_p
 
 
 @torch.no_grad()
-def generate(model, tokens, *, length, temperature=1.0, top_k=0, top_p=1.0, generator=None):
-    """Yield `length` tokens, (batch,) int64 each, that continue the prompt `tokens` (batch, at least 1).
+def generate(model, prompts, *, length, temperature=1.0, top_k=0, top_p=1.0, generator=None):
+    """Yield `length` tokens, (batch,) int64 each, that continue the prompts: (batch, at least 1), or a list of (length)
+    each, read one by one, since padding would be read too.
 
     temperature 0 takes the likeliest token; top_k and top_p as in `draw`; generator: the torch.Generator to draw from,
-    on the model's device. Rows of the vocabulary's padding are never drawn.
+    on the model's device. Rows of the vocabulary's padding are never drawn. Small models of SSM layers on a CPU step in
+    C where there is a compiler.
     """
-    batch, prompt_length = tokens.shape
-    assert prompt_length > 0 and length > 0, "generation continues at least one token, by at least one"
-    state = model.allocate_state(batch, prompt_length + length - 1)
-    logits = model.prefill(tokens, state)
+    groups = [prompts] if isinstance(prompts, torch.Tensor) else [prompt[None] for prompt in prompts]
+    assert all(group.shape[1] > 0 for group in groups) and length > 0, "generation continues tokens, by at least one"
+    states = [model.allocate_state(len(group), group.shape[1] + length - 1) for group in groups]
+    logits = torch.cat([model.prefill(group, state) for group, state in zip(groups, states)])
+    if not logits.isfinite().all():
+        raise UserError("the model's answer is not finite: its weights are broken, or its training diverged")
+    if not model.config.has("attention"):  # a state does not know how many positions it has seen
+        states = [_joined(states)] if len(states) > 1 else states
+    steps = [native_step(model, state) or partial(model.step, state=state) for state in states]
     for remaining in reversed(range(length)):
         token = draw(logits[:, :model.config.vocab_size].float(), temperature, top_k, top_p, generator)
         yield token
         if remaining:
-            logits = model.step(token, state)
+            parts = [step(part) for step, part in zip(steps, token.tensor_split(len(steps)))]
+            logits = parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _joined(states):
+    """The state of all rows as one batch."""
+    layers = [{name: torch.cat([layer[name] for layer in same]) for name in same[0]}
+              for same in zip(*(state["layers"] for state in states))]
+    return max(states, key=lambda state: state["max_length"]) | {"layers": layers}
 
 
 def draw(logits, temperature, top_k, top_p, generator):
@@ -26,11 +48,18 @@ def draw(logits, temperature, top_k, top_p, generator):
     it takes to make up the probability top_p (nucleus sampling, Holtzman et al. 2019)."""
     if temperature == 0:
         return logits.argmax(dim=-1)
-    logits, tokens = (logits / temperature).sort(dim=-1, descending=True)
-    probabilities = logits.softmax(dim=-1)
-    before = probabilities.cumsum(dim=-1) - probabilities  # of the likelier tokens; 0 for the first, which is kept
-    dropped = before >= top_p
-    if top_k:
-        dropped[:, top_k:] = True
-    chosen = torch.multinomial(probabilities.masked_fill(dropped, 0.0), 1, generator=generator)
-    return tokens.gather(1, chosen).squeeze(1)
+    logits, tokens = logits / max(temperature, 1e-6), None
+    if top_k or top_p < 1:
+        whole = logits.logsumexp(dim=-1, keepdim=True)
+        likeliest, tokens = logits.topk(min(top_k or LIKELIEST, logits.shape[-1]))
+        if not top_k and bool(((likeliest - whole).exp().sum(dim=-1) < top_p).any()):
+            likeliest, tokens = logits.sort(dim=-1, descending=True)
+        probabilities = (likeliest - whole).exp()
+        before = probabilities.cumsum(dim=-1) - probabilities  # of the likelier tokens; 0 for the first, which is kept
+        probabilities = probabilities.masked_fill(before >= top_p, 0.0)
+    else:
+        probabilities = logits.softmax(dim=-1)
+    reached = probabilities.cumsum(dim=-1, dtype=torch.float64)
+    drawn = torch.rand(len(logits), 1, dtype=torch.float64, device=logits.device, generator=generator) * reached[:, -1:]
+    chosen = torch.searchsorted(reached, drawn, right=True).clamp(max=reached.shape[-1] - 1)
+    return (chosen if tokens is None else tokens.gather(1, chosen)).squeeze(1)

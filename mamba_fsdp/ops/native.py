@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 
 FOLDER = Path(__file__).parent
-HEADER, SOURCES = FOLDER / "native.h", sorted(FOLDER.glob("*/*.c"))
+HEADER, SOURCES = FOLDER / "native.h", sorted(FOLDER.rglob("*.c"))
 # dtype of the activations: how the sources are compiled for it
 TYPES = {torch.float32: (), torch.bfloat16: ("-DIO_BFLOAT16",), torch.float64: ("-DREAL_DOUBLE",)}
 FLAGS = ["-O3", "-march=native", "-fopenmp", "-fPIC", "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math"]
