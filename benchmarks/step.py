@@ -28,9 +28,9 @@ def seconds_of(given):
     found, end_step = [], loop.end_step
     bare = None  # its optimiser, and when the last bare step ended
 
-    def both(parts, recorder, step):
+    def both(parts, recorder, saver, step):
         nonlocal bare
-        answer, now = end_step(parts, recorder, step), time.perf_counter()
+        answer, now = end_step(parts, recorder, saver, step), time.perf_counter()
         own = parts.parallel.parameters()
         optimizer, before = bare or (make_optimizer(own, parameters(parts.settings.model), parts.settings.optimizer,
                                                     parts.world.device), now)

@@ -219,6 +219,9 @@ class CheckpointConfig:
     """Committed checkpoints kept; older ones are removed, but none that another process reads."""
     keep_every: Duration = steps(0, at_least=0)
     """Keep for ever the first checkpoint at or after each multiple of so much; 0 none."""
+    max_failed_saves: int = setting(5, at_least=1)
+    """Stop after so many saves in a row that failed; until then the run trains on and tries again after a minute, then
+    two, then four ..."""
     async_checkpoint: bool = setting(True)
     """Write checkpoints while training continues."""
     publish: bool = setting(True)

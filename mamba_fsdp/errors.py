@@ -17,6 +17,10 @@ class UserError(Exception):
     exit_code = 2  # no restart mends it: 1.train.sbatch does not queue the job again
 
 
+class LostError(UserError):
+    """Another process has what this one wrote to: it must not write there any more."""
+
+
 class StorageError(UserError):
     """Storage that failed, and went on failing; a later start may find it well."""
 
@@ -24,9 +28,10 @@ class StorageError(UserError):
 
 
 def joined(errors: Sequence[UserError], before: str = "") -> UserError:
-    """One error that says `before` and what each of these says; a StorageError where any of them is one."""
+    """One error that says `before` and what the first of these say; a StorageError where any of them is one."""
     kind = StorageError if any(isinstance(error, StorageError) for error in errors) else UserError
-    return kind(before + "; ".join(dict.fromkeys(map(str, errors))))
+    said = list(dict.fromkeys(map(str, errors)))
+    return kind(before + "; ".join(said[:4] + [f"and {len(said) - 4} more"] * (len(said) > 4)))
 
 
 def first_line(error: BaseException) -> str:

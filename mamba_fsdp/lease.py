@@ -15,8 +15,9 @@ import time
 import uuid
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
-from mamba_fsdp.errors import UserError
+from mamba_fsdp.errors import LostError, UserError
 from mamba_fsdp.heartbeat import heart
 from mamba_fsdp.storage import hidden_beside, patiently
 
@@ -63,16 +64,18 @@ class Lease:
         seen = self._look() if self.content else None
         return seen is not None and seen[0] == self.content
 
-    def check(self) -> None:
-        """Raises UserError when another run holds the run folder by now. Called before each write that must not mix."""
+    def check(self, trying: Callable[..., Any] = patiently) -> None:
+        """Raises LostError when another run holds the run folder by now, UserError where that can't be known. Called
+        before each write that must not mix."""
         try:
-            if patiently(self.is_held, self.file):
+            if trying(self.is_held, self.file):
                 return
-            seen = patiently(self._look, self.file)
+            seen = trying(self._look, self.file)
+            os.stat(self.file.parent)
         except OSError as error:
             raise UserError(f"{self.file}: can't be read ({error.strerror}); mend that and run again") from None
         by = f"is in use by the run of {_describe(_owner(seen))}" if seen else f"has lost its {self.file.name}"
-        raise UserError(f"{self.file.parent} {by}: this run stood still for a while, or somebody removed the file; it "
+        raise LostError(f"{self.file.parent} {by}: this run stood still for a while, or somebody removed the file; it "
                         "stops here and writes nothing more")
 
     def holder(self) -> str:

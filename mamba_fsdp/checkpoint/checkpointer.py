@@ -148,12 +148,18 @@ class Checkpointer:
         return partial
 
     def _commit(self, save, told):
+        try:
+            return self._make_whole(save, told)
+        except BaseException:  # what is left takes the room that the next attempt needs
+            delete(save.partial)
+            raise
+
+    def _make_whole(self, save, told):
         """Turn the files into a checkpoint: what stands under its final name is whole and durable. told: by each rank,
         (outcome, pieces). Raises UserError where one could not write."""
         outcomes = [outcome for outcome, _ in told]
         errors = [outcome["error"] for outcome in outcomes if "error" in outcome]
         if errors:
-            delete(save.partial)
             raise joined(errors, f"the checkpoint of step {save.step} could not be saved: ")
         layouts, numbers = find_layouts([pieces for _, pieces in told],
                                         [math.prod(entry["shape"]) for entry in save.tensors.values()])

@@ -9,7 +9,7 @@ over the windows in the batches that all ranks were handed.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -41,10 +41,12 @@ def read_by(batches: Iterable[Batch]) -> int:
 
 class SampleLog:
     """The log of a start that resumes from `step`. logged: whether steps will be; False where a former start's log must
-    say that this one's are missing."""
+    say that this one's are missing. check: see `Log`."""
 
-    def __init__(self, path: Path, step: int, loader: Loader, *, logged: bool) -> None:
-        self.log, self.order, self.batch, self.logged = Log(path, step), loader.order, loader.split.global_batch, logged
+    def __init__(self, path: Path, step: int, loader: Loader, *, logged: bool,
+                 check: Callable[[Callable], object] = lambda trying: None) -> None:
+        self.log, self.order, self.batch = Log(path, step, check), loader.order, loader.split.global_batch
+        self.logged = logged
         self.first_step, self.drawn = step, loader.order.drawn
         self.waiting = [{"step": step, "logged": logged, "ranks": loader.split.world_size, "global_batch": self.batch,
                          "position": loader.state_before(step)}]
@@ -61,7 +63,7 @@ class SampleLog:
                 self.write()
 
     def write(self) -> None:
-        """Raises UserError as `Log.write` does."""
+        """Raises as `Log.write` does."""
         self.log.write(*self.waiting)
         self.waiting = []
 

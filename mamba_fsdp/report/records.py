@@ -7,46 +7,63 @@ import itertools
 import json
 import math
 import os
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from mamba_fsdp.errors import UserError
+from mamba_fsdp.errors import LostError, UserError
 from mamba_fsdp.run_layout import EVENTS, METRICS, STATUS
-from mamba_fsdp.storage import exists, patiently, write_atomically
+from mamba_fsdp.storage import exists, once, patiently, write_atomically
 
 
 class Log:
-    """Appends to a file of JSON lines, each with its "step", after dropping what was written after `step`."""
+    """Appends to a file of JSON lines, each with its "step", after dropping what was written after `step`.
 
-    def __init__(self, path: Path, step: int) -> None:
-        self.path = path
+    check: called before each write, with how patiently to try; raises UserError where there must be none. `failing`:
+    whether the last attempt failed: what it was to write waits in memory for the next one.
+    """
+
+    def __init__(self, path: Path, step: int, check: Callable[[Callable], object] = lambda trying: None) -> None:
+        self.path, self.check, self.waiting, self.failing = path, check, b"", False
         self.size = patiently(lambda: _size_up_to(path, step), path) if step else 0
-        self._append(b"")
+        self.sync()
 
     def write(self, *entries: dict) -> None:
-        """Raises UserError where the disk refuses, a StorageError after patient trying."""
-        self._append("".join(map(_line, entries)).encode())
+        """Raises LostError where others write there. Where the disk refuses, it is told once and `sync` will raise."""
+        self.waiting += "".join(map(_line, entries)).encode()
+        try:
+            self._append()
+        except LostError:
+            raise
+        except (OSError, UserError) as error:
+            if not self.failing:
+                print(f"warning: {self.path}: can't be written ({getattr(error, 'strerror', error)}); its lines wait "
+                      "in memory", file=sys.stderr, flush=True)
+            self.failing = True
 
     def sync(self) -> None:
-        """Returns when all that was written is on the disk. Raises as `write` does."""
-        self._append(b"", sync=True)
+        """Returns when all that was written is on the disk. Raises UserError where that fails, a StorageError after
+        patient trying."""
+        try:
+            self._append(sync=True)
+        except OSError as error:
+            raise UserError(f"{self.path}: can't be written ({error.strerror}); "
+                            "mend that, then the same command resumes") from None
 
-    def _append(self, line, *, sync=False):
+    def _append(self, *, sync=False):
         def attempt():  # opened each time: file servers tell at the close what they could not write, and forget files
             with open(self.path, "ab", buffering=0) as file:
                 if file.tell() != self.size:
                     file.truncate(self.size)
-                if file.write(line) < len(line):
+                if file.write(self.waiting) < len(self.waiting):
                     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
                 if sync:
                     os.fsync(file.fileno())
 
-        try:
-            patiently(attempt, self.path)
-        except OSError as error:
-            raise UserError(f"{self.path}: can't be written ({error.strerror}); "
-                            "mend that, then the same command resumes") from None
-        self.size += len(line)
+        trying = once if self.failing else patiently
+        self.check(trying)
+        trying(attempt, self.path)
+        self.size, self.waiting, self.failing = self.size + len(self.waiting), b"", False
 
 
 def _line(entry: dict) -> str:

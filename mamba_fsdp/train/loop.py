@@ -24,6 +24,7 @@ from mamba_fsdp.parallel.model import ParallelModel
 from mamba_fsdp.parallel.world import World
 from mamba_fsdp.train.clock import Clock
 from mamba_fsdp.train.recorder import Recorder
+from mamba_fsdp.train.saver import Saver
 from mamba_fsdp.train.setup import Parts
 from mamba_fsdp.train.stopping import StopRequest
 
@@ -41,17 +42,19 @@ def train(parts: Parts, recorder: Recorder, stop: StopRequest, validation_due: b
     if validation_due and not validate(parts, recorder, stop):
         return stop.reason or ELSEWHERE
     under_way: deque[Step] = deque()
+    saver = Saver(parts, recorder)
     while state.step < plan.total_steps:
         under_way.append(take_step(parts, recorder.clock, stop, ahead=len(under_way)))
-        due, stop_asked = plan.must_know(state.step + len(under_way)), False
+        step, stop_asked = state.step + len(under_way), False
+        due = plan.is_due(plan.eval_steps, step) or saver.is_due(step) or step == plan.total_steps
         while len(under_way) > (0 if due or stop_asked else AHEAD[parts.world.device.type]):
-            stop_asked |= end_step(parts, recorder, under_way.popleft())
+            stop_asked |= end_step(parts, recorder, saver, under_way.popleft())
         if under_way:
             continue
         validated = not plan.is_due(plan.eval_steps, state.step) or validate(parts, recorder, stop)
         last, stop_asked = state.step == plan.total_steps, stop_asked or not validated
-        if plan.is_due(plan.checkpoint_steps, state.step) or stop_asked:
-            save(parts, recorder, wait=last or stop_asked)
+        if saver.is_due(state.step) or stop_asked:
+            saver.save(final=last or stop_asked)
         if stop_asked and not (last and validated):
             return stop.reason or ELSEWHERE
     return ""
@@ -87,7 +90,7 @@ def take_step(parts: Parts, clock: Clock, stop: StopRequest, ahead: int = 0) -> 
     return Step(batches, lr, world.reads(torch.cat([found, sums[TOLD:]])))
 
 
-def end_step(parts: Parts, recorder: Recorder, step: Step) -> bool:
+def end_step(parts: Parts, recorder: Recorder, saver: Saver, step: Step) -> bool:
     """Counts and reports a step, once its numbers are there. Returns whether a rank was asked to stop in it."""
     state, plan = parts.state, parts.plan
     loss, gradient_norm, applied, scale, good_steps, stops, writing, high, low, *own_seconds = step.numbers()
@@ -95,8 +98,7 @@ def end_step(parts: Parts, recorder: Recorder, step: Step) -> bool:
     excused = parts.loss_scale.keep(state, scale, good_steps) and math.isfinite(loss)
     state.advance(plan.split.global_batch, plan.tokens_per_step, loss, applied=bool(applied), excused=excused)
     if not writing:
-        with recorder.clock.paused():
-            parts.checkpointer.wait()  # where there is a save under way, all ranks have written and it is committed
+        saver.settle()  # where there is a save under way, all ranks have written and it is committed
     if not applied:
         recorder.display.line(f"step {state.step} skipped: loss {loss:.4g}, gradient norm {gradient_norm:.4g} "
                               f"({state.skipped_steps} skipped so far)")
@@ -214,18 +216,6 @@ def evaluate(module: torch.nn.Module, batches: Iterable[Batch], world: World,
         raise UserError("of what is to be evaluated no token counts in the loss; choose other data (in a training run: "
                         "another validation_path, or none)")
     return total / weight, int(tokens)
-
-
-def save(parts: Parts, recorder: Recorder, wait: bool) -> None:
-    """Saves a checkpoint of the run after the current step. wait: until it is committed."""
-    state, parallel = parts.state, parts.parallel
-    with recorder.clock.paused():
-        recorder.sync()  # the metrics up to a committed checkpoint must not be lost
-        state.data = parts.loader.state_before(state.step)
-        shards = parallel.shards() + parallel.optimizer_shards(parts.optimizer)
-        parts.checkpointer.save(state.step, shards, state.saved(parts.settings, parts.world.size))
-        if wait:
-            parts.checkpointer.wait()
 
 
 @torch.no_grad()

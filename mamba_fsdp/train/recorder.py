@@ -11,10 +11,11 @@ from config.train_config import TrainConfig
 from mamba_fsdp.data.loader import Loader
 from mamba_fsdp.data.order import seen
 from mamba_fsdp.data.sample_log import SampleLog
+from mamba_fsdp.errors import UserError
 from mamba_fsdp.model.spec import flops_per_token
 from mamba_fsdp.parallel.world import World
 from mamba_fsdp.report.display import Display, read_share
-from mamba_fsdp.report.records import Log
+from mamba_fsdp.report.records import Log, add_event
 from mamba_fsdp.report.trackers import make_trackers
 from mamba_fsdp.run_layout import METRICS, PROFILE, SAMPLES
 from mamba_fsdp.storage import exists
@@ -41,9 +42,10 @@ class Recorder(contextlib.ExitStack):
         self.peak_flops = peak and peak * world.size
         self.metrics = self.samples = None
         if world.rank == 0:
-            self.metrics, samples = Log(folder.path / METRICS, step), folder.path / SAMPLES
+            self.metrics, samples = Log(folder.path / METRICS, step, folder.lease.check), folder.path / SAMPLES
             if settings.data.sample_log or exists(samples):
-                self.samples = SampleLog(samples, step, loader, logged=settings.data.sample_log)
+                self.samples = SampleLog(samples, step, loader, logged=settings.data.sample_log,
+                                         check=folder.lease.check)
         self.trackers = [] if world.rank else make_trackers(report.tracker, folder.path, as_dict(settings), step,
                                                             report.wandb_project, report.wandb_name)
         for part in (*self.trackers, self.display):
@@ -60,7 +62,6 @@ class Recorder(contextlib.ExitStack):
             with self.clock.paused():
                 self.kernels.keep()
         if self.samples:
-            self.folder.lease.check()
             self.samples.add(state.step, read)
         due = self.plan.is_due(self.interval, state.step)
         loss = state.take_mean_loss() if due else loss
@@ -89,6 +90,18 @@ class Recorder(contextlib.ExitStack):
         self.display.line(f"step {step}: validation loss {loss:.4f}, perplexity {perplexity:,.2f} "
                           f"({read_share(share)}, {seconds:.1f} s)")
 
+    def save_failed(self, step: int, in_a_row: int = 0, reason: str = "", what_next: str = "") -> None:
+        """Saving has failed so many times in a row after `step`, for this reason; 0: it went well again."""
+        self._write({"step": step, "failed_saves": in_a_row})
+        if in_a_row:
+            self.display.line(f"warning    step {step}: saving failed: {reason}. {what_next}")
+        if self.metrics:
+            if in_a_row:
+                add_event(self.folder.path, "failed_save", step, reason=reason, in_a_row=in_a_row)
+            if not self.metrics.failing:
+                with contextlib.suppress(OSError, UserError):
+                    self.folder.say("running", step, f"saving failed: {reason}" if in_a_row else "")
+
     def sync(self) -> None:
         """Returns when the metrics and the log of samples are on the disk."""
         for log in (self.metrics, self.samples):
@@ -97,7 +110,6 @@ class Recorder(contextlib.ExitStack):
 
     def _write(self, entry: dict) -> None:
         if self.metrics:
-            self.folder.lease.check()
             self.metrics.write(entry)
         for tracker in self.trackers:
             tracker.write(entry)

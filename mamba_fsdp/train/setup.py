@@ -68,11 +68,6 @@ class Plan:
         """Whether what is done every `interval` steps (0: never), and after the last, is done after `step`."""
         return interval > 0 and (step % interval == 0 or step == self.total_steps)
 
-    def must_know(self, step: int) -> bool:
-        """Whether what follows `step` needs its numbers on the host: the end, a validation, a checkpoint."""
-        intervals = (self.eval_steps, self.checkpoint_steps)
-        return step == self.total_steps or any(self.is_due(interval, step) for interval in intervals)
-
 
 @dataclass
 class Parts:

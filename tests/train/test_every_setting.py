@@ -50,7 +50,7 @@ OTHER_VALUES = {
     "max_skipped_steps": (2, {}), "eval_interval": (2, {}), "eval_batches": (1, {}),
     "save_ckpt_path": ("{run}/elsewhere", {}), "load_ckpt_path": ("{first}", {}),
     "resuming_dataset": (True, {"load_ckpt_path": "{first}"}), "init_from": (None, {}), "checkpoint_interval": (3, {}),
-    "keep_checkpoints": (1, {}), "keep_every": (2, {"keep_checkpoints": 1}),
+    "keep_checkpoints": (1, {}), "keep_every": (2, {"keep_checkpoints": 1}), "max_failed_saves": (None, {}),
     "async_checkpoint": (False, {}), "publish": (False, {}),
     "sharding_strategy": ("fsdp", {}), "fsdp_activation_checkpointing": (True, {}),
     "selective_checkpointing": ("1/2", {"fsdp_activation_checkpointing": True}),

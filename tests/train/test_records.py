@@ -52,12 +52,19 @@ def test_an_event_that_a_crash_cut_short_costs_no_other(tmp_path):
         ("started", 0), ("failed", 3), ("started", 2)]
 
 
-def test_a_full_disk_is_said_in_a_line(tmp_path, monkeypatch):
-    """Also where it is the status of a failure that can't be written: then what failed first is what is told."""
+def test_a_full_disk_is_said_in_a_line(tmp_path, monkeypatch, capsys):
+    """What was to be written waits in memory. Where the status of a failure can't be written, what failed first is what
+    is told."""
     metrics = records.Log(tmp_path / "metrics.jsonl", 0)
     metrics.path = Path("/dev/full")
+    metrics.write({"step": 1})
     with pytest.raises(UserError, match="/dev/full: can't be written .*No space left"):
-        metrics.write({"step": 1})
+        metrics.sync()
+    metrics.write({"step": 2})
+    assert capsys.readouterr().err.count("No space left") == 1
+    metrics.path = tmp_path / "metrics.jsonl"
+    metrics.write({"step": 3})
+    assert [entry["step"] for entry in records.read(metrics.path)] == [1, 2, 3]
     with pytest.raises(UserError, match="status.json: can't be written"):
         records.write_status(tmp_path / "missing", "running", 0)
     monkeypatch.setattr("mamba_fsdp.lease.Lease.is_held", lambda self: True)

@@ -1,0 +1,73 @@
+"""Saving a run's checkpoints when they are due. Where saving fails, training continues for a while and tries again."""
+
+import math
+from collections.abc import Callable
+
+from mamba_fsdp.errors import LostError, UserError
+from mamba_fsdp.train.recorder import Recorder
+from mamba_fsdp.train.setup import Parts
+
+FIRST_PAUSE, LONGEST_PAUSE = 60.0, 1800.0  # seconds of training before the next attempt; each failure doubles it
+
+
+class Saver:
+    """All ranks call each method at the same point, and all learn alike of a save that failed."""
+
+    def __init__(self, parts: Parts, recorder: Recorder) -> None:
+        self.parts, self.recorder, self.most = parts, recorder, parts.settings.checkpoint.max_failed_saves
+        self.failed = self.next_attempt = 0  # saves that failed in a row, the step after which the next one is tried
+
+    def is_due(self, step: int) -> bool:
+        """Whether a checkpoint is to be saved after `step`."""
+        plan = self.parts.plan
+        if self.failed and step < plan.total_steps:
+            return step >= self.next_attempt
+        return plan.is_due(plan.checkpoint_steps, step)
+
+    def settle(self) -> None:
+        """When no rank writes: commits the save under way, if any. Raises UserError after max_failed_saves in a row,
+        but not before the last save."""
+        last = self.parts.state.step == self.parts.plan.total_steps
+        self._try(self.parts.checkpointer.wait, math.inf if last else self.most)
+
+    def save(self, final: bool) -> None:
+        """Saves a checkpoint after the current step, unless one is still being written and does not come to an end.
+        final: until it is committed. Raises UserError where that fails, and as `settle` does."""
+        if self._try(self.parts.checkpointer.wait, math.inf if final else self.most) or final:
+            self._try(lambda: self._save(final), 0 if final else self.most)
+
+    def _save(self, final):
+        parts, state = self.parts, self.parts.state
+        parts.world.on_rank0(self.recorder.sync)  # the metrics up to a committed checkpoint must not be lost
+        state.data = parts.loader.state_before(state.step)
+        shards = parts.parallel.shards() + parts.parallel.optimizer_shards(parts.optimizer)
+        parts.checkpointer.save(state.step, shards, state.saved(parts.settings, parts.world.size))
+        if final:
+            parts.checkpointer.wait()
+
+    def _try(self, action: Callable[[], None], most: float) -> bool:
+        """Whether `action` did not fail; its failure is told. Raises UserError where it is one of `most` in a row."""
+        checkpointer, recorder, step = self.parts.checkpointer, self.recorder, self.parts.state.step
+        before = checkpointer.last
+        try:
+            with recorder.clock.paused():
+                action()
+        except LostError:
+            raise
+        except UserError as error:
+            self.failed += 1
+            if not most:
+                raise
+            pause = min(FIRST_PAUSE * 2 ** (self.failed - 1), LONGEST_PAUSE)
+            seconds = self.parts.world.broadcast_object(recorder.clock.seconds_left(step, step + 1) or 1.0)
+            self.next_attempt = step + max(2, math.ceil(pause / seconds))
+            recorder.save_failed(step, self.failed, str(error), f"{self.failed} of {self.most} in a row; the next "
+                                 f"attempt comes after step {self.next_attempt}")
+            if self.failed >= most:
+                raise type(error)(f"{self.failed} saves in a row failed (max_failed_saves), so that the run stops "
+                                  f"rather than train unsaved; the last: {error}") from None
+            return False
+        if self.failed and checkpointer.last != before:
+            self.failed = 0
+            recorder.save_failed(step)
+        return True

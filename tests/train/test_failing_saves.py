@@ -1,0 +1,179 @@
+"""Saving fails: training continues, says so everywhere, tries again later, and stops before it trains unsaved for long.
+"""
+
+import errno
+import os
+import subprocess
+
+import pytest
+
+from mamba_fsdp import storage
+from mamba_fsdp.checkpoint import checkpointer
+from mamba_fsdp.checkpoint.folder import problems
+from mamba_fsdp.errors import UserError
+from mamba_fsdp.parallel.world import World
+from mamba_fsdp.report.records import read_events, read_status
+from mamba_fsdp.run_layout import committed
+from mamba_fsdp.train import saver
+
+LONG = {"num_steps": 12, "eval_interval": 0, "validation_path": "none", "publish": "false", "async_checkpoint": "false"}
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
+    """The next attempt comes two steps after a failure, and no patience takes a minute."""
+    monkeypatch.setattr(saver, "FIRST_PAUSE", 0.0)
+    monkeypatch.setattr(storage, "SECONDS_OF_TRYING", 0.0)
+
+
+@pytest.fixture
+def failing(monkeypatch):
+    """failing(times, number, then) -> [step of each save that was begun]: so many fail with this errno; `then` is
+    called in each that fails."""
+    def start(times, number=errno.ENOSPC, then=lambda: None):
+        begun, real = [], checkpointer.write_pieces
+
+        def write(path, *rest):
+            begun.append(int(path.parent.name.split(".")[1].removeprefix("step_")))
+            if len(begun) > times:
+                return real(path, *rest)
+            path.write_bytes(bytes(1000))
+            then()
+            raise OSError(number, os.strerror(number), str(path))
+        monkeypatch.setattr(checkpointer, "write_pieces", write)
+        return begun
+    return start
+
+
+def last_weights(run):
+    return [path.read_bytes() for path in sorted(committed(run / "checkpoints")[-1].glob("*.safetensors"))]
+
+
+@pytest.fixture(scope="module")
+def without():
+    """What runs without a failure leave: {settings: (metrics, weights)}."""
+    return {}
+
+
+@pytest.mark.parametrize("number, asynchronous", [
+    (errno.ENOSPC, "false"), (errno.ENOSPC, "true"), (errno.EDQUOT, "false"), (errno.EROFS, "false"),
+    (errno.EIO, "false")])
+def test_training_continues_and_saves_when_it_can_again(train, tmp_path, metrics_of, failing, without, number,
+                                                        asynchronous):
+    settings = LONG | {"async_checkpoint": asynchronous, "num_steps": 60 if asynchronous == "true" else 12}
+    if asynchronous not in without:
+        train(tmp_path / "well", **settings)
+        without[asynchronous] = metrics_of(tmp_path / "well"), last_weights(tmp_path / "well")
+    told = []
+
+    def look():
+        told.append((read_status(tmp_path / "run"), [path.name for path in (tmp_path / "run").rglob(".*.partial")]))
+
+    begun = failing(3, number, look)
+    said = train(tmp_path / "run", **settings)
+    metrics, status = metrics_of(tmp_path / "run"), read_status(tmp_path / "run")
+    assert begun == [2, 4, 6, 8, 10, 12] or asynchronous == "true"  # that is learnt of some steps later
+    assert ([entry for entry in metrics if "loss" in entry], last_weights(tmp_path / "run")) == without[asynchronous]
+    assert [entry["failed_saves"] for entry in metrics if "failed_saves" in entry] == [1, 2, 3, 0]
+    warnings = [line for line in said.splitlines() if line.startswith("warning")]
+    assert len(warnings) == 3 and "2 of 5 in a row; the next attempt comes after step" in warnings[1]
+    assert all("rank_00000.safetensors" in line and os.strerror(number) in line and "rank 0 on" in line
+               for line in warnings)
+    events = [event for event in read_events(tmp_path / "run") if event["event"] == "failed_save"]
+    assert [event["in_a_row"] for event in events] == [1, 2, 3] and os.strerror(number) in events[0]["reason"]
+    assert "saving failed" not in told[0][0]["reason"] and all(len(partial) == 1 for _, partial in told)
+    assert all(before["status"] == "running" and os.strerror(number) in before["reason"] for before, _ in told[1:])
+    assert status["status"] == "finished" and not list((tmp_path / "run").rglob(".*.partial"))
+
+
+@pytest.mark.parametrize("number, code", [(errno.ENOSPC, 2), (errno.EIO, 74)])
+def test_a_run_that_can_t_save_stops(train, tmp_path, failing, number, code):
+    """With what was saved before, and an exit code with which the launcher queues it again only after what may pass."""
+    train(tmp_path, **LONG | {"num_steps": 2})
+    begun = failing(10 ** 9, number)
+    with pytest.raises(UserError, match="^3 saves in a row failed .max_failed_saves.*the last: .*step 8 could") as told:
+        train(tmp_path, **LONG, max_failed_saves=3)
+    assert begun == [4, 6, 8] and told.value.exit_code == code
+    status = read_status(tmp_path)
+    assert status["status"] == "failed" and "3 saves in a row failed" in status["reason"]
+    assert [path.name for path in committed(tmp_path / "checkpoints")] == ["step_00000002"]
+
+
+@pytest.mark.parametrize("asynchronous", ["false", "true"])
+def test_the_last_save_of_a_run_must_not_fail(train, tmp_path, failing, asynchronous):
+    failing(1)
+    with pytest.raises(UserError, match="^the checkpoint of step 12 could not be saved: .*No space left"):
+        train(tmp_path, **LONG | {"async_checkpoint": asynchronous}, checkpoint_interval=100)
+    assert read_status(tmp_path)["status"] == "failed"
+    train(tmp_path, **LONG)
+    assert read_status(tmp_path)["status"] == "finished"
+
+
+def test_a_save_before_the_last_one_that_failed_does_not_cost_the_last(train, tmp_path, failing):
+    begun = failing(1)
+    train(tmp_path, **LONG | {"async_checkpoint": "true"}, checkpoint_interval=11, max_failed_saves=1)
+    assert begun == [11, 12] and committed(tmp_path / "checkpoints")[-1].name == "step_00000012"
+
+
+def test_metrics_wait_in_memory_and_no_checkpoint_is_ahead_of_them(train, tmp_path, metrics_of, monkeypatch):
+    """The disk is so full that not even a line fits; later it is all there, without a gap."""
+    train(tmp_path / "well", **LONG)
+    from mamba_fsdp.report import records
+
+    real, calls = open, []
+
+    def full(path, mode="r", *rest, **named):
+        if mode == "ab" and str(path).endswith("metrics.jsonl"):
+            calls.append(path)
+            if 3 < len(calls) < 12:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return real(path, mode, *rest, **named)
+
+    monkeypatch.setattr(records, "open", full, raising=False)
+    said = train(tmp_path / "run", **LONG)
+    metrics = metrics_of(tmp_path / "run")
+    assert [entry for entry in metrics if "loss" in entry] == metrics_of(tmp_path / "well")
+    assert 0 in [entry["failed_saves"] for entry in metrics if "failed_saves" in entry]
+    assert "metrics.jsonl: can't be written (No space left on device)" in said and len(calls) > 12
+
+
+# A file system that is full
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A file system of a megabyte."""
+    place = tmp_path / "disk"
+    place.mkdir()
+    if os.geteuid() or subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "none", place], capture_output=True
+                                      ).returncode:
+        pytest.skip("may not mount")
+    yield place
+    subprocess.run(["umount", "-l", place], check=True)
+
+
+def test_a_disk_that_fills_up_and_empties_again(train, small_disk, metrics_of, monkeypatch, tmp_path):
+    """Nothing is lost: also metrics that found no room are there afterwards."""
+    train(tmp_path / "well", **LONG | {"num_steps": 20})
+
+    def tell(self, step, in_a_row=0, *words, _tell=saver.Recorder.save_failed):
+        told.append(in_a_row)
+        if in_a_row == 2:
+            (small_disk / "others").unlink()
+        _tell(self, step, in_a_row, *words)
+
+    def step(self, state, *rest, _report=saver.Recorder.report):
+        if state.step == 5:
+            with pytest.raises(OSError), open(small_disk / "others", "wb", buffering=0) as others:
+                while True:
+                    others.write(bytes(4096))
+        _report(self, state, *rest)
+
+    told = []
+    monkeypatch.setattr(saver.Recorder, "save_failed", tell)
+    monkeypatch.setattr(saver.Recorder, "report", step)
+    train(small_disk / "run", **LONG | {"num_steps": 20})
+    assert told == [1, 2, 0]
+    assert [entry for entry in metrics_of(small_disk / "run") if "loss" in entry] == metrics_of(tmp_path / "well")
+    whole = committed(small_disk / "run/checkpoints")
+    assert whole[-1].name == "step_00000020" and not any(problems(path, World.alone()) for path in whole)
