@@ -13,6 +13,8 @@ VERBS = {  # name: (module in mamba_fsdp/verbs, what it does)
     "generate": ("generate", "continue a text with a trained model"),
     "evaluate": ("evaluate", "loss, perplexity and bits per byte over a token store or other data"),
     "inspect": ("inspect", "say what a run, a checkpoint, data of any format or a weights file holds"),
+    "checkpoints": ("checkpoints", "list a run's checkpoints, and verify them"),
+    "consolidate": ("consolidate", "write a run's model as one file, in little memory"),
     "audit": ("audit", "prove that a run saw each window as often as its epochs say"),
     "convert": ("convert", "write tokens in another trainer's format, or as a token store"),
     "export": ("export", "write a model in transformers' or state-spaces' form"),
@@ -28,7 +30,7 @@ def main() -> None:
     if len(sys.argv) < 2 or sys.argv[1] in ("--help", "-h", "help"):
         print("python -m mamba_fsdp VERB ...  (--help after a verb lists its options; --version)\n")
         for verb, (_, meaning) in VERBS.items():
-            print(f"  {verb:<10} {meaning}")
+            print(f"  {verb:<11} {meaning}")
         raise SystemExit(0)
     if sys.argv[1] == "--version":
         print(command_line.version())

@@ -37,14 +37,8 @@ class Retention:
     def clean(self) -> None:
         """Make the folder, and remove what killed saves left there and among the run's models."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        found = [path for folder in (self.folder, self.folder.parent / MODELS) for path in left_over(folder)
-                 if not self._is_read(path)]
-        freed = sum(map(size_of, found))
-        for path in found:
-            delete(path)
-        if found:
-            self.report(f"cleaned    {len(found)} unfinished save{'s' * (len(found) > 1)} of killed processes removed: "
-                        f"{freed / 1e9:.3f} GB")
+        for folder in (self.folder, self.folder.parent / MODELS):
+            remove_left_over(folder, r"step_\d+", self.report)
 
     def prune(self, newest: Path) -> None:
         """Remove all but the newest `keep` committed checkpoints and those kept for ever; those known to be broken
@@ -54,7 +48,7 @@ class Retention:
             whole = [path for path in committed(self.folder) if path.name not in self.broken or path == newest]
             self._keep_for_ever(whole)
             for path in whole[:-self.keep]:
-                if path != newest and not exists(path / KEPT) and not self._is_read(path):
+                if path != newest and not exists(path / KEPT) and not is_read(path, self.signs):
                     self.remove(path, unless_read=True)
         except (OSError, StorageError) as error:
             self.report(f"warning: can't remove the old checkpoint {path}: {getattr(error, 'strerror', error)}")
@@ -63,7 +57,7 @@ class Retention:
         """Remove a checkpoint so that half a removal never looks like one."""
         hidden = hidden_beside(path)
         move(path, hidden)
-        if unless_read and self._is_read(hidden):  # by one that came between the look and the move
+        if unless_read and is_read(hidden, self.signs):  # by one that came between the look and the move
             move(hidden, path)
         else:
             delete(hidden)
@@ -78,14 +72,16 @@ class Retention:
                     (path / KEPT).touch()
                     done.add(part)
 
-    def _is_read(self, path):
-        """Whether a process that may live has a lease in the folder: it has been renewed lately, by our clock."""
-        for file in path.glob(f"{READING}*"):
-            with contextlib.suppress(OSError):  # it is gone
-                seen = self.signs.setdefault((file.name, file.stat().st_mtime_ns), time.monotonic())
-                if time.monotonic() - seen < SECONDS_OF_SILENCE and not Lease(file).ended_holder():
-                    return True
-        return False
+
+def is_read(folder: Path, signs: dict[tuple[str, int], float]) -> bool:
+    """Whether a process that may live has a lease in the folder, which it has renewed since the `signs` before this one
+    or lately, by our clock."""
+    for file in folder.glob(f"{READING}*"):
+        with contextlib.suppress(OSError):  # it is gone
+            seen = signs.setdefault((file.name, file.stat().st_mtime_ns), time.monotonic())
+            if time.monotonic() - seen < SECONDS_OF_SILENCE and not Lease(file).ended_holder():
+                return True
+    return False
 
 
 @contextlib.contextmanager
@@ -104,6 +100,15 @@ def held(folder: Path) -> Iterator[None]:
 
 until_the_end = contextlib.ExitStack()  # what this process holds as long as it reads from elsewhere
 atexit.register(until_the_end.close)
+
+
+def remove_left_over(folder: Path, name: str, report: Callable[[str], None]) -> None:
+    """Remove what killed processes left of something of this name (a regular expression), and say so."""
+    if found := [path for path in left_over(folder, name) if not is_read(path, {})]:
+        freed = sum(map(size_of, found))
+        for path in found:
+            delete(path)
+        report(f"cleaned    {len(found)} unfinished, of killed processes, removed from {folder}: {freed / 1e9:.3f} GB")
 
 
 def left_over(folder: Path, name: str = r"step_\d+") -> list[Path]:

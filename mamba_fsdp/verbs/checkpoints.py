@@ -1,0 +1,66 @@
+"""python -m mamba_fsdp checkpoints RUN [--verify] [--json]
+
+List the checkpoints of a run, or a single one: step, tokens, size, when it was committed, and whether it is whole.
+`kept` are those that stay for ever (keep_every). Unfinished ones are being written, or a killed process left them; the
+run removes those at its next start.
+
+  --verify  read every byte and compare it with the checksums; without, only see that each file is there with its size
+  --json    a list of objects instead of the table
+
+Exits with 0 where all are whole, with 1 where one is broken, with 2 where there is none.
+"""
+
+import datetime
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from mamba_fsdp.errors import UserError
+from mamba_fsdp.report.display import Display, scaled
+from mamba_fsdp.run_layout import CHECKPOINTS, COMMIT, KEPT, committed, no_checkpoint, step_of
+
+
+def main(run: str, verify: bool = False, json: bool = False) -> int:
+    import json as text
+
+    from mamba_fsdp.checkpoint.retention import held, left_over, size_of
+
+    place, display = Path(run), Display()
+    rows: list[dict[str, Any]] = []
+    folder = place / CHECKPOINTS if (place / CHECKPOINTS).is_dir() else place
+    found, unfinished = ([place], []) if (place / COMMIT).is_file() else (committed(folder), left_over(folder))
+    if not found and not unfinished:
+        raise no_checkpoint(place)
+    for path in found:
+        with held(path):
+            display.passing(f"reading {path.name}, {len(rows) + 1} of {len(found)}, {scaled(size_of(path), 'B')}")
+            rows.append({"name": path.name, "bytes": size_of(path), **described(path, verify)})
+    rows += [{"name": path.name, "bytes": size_of(path), "verdict": "unfinished"} for path in unfinished]
+    if json:
+        display.line(text.dumps(rows, indent=1))
+    else:
+        display.line(f"{'step':>10} {'tokens':>8} {'size':>9}  {'committed':<16}  verdict")
+    for row in [] if json else rows:
+        tokens = "" if row.get("tokens") is None else scaled(row["tokens"], "")
+        kept = "kept; " if row.get("kept") else ""
+        display.line(f"{step_of(row['name'].strip('.').split('.')[0]) or 0:>10} {tokens:>8} "
+                     f"{scaled(row['bytes'], 'B'):>9}  {row.get('committed', '')[:16]:<16}  {kept}{row['verdict']}")
+    return int(any(row["verdict"].startswith("broken") for row in rows))
+
+
+def described(path: Path, verify: bool) -> dict[str, Any]:
+    """What a committed checkpoint is, as far as it can be read."""
+    from mamba_fsdp.checkpoint.folder import problems, read_state
+    from mamba_fsdp.parallel.world import World
+
+    told: dict[str, Any] = {"kept": (path / KEPT).exists(), "tokens": None}
+    with suppress(OSError):
+        written = datetime.datetime.fromtimestamp((path / COMMIT).stat().st_mtime).astimezone()
+        told["committed"] = written.isoformat(" ", "seconds")
+    try:
+        wrong = problems(path, World.alone(), "all" if verify else "sizes")
+        told["verdict"] = f"broken: {'; '.join(wrong)}" if wrong else "whole" if verify else "not verified"
+        told["tokens"] = read_state(path)["state"].get("progress", {}).get("tokens")
+    except UserError as error:  # of another version, say
+        told["verdict"] = told["verdict"] if told.get("verdict", "")[:6] == "broken" else f"broken: {error}"
+    return told

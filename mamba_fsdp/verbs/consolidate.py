@@ -1,0 +1,39 @@
+"""python -m mamba_fsdp consolidate RUN [--step=N] [--out=FOLDER] [--dtype=fp32|bf16|fp16]
+
+Write a run's model as one file, as a run does at its end: consolidated.00.pth with config.json and tokenizer/, in
+RUN/pth/step_N, which must not be there yet, or in the new folder --out. On one machine, tensor by tensor: it takes the
+memory of the largest one. The folder gets its name when all is written; what a kill leaves, the same command replaces.
+
+  --step    of which checkpoint; without it of the newest whole one
+  --dtype   of the numbers; without it they stay as they are
+"""
+
+import re
+import time
+from pathlib import Path
+from typing import Annotated
+
+from config.fields import Bounds
+from mamba_fsdp.errors import UserError
+from mamba_fsdp.run_layout import CHECKPOINTS, COMMIT, CONSOLIDATED, MODELS, committed, step_name, step_of
+
+
+def main(run: str, step: Annotated[int, Bounds(at_least=-1)] = -1, out: str = "", dtype: str = "") -> None:
+    from mamba_fsdp.checkpoint.folder import find_checkpoint
+    from mamba_fsdp.checkpoint.retention import remove_left_over
+    from mamba_fsdp.interop.convert import to_our_form
+    from mamba_fsdp.parallel.world import World
+    from mamba_fsdp.report.display import scaled
+
+    place, began = Path(run), time.perf_counter()
+    if step >= 0:
+        place = place / CHECKPOINTS / step_name(step)
+        if not (place / COMMIT).is_file():
+            steps = ", ".join(str(step_of(path.name)) for path in committed(place.parent))
+            raise UserError(f"--step={step}: {run} has no checkpoint of that step; it has {steps or 'none'}")
+    checkpoint = find_checkpoint(place, World.alone(), part="model")
+    folder = Path(out) if out else checkpoint.parent.parent / MODELS / checkpoint.name
+    remove_left_over(folder.parent, re.escape(folder.name), print)
+    to_our_form(checkpoint, folder, dtype=dtype or None, verified=True)
+    size = (folder / CONSOLIDATED).stat().st_size
+    print(f"{folder / CONSOLIDATED}: {scaled(size, 'B')} of {checkpoint} in {time.perf_counter() - began:.1f} s")
