@@ -79,7 +79,8 @@ def simulate(settings: TrainConfig, size: int, rank: int = 0, *, local_size: int
             settings=settings, world=world, parallel=parallel, optimizer=optimizer, state=state,
             loss_scale=LossScale(state, device, dynamic=training.mixed_precision == "fp16"),
             plan=SimpleNamespace(tokens_per_step=size * len(batches) * tokens.numel(), schedule=schedule),
-            loader=SimpleNamespace(step=lambda step: batches), checkpointer=SimpleNamespace(is_writing=bool))
+            loader=SimpleNamespace(step=lambda step: batches),
+            checkpointer=SimpleNamespace(is_writing=bool, wait_for_copies=bool))
         stop: Any = SimpleNamespace(look=bool)
         watch.built = len(watch.sizes)
         take_step(parts, Clock(0, size), stop)

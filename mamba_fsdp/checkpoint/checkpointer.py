@@ -1,10 +1,12 @@
 """Saving: each rank writes its own file, a commit makes them one checkpoint.
 
-A checkpoint is written under a hidden name (.step_00001000.<unique>.partial). Each file is flushed and read back; then
-rank 0 writes state.json and COMMIT and gives the folder its name. A process that dies at any instant leaves a hidden
-folder, which the next run removes, and never half a checkpoint under a name that could be chosen.
+A checkpoint is written under a hidden name (.step_00001000.<unique>.partial), in threads beside training. Each file is
+flushed and read back; then rank 0 writes state.json and COMMIT and gives the folder its name. A process that dies at
+any instant leaves a hidden folder, which the next run removes, and never half a checkpoint under a name that could be
+chosen.
 """
 
+import functools
 import json
 import math
 import shutil
@@ -12,9 +14,12 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from mamba_fsdp.checkpoint.files import NAMES, checksum, write_pieces
 from mamba_fsdp.checkpoint.folder import is_model, newest_whole, stored_name
@@ -23,7 +28,7 @@ from mamba_fsdp.checkpoint.retention import Retention, delete
 from mamba_fsdp.errors import StorageError, UserError, joined
 from mamba_fsdp.formats import CHECKPOINT
 from mamba_fsdp.parallel.model import Shard
-from mamba_fsdp.parallel.world import World
+from mamba_fsdp.parallel.world import World, attempt
 from mamba_fsdp.report.records import add_event
 from mamba_fsdp.run_layout import CHECKPOINTS, COMMIT, STATE, rank_file, step_name
 from mamba_fsdp.storage import exists, hidden_beside, move, patiently, sync_folder, write_atomically
@@ -31,23 +36,38 @@ from mamba_fsdp.storage import exists, hidden_beside, move, patiently, sync_fold
 
 @dataclass
 class Save:
-    """One save under way. `outcome`: what this rank's writing came to, {"file", ...} or {"error"}; None until then."""
+    """One save under way. `outcome`: what this rank's writing will have come to, {"file", ...} or {"error"}; once that
+    is `told` to rank 0, there (path, error) of the commit. What changes the tensors calls `copied.wait()`."""
 
     step: int
     partial: Path
     state: dict[str, Any]
     tensors: dict[str, dict[str, Any]]  # stored name -> its entry in state.json, but for the layout
     pieces: bytes  # of this rank, packed
-    outcome: dict[str, Any] | None = None
     began: float = field(default_factory=time.monotonic)
-    thread: threading.Thread = field(init=False, repr=False)
+    told: bool = False
+    copied: threading.Event | torch.cuda.Event = field(default_factory=threading.Event)
+    outcome: Future[Any] = field(init=False, repr=False)
+
+
+def _stalls(method):
+    """A method of Checkpointer that training waits for, as `stall_seconds` tells."""
+    @functools.wraps(method)
+    def timed(self, *given):
+        before, began = self._stalled, time.perf_counter()
+        try:
+            method(self, *given)
+        finally:
+            self._stalled = before + time.perf_counter() - began  # what was noted in between is part of it
+    return timed
 
 
 class Checkpointer:
     """The checkpoints of one run folder. All ranks call each method at the same point.
 
-    keep, keep_every (steps): see Retention. asynchronous: `save` returns when the tensors are copied to CPU memory, a
-    thread writes them, and a later `wait` commits. report: called on rank 0 with a sentence for the user.
+    keep, keep_every (steps): see Retention. asynchronous: `save` returns at once; the tensors are copied to host memory
+    and written beside training, which calls `wait_for_copies` before it changes them, and `settle` when no rank
+    `is_writing`. report: called on rank 0 with a sentence for the user.
     A run folder belongs to one run at a time: what an earlier one left half-written, be it a model, is removed here.
     check_ours: called on rank 0 before the folder is changed; raises UserError when it belongs to another run by then.
     """
@@ -59,6 +79,8 @@ class Checkpointer:
         self.world, self.asynchronous, self.report, self.check_ours = world, asynchronous, report, check_ours
         self.retention = Retention(self.folder, keep, keep_every, report)
         self.pending: Save | None = None
+        self.buffers: list[torch.Tensor] = []  # for the copies, kept over saves
+        self._stalled = 0.0
         self.last: Path | None = None
         self.world.on_rank0(lambda: patiently(self._make_ready, self.folder))
 
@@ -73,6 +95,7 @@ class Checkpointer:
             self.retention.broken.update(broken)
         return self.last
 
+    @_stalls
     def save(self, step: int, shards: Sequence[Shard], state: dict[str, Any]) -> None:
         """Save `shards` (the same names on all ranks) and rank 0's `state`, a dict for JSON, as checkpoint of `step`.
 
@@ -89,47 +112,97 @@ class Checkpointer:
             pieces.append((stored_name(shard.name), shard.start + start, shard.data[start:stop]))
         needed = self.world.all_reduce_sum(sum(tensor.nbytes for _, _, tensor in pieces))
         partial = self.world.on_rank0(lambda: patiently(lambda: self._make_partial(step, needed), self.folder))
-        copies = [(name, start, tensor.to("cpu", copy=self.asynchronous)) for name, start, tensor in pieces
-                  if tensor.numel()]
         tensors = {stored_name(shard.name): {"shape": list(shard.shape), "dtype": NAMES[shard.data.dtype],
                                              "tied": list(shard.tied)} for shard in shards}
         told = packed([(start, tensor.numel()) for _, start, tensor in pieces])
-        self.pending = Save(step, partial, json.loads(json.dumps(state)), tensors, told)
-        self.pending.thread = threading.Thread(target=self._write, args=(self.pending, copies), daemon=True)
-        self.pending.thread.start()
+        self.pending = save = Save(step, partial, json.loads(json.dumps(state)), tensors, told)
+        pieces = [piece for piece in pieces if piece[2].numel()]
+        copy = self._start_copying(save, [tensor for _, _, tensor in pieces])
+        save.outcome = self.world.beside(lambda: self._write(save, pieces, copy))
         if not self.asynchronous:
             self.wait()
 
-    def is_writing(self) -> bool:
-        """Whether this rank still writes its part of the save under way. Once none does, `wait` commits at once."""
-        return self.pending is not None and self.pending.outcome is None
+    def _start_copying(self, save, tensors):
+        """What gives the tensors' copies on the host, to be called in the writing thread."""
+        on_gpu = self.world.device.type == "cuda"
+        if not (self.asynchronous or on_gpu):
+            return lambda: tensors
+        if [(old.shape, old.dtype) for old in self.buffers] != [(new.shape, new.dtype) for new in tensors]:
+            self.buffers = [torch.empty(new.shape, dtype=new.dtype, pin_memory=on_gpu) for new in tensors]
+        if on_gpu:
+            beside, save.copied = torch.cuda.Stream(), torch.cuda.Event()
+            beside.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(beside):
+                torch._foreach_copy_(self.buffers, tensors, non_blocking=True)
+                save.copied.record()
 
-    def wait(self) -> None:
-        """Wait for the save under way, if any, and commit it. Raises UserError on all ranks if it failed."""
+        def copies():
+            if on_gpu:
+                save.copied.synchronize()
+            else:
+                torch._foreach_copy_(self.buffers, tensors)  # one call, which needs no GIL
+                save.copied.set()
+            return self.buffers
+        return copies
+
+    @_stalls
+    def wait_for_copies(self) -> None:
+        """Call before weights and moments change: waits until they are copied, on a GPU the device, not the host."""
+        if self.pending is not None:
+            self.pending.copied.wait()
+
+    def is_writing(self) -> bool:
+        """Whether this rank still writes, or commits, the save under way. Once none does, all ranks call `settle`."""
+        return self.pending is not None and not self.pending.outcome.done()
+
+    @_stalls
+    def settle(self) -> None:
+        """Where all have written the save under way, if any, rank 0 begins to commit it; where it has, all learn of it.
+        Raises UserError on all ranks if the save failed."""
         if self.pending is None:
             return
-        save, self.pending = self.pending, None
-        self.world.run_local(save.thread.join)
-        told = self.world.gather_on_rank0((save.outcome, save.pieces))
-        self.last = self.world.on_rank0(lambda: self._commit(save, told))
-        self.retention.broken.discard(self.last.name)
+        save, outcome = self.pending, self.pending.outcome.result()
+        if not save.told:
+            told, save.told = self.world.gather_on_rank0((outcome, save.pieces)), True
+            if self.world.rank == 0:
+                save.outcome = self.world.beside(lambda: attempt(lambda: self._commit(save, told)))
+            return
+        self.pending = None
+        committed, failure = self.world.broadcast_object(outcome)
+        if failure:
+            raise failure
+        self.last = committed
+        self.retention.broken.discard(committed.name)
         if self.world.rank == 0:
-            self.report(f"checkpoint {self.last.name} is committed")
+            self.report(f"checkpoint {committed.name} is committed")
 
-    def _write(self, save, pieces):
-        """Write this rank's file. Runs in a thread and therefore talks to no other rank."""
+    @_stalls
+    def wait(self) -> None:
+        """Wait for the save under way, if any, and for its commit. Raises UserError on all ranks if it failed."""
+        while self.pending is not None:
+            self.world.run_local(self.pending.outcome.result)
+            self.settle()
+
+    def stall_seconds(self) -> float:
+        """Seconds since the last call in which this rank's program stood still for saving."""
+        stalled, self._stalled = self._stalled, 0.0
+        return stalled
+
+    def _write(self, save, pieces, copy):
+        """Write this rank's file. Runs in a thread and therefore talks to no other rank. Returns the outcome."""
         path = save.partial / rank_file(self.world.rank)
         where = f"rank {self.world.rank} on {socket.gethostname()}"
         try:
+            pieces = [(name, start, copied) for (name, start, _), copied in zip(pieces, copy())]
             written = patiently(lambda: write_pieces(path, pieces, sum(is_model(name) for name, _, _ in pieces)), path)
             sync_folder(save.partial)
-            save.outcome = {"file": path.name, **written}
+            return {"file": path.name, **written}
         except StorageError as error:
-            save.outcome = {"error": StorageError(f"{where}: {error}")}
+            return {"error": StorageError(f"{where}: {error}")}
         except BaseException as error:
             said = error.strerror if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
             hint = " (do all nodes share the run folder's storage?)" if isinstance(error, FileNotFoundError) else ""
-            save.outcome = {"error": UserError(f"{where}: {path}: {said}{hint}")}
+            return {"error": UserError(f"{where}: {path}: {said}{hint}")}
 
     # Rank 0 alone does the rest.
 

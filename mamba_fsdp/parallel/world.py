@@ -105,14 +105,8 @@ class World:
         copied.record()
         return lambda: copied.synchronize() or on_host.tolist()
 
-    def run_local(self, work: Callable[[], T]) -> T:
-        """What `work()` returns on this rank, once the work of all ranks has ended. It must not talk to other ranks.
-
-        The work may take longer than the ranks' timeout: it runs in a thread while the ranks exchange signs of life.
-        Waiting counts as progress while another rank makes progress. Raises what this rank's work raises.
-        """
-        if self.size == 1:
-            return work()
+    def beside(self, work: Callable[[], T]) -> Future[T]:
+        """What `work()` will have returned or raised: it has begun in a thread."""
         outcome: Future[T] = Future()
 
         def run():
@@ -123,7 +117,18 @@ class World:
             except BaseException as error:
                 outcome.set_exception(error)
 
-        threading.Thread(target=run, name="run_local", daemon=True).start()
+        threading.Thread(target=run, daemon=True).start()
+        return outcome
+
+    def run_local(self, work: Callable[[], T]) -> T:
+        """What `work()` returns on this rank, once the work of all ranks has ended. It must not talk to other ranks.
+
+        The work may take longer than the ranks' timeout: it runs in a thread while the ranks exchange signs of life.
+        Waiting counts as progress while another rank makes progress. Raises what this rank's work raises.
+        """
+        if self.size == 1:
+            return work()
+        outcome = self.beside(work)
         beats_before, pause = -1.0, 0.001
         while True:
             working, beats = self.all_reduce_sum([float(not outcome.done()), float(heart.work)])
@@ -138,20 +143,20 @@ class World:
     def on_rank0(self, action: Callable[[], T]) -> T:
         """What `action()` returns on rank 0, on all ranks. Raises its failure as a UserError on all ranks."""
         mine = action if self.rank == 0 else lambda: None
-        result, failure = self.broadcast_object(self.run_local(lambda: _attempt(mine)))
+        result, failure = self.broadcast_object(self.run_local(lambda: attempt(mine)))
         if failure:
             raise failure
         return result
 
     def on_all_ranks(self, work: Callable[[], T]) -> T:
         """What `work()` returns on this rank, see run_local. The UserErrors of all ranks are raised on all, as one."""
-        def attempt():
+        def try_work():
             try:
                 return work(), []
             except UserError as error:
                 return None, [error]
 
-        result, failure = self.run_local(attempt)
+        result, failure = self.run_local(try_work)
         if failures := self.tell_all(failure):
             raise joined(failures)
         return result
@@ -172,7 +177,7 @@ class World:
             dist.destroy_process_group()
 
 
-def _attempt(action: Callable[[], Any]) -> tuple[Any, UserError | None]:
+def attempt(action: Callable[[], Any]) -> tuple[Any, UserError | None]:
     """(what `action()` returns, None), or (None, the UserError that says why it failed)."""
     try:
         return action(), None

@@ -83,6 +83,7 @@ def take_step(parts: Parts, clock: Clock, stop: StopRequest, ahead: int = 0) -> 
         stop.look(), parts.checkpointer.is_writing(), *divmod(read, 1 << 32), *own_seconds))
     loss, gradient_norm, factor = means(sums, plan.tokens_per_step / scale)
     lr = settings.optimizer.learning_rate * plan.schedule.next_factor(parts.state, plan.tokens_per_step, ahead)
+    parts.checkpointer.wait_for_copies()
     applied = update_weights(parallel, parts.optimizer, loss, gradient_norm, factor,
                              clip=settings.optimizer.grad_clip_thresh, lr=lr)
     parts.loss_scale.update(applied)
@@ -98,7 +99,7 @@ def end_step(parts: Parts, recorder: Recorder, saver: Saver, step: Step) -> bool
     excused = parts.loss_scale.keep(state, scale, good_steps) and math.isfinite(loss)
     state.advance(plan.split.global_batch, plan.tokens_per_step, loss, applied=bool(applied), excused=excused)
     if not writing:
-        saver.settle()  # where there is a save under way, all ranks have written and it is committed
+        saver.settle()  # where there is a save under way, all ranks have written, or rank 0 committed
     if not applied:
         recorder.display.line(f"step {state.step} skipped: loss {loss:.4g}, gradient norm {gradient_norm:.4g} "
                               f"({state.skipped_steps} skipped so far)")

@@ -56,7 +56,7 @@ def test_a_checkpoint_is_there_when_it_is_committed_and_not_before(run, world):
     assert checkpointer.newest() is None
     checkpointer.save(3, shards(3), {"step": 3})
     assert not [name for name in names(run) if name.startswith("step")]
-    checkpointer.pending.thread.join()
+    checkpointer.pending.outcome.result()
     assert not checkpointer.is_writing()
     checkpointer.wait()
     assert names(run) == ["step_00000003"]
@@ -74,13 +74,19 @@ def test_other_programs_can_read_the_files(run, world):
 
 
 def test_an_asynchronous_save_holds_the_moment_of_the_call(run, world):
-    """What happens to weights and state after save() returns is not in the checkpoint."""
+    """What happens to the state after save() returns, and to the weights after wait_for_copies(), is not in it; nor
+    are the copies of the save before, which lie in the same memory."""
     checkpointer = Checkpointer(run, world, asynchronous=True)
+    checkpointer.save(0, shards(5), {})
+    checkpointer.wait()
+    kept = [buffer.data_ptr() for buffer in checkpointer.buffers]
     held, state = shards(1), {"list": [1]}
     checkpointer.save(1, held, state)
-    held[0].data.fill_(9)
     state["list"].append(2)
+    checkpointer.wait_for_copies()
+    held[0].data.fill_(9)
     checkpointer.wait()
+    assert kept and kept == [buffer.data_ptr() for buffer in checkpointer.buffers]
     target = shards(0)
     assert load(checkpointer.newest(), target, world) == {"list": [1]}
     assert torch.equal(target[0].data, torch.full((100,), 1.0))

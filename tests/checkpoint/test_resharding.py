@@ -27,8 +27,9 @@ def save(world, run, how, steps, asynchronous):
     shards = parallel.shards() + parallel.optimizer_shards(optimizer)
     checkpointer.save(first + steps, shards, {"step": first + steps, "rank": world.rank})
     tensors = whole(world, shards)
+    checkpointer.wait_for_copies()
     for shard in shards:
-        shard.data.zero_()  # an asynchronous save holds copies
+        shard.data.zero_()  # an asynchronous save holds copies by now
     checkpointer.wait()
     return records, tensors
 

@@ -1,0 +1,80 @@
+"""Training goes on while a save still copies what it changes next: what is stored is the step's, bit for bit."""
+
+import json
+import os
+import signal
+import time
+
+import pytest
+from ranks import PROCESSES, run_ranks
+
+from config import resolve
+from mamba_fsdp.checkpoint.checkpointer import Checkpointer
+from mamba_fsdp.checkpoint.folder import Reader
+from mamba_fsdp.parallel.world import World
+from mamba_fsdp.train import loop, run
+
+pytestmark = [pytest.mark.torch22, pytest.mark.slow]
+
+
+def train(world, words, file, seconds):
+    """A run whose copies take `seconds` longer; (step's backward passes that ended before the copies were there)."""
+    start_copying, accumulate, early = Checkpointer._start_copying, loop.accumulate_gradients, []
+
+    def start_slowly(checkpointer, save, tensors):
+        copy = start_copying(checkpointer, save, tensors)
+        return lambda: time.sleep(seconds) or copy()
+
+    def noted(parallel, *rest):
+        loss = accumulate(parallel, *rest)
+        early.append(CHECKPOINTERS[0].pending is not None and not CHECKPOINTERS[0].pending.copied.is_set())
+        return loss
+
+    class Kept(Checkpointer):
+        def __init__(self, *given, **named):
+            super().__init__(*given, **named)
+            CHECKPOINTERS.append(self)
+
+    CHECKPOINTERS = []
+    Checkpointer._start_copying, loop.accumulate_gradients = start_slowly, noted
+    run.set_up.__globals__["Checkpointer"], run.start_world = Kept, lambda **_: world
+    run.run_training(resolve.resolve_settings(words, file)[0])
+    return early, CHECKPOINTERS[0].stall_seconds()
+
+
+def settings(corpus, folder, **given):
+    words = {"dataset_path": corpus, "save_ckpt_path": folder, "num_steps": 7, "checkpoint_interval": 2,
+             "eval_interval": 4, "report_interval": 1, "keep_checkpoints": 9, "publish": False, **given}
+    return {name: str(value) for name, value in words.items()}
+
+
+def content(folder):
+    """Of each checkpoint: the checksums of its files but state.json, whose settings name the folder."""
+    return {path.name: [entry for name, entry in json.loads((path / "COMMIT").read_text())["files"].items()
+                        if name != "state.json"] for path in sorted(folder.glob("checkpoints/step_*"))}
+
+
+@pytest.mark.parametrize("ranks, strategy", [(2, "fsdp"), (1, "none")])
+def test_a_slow_copy_is_waited_for_by_the_update_alone(corpus, tiny_file, tmp_path, ranks, strategy):
+    for name, seconds in (("calm", 0.0), ("slow", 0.4)):
+        words = settings(corpus, tmp_path / name, sharding_strategy=strategy)
+        told = run_ranks(ranks, train, words, tiny_file, seconds)
+    for early, stalled in told:
+        assert early == [False, False, True, False, True, False, True]
+        assert stalled > 0.8
+    calm, slow = content(tmp_path / "calm"), content(tmp_path / "slow")
+    assert list(calm) == [f"step_0000000{step}" for step in (2, 4, 6, 7)] and calm == slow
+
+
+def test_killed_while_copying_the_checkpoint_before_is_used(corpus, tiny_file, tmp_path):
+    words = settings(corpus, tmp_path / "run", sharding_strategy="none")
+    process = PROCESSES.Process(target=train, args=(World.alone(), words, tiny_file, 2.0))
+    process.start()
+    deadline = time.monotonic() + 60
+    while not list(tmp_path.glob("run/checkpoints/.step_00000004*")):
+        assert time.monotonic() < deadline and process.is_alive()
+        time.sleep(0.01)
+    os.kill(process.pid, signal.SIGKILL)
+    process.join()
+    newest = Checkpointer(tmp_path / "run", World.alone()).newest()
+    assert newest is not None and Reader(newest).state["progress"]["step"] == 2
