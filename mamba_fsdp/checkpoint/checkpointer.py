@@ -14,7 +14,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,11 +27,14 @@ from mamba_fsdp.checkpoint.ranges import find_layouts, packed, part_to_write
 from mamba_fsdp.checkpoint.retention import Retention, delete
 from mamba_fsdp.errors import StorageError, UserError, joined
 from mamba_fsdp.formats import CHECKPOINT
+from mamba_fsdp.heartbeat import heart
 from mamba_fsdp.parallel.model import Shard
 from mamba_fsdp.parallel.world import World, attempt
 from mamba_fsdp.report.records import add_event
-from mamba_fsdp.run_layout import CHECKPOINTS, COMMIT, STATE, rank_file, step_name
+from mamba_fsdp.run_layout import CHECKPOINTS, COMMIT, STATE, committed, rank_file, step_name
 from mamba_fsdp.storage import exists, hidden_beside, move, patiently, sync_folder, write_atomically
+
+SECONDS_OF_SILENCE = 120.0  # without progress, after which nobody waits for a rank that writes
 
 
 @dataclass
@@ -94,6 +97,17 @@ class Checkpointer:
             self.last, broken = newest_whole(self.folder, self.world, self.report)
             self.retention.broken.update(broken)
         return self.last
+
+    def check_room(self, shards: Sequence[Shard]) -> None:
+        """Says where there is room for one checkpoint only. Raises UserError on all ranks where there is none."""
+        needed = sum(math.prod(shard.shape) * shard.data.element_size() for shard in shards)
+
+        def check():
+            more = len(committed(self.folder)) < self.retention.keep  # else each makes room for the next
+            if self._need_room("a checkpoint", needed) < 2 * needed and more:
+                self.report(f"warning    {self.folder} has room for one checkpoint only ({needed / 1e9:.3f} GB)")
+
+        self.world.on_rank0(check)
 
     @_stalls
     def save(self, step: int, shards: Sequence[Shard], state: dict[str, Any]) -> None:
@@ -178,10 +192,20 @@ class Checkpointer:
 
     @_stalls
     def wait(self) -> None:
-        """Wait for the save under way, if any, and for its commit. Raises UserError on all ranks if it failed."""
+        """Wait for the save under way, if any, and for its commit. Raises UserError on all ranks if it failed, and a
+        StorageError if an asynchronous one stands still: then it stays under way, and no other is begun."""
         while self.pending is not None:
-            self.world.run_local(self.pending.outcome.result)
+            self.world.run_local(self._until_written_or_silent)
+            if late := self.world.tell_all([f"rank {self.world.rank} on {socket.gethostname()}"] * self.is_writing()):
+                raise StorageError(f"the checkpoint of step {self.pending.step} is still being written: "
+                                   f"{', '.join(late[:4] + ['...'] * (len(late) > 4))} made no progress for "
+                                   f"{SECONDS_OF_SILENCE:g} s")
             self.settle()
+
+    def _until_written_or_silent(self):
+        while self.is_writing() and not (
+                self.asynchronous and time.monotonic() - max(heart.beside, self.pending.began) > SECONDS_OF_SILENCE):
+            wait([self.pending.outcome], timeout=min(1.0, SECONDS_OF_SILENCE))
 
     def stall_seconds(self) -> float:
         """Seconds since the last call in which this rank's program stood still for saving."""
@@ -210,12 +234,17 @@ class Checkpointer:
         self.check_ours()
         self.retention.clean()
 
-    def _make_partial(self, step, needed):
-        self.check_ours()
+    def _need_room(self, what, needed):
+        """Bytes that are free. Raises UserError where `what` does not fit."""
         free = shutil.disk_usage(self.folder).free
         if free < needed:
-            raise UserError(f"the checkpoint of step {step} needs {needed / 1e9:.3f} GB, but {self.folder} has only "
-                            f"{free / 1e9:.3f} GB free; make room, keep fewer checkpoints or choose another folder")
+            raise UserError(f"{what} needs {needed / 1e9:.3f} GB, but {self.folder} has only {free / 1e9:.3f} GB free; "
+                            "make room, keep fewer checkpoints or choose another folder")
+        return free
+
+    def _make_partial(self, step, needed):
+        self.check_ours()
+        self._need_room(f"the checkpoint of step {step}", needed)
         partial = hidden_beside(self.folder / step_name(step))
         partial.mkdir()
         return partial

@@ -25,10 +25,10 @@ class Saver:
         return plan.is_due(plan.checkpoint_steps, step)
 
     def settle(self) -> None:
-        """When no rank writes: commits the save under way, if any. Raises UserError after max_failed_saves in a row,
+        """When no rank writes: see Checkpointer.settle. Raises UserError after max_failed_saves in a row,
         but not before the last save."""
         last = self.parts.state.step == self.parts.plan.total_steps
-        self._try(self.parts.checkpointer.wait, math.inf if last else self.most)
+        self._try(self.parts.checkpointer.settle, math.inf if last else self.most)
 
     def save(self, final: bool) -> None:
         """Saves a checkpoint after the current step, unless one is still being written and does not come to an end.

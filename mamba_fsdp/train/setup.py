@@ -124,6 +124,8 @@ def set_up(settings: TrainConfig, world: World, folder: RunFolder, weights: Weig
     loader = Loader(sources, order, settings.data, split, vocab_size=settings.model.vocab_size, first_step=state.step,
                     pin_memory=world.device.type == "cuda")
     say_length(settings, plan, say)
+    if state.step < plan.total_steps:
+        checkpointer.check_room(parallel.shards() + parallel.optimizer_shards(optimizer))
     scale = LossScale(state, world.device, dynamic=settings.training.mixed_precision == "fp16")
     return Parts(settings, world, sources, validation, parallel, optimizer, state, scale, plan, loader, checkpointer,
                  kernels)

@@ -4,13 +4,14 @@
 import errno
 import os
 import subprocess
+import threading
 
 import pytest
 
 from mamba_fsdp import storage
 from mamba_fsdp.checkpoint import checkpointer
 from mamba_fsdp.checkpoint.folder import problems
-from mamba_fsdp.errors import UserError
+from mamba_fsdp.errors import StorageError, UserError
 from mamba_fsdp.parallel.world import World
 from mamba_fsdp.report.records import read_events, read_status
 from mamba_fsdp.run_layout import committed
@@ -137,6 +138,49 @@ def test_metrics_wait_in_memory_and_no_checkpoint_is_ahead_of_them(train, tmp_pa
     assert "metrics.jsonl: can't be written (No space left on device)" in said and len(calls) > 12
 
 
+# A storage layer that stalls and lies
+
+
+def test_a_save_that_hangs_counts_as_failed_and_no_second_one_is_begun(train, tmp_path, monkeypatch):
+    """Training continues meanwhile; what hung is committed when it is written at last."""
+    hangs, writing, most = threading.Event(), [], []
+    real = checkpointer.write_pieces
+
+    def write(path, *rest):
+        writing.append(path)
+        most.append(len(writing))
+        if len(most) == 2:
+            hangs.wait(60)
+        try:
+            return real(path, *rest)
+        finally:
+            writing.remove(path)
+
+    def tell(self, step, in_a_row=0, *words, _tell=saver.Recorder.save_failed):
+        told.append((step, in_a_row))
+        if in_a_row == 3:
+            hangs.set()
+        _tell(self, step, in_a_row, *words)
+
+    told = []
+    monkeypatch.setattr(checkpointer, "write_pieces", write)
+    monkeypatch.setattr(checkpointer, "SECONDS_OF_SILENCE", 1.5)
+    monkeypatch.setattr(saver.Recorder, "save_failed", tell)
+    said = train(tmp_path, **LONG | {"async_checkpoint": "true", "num_steps": 40})
+    assert [number for _, number in told] == [1, 2, 3, 0] and max(most) == 1
+    assert "the checkpoint of step 4 is still being written: rank 0" in said
+    assert committed(tmp_path / "checkpoints")[-1].name == "step_00000040" and "step_00000004 is committed" in said
+
+
+def test_a_last_save_that_hangs_is_an_error(train, tmp_path, monkeypatch):
+    hangs = threading.Event()
+    monkeypatch.setattr(checkpointer, "write_pieces", lambda *_: hangs.wait(60))
+    monkeypatch.setattr(checkpointer, "SECONDS_OF_SILENCE", 0.05)
+    with pytest.raises(StorageError, match="the checkpoint of step 12 is still being written"):
+        train(tmp_path, **LONG | {"async_checkpoint": "true"}, checkpoint_interval=100)
+    hangs.set()
+
+
 # A file system that is full
 
 
@@ -177,3 +221,18 @@ def test_a_disk_that_fills_up_and_empties_again(train, small_disk, metrics_of, m
     assert [entry for entry in metrics_of(small_disk / "run") if "loss" in entry] == metrics_of(tmp_path / "well")
     whole = committed(small_disk / "run/checkpoints")
     assert whole[-1].name == "step_00000020" and not any(problems(path, World.alone()) for path in whole)
+
+
+def test_room_is_looked_for_before_the_first_step(train, tmp_path, monkeypatch):
+    """Where not even one checkpoint fits it is an error, where only one does a line."""
+    free = [10 ** 12]
+    monkeypatch.setattr(checkpointer.shutil, "disk_usage", lambda path: checkpointer.shutil._ntuple_diskusage(
+        10 ** 12, 10 ** 12 - free[0], free[0]))
+    assert "has room" not in train(tmp_path / "much", **LONG)
+    needed = sum(path.stat().st_size for path in committed(tmp_path / "much/checkpoints")[-1].glob("*.safetensors"))
+    free[0] = int(1.5 * needed)
+    assert "has room for one checkpoint only" in train(tmp_path / "some", **LONG)
+    free[0] = needed // 2
+    with pytest.raises(UserError, match="a checkpoint needs .* GB, but .*checkpoints has only"):
+        train(tmp_path / "none", **LONG)
+    assert not (tmp_path / "none/metrics.jsonl").exists()
