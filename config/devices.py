@@ -1,0 +1,47 @@
+"""Devices and the cloud's machines that hold them, from published data: vendors' data sheets, AWS's pages of instances.
+"""
+
+from typing import NamedTuple
+
+# Dense bf16 matrix peak of one device with fp32 sums, TFLOP/s, from the vendors' data sheets, by words of its name.
+PEAK_TFLOPS = {"A100": 312, "A10G": 70, "A10": 125, "L4": 121, "L40": 181, "L40S": 362, "H100": 989, "H100 PCIe": 756,
+               "H100 NVL": 835, "H200": 989, "H200 NVL": 835, "GH200": 989, "B200": 2250, "GB200": 2500, "B300": 2250,
+               "GB300": 2500, "RTX A6000": 155, "RTX 6000 Ada": 364, "RTX PRO 6000": 504,
+               "RTX PRO 6000 Max Q": 439, "RTX 3090": 71, "RTX 4090": 165, "RTX 5090": 209}
+
+
+class Instance(NamedTuple):
+    """A machine. Memory is what the driver shows; links are one way."""
+
+    device: str
+    devices: int
+    memory: float  # GB of a device
+    bandwidth: float  # GB/s of that memory
+    nvlink: float  # GB/s of a device to the others of its machine; PCIe 4.0 x16 where there is no NVLink
+    network: float  # Gbit/s of the machine to others: EFA where it has that
+    peak: float = 0.0  # TFLOP/s in bf16; 0: that of a device of this name
+
+    def tflops(self) -> float:
+        """0 where neither is known, or not the memory's rate, without which it tells no time."""
+        return (self.peak or PEAK_TFLOPS.get(self.device, 0.0)) if self.bandwidth else 0.0
+
+
+INSTANCES = {
+    "p4d.24xlarge": Instance("A100", 8, 42.3, 1555, 300, 400),
+    "p4de.24xlarge": Instance("A100", 8, 85.0, 2039, 300, 400),
+    "p5.4xlarge": Instance("H100", 1, 85.0, 3350, 450, 100),
+    "p5.48xlarge": Instance("H100", 8, 85.0, 3350, 450, 3200),
+    "p5e.48xlarge": Instance("H200", 8, 150.1, 4800, 450, 3200),
+    "p5en.48xlarge": Instance("H200", 8, 150.1, 4800, 450, 3200),
+    "p6-b200.48xlarge": Instance("B200", 8, 191.5, 8000, 900, 3200),
+    "p6-b300.48xlarge": Instance("B300", 8, 287.0, 8000, 900, 6400),
+    "g5.xlarge": Instance("A10G", 1, 23.6, 600, 32, 10),
+    "g5.12xlarge": Instance("A10G", 4, 23.6, 600, 32, 40),
+    "g5.48xlarge": Instance("A10G", 8, 23.6, 600, 32, 100),
+    "g6.xlarge": Instance("L4", 1, 23.7, 300, 32, 10),
+    "g6.12xlarge": Instance("L4", 4, 23.7, 300, 32, 40),
+    "g6.48xlarge": Instance("L4", 8, 23.7, 300, 32, 100),
+    "g6e.xlarge": Instance("L40S", 1, 47.6, 864, 32, 20),
+    "g6e.12xlarge": Instance("L40S", 4, 47.6, 864, 32, 100),
+    "g6e.48xlarge": Instance("L40S", 8, 47.6, 864, 32, 400),
+}

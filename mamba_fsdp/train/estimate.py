@@ -1,0 +1,96 @@
+"""What is expected of a training on some machines: memory, seconds, and which settings would fit best. By formulas."""
+
+import copy
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from config.devices import Instance
+from config.train_config import TrainConfig
+from mamba_fsdp.conventions import DTYPES
+from mamba_fsdp.model.spec import operator_uses
+from mamba_fsdp.ops.forms import resolve_forms
+from mamba_fsdp.parallel.memory import expected_memory, recomputing
+from mamba_fsdp.parallel.roofline import step_seconds
+from mamba_fsdp.parallel.world import CPU, World
+from mamba_fsdp.train.setup import split_step
+
+SHARES = ("1", "1/2", "1/4", "0")  # of the blocks that recompute
+SIZES = [2 ** power for power in range(9)]  # of micro-batches
+
+
+@dataclass
+class Estimate:
+    settings: TrainConfig
+    nodes: int
+    instance: Instance
+    memory: dict[str, int]  # bytes of a device by part; what the framework takes among them
+    parts: dict[str, float]  # seconds of a step; none where the device's rates are not known
+    tokens_per_step: int
+
+    @property
+    def devices(self) -> int:
+        return self.nodes * self.instance.devices
+
+    @property
+    def total(self) -> int:
+        return sum(self.memory.values())
+
+    @property
+    def fits(self) -> bool:
+        return self.total <= self.instance.memory * 1e9
+
+    @property
+    def seconds(self) -> float:
+        return sum(seconds for part, seconds in self.parts.items() if part != "hidden")
+
+    @property
+    def rate(self) -> float:
+        """Tokens per second, of all devices; 0 where it is not known."""
+        return self.tokens_per_step / self.seconds if self.parts else 0.0
+
+    def row(self) -> dict[str, Any]:
+        """What tells it from others, as settings and figures."""
+        training, parallel = self.settings.training, self.settings.parallel
+        share = parallel.selective_checkpointing if parallel.fsdp_activation_checkpointing else "0"
+        return {"nodes": self.nodes, "batch_size": training.batch_size, "recompute": share,
+                "global_batch_size": self.tokens_per_step // self.settings.data.seq_length, "bytes": self.total,
+                "tokens_per_second": round(self.rate), "fits": self.fits}
+
+
+def estimate(settings: TrainConfig, nodes: int, instance: Instance) -> Estimate:
+    """Of a training on so many nodes. Raises UserError for what can't be split over their devices. Of the framework's
+    memory CUDA takes half a gigabyte, NCCL one, gaps between allocations a twentieth of what comes and goes."""
+    world, training = World(0, nodes * instance.devices, 0, instance.devices, CPU), settings.training
+    uses = operator_uses(settings.model, DTYPES[training.mixed_precision], settings.data.reset_at_documents,
+                         training.deterministic)
+    forms = resolve_forms(training.kernels, "cpu" if instance.device == "cpu" else "cuda", uses, ("triton",)).forms
+    split, memory = split_step(training, world), expected_memory(settings, world, forms)
+    if instance.device != "cpu":
+        passing = sum(memory[part] for part in ("gathered", "activations", "loss"))
+        memory["framework"] = int(0.5e9 + (1e9 if world.size > 1 else 0) + passing / 20)
+    parts = step_seconds(settings, world, instance, split.micro_batches, forms) if instance.tflops() else {}
+    return Estimate(settings, nodes, instance, memory, parts, split.global_batch * settings.data.seq_length)
+
+
+def best(settings: TrainConfig, nodes: int, instance: Instance) -> Estimate | None:
+    """With other batch sizes and shares of recomputing blocks: the fastest that fits, to two digits, and of those the
+    one of least memory; where rates are not known, the largest of those that recompute least. None where none fits."""
+    def order(other):
+        again = sum(recomputing(other.settings))
+        return (-float(f"{other.rate:.2g}"), other.total) if other.parts else (again, -other.total)
+
+    tried = others(settings, nodes, instance)
+    least = next(tried, None)
+    return min([least, *(other for other in tried if other.fits)], key=order) if least and least.fits else None
+
+
+def others(settings: TrainConfig, nodes: int, instance: Instance) -> Iterator[Estimate]:
+    """The one that takes least memory first. A global_batch_size that is given stays."""
+    samples, ranks = settings.training.global_batch_size, nodes * instance.devices
+    for size in range(1, min(samples // ranks, SIZES[-1]) + 1) if samples else SIZES:
+        for share in SHARES if not samples or samples % (size * ranks) == 0 else ():
+            other = copy.deepcopy(settings)
+            other.training.batch_size, other.parallel.selective_checkpointing = size, share
+            other.parallel.fsdp_activation_checkpointing = share != "0"
+            yield estimate(other, nodes, instance)

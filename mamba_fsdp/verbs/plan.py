@@ -1,0 +1,137 @@
+"""python -m mamba_fsdp plan [PRESET] [--config=FILE] [--SETTING=VALUE ...] --nodes=N --instance=NAME
+
+Does this training fit, how long does it take, what does it cost? By formulas: nothing is run, no GPU is needed.
+
+  python -m mamba_fsdp plan mamba-2.8b --nodes=2 --instance=p5.48xlarge --tokens=300B
+  python -m mamba_fsdp plan --config=bamba-9b --nodes=24 --instance=p4de.24xlarge --price=40.97/instance
+  python -m mamba_fsdp plan mamba-130m --memory=24 --peak=165 --bandwidth=1008
+
+  --nodes=1           machines
+  --instance=NAME     what they are: a line of config/devices.py, as p4d.24xlarge; without it the machine at hand
+  --devices=N         of a machine
+  --memory=GB         of a device       --peak=TFLOPS      of a device, dense, in bf16
+  --bandwidth=GB/s    of its memory     --nvlink=GB/s      of a device to the others of its machine, one way
+  --network=Gbit/s    of a machine to the others, one way
+  --tokens=N          length of the training, as in 300B; by default num_steps, where that is not given 1B
+  --price=P           of a device-hour, or as P/instance of an instance-hour
+  --storage=5         GB/s that all devices together write to the shared storage
+  --json              the same as JSON, in bytes and seconds
+
+The settings are those of training.py. Memory is that of the rank that holds most. The last lines are the settings as
+given and the fastest that fits: of the batch sizes (with global_batch_size those that keep the step as it is), of the
+share of blocks that recompute, and where nothing fits of more nodes. docs/planning.md says how far all this is from
+published rates and from steps on fake tensors. Exit codes: 0 it fits, 1 it does not, 2 a mistake.
+"""
+
+import json as as_json
+import os
+from collections.abc import Iterator
+from typing import Annotated, Any
+
+import torch
+
+from config.devices import INSTANCES, Instance
+from config.fields import Bounds, near_name, read
+from config.presets import title
+from config.resolve import resolve_settings
+from mamba_fsdp.errors import UserError
+from mamba_fsdp.model.spec import flops_per_token, parameter_count
+from mamba_fsdp.report.display import duration, scaled
+from mamba_fsdp.train.clock import device_peak
+from mamba_fsdp.train.estimate import Estimate, best, estimate
+from mamba_fsdp.verbs.preflight import BYTES_PER_PARAMETER
+
+TO_HOST = 20e9  # bytes/s of a device's memory to the host's, over PCIe 4.0 x16
+ABOVE_0 = Bounds(above=0)
+
+
+def main(*preset: str, nodes: Annotated[int, Bounds(at_least=1, at_most=100_000)] = 1, instance: str = "",
+         price: str = "", tokens: str = "", storage: Annotated[float, ABOVE_0] = 5.0, json: bool = False,
+         **given: Any) -> int:
+    hardware = {name: read(f"--{name}", int if name == "devices" else float, given.pop(name), ABOVE_0)
+                for name in Instance._fields[1:] if name in given}
+    config = given.pop("config", None)
+    chosen = {"model_name": preset[0], **given} if preset else given
+    settings, explicit = resolve_settings(chosen, config, preset[1:])
+    machine = instance_of(instance, hardware)
+    number, _, what = price.partition("/")
+    if what not in ("", "device", "instance"):
+        raise UserError(f"--price={price}: it is of a device-hour, as 4.10, or of an instance-hour, as 32.77/instance")
+    plan = estimate(settings, nodes, machine)
+    length = settings.training.num_steps.tokens(plan.tokens_per_step) if "num_steps" in explicit else 10 ** 9
+    found = figures(plan, read("--tokens", int, tokens, ABOVE_0) if tokens else length, storage)
+    if price and plan.parts:
+        found["price"] = f"{number} per {what or 'device'}-hour"
+        found["cost"] = read("--price", float, number, ABOVE_0) * found["device_hours"] / (
+            machine.devices if what == "instance" else 1)
+    enough = next(filter(None, (best(settings, nodes * 2 ** power, machine) for power in range(8))), None)
+    if json:
+        print(as_json.dumps(found | {"best": enough and enough.row()}, indent=1))
+    else:
+        print("\n".join(lines(plan, found, f"{nodes} x {instance or 'this machine'}", enough)))
+    return 0 if plan.fits else 1
+
+
+def instance_of(name: str, given: dict[str, Any]) -> Instance:
+    """The machine of that name, or with the `given` fields, or the one at hand. Raises UserError."""
+    if name and name not in INSTANCES:
+        raise UserError(f"--instance={name}: not known; {near_name(name, INSTANCES, 'one of ' + ', '.join(INSTANCES))}")
+    if given and not name and "memory" not in given:
+        raise UserError(f"--{next(iter(given))}: say of what: --instance=NAME, or --memory=GB of a device")
+    if name:
+        found = INSTANCES[name]
+    elif given:
+        found = Instance("device", 1, 0.0, 0.0, 32, 10)
+    elif torch.cuda.is_available():
+        gpu, size = torch.cuda.get_device_name(), torch.cuda.mem_get_info()[1] / 1e9
+        bandwidth = next((each.bandwidth for each in INSTANCES.values() if each.device in gpu.split()), 0.0)
+        found = Instance(gpu, torch.cuda.device_count(), size, bandwidth, 32, 10, (device_peak(gpu) or 0) / 1e12)
+    else:
+        found = Instance("cpu", 1, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9, 0.0, 0, 0)
+    return found._replace(**given)
+
+
+def figures(plan: Estimate, tokens: int, storage: float) -> dict[str, Any]:
+    """What is told of a plan, as plain values in bytes and seconds."""
+    count = parameter_count(plan.settings.model)
+    size = BYTES_PER_PARAMETER * count
+    found = {"parameters": count, "devices": plan.devices, "memory": plan.memory, "step": plan.parts, **plan.row(),
+             "tokens_per_step": plan.tokens_per_step, "checkpoint_bytes": size, "storage": storage,
+             "stall_seconds": size / plan.devices / TO_HOST, "write_seconds": size / storage / 1e9}
+    if not plan.parts:
+        return found
+    hours = tokens / plan.rate / 3600
+    flops = plan.rate * flops_per_token(plan.settings.model, plan.settings.data.seq_length) / plan.devices
+    return found | {"seconds_per_step": plan.seconds, "share_of_peak": flops / plan.instance.tflops() / 1e12,
+                    "tokens": tokens, "days": hours / 24, "device_hours": hours * plan.devices}
+
+
+def lines(plan: Estimate, found: dict[str, Any], machines: str, enough: Estimate | None) -> Iterator[str]:
+    """The report for a terminal of 80 columns. enough: the best that fits."""
+    largest, length = max(plan.memory, key=lambda part: plan.memory[part]), plan.settings.data.seq_length
+    yield f"model      {title(plan.settings.model)}: {found['parameters']:,} parameters"
+    yield f"machines   {machines}: {plan.devices} x {plan.instance.device} of {plan.instance.memory:.1f} GB"
+    verdict = "it fits" if plan.fits else f"it does NOT fit; most are the {largest}"
+    yield f"memory     {scaled(plan.total, 'B')} a device: {verdict}"
+    yield from (f"           {part:<12}{scaled(size, 'B'):>11}" for part, size in plan.memory.items() if size)
+    if plan.parts:
+        yield (f"step       {plan.seconds:.3f} s of {found['global_batch_size']:,} x {length:,} = "
+               f"{plan.tokens_per_step:,} tokens")
+        yield from (f"           {part:<12}{seconds:>9.3f} s" for part, seconds in plan.parts.items() if seconds)
+        yield (f"speed      {plan.rate:,.0f} tokens/s, {plan.rate / plan.devices:,.0f} a device, "
+               f"{found['share_of_peak']:.0%} of its peak")
+        yield (f"length     {found['tokens']:,} tokens: {found['days']:,.1f} days, {found['device_hours']:,.1f} "
+               "device-hours")
+    else:
+        yield "step       --peak=TFLOPS and --bandwidth=GB/s of a device tell how long one takes"
+    if "cost" in found:
+        yield f"cost       {found['cost']:,.0f} at {found['price']}"
+    yield (f"checkpoint {scaled(found['checkpoint_bytes'], 'B')}: {found['stall_seconds']:.2f} s of standing still, "
+           f"{duration(found['write_seconds'])} to write at {found['storage']:g} GB/s")
+    yield f"{'':<11}{'nodes':>5}{'batch_size':>12}{'recompute':>11}{'global':>8}{'memory':>11}{'tokens/s':>13}"
+    for name, each in {"as given": plan, **({"best": enough} if enough else {})}.items():
+        row = each.row()
+        yield (f"{name:<11}{row['nodes']:>5}{row['batch_size']:>12}{row['recompute']:>11}"
+               f"{row['global_batch_size']:>8}{scaled(each.total, 'B'):>11}{row['tokens_per_second']:>13,}")
+    if not enough:
+        yield "nothing that was tried fits; take a smaller model or seq_length, or larger devices"
