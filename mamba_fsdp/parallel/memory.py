@@ -53,7 +53,7 @@ def expected_memory(settings: TrainConfig, world: World, forms: dict[str, str]) 
         programs = max(1024, settings.training.batch_size * model.d_inner // 32)
         activations += programs * STATES // 2 * (model.d_state + 2) * 32 * 4
     loss = (4 + (width if width < 4 else 0) * (1 if sharded else 2)) * head
-    loss += tokens * width * d_model + 8 * CHUNK * model.padded_vocab_size
+    loss += tokens * width * d_model + 8 * min(CHUNK, tokens) * model.padded_vocab_size
     ends = (width + 4) * outside if sharded else 8 * head * model.tie_embeddings
     loss = max(width * head * sharded, behind + loss - activations - (gathered - width * outside) * sharded,
                ends - activations - gathered)
