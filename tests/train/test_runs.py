@@ -126,7 +126,8 @@ def test_a_dry_run_says_what_is_coming_and_writes_nothing(train, tmp_path):
     assert re.findall(r"^\w+", said, flags=re.MULTILINE) == ["model", "kernels", "memory", "data", "steps"]
     for line in ("model      custom .from demo.: 5,... parameters, 2 layers, fp32, none on 1 x cpu",
                  "memory     at least 2.... kB a device: weights 22.0 kB, gradients 22.0 kB, moments 43.9 kB, "
-                 "activations 1.... kB, loss .*", "steps      6 of 2 x 32 = 64 tokens; 2.. MFLOP each, 1... MFLOP in all"):
+                 "activations 1.... kB, loss .*",
+                 "steps      6 of 2 x 32 = 64 tokens; 2.. MFLOP each, 1... MFLOP in all"):
         assert re.search(f"^{line}$", said, re.MULTILINE), (line, said)
     train(tmp_path / "run")
     before = {path: path.stat().st_mtime_ns for path in (tmp_path / "run").rglob("*")}
