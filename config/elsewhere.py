@@ -296,7 +296,7 @@ def meaning(row: Foreign, key: str, text: Any, given: Mapping[str, Any]) -> Mean
     name = key.rpartition(".")[2]
     said = f"{name}={text if isinstance(text, str) else shown(text) if not isinstance(text, list) else '...'}"
     value, off = _value(row, text, given, said), _plain(text) in ("none", "false")
-    if not row.ours or value is None:
+    if not row.ours or value in (None, {}):
         return Meaning({}, f"{said} changes nothing here{': ' if row.words else ''}{row.words}")
     settings = value if isinstance(value, dict) else dict.fromkeys(row.ours.split(), value)
     first, now = next(iter(settings.items()))
@@ -321,6 +321,8 @@ def _value(row: Foreign, text: Any, given: Mapping[str, Any], said: str) -> Any:
     value = row.values.get(plain, row.values.get(ANYTHING))
     if value and value.startswith("!"):
         raise UserError(f"{said}: {value[1:]}")
+    if value == ANYTHING and isinstance(text, Mapping):
+        raise UserError(f"{said}: expected a value, not settings")
     return text if value == ANYTHING else value
 
 

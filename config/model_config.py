@@ -35,7 +35,7 @@ class ModelConfig:
     """Preset that the other model settings start from, such as demo, mamba-130m, mamba2-1.3b, mamba_9.8b, llama2_7b."""
     d_model: int = setting(128, at_least=1)
     """Width of the residual stream."""
-    n_layer: int = setting(4, at_least=1)
+    n_layer: int = setting(4, at_least=1, at_most=10_000)
     """Number of layers."""
     layers: str = setting("mamba1")
     """Pattern of layers, repeated or cut to n_layer: items mamba1, mamba2 or attention, each with an optional +mlp and
@@ -83,7 +83,7 @@ class ModelConfig:
             if not match or match[2] not in spec.MIXERS:
                 raise UserError(f"layers: can't read {item!r} in {self.layers!r}; write {', '.join(spec.MIXERS)}, each "
                                 "with an optional count and +mlp, as in 9*mamba2+mlp,attention+mlp")
-            pattern += [Layer(match[2], bool(match[3]))] * int(match[1] or 1)
+            pattern += [Layer(match[2], bool(match[3]))] * min(int(match[1] or 1), self.n_layer)
         if not pattern:
             raise UserError(f"layers: {self.layers!r} names no layer; give each count at least 1")
         return [pattern[i % len(pattern)] for i in range(self.n_layer)]

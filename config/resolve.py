@@ -221,8 +221,8 @@ def load_yaml(path: Path) -> dict:
     Text.yaml_implicit_resolvers = {}
     try:
         content = yaml.load(Path(path).read_text(), Loader=Text)
-    except (yaml.YAMLError, UnicodeDecodeError, OSError) as error:
-        raise UserError(f"{path}: can't be read as YAML: {' '.join(str(error).split())}") from None
+    except (yaml.YAMLError, OSError, ValueError, StopIteration, RecursionError) as error:  # its parser lets all escape
+        raise UserError(f"{path}: can't be read as YAML: {' '.join(str(error).split()) or 'it is cut short'}") from None
     if content in (None, ""):
         return {}
     if not isinstance(content, dict):

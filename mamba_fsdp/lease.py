@@ -20,6 +20,7 @@ from typing import Any
 from mamba_fsdp.errors import LostError, UserError
 from mamba_fsdp.heartbeat import heart
 from mamba_fsdp.storage import hidden_beside, patiently
+from mamba_fsdp.untrusted import parse_object
 
 SECONDS_BETWEEN_RENEWALS = 5.0
 SECONDS_BETWEEN_LOOKS = 1.0
@@ -211,7 +212,7 @@ def _has_ended(owner):
 def _owner(seen):
     """Who holds the lease; {} when its file is still being written, or was cut short by a crash."""
     with contextlib.suppress(ValueError):
-        return json.loads(seen[0])
+        return parse_object(seen[0])
     return {}
 
 

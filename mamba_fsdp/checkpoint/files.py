@@ -22,6 +22,7 @@ from mamba_fsdp.conventions import SAFETENSORS_DTYPES
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.heartbeat import heart
 from mamba_fsdp.storage import patiently
+from mamba_fsdp.untrusted import parse_object
 
 NAMES = {dtype: name for name, dtype in SAFETENSORS_DTYPES.items()}
 BLOCK = 1 << 24  # bytes that are written or read at a time
@@ -123,7 +124,7 @@ class PieceReader:
         if data_start > os.fstat(opened.fileno()).st_size:
             raise EOFError
         places = array("q", bytes(24 * len(self.numbers)))  # far less than the header: there may be thousands of files
-        for key, entry in json.loads(_exactly(opened, bytearray(data_start - 8))).items():
+        for key, entry in parse_object(_exactly(opened, bytearray(data_start - 8))).items():
             name, _, start = key.rpartition("@")
             number = 3 * self.numbers[name]
             places[number:number + 3] = array("q", [int(start), *entry["shape"], data_start + entry["data_offsets"][0]])

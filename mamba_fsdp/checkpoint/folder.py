@@ -11,7 +11,6 @@ says in which elements each piece of a tensor starts and in which file it lies; 
 version 1 each tensor has its own, as "pieces", and COMMIT knows whole files only.
 """
 
-import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -30,6 +29,7 @@ from mamba_fsdp.parallel.model import Shard, fill_parts
 from mamba_fsdp.parallel.world import World
 from mamba_fsdp.run_layout import CHECKPOINTS, COMMIT, STATE, committed, no_checkpoint
 from mamba_fsdp.storage import exists, patiently
+from mamba_fsdp.untrusted import file_name, parse_object
 
 
 def stored_name(name: str) -> str:
@@ -73,10 +73,10 @@ def _problem(path, entry, part):
 
 def _committed_files(checkpoint):
     try:
-        content = json.loads(patiently((checkpoint / COMMIT).read_bytes, checkpoint / COMMIT))
+        content = parse_object(patiently((checkpoint / COMMIT).read_bytes, checkpoint / COMMIT))
         CHECKPOINT.check(checkpoint / COMMIT, content)
         files = content["files"]
-        if STATE in files and all(entry.keys() >= {"bytes", "crc32"} for entry in files.values()):
+        if STATE in map(file_name, files) and all(entry.keys() >= {"bytes", "crc32"} for entry in files.values()):
             return files, []
     except OSError as error:
         return {}, [f"{COMMIT}: {error.strerror}"]
@@ -135,9 +135,10 @@ def find_checkpoint(path: str | Path, world: World, report: Callable[[str], Any]
 def read_state(checkpoint: Path) -> dict[str, Any]:
     """The content of a checkpoint's state.json, as the newest version has it. Raises UserError."""
     try:
-        content = json.loads(patiently((checkpoint / STATE).read_bytes, checkpoint / STATE))
+        content = parse_object(patiently((checkpoint / STATE).read_bytes, checkpoint / STATE))
         CHECKPOINT.check(checkpoint / STATE, content)
         content.setdefault("layouts", [])
+        _refuse_odd(**content)
         for name in _badly_cut(content["tensors"], content["layouts"]):
             raise UserError(f"checkpoint {checkpoint} is broken: the pieces of {name} are not the whole of it")
         return {field: content[field] for field in ("state", "files", "layouts", "tensors")}
@@ -145,6 +146,16 @@ def read_state(checkpoint: Path) -> dict[str, Any]:
         raise UserError(f"can't read checkpoint {checkpoint}: {STATE}: {error.strerror}") from None
     except (ValueError, KeyError, TypeError, AttributeError, IndexError):
         raise UserError(f"checkpoint {checkpoint} is broken: {STATE} is not what was written") from None
+
+
+def _refuse_odd(state, files, layouts, tensors, **_):
+    """Raises ValueError, KeyError, TypeError for what would be used without a look: names of files and dtypes."""
+    state.keys()
+    for layout in layouts:
+        for number in layout["files"]:
+            file_name(files[number])
+    for entry in tensors.values():
+        SAFETENSORS_DTYPES[entry["dtype"]], [name.encode() for name in entry["tied"]]
 
 
 def _badly_cut(tensors, layouts):

@@ -28,6 +28,7 @@ from mamba_fsdp.data.source import Tokens, restart
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.formats import TOKEN_STORE
 from mamba_fsdp.storage import patiently, sync_folder, write_atomically
+from mamba_fsdp.untrusted import file_name, parse_json
 
 LOOKS_AT_ONCE = 16  # at files: each is a round trip on a network file system, and a large store has thousands
 LARGEST_DOCUMENT = np.iinfo(np.int32).max  # positions are int32
@@ -49,6 +50,8 @@ class TokenStore:
             self.dtype = np.dtype(index["dtype"]).newbyteorder("<")
             self.vocab_size, self.eos, self.tokenizer = index["vocab_size"], index["eos"], index["tokenizer"]
             self._shards = index["shards"]
+            for shard in self._shards:
+                file_name(shard["name"]), range(shard["tokens"]), range(shard["documents"])  # all that lead elsewhere
             self._starts = [0, *itertools.accumulate(shard["tokens"] for shard in self._shards)]
             mapped = functools.partial(_map, self.path, self._shards, self.dtype)
             self._map = functools.cache(mapped)
@@ -57,7 +60,7 @@ class TokenStore:
                     for _ in pool.map(mapped, range(len(self._shards))):
                         pass
             self.document_count = sum(shard["documents"] for shard in self._shards)
-        except (KeyError, TypeError) as error:
+        except (KeyError, TypeError, ValueError, OverflowError, AttributeError) as error:
             raise UserError(f"{self.path / 'index.json'}: lacks or garbles {error}; make the store again") from error
         self.token_count = self._starts[-1]
         self.identity = index["checksum"]
@@ -107,6 +110,10 @@ class TokenStore:
         first = starts.searchsorted(offset, "right") - 1
         inner = starts[first + 1:starts.searchsorted(end, "left")] - offset
         position = offset - int(starts[first])
+        rises = not len(inner) or 0 < inner[0] and inner[-1] < end - offset and (inner[1:] > inner[:-1]).all()
+        if not (rises and 0 <= position < LARGEST_DOCUMENT):
+            raise UserError(f"{self.path / self._shards[shard]['name']}.doc: damaged, what it says is no start of a "
+                            "document; copy it again or make the store again")
         positions = np.arange(position, position + end - offset, dtype=np.int32)
         restart(positions, inner)
         return tokens[offset:end], positions
@@ -280,7 +287,7 @@ class StoreWriter:
 def _read_index(folder):
     path = folder / "index.json"
     try:
-        index = json.loads(patiently(path.read_bytes, path))
+        index = parse_json(patiently(path.read_bytes, path))
     except (FileNotFoundError, NotADirectoryError):
         raise UserError(_why_no_store(folder)) from None
     except OSError as error:

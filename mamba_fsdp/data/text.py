@@ -10,7 +10,6 @@ import bisect
 import glob
 import hashlib
 import itertools
-import json
 import math
 import os
 import re
@@ -24,6 +23,7 @@ from mamba_fsdp.data.documents import TextBlock
 from mamba_fsdp.data.hub import why_offline
 from mamba_fsdp.data.readers import ARCHIVES, BLOCK_BYTES, ROWS, place_to_cut, read_blocks, table_blocks
 from mamba_fsdp.errors import UserError, first_line
+from mamba_fsdp.untrusted import file_name, parse_object
 
 UNIT_BYTES = 1 << 30  # of the input, all files end to end; about a shard of tokens
 UNIT_ROWS = 1 << 20  # of a datasets name
@@ -105,15 +105,16 @@ def _walk(folder, format, split):
             if missing := [name for name in folders if name not in splits]:
                 raise UserError(f"{here}: no split {missing[0]!r}; name one of {', '.join(splits)} with --split")
         elif "state.json" in names and "dataset_info.json" in names:  # save_to_disk: the state names its files
-            yield from ((here / file["filename"], "arrow") for file in _read_state(here / "state.json", "_data_files"))
+            files = _read_state(here / "state.json", "_data_files", lambda file: file_name(file["filename"]))
+            yield from ((here / name, "arrow") for name in files)
             folders[:] = []
         else:
             yield from ((here / name, kind_of(here / name, format)) for name in sorted(names) if name[0] != ".")
 
 
-def _read_state(path, key):
+def _read_state(path, key, take=lambda entry: entry):
     try:
-        return json.loads(path.read_bytes())[key]
+        return [take(entry) for entry in parse_object(path.read_bytes())[key]]
     except (ValueError, KeyError, TypeError) as error:
         raise UserError(f"{path}: broken, or no save_to_disk folder's ({error})") from error
 

@@ -1,7 +1,6 @@
 """A foreign config.json, read field by field: none is overlooked, what our model can't hold is refused by name."""
 
 import dataclasses
-import json
 from itertools import groupby
 from pathlib import Path
 from typing import Any, NoReturn
@@ -9,6 +8,7 @@ from typing import Any, NoReturn
 from config.model_config import Layer, ModelConfig, checked_model
 from config.presets import PRESETS
 from mamba_fsdp.errors import UserError
+from mamba_fsdp.untrusted import parse_json
 
 Settings = dict[str, tuple]  # their field: (our setting, their default if any)
 Fixed = dict[str, tuple]  # their field: (the one value that our model has, their default, what another would mean)
@@ -30,7 +30,7 @@ class Fields:
     @classmethod
     def read(cls, path: Path) -> "Fields":
         try:
-            return cls(path, json.loads(path.read_bytes()))
+            return cls(path, parse_json(path.read_bytes()))
         except OSError as error:
             raise UserError(f"can't read {path}: {error.strerror}") from None
         except ValueError as error:

@@ -197,6 +197,8 @@ def form_for(config: ModelConfig) -> Form:
 def form_of(fields: Fields) -> Form:
     """The form that a config.json names. Raises UserError for any other model."""
     model_type, architectures = fields.content.get("model_type"), fields.content.get("architectures")
+    if not isinstance(architectures or [], list) or not all(isinstance(name, str) for name in architectures or []):
+        fields.refuse("architectures", "is no list of names")
     for form in FORMS:
         if model_type == form.model_type and (architectures is None or form.architecture in architectures):
             return form

@@ -14,6 +14,7 @@ from pathlib import Path
 from mamba_fsdp.errors import LostError, UserError
 from mamba_fsdp.run_layout import EVENTS, METRICS, STATUS
 from mamba_fsdp.storage import exists, once, patiently, write_atomically
+from mamba_fsdp.untrusted import parse_object
 
 
 class Log:
@@ -86,10 +87,10 @@ def entries(path: Path) -> Iterator[tuple[dict, int]]:
             for number, line in enumerate(file, 1):
                 end += len(line)
                 try:
-                    entry = json.loads(line) if line.endswith(b"\n") else None
+                    entry = parse_object(line) if line.endswith(b"\n") else None
                 except ValueError:
                     entry = None
-                if entry is not None:
+                if entry is not None and isinstance(entry.get("step"), int):
                     yield entry, end
                 elif next(file, b""):
                     raise UserError(f"{path}: line {number} is no JSON; move the file away to resume without it")
@@ -122,7 +123,7 @@ def write_status(run_folder: Path, status: str, step: int, reason: str = "", sta
 def read_status(run_folder: Path) -> dict:
     """The content of status.json, or {} where there is none."""
     with contextlib.suppress(OSError, ValueError):
-        return json.loads((run_folder / STATUS).read_text())
+        return parse_object((run_folder / STATUS).read_text())
     return {}
 
 
@@ -141,7 +142,7 @@ def read_events(run_folder: Path) -> list[dict]:
     with contextlib.suppress(FileNotFoundError), open(run_folder / EVENTS, "rb") as file:
         for line in file:
             with contextlib.suppress(ValueError):
-                found.append(json.loads(line))
+                found.append(parse_object(line))
     return found
 
 

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -35,11 +35,15 @@ class TrainState:
     @classmethod
     def from_saved(cls, saved: Mapping[str, Any], checkpoint: Path) -> "TrainState":
         """The state that `checkpoint` saved. What it lacks takes its default; unknown fields raise UserError."""
-        unknown = saved["progress"].keys() - {known.name for known in fields(cls)}
+        initial, progress = asdict(cls()), saved.get("progress")
+        if not isinstance(progress, dict) or not all(
+                isinstance(value, (type(initial[name]), int)) for name, value in progress.items() if name in initial):
+            raise UserError(f"{checkpoint}: its state is not that of a training")
+        unknown = progress.keys() - initial.keys()
         if unknown:
             raise UserError(f"{checkpoint}: its state holds {', '.join(sorted(unknown))}, which this program does not "
                             "know: a newer version wrote it; resume with that one")
-        return cls(**saved["progress"])
+        return cls(**progress)
 
     def saved(self, settings: TrainConfig, world_size: int) -> dict[str, Any]:
         """What a checkpoint saves, for JSON: this state and the settings, world size and torch version of the run."""

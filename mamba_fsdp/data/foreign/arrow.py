@@ -65,13 +65,19 @@ def batches(path: Path) -> Iterator[tuple[Any, Any]]:
             whole = file.read_buffer()
             if whole[:6].to_pybytes() == b"ARROW1":
                 reader = pyarrow.ipc.open_file(whole)
-                yield from ((whole, reader.get_batch(number)) for number in range(reader.num_record_batches))
+                yield from ((whole, _checked(reader.get_batch(number))) for number in range(reader.num_record_batches))
                 return
             if whole[-8:].to_pybytes() != END_OF_STREAM:
                 raise UserError(f"{path}: it ends before its end, or is no Arrow file; copy it again")
-            yield from ((whole, batch) for batch in pyarrow.ipc.open_stream(whole))
+            yield from ((whole, _checked(batch)) for batch in pyarrow.ipc.open_stream(whole))
     except (pyarrow.ArrowException, OSError) as error:  # OSError: a message that is cut off
         raise UserError(f"{path}: broken or truncated ({first_line(error)}); copy it again") from error
+
+
+def _checked(batch):
+    """A batch whose buffers are as long as it says. Raises ArrowInvalid."""
+    batch.validate()
+    return batch
 
 
 def column_of(path: Path, wanted: str) -> str:

@@ -28,6 +28,7 @@ from mamba_fsdp.errors import UserError, first_line
 from mamba_fsdp.formats import DOCUMENT_INDEX
 from mamba_fsdp.heartbeat import heart
 from mamba_fsdp.storage import hidden_beside, patiently, sync_folder, write_atomically
+from mamba_fsdp.untrusted import parse_object
 
 KEPT_FROM = 1 << 26  # bytes of data: the index of less is made at each start, in a moment
 PROCESSES_FROM = 1 << 27  # bytes of data: starting processes takes seconds
@@ -82,7 +83,7 @@ def _short(text):
 def _kept(folder):
     """The files of the index that lies in a folder, [] where there is none that can be used."""
     try:
-        content = json.loads((folder / "index.json").read_bytes())
+        content = parse_object((folder / "index.json").read_bytes())
         DOCUMENT_INDEX.check(folder, content)
         return [DataFile(*file) for file in content["files"]]
     except (OSError, ValueError, KeyError, TypeError, UserError):

@@ -3,7 +3,6 @@
 Rows of one length are text that was cut into blocks, and are laid end to end as they are; others are documents.
 """
 
-import json
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -12,6 +11,7 @@ from config.train_config import ReadingConfig
 from mamba_fsdp.data.foreign import arrow
 from mamba_fsdp.data.foreign.indexed import DataFile, Plan
 from mamba_fsdp.errors import UserError
+from mamba_fsdp.untrusted import file_name, parse_object
 
 FORMAT = "save_to_disk"
 
@@ -22,9 +22,9 @@ def recognise(path: Path) -> bool:
 
 def plan(path: Path, reading: ReadingConfig) -> Plan:
     try:
-        state = json.loads((path / "state.json").read_bytes())
-        names = [file["filename"] for file in state["_data_files"]]
-        splits = json.loads((path / "dataset_info.json").read_bytes()).get("splits") or {}
+        state = parse_object((path / "state.json").read_bytes())
+        names = [file_name(file["filename"]) for file in state["_data_files"]]
+        splits = parse_object((path / "dataset_info.json").read_bytes()).get("splits") or {}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(f"{path}/state.json: not as save_to_disk writes it ({error}); save it again") from error
     if not names or state.get("_indices_data_files"):

@@ -1,0 +1,311 @@
+"""Files from anywhere: whatever is in them, a reader gives a result or a line of error, soon and in little memory.
+
+A few mutations of each file of each kind by default; thousands with FUZZ_ROUNDS=2000. The seed of a failure is in its
+message: FUZZ_SEED=N FUZZ_ROUNDS=1 makes that one again.
+"""
+
+import contextlib
+import io
+import json
+import os
+import random
+import resource
+import shutil
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from foreign_files import write_fms, write_layout, write_megatron, write_rows
+from small_models import CONFIGS, random_state, write_ours
+
+from config import resolve
+from config.train_config import DataConfig
+from mamba_fsdp.checkpoint import files as checkpoint_files
+from mamba_fsdp.checkpoint.checkpointer import Checkpointer
+from mamba_fsdp.checkpoint.folder import Reader, find_checkpoint
+from mamba_fsdp.checkpoint.tensors import open_tensors
+from mamba_fsdp.data.opening import open_source
+from mamba_fsdp.data.store import StoreWriter, _checksum
+from mamba_fsdp.errors import UserError
+from mamba_fsdp.interop.convert import write_model
+from mamba_fsdp.interop.weights import read_weights
+from mamba_fsdp.parallel.model import Shard
+from mamba_fsdp.parallel.world import World
+from mamba_fsdp.run_layout import COMMIT, STATE
+from mamba_fsdp.train.state import TrainState
+from mamba_fsdp.verbs import inspect
+
+ROUNDS, SEED = int(os.environ.get("FUZZ_ROUNDS", 60)), int(os.environ.get("FUZZ_SEED", 0))
+SECONDS, MEMORY = 20, 2 << 30  # that a reader may take of a file of some kilobytes
+DOCUMENTS = [[1, 2, 3], list(range(1, 40)), [5] * 7]
+ODD = [-1, 0, 1, 2**31, 2**63, 10**30, 1e308, float("nan"), "", "..", "../outside", "/etc/passwd", "a" * 5000, None, [],
+       {}, True, [[]], {"a": {}}]
+
+
+# What is read: make(folder) writes it, read(folder) reads it as a run or a verb would.
+
+
+def read_source(folder, name="data"):
+    source = open_source(folder / name, DataConfig(eos_token="0", index_dir=str(folder / "index")))
+    count = min(source.token_count, 1000)
+    if count:
+        source.read(0, count)
+        source.read(source.token_count - count, count)
+
+
+def make_store(folder):
+    writer = StoreWriter(folder / "data", vocab_size=64, eos=0, tokenizer="", shard_tokens=40)
+    for document in DOCUMENTS:
+        writer.add_document(document)
+    writer.finish()
+
+
+def seal_store(folder):
+    """Whoever makes a store can give it the checksum it asks for."""
+    with contextlib.suppress(ValueError, TypeError, AttributeError, RecursionError):
+        index = json.loads((folder / "data/index.json").read_bytes())
+        index["checksum"] = _checksum(index)
+        (folder / "data/index.json").write_text(json.dumps(index))
+
+
+def make_checkpoint(folder):
+    shards = [Shard("a.weight", (40, 10), 0, torch.rand(400)), Shard("b", (7,), 0, torch.arange(7.0))]
+    settings, _ = resolve.resolve_settings({"save_ckpt_path": "x", "d_model": "16", "n_layer": "1"})
+    checkpointer = Checkpointer(folder, World.alone())
+    checkpointer.save(3, shards, TrainState(step=3).saved(settings, 1))
+    checkpointer.wait()
+
+
+def seal_checkpoint(folder):
+    """Whoever makes a checkpoint can give it the checksums it asks for."""
+    for path in (folder / "checkpoints").glob("*/" + COMMIT):
+        with contextlib.suppress(ValueError, TypeError, AttributeError, RecursionError, KeyError, OSError):
+            content = json.loads(path.read_bytes())
+            for name in content["files"]:
+                if name != STATE or "model" not in content["files"][name]:
+                    content["files"][name] = checkpoint_files.checksum(path.parent / name)
+            path.write_text(json.dumps(content))
+
+
+def read_checkpoint(folder):
+    checkpoint = find_checkpoint(folder, World.alone(), lambda text: None)
+    tensors = open_tensors(checkpoint, World.alone())
+    for name in tensors.shapes:
+        tensors.get(name)
+    TrainState.from_saved(Reader(checkpoint).state, checkpoint)
+
+
+def make_model(folder):
+    """As transformers writes it, in several files and an index, and ours."""
+    write_ours(folder / "ours", CONFIGS["mamba1"], random_state(CONFIGS["mamba1"]))
+    write_model(folder / "ours", folder / "theirs", shard_bytes=10_000)
+
+
+def make_pth(folder):
+    torch.save({"model_state": random_state(CONFIGS["mamba1"]), "step": 3}, folder / "weights.pth")
+
+
+def make_yaml(folder):
+    settings, _ = resolve.resolve_settings({"datasets": "a,b", "weights": "1,2", "dataset_path": "data"})
+    (folder / "settings.yaml").write_text(resolve.as_yaml(settings))
+
+
+def make_run(folder):
+    make_checkpoint(folder)
+    (folder / "metrics.jsonl").write_text("".join(
+        json.dumps({"step": step, "tokens": 9 * step, "loss": 3.0, "tokens_per_second": 5.0}) + "\n"
+        for step in range(9)))
+    (folder / "events.jsonl").write_text(json.dumps({"time": "2026-01-01T00:00:00+00:00", "event": "started",
+                                                     "step": 0}) + "\n")
+    (folder / "status.json").write_text('{"status": "running", "step": 3, "reason": "", "time": "2026-01-01T00:00:00"}')
+    make_yaml(folder)
+    (folder / "settings.yaml").rename(folder / "config.yaml")
+
+
+READERS = {  # name: (make, read, seal: what makes checksums fit again, which half of the mutations get)
+    "store": (make_store, read_source, seal_store),
+    "checkpoint": (make_checkpoint, read_checkpoint, seal_checkpoint),
+    "run": (make_run, lambda folder: inspect.main(str(folder)), None),
+    "model": (make_model, lambda folder: [read_weights(folder / name) for name in ("ours", "theirs")], None),
+    "pth": (make_pth, lambda folder: open_tensors(folder / "weights.pth", World.alone()), None),
+    "yaml": (make_yaml, lambda folder: resolve.resolve_settings({}, str(folder / "settings.yaml")), None),
+    "layout": (lambda folder: write_layout(folder / "data.npy", DOCUMENTS),
+               lambda folder: read_source(folder, "data.npy"), None),
+    "megatron": (lambda folder: write_megatron(folder / "data", DOCUMENTS),
+                 lambda folder: read_source(folder), None),
+    "fms": (lambda folder: write_fms(folder / "data/a.arrow", DOCUMENTS), read_source, None),
+    "rows": (lambda folder: write_rows(folder / "data", DOCUMENTS), read_source, None),
+}
+
+
+# What is done to them
+
+
+def mutated(content, random):
+    """Some bytes in place of `content`."""
+    at, length = random.randrange(len(content) + 1), random.randrange(1, 64)
+    kind = random.randrange(8)
+    if kind == 0:
+        return content[:at]
+    if kind == 1:
+        return content[:at] + content[at + length:]
+    if kind == 2:
+        return content[:at] + random.randbytes(length) + content[at:]
+    if kind == 3:
+        return content[:at] + random.choice([b"\xff", b"\0", b"\x7f"]) * random.choice([1, 4, 8]) + content[at + 8:]
+    if kind == 4:
+        return content + content[at:at + length]
+    if kind == 5 and len(content) > 16:  # headers are where sizes stand
+        at = random.randrange(16)
+        return content[:at] + random.randbytes(8) + content[at + 8:]
+    if kind == 6:
+        return b"[" * 200_000
+    changed = bytearray(content or b"\0")
+    for _ in range(random.randrange(1, 9)):
+        changed[random.randrange(len(changed))] ^= 1 << random.randrange(8)
+    return bytes(changed)
+
+
+def mutated_tree(value, random):
+    """`value`, of JSON or YAML, with one place that says something else, is gone or has something new."""
+    places = list(places_in(value))
+    if not places:
+        return random.choice(ODD)
+    holder, key = random.choice(places)
+    if random.randrange(6) == 0:
+        del holder[key]
+    elif random.randrange(6) == 0 and isinstance(holder, dict):
+        holder[str(random.choice(ODD))[:50]] = random.choice(ODD)
+    elif isinstance(holder[key], int) and random.randrange(2):
+        holder[key] += random.choice([-1, 1, 1000, -1000])
+    else:
+        holder[key] = random.choice(ODD)
+    return value
+
+
+def places_in(value):
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, inner in items:
+        yield value, key
+        yield from places_in(inner)
+
+
+def damage(path, random):
+    content = path.read_bytes()
+    if path.suffix in (".json", ".jsonl", ".yaml") or path.name == COMMIT:
+        if random.randrange(3):
+            load, dump = (yaml.safe_load, yaml.safe_dump) if path.suffix == ".yaml" else (json.loads, json.dumps)
+            lines = content.split(b"\n")[:-1] if path.suffix == ".jsonl" else [content]
+            at = random.randrange(len(lines))
+            lines[at] = dump(mutated_tree(load(lines[at]), random)).encode()
+            path.write_bytes(b"\n".join(lines) + b"\n" * (path.suffix == ".jsonl"))
+            return
+        if path.suffix == ".yaml" and random.randrange(4) == 0:
+            path.write_text(random.choice(["!!python/object/apply:os.system ['touch /tmp/owned']", "a: &a [*a]",
+                                           "\n".join([f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9 if n else ['x'])}]"
+                                                      for n in range(12)])]))
+            return
+    path.write_bytes(mutated(content, random))
+
+
+class TooLong(Exception):
+    pass
+
+
+@contextlib.contextmanager
+def bounded():
+    """Inside, time and memory end."""
+    def stop(*_):
+        raise TooLong(f"takes longer than {SECONDS} s")
+
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
+    previous = signal.signal(signal.SIGALRM, stop)
+    resource.setrlimit(resource.RLIMIT_AS, (used + MEMORY, before[1]))
+    signal.alarm(SECONDS)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        resource.setrlimit(resource.RLIMIT_AS, before)
+        signal.signal(signal.SIGALRM, previous)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", READERS)
+def test_any_file_gives_a_result_or_a_line(name, tmp_path):
+    make, read, seal = READERS[name]
+    original = tmp_path / "original"
+    original.mkdir()
+    make(original)
+    files = sorted(path.relative_to(original) for path in original.rglob("*") if path.is_file())
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+        read(original)  # whole, it can be read
+        shutil.rmtree(original / "index", ignore_errors=True)
+        refused = 0
+        for seed in range(SEED, SEED + ROUNDS):
+            chance, folder = random.Random(f"{name} {seed}"), tmp_path / "mutated"
+            shutil.copytree(original, folder)
+            damaged = chance.choice(files)
+            damage(folder / damaged, chance)
+            if seal and chance.randrange(2):
+                seal(folder)
+            try:
+                with bounded():
+                    read(folder)
+            except UserError:
+                refused += 1
+            except BaseException as error:
+                shutil.copytree(folder, tmp_path / f"failed-{seed}", dirs_exist_ok=True)
+                raise AssertionError(f"{name}, seed {seed}, {damaged}: {type(error).__name__}: {error}") from error
+            shutil.rmtree(folder)
+    assert refused or ROUNDS < 10
+
+
+def escape_store(folder, way):
+    index = json.loads((folder / "data/index.json").read_bytes())
+    for suffix in ("bin", "doc"):
+        (folder / f"data/00000.{suffix}").rename(folder / f"secret.{suffix}")
+    index["shards"][0]["name"] = f"{way}secret"
+    (folder / "data/index.json").write_text(json.dumps(index))
+
+
+def escape_rows(folder, way):
+    state = json.loads((folder / "data/state.json").read_bytes())
+    (folder / "data" / state["_data_files"][0]["filename"]).rename(folder / "secret.arrow")
+    state["_data_files"][0]["filename"] = f"{way}secret.arrow"
+    (folder / "data/state.json").write_text(json.dumps(state))
+
+
+def escape_model(folder, way):
+    path = folder / "theirs/model.safetensors.index.json"
+    index = json.loads(path.read_bytes())
+    name = next(iter(index["weight_map"].values()))
+    (folder / "theirs" / name).rename(folder / "secret")
+    index["weight_map"] = {key: f"{way}secret" if file == name else file for key, file in index["weight_map"].items()}
+    path.write_text(json.dumps(index))
+
+
+def escape_checkpoint(folder, way):
+    checkpoint = folder / "checkpoints/step_00000003"
+    (checkpoint / "rank_00000.safetensors").rename(folder / "checkpoints/secret")
+    for path in (checkpoint / STATE, checkpoint / COMMIT):
+        path.write_text(path.read_text().replace("rank_00000.safetensors", f"{way}secret"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("absolute", [False, True])
+@pytest.mark.parametrize(("name", "escape"), [("store", escape_store), ("rows", escape_rows), ("model", escape_model),
+                                              ("checkpoint", escape_checkpoint)])
+def test_no_index_leads_out_of_its_folder(name, escape, absolute, tmp_path):
+    """The file that it names is there and whole, and it is refused."""
+    make, read, seal = READERS[name]
+    make(tmp_path)
+    below = tmp_path / "checkpoints" if name == "checkpoint" else tmp_path
+    escape(tmp_path, f"{below}/" if absolute else "../")
+    if seal:
+        seal(tmp_path)
+    with pytest.raises(UserError):
+        read(tmp_path)
