@@ -44,9 +44,10 @@ def steps_of(world, words, file):
             go_on_writing.set()
         return read(loader, number)
 
-    def write_late(checkpointer, *pending):
+    def write_late(checkpointer, save, pieces, copy):
+        copies = copy()
         go_on_writing.wait()
-        write(checkpointer, *pending)
+        return write(checkpointer, save, pieces, lambda: copies)
 
     for name, call in COLLECTIVES.items():
         def noted(*arguments, name=name, call=call, **named):
