@@ -28,6 +28,9 @@ VALIDATION = Needs("eval_interval above 0 and a validation_path",
                    lambda settings: settings.training.eval_batches == 0  # all of nothing, as older config.yaml say
                    or settings.training.eval_interval.count and settings.data.validation_path != "none")
 AHEAD = Needs("num_workers above 0", lambda settings: settings.data.num_workers)
+SAMPLING = Needs("eval_interval above 0 and a validation_path", lambda settings: settings.training.eval_interval.count
+                 and settings.data.validation_path != "none" and not settings.data.use_dummy_dataset)
+PROMPTS = Needs("sample_prompts", lambda settings: settings.training.sample_prompts)
 DECAY = Needs("schedule=wsd", lambda settings: settings.lr_schedule.schedule == "wsd")
 FALLING = Needs("schedule=cosine, linear or wsd",
                 lambda settings: settings.lr_schedule.schedule in ("cosine", "linear", "wsd"))
@@ -196,6 +199,11 @@ class TrainingConfig:
     eval_batches: int = setting(-1, at_least=-1, needs=VALIDATION)
     """Global batches that a validation reads, spread evenly over each store; 0 means all of it, -1 as many as cost a
     twentieth of the training between two validations."""
+    sample_prompts: str = setting("", needs=SAMPLING)
+    """File with prompts, one a line (\\n in it is a line break), which the model continues at each validation:
+    generated.jsonl in the run folder, the trackers and python -m mamba_fsdp report show the texts."""
+    sample_length: int = setting(64, at_least=1, at_most=4096, needs=PROMPTS)
+    """Tokens of each of these texts. Each takes a forward pass."""
 
 
 @dataclass
@@ -279,8 +287,9 @@ class ReportConfig:
 
     report_interval: Duration = steps(20, at_least=1)
     """Steps, or tokens, between lines in metrics.jsonl and the log."""
-    tracker: list[str] = setting([], choices=("tensorboard", "wandb"), spellings={"none": ""})
-    """Send the metrics there too (tensorboard: into the run folder), as in tensorboard,wandb; none is neither."""
+    tracker: list[str] = setting([], choices=("tensorboard", "wandb", "prometheus"), spellings={"none": ""})
+    """Send the metrics there too, as in tensorboard,wandb; tensorboard and prometheus (metrics.prom, for node
+    exporter) are files in the run folder; none is none of them."""
     wandb_project: str = setting("", needs=WANDB)
     """Project in W&B; empty takes WANDB_PROJECT of the environment, else mamba-fsdp."""
     wandb_name: str = setting("", needs=WANDB)

@@ -10,21 +10,11 @@ import numpy as np
 import yaml
 
 from mamba_fsdp.errors import UserError
-from mamba_fsdp.report.records import read, read_events, read_status
+from mamba_fsdp.report.records import numbers_of, read, read_events, read_status
 from mamba_fsdp.run_layout import CHECKPOINTS, GENERATED, METRICS, SETTINGS, committed, step_of
 
 BUCKETS = 500  # points of a curve that has more than twice as many; each stands for neighbours of equal number
 NO_CURVES = {"tokens", "val_tokens", "val_share", "slowest_rank"}
-
-
-def numbers_of(entry: dict) -> dict[str, Any]:
-    """The numbers of an entry of the metrics but for its step, those of each source as in `source_epochs/code`. None
-    for what is not finite."""
-    flat: dict[str, Any] = {}
-    for name, value in entry.items():
-        flat |= {f"{name}/{part}": one for part, one in value.items()} if isinstance(value, dict) else {name: value}
-    return {name: value for name, value in flat.items()
-            if name != "step" and (value is None or type(value) in (int, float))}
 
 
 def names_of(folders: Sequence[Path]) -> list[str]:
@@ -37,10 +27,9 @@ def names_of(folders: Sequence[Path]) -> list[str]:
 
 
 def look_at(folder: Path) -> dict[str, Any]:
-    """All of a run, for JSON. curves: see `curve`, by metric; last: the latest value of each; settings: by
-    section.name; events, samples: the entries of their files; checkpoints: steps. axes: at the same places the step,
-    the tokens up to it and, where the metrics tell, the hours of training. Raises UserError where nothing is
-    recorded."""
+    """All of a run, for JSON. curves: see `curve`, by metric; last: the latest value of each; axes: at the same places
+    the step, the tokens up to it and, where the metrics tell, the hours of training; settings: by section.name.
+    Raises UserError where nothing is recorded."""
     if not (folder / METRICS).exists() and not (folder / CHECKPOINTS).exists():
         raise UserError(f"{folder}: holds no {METRICS}; is it a run folder?")
     entries = _steps(read(folder / METRICS))

@@ -10,6 +10,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 from mamba_fsdp.errors import LostError, UserError
 from mamba_fsdp.run_layout import EVENTS, METRICS, STATUS
@@ -99,6 +100,16 @@ def entries(path: Path) -> Iterator[tuple[dict, int]]:
 def _size_up_to(path, step):
     kept = itertools.takewhile(lambda found: found[0]["step"] <= step, entries(path))
     return max((end for _, end in kept), default=0)
+
+
+def numbers_of(entry: dict) -> dict[str, Any]:
+    """The numbers of an entry of the metrics but for its step, those of each source as in `source_epochs/code`. None
+    for what is not finite."""
+    flat: dict[str, Any] = {}
+    for name, value in entry.items():
+        flat |= {f"{name}/{part}": one for part, one in value.items()} if isinstance(value, dict) else {name: value}
+    return {name: value for name, value in flat.items()
+            if name != "step" and (value is None or type(value) in (int, float))}
 
 
 def was_validated(run_folder: Path, step: int) -> bool:

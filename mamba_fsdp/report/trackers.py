@@ -1,68 +1,122 @@
-"""Where metrics go besides metrics.jsonl: TensorBoard's event files in the run folder, or Weights & Biases (W&B)."""
+"""Where metrics go besides metrics.jsonl: TensorBoard's and Prometheus's files in the run folder, Weights & Biases."""
 
+import contextlib
+import importlib
+import math
 import os
+import re
 import uuid
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
+from typing import Any
+
+import yaml
 
 from mamba_fsdp.errors import UserError, first_line
-from mamba_fsdp.run_layout import TENSORBOARD, WANDB_ID
+from mamba_fsdp.report.records import numbers_of
+from mamba_fsdp.run_layout import PROMETHEUS, TENSORBOARD, WANDB_ID
 from mamba_fsdp.storage import write_atomically
 
+GROUPS = {"val": "validation", "source": "data", "data": "data", "gpu": "device", "memory": "device", "mfu": "time",
+          "goodput": "time", "checkpoint": "time", "slowest": "time", "median": "time"}  # by a metric's first word
 
-def numbers_of(entry: dict) -> dict[str, float]:
-    """The numbers of an entry of the metrics but for its step, those of each source as in `source_epochs/code`."""
-    flat: dict[str, float] = {}
-    for name, value in entry.items():
-        flat |= {f"{name}/{part}": one for part, one in value.items()} if isinstance(value, dict) else {name: value}
-    del flat["step"]
-    return flat
+
+def tag_of(metric: str) -> str:
+    """Its group and name, as in validation/val_loss."""
+    group = "time" if metric.startswith("tokens_per_second") else GROUPS.get(metric.partition("_")[0], "train")
+    return f"{group}/{metric}"
 
 
 def make_trackers(kinds: Collection[str], run_folder: Path, settings: dict, step: int, project: str = "",
-                  name: str = "") -> "list[TensorBoard | WeightsAndBiases]":
-    """For a run that resumes from `step`; project, name: in W&B. Raises UserError where one is missing or refuses."""
-    trackers: list[TensorBoard | WeightsAndBiases] = [TensorBoard(run_folder, step)] if "tensorboard" in kinds else []
+                  name: str = "", say: Callable[[str], None] = print) -> list[Any]:
+    """For a run that resumes from `step`; project, name: in W&B. Each has `close` and `write(entry, samples=())`: an
+    entry of the metrics, or of its step alone with texts and their prompts. Where W&B refuses, a line says so and it is
+    left out. Raises UserError where a package is missing."""
+    trackers: list[Any] = [TensorBoard(run_folder, settings, step)] if "tensorboard" in kinds else []
+    trackers += [Prometheus(run_folder)] if "prometheus" in kinds else []
     if "wandb" in kinds:
-        trackers.append(WeightsAndBiases(run_folder, settings, project, name))
+        try:
+            trackers.append(WeightsAndBiases(run_folder, settings, project, name))
+        except ConnectionRefusedError as refusal:
+            say(f"tracker    W&B is off: {refusal}; training does without it. `wandb login` or WANDB_API_KEY logs in, "
+                "WANDB_MODE=offline records into the run folder")
     return trackers
 
 
-class TensorBoard:
-    def __init__(self, run_folder: Path, step: int) -> None:
-        try:
-            from torch.utils.tensorboard import SummaryWriter
-        except ImportError:
-            raise UserError("tracker=tensorboard needs its package: .venv/bin/pip install tensorboard") from None
-        # What an interrupted run wrote after `step` is dropped, as in metrics.jsonl: these steps come again.
-        self.writer = SummaryWriter(str(run_folder / TENSORBOARD), purge_step=step + 1 if step else 0)
-        self.close = self.writer.close
+def _package(module, package):
+    try:
+        return importlib.import_module(module)
+    except ImportError:
+        raise UserError(f"this tracker needs its package: .venv/bin/pip install {package}") from None
 
-    def write(self, entry: dict) -> None:
+
+class TensorBoard:
+    def __init__(self, run_folder: Path, settings: dict, step: int) -> None:
+        # What an interrupted run wrote after `step` is dropped, as in metrics.jsonl: these steps come again.
+        self.writer = _package("torch.utils.tensorboard", "tensorboard").SummaryWriter(
+            str(run_folder / TENSORBOARD), purge_step=step + 1 if step else 0)
+        self.close = self.writer.close
+        self._text("settings", yaml.safe_dump(settings, sort_keys=False), step)
+
+    def write(self, entry: dict, samples: Sequence[dict] = ()) -> None:
         for name, value in numbers_of(entry).items():
             if value is not None:
-                self.writer.add_scalar(name, value, entry["step"])
+                self.writer.add_scalar(tag_of(name), value, entry["step"])
+        for number, sample in enumerate(samples, 1):
+            self._text(f"samples/{number}", sample["prompt"] + sample["text"], entry["step"])
+
+    def _text(self, tag, text, step):
+        self.writer.add_text(tag, re.sub("^", "    ", text, flags=re.MULTILINE), step)  # as it is, for Markdown
+
+
+class Prometheus:
+    """The latest numbers as a file for node exporter's textfile collector."""
+
+    def __init__(self, run_folder: Path) -> None:
+        self.client, self.close = _package("prometheus_client", "prometheus_client"), lambda: None
+        self.run, self.registry = str(run_folder.resolve()), self.client.CollectorRegistry()
+        self.path, self.gauges = run_folder / PROMETHEUS / "metrics.prom", dict[str, Any]()
+        self.path.parent.mkdir(exist_ok=True)
+
+    def write(self, entry: dict, samples: Sequence[dict] = ()) -> None:
+        for name, value in {"step": entry["step"], **numbers_of(entry)}.items():
+            metric, *source = name.split("/", 1)
+            if metric not in self.gauges:
+                self.gauges[metric] = self.client.Gauge(f"mamba_fsdp_{metric}", f"{metric} of a training run",
+                                                        ["run", "source"][:1 + len(source)], registry=self.registry)
+            self.gauges[metric].labels(self.run, *source).set(math.nan if value is None else value)
+        with contextlib.suppress(OSError):  # what matters is in metrics.jsonl, which complains
+            self.client.write_to_textfile(str(self.path), self.registry)
 
 
 class WeightsAndBiases:
-    """One W&B run per run folder, which keeps its id, so that a resumed run continues the same curves."""
+    """One W&B run per run folder, which keeps its id, so that a resumed run continues the same curves: W&B can't drop
+    what comes again, so it is not sent again."""
 
     def __init__(self, run_folder: Path, settings: dict, project: str, name: str) -> None:
+        """Raises ConnectionRefusedError where W&B refuses."""
+        self.wandb, self.kept = _package("wandb", "wandb"), run_folder / WANDB_ID
+        if not self.kept.exists():
+            write_atomically(self.kept, uuid.uuid4().hex)
+        self.id, last = [*self.kept.read_text().split(), "-1"][:2]
         try:
-            import wandb
-        except ImportError:
-            raise UserError("tracker=wandb needs its package: .venv/bin/pip install wandb") from None
-        kept = run_folder / WANDB_ID
-        if not kept.exists():
-            write_atomically(kept, uuid.uuid4().hex)
-        try:
-            self.run = wandb.init(project=project or os.environ.get("WANDB_PROJECT") or "mamba-fsdp",
-                                  name=name or os.environ.get("WANDB_NAME") or run_folder.name, dir=str(run_folder),
-                                  id=kept.read_text().strip(), resume="allow", config=settings)
+            if self.wandb.setup().settings.mode == "online" and not self.wandb.api.api_key:  # it would ask for one
+                raise ConnectionRefusedError("nobody is logged in")
+            self.run = self.wandb.init(project=project or os.environ.get("WANDB_PROJECT") or "mamba-fsdp", id=self.id,
+                                       name=name or os.environ.get("WANDB_NAME") or run_folder.name, resume="allow",
+                                       dir=str(run_folder), config=settings)
         except Exception as error:  # its errors have no common class in all its versions
-            raise UserError(f"tracker=wandb: W&B refused ({first_line(error)}); log in with `wandb login` or "
-                            "WANDB_API_KEY, or set WANDB_MODE=offline") from None
+            raise ConnectionRefusedError(first_line(error)) from None
+        self.next_step = self.run.step if self.run.resumed else int(last) + 1  # what its server has counts
         self.close = self.run.finish
 
-    def write(self, entry: dict) -> None:
-        self.run.log(numbers_of(entry), step=entry["step"])
+    def write(self, entry: dict, samples: Sequence[dict] = ()) -> None:
+        if entry["step"] < self.next_step:
+            return
+        values: dict[str, Any] = {tag_of(name): value for name, value in numbers_of(entry).items()}
+        if samples:
+            values["samples"] = self.wandb.Table(["prompt", "text"], [[one["prompt"], one["text"]] for one in samples])
+        self.run.log(values, step=entry["step"])
+        self.next_step = entry["step"]
+        with contextlib.suppress(OSError):
+            write_atomically(self.kept, f"{self.id} {self.next_step}")

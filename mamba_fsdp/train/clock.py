@@ -1,9 +1,12 @@
 """Seconds per training step since the last report, and how the ranks compare."""
 
 import contextlib
+import resource
 import statistics
 import time
 from collections.abc import Iterator
+
+import torch
 
 from config.devices import PEAK_TFLOPS
 
@@ -25,6 +28,7 @@ class Clock:
         self.began = self.interval_began = self.together = time.perf_counter()
         self.first_step = self.interval_step = step
         self.own = [0.0] * ranks  # seconds of each since the last report
+        self.data_wait = 0.0  # seconds since then
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
@@ -52,6 +56,7 @@ class Clock:
 
     def next_interval(self, step: int) -> None:
         self.interval_began, self.interval_step, self.own = time.perf_counter(), step, [0.0] * len(self.own)
+        self.data_wait = 0.0
 
     def seconds_left(self, step: int, total: int) -> float | None:
         done = step - self.first_step
@@ -63,3 +68,14 @@ def stragglers(own_seconds: list[float]) -> dict[str, float]:
     slowest = max(own_seconds)
     return {"slowest_rank": own_seconds.index(slowest), "slowest_rank_seconds": round(slowest, 6),
             "median_rank_seconds": round(statistics.median(own_seconds), 6)}
+
+
+def device_metrics(device: torch.device) -> dict[str, float]:
+    """memory_gb: the most that tensors, on a CPU the process, have taken. Of a GPU, where NVML and its package are
+    there, its use (%) and temperature (C)."""
+    if device.type != "cuda":
+        return {"memory_gb": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9, 3)}
+    found = {"memory_gb": round(torch.cuda.max_memory_allocated(device) / 1e9, 3)}
+    with contextlib.suppress(Exception):  # NVML's errors are of many classes, and none may end a run
+        found |= {"gpu_use": torch.cuda.utilization(device), "gpu_temperature": torch.cuda.temperature(device)}
+    return found

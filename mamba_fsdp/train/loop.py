@@ -24,6 +24,7 @@ from mamba_fsdp.parallel.model import ParallelModel
 from mamba_fsdp.parallel.world import World
 from mamba_fsdp.train.clock import Clock
 from mamba_fsdp.train.recorder import Recorder
+from mamba_fsdp.train.sampling import continued
 from mamba_fsdp.train.saver import Saver
 from mamba_fsdp.train.setup import Parts
 from mamba_fsdp.train.stopping import StopRequest
@@ -72,7 +73,9 @@ def take_step(parts: Parts, clock: Clock, stop: StopRequest, ahead: int = 0) -> 
     """The gradient of a global batch and the update with it. The host waits for nothing. ahead: steps under way."""
     settings, plan, parallel, world, step = parts.settings, parts.plan, parts.parallel, parts.world, parts.state.step
     heart.beat()
+    began = time.perf_counter()
     batches = parts.loader.step(step + ahead)
+    clock.data_wait += time.perf_counter() - began
     counted = sum(batch.total_weight() for batch in batches)  # while on the CPU
     read = read_by(batches) if settings.data.sample_log else 0
     batches = [batch.to(world.device) for batch in batches]
@@ -188,6 +191,9 @@ def validate(parts: Parts, recorder: Recorder, stop: StopRequest) -> bool:
         loss, tokens = evaluate(parts.parallel.module, batches, world, stopped)
         if tokens:
             recorder.validated(step, loss, tokens, tokens / sum(sizes), time.perf_counter() - began)
+        if tokens and parts.prompts:
+            recorder.sampled(step, list(parts.prompts), continued(parts.parallel, list(parts.prompts.values()), seed=(
+                settings.training.seed), length=settings.training.sample_length))
     return tokens > 0
 
 

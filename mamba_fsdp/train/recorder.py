@@ -1,7 +1,9 @@
 """What a run reports while it trains: metrics.jsonl and trackers, the samples it took, the live line, the profile."""
 
 import contextlib
+import itertools
 import math
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -11,15 +13,16 @@ from config.train_config import TrainConfig
 from mamba_fsdp.data.loader import Loader
 from mamba_fsdp.data.order import seen
 from mamba_fsdp.data.sample_log import SampleLog
+from mamba_fsdp.data.tokenizer import load_words
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.model.spec import flops_per_token
 from mamba_fsdp.parallel.world import World
 from mamba_fsdp.report.display import Display, read_share
 from mamba_fsdp.report.records import Log, add_event
 from mamba_fsdp.report.trackers import make_trackers
-from mamba_fsdp.run_layout import METRICS, PROFILE, SAMPLES
+from mamba_fsdp.run_layout import GENERATED, METRICS, PROFILE, SAMPLES, TOKENIZER
 from mamba_fsdp.storage import exists
-from mamba_fsdp.train.clock import Clock, device_peak, stragglers
+from mamba_fsdp.train.clock import Clock, device_metrics, device_peak, stragglers
 from mamba_fsdp.train.kernel_cache import KernelCache
 from mamba_fsdp.train.run_folder import RunFolder
 from mamba_fsdp.train.setup import Plan
@@ -40,18 +43,21 @@ class Recorder(contextlib.ExitStack):
         self.flops_per_token = flops_per_token(settings.model, settings.data.seq_length)
         peak = device_peak(torch.cuda.get_device_name(world.device)) if world.device.type == "cuda" else None
         self.peak_flops = peak and peak * world.size
-        self.metrics = self.samples = None
+        self.metrics = self.samples = self.generated = None
         if world.rank == 0:
             self.metrics, samples = Log(folder.path / METRICS, step, folder.lease.check), folder.path / SAMPLES
+            if settings.training.sample_prompts or exists(folder.path / GENERATED):
+                self.generated = Log(folder.path / GENERATED, step, folder.lease.check)
             if settings.data.sample_log or exists(samples):
                 self.samples = SampleLog(samples, step, loader, logged=settings.data.sample_log,
                                          check=folder.lease.check)
         self.trackers = [] if world.rank else make_trackers(report.tracker, folder.path, as_dict(settings), step,
-                                                            report.wandb_project, report.wandb_name)
+                                                            report.wandb_project, report.wandb_name, display.line)
         for part in (*self.trackers, self.display):
             self.callback(part.close)
         self.profiler = self.enter_context(make_profiler(folder.path, world.rank)) if report.use_profiler else None
         self.clock = Clock(step, world.size)
+        self.stall_seconds: Callable[[], float] = float  # what saving has held the training up since it was asked last
         self.kernels: KernelCache | None = None  # to be kept when the first steps have compiled them, on rank 0
 
     def report(self, state: TrainState, loss: float, learning_rate: float, gradient_norm: float, read: int) -> None:
@@ -70,9 +76,14 @@ class Recorder(contextlib.ExitStack):
         mfu = rate * self.flops_per_token / self.peak_flops if self.peak_flops else None
         if due:
             compared = stragglers(own_seconds) if self.world.size > 1 else {}
-            self._write({"step": state.step, "tokens": state.tokens, "loss": loss, "learning_rate": learning_rate,
+            self._write({"step": state.step, "tokens": state.tokens, "loss": loss,
+                         "perplexity": math.exp(min(loss, 700.0)), "learning_rate": learning_rate,
                          "grad_norm": gradient_norm, "skipped_steps": state.skipped_steps,
-                         "tokens_per_second": round(rate, 1), **({"mfu": round(mfu, 4)} if mfu else {}), **compared,
+                         "tokens_per_second": round(rate, 1),
+                         "tokens_per_second_per_device": round(rate / self.world.size, 1),
+                         **({"mfu": round(mfu, 4)} if mfu else {}), **compared, **device_metrics(self.world.device),
+                         "data_wait_seconds": round(self.clock.data_wait, 6),
+                         "checkpoint_stall_seconds": round(self.stall_seconds(), 6),
                          **seen(self.loader.state_before(state.step))})
             self.clock.next_interval(state.step)
         self.display.step(state.step, self.plan.total_steps, loss=loss, learning_rate=learning_rate,
@@ -102,9 +113,20 @@ class Recorder(contextlib.ExitStack):
                 with contextlib.suppress(OSError, UserError):
                     self.folder.say("running", step, f"saving failed: {reason}" if in_a_row else "")
 
+    def sampled(self, step: int, prompts: list[str], drawn: list[list[int]]) -> None:
+        """Texts that continue the prompts after `step`, up to their documents' ends."""
+        if self.generated:
+            words = load_words(self.folder.path / TOKENIZER)
+            samples = [{"step": step, "prompt": prompt,
+                        "text": words.decode(list(itertools.takewhile(lambda token: token != words.eos, tokens)))}
+                       for prompt, tokens in zip(prompts, drawn)]
+            self.generated.write(*samples)
+            for tracker in self.trackers:
+                tracker.write({"step": step}, samples)
+
     def sync(self) -> None:
         """Returns when the metrics and the log of samples are on the disk."""
-        for log in (self.metrics, self.samples):
+        for log in (self.metrics, self.samples, self.generated):
             if log:
                 log.sync()
 

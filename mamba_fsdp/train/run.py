@@ -81,6 +81,7 @@ def train(parts: Parts, folder: RunFolder, display: Display) -> Path | None:
     with (parts.loader, StopRequest(folder.path, world.rank == 0) as stop,
           Recorder(parts.settings, world, folder, plan, parts.loader, state.step, display) as recorder):
         folder.startup.done("loader")
+        recorder.stall_seconds = parts.checkpointer.stall_seconds
         recorder.kernels = parts.kernels if world.rank == 0 else None
         reason = loop.train(parts, recorder, stop, validation_due)
     if world.rank == 0:

@@ -37,6 +37,7 @@ from mamba_fsdp.run_layout import CHECKPOINTS, committed, is_own
 from mamba_fsdp.train.kernel_cache import KernelCache
 from mamba_fsdp.train.optimizer import LossScale, make_optimizer
 from mamba_fsdp.train.run_folder import RunFolder
+from mamba_fsdp.train.sampling import read_prompts
 from mamba_fsdp.train.schedule import Schedule, schedule_of
 from mamba_fsdp.train.state import TrainState
 
@@ -85,6 +86,7 @@ class Parts:
     loader: Loader
     checkpointer: Checkpointer
     kernels: KernelCache
+    prompts: dict[str, list[int]]  # to be continued at each validation: {text: tokens}
 
 
 def set_up(settings: TrainConfig, world: World, folder: RunFolder, weights: Weights | None, say: Say) -> Parts | None:
@@ -94,6 +96,7 @@ def set_up(settings: TrainConfig, world: World, folder: RunFolder, weights: Weig
     forms = choose_forms(settings, world, say)
     # Rank 0 looks at all files for all: thousands of files times a thousand ranks keep a file system busy.
     sources, shares, validation = world.on_rank0(lambda: open_data(settings, say))
+    prompts = world.on_rank0(lambda: read_prompts(settings, one_for_all(sources.values())) if sources else {})
     done("data")
     if settings.training.dry_run:
         for newest in committed(folder.path / CHECKPOINTS)[-1:]:
@@ -128,7 +131,7 @@ def set_up(settings: TrainConfig, world: World, folder: RunFolder, weights: Weig
         checkpointer.check_room(parallel.shards() + parallel.optimizer_shards(optimizer))
     scale = LossScale(state, world.device, dynamic=settings.training.mixed_precision == "fp16")
     return Parts(settings, world, sources, validation, parallel, optimizer, state, scale, plan, loader, checkpointer,
-                 kernels)
+                 kernels, prompts)
 
 
 def run_length(settings: TrainConfig, order: Order) -> Duration:

@@ -21,23 +21,9 @@ from mamba_fsdp.report.curves import look_at, names_of
 from mamba_fsdp.run_layout import REPORT
 from mamba_fsdp.storage import write_atomically
 
-PAGE = Path(__file__).parents[1] / "report" / "page.html"
-COLOURS = ("#2f86d0", "#e6550d", "#2ca02c", "#d62728", "#8b5fd3", "#9c6b4f", "#e377c2", "#17becf", "#a8a818", "#76828f",
-           "#f2b701", "#0f9b7d")
-DASHES = ("solid", "dashed", "dotted", "dashdot")  # of the next so many runs; or within a chart, of its metrics
-CHARTS = (  # title, unit; metrics and what each is called beside the others
-    ("Loss", "nats per token", {"loss": "training", "val_loss": "validation"}),
-    ("Perplexity", "", {"perplexity": "training", "val_perplexity": "validation"}),
-    ("Learning rate", "", {"learning_rate": ""}), ("Gradient norm", "", {"grad_norm": ""}),
-    ("Throughput", "tokens/s", {"tokens_per_second": ""}),
-    ("Throughput a device", "tokens/s", {"tokens_per_second_per_device": ""}),
-    ("Model FLOPs utilisation", "of the peak", {"mfu": ""}), ("Goodput", "share of the time", {"goodput": ""}),
-    ("Work of the ranks by themselves", "seconds a step", {"slowest_rank_seconds": "slowest",
-                                                           "median_rank_seconds": "median"}),
-    ("Standing still", "seconds between reports", {"data_wait_seconds": "for data",
-                                                   "checkpoint_stall_seconds": "for checkpoints"}),
-    ("Memory, peak", "GB", {"memory_gb": ""}), ("GPU use", "%", {"gpu_use": ""}),
-    ("GPU temperature", "\u00b0C", {"gpu_temperature": ""}))
+FILES = Path(__file__).parents[1] / "report"
+LOOKS = json.loads((FILES / "charts.json").read_text(encoding="utf-8"))
+COLOURS, DASHES = LOOKS["colours"], LOOKS["dashes"]  # dashes: of the next so many runs; in a chart, of its metrics
 
 
 def main(*runs: str, out: str = "", png: str = "") -> None:
@@ -48,8 +34,7 @@ def main(*runs: str, out: str = "", png: str = "") -> None:
     seen = [{"name": name, "colour": COLOURS[number % len(COLOURS)],
              "dash": DASHES[number // len(COLOURS) % len(DASHES)], **look_at(folder)}
             for number, (name, folder) in enumerate(zip(names_of(folders), folders))]
-    charts = charts_of(seen)
-    file = Path(out) if out else folders[0] / REPORT
+    charts, file = charts_of(seen), Path(out) if out else folders[0] / REPORT
     file = file / REPORT if file.is_dir() or out.endswith("/") else file
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -64,16 +49,15 @@ def main(*runs: str, out: str = "", png: str = "") -> None:
 
 
 def charts_of(runs: Sequence[dict]) -> list[dict[str, Any]]:
-    """What is drawn: of the metrics that the runs have those of CHARTS, then each that it does not know."""
+    """What is drawn: of the metrics that the runs have those of charts.json, then each that it does not know."""
     left = {metric: metric for run in runs for metric in run["curves"]}
-    charts = [(title, unit, {metric: name for metric, name in names.items() if left.pop(metric, None)})
-              for title, unit, names in CHARTS]
-    charts.append(("Epochs of each source", "", {metric: metric.partition("/")[2] for metric in list(left)
-                                                 if metric.startswith("source_epochs/") and left.pop(metric)}))
-    charts += [(metric.replace("_", " ").capitalize(), "", {metric: ""}) for metric in left
-               if not metric.startswith("source_tokens/") and any(run["last"].get(metric) for run in runs)]
-    return [{"title": title, "unit": unit, "metrics": list(names), "labels": list(names.values())}
-            for title, unit, names in charts if names]
+    found = [{**chart, "metrics": {metric: label for metric, label in chart["metrics"].items()
+                                   if left.pop(metric, None)}} for chart in LOOKS["charts"]]
+    sources = {metric: metric.partition("/")[2] for metric in left if metric.startswith("source_epochs/")}
+    found += [{"title": "Epochs of each source", "unit": "", "metrics": sources}]
+    found += [{"title": metric.replace("_", " ").capitalize(), "unit": "", "metrics": {metric: ""}} for metric in left
+              if not metric.startswith("source_") and any(run["last"].get(metric) for run in runs)]
+    return [chart for chart in found if chart["metrics"]]
 
 
 def page(runs: Sequence[dict], charts: Sequence[dict]) -> str:
@@ -81,7 +65,7 @@ def page(runs: Sequence[dict], charts: Sequence[dict]) -> str:
     from plotly.offline import get_plotlyjs
 
     made = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
-    before, between, after = PAGE.read_text().split("__CUT__")
+    before, between, after = (FILES / "page.html").read_text(encoding="utf-8").split("__CUT__")
     content = json.dumps({"made": made, "charts": charts, "runs": runs}, default=str)
     return before + get_plotlyjs() + between + content.replace("<", "\\u003c") + after  # no text ends the <script>
 
@@ -92,13 +76,12 @@ def draw(runs: Sequence[dict], charts: Sequence[dict], folder: Path) -> None:
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
-    from matplotlib.ticker import EngFormatter
 
     for chart in charts:
         figure, axes = plt.subplots(figsize=(5.5, max(3.2, 0.3 + 0.17 * len(runs))), layout="constrained")
         draw_curves(axes, runs, chart)
         axes.set(xlabel="step", ylabel=f"{chart['title']} ({chart['unit']})" if chart["unit"] else chart["title"])
-        axes.xaxis.set_major_formatter(EngFormatter(sep=""))
+        axes.xaxis.set_major_formatter(matplotlib.ticker.EngFormatter(sep=""))
         axes.grid(alpha=0.25, linewidth=0.5)
         axes.spines[["top", "right"]].set_visible(False)
         if axes.get_legend_handles_labels()[0]:
@@ -118,11 +101,10 @@ def draw_curves(axes: Any, runs: Sequence[dict], chart: dict[str, Any]) -> None:
                 mean, low, high = (np.array(found[name], dtype=float) for name in ("mean", "low", "high"))
                 axes.plot(found["steps"], mean, linestyle=dash, color=run["colour"], linewidth=1.1,
                           marker="." if len(mean) < 60 else "", markersize=4)
-                if len(low):
-                    axes.fill_between(found["steps"], low, high, color=run["colour"], linewidth=0,
-                                      alpha=min(0.18, 0.5 / len(runs)))
+                axes.fill_between(found["steps"][:len(low)], low, high, color=run["colour"], linewidth=0,
+                                  alpha=min(0.18, 0.5 / len(runs)))
                 drawn += mean[np.isfinite(mean)].tolist()
-    for dash, label in zip(DASHES * 9, chart["labels"]):
+    for dash, label in zip(DASHES * 9, chart["metrics"].values()):
         axes.plot([], [], linestyle=dash, color="black", label=label or None)
     if len(set(drawn)) > 1:
         ends, most = np.quantile(drawn, (0, 1)), np.quantile(drawn, (0.01, 0.99))

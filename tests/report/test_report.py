@@ -8,6 +8,8 @@ import re
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 from terminal import Terminal, drawings
@@ -128,17 +130,43 @@ def test_durations_read_like_a_clock():
 
 
 @pytest.mark.slow
-def test_tensorboard_gets_every_number(tmp_path):
+def test_tensorboard_gets_every_number_in_groups_settings_and_samples(tmp_path):
+    from tensorboard.backend.event_processing import plugin_event_accumulator
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     for start, written in ((0, [(3, 2.5), (4, 2.0), (5, 1.5)]), (3, [(4, 2.25)])):  # the second resumes from step 3
-        (tracker,) = make_trackers(["tensorboard"], tmp_path, {}, start)
+        (tracker,) = make_trackers(["tensorboard"], tmp_path, {"data": {"seed": 1}}, start)
         for step, loss in written:
-            tracker.write({"step": step, "loss": loss, "grad_norm": None})
+            tracker.write({"step": step, "loss": loss, "val_loss": 3.0, "grad_norm": None, "tokens_per_second": 7.0,
+                           "source_tokens": {"code": 5}, "memory_gb": 1.5})
+            tracker.write({"step": step}, [{"prompt": "Once", "text": " upon\n<b>"}])
         tracker.close()
         time.sleep(1.1)  # names of event files count seconds
     events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
-    assert [(event.step, event.value) for event in events.Scalars("loss")] == [(3, 2.5), (4, 2.25)]
+    assert set(events.Tags()["scalars"]) == {"train/loss", "validation/val_loss", "time/tokens_per_second",
+                                             "data/source_tokens/code", "device/memory_gb"}
+    assert [(event.step, event.value) for event in events.Scalars("train/loss")] == [(3, 2.5), (4, 2.25)]
+    shown = plugin_event_accumulator.EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    texts = [[(event.step, event.tensor_proto.string_val[0]) for event in shown.Tensors(f"{tag}/text_summary")]
+             for tag in ("settings", "samples/1")]
+    assert texts == [[(step, b"    data:\n      seed: 1\n    ") for step in (0, 3)],
+                     [(step, b"    Once upon\n    <b>") for step in (3, 4)]]
+
+
+def test_prometheus_finds_the_latest_numbers(tmp_path):
+    from prometheus_client.parser import text_string_to_metric_families
+
+    (tracker,) = make_trackers(["prometheus"], tmp_path, {}, 0)
+    for step, loss in ((3, 2.5), (4, None)):
+        tracker.write({"step": step, "loss": loss, "source_tokens": {"co\"de": 5 * step}})
+        tracker.write({"step": step}, [{"prompt": "Once", "text": "x"}])
+    tracker.close()
+    text = (tmp_path / "prometheus/metrics.prom").read_text()
+    found = {(sample.name, *sorted(sample.labels.items())): sample.value
+             for family in text_string_to_metric_families(text) for sample in family.samples}
+    run = ("run", str(tmp_path))
+    assert str(found.pop(("mamba_fsdp_loss", run))) == "nan"
+    assert found == {("mamba_fsdp_step", run): 4, ("mamba_fsdp_source_tokens", run, ("source", 'co"de')): 20}
 
 
 @pytest.fixture
@@ -177,10 +205,13 @@ def read_offline(file, patience=30.0):
 def test_wandb_gets_every_number(tmp_path, offline):
     (tracker,) = make_trackers(["wandb"], tmp_path, {"seed": 1}, 0, "mine", "second")
     tracker.write({"step": 3, "loss": 2.5})
+    tracker.write({"step": 3}, [{"prompt": "Once", "text": " upon"}])
     tracker.write({"step": 5, "loss": 2.25})
     tracker.close()
     ((run, entries),) = recorded(tmp_path)
-    assert [(entry["_step"], entry["loss"]) for entry in entries] == [(3, 2.5), (5, 2.25)]
+    assert [(entry["_step"], entry.get("train/loss")) for entry in entries] == [(3, 2.5), (5, 2.25)]
+    assert json.loads(next(tmp_path.glob("wandb/*/files/media/table/samples_*.table.json")).read_text()) == {
+        "columns": ["prompt", "text"], "data": [["Once", " upon"]]}
     assert (run.project, run.display_name) == ("mine", "second")
     assert [item.value_json for item in run.config.update if item.key == "seed"] == ["1"]
 
@@ -190,15 +221,19 @@ def test_wandb_goes_on_in_the_same_curves(tmp_path, offline, monkeypatch):
     """And another run folder of the same name has curves of its own. Project and name come from the environment, else
     from us."""
     runs = []
-    for folder in ("a/mine", "a/mine", "b/mine"):
+    for folder, steps in (("a/mine", (1, 2, 3, 3)), ("a/mine", (3, 4)), ("b/mine", ())):
         (tmp_path / folder).mkdir(parents=True, exist_ok=True)
         (tracker,) = make_trackers(["wandb"], tmp_path / folder, {}, 0)
+        for step in steps:
+            tracker.write({"step": step, "loss": float(step)})
         tracker.close()
         runs.append(recorded(tmp_path / folder)[-1][0])
         monkeypatch.setenv("WANDB_PROJECT", "theirs")
         monkeypatch.setenv("WANDB_NAME", "named")
         time.sleep(1.1)  # names of its folders count seconds
     first, again, other = runs
+    logged = [[entry["_step"] for entry in entries] for _, entries in recorded(tmp_path / "a/mine")]
+    assert logged == [[1, 2, 3], [4]]  # what comes again is not sent again
     assert first.run_id == again.run_id != other.run_id
     assert [(run.project, run.display_name) for run in runs] == [("mamba-fsdp", "mine")] + 2 * [("theirs", "named")]
 
@@ -209,7 +244,8 @@ def test_several_trackers_at_once(tmp_path, offline):
     for tracker in trackers:
         tracker.write({"step": 3, "loss": 2.5})
         tracker.close()
-    assert len(trackers) == 2 and recorded(tmp_path)[0][1][0]["loss"] == 2.5 and any(tmp_path.glob("tensorboard/*"))
+    assert len(trackers) == 2 and any(tmp_path.glob("tensorboard/*"))
+    assert recorded(tmp_path)[0][1][0]["train/loss"] == 2.5
     assert make_trackers([], tmp_path, {}, 0) == []
 
 
@@ -220,18 +256,39 @@ def test_a_tracker_is_imported_only_when_it_is_used(project):
     subprocess.run([sys.executable, "-c", code], cwd=project, check=True)
 
 
-def test_an_account_that_wandb_refuses_is_said_with_the_remedy(tmp_path, offline, monkeypatch):
+@pytest.mark.slow
+def test_a_run_that_nobody_is_logged_in_for_does_without_wandb(tmp_path, offline, monkeypatch):
+    """It is not asked for a key at a terminal either. Other refusals, such as no network, are told alike."""
     import wandb
 
-    def refuse(**_):
-        raise RuntimeError("api_key not configured (no-tty).\nmore of it")
+    said = []
+    monkeypatch.setattr(wandb.sdk.wandb_setup, "_singleton", None)
+    monkeypatch.delenv("WANDB_MODE")
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    assert make_trackers(["wandb"], tmp_path, {}, 0, say=said.append) == []
+    monkeypatch.setattr(wandb, "init", Mock(side_effect=RuntimeError("no route to its server\nmore of it")))
+    monkeypatch.setattr(wandb, "setup", lambda: SimpleNamespace(settings=SimpleNamespace(mode="offline")))
+    assert make_trackers(["wandb"], tmp_path, {}, 0, say=said.append) == []
+    assert len(said) == 2 and "nobody is logged in" in said[0]
+    assert "W&B is off: no route to its server; training does without it. `wandb login`" in said[1]
 
-    monkeypatch.setattr(wandb, "init", refuse)
-    with pytest.raises(UserError, match=r"tracker=wandb: .*api_key not configured \(no-tty\)\.\).*`wandb login`"):
-        make_trackers(["wandb"], tmp_path, {}, 0)
+
+def test_a_run_that_wandb_s_server_knows_goes_on_where_it_ends(tmp_path, monkeypatch):
+    """Whatever was sent and lost when the run was killed."""
+    sent = []
+    run = SimpleNamespace(step=5, resumed=True, finish=None, log=lambda values, step: sent.append(step))
+    settings = SimpleNamespace(settings=SimpleNamespace(mode="online"))
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(
+        init=lambda **_: run, setup=lambda: settings, api=SimpleNamespace(api_key="x")))
+    (tmp_path / "wandb_id").write_text("older")  # of an older version: the id alone
+    (tracker,) = make_trackers(["wandb"], tmp_path, {}, 0)
+    for step in (4, 5, 6):
+        tracker.write({"step": step, "loss": 1.0})
+    assert sent == [5, 6] and (tmp_path / "wandb_id").read_text() == "older 6"
 
 
-@pytest.mark.parametrize("package, kind", [("wandb", "wandb"), ("torch.utils.tensorboard", "tensorboard")])
+@pytest.mark.parametrize("package, kind", [("wandb", "wandb"), ("torch.utils.tensorboard", "tensorboard"),
+                                           ("prometheus_client", "prometheus")])
 def test_a_missing_tracker_is_said_with_the_remedy(tmp_path, monkeypatch, package, kind):
     monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(UserError, match=f"pip install {kind}"):

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from tiny import TINY
+from tokenizers import Tokenizer, models, pre_tokenizers
 
 from config import resolve
 from mamba_fsdp.data import tokenizer as tokenizers_
@@ -39,7 +40,7 @@ def make_store():
 @pytest.fixture(scope="session")
 def corpus(tmp_path_factory):
     """A folder with the stores train and validation, other/train, foreign/train, whose tokenizer is another, documents
-    that `datasets` saved (rows/train), and a tokenizer's folder."""
+    that `datasets` saved (rows/train), a tokenizer's folder, and words/data with a tokenizer and prompts for it."""
     root = tmp_path_factory.mktemp("corpus")
     write_store(root / "train", 0, 200)
     write_store(root / "validation", 1, 20)
@@ -48,6 +49,13 @@ def corpus(tmp_path_factory):
     rows = [document[:-1].tolist() for document in TokenStore(root / "other" / "train").documents()]
     datasets.Dataset.from_dict({"tokens": rows, "others": rows[::-1]}).save_to_disk(root / "rows" / "train")
     tokenizers_.train(["some text"], 300).save(root / "tokenizer")
+    backend = Tokenizer(models.WordLevel({word: n for n, word in enumerate(["<end>", *"?abcdefgh"])}, unk_token="?"))
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    words = tokenizers_.TextTokenizer(backend, "<end>")
+    for part, seed, documents in (("train", 0, 200), ("validation", 1, 20)):
+        write_store(root / "words" / "data" / part, seed, documents, tokenizer=words.identity)
+        words.save(root / "words" / "data" / part / "tokenizer")
+    (root / "prompts").write_text("a b\\nc\n\nh\n")
     return root
 
 
@@ -113,7 +121,8 @@ def weights_of():
     return read
 
 
-TIMES = ("tokens_per_second", "mfu", "slowest_rank", "slowest_rank_seconds", "median_rank_seconds")
+TIMES = ("tokens_per_second", "mfu", "slowest_rank", "slowest_rank_seconds", "median_rank_seconds",
+         "tokens_per_second_per_device", "data_wait_seconds", "checkpoint_stall_seconds", "memory_gb")
 
 
 @pytest.fixture

@@ -48,6 +48,8 @@ OTHER_VALUES = {
     "tune_kernels": (True, {}), "kernel_cache": ("none", {"use_torch_compile": True}),
     "dry_run": (True, {}),
     "max_skipped_steps": (2, {}), "eval_interval": (2, {}), "eval_batches": (1, {}),
+    "sample_prompts": ("{corpus}/prompts", {"dataset_path": "{corpus}/words/data"}),
+    "sample_length": (5, {"sample_prompts": "{corpus}/prompts", "dataset_path": "{corpus}/words/data"}),
     "save_ckpt_path": ("{run}/elsewhere", {}), "load_ckpt_path": ("{first}", {}),
     "resuming_dataset": (True, {"load_ckpt_path": "{first}"}), "init_from": (None, {}), "checkpoint_interval": (3, {}),
     "keep_checkpoints": (1, {}), "keep_every": (2, {"keep_checkpoints": 1}), "max_failed_saves": (None, {}),
@@ -100,7 +102,8 @@ def traces(train, tmp_path, metrics_of, corpus, monkeypatch):
         return batches
     monkeypatch.setattr(loader.Loader, "step", step)
     monkeypatch.setattr(run.torch, "use_deterministic_algorithms", lambda flag: calls.append(("deterministic", flag)))
-    wandb = SimpleNamespace(log=lambda values, step: None, finish=lambda: None)
+    wandb = SimpleNamespace(log=lambda values, step: None, finish=lambda: None, resumed=False)
+    wandb.setup = lambda: SimpleNamespace(settings=SimpleNamespace(mode="offline"))
     wandb.init = lambda project, name, **_: calls.append(("wandb", project, name)) or wandb
     monkeypatch.setitem(sys.modules, "wandb", wandb)
     monkeypatch.setenv("KERNELS_ON_NODE", str(tmp_path / "kernels"))
@@ -121,6 +124,7 @@ def traces(train, tmp_path, metrics_of, corpus, monkeypatch):
             for path in folder.rglob("*") if not path.name.startswith("."))
         where = folder if (folder / "metrics.jsonl").exists() else folder / "elsewhere"
         kept = [line for line in said.splitlines() if not line.startswith(("step", "start   "))]
+        kept += (where / "generated.jsonl").read_text().splitlines() if (where / "generated.jsonl").exists() else []
         return files, metrics_of(where) if (where / "metrics.jsonl").exists() else said, kept, list(map(str, calls))
     return run_with
 

@@ -3,15 +3,17 @@
 import json
 from dataclasses import replace
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
+import torch
 
 from config.fields import Duration
 from config.train_config import TrainConfig
 from mamba_fsdp.data.loader import Split
 from mamba_fsdp.parallel.world import World
 from mamba_fsdp.report.display import Display
-from mamba_fsdp.train.clock import Clock
+from mamba_fsdp.train.clock import Clock, device_metrics
 from mamba_fsdp.train.recorder import Recorder
 from mamba_fsdp.train.run_folder import RunFolder
 from mamba_fsdp.train.schedule import Schedule
@@ -36,14 +38,18 @@ def recorder_of(tmp_path, monkeypatch):
 
 def test_a_report_is_a_line_and_an_entry_where_it_is_due(recorder_of, tmp_path, capsys):
     with recorder_of(World.alone()) as recorder:
+        recorder.clock.data_wait, recorder.stall_seconds = 0.25, lambda: 1.5
         recorder.report(TrainState(step=1, tokens=64), 4.0, 0.01, 0.5, 0)
         recorder.validated(1, 3.0, 40, 0.174, 0.25)
         recorder.report(TrainState(step=2, tokens=128, skipped_steps=1, loss_sum=7.0, loss_steps=2), 3.0, 0.01, 0.5, 0)
     validation, report = (json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines())
     assert validation == {"step": 1, "val_loss": 3.0, "val_perplexity": pytest.approx(20.0855, rel=1e-4),
                           "val_tokens": 40, "val_share": 0.174}
-    assert report.pop("tokens_per_second") > 0
-    assert report == {"step": 2, "tokens": 128, "loss": 3.5, "learning_rate": 0.01, "grad_norm": 0.5,
+    rate = report.pop("tokens_per_second")
+    assert report.pop("tokens_per_second_per_device") == rate > 0 and 0.01 < report.pop("memory_gb") < 1000
+    assert report == {"step": 2, "tokens": 128, "loss": 3.5, "perplexity": pytest.approx(33.1155, rel=1e-4),
+                      "learning_rate": 0.01, "grad_norm": 0.5,
+                      "data_wait_seconds": 0.25, "checkpoint_stall_seconds": 1.5,
                       "skipped_steps": 1, "source_tokens": {"it": 3 * 32 + 5 * 16, "other": 16},
                       "source_epochs": {"it": 1.75}}
     first, second = capsys.readouterr().out.splitlines()
@@ -58,6 +64,18 @@ def test_another_rank_writes_nothing(recorder_of, tmp_path, capsys):
         recorder.validated(1, 3.0, 40, 1.0, 0.25)
         recorder.sync()
     assert not (tmp_path / "metrics.jsonl").exists() and capsys.readouterr().out == ""
+
+
+def test_a_gpu_tells_how_it_is_where_nvml_is_there(monkeypatch):
+    """No run ends for want of NVML: its errors are of many kinds."""
+    gpu = torch.device("cuda", 1)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", {gpu: 12_345_678_901}.get)
+    for error in (ModuleNotFoundError("pynvml"), RuntimeError("no driver"), AttributeError("x")):
+        monkeypatch.setattr(torch.cuda, "utilization", Mock(side_effect=error))
+        assert device_metrics(gpu) == {"memory_gb": 12.346}
+    monkeypatch.setattr(torch.cuda, "utilization", {gpu: 97}.get)
+    monkeypatch.setattr(torch.cuda, "temperature", {gpu: 64}.get)
+    assert device_metrics(gpu) == {"memory_gb": 12.346, "gpu_use": 97, "gpu_temperature": 64}
 
 
 def test_the_clock_leaves_out_what_is_no_training(monkeypatch):
