@@ -51,8 +51,8 @@ def test_a_run_is_read_while_it_is_written(tmp_path):
 
 
 def test_older_metrics_have_fewer_curves(tmp_path):
-    """And no hours without rates; what is no entry of metrics is passed over."""
-    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 4.0}\n3\n{"loss": 3.0}\n{"step": 2, "loss": 3.5}\n')
+    """And no hours without rates."""
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 4.0}\n{"step": 2, "loss": 3.5}\n')
     run = look_at(tmp_path)
     assert run["curves"].keys() == {"loss"} and run["curves"]["loss"]["mean"] == [4.0, 3.5]
     assert run["settings"] == run["status"] == {} and run["events"] == run["samples"] == []
