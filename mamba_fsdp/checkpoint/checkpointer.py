@@ -218,7 +218,8 @@ class Checkpointer:
         where = f"rank {self.world.rank} on {socket.gethostname()}"
         try:
             pieces = [(name, start, copied) for (name, start, _), copied in zip(pieces, copy())]
-            written = patiently(lambda: write_pieces(path, pieces, sum(is_model(name) for name, _, _ in pieces)), path)
+            model_pieces = sum(is_model(name) for name, _, _ in pieces)
+            written = patiently(lambda: write_pieces(path, pieces, model_pieces, from_disk=self.asynchronous), path)
             sync_folder(save.partial)
             return {"file": path.name, **written}
         except StorageError as error:

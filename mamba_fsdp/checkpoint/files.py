@@ -3,6 +3,9 @@
 The format is 8 bytes of header length, a JSON header, then the data (github.com/huggingface/safetensors). A piece is
 named `<tensor name>@<start>`: the elements of the flattened tensor from `start` on. The model's pieces come first: who
 wants only these reads, and verifies, the first part of the file.
+
+A second thread flushes and reads back what the first has written. Read from the disk, that proves that the disk gives
+it back; from the kernel's memory, only that the kernel has taken it as it was.
 """
 
 import json
@@ -13,10 +16,12 @@ import zlib
 from array import array
 from collections.abc import Iterable, Sequence
 from io import FileIO
+from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from typing import Any
 
 import torch
+import xxhash
 
 from mamba_fsdp.conventions import SAFETENSORS_DTYPES
 from mamba_fsdp.errors import UserError
@@ -29,8 +34,22 @@ BLOCK = 1 << 24  # bytes that are written or read at a time
 FLUSH = 1 << 28  # bytes that are flushed at a time: one flush of a whole file could look like a hang
 
 
-def write_pieces(path: Path, pieces: Sequence[tuple[str, int, torch.Tensor]], model_pieces: int = 0) -> dict[str, Any]:
-    """Write `pieces`, a list of (tensor name, start, 1-D CPU tensor), durably.
+class _Crc32:  # as versions 1 and 2 have it
+    value = 0
+
+    def update(self, data):
+        self.value = zlib.crc32(data, self.value)
+
+    def hexdigest(self):
+        return f"{self.value:08x}"
+
+
+HASHES = {"xxh3": xxhash.xxh3_64, "crc32": _Crc32}
+
+
+def write_pieces(path: Path, pieces: Sequence[tuple[str, int, torch.Tensor]], model_pieces: int = 0,
+                 from_disk: bool = True) -> dict[str, Any]:
+    """Write `pieces`, a list of (tensor name, start, 1-D CPU tensor), durably, and read them back, `from_disk` or not.
 
     Returns what `checksum` does, and as "model" the same of the file's first part: the header and the first
     `model_pieces`. Raises OSError as the disk does, and when what lies on it is not what was written.
@@ -42,44 +61,65 @@ def write_pieces(path: Path, pieces: Sequence[tuple[str, int, torch.Tensor]], mo
         position += tensor.nbytes
     head = json.dumps(header).encode()
     head += b" " * (-len(head) % 8)
-    contents = [len(head).to_bytes(8, "little") + head,
-                *(tensor.view(torch.uint8).numpy() for _, _, tensor in pieces)]
-    crc = size = unflushed = 0
-    with open(path, "wb") as file:  # over what an attempt that failed has left
-        for number, data in enumerate(contents):
-            data = memoryview(data)
-            for offset in range(0, len(data), BLOCK):
-                block = data[offset:offset + BLOCK]
-                file.write(block)
-                crc, size, unflushed = zlib.crc32(block, crc), size + len(block), unflushed + len(block)
-                if unflushed >= FLUSH:
-                    _flush(file)
-                    unflushed = 0
-                heart.beat()
-            if number == model_pieces:
-                model = {"bytes": size, "crc32": f"{crc:08x}"}
-        _flush(file)
-        if hasattr(os, "posix_fadvise"):  # let the check read the disk rather than the memory
-            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-    written = {"bytes": size, "crc32": f"{crc:08x}"}
-    if checksum(path) != written:
+    contents = [len(head).to_bytes(8, "little") + head, *(tensor.view(torch.uint8).numpy() for _, _, tensor in pieces)]
+    model_bytes = sum(len(content) for content in contents[:1 + model_pieces])
+    blocks = [memoryview(content)[at:at + BLOCK] for content in contents for at in range(0, len(content), BLOCK)]
+    written, read, size, flushed, check = HASHES["xxh3"](), HASHES["xxh3"](), 0, 0, None
+
+    def flush_and_read(start, stop):
+        if from_disk:
+            _flush(file)
+            _drop(file, start, stop)
+        _update(read, back, stop - start)
+        if not from_disk:
+            _flush(file)
+
+    # Over what an attempt that failed has left; small blocks are gathered in the buffer.
+    with (open(path, "wb", buffering=BLOCK) as file, open(path, "rb", buffering=0) as back, ThreadPool(1) as second):
+        for block in blocks:
+            file.write(block)
+            _drop(file, size, size + len(block))
+            written.update(block)
+            size += len(block)
+            heart.beat()
+            if size == model_bytes:
+                model = {"bytes": size, "xxh3": written.hexdigest()}
+            if size - flushed >= FLUSH or block is blocks[-1]:
+                file.flush()
+                if check:
+                    check.get()
+                check, flushed = second.apply_async(flush_and_read, (flushed, size)), size
+        check.get()
+    if read.hexdigest() != written.hexdigest():
         raise OSError(None, "what was read back is not what was written", str(path))
-    return {**written, "model": model}
+    return {"bytes": size, "xxh3": written.hexdigest(), "model": model}
 
 
 def _flush(file):
-    file.flush()
     os.fsync(file.fileno())
 
 
-def checksum(path: Path, limit: int = sys.maxsize) -> dict[str, int | str]:
-    """{"bytes": size, "crc32": checksum} of a file, or of its first `limit` bytes. Raises OSError."""
-    crc, size, block = 0, 0, memoryview(bytearray(BLOCK))
+def _drop(file, start, stop):
+    """Let the kernel begin to write this part of the file, and forget what is written of it, where it can do that."""
+    if hasattr(os, "posix_fadvise"):
+        os.posix_fadvise(file.fileno(), start, stop - start, os.POSIX_FADV_DONTNEED)
+
+
+def checksum(path: Path, limit: int = sys.maxsize, kind: str = "xxh3") -> dict[str, int | str]:
+    """{"bytes": size, kind: checksum} of a file, or of its first `limit` bytes. Raises OSError."""
+    found = HASHES[kind]()
     with open(path, "rb", buffering=0) as file:
-        while count := file.readinto(block[:limit - size]):
-            crc, size = zlib.crc32(block[:count], crc), size + count
-            heart.beat()
-    return {"bytes": size, "crc32": f"{crc:08x}"}
+        return {"bytes": _update(found, file, limit), kind: found.hexdigest()}
+
+
+def _update(found, file, limit):
+    """Add up to `limit` bytes of the file, from where it stands, to the checksum. Returns how many there were."""
+    size, block = 0, memoryview(bytearray(min(BLOCK, limit)))
+    while count := file.readinto(block[:limit - size]):
+        found.update(block[:count])
+        size += count
+        heart.beat()
+    return size
 
 
 class PieceReader:

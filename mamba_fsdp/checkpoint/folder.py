@@ -8,7 +8,7 @@
 
 Model tensors are named model/<parameter>, the optimiser's optimizer/<parameter>/exp_avg and .../exp_avg_sq. A layout
 says in which elements each piece of a tensor starts and in which file it lies; tensors that are cut alike share it. In
-version 1 each tensor has its own, as "pieces", and COMMIT knows whole files only.
+version 1 each tensor has its own, as "pieces", and COMMIT knows whole files only. Checksums are crc32 before version 3.
 """
 
 import math
@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from mamba_fsdp.checkpoint.files import PieceReader, checksum
+from mamba_fsdp.checkpoint.files import HASHES, PieceReader, checksum
 from mamba_fsdp.checkpoint.ranges import is_cut, overlaps
 from mamba_fsdp.checkpoint.retention import held, until_the_end
 from mamba_fsdp.conventions import SAFETENSORS_DTYPES
@@ -64,11 +64,11 @@ def _problem(path, entry, part):
             return f"{path.name} has {size} bytes, not {entry['bytes']}"
         if part == "sizes":
             return ""
-        actual = patiently(lambda: checksum(path, expected["bytes"]), path)
+        kind = "xxh3" if "xxh3" in expected else "crc32"
+        actual = patiently(lambda: checksum(path, expected["bytes"], kind), path)
     except OSError as error:
         return f"{path.name}: {error.strerror}"
-    same = actual["crc32"] == expected["crc32"]
-    return "" if same else f"the content of {path.name} has changed since it was written"
+    return "" if actual[kind] == expected[kind] else f"the content of {path.name} has changed since it was written"
 
 
 def _committed_files(checkpoint):
@@ -76,7 +76,8 @@ def _committed_files(checkpoint):
         content = parse_object(patiently((checkpoint / COMMIT).read_bytes, checkpoint / COMMIT))
         CHECKPOINT.check(checkpoint / COMMIT, content)
         files = content["files"]
-        if STATE in map(file_name, files) and all(entry.keys() >= {"bytes", "crc32"} for entry in files.values()):
+        if STATE in map(file_name, files) and all("bytes" in entry and entry.keys() & HASHES.keys()
+                                                  for entry in files.values()):
             return files, []
     except OSError as error:
         return {}, [f"{COMMIT}: {error.strerror}"]

@@ -6,6 +6,7 @@ import resource
 import shutil
 import signal
 import time
+import zlib
 
 import pytest
 import torch
@@ -185,8 +186,8 @@ def edit(file, **changes):
 
 @pytest.mark.parametrize("file", ["COMMIT", "state.json"])
 @pytest.mark.parametrize("changes, said", [
-    ({"version": 3}, "a mamba_fsdp checkpoint of version 3, which a newer version of this program wrote; this one "
-                     "reads version 1 to 2"),
+    ({"version": 4}, "a mamba_fsdp checkpoint of version 4, which a newer version of this program wrote; this one "
+                     "reads version 1 to 3"),
     ({"version": 0}, "of version 0, which another version of this program wrote"),
     ({"format": "elsewhere"}, "written as 'elsewhere'; this program reads 'mamba_fsdp checkpoint' here"),
 ])
@@ -203,8 +204,10 @@ def test_a_checkpoint_of_another_version_is_refused_and_no_older_one_taken(run, 
 def test_checkpoints_from_before_commits_had_a_version_are_read(run, world):
     """They say nothing of a file's first part either."""
     make(run, world, [1, 2])
-    commit = json.loads((run / "checkpoints/step_00000002/COMMIT").read_text())
-    files = {name: {"bytes": entry["bytes"], "crc32": entry["crc32"]} for name, entry in commit["files"].items()}
+    path = run / "checkpoints/step_00000002"
+    commit = json.loads((path / "COMMIT").read_text())
+    files = {name: {"bytes": entry["bytes"], "crc32": f"{zlib.crc32((path / name).read_bytes()):08x}"}
+             for name, entry in commit["files"].items()}
     edit(run / "checkpoints/step_00000002/COMMIT", format=None, version=None, files=files)
     assert find_checkpoint(run, world, part="model").name == "step_00000002"
     assert load(Checkpointer(run, world).newest(), shards(0), world) == {"step": 2}
@@ -328,8 +331,14 @@ def test_storage_that_stays_away_from_one_rank_is_told_as_that_on_all(run):
 
 def test_what_the_disk_garbles_is_noticed_while_saving(run, world, monkeypatch):
     """A file that reads back differently from what was written is never committed."""
-    real = files.checksum
-    monkeypatch.setattr(files, "checksum", lambda path: {**real(path), "crc32": "00000000"})
+    def flip(file):
+        with open(file.name, "r+b") as again:
+            again.seek(-1, os.SEEK_END)
+            last = again.read(1)[0]
+            again.seek(-1, os.SEEK_END)
+            again.write(bytes([last ^ 1]))
+
+    monkeypatch.setattr(files, "_flush", flip)
     with pytest.raises(UserError, match="rank 0 .*read back is not what was written"):
         make(run, world, [1])
     assert names(run) == []

@@ -40,5 +40,5 @@ def test_what_is_written_is_flushed_as_it_goes(tmp_path, monkeypatch, beats):
     monkeypatch.setattr(files, "FLUSH", 1000)
     monkeypatch.setattr(os, "fsync", lambda file: flushed.append(os.fstat(file).st_size) or sync(file))
     files.write_pieces(tmp_path / "file", [("a", 0, torch.zeros(500)), ("b", 0, torch.zeros(500))])
-    assert len(flushed) >= 4 and all(after - before <= 1100 for before, after in zip([0, *flushed], flushed))
+    assert len(flushed) >= 4 and all(after - before <= 2200 for before, after in zip([0, *flushed], flushed))
     assert flushed[-1] == (tmp_path / "file").stat().st_size

@@ -66,7 +66,7 @@ def pieces_of_all(cut, shard_size):
                          ids=["fsdp", "hsdp", "fsdp1"])
 def test_a_thousand_ranks_tell_little_of_a_thousand_tensors(run, cut, shard_size):
     """How a tensor is cut is told once for all that are cut alike; each rank tells what it wrote without names."""
-    written = {"bytes": 10**9, "crc32": "0123abcd", "model": {"bytes": 10**8, "crc32": "0123abcd"}}
+    written = {"bytes": 10**9, "xxh3": "0123456789abcdef", "model": {"bytes": 10**8, "xxh3": "0123456789abcdef"}}
     pieces = pieces_of_all(cut, shard_size)
     told = [({"file": f"rank_{rank:05d}.safetensors", **written}, packed(mine)) for rank, mine in enumerate(pieces)]
     assert max(len(pickle.dumps(mine)) for mine in told) < 4000

@@ -104,10 +104,11 @@ def test_a_rank_that_waits_in_vain_ends_with_where_it_stands(train_changed):
 
 
 SLOW_DISK = ("from mamba_fsdp.checkpoint import files\n"
-             "def slow(data, crc=0):\n"
-             "    if os.environ['RANK'] == '1' and len(data) > 1000: {wait}\n"
-             "    return clean(data, crc)\n"
-             "clean, files.zlib.crc32 = files.zlib.crc32, slow\n"
+             "class Slow(files._Crc32):\n"
+             "    def update(self, data):\n"
+             "        if os.environ['RANK'] == '1' and len(data) > 1000: {wait}\n"
+             "        super().update(data)\n"
+             "files.HASHES['xxh3'] = Slow\n"
              "files.BLOCK = 8000\n")
 
 

@@ -218,7 +218,7 @@ def test_publishing_can_be_left_for_later(train, tmp_path, monkeypatch):
     (left_over / "tokenizer").mkdir(parents=True)
     (left_over / "consolidated.00.pth").write_text("half")
     verified, checksum = [], folder.checksum
-    monkeypatch.setattr(folder, "checksum", lambda path, *limit: verified.append(path.name) or checksum(path, *limit))
+    monkeypatch.setattr(folder, "checksum", lambda path, *how: verified.append(path.name) or checksum(path, *how))
     train(tmp_path / "run")
     assert verified.count("rank_00000.safetensors") == 1 and not left_over.exists()
     contents = [torch.load(path / "consolidated.00.pth", weights_only=True)

@@ -1,4 +1,5 @@
-"""Stores and checkpoints of version 1, as the first releases wrote them (two ranks, torch 2.13), are read, resumed."""
+"""Stores and checkpoints of older versions are read and resumed: of version 1 as the first releases wrote them (two
+ranks, torch 2.13), checkpoints of version 2 too (one rank)."""
 
 import shutil
 from pathlib import Path
@@ -21,8 +22,10 @@ def test_the_store_is_whole():
     assert (store.token_count, store.document_count, store.vocab_size, store.eos) == (2441, 40, 64, 0)
 
 
-def test_the_run_resumes_as_it_would_have_then(tmp_path, metrics_of):
-    run = shutil.copytree(WRITTEN / "run", tmp_path / "run")
+@pytest.mark.parametrize("checkpoints", [WRITTEN / "run/checkpoints", WRITTEN.with_name("version_2")], ids=[1, 2])
+def test_the_run_resumes_as_it_would_have_then(tmp_path, metrics_of, checkpoints):
+    run = shutil.copytree(WRITTEN / "run", tmp_path / "run", ignore=lambda *_: {"checkpoints"})
+    shutil.copytree(checkpoints, run / "checkpoints")
     given = {"save_ckpt_path": run, "dataset_path": WRITTEN / "store", "batch_size": 2, "num_steps": 8}
     run_training(resolve_settings({name: str(value) for name, value in given.items()}, run / "config.yaml")[0])
     assert [entry["step"] for entry in metrics_of(run)] == list(range(1, 9))
