@@ -8,6 +8,7 @@ PEAK_TFLOPS = {"A100": 312, "A10G": 70, "A10": 125, "L4": 121, "L40": 181, "L40S
                "H100 NVL": 835, "H200": 989, "H200 NVL": 835, "GH200": 989, "B200": 2250, "GB200": 2500, "B300": 2250,
                "GB300": 2500, "RTX A6000": 155, "RTX 6000 Ada": 364, "RTX PRO 6000": 504,
                "RTX PRO 6000 Max Q": 439, "RTX 3090": 71, "RTX 4090": 165, "RTX 5090": 209}
+OTHER_SIZES = {"MIG", "Laptop", "Ti", "D"}  # a part of the device, or another one of nearly that name
 
 
 class Instance(NamedTuple):
@@ -45,3 +46,10 @@ INSTANCES = {
     "g6e.12xlarge": Instance("L40S", 4, 47.6, 864, 32, 100),
     "g6e.48xlarge": Instance("L40S", 8, 47.6, 864, 32, 400),
 }
+
+
+def device_peak(device_name: str) -> float | None:
+    """Peak FLOP/s of a device as `nvidia-smi` names it, None for an unknown one or a part of one."""
+    words = set(device_name.replace("-", " ").split())
+    fits = [name for name in PEAK_TFLOPS if words.issuperset(name.split())]
+    return PEAK_TFLOPS[max(fits, key=len)] * 1e12 if fits and not words & OTHER_SIZES else None

@@ -8,17 +8,6 @@ from collections.abc import Iterator
 
 import torch
 
-from config.devices import PEAK_TFLOPS
-
-OTHER_SIZES = {"MIG", "Laptop", "Ti", "D"}  # a part of the device, or another one of nearly that name
-
-
-def device_peak(device_name: str) -> float | None:
-    """Peak FLOP/s of a device as `nvidia-smi` names it, None for an unknown one or a part of one."""
-    words = set(device_name.replace("-", " ").split())
-    fits = [name for name in PEAK_TFLOPS if words.issuperset(name.split())]
-    return PEAK_TFLOPS[max(fits, key=len)] * 1e12 if fits and not words & OTHER_SIZES else None
-
 
 class Clock:
     """Times training steps from `step` on; validation, saving and committing a checkpoint do not count. A rank's own

@@ -1,11 +1,14 @@
 """What is expected of a training on some machines: memory, seconds, and which settings would fit best. By formulas."""
 
 import copy
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from config.devices import Instance
+import torch
+
+from config.devices import INSTANCES, Instance, device_peak
 from config.train_config import TrainConfig
 from mamba_fsdp.conventions import DTYPES
 from mamba_fsdp.model.spec import operator_uses
@@ -13,6 +16,7 @@ from mamba_fsdp.ops.forms import resolve_forms
 from mamba_fsdp.parallel.memory import expected_memory, recomputing
 from mamba_fsdp.parallel.roofline import step_seconds
 from mamba_fsdp.parallel.world import CPU, World
+from mamba_fsdp.report.display import scaled
 from mamba_fsdp.train.setup import split_step
 
 SHARES = ("1", "1/2", "1/4", "0")  # of the blocks that recompute
@@ -28,34 +32,22 @@ class Estimate:
     parts: dict[str, float]  # seconds of a step; none where the device's rates are not known
     tokens_per_step: int
 
-    @property
-    def devices(self) -> int:
-        return self.nodes * self.instance.devices
-
-    @property
-    def total(self) -> int:
-        return sum(self.memory.values())
-
-    @property
-    def fits(self) -> bool:
-        return self.total <= self.instance.memory * 1e9
-
-    @property
-    def seconds(self) -> float:
-        return sum(seconds for part, seconds in self.parts.items() if part != "hidden")
-
-    @property
-    def rate(self) -> float:
-        """Tokens per second, of all devices; 0 where it is not known."""
-        return self.tokens_per_step / self.seconds if self.parts else 0.0
+    def __post_init__(self) -> None:
+        self.devices, self.total = self.nodes * self.instance.devices, sum(self.memory.values())
+        self.fits = self.total <= self.instance.memory * 1e9
+        self.seconds = sum(seconds for part, seconds in self.parts.items() if part != "hidden")
+        self.rate = self.tokens_per_step / self.seconds if self.parts else 0.0  # tokens/s of all devices
 
     def row(self) -> dict[str, Any]:
         """What tells it from others, as settings and figures."""
-        training, parallel = self.settings.training, self.settings.parallel
+        parallel = self.settings.parallel
         share = parallel.selective_checkpointing if parallel.fsdp_activation_checkpointing else "0"
-        return {"nodes": self.nodes, "batch_size": training.batch_size, "recompute": share,
+        return {"nodes": self.nodes, "batch_size": self.settings.training.batch_size, "recompute": share,
                 "global_batch_size": self.tokens_per_step // self.settings.data.seq_length, "bytes": self.total,
                 "tokens_per_second": round(self.rate), "fits": self.fits}
+
+    def largest(self) -> str:
+        return max(self.memory, key=lambda part: self.memory[part])
 
 
 def estimate(settings: TrainConfig, nodes: int, instance: Instance) -> Estimate:
@@ -80,17 +72,38 @@ def best(settings: TrainConfig, nodes: int, instance: Instance) -> Estimate | No
         again = sum(recomputing(other.settings))
         return (-float(f"{other.rate:.2g}"), other.total) if other.parts else (again, -other.total)
 
-    tried = others(settings, nodes, instance)
+    tried = _others(settings, nodes, instance)
     least = next(tried, None)
     return min([least, *(other for other in tried if other.fits)], key=order) if least and least.fits else None
 
 
-def others(settings: TrainConfig, nodes: int, instance: Instance) -> Iterator[Estimate]:
+def _others(settings: TrainConfig, nodes: int, instance: Instance) -> Iterator[Estimate]:
     """The one that takes least memory first. A global_batch_size that is given stays."""
     samples, ranks = settings.training.global_batch_size, nodes * instance.devices
     for size in range(1, min(samples // ranks, SIZES[-1]) + 1) if samples else SIZES:
-        for share in SHARES if not samples or samples % (size * ranks) == 0 else ():
+        for share in SHARES if samples % (size * ranks) == 0 else ():
             other = copy.deepcopy(settings)
             other.training.batch_size, other.parallel.selective_checkpointing = size, share
             other.parallel.fsdp_activation_checkpointing = share != "0"
             yield estimate(other, nodes, instance)
+
+
+def at_hand() -> Instance:
+    """This machine: its GPUs, with what is known of their kind, or a CPU, whose rates are not known."""
+    if not torch.cuda.is_available():
+        return Instance("cpu", 1, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9, 0, 0, 0)
+    gpu, size = torch.cuda.get_device_name(), torch.cuda.mem_get_info()[1] / 1e9
+    alike = next((each for each in INSTANCES.values() if each.device in gpu.split()), Instance("", 1, 0, 0, 32, 10))
+    return alike._replace(device=gpu, devices=torch.cuda.device_count(), memory=size,
+                          peak=(device_peak(gpu) or 0) / 1e12)
+
+
+def what_would_fit(settings: TrainConfig, world: World) -> str:
+    """For a run that ran out of memory: its largest part, and on a GPU the settings that fit by these formulas."""
+    nodes, machine = world.size // world.local_size, at_hand()._replace(devices=world.local_size)
+    expected = estimate(settings, nodes, machine)
+    largest = expected.largest()
+    said = f"most are the {largest}, {scaled(expected.memory[largest], 'B')} of {scaled(expected.total, 'B')} expected"
+    if machine.device == "cpu" or not (found := best(settings, nodes, machine)):
+        return said
+    return "{}; plan takes batch_size={batch_size}, selective_checkpointing={recompute}".format(said, **found.row())

@@ -4,10 +4,10 @@ import contextlib
 import itertools
 import math
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 
+from config.devices import device_peak
 from config.resolve import as_dict
 from config.train_config import TrainConfig
 from mamba_fsdp.data.loader import Loader
@@ -20,10 +20,11 @@ from mamba_fsdp.parallel.world import World
 from mamba_fsdp.report.display import Display, read_share
 from mamba_fsdp.report.records import Log, add_event
 from mamba_fsdp.report.trackers import make_trackers
-from mamba_fsdp.run_layout import GENERATED, METRICS, PROFILE, SAMPLES, TOKENIZER
+from mamba_fsdp.run_layout import GENERATED, METRICS, SAMPLES, TOKENIZER
 from mamba_fsdp.storage import exists
-from mamba_fsdp.train.clock import Clock, device_metrics, device_peak, stragglers
+from mamba_fsdp.train.clock import Clock, device_metrics, stragglers
 from mamba_fsdp.train.kernel_cache import KernelCache
+from mamba_fsdp.train.profiling import make_profiler
 from mamba_fsdp.train.run_folder import RunFolder
 from mamba_fsdp.train.setup import Plan
 from mamba_fsdp.train.state import TrainState
@@ -55,7 +56,8 @@ class Recorder(contextlib.ExitStack):
                                                             report.wandb_project, report.wandb_name, display.line)
         for part in (*self.trackers, self.display):
             self.callback(part.close)
-        self.profiler = self.enter_context(make_profiler(folder.path, world.rank)) if report.use_profiler else None
+        self.profiler = self.enter_context(make_profiler(folder.path, world.rank, loader, self.display.line)
+                                           ) if report.use_profiler else None
         self.clock = Clock(step, world.size)
         self.stall_seconds: Callable[[], float] = float  # what saving has held the training up since it was asked last
         self.kernels: KernelCache | None = None  # to be kept when the first steps have compiled them, on rank 0
@@ -135,15 +137,3 @@ class Recorder(contextlib.ExitStack):
             self.metrics.write(entry)
         for tracker in self.trackers:
             tracker.write(entry)
-
-
-def make_profiler(run_folder: Path, rank: int) -> torch.profiler.profile:
-    """Writes profile/rank_R.json, a Chrome trace of steps 5 to 7 of this start, for Perfetto or chrome://tracing."""
-    def write(profile: torch.profiler.profile) -> None:
-        path = run_folder / PROFILE / f"rank_{rank}.json"
-        path.parent.mkdir(exist_ok=True)
-        profile.export_chrome_trace(str(path))
-
-    # The first steps compile kernels and fill caches.
-    steps = torch.profiler.schedule(wait=3, warmup=1, active=3, repeat=1)
-    return torch.profiler.profile(schedule=steps, on_trace_ready=write, record_shapes=True)

@@ -7,17 +7,18 @@ from pathlib import Path
 import torch
 
 from config import resolve
-from config.train_config import CheckpointConfig, ParallelConfig, TrainConfig
+from config.train_config import CheckpointConfig, TrainConfig
 from mamba_fsdp.data.selection import one_for_all
 from mamba_fsdp.errors import UserError, first_line
 from mamba_fsdp.ops import native
 from mamba_fsdp.parallel.compat import use_deterministic_algorithms
-from mamba_fsdp.parallel.world import start_world
+from mamba_fsdp.parallel.world import World, start_world
 from mamba_fsdp.report.display import Display, output_that_may_go
 from mamba_fsdp.report.records import add_event, was_validated
-from mamba_fsdp.run_layout import MODELS, SETTINGS, is_own, step_of
+from mamba_fsdp.run_layout import MODELS, PROFILE, SETTINGS, is_own, step_of
 from mamba_fsdp.storage import write_atomically
 from mamba_fsdp.train import loop
+from mamba_fsdp.train.estimate import what_would_fit
 from mamba_fsdp.train.recorder import Recorder
 from mamba_fsdp.train.run_folder import RunFolder
 from mamba_fsdp.train.setup import Parts, Weights, set_up
@@ -43,7 +44,7 @@ def run_training(settings: TrainConfig, weights: Weights | None = None, write_mo
     display = Display(enabled=world.rank == 0)
     try:
         with (contextlib.closing(world), watchdog(settings.parallel.timeout_minutes, world.rank),
-              out_of_memory_explained(world.rank, settings.parallel, lambda: state.step == first_step)):
+              out_of_memory_explained(settings, world, folder.path, lambda: state.step == first_step)):
             for note in settings.notes:
                 display.line(f"settings   {note}")
             if not settings.training.dry_run:
@@ -102,19 +103,25 @@ def begins_from(settings: CheckpointConfig, newest: Path | None) -> str:
 
 
 @contextlib.contextmanager
-def out_of_memory_explained(rank: int, settings: ParallelConfig, while_: Callable[[], bool]) -> Iterator[None]:
+def out_of_memory_explained(settings: TrainConfig, world: World, folder: Path, while_: Callable[[], bool]
+                            ) -> Iterator[None]:
     """Raises UserError instead of PyTorch's error where memory runs out while `while_()` holds: at the start, settings
-    ask for too much. Later it may be an accident that a restart mends, and stays PyTorch's error."""
+    ask for too much. Later it may be an accident that a restart mends, and stays PyTorch's error. Of a GPU a snapshot
+    stays in profile/memory_rank_R.pickle, for docs.pytorch.org/memory_viz."""
     try:
         yield
     except RuntimeError as error:
-        out_of_memory = isinstance(error, torch.cuda.OutOfMemoryError) or "can't allocate memory" in str(error)
-        if not (out_of_memory and while_()):
+        on_gpu = isinstance(error, torch.cuda.OutOfMemoryError)
+        if on_gpu and folder.is_dir():
+            with contextlib.suppress(OSError, RuntimeError):
+                (folder / PROFILE).mkdir(exist_ok=True)
+                torch.cuda.memory._dump_snapshot(str(folder / PROFILE / f"memory_rank_{world.rank}.pickle"))
+        if not (while_() and (on_gpu or "can't allocate memory" in str(error))):
             raise
-        first = "leave out accumulate_unsharded, " if settings.accumulate_unsharded else ""
-        raise UserError(f"rank {rank} has too little memory: {first}lower batch_size or seq_length (global_batch_size "
-                        "keeps the batch), set fsdp_activation_checkpointing=true, or shard over more ranks "
-                        f"({first_line(error)[:200]})") from error
+        first = "leave out accumulate_unsharded, " if settings.parallel.accumulate_unsharded else ""
+        raise UserError(f"rank {world.rank} has too little memory: {first}lower batch_size or seq_length "
+                        "(global_batch_size keeps the batch), set fsdp_activation_checkpointing=true, or shard over "
+                        f"more ranks; {what_would_fit(settings, world)} ({first_line(error)[:200]})") from error
 
 
 def finish(folder: RunFolder, checkpoint: Path, write_model: WriteModel | None, display: Display) -> None:

@@ -31,6 +31,7 @@ import torch
 import torch.distributed as dist
 
 import mamba_fsdp
+from config.devices import device_peak
 from config.model_config import ModelConfig
 from mamba_fsdp.errors import UserError, first_line
 from mamba_fsdp.launch.machine import assigned_gpus, check_version, driver_gpus, interface_towards, node_name
@@ -41,7 +42,6 @@ from mamba_fsdp.ops.forms import resolve_forms
 from mamba_fsdp.parallel.compat import HAS_FSDP2
 from mamba_fsdp.parallel.world import World, start_world
 from mamba_fsdp.storage import hidden_beside
-from mamba_fsdp.train.clock import device_peak
 
 PACKAGES = ("torch", "triton", "transformers", "tokenizers", "datasets", "pyarrow", "numpy", "safetensors", "fire",
             "PyYAML", "zstandard", "matplotlib", "tensorboard", "wandb", "einops", "causal-conv1d", "mamba-ssm")

@@ -24,11 +24,8 @@ published rates and from steps on fake tensors. Exit codes: 0 it fits, 1 it does
 """
 
 import json as as_json
-import os
 from collections.abc import Iterator
 from typing import Annotated, Any
-
-import torch
 
 from config.devices import INSTANCES, Instance
 from config.fields import Bounds, near_name, read
@@ -37,8 +34,7 @@ from config.resolve import resolve_settings
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.model.spec import flops_per_token, parameter_count
 from mamba_fsdp.report.display import duration, scaled
-from mamba_fsdp.train.clock import device_peak
-from mamba_fsdp.train.estimate import Estimate, best, estimate
+from mamba_fsdp.train.estimate import Estimate, at_hand, best, estimate
 from mamba_fsdp.verbs.preflight import BYTES_PER_PARAMETER
 
 TO_HOST = 20e9  # bytes/s of a device's memory to the host's, over PCIe 4.0 x16
@@ -78,16 +74,7 @@ def instance_of(name: str, given: dict[str, Any]) -> Instance:
         raise UserError(f"--instance={name}: not known; {near_name(name, INSTANCES, 'one of ' + ', '.join(INSTANCES))}")
     if given and not name and "memory" not in given:
         raise UserError(f"--{next(iter(given))}: say of what: --instance=NAME, or --memory=GB of a device")
-    if name:
-        found = INSTANCES[name]
-    elif given:
-        found = Instance("device", 1, 0.0, 0.0, 32, 10)
-    elif torch.cuda.is_available():
-        gpu, size = torch.cuda.get_device_name(), torch.cuda.mem_get_info()[1] / 1e9
-        bandwidth = next((each.bandwidth for each in INSTANCES.values() if each.device in gpu.split()), 0.0)
-        found = Instance(gpu, torch.cuda.device_count(), size, bandwidth, 32, 10, (device_peak(gpu) or 0) / 1e12)
-    else:
-        found = Instance("cpu", 1, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9, 0.0, 0, 0)
+    found = INSTANCES[name] if name else Instance("device", 1, 0.0, 0.0, 32, 10) if given else at_hand()
     return found._replace(**given)
 
 
@@ -108,10 +95,10 @@ def figures(plan: Estimate, tokens: int, storage: float) -> dict[str, Any]:
 
 def lines(plan: Estimate, found: dict[str, Any], machines: str, enough: Estimate | None) -> Iterator[str]:
     """The report for a terminal of 80 columns. enough: the best that fits."""
-    largest, length = max(plan.memory, key=lambda part: plan.memory[part]), plan.settings.data.seq_length
+    length = plan.settings.data.seq_length
     yield f"model      {title(plan.settings.model)}: {found['parameters']:,} parameters"
     yield f"machines   {machines}: {plan.devices} x {plan.instance.device} of {plan.instance.memory:.1f} GB"
-    verdict = "it fits" if plan.fits else f"it does NOT fit; most are the {largest}"
+    verdict = "it fits" if plan.fits else f"it does NOT fit; most are the {plan.largest()}"
     yield f"memory     {scaled(plan.total, 'B')} a device: {verdict}"
     yield from (f"           {part:<12}{scaled(size, 'B'):>11}" for part, size in plan.memory.items() if size)
     if plan.parts:

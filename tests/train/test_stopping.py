@@ -7,8 +7,9 @@ import sys
 
 import pytest
 
+from config.devices import device_peak
 from mamba_fsdp.train import stopping
-from mamba_fsdp.train.clock import device_peak, stragglers
+from mamba_fsdp.train.clock import stragglers
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP])
