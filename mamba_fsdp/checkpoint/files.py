@@ -16,7 +16,7 @@ import zlib
 from array import array
 from collections.abc import Iterable, Sequence
 from io import FileIO
-from multiprocessing.pool import ThreadPool
+from multiprocessing.pool import AsyncResult, ThreadPool
 from pathlib import Path
 from typing import Any
 
@@ -64,7 +64,8 @@ def write_pieces(path: Path, pieces: Sequence[tuple[str, int, torch.Tensor]], mo
     contents = [len(head).to_bytes(8, "little") + head, *(tensor.view(torch.uint8).numpy() for _, _, tensor in pieces)]
     model_bytes = sum(len(content) for content in contents[:1 + model_pieces])
     blocks = [memoryview(content)[at:at + BLOCK] for content in contents for at in range(0, len(content), BLOCK)]
-    written, read, size, flushed, check = HASHES["xxh3"](), HASHES["xxh3"](), 0, 0, None
+    written, read, size, flushed = HASHES["xxh3"](), HASHES["xxh3"](), 0, 0
+    checks: list[AsyncResult[None]] = []  # at most one: so far may writing be ahead of flushing
 
     def flush_and_read(start, stop):
         if from_disk:
@@ -74,8 +75,8 @@ def write_pieces(path: Path, pieces: Sequence[tuple[str, int, torch.Tensor]], mo
         if not from_disk:
             _flush(file)
 
-    # Over what an attempt that failed has left; small blocks are gathered in the buffer.
-    with (open(path, "wb", buffering=BLOCK) as file, open(path, "rb", buffering=0) as back, ThreadPool(1) as second):
+    # Over what an attempt that failed has left. Small blocks are gathered in the buffer, large ones pass it by.
+    with (open(path, "wb", buffering=1 << 20) as file, open(path, "rb", buffering=0) as back, ThreadPool(1) as second):
         for block in blocks:
             file.write(block)
             _drop(file, size, size + len(block))
@@ -86,10 +87,11 @@ def write_pieces(path: Path, pieces: Sequence[tuple[str, int, torch.Tensor]], mo
                 model = {"bytes": size, "xxh3": written.hexdigest()}
             if size - flushed >= FLUSH or block is blocks[-1]:
                 file.flush()
-                if check:
-                    check.get()
-                check, flushed = second.apply_async(flush_and_read, (flushed, size)), size
-        check.get()
+                while checks:
+                    checks.pop().get()
+                checks.append(second.apply_async(flush_and_read, (flushed, size)))
+                flushed = size
+        checks.pop().get()
     if read.hexdigest() != written.hexdigest():
         raise OSError(None, "what was read back is not what was written", str(path))
     return {"bytes": size, "xxh3": written.hexdigest(), "model": model}
