@@ -23,6 +23,7 @@ import torch
 
 from mamba_fsdp.checkpoint.files import NAMES, checksum, write_pieces
 from mamba_fsdp.checkpoint.folder import is_model, newest_whole, stored_name
+from mamba_fsdp.checkpoint.local import LocalTier
 from mamba_fsdp.checkpoint.ranges import find_layouts, packed, part_to_write
 from mamba_fsdp.checkpoint.retention import Retention, delete
 from mamba_fsdp.errors import StorageError, UserError, joined
@@ -31,8 +32,8 @@ from mamba_fsdp.heartbeat import heart
 from mamba_fsdp.parallel.model import Shard
 from mamba_fsdp.parallel.world import World, attempt
 from mamba_fsdp.report.records import add_event
-from mamba_fsdp.run_layout import CHECKPOINTS, COMMIT, STATE, committed, rank_file, step_name
-from mamba_fsdp.storage import exists, hidden_beside, move, patiently, sync_folder, write_atomically
+from mamba_fsdp.run_layout import CHECKPOINTS, COMMIT, STATE, committed, rank_file, step_name, step_of
+from mamba_fsdp.storage import hidden_beside, patiently, sync_folder, write_atomically
 
 SECONDS_OF_SILENCE = 120.0  # without progress, after which nobody waits for a rank that writes
 
@@ -47,6 +48,7 @@ class Save:
     state: dict[str, Any]
     tensors: dict[str, dict[str, Any]]  # stored name -> its entry in state.json, but for the layout
     pieces: bytes  # of this rank, packed
+    local: LocalTier | None = None  # where it is not a shared one
     began: float = field(default_factory=time.monotonic)
     told: bool = False
     copied: threading.Event | torch.cuda.Event = field(default_factory=threading.Event)
@@ -73,11 +75,12 @@ class Checkpointer:
     `is_writing`. report: called on rank 0 with a sentence for the user.
     A run folder belongs to one run at a time: what an earlier one left half-written, be it a model, is removed here.
     check_ours: called on rank 0 before the folder is changed; raises UserError when it belongs to another run by then.
+    local_path: of the local tier (local.py); "" for none.
     """
 
     def __init__(self, run_folder: str | Path, world: World, *, keep: int = 3, keep_every: int = 0,
                  asynchronous: bool = True, report: Callable[[str], None] = print,
-                 check_ours: Callable[[], None] = lambda: None):
+                 check_ours: Callable[[], None] = lambda: None, local_path: str = ""):
         self.folder = Path(run_folder) / CHECKPOINTS
         self.world, self.asynchronous, self.report, self.check_ours = world, asynchronous, report, check_ours
         self.retention = Retention(self.folder, keep, keep_every, report)
@@ -85,7 +88,9 @@ class Checkpointer:
         self.buffers: list[torch.Tensor] = []  # for the copies, kept over saves
         self._stalled = 0.0
         self.last: Path | None = None
+        self.only_local = False  # whether the run resumes from a local checkpoint and has saved no shared one since
         self.world.on_rank0(lambda: patiently(self._make_ready, self.folder))
+        self.local = LocalTier(local_path, run_folder, world, report) if local_path else None
 
     def newest(self) -> Path | None:
         """Path of the newest whole checkpoint, or None; broken ones are reported and passed over.
@@ -97,6 +102,25 @@ class Checkpointer:
             self.last, broken = newest_whole(self.folder, self.world, self.report)
             self.retention.broken.update(broken)
         return self.last
+
+    def to_resume(self, shards: Callable[[], Sequence[Shard]]) -> Path | None:
+        """Path, on this node, of the newest whole checkpoint of either tier, the shared one of two; None where there is
+        none. shards: what is to be filled from it. Raises UserError as `newest` does, where no local one is whole."""
+        if not self.local:
+            return self.newest()
+        after, failure = self.world.on_rank0(lambda: _step([None, *committed(self.folder)][-1])), None
+        found = self.local.fetch(after, shards())
+        try:
+            found = found or self.newest()
+        except UserError as error:
+            failure = error
+        if _step(found) < after:  # the newest shared ones are broken
+            found = self.local.fetch(_step(found), shards()) or found
+        if failure and not found:
+            raise failure
+        self.only_local = found != self.last
+        self.local.forget_after(_step(found))
+        return found
 
     def check_room(self, shards: Sequence[Shard]) -> None:
         """Says where there is room for one checkpoint only. Raises UserError on all ranks where there is none."""
@@ -110,12 +134,15 @@ class Checkpointer:
         self.world.on_rank0(check)
 
     @_stalls
-    def save(self, step: int, shards: Sequence[Shard], state: dict[str, Any]) -> None:
+    def save(self, step: int, shards: Sequence[Shard], state: dict[str, Any], local: bool = False) -> None:
         """Save `shards` (the same names on all ranks) and rank 0's `state`, a dict for JSON, as checkpoint of `step`.
 
         Raises UserError on all ranks when an earlier save failed, when space is short, or (not asynchronous) when this
-        save fails. Does nothing when the checkpoint of this step stands already.
+        save fails. Does nothing when the checkpoint of this step stands already. local: on the nodes' own disks; fails
+        with a warning, and is left out while a shared one is being written.
         """
+        if local and self.pending and not self.pending.local:
+            return
         self.wait()
         if self.last is not None and self.last.name == step_name(step):
             return
@@ -124,12 +151,13 @@ class Checkpointer:
         for turn, shard in enumerate(shards):
             start, stop = part_to_write(shard.data.numel(), shard.replicas, shard.replica_index, turn)
             pieces.append((stored_name(shard.name), shard.start + start, shard.data[start:stop]))
-        needed = self.world.all_reduce_sum(sum(tensor.nbytes for _, _, tensor in pieces))
-        partial = self.world.on_rank0(lambda: patiently(lambda: self._make_partial(step, needed), self.folder))
+        needed, tier = self.world.all_reduce_sum(sum(tensor.nbytes for _, _, tensor in pieces)), self.local
+        partial = tier.folder / f".{step_name(step)}.partial" if local and tier else self.world.on_rank0(
+            lambda: patiently(lambda: self._make_partial(step, needed), self.folder))
         tensors = {stored_name(shard.name): {"shape": list(shard.shape), "dtype": NAMES[shard.data.dtype],
                                              "tied": list(shard.tied)} for shard in shards}
         told = packed([(start, tensor.numel()) for _, start, tensor in pieces])
-        self.pending = save = Save(step, partial, json.loads(json.dumps(state)), tensors, told)
+        self.pending = save = Save(step, partial, json.loads(json.dumps(state)), tensors, told, tier if local else None)
         pieces = [piece for piece in pieces if piece[2].numel()]
         copy = self._start_copying(save, [tensor for _, _, tensor in pieces])
         save.outcome = self.world.beside(lambda: self._write(save, pieces, copy))
@@ -183,9 +211,12 @@ class Checkpointer:
             return
         self.pending = None
         committed, failure = self.world.broadcast_object(outcome)
+        if save.local:
+            save.local.commit(save.step, save.partial, committed, failure)
+            return
         if failure:
             raise failure
-        self.last = committed
+        self.last, self.only_local = committed, False
         self.retention.broken.discard(committed.name)
         if self.world.rank == 0:
             self.report(f"checkpoint {committed.name} is committed")
@@ -213,11 +244,20 @@ class Checkpointer:
         return stalled
 
     def _write(self, save, pieces, copy):
-        """Write this rank's file. Runs in a thread and therefore talks to no other rank. Returns the outcome."""
+        """Write this rank's file. Runs in a thread and therefore talks to no other rank, but as the local tier may.
+        Returns the outcome."""
+        outcome = self._written(save, pieces, copy)
+        if save.local:
+            outcome["no_copy"] = save.local.copy_to_neighbour(save.partial / rank_file(self.world.rank))
+        return outcome
+
+    def _written(self, save, pieces, copy):
         path = save.partial / rank_file(self.world.rank)
         where = f"rank {self.world.rank} on {socket.gethostname()}"
         try:
             pieces = [(name, start, copied) for (name, start, _), copied in zip(pieces, copy())]
+            if save.local:
+                save.partial.mkdir(exist_ok=True)
             model_pieces = sum(is_model(name) for name, _, _ in pieces)
             written = patiently(lambda: write_pieces(path, pieces, model_pieces, from_disk=self.asynchronous), path)
             sync_folder(save.partial)
@@ -251,15 +291,22 @@ class Checkpointer:
         return partial
 
     def _commit(self, save, told):
+        """Turn the files into a checkpoint: what stands under its final name is whole and durable; its path. A local
+        one: what the other nodes need for that. told: by each rank, (outcome, pieces)."""
+        missing = [why for outcome, _ in told if (why := outcome.pop("no_copy", ""))]
         try:
-            return self._make_whole(save, told)
+            size = self._complete(save, told)
+            result = (save.local.texts(save.step, save.partial, missing) if save.local
+                      else self.retention.place(save.partial, save.step))
         except BaseException:  # what is left takes the room that the next attempt needs
             delete(save.partial)
             raise
+        add_event(self.folder.parent, "checkpoint", save.step, bytes=size,
+                  seconds=round(time.monotonic() - save.began, 3), tier="local" if save.local else "shared")
+        return result
 
-    def _make_whole(self, save, told):
-        """Turn the files into a checkpoint: what stands under its final name is whole and durable. told: by each rank,
-        (outcome, pieces). Raises UserError where one could not write."""
+    def _complete(self, save, told):
+        """Write state.json and COMMIT; the bytes of all files. Raises UserError where a rank could not write."""
         outcomes = [outcome for outcome, _ in told]
         errors = [outcome["error"] for outcome in outcomes if "error" in outcome]
         if errors:
@@ -277,12 +324,9 @@ class Checkpointer:
         commit = {**CHECKPOINT.header(), "step": save.step, "files": files}
         write_atomically(save.partial / COMMIT, json.dumps(commit, indent=1))
         self.check_ours()
-        final = self.folder / step_name(save.step)
-        if exists(final):  # broken, or it would have been where this run started from
-            self.retention.remove(final)
-        move(save.partial, final)
-        sync_folder(self.folder)
-        add_event(self.folder.parent, "checkpoint", save.step, bytes=sum(file["bytes"] for file in files.values()),
-                  seconds=round(time.monotonic() - save.began, 3), tier="shared")
-        self.retention.prune(final)
-        return final
+        return sum(file["bytes"] for file in files.values())
+
+
+def _step(checkpoint):
+    """Of a checkpoint's folder; -1 of none."""
+    return step_of(checkpoint.name) if checkpoint else -1

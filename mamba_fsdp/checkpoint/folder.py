@@ -12,7 +12,7 @@ version 1 each tensor has its own, as "pieces", and COMMIT knows whole files onl
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -52,11 +52,12 @@ def problems(checkpoint: Path, world: World, part: str = "all") -> list[str]:
     files, found = world.on_rank0(lambda: _committed_files(checkpoint))
     mine = sorted(name for name in files if part != "state" or name == STATE)[world.rank::world.size]
     found += world.on_all_ranks(lambda: [
-        problem for name in mine if (problem := _problem(checkpoint / name, files[name], part))])
+        problem for name in mine if (problem := problem_of(checkpoint / name, files[name], part))])
     return sorted(world.tell_all(found))
 
 
-def _problem(path, entry, part):
+def problem_of(path: Path, entry: dict[str, Any], part: str = "all") -> str:
+    """What is wrong with a file, or that part of it, of which COMMIT says this; "" for nothing."""
     expected = entry.get("model", entry) if part == "model" else entry
     try:
         size = patiently(path.stat, path).st_size
@@ -186,11 +187,11 @@ class Reader:
     def read(self, name: str, start: int, stop: int) -> torch.Tensor:
         """Elements [start, stop) of a flattened tensor, as a 1-D CPU tensor."""
         result = torch.empty(stop - start, dtype=SAFETENSORS_DTYPES[self.tensors[name]["dtype"]])
-        for file, piece, offset, at, count in self._where(name, start, stop):
+        for file, piece, offset, at, count in self.where(name, start, stop):
             self._pieces.read(file, name, piece, offset, result[at:at + count])
         return result
 
-    def _where(self, name, start, stop):
+    def where(self, name: str, start: int, stop: int) -> Iterator[tuple[str, int, int, int, int]]:
         """(file, start of its piece, offset in that, offset from `start`, count) for each piece of [start, stop)."""
         entry = self.tensors[name]
         layout = self.layouts[entry["layout"]]

@@ -18,8 +18,8 @@ from pathlib import Path
 from mamba_fsdp.errors import StorageError, UserError
 from mamba_fsdp.heartbeat import heart
 from mamba_fsdp.lease import Lease
-from mamba_fsdp.run_layout import KEPT, MODELS, READING, committed, step_of
-from mamba_fsdp.storage import exists, hidden_beside, move
+from mamba_fsdp.run_layout import KEPT, MODELS, READING, committed, step_name, step_of
+from mamba_fsdp.storage import exists, hidden_beside, move, sync_folder
 
 SECONDS_OF_SILENCE = 600.0  # after which a reader that does not renew its lease counts as dead
 
@@ -39,6 +39,16 @@ class Retention:
         self.folder.mkdir(parents=True, exist_ok=True)
         for folder in (self.folder, self.folder.parent / MODELS):
             remove_left_over(folder, r"step_\d+", self.report)
+
+    def place(self, partial: Path, step: int) -> Path:
+        """Give the checkpoint of a step, whole and durable, its name; prune. Returns its path."""
+        final = self.folder / step_name(step)
+        if exists(final):  # broken, or the run would have started from it
+            self.remove(final)
+        move(partial, final)
+        sync_folder(self.folder)
+        self.prune(final)
+        return final
 
     def prune(self, newest: Path) -> None:
         """Remove all but the newest `keep` committed checkpoints and those kept for ever; those known to be broken

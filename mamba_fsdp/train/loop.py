@@ -47,7 +47,8 @@ def train(parts: Parts, recorder: Recorder, stop: StopRequest, validation_due: b
     while state.step < plan.total_steps:
         under_way.append(take_step(parts, recorder.clock, stop, ahead=len(under_way)))
         step, stop_asked = state.step + len(under_way), False
-        due = plan.is_due(plan.eval_steps, step) or saver.is_due(step) or step == plan.total_steps
+        due = step == plan.total_steps or saver.is_due(step) or any(
+            plan.is_due(interval, step) for interval in (plan.eval_steps, plan.local_checkpoint_steps))
         while len(under_way) > (0 if due or stop_asked else AHEAD[parts.world.device.type]):
             stop_asked |= end_step(parts, recorder, saver, under_way.popleft())
         if under_way:
@@ -56,8 +57,12 @@ def train(parts: Parts, recorder: Recorder, stop: StopRequest, validation_due: b
         last, stop_asked = state.step == plan.total_steps, stop_asked or not validated
         if saver.is_due(state.step) or stop_asked:
             saver.save(final=last or stop_asked)
+        elif plan.is_due(plan.local_checkpoint_steps, state.step):
+            saver.save_local()
         if stop_asked and not (last and validated):
             return stop.reason or ELSEWHERE
+    if parts.checkpointer.only_local:
+        saver.save(final=True)
     return ""
 
 

@@ -70,7 +70,7 @@ def train(parts: Parts, folder: RunFolder, display: Display) -> Path | None:
     state, plan, world = parts.state, parts.plan, parts.world
     validation_due = plan.is_due(plan.eval_steps, state.step) and not (
         state.step and world.on_rank0(lambda: was_validated(folder.path, state.step)))
-    if state.step >= plan.total_steps and not validation_due:
+    if state.step >= plan.total_steps and not validation_due and not parts.checkpointer.only_local:
         display.line(f"over       {folder.path} has all its {state.step} steps; raise num_steps to train on")
         return parts.checkpointer.newest()
     if world.rank == 0:

@@ -36,12 +36,16 @@ class Saver:
         if self._try(self.parts.checkpointer.wait, math.inf if final else self.most) or final:
             self._try(lambda: self._save(final), 0 if final else self.most)
 
-    def _save(self, final):
+    def save_local(self) -> None:
+        """Saves one on the nodes' own disks, unless a shared one is still being written."""
+        self._try(lambda: self._save(False, local=True), math.inf)
+
+    def _save(self, final, local=False):
         parts, state = self.parts, self.parts.state
         parts.world.on_rank0(self.recorder.sync)  # the metrics up to a committed checkpoint must not be lost
         state.data = parts.loader.state_before(state.step)
         shards = parts.parallel.shards() + parts.parallel.optimizer_shards(parts.optimizer)
-        parts.checkpointer.save(state.step, shards, state.saved(parts.settings, parts.world.size))
+        parts.checkpointer.save(state.step, shards, state.saved(parts.settings, parts.world.size), local)
         if final:
             parts.checkpointer.wait()
 

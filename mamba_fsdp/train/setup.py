@@ -64,6 +64,7 @@ class Plan:
     eval_batches: int  # global batches of each store; 0: all
     checkpoint_steps: int
     schedule: Schedule
+    local_checkpoint_steps: int = 0
 
     def is_due(self, interval: int, step: int) -> bool:
         """Whether what is done every `interval` steps (0: never), and after the last, is done after `step`."""
@@ -107,7 +108,8 @@ def set_up(settings: TrainConfig, world: World, folder: RunFolder, weights: Weig
         return None
     checkpointer = Checkpointer(folder.path, world, keep=checkpoint.keep_checkpoints,
                                 keep_every=checkpoint.keep_every.steps(split.global_batch * settings.data.seq_length),
-                                asynchronous=checkpoint.async_checkpoint, report=say, check_ours=folder.lease.check)
+                                asynchronous=checkpoint.async_checkpoint, report=say, check_ours=folder.lease.check,
+                                local_path=checkpoint.local_checkpoint_path)
     kernels = KernelCache(settings, world, say)
     kernels.take()
     if settings.training.tune_kernels:
@@ -244,7 +246,7 @@ def start(settings: TrainConfig, tokens: Source, parallel: ParallelModel, optimi
         if not settings.data.allow_other_tokenizer:
             world.on_rank0(lambda: refuse_other_tokenizer(tokens.path, tokens.tokenizer, source, identities))
 
-    newest = checkpointer.newest()
+    newest = checkpointer.to_resume(lambda: parallel.shards() + parallel.optimizer_shards(optimizer))
     if newest:
         state = load_checkpoint(newest, settings, parallel, optimizer, "save_ckpt_path")
         refuse_other(newest, [state.tokenizer])
@@ -290,7 +292,7 @@ def load_checkpoint(checkpoint: Path, settings: TrainConfig, parallel: ParallelM
 def plan_steps(settings: TrainConfig, split: Split, state: TrainState, length: Duration, stores: int,
                say: Say) -> Plan:
     """The settings' durations in steps; a `length` in tokens counts those seen so far. stores: it validates on."""
-    training = settings.training
+    training, checkpoint = settings.training, settings.checkpoint
     tokens_per_step = split.global_batch * settings.data.seq_length
     if not state.first_tokens_per_step:  # older checkpoints don't say it
         state.first_tokens_per_step = state.tokens // state.step if state.step else tokens_per_step
@@ -305,4 +307,6 @@ def plan_steps(settings: TrainConfig, split: Split, state: TrainState, length: D
         eval_batches = math.ceil(VALIDATION_SHARE * 3 * eval_steps / max(1, stores))
     return Plan(split, tokens_per_step, total, eval_steps=eval_steps, eval_batches=eval_batches,
                 schedule=schedule_of(settings, state, length, tokens_per_step, say),
-                checkpoint_steps=settings.checkpoint.checkpoint_interval.steps(tokens_per_step))
+                checkpoint_steps=checkpoint.checkpoint_interval.steps(tokens_per_step),
+                local_checkpoint_steps=checkpoint.local_checkpoint_interval.steps(tokens_per_step) * bool(
+                    checkpoint.local_checkpoint_path))

@@ -81,7 +81,7 @@ def test_a_thousand_ranks_tell_little_of_a_thousand_tensors(run, cut, shard_size
     for number in range(0, len(NAMES), 41):
         name, there = NAMES[number], pieces[:, number]
         found = [(file, start, count) for file, start, _, _, count in
-                 reader._where(name, 0, math.prod(tensors[name]["shape"]))]
+                 reader.where(name, 0, math.prod(tensors[name]["shape"]))]
         assert found == [(f"rank_{rank:05d}.safetensors", start, count)
                          for start, count, rank in sorted((*there[rank], rank) for rank in np.flatnonzero(there[:, 1]))]
 
