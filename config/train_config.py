@@ -225,8 +225,8 @@ class CheckpointConfig:
     checkpoint_interval: Duration = steps(500, at_least=1)
     """Save a checkpoint every so often; one is always saved at the end and when stopped."""
     local_checkpoint_path: str = setting("")
-    """Folder on each node's own disk, as /scratch/local, for more frequent checkpoints, each file with a copy on the next
-    node (docs/checkpoints.md); $NAME is taken from the node's environment; empty for none."""
+    """Folder on each node's own disk, as /scratch/local, for more frequent checkpoints, each file with a copy on the
+    next node (docs/checkpoints.md); $NAME is taken from the node's environment; empty for none."""
     local_checkpoint_interval: Duration = steps(50, at_least=1, needs=LOCAL)
     """Save one there every so often."""
     keep_checkpoints: int = setting(3, at_least=1, aliases=("keep_last",))
@@ -249,8 +249,8 @@ class CheckpointConfig:
         """Raises UserError where local_checkpoint_path lies in the run folder, which all nodes share."""
         run, local = (os.path.realpath(path) for path in (self.save_ckpt_path, self.local_checkpoint_path))
         if self.local_checkpoint_path and os.path.commonpath([run, local]) == run:
-            raise UserError(f"local_checkpoint_path {self.local_checkpoint_path} lies in the run folder; name a folder on "
-                            "each node's own disk")
+            raise UserError(f"local_checkpoint_path {self.local_checkpoint_path} lies in the run folder; name a folder "
+                            "on each node's own disk")
 
 
 @dataclass

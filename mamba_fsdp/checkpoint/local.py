@@ -55,8 +55,7 @@ class LocalTier:
         self.retention = Retention(self.folder, KEEP)
         uneven = world.all_reduce_sum(world.local_size) != world.size * world.local_size
         self._lead(lambda: self._make_folder(probe, uneven))
-        self._lead(lambda: [delete(left) for left in {*self.folder.glob(".*"), *self.folder.parent.iterdir()}
-                            if left != self.folder])  # what killed saves and earlier runs have left
+        self._lead(lambda: list(map(delete, {*self.folder.glob(".*"), *self.folder.parent.iterdir()} - {self.folder})))
         if self.nodes > 1:
             self.column = dist.new_group(list(range(world.local_rank, world.size, world.local_size)), backend="gloo",
                                          timeout=world.timeout, use_local_synchronization=True)
@@ -114,8 +113,8 @@ class LocalTier:
         """Remove the checkpoints of later steps, which the run takes anew; says so where one was not whole."""
         if self.world.rank == 0 and (made := json.loads(self.note.read_text())["step"]) > step:
             self.say(f"warning: the local checkpoint of step {made} is not whole on these nodes")
-        self._lead(lambda: [self.retention.remove(path) for path in committed(self.folder)
-                            if path.name > step_name(step)])
+        self._lead(lambda: list(map(self.retention.remove, (
+            path for path in committed(self.folder) if path.name > step_name(step)))))
 
     def _gathered(self, step, owner, shards):
         """The folder of `step`, which holds what this node's ranks need for the shards. Raises UserError on all."""
@@ -200,9 +199,9 @@ class LocalTier:
         to, origin = ((self.node + way) % self.nodes * self.world.local_size + self.world.local_rank
                       for way in (to, origin))
 
-        def try_to(action):
+        def try_to(action, *given):
             try:
-                return None if failures else action()
+                return None if failures else action(*given)
             except OSError as error:
                 failures.append(error)
 
@@ -213,17 +212,18 @@ class LocalTier:
                 each.wait()
 
         with contextlib.ExitStack() as files:
-            reading, writing = (try_to(lambda: files.enter_context(open(path or os.devnull, mode, buffering=0)))
-                                for path, mode in ((source, "rb"), (target, "wb")))
+            reading = try_to(lambda: files.enter_context(open(source or os.devnull, "rb", buffering=0)))
+            writing = try_to(lambda: files.enter_context(open(target or os.devnull, "wb", buffering=0)))
             sizes = torch.tensor([try_to(lambda: os.fstat(reading.fileno()).st_size) or 0, 0])
             swap(sizes[:bool(source)], sizes[2 - bool(target):])
             buffers = torch.empty(2, BLOCK, dtype=torch.uint8)
             for start in range(0, int(sizes.max()), BLOCK):
                 mine, theirs = (block[:max(0, min(BLOCK, int(size) - start))] for block, size in zip(buffers, sizes))
-                try_to(lambda: reading.readinto(memoryview(mine.numpy())))
+                try_to(lambda block: reading.readinto(block), mine.numpy())
                 swap(mine, theirs)
-                try_to(lambda: writing.write(memoryview(theirs.numpy())))
+                try_to(lambda block: writing.write(block), theirs.numpy())
                 heart.beat()
-            try_to(lambda: target and os.fsync(writing.fileno()))
+            if target:
+                try_to(lambda: os.fsync(writing.fileno()))
         if failures:
             raise failures[0]

@@ -6,69 +6,178 @@ from dataclasses import replace
 
 import pytest
 import torch
-from ranks import build, run_ranks, whole
+from ranks import build, run_ranks
 
 from mamba_fsdp.checkpoint.checkpointer import Checkpointer
 from mamba_fsdp.checkpoint.folder import load
 from mamba_fsdp.errors import UserError
+from mamba_fsdp.parallel.world import World
 
 pytestmark = pytest.mark.torch22
 
 
-def on_nodes(world, per_node, disks):
-    """The world as that of nodes with so many ranks each; $DISK is the folder of this rank's node."""
-    os.environ["DISK"] = str(disks[world.rank // per_node])
-    return replace(world, local_rank=world.rank % per_node, local_size=per_node)
-
-
-def opened(world, run, said, per_node, disks, strategy, path="$DISK"):
-    world = on_nodes(world, per_node, disks)
+def opened(world, run, said, per_node, disks, strategy="fsdp"):
+    """The run's Checkpointer, and what gives its shards, in a world of nodes with so many ranks each."""
+    if disks:
+        os.environ["DISK"] = str(disks[world.rank // per_node])
+    world = replace(world, local_rank=world.rank % per_node, local_size=per_node)
     parallel, optimizer = build(world, strategy, shard_size=2 if strategy == "hsdp" else None)
-    return (Checkpointer(run, world, report=said.append, local_path=path), parallel,
+    return (Checkpointer(run, world, report=said.append, local_path="$DISK/local"),
             lambda: parallel.shards() + parallel.optimizer_shards(optimizer))
 
 
+def values(number, shard, step):
+    return shard.start + torch.arange(shard.data.numel()) + 1000.0 * number + step
+
+
 def save(world, run, steps, *how):
-    """Saves the model with `step` in all weights; shared ones of the steps that a hundred divides."""
+    """Saves a model, other values at each step; where a hundred divides the step, in the run folder."""
     said = []
-    checkpointer, _, shards = opened(world, run, said, *how)
+    checkpointer, shards = opened(world, run, said, *how)
     for step in steps:
         for number, shard in enumerate(shards()):
-            shard.data.copy_(shard.start + torch.arange(shard.data.numel()) + 1000 * number + step)
+            shard.data.copy_(values(number, shard, step))
         checkpointer.save(step, shards(), {"step": step}, step % 100 > 0)
         checkpointer.wait()
     return said
 
 
 def resume(world, run, *how):
-    """(the step that is resumed, whether all its weights are as saved, what rank 0 said)."""
+    """(the step that is resumed, or what is wrong; what rank 0 said after the line that there is a local tier)."""
     said = []
-    checkpointer, parallel, shards = opened(world, run, said, *how)
-    found = checkpointer.to_resume(shards)
+    try:
+        checkpointer, shards = opened(world, run, said, *how)
+        found = checkpointer.to_resume(shards)
+    except UserError as error:
+        return str(error), said
     if not found:
-        return None, True, said
+        return None, said[1:]
     step = load(found, shards(), checkpointer.world)["step"]
-    same = [torch.equal(shard.data, shard.start + torch.arange(shard.data.numel()) + 1000. * number + step)
-            for number, shard in enumerate(shards())]
-    return step, all(same), said
+    assert all(torch.equal(shard.data, values(number, shard, step)) for number, shard in enumerate(shards()))
+    return step, said[1:]
 
 
 @pytest.fixture
 def disks(tmp_path):
-    disks = [tmp_path / f"disk{number}" for number in range(4)]
-    for disk in disks:
-        disk.mkdir()
-    return disks
+    for number in range(3):
+        (tmp_path / f"disk{number}").mkdir()
+    return sorted(tmp_path.glob("disk*"))
 
 
-@pytest.mark.parametrize("strategy", ["fsdp", "hsdp", "ddp"])
-def test_a(run, disks, strategy):
-    said = run_ranks(4, save, run, (100, 102, 104), 2, disks, strategy)
-    print(said)
-    print(sorted(str(p.relative_to(run.parent)) for p in run.parent.rglob("*")))
-    print(run_ranks(4, resume, run, 2, disks, strategy))
+def steps_on(disk):
+    return sorted(path.name for path in disk.glob("local/*/*/*"))
+
+
+def flip(path):
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize("strategy", ["fsdp", pytest.param("hsdp", marks=pytest.mark.slow),
+                                      pytest.param("ddp", marks=pytest.mark.slow)])
+def test_a_run_resumes_from_a_local_checkpoint_on_other_nodes_and_fewer_ranks(run, disks, strategy):
+    """Two nodes of two ranks. One disk is lost, the other node comes first; then one rank on the node that is left."""
+    assert run_ranks(4, save, run, (100, 102, 104, 106), 2, disks, strategy)[0][1:] == [
+        "checkpoint step_00000100 is committed"]
+    for disk in disks[:2]:  # the newest two, with the files of both nodes
+        assert steps_on(disk) == ["step_00000104", "step_00000106"]
+        assert len(list(disk.glob("local/*/*/step_00000106/rank_*"))) == 4
     shutil.rmtree(disks[0])
-    print(run_ranks(4, resume, run, 2, disks, strategy))
+    disks[0].mkdir()
+    assert run_ranks(4, resume, run, 2, [disks[1], disks[0]], strategy) == [(106, [])] * 4
     shutil.rmtree(disks[0])
-    print(run_ranks(4, resume, run, 2, [disks[1], disks[0]], strategy))
-    print(run_ranks(2, resume, run, 1, [disks[1], disks[0]], strategy))
+    assert run_ranks(1, resume, run, 1, [disks[1]], "none", launched=False) == [(106, [])]
+
+
+@pytest.mark.slow
+def test_a_broken_file_is_taken_from_its_copy_and_without_one_an_older_checkpoint_is_taken(run, disks):
+    """A node's file, then its copy too; then all that is local: the shared one is used, each time with a line."""
+    run_ranks(2, save, run, (100, 102, 104), 1, disks)
+    newest = [next(disk.glob("local/*/*/step_00000104")) for disk in disks[:2]]
+    flip(newest[0] / "rank_00000.safetensors")
+    (step, said), _ = run_ranks(2, resume, run, 1, disks)
+    assert step == 104 and "the content of rank_00000.safetensors has changed" in said[0] and len(said) == 1
+    assert run_ranks(2, resume, run, 1, disks)[0] == (104, [])  # mended
+    for folder in newest:
+        flip(folder / "rank_00000.safetensors")
+    (step, said), _ = run_ranks(2, resume, run, 1, disks)
+    assert step == 102 and said[-2:] == [
+        "warning: the local checkpoint of step 104 is passed over: rank_00000.safetensors is whole on no node",
+        "warning: the local checkpoint of step 104 is not whole on these nodes"]
+    for disk in disks[:2]:
+        assert steps_on(disk) == ["step_00000102"]  # 104 is to be taken anew
+        shutil.rmtree(disk / "local")
+    (step, said), _ = run_ranks(2, resume, run, 1, disks)
+    assert step == 100 and said == ["warning: the local checkpoint of step 104 is not whole on these nodes"]
+
+
+@pytest.mark.slow
+def test_a_local_checkpoint_is_used_where_newer_shared_ones_are_broken(run, disks):
+    run_ranks(2, save, run, (102, 200), 1, disks)
+    flip(run / "checkpoints/step_00000200/rank_00001.safetensors")
+    (step, said), _ = run_ranks(2, resume, run, 1, disks)
+    assert step == 102 and "step_00000200 is broken and passed over" in said[0]
+    shutil.rmtree(disks[0])
+    shutil.rmtree(disks[1])
+    disks[0].mkdir(), disks[1].mkdir()
+    (wrong, _), _ = run_ranks(2, resume, run, 1, disks)
+    assert "are whole" in wrong or "is whole" in wrong
+
+
+def save_in_trouble(world, run, disks, kind):
+    """As save, (100, 102), where one node has trouble with its disk: (what was said, its local folder)."""
+    said = []
+    checkpointer, shards = opened(world, run, said, 1, disks)
+    if world.rank == 1:
+        from mamba_fsdp.checkpoint import checkpointer as module
+        def full(path, *more, clean=module.write_pieces):
+            if kind == "own":
+                raise OSError(28, "No space left on device", str(path))
+            (path.parent / "rank_00000.safetensors").mkdir()  # where the copy is to come
+            return clean(path, *more)
+        module.write_pieces = full
+    for step in (102, 104):
+        checkpointer.save(step, shards(), {}, True)
+        checkpointer.wait()
+    return said[1:], sorted(os.listdir(checkpointer.local.folder))
+
+
+@pytest.mark.parametrize("kind", ["own", "copy"])
+def test_a_full_disk_is_a_line_and_training_continues(run, disks, kind):
+    """What a node can't write of its own ends the local checkpoint, on all nodes; without a copy it still counts."""
+    (said, there), (_, there_too) = run_ranks(2, save_in_trouble, run, disks, kind)
+    assert len(said) == (2 if kind == "own" else 1) and there == there_too
+    if kind == "own":
+        assert "can't be saved, training continues" in said[0] and "No space left" in said[0] and not there
+    else:
+        assert "have no copy on the next node" in said[0] and there == ["step_00000102", "step_00000104"]
+
+
+def refused(_, run, disks, per_node):
+    said = []
+    with pytest.raises(UserError) as wrong:
+        opened(_, run, said, per_node, disks)
+    return str(wrong.value)
+
+
+def test_one_folder_for_several_nodes_is_refused(run, disks):
+    first, second = run_ranks(2, refused, run, [disks[0], disks[0]], 1)
+    assert first == second and "is one folder for several nodes" in first
+
+
+@pytest.mark.parametrize("path, wrong", [("{}/nowhere/there", "nowhere/there: No such file"),
+                                         ("$NO_SUCH_VARIABLE/local", "this variable is not set on")])
+def test_a_path_that_is_not_there_is_refused(run, tmp_path, path, wrong):
+    with pytest.raises(UserError, match=wrong):
+        Checkpointer(run, World.alone(), local_path=path.format(tmp_path))
+
+
+def test_a_single_node_has_no_copies_and_another_run_of_the_same_path_is_not_resumed(run, disks, monkeypatch):
+    monkeypatch.setenv("DISK", str(disks[0]))
+    assert save(World.alone(), run, (101, 102), 1, [], "none")[0].endswith("one node: no copies")
+    (disks[0] / "local" / os.listdir(disks[0] / "local")[0] / ".left").mkdir()
+    assert resume(World.alone(), run, 1, [], "none") == (102, [])
+    shutil.rmtree(run)
+    assert resume(World.alone(), run, 1, [], "none") == (None, [])
+    assert not steps_on(disks[0]) and len(list(disks[0].glob("local/*/*"))) == 1

@@ -13,7 +13,7 @@ def test_the_launcher_knows_the_run_folder_under_the_same_names(project):
     script = (project / "1.train.sbatch").read_text()
     there = set(re.findall(r'\$run_folder"?/([\w.*]+(?:/step_\*/\w+)?)', script))
     assert there == {run_layout.FAILURES, run_layout.PREFLIGHT, run_layout.PROFILE, run_layout.STATUS,
-                     run_layout.STOP, f"{run_layout.CHECKPOINTS}/step_*/{run_layout.COMMIT}"}
+                     run_layout.STOP, run_layout.LOCAL, f"{run_layout.CHECKPOINTS}/step_*/{run_layout.COMMIT}"}
 
 
 @pytest.mark.parametrize("step", [0, 7, 12345678, 123456789])

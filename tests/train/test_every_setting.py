@@ -54,6 +54,8 @@ OTHER_VALUES = {
     "resuming_dataset": (True, {"load_ckpt_path": "{first}"}), "init_from": (None, {}), "checkpoint_interval": (3, {}),
     "keep_checkpoints": (1, {}), "keep_every": (2, {"keep_checkpoints": 1}), "max_failed_saves": (None, {}),
     "async_checkpoint": (False, {}), "publish": (False, {}),
+    "local_checkpoint_path": ("{first}/..", {}),
+    "local_checkpoint_interval": (3, {"local_checkpoint_path": "{first}/.."}),
     "sharding_strategy": ("fsdp", {}), "fsdp_activation_checkpointing": (True, {}),
     "selective_checkpointing": ("1/2", {"fsdp_activation_checkpointing": True}),
     "reentrant_checkpointing": (True, {"fsdp_activation_checkpointing": True}),
@@ -74,6 +76,7 @@ def test_the_table_names_every_setting():
 @pytest.fixture
 def traces(train, tmp_path, metrics_of, corpus, monkeypatch):
     """traces(settings) -> all that a run with them can be told by."""
+    from mamba_fsdp.checkpoint.checkpointer import Checkpointer
     from mamba_fsdp.data import loader
     from mamba_fsdp.train import run, setup
     sharding = importlib.import_module(compat.load_shard().__module__)
@@ -101,6 +104,11 @@ def traces(train, tmp_path, metrics_of, corpus, monkeypatch):
         calls.append(("read ahead", sorted(reader.ahead)))
         return batches
     monkeypatch.setattr(loader.Loader, "step", step)
+
+    def save(checkpointer, step, shards, state, local=False, _save=Checkpointer.save):
+        calls.append(("save", step, local))
+        _save(checkpointer, step, shards, state, local)
+    monkeypatch.setattr(Checkpointer, "save", save)
     monkeypatch.setattr(run.torch, "use_deterministic_algorithms", lambda flag: calls.append(("deterministic", flag)))
     wandb = SimpleNamespace(log=lambda values, step: None, finish=lambda: None, resumed=False)
     wandb.setup = lambda: SimpleNamespace(settings=SimpleNamespace(mode="offline"))
