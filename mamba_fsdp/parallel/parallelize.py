@@ -4,6 +4,8 @@ The order matters: activation checkpointing first, so that compiling sees what i
 gathering of weights is traced; then shard, so that a block's weights are gathered once around all of it.
 """
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -75,10 +77,26 @@ class Replicated(ParallelModel):
         """DistributedDataParallel has done this in the last backward."""
 
 
+class KeptBuckets:
+    """DDP's reducer, which here keeps the buckets that it begins with. By itself it orders them anew after the first
+    step of each start; since more than two ranks add up an element in the order that follows from its place in a bucket,
+    that step of a run that resumes would differ from the unbroken run's in the last bits."""
+
+    def __init__(self, reducer: dist.Reducer) -> None:
+        self.reducer = reducer
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.reducer, name)
+
+    def _rebuild_buckets(self) -> bool:
+        return False
+
+
 def _replicate(model: nn.Module, world: World, slots: list[ParameterSlot]) -> ParallelModel:
     def add_up(_, bucket):  # without DistributedDataParallel's division by the number of ranks
         return dist.all_reduce(bucket.buffer(), async_op=True).get_future().then(lambda done: done.value()[0])
 
     module = DistributedDataParallel(model, gradient_as_bucket_view=True)
     module.register_comm_hook(None, add_up)
+    module.reducer = KeptBuckets(module.reducer)
     return Replicated(model, module, world, slots, parts={}, no_sync=True)

@@ -1,9 +1,11 @@
 """The processes that train together: who is who, what device each uses, and the few things they tell each other."""
 
 import contextlib
+import ctypes
 import gc
 import os
 import resource
+import signal
 import sys
 import threading
 import time
@@ -197,6 +199,13 @@ def allow_many_files() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
+def die_with_launcher() -> None:
+    """Let the kernel (Linux) kill this rank when torchrun dies, be it by SIGKILL: nobody else would end it, and until
+    all its steps are done it would keep a new start out of the run folder."""
+    if "TORCHELASTIC_RUN_ID" in os.environ and (prctl := getattr(ctypes.CDLL(None), "prctl", None)):
+        prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+
+
 def start_world(*, timeout_minutes: float = 10.0) -> World:
     """Join the processes that torchrun has started; the world of one process where it has started none.
 
@@ -204,6 +213,7 @@ def start_world(*, timeout_minutes: float = 10.0) -> World:
     launcher's environment is incomplete or asks for more GPUs than this node has.
     """
     allow_many_files()
+    die_with_launcher()
     if "RANK" not in os.environ:
         return World.alone(device=_take_device(0))
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
