@@ -2,6 +2,7 @@
 """
 
 import errno
+import io
 import os
 import subprocess
 import threading
@@ -9,7 +10,7 @@ import threading
 import pytest
 
 from mamba_fsdp import storage
-from mamba_fsdp.checkpoint import checkpointer
+from mamba_fsdp.checkpoint import checkpointer, files
 from mamba_fsdp.checkpoint.folder import problems
 from mamba_fsdp.errors import StorageError, UserError
 from mamba_fsdp.parallel.world import World
@@ -34,10 +35,10 @@ def failing(monkeypatch):
     def start(times, number=errno.ENOSPC, then=lambda: None):
         begun, real = [], checkpointer.write_pieces
 
-        def write(path, *rest):
+        def write(path, *rest, **named):
             begun.append(int(path.parent.name.split(".")[1].removeprefix("step_")))
             if len(begun) > times:
-                return real(path, *rest)
+                return real(path, *rest, **named)
             path.write_bytes(bytes(1000))
             then()
             raise OSError(number, os.strerror(number), str(path))
@@ -57,7 +58,7 @@ def without():
 
 
 @pytest.mark.parametrize("number, asynchronous", [
-    (errno.ENOSPC, "false"), (errno.ENOSPC, "true"), (errno.EDQUOT, "false"), (errno.EROFS, "false"),
+    (errno.ENOSPC, "false"), pytest.param(errno.ENOSPC, "true", marks=pytest.mark.slow), (errno.EDQUOT, "false"), (errno.EROFS, "false"),
     (errno.EIO, "false")])
 def test_training_continues_and_saves_when_it_can_again(train, tmp_path, metrics_of, failing, without, number,
                                                         asynchronous):
@@ -138,21 +139,65 @@ def test_metrics_wait_in_memory_and_no_checkpoint_is_ahead_of_them(train, tmp_pa
     assert "metrics.jsonl: can't be written (No space left on device)" in said and len(calls) > 12
 
 
-# A storage layer that stalls and lies
+# A storage layer that lies and stalls
 
 
+class Liar(io.FileIO):
+    """Says that it has written what it has not, has written half of or something else; or reads other bytes."""
+
+    how = ""
+
+    def write(self, data):
+        data = bytes(data)
+        if self.how == "unwritten":
+            self.seek(len(data), os.SEEK_CUR)
+        else:
+            lies = {"half": data[:len(data) // 2], "other": data[:-1] + bytes([data[-1] ^ 1])}
+            super().write(lies.get(self.how, data))
+        return len(data)
+
+    def readinto(self, buffer):
+        count = super().readinto(buffer)
+        if count and self.how == "read":
+            buffer[0] ^= 1
+        return count
+
+
+@pytest.mark.parametrize("how", ["unwritten", "half", "other", "read"])
+def test_what_the_storage_pretends_to_have_written_is_never_committed(train, tmp_path, monkeypatch, how):
+    """The run learns of it while it saves, and saves again when the storage is honest."""
+    def lying(path, mode="r", **_):
+        file = Liar(path, mode.replace("b", ""))
+        file.how = how if len(failed) < 2 else ""
+        return io.BufferedWriter(file, 1 << 24) if "w" in mode else file
+
+    def tell(self, step, in_a_row=0, *words, _tell=saver.Recorder.save_failed):
+        failed.append(words)
+        _tell(self, step, in_a_row, *words)
+
+    failed = []
+    monkeypatch.setattr(saver.Recorder, "save_failed", tell)
+    monkeypatch.setattr(files, "open", lying, raising=False)
+    train(tmp_path, **LONG, keep_checkpoints=9)
+    assert len(failed) == 3 and all("what was read back is not what was written" in words[0] for words in failed[:2])
+    whole = committed(tmp_path / "checkpoints")
+    assert [path.name[-2:] for path in whole] == ["06", "08", "10", "12"]
+    assert not any(problems(path, World.alone()) for path in whole)
+
+
+@pytest.mark.slow
 def test_a_save_that_hangs_counts_as_failed_and_no_second_one_is_begun(train, tmp_path, monkeypatch):
     """Training continues meanwhile; what hung is committed when it is written at last."""
     hangs, writing, most = threading.Event(), [], []
     real = checkpointer.write_pieces
 
-    def write(path, *rest):
+    def write(path, *rest, **named):
         writing.append(path)
         most.append(len(writing))
         if len(most) == 2:
             hangs.wait(60)
         try:
-            return real(path, *rest)
+            return real(path, *rest, **named)
         finally:
             writing.remove(path)
 
@@ -174,7 +219,7 @@ def test_a_save_that_hangs_counts_as_failed_and_no_second_one_is_begun(train, tm
 
 def test_a_last_save_that_hangs_is_an_error(train, tmp_path, monkeypatch):
     hangs = threading.Event()
-    monkeypatch.setattr(checkpointer, "write_pieces", lambda *_: hangs.wait(60))
+    monkeypatch.setattr(checkpointer, "write_pieces", lambda *_, **__: hangs.wait(60))
     monkeypatch.setattr(checkpointer, "SECONDS_OF_SILENCE", 0.05)
     with pytest.raises(StorageError, match="the checkpoint of step 12 is still being written"):
         train(tmp_path, **LONG | {"async_checkpoint": "true"}, checkpoint_interval=100)
@@ -196,6 +241,7 @@ def small_disk(tmp_path):
     subprocess.run(["umount", "-l", place], check=True)
 
 
+@pytest.mark.slow
 def test_a_disk_that_fills_up_and_empties_again(train, small_disk, metrics_of, monkeypatch, tmp_path):
     """Nothing is lost: also metrics that found no room are there afterwards."""
     train(tmp_path / "well", **LONG | {"num_steps": 20})
