@@ -184,9 +184,12 @@ class Reader:
         self.files = self.content["files"]
         self._pieces = PieceReader(self.path, self.tensors)
 
-    def read(self, name: str, start: int, stop: int) -> torch.Tensor:
-        """Elements [start, stop) of a flattened tensor, as a 1-D CPU tensor."""
-        result = torch.empty(stop - start, dtype=SAFETENSORS_DTYPES[self.tensors[name]["dtype"]])
+    def read(self, name: str, start: int, stop: int, into: torch.Tensor | None = None) -> torch.Tensor:
+        """Elements [start, stop) of a flattened tensor, as a 1-D CPU tensor: `into`, where that is one of its dtype."""
+        dtype = SAFETENSORS_DTYPES[self.tensors[name]["dtype"]]
+        result = into
+        if result is None or (result.device.type, result.dtype) != ("cpu", dtype):
+            result = torch.empty(stop - start, dtype=dtype)
         for file, piece, offset, at, count in self.where(name, start, stop):
             self._pieces.read(file, name, piece, offset, result[at:at + count])
         return result
@@ -216,8 +219,9 @@ def load(checkpoint: Path, shards: Sequence[Shard], world: World,
         return reader.content
 
     reader = Reader(checkpoint, world.on_rank0(open_checked))
+    own = {shard.name: shard.data for shard in shards}
     world.on_all_ranks(lambda: fill_parts(
-        shards, lambda name, start, stop: reader.read(stored_name(name), start, stop)))
+        shards, lambda name, start, stop: reader.read(stored_name(name), start, stop, own[name])))
     return reader.state
 
 
