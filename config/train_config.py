@@ -42,6 +42,7 @@ RECOMPUTING = Needs("fsdp_activation_checkpointing=true",
                     lambda settings: settings.parallel.fsdp_activation_checkpointing)
 SHARDING = Needs("sharding_strategy=fsdp or hsdp",
                  lambda settings: settings.parallel.sharding_strategy not in ("none", "ddp"))
+SPIKES = Needs("loss_spike_factor above 0", lambda settings: settings.training.loss_spike_factor)
 WANDB = Needs("tracker=wandb", lambda settings: "wandb" in settings.report.tracker)
 LOCAL = Needs("a local_checkpoint_path", lambda settings: settings.checkpoint.local_checkpoint_path)
 NO_TOKEN = {"none": "", "null": ""}
@@ -195,6 +196,11 @@ class TrainingConfig:
     .cache/triton beside the run folder; none: every start compiles."""
     max_skipped_steps: int = setting(10, at_least=1)
     """Stop after this many steps in a row whose loss or gradient was not finite (none of them is applied)."""
+    loss_spike_factor: float = setting(0.0, at_least=0)
+    """Roll back to the newest checkpoint when a step's loss is above this times the median of the 64 applied steps
+    before it (at least 16): 1.5, say. After the third rollback to one checkpoint the run ends; 0 never rolls back."""
+    loss_spike_skip: bool = setting(False, needs=SPIKES)
+    """Pass over the samples from that checkpoint up to the spike; without it they come again."""
     eval_interval: Duration = steps(200, at_least=0, needs=STORE)
     """Validate every so often, at the start and at the end; 0 never."""
     eval_batches: int = setting(-1, at_least=-1, needs=VALIDATION)

@@ -2,6 +2,7 @@
 positions in the checkpoints that a run saw each window as often as its epochs say (`audit`).
 
     {"step": 40, "logged": true, "ranks": 4, "global_batch": 8, "position": {...}}    a start, which resumes from 40
+    {"step": 41, "skipped": {"code": [10, 13]}, ...}    draws that a run passed over before step 41, after a loss spike
     {"step": 41, "draws": {"code": [13, 16], "text": [19, 24]}, "read": "9c5e..."}    draws 13, 14 of code ...
 
 The position is what `Order.state_after` gives. "read" is no arithmetic of the order: it is the sum of `fingerprint`
@@ -46,19 +47,22 @@ class SampleLog:
     def __init__(self, path: Path, step: int, loader: Loader, *, logged: bool,
                  check: Callable[[Callable], object] = lambda trying: None) -> None:
         self.log, self.order, self.batch = Log(path, step, check), loader.order, loader.split.global_batch
-        self.logged = logged
-        self.first_step, self.drawn = step, loader.order.drawn
+        self.logged, position = logged, loader.state_before(step)
+        self.loader, self.drawn = loader, np.array([position["drawn"][name] for name in self.order.names])
+        position["drawn"] |= {name: first for name, (first, _) in loader.passed_over.items()}
+        self.skipped = {"skipped": loader.passed_over} if loader.passed_over else {}
         self.waiting = [{"step": step, "logged": logged, "ranks": loader.split.world_size, "global_batch": self.batch,
-                         "position": loader.state_before(step)}]
+                         "position": position}]
 
     def add(self, step: int, read: int) -> None:
         """After each step. read: see `read_by`, of all ranks."""
         if self.logged:
             start = self.drawn
-            self.drawn = start + self.order.counts_of((step - 1 - self.first_step) * self.batch, self.batch)
+            self.drawn = start + self.order.counts_of((step - 1 - self.loader.first_step) * self.batch, self.batch)
             ranges = zip(self.order.names, start.tolist(), self.drawn.tolist())
-            self.waiting.append({"step": step, "draws": {name: [first, end] for name, first, end in ranges
-                                                         if end > first}, "read": f"{read:016x}"})
+            draws, told = {name: [first, end] for name, first, end in ranges if end > first}, self.skipped
+            self.waiting.append({"step": step, **told, "draws": draws, "read": f"{read:016x}"})
+            self.skipped = {}
             if len(self.waiting) >= LINES:
                 self.write()
 
@@ -80,19 +84,21 @@ class Ledger:
 
     `step`, `position`: after what was met last. `starts`: ranks of each start. `logged`: samples that the log tells.
     `unlogged`: [(first step, last step)] that it does not. `inherited`: draws that are not of this run's samples.
+    `passed_over`: draws that were skipped after loss spikes.
     """
 
     def __init__(self, log: Path) -> None:
         self.log, self.step, self.position, self.is_logged = log, -1, dict(NOTHING), False
         self.starts: list[int] = []
         self.unlogged: list[tuple[int, int]] = []
-        self.logged = self.batch = self.inherited = 0
+        self.logged = self.batch = self.inherited = self.passed_over = 0
         self.waiting: list[dict] = []  # steps to be held against what was read
 
     def take(self, entry: dict) -> None:
         """A step, as the log tells it."""
-        step, drawn = entry["step"], self.position["drawn"]
-        for name, (first, end) in entry["draws"].items():
+        step, drawn, skipped = entry["step"], self.position["drawn"], entry.get("skipped", {})
+        self.passed_over += sum(end - first for first, end in skipped.values())
+        for name, (first, end) in [*skipped.items(), *entry["draws"].items()]:
             if first != drawn.get(name, 0):
                 raise self._fault(name, drawn.get(name, 0), first, f"step {step}")
             drawn[name] = end
@@ -184,7 +190,8 @@ def audit(log: Path, saved: Mapping[int, Mapping[str, Any]]) -> Ledger:
             else:
                 position = {**NOTHING, **entry["data"]}
                 ledger.meet(step, position, "the checkpoint")
-                inherited.add(sum(drawn for drawn, _ in lives(position).values()) - entry["samples"])
+                ledger.passed_over = max(ledger.passed_over, skipped := entry.get("passed_over", 0))
+                inherited.add(sum(drawn for drawn, _ in lives(position).values()) - entry["samples"] - skipped)
                 if len(inherited) > 1 or min(inherited) < 0:
                     raise UserError(f"the checkpoint of step {step} has {entry['samples']:,} samples, but the draws in "
                                     "its position are not as many more as at the start of the run")

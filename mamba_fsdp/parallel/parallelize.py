@@ -78,18 +78,15 @@ class Replicated(ParallelModel):
 
 
 class KeptBuckets:
-    """DDP's reducer, which here keeps the buckets that it begins with. By itself it orders them anew after the first
-    step of each start; since more than two ranks add up an element in the order that follows from its place in a bucket,
-    that step of a run that resumes would differ from the unbroken run's in the last bits."""
+    """DDP's reducer, but that it keeps its first buckets. By itself it orders them anew after the first step of each
+    start: where more than two ranks add up, the first step after a break would differ from the unbroken run's in the
+    last bits, since an element's place in its bucket says in which order."""
 
     def __init__(self, reducer: dist.Reducer) -> None:
-        self.reducer = reducer
+        self.reducer, self._rebuild_buckets = reducer, lambda: False
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.reducer, name)
-
-    def _rebuild_buckets(self) -> bool:
-        return False
 
 
 def _replicate(model: nn.Module, world: World, slots: list[ParameterSlot]) -> ParallelModel:

@@ -199,13 +199,6 @@ def allow_many_files() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
-def die_with_launcher() -> None:
-    """Let the kernel (Linux) kill this rank when torchrun dies, be it by SIGKILL: nobody else would end it, and until
-    all its steps are done it would keep a new start out of the run folder."""
-    if "TORCHELASTIC_RUN_ID" in os.environ and (prctl := getattr(ctypes.CDLL(None), "prctl", None)):
-        prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-
-
 def start_world(*, timeout_minutes: float = 10.0) -> World:
     """Join the processes that torchrun has started; the world of one process where it has started none.
 
@@ -213,7 +206,8 @@ def start_world(*, timeout_minutes: float = 10.0) -> World:
     launcher's environment is incomplete or asks for more GPUs than this node has.
     """
     allow_many_files()
-    die_with_launcher()
+    if "TORCHELASTIC_RUN_ID" in os.environ and hasattr(libc := ctypes.CDLL(None), "prctl"):
+        libc.prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: else ranks outlive a killed torchrun and hold the run folder
     if "RANK" not in os.environ:
         return World.alone(device=_take_device(0))
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")

@@ -27,6 +27,7 @@ from mamba_fsdp.train.recorder import Recorder
 from mamba_fsdp.train.sampling import continued
 from mamba_fsdp.train.saver import Saver
 from mamba_fsdp.train.setup import Parts
+from mamba_fsdp.train.spikes import refuse_spike
 from mamba_fsdp.train.stopping import StopRequest
 
 ELSEWHERE = "asked on another rank"  # why this one stops
@@ -36,8 +37,8 @@ AHEAD = {"cpu": 0, "cuda": 1}  # steps that may be under way when a step's numbe
 def train(parts: Parts, recorder: Recorder, stop: StopRequest, validation_due: bool) -> str:
     """Takes steps until the run has them all or is asked to stop. Returns the reason of the stop, "" without one.
 
-    validation_due: of the step that it begins at. Raises UserError after max_skipped_steps in a row. The train state
-    is that after the last step whose numbers are read: the last of all before a validation and a checkpoint.
+    validation_due: of the step that it begins at. Raises UserError after max_skipped_steps in a row, and LossSpike. The
+    train state is that after the last step whose numbers are read: the last of all before a validation, a checkpoint.
     """
     plan, state = parts.plan, parts.state
     if validation_due and not validate(parts, recorder, stop):
@@ -100,7 +101,8 @@ def take_step(parts: Parts, clock: Clock, stop: StopRequest, ahead: int = 0) -> 
 
 
 def end_step(parts: Parts, recorder: Recorder, saver: Saver, step: Step) -> bool:
-    """Counts and reports a step, once its numbers are there. Returns whether a rank was asked to stop in it."""
+    """Counts and reports a step, once its numbers are there. Returns whether a rank was asked to stop in it. Raises
+    LossSpike, and as `train` does."""
     state, plan = parts.state, parts.plan
     loss, gradient_norm, applied, scale, good_steps, stops, writing, high, low, *own_seconds = step.numbers()
     recorder.clock.meet(own_seconds)
@@ -111,6 +113,8 @@ def end_step(parts: Parts, recorder: Recorder, saver: Saver, step: Step) -> bool
     if not applied:
         recorder.display.line(f"step {state.step} skipped: loss {loss:.4g}, gradient norm {gradient_norm:.4g} "
                               f"({state.skipped_steps} skipped so far)")
+    if applied:
+        refuse_spike(parts, loss, saver.wait)
     # A sum of 32 bits is exact in fp64.
     recorder.report(state, loss, step.lr, gradient_norm, ((int(high) << 32) + int(low)) % (1 << 64))
     if state.skipped_in_a_row >= parts.settings.training.max_skipped_steps:

@@ -78,6 +78,7 @@ class Recorder(contextlib.ExitStack):
         mfu = rate * self.flops_per_token / self.peak_flops if self.peak_flops else None
         if due:
             compared = stragglers(own_seconds) if self.world.size > 1 else {}
+            spiked = {"rollbacks": state.rollbacks, "passed_over": state.passed_over} if state.rollbacks else {}
             self._write({"step": state.step, "tokens": state.tokens, "loss": loss,
                          "perplexity": math.exp(min(loss, 700.0)), "learning_rate": learning_rate,
                          "grad_norm": gradient_norm, "skipped_steps": state.skipped_steps,
@@ -86,7 +87,7 @@ class Recorder(contextlib.ExitStack):
                          **({"mfu": round(mfu, 4)} if mfu else {}), **compared, **device_metrics(self.world.device),
                          "data_wait_seconds": round(self.clock.data_wait, 6),
                          "checkpoint_stall_seconds": round(self.stall_seconds(), 6),
-                         **seen(self.loader.state_before(state.step))})
+                         **spiked, **seen(self.loader.state_before(state.step))})
             self.clock.next_interval(state.step)
         self.display.step(state.step, self.plan.total_steps, loss=loss, learning_rate=learning_rate,
                           tokens_per_second=rate, mfu=mfu, report=due,

@@ -22,6 +22,7 @@ from mamba_fsdp.train.estimate import what_would_fit
 from mamba_fsdp.train.recorder import Recorder
 from mamba_fsdp.train.run_folder import RunFolder
 from mamba_fsdp.train.setup import Parts, Weights, set_up
+from mamba_fsdp.train.spikes import LossSpike, roll_back
 from mamba_fsdp.train.state import TrainState
 from mamba_fsdp.train.stopping import StopRequest
 from mamba_fsdp.train.watchdog import watchdog
@@ -79,12 +80,19 @@ def train(parts: Parts, folder: RunFolder, display: Display) -> Path | None:
         folder.say("running", state.step)
         begins = begins_from(parts.settings.checkpoint, parts.checkpointer.last)
         add_event(folder.path, "started", state.step, ranks=world.size, **{"from": begins})
-    with (parts.loader, StopRequest(folder.path, world.rank == 0) as stop,
-          Recorder(parts.settings, world, folder, plan, parts.loader, state.step, display) as recorder):
-        folder.startup.done("loader")
-        recorder.stall_seconds = parts.checkpointer.stall_seconds
-        recorder.kernels = parts.kernels if world.rank == 0 else None
-        reason = loop.train(parts, recorder, stop, validation_due)
+    spikes: list[LossSpike] = []
+    with parts.loader, StopRequest(folder.path, world.rank == 0) as stop:
+        reason = None
+        while reason is None:
+            with Recorder(parts.settings, world, folder, plan, parts.loader, state.step, display) as recorder:
+                folder.startup.done("loader")
+                recorder.stall_seconds = parts.checkpointer.stall_seconds
+                recorder.kernels = parts.kernels if world.rank == 0 else None
+                try:
+                    reason = loop.train(parts, recorder, stop, validation_due and not spikes)
+                except LossSpike as spike:
+                    spikes.append(spike)
+                    roll_back(parts, folder, spikes, display.line)
     if world.rank == 0:
         parts.kernels.keep()
     if not reason:

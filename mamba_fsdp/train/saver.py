@@ -33,8 +33,12 @@ class Saver:
     def save(self, final: bool) -> None:
         """Saves a checkpoint after the current step, unless one is still being written and does not come to an end.
         final: until it is committed. Raises UserError where that fails, and as `settle` does."""
-        if self._try(self.parts.checkpointer.wait, math.inf if final else self.most) or final:
+        if self.wait(final) or final:
             self._try(lambda: self._save(final), 0 if final else self.most)
+
+    def wait(self, final: bool = False) -> bool:
+        """For the save under way. Whether it did not fail; raises UserError as `settle` does."""
+        return self._try(self.parts.checkpointer.wait, math.inf if final else self.most)
 
     def save_local(self) -> None:
         """Saves one on the nodes' own disks, unless a shared one is still being written."""

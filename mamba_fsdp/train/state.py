@@ -26,6 +26,9 @@ class TrainState:
     skipped_in_a_row: int = 0
     loss_sum: float = 0.0  # of the applied steps since the last report
     loss_steps: int = 0
+    recent_losses: list[float] = field(default_factory=list)  # see train/spikes.py
+    rollbacks: int = 0
+    passed_over: int = 0  # samples that were skipped by rollbacks; `samples` does not count them
     loss_scale: float = 0.0  # of fp16, see LossScale; 0 before the first step in it
     loss_scale_good_steps: int = 0
     data: dict[str, Any] = field(default_factory=dict)  # the position in the data when last loaded or saved

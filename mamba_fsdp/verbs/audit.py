@@ -39,6 +39,8 @@ def main(run: str) -> None:
             say("source", f"{name}: {seen}{closed}")
     if ledger.logged:
         say("proved", f"{ledger.logged:,} samples: each step read those windows that were next, none twice in an epoch")
+    if ledger.passed_over:
+        say("passed over", f"{ledger.passed_over:,} samples, skipped after loss spikes (events.jsonl)")
     if ledger.inherited:
         say("before", f"{ledger.inherited:,} windows more were drawn by the run whose position this one took over")
     if ledger.unlogged:

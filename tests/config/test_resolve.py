@@ -122,6 +122,7 @@ POINTLESS = {  # every setting that needs another: a value, where it does nothin
     "sample_prompts": ("x", {"validation_path": "none"}, {}),
     "sample_length": ("8", {}, {"sample_prompts": "x"}),
     "position_window": ("5.0", {}, {"position_weighting": "true"}),
+    "loss_spike_skip": ("true", {}, {"loss_spike_factor": "2"}),
     "prefetch": ("5", {"num_workers": "0"}, {}),
     "schedule_steps": ("5", {"schedule": "constant"}, {}),
     "decay_steps": ("5", {}, {"schedule": "wsd"}),

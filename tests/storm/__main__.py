@@ -70,7 +70,7 @@ class Storm:
         expected, number = self.left_by("whole"), 0
         while rounds:
             run, number = f"killed-{number}", number + 1
-            for attempt in range(100):
+            while True:
                 kill = self.choose_kill() if rounds else None
                 rounds -= bool(kill)
                 code, seconds = self.start(run, kill)
@@ -87,7 +87,8 @@ class Storm:
 
     def choose_kill(self):
         """{"whom", "rank", and the moment}: the n-th file operation of a kind, a step, or seconds after the first."""
-        kill = {"whom": self.choose.choice(["rank", "rank", "all", "launcher"]), "rank": self.choose.randrange(self.ranks)}
+        kill = {"whom": self.choose.choice(["rank", "rank", "all", "launcher"]),
+                "rank": self.choose.randrange(self.ranks)}
         at = self.choose.choice(["time", "step", "open", "os.rename", "os.remove", "os.mkdir", "publish"])
         if at == "time":
             return {**kill, "at": at, "nth": round(self.choose.uniform(0, 0.6), 3)}

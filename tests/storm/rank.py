@@ -8,18 +8,17 @@ import signal
 import socket
 import sys
 import threading
-import time
 from pathlib import Path
 
 SETTINGS = {"d_model": 16, "n_layer": 2, "vocab_size": 64, "d_state": 4, "seq_length": 32, "batch_size": 1,
             "global_batch_size": 4, "mixed_precision": "fp32", "learning_rate": 0.01, "eval_interval": 8,
             "eval_batches": 1, "report_interval": 1, "checkpoint_interval": 1, "keep_checkpoints": 2,
-            "deterministic": True, "sample_log": True}
+            "deterministic": True, "sample_log": True, "loss_spike_factor": 1.5, "loss_spike_skip": True}
 
 
 def import_all():
     """What a rank needs, so that forked ones have it at once."""
-    import torch.distributed.fsdp
+    import torch.distributed.fsdp  # noqa: F401
 
     import mamba_fsdp.interop.convert
     import mamba_fsdp.train.run
@@ -93,6 +92,7 @@ def run(task):
     number, scratch, kill = int(os.environ["RANK"]), Path(task["scratch"]), task["kill"]
     faulthandler.register(signal.SIGUSR2, file=sys.stderr)
     (scratch / f"{os.getpid()}.pid").write_text(str(os.getppid()))
+    spoil_samples()
     trace_steps(open(scratch / f"rank-{number}.trace", "w", buffering=1))
     if kill and kill["rank"] == number:
         die_at(kill, scratch, task["run"])
@@ -110,8 +110,19 @@ def halve_the_node():
     setup.parallelize = lambda *given, **more: parallelize(*given, **more, shard_size=2)
 
 
+def spoil_samples():
+    """Let some windows have a loss that is a spike, also among few steps."""
+    from mamba_fsdp.train import loop, spikes
+    true_loss, spikes.FEWEST = loop.batch_loss, 4
+
+    def loss(parallel, batch):
+        spoilt = any((window or 1) % 40 == 0 for name, window in batch.samples if name == "train")
+        return true_loss(parallel, batch) * (5 if spoilt else 1)
+    loop.batch_loss = loss
+
+
 def trace_steps(trace):
-    """A line after each step: its number, and hashes of this rank's gradients (in all and by the sum's bits), weights and moments."""
+    """A line after each step: its number, loss and gradient norm, and hashes of this rank's weights and moments."""
     from mamba_fsdp.train import loop
     update, end = loop.update_weights, loop.end_step
 

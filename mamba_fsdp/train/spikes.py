@@ -1,0 +1,62 @@
+"""Loss spikes: a step whose loss is far above those before it takes the run back to its newest checkpoint.
+
+With loss_spike_skip the samples from there up to that step are passed over, as in PaLM (Chowdhery et al. 2022, section
+5.1), whose spikes did not come again without these batches. All ranks decide alike, from the step's one sum.
+"""
+
+import math
+import statistics
+from collections.abc import Callable
+
+from mamba_fsdp.errors import UserError
+from mamba_fsdp.report.records import add_event
+from mamba_fsdp.train.optimizer import LossScale
+from mamba_fsdp.train.run_folder import RunFolder
+from mamba_fsdp.train.setup import Parts, Say, load_checkpoint
+
+WINDOW, FEWEST = 64, 16  # applied steps whose median loss is the usual one, and from how many on there is one
+MOST_ROLLBACKS = 3  # to one checkpoint
+
+
+class LossSpike(Exception):
+    """Its arguments: the checkpoint to return to, the step, its loss, the usual loss."""
+
+
+def refuse_spike(parts: Parts, loss: float, wait: Callable[[], object]) -> None:
+    """After each applied step. Raises LossSpike where its loss is above loss_spike_factor times the median of the
+    applied steps before it, at most WINDOW and at least FEWEST, and there is a checkpoint to return to. wait: for the
+    one that is being saved."""
+    if factor := parts.settings.training.loss_spike_factor:
+        recent = parts.state.recent_losses
+        usual = statistics.median(recent) if len(recent) >= FEWEST else math.inf
+        if loss > factor * usual:
+            wait()
+            shards = parts.parallel.shards() + parts.parallel.optimizer_shards(parts.optimizer)
+            if checkpoint := parts.checkpointer.to_resume(lambda: shards):
+                raise LossSpike(checkpoint, parts.state.step, loss, usual)
+        recent[:] = [*recent[1 - WINDOW:], loss]
+
+
+def roll_back(parts: Parts, folder: RunFolder, spikes: list[LossSpike], say: Say) -> None:
+    """Takes weights, moments and train state back, the data too unless its samples are to be passed over. spikes: of
+    this start, the newest last. Raises UserError where too many led to one checkpoint."""
+    (checkpoint, step, loss, usual), state, loader = spikes[-1].args, parts.state, parts.loader
+    said, skip = f"step {step}: loss {loss:.4g}, usual {usual:.4g}", parts.settings.training.loss_spike_skip
+    if [spike.args[0] for spike in spikes].count(checkpoint) > MOST_ROLLBACKS:
+        raise UserError(f"{said}, after {MOST_ROLLBACKS} rollbacks to {checkpoint}: lower learning_rate, raise "
+                        f"loss_spike_factor{', pass over the samples (loss_spike_skip=true)' * (not skip)}, or remove "
+                        "this checkpoint to return to the one before")
+    parts.world.on_rank0(folder.lease.check)
+    saved = load_checkpoint(checkpoint, parts.settings, parts.parallel, parts.optimizer, "save_ckpt_path")
+    same = saved.data.get("closed", []) == loader.order.before["closed"]  # else this start began sources anew
+    position = saved.data if same else loader.order.state_after(0)
+    loader.skip((step - saved.step) * skip, saved.step, position["drawn"])
+    saved.passed_over += sum(end - first for first, end in loader.passed_over.values())
+    saved.rollbacks = state.rollbacks + 1
+    kept = {name: getattr(state, name) for name in ("first_tokens_per_step", "schedule", "tokenizer")}
+    vars(state).update(vars(saved) | kept)
+    parts.loss_scale = LossScale(state, parts.world.device, dynamic=parts.loss_scale.dynamic)
+    say(f"{said}; rolled back to {checkpoint.name}, "
+        + (f"{saved.passed_over:,} samples passed over so far" if skip else "whose steps come again"))
+    if parts.world.rank == 0:
+        add_event(folder.path, "rollback", step, to=saved.step, loss=loss, mean=usual, skipped=loader.passed_over)
