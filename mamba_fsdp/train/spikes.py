@@ -43,9 +43,10 @@ def roll_back(parts: Parts, folder: RunFolder, spikes: list[LossSpike], say: Say
     (checkpoint, step, loss, usual), state, loader = spikes[-1].args, parts.state, parts.loader
     said, skip = f"step {step}: loss {loss:.4g}, usual {usual:.4g}", parts.settings.training.loss_spike_skip
     if [spike.args[0] for spike in spikes].count(checkpoint) > MOST_ROLLBACKS:
-        raise UserError(f"{said}, after {MOST_ROLLBACKS} rollbacks to {checkpoint}: lower learning_rate, raise "
-                        f"loss_spike_factor{', pass over the samples (loss_spike_skip=true)' * (not skip)}, or remove "
-                        "this checkpoint to return to the one before")
+        raise UserError(f"the loss spikes again after {MOST_ROLLBACKS} rollbacks to {checkpoint} ({said}): lower "
+                        "learning_rate, raise loss_spike_factor, "
+                        f"{'pass over the samples (loss_spike_skip=true), ' * (not skip)}or remove this checkpoint to "
+                        "return to the one before")
     parts.world.on_rank0(folder.lease.check)
     saved = load_checkpoint(checkpoint, parts.settings, parts.parallel, parts.optimizer, "save_ckpt_path")
     same = saved.data.get("closed", []) == loader.order.before["closed"]  # else this start began sources anew
