@@ -1,16 +1,13 @@
 import json
 import os
-import random
-import re
 import resource
 import shutil
-import signal
 import time
 import zlib
 
 import pytest
 import torch
-from ranks import PROCESSES, build, run_ranks
+from ranks import build, run_ranks
 
 from mamba_fsdp import storage
 from mamba_fsdp.checkpoint import checkpointer as module
@@ -380,51 +377,3 @@ def test_a_folder_that_is_another_runs_is_left_alone(run, world, lost):
         checkpointer.wait()
     steps = [name for name in names(run) if name.startswith("step")]
     assert others.exists() and steps == ["step_00000001"] * (lost != "before")
-
-
-# Dying
-
-
-def save_for_ever(run, elements):
-    world = start_world()
-    checkpointer = Checkpointer(run, world, keep=2)
-    newest = checkpointer.newest()
-    step = 0 if newest is None else Reader(newest).state["step"]
-    while True:
-        step += 1
-        checkpointer.save(step, shards(step, elements), {"step": step})
-        if not checkpointer.is_writing():
-            checkpointer.wait()
-
-
-@pytest.mark.slow
-def test_killed_at_any_moment_the_newest_checkpoint_is_whole(run, world):
-    """SIGKILL at random moments of saving, committing and pruning: the chosen one is whole, no older than before."""
-    moments = random.Random(0)
-    before = 0
-    (run / "checkpoints").mkdir(parents=True)
-
-    def newest_step():
-        return max((int(re.search(r"step_(\d+)", name)[1]) for name in names(run)), default=0)
-
-    for _ in range(12):
-        process = PROCESSES.Process(target=save_for_ever, args=(run, 200_000))
-        deadline, second = time.monotonic() + 60, before + 2  # begun when the first is committed and others are pruned
-        process.start()
-        while time.monotonic() < deadline and newest_step() < second:
-            time.sleep(0.005)
-        time.sleep(moments.uniform(0, 0.35))
-        os.kill(process.pid, signal.SIGKILL)
-        process.join()
-        said = []
-        committed = [name for name in names(run) if name.startswith("step")]
-        assert len(committed) <= 3
-        newest = Checkpointer(run, world, report=said.append).newest()
-        assert not [line for line in said if not line.startswith("cleaned")]
-        if newest is not None:
-            target = shards(0, 200_000)
-            step = load(newest, target, world)["step"]
-            assert step >= before and json.loads((newest / "COMMIT").read_text())["step"] == step
-            assert torch.equal(target[0].data, torch.full((200_000,), float(step)))
-            before = step
-    assert before > 0

@@ -11,7 +11,7 @@ import threading
 from pathlib import Path
 
 SETTINGS = {"d_model": 16, "n_layer": 2, "vocab_size": 64, "d_state": 4, "seq_length": 32, "batch_size": 1,
-            "global_batch_size": 4, "mixed_precision": "fp32", "learning_rate": 0.01, "eval_interval": 8,
+            "global_batch_size": 12, "mixed_precision": "fp32", "learning_rate": 0.01, "eval_interval": 8,
             "eval_batches": 1, "report_interval": 1, "checkpoint_interval": 1, "keep_checkpoints": 2,
             "deterministic": True, "sample_log": True, "loss_spike_factor": 1.5, "loss_spike_skip": True}
 
@@ -97,7 +97,7 @@ def run(task):
     if kill and kill["rank"] == number:
         die_at(kill, scratch, task["run"])
     words = {**SETTINGS, "dataset_path": task["data"], "save_ckpt_path": task["run"], "num_steps": task["steps"],
-             "sharding_strategy": task["strategy"]}
+             "sharding_strategy": task["strategy"], "async_checkpoint": task["async"]}
     if task["strategy"] == "hsdp":
         halve_the_node()
     command_line.run(training.main, lambda: "", [f"--{key}={value}" for key, value in words.items()])
@@ -116,8 +116,8 @@ def spoil_samples():
     true_loss, spikes.FEWEST = loop.batch_loss, 4
 
     def loss(parallel, batch):
-        spoilt = any((window or 1) % 40 == 0 for name, window in batch.samples if name == "train")
-        return true_loss(parallel, batch) * (5 if spoilt else 1)
+        spoilt = any((window or 1) % 50 == 0 for name, window in batch.samples if name == "train")
+        return true_loss(parallel, batch) * (12 if spoilt else 1)
     loop.batch_loss = loss
 
 

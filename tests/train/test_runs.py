@@ -1,7 +1,6 @@
 """Whole runs: equal runs are equal, interrupted runs end as unbroken ones do, and what is wrong is said."""
 
 import json
-import random
 import re
 import shutil
 import signal
@@ -74,27 +73,6 @@ def test_a_run_in_parts_is_the_unbroken_run(train, tmp_path, metrics_of, weights
         {"event": "finished", "step": 2, "reason": ""},
         {"event": "started", "step": 2, "ranks": 1, "from": "checkpoint step_00000002"}, *saved[1:],
         {"event": "finished", "step": 8, "reason": ""}]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", range(4))
-def test_a_killed_run_ends_as_the_unbroken_one(start_training, tmp_path, metrics_of, weights_of, seed):
-    """SIGKILL at random moments, saves among them (one after every step), in both ways of saving."""
-    choose = random.Random(seed)
-    common = {"num_steps": 40, "checkpoint_interval": 1, "async_checkpoint": seed % 2 == 0, "deterministic": True,
-              "eval_interval": 20}
-    whole = start_training(tmp_path / "whole", **common)
-    assert whole.wait(120) == 0, whole.communicate()
-    for _ in range(3):
-        process = start_training(tmp_path / "killed", **common)
-        wait_for_step(process, tmp_path / "killed", 1)
-        time.sleep(choose.random() * 0.5)
-        process.kill()
-        process.communicate()
-    process = start_training(tmp_path / "killed", **common)
-    assert process.wait(120) == 0, process.communicate()
-    assert equal(weights_of(tmp_path / "whole"), weights_of(tmp_path / "killed"))
-    assert metrics_of(tmp_path / "whole") == metrics_of(tmp_path / "killed")
 
 
 @pytest.mark.slow
