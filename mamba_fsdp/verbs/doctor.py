@@ -47,7 +47,6 @@ PACKAGES = ("torch", "triton", "transformers", "tokenizers", "datasets", "pyarro
             "PyYAML", "zstandard", "matplotlib", "tensorboard", "wandb", "einops", "causal-conv1d", "mamba-ssm")
 OPTIONAL = {"triton", "einops", "causal-conv1d", "mamba-ssm"}  # they serve GPUs only
 EFA_FOLDER = Path("/sys/class/infiniband")  # where Linux lists EFA devices
-SHARED_TYPES = ("nfs", "lustre", "fuse", "cifs", "gpfs", "ceph")  # of file systems, how they begin
 MEGABYTES, ROUNDS = 256, 5  # that speeds are measured with
 
 
@@ -64,7 +63,7 @@ def main(folder: str = "") -> int:
             "Python": lambda: f"{platform.python_version()}, {platform.platform()}",
             **{name: partial(check_package, name) for name in PACKAGES}, "this project": check_project,
             "environment": check_environment, "GPU": check_gpus, "EFA": check_efa,
-            **{f"{what} {device}": partial(check, device) for device in ("cpu", "cuda")
+            **{f"{what} {device}": partial(check, device) for device in ("cpu", "cuda")[:1 + torch.cuda.is_available()]
                for what, check in (("operators", check_operators), ("training", check_training))},
             "Triton's cache": check_triton_cache}
         failed = [judge(world, name, check) for name, check in checks.items()]
@@ -175,7 +174,6 @@ def check_efa() -> str:
 
 def check_operators(device: str) -> str:
     """Chooses each operator's form; returns them with what keeps better forms away."""
-    need_device(device)
     config = ModelConfig(layers="mamba1,mamba2,attention", d_model=1024)
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
     return str(resolve_forms("auto", device, operator_uses(config, dtype)))
@@ -183,7 +181,6 @@ def check_operators(device: str) -> str:
 
 def check_training(device: str) -> str:
     """Trains a step; returns how the loss moved. Raises UserError where it did not fall."""
-    need_device(device)
     config = ModelConfig(d_model=64, n_layer=2, layers="mamba1,mamba2", vocab_size=256, d_state=16, headdim=16)
     model = MambaLM(config, forms=resolve_forms("auto", device, operator_uses(config, torch.float32)).forms)
     with torch.no_grad():
@@ -201,20 +198,14 @@ def check_training(device: str) -> str:
     return f"one step: loss {before:.4f}, then {after:.4f}"
 
 
-def need_device(device: str) -> None:
-    if device == "cuda" and not torch.cuda.is_available():
-        raise Absent("no GPU")
-
-
 def check_triton_cache() -> str:
     if importlib.util.find_spec("triton") is None:
         raise Absent("no Triton")
     from triton.runtime.cache import get_cache_manager
 
     folder = Path(os.environ.get("TRITON_CACHE_DIR") or Path.home() / ".triton" / "cache")
-    kind, writer = file_system(folder), type(get_cache_manager("00" * 32)).__name__
-    shared = "; nodes share it: 1.train.sbatch takes the node's own disk" if kind.startswith(SHARED_TYPES) else ""
-    return f"{folder} on {kind}, written by {writer}{shared}"  # Rank0CacheManager: see patches/
+    writer = type(get_cache_manager("00" * 32)).__name__  # Rank0CacheManager: see patches/
+    return f"{folder} on {file_system(folder)}, written by {writer}"
 
 
 def file_system(path: str | Path) -> str:
@@ -283,28 +274,34 @@ def measure_folder(world: World, folder: str) -> str:
 
 def write_file(path: Path) -> float:
     """Seconds that MEGABYTES take to be on the disk."""
-    block, began = os.urandom(1_000_000), time.perf_counter()
-    try:
+    def write():
         with open(path, "xb") as file:
             for _ in range(MEGABYTES):
                 file.write(block)
             file.flush()
             os.fsync(file.fileno())
-            seconds = time.perf_counter() - began
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)  # for whoever reads it here
-    except OSError as error:
-        raise UserError(f"{node_name()} can't write {path.parent}: {error.strerror}") from None
-    return seconds
+
+    block = os.urandom(1_000_000)
+    return seconds_of(write, f"write {path.parent}")
 
 
 def read_file(path: Path) -> float:
     """Seconds that it takes to read what another node has written."""
-    began = time.perf_counter()
-    try:
+    def read():
         with open(path, "rb", buffering=0) as file:
             while file.read(1 << 22):
                 pass
+
+    return seconds_of(read, f"read what {path.name} wrote to {path.parent.parent}; is it one folder, on a file system "
+                            "that the nodes share?")
+
+
+def seconds_of(act: Callable[[], None], what: str) -> float:
+    """Raises UserError: `what` this node can't."""
+    began = time.perf_counter()
+    try:
+        act()
     except OSError as error:
-        raise UserError(f"{node_name()} can't read what {path.name} wrote to {path.parent.parent} ({error.strerror}): "
-                        "is it one folder, on a file system that the nodes share?") from None
+        raise UserError(f"{node_name()}: {error.strerror}: can't {what}") from None
     return time.perf_counter() - began

@@ -95,7 +95,8 @@ def test_the_settings_it_names_exist(project):
     page = subprocess.run([sys.executable, "get_dataset.py", "--help"],
                           cwd=project, capture_output=True, text=True).stdout
     known = set(aliases()) | set(re.findall(r"--(\w+)", page)) | {
-        "config", "help", "verify", "quick", "stack", "prompt", "length", "temperature", "format", "seq_length", "all", "nodes", "instance"}
+        "config", "help", "verify", "quick", "stack", "prompt", "length", "temperature", "format", "seq_length", "all",
+        "nodes", "instance"}
     named = set(re.findall(r"--(\w+)", (project / "README.md").read_text()))
     assert named <= known, named - known
 
