@@ -37,7 +37,8 @@ def main(run: str, verify: bool = False, json: bool = False) -> int:
             rows.append({"name": path.name, "bytes": size_of(path), **described(path, verify)})
     rows += [{"name": path.name, "bytes": size_of(path), "verdict": "unfinished"} for path in unfinished]
     if json:
-        display.line(text.dumps(rows, indent=1))
+        display.close()
+        print(text.dumps(rows, indent=1))
     else:
         display.line(f"{'step':>10} {'tokens':>8} {'size':>9}  {'committed':<16}  verdict")
     for row in [] if json else rows:

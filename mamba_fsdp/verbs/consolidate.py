@@ -1,8 +1,8 @@
 """python -m mamba_fsdp consolidate RUN [--step=N] [--out=FOLDER] [--dtype=fp32|bf16|fp16]
 
 Write a run's model as one file, as a run does at its end: consolidated.00.pth with config.json and tokenizer/, in
-RUN/pth/step_N, which must not be there yet, or in the new folder --out. On one machine, tensor by tensor: it takes the
-memory of the largest one. The folder gets its name when all is written; what a kill leaves, the same command replaces.
+RUN/pth/step_N, or in the new folder --out. On one machine, tensor by tensor: it takes the memory of the largest one.
+The folder gets its name when all is written; what a kill leaves, the same command replaces.
 
   --step    of which checkpoint; without it of the newest whole one
   --dtype   of the numbers; without it they stay as they are
@@ -33,6 +33,8 @@ def main(run: str, step: Annotated[int, Bounds(at_least=-1)] = -1, out: str = ""
             raise UserError(f"--step={step}: {run} has no checkpoint of that step; it has {steps or 'none'}")
     checkpoint = find_checkpoint(place, World.alone(), part="model")
     folder = Path(out) if out else checkpoint.parent.parent / MODELS / checkpoint.name
+    if not (out or dtype) and (folder / CONSOLIDATED).is_file():
+        return print(f"{folder / CONSOLIDATED} is there already")
     remove_left_over(folder.parent, re.escape(folder.name), print)
     to_our_form(checkpoint, folder, dtype=dtype or None, verified=True)
     size = (folder / CONSOLIDATED).stat().st_size

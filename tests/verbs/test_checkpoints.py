@@ -92,6 +92,8 @@ def test_consolidate_writes_what_a_run_publishes(run, call):
         if path.is_file():
             assert path.read_bytes() == (run / "pth/step_00000004" / path.relative_to(run / "published")).read_bytes()
     code, said = call(consolidate, run)
+    assert code == 0 and said == f"{run}/pth/step_00000004/consolidated.00.pth is there already\n"
+    code, said = call(consolidate, run, f"--out={run / 'pth/step_00000004'}")
     assert code == 2 and "step_00000004 exists already" in said
     code, said = call(consolidate, run, "--step=2", f"--out={run / 'two'}", "--dtype=bf16")
     tensors = torch.load(run / "two/consolidated.00.pth", weights_only=True)
