@@ -4,6 +4,7 @@ import resource
 import shutil
 import time
 import zlib
+from collections import Counter
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from mamba_fsdp.checkpoint import checkpointer as module
 from mamba_fsdp.checkpoint import files
 from mamba_fsdp.checkpoint.checkpointer import Checkpointer
 from mamba_fsdp.checkpoint.files import checksum
-from mamba_fsdp.checkpoint.folder import Reader, find_checkpoint, load, problems
+from mamba_fsdp.checkpoint.folder import Reader, find_checkpoint, load, newest_whole, problems
 from mamba_fsdp.errors import StorageError, UserError
 from mamba_fsdp.parallel.model import Shard
 from mamba_fsdp.parallel.world import start_world
@@ -170,6 +171,53 @@ def test_a_broken_checkpoint_is_named_and_an_older_one_used(run, world, words):
     with pytest.raises(UserError, match="step_00000002 is broken"):
         find_checkpoint(run / "checkpoints/step_00000002", world)
     assert find_checkpoint(run, world, report=said.append).name == "step_00000001"
+
+
+def damages(content, other):
+    """(how, damaged content, None: deleted) of a file; `other` is that of another step."""
+    yield "deleted", None
+    yield "another step's", other
+    yield "longer", content + b"\0"
+    yield "longer", content + content[-7:]
+    for at in range(0, len(content), 7):
+        yield f"cut at {at}", content[:at]
+        yield f"zeros from {at}", content[:at] + bytes(len(content) - at)
+    for at in range(0, len(content), 2):
+        yield f"flipped at {at}", content[:at] + bytes([content[at] ^ 1 << at // 2 % 8]) + content[at + 1:]
+        yield f"exchanged at {at}", content[:at] + content[at + 1:at + 2] + content[at:at + 1] + content[at + 2:]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("file", ["rank_00000.safetensors", "state.json", "COMMIT"])
+def test_no_damage_goes_unnoticed(run, world, file):
+    """At every place of every file: the older checkpoint is taken, with a line. COMMIT has no checksum of its own:
+    where only what means nothing is damaged, such as a space, the newest is read as it was saved; where it seems to
+    be another version's, a line says so."""
+    make(run, world, [1, 2])
+    older, newest = (run / f"checkpoints/step_0000000{step}" for step in (1, 2))
+    content, outcomes = (newest / file).read_bytes(), Counter()
+    for how, damaged in damages(content, (older / file).read_bytes()):
+        if damaged == content:
+            continue
+        (newest / file).unlink() if damaged is None else (newest / file).write_bytes(damaged)
+        said = []
+        try:
+            found, _ = newest_whole(run / "checkpoints", world, said.append)
+        except UserError as error:
+            assert file == "COMMIT" and str(error).startswith(str(newest / file)), how
+            outcomes["refused"] += 1
+        else:
+            if found == newest:
+                target = shards(0)
+                assert file == "COMMIT" and load(found, target, world)["step"] == 2 and not said, how
+                assert all(torch.equal(one.data, other.data) for one, other in zip(target, shards(2))), how
+                outcomes["meant nothing"] += 1
+            else:
+                uncommitted = file == "COMMIT" and damaged is None
+                assert found == older and (uncommitted or "step_00000002 is broken" in said[0]), how
+                outcomes["older"] += 1
+        (newest / file).write_bytes(content)
+    assert outcomes["older"] > 250 and sum(outcomes.values()) < 1.5 * outcomes["older"], outcomes
 
 
 def edit(file, **changes):
