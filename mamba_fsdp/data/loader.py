@@ -124,26 +124,35 @@ class Loader(ExitStack):
         return np.concatenate([self.together(block) for block in blocks], axis=1)[:, at:at + count]
 
 
+def evaluation_windows(token_count: int, seq_length: int, stride: int, limit: int | None) -> np.ndarray:
+    """The windows that predict each token of a source but its first once, window w from token w * stride on; or `limit`
+    of them, spread evenly. Behind the first, those of a smaller stride predict their last `stride` tokens only, each
+    from seq_length - stride tokens or more before it."""
+    windows = 1 + max(0, -(-(token_count - 1 - seq_length) // stride))
+    chosen = min(limit or windows, windows)
+    return np.arange(chosen) * windows // chosen
+
+
 def evaluation_batches(source: Source, name: str, data: DataConfig, split: Split, *, vocab_size: int,
-                       limit: int | None = None) -> Iterator[Batch]:
+                       limit: int | None = None, stride: int = 0) -> Iterator[Batch]:
     """Yield this rank's batches over a source in its own order: all of it, or `limit` windows spread evenly over it.
 
-    The windows are the same for every world size, and each token but the first is a label exactly once. All ranks get
-    the same number of full batches, as sharded models need: what pads the last ones has no label that counts.
+    The windows are the same for every world size, and each token but the first is a label exactly once; stride: see
+    evaluation_windows; 0: seq_length. All ranks get the same number of full batches, as sharded models need: what pads
+    the last ones has no label that counts.
     """
-    windows = -(-(source.token_count - 1) // data.seq_length)
-    if windows < 1:
+    if source.token_count < 2:
         raise UserError(f"source {name!r} has {source.token_count} tokens: nothing to evaluate")
-    chosen = windows if limit is None else min(limit, windows)
-    for first in range(0, chosen, split.world_size * split.batch_size):
-        at = first + split.rank * split.batch_size + np.arange(split.batch_size)
-        spread = (at * windows // chosen).tolist()
-        samples = [(name, window if place < chosen else None) for place, window in zip(at, spread)]
-        yield _batch({name: source}, samples, data, vocab_size)
+    windows = evaluation_windows(source.token_count, data.seq_length, stride or data.seq_length, limit).tolist()
+    for first in range(0, len(windows), split.world_size * split.batch_size):
+        at = first + split.rank * split.batch_size
+        mine = windows[at:at + split.batch_size]
+        samples = [(name, window) for window in mine] + [(name, None)] * (split.batch_size - len(mine))
+        yield _batch({name: source}, samples, data, vocab_size, stride=stride)
 
 
 def _batch(sources: Mapping[str, Source], samples: Sequence[tuple[str, int | None]], data: DataConfig, vocab_size: int,
-           pin_memory: bool = False) -> Batch:
+           pin_memory: bool = False, stride: int = 0) -> Batch:
     shape = (len(samples), data.seq_length)
     tokens, labels = np.zeros(shape, np.int64), np.full(shape, IGNORED_LABEL, np.int64)
     documents = np.zeros(shape, np.int32) if data.reset_at_documents else None
@@ -151,7 +160,7 @@ def _batch(sources: Mapping[str, Source], samples: Sequence[tuple[str, int | Non
     for row, (name, window) in enumerate(samples):
         if window is None:
             continue
-        source, start = sources[name], window * data.seq_length
+        source, start = sources[name], window * (stride or data.seq_length)
         length = min(data.seq_length, source.token_count - 1 - start)
         try:
             window_tokens, positions, mask = source.read(start, length + 1)
@@ -163,6 +172,8 @@ def _batch(sources: Mapping[str, Source], samples: Sequence[tuple[str, int | Non
             raise (type(error) if isinstance(error, UserError) else UserError)(f"{place}: {error}") from error
         tokens[row, :length] = window_tokens[:-1]
         labels[row, :length] = window_tokens[1:]
+        if stride and window:
+            labels[row, :data.seq_length - stride] = IGNORED_LABEL  # the windows before have predicted them
         if mask is not None:
             labels[row, :length][~mask[1:]] = IGNORED_LABEL
         if documents is not None:

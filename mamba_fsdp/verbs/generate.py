@@ -118,11 +118,10 @@ class Text:
     def add(self, token: int, *, last: bool) -> tuple[str, bool]:
         """(what is to be shown now, whether the text ends). A character whose last bytes are still to come waits, and
         so does what may begin a stop."""
-        if token == self.words.eos:
-            return self.held, True
-        self.tokens.append(token)
+        last = last or token == self.words.eos
+        self.tokens += [token] * (token != self.words.eos)
         before, now = (self.words.decode(self.tokens[self.begin:end]) for end in (self.end, None))
-        if not now.endswith("\ufffd"):
+        if last or not now.endswith("\ufffd"):
             self.begin, self.end, self.held = self.end, len(self.tokens), self.held + now[len(before):]
         if found := [at for stop in self.stops if (at := self.held.find(stop)) >= 0]:
             return self.held[:min(found)], True

@@ -1,5 +1,6 @@
 """A trained model with its tokenizer, out of a run, a checkpoint, a .pth file or another library's folder."""
 
+import functools
 import os
 from collections.abc import Collection
 from pathlib import Path
@@ -17,7 +18,7 @@ from mamba_fsdp.ops import native
 from mamba_fsdp.ops.forms import resolve_forms
 from mamba_fsdp.parallel.model import fill_parts
 from mamba_fsdp.parallel.parallelize import parallelize
-from mamba_fsdp.parallel.world import start_world
+from mamba_fsdp.parallel.world import World, start_world
 from mamba_fsdp.run_layout import CHECKPOINTS, committed, refuse_absent
 from mamba_fsdp.storage import exists
 
@@ -64,13 +65,19 @@ class Loaded(NamedTuple):
         return self.weights.tokenizer_path
 
 
+@functools.cache
+def inference_world() -> World:
+    """The ranks that torchrun has started: each has the whole model, and together they evaluate."""
+    return start_world()
+
+
 POSITIONS = {"cpu": 1 << 14, "cuda": 1 << 18}  # that the loss is computed of at a time, for the memory that it takes
 
 
 def load(source: str | Path, *, model_name: str = "", reset_at_documents: bool = False) -> Loaded:
     """The model that `source` names, see interop/weights.py. model_name: the preset that it is, where there is no
     config.json. Raises UserError."""
-    world = start_world()
+    world = World.alone(device=inference_world().device)
     native.tune_process(world.device.type)
     weights = read_weights(source, model_name=model_name)
     dtype = torch.bfloat16 if world.device.type == "cuda" else torch.float32

@@ -1,5 +1,6 @@
 """What `generate` shows: text as it comes, several texts in order, stops across tokens, the speed beside them."""
 
+import os
 import subprocess
 import sys
 
@@ -94,6 +95,6 @@ def test_ctrl_c_ends_it_with_its_text_and_speed(there, project):
             "generate.Text.add = add\n"
             "command_line.run(generate.main, str, ['runs/demo', '--prompt=def', '--length=100000', '--temperature=2'])")
     done = subprocess.run([sys.executable, "-c", code], cwd=there, capture_output=True, text=True,
-                          env={"PYTHONPATH": str(project), "PATH": "/usr/bin:/bin", "HOME": str(there)})
+                          env={**os.environ, "PYTHONPATH": str(project)})
     assert done.returncode == 130 and done.stdout.startswith("def") and done.stdout.endswith("\n"), done.stderr
     assert "8 tokens in" in done.stderr and "stopped by Ctrl-C" in done.stderr and "Traceback" not in done.stderr
