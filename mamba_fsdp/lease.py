@@ -175,7 +175,8 @@ def share(folder: Path, tasks: Iterable[str], is_done: Callable[[str], bool], do
 def _this_process():
     now, pid = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"), os.getpid()
     return {"host": socket.gethostname(), "pid": pid, "since": now, "machine": _machine(), "started": _start_of(pid),
-            "job": os.environ.get("SLURM_JOB_ID"), "attempt": int(os.environ.get("SLURM_RESTART_COUNT") or 0)}
+            "job": os.environ.get("SLURM_JOB_ID"), "attempt": float(os.environ.get("SLURM_RESTART_COUNT") or 0)
+            + float(os.environ.get("RELAUNCHES") or 0) / 1000}
 
 
 def _machine():

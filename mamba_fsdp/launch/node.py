@@ -6,6 +6,7 @@ When a rank fails, the others fail for its sake soon after, and the log is full 
 first of its own into the folder FAILURES, as a file whose name sorts by time; the launcher ends the log with the first.
 """
 
+import datetime
 import importlib.util
 import logging
 import os
@@ -16,19 +17,22 @@ import time
 from pathlib import Path
 
 from torch.distributed import run as torchrun
-from torch.distributed.elastic.multiprocessing.api import PContext, SignalException
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing.api import PContext, SignalException, SubprocessHandler
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
-from torch.distributed.elastic.rendezvous import RendezvousError
+from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousError
 
 from mamba_fsdp.errors import UserError
+from mamba_fsdp.launch.forks import REQUESTS_TO_STOP, Rank, prepare
 from mamba_fsdp.launch.machine import assigned_gpus, interface_towards, node_name
 from mamba_fsdp.parallel.world import allow_many_files
+from mamba_fsdp.run_layout import CHECKPOINTS, committed
 from mamba_fsdp.storage import write_atomically
 from mamba_fsdp.train.run_folder import RunFolder
 
 SECONDS_FOR_OTHERS = 3  # Slurm ends the job with the first node that exits: let the others put their errors on record
+SECONDS_TO_MEET_AGAIN = 30  # after a failure: else a node is lost
 ENDED_BY_LAUNCHER = -signal.SIGTERM  # of ranks that still ran when another failed, or only started when asked to stop
-REQUESTS_TO_STOP = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
 USUAL_REASONS = {
     "SIGKILL": " The usual reason is that the node ran out of memory: lower batch_size.",
     "SIGBUS": " The usual reason is a file of the token store that was cut short, or whose disk failed, while it was "
@@ -43,23 +47,23 @@ def main(failures: Path, words: list[str]) -> int:
     alone = "--standalone" in words
     with tempfile.TemporaryDirectory(prefix="mamba-train-") as scratch:
         options = torchrun.parse_args([f"--nproc-per-node={processes}", f"--log-dir={scratch}/ranks",
-                                       "--monitor-interval=0.1", *words])
+                                       "--monitor-interval=0.1", "--max-restarts=1", *words])
         set_environment(processes, scratch, None if alone else options.rdzv_endpoint.rpartition(":")[0])
+        os.environ["FAILURES"] = str(failures)
+        prepare()
         asked = pass_requests_on()
+        noted = restart_in_place(failures, asked, alone, processes)
         try:
             torchrun.run(options)
-        except ChildFailedError as error:
-            first, rank, failure = min((moment_of(failure), rank, failure) for rank, failure in error.failures.items())
-            if asked and failure.exitcode == ENDED_BY_LAUNCHER:
+        except ChildFailedError:
+            if not noted:
                 return 128 + asked[0]
-            has_said_it = alone and processes == 1 and failure.exitcode > 0  # as its last words, right above
-            text = "" if has_said_it else f"rank {rank} on {node_name()} failed first.\n{describe(failure)}\n"
-            code = failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode
-            code = put_on_record(failures, *first, text, code)
             RunFolder(failures.parent.parent).status()  # which a rank that was killed has left `running`
             if not alone:
                 time.sleep(SECONDS_FOR_OTHERS)
-            return code
+            return noted[-1]
+        except RendezvousClosedError:  # another node has given up
+            return 1
         except RendezvousError as error:
             text = (f"error: {node_name()} could not meet the other nodes: {error} ({error.__cause__}); can it reach "
                     "the first node by its name, and does the firewall or security group let the nodes connect?\n")
@@ -67,6 +71,43 @@ def main(failures: Path, words: list[str]) -> int:
         except SignalException as error:
             return 128 + error.sigval  # it came while torchrun was starting the ranks
     return 128 + asked[0] if asked else 0
+
+
+def restart_in_place(failures: Path, asked: list[int], alone: bool, processes: int) -> list[int]:
+    """Make torchrun note a failure and start the ranks of all nodes again after it, in this job and on these nodes; but
+    once only for each new checkpoint, not after a user's mistake or a request to stop, and not on a machine `alone`.
+
+    Whatever else runs on a node is ended at once: by itself torchrun leaves the other ranks 30 s in which they can only
+    wait for the lost one. Returns the list that will hold the exit codes of failures."""
+    monitor, close, ended, noted, begun_from = LocalElasticAgent._monitor_workers, PContext.close, set(), [], [None]
+
+    def end(ranks, death_sig=None, timeout=30):
+        for rank in ranks.subprocess_handlers.values():
+            if rank.proc.poll() is None and not asked:
+                ended.add(rank.proc.pid)
+                rank.proc.send_signal(signal.SIGKILL)
+                rank.proc.wait(timeout)
+        close(ranks, death_sig, timeout)
+
+    def note(agent, group):
+        result = monitor(agent, group)
+        if result.is_failed():
+            first, rank, failure = min((moment_of(failure), rank, failure) for rank, failure in result.failures.items()
+                                       if failure.pid not in ended)
+            if not (asked and failure.exitcode == ENDED_BY_LAUNCHER):
+                has_said_it = alone and processes == 1 and failure.exitcode > 0  # as its last words, right above
+                text = "" if has_said_it else f"rank {rank} on {node_name()} failed first.\n{describe(failure)}\n"
+                code = failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode
+                noted.append(put_on_record(failures, *first, text, code))
+            newest = committed(failures.parent.parent / CHECKPOINTS)[-1:]
+            mends = not asked and not alone and failure.exitcode != UserError.exit_code and newest != begun_from[0]
+            agent._remaining_restarts, begun_from[0] = int(mends and os.environ.get("MAX_RESTARTS") != "0"), newest
+            os.environ.pop("START_PARTS", None)  # what the launcher took is told once
+            group.spec.rdzv_handler._settings.timeout._join = datetime.timedelta(seconds=SECONDS_TO_MEET_AGAIN)
+        return result
+
+    LocalElasticAgent._monitor_workers, PContext.close = note, end
+    return noted
 
 
 def set_environment(processes: int, scratch: str, first_node: str | None) -> None:
@@ -99,17 +140,20 @@ def pass_requests_on() -> list[int]:
     take is for Slurm to say, which kills all of us in the end. Returns the list that will hold the requests (signals).
     """
     start, asked = PContext.start, []
+    SubprocessHandler._popen = lambda handler, words, environment: Rank(words, environment)
 
     def start_and_listen(ranks):
         for environment in ranks.envs.values():
             environment["RANKS_BEGAN"] = str(time.time())
+
         def tell(number):
             for rank in ranks.subprocess_handlers.values():
                 rank.proc.send_signal(number)
 
         def pass_on(number, _frame):
             asked.append(number)
-            tell(signal.SIGTERM)  # whatever it was: SIGINT twice is no request, it ends a rank
+            # SIGQUIT is for those who won't wait; of the others, SIGINT twice is no request, it ends a rank.
+            tell(signal.SIGKILL if number == signal.SIGQUIT else signal.SIGTERM)
 
         def stand_still(_number, _frame):  # ranks are in sessions of their own, which no terminal stops
             tell(signal.SIGSTOP)

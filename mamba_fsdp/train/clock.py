@@ -18,6 +18,7 @@ class Clock:
         self.first_step = self.interval_step = step
         self.own = [0.0] * ranks  # seconds of each since the last report
         self.data_wait = 0.0  # seconds since then
+        self.taken = 0.0
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
@@ -28,6 +29,11 @@ class Clock:
         self.began += seconds
         self.interval_began += seconds
         self.together += seconds
+
+    def new_seconds(self) -> float:
+        """Of steps, since this was last asked."""
+        before, self.taken = self.taken, time.perf_counter() - self.began
+        return self.taken - before
 
     def own_seconds(self) -> float:
         """This rank's, at its next forward pass."""

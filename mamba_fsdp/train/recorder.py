@@ -3,6 +3,7 @@
 import contextlib
 import itertools
 import math
+import time
 from collections.abc import Callable
 
 import torch
@@ -64,6 +65,9 @@ class Recorder(contextlib.ExitStack):
 
     def report(self, state: TrainState, loss: float, learning_rate: float, gradient_norm: float, read: int) -> None:
         """After a step: the live line, and when due an entry with the mean loss in the metrics. read: see `read_by`."""
+        state.step_seconds += self.clock.new_seconds()
+        if not self.folder.startup.steps and self.metrics and (recovery := self.folder.recovery(state.step)):
+            self.display.line(recovery)
         if self.folder.startup.stepped() and self.kernels:
             self.folder.say("running", state.step)
             self.display.line(self.folder.startup.line())
@@ -82,6 +86,7 @@ class Recorder(contextlib.ExitStack):
             self._write({"step": state.step, "tokens": state.tokens, "loss": loss,
                          "perplexity": math.exp(min(loss, 700.0)), "learning_rate": learning_rate,
                          "grad_norm": gradient_norm, "skipped_steps": state.skipped_steps,
+                         "goodput": round(state.step_seconds / (time.time() - state.first_started), 4),
                          "tokens_per_second": round(rate, 1),
                          "tokens_per_second_per_device": round(rate / self.world.size, 1),
                          **({"mfu": round(mfu, 4)} if mfu else {}), **compared, **device_metrics(self.world.device),

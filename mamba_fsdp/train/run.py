@@ -69,6 +69,7 @@ def run_training(settings: TrainConfig, weights: Weights | None = None, write_mo
 def train(parts: Parts, folder: RunFolder, display: Display) -> Path | None:
     """The loop with its surroundings. Returns the last checkpoint of a run that has all its steps, else None."""
     state, plan, world = parts.state, parts.plan, parts.world
+    state.first_started = state.first_started or folder.startup.began
     validation_due = plan.is_due(plan.eval_steps, state.step) and not (
         state.step and world.on_rank0(lambda: was_validated(folder.path, state.step)))
     if state.step >= plan.total_steps and not validation_due and not parts.checkpointer.only_local:

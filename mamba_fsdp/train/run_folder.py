@@ -2,15 +2,17 @@
 
 import contextlib
 import filecmp
+import os
 import shutil
 import sys
+import time
 from functools import partial
 from pathlib import Path
 
 from mamba_fsdp.data.source import Source
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.lease import Lease
-from mamba_fsdp.report.records import read_status, write_status
+from mamba_fsdp.report.records import add_event, read_status, write_status
 from mamba_fsdp.run_layout import CHECKPOINTS, LEASE, TOKENIZER, committed, refuse_foreign, step_of
 from mamba_fsdp.storage import patiently
 from mamba_fsdp.train.startup import Startup
@@ -57,6 +59,21 @@ class RunFolder:
                 write_status(self.path, "failed", step or self._newest_step(), f"{type(error).__name__}: {error}")
         except (UserError, OSError) as another:  # a full disk must not hide the first failure
             print(f"warning: {another}", file=sys.stderr)
+
+    def recovery(self, step: int) -> str:
+        """For the log, and as an event: how long after the loss of a rank this `step` of the same job is the first that
+        was taken; "" where none was lost. The launcher's notes of it, see `put_on_record`, are done with then."""
+        own = Path(os.environ.get("FAILURES", ""))  # FAILURES/JOB.START
+        failures = sorted(own.parent.glob(f"{own.stem}.*/*.txt"), key=lambda path: path.name) if own.name else []
+        if not failures:
+            return ""
+        first = failures[0]
+        seconds, said = round(time.time() - float(first.name.split("-")[1]), 1), first.read_text().splitlines()
+        lost = f"{said[0].removesuffix(' failed first.')}: {said[-1]}"
+        add_event(self.path, "recovered", step, seconds=seconds, lost=lost)
+        for path in failures:
+            path.rename(path.with_suffix(".recovered"))
+        return f"recovered  step {step} was taken {seconds:g} s after the loss of {lost}"
 
     def keep_tokenizer(self, data: Source) -> None:
         """Copies the tokenizer of a source that has one, so that the model can be used when the data is gone; in place

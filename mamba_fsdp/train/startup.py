@@ -12,6 +12,7 @@ class Startup:
         words = [word.split("=") for word in os.environ.get("START_PARTS", "").split("+") if word]
         self.parts = {name: float(seconds) for name, seconds in words}
         self.since = float(os.environ.get("RANKS_BEGAN", time.time() - time.process_time()))
+        self.began = self.since
         self.parts |= {"launch": round(self.since - self.parts.pop("since"), 3)} if words else {}
         self.steps = 0
 

@@ -33,6 +33,8 @@ class TrainState:
     loss_scale_good_steps: int = 0
     data: dict[str, Any] = field(default_factory=dict)  # the position in the data when last loaded or saved
     schedule: dict[str, Any] = field(default_factory=dict)  # what the learning rate follows, see train/schedule.py
+    first_started: float = 0.0  # when the run first began, seconds since the epoch
+    step_seconds: float = 0.0  # that its steps took; those of steps that a crash lost are not in what it resumes from
     tokenizer: str = ""  # the identity of the one that made the tokens which the model learns
 
     @classmethod

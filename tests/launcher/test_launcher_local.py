@@ -119,9 +119,9 @@ def states(project):
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
         try:
-            if b"training.py\0--save" in (folder / "cmdline").read_bytes() and (folder / "cwd").samefile(project):
-                if b"launch.node" not in (folder / "cmdline").read_bytes():
-                    found.append((folder / "stat").read_text().rpartition(")")[2].split()[0])
+            if b"multiprocessing.forkserver" in (folder / "cmdline").read_bytes() and (folder / "cwd").samefile(project):
+                state, _, _, session, *_ = (folder / "stat").read_text().rpartition(")")[2].split()
+                found += [state] * (session == folder.name)  # ranks lead sessions of their own
         except OSError:
             pass
     return found

@@ -183,18 +183,25 @@ def test_preemption_with_a_grace_time_goes_on_later(start_cluster, slurm_project
 
 
 def test_a_node_that_dies_does_not_end_the_job(start_cluster, slurm_project):
-    """Slurm queues the job again, and it resumes from the newest committed checkpoint."""
-    cluster = start_cluster()
-    job = cluster.submit(slurm_project, "--save_ckpt_path=runs/a", "--num_steps=100000")
-    commit = slurm_project / "runs/a/checkpoints/step_00000005/COMMIT"
-    cluster.wait_until(commit.exists, "a checkpoint is committed")
+    """A spare node takes its place; without one the job is queued again. Each time the run resumes from the newest
+    committed checkpoint, on as many nodes."""
+    cluster, run = start_cluster(nodes=3), slurm_project / "runs/a"
+    job = cluster.submit(slurm_project, "--save_ckpt_path=runs/a", "--num_steps=100000", "--spares=1",
+                         options=["--nodes=3"])
+    cluster.wait_until((run / "checkpoints/step_00000005/COMMIT").exists, "a checkpoint is committed")
     cluster.kill_node("node2")
-    cluster.wait_until(lambda: cluster.state(job) == "PENDING", "Slurm has noticed")
-    cluster.start_node("node2")
-    cluster.wait_until(lambda: cluster.idle_nodes() == 2, "the node is back")
+    cluster.wait_until(lambda: len(starts(run)) == 4, "the run has resumed on the spare node")
+    assert cluster.state(job) == "RUNNING" and cluster.restarts(job) == 0
+    assert "lost       node2\nresuming from step_00000005 on node1 node3\n" in log(slurm_project, job)
+    assert "node2 failed first.\nIt does not answer any longer." in next(run.glob("failures/*/0-*.txt")).read_text()
+    cluster.kill_node("node3")
+    cluster.wait_until(lambda: cluster.state(job) == "PENDING", "the job is queued again")
+    for name in ("node2", "node3"):
+        cluster.start_node(name)
+    cluster.wait_until(lambda: cluster.idle_nodes() == 3, "the nodes are back")
     cluster.release(job)
-    cluster.wait_until(lambda: len(starts(slurm_project / "runs/a")) == 4, "both nodes train again")
-    assert starts(slurm_project / "runs/a")[-1]["step"] >= 5
+    cluster.wait_until(lambda: len(starts(run)) == 6, "two nodes train again")
+    assert [start["step"] for start in starts(run)] == [0, 0, 5, 5, 5, 5]
 
 
 @pytest.mark.parametrize("words", [["--num_stepss=3"], ["--seq_length=many"], ["three"]])

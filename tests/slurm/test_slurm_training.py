@@ -2,12 +2,14 @@
 
 import json
 import shutil
+import subprocess
 
 import numpy as np
 import projects
 import pytest
 
 from mamba_fsdp.data.store import StoreWriter
+from mamba_fsdp.report.records import read_events
 
 pytestmark = pytest.mark.slow
 
@@ -63,12 +65,26 @@ def test_interrupted_by_usr1_the_run_is_bitwise_the_unbroken_one(start_cluster, 
     assert weights(run) == weights(training_project / "runs/unbroken") and len(weights(run)) == 1
 
 
-def test_a_node_killed_in_mid_run_costs_only_the_steps_since_the_last_checkpoint(start_cluster, training_project):
+def kill_rank(cluster, node):
+    """The rank of a node leads a session of its own, as a fork of the process that has imported for it."""
+    kill = "ps -ww -eo pid=,sid=,args= | awk '$1 == $2 && /forkserver/ {print $1}' | xargs kill -KILL"
+    subprocess.run(cluster.command("sh", "-c", kill, on=node), check=True)
+
+
+def test_a_lost_rank_starts_again_in_its_job_and_a_node_killed_in_mid_run_costs_only_steps_since_the_last_checkpoint(
+        start_cluster, training_project):
     cluster = start_cluster()
     job = cluster.submit(training_project, *SETTINGS, "--save_ckpt_path=runs/a", "--num_steps=100000",
                          "--checkpoint_interval=20", env={"OMP_NUM_THREADS": "1"})
     run = training_project / "runs/a"
     cluster.wait_until(lambda: list(run.glob("checkpoints/step_*/COMMIT")), "a checkpoint is committed")
+    kill_rank(cluster, "node2")
+    cluster.wait_until(lambda: [event for event in read_events(run) if event["event"] == "recovered"],
+                       "the ranks have started again")
+    steps = [step for step, *_ in losses(run)]
+    assert steps == list(range(1, len(steps) + 1)), "no gap, no step twice"
+    assert cluster.state(job) == "RUNNING" and cluster.restarts(job) == 0 and not list(run.glob("failures/*/*.txt"))
+    assert "after the loss of rank 1 on node2: It was ended by SIGKILL" in log(training_project, job)
     cluster.kill_node("node2")
     newest = max(path.parent.name for path in run.glob("checkpoints/step_*/COMMIT"))
     cluster.wait_until(lambda: cluster.state(job) == "PENDING", "Slurm has noticed")

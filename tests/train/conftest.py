@@ -121,7 +121,7 @@ def weights_of():
     return read
 
 
-TIMES = ("tokens_per_second", "mfu", "slowest_rank", "slowest_rank_seconds", "median_rank_seconds",
+TIMES = ("tokens_per_second", "mfu", "goodput", "slowest_rank", "slowest_rank_seconds", "median_rank_seconds",
          "tokens_per_second_per_device", "data_wait_seconds", "checkpoint_stall_seconds", "memory_gb")
 
 

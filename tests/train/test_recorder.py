@@ -47,6 +47,7 @@ def test_a_report_is_a_line_and_an_entry_where_it_is_due(recorder_of, tmp_path, 
                           "val_tokens": 40, "val_share": 0.174}
     rate = report.pop("tokens_per_second")
     assert report.pop("tokens_per_second_per_device") == rate > 0 and 0.01 < report.pop("memory_gb") < 1000
+    assert report.pop("goodput") >= 0
     assert report == {"step": 2, "tokens": 128, "loss": 3.5, "perplexity": pytest.approx(33.1155, rel=1e-4),
                       "learning_rate": 0.01, "grad_norm": 0.5,
                       "data_wait_seconds": 0.25, "checkpoint_stall_seconds": 1.5,

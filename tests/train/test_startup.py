@@ -13,11 +13,12 @@ from mamba_fsdp.train.startup import Startup
 
 AUDIT = """
 import os, sys
-if "RANK" in os.environ:
-    def hook(event, given, log=open(os.environ["AUDIT"] + os.environ["RANK"], "a", buffering=1)):
-        if event in ("open", "os.listdir", "os.scandir", "os.mkdir") and os.environ["SHARED"] in str(given[0]):
-            log.write(f"{event} {given[0]}\\n")
-    sys.addaudithook(hook)
+def hook(event, given):  # ranks are forks, which have a number by then
+    if event in ("open", "os.listdir", "os.scandir", "os.mkdir") and os.environ["SHARED"] in str(given[0]):
+        if "RANK" in os.environ:
+            with open(os.environ["AUDIT"] + os.environ["RANK"], "a") as log:
+                log.write(f"{event} {given[0]}\\n")
+sys.addaudithook(hook)
 """
 
 

@@ -39,6 +39,8 @@ def left_by(run, metrics_of):
     """What a run leaves: metrics, and of each checkpoint the train state and the bytes of its tensors."""
     checkpoints = sorted(run.glob("checkpoints/step_*"))
     states = [json.loads((path / "state.json").read_text())["state"]["progress"] for path in checkpoints]
+    states = [{name: value for name, value in state.items() if name not in ("first_started", "step_seconds")}
+              for state in states]
     return metrics_of(run), states, [next(path.glob("rank_*")).read_bytes() for path in checkpoints]
 
 

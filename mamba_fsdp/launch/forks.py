@@ -1,0 +1,65 @@
+"""Ranks as forks of a process of the node that has imported what training imports: they begin with the settings, and
+those that start again in place of lost ones within a second. That process does nothing else: a fork keeps no threads.
+"""
+
+import atexit
+import contextlib
+import ctypes
+import multiprocessing
+import os
+import runpy
+import signal
+import sys
+from importlib.machinery import ModuleSpec
+from multiprocessing import forkserver
+from multiprocessing.context import ForkServerProcess
+
+from mamba_fsdp.errors import first_line
+
+IMPORTS = ["mamba_fsdp.launch.forks", "mamba_fsdp.train.run", "mamba_fsdp.interop.convert", "mamba_fsdp.verbs.loading"]
+REQUESTS_TO_STOP = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
+PR_SET_PDEATHSIG = 1  # of Linux's prctl
+
+
+def prepare() -> None:
+    """Starts that process; it imports while torchrun looks for the other nodes."""
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in REQUESTS_TO_STOP}  # Slurm asks all processes
+    sys.modules["__main__"].__spec__ = ModuleSpec("__main__", None)  # else ranks run the launcher's module once more
+    multiprocessing.set_forkserver_preload(IMPORTS)
+    forkserver.ensure_running()
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+class Rank(ForkServerProcess):
+    """What torchrun wants of a subprocess.Popen. words: python -u FILE and its arguments."""
+
+    def __init__(self, words: tuple[str, ...], environment: dict[str, str]) -> None:
+        super().__init__(target=_run, args=(words[2:], environment))
+        self.start()
+        self.poll, self.wait = lambda: self.exitcode, self.join
+
+    def send_signal(self, number: int) -> None:
+        """SIGKILL to what the rank has started too."""
+        for kill in (os.kill, os.killpg)[:1 + (number == signal.SIGKILL)]:
+            with contextlib.suppress(ProcessLookupError):  # it has ended, or has not come to os.setsid
+                kill(self.pid or 0, number)
+
+
+def _run(words, environment):
+    os.setsid()
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # no rank outlives its launcher
+    for number in REQUESTS_TO_STOP:
+        signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+    os.environ.update(environment)
+    sys.argv = list(words)
+    try:
+        runpy.run_path(words[0], run_name="__main__")
+    except Exception as error:  # which the launcher knows: most fail only because of another
+        if environment["WORLD_SIZE"] == "1":
+            sys.excepthook(*sys.exc_info())
+        else:
+            print(f"rank {environment['RANK']} failed: {first_line(error)[:160]}", file=sys.stderr)
+        raise SystemExit(1) from None
+    finally:
+        atexit._run_exitfuncs()

@@ -1,0 +1,45 @@
+#!/bin/bash
+# Training on the nodes of a job, and on its spare ones (--spares=N) in place of lost ones. 1.train.sbatch sources it.
+# shellcheck disable=SC2154 # what it and environment.sh set
+
+take_spares() { # all words but --spares=N are settings; sets spares and settings
+    local word
+    spares=0 settings=()
+    for word in "$@"; do
+        if [[ $word == --spares=* ]]; then spares=${word#*=}; else settings+=("$word"); fi
+    done
+    case $spares in '' | *[!0-9]*) fail "--spares=$spares: expected a number of nodes" ;; esac
+}
+
+train_on_nodes() { # the settings; the exit code of the last launch
+    local code launches=0 wanted=$((${#nodes[@]} - spares))
+    while :; do
+        export LAST_NODE=${nodes[wanted - 1]} RELAUNCHES=$launches
+        # The first node is named by its host name, never by its address: a replaced node keeps the name.
+        await "${srun[@]}" --nodes="$wanted" --ntasks="$wanted" --nodelist="$(IFS=, && printf %s "${nodes[*]:0:wanted}")" \
+            --kill-on-bad-exit=1 "${container[@]}" "$project/1.train.sbatch" --on-node "${launcher[@]}" \
+            --nnodes="$wanted" --rdzv-backend=c10d --rdzv-id="$attempt.$launches" \
+            --rdzv-endpoint="${nodes[0]}:$((20000 + SLURM_JOB_ID % 10000))" \
+            --rdzv-conf=join_timeout=900,read_timeout=900 training.py "$@" && code=0 || code=$?
+        [ "$code" != 0 ] && [ "$spares" -gt 0 ] && [ -z "$stop_asked" ] && leave_lost_out || return "$code"
+        [ "${#nodes[@]}" -ge "$wanted" ] || return "$code"
+        launches=$((launches + 1))
+        say "resuming from $(newest_checkpoint) on ${nodes[*]:0:wanted}"
+    done
+}
+
+leave_lost_out() { # sets nodes to those that answer; false where all do
+    local living lost moment
+    living=$(for node in "${nodes[@]}"; do answers "$node" & done && wait)
+    lost=$(printf '%s\n' "${nodes[@]}" | grep -vxFf <(printf '%s\n' "$living")) || return 1
+    mapfile -t nodes < <(printf '%s\n' "${nodes[@]}" | grep -xFf <(printf '%s\n' "$living"))
+    say "lost       ${lost//$'\n'/, }"
+    moment=$(find "$failures" -name '*.txt' -printf '%f\n' 2>/dev/null | cut -d- -f2 | sort | head -n 1)
+    mkdir -p "$failures"
+    printf '%s failed first.\nIt does not answer any longer.\n' "${lost//$'\n'/, }" \
+        > "$failures/0-${moment:-$(date +%s.%3N)}-${lost%%$'\n'*}-exit1.txt"
+}
+
+answers() { # says the node's name if it does
+    timeout 20 srun --overlap --nodes=1 --ntasks=1 --nodelist="$1" --cpu-bind=none true < /dev/null 2> /dev/null && say "$1"
+}
