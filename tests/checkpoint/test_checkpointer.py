@@ -1,7 +1,11 @@
+import contextlib
+import dataclasses
 import json
 import os
 import resource
 import shutil
+import signal
+import threading
 import time
 import zlib
 from collections import Counter
@@ -88,6 +92,38 @@ def test_an_asynchronous_save_holds_the_moment_of_the_call(run, world):
     assert kept and kept == [buffer.data_ptr() for buffer in checkpointer.buffers]
     target = shards(0)
     assert load(checkpointer.newest(), target, world) == {"list": [1]}
+    assert torch.equal(target[0].data, torch.full((100,), 1.0))
+
+
+def test_on_a_gpu_a_stream_of_its_own_copies_and_the_device_waits(run, world, monkeypatch):
+    """The copies begin after what training has asked for so far; no thread but the writing one waits for them."""
+    calls, copy, empty = [], torch._foreach_copy_, torch.empty
+
+    def note(what, result=None):
+        calls.append((what, threading.current_thread() is threading.main_thread()))
+        return result
+
+    class Event:
+        record, wait, synchronize = (lambda _, what=what: note(what) for what in ("record", "wait", "synchronize"))
+
+    class Stream:
+        wait_stream = staticmethod(lambda other: note(f"after {other}"))
+
+    for name, fake in {"Stream": Stream, "Event": Event, "current_stream": lambda: "training", "set_device": id,
+                       "stream": lambda stream: contextlib.nullcontext(note("aside"))}.items():
+        monkeypatch.setattr(torch.cuda, name, fake)
+    pinned = []
+    monkeypatch.setattr(torch, "empty", lambda *shape, pin_memory=False, **how: pinned.append(pin_memory) or empty(
+        *shape, **how))
+    monkeypatch.setattr(torch, "_foreach_copy_", lambda *both, non_blocking: note(non_blocking, copy(*both)))
+    checkpointer = Checkpointer(run, dataclasses.replace(world, device=torch.device("cuda", 0)))
+    checkpointer.save(1, shards(1), {})
+    checkpointer.wait_for_copies()
+    checkpointer.wait()
+    assert [what for what, in_training in calls if in_training] == ["after training", "aside", True, "record", "wait"]
+    assert [what for what, in_training in calls if not in_training] == ["synchronize"] and all(pinned) and pinned
+    target = shards(0)
+    load(checkpointer.newest(), target, world)
     assert torch.equal(target[0].data, torch.full((100,), 1.0))
 
 
