@@ -116,7 +116,7 @@ def checksum(path: Path, limit: int = sys.maxsize, kind: str = "xxh3") -> dict[s
 
 def _update(found, file, limit):
     """Add up to `limit` bytes of the file, from where it stands, to the checksum. Returns how many there were."""
-    size, block = 0, memoryview(bytearray(min(BLOCK, limit)))
+    size, block = 0, memoryview(bytearray(min(BLOCK, 1 << 20, limit)))  # the processor's cache holds it for the hash
     while count := file.readinto(block[:limit - size]):
         found.update(block[:count])
         size += count
