@@ -4,7 +4,6 @@ import json
 import os
 import resource
 import shutil
-import signal
 import threading
 import time
 import zlib
