@@ -46,7 +46,8 @@ class Saver:
 
     def _save(self, final, local=False):
         parts, state = self.parts, self.parts.state
-        parts.world.on_rank0(self.recorder.sync)  # the metrics up to a committed checkpoint must not be lost
+        if not local:  # those serve also where the shared folder, in which the metrics lie, fails
+            parts.world.on_rank0(self.recorder.sync)  # the metrics up to a committed checkpoint must not be lost
         state.data = parts.loader.state_before(state.step)
         shards = parts.parallel.shards() + parts.parallel.optimizer_shards(parts.optimizer)
         parts.checkpointer.save(state.step, shards, state.saved(parts.settings, parts.world.size), local)
