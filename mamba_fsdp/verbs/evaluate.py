@@ -160,11 +160,12 @@ def said(evaluations: Mapping[str, Evaluation], models: Mapping[str, str], same_
     yield f"windows        {found.window:,} tokens long, one every {found.stride:,}"
     if len(evaluations) > 1:
         yield from (f"{role:<14} {name}" for role, name in models.items())
-        yield f"{'':<22}{'model':>14}{'baseline':>14}{'difference':>14}"
+        yield f"{'':<22}{'model':>16}{'baseline':>16}{'difference':>16}"
         for name, title in ROWS.items():
             values = [getattr(each, name) for each in evaluations.values()]
             if None not in values and (same_tokens or name in ("word_perplexity", "bits_per_byte")):
-                yield f"{title:<22}{values[0]:>14,.4f}{values[1]:>14,.4f}{values[0] - values[1]:>+14,.4f}"
+                values.append(values[0] - values[1])
+                yield f"{title:<22}" + "".join(f"{each:>16{'.4e' if abs(each) > 1e6 else ',.4f'}}" for each in values)
         if not same_tokens:
             yield "Their tokenizers differ: losses per token are of different tokens."
         return
