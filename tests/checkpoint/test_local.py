@@ -131,11 +131,11 @@ def save_in_trouble(world, run, disks, kind):
     checkpointer, shards = opened(world, run, said, 1, disks)
     if world.rank == 1:
         from mamba_fsdp.checkpoint import checkpointer as module
-        def full(path, *more, clean=module.write_pieces):
+        def full(path, *more, clean=module.write_pieces, **how):
             if kind == "own":
                 raise OSError(28, "No space left on device", str(path))
             (path.parent / "rank_00000.safetensors").mkdir()  # where the copy is to come
-            return clean(path, *more)
+            return clean(path, *more, **how)
         module.write_pieces = full
     for step in (102, 104):
         checkpointer.save(step, shards(), {}, True)
