@@ -192,12 +192,12 @@ def default(name: str) -> Any:
 
 
 def find_config_file(name: str) -> Path:
-    """The path of a YAML file given as a path or as the name of one in config/. Raises UserError."""
-    beside = Path(__file__).parent / f"{name}.yaml"
-    for path in (Path(name), beside):
-        if path.is_file():
+    """The path of a YAML file given as a path or as the name of one in config/ or its recipes/. Raises UserError."""
+    here = {path.stem: path for path in Path(__file__).parent.rglob("*.yaml")}
+    for path in (Path(name), here.get(name)):
+        if path and path.is_file():
             return path
-    ready = ", ".join(sorted(path.stem for path in Path(__file__).parent.glob("*.yaml")))
+    ready = ", ".join(sorted(here))
     same = elsewhere.CONFIGS.get(Path(name).stem)
     hint = f"that run is --config={same} here" if same else f"give a path or one of {ready}"
     raise UserError(f"config: there is no file {name}; {hint}")

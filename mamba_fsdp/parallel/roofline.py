@@ -7,8 +7,9 @@ holds them against published rates.
 products    2 FLOPs per multiply-add and token, three times (forward, two gradients), a fourth in blocks that recompute
 attention   q . k and weights . v of half of the positions; 3.5 times, since the backward pass makes the scores again
             (Dao 2023, arXiv 2307.08691, section 4)
-recurrence  as long as it takes to move STATE bytes for each state and token: fitted to published rates of Mamba-2 by
-            mamba-ssm's kernels, which neither products nor memory bound; for Mamba-1 nobody publishes one
+recurrence  as long as it takes to move STATE bytes for each state and token: of Mamba-2 fitted to published rates of
+            mamba-ssm's kernels, which neither products nor memory bound; of Mamba-1, whose states take an
+            exponential each, nobody publishes one: assumed, after Dao and Gu 2024 (arXiv 2405.21060), section 9.3
 memory      what norms, gates, convolutions and the loss read and write: of what a block keeps, write, read, read
             again, and the same of its gradient, beside what only passes; copies of FSDP2; AdamW 40 bytes a weight
 network     an all-gather brings (n - 1) / n of the weights to each of n devices, over the node's own links at once to
@@ -26,7 +27,7 @@ from mamba_fsdp.parallel.parallelize import choose_strategy
 from mamba_fsdp.parallel.world import World
 
 EFFICIENCY = {"products": 0.65, "attention": 0.45, "memory": 0.8, "links": 0.75, "network": 0.7}
-STATE, HOP = 3, 5e-6  # bytes; seconds
+STATE, HOP = {"mamba1": 12, "mamba2": 3}, 5e-6  # bytes; seconds
 FP32 = 16  # times slower than bf16 are products in fp32, about, on each of the devices
 
 
@@ -46,14 +47,14 @@ def step_seconds(settings: TrainConfig, world: World, machine: Instance, passes:
         if layer.mixer == "attention":
             flops["attention"] += (3.5 + again) * spec.MIXERS["attention"].flops(model, length)
         else:
-            states += times * model.d_inner * model.d_state
+            states += times * model.d_inner * model.d_state * STATE.get(layer.mixer, 0)
         kept, working = activation_bytes(model, layer, width, forms)
         moved += times * (6 * kept + 2 * working)
 
     peak, rate = machine.tflops() * 1e12 / (FP32 if width == 4 else 1), machine.bandwidth * 1e9 * EFFICIENCY["memory"]
     found = {name: tokens * amount / (peak * EFFICIENCY[name]) for name, amount in flops.items()}
     sent, exposed, local = _network(settings, world, machine, passes, width)
-    found |= {"recurrence": tokens * STATE * states / rate, "memory": (tokens * moved + local) / rate}
+    found |= {"recurrence": tokens * states / rate, "memory": (tokens * moved + local) / rate}
     beyond = max(0.0, sent - sum(found.values()))
     return {**found, "network": exposed + beyond, "hidden": sent - beyond}
 

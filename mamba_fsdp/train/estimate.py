@@ -66,15 +66,17 @@ def estimate(settings: TrainConfig, nodes: int, instance: Instance) -> Estimate:
 
 
 def best(settings: TrainConfig, nodes: int, instance: Instance) -> Estimate | None:
-    """With other batch sizes and shares of recomputing blocks: the fastest that fits, to two digits, and of those the
-    one of least memory; where rates are not known, the largest of those that recompute least. None where none fits."""
-    def order(other):
-        again = sum(recomputing(other.settings))
-        return (-float(f"{other.rate:.2g}"), other.total) if other.parts else (again, -other.total)
-
+    """With other batch sizes and shares of recomputing blocks: what takes least memory of those that fit and are, but
+    for a hundredth, the fastest; where rates are not known, the largest of those that recompute least."""
     tried = _others(settings, nodes, instance)
     least = next(tried, None)
-    return min([least, *(other for other in tried if other.fits)], key=order) if least and least.fits else None
+    if not least or not least.fits:
+        return None
+    fitting = [least, *(other for other in tried if other.fits)]
+    fastest = max(other.rate for other in fitting)
+    if not fastest:
+        return min(fitting, key=lambda other: (sum(recomputing(other.settings)), -other.total))
+    return min((other for other in fitting if other.rate >= 0.99 * fastest), key=lambda other: other.total)
 
 
 def _others(settings: TrainConfig, nodes: int, instance: Instance) -> Iterator[Estimate]:
