@@ -49,7 +49,7 @@ def look_at(folder: Path) -> dict[str, Any]:
     last = {metric: values[-1] for metric, (_, values) in columns.items() if math.isfinite(values[-1])}
     return {"curves": {metric: curve(*column) for metric, column in columns.items() if metric not in NO_CURVES},
             "last": {"step": entries[-1]["step"], **last}, "axes": _axes(columns), "settings": settings,
-            "folder": str(folder), "status": read_status(folder), "events": _steps(read_events(folder)),
+            "folder": str(folder), "status": read_status(folder) or {}, "events": _steps(read_events(folder)),
             "checkpoints": [step_of(path.name) for path in committed(folder / CHECKPOINTS)],
             "samples": _steps(read(folder / GENERATED))}
 
@@ -63,7 +63,8 @@ def _axes(columns):
     (steps, tokens), (_, rates) = (columns.get(name, ([], [])) for name in ("tokens", "tokens_per_second"))
     axes = {"step": np.array([0, *steps]), "tokens": np.array([0, *tokens])}
     if rates and len(rates) == len(tokens):
-        axes["hours"] = np.cumsum(np.diff([0, 0, *tokens]) / np.array([1, *rates])) / 3600
+        with np.errstate(divide="ignore", invalid="ignore"):
+            axes["hours"] = np.cumsum(np.diff([0, 0, *tokens]) / np.array([1, *rates])) / 3600
     kept = np.unique(np.linspace(0, len(steps), 2 * BUCKETS, dtype=int))
     return {name: axis[kept].tolist() for name, axis in axes.items()}
 

@@ -13,8 +13,8 @@ from typing import Any
 import yaml
 
 from mamba_fsdp.errors import UserError, first_line
-from mamba_fsdp.report.records import numbers_of
-from mamba_fsdp.run_layout import PROMETHEUS, TENSORBOARD, WANDB_ID
+from mamba_fsdp.report.records import numbers_of, read
+from mamba_fsdp.run_layout import METRICS, PROMETHEUS, TENSORBOARD, WANDB_ID
 from mamba_fsdp.storage import write_atomically
 
 GROUPS = {"val": "validation", "source": "data", "data": "data", "gpu": "device", "memory": "device", "mfu": "time",
@@ -90,8 +90,8 @@ class Prometheus:
 
 
 class WeightsAndBiases:
-    """One W&B run per run folder, which keeps its id, so that a resumed run continues the same curves: W&B can't drop
-    what comes again, so it is not sent again."""
+    """One W&B run per run folder, which keeps its id, so that a resumed run continues the same curves. W&B can't drop
+    what comes again: that is not sent again; what a kill kept from being sent, metrics.jsonl still has."""
 
     def __init__(self, run_folder: Path, settings: dict, project: str, name: str) -> None:
         """Raises ConnectionRefusedError where W&B refuses."""
@@ -99,6 +99,7 @@ class WeightsAndBiases:
         if not self.kept.exists():
             write_atomically(self.kept, uuid.uuid4().hex)
         self.id, last = [*self.kept.read_text().split(), "-1"][:2]
+        recorded = _last_recorded(run_folder, int(last))
         try:
             if self.wandb.setup().settings.mode == "online" and not self.wandb.api.api_key:  # it would ask for one
                 raise ConnectionRefusedError("nobody is logged in")
@@ -107,8 +108,10 @@ class WeightsAndBiases:
                                        dir=str(run_folder), config=settings)
         except Exception as error:  # its errors have no common class in all its versions
             raise ConnectionRefusedError(first_line(error)) from None
-        self.next_step = self.run.step if self.run.resumed else int(last) + 1  # what its server has counts
+        self.next_step = self.run.step if self.run.resumed else recorded + 1
         self.close = self.run.finish
+        for entry in read(run_folder / METRICS):
+            self.write(entry)
 
     def write(self, entry: dict, samples: Sequence[dict] = ()) -> None:
         if entry["step"] < self.next_step:
@@ -120,3 +123,18 @@ class WeightsAndBiases:
         self.next_step = entry["step"]
         with contextlib.suppress(OSError):
             write_atomically(self.kept, f"{self.id} {self.next_step}")
+
+
+def _last_recorded(run_folder, sent):
+    """The last step in the files of W&B's offline mode, to which a killed run has not written all that was `sent`."""
+    files, steps = [*run_folder.glob("wandb/offline-run-*/*.wandb")], [-1]
+    for file in files:
+        with contextlib.suppress(Exception):  # such a file may end anywhere
+            from wandb.proto.wandb_internal_pb2 import Record
+            from wandb.sdk.internal.datastore import DataStore
+
+            store = DataStore()
+            store.open_for_scan(str(file))
+            for record in map(Record.FromString, iter(store.scan_data, None)):
+                steps += [record.history.step.num] if record.HasField("history") else []
+    return max(steps) if files else sent

@@ -234,6 +234,12 @@ def test_wandb_goes_on_in_the_same_curves(tmp_path, offline, monkeypatch):
     first, again, other = runs
     logged = [[entry["_step"] for entry in entries] for _, entries in recorded(tmp_path / "a/mine")]
     assert logged == [[1, 2, 3], [4]]  # what comes again is not sent again
+    # A run that was killed before W&B had written steps 5 and 6 sends them when it resumes.
+    (tmp_path / "a/mine/wandb_id").write_text(f"{first.run_id} 6")
+    (tmp_path / "a/mine/metrics.jsonl").write_text("".join(f'{{"step": {step}, "loss": 0.5}}\n' for step in (4, 5, 6)))
+    (tracker,) = make_trackers(["wandb"], tmp_path / "a/mine", {}, 6)
+    tracker.close()
+    assert [entry["_step"] for entry in recorded(tmp_path / "a/mine")[-1][1]] == [5, 6]
     assert first.run_id == again.run_id != other.run_id
     assert [(run.project, run.display_name) for run in runs] == [("mamba-fsdp", "mine")] + 2 * [("theirs", "named")]
 
