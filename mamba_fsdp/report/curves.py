@@ -32,7 +32,7 @@ def look_at(folder: Path) -> dict[str, Any]:
     Raises UserError where nothing is recorded."""
     if not (folder / METRICS).exists() and not (folder / CHECKPOINTS).exists():
         raise UserError(f"{folder}: holds no {METRICS}; is it a run folder?")
-    entries = _steps(read(folder / METRICS))
+    entries = read(folder / METRICS)
     if not entries:
         raise UserError(f"{folder}: nothing is recorded yet; {METRICS} begins with the first report")
     columns: dict[str, tuple[list, list]] = {}
@@ -49,13 +49,9 @@ def look_at(folder: Path) -> dict[str, Any]:
     last = {metric: values[-1] for metric, (_, values) in columns.items() if math.isfinite(values[-1])}
     return {"curves": {metric: curve(*column) for metric, column in columns.items() if metric not in NO_CURVES},
             "last": {"step": entries[-1]["step"], **last}, "axes": _axes(columns), "settings": settings,
-            "folder": str(folder), "status": read_status(folder) or {}, "events": _steps(read_events(folder)),
+            "folder": str(folder), "status": read_status(folder) or {}, "events": read_events(folder),
             "checkpoints": [step_of(path.name) for path in committed(folder / CHECKPOINTS)],
-            "samples": _steps(read(folder / GENERATED))}
-
-
-def _steps(entries):
-    return [entry for entry in entries if isinstance(entry, dict) and isinstance(entry.get("step"), int)]
+            "samples": read(folder / GENERATED)}
 
 
 def _axes(columns):
