@@ -4,7 +4,6 @@ those that start again in place of lost ones within a second. That process does 
 
 import atexit
 import contextlib
-import ctypes
 import multiprocessing
 import os
 import runpy
@@ -18,7 +17,6 @@ from mamba_fsdp.errors import first_line
 
 IMPORTS = ["mamba_fsdp.launch.forks", "mamba_fsdp.train.run", "mamba_fsdp.interop.convert", "mamba_fsdp.verbs.loading"]
 REQUESTS_TO_STOP = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
-PR_SET_PDEATHSIG = 1  # of Linux's prctl
 
 
 def prepare() -> None:
@@ -48,7 +46,6 @@ class Rank(ForkServerProcess):
 
 def _run(words, environment):
     os.setsid()
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # no rank outlives its launcher
     for number in REQUESTS_TO_STOP:
         signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
     os.environ.update(environment)

@@ -119,7 +119,8 @@ def states(project):
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
         try:
-            if b"multiprocessing.forkserver" in (folder / "cmdline").read_bytes() and (folder / "cwd").samefile(project):
+            words = (folder / "cmdline").read_bytes()
+            if b"multiprocessing.forkserver" in words and (folder / "cwd").samefile(project):
                 state, _, _, session, *_ = (folder / "stat").read_text().rpartition(")")[2].split()
                 found += [state] * (session == folder.name)  # ranks lead sessions of their own
         except OSError:
