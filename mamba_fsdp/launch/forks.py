@@ -12,6 +12,7 @@ import sys
 from importlib.machinery import ModuleSpec
 from multiprocessing import forkserver
 from multiprocessing.context import ForkServerProcess
+from typing import Any
 
 from mamba_fsdp.errors import first_line
 
@@ -49,6 +50,9 @@ def _run(words, environment):
     for number in REQUESTS_TO_STOP:
         signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
     os.environ.update(environment)
+    cuda: Any = sys.modules.get("torch.cuda")
+    if cuda and cuda._is_in_bad_fork():  # a library has asked CUDA something: its forks can't use it
+        os.execv(sys.executable, [sys.executable, "-u", *words])
     sys.argv = list(words)
     try:
         runpy.run_path(words[0], run_name="__main__")

@@ -116,6 +116,8 @@ def set_environment(processes: int, scratch: str, first_node: str | None) -> Non
         os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // processes)))
     # Threads that spin while they wait make training on a CPU five times slower as soon as anything else runs there.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    # Ranks that start again must not find the addresses of those before them in a store that torchrun keeps.
+    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     # One rank writes Triton's cache where patches/apply.py was here; Triton 3.4 and newer need to be told.
     triton = importlib.util.find_spec("triton")
     if triton and triton.origin and Path(triton.origin).with_name("runtime").joinpath("rank0_cache.py").is_file():

@@ -4,6 +4,7 @@ import os
 import resource
 import signal
 import subprocess
+import sys
 import time
 
 import pytest
@@ -99,6 +100,47 @@ def test_sigterm_while_it_starts_is_quiet(start_node, seconds):
     time.sleep(seconds)
     process.send_signal(signal.SIGTERM)
     assert finish(process) == (-signal.SIGTERM, "")
+
+
+IMPORT_WITHOUT_CUDA = """
+import os, torch
+def ask(*_):
+    raise SystemExit("CUDA was asked")
+for name in ("is_available", "device_count", "current_device", "_lazy_init", "init"):
+    setattr(torch.cuda, name, ask)
+torch._C._cuda_getDeviceCount = ask
+from mamba_fsdp.launch import forks
+for name in forks.IMPORTS:
+    __import__(name)
+print(len(os.listdir("/proc/self/task")), "thread")
+"""
+
+
+def test_what_ranks_are_forked_from_has_asked_cuda_nothing_and_has_one_thread(project):
+    """Else no fork of it could use a GPU, and locks of other threads would stay locked."""
+    done = subprocess.run([sys.executable, "-c", IMPORT_WITHOUT_CUDA], cwd=project, capture_output=True, text=True)
+    assert done.stdout == "1 thread\n", done.stdout + done.stderr
+
+
+START_A_RANK = """
+import os
+from mamba_fsdp.launch import forks
+forks.IMPORTS = ["asks_cuda"]
+forks.prepare()
+rank = forks.Rank(("python", "-u", "rank.py", "word"), {**os.environ, "WORLD_SIZE": "1"})
+rank.wait()
+print(rank.poll())
+"""
+
+
+@pytest.mark.parametrize("bad", [True, False])
+def test_a_rank_whose_parent_has_asked_cuda_something_is_no_fork(project, tmp_path, bad):
+    (tmp_path / "asks_cuda.py").write_text(
+        f"import sys, types\nsys.modules['torch.cuda'] = types.SimpleNamespace(_is_in_bad_fork=lambda: {bad})\n")
+    (tmp_path / "rank.py").write_text("import sys\nprint(*sys.argv, 'torch.cuda' in sys.modules)\nsys.exit(3)\n")
+    done = subprocess.run([sys.executable, "-c", START_A_RANK], cwd=tmp_path, capture_output=True, text=True,
+                          env={**CLEAN, "PYTHONPATH": f"{project}:{tmp_path}"})
+    assert done.stdout == f"rank.py word {not bad}\n3\n", done.stdout + done.stderr
 
 
 @pytest.mark.slow
