@@ -74,13 +74,12 @@ class Retention:
 
     def _keep_for_ever(self, whole):
         """Mark the first checkpoint at or after each multiple of `every`; a mark stays when the setting changes."""
-        if self.every:
-            parts = {path: (step_of(path.name) or 0) // self.every for path in whole}
-            done = {0} | {part for path, part in parts.items() if exists(path / KEPT)}
-            for path, part in parts.items():
-                if part not in done:
-                    (path / KEPT).touch()
-                    done.add(part)
+        parts = {path: (step_of(path.name) or 0) // self.every for path in whole if self.every}
+        done = {0, *(part for path, part in parts.items() if exists(path / KEPT))}
+        for path, part in parts.items():
+            if part not in done:
+                (path / KEPT).touch()
+                done.add(part)
 
 
 def is_read(folder: Path, signs: dict[tuple[str, int], float]) -> bool:
@@ -132,7 +131,7 @@ def size_of(folder: Path) -> int:
     total = 0
     for path in folder.rglob("*"):
         with contextlib.suppress(OSError):
-            total += path.stat().st_size if path.is_file() else 0
+            total += path.is_file() and path.stat().st_size
     return total
 
 

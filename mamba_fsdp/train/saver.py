@@ -25,8 +25,7 @@ class Saver:
         return plan.is_due(plan.checkpoint_steps, step)
 
     def settle(self) -> None:
-        """When no rank writes: see Checkpointer.settle. Raises UserError after max_failed_saves in a row,
-        but not before the last save."""
+        """Where no rank writes: Checkpointer.settle. Raises UserError after max_failed_saves, but not at the end."""
         last = self.parts.state.step == self.parts.plan.total_steps
         self._try(self.parts.checkpointer.settle, math.inf if last else self.most)
 

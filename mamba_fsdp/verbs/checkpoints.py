@@ -19,13 +19,15 @@ from mamba_fsdp.errors import UserError
 from mamba_fsdp.report.display import Display, scaled
 from mamba_fsdp.run_layout import CHECKPOINTS, COMMIT, KEPT, committed, no_checkpoint, step_of
 
+UNKNOWN: dict[str, Any] = {"kept": False, "tokens": None, "committed": "", "verdict": ""}
+
 
 def main(run: str, verify: bool = False, json: bool = False) -> int:
     import json as text
 
     from mamba_fsdp.checkpoint.retention import held, left_over, size_of
 
-    place, display = Path(run), Display()
+    place, display = Path(run), Display(enabled=not json)
     rows: list[dict[str, Any]] = []
     folder = place / CHECKPOINTS if (place / CHECKPOINTS).is_dir() else place
     found, unfinished = ([place], []) if (place / COMMIT).is_file() else (committed(folder), left_over(folder))
@@ -35,17 +37,14 @@ def main(run: str, verify: bool = False, json: bool = False) -> int:
         with held(path):
             display.passing(f"reading {path.name}, {len(rows) + 1} of {len(found)}, {scaled(size_of(path), 'B')}")
             rows.append({"name": path.name, "bytes": size_of(path), **described(path, verify)})
-    rows += [{"name": path.name, "bytes": size_of(path), "verdict": "unfinished"} for path in unfinished]
+    rows += [{"name": path.name, "bytes": size_of(path), **UNKNOWN, "verdict": "unfinished"} for path in unfinished]
     if json:
-        display.close()
         print(text.dumps(rows, indent=1))
-    else:
-        display.line(f"{'step':>10} {'tokens':>8} {'size':>9}  {'committed':<16}  verdict")
-    for row in [] if json else rows:
-        tokens = "" if row.get("tokens") is None else scaled(row["tokens"], "")
-        kept = "kept; " if row.get("kept") else ""
-        display.line(f"{step_of(row['name'].strip('.').split('.')[0]) or 0:>10} {tokens:>8} "
-                     f"{scaled(row['bytes'], 'B'):>9}  {row.get('committed', '')[:16]:<16}  {kept}{row['verdict']}")
+    display.line(f"{'step':>10} {'tokens':>8} {'size':>9}  {'committed':<16}  verdict")
+    for row in rows:
+        step, tokens = step_of(row["name"].strip(".").split(".")[0]), scaled(row["tokens"], "") if row["tokens"] else ""
+        display.line(f"{step or 0:>10} {tokens:>8} {scaled(row['bytes'], 'B'):>9}  {row['committed'][:16]:<16}  "
+                     f"{'kept; ' * row['kept']}{row['verdict']}")
     return int(any(row["verdict"].startswith("broken") for row in rows))
 
 
@@ -54,7 +53,7 @@ def described(path: Path, verify: bool) -> dict[str, Any]:
     from mamba_fsdp.checkpoint.folder import problems, read_state
     from mamba_fsdp.parallel.world import World
 
-    told: dict[str, Any] = {"kept": (path / KEPT).exists(), "tokens": None}
+    told = {**UNKNOWN, "kept": (path / KEPT).exists()}
     with suppress(OSError):
         written = datetime.datetime.fromtimestamp((path / COMMIT).stat().st_mtime).astimezone()
         told["committed"] = written.isoformat(" ", "seconds")
@@ -63,5 +62,5 @@ def described(path: Path, verify: bool) -> dict[str, Any]:
         told["verdict"] = f"broken: {'; '.join(wrong)}" if wrong else "whole" if verify else "not verified"
         told["tokens"] = read_state(path)["state"].get("progress", {}).get("tokens")
     except UserError as error:  # of another version, say
-        told["verdict"] = told["verdict"] if told.get("verdict", "")[:6] == "broken" else f"broken: {error}"
+        told["verdict"] = told["verdict"] if "broken" in told["verdict"] else f"broken: {error}"
     return told

@@ -58,7 +58,8 @@ def without():
 
 
 @pytest.mark.parametrize("number, asynchronous", [
-    (errno.ENOSPC, "false"), pytest.param(errno.ENOSPC, "true", marks=pytest.mark.slow), (errno.EDQUOT, "false"), (errno.EROFS, "false"),
+    (errno.ENOSPC, "false"), pytest.param(errno.ENOSPC, "true", marks=pytest.mark.slow), (errno.EDQUOT, "false"),
+    (errno.EROFS, "false"),
     (errno.EIO, "false")])
 def test_training_continues_and_saves_when_it_can_again(train, tmp_path, metrics_of, failing, without, number,
                                                         asynchronous):
