@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import threading
 import time
 
 import pytest
@@ -17,29 +18,33 @@ from mamba_fsdp.train import loop, run
 pytestmark = [pytest.mark.torch22, pytest.mark.slow]
 
 
-def train(world, words, file, seconds):
-    """A run whose copies take `seconds` longer; (step's backward passes that ended before the copies were there)."""
-    start_copying, accumulate, early = Checkpointer._start_copying, loop.accumulate_gradients, []
+def train(world, words, file, when):
+    """A run whose saves copy "at once", "late": when the update waits for it, or, the second, "never". Returns whether
+    each step's backward passes had ended before the copies of the save under way were there."""
+    start_copying, accumulate, early, saves, waits = (
+        Checkpointer._start_copying, loop.accumulate_gradients, [], [], threading.Event())
 
-    def start_slowly(checkpointer, save, tensors):
+    def start_late(checkpointer, save, tensors):
         copy = start_copying(checkpointer, save, tensors)
-        return lambda: time.sleep(seconds) or copy()
+        saves.append(save)
+        waits.clear()
+        if when == "never" and len(saves) == 2:
+            return threading.Event().wait
+        return copy if when == "at once" else lambda: waits.wait() and copy()
 
     def noted(parallel, *rest):
         loss = accumulate(parallel, *rest)
-        early.append(CHECKPOINTERS[0].pending is not None and not CHECKPOINTERS[0].pending.copied.is_set())
+        early.append(bool(saves) and not saves[-1].copied.is_set())
         return loss
 
-    class Kept(Checkpointer):
-        def __init__(self, *given, **named):
-            super().__init__(*given, **named)
-            CHECKPOINTERS.append(self)
-
-    CHECKPOINTERS = []
-    Checkpointer._start_copying, loop.accumulate_gradients = start_slowly, noted
-    run.set_up.__globals__["Checkpointer"], run.start_world = Kept, lambda **_: world
+    for method in (Checkpointer.wait_for_copies, Checkpointer.wait):
+        def told(checkpointer, method=method):
+            waits.set()
+            method(checkpointer)
+        setattr(Checkpointer, method.__name__, told)
+    Checkpointer._start_copying, loop.accumulate_gradients, run.start_world = start_late, noted, lambda **_: world
     run.run_training(resolve.resolve_settings(words, file)[0])
-    return early, CHECKPOINTERS[0].stall_seconds()
+    return early
 
 
 def settings(corpus, folder, **given):
@@ -56,19 +61,17 @@ def content(folder):
 
 @pytest.mark.parametrize("ranks, strategy", [(2, "fsdp"), (1, "none")])
 def test_a_slow_copy_is_waited_for_by_the_update_alone(corpus, tiny_file, tmp_path, ranks, strategy):
-    for name, seconds in (("calm", 0.0), ("slow", 0.4)):
-        words = settings(corpus, tmp_path / name, sharding_strategy=strategy)
-        told = run_ranks(ranks, train, words, tiny_file, seconds)
-    for early, stalled in told:
-        assert early == [False, False, True, False, True, False, True]
-        assert stalled > 0.8
-    calm, slow = content(tmp_path / "calm"), content(tmp_path / "slow")
+    for when in ("at once", "late"):
+        words = settings(corpus, tmp_path / when, sharding_strategy=strategy)
+        told = run_ranks(ranks, train, words, tiny_file, when)
+    assert told == [[False, False, True, False, True, False, True]] * ranks
+    calm, slow = content(tmp_path / "at once"), content(tmp_path / "late")
     assert list(calm) == [f"step_0000000{step}" for step in (2, 4, 6, 7)] and calm == slow
 
 
 def test_killed_while_copying_the_checkpoint_before_is_used(corpus, tiny_file, tmp_path):
     words = settings(corpus, tmp_path / "run", sharding_strategy="none")
-    process = PROCESSES.Process(target=train, args=(World.alone(), words, tiny_file, 2.0))
+    process = PROCESSES.Process(target=train, args=(World.alone(), words, tiny_file, "never"))
     process.start()
     deadline = time.monotonic() + 60
     while not list(tmp_path.glob("run/checkpoints/.step_00000004*")):
