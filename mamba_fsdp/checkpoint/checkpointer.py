@@ -147,9 +147,11 @@ class Checkpointer:
         if self.last is not None and self.last.name == step_name(step):
             return
         shards = sorted(shards, key=lambda shard: not is_model(stored_name(shard.name)))
-        pieces = []
+        pieces, least = [], min(shard.replicas for shard in shards)
         for turn, shard in enumerate(shards):
             start, stop = part_to_write(shard.data.numel(), shard.replicas, shard.replica_index, turn)
+            if local and shard.replicas == self.world.size > least:  # in one file, so that a node needs but that one
+                start, stop = 0, shard.data.numel() * (self.world.rank == 0)
             pieces.append((stored_name(shard.name), shard.start + start, shard.data[start:stop]))
         needed, tier = self.world.all_reduce_sum(sum(tensor.nbytes for _, _, tensor in pieces)), self.local
         partial = tier.folder / f".{step_name(step)}.partial" if local and tier else self.world.on_rank0(

@@ -128,12 +128,9 @@ class LocalTier:
         wrong, flags = world.on_all_ranks(lambda: self._look(folder, names, entries, shards))
         for problem in world.tell_all(wrong):
             self.say(f"warning: local checkpoint of step {step}: {problem}")
-        told = world.broadcast_object(world.gather_on_rank0(np.packbits(flags, axis=1)))  # a bit for each file
-        table = np.unpackbits(np.array(told), axis=2, count=len(names)).reshape(self.nodes, -1, 2, len(names))
-        whole, wanted = table.any(axis=1).transpose(1, 0, 2)
-        if len(lost := names[~whole.any(axis=0)]):
-            raise UserError(f"{lost[0]}{f' and {len(lost) - 1} more' * (len(lost) > 1)} is whole on no node")
-        world.on_all_ranks(lambda: self._bring(folder, names, entries, whole, wanted & ~whole))
+        told = world.gather_on_rank0(zlib.compress(np.packbits(flags, axis=1).tobytes()))  # a bit for each file
+        transfers = world.on_rank0(lambda: self._transfers(names, told))
+        world.on_all_ranks(lambda: self._bring(folder, names, entries, transfers))
         self._lead(lambda: write_atomically(folder / COMMIT, texts[COMMIT]))
         return folder
 
@@ -149,14 +146,25 @@ class LocalTier:
                 wrong += [f"{HOST}: {problem}"] if problem else []
         return wrong, np.array([whole, [name in needed for name in names]])
 
-    def _bring(self, folder, names, entries, whole, lacking):
-        """Fetch what this node lacks, in rounds in which each node sends to one and receives from one. Both tables are
-        (nodes, files). The thread of on_all_ranks, which runs it, may talk to this group of ranks."""
-        way_to = np.array([np.roll(whole, -node, axis=0).argmax(axis=0) for node in range(self.nodes)])  # next holder
-        mine = np.arange(len(names)) % self.world.local_size == self.world.local_rank
-        for way in range(1, self.nodes):
-            due = lacking & mine & (way_to == way)
-            for name, copy in zip_longest(names[due[(self.node - way) % self.nodes]], names[due[self.node]]):
+    def _transfers(self, names, told):
+        """What nodes lack: rows (how many nodes onwards the next holder is, node, number of the file), by rounds. told:
+        by each rank, packed, what _look has found. On rank 0. Raises UserError where no node has a file whole."""
+        bits = np.array([np.frombuffer(zlib.decompress(flags), np.uint8).reshape(2, -1) for flags in told])
+        table = np.unpackbits(bits, axis=2, count=len(names)).reshape(self.nodes, -1, 2, len(names)).any(axis=1)
+        whole, wanted = table[:, 0], table[:, 1]
+        if len(lost := names[~whole.any(axis=0)]):
+            raise UserError(f"{lost[0]}{f' and {len(lost) - 1} more' * (len(lost) > 1)} is whole on no node")
+        return sorted((int(np.roll(whole[:, number], -node).argmax()), int(node), int(number))
+                      for node, number in np.argwhere(wanted & ~whole))
+
+    def _bring(self, folder, names, entries, transfers):
+        """Fetch what this node lacks, in rounds in which each node sends to one and receives from one. The thread of
+        on_all_ranks, which runs it, may talk to this group of ranks."""
+        mine = [row for row in transfers if row[2] % self.world.local_size == self.world.local_rank]
+        for way in sorted({way for way, _, _ in mine}):
+            sent, received = ([names[number] for row_way, node, number in mine if (row_way, node) == (way, here)]
+                              for here in ((self.node - way) % self.nodes, self.node))
+            for name, copy in zip_longest(sent, received):
                 try:
                     self._exchange(name and folder / name, -way, copy and folder / copy, way)
                 except OSError as error:

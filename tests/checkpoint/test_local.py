@@ -1,15 +1,19 @@
 """The local tier: ranks as those of several nodes, each with a folder for its disk."""
 
 import os
+import pickle
 import shutil
+import zlib
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from ranks import build, run_ranks
 
 from mamba_fsdp.checkpoint.checkpointer import Checkpointer
 from mamba_fsdp.checkpoint.folder import load
+from mamba_fsdp.checkpoint.local import LocalTier
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.parallel.world import World
 
@@ -86,6 +90,8 @@ def test_a_run_resumes_from_a_local_checkpoint_on_other_nodes_and_fewer_ranks(ru
     shutil.rmtree(disks[0])
     disks[0].mkdir()
     assert run_ranks(4, resume, run, 2, [disks[1], disks[0]], strategy) == [(106, [])] * 4
+    copied = sorted(path.name for path in disks[0].glob("local/*/*/step_00000106/rank_*"))
+    assert copied == [f"rank_0000{rank}.safetensors" for rank in ((0, 2, 3) if strategy == "fsdp" else range(4))]  # what is whole on all ranks lies in the first
     shutil.rmtree(disks[0])
     assert run_ranks(1, resume, run, 1, [disks[1]], "none", launched=False) == [(106, [])]
 
@@ -181,3 +187,36 @@ def test_a_single_node_has_no_copies_and_another_run_of_the_same_path_is_not_res
     shutil.rmtree(run)
     assert resume(World.alone(), run, 1, [], "none") == (None, [])
     assert not steps_on(disks[0]) and len(list(disks[0].glob("local/*/*"))) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["COMMIT", "state.json"])
+def test_what_is_cut_short_or_odd_on_a_node_is_passed_over(run, disks, name):
+    """On one node the other's serves; on both an older checkpoint."""
+    run_ranks(2, save, run, (102, 104), 1, disks)
+    newest = [next(disk.glob("local/*/*/step_00000104")) for disk in disks[:2]]
+    (newest[0] / name).write_text('{"files": {"../../x": 1, "state.json": []}, "version": 3}')
+    assert run_ranks(2, resume, run, 1, disks)[0] == (104, [])
+    (newest[0] / name).write_text("")
+    os.truncate(newest[1] / name, 100)
+    step, said = run_ranks(2, resume, run, 1, disks)[0]
+    assert step == 102 and "step 104 is not whole" in said[0]
+
+
+def test_ranks_tell_little_of_a_thousand_nodes_files():
+    """What goes over rank 0 is linear in the ranks: a few bytes of each, and a row for each file that a node lacks."""
+    told = {}
+    for ranks in (64, 1024):
+        tier, names = LocalTier.__new__(LocalTier), np.array([f"rank_{rank:05d}.safetensors" for rank in range(ranks)])
+        tier.nodes, flags = ranks // 8, np.zeros((ranks, 2, ranks), bool)
+        for rank in range(8, ranks):  # node 0 is new; each file is on two nodes, looked at by one rank
+            flags[rank, 0, [rank, rank - 8]] = True
+        for rank in range(ranks):
+            flags[rank, 1, [0, rank]] = True  # file 0 has what is whole on all ranks
+        sent = [zlib.compress(np.packbits(mine, axis=1).tobytes()) for mine in flags]
+        flags[ranks - 1, 0, :8] = True
+        transfers = tier._transfers(names, sent)
+        assert [row for row in transfers if row[1] == 0] == [(1, 0, number) for number in range(8)]
+        assert len(transfers) == 8 + ranks // 8 - 2
+        told[ranks] = sum(map(len, sent)) + len(pickle.dumps(transfers))
+    assert told[1024] < 1.5 * 16 * told[64]
