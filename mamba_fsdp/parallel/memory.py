@@ -43,7 +43,7 @@ def expected_memory(settings: TrainConfig, world: World, forms: dict[str, str]) 
     outside = head * (1 if model.tie_embeddings else 2)
     gathered = width * outside + (3 * width + 4) * max(multiplied) if sharded else 0
     if not sharded and width < 4:
-        gathered = width * sum(_copied(model, layer, forms) for layer, again in zip(layers, recomputes) if not again)
+        gathered = width * sum(size for size, again in zip(multiplied, recomputes) if not again)
 
     costs = [activation_bytes(model, layer, width, forms) for layer in layers]
     kept = [(4 + width) * d_model if again else full for again, (full, _) in zip(recomputes, costs)]
@@ -78,14 +78,6 @@ def _part(parameter, ranks):
 def _products(model: ModelConfig, part: spec.Spec) -> list[spec.Parameter]:
     """What a mixer or MLP multiplies with: matrices (outputs, inputs), and a convolution (channels, 1, width)."""
     return [parameter for parameter in part.parameters(model).values() if parameter.decay]
-
-
-def _copied(model, layer, forms):
-    """Elements of the weights of which a block keeps copies in half precision: a mixer that is one operator makes them
-    again, but for in_proj's."""
-    products = [_products(model, part)[:1] if layer.mixer in forms and name == "mixer" else _products(model, part)
-                for name, part in spec.layer_parts(layer).items()]
-    return sum(product.size for found in products for product in found)
 
 
 def activation_bytes(model: ModelConfig, layer: Layer, width: int, forms: dict[str, str]) -> tuple[float, float]:

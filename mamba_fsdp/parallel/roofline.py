@@ -1,21 +1,17 @@
 """How long a training step takes on a kind of machine, by a roofline: arithmetic alone, nothing is run.
 
 A device multiplies at a share of its peak, moves bytes at a share of its memory's rate, and sends at a share of its
-links'; the shares are those of EFFICIENCY, one for each kind of work, for all models and devices. docs/planning.md
-holds them against published rates.
+links'; those of EFFICIENCY, one for each kind of work. docs/planning.md holds them against published rates.
 
 products    2 FLOPs per multiply-add and token, three times (forward, two gradients), a fourth in blocks that recompute
-attention   q . k and weights . v of half of the positions; 3.5 times, since the backward pass makes the scores again
-            (Dao 2023, arXiv 2307.08691, section 4)
-recurrence  as long as it takes to move STATE bytes for each state and token: of Mamba-2 fitted to published rates of
-            mamba-ssm's kernels, which neither products nor memory bound; of Mamba-1, whose states take an
-            exponential each, nobody publishes one: assumed, after Dao and Gu 2024 (arXiv 2405.21060), section 9.3
-memory      what norms, gates, convolutions and the loss read and write: of what a block keeps, write, read, read
-            again, and the same of its gradient, beside what only passes; copies of FSDP2; AdamW 40 bytes a weight
-network     an all-gather brings (n - 1) / n of the weights to each of n devices, over the node's own links at once to
-            those of a node; a reduce-scatter the same in fp32, an all-reduce twice that (Thakur et al. 2005); each of
-            the ring's n - 1 hops takes HOP. What the blocks send overlaps with computing; the first gathering and
-            the last reduction, of what is outside them, do not
+attention   q . k, weights . v of half the positions, 3.5 times (Dao 2023, arXiv 2307.08691, section 4)
+recurrence  as long as moving STATE bytes for each state and token: of Mamba-2 fitted to published rates of mamba-ssm;
+            of Mamba-1, nowhere published, assumed after Dao and Gu 2024 (arXiv 2405.21060), section 9.3
+memory      of what a block keeps six passes (written, read twice, and so its gradient), of what only passes two; copies
+            of FSDP2; AdamW 40 bytes a weight
+network     an all-gather brings (n - 1) / n of the weights to each of n devices, over the node's links and the network
+            at once; a reduce-scatter the same in fp32, an all-reduce twice (Thakur et al. 2005); each hop of a ring
+            takes HOP. What blocks send overlaps with computing; the first gathering and the last reduction do not
 """
 
 from config.devices import Instance

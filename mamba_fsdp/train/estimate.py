@@ -19,8 +19,7 @@ from mamba_fsdp.parallel.world import CPU, World
 from mamba_fsdp.report.display import scaled
 from mamba_fsdp.train.setup import split_step
 
-SHARES = ("1", "1/2", "1/4", "0")  # of the blocks that recompute
-SIZES = [2 ** power for power in range(9)]  # of micro-batches
+SHARES, SIZES = ("1", "1/2", "1/4", "0"), [2 ** power for power in range(9)]  # that recompute; of micro-batches
 
 
 @dataclass
@@ -73,9 +72,9 @@ def best(settings: TrainConfig, nodes: int, instance: Instance) -> Estimate | No
     if not least or not least.fits:
         return None
     fitting = [least, *(other for other in tried if other.fits)]
-    fastest = max(other.rate for other in fitting)
-    if not fastest:
+    if not least.parts:
         return min(fitting, key=lambda other: (sum(recomputing(other.settings)), -other.total))
+    fastest = max(other.rate for other in fitting)
     return min((other for other in fitting if other.rate >= 0.99 * fastest), key=lambda other: other.total)
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from mamba_fsdp.data.loader import Loader
@@ -53,34 +54,31 @@ def summary(events: Iterable[Event]) -> Iterator[str]:
     others = set(map(id, talks)).union(*(callers for callers, event in nested if TALKS.search(event["name"])))
     kinds = {"compute": [event for event in device if id(event) not in others], "exposed communication": talks,
              "data": [event for event in notes if event["name"] == DATA], "host": steps}
-    total, before, covered, shares = sum(event["dur"] for event in steps), 0.0, list[tuple[float, float]](), []
+    first, last = min(event["ts"] for event in steps), max(event["ts"] + event["dur"] for event in steps)
+    known, before, shares = list[Event](), 0.0, []
     for name, chosen in kinds.items():
-        covered = _union(covered + [(event["ts"], event["ts"] + event["dur"]) for event in chosen])
-        inside = sum(max(0.0, min(end, step["ts"] + step["dur"]) - max(start, step["ts"]))
-                     for start, end in covered for step in steps)
-        shares.append(f"{name} {(inside - before) / total:.0%}")
+        known += chosen
+        inside = _covered([(event["ts"], event["ts"] + event["dur"]) for event in known], first, last)
+        shares.append(f"{name} {(inside - before) / (last - first):.0%}")
         before = inside
-    yield f"profile    {len(steps)} steps of {total / len(steps) / 1e6:.3f} s: {', '.join(shares)}"
+    yield f"profile    {len(steps)} steps of {(last - first) / len(steps) / 1e6:.3f} s: {', '.join(shares)}"
 
-    taken, calls, names = Counter[str](), Counter[str](), {id(event): event["name"] for event in operators}
+    taken, names = Counter[str](), {id(event): event["name"] for event in operators}
+    calls = Counter(event["name"] for event in kernels or operators)
     for event in kernels or operators:
         taken[event["name"]] += event["dur"]
-        calls[event["name"]] += 1
     for callers, event in nested:
         taken[names[callers[-1]]] -= event["dur"]
     for name, microseconds in taken.most_common(TOP):
-        seconds, count = microseconds / 1e6 / len(steps), calls[name] / len(steps)
-        yield f"           {seconds:8.4f} s a step, {count:7,.0f} x {name[:45]}"
+        seconds = microseconds / 1e6 / len(steps)
+        yield f"           {seconds:8.4f} s a step, {calls[name] / len(steps):7,.0f} x {name[:45]}"
 
 
-def _union(spans: list[tuple[float, float]]) -> list[tuple[float, float]]:
-    """The same time in spans (start, end) that do not overlap."""
-    apart: list[tuple[float, float]] = []
-    for start, end in sorted(spans):
-        if apart and start <= apart[-1][1]:
-            start, end = apart[-1][0], max(end, apart.pop()[1])
-        apart.append((start, end))
-    return apart
+def _covered(spans: list[tuple[float, float]], first: float, last: float) -> float:
+    """How much of the time from first to last lies in a span (start, end)."""
+    starts, ends = np.clip(np.array(sorted(spans) or [(first, first)]).T, first, last)
+    reached = np.maximum.accumulate(ends)
+    return float(reached[-1] - starts[0] - np.maximum(0, starts[1:] - reached[:-1]).sum())
 
 
 def _nested(events: Iterable[Event]) -> Iterator[tuple[tuple[int, ...], Event]]:

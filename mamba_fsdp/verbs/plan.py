@@ -17,10 +17,9 @@ Does this training fit, how long does it take, what does it cost? By formulas: n
   --storage=5         GB/s that all devices together write to the shared storage
   --json              the same as JSON, in bytes and seconds
 
-The settings are those of training.py. Memory is that of the rank that holds most. The last lines are the settings as
-given and the fastest that fits: of the batch sizes (with global_batch_size those that keep the step as it is), of the
-share of blocks that recompute, and where nothing fits of more nodes. docs/planning.md says how far all this is from
-published rates and from steps on fake tensors. Exit codes: 0 it fits, 1 it does not, 2 a mistake.
+The settings are those of training.py. The last lines are these as given and the fastest that fits: of batch sizes (with
+global_batch_size those that keep the step), shares of recomputing blocks, and where nothing fits more nodes. How exact
+this is: docs/planning.md. Exit codes: 0 it fits, 1 it does not, 2 a mistake.
 """
 
 import json as as_json
@@ -49,7 +48,13 @@ def main(*preset: str, nodes: Annotated[int, Bounds(at_least=1, at_most=100_000)
     config = given.pop("config", None)
     chosen = {"model_name": preset[0], **given} if preset else given
     settings, explicit = resolve_settings(chosen, config, preset[1:])
-    machine = instance_of(instance, hardware)
+    if instance and instance not in INSTANCES:
+        hint = near_name(instance, INSTANCES, "one of " + ", ".join(INSTANCES))
+        raise UserError(f"--instance={instance}: not known; {hint}")
+    if hardware and not instance and "memory" not in hardware:
+        raise UserError(f"--{next(iter(hardware))}: say of what: --instance=NAME, or --memory=GB of a device")
+    known = INSTANCES[instance] if instance else Instance("device", 1, 0, 0, 32, 10) if hardware else at_hand()
+    machine = known._replace(**hardware)
     number, _, what = price.partition("/")
     if what not in ("", "device", "instance"):
         raise UserError(f"--price={price}: it is of a device-hour, as 4.10, or of an instance-hour, as 32.77/instance")
@@ -66,16 +71,6 @@ def main(*preset: str, nodes: Annotated[int, Bounds(at_least=1, at_most=100_000)
     else:
         print("\n".join(lines(plan, found, f"{nodes} x {instance or 'this machine'}", enough)))
     return 0 if plan.fits else 1
-
-
-def instance_of(name: str, given: dict[str, Any]) -> Instance:
-    """The machine of that name, or with the `given` fields, or the one at hand. Raises UserError."""
-    if name and name not in INSTANCES:
-        raise UserError(f"--instance={name}: not known; {near_name(name, INSTANCES, 'one of ' + ', '.join(INSTANCES))}")
-    if given and not name and "memory" not in given:
-        raise UserError(f"--{next(iter(given))}: say of what: --instance=NAME, or --memory=GB of a device")
-    found = INSTANCES[name] if name else Instance("device", 1, 0.0, 0.0, 32, 10) if given else at_hand()
-    return found._replace(**given)
 
 
 def figures(plan: Estimate, tokens: int, storage: float) -> dict[str, Any]:
@@ -96,9 +91,9 @@ def figures(plan: Estimate, tokens: int, storage: float) -> dict[str, Any]:
 def lines(plan: Estimate, found: dict[str, Any], machines: str, enough: Estimate | None) -> Iterator[str]:
     """The report for a terminal of 80 columns. enough: the best that fits."""
     length = plan.settings.data.seq_length
+    verdict = "it fits" if plan.fits else f"it does NOT fit; most are the {plan.largest()}"
     yield f"model      {title(plan.settings.model)}: {found['parameters']:,} parameters"
     yield f"machines   {machines}: {plan.devices} x {plan.instance.device} of {plan.instance.memory:.1f} GB"
-    verdict = "it fits" if plan.fits else f"it does NOT fit; most are the {plan.largest()}"
     yield f"memory     {scaled(plan.total, 'B')} a device: {verdict}"
     yield from (f"           {part:<12}{scaled(size, 'B'):>11}" for part, size in plan.memory.items() if size)
     if plan.parts:

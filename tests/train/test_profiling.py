@@ -54,6 +54,7 @@ def test_a_run_says_where_its_time_goes(train, tmp_path):
     assert sum(each["name"] == DATA for each in events) == 3
 
 
+@pytest.mark.slow
 def test_too_little_memory_on_a_gpu_leaves_a_snapshot_and_says_what_fits(train, tmp_path, change_loss, monkeypatch):
     def fail(state, true_loss):
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
