@@ -135,6 +135,8 @@ def check_project() -> str:
     names = {module.name for module in pkgutil.walk_packages(mamba_fsdp.__path__, "mamba_fsdp.")}
     names -= {"mamba_fsdp.__main__"} | (set() if HAS_FSDP2 else {"mamba_fsdp.parallel.fsdp2"})
     names |= {"training", "get_dataset"}
+    if importlib.util.find_spec("lm_eval") is None:  # which only `evaluate --tasks` needs
+        names -= {"mamba_fsdp.verbs.harness"}
     if importlib.util.find_spec("triton") is None:  # modules of kernels import it
         names = {name for name in names if not name.rpartition(".")[2].startswith("triton_")}
     for name in sorted(names):

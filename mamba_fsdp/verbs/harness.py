@@ -7,7 +7,7 @@ import itertools
 import logging
 import math
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -18,9 +18,6 @@ from mamba_fsdp.errors import UserError, first_line
 from mamba_fsdp.parallel.world import World
 from mamba_fsdp.verbs.generate import continuations
 from mamba_fsdp.verbs.loading import Loaded
-
-if TYPE_CHECKING:
-    from mamba_fsdp.verbs.evaluate import EvaluationConfig
 
 OFFLINE = why_offline()  # before the harness's libraries ask
 try:
@@ -99,7 +96,7 @@ class OurModel(TemplateLM):
         return texts
 
 
-def run(model: Loaded, options: "EvaluationConfig", world: World, windows: Mapping[str, int]) -> dict[str, Any]:
+def run(model: Loaded, options: Any, world: World, windows: Mapping[str, int]) -> dict[str, Any]:
     """{task: {metric: value}} of the tasks in `options`, called by all ranks. Raises UserError."""
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
     known = TaskManager(include_path=options.include_path or None, include_defaults=False)
