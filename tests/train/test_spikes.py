@@ -44,6 +44,8 @@ def left_by(run, metrics_of):
     """Metrics, samples, and of each checkpoint the train state and the bytes of its tensors."""
     folders = sorted(run.glob("checkpoints/step_*"))
     states = [json.loads((folder / "state.json").read_text())["state"]["progress"] for folder in folders]
+    states = [{name: value for name, value in state.items() if name not in ("first_started", "step_seconds")}
+              for state in states]
     steps = [line for line in (run / "samples.jsonl").read_text().splitlines() if "draws" in line]
     return metrics_of(run), steps, states, [next(folder.glob("rank_*")).read_bytes() for folder in folders]
 
