@@ -91,8 +91,8 @@ def test_a_run_resumes_from_a_local_checkpoint_on_other_nodes_and_fewer_ranks(ru
     disks[0].mkdir()
     assert run_ranks(4, resume, run, 2, [disks[1], disks[0]], strategy) == [(106, [])] * 4
     copied = sorted(path.name for path in disks[0].glob("local/*/*/step_00000106/rank_*"))
-    needed = (0, 2, 3) if strategy == "fsdp" else range(4)  # what is whole on all ranks lies in the first's
-    assert copied == [f"rank_0000{rank}.safetensors" for rank in needed]
+    # What is whole on all ranks under FSDP lies in the first.
+    assert copied == [f"rank_0000{rank}.safetensors" for rank in ((0, 2, 3) if strategy == "fsdp" else range(4))]
     shutil.rmtree(disks[0])
     assert run_ranks(1, resume, run, 1, [disks[1]], "none", launched=False) == [(106, [])]
 

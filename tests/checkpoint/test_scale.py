@@ -10,6 +10,8 @@ import pytest
 import torch
 from ranks import run_ranks
 
+from benchmarks.checkpoint_scale import measure
+from config.model_config import ModelConfig
 from mamba_fsdp.checkpoint.checkpointer import Checkpointer, Save
 from mamba_fsdp.checkpoint.files import write_pieces
 from mamba_fsdp.checkpoint.folder import Reader
@@ -110,3 +112,14 @@ def test_a_checkpoint_may_have_more_files_than_a_process_may_open(run):
     whole = torch.arange(120.0).tolist()
     (soft, tensors), = run_ranks(1, read_with_few_files, checkpoint, launched=False)
     assert soft == 30 and tensors == [whole] * 2 + [[-value for value in whole]] * 2
+
+
+@pytest.mark.slow
+def test_rank_0_makes_as_many_calls_for_a_thousand_ranks_as_for_64():
+    """It lists a folder once, and what it is told, writes and sends is linear in the ranks."""
+    few, many = (measure(ModelConfig(d_model=64, n_layer=2), ranks) for ranks in (64, RANKS))
+    assert few["save_calls"] == many["save_calls"] and few["resume_calls"] == many["resume_calls"]
+    assert many["save_calls"]["listdir"] == many["resume_calls"]["listdir"] == 1
+    assert many["resume_calls"]["stat"] < 10
+    for what in ("told_bytes", "state_bytes", "commit_bytes", "broadcast_bytes"):
+        assert many[what] < 1.5 * RANKS / 64 * few[what], what
