@@ -104,7 +104,7 @@ def make_project(folder, training=FAKE_TRAINING):
     if training:
         (folder / "training.py").write_text(training)
         forks = folder / "mamba_fsdp/launch/forks.py"  # it imports nothing
-        forks.write_text(re.sub(r"\nIMPORTS = .*", "\nIMPORTS = []", forks.read_text()))
+        forks.write_text(re.sub(r"\nIMPORTS = [^]]*]", "\nIMPORTS = []", forks.read_text()))
         (folder / "get_dataset.py").write_text(FAKE_GET_DATASET)
     return folder
 
