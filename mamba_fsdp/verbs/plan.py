@@ -58,13 +58,13 @@ def main(*preset: str, nodes: Annotated[int, Bounds(at_least=1, at_most=100_000)
     number, _, what = price.partition("/")
     if what not in ("", "device", "instance"):
         raise UserError(f"--price={price}: it is of a device-hour, as 4.10, or of an instance-hour, as 32.77/instance")
+    per_hour = read("--price", float, number, ABOVE_0) if price else 0.0
     plan = estimate(settings, nodes, machine)
     length = settings.training.num_steps.tokens(plan.tokens_per_step) if "num_steps" in explicit else 10 ** 9
     found = figures(plan, read("--tokens", int, tokens, ABOVE_0) if tokens else length, storage)
     if price and plan.parts:
         found["price"] = f"{number} per {what or 'device'}-hour"
-        found["cost"] = read("--price", float, number, ABOVE_0) * found["device_hours"] / (
-            machine.devices if what == "instance" else 1)
+        found["cost"] = per_hour * found["device_hours"] / (machine.devices if what == "instance" else 1)
     enough = next(filter(None, (best(settings, nodes * 2 ** power, machine) for power in range(8))), None)
     if json:
         print(as_json.dumps(found | {"best": enough and enough.row()}, indent=1))
@@ -105,7 +105,7 @@ def lines(plan: Estimate, found: dict[str, Any], machines: str, enough: Estimate
         yield (f"length     {found['tokens']:,} tokens: {found['days']:,.1f} days, {found['device_hours']:,.1f} "
                "device-hours")
     else:
-        yield "step       --peak=TFLOPS and --bandwidth=GB/s of a device tell how long one takes"
+        yield "step       --instance=NAME, or --memory, --peak and --bandwidth, tell its seconds"
     if "cost" in found:
         yield f"cost       {found['cost']:,.0f} at {found['price']}"
     yield (f"checkpoint {scaled(found['checkpoint_bytes'], 'B')}: {found['stall_seconds']:.2f} s of standing still, "
@@ -114,6 +114,7 @@ def lines(plan: Estimate, found: dict[str, Any], machines: str, enough: Estimate
     for name, each in {"as given": plan, **({"best": enough} if enough else {})}.items():
         row = each.row()
         yield (f"{name:<11}{row['nodes']:>5}{row['batch_size']:>12}{row['recompute']:>11}"
-               f"{row['global_batch_size']:>8}{scaled(each.total, 'B'):>11}{row['tokens_per_second']:>13,}")
+               f"{row['global_batch_size']:>8}{scaled(each.total, 'B'):>11}"
+               f"{format(row['tokens_per_second'], ',') if each.parts else '-':>13}")
     if not enough:
         yield "nothing that was tried fits; take a smaller model or seq_length, or larger devices"
