@@ -17,7 +17,7 @@ from typing import Any
 from mamba_fsdp.errors import first_line
 
 IMPORTS = ["mamba_fsdp.launch.forks", "mamba_fsdp.train.run", "mamba_fsdp.interop.convert", "mamba_fsdp.verbs.loading",
-           "torch.distributed.fsdp", "sympy"]  # asked for when a run begins; torch._dynamo asks CUDA as it is imported
+           "mamba_fsdp.parallel.imports"]
 REQUESTS_TO_STOP = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
 
 
