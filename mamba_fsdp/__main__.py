@@ -7,6 +7,7 @@ from mamba_fsdp import interpreter
 
 interpreter.need("fire", "numpy", "torch", "yaml")
 
+from config.fields import near_name
 from mamba_fsdp import command_line
 
 VERBS = {  # name: (module in mamba_fsdp/verbs, what it does)
@@ -38,7 +39,8 @@ def main() -> None:
         raise SystemExit(0)
     verb, arguments = sys.argv[1], sys.argv[2:]
     if verb not in VERBS:
-        print(f"error: there is no verb {verb!r}; choose one of {', '.join(VERBS)}", file=sys.stderr)
+        print(f"error: there is no verb {verb!r}; {near_name(verb, VERBS, 'choose one of ' + ', '.join(VERBS))}",
+              file=sys.stderr)
         raise SystemExit(2)
     module = importlib.import_module(f"mamba_fsdp.verbs.{VERBS[verb][0]}")
     command_line.run(module.main, lambda: str(module.__doc__).strip(), arguments)

@@ -306,7 +306,8 @@ def _merge(out, folder, settings, source, tokenizer):
         print(f"held out for validation: the last {held_out:,} tokens (a validation_fraction of "
               f"{settings['validation_fraction']:g} of {written:,} document{'s' * (written > 1)} is no whole one)")
     for store in stores.values():
-        print(f"{store.path}: {store.token_count:,} tokens in {store.document_count:,} documents")
+        print(f"{str(store.path).removeprefix(f'{Path.cwd()}/')}: {store.token_count:,} tokens in "
+              f"{store.document_count:,} documents")
     seconds, tokens = sum(unit["seconds"] for unit in units), sum(store.token_count for store in stores.values())
     print(f"vocabulary {tokenizer.vocab_size:,} ({store.dtype.name}); {seconds:.1f} s"
           f"{' of all parts together' * bool(source.options.part)}, {tokens / max(seconds, 1e-9):,.0f} tokens/s"

@@ -32,7 +32,7 @@ def scaled(number: float, unit: str) -> str:
 
 def read_share(share: float) -> str:
     """The part of the tokens that a loss is of."""
-    return "all tokens" if share >= 1 else f"{100 * share:.3g}% of the tokens"
+    return "all data" if share >= 1 else f"{100 * share:.3g}% of the data"
 
 
 def say(name: str, value: object) -> None:

@@ -211,7 +211,8 @@ def choose_forms(settings: TrainConfig, world: World, say: Say) -> dict[str, str
     parts = ", ".join(f"{name} {scaled(size, 'B')}" for name, size in memory.items() if size)
     device = f" of {scaled(torch.cuda.mem_get_info()[1], 'B')}" if world.device.type == "cuda" else ""
     say(f"model      {title(model)}: {parameter_count(model):,} parameters, {model.n_layer} layers, "
-        f"{training.mixed_precision}, {choose_strategy(parallel, world)} on {world.size} x {world.device.type}")
+        f"{training.mixed_precision}, {choose_strategy(parallel, world).replace('none', 'no sharding')} on "
+        f"{world.size} x {world.device.type}")
     say(f"kernels    {choice}")
     say(f"memory     at least {scaled(sum(memory.values()), 'B')}{device} a device: {parts}")
     return choice.forms

@@ -54,7 +54,7 @@ def test_a_report_is_a_line_and_an_entry_where_it_is_due(recorder_of, tmp_path, 
                       "skipped_steps": 1, "source_tokens": {"it": 3 * 32 + 5 * 16, "other": 16},
                       "source_epochs": {"it": 1.75}}
     first, second = capsys.readouterr().out.splitlines()
-    assert first == "step 1: validation loss 3.0000, perplexity 20.09 (17.4% of the tokens, 0.2 s)"
+    assert first == "step 1: validation loss 3.0000, perplexity 20.09 (17.4% of the data, 0.2 s)"
     assert second.startswith("step 2/4  loss  3.5000  lr 1.00e-02")
 
 

@@ -102,7 +102,7 @@ def test_a_dry_run_says_what_is_coming_and_writes_nothing(train, tmp_path):
     said = train(tmp_path / "run", dry_run=True)
     assert not (tmp_path / "run").exists()
     assert re.findall(r"^\w+", said, flags=re.MULTILINE) == ["model", "kernels", "memory", "data", "steps"]
-    for line in ("model      custom .from demo.: 5,... parameters, 2 layers, fp32, none on 1 x cpu",
+    for line in ("model      custom .from demo.: 5,... parameters, 2 layers, fp32, no sharding on 1 x cpu",
                  "memory     at least 2.... kB a device: weights 22.0 kB, gradients 22.0 kB, moments 43.9 kB, "
                  "activations 1.... kB, loss .*",
                  "steps      6 of 2 x 32 = 64 tokens; 2.. MFLOP each, 1... MFLOP in all"):
@@ -456,10 +456,10 @@ def test_a_stop_ends_a_validation_and_the_next_start_has_it(train, tmp_path, met
 def test_a_validation_says_what_part_it_read(train, tmp_path, metrics_of, corpus, capsys):
     """By default one that costs a twentieth of the training between two."""
     size = TokenStore(corpus / "validation").token_count - 1
-    for given, tokens, words in (({"eval_batches": 2}, 4 * 32, f"({12800 / size:.3g}% of the tokens"),
-                                 ({"eval_batches": 0}, size, "(all tokens"), ({"eval_batches": -1}, 2 * 32, "")):
+    for given, tokens, words in (({"eval_batches": 2}, 4 * 32, f"({12800 / size:.3g}% of the data"),
+                                 ({"eval_batches": 0}, size, "(all data"), ({"eval_batches": -1}, 2 * 32, "")):
         said = train(tmp_path / str(tokens), num_steps=4, eval_interval=4, **given)
         last = metrics_of(tmp_path / str(tokens))[-1]
         assert (last["val_tokens"], last["val_share"]) == (tokens, round(tokens / size, 6)) and words in said
     inspect.main(str(tmp_path / "128"))
-    assert f" at step 4 ({12800 / size:.3g}% of the tokens)" in capsys.readouterr().out
+    assert f" at step 4 ({12800 / size:.3g}% of the data)" in capsys.readouterr().out

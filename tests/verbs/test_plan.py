@@ -99,7 +99,7 @@ def test_a_mistake_is_a_line(words, said, told):
 def test_the_machine_at_hand(told, monkeypatch):
     """Of a CPU the memory is known and no rate; of a GPU all that its name tells."""
     code, said = told("demo")
-    assert code == 0 and "1 x cpu" in said and "--peak=TFLOPS" in said and "framework" not in said
+    assert code == 0 and "1 x cpu" in said and "--memory, --peak" in said and "framework" not in said
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.get_device_name", lambda: "NVIDIA H100 80GB HBM3")
     monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
