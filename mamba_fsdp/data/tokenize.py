@@ -307,7 +307,7 @@ def _merge(out, folder, settings, source, tokenizer):
               f"{settings['validation_fraction']:g} of {written:,} document{'s' * (written > 1)} is no whole one)")
     for store in stores.values():
         print(f"{str(store.path).removeprefix(f'{Path.cwd()}/')}: {store.token_count:,} tokens in "
-              f"{store.document_count:,} documents")
+              f"{store.document_count:,} document{'s' * (store.document_count != 1)}")
     seconds, tokens = sum(unit["seconds"] for unit in units), sum(store.token_count for store in stores.values())
     print(f"vocabulary {tokenizer.vocab_size:,} ({store.dtype.name}); {seconds:.1f} s"
           f"{' of all parts together' * bool(source.options.part)}, {tokens / max(seconds, 1e-9):,.0f} tokens/s"

@@ -83,7 +83,7 @@ def schedule_of(settings: TrainConfig, state: TrainState, length: Duration, toke
             raise UserError(f"num_steps={length}: the learning rate ends at 0 with the {former} steps before, where "
                             "nothing is learnt; choose lengthened=rewarm or lengthened=follow")
         rates = [f"{settings.optimizer.learning_rate * factor:.2e}" for factor in (here, there, 1.0)]
-        told = {"hold": "stays at {}; follow would set {}, rewarm warm up again to {}",
+        told = {"hold": "keeps its former curve, at {} now; follow would set {}, rewarm warm up again to {}",
                 "rewarm": "warms up again from {0} to {2}"}.get(choice, "goes from {} to {}").format(*rates)
         if not math.isclose(here, there):
             say(f"schedule   num_steps was {former}, is {length}{choice and f' (lengthened={choice})'}: the learning "

@@ -31,7 +31,7 @@ def main(path: str, tensors: bool = False, verify: bool = False, reading: Readin
     if (place.parent / COMMIT).is_file() and place.is_file():
         say("part", f"{place.name}, {size(place)}, of the checkpoint that follows")
         place = place.parent
-    if (place / CHECKPOINTS).is_dir():
+    if (place / CHECKPOINTS).is_dir() or (place / STATUS).is_file():
         show_run(place)
     elif (place / COMMIT).is_file():
         show_checkpoint(place, tensors)

@@ -122,7 +122,7 @@ def test_a_vocabulary_that_the_data_does_not_fill_is_said(train, tmp_path):
 def test_a_longer_run_holds_the_learning_rate_or_says_otherwise(train, tmp_path, metrics_of):
     train(tmp_path / "run", num_steps=4, eval_interval=0)
     shutil.copytree(tmp_path / "run", tmp_path / "other")
-    for name, given, words in (("run", {}, "hold): the learning rate stays at 1.00e-03; follow would set"),
+    for name, given, words in (("run", {}, "hold): the learning rate keeps its former curve, at 1.00e-03 now; follow"),
                                ("other", {"lengthened": "follow"}, "goes from 1.00e-03 to 1.60e-03")):
         assert words in train(tmp_path / name, num_steps=6, eval_interval=0, **given)
     held, followed = ([entry["learning_rate"] for entry in metrics_of(tmp_path / name)] for name in ("run", "other"))
@@ -461,5 +461,6 @@ def test_a_validation_says_what_part_it_read(train, tmp_path, metrics_of, corpus
         said = train(tmp_path / str(tokens), num_steps=4, eval_interval=4, **given)
         last = metrics_of(tmp_path / str(tokens))[-1]
         assert (last["val_tokens"], last["val_share"]) == (tokens, round(tokens / size, 6)) and words in said
+    shutil.rmtree(tmp_path / "128/checkpoints")  # a run that has saved none yet, too
     inspect.main(str(tmp_path / "128"))
     assert f" at step 4 ({12800 / size:.3g}% of the data)" in capsys.readouterr().out
