@@ -11,7 +11,8 @@ from mamba_fsdp.data import text, tokenize
 from mamba_fsdp.data.store import TokenStore
 from mamba_fsdp.data.tokenizer import load_words
 from mamba_fsdp.errors import UserError
-from mamba_fsdp.verbs.evaluate import TextOfTokens
+from mamba_fsdp.parallel.world import World
+from mamba_fsdp.verbs.evaluate import words_and_bytes
 
 
 def articles(first, count):
@@ -62,12 +63,8 @@ def test_each_split_becomes_the_store_of_its_name(write, tmp_path):
     for name, rows in ROWS.items():
         assert text_of(tmp_path / "out" / name) == "".join(rows)
         store = TokenStore(tmp_path / "out" / name)
-        counted = TextOfTokens(store)
-        for start in range(0, store.token_count, 1000):
-            counted.add(store.read(start, min(1000, store.token_count - start)).tokens)
-        counted.finish()
-        assert counted.words == sum(len(row.split()) for row in rows)
-        assert counted.bytes == sum(len(row.encode()) for row in rows)
+        assert words_and_bytes(store, [(0, store.token_count)], World.alone()) == (
+            sum(len(row.split()) for row in rows), sum(len(row.encode()) for row in rows))
     assert make(tmp_path / "in", tmp_path / "out") == done
     with pytest.raises(UserError, match="splits was 'official' and is 'held_out'"):
         make(tmp_path / "in", tmp_path / "out", splits="held_out", validation_fraction=0)
