@@ -62,9 +62,9 @@ def show_run(path: Path) -> None:
     say("status", told or f"unknown: no {STATUS}")
     for kind, name in (("loss", "training"), ("val_loss", "validation")):
         if values := [entry for entry in entries if entry.get(kind) is not None]:
-            first, last = values[0], values[-1]
+            last, ends = values[-1], values[:1] + values[1:][-1:]
             part = f" ({read_share(last['val_share'])})" if kind in last and "val_share" in last else ""
-            say(name, f"loss {first[kind]:.4f} at step {first['step']}, {last[kind]:.4f} at step {last['step']}{part}")
+            say(name, "loss " + ", ".join(f"{end[kind]:.4f} at step {end['step']}" for end in ends) + part)
     for checkpoint in committed(path / CHECKPOINTS):
         say("checkpoint", f"{checkpoint} ({size(checkpoint)})")
     for model in sorted(path.glob(f"{MODELS}/*/{CONSOLIDATED}")):
