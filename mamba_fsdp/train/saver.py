@@ -15,7 +15,8 @@ class Saver:
 
     def __init__(self, parts: Parts, recorder: Recorder) -> None:
         self.parts, self.recorder, self.most = parts, recorder, parts.settings.checkpoint.max_failed_saves
-        self.failed = self.next_attempt = 0  # saves that failed in a row, the step after which the next one is tried
+        # Saves that failed in a row, steps until the next one is tried, the step after which that is.
+        self.failed = self.pause = self.next_attempt = 0
 
     def is_due(self, step: int) -> bool:
         """Whether a checkpoint is to be saved after `step`."""
@@ -32,7 +33,9 @@ class Saver:
     def save(self, final: bool) -> None:
         """Saves a checkpoint after the current step, unless one is still being written and does not come to an end.
         final: until it is committed. Raises UserError where that fails, and as `settle` does."""
-        if self.wait(final) or final:
+        step = self.parts.state.step
+        if self.wait(final) and self.is_due(step) or final:  # not where that was another attempt, and went well
+            self.next_attempt = step + self.pause  # this one is under way until then
             self._try(lambda: self._save(final), 0 if final else self.most)
 
     def wait(self, final: bool = False) -> bool:
@@ -68,7 +71,8 @@ class Saver:
                 raise
             pause = min(FIRST_PAUSE * 2 ** (self.failed - 1), LONGEST_PAUSE)
             seconds = self.parts.world.broadcast_object(recorder.clock.seconds_left(step, step + 1) or 1.0)
-            self.next_attempt = step + max(2, math.ceil(pause / seconds))
+            self.pause = max(2, math.ceil(pause / seconds))
+            self.next_attempt = step + self.pause
             recorder.save_failed(step, self.failed, str(error), f"{self.failed} of {self.most} in a row; the next "
                                  f"attempt comes after step {self.next_attempt}")
             if self.failed >= most:

@@ -16,7 +16,8 @@ from mamba_fsdp.errors import StorageError, UserError
 from mamba_fsdp.parallel.world import World
 from mamba_fsdp.report.records import read_events, read_status
 from mamba_fsdp.run_layout import committed
-from mamba_fsdp.train import saver
+from mamba_fsdp.train import loop, saver
+from mamba_fsdp.train.clock import Clock
 
 LONG = {"num_steps": 12, "eval_interval": 0, "validation_path": "none", "publish": "false", "async_checkpoint": "false"}
 
@@ -138,6 +139,27 @@ def test_metrics_wait_in_memory_and_no_checkpoint_is_ahead_of_them(train, tmp_pa
     assert [entry for entry in metrics if "loss" in entry] == metrics_of(tmp_path / "well")
     assert 0 in [entry["failed_saves"] for entry in metrics if "failed_saves" in entry]
     assert "metrics.jsonl: can't be written (No space left on device)" in said and len(calls) > 12
+
+
+def test_another_attempt_is_made_once_and_beside_training(train, tmp_path, failing, monkeypatch):
+    monkeypatch.setattr(saver, "FIRST_PAUSE", 60.0)
+    monkeypatch.setattr(Clock, "seconds_left", lambda *_: 15.0)  # the next attempt: 4 steps after the failure
+    begun, later, waited = failing(1), threading.Event(), []
+
+    def write(path, *rest, _write=checkpointer.write_pieces, **named):
+        if len(begun) == 1:
+            waited.append(later.wait(20))
+        return _write(path, *rest, **named)
+
+    def take(parts, *rest, _take=loop.take_step, **named):
+        if parts.checkpointer.pending and parts.state.step == parts.checkpointer.pending.step + 2 and begun:
+            later.set()
+        return _take(parts, *rest, **named)
+
+    monkeypatch.setattr(checkpointer, "write_pieces", write)
+    monkeypatch.setattr(loop, "take_step", take)
+    train(tmp_path, **LONG | {"async_checkpoint": "true", "num_steps": 40}, checkpoint_interval=20)
+    assert waited == [True] and begun[0] == 20 and 24 < begun[1] < 40 and begun[2:] == [40]
 
 
 # A storage layer that lies and stalls
