@@ -199,6 +199,10 @@ class Checkpointer:
         """Whether this rank still writes, or commits, the save under way. Once none does, all ranks call `settle`."""
         return self.pending is not None and not self.pending.outcome.done()
 
+    def stage(self) -> tuple[int, bool] | None:
+        """How far the save under way has come, the same on all ranks: what `is_writing` told holds for this stage."""
+        return self.pending and (self.pending.step, self.pending.told)
+
     @_stalls
     def settle(self) -> None:
         """Where all have written the save under way, if any, rank 0 begins to commit it; where it has, all learn of it.

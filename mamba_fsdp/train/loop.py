@@ -72,6 +72,7 @@ class Step(NamedTuple):
 
     batches: list[Batch]
     lr: float
+    stage: tuple[int, bool] | None  # of the save under way, when the ranks told whether they are writing
     numbers: Callable[[], list[float]]  # waits for them: loss, gradient norm, applied, LossScale's two, the told ones
 
 
@@ -85,7 +86,7 @@ def take_step(parts: Parts, clock: Clock, stop: StopRequest, ahead: int = 0) -> 
     counted = sum(batch.total_weight() for batch in batches)  # while on the CPU
     read = read_by(batches) if settings.data.sample_log else 0
     batches = [batch.to(world.device) for batch in batches]
-    own_seconds, scale = [0.0] * world.size, parts.loss_scale.value
+    own_seconds, scale, stage = [0.0] * world.size, parts.loss_scale.value, parts.checkpointer.stage()
     own_seconds[world.rank] = clock.own_seconds()
     loss_sum = accumulate_gradients(parallel, parts.optimizer, batches, scale / plan.tokens_per_step)
     sums = add_up(world, loss_sum, parallel.gradient_squares(), counted, (
@@ -97,7 +98,7 @@ def take_step(parts: Parts, clock: Clock, stop: StopRequest, ahead: int = 0) -> 
                              clip=settings.optimizer.grad_clip_thresh, lr=lr)
     parts.loss_scale.update(applied)
     found = torch.stack([loss, gradient_norm, applied, parts.loss_scale.value, parts.loss_scale.good_steps])
-    return Step(batches, lr, world.reads(torch.cat([found, sums[TOLD:]])))
+    return Step(batches, lr, stage, world.reads(torch.cat([found, sums[TOLD:]])))
 
 
 def end_step(parts: Parts, recorder: Recorder, saver: Saver, step: Step) -> bool:
@@ -108,7 +109,7 @@ def end_step(parts: Parts, recorder: Recorder, saver: Saver, step: Step) -> bool
     recorder.clock.meet(own_seconds)
     excused = parts.loss_scale.keep(state, scale, good_steps) and math.isfinite(loss)
     state.advance(plan.split.global_batch, plan.tokens_per_step, loss, applied=bool(applied), excused=excused)
-    if not writing:
+    if not writing and step.stage == parts.checkpointer.stage():
         saver.settle()  # where there is a save under way, all ranks have written, or rank 0 committed
     if not applied:
         recorder.display.line(f"step {state.step} skipped: loss {loss:.4g}, gradient norm {gradient_norm:.4g} "
