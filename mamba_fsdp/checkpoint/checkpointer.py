@@ -106,6 +106,8 @@ class Checkpointer:
     def to_resume(self, shards: Callable[[], Sequence[Shard]]) -> Path | None:
         """Path, on this node, of the newest whole checkpoint of either tier, the shared one of two; None where there is
         none. shards: what is to be filled from it. Raises UserError as `newest` does, where no local one is whole."""
+        self.wait()
+        self.last = None  # what it has saved may be broken by now
         if not self.local:
             return self.newest()
         after, failure = self.world.on_rank0(lambda: _step([None, *committed(self.folder)][-1])), None

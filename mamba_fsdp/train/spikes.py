@@ -54,7 +54,8 @@ def roll_back(parts: Parts, folder: RunFolder, spikes: list[LossSpike], say: Say
     loader.skip((step - saved.step) * skip, saved.step, position["drawn"])
     saved.passed_over += sum(end - first for first, end in loader.passed_over.values())
     saved.rollbacks = state.rollbacks + 1
-    kept = {name: getattr(state, name) for name in ("first_tokens_per_step", "schedule", "tokenizer")}
+    kept = {name: getattr(state, name) for name in ("first_tokens_per_step", "first_started", "schedule",
+                                                       "tokenizer")}
     vars(state).update(vars(saved) | kept)
     parts.loss_scale = LossScale(state, parts.world.device, dynamic=parts.loss_scale.dynamic)
     say(f"{said}; rolled back to {checkpoint.name}, "

@@ -5,7 +5,10 @@ import json
 import pytest
 import torch
 
+from mamba_fsdp.checkpoint.folder import problems
 from mamba_fsdp.errors import UserError
+from mamba_fsdp.parallel.world import World
+from mamba_fsdp.run_layout import committed
 from mamba_fsdp.train import loop, spikes
 from mamba_fsdp.verbs import audit
 
@@ -104,6 +107,22 @@ def test_a_spike_that_does_not_come_again_leaves_no_trace(train, tmp_path, metri
     assert "whose steps come again" in train(tmp_path / "run", **GIVEN)
     run, undisturbed = (left_by(tmp_path / name, metrics_of) for name in ("run", "undisturbed"))
     assert run[1] == undisturbed[1] and run[3] == undisturbed[3]
+
+
+def test_a_checkpoint_that_was_damaged_since_it_was_saved_is_passed_over(train, tmp_path, spoil, samples_of):
+    bad, checkpoints = samples_of(10), tmp_path / "run/checkpoints"
+
+    def damaged(sample):
+        if damage := sample in bad:
+            bad.clear()
+            file = checkpoints / "step_00000008/rank_00000.safetensors"
+            file.write_bytes(file.read_bytes()[:-1] + b"!")
+        return damage
+
+    spoil(damaged)
+    said = train(tmp_path / "run", **GIVEN, async_checkpoint=False)
+    assert "step_00000008 is broken and passed over" in said and "rolled back to step_00000004" in said
+    assert [problems(path, World.alone()) for path in committed(checkpoints)] == [[]] * 4
 
 
 def test_spikes_without_end_end_the_run(train, tmp_path, spoil, samples_of):
