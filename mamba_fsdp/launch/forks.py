@@ -50,6 +50,7 @@ def _run(words, environment):
     os.setsid()
     for number in REQUESTS_TO_STOP:
         signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+    os.environ.clear()  # of what was told to the first start alone
     os.environ.update(environment)
     cuda: Any = sys.modules.get("torch.cuda")
     if cuda and cuda._is_in_bad_fork():  # a library has asked CUDA something: its forks can't use it
