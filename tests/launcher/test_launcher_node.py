@@ -141,8 +141,8 @@ print(rank.poll())
 def test_a_rank_whose_parent_has_asked_cuda_something_is_no_fork(project, tmp_path, bad):
     (tmp_path / "asks_cuda.py").write_text(
         f"import sys, types\nsys.modules['torch.cuda'] = types.SimpleNamespace(_is_in_bad_fork=lambda: {bad})\n")
-    (tmp_path / "rank.py").write_text("import os, sys\nprint(*sys.argv, 'torch.cuda' in sys.modules, 'GONE' in os.environ)\n"
-                                     "sys.exit(3)\n")
+    (tmp_path / "rank.py").write_text(
+        "import os, sys\nprint(*sys.argv, 'torch.cuda' in sys.modules, 'GONE' in os.environ)\nsys.exit(3)\n")
     done = subprocess.run([sys.executable, "-c", START_A_RANK], cwd=tmp_path, capture_output=True, text=True,
                           env={**CLEAN, "PYTHONPATH": f"{project}:{tmp_path}"})
     assert done.stdout == f"rank.py word {not bad} False\n3\n", done.stdout + done.stderr
