@@ -36,7 +36,8 @@ def main(run: str, verify: bool = False, json: bool = False) -> int:
     for path in found:
         with held(path):
             display.passing(f"reading {path.name}, {len(rows) + 1} of {len(found)}, {scaled(size_of(path), 'B')}")
-            rows.append({"name": path.name, "bytes": size_of(path), **described(path, verify)})
+            row = {"name": path.name, "bytes": size_of(path), **described(path, verify)}
+            rows += [row] if path.exists() else []  # else its run has pruned it meanwhile
     rows += [{"name": path.name, "bytes": size_of(path), **UNKNOWN, "verdict": "unfinished"} for path in unfinished]
     if json:
         print(text.dumps(rows, indent=1))

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from mamba_fsdp import command_line
+from mamba_fsdp.checkpoint import folder
 from mamba_fsdp.checkpoint.checkpointer import Checkpointer
 from mamba_fsdp.checkpoint.retention import until_the_end
 from mamba_fsdp.parallel.model import Shard
@@ -72,6 +73,16 @@ def test_broken_ones_are_told_with_the_reason_and_an_exit_code(run, call, damage
     assert said.splitlines()[-1].endswith("  whole") and "Traceback" not in said
     code, said = call(checkpoints, run)
     assert code == 1 and words in " ".join(said.split()) or not without_reading
+
+
+def test_what_its_run_prunes_meanwhile_is_not_broken(run, call, monkeypatch):
+    def pruned_first(*given, _problems=folder.problems):
+        shutil.rmtree(run / "checkpoints/step_00000002", ignore_errors=True)
+        return _problems(*given)
+
+    monkeypatch.setattr(folder, "problems", pruned_first)
+    code, said = call(checkpoints, run, "--verify")
+    assert code == 0 and len(said.splitlines()) == 2 and said.endswith("  whole\n")
 
 
 @pytest.mark.parametrize("words, said", [
