@@ -77,7 +77,7 @@ def _committed_files(checkpoint):
         content = parse_object(patiently((checkpoint / COMMIT).read_bytes, checkpoint / COMMIT))
         CHECKPOINT.check(checkpoint / COMMIT, content)
         files = content["files"]
-        if STATE in map(file_name, files) and all("bytes" in entry and entry.keys() & HASHES.keys()
+        if STATE in [*map(file_name, files)] and all("bytes" in entry and entry.keys() & HASHES.keys()
                                                   for entry in files.values()):
             return files, []
     except OSError as error:

@@ -192,6 +192,8 @@ DAMAGES = {
     "state.json has": lambda path: (path / "state.json").write_text("{}"),
     "COMMIT is no list of files": lambda path: (path / "COMMIT").write_text('{"files": '),
     "COMMIT is no list": lambda path: (path / "COMMIT").write_text('{"files": {}}'),
+    "COMMIT is no list of": lambda path: (path / "COMMIT").write_text(json.dumps({"files": {
+        "state.json": {"bytes": 1, "xxh3": ""}, "../../x": {"bytes": 1, "xxh3": ""}}})),
 }
 
 
