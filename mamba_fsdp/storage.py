@@ -115,6 +115,14 @@ def write_atomically(path: str | Path, data: str) -> None:
     patiently(lambda: _write(Path(path), data), path)
 
 
+def write_for_user(path: str | Path, data: str) -> None:
+    """As write_atomically, but raises UserError where the path can't be written."""
+    try:
+        write_atomically(path, data)
+    except OSError as error:
+        raise UserError(f"{path}: can't be written ({error.strerror})") from None
+
+
 def move(old: Path, new: Path) -> None:
     """Rename patiently to a name that is free. Raises as write_atomically does."""
     # An attempt that was told to have failed may have been made.

@@ -14,7 +14,7 @@ from typing import Any
 
 from mamba_fsdp.errors import LostError, UserError
 from mamba_fsdp.run_layout import EVENTS, METRICS, STATUS
-from mamba_fsdp.storage import exists, once, patiently, write_atomically
+from mamba_fsdp.storage import exists, once, patiently, write_for_user
 from mamba_fsdp.untrusted import parse_object
 
 
@@ -121,14 +121,10 @@ def write_status(run_folder: Path, status: str, step: int, reason: str = "", sta
                  ) -> None:
     """status: running, stopped, finished or failed, the last three events too. start: seconds of its parts. Raises
     UserError where it can't."""
-    path = run_folder / STATUS
     content = {"status": status, "step": step, "reason": reason, "time": _now(), **({"start": start} if start else {})}
     if status != "running":
         add_event(run_folder, status, step, reason=reason)
-    try:
-        write_atomically(path, json.dumps(content, indent=1) + "\n")
-    except OSError as error:
-        raise UserError(f"{path}: can't be written ({error.strerror})") from None
+    write_for_user(run_folder / STATUS, json.dumps(content, indent=1) + "\n")
 
 
 def read_status(run_folder: Path) -> dict:

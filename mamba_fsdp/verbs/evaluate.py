@@ -46,7 +46,7 @@ from config.fields import Bounds, setting
 from config.train_config import USUAL_READING, ReadingConfig
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.report.display import Display
-from mamba_fsdp.storage import write_atomically
+from mamba_fsdp.storage import write_for_user
 
 if TYPE_CHECKING:
     from mamba_fsdp.data.source import Source
@@ -119,6 +119,8 @@ def main(model: str, data: str = "", seq_length: Annotated[int, Bounds(at_least=
     if not (data or options.tasks):
         raise UserError("name DATA behind MODEL, or --tasks of lm-evaluation-harness; see --help")
     world, on_stdout = inference_world(), options.json.lower() == "true"
+    if options.json and not on_stdout and not Path(options.json).absolute().parent.is_dir():
+        raise UserError(f"--json={options.json}: its folder does not exist")
     display = Display(enabled=world.rank == 0, stream=sys.stderr if on_stdout else sys.stdout)
     windows = {"seq_length": seq_length, "stride": stride, "batch_size": batch_size, "limit": limit}
     models = {"model": model} | ({"baseline": options.compare_baseline} if options.compare_baseline else {})
@@ -147,8 +149,9 @@ def main(model: str, data: str = "", seq_length: Annotated[int, Bounds(at_least=
         display.line("\n".join([f"tasks of       {models[role]}", *harness.table(results)]))
     if options.json and world.rank == 0:
         numbers = {label: {role: each.told() for role, each in told.items()} for label, told in found.items()}
-        text = json.dumps({**models, "data": numbers, "samples": samples, "tasks": tasks}, indent=1)
-        print(text) if on_stdout else write_atomically(Path(options.json), text + "\n")
+        plain = json.dumps({**models, "data": numbers, "samples": samples, "tasks": tasks})
+        text = json.dumps(json.loads(plain, parse_constant=lambda _: None), indent=1)  # JSON has no NaN
+        print(text) if on_stdout else write_for_user(options.json, text + "\n")
     world.close()
 
 
@@ -219,7 +222,6 @@ def evaluate(model: "Loaded", data: str, *, seq_length: int = 2048, stride: int 
              **reading: Any) -> Evaluation:
     """The model over the tokens at this path; the options are those of the command above, and show is told how far it
     is. reading: settings of DataConfig that say how to read them. Called by all ranks. Raises UserError."""
-
     from config.train_config import DataConfig
     from mamba_fsdp.data.loader import Split, evaluation_batches, evaluation_windows
     from mamba_fsdp.data.opening import format_of, open_source

@@ -19,7 +19,7 @@ import numpy as np
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.report.curves import look_at, names_of
 from mamba_fsdp.run_layout import REPORT
-from mamba_fsdp.storage import write_atomically
+from mamba_fsdp.storage import write_for_user
 
 FILES = Path(__file__).parents[1] / "report"
 LOOKS = json.loads((FILES / "charts.json").read_text(encoding="utf-8"))
@@ -37,15 +37,14 @@ def main(*runs: str, out: str = "", png: str = "") -> None:
     charts, file = charts_of(seen), Path(out) if out else folders[0] / REPORT
     file = file / REPORT if file.is_dir() or out.endswith("/") else file
     try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(file, page(seen, charts))
-        print(file)
+        for folder in (file.parent, *([Path(png)] if png else [])):
+            folder.mkdir(parents=True, exist_ok=True)
+        write_for_user(file, page(seen, charts))
         if png:
-            Path(png).mkdir(parents=True, exist_ok=True)
             draw(seen, charts, Path(png))
-            print(f"{png}/*.png, *.pdf")
     except OSError as error:
-        raise UserError(f"{error.filename or file}: can't be written ({error.strerror})") from None
+        raise UserError(f"{error.filename or png}: can't be written ({error.strerror})") from None
+    print(file, *[f"{png}/*.png, *.pdf"] * bool(png), sep="\n")
 
 
 def charts_of(runs: Sequence[dict]) -> list[dict[str, Any]]:

@@ -30,8 +30,7 @@ def write_run(folder, losses, seed=1):
     (folder / "status.json").write_text('{"status": "running", "step": 0}')
     events = [{"time": "2026-01-02T03:04:05Z", "event": "started", "step": step, "ranks": 2, "from": EVIL}
               for step in (0, 20)]
-    events += [{"time": "2026-01-02T04:04:05Z", "event": "checkpoint", "step": 20, "bytes": 2_500_000, "seconds": 1.5,
-                "stall_seconds": 0.25}]
+    events += [{"time": "2026-01-02T04:04:05Z", "event": "checkpoint", "step": 20, "bytes": 2_500_000, "seconds": 1.5}]
     (folder / "events.jsonl").write_text("".join(json.dumps(entry) + "\n" for entry in events))
     (folder / "checkpoints/step_00000020").mkdir(parents=True)
     (folder / "checkpoints/step_00000020/COMMIT").touch()
@@ -91,6 +90,14 @@ def test_what_is_no_run_or_has_nothing_yet_is_one_line(tmp_path):
         report.main(str(run), out=str(run / "config.yaml/report.html"))
     with pytest.raises(UserError, match="metrics.jsonl: can't be written"):
         report.main(str(run), png=str(run / "metrics.jsonl"))
+    with pytest.raises(UserError, match="/proc/x.html: can't be written"):
+        report.main(str(run), out="/proc/x.html")
+
+
+def test_a_reader_that_leaves_is_no_failed_write(tmp_path, monkeypatch):
+    monkeypatch.setattr("builtins.print", lambda *_, **__: (_ for _ in ()).throw(BrokenPipeError))
+    with pytest.raises(BrokenPipeError):
+        report.main(str(write_run(tmp_path / "run", [1.0])))
 
 
 @pytest.mark.slow
@@ -114,7 +121,7 @@ def test_a_browser_draws_the_page_without_a_network(tmp_path, browse):
     assert re.search(r"training\.seed\s+1\s+2", differing) and "kernels" not in differing
     assert re.search(re.escape(EVIL) + r"\s+2,560\s+100\.0 %\s+0\.5", mixture)
     assert f"2026-01-02 03:04:05\tstarted\t20\tranks: 2, from: {EVIL}" in events
-    assert re.search(r"20\s+1\s+2\.5 MB\s+1\.5\s+0\.25", checkpoints) and EVIL in found["samples"][0]
+    assert re.search(r"20\s+1\s+2\.5 MB\s+1\.5$", checkpoints) and EVIL in found["samples"][0]
     assert found["tokens"] == [640, 1280, 1920, 2560] and found["hours"][-1] == pytest.approx(25.6 / 3600)
     assert found["log"] == "log" and found["left"] == names[1:]
     assert found["smooth"] == [4.0, None, pytest.approx((0.25 * 4 + 0.5 * 3) / 0.75),

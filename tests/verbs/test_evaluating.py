@@ -12,6 +12,7 @@ import torch
 
 from mamba_fsdp import command_line
 from mamba_fsdp.data.store import TokenStore
+from mamba_fsdp.errors import UserError
 from mamba_fsdp.verbs import evaluate, loading
 
 STORE = "data/builtin/validation"
@@ -121,6 +122,15 @@ def test_two_models_are_compared_and_json_is_all_there_is_on_stdout(there, tmp_p
     assert list(map(float, row)) == pytest.approx([ours, theirs, ours - theirs], abs=1e-4) and ours != theirs
     assert len(found["samples"]) == 2 and all(prompt and text for prompt, text in found["samples"])
     assert "--- sample ---" in told_json.err and not other.exists()
+
+
+def test_json_of_a_diverged_model_parses_and_its_place_is_looked_at_first(there, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("mamba_fsdp.train.loop.evaluate", lambda *_: (math.nan, 5))
+    found = run(capsys, "runs/demo", STORE, "--seq_length=32", "--limit=2", "--json").out
+    assert json.loads(found, parse_constant=pytest.fail)["data"][STORE]["model"]["loss"] is None
+    monkeypatch.setattr("mamba_fsdp.verbs.loading.load", pytest.fail)
+    with pytest.raises(UserError, match="missing/a.json: its folder does not exist"):
+        run(capsys, "runs/demo", STORE, f"--json={tmp_path}/missing/a.json")
 
 
 def test_models_of_other_tokenizers_are_compared_over_text_by_word_and_byte(there, tmp_path, capsys):

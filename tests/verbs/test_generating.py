@@ -57,11 +57,15 @@ def test_several_texts_are_shown_in_their_order():
     assert texts == "abcxyp"
 
 
+def continued(model, prompt, **options):
+    return "".join(piece.text for piece in generate.continuations(model, [prompt], **options))
+
+
 def test_prompts_are_continued_together_as_each_alone(there, capsys):
     from mamba_fsdp.verbs.loading import load
 
     prompts, model = ["def line", "x", "def line_20(x): return"], load("runs/demo")
-    alone = ["".join(generate.generate(model, prompt, length=12, temperature=0)) for prompt in prompts]
+    alone = [continued(model, prompt, length=12, temperature=0) for prompt in prompts]
     with pytest.raises(SystemExit) as exit:
         command_line.run(generate.main, lambda: "", [
             "runs/demo", *(f"--prompt={prompt}" for prompt in prompts[:2]), "--prompt", prompts[2], "--length=12",
@@ -72,7 +76,7 @@ def test_prompts_are_continued_together_as_each_alone(there, capsys):
                         f"\n--- 3 of 3 ---\n{prompts[2]}{alone[2]}\n")
     assert told.err.startswith("36 tokens in ") and told.err.endswith(" tokens/s\n")
     stop = alone[2][2:4]
-    stopped = "".join(generate.generate(model, prompts[2], length=12, temperature=0, stop=[stop]))
+    stopped = continued(model, prompts[2], length=12, temperature=0, stop=[stop])
     assert stopped == alone[2][:alone[2].index(stop)]
 
 
@@ -82,7 +86,7 @@ def test_a_model_that_diverged_is_one_line(there):
     model = load("runs/demo")
     model.network.backbone.norm_f.weight.fill_(float("nan"))
     with pytest.raises(UserError, match="not finite"):
-        list(generate.generate(model, "def"))
+        continued(model, "def")
 
 
 @pytest.mark.slow
