@@ -130,7 +130,7 @@ def test_json_of_a_diverged_model_parses_and_its_place_is_looked_at_first(there,
     assert json.loads(found, parse_constant=pytest.fail)["data"][STORE]["model"]["loss"] is None
     monkeypatch.setattr("mamba_fsdp.verbs.loading.load", pytest.fail)
     with pytest.raises(UserError, match="missing/a.json: its folder does not exist"):
-        run(capsys, "runs/demo", STORE, f"--json={tmp_path}/missing/a.json")
+        evaluate.main("runs/demo", STORE, options=evaluate.EvaluationConfig(json=f"{tmp_path}/missing/a.json"))
 
 
 def test_models_of_other_tokenizers_are_compared_over_text_by_word_and_byte(there, tmp_path, capsys):
