@@ -90,6 +90,13 @@ def composer_paths(_text: Any, given: Mapping[str, Any]) -> dict[str, Any]:
             **({"weights": weights} if weights else {})}
 
 
+def seconds(text: Any, _given: object = None) -> str:
+    """Theirs of a timeout, as our minutes."""
+    if not str(text).replace(".", "", 1).isdigit():
+        raise ValueError("expected a number of seconds")
+    return f"{float(text) / 60:g}"
+
+
 STRATEGY = {"full_shard": "fsdp", "hybrid_shard": "hsdp", "no_shard": "ddp", ANYTHING: ANYTHING,
             "shard_grad_op": "!it keeps whole weights from the forward to the backward pass, which nothing here does: "
                              "sharding_strategy=fsdp gathers them twice, ddp keeps everything whole"}
@@ -124,7 +131,7 @@ TABLE: list[Foreign] = [row for rows in (
     # the data
     same("aws", "dataset_path"), becomes("fms", "data_path", "dataset_path"),
     same("aws fms", "datasets weights seq_length"), same("fms", "use_dummy_dataset"),
-    becomes("composer trainer", "seq_len max_seq_length", "seq_length"),
+    becomes("composer trainer", "seq_len max_seq_length block_size", "seq_length"),
     becomes("composer", "text_paths code_paths", "dataset_path datasets weights", composer_paths),
     needless("composer", "code_percentage text_percentage n_total_tokens token_size", "the data itself says it"),
     needless("composer", "n_samples_to_skip", "a checkpoint knows its position in the data: resuming_dataset=true",
@@ -138,7 +145,8 @@ TABLE: list[Foreign] = [row for rows in (
     missing("trainer", "dataset_name dataset_config tokenizer_name cache_dir overwrite_cache preprocessing_num_workers",
             "data is made before: get_dataset.py DATASET OUT --config=CONFIG --tokenizer=NAME, then dataset_path=OUT"),
     same("fms composer", "num_workers"), becomes("trainer", "dataloader_num_workers", "num_workers"),
-    becomes("composer", "prefetch_factor", "prefetch", {"none": None, ANYTHING: ANYTHING}, "counted in steps"),
+    becomes("composer trainer", "prefetch_factor dataloader_prefetch_factor", "prefetch",
+            {"none": None, ANYTHING: ANYTHING}, "counted in steps"),
     # length and batch
     same("aws fms", "num_steps"), becomes("trainer", "max_steps", "num_steps", {"-1": None, ANYTHING: ANYTHING}),
     becomes("trainer", "num_train_epochs", "num_epochs"),
@@ -182,6 +190,12 @@ TABLE: list[Foreign] = [row for rows in (
     same("aws fms", "fsdp_activation_checkpointing selective_checkpointing low_cpu_fsdp use_torch_compile"),
     becomes("composer trainer", "activation_checkpointing gradient_checkpointing", "fsdp_activation_checkpointing"),
     becomes("composer", "activation_checkpointing_reentrant", "reentrant_checkpointing"),
+    becomes("composer", "precision", "mixed_precision", {"amp_bf16": "bf16", "amp_fp16": "fp16", "fp32": "fp32"}),
+    becomes("composer trainer", "dist_timeout ddp_timeout", "timeout_minutes", seconds),
+    becomes("trainer", "torch_compile", "use_torch_compile"),
+    becomes("composer trainer", "deterministic_mode full_determinism", "deterministic"),
+    needless("trainer", "tf32 dataloader_pin_memory dataloader_drop_last", "it is chosen for the machine"),
+    missing("trainer", "fsdp fsdp_config deepspeed", "sharding_strategy=fsdp, hsdp or ddp says who holds what"),
     needless("trainer", "ddp_backend ddp_find_unused_parameters remove_unused_columns label_names "
              "include_inputs_for_metrics", "there is nothing to choose here"),
     # checkpoints
@@ -202,6 +216,11 @@ TABLE: list[Foreign] = [row for rows in (
     needless("trainer", "metric_for_best_model greater_is_better", "a run ends with its last weights"),
     missing("trainer", "early_stopping_patience early_stopping_threshold",
             "a run has its length; a file STOP in its folder ends it earlier, with a checkpoint"),
+    needless("composer trainer", "save_overwrite overwrite_output_dir save_filename save_latest_filename "
+             "save_safetensors", "checkpoints have their names, and no other run overwrites them"),
+    missing("composer trainer", "save_weights_only save_only_model",
+            "checkpoints hold all that resuming needs; `python -m mamba_fsdp export` writes the weights alone"),
+    missing("composer", "load_weights_only", "init_from=FOLDER or load_ckpt_path=RUN starts from weights alone"),
     # validation, reports, trackers, profiles
     becomes("composer", "eval_interval", "eval_interval", steps_or_tokens),
     becomes("trainer", "eval_steps", "eval_interval"),
@@ -216,7 +235,8 @@ TABLE: list[Foreign] = [row for rows in (
     becomes("aws", "use_wandb", "tracker", {"true": "wandb", "false": "none"}),
     becomes("trainer", "use_wandb", "tracker", {"true": "wandb", "false": "none"}),
     becomes("trainer", "no_wandb", "tracker", {"true": "none", "false": None}),
-    same("fms trainer", "tracker"), becomes("trainer", "report_to", "tracker"),
+    same("fms trainer", "tracker"), becomes("trainer", "report_to", "tracker", {
+        "all": "!name them: tracker=tensorboard,wandb,prometheus", ANYTHING: ANYTHING}),
     becomes("aws fms composer", "wandb_project_name tracker_project_name project_name wandb.project", "wandb_project"),
     same("trainer", "wandb_project"),
     becomes("composer trainer", "full_name run_name wandb.name", "wandb_name"),
@@ -226,6 +246,11 @@ TABLE: list[Foreign] = [row for rows in (
             "W&B takes it from the environment: WANDB_ENTITY, WANDB_TAGS, WANDB_NOTES"),
     missing("trainer", "wandb.log_model wandb.watch_model", "checkpoints and metrics stay in the run folder"),
     needless("composer", "auto_log_hparams", "config.yaml in the run folder holds all settings"),
+    missing("composer", "callbacks loggers algorithms",
+            "settings do it: tracker=wandb,tensorboard, use_profiler, sample_prompts=FILE writes texts at validations, "
+            "loss_spike_factor rolls back; metrics.jsonl holds throughput, memory and gradient norm"),
+    needless("composer trainer", "progress_bar log_to_console console_log_interval disable_tqdm log_level",
+             "the terminal shows a live line and one every report_interval"),
     same("aws fms", "use_profiler"),
     needless("fms", "profiler_rank0_only", "use_profiler writes a file for each rank", "true false"),
     missing("aws", "use_nsight", "start it with PROFILE=nsys ./1.train.sbatch"),

@@ -72,6 +72,10 @@ PUBLISHED = {
         "save_folder=checkpoints": {"save_ckpt_path": "checkpoints"}, "autoresume=true": None,
         "autoresume=false": "another folder begins anew", "clipping_threshold=1.0": {"grad_clip_thresh": 1.0},
         "position_weighting=true": {"position_weighting": True}, "window_size=10": None,
+        "precision=amp_bf16": {"mixed_precision": "bf16"}, "precision=amp_fp8": "expected amp_bf16 or amp_fp16 or fp32",
+        "dist_timeout=1200": {"timeout_minutes": 20.0}, "dist_timeout=1h": "expected a number of seconds",
+        "save_num_checkpoints_to_keep=2": {"keep_checkpoints": 2},
+        "callbacks=x": "loss_spike_factor", "save_overwrite=true": None, "load_weights_only=true": "init_from=FOLDER",
         "n_samples_to_skip=0": None, "n_samples_to_skip=5": "resuming_dataset=true"},
     "trainer": {
         "no_wandb=True": {"tracker": []}, "resume=True": None, "output_dir=./x": {"save_ckpt_path": "./x"},
@@ -84,6 +88,10 @@ PUBLISHED = {
         "train_from_scratch=true": None, "train_from_scratch=false": "init_from=FOLDER",
         "tracker=wandb,tensorboard": {"tracker": ["wandb", "tensorboard"]}, "report_to=none": {"tracker": []},
         "lr_scheduler_type=cosine": "schedule=cosine", "warmup_ratio=0.1": "warmup_steps",
+        "save_total_limit=2": {"keep_checkpoints": 2}, "report_to=all": "tracker=tensorboard,wandb,prometheus",
+        "report_to=tensorboard,wandb": {"tracker": ["tensorboard", "wandb"]}, "save_only_model=true": "export",
+        "fsdp=full_shard": "sharding_strategy=fsdp", "ddp_timeout=1800": {"timeout_minutes": 30.0}, "tf32=true": None,
+        "torch_compile=true": {"use_torch_compile": True}, "full_determinism=true": {"deterministic": True},
         "max_steps=-1": None, "max_steps=50": {"num_steps": "50"}, "eval_strategy=no": {"eval_interval": "0"}},
 }
 
