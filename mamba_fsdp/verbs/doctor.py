@@ -2,8 +2,7 @@
 
 What this machine has and whether it works: packages, this project, devices, the form that serves each operator, a step
 of training, EFA, Triton's cache. A verdict a line: `ok`, `FAIL`, or `-` for what is not here and need not be. FOLDER:
-where runs are to lie; its speed is measured too, with some files that are removed again. Exits with 1 where anything
-fails.
+where runs are to lie; its speed is measured too, with some files that are removed again. Exits with 1 where any fails.
 
 On a cluster it tells of every node, and how fast the ranks talk to each other. One task a GPU:
 
@@ -44,7 +43,8 @@ from mamba_fsdp.parallel.world import World, start_world
 from mamba_fsdp.storage import hidden_beside
 
 PACKAGES = ("torch", "triton", "transformers", "tokenizers", "datasets", "pyarrow", "numpy", "safetensors", "fire",
-            "PyYAML", "zstandard", "matplotlib", "tensorboard", "wandb", "einops", "causal-conv1d", "mamba-ssm")
+            "xxhash", "PyYAML", "zstandard", "matplotlib", "plotly", "tensorboard", "wandb", "einops", "causal-conv1d",
+            "mamba-ssm")
 OPTIONAL = {"triton", "einops", "causal-conv1d", "mamba-ssm"}  # they serve GPUs only
 EFA_FOLDER = Path("/sys/class/infiniband")  # where Linux lists EFA devices
 MEGABYTES, ROUNDS = 256, 5  # that speeds are measured with

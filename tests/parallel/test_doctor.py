@@ -24,6 +24,13 @@ def consult(project, first_on_path="", *words):
                           capture_output=True, text=True)
 
 
+def test_what_is_installed_is_looked_at(project):
+    """But for what nothing here imports by itself, or only if asked to."""
+    wanted = {line.partition("==")[0] for line in (project / "requirements/cpu.txt").read_text().splitlines()
+              if "==" in line and line[0] != "#"}
+    assert wanted - {*doctor.PACKAGES} == {"tqdm", "prometheus_client", "sentencepiece", "protobuf"}
+
+
 @pytest.fixture
 def quick(monkeypatch):
     monkeypatch.setattr(doctor, "MEGABYTES", 1)
