@@ -9,6 +9,7 @@ first of its own into the folder FAILURES, as a file whose name sorts by time; t
 import datetime
 import importlib.util
 import logging
+import multiprocessing
 import os
 import signal
 import sys
@@ -68,8 +69,10 @@ def main(failures: Path, words: list[str]) -> int:
             text = (f"error: {node_name()} could not meet the other nodes: {error} ({error.__cause__}); can it reach "
                     "the first node by its name, and does the firewall or security group let the nodes connect?\n")
             return put_on_record(failures, 1, time.time(), text, 1)
-        except SignalException as error:
-            return 128 + error.sigval  # it came while torchrun was starting the ranks
+        except SignalException as error:  # it came while torchrun was starting the ranks, and knows not yet of them
+            for rank in multiprocessing.active_children():
+                rank.kill()  # else the interpreter waits for them
+            return 128 + error.sigval
     return 128 + asked[0] if asked else 0
 
 

@@ -84,6 +84,25 @@ def test_ranks_that_only_start_end_at_once_and_count_as_stopped(start_node):
     assert not (project / "failures").exists(), "they were ended, they have not failed"
 
 
+STOPPED_IN_BETWEEN = """
+import os, pathlib, signal
+from mamba_fsdp.launch import forks, node
+def start(rank, *given, start=forks.Rank.__init__):
+    start(rank, *given)
+    os.kill(os.getpid(), signal.SIGTERM)
+forks.Rank.__init__ = start
+raise SystemExit(node.main(pathlib.Path("failures"), ["--standalone", "training.py"]))
+"""
+
+
+@pytest.mark.slow
+def test_sigterm_while_it_starts_the_ranks_ends_those_that_it_has_started(project, tmp_path):
+    (tmp_path / "training.py").write_text(STARTS_FOR_EVER)
+    done = subprocess.run([sys.executable, "-c", STOPPED_IN_BETWEEN], cwd=tmp_path, capture_output=True, text=True,
+                          env={**CLEAN, "PYTHONPATH": str(project), "PROCESSES_PER_NODE": "2"}, timeout=120)
+    assert (done.returncode, done.stdout + done.stderr) == (143, "")
+
+
 @pytest.mark.slow
 def test_sigterm_while_it_waits_for_the_errors_of_other_nodes_is_quiet(start_node):
     process, project = start_node(*AMONG_NODES, FAKE="mistake")
