@@ -27,7 +27,7 @@ from mamba_fsdp.errors import UserError
 from mamba_fsdp.launch.forks import REQUESTS_TO_STOP, Rank, prepare
 from mamba_fsdp.launch.machine import assigned_gpus, interface_towards, node_name
 from mamba_fsdp.parallel.world import allow_many_files
-from mamba_fsdp.run_layout import CHECKPOINTS, committed
+from mamba_fsdp.run_layout import CHECKPOINTS, LOCAL, committed
 from mamba_fsdp.storage import write_atomically
 from mamba_fsdp.train.run_folder import RunFolder
 
@@ -83,6 +83,7 @@ def restart_in_place(failures: Path, asked: list[int], alone: bool, processes: i
     Whatever else runs on a node is ended at once: by itself torchrun leaves the other ranks 30 s in which they can only
     wait for the lost one. Returns the list that will hold the exit codes of failures."""
     monitor, close, ended, noted, begun_from = LocalElasticAgent._monitor_workers, PContext.close, set(), [], [None]
+    run = failures.parent.parent
 
     def end(ranks, death_sig=None, timeout=30):
         for rank in ranks.subprocess_handlers.values():
@@ -102,7 +103,7 @@ def restart_in_place(failures: Path, asked: list[int], alone: bool, processes: i
                 text = "" if has_said_it else f"rank {rank} on {node_name()} failed first.\n{describe(failure)}\n"
                 code = failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode
                 noted.append(put_on_record(failures, *first, text, code))
-            newest = committed(failures.parent.parent / CHECKPOINTS)[-1:]
+            newest = committed(run / CHECKPOINTS)[-1:], [note.read_text() for note in run.glob(LOCAL)]
             mends = not asked and not alone and failure.exitcode != UserError.exit_code and newest != begun_from[0]
             agent._remaining_restarts, begun_from[0] = int(mends and os.environ.get("MAX_RESTARTS") != "0"), newest
             os.environ.pop("START_PARTS", None)  # what the launcher took is told once

@@ -84,6 +84,22 @@ def test_ranks_that_only_start_end_at_once_and_count_as_stopped(start_node):
     assert not (project / "failures").exists(), "they were ended, they have not failed"
 
 
+SAVES_LOCALLY_AND_DIES = """
+import pathlib, sys
+begun = pathlib.Path("begun")
+begun.write_text(begun.read_text() + "!" if begun.exists() else "!")
+if len(begun.read_text()) < 4:
+    pathlib.Path("local.json").write_text(begun.read_text())
+sys.exit(1)
+"""
+
+
+@pytest.mark.slow
+def test_ranks_start_again_in_place_as_long_as_there_are_new_checkpoints_be_they_local(start_node):
+    process, project = start_node(*AMONG_NODES, training=SAVES_LOCALLY_AND_DIES)
+    assert finish(process)[0] == 1 and (project / "begun").read_text() == "!!!!"
+
+
 STOPPED_IN_BETWEEN = """
 import os, pathlib, signal
 from mamba_fsdp.launch import forks, node
