@@ -203,7 +203,7 @@ class Checkpointer:
 
     def stage(self) -> tuple[int, bool] | None:
         """How far the save under way has come, the same on all ranks: what `is_writing` told holds for this stage."""
-        return self.pending and (self.pending.step, self.pending.told)
+        return (self.pending.step, self.pending.told) if self.pending else None
 
     @_stalls
     def settle(self) -> None:
