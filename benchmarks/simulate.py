@@ -95,7 +95,7 @@ def simulate(settings: TrainConfig, size: int, rank: int = 0, *, local_size: int
             loss_scale=LossScale(state, device, dynamic=training.mixed_precision == "fp16"),
             plan=SimpleNamespace(tokens_per_step=size * len(batches) * tokens.numel(), schedule=schedule),
             loader=SimpleNamespace(step=lambda step: batches),
-            checkpointer=SimpleNamespace(is_writing=bool, wait_for_copies=bool))
+            checkpointer=SimpleNamespace(is_writing=bool, wait_for_copies=bool, stage=bool))
         stop: Any = SimpleNamespace(look=bool)
         watch.built = len(watch.sizes)
         take_step(parts, Clock(0, size), stop)
