@@ -65,6 +65,11 @@ def main(model: str, prompt: tuple[str, ...] = (), length: Annotated[int, Bounds
         print(f"{count:,} tokens in {seconds:.2f} s, {count / seconds:,.0f} tokens/s", file=sys.stderr)
 
 
+def generate(model: "Loaded", prompt: str = "", **options: Any) -> Iterator[str]:
+    """Yields the text that continues `prompt`, piece by piece; the options are those of `continuations`."""
+    return (piece.text for piece in continuations(model, [prompt], **options))
+
+
 def continuations(model: "Loaded", prompts: Sequence[str], *, length: int = 100, temperature: float = 0.8,
                   top_k: int = 0, top_p: float = 1.0, seed: int = 0, stop: Sequence[str] = (), tokenizer: str = "",
                   allow_other_tokenizer: bool = False) -> Iterator[Piece]:

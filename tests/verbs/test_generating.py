@@ -58,7 +58,7 @@ def test_several_texts_are_shown_in_their_order():
 
 
 def continued(model, prompt, **options):
-    return "".join(piece.text for piece in generate.continuations(model, [prompt], **options))
+    return "".join(generate.generate(model, prompt, **options))
 
 
 def test_prompts_are_continued_together_as_each_alone(there, capsys):
