@@ -96,9 +96,10 @@ def refuse_all(mistakes: Sequence[str], hint: str = "") -> None:
     together."""
     if mistakes:
         said: dict[str, list[str]] = {}
-        for word, _, sentence in (mistake.partition(": ") for mistake in mistakes):
-            said.setdefault(sentence, []).append(word)
-        lines = [f"{', '.join(words)}: {sentence}" for sentence, words in said.items()]
+        for mistake in mistakes:
+            word, colon, sentence = mistake.partition(": ")
+            said.setdefault(colon + sentence or mistake, []).append(word * bool(colon))
+        lines = [", ".join(words) + sentence for sentence, words in said.items()]
         lines = lines if len(mistakes) == 1 else [f"{len(mistakes)} mistakes:", *lines]
         raise UserError("\n  ".join([*lines, hint] if hint else lines))
 

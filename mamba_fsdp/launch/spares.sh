@@ -9,6 +9,8 @@ take_spares() { # all words but --spares=N are settings; sets spares and setting
         if [[ $word == --spares=* ]]; then spares=${word#*=}; else settings+=("$word"); fi
     done
     case $spares in '' | *[!0-9]*) fail "--spares=$spares: expected a number of nodes" ;; esac
+    [ "$spares" = 0 ] || [ -n "${SLURM_JOB_ID:-}${check:-}" ] ||
+        fail "--spares=$spares: there are spare nodes in a Slurm job only (sbatch); leave it out on one machine"
 }
 
 train_on_nodes() { # the settings; the exit code of the last launch

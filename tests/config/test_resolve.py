@@ -146,6 +146,7 @@ def test_a_setting_that_does_nothing_is_refused(tmp_path):
         resolve(**where_not, **{name: module.shown(module.default(name))})
         message = refused(**where_not, **{name: value})
         assert f"{name}={value} does nothing without " in message.replace("500000.0", "5e5"), message
+        assert not message.endswith(": ")
         file = tmp_path / "own.yaml"
         file.write_text("".join(f"{key}: {text}\n" for key, text in {**where_not, name: value}.items()))
         with pytest.raises(UserError, match=f"{name}=.* does nothing without .*own.yaml"):

@@ -205,6 +205,12 @@ def test_wrong_variables_are_refused_by_name(launcher_project, name, value):
     assert code == 2 and output.startswith(f"error: {name}={value}: ") and len(output.splitlines()) == 1
 
 
+@pytest.mark.parametrize("value", ["1", "x"])
+def test_spare_nodes_are_of_a_job(launcher_project, value):
+    code, output = finish(launch(launcher_project, "--save_ckpt_path=runs/a", f"--spares={value}"))
+    assert code == 2 and output.startswith(f"error: --spares={value}: ") and len(output.splitlines()) == 1
+
+
 def test_what_is_loaded_must_be_there_unless_it_is_the_run_folder(launcher_project):
     code, output = finish(launch(launcher_project, "--save_ckpt_path=runs/a", "--load_ckpt_path=runs/b"))
     assert code == 2 and len(output.splitlines()) == 1
