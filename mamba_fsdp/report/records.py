@@ -94,7 +94,7 @@ def entries(path: Path) -> Iterator[tuple[dict, int]]:
                 if entry is not None and isinstance(entry.get("step"), int):
                     yield entry, end
                 elif next(file, b""):
-                    raise UserError(f"{path}: line {number} is no JSON; move the file away to resume without it")
+                    raise UserError(f"{path}: line {number} is no entry of a run; move the file away to do without it")
 
 
 def _size_up_to(path, step):

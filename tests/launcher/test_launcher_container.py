@@ -63,7 +63,7 @@ def test_exact_container_arguments(submit, launcher_project, tmp_path):
     training = asked[-1]
     command = training[training.index(f"{launcher_project}/1.train.sbatch"):]
     assert command == [f"{launcher_project}/1.train.sbatch", "--on-node", "python3", "-m", "mamba_fsdp.launch.node",
-                       f"{runs}/mine/failures/77.0", "--nnodes=2", "--rdzv-backend=c10d", "--rdzv-id=77.0",
+                       f"{runs}/mine/failures/77.0", "--nnodes=2", "--rdzv-backend=c10d", "--rdzv-id=77.0.0",
                        "--rdzv-endpoint=node1:20077", "--rdzv-conf=join_timeout=900,read_timeout=900", "training.py",
                        f"--dataset_path={data}", f"--save_ckpt_path={runs}/mine", "--model_name=demo", "--seed=7"]
     assert {"--nodes=2", "--ntasks=2", "--ntasks-per-node=1", "--label", "--kill-on-bad-exit=1"} <= set(training)
@@ -260,7 +260,8 @@ def test_profile(submit, launcher_project):
     assert done.returncode == 0 and asked[-1][-1] == "--use_profiler=true"
     done, asked = submit("--save_ckpt_path=runs/a", PROFILE="nsys")
     words = asked[-1]
-    assert words[words.index("--on-node") + 1:][:4] == ["nsys", "profile", "--trace=cuda,nvtx",
+    assert words[words.index("--on-node") + 1:][:5] == ["nsys", "profile", "--trace=cuda,nvtx",
+                                                        "--trace-fork-before-exec=true",  # ranks are forks
                                                         f"--output={launcher_project}/runs/a/profile/nsys_77.0_%h"]
     assert Path(launcher_project / "runs/a/profile").is_dir()
     done, asked = submit("--save_ckpt_path=runs/a", PROFILE="perf")

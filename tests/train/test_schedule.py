@@ -101,8 +101,8 @@ def resumed(state, num_steps, lengthened="auto", until=None, **more):
 
 @pytest.mark.parametrize("unit", ["", "tok"])
 @pytest.mark.parametrize("lengthened, words", [
-    ("auto", "stays at 1.00e-01; follow would set 5.4.e-01, rewarm warm up again to 1.00e+00"),
-    ("hold", "stays at 1.00e-01"), ("follow", "goes from 1.00e-01 to 5.4.e-01"),
+    ("auto", "keeps its former curve, at 1.00e-01 now; follow would set 5.4.e-01, rewarm warm up again to 1.00e+00"),
+    ("hold", "keeps its former curve, at 1.00e-01 now"), ("follow", "goes from 1.00e-01 to 5.4.e-01"),
     ("rewarm", "warms up again from 1.00e-01 to 1.00e+00")])
 def test_a_longer_run_says_what_becomes_of_the_learning_rate_and_resumes_in_it(unit, lengthened, words):
     def length(steps):
