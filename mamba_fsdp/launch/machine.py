@@ -10,6 +10,7 @@ import struct
 import subprocess
 import sys
 from collections.abc import Iterable
+from ctypes.util import find_library
 from pathlib import Path
 
 from mamba_fsdp.errors import UserError
@@ -32,6 +33,11 @@ def driver_gpus() -> list[str]:
     command = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
     listed = subprocess.run(command, capture_output=True, text=True, timeout=120)
     return listed.stdout.split("\n")[:-1] if listed.returncode == 0 else []
+
+
+def efa_plugin() -> str | None:
+    """The library by which NCCL uses EFA (aws-ofi-nccl), None where there is none."""
+    return find_library("nccl-net") or find_library("nccl-net-ofi")
 
 
 def interface_towards(hosts: Iterable[str]) -> str:

@@ -21,7 +21,6 @@ import statistics
 import time
 import traceback
 from collections.abc import Callable
-from ctypes.util import find_library
 from functools import partial
 from importlib import metadata
 from pathlib import Path
@@ -33,7 +32,14 @@ import mamba_fsdp
 from config.devices import device_peak
 from config.model_config import ModelConfig
 from mamba_fsdp.errors import UserError, first_line
-from mamba_fsdp.launch.machine import assigned_gpus, check_version, driver_gpus, interface_towards, node_name
+from mamba_fsdp.launch.machine import (
+    assigned_gpus,
+    check_version,
+    driver_gpus,
+    efa_plugin,
+    interface_towards,
+    node_name,
+)
 from mamba_fsdp.model.init import initial_value
 from mamba_fsdp.model.lm import MambaLM
 from mamba_fsdp.model.spec import operator_uses, parameters
@@ -167,7 +173,7 @@ def check_efa() -> str:
     devices = [path for path in EFA_FOLDER.glob("*") if (path / "device/driver").resolve().name == "efa"]
     if not devices:
         raise Absent("no devices")
-    plugin = find_library("nccl-net") or find_library("nccl-net-ofi")
+    plugin = efa_plugin()
     if not plugin:
         raise UserError(f"{len(devices)} devices, but no libnccl-net.so (aws-ofi-nccl) for NCCL to use them by, so it "
                         "takes TCP; build the image with INSTALL_EFA=1 (docs/image.md)")

@@ -11,14 +11,13 @@ import os
 import shutil
 import sys
 from collections.abc import Mapping, Sequence
-from ctypes.util import find_library
 from pathlib import Path
 
 from config.resolve import resolve_settings
 from config.train_config import TrainConfig
 from mamba_fsdp import command_line
 from mamba_fsdp.errors import StorageError, UserError
-from mamba_fsdp.launch.machine import PROJECT, assigned_gpus, check_version, driver_gpus, node_name
+from mamba_fsdp.launch.machine import PROJECT, assigned_gpus, check_version, driver_gpus, efa_plugin, node_name
 from mamba_fsdp.launch.plan import run_folder
 from mamba_fsdp.model.spec import parameter_count
 from mamba_fsdp.run_layout import CHECKPOINTS, committed
@@ -67,7 +66,7 @@ def report(folder: Path, settings: TrainConfig, mistakes: Sequence[str] = ()) ->
     found = {"mistakes": [f"{node}: {sentence}" for sentence in wrong], "troubles": troubles_on(node),
              "gpu_count": assigned_gpus(), "gpus": driver_gpus()[:assigned_gpus()],
              "efa_count": int(os.environ.get("EFA_COUNT", 0)), 
-             "efa_plugin": find_library("nccl-net") or find_library("nccl-net-ofi"),  # by which NCCL uses EFA
+             "efa_plugin": efa_plugin(),
              "seen": {str(path): fingerprint(path) for path in shared}}
     try:
         write_atomically(folder / f"{node}.json", json.dumps(found))

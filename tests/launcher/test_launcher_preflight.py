@@ -44,7 +44,7 @@ def report(folder, tmp_path, monkeypatch):
 
 
 def test_equal_nodes_are_fit(folder, report, capsys, monkeypatch):
-    monkeypatch.setattr(preflight, "find_library", lambda name: f"lib{name}.so")
+    monkeypatch.setattr(machine, "find_library", lambda name: f"lib{name}.so")
     for node in ("a", "b"):
         report(node, gpus=8, efa=32)
     assert preflight.judge(folder, ["a", "b"]) == 0
@@ -99,7 +99,7 @@ def test_gpus_that_no_node_shows_are_the_images_matter(folder, report, capsys, m
 
 @pytest.mark.parametrize("plugin, warned", [(None, True), ("libnccl-net-ofi.so", False)])
 def test_efa_devices_without_nccls_plugin_are_a_warning(folder, report, capsys, monkeypatch, plugin, warned):
-    monkeypatch.setattr(preflight, "find_library", lambda name: plugin if f"lib{name}.so" == plugin else None)
+    monkeypatch.setattr(machine, "find_library", lambda name: plugin if f"lib{name}.so" == plugin else None)
     report("a", gpus=8, efa=32)
     assert preflight.judge(folder, ["a"]) == 0
     assert ("warning: a: EFA devices, but no libnccl-net.so" in capsys.readouterr().err) == warned

@@ -11,6 +11,7 @@ import pytest
 from ranks import run_ranks
 
 from mamba_fsdp.errors import UserError
+from mamba_fsdp.launch import machine
 from mamba_fsdp.ops.forms import OPERATORS, WHOLE
 from mamba_fsdp.parallel.world import World
 from mamba_fsdp.verbs import doctor
@@ -102,9 +103,9 @@ def test_efa_devices_need_the_library_that_uses_them(tmp_path, monkeypatch):
     (tmp_path / "drivers/efa").mkdir(parents=True)
     (tmp_path / "rdmap0/device/driver").symlink_to(tmp_path / "drivers/efa")
     monkeypatch.setattr(doctor, "EFA_FOLDER", tmp_path)
-    monkeypatch.setattr(doctor, "find_library", lambda name: None)
+    monkeypatch.setattr(machine, "find_library", lambda name: None)
     assert doctor.attempt(doctor.check_efa)[0] == "FAIL"
-    monkeypatch.setattr(doctor, "find_library", lambda name: f"lib{name}.so")
+    monkeypatch.setattr(machine, "find_library", lambda name: f"lib{name}.so")
     assert doctor.check_efa() == "1 devices, libnccl-net.so"
     monkeypatch.setattr(doctor, "EFA_FOLDER", tmp_path / "none")
     assert doctor.attempt(doctor.check_efa) == ("-", "no devices")
