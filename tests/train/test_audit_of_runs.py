@@ -108,16 +108,6 @@ def test_what_no_log_tells_is_said(train, project, tmp_path, audit):
     assert done.stderr.startswith(f"error: {tmp_path}: holds neither checkpoints nor samples.jsonl"), done.stderr
 
 
-def test_trackers_get_a_scalar_for_each_source(train, tmp_path, monkeypatch):
-    wandb, logged = type(sys)("wandb"), []
-    wandb.log, wandb.finish = lambda values, step: logged.append(values), lambda: None
-    wandb.init = lambda **_: wandb
-    monkeypatch.setitem(sys.modules, "wandb", wandb)
-    train(tmp_path, datasets="train,other", tracker="wandb", num_steps=1)
-    assert logged[1]["source_tokens/train"] + logged[1]["source_tokens/other"] == 64
-    assert all(isinstance(value, (int, float)) for values in logged for value in values.values())
-
-
 @pytest.mark.slow
 def test_the_mixture_of_mambaoutai_trains_and_is_audited(make_store, tmp_path, monkeypatch, audit):
     """The ready run with its 14 sources, but for the size of model, batch and data."""

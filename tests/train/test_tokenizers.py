@@ -116,7 +116,8 @@ def test_so_do_evaluation_and_generation(data, run_of, capsys):
             evaluate.main(str(model), str(data / "b/validation"))
         with pytest.raises(UserError, match=REFUSED.format(".*b/train/tokenizer", ".*")):
             generate.main(str(model), tokenizer=str(data / "b/train/tokenizer"))
-    evaluate.main(str(run_of["exported"]), str(data / "b/validation"), allow_other_tokenizer=True)
+    evaluate.main(str(run_of["exported"]), str(data / "b/validation"),
+                  options=evaluate.EvaluationConfig(allow_other_tokenizer=True))
     assert "perplexity" in capsys.readouterr().out
     generate.main(str(run_of["run"]), "w1 w2", 3, tokenizer=str(data / "b/train/tokenizer"), allow_other_tokenizer=True)
     generate.main(str(run_of["run"]), "w1 w2", 3, tokenizer=str(data / "again/train/tokenizer"))
