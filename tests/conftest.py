@@ -22,10 +22,32 @@ def pytest_configure():
             signal.signal(number, usual)
 
 
+# What takes longest begins first, so that no worker is left with it while the others have nothing to do.
+LONGEST_FIRST = ["readme/test_readme.py", "container/test_image.py", "slurm/test_slurm_launcher.py",
+                 "kernels/test_compiled.py", "kernels/test_mixers.py", "launcher/test_launcher_node.py"]
+
+
+def pytest_collection_modifyitems(items):
+    def rank(item):
+        file = item.path.relative_to(PROJECT / "tests").as_posix()
+        return LONGEST_FIRST.index(file) if file in LONGEST_FIRST else len(LONGEST_FIRST)
+    items.sort(key=rank)
+
+
 @pytest.fixture
 def project():
     """The checkout under test."""
     return PROJECT
+
+
+@pytest.fixture
+def pythons(project):
+    """{"pinned": the interpreter with torch 2.2, "newest": that with the newest torch}; only for tests of both stacks,
+    which run with those of the pinned one."""
+    newest = project / ".venv"
+    if os.environ.get("MAMBA_FSDP_TEST_STACK") != "torch2.2" or not (newest / ".complete").exists():
+        pytest.skip("needs both environments: tests/run.sh --stack cpu, then tests/run.sh --stack torch2.2")
+    return {"pinned": sys.executable, "newest": str(newest / "bin/python")}
 
 
 @pytest.fixture

@@ -11,10 +11,11 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 
 stack=cpu venv=.venv
-selection=()
+# Three tests at a time also on two cores, since many mostly wait; not among the quick ones, which compute.
+workers=3 selection=()
 while [ $# -gt 0 ]; do
     case $1 in
-    --quick) selection=(-m "not slow" --durations=10 --durations-min=3) ;; # names those that should be slow
+    --quick) workers=2 selection=(-m "not slow" --durations=10 --durations-min=3) ;; # names those that should be slow
     --slow) selection=(-m slow) ;;
     --stack) stack=${2:?--stack needs a name}; shift ;;
     --stack=*) stack=${1#*=} ;;
@@ -32,8 +33,9 @@ esac
 VENV=$venv ./0.create_env.sh --stack "$stack" --dev
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} # spinning threads of many processes on few cores slow each other down
 export MAMBA_FSDP_TEST_STACK=$stack
-# Two tests at a time, since many mostly wait; those of one file one after the other.
-pytest=("$venv/bin/python" -m pytest -n 2 --dist loadfile "${selection[@]}")
+# The tests of one file one after the other, and the files in the order of tests/conftest.py.
+pytest=("$venv/bin/python" -m pytest -n $workers --dist loadfile --no-loadscope-reorder --durations=25 --durations-min=1)
+pytest+=("${selection[@]}")
 
 # The kernels in a second call, beside a Triton that interprets them. Which of the words belong to which call:
 words=() kernels=() paths=0
