@@ -23,7 +23,7 @@ class TextBlock(NamedTuple):
     """A stretch of the input, cheap to cut and to send."""
 
     name: str  # the file, for messages
-    kind: str  # text: bytes of text; json: bytes of whole lines; rows: a list of str, bytes, token ids, or None
+    kind: str  # text: bytes of text; json: bytes of whole lines, or a list's elements; rows: bytes, token ids or None
     data: bytes | list
     done: float  # input read up to its end, in the source's unit
     size: int  # about how many bytes of text it holds
@@ -74,8 +74,10 @@ def documents(block: TextBlock, options: DatasetConfig, counts: MutableMapping[s
 
 
 def _json_records(block, options, counts):
-    data = block.data.removeprefix(BYTE_ORDER_MARK) if block.offset == 0 else block.data
-    for number, line in enumerate(data.split(b"\n"), block.record):
+    lines = block.data
+    if isinstance(lines, bytes):
+        lines = lines.removeprefix(BYTE_ORDER_MARK if block.offset == 0 else b"").split(b"\n")
+    for number, line in enumerate(lines, block.record):
         record = f"{number} after byte {block.since}" if block.since else number
         line = _decode(line, block.name, f" of record {record}", 0, options, counts)
         if not line or line.isspace():

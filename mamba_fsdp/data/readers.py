@@ -5,10 +5,8 @@ are done says where work resumes. Here a block's `done` is the share of the file
 it takes a while.
 """
 
-import codecs
 import contextlib
 import itertools
-import json
 import mmap
 import os
 import re
@@ -17,7 +15,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from config.dataset_config import DatasetConfig
-from mamba_fsdp.data.documents import BYTE_ORDER_MARK, CONVERT, TextBlock, check_column, field_of, separator_of
+from mamba_fsdp.data.documents import BYTE_ORDER_MARK, CONVERT, TextBlock, check_column, separator_of
 from mamba_fsdp.data.foreign import arrow
 from mamba_fsdp.errors import UserError, first_line
 
@@ -29,9 +27,8 @@ ARCHIVES = {".gz": "gzip", ".zst": "zstd"}
 TABLES = ("csv", "parquet", "arrow")
 # Cuts that don't change what a byte-level tokenizer makes of a long document: after a line break, else before a blank.
 GOOD_CUTS = (re.compile(rb"(?<=\S\n)(?=\S)"), re.compile(rb"(?<=\S)(?= \S)"))
-# Before an element of a JSON list, or behind the last.
-SIGN = re.compile(r"[ \t\r\n]*(\[[ \t\r\n]*\]|[][,])?[ \t\r\n]*")
-LONGEST_WORD = 16  # characters, as in -Infinity: what is found so near to the end may only be cut there
+# What parts the elements of a JSON list, and what may hide it: brackets, and quotes.
+SIGNS, BRACKETS, QUOTE = re.compile(rb'["[\]{,]'), re.compile(rb'["[\]{}]'), re.compile(rb'"')
 
 
 def read_blocks(path: str, kind: str, options: DatasetConfig, start: int | None = 0,
@@ -42,7 +39,7 @@ def read_blocks(path: str, kind: str, options: DatasetConfig, start: int | None 
         if kind == "text":
             yield from _text_blocks(path, separator_of(options), start, end)
         elif kind == "json" and _is_list(path):
-            yield from list_blocks(path, options, _stretches(path))
+            yield from _list_blocks(path)
         elif kind == "json":
             yield from _line_blocks(path, start, end)
         else:
@@ -185,59 +182,49 @@ def _is_list(path):
     return beginning.removeprefix(BYTE_ORDER_MARK).lstrip().startswith(b"[")
 
 
-def list_blocks(path: str, options: DatasetConfig, stretches: Iterator[tuple[bytes, float]]) -> Iterator[TextBlock]:
-    """Blocks of kind rows, in constant memory. stretches: (bytes, share of the file read), from its beginning on."""
-    # What is invalid becomes what no text holds, for the workers to find.
-    errors = "replace" if options.invalid_utf8 == "replace" else "surrogateescape"
-    elements = _elements(path, stretches, codecs.getincrementaldecoder("utf-8-sig")(errors).decode)
+def _list_blocks(path):
     record = 1
-    for group in grouped(elements, lambda element: element[1], BLOCK_BYTES):
-        rows = [field_of(f"{path}: record {number}", options.text_column, element)
-                for number, (element, *_) in enumerate(group, record)]
-        yield TextBlock(path, "rows", rows, group[-1][2], sum(size for _, size, _ in group), record)
-        record += len(rows)
+    for group in grouped(list_elements(path, _stretches(path)), lambda element: len(element[0]), BLOCK_BYTES):
+        elements = [element for element, _ in group]
+        yield TextBlock(path, "json", elements, group[-1][1], sum(map(len, elements)), record)
+        record += len(group)
 
 
-def _elements(path, stretches, decode):
-    """Yields (element, characters, share of the file read) of a list. Raises UserError, which names the element.
+def list_elements(path: str, stretches: Iterator[tuple[bytes, float]]) -> Iterator[tuple[bytes, float]]:
+    """Yields (an element, unparsed; share of the file read), in the memory of the longest. stretches: (bytes, share)
+    from the beginning on. Raises UserError for a list without an end, or with something behind it."""
+    buffer, at, depth, quoted, record = bytearray(), 0, 0, False, 1
+    for stretch, done in stretches:
+        buffer += stretch
+        while sign := (QUOTE if quoted else BRACKETS if depth > 1 else SIGNS).search(buffer, at):
+            (begin, at), found = sign.span(), sign[0]
+            if found == b'"':
+                quoted = not quoted or _is_escaped(buffer, begin)
+                continue
+            if depth == 1 and found in b",]":
+                if buffer[:begin].strip():
+                    yield bytes(buffer[:begin]), done
+                elif found == b"," or record > 1:
+                    raise UserError(f"{path}: record {record} is no valid JSON (it is empty)")
+                record += 1
+            if depth == 0 or depth == 1 and found in b",]":
+                del buffer[:at]
+                at = 0
+            depth += (found in b"[{") - (found in b"]}")
+            if depth == 0:
+                if buffer.strip() or any(data.strip() for data, _ in stretches):
+                    raise UserError(f"{path}: something stands behind the list's end, after record {record - 1}")
+                return
+        at = len(buffer)
+    raise UserError(f"{path}: record {record} is no valid JSON (the list has no end; is the file truncated?)")
 
-    ijson would do, but that it reads half a character as a question mark, stops at invalid UTF-8, and takes memory that
-    grows with the square of the depth.
-    """
-    scan = json.JSONDecoder().raw_decode
-    text, at, record, expected, done, ended = "", 0, 1, "[", 0.0, False
-    while True:
-        sign = SIGN.match(text, at)
-        end, found = sign.end(), sign[1] or text[sign.end():sign.end() + 1]
-        element, wrong = None, "" if found else "the list has no end"
-        if found and found[0] not in expected:
-            wrong = f"{found[0]} stands where {' or '.join(expected)} is expected"
-        elif found and found[-1] != "]":
-            try:
-                element, end = scan(text, end)
-            except json.JSONDecodeError as error:
-                wrong, end = error.msg, len(text) if error.msg.startswith("Unterminated") else error.pos
-            except RecursionError:
-                wrong = "it is nested too deeply"
-        near = end > len(text) - LONGEST_WORD
-        if near and not ended:
-            parts, wanted = [text[at:]], len(text) - at + 1  # as much again: a long element is not parsed too often
-            while wanted > 0 and not ended:
-                stretch, done = next(stretches, (b"", 1.0))
-                ended = not stretch
-                parts.append(decode(stretch, ended))
-                wanted -= len(parts[-1])
-            text, at = "".join(parts), 0
-        elif wrong:
-            raise UserError(f"{path}: record {record} is no valid JSON ({wrong}"
-                            f"{'; is the file truncated?' if near else ''})")
-        elif found[-1] == "]":
-            break
-        else:
-            yield element, end - at, done
-            at, record, expected = end, record + 1, ",]"
-    if text[end:].strip() or any(data.strip() for data, _ in stretches):
-        raise UserError(f"{path}: something stands behind the list's end, after {record - 1} records")
+
+def _is_escaped(buffer, at):
+    """Whether an odd number of backslashes stands before `at`, which is in quotes."""
+    before = at
+    while buffer[before - 1] == ord("\\"):
+        before -= 1
+    return (at - before) % 2 == 1
 
 
 # ---------------------------------------------------------------- tables

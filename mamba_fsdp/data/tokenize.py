@@ -167,7 +167,7 @@ class _Tokenization:
         self.source, self.out, self.settings, self.folder = source, out, settings, out / PROGRESS
         self.agreed = self.folder / "settings.json"
         # What makes a unit, and a block of it: what is begun can't resume where they are others.
-        self.cut = [source.unit_count, BLOCK_BYTES, ROWS]
+        self.cut = [source.unit_count, BLOCK_BYTES, ROWS, 2]  # 2: a JSON list by its elements' bytes
 
     def run(self, save_seconds):
         source, options = self.source, self.source.options

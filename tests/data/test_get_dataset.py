@@ -362,7 +362,7 @@ def damage_zstd(path):
     ("x.jsonl", lambda p: p.write_text('{"text": 7}\n'), "record 1: 'text' is int, not text"),
     ("x.jsonl", lambda p: p.write_text('{"text": ["a"]}\n'),
      "record 1: 'text' is a list of other things than token ids"),
-    ("x.json", lambda p: p.write_text('[{"text": "a"}'), r"x.json: record 2 is no valid JSON \(the list has no end"),
+    ("x.json", lambda p: p.write_text('[{"text": "a"}'), r"x.json: record 1 is no valid JSON \(the list has no end"),
     ("x.jsonl.gz", damage_gzip, "x.jsonl.gz: broken, or no json file .Truncated"),
     ("x.jsonl.zst", damage_zstd, "x.jsonl.zst: broken, or no json file .Truncated"),
     ("x.txt.gz", lambda p: p.write_bytes(b"no archive"), "x.txt.gz: broken, or no text file"),

@@ -1,7 +1,6 @@
 """What people bring to get_dataset.py beside plain text: lists of JSON, fields within fields, token ids, others'
 tokenizers."""
 
-import codecs
 import json
 import random
 from collections import Counter
@@ -18,8 +17,9 @@ from hypothesis import strategies as st
 
 from config.dataset_config import DatasetConfig
 from config.train_config import DataConfig
+from mamba_fsdp.data import documents as documents_
 from mamba_fsdp.data import opening, readers, tokenize, tokenizer, units
-from mamba_fsdp.data.documents import documents
+from mamba_fsdp.data.documents import TextBlock, documents
 from mamba_fsdp.data.store import TokenStore
 from mamba_fsdp.data.text import open_source
 from mamba_fsdp.errors import UserError
@@ -41,8 +41,9 @@ def in_pieces(data, sizes):
 
 def elements(data, seed=0):
     """What is read of a list, in pieces of any size."""
-    decode = codecs.getincrementaldecoder("utf-8-sig")().decode
-    return [element for element, *_ in readers._elements("x.json", in_pieces(data, random.Random(seed)), decode)]
+    read = [element for element, _ in readers.list_elements("x.json", in_pieces(data, random.Random(seed)))]
+    block = TextBlock("x.json", "json", [b'{"a": %b}' % element for element in read], 1.0, 1)
+    return [value for _, value in documents_._json_records(block, DatasetConfig(text_column="a"), Counter())]
 
 
 @pytest.mark.slow
@@ -55,12 +56,14 @@ def test_a_json_list_gives_its_elements_however_it_is_written_and_read(values, i
 
 
 @pytest.mark.parametrize("data, said", [
-    ('[{"a": 1}, {"a": tru}, {"a": "' + 100 * "x" + '"}]', r"record 2 is no valid JSON \(Expecting value\)"),
-    ('[{"a": 1}, {"a": "x', r"record 2 is no valid JSON \(Unterminated string.*is the file truncated"),
-    ('[1, 2', "record 3 is no valid JSON .*truncated"), ("[1, 2 3]", "record 3 .*3 stands where , or ] is"),
-    ("[1, 2]]", "something stands behind the list's end, after 2 records"), ("[1, -", "record 2 .*truncated"),
-    ("[1 ", "record 2 is no valid JSON .the list has no end"), ("[", "record 1"), ("[1,]", "record 2 is no valid JSON"),
-    ("[" + 100_000 * "[", "record 1"),
+    ('[{"a": 1}, {"a": tru}, {"a": "' + 100 * "x" + '"}]', r"record 2 is no valid JSON \(Expecting value"),
+    ('[{"a": 1}, {"a": "x', r"record 2 is no valid JSON \(the list has no end; is the file truncated"),
+    ('[1, 2', "record 2 is no valid JSON .*truncated"), ("[1, 2 3]", "record 2 is no valid JSON"),
+    ("[1, 2]]", "something stands behind the list's end, after record 2"), ("[1, -", "record 2 .*truncated"),
+    ("[1 ", "record 1 is no valid JSON .the list has no end"), ("[", "record 1"), ("[1,]", "record 2 is no valid JSON"),
+    ("[1,,2]", "record 2 is no valid JSON .it is empty"), ("[1}]", "record 1 is no valid JSON"), ("[] 1", "behind the"),
+    ("[" + 100_000 * "[", "record 1"), ("[" + 100_000 * "[" + 100_001 * "]", "record 1 .*nested too deeply"),
+    ("[1, {]", "record 2 .*the list has no end"), ('["a\\\\", "b\\", "c"]', "record 2 is no valid JSON"),
 ])
 def test_what_is_no_json_list_is_said_with_the_record(data, said):
     with pytest.raises(UserError, match="x.json: .*" + said):
@@ -72,8 +75,9 @@ def test_a_wrong_element_is_found_without_reading_on():
     def stretches():
         yield b'[{"a": 1}, {"a" 2}, ' + 100 * b'{"a": 3}, ', 0.1
         raise AssertionError("read on")
+    read = [next(found)[0] for found in [readers.list_elements("x.json", stretches())] for _ in range(3)]
     with pytest.raises(UserError, match="record 2 is no valid JSON"):
-        list(readers.list_blocks("x.json", DatasetConfig(text_column="a"), stretches()))
+        list(documents(TextBlock("x.json", "json", read, 1.0, 1), DatasetConfig(text_column="a"), Counter()))
 
 
 # ---------------------------------------------------------------- fields within fields
