@@ -50,7 +50,10 @@ def documents(block: TextBlock, options: DatasetConfig, counts: MutableMapping[s
     names file and record or byte, for what is no valid UTF-8, no valid JSON or no text.
     """
     if isinstance(block.data, bytes) and block.offset == 0 and options.invalid_utf8 == "error":
-        _refuse_wide_characters(block.name, block.data)
+        # UTF-16 and UTF-32 have a byte order mark, or 0 in every other byte, which is valid UTF-8.
+        zeros = block.data.count(0, 0, 4096)
+        if block.data.startswith((b"\xff\xfe", b"\xfe\xff")) or 8 * zeros > len(block.data[:4096]):
+            raise UserError(f"{block.name}: looks like UTF-16 or UTF-32; {CONVERT}")
     if block.kind == "text":
         yield from _text_documents(block, options, counts)
         return
@@ -123,14 +126,7 @@ def _decode(data, name, where, offset, options, counts):
                         f"U+FFFD in its place, --invalid_utf8=skip leaves the document out, and {CONVERT}") from error
 
 
-def _refuse_wide_characters(name, beginning):
-    """UTF-16 and UTF-32 have a byte order mark, or 0 in every other byte, which is valid UTF-8."""
-    if beginning.startswith((b"\xff\xfe", b"\xfe\xff")) or 8 * beginning.count(0, 0, 4096) > len(beginning[:4096]):
-        raise UserError(f"{name}: looks like UTF-16 or UTF-32; {CONVERT}")
-
-
 def _token_ids(where, column, values):
-    """A row's list as an array (n,) int64."""
     try:
         ids = np.asarray(values)
     except ValueError:  # lists within the list

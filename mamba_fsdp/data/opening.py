@@ -4,14 +4,13 @@ import functools
 import hashlib
 import json
 from collections.abc import Callable
-from dataclasses import asdict, replace
 from pathlib import Path
 from typing import NamedTuple
 
 from config.train_config import DataConfig, ReadingConfig
 from mamba_fsdp.data.foreign import datalayout, fms, megatron, nanogpt, save_to_disk
-from mamba_fsdp.data.foreign.index import Wanted, open_index
-from mamba_fsdp.data.foreign.indexed import IndexedSource, Rule
+from mamba_fsdp.data.foreign.index import open_index
+from mamba_fsdp.data.foreign.indexed import IndexedSource
 from mamba_fsdp.data.source import Source
 from mamba_fsdp.data.store import TokenStore
 from mamba_fsdp.data.text import kind_of
@@ -51,22 +50,22 @@ def _open_foreign(form, path, data, say, inspecting):
             "reset_at_documents needs to know which token ends its documents"
         raise UserError(f"{path} ({form.FORMAT}): {why}; give --eos_token=ID, or the tokenizer that made them: "
                         "--tokenizer=FOLDER")
-    rule = Rule(plan.documents, known.bos, known.eos, plan.layout)
-    wanted = Wanted(plan.find_rows, True, (rule.bos >= 0) + (rule.eos >= 0), known.strip) if plan.documents else \
-        Wanted(plan.find_rows, False, block=plan.block)
-    files, place = open_index(plan.root, plan.names, wanted, data.index_dir, say)
-    plan.check(files)
+    plan = plan._replace(bos=known.bos, eos=known.eos, strip=known.strip if plan.documents else ())
+    files, place = open_index(plan, data.index_dir, say)
+    if plan.check:
+        plan.check(files)
     if not sum(file.length for file in files):
         raise UserError(f"{path} ({form.FORMAT}): holds no tokens")
     # What is laid end to end is the same whichever token ends its documents.
-    content = [asdict(rule if rule.documents else replace(rule, eos=-1, bos=-1)),
+    bos, eos = (known.bos, known.eos) if plan.documents else (-1, -1)
+    content = [{"documents": plan.documents, "bos": bos, "eos": eos, "layout": plan.layout},
                [(file.dtype, file.length, file.digest) for file in files]]
     added = [f"{name} {token} {where}" for name, token, where
-             in (("bos", rule.bos, "before"), ("eos", rule.eos, "behind")) if token >= 0]
-    how = f"documents{', ' if added else ''}{' and '.join(added)}" if rule.documents else "laid end to end"
+             in (("bos", bos, "before"), ("eos", eos, "behind")) if token >= 0]
+    how = f"documents{', ' if added else ''}{' and '.join(added)}" if plan.documents else "laid end to end"
     say(f"reads      {path}: {form.FORMAT}, {plan.told}{how}")
     identity = hashlib.sha256(json.dumps(content).encode()).hexdigest()
-    return IndexedSource(path, form.FORMAT, plan.root, files, place, rule, identity, known.tokenizer)
+    return IndexedSource(path, form.FORMAT, plan, files, place, identity, known.tokenizer)
 
 
 def format_of(path: Path):

@@ -68,9 +68,6 @@ class TokenStore:
     def __reduce__(self):
         return TokenStore, (self.path, self.index)
 
-    def __len__(self) -> int:
-        return self.token_count
-
     @property
     def tokenizer_path(self) -> Path:
         """The tokenizer's folder. Raises UserError where the store came without one."""
@@ -177,12 +174,6 @@ class StoreWriter:
     def document_count(self) -> int:
         """Documents begun so far."""
         return self._documents + sum(shard["documents"] for shard in self._shards)
-
-    def add_document(self, tokens: ArrayLike) -> None:
-        """Appends one whole document, given without its eos."""
-        tokens = np.asarray(tokens, dtype=np.int64)
-        assert self.eos not in tokens, "the eos would end the document before its end"
-        self.append(np.append(tokens, self.eos))
 
     def append(self, tokens: ArrayLike) -> None:
         """Appends `tokens` (n,), integers: each eos ends a document; the next call continues what has no end yet."""

@@ -49,7 +49,7 @@ def show_data(path: Path, reading: ReadingConfig, verify: bool) -> None:
     size, wrong = _show_tokenizer(source, found)
     if isinstance(source, TokenStore):
         say("vocabulary", f"{source.vocab_size:,}, eos {source.eos}, {source.dtype.name}")
-    if source.eos < 0 and not (isinstance(source, IndexedSource) and source.rule.layout):  # which has positions
+    if source.eos < 0 and not (isinstance(source, IndexedSource) and source.plan.layout):  # which has positions
         wrong.append("which token ends documents is not known: --eos_token=ID or --tokenizer=FOLDER says it")
     if 0 < (size or source.vocab_size) <= found.highest:
         wrong.append(f"token id {found.highest:,} is not below the vocabulary's {size or source.vocab_size:,}")
@@ -79,13 +79,13 @@ def survey(source: Source, *, every: bool) -> Survey:
 
 
 def _show_files(source):
-    rule, files = source.rule, source.files
+    plan, files = source.plan, source.files
     names = ("documents", "tokens", "pieces")
     documents, tokens, pieces = (sum(getattr(file, name) for file in files) for name in names)
     say("files", f"{len(files):,} of {scaled(sum(file.size for file in files), 'B')}, "
         f"{', '.join(sorted({np.dtype(file.dtype).name for file in files}))}")
-    if rule.documents:
-        added = ((rule.bos >= 0) + (rule.eos >= 0)) * pieces
+    if plan.documents:
+        added = plan.added * pieces
         say("in the files", f"{tokens:,} tokens in {documents:,} documents; left out: {documents - pieces:,} empty "
             f"ones, {tokens + added - source.token_count:,} separators at ends; added: {added:,}")
 

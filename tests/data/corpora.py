@@ -25,7 +25,7 @@ def write_store(path, documents, **how):
     """A token store of documents given without their eos. how: as StoreWriter has it."""
     writer = StoreWriter(path, **how)
     for document in documents:
-        writer.add_document(document)
+        writer.append([*document, writer.eos])
     return writer.finish()
 
 

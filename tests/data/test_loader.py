@@ -176,7 +176,7 @@ def test_a_document_without_its_head_is_one_of_its_own():
 def test_a_store_is_a_source(tmp_path):
     writer = StoreWriter(tmp_path / "store", vocab_size=100, eos=0, tokenizer={}, shard_tokens=37)
     for length in (5, 9, 1, 30, 12):
-        writer.add_document(np.arange(1, length + 1))
+        writer.append([*np.arange(1, length + 1), writer.eos])
     store = writer.finish()
     whole = torch.from_numpy(store.read(0, store.token_count).tokens.astype(np.int64))
     with loader_of({"store": store}, batch_size=7, vocab_size=100, reset_at_documents=True) as loader:

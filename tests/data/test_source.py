@@ -42,7 +42,7 @@ def pair(tmp_path):
     documents = [generator.integers(32, 127, generator.integers(1, 40)) for _ in range(60)]
     writer = StoreWriter(tmp_path / "store", vocab_size=256, eos=EOS, tokenizer="bytes", shard_tokens=300)
     for document in documents:
-        writer.add_document(document)
+        writer.append([*document, writer.eos])
     text = tmp_path / "lines.txt"
     text.write_bytes(b"".join(bytes(document.tolist()) + b"\n" for document in documents))
     return writer.finish(), Lines(text)

@@ -58,7 +58,7 @@ def read_source(folder, name="data"):
 def make_store(folder):
     writer = StoreWriter(folder / "data", vocab_size=64, eos=0, tokenizer="", shard_tokens=40)
     for document in DOCUMENTS:
-        writer.add_document(document)
+        writer.append([*document, writer.eos])
     writer.finish()
 
 

@@ -45,7 +45,7 @@ def start_nodes(tmp_path):
     random = np.random.default_rng(0)
     writer = StoreWriter(project / "data/store", vocab_size=64, eos=0, tokenizer="none")
     for _ in range(20):
-        writer.add_document([int(token) for token in random.integers(1, 64, size=100)])
+        writer.append([*random.integers(1, 64, size=100).tolist(), writer.eos])
     writer.finish()
 
     def start(command, **environment):

@@ -31,7 +31,7 @@ def command(project):
     subprocess.run(["rm", "-rf", project / "run"], check=True)
     if not (project / "store").exists():
         writer = StoreWriter(project / "store", vocab_size=64, eos=0, tokenizer="none")
-        writer.add_document(np.random.default_rng(0).integers(1, 64, 20_000).tolist())
+        writer.append([*np.random.default_rng(0).integers(1, 64, 20_000).tolist(), writer.eos])
         writer.finish()
     return lambda steps: ["./1.train.sbatch", *SETTINGS, f"--num_steps={steps}"]
 

@@ -23,7 +23,7 @@ def store(tmp_path):
     """A store of four shards."""
     writer = StoreWriter(tmp_path / "store", vocab_size=64, eos=0, tokenizer="none", shard_tokens=100)
     for _ in range(40):
-        writer.add_document(np.arange(1, 10))
+        writer.append([*np.arange(1, 10), writer.eos])
     return writer.finish()
 
 

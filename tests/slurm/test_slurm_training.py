@@ -27,7 +27,7 @@ def training_project(tmp_path):
     random = np.random.default_rng(0)
     writer = StoreWriter(project / "data/store", vocab_size=64, eos=0, tokenizer="none")
     for _ in range(300):
-        writer.add_document([int(token) for token in random.integers(1, 64, size=100)])
+        writer.append([*random.integers(1, 64, size=100).tolist(), writer.eos])
     writer.finish()
     return project
 

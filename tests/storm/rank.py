@@ -34,7 +34,7 @@ def make_data(folder):
         random = np.random.default_rng(documents)
         writer = StoreWriter(folder / "data" / name, vocab_size=64, eos=0, tokenizer="ids:of the storm")
         for _ in range(documents):
-            writer.add_document(random.integers(1, 64, random.integers(5, 120)).tolist())
+            writer.append([*random.integers(1, 64, random.integers(5, 120)).tolist(), writer.eos])
         writer.finish()
 
 

@@ -28,7 +28,7 @@ def write_store(path, seed, documents, tokenizer="ids:of the corpus"):
         tokens = [int(random.integers(1, 64))]
         for _ in range(int(random.integers(5, 120))):
             tokens.append(1 + (tokens[-1] * 5 + 3) % 63 if random.random() < 0.8 else int(random.integers(1, 64)))
-        writer.add_document(tokens)
+        writer.append([*tokens, writer.eos])
     writer.finish()
 
 

@@ -13,16 +13,16 @@ import multiprocessing
 import os
 import shutil
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
-from mamba_fsdp.data.foreign.indexed import DataFile, Pieces, Rows
+from mamba_fsdp.data.foreign.indexed import DataFile, Pieces, Plan
 from mamba_fsdp.data.workers import end_with_parent
 from mamba_fsdp.errors import UserError, first_line
 from mamba_fsdp.formats import DOCUMENT_INDEX
@@ -36,41 +36,25 @@ ABANDONED = 86_400  # seconds since an index in the making was begun
 SAMPLES, SAMPLE_BYTES = 16, 1 << 12  # of each file, that its digest covers
 
 
-class Wanted(NamedTuple):
-    """What the index depends on beside the data: of a Plan and of the settings."""
-
-    find_rows: Callable[[Path], Rows]
-    documents: bool
-    added: int = 0  # tokens, to each document
-    strip: tuple[int, ...] = ()  # tokens to be left out at the ends of documents
-    block: int = 0
-
-    def key(self) -> str:
-        """Equal for what makes equal indexes of equal data."""
-        rows: Any = self.find_rows
-        made_by = getattr(rows, "func", rows)
-        return repr((made_by.__module__, made_by.__name__, getattr(rows, "keywords", {}), self[1:]))
-
-
-def open_index(root: Path, names: Sequence[str], wanted: Wanted, index_dir: str,
-               say: Callable[[str], None]) -> tuple[list[DataFile], Pieces | Path]:
+def open_index(plan: Plan, index_dir: str, say: Callable[[str], None]) -> tuple[list[DataFile], Pieces | Path]:
     """(the files, their pieces or the folder that holds them), as kept or made now. Raises UserError for files that
     can't be read, and where there is no place to keep it."""
+    root, names = plan.root, plan.names
     with ThreadPoolExecutor(16) as pool:  # each is a round trip on a network file system
         stats = list(pool.map(lambda name: patiently(partial(os.stat, root / name), root / name), names))
     now = [(name, stat.st_size, stat.st_mtime_ns) for name, stat in zip(names, stats)]
     if not index_dir and sum(stat.st_size for stat in stats) < KEPT_FROM:
         kept: list[Any] = [io.BytesIO() for _ in Pieces._fields]
-        files = _make(root, now, wanted, kept)
+        files = _make(plan, now, kept)
         return files, Pieces(*(np.frombuffer(file.getbuffer(), "<i8") for file in kept))
-    name = f"documents-{_short(wanted.key() + repr(names))}"
+    name = f"documents-{_short(plan.key + repr(names))}"
     folder = Path(index_dir, f"{root.name}-{_short(str(root.resolve()))}-{name}") if index_dir else root / name
     files = _kept(folder)
     if [file[:3] for file in files] == now:
         return files, folder
     say(f"index      of {root} in {folder}: made once, from {len(names)} files")
     try:
-        return _keep(root, now, wanted, folder), folder
+        return _keep(plan, now, folder), folder
     except OSError as error:
         raise UserError(f"{folder}: the index of {root} can't be written there ({error.strerror}); give a folder for "
                         "it: --index_dir=FOLDER") from error
@@ -90,7 +74,7 @@ def _kept(folder):
         return []
 
 
-def _keep(root, now, wanted, folder):
+def _keep(plan, now, folder):
     """Makes the index in a folder that has another name until it is whole."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     partial_ = hidden_beside(folder)
@@ -98,7 +82,7 @@ def _keep(root, now, wanted, folder):
     try:
         with ExitStack() as stack:
             kept = [stack.enter_context(open(partial_ / f"{name}.i64", "wb")) for name in Pieces._fields]
-            files = _make(root, now, wanted, kept)
+            files = _make(plan, now, kept)
             for file in kept:
                 file.flush()
                 os.fsync(file.fileno())
@@ -115,12 +99,12 @@ def _keep(root, now, wanted, folder):
         shutil.rmtree(partial_, ignore_errors=True)
 
 
-def _make(root, now, wanted, kept):
+def _make(plan, now, kept):
     """Writes the Pieces of all files to the two files `kept`; returns the DataFiles."""
     files: list[DataFile] = []
     total = 0
     kept[0].write(np.zeros(1, "<i8").tobytes())
-    for found, lengths, offsets in _of_each_file(root, now, wanted):
+    for found, lengths, offsets in _of_each_file(plan, now):
         kept[0].write((lengths.cumsum() + total).astype("<i8").tobytes())
         kept[1].write(offsets.astype("<i8").tobytes())
         files.append(found)
@@ -129,38 +113,38 @@ def _make(root, now, wanted, kept):
     return files
 
 
-def _of_each_file(root, now, wanted):
+def _of_each_file(plan, now):
     """Yields what _list_file finds, in the files' order."""
     large = sum(size for _, size, _ in now) >= PROCESSES_FROM and len(now) > 1
     workers = min(len(now), len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
     pool: Executor = ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), end_with_parent) \
         if large else ThreadPoolExecutor(workers)
     try:
-        yield from pool.map(_list_file, itertools.repeat(root), now, itertools.repeat(wanted))
+        yield from pool.map(_list_file, itertools.repeat(plan.sent()), now)
     finally:
         pool.shutdown(cancel_futures=True)
 
 
-def _list_file(root, now, wanted):
+def _list_file(plan, now):
     """(DataFile, lengths of the pieces with what is added, their offsets) of one file."""
-    path = root / now[0]
+    path = plan.root / now[0]
     try:
-        rows = patiently(lambda: wanted.find_rows(path), path)
+        rows = patiently(lambda: plan.find_rows(path), path)
         content = np.memmap(path, np.uint8, "r") if now[1] else np.zeros(0, np.uint8)
     except OSError as error:
         raise UserError(f"{path}: can't be read ({error.strerror or first_line(error)})") from error
     size = np.dtype(rows.dtype).itemsize
     if len(rows.lengths) and (rows.offsets + rows.lengths * size).max() > len(content):
         raise UserError(f"{path}: it ends before its last token; it is truncated: copy it again")
-    if wanted.block and len(rows.lengths) and ((rows.lengths[:-1] != wanted.block).any()
-                                               or rows.lengths[-1] > wanted.block):
-        raise UserError(f"{path}: its rows have not the one length {wanted.block} of the files before; say what rows "
+    if plan.block and len(rows.lengths) and ((rows.lengths[:-1] != plan.block).any()
+                                               or rows.lengths[-1] > plan.block):
+        raise UserError(f"{path}: its rows have not the one length {plan.block} of the files before; say what rows "
                         "are: --pack=document or --pack=none")
-    pieces = _stripped(rows, content, wanted.strip) if wanted.documents else _joined(rows)
+    pieces = _stripped(rows, content, plan.strip) if plan.documents else _joined(rows)
     digest = hashlib.sha256(pieces.lengths.tobytes() + pieces.offsets.tobytes())
     for at in np.linspace(0, max(0, len(content) - SAMPLE_BYTES), SAMPLES, dtype=np.int64).tolist():
         digest.update(content[at:at + SAMPLE_BYTES])
-    lengths = pieces.lengths + wanted.added
+    lengths = pieces.lengths + plan.added
     return (DataFile(*now, rows.dtype, len(rows.lengths), int(rows.lengths.sum()), len(lengths), int(lengths.sum()),
                      digest.hexdigest()), lengths, pieces.offsets)
 

@@ -9,9 +9,8 @@ import bisect
 import functools
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -47,26 +46,36 @@ class DataFile(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """The files of a source and how they are to be read."""
+    """The files of a source and how tokens are made of what lies in them, by its format and the settings."""
 
     root: Path
-    names: Sequence[str]  # of the files, from root on
+    names: list[str]  # from there on
     find_rows: Callable[[Path], Rows]  # of a module, so that it can be sent to another process; raises UserError
     documents: bool  # rows are documents, to end with eos; else they are laid end to end as they are
     told: str = ""  # what the user should know of it
     block: int = 0  # of how many tokens each row must be, but the last of a file; 0: of any
-    layout: bool = False  # as Rule has it
-    check: Callable[[Sequence[DataFile]], None] = lambda files: None  # raises UserError where they are not as told
-
-
-@dataclass(frozen=True)
-class Rule:
-    """How tokens are made of what lies in the files."""
-
-    documents: bool  # each piece is a document, to end with eos; else pieces are laid end to end as they are
+    layout: bool = False  # integers of LAYOUT_BITS instead of tokens
+    check: Callable[[Sequence[DataFile]], None] | None = None  # raises UserError where they are not as told
     bos: int = -1  # put before each document; -1: none
     eos: int = -1  # -1: not known
-    layout: bool = False  # integers of LAYOUT_BITS instead of tokens
+    strip: tuple[int, ...] = ()  # tokens to be left out at the ends of documents
+
+    @property
+    def added(self) -> int:
+        """Tokens, to each document."""
+        return (self.bos >= 0) + (self.eos >= 0) if self.documents else 0
+
+    @property
+    def key(self) -> str:
+        """Equal for what makes equal indexes of equal data."""
+        rows: Any = self.find_rows
+        made_by = getattr(rows, "func", rows)
+        return repr((made_by.__module__, made_by.__name__, getattr(rows, "keywords", {}),
+                     (self.documents, self.added, self.strip, self.block)))
+
+    def sent(self) -> "Plan":
+        """What another process needs of it, without what is long or can't be sent."""
+        return self._replace(names=[], check=None)
 
 
 class Pieces(NamedTuple):
@@ -77,24 +86,24 @@ class Pieces(NamedTuple):
 
 
 class IndexedSource:
-    """A Source over `files` of the folder `root`. Cheap to pickle where its index is stored: it is mapped again.
+    """A Source over `files`. Cheap to pickle where its index is stored: it is mapped again.
 
     place: Pieces, or the folder that holds them. tokens: what is known of the tokenizer.
     """
 
     vocab_size = 0
 
-    def __init__(self, path: Path, format: str, root: Path, files: Sequence[DataFile], place: "Pieces | Path",
-                 rule: Rule, identity: str, tokenizer: tuple[str, str]):
-        self._made_of = path, format, root, files, place, rule, identity, tokenizer
-        self.path, self.format, self.root, self.files, self.rule, self._place = path, format, root, files, rule, place
+    def __init__(self, path: Path, format: str, plan: Plan, files: Sequence[DataFile], place: "Pieces | Path",
+                 identity: str, tokenizer: tuple[str, str]):
+        self._made_of = path, format, plan.sent(), files, place, identity, tokenizer
+        self.path, self.format, self.plan, self.files, self._place = path, format, plan, files, place
         self.identity, (self.tokenizer, self._tokenizer_path) = identity, tokenizer
-        self.eos = rule.eos
+        self.eos = plan.eos
         self._first = [0, *itertools.accumulate(file.pieces for file in files)]
-        self._before = int(rule.documents and rule.bos >= 0)
+        self._before = int(plan.documents and plan.bos >= 0)
         self.token_count = sum(file.length for file in files)
-        self.document_count = self._first[-1] if rule.documents else 0
-        self._map = functools.lru_cache(MAPS)(functools.partial(_map, root, files))
+        self.document_count = self._first[-1] if plan.documents else 0
+        self._map = functools.lru_cache(MAPS)(functools.partial(_map, plan.root, files))
 
     def __reduce__(self):
         return IndexedSource, self._made_of
@@ -115,24 +124,24 @@ class IndexedSource:
         """As Source has it. The mask is None but of DataLayout, which has one."""
         assert 0 <= start and 0 <= count and start + count <= self.token_count, (start, count, self.token_count)
         values, positions = self._read(start, count)
-        if self.rule.layout:
+        if self.plan.layout:
             parts = [values >> shift & bits for shift, bits in zip((0, 16, 30), LAYOUT_BITS)]
             return Tokens(parts[0], parts[1], (parts[2] & (parts[1] > 0)).astype(bool))  # no loss on a first token
-        if not self.rule.documents:
+        if not self.plan.documents:
             positions = self._positions(values, start)
         return Tokens(values, positions, None)
 
     def _read(self, start, count):
         """(tokens, position of each in its document or None) of [start, start + count)."""
-        starts, read = self.pieces.starts, self._documents if self.rule.documents else self._stretch
+        starts, read = self.pieces.starts, self._documents if self.plan.documents else self._stretch
         piece = min(int(starts.searchsorted(start, "right")), len(starts) - 1) - 1
         last, parts = max(piece + 1, int(starts.searchsorted(start + count, "left"))), []
         while piece < last:
             file = bisect.bisect_right(self._first, piece) - 1
-            end = min(last, self._first[file + 1]) if self.rule.documents else piece + 1
+            end = min(last, self._first[file + 1]) if self.plan.documents else piece + 1
             part = read(file, piece, end, max(start, int(starts[piece])), min(start + count, int(starts[end])))
             if part[0].dtype.kind == "i" and len(part[0]) and part[0].min() < 0:
-                raise UserError(f"{self.root / self.files[file].name}: holds {part[0].min()} where a token "
+                raise UserError(f"{self.plan.root / self.files[file].name}: holds {part[0].min()} where a token "
                                 "id should stand")
             parts.append(part)
             piece = end
@@ -155,13 +164,13 @@ class IndexedSource:
         # What is added reads a neighbour of its document first, or the file's nearest token, and is overwritten then.
         place = positions + np.repeat(self.pieces.offsets[piece:end] // content.itemsize - self._before, lengths)
         values = content.take(place, mode="clip")
-        if max(self.rule.bos, self.rule.eos) > np.iinfo(values.dtype).max:
+        if max(self.plan.bos, self.plan.eos) > np.iinfo(values.dtype).max:
             values = values.astype(np.int64)
         ends = starts[1:] - 1 - start
-        if self.rule.eos >= 0:
-            values[ends[(0 <= ends) & (ends < stop - start)]] = self.rule.eos
+        if self.plan.eos >= 0:
+            values[ends[(0 <= ends) & (ends < stop - start)]] = self.plan.eos
         if self._before:
-            values[positions == 0] = self.rule.bos
+            values[positions == 0] = self.plan.bos
         return values, positions.astype(np.int32)
 
     def _positions(self, values, start):
