@@ -27,7 +27,7 @@ class TextBlock(NamedTuple):
     data: bytes | list
     done: float  # input read up to its end, in the source's unit
     size: int  # about how many bytes of text it holds
-    record: int = 1  # number of the first record in it (not counted for text)
+    record: int = 1  # number of the first record in it, of text the first line
     offset: int = 0  # where data begins in the file, in bytes after decompression (not counted for rows)
     inside: bool = False  # begins within the document that the block before left open
     open: bool = False  # its last document ends in a later block

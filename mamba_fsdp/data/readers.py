@@ -11,6 +11,7 @@ import mmap
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -36,12 +37,10 @@ def read_blocks(path: str, kind: str, options: DatasetConfig, start: int | None 
     """Of a file, from `start` to `end`, both as `place_to_cut` gives them. Raises UserError."""
     column = options.text_column
     with _named_errors(path, kind):
-        if kind == "text":
-            yield from _text_blocks(path, separator_of(options), start, end)
-        elif kind == "json" and _is_list(path):
+        if kind == "json" and _is_list(path):
             yield from _list_blocks(path)
-        elif kind == "json":
-            yield from _line_blocks(path, start, end)
+        elif kind in ("text", "json"):
+            yield from cut_blocks(path, kind, separator_of(options), start, end)
         else:
             batches = {"parquet": _parquet_batches, "arrow": _arrow_batches, "csv": _csv_batches}[kind]
             yield from table_blocks(path, column, batches(path, column, start, end))
@@ -118,6 +117,15 @@ def grouped(items: Iterable[Item], size: Callable[[Item], int], most: int) -> It
 
 # ---------------------------------------------------------------- text and JSON lines
 
+def cut_blocks(path: str, kind: str, separator: re.Pattern[bytes] | None, start: int | None = 0,
+               end: int | None = None) -> Iterator[TextBlock]:
+    """Of text, whose documents `separator` parts, or of JSON lines."""
+    record, offset, inside = 1, start, False
+    for data, open, done in _cut(path, start, end, _cut_lines if kind == "json" else partial(_cut_text, separator)):
+        yield TextBlock(path, kind, data, done, len(data), record, offset, inside, open, start)
+        record, offset, inside = record + data.count(b"\n"), offset + len(data), open
+
+
 def _cut(path, start, end, find_cut):
     """Yields (bytes, whether cut inside a document, share read), cut where find_cut(buffer) says, 0 asking for more."""
     buffer, done = bytearray(), 1.0
@@ -133,14 +141,11 @@ def _cut(path, start, end, find_cut):
         yield bytes(buffer), False, done
 
 
-def _text_blocks(path, separator, start=0, end=None):
-    inside = False
-    for data, open, done in _cut(path, start, end, lambda buffer: _cut_text(buffer, separator)):
-        yield TextBlock(path, "text", data, done, len(data), offset=start, inside=inside, open=open)
-        start, inside = start + len(data), open
+def _cut_lines(buffer):
+    return buffer.rfind(b"\n", 0, BLOCK_BYTES) + 1 or buffer.find(b"\n", BLOCK_BYTES) + 1, False
 
 
-def _cut_text(buffer, separator):
+def _cut_text(separator, buffer):
     """After the last document that surely ended, else where words part."""
     window = bytes(buffer[:BLOCK_BYTES])
     if separator:
@@ -162,17 +167,6 @@ def cut_words(window: bytes) -> int:
     while cut > len(window) - 4 and window[cut - 1] & 0xC0 == 0x80:
         cut -= 1
     return cut - 1 if window[cut - 1] >= 0xC0 else len(window)
-
-
-def _line_blocks(path, start, end):
-    record, offset = 1, start
-    for data, _, done in _cut(path, start, end, _cut_lines):
-        yield TextBlock(path, "json", data, done, len(data), record, offset, since=start)
-        offset, record = offset + len(data), record + data.count(b"\n")
-
-
-def _cut_lines(buffer):
-    return buffer.rfind(b"\n", 0, BLOCK_BYTES) + 1 or buffer.find(b"\n", BLOCK_BYTES) + 1, False
 
 
 # ---------------------------------------------------------------- a JSON file that is one list

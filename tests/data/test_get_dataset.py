@@ -164,7 +164,7 @@ def test_cuts_part_no_character_and_lose_nothing(tmp_path_factory, content, sepa
     path.write_bytes(content.encode())
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(readers, "BLOCK_BYTES", 9)
-        blocks = list(readers._text_blocks(str(path), separator and re.compile(separator)))
+        blocks = list(readers.cut_blocks(str(path), "text", separator and re.compile(separator)))
         assert b"".join(block.data for block in blocks) == content.encode()
         assert all(block.data.decode() is not None for block in blocks) and max(map(len, (p.data for p in blocks))) <= 9
         for before, after in zip(blocks, blocks[1:]):
