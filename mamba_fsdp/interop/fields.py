@@ -1,18 +1,24 @@
-"""A foreign config.json, read field by field: none is overlooked, what our model can't hold is refused by name."""
+"""A foreign config.json, read field by field: none is overlooked, what our model can't hold is refused by name.
+
+forms.yaml holds the tables of all forms, and describes them.
+"""
 
 import dataclasses
 from itertools import groupby
 from pathlib import Path
 from typing import Any, NoReturn
 
+import yaml
+
 from config.model_config import Layer, ModelConfig, checked_model
 from config.presets import PRESETS
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.untrusted import parse_json
 
-Settings = dict[str, tuple]  # their field: (our setting, their default if any)
-Fixed = dict[str, tuple]  # their field: (the one value that our model has, their default, what another would mean)
+Settings = Fixed = dict[str, Any]  # see forms.yaml
 
+TABLES: dict[str, Any] = yaml.load(Path(__file__).with_name("forms.yaml").read_text(encoding="utf-8"),
+                                   getattr(yaml, "CSafeLoader", yaml.SafeLoader))
 TYPES: dict[str, Any] = {leaf.name: leaf.type for leaf in dataclasses.fields(ModelConfig)}
 AUTO = ("dt_rank", "time_step_rank")  # fields in which "auto" stands for the default
 UNLIMITED = None, [0.0, float("inf")], [0.0, "inf"], [0.0, {"__float__": "Infinity"}]  # the last of transformers 5

@@ -12,18 +12,12 @@ from config.model_config import ModelConfig
 from config.presets import PRESETS, preset
 from mamba_fsdp.checkpoint.tensors import Tensors
 from mamba_fsdp.errors import UserError
-from mamba_fsdp.interop.transformers_forms import FORMS, NORM
+from mamba_fsdp.interop.fields import TABLES
+from mamba_fsdp.interop.transformers_forms import FORMS
 from mamba_fsdp.model.spec import EMBEDDING, LM_HEAD, parameters
 
 WRAPPERS = re.compile(r"\b(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
-FMS_TOP = {"shared.emb": EMBEDDING, "base_model.embedding": EMBEDDING, "shared.head": LM_HEAD, "head": LM_HEAD,
-           "dec_norm": NORM, "base_model.dec_norm": NORM}
-# fms' name within a layer: ours, of which it is one part, from above. [gate | up] is one part there, [up | gate] here.
-FMS_LAYER = {"ln": "norm", "ff_ln": "norm2", "attn.in_proj.qkv_fused": "mixer.in_proj",
-             **{f"attn.{place}{name}": "mixer.in_proj" for name in ("query", "key", "value")
-                for place in ("in_proj.", "")},
-             "attn.dense": "mixer.out_proj", "ff_sub_layer.wg1_fused": "mlp.fc1", "ff_sub_layer.w1": "mlp.fc1",
-             "ff_sub_layer.wg": "mlp.fc1", "ff_sub_layer.w2": "mlp.fc2"}
+FMS = TABLES["fms"]
 EMBEDDINGS = {EMBEDDING, "shared.emb.weight", "base_model.embedding.weight", *(form.top[EMBEDDING] for form in FORMS)}
 
 
@@ -72,9 +66,10 @@ def from_fms(tensors: Tensors, config: ModelConfig | None) -> Tensors:
 def _ours(name):
     """(our name of what one of fms' tensors is a part of, its place there)."""
     match = re.fullmatch(r"(?:base_model\.)?layers\.(\d+)\.(.+)\.weight", name)
-    if match and match[2] in FMS_LAYER:
-        return f"backbone.layers.{match[1]}.{FMS_LAYER[match[2]]}.weight", list(FMS_LAYER).index(match[2])
-    return FMS_TOP.get(name.removesuffix(".weight"), name), 0
+    if match and match[2] in FMS["layer"]:
+        return f"backbone.layers.{match[1]}.{FMS['layer'][match[2]]}.weight", list(FMS["layer"]).index(match[2])
+    stem = name.removesuffix(".weight")
+    return f"{FMS['top'][stem]}.weight" if stem in FMS["top"] else name, 0
 
 
 def guess(tensors: Tensors) -> ModelConfig | None:

@@ -8,38 +8,19 @@ from typing import Any
 
 from config.model_config import Layer, ModelConfig
 from mamba_fsdp.errors import UserError
-from mamba_fsdp.interop.fields import Fields, Fixed, Settings, model_config, pattern, write_fields
+from mamba_fsdp.interop.fields import TABLES, Fields, model_config, pattern, write_fields
 
 NORM_EPS = 1e-5  # fixed there
 MLP_MULTIPLE = 128  # its GatedMLP rounds the width up to a multiple of this
 
-# Its fields, as interop/fields.py describes them.
-MODEL: Settings = {
-    "d_model": ("d_model",), "d_intermediate": ("d_intermediate", 0), "n_layer": ("n_layer",),
-    "vocab_size": ("vocab_size",), "pad_vocab_size_multiple": ("pad_vocab_size_multiple", 8),
-    "tie_embeddings": ("tie_embeddings", True)}
-SSM: dict[str, Settings] = {
-    "mamba1": {"d_state": ("d_state", 16), "d_conv": ("d_conv", 4), "expand": ("expand", 2), "dt_rank": ("dt_rank", 0)},
-    "mamba2": {"d_state": ("d_state", 128), "d_conv": ("d_conv", 4), "expand": ("expand", 2),
-               "headdim": ("headdim", 64), "ngroups": ("ngroups", 1), "chunk_size": ("chunk_size", 256)}}
-ATTENTION: Settings = {
-    "head_dim": ("head_dim", None), "num_heads": ("n_head",), "num_heads_kv": ("n_kv_head", None),
-    "rotary_emb_dim": ("rotary_dim", 0), "rotary_emb_base": ("rope_theta", 10000.0)}
-MODEL_FIXED: Fixed = {"rms_norm": (True, True, "a LayerNorm")}
-SSM_FIXED: Fixed = {"bias": (False, False), "conv_bias": (True, True, "a convolution without bias")}
-MAMBA2_FIXED: Fixed = {"D_has_hdim": (False, False), "rmsnorm": (True, True, "a mixer without norm"),
-                       "norm_before_gate": (False, False)}
-ATTENTION_FIXED: Fixed = {"causal": (True, False, "attention to the future"), "d_conv": (0, 0),
-                          "out_proj_bias": (False, True), "qkv_proj_bias": (False, True)}
-SSM_WITHOUT_EFFECT = ("dt_min", "dt_max", "dt_init", "dt_scale", "dt_init_floor", "A_init_range", "conv_init",
-                      "use_fast_path", "use_mem_eff_path", "layer_idx")
+FORM = TABLES["state_spaces"]
 
 
 def read_config(fields: Fields) -> ModelConfig:
     """Fields of a config.json -> ModelConfig. Raises UserError that names what can't be represented."""
-    values = fields.take_settings(MODEL) | {"norm_eps": NORM_EPS}
+    values = fields.take_settings(FORM["model"]) | {"norm_eps": NORM_EPS}
     values["d_intermediate"] = -(-values["d_intermediate"] // MLP_MULTIPLE) * MLP_MULTIPLE
-    fields.expect(MODEL_FIXED)
+    fields.expect(FORM["model_fixed"])
     fields.ignore("residual_in_fp32", "fused_add_norm")  # how it computes, not what
     attention_layers = fields.take("attn_layer_idx", [], kind=list)
     if outside := [i for i in attention_layers if i not in range(values["n_layer"])]:
@@ -48,7 +29,7 @@ def read_config(fields: Fields) -> ModelConfig:
     fields.finish()
 
     mixer = ssm.take("layer", "Mamba1", kind=str).lower()
-    if mixer not in SSM:
+    if mixer not in FORM["ssm"]:
         ssm.refuse("layer", f"is {mixer!r}; this program knows Mamba1 and Mamba2")
     mixers = ["attention" if i in attention_layers else mixer for i in range(values["n_layer"])]
     values["layers"] = pattern([Layer(name, values["d_intermediate"] > 0) for name in mixers])
@@ -60,23 +41,22 @@ def read_config(fields: Fields) -> ModelConfig:
 
 
 def _ssm_values(ssm, mixer, d_model):
-    values = ssm.take_settings(SSM[mixer])
-    ssm.expect(SSM_FIXED)
+    values = ssm.take_settings(FORM["ssm"][mixer])
+    ssm.expect(FORM["ssm_fixed"][mixer])
     if mixer == "mamba2":
         d_inner = values["expand"] * d_model
-        ssm.expect({"d_ssm": (d_inner, d_inner, "an MLP beside the SSM")} | MAMBA2_FIXED)
+        ssm.expect({"d_ssm": (d_inner, d_inner, "an MLP beside the SSM")})
         ssm.refuse_limit("dt_limit")
-    ssm.ignore(*SSM_WITHOUT_EFFECT)
+    ssm.ignore(*FORM["ssm_ignored"])
     ssm.finish()
     return values
 
 
 def _attention_values(attention, d_model):
-    values = attention.take_settings(ATTENTION)
+    values = attention.take_settings(FORM["attention"])
     values["n_kv_head"] = values["n_kv_head"] or values["n_head"]
     values["head_dim"] = values["head_dim"] or d_model // values["n_head"]
-    attention.expect(ATTENTION_FIXED)
-    attention.expect({"mlp_dim": (0, 0), "softmax_scale": (None, None), "rotary_emb_interleaved": (False, False)})
+    attention.expect(FORM["attention_fixed"] | FORM["attention_absent"])
     attention.ignore("layer_idx")
     attention.finish()
     return values
@@ -86,7 +66,7 @@ def write_config(config: ModelConfig) -> dict[str, Any]:
     """ModelConfig -> the fields of a config.json, complete. Raises UserError for what the reference can't build."""
     layers = config.layer_list()
     mixers = {layer.mixer for layer in layers} - {"attention"}
-    if len(mixers) > 1 or mixers - SSM.keys() or len({layer.mlp for layer in layers}) > 1:
+    if len(mixers) > 1 or mixers - FORM["ssm"].keys() or len({layer.mlp for layer in layers}) > 1:
         raise UserError("state-spaces' form has one kind of SSM layer and an MLP in every layer or in none, not "
                         f"layers={config.layers}; its own program could not load it")
     if config.norm_eps != NORM_EPS:
@@ -94,8 +74,9 @@ def write_config(config: ModelConfig) -> dict[str, Any]:
     if (width := config.resolved_d_intermediate) % MLP_MULTIPLE:
         raise UserError(f"state-spaces' form has MLPs of a multiple of {MLP_MULTIPLE}, this model's d_intermediate is "
                         f"{width}")
-    ssm = [{"layer": mixer.capitalize(), **write_fields(config, SSM[mixer], {})} for mixer in mixers]
-    return {**write_fields(config, MODEL, MODEL_FIXED), "ssm_cfg": ssm[0] if ssm else {},
-            "attn_cfg": write_fields(config, ATTENTION, ATTENTION_FIXED) if config.has("attention") else {},
+    attention = write_fields(config, FORM["attention"], FORM["attention_fixed"]) if config.has("attention") else {}
+    ssm = [{"layer": mixer.capitalize(), **write_fields(config, FORM["ssm"][mixer], {})} for mixer in mixers]
+    return {**write_fields(config, FORM["model"], FORM["model_fixed"]), "ssm_cfg": ssm[0] if ssm else {},
+            "attn_cfg": attention,
             "attn_layer_idx": [i for i, layer in enumerate(layers) if layer.mixer == "attention"],
             "residual_in_fp32": True, "fused_add_norm": True}

@@ -1,7 +1,7 @@
 """The forms of transformers: MambaForCausalLM, Mamba2ForCausalLM, BambaForCausalLM, LlamaForCausalLM.
 
-Each form says which layers it can hold, how its config.json and our ModelConfig translate, and of which of its tensors,
-one below the other, each of ours consists. Field names and defaults are those of transformers 4.57 and 5.23.
+forms.yaml says which layers each can hold, how its config.json and our ModelConfig translate, and of which of its
+tensors, one below the other, each of ours consists.
 
 transformers before 5 normalises Mamba-2's output over all channels, the reference and we over each group: there a model
 with ngroups > 1 loads, but computes something else.
@@ -12,43 +12,31 @@ from typing import Any
 
 from config.model_config import Layer, ModelConfig
 from mamba_fsdp.errors import UserError
-from mamba_fsdp.interop.fields import Fields, Fixed, Settings, model_config, pattern, write_fields
-from mamba_fsdp.model.spec import EMBEDDING, LM_HEAD, parameters
-
-NORM = "backbone.norm_f.weight"
-
-# Fields that say how to initialise, run, cache, sample or label, and nothing about what the model computes.
-WITHOUT_EFFECT = (
-    "architectures", "model_type", "auto_map", "transformers_version", "torch_dtype", "dtype", "_name_or_path",
-    "name_or_path", "bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "use_cache", "initializer_range",
-    "max_position_embeddings", "return_dict", "id2label", "label2id", "max_length", "temperature", "top_k", "top_p",
-    "typical_p", "repetition_penalty", "length_penalty", "num_beams", "num_beam_groups", "num_return_sequences",
-    "residual_in_fp32", "_attn_implementation", "_attn_implementation_autoset")
-MAMBA_WITHOUT_EFFECT: tuple[str, ...] = (
-    "time_step_min", "time_step_max", "time_step_floor", "time_step_scale", "time_step_init_scheme",
-    "rescale_prenorm_residual", "use_mambapy", "use_associative_scan",
-    # What the first conversions of state-spaces' weights left in config.json beside transformers' own names.
-    "d_model", "n_layer", "d_inner", "ssm_cfg", "rms_norm", "fused_add_norm", "pad_vocab_size_multiple", "layer_types")
+from mamba_fsdp.interop.fields import TABLES, Fields, Fixed, Settings, model_config, pattern, write_fields
+from mamba_fsdp.model.spec import parameters
 
 
 class Form(ABC):
-    """One architecture of transformers: the tables of interop/fields.py, and what no table can say."""
+    """One architecture of transformers: its tables, which forms.yaml describes, and what no table can say."""
 
     architecture: str
     model_type: str
-    holds: str  # its layers in words
-    layers: set[Layer]
-    settings: Settings = {"vocab_size": ("vocab_size",), "hidden_size": ("d_model",), "num_hidden_layers": ("n_layer",)}
-    fixed: Fixed = {"hidden_act": ("silu", "silu", "another activation")}
-    ignored: tuple[str, ...] = ()  # its fields that mean nothing, beside WITHOUT_EFFECT
-    top: dict[str, str]  # our name: theirs, of the parameters outside the layers
+    holds: str
+    layers: list
+    settings: Settings
+    fixed: Fixed
+    ignored: list[str]
+    top: dict[str, str]
     layer_prefix: str
-    tensors: dict[str, list[str]] = {}  # our name within a layer, `mixer` by its kind: theirs, one below the other
-    mamba = "mixer"  # what they call the SSM in a layer
+    tensors: dict[str, list[str]]
+    mamba: str
+
+    def __init__(self) -> None:
+        vars(self).update(TABLES[type(self).__name__])
 
     def fits(self, config: ModelConfig) -> bool:
         """Whether the form can hold this model."""
-        return set(config.layer_list()) <= self.layers
+        return all([layer.mixer, layer.mlp] in self.layers for layer in config.layer_list())
 
     def write_config(self, config: ModelConfig) -> dict[str, Any]:
         """ModelConfig -> the fields of config.json that say what the model computes, all of them: defaults differ."""
@@ -61,7 +49,7 @@ class Form(ABC):
         values = fields.take_settings(self.settings)
         fields.expect(self.fixed)
         self.add_values(fields, values)
-        fields.ignore(*WITHOUT_EFFECT, *self.ignored)
+        fields.ignore(*TABLES["any"]["ignored"], *self.ignored)
         fields.finish()
         return model_config(fields.path, **values, pad_vocab_size_multiple=1)
 
@@ -75,15 +63,6 @@ class Form(ABC):
 
 
 class Mamba(Form):
-    architecture, model_type = "MambaForCausalLM", "mamba"
-    holds, layers = "layers mamba1 without MLP", {Layer("mamba1", False)}
-    settings = {**Form.settings, "state_size": ("d_state", 16), "conv_kernel": ("d_conv", 4), "expand": ("expand", 2),
-                "layer_norm_epsilon": ("norm_eps", 1e-5), "tie_word_embeddings": ("tie_embeddings", True)}
-    fixed = {**Form.fixed, "use_bias": (False, False), "use_conv_bias": (True, True, "a convolution without bias")}
-    ignored = MAMBA_WITHOUT_EFFECT
-    top = {EMBEDDING: "backbone.embeddings.weight", NORM: NORM, LM_HEAD: LM_HEAD}
-    layer_prefix = "backbone.layers."
-
     def more_fields(self, config):
         return {"residual_in_fp32": True, "time_step_rank": config.resolved_dt_rank,
                 "intermediate_size": config.d_inner}
@@ -95,13 +74,6 @@ class Mamba(Form):
 
 
 class Mamba2(Mamba):
-    architecture, model_type = "Mamba2ForCausalLM", "mamba2"
-    holds, layers = "layers mamba2 without MLP", {Layer("mamba2", False)}
-    settings = {**Mamba.settings, "state_size": ("d_state", 128), "tie_word_embeddings": ("tie_embeddings", False),
-                "head_dim": ("headdim", 64), "n_groups": ("ngroups", 8), "chunk_size": ("chunk_size", 256)}
-    fixed = {**Mamba.fixed, "rms_norm": (True, True)}
-    ignored = ("time_step_rank", "intermediate_size", *MAMBA_WITHOUT_EFFECT)
-
     def more_fields(self, config):
         return {"residual_in_fp32": True, "time_step_rank": config.resolved_dt_rank, "num_heads": config.n_ssm_head}
 
@@ -113,21 +85,6 @@ class Mamba2(Mamba):
 
 
 class Llama(Form):
-    architecture, model_type = "LlamaForCausalLM", "llama"
-    holds, layers = "layers attention+mlp, rotary over whole heads", {Layer("attention", True)}
-    settings = {**Form.settings, "intermediate_size": ("d_intermediate",), "num_attention_heads": ("n_head", 32),
-                "num_key_value_heads": ("n_kv_head", None), "head_dim": ("head_dim", None),
-                "rms_norm_eps": ("norm_eps", 1e-6), "tie_word_embeddings": ("tie_embeddings", False)}
-    fixed = {**Form.fixed, "attention_bias": (False, False), "mlp_bias": (False, False),
-             "attention_dropout": (0.0, 0.0)}
-    ignored: tuple[str, ...] = ("pretraining_tp",)
-    top = {EMBEDDING: "model.embed_tokens.weight", NORM: "model.norm.weight", LM_HEAD: LM_HEAD}
-    layer_prefix = "model.layers."
-    tensors = {"norm.weight": ["input_layernorm.weight"], "norm2.weight": ["post_attention_layernorm.weight"],
-               "mlp.fc1.weight": ["mlp.up_proj.weight", "mlp.gate_proj.weight"],
-               "mlp.fc2.weight": ["mlp.down_proj.weight"], "attention.out_proj.weight": ["self_attn.o_proj.weight"],
-               "attention.in_proj.weight": [f"self_attn.{name}_proj.weight" for name in "qkv"]}
-
     def fits(self, config):
         return (super().fits(config) and config.resolved_rotary_dim == config.resolved_head_dim
                 and config.d_model % config.n_head == 0)
@@ -142,20 +99,6 @@ class Llama(Form):
 
 
 class Bamba(Llama):
-    architecture, model_type = "BambaForCausalLM", "bamba"
-    holds, layers = "layers mamba2+mlp and attention+mlp", {Layer("mamba2", True), Layer("attention", True)}
-    settings = {**Llama.settings, "rms_norm_eps": ("norm_eps", 1e-5), "mamba_n_groups": ("ngroups", 1),
-                "mamba_d_state": ("d_state", 256), "mamba_d_conv": ("d_conv", 4), "mamba_expand": ("expand", 2),
-                "mamba_chunk_size": ("chunk_size", 256)}
-    fixed = {**Llama.fixed, "mamba_conv_bias": (True, True, "a convolution without bias"),
-             "mamba_proj_bias": (False, False)}
-    ignored = ("num_logits_to_keep", "z_loss_coefficient", "layers_block_type", "layer_types")
-    top = {**Llama.top, NORM: "model.final_layernorm.weight"}
-    tensors = {**Llama.tensors, "norm2.weight": ["pre_ff_layernorm.weight"],
-               "mlp.fc1.weight": ["feed_forward.up_proj.weight", "feed_forward.gate_proj.weight"],
-               "mlp.fc2.weight": ["feed_forward.down_proj.weight"]}
-    mamba = "mamba"
-
     def fits(self, config):
         return Form.fits(self, config) and config.n_ssm_head * config.headdim == config.d_inner
 
