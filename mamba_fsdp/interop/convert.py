@@ -25,16 +25,6 @@ from mamba_fsdp.storage import new_folder
 
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 MODEL_CARD, GENERATION_CONFIG = "README.md", "generation_config.json"
-LOADING = {
-    "hf": """from transformers import AutoModelForCausalLM, AutoTokenizer
-
-tokenizer, model = AutoTokenizer.from_pretrained(FOLDER), AutoModelForCausalLM.from_pretrained(FOLDER)
-prompt = tokenizer("Once", return_tensors="pt").input_ids
-tokens = model.generate(prompt, max_new_tokens=50, do_sample=True)
-print(tokenizer.decode(tokens[0]))""",
-    "state-spaces": """from mamba_ssm.models.mixer_seq_simple import MambaLMHeadModel
-
-model = MambaLMHeadModel.from_pretrained(FOLDER, device="cuda")"""}
 
 
 def write_model(source: str | Path, out: str | Path, format: str = "hf", dtype: str | None = None, *,
@@ -134,19 +124,7 @@ def _model_card(weights, format, dtype):
         data, progress = state["settings"]["data"], state["progress"]
         training = (f"Trained for {progress['step']:,} steps on {progress['tokens']:,} tokens of "
                     f"{Path(data['dataset_path']).name} in sequences of {data['seq_length']:,}.")
-    return f"""---
-library_name: {"transformers" if format == "hf" else "mamba-ssm"}
-pipeline_tag: text-generation
-tags: [mamba_fsdp]
----
-# {title(config)}
-
-A language model of {parameter_count(config):,} parameters in {dtype}: {config.n_layer} layers {config.layers}, d_model
-{config.d_model}, a vocabulary of {config.vocab_size:,}. {training}
-
-```python
-{LOADING[format]}
-```
-
-Written by mamba_fsdp {mamba_fsdp.__version__}.
-"""
+    card = Path(__file__).parent / "cards" / f"{format}.md"
+    return card.read_text(encoding="utf-8").format(
+        title=title(config), parameters=parameter_count(config), dtype=dtype, config=config, training=training,
+        version=mamba_fsdp.__version__)
