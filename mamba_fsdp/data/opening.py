@@ -14,7 +14,7 @@ from mamba_fsdp.data.foreign.indexed import IndexedSource
 from mamba_fsdp.data.source import Source
 from mamba_fsdp.data.store import TokenStore
 from mamba_fsdp.data.text import kind_of
-from mamba_fsdp.data.tokenizer import TextTokenizer, identities_in, load_words, refuse_other_tokenizer
+from mamba_fsdp.data.tokenizer import identities_in, load_words, refuse_other_tokenizer
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.storage import exists
 
@@ -99,6 +99,10 @@ def refuse_text(path: Path, tokenizer: str = "") -> None:
                         f"  .venv/bin/python get_dataset.py {path} {out}{tokenizer}\nand then --dataset_path={out}")
 
 
+_words = functools.cache(load_words)
+_identity = functools.cache(lambda name: next(identities_in(name), "") if name else "")
+
+
 class Known(NamedTuple):
     """What the settings say of the tokens that separate documents, and of the tokenizer."""
 
@@ -128,13 +132,3 @@ class Known(NamedTuple):
             eos = own
         strip = {number("strip_tokens", text) for text in data.strip_tokens} | {bos, eos}
         return cls((_identity(name), name), bos, eos, tuple(sorted(strip - {-1})))
-
-
-@functools.cache
-def _words(name: str) -> TextTokenizer:
-    return load_words(name)
-
-
-@functools.cache
-def _identity(name: str) -> str:
-    return next(identities_in(name), "") if name else ""

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow
 
 from config.dataset_config import DatasetConfig
 from mamba_fsdp.data.readers import grouped
@@ -96,8 +97,6 @@ def write_store(copy: Copy, name: str) -> None:
 def _write_arrow(folder, pattern, schema, new, batches, most):
     """Writes `batches`, each (its one column, documents, tokens), to Arrow files of about `most` tokens. new: of
     pyarrow.ipc, makes the writer of one. Returns [name, documents, tokens] of each file."""
-    import pyarrow
-
     written: list[list[Any]] = []
     with ExitStack() as opened:
         for column, documents, tokens in batches:
@@ -114,8 +113,6 @@ def _write_arrow(folder, pattern, schema, new, batches, most):
 def write_fms(copy: Copy, name: str) -> None:
     """Arrow files as fms-fsdp reads them, in a folder `name`: each record batch a document without its eos, which is
     added there. Beside it meta/counts.csv."""
-    import pyarrow
-
     def batches():
         for tokens in copy.documents():
             tokens = tokens[:-1] if tokens[-1] == copy.source.eos else tokens
@@ -152,8 +149,6 @@ def write_datalayout(copy: Copy, name: str) -> None:
 def write_save_to_disk(copy: Copy, name: str) -> None:
     """What datasets.load_from_disk opens: rows of input_ids."""
     import datasets
-    import pyarrow
-
     def batches():
         for rows in grouped(copy.rows(), len, PIECE):
             ends = np.cumsum([0, *map(len, rows)]).astype(np.int32)

@@ -112,7 +112,8 @@ class IndexedSource:
     def pieces(self) -> Pieces:
         if isinstance(self._place, Pieces):
             return self._place
-        return map_pieces(self._place, self._first[-1])
+        return Pieces(*(map_file(self._place / f"{name}.i64", np.dtype("<i8"), size * 8, "remove the folder")
+                        for name, size in (("starts", self._first[-1] + 1), ("offsets", self._first[-1]))))
 
     @property
     def tokenizer_path(self) -> Path:
@@ -185,12 +186,6 @@ class IndexedSource:
         inner: np.ndarray = np.flatnonzero(values[:-1] == self.eos) + 1
         restart(positions, inner)
         return positions
-
-
-def map_pieces(folder: Path, count: int) -> Pieces:
-    """The Pieces that lie in a folder, mapped."""
-    return Pieces(*(map_file(folder / f"{name}.i64", np.dtype("<i8"), size * 8, "remove the folder")
-                    for name, size in (("starts", count + 1), ("offsets", count))))
 
 
 def _map(root, files, number):
