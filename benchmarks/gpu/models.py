@@ -44,8 +44,7 @@ from mamba_fsdp.interop import state_spaces, transformers_forms
 from mamba_fsdp.model.init import initial_value
 from mamba_fsdp.model.lm import MambaLM
 from mamba_fsdp.model.spec import flops_per_token, operator_uses, parameters
-from mamba_fsdp.ops import fused
-from mamba_fsdp.ops.forms import PORTABLE, resolve_forms
+from mamba_fsdp.ops.forms import PORTABLE, resolve_forms, why_unavailable
 from mamba_fsdp.parallel.compat import has_fused_adamw
 from mamba_fsdp.parallel.model import fill_parts
 from mamba_fsdp.parallel.parallelize import parallelize
@@ -95,7 +94,7 @@ def our_parts(config, weights, device, spread, kernels="auto"):
 
 
 def need_kernels():
-    reason = fused.need("mamba_ssm", "causal_conv1d")()
+    reason = why_unavailable("mamba2", "fused")
     if reason:
         raise UserError(reason)
 

@@ -5,7 +5,7 @@ from importlib import import_module
 
 import torch
 
-from mamba_fsdp.ops.forms import FORMS, OPERATORS
+from mamba_fsdp.ops.forms import FORMS, OPERATORS, why_unavailable
 
 EXACT = dict(batch=2, length=300, channels=256, states=16, heads=8, groups=2, vocab=1000)
 LARGE = dict(batch=8, length=2048, channels=4096, states=16, heads=64, groups=1, vocab=50280)  # mamba-1.4b's
@@ -95,7 +95,7 @@ def measure(device, rehearse, keep):
 
 
 def one_form(operator, form, module, exact, more, expected, device, rehearse):
-    reason = module.why_unavailable() if hasattr(module, "why_unavailable") else None
+    reason = why_unavailable(operator, form)
     if reason:
         return {"note": reason}
     row = {}

@@ -217,9 +217,10 @@ def parts_that_read(setting: str) -> list[str]:
 
 def operator_uses(config, dtype: Any, documents: bool = False, deterministic: bool = False) -> dict[str, list[Use]]:
     """What the model asks of each operator; dtype: of the activations, a torch.dtype; the others as in Use."""
-    use = Use(dtype, documents, deterministic=deterministic)
-    uses = {"norm": [use._replace(channels=config.d_model)], "loss": [use]}
-    for part in config.parts():
-        for operator, sizes in part.operators(config).items():
-            uses.setdefault(operator, []).append(use._replace(**sizes))
+    uses: dict[str, list[Use]] = {}
+    for operators in ({"norm": {"channels": config.d_model}, "loss": {}},
+                      *(part.operators(config) for part in config.parts())):
+        for operator, sizes in operators.items():
+            uses.setdefault(operator, []).append(
+                Use(operator, dtype, documents, deterministic=deterministic, **sizes))
     return uses

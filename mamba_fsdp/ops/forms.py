@@ -1,10 +1,10 @@
 """Which form of each operator serves a model: the best one that this machine has and that takes what the model asks.
 
-A form is a module of its operator's package (where it is the only one, the operator's module). It imports no library of
-its own at the top and has the operator's functions. All but `portable`, which serves everywhere and takes everything,
-answer two questions, with None or the reason in a line: why_unavailable(), on this machine; and, where there is
-something that it does not take, takes(use). A form whose results are not known to repeat bit for bit says so in
-VARIES; deterministic runs pass it over. A new form is such a module and its name in OPERATORS.
+A form is a module of its operator's package (where it is the only one, the operator's module; `fused` is one for all).
+It imports no library of its own at the top, has the operator's functions and answers, with None or the reason in a
+line, takes(use) where there is something that it does not take, and why_unavailable() where it asks more of the machine
+than its packages in NEEDS. One whose results are not known to repeat bit for bit says so in VARIES, by operator;
+deterministic runs pass it over. A new form is such a module and its name in OPERATORS.
 
 Without torch: names are checked with the settings.
 """
@@ -15,7 +15,7 @@ from importlib import import_module
 from types import ModuleType
 from typing import Any, NamedTuple
 
-from mamba_fsdp.errors import UserError
+from mamba_fsdp.errors import UserError, first_line
 
 FORMS = {  # with the type of device that they are for, "" for any
     "triton": "cuda",  # Triton kernels, compiled on first use
@@ -37,12 +37,18 @@ OPERATORS = {  # with their forms, best first
 # gives it; a mixer in one call needs the same form for its parts. Nothing has been measured yet.
 MEASURED: dict[str, dict[str, str]] = {}
 WHOLE = {"mamba1": ("conv", "scan"), "mamba2": ("conv", "ssd", "norm")}  # mixers in one call, in the form of those
+NEEDS: dict[str, dict[str, tuple[str, ...]]] = {  # packages
+    "triton": dict.fromkeys(OPERATORS, ("triton",)),
+    "fused": {"conv": ("causal_conv1d",), "scan": ("mamba_ssm",), "ssd": ("mamba_ssm",), "norm": ("mamba_ssm",),
+              "mamba1": ("mamba_ssm", "causal_conv1d"), "mamba2": ("mamba_ssm", "causal_conv1d")},
+}
 PORTABLE = {operator: "portable" for operator in OPERATORS.keys() - WHOLE.keys()}
 
 
 class Use(NamedTuple):
     """What a model asks of an operator. channels: of the convolution or a norm's group; rows: of in_proj."""
 
+    operator: str
     dtype: Any  # torch.dtype of the activations
     documents: bool  # whether boundaries of documents will be given
     channels: int = 0
@@ -144,16 +150,27 @@ def _out_of_question(operator, form, device_type, chosen):
 
 def _why_not(operator, form, uses, assumed):
     """What the form answers: None where it serves all `uses`, else the reason."""
-    if form == "portable":
-        return None
     module = modules(f"mamba_fsdp.ops.{operator}")[form]
-    if hasattr(module, "VARIES") and any(use.deterministic for use in uses):
-        return f"deterministic=true, and {module.VARIES}"
+    varies = getattr(module, "VARIES", {}).get(operator)
+    if varies and any(use.deterministic for use in uses):
+        return f"deterministic=true, and {varies}"
     reasons = (module.takes(use) for use in uses if hasattr(module, "takes"))
-    return (form not in assumed and module.why_unavailable()) or next(filter(None, reasons), None)
+    return (form not in assumed and why_unavailable(operator, form)) or next(filter(None, reasons), None)
+
+
+def why_unavailable(operator: str, form: str) -> str | None:
+    """What keeps a form from serving on this machine, in a line."""
+    for package in NEEDS.get(form, {}).get(operator, ()):
+        try:
+            import_module(package)
+        except Exception as error:  # a build for another PyTorch fails in many ways
+            return f"{package} does not load ({type(error).__name__}: {first_line(error)})"
+    return getattr(modules(f"mamba_fsdp.ops.{operator}")[form], "why_unavailable", lambda: None)()
 
 
 def modules(package: str) -> dict[str, ModuleType]:
     """The forms of an operator by name."""
     forms = OPERATORS[package.rpartition(".")[2]]
-    return {form: import_module(f"{package}.{form}" if len(forms) > 1 else package) for form in forms}
+    if len(forms) == 1:
+        return {forms[0]: import_module(package)}
+    return {form: import_module("mamba_fsdp.ops.fused" if form == "fused" else f"{package}.{form}") for form in forms}

@@ -1,4 +1,4 @@
-"""What the triton forms share: whether Triton serves here, operators that torch knows by name, sizes of blocks.
+"""What the triton forms share: operators that torch knows by name, sizes of blocks.
 
 The modules of kernels import triton at their tops and are themselves imported on first use. TRITON_INTERPRET=1 in the
 environment runs the kernels on a CPU, for tests.
@@ -15,7 +15,7 @@ import torch
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from mamba_fsdp.errors import UserError, first_line
+from mamba_fsdp.errors import UserError
 from mamba_fsdp.ops.forms import Use
 from mamba_fsdp.storage import write_atomically
 
@@ -24,15 +24,6 @@ LIBRARY = torch.library.Library("mamba_fsdp", "FRAGMENT")
 Blocks = Mapping[str, int]  # constants of a kernel, and its num_warps
 tuned: dict[str, Blocks] = {}  # by kernel: what a timing on this kind of GPU chose instead of the tables
 tables: dict[str, Mapping[tuple[int, int], Blocks]] = {}  # by kernel: what it was launched with
-
-
-def why_unavailable() -> str | None:
-    """What keeps Triton from serving on this machine."""
-    try:
-        import triton  # noqa: F401
-    except Exception as error:  # a build for another PyTorch fails in many ways
-        return f"triton does not load ({type(error).__name__}: {first_line(error)})"
-    return None
 
 
 def takes(use: Use) -> str | None:
@@ -60,38 +51,57 @@ def operator(schema: str, run: Callable[..., Any], fake: Callable[..., Any], gra
 below_autograd = torch._C._AutoDispatchBelowAutograd
 
 
-def remaking(name: str, leaves: str, others: str, kept: int, forward: Callable[..., Any], backward: Callable[..., Any],
-             fake: Callable[..., Any]) -> Callable[..., Any]:
-    """A function by the operator NAME_forward, whose gradient NAME_backward makes again what it needs of the inputs.
+def differentiable(name: str, tensors: str, others: str, results: int, kept: int, forward: Callable[..., Any],
+                   backward: Callable[..., Any], fake: Callable[..., Any] | None = None) -> Callable[..., Any]:
+    """The operator NAME_forward, whose gradient is the operator NAME_backward.
 
-    forward(*leaves, documents, *others) -> (output, *what is kept), `kept` tensors; backward(gradient of the output,
-    *leaves, documents, *what is kept) -> gradients of the leaves, of any dtype. leaves: names; others: as in a schema;
-    fake: of forward. The function returns the output alone.
+    tensors: names of the inputs, a ? behind what may be None; others: what follows them, as in a schema.
+    forward(*tensors, *others) -> `results` tensors, the first like the first input or always used, then `kept` ones for
+    the backward pass. backward(*gradients of the results, *tensors, *kept) -> those of all tensors but `documents`, of
+    any dtype, and anything for a tensor that is None. fake: forward for tensors without content, where it needs one.
     """
-    count, tensors = len(leaves.split()), ", ".join(f"Tensor {leaf}" for leaf in leaves.split()) + ", Tensor? documents"
+    names = tensors.split()
+
+    def leaves(inputs):
+        return [tensor for tensor, of in zip(inputs, names) if of != "documents?"]
 
     class Gradient(Function):
         @staticmethod
         def forward(ctx, *inputs):
             with below_autograd():
-                output, *keep = whole(*inputs)
-            ctx.save_for_backward(*inputs[:count + 1], *keep)
+                made = whole(*inputs)
+            keep = made[results:] if kept else ()
+            ctx.save_for_backward(*inputs[:len(names)], *keep)
             ctx.mark_non_differentiable(*keep)
             ctx.set_materialize_grads(False)
-            return output, *keep
+            ctx.others = len(inputs) - len(names)
+            return made
 
         @staticmethod
         @once_differentiable
-        def backward(ctx, grad, *_):
-            return *gradients(grad, *ctx.saved_tensors), None, *[None for _ in others.split(",")]
+        def backward(ctx, *grads):
+            inputs = ctx.saved_tensors
+            first = torch.zeros_like(inputs[0]) if grads[0] is None else grads[0]
+            found = iter(gradients(first, *grads[1:results], *inputs))
+            found = [None if of == "documents?" else next(found) for of in names]
+            return *(None if tensor is None else grad for grad, tensor in zip(found, inputs)), *[None] * ctx.others
 
-    gradients = operator(f"{name}_backward(Tensor grad, {tensors}, {', '.join(f'Tensor kept{i}' for i in range(kept))})"
-                         f" -> ({', '.join(['Tensor'] * count)})",
-                         lambda grad, *rest: tuple(of.to(leaf.dtype) for of, leaf in zip(backward(grad, *rest), rest)),
-                         lambda _, *inputs: tuple(leaf.new_empty(leaf.shape) for leaf in inputs[:count]))
-    whole = operator(f"{name}_forward({tensors}, {others}) -> ({', '.join(['Tensor'] * (1 + kept))})", forward, fake,
-                     Gradient)
-    return lambda *inputs: whole(*inputs)[0]
+    def run(grad, *inputs):
+        found = zip(backward(grad, *inputs), leaves(inputs[results - 1:]))
+        return tuple(grad.new_empty(0) if leaf is None else of.to(leaf.dtype).contiguous() for of, leaf in found)
+
+    def like(grad, *inputs):
+        return tuple(grad.new_empty(0) if leaf is None else leaf.new_empty(leaf.shape)
+                     for leaf in leaves(inputs[results - 1:]))
+
+    def schema(what, *inputs, outputs):
+        return f"{name}_{what}({', '.join(filter(None, inputs))}) -> ({', '.join(['Tensor'] * outputs)})"
+
+    given = ", ".join(f"Tensor? {of[:-1]}" if of.endswith("?") else f"Tensor {of}" for of in names)
+    gradients = operator(schema("backward", "Tensor grad", *(f"Tensor? grad{i}" for i in range(1, results)), given,
+                                *(f"Tensor kept{i}" for i in range(kept)), outputs=len(leaves(names))), run, like)
+    whole = operator(schema("forward", given, others, outputs=results + kept), forward, fake or forward, Gradient)
+    return whole
 
 
 def of_weight(grad: torch.Tensor, x: torch.Tensor) -> torch.Tensor:

@@ -6,9 +6,8 @@ import torch
 from config.model_config import ModelConfig
 from mamba_fsdp.model.layers import Mamba1
 from mamba_fsdp.model.spec import operator_uses
-from mamba_fsdp.ops import fused as libraries
 from mamba_fsdp.ops.conv import causal_conv_silu
-from mamba_fsdp.ops.forms import resolve_forms
+from mamba_fsdp.ops.forms import resolve_forms, why_unavailable
 from mamba_fsdp.ops.norm import add_rms_norm
 from mamba_fsdp.ops.scan import selective_scan
 
@@ -17,7 +16,7 @@ from mamba_fsdp.ops.scan import selective_scan
 def fused():
     if not torch.cuda.is_available():
         pytest.skip("no CUDA device")
-    reason = libraries.need("mamba_ssm", "causal_conv1d")()
+    reason = why_unavailable("mamba1", "fused")
     if reason:
         pytest.skip(reason)
 

@@ -6,9 +6,8 @@ import torch
 from config.model_config import ModelConfig
 from mamba_fsdp.model.layers import Mamba2
 from mamba_fsdp.model.spec import operator_uses
-from mamba_fsdp.ops import fused as libraries
 from mamba_fsdp.ops.attention import attention
-from mamba_fsdp.ops.forms import resolve_forms
+from mamba_fsdp.ops.forms import resolve_forms, why_unavailable
 from mamba_fsdp.ops.ssd import ssd
 
 
@@ -16,7 +15,7 @@ from mamba_fsdp.ops.ssd import ssd
 def fused_or_skip():
     if not torch.cuda.is_available():
         pytest.skip("no GPU")
-    reason = libraries.need("mamba_ssm", "causal_conv1d")()
+    reason = why_unavailable("mamba2", "fused")
     if reason:
         pytest.skip(reason)
 

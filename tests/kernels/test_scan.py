@@ -158,8 +158,7 @@ def test_tensors_without_content_have_the_same_form(without):
     grad = torch.randn(2, 9, 3).bfloat16()
 
     def shapes(grad, *named):
-        *named, state = named
-        out, last, entries = torch.ops.mamba_fsdp.scan_forward(*named, state, True)
+        out, last, entries = torch.ops.mamba_fsdp.scan_forward(*named, True)
         made = out, last, entries, *torch.ops.mamba_fsdp.scan_backward(grad, None, *named, entries)
         return [(tensor.shape, tensor.stride(), tensor.dtype) for tensor in made]
 

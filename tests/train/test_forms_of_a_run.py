@@ -1,5 +1,8 @@
 """What a run says of its operators' forms, and what it refuses before its first step."""
 
+import sys
+import types
+
 import pytest
 import torch
 
@@ -39,11 +42,11 @@ def test_a_demand_that_cannot_be_met_ends_the_start(train, tmp_path, kernels, sa
 
 def test_what_the_libraries_do_not_take_is_refused(train, tmp_path, monkeypatch):
     """Channels, and runs that must repeat. As on a GPU: here in this process, where only the choice is made."""
-    import types
-
     from mamba_fsdp.train import setup
 
-    monkeypatch.setattr("mamba_fsdp.ops.fused.importlib.import_module", lambda name: types.ModuleType(name))
+    for name in ("mamba_ssm", "causal_conv1d"):
+        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+    monkeypatch.setitem(sys.modules, "triton", None)
     on_gpu = setup.resolve_forms
     monkeypatch.setattr(setup, "resolve_forms", lambda setting, device_type, uses: on_gpu(setting, "cuda", uses))
     with pytest.raises(UserError, match="conv can't be fused on cuda: causal-conv1d takes multiples of 8.*, not 34"):

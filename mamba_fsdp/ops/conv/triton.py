@@ -2,11 +2,9 @@
 every block of rows sums its part of the weight's gradient: the same bits at every run."""
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from mamba_fsdp.ops import triton
 
-why_unavailable = triton.why_unavailable
 FORWARD = {(8, 0): {"ROWS": 128, "CHANNELS": 256, "num_warps": 1}}
 BACKWARD = {(8, 0): {"ROWS": 128, "CHANNELS": 128, "num_warps": 1}}
 
@@ -44,20 +42,4 @@ def _walk(blocks, x, weight, bias, documents, out, grad=None, sums=None):
         WIDTH=weight.shape[2], BACK=0 if grad is None else 3, **strides, **blocks)
 
 
-class _Conv(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, *inputs):
-        ctx.save_for_backward(*inputs)
-        with triton.below_autograd():
-            return causal_conv_silu(*inputs)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, grad):
-        return *_gradients(grad, *ctx.saved_tensors), None
-
-
-causal_conv_silu = triton.operator("conv_forward(Tensor x, Tensor weight, Tensor bias, Tensor? documents) -> Tensor",
-                                   conv_forward, conv_forward, _Conv)
-_gradients = triton.operator("conv_backward(Tensor grad, Tensor x, Tensor weight, Tensor bias, Tensor? documents) -> "
-                             "(Tensor, Tensor, Tensor)", conv_backward, conv_backward)
+causal_conv_silu = triton.differentiable("conv", "x weight bias documents?", "", 1, 0, conv_forward, conv_backward)

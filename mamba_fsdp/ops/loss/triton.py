@@ -11,7 +11,7 @@ from mamba_fsdp.conventions import IGNORED_LABEL, compute_type
 from mamba_fsdp.ops import triton
 from mamba_fsdp.ops.loss import portable
 
-takes, why_unavailable = triton.takes, triton.why_unavailable
+takes = triton.takes
 BLOCKS = {(8, 0): {"BLOCK": 4096, "num_warps": 8}}  # logits of one token at a time
 
 

@@ -8,8 +8,6 @@ from mamba_fsdp.ops import triton
 from mamba_fsdp.ops.conv.triton import conv_backward, conv_forward
 from mamba_fsdp.ops.scan.triton import CHUNK, scan_backward, scan_forward
 
-why_unavailable = triton.why_unavailable
-
 
 def _forward(xz, conv_weight, conv_bias, x_proj, dt_proj, dt_bias, A, D, out_proj, documents, keep):
     x, z = xz.chunk(2, -1)
@@ -44,9 +42,10 @@ def _fake(xz, conv_weight, conv_bias, x_proj, dt_proj, dt_bias, A, D, out_proj, 
             xz.new_empty(batch, -(-length // CHUNK) if keep else 0, *A.T.shape, dtype=torch.float32))
 
 
-_mixer = triton.remaking("mamba1", "xz conv_weight conv_bias x_proj dt_proj dt_bias A D out_proj", "bool keep", 2,
-                         _forward, _backward, _fake)
+_mixer = triton.differentiable(
+    "mamba1", "xz conv_weight conv_bias x_proj dt_proj dt_bias A D out_proj documents?", "bool keep", 1, 2, _forward,
+    _backward, _fake)
 
 
 def mamba1_mixer(*inputs):
-    return _mixer(*inputs, torch.is_grad_enabled())
+    return _mixer(*inputs, torch.is_grad_enabled())[0]

@@ -9,8 +9,6 @@ from mamba_fsdp.ops.conv.triton import conv_backward, conv_forward
 from mamba_fsdp.ops.norm.triton import norm_backward, norm_forward
 from mamba_fsdp.ops.ssd.triton import ssd_backward, ssd_forward
 
-why_unavailable = triton.why_unavailable
-
 
 def _convolve(zxbcdt, conv_weight, conv_bias, dt_bias, A, D, documents, groups):
     """z, [x, B, C] before the convolution, and SSD's inputs."""
@@ -46,5 +44,10 @@ def _fake(zxbcdt, conv_weight, conv_bias, dt_bias, A, D, norm_weight, out_proj, 
     return zxbcdt.new_empty(*rows, len(out_proj)), zxbcdt.new_empty(*rows, groups, dtype=torch.float32)
 
 
-mamba2_mixer = triton.remaking("mamba2", "zxbcdt conv_weight conv_bias dt_bias A D norm_weight out_proj",
-                               "float eps, int groups, int headdim, int chunk_size", 1, _forward, _backward, _fake)
+_mixer = triton.differentiable(
+    "mamba2", "zxbcdt conv_weight conv_bias dt_bias A D norm_weight out_proj documents?",
+    "float eps, int groups, int headdim, int chunk_size", 1, 1, _forward, _backward, _fake)
+
+
+def mamba2_mixer(*inputs):
+    return _mixer(*inputs)[0]

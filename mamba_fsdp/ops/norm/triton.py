@@ -6,7 +6,6 @@ from torch.autograd.function import once_differentiable
 
 from mamba_fsdp.ops import triton
 
-why_unavailable = triton.why_unavailable
 PROGRAMS, WIDEST = 128, 65536  # a block holds a row of a group
 TILES = {(8, 0): {"ELEMENTS": 4096, "num_warps": 8}}  # longer rows have tiles of one row, and more warps
 

@@ -3,11 +3,10 @@ atomics, and how a row is cut depends on its sizes alone."""
 
 import torch
 from torch import Tensor
-from torch.autograd.function import Function, once_differentiable
 
 from mamba_fsdp.ops import triton
 
-takes, why_unavailable = triton.takes, triton.why_unavailable
+takes = triton.takes
 CHUNK = 64  # positions from one kept state to the next
 FILL = 1024  # programs that keep a GPU busy: where batch and channels make fewer, rows are cut
 TABLE = {(8, 0): {"CHANNELS": 32, "num_warps": 1}}  # of all kernels; warps for each 16 states
@@ -101,34 +100,13 @@ def scan_backward(grad_out: Tensor, grad_last: Tensor | None, u: Tensor, dt: Ten
             for i, v in enumerate((B, C))), grad_D.sum((0, 1)), grad_z, grad_bias.sum((0, 1)), grad_state.mT, out)
 
 
-class _Gradient(Function):
-    @staticmethod
-    def forward(ctx, *inputs):
-        with triton.below_autograd():
-            out, last, entries = _forward(*inputs)
-        *kept, state, _ = inputs
-        ctx.save_for_backward(*kept, entries)
-        ctx.has_state = state is not None
-        ctx.mark_non_differentiable(entries)
-        ctx.set_materialize_grads(False)
-        return out, last, entries
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, grad_out, grad_last, _):
-        u, *others = ctx.saved_tensors
-        *grads, grad_state, _ = _backward(torch.zeros_like(u) if grad_out is None else grad_out, grad_last, u, *others)
-        grads = (None if v is None else grad.to(v.dtype) for grad, v in zip(grads, (u, *others)))
-        return *grads, None, grad_state if ctx.has_state else None, None
+def _backward(*inputs):
+    *inputs, _, entries = inputs  # the initial state has left its part in `entries`
+    return scan_backward(*inputs, entries)[:-1]
 
 
-_forward = triton.operator(
-    "scan_forward(Tensor u, Tensor dt, Tensor A, Tensor B, Tensor C, Tensor? D, Tensor? z, Tensor? dt_bias, "
-    "Tensor? documents, Tensor? state, bool keep) -> (Tensor, Tensor, Tensor)", scan_forward, scan_forward, _Gradient)
-_backward = triton.operator(
-    "scan_backward(Tensor grad_out, Tensor? grad_last, Tensor u, Tensor dt, Tensor A, Tensor B, Tensor C, Tensor? D, "
-    "Tensor? z, Tensor? dt_bias, Tensor? documents, Tensor entries) -> "
-    "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)", scan_backward, scan_backward)
+_forward = triton.differentiable("scan", "u dt A B C D? z? dt_bias? documents? state?", "bool keep", 2, 1, scan_forward,
+                                 _backward)
 
 
 def selective_scan(*inputs):

@@ -4,11 +4,10 @@ from what a sweep before made of those before it. The backward pass makes the st
 sweep from each end, and then all gradients in one kernel. Equal sizes give equal bits: sums have a fixed order."""
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from mamba_fsdp.ops import triton
 
-takes, why_unavailable = triton.takes, triton.why_unavailable
+takes = triton.takes
 SWEEP = {(8, 0): {"P": 32, "programs": 512, "num_warps": 4, "num_stages": 1},  # programs: that fill a GPU
          (10, 0): {"P": 64, "programs": 512, "num_warps": 4, "num_stages": 1},
          (12, 0): {"P": 32, "programs": 512, "num_warps": 4, "num_stages": 1}}
@@ -120,40 +119,12 @@ def ssd_backward(grad, grad_last, x, dt, A, B, C, D, dt_bias, documents, state, 
     return dx.to(x.dtype), ddt, dA, dB.sum(0).to(B.dtype), dC.sum(0).to(C.dtype), dD, grad_bias, grad_state
 
 
-def _like_forward(x, dt, A, B, C, D, dt_bias, documents, state):
+def _fake(x, dt, A, B, C, D, dt_bias, documents, state):
     return x.new_empty(x.shape), x.new_empty(x.shape[0], *x.shape[2:], B.shape[3], dtype=torch.float32)
 
 
-def _like_backward(grad, grad_last, x, dt, A, B, C, D, dt_bias, documents, state):
-    dA, dD, grad_bias = (A.new_empty(A.shape, dtype=torch.float32) for _ in range(3))
-    return (*(t.new_empty(t.shape) for t in (x, dt)), dA, *(t.new_empty(t.shape) for t in (B, C)), dD, grad_bias,
-            _like_forward(x, dt, A, B, C, D, dt_bias, documents, state)[1])
-
-
-class _SSD(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, *inputs):
-        ctx.save_for_backward(*inputs)
-        ctx.set_materialize_grads(False)
-        with triton.below_autograd():
-            return _forward(*inputs)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, grad, grad_last):
-        inputs = ctx.saved_tensors
-        grad = torch.zeros_like(inputs[0]) if grad is None else grad
-        grads = _backward(grad, grad_last, *inputs)
-        grads = (*grads[:7], None, grads[7])
-        return tuple(None if g is None or t is None else g.to(t.dtype) for g, t in zip(grads, inputs))
-
-
-_INPUTS = ("Tensor x, Tensor dt, Tensor A, Tensor B, Tensor C, Tensor? D, Tensor? dt_bias, Tensor? documents, "
-           "Tensor? state")
-_forward = triton.operator(f"ssd_forward({_INPUTS}) -> (Tensor, Tensor)", ssd_forward, _like_forward, _SSD)
-_backward = triton.operator(
-    f"ssd_backward(Tensor grad, Tensor? grad_last, {_INPUTS}) -> ({', '.join(['Tensor'] * 8)})", ssd_backward,
-    _like_backward)
+_forward = triton.differentiable("ssd", "x dt A B C D? dt_bias? documents? state?", "", 2, 0, ssd_forward, ssd_backward,
+                                 _fake)
 
 
 def ssd(x, dt, A, B, C, D, dt_bias, chunk_size, documents, initial_state, return_last_state):
