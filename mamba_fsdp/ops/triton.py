@@ -8,6 +8,7 @@ import json
 import os
 import time
 from collections.abc import Callable, Mapping
+from itertools import compress
 from pathlib import Path
 from typing import Any
 
@@ -52,18 +53,16 @@ below_autograd = torch._C._AutoDispatchBelowAutograd
 
 
 def differentiable(name: str, tensors: str, others: str, results: int, kept: int, forward: Callable[..., Any],
-                   backward: Callable[..., Any], fake: Callable[..., Any] | None = None) -> Callable[..., Any]:
+                   backward: Callable[..., Any]) -> Callable[..., Any]:
     """The operator NAME_forward, whose gradient is the operator NAME_backward.
 
     tensors: names of the inputs, a ? behind what may be None; others: what follows them, as in a schema.
     forward(*tensors, *others) -> `results` tensors, the first like the first input or always used, then `kept` ones for
-    the backward pass. backward(*gradients of the results, *tensors, *kept) -> those of all tensors but `documents`, of
-    any dtype, and anything for a tensor that is None. fake: forward for tensors without content, where it needs one.
+    the backward pass; it takes tensors without content, too. backward(*gradients of the results, *tensors, *kept) ->
+    those of all tensors but `documents`, of any dtype, and anything for a tensor that is None.
     """
     names = tensors.split()
-
-    def leaves(inputs):
-        return [tensor for tensor, of in zip(inputs, names) if of != "documents?"]
+    wanted = [of != "documents?" for of in names]
 
     class Gradient(Function):
         @staticmethod
@@ -83,24 +82,23 @@ def differentiable(name: str, tensors: str, others: str, results: int, kept: int
             inputs = ctx.saved_tensors
             first = torch.zeros_like(inputs[0]) if grads[0] is None else grads[0]
             found = iter(gradients(first, *grads[1:results], *inputs))
-            found = [None if of == "documents?" else next(found) for of in names]
+            found = [next(found) if has_one else None for has_one in wanted]
             return *(None if tensor is None else grad for grad, tensor in zip(found, inputs)), *[None] * ctx.others
 
     def run(grad, *inputs):
-        found = zip(backward(grad, *inputs), leaves(inputs[results - 1:]))
+        found = zip(backward(grad, *inputs), compress(inputs[results - 1:], wanted))
         return tuple(grad.new_empty(0) if leaf is None else of.to(leaf.dtype).contiguous() for of, leaf in found)
 
     def like(grad, *inputs):
         return tuple(grad.new_empty(0) if leaf is None else leaf.new_empty(leaf.shape)
-                     for leaf in leaves(inputs[results - 1:]))
+                     for leaf in compress(inputs[results - 1:], wanted))
 
-    def schema(what, *inputs, outputs):
-        return f"{name}_{what}({', '.join(filter(None, inputs))}) -> ({', '.join(['Tensor'] * outputs)})"
-
-    given = ", ".join(f"Tensor? {of[:-1]}" if of.endswith("?") else f"Tensor {of}" for of in names)
-    gradients = operator(schema("backward", "Tensor grad", *(f"Tensor? grad{i}" for i in range(1, results)), given,
-                                *(f"Tensor kept{i}" for i in range(kept)), outputs=len(leaves(names))), run, like)
-    whole = operator(schema("forward", given, others, outputs=results + kept), forward, fake or forward, Gradient)
+    given = [f"Tensor? {of[:-1]}" if of.endswith("?") else f"Tensor {of}" for of in names]
+    grads, keep = (f"Tensor? grad{i}" for i in range(1, results)), (f"Tensor kept{i}" for i in range(kept))
+    gradients = operator(f"{name}_backward({', '.join(['Tensor grad', *grads, *given, *keep])}) -> "
+                         f"({', '.join(['Tensor'] * sum(wanted))})", run, like)
+    whole = operator(f"{name}_forward({', '.join(given + [others] * bool(others))}) -> "
+                     f"({', '.join(['Tensor'] * (results + kept))})", forward, forward, Gradient)
     return whole
 
 

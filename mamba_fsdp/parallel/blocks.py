@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from mamba_fsdp.ops import uncompiled
+from mamba_fsdp.ops import conv, scan
 
 
 def checkpoint_blocks(blocks: Sequence[nn.Module], share: Fraction, *, reentrant: bool) -> None:
@@ -30,11 +30,18 @@ def compile_blocks(blocks: Sequence[nn.Module]) -> None:
     """
     import torch._dynamo  # seconds of imports that only this needs
 
-    uncompiled.settle()
+    leave_uncompiled()
     for limit in ("cache_size_limit", "accumulated_cache_size_limit"):
         setattr(torch._dynamo.config, limit, max(8 * len(blocks), getattr(torch._dynamo.config, limit)))
     for block in blocks:
         block.forward = torch.compile(block.forward)
+
+
+def leave_uncompiled() -> None:
+    """Keep C, and the scan's loop over positions, out of graphs: calls of their own within a compiled block."""
+    for module, name in ((conv.FORMS["native"], "causal_conv_silu"), (scan.FORMS["native"], "selective_scan"),
+                         (scan.FORMS["portable"], "selective_scan")):
+        setattr(module, name, torch.compiler.disable(getattr(module, name)))  # here, as it takes seconds of imports
 
 
 def _checkpointed(forward, reentrant):

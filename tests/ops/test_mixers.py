@@ -7,8 +7,8 @@ from definitions import loop, recurrence
 
 from config.model_config import ModelConfig
 from mamba_fsdp.model.layers import MIXERS
-from mamba_fsdp.ops import uncompiled
 from mamba_fsdp.ops.forms import OPERATORS, PORTABLE
+from mamba_fsdp.parallel.blocks import leave_uncompiled
 
 pytestmark = pytest.mark.torch22
 MIXER = {"mamba1": ModelConfig(layers="mamba1", d_model=6, d_state=4, dt_rank=2),
@@ -127,7 +127,7 @@ def test_prompt_and_steps_equal_the_whole(kind, form):
 @BOTH
 def test_survives_compiling(kind, form):
     """torch.compile of a function around the mixer gives the same results (the scan itself stays outside the graph)."""
-    uncompiled.settle()
+    leave_uncompiled()
     torch._dynamo.reset()  # what other sizes have left makes these dynamic, which torch 2.2 compiles wrongly
     layer, x = mixer(kind, form, torch.float32), inputs(kind, dtype=torch.float32)
     compiled = torch.compile(lambda x: layer(x) * 2, backend="aot_eager")

@@ -5,7 +5,6 @@ from torch.autograd.function import once_differentiable
 
 from mamba_fsdp.ops import native
 from mamba_fsdp.ops.conv.portable import apply
-from mamba_fsdp.ops.uncompiled import uncompiled
 
 takes, why_unavailable = native.takes, native.why_unavailable
 _ARGUMENTS = native.structure("batch length channels width x_row grad_out_row",
@@ -50,6 +49,5 @@ class _Conv(torch.autograd.Function):
         return grad_x, grads[:-1], grads[-1], None
 
 
-@uncompiled
 def causal_conv_silu(*arguments):
     return apply(_Conv, *arguments)

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 
 from mamba_fsdp.ops import triton
 from mamba_fsdp.ops.conv.triton import conv_backward, conv_forward
-from mamba_fsdp.ops.scan.triton import CHUNK, scan_backward, scan_forward
+from mamba_fsdp.ops.scan.triton import scan_backward, scan_forward
 
 
 def _forward(xz, conv_weight, conv_bias, x_proj, dt_proj, dt_bias, A, D, out_proj, documents, keep):
@@ -36,15 +36,9 @@ def _backward(grad, xz, conv_weight, conv_bias, x_proj, dt_proj, dt_bias, A, D, 
             triton.of_weight(grad_dt, rank_dt), grad_bias, grad_A, grad_D, triton.of_weight(grad, y))
 
 
-def _fake(xz, conv_weight, conv_bias, x_proj, dt_proj, dt_bias, A, D, out_proj, documents, keep):
-    batch, length, _ = xz.shape
-    return (xz.new_empty(batch, length, out_proj.shape[0]), xz.new_empty(batch, length, x_proj.shape[0]),
-            xz.new_empty(batch, -(-length // CHUNK) if keep else 0, *A.T.shape, dtype=torch.float32))
-
-
 _mixer = triton.differentiable(
     "mamba1", "xz conv_weight conv_bias x_proj dt_proj dt_bias A D out_proj documents?", "bool keep", 1, 2, _forward,
-    _backward, _fake)
+    _backward)
 
 
 def mamba1_mixer(*inputs):

@@ -5,7 +5,6 @@ from torch.autograd.function import once_differentiable
 
 from mamba_fsdp.ops import native
 from mamba_fsdp.ops.scan.portable import apply
-from mamba_fsdp.ops.uncompiled import uncompiled
 
 takes, why_unavailable = native.takes, native.why_unavailable
 _ARGUMENTS = native.structure(
@@ -48,6 +47,5 @@ class _Scan(torch.autograd.Function):
                 grad_z, grad_bias.sum(0), None, grad_state)
 
 
-@uncompiled
 def selective_scan(*arguments):
     return apply(_Scan, *arguments)

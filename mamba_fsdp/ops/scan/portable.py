@@ -10,7 +10,6 @@ import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
 from mamba_fsdp.conventions import compute_type
-from mamba_fsdp.ops.uncompiled import uncompiled
 
 CHUNK = 16  # positions; the working set is three (CHUNK, batch, d_state, d_inner) buffers, kept is 1 / CHUNK of one
 
@@ -134,6 +133,5 @@ def apply(function, u, dt, A, B, C, D, z, dt_bias, documents, initial_state, ret
     return (out, state.transpose(1, 2)) if return_last_state else out
 
 
-@uncompiled
 def selective_scan(*arguments):
     return apply(_Scan, *arguments)

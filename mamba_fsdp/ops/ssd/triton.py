@@ -88,6 +88,8 @@ class _Call:
 def ssd_forward(x, dt, A, B, C, D, dt_bias, documents, state, remake=False):
     """y and the last state, of the arguments of ops/ssd's ssd. Nothing but these is needed for the gradients. remake: y
     and, instead of the last, the states entering each chunk, which save ssd_backward a sweep."""
+    if x.is_meta:
+        return x.new_empty(x.shape), x.new_empty(x.shape[0], *x.shape[2:], B.shape[3], dtype=torch.float32)
     call = _Call(x, dt, A, B, C, D, dt_bias, documents)
     entering, y, last = call.sweep(call.x, call.B, call.C, state, states=remake)
     return y.to(x.dtype), entering if remake else last
@@ -119,12 +121,7 @@ def ssd_backward(grad, grad_last, x, dt, A, B, C, D, dt_bias, documents, state, 
     return dx.to(x.dtype), ddt, dA, dB.sum(0).to(B.dtype), dC.sum(0).to(C.dtype), dD, grad_bias, grad_state
 
 
-def _fake(x, dt, A, B, C, D, dt_bias, documents, state):
-    return x.new_empty(x.shape), x.new_empty(x.shape[0], *x.shape[2:], B.shape[3], dtype=torch.float32)
-
-
-_forward = triton.differentiable("ssd", "x dt A B C D? dt_bias? documents? state?", "", 2, 0, ssd_forward, ssd_backward,
-                                 _fake)
+_forward = triton.differentiable("ssd", "x dt A B C D? dt_bias? documents? state?", "", 2, 0, ssd_forward, ssd_backward)
 
 
 def ssd(x, dt, A, B, C, D, dt_bias, chunk_size, documents, initial_state, return_last_state):
