@@ -21,7 +21,8 @@ from mamba_fsdp.errors import UserError
 
 BOOLEANS = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
 UNITS = {"": 0, "k": 3, "m": 6, "b": 9, "g": 9, "t": 12}  # powers of ten, in either case
-LIMITS = {"above": operator.gt, "at_least": operator.ge, "at_most": operator.le, "below": operator.lt}
+LIMITS = {"above": operator.gt, "at_least": operator.ge, "at_most": operator.le, "below": operator.lt,
+          "zero_or_above": lambda number, limit: number == 0 or number > limit}
 
 
 # ---------------------------------------------------------------- describing
@@ -40,6 +41,7 @@ class Bounds(NamedTuple):
     at_least: float | None = None
     at_most: float | None = None
     below: float | None = None
+    zero_or_above: float | None = None
     choices: tuple[str, ...] = ()
     some_text: bool = False
 

@@ -196,7 +196,7 @@ class TrainingConfig:
     .cache/triton beside the run folder; none: every start compiles."""
     max_skipped_steps: int = setting(10, at_least=1)
     """Stop after this many steps in a row whose loss or gradient was not finite (none of them is applied)."""
-    loss_spike_factor: float = setting(0.0, at_least=0)
+    loss_spike_factor: float = setting(0.0, zero_or_above=1)
     """Roll back to the newest checkpoint when a step's loss is above this times the median of the 64 applied steps
     before it (at least 16): 1.5, say. After the third rollback to one checkpoint the run ends; 0 never rolls back."""
     loss_spike_skip: bool = setting(False, needs=SPIKES)

@@ -127,7 +127,9 @@ class Ledger:
             if there < drawn or exact and there > drawn:
                 raise self._fault(life[0], drawn, there, f"{who} (step {step})")
         if not exact and step > 0:
-            self.unlogged.append((max(self.step, 0) + 1, step))
+            first = max(self.step, 0) + 1
+            adjoins = bool(self.unlogged) and self.unlogged[-1][1] + 1 == first
+            self.unlogged.append((self.unlogged.pop()[0] if adjoins else first, step))
         self.step, self.position = step, {**position, "drawn": dict(position["drawn"])}
 
     def check(self) -> None:

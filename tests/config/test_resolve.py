@@ -75,6 +75,7 @@ def test_false_is_false():
     ({"batch_size": "0"}, "must be at least 1"),
     ({"learning_rate": "nan"}, "finite"),
     ({"learning_rate": "0"}, "must be above 0"),
+    ({"loss_spike_factor": "0.5"}, "must be zero or above 1"), ({"loss_spike_factor": "-1"}, "must be zero or above 1"),
     ({"schedule": "cosin"}, "one of cosine, wsd"),
     ({"num_steps": "ten"},
      "num_steps=ten: expected a whole number of steps, as in 2000 or 10k, or of tokens, as in 1000tok or 2Btok"),
