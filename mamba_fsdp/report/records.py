@@ -75,8 +75,11 @@ def _line(entry: dict) -> str:
 
 
 def read(path: Path) -> list[dict]:
-    """The objects of a file of JSON lines. Raises UserError as `entries` does."""
-    return patiently(lambda: [entry for entry, _ in entries(path)], path)
+    """The objects of a file of JSON lines. Raises UserError as `entries` does, and where it can't be read."""
+    try:
+        return patiently(lambda: [entry for entry, _ in entries(path)], path)
+    except OSError as error:
+        raise UserError(f"{path}: can't be read ({error.strerror})") from None
 
 
 def entries(path: Path) -> Iterator[tuple[dict, int]]:
