@@ -87,21 +87,23 @@ def hidden_beside(path: Path) -> Path:
 
 
 @contextlib.contextmanager
-def new_folder(out: Path) -> Iterator[Path]:
+def new_folder(out: Path, hold: Callable[[Path], contextlib.AbstractContextManager] = contextlib.nullcontext
+               ) -> Iterator[Path]:
     """A folder to write in, which is `out` once the block has ended and all is on the disk, and is removed where it
-    fails. Raises UserError where `out` exists or the disk refuses."""
+    fails. Inside hold(it) it is not whole. Raises UserError where `out` exists or the disk refuses."""
     if out.exists():
         raise UserError(f"{out} exists already; name a new folder, or remove it first")
     unfinished = hidden_beside(out)
     try:
         unfinished.mkdir(parents=True)
-        yield unfinished
-        for path in (*unfinished.rglob("*"), unfinished):
-            if path.is_file():
-                with open(path, "rb") as file:
-                    os.fsync(file.fileno())
-            else:
-                sync_folder(path)
+        with hold(unfinished):
+            yield unfinished
+            for path in (*unfinished.rglob("*"), unfinished):
+                if path.is_file():
+                    with open(path, "rb") as file:
+                        os.fsync(file.fileno())
+                else:
+                    sync_folder(path)
         unfinished.rename(out)
     except OSError as error:
         raise UserError(f"can't write {out}: {error.strerror or error}") from None

@@ -12,7 +12,7 @@ import re
 import shutil
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from mamba_fsdp.errors import StorageError, UserError
@@ -33,12 +33,13 @@ class Retention:
         self.folder, self.keep, self.every, self.report = folder, keep, every, report
         self.broken: set[str] = set()
         self.signs: dict[tuple[str, int], float] = {}  # of readers: (file, time in it) -> when it was first seen
+        self.left: list[Path] = []  # what was unfinished at the start, and whose writer may have lived
 
     def clean(self) -> None:
         """Make the folder, and remove what killed saves left there and among the run's models."""
         self.folder.mkdir(parents=True, exist_ok=True)
         for folder in (self.folder, self.folder.parent / MODELS):
-            remove_left_over(folder, r"step_\d+", self.report)
+            self.left += remove_left_over(left_over(folder), self.report, self.signs)
 
     def place(self, partial: Path, step: int) -> Path:
         """Give the checkpoint of a step, whole and durable, its name; prune. Returns its path."""
@@ -55,6 +56,7 @@ class Retention:
         don't count among them."""
         path = self.folder
         try:
+            self.left = remove_left_over(self.left, self.report, self.signs)
             whole = [path for path in committed(self.folder) if path.name not in self.broken or path == newest]
             self._keep_for_ever(whole)
             for path in whole[:-self.keep]:
@@ -84,11 +86,14 @@ class Retention:
 
 def is_read(folder: Path, signs: dict[tuple[str, int], float]) -> bool:
     """Whether a process that may live has a lease in the folder, which it has renewed since the `signs` before this one
-    or lately, by our clock."""
+    or lately, by our clock. What one that is known to have ended left is removed."""
     for file in folder.glob(f"{READING}*"):
         with contextlib.suppress(OSError):  # it is gone
+            if Lease(file).ended_holder():
+                file.unlink()
+                continue
             seen = signs.setdefault((file.name, file.stat().st_mtime_ns), time.monotonic())
-            if time.monotonic() - seen < SECONDS_OF_SILENCE and not Lease(file).ended_holder():
+            if time.monotonic() - seen < SECONDS_OF_SILENCE:
                 return True
     return False
 
@@ -100,6 +105,7 @@ def held(folder: Path) -> Iterator[None]:
     lease = Lease(folder / f"{READING}{uuid.uuid4().hex[:12]}")
     with contextlib.suppress(OSError, UserError):
         if os.environ.get("RANK", "0") == "0":
+            is_read(folder, {})  # for what it removes
             lease.try_take()
     try:
         yield
@@ -111,13 +117,19 @@ until_the_end = contextlib.ExitStack()  # what this process holds as long as it 
 atexit.register(until_the_end.close)
 
 
-def remove_left_over(folder: Path, name: str, report: Callable[[str], None]) -> None:
-    """Remove what killed processes left of something of this name (a regular expression), and say so."""
-    if found := [path for path in left_over(folder, name) if not is_read(path, {})]:
-        freed = sum(map(size_of, found))
-        for path in found:
+def remove_left_over(found: Sequence[Path], report: Callable[[str], None], signs: dict[tuple[str, int], float]
+                     ) -> list[Path]:
+    """Remove what killed processes left of these folders, beside each other, and say so. signs: see is_read. Returns
+    those whose writer may live."""
+    there = [path for path in found if exists(path)]  # else it has its name by now
+    written = [path for path in there if is_read(path, signs)]
+    if gone := [path for path in there if path not in written]:
+        freed = sum(map(size_of, gone))
+        for path in gone:
             delete(path)
-        report(f"cleaned    {len(found)} unfinished, of killed processes, removed from {folder}: {freed / 1e9:.3f} GB")
+        report(f"cleaned    {len(gone)} unfinished, of killed processes, removed from {gone[0].parent}: "
+               f"{freed / 1e9:.3f} GB")
+    return written
 
 
 def left_over(folder: Path, name: str = r"step_\d+") -> list[Path]:

@@ -56,7 +56,7 @@ def write_model(source: str | Path, out: str | Path, format: str = "hf", dtype: 
         return tensor if dtype is None or spec[name].fp32 else tensor.to(DTYPES[dtype])
 
     try:
-        with new_folder(out) as unfinished, held(unfinished):
+        with new_folder(out, held) as unfinished:
             fields = writers[format](unfinished, weights, get)
             (unfinished / MODEL_CONFIG).write_text(json.dumps(fields, indent=2) + "\n")
             if format != "ours":

@@ -138,6 +138,10 @@ def finish(folder: RunFolder, checkpoint: Path, write_model: WriteModel | None, 
     when the process group has ended: a large model may take longer than the other ranks would wait."""
     step, written = step_of(checkpoint.name) or 0, folder.path / MODELS / checkpoint.name
     if write_model and not written.exists():
-        write_model(checkpoint, written, verified=True)  # by this run, when it committed it or at its start
+        try:
+            write_model(checkpoint, written, verified=True)  # by this run, when it committed it or at its start
+        except UserError:
+            if not written.exists():  # else `consolidate` was faster
+                raise
     folder.say("finished", step)
     display.line(f"finished   {step} steps; everything lies in {folder.path}")

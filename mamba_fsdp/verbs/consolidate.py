@@ -20,7 +20,7 @@ from mamba_fsdp.run_layout import CHECKPOINTS, COMMIT, CONSOLIDATED, MODELS, com
 
 def main(run: str, step: Annotated[int, Bounds(at_least=-1)] = -1, out: str = "", dtype: str = "") -> None:
     from mamba_fsdp.checkpoint.folder import find_checkpoint
-    from mamba_fsdp.checkpoint.retention import remove_left_over
+    from mamba_fsdp.checkpoint.retention import left_over, remove_left_over
     from mamba_fsdp.interop.convert import to_our_form
     from mamba_fsdp.parallel.world import World
     from mamba_fsdp.report.display import scaled
@@ -33,9 +33,17 @@ def main(run: str, step: Annotated[int, Bounds(at_least=-1)] = -1, out: str = ""
             raise UserError(f"--step={step}: {run} has no checkpoint of that step; it has {steps or 'none'}")
     checkpoint = find_checkpoint(place, World.alone(), part="model")
     folder = Path(out) if out else checkpoint.parent.parent / MODELS / checkpoint.name
-    if not (out or dtype) and (folder / CONSOLIDATED).is_file():
-        return print(f"{folder / CONSOLIDATED} is there already")
-    remove_left_over(folder.parent, re.escape(folder.name), print)
-    to_our_form(checkpoint, folder, dtype=dtype or None, verified=True)
-    size = (folder / CONSOLIDATED).stat().st_size
-    print(f"{folder / CONSOLIDATED}: {scaled(size, 'B')} of {checkpoint} in {time.perf_counter() - began:.1f} s")
+    file, named = folder / CONSOLIDATED, bool(out or dtype)
+    if named or not file.is_file():
+        found = left_over(folder.parent, re.escape(folder.name))
+        time.sleep(bool(found))  # one that has only just been made, or is just given its name, shows it by then
+        for path in remove_left_over(found, print, {}):
+            print(f"{path} is another process's, which still writes, or was killed on another machine: remove it then")
+        try:
+            to_our_form(checkpoint, folder, dtype=dtype or None, verified=True)
+            return print(f"{file}: {scaled(file.stat().st_size, 'B')} of {checkpoint} in "
+                         f"{time.perf_counter() - began:.1f} s")
+        except UserError:
+            if named or not file.is_file():  # else its run, which has just finished, was faster
+                raise
+    print(f"{file} is there already")

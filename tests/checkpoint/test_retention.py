@@ -2,6 +2,7 @@
 
 import multiprocessing
 import os
+import re
 import shutil
 import signal
 import time
@@ -106,6 +107,10 @@ def test_what_another_process_reads_stays_until_it_has_read_it(run, reader):
     assert steps_in(run) == [5]
 
 
+def of_ended_process(sign):
+    return re.sub('"started": .*?,', '"started": 1,', sign)
+
+
 def test_a_killed_reader_holds_nothing_up(run, reader, monkeypatch):
     """Its end is known on this machine; elsewhere it counts as dead when its lease is no longer renewed."""
     checkpointer = make(run, [1], keep=1)
@@ -117,6 +122,9 @@ def test_a_killed_reader_holds_nothing_up(run, reader, monkeypatch):
     with held(run / "checkpoints/step_00000002"):
         (sign,) = (run / "checkpoints/step_00000002").glob(".reading.*")
         content = sign.read_text()
+    sign.write_text(of_ended_process(content))
+    with held(run / "checkpoints/step_00000002"):
+        assert not sign.exists()  # also where its checkpoint stays
     sign.write_text(content.replace('"machine": "', '"machine": "other'))
     checkpointer = make(run, [3], keep=1)
     assert steps_in(run) == [2, 3]
@@ -160,7 +168,7 @@ def test_a_reader_that_may_not_write_takes_a_newer_one_when_its_own_is_pruned(ru
     assert Reader(find_checkpoint(run, WORLD, report=said.append)).state == {"step": 2} and not said
 
 
-def test_leftovers_of_killed_saves_are_removed_and_said(run):
+def test_leftovers_of_killed_saves_are_removed_and_said(run, monkeypatch):
     """Only this program's: other hidden folders stay, and what a living process is writing."""
     make(run, [1])
     names = ["checkpoints/.step_00000002.0123456789ab.partial", "pth/.step_00000001.0123456789ab.partial",
@@ -170,13 +178,21 @@ def test_leftovers_of_killed_saves_are_removed_and_said(run):
         (run / name / "part").write_bytes(bytes(3_000_000))
     said = []
     with held(run / names[2]):
+        (sign,) = (run / names[2]).glob(".reading.*")
+        elsewhere = sign.read_text().replace('"machine": "', '"machine": "other')
         make(run, [], report=said.append)
     assert said == [f"cleaned    1 unfinished, of killed processes, removed from {run / where}: 0.003 GB"
                     for where in ("checkpoints", "pth")]
     assert [name for name in names if (run / name).exists()] == names[2:]
-    make(run, [], report=said.append)
-    make(run, [], report=said.append)
-    assert len(said) == 3
+    (run / names[2] / sign.name).write_text(elsewhere)  # of a process on another machine
+    checkpointer = make(run, [4], report=said.append)
+    assert (run / names[2]).exists() and len(said) == 3
+    monkeypatch.setattr(retention, "SECONDS_OF_SILENCE", 0.0)
+    for step in (5, 6):  # it has not renewed it since the start
+        checkpointer.save(step, [Shard("a", (1,), 0, torch.ones(1))], {})
+        checkpointer.wait()
+    assert [line for line in said if "cleaned" in line][2:] == [said[0].replace("checkpoints", "pth")]
+    assert not (run / names[2]).exists()
 
 
 def test_signs_are_renewed(run, monkeypatch):

@@ -6,16 +6,22 @@ import re
 import shutil
 import subprocess
 import sys
+from functools import partial
 
 import pytest
 import torch
 
-from mamba_fsdp import command_line
+from mamba_fsdp import command_line, storage
 from mamba_fsdp.checkpoint import folder
 from mamba_fsdp.checkpoint.checkpointer import Checkpointer
 from mamba_fsdp.checkpoint.retention import until_the_end
+from mamba_fsdp.interop import convert
 from mamba_fsdp.parallel.model import Shard
 from mamba_fsdp.parallel.world import World
+from mamba_fsdp.report.display import Display
+from mamba_fsdp.report.records import read_status
+from mamba_fsdp.train.run import finish
+from mamba_fsdp.train.run_folder import RunFolder
 from mamba_fsdp.verbs import checkpoints, consolidate
 
 
@@ -120,6 +126,36 @@ def test_consolidate_refuses_a_broken_step_and_tells_what_it_passes_over(run, ca
     assert code == 2 and "step_00000004 is broken" in said
     code, said = call(consolidate, run)
     assert code == 0 and "step_00000004 is broken and passed over" in said and "pth/step_00000002/" in said
+
+
+def test_consolidate_and_the_end_of_its_run_write_the_same_model_at_once(run, call, monkeypatch, capsys):
+    """Whoever comes second leaves it as it is; neither takes the other's unfinished folder for a killed one's."""
+    published = run / "pth/step_00000004"
+    before = sorted((path.name, path.read_bytes()) for path in published.rglob("*") if path.is_file())
+    shutil.rmtree(published)
+    real, said = convert.write_model, []
+
+    def second(*given, **how):  # the model is written, has only to get its name, when the other one comes
+        def late(file, other=os.fsync):
+            monkeypatch.setattr(storage.os, "fsync", other)
+            said.append(call(consolidate, run))
+            other(file)
+        monkeypatch.setattr(storage.os, "fsync", late)
+        real(*given, **how)
+
+    folder = RunFolder(run)
+    folder.take()
+    finish(folder, run / "checkpoints/step_00000004", partial(second, format="ours"), Display(enabled=False))
+    folder.lease.give_back()
+    assert read_status(run)["status"] == "finished"
+    ((code, told),) = said
+    assert code == 0 and "still writes" in told and "consolidated.00.pth: " in told and "Traceback" not in told
+    assert before == sorted((path.name, path.read_bytes()) for path in published.rglob("*") if path.is_file())
+    assert sorted(path.name for path in (run / "pth").iterdir()) == ["step_00000004"]
+    shutil.rmtree(published)
+    monkeypatch.setattr(convert, "to_our_form", lambda *given, **how: (real(*given, format="ours"), real(
+        *given, format="ours", **how)))
+    assert call(consolidate, run) == (0, f"{published / 'consolidated.00.pth'} is there already\n")
 
 
 WITH_PEAK = """
