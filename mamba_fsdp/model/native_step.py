@@ -65,10 +65,11 @@ def _of_layer(weights, prefix, layer, state):
     own = {name.removeprefix(prefix): weight.contiguous() for name, weight in weights.items()
            if name.startswith(prefix)}
     own |= {name: packed(own[name]) for name in own if name.endswith(("proj.weight", "fc1.weight", "fc2.weight"))}
-    state.update({name: tensor.contiguous() for name, tensor in state.items()})
-    return own | state | {"taps": own["mixer.conv1d.weight"].squeeze(1).T.contiguous(),
-                          "dt_bias": own["mixer.dt_bias" if layer.mixer == "mamba2" else "mixer.dt_proj.bias"],
-                          "A": own["mixer.A_log"].exp() * -math.log2(math.e)}
+    state["conv"], ssm = state["conv"].contiguous(), state["ssm"].mT.contiguous()
+    state["ssm"], A = ssm.mT, own["mixer.A_log"].exp() * -math.log2(math.e)
+    return own | {"conv": state["conv"], "ssm": ssm, "A": A.T.contiguous() if A.dim() > 1 else A,
+                  "taps": own["mixer.conv1d.weight"].squeeze(1).T.contiguous(),
+                  "dt_bias": own["mixer.dt_bias" if layer.mixer == "mamba2" else "mixer.dt_proj.bias"]}
 
 
 def packed(weight: torch.Tensor) -> torch.Tensor:

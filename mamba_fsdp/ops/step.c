@@ -14,7 +14,7 @@ struct layer { /* 0 is what the layer lacks */
     const real *norm, *in_proj, *taps, *conv_bias;       /* taps (width, channels), the last one for this position */
     const real *x_proj, *dt_proj, *dt_bias, *A, *D;      /* A is negative and times log2(e) */
     const real *gated_norm, *out_proj, *norm2, *fc1, *fc2;
-    real *conv, *ssm;                                    /* the state, as model/layers.py keeps it */
+    real *conv, *ssm;                                    /* as model/layers.py, but (.., d_state, channels) */
 };
 
 struct model {
@@ -99,17 +99,19 @@ static void gate(real *restrict x, const real *restrict z, int64_t channels)
     for (int64_t c = 0; c < channels; c++) x[c] *= z[c] * sigmoid(z[c]);
 }
 
-/* h (d_state) becomes decay * h + input * B; returns h . C. decay: of all states, or of each by its A. */
-static inline real advance(real *restrict h, real decay, const real *A, real input, const real *B, const real *C,
-                           int64_t states)
+/* y += h . C, where h (d_state, channels), `row` apart, becomes decay * h + x * B. decay: of all, or of each by its delta
+ * and A, which is `row` apart too. */
+static inline void advance(const struct model *m, real *restrict y, real *restrict h, int64_t row, const real *restrict x,
+                           const real *restrict decay, const real *A, const real *B, const real *C, int64_t channels)
 {
-    real y = 0;
-#pragma omp simd reduction(+ : y)
-    for (int64_t s = 0; s < states; s++) {
-        h[s] = h[s] * (A ? fast_exp2(decay * A[s]) : decay) + input * B[s];
-        y += h[s] * C[s];
+    for (int64_t s = 0; s < m->d_state; s++, h += row) {
+        const real *a = A + s * row, in = B[s], out = C[s];
+#pragma omp simd
+        for (int64_t c = 0; c < channels; c++) {
+            h[c] = h[c] * (A ? fast_exp2(decay[c] * a[c]) : *decay) + x[c] * in;
+            y[c] += h[c] * out;
+        }
     }
-    return y;
 }
 
 /* hidden (batch, d_model) through a Mamba-1 mixer. */
@@ -125,18 +127,19 @@ static void mamba1(const struct model *m, const struct layer *l, real *hidden, r
     for (int64_t b = 0; b < m->batch; b++) {
         for (int64_t first = 0; first < inner; first += ROWS) {
             const int64_t count = inner - first < ROWS ? inner - first : ROWS;
-            const real *B = dbc + b * wide + m->rank, *bias = l->dt_bias + first;
-            real *at = u + b * wide + first, *delta = dt + b * wide + first;
+            const real *bias = l->dt_bias + first, *D = l->D + first, *B = dbc + b * wide + m->rank;
+            real *x = u + b * wide + first, *delta = dt + b * wide + first, *y = xz + b * wide + first;
 #pragma omp simd
-            for (int64_t c = 0; c < count; c++) delta[c] = softplus(delta[c] + bias[c]);
-            for (int64_t c = 0; c < count; c++)
-                at[c] = l->D[first + c] * at[c] +
-                        advance(l->ssm + (b * inner + first + c) * states, delta[c], l->A + (first + c) * states,
-                                delta[c] * at[c], B, B + states, states);
-            gate(at, xz + b * wide + inner + first, count);
+            for (int64_t c = 0; c < count; c++) {
+                delta[c] = softplus(delta[c] + bias[c]);
+                y[c] = D[c] * x[c];
+                x[c] *= delta[c];
+            }
+            advance(m, y, l->ssm + b * inner * states + first, inner, x, delta, l->A + first, B, B + states, count);
+            gate(y, y + inner, count);
         }
     }
-    product(m, hidden, wide, u, wide, l->out_proj, m->d_model, inner);
+    product(m, hidden, wide, xz, wide, l->out_proj, m->d_model, inner);
 }
 
 /* hidden (batch, d_model) through a Mamba-2 mixer. */
@@ -152,12 +155,15 @@ static void mamba2(const struct model *m, const struct layer *l, real *hidden, r
         for (int64_t head = 0; head < heads; head++) {
             const int64_t first = head * size;
             const real delta = softplus(all[b * wide + inner + channels + head] + l->dt_bias[head]);
+            const real decay = fast_exp2(delta * l->A[head]);
             const real *B = x + b * wide + inner + first / group * states, *C = B + m->groups * states;
-            const real *in = x + b * wide + first, decay = fast_exp2(delta * l->A[head]);
-            real *out = y + b * wide + first;
-            for (int64_t c = 0; c < size; c++)
-                out[c] = l->D[head] * in[c] + advance(l->ssm + (b * inner + first + c) * states, decay, 0,
-                                                      delta * in[c], B, C, states);
+            real *in = x + b * wide + first, *out = y + b * wide + first;
+#pragma omp simd
+            for (int64_t c = 0; c < size; c++) {
+                out[c] = l->D[head] * in[c];
+                in[c] *= delta;
+            }
+            advance(m, out, l->ssm + (b * inner + first) * states, size, in, &decay, 0, B, C, size);
             gate(out, all + b * wide + first, size);
         }
     }
