@@ -1,13 +1,16 @@
 """Drawing text from a model, token by token, with recurrent state: constant time and memory per token in SSM layers."""
 
+import ctypes
 from functools import partial
 
 import torch
 
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.model.native_step import native_step
+from mamba_fsdp.ops import native
 
-LIKELIEST = 256  # tokens that most often have the probability top_p
+ARGUMENTS = [ctypes.c_int64] * 3 + [ctypes.c_void_p, ctypes.c_double, ctypes.c_int64, ctypes.c_double]  # of draw.c
+ARGUMENTS += [ctypes.c_void_p] * 3
 
 
 @torch.no_grad()
@@ -46,20 +49,22 @@ def _joined(states):
 def draw(logits, temperature, top_k, top_p, generator):
     """One token per row of logits (batch, vocabulary), drawn from the likeliest: top_k of them (0: all), no more than
     it takes to make up the probability top_p (nucleus sampling, Holtzman et al. 2019)."""
+    if logits.device.type == "cpu" and not native.why_unavailable():
+        return _draw_in_c(logits, temperature, top_k, top_p, generator)
     if temperature == 0:
         return logits.argmax(dim=-1)
-    logits, tokens = logits / max(temperature, 1e-6), None
-    if top_k or top_p < 1:
-        whole = logits.logsumexp(dim=-1, keepdim=True)
-        likeliest, tokens = logits.topk(min(top_k or LIKELIEST, logits.shape[-1]))
-        if not top_k and bool(((likeliest - whole).exp().sum(dim=-1) < top_p).any()):
-            likeliest, tokens = logits.sort(dim=-1, descending=True)
-        probabilities = (likeliest - whole).exp()
-        before = probabilities.cumsum(dim=-1) - probabilities  # of the likelier tokens; 0 for the first, which is kept
-        probabilities = probabilities.masked_fill(before >= top_p, 0.0)
-    else:
-        probabilities = logits.softmax(dim=-1)
-    reached = probabilities.cumsum(dim=-1, dtype=torch.float64)
-    drawn = torch.rand(len(logits), 1, dtype=torch.float64, device=logits.device, generator=generator) * reached[:, -1:]
-    chosen = torch.searchsorted(reached, drawn, right=True).clamp(max=reached.shape[-1] - 1)
-    return (chosen if tokens is None else tokens.gather(1, chosen)).squeeze(1)
+    logits, tokens = (logits / max(temperature, 1e-6)).sort(dim=-1, descending=True)
+    probabilities = logits.softmax(dim=-1)
+    probabilities[probabilities.cumsum(dim=-1) - probabilities >= top_p] = 0  # where the likelier make it up
+    probabilities[:, top_k or logits.shape[-1]:] = 0
+    return tokens.gather(1, torch.multinomial(probabilities, 1, generator=generator)).squeeze(1)
+
+
+def _draw_in_c(logits, temperature, top_k, top_p, generator):
+    uniform = torch.rand(len(logits), dtype=torch.float64, generator=generator)
+    tokens, scratch = torch.empty(len(logits), dtype=torch.int64), torch.empty(logits.shape[1])
+    function = native.library(torch.float32).draw
+    function.argtypes = ARGUMENTS
+    function(*logits.shape, logits.stride(0), logits.data_ptr(), temperature, top_k, top_p, uniform.data_ptr(),
+             scratch.data_ptr(), tokens.data_ptr())
+    return tokens

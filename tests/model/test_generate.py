@@ -5,6 +5,7 @@ import torch
 from models import FAMILIES, small_model, some_tokens
 
 from mamba_fsdp.model.generate import draw, generate
+from mamba_fsdp.ops import native
 
 pytestmark = pytest.mark.torch22
 
@@ -74,7 +75,15 @@ def test_equal_seeds_give_equal_texts_and_others_others():
     assert text(1) == text(1) != text(2)
 
 
-def test_drawing_keeps_to_top_k_and_top_p_and_follows_the_probabilities():
+@pytest.fixture(params=["C", "torch"])
+def form(request, monkeypatch):
+    if request.param == "torch":
+        monkeypatch.setattr(native, "why_unavailable", lambda *dtype: "not asked for")
+    elif native.why_unavailable():
+        pytest.skip("no C compiler")
+
+
+def test_drawing_keeps_to_top_k_and_top_p_and_follows_the_probabilities(form):
     logits = torch.tensor([0.5, 0.3, 0.15, 0.05]).log().repeat(20_000, 1)
     generator = torch.Generator().manual_seed(0)
 
@@ -87,8 +96,23 @@ def test_drawing_keeps_to_top_k_and_top_p_and_follows_the_probabilities():
     assert shares(top_p=0.7) == pytest.approx([0.625, 0.375, 0, 0], abs=0.02)
     assert shares(top_k=3, top_p=0.9) == pytest.approx([0.5 / 0.95, 0.3 / 0.95, 0.15 / 0.95, 0], abs=0.02)
     assert shares(top_p=0.01) == [1, 0, 0, 0]
-    assert shares(temperature=0) == [1, 0, 0, 0]
+    assert shares(temperature=0) == shares(temperature=1e-30) == [1, 0, 0, 0]
     assert shares(temperature=0.5)[0] == pytest.approx(0.25 / (0.25 + 0.09 + 0.0225 + 0.0025), abs=0.02)
+
+
+@pytest.mark.parametrize("how", [dict(top_k=5), dict(top_p=0.1), dict(top_k=7, top_p=0.05), dict(top_k=4096)])
+def test_all_that_is_kept_and_nothing_else_is_drawn_from_a_large_vocabulary(form, how):
+    generator = torch.Generator().manual_seed(0)
+    logits = 2 * torch.randn(1001, generator=generator)
+    logits[900:] = logits[:101]  # several alike, of which the likeliest are too
+    order = logits.sort(descending=True).values.double().softmax(dim=0)
+    kept = (order.cumsum(dim=0) - order < how.get("top_p", 1)).sum().clamp(max=how.get("top_k", 1001)).item()
+    rows = torch.nn.functional.pad(logits, (0, 7), value=99).repeat(4000, 1)[:, :1001]
+    drawn = draw(rows, 1.0, how.get("top_k", 0), how.get("top_p", 1.0), generator)
+    chosen = drawn.unique()
+    assert len(chosen) == kept < 100 or kept == 1001 and 200 < len(chosen) <= kept
+    assert kept == 1001 or torch.equal(logits[chosen].sort(descending=True).values,
+                                       logits.sort(descending=True).values[:kept])
 
 
 def test_padding_of_the_vocabulary_is_never_drawn():
