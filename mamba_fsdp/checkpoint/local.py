@@ -111,7 +111,7 @@ class LocalTier:
 
     def forget_after(self, step: int) -> None:
         """Remove the checkpoints of later steps, which the run takes anew; says so where one was not whole."""
-        if self.world.rank == 0 and (made := json.loads(self.note.read_text())["step"]) > step:
+        if (made := self.world.on_rank0(lambda: json.loads(self.note.read_text())["step"])) > step:
             self.say(f"warning: the local checkpoint of step {made} is not whole on these nodes")
         self._lead(lambda: list(map(self.retention.remove, (
             path for path in committed(self.folder) if path.name > step_name(step)))))

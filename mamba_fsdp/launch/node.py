@@ -103,7 +103,11 @@ def restart_in_place(failures: Path, asked: list[int], alone: bool, processes: i
                 text = "" if has_said_it else f"rank {rank} on {node_name()} failed first.\n{describe(failure)}\n"
                 code = failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode
                 noted.append(put_on_record(failures, *first, text, code))
-            newest = committed(run / CHECKPOINTS)[-1:], [note.read_text() for note in run.glob(LOCAL)]
+            try:
+                newest = committed(run / CHECKPOINTS)[-1:], [note.read_text() for note in run.glob(LOCAL)]
+            except (OSError, UserError) as error:
+                print(f"error: {error}", file=sys.stderr, flush=True)
+                newest = begun_from[0]  # whether a start in place would help is not known
             mends = not asked and not alone and failure.exitcode != UserError.exit_code and newest != begun_from[0]
             agent._remaining_restarts, begun_from[0] = int(mends and os.environ.get("MAX_RESTARTS") != "0"), newest
             os.environ.pop("START_PARTS", None)  # what the launcher took is told once

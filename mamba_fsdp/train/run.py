@@ -81,7 +81,6 @@ def train(parts: Parts, folder: RunFolder, display: Display) -> Path | None:
         folder.say("running", state.step)
         begins = begins_from(parts.settings.checkpoint, parts.checkpointer.last)
         add_event(folder.path, "started", state.step, ranks=world.size, **{"from": begins})
-    spikes: list[LossSpike] = []
     with parts.loader, StopRequest(folder.path, world.rank == 0) as stop:
         reason = None
         while reason is None:
@@ -90,10 +89,10 @@ def train(parts: Parts, folder: RunFolder, display: Display) -> Path | None:
                 recorder.stall_seconds = parts.checkpointer.stall_seconds
                 recorder.kernels = parts.kernels if world.rank == 0 else None
                 try:
-                    reason = loop.train(parts, recorder, stop, validation_due and not spikes)
+                    reason = loop.train(parts, recorder, stop, validation_due)
                 except LossSpike as spike:
-                    spikes.append(spike)
-                    roll_back(parts, folder, spikes, display.line)
+                    validation_due = False
+                    roll_back(parts, folder, spike, display.line)
     if world.rank == 0:
         parts.kernels.keep()
     if not reason:

@@ -7,9 +7,11 @@ With loss_spike_skip the samples from there up to that step are passed over, as 
 import math
 import statistics
 from collections.abc import Callable
+from pathlib import Path
 
 from mamba_fsdp.errors import UserError
-from mamba_fsdp.report.records import add_event
+from mamba_fsdp.report.records import add_event, read_events
+from mamba_fsdp.run_layout import step_of
 from mamba_fsdp.train.optimizer import LossScale
 from mamba_fsdp.train.run_folder import RunFolder
 from mamba_fsdp.train.setup import Parts, Say, load_checkpoint
@@ -37,12 +39,24 @@ def refuse_spike(parts: Parts, loss: float, wait: Callable[[], object]) -> None:
         recent[:] = [*recent[1 - WINDOW:], loss]
 
 
-def roll_back(parts: Parts, folder: RunFolder, spikes: list[LossSpike], say: Say) -> None:
-    """Takes weights, moments and train state back, the data too unless its samples are to be passed over. spikes: of
-    this start, the newest last. Raises UserError where too many led to one checkpoint."""
-    (checkpoint, step, loss, usual), state, loader = spikes[-1].args, parts.state, parts.loader
+def rollbacks_to(step: int, run_folder: Path) -> int:
+    """How many rollbacks led to this step's checkpoint, in all starts, since it was saved or the user was last asked
+    to mend something."""
+    count = 0
+    for event in read_events(run_folder):
+        if (event.get("event"), event.get("step")) == ("checkpoint", step) or (
+                event.get("event") == "failed" and str(event.get("reason")).startswith("UserError")):
+            count = 0
+        count += (event.get("event"), event.get("to")) == ("rollback", step)
+    return count
+
+
+def roll_back(parts: Parts, folder: RunFolder, spike: LossSpike, say: Say) -> None:
+    """Takes weights, moments and train state back, the data too unless its samples are to be passed over. Raises
+    UserError where too many led to one checkpoint."""
+    (checkpoint, step, loss, usual), state, loader = spike.args, parts.state, parts.loader
     said, skip = f"step {step}: loss {loss:.4g}, usual {usual:.4g}", parts.settings.training.loss_spike_skip
-    if [spike.args[0] for spike in spikes].count(checkpoint) > MOST_ROLLBACKS:
+    if parts.world.on_rank0(lambda: rollbacks_to(step_of(checkpoint.name) or 0, folder.path)) >= MOST_ROLLBACKS:
         raise UserError(f"the loss spikes again after {MOST_ROLLBACKS} rollbacks to {checkpoint} ({said}): lower "
                         "learning_rate, raise loss_spike_factor, "
                         f"{'pass over the samples (loss_spike_skip=true), ' * (not skip)}or remove this checkpoint to "

@@ -6,9 +6,13 @@ import signal
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import pytest
 from projects import FAKE_TRAINING, make_project, make_venv, starts
+
+from mamba_fsdp.errors import StorageError
+from mamba_fsdp.launch import node
 
 CLEAN = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM", "TRITON_", "GLOO_"))
          and name != "CUDA_VISIBLE_DEVICES"}
@@ -41,6 +45,25 @@ def start_node(tmp_path):
     for process in started:
         if process.poll() is None:
             process.kill()
+
+
+def test_storage_that_fails_when_a_rank_has_failed_is_a_line(tmp_path, monkeypatch, capsys):
+    """The failure is on record, with its exit code; nothing starts in place."""
+    def fails(_):
+        raise StorageError("checkpoints: Input/output error")
+
+    failure = SimpleNamespace(pid=1, exitcode=74, error_file="none", message="none")
+    result = SimpleNamespace(is_failed=lambda: True, failures={0: failure})
+    agent, group = SimpleNamespace(), SimpleNamespace(spec=SimpleNamespace(rdzv_handler=SimpleNamespace(
+        _settings=SimpleNamespace(timeout=SimpleNamespace()))))
+    monkeypatch.setattr(node.LocalElasticAgent, "_monitor_workers", lambda *_: result)
+    monkeypatch.setattr(node.PContext, "close", None)
+    monkeypatch.setattr(node, "committed", fails)
+    noted = node.restart_in_place(tmp_path / "run/failures/1", [], False, 2)
+    assert node.LocalElasticAgent._monitor_workers(agent, group) is result
+    assert noted == [1] and agent._remaining_restarts == 0
+    assert capsys.readouterr().err == "error: checkpoints: Input/output error\n"
+    assert next((tmp_path / "run/failures/1").iterdir()).name.endswith("exit74.txt")
 
 
 def few_files():

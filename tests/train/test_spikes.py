@@ -131,6 +131,25 @@ def test_spikes_without_end_end_the_run(train, tmp_path, spoil, samples_of):
     with pytest.raises(UserError, match=r"after 3 rollbacks to .*step_00000008 \(step 10: .*loss_spike_skip=true"):
         train(tmp_path / "run", **GIVEN)
     assert len(events_of(tmp_path / "run")) == 3
+    counted = []
+
+    def killed(sample):  # after each rollback
+        if sample in bad and len(events_of(tmp_path / "killed")) > len(counted):
+            counted.append(sample)
+            raise ZeroDivisionError
+        return sample in bad
+
+    spoil(killed)
+    for _ in range(3):
+        with pytest.raises(ZeroDivisionError):
+            train(tmp_path / "killed", **GIVEN)
+    with pytest.raises(UserError, match="after 3 rollbacks to .*step_00000008"):
+        train(tmp_path / "killed", **GIVEN)
+    assert len(events_of(tmp_path / "killed")) == 3
+    spoil(bad.__contains__)  # who was told begins anew
+    with pytest.raises(UserError, match="after 3 rollbacks"):
+        train(tmp_path / "killed", **GIVEN)
+    assert len(events_of(tmp_path / "killed")) == 6
 
 
 def test_before_the_first_checkpoint_a_spike_is_a_step_like_others(train, tmp_path, spoil, samples_of):
