@@ -35,8 +35,8 @@ def generate(model, prompts, *, length, temperature=1.0, top_k=0, top_p=1.0, gen
         token = draw(logits[:, :model.config.vocab_size].float(), temperature, top_k, top_p, generator)
         yield token
         if remaining:
-            parts = [step(part) for step, part in zip(steps, token.tensor_split(len(steps)))]
-            logits = parts[0] if len(parts) == 1 else torch.cat(parts)
+            logits = steps[0](token) if len(steps) == 1 else torch.cat(
+                [step(part) for step, part in zip(steps, token.tensor_split(len(steps)))])
 
 
 def _joined(states):

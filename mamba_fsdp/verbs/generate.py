@@ -60,9 +60,10 @@ def main(model: str, prompt: tuple[str, ...] = (), length: Annotated[int, Bounds
             print(text, end="", flush=True)
             shown, count = index, count + 1
     finally:  # Ctrl-C too
-        seconds = time.perf_counter() - began
-        print(flush=True)
-        print(f"{count:,} tokens in {seconds:.2f} s, {count / seconds:,.0f} tokens/s", file=sys.stderr)
+        if count:
+            seconds = time.perf_counter() - began
+            print(flush=True)
+            print(f"{count:,} tokens in {seconds:.2f} s, {count / seconds:,.0f} tokens/s", file=sys.stderr)
 
 
 def generate(model: "Loaded", prompt: str = "", **options: Any) -> Iterator[str]:
