@@ -14,7 +14,7 @@ import torch
 
 from config.model_config import ModelConfig
 from config.presets import preset
-from mamba_fsdp.model.generate import draw
+from mamba_fsdp.model.generate import draw_in_c
 from mamba_fsdp.model.init import initial_value
 from mamba_fsdp.model.lm import MambaLM
 from mamba_fsdp.model.native_step import native_step
@@ -61,7 +61,7 @@ def main(name="demo"):
         assert ours, "no C for this model on this machine"
         for said, how in HOW.items():
             pairs = [(seconds(partial(model.step, state=states[0]), sorted_draw, token, how, generator),
-                      seconds(ours, draw, token, how, generator)) for _ in range(ROUNDS)]
+                      seconds(ours, draw_in_c, token, how, generator)) for _ in range(ROUNDS)]
             shown = [1e3 * statistics.median(pair[side][clock] for pair in pairs)
                      for side in (0, 1) for clock in (0, 1)]
             ratios = [statistics.median(before[clock] / after[clock] for before, after in pairs) for clock in (0, 1)]

@@ -30,9 +30,11 @@ def generate(model, prompts, *, length, temperature=1.0, top_k=0, top_p=1.0, gen
         raise UserError("the model's answer is not finite: its weights are broken, or its training diverged")
     if not model.config.has("attention"):  # a state does not know how many positions it has seen
         states = [_joined(states)] if len(states) > 1 else states
-    steps = [native_step(model, state) or partial(model.step, state=state) for state in states]
+    in_c = [native_step(model, state) for state in states]
+    steps = [step or partial(model.step, state=state) for step, state in zip(in_c, states)]
+    draws = draw_in_c if all(in_c) else draw
     for remaining in reversed(range(length)):
-        token = draw(logits[:, :model.config.vocab_size].float(), temperature, top_k, top_p, generator)
+        token = draws(logits[:, :model.config.vocab_size].float(), temperature, top_k, top_p, generator)
         yield token
         if remaining:
             logits = steps[0](token) if len(steps) == 1 else torch.cat(
@@ -49,8 +51,6 @@ def _joined(states):
 def draw(logits, temperature, top_k, top_p, generator):
     """One token per row of logits (batch, vocabulary), drawn from the likeliest: top_k of them (0: all), no more than
     it takes to make up the probability top_p (nucleus sampling, Holtzman et al. 2019)."""
-    if logits.device.type == "cpu" and not native.why_unavailable():
-        return _draw_in_c(logits, temperature, top_k, top_p, generator)
     if temperature == 0:
         return logits.argmax(dim=-1)
     logits, tokens = (logits / max(temperature, 1e-6)).sort(dim=-1, descending=True)
@@ -60,7 +60,8 @@ def draw(logits, temperature, top_k, top_p, generator):
     return tokens.gather(1, torch.multinomial(probabilities, 1, generator=generator)).squeeze(1)
 
 
-def _draw_in_c(logits, temperature, top_k, top_p, generator):
+def draw_in_c(logits, temperature, top_k, top_p, generator):
+    """As `draw`, of fp32 on a CPU."""
     uniform = torch.rand(len(logits), dtype=torch.float64, generator=generator)
     tokens, scratch = torch.empty(len(logits), dtype=torch.int64), torch.empty(logits.shape[1])
     function = native.library(torch.float32).draw

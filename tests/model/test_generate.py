@@ -4,7 +4,7 @@ import pytest
 import torch
 from models import FAMILIES, small_model, some_tokens
 
-from mamba_fsdp.model.generate import draw, generate
+from mamba_fsdp.model.generate import draw, draw_in_c, generate
 from mamba_fsdp.ops import native
 
 pytestmark = pytest.mark.torch22
@@ -75,15 +75,12 @@ def test_equal_seeds_give_equal_texts_and_others_others():
     assert text(1) == text(1) != text(2)
 
 
-@pytest.fixture(params=["C", "torch"])
-def form(request, monkeypatch):
-    if request.param == "torch":
-        monkeypatch.setattr(native, "why_unavailable", lambda *dtype: "not asked for")
-    elif native.why_unavailable():
-        pytest.skip("no C compiler")
+form = pytest.mark.parametrize("draw", [draw, pytest.param(draw_in_c, marks=pytest.mark.skipif(
+    bool(native.why_unavailable()), reason="no C compiler"))])
 
 
-def test_drawing_keeps_to_top_k_and_top_p_and_follows_the_probabilities(form):
+@form
+def test_drawing_keeps_to_top_k_and_top_p_and_follows_the_probabilities(draw):
     logits = torch.tensor([0.5, 0.3, 0.15, 0.05]).log().repeat(20_000, 1)
     generator = torch.Generator().manual_seed(0)
 
@@ -100,8 +97,9 @@ def test_drawing_keeps_to_top_k_and_top_p_and_follows_the_probabilities(form):
     assert shares(temperature=0.5)[0] == pytest.approx(0.25 / (0.25 + 0.09 + 0.0225 + 0.0025), abs=0.02)
 
 
+@form
 @pytest.mark.parametrize("how", [dict(top_k=5), dict(top_p=0.1), dict(top_k=7, top_p=0.05), dict(top_k=4096)])
-def test_all_that_is_kept_and_nothing_else_is_drawn_from_a_large_vocabulary(form, how):
+def test_all_that_is_kept_and_nothing_else_is_drawn_from_a_large_vocabulary(draw, how):
     generator = torch.Generator().manual_seed(0)
     logits = 2 * torch.randn(1001, generator=generator)
     logits[500:] = logits[:501]  # each twice, so that what is kept ends between two alike
