@@ -25,7 +25,6 @@ BLOCK_BYTES = 1 << 19
 ROWS = 128  # of a table in a block
 CSV_RECORD = 1 << 24  # bytes: the longest record of a CSV file
 ARCHIVES = {".gz": "gzip", ".zst": "zstd"}
-TABLES = ("csv", "parquet", "arrow")
 # Cuts that don't change what a byte-level tokenizer makes of a long document: after a line break, else before a blank.
 GOOD_CUTS = (re.compile(rb"(?<=\S\n)(?=\S)"), re.compile(rb"(?<=\S)(?= \S)"))
 # What parts the elements of a JSON list, and what may hide it: brackets, and quotes.
@@ -40,7 +39,7 @@ def read_blocks(path: str, kind: str, options: DatasetConfig, start: int | None 
         if kind == "json" and _is_list(path):
             yield from _list_blocks(path)
         elif kind in ("text", "json"):
-            yield from cut_blocks(path, kind, separator_of(options), start, end)
+            yield from cut_blocks(path, kind, separator_of(options), start or 0, end)
         else:
             batches = {"parquet": _parquet_batches, "arrow": _arrow_batches, "csv": _csv_batches}[kind]
             yield from table_blocks(path, column, batches(path, column, start, end))
@@ -67,14 +66,11 @@ def place_to_cut(path: str, kind: str, options: DatasetConfig, at: float) -> int
 
 @contextlib.contextmanager
 def _named_errors(path, kind):
-    broken: tuple = ()
-    if kind in TABLES:
-        import pyarrow
-
-        broken = (pyarrow.ArrowException,)
     try:
         yield
-    except (OSError, *broken) as error:
+    except Exception as error:
+        if not isinstance(error, OSError) and not type(error).__module__.startswith("pyarrow"):
+            raise
         if getattr(error, "strerror", None):
             raise UserError(f"{path}: can't be read ({error.strerror})") from error
         raise UserError(f"{path}: broken, or no {kind} file ({first_line(error)})") from error
@@ -117,7 +113,7 @@ def grouped(items: Iterable[Item], size: Callable[[Item], int], most: int) -> It
 
 # ---------------------------------------------------------------- text and JSON lines
 
-def cut_blocks(path: str, kind: str, separator: re.Pattern[bytes] | None, start: int | None = 0,
+def cut_blocks(path: str, kind: str, separator: re.Pattern[bytes] | None, start: int = 0,
                end: int | None = None) -> Iterator[TextBlock]:
     """Of text, whose documents `separator` parts, or of JSON lines."""
     record, offset, inside = 1, start, False

@@ -15,7 +15,8 @@ from config.presets import PRESETS
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.untrusted import parse_json
 
-Settings = Fixed = dict[str, Any]  # see forms.yaml
+Settings = dict[str, Any]  # what these are says forms.yaml
+Fixed = dict[str, Any]
 
 TABLES: dict[str, Any] = yaml.load(Path(__file__).with_name("forms.yaml").read_text(encoding="utf-8"),
                                    getattr(yaml, "CSafeLoader", yaml.SafeLoader))

@@ -11,49 +11,29 @@ from mamba_fsdp.errors import UserError, first_line
 
 COLUMNS = ("tokens", "input_ids")  # looked for where none is named
 MASKS = {"labels": -100, "attention_mask": 0}  # {column: what it says of a token that does not count}
+NONE, START = np.zeros(0, np.int64), np.zeros(1, np.int64)
 END_OF_STREAM = b"\xff\xff\xff\xff\0\0\0\0"
 
 
 def find_rows(path: Path, column: str) -> Rows:
     """The rows of `column` of a file: its lists, or where it holds plain numbers its record batches, as fms writes
     documents. Raises UserError."""
-    from pyarrow.types import is_integer
-
-    first = next((batch for _, batch in batches(path)), None)
-    if first is None:
-        return Rows("<u4", np.zeros(0, np.int64), np.zeros(0, np.int64))
-    if column in first.schema.names and is_integer(first.schema.field(column).type):
-        return _batches_as_rows(path, column)
-    offsets, lengths = [], []
+    begins: list[int] = []
+    dtype, bounds, lengths = None, [NONE], [NONE]
     for whole, batch in batches(path):
-        values, bounds, sizes = _lists(path, column, batch)
-        dtype = np.dtype(values.type.to_pandas_dtype())
-        begin = values.buffers()[1].address - whole.address if len(values) else 0
-        _refuse(path, column, values.null_count, not 0 <= begin < whole.size)
-        offsets.append(begin + (values.offset + bounds) * dtype.itemsize)
+        values, starts, sizes = _lists(path, column, batch)
+        dtype = dtype or np.dtype(values.type.to_pandas_dtype())
+        if values.null_count:
+            raise UserError(f"{path}: column {column} has places without a token (null)")
+        begins.append(values.buffers()[1].address - whole.address if len(values) else 0)
+        if not 0 <= begins[-1] < whole.size:
+            raise UserError(f"{path}: its content is compressed; write it without, or make a token store of it:\n"
+                            f"  {store_command(path.parent, column)}")
+        bounds.append(starts + values.offset if values.offset else starts)
         lengths.append(sizes)
-    return Rows(dtype.str, np.concatenate(offsets), np.concatenate(lengths))
-
-
-def _batches_as_rows(path, column):
-    """As find_rows, for plain numbers: by far the most batches, so without what lists take."""
-    addresses, sizes, nulls = [], [], 0
-    for whole, batch in batches(path):
-        array = batch.column(column)
-        addresses.append(array.buffers()[1].address if len(array) else whole.address)
-        sizes.append(len(array))
-        nulls += array.null_count
-    offsets = np.array(addresses, np.int64) - whole.address
-    _refuse(path, column, nulls, ((offsets < 0) | (offsets >= whole.size)).any())
-    return Rows(np.dtype(array.type.to_pandas_dtype()).str, offsets, np.array(sizes, np.int64))
-
-
-def _refuse(path, column, nulls, compressed):
-    if nulls:
-        raise UserError(f"{path}: column {column} has places without a token (null)")
-    if compressed:
-        raise UserError(f"{path}: its content is compressed; write it without, or make a token store of it:\n"
-                        f"  {store_command(path.parent, column)}")
+    dtype = dtype or np.dtype("<u4")
+    offsets = np.repeat(np.array(begins, np.int64), [len(sizes) for sizes in lengths[1:]])
+    return Rows(dtype.str, offsets + np.concatenate(bounds) * dtype.itemsize, np.concatenate(lengths))
 
 
 def batches(path: Path) -> Iterator[tuple[Any, Any]]:
@@ -115,14 +95,15 @@ def store_command(path: Path, column: str) -> str:
 
 
 def _lists(path, name, batch):
-    """(all values, where each row begins in them, its length) of a column of integers or of lists of them."""
+    """(all values, where each row begins in them, its length) of a column of lists of integers, or integers, one row."""
     from pyarrow import types
 
     if name not in batch.schema.names:
         raise UserError(f"{path}: has no column {name}, but {', '.join(batch.schema.names)}")
     array = batch.column(name)
-    kind = getattr(array.type, "value_type", array.type)
-    if kind is array.type or not types.is_integer(kind):
+    if types.is_integer(array.type):
+        return array, START, np.array([len(array)])
+    if not types.is_integer(getattr(array.type, "value_type", array.type)):
         raise UserError(f"{path}: column {name} is {array.type}, not token ids")
     if types.is_fixed_size_list(array.type):
         values, bounds = array.values, np.arange(len(array) + 1) * array.type.list_size
