@@ -15,11 +15,10 @@ from config.presets import PRESETS
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.untrusted import parse_json
 
-Settings = dict[str, Any]  # what these are says forms.yaml
-Fixed = dict[str, Any]
+Table = dict[str, Any]  # see forms.yaml
 
-TABLES: dict[str, Any] = yaml.load(Path(__file__).with_name("forms.yaml").read_text(encoding="utf-8"),
-                                   getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+TABLES: Table = yaml.load(Path(__file__).with_name("forms.yaml").read_text(encoding="utf-8"),
+                          getattr(yaml, "CSafeLoader", yaml.SafeLoader))
 TYPES: dict[str, Any] = {leaf.name: leaf.type for leaf in dataclasses.fields(ModelConfig)}
 AUTO = ("dt_rank", "time_step_rank")  # fields in which "auto" stands for the default
 UNLIMITED = None, [0.0, float("inf")], [0.0, "inf"], [0.0, {"__float__": "Infinity"}]  # the last of transformers 5
@@ -61,7 +60,7 @@ class Fields:
             self.refuse(name, f"is {value}, but has to be at least {least}")
         return value
 
-    def take_settings(self, table: Settings) -> dict[str, Any]:
+    def take_settings(self, table: Table) -> dict[str, Any]:
         """{our setting: value} for each field of the table."""
         return {ours: self.take(theirs, *default, kind=TYPES[ours]) for theirs, (ours, *default) in table.items()}
 
@@ -71,7 +70,7 @@ class Fields:
         if value not in UNLIMITED:
             self.refuse(name, f"is {value}; only [0, inf], no limit, can be brought over")
 
-    def expect(self, table: Fixed) -> None:
+    def expect(self, table: Table) -> None:
         """Refuse fields whose value (its library's default where absent) our model does not have."""
         for name, (wanted, default, *why) in table.items():
             value = self.content.pop(name, None)
@@ -97,7 +96,7 @@ class Fields:
                                   "don't depend on it, remove it from the file")
 
 
-def write_fields(config: ModelConfig, table: Settings, fixed: Fixed) -> dict[str, Any]:
+def write_fields(config: ModelConfig, table: Table, fixed: Table) -> dict[str, Any]:
     """{their field: value} for each field of the tables; 0 for "as the others say" becomes what they say."""
     return ({theirs: getattr(config, f"resolved_{ours}", getattr(config, ours)) for theirs, (ours, *_) in table.items()}
             | {name: wanted for name, (wanted, *_) in fixed.items()})

@@ -12,27 +12,15 @@ from typing import Any
 
 from config.model_config import Layer, ModelConfig
 from mamba_fsdp.errors import UserError
-from mamba_fsdp.interop.fields import TABLES, Fields, Fixed, Settings, model_config, pattern, write_fields
+from mamba_fsdp.interop.fields import TABLES, Fields, model_config, pattern, write_fields
 from mamba_fsdp.model.spec import parameters
 
 
 class Form(ABC):
-    """One architecture of transformers: its tables, which forms.yaml describes, and what no table can say."""
+    """One architecture of transformers: what forms.yaml says of it, by the names there, and what no table can say."""
 
-    architecture: str
-    model_type: str
-    holds: str
-    layers: list
-    settings: Settings
-    fixed: Fixed
-    ignored: list[str]
-    top: dict[str, str]
-    layer_prefix: str
-    tensors: dict[str, list[str]]
-    mamba: str
-
-    def __init__(self) -> None:
-        vars(self).update(TABLES[type(self).__name__])
+    def __getattr__(self, name: str) -> Any:
+        return TABLES[type(self).__name__][name]
 
     def fits(self, config: ModelConfig) -> bool:
         """Whether the form can hold this model."""

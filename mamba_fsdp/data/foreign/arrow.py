@@ -95,7 +95,7 @@ def store_command(path: Path, column: str) -> str:
 
 
 def _lists(path, name, batch):
-    """(all values, where each row begins in them, its length) of a column of lists of integers, or integers, one row."""
+    """(all values, where each row begins in them, its length) of a column of lists of integers, or one of integers."""
     from pyarrow import types
 
     if name not in batch.schema.names:
