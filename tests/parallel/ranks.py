@@ -11,13 +11,14 @@ import torch
 from double import Double
 
 from config.train_config import ParallelConfig
+from mamba_fsdp.launch.forks import IMPORTS
 from mamba_fsdp.parallel.model import fill_parts
 from mamba_fsdp.parallel.parallelize import parallelize
 from mamba_fsdp.parallel.world import start_world
 
 os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # a rank is a daemon and may have no children
 PROCESSES = multiprocessing.get_context("forkserver")  # its server imports torch once; each rank is then there at once
-PROCESSES.set_forkserver_preload(["torch.distributed.fsdp", "torch.distributed.device_mesh", "torch._dynamo"])
+PROCESSES.set_forkserver_preload(["torch.distributed.fsdp", "torch.distributed.device_mesh", "torch._dynamo", *IMPORTS])
 
 
 def run_ranks(count, function, *arguments, launched=True, seconds=400):

@@ -2,7 +2,6 @@
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -103,14 +102,20 @@ def change_loss(monkeypatch):
 
 
 @pytest.fixture
-def start_training(corpus, tiny_file, project):
-    """start_training(run folder, **settings) -> a Popen of training.py."""
+def start_training(corpus, tiny_file):
+    """start_training(run folder, **settings) -> as a Popen of training.py."""
+    from forked import Training
+
+    started = []
+
     def start(run, **given):
         words = {"config": tiny_file, "dataset_path": corpus, "save_ckpt_path": run, **given}
-        return subprocess.Popen(
-            [sys.executable, "training.py", *(f"--{key}={value}" for key, value in words.items())], cwd=project,
-            text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env={**os.environ, "OMP_NUM_THREADS": "1"})
-    return start
+        started.append(Training([f"--{key}={value}" for key, value in words.items()], dict(os.environ)))
+        return started[-1]
+
+    yield start
+    for process in started:
+        process.kill()
 
 
 @pytest.fixture

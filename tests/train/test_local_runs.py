@@ -1,44 +1,34 @@
 """Runs with a local tier: what a kill -9 of all ranks and a lost disk cost."""
 
-import os
+import itertools
 import random
 import shutil
 import signal
-import socket
-import subprocess
-import sys
 import time
 
 import pytest
 import torch
+from forked import said_by, start_ranks
 
 LOCAL = {"num_steps": 30, "checkpoint_interval": 100, "local_checkpoint_interval": 2, "global_batch_size": 4,
          "batch_size": 1, "eval_interval": 0, "schedule": "constant"}
 
 
 @pytest.fixture
-def start_nodes(corpus, project, tiny_file, tmp_path):
-    """start_nodes(run, nodes, per_node, **settings) -> the Popens of all ranks, each node with a disk of its own."""
+def start_nodes(corpus, tiny_file, tmp_path):
+    """start_nodes(run, nodes, per_node, **settings) -> as the Popens of all ranks, each node with a disk of its own."""
+    started = []
+
     def start(run, nodes, per_node, **given):
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
         words = {"config": tiny_file, "dataset_path": corpus, "save_ckpt_path": run,
                  "local_checkpoint_path": f"{tmp_path}/disk$GROUP_RANK", **LOCAL, **given}
-        return [subprocess.Popen(
-            [sys.executable, "training.py", *(f"--{key}={value}" for key, value in words.items() if value != "")],
-            cwd=project, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "RANK": str(rank), "WORLD_SIZE": str(nodes * per_node),
-                 "LOCAL_RANK": str(rank % per_node), "LOCAL_WORLD_SIZE": str(per_node), "MASTER_ADDR": "127.0.0.1",
-                 "GROUP_RANK": str(rank // per_node), "MASTER_PORT": str(port)})
-            for rank in range(nodes * per_node)]
-    return start
+        words = [f"--{key}={value}" for key, value in words.items() if value != ""]
+        started.append(start_ranks(nodes * per_node, words, per_node))
+        return started[-1]
 
-
-def said_by(ranks):
-    said = [rank.communicate(timeout=300)[0] for rank in ranks]
-    assert not any(rank.returncode for rank in ranks), "\n".join(said)
-    return said[0]
+    yield start
+    for rank in itertools.chain(*started):
+        rank.kill()
 
 
 @pytest.mark.slow

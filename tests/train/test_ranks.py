@@ -5,31 +5,24 @@ import subprocess
 import sys
 
 import pytest
+from forked import said_by, start_ranks
+from tiny import TINY
 
 STEPS = {"num_steps": 4, "global_batch_size": 12, "checkpoint_interval": 2, "eval_interval": 4, "schedule": "constant"}
 
 
 @pytest.fixture
-def train_on(corpus, project):
-    """train_on(ranks, run, **settings): a whole run under torchrun. Returns what it printed."""
-    from tiny import TINY
-
-    def start(ranks, run, **given):
+def train_on(corpus):
+    """train_on(ranks, run, **settings): a whole run. Returns what rank 0 printed."""
+    def run_on(ranks, run, **given):
         words = {**TINY, **STEPS, "dataset_path": corpus, "save_ckpt_path": run, **given}
-        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-        done = subprocess.run([*torchrun, "training.py", *(f"--{key}={value}" for key, value in words.items())],
-                              cwd=project, capture_output=True, text=True, timeout=300,
-                              env={**os.environ, "OMP_NUM_THREADS": "1"})
-        assert done.returncode == 0, done.stdout + done.stderr
-        return done.stdout
-    return start
+        return said_by(start_ranks(ranks, [f"--{key}={value}" for key, value in words.items()]))
+    return run_on
 
 
 @pytest.fixture
 def train_changed(corpus, project, tmp_path):
     """train_changed(lines, **settings): a run on two ranks, with twelve seconds of patience, after these lines."""
-    from tiny import TINY
-
     def start(lines, **given):
         words = {**TINY, "dataset_path": corpus, "save_ckpt_path": tmp_path / "run", "timeout_minutes": 0.2, **given}
         (tmp_path / "changed.py").write_text(

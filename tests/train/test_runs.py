@@ -92,8 +92,8 @@ def test_a_request_to_stop_commits_a_checkpoint_and_going_on_finishes(start_trai
     assert status["reason"] == ("STOP file" if how == "STOP" else how.name)
     assert (tmp_path / "checkpoints" / f"step_{status['step']:08d}" / "COMMIT").exists()
     assert not (tmp_path / "STOP").exists()
-    process = start_training(tmp_path, **common)
-    out, err = process.communicate(timeout=120)
+    process = start_training(tmp_path, **{**common, "num_steps": status["step"] + 5})
+    out, err = process.communicate(timeout=600)
     assert f"step {status['step']}" in out and process.returncode == 0, (out, err)
     assert read_status(tmp_path)["status"] == "finished" and weights_of(tmp_path)
 

@@ -1,0 +1,89 @@
+"""training.py in processes forked from one that has its imports: as Popens of it, without the seconds that these take.
+"""
+
+import atexit
+import os
+import runpy
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+from ranks import PROCESSES
+
+PROJECT = Path(__file__).resolve().parents[2]
+
+
+class Training:
+    """What the tests use of a Popen. merged: what it writes to stderr is in its output, where it was written."""
+
+    def __init__(self, words, environment, merged=False):
+        self._files = [tempfile.NamedTemporaryFile("r") for _ in range(1 if merged else 2)]
+        self._process = PROCESSES.Process(target=_run, args=(words, environment, self._files[0].name,
+                                                             self._files[-1].name))
+        self._process.start()
+        self.pid = self._process.pid
+        self.kill = self._process.kill
+
+    @property
+    def returncode(self):
+        return self._process.exitcode
+
+    def poll(self):
+        return self.returncode
+
+    def send_signal(self, number):
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def wait(self, timeout=None):
+        self._process.join(timeout)
+        if self.returncode is None:
+            raise subprocess.TimeoutExpired("training.py", timeout)
+        return self.returncode
+
+    def communicate(self, timeout=None):
+        self.wait(timeout)
+        return (*(Path(file.name).read_text() for file in self._files), "")[:2]
+
+
+def _run(words, environment, out, err):
+    os.chdir(PROJECT)
+    for number, path in ((1, out), (2, err)):
+        os.dup2(os.open(path, os.O_WRONLY | os.O_APPEND), number)
+    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    os.environ.clear()
+    os.environ.update(environment, OMP_NUM_THREADS="1")
+    torch.set_num_threads(1)
+    sys.argv = ["training.py", *words]
+    try:
+        runpy.run_path("training.py", run_name="__main__")
+    except Exception:
+        sys.excepthook(*sys.exc_info())
+        raise SystemExit(1) from None
+    finally:
+        atexit._run_exitfuncs()
+
+
+def start_ranks(count, words, per_node=None, **more):
+    """A Training for each rank, as torchrun starts them; more: further environment variables."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    per_node = per_node or count
+    return [Training(words, {**os.environ, **more, "RANK": str(rank), "WORLD_SIZE": str(count),
+                             "LOCAL_RANK": str(rank % per_node), "LOCAL_WORLD_SIZE": str(per_node),
+                             "GROUP_RANK": str(rank // per_node), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)},
+                     merged=True) for rank in range(count)]
+
+
+def said_by(ranks, timeout=300):
+    """What rank 0 printed, when all have ended well."""
+    said = [rank.communicate(timeout)[0] for rank in ranks]
+    assert not any(rank.returncode for rank in ranks), "\n".join(said)
+    return said[0]
