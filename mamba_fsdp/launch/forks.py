@@ -16,8 +16,8 @@ from typing import Any
 
 from mamba_fsdp.errors import first_line
 
-IMPORTS = ["mamba_fsdp.launch.forks", "mamba_fsdp.train.run", "mamba_fsdp.interop.convert", "mamba_fsdp.verbs.loading",
-           "mamba_fsdp.parallel.imports"]
+IMPORTS = ["fire", "mamba_fsdp.command_line", "mamba_fsdp.launch.forks", "mamba_fsdp.train.run",
+           "mamba_fsdp.interop.convert", "mamba_fsdp.verbs.loading", "mamba_fsdp.parallel.imports"]
 REQUESTS_TO_STOP = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
 
 
