@@ -184,8 +184,10 @@ def test_preemption_with_a_grace_time_goes_on_later(start_cluster, slurm_project
 
 def test_a_node_that_dies_does_not_end_the_job(start_cluster, slurm_project):
     """A spare node takes its place; without one the job is queued again. Each time the run resumes from the newest
-    committed checkpoint, on as many nodes."""
+    committed checkpoint, on as many nodes. Without the first, where the script runs, the others queue it again."""
     cluster, run = start_cluster(nodes=3), slurm_project / "runs/a"
+    script = slurm_project / "mamba_fsdp/launch/spares.sh"
+    script.write_text(script.read_text().replace("WATCH_SECONDS=20", "WATCH_SECONDS=1"))
     job = cluster.submit(slurm_project, "--save_ckpt_path=runs/a", "--num_steps=100000", "--spares=1",
                          options=["--nodes=3"])
     cluster.wait_until((run / "checkpoints/step_00000005/COMMIT").exists, "a checkpoint is committed")
@@ -202,6 +204,9 @@ def test_a_node_that_dies_does_not_end_the_job(start_cluster, slurm_project):
     cluster.release(job)
     cluster.wait_until(lambda: len(starts(run)) == 6, "two nodes train again")
     assert [start["step"] for start in starts(run)] == [0, 0, 5, 5, 5, 5]
+    cluster.wait_until(lambda: " sh " in cluster.run("squeue", "--steps"), "a node watches the first")
+    cluster.kill_node("node1")
+    cluster.wait_until(lambda: cluster.state(job) == "PENDING", "the job is queued again")
 
 
 @pytest.mark.parametrize("words", [["--num_stepss=3"], ["--seq_length=many"], ["three"]])
