@@ -161,7 +161,7 @@ class Measured:
         saver.stall_seconds()
         saver.save(2, self.shards, {})
         took = [self.step(saver)]
-        while self.world.all_reduce_sum(int(saver.pending is not None)):
+        while self.world.all_reduce_sum(int(bool(saver.pending))):
             took.append(self.step(saver))
         stalled = saver.stall_seconds()
         self.remove(run)

@@ -52,16 +52,17 @@ class Save:
     began: float = field(default_factory=time.monotonic)
     told: bool = False
     copied: threading.Event | torch.cuda.Event = field(default_factory=threading.Event)
+    buffers: list[torch.Tensor] = field(default_factory=list)  # for the copies
     outcome: Future[Any] = field(init=False, repr=False)
 
 
 def _stalls(method):
     """A method of Checkpointer that training waits for, as `stall_seconds` tells."""
     @functools.wraps(method)
-    def timed(self, *given):
+    def timed(self, *given, **named):
         before, began = self._stalled, time.perf_counter()
         try:
-            method(self, *given)
+            method(self, *given, **named)
         finally:
             self._stalled = before + time.perf_counter() - began  # what was noted in between is part of it
     return timed
@@ -84,7 +85,7 @@ class Checkpointer:
         self.folder = Path(run_folder) / CHECKPOINTS
         self.world, self.asynchronous, self.report, self.check_ours = world, asynchronous, report, check_ours
         self.retention = Retention(self.folder, keep, keep_every, report)
-        self.pending: Save | None = None
+        self.pending: dict[bool, Save] = {}  # of each tier (True: the local one), which do not wait for one another
         self.buffers: list[torch.Tensor] = []  # for the copies, kept over saves
         self._stalled = 0.0
         self.last: Path | None = None
@@ -141,11 +142,11 @@ class Checkpointer:
 
         Raises UserError on all ranks when an earlier save failed, when space is short, or (not asynchronous) when this
         save fails. Does nothing when the checkpoint of this step stands already. local: on the nodes' own disks; fails
-        with a warning, and is left out while a shared one is being written.
+        with a warning, and is left out while another one is being written.
         """
-        if local and self.pending and not self.pending.local:
+        self.wait((local,), patient=not local)
+        if local and self.pending:
             return
-        self.wait()
         if self.last is not None and self.last.name == step_name(step):
             return
         shards = sorted(shards, key=lambda shard: not is_model(stored_name(shard.name)))
@@ -161,63 +162,66 @@ class Checkpointer:
         tensors = {stored_name(shard.name): {"shape": list(shard.shape), "dtype": NAMES[shard.data.dtype],
                                              "tied": list(shard.tied)} for shard in shards}
         told = packed([(start, tensor.numel()) for _, start, tensor in pieces])
-        self.pending = save = Save(step, partial, json.loads(json.dumps(state)), tensors, told, tier if local else None)
+        save = Save(step, partial, json.loads(json.dumps(state)), tensors, told, tier if local else None)
+        self.pending[local] = save
         pieces = [piece for piece in pieces if piece[2].numel()]
         copy = self._start_copying(save, [tensor for _, _, tensor in pieces])
         save.outcome = self.world.beside(lambda: self._write(save, pieces, copy))
         if not self.asynchronous:
-            self.wait()
+            self.wait((local,))
 
     def _start_copying(self, save, tensors):
         """What gives the tensors' copies on the host, to be called in the writing thread."""
         on_gpu = self.world.device.type == "cuda"
         if not (self.asynchronous or on_gpu):
             return lambda: tensors
-        if [(old.shape, old.dtype) for old in self.buffers] != [(new.shape, new.dtype) for new in tensors]:
-            self.buffers = [torch.empty(new.shape, dtype=new.dtype, pin_memory=on_gpu) for new in tensors]
+        save.buffers, self.buffers = self.buffers, []
+        if [(old.shape, old.dtype) for old in save.buffers] != [(new.shape, new.dtype) for new in tensors]:
+            save.buffers = [torch.empty(new.shape, dtype=new.dtype, pin_memory=on_gpu) for new in tensors]
         if on_gpu:
             beside, save.copied = torch.cuda.Stream(), torch.cuda.Event()
             beside.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(beside):
-                torch._foreach_copy_(self.buffers, tensors, non_blocking=True)
+                torch._foreach_copy_(save.buffers, tensors, non_blocking=True)
                 save.copied.record()
 
         def copies():
             if on_gpu:
                 save.copied.synchronize()
             else:
-                torch._foreach_copy_(self.buffers, tensors)  # one call, which needs no GIL
+                torch._foreach_copy_(save.buffers, tensors)  # one call, which needs no GIL
                 save.copied.set()
-            return self.buffers
+            return save.buffers
         return copies
 
     @_stalls
     def wait_for_copies(self) -> None:
         """Call before weights and moments change: waits until they are copied, on a GPU the device, not the host."""
-        if self.pending is not None:
-            self.pending.copied.wait()
+        for save in self.pending.values():
+            save.copied.wait()
 
-    def is_writing(self) -> bool:
-        """Whether this rank still writes, or commits, the save under way. Once none does, all ranks call `settle`."""
-        return self.pending is not None and not self.pending.outcome.done()
+    def is_writing(self, local: bool = False) -> bool:
+        """Whether this rank still writes, or commits, the tier's save. Once none does, all ranks call `settle`."""
+        return local in self.pending and not self.pending[local].outcome.done()
 
-    def stage(self) -> tuple[int, bool] | None:
-        """How far the save under way has come, the same on all ranks: what `is_writing` told holds for this stage."""
-        return (self.pending.step, self.pending.told) if self.pending else None
+    def stage(self, local: bool = False) -> tuple[int, bool] | None:
+        """How far the tier's save has come, the same on all ranks: what `is_writing` told holds for this stage."""
+        return (self.pending[local].step, self.pending[local].told) if local in self.pending else None
 
     @_stalls
-    def settle(self) -> None:
-        """Where all have written the save under way, if any, rank 0 begins to commit it; where it has, all learn of it.
+    def settle(self, local: bool = False) -> None:
+        """Where all have written the tier's save, if any, rank 0 begins to commit it; where it has, all learn of it.
         Raises UserError on all ranks if the save failed."""
-        if self.pending is None:
+        if local not in self.pending:
             return
-        save, outcome = self.pending, self.pending.outcome.result()
+        save, outcome = self.pending[local], self.pending[local].outcome.result()
         if not save.told:
             told, save.told = self.world.gather_on_rank0((outcome, save.pieces)), True
             if self.world.rank == 0:
                 save.outcome = self.world.beside(lambda: attempt(lambda: self._commit(save, told)))
             return
-        self.pending = None
+        del self.pending[local]
+        self.buffers = save.buffers
         committed, failure = self.world.broadcast_object(outcome)
         if save.local:
             save.local.commit(save.step, save.partial, committed, failure)
@@ -230,21 +234,32 @@ class Checkpointer:
             self.report(f"checkpoint {committed.name} is committed")
 
     @_stalls
-    def wait(self) -> None:
-        """Wait for the save under way, if any, and for its commit. Raises UserError on all ranks if it failed, and a
-        StorageError if an asynchronous one stands still: then it stays under way, and no other is begun."""
-        while self.pending is not None:
-            self.world.run_local(self._until_written_or_silent)
-            if late := self.world.tell_all([f"rank {self.world.rank} on {socket.gethostname()}"] * self.is_writing()):
-                raise StorageError(f"the checkpoint of step {self.pending.step} is still being written: "
-                                   f"{', '.join(late[:4] + ['...'] * (len(late) > 4))} made no progress for "
-                                   f"{SECONDS_OF_SILENCE:g} s")
-            self.settle()
+    def wait(self, tiers: Sequence[bool] = (False, True), patient: bool = True) -> None:
+        """Wait for the saves under way, and for their commits. Raises UserError on all ranks if the shared one failed,
+        and a StorageError if an asynchronous one stands still: then it stays under way, and no other is begun; of a
+        local one that is a warning. patient: False only looks whether they stand still."""
+        for local in tiers:
+            while save := self.pending.get(local):
+                silent = self.world.run_local(functools.partial(self._stands_still, save, patient))
+                late = self.world.tell_all([f"rank {self.world.rank} on {socket.gethostname()}"] * silent)
+                if late or not patient:
+                    break
+                self.settle(local)
+            if save and late:
+                error = StorageError(f"the {'local ' * local}checkpoint of step {save.step} is still being written: "
+                                     f"{', '.join(late[:4] + ['...'] * (len(late) > 4))} made no progress for "
+                                     f"{SECONDS_OF_SILENCE:g} s")
+                if not save.local:
+                    raise error
+                save.local.say(f"warning: {error}")
 
-    def _until_written_or_silent(self):
-        while self.is_writing() and not (
-                self.asynchronous and time.monotonic() - max(heart.beside, self.pending.began) > SECONDS_OF_SILENCE):
-            wait([self.pending.outcome], timeout=min(1.0, SECONDS_OF_SILENCE))
+    def _stands_still(self, save, patient):
+        while not save.outcome.done():
+            silent = self.asynchronous and time.monotonic() - max(heart.beside, save.began) > SECONDS_OF_SILENCE
+            if silent or not patient:
+                return silent
+            wait([save.outcome], timeout=min(1.0, SECONDS_OF_SILENCE))
+        return False
 
     def stall_seconds(self) -> float:
         """Seconds since the last call in which this rank's program stood still for saving."""

@@ -89,11 +89,10 @@ def is_read(folder: Path, signs: dict[tuple[str, int], float]) -> bool:
     or lately, by our clock. What one that is known to have ended left is removed."""
     for file in folder.glob(f"{READING}*"):
         with contextlib.suppress(OSError):  # it is gone
+            seen = signs.setdefault((file.name, file.stat().st_mtime_ns), time.monotonic())
             if Lease(file).ended_holder():
                 file.unlink()
-                continue
-            seen = signs.setdefault((file.name, file.stat().st_mtime_ns), time.monotonic())
-            if time.monotonic() - seen < SECONDS_OF_SILENCE:
+            elif time.monotonic() - seen < SECONDS_OF_SILENCE:
                 return True
     return False
 
@@ -123,12 +122,10 @@ def remove_left_over(found: Sequence[Path], report: Callable[[str], None], signs
     those whose writer may live."""
     there = [path for path in found if exists(path)]  # else it has its name by now
     written = [path for path in there if is_read(path, signs)]
-    if gone := [path for path in there if path not in written]:
-        freed = sum(map(size_of, gone))
-        for path in gone:
-            delete(path)
+    if gone := sorted({*there} - {*written}):
         report(f"cleaned    {len(gone)} unfinished, of killed processes, removed from {gone[0].parent}: "
-               f"{freed / 1e9:.3f} GB")
+               f"{sum(map(size_of, gone)) / 1e9:.3f} GB")
+        list(map(delete, gone))
     return written
 
 

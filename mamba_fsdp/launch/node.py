@@ -26,7 +26,7 @@ from torch.distributed.elastic.rendezvous import RendezvousClosedError, Rendezvo
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.launch.forks import REQUESTS_TO_STOP, Rank, prepare
 from mamba_fsdp.launch.machine import assigned_gpus, interface_towards, node_name
-from mamba_fsdp.parallel.world import allow_many_files
+from mamba_fsdp.parallel.world import allow_many_files, attempt
 from mamba_fsdp.run_layout import CHECKPOINTS, LOCAL, committed
 from mamba_fsdp.storage import write_atomically
 from mamba_fsdp.train.run_folder import RunFolder
@@ -114,12 +114,10 @@ def restart_in_place(failures: Path, asked: list[int], alone: bool, processes: i
                 text = "" if has_said_it else f"rank {rank} on {node_name()} failed first.\n{describe(failure)}\n"
                 code = failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode
                 noted.append(put_on_record(failures, *first, text, code))
-            try:
-                newest = committed(run / CHECKPOINTS)[-1:], [note.read_text() for note in run.glob(LOCAL)]
-            except (OSError, UserError) as error:
-                print(f"error: {error}", file=sys.stderr, flush=True)
-                newest = begun_from[0]  # whether a start in place would help is not known
-            mends = not asked and not alone and failure.exitcode != UserError.exit_code and newest != begun_from[0]
+            newest, wrong = attempt(lambda: (committed(run / CHECKPOINTS), [*map(Path.read_text, run.glob(LOCAL))]))
+            if wrong:
+                print(f"error: {wrong}", file=sys.stderr, flush=True)
+            mends = not (asked or alone or wrong or failure.exitcode == UserError.exit_code or newest == begun_from[0])
             agent._remaining_restarts, begun_from[0] = int(mends and os.environ.get("MAX_RESTARTS") != "0"), newest
             os.environ.pop("START_PARTS", None)  # what the launcher took is told once
             group.spec.rdzv_handler._settings.timeout._join = datetime.timedelta(seconds=SECONDS_TO_MEET_AGAIN)

@@ -72,7 +72,7 @@ class Step(NamedTuple):
 
     batches: list[Batch]
     lr: float
-    stage: tuple[int, bool] | None  # of the save under way, when the ranks told whether they are writing
+    stages: list[tuple[int, bool] | None]  # of each tier's save, when the ranks told whether they are writing
     numbers: Callable[[], list[float]]  # waits for them: loss, gradient norm, applied, LossScale's two, the told ones
 
 
@@ -86,39 +86,42 @@ def take_step(parts: Parts, clock: Clock, stop: StopRequest, ahead: int = 0) -> 
     counted = sum(batch.total_weight() for batch in batches)  # while on the CPU
     read = read_by(batches) if settings.data.sample_log else 0
     batches = [batch.to(world.device) for batch in batches]
-    own_seconds, scale, stage = [0.0] * world.size, parts.loss_scale.value, parts.checkpointer.stage()
+    own_seconds, scale, saves = [0.0] * world.size, parts.loss_scale.value, parts.checkpointer
+    stages, writing = ([told(local) for local in (False, True)] for told in (saves.stage, saves.is_writing))
     own_seconds[world.rank] = clock.own_seconds()
     loss_sum = accumulate_gradients(parallel, parts.optimizer, batches, scale / plan.tokens_per_step)
     sums = add_up(world, loss_sum, parallel.gradient_squares(), counted, (
-        stop.look(), parts.checkpointer.is_writing(), *divmod(read, 1 << 32), *own_seconds))
+        stop.look(), *writing, *divmod(read, 1 << 32), *own_seconds))
     loss, gradient_norm, factor = means(sums, plan.tokens_per_step / scale)
     lr = settings.optimizer.learning_rate * plan.schedule.next_factor(parts.state, plan.tokens_per_step, ahead)
-    parts.checkpointer.wait_for_copies()
+    saves.wait_for_copies()
     applied = update_weights(parallel, parts.optimizer, loss, gradient_norm, factor,
                              clip=settings.optimizer.grad_clip_thresh, lr=lr)
     parts.loss_scale.update(applied)
     found = torch.stack([loss, gradient_norm, applied, parts.loss_scale.value, parts.loss_scale.good_steps])
-    return Step(batches, lr, stage, world.reads(torch.cat([found, sums[TOLD:]])))
+    return Step(batches, lr, stages, world.reads(torch.cat([found, sums[TOLD:]])))
 
 
 def end_step(parts: Parts, recorder: Recorder, saver: Saver, step: Step) -> bool:
     """Counts and reports a step, once its numbers are there. Returns whether a rank was asked to stop in it. Raises
     LossSpike, and as `train` does."""
     state, plan = parts.state, parts.plan
-    loss, gradient_norm, applied, scale, good_steps, stops, writing, high, low, *own_seconds = step.numbers()
-    recorder.clock.meet(own_seconds)
+    loss, gradient_norm, applied, scale, good_steps, stops, *writing, high, low = (numbers := step.numbers())[:10]
+    recorder.clock.meet(numbers[10:])
     excused = parts.loss_scale.keep(state, scale, good_steps) and math.isfinite(loss)
     state.advance(plan.split.global_batch, plan.tokens_per_step, loss, applied=bool(applied), excused=excused)
-    if not writing and step.stage == parts.checkpointer.stage():
-        saver.settle()  # where there is a save under way, all ranks have written, or rank 0 committed
+    for local in (False, True):
+        if not writing[local] and step.stages[local] == parts.checkpointer.stage(local):
+            saver.settle(local)  # where there is a save under way, all ranks have written, or rank 0 committed
     if not applied:
         recorder.display.line(f"step {state.step} skipped: loss {loss:.4g}, gradient norm {gradient_norm:.4g} "
                               f"({state.skipped_steps} skipped so far)")
     if applied:
-        refuse_spike(parts, loss, saver.wait)
+        refuse_spike(parts, loss, saver)
     # A sum of 32 bits is exact in fp64.
     recorder.report(state, loss, step.lr, gradient_norm, ((int(high) << 32) + int(low)) % (1 << 64))
     if state.skipped_in_a_row >= parts.settings.training.max_skipped_steps:
+        saver.wait(final=True)  # what is being saved is not at fault
         raise UserError(describe_bad_samples(parts, step.batches))
     return stops > 0
 

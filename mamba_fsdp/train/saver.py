@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 from mamba_fsdp.errors import LostError, UserError
 from mamba_fsdp.train.recorder import Recorder
@@ -15,6 +16,7 @@ class Saver:
 
     def __init__(self, parts: Parts, recorder: Recorder) -> None:
         self.parts, self.recorder, self.most = parts, recorder, parts.settings.checkpoint.max_failed_saves
+        self.spike: tuple[int, float, float] | None = None  # whose rollback waits for a save, see train/spikes.py
         # Saves that failed in a row, steps until the next one is tried, the step after which that is.
         self.failed = self.pause = self.next_attempt = 0
 
@@ -25,25 +27,26 @@ class Saver:
             return step >= self.next_attempt
         return plan.is_due(plan.checkpoint_steps, step)
 
-    def settle(self) -> None:
+    def settle(self, local: bool) -> None:
         """Where no rank writes: Checkpointer.settle. Raises UserError after max_failed_saves, but not at the end."""
         last = self.parts.state.step == self.parts.plan.total_steps
-        self._try(self.parts.checkpointer.settle, math.inf if last else self.most)
+        self._try(lambda: self.parts.checkpointer.settle(local), math.inf if last else self.most)
 
     def save(self, final: bool) -> None:
         """Saves a checkpoint after the current step, unless one is still being written and does not come to an end.
         final: until it is committed. Raises UserError where that fails, and as `settle` does."""
         step = self.parts.state.step
-        if self.wait(final) and self.is_due(step) or final:  # not where that was another attempt, and went well
-            self.next_attempt = step + self.pause  # this one is under way until then
-            self._try(lambda: self._save(final), 0 if final else self.most)
+        if self.wait(final, tiers=(False,), patient=final or not self.failed) and self.is_due(step) or final:
+            self.next_attempt = step + self.pause  # this one, or that which takes longer than its pause, is under way
+            if final or False not in self.parts.checkpointer.pending:
+                self._try(lambda: self._save(final), 0 if final else self.most)
 
-    def wait(self, final: bool = False) -> bool:
-        """For the save under way. Whether it did not fail; raises UserError as `settle` does."""
-        return self._try(self.parts.checkpointer.wait, math.inf if final else self.most)
+    def wait(self, final: bool = False, **how: Any) -> bool:
+        """Checkpointer.wait. Whether no save failed; raises UserError as `settle` does."""
+        return self._try(lambda: self.parts.checkpointer.wait(**how), math.inf if final else self.most)
 
     def save_local(self) -> None:
-        """Saves one on the nodes' own disks, unless a shared one is still being written."""
+        """Saves one on the nodes' own disks, unless another one is still being written."""
         self._try(lambda: self._save(False, local=True), math.inf)
 
     def _save(self, final, local=False):

@@ -6,14 +6,14 @@ With loss_spike_skip the samples from there up to that step are passed over, as 
 
 import math
 import statistics
-from collections.abc import Callable
-from pathlib import Path
+from itertools import takewhile
 
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.report.records import add_event, read_events
 from mamba_fsdp.run_layout import step_of
 from mamba_fsdp.train.optimizer import LossScale
 from mamba_fsdp.train.run_folder import RunFolder
+from mamba_fsdp.train.saver import Saver
 from mamba_fsdp.train.setup import Parts, Say, load_checkpoint
 
 WINDOW, FEWEST = 64, 16  # applied steps whose median loss is the usual one, and from how many on there is one
@@ -24,31 +24,25 @@ class LossSpike(Exception):
     """Its arguments: the checkpoint to return to, the step, its loss, the usual loss."""
 
 
-def refuse_spike(parts: Parts, loss: float, wait: Callable[[], object]) -> None:
+def refuse_spike(parts: Parts, loss: float, saver: Saver) -> None:
     """After each applied step. Raises LossSpike where its loss is above loss_spike_factor times the median of the
-    applied steps before it, at most WINDOW and at least FEWEST, and there is a checkpoint to return to. wait: for the
-    one that is being saved."""
+    applied steps before it, at most WINDOW and at least FEWEST, and there is a checkpoint to return to; later where a
+    save hangs, for its storage can't be read either."""
     if factor := parts.settings.training.loss_spike_factor:
-        recent = parts.state.recent_losses
+        recent, pending, step = parts.state.recent_losses, parts.checkpointer.pending, parts.state.step
         usual = statistics.median(recent) if len(recent) >= FEWEST else math.inf
-        if loss > factor * usual:
-            wait()
+        if loss > factor * usual and not saver.spike:
+            saver.wait()
+            saver.spike = None if list(pending) == [True] else (step, loss, usual)
+            if pending:
+                saver.recorder.display.line(f"warning    step {step}: loss {loss:.4g}, usual {usual:.4g}; no rollback "
+                                            "while a save hangs")
+        if saver.spike and not pending:
+            spike, saver.spike = saver.spike, None
             shards = parts.parallel.shards() + parts.parallel.optimizer_shards(parts.optimizer)
             if checkpoint := parts.checkpointer.to_resume(lambda: shards):
-                raise LossSpike(checkpoint, parts.state.step, loss, usual)
+                raise LossSpike(checkpoint, *spike)
         recent[:] = [*recent[1 - WINDOW:], loss]
-
-
-def rollbacks_to(step: int, run_folder: Path) -> int:
-    """How many rollbacks led to this step's checkpoint, in all starts, since it was saved or the user was last asked
-    to mend something."""
-    count = 0
-    for event in read_events(run_folder):
-        if (event.get("event"), event.get("step")) == ("checkpoint", step) or (
-                event.get("event") == "failed" and str(event.get("reason")).startswith("UserError")):
-            count = 0
-        count += (event.get("event"), event.get("to")) == ("rollback", step)
-    return count
 
 
 def roll_back(parts: Parts, folder: RunFolder, spike: LossSpike, say: Say) -> None:
@@ -56,7 +50,7 @@ def roll_back(parts: Parts, folder: RunFolder, spike: LossSpike, say: Say) -> No
     UserError where too many led to one checkpoint."""
     (checkpoint, step, loss, usual), state, loader = spike.args, parts.state, parts.loader
     said, skip = f"step {step}: loss {loss:.4g}, usual {usual:.4g}", parts.settings.training.loss_spike_skip
-    if parts.world.on_rank0(lambda: rollbacks_to(step_of(checkpoint.name) or 0, folder.path)) >= MOST_ROLLBACKS:
+    if parts.world.on_rank0(lambda: _rollbacks_to(step_of(checkpoint.name), folder.path)) >= MOST_ROLLBACKS:
         raise UserError(f"the loss spikes again after {MOST_ROLLBACKS} rollbacks to {checkpoint} ({said}): lower "
                         "learning_rate, raise loss_spike_factor, "
                         f"{'pass over the samples (loss_spike_skip=true), ' * (not skip)}or remove this checkpoint to "
@@ -76,3 +70,10 @@ def roll_back(parts: Parts, folder: RunFolder, spike: LossSpike, say: Say) -> No
         + (f"{saved.passed_over:,} samples passed over so far" if skip else "whose steps come again"))
     if parts.world.rank == 0:
         add_event(folder.path, "rollback", step, to=saved.step, loss=loss, mean=usual, skipped=loader.passed_over)
+
+
+def _rollbacks_to(step, run_folder):
+    """In all starts, since that checkpoint was saved and the user was last asked to mend something."""
+    since = takewhile(lambda event: (event.get("event"), event.get("step")) != ("checkpoint", step) and not (
+        str(event.get("reason")).startswith("UserError")), reversed(read_events(run_folder)))
+    return sum((event.get("event"), event.get("to")) == ("rollback", step) for event in since)

@@ -34,16 +34,15 @@ def main(run: str, step: Annotated[int, Bounds(at_least=-1)] = -1, out: str = ""
     checkpoint = find_checkpoint(place, World.alone(), part="model")
     folder = Path(out) if out else checkpoint.parent.parent / MODELS / checkpoint.name
     file, named = folder / CONSOLIDATED, bool(out or dtype)
-    if named or not file.is_file():
-        found = left_over(folder.parent, re.escape(folder.name))
-        time.sleep(bool(found))  # one that has only just been made, or is just given its name, shows it by then
-        for path in remove_left_over(found, print, {}):
-            print(f"{path} is another process's, which still writes, or was killed on another machine: remove it then")
-        try:
-            to_our_form(checkpoint, folder, dtype=dtype or None, verified=True)
-            return print(f"{file}: {scaled(file.stat().st_size, 'B')} of {checkpoint} in "
-                         f"{time.perf_counter() - began:.1f} s")
-        except UserError:
-            if named or not file.is_file():  # else its run, which has just finished, was faster
-                raise
-    print(f"{file} is there already")
+    if not named and file.is_file():
+        return print(f"{file} is there already")
+    found = left_over(folder.parent, re.escape(folder.name))
+    time.sleep(bool(found))  # one that has only just been made, or is just given its name, shows it by then
+    for path in remove_left_over(found, print, {}):
+        print(f"{path} is another process's, which still writes, or was killed on another machine: remove it then")
+    try:
+        to_our_form(checkpoint, folder, dtype=dtype or None, verified=True)
+    except UserError:
+        if named or not file.is_file():  # else its run, which has just finished, was faster
+            raise
+    print(f"{file}: {scaled(file.stat().st_size, 'B')} of {checkpoint} in {time.perf_counter() - began:.1f} s")

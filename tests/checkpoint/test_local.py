@@ -3,6 +3,8 @@
 import os
 import pickle
 import shutil
+import threading
+import time
 import zlib
 from dataclasses import replace
 
@@ -16,6 +18,7 @@ from mamba_fsdp.checkpoint.folder import load
 from mamba_fsdp.checkpoint.local import LocalTier
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.parallel.world import World
+from mamba_fsdp.run_layout import committed
 
 pytestmark = pytest.mark.torch22
 
@@ -159,6 +162,40 @@ def test_a_full_disk_is_a_line_and_training_continues(run, disks, kind):
         assert "can't be saved, training continues" in said[0] and "No space left" in said[0] and not there
     else:
         assert "have no copy on the next node" in said[0] and there == ["step_00000102", "step_00000104"]
+
+
+def test_a_local_disk_that_hangs_holds_up_no_shared_checkpoint(run, disks, monkeypatch):
+    """Local ones are left out meanwhile, with a line; what hung is whole in the end."""
+    from mamba_fsdp.checkpoint import checkpointer as module
+    hangs, said = threading.Event(), []
+
+    def write(path, *rest, clean=module.write_pieces, **how):
+        assert path.is_relative_to(run) or hangs.wait(60)
+        return clean(path, *rest, **how)
+
+    monkeypatch.setattr(module, "write_pieces", write)
+    monkeypatch.setattr(module, "SECONDS_OF_SILENCE", 0.3)
+    checkpointer, shards = opened(World.alone(), run, said, 1, disks, "none")
+    before = [shard.data.clone() for shard in shards()]
+    checkpointer.save(101, shards(), {"step": 101}, True)
+    checkpointer.wait_for_copies()
+    for shard in shards():
+        shard.data.add_(1.0)
+    checkpointer.save(200, shards(), {"step": 200})
+    checkpointer.wait((False,))
+    assert [path.name for path in committed(run / "checkpoints")] == ["step_00000200"]
+    for step in (202, 204):
+        time.sleep(0.4)
+        checkpointer.save(step, shards(), {"step": step}, True)
+    checkpointer.wait()
+    (told,) = [line for line in said if "made no progress" in line]
+    assert told.startswith("warning: the local checkpoint of step 101 is still being written: rank 0 on")
+    monkeypatch.setattr(module, "SECONDS_OF_SILENCE", 60)
+    hangs.set()
+    checkpointer.wait()
+    assert steps_on(disks[0]) == ["step_00000101"] and not checkpointer.pending
+    load(next(disks[0].glob("local/*/*/step_00000101")), shards(), World.alone())
+    assert all(torch.equal(shard.data, value) for shard, value in zip(shards(), before))
 
 
 def refused(_, run, disks, per_node):

@@ -141,7 +141,9 @@ def test_metrics_wait_in_memory_and_no_checkpoint_is_ahead_of_them(train, tmp_pa
     assert "metrics.jsonl: can't be written (No space left on device)" in said and len(calls) > 12
 
 
-def test_another_attempt_is_made_once_and_beside_training(train, tmp_path, failing, monkeypatch):
+@pytest.mark.parametrize("steps", [2, 10])
+def test_another_attempt_is_made_once_and_beside_training(train, tmp_path, failing, monkeypatch, steps):
+    """Also where it takes longer than the pause until the next one."""
     monkeypatch.setattr(saver, "FIRST_PAUSE", 60.0)
     monkeypatch.setattr(Clock, "seconds_left", lambda *_: 15.0)  # the next attempt: 4 steps after the failure
     begun, later, waited = failing(1), threading.Event(), []
@@ -152,7 +154,7 @@ def test_another_attempt_is_made_once_and_beside_training(train, tmp_path, faili
         return _write(path, *rest, **named)
 
     def take(parts, *rest, _take=loop.take_step, **named):
-        if parts.checkpointer.pending and parts.state.step == parts.checkpointer.pending.step + 2 and begun:
+        if parts.checkpointer.pending and parts.state.step == parts.checkpointer.pending[False].step + steps and begun:
             later.set()
         return _take(parts, *rest, **named)
 
@@ -160,6 +162,26 @@ def test_another_attempt_is_made_once_and_beside_training(train, tmp_path, faili
     monkeypatch.setattr(loop, "take_step", take)
     train(tmp_path, **LONG | {"async_checkpoint": "true", "num_steps": 40}, checkpoint_interval=20)
     assert waited == [True] and begun[0] == 20 and 24 < begun[1] < 40 and begun[2:] == [40]
+
+
+def test_what_is_being_saved_is_committed_before_a_run_ends_for_its_losses(train, tmp_path, change_loss, monkeypatch):
+    waited_for = threading.Event()
+
+    def write(*given, _write=checkpointer.write_pieces, **named):
+        waited_for.clear()
+        assert waited_for.wait(20)
+        return _write(*given, **named)
+
+    def wait(*given, _wait=checkpointer.Checkpointer.wait, **named):
+        waited_for.set()
+        _wait(*given, **named)
+
+    monkeypatch.setattr(checkpointer, "write_pieces", write)
+    monkeypatch.setattr(checkpointer.Checkpointer, "wait", wait)
+    change_loss(lambda state, true_loss: true_loss() * (float("nan") if state.step >= 2 else 1))
+    with pytest.raises(UserError, match="2 steps in a row were not finite, the last is step 4"):
+        train(tmp_path, **LONG | {"async_checkpoint": "true"}, max_skipped_steps=2)
+    assert [path.name for path in committed(tmp_path / "checkpoints")] == ["step_00000002"]
 
 
 # A storage layer that lies and stalls

@@ -1,10 +1,13 @@
 """Loss spikes: the run returns to its newest checkpoint, passes over what it is asked to, and accounts for it."""
 
 import json
+import threading
+import time
 
 import pytest
 import torch
 
+from mamba_fsdp.checkpoint import checkpointer
 from mamba_fsdp.checkpoint.folder import problems
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.parallel.world import World
@@ -107,6 +110,33 @@ def test_a_spike_that_does_not_come_again_leaves_no_trace(train, tmp_path, metri
     assert "whose steps come again" in train(tmp_path / "run", **GIVEN)
     run, undisturbed = (left_by(tmp_path / name, metrics_of) for name in ("run", "undisturbed"))
     assert run[1] == undisturbed[1] and run[3] == undisturbed[3]
+
+
+def test_while_a_save_hangs_a_rollback_waits(train, tmp_path, metrics_of, spoil, samples_of, monkeypatch):
+    """Training continues, which is told, and returns to what hung once that is committed."""
+    bad, hangs = samples_of(10), threading.Event()
+    spoil(lambda sample: sample in bad and (bad.clear() or True))
+
+    def write(path, *rest, _write=checkpointer.write_pieces, **named):
+        if "step_00000008" in path.parent.name:
+            assert hangs.wait(60)
+        return _write(path, *rest, **named)
+
+    def take(parts, *rest, _take=loop.take_step, **named):
+        if parts.state.step == 12 and parts.checkpointer.pending:
+            hangs.set()
+        while hangs.is_set() and parts.checkpointer.is_writing():
+            time.sleep(0.01)
+        return _take(parts, *rest, **named)
+
+    monkeypatch.setattr(checkpointer, "write_pieces", write)
+    monkeypatch.setattr(checkpointer, "SECONDS_OF_SILENCE", 0.3)
+    monkeypatch.setattr(loop, "take_step", take)
+    said = train(tmp_path / "run", **{**GIVEN, "checkpoint_interval": 8})
+    assert "usual 3.994; no rollback while a save hangs" in said
+    assert "step 10: loss 37.4, usual 3.994; rolled back to step_00000008, whose steps come again" in said
+    run, undisturbed = (left_by(tmp_path / name, metrics_of) for name in ("run", "undisturbed"))
+    assert run[1] == undisturbed[1] and run[3][-1] == undisturbed[3][-1]
 
 
 def test_a_checkpoint_that_was_damaged_since_it_was_saved_is_passed_over(train, tmp_path, spoil, samples_of):

@@ -155,7 +155,8 @@ def test_consolidate_and_the_end_of_its_run_write_the_same_model_at_once(run, ca
     shutil.rmtree(published)
     monkeypatch.setattr(convert, "to_our_form", lambda *given, **how: (real(*given, format="ours"), real(
         *given, format="ours", **how)))
-    assert call(consolidate, run) == (0, f"{published / 'consolidated.00.pth'} is there already\n")
+    code, told = call(consolidate, run)
+    assert code == 0 and told.startswith(f"{published / 'consolidated.00.pth'}: ")
 
 
 WITH_PEAK = """
