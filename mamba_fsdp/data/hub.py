@@ -2,6 +2,7 @@
 
 import os
 import ssl
+import sys
 import threading
 import urllib.error
 import urllib.request
@@ -10,7 +11,7 @@ SECONDS = 5.0  # to answer in
 
 
 def why_offline() -> str:
-    """"" where the Hub answers, else why not: its libraries, imported later, then take only what lies here.
+    """"" where the Hub answers, else why not: its libraries then take only what lies here.
 
     HF_HUB_OFFLINE decides without asking, HF_ENDPOINT names another place, and proxies are those of the environment.
     """
@@ -23,6 +24,8 @@ def why_offline() -> str:
     asking.join(SECONDS)
     if reason[-1]:
         os.environ["HF_HUB_OFFLINE"] = "1"
+        for name in {"huggingface_hub.constants", "datasets.config"} & {*sys.modules}:  # read it when imported
+            vars(sys.modules[name])["HF_HUB_OFFLINE"] = True
     return reason[-1] and f"{place}: {reason[-1]}"
 
 

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import threading
+import types
 
 import pytest
 
@@ -14,15 +15,20 @@ from tests.data.corpora import ROOT
 
 @pytest.fixture
 def ask(monkeypatch):
-    """why_offline() in an environment of these variables only."""
+    """why_offline() in an environment of these variables only, and what the libraries are told."""
     def run(**environment):
+        imported = types.SimpleNamespace(HF_HUB_OFFLINE=False)
+        monkeypatch.setitem(sys.modules, "huggingface_hub.constants", imported)
+        monkeypatch.setitem(sys.modules, "datasets.config", imported)
         for name in ("HF_HUB_OFFLINE", "HF_ENDPOINT", "https_proxy", "http_proxy", "all_proxy"):
             for spelling in (name, name.upper()):
                 monkeypatch.setenv(spelling, "")
                 monkeypatch.delenv(spelling)
         for name, value in environment.items():
             monkeypatch.setenv(name, value)
-        return hub.why_offline(), os.environ.get("HF_HUB_OFFLINE")
+        reason, told = hub.why_offline(), os.environ.get("HF_HUB_OFFLINE")
+        assert imported.HF_HUB_OFFLINE == (told == "1" and "HF_HUB_OFFLINE" not in environment)
+        return reason, told
     return run
 
 
