@@ -111,7 +111,9 @@ def _take_repeated(words: Sequence[str], names: Collection[str]) -> tuple[list[s
     for word in rest:
         option, equals, text = word.partition("=")
         if option[:2] == "--" and (name := option[2:]) in names:
-            found[name] = (*found.get(name, ()), text if equals else next(rest, ""))
+            if (value := text if equals else next(rest, None)) is None:
+                raise UserError(f"{option}: its value is missing")
+            found[name] = (*found.get(name, ()), value)
         else:
             others.append(word)
     return others, found

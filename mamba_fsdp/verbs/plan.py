@@ -100,7 +100,7 @@ def lines(plan: Estimate, found: dict[str, Any], machines: str, enough: Estimate
     if plan.parts:
         yield (f"step       {plan.seconds:.3f} s of {found['global_batch_size']:,} x {length:,} = "
                f"{plan.tokens_per_step:,} tokens")
-        yield from (f"           {part:<12}{seconds:>9.3f} s" for part, seconds in plan.parts.items() if seconds >= 5e-4)
+        yield from (f"           {part:<12}{each:>9.3f} s" for part, each in plan.parts.items() if each >= 5e-4)
         yield (f"speed      {plan.rate:,.0f} tokens/s, {plan.rate / plan.devices:,.0f} a device, "
                f"{found['share_of_peak']:.0%} of its peak")
         yield (f"length     {found['tokens']:,} tokens: {found['days']:,.1f} days, {found['device_hours']:,.1f} "

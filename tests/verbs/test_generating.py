@@ -80,13 +80,19 @@ def test_prompts_are_continued_together_as_each_alone(there, capsys):
     assert stopped == alone[2][:alone[2].index(stop)]
 
 
-def test_a_model_that_diverged_is_one_line(there):
-    from mamba_fsdp.verbs.loading import load
+def test_an_error_before_the_text_is_one_line(there, monkeypatch, capsys):
+    from mamba_fsdp.verbs import loading
 
-    model = load("runs/demo")
+    model = loading.load("runs/demo")
     model.network.backbone.norm_f.weight.fill_(float("nan"))
     with pytest.raises(UserError, match="not finite"):
         continued(model, "def")
+    monkeypatch.setattr(loading, "load", lambda *given, **more: model)
+    for words, said in ((["--prompt=def"], "the model's answer is not finite"), (["--prompt"], "--prompt: its value")):
+        with pytest.raises(SystemExit):
+            command_line.run(generate.main, str, ["runs/demo", *words])
+        told = capsys.readouterr()
+        assert told.out == "" and told.err.startswith(f"error: {said}") and told.err.count("\n") == 1
 
 
 @pytest.mark.slow
