@@ -50,8 +50,7 @@ class _NoKernel:
         pass
 
 
-NO_KERNELS: Any = {f"mamba_fsdp.ops.{module}": _NoKernel() for module in (
-    "ssd.triton_forward", "ssd.triton_backward", "loss.triton_kernels")}
+NO_KERNELS: Any = {f"mamba_fsdp.ops.{operator}.triton_kernels": _NoKernel() for operator in ("ssd", "loss")}
 CPU_KERNEL = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
 
 

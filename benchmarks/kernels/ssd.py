@@ -24,9 +24,9 @@ X, STEPS, MATRIX, STATES = 2 * HEADS * HEADDIM, 3 * 4 * HEADS, 2 * D_STATE, 2 * 
 FLOWS, SUMS = PARTS * 4 * 4 * HEADS, 2 * 4 * D_STATE * HEADS // BLOCK
 
 
-def kernel(name, module, function, arguments, constants, elements, moved, **more):
+def kernel(name, function, arguments, constants, elements, moved, **more):
     signature = {argument: TYPES[argument] for argument in arguments.split()}
-    return Kernel(name, lambda: getattr(import_module(f"mamba_fsdp.ops.ssd.triton_{module}"), function), signature,
+    return Kernel(name, lambda: getattr(import_module("mamba_fsdp.ops.ssd.triton_kernels"), function), signature,
                   constants, elements=elements, per_token=HEADS * HEADDIM, bytes_per_token=moved,
                   aligned=signature.keys() - ODD, **more)
 
@@ -44,7 +44,7 @@ def sweeps(P, **more):
     back = sizes | dict(REVERSE=True, X_ROW=HEADS * HEADDIM)
 
     def sweep(title, arguments, constants, moved):
-        return kernel(f"{title}, {P} channels", "forward", "sweep", SWEEP.format(*arguments), constants, Q * P, moved,
+        return kernel(f"{title}, {P} channels", "sweep", SWEEP.format(*arguments), constants, Q * P, moved,
                       warps=4, instructions=BOUNDS[title][P], registers=128 if constants["LOCAL"] else 255, **more)
 
     return [
@@ -58,16 +58,16 @@ def sweeps(P, **more):
 
 
 KERNELS = [
-    kernel("steps", "forward", "add_up", "dt A bias steps dt_batch dt_row length heads", dict(HEADS=8, Q=Q),
+    kernel("steps", "add_up", "dt A bias steps dt_batch dt_row length heads", dict(HEADS=8, Q=Q),
            Q * 8 * HEADDIM, 2 * HEADS + STEPS, warps=4, registers=64, instructions=2.6),
     *sweeps(32, ccs=(80, 86, 89, 90, 120)), *sweeps(64, ccs=(100,)),
-    *(kernel(f"gradients, {P} channels", "backward", "gradients",
+    *(kernel(f"gradients, {P} channels", "gradients",
              "dy x B C steps documents entering leaving dB dC flows sums dy_batch x_batch b_batch c_batch length",
              SIZES | dict(DY_ROW=HEADS * HEADDIM, BLOCK=BLOCK, K=D_STATE // PARTS, P=P, TILES=HEADDIM // P),
              Q * HEADDIM, 2 * X + STEPS + 2 * MATRIX + 2 * STATES + FLOWS + 2 * SUMS, warps=8, ccs=ccs,
              instructions=BOUNDS["gradients"][P])
       for P, ccs in ((32, (80, 86, 89, 120)), (64, (90, 100)))),
-    kernel("finish", "backward", "finish", "dt A bias steps documents flows sums ddt totals dt_batch dt_row length "
+    kernel("finish", "finish", "dt A bias steps documents flows sums ddt totals dt_batch dt_row length "
            "heads", dict(PARTS=PARTS, Q=Q), Q * HEADDIM, FLOWS + STEPS + 4 * HEADS, warps=1,
            registers=168, instructions=9),
 ]

@@ -156,8 +156,11 @@ class Attention(Part):
     kind = spec.MIXERS["attention"]
 
     def forward(self, x, documents=None, state=None, position=0):
-        end = position + x.shape[1]
-        q, k, v = self._project(x, positions_in_document(end, documents, x.device)[..., position:])
+        config, end = self.config, position + x.shape[1]
+        heads = self.in_proj(x).unflatten(-1, (-1, config.resolved_head_dim))
+        q, k, v = heads.split([config.n_head, config.n_kv_head, config.n_kv_head], dim=-2)
+        places = positions_in_document(end, documents, x.device)[..., position:]
+        q, k = (rotary(t, places, config.resolved_rotary_dim, config.rope_theta) for t in (q, k))
         if state:
             state["k"][:, position:end], state["v"][:, position:end] = k, v
             k, v = state["k"][:, :end], state["v"][:, :end]
@@ -169,13 +172,6 @@ class Attention(Part):
 
     def step(self, x, state, position):
         return self(x[:, None], state=state, position=position)[:, 0]
-
-    def _project(self, x, positions):
-        config = self.config
-        heads = self.in_proj(x).unflatten(-1, (-1, config.resolved_head_dim))
-        q, k, v = heads.split([config.n_head, config.n_kv_head, config.n_kv_head], dim=-2)
-        q, k = (rotary(t, positions, config.resolved_rotary_dim, config.rope_theta) for t in (q, k))
-        return q, k, v
 
 
 def positions_in_document(length, documents, device):

@@ -21,7 +21,11 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *, documents: Tensor | None = Non
     q (batch, length, heads, head_dim), which may be the last of the positions of k, v (batch, all, kv_heads, head_dim),
     where kv_heads divides heads; documents (batch, all) as everywhere in ops. Returns (batch, length, heads, head_dim).
     """
-    q, k, v = (t.transpose(1, 2) for t in (q, *_share_heads(q, k, v)))
+    group = q.shape[2] // k.shape[2]
+    assert group * k.shape[2] == q.shape[2], f"{k.shape[2]} kv_heads don't divide {q.shape[2]} heads"
+    if group > 1:
+        k, v = (t.repeat_interleave(group, dim=2) for t in (k, v))
+    q, k, v = (t.transpose(1, 2) for t in (q, k, v))
     every = k.shape[2]
     first = every - q.shape[2]
     if documents is None and (not first or q.shape[2] == 1):  # the last position alone sees them all
@@ -56,10 +60,3 @@ def rotary(x: Tensor, positions: Tensor, rotary_dim: int, theta: float) -> Tenso
     first, second, rest = x.split([rotary_dim // 2, rotary_dim // 2, x.shape[-1] - rotary_dim], dim=-1)
     turned = torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x.dtype)
     return torch.cat([turned, rest], dim=-1)
-
-
-def _share_heads(q, k, v):
-    """Repeat each key and value head for its group of query heads."""
-    group = q.shape[2] // k.shape[2]
-    assert group * k.shape[2] == q.shape[2], f"{k.shape[2]} kv_heads don't divide {q.shape[2]} heads"
-    return (k, v) if group == 1 else (k.repeat_interleave(group, dim=2), v.repeat_interleave(group, dim=2))

@@ -12,7 +12,7 @@ from mamba_fsdp.parallel.world import World
 class FlatShard(ParallelModel):
     def reduce_gradients(self) -> None:
         """FSDP1 always averages: undo its division (exact where the number of ranks is a power of two)."""
-        averaged = [local.parameter.grad for local in self.sharded if local.parameter.grad is not None]
+        averaged = [slot.local.grad for slot in self.sharded if slot.local.grad is not None]
         if averaged and self.world.size > 1:
             torch._foreach_mul_(averaged, self.world.size)
         super().reduce_gradients()

@@ -21,10 +21,9 @@ class FullyShard(ParallelModel):
 
     def reduce_gradients(self) -> None:
         """Hand the local parts of the summed gradients to the plain tensors that the optimiser sees."""
-        for local in self.sharded:
-            parameter = local.slot.parameter
-            local.parameter.grad = None if parameter.grad is None else parameter.grad.to_local()
-            parameter.grad = None
+        for slot in self.sharded:
+            gradient, slot.parameter.grad = slot.parameter.grad, None
+            slot.local.grad = None if gradient is None else gradient.to_local()
         super().reduce_gradients()
 
 
@@ -51,10 +50,9 @@ def shard(model: nn.Module, slots: list[ParameterSlot], whole: list[ParameterSlo
         fully_shard(unit, mesh=mesh, mp_policy=policy, ignored_params={slot.parameter for slot in whole})
         unit.set_gradient_divide_factor(1.0)
         unit.set_force_sum_reduction_for_comms(True)
-    for block, following in zip(blocks, blocks[1:]):
-        if not limit_all_gathers:
+    for block, following in zip(blocks, [*blocks[1:], None]):
+        if following and not limit_all_gathers:
             block.set_modules_to_forward_prefetch([following])
-    for block in blocks:
         if not backward_prefetch:
             block.set_modules_to_backward_prefetch([block])  # itself, which is there already
 

@@ -22,8 +22,7 @@ from config.train_config import TrainConfig
 from mamba_fsdp.conventions import DTYPES
 from mamba_fsdp.model import spec
 from mamba_fsdp.ops.loss.portable import CHUNK
-from mamba_fsdp.parallel.blocks import selected
-from mamba_fsdp.parallel.parallelize import choose_strategy
+from mamba_fsdp.parallel.parallelize import choose_strategy, selected
 from mamba_fsdp.parallel.world import World
 
 STATES = 64  # positions from one kept state of Mamba-1's scan to the next

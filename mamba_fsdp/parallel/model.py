@@ -5,7 +5,7 @@ Gradients are sums over ranks, in fp32 and divided by nothing under every strate
 
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import nn
@@ -43,11 +43,16 @@ def fill_parts(shards: Iterable[Shard], part_of: Callable[[str, int, int], torch
 
 @dataclass(eq=False)
 class ParameterSlot:
-    """Where a parameter sits in the model. Sharding replaces the parameter; its owners (several when tied) stay."""
+    """Where a parameter sits in the model, and this rank's part of it. Sharding replaces the parameter; its owners
+    (several when tied) stay."""
 
     owners: list[tuple[nn.Module, str]]  # (module, attribute)
     names: list[str]  # one per owner; the first is the parameter's name
     shape: tuple[int, ...]  # of the whole parameter
+    local: nn.Parameter = field(init=False)  # the part as the optimiser sees it: plain, sharing the model's storage
+    start: int = 0  # these three as in a Shard
+    replicas: int = 1
+    replica_index: int = 0
 
     @property
     def name(self) -> str:
@@ -67,6 +72,10 @@ class ParameterSlot:
         for module, attribute in self.owners:
             setattr(module, attribute, new)
 
+    def shard(self, name: str, data: torch.Tensor, tied: tuple[str, ...] = ()) -> Shard:
+        """The Shard of `data`, which lies over the whole tensor `name` as this part does over the whole parameter."""
+        return Shard(name, self.shape, self.start, data.detach().view(-1), self.replicas, self.replica_index, tied)
+
 
 def find_slots(model: nn.Module) -> list[ParameterSlot]:
     """The ParameterSlot of every parameter, in the order of `model.named_parameters()`."""
@@ -80,48 +89,30 @@ def find_slots(model: nn.Module) -> list[ParameterSlot]:
     return list(slots.values())
 
 
-@dataclass
-class LocalParameter:
-    """This rank's part of one parameter, as the optimiser sees it: a plain tensor that shares the model's storage."""
-
-    slot: ParameterSlot
-    parameter: nn.Parameter
-    start: int  # these three as in a Shard
-    replicas: int
-    replica_index: int
-
-    def shard(self, name: str, data: torch.Tensor, tied: tuple[str, ...] = ()) -> Shard:
-        """The Shard of `data`, which lies over the whole tensor `name` as this part does over the whole parameter."""
-        data = data.detach().view(-1)
-        return Shard(name, self.slot.shape, self.start, data, self.replicas, self.replica_index, tied)
-
-
 class ParallelModel:
     """A model spread over the world. `module` is what to call, `model` the bare model inside.
 
     parts: slot -> (this rank's part, where it starts in the flattened parameter), of each parameter that is cut over
-    groups of `shard_size` neighbouring ranks; `sharded` are these as local parameters. The others, `whole`, are on all
-    ranks. `local_parameters`: both, in the model's order. no_sync: whole gradients wait for the last micro-batch.
+    groups of `shard_size` neighbouring ranks: the slots in `sharded`. The others, `whole`, are on all ranks. no_sync:
+    whole gradients wait for the last micro-batch.
     """
 
     def __init__(self, model: nn.Module, module: nn.Module, world: World, slots: list[ParameterSlot], *,
                  parts: dict[ParameterSlot, tuple[nn.Parameter, int]], shard_size: int = 1, no_sync: bool = False):
-        self.model, self.module, self.world, self.no_sync = model, module, world, no_sync
-        replicas, index = world.size // shard_size, world.rank // shard_size
-        self.sharded = [LocalParameter(slot, part, start, replicas, index) for slot, (part, start) in parts.items()]
-        self.whole = [LocalParameter(slot, slot.parameter, 0, world.size, world.rank)
-                      for slot in slots if slot not in parts]
-        local = {local.slot: local for local in self.sharded + self.whole}
-        self.local_parameters = [local[slot] for slot in slots]
+        self.model, self.module, self.world, self.no_sync, self.slots = model, module, world, no_sync, slots
+        self.sharded, self.whole = list(parts), [slot for slot in slots if slot not in parts]
+        for slot in self.whole:
+            slot.local, slot.replicas, slot.replica_index = slot.parameter, world.size, world.rank
+        for slot, (slot.local, slot.start) in parts.items():
+            slot.replicas, slot.replica_index = world.size // shard_size, world.rank // shard_size
 
     def parameters(self) -> dict[str, nn.Parameter]:
         """Name -> what the optimiser updates: this rank's part of each parameter. Maybe empty, or flat."""
-        return {local.slot.name: local.parameter for local in self.local_parameters}
+        return {slot.name: slot.local for slot in self.slots}
 
     def shards(self) -> list[Shard]:
         """A Shard for every parameter."""
-        return [local.shard(local.slot.name, local.parameter, tied=tuple(local.slot.names[1:]))
-                for local in self.local_parameters]
+        return [slot.shard(slot.name, slot.local, tied=tuple(slot.names[1:])) for slot in self.slots]
 
     def accumulate(self, last: bool) -> AbstractContextManager:
         """Context for one micro-batch's forward and backward; what may wait for the `last` one is reduced then."""
@@ -129,7 +120,7 @@ class ParallelModel:
 
     def reduce_gradients(self) -> None:
         """Make every gradient its sum over all ranks, after the last backward. Here: those of `whole`."""
-        gradients = [local.parameter.grad.view(-1) for local in self.whole]
+        gradients = [slot.local.grad.view(-1) for slot in self.whole]
         if gradients and self.world.size > 1:
             total = self.world.all_reduce_sum(torch.cat(gradients))
             torch._foreach_copy_(gradients, list(total.split([gradient.numel() for gradient in gradients])))
@@ -137,7 +128,7 @@ class ParallelModel:
     def gradient_squares(self) -> torch.Tensor:
         """This rank's share of the whole gradient's 2-norm squared, a 0-dim fp64 tensor; inf and nan come through."""
         # Each element counts once: of replicas, only number 0 does.
-        gradients = [local.parameter.grad for local in self.local_parameters if local.replica_index == 0]
+        gradients = [slot.local.grad for slot in self.slots if slot.replica_index == 0]
         gradients = [gradient for gradient in gradients if gradient is not None and gradient.numel()]
         squares = torch.zeros((), dtype=torch.float64, device=self.world.device)
         if gradients:
@@ -146,7 +137,7 @@ class ParallelModel:
 
     def scale_gradients(self, factor: torch.Tensor) -> None:
         """Multiply every gradient by a number: a 0-dim fp32 tensor on the device."""
-        gradients = [local.parameter.grad for local in self.local_parameters]
+        gradients = [slot.local.grad for slot in self.slots]
         torch._foreach_mul_([gradient for gradient in gradients if gradient is not None], factor)
 
     def optimizer_shards(self, optimizer: torch.optim.AdamW) -> list[Shard]:
@@ -158,8 +149,8 @@ class ParallelModel:
                     optimizer.state[parameter] = {
                         "step": torch.zeros((), dtype=torch.float32, device=device),
                         "exp_avg": torch.zeros_like(parameter), "exp_avg_sq": torch.zeros_like(parameter)}
-        return [local.shard(f"optimizer/{local.slot.name}/{name}", optimizer.state[local.parameter][name])
-                for local in self.local_parameters for name in ("exp_avg", "exp_avg_sq")]
+        return [slot.shard(f"optimizer/{slot.name}/{name}", optimizer.state[slot.local][name])
+                for slot in self.slots for name in ("exp_avg", "exp_avg_sq")]
 
     def set_optimizer_steps(self, optimizer: torch.optim.AdamW, steps: int) -> None:
         """Let AdamW's bias correction be that after `steps` updates. Call after `optimizer_shards`."""

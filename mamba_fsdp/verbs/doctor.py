@@ -32,14 +32,7 @@ import mamba_fsdp
 from config.devices import device_peak
 from config.model_config import ModelConfig
 from mamba_fsdp.errors import UserError, first_line
-from mamba_fsdp.launch.machine import (
-    assigned_gpus,
-    check_version,
-    driver_gpus,
-    efa_plugin,
-    interface_towards,
-    node_name,
-)
+from mamba_fsdp.launch import machine
 from mamba_fsdp.model.init import initial_value
 from mamba_fsdp.model.lm import MambaLM
 from mamba_fsdp.model.spec import operator_uses, parameters
@@ -88,7 +81,7 @@ def join_step() -> None:
              "LOCAL_RANK": step["SLURM_LOCALID"], "MASTER_ADDR": host,
              "LOCAL_WORLD_SIZE": re.findall(r"\d+", step["SLURM_STEP_TASKS_PER_NODE"])[0],
              "MASTER_PORT": str(20000 + (7 * int(step["SLURM_JOB_ID"]) + int(step["SLURM_STEP_ID"])) % 10000)}
-    if interface := interface_towards([host, step.get("SLURM_LAUNCH_NODE_IPADDR", "")]):
+    if interface := machine.interface_towards([host, step.get("SLURM_LAUNCH_NODE_IPADDR", "")]):
         step.setdefault("GLOO_SOCKET_IFNAME", interface)
 
 
@@ -110,7 +103,7 @@ def judge(world: World, name: str, check: Callable[[], str], together: bool = Fa
     rank 0 has what there is to say. Returns there whether any failed, or packages differ."""
     found = attempt(check) if together else world.run_local(lambda: () if world.local_rank else attempt(check))
     said: dict[tuple[str, str], list[str]] = {}
-    for rank, (node, finding) in enumerate(world.gather_on_rank0((node_name(), found))):
+    for rank, (node, finding) in enumerate(world.gather_on_rank0((machine.node_name(), found))):
         if finding and not (together and rank and finding[0] != "FAIL"):
             said.setdefault(finding, []).append(node)
     if len(said) > 1 and name in PACKAGES:
@@ -151,16 +144,16 @@ def check_project() -> str:
 
 
 def check_environment() -> str:
-    check_version()
+    machine.check_version()
     return "made from this checkout's requirements"
 
 
 def check_gpus() -> str:
-    shown = driver_gpus()
+    shown = machine.driver_gpus()
     if not shown:
         raise Absent("the NVIDIA driver shows none")
-    if assigned_gpus() > len(shown):
-        raise UserError(f"Slurm assigned {assigned_gpus()}, the driver shows {len(shown)}: {', '.join(shown)}")
+    if machine.assigned_gpus() > len(shown):
+        raise UserError(f"Slurm assigned {machine.assigned_gpus()}, the driver shows {len(shown)}: {', '.join(shown)}")
     if not torch.cuda.is_available():
         why = f"is the driver too old for CUDA {torch.version.cuda}?" if torch.version.cuda else "it is built for CPUs"
         raise UserError(f"the driver shows {len(shown)} x {shown[0]}, torch {torch.__version__} finds none; {why}")
@@ -173,7 +166,7 @@ def check_efa() -> str:
     devices = [path for path in EFA_FOLDER.glob("*") if (path / "device/driver").resolve().name == "efa"]
     if not devices:
         raise Absent("no devices")
-    plugin = efa_plugin()
+    plugin = machine.efa_plugin()
     if not plugin:
         raise UserError(f"{len(devices)} devices, but no libnccl-net.so (aws-ofi-nccl) for NCCL to use them by, so it "
                         "takes TCP; build the image with INSTALL_EFA=1 (docs/image.md)")
@@ -249,7 +242,7 @@ def measure_ranks(world: World) -> str:
         float(received[0])
 
     seconds = timed(lambda: world.all_reduce_sum(data))
-    told = world.gather_on_rank0((timed(shift), world.rank, to, node_name()))
+    told = world.gather_on_rank0((timed(shift), world.rank, to, machine.node_name()))
     if world.rank:
         return ""
     slowest, rank, other, _ = max(told)
@@ -265,10 +258,10 @@ def measure_folder(world: World, folder: str) -> str:
         raise Absent("name one to measure its speed: doctor FOLDER")
     place = world.on_rank0(lambda: hidden_beside(Path(folder, "doctor")))
     world.on_rank0(place.mkdir)
-    nodes = world.broadcast_object(list(dict.fromkeys(world.gather_on_rank0(node_name()))))
-    other = nodes[(nodes.index(node_name()) + 1) % len(nodes)]
+    nodes = world.broadcast_object(list(dict.fromkeys(world.gather_on_rank0(machine.node_name()))))
+    other = nodes[(nodes.index(machine.node_name()) + 1) % len(nodes)]
     try:
-        seconds = [world.on_all_ranks(lambda: 0.0 if world.local_rank else write_file(place / node_name())),
+        seconds = [world.on_all_ranks(lambda: 0.0 if world.local_rank else write_file(place / machine.node_name())),
                    world.on_all_ranks(lambda: 0.0 if world.local_rank else read_file(place / other))]
     finally:
         world.on_rank0(lambda: shutil.rmtree(place, ignore_errors=True))
@@ -311,5 +304,5 @@ def seconds_of(act: Callable[[], None], what: str) -> float:
     try:
         act()
     except OSError as error:
-        raise UserError(f"{node_name()}: {error.strerror}: can't {what}") from None
+        raise UserError(f"{machine.node_name()}: {error.strerror}: can't {what}") from None
     return time.perf_counter() - began

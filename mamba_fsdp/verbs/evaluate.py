@@ -42,14 +42,19 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import numpy as np
 
+from config.dataset_config import DatasetConfig
 from config.fields import Bounds, setting
-from config.train_config import USUAL_READING, ReadingConfig
+from config.train_config import USUAL_READING, DataConfig, ReadingConfig
+from mamba_fsdp.data.opening import format_of, is_source, open_source
+from mamba_fsdp.data.source import Source
+from mamba_fsdp.data.text import open_source as open_text
+from mamba_fsdp.data.tokenize import make_dataset
+from mamba_fsdp.data.tokenizer import is_other, load_words, refuse_other_tokenizer
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.report.display import Display
 from mamba_fsdp.storage import write_for_user
 
 if TYPE_CHECKING:
-    from mamba_fsdp.data.source import Source
     from mamba_fsdp.parallel.world import World
     from mamba_fsdp.verbs.loading import Loaded
 
@@ -105,15 +110,11 @@ class Evaluation(NamedTuple):
     def bits_per_byte(self) -> float | None:
         return self.loss * self.tokens / math.log(2) / self.bytes if self.bytes else None
 
-    def told(self) -> dict[str, float]:
-        return self._asdict() | {name: getattr(self, name) for name in ROWS}
-
 
 def main(model: str, data: str = "", seq_length: Annotated[int, Bounds(at_least=1)] = 2048,
          stride: Annotated[int, Bounds(at_least=0)] = 0, batch_size: Annotated[int, Bounds(at_least=1)] = 8,
          limit: Annotated[int, Bounds(at_least=0)] = 0, options: EvaluationConfig = USUAL,
          reading: ReadingConfig = USUAL_READING) -> None:
-    from mamba_fsdp.data.tokenizer import is_other
     from mamba_fsdp.verbs.loading import inference_world, load
 
     if not (data or options.tasks):
@@ -148,7 +149,8 @@ def main(model: str, data: str = "", seq_length: Annotated[int, Bounds(at_least=
     for role, results in tasks.items():
         display.line("\n".join([f"tasks of       {models[role]}", *harness.table(results)]))
     if options.json and world.rank == 0:
-        numbers = {label: {role: each.told() for role, each in told.items()} for label, told in found.items()}
+        numbers = {label: {role: each._asdict() | {name: getattr(each, name) for name in ROWS}
+                           for role, each in told.items()} for label, told in found.items()}
         plain = json.dumps({**models, "data": numbers, "samples": samples, "tasks": tasks})
         text = json.dumps(json.loads(plain, parse_constant=lambda _: None), indent=1)  # JSON has no NaN
         print(text) if on_stdout else write_for_user(options.json, text + "\n")
@@ -184,10 +186,6 @@ def said(evaluations: Mapping[str, Evaluation], models: Mapping[str, str], same_
 def opened(model: "Loaded", data: str, options: EvaluationConfig, reading: ReadingConfig) -> Iterator[dict[str, str]]:
     """{what it is called: its path} of the stores that `data` means. Text is tokenised by the model's tokenizer, or the
     one that is named, as get_dataset.py does, into a folder that goes afterwards. Called by all ranks."""
-    from config.dataset_config import DatasetConfig
-    from mamba_fsdp.data.opening import is_source
-    from mamba_fsdp.data.text import open_source
-    from mamba_fsdp.data.tokenize import make_dataset
     from mamba_fsdp.verbs.loading import inference_world
 
     stores = {f"{data} {name}": str(Path(data, name)) for name in ("validation", "test")
@@ -209,7 +207,7 @@ def opened(model: "Loaded", data: str, options: EvaluationConfig, reading: Readi
 
             def make(how=how, place=f"{folder}/{split or 'text'}"):
                 with contextlib.redirect_stdout(io.StringIO()):
-                    make_dataset(open_source(data, how), place)
+                    make_dataset(open_text(data, how), place)
                 return f"{place}/train"
 
             made[f"{data} {split}".strip()] = world.on_rank0(make)
@@ -222,10 +220,7 @@ def evaluate(model: "Loaded", data: str, *, seq_length: int = 2048, stride: int 
              **reading: Any) -> Evaluation:
     """The model over the tokens at this path; the options are those of the command above, and show is told how far it
     is. reading: settings of DataConfig that say how to read them. Called by all ranks. Raises UserError."""
-    from config.train_config import DataConfig
     from mamba_fsdp.data.loader import Split, evaluation_batches, evaluation_windows
-    from mamba_fsdp.data.opening import format_of, open_source
-    from mamba_fsdp.data.tokenizer import refuse_other_tokenizer
     from mamba_fsdp.train import loop
     from mamba_fsdp.verbs.loading import inference_world
 
@@ -266,12 +261,10 @@ def evaluate(model: "Loaded", data: str, *, seq_length: int = 2048, stride: int 
     return Evaluation(count, tokens.token_count - 1, loss, words, size, time.perf_counter() - began, length, stride)
 
 
-def words_and_bytes(source: "Source", spans: Iterable[tuple[int, int]], world: "World") -> tuple[int, int]:
+def words_and_bytes(source: Source, spans: Iterable[tuple[int, int]], world: "World") -> tuple[int, int]:
     """Of the text of the source's tokens in the spans, each (start, end), counted by all ranks together: as many for
     any number of them. Words are what stands between white space, as in the word-level perplexity of WikiText; ends of
     documents and other special tokens are none. (0, 0) where no tokenizer is known."""
-    from mamba_fsdp.data.tokenizer import load_words
-
     try:
         backend = load_words(source.tokenizer_path).backend
     except UserError:  # the source came without
@@ -300,8 +293,6 @@ def words_and_bytes(source: "Source", spans: Iterable[tuple[int, int]], world: "
 
 def sampled(model: "Loaded", data: str, count: int) -> list[tuple[str, str]]:
     """(text of the tokens at this path, how the model continues it) at `count` places spread evenly over them."""
-    from mamba_fsdp.data.opening import open_source
-    from mamba_fsdp.data.tokenizer import load_words
     from mamba_fsdp.verbs.generate import continuations
 
     source = open_source(data)

@@ -12,7 +12,7 @@ from mamba_fsdp.model.lm import MambaLM
 from mamba_fsdp.model.spec import parameters
 from mamba_fsdp.ops import native
 from mamba_fsdp.ops.ssd import portable as ssd
-from mamba_fsdp.parallel.blocks import compile_blocks
+from mamba_fsdp.parallel.parallelize import compile_blocks
 
 pytestmark = pytest.mark.torch22
 

@@ -8,7 +8,7 @@ from definitions import loop, recurrence
 from config.model_config import ModelConfig
 from mamba_fsdp.model.layers import MIXERS
 from mamba_fsdp.ops.forms import OPERATORS, PORTABLE
-from mamba_fsdp.parallel.blocks import leave_uncompiled
+from mamba_fsdp.parallel.parallelize import leave_uncompiled
 
 pytestmark = pytest.mark.torch22
 MIXER = {"mamba1": ModelConfig(layers="mamba1", d_model=6, d_state=4, dt_rank=2),

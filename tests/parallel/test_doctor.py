@@ -59,7 +59,7 @@ def as_ranks(world, folder):
     world.local_rank, world.local_size = 0, 1
     nowhere = f"{folder}/nowhere"
     said = io.StringIO()
-    with (patch.object(doctor, "MEGABYTES", 1), patch.object(doctor, "node_name", lambda: f"node{world.rank}"),
+    with (patch.object(doctor, "MEGABYTES", 1), patch.object(machine, "node_name", lambda: f"node{world.rank}"),
           contextlib.redirect_stdout(said)):
         failed = [doctor.judge(world, "torch", lambda: f"2.{world.rank}"),
                   doctor.judge(world, "GPU", lambda: "the same"),
@@ -86,7 +86,7 @@ def test_srun_says_who_a_task_is(monkeypatch):
     step = {"SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": "3", "SLURM_LOCALID": "1", "SLURM_STEP_ID": "2",
             "SLURM_STEP_NODELIST": "gpu-[07-08],other", "SLURM_STEP_TASKS_PER_NODE": "2(x2)", "SLURM_JOB_ID": "12345"}
     monkeypatch.setattr(os, "environ", dict(step))
-    monkeypatch.setattr(doctor, "interface_towards", lambda hosts: "eth7" if hosts[0] == "gpu-07" else "")
+    monkeypatch.setattr(machine, "interface_towards", lambda hosts: "eth7" if hosts[0] == "gpu-07" else "")
     doctor.join_step()
     added = {name: os.environ[name] for name in os.environ.keys() - step.keys()}
     port = added.pop("MASTER_PORT")
@@ -114,8 +114,8 @@ def test_efa_devices_need_the_library_that_uses_them(tmp_path, monkeypatch):
 @pytest.mark.parametrize(("driver", "assigned", "verdict"), [([], 0, "-"), (["NVIDIA A100"], 1, "FAIL"),
                                                              (["NVIDIA A100"], 2, "FAIL")])
 def test_gpus_that_torch_or_slurm_see_differently_fail(driver, assigned, verdict, monkeypatch):
-    monkeypatch.setattr(doctor, "driver_gpus", lambda: driver)
-    monkeypatch.setattr(doctor, "assigned_gpus", lambda: assigned)
+    monkeypatch.setattr(machine, "driver_gpus", lambda: driver)
+    monkeypatch.setattr(machine, "assigned_gpus", lambda: assigned)
     assert doctor.attempt(doctor.check_gpus)[0] == verdict
 
 

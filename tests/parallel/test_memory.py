@@ -64,7 +64,7 @@ def test_activations_and_copies_are_about_the_least_that_autograd_keeps(layers, 
     parallel = parallelize(torch.nn.Module.to_empty(MambaLM(config, compute_dtype=dtype), device="cpu"),
                            ParallelConfig(low_cpu_fsdp=False, **how), world=world, compute_dtype=dtype)
     fill_parts(parallel.shards(), lambda name, start, stop: torch.full((stop - start,), 0.01))
-    weights = {local.parameter.untyped_storage().data_ptr() for local in parallel.local_parameters}
+    weights = {slot.local.untyped_storage().data_ptr() for slot in parallel.slots}
     kept = {}
 
     def keep(tensor):

@@ -119,7 +119,7 @@ def timeouts(world, how):
     """Those of the groups that the sharding uses."""
     parallel, _ = build(world, **how)
     if HAS_FSDP2:
-        groups = parallel.local_parameters[0].slot.parameter.device_mesh.get_all_groups()
+        groups = parallel.slots[0].parameter.device_mesh.get_all_groups()
     else:
         modules = FullyShardedDataParallel.fsdp_modules(parallel.module)
         groups = [getattr(module, name) for module in modules for name in ("process_group", "_inter_node_pg")
@@ -153,7 +153,7 @@ def test_one_bad_element_on_one_rank_reaches_every_norm(value):
 
 def waiting_bytes(parallel):
     """Bytes of the gradients that this rank holds of what is sharded, wherever the strategy keeps them."""
-    gradients = [local.parameter.grad for local in parallel.sharded]
+    gradients = [slot.local.grad for slot in parallel.sharded]
     if HAS_FSDP2:
         kept = [thing for thing in gc.get_objects() if type(thing).__name__ in ("FSDPParam", "FSDPParamGroup")]
         for name in ("unsharded_accumulated_grad", "_partial_reduce_output"):
@@ -189,7 +189,7 @@ def accumulated(world, how, dtype=torch.float32):
         with parallel.accumulate(last=index == 2):
             parallel.module(torch.zeros(1, 4, dtype=torch.long), labels=torch.zeros(1, 4, dtype=torch.long)).backward()
         seen.append((calls["scatter"], calls["all"], waiting_bytes(parallel)))
-    return seen, sum(4 * math.prod(local.slot.shape) for local in parallel.sharded)
+    return seen, sum(4 * math.prod(slot.shape) for slot in parallel.sharded)
 
 
 @pytest.mark.slow

@@ -6,7 +6,7 @@ import torch
 from mamba_fsdp import command_line
 from mamba_fsdp.data.store import TokenStore
 from mamba_fsdp.errors import UserError
-from mamba_fsdp.verbs import evaluate, inspect, inspect_data, loading
+from mamba_fsdp.verbs import evaluate, inspect, loading
 from tests.data.foreign_files import write_fms, write_nanogpt, write_rows
 
 
@@ -51,7 +51,7 @@ def test_inspect_names_ids_beyond_the_vocabulary(there, tmp_path, told):
 
 def test_inspect_reads_samples_of_large_data_and_with_verify_all(tmp_path, told, monkeypatch):
     """The highest id stands where no sample falls; memory holds a window at a time."""
-    monkeypatch.setattr(inspect_data, "WINDOW", 10)
+    monkeypatch.setattr(inspect, "WINDOW", 10)
     write_nanogpt(tmp_path / "a.bin", [1] * 1015 + [9] + [1] * 984)
     code, said = told(tmp_path / "a.bin", "--eos_token=9")
     assert code == 0 and "1 to 1 (of 640 tokens spread over it)" in said and "the longest at least" in said

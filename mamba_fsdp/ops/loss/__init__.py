@@ -13,11 +13,6 @@ from mamba_fsdp.ops.forms import modules
 FORMS = modules(__name__)
 
 
-def _scaled(values, factor, dtype):
-    """values * factor, a scalar in compute type, rounded to `dtype` afterwards: 1 / tokens is no number of fp16."""
-    return torch.mul(values, factor.reshape(1), out=torch.empty_like(values, dtype=dtype))  # no float32 copy on a GPU
-
-
 class _WithGradients(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden, weight, loss, *gradients):
@@ -28,7 +23,9 @@ class _WithGradients(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
-        return *(_scaled(values, grad, dtype) for values, dtype in zip(ctx.saved_tensors, ctx.dtypes)), None, None, None
+        """`grad` is in compute type, and rounding comes afterwards: 1 / tokens is no number of fp16."""
+        return *(torch.mul(values, grad.reshape(1), out=torch.empty_like(values, dtype=dtype))  # no float32 copy
+                 for values, dtype in zip(ctx.saved_tensors, ctx.dtypes)), None, None, None
 
 
 def linear_cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor, token_weights: Tensor | None = None, *,

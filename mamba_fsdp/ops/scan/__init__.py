@@ -31,19 +31,15 @@ def selective_scan(u: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Te
     return FORMS[form].selective_scan(u, dt, A, B, C, D, z, dt_bias, documents, initial_state, return_last_state)
 
 
-def selective_scan_step(state: Tensor, u: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None = None,
-                        z: Tensor | None = None, dt_bias: Tensor | None = None) -> Tensor:
+def selective_scan_step(state: Tensor, u: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor, z: Tensor,
+                        dt_bias: Tensor) -> Tensor:
     """One position of selective_scan: u, dt, z (batch, d_inner), B, C (batch, d_state) -> (batch, d_inner).
 
     state (batch, d_inner, d_state) is updated in place.
     """
     real = compute_type(u)
     values, delta, B, C = (v.to(real) for v in (u, dt, B, C))
-    delta = F.softplus(delta if dt_bias is None else delta + dt_bias)
+    delta = F.softplus(delta + dt_bias)
     state.mul_(torch.exp(delta.unsqueeze(2) * A)).addcmul_((delta * values).unsqueeze(2), B.unsqueeze(1))
-    y = torch.einsum("bds,bs->bd", state.to(real), C)
-    if D is not None:
-        y = y + D * values
-    if z is not None:
-        y = y * F.silu(z.to(real))
-    return y.to(u.dtype)
+    y = torch.einsum("bds,bs->bd", state.to(real), C) + D * values
+    return (y * F.silu(z.to(real))).to(u.dtype)

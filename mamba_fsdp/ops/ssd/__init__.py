@@ -34,18 +34,16 @@ def ssd(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None
     return FORMS[form].ssd(x, dt, A, B, C, D, dt_bias, chunk_size, documents, initial_state, return_last_state)
 
 
-def ssd_step(state: Tensor, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None = None,
-             dt_bias: Tensor | None = None) -> Tensor:
+def ssd_step(state: Tensor, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor,
+             dt_bias: Tensor) -> Tensor:
     """One token: updates state (batch, heads, headdim, d_state) in place and returns y like x.
 
     x (batch, heads, headdim); dt (batch, heads); B, C (batch, groups, d_state); the rest as in `ssd`.
     """
     real = state.dtype
-    delta = F.softplus(dt.to(real) if dt_bias is None else dt.to(real) + dt_bias.to(real))
+    delta = F.softplus(dt.to(real) + dt_bias.to(real))
     B, C = (t.to(real).repeat_interleave(x.shape[1] // t.shape[1], dim=1) for t in (B, C))
     state *= (delta * A.to(real)).exp()[..., None, None]
     state += torch.einsum("bhp,bhn->bhpn", delta.unsqueeze(2) * x.to(real), B)
     y = torch.einsum("bhpn,bhn->bhp", state, C)
-    if D is not None:
-        y += D.to(real).unsqueeze(1) * x.to(real)
-    return y.to(x.dtype)
+    return (y + D.to(real).unsqueeze(1) * x.to(real)).to(x.dtype)

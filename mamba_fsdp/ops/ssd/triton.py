@@ -37,7 +37,7 @@ class _Call:
     """What the kernels of one call share: inputs, sizes, and the steps, of which decays are made."""
 
     def __init__(self, x, dt, A, B, C, D, dt_bias, documents):
-        from mamba_fsdp.ops.ssd.triton_forward import add_up
+        from mamba_fsdp.ops.ssd.triton_kernels import add_up
 
         dtype = torch.promote_types(x.dtype, torch.promote_types(B.dtype, C.dtype))
         self.x, self.B, self.C, self.dt = _packed(x.to(dtype)), _packed(B.to(dtype)), _packed(C.to(dtype)), _packed(dt)
@@ -64,7 +64,7 @@ class _Call:
 
     def sweep(self, x, B, C, first, states=False, out=True, reverse=False):
         """The states entering each chunk, the outputs, the last state. See the kernel."""
-        from mamba_fsdp.ops.ssd.triton_forward import sweep
+        from mamba_fsdp.ops.ssd.triton_kernels import sweep
 
         options = self.options("ssd_sweep", SWEEP)
         rows, size = self.batch * self.heads, self.constants["N"] * x.shape[3]
@@ -97,7 +97,7 @@ def ssd_forward(x, dt, A, B, C, D, dt_bias, documents, state, remake=False):
 
 def ssd_backward(grad, grad_last, x, dt, A, B, C, D, dt_bias, documents, state, entering=None):
     """The gradients of x, dt, A, B, C, D, dt_bias and the first state, also of those that are None, as if zeros."""
-    from mamba_fsdp.ops.ssd.triton_backward import finish, gradients
+    from mamba_fsdp.ops.ssd.triton_kernels import finish, gradients
 
     call = _Call(x, dt, A, B, C, D, dt_bias, documents)
     grad = _packed(grad.to(call.x.dtype))
