@@ -2,12 +2,12 @@
 all was read once, metrics tell of each source, and forged logs are refused."""
 
 import json
-import os
 import subprocess
 import sys
 import time
 
 import pytest
+from forked import said_by, start_ranks
 
 from config import resolve
 from mamba_fsdp import command_line
@@ -34,7 +34,7 @@ def lines_of(run):
 
 @pytest.mark.slow
 @pytest.mark.torch22
-def test_killed_and_changed_runs_read_each_window_once(start_training, tiny_file, corpus, project, tmp_path, audit):
+def test_killed_and_changed_runs_read_each_window_once(start_training, tiny_file, corpus, tmp_path, audit):
     run = tmp_path / "run"
     process = start_training(run, **MIXED, num_steps=4000, checkpoint_interval=7)
     while len(list(run.glob("checkpoints/step_*"))) < 3:
@@ -44,17 +44,13 @@ def test_killed_and_changed_runs_read_each_window_once(start_training, tiny_file
     process.communicate()
     killed = int(sorted(run.glob("checkpoints/step_*"))[-1].name[5:])
     assert killed % 7 == 0 and audit(run)[0] == 0  # also before anything resumes
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    starts = ((torchrun, 10, {"datasets": "train", "batch_size": 1, "global_batch_size": 6}),
-              ([sys.executable], 20, {"weights": "1,3", "seq_length": 16, "new_epoch": True}))
-    for command, more, given in starts:
+    starts = ((2, 10, {"datasets": "train", "batch_size": 1, "global_batch_size": 6}),
+              (1, 20, {"weights": "1,3", "seq_length": 16, "new_epoch": True}))
+    for ranks, more, given in starts:
         words = {"config": tiny_file, **MIXED, "dataset_path": corpus, "save_ckpt_path": run,
                  "num_steps": killed + more, **given}
-        given = [f"--{name}={value}" for name, value in words.items()]
-        done = subprocess.run([*command, "training.py", *given], cwd=project, text=True, capture_output=True,
-                              env={**os.environ, "OMP_NUM_THREADS": "1"})
-        assert done.returncode == 0, done.stdout + done.stderr
-        assert ("seq_length 32 is closed" in done.stdout) == (more == 20)
+        said = said_by(start_ranks(ranks, [f"--{name}={value}" for name, value in words.items()]))
+        assert ("seq_length 32 is closed" in said) == (more == 20)
     code, said = audit(run)
     assert code == 0 and f"{killed + 20} steps, starts on 1, 2, 1 ranks" in said, said
     steps = [line for line in lines_of(run) if "draws" in line]
