@@ -16,7 +16,8 @@ stack=cpu venv=.venv
 workers=3 selection=()
 while [ $# -gt 0 ]; do
     case $1 in
-    --quick) workers=2 selection=(-m "not slow" --loadscope-reorder --durations=10 --durations-min=3) ;; # names slow ones
+    --quick) # names those that should be slow
+        workers=2 selection=(-m "not slow" --loadscope-reorder --durations=10 --durations-min=3) ;;
     --slow) selection=(-m slow) ;;
     --stack) stack=${2:?--stack needs a name}; shift ;;
     --stack=*) stack=${1#*=} ;;
