@@ -1,8 +1,10 @@
-"""What a lost rank or node costs: `python -m benchmarks.recovery [MINUTES]`, as root where Slurm is installed.
+"""What a lost rank or node costs: `python -m benchmarks.recovery [ranks] [nodes] [goodput] [MINUTES]`, by default all.
 
-Seconds from a kill to the next step, of a demo run of two ranks on this machine under this launcher and under plain
-torchrun, in turn; the same when a node of a throw-away Slurm is lost, with and without a spare one; the goodput of a
-demo run of MINUTES (default 5) with a kill a minute. data/builtin must be there: ./1.train.sbatch makes it.
+ranks: seconds from a kill to the next applied step, of a demo run of two ranks on this machine under this launcher and
+under plain torchrun, in turn. nodes: the same when a node of a throw-away Slurm is lost: with a spare one, without, and
+the first, where the script runs; as root, where Slurm is installed (nodes are switched on again at once, and the queue
+is empty). goodput: of a demo run of MINUTES (default 5) with a kill a minute. All of it takes about ten minutes on two
+idle cores. data/builtin must be there: ./1.train.sbatch makes it.
 """
 
 import contextlib
@@ -20,25 +22,36 @@ from mamba_fsdp.run_layout import METRICS
 
 PROJECT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(PROJECT / "tests/slurm"), str(PROJECT / "tests/launcher")]
-RUNS = 3
+ROUNDS, KILLS = 2, 2  # of each launcher: starts in turn, and kills in each
 DEMO = ["--config=config/demo.yaml", "--num_steps=100000", "--report_interval=1", "--eval_interval=0",
         "--checkpoint_interval=5"]
 MEETING = ["--nnodes=1", "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0"]
 
 
-def launch(folder, *, ours):
-    words = (["-m", "mamba_fsdp.launch.node", folder / "run/failures/1.0", *MEETING] if ours else
+@contextlib.contextmanager
+def launched(folder, *, ours):
+    words = (["-m", "mamba_fsdp.launch.node", f"{folder}/run/failures/1.0", *MEETING] if ours else
              ["-m", "torch.distributed.run", *MEETING, "--nproc-per-node=2", "--max-restarts=99"])
     command = [sys.executable, *words, "training.py", *DEMO, f"--save_ckpt_path={folder}/run"]
-    with open(folder / "log", "w") as log:
-        return subprocess.Popen(command, stdout=log, stderr=log, cwd=PROJECT, env={
-            **os.environ, "PROCESSES_PER_NODE": "2", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(PROJECT)})
+    with open(f"{folder}/log", "w") as log:
+        process = subprocess.Popen(command, stdout=log, stderr=log, cwd=PROJECT, env={
+            **os.environ, "PROCESSES_PER_NODE": "2", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(PROJECT),
+            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"})  # else ranks may look for those before them, and wait
+    try:
+        yield process
+    finally:
+        for pid in [process.pid, *descendants(process.pid)]:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        process.wait()
 
 
 def descendants(pid):
-    for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
-        yield int(child)
-        yield from descendants(child)
+    found = []
+    with contextlib.suppress(OSError):
+        for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
+            found += [int(child), *descendants(child)]
+    return found
 
 
 def kill_a_rank(process):
@@ -54,87 +67,96 @@ def wait_until(happened, what):
     return value
 
 
-def count(run, event):
-    return sum(entry["event"] == event for entry in read_events(run))
+def events(run, kind):
+    return [event for event in read_events(run) if event["event"] == kind]
+
+
+def entries(run):
+    return (run / METRICS).read_text().splitlines() if (run / METRICS).exists() else []
 
 
 def until_next_step(run, kill):
     """Seconds from `kill` to the first step of the start after it, once the run has a checkpoint of this start."""
-    saved = count(run, "checkpoint")
-    wait_until(lambda: count(run, "checkpoint") > saved, "a checkpoint")
-    begun, began = count(run, "started"), time.monotonic()
+    saved, starts = len(events(run, "checkpoint")), len(events(run, "started"))
+    wait_until(lambda: len(events(run, "checkpoint")) > saved, "a checkpoint")
+    began = time.monotonic()
     kill()
-    wait_until(lambda: count(run, "started") > begun, "another start")
-    before = (run / METRICS).stat().st_size
-    wait_until(lambda: (run / METRICS).stat().st_size > before, "a step")
+    before = set(entries(run))
+    first = wait_until(lambda: events(run, "started")[starts:], "another start")[0]["step"] + 1
+    wait_until(lambda: any(f'"step": {first},' in line for line in set(entries(run)) - before), f"step {first}")
     return time.monotonic() - began
 
 
 def in_turn():
-    """{launcher: seconds}, of a kill in each of RUNS runs."""
+    """{launcher: seconds}."""
     seconds = {"a rank, this launcher": [], "a rank, plain torchrun": []}
-    for _ in range(RUNS):
+    for _ in range(ROUNDS):
         for name, values in seconds.items():
-            with tempfile.TemporaryDirectory() as folder:
-                process = launch(Path(folder), ours="this" in name)
-                values.append(until_next_step(Path(folder, "run"), lambda process=process: kill_a_rank(process)))
-                end(process)
+            with tempfile.TemporaryDirectory() as folder, launched(folder, ours="this" in name) as process:
+                run = Path(folder, "run")
+                wait_until(lambda run=run: events(run, "started"), "a start")
+                for _ in range(KILLS):
+                    values.append(until_next_step(run, lambda process=process: kill_a_rank(process)))
     return seconds
 
 
-def end(process):
-    ranks = [*descendants(process.pid)]
-    for pid in [process.pid, *ranks]:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
-    process.wait()
-
-
-def goodput(minutes):
-    with tempfile.TemporaryDirectory() as root:
-        process, run = launch(Path(root), ours=True), Path(root, "run")
-        wait_until(lambda: count(run, "checkpoint"), "a checkpoint")
-        for _ in range(minutes):
-            time.sleep(60)
-            kill_a_rank(process)
-        time.sleep(60)
-        end(process)
-        return read(run / METRICS)[-1]["goodput"], count(run, "recovered")
-
-
-def in_slurm(spares):
-    """Seconds after a node is lost."""
+def in_slurm():
+    """{what is lost: seconds}, of one job that loses a node at a time."""
     import cluster as slurm
     import projects
+    seconds = {}
     with tempfile.TemporaryDirectory() as root:
         project = projects.make_project(Path(root, "project"), training=None)
         projects.make_venv(project)
         (project / "data").symlink_to(PROJECT / "data")
         with slurm.Cluster(Path(root, "cluster"), nodes=3, shared=[project]) as cluster:
-            job = cluster.submit(project, *DEMO, f"--spares={spares}", "--save_ckpt_path=runs/a",
-                                 options=[f"--nodes={2 + spares}", "--exclude=node3"][:2 - spares],
+            job = cluster.submit(project, *DEMO, "--spares=1", "--save_ckpt_path=runs/a", options=["--nodes=3"],
                                  env={"OMP_NUM_THREADS": "1"})
 
-            def kill():
-                cluster.kill_node("node2")
-                if not spares:  # the node is switched on again at once: what is left is Slurm's queue
+            def lose(node, *back):
+                cluster.kill_node(node)
+                if back:
                     cluster.wait_until(lambda: cluster.state(job) == "PENDING", "the job is queued again")
-                    cluster.start_node("node2")
+                    for name in back:
+                        cluster.start_node(name)
                     cluster.release(job)
-            return until_next_step(project / "runs/a", kill)
+
+            run = project / "runs/a"
+            wait_until(lambda: events(run, "started"), "a start")
+            for name, *nodes in (("a node, with a spare one", "node2"),
+                                 ("a node, without: queued again", "node3", "node2", "node3"),
+                                 ("the first node: queued again", "node1", "node1")):
+                seconds[name] = [until_next_step(run, lambda nodes=nodes: lose(*nodes))]
+    return seconds
 
 
-def main(minutes=5):
-    seconds = in_turn()
-    ours, plain = (statistics.median(values) for values in seconds.values())
-    print(f"{'seconds from a kill to the next step':<52}{'median':>8}{'min':>8}{'max':>8}")
-    for name, values in [*seconds.items(), ("a node, with a spare one (Slurm)", [in_slurm(1)]),
-                         ("a node, without: queued again, and there at once", [in_slurm(0)])]:
-        print(f"{name:<52}{statistics.median(values):>8.1f}{min(values):>8.1f}{max(values):>8.1f}", flush=True)
-    print(f"a rank: {ours / plain:.2f} times the seconds of plain torchrun", flush=True)
-    share, kills = goodput(minutes)
-    print(f"goodput with a kill a minute, {kills} of them: {share:.1%}")
+def goodput(minutes):
+    with tempfile.TemporaryDirectory() as root, launched(root, ours=True) as process:
+        run = Path(root, "run")
+        wait_until(lambda: events(run, "checkpoint"), "a checkpoint")
+        for _ in range(minutes):
+            time.sleep(60)
+            kill_a_rank(process)
+        time.sleep(60)
+        return read(run / METRICS)[-1]["goodput"], [event["seconds"] for event in events(run, "recovered")]
+
+
+def main(words):
+    minutes = next((int(word) for word in words if word.isdigit()), 5)
+    parts = {word for word in words if not word.isdigit()} or {"ranks", "nodes", "goodput"}
+    seconds = (in_turn() if "ranks" in parts else {}) | (in_slurm() if "nodes" in parts else {})
+    if seconds:
+        print(f"{'seconds from a kill to the next applied step':<48}{'median':>8}{'min':>8}{'max':>8}")
+    for name, values in seconds.items():
+        print(f"{name:<48}{statistics.median(values):>8.1f}{min(values):>8.1f}{max(values):>8.1f}", flush=True)
+    if "ranks" in parts:
+        ours, plain, *_ = (statistics.median(values) for values in seconds.values())
+        print(f"a rank: {ours / plain:.2f} of the seconds of plain torchrun", flush=True)
+    if "goodput" in parts:
+        share, lost = goodput(minutes)
+        print(f"goodput {share:.1%} with a kill a minute ({minutes}); the next step came {lost} s after each")
+    print("load at the end: {:.1f} on {} cores".format(os.getloadavg()[0], os.cpu_count()))
 
 
 if __name__ == "__main__":
-    main(*map(int, sys.argv[1:]))
+    main(sys.argv[1:])
