@@ -20,7 +20,7 @@ from typing import Any
 from mamba_fsdp.errors import LostError, UserError
 from mamba_fsdp.heartbeat import heart
 from mamba_fsdp.storage import hidden_beside, patiently
-from mamba_fsdp.untrusted import parse_object
+from mamba_fsdp.untrusted import like, parse_object
 
 SECONDS_BETWEEN_RENEWALS = 5.0
 SECONDS_BETWEEN_LOOKS = 1.0
@@ -203,7 +203,7 @@ def _has_ended(owner):
         return False
     try:
         os.kill(owner["pid"], 0)
-    except ProcessLookupError:
+    except (ProcessLookupError, OverflowError):
         return True
     except OSError:
         return False  # it is another user's
@@ -211,9 +211,10 @@ def _has_ended(owner):
 
 
 def _owner(seen):
-    """Who holds the lease; {} when its file is still being written, or was cut short by a crash."""
+    """Who holds the lease; {} when its file is still being written, or was cut short by a crash or damaged."""
     with contextlib.suppress(ValueError):
-        return parse_object(seen[0])
+        owner = like(parse_object(seen[0]), {"host": "", "pid": 1, "since": "", "attempt": 0.0})
+        return {"job": None, "machine": None, "started": None, **owner}
     return {}
 
 

@@ -12,10 +12,11 @@ import time
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from mamba_fsdp.errors import StorageError, UserError
 from mamba_fsdp.heartbeat import heart
+from mamba_fsdp.untrusted import like, parse_object
 
 T = TypeVar("T")
 SECONDS_OF_TRYING = 60.0
@@ -69,6 +70,17 @@ def _say(text):
     rank = f"rank {os.environ['RANK']} on {socket.gethostname()}: " if "RANK" in os.environ else ""
     with contextlib.suppress(OSError):  # a terminal may be gone too
         print(rank + text, file=sys.stderr, flush=True)
+
+
+def read_object(path: Path, example: dict, remedy: str) -> dict[str, Any]:
+    """The JSON object in a file, which is like the example. Raises UserError, which ends in `remedy`, where it is not,
+    StorageError after patient trying, and FileNotFoundError."""
+    try:
+        return like(parse_object(patiently(path.read_bytes, path)), example)
+    except FileNotFoundError:
+        raise
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path}: can't be read ({getattr(error, 'strerror', None) or error}); {remedy}") from None
 
 
 def sync_folder(folder: str | Path) -> None:

@@ -4,23 +4,26 @@ import json
 from typing import Any
 
 
-def parse_json(text: str | bytes | bytearray) -> Any:
-    """What `text` says."""
+def parse_object(text: str | bytes | bytearray) -> dict[str, Any]:
+    """What `text` says, which has to be an object."""
     try:
-        return json.loads(text)
+        return like(json.loads(text), {})
     except RecursionError:
         raise ValueError("nested too deeply") from None
 
 
-def parse_object(text: str | bytes | bytearray) -> dict[str, Any]:
-    """What `text` says, which has to be an object."""
-    if not isinstance(content := parse_json(text), dict):
-        raise ValueError("no JSON object")
-    return content
-
-
-def file_name(name: Any) -> str:
-    """`name`, which has to be that of a file in the folder of who names it: no path leads elsewhere."""
-    if isinstance(name, str) and 0 < len(name) < 256 and not {"/", "\0"} & {*name} and name not in (".", ".."):
-        return name
-    raise ValueError(f"{str(name)[:60]!r} is not the name of a file in this folder")
+def like(value: Any, example: Any) -> Any:
+    """`value`, where it is such a thing as `example`: a number from that on, a list of such items, an object with such
+    fields, that of "" standing for all; `...`: the name of a file in this folder."""
+    kind: Any = str if example is ... else (int, float) if isinstance(example, float) else type(example)
+    if not isinstance(value, kind) or not (
+            0 < len(value) < 256 and not {"/", "\0"} & {*value} and value not in (".", "..") if example is ... else
+            not isinstance(example, int) or example <= value < 1 << 63):
+        wanted = "the name of a file in this folder" if example is ... else f"a {type(example).__name__}"
+        raise ValueError(f"{str(value)[:60]!r} is not {wanted}")
+    for name in example if isinstance(example, dict) else ():
+        for field in [value.get(name)] if name else value.values():
+            like(field, example[name])
+    for item in value if isinstance(example, list) else ():
+        like(item, *example)
+    return value

@@ -29,7 +29,10 @@ from mamba_fsdp.parallel.model import Shard, fill_parts
 from mamba_fsdp.parallel.world import World
 from mamba_fsdp.run_layout import CHECKPOINTS, COMMIT, STATE, committed, no_checkpoint
 from mamba_fsdp.storage import exists, patiently
-from mamba_fsdp.untrusted import file_name, parse_object
+from mamba_fsdp.untrusted import like, parse_object
+
+SAVED = {"progress": {"step": 0, "tokens": 0, "skipped_steps": 0, "data": {}}, "world_size": 1, "torch": "",
+         "settings": {"model": {}, "data": {"dataset_path": "", "seq_length": 1}}}
 
 
 def stored_name(name: str) -> str:
@@ -77,8 +80,9 @@ def _committed_files(checkpoint):
         content = parse_object(patiently((checkpoint / COMMIT).read_bytes, checkpoint / COMMIT))
         CHECKPOINT.check(checkpoint / COMMIT, content)
         files = content["files"]
-        if STATE in [*map(file_name, files)] and all("bytes" in entry and entry.keys() & HASHES.keys()
-                                                  for entry in files.values()):
+        if STATE in like([*files], [...]) and all(
+                like(part, {"bytes": 0}).keys() & HASHES.keys()
+                for entry in files.values() for part in (entry, entry.get("model", entry))):
             return files, []
     except OSError as error:
         return {}, [f"{COMMIT}: {error.strerror}"]
@@ -140,9 +144,9 @@ def read_state(checkpoint: Path) -> dict[str, Any]:
         content = parse_object(patiently((checkpoint / STATE).read_bytes, checkpoint / STATE))
         CHECKPOINT.check(checkpoint / STATE, content)
         content.setdefault("layouts", [])
-        _refuse_odd(**content)
         for name in _badly_cut(content["tensors"], content["layouts"]):
             raise UserError(f"checkpoint {checkpoint} is broken: the pieces of {name} are not the whole of it")
+        _refuse_odd(**content)
         return {field: content[field] for field in ("state", "files", "layouts", "tensors")}
     except OSError as error:
         raise UserError(f"can't read checkpoint {checkpoint}: {STATE}: {error.strerror}") from None
@@ -151,13 +155,12 @@ def read_state(checkpoint: Path) -> dict[str, Any]:
 
 
 def _refuse_odd(state, files, layouts, tensors, **_):
-    """Raises ValueError, KeyError, TypeError for what would be used without a look: names of files and dtypes."""
-    state.keys()
+    """Raises ValueError, KeyError, TypeError, IndexError for what would be used without a look."""
+    like(state, SAVED if {"progress", "settings"} & state.keys() else {}), like([*files], [...])
     for layout in layouts:
-        for number in layout["files"]:
-            file_name(files[number])
+        [files[number] for number, _ in zip(layout["files"], layout["starts"], strict=True)]
     for entry in tensors.values():
-        SAFETENSORS_DTYPES[entry["dtype"]], [name.encode() for name in entry["tied"]]
+        like(entry, {"shape": [0], "tied": [""], "layout": 0}), SAFETENSORS_DTYPES[entry["dtype"]]
 
 
 def _badly_cut(tensors, layouts):

@@ -30,7 +30,7 @@ from mamba_fsdp.heartbeat import heart
 from mamba_fsdp.parallel.model import Shard
 from mamba_fsdp.parallel.world import World
 from mamba_fsdp.run_layout import COMMIT, LOCAL, STATE, committed, rank_file, step_name, step_of
-from mamba_fsdp.storage import exists, write_atomically
+from mamba_fsdp.storage import exists, read_object, write_atomically
 
 KEEP = 2  # whole checkpoints of a node; another is being written beside them
 BLOCK = 1 << 24  # bytes of a file under way between nodes that a rank holds
@@ -111,7 +111,7 @@ class LocalTier:
 
     def forget_after(self, step: int) -> None:
         """Remove the checkpoints of later steps, which the run takes anew; says so where one was not whole."""
-        if (made := self.world.on_rank0(lambda: json.loads(self.note.read_text())["step"])) > step:
+        if (made := self.world.on_rank0(lambda: self._noted()["step"])) > step:
             self.say(f"warning: the local checkpoint of step {made} is not whole on these nodes")
         self._lead(lambda: list(map(self.retention.remove, (
             path for path in committed(self.folder) if path.name > step_name(step)))))
@@ -175,7 +175,11 @@ class LocalTier:
     def _identity(self):
         if not exists(self.note):
             write_atomically(self.note, json.dumps({"id": uuid.uuid4().hex[:12], "step": -1}))
-        return json.loads(self.note.read_text())["id"]
+        return self._noted()["id"]
+
+    def _noted(self):
+        return read_object(self.note, {"id": ..., "step": -1}, "remove it: the run then resumes from its own folder's "
+                           "checkpoints, and forgets the local ones")
 
     def _make_folder(self, probe, uneven):
         if "$" in str(self.root):

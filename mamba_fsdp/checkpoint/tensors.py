@@ -60,7 +60,7 @@ def _open_pth(path):
     except (RuntimeError, EOFError):  # whose words are torch's own affairs
         raise UserError(f"{path} ({path.stat().st_size:,} bytes) is cut short or damaged; copy or download it "
                         "again") from None
-    except (pickle.UnpicklingError, ValueError, KeyError):
+    except (pickle.UnpicklingError, ValueError, TypeError, AttributeError, LookupError, OverflowError, AssertionError):
         raise UserError(f"{path} is damaged or holds more than tensors and plain values, which only its own program "
                         "reads. Where you trust it, save its tensors alone: "
                         f"{CONVERSION.format(path=path)}") from None

@@ -5,6 +5,7 @@
     tables, CSV     a row's --text_column: text, or in tables a list of token ids
 """
 
+import json
 import re
 from collections.abc import Collection, Iterator, MutableMapping
 from typing import Any, NamedTuple
@@ -13,7 +14,6 @@ import numpy as np
 
 from config.dataset_config import DatasetConfig
 from mamba_fsdp.errors import UserError
-from mamba_fsdp.untrusted import parse_json
 
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 CONVERT = "what is in another encoding is converted with iconv -f UTF-16 (or LATIN1) -t UTF-8 FILE > NEW"
@@ -86,8 +86,8 @@ def _json_records(block, options, counts):
         if not line or line.isspace():
             continue
         try:
-            fields = parse_json(line)
-        except ValueError as error:
+            fields = json.loads(line)
+        except (ValueError, RecursionError) as error:
             raise UserError(f"{block.name}: record {record} is no valid JSON ({error})") from error
         yield record, field_of(f"{block.name}: record {record}", options.text_column, fields)
 

@@ -20,10 +20,12 @@ from mamba_fsdp.data.loader import Batch, Loader
 from mamba_fsdp.data.order import NOTHING, source_key, splitmix64, window_of
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.report.records import Log, entries
+from mamba_fsdp.untrusted import like
 
 LINES = 100  # written at once: opening a file takes a round trip on a network file system
 CHECKED_AT_ONCE = 1 << 20  # draws: arrays of some megabytes
 Position = Mapping[str, Any]  # as Order.state_after gives it
+POSITION = {"seq_length": 1, "drawn": {"": 0}, "windows": {"": 1}, "closed": [{"drawn": {"": 0}, "windows": {"": 1}}]}
 
 
 def fingerprint(name: str, windows: np.ndarray) -> np.ndarray:
@@ -114,6 +116,7 @@ class Ledger:
     def meet(self, step: int, position: Position, who: str) -> None:
         """What a start or a checkpoint (`who`) says of the position after `step`."""
         self.check()
+        like({"seq_length": 1, **position}, POSITION)
         exact, before, now = step == self.step, lives(self.position), lives(position)
         if step < self.step or self.is_logged and not exact:
             raise UserError(f"{self.log}: it ends at step {self.step}, but {who} is of step {step}: what the steps "

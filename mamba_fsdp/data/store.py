@@ -27,9 +27,10 @@ from config.dataset_config import DatasetConfig
 from mamba_fsdp.data.source import Tokens, restart
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.formats import TOKEN_STORE
-from mamba_fsdp.storage import patiently, sync_folder, write_atomically
-from mamba_fsdp.untrusted import file_name, parse_json
+from mamba_fsdp.storage import exists, patiently, read_object, sync_folder, write_atomically
+from mamba_fsdp.untrusted import like
 
+SHARDS = [{"name": ..., "tokens": 0, "documents": 0, "bin_sha256": "", "doc_sha256": ""}]
 LOOKS_AT_ONCE = 16  # at files: each is a round trip on a network file system, and a large store has thousands
 LARGEST_DOCUMENT = np.iinfo(np.int32).max  # positions are int32
 
@@ -49,9 +50,7 @@ class TokenStore:
         try:
             self.dtype = np.dtype(index["dtype"]).newbyteorder("<")
             self.vocab_size, self.eos, self.tokenizer = index["vocab_size"], index["eos"], index["tokenizer"]
-            self._shards = index["shards"]
-            for shard in self._shards:
-                file_name(shard["name"]), range(shard["tokens"]), range(shard["documents"])  # all that lead elsewhere
+            self._shards = like(index["shards"], SHARDS)
             self._starts = [0, *itertools.accumulate(shard["tokens"] for shard in self._shards)]
             mapped = functools.partial(_map, self.path, self._shards, self.dtype)
             self._map = functools.cache(mapped)
@@ -277,16 +276,9 @@ class StoreWriter:
 
 def _read_index(folder):
     path = folder / "index.json"
-    try:
-        index = parse_json(patiently(path.read_bytes, path))
-    except (FileNotFoundError, NotADirectoryError):
-        raise UserError(_why_no_store(folder)) from None
-    except OSError as error:
-        raise UserError(f"{path}: can't be read ({error.strerror})") from error
-    except ValueError as error:
-        raise UserError(f"{path}: no valid JSON ({error}); make the store again") from error
-    if not isinstance(index, dict) or "format" not in index:
-        raise UserError(f"{path}: not the index of a token store; make one with get_dataset.py")
+    if not exists(path):
+        raise UserError(_why_no_store(folder))
+    index = read_object(path, {"format": ""}, "make a token store there with get_dataset.py")
     TOKEN_STORE.check(path, index)
     if index.get("checksum") != _checksum(index):
         raise UserError(f"{path}: the index does not match its own checksum; copy it again or make the store again")

@@ -23,7 +23,7 @@ from mamba_fsdp.data.documents import TextBlock
 from mamba_fsdp.data.hub import why_offline
 from mamba_fsdp.data.readers import ARCHIVES, BLOCK_BYTES, ROWS, place_to_cut, read_blocks, table_blocks
 from mamba_fsdp.errors import UserError, first_line
-from mamba_fsdp.untrusted import file_name, parse_object
+from mamba_fsdp.storage import read_object
 
 UNIT_BYTES = 1 << 30  # of the input, all files end to end; about a shard of tokens
 UNIT_ROWS = 1 << 20  # of a datasets name
@@ -100,23 +100,16 @@ def _walk(folder, format, split):
         here = Path(here)
         folders[:] = sorted(name for name in folders if not name.startswith("."))
         if "dataset_dict.json" in names:  # save_to_disk of several splits
-            splits = _read_state(here / "dataset_dict.json", "splits")
+            splits = read_object(here / "dataset_dict.json", {"splits": [""]}, "save it again")["splits"]
             folders[:] = (split or "train").split("+")
             if missing := [name for name in folders if name not in splits]:
                 raise UserError(f"{here}: no split {missing[0]!r}; name one of {', '.join(splits)} with --split")
         elif "state.json" in names and "dataset_info.json" in names:  # save_to_disk: the state names its files
-            files = _read_state(here / "state.json", "_data_files", lambda file: file_name(file["filename"]))
-            yield from ((here / name, "arrow") for name in files)
+            state = read_object(here / "state.json", {"_data_files": [{"filename": ...}]}, "save it again")
+            yield from ((here / file["filename"], "arrow") for file in state["_data_files"])
             folders[:] = []
         else:
             yield from ((here / name, kind_of(here / name, format)) for name in sorted(names) if name[0] != ".")
-
-
-def _read_state(path, key, take=lambda entry: entry):
-    try:
-        return [take(entry) for entry in parse_object(path.read_bytes())[key]]
-    except (ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{path}: broken, or no save_to_disk folder's ({error})") from error
 
 
 def _refuse(error):
@@ -285,7 +278,7 @@ def _splits_of_name(name, options):
 def _local_splits(name, path, options):
     """Of a save_to_disk folder, or of files and folders named by their splits."""
     if (state := Path(path, "dataset_dict.json")).exists():
-        found = _official(name, _read_state(state, "splits"))
+        found = _official(name, read_object(state, {"splits": [""]}, "save it again")["splits"])
         return {store: Files(*find_files(path, options.format, split), options) for store, split in found.items()}
     files, left_out = find_files(path, options.format, "")
     by_word: dict[str, list[tuple[str, str]]] = {}

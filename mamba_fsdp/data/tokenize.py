@@ -23,14 +23,14 @@ from config.dataset_config import DatasetConfig
 from mamba_fsdp.data import tokenizer as tokenizers_
 from mamba_fsdp.data.documents import documents
 from mamba_fsdp.data.readers import BLOCK_BYTES, ROWS
-from mamba_fsdp.data.store import TokenStore
+from mamba_fsdp.data.store import SHARDS, TokenStore
 from mamba_fsdp.data.text import STORES, TextSource
-from mamba_fsdp.data.units import Progress, Unit, exact, unit_name, writer
+from mamba_fsdp.data.units import NOTHING_DONE, START_AGAIN, Progress, Unit, exact, unit_name, writer
 from mamba_fsdp.data.workers import Workers
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.formats import DATASET
 from mamba_fsdp.lease import Lease, living, share
-from mamba_fsdp.storage import move, patiently, write_atomically
+from mamba_fsdp.storage import move, read_object, write_atomically
 
 TRAINING_SAMPLE = 32 << 20  # bytes of text that a tokenizer is trained on
 PROGRESS = ".progress"
@@ -88,14 +88,11 @@ def _make_folder(out):
 def _load(path):
     """A state file's content, or None where there is none."""
     try:
-        state = json.loads(patiently(path.read_bytes, path))
+        state = read_object(path, {"settings": {"input": {}}, "tokenizer": "", "vocab_size": 1}, START_AGAIN)
         DATASET.check(path, state)
-        state["settings"]["input"]
         return state
     except FileNotFoundError:
         return None
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UserError(f"{path}: damaged ({error}); start again with --overwrite") from error
 
 
 def _complete(out, settings):
@@ -103,7 +100,7 @@ def _complete(out, settings):
     done = _load(out / "dataset.json")
     if done:
         _refuse_other(out, done["settings"], settings)
-        for name in done["stores"]:
+        for name in set(STORES) & set(done["stores"]):
             TokenStore(out / name)
         _remove_progress(out)  # of a process that was killed, or came, at the very end
         print(f"{out} is complete already; nothing to do")
@@ -273,7 +270,8 @@ def _merge(out, folder, settings, source, tokenizer):
     end is held out where the documents are too few. Killed, it is begun again by whoever comes next: what it starts
     from stays until dataset.json is written. Raises UserError where there is no text, and where the input changed."""
     with ThreadPoolExecutor(AT_ONCE) as pool:
-        units = list(pool.map(lambda unit: json.loads((folder / f"{unit_name(unit)}.json").read_bytes()),
+        example = {**NOTHING_DONE, "stores": {"": SHARDS}}
+        units = list(pool.map(lambda unit: read_object(folder / f"{unit_name(unit)}.json", example, START_AGAIN),
                               range(source.unit_count)))
     counts = {name: sum(unit["counts"][name] for unit in units) for name in REASONS}
     left_out = ", ".join(f"{count:,} {REASONS[name]}" for name, count in counts.items() if count)

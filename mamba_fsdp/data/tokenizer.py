@@ -30,6 +30,15 @@ MAKE_IDS = "make token ids with it and give get_dataset.py these: --text_column=
 SAY_WHICH = ("tokenizer.json", "tokenizer_config.json", "config.json")  # kind of tokenizer a tokenizer.model is
 
 
+@contextlib.contextmanager
+def no_panic() -> Iterator[None]:
+    """Inside, what stops the library's Rust is a ValueError; it is no Exception."""
+    try:
+        yield
+    except BaseException as error:
+        raise (ValueError(error) if type(error).__name__ == "PanicException" else error) from None
+
+
 class TextTokenizer:
     """A `tokenizers` backend with what reading and writing text take, and what token stores need to know of it.
 
@@ -43,7 +52,7 @@ class TextTokenizer:
         self.backend, self.eos_token, self._transformers_form = backend, eos_token, transformers_form
         bos_token = transformers_form and transformers_form.bos_token
         self.eos, self.bos = (backend.token_to_id(token) if token else None for token in (eos_token, bos_token))
-        self.vocab_size = max(backend.get_vocab().values()) + 1
+        self.vocab_size = max(backend.get_vocab().values(), default=-1) + 1
 
     @functools.cached_property
     def identity(self) -> str:
@@ -102,7 +111,7 @@ def identities_in(name: str | Path | None) -> Iterator[str]:
     path = Path(name or "")
     with contextlib.suppress(Exception):  # the libraries raise whatever a file runs into
         if (path / "tokenizer.json").is_file():
-            yield identity_of(Tokenizer.from_file(str(path / "tokenizer.json")))
+            yield identity_of(no_panic()(Tokenizer.from_file)(str(path / "tokenizer.json")))
     with contextlib.suppress(Exception):
         if name and ((path / "tokenizer_config.json").is_file() or not path.is_dir()):
             yield identity_of(load_for_transformers(name).backend_tokenizer)
@@ -192,7 +201,7 @@ def load_for_transformers(name: str | Path, remedy: str = "") -> Any:
     from transformers import AutoTokenizer  # seconds to import: only where needed
 
     try:
-        form = AutoTokenizer.from_pretrained(name)
+        form = no_panic()(AutoTokenizer.from_pretrained)(name)
     except Exception as error:  # the libraries raise whatever a file runs into
         forms = "" if is_folder else " as a folder, a tokenizer.json file or a name on the Hugging Face Hub"
         reason = f"no network: {offline}" if offline else first_line(error)[:200]
@@ -209,11 +218,11 @@ def load_words(path: str | Path) -> TextTokenizer:
         fields = json.loads(Path(path, "tokenizer_config.json").read_bytes())
         if fields["tokenizer_class"] not in ("PreTrainedTokenizerFast", "TokenizersBackend"):
             raise ValueError("transformers may amend its files")
-        backend, eos = Tokenizer.from_file(str(Path(path, "tokenizer.json"))), fields["eos_token"]
+        backend, eos = no_panic()(Tokenizer.from_file)(str(Path(path, "tokenizer.json"))), fields["eos_token"]
+        return TextTokenizer(backend, eos["content"] if isinstance(eos, dict) else eos)
     except Exception:  # let transformers say what is wrong
         form = load_for_transformers(path)
         return TextTokenizer(form.backend_tokenizer, form.eos_token, form)
-    return TextTokenizer(backend, eos["content"] if isinstance(eos, dict) else eos)
 
 
 def load(name: str, eos_token: str | None = None) -> TextTokenizer:
@@ -228,7 +237,7 @@ def load(name: str, eos_token: str | None = None) -> TextTokenizer:
         path = path / "tokenizer.json"
     if path.is_file() and path.suffix != ".model":
         try:
-            backend, form = Tokenizer.from_file(str(path)), None
+            backend, form = no_panic()(Tokenizer.from_file)(str(path)), None
         except Exception as error:  # the library raises bare Exception
             raise UserError(f"tokenizer {name}: {path.name} can't be read ({first_line(error)})") from error
     else:

@@ -21,14 +21,18 @@ from typing import Any
 import numpy as np
 
 from mamba_fsdp.data.order import splitmix64
-from mamba_fsdp.data.store import StoreWriter
+from mamba_fsdp.data.store import SHARDS, StoreWriter
 from mamba_fsdp.data.text import TextSource
 from mamba_fsdp.data.tokenizer import TextTokenizer
 from mamba_fsdp.data.workers import Workers
 from mamba_fsdp.lease import Lease
 from mamba_fsdp.report.display import Display, duration
-from mamba_fsdp.storage import write_atomically
+from mamba_fsdp.storage import read_object, write_atomically
 
+NOTHING_DONE: dict[str, Any] = {"blocks": 0, "read": 0.0, "written": 0, "open": False, "seconds": 0.0,
+                                "counts": {"empty": 0, "skipped": 0}, "stores": {}}
+OPEN = {"shards": SHARDS, "tokens": 0, "documents": 0, "open": 0}
+START_AGAIN = "start again with --overwrite"
 NUMBERS = 1 << 24  # between the numbers of the first documents of two units
 
 
@@ -49,10 +53,9 @@ class Unit:
     def __init__(self, folder: Path, number: int, source: TextSource, tokenizer: TextTokenizer):
         """folder: OUT/.progress."""
         self.path, self.number, self.source, self.tokenizer = folder / unit_name(number), number, source, tokenizer
-        self.progress: dict[str, Any] = {"blocks": 0, "read": 0, "written": 0, "open": False, "seconds": 0.0,
-                                         "counts": {"empty": 0, "skipped": 0}, "stores": {}}
+        self.progress = json.loads(json.dumps(NOTHING_DONE))
         if (begun := self.path.with_suffix(".begun")).exists():
-            self.progress = json.loads(begun.read_bytes())
+            self.progress = read_object(begun, {**self.progress, "stores": {"": OPEN}}, START_AGAIN)
         self.stores = {name: writer(self.path / name, source, tokenizer, self.progress["stores"].get(name))
                        for name in source.stores_of(number)}
 

@@ -13,7 +13,7 @@ import yaml
 from config.model_config import Layer, ModelConfig, checked_model
 from config.presets import PRESETS
 from mamba_fsdp.errors import UserError
-from mamba_fsdp.untrusted import parse_json
+from mamba_fsdp.storage import read_object
 
 Table = dict[str, Any]  # see forms.yaml
 
@@ -35,12 +35,7 @@ class Fields:
 
     @classmethod
     def read(cls, path: Path) -> "Fields":
-        try:
-            return cls(path, parse_json(path.read_bytes()))
-        except OSError as error:
-            raise UserError(f"can't read {path}: {error.strerror}") from None
-        except ValueError as error:
-            raise UserError(f"{path}: no valid JSON ({error})") from None
+        return cls(path, read_object(path, {}, "copy or download it again"))
 
     def __contains__(self, name: str) -> bool:
         return name in self.content

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from mamba_fsdp.checkpoint.tensors import Tensors
 from mamba_fsdp.errors import UserError
-from mamba_fsdp.untrusted import file_name, parse_object
+from mamba_fsdp.storage import read_object
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 SHARD_BYTES = 2 << 30  # each file is in memory once while it is written
@@ -43,11 +43,8 @@ def open_safetensors(source: Path) -> Tensors:
 def _files(index):
     """{path: the names that the index says are in it}."""
     files = dict[Path, list[str]]()
-    try:
-        for name, file in parse_object(index.read_bytes())["weight_map"].items():
-            files.setdefault(index.parent / file_name(file), []).append(name)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UserError(f"{index} can't be read as an index ({error})") from None
+    for name, file in read_object(index, {"weight_map": {"": ...}}, "copy or download it again")["weight_map"].items():
+        files.setdefault(index.parent / file, []).append(name)
     return files
 
 

@@ -155,7 +155,7 @@ def _find_checkpoint(path, verified):
 
     return Weights(checked_model(checkpoint, settings["model"]), open_whole, seq_length=settings["data"]["seq_length"],
                    tokenizer_path=_tokenizer_in(checkpoint.parent.parent / TOKENIZER),
-                   tokenizer=progress.get("tokenizer", ""))
+                   tokenizer=str(progress.get("tokenizer", "")))
 
 
 def _find_model(folder, file=None, model=None):

@@ -42,10 +42,12 @@ def look_at(folder: Path) -> dict[str, Any]:
             steps.append(entry["step"])
             values.append(math.nan if value is None else value)
     settings = {}
-    with contextlib.suppress(OSError, ValueError, AttributeError, yaml.YAMLError):
+    with contextlib.suppress(OSError, ValueError, AttributeError, RecursionError, StopIteration, yaml.YAMLError):
         settings = {f"{section}.{key}": value
                     for section, part in yaml.safe_load((folder / SETTINGS).read_text()).items()
-                    for key, value in part.items()}
+                    for key, value in part.items()  # those that hold others may grow without end, by aliases
+                    if not any(isinstance(inner, (dict, list, tuple)) for inner in (
+                        value if isinstance(value, list) else [value]))}
     last = {metric: values[-1] for metric, (_, values) in columns.items() if math.isfinite(values[-1])}
     return {"curves": {metric: curve(*column) for metric, column in columns.items() if metric not in NO_CURVES},
             "last": {"step": entries[-1]["step"], **last}, "axes": _axes(columns), "settings": settings,

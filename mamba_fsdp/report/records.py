@@ -94,7 +94,7 @@ def entries(path: Path) -> Iterator[tuple[dict, int]]:
                     entry = parse_object(line) if line.endswith(b"\n") else None
                 except ValueError:
                     entry = None
-                if entry is not None and isinstance(entry.get("step"), int):
+                if entry is not None and type(step := entry.get("step")) is int and 0 <= step < 1 << 63:
                     yield entry, end
                 elif next(file, b""):
                     raise UserError(f"{path}: line {number} is no entry of a run; move the file away to do without it")
@@ -111,8 +111,8 @@ def numbers_of(entry: dict) -> dict[str, Any]:
     flat: dict[str, Any] = {}
     for name, value in entry.items():
         flat |= {f"{name}/{part}": one for part, one in value.items()} if isinstance(value, dict) else {name: value}
-    return {name: value for name, value in flat.items()
-            if name != "step" and (value is None or type(value) in (int, float))}
+    return {name: value for name, value in flat.items() if name != "step" and (
+        value is None or type(value) is float or type(value) is int and abs(value) < 1 << 63)}
 
 
 def was_validated(run_folder: Path, step: int) -> bool:

@@ -30,7 +30,7 @@ from mamba_fsdp.data.store import TokenStore
 from mamba_fsdp.data.tokenizer import load_words
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.report.display import Display, read_share, say, scaled
-from mamba_fsdp.report.records import read
+from mamba_fsdp.report.records import numbers_of, read
 from mamba_fsdp.run_layout import CHECKPOINTS, COMMIT, CONSOLIDATED, METRICS, MODEL_CONFIG, MODELS, STATUS, committed
 from mamba_fsdp.verbs import checkpoints
 
@@ -63,14 +63,15 @@ def main(path: str, tensors: bool = False, verify: bool = False, reading: Readin
 def show_run(path: Path) -> None:
     from mamba_fsdp.train.run_folder import RunFolder
 
-    status, entries = RunFolder(path).status(), read(path / METRICS)
+    status, entries = RunFolder(path).status(), [
+        {"step": entry["step"], **numbers_of(entry)} for entry in read(path / METRICS)]
     say("run", path)
     told = " ".join(str(status[key]) for key in ("status", "reason", "time") if status.get(key))
     say("status", told or f"unknown: no {STATUS}")
     for kind, name in (("loss", "training"), ("val_loss", "validation")):
         if values := [entry for entry in entries if entry.get(kind) is not None]:
             last, ends = values[-1], values[:1] + values[1:][-1:]
-            part = f" ({read_share(last['val_share'])})" if kind in last and "val_share" in last else ""
+            part = f" ({read_share(last['val_share'])})" if kind in last and last.get("val_share") else ""
             say(name, "loss " + ", ".join(f"{end[kind]:.4f} at step {end['step']}" for end in ends) + part)
     for checkpoint in committed(path / CHECKPOINTS):
         say("checkpoint", f"{checkpoint} ({size(checkpoint)})")
@@ -86,7 +87,7 @@ def show_checkpoint(path: Path, tensors: bool) -> None:
     say("checkpoint", path)
     say("step", f"{progress['step']:,}, {progress['tokens']:,} tokens, {progress['skipped_steps']} steps skipped")
     say("written by", f"{state['world_size']} ranks, torch {state['torch']}")
-    say("data", json.dumps(progress["data"]["drawn"]))
+    say("data", json.dumps(progress["data"].get("drawn")))
     say("model", describe_model(checked_model(path, state["settings"]["model"])))
     say("size", f"{size(path)} in {len(reader.files)} files, {len(reader.tensors)} tensors")
     if tensors:

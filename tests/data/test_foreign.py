@@ -249,7 +249,7 @@ def nothing_in_it(path):
     (lambda a: write_rows(a, [[1, None]]), {}, "places without a token"),
     (lambda a: (write_rows(a, [[1]] * 9), truncate(a / "data-00000-of-00001.arrow", 8)), {}, "it ends before its end"),
     (lambda a: (write_rows(a, [[1]] * 9), (a / "data-00000-of-00001.arrow").unlink()), {}, "missing, which state.json"),
-    (lambda a: (write_rows(a, [[1]] * 9), (a / "state.json").write_text("{}")), {}, "not as save_to_disk writes it"),
+    (lambda a: (write_rows(a, [[1]] * 9), (a / "state.json").write_text("{}")), {}, "can't be read .*; save it again"),
     (lambda a: (nothing_in_it(a), (a / "b.jsonl").write_text("{}")), {"tokenizer": "toks"},
      r"a: text \(b.jsonl\), .*:\n  .*get_dataset.py .*a data/a --tokenizer=toks\n.*dataset_path=data/a"),
 ])

@@ -4,42 +4,62 @@ A few mutations of each file of each kind by default; thousands with FUZZ_ROUNDS
 message: FUZZ_SEED=N FUZZ_ROUNDS=1 makes that one again.
 """
 
+import collections
 import contextlib
+import gzip
 import io
+import itertools
 import json
+import math
 import os
 import random
 import resource
 import shutil
 import signal
+import zlib
 from pathlib import Path
+from unittest.mock import patch
 
+import numpy as np
+import pyarrow
+import pyarrow.parquet
 import pytest
 import torch
 import yaml
+import zstandard
 from foreign_files import write_fms, write_layout, write_megatron, write_rows
 from small_models import CONFIGS, random_state, write_ours
 
 from config import resolve
+from config.dataset_config import DatasetConfig
 from config.train_config import DataConfig
+from mamba_fsdp import lease
 from mamba_fsdp.checkpoint import files as checkpoint_files
 from mamba_fsdp.checkpoint.checkpointer import Checkpointer
 from mamba_fsdp.checkpoint.folder import Reader, find_checkpoint
+from mamba_fsdp.checkpoint.local import LocalTier
 from mamba_fsdp.checkpoint.tensors import open_tensors
+from mamba_fsdp.data import readers, text, tokenize, tokenizer, workers
+from mamba_fsdp.data.documents import documents
 from mamba_fsdp.data.opening import open_source
+from mamba_fsdp.data.order import NOTHING, source_key, window_of
+from mamba_fsdp.data.sample_log import fingerprint
 from mamba_fsdp.data.store import StoreWriter, _checksum
+from mamba_fsdp.data.tokenizer import identities_in
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.interop.convert import write_model
 from mamba_fsdp.interop.weights import read_weights
 from mamba_fsdp.parallel.model import Shard
 from mamba_fsdp.parallel.world import World
+from mamba_fsdp.report.curves import look_at
 from mamba_fsdp.run_layout import COMMIT, STATE
 from mamba_fsdp.train.state import TrainState
-from mamba_fsdp.verbs import inspect
+from mamba_fsdp.verbs import audit, checkpoints, inspect, report
 
-ROUNDS, SEED = int(os.environ.get("FUZZ_ROUNDS", 60)), int(os.environ.get("FUZZ_SEED", 0))
+ROUNDS, SEED = int(os.environ.get("FUZZ_ROUNDS", 40)), int(os.environ.get("FUZZ_SEED", 0))
 SECONDS, MEMORY = 20, 2 << 30  # that a reader may take of a file of some kilobytes
 DOCUMENTS = [[1, 2, 3], list(range(1, 40)), [5] * 7]
+POSITION = {**NOTHING, "seed": 1, "seq_length": 8, "drawn": {"a": 6}, "windows": {"a": 9}}
 ODD = [-1, 0, 1, 2**31, 2**63, 10**30, 1e308, float("nan"), "", "..", "../outside", "/etc/passwd", "a" * 5000, None, [],
        {}, True, [[]], {"a": {}}]
 
@@ -74,7 +94,7 @@ def make_checkpoint(folder):
     shards = [Shard("a.weight", (40, 10), 0, torch.rand(400)), Shard("b", (7,), 0, torch.arange(7.0))]
     settings, _ = resolve.resolve_settings({"save_ckpt_path": "x", "d_model": "16", "n_layer": "1"})
     checkpointer = Checkpointer(folder, World.alone())
-    checkpointer.save(3, shards, TrainState(step=3).saved(settings, 1))
+    checkpointer.save(3, shards, TrainState(step=3, samples=6, tokens=48, data=POSITION).saved(settings, 1))
     checkpointer.wait()
 
 
@@ -92,8 +112,9 @@ def seal_checkpoint(folder):
 def read_checkpoint(folder):
     checkpoint = find_checkpoint(folder, World.alone(), lambda text: None)
     tensors = open_tensors(checkpoint, World.alone())
-    for name in tensors.shapes:
-        tensors.get(name)
+    for name, shape in tensors.shapes.items():
+        if math.prod(shape) < 1 << 20:  # as who reads it has seen that these are the model's shapes
+            tensors.get(name)
     TrainState.from_saved(Reader(checkpoint).state, checkpoint)
 
 
@@ -113,21 +134,140 @@ def make_yaml(folder):
 
 
 def make_run(folder):
+    """What each verb looks at of a run that was killed."""
+    def read(step):
+        key = np.full(2, source_key(POSITION["seed"], "a"), np.uint64)
+        windows, _ = window_of(np.arange(2 * step - 2, 2 * step), np.full(2, 9), POSITION["seq_length"], key)
+        return f"{int(fingerprint('a', windows).sum()):016x}"
+
     make_checkpoint(folder)
-    (folder / "metrics.jsonl").write_text("".join(
-        json.dumps({"step": step, "tokens": 9 * step, "loss": 3.0, "tokens_per_second": 5.0}) + "\n"
-        for step in range(9)))
-    (folder / "events.jsonl").write_text(json.dumps({"time": "2026-01-01T00:00:00+00:00", "event": "started",
-                                                     "step": 0}) + "\n")
-    (folder / "status.json").write_text('{"status": "running", "step": 3, "reason": "", "time": "2026-01-01T00:00:00"}')
-    make_yaml(folder)
-    (folder / "settings.yaml").rename(folder / "config.yaml")
+    moment = "2026-01-01T00:00:00+00:00"
+    for name, lines in {
+            "metrics": [{"step": step, "tokens": 9 * step, "loss": 3.0, "tokens_per_second": 5.0} for step in range(9)]
+            + [{"step": 9, "val_loss": 3.0, "val_share": 0.5, "source_epochs": {"a": 0.5}}],
+            "events": [{"time": moment, "event": "started", "step": 0, "ranks": 1, "from": "the start"},
+                       {"time": moment, "event": "checkpoint", "step": 3, "bytes": 99, "seconds": 0.1}],
+            "generated": [{"step": 3, "prompt": "a", "text": "b"}],
+            "samples": [{"step": 0, "logged": True, "ranks": 1, "global_batch": 2, "position": {
+                **POSITION, "drawn": {"a": 0}}}] + [{"step": step, "draws": {"a": [2 * step - 2, 2 * step]},
+                                                     "read": read(step)} for step in (1, 2, 3)]}.items():
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (folder / "status.json").write_text(json.dumps({"status": "running", "step": 3, "reason": "", "time": moment}))
+    (folder / "lease.json").write_text(json.dumps({**lease._this_process(), "pid": 2 ** 22 + 1}))
+    (folder / "config.yaml").write_text(yaml.safe_dump({"model": {"d_model": 16}, "data": {"datasets": ["a", "b"]}}))
+
+
+def read_run(folder):
+    """As the verbs do, each of which may refuse it."""
+    run, refused = str(folder), []
+    for verb in (inspect.main, lambda run: inspect.main(f"{run}/checkpoints/step_00000003"), checkpoints.main,
+                 audit.main, lambda run: json.dumps([seen := look_at(folder), report.charts_of([seen])], default=str)):
+        try:
+            verb(run)
+        except UserError as error:
+            refused.append(error)
+    if refused:
+        raise refused[0]
+
+
+def make_local(folder):
+    """The note of a local tier, its checkpoint, and what must stay: the files of others."""
+    make_checkpoint(folder / "disk/run/0123456789ab")
+    for path in (folder / "disk/run/0123456789ab/checkpoints").iterdir():
+        path.rename(path.parent.parent / path.name)
+    (folder / "local.json").write_text(json.dumps({"id": "0123456789ab", "step": 3}))
+
+
+def read_local(folder):
+    run = os.path.realpath(folder)
+    (folder / "disk/run").rename(folder / "disk" / f"{folder.name}-{zlib.crc32(run.encode()):08x}")
+    tier = LocalTier(str(folder / "disk"), folder, World.alone(), lambda sentence: None)
+    if found := tier.fetch(-1, [Shard("b", (7,), 0, torch.zeros(7))]):
+        Reader(found).read("model/b", 0, 7)
+    tier.forget_after(3 if found else -1)
+
+
+def make_tokenizer(folder):
+    tokenizer.train(["a few words", "and a few more"], 300).save(folder)
+
+
+def read_tokenizer(folder):
+    refused = []
+    for load in (tokenizer.load_words, lambda path: tokenizer.load(str(path)), lambda path: [*identities_in(path)]):
+        try:
+            found = load(folder)
+            assert isinstance(found, list) or found.backend.encode("a few words").ids
+        except UserError as error:
+            refused.append(error)
+    if refused:
+        raise refused[0]
+
+
+def make_texts(folder):
+    rows, inputs = pyarrow.table({"text": [f"document {number}" for number in range(9)]}), folder / "texts"
+    inputs.mkdir()
+    (inputs / "a.txt").write_text("some words\n" * 9)
+    (inputs / "b.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows.to_pylist()))
+    (inputs / "c.json").write_text(json.dumps(rows.to_pylist()))
+    (inputs / "d.jsonl.gz").write_bytes(gzip.compress((inputs / "b.jsonl").read_bytes()))
+    (inputs / "e.csv.zst").write_bytes(zstandard.compress(b"id,text\n" + b"1,words\n" * 9))
+    pyarrow.parquet.write_table(rows, inputs / "f.parquet", row_group_size=4)
+    with pyarrow.ipc.new_stream(str(inputs / "g.arrow"), rows.schema) as writer:
+        writer.write_table(rows, max_chunksize=4)
+
+
+def read_texts(folder):
+    options, counts = DatasetConfig(invalid_utf8="replace"), collections.Counter()
+    source = text.open_source(str(folder / "texts"), options)
+    for block in itertools.chain.from_iterable(map(source.blocks, range(source.unit_count))):
+        collections.deque(documents(block, options, counts), 0)
+
+
+class Alone:
+    """Workers of this process; the `left`th block is the last before a Ctrl-C."""
+
+    left = 1 << 30
+
+    def __init__(self, tokens, options):
+        workers._worker = tokens.backend, tokens.eos, tokens.bos, tokens.vocab_size, options
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        pass
+
+    def results(self, blocks):
+        for block in blocks:
+            Alone.left -= 1
+            if Alone.left < 0:
+                raise KeyboardInterrupt
+            yield [block], workers._tokenize([block])
+
+
+def read_dataset(folder, save_seconds=60.0):
+    """Resumes."""
+    with (patch.object(tokenize, "Workers", Alone), patch.object(text, "UNIT_BYTES", 300),
+          patch.object(readers, "BLOCK_BYTES", 100)):
+        options = DatasetConfig(tokenizer="train:300", documents="lines", shard_tokens=40)
+        source = text.open_source(str(folder.parent / "texts.txt"), options)
+        tokenize.make_dataset(source, folder / "data", save_seconds=save_seconds)
+
+
+def make_dataset(folder):
+    """Interrupted in its second unit."""
+    (folder.parent / "texts.txt").write_text("some words and others\n" * 40)
+    Alone.left = 5
+    with contextlib.suppress(KeyboardInterrupt):
+        read_dataset(folder, 0.0)
+    Alone.left = 1 << 30
 
 
 READERS = {  # name: (make, read, seal: what makes checksums fit again, which half of the mutations get)
     "store": (make_store, read_source, seal_store),
     "checkpoint": (make_checkpoint, read_checkpoint, seal_checkpoint),
-    "run": (make_run, lambda folder: inspect.main(str(folder)), None),
+    "run": (make_run, read_run, seal_checkpoint),
+    "local": (make_local, read_local, None),
     "model": (make_model, lambda folder: [read_weights(folder / name) for name in ("ours", "theirs")], None),
     "pth": (make_pth, lambda folder: open_tensors(folder / "weights.pth", World.alone()), None),
     "yaml": (make_yaml, lambda folder: resolve.resolve_settings({}, str(folder / "settings.yaml")), None),
@@ -135,6 +275,9 @@ READERS = {  # name: (make, read, seal: what makes checksums fit again, which ha
                lambda folder: read_source(folder, "data.npy"), None),
     "megatron": (lambda folder: write_megatron(folder / "data", DOCUMENTS),
                  lambda folder: read_source(folder), None),
+    "tokenizer": (make_tokenizer, read_tokenizer, None),
+    "texts": (make_texts, read_texts, None),
+    "dataset": (make_dataset, read_dataset, None),
     "fms": (lambda folder: write_fms(folder / "data/a.arrow", DOCUMENTS), read_source, None),
     "rows": (lambda folder: write_rows(folder / "data", DOCUMENTS), read_source, None),
 }
@@ -237,16 +380,18 @@ def bounded():
 @pytest.mark.parametrize("name", READERS)
 def test_any_file_gives_a_result_or_a_line(name, tmp_path):
     make, read, seal = READERS[name]
-    original = tmp_path / "original"
+    original, folder = tmp_path / "original", tmp_path / "mutated"
     original.mkdir()
     make(original)
     files = sorted(path.relative_to(original) for path in original.rglob("*") if path.is_file())
-    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-        read(original)  # whole, it can be read
-        shutil.rmtree(original / "index", ignore_errors=True)
+    with (contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()),
+          patch.object(os, "fsync", lambda descriptor: None)):
+        shutil.copytree(original, folder)
+        read(folder)  # whole, it can be read
+        shutil.rmtree(folder)
         refused = 0
         for seed in range(SEED, SEED + ROUNDS):
-            chance, folder = random.Random(f"{name} {seed}"), tmp_path / "mutated"
+            chance = random.Random(f"{name} {seed}")
             shutil.copytree(original, folder)
             damaged = chance.choice(files)
             damage(folder / damaged, chance)
@@ -295,17 +440,40 @@ def escape_checkpoint(folder, way):
         path.write_text(path.read_text().replace("rank_00000.safetensors", f"{way}secret"))
 
 
+def escape_local(folder, way):
+    """What is not this run's local tier is removed there."""
+    (folder / "others").mkdir()
+    (folder / "others/precious").touch()
+    (folder / "local.json").write_text(json.dumps({"id": f"{way}{'' if way[0] == '/' else '../'}others/x", "step": 3}))
+
+
+def escape_dataset(folder, way):
+    """What a unit names is moved into the store."""
+    path = folder / "data/.progress/00000.json"
+    unit = json.loads(path.read_bytes())
+    name = unit["stores"]["train"][0]["name"]
+    for suffix in ("bin", "doc"):
+        (path.with_suffix("") / f"train/{name}.{suffix}").rename(folder / f"secret.{suffix}")
+    unit["stores"]["train"][0]["name"] = f"{way}{'' if way[0] == '/' else '../../../'}secret"
+    path.write_text(json.dumps(unit))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("absolute", [False, True])
 @pytest.mark.parametrize(("name", "escape"), [("store", escape_store), ("rows", escape_rows), ("model", escape_model),
-                                              ("checkpoint", escape_checkpoint)])
+                                              ("checkpoint", escape_checkpoint), ("local", escape_local),
+                                              ("dataset", escape_dataset)])
 def test_no_index_leads_out_of_its_folder(name, escape, absolute, tmp_path):
     """The file that it names is there and whole, and it is refused."""
     make, read, seal = READERS[name]
-    make(tmp_path)
-    below = tmp_path / "checkpoints" if name == "checkpoint" else tmp_path
-    escape(tmp_path, f"{below}/" if absolute else "../")
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    make(folder)
+    below = folder / "checkpoints" if name == "checkpoint" else folder
+    escape(folder, f"{below}/" if absolute else "../")
+    secrets = sorted([*folder.rglob("secret*"), *folder.glob("others/*")])
     if seal:
-        seal(tmp_path)
+        seal(folder)
     with pytest.raises(UserError):
-        read(tmp_path)
+        read(folder)
+    assert all(path.exists() for path in secrets)

@@ -163,7 +163,7 @@ def test_sharded_safetensors_with_something_wrong(tmp_path):
     refused(source, "'../ours/consolidated.00.pth' is not the name of a file in this folder", tmp_path)
     for content in ("{", "[]", '{"weight_map": 3}'):
         with_index(content)
-        refused(source, "index.json can't be read as an index", tmp_path)
+        refused(source, "index.json: can't be read", tmp_path)
     with_index(index)
     (source / names[1]).unlink()
     (source / names[1]).mkdir()
@@ -233,7 +233,7 @@ def test_sources_that_are_none(tmp_path):
     (tmp_path / "checkpoints").mkdir()
     refused(tmp_path, "neither a committed checkpoint nor a run folder with one", tmp_path)
     (tmp_path / "empty" / "config.json").write_text("{")
-    refused(tmp_path / "empty", "config.json: no valid JSON", tmp_path)
+    refused(tmp_path / "empty", "config.json: can't be read", tmp_path)
     theirs = {"model_type": "mamba", "hidden_size": 8, "num_hidden_layers": 1, "vocab_size": 9}
     (tmp_path / "empty" / "config.json").write_text(json.dumps(theirs))
     refused(tmp_path / "empty", "no weights beside it", tmp_path)

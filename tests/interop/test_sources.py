@@ -8,12 +8,13 @@ import torch
 import transformers
 from small_models import CONFIGS, assert_same, random_state, write_ours, write_tokenizer
 
-from config.resolve import as_dict, resolve_settings
+from config.resolve import resolve_settings
 from mamba_fsdp.checkpoint.checkpointer import Checkpointer
 from mamba_fsdp.interop.convert import to_our_form, write_model
 from mamba_fsdp.interop.weights import read_weights
 from mamba_fsdp.parallel.model import Shard, fill_parts
 from mamba_fsdp.parallel.world import World
+from mamba_fsdp.train.state import TrainState
 
 pytestmark = pytest.mark.torch22
 CONFIG = CONFIGS["hybrid"]
@@ -32,8 +33,7 @@ def run(tmp_path):
                   for name, tensor in random_state(CONFIG, seed=step).items()]
         optimizer = [Shard(f"optimizer/{shard.name}/exp_avg", shard.shape, 0,
                            torch.zeros_like(shard.data)) for shard in shards]
-        checkpointer.save(step, shards + optimizer, {"settings": as_dict(settings),
-                                                             "progress": {"step": step, "tokens": 64 * step}})
+        checkpointer.save(step, shards + optimizer, TrainState(step=step, tokens=64 * step).saved(settings, 1))
     return tmp_path / "run"
 
 

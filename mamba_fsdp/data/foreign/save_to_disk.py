@@ -11,7 +11,7 @@ from config.train_config import ReadingConfig
 from mamba_fsdp.data.foreign import arrow
 from mamba_fsdp.data.foreign.indexed import DataFile, Plan
 from mamba_fsdp.errors import UserError
-from mamba_fsdp.untrusted import file_name, parse_object
+from mamba_fsdp.storage import read_object
 
 FORMAT = "save_to_disk"
 
@@ -21,12 +21,9 @@ def recognise(path: Path) -> bool:
 
 
 def plan(path: Path, reading: ReadingConfig) -> Plan:
-    try:
-        state = parse_object((path / "state.json").read_bytes())
-        names = [file_name(file["filename"]) for file in state["_data_files"]]
-        splits = parse_object((path / "dataset_info.json").read_bytes()).get("splits") or {}
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UserError(f"{path}/state.json: not as save_to_disk writes it ({error}); save it again") from error
+    state = read_object(path / "state.json", {"_data_files": [{"filename": ...}]}, "save it again")
+    names = [file["filename"] for file in state["_data_files"]]
+    splits = read_object(path / "dataset_info.json", {}, "save it again").get("splits")
     if not names or state.get("_indices_data_files"):
         raise UserError(f"{path}: holds no rows, or only a choice of its rows; save it again with flatten_indices()")
     if missing := [name for name in names if not (path / name).is_file()]:
@@ -38,7 +35,9 @@ def plan(path: Path, reading: ReadingConfig) -> Plan:
         and len(lengths) > 1 else 0
 
     def check(files: Sequence[DataFile]) -> None:
-        held, said = sum(file.documents for file in files), [part.get("num_examples") for part in splits.values()]
+        held, said = sum(file.documents for file in files), [
+            part.get("num_examples") for part in (splits.values() if isinstance(splits, dict) else ())
+            if isinstance(part, dict)]
         if len(said) == 1 and said[0] not in (None, held):
             raise UserError(f"{path}: holds {held} rows, but dataset_info.json says {said[0]}; copy or save it again")
 
