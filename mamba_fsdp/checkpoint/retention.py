@@ -145,8 +145,8 @@ def size_of(folder: Path) -> int:
 
 
 def delete(folder: Path) -> None:
-    """Remove a folder of files as far as the disk allows; the next run tries again."""
-    for path in folder.glob("*"):
+    """Remove a folder of files, or a link to one, as far as the disk allows; the next run tries again."""
+    for path in [folder] if folder.is_symlink() else folder.glob("*"):
         with contextlib.suppress(OSError):
             path.unlink()
         heart.beat()

@@ -50,6 +50,18 @@ def test_the_first_at_or_after_each_multiple_stays_for_ever(run):
     assert steps_in(run) == [10, 20, 25]
 
 
+def test_of_a_link_to_a_checkpoint_only_the_link_is_removed(run, tmp_path):
+    """Pruned, or left by a killed save: what it leads to may be another run's."""
+    make(tmp_path / "other", [1])
+    other = tmp_path / "other/checkpoints/step_00000001"
+    (run / "checkpoints").mkdir(parents=True)
+    for name in ("step_00000001", ".step_00000002.0123456789ab.partial"):
+        (run / "checkpoints" / name).symlink_to(other)
+    make(run, [3], keep=1)
+    assert os.listdir(run / "checkpoints") == ["step_00000003"]
+    assert problems(other, WORLD) == []
+
+
 def test_a_kept_one_that_is_broken_is_made_up_for(run):
     """The next whole checkpoint of its part stays in its place."""
     make(run, [10, 11], keep=5, keep_every=10)
