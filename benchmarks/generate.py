@@ -2,7 +2,8 @@
 
 On this machine's CPU, rows continued together: through the model's modules in Python with the whole vocabulary sorted
 for each draw, and as `generate` does it, in C where it can. One call of each in turn; medians of their seconds, of CPU
-seconds (which others on the machine disturb less) and of the ratio.
+seconds (which others on the machine disturb less) and of the ratio. Behind it the bound: the least time that one thread
+needs to read the weights, and that of a step in C.
 """
 
 import statistics
@@ -44,6 +45,15 @@ def seconds(step, draws, token, how, generator):
     return (time.perf_counter() - began) / TOKENS, (time.process_time() - cpu_began) / TOKENS
 
 
+def least(function):
+    """Milliseconds of a call, of the shortest of many."""
+    times = [time.perf_counter()]
+    for _ in range(2000):
+        function()
+        times.append(time.perf_counter())
+    return 1e3 * min(after - before for before, after in zip(times, times[1:]))
+
+
 @torch.no_grad()
 def main(name="demo"):
     native.tune_process("cpu")
@@ -67,6 +77,10 @@ def main(name="demo"):
             ratios = [statistics.median(before[clock] / after[clock] for before, after in pairs) for clock in (0, 1)]
             print(f"{rows:>4} {said:<22}{shown[0]:>9.3f}{shown[1]:>8.3f}{shown[2]:>10.3f}{shown[3]:>8.3f}"
                   f"{ratios[0]:>7.1f}x{ratios[1]:>7.1f}x", flush=True)
+    torch.set_num_threads(1)
+    weights, token = torch.randn(sum(parameter.numel() for parameter in model.parameters())), token[:1]
+    step = native_step(model, model.allocate_state(1, 1 << 20))
+    print(f"of 1 row, the least: a step {least(lambda: step(token)):.3f}, reading the weights {least(weights.sum):.3f}")
 
 
 if __name__ == "__main__":
