@@ -73,7 +73,7 @@ def test_what_is_no_json_list_is_said_with_the_record(data, said):
 def test_a_wrong_element_is_found_without_reading_on():
     """A file of terabytes is not read to its end for it."""
     def stretches():
-        yield b'[{"a": 1}, {"a" 2}, ' + 100 * b'{"a": 3}, ', 0.1
+        yield b'[{"a": "1"}, {"a" 2}, ' + 100 * b'{"a": "3"}, ', 0.1
         raise AssertionError("read on")
     read = [next(found)[0] for found in [readers.list_elements("x.json", stretches())] for _ in range(3)]
     with pytest.raises(UserError, match="record 2 is no valid JSON"):
