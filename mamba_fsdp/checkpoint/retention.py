@@ -136,9 +136,9 @@ def left_over(folder: Path, name: str = r"step_\d+") -> list[Path]:
 
 
 def size_of(folder: Path) -> int:
-    """Bytes of the files in a folder that may be vanishing."""
+    """Bytes of a file, or of the files in a folder, that may be vanishing."""
     total = 0
-    for path in folder.rglob("*"):
+    for path in (folder, *folder.rglob("*")):
         with contextlib.suppress(OSError):
             total += path.is_file() and path.stat().st_size
     return total

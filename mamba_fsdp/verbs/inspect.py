@@ -23,6 +23,7 @@ import numpy as np
 from config.model_config import ModelConfig, checked_model
 from config.presets import title
 from config.train_config import USUAL_READING, DataConfig, ReadingConfig
+from mamba_fsdp.checkpoint.retention import size_of
 from mamba_fsdp.data.foreign.indexed import IndexedSource
 from mamba_fsdp.data.opening import is_source, open_source, refuse_text, split_in
 from mamba_fsdp.data.source import Source
@@ -41,7 +42,7 @@ SAMPLES, SAMPLE_TOKENS, SAMPLE_WIDTH = 3, 64, 160
 def main(path: str, tensors: bool = False, verify: bool = False, reading: ReadingConfig = USUAL_READING) -> int:
     place = Path(path)
     if (place.parent / COMMIT).is_file() and place.is_file():
-        say("part", f"{place.name}, {size(place)}, of the checkpoint that follows")
+        say("part", f"{place.name}, {scaled(size_of(place), 'B')}, of the checkpoint that follows")
         place = place.parent
     if (place / CHECKPOINTS).is_dir() or (place / STATUS).is_file():
         show_run(place)
@@ -74,9 +75,9 @@ def show_run(path: Path) -> None:
             part = f" ({read_share(last['val_share'])})" if kind in last and last.get("val_share") else ""
             say(name, "loss " + ", ".join(f"{end[kind]:.4f} at step {end['step']}" for end in ends) + part)
     for checkpoint in committed(path / CHECKPOINTS):
-        say("checkpoint", f"{checkpoint} ({size(checkpoint)})")
+        say("checkpoint", f"{checkpoint} ({scaled(size_of(checkpoint), 'B')})")
     for model in sorted(path.glob(f"{MODELS}/*/{CONSOLIDATED}")):
-        say("model", f"{model} ({size(model)})")
+        say("model", f"{model} ({scaled(size_of(model), 'B')})")
 
 
 def show_checkpoint(path: Path, tensors: bool) -> None:
@@ -89,7 +90,7 @@ def show_checkpoint(path: Path, tensors: bool) -> None:
     say("written by", f"{state['world_size']} ranks, torch {state['torch']}")
     say("data", json.dumps(progress["data"].get("drawn")))
     say("model", describe_model(checked_model(path, state["settings"]["model"])))
-    say("size", f"{size(path)} in {len(reader.files)} files, {len(reader.tensors)} tensors")
+    say("size", f"{scaled(size_of(path), 'B')} in {len(reader.files)} files, {len(reader.tensors)} tensors")
     if tensors:
         for name, entry in sorted(reader.tensors.items()):
             pieces = len(reader.layouts[entry["layout"]]["files"])
@@ -144,11 +145,6 @@ def show_tensors(path: Path) -> None:
 def describe_model(model: ModelConfig) -> str:
     return (f"{title(model)}, {model.n_layer} layers {model.layers}, d_model {model.d_model}, "
             f"vocabulary {model.vocab_size:,}")
-
-
-def size(path: Path) -> str:
-    files = [path] if path.is_file() else [file for file in path.rglob("*") if file.is_file()]
-    return scaled(sum(file.stat().st_size for file in files), "B")
 
 
 class Survey(NamedTuple):

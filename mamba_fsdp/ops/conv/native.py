@@ -1,5 +1,7 @@
 """The causal convolution in C: causal_conv.c."""
 
+from functools import partial
+
 import torch
 from torch.autograd.function import once_differentiable
 
@@ -49,5 +51,4 @@ class _Conv(torch.autograd.Function):
         return grad_x, grads[:-1], grads[-1], None
 
 
-def causal_conv_silu(*arguments):
-    return apply(_Conv, *arguments)
+causal_conv_silu = partial(apply, _Conv)

@@ -7,7 +7,7 @@ cores. A chunk's logits exist once, in the activations' dtype; their gradient ta
 
 import torch
 
-from mamba_fsdp.conventions import IGNORED_LABEL, compute_type
+from mamba_fsdp.conventions import IGNORED_LABEL
 from mamba_fsdp.ops import triton
 from mamba_fsdp.ops.loss import portable
 
@@ -16,13 +16,14 @@ BLOCKS = {(8, 0): {"BLOCK": 4096, "num_warps": 8}}  # logits of one token at a t
 
 
 def _chunk_loss(logits, labels, token_weights, want_gradient):
-    from mamba_fsdp.ops.loss.triton_kernels import cross_entropy
-
     labels, token_weights = (value if value is None else value.contiguous() for value in (labels, token_weights))
     losses = torch.empty(labels.shape, dtype=torch.float32, device=logits.device)
-    cross_entropy[(len(losses),)](
-        logits, labels, token_weights, losses, logits.shape[1], IGNORED=IGNORED_LABEL, GRADIENT=want_gradient,
-        **triton.blocks("cross_entropy", BLOCKS, logits.device))
+    if not logits.is_meta:
+        from mamba_fsdp.ops.loss.triton_kernels import cross_entropy
+
+        cross_entropy[(len(losses),)](
+            logits, labels, token_weights, losses, logits.shape[1], IGNORED=IGNORED_LABEL, GRADIENT=want_gradient,
+            **triton.blocks("cross_entropy", BLOCKS, logits.device))
     return losses.sum(), logits
 
 
@@ -32,11 +33,6 @@ def _run(hidden, weight, labels, token_weights, want_gradient, chunk):
     return portable.in_chunks(_chunk_loss, hidden, weight, labels, token_weights, want_gradient, chunk)
 
 
-def _fake(hidden, weight, labels, token_weights, want_gradient, chunk):
-    return (hidden.new_empty((), dtype=compute_type(hidden)), hidden.new_empty(hidden.shape if want_gradient else 0),
-            hidden.new_empty(weight.shape if want_gradient else 0, dtype=compute_type(hidden)))
-
-
 loss_and_gradients = triton.operator(
     "linear_cross_entropy(Tensor hidden, Tensor weight, Tensor labels, Tensor? token_weights, bool want_gradient, "
-    "int chunk) -> (Tensor, Tensor, Tensor)", _run, _fake)
+    "int chunk) -> (Tensor, Tensor, Tensor)", _run, _run)

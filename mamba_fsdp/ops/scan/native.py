@@ -1,5 +1,7 @@
 """The selective scan in C: selective_scan.c."""
 
+from functools import partial
+
 import torch
 from torch.autograd.function import once_differentiable
 
@@ -47,5 +49,4 @@ class _Scan(torch.autograd.Function):
                 grad_z, grad_bias.sum(0), None, grad_state)
 
 
-def selective_scan(*arguments):
-    return apply(_Scan, *arguments)
+selective_scan = partial(apply, _Scan)

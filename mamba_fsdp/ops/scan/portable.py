@@ -5,6 +5,8 @@ d_inner) slab; only the state at each chunk's entry is kept, and the backward pa
 one first. (A closed form with exp of a cumulative sum overflows at sizes of dt that training meets.)
 """
 
+from functools import partial
+
 import torch
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
@@ -133,5 +135,4 @@ def apply(function, u, dt, A, B, C, D, z, dt_bias, documents, initial_state, ret
     return (out, state.transpose(1, 2)) if return_last_state else out
 
 
-def selective_scan(*arguments):
-    return apply(_Scan, *arguments)
+selective_scan = partial(apply, _Scan)
