@@ -1,15 +1,18 @@
 """mamba_fsdp.launch.node: how the ranks of a node end when the node is told to stop, and what they find around them."""
 
+import inspect
 import os
 import resource
 import signal
 import subprocess
 import sys
 import time
+from datetime import timedelta
 from types import SimpleNamespace
 
 import pytest
 from projects import FAKE_TRAINING, make_project, make_venv, starts
+from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 
 from mamba_fsdp.errors import StorageError
 from mamba_fsdp.launch import node
@@ -158,6 +161,23 @@ def test_sigterm_while_it_starts_is_quiet(start_node, seconds):
     time.sleep(seconds)
     process.send_signal(signal.SIGTERM)
     assert finish(process) == (-signal.SIGTERM, "")
+
+
+@pytest.mark.parametrize("nodes, pause", [(1, 0.1), (50, 0.5), (1000, 1.0)])
+def test_nodes_look_for_each_other_often_but_all_together_not_too_often(monkeypatch, nodes, pause):
+    """It sets what torch keeps to itself: each name must be there."""
+    slept, holder = [], dynamic_rendezvous._BackendRendezvousStateHolder
+    monkeypatch.setattr(node.time, "sleep", slept.append)
+    for name in ("_delay", "get_method_name"):
+        monkeypatch.setattr(dynamic_rendezvous, name, getattr(dynamic_rendezvous, name))
+    monkeypatch.setattr(holder.__init__, "__defaults__", holder.__init__.__defaults__)
+    settings = dynamic_rendezvous.RendezvousSettings("run", 1, 1, dynamic_rendezvous.RendezvousTimeout(),
+                                                     timedelta(seconds=5), 3)
+    assert holder(None, settings)._cache_duration == 1
+    node.meet_fast(nodes)
+    dynamic_rendezvous._delay(seconds=1)
+    assert slept == [pause] and holder(None, settings)._cache_duration == pause
+    assert "get_method_name()" in inspect.getsource(dynamic_rendezvous)
 
 
 IMPORT_WITHOUT_CUDA = """
