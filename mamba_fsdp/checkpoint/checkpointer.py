@@ -145,9 +145,7 @@ class Checkpointer:
         with a warning, and is left out while another one is being written.
         """
         self.wait((local,), patient=not local)
-        if local and self.pending:
-            return
-        if self.last is not None and self.last.name == step_name(step):
+        if local and self.pending or self.last is not None and self.last.name == step_name(step):
             return
         shards = sorted(shards, key=lambda shard: not is_model(stored_name(shard.name)))
         pieces, least = [], min(shard.replicas for shard in shards)

@@ -150,7 +150,7 @@ def test_another_attempt_is_made_once_and_beside_training(train, tmp_path, faili
 
     def write(path, *rest, _write=checkpointer.write_pieces, **named):
         if len(begun) == 1:
-            waited.append(later.wait(20))
+            waited.append(later.wait(120))
         return _write(path, *rest, **named)
 
     def take(parts, *rest, _take=loop.take_step, **named):
@@ -169,7 +169,7 @@ def test_what_is_being_saved_is_committed_before_a_run_ends_for_its_losses(train
 
     def write(*given, _write=checkpointer.write_pieces, **named):
         waited_for.clear()
-        assert waited_for.wait(20)
+        assert waited_for.wait(120)
         return _write(*given, **named)
 
     def wait(*given, _wait=checkpointer.Checkpointer.wait, **named):
@@ -240,6 +240,7 @@ def test_a_save_that_hangs_counts_as_failed_and_no_second_one_is_begun(train, tm
         writing.append(path)
         most.append(len(writing))
         if len(most) == 2:
+            monkeypatch.setattr(checkpointer, "SECONDS_OF_SILENCE", 0.5)
             hangs.wait(60)
         try:
             return real(path, *rest, **named)
@@ -249,12 +250,12 @@ def test_a_save_that_hangs_counts_as_failed_and_no_second_one_is_begun(train, tm
     def tell(self, step, in_a_row=0, *words, _tell=saver.Recorder.save_failed):
         told.append((step, in_a_row))
         if in_a_row == 3:
+            monkeypatch.setattr(checkpointer, "SECONDS_OF_SILENCE", 60)
             hangs.set()
         _tell(self, step, in_a_row, *words)
 
     told = []
     monkeypatch.setattr(checkpointer, "write_pieces", write)
-    monkeypatch.setattr(checkpointer, "SECONDS_OF_SILENCE", 1.5)
     monkeypatch.setattr(saver.Recorder, "save_failed", tell)
     said = train(tmp_path, **LONG | {"async_checkpoint": "true", "num_steps": 40})
     assert [number for _, number in told] == [1, 2, 3, 0] and max(most) == 1
