@@ -52,7 +52,7 @@ def test_no_step_waits_for_a_commit(train, tmp_path, monkeypatch, ahead):
 
     def place(retention, partial, step):
         if step == 14:
-            waited.append(later.wait(20))
+            waited.append(later.wait(120))
         return real(retention, partial, step)
 
     def noted(parts, *rest, **named):
