@@ -93,28 +93,29 @@ class Checkpointer:
         self.world.on_rank0(lambda: patiently(self._make_ready, self.folder))
         self.local = LocalTier(local_path, run_folder, world, report) if local_path else None
 
-    def newest(self) -> Path | None:
+    def newest(self, shards: Sequence[Shard] = ()) -> Path | None:
         """Path of the newest whole checkpoint, or None; broken ones are reported and passed over.
 
-        Raises UserError when there are checkpoints but none is whole.
+        shards: for `load`, see there. Raises UserError when there are checkpoints but none is whole.
         """
         self.wait()
         if self.last is None:
-            self.last, broken = newest_whole(self.folder, self.world, self.report)
+            self.last, broken = newest_whole(self.folder, self.world, self.report, shards=shards)
             self.retention.broken.update(broken)
         return self.last
 
-    def to_resume(self, shards: Callable[[], Sequence[Shard]]) -> Path | None:
+    def to_resume(self, shards: Callable[[], Sequence[Shard]], into: Sequence[Shard] = ()) -> Path | None:
         """Path, on this node, of the newest whole checkpoint of either tier, the shared one of two; None where there is
-        none. shards: what is to be filled from it. Raises UserError as `newest` does, where no local one is whole."""
+        none. shards: what is to be filled from it; into: those where that may begin. Raises UserError as `newest` does,
+        where no local one is whole."""
         self.wait()
         self.last = None  # what it has saved may be broken by now
         if not self.local:
-            return self.newest()
+            return self.newest(into)
         after, failure = self.world.on_rank0(lambda: _step([None, *committed(self.folder)][-1])), None
         found = self.local.fetch(after, shards())
         try:
-            found = found or self.newest()
+            found = found or self.newest(into)
         except UserError as error:
             failure = error
         if _step(found) < after:  # the newest shared ones are broken

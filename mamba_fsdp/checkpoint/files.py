@@ -8,6 +8,7 @@ A second thread flushes and reads back what the first has written. Read from the
 it back; from the kernel's memory, only that the kernel has taken it as it was.
 """
 
+import contextlib
 import json
 import os
 import resource
@@ -26,11 +27,13 @@ import xxhash
 from mamba_fsdp.conventions import SAFETENSORS_DTYPES
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.heartbeat import heart
+from mamba_fsdp.parallel.model import Shard
 from mamba_fsdp.storage import patiently
 from mamba_fsdp.untrusted import parse_object
 
 NAMES = {dtype: name for name, dtype in SAFETENSORS_DTYPES.items()}
 BLOCK = 1 << 24  # bytes that are written or read at a time
+BROKEN = (EOFError, ValueError, KeyError, TypeError, AttributeError, OverflowError)  # what odd headers lead to
 FLUSH = 1 << 28  # bytes that are flushed at a time: one flush of a whole file could look like a hang
 
 
@@ -107,21 +110,63 @@ def _drop(file, start, stop):
         os.posix_fadvise(file.fileno(), start, stop - start, os.POSIX_FADV_DONTNEED)
 
 
-def checksum(path: Path, limit: int = sys.maxsize, kind: str = "xxh3") -> dict[str, int | str]:
-    """{"bytes": size, kind: checksum} of a file, or of its first `limit` bytes. Raises OSError."""
-    found = HASHES[kind]()
-    with open(path, "rb", buffering=0) as file:
-        return {"bytes": _update(found, file, limit), kind: found.hexdigest()}
+def checksum(path: Path, limit: int = sys.maxsize, kind: str = "xxh3",
+             wanted: dict[str, Shard] | None = None) -> dict[str, int | str]:
+    """{"bytes": size, kind: checksum} of a file, or of its first `limit` bytes. Raises OSError.
+
+    wanted: name -> shard, filled on the way with the elements of it that are read, which its `filled` then names.
+    """
+    found, size, at_once = HASHES[kind](), 0, min(BLOCK, 1 << 20)  # the processor's cache holds it for the hash
+    with open(path, "rb", buffering=0) as file, contextlib.suppress(EOFError):
+        for position, dtype, target in _places(file, limit, wanted):
+            size += _update(found, file, position - size)
+            for part in target.split(at_once // dtype.itemsize):
+                block = part if part.is_cpu and part.dtype == dtype else torch.empty(part.shape, dtype=dtype)
+                found.update(_exactly(file, block.view(torch.uint8).numpy()))
+                part.copy_(block)
+                size += block.nbytes
+        size += _update(found, file, limit - size)
+    return {"bytes": size, kind: found.hexdigest()}
 
 
 def _update(found, file, limit):
     """Add up to `limit` bytes of the file, from where it stands, to the checksum. Returns how many there were."""
-    size, block = 0, memoryview(bytearray(min(BLOCK, 1 << 20, limit)))  # the processor's cache holds it for the hash
+    size, block = 0, memoryview(bytearray(min(BLOCK, 1 << 20, limit)))
     while count := file.readinto(block[:limit - size]):
         found.update(block[:count])
         size += count
         heart.beat()
     return size
+
+
+def _places(file, limit, wanted):
+    """(position, dtype there, part of a shard) for what lies within `limit`, in turn; the file is back at its start.
+    Nobody has verified its header: where that is odd, nothing is filled."""
+    pieces, end, path = [], 0, Path(file.name)
+    with contextlib.suppress(*BROKEN):
+        pieces = [*_pieces(file)] if wanted else []
+    file.seek(0)
+    for name, start, count, position, dtype in pieces:
+        if shard := wanted.get(name):
+            low, high = max(start, shard.start), min(start + count, shard.start + shard.data.numel())
+            position, bytes_ = position + (low - start) * dtype.itemsize, (high - low) * dtype.itemsize
+            if bytes_ > 0 and end <= position <= limit - bytes_:
+                end = position + bytes_
+                shard.filled.add((path, start, low - start, high - low))
+                yield position, dtype, shard.data[low - shard.start:high - shard.start]
+
+
+def _pieces(file):
+    """(tensor's name, start, count, position in the file, dtype) of each piece. Raises BROKEN where its header is."""
+    size, head = os.fstat(file.fileno()).st_size, 8 + int.from_bytes(_exactly(file, bytearray(8)), "little")
+    if head > size:
+        raise EOFError
+    for key, entry in parse_object(_exactly(file, bytearray(head - 8))).items():
+        name, _, start = key.rpartition("@")
+        (count,), position, dtype = entry["shape"], head + entry["data_offsets"][0], SAFETENSORS_DTYPES[entry["dtype"]]
+        if type(count) is not int or count < 0 or not head <= position <= size - count * dtype.itemsize:
+            raise ValueError
+        yield name, int(start), count, position, dtype
 
 
 class PieceReader:
@@ -144,7 +189,7 @@ class PieceReader:
             patiently(lambda: self._read(path, name, start, offset, target), path)
         except OSError as error:
             raise UserError(f"can't read {path}: {error.strerror}") from None
-        except (EOFError, ValueError, KeyError, TypeError, AttributeError):
+        except BROKEN:
             raise UserError(f"{path} is broken: it is cut short, or its header is not what was written") from None
 
     def _read(self, path, name, start, offset, target):
@@ -162,14 +207,10 @@ class PieceReader:
             self.open_files.pop(next(iter(self.open_files))).close()
 
     def _read_places(self, opened):
-        data_start = 8 + int.from_bytes(_exactly(opened, bytearray(8)), "little")
-        if data_start > os.fstat(opened.fileno()).st_size:
-            raise EOFError
         places = array("q", bytes(24 * len(self.numbers)))  # far less than the header: there may be thousands of files
-        for key, entry in parse_object(_exactly(opened, bytearray(data_start - 8))).items():
-            name, _, start = key.rpartition("@")
+        for name, start, count, position, _ in _pieces(opened):
             number = 3 * self.numbers[name]
-            places[number:number + 3] = array("q", [int(start), *entry["shape"], data_start + entry["data_offsets"][0]])
+            places[number:number + 3] = array("q", [start, count, position])
         return places
 
 

@@ -25,7 +25,7 @@ from mamba_fsdp.checkpoint.retention import held, until_the_end
 from mamba_fsdp.conventions import SAFETENSORS_DTYPES
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.formats import CHECKPOINT
-from mamba_fsdp.parallel.model import Shard, fill_parts
+from mamba_fsdp.parallel.model import Shard
 from mamba_fsdp.parallel.world import World
 from mamba_fsdp.run_layout import CHECKPOINTS, COMMIT, STATE, committed, no_checkpoint
 from mamba_fsdp.storage import exists, patiently
@@ -45,22 +45,25 @@ def is_model(stored: str) -> bool:
     return stored.startswith("model/")
 
 
-def problems(checkpoint: Path, world: World, part: str = "all") -> list[str]:
+def problems(checkpoint: Path, world: World, part: str = "all", shards: Sequence[Shard] = ()) -> list[str]:
     """What is wrong with a committed checkpoint: a list of sentences, empty when every file has its size and checksum.
 
     part: "all", or only "model", its weights, or "state", state.json; "sizes": without reading. Called by all ranks,
     which share the reading; all get the same answer. Raises UserError on all of them for one that another version of
-    this program wrote: that one is not broken, and an older one is no substitute.
+    this program wrote: that one is not broken, and an older one is no substitute. shards: filled with what this rank
+    reads of them, whatever the verdict: its own file, where as many ranks have written, else neighbouring ones.
     """
     files, found = world.on_rank0(lambda: _committed_files(checkpoint))
-    mine = sorted(name for name in files if part != "state" or name == STATE)[world.rank::world.size]
-    found += world.on_all_ranks(lambda: [
-        problem for name in mine if (problem := problem_of(checkpoint / name, files[name], part))])
+    names = sorted(name for name in files if part != "state" or name == STATE)
+    mine = names[len(names) * world.rank // world.size:len(names) * (world.rank + 1) // world.size]
+    wanted = {stored_name(shard.name): shard for shard in shards}
+    found += world.on_all_ranks(lambda: [problem for name in mine if (problem := problem_of(
+        checkpoint / name, files[name], part, wanted if name != STATE else None))])
     return sorted(world.tell_all(found))
 
 
-def problem_of(path: Path, entry: dict[str, Any], part: str = "all") -> str:
-    """What is wrong with a file, or that part of it, of which COMMIT says this; "" for nothing."""
+def problem_of(path: Path, entry: dict[str, Any], part: str = "all", wanted: dict[str, Shard] | None = None) -> str:
+    """What is wrong with a file, or that part of it, of which COMMIT says so; "" for nothing. wanted: of checksum."""
     expected = entry.get("model", entry) if part == "model" else entry
     try:
         size = patiently(path.stat, path).st_size
@@ -69,7 +72,7 @@ def problem_of(path: Path, entry: dict[str, Any], part: str = "all") -> str:
         if part == "sizes":
             return ""
         kind = "xxh3" if "xxh3" in expected else "crc32"
-        actual = patiently(lambda: checksum(path, expected["bytes"], kind), path)
+        actual = patiently(lambda: checksum(path, expected["bytes"], kind, wanted), path)
     except OSError as error:
         return f"{path.name}: {error.strerror}"
     return "" if actual[kind] == expected[kind] else f"the content of {path.name} has changed since it was written"
@@ -92,8 +95,10 @@ def _committed_files(checkpoint):
 
 
 def newest_whole(checkpoints: Path, world: World, report: Callable[[str], Any], part: str = "all",
-                 hold: Callable[[Path], Any] = lambda path: None) -> tuple[Path | None, list[str]]:
+                 hold: Callable[[Path], Any] = lambda path: None, shards: Sequence[Shard] = ()
+                 ) -> tuple[Path | None, list[str]]:
     """(the newest checkpoint whose `part`, see `problems`, is whole, or None; names of the broken ones passed over).
+    shards: for `load`, see there.
 
     hold: called on rank 0 with each before it is read. Raises UserError when there are committed checkpoints but none
     is whole: a new start must be the user's decision.
@@ -102,11 +107,13 @@ def newest_whole(checkpoints: Path, world: World, report: Callable[[str], Any], 
     candidates = world.on_rank0(lambda: committed(checkpoints))
     for checkpoint in reversed(candidates):
         world.on_rank0(partial(hold, checkpoint))
-        wrong = problems(checkpoint, world, part)
+        wrong = problems(checkpoint, world, part, shards)
         if not wrong:
             return checkpoint, broken
         if not world.on_rank0(partial(exists, checkpoint)):  # its run has pruned it meanwhile, and has newer ones
-            return newest_whole(checkpoints, world, report, part, hold)
+            for shard in shards:
+                shard.data.zero_()  # it may have been the only one
+            return newest_whole(checkpoints, world, report, part, hold, shards)
         broken.append(checkpoint.name)
         if world.rank == 0:
             report(f"warning: checkpoint {checkpoint} is broken and passed over: {'; '.join(wrong)}")
@@ -116,11 +123,12 @@ def newest_whole(checkpoints: Path, world: World, report: Callable[[str], Any], 
     return None, broken
 
 
-def find_checkpoint(path: str | Path, world: World, report: Callable[[str], Any] = print, part: str = "all") -> Path:
+def find_checkpoint(path: str | Path, world: World, report: Callable[[str], Any] = print, part: str = "all",
+                    shards: Sequence[Shard] = ()) -> Path:
     """The checkpoint that `path` means, the same on all ranks: itself, or the newest whole one of a run folder.
 
     Its run does not prune it until `until_the_end` is closed, or this process ends. Raises UserError where there
-    is none, or where the one that was named is broken: `part` of it, see `problems`.
+    is none, or where the one that was named is broken: `part` of it, see `problems`. shards: for `load`, see there.
     """
     def hold(checkpoint):
         until_the_end.enter_context(held(checkpoint))
@@ -128,11 +136,11 @@ def find_checkpoint(path: str | Path, world: World, report: Callable[[str], Any]
     path = Path(path)
     if world.on_rank0(lambda: exists(path / COMMIT)):
         world.on_rank0(lambda: hold(path))
-        if wrong := problems(path, world, part):
+        if wrong := problems(path, world, part, shards):
             raise UserError(f"checkpoint {path} is broken: {'; '.join(wrong)}")
         return path
     found, _ = newest_whole(path / CHECKPOINTS if (path / CHECKPOINTS).is_dir() else path, world, report, part,
-                            hold)
+                            hold, shards)
     if found is None:
         raise no_checkpoint(path)
     return found
@@ -211,6 +219,7 @@ def load(checkpoint: Path, shards: Sequence[Shard], world: World,
 
     The checkpoint must hold just these tensors of the model, and of the optimiser if its shards are among them.
     check(state, checkpoint), if given, may refuse first, on rank 0. Raises UserError on all ranks when any can't load.
+    Where the checkpoint was verified with the same `shards`, only what that has not filled is read.
     """
     def open_checked():
         reader = Reader(checkpoint)
@@ -222,10 +231,16 @@ def load(checkpoint: Path, shards: Sequence[Shard], world: World,
         return reader.content
 
     reader = Reader(checkpoint, world.on_rank0(open_checked))
-    own = {shard.name: shard.data for shard in shards}
-    world.on_all_ranks(lambda: fill_parts(
-        shards, lambda name, start, stop: reader.read(stored_name(name), start, stop, own[name])))
+    world.on_all_ranks(lambda: [_fill_rest(shard, reader) for shard in shards])
     return reader.state
+
+
+def _fill_rest(shard, reader):
+    for file, *piece, at, count in reader.where(stored_name(shard.name), shard.start, shard.start + len(shard.data)):
+        if (reader.path / file, *piece, count) not in shard.filled:
+            rest, start = shard.data[at:at + count], shard.start + at
+            rest.copy_(reader.read(stored_name(shard.name), start, start + count, rest))
+    shard.filled.clear()  # from here on it may change
 
 
 def refuse_other_tensors(source: Any, wanted: Mapping[str, Sequence[int]],

@@ -1,7 +1,7 @@
 """From the settings to what the loop works on: data, model, optimiser, starting point, length, loader."""
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
@@ -29,7 +29,7 @@ from mamba_fsdp.model.lm import MambaLM
 from mamba_fsdp.model.spec import flops_per_token, operator_uses, parameter_count, parameters
 from mamba_fsdp.ops.forms import resolve_forms
 from mamba_fsdp.parallel.memory import expected_memory
-from mamba_fsdp.parallel.model import ParallelModel, fill_parts
+from mamba_fsdp.parallel.model import ParallelModel, Shard, fill_parts
 from mamba_fsdp.parallel.parallelize import choose_strategy, parallelize
 from mamba_fsdp.parallel.world import World
 from mamba_fsdp.report.display import scaled
@@ -247,9 +247,10 @@ def start(settings: TrainConfig, tokens: Source, parallel: ParallelModel, optimi
         if not settings.data.allow_other_tokenizer:
             world.on_rank0(lambda: refuse_other_tokenizer(tokens.path, tokens.tokenizer, source, identities))
 
-    newest = checkpointer.to_resume(lambda: parallel.shards() + parallel.optimizer_shards(optimizer))
+    shards = parallel.shards() + parallel.optimizer_shards(optimizer)
+    newest = checkpointer.to_resume(lambda: shards, into=shards)
     if newest:
-        state = load_checkpoint(newest, settings, parallel, optimizer, "save_ckpt_path")
+        state = load_checkpoint(newest, settings, parallel, optimizer, "save_ckpt_path", shards)
         refuse_other(newest, [state.tokenizer])
         began = checkpoint.init_from or ("" if own else origin)
         say(f"resumes    from {newest}, step {state.step}" + (f"; {began} was for its first start" if began else ""))
@@ -260,8 +261,8 @@ def start(settings: TrainConfig, tokens: Source, parallel: ParallelModel, optimi
         world.on_all_ranks(lambda: fill_parts(parallel.shards(), opened.slice))
         say(f"starting   from the weights in {source}")
     elif origin and not own:
-        found = find_checkpoint(origin, world, report=say)
-        saved = load_checkpoint(found, settings, parallel, optimizer, "load_ckpt_path")
+        found = find_checkpoint(origin, world, report=say, shards=shards)
+        saved = load_checkpoint(found, settings, parallel, optimizer, "load_ckpt_path", shards)
         refuse_other(found, [saved.tokenizer])
         data = saved.data if checkpoint.resuming_dataset else {}
         state = TrainState(optimizer_steps=saved.optimizer_steps, data=data)
@@ -278,11 +279,12 @@ def start(settings: TrainConfig, tokens: Source, parallel: ParallelModel, optimi
 
 
 def load_checkpoint(checkpoint: Path, settings: TrainConfig, parallel: ParallelModel,
-                    optimizer: torch.optim.Optimizer, named_by: str) -> TrainState:
+                    optimizer: torch.optim.Optimizer, named_by: str, shards: Sequence[Shard] = ()) -> TrainState:
     """Loads model and optimiser; returns the state that was saved with them. named_by: the setting that led to this
-    checkpoint. Raises UserError where it holds another model, or a newer version wrote it."""
+    checkpoint; shards: with which it was verified. Raises UserError where it holds another model, or a newer version
+    wrote it."""
     remedy = f"; give these settings again, or another {named_by}"
-    saved = load(checkpoint, parallel.shards() + parallel.optimizer_shards(optimizer), parallel.world,
+    saved = load(checkpoint, shards or parallel.shards() + parallel.optimizer_shards(optimizer), parallel.world,
                  check=lambda saved, folder: resolve.refuse_other_model(
                      settings, checked_model(folder, saved["settings"]["model"]), str(folder), remedy))
     state = TrainState.from_saved(saved, checkpoint)

@@ -237,17 +237,17 @@ def test_no_damage_goes_unnoticed(run, world, file):
         if damaged == content:
             continue
         (newest / file).unlink() if damaged is None else (newest / file).write_bytes(damaged)
-        said = []
+        said, target = [], shards(0)
         try:
-            found, _ = newest_whole(run / "checkpoints", world, said.append)
+            found, _ = newest_whole(run / "checkpoints", world, said.append, shards=target)
         except UserError as error:
             assert file == "COMMIT" and str(error).startswith(str(newest / file)), how
             outcomes["refused"] += 1
         else:
+            step = load(found, target, world)["step"]
+            assert all(torch.equal(one.data, other.data) for one, other in zip(target, shards(step))), how
             if found == newest:
-                target = shards(0)
-                assert file == "COMMIT" and load(found, target, world)["step"] == 2 and not said, how
-                assert all(torch.equal(one.data, other.data) for one, other in zip(target, shards(2))), how
+                assert file == "COMMIT" and step == 2 and not said, how
                 outcomes["meant nothing"] += 1
             else:
                 uncommitted = file == "COMMIT" and damaged is None
@@ -255,6 +255,26 @@ def test_no_damage_goes_unnoticed(run, world, file):
                 outcomes["older"] += 1
         (newest / file).write_bytes(content)
     assert outcomes["older"] > 250 and sum(outcomes.values()) < 1.5 * outcomes["older"], outcomes
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_a_broken_checkpoint_has_filled_is_filled_anew(run, world, dtype, monkeypatch):
+    """From the older one, while that is verified: nothing is read a second time. What has not the dtype that was saved,
+    or lies on a GPU, comes through host memory."""
+    make(run, world, [1, 2])
+    damage_flip(run / "checkpoints/step_00000002")
+    target = [Shard("a.weight", (10, 10), 30, torch.zeros(50, dtype=dtype)),
+              Shard("b", (7,), 0, torch.zeros(7, dtype=dtype))]
+    newest = Checkpointer(run, world, report=lambda text: None).newest(target)
+    with monkeypatch.context() as patched:
+        patched.setattr(files.PieceReader, "read", None)
+        assert newest.name == "step_00000001" and load(newest, target, world) == {"step": 1}
+    for again in (False, True):
+        if again:  # with what may have changed since
+            target[0].data.zero_()
+            load(newest, target, world)
+        for filled, saved in zip(target, shards(1)):
+            assert torch.equal(filled.data, saved.data[filled.start:filled.start + len(filled.data)].to(dtype))
 
 
 def edit(file, **changes):

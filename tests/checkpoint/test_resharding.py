@@ -17,7 +17,7 @@ def save(world, run, how, steps, asynchronous):
     """Train `steps` from the newest checkpoint or the start, then save. Returns (records, all tensors)."""
     parallel, optimizer = build(world, **how)
     checkpointer = Checkpointer(run, world, asynchronous=asynchronous)
-    newest, first = checkpointer.newest(), 0
+    newest, first = checkpointer.newest(), 0  # verified without shards: all is read again
     if newest:
         first = load(newest, parallel.shards() + parallel.optimizer_shards(optimizer), world)["step"]
         parallel.set_optimizer_steps(optimizer, first)
@@ -38,7 +38,7 @@ def read(world, run, how):
     shards = parallel.shards() + parallel.optimizer_shards(optimizer)
     for shard in shards:
         shard.data.fill_(-1.0)
-    state = load(Checkpointer(run, world).newest(), shards, world)
+    state = load(Checkpointer(run, world).newest(shards), shards, world)
     parallel.set_optimizer_steps(optimizer, state["step"])
     tensors = whole(world, shards)
     return state, tensors, train(world, parallel, optimizer, range(state["step"], state["step"] + 2))
