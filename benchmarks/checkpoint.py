@@ -149,7 +149,7 @@ class Measured:
                     rest = rest[file.readinto(rest):]
 
     def load(self, run):
-        newest = Checkpointer(run, self.world, report=lambda text: None).newest()
+        newest = Checkpointer(run, self.world, report=lambda text: None).newest(self.shards)
         load(newest, self.shards, self.world)
 
     def beside(self, run):

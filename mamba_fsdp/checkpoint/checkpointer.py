@@ -96,7 +96,7 @@ class Checkpointer:
     def newest(self, shards: Sequence[Shard] = ()) -> Path | None:
         """Path of the newest whole checkpoint, or None; broken ones are reported and passed over.
 
-        shards: for `load`, see there. Raises UserError when there are checkpoints but none is whole.
+        shards: for `load`. Raises UserError when there are checkpoints but none is whole.
         """
         self.wait()
         if self.last is None:
@@ -106,8 +106,7 @@ class Checkpointer:
 
     def to_resume(self, shards: Callable[[], Sequence[Shard]], into: Sequence[Shard] = ()) -> Path | None:
         """Path, on this node, of the newest whole checkpoint of either tier, the shared one of two; None where there is
-        none. shards: what is to be filled from it; into: those where that may begin. Raises UserError as `newest` does,
-        where no local one is whole."""
+        none. shards: to be filled from it; into: at once. Raises UserError as `newest`, where no local one is whole."""
         self.wait()
         self.last = None  # what it has saved may be broken by now
         if not self.local:

@@ -116,15 +116,22 @@ def checksum(path: Path, limit: int = sys.maxsize, kind: str = "xxh3",
 
     wanted: name -> shard, filled on the way with the elements of it that are read, which its `filled` then names.
     """
-    found, size, at_once = HASHES[kind](), 0, min(BLOCK, 1 << 20)  # the processor's cache holds it for the hash
+    found, size, at_once, pieces = HASHES[kind](), 0, min(BLOCK, 1 << 20), []  # a block stays in the processor's cache
     with open(path, "rb", buffering=0) as file, contextlib.suppress(EOFError):
-        for position, dtype, target in _places(file, limit, wanted):
-            size += _update(found, file, position - size)
-            for part in target.split(at_once // dtype.itemsize):
-                block = part if part.is_cpu and part.dtype == dtype else torch.empty(part.shape, dtype=dtype)
-                found.update(_exactly(file, block.view(torch.uint8).numpy()))
-                part.copy_(block)
-                size += block.nbytes
+        with contextlib.suppress(*BROKEN):  # nobody has verified the header yet: where it is odd, nothing is filled
+            pieces = [(wanted[name], *rest) for name, *rest in _pieces(file) if name in wanted] if wanted else []
+        file.seek(0)
+        for shard, start, count, position, dtype in pieces:
+            low, high = max(start, shard.start), min(start + count, shard.start + len(shard.data))
+            position, bytes_ = position + (low - start) * dtype.itemsize, (high - low) * dtype.itemsize
+            if bytes_ > 0 and size <= position <= limit - bytes_:
+                size += _update(found, file, position - size)
+                for part in shard.data[low - shard.start:high - shard.start].split(at_once // dtype.itemsize):
+                    block = part if part.is_cpu and part.dtype == dtype else torch.empty(part.shape, dtype=dtype)
+                    found.update(_exactly(file, block.view(torch.uint8).numpy()))
+                    part.copy_(block)
+                size += bytes_
+                shard.filled.add((path, start, low - start, high - low))
         size += _update(found, file, limit - size)
     return {"bytes": size, kind: found.hexdigest()}
 
@@ -137,23 +144,6 @@ def _update(found, file, limit):
         size += count
         heart.beat()
     return size
-
-
-def _places(file, limit, wanted):
-    """(position, dtype there, part of a shard) for what lies within `limit`, in turn; the file is back at its start.
-    Nobody has verified its header: where that is odd, nothing is filled."""
-    pieces, end, path = [], 0, Path(file.name)
-    with contextlib.suppress(*BROKEN):
-        pieces = [*_pieces(file)] if wanted else []
-    file.seek(0)
-    for name, start, count, position, dtype in pieces:
-        if shard := wanted.get(name):
-            low, high = max(start, shard.start), min(start + count, shard.start + shard.data.numel())
-            position, bytes_ = position + (low - start) * dtype.itemsize, (high - low) * dtype.itemsize
-            if bytes_ > 0 and end <= position <= limit - bytes_:
-                end = position + bytes_
-                shard.filled.add((path, start, low - start, high - low))
-                yield position, dtype, shard.data[low - shard.start:high - shard.start]
 
 
 def _pieces(file):

@@ -95,13 +95,11 @@ def _committed_files(checkpoint):
 
 
 def newest_whole(checkpoints: Path, world: World, report: Callable[[str], Any], part: str = "all",
-                 hold: Callable[[Path], Any] = lambda path: None, shards: Sequence[Shard] = ()
-                 ) -> tuple[Path | None, list[str]]:
+                 hold: Callable[[Path], Any] = id, shards: Sequence[Shard] = ()) -> tuple[Path | None, list[str]]:
     """(the newest checkpoint whose `part`, see `problems`, is whole, or None; names of the broken ones passed over).
-    shards: for `load`, see there.
 
-    hold: called on rank 0 with each before it is read. Raises UserError when there are committed checkpoints but none
-    is whole: a new start must be the user's decision.
+    hold: called on rank 0 with each before it is read. shards: for `load`. Raises UserError when there are committed
+    checkpoints but none is whole: a new start must be the user's decision.
     """
     broken: list[str] = []
     candidates = world.on_rank0(lambda: committed(checkpoints))
@@ -128,7 +126,7 @@ def find_checkpoint(path: str | Path, world: World, report: Callable[[str], Any]
     """The checkpoint that `path` means, the same on all ranks: itself, or the newest whole one of a run folder.
 
     Its run does not prune it until `until_the_end` is closed, or this process ends. Raises UserError where there
-    is none, or where the one that was named is broken: `part` of it, see `problems`. shards: for `load`, see there.
+    is none, or where the one that was named is broken: `part` of it, see `problems`. shards: for `load`.
     """
     def hold(checkpoint):
         until_the_end.enter_context(held(checkpoint))
@@ -195,12 +193,9 @@ class Reader:
         self.files = self.content["files"]
         self._pieces = PieceReader(self.path, self.tensors)
 
-    def read(self, name: str, start: int, stop: int, into: torch.Tensor | None = None) -> torch.Tensor:
-        """Elements [start, stop) of a flattened tensor, as a 1-D CPU tensor: `into`, where that is one of its dtype."""
-        dtype = SAFETENSORS_DTYPES[self.tensors[name]["dtype"]]
-        result = into
-        if result is None or (result.device.type, result.dtype) != ("cpu", dtype):
-            result = torch.empty(stop - start, dtype=dtype)
+    def read(self, name: str, start: int, stop: int) -> torch.Tensor:
+        """Elements [start, stop) of a flattened tensor, as a 1-D CPU tensor."""
+        result = torch.empty(stop - start, dtype=SAFETENSORS_DTYPES[self.tensors[name]["dtype"]])
         for file, piece, offset, at, count in self.where(name, start, stop):
             self._pieces.read(file, name, piece, offset, result[at:at + count])
         return result
@@ -230,17 +225,15 @@ def load(checkpoint: Path, shards: Sequence[Shard], world: World,
                                                   if name.split("/")[0] in kinds})
         return reader.content
 
+    def fill(shard, name):
+        for file, *piece, at, count in reader.where(name, shard.start, shard.start + len(shard.data)):
+            if (checkpoint / file, *piece, count) not in shard.filled:
+                shard.data[at:at + count].copy_(reader.read(name, shard.start + at, shard.start + at + count))
+        shard.filled.clear()  # from here on it may change
+
     reader = Reader(checkpoint, world.on_rank0(open_checked))
-    world.on_all_ranks(lambda: [_fill_rest(shard, reader) for shard in shards])
+    world.on_all_ranks(lambda: [fill(shard, stored_name(shard.name)) for shard in shards])
     return reader.state
-
-
-def _fill_rest(shard, reader):
-    for file, *piece, at, count in reader.where(stored_name(shard.name), shard.start, shard.start + len(shard.data)):
-        if (reader.path / file, *piece, count) not in shard.filled:
-            rest, start = shard.data[at:at + count], shard.start + at
-            rest.copy_(reader.read(stored_name(shard.name), start, start + count, rest))
-    shard.filled.clear()  # from here on it may change
 
 
 def refuse_other_tensors(source: Any, wanted: Mapping[str, Sequence[int]],

@@ -281,8 +281,7 @@ def start(settings: TrainConfig, tokens: Source, parallel: ParallelModel, optimi
 def load_checkpoint(checkpoint: Path, settings: TrainConfig, parallel: ParallelModel,
                     optimizer: torch.optim.Optimizer, named_by: str, shards: Sequence[Shard] = ()) -> TrainState:
     """Loads model and optimiser; returns the state that was saved with them. named_by: the setting that led to this
-    checkpoint; shards: with which it was verified. Raises UserError where it holds another model, or a newer version
-    wrote it."""
+    checkpoint; shards: verified with it. Raises UserError where it holds another model or a newer version's."""
     remedy = f"; give these settings again, or another {named_by}"
     saved = load(checkpoint, shards or parallel.shards() + parallel.optimizer_shards(optimizer), parallel.world,
                  check=lambda saved, folder: resolve.refuse_other_model(
