@@ -112,10 +112,8 @@ def _drop(file, start, stop):
 
 def checksum(path: Path, limit: int = sys.maxsize, kind: str = "xxh3",
              wanted: dict[str, Shard] | None = None) -> dict[str, int | str]:
-    """{"bytes": size, kind: checksum} of a file, or of its first `limit` bytes. Raises OSError.
-
-    wanted: name -> shard, filled on the way with the elements of it that are read, which its `filled` then names.
-    """
+    """{"bytes": size, kind: checksum} of a file, or of its first `limit` bytes. Raises OSError. wanted: name -> shard,
+    filled on the way with the elements of it that are read, which its `filled` then names."""
     found, size, at_once, pieces = HASHES[kind](), 0, min(BLOCK, 1 << 20), []  # a block stays in the processor's cache
     with open(path, "rb", buffering=0) as file, contextlib.suppress(EOFError):
         with contextlib.suppress(*BROKEN):  # nobody has verified the header yet: where it is odd, nothing is filled
@@ -199,8 +197,7 @@ class PieceReader:
     def _read_places(self, opened):
         places = array("q", bytes(24 * len(self.numbers)))  # far less than the header: there may be thousands of files
         for name, start, count, position, _ in _pieces(opened):
-            number = 3 * self.numbers[name]
-            places[number:number + 3] = array("q", [start, count, position])
+            places[3 * (number := self.numbers[name]):3 * number + 3] = array("q", [start, count, position])
         return places
 
 
