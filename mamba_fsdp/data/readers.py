@@ -304,14 +304,14 @@ def _column_of(name, column, table):
 def _values(name, column, array) -> list[Any]:
     """An Arrow array as a list of bytes (text), lists of token ids, or None. Raises UserError for another type."""
     import pyarrow
-    from pyarrow import types
 
-    if types.is_dictionary(array.type):
+    if pyarrow.types.is_dictionary(array.type):
         array = array.dictionary_decode()
-    if hasattr(array.type, "value_type") and types.is_integer(array.type.value_type):
+    if hasattr(array.type, "value_type") and pyarrow.types.is_integer(array.type.value_type):
         return [None if row.values is None else row.values.to_numpy(zero_copy_only=False) for row in array]
     try:
-        return array.cast(pyarrow.large_binary()).to_pylist()  # as bytes: a worker decodes, and knows where it fails
+        values = array.cast(pyarrow.large_binary())  # as bytes: a worker decodes, and knows where it fails
     except (pyarrow.ArrowInvalid, pyarrow.ArrowNotImplementedError) as error:
         raise UserError(f"{name}: column {column!r} is {array.type}, not text or token ids; name another "
                         "--text_column") from error
+    return values.validate(full=True) or values.to_pylist()  # else damaged offsets are followed
