@@ -102,7 +102,7 @@ def test_drawing_keeps_to_top_k_and_top_p_and_follows_the_probabilities(draw):
 def test_all_that_is_kept_and_nothing_else_is_drawn_from_a_large_vocabulary(draw, how):
     generator = torch.Generator().manual_seed(0)
     logits = 2 * torch.randn(1001, generator=generator)
-    logits[500:] = logits[:501]  # each twice, so that what is kept ends between two alike
+    logits[501:] = logits[:500]  # each twice, so that what is kept ends between two alike
     order = logits.sort(descending=True).values.double().softmax(dim=0)
     kept = (order.cumsum(dim=0) - order < how.get("top_p", 1)).sum().clamp(max=how.get("top_k", 1001)).item()
     rows = torch.nn.functional.pad(logits, (0, 7), value=99).repeat(4000, 1)[:, :1001]
