@@ -11,6 +11,7 @@ from mamba_fsdp.ops import native
 
 ARGUMENTS = [ctypes.c_int64] * 3 + [ctypes.c_void_p, ctypes.c_double, ctypes.c_int64, ctypes.c_double]  # of draw.c
 ARGUMENTS += [ctypes.c_void_p] * 3
+NOT_FINITE = "the model's answer is not finite: its weights are broken, or its training diverged"
 
 
 @torch.no_grad()
@@ -26,8 +27,6 @@ def generate(model, prompts, *, length, temperature=1.0, top_k=0, top_p=1.0, gen
     assert all(group.shape[1] > 0 for group in groups) and length > 0, "generation continues tokens, by at least one"
     states = [model.allocate_state(len(group), group.shape[1] + length - 1) for group in groups]
     logits = torch.cat([model.prefill(group, state) for group, state in zip(groups, states)])
-    if not logits.isfinite().all():
-        raise UserError("the model's answer is not finite: its weights are broken, or its training diverged")
     if not model.config.has("attention"):  # a state does not know how many positions it has seen
         states = [_joined(states)] if len(states) > 1 else states
     in_c = [native_step(model, state) for state in states]
@@ -50,12 +49,16 @@ def _joined(states):
 
 def draw(logits, temperature, top_k, top_p, generator):
     """One token per row of logits (batch, vocabulary), drawn from the likeliest: top_k of them (0: all), no more than
-    it takes to make up the probability top_p (nucleus sampling, Holtzman et al. 2019)."""
+    it takes to make up the probability top_p (nucleus sampling, Holtzman et al. 2019). Raises UserError for logits that
+    are not finite."""
+    if not logits.isfinite().all():
+        raise UserError(NOT_FINITE)
     if temperature == 0:
         return logits.argmax(dim=-1)
     logits, tokens = (logits / max(temperature, 1e-6)).sort(dim=-1, descending=True)
     probabilities = logits.softmax(dim=-1)
-    probabilities[probabilities.cumsum(dim=-1) - probabilities >= top_p] = 0  # where the likelier make it up
+    likelier = probabilities.cumsum(dim=-1) - probabilities
+    probabilities[likelier >= max(top_p, 1e-30)] = 0
     probabilities[:, top_k or logits.shape[-1]:] = 0
     return tokens.gather(1, torch.multinomial(probabilities, 1, generator=generator)).squeeze(1)
 
@@ -66,6 +69,7 @@ def draw_in_c(logits, temperature, top_k, top_p, generator):
     tokens, scratch = torch.empty(len(logits), dtype=torch.int64), torch.empty(logits.shape[1])
     function = native.library(torch.float32).draw
     function.argtypes = ARGUMENTS
-    function(*logits.shape, logits.stride(0), logits.data_ptr(), temperature, top_k, top_p, uniform.data_ptr(),
-             scratch.data_ptr(), tokens.data_ptr())
+    if function(*logits.shape, logits.stride(0), logits.data_ptr(), temperature, top_k, top_p, uniform.data_ptr(),
+                scratch.data_ptr(), tokens.data_ptr()):
+        raise UserError(NOT_FINITE)
     return tokens

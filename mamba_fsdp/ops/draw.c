@@ -1,6 +1,8 @@
 /* Tokens drawn from logits, one a row (model/generate.py). Nothing is sorted: the least probability that is kept is found
  * by halving between the bits of two floats, whose order is that of the numbers.
  */
+#include <float.h>
+
 #include "native.h"
 
 #define BLOCK 64
@@ -45,23 +47,30 @@ static void keep_likeliest(float *p, int64_t count, int64_t most, float mass)
     }
 }
 
-/* tokens (rows) from logits (rows, count), `row` apart; uniform (rows) in [0, 1), p (count) scratch. */
-void draw(int64_t rows, int64_t count, int64_t row, const float *logits, double temperature, int64_t top_k, double top_p,
-          const double *uniform, float *p, int64_t *tokens)
+/* tokens (rows) from logits (rows, count), `row` apart; uniform (rows) in [0, 1), p (count) scratch. Returns 1 where a
+ * logit is not finite. */
+int draw(int64_t rows, int64_t count, int64_t row, const float *logits, double temperature, int64_t top_k, double top_p,
+         const double *uniform, float *p, int64_t *tokens)
 {
     const float scale = 1.44269504 / (temperature > 1e-6 ? temperature : 1e-6);
     for (int64_t r = 0; r < rows; r++, logits += row) {
-        float highest = logits[0];
-#pragma omp simd reduction(max : highest)
-        for (int64_t i = 0; i < count; i++) highest = logits[i] > highest ? logits[i] : highest;
+        float highest = logits[0], zeros = 0; /* a NaN, where a logit is infinite or one */
+#pragma omp simd reduction(max : highest) reduction(+ : zeros)
+        for (int64_t i = 0; i < count; i++) {
+            highest = logits[i] > highest ? logits[i] : highest;
+            zeros += logits[i] * 0;
+        }
+        if (zeros != 0) return 1;
         if (temperature == 0) {
             for (tokens[r] = 0; logits[tokens[r]] < highest; tokens[r]++) {}
             continue;
         }
 #pragma omp simd
         for (int64_t i = 0; i < count; i++) p[i] = fast_exp2((logits[i] - highest) * scale);
-        if (top_k || top_p < 1)
-            keep_likeliest(p, count, top_k ? top_k : count, top_p < 1 ? top_p * sum(p, count) : INFINITY);
+        if (top_k || top_p < 1) {
+            const double mass = top_p < 1 ? top_p * sum(p, count) : INFINITY;
+            keep_likeliest(p, count, top_k ? top_k : count, mass > FLT_MIN ? mass : FLT_MIN);
+        }
         double left = uniform[r] * sum(p, count), block;
         int64_t i = 0;
         for (; i + BLOCK < count && left >= (block = sum(p + i, BLOCK)); i += BLOCK) left -= block;
@@ -69,4 +78,5 @@ void draw(int64_t rows, int64_t count, int64_t row, const float *logits, double 
         while (i && !(p[i] > 0)) i--; /* where rounding leads beyond the last */
         tokens[r] = i;
     }
+    return 0;
 }

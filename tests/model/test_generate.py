@@ -4,6 +4,7 @@ import pytest
 import torch
 from models import FAMILIES, small_model, some_tokens
 
+from mamba_fsdp.errors import UserError
 from mamba_fsdp.model.generate import draw, draw_in_c, generate
 from mamba_fsdp.ops import native
 
@@ -92,7 +93,7 @@ def test_drawing_keeps_to_top_k_and_top_p_and_follows_the_probabilities(draw):
     assert shares(top_k=2) == pytest.approx([0.625, 0.375, 0, 0], abs=0.02)
     assert shares(top_p=0.7) == pytest.approx([0.625, 0.375, 0, 0], abs=0.02)
     assert shares(top_k=3, top_p=0.9) == pytest.approx([0.5 / 0.95, 0.3 / 0.95, 0.15 / 0.95, 0], abs=0.02)
-    assert shares(top_p=0.01) == [1, 0, 0, 0]
+    assert shares(top_p=0.01) == shares(top_p=1e-50) == [1, 0, 0, 0]
     assert shares(temperature=0) == shares(temperature=1e-30) == [1, 0, 0, 0]
     assert shares(temperature=0.5)[0] == pytest.approx(0.25 / (0.25 + 0.09 + 0.0225 + 0.0025), abs=0.02)
 
@@ -111,6 +112,17 @@ def test_all_that_is_kept_and_nothing_else_is_drawn_from_a_large_vocabulary(draw
     assert len(chosen) == kept < 100 or kept == 1001 and 200 < len(chosen) <= kept
     assert kept == 1001 or torch.equal(logits[chosen].sort(descending=True).values,
                                        logits.sort(descending=True).values[:kept])
+
+
+@form
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("temperature", [0, 1])
+def test_nothing_is_drawn_from_logits_that_are_not_finite(draw, value, temperature):
+    """Also where those of the prompt were."""
+    logits = torch.randn(2, 99, generator=torch.Generator().manual_seed(0))
+    logits[1, 70] = value
+    with pytest.raises(UserError, match="not finite"):
+        draw(logits, temperature, 0, 1.0, torch.Generator())
 
 
 def test_padding_of_the_vocabulary_is_never_drawn():
