@@ -37,8 +37,8 @@ VENV=$venv ./0.create_env.sh --stack "$stack" --dev
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} # spinning threads of many processes on few cores slow each other down
 export MAMBA_FSDP_TEST_STACK=$stack
 # The tests of one file one after the other, and the files in the order of tests/conftest.py.
-pytest=("$venv/bin/python" -m pytest -n $workers --dist loadfile --no-loadscope-reorder --durations=25 --durations-min=1)
-pytest+=("${selection[@]}")
+pytest=("$venv/bin/python" -m pytest -n "$workers" --dist loadfile --no-loadscope-reorder --durations=25)
+pytest+=(--durations-min=1 "${selection[@]}")
 
 # The kernels in a second call, beside a Triton that interprets them. Which of the words belong to which call:
 words=() kernels=() paths=0

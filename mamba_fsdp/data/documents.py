@@ -88,7 +88,8 @@ def _json_records(block, options, counts):
         try:
             fields = json.loads(line)
         except (ValueError, RecursionError) as error:
-            raise UserError(f"{block.name}: record {record} is no valid JSON ({error})") from error
+            why = "nested too deeply" if isinstance(error, RecursionError) else error
+            raise UserError(f"{block.name}: record {record} is no valid JSON ({why})") from error
         yield record, field_of(f"{block.name}: record {record}", options.text_column, fields)
 
 

@@ -38,9 +38,9 @@ def train(world, words, file, when):
         return loss
 
     for method in (Checkpointer.wait_for_copies, Checkpointer.wait):
-        def told(checkpointer, method=method):
+        def told(checkpointer, *given, method=method, **how):
             waits.set()
-            method(checkpointer)
+            return method(checkpointer, *given, **how)
         setattr(Checkpointer, method.__name__, told)
     Checkpointer._start_copying, loop.accumulate_gradients, run.start_world = start_late, noted, lambda **_: world
     run.run_training(resolve.resolve_settings(words, file)[0])
