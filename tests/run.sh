@@ -7,7 +7,7 @@
 #   tests/run.sh --stack torch2.2   the tests of the pinned stack, in an environment of its own (.venv-torch2.2)
 #
 # Further words go to pytest, as in tests/run.sh tests/model -k tied. Larger than by default, as environment variables:
-# DEMO_STEPS=1000 KILL_STORMS=3 SIMULATE=all KERNEL_GATES=all STORM_ROUNDS=200 FUZZ_ROUNDS=2000.
+# KILL_STORMS=3 SIMULATE=all KERNEL_GATES=all STORM_ROUNDS=200 FUZZ_ROUNDS=2000.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -33,7 +33,8 @@ torch2.2) venv=.venv-torch2.2 selection=(-m torch22) ;;
 esac
 
 VENV=$venv ./0.create_env.sh --stack "$stack" --dev
-"$venv/bin/python" -m compileall -q mamba_fsdp config # once, also where PYTHONDONTWRITEBYTECODE would leave it to each process
+# Once, also where PYTHONDONTWRITEBYTECODE would leave it to each process:
+"$venv/bin/python" -m compileall -q mamba_fsdp config
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} # spinning threads of many processes on few cores slow each other down
 export MAMBA_FSDP_TEST_STACK=$stack
 # The tests of one file one after the other, and the files in the order of tests/conftest.py.
