@@ -33,7 +33,8 @@ from mamba_fsdp.untrusted import parse_object
 
 NAMES = {dtype: name for name, dtype in SAFETENSORS_DTYPES.items()}
 BLOCK = 1 << 24  # bytes that are written or read at a time
-BROKEN = (EOFError, ValueError, KeyError, TypeError, AttributeError, OverflowError)  # what odd headers lead to
+BROKEN = (EOFError, ValueError, LookupError, TypeError, AttributeError, OverflowError)  # what odd headers lead to
+LONGEST_HEADER = 100_000_000  # bytes, as the format has it: what a damaged length says is not read
 FLUSH = 1 << 28  # bytes that are flushed at a time: one flush of a whole file could look like a hang
 
 
@@ -147,12 +148,12 @@ def _update(found, file, limit):
 def _pieces(file):
     """(tensor's name, start, count, position in the file, dtype) of each piece. Raises BROKEN where its header is."""
     size, head = os.fstat(file.fileno()).st_size, 8 + int.from_bytes(_exactly(file, bytearray(8)), "little")
-    if head > size:
+    if head > min(size, 8 + LONGEST_HEADER):
         raise EOFError
     for key, entry in parse_object(_exactly(file, bytearray(head - 8))).items():
         name, _, start = key.rpartition("@")
         (count,), position, dtype = entry["shape"], head + entry["data_offsets"][0], SAFETENSORS_DTYPES[entry["dtype"]]
-        if type(count) is not int or count < 0 or not head <= position <= size - count * dtype.itemsize:
+        if {type(count), type(position)} != {int} or count < 0 or not head <= position <= size - count * dtype.itemsize:
             raise ValueError
         yield name, int(start), count, position, dtype
 

@@ -277,6 +277,26 @@ def test_what_a_broken_checkpoint_has_filled_is_filled_anew(run, world, dtype, m
             assert torch.equal(filled.data, saved.data[filled.start:filled.start + len(filled.data)].to(dtype))
 
 
+@pytest.mark.parametrize("changes", [{"data_offsets": [100.0, 128]}, {"data_offsets": []}, {"shape": [7.0]},
+                                     {"dtype": []}, None], ids=str)
+def test_what_can_t_be_a_header_fills_nothing_and_is_broken(run, world, monkeypatch, changes):
+    """Not even where it has the checksum that was committed. None: the length of it is more than a header's can be."""
+    make(run, world, [1])
+    path = run / "checkpoints/step_00000001/rank_00000.safetensors"
+    content = path.read_bytes()
+    start = 8 + int.from_bytes(content[:8], "little")
+    header = json.loads(content[8:start])
+    header["model/b@0"] |= changes or {}
+    header = json.dumps(header).encode()
+    path.write_bytes(len(header).to_bytes(8, "little") + header + content[start:])
+    monkeypatch.setattr(files, "LONGEST_HEADER", len(header) - (not changes))
+    target = shards(0)
+    files.checksum(path, wanted={f"model/{shard.name}": shard for shard in target})
+    assert not any(shard.filled for shard in target)
+    with pytest.raises(UserError, match="rank_00000.safetensors is broken"):
+        load(path.parent, target, world)
+
+
 def edit(file, **changes):
     """Other fields in a JSON file, whose new size and checksum COMMIT then has; None takes one away."""
     content = {**json.loads(file.read_text()), **changes}
