@@ -33,14 +33,15 @@ def refuse_spike(parts: Parts, loss: float, saver: Saver) -> None:
         usual = statistics.median(recent) if len(recent) >= FEWEST else math.inf
         if loss > factor * usual and not saver.spike:
             saver.wait()
-            saver.spike = None if list(pending) == [True] else (step, loss, usual)
+            saver.spike = step, loss, usual
             if pending:
                 saver.recorder.display.line(f"warning    step {step}: loss {loss:.4g}, usual {usual:.4g}; no rollback "
                                             "while a save hangs")
-        if saver.spike and not pending:
+        if saver.spike and False not in pending:
             spike, saver.spike = saver.spike, None
             shards = parts.parallel.shards() + parts.parallel.optimizer_shards(parts.optimizer)
-            if checkpoint := parts.checkpointer.to_resume(lambda: shards):
+            checkpoint = None if pending else parts.checkpointer.to_resume(lambda: shards)
+            if checkpoint and (step_of(checkpoint.name) or 0) < spike[0]:  # not one that was saved while it waited
                 raise LossSpike(checkpoint, *spike)
         recent[:] = [*recent[1 - WINDOW:], loss]
 
@@ -50,13 +51,14 @@ def roll_back(parts: Parts, folder: RunFolder, spike: LossSpike, say: Say) -> No
     UserError where too many led to one checkpoint."""
     (checkpoint, step, loss, usual), state, loader = spike.args, parts.state, parts.loader
     said, skip = f"step {step}: loss {loss:.4g}, usual {usual:.4g}", parts.settings.training.loss_spike_skip
-    if parts.world.on_rank0(lambda: _rollbacks_to(step_of(checkpoint.name), folder.path)) >= MOST_ROLLBACKS:
+    parts.world.on_rank0(folder.lease.check)
+    saved = load_checkpoint(checkpoint, parts.settings, parts.parallel, parts.optimizer, "save_ckpt_path")
+    noted = parts.world.on_rank0(lambda: _rollbacks_to(step_of(checkpoint.name), folder.path))
+    if max(noted, state.rollbacks - saved.rollbacks) >= MOST_ROLLBACKS:  # what a full disk refuses to note counts too
         raise UserError(f"the loss spikes again after {MOST_ROLLBACKS} rollbacks to {checkpoint} ({said}): lower "
                         "learning_rate, raise loss_spike_factor, "
                         f"{'pass over the samples (loss_spike_skip=true), ' * (not skip)}or remove this checkpoint to "
                         "return to the one before")
-    parts.world.on_rank0(folder.lease.check)
-    saved = load_checkpoint(checkpoint, parts.settings, parts.parallel, parts.optimizer, "save_ckpt_path")
     same = saved.data.get("closed", []) == loader.order.before["closed"]  # else this start began sources anew
     position = saved.data if same else loader.order.state_after(0)
     loader.skip((step - saved.step) * skip, saved.step, position["drawn"])

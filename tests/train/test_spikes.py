@@ -1,8 +1,11 @@
 """Loss spikes: the run returns to its newest checkpoint, passes over what it is asked to, and accounts for it."""
 
+import contextlib
 import json
 import threading
 import time
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,7 +15,7 @@ from mamba_fsdp.checkpoint.folder import problems
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.parallel.world import World
 from mamba_fsdp.run_layout import committed
-from mamba_fsdp.train import loop, spikes
+from mamba_fsdp.train import loop, run, spikes
 from mamba_fsdp.verbs import audit
 
 GIVEN = {"num_steps": 16, "checkpoint_interval": 4, "loss_spike_factor": 2, "sample_log": True, "publish": False,
@@ -140,6 +143,27 @@ def test_while_a_save_hangs_a_rollback_waits(train, tmp_path, metrics_of, spoil,
     assert run[1] == undisturbed[1] and run[3][-1] == undisturbed[3][-1]
 
 
+@pytest.mark.parametrize("saved_meanwhile, hang_after, returns", [(8, [], True), (8, [True], False), (12, [], False)])
+def test_a_rollback_that_waited_leads_before_its_spike_or_nowhere(saved_meanwhile, hang_after, returns):
+    """Also where a local save hangs on, and where a newer checkpoint was saved before the rollback's turn came."""
+    pending, said = {False: None, True: None}, []
+    parts = SimpleNamespace(
+        settings=SimpleNamespace(training=SimpleNamespace(loss_spike_factor=2)), optimizer=None,
+        state=SimpleNamespace(step=10, recent_losses=[1.0] * 4),
+        parallel=SimpleNamespace(shards=list, optimizer_shards=lambda optimizer: []),
+        checkpointer=SimpleNamespace(pending=pending, to_resume=lambda shards: Path(f"step_{saved_meanwhile:08d}")))
+    saver = SimpleNamespace(spike=None, wait=lambda: None,
+                            recorder=SimpleNamespace(display=SimpleNamespace(line=said.append)))
+    spikes.refuse_spike(parts, 9.0, saver)
+    assert "no rollback while a save hangs" in said[0] and saver.spike == (10, 9.0, 1.0)
+    parts.state.step = 13
+    for local in {False, True} - {*hang_after}:
+        del pending[local]
+    with pytest.raises(spikes.LossSpike) if returns else contextlib.nullcontext():
+        spikes.refuse_spike(parts, 1.0, saver)
+    assert not saver.spike  # it is over
+
+
 def test_a_checkpoint_that_was_damaged_since_it_was_saved_is_passed_over(train, tmp_path, spoil, samples_of):
     bad, checkpoints = samples_of(10), tmp_path / "run/checkpoints"
 
@@ -156,7 +180,7 @@ def test_a_checkpoint_that_was_damaged_since_it_was_saved_is_passed_over(train, 
     assert [problems(path, World.alone()) for path in committed(checkpoints)] == [[]] * 4
 
 
-def test_spikes_without_end_end_the_run(train, tmp_path, spoil, samples_of):
+def test_spikes_without_end_end_the_run(train, tmp_path, spoil, samples_of, monkeypatch):
     bad = samples_of(10)
     spoil(bad.__contains__)
     with pytest.raises(UserError, match=r"after 3 rollbacks to .*step_00000008 \(step 10: .*loss_spike_skip=true"):
@@ -181,6 +205,18 @@ def test_spikes_without_end_end_the_run(train, tmp_path, spoil, samples_of):
     with pytest.raises(UserError, match="after 3 rollbacks"):
         train(tmp_path / "killed", **GIVEN)
     assert len(events_of(tmp_path / "killed")) == 6
+    tries = []  # where events can't be noted, as on a full disk
+
+    def roll_back(*given, roll_back=run.roll_back):
+        tries.append(given)
+        assert len(tries) < 5
+        roll_back(*given)
+
+    monkeypatch.setattr(run, "roll_back", roll_back)
+    monkeypatch.setattr(spikes, "add_event", lambda *given, **facts: None)
+    with pytest.raises(UserError, match="after 3 rollbacks"):
+        train(tmp_path / "unnoted", **GIVEN)
+    assert len(tries) == 4 and not events_of(tmp_path / "unnoted")
 
 
 def test_before_the_first_checkpoint_a_spike_is_a_step_like_others(train, tmp_path, spoil, samples_of):
