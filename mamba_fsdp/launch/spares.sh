@@ -55,8 +55,10 @@ watch_first_node() { # from another: if it is lost, this script is too, and --no
         # shellcheck disable=SC2016 # for the node to say
         srun --overlap --mem=0 --nodes=1 --ntasks=1 --nodelist="${nodes[1 + RANDOM % (${#nodes[@]} - 1)]}" \
             --cpu-bind=none sh -c 'while sleep "$1"; do
-                left=$(squeue --noheader --jobs="$2" --states=RUNNING --format=%N)
-                [ -z "$left" ] || scontrol show hostnames "$left" | grep -qx "$3" || scontrol requeue "$2"
+                left=$(squeue --noheader --jobs="$2" --states=RUNNING --format=%N) && [ -n "$left" ] || continue
+                left=$(scontrol show hostnames "$left") || continue
+                echo "$left" | grep -qx "$SLURMD_NODENAME" || continue # a start that is over watches no other
+                echo "$left" | grep -qx "$3" || scontrol requeue "$2"
             done' - "$WATCH_SECONDS" "$SLURM_JOB_ID" "${nodes[0]}" || true
     done
 }
