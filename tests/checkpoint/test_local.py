@@ -54,12 +54,13 @@ def resume(world, run, *how):
     said = []
     try:
         checkpointer, shards = opened(world, run, said, *how)
-        found = checkpointer.to_resume(shards)
+        filled = shards()
+        found = checkpointer.to_resume(shards, filled)
     except UserError as error:
         return str(error), said
     if not found:
         return None, said[1:]
-    step = load(found, shards(), checkpointer.world)["step"]
+    step = load(found, filled, checkpointer.world)["step"]
     assert all(torch.equal(shard.data, values(number, shard, step)) for number, shard in enumerate(shards()))
     return step, said[1:]
 
