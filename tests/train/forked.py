@@ -84,6 +84,10 @@ def start_ranks(count, words, per_node=None, **more):
 
 def said_by(ranks, timeout=300):
     """What rank 0 printed, when all have ended well."""
-    said = [rank.communicate(timeout)[0] for rank in ranks]
+    try:
+        said = [rank.communicate(timeout)[0] for rank in ranks]
+    finally:  # else pytest would wait at its end for one that hangs
+        for rank in ranks:
+            rank.kill()
     assert not any(rank.returncode for rank in ranks), "\n".join(said)
     return said[0]
