@@ -23,7 +23,7 @@ def pytest_configure():
 
 
 # What takes longest begins first, so that no worker is left with it while the others have nothing to do.
-LONGEST_FIRST = ["readme/test_readme.py", "container/test_image.py", "slurm/test_slurm_launcher.py",
+LONGEST_FIRST = ["readme/test_readme.py", "container/test_image.py", "model/test_lm.py", "slurm/test_slurm_launcher.py",
                  "kernels/test_compiled.py", "kernels/test_mixers.py", "launcher/test_launcher_node.py"]
 
 
