@@ -49,16 +49,19 @@ class Counted(io.FileIO):
         return count
 
 
+class CountedAhead(Counted, files._Ahead):
+    """One that is read whole."""
+
+
 def count_reads():
     def counted_open(path, mode="r", **options):
-        verifies = sys._getframe(1).f_code.co_name == "checksum"
-        return Counted(path, "checksum" if verifies else "fill") if mode == "rb" else open(path, mode, **options)
+        return Counted(path, "fill") if mode == "rb" else open(path, mode, **options)
 
     def note(event, arguments):
         if event == "open" and str(arguments[0]).endswith("state.json"):
             STATES.append(arguments[0])
 
-    files.open = counted_open
+    files.open, files._Ahead = counted_open, lambda path: CountedAhead(path, "checksum")
     sys.addaudithook(note)
 
 
