@@ -82,8 +82,8 @@ def flip(path):
     path.write_bytes(content)
 
 
-@pytest.mark.parametrize("strategy", ["fsdp", pytest.param("hsdp", marks=pytest.mark.slow),
-                                      pytest.param("ddp", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["fsdp", "hsdp", "ddp"])
 def test_a_run_resumes_from_a_local_checkpoint_on_other_nodes_and_fewer_ranks(run, disks, strategy):
     """Two nodes of two ranks. One disk is lost, the other node comes first; then one rank on the node that is left."""
     assert run_ranks(4, save, run, (100, 102, 104, 106), 2, disks, strategy)[0][1:] == [

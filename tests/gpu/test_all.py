@@ -30,6 +30,7 @@ def hangs(keep, scratch, **_):
     time.sleep(1000)
 
 
+@pytest.mark.slow
 def test_each_part_has_its_own_end(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     parts = [("hangs-1.4b", 6, hangs), ("broken", 60, broken), ("gone", 60, gone), ("fine", 60, fine)]

@@ -4,5 +4,14 @@ path (triton_install.py) must be in the environment before anything imports it; 
 import os
 from importlib import util
 
+import pytest
+
 if os.environ.get("TRITON_INTERPRET") != "1" or util.find_spec("triton") is None:
     collect_ignore_glob = ["test_*.py"]
+
+
+def pytest_collection_modifyitems(items):
+    """All are slow: the interpreter takes a Python call for each operation of a kernel."""
+    for item in items:
+        if "tests/kernels/" in item.path.as_posix():
+            item.add_marker(pytest.mark.slow)

@@ -195,6 +195,7 @@ print(len(os.listdir("/proc/self/task")), "thread")
 """
 
 
+@pytest.mark.slow
 def test_what_ranks_are_forked_from_has_asked_cuda_nothing_and_has_one_thread(project):
     """Else no fork of it could use a GPU, and locks of other threads would stay locked."""
     done = subprocess.run([sys.executable, "-c", IMPORT_WITHOUT_CUDA], cwd=project, capture_output=True, text=True,
