@@ -2,7 +2,7 @@
 # Run the tests: makes the environment it needs, runs all that this machine can run, and names what it skips and why.
 #
 #   tests/run.sh                    everything
-#   tests/run.sh --quick            what takes under two minutes together
+#   tests/run.sh --quick            what takes about two minutes together, without the kernels
 #   tests/run.sh --slow             only the rest
 #   tests/run.sh --stack torch2.2   the tests of the pinned stack, in an environment of its own (.venv-torch2.2)
 #
