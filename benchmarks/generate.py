@@ -15,7 +15,7 @@ import torch
 
 from config.model_config import ModelConfig
 from config.presets import preset
-from mamba_fsdp.model.generate import draw_in_c
+from mamba_fsdp.model.generate import draw, draw_in_c
 from mamba_fsdp.model.init import initial_value
 from mamba_fsdp.model.lm import MambaLM
 from mamba_fsdp.model.native_step import native_step
@@ -24,17 +24,6 @@ from mamba_fsdp.ops import native
 
 ROUNDS, TOKENS = 15, 20
 HOW = {"the likeliest": (0, 0, 1.0), "temperature 0.8": (0.8, 0, 1.0), "top_k 50, top_p 0.9": (0.8, 50, 0.9)}
-
-
-def sorted_draw(logits, temperature, top_k, top_p, generator):
-    if temperature == 0:
-        return logits.argmax(dim=-1)
-    logits, tokens = (logits / temperature).sort(dim=-1, descending=True)
-    probabilities = logits.softmax(dim=-1)
-    dropped = probabilities.cumsum(dim=-1) - probabilities >= top_p
-    if top_k:
-        dropped[:, top_k:] = True
-    return tokens.gather(1, torch.multinomial(probabilities.masked_fill(dropped, 0), 1, generator=generator)).squeeze(1)
 
 
 def seconds(step, draws, token, how, generator):
@@ -70,7 +59,7 @@ def main(name="demo"):
         ours = native_step(model, states[1])
         assert ours, "no C for this model on this machine"
         for said, how in HOW.items():
-            pairs = [(seconds(partial(model.step, state=states[0]), sorted_draw, token, how, generator),
+            pairs = [(seconds(partial(model.step, state=states[0]), draw, token, how, generator),
                       seconds(ours, draw_in_c, token, how, generator)) for _ in range(ROUNDS)]
             shown = [1e3 * statistics.median(pair[side][clock] for pair in pairs)
                      for side in (0, 1) for clock in (0, 1)]
