@@ -28,12 +28,14 @@ exec '{sys.executable}' "$@"
 
 
 @pytest.fixture
-def create(project, tmp_path, quick_python):
+def create(project, tmp_path, quick_python, monkeypatch):
     """create(*words, **environment) -> the finished process, in tmp_path."""
     shutil.copy(project / "0.create_env.sh", tmp_path)
     (tmp_path / "requirements").mkdir()
     for name in ("cpu", "current", "torch2.2", "dev"):
         (tmp_path / "requirements" / f"{name}.txt").write_text("# nothing\n")
+    # A disk with room, whatever this machine's has:
+    monkeypatch.setenv(*stub(tmp_path / "room", "df", "echo head; echo 'disk 9 0 99000000 0% /'").popitem())
 
     def run(*words, **environment):
         return subprocess.run(["./0.create_env.sh", *words], cwd=tmp_path, capture_output=True, text=True, timeout=600,
@@ -130,9 +132,8 @@ def test_mistakes_are_named(create, words):
 
 
 def test_a_driver_means_the_current_stack(create, tmp_path):
-    path = stub(tmp_path / "bin", "nvidia-smi", "exit 0")
-    (tmp_path / "bin" / "df").write_text("#!/bin/sh\necho head; echo 'disk 100 90 0 90% /'\n")
-    (tmp_path / "bin" / "df").chmod(0o755)
+    stub(tmp_path / "bin", "nvidia-smi", "exit 0")
+    path = stub(tmp_path / "bin", "df", "echo head; echo 'disk 100 90 0 90% /'")
     one_error(create(**path), "the current stack")
 
 
