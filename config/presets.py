@@ -47,7 +47,7 @@ PRESETS = {
     "llama2_13b": _llama(5120, 40, 40, 40, 13824),
     "llama2_34b": _llama(8192, 64, 8, 48, 22016, rope_theta=1e6),
     "llama2_70b": _llama(8192, 64, 8, 80, 28672),
-    "llama3_194m": _llama(1024, 8, 8, 10, 2816, vocab_size=128256, rope_theta=5e5),
+    "llama3_194m": _llama(1024, 8, 8, 10, 2816, rope_theta=5e5),  # 194 M with llama2's vocabulary, as there
     "llama3_1.8b": _llama(2048, 16, 8, 24, 7168, vocab_size=128256, rope_theta=5e5),
     "llama3_3.2b": _llama(3072, 24, 8, 24, 8192, vocab_size=128256, rope_theta=5e5),
     "llama3_8b": _llama(4096, 32, 8, 32, 14336, vocab_size=128256, rope_theta=5e5),

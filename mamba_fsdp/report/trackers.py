@@ -37,6 +37,7 @@ def make_trackers(kinds: Collection[str], run_folder: Path, settings: dict, step
     if "wandb" in kinds:
         try:
             trackers.append(WeightsAndBiases(run_folder, settings, project, name))
+            say(f"tracker    W&B: {trackers[-1].place}")
         except ConnectionRefusedError as refusal:
             say(f"tracker    W&B is off: {refusal}; training does without it. `wandb login` or WANDB_API_KEY logs in, "
                 "WANDB_MODE=offline records into the run folder")
@@ -100,14 +101,17 @@ class WeightsAndBiases:
             write_atomically(self.kept, uuid.uuid4().hex)
         self.id, last = [*self.kept.read_text().split(), "-1"][:2]
         recorded = _last_recorded(run_folder, int(last))
+        os.environ.setdefault("WANDB_SILENT", "true")  # it would print some forty lines
         try:
-            if self.wandb.setup().settings.mode == "online" and not self.wandb.api.api_key:  # it would ask for one
+            online = (mode := self.wandb.setup().settings.mode) == "online"
+            if online and not self.wandb.api.api_key:  # it would ask for one
                 raise ConnectionRefusedError("nobody is logged in")
             self.run = self.wandb.init(project=project or os.environ.get("WANDB_PROJECT") or "mamba-fsdp", id=self.id,
-                                       name=name or os.environ.get("WANDB_NAME") or run_folder.name, resume="allow",
-                                       dir=str(run_folder), config=settings)
+                                       name=name or os.environ.get("WANDB_NAME") or run_folder.name,
+                                       resume="allow" if online else None, dir=str(run_folder), config=settings)
         except Exception as error:  # its errors have no common class in all its versions
             raise ConnectionRefusedError(first_line(error)) from None
+        self.place = self.run.url if online else f"{mode}, in {run_folder}/wandb"
         self.next_step = self.run.step if self.run.resumed else recorded + 1
         self.close = self.run.finish
         for entry in read(run_folder / METRICS):

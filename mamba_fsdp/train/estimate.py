@@ -2,6 +2,7 @@
 
 import copy
 import os
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -90,13 +91,15 @@ def _others(settings: TrainConfig, nodes: int, instance: Instance) -> Iterator[E
 
 
 def at_hand() -> Instance:
-    """This machine: its GPUs, with what is known of their kind, or a CPU, whose rates are not known."""
+    """This machine: its GPUs, with what is known of an instance's that have their peak and nearest their memory; or a
+    CPU, whose rates are not known."""
     if not torch.cuda.is_available():
         return Instance("cpu", 1, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9, 0, 0, 0)
     gpu, size = torch.cuda.get_device_name(), torch.cuda.mem_get_info()[1] / 1e9
-    alike = next((each for each in INSTANCES.values() if each.device in gpu.split()), Instance("", 1, 0, 0, 32, 10))
-    return alike._replace(device=gpu, devices=torch.cuda.device_count(), memory=size,
-                          peak=(device_peak(gpu) or 0) / 1e12)
+    peak = (device_peak(gpu) or 0) / 1e12
+    alike = [each for each in INSTANCES.values() if each.device in re.split("[ -]", gpu) and each.tflops() == peak]
+    nearest = min(alike, key=lambda each: abs(each.memory - size), default=Instance("", 1, 0, 0, 32, 10))
+    return nearest._replace(device=gpu, devices=torch.cuda.device_count(), memory=size, peak=peak)
 
 
 def what_would_fit(settings: TrainConfig, world: World) -> str:

@@ -1,6 +1,7 @@
 """The profile of a few steps: a Chrome trace in the run folder, and what it says of where the time goes."""
 
 import json
+import os
 import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
@@ -28,6 +29,7 @@ def make_profiler(run_folder: Path, rank: int, loader: Loader, say: Callable[[st
         if rank == 0:
             say("\n".join(summary(json.loads(path.read_text())["traceEvents"])))
 
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # or each of its probes is a line on stderr
     vars(loader)["step"] = torch.profiler.record_function(DATA)(loader.step)
     if torch.cuda.is_available():
         torch.cuda.memory._record_memory_history(max_entries=100_000)

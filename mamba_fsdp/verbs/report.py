@@ -79,7 +79,7 @@ def draw(runs: Sequence[dict], charts: Sequence[dict], folder: Path) -> None:
     for chart in charts:
         figure, axes = plt.subplots(figsize=(5.5, max(3.2, 0.3 + 0.17 * len(runs))), layout="constrained")
         draw_curves(axes, runs, chart)
-        axes.set(xlabel="step", ylabel=f"{chart['title']} ({chart['unit']})" if chart["unit"] else chart["title"])
+        axes.set(xlabel="step", ylabel=f"{chart['title']}\n({chart['unit']})" if chart["unit"] else chart["title"])
         axes.xaxis.set_major_formatter(matplotlib.ticker.EngFormatter(sep=""))
         axes.grid(alpha=0.25, linewidth=0.5)
         axes.spines[["top", "right"]].set_visible(False)

@@ -175,7 +175,6 @@ def offline(monkeypatch):
     for name in [name for name in os.environ if name.startswith("WANDB_")]:
         monkeypatch.delenv(name)
     monkeypatch.setenv("WANDB_MODE", "offline")
-    monkeypatch.setenv("WANDB_SILENT", "true")
 
 
 def recorded(run_folder):
@@ -202,12 +201,15 @@ def read_offline(file, patience=30.0):
 
 
 @pytest.mark.slow
-def test_wandb_gets_every_number(tmp_path, offline):
-    (tracker,) = make_trackers(["wandb"], tmp_path, {"seed": 1}, 0, "mine", "second")
+def test_wandb_gets_every_number(tmp_path, offline, capfd):
+    """And says one line, where it goes; not the forty of its own."""
+    said = []
+    (tracker,) = make_trackers(["wandb"], tmp_path, {"seed": 1}, 0, "mine", "second", say=said.append)
     tracker.write({"step": 3, "loss": 2.5})
     tracker.write({"step": 3}, [{"prompt": "Once", "text": " upon"}])
     tracker.write({"step": 5, "loss": 2.25})
     tracker.close()
+    assert said == [f"tracker    W&B: offline, in {tmp_path}/wandb"] and capfd.readouterr() == ("", "")
     ((run, entries),) = recorded(tmp_path)
     assert [(entry["_step"], entry.get("train/loss")) for entry in entries] == [(3, 2.5), (5, 2.25)]
     assert json.loads(next(tmp_path.glob("wandb/*/files/media/table/samples_*.table.json")).read_text()) == {
@@ -282,7 +284,7 @@ def test_a_run_that_nobody_is_logged_in_for_does_without_wandb(tmp_path, offline
 def test_a_run_that_wandb_s_server_knows_goes_on_where_it_ends(tmp_path, monkeypatch):
     """Whatever was sent and lost when the run was killed."""
     sent = []
-    run = SimpleNamespace(step=5, resumed=True, finish=None, log=lambda values, step: sent.append(step))
+    run = SimpleNamespace(step=5, resumed=True, finish=None, url="https://it", log=lambda values, step: sent.append(step))
     settings = SimpleNamespace(settings=SimpleNamespace(mode="online"))
     monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(
         init=lambda **_: run, setup=lambda: settings, api=SimpleNamespace(api_key="x")))
