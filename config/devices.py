@@ -1,4 +1,8 @@
 """Devices and the cloud's machines that hold them, from published data: vendors' data sheets, AWS's pages of instances.
+
+A100, H100, H200, L4 and L40S: NVIDIA's data sheets of the cards, half of what they give "with sparsity". B200 and B300:
+those of HGX, GB200 and GB300 of the superchips, which run faster. A10G: AWS's page of G5. GeForce and RTX: NVIDIA's
+architecture white papers, for products of bf16 summed in fp32. Networks: AWS's specifications of accelerated instances.
 """
 
 from typing import NamedTuple

@@ -116,7 +116,8 @@ TABLE: list[Foreign] = [row for rows in (
     becomes("trainer", "dt_rank", "dt_rank", {"auto": "0", ANYTHING: ANYTHING}),
     becomes("trainer", "tie_word_embeddings", "tie_embeddings"),
     becomes("composer", "ssm_cfg_layer", "layers", {"mamba1": "mamba1", "mamba2": "mamba2"}),
-    needless("trainer", "use_fast_path fused_add_norm", "the best operators that can serve are taken (kernels)"),
+    needless("trainer", "use_fast_path fused_add_norm use_liger_kernel liger_kernel_config use_cache",
+             "the best operators that can serve are taken (kernels)"),
     needless("trainer", "residual_in_fp32 rms_norm conv_bias", "these models always have it", "true"),
     needless("trainer", "bias", "the projections of these models have none", "false"),
     needless("trainer", "pad_token_id bos_token_id eos_token_id", "they come with the tokenizer of the data"),
@@ -142,8 +143,13 @@ TABLE: list[Foreign] = [row for rows in (
     needless("fms", "file_type", "formats are recognised", "arrow hf_parquet auto"),
     missing("fms", "bol_token eol_token", "a window is cut from one stream of documents and gets no tokens of its own",
             "none"),
-    missing("trainer", "dataset_name dataset_config tokenizer_name cache_dir overwrite_cache preprocessing_num_workers",
-            "data is made before: get_dataset.py DATASET OUT --config=CONFIG --tokenizer=NAME, then dataset_path=OUT"),
+    missing("trainer", "dataset_name dataset_config tokenizer_name train_parquet val_parquet cache_dir overwrite_cache "
+            "preprocessing_num_workers", "data is made before: get_dataset.py DATASET OUT --config=CONFIG "
+            "--tokenizer=NAME, then dataset_path=OUT"),
+    missing("trainer", "train_sampling_strategy group_by_length length_column_name",
+            "samples are windows of one length, in an order that seed gives", "none false random length"),
+    missing("trainer", "label_smoothing_factor neftune_noise_alpha", "the loss is that of the tokens as they are",
+            "none false 0.0"),
     same("fms composer", "num_workers"), becomes("trainer", "dataloader_num_workers", "num_workers"),
     becomes("composer trainer", "prefetch_factor dataloader_prefetch_factor", "prefetch",
             {"none": None, ANYTHING: ANYTHING}, "counted in steps"),
@@ -156,6 +162,8 @@ TABLE: list[Foreign] = [row for rows in (
     becomes("composer trainer", "micro_batch_size device_train_microbatch_size per_device_train_batch_size "
             "train_batch_size", "batch_size"),
     same("trainer", "gradient_accumulation_steps"),
+    needless("trainer", "average_tokens_across_devices", "a step's loss is the mean over all of its tokens", "true"),
+    missing("trainer", "auto_find_batch_size", "`python -m mamba_fsdp plan` says which batch_size fits"),
     needless("composer trainer", "eval_batch_size per_device_eval_batch_size",
              "validation takes batch_size at a time; its result does not depend on it"),
     same("aws fms trainer", "seed"), needless("trainer", "data_seed", "seed orders the samples too"),
@@ -172,6 +180,8 @@ TABLE: list[Foreign] = [row for rows in (
     becomes("composer", "scheduler.name", "schedule", {"wsd": "wsd", "cosine": FALL}),
     becomes("trainer", "lr_scheduler_type", "schedule", {
         "constant": "constant", "constant_with_warmup": "constant", "linear": FALL, "cosine": FALL}),
+    missing("trainer", "optim_args optim_target_modules lr_scheduler_kwargs",
+            "all that AdamW and the schedules can be told are settings: beta1, adam_epsilon, min_learning_rate_ratio"),
     needless("trainer", "warmup_ratio", "the warm-up is counted in steps: warmup_steps", "0 0.0"),
     becomes("composer", "t_warmup", "warmup_steps", composer_time), becomes("composer", "t_decay", "decay_steps",
                                                                            composer_time),
@@ -193,11 +203,18 @@ TABLE: list[Foreign] = [row for rows in (
     becomes("composer", "precision", "mixed_precision", {"amp_bf16": "bf16", "amp_fp16": "fp16", "fp32": "fp32"}),
     becomes("composer trainer", "dist_timeout ddp_timeout", "timeout_minutes", seconds),
     becomes("trainer", "torch_compile", "use_torch_compile"),
+    missing("trainer", "torch_compile_backend torch_compile_mode", "use_torch_compile=true has PyTorch's usual ones",
+            "none inductor default"),
+    missing("trainer", "gradient_checkpointing_kwargs activation_checkpointing_kwargs",
+            "their use_reentrant is reentrant_checkpointing here"),
+    missing("trainer", "use_cpu no_cuda", "`CUDA_VISIBLE_DEVICES=` before the command hides the GPUs"),
     becomes("composer trainer", "deterministic_mode full_determinism", "deterministic"),
-    needless("trainer", "tf32 dataloader_pin_memory dataloader_drop_last", "it is chosen for the machine"),
-    missing("trainer", "fsdp fsdp_config deepspeed", "sharding_strategy=fsdp, hsdp or ddp says who holds what"),
-    needless("trainer", "ddp_backend ddp_find_unused_parameters remove_unused_columns label_names "
-             "include_inputs_for_metrics", "there is nothing to choose here"),
+    needless("trainer", "tf32 torch_empty_cache_steps dataloader_pin_memory dataloader_drop_last dataloader_in_order "
+             "dataloader_persistent_workers dataloader_multiprocessing_context", "it is chosen for the machine"),
+    missing("trainer", "fsdp fsdp_config deepspeed accelerator_config parallelism_config",
+            "sharding_strategy=fsdp, hsdp or ddp says who holds what"),
+    needless("trainer", "ddp_backend ddp_find_unused_parameters ddp_bucket_cap_mb ddp_broadcast_buffers "
+             "ddp_static_graph remove_unused_columns label_names", "there is nothing to choose here"),
     # checkpoints
     same("aws", "load_ckpt_path save_ckpt_path"), same("fms", "resuming_dataset"),
     becomes("fms", "ckpt_load_path", "load_ckpt_path"), becomes("fms", "ckpt_save_path", "save_ckpt_path"),
@@ -220,6 +237,12 @@ TABLE: list[Foreign] = [row for rows in (
              "save_safetensors", "checkpoints have their names, and no other run overwrites them"),
     missing("composer trainer", "save_weights_only save_only_model",
             "checkpoints hold all that resuming needs; `python -m mamba_fsdp export` writes the weights alone"),
+    needless("trainer", "save_on_each_node enable_jit_checkpoint restore_callback_states_from_checkpoint",
+             "a checkpoint holds all that resuming needs, and is written where a run is stopped"),
+    missing("trainer", "ignore_data_skip", "a run resumes its data too; load_ckpt_path=RUN in another folder takes the "
+            "weights and optimiser, and begins the data anew"),
+    missing("trainer", "push_to_hub hub_token hub_private_repo hub_model_id hub_strategy hub_always_push hub_revision",
+            "`python -m mamba_fsdp export RUN FOLDER`, then `hf upload NAME FOLDER`", "none false every_save"),
     missing("composer", "load_weights_only", "init_from=FOLDER or load_ckpt_path=RUN starts from weights alone"),
     # validation, reports, trackers, profiles
     becomes("composer", "eval_interval", "eval_interval", steps_or_tokens),
@@ -228,9 +251,21 @@ TABLE: list[Foreign] = [row for rows in (
         "steps": None, "no": "0", "epoch": "!validation comes every eval_interval steps or tokens"}),
     missing("composer", "eval_subset_num_batches", "it counts batches of eval_batch_size a device; eval_batches counts "
             "global batches, and -1 lets validation cost a twentieth of the training", "-1"),
-    needless("trainer", "fp16_full_eval", "validation computes in mixed_precision", "false"),
+    needless("trainer", "fp16_full_eval bf16_full_eval", "validation computes in mixed_precision", "false"),
+    needless("trainer", "eval_on_start", "a run validates at its start"),
+    missing("trainer", "eval_delay", "validation comes every eval_interval, from the start", "none false"),
+    needless("trainer", "prediction_loss_only eval_do_concat_batches eval_use_gather_object eval_accumulation_steps "
+             "include_for_metrics include_inputs_for_metrics batch_eval_metrics", "validation is of the loss alone"),
+    needless("trainer", "do_train do_eval do_predict",
+             "a run trains and validates; `python -m mamba_fsdp evaluate` and `generate` do the rest"),
     same("aws fms", "report_interval"), becomes("trainer", "logging_steps", "report_interval"),
-    needless("trainer", "logging_first_step", "step 1 is always shown"),
+    needless("trainer", "logging_first_step", "the live line shows each step; the first entry is that of "
+             "report_interval"),
+    needless("trainer", "log_on_each_node log_level_replica logging_nan_inf_filter include_num_input_tokens_seen "
+             "skip_memory_metrics", "rank 0 reports; metrics.jsonl holds loss, tokens and memory as they are"),
+    missing("trainer", "debug", "NCCL_DEBUG and TORCH_DISTRIBUTED_DEBUG in the environment tell more"),
+    missing("trainer", "project trackio_space_id trackio_bucket_id trackio_static_space_id",
+            "tracker takes tensorboard, wandb (its project: wandb_project) and prometheus", "none huggingface"),
     needless("composer", "window_size", "rates are means over report_interval"),
     becomes("aws", "use_wandb", "tracker", {"true": "wandb", "false": "none"}),
     becomes("trainer", "use_wandb", "tracker", {"true": "wandb", "false": "none"}),
@@ -256,7 +291,7 @@ TABLE: list[Foreign] = [row for rows in (
     missing("aws", "use_nsight", "start it with PROFILE=nsys ./1.train.sbatch"),
     # around the program
     needless("aws fms trainer", "nnodes node_rank nproc_per_node master_addr master_port rdzv_id rdzv_backend "
-             "rdzv_endpoint num_processes multi_gpu", "1.train.sbatch starts the ranks"),
+             "rdzv_endpoint num_processes num_gpus multi_gpu local_rank", "1.train.sbatch starts the ranks"),
     needless("aws", "container_image container_mount_home container_mounts",
              "1.train.sbatch starts the containers: IMAGE=FILE.sqsh, MOUNTS=/a,/b"),
     environment("aws", "GPUS_PER_NODE", "the same as PROCESSES_PER_NODE=N, without which every GPU is used"),
@@ -271,7 +306,7 @@ DEFAULTS: dict[str, dict[str, str]] = {
             "sharding_strategy": "fsdp", "keep_checkpoints": "1000"},
     "fms": {"model_variant": "7b", "seq_length": "4096", "batch_size": "2", "num_steps": "1000000",
             "learning_rate": "3e-4", "grad_clip_thresh": "1.0", "sharding_strategy": "hsdp", "report_interval": "100",
-            "checkpoint_interval": "10000", "use_torch_compile": "true",
+            "checkpoint_interval": "10000", "use_torch_compile": "true", "eos_token": "0",
             "keep_checkpoints": "1000"},
     "composer": {"model_name": "mambaoutai", "mixed_precision": "bf16", "tracker": "wandb"},
     "trainer": {"model_name": "mamba-130m", "max_seq_length": "2048", "sharding_strategy": "ddp"}}

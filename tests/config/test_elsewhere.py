@@ -111,6 +111,26 @@ def test_a_published_setting_is_answered_right(launcher, word):
     assert not renamed or any(note.startswith(name) for note in settings.notes), "the log says what it became"
 
 
+@pytest.mark.slow
+def test_every_argument_of_the_trainer_is_answered():
+    """The value that it has where nothing is given is no mistake, but for None where ours is always something."""
+    import dataclasses
+
+    from transformers import TrainingArguments
+
+    fields = {field.name: field.default for field in dataclasses.fields(TrainingArguments)}
+    assert not [name for name in fields if "trainer" not in elsewhere.names()[name].launchers.split()]
+    refused = set()
+    for name, value in fields.items():
+        if value is not dataclasses.MISSING:
+            try:
+                resolve.resolve_settings({name: str(value)})
+            except UserError:
+                refused.add(name)
+    assert refused == {"lr_scheduler_type", "activation_checkpointing", "gradient_checkpointing", "eval_steps",
+                       "save_total_limit"}
+
+
 def test_each_row_leads_to_settings_that_there_are():
     known = {row.names: set(row.ours.split()) - resolve.all_settings().keys() for row in elsewhere.TABLE}
     assert not {names: lost for names, lost in known.items() if lost}

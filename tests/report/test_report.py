@@ -284,7 +284,8 @@ def test_a_run_that_nobody_is_logged_in_for_does_without_wandb(tmp_path, offline
 def test_a_run_that_wandb_s_server_knows_goes_on_where_it_ends(tmp_path, monkeypatch):
     """Whatever was sent and lost when the run was killed."""
     sent = []
-    run = SimpleNamespace(step=5, resumed=True, finish=None, url="https://it", log=lambda values, step: sent.append(step))
+    run = SimpleNamespace(step=5, resumed=True, finish=None, url="https://it",
+                          log=lambda values, step: sent.append(step))
     settings = SimpleNamespace(settings=SimpleNamespace(mode="online"))
     monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(
         init=lambda **_: run, setup=lambda: settings, api=SimpleNamespace(api_key="x")))

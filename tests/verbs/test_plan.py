@@ -99,7 +99,8 @@ def test_a_mistake_is_a_line(words, said, told):
 def test_the_machine_at_hand(told, monkeypatch):
     """Of a CPU the memory is known, a lower limit, and no rate; of a GPU all that its name tells."""
     code, said = told("demo")
-    assert code == 0 and "1 x cpu" in said and "memory     at least " in said and "--memory, --peak" in said and "framework" not in said
+    assert "memory     at least " in said
+    assert code == 0 and "1 x cpu" in said and "--memory, --peak" in said and "framework" not in said
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     for name, memory, instance in (("NVIDIA H100 80GB HBM3", 85.0, "p5.4xlarge"), ("NVIDIA L4", 23.7, "g6.xlarge"),
                                    ("NVIDIA A100-SXM4-40GB", 42.3, "p4d.24xlarge --devices=1"),
@@ -108,5 +109,5 @@ def test_the_machine_at_hand(told, monkeypatch):
         monkeypatch.setattr("torch.cuda.get_device_name", lambda: name)  # noqa: B023
         monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
         monkeypatch.setattr("torch.cuda.mem_get_info", lambda: (0, memory * 1e9))  # noqa: B023
-        found = json.loads(told("mamba-370m --json")[1])
-        assert found == json.loads(told(f"mamba-370m --instance={instance} --json")[1]) if instance else not found["step"]
+        found = told("mamba-370m --json")
+        assert found == told(f"mamba-370m --instance={instance} --json") if instance else '"step": {}' in found[1]
