@@ -34,6 +34,7 @@ class Estimate:
 
     def __post_init__(self) -> None:
         self.devices, self.total = self.nodes * self.instance.devices, sum(self.memory.values())
+        self.largest = max(self.memory, key=lambda part: self.memory[part])
         self.fits = self.total <= self.instance.memory * 1e9
         self.seconds = sum(seconds for part, seconds in self.parts.items() if part != "hidden")
         self.rate = self.tokens_per_step / self.seconds if self.parts else 0.0  # tokens/s of all devices
@@ -45,9 +46,6 @@ class Estimate:
         return {"nodes": self.nodes, "batch_size": self.settings.training.batch_size, "recompute": share,
                 "global_batch_size": self.tokens_per_step // self.settings.data.seq_length, "bytes": self.total,
                 "tokens_per_second": round(self.rate), "fits": self.fits}
-
-    def largest(self) -> str:
-        return max(self.memory, key=lambda part: self.memory[part])
 
 
 def estimate(settings: TrainConfig, nodes: int, instance: Instance) -> Estimate:
@@ -91,8 +89,7 @@ def _others(settings: TrainConfig, nodes: int, instance: Instance) -> Iterator[E
 
 
 def at_hand() -> Instance:
-    """This machine: its GPUs, with what is known of an instance's that have their peak and nearest their memory; or a
-    CPU, whose rates are not known."""
+    """This machine: its GPUs, with what is known of their kind, or a CPU, whose rates are not known."""
     if not torch.cuda.is_available():
         return Instance("cpu", 1, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9, 0, 0, 0)
     gpu, size = torch.cuda.get_device_name(), torch.cuda.mem_get_info()[1] / 1e9
@@ -105,9 +102,8 @@ def at_hand() -> Instance:
 def what_would_fit(settings: TrainConfig, world: World) -> str:
     """For a run that ran out of memory: its largest part, and on a GPU the settings that fit by these formulas."""
     nodes, machine = world.size // world.local_size, at_hand()._replace(devices=world.local_size)
-    expected = estimate(settings, nodes, machine)
-    largest = expected.largest()
-    said = f"most are the {largest}, {scaled(expected.memory[largest], 'B')} of {scaled(expected.total, 'B')} expected"
+    it = estimate(settings, nodes, machine)
+    said = f"most are the {it.largest}, {scaled(it.memory[it.largest], 'B')} of {scaled(it.total, 'B')} expected"
     if machine.device == "cpu" or not (found := best(settings, nodes, machine)):
         return said
     return "{}; plan takes batch_size={batch_size}, selective_checkpointing={recompute}".format(said, **found.row())

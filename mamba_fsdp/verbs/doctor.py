@@ -289,16 +289,11 @@ def write_file(path: Path) -> float:
 
 def read_file(path: Path) -> float:
     """Seconds that it takes to read what another node has written."""
-    def read():
-        with open(path, "rb", buffering=0) as file:
-            while file.read(1 << 22):
-                pass
-
-    return seconds_of(read, f"read what {path.name} wrote to {path.parent.parent}; is it one folder, on a file system "
-                            "that the nodes share?")
+    return seconds_of(path.read_bytes, f"read what {path.name} wrote to {path.parent.parent}; is it one folder, on a "
+                                       "file system that the nodes share?")
 
 
-def seconds_of(act: Callable[[], None], what: str) -> float:
+def seconds_of(act: Callable[[], object], what: str) -> float:
     """Raises UserError: `what` this node can't."""
     began = time.perf_counter()
     try:

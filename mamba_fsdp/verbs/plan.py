@@ -92,11 +92,10 @@ def figures(plan: Estimate, tokens: int, storage: float) -> dict[str, Any]:
 def lines(plan: Estimate, found: dict[str, Any], machines: str, enough: Estimate | None) -> Iterator[str]:
     """The report for a terminal of 80 columns. enough: the best that fits."""
     length = plan.settings.data.seq_length
-    verdict = "it fits" if plan.fits else f"it does NOT fit; most are the {plan.largest()}"
+    verdict = "it fits" if plan.fits else f"it does NOT fit; most are the {plan.largest}"
     yield f"model      {title(plan.settings.model)}: {found['parameters']:,} parameters"
     yield f"machines   {machines}: {plan.devices} x {plan.instance.device} of {plan.instance.memory:.1f} GB"
-    least = "at least " if plan.instance.device == "cpu" else ""  # its forms take more
-    yield f"memory     {least}{scaled(plan.total, 'B')} a device: {verdict}"
+    yield f"memory     {'at least ' * (plan.instance.device == 'cpu')}{scaled(plan.total, 'B')} a device: {verdict}"
     yield from (f"           {part:<12}{scaled(size, 'B'):>11}" for part, size in plan.memory.items() if size)
     if plan.parts:
         yield (f"step       {plan.seconds:.3f} s of {found['global_batch_size']:,} x {length:,} = "
