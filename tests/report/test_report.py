@@ -191,7 +191,10 @@ def read_offline(file, patience=30.0):
     for _ in range(int(patience / 0.1)):
         store = DataStore()
         store.open_for_scan(str(file))
-        records = [Record.FromString(data) for data in iter(store.scan_data, None)]
+        try:
+            records = [Record.FromString(data) for data in iter(store.scan_data, None)]
+        except AssertionError:  # the last of them is half written yet
+            records = []
         if records and records[-1].HasField("exit"):
             entries = [{item.nested_key[0]: json.loads(item.value_json) for item in record.history.item}
                        for record in records if record.HasField("history")]
