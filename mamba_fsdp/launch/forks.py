@@ -12,7 +12,6 @@ import sys
 from importlib.machinery import ModuleSpec
 from multiprocessing import forkserver
 from multiprocessing.context import ForkServerProcess
-from typing import Any
 
 from mamba_fsdp.errors import first_line
 
@@ -52,8 +51,8 @@ def _run(words, environment):
         signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
     os.environ.clear()  # of what was told to the first start alone
     os.environ.update(environment)
-    cuda: Any = sys.modules.get("torch.cuda")
-    if cuda and cuda._is_in_bad_fork():  # a library has asked CUDA something: its forks can't use it
+    # A library has asked CUDA something: its forks can't use it.
+    if (cuda := sys.modules.get("torch.cuda")) and cuda._is_in_bad_fork():
         os.execv(sys.executable, [sys.executable, "-u", *words])
     sys.argv = list(words)
     try:

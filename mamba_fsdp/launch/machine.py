@@ -3,6 +3,7 @@
 import contextlib
 import fcntl
 import hashlib
+import importlib.util
 import os
 import shutil
 import socket
@@ -47,17 +48,11 @@ def interface_towards(hosts: Iterable[str]) -> str:
             probe.connect((host, 9))  # sends nothing, but looks the route up
             here, there = probe.getsockname()[0], probe.getpeername()[0]
             if here != there and not there.startswith("127."):
-                return _interface_of(here)
-    return ""
-
-
-def _interface_of(address):
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
-        for _, name in socket.if_nameindex():
-            with contextlib.suppress(OSError):  # one without an IPv4 address
-                answer = fcntl.ioctl(any_socket, SIOCGIFADDR, struct.pack("256s", name.encode()))
-                if socket.inet_ntoa(answer[20:24]) == address:
-                    return name
+                for _, name in socket.if_nameindex():
+                    with contextlib.suppress(OSError):  # one without an IPv4 address
+                        answer = fcntl.ioctl(probe, SIOCGIFADDR, struct.pack("256s", name.encode()))
+                        if socket.inet_ntoa(answer[20:24]) == here:
+                            return name
     return ""
 
 
@@ -79,3 +74,29 @@ def check_version(environment: str | Path = sys.prefix) -> None:
     requirements = PROJECT / "requirements" / f"{stack}.txt"
     if not requirements.is_file() or hashlib.sha256(requirements.read_bytes()).hexdigest() != made_from:
         raise UserError(f"the environment {environment} was made from another requirements/{stack}.txt; {remedy}")
+
+
+def set_environment(words: list[str], scratch: str) -> None:
+    """Set what the ranks find in their environment. words: torchrun's. scratch: a folder on the node's own disk."""
+    os.environ["PROCESSES_PER_NODE"] = os.environ.get("PROCESSES_PER_NODE") or str(assigned_gpus() or 1)
+    processes, alone = int(os.environ["PROCESSES_PER_NODE"]), "--standalone" in words
+    if processes > 1:  # left alone, torchrun gives each rank one thread
+        os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // processes)))
+    # Threads that spin while they wait make training on a CPU five times slower as soon as anything else runs there.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    # Ranks that start again must not find the addresses of those before them in a store that torchrun keeps.
+    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+    # One rank writes Triton's cache where patches/apply.py was here; Triton 3.4 and newer need to be told.
+    triton = importlib.util.find_spec("triton")
+    if triton and triton.origin and Path(triton.origin).with_name("runtime").joinpath("rank0_cache.py").is_file():
+        os.environ.setdefault("TRITON_CACHE_MANAGER", "triton.runtime.rank0_cache:Rank0CacheManager")
+    # Caches are on the node's own disk and new for each start, for shared by nodes or versions they break: what is in
+    # the first folder train/kernel_cache.py keeps. The scope is for the cache writer: one rank of each node fills them.
+    caches = {"KERNELS_ON_NODE": f"{scratch}/kernels", "TRITON_CACHE_DIR": f"{scratch}/kernels/triton",
+              "TRITON_DUMP_DIR": f"{scratch}/triton-dump", "TORCHINDUCTOR_CACHE_DIR": f"{scratch}/kernels/inductor",
+              "TRITON_RANK0_SCOPE": "node", "TRITON_CACHE_AUTOTUNING": "1"}
+    os.environ |= {name: os.environ.get(name, caches[name]) for name in caches} if alone else caches
+    first_node = "".join(word[16:].rpartition(":")[0] for word in words if word.startswith("--rdzv-endpoint="))
+    # gloo by itself takes the interface of the node's own name, which is 127.0.1.1 on Debian.
+    if not alone and (interface := interface_towards([first_node, os.environ.get("LAST_NODE", "")])):
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)

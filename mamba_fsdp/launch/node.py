@@ -6,8 +6,8 @@ When a rank fails, the others fail for its sake soon after, and the log is full 
 first of its own into the folder FAILURES, as a file whose name sorts by time; the launcher ends the log with the first.
 """
 
+import contextlib
 import datetime
-import importlib.util
 import logging
 import multiprocessing
 import os
@@ -17,6 +17,14 @@ import tempfile
 import time
 from pathlib import Path
 
+from mamba_fsdp.launch.forks import REQUESTS_TO_STOP, Rank, prepare
+from mamba_fsdp.launch.machine import node_name, set_environment
+
+if __name__ == "__main__":  # what ranks are forks of imports torch, which takes seconds, while this process does
+    scratch = tempfile.TemporaryDirectory(prefix="mamba-train-")
+    set_environment(sys.argv[2:], scratch.name)
+    prepare()
+
 from torch.distributed import run as torchrun
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing.api import PContext, SignalException, SubprocessHandler
@@ -24,8 +32,6 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousError, dynamic_rendezvous
 
 from mamba_fsdp.errors import UserError
-from mamba_fsdp.launch.forks import REQUESTS_TO_STOP, Rank, prepare
-from mamba_fsdp.launch.machine import assigned_gpus, interface_towards, node_name
 from mamba_fsdp.parallel.world import allow_many_files, attempt
 from mamba_fsdp.run_layout import CHECKPOINTS, LOCAL, committed
 from mamba_fsdp.storage import write_atomically
@@ -41,49 +47,48 @@ USUAL_REASONS = {
 }
 
 
-def main(failures: Path, words: list[str]) -> int:
+def main(failures: Path, words: list[str], scratch: str) -> int:
     logging.disable(logging.ERROR)  # torchrun's own account of a failure: ours comes last and says more
     allow_many_files()
-    processes = int(os.environ.get("PROCESSES_PER_NODE") or assigned_gpus() or 1)
-    alone = "--standalone" in words
-    with tempfile.TemporaryDirectory(prefix="mamba-train-") as scratch:
-        options = torchrun.parse_args([f"--nproc-per-node={processes}", f"--log-dir={scratch}/ranks",
-                                       "--monitor-interval=0.1", "--max-restarts=1", *words])
-        set_environment(processes, scratch, None if alone else options.rdzv_endpoint.rpartition(":")[0])
-        os.environ["FAILURES"] = str(failures)
-        prepare()
-        asked = pass_requests_on()
-        noted = restart_in_place(failures, asked, alone, processes)
-        meet_fast(int(options.nnodes.split(":")[-1]))
-        try:
-            torchrun.run(options)
-        except ChildFailedError:
-            if not noted:
-                return 128 + asked[0]
-            RunFolder(failures.parent.parent).status()  # which a rank that was killed has left `running`
-            if not alone:
-                time.sleep(SECONDS_FOR_OTHERS)
-            return noted[-1]
-        except RendezvousClosedError:  # another node has given up
-            return 1
-        except RendezvousError as error:
-            text = (f"error: {node_name()} could not meet the other nodes: {error} ({error.__cause__}); can it reach "
-                    "the first node by its name, and does the firewall or security group let the nodes connect?\n")
-            return put_on_record(failures, 1, time.time(), text, 1)
-        except SignalException as error:  # it came while torchrun was starting the ranks, and knows not yet of them
-            for rank in multiprocessing.active_children():
-                rank.kill()  # else the interpreter waits for them
-            return 128 + error.sigval
+    processes, alone = int(os.environ["PROCESSES_PER_NODE"]), "--standalone" in words
+    options = torchrun.parse_args([f"--nproc-per-node={processes}", f"--log-dir={scratch}/ranks",
+                                   "--monitor-interval=0.1", "--max-restarts=1", *words])
+    os.environ["FAILURES"] = str(failures)
+    asked = pass_requests_on()
+    noted = restart_in_place(failures, asked, alone, processes)
+    meet_fast(int(options.nnodes.split(":")[-1]))
+    try:
+        torchrun.run(options)
+    except ChildFailedError:
+        if not noted:
+            return 128 + asked[0]
+        RunFolder(failures.parent.parent).status()  # which a rank that was killed has left `running`
+        if not alone:
+            time.sleep(SECONDS_FOR_OTHERS)
+        return noted[-1]
+    except RendezvousClosedError:  # another node has given up
+        return 1
+    except RendezvousError as error:
+        text = (f"error: {node_name()} could not meet the other nodes: {error} ({error.__cause__}); can it reach "
+                "the first node by its name, and does the firewall or security group let the nodes connect?\n")
+        return put_on_record(failures, 1, time.time(), text, 1)
+    except SignalException as error:  # it came while torchrun was starting the ranks, and knows not yet of them
+        for rank in multiprocessing.active_children():
+            rank.kill()  # else the interpreter waits for them
+        return 128 + error.sigval
     return 128 + asked[0] if asked else 0
 
 
 def meet_fast(nodes: int) -> None:
     """Let each node look for the others up to ten times a second, and all together a hundred times, where torchrun has
-    once a second, which each start waits for; and let it name no events, which nobody sees, from the call stack."""
+    once a second, which each start waits for; and let it name no events, which nobody sees, from the call stack. What
+    another version of torch has otherwise stays as it is."""
     pause = min(1.0, max(0.1, nodes / 100))
-    dynamic_rendezvous._delay = lambda seconds: time.sleep(pause)
-    dynamic_rendezvous._BackendRendezvousStateHolder.__init__.__defaults__ = (pause,)
-    dynamic_rendezvous.get_method_name = lambda: ""
+    ours = {"_delay": lambda *_, **__: time.sleep(pause), "get_method_name": lambda *_, **__: ""}
+    vars(dynamic_rendezvous).update({name: ours[name] for name in ours if hasattr(dynamic_rendezvous, name)})
+    holder = getattr(dynamic_rendezvous, "_BackendRendezvousStateHolder", meet_fast).__init__
+    if getattr(holder, "__defaults__", None) == (1,):  # seconds for which it believes what it has read
+        holder.__defaults__ = (pause,)
 
 
 def restart_in_place(failures: Path, asked: list[int], alone: bool, processes: int) -> list[int]:
@@ -120,35 +125,12 @@ def restart_in_place(failures: Path, asked: list[int], alone: bool, processes: i
             mends = not (asked or alone or wrong or failure.exitcode == UserError.exit_code or newest == begun_from[0])
             agent._remaining_restarts, begun_from[0] = int(mends and os.environ.get("MAX_RESTARTS") != "0"), newest
             os.environ.pop("START_PARTS", None)  # what the launcher took is told once
-            group.spec.rdzv_handler._settings.timeout._join = datetime.timedelta(seconds=SECONDS_TO_MEET_AGAIN)
+            with contextlib.suppress(AttributeError):  # where torch keeps it elsewhere
+                group.spec.rdzv_handler._settings.timeout._join = datetime.timedelta(seconds=SECONDS_TO_MEET_AGAIN)
         return result
 
     LocalElasticAgent._monitor_workers, PContext.close = note, end
     return noted
-
-
-def set_environment(processes: int, scratch: str, first_node: str | None) -> None:
-    """Set what the ranks find in their environment; first_node: None for a run on this machine alone."""
-    if processes > 1:  # left alone, torchrun gives each rank one thread
-        os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // processes)))
-    # Threads that spin while they wait make training on a CPU five times slower as soon as anything else runs there.
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    # Ranks that start again must not find the addresses of those before them in a store that torchrun keeps.
-    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
-    # One rank writes Triton's cache where patches/apply.py was here; Triton 3.4 and newer need to be told.
-    triton = importlib.util.find_spec("triton")
-    if triton and triton.origin and Path(triton.origin).with_name("runtime").joinpath("rank0_cache.py").is_file():
-        os.environ.setdefault("TRITON_CACHE_MANAGER", "triton.runtime.rank0_cache:Rank0CacheManager")
-    # Caches are on the node's own disk and new for each start, for shared by nodes or versions they break: what is in
-    # the first folder train/kernel_cache.py keeps. The scope is for the cache writer: one rank of each node fills them.
-    caches = {"KERNELS_ON_NODE": f"{scratch}/kernels", "TRITON_CACHE_DIR": f"{scratch}/kernels/triton",
-              "TRITON_DUMP_DIR": f"{scratch}/triton-dump", "TORCHINDUCTOR_CACHE_DIR": f"{scratch}/kernels/inductor",
-              "TRITON_RANK0_SCOPE": "node", "TRITON_CACHE_AUTOTUNING": "1"}
-    os.environ |= caches if first_node is not None else {name: os.environ.get(name, caches[name]) for name in caches}
-    if first_node is not None:
-        # gloo by itself takes the interface of the node's own name, which is 127.0.1.1 on Debian.
-        if interface := interface_towards([first_node, os.environ.get("LAST_NODE", "")]):
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
 
 
 def pass_requests_on() -> list[int]:
@@ -156,8 +138,7 @@ def pass_requests_on() -> list[int]:
     (Ctrl-Z) makes them and it stand still until it gets SIGCONT.
 
     By itself it kills ranks 30 s after the request, be it in the middle of a step or of a checkpoint. How long they may
-    take is for Slurm to say, which kills all of us in the end. Returns the list that will hold the requests (signals).
-    """
+    take is for Slurm to say, which kills all of us in the end. Returns the list that will hold the requests."""
     start, asked = PContext.start, []
     SubprocessHandler._popen = lambda handler, words, environment: Rank(words, environment)
 
@@ -201,10 +182,8 @@ def put_on_record(failures: Path, order: int, moment: float, text: str, code: in
 
 
 def moment_of(failure: ProcessFailure) -> tuple[int, float]:
-    """What failures sort by: (0 for a killed rank and 1 for others, seconds since the epoch).
-
-    A killed rank can't say when it died, and the others complain before anyone has looked at it: it comes first.
-    """
+    """What failures sort by: (0 for a killed rank and 1 for others, seconds since the epoch). A killed rank can't say
+    when it died, and the others complain before anyone has looked at it: it comes first."""
     killed = failure.exitcode < 0 and failure.exitcode not in (ENDED_BY_LAUNCHER, -signal.SIGABRT)
     file = Path(failure.error_file)
     return (0 if killed else 1), file.stat().st_mtime if file.is_file() else time.time()
@@ -220,4 +199,4 @@ def describe(failure: ProcessFailure) -> str:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main(Path(sys.argv[1]), sys.argv[2:]))
+    raise SystemExit(main(Path(sys.argv[1]), sys.argv[2:], scratch.name))

@@ -43,9 +43,10 @@ def fail(code):
 saved = sorted(run.glob("checkpoints/step_*/COMMIT"))
 step = int(saved[-1].parent.name[5:]) if saved else 0
 run.mkdir(parents=True, exist_ok=True)
+node = int(Path(f"/proc/{os.getppid()}/stat").read_text().rpartition(")")[2].split()[1])  # which started our parent
 with open(run / "starts.jsonl", "a") as file:
     file.write(json.dumps({"rank": rank, "step": step, "words": sys.argv[1:], "environment": dict(os.environ),
-                           "cwd": os.getcwd(), "open_files": resource.getrlimit(resource.RLIMIT_NOFILE)}) + "\n")
+                           "cwd": os.getcwd(), "open_files": resource.prlimit(node, resource.RLIMIT_NOFILE)}) + "\n")
 if rank == 0:
     (run / "STOP").unlink(missing_ok=True)
 print(f"fake rank {rank} of {os.environ['WORLD_SIZE']} at step {step}", flush=True)

@@ -133,7 +133,7 @@ def start(rank, *given, start=forks.Rank.__init__):
     start(rank, *given)
     os.kill(os.getpid(), signal.SIGTERM)
 forks.Rank.__init__ = start
-raise SystemExit(node.main(pathlib.Path("failures"), ["--standalone", "training.py"]))
+raise SystemExit(node.main(pathlib.Path("failures"), ["--standalone", "training.py"], "."))
 """
 
 
@@ -178,6 +178,19 @@ def test_nodes_look_for_each_other_often_but_all_together_not_too_often(monkeypa
     dynamic_rendezvous._delay(seconds=1)
     assert slept == [pause] and holder(None, settings)._cache_duration == pause
     assert "get_method_name()" in inspect.getsource(dynamic_rendezvous)
+
+
+def test_a_torch_that_keeps_other_things_to_itself_stays_as_it_is(monkeypatch, capfd):
+    class Holder:
+        def __init__(self, store, cache=1, others=2):
+            self.cache = cache, others
+
+    monkeypatch.setattr(node, "dynamic_rendezvous", SimpleNamespace(_BackendRendezvousStateHolder=Holder))
+    node.meet_fast(1)
+    assert vars(node.dynamic_rendezvous) == {"_BackendRendezvousStateHolder": Holder} and Holder(0).cache == (1, 2)
+    monkeypatch.setattr(node, "dynamic_rendezvous", SimpleNamespace())
+    node.meet_fast(1)
+    assert capfd.readouterr() == ("", "")
 
 
 IMPORT_WITHOUT_CUDA = """
@@ -238,7 +251,7 @@ def test_gloo_keeps_the_users_interface_and_its_own_choice_on_a_node_alone(start
     assert code == 0, output
     start, = starts(project / "run")
     assert start["environment"].get("GLOO_SOCKET_IFNAME") == expected
-    assert start["open_files"] == [resource.getrlimit(resource.RLIMIT_NOFILE)[1]] * 2  # as many ranks may need
+    assert start["open_files"] == [resource.getrlimit(resource.RLIMIT_NOFILE)[1]] * 2  # as torchrun of many nodes needs
 
 
 @pytest.mark.slow
