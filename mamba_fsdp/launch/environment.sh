@@ -1,8 +1,8 @@
 #!/bin/bash
 # What 1.train.sbatch and 2.tokenize.sbatch share: the environment that Python runs in, .venv or an image, here and on
-# the nodes of a job. They source it in the project folder, whose path is $project; $nodes are the job's, $attempt is
-# JOB.RESTART.
-# shellcheck disable=SC2154 # these three
+# the nodes of a job. They source it in the project folder, whose path is $project; $nodes are the job's, $job is NUMBER
+# or ARRAY_TASK, $attempt is NUMBER.RESTART.
+# shellcheck disable=SC2154 # these four
 
 # Pyxis and Enroot pass mounts on through a list, a shell and an fstab, each version with other escapes or none.
 HARD_TO_MOUNT=$' \t\n,:#$`"\'\\'
@@ -77,7 +77,7 @@ check_image() {
 
 check_gpus() { # as Slurm assigned them: a step can ask for one number only
     local assigned
-    assigned=$(scontrol --details show job "$SLURM_JOB_ID" |
+    assigned=$(scontrol --details show job "$job" |
         sed -n 's/^ *Nodes=\([^ ]*\) .*GRES=\(gpu:[^(]*\).*/\1 \2/p')
     [ "$(cut -d' ' -f2 <<< "$assigned" | sort -u | wc -l)" = 1 ] ||
         fail "the nodes have different GPUs (${assigned//$'\n'/, });" \
@@ -161,11 +161,11 @@ set_network() { # what NCCL and libfabric need on this kind of node
     fi
 }
 
-job_state() { squeue --noheader --jobs="$SLURM_JOB_ID" --format=%T 2>/dev/null || true; }
+job_state() { squeue --noheader --jobs="$job" --format=%T 2>/dev/null || true; }
 
 slurm_time() { # a moment of the job that Slurm knows by this name, in seconds since the epoch, or nothing
     local moment
-    moment=$(scontrol show job "$SLURM_JOB_ID" | sed -n "s/.* $1=\([^ ]*\).*/\1/p")
+    moment=$(scontrol show job "$job" | sed -n "s/.* $1=\([^ ]*\).*/\1/p")
     date +%s -d "${moment:-never}" 2>/dev/null || true
 }
 

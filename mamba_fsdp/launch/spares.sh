@@ -59,7 +59,7 @@ watch_first_node() { # from another: if it is lost, this script is too, and --no
                 left=$(scontrol show hostnames "$left") || continue
                 echo "$left" | grep -qx "$SLURMD_NODENAME" || continue # a start that is over watches no other
                 echo "$left" | grep -qx "$3" || scontrol requeue "$2"
-            done' - "$WATCH_SECONDS" "$SLURM_JOB_ID" "${nodes[0]}" || true
+            done' - "$WATCH_SECONDS" "$job" "${nodes[0]}" || true
     done
 }
 

@@ -62,7 +62,7 @@ source "$0"; nodes=(n1 n2); watch_first_node
 ], ids=["lost", "there", "no job", "no Slurm", "no names", "later"])
 def test_a_job_is_queued_again_only_where_slurm_says_that_its_first_node_is_lost(project, listed, hosts, fails, asks):
     """By a node that the job still has, as it has not where it began anew elsewhere: this start is over then."""
-    given = {"SLURM_JOB_ID": "7", "LISTED": listed, "HOSTS": hosts, "FAILS": str(fails)}
+    given = {"job": "7", "LISTED": listed, "HOSTS": hosts, "FAILS": str(fails)}
     done = subprocess.run(["bash", "-c", WATCH, f"{project}/mamba_fsdp/launch/spares.sh"], env={**os.environ, **given},
                           capture_output=True, text=True)
     assert (done.stdout, done.stderr) == ("requeue 7\n" * 3 * asks, "")

@@ -134,6 +134,23 @@ def test_scontrol_requeue_goes_on_from_a_checkpoint(start_cluster, slurm_project
     assert len(steps) == 2 and steps[1] > 0, "SIGTERM commits a checkpoint too"
 
 
+def test_each_task_of_an_array_is_a_run_of_its_own_and_is_queued_again_alone(start_cluster, slurm_project):
+    """One of them has the number of the whole array, as which Slurm would requeue, and tell of, all."""
+    cluster = start_cluster()
+    (slurm_project / "data/builtin/index.json").touch()  # else both make it
+    (slurm_project / "sweep.sbatch").write_text("#!/bin/bash\n#SBATCH --exclusive --requeue --output=logs/%j.out\n"
+                                                "exec ./1.train.sbatch --save_ckpt_path=runs/$SLURM_ARRAY_TASK_ID "
+                                                "--num_steps=60\n")
+    array = cluster.run("sbatch", "--parsable", "--array=1,2", "sweep.sbatch", cwd=slurm_project).strip()
+    for number in (1, 2):
+        wait_for_step(cluster, slurm_project, f"runs/{number}")
+    cluster.run("scancel", "--batch", "--signal=USR1", f"{array}_2")
+    assert [cluster.wait_for_end(f"{array}_{number}") for number in (1, 2)] == ["COMPLETED", "COMPLETED"]
+    assert [cluster.restarts(f"{array}_{number}") for number in (1, 2)] == [0, 1]
+    steps = [[start["step"] > 0 for start in starts(slurm_project / f"runs/{number}")] for number in (1, 2)]
+    assert steps == [[False], [False, True]]
+
+
 def test_scancel_ends_the_job_for_good_but_with_a_checkpoint(start_cluster, slurm_project):
     cluster = start_cluster()
     job = cluster.submit(slurm_project, "--save_ckpt_path=runs/a", "--num_steps=1000", env={"FAKE_COMMIT_SECONDS": "3"})
