@@ -1,9 +1,10 @@
 """What a checkpoint of very many ranks takes: `python -m benchmarks.checkpoint_scale PRESET [--ranks=1024]`.
 
 Rank 0's own code saves and commits and looks for what to resume from; the other ranks are what they would have told it,
-by the arithmetic of fully sharded rows. Files have their sizes and no content; rank 0's calls of the file system are
-counted. The seconds of writing and reading are bytes over --throughput (MB/s per TiB; FSx for Lustre offers 125, 250,
-500 and 1000) times --tib.
+by the arithmetic of fully sharded rows. Files have their sizes and no content. Then the last rank's own code does its
+part, with rank 0's answers and a file of a few bytes (each further 256 MiB of a real one are one more fsync). What both
+call of the file system is counted. The seconds of writing and reading are bytes over --throughput (MB/s per TiB; FSx
+for Lustre offers 125, 250, 500 and 1000) times --tib.
 """
 
 import argparse
@@ -11,9 +12,12 @@ import contextlib
 import math
 import os
 import pickle
+import shutil
+import sys
 import tempfile
 import time
 from collections import Counter
+from dataclasses import replace
 from unittest import mock
 
 import torch
@@ -22,6 +26,7 @@ from config.model_config import ModelConfig
 from config.presets import preset
 from mamba_fsdp.checkpoint import checkpointer as module
 from mamba_fsdp.checkpoint import folder
+from mamba_fsdp.checkpoint.files import write_pieces
 from mamba_fsdp.checkpoint.ranges import packed, part_to_write
 from mamba_fsdp.model.spec import parameters
 from mamba_fsdp.parallel.model import Shard
@@ -31,6 +36,15 @@ MODEL_AND_MOMENTS = ("{}", "optimizer/{}/exp_avg", "optimizer/{}/exp_avg_sq")
 HASH = {"xxh3": "0" * 16}
 CALLS = {name: getattr(os, name) for name in ("stat", "listdir", "mkdir", "rename", "replace", "unlink", "fsync")}
 NOTHING = torch.empty(0)
+counting: list[tuple[str, Counter]] = []  # (folder, what is called in it) while it is counted
+
+
+def count_opened(event, given):
+    if event == "open" and counting and str(given[0]).startswith(counting[-1][0]):
+        counting[-1][1]["open"] += 1
+
+
+sys.addaudithook(count_opened)
 
 
 def shards_of(spec, rank, ranks, allocate=False):
@@ -54,7 +68,7 @@ class Many(World):
 
     def __init__(self, ranks, others):
         super().__init__(0, ranks, 0, 8, CPU)
-        self.others, self.received, self.sent = others, 0, 0
+        self.others, self.received, self.sent, self.said = others, 0, 0, []
 
     def gather_on_rank0(self, obj):
         gathered = [obj, *(self.others if isinstance(obj, tuple) else [[]] * (self.size - 1))]
@@ -63,6 +77,7 @@ class Many(World):
 
     def broadcast_object(self, obj):
         self.sent = max(self.sent, len(pickle.dumps(obj)))
+        self.said.append(obj)
         return obj
 
     def all_reduce_sum(self, value):
@@ -72,9 +87,25 @@ class Many(World):
         return work()
 
 
+class Last(Many):
+    """The last rank's view: rank 0 says what it said before."""
+
+    def __init__(self, first):
+        super().__init__(first.size, [])
+        self.rank, self.heard = first.size - 1, iter(first.said)
+
+    def gather_on_rank0(self, obj):
+        return []
+
+    def broadcast_object(self, obj):
+        return next(self.heard)
+
+
 @contextlib.contextmanager
-def counted(calls):
+def counted(calls, run):
     with contextlib.ExitStack() as stack:
+        counting.append((run, calls))
+        stack.callback(counting.pop)
         for name, original in CALLS.items():
             def call(*given, _name=name, _call=original, **named):
                 calls[_name] += 1
@@ -106,34 +137,47 @@ def measure(config, ranks):
     spec = parameters(config)
     others = [told_by(spec, rank, ranks) for rank in range(1, ranks)]
     sizes = [outcome["bytes"] for outcome, _ in others]
-    found, saving, resuming = {}, Counter(), Counter()
+    found, calls = {}, {name: Counter() for name in ("save", "resume", "last_save", "last_resume")}
     with tempfile.TemporaryDirectory() as run, mock.patch.object(module, "write_pieces", sparse):
         world = Many(ranks, others)
         checkpointer = module.Checkpointer(run, world, asynchronous=False, report=lambda sentence: None)
         clean = checkpointer._commit
 
         def commit(save, told):
-            for outcome, _ in others:
-                sparse(save.partial / outcome["file"], [("", 0, torch.empty(outcome["bytes"] // 4))])
+            with counted(Counter(), run):  # these calls are not rank 0's
+                for outcome, _ in others:
+                    sparse(save.partial / outcome["file"], [("", 0, torch.empty(outcome["bytes"] // 4))])
+            found["partial"] = save.partial
             began = time.perf_counter()
             path = clean(save, told)
             found["commit_seconds"] = time.perf_counter() - began
             return path
         checkpointer._commit = commit
-        with counted(saving):
+        with counted(calls["save"], run):
             checkpointer.save(1, [shard for shard, _ in shards_of(spec, 0, ranks, allocate=True)], {})
         newest = checkpointer.last
         found |= {"told_bytes": world.received, "state_bytes": (newest / "state.json").stat().st_size,
                   "commit_bytes": (newest / "COMMIT").stat().st_size, "files": ranks + 2,
                   "most_bytes": max(sizes),
                   "all_bytes": sum(sizes) + (newest / "rank_00000.safetensors").stat().st_size}
+        found["partial"].mkdir()  # it has another name by now
+        with mock.patch.object(module, "write_pieces", write_pieces):
+            last = module.Checkpointer(run, Last(world), asynchronous=False)
+            with counted(calls["last_save"], run):
+                last.save(1, [replace(shard, data=torch.zeros(min(1, count))) for shard, count in
+                              shards_of(spec, ranks - 1, ranks)], {})
+        shutil.rmtree(found["partial"])
         began, world = time.perf_counter(), Many(ranks, others)
-        same = mock.patch.object(folder, "problem_of", lambda path, entry, *how: str(path.stat().st_size)[:0])
-        with counted(resuming), same:
-            module.Checkpointer(run, world, report=lambda sentence: None).newest()
-        content = folder.read_state(newest)
-        found |= {"resume_seconds": time.perf_counter() - began, "broadcast_bytes": len(pickle.dumps(content))}
-    return {**found, "save_calls": saving, "resume_calls": resuming}
+        with mock.patch.object(folder, "checksum", lambda path, *_: open(path).close() or HASH):
+            with counted(calls["resume"], run):
+                module.Checkpointer(run, world, report=lambda sentence: None).newest()
+                content = world.on_rank0(lambda: folder.read_state(newest))
+            found |= {"resume_seconds": time.perf_counter() - began, "broadcast_bytes": len(pickle.dumps(content))}
+            with counted(calls["last_resume"], run):
+                last = Last(world)
+                module.Checkpointer(run, last).newest()
+                last.on_rank0(lambda: None)
+    return {**found, **{f"{name}_calls": counter for name, counter in calls.items()}}
 
 
 def main():
@@ -152,9 +196,11 @@ def main():
     print(f"{'rank 0 commits in':<40}{found['commit_seconds']:>12.2f} s beside training")
     print(f"{'rank 0 finds and reads state.json in':<40}{found['resume_seconds']:>12.2f} s, sends "
           f"{found['broadcast_bytes'] / 1e6:.3f} MB to all")
-    for name in ("save_calls", "resume_calls"):
-        print(f"{'rank 0, ' + name.replace('_', ', '):<40}{sum(found[name].values()):>12} of the file system: "
-              + ", ".join(f"{call} {times}" for call, times in found[name].most_common()))
+    for name, who in (("save", "rank 0, a save"), ("last_save", "any other rank, a save"),
+                      ("resume", "rank 0, a start"), ("last_resume", "any other rank, a start")):
+        calls = found[f"{name}_calls"]
+        print(f"{who:<40}{sum(calls.values()):>12} calls of the file system: "
+              + ", ".join(f"{call} {times}" for call, times in calls.most_common()))
     seconds = math.ceil(found["all_bytes"] / rate)
     print(f"{'writing, or verifying':<40}{seconds:>12} s at {given.throughput} MB/s per TiB, {given.tib:g} TiB")
 
