@@ -1,6 +1,7 @@
 """What a run tells: rank 0 writes and shows, the others take part."""
 
 import json
+import time
 from dataclasses import replace
 from types import SimpleNamespace
 from unittest.mock import Mock
@@ -40,14 +41,16 @@ def test_a_report_is_a_line_and_an_entry_where_it_is_due(recorder_of, tmp_path, 
     with recorder_of(World.alone()) as recorder:
         recorder.clock.data_wait, recorder.stall_seconds = 0.25, lambda: 1.5
         recorder.report(TrainState(step=1, tokens=64), 4.0, 0.01, 0.5, 0)
+        recorder.clock.began -= 1000  # so long the next step has taken
         recorder.validated(1, 3.0, 40, 0.174, 0.25)
-        recorder.report(TrainState(step=2, tokens=128, skipped_steps=1, loss_sum=7.0, loss_steps=2), 3.0, 0.01, 0.5, 0)
+        recorder.report(TrainState(step=2, tokens=128, skipped_steps=1, loss_sum=7.0, loss_steps=2, step_seconds=2000,
+                                   first_started=time.time() - 4000), 3.0, 0.01, 0.5, 0)
     validation, report = (json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines())
     assert validation == {"step": 1, "val_loss": 3.0, "val_perplexity": pytest.approx(20.0855, rel=1e-4),
                           "val_tokens": 40, "val_share": 0.174}
     rate = report.pop("tokens_per_second")
     assert report.pop("tokens_per_second_per_device") == rate > 0 and 0.01 < report.pop("memory_gb") < 1000
-    assert report.pop("goodput") >= 0
+    assert report.pop("goodput") == pytest.approx(3000 / 4000, abs=0.05)
     assert report == {"step": 2, "tokens": 128, "loss": 3.5, "perplexity": pytest.approx(33.1155, rel=1e-4),
                       "learning_rate": 0.01, "grad_norm": 0.5,
                       "data_wait_seconds": 0.25, "checkpoint_stall_seconds": 1.5,

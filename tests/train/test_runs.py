@@ -55,13 +55,23 @@ def test_it_learns(train, tmp_path, metrics_of):
     assert losses[-1] < losses[0] - 0.7
 
 
+def goodput_facts(run):
+    """(when the run first began, seconds of its steps), as its newest checkpoint has them."""
+    progress = json.loads(sorted(run.glob("checkpoints/step_*/state.json"))[-1].read_text())["state"]["progress"]
+    return progress["first_started"], progress["step_seconds"]
+
+
 def test_a_run_in_parts_is_the_unbroken_run(train, tmp_path, metrics_of, weights_of):
-    """Also between reports: the mean loss of a report interval survives the break."""
+    """Also between reports: the mean loss of a report interval survives the break, as does what goodput is made of."""
     common = {"report_interval": 4, "num_steps": 8, "schedule": "constant"}
     train(tmp_path / "whole", **common)
+    began = time.time()
     train(tmp_path / "parts", **{**common, "num_steps": 2})
+    first, seconds = goodput_facts(tmp_path / "parts")
     train(tmp_path / "parts", **common)
     assert equal(weights_of(tmp_path / "whole"), weights_of(tmp_path / "parts"))
+    later, more = goodput_facts(tmp_path / "parts")
+    assert first == later and 0 < seconds < more < time.time() - began
     reports = {run: [e for e in metrics_of(tmp_path / run) if "loss" in e and e["step"] % 4 == 0]
                for run in ("whole", "parts")}
     assert reports["whole"][-1] == reports["parts"][-1]
