@@ -16,7 +16,8 @@ from multiprocessing.context import ForkServerProcess
 from mamba_fsdp.errors import first_line
 
 IMPORTS = ["fire", "mamba_fsdp.command_line", "mamba_fsdp.launch.forks", "mamba_fsdp.train.run",
-           "mamba_fsdp.interop.convert", "mamba_fsdp.verbs.loading", "mamba_fsdp.parallel.imports"]
+           "mamba_fsdp.interop.convert", "mamba_fsdp.verbs.loading",
+           "torch._dynamo", "mamba_fsdp.parallel.fsdp1", "mamba_fsdp.parallel.fsdp2"]  # what torch lacks is passed over
 REQUESTS_TO_STOP = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
 
 

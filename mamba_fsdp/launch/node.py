@@ -93,12 +93,17 @@ def meet_fast(nodes: int) -> None:
 
 def restart_in_place(failures: Path, asked: list[int], alone: bool, processes: int) -> list[int]:
     """Make torchrun note a failure and start the ranks of all nodes again after it, in this job and on these nodes; but
-    once only for each new checkpoint, not after a user's mistake or a request to stop, and not on a machine `alone`.
+    once only for each new checkpoint (`alone`: since this start), not after a user's mistake or a request to stop.
 
     Whatever else runs on a node is ended at once: by itself torchrun leaves the other ranks 30 s in which they can only
     wait for the lost one. Returns the list that will hold the exit codes of failures."""
-    monitor, close, ended, noted, begun_from = LocalElasticAgent._monitor_workers, PContext.close, set(), [], [None]
+    monitor, close, ended, noted = LocalElasticAgent._monitor_workers, PContext.close, set(), []
     run = failures.parent.parent
+
+    def saved():
+        return attempt(lambda: (committed(run / CHECKPOINTS), [*map(Path.read_text, run.glob(LOCAL))]))
+
+    begun_from = [saved()[0] if alone else None]
 
     def end(ranks, death_sig=None, timeout=30):
         running = [rank.proc for rank in ranks.subprocess_handlers.values() if rank.proc.poll() is None and not asked]
@@ -114,15 +119,15 @@ def restart_in_place(failures: Path, asked: list[int], alone: bool, processes: i
         if result.is_failed():
             first, rank, failure = min((moment_of(failure), rank, failure) for rank, failure in result.failures.items()
                                        if failure.pid not in ended)
+            newest, wrong = saved()
+            mends = not (asked or wrong or failure.exitcode == UserError.exit_code or newest == begun_from[0])
             if not (asked and failure.exitcode == ENDED_BY_LAUNCHER):
-                has_said_it = alone and processes == 1 and failure.exitcode > 0  # as its last words, right above
+                has_said_it = alone and processes == 1 and failure.exitcode > 0 and not mends  # right above
                 text = "" if has_said_it else f"rank {rank} on {node_name()} failed first.\n{describe(failure)}\n"
                 code = failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode
                 noted.append(put_on_record(failures, *first, text, code))
-            newest, wrong = attempt(lambda: (committed(run / CHECKPOINTS), [*map(Path.read_text, run.glob(LOCAL))]))
             if wrong:
                 print(f"error: {wrong}", file=sys.stderr, flush=True)
-            mends = not (asked or alone or wrong or failure.exitcode == UserError.exit_code or newest == begun_from[0])
             agent._remaining_restarts, begun_from[0] = int(mends and os.environ.get("MAX_RESTARTS") != "0"), newest
             os.environ.pop("START_PARTS", None)  # what the launcher took is told once
             with contextlib.suppress(AttributeError):  # where torch keeps it elsewhere
