@@ -315,6 +315,23 @@ def test_a_disk_that_fills_up_and_empties_again(train, small_disk, metrics_of, m
     assert whole[-1].name == "step_00000020" and not any(problems(path, World.alone()) for path in whole)
 
 
+def test_a_mount_that_vanishes_and_comes_back_costs_nothing_but_saves(train, tmp_path, metrics_of, monkeypatch):
+    """No folder is made in its place, and the metrics of that time are there afterwards."""
+    def step(self, state, *rest, _report=saver.Recorder.report):
+        if state.step in (3, 9):
+            (run if state.step == 3 else tmp_path / "away").rename(tmp_path / "away" if state.step == 3 else run)
+        _report(self, state, *rest)
+
+    run = tmp_path / "run"
+    monkeypatch.setattr(saver.Recorder, "report", step)
+    said = train(run, **LONG)
+    assert said.count("saving failed: ") == 3 and f"{run}/lease.json: can't be read" in said
+    assert [(entry["step"], entry.get("failed_saves")) for entry in metrics_of(run)] == [
+        *((step, failed) for step in range(1, 5) for failed in [None] + [1] * (step == 4)), (5, None),
+        (6, None), (6, 2), (7, None), (8, None), (8, 3), (9, None), (10, None), (10, 0), (11, None), (12, None)]
+    assert [path.name for path in committed(run / "checkpoints")] == [f"step_{step:08d}" for step in (2, 10, 12)]
+
+
 def test_room_is_looked_for_before_the_first_step(train, tmp_path, monkeypatch):
     """Where not even one checkpoint fits it is an error, where only one does a line."""
     free = [10 ** 12]
