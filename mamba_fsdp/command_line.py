@@ -16,6 +16,7 @@ import fire
 import mamba_fsdp
 from config.fields import KINDS, near_name, read, read_field
 from mamba_fsdp.errors import UserError, leave_for_torchrun
+from mamba_fsdp.report.display import Display
 
 
 def run(verb: Callable[..., Any], help_page: Callable[[], str], arguments: Sequence[str] | None = None) -> None:
@@ -27,7 +28,7 @@ def run(verb: Callable[..., Any], help_page: Callable[[], str], arguments: Seque
     try:
         words = {*_cut_at_dashes(arguments)[0]}
         if {"--version", "--help", "-h"} & words or arguments == ["help"]:
-            print(version() if "--version" in words else help_page(), flush=True)
+            Display().line(version() if "--version" in words else help_page())
             raise SystemExit(0)
         raise SystemExit(call(verb, arguments) or 0)
     except UserError as error:

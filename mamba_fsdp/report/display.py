@@ -5,6 +5,7 @@ Whoever reads it may go (a closed window, `| head`); training continues.
 
 import contextlib
 import os
+import re
 import sys
 import textwrap
 import time
@@ -12,8 +13,7 @@ from collections.abc import Iterator
 from typing import Any, TextIO
 
 SECONDS_BETWEEN_UPDATES = 0.2
-USUAL_WIDTH = 80  # of a terminal that does not tell
-INDENT = " " * 11  # lines begin with a name, as in `kernels    native: conv`
+BEGINNING = r"^ *(?:\S+  +)?"  # of a line, up to its text: a name, as in `kernels    native: conv`, or an option
 LESS_AND_LESS = ("MFU", "tok/s", "lr", "left", "loss")  # what a narrow terminal has no room for goes in this order
 
 
@@ -54,8 +54,8 @@ class Display:
         if self.enabled:
             rows = text.splitlines()
             if self.on_terminal:
-                rows = [textwrap.fill(row, self._width(), subsequent_indent=INDENT, break_long_words=False,
-                                      break_on_hyphens=False) for row in rows]
+                rows = [textwrap.fill(row, self._width(), subsequent_indent=" " * len(re.findall(BEGINNING, row)[0]),
+                                      break_long_words=False, break_on_hyphens=False) for row in rows]
             self._clear()
             print("\n".join(rows), file=self.stream, flush=True)
 
@@ -93,7 +93,7 @@ class Display:
             columns = os.get_terminal_size(self.stream.fileno()).columns
         except (OSError, ValueError):
             columns = 0
-        return (columns or USUAL_WIDTH) - 1
+        return (columns or 80) - 1  # one that does not tell
 
     def _clear(self):
         if self.shown:

@@ -131,9 +131,8 @@ def check_package(name: str) -> str:
 
 def check_project() -> str:
     """Imports the scripts and every module of the library that this torch can have."""
-    names = {module.name for module in pkgutil.walk_packages(mamba_fsdp.__path__, "mamba_fsdp.")}
+    names = {"training", "get_dataset", *(it.name for it in pkgutil.walk_packages(mamba_fsdp.__path__, "mamba_fsdp."))}
     names -= {"mamba_fsdp.__main__"} | (set() if HAS_FSDP2 else {"mamba_fsdp.parallel.fsdp2"})
-    names |= {"training", "get_dataset"}
     if importlib.util.find_spec("lm_eval") is None:  # which only `evaluate --tasks` needs
         names -= {"mamba_fsdp.verbs.harness"}
     if importlib.util.find_spec("triton") is None:  # modules of kernels import it

@@ -83,6 +83,18 @@ def test_long_lines_are_wrapped_where_the_text_begins(terminal):
     assert len(rest) == 2 and all(len(row) < 80 and re.match(" {11}[ct]", row) for row in rest)
 
 
+def test_help_pages_fit_and_options_keep_their_column(terminal):
+    from mamba_fsdp.verbs import evaluate, plan
+
+    for page in (plan.__doc__, evaluate.__doc__):
+        Display(stream=terminal.stream()).line(page)
+    rows = terminal.text().split("\r\n")
+    assert max(map(len, rows)) < 80
+    first = next(number for number, row in enumerate(rows) if row.startswith("  --instance=NAME  "))
+    assert rows[first + 1].startswith(" " * len("  --instance=NAME     ") + "p4d.24xlarge")
+    assert sorted(" ".join(rows).split()) == sorted(f"{plan.__doc__} {evaluate.__doc__}".split())
+
+
 def test_other_ranks_are_silent(terminal):
     display = Display(enabled=False, stream=terminal.stream())
     display.step(1, 10, **STEP, report=True)
