@@ -39,6 +39,7 @@ from mamba_fsdp.model.spec import operator_uses, parameters
 from mamba_fsdp.ops.forms import resolve_forms
 from mamba_fsdp.parallel.compat import HAS_FSDP2
 from mamba_fsdp.parallel.world import World, start_world
+from mamba_fsdp.report.display import Display
 from mamba_fsdp.storage import hidden_beside
 
 PACKAGES = ("torch", "triton", "transformers", "tokenizers", "datasets", "pyarrow", "numpy", "safetensors", "fire",
@@ -110,7 +111,7 @@ def judge(world: World, name: str, check: Callable[[], str], together: bool = Fa
         said = {("FAIL", f"{text}; nodes differ"): nodes for (_, text), nodes in said.items()}
     for (verdict, text), nodes in said.items():
         where = f"{', '.join(dict.fromkeys(nodes))}: " if len(said) > 1 else ""
-        print(f"{verdict:<5}{name:<16}{where}{text}", flush=True)
+        Display().line(f"{verdict:<5}{name:<16}{where}{text}")
     return any(verdict == "FAIL" for verdict, _ in said)
 
 
@@ -247,8 +248,8 @@ def measure_ranks(world: World) -> str:
     slowest, rank, other, _ = max(told)
     bus = 2 * (world.size - 1) / world.size * data.nbytes / seconds / 1e9  # as nccl-tests count
     nodes = len({node for *_, node in told})
-    return (f"{world.size} on {nodes} nodes over {dist.get_backend()}: all-reduce of {MEGABYTES} MB {bus:.3g} GB/s "
-            f"(bus); slowest way, rank {rank} to {other}: {data.nbytes / slowest / 1e9:.3g} GB/s")
+    return (f"{world.size} on {nodes} node{'s' * (nodes > 1)} over {dist.get_backend()}: all-reduce of "
+            f"{MEGABYTES} MB {bus:.3g} GB/s (bus); slowest way, rank {rank} to {other}: {data.nbytes / slowest / 1e9:.3g} GB/s")
 
 
 def measure_folder(world: World, folder: str) -> str:
@@ -276,20 +277,18 @@ def write_file(path: Path) -> float:
     """Seconds that MEGABYTES take to be on the disk."""
     def write():
         with open(path, "xb") as file:
-            for _ in range(MEGABYTES):
-                file.write(block)
+            file.writelines([os.urandom(1_000_000)] * MEGABYTES)
             file.flush()
             os.fsync(file.fileno())
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)  # for whoever reads it here
 
-    block = os.urandom(1_000_000)
     return seconds_of(write, f"write {path.parent}")
 
 
 def read_file(path: Path) -> float:
     """Seconds that it takes to read what another node has written."""
-    return seconds_of(path.read_bytes, f"read what {path.name} wrote to {path.parent.parent}; is it one folder, on a "
-                                       "file system that the nodes share?")
+    return seconds_of(partial(shutil.copyfile, path, os.devnull), f"read what {path.name} wrote to "
+                      f"{path.parent.parent}; is it one folder, on a file system that the nodes share?")
 
 
 def seconds_of(act: Callable[[], object], what: str) -> float:
