@@ -249,7 +249,8 @@ def measure_ranks(world: World) -> str:
     bus = 2 * (world.size - 1) / world.size * data.nbytes / seconds / 1e9  # as nccl-tests count
     nodes = len({node for *_, node in told})
     return (f"{world.size} on {nodes} node{'s' * (nodes > 1)} over {dist.get_backend()}: all-reduce of "
-            f"{MEGABYTES} MB {bus:.3g} GB/s (bus); slowest way, rank {rank} to {other}: {data.nbytes / slowest / 1e9:.3g} GB/s")
+            f"{MEGABYTES} MB {bus:.3g} GB/s (bus); slowest way, rank {rank} to {other}: "
+            f"{data.nbytes / slowest / 1e9:.3g} GB/s")
 
 
 def measure_folder(world: World, folder: str) -> str:
