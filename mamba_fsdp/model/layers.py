@@ -1,9 +1,9 @@
 """The layers: Mamba-1, Mamba-2 and attention mixers, and the MLP. Their parameters are those of spec.py.
 
 Each mixer maps (batch, length, d_model) to the same shape: called with `documents` (see mamba_fsdp/ops) for training,
-or for a sequence in parts with the `state` in which it leaves what the next position needs and the `position` that the
-part begins at, where documents are those of all positions so far; `step` does one position (batch, d_model). Weights
-may be in fp32 or in the compute dtype: products run in their input's dtype.
+or for a sequence in parts, such as single positions, with the `state` in which it leaves what the next position needs
+and the `position` that the part begins at, where documents are those of all positions so far. Weights may be in fp32 or
+in the compute dtype: products run in their input's dtype.
 """
 
 import torch
@@ -13,12 +13,12 @@ from torch import nn
 from mamba_fsdp.conventions import compute_type
 from mamba_fsdp.model import spec
 from mamba_fsdp.ops.attention import attention, rotary
-from mamba_fsdp.ops.conv import causal_conv_silu, causal_conv_step
+from mamba_fsdp.ops.conv import causal_conv_silu
 from mamba_fsdp.ops.mamba1 import mamba1_mixer
 from mamba_fsdp.ops.mamba2 import mamba2_mixer
 from mamba_fsdp.ops.norm import gated_rms_norm
-from mamba_fsdp.ops.scan import selective_scan, selective_scan_step
-from mamba_fsdp.ops.ssd import ssd, ssd_step
+from mamba_fsdp.ops.scan import selective_scan
+from mamba_fsdp.ops.ssd import ssd
 
 
 class Weight(nn.Module):
@@ -49,8 +49,8 @@ def add_parameters(module, parameters):
 
 
 class SSM(Part):
-    """What the Mamba mixers share: the way from projection to convolution, recurrence and output, in `mix` for whole
-    sequences and in `step` for one position, and a state that does not grow."""
+    """What the Mamba mixers share: the way from projection to convolution, recurrence and output, and a state that does
+    not grow."""
 
     def mix(self, x, documents=None, state=None, position=0):
         x, *rest = self.project(x)
@@ -74,11 +74,6 @@ class SSM(Part):
             y, state["ssm"] = y
         return self.project_out(y, *rest)
 
-    def step(self, x, state, position):
-        x, *rest = self.project(x)
-        x = causal_conv_step(state["conv"], x, self.conv1d.weight, self.conv1d.bias)
-        return self.project_out(self.scan_step(state["ssm"], *self.scan_inputs(x, *rest)), *rest)
-
     def A(self):
         return -torch.exp(self.A_log.to(compute_type(self.A_log)))
 
@@ -89,7 +84,7 @@ class SSM(Part):
 
 
 class Mamba1(SSM):
-    kind, scan_step = spec.MIXERS["mamba1"], staticmethod(selective_scan_step)
+    kind = spec.MIXERS["mamba1"]
 
     def state_shape(self):
         return self.config.d_inner, self.config.d_state
@@ -119,7 +114,7 @@ class Mamba1(SSM):
 
 
 class Mamba2(SSM):
-    kind, scan_step = spec.MIXERS["mamba2"], staticmethod(ssd_step)
+    kind = spec.MIXERS["mamba2"]
 
     def state_shape(self):
         return self.config.n_ssm_head, self.config.headdim, self.config.d_state
@@ -169,9 +164,6 @@ class Attention(Part):
     def allocate_state(self, batch, max_length, dtype, device):
         shape = (batch, max_length, self.config.n_kv_head, self.config.resolved_head_dim)
         return {name: torch.zeros(shape, dtype=dtype, device=device) for name in ("k", "v")}
-
-    def step(self, x, state, position):
-        return self(x[:, None], state=state, position=position)[:, 0]
 
 
 def positions_in_document(length, documents, device):

@@ -29,14 +29,8 @@ class Block(nn.Module):
 
     def forward(self, hidden, residual=None, documents=None, state=None, position=0):
         """hidden (batch, length, d_model) is still to be added to residual, fp32 and alike; returns the next two."""
-        return self.around(self.mixer, hidden, residual, documents, state, position)
-
-    def step(self, hidden, residual, state, position):
-        return self.around(self.mixer.step, hidden, residual, state, position)
-
-    def around(self, mix, hidden, residual, *inputs):
         hidden, residual = self.add_norm(hidden, residual, self.norm)
-        hidden = mix(hidden, *inputs)
+        hidden = self.mixer(hidden, documents, state, position)
         if self.mlp is not None:
             hidden, residual = self.add_norm(hidden, residual, self.norm2)
             hidden = self.mlp(hidden)
@@ -131,10 +125,5 @@ class MambaLM(nn.Module):
         return self.lm_head(self.final_norm(hidden[:, -1], residual[:, -1]))
 
     def step(self, tokens, state):
-        """One position, tokens (batch,) -> logits (batch, padded vocabulary); updates `state`."""
-        assert state["position"] < state["max_length"], f"the state holds {state['max_length']} positions"
-        hidden, residual = self.embed(tokens), None
-        for block, layer_state in zip(self.backbone.layers, state["layers"]):
-            hidden, residual = block.step(hidden, residual, layer_state, state["position"])
-        state["position"] += 1
-        return self.lm_head(self.final_norm(hidden, residual))
+        """As `prefill`, of one position: tokens (batch,)."""
+        return self.prefill(tokens[:, None], state)

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from mamba_fsdp.ops.conv import causal_conv_silu, causal_conv_step
+from mamba_fsdp.ops.conv import causal_conv_silu
 
 
 def inputs(batch=2, length=70, channels=5, width=4, dtype=torch.float64):
@@ -107,11 +107,3 @@ def test_empty(form, batch, length):
     out = causal_conv_silu(*values, form=form)
     out.sum().backward()
     assert out.shape == (batch, length, 5) and not values[1].grad.any()
-
-
-def test_steps_equal_the_whole():
-    values = [v.detach() for v in inputs()]
-    state = torch.zeros(2, 3, 5, dtype=torch.float64)
-    steps = [causal_conv_step(state, x, *values[1:]) for x in values[0].unbind(1)]
-    torch.testing.assert_close(torch.stack(steps, dim=1), definition(*values))
-    assert torch.equal(state, values[0][:, -3:])

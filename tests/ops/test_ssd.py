@@ -5,7 +5,7 @@ import torch
 from definitions import recurrence
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from mamba_fsdp.ops.ssd import portable, ssd, ssd_step
+from mamba_fsdp.ops.ssd import portable, ssd
 
 pytestmark = pytest.mark.torch22
 
@@ -203,8 +203,9 @@ def test_steps_equal_the_whole():
     expected, last = ssd(**values, chunk_size=64, initial_state=state, return_last_state=True)
     parameters = {name: values[name] for name in ("A", "D", "dt_bias")}
     for t in range(70):
-        y = ssd_step(state, **{name: values[name][:, t] for name in ("x", "dt", "B", "C")}, **parameters)
-        assert_close(y, expected[:, t], 1e-11)
+        one = {name: values[name][:, t:t + 1] for name in ("x", "dt", "B", "C")}
+        y, state = ssd(**one, **parameters, chunk_size=64, initial_state=state, return_last_state=True)
+        assert_close(y, expected[:, t:t + 1], 1e-11)
     assert_close(state, last, 1e-11)
 
 

@@ -3,11 +3,8 @@
 y[t] = silu(bias + sum_k weight[width-1-k] * x[t-k]), with x = 0 before the row's or the document's start.
 """
 
-import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from mamba_fsdp.conventions import compute_type
 from mamba_fsdp.ops.forms import modules
 
 FORMS = modules(__name__)
@@ -20,11 +17,3 @@ def causal_conv_silu(x: Tensor, weight: Tensor, bias: Tensor, *, documents: Tens
     documents: (batch, length) document index of each position; a document does not see the one before it.
     """
     return FORMS[form].causal_conv_silu(x, weight, bias, documents)
-
-
-def causal_conv_step(state: Tensor, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    """One position, x (batch, channels); state (batch, width - 1, channels), the last inputs, is updated in place."""
-    real = compute_type(x)
-    window = torch.cat([state.to(real), x.to(real).unsqueeze(1)], dim=1)
-    state.copy_(window[:, 1:])
-    return F.silu(torch.einsum("bwc,cw->bc", window, weight.squeeze(1).to(real)) + bias.to(real)).to(x.dtype)

@@ -8,11 +8,8 @@ With delta = softplus(dt + dt_bias), for every channel and each of its d_state s
 Source: Gu and Dao, Mamba: Linear-Time Sequence Modeling with Selective State Spaces (2023), section 3.
 """
 
-import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from mamba_fsdp.conventions import compute_type
 from mamba_fsdp.ops.forms import modules
 
 FORMS = modules(__name__)
@@ -29,17 +26,3 @@ def selective_scan(u: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Te
     documents: (batch, length) document index of each position; the state is reset where it changes.
     """
     return FORMS[form].selective_scan(u, dt, A, B, C, D, z, dt_bias, documents, initial_state, return_last_state)
-
-
-def selective_scan_step(state: Tensor, u: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor, z: Tensor,
-                        dt_bias: Tensor) -> Tensor:
-    """One position of selective_scan: u, dt, z (batch, d_inner), B, C (batch, d_state) -> (batch, d_inner).
-
-    state (batch, d_inner, d_state) is updated in place.
-    """
-    real = compute_type(u)
-    values, delta, B, C = (v.to(real) for v in (u, dt, B, C))
-    delta = F.softplus(delta + dt_bias)
-    state.mul_(torch.exp(delta.unsqueeze(2) * A)).addcmul_((delta * values).unsqueeze(2), B.unsqueeze(1))
-    y = torch.einsum("bds,bs->bd", state.to(real), C) + D * values
-    return (y * F.silu(z.to(real))).to(u.dtype)

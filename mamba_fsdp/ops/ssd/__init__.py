@@ -9,8 +9,6 @@ Source: Dao and Gu, Transformers are SSMs (2024, arXiv 2405.21060), section 6. P
 through a masked matrix of decays times C B^T; chunks, through the state that one hands to the next.
 """
 
-import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from mamba_fsdp.ops.forms import modules
@@ -32,18 +30,3 @@ def ssd(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None
     """
     assert x.shape[2] % B.shape[2] == 0, f"{B.shape[2]} groups don't divide {x.shape[2]} heads"
     return FORMS[form].ssd(x, dt, A, B, C, D, dt_bias, chunk_size, documents, initial_state, return_last_state)
-
-
-def ssd_step(state: Tensor, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor,
-             dt_bias: Tensor) -> Tensor:
-    """One token: updates state (batch, heads, headdim, d_state) in place and returns y like x.
-
-    x (batch, heads, headdim); dt (batch, heads); B, C (batch, groups, d_state); the rest as in `ssd`.
-    """
-    real = state.dtype
-    delta = F.softplus(dt.to(real) + dt_bias.to(real))
-    B, C = (t.to(real).repeat_interleave(x.shape[1] // t.shape[1], dim=1) for t in (B, C))
-    state *= (delta * A.to(real)).exp()[..., None, None]
-    state += torch.einsum("bhp,bhn->bhpn", delta.unsqueeze(2) * x.to(real), B)
-    y = torch.einsum("bhpn,bhn->bhp", state, C)
-    return (y + D.to(real).unsqueeze(1) * x.to(real)).to(x.dtype)

@@ -159,7 +159,7 @@ class _SSD(torch.autograd.Function):
 
 def ssd(x, dt, A, B, C, D, dt_bias, chunk_size, documents, initial_state, return_last_state):
     batch, length, heads, headdim = x.shape
-    real, size = compute_type(x), min(chunk_size, CHUNK)
+    real, size = compute_type(x), min(chunk_size, CHUNK) if length > 1 else 1  # of generation's steps nothing is padded
     delta = F.softplus(dt.to(real) if dt_bias is None else dt.to(real) + dt_bias.to(real))
     D = A.new_zeros(heads) if D is None else D
     if documents is not None:
