@@ -153,39 +153,42 @@ def permuted_window(position: np.ndarray, windows: np.ndarray, block_windows: in
     """The window at each position of an epoch. All arrays have one length; `key` (uint64) chooses the permutation.
 
     Blocks of block_windows windows are permuted, then the windows within each group of GROUP_BLOCKS blocks. The last
-    block may reach past the end: what falls there is permuted again until it lands inside, which keeps the map a
-    bijection (cycle walking: Black and Rogaway, Ciphers with Arbitrary Finite Domains, 2002).
+    block may reach past the end.
     """
-    result = np.empty_like(position)
-    open_ = np.arange(len(position))
-    while open_.size:
+    def in_whole_blocks(position, windows, key):
         block = np.minimum(block_windows, windows)
         blocks = -(-windows // block)
         group, within = np.divmod(position, GROUP_BLOCKS * block)
         group_windows = np.minimum(GROUP_BLOCKS, blocks - group * GROUP_BLOCKS) * block
         shuffled = group * GROUP_BLOCKS * block + permute(within, group_windows, splitmix64(key, group + 1))
-        position = permute(shuffled // block, blocks, key) * block + shuffled % block
-        inside = position < windows
-        result[open_[inside]] = position[inside]
-        open_, position, windows, key = (array[~inside] for array in (open_, position, windows, key))
-    return result
+        return permute(shuffled // block, blocks, key) * block + shuffled % block
+
+    return _walk(in_whole_blocks, position, windows, key)
 
 
 def permute(x: np.ndarray, size: np.ndarray, key: np.ndarray) -> np.ndarray:
     """A bijection of range(size), chosen by `key`, at each x: a Feistel network on two digits of base ceil(sqrt(size)),
-    with cycle walking for the few results in [size, base**2). All arrays (n,): x, size int64; key uint64."""
-    result = np.empty_like(x)
-    open_ = np.arange(len(x))
-    base = np.ceil(np.sqrt(size)).astype(np.int64)
-    while open_.size:
+    of which few results lie in [size, base**2). All arrays (n,): x, size int64; key uint64."""
+    def of_two_digits(x, size, key):
+        base = np.ceil(np.sqrt(size)).astype(np.int64)
         left, right = np.divmod(x, base)
         for round_ in range(ROUNDS):
             scrambled = (splitmix64(key, right * ROUNDS + round_) >> np.uint64(1)).astype(np.int64)
             left, right = right, (left + scrambled % base) % base
-        x = left * base + right
+        return left * base + right
+
+    return _walk(of_two_digits, x, size, key)
+
+
+def _walk(permuted, x, size, key):
+    """permuted(x, size, key), a bijection of a little more than range(size), and what falls outside once more until it
+    lands inside: a bijection of range(size). Black and Rogaway, Ciphers with Arbitrary Finite Domains (2002)."""
+    result, open_ = np.empty_like(x), np.arange(len(x))
+    while open_.size:
+        x = permuted(x, size, key)
         inside = x < size
         result[open_[inside]] = x[inside]
-        open_, x, size, base, key = (array[~inside] for array in (open_, x, size, base, key))
+        open_, x, size, key = (array[~inside] for array in (open_, x, size, key))
     return result
 
 
