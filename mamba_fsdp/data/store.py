@@ -16,7 +16,6 @@ import itertools
 import json
 import mmap
 import os
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -83,12 +82,6 @@ class TokenStore:
         parts = [self._read_shard(shard, start, start + count) for shard in range(first, last + 1)]
         tokens, positions = parts[0] if len(parts) == 1 else map(np.concatenate, zip(*parts))
         return Tokens(tokens, positions, None)
-
-    def documents(self) -> Iterator[np.ndarray]:
-        """The documents one after the other, each a view of its tokens with the eos."""
-        for shard in range(len(self._shards)):
-            tokens, starts = self._map(shard)
-            yield from np.split(tokens, starts[1:])
 
     def verify(self) -> None:
         """Reads every file and compares checksums. Raises UserError naming the first damaged one."""

@@ -9,8 +9,14 @@ from pathlib import Path
 from tokenizers import Tokenizer
 
 from mamba_fsdp.data.store import StoreWriter, TokenStore
+from mamba_fsdp.data.writing import Copy
 
 ROOT = Path(__file__).parents[2]
+
+
+def stored_documents(store):
+    """Each document of a store, with its eos."""
+    return Copy(store, store.path).documents()
 
 
 def make_texts(count, seed=0):
@@ -33,7 +39,7 @@ def read_back(store):
     """A store's documents as text."""
     store = TokenStore(store)
     backend = Tokenizer.from_file(str(store.tokenizer_path / "tokenizer.json"))
-    return [backend.decode(document[:-1].tolist(), skip_special_tokens=False) for document in store.documents()]
+    return [backend.decode(document[:-1].tolist(), skip_special_tokens=False) for document in stored_documents(store)]
 
 
 def content(folder):

@@ -38,7 +38,7 @@ from mamba_fsdp.data import tokenizer as tokenizers_
 from mamba_fsdp.data.documents import documents
 from mamba_fsdp.data.store import StoreWriter, TokenStore
 from mamba_fsdp.errors import UserError
-from tests.data.corpora import ROOT, command, content, make_texts, read_back
+from tests.data.corpora import ROOT, command, content, make_texts, read_back, stored_documents
 
 # ---------------------------------------------------------------- every kind of input
 
@@ -144,7 +144,7 @@ def test_a_file_larger_than_a_block_is_one_document(tmp_path, prepare, texts, mo
     assert read_back(tmp_path / "out" / "train") == [whole, whole]
     store = TokenStore(tmp_path / "out" / "train")
     backend = tokenizers_.Tokenizer.from_file(str(store.tokenizer_path / "tokenizer.json"))
-    assert next(store.documents())[:-1].tolist() == backend.encode(whole).ids
+    assert next(stored_documents(store))[:-1].tolist() == backend.encode(whole).ids
 
 
 @pytest.mark.slow
@@ -185,7 +185,7 @@ def test_token_ids_are_taken_as_they_are(tmp_path, prepare):
     """Rows of input_ids become documents of these ids; ids that the tokenizer lacks are refused by file."""
     pyarrow.parquet.write_table(pyarrow.table({"input_ids": [[5, 6], [7, 0, 8, 0], [], [299]]}), tmp_path / "x.parquet")
     prepare(tmp_path / "x.parquet", tmp_path / "out", text_column="input_ids")
-    assert [d.tolist() for d in TokenStore(tmp_path / "out" / "train").documents()] == [[5, 6, 0], [7, 0], [8, 0],
+    assert [d.tolist() for d in stored_documents(TokenStore(tmp_path / "out" / "train"))] == [[5, 6, 0], [7, 0], [8, 0],
                                                                                         [299, 0]]
     (tmp_path / "x.jsonl").write_text('{"input_ids": [1, 300]}\n')
     with pytest.raises(UserError, match="x.jsonl: token ids from 1 to 300, but the tokenizer knows 300"):
@@ -940,10 +940,10 @@ def test_a_saved_tokenizer_loads_in_transformers(prepare, tmp_path, texts):
     store = TokenStore(tmp_path / "out" / "train")
     theirs = AutoTokenizer.from_pretrained(store.tokenizer_path)
     assert theirs.eos_token_id == store.eos and len(theirs) == store.vocab_size
-    assert theirs(texts[0], add_special_tokens=False)["input_ids"] == next(store.documents())[:-1].tolist()
+    assert theirs(texts[0], add_special_tokens=False)["input_ids"] == next(stored_documents(store))[:-1].tolist()
     prepare(tmp_path / "x.jsonl", tmp_path / "again", tokenizer=str(store.tokenizer_path), eos_token=None)
     again = TokenStore(tmp_path / "again" / "train")
-    assert [d.tolist() for d in again.documents()] == [d.tolist() for d in store.documents()]
+    assert [d.tolist() for d in stored_documents(again)] == [d.tolist() for d in stored_documents(store)]
     assert AutoTokenizer.from_pretrained(again.tokenizer_path).eos_token_id == store.eos
 
 

@@ -23,6 +23,7 @@ from mamba_fsdp.data.documents import TextBlock, documents
 from mamba_fsdp.data.store import TokenStore
 from mamba_fsdp.data.text import open_source
 from mamba_fsdp.errors import UserError
+from tests.data.corpora import stored_documents
 
 # ---------------------------------------------------------------- files that are one JSON list
 
@@ -223,7 +224,7 @@ def test_ids_that_hold_their_eos_keep_their_documents(tmp_path):
     rows = [[7, 8, 0, 9], [9, 9, 0, 0], [5, 6]]
     (tmp_path / "x.jsonl").write_text("".join(json.dumps({"input_ids": row}) + "\n" for row in rows))
     make(tmp_path / "x.jsonl", tmp_path / "out", pack="none", eos_token="0", validation_fraction=0)
-    assert [part.tolist() for part in TokenStore(tmp_path / "out" / "train").documents()] == [
+    assert [part.tolist() for part in stored_documents(TokenStore(tmp_path / "out" / "train"))] == [
         [7, 8, 0], [9, 9, 9, 0], [0], [5, 6]]
 
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from mamba_fsdp.data.store import StoreWriter, TokenStore
 from mamba_fsdp.errors import UserError
-from tests.data.corpora import write_store
+from tests.data.corpora import stored_documents, write_store
 
 EOS = 0
 DOCUMENTS = [[1, 2, 3], [4], [], [5, 6, 7, 8, 9, 10, 11], [12, 13]]
@@ -43,7 +43,7 @@ def test_any_window_is_that_slice_of_the_documents(tmp_path_factory, documents, 
     assert window.tokens.tolist() == flat[start:start + count]
     assert window.positions.tolist() == positions[start:start + count] and window.positions.dtype == np.int32
     assert window.mask is None
-    assert [d.tolist() for d in store.documents()] == [[*document, EOS] for document in documents]
+    assert [d.tolist() for d in stored_documents(store)] == [[*document, EOS] for document in documents]
     store.verify()
 
 

@@ -15,6 +15,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from config import resolve
 from mamba_fsdp.data import tokenizer as tokenizers_
 from mamba_fsdp.data.store import StoreWriter, TokenStore
+from tests.data.corpora import stored_documents
 
 sys.path.append(str(Path(__file__).resolve().parent.parent / "parallel"))  # with what runs several ranks
 
@@ -45,7 +46,7 @@ def corpus(tmp_path_factory):
     write_store(root / "validation", 1, 20)
     write_store(root / "other" / "train", 2, 50)
     write_store(root / "foreign" / "train", 2, 50, tokenizer="ids:of others")
-    rows = [document[:-1].tolist() for document in TokenStore(root / "other" / "train").documents()]
+    rows = [document[:-1].tolist() for document in stored_documents(TokenStore(root / "other" / "train"))]
     datasets.Dataset.from_dict({"tokens": rows, "others": rows[::-1]}).save_to_disk(root / "rows" / "train")
     tokenizers_.train(["some text"], 300).save(root / "tokenizer")
     backend = Tokenizer(models.WordLevel({word: n for n, word in enumerate(["<end>", *"?abcdefgh"])}, unk_token="?"))

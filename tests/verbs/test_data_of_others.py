@@ -7,6 +7,7 @@ from mamba_fsdp import command_line
 from mamba_fsdp.data.store import TokenStore
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.verbs import evaluate, inspect, loading
+from tests.data.corpora import stored_documents
 from tests.data.foreign_files import write_fms, write_nanogpt, write_rows
 
 
@@ -25,7 +26,7 @@ def told(capsys):
 def tree(there, tmp_path):
     """The documents of data/builtin/validation as fms has them."""
     write_fms(tmp_path / "tree" / "x.arrow", [document[:-1].tolist() for document
-                                              in TokenStore("data/builtin/validation").documents()])
+                                              in stored_documents(TokenStore("data/builtin/validation"))])
     return tmp_path / "tree"
 
 

@@ -13,6 +13,7 @@ from mamba_fsdp import command_line
 from mamba_fsdp.data.store import TokenStore
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.verbs import evaluate, export, generate, inspect
+from tests.data.corpora import stored_documents
 
 pytestmark = pytest.mark.torch22
 
@@ -86,7 +87,7 @@ def test_evaluate_says_what_it_measured(there, capsys):
     store = TokenStore("data/builtin/validation")
     every = store.token_count - 1
     decode = load_words(store.tokenizer_path).decode
-    words = sum(len(decode(document[:-1].tolist()).split()) for document in store.documents())
+    words = sum(len(decode(document[:-1].tolist()).split()) for document in stored_documents(store))
     assert re.search(r"per token, [\d,.]+ per word \(([\d,]+) words", said)[1] in [
         f"{words - fewer:,}" for fewer in (0, 1)]  # the first token is not predicted
     assert "\nwindows        32 tokens long, one every 32\n" in said
