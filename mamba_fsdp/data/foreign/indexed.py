@@ -100,7 +100,7 @@ class IndexedSource:
         self.identity, (self.tokenizer, self._tokenizer_path) = identity, tokenizer
         self.eos = plan.eos
         self._first = [0, *itertools.accumulate(file.pieces for file in files)]
-        self._before = int(plan.documents and plan.bos >= 0)
+        self._bos, self._eos = (plan.bos, plan.eos) if plan.documents else (-1, -1)  # that are added
         self.token_count = sum(file.length for file in files)
         self.document_count = self._first[-1] if plan.documents else 0
         self._map = functools.lru_cache(MAPS)(functools.partial(_map, plan.root, files))
@@ -133,45 +133,38 @@ class IndexedSource:
         return Tokens(values, positions, None)
 
     def _read(self, start, count):
-        """(tokens, position of each in its document or None) of [start, start + count)."""
-        starts, read = self.pieces.starts, self._documents if self.plan.documents else self._stretch
+        """(tokens, position of each in its piece) of [start, start + count)."""
+        starts, parts = self.pieces.starts, []
         piece = min(int(starts.searchsorted(start, "right")), len(starts) - 1) - 1
-        last, parts = max(piece + 1, int(starts.searchsorted(start + count, "left"))), []
+        last = max(piece + 1, int(starts.searchsorted(start + count, "left")))
         while piece < last:
             file = bisect.bisect_right(self._first, piece) - 1
-            end = min(last, self._first[file + 1]) if self.plan.documents else piece + 1
-            part = read(file, piece, end, max(start, int(starts[piece])), min(start + count, int(starts[end])))
+            end = min(last, self._first[file + 1])
+            part = self._of_file(file, piece, end, max(start, int(starts[piece])), min(start + count, int(starts[end])))
             if part[0].dtype.kind == "i" and len(part[0]) and part[0].min() < 0:
                 raise UserError(f"{self.plan.root / self.files[file].name}: holds {part[0].min()} where a token "
                                 "id should stand")
             parts.append(part)
             piece = end
-        if len(parts) == 1:
-            return parts[0]
-        return [None if columns[0] is None else np.concatenate(columns) for columns in zip(*parts)]
+        return parts[0] if len(parts) == 1 else [np.concatenate(columns) for columns in zip(*parts)]
 
-    def _stretch(self, file, piece, end, start, stop):
-        """The same of [start, stop), which lies in one piece."""
-        values = self._map(file)
-        at = self.pieces.offsets[piece] // values.itemsize + start - int(self.pieces.starts[piece])
-        return values[at:at + stop - start], None
-
-    def _documents(self, file, piece, end, start, stop):
-        """The same of [start, stop), which lies in the documents [piece, end) of one file."""
+    def _of_file(self, file, piece, end, start, stop):
+        """The same of [start, stop), which lies in the pieces [piece, end) of one file."""
         content = self._map(file)
         starts = np.array(self.pieces.starts[piece:end + 1])
         lengths = np.minimum(starts[1:], stop) - np.maximum(starts[:-1], start)
         positions = np.arange(start, stop) - np.repeat(starts[:-1], lengths)
         # What is added reads a neighbour of its document first, or the file's nearest token, and is overwritten then.
-        place = positions + np.repeat(self.pieces.offsets[piece:end] // content.itemsize - self._before, lengths)
+        first = self.pieces.offsets[piece:end] // content.itemsize - (self._bos >= 0)
+        place = positions + np.repeat(first, lengths)
         values = content.take(place, mode="clip")
-        if max(self.plan.bos, self.plan.eos) > np.iinfo(values.dtype).max:
+        if max(self._bos, self._eos) > np.iinfo(values.dtype).max:
             values = values.astype(np.int64)
         ends = starts[1:] - 1 - start
-        if self.plan.eos >= 0:
-            values[ends[(0 <= ends) & (ends < stop - start)]] = self.plan.eos
-        if self._before:
-            values[positions == 0] = self.plan.bos
+        if self._eos >= 0:
+            values[ends[(0 <= ends) & (ends < stop - start)]] = self._eos
+        if self._bos >= 0:
+            values[positions == 0] = self._bos
         return values, positions.astype(np.int32)
 
     def _positions(self, values, start):
