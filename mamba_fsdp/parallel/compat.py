@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable
+from importlib import import_module
 
 import torch
 
@@ -12,11 +13,7 @@ HAS_FSDP2 = torch.__version__ >= "2.6"  # asked without importing it, which take
 
 def load_shard() -> Callable[..., ParallelModel]:
     """`shard` of fsdp2.py where torch has FSDP2, else of fsdp1.py."""
-    if HAS_FSDP2:
-        from mamba_fsdp.parallel.fsdp2 import shard
-    else:
-        from mamba_fsdp.parallel.fsdp1 import shard
-    return shard
+    return import_module(f"mamba_fsdp.parallel.fsdp{2 if HAS_FSDP2 else 1}").shard
 
 
 def use_deterministic_algorithms(asked: bool) -> None:
