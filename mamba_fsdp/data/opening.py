@@ -5,7 +5,6 @@ import hashlib
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
 
 from config.train_config import DataConfig, ReadingConfig
 from mamba_fsdp.data.foreign import datalayout, fms, megatron, nanogpt, save_to_disk
@@ -39,25 +38,25 @@ def open_source(path: str | Path, data: DataConfig | None = None, say: Say = lam
         raise UserError(f"{path}: reset_at_documents needs to know which token ends its documents; make the store "
                         "again with --eos_token=ID")
     if data.tokenizer and not data.allow_other_tokenizer:
-        refuse_other_tokenizer(path, store.tokenizer, data.tokenizer, Known.of(data).tokenizer[:1])
+        refuse_other_tokenizer(path, store.tokenizer, data.tokenizer, [_identity(_name(data))])
     return store
 
 
 def _open_foreign(form, path, data, say, inspecting):
-    plan, known = form.plan(path, data), Known.of(data)
-    if known.eos < 0 and not inspecting and not plan.layout and (plan.documents or data.reset_at_documents):
+    plan, (bos, eos, strip) = form.plan(path, data), separators(data)
+    if eos < 0 and not inspecting and not plan.layout and (plan.documents or data.reset_at_documents):
         why = "which token ends its documents is not known" if plan.documents else \
             "reset_at_documents needs to know which token ends its documents"
         raise UserError(f"{path} ({form.FORMAT}): {why}; give --eos_token=ID, or the tokenizer that made them: "
                         "--tokenizer=FOLDER")
-    plan = plan._replace(bos=known.bos, eos=known.eos, strip=known.strip if plan.documents else ())
+    plan = plan._replace(bos=bos, eos=eos, strip=strip if plan.documents else ())
     files, place = open_index(plan, data.index_dir, say)
     if plan.check:
         plan.check(files)
     if not sum(file.length for file in files):
         raise UserError(f"{path} ({form.FORMAT}): holds no tokens")
     # What is laid end to end is the same whichever token ends its documents.
-    bos, eos = (known.bos, known.eos) if plan.documents else (-1, -1)
+    bos, eos = (bos, eos) if plan.documents else (-1, -1)
     content = [{"documents": plan.documents, "bos": bos, "eos": eos, "layout": plan.layout},
                [(file.dtype, file.length, file.digest) for file in files]]
     added = [f"{name} {token} {where}" for name, token, where
@@ -65,7 +64,7 @@ def _open_foreign(form, path, data, say, inspecting):
     how = f"documents{', ' if added else ''}{' and '.join(added)}" if plan.documents else "laid end to end"
     say(f"reads      {path}: {form.FORMAT}, {plan.told}{how}")
     identity = hashlib.sha256(json.dumps(content).encode()).hexdigest()
-    return IndexedSource(path, form.FORMAT, plan, files, place, identity, known.tokenizer)
+    return IndexedSource(path, form.FORMAT, plan, files, place, identity, (_identity(_name(data)), _name(data)))
 
 
 def format_of(path: Path):
@@ -103,32 +102,28 @@ _words = functools.cache(load_words)
 _identity = functools.cache(lambda name: next(identities_in(name), "") if name else "")
 
 
-class Known(NamedTuple):
-    """What the settings say of the tokens that separate documents, and of the tokenizer."""
+def _name(data):
+    return data.tokenizer.removesuffix("/tokenizer.json")
 
-    tokenizer: tuple[str, str]  # its identity and its folder or name, see Source
-    bos: int  # -1: none
-    eos: int  # -1: not known
-    strip: tuple[int, ...]  # what is taken from the ends of documents, bos and eos among it
 
-    @classmethod
-    def of(cls, data: ReadingConfig) -> "Known":
-        """As the settings say: eos_token, else the tokenizer's. Raises UserError for a token that there is not."""
-        name = data.tokenizer.removesuffix("/tokenizer.json")
+def separators(data: ReadingConfig) -> tuple[int, int, tuple[int, ...]]:
+    """(bos, -1 for none; eos, -1 where it is not known; what is taken from the ends of documents, these among it), as
+    the settings say: eos_token, else the tokenizer's. Raises UserError for a token that there is not."""
+    name = _name(data)
 
-        def number(setting: str, text: str) -> int:
-            if text in ("", "-1"):
-                return -1
-            if text.isdecimal():
-                return int(text)
-            ids = _words(name).encode(text) if name else []
-            if len(ids) != 1:
-                what = f"{len(ids)} tokens of {name}, not one" if name else "no id, and no --tokenizer is given"
-                raise UserError(f"{setting}={text} is {what}; give the token's id")
-            return ids[0]
+    def number(setting: str, text: str) -> int:
+        if text in ("", "-1"):
+            return -1
+        if text.isdecimal():
+            return int(text)
+        ids = _words(name).encode(text) if name else []
+        if len(ids) != 1:
+            what = f"{len(ids)} tokens of {name}, not one" if name else "no id, and no --tokenizer is given"
+            raise UserError(f"{setting}={text} is {what}; give the token's id")
+        return ids[0]
 
-        bos, eos = number("bos_token", data.bos_token), number("eos_token", data.eos_token)
-        if eos < 0 and name and (own := _words(name).eos) is not None:
-            eos = own
-        strip = {number("strip_tokens", text) for text in data.strip_tokens} | {bos, eos}
-        return cls((_identity(name), name), bos, eos, tuple(sorted(strip - {-1})))
+    bos, eos = number("bos_token", data.bos_token), number("eos_token", data.eos_token)
+    if eos < 0 and name and (own := _words(name).eos) is not None:
+        eos = own
+    strip = {number("strip_tokens", text) for text in data.strip_tokens} | {bos, eos}
+    return bos, eos, tuple(sorted(strip - {-1}))
