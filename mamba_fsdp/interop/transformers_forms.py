@@ -7,7 +7,6 @@ transformers before 5 normalises Mamba-2's output over all channels, the referen
 with ngroups > 1 loads, but computes something else.
 """
 
-from abc import ABC, abstractmethod
 from typing import Any
 
 from config.model_config import Layer, ModelConfig
@@ -16,8 +15,10 @@ from mamba_fsdp.interop.fields import TABLES, Fields, model_config, pattern, wri
 from mamba_fsdp.model.spec import parameters
 
 
-class Form(ABC):
-    """One architecture of transformers: what forms.yaml says of it, by the names there, and what no table can say."""
+class Form:
+    """One architecture of transformers: what forms.yaml says of it, by the names there, and what no table can say:
+    more_fields(config) returns the fields of config.json that are in none, add_values(fields, values) adds the settings
+    that follow from such fields to those of the tables."""
 
     def __getattr__(self, name: str) -> Any:
         return TABLES[type(self).__name__][name]
@@ -40,14 +41,6 @@ class Form(ABC):
         fields.ignore(*TABLES["any"]["ignored"], *self.ignored)
         fields.finish()
         return model_config(fields.path, **values, pad_vocab_size_multiple=1)
-
-    @abstractmethod
-    def more_fields(self, config: ModelConfig) -> dict[str, Any]:
-        """The fields of config.json that are in no table."""
-
-    @abstractmethod
-    def add_values(self, fields: Fields, values: dict[str, Any]) -> None:
-        """Add the settings that follow from fields in no table to `values`, those of the tables."""
 
 
 class Mamba(Form):
