@@ -49,10 +49,12 @@ def add_parameters(module, parameters):
 
 
 class SSM(Part):
-    """What the Mamba mixers share: the way from projection to convolution, recurrence and output, and a state that does
-    not grow."""
+    """What the Mamba mixers share: the way from projection to convolution, recurrence and output, in one call where the
+    form `whole` serves, and a state that does not grow."""
 
-    def mix(self, x, documents=None, state=None, position=0):
+    def forward(self, x, documents=None, state=None, position=0):
+        if self.whole in self.forms and not state:
+            return self.at_once(self.in_proj(x), documents)
         x, *rest = self.project(x)
         seen, entering = 0, None
         if position:
@@ -84,17 +86,15 @@ class SSM(Part):
 
 
 class Mamba1(SSM):
-    kind = spec.MIXERS["mamba1"]
+    kind, whole = spec.MIXERS["mamba1"], "mamba1"
 
     def state_shape(self):
         return self.config.d_inner, self.config.d_state
 
-    def forward(self, x, documents=None, state=None, position=0):
-        if state or "mamba1" not in self.forms:
-            return self.mix(x, documents, state, position)
-        return mamba1_mixer(self.in_proj(x), self.conv1d.weight, self.conv1d.bias, self.x_proj.weight,
-                            self.dt_proj.weight, self.dt_proj.bias, self.A(), self.D, self.out_proj.weight,
-                            documents, form=self.forms["mamba1"])
+    def at_once(self, xz, documents):
+        return mamba1_mixer(xz, self.conv1d.weight, self.conv1d.bias, self.x_proj.weight, self.dt_proj.weight,
+                            self.dt_proj.bias, self.A(), self.D, self.out_proj.weight, documents,
+                            form=self.forms["mamba1"])
 
     def project(self, x):
         return self.in_proj(x).chunk(2, dim=-1)
@@ -114,16 +114,14 @@ class Mamba1(SSM):
 
 
 class Mamba2(SSM):
-    kind = spec.MIXERS["mamba2"]
+    kind, whole = spec.MIXERS["mamba2"], "mamba2"
 
     def state_shape(self):
         return self.config.n_ssm_head, self.config.headdim, self.config.d_state
 
-    def forward(self, x, documents=None, state=None, position=0):
-        if state or "mamba2" not in self.forms:
-            return self.mix(x, documents, state, position)
+    def at_once(self, zxbcdt, documents):
         config = self.config
-        return mamba2_mixer(self.in_proj(x), self.conv1d.weight, self.conv1d.bias, self.dt_bias, self.A(), self.D,
+        return mamba2_mixer(zxbcdt, self.conv1d.weight, self.conv1d.bias, self.dt_bias, self.A(), self.D,
                             self.norm.weight, config.norm_eps, self.out_proj.weight, documents, ngroups=config.ngroups,
                             headdim=config.headdim, chunk_size=config.chunk_size, form=self.forms["mamba2"])
 

@@ -76,7 +76,8 @@ class MambaLM(nn.Module):
 
     def read(self, tokens, documents=None, state=None):
         """(hidden, residual) behind the blocks. With a `state`, tokens follow it and documents are those of all."""
-        hidden, residual, position = self.embed(tokens), None, 0
+        hidden, residual, position = F.embedding(tokens, self.backbone.embedding.weight), None, 0
+        hidden = hidden.to(self.compute_dtype)
         if state:
             position, state["position"] = state["position"], state["position"] + tokens.shape[1]
             assert state["position"] <= state["max_length"], f"the state holds {state['max_length']} positions"
@@ -100,9 +101,6 @@ class MambaLM(nn.Module):
             hidden = self.final_norm(*self.read(tokens[:, start:end], so_far, state))
             total += self.loss(hidden, labels[:, start:end], None if weights is None else weights[:, start:end])
         return total
-
-    def embed(self, tokens):
-        return F.embedding(tokens, self.backbone.embedding.weight).to(self.compute_dtype)
 
     def final_norm(self, hidden, residual):
         return add_rms_norm(hidden, residual, self.backbone.norm_f.weight, self.config.norm_eps, self.compute_dtype,
