@@ -9,6 +9,7 @@ recurrence  as long as moving STATE bytes for each state and token: of Mamba-2 f
             of Mamba-1, nowhere published, assumed after Dao and Gu 2024 (arXiv 2405.21060), section 9.3
 memory      of what a block keeps six passes (written, read twice, and so its gradient), of what only passes two; copies
             of FSDP2; AdamW 40 bytes a weight
+launch      LAUNCH a block, assumed: what starting its kernels takes the host longer than running them the device
 network     an all-gather brings (n - 1) / n of the weights to each of n devices, over the node's links and the network
             at once; a reduce-scatter the same in fp32, an all-reduce twice (Thakur et al. 2005); each hop of a ring
             takes HOP. What blocks send overlaps with computing; the first gathering and the last reduction do not
@@ -23,7 +24,7 @@ from mamba_fsdp.parallel.parallelize import choose_strategy
 from mamba_fsdp.parallel.world import World
 
 EFFICIENCY = {"products": 0.65, "attention": 0.45, "memory": 0.8, "links": 0.75, "network": 0.7}
-STATE, HOP = {"mamba1": 12, "mamba2": 3}, 5e-6  # bytes; seconds
+STATE, HOP, LAUNCH = {"mamba1": 12, "mamba2": 3}, 5e-6, 5e-4  # bytes; seconds; seconds, forward and backward
 FP32 = 16  # times slower than bf16 are products in fp32, about, on each of the devices
 
 
@@ -51,6 +52,7 @@ def step_seconds(settings: TrainConfig, world: World, machine: Instance, passes:
     found = {name: tokens * amount / (peak * EFFICIENCY[name]) for name, amount in flops.items()}
     sent, exposed, local = _network(settings, world, machine, passes, width)
     found |= {"recurrence": tokens * states / rate, "memory": (tokens * moved + local) / rate}
+    found["launch"] = max(0.0, passes * model.n_layer * LAUNCH - sum(found.values()))
     beyond = max(0.0, sent - sum(found.values()))
     return {**found, "network": exposed + beyond, "hidden": sent - beyond}
 

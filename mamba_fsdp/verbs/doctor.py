@@ -242,8 +242,7 @@ def measure_ranks(world: World) -> str:
         float(received[0])
 
     seconds = timed(lambda: world.all_reduce_sum(data))
-    told = world.gather_on_rank0((timed(shift), world.rank, to, machine.node_name()))
-    if world.rank:
+    if not (told := world.gather_on_rank0((timed(shift), world.rank, to, machine.node_name()))):
         return ""
     slowest, rank, other, _ = max(told)
     bus = 2 * (world.size - 1) / world.size * data.nbytes / seconds / 1e9  # as nccl-tests count
@@ -266,8 +265,7 @@ def measure_folder(world: World, folder: str) -> str:
                    world.on_all_ranks(lambda: 0.0 if world.local_rank else read_file(place / other))]
     finally:
         world.on_rank0(lambda: shutil.rmtree(place, ignore_errors=True))
-    told = world.gather_on_rank0(seconds)
-    if world.rank:
+    if not (told := world.gather_on_rank0(seconds)):
         return ""
     writes, reads = (MEGABYTES / 1e3 / max(each) for each in zip(*told))
     return (f"{folder} on {file_system(folder)}: {'a node' if len(nodes) > 1 else 'this machine'} writes {writes:.3g} "

@@ -79,6 +79,13 @@ def test_numbers_agree_with_each_other(told):
     assert found["write_seconds"] == pytest.approx(6 * found["parameters"] / 1e9)
 
 
+def test_the_host_bounds_small_micro_batches(told):
+    """24 blocks, half a millisecond each; what is advised is larger."""
+    found = json.loads(told("mamba-130m --instance=p5.4xlarge --seq_length=256 --batch_size=1 --json")[1])
+    assert found["seconds_per_step"] - found["step"]["network"] == pytest.approx(24 * 5e-4) and found["step"]["launch"]
+    assert found["best"]["batch_size"] > 4 and "launch" not in told(f"mamba-2.8b {P4D}")[1]
+
+
 @pytest.mark.parametrize("words, said", [
     ("mamba-130m --instance=p4d.24xlarg", "did you mean p4d.24xlarge?"),
     ("mamba-130m --instance=abacus", "one of p4d.24xlarge"),
