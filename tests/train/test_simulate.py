@@ -27,7 +27,7 @@ HERE = Path(__file__).resolve().parent
 
 # Of each shape of layer the largest and what differs in its outer parts; SIMULATE=all takes all presets.
 CHOSEN = [name for name in PRESETS if os.environ.get("SIMULATE") == "all" or name in {
-    "demo", "mamba-2.8b", "mamba2-2.7b", "mamba_9.8b", "mambaoutai", "llama2_7b", "llama2_70b", "llama3_194m"}]
+    "demo", "mamba-2.8b", "mamba2-2.7b", "mamba_9.8b", "mambaoutai", "llama2_7b", "llama2_70b", "llama3_1.8b"}]
 
 
 def shallow(name):
