@@ -1,12 +1,14 @@
 """A storm: runs that are killed at random moments, started again, and then compared with unbroken ones bit for bit.
 
-    python -m tests.storm [--rounds=12] [--seed=N] [--strategies=ddp,fsdp,hsdp] [--busy=2] [--torchrun] [--folder=F]
+    python -m tests.storm [--rounds=12] [--seed=N] [--strategies=ddp,fsdp,hsdp] [--busy=2] [--torchrun] [--ours]
+                          [--folder=F]
 
 A round is a kill: of one rank, of all, or of their launcher; at the n-th file operation of a kind (saving, committing,
 pruning, consolidating and all else that touches the run folder), after a step, or at any time. The moments follow from
 the seed, those of a time but for the machine's mood. --busy: processes that compute beside the run. Each rank notes a
 hash of its weights and moments after each step, so that where two runs part is known by step and rank.
-Ranks are forked from this process, which has imported all they need; with --torchrun they start as users' do.
+Ranks are forked from this process, which has imported all they need; with --torchrun they start as users' do, with
+--ours as under 1.train.sbatch, whose launcher starts them again in place; there the process dies that they are forks of.
 """
 
 import argparse
@@ -37,6 +39,7 @@ def main(words):
     parser.add_argument("--strategies", default=",".join(RANKS))
     parser.add_argument("--busy", type=int, default=0)
     parser.add_argument("--torchrun", action="store_true")
+    parser.add_argument("--ours", action="store_true")
     parser.add_argument("--folder", help="where runs and what their ranks said are left")
     given = parser.parse_args(words)
     strategies = given.strategies.split(",")
@@ -48,19 +51,20 @@ def main(words):
             process = subprocess.Popen([sys.executable, "-c", "while True: pass"])
             stack.callback(process.kill)
         rank.make_data(folder)
-        if not given.torchrun:
+        if not (given.torchrun or given.ours):
             rank.import_all()
         for number, strategy in enumerate(strategies):
             share = given.rounds * (number + 1) // len(strategies) - given.rounds * number // len(strategies)
-            Storm(folder / strategy, strategy, random.Random(f"{given.seed} {strategy}"), given.torchrun).rage(share)
+            Storm(folder / strategy, strategy, random.Random(f"{given.seed} {strategy}"), given).rage(share)
     print("all runs ended as the unbroken ones", flush=True)
 
 
 class Storm:
     """Kills of runs under one strategy."""
 
-    def __init__(self, folder, strategy, choose, torchrun):
-        self.folder, self.strategy, self.choose, self.torchrun = folder, strategy, choose, torchrun
+    def __init__(self, folder, strategy, choose, given):
+        self.folder, self.strategy, self.choose = folder, strategy, choose
+        self.torchrun, self.ours = given.torchrun, given.ours
         self.ranks, self.starts, self.slowest = RANKS[strategy], 0, 0.0
         folder.mkdir()
 
@@ -106,11 +110,14 @@ class Storm:
         task = {"run": str(self.folder / run), "data": str(self.folder.parent / "data"), "kill": kill,
                 "scratch": str(scratch), "strategy": self.strategy, "ranks": self.ranks, "steps": STEPS,
                 "async": self.choose.random() < 0.6}
-        if self.torchrun:
-            ranked = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={self.ranks}"]
+        if self.torchrun or self.ours:
+            ranked = [sys.executable, "-m", *(
+                ["mamba_fsdp.launch.node", f"{task['run']}/failures/{self.starts}.0", "--standalone"] if self.ours else
+                ["torch.distributed.run", "--standalone", f"--nproc-per-node={self.ranks}"])]
             with open(scratch / "launcher.log", "w") as log:
                 launcher = subprocess.Popen([*ranked, rank.__file__, json.dumps(task)], stdout=log, stderr=log,
-                                            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.getcwd()},
+                                            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.getcwd(),
+                                                 "PROCESSES_PER_NODE": str(self.ranks)},
                                             start_new_session=True).pid
         else:
             launcher = rank.fork(rank.launch, task)
@@ -125,8 +132,8 @@ class Storm:
                     os.kill(pid, signal.SIGKILL)
             time.sleep(0.01)
         first = scratch / "fired"
-        seconds = time.time() - first.stat().st_mtime if first.exists() else 0.0
-        return os.waitstatus_to_exitcode(status), seconds
+        code = os.waitstatus_to_exitcode(status)
+        return code, time.time() - first.stat().st_mtime if code and first.exists() else 0.0
 
     def said(self):
         """The logs of the last start."""

@@ -93,8 +93,8 @@ def run(task):
     faulthandler.register(signal.SIGUSR2, file=sys.stderr)
     (scratch / f"{os.getpid()}.pid").write_text(str(os.getppid()))
     spoil_samples()
-    trace_steps(open(scratch / f"rank-{number}.trace", "w", buffering=1))
-    if kill and kill["rank"] == number:
+    trace_steps(open(scratch / f"rank-{number}-{os.getpid()}.trace", "w", buffering=1))
+    if kill and kill["rank"] == number and not (scratch / "fired").exists():
         die_at(kill, scratch, task["run"])
     words = {**SETTINGS, "dataset_path": task["data"], "save_ckpt_path": task["run"], "num_steps": task["steps"],
              "sharding_strategy": task["strategy"], "async_checkpoint": task["async"]}
