@@ -83,7 +83,7 @@ def simulate(settings: TrainConfig, size: int, rank: int = 0, *, local_size: int
         how = replace(settings.parallel, low_cpu_fsdp=False)
         parallel = parallelize(network, how, world=world, compute_dtype=dtype)
         optimizer = make_optimizer(parallel.parameters(), parameters(settings.model), settings.optimizer, device)
-        moments = [shard.data for shard in parallel.optimizer_shards(optimizer)]
+        moments = [shard.data for shard in parallel.shards(optimizer) if shard.name.startswith("optimizer/")]
         tokens = torch.zeros(training.batch_size, data.seq_length, dtype=torch.int64)
         batch = _Batch(tokens, tokens, tokens.int() if documents else None,
                        weights=tokens.float() if data.position_weighting else None)

@@ -83,7 +83,7 @@ def checkpoint(device, rehearse, scratch, keep, name):
         saver = Checkpointer(scratch / f"checkpoint-{asynchronous}", World.alone(device=device), keep=1,
                              asynchronous=asynchronous, report=lambda line: None)
         optimizer.register_step_pre_hook(lambda *_, saver=saver: saver.wait_for_copies())
-        shards = parallel.shards() + parallel.optimizer_shards(optimizer)
+        shards = parallel.shards(optimizer)
         held_up, beside = seconds(saver.save, 1, shards, {}), []
         began = time.perf_counter()
         while saver.is_writing():

@@ -113,9 +113,20 @@ class ParallelModel:
         """Name -> what the optimiser updates: this rank's part of each parameter. Maybe empty, or flat."""
         return {slot.name: slot.local for slot in self.slots}
 
-    def shards(self) -> list[Shard]:
-        """A Shard for every parameter."""
-        return [slot.shard(slot.name, slot.local, tied=tuple(slot.names[1:])) for slot in self.slots]
+    def shards(self, optimizer: torch.optim.AdamW | None = None) -> list[Shard]:
+        """A Shard for every parameter; of an AdamW over `parameters()` also optimizer/<parameter>/exp_avg and
+        .../exp_avg_sq, which are zeros at first."""
+        state = optimizer.state if optimizer else {}
+        for group in optimizer.param_groups if optimizer else ():
+            for parameter in group["params"]:
+                if not state[parameter]:
+                    device = parameter.device if group["fused"] or group["capturable"] else "cpu"
+                    state[parameter] = {
+                        "step": torch.zeros((), dtype=torch.float32, device=device),
+                        "exp_avg": torch.zeros_like(parameter), "exp_avg_sq": torch.zeros_like(parameter)}
+        return [slot.shard(slot.name, slot.local, tied=tuple(slot.names[1:])) for slot in self.slots] + [
+            slot.shard(f"optimizer/{slot.name}/{name}", state[slot.local][name])
+            for slot in self.slots if optimizer for name in ("exp_avg", "exp_avg_sq")]
 
     def accumulate(self, last: bool) -> AbstractContextManager:
         """Context for one micro-batch's forward and backward; what may wait for the `last` one is reduced then."""
@@ -143,19 +154,7 @@ class ParallelModel:
         gradients = [slot.local.grad for slot in self.slots]
         torch._foreach_mul_([gradient for gradient in gradients if gradient is not None], factor)
 
-    def optimizer_shards(self, optimizer: torch.optim.AdamW) -> list[Shard]:
-        """Shards optimizer/<parameter>/exp_avg and .../exp_avg_sq of an AdamW over `parameters()`; zeros at first."""
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                if not optimizer.state[parameter]:
-                    device = parameter.device if group["fused"] or group["capturable"] else "cpu"
-                    optimizer.state[parameter] = {
-                        "step": torch.zeros((), dtype=torch.float32, device=device),
-                        "exp_avg": torch.zeros_like(parameter), "exp_avg_sq": torch.zeros_like(parameter)}
-        return [slot.shard(f"optimizer/{slot.name}/{name}", optimizer.state[slot.local][name])
-                for slot in self.slots for name in ("exp_avg", "exp_avg_sq")]
-
     def set_optimizer_steps(self, optimizer: torch.optim.AdamW, steps: int) -> None:
-        """Let AdamW's bias correction be that after `steps` updates. Call after `optimizer_shards`."""
+        """Let AdamW's bias correction be that after `steps` updates. Call after `shards` of it."""
         for state in optimizer.state.values():
             state["step"].fill_(steps)

@@ -54,8 +54,8 @@ class Saver:
         if not local:  # those serve also where the shared folder, in which the metrics lie, fails
             parts.world.on_rank0(self.recorder.sync)  # the metrics up to a committed checkpoint must not be lost
         state.data = parts.loader.state_before(state.step)
-        shards = parts.parallel.shards() + parts.parallel.optimizer_shards(parts.optimizer)
-        parts.checkpointer.save(state.step, shards, state.saved(parts.settings, parts.world.size), local)
+        parts.checkpointer.save(state.step, parts.parallel.shards(parts.optimizer),
+                                state.saved(parts.settings, parts.world.size), local)
         if final:
             parts.checkpointer.wait()
 

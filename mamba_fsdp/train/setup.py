@@ -130,7 +130,7 @@ def set_up(settings: TrainConfig, world: World, folder: RunFolder, weights: Weig
                     pin_memory=world.device.type == "cuda")
     say_length(settings, plan, say)
     if state.step < plan.total_steps:
-        checkpointer.check_room(parallel.shards() + parallel.optimizer_shards(optimizer))
+        checkpointer.check_room(parallel.shards(optimizer))
     scale = LossScale(state, world.device, dynamic=settings.training.mixed_precision == "fp16")
     return Parts(settings, world, sources, validation, parallel, optimizer, state, scale, plan, loader, checkpointer,
                  kernels, prompts)
@@ -247,10 +247,10 @@ def start(settings: TrainConfig, tokens: Source, parallel: ParallelModel, optimi
         if not settings.data.allow_other_tokenizer:
             world.on_rank0(lambda: refuse_other_tokenizer(tokens.path, tokens.tokenizer, source, identities))
 
-    shards = parallel.shards() + parallel.optimizer_shards(optimizer)
+    shards = parallel.shards(optimizer)
     newest = checkpointer.to_resume(lambda: shards, into=shards)
     if newest:
-        state = load_checkpoint(newest, settings, parallel, optimizer, "save_ckpt_path", shards)
+        state = load_checkpoint(newest, shards, settings, parallel, optimizer, "save_ckpt_path")
         refuse_other(newest, [state.tokenizer])
         began = checkpoint.init_from or ("" if own else origin)
         say(f"resumes    from {newest}, step {state.step}" + (f"; {began} was for its first start" if began else ""))
@@ -262,7 +262,7 @@ def start(settings: TrainConfig, tokens: Source, parallel: ParallelModel, optimi
         say(f"starting   from the weights in {source}")
     elif origin and not own:
         found = find_checkpoint(origin, world, report=say, shards=shards)
-        saved = load_checkpoint(found, settings, parallel, optimizer, "load_ckpt_path", shards)
+        saved = load_checkpoint(found, shards, settings, parallel, optimizer, "load_ckpt_path")
         refuse_other(found, [saved.tokenizer])
         data = saved.data if checkpoint.resuming_dataset else {}
         state = TrainState(optimizer_steps=saved.optimizer_steps, data=data)
@@ -278,12 +278,12 @@ def start(settings: TrainConfig, tokens: Source, parallel: ParallelModel, optimi
     return state
 
 
-def load_checkpoint(checkpoint: Path, settings: TrainConfig, parallel: ParallelModel,
-                    optimizer: torch.optim.Optimizer, named_by: str, shards: Sequence[Shard] = ()) -> TrainState:
-    """Loads model and optimiser; returns the state that was saved with them. named_by: the setting that led to this
-    checkpoint; shards: verified with it. Raises UserError where it holds another model or a newer version's."""
+def load_checkpoint(checkpoint: Path, shards: Sequence[Shard], settings: TrainConfig, parallel: ParallelModel,
+                    optimizer: torch.optim.Optimizer, named_by: str) -> TrainState:
+    """Loads the shards of model and optimiser, with which it was verified; returns the state that was saved with them.
+    named_by: the setting that led here. Raises UserError where it holds another model or a newer version's."""
     remedy = f"; give these settings again, or another {named_by}"
-    saved = load(checkpoint, shards or parallel.shards() + parallel.optimizer_shards(optimizer), parallel.world,
+    saved = load(checkpoint, shards, parallel.world,
                  check=lambda saved, folder: resolve.refuse_other_model(
                      settings, checked_model(folder, saved["settings"]["model"]), str(folder), remedy))
     state = TrainState.from_saved(saved, checkpoint)

@@ -39,7 +39,7 @@ def refuse_spike(parts: Parts, loss: float, saver: Saver) -> None:
                                             "while a save hangs")
         if saver.spike and False not in pending:
             spike, saver.spike = saver.spike, None
-            shards = parts.parallel.shards() + parts.parallel.optimizer_shards(parts.optimizer)
+            shards = parts.parallel.shards(parts.optimizer)
             checkpoint = None if pending else parts.checkpointer.to_resume(lambda: shards)
             if checkpoint and (step_of(checkpoint.name) or 0) < spike[0]:  # not one that was saved while it waited
                 raise LossSpike(checkpoint, *spike)
@@ -52,7 +52,8 @@ def roll_back(parts: Parts, folder: RunFolder, spike: LossSpike, say: Say) -> No
     (checkpoint, step, loss, usual), state, loader = spike.args, parts.state, parts.loader
     said, skip = f"step {step}: loss {loss:.4g}, usual {usual:.4g}", parts.settings.training.loss_spike_skip
     parts.world.on_rank0(folder.lease.check)
-    saved = load_checkpoint(checkpoint, parts.settings, parts.parallel, parts.optimizer, "save_ckpt_path")
+    saved = load_checkpoint(checkpoint, parts.parallel.shards(parts.optimizer), parts.settings, parts.parallel,
+                            parts.optimizer, "save_ckpt_path")
     noted = parts.world.on_rank0(lambda: _rollbacks_to(step_of(checkpoint.name), folder.path))
     if max(noted, state.rollbacks - saved.rollbacks) >= MOST_ROLLBACKS:  # what a full disk refuses to note counts too
         raise UserError(f"the loss spikes again after {MOST_ROLLBACKS} rollbacks to {checkpoint} ({said}): lower "

@@ -30,7 +30,7 @@ def opened(world, run, said, per_node, disks, strategy="fsdp"):
     world = replace(world, local_rank=world.rank % per_node, local_size=per_node)
     parallel, optimizer = build(world, strategy, shard_size=2 if strategy == "hsdp" else None)
     return (Checkpointer(run, world, report=said.append, local_path="$DISK/local"),
-            lambda: parallel.shards() + parallel.optimizer_shards(optimizer))
+            lambda: parallel.shards(optimizer))
 
 
 def values(number, shard, step):

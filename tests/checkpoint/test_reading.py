@@ -78,7 +78,7 @@ def save(world, run):
     parts, _ = parts_of(world, run, {})
     settings, _, parallel, optimizer, checkpointer, _ = parts
     start(*parts, lambda text: None)
-    shards, state = parallel.shards() + parallel.optimizer_shards(optimizer), TrainState(step=3)
+    shards, state = parallel.shards(optimizer), TrainState(step=3)
     checkpointer.save(3, shards, state.saved(settings, world.size))
     checkpointer.wait()
 
@@ -93,7 +93,7 @@ def begin(world, run, given):
         start(*parts, lambda text: None)
     except UserError as error:
         return str(error)
-    shards = parallel.shards() + ([] if source else parallel.optimizer_shards(optimizer))
+    shards = parallel.shards(None if source else optimizer)
     return before, READ - before, len(STATES) - opened, sum(shard.data.nbytes for shard in shards)
 
 

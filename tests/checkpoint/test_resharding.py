@@ -19,10 +19,10 @@ def save(world, run, how, steps, asynchronous):
     checkpointer = Checkpointer(run, world, asynchronous=asynchronous)
     newest, first = checkpointer.newest(), 0  # verified without shards: all is read again
     if newest:
-        first = load(newest, parallel.shards() + parallel.optimizer_shards(optimizer), world)["step"]
+        first = load(newest, parallel.shards(optimizer), world)["step"]
         parallel.set_optimizer_steps(optimizer, first)
     records = train(world, parallel, optimizer, range(first, first + steps))
-    shards = parallel.shards() + parallel.optimizer_shards(optimizer)
+    shards = parallel.shards(optimizer)
     checkpointer.save(first + steps, shards, {"step": first + steps, "rank": world.rank})
     tensors = whole(world, shards)
     checkpointer.wait_for_copies()
@@ -35,7 +35,7 @@ def save(world, run, how, steps, asynchronous):
 def read(world, run, how):
     """What a fresh model of another layout holds after loading, and (loss, gradient norm) of the next two steps."""
     parallel, optimizer = build(world, **how)
-    shards = parallel.shards() + parallel.optimizer_shards(optimizer)
+    shards = parallel.shards(optimizer)
     for shard in shards:
         shard.data.fill_(-1.0)
     state = load(Checkpointer(run, world).newest(shards), shards, world)

@@ -22,7 +22,7 @@ def saved(run, monkeypatch):
     world = start_world()
     parallel, optimizer = build(world, strategy="none")
     checkpointer = Checkpointer(run, world)
-    checkpointer.save(1, parallel.shards() + parallel.optimizer_shards(optimizer), {})
+    checkpointer.save(1, parallel.shards(optimizer), {})
     file = run / "model.pth"
     torch.save({name: tensor.detach() for name, tensor in parallel.model.state_dict().items()}, file)
     return parallel, checkpointer.newest(), file

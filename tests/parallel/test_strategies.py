@@ -18,7 +18,7 @@ FP32 = (".A_log", ".D")
 def trajectory(world, how, micro_batches, dtype=torch.float32):
     parallel, optimizer = build(world, dtype=dtype, **how)
     records = train(world, parallel, optimizer, range(4), micro_batches)
-    return records, whole(world, parallel.shards() + parallel.optimizer_shards(optimizer))
+    return records, whole(world, parallel.shards(optimizer))
 
 
 @functools.cache

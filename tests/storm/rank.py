@@ -129,10 +129,8 @@ def trace_steps(trace):
     def update_and_hash(parallel, optimizer, loss, gradient_norm, factor, **rest):
         applied = update(parallel, optimizer, loss, gradient_norm, factor, **rest)
         weights, moments = hashlib.blake2b(digest_size=6), hashlib.blake2b(digest_size=6)
-        for shard in parallel.shards():
-            weights.update(shard.data.numpy().tobytes())
-        for shard in parallel.optimizer_shards(optimizer):
-            moments.update(shard.data.numpy().tobytes())
+        for shard in parallel.shards(optimizer):
+            (moments if shard.name.startswith("optimizer/") else weights).update(shard.data.numpy().tobytes())
         facts.append(f"loss {float(loss).hex()} norm {float(gradient_norm).hex()} weights {weights.hexdigest()} "
                      f"moments {moments.hexdigest()}")
         return applied

@@ -28,7 +28,7 @@ def poisoned(world, how, dtype):
     second, infinite in the third, and as large a gradient as overflows in the fourth."""
     parallel, optimizer = build(world, dtype=dtype, **how)
     scale, found = LossScale(TrainState(), world.device, dynamic=dtype == torch.float16), []
-    shards = parallel.shards() + parallel.optimizer_shards(optimizer)
+    shards = parallel.shards(optimizer)
     for step, factor in enumerate((1.0, math.nan, math.inf, 1e38, 1.0)):
         before = whole(world, shards)
         loss = gradients(world, parallel, optimizer, step, float(scale.value), factor if world.rank == 1 else 1.0)

@@ -150,7 +150,7 @@ def test_a_rollback_that_waited_leads_before_its_spike_or_nowhere(saved_meanwhil
     parts = SimpleNamespace(
         settings=SimpleNamespace(training=SimpleNamespace(loss_spike_factor=2)), optimizer=None,
         state=SimpleNamespace(step=10, recent_losses=[1.0] * 4),
-        parallel=SimpleNamespace(shards=list, optimizer_shards=lambda optimizer: []),
+        parallel=SimpleNamespace(shards=lambda optimizer: []),
         checkpointer=SimpleNamespace(pending=pending, to_resume=lambda shards: Path(f"step_{saved_meanwhile:08d}")))
     saver = SimpleNamespace(spike=None, wait=lambda: None,
                             recorder=SimpleNamespace(display=SimpleNamespace(line=said.append)))
