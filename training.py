@@ -18,14 +18,14 @@ from mamba_fsdp.data.builtin import make_missing_builtin
 def main(*stray, config=None, **given):
     settings, explicit = resolve.resolve_settings(given, config, stray)
     # These import torch, which takes seconds: only when there is something to train.
-    from mamba_fsdp.interop.convert import to_our_form
+    from mamba_fsdp.interop.convert import publish
     from mamba_fsdp.train.run import run_training
     from mamba_fsdp.verbs.loading import starting_weights
 
     weights = starting_weights(settings, explicit)
     if not settings.training.dry_run and os.environ.get("RANK", "0") == "0":
         make_missing_builtin(settings.data)  # where the ranks meet, the others wait
-    return run_training(settings, weights, write_model=to_our_form)
+    return run_training(settings, weights, write_model=publish)
 
 
 if __name__ == "__main__":

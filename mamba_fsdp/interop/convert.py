@@ -72,6 +72,15 @@ def write_model(source: str | Path, out: str | Path, format: str = "hf", dtype: 
 to_our_form = partial(write_model, format="ours")
 
 
+def publish(checkpoint: Path, out: Path) -> None:
+    """Write a whole checkpoint's model in our form to `out`, unless it is there. Raises UserError as write_model."""
+    try:
+        to_our_form(checkpoint, out, verified=True)
+    except UserError:
+        if not out.exists():  # else the other of a run, at its end, and `consolidate` was faster
+            raise
+
+
 def _write_transformers(folder, weights, get, shard_bytes):
     """Writes the tensors and returns the fields of config.json, as the writers below."""
     form = transformers_forms.form_for(weights.config)

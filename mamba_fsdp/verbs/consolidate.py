@@ -21,7 +21,7 @@ from mamba_fsdp.run_layout import CHECKPOINTS, COMMIT, CONSOLIDATED, MODELS, com
 def main(run: str, step: Annotated[int, Bounds(at_least=-1)] = -1, out: str = "", dtype: str = "") -> None:
     from mamba_fsdp.checkpoint.folder import find_checkpoint
     from mamba_fsdp.checkpoint.retention import left_over, remove_left_over
-    from mamba_fsdp.interop.convert import to_our_form
+    from mamba_fsdp.interop.convert import publish, to_our_form
     from mamba_fsdp.parallel.world import World
     from mamba_fsdp.report.display import scaled
 
@@ -40,9 +40,8 @@ def main(run: str, step: Annotated[int, Bounds(at_least=-1)] = -1, out: str = ""
     time.sleep(bool(found))  # one that has only just been made, or is just given its name, shows it by then
     for path in remove_left_over(found, print, {}):
         print(f"{path} is another process's, which still writes, or was killed on another machine: remove it then")
-    try:
+    if named:
         to_our_form(checkpoint, folder, dtype=dtype or None, verified=True)
-    except UserError:
-        if named or not file.is_file():  # else its run, which has just finished, was faster
-            raise
+    else:
+        publish(checkpoint, folder)
     print(f"{file}: {scaled(file.stat().st_size, 'B')} of {checkpoint} in {time.perf_counter() - began:.1f} s")

@@ -71,7 +71,7 @@ def tiny_file(tmp_path_factory):
 def train(corpus, tiny_file, capsys):
     """train(run folder, **settings) -> what it printed, in this process. As training.py does it."""
     def run_here(run, **given):
-        from mamba_fsdp.interop.convert import to_our_form
+        from mamba_fsdp.interop.convert import publish
         from mamba_fsdp.train.run import run_training
         from mamba_fsdp.verbs.loading import starting_weights
 
@@ -79,7 +79,7 @@ def train(corpus, tiny_file, capsys):
         capsys.readouterr()
         try:
             settings, explicit = resolve.resolve_settings(words, tiny_file)
-            run_training(settings, starting_weights(settings, explicit), write_model=to_our_form)
+            run_training(settings, starting_weights(settings, explicit), write_model=publish)
         finally:  # what training sets for its whole process
             torch.set_flush_denormal(False)
             torch.use_deterministic_algorithms(False)

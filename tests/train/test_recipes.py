@@ -33,14 +33,14 @@ def test_each_resolves_is_the_model_it_names_and_fits(project):
 @pytest.mark.parametrize("name", ["wikitext103", "mamba-2.8b"])
 def test_they_run_on_a_small_corpus(name, corpus, tmp_path, capsys):
     """WikiText's from scratch by epochs, then from the weights that this gave, as from published ones."""
-    from mamba_fsdp.interop.convert import to_our_form
+    from mamba_fsdp.interop.convert import publish
     from mamba_fsdp.train.run import run_training
     from mamba_fsdp.verbs.loading import starting_weights
 
     def run(folder, **given):
         words = {"dataset_path": corpus, "save_ckpt_path": tmp_path / folder, **SMALL, **given}
         settings, explicit = resolve_settings({key: str(value) for key, value in words.items()}, name)
-        run_training(settings, starting_weights(settings, explicit), write_model=to_our_form)
+        run_training(settings, starting_weights(settings, explicit), write_model=publish)
         return capsys.readouterr().out
 
     length = {"num_epochs": 0.05} if name == "wikitext103" else {"num_steps": "640tok", "warmup_steps": "256tok"}

@@ -15,7 +15,7 @@ MODEL = {"d_model": 16, "n_layer": 2, "d_state": 4, "vocab_size": 300, "seq_leng
 @pytest.fixture(scope="session")
 def used(tmp_path_factory):
     from mamba_fsdp.data import text, tokenize
-    from mamba_fsdp.interop.convert import to_our_form, write_model
+    from mamba_fsdp.interop.convert import publish, write_model
     from mamba_fsdp.train.run import run_training
 
     folder = tmp_path_factory.mktemp("used")
@@ -24,7 +24,7 @@ def used(tmp_path_factory):
     tokenize.make_dataset(text.open_source(str(folder / "a.txt"), options), folder / "data" / "builtin")
     given = {**MODEL, "dataset_path": folder / "data" / "builtin", "save_ckpt_path": folder / "runs" / "demo"}
     settings, _ = resolve.resolve_settings({name: str(value) for name, value in given.items()})
-    run_training(settings, None, write_model=to_our_form)
+    run_training(settings, None, write_model=publish)
     torch.set_flush_denormal(False)
     write_model(folder / "runs" / "demo", folder / "exported" / "demo")
     return folder

@@ -6,7 +6,6 @@ import re
 import shutil
 import subprocess
 import sys
-from functools import partial
 
 import pytest
 import torch
@@ -135,17 +134,17 @@ def test_consolidate_and_the_end_of_its_run_write_the_same_model_at_once(run, ca
     shutil.rmtree(published)
     real, said = convert.write_model, []
 
-    def second(*given, **how):  # the model is written, has only to get its name, when the other one comes
+    def second(*given):  # the model is written, has only to get its name, when the other one comes
         def late(file, other=os.fsync):
             monkeypatch.setattr(storage.os, "fsync", other)
             said.append(call(consolidate, run))
             other(file)
         monkeypatch.setattr(storage.os, "fsync", late)
-        real(*given, **how)
+        convert.publish(*given)
 
     folder = RunFolder(run)
     folder.take()
-    finish(folder, run / "checkpoints/step_00000004", partial(second, format="ours"), Display(enabled=False))
+    finish(folder, run / "checkpoints/step_00000004", second, Display(enabled=False))
     folder.lease.give_back()
     assert read_status(run)["status"] == "finished"
     ((code, told),) = said
