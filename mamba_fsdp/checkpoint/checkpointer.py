@@ -89,6 +89,7 @@ class Checkpointer:
         self.buffers: list[torch.Tensor] = []  # for the copies, kept over saves
         self._stalled = 0.0
         self.last: Path | None = None
+        self.newest_step = -1  # of the newest checkpoint of either tier that it has resumed from or committed
         self.only_local = False  # whether the run resumes from a local checkpoint and has saved no shared one since
         self.world.on_rank0(lambda: patiently(self._make_ready, self.folder))
         self.local = LocalTier(local_path, run_folder, world, report) if local_path else None
@@ -102,26 +103,27 @@ class Checkpointer:
         if self.last is None:
             self.last, broken = newest_whole(self.folder, self.world, self.report, shards=shards)
             self.retention.broken.update(broken)
+            self.newest_step = _step(self.last)
         return self.last
 
-    def to_resume(self, shards: Callable[[], Sequence[Shard]], into: Sequence[Shard] = ()) -> Path | None:
+    def to_resume(self, shards: Sequence[Shard]) -> Path | None:
         """Path, on this node, of the newest whole checkpoint of either tier, the shared one of two; None where there is
-        none. shards: to be filled from it; into: at once. Raises UserError as `newest`, where no local one is whole."""
+        none. shards: for `load`. Raises UserError as `newest`, where no local one is whole."""
         self.wait()
         self.last = None  # what it has saved may be broken by now
         if not self.local:
-            return self.newest(into)
+            return self.newest(shards)
         after, failure = self.world.on_rank0(lambda: _step([None, *committed(self.folder)][-1])), None
-        found = self.local.fetch(after, shards())
+        found = self.local.fetch(after, shards)
         try:
-            found = found or self.newest(into)
+            found = found or self.newest(shards)
         except UserError as error:
             failure = error
         if _step(found) < after:  # the newest shared ones are broken
-            found = self.local.fetch(_step(found), shards()) or found
+            found = self.local.fetch(_step(found), shards) or found
         if failure and not found:
             raise failure
-        self.only_local = found != self.last
+        self.only_local, self.newest_step = found != self.last, _step(found)
         self.local.forget_after(_step(found))
         return found
 
@@ -223,10 +225,11 @@ class Checkpointer:
         committed, failure = self.world.broadcast_object(outcome)
         if save.local:
             save.local.commit(save.step, save.partial, committed, failure)
+            self.newest_step = max(self.newest_step, save.step)
             return
         if failure:
             raise failure
-        self.last, self.only_local = committed, False
+        self.last, self.only_local, self.newest_step = committed, False, save.step
         self.retention.broken.discard(committed.name)
         if self.world.rank == 0:
             self.report(f"checkpoint {committed.name} is committed")

@@ -12,7 +12,7 @@ version 1 each tensor has its own, as "pieces", and COMMIT knows whole files onl
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -56,10 +56,17 @@ def problems(checkpoint: Path, world: World, part: str = "all", shards: Sequence
     files, found = world.on_rank0(lambda: _committed_files(checkpoint))
     names = sorted(name for name in files if part != "state" or name == STATE)
     mine = names[len(names) * world.rank // world.size:len(names) * (world.rank + 1) // world.size]
-    wanted = {stored_name(shard.name): shard for shard in shards}
+    wanted = to_be_filled(shards)
     found += world.on_all_ranks(lambda: [problem for name in mine if (problem := problem_of(
         checkpoint / name, files[name], part, wanted if name != STATE else None))])
     return sorted(world.tell_all(found))
+
+
+def to_be_filled(shards: Iterable[Shard]) -> dict[str, Shard]:
+    """By their stored names, for `checksum`; what verifying another checkpoint has filled of them no longer counts."""
+    for shard in shards:
+        shard.filled.clear()
+    return {stored_name(shard.name): shard for shard in shards}
 
 
 def problem_of(path: Path, entry: dict[str, Any], part: str = "all", wanted: dict[str, Shard] | None = None) -> str:
@@ -109,8 +116,6 @@ def newest_whole(checkpoints: Path, world: World, report: Callable[[str], Any], 
         if not wrong:
             return checkpoint, broken
         if not world.on_rank0(partial(exists, checkpoint)):  # its run has pruned it meanwhile, and has newer ones
-            for shard in shards:
-                shard.data.zero_()  # it may have been the only one
             return newest_whole(checkpoints, world, report, part, hold, shards)
         broken.append(checkpoint.name)
         if world.rank == 0:
@@ -118,6 +123,8 @@ def newest_whole(checkpoints: Path, world: World, report: Callable[[str], Any], 
     if candidates:
         raise UserError(f"none of the {len(candidates)} checkpoints in {checkpoints} is whole, the oldest: "
                         f"{'; '.join(wrong)}; repair one, or move the folder away to start from scratch")
+    for shard in shards:
+        shard.data.zero_()  # one that was passed over, or is gone, may have filled it
     return None, broken
 
 

@@ -23,7 +23,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from mamba_fsdp.checkpoint.folder import Reader, problem_of, problems, stored_name
+from mamba_fsdp.checkpoint.folder import Reader, problem_of, problems, to_be_filled
 from mamba_fsdp.checkpoint.retention import Retention, delete
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.heartbeat import heart
@@ -97,7 +97,8 @@ class LocalTier:
 
     def fetch(self, after: int, shards: Sequence[Shard]) -> Path | None:
         """This node's folder of the newest whole checkpoint of a step later than `after`, or None. What this node's
-        ranks need for `shards` has come into it from other nodes. Broken ones are reported and passed over."""
+        ranks need for `shards` has come into it from other nodes, or into them. Broken ones are reported and passed
+        over."""
         mine = self._lead(lambda: [(step_of(path.name), zlib.crc32((path / COMMIT).read_bytes()))
                                    for path in committed(self.folder) if not problems(path, World.alone(), "state")])
         told = list(enumerate(self.world.gather_on_rank0(mine or [])))
@@ -136,14 +137,16 @@ class LocalTier:
 
     def _look(self, folder, names, entries, shards):
         """(problems, [which files are whole, of those that this rank looks at; which it needs for its shards])."""
-        reader, wrong, whole = Reader(folder), [], np.zeros(len(names), bool)
-        needed = {file for shard in shards if (name := stored_name(shard.name)) in reader.tensors
+        reader, wrong, whole, wanted = Reader(folder), [], np.zeros(len(names), bool), to_be_filled(shards)
+        needed = {file for name, shard in wanted.items() if name in reader.tensors
                   for file, *_ in reader.where(name, shard.start, shard.start + shard.data.numel())}
         for number in range(self.world.local_rank, len(names), self.world.local_size):
             if exists(folder / names[number]):
-                problem = problem_of(folder / names[number], entries[names[number]])
+                problem = problem_of(folder / names[number], entries[names[number]], wanted=wanted)
                 whole[number] = not problem
-                wrong += [f"{HOST}: {problem}"] if problem else []
+                if problem:  # what it has filled does not count
+                    wrong.append(f"{HOST}: {problem}")
+                    to_be_filled(shards)
         return wrong, np.array([whole, [name in needed for name in names]])
 
     def _transfers(self, names, told):

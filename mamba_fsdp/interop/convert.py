@@ -72,10 +72,10 @@ def write_model(source: str | Path, out: str | Path, format: str = "hf", dtype: 
 to_our_form = partial(write_model, format="ours")
 
 
-def publish(checkpoint: Path, out: Path) -> None:
-    """Write a whole checkpoint's model in our form to `out`, unless it is there. Raises UserError as write_model."""
+def publish(source: Path, out: Path, **how: Any) -> None:
+    """to_our_form, unless `out` is there."""
     try:
-        to_our_form(checkpoint, out, verified=True)
+        to_our_form(source, out, **how)
     except UserError:
         if not out.exists():  # else the other of a run, at its end, and `consolidate` was faster
             raise

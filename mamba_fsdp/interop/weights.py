@@ -14,7 +14,7 @@ which all ranks do together, verifies a checkpoint and checks names and shapes o
 
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
 from pathlib import Path
 
@@ -32,6 +32,7 @@ from mamba_fsdp.interop.prior import from_fms, guess, models_tensors
 from mamba_fsdp.interop.safetensors_files import INDEX, SINGLE, open_safetensors
 from mamba_fsdp.interop.transformers_forms import Form, form_of, parts
 from mamba_fsdp.model.spec import EMBEDDING, LM_HEAD, parameters
+from mamba_fsdp.parallel.model import Shard
 from mamba_fsdp.parallel.world import World
 from mamba_fsdp.run_layout import CHECKPOINTS, COMMIT, CONSOLIDATED, MODEL_CONFIG, TOKENIZER
 
@@ -45,22 +46,24 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model",
 class Weights:
     """A source of weights, which has to be opened before it is read.
 
-    open_tensors(world): called by all ranks. form: that of transformers which the tensors have, None for ours.
+    open_tensors(world, shards): see `open`. form: that of transformers which the tensors have, None for ours.
     names: of all parameters, without a tied lm_head.weight. seq_length: that of the training, None where unknown.
     tokenizer: the identity that a checkpoint knows.
     """
 
-    def __init__(self, config: ModelConfig, open_tensors: Callable[[World], Tensors], form: Form | None = None, *,
-                 tokenizer_path: Path | None = None, tokenizer: str = "", seq_length: int | None = None):
+    def __init__(self, config: ModelConfig, open_tensors: Callable[[World, Sequence[Shard]], Tensors],
+                 form: Form | None = None, *, tokenizer_path: Path | None = None, tokenizer: str = "",
+                 seq_length: int | None = None):
         self.config, self.tokenizer_path, self.seq_length = config, tokenizer_path, seq_length
         self.tokenizer = tokenizer
         own = {name: [(name, parameter.shape)] for name, parameter in parameters(config).items()}
         self.parts, self.names, self.open_tensors = parts(form, config) if form else own, list(own), open_tensors
         self.tied = (form.top[LM_HEAD], form.top[EMBEDDING]) if form else (LM_HEAD, EMBEDDING)
 
-    def open(self, world: World) -> "Weights":
-        """Called by all ranks. Raises UserError, on all of them: not to be read, broken, tensors of another model."""
-        self.tensors = self.open_tensors(world)
+    def open(self, world: World, shards: Sequence[Shard] = ()) -> "Weights":
+        """Called by all ranks. shards: for fill_parts, are filled where verifying a checkpoint reads them. Raises
+        UserError, on all of them: not to be read, broken, tensors of another model."""
+        self.tensors = self.open_tensors(world, shards)
         self.source = self.tensors.source
         world.on_rank0(self._check)  # which may have to compare two whole tensors
         return self
@@ -150,8 +153,9 @@ def _find_checkpoint(path, verified):
     state = Reader(checkpoint).state
     settings, progress = state["settings"], state.get("progress", {})
 
-    def open_whole(world):
-        return open_tensors(checkpoint if verified else find_checkpoint(path, world, part="model"), world)
+    def open_whole(world, shards):
+        whole = checkpoint if verified else find_checkpoint(path, world, part="model", shards=shards)
+        return open_tensors(whole, world)
 
     return Weights(checked_model(checkpoint, settings["model"]), open_whole, seq_length=settings["data"]["seq_length"],
                    tokenizer_path=_tokenizer_in(checkpoint.parent.parent / TOKENIZER),
@@ -171,7 +175,7 @@ def _find_model(folder, file=None, model=None):
     if not files:
         _refuse_sharded(folder)
         raise UserError(f"{folder} has a {MODEL_CONFIG} but no weights beside it ({' or '.join(names)})")
-    return Weights(config, lambda world: open_file(files[0], world, config), form, seq_length=seq_length,
+    return Weights(config, lambda world, _: open_file(files[0], world, config), form, seq_length=seq_length,
                    tokenizer_path=_tokenizer_in(folder if form else folder / TOKENIZER, folder))
 
 

@@ -37,11 +37,13 @@ class Shard:
 
 @torch.no_grad()
 def fill_parts(shards: Iterable[Shard], part_of: Callable[[str, int, int], torch.Tensor]) -> None:
-    """Set every shard from `part_of(name, start, stop)`, the elements [start, stop) of the flattened tensor."""
+    """Set every shard that verifying has not filled from `part_of(name, start, stop)`, the elements [start, stop) of
+    the flattened tensor."""
     for shard in shards:
-        if shard.data.numel():
+        if shard.data.numel() > sum(count for *_, count in shard.filled):
             shard.data.copy_(part_of(shard.name, shard.start, shard.start + shard.data.numel()))
             heart.beat()
+        shard.filled.clear()  # from here on it may change
 
 
 @dataclass(eq=False)

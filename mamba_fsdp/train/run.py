@@ -27,7 +27,7 @@ from mamba_fsdp.train.state import TrainState
 from mamba_fsdp.train.stopping import StopRequest
 from mamba_fsdp.train.watchdog import watchdog
 
-WriteModel = Callable[[Path, Path], object]  # (whole checkpoint, folder that is new, or there already)
+WriteModel = Callable[..., object]  # (checkpoint, folder, new or not, verified=whether the checkpoint is whole)
 
 
 @output_that_may_go()
@@ -137,6 +137,6 @@ def finish(folder: RunFolder, checkpoint: Path, write_model: WriteModel | None, 
     when the process group has ended: a large model may take longer than the other ranks would wait."""
     step, written = step_of(checkpoint.name) or 0, folder.path / MODELS / checkpoint.name
     if write_model:
-        write_model(checkpoint, written)  # which this run has verified, when it committed it or at its start
+        write_model(checkpoint, written, verified=True)  # by this run, when it committed it or at its start
     folder.say("finished", step)
     display.line(f"finished   {step} steps; everything lies in {folder.path}")

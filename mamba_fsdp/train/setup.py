@@ -46,7 +46,7 @@ VALIDATION_SHARE = 0.05  # of the training between two validations that one cost
 
 
 class Weights(Protocol):
-    def open(self, world: World) -> "Weights": ...
+    def open(self, world: World, shards: Sequence[Shard]) -> "Weights": ...
 
     def slice(self, name: str, start: int, stop: int) -> torch.Tensor: ...
 
@@ -248,7 +248,7 @@ def start(settings: TrainConfig, tokens: Source, parallel: ParallelModel, optimi
             world.on_rank0(lambda: refuse_other_tokenizer(tokens.path, tokens.tokenizer, source, identities))
 
     shards = parallel.shards(optimizer)
-    newest = checkpointer.to_resume(lambda: shards, into=shards)
+    newest = checkpointer.to_resume(shards)
     if newest:
         state = load_checkpoint(newest, shards, settings, parallel, optimizer, "save_ckpt_path")
         refuse_other(newest, [state.tokenizer])
@@ -257,8 +257,8 @@ def start(settings: TrainConfig, tokens: Source, parallel: ParallelModel, optimi
     elif weights:
         source = checkpoint.init_from or checkpoint.load_ckpt_path
         refuse_other(source, weights.tokenizer_identities())
-        opened = weights.open(world)
-        world.on_all_ranks(lambda: fill_parts(parallel.shards(), opened.slice))
+        opened = weights.open(world, model := parallel.shards())
+        world.on_all_ranks(lambda: fill_parts(model, opened.slice))
         say(f"starting   from the weights in {source}")
     elif origin and not own:
         found = find_checkpoint(origin, world, report=say, shards=shards)

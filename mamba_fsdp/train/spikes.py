@@ -10,7 +10,7 @@ from itertools import takewhile
 
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.report.records import add_event, read_events
-from mamba_fsdp.run_layout import step_of
+from mamba_fsdp.run_layout import no_checkpoint, step_of
 from mamba_fsdp.train.optimizer import LossScale
 from mamba_fsdp.train.run_folder import RunFolder
 from mamba_fsdp.train.saver import Saver
@@ -21,7 +21,7 @@ MOST_ROLLBACKS = 3  # to one checkpoint
 
 
 class LossSpike(Exception):
-    """Its arguments: the checkpoint to return to, the step, its loss, the usual loss."""
+    """Its arguments: the step, its loss, the usual loss."""
 
 
 def refuse_spike(parts: Parts, loss: float, saver: Saver) -> None:
@@ -39,21 +39,21 @@ def refuse_spike(parts: Parts, loss: float, saver: Saver) -> None:
                                             "while a save hangs")
         if saver.spike and False not in pending:
             spike, saver.spike = saver.spike, None
-            shards = parts.parallel.shards(parts.optimizer)
-            checkpoint = None if pending else parts.checkpointer.to_resume(lambda: shards)
-            if checkpoint and (step_of(checkpoint.name) or 0) < spike[0]:  # not one that was saved while it waited
-                raise LossSpike(checkpoint, *spike)
+            if not pending and -1 < parts.checkpointer.newest_step < spike[0]:  # not one saved while it waited
+                raise LossSpike(*spike)
         recent[:] = [*recent[1 - WINDOW:], loss]
 
 
 def roll_back(parts: Parts, folder: RunFolder, spike: LossSpike, say: Say) -> None:
     """Takes weights, moments and train state back, the data too unless its samples are to be passed over. Raises
     UserError where too many led to one checkpoint."""
-    (checkpoint, step, loss, usual), state, loader = spike.args, parts.state, parts.loader
+    (step, loss, usual), state, loader = spike.args, parts.state, parts.loader
     said, skip = f"step {step}: loss {loss:.4g}, usual {usual:.4g}", parts.settings.training.loss_spike_skip
     parts.world.on_rank0(folder.lease.check)
-    saved = load_checkpoint(checkpoint, parts.parallel.shards(parts.optimizer), parts.settings, parts.parallel,
-                            parts.optimizer, "save_ckpt_path")
+    shards = parts.parallel.shards(parts.optimizer)
+    if not (checkpoint := parts.checkpointer.to_resume(shards)):
+        raise no_checkpoint(folder.path)
+    saved = load_checkpoint(checkpoint, shards, parts.settings, parts.parallel, parts.optimizer, "save_ckpt_path")
     noted = parts.world.on_rank0(lambda: _rollbacks_to(step_of(checkpoint.name), folder.path))
     if max(noted, state.rollbacks - saved.rollbacks) >= MOST_ROLLBACKS:  # what a full disk refuses to note counts too
         raise UserError(f"the loss spikes again after {MOST_ROLLBACKS} rollbacks to {checkpoint} ({said}): lower "

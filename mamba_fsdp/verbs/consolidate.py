@@ -40,8 +40,5 @@ def main(run: str, step: Annotated[int, Bounds(at_least=-1)] = -1, out: str = ""
     time.sleep(bool(found))  # one that has only just been made, or is just given its name, shows it by then
     for path in remove_left_over(found, print, {}):
         print(f"{path} is another process's, which still writes, or was killed on another machine: remove it then")
-    if named:
-        to_our_form(checkpoint, folder, dtype=dtype or None, verified=True)
-    else:
-        publish(checkpoint, folder)
+    (to_our_form if named else publish)(checkpoint, folder, dtype=dtype or None, verified=True)
     print(f"{file}: {scaled(file.stat().st_size, 'B')} of {checkpoint} in {time.perf_counter() - began:.1f} s")

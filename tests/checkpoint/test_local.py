@@ -14,6 +14,7 @@ import torch
 from ranks import build, run_ranks
 
 from mamba_fsdp.checkpoint.checkpointer import Checkpointer
+from mamba_fsdp.checkpoint.files import PieceReader
 from mamba_fsdp.checkpoint.folder import load
 from mamba_fsdp.checkpoint.local import LocalTier
 from mamba_fsdp.errors import UserError
@@ -55,7 +56,7 @@ def resume(world, run, *how):
     try:
         checkpointer, shards = opened(world, run, said, *how)
         filled = shards()
-        found = checkpointer.to_resume(shards, filled)
+        found = checkpointer.to_resume(filled)
     except UserError as error:
         return str(error), said
     if not found:
@@ -134,6 +135,21 @@ def test_a_local_checkpoint_is_used_where_newer_shared_ones_are_broken(run, disk
     disks[0].mkdir(), disks[1].mkdir()
     (wrong, _), _ = run_ranks(2, resume, run, 1, disks)
     assert "are whole" in wrong or "is whole" in wrong
+
+
+def test_verifying_a_local_checkpoint_fills_the_shards(run, disks, monkeypatch):
+    """Nothing is read twice, nor is anything left of one that is passed over."""
+    monkeypatch.setenv("DISK", str(disks[0]))
+    save(World.alone(), run, (101, 102), 1, [], "none")
+    monkeypatch.setattr(PieceReader, "read", None)
+    assert resume(World.alone(), run, 1, [], "none") == (102, [])
+    flip(next(disks[0].glob("local/*/*/step_00000102/rank*")))
+    assert resume(World.alone(), run, 1, [], "none")[0] == 101
+    flip(next(disks[0].glob("local/*/*/step_00000101/rank*")))
+    checkpointer, shards = opened(World.alone(), run, [], 1, [], "none")
+    filled = shards()
+    filled[0].data.fill_(7.0)
+    assert checkpointer.to_resume(filled) is None and not any(shard.data.any() for shard in filled)
 
 
 def save_in_trouble(world, run, disks, kind):

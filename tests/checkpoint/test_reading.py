@@ -105,10 +105,11 @@ def saved(tmp_path_factory):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks, way", [(2, "init_from"), (4, "init_from"), (2, "resume"), (3, "resume")])
+@pytest.mark.parametrize("ranks, way", [(3, "init_from"), (4, "init_from"), (2, "resume"), (3, "resume")])
 def test_each_byte_is_read_once_and_again_only_by_who_holds_it(saved, tmp_path, ranks, way):
-    """To resume, all ranks together read each byte once, and what lies in other files than a rank has verified.
-    init_from reads no moments, and nothing but state.json before the ranks meet; rank 0 reads state.json for all."""
+    """All ranks together read each byte once, and what lies in other files than a rank has verified: for init_from
+    the tensors of which some does. It reads no moments, and nothing but state.json before the ranks meet; rank 0 reads
+    state.json for all."""
     given = {"init_from": str(saved)} if way == "init_from" else {}
     results = run_ranks(ranks, begin, tmp_path / "new" if given else saved, given)
     commit = json.loads((saved / "checkpoints/step_00000003/COMMIT").read_text())["files"]
@@ -116,13 +117,13 @@ def test_each_byte_is_read_once_and_again_only_by_who_holds_it(saved, tmp_path, 
     assert all(before == ({("checksum", "state"): state} if given else {}) for before, *_ in results)
     together = sum((reads for _, reads, _, _ in results), Counter())
     whole = [entry["model"] if given else entry for entry in commit.values()]
-    headers = together["checksum", "header"] // (1 if given else 2)  # says where the pieces lie, and is verified
+    headers = together["checksum", "header"] // 2  # says where the pieces lie, and is verified
     assert headers + together["checksum", "model"] + together["checksum", "moments"] == sum(
         entry["bytes"] for entry in whole)
     again, held = together["fill", "model"] + together["fill", "moments"], sum(held for *_, held in results)
-    spare = 0 if given else together["checksum", "model"] + together["checksum", "moments"]  # has come while verified
+    spare = together["checksum", "model"] + together["checksum", "moments"]  # has come while verified
     # On as many ranks only what all of them hold and others have written is read again.
-    assert held - spare <= again < 0.4 * held if ranks == 2 and not given else again == held - spare
+    assert again == held - spare if ranks == 3 else held - spare <= again < (held if given else 0.4 * held)
     assert together["checksum", "state"] == state and sum(opened for _, _, opened, _ in results) == 2
 
 
@@ -140,4 +141,4 @@ def test_init_from_demands_that_the_weights_are_whole_and_no_more(saved, tmp_pat
     if message:
         assert results[0] == results[1] and re.search(message, results[0])
     else:
-        assert all(reads["fill", "model"] == held for _, reads, _, held in results)
+        assert all(reads["fill", "model"] <= held and not reads["fill", "moments"] for _, reads, _, held in results)

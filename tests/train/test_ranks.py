@@ -107,7 +107,7 @@ def test_the_other_ranks_have_left_when_the_model_is_published(train_changed, tm
     """Rank 0 alone is needed for it: here it begins to write when the process of rank 1 is gone."""
     done = train_changed(f"os.chdir({str(tmp_path)!r})\n"
                          "open('pid' + os.environ['RANK'], 'w').write(str(os.getpid()))\n"
-                         "def write_model(checkpoint, out):\n"
+                         "def write_model(checkpoint, out, verified):\n"
                          "    while os.path.exists('/proc/' + open('pid1').read()): time.sleep(0.05)\n"
                          "    out.mkdir(parents=True)\n"
                          "clean = run.run_training\n"

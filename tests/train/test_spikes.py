@@ -4,13 +4,13 @@ import contextlib
 import json
 import threading
 import time
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from mamba_fsdp.checkpoint import checkpointer
+from mamba_fsdp.checkpoint.files import PieceReader
 from mamba_fsdp.checkpoint.folder import problems
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.parallel.world import World
@@ -107,8 +107,10 @@ def test_the_samples_around_a_spike_are_passed_over_and_accounted_for(train, tmp
         audit.main(str(tmp_path / "0"))
 
 
-def test_a_spike_that_does_not_come_again_leaves_no_trace(train, tmp_path, metrics_of, spoil, samples_of):
+def test_a_spike_that_does_not_come_again_leaves_no_trace(train, tmp_path, metrics_of, spoil, samples_of, monkeypatch):
+    """Nor is the checkpoint read twice."""
     bad = samples_of(10)
+    monkeypatch.setattr(PieceReader, "read", None)
     spoil(lambda sample: sample in bad and (bad.clear() or True))
     assert "whose steps come again" in train(tmp_path / "run", **GIVEN)
     run, undisturbed = (left_by(tmp_path / name, metrics_of) for name in ("run", "undisturbed"))
@@ -148,10 +150,9 @@ def test_a_rollback_that_waited_leads_before_its_spike_or_nowhere(saved_meanwhil
     """Also where a local save hangs on, and where a newer checkpoint was saved before the rollback's turn came."""
     pending, said = {False: None, True: None}, []
     parts = SimpleNamespace(
-        settings=SimpleNamespace(training=SimpleNamespace(loss_spike_factor=2)), optimizer=None,
+        settings=SimpleNamespace(training=SimpleNamespace(loss_spike_factor=2)),
         state=SimpleNamespace(step=10, recent_losses=[1.0] * 4),
-        parallel=SimpleNamespace(shards=lambda optimizer: []),
-        checkpointer=SimpleNamespace(pending=pending, to_resume=lambda shards: Path(f"step_{saved_meanwhile:08d}")))
+        checkpointer=SimpleNamespace(pending=pending, newest_step=saved_meanwhile))
     saver = SimpleNamespace(spike=None, wait=lambda: None,
                             recorder=SimpleNamespace(display=SimpleNamespace(line=said.append)))
     spikes.refuse_spike(parts, 9.0, saver)

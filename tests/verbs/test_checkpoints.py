@@ -134,13 +134,13 @@ def test_consolidate_and_the_end_of_its_run_write_the_same_model_at_once(run, ca
     shutil.rmtree(published)
     real, said = convert.write_model, []
 
-    def second(*given):  # the model is written, has only to get its name, when the other one comes
+    def second(*given, **how):  # the model is written, has only to get its name, when the other one comes
         def late(file, other=os.fsync):
             monkeypatch.setattr(storage.os, "fsync", other)
             said.append(call(consolidate, run))
             other(file)
         monkeypatch.setattr(storage.os, "fsync", late)
-        convert.publish(*given)
+        convert.publish(*given, **how)
 
     folder = RunFolder(run)
     folder.take()
