@@ -40,8 +40,9 @@ SECONDS_OF_SILENCE = 120.0  # without progress, after which nobody waits for a r
 
 @dataclass
 class Save:
-    """One save under way. `outcome`: what this rank's writing will have come to, {"file", ...} or {"error"}; once that
-    is `told` to rank 0, there (path, error) of the commit. What changes the tensors calls `copied.wait()`."""
+    """One save under way. `outcome`, by `stage`: 0, what this rank's writing will have come to, {"file", ...} or
+    {"error"}; 1, on rank 0, which was told all of that, (what it has committed, error); 2, of a local save, errors of
+    keeping it on this node. What changes the tensors calls `copied.wait()`."""
 
     step: int
     partial: Path
@@ -50,7 +51,7 @@ class Save:
     pieces: bytes  # of this rank, packed
     local: LocalTier | None = None  # where it is not a shared one
     began: float = field(default_factory=time.monotonic)
-    told: bool = False
+    stage: int = 0
     copied: threading.Event | torch.cuda.Event = field(default_factory=threading.Event)
     buffers: list[torch.Tensor] = field(default_factory=list)  # for the copies
     outcome: Future[Any] = field(init=False, repr=False)
@@ -204,29 +205,36 @@ class Checkpointer:
         """Whether this rank still writes, or commits, the tier's save. Once none does, all ranks call `settle`."""
         return local in self.pending and not self.pending[local].outcome.done()
 
-    def stage(self, local: bool = False) -> tuple[int, bool] | None:
+    def stage(self, local: bool = False) -> tuple[int, int] | None:
         """How far the tier's save has come, the same on all ranks: what `is_writing` told holds for this stage."""
-        return (self.pending[local].step, self.pending[local].told) if local in self.pending else None
+        return (self.pending[local].step, self.pending[local].stage) if local in self.pending else None
 
     @_stalls
     def settle(self, local: bool = False) -> None:
-        """Where all have written the tier's save, if any, rank 0 begins to commit it; where it has, all learn of it.
-        Raises UserError on all ranks if the save failed."""
+        """Where all have written the tier's save, if any, rank 0 begins to commit it; where it has, all learn of it, or
+        the nodes begin to keep a local one. Raises UserError on all ranks if a shared one failed."""
         if local not in self.pending:
             return
         save, outcome = self.pending[local], self.pending[local].outcome.result()
-        if not save.told:
-            told, save.told = self.world.gather_on_rank0((outcome, save.pieces)), True
+        save.stage += 1
+        if save.stage == 1:
+            told = self.world.gather_on_rank0((outcome, save.pieces))
             if self.world.rank == 0:
                 save.outcome = self.world.beside(lambda: attempt(lambda: self._commit(save, told)))
             return
+        if save.local and save.stage == 2:
+            kept = functools.partial(save.local.keep, save.step, save.partial, *self.world.broadcast_object(outcome))
+            save.outcome = self.world.beside(kept)
+            return
         del self.pending[local]
         self.buffers = save.buffers
-        committed, failure = self.world.broadcast_object(outcome)
         if save.local:
-            save.local.commit(save.step, save.partial, committed, failure)
-            self.newest_step = max(self.newest_step, save.step)
+            if failures := self.world.tell_all(outcome):
+                save.local.say(f"warning: a local checkpoint can't be saved, training continues: {joined(failures)}")
+            else:
+                self.newest_step = max(self.newest_step, save.step)
             return
+        committed, failure = self.world.broadcast_object(outcome)
         if failure:
             raise failure
         self.last, self.only_local, self.newest_step = committed, False, save.step

@@ -38,7 +38,8 @@ HOST = socket.gethostname()
 
 
 class LocalTier:
-    """The local checkpoints of one run. All ranks call each method at the same point, but for `copy_to_neighbour`.
+    """The local checkpoints of one run. All ranks call each method at the same point, but for `copy_to_neighbour`
+    and `keep`.
 
     path: the same words on all nodes, with variables of their environment. report: takes a sentence for the user.
     Raises UserError on all ranks where a node has no such folder, or where it is one folder for all.
@@ -80,20 +81,22 @@ class LocalTier:
         write_atomically(self.note, json.dumps({"id": self.folder.name, "step": step}))
         return {name: (partial / name).read_text() for name in (STATE, COMMIT)}
 
-    def commit(self, step: int, partial: Path, texts: dict[str, str], failure: UserError | None) -> None:
-        """Make what all ranks have written a checkpoint on all nodes; a failure, this one or another, is reported."""
-        def keep():
+    def keep(self, step: int, partial: Path, texts: dict[str, str], failure: UserError | None) -> list[UserError]:
+        """Make what all ranks have written a checkpoint on this node, or remove it after this failure or another, which
+        is returned. For a thread: a disk may hang."""
+        def place():
+            if failure:
+                raise failure
             for name, text in texts.items() if self.node else ():  # COMMIT last
                 write_atomically(partial / name, text)
             self.retention.place(partial, step)
 
         try:
-            if failure:
-                raise failure
-            self._lead(keep)
+            self._on_first(place)
+            return []
         except UserError as error:
-            self.say(f"warning: a local checkpoint can't be saved, training continues: {error}")
-            self._lead(lambda: delete(partial))
+            delete(partial)
+            return [error]
 
     def fetch(self, after: int, shards: Sequence[Shard]) -> Path | None:
         """This node's folder of the newest whole checkpoint of a step later than `after`, or None. What this node's
@@ -198,13 +201,15 @@ class LocalTier:
                             "node's own disk, or leave it out") from None
 
     def _lead(self, action):
-        """What `action()` returns on the first rank of each node, once it has ended on all; None on the others."""
-        def attempt():
-            try:
-                return action() if self.world.local_rank == 0 else None
-            except OSError as error:
-                raise UserError(f"local_checkpoint_path on {HOST}: {error.filename}: {error.strerror}") from None
-        return self.world.on_all_ranks(attempt)
+        """As _on_first, once that has ended on all."""
+        return self.world.on_all_ranks(lambda: self._on_first(action))
+
+    def _on_first(self, action):
+        """What `action()` returns on the first rank of each node; None on the others."""
+        try:
+            return action() if self.world.local_rank == 0 else None
+        except OSError as error:
+            raise UserError(f"local_checkpoint_path on {HOST}: {error.filename}: {error.strerror}") from None
 
     def _exchange(self, source: Path | None, to: int, target: Path | None, origin: int) -> None:
         """Send the file `source` to the node so many onwards (`to`) while `target` comes from that so many onwards

@@ -112,6 +112,7 @@ class World:
 
         def run():
             try:
+                heart.beat()  # the silence before it began is not its own
                 if self.device.type == "cuda":
                     torch.cuda.set_device(self.device)  # each thread has its own
                 outcome.set_result(work())

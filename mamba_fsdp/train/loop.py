@@ -72,7 +72,7 @@ class Step(NamedTuple):
 
     batches: list[Batch]
     lr: float
-    stages: list[tuple[int, bool] | None]  # of each tier's save, when the ranks told whether they are writing
+    stages: list[tuple[int, int] | None]  # of each tier's save, when the ranks told whether they are writing
     numbers: Callable[[], list[float]]  # waits for them: loss, gradient norm, applied, LossScale's two, the told ones
 
 

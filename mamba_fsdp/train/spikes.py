@@ -37,9 +37,9 @@ def refuse_spike(parts: Parts, loss: float, saver: Saver) -> None:
             if pending:
                 saver.recorder.display.line(f"warning    step {step}: loss {loss:.4g}, usual {usual:.4g}; no rollback "
                                             "while a save hangs")
-        if saver.spike and False not in pending:
+        if saver.spike and not pending:
             spike, saver.spike = saver.spike, None
-            if not pending and -1 < parts.checkpointer.newest_step < spike[0]:  # not one saved while it waited
+            if -1 < parts.checkpointer.newest_step < spike[0]:  # not one saved while it waited
                 raise LossSpike(*spike)
         recent[:] = [*recent[1 - WINDOW:], loss]
 

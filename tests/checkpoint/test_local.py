@@ -13,6 +13,7 @@ import pytest
 import torch
 from ranks import build, run_ranks
 
+from mamba_fsdp.checkpoint import checkpointer, retention
 from mamba_fsdp.checkpoint.checkpointer import Checkpointer
 from mamba_fsdp.checkpoint.files import PieceReader
 from mamba_fsdp.checkpoint.folder import load
@@ -181,36 +182,44 @@ def test_a_full_disk_is_a_line_and_training_continues(run, disks, kind):
         assert "have no copy on the next node" in said[0] and there == ["step_00000102", "step_00000104"]
 
 
-def test_a_local_disk_that_hangs_holds_up_no_shared_checkpoint(run, disks, monkeypatch):
-    """Local ones are left out meanwhile, with a line; what hung is whole in the end."""
-    from mamba_fsdp.checkpoint import checkpointer as module
-    hangs, said = threading.Event(), []
+@pytest.mark.parametrize("where, what", [(checkpointer, "write_pieces"), (retention, "move")])
+def test_a_local_disk_that_hangs_holds_up_no_shared_checkpoint(run, disks, monkeypatch, where, what):
+    """While a file is written or a checkpoint gets its name. Local ones are left out meanwhile, with a line; what hung
+    is whole in the end."""
+    hangs, said, clean = threading.Event(), [], getattr(where, what)
 
-    def write(path, *rest, clean=module.write_pieces, **how):
+    def hang(path, *rest, **how):
         assert path.is_relative_to(run) or hangs.wait(60)
         return clean(path, *rest, **how)
 
-    monkeypatch.setattr(module, "write_pieces", write)
-    monkeypatch.setattr(module, "SECONDS_OF_SILENCE", 0.3)
-    checkpointer, shards = opened(World.alone(), run, said, 1, disks, "none")
+    def settle():
+        while not checkpoints.is_writing(True) and checkpoints.pending:
+            checkpoints.settle(True)
+            time.sleep(0.2)
+
+    monkeypatch.setattr(where, what, hang)
+    monkeypatch.setattr(checkpointer, "SECONDS_OF_SILENCE", 0.3)
+    checkpoints, shards = opened(World.alone(), run, said, 1, disks, "none")
     before = [shard.data.clone() for shard in shards()]
-    checkpointer.save(101, shards(), {"step": 101}, True)
-    checkpointer.wait_for_copies()
+    checkpoints.save(101, shards(), {"step": 101}, True)
+    checkpoints.wait_for_copies()
     for shard in shards():
         shard.data.add_(1.0)
-    checkpointer.save(200, shards(), {"step": 200})
-    checkpointer.wait((False,))
+    time.sleep(0.2)
+    settle()
+    checkpoints.save(200, shards(), {"step": 200})
+    checkpoints.wait((False,))
     assert [path.name for path in committed(run / "checkpoints")] == ["step_00000200"]
     for step in (202, 204):
         time.sleep(0.4)
-        checkpointer.save(step, shards(), {"step": step}, True)
-    checkpointer.wait()
+        checkpoints.save(step, shards(), {"step": step}, True)
+    checkpoints.wait()
     (told,) = [line for line in said if "made no progress" in line]
     assert told.startswith("warning: the local checkpoint of step 101 is still being written: rank 0 on")
-    monkeypatch.setattr(module, "SECONDS_OF_SILENCE", 60)
+    monkeypatch.setattr(checkpointer, "SECONDS_OF_SILENCE", 60)
     hangs.set()
-    checkpointer.wait()
-    assert steps_on(disks[0]) == ["step_00000101"] and not checkpointer.pending
+    checkpoints.wait()
+    assert steps_on(disks[0]) == ["step_00000101"] and not checkpoints.pending
     load(next(disks[0].glob("local/*/*/step_00000101")), shards(), World.alone())
     assert all(torch.equal(shard.data, value) for shard, value in zip(shards(), before))
 
