@@ -50,6 +50,7 @@ class Save:
     tensors: dict[str, dict[str, Any]]  # stored name -> its entry in state.json, but for the layout
     pieces: bytes  # of this rank, packed
     local: LocalTier | None = None  # where it is not a shared one
+    stood_still: float = 0.0  # seconds before it
     began: float = field(default_factory=time.monotonic)
     stage: int = 0
     copied: threading.Event | torch.cuda.Event = field(default_factory=threading.Event)
@@ -61,11 +62,12 @@ def _stalls(method):
     """A method of Checkpointer that training waits for, as `stall_seconds` tells."""
     @functools.wraps(method)
     def timed(self, *given, **named):
-        before, began = self._stalled, time.perf_counter()
+        outermost, self._since = not self._since, self._since or time.perf_counter()
         try:
             method(self, *given, **named)
         finally:
-            self._stalled = before + time.perf_counter() - began  # what was noted in between is part of it
+            if outermost:
+                self._stalled, self._since = self._stood_still(), 0.0
     return timed
 
 
@@ -88,7 +90,7 @@ class Checkpointer:
         self.retention = Retention(self.folder, keep, keep_every, report)
         self.pending: dict[bool, Save] = {}  # of each tier (True: the local one), which do not wait for one another
         self.buffers: list[torch.Tensor] = []  # for the copies, kept over saves
-        self._stalled = 0.0
+        self._stalled = self._told = self._since = 0.0  # seconds in all, those told; when it began to stand still
         self.last: Path | None = None
         self.newest_step = -1  # of the newest checkpoint of either tier that it has resumed from or committed
         self.only_local = False  # whether the run resumes from a local checkpoint and has saved no shared one since
@@ -163,7 +165,8 @@ class Checkpointer:
         tensors = {stored_name(shard.name): {"shape": list(shard.shape), "dtype": NAMES[shard.data.dtype],
                                              "tied": list(shard.tied)} for shard in shards}
         told = packed([(start, tensor.numel()) for _, start, tensor in pieces])
-        save = Save(step, partial, json.loads(json.dumps(state)), tensors, told, tier if local else None)
+        save = Save(step, partial, json.loads(json.dumps(state)), tensors, told, tier if local else None,
+                    self._stood_still())
         self.pending[local] = save
         pieces = [piece for piece in pieces if piece[2].numel()]
         copy = self._start_copying(save, [tensor for _, _, tensor in pieces])
@@ -272,8 +275,11 @@ class Checkpointer:
 
     def stall_seconds(self) -> float:
         """Seconds since the last call in which this rank's program stood still for saving."""
-        stalled, self._stalled = self._stalled, 0.0
-        return stalled
+        before, self._told = self._told, self._stood_still()
+        return self._told - before
+
+    def _stood_still(self):
+        return self._stalled + (time.perf_counter() - self._since if self._since else 0.0)
 
     def _write(self, save, pieces, copy):
         """Write this rank's file. Runs in a thread and therefore talks to no other rank, but as the local tier may.
@@ -334,7 +340,8 @@ class Checkpointer:
             delete(save.partial)
             raise
         add_event(self.folder.parent, "checkpoint", save.step, bytes=size,
-                  seconds=round(time.monotonic() - save.began, 3), tier="local" if save.local else "shared")
+                  seconds=round(time.monotonic() - save.began, 3), tier="local" if save.local else "shared",
+                  stall_seconds=round(self._stood_still() - save.stood_still, 3))
         return result
 
     def _complete(self, save, told):

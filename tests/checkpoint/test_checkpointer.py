@@ -22,6 +22,7 @@ from mamba_fsdp.checkpoint.folder import Reader, find_checkpoint, load, newest_w
 from mamba_fsdp.errors import StorageError, UserError
 from mamba_fsdp.parallel.model import Shard
 from mamba_fsdp.parallel.world import start_world
+from mamba_fsdp.report.records import read_events
 
 pytestmark = pytest.mark.torch22
 
@@ -64,6 +65,19 @@ def test_a_checkpoint_is_there_when_it_is_committed_and_not_before(run, world):
     assert names(run) == ["step_00000003"]
     assert checkpointer.newest() == run / "checkpoints" / "step_00000003" == Checkpointer(run, world).newest()
     assert Reader(checkpointer.newest()).state == {"step": 3}
+
+
+def test_events_tell_how_long_a_save_took_and_held_training_up(run, world):
+    """All of it, or what did not pass beside training, whenever the metrics asked for what they tell."""
+    make(run, world, [1], asynchronous=False)
+    checkpointer = Checkpointer(run, world)
+    checkpointer.save(2, shards(2), {})
+    assert checkpointer.stall_seconds() > 0
+    time.sleep(0.2)
+    checkpointer.wait()
+    alone, beside = read_events(run)
+    assert alone["stall_seconds"] >= alone["seconds"] > 0
+    assert 0 < beside["stall_seconds"] <= beside["seconds"] - 0.19
 
 
 def test_other_programs_can_read_the_files(run, world):
