@@ -176,6 +176,7 @@ class Measured:
         writing = self.world.all_reduce_sum(int(saver.is_writing()))
         saver.wait_for_copies()
         torch._foreach_mul_(self.state, 0.999)
+        self.world.barrier()  # who waits here waits for the other's step, as the next one would, and not for its save
         if not writing:
             saver.settle()
         return time.perf_counter() - began
