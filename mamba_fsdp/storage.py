@@ -53,11 +53,6 @@ def patiently(action: Callable[[], T], what: str | Path) -> T:
             return result
 
 
-def once(action: Callable[[], T], what: str | Path) -> T:
-    """As `patiently`, without patience."""
-    return action()
-
-
 def exists(path: str | Path) -> bool:
     """Whether there is such a file or folder. For Path.exists of Python 3.14 storage that fails is a no."""
     try:

@@ -98,10 +98,8 @@ class Checkpointer:
         self.local = LocalTier(local_path, run_folder, world, report) if local_path else None
 
     def newest(self, shards: Sequence[Shard] = ()) -> Path | None:
-        """Path of the newest whole checkpoint, or None; broken ones are reported and passed over.
-
-        shards: for `load`. Raises UserError when there are checkpoints but none is whole.
-        """
+        """Path of the newest whole checkpoint, or None; broken ones are reported and passed over. shards: for `load`.
+        Raises UserError when there are checkpoints but none is whole."""
         self.wait()
         if self.last is None:
             self.last, broken = newest_whole(self.folder, self.world, self.report, shards=shards)
@@ -132,11 +130,9 @@ class Checkpointer:
 
     def check_room(self, shards: Sequence[Shard]) -> None:
         """Says where there is room for one checkpoint only. Raises UserError on all ranks where there is none."""
-        needed = sum(math.prod(shard.shape) * shard.data.element_size() for shard in shards)
-
         def check():
-            more = len(committed(self.folder)) < self.retention.keep  # else each makes room for the next
-            if self._need_room("a checkpoint", needed) < 2 * needed and more:
+            free, needed = self._need_room("a checkpoint", shards)
+            if free < 2 * needed and len(committed(self.folder)) < self.retention.keep:  # else each makes room
                 self.report(f"warning    {self.folder} has room for one checkpoint only ({needed / 1e9:.3f} GB)")
 
         self.world.on_rank0(check)
@@ -159,14 +155,13 @@ class Checkpointer:
             if local and shard.replicas == self.world.size > least:  # in one file, so that a node needs but that one
                 start, stop = 0, shard.data.numel() * (self.world.rank == 0)
             pieces.append((stored_name(shard.name), shard.start + start, shard.data[start:stop]))
-        needed, tier = self.world.all_reduce_sum(sum(tensor.nbytes for _, _, tensor in pieces)), self.local
-        partial = tier.folder / f".{step_name(step)}.partial" if local and tier else self.world.on_rank0(
-            lambda: patiently(lambda: self._make_partial(step, needed), self.folder))
+        tier = self.local if local else None
+        partial = tier.folder / f".{step_name(step)}.partial" if tier else self.world.on_rank0(
+            lambda: patiently(lambda: self._make_partial(step, shards), self.folder))
         tensors = {stored_name(shard.name): {"shape": list(shard.shape), "dtype": NAMES[shard.data.dtype],
                                              "tied": list(shard.tied)} for shard in shards}
         told = packed([(start, tensor.numel()) for _, start, tensor in pieces])
-        save = Save(step, partial, json.loads(json.dumps(state)), tensors, told, tier if local else None,
-                    self._stood_still())
+        save = Save(step, partial, json.loads(json.dumps(state)), tensors, told, tier, self._stood_still())
         self.pending[local] = save
         pieces = [piece for piece in pieces if piece[2].numel()]
         copy = self._start_copying(save, [tensor for _, _, tensor in pieces])
@@ -284,12 +279,6 @@ class Checkpointer:
     def _write(self, save, pieces, copy):
         """Write this rank's file. Runs in a thread and therefore talks to no other rank, but as the local tier may.
         Returns the outcome."""
-        outcome = self._written(save, pieces, copy)
-        if save.local:
-            outcome["no_copy"] = save.local.copy_to_neighbour(save.partial / rank_file(self.world.rank))
-        return outcome
-
-    def _written(self, save, pieces, copy):
         path = save.partial / rank_file(self.world.rank)
         where = f"rank {self.world.rank} on {socket.gethostname()}"
         try:
@@ -299,13 +288,16 @@ class Checkpointer:
             model_pieces = sum(is_model(name) for name, _, _ in pieces)
             written = patiently(lambda: write_pieces(path, pieces, model_pieces, from_disk=self.asynchronous), path)
             sync_folder(save.partial)
-            return {"file": path.name, **written}
+            outcome = {"file": path.name, **written}
         except StorageError as error:
-            return {"error": StorageError(f"{where}: {error}")}
+            outcome = {"error": StorageError(f"{where}: {error}")}
         except BaseException as error:
             said = error.strerror if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
             hint = " (do all nodes share the run folder's storage?)" if isinstance(error, FileNotFoundError) else ""
-            return {"error": UserError(f"{where}: {path}: {said}{hint}")}
+            outcome = {"error": UserError(f"{where}: {path}: {said}{hint}")}
+        if save.local:
+            outcome["no_copy"] = save.local.copy_to_neighbour(path)
+        return outcome
 
     # Rank 0 alone does the rest.
 
@@ -313,17 +305,18 @@ class Checkpointer:
         self.check_ours()
         self.retention.clean()
 
-    def _need_room(self, what, needed):
-        """Bytes that are free. Raises UserError where `what` does not fit."""
+    def _need_room(self, what, shards):
+        """(bytes that are free, bytes of all ranks' shards). Raises UserError where `what` does not fit."""
+        needed = sum(math.prod(shard.shape) * shard.data.element_size() for shard in shards)
         free = shutil.disk_usage(self.folder).free
         if free < needed:
             raise UserError(f"{what} needs {needed / 1e9:.3f} GB, but {self.folder} has only {free / 1e9:.3f} GB free; "
                             "make room, keep fewer checkpoints or choose another folder")
-        return free
+        return free, needed
 
-    def _make_partial(self, step, needed):
+    def _make_partial(self, step, shards):
         self.check_ours()
-        self._need_room(f"the checkpoint of step {step}", needed)
+        self._need_room(f"the checkpoint of step {step}", shards)
         partial = hidden_beside(self.folder / step_name(step))
         partial.mkdir()
         return partial

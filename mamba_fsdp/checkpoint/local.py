@@ -100,8 +100,7 @@ class LocalTier:
 
     def fetch(self, after: int, shards: Sequence[Shard]) -> Path | None:
         """This node's folder of the newest whole checkpoint of a step later than `after`, or None. What this node's
-        ranks need for `shards` has come into it from other nodes, or into them. Broken ones are reported and passed
-        over."""
+        ranks need for `shards` has come into it from other nodes. Broken ones are reported and passed over."""
         mine = self._lead(lambda: [(step_of(path.name), zlib.crc32((path / COMMIT).read_bytes()))
                                    for path in committed(self.folder) if not problems(path, World.alone(), "state")])
         told = list(enumerate(self.world.gather_on_rank0(mine or [])))
@@ -145,11 +144,10 @@ class LocalTier:
                   for file, *_ in reader.where(name, shard.start, shard.start + shard.data.numel())}
         for number in range(self.world.local_rank, len(names), self.world.local_size):
             if exists(folder / names[number]):
-                problem = problem_of(folder / names[number], entries[names[number]], wanted=wanted)
-                whole[number] = not problem
-                if problem:  # what it has filled does not count
+                if problem := problem_of(folder / names[number], entries[names[number]], wanted=wanted):
                     wrong.append(f"{HOST}: {problem}")
-                    to_be_filled(shards)
+                    to_be_filled(shards)  # anew
+                whole[number] = not problem
         return wrong, np.array([whole, [name in needed for name in names]])
 
     def _transfers(self, names, told):

@@ -51,9 +51,8 @@ class Weights:
     tokenizer: the identity that a checkpoint knows.
     """
 
-    def __init__(self, config: ModelConfig, open_tensors: Callable[[World, Sequence[Shard]], Tensors],
-                 form: Form | None = None, *, tokenizer_path: Path | None = None, tokenizer: str = "",
-                 seq_length: int | None = None):
+    def __init__(self, config: ModelConfig, open_tensors: Callable[..., Tensors], form: Form | None = None, *,
+                 tokenizer_path: Path | None = None, tokenizer: str = "", seq_length: int | None = None):
         self.config, self.tokenizer_path, self.seq_length = config, tokenizer_path, seq_length
         self.tokenizer = tokenizer
         own = {name: [(name, parameter.shape)] for name, parameter in parameters(config).items()}
@@ -61,8 +60,8 @@ class Weights:
         self.tied = (form.top[LM_HEAD], form.top[EMBEDDING]) if form else (LM_HEAD, EMBEDDING)
 
     def open(self, world: World, shards: Sequence[Shard] = ()) -> "Weights":
-        """Called by all ranks. shards: for fill_parts, are filled where verifying a checkpoint reads them. Raises
-        UserError, on all of them: not to be read, broken, tensors of another model."""
+        """Called by all ranks. shards: for fill_parts; a checkpoint's verifying fills them. Raises UserError, on all
+        ranks: not to be read, broken, tensors of another model."""
         self.tensors = self.open_tensors(world, shards)
         self.source = self.tensors.source
         world.on_rank0(self._check)  # which may have to compare two whole tensors
@@ -153,9 +152,8 @@ def _find_checkpoint(path, verified):
     state = Reader(checkpoint).state
     settings, progress = state["settings"], state.get("progress", {})
 
-    def open_whole(world, shards):
-        whole = checkpoint if verified else find_checkpoint(path, world, part="model", shards=shards)
-        return open_tensors(whole, world)
+    def open_whole(world, into):
+        return open_tensors(checkpoint if verified else find_checkpoint(path, world, part="model", shards=into), world)
 
     return Weights(checked_model(checkpoint, settings["model"]), open_whole, seq_length=settings["data"]["seq_length"],
                    tokenizer_path=_tokenizer_in(checkpoint.parent.parent / TOKENIZER),

@@ -14,7 +14,7 @@ from typing import Any
 
 from mamba_fsdp.errors import LostError, UserError
 from mamba_fsdp.run_layout import EVENTS, METRICS, STATUS
-from mamba_fsdp.storage import exists, once, patiently, write_for_user
+from mamba_fsdp.storage import exists, patiently, write_for_user
 from mamba_fsdp.untrusted import parse_object
 
 
@@ -62,7 +62,7 @@ class Log:
                 if sync:
                     os.fsync(file.fileno())
 
-        trying = once if self.failing else patiently
+        trying = (lambda action, what: action()) if self.failing else patiently
         self.check(trying)
         trying(attempt, self.path)
         self.size, self.waiting, self.failing = self.size + len(self.waiting), b"", False
