@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 
 from mamba_fsdp.checkpoint.folder import Reader, problem_of, problems, to_be_filled
-from mamba_fsdp.checkpoint.retention import Retention, delete
+from mamba_fsdp.checkpoint.retention import Retention, delete, size_of
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.heartbeat import heart
 from mamba_fsdp.parallel.model import Shard
@@ -56,12 +56,20 @@ class LocalTier:
         self.retention = Retention(self.folder, KEEP)
         uneven = world.all_reduce_sum(world.local_size) != world.size * world.local_size
         self._lead(lambda: self._make_folder(probe, uneven))
-        self._lead(lambda: list(map(delete, {*self.folder.glob(".*"), *self.folder.parent.iterdir()} - {self.folder})))
         if self.nodes > 1:
             self.column = dist.new_group(list(range(world.local_rank, world.size, world.local_size)), backend="gloo",
                                          timeout=world.timeout, use_local_synchronization=True)
         copies = f", each file also on the next of {self.nodes} nodes" if self.nodes > 1 else "; one node: no copies"
         self.say(f"local      frequent checkpoints in {self.root}{copies}")
+        if size := sum(world.gather_on_rank0(self._lead(self._remove_others) or 0)):
+            self.say(f"cleaned    {size / 1e9:.3f} GB of local checkpoints removed, unfinished or of earlier runs in {run}")
+
+    def _remove_others(self):
+        """What killed saves and earlier runs of this path left on this node. Returns its bytes."""
+        others = {*self.folder.glob(".*"), *self.folder.parent.iterdir()} - {self.folder}
+        size = sum(map(size_of, others))
+        list(map(delete, others))
+        return size
 
     def copy_to_neighbour(self, path: Path) -> str:
         """Send this rank's file to the next node while that of the node before comes; why it did not come, or "". For

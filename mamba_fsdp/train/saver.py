@@ -75,7 +75,7 @@ class Saver:
             pause = min(FIRST_PAUSE * 2 ** (self.failed - 1), LONGEST_PAUSE)
             seconds = self.parts.world.broadcast_object(recorder.clock.seconds_left(step, step + 1) or 1.0)
             self.pause = max(2, math.ceil(pause / seconds))
-            self.next_attempt = step + self.pause
+            self.next_attempt = min(step + self.pause, self.parts.plan.total_steps)
             recorder.save_failed(step, self.failed, str(error), f"{self.failed} of {self.most} in a row; the next "
                                  f"attempt comes after step {self.next_attempt}")
             if self.failed >= most:

@@ -249,7 +249,8 @@ def test_a_single_node_has_no_copies_and_another_run_of_the_same_path_is_not_res
     (disks[0] / "local" / os.listdir(disks[0] / "local")[0] / ".left").mkdir()
     assert resume(World.alone(), run, 1, [], "none") == (102, [])
     shutil.rmtree(run)
-    assert resume(World.alone(), run, 1, [], "none") == (None, [])
+    found, (said,) = resume(World.alone(), run, 1, [], "none")
+    assert found is None and said.endswith(f"GB of local checkpoints removed, unfinished or of earlier runs in {run}")
     assert not steps_on(disks[0]) and len(list(disks[0].glob("local/*/*"))) == 1
 
 
