@@ -62,7 +62,8 @@ class LocalTier:
         copies = f", each file also on the next of {self.nodes} nodes" if self.nodes > 1 else "; one node: no copies"
         self.say(f"local      frequent checkpoints in {self.root}{copies}")
         if size := sum(world.gather_on_rank0(self._lead(self._remove_others) or 0)):
-            self.say(f"cleaned    {size / 1e9:.3f} GB of local checkpoints removed, unfinished or of earlier runs in {run}")
+            self.say(f"cleaned    {size / 1e9:.3f} GB of local checkpoints removed, unfinished or of "
+                     f"earlier runs in {run}")
 
     def _remove_others(self):
         """What killed saves and earlier runs of this path left on this node. Returns its bytes."""
