@@ -224,7 +224,7 @@ def table_blocks(name: str, column: str, batches: Iterator[tuple]) -> Iterator[T
     for before, batch, done in batches:
         array = _column_of(name, column, batch)
         for start in range(0, len(array), ROWS):
-            rows = _values(name, column, array[start:start + ROWS])
+            rows = _values(array[start:start + ROWS])
             size = sum(len(row) for row in rows if row is not None)
             yield TextBlock(name, "rows", rows, done, size, before + start + 1)
 
@@ -289,8 +289,9 @@ def _open_csv(path, file, **columns):
 
 
 def _column_of(name, column, table):
-    """An Arrow table's column as an array; document.text is the field text of document, null where that is. Raises
-    UserError where there is none."""
+    """An Arrow table's column as an array of bytes (text: a worker decodes, and knows where it fails) or of lists of
+    token ids; document.text is the field text of document, null where that is. Raises UserError where there is none,
+    where it is of another type, or damaged."""
     import pyarrow
 
     if isinstance(table, pyarrow.RecordBatch):
@@ -298,20 +299,21 @@ def _column_of(name, column, table):
     while column not in table.column_names and (flat := table.flatten()).column_names != table.column_names:
         table = flat
     check_column(name, column, table.column_names)
-    return table[column].combine_chunks()
+    array, kind = table[column], pyarrow.large_binary()
+    coded = pyarrow.types.is_dictionary(array.type)
+    held = array.type.value_type if coded else array.type
+    if not (hasattr(held, "value_type") and pyarrow.types.is_integer(held.value_type)):
+        try:
+            array = array.cast(pyarrow.dictionary(array.type.index_type, kind) if coded else kind)
+        except (pyarrow.ArrowInvalid, pyarrow.ArrowNotImplementedError) as error:
+            raise UserError(f"{name}: column {column!r} is {array.type}, not text or token ids; name another "
+                            "--text_column") from error
+    return arrow.undamaged(name, column, array).combine_chunks()
 
 
-def _values(name, column, array) -> list[Any]:
-    """An Arrow array as a list of bytes (text), lists of token ids, or None. Raises UserError for another type."""
-    import pyarrow
-
-    if pyarrow.types.is_dictionary(array.type):
-        array = array.dictionary_decode()
-    if hasattr(array.type, "value_type") and pyarrow.types.is_integer(array.type.value_type):
-        return [None if row.values is None else row.values.to_numpy(zero_copy_only=False) for row in array]
-    try:
-        values = array.cast(pyarrow.large_binary())  # as bytes: a worker decodes, and knows where it fails
-    except (pyarrow.ArrowInvalid, pyarrow.ArrowNotImplementedError) as error:
-        raise UserError(f"{name}: column {column!r} is {array.type}, not text or token ids; name another "
-                        "--text_column") from error
-    return values.validate(full=True) or values.to_pylist()  # else damaged offsets are followed
+def _values(array) -> list[Any]:
+    """What _column_of gives as a list of bytes, lists of token ids, or None."""
+    array = array.dictionary_decode() if hasattr(array, "dictionary_decode") else array
+    if not hasattr(array.type, "value_type"):
+        return array.to_pylist()
+    return [None if row.values is None else row.values.to_numpy(zero_copy_only=False) for row in array]

@@ -349,6 +349,16 @@ def damage_gzip(path):
     path.write_bytes(gzip.compress(json_lines(make_texts(40)))[:-30])
 
 
+def damage_offsets(path, column):
+    """Of row 2: it ends far behind its column, which begins and ends within it."""
+    with pyarrow.ipc.new_stream(str(path), pyarrow.schema({"text": column.type})) as writer:
+        writer.write_batch(pyarrow.record_batch([column], ["text"]))
+    good, bad = (np.array([1, end, 6], np.int32).tobytes() for end in (5, 1 << 28))
+    content = path.read_bytes()
+    assert content.count(good) == 1
+    path.write_bytes(content.replace(good, bad))
+
+
 def damage_zstd(path):
     path.write_bytes(zstandard.compress(json_lines(make_texts(40)))[:-3])
 
@@ -369,6 +379,11 @@ def damage_zstd(path):
     ("x.parquet", lambda p: p.write_bytes(b"no table"), "x.parquet: broken, or no parquet file"),
     ("x.arrow", lambda p: p.write_bytes(b"no table"), "x.arrow: it ends before its end, or is no Arrow file"),
     ("x.arrow", lambda p: p.write_bytes(b""), "x.arrow: "),
+    ("x.arrow", lambda p: damage_offsets(p, pyarrow.array(["a", "text", "b"])),
+     r"x.arrow: column text is damaged \(.*\); copy it again$"),
+    ("x.arrow", lambda p: damage_offsets(p, pyarrow.array([[1], [2] * 4, [3]])), "x.arrow: column text is damaged"),
+    ("x.arrow", lambda p: damage_offsets(p, pyarrow.array(["a", "text", "b"]).dictionary_encode()),
+     "x.arrow: column text is damaged"),
     ("x.parquet", lambda p: pyarrow.parquet.write_table(pyarrow.table({"body": ["a"]}), p),
      "no column 'text'; it has: body"),
     ("x.parquet", lambda p: pyarrow.parquet.write_table(pyarrow.table({"text": [1.5]}), p),

@@ -212,8 +212,11 @@ def make_texts(folder):
     (inputs / "d.jsonl.gz").write_bytes(gzip.compress((inputs / "b.jsonl").read_bytes()))
     (inputs / "e.csv.zst").write_bytes(zstandard.compress(b"id,text\n" + b"1,words\n" * 9))
     pyarrow.parquet.write_table(rows, inputs / "f.parquet", row_group_size=4)
-    with pyarrow.ipc.new_stream(str(inputs / "g.arrow"), rows.schema) as writer:
-        writer.write_table(rows, max_chunksize=4)
+    coded = pyarrow.table({"text": rows["text"].combine_chunks().dictionary_encode()})
+    for name, table in (("g", rows), ("h", pyarrow.table({"text": DOCUMENTS * 4})), ("i", coded)):
+        with pyarrow.ipc.new_stream(str(inputs / f"{name}.arrow"), table.schema) as writer:
+            writer.write_table(table, max_chunksize=4)
+    pyarrow.parquet.write_table(pyarrow.table({"text": DOCUMENTS}), inputs / "j.parquet")
 
 
 def read_texts(folder):

@@ -60,6 +60,16 @@ def _checked(batch):
     return batch
 
 
+def undamaged(path: str | Path, column: str, array: Any) -> Any:
+    """A column's array, if its offsets lead nowhere else: Arrow follows any. Raises UserError."""
+    import pyarrow
+
+    try:
+        return array.validate(full=True) or array
+    except pyarrow.ArrowException as error:
+        raise UserError(f"{path}: column {column} is damaged ({first_line(error)}); copy it again") from error
+
+
 def column_of(path: Path, wanted: str) -> str:
     """The column that holds tokens, by the first batch of a file; `wanted` where that is no "". Raises UserError where
     there is none, or text."""
@@ -82,7 +92,8 @@ def refuse_mask(path: Path) -> None:
     for _, batch in batches(path):
         for name, uncounted in MASKS.items():
             if name in batch.schema.names and hasattr(batch.schema.field(name).type, "value_type"):
-                if (batch.column(name).flatten().to_numpy(zero_copy_only=False) == uncounted).any():
+                rows = undamaged(path, name, batch.column(name))
+                if (rows.flatten().to_numpy(zero_copy_only=False) == uncounted).any():
                     raise UserError(f"{path}: its {name} leave tokens out of the loss, which is not read here; remove "
                                     "that column, or make DataLayout files of it (docs/data.md)")
         return
@@ -100,7 +111,7 @@ def _lists(path, name, batch):
 
     if name not in batch.schema.names:
         raise UserError(f"{path}: has no column {name}, but {', '.join(batch.schema.names)}")
-    array = batch.column(name)
+    array = undamaged(path, name, batch.column(name))
     if types.is_integer(array.type):
         return array, START, np.array([len(array)])
     if not types.is_integer(getattr(array.type, "value_type", array.type)):
