@@ -10,16 +10,18 @@ import contextlib
 import os
 import re
 import shutil
+import sys
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 from mamba_fsdp.errors import StorageError, UserError
 from mamba_fsdp.heartbeat import heart
 from mamba_fsdp.lease import Lease
 from mamba_fsdp.run_layout import KEPT, MODELS, READING, committed, step_name, step_of
-from mamba_fsdp.storage import exists, hidden_beside, move, sync_folder
+from mamba_fsdp.storage import exists, hidden_beside, move, new_folder, sync_folder
 
 SECONDS_OF_SILENCE = 600.0  # after which a reader that does not renew its lease counts as dead
 
@@ -110,6 +112,17 @@ def held(folder: Path) -> Iterator[None]:
         yield
     finally:
         lease.give_back()
+
+
+@contextlib.contextmanager
+def whole_folder(out: Path) -> Iterator[Path]:
+    """As new_folder, which it holds; what killed processes left of an earlier attempt is removed."""
+    found = left_over(out.parent, re.escape(out.name))
+    time.sleep(bool(found))  # one that has only just been made, or is just given its name, shows it by then
+    for path in remove_left_over(found, say := partial(print, file=sys.stderr), {}):
+        say(f"{path} is another process's, which still writes, or was killed on another machine: remove it then")
+    with new_folder(out, held) as unfinished:
+        yield unfinished
 
 
 until_the_end = contextlib.ExitStack()  # what this process holds as long as it reads from elsewhere

@@ -11,7 +11,7 @@ from safetensors import SafetensorError
 import mamba_fsdp
 from config.presets import title
 from mamba_fsdp.checkpoint.folder import Reader
-from mamba_fsdp.checkpoint.retention import held
+from mamba_fsdp.checkpoint.retention import whole_folder
 from mamba_fsdp.conventions import DTYPES
 from mamba_fsdp.data.tokenizer import load_for_transformers
 from mamba_fsdp.errors import UserError
@@ -21,7 +21,6 @@ from mamba_fsdp.interop.safetensors_files import SHARD_BYTES, write_safetensors
 from mamba_fsdp.interop.weights import PICKLED, TOKENIZER_FILES, read_weights
 from mamba_fsdp.model.spec import EMBEDDING, LM_HEAD, parameter_count, parameters
 from mamba_fsdp.run_layout import COMMIT, CONSOLIDATED, MODEL_CONFIG, TOKENIZER
-from mamba_fsdp.storage import new_folder
 
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 MODEL_CARD, GENERATION_CONFIG = "README.md", "generation_config.json"
@@ -56,7 +55,7 @@ def write_model(source: str | Path, out: str | Path, format: str = "hf", dtype: 
         return tensor if dtype is None or spec[name].fp32 else tensor.to(DTYPES[dtype])
 
     try:
-        with new_folder(out, held) as unfinished:
+        with whole_folder(out) as unfinished:
             fields = writers[format](unfinished, weights, get)
             (unfinished / MODEL_CONFIG).write_text(json.dumps(fields, indent=2) + "\n")
             if format != "ours":

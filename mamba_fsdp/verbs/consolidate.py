@@ -8,7 +8,6 @@ The folder gets its name when all is written; what a kill leaves, the same comma
   --dtype   of the numbers; without it they stay as they are
 """
 
-import re
 import time
 from pathlib import Path
 from typing import Annotated
@@ -20,7 +19,6 @@ from mamba_fsdp.run_layout import CHECKPOINTS, COMMIT, CONSOLIDATED, MODELS, com
 
 def main(run: str, step: Annotated[int, Bounds(at_least=-1)] = -1, out: str = "", dtype: str = "") -> None:
     from mamba_fsdp.checkpoint.folder import find_checkpoint
-    from mamba_fsdp.checkpoint.retention import left_over, remove_left_over
     from mamba_fsdp.interop.convert import publish, to_our_form
     from mamba_fsdp.parallel.world import World
     from mamba_fsdp.report.display import scaled
@@ -36,9 +34,5 @@ def main(run: str, step: Annotated[int, Bounds(at_least=-1)] = -1, out: str = ""
     file, named = folder / CONSOLIDATED, bool(out or dtype)
     if not named and file.is_file():
         return print(f"{file} is there already")
-    found = left_over(folder.parent, re.escape(folder.name))
-    time.sleep(bool(found))  # one that has only just been made, or is just given its name, shows it by then
-    for path in remove_left_over(found, print, {}):
-        print(f"{path} is another process's, which still writes, or was killed on another machine: remove it then")
     (to_our_form if named else publish)(checkpoint, folder, dtype=dtype or None, verified=True)
     print(f"{file}: {scaled(file.stat().st_size, 'B')} of {checkpoint} in {time.perf_counter() - began:.1f} s")

@@ -201,6 +201,7 @@ def test_a_killed_conversion_leaves_nothing_that_is_taken_for_whole(tmp_path, pr
     assert not (tmp_path / "out").exists() and len(list(tmp_path.glob(".out.*.partial"))) == 1
     main(str(tmp_path / "web"), str(tmp_path / "out"), "fms")
     assert open_source(tmp_path / "out", DataConfig(eos_token=str(EOS))).token_count == 301 * 50_000
+    assert sorted(os.listdir(tmp_path)) == ["out", "web"]
 
 
 @pytest.mark.slow

@@ -213,5 +213,5 @@ def test_consolidate_takes_the_memory_of_a_tensor_and_survives_a_kill(large, pro
     said, errors = process.communicate()
     size = (large / "pth/step_00000008/consolidated.00.pth").stat().st_size
     assert process.returncode == 0 and size > 250e6, errors
-    assert "cleaned" in said and not list((large / "pth").glob(".*"))
+    assert "cleaned" in errors and not list((large / "pth").glob(".*"))
     assert int(re.search(r"MiB (\d+)", said)[1]) < 100

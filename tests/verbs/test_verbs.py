@@ -139,13 +139,15 @@ def test_verify_is_refused_where_it_means_nothing(there, capsys, tmp_path):
 
 
 def test_an_export_can_be_read_by_others_and_says_what_it_is(there, tmp_path):
-    """Files as the umask says; a model card; what transformers' generate needs."""
+    """Files as the umask says; a model card; what transformers' generate needs; nothing of a killed attempt."""
+    (tmp_path / ".hf.0123456789ab.partial").mkdir()
     before = os.umask(0o027)
     try:
         export.main("runs/demo", str(tmp_path / "hf"))
         export.main("runs/demo/pth/step_00000004", str(tmp_path / "theirs"), format="state-spaces")
     finally:
         os.umask(before)
+    assert sorted(os.listdir(tmp_path)) == ["hf", "theirs"]
     for folder in ("hf", "theirs"):
         assert {path.stat().st_mode & 0o777 for path in (tmp_path / folder).iterdir()} == {0o640}
     card = (tmp_path / "hf" / "README.md").read_text()
