@@ -85,8 +85,10 @@ def draw(runs: Sequence[dict], charts: Sequence[dict], folder: Path) -> None:
         axes.spines[["top", "right"]].set_visible(False)
         if axes.get_legend_handles_labels()[0]:
             figure.legend(loc="outside right upper", frameon=False, fontsize=7)
+        name = re.sub(r"[^a-z]+", "_", chart["title"].lower()).strip("_")
         for ending in ("png", "pdf"):
-            figure.savefig(folder / f"{re.sub(r'[^a-z]+', '_', chart['title'].lower()).strip('_')}.{ending}", dpi=300)
+            figure.savefig(unfinished := folder / f".{name}.{ending}", dpi=300)
+            unfinished.replace(folder / f"{name}.{ending}")
         plt.close(figure)
 
 

@@ -157,7 +157,7 @@ def browse(tmp_path):
 
 
 @pytest.mark.slow
-def test_pictures_for_a_paper(tmp_path):
+def test_pictures_for_a_paper(tmp_path, monkeypatch):
     import matplotlib.pyplot as plt
 
     runs = [write_run(tmp_path / name / "train", [5.0, *np.linspace(3.5, 3, 150), last])
@@ -172,3 +172,12 @@ def test_pictures_for_a_paper(tmp_path):
     assert drawn == [80.0, 3.5, 2.0, 3.5] and axes.get_ylim()[1] < 6
     assert axes.get_legend_handles_labels()[1] == ["a", "b", "training", "validation"]
     plt.close(figure)
+
+    def half(_, path, **how):
+        path.write_bytes(b"half")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("matplotlib.figure.Figure.savefig", half)
+    with pytest.raises(KeyboardInterrupt):
+        report.main(str(runs[0]), png=str(tmp_path / "pictures"))
+    assert (tmp_path / "pictures/loss.png").read_bytes().startswith(b"\x89PNG")  # the one before
