@@ -10,7 +10,9 @@ PROJECT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
 
 def need(*packages):
-    """Ends the process with exit code 2 and the Python to use, where this one is too old or lacks one of `packages`."""
+    """Ends the process with exit code 2 and the Python to use, where this one is too old or lacks one of `packages`.
+    From here on Ctrl-C is one line, also while modules are imported."""
+    sys.excepthook = _say_stopped
     missing = [package for package in packages if importlib.util.find_spec(package) is None]
     if sys.version_info < OLDEST:
         reason = "is Python %d.%d; it takes %d.%d or newer" % (*sys.version_info[:2], *OLDEST)
@@ -27,3 +29,10 @@ def need(*packages):
     words = [shlex.quote(word) for word in [shown] + getattr(sys, "orig_argv", [""])[1:]]
     sys.stderr.write("error: %s %s; %s %s\n" % (sys.executable, reason, remedy, " ".join(words)))
     raise SystemExit(2)
+
+
+def _say_stopped(kind, error, trace):
+    if kind is KeyboardInterrupt:
+        sys.stderr.write("\nstopped by Ctrl-C\n")
+    else:
+        sys.__excepthook__(kind, error, trace)

@@ -48,3 +48,9 @@ def test_a_python_that_is_too_old(monkeypatch, capsys):
                                   "mamba_fsdp/interpreter.py", "benchmarks/__init__.py"])
 def test_an_old_python_reads_what_comes_before_the_question(project, name):
     ast.parse((project / name).read_text(), feature_version=(3, 6))
+
+
+def test_ctrl_c_is_a_line_while_modules_are_imported_too(project):
+    code = "from mamba_fsdp import interpreter\ninterpreter.need('fire')\nraise KeyboardInterrupt"
+    done = subprocess.run([sys.executable, "-c", code], cwd=project, capture_output=True, text=True)
+    assert done.stderr == "\nstopped by Ctrl-C\n" and done.returncode  # as Python has it: bash says 130
