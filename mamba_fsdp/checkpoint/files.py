@@ -116,7 +116,7 @@ def checksum(path: Path, limit: int = sys.maxsize, kind: str = "xxh3",
     """{"bytes": size, kind: checksum} of a file, or of its first `limit` bytes. Raises OSError. wanted: name -> shard,
     filled on the way with the elements of it that are read, which its `filled` then names."""
     found, size, at_once, pieces = HASHES[kind](), 0, min(BLOCK, 1 << 20), []  # a block stays in the processor's cache
-    with _Ahead(path) as file, contextlib.suppress(EOFError):
+    with FileIO(path) as file, contextlib.suppress(EOFError):
         with contextlib.suppress(*BROKEN):  # nobody has verified the header yet: where it is odd, nothing is filled
             pieces = [(wanted[name], *rest) for name, *rest in _pieces(file) if name in wanted] if wanted else []
         file.seek(0)
@@ -133,19 +133,6 @@ def checksum(path: Path, limit: int = sys.maxsize, kind: str = "xxh3",
                 shard.filled.add((path, start, low - start, high - low))
         size += _update(found, file, limit - size)
     return {"bytes": size, kind: found.hexdigest()}
-
-
-class _Ahead(FileIO):
-    """A file that is read from its start to its end. The kernel fetches what comes next in large stretches meanwhile:
-    by itself it would fetch little more than the small blocks that are asked for."""
-
-    fetched = 0
-
-    def readinto(self, buffer):
-        if hasattr(os, "posix_fadvise") and self.tell() + BLOCK > self.fetched:
-            os.posix_fadvise(self.fileno(), self.fetched, 2 * BLOCK, os.POSIX_FADV_WILLNEED)
-            self.fetched += 2 * BLOCK
-        return super().readinto(buffer)
 
 
 def _update(found, file, limit):
