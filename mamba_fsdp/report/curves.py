@@ -61,7 +61,7 @@ def _axes(columns):
     (steps, tokens), (_, rates) = (columns.get(name, ([], [])) for name in ("tokens", "tokens_per_second"))
     axes = {"step": np.array([0, *steps]), "tokens": np.array([0, *tokens])}
     if rates and len(rates) == len(tokens):
-        with np.errstate(divide="ignore", invalid="ignore"):
+        with np.errstate(all="ignore"):
             axes["hours"] = np.cumsum(np.diff([0.0, 0.0, *tokens]) / np.array([1.0, *rates])) / 3600
     kept = np.unique(np.linspace(0, len(steps), 2 * BUCKETS, dtype=int))
     return {name: axis[kept].tolist() for name, axis in axes.items()}

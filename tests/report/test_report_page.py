@@ -34,7 +34,7 @@ def write_run(folder, losses, seed=1):
     (folder / "events.jsonl").write_text("".join(json.dumps(entry) + "\n" for entry in events))
     (folder / "checkpoints/step_00000020").mkdir(parents=True)
     (folder / "checkpoints/step_00000020/COMMIT").touch()
-    (folder / "generated.jsonl").write_text(json.dumps({"step": 20, "prompt": "Once", "text": EVIL}) + "\n")
+    (folder / "generated.jsonl").write_text(json.dumps({"step": 20, "prompt": "Once" * 99, "text": EVIL}) + "\n")
     return folder
 
 
@@ -109,15 +109,16 @@ def test_a_reader_that_leaves_is_no_failed_write(tmp_path, monkeypatch):
 
 @pytest.mark.slow
 def test_a_browser_draws_the_page_without_a_network(tmp_path, browse):
-    runs = [write_run(tmp_path / "a" / EVIL.replace("/", "|"), [4.0, None, 3.0, 2.0], seed=1),
+    long = EVIL.replace("/", "|") + "n" * 150
+    runs = [write_run(tmp_path / "a" / long, [4.0, None, 3.0, 2.0], seed=1),
             write_run(tmp_path / "b/train", [5.0, *np.linspace(3.5, 3, 1400), 80.0], seed=2)]
     report.main(*map(str, runs), out=str(tmp_path))
     found = browse(tmp_path / "report.html", (Path(__file__).parent / "try_page.js").read_text())
-    names = [f"a/{EVIL.replace('/', '|')}", "b/train"]
+    names = [f"a/{long}", "b/train"]
     assert found["errors"] == found["network"] == [] and found["title"] == "Training report: 2 runs"
     assert found["charts"] == ["Loss, nats per token", "Perplexity", "Learning rate", "Gradient norm",
                                "Throughput, tokens/s", "Epochs of each source"]
-    assert all(found["drawn"]) and found["wide"] <= 0
+    assert all(found["drawn"]) and found["wide"] <= 0 and not found["over"]
     assert found["steps"][0] == [names[0], "loss", [10, 20, 30, 40], [4.0, None, 3.0, 2.0]]
     assert found["steps"][1] == [names[0], "val_loss", [20], [3.5]] and found["text"] == ["4", "", "3", "2"]
     assert max(found["steps"][3][3]) == pytest.approx((80 + 2 * 3) / 3, rel=1e-3)  # a bucket's mean

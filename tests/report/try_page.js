@@ -13,6 +13,8 @@ addEventListener("load", async () => {
   found.range = plots()[0].layout.yaxis.range; found.note = document.querySelector(".note").textContent;
   found.tables = ["runs", "differing", "mixture", "events", "checkpoints"].map(id => text(id));
   found.samples = [...document.querySelectorAll(".sample")].map(one => one.innerText);
+  const right = one => one.getBoundingClientRect().right;
+  found.over = [...document.querySelectorAll("td > span")].filter(one => right(one) > right(one.parentElement)).length;
   found.wide = document.documentElement.scrollWidth - innerWidth;
   await press("tokens"); found.tokens = lines()[0][2];
   await press("hours"); found.hours = lines()[0][2];
