@@ -193,7 +193,12 @@ def test_a_rank_that_died_is_explained(signal_, words):
 
 @pytest.mark.slow
 def test_a_single_rank_says_its_error_once(launcher_project):
-    code, output = finish(launch(launcher_project, "--save_ckpt_path=runs/a", FAKE="mistake"))
+    """And not that of another start, whose launcher had the same number: in a container, each has."""
+    process = launch(launcher_project, "--save_ckpt_path=runs/a", FAKE="mistake")
+    other = launcher_project / f"runs/a/failures/{process.pid}.0/0-17.0-elsewhere-exit9.txt"
+    other.parent.mkdir(parents=True)
+    other.write_text("rank 1 on elsewhere failed first.\n")
+    code, output = finish(process)
     assert code == 2 and "failed first" not in output
 
 
