@@ -274,7 +274,7 @@ class Checkpointer:
         return self._told - before
 
     def _stood_still(self):
-        return self._stalled + (time.perf_counter() - self._since if self._since else 0.0)
+        return self._stalled + (time.perf_counter() - since if (since := self._since) else 0.0)  # for two threads
 
     def _write(self, save, pieces, copy):
         """Write this rank's file. Runs in a thread and therefore talks to no other rank, but as the local tier may.
