@@ -27,8 +27,16 @@ def prepare() -> None:
     sys.modules["__main__"].__spec__ = ModuleSpec("__main__", None)  # else ranks run the launcher's module once more
     multiprocessing.set_forkserver_preload(IMPORTS)
     forkserver.ensure_running()
+    atexit.register(_end_server)
     for number, handler in before.items():
         signal.signal(number, handler)
+
+
+def _end_server():
+    """At once: while it imports, torch makes folders for its caches, also where they were removed."""
+    with contextlib.suppress(OSError, TypeError):  # it is gone
+        os.kill(server := forkserver._forkserver._forkserver_pid, signal.SIGKILL)
+        os.waitpid(server, 0)
 
 
 class Rank(ForkServerProcess):

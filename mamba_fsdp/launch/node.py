@@ -21,6 +21,8 @@ from mamba_fsdp.launch.forks import REQUESTS_TO_STOP, Rank, prepare
 from mamba_fsdp.launch.machine import node_name, set_environment
 
 if __name__ == "__main__":  # what ranks are forks of imports torch, which takes seconds, while this process does
+    for number in REQUESTS_TO_STOP:
+        signal.signal(number, lambda number, _: sys.exit(128 + number))  # without what it has made so far
     scratch = tempfile.TemporaryDirectory(prefix="mamba-train-")
     set_environment(sys.argv[2:], scratch.name)
     prepare()
@@ -120,7 +122,8 @@ def restart_in_place(failures: Path, asked: list[int], alone: bool, processes: i
             first, rank, failure = min((moment_of(failure), rank, failure) for rank, failure in result.failures.items()
                                        if failure.pid not in ended)
             newest, wrong = saved()
-            mends = not (asked or wrong or failure.exitcode == UserError.exit_code or newest == begun_from[0])
+            mends = not (asked or wrong or failure.exitcode == UserError.exit_code or newest == begun_from[0]
+                         or os.environ.get("MAX_RESTARTS") == "0")
             if not (asked and failure.exitcode == ENDED_BY_LAUNCHER):
                 has_said_it = alone and processes == 1 and failure.exitcode > 0 and not mends  # right above
                 text = "" if has_said_it else f"rank {rank} on {node_name()} failed first.\n{describe(failure)}\n"
@@ -128,7 +131,7 @@ def restart_in_place(failures: Path, asked: list[int], alone: bool, processes: i
                 noted.append(put_on_record(failures, *first, text, code))
             if wrong:
                 print(f"error: {wrong}", file=sys.stderr, flush=True)
-            agent._remaining_restarts, begun_from[0] = int(mends and os.environ.get("MAX_RESTARTS") != "0"), newest
+            agent._remaining_restarts, begun_from[0] = int(mends), newest
             os.environ.pop("START_PARTS", None)  # what the launcher took is told once
             with contextlib.suppress(AttributeError):  # where torch keeps it elsewhere
                 group.spec.rdzv_handler._settings.timeout._join = datetime.timedelta(seconds=SECONDS_TO_MEET_AGAIN)
@@ -169,6 +172,8 @@ def pass_requests_on() -> list[int]:
         signal.signal(signal.SIGTSTP, stand_still)
         for number in REQUESTS_TO_STOP:  # instead of torchrun's own, which raise SignalException
             signal.signal(number, pass_on)
+        if asked:  # since those before them ended
+            pass_on(asked.pop(), None)
 
     PContext.start = start_and_listen
     return asked
@@ -204,4 +209,6 @@ def describe(failure: ProcessFailure) -> str:
 
 
 if __name__ == "__main__":
+    for number in REQUESTS_TO_STOP:  # it looks for other nodes in C, which serves no handler
+        signal.signal(number, signal.SIG_DFL)
     raise SystemExit(main(Path(sys.argv[1]), sys.argv[2:], scratch.name))

@@ -156,12 +156,37 @@ def test_sigterm_while_it_waits_for_the_errors_of_other_nodes_is_quiet(start_nod
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seconds", [0.2, 1, 2])
-def test_sigterm_while_it_starts_is_quiet(start_node, seconds):
-    process, project = start_node(*AMONG_NODES[:2], "--rdzv-endpoint=192.0.2.1:29400")  # nobody there: it keeps trying
-    time.sleep(seconds)
+def test_sigterm_while_it_starts_is_quiet_and_leaves_nothing(start_node, tmp_path):
+    """Also what torch makes as it is imported, beside the launcher."""
+    (tmp_path / "tmp").mkdir()
+    process, project = start_node("--standalone", TMPDIR=str(tmp_path / "tmp"))
+    wait_until(lambda: list((tmp_path / "tmp").glob("pymp-*")))
     process.send_signal(signal.SIGTERM)
-    assert finish(process) == (-signal.SIGTERM, "")
+    assert finish(process) == (143, "")
+    assert not list((tmp_path / "tmp").iterdir())
+
+
+@pytest.mark.slow
+def test_sigterm_while_it_looks_for_other_nodes_is_quiet(start_node):
+    process, project = start_node(*AMONG_NODES[:2], "--rdzv-endpoint=192.0.2.1:29400")  # nobody there: it keeps trying
+    time.sleep(2)
+    process.send_signal(signal.SIGTERM)
+    assert finish(process) in [(-signal.SIGTERM, ""), (143, "")]
+
+
+def test_ranks_that_start_again_learn_of_a_request_that_came_before_them(monkeypatch):
+    told = []
+    rank = SimpleNamespace(proc=SimpleNamespace(send_signal=told.append))
+    monkeypatch.setattr(node.PContext, "start", lambda ranks: None)
+    monkeypatch.setattr(node.SubprocessHandler, "_popen", None)
+    monkeypatch.setattr(node.signal, "signal", lambda *_: None)
+    asked = node.pass_requests_on()
+    ranks = SimpleNamespace(envs={}, subprocess_handlers={0: rank})
+    node.PContext.start(ranks)
+    assert told == []
+    asked.append(signal.SIGUSR1)
+    node.PContext.start(ranks)
+    assert (told, asked) == ([signal.SIGTERM], [signal.SIGUSR1])
 
 
 @pytest.mark.parametrize("nodes, pause", [(1, 0.1), (50, 0.5), (1000, 1.0)])
