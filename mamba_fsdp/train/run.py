@@ -15,7 +15,7 @@ from mamba_fsdp.parallel.compat import use_deterministic_algorithms
 from mamba_fsdp.parallel.world import World, start_world
 from mamba_fsdp.report.display import Display, output_that_may_go
 from mamba_fsdp.report.records import add_event, was_validated
-from mamba_fsdp.run_layout import MODELS, PROFILE, SETTINGS, is_own, step_of
+from mamba_fsdp.run_layout import MODELS, PROFILE, SETTINGS, is_own, step_name, step_of
 from mamba_fsdp.storage import write_atomically
 from mamba_fsdp.train import loop
 from mamba_fsdp.train.estimate import what_would_fit
@@ -79,7 +79,7 @@ def train(parts: Parts, folder: RunFolder, display: Display) -> Path | None:
         write_atomically(folder.path / SETTINGS, resolve.as_yaml(parts.settings))
         folder.keep_tokenizer(one_for_all(parts.sources.values()))
         folder.say("running", state.step)
-        begins = begins_from(parts.settings.checkpoint, parts.checkpointer.last)
+        begins = begins_from(parts.settings.checkpoint, parts.checkpointer.newest_step)
         add_event(folder.path, "started", state.step, ranks=world.size, **{"from": begins})
     with parts.loader, StopRequest(folder.path, world.rank == 0) as stop:
         reason = None
@@ -103,11 +103,11 @@ def train(parts: Parts, folder: RunFolder, display: Display) -> Path | None:
     return None
 
 
-def begins_from(settings: CheckpointConfig, newest: Path | None) -> str:
-    """In words, for events.jsonl. newest: the checkpoint that it resumes from."""
+def begins_from(settings: CheckpointConfig, newest: int) -> str:
+    """In words, for events.jsonl. newest: the step that it resumes from, -1 for none."""
     loaded = "" if is_own(settings.load_ckpt_path, settings.save_ckpt_path) else settings.load_ckpt_path
-    return (f"checkpoint {newest.name}" if newest else f"init_from {settings.init_from}" if settings.init_from
-            else f"load_ckpt_path {loaded}" if loaded else "the start")
+    return (f"checkpoint {step_name(newest)}" if newest >= 0 else f"init_from {settings.init_from}"
+            if settings.init_from else f"load_ckpt_path {loaded}" if loaded else "the start")
 
 
 @contextlib.contextmanager

@@ -52,6 +52,7 @@ def test_all_ranks_killed_and_a_disk_lost_cost_only_the_steps_since_the_last_loc
     shutil.rmtree(disks[random.randrange(2)])
     said = said_by(start_nodes(run, 2, per_node, **how))
     assert f"{last}, step {int(last[5:])}" in said
+    assert f'"from": "checkpoint {last}"' in (run / "events.jsonl").read_text()
     assert [entry["loss"] for entry in metrics_of(run)] == [entry["loss"] for entry in metrics_of(tmp_path / "whole")]
     whole, resumed = weights_of(tmp_path / "whole"), weights_of(run)
     assert whole.keys() == resumed.keys() and all(torch.equal(whole[name], resumed[name]) for name in whole)
