@@ -114,6 +114,7 @@ def spoil_samples():
     """Let some windows have a loss that is a spike, also among few steps."""
     from mamba_fsdp.train import loop, spikes
     true_loss, spikes.FEWEST = loop.batch_loss, 4
+    spikes.MOST_ROLLBACKS = 1000  # kills before the next checkpoint let one rollback come again and again
 
     def loss(parallel, batch):
         spoilt = any((window or 1) % 50 == 0 for name, window in batch.samples if name == "train")
