@@ -276,11 +276,12 @@ def write_file(path: Path) -> float:
     """Seconds that MEGABYTES take to be on the disk."""
     def write():
         with open(path, "xb") as file:
-            file.writelines([os.urandom(1_000_000)] * MEGABYTES)
+            file.writelines(blocks)
             file.flush()
             os.fsync(file.fileno())
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)  # for whoever reads it here
 
+    blocks = [os.urandom(1_000_000)] * MEGABYTES
     return seconds_of(write, f"write {path.parent}")
 
 
