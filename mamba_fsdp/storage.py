@@ -1,16 +1,15 @@
 """Storage that fails for a moment, as a file server restarts: what failed is tried again for a minute. And small files
-that are the old one or the new one, new folders that are there whole, whatever happens in between.
+that are the old one or the new one, whatever happens in between.
 """
 
 import contextlib
 import errno
 import os
-import shutil
 import socket
 import sys
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -91,32 +90,6 @@ def sync_folder(folder: str | Path) -> None:
 def hidden_beside(path: Path) -> Path:
     """A new name beside `path`, for what is not yet whole or no longer: .<name>.<unique>.partial."""
     return path.with_name(f".{path.name}.{uuid.uuid4().hex[:12]}.partial")
-
-
-@contextlib.contextmanager
-def new_folder(out: Path, hold: Callable[[Path], contextlib.AbstractContextManager] = contextlib.nullcontext
-               ) -> Iterator[Path]:
-    """A folder to write in, which is `out` once the block has ended and all is on the disk, and is removed where it
-    fails. Inside hold(it) it is not whole. Raises UserError where `out` exists or the disk refuses."""
-    if out.exists():
-        raise UserError(f"{out} exists already; name a new folder, or remove it first")
-    unfinished = hidden_beside(out)
-    try:
-        unfinished.mkdir(parents=True)
-        with hold(unfinished):
-            yield unfinished
-            for path in (*unfinished.rglob("*"), unfinished):
-                if path.is_file():
-                    with open(path, "rb") as file:
-                        os.fsync(file.fileno())
-                else:
-                    sync_folder(path)
-        unfinished.rename(out)
-    except OSError as error:
-        raise UserError(f"can't write {out}: {error.strerror or error}") from None
-    finally:
-        shutil.rmtree(unfinished, ignore_errors=True)
-    sync_folder(out.parent)
 
 
 def write_atomically(path: str | Path, data: str) -> None:

@@ -21,7 +21,7 @@ from mamba_fsdp.errors import StorageError, UserError
 from mamba_fsdp.heartbeat import heart
 from mamba_fsdp.lease import Lease
 from mamba_fsdp.run_layout import KEPT, MODELS, READING, committed, step_name, step_of
-from mamba_fsdp.storage import exists, hidden_beside, move, new_folder, sync_folder
+from mamba_fsdp.storage import exists, hidden_beside, move, sync_folder
 
 SECONDS_OF_SILENCE = 600.0  # after which a reader that does not renew its lease counts as dead
 
@@ -115,14 +115,33 @@ def held(folder: Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def whole_folder(out: Path) -> Iterator[Path]:
-    """As new_folder, which it holds; what killed processes left of an earlier attempt is removed."""
-    found = left_over(out.parent, re.escape(out.name))
+def new_folder(out: Path) -> Iterator[Path]:
+    """A folder to write in, which is held and is not whole; it is `out` once the block has ended and all is on the
+    disk, and is removed where it fails. What killed processes left of an earlier attempt is removed first. Raises
+    UserError where `out` exists or the disk refuses."""
+    found, say = left_over(out.parent, re.escape(out.name)), partial(print, file=sys.stderr)
     time.sleep(bool(found))  # one that has only just been made, or is just given its name, shows it by then
-    for path in remove_left_over(found, say := partial(print, file=sys.stderr), {}):
+    for path in remove_left_over(found, say, {}):
         say(f"{path} is another process's, which still writes, or was killed on another machine: remove it then")
-    with new_folder(out, held) as unfinished:
-        yield unfinished
+    if out.exists():
+        raise UserError(f"{out} exists already; name a new folder, or remove it first")
+    unfinished = hidden_beside(out)
+    try:
+        unfinished.mkdir(parents=True)
+        with held(unfinished):
+            yield unfinished
+            for path in (*unfinished.rglob("*"), unfinished):
+                if path.is_file():
+                    with open(path, "rb") as file:
+                        os.fsync(file.fileno())
+                else:
+                    sync_folder(path)
+        unfinished.rename(out)
+    except OSError as error:
+        raise UserError(f"can't write {out}: {error.strerror or error}") from None
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
+    sync_folder(out.parent)
 
 
 until_the_end = contextlib.ExitStack()  # what this process holds as long as it reads from elsewhere

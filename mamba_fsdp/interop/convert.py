@@ -11,7 +11,7 @@ from safetensors import SafetensorError
 import mamba_fsdp
 from config.presets import title
 from mamba_fsdp.checkpoint.folder import Reader
-from mamba_fsdp.checkpoint.retention import whole_folder
+from mamba_fsdp.checkpoint.retention import new_folder
 from mamba_fsdp.conventions import DTYPES
 from mamba_fsdp.data.tokenizer import load_for_transformers
 from mamba_fsdp.errors import UserError
@@ -55,7 +55,7 @@ def write_model(source: str | Path, out: str | Path, format: str = "hf", dtype: 
         return tensor if dtype is None or spec[name].fp32 else tensor.to(DTYPES[dtype])
 
     try:
-        with whole_folder(out) as unfinished:
+        with new_folder(out) as unfinished:
             fields = writers[format](unfinished, weights, get)
             (unfinished / MODEL_CONFIG).write_text(json.dumps(fields, indent=2) + "\n")
             if format != "ours":

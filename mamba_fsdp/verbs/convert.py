@@ -22,7 +22,7 @@ FORMATS = "store", "fms", "datalayout", "save_to_disk"
 
 def main(src: str, out: str, format: Annotated[str, Bounds(choices=FORMATS)],
          block: Annotated[int, Bounds(at_least=0)] = 0, reading: ReadingConfig = USUAL_READING) -> None:
-    from mamba_fsdp.checkpoint.retention import whole_folder
+    from mamba_fsdp.checkpoint.retention import new_folder
     from mamba_fsdp.data.opening import open_source, split_in
     from mamba_fsdp.data.writing import WRITERS, Copy, copy_tokenizer
     from mamba_fsdp.report.display import Display
@@ -33,7 +33,7 @@ def main(src: str, out: str, format: Annotated[str, Bounds(choices=FORMATS)],
     data = DataConfig(**vars(reading))
     splits = {split: split_in(place, split) for split in ("train", "validation")}
     parts = {"": place} if splits["train"] == place else {name: path for name, path in splits.items() if path != place}
-    with whole_folder(Path(out)) as folder:
+    with new_folder(Path(out)) as folder:
         for split, path in parts.items():
             source = open_source(path, data, display.line)
             if source.eos < 0 and not block and format != "datalayout":
