@@ -10,7 +10,7 @@ import runpy
 import signal
 import sys
 from importlib.machinery import ModuleSpec
-from multiprocessing import forkserver
+from multiprocessing import forkserver, resource_tracker
 from multiprocessing.context import ForkServerProcess
 
 from mamba_fsdp.errors import first_line
@@ -23,13 +23,14 @@ REQUESTS_TO_STOP = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT
 
 def prepare() -> None:
     """Starts that process; it imports while torchrun looks for the other nodes."""
-    before = {number: signal.signal(number, signal.SIG_IGN) for number in REQUESTS_TO_STOP}  # Slurm asks all processes
+    signal.pthread_sigmask(signal.SIG_BLOCK, REQUESTS_TO_STOP)  # Slurm asks all processes; what we start inherits it
     sys.modules["__main__"].__spec__ = ModuleSpec("__main__", None)  # else ranks run the launcher's module once more
     multiprocessing.set_forkserver_preload(IMPORTS)
+    resource_tracker.ensure_running()  # which lets SIGINT and SIGTERM through when it has started
+    signal.pthread_sigmask(signal.SIG_BLOCK, REQUESTS_TO_STOP)
     forkserver.ensure_running()
     atexit.register(_end_server)
-    for number, handler in before.items():
-        signal.signal(number, handler)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, REQUESTS_TO_STOP)  # those that came meanwhile come now
 
 
 def _end_server():
@@ -58,6 +59,7 @@ def _run(words, environment):
     os.setsid()
     for number in REQUESTS_TO_STOP:
         signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, REQUESTS_TO_STOP)
     os.environ.clear()  # of what was told to the first start alone
     os.environ.update(environment)
     # A library has asked CUDA something: its forks can't use it.

@@ -21,8 +21,9 @@ from mamba_fsdp.launch.forks import REQUESTS_TO_STOP, Rank, prepare
 from mamba_fsdp.launch.machine import node_name, set_environment
 
 if __name__ == "__main__":  # what ranks are forks of imports torch, which takes seconds, while this process does
+    came = []  # a module that is being imported may hold sys.exit for a failure of its own
     for number in REQUESTS_TO_STOP:
-        signal.signal(number, lambda number, _: sys.exit(128 + number))  # without what it has made so far
+        signal.signal(number, lambda number, _: (came.append(number), sys.exit(128 + number)))  # without what it has made
     scratch = tempfile.TemporaryDirectory(prefix="mamba-train-")
     set_environment(sys.argv[2:], scratch.name)
     prepare()
@@ -211,4 +212,4 @@ def describe(failure: ProcessFailure) -> str:
 if __name__ == "__main__":
     for number in REQUESTS_TO_STOP:  # it looks for other nodes in C, which serves no handler
         signal.signal(number, signal.SIG_DFL)
-    raise SystemExit(main(Path(sys.argv[1]), sys.argv[2:], scratch.name))
+    raise SystemExit(128 + came[0] if came else main(Path(sys.argv[1]), sys.argv[2:], scratch.name))

@@ -27,13 +27,18 @@ pytestmark = pytest.mark.torch22
 
 @pytest.fixture
 def start_node(tmp_path):
-    """start_node(*words, training=FAKE_TRAINING, steps=500, packages=(), **environment) -> (process, project folder).
+    """start_node(*words, training=FAKE_TRAINING, steps=500, packages=(), insert=None, **environment) -> (process, project
+    folder).
 
-    packages: names of empty files to put into the .venv."""
+    packages: names of empty files to put into the .venv; insert: (a file of the project, a line of it, text after it)."""
     started = []
 
-    def start(*words, training=FAKE_TRAINING, steps=500, packages=(), **environment):
+    def start(*words, training=FAKE_TRAINING, steps=500, packages=(), insert=None, **environment):
         project = make_project(tmp_path / "project", training=training)
+        if insert:
+            file, line, text = project / insert[0], *insert[1:]
+            assert file.read_text().count(line) == 1
+            file.write_text(file.read_text().replace(line, line + text))
         packages_folder, = make_venv(project).glob("lib/*/site-packages")
         for file in (packages_folder / name for name in packages):
             file.parent.mkdir(parents=True, exist_ok=True)
@@ -155,13 +160,20 @@ def test_sigterm_while_it_waits_for_the_errors_of_other_nodes_is_quiet(start_nod
     assert code == 1 and "Traceback" not in output
 
 
+SIGTERM_COMES, IMPORTS_TORCH = "os.kill(os.getpid(), signal.SIGTERM)", "from torch.distributed import run as torchrun\n"
+
+
 @pytest.mark.slow
-def test_sigterm_while_it_starts_is_quiet_and_leaves_nothing(start_node, tmp_path):
+@pytest.mark.parametrize("file, line, moment", [
+    pytest.param("forks", "    forkserver.ensure_running()\n", f"    {SIGTERM_COMES}\n", id="what ranks are forks of starts"),
+    pytest.param("node", IMPORTS_TORCH, f"{SIGTERM_COMES}\n", id="torch is imported"),
+    pytest.param("node", IMPORTS_TORCH, f"try:\n    {SIGTERM_COMES}\nexcept:\n    pass\n", id="an import forgives"),
+])
+def test_sigterm_while_it_starts_is_quiet_and_leaves_nothing(start_node, tmp_path, file, line, moment):
     """Also what torch makes as it is imported, beside the launcher."""
     (tmp_path / "tmp").mkdir()
-    process, project = start_node("--standalone", TMPDIR=str(tmp_path / "tmp"))
-    wait_until(lambda: list((tmp_path / "tmp").glob("pymp-*")))
-    process.send_signal(signal.SIGTERM)
+    process, _ = start_node("--standalone", insert=(f"mamba_fsdp/launch/{file}.py", line, moment),
+                            TMPDIR=str(tmp_path / "tmp"))
     assert finish(process) == (143, "")
     assert not list((tmp_path / "tmp").iterdir())
 
