@@ -21,9 +21,14 @@ from mamba_fsdp.launch.forks import REQUESTS_TO_STOP, Rank, prepare
 from mamba_fsdp.launch.machine import node_name, set_environment
 
 if __name__ == "__main__":  # what ranks are forks of imports torch, which takes seconds, while this process does
-    came = []  # a module that is being imported may hold sys.exit for a failure of its own
+    came: list[int] = []  # what is imported may take SystemExit for a failure of its own
+
+    def leave(number, _):
+        came.append(number)
+        sys.exit(128 + number)  # which removes what has been made so far
+
     for number in REQUESTS_TO_STOP:
-        signal.signal(number, lambda number, _: (came.append(number), sys.exit(128 + number)))  # without what it has made
+        signal.signal(number, leave)
     scratch = tempfile.TemporaryDirectory(prefix="mamba-train-")
     set_environment(sys.argv[2:], scratch.name)
     prepare()

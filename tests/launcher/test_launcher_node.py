@@ -27,10 +27,10 @@ pytestmark = pytest.mark.torch22
 
 @pytest.fixture
 def start_node(tmp_path):
-    """start_node(*words, training=FAKE_TRAINING, steps=500, packages=(), insert=None, **environment) -> (process, project
-    folder).
+    """start_node(*words, training=FAKE_TRAINING, steps=500, packages=(), insert=None, **environment) ->
+    (process, project folder).
 
-    packages: names of empty files to put into the .venv; insert: (a file of the project, a line of it, text after it)."""
+    packages: names of empty files to put into the .venv; insert: (a file of the project, a line, what follows)."""
     started = []
 
     def start(*words, training=FAKE_TRAINING, steps=500, packages=(), insert=None, **environment):
@@ -165,10 +165,10 @@ SIGTERM_COMES, IMPORTS_TORCH = "os.kill(os.getpid(), signal.SIGTERM)", "from tor
 
 @pytest.mark.slow
 @pytest.mark.parametrize("file, line, moment", [
-    pytest.param("forks", "    forkserver.ensure_running()\n", f"    {SIGTERM_COMES}\n", id="what ranks are forks of starts"),
-    pytest.param("node", IMPORTS_TORCH, f"{SIGTERM_COMES}\n", id="torch is imported"),
-    pytest.param("node", IMPORTS_TORCH, f"try:\n    {SIGTERM_COMES}\nexcept:\n    pass\n", id="an import forgives"),
-])
+    ("forks", "    forkserver.ensure_running()\n", f"    {SIGTERM_COMES}\n"),
+    ("node", IMPORTS_TORCH, f"{SIGTERM_COMES}\n"),
+    ("node", IMPORTS_TORCH, f"try:\n    {SIGTERM_COMES}\nexcept:\n    pass\n"),
+], ids=["the server of forks starts", "torch is imported", "an import forgives"])
 def test_sigterm_while_it_starts_is_quiet_and_leaves_nothing(start_node, tmp_path, file, line, moment):
     """Also what torch makes as it is imported, beside the launcher."""
     (tmp_path / "tmp").mkdir()
