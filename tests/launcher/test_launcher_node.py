@@ -151,6 +151,28 @@ def test_sigterm_while_it_starts_the_ranks_ends_those_that_it_has_started(projec
     assert (done.returncode, done.stdout + done.stderr) == (143, "")
 
 
+ASKED_AT_ONCE = """
+import os, signal
+from mamba_fsdp.launch import forks
+class Late(dict):  # the rank takes a second to read it, before anything of ours runs there
+    def __reduce__(self):
+        return eval, (f"__import__('time').sleep(1) or {dict(self)}",)
+forks.IMPORTS.clear()
+forks.prepare()
+rank = forks.Rank(("python", "-u", "training.py"), Late(os.environ, WORLD_SIZE="1", RANK="0"))
+rank.send_signal(signal.SIGTERM)
+rank.wait(100)
+print(rank.poll())
+"""
+
+
+def test_a_request_that_comes_while_a_rank_is_forked_waits_for_it(project, tmp_path):
+    (tmp_path / "training.py").write_text("")
+    done = subprocess.run([sys.executable, "-c", ASKED_AT_ONCE], cwd=tmp_path, capture_output=True, text=True,
+                          env={**CLEAN, "PYTHONPATH": str(project)}, timeout=120)
+    assert (done.stdout, done.stderr) == (f"{-signal.SIGTERM}\n", "")
+
+
 @pytest.mark.slow
 def test_sigterm_while_it_waits_for_the_errors_of_other_nodes_is_quiet(start_node):
     process, project = start_node(*AMONG_NODES, FAKE="mistake")
