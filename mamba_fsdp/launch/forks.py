@@ -41,7 +41,7 @@ def _end_server():
 
 
 class Rank(ForkServerProcess):
-    """What torchrun wants of a subprocess.Popen. words: python -u FILE and its arguments."""
+    """One rank. words: python -u FILE and its arguments."""
 
     def __init__(self, words: tuple[str, ...], environment: dict[str, str]) -> None:
         super().__init__(target=_run, args=(words[2:], environment))

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from importlib import import_module
 
 import torch
+from torch.distributed.elastic.agent.server import WorkerGroup
 
 from mamba_fsdp.parallel.model import ParallelModel
 
@@ -41,3 +42,11 @@ def step_unless(optimizer: torch.optim.AdamW, refused: torch.Tensor) -> None:
 def has_fused_adamw(device: torch.device) -> bool:
     """Whether torch has a fused AdamW for the device (torch 2.2: CUDA only)."""
     return device.type == "cuda" or HAS_FSDP2
+
+
+def where_ranks_meet(group: WorkerGroup) -> tuple[str, str]:
+    """MASTER_ADDR and MASTER_PORT of a torchrun agent's ranks, after it has met the others."""
+    if hasattr(group, "master_addr"):
+        return group.master_addr, str(group.master_port)
+    address, port = (group.store.get(name).decode() for name in ("MASTER_ADDR", "MASTER_PORT"))  # torch 2.3 and older
+    return address, port

@@ -4,6 +4,7 @@ import inspect
 import os
 import resource
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -12,6 +13,8 @@ from types import SimpleNamespace
 
 import pytest
 from projects import FAKE_TRAINING, make_project, make_venv, starts
+from torch.distributed import TCPStore
+from torch.distributed.elastic.agent.server import Worker
 from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 
 from mamba_fsdp.errors import StorageError
@@ -20,6 +23,7 @@ from mamba_fsdp.launch import node
 CLEAN = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM", "TRITON_", "GLOO_"))
          and name != "CUDA_VISIBLE_DEVICES"}
 AMONG_NODES = ["--nnodes=1", "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0"]  # as in Slurm, with one node
+SIGTERM_COMES, IMPORTS_TORCH = "os.kill(os.getpid(), signal.SIGTERM)", "from torch.distributed import run as torchrun\n"
 STARTS_FOR_EVER = "import os, time\nopen(f'started-{os.environ[\"RANK\"]}', 'w')\ntime.sleep(600)\n"  # no handler yet
 
 pytestmark = pytest.mark.torch22
@@ -55,21 +59,34 @@ def start_node(tmp_path):
             process.kill()
 
 
-def test_storage_that_fails_when_a_rank_has_failed_is_a_line(tmp_path, monkeypatch, capsys):
+@pytest.fixture
+def agent(tmp_path, monkeypatch):
+    """One whose rank is no process: `code` is what it ended with, `told` the signals that it was sent."""
+    monkeypatch.setenv("PROCESSES_PER_NODE", "2")
+    monkeypatch.setattr(node.signal, "signal", lambda *_: None)
+    monkeypatch.setattr(node, "where_ranks_meet", lambda group: ("localhost", "1"))
+    monkeypatch.setattr(node, "meet_fast", lambda nodes: None)
+    agent, told = node.Agent(tmp_path / "run/failures/1", ["--standalone", "training.py"], tmp_path), []
+    monkeypatch.setattr(node, "Rank", lambda words, environment: SimpleNamespace(
+        pid=1, poll=lambda: agent.code, send_signal=told.append, wait=lambda seconds: None))
+    agent.code, agent.told, agent.group = None, told, agent.get_worker_group()
+    agent.group.workers, agent.group.group_rank = [Worker(0, global_rank=0, world_size=1)], 0
+    yield agent
+    agent.nodes.shutdown()
+
+
+def test_storage_that_fails_when_a_rank_has_failed_is_a_line(agent, tmp_path, monkeypatch, capsys):
     """The failure is on record, with its exit code; nothing starts in place."""
     def fails(_):
         raise StorageError("checkpoints: Input/output error")
 
-    failure = SimpleNamespace(pid=1, exitcode=74, error_file="none", message="none")
-    result = SimpleNamespace(is_failed=lambda: True, failures={0: failure})
-    agent, group = SimpleNamespace(), SimpleNamespace(spec=SimpleNamespace(rdzv_handler=SimpleNamespace(
-        _settings=SimpleNamespace(timeout=SimpleNamespace()))))
-    monkeypatch.setattr(node.LocalElasticAgent, "_monitor_workers", lambda *_: result)
-    monkeypatch.setattr(node.PContext, "close", None)
     monkeypatch.setattr(node, "committed", fails)
-    noted = node.restart_in_place(tmp_path / "run/failures/1", [], False, 2)
-    assert node.LocalElasticAgent._monitor_workers(agent, group) is result
-    assert noted == [1] and agent._remaining_restarts == 0
+    agent.alone = False
+    agent._start_workers(agent.group)
+    assert not agent._monitor_workers(agent.group).is_failed()
+    agent.code = 74
+    assert agent._monitor_workers(agent.group).is_failed()
+    assert agent.noted == [1] and agent._remaining_restarts == 0
     assert capsys.readouterr().err == "error: checkpoints: Input/output error\n"
     assert next((tmp_path / "run/failures/1").iterdir()).name.endswith("exit74.txt")
 
@@ -116,20 +133,20 @@ def test_ranks_that_only_start_end_at_once_and_count_as_stopped(start_node):
 
 
 SAVES_LOCALLY_AND_DIES = """
-import pathlib, sys
+import os, pathlib, sys
 begun = pathlib.Path("begun")
 begun.write_text(begun.read_text() + "!" if begun.exists() else "!")
 if len(begun.read_text()) < 4:
     pathlib.Path("local.json").write_text(begun.read_text())
-sys.exit(1)
+sys.exit(len(begun.read_text()) != int(os.environ["GOOD_START"]))
 """
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("where", [AMONG_NODES, ["--standalone"]])
-def test_ranks_start_again_in_place_as_long_as_there_are_new_checkpoints_be_they_local(start_node, where):
-    process, project = start_node(*where, training=SAVES_LOCALLY_AND_DIES)
-    assert finish(process)[0] == 1 and (project / "begun").read_text() == "!!!!"
+@pytest.mark.parametrize("where, good, code", [(AMONG_NODES, 5, 1), (["--standalone"], 5, 1), (["--standalone"], 4, 0)])
+def test_ranks_start_again_in_place_as_long_as_there_are_new_checkpoints_be_they_local(start_node, where, good, code):
+    process, project = start_node(*where, training=SAVES_LOCALLY_AND_DIES, GOOD_START=str(good))
+    assert finish(process)[0] == code and (project / "begun").read_text() == "!!!!"
 
 
 STOPPED_IN_BETWEEN = """
@@ -175,14 +192,11 @@ def test_a_request_that_comes_while_a_rank_is_forked_waits_for_it(project, tmp_p
 
 @pytest.mark.slow
 def test_sigterm_while_it_waits_for_the_errors_of_other_nodes_is_quiet(start_node):
-    process, project = start_node(*AMONG_NODES, FAKE="mistake")
-    wait_until(lambda: list(project.glob("failures/*-exit2.txt")))
-    process.send_signal(signal.SIGTERM)
+    waits = "        time.sleep(SECONDS_FOR_OTHERS)\n"
+    process, _ = start_node(*AMONG_NODES, FAKE="mistake", insert=("mamba_fsdp/launch/node.py", waits,
+                                                                  f"        {SIGTERM_COMES}\n"))
     code, output = finish(process)
     assert code == 1 and "Traceback" not in output
-
-
-SIGTERM_COMES, IMPORTS_TORCH = "os.kill(os.getpid(), signal.SIGTERM)", "from torch.distributed import run as torchrun\n"
 
 
 @pytest.mark.slow
@@ -208,19 +222,25 @@ def test_sigterm_while_it_looks_for_other_nodes_is_quiet(start_node):
     assert finish(process) in [(-signal.SIGTERM, ""), (143, "")]
 
 
-def test_ranks_that_start_again_learn_of_a_request_that_came_before_them(monkeypatch):
-    told = []
-    rank = SimpleNamespace(proc=SimpleNamespace(send_signal=told.append))
-    monkeypatch.setattr(node.PContext, "start", lambda ranks: None)
-    monkeypatch.setattr(node.SubprocessHandler, "_popen", None)
-    monkeypatch.setattr(node.signal, "signal", lambda *_: None)
-    asked = node.pass_requests_on()
-    ranks = SimpleNamespace(envs={}, subprocess_handlers={0: rank})
-    node.PContext.start(ranks)
-    assert told == []
-    asked.append(signal.SIGUSR1)
-    node.PContext.start(ranks)
-    assert (told, asked) == ([signal.SIGTERM], [signal.SIGUSR1])
+def test_ranks_that_start_again_learn_of_a_request_that_came_before_them(agent):
+    agent._start_workers(agent.group)
+    assert agent.told == []
+    agent._pass_on(signal.SIGUSR1, None)
+    assert agent.told == [signal.SIGTERM]
+    agent._start_workers(agent.group)
+    assert (agent.told, agent.asked) == ([signal.SIGTERM] * 2, [signal.SIGUSR1])
+
+
+def test_nobody_takes_the_port_on_which_the_first_rank_is_going_to_listen(agent, monkeypatch):
+    with socket.socket() as free:
+        free.bind(("", 0))
+        port = free.getsockname()[1]
+    monkeypatch.setattr(node, "where_ranks_meet", lambda group: ("localhost", str(port)))
+    agent._start_workers(agent.group)
+    with socket.socket() as other, pytest.raises(OSError, match="in use"):
+        other.bind(("", port))
+    store = TCPStore("localhost", port, 1, is_master=True)
+    assert store.port == port
 
 
 @pytest.mark.parametrize("nodes, pause", [(1, 0.1), (50, 0.5), (1000, 1.0)])
