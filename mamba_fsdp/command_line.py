@@ -26,9 +26,8 @@ def run(verb: Callable[..., Any], help_page: Callable[[], str], arguments: Seque
     """
     arguments = sys.argv[1:] if arguments is None else arguments
     try:
-        words = {*_cut_at_dashes(arguments)[0]}
-        if {"--version", "--help", "-h"} & words or arguments == ["help"]:
-            Display().line(version() if "--version" in words else help_page())
+        if {"--version", "--help", "-h"} & {*arguments} or arguments == ["help"]:
+            Display().line(version() if "--version" in arguments else help_page())
             raise SystemExit(0)
         raise SystemExit(call(verb, arguments) or 0)
     except UserError as error:
@@ -61,20 +60,17 @@ def call(verb: Callable[..., Any], arguments: Sequence[str]) -> Any:
 
     A parameter's annotation gives the type of its value, and as Annotated[type, Bounds(...)] the bounds; without one it
     stays text; tuple[str, ...] is of an option that may be repeated. One that is a dataclass of settings takes all
-    options that are its fields. Words after `--` come as the list `after_dashes` where the verb has it. Raises
-    UserError for words that don't fit: too many, missing, unknown (with the nearest name), of the wrong type or out of
-    bounds.
+    options that are its fields. Raises UserError for words that don't fit: too many, missing, unknown (with the nearest
+    name), of the wrong type or out of bounds.
     """
     signature = inspect.signature(verb)
     annotations: dict[str, Any] = {name: p.annotation for name, p in signature.parameters.items()}
-    words, after_dashes = _cut_at_dashes(arguments)
-    others, several = _take_repeated(words, [name for name, kind in annotations.items() if kind == tuple[str, ...]])
+    if "--" in arguments:  # behind which Fire takes flags of its own
+        raise UserError("nothing is expected after --; see --help")
+    others, several = _take_repeated(arguments, [name for name, kind in annotations.items()
+                                                 if kind == tuple[str, ...]])
     positional, named = split(others)
     named |= several
-    if "after_dashes" in annotations:
-        named["after_dashes"] = after_dashes
-    elif after_dashes is not None:
-        raise UserError(f"-- {' '.join(after_dashes)}: nothing is expected after --; see --help")
     groups: dict[str, Any] = {name: kind for name, kind in annotations.items() if dataclasses.is_dataclass(kind)}
     fields = {leaf.name: leaf for group in groups.values() for leaf in dataclasses.fields(group)}
     known = [*(name for name in annotations if name not in groups), *fields]
@@ -97,12 +93,6 @@ def call(verb: Callable[..., Any], arguments: Sequence[str]) -> Any:
         elif kind in KINDS:
             bound.arguments[name] = read(f"--{name}", kind, text, *bounds)
     return verb(*bound.args, **bound.kwargs)
-
-
-def _cut_at_dashes(arguments: Sequence[str]) -> tuple[Sequence[str], Sequence[str] | None]:
-    if "--" not in arguments:
-        return arguments, None
-    return arguments[:arguments.index("--")], arguments[arguments.index("--") + 1:]
 
 
 def _take_repeated(words: Sequence[str], names: Collection[str]) -> tuple[list[str], dict[str, tuple[str, ...]]]:

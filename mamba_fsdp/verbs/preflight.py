@@ -1,4 +1,4 @@
-"""python -m mamba_fsdp preflight report FOLDER -- [settings of the training command]
+"""python -m mamba_fsdp preflight report FOLDER [settings of the training command]
 python -m mamba_fsdp preflight judge FOLDER NODE ...
 
 Are the nodes of a job fit for this training? 1.train.sbatch runs `report` on every node, in the training's own
@@ -12,10 +12,10 @@ import shutil
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from config.resolve import resolve_settings
 from config.train_config import TrainConfig
-from mamba_fsdp import command_line
 from mamba_fsdp.errors import StorageError, UserError
 from mamba_fsdp.launch.machine import PROJECT, assigned_gpus, check_version, driver_gpus, efa_plugin, node_name
 from mamba_fsdp.launch.plan import run_folder
@@ -26,13 +26,12 @@ from mamba_fsdp.storage import write_atomically
 BYTES_PER_PARAMETER = 12  # in a checkpoint: the weight and AdamW's two moments, all fp32
 
 
-def main(action: str, folder: str, *nodes: str, after_dashes: Sequence[str] | None = None) -> int:
-    if action == "judge" and nodes:
-        return judge(Path(folder), nodes)
-    if action != "report" or nodes:
-        raise UserError("preflight: write `report FOLDER -- SETTINGS` or `judge FOLDER NODE ...`")
-    stray, given = command_line.split(after_dashes or [])
-    settings, explicit = resolve_settings(given, given.pop("config", None), stray)
+def main(action: str, folder: str, *words: str, **given: Any) -> int:
+    if action == "judge" and words and not given:
+        return judge(Path(folder), words)
+    if action != "report":
+        raise UserError("preflight: write `report FOLDER SETTINGS` or `judge FOLDER NODE ...`")
+    settings, explicit = resolve_settings(given, given.pop("config", None), words)
     mistakes = []  # a hang or a crash an hour later would say much less
     if settings.checkpoint.init_from or settings.checkpoint.load_ckpt_path:
         from mamba_fsdp.verbs.loading import starting_weights

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from config import resolve as module
 from config.train_config import Duration, TrainConfig
+from mamba_fsdp import command_line
 from mamba_fsdp.errors import UserError
 
 
@@ -52,11 +53,9 @@ def test_text_stays_text(text, tmp_path):
     assert resolve(str(file)).checkpoint.save_ckpt_path == text
 
 
-def test_a_run_id_with_a_leading_zero_survives_fire(project):
-    done = subprocess.run([sys.executable, "-m", "mamba_fsdp", "settings", "save_ckpt_path", "--",
-                           "--save_ckpt_path=0123"],
-                          cwd=project, capture_output=True, text=True)
-    assert done.stdout == "0123\n", done.stderr
+def test_a_run_id_with_a_leading_zero_survives_fire():
+    _, given = command_line.split(["--save_ckpt_path=0123"])
+    assert resolve(**given).checkpoint.save_ckpt_path == "0123"
 
 
 def test_false_is_false():

@@ -131,7 +131,7 @@ def test_the_space_is_that_of_the_model_that_init_from_names(folder, report, tmp
     settings_given = [f"--save_ckpt_path={folder.parent}", f"--dataset_path={tmp_path / 'store'}"]
 
     def judge(*more):
-        command_line.call(main, ["report", str(folder), "--", *settings_given, *more])
+        command_line.call(main, ["report", str(folder), *settings_given, *more])
         return preflight.judge(folder, ["a"]), capsys.readouterr().err
 
     monkeypatch.setattr(preflight, "check_version", lambda: None)

@@ -103,8 +103,7 @@ def test_mistakes_are_refused_with_the_reason(words, message):
     (["inspect", "/nowhere", "--verify=on"], 2, "error: /nowhere: there is no such"),
     (["inspect", "/nowhere"], 2, "error: /nowhere"), (["report"], 2, "error: name at least one run"),
     (["report", "/nowhere"], 2, "error: /nowhere"),
-    (["settings", "sead"], 2, "error: sead: there is no such setting"),
-    (["settings", "seed", "--", "--sead=1"], 2, "error: sead"),
+    (["settings", "a.yaml", "--form=aws"], 2, "error: --form: write settings --from="),
 ])
 def test_verbs_explain_themselves_and_refuse_in_one_line(project, words, code, start):
     done = subprocess.run([sys.executable, "-m", "mamba_fsdp", *words], cwd=project, capture_output=True, text=True)
