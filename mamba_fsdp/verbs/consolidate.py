@@ -1,11 +1,10 @@
-"""python -m mamba_fsdp consolidate RUN [--step=N] [--out=FOLDER] [--dtype=fp32|bf16|fp16]
+"""python -m mamba_fsdp consolidate RUN [--step=N]
 
 Write a run's model as one file, as a run does at its end: consolidated.00.pth with config.json and tokenizer/, in
-RUN/pth/step_N, or in the new folder --out. On one machine, tensor by tensor: it takes the memory of the largest one.
-The folder gets its name when all is written; what a kill leaves, the same command replaces.
+RUN/pth/step_N; `import` writes it elsewhere, and with other numbers. On one machine, tensor by tensor: it takes the
+memory of the largest one. The folder gets its name when all is written; what a kill leaves, the same command replaces.
 
   --step    of which checkpoint; without it of the newest whole one
-  --dtype   of the numbers; without it they stay as they are
 """
 
 import time
@@ -17,9 +16,9 @@ from mamba_fsdp.errors import UserError
 from mamba_fsdp.run_layout import CHECKPOINTS, COMMIT, CONSOLIDATED, MODELS, committed, step_name, step_of
 
 
-def main(run: str, step: Annotated[int, Bounds(at_least=-1)] = -1, out: str = "", dtype: str = "") -> None:
+def main(run: str, step: Annotated[int, Bounds(at_least=-1)] = -1) -> None:
     from mamba_fsdp.checkpoint.folder import find_checkpoint
-    from mamba_fsdp.interop.convert import publish, to_our_form
+    from mamba_fsdp.interop.convert import publish
     from mamba_fsdp.parallel.world import World
     from mamba_fsdp.report.display import scaled
 
@@ -30,9 +29,8 @@ def main(run: str, step: Annotated[int, Bounds(at_least=-1)] = -1, out: str = ""
             steps = ", ".join(str(step_of(path.name)) for path in committed(place.parent))
             raise UserError(f"--step={step}: {run} has no checkpoint of that step; it has {steps or 'none'}")
     checkpoint = find_checkpoint(place, World.alone(), part="model")
-    folder = Path(out) if out else checkpoint.parent.parent / MODELS / checkpoint.name
-    file, named = folder / CONSOLIDATED, bool(out or dtype)
-    if not named and file.is_file():
+    file = checkpoint.parent.parent / MODELS / checkpoint.name / CONSOLIDATED
+    if file.is_file():
         return print(f"{file} is there already")
-    (to_our_form if named else publish)(checkpoint, folder, dtype=dtype or None, verified=True)
+    publish(checkpoint, file.parent, verified=True)
     print(f"{file}: {scaled(file.stat().st_size, 'B')} of {checkpoint} in {time.perf_counter() - began:.1f} s")
