@@ -1,6 +1,5 @@
 """The verbs on a run's checkpoints: what there is and whether it is whole; its model as one file, in little memory."""
 
-import json
 import os
 import re
 import shutil
@@ -55,11 +54,7 @@ def test_the_table_of_a_whole_run(run, call):
     assert re.fullmatch(r" +6  +0 B  +unfinished", lines[3])
     assert call(checkpoints, run, "--verify")[1].splitlines()[2].endswith("  whole")
     assert call(checkpoints, run / "checkpoints/step_00000004")[1].splitlines()[1] == lines[2]
-    rows = json.loads(call(checkpoints, run, "--json")[1])
-    assert [(row["name"][:14], row.get("tokens"), row["verdict"]) for row in rows] == [
-        ("step_00000002", 128, "not verified"), ("step_00000004", 256, "not verified"),
-        (".step_00000006", None, "unfinished")]
-    assert rows[0]["kept"] and not rows[1]["kept"] and not list(run.rglob(".reading*"))
+    assert not list(run.rglob(".reading*"))
 
 
 @pytest.mark.parametrize("damage, without_reading, words", [
