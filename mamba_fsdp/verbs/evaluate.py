@@ -1,5 +1,5 @@
 """python -m mamba_fsdp evaluate MODEL DATA [--seq_length=2048] [--stride=0] [--batch_size=8] [--limit=0]
-                                         [--compare_baseline=MODEL] [--generate_samples=0] [--json[=FILE]]
+                                         [--compare_baseline=MODEL] [--generate_samples=0] [--json]
        python -m mamba_fsdp evaluate MODEL --tasks=NAME,NAME [--include_path=FOLDER] [--num_fewshot=N]
 
 Token loss, perplexity per token and per word, and bits per byte of a model, every token predicted once from those
@@ -14,7 +14,7 @@ stores, or text as get_dataset.py reads it: files, or a name of `datasets`. Unde
   --limit               windows in all, spread evenly over the data; 0 for all. Of tasks: documents of each
   --compare_baseline    another model over the same data; with another tokenizer, over text, per word and byte
   --generate_samples    continue so many places of the data
-  --json                numbers as JSON on stdout, or into a FILE
+  --json                the numbers as JSON on stdout, what is told otherwise on stderr
   --tasks               run these of lm-evaluation-harness on the model, which need not be exported
   --include_path        folder of tasks of your own (yaml)
   --num_fewshot         examples before each question; without it as the task says
@@ -52,7 +52,6 @@ from mamba_fsdp.data.tokenize import make_dataset
 from mamba_fsdp.data.tokenizer import is_other, load_words, refuse_other_tokenizer
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.report.display import Display
-from mamba_fsdp.storage import write_for_user
 
 if TYPE_CHECKING:
     from mamba_fsdp.parallel.world import World
@@ -70,7 +69,7 @@ class EvaluationConfig:
 
     compare_baseline: str = setting("")
     generate_samples: int = setting(0, at_least=0)
-    json: str = setting("")
+    json: bool = setting(False)
     tasks: list[str] = setting([])
     include_path: str = setting("")
     num_fewshot: int = setting(-1, at_least=-1)
@@ -119,10 +118,8 @@ def main(model: str, data: str = "", seq_length: Annotated[int, Bounds(at_least=
 
     if not (data or options.tasks):
         raise UserError("name DATA behind MODEL, or --tasks of lm-evaluation-harness; see --help")
-    world, on_stdout = inference_world(), options.json.lower() == "true"
-    if options.json and not on_stdout and not Path(options.json).absolute().parent.is_dir():
-        raise UserError(f"--json={options.json}: its folder does not exist")
-    display = Display(enabled=world.rank == 0, stream=sys.stderr if on_stdout else sys.stdout)
+    world = inference_world()
+    display = Display(enabled=world.rank == 0, stream=sys.stderr if options.json else sys.stdout)
     windows = {"seq_length": seq_length, "stride": stride, "batch_size": batch_size, "limit": limit}
     models = {"model": model} | ({"baseline": options.compare_baseline} if options.compare_baseline else {})
     found: dict[str, dict[str, Evaluation]] = {}
@@ -152,8 +149,7 @@ def main(model: str, data: str = "", seq_length: Annotated[int, Bounds(at_least=
         numbers = {label: {role: each._asdict() | {name: getattr(each, name) for name in ROWS}
                            for role, each in told.items()} for label, told in found.items()}
         plain = json.dumps({**models, "data": numbers, "samples": samples, "tasks": tasks})
-        text = json.dumps(json.loads(plain, parse_constant=lambda _: None), indent=1)  # JSON has no NaN
-        print(text) if on_stdout else write_for_user(options.json, text + "\n")
+        print(json.dumps(json.loads(plain, parse_constant=lambda _: None), indent=1))  # JSON has no NaN
     world.close()
 
 

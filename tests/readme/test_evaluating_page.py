@@ -34,6 +34,7 @@ def test_commands_run(used, project, monkeypatch, capsys):
     assert len(commands) == 10
     for words in commands:
         verb, *rest = words[words.index("mamba_fsdp") + 1:]
+        rest = rest[:rest.index(">")] if ">" in rest else rest
         if any("--tasks" in word for word in rest):
             pytest.importorskip("lm_eval")
             monkeypatch.undo()
@@ -42,4 +43,4 @@ def test_commands_run(used, project, monkeypatch, capsys):
             command_line.run({"evaluate": evaluate, "generate": generate}[verb].main, lambda: "", rest)
         told = capsys.readouterr()
         assert exit.value.code == 0 and told.out, (words, told.err)
-    assert json.loads((used / "numbers.json").read_text())["samples"]
+        assert ("samples" in json.loads(told.out)) if "--json" in rest else "{" not in told.out[:1]
