@@ -1,10 +1,9 @@
-"""python -m mamba_fsdp inspect PATH [--tensors] [--verify] [--tokenizer=FOLDER] [--eos_token=ID]
+"""python -m mamba_fsdp inspect PATH [--verify] [--tokenizer=FOLDER] [--eos_token=ID]
 
 Say what PATH holds: a run folder, a checkpoint or a rank's file of one, a model (consolidated.00.pth, transformers,
 state-spaces, other trainers' files; of one without config.json, its tensors), or data: a token store, or tokens in
 another format (docs/data.md).
 
-  --tensors   list every tensor with its shape and type
   --verify    read every byte: of a token store, compared with the checksums; of a checkpoint or a run, as
               python -m mamba_fsdp checkpoints does; of other data, which has none, to speak of all of it and not of
               samples. Exits with 1 or 2 where anything is damaged. Refuses models, which hold no checksums
@@ -39,7 +38,7 @@ WINDOW, WINDOWS = 1 << 16, 64  # tokens of data read at a time; how many times u
 SAMPLES, SAMPLE_TOKENS, SAMPLE_WIDTH = 3, 64, 160
 
 
-def main(path: str, tensors: bool = False, verify: bool = False, reading: ReadingConfig = USUAL_READING) -> int:
+def main(path: str, verify: bool = False, reading: ReadingConfig = USUAL_READING) -> int:
     place = Path(path)
     if (place.parent / COMMIT).is_file() and place.is_file():
         say("part", f"{place.name}, {scaled(size_of(place), 'B')}, of the checkpoint that follows")
@@ -47,7 +46,7 @@ def main(path: str, tensors: bool = False, verify: bool = False, reading: Readin
     if (place / CHECKPOINTS).is_dir() or (place / STATUS).is_file():
         show_run(place)
     elif (place / COMMIT).is_file():
-        show_checkpoint(place, tensors)
+        show_checkpoint(place)
     elif is_data(place):
         held_out = split_in(place, "validation")
         for part in [split_in(place), *[held_out] * (held_out != place)]:
@@ -55,7 +54,7 @@ def main(path: str, tensors: bool = False, verify: bool = False, reading: Readin
     elif verify:
         raise UserError(f"{path}: --verify is for token stores, checkpoints and runs; this holds no checksums")
     else:
-        show_model(place, tensors)
+        show_model(place)
     if verify and ((place / CHECKPOINTS).is_dir() or (place / COMMIT).is_file()):
         return checkpoints.main(str(place), verify=True)
     return 0
@@ -80,7 +79,7 @@ def show_run(path: Path) -> None:
         say("model", f"{model} ({scaled(size_of(model), 'B')})")
 
 
-def show_checkpoint(path: Path, tensors: bool) -> None:
+def show_checkpoint(path: Path) -> None:
     from mamba_fsdp.checkpoint.folder import Reader
 
     reader = Reader(path)
@@ -91,10 +90,6 @@ def show_checkpoint(path: Path, tensors: bool) -> None:
     say("data", json.dumps(progress["data"].get("drawn")))
     say("model", describe_model(checked_model(path, state["settings"]["model"])))
     say("size", f"{scaled(size_of(path), 'B')} in {len(reader.files)} files, {len(reader.tensors)} tensors")
-    if tensors:
-        for name, entry in sorted(reader.tensors.items()):
-            pieces = len(reader.layouts[entry["layout"]]["files"])
-            print(f"  {name:<64} {str(tuple(entry['shape'])):<20} {entry['dtype']:<6} in {pieces} pieces")
 
 
 def is_data(place: Path) -> bool:
@@ -109,9 +104,9 @@ def is_data(place: Path) -> bool:
     return False
 
 
-def show_model(path: Path, tensors: bool) -> None:
+def show_model(path: Path) -> None:
     from mamba_fsdp.interop.weights import read_weights
-    from mamba_fsdp.model.spec import parameter_count, parameters
+    from mamba_fsdp.model.spec import parameter_count
 
     if path.is_file() and not (path.parent / MODEL_CONFIG).is_file():
         show_tensors(path)
@@ -121,9 +116,6 @@ def show_model(path: Path, tensors: bool) -> None:
     say("structure", describe_model(weights.config))
     say("parameters", f"{parameter_count(weights.config):,}")
     say("tokenizer", weights.tokenizer_path or "none")
-    if tensors:
-        for name, parameter in parameters(weights.config).items():
-            print(f"  {name:<64} {str(parameter.shape):<20} {str(weights.get(name).dtype).removeprefix('torch.')}")
 
 
 def show_tensors(path: Path) -> None:
