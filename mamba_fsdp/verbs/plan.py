@@ -3,7 +3,7 @@
 Does this training fit, how long does it take, what does it cost? By formulas: nothing is run, no GPU is needed.
 
   python -m mamba_fsdp plan mamba-2.8b --nodes=2 --instance=p5.48xlarge --tokens=300B
-  python -m mamba_fsdp plan --config=bamba-9b --nodes=24 --instance=p4de.24xlarge --price=40.97/instance
+  python -m mamba_fsdp plan --config=bamba-9b --nodes=24 --instance=p4de.24xlarge --price=40.97
   python -m mamba_fsdp plan mamba-130m --memory=24 --peak=165 --bandwidth=1008
 
   --nodes=1           machines
@@ -13,7 +13,7 @@ Does this training fit, how long does it take, what does it cost? By formulas: n
   --bandwidth=GB/s    of its memory     --nvlink=GB/s      of a device to the others of its machine, one way
   --network=Gbit/s    of a machine to the others, one way
   --tokens=N          length of the training, as in 300B; by default num_steps, where that is not given 1B
-  --price=P           of a device-hour, or as P/instance of an instance-hour
+  --price=P           of an hour of one machine
   --storage=5         GB/s that all devices together write to the shared storage
   --json              the same as JSON, in bytes and seconds
 
@@ -41,8 +41,8 @@ ABOVE_0 = Bounds(above=0)
 
 
 def main(*preset: str, nodes: Annotated[int, Bounds(at_least=1, at_most=100_000)] = 1, instance: str = "",
-         price: str = "", tokens: str = "", storage: Annotated[float, ABOVE_0] = 5.0, json: bool = False,
-         **given: Any) -> int:
+         price: Annotated[float, ABOVE_0] = 0.0, tokens: str = "", storage: Annotated[float, ABOVE_0] = 5.0,
+         json: bool = False, **given: Any) -> int:
     hardware = {name: read(f"--{name}", int if name == "devices" else float, given.pop(name), ABOVE_0)
                 for name in Instance._fields[1:] if name in given}
     config = given.pop("config", None)
@@ -55,16 +55,11 @@ def main(*preset: str, nodes: Annotated[int, Bounds(at_least=1, at_most=100_000)
         raise UserError(f"--{next(iter(hardware))}: say of what: --instance=NAME, or --memory=GB of a device")
     known = INSTANCES[instance] if instance else Instance("device", 1, 0, 0, 32, 10) if hardware else at_hand()
     machine = known._replace(**hardware)
-    number, _, what = price.partition("/")
-    if what not in ("", "device", "instance"):
-        raise UserError(f"--price={price}: it is of a device-hour, as 4.10, or of an instance-hour, as 32.77/instance")
-    per_hour = read("--price", float, number, ABOVE_0) if price else 0.0
     plan = estimate(settings, nodes, machine)
     length = settings.training.num_steps.tokens(plan.tokens_per_step) if "num_steps" in explicit else 10 ** 9
     found = figures(plan, read("--tokens", int, tokens, ABOVE_0) if tokens else length, storage)
     if price and plan.parts:
-        found["price"] = f"{number} per {what or 'device'}-hour"
-        found["cost"] = per_hour * found["device_hours"] / (machine.devices if what == "instance" else 1)
+        found |= {"price": price, "cost": price * found["device_hours"] / machine.devices}
     enough = next(filter(None, (best(settings, nodes * 2 ** power, machine) for power in range(8))), None)
     if json:
         print(as_json.dumps(found | {"best": enough and enough.row()}, indent=1))
@@ -108,7 +103,7 @@ def lines(plan: Estimate, found: dict[str, Any], machines: str, enough: Estimate
     else:
         yield "step       --instance=NAME, or --memory, --peak and --bandwidth, tell its seconds"
     if "cost" in found:
-        yield f"cost       {found['cost']:,.0f} at {found['price']}"
+        yield f"cost       {found['cost']:,.0f} at {found['price']:g} per machine-hour"
     yield (f"checkpoint {scaled(found['checkpoint_bytes'], 'B')}: {found['stall_seconds']:.2f} s of standing still, "
            f"{duration(found['write_seconds'])} to write at {found['storage']:g} GB/s")
     yield f"{'':<11}{'nodes':>5}{'batch_size':>12}{'recompute':>11}{'global':>8}{'memory':>11}{'tokens/s':>13}"
