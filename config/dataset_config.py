@@ -36,9 +36,8 @@ class DatasetConfig:
     the one that made them). document.text is the field text within document."""
     format: str = setting("auto", choices=("auto", "text", "json", "csv", "parquet", "arrow"))
     """How to read the files; auto goes by their names."""
-    invalid_utf8: str = setting("error", choices=("error", "replace", "skip"))
-    """Text that is no valid UTF-8: an error, U+FFFD in its place, or the document left out (of one longer than 512 KiB
-    that part)."""
+    invalid_utf8: str = setting("error", choices=("error", "replace"))
+    """Text that is no valid UTF-8: an error, or U+FFFD in its place."""
     config: str = setting("")
     """Configuration of a datasets name."""
     split: str = setting("")

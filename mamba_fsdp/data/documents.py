@@ -46,8 +46,8 @@ def documents(block: TextBlock, options: DatasetConfig, counts: MutableMapping[s
               ) -> Iterator[tuple[str | np.ndarray, bool]]:
     """Yields (text or token ids (n,), whether the document ends with it); counts what is left out in `counts`.
 
-    counts: documents that are `empty` (nothing but white space) and `skipped` (invalid UTF-8). Raises UserError, which
-    names file and record or byte, for what is no valid UTF-8, no valid JSON or no text.
+    counts: documents that are `empty` (nothing but white space). Raises UserError, which names file and record or byte,
+    for what is no valid UTF-8, no valid JSON or no text.
     """
     if isinstance(block.data, bytes) and block.offset == 0 and options.invalid_utf8 == "error":
         # UTF-16 and UTF-32 have a byte order mark, or 0 in every other byte, which is valid UTF-8.
@@ -57,14 +57,12 @@ def documents(block: TextBlock, options: DatasetConfig, counts: MutableMapping[s
     if block.kind == "text":
         yield from _text_documents(block, options, counts)
         return
-    records = _json_records(block, options, counts) if block.kind == "json" else enumerate(block.data, block.record)
+    records = _json_records(block, options) if block.kind == "json" else enumerate(block.data, block.record)
     for record, value in records:
         if isinstance(value, str):
             value = value.encode(errors="surrogatepass")  # JSON can spell half a character, which is no valid UTF-8
         if isinstance(value, bytes):
-            value = _decode(value, block.name, f" of record {record}", 0, options, counts)
-            if value is None:
-                continue
+            value = _decode(value, block.name, f" of record {record}", 0, options)
         elif isinstance(value, (list, np.ndarray)):
             value = _token_ids(f"{block.name}: record {record}", options.text_column, value)
         elif value is not None:
@@ -76,13 +74,13 @@ def documents(block: TextBlock, options: DatasetConfig, counts: MutableMapping[s
             yield value, True
 
 
-def _json_records(block, options, counts):
+def _json_records(block, options):
     lines = block.data
     if isinstance(lines, bytes):
         lines = lines.removeprefix(BYTE_ORDER_MARK if block.offset == 0 else b"").split(b"\n")
     for number, line in enumerate(lines, block.record):
         record = f"{number} after byte {block.since}" if block.since else number
-        line = _decode(line, block.name, f" of record {record}", 0, options, counts)
+        line = _decode(line, block.name, f" of record {record}", 0, options)
         if not line or line.isspace():
             continue
         try:
@@ -100,31 +98,28 @@ def _text_documents(block, options, counts):
     cuts = [match.span() for match in separator.finditer(block.data)] if separator else []
     for end, next_start in [*cuts, (len(block.data), None)]:
         ends = next_start is not None or not block.open
-        text = _decode(block.data[start:end], block.name, "", block.offset + start, options, counts)
-        if separator and text:  # line breaks beside a separator belong to it
+        text = _decode(block.data[start:end], block.name, "", block.offset + start, options)
+        if separator:  # line breaks beside a separator belong to it
             text = text.lstrip("\r\n") if begins else text
             text = text.rstrip("\r\n") if ends else text
         if not (begins and ends):
-            yield text or "", ends
+            yield text, ends
         elif text and not text.isspace():
             yield text, True
-        elif text is not None and not (separator and next_start is None and start == end):
+        elif not (separator and next_start is None and start == end):
             counts["empty"] += 1  # but nothing after a last separator is no document
         start, begins = next_start, True
 
 
-def _decode(data, name, where, offset, options, counts):
-    """The text of `data`, which begins at `offset` of its file or record; None where it is invalid and left out."""
+def _decode(data, name, where, offset, options):
+    """The text of `data`, which begins at `offset` of its file or record."""
     try:
         return data.decode()
     except UnicodeDecodeError as error:
         if options.invalid_utf8 == "replace":
             return data.decode(errors="replace")
-        if options.invalid_utf8 == "skip":
-            counts["skipped"] += 1
-            return None
         raise UserError(f"{name}: invalid UTF-8 at byte {offset + error.start}{where}; --invalid_utf8=replace puts "
-                        f"U+FFFD in its place, --invalid_utf8=skip leaves the document out, and {CONVERT}") from error
+                        f"U+FFFD in its place, and {CONVERT}") from error
 
 
 def _token_ids(where, column, values):

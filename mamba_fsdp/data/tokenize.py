@@ -35,7 +35,6 @@ from mamba_fsdp.storage import move, read_object, write_atomically
 TRAINING_SAMPLE = 32 << 20  # bytes of text that a tokenizer is trained on
 PROGRESS = ".progress"
 AT_ONCE = 16  # files: each is a round trip on a network file system
-REASONS = {"empty": "empty documents", "skipped": "with invalid UTF-8"}
 RESUMES = "the same command resumes from here"
 # The options that the stores' bytes depend on.
 RECORDED = ("text_column", "documents", "invalid_utf8", "tokenizer", "eos_token", "splits", "pack", "vocab_size",
@@ -273,9 +272,8 @@ def _merge(out, folder, settings, source, tokenizer):
         example = {**NOTHING_DONE, "stores": {"": SHARDS}}
         units = list(pool.map(lambda unit: read_object(folder / f"{unit_name(unit)}.json", example, START_AGAIN),
                               range(source.unit_count)))
-    counts = {name: sum(unit["counts"][name] for unit in units) for name in REASONS}
-    left_out = ", ".join(f"{count:,} {REASONS[name]}" for name, count in counts.items() if count)
-    left_out = f"left out: {left_out}" if left_out else ""
+    counts = {"empty": sum(unit["counts"]["empty"] for unit in units)}
+    left_out = f"left out: {counts['empty']:,} empty documents" if counts["empty"] else ""
     if not (written := sum(unit["written"] for unit in units)):
         raise UserError(f"the input holds no text ({left_out or 'it is empty'})")
     if source.describe() != settings["input"]:

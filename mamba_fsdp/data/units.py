@@ -30,7 +30,7 @@ from mamba_fsdp.report.display import Display, duration
 from mamba_fsdp.storage import read_object, write_atomically
 
 NOTHING_DONE: dict[str, Any] = {"blocks": 0, "read": 0.0, "written": 0, "open": False, "seconds": 0.0,
-                                "counts": {"empty": 0, "skipped": 0}, "stores": {}}
+                                "counts": {"empty": 0}, "stores": {}}
 OPEN = {"shards": SHARDS, "tokens": 0, "documents": 0, "open": 0}
 START_AGAIN = "start again with --overwrite"
 NUMBERS = 1 << 24  # between the numbers of the first documents of two units

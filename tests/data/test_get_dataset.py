@@ -308,8 +308,8 @@ def test_empty_documents_are_left_out_and_counted(tmp_path, prepare, capsys):
 
 
 @pytest.mark.slow
-def test_invalid_utf8_is_named_replaced_or_left_out(tmp_path, prepare):
-    """The default refuses with file and byte; the other two do as they say, in text, JSON and tables alike."""
+def test_invalid_utf8_is_named_or_replaced(tmp_path, prepare):
+    """The default refuses with file and byte, in text, JSON and tables alike."""
     (tmp_path / "a.txt").write_bytes(b"good \xff bad")
     (tmp_path / "b.jsonl").write_bytes(b'{"text": "fine"}\n{"text": "a\xff"}\n{"text": "half \\ud800"}\n')
     array = pyarrow.Array.from_buffers(pyarrow.string(), 2, [None, pyarrow.py_buffer(np.array([0, 2, 4], np.int32)),
@@ -321,8 +321,6 @@ def test_invalid_utf8_is_named_replaced_or_left_out(tmp_path, prepare):
         with pytest.raises(UserError, match=message):
             prepare(tmp_path / name, tmp_path / "error" / name)
         assert not (tmp_path / "error" / name / "train" / "index.json").exists()
-    assert prepare(tmp_path / "[abc].*", tmp_path / "skip", invalid_utf8="skip")["counts"]["skipped"] == 4
-    assert read_back(tmp_path / "skip" / "train") == ["fine", "ok"]
     prepare(tmp_path / "[abc].*", tmp_path / "replace", invalid_utf8="replace")
     assert read_back(tmp_path / "replace" / "train") == ["good � bad", "fine", "a�", "half ���", "ok", "��"]
 
@@ -415,7 +413,7 @@ def test_what_cannot_be_read_is_refused_by_name(name, write, message, tmp_path, 
     (["--tokenizer=/nowhere/tokenizer"], "tokenizer /nowhere/tokenizer: there is no such file or folder"),
     (["--validation_fraction=1"], "--validation_fraction=1: must be below 1"),
     (["--documents=line"], "write file, lines, blank_line or separator"),
-    (["--invalid_utf8=drop"], "must be one of error, replace, skip"),
+    (["--invalid_utf8=drop"], "must be one of error, replace"),
     (["--format=xml"], "must be one of auto, text, json"),
     (["--split=train"], "has no splits"),
     (["--streaming"], "are for `datasets` names"),

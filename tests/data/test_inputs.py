@@ -44,7 +44,7 @@ def elements(data, seed=0):
     """What is read of a list, in pieces of any size."""
     read = [element for element, _ in readers.list_elements("x.json", in_pieces(data, random.Random(seed)))]
     block = TextBlock("x.json", "json", [b'{"a": %b}' % element for element in read], 1.0, 1)
-    return [value for _, value in documents_._json_records(block, DatasetConfig(text_column="a"), Counter())]
+    return [value for _, value in documents_._json_records(block, DatasetConfig(text_column="a"))]
 
 
 @pytest.mark.slow
