@@ -208,7 +208,7 @@ class TrainingConfig:
     twentieth of the training between two validations."""
     sample_prompts: str = setting("", needs=SAMPLING)
     """File with prompts, one a line (\\n in it is a line break), which the model continues at each validation:
-    generated.jsonl in the run folder, the trackers and python -m mamba_fsdp report show the texts."""
+    generated.jsonl in the run folder and python -m mamba_fsdp report show the texts."""
     sample_length: int = setting(64, at_least=1, at_most=4096, needs=PROMPTS)
     """Tokens of each of these texts. Each takes a forward pass."""
 

@@ -6,7 +6,7 @@ import math
 import os
 import re
 import uuid
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +29,8 @@ def tag_of(metric: str) -> str:
 
 def make_trackers(kinds: Collection[str], run_folder: Path, settings: dict, step: int, project: str = "",
                   name: str = "", say: Callable[[str], None] = print) -> list[Any]:
-    """For a run that resumes from `step`; project, name: in W&B. Each has `close` and `write(entry, samples=())`: an
-    entry of the metrics, or of its step alone with texts and their prompts. Where W&B refuses, a line says so and it is
-    left out. Raises UserError where a package is missing."""
+    """For a run that resumes from `step`; project, name: in W&B. Each has `close` and `write(entry)`, an entry of
+    the metrics. Where W&B refuses, a line says so and it is left out. Raises UserError where a package is missing."""
     trackers: list[Any] = [TensorBoard(run_folder, settings, step)] if "tensorboard" in kinds else []
     trackers += [Prometheus(run_folder)] if "prometheus" in kinds else []
     if "wandb" in kinds:
@@ -57,17 +56,13 @@ class TensorBoard:
         self.writer = _package("torch.utils.tensorboard", "tensorboard").SummaryWriter(
             str(run_folder / TENSORBOARD), purge_step=step + 1 if step else 0)
         self.close = self.writer.close
-        self._text("settings", yaml.safe_dump(settings, sort_keys=False), step)
+        text = yaml.safe_dump(settings, sort_keys=False)
+        self.writer.add_text("settings", re.sub("^", "    ", text, flags=re.MULTILINE), step)  # as it is, for Markdown
 
-    def write(self, entry: dict, samples: Sequence[dict] = ()) -> None:
+    def write(self, entry: dict) -> None:
         for name, value in numbers_of(entry).items():
             if value is not None:
                 self.writer.add_scalar(tag_of(name), value, entry["step"])
-        for number, sample in enumerate(samples, 1):
-            self._text(f"samples/{number}", sample["prompt"] + sample["text"], entry["step"])
-
-    def _text(self, tag, text, step):
-        self.writer.add_text(tag, re.sub("^", "    ", text, flags=re.MULTILINE), step)  # as it is, for Markdown
 
 
 class Prometheus:
@@ -79,7 +74,7 @@ class Prometheus:
         self.path, self.gauges = run_folder / PROMETHEUS / "metrics.prom", dict[str, Any]()
         self.path.parent.mkdir(exist_ok=True)
 
-    def write(self, entry: dict, samples: Sequence[dict] = ()) -> None:
+    def write(self, entry: dict) -> None:
         for name, value in {"step": entry["step"], **numbers_of(entry)}.items():
             metric, *source = name.split("/", 1)
             if metric not in self.gauges:
@@ -117,13 +112,10 @@ class WeightsAndBiases:
         for entry in read(run_folder / METRICS):
             self.write(entry)
 
-    def write(self, entry: dict, samples: Sequence[dict] = ()) -> None:
+    def write(self, entry: dict) -> None:
         if entry["step"] < self.next_step:
             return
-        values: dict[str, Any] = {tag_of(name): value for name, value in numbers_of(entry).items()}
-        if samples:
-            values["samples"] = self.wandb.Table(["prompt", "text"], [[one["prompt"], one["text"]] for one in samples])
-        self.run.log(values, step=entry["step"])
+        self.run.log({tag_of(name): value for name, value in numbers_of(entry).items()}, step=entry["step"])
         self.next_step = entry["step"]
         with contextlib.suppress(OSError):
             write_atomically(self.kept, f"{self.id} {self.next_step}")

@@ -125,12 +125,10 @@ class Recorder(contextlib.ExitStack):
         """Texts that continue the prompts after `step`, up to their documents' ends."""
         if self.generated:
             words = load_words(self.folder.path / TOKENIZER)
-            samples = [{"step": step, "prompt": prompt,
-                        "text": words.decode(list(itertools.takewhile(lambda token: token != words.eos, tokens)))}
-                       for prompt, tokens in zip(prompts, drawn)]
-            self.generated.write(*samples)
-            for tracker in self.trackers:
-                tracker.write({"step": step}, samples)
+            self.generated.write(*(
+                {"step": step, "prompt": prompt,
+                 "text": words.decode(list(itertools.takewhile(lambda token: token != words.eos, tokens)))}
+                for prompt, tokens in zip(prompts, drawn)))
 
     def sync(self) -> None:
         """Returns when the metrics and the log of samples are on the disk."""

@@ -64,7 +64,7 @@ def test_sharded_models_write_the_same(strategy):
 
 @pytest.mark.slow
 def test_a_run_writes_samples_at_each_validation_and_trains_as_without(train, tmp_path, corpus, metrics_of, weights_of):
-    given = {"dataset_path": corpus / "words/data", "tracker": "tensorboard"}
+    given = {"dataset_path": corpus / "words/data"}
     train(tmp_path / "without", **given)
     train(tmp_path / "with", sample_prompts=corpus / "prompts", sample_length=5, **given)
     assert metrics_of(tmp_path / "with") == metrics_of(tmp_path / "without")
