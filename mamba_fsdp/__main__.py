@@ -35,7 +35,7 @@ def main() -> None:
             print(f"  {verb:<11} {meaning}")
         raise SystemExit(0)
     if sys.argv[1] == "--version":
-        print(command_line.version())
+        print(command_line.VERSION)
         raise SystemExit(0)
     verb, arguments = sys.argv[1], sys.argv[2:]
     if verb not in VERBS:

@@ -1,14 +1,11 @@
 """What all verbs share: Fire splits words, annotations give their types, a mistake is two lines and no traceback."""
 
-import contextlib
 import dataclasses
 import inspect
 import os
-import subprocess
 import sys
 import typing
 from collections.abc import Callable, Collection, Sequence
-from pathlib import Path
 from typing import Any
 
 import fire
@@ -17,6 +14,8 @@ import mamba_fsdp
 from config.fields import KINDS, near_name, read, read_field
 from mamba_fsdp.errors import UserError, leave_for_torchrun
 from mamba_fsdp.report.display import Display
+
+VERSION = f"mamba_fsdp {mamba_fsdp.__version__}"
 
 
 def run(verb: Callable[..., Any], help_page: Callable[[], str], arguments: Sequence[str] | None = None) -> None:
@@ -27,7 +26,7 @@ def run(verb: Callable[..., Any], help_page: Callable[[], str], arguments: Seque
     arguments = sys.argv[1:] if arguments is None else arguments
     try:
         if {"--version", "--help", "-h"} & {*arguments} or arguments == ["help"]:
-            Display().line(version() if "--version" in arguments else help_page())
+            Display().line(VERSION if "--version" in arguments else help_page())
             raise SystemExit(0)
         raise SystemExit(call(verb, arguments) or 0)
     except UserError as error:
@@ -43,16 +42,6 @@ def run(verb: Callable[..., Any], help_page: Callable[[], str], arguments: Seque
     except Exception as error:
         leave_for_torchrun(error)
         raise
-
-
-def version() -> str:
-    """As in `mamba_fsdp 1.0, commit 1a2b3c4-dirty`; the commit where this is a git checkout."""
-    commit, root = "", Path(__file__).parents[1]
-    if (root / ".git").exists():
-        with contextlib.suppress(OSError):  # without git
-            describe = ["git", "-C", str(root), "describe", "--always", "--dirty", "--exclude=*"]
-            commit = subprocess.run(describe, capture_output=True, text=True).stdout.strip()
-    return f"mamba_fsdp {mamba_fsdp.__version__}" + (f", commit {commit}" if commit else "")
 
 
 def call(verb: Callable[..., Any], arguments: Sequence[str]) -> Any:
