@@ -4,7 +4,7 @@ import csv
 import json
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -169,12 +169,8 @@ def write_save_to_disk(copy: Copy, name: str) -> None:
 WRITERS = {"store": write_store, "fms": write_fms, "datalayout": write_datalayout, "save_to_disk": write_save_to_disk}
 
 
-def copy_tokenizer(source: Source, folder: Path) -> bool:
-    """Whether the source came with a tokenizer, a copy of which is in folder/tokenizer then."""
-    try:
-        place = source.tokenizer_path
-    except UserError:
-        return False
-    if place.is_dir():
-        shutil.copytree(place, folder / "tokenizer", dirs_exist_ok=True)
-    return place.is_dir()
+def copy_tokenizer(source: Source, folder: Path) -> None:
+    """To folder/tokenizer, where the source came with one."""
+    with suppress(UserError):
+        if source.tokenizer_path.is_dir():
+            shutil.copytree(source.tokenizer_path, folder / "tokenizer", dirs_exist_ok=True)

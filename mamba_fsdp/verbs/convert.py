@@ -42,8 +42,7 @@ def main(src: str, out: str, format: Annotated[str, Bounds(choices=FORMATS)],
             at.mkdir(exist_ok=True)
             copy = Copy(source, folder if format == "fms" else at, block, show=display.passing)
             WRITERS[format](copy, split or path.stem)
-            with_tokenizer = copy_tokenizer(source, at)
-            display.line(f"{Path(out) / split}: {source.token_count:,} tokens as {format}"
-                         f"{', with the tokenizer' if with_tokenizer else ''}")
+            copy_tokenizer(source, at)
+            display.line(f"{Path(out) / split}: {source.token_count:,} tokens as {format}")
             for what, count in copy.told.items():
                 display.line(f"  {count:,} {what}")
