@@ -3,7 +3,7 @@
 
     python get_dataset.py [INPUT [OUT]] [--OPTION=VALUE ...]
 
-INPUT   a file, folder or glob of .txt, .md, .jsonl, .ndjson, .json, .csv, .tsv (each also .gz or .zst), .parquet or
+INPUT   a file, folder or glob of .txt, .md, .jsonl, .ndjson, .json, .csv (each also .gz or .zst), .parquet or
         .arrow files, a save_to_disk folder, or a name for datasets.load_dataset. Default: builtin, the source of
         Python's own library. What is hidden in a folder (.name) is left out.
 OUT     a folder for the stores OUT/train and OUT/validation. Default: data/ and the input's name.

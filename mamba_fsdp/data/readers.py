@@ -263,7 +263,7 @@ def _arrow_batches(path, column, start=0, end=None):
 
 
 def _csv_batches(path, column, *_):
-    """All, of a file whose first line names its columns; in a .tsv file tabs part them."""
+    """All, of a file whose first line names its columns."""
     import pyarrow
 
     try:
@@ -281,11 +281,8 @@ def _csv_batches(path, column, *_):
 def _open_csv(path, file, **columns):
     from pyarrow import csv
 
-    stem, last = os.path.splitext(path.lower())
     return csv.open_csv(_unpacked(path, file), csv.ReadOptions(use_threads=False, block_size=CSV_RECORD),
-                        csv.ParseOptions(delimiter="\t" if ".tsv" in (last, os.path.splitext(stem)[1]) else ",",
-                                         newlines_in_values=True),
-                        csv.ConvertOptions(check_utf8=False, **columns))
+                        csv.ParseOptions(newlines_in_values=True), csv.ConvertOptions(check_utf8=False, **columns))
 
 
 def _column_of(name, column, table):

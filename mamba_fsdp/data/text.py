@@ -28,7 +28,7 @@ from mamba_fsdp.storage import read_object
 UNIT_BYTES = 1 << 30  # of the input, all files end to end; about a shard of tokens
 UNIT_ROWS = 1 << 20  # of a datasets name
 KINDS = {".txt": "text", ".text": "text", ".md": "text", ".jsonl": "json", ".ndjson": "json", ".json": "json",
-         ".csv": "csv", ".tsv": "csv", ".parquet": "parquet", ".arrow": "arrow"}
+         ".csv": "csv", ".parquet": "parquet", ".arrow": "arrow"}
 NO_CORPUS = {"site-packages", "dist-packages", "__pycache__"}  # folders of the standard library's that are not its own
 STORES = ("train", "validation", "test")
 SPLITS = {"train": ("train", "training"), "validation": ("validation", "valid", "val", "dev"), "test": ("test",)}

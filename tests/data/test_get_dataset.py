@@ -47,9 +47,9 @@ def json_lines(texts, key="text"):
     return "".join(json.dumps({"id": i, key: text}, ensure_ascii=i % 2) + "\n" for i, text in enumerate(texts)).encode()
 
 
-def csv_lines(texts, delimiter=","):
+def csv_lines(texts):
     file = io.StringIO()
-    csv.writer(file, delimiter=delimiter).writerows([["id", "text"], *enumerate(texts)])
+    csv.writer(file).writerows([["id", "text"], *enumerate(texts)])
     return b"\xef\xbb\xbf" + file.getvalue().encode()  # as spreadsheets write it
 
 
@@ -91,7 +91,7 @@ KINDS = {
         b"".join(zstandard.compress(json_lines(part)) for part in (texts[:9], texts[9:]))),
     "x.ndjson": lambda path, texts: path.write_bytes(b"\xef\xbb\xbf" + json_lines(texts).replace(b"\n", b"\r\n")),
     "x.csv": lambda path, texts: path.write_bytes(csv_lines(texts)),
-    "x.tsv.gz": lambda path, texts: path.write_bytes(gzip.compress(csv_lines(texts, "\t"))),
+    "x.csv.gz": lambda path, texts: path.write_bytes(gzip.compress(csv_lines(texts))),
     "x.json": lambda path, texts: path.write_text(json.dumps([{"text": text} for text in texts], indent=1)),
     "x.parquet": lambda path, texts: pyarrow.parquet.write_table(table(texts), path, row_group_size=11),
     "x.arrow": lambda path, texts: write_arrow(path, table(texts), pyarrow.ipc.new_stream),
