@@ -8,7 +8,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import lru_cache
-from operator import itemgetter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -42,11 +41,6 @@ class Batch(NamedTuple):
 
     def to(self, device: torch.device) -> "Batch":
         return self.each(lambda tensor: tensor.to(device, non_blocking=True))
-
-    def rows(self) -> "Iterator[Batch]":
-        """Each sample as a batch of its own."""
-        for row, sample in enumerate(self.samples):
-            yield self.each(itemgetter(slice(row, row + 1)))._replace(samples=[sample])
 
 
 @dataclass(frozen=True)

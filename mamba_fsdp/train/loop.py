@@ -238,14 +238,9 @@ def evaluate(module: torch.nn.Module, batches: Iterable[Batch], world: World,
     return total / weight, int(tokens)
 
 
-@torch.no_grad()
 def describe_bad_samples(parts: Parts, batches: list[Batch]) -> str:
-    """The message that names the samples of the step whose loss is not finite, found one by one."""
-    finite = [("{} window {}".format(*row.samples[0]), bool(torch.isfinite(batch_loss(parts.parallel, row))))
-              for batch in batches for row in batch.rows()]
-    drawn = parts.world.tell_all(finite)
-    bad = [name for name, is_finite in drawn if not is_finite]
-    said = (f"loss not finite for {', '.join(bad[:8])}" if bad
-            else f"only gradients overflow; samples {', '.join(name for name, _ in drawn[:8])}")
+    """The message that names the samples of the step whose loss or gradient is not finite."""
+    drawn = parts.world.tell_all(["{} window {}".format(*sample) for batch in batches for sample in batch.samples])
     return (f"{parts.state.skipped_in_a_row} steps in a row were not finite, the last is step {parts.state.step}: "
-            f"{said}. Lower learning_rate, use mixed_precision=bf16, or look at these samples")
+            f"samples {', '.join(drawn[:8])}{', ...' * (len(drawn) > 8)}. Lower learning_rate, use "
+            "mixed_precision=bf16, or look at these samples")
