@@ -171,6 +171,8 @@ def _train(backend, texts, trainer):
                 raise KeyboardInterrupt
             yield text
         all_read.set()
+        if stop.is_set():  # who has set it waits for the end
+            raise KeyboardInterrupt
 
     def run():
         try:

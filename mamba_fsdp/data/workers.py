@@ -7,7 +7,8 @@ import multiprocessing
 import os
 import signal
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 import numpy as np
 
@@ -39,7 +40,7 @@ class Workers:
         input, BrokenExecutor for a worker that died."""
         under_way: collections.deque = collections.deque()
         for chunk in _chunks(blocks):
-            under_way.append((chunk, self._pool.submit(_tokenize, chunk)))
+            under_way.append((chunk, deaf_to_ctrl_c(self._pool.submit, _tokenize, chunk)))
             if len(under_way) > 3 * self.count:
                 chunk, future = under_way.popleft()
                 yield chunk, future.result()
@@ -60,13 +61,21 @@ def _start_worker(tokenizer, eos, bos, vocab_size, options):
     _worker = tokenizer and tokenizers_.Tokenizer.from_str(tokenizer), eos, bos, vocab_size, options
 
 
+def deaf_to_ctrl_c(start: Callable[..., Any], *given: Any) -> Any:
+    """What `start(*given)` returns. Processes that it starts never hear Ctrl-C, even importing: the parent decides."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        return start(*given)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 def end_with_parent() -> None:
-    """Called in a worker process: it ends when its parent does, even by kill -9, and not by Ctrl-C."""
+    """Called in a worker process: it ends when its parent does, even by kill -9."""
     def follow():
         multiprocessing.parent_process().join()
         os._exit(1)
 
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # it goes to the whole terminal; the parent decides
     threading.Thread(target=follow, daemon=True).start()
 
 

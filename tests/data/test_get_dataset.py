@@ -1,12 +1,12 @@
 """get_dataset.py: every kind of input, round trip; every mistake, by name; the same bytes whatever happens on the
 way."""
 
+import collections
 import contextlib
 import csv
 import dataclasses
 import gzip
 import io
-import itertools
 import json
 import os
 import random
@@ -583,11 +583,11 @@ def test_killed_at_any_moment_it_goes_on_to_the_same_bytes(seed, large_input, to
                                    env={**os.environ, "PYTHONPATH": str(ROOT)}, stdout=subprocess.DEVNULL,
                                    stderr=subprocess.PIPE)
         try:
-            _, error = process.communicate(timeout=chooser.uniform(0.3, 2.5) if attempt < 12 else 120)
+            _, error = process.communicate(timeout=chooser.uniform(0.3, 2.5) if attempt < 12 else 600)
         except subprocess.TimeoutExpired:
             assert not (out / "dataset.json").exists() or (out / "train" / "index.json").exists()
             process.kill()
-            process.communicate(timeout=30)  # returns when the workers, which hold the pipe too, are gone
+            process.communicate(timeout=300)  # returns when the workers, which hold the pipe too, are gone
             continue
         assert process.returncode == 0, error
         break
@@ -640,7 +640,7 @@ def start_part(tmp_path, large_input):
 @pytest.mark.parametrize("parts", [["0/3", "1/3", "2/3"], ["0/2", "0/2", "1/2"]], ids=["each its own", "two the same"])
 def test_parts_at_once_make_the_bytes_of_one_process(parts, start_part, unbroken_units, tmp_path):
     """Whichever parts they are given, one of them says that it is complete, and each ends well."""
-    said = [process.communicate(timeout=120)[0] for process in list(map(start_part, parts))]
+    said = [process.communicate(timeout=600)[0] for process in list(map(start_part, parts))]
     assert content(tmp_path / "out") == unbroken_units, said
     assert sum("a part" in text for text in said) == 1, said
 
@@ -660,7 +660,7 @@ def test_parts_killed_at_any_moment_make_the_same_bytes(seed, start_part, unbrok
         if running[number].poll() is not None:
             running[number] = start_part(f"{number}/3")
     for process in running:
-        assert process.wait(timeout=60) in (0, -signal.SIGKILL), process.communicate()
+        assert process.wait(timeout=600) in (0, -signal.SIGKILL), process.communicate()
     assert content(tmp_path / "out") == unbroken_units
 
 
@@ -1044,40 +1044,73 @@ def test_as_its_users_run_it(tmp_path, texts):
     assert command("mine.jsonl", cwd=tmp_path).returncode == 2
 
 
+WAITS = {  # what every process runs first
+    "a worker imports": """
+import sys, time
+if "spawn_main" in " ".join(sys.orig_argv):
+    open("waits", "w")
+    time.sleep(1)
+""", "tokens are written": """
+import sys, time
+if "get_dataset.py" in sys.orig_argv[1]:
+    sys.path.insert(0, sys.orig_argv[1].rpartition("/")[0])
+    from mamba_fsdp.data import units
+    real = units.Unit._write
+    units.Unit._write = lambda *given: (real(*given), open("waits", "w"), time.sleep(600))
+"""}
+
+
 @pytest.mark.slow
-def test_ctrl_c_says_how_to_go_on(tmp_path, large_input):
+@pytest.mark.parametrize("moment", WAITS)
+def test_ctrl_c_says_how_to_go_on(moment, tmp_path, large_input, tokenizer):
     """Ctrl-C ends with one hint, exit 130 and no traceback, though the whole terminal's processes get it."""
-    process = subprocess.Popen([sys.executable, ROOT / "get_dataset.py", large_input, "out"], cwd=tmp_path, text=True,
-                               stderr=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)
-    tokens = tmp_path / "out" / ".progress" / "00000" / "train" / "00000.bin"
-    while not (tokens.exists() and tokens.stat().st_size):  # while Python imports, it may swallow the interrupt
+    (tmp_path / "first").mkdir()
+    (tmp_path / "first/sitecustomize.py").write_text(WAITS[moment])
+    process = subprocess.Popen(
+        [sys.executable, ROOT / "get_dataset.py", large_input, "out", f"--tokenizer={tokenizer}",
+         f"--eos_token={tokenizers_.END_OF_TEXT}", "--workers=2"], cwd=tmp_path, text=True, stderr=subprocess.PIPE,
+        stdout=subprocess.PIPE, start_new_session=True, env={**os.environ, "PYTHONPATH": str(tmp_path / "first")})
+    while not (tmp_path / "waits").exists() and process.poll() is None:
         time.sleep(0.01)
-    os.killpg(process.pid, signal.SIGINT)
-    out, error = process.communicate(timeout=60)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGINT)
+    out, error = process.communicate(timeout=300)
     assert process.returncode == 130, error
     assert "the same command resumes from here" in error and "Traceback" not in error, error
 
 
-@pytest.mark.parametrize("texts, then", [(itertools.repeat("reads until it is stopped"), "ended"),
-                                         (["has read all"], "merges")])
-def test_ctrl_c_is_heard_while_a_tokenizer_is_trained(texts, then):
+@pytest.mark.parametrize("moment, then", [("reads", "ended"), ("has read the last", "ended"), ("merges", "merges")])
+def test_ctrl_c_is_heard_while_a_tokenizer_is_trained(moment, then, monkeypatch):
     """The library that trains it looks for no signal, so it works in a thread beside the one that does; and that thread
     ends first where it is still reading, for Python aborts otherwise."""
-    state, end = [], threading.Event()
+    state, end, awaited = [], threading.Event(), threading.Event()
+
+    class Awaited(threading.Thread):
+        def join(self, timeout=None):
+            awaited.set()
+            super().join(timeout)
+
+    def texts():
+        yield "a text"
+        if moment != "merges":
+            os.kill(os.getpid(), signal.SIGINT)
+        while moment == "reads":
+            yield "reads until it is stopped"
+        assert moment == "merges" or awaited.wait(60)
 
     class Deaf:
         def train_from_iterator(self, texts, _):
             try:
-                for number, _ in enumerate(texts):
-                    if number == 0:
-                        os.kill(os.getpid(), signal.SIGINT)
+                collections.deque(texts, 0)
                 state.append("merges")
+                os.kill(os.getpid(), signal.SIGINT)
                 end.wait(60)
             except KeyboardInterrupt:
                 state.append("ended")
                 raise
 
+    monkeypatch.setattr(tokenizers_.threading, "Thread", Awaited)
     with pytest.raises(KeyboardInterrupt):
-        tokenizers_._train(Deaf(), texts, None)
+        tokenizers_._train(Deaf(), texts(), None)
     assert state == [then]
     end.set()

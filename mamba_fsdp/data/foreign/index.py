@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from mamba_fsdp.data.foreign.indexed import DataFile, Pieces, Plan
-from mamba_fsdp.data.workers import end_with_parent
+from mamba_fsdp.data.workers import deaf_to_ctrl_c, end_with_parent
 from mamba_fsdp.errors import UserError, first_line
 from mamba_fsdp.formats import DOCUMENT_INDEX
 from mamba_fsdp.heartbeat import heart
@@ -120,7 +120,7 @@ def _of_each_file(plan, now):
     pool: Executor = ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), end_with_parent) \
         if large else ThreadPoolExecutor(workers)
     try:
-        yield from pool.map(_list_file, itertools.repeat(plan.sent()), now)
+        yield from deaf_to_ctrl_c(pool.map, _list_file, itertools.repeat(plan.sent()), now)
     finally:
         pool.shutdown(cancel_futures=True)
 
