@@ -1,17 +1,27 @@
 """Fixtures that all tests share."""
 
 import os
+import random
 import signal
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
+import hypothesis
+import numpy as np
 import pytest
 from terminal import Terminal
 
 PROJECT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(PROJECT))
+# Equal runs are equal, whatever the machine is busy with: HYPOTHESIS_PROFILE=random tries other examples.
+hypothesis.settings.register_profile("random", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
+hypothesis.settings.register_profile("equal", hypothesis.settings.get_profile("random"), derandomize=True)
+hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "equal"))
+# What a job, a launcher or a window around the tests says of itself, not of them.
+OTHERS = ("SLURM_", "SBATCH_", "SRUN_", "TORCHELASTIC_", "WANDB_")
+OTHER = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "COLUMNS", "LINES"}
 
 
 def pytest_configure():
@@ -20,6 +30,18 @@ def pytest_configure():
     for number, usual in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
         if signal.getsignal(number) == signal.SIG_IGN:
             signal.signal(number, usual)
+    for name in [name for name in os.environ if name.startswith(OTHERS) or name in OTHER]:
+        del os.environ[name]
+    os.environ["TERM"] = "xterm"
+
+
+@pytest.fixture(autouse=True)
+def seeded():
+    """What a test draws without a word of a seed does not depend on the tests before it."""
+    random.seed(0)
+    np.random.seed(0)
+    if "torch" in sys.modules:
+        sys.modules["torch"].manual_seed(0)
 
 
 # What takes longest begins first, so that no worker is left with it while the others have nothing to do.

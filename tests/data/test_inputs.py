@@ -12,7 +12,7 @@ import pyarrow.parquet
 import pytest
 import sentencepiece
 import transformers
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from config.dataset_config import DatasetConfig
@@ -48,7 +48,7 @@ def elements(data, seed=0):
 
 
 @pytest.mark.slow
-@settings(max_examples=60, suppress_health_check=[HealthCheck.too_slow])  # on a busy machine
+@settings(max_examples=60)
 @given(st.lists(VALUES, max_size=20), st.sampled_from([None, 0, 3]), st.booleans(), st.integers(0, 99))
 def test_a_json_list_gives_its_elements_however_it_is_written_and_read(values, indent, ascii, seed):
     data = "\ufeff".encode() + json.dumps(values, indent=indent, ensure_ascii=ascii).encode(errors="replace") + b"\n "
