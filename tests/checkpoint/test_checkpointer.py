@@ -77,7 +77,7 @@ def test_events_tell_how_long_a_save_took_and_held_training_up(run, world):
     checkpointer.wait()
     alone, beside = read_events(run)
     assert alone["stall_seconds"] >= alone["seconds"] > 0
-    assert 0 < beside["stall_seconds"] <= beside["seconds"] - 0.19
+    assert 0 < beside["stall_seconds"] <= beside["seconds"] - 0.1
 
 
 def test_other_programs_can_read_the_files(run, world):
@@ -405,7 +405,7 @@ def overflow(world, run, asynchronous):
         resource.setrlimit(resource.RLIMIT_FSIZE, (4000, 4000))
     try:
         checkpointer.save(2, torch_shards, {})
-        for _ in range(500):
+        while True:
             if not world.all_reduce_sum(float(checkpointer.is_writing())):
                 checkpointer.wait()
             time.sleep(0.01)

@@ -4,7 +4,6 @@ import os
 import pickle
 import shutil
 import threading
-import time
 import zlib
 from dataclasses import replace
 
@@ -186,37 +185,34 @@ def test_a_full_disk_is_a_line_and_training_continues(run, disks, kind):
 def test_a_local_disk_that_hangs_holds_up_no_shared_checkpoint(run, disks, monkeypatch, where, what):
     """While a file is written or a checkpoint gets its name. Local ones are left out meanwhile, with a line; what hung
     is whole in the end."""
-    hangs, said, clean = threading.Event(), [], getattr(where, what)
+    hanging, hangs, said, clean = threading.Event(), threading.Event(), [], getattr(where, what)
 
     def hang(path, *rest, **how):
-        assert path.is_relative_to(run) or hangs.wait(60)
+        if not path.is_relative_to(run):
+            hanging.set()
+            assert hangs.wait(600)
         return clean(path, *rest, **how)
 
-    def settle():
-        while not checkpoints.is_writing(True) and checkpoints.pending:
-            checkpoints.settle(True)
-            time.sleep(0.2)
-
     monkeypatch.setattr(where, what, hang)
-    monkeypatch.setattr(checkpointer, "SECONDS_OF_SILENCE", 0.3)
     checkpoints, shards = opened(World.alone(), run, said, 1, disks, "none")
     before = [shard.data.clone() for shard in shards()]
     checkpoints.save(101, shards(), {"step": 101}, True)
     checkpoints.wait_for_copies()
     for shard in shards():
         shard.data.add_(1.0)
-    time.sleep(0.2)
-    settle()
+    while not hanging.wait(0.01):
+        if not checkpoints.is_writing(True):
+            checkpoints.settle(True)
     checkpoints.save(200, shards(), {"step": 200})
     checkpoints.wait((False,))
     assert [path.name for path in committed(run / "checkpoints")] == ["step_00000200"]
+    monkeypatch.setattr(checkpointer, "SECONDS_OF_SILENCE", 0)
     for step in (202, 204):
-        time.sleep(0.4)
         checkpoints.save(step, shards(), {"step": step}, True)
     checkpoints.wait()
     (told,) = [line for line in said if "made no progress" in line]
     assert told.startswith("warning: the local checkpoint of step 101 is still being written: rank 0 on")
-    monkeypatch.setattr(checkpointer, "SECONDS_OF_SILENCE", 60)
+    monkeypatch.setattr(checkpointer, "SECONDS_OF_SILENCE", 600)
     hangs.set()
     checkpoints.wait()
     assert steps_on(disks[0]) == ["step_00000101"] and not checkpoints.pending

@@ -90,6 +90,6 @@ def test_each_stack_reads_the_others_checkpoints(run, pythons, writer, reader):
     here = Path(__file__).resolve().parent
     paths = [str(here), str(here.parent / "parallel"), str(here.parent.parent)]
     for stack, action in [(writer, "write"), (reader, "read")]:
-        subprocess.run([pythons[stack], str(program), str(run), action, *paths], check=True, timeout=120)
+        subprocess.run([pythons[stack], str(program), str(run), action, *paths], check=True)
     written, got = (torch.load(f"{run}.{action}", weights_only=True) for action in ("write", "read"))
     assert written.keys() == got.keys() and all(torch.equal(written[name], got[name]) for name in written)

@@ -44,17 +44,20 @@ def test_both_forms_give_the_model_back(saved, kind):
 
 
 class Evil:
+    def __init__(self, made):
+        self.made = made
+
     def __reduce__(self):
-        return os.mkdir, ("/tmp/should-not-exist",)
+        return os.mkdir, (str(self.made),)
 
 
 def test_what_is_no_model_is_refused_and_executes_nothing(saved, tmp_path):
-    parallel, _, file = saved
+    _, _, file = saved
     bad = tmp_path / "bad.pth"
-    torch.save({"a": Evil()}, bad)
+    torch.save({"a": Evil(tmp_path / "made")}, bad)
     with pytest.raises(UserError, match="bad.pth"):
         open_tensors(bad, World.alone())
-    assert not os.path.exists("/tmp/should-not-exist")
+    assert not (tmp_path / "made").exists()
     bad.write_bytes(pickle.dumps({"a": 1}, protocol=2))
     with pytest.raises(UserError, match="bad.pth"):
         open_tensors(bad, World.alone())

@@ -4,11 +4,11 @@ import hashlib
 import multiprocessing
 import os
 import pickle
-import socket
 import traceback
 
 import torch
 from double import Double
+from torch.distributed import TCPStore
 
 from config.train_config import ParallelConfig
 from mamba_fsdp.launch.forks import IMPORTS
@@ -26,13 +26,11 @@ def run_ranks(count, function, *arguments, launched=True, seconds=400):
 
     Raises AssertionError with the traceback of a rank that fails. launched=False leaves out what torchrun would set.
     """
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # at a port that it holds
     ranks = []
     for rank in range(count):
         receiver, sender = PROCESSES.Pipe(duplex=False)
-        identity = (sender, rank, count, port if launched else None)
+        identity = (sender, rank, count, store.port if launched else None)
         process = PROCESSES.Process(target=_rank, args=(*identity, function, arguments), daemon=True)
         process.start()
         sender.close()
@@ -58,10 +56,11 @@ def run_ranks(count, function, *arguments, launched=True, seconds=400):
 def _rank(sender, rank, count, port, function, arguments):
     if port:
         os.environ.update(RANK=str(rank), WORLD_SIZE=str(count), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(count),
-                          MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+                          MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), TORCHELASTIC_USE_AGENT_STORE="True",
+                          TORCHELASTIC_RESTART_COUNT="0")
     torch.set_num_threads(1)
     try:
-        world = start_world(timeout_minutes=1)
+        world = start_world(timeout_minutes=3)
         sender.send_bytes(pickle.dumps((function(world, *arguments), None)))
         world.close()
     except BaseException:
