@@ -6,7 +6,6 @@ import resource
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import datasets
@@ -191,16 +190,18 @@ def test_a_disk_that_fills_up_leaves_nothing(format, tmp_path):
 
 @pytest.mark.slow
 def test_a_killed_conversion_leaves_nothing_that_is_taken_for_whole(tmp_path, project):
-    make_store(tmp_path / "web", [[5] * 300] * 50_000, shard_tokens=1 << 28)
-    process = subprocess.Popen([sys.executable, "-m", "mamba_fsdp", "convert", tmp_path / "web", tmp_path / "out",
-                                "--format=fms"], cwd=project)
-    while not list(tmp_path.glob(".out.*/web/*.arrow")) and process.poll() is None:
-        time.sleep(0.01)
-    process.kill()
-    process.wait()
-    assert not (tmp_path / "out").exists() and len(list(tmp_path.glob(".out.*.partial"))) == 1
+    make_store(tmp_path / "web", [[5] * 300] * 5000, shard_tokens=1 << 28)
+    program = ("import os, signal, sys; from mamba_fsdp.data import writing\n"
+               "from mamba_fsdp.verbs.convert import main\n"
+               "def tell(copy, what, count, read=[]):\n"
+               "    read.append(count)\n"
+               "    len(read) < 4000 or os.kill(os.getpid(), signal.SIGKILL)\n"
+               "writing.Copy.tell = tell; main(*sys.argv[1:])")
+    killed = subprocess.run([sys.executable, "-c", program, tmp_path / "web", tmp_path / "out", "fms"], cwd=project)
+    assert killed.returncode == -signal.SIGKILL
+    assert not (tmp_path / "out").exists() and len(list(tmp_path.glob(".out.*.partial/web/*.arrow"))) == 1
     main(str(tmp_path / "web"), str(tmp_path / "out"), "fms")
-    assert open_source(tmp_path / "out", DataConfig(eos_token=str(EOS))).token_count == 301 * 50_000
+    assert open_source(tmp_path / "out", DataConfig(eos_token=str(EOS))).token_count == 301 * 5000
     assert sorted(os.listdir(tmp_path)) == ["out", "web"]
 
 
