@@ -1,5 +1,6 @@
 """A pseudo-terminal for tests: what a program shows there, and what becomes of it when the terminal closes."""
 
+import codecs
 import fcntl
 import os
 import pty
@@ -9,15 +10,18 @@ import struct
 import subprocess
 import termios
 import threading
+import time
+
+END = "\0"  # of what was written before it; shows as nothing
 
 
 class Terminal:
-    """A window of `columns` x 24. It reads all the time, as a window does; `screen` is what was written to it."""
+    """A window of `columns` x 24. It reads all the time, as a window does."""
 
     def __init__(self, columns=80):
         self.master, self.slave = pty.openpty()
         fcntl.ioctl(self.slave, termios.TIOCSWINSZ, struct.pack("4H", 24, columns, 0, 0))
-        self.screen, self.closing = "", threading.Event()
+        self.screen, self.asked, self.closing = "", 0, threading.Event()
         self.reader = threading.Thread(target=self._read, daemon=True)
         self.reader.start()
 
@@ -37,9 +41,12 @@ class Terminal:
 
     def text(self):
         """What was written until now."""
-        while select.select([self.master], [], [], 0.1)[0]:
-            pass  # the reader takes it
-        return self.screen
+        self.asked += 1
+        os.write(self.slave, END.encode())
+        while self.screen.count(END) < self.asked:
+            assert self.reader.is_alive()
+            time.sleep(0.005)
+        return self.screen.replace(END, "")
 
     def close(self):
         """Closes the window. Twice does no harm."""
@@ -50,9 +57,10 @@ class Terminal:
             os.close(self.master)
 
     def _read(self):
+        decoder = codecs.getincrementaldecoder("utf-8")()  # a read may end within a character
         while not self.closing.is_set():
             if select.select([self.master], [], [], 0.05)[0]:
-                self.screen += os.read(self.master, 65536).decode()
+                self.screen += decoder.decode(os.read(self.master, 65536))
 
 
 def drawings(text):

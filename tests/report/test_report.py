@@ -134,7 +134,7 @@ def test_a_process_whose_reader_has_gone_ends_as_it_would_have(project):
     assert process.stdout.readline() == b"x\n"
     process.stdout.close()
     process.stdin.close()
-    assert (process.wait(30), process.stderr.read()) == (0, b"")
+    assert (process.wait(300), process.stderr.read()) == (0, b"")
 
 
 def test_durations_read_like_a_clock():
@@ -183,6 +183,8 @@ def offline(monkeypatch):
     for name in [name for name in os.environ if name.startswith("WANDB_")]:
         monkeypatch.delenv(name)
     monkeypatch.setenv("WANDB_MODE", "offline")
+    for patience in ("WANDB__SERVICE_WAIT", "WANDB_INIT_TIMEOUT"):
+        monkeypatch.setenv(patience, "600")
 
 
 def recorded(run_folder):
@@ -191,7 +193,7 @@ def recorded(run_folder):
             for file in sorted((run_folder / "wandb").glob("offline-run-*/*.wandb"), key=lambda file: file.parent.name)]
 
 
-def read_offline(file, patience=30.0):
+def read_offline(file, patience=300.0):
     """Its own process writes the file to its end, after finish() has returned."""
     from wandb.proto.wandb_internal_pb2 import Record
     from wandb.sdk.internal.datastore import DataStore

@@ -147,11 +147,13 @@ def browse(tmp_path):
     def run(page, script):
         tried = tmp_path / "tried.html"
         tried.write_text(page.read_text().replace("<title>", f"<script>{script}</script><title>", 1))
-        done = subprocess.run([browser, "--headless", "--no-sandbox", "--disable-gpu", "--dump-dom",
-                               "--window-size=500,900", f"--user-data-dir={tmp_path / 'profile'}",
-                               "--virtual-time-budget=20000", f"file://{tried}"],
-                              capture_output=True, text=True, timeout=240)
-        told = re.search("<pre>FOUND(.*)END</pre>", done.stdout, re.DOTALL)
+        for attempt in range(3):  # a browser may fail to start
+            done = subprocess.run([browser, "--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage",
+                                   "--dump-dom", "--window-size=500,900", "--virtual-time-budget=20000",
+                                   f"--user-data-dir={tmp_path / f'profile{attempt}'}", f"file://{tried}"],
+                                  capture_output=True, text=True, timeout=280)
+            if told := re.search("<pre>FOUND(.*)END</pre>", done.stdout, re.DOTALL):
+                break
         assert told, (done.stdout[-500:], done.stderr[-500:])
         return json.loads(told[1].replace("&lt;", "<").replace("&gt;", ">").replace("&amp;", "&"))
     return run
