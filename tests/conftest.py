@@ -1,5 +1,6 @@
 """Fixtures that all tests share."""
 
+import contextlib
 import os
 import random
 import signal
@@ -96,6 +97,7 @@ def mamba_ssm_folder():
                                   env=os.environ | {"MAMBA_FORCE_BUILD": "TRUE", "MAMBA_SKIP_CUDA_BUILD": "TRUE"})
             if done.returncode:
                 pytest.skip(f"mamba-ssm can't be installed here: {done.stderr.strip().splitlines()[-1]}")
-            Path(fresh).rename(folder)
-            Path(fresh).mkdir()
+            with contextlib.suppress(OSError):  # another process was faster
+                Path(fresh).rename(folder)
+                Path(fresh).mkdir()
     return folder
