@@ -13,7 +13,8 @@ PROJECT = Path(__file__).resolve().parents[2]
 PARTS = ["1.train.sbatch", "2.tokenize.sbatch", "training.py", "mamba_fsdp", "config", "requirements"]
 
 # Counts steps where the real one trains. How it ends is up to the environment:
-# FAKE=mistake|storage|crash|killed|endless|deaf, and how long it saves: FAKE_COMMIT_SECONDS.
+# FAKE=mistake|storage|crash|killed|endless|deaf|held (the first start comes to step 10 only, until it is asked to stop),
+# and how long it saves: FAKE_COMMIT_SECONDS.
 FAKE_TRAINING = r'''
 import json, os, resource, signal, sys, time
 from pathlib import Path
@@ -44,9 +45,10 @@ saved = sorted(run.glob("checkpoints/step_*/COMMIT"))
 step = int(saved[-1].parent.name[5:]) if saved else 0
 run.mkdir(parents=True, exist_ok=True)
 node = int(Path(f"/proc/{os.getppid()}/stat").read_text().rpartition(")")[2].split()[1])  # which started our parent
-with open(run / "starts.jsonl", "a") as file:
-    file.write(json.dumps({"rank": rank, "step": step, "words": sys.argv[1:], "environment": dict(os.environ),
-                           "cwd": os.getcwd(), "open_files": resource.prlimit(node, resource.RLIMIT_NOFILE)}) + "\n")
+line = json.dumps({"rank": rank, "step": step, "words": sys.argv[1:], "environment": dict(os.environ),
+                   "cwd": os.getcwd(), "open_files": resource.prlimit(node, resource.RLIMIT_NOFILE)}) + "\n"
+with open(run / "starts.jsonl", "ab", buffering=0) as file:  # in one piece, beside those of other ranks
+    file.write(line.encode())
 if rank == 0:
     (run / "STOP").unlink(missing_ok=True)
 print(f"fake rank {rank} of {os.environ['WORLD_SIZE']} at step {step}", flush=True)
@@ -65,12 +67,12 @@ def commit():
 
 while step < steps:
     time.sleep(0.1)
-    step += fake != "endless"
+    step += fake != "endless" and not (fake == "held" and not saved and step == 10)
     if step == 5:
         commit()
     if fake == "crash" and step == 2 and rank == int(os.environ["WORLD_SIZE"]) - 1:
         fail(1)
-    if fake == "killed" and step == 2:
+    if fake == "killed" and step == 2 and rank == 0:  # which holds the lease by now
         os.kill(os.getpid(), signal.SIGKILL)
     if fake != "killed" and (asked or (run / "STOP").exists()):  # at the end of a step, as the real one
         break
@@ -127,4 +129,4 @@ def make_venv(project, stack="cpu"):
 def starts(run):
     """What each rank of the fake training program saw at each start, in order."""
     file = run / "starts.jsonl"
-    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+    return [json.loads(line) for line in file.read_text().split("\n")[:-1]] if file.exists() else []

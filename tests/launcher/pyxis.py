@@ -125,7 +125,7 @@ def make_cluster(folder, project):
                  "IMAGE_PATH": str(image), "PATH": f"{commands}:{os.environ['PATH']}"}
         done = subprocess.run(["bash", folder / "spool/slurm_script", *words],
                               env={**os.environ, **slurm, **environment}, stdout=subprocess.PIPE,
-                              stderr=subprocess.STDOUT, text=True, timeout=120)
+                              stderr=subprocess.STDOUT, text=True, timeout=400)
         return done, [json.loads(line) for line in lines(folder / "record")], lines(folder / "state/unpacked")
 
     def containers(node):

@@ -75,9 +75,10 @@ def inner_process(node):
 
 def test_two_nodes_train_two_steps_together(start_nodes):
     launcher = [".venv/bin/python", "-m", "mamba_fsdp.launch.node", "failures", "--nnodes=2", "--rdzv-backend=c10d",
-                "--rdzv-id=1", "--rdzv-endpoint=node1:29400", "training.py", *SETTINGS]
+                "--rdzv-id=1", "--rdzv-endpoint=node1:29400", "--rdzv-conf=join_timeout=900,read_timeout=900",
+                "training.py", *SETTINGS]
     nodes = start_nodes(launcher, LAST_NODE="node2", OMP_NUM_THREADS="1")
-    outputs = [node.communicate(timeout=100)[0] for node in nodes]
+    outputs = [node.communicate(timeout=400)[0] for node in nodes]
     assert [node.returncode for node in nodes] == [0, 0], "\n".join(outputs)
     assert "2 x cpu" in outputs[0]
     assert "finished   2 steps" in outputs[0]
