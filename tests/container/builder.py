@@ -78,15 +78,14 @@ class Builder:
 
     def __call__(self, *words, check=True):
         place = ["--root", self.folder / "storage", "--runroot", self.folder / "runroot", "--storage-driver", "overlay"]
-        done = subprocess.run(
+        return fetched(
             ["buildah", *place, *words],
+            check,
             env={**os.environ, "TMPDIR": str(self.folder)},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-        )
-        assert not check or done.returncode == 0, done.stdout[-5000:]
-        return done.stdout
+        ).stdout
 
     def make_bare(self):
         """A Debian of the fewest packages: localhost/bare."""
@@ -97,7 +96,7 @@ class Builder:
         for certificate in Path("/usr/local/share/ca-certificates").glob("*.crt"):  # of an inspecting proxy
             shutil.copy(certificate, base / "ca")
         make = ["mmdebstrap", "--quiet", "--variant=minbase", "--include=ca-certificates"]
-        subprocess.run([*make, "bookworm", base / "base.tar"], check=True)
+        fetched([*make, "bookworm", base / "base.tar"])
         self("bud", "--isolation", "chroot", "-t", "localhost/bare", base)
 
     def make_cuda(self):
@@ -117,7 +116,7 @@ class Builder:
         else:
             write_sources(base / "sources")
         download = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "-d", base / "wheels", *wheels]
-        subprocess.run(download, check=True)
+        fetched(download)
         lay_out_headers(base / "wheels", base / "cuda")
         elsewhere = "".join(f"\tinsteadOf = https://github.com/{owner}/\n" for owner in ("state-spaces", "Dao-AILab"))
         (base / "gitconfig").write_text(f'[url "file:///opt/sources/"]\n{elsewhere}')
@@ -159,7 +158,17 @@ class Builder:
         self("rm", "--all", check=False)
         self("rmi", "--all", "--force", check=False)
         subprocess.run(["umount", self.folder / "storage" / "overlay"], stderr=subprocess.DEVNULL)
-        shutil.rmtree(self.folder)
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def fetched(command, check=True, **how):
+    """The finished process. Where it should not fail it is tried three times: a build takes hundreds of files from the
+    network, and resumes behind the steps that went well."""
+    for _ in range(3):
+        done = subprocess.run(command, **how)
+        if not check or done.returncode == 0:
+            return done
+    raise AssertionError(f"{command}: {(done.stdout or '')[-5000:]}")
 
 
 def kernel_versions(stack):

@@ -60,7 +60,7 @@ def built(builder, context):
     return builder.build(context, "app", "cuda", INSTALL_KERNELS="1")
 
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(3000)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(9000)]
 
 
 def test_it_builds_and_its_self_check_passes(built):

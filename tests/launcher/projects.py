@@ -13,7 +13,7 @@ PROJECT = Path(__file__).resolve().parents[2]
 PARTS = ["1.train.sbatch", "2.tokenize.sbatch", "training.py", "mamba_fsdp", "config", "requirements"]
 
 # Counts steps where the real one trains. How it ends is up to the environment:
-# FAKE=mistake|storage|crash|killed|endless|deaf|held (the first start comes to step 10 only, until it is asked to stop),
+# FAKE=mistake|storage|crash|killed|endless|deaf|held (the first start waits at step 10 for a request to stop)
 # and how long it saves: FAKE_COMMIT_SECONDS.
 FAKE_TRAINING = r'''
 import json, os, resource, signal, sys, time

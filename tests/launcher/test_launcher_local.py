@@ -186,10 +186,11 @@ def test_a_rank_that_died_is_explained(signal_, words):
 @pytest.mark.slow
 def test_a_single_rank_says_its_error_once(launcher_project):
     """And not that of another start, whose launcher had the same number: in a container, each has."""
-    script = ("mkdir -p runs/a/failures/$$.0; echo rank 1 on elsewhere failed first. > "
-              "runs/a/failures/$$.0/0-17.0-elsewhere-exit9.txt; FAKE=mistake exec ./1.train.sbatch --save_ckpt_path=runs/a")
-    done = subprocess.run(["bash", "-c", script], env=CLEAN, cwd=launcher_project, text=True, stdout=subprocess.PIPE,
-                          stderr=subprocess.STDOUT)
+    script = ("failures=runs/a/failures/$$.0; mkdir -p $failures; "
+              "echo rank 1 on elsewhere failed first. > $failures/0-17.0-elsewhere-exit9.txt; "
+              "exec ./1.train.sbatch --save_ckpt_path=runs/a")
+    done = subprocess.run(["bash", "-c", script], env={**CLEAN, "FAKE": "mistake"}, cwd=launcher_project, text=True,
+                          stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     code, output = done.returncode, done.stdout
     assert code == 2 and "failed first" not in output
 

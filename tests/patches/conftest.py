@@ -68,7 +68,7 @@ class Cluster:
         """The ranks' results; a rank that hangs or fails fails the test."""
         results = []
         for process in processes:
-            output, errors = process.communicate(timeout=120)
+            output, errors = process.communicate(timeout=400)
             assert process.returncode == 0, errors
             results.append(json.loads(output))
         return results
@@ -81,6 +81,12 @@ class Cluster:
         self.count += 1
         (self.folder / f"gate{self.count}").mkdir()
         return {"gate": str(self.folder / f"gate{self.count}"), "ranks": ranks}
+
+    def meet_in_mid_write(self, environment):
+        """Ranks of two nodes, which started alike, and both have written their first file before either names it."""
+        together = self.gate(2)
+        plan = {"kernels": ["k"], "pid": 100, "seed": 0, "meeting": together["gate"], "ranks": 2}
+        return [self.start(environment, {**plan, "author": f"anyone{i}"}, RANK=str(i)) for i in (0, 3)]
 
     def files(self, folder="home"):
         return sorted(path for path in (self.folder / folder).rglob("*") if path.is_file())

@@ -69,9 +69,28 @@ def die_at(count):
     os.replace = counted
 
 
+def meet(folder, plan):
+    """Returns when all `ranks` are here."""
+    open(os.path.join(folder, plan["author"]), "w").close()
+    while len(os.listdir(folder)) < plan["ranks"]:
+        time.sleep(0.001)
+
+
+def meet_before_replacing(plan):
+    """Let the ranks meet when each has written its first file and not yet given it its name."""
+    replace = os.replace
+
+    def together(*paths):
+        os.replace = replace
+        meet(plan["meeting"], plan)
+        replace(*paths)
+
+    os.replace = together
+
+
 def main(plan):
-    """plan: kernels, author, and optionally size (bytes), pid and seed to pose with, die_at, and gate: a folder in
-    which this rank says that it is ready, to start when all `ranks` are."""
+    """plan: kernels, author, and optionally size (bytes), pid and seed to pose with, die_at, and folders in which this
+    rank waits for all `ranks`: gate, before it starts, and meeting, before it gives its first file its name."""
     import triton.runtime.cache as cache  # here, so that the tests themselves can import this file without Triton
 
     if "pid" in plan:
@@ -79,10 +98,10 @@ def main(plan):
     random.seed(plan.get("seed"))
     if "die_at" in plan:
         die_at(plan["die_at"])
+    if "meeting" in plan:
+        meet_before_replacing(plan)
     if "gate" in plan:
-        open(os.path.join(plan["gate"], plan["author"]), "w").close()
-        while len(os.listdir(plan["gate"])) < plan["ranks"]:
-            time.sleep(0.001)
+        meet(plan["gate"], plan)
     results = {
         kernel: compile_kernel(cache, kernel, plan["author"], plan.get("size", 1000)) for kernel in plan["kernels"]
     }

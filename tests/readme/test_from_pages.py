@@ -69,7 +69,6 @@ MAKE = {"aws": make_aws, "fms": make_fms, "composer": make_composer, "trainer": 
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_a_page_is_followed(launcher, project, tmp_path):
     MAKE[launcher](tmp_path, np.random.default_rng(0))

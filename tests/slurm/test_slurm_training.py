@@ -14,15 +14,30 @@ from mamba_fsdp.report.records import read_events
 pytestmark = pytest.mark.slow
 
 SETTINGS = ["--d_model=32", "--n_layer=2", "--vocab_size=64", "--d_state=4", "--seq_length=64", "--batch_size=2",
-            "--num_steps=200", "--report_interval=1", "--checkpoint_interval=50", "--eval_interval=0",
+            "--num_steps=60", "--report_interval=1", "--checkpoint_interval=50", "--eval_interval=0",
             "--mixed_precision=fp32", "--deterministic=true", "--sharding_strategy=fsdp", "--kernels=portable",
             "--dataset_path=data/store"]
+HOLD = """
+
+if os.environ.get("HELD") and not os.environ.get("SLURM_RESTART_COUNT"):
+    looks, look = [], StopRequest.look
+
+    def look_or_wait(request):
+        looks.append(request)
+        while len(looks) > 20 and request.file and not request.file.exists():
+            time.sleep(0.05)
+        return look(request)
+    StopRequest.look = look_or_wait
+"""
 
 
 @pytest.fixture
 def training_project(tmp_path):
-    """The checkout with its own training program, a .venv and a small token store."""
+    """The checkout with its own training program, a .venv and a small token store. With HELD=1 in its environment a run
+    waits in its first start, after some steps, until it is asked to stop."""
     project = projects.make_project(tmp_path / "the project", training=None)
+    stopping = project / "mamba_fsdp/train/stopping.py"
+    stopping.write_text(stopping.read_text() + HOLD)
     projects.make_venv(project)
     random = np.random.default_rng(0)
     writer = StoreWriter(project / "data/store", vocab_size=64, eos=0, tokenizer="none")
@@ -50,7 +65,8 @@ def test_interrupted_by_usr1_the_run_is_bitwise_the_unbroken_one(start_cluster, 
     unbroken = cluster.submit(training_project, *SETTINGS, "--save_ckpt_path=runs/unbroken",
                               env={"OMP_NUM_THREADS": "1"})
     assert cluster.wait_for_end(unbroken) == "COMPLETED", log(training_project, unbroken)
-    broken = cluster.submit(training_project, *SETTINGS, "--save_ckpt_path=runs/broken", env={"OMP_NUM_THREADS": "1"})
+    broken = cluster.submit(training_project, *SETTINGS, "--save_ckpt_path=runs/broken",
+                            env={"OMP_NUM_THREADS": "1", "HELD": "1"})
     run = training_project / "runs/broken"
     metrics = run / "metrics.jsonl"
     cluster.wait_until(lambda: metrics.exists() and len(metrics.read_text().splitlines()) > 3,
@@ -60,7 +76,7 @@ def test_interrupted_by_usr1_the_run_is_bitwise_the_unbroken_one(start_cluster, 
     assert cluster.restarts(broken) == 1
     text = log(training_project, broken)
     stopped = int(text.split("stopped    at step ")[1].split()[0])
-    assert 0 < stopped < 200 and f"step_{stopped:08d}" in text
+    assert 0 < stopped < 60 and f"step_{stopped:08d}" in text
     assert losses(run) == losses(training_project / "runs/unbroken")
     assert weights(run) == weights(training_project / "runs/unbroken") and len(weights(run)) == 1
 

@@ -59,9 +59,10 @@ def fork(work, *arguments):
 def launch(task):
     """As torchrun: starts the ranks, and when one fails asks the others to stop. Returns the first one's code."""
     os.setsid()
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    probe = socket.socket()  # kept, so that nobody else is given this port before rank 0 listens there
+    probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    probe.bind(("127.0.0.1", 0))
+    port = probe.getsockname()[1]
     ranks = [fork(be_rank, task, number, port) for number in range(task["ranks"])]
     first = 0
     while ranks:

@@ -15,6 +15,7 @@ import torch
 from ranks import PROCESSES
 
 PROJECT = Path(__file__).resolve().parents[2]
+PORTS: list[socket.socket] = []  # held until this process ends: nobody else is given one before a rank 0 listens there
 
 
 class Training:
@@ -72,17 +73,18 @@ def _run(words, environment, out, err):
 
 def start_ranks(count, words, per_node=None, **more):
     """A Training for each rank, as torchrun starts them; more: further environment variables."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    PORTS.append(port := socket.socket())
+    port.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as torch's listener does, which may share it then
+    port.bind(("127.0.0.1", 0))
     per_node = per_node or count
     return [Training(words, {**os.environ, **more, "RANK": str(rank), "WORLD_SIZE": str(count),
                              "LOCAL_RANK": str(rank % per_node), "LOCAL_WORLD_SIZE": str(per_node),
-                             "GROUP_RANK": str(rank // per_node), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)},
+                             "GROUP_RANK": str(rank // per_node), "MASTER_ADDR": "127.0.0.1",
+                             "MASTER_PORT": str(port.getsockname()[1])},
                      merged=True) for rank in range(count)]
 
 
-def said_by(ranks, timeout=300):
+def said_by(ranks, timeout=800):
     """What rank 0 printed, when all have ended well."""
     try:
         said = [rank.communicate(timeout)[0] for rank in ranks]

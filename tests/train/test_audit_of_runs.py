@@ -36,7 +36,7 @@ def lines_of(run):
 @pytest.mark.torch22
 def test_killed_and_changed_runs_read_each_window_once(start_training, tiny_file, corpus, tmp_path, audit):
     run = tmp_path / "run"
-    process = start_training(run, **MIXED, num_steps=4000, checkpoint_interval=7)
+    process = start_training(run, **MIXED, num_steps=10 ** 6, checkpoint_interval=7)
     while len(list(run.glob("checkpoints/step_*"))) < 3:
         assert process.poll() is None, process.communicate()
         time.sleep(0.05)

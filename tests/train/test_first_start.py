@@ -6,7 +6,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 
 import pytest
 from tiny import TINY
@@ -106,12 +105,20 @@ def test_a_dry_run_does_not_make_it(train, tmp_path, monkeypatch):
 
 
 OF_A_TENTH = """
-import runpy, sys
+import os, runpy, signal, sys
 from config import resolve
 from config.train_config import DataConfig
 from mamba_fsdp.data import text
 
+def die(event, given, opened=[]):  # in the middle of it
+    if event == "open" and "data/builtin/train/" in str(given[0]):
+        opened.append(given[0])
+        if len(opened) == 3:
+            os.kill(os.getpid(), signal.SIGKILL)
+
 if __name__ == "__main__":
+    if "DIES" in os.environ:
+        sys.addaudithook(die)
     files, sys.argv = text.corpus_files(), sys.argv[1:]
     text.corpus_files = lambda: files[::10]
     runpy.run_path(sys.argv[0], run_name="__main__")
@@ -125,13 +132,9 @@ def test_two_ranks_make_the_default_data_that_a_killed_start_left_in_parts(proje
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(project)}
     (tmp_path / "of_a_tenth.py").write_text(OF_A_TENTH)
     command = [tmp_path / "of_a_tenth.py", project / "training.py", *words]
-    process = subprocess.Popen([sys.executable, *command], cwd=tmp_path, env=environment)
-    while not (tmp_path / "data/builtin/train").exists():
-        assert process.poll() is None
-        time.sleep(0.02)
-    process.send_signal(signal.SIGKILL)
-    process.wait()
-    assert not (tmp_path / "data/builtin/dataset.json").exists(), "too late to show anything"
+    first = subprocess.run([sys.executable, *command], cwd=tmp_path, env={**environment, "DIES": "1"})
+    assert first.returncode == -signal.SIGKILL and list((tmp_path / "data/builtin/train").iterdir())
+    assert not (tmp_path / "data/builtin/dataset.json").exists()
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     done = subprocess.run([*torchrun, *command], cwd=tmp_path, env=environment, text=True,
                           stdout=subprocess.PIPE, stderr=subprocess.STDOUT)

@@ -31,7 +31,7 @@ def train_changed(corpus, project, tmp_path):
             f"run.run_training(resolve.resolve_settings({ {key: str(value) for key, value in words.items()} })[0])\n")
         torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
         return subprocess.run([*torchrun, tmp_path / "changed.py"],
-                              cwd=project, capture_output=True, text=True, timeout=300,
+                              cwd=project, capture_output=True, text=True, timeout=800,
                               env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(project)})
     return start
 
@@ -68,7 +68,7 @@ def test_a_mistake_is_told_once_and_ends_all_ranks(corpus, project, tmp_path):
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     done = subprocess.run(
         [*torchrun, "training.py", f"--dataset_path={tmp_path}/nowhere", f"--save_ckpt_path={tmp_path}/run"],
-        cwd=project, capture_output=True, text=True, timeout=120)
+        cwd=project, capture_output=True, text=True, timeout=800)
     assert done.returncode and f"error: {tmp_path}/nowhere: no such folder" in done.stderr
 
 

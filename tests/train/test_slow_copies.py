@@ -73,7 +73,7 @@ def test_killed_while_copying_the_checkpoint_before_is_used(corpus, tiny_file, t
     words = settings(corpus, tmp_path / "run", sharding_strategy="none")
     process = PROCESSES.Process(target=train, args=(World.alone(), words, tiny_file, "never"))
     process.start()
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 400
     while not list(tmp_path.glob("run/checkpoints/.step_00000004*")):
         assert time.monotonic() < deadline and process.is_alive()
         time.sleep(0.01)

@@ -125,12 +125,12 @@ def test_while_a_save_hangs_a_rollback_waits(train, tmp_path, metrics_of, spoil,
     def write(path, *rest, _write=checkpointer.write_pieces, **named):
         if "step_00000008" in path.parent.name:
             monkeypatch.setattr(checkpointer, "SECONDS_OF_SILENCE", 0.3)
-            assert hangs.wait(60)
+            assert hangs.wait(400)
         return _write(path, *rest, **named)
 
     def take(parts, *rest, _take=loop.take_step, **named):
         if parts.state.step == 12 and parts.checkpointer.pending:
-            monkeypatch.setattr(checkpointer, "SECONDS_OF_SILENCE", 60)
+            monkeypatch.setattr(checkpointer, "SECONDS_OF_SILENCE", 400)
             hangs.set()
         while hangs.is_set() and parts.checkpointer.is_writing():
             time.sleep(0.01)

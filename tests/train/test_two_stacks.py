@@ -17,7 +17,7 @@ def resume(corpus, project, tiny_file):
                  "sharding_strategy": "fsdp"}
         ranked = [python, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", "training.py"]
         done = subprocess.run([*ranked, *(f"--{key}={value}" for key, value in words.items())],
-                              cwd=project, timeout=300, capture_output=True, text=True,
+                              cwd=project, timeout=800, capture_output=True, text=True,
                               env={**os.environ, "OMP_NUM_THREADS": "1"})
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
