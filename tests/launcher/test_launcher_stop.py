@@ -51,3 +51,20 @@ def test_nobody_asks_when_the_script_was_killed(project, tmp_path):
     while time.monotonic() < end and living(session):
         time.sleep(0.05)
     assert not living(session)
+
+
+CTRL_Z = """
+bash -c 'trap "sleep 0.5; kill -STOP \\$\\$; touch $1/continued; exit" TSTP; touch $1/ready
+         while :; do sleep 0.05; done' - "$run_folder" & child=$!
+until [ -e "$run_folder/ready" ]; do sleep 0.05; done
+(until [[ $(cat /proc/$$/stat) == *") T "* ]]; do sleep 0.05; done; kill -CONT $$) &
+stand_still
+for _ in {1..600}; do [ ! -e "$run_folder/continued" ] || exit 3; sleep 0.05; done
+kill -KILL $child
+"""
+
+
+@pytest.mark.slow
+def test_what_continues_as_soon_as_it_has_stopped_continues_its_node_too(project, tmp_path):
+    """A node takes a while to stop its ranks and itself: Ctrl-Z and then fg must not come in between."""
+    assert run(project, tmp_path, CTRL_Z)[1:] == (3, "", ["continued", "ready"])

@@ -88,8 +88,7 @@ SelectTypeParameters=CR_CPU
 GresTypes=gpu
 ReturnToService=2
 SlurmdTimeout={PATIENCE_SECONDS}
-MessageTimeout=100
-KillWait=200
+KillWait=10
 SchedulerParameters=batch_sched_delay=0,sched_interval=1,bf_interval=1
 SlurmdParameters=config_overrides
 PropagateResourceLimits=NONE
@@ -171,10 +170,16 @@ slurmd -D -N {name} & while :; do sleep 3600 & wait; done"""
 
     def state(self, job):
         """JobState as scontrol shows it: PENDING, RUNNING, COMPLETED, FAILED, CANCELLED, ..."""
-        return re.search(r"JobState=(\w+)", self.run("scontrol", "show", "job", job))[1]
+        return self._fact("JobState", job)
 
     def restarts(self, job):
-        return int(re.search(r"Restarts=(\d+)", self.run("scontrol", "show", "job", job))[1])
+        return int(self._fact("Restarts", job))
+
+    def _fact(self, name, job):
+        """Asked again where a controller that is busy leaves the question unanswered."""
+        def ask():
+            return re.search(rf"{name}=(\w+)", self.run("scontrol", "show", "job", job, check=False))
+        return self.wait_until(ask, f"{name} of job {job} is told")[1]
 
     def wait_for_end(self, job):
         """The job's last state. Jobs that were put back into the queue are started at once."""

@@ -125,7 +125,7 @@ def test_a_stop_before_training_has_begun_is_not_lost(start_cluster, slurm_proje
 
 
 def test_scontrol_requeue_goes_on_from_a_checkpoint(start_cluster, slurm_project):
-    cluster = start_cluster()
+    cluster = start_cluster(extra_config="KillWait=90")
     job = cluster.submit(slurm_project, "--save_ckpt_path=runs/a", "--num_steps=20",
                          env={"FAKE": "held", "FAKE_COMMIT_SECONDS": "3"})
     wait_for_step(cluster, slurm_project)
@@ -154,7 +154,7 @@ def test_each_task_of_an_array_is_a_run_of_its_own_and_is_queued_again_alone(sta
 
 
 def test_scancel_ends_the_job_for_good_but_with_a_checkpoint(start_cluster, slurm_project):
-    cluster = start_cluster()
+    cluster = start_cluster(extra_config="KillWait=90")
     job = cluster.submit(slurm_project, "--save_ckpt_path=runs/a", "--num_steps=1000", env={"FAKE_COMMIT_SECONDS": "3"})
     wait_for_step(cluster, slurm_project)
     cluster.run("scancel", job)
@@ -167,7 +167,7 @@ def test_scancel_ends_the_job_for_good_but_with_a_checkpoint(start_cluster, slur
 
 def test_after_scancel_the_checkpoint_may_take_as_long_as_kill_wait(start_cluster, slurm_project):
     """Longer than the 30 s after which torchrun by itself kills its ranks."""
-    cluster = start_cluster()
+    cluster = start_cluster(extra_config="KillWait=90")
     job = cluster.submit(slurm_project, "--save_ckpt_path=runs/a", "--num_steps=1000",
                          env={"FAKE_COMMIT_SECONDS": "35"})
     wait_for_step(cluster, slurm_project)

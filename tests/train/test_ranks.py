@@ -20,14 +20,27 @@ def train_on(corpus):
     return run_on
 
 
+JOINS = """
+from datetime import timedelta
+import torch.distributed as dist
+def join(timeout_minutes, join=run.start_world):
+    world = join(timeout_minutes=10)  # one may come a while after the other
+    world.barrier()
+    dist.distributed_c10d._set_pg_timeout(timedelta(minutes=timeout_minutes), dist.group.WORLD)
+    return world
+run.start_world = join
+"""
+
+
 @pytest.fixture
 def train_changed(corpus, project, tmp_path):
-    """train_changed(lines, **settings): a run on two ranks, with twelve seconds of patience, after these lines."""
+    """train_changed(lines, **settings): a run on two ranks, with twelve seconds of patience once they have met, after
+    these lines."""
     def start(lines, **given):
         words = {**TINY, "dataset_path": corpus, "save_ckpt_path": tmp_path / "run", "timeout_minutes": 0.2, **given}
         (tmp_path / "changed.py").write_text(
             "import os, sys, time; sys.path.insert(0, '.')\n"
-            f"from config import resolve; from mamba_fsdp.train import loop, run\n{lines}"
+            f"from config import resolve; from mamba_fsdp.train import loop, run\n{JOINS}{lines}"
             f"run.run_training(resolve.resolve_settings({ {key: str(value) for key, value in words.items()} })[0])\n")
         torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
         return subprocess.run([*torchrun, tmp_path / "changed.py"],
