@@ -65,8 +65,7 @@ def resolve_settings(given: Mapping[str, Any], config_file: str | None = None,
     settings.check()
     notes, wrong = [*in_file.notes.values(), *on_line.notes.values()], []
     if launcher := elsewhere.launcher_of({**in_file.given, **on_line.given}):
-        notes.append(f"what {elsewhere.LAUNCHERS[launcher]} takes where nothing is given is not always what is taken "
-                     f"here: docs/from-{launcher}.md")
+        notes.append(f"the defaults here are not those of {elsewhere.LAUNCHERS[launcher]}: docs/from-{launcher}.md")
     pointless_in_file = _pointless(_build(in_file.chosen), in_file.chosen, _usual(in_file.chosen))
     for name, sentence in _pointless(settings, chosen, _usual(chosen)).items():
         if settings.checkpoint.init_from and name in vars(settings.model):
@@ -293,6 +292,9 @@ class Place:
             raise UserError(f"{name}: given twice {self.where} (as {before.key} and {now.key}); give it once")
         if not before or before.weak or now.own and not agree:
             self.chosen[name], self.taken[name] = value, now
+            now = before or now
+        if not agree and now.key not in {taken.key for taken in self.taken.values()}:
+            self.notes.pop(now.key, None)  # it gave way
 
 
 def as_dict(settings: TrainConfig) -> dict[str, dict[str, Any]]:

@@ -157,6 +157,8 @@ def test_what_only_says_what_is_not_gives_way():
 
     assert resolved(bf16="true", fp16="false").training.mixed_precision == "bf16"
     assert resolved(fp16="true", bf16="false").training.mixed_precision == "fp16"
+    for words in ({"bf16": "true", "fp16": "false"}, {"fp16": "false", "bf16": "true"}):
+        assert resolved(**words).notes[:-1] == ["bf16=true is mixed_precision=bf16 here"], "no word that gave way"
     assert resolved(use_wandb="False", tracker="tensorboard").report.tracker == ["tensorboard"]
     assert resolved(t_max="100tok", num_steps="500tok").training.num_steps.count == 500
     for both in ({"bf16": "true", "fp16": "true"}, {"seq_len": "8", "seq_length": "16"}):
