@@ -79,13 +79,15 @@ def _tensors_in(content: Any, prefix: str = "") -> Iterator[tuple[str, torch.Ten
 
 
 def _refuse_programs(path):
-    """Whether a .pth file is a zip archive. Raises UserError for TorchScript and tar archives: torch before 2.6 opens
-    those in ways that weights_only does not restrain (CVE-2025-32434)."""
+    """Whether a .pth file is a zip archive. Raises UserError for what is no .pth file, and for TorchScript and tar
+    archives: torch before 2.6 opens those in ways that weights_only does not restrain (CVE-2025-32434)."""
     with open(path, "rb") as file:
-        zipped = file.read(4) == b"PK\x03\x04"
+        zipped = (begin := file.read(4)) == b"PK\x03\x04"
     # The reader that torch.load itself asks, so that both see the same archive.
     script = zipped and "constants.pkl" in torch._C.PyTorchFileReader(str(path)).get_all_records()
     if script or not zipped and tarfile.is_tarfile(path):
         raise UserError(f"{path} is a {'TorchScript' if script else 'tar'} archive, which may hold programs; "
                         "save its state dict with torch.save")
+    if begin and not zipped and begin[0] != 0x80:  # with which each pickle of torch.save begins
+        raise UserError(f"{path} holds no weights: it is neither a safetensors file nor one of torch.save")
     return zipped

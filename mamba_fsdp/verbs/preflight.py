@@ -64,8 +64,7 @@ def report(folder: Path, settings: TrainConfig, mistakes: Sequence[str] = ()) ->
     wrong += [] if mistakes else space_mistakes(settings)
     found = {"mistakes": [f"{node}: {sentence}" for sentence in wrong], "troubles": troubles_on(node),
              "gpu_count": assigned_gpus(), "gpus": driver_gpus()[:assigned_gpus()],
-             "efa_count": int(os.environ.get("EFA_COUNT", 0)), 
-             "efa_plugin": efa_plugin(),
+             "efa_count": int(os.environ.get("EFA_COUNT", 0)), "efa_plugin": efa_plugin(),
              "seen": {str(path): fingerprint(path) for path in shared}}
     try:
         write_atomically(folder / f"{node}.json", json.dumps(found))

@@ -239,6 +239,8 @@ def test_sources_that_are_none(tmp_path):
     refused(tmp_path / "empty", "no weights beside it", tmp_path)
     (tmp_path / "empty" / "config.json").write_text('{"d_model": 8, "n_layer": 1, "vocab_size": 9}')
     refused(tmp_path / "empty", "no weights beside it", tmp_path)
+    (tmp_path / "notes.txt").write_text("some text\n")
+    refused(tmp_path / "notes.txt", "notes.txt holds no weights: .*[^)]$", tmp_path)
     torch.save({"x": torch.ones(2)}, tmp_path / "lonely.pth")
     refused(tmp_path / "lonely.pth", "there is no config.json beside it", tmp_path)
 
