@@ -35,8 +35,7 @@ def main() -> None:
             print(f"  {verb:<11} {meaning}")
         raise SystemExit(0)
     if sys.argv[1] == "--version":
-        print(command_line.VERSION)
-        raise SystemExit(0)
+        return print(command_line.VERSION)
     verb, arguments = sys.argv[1], sys.argv[2:]
     if verb not in VERBS:
         print(f"error: there is no verb {verb!r}; {near_name(verb, VERBS, 'choose one of ' + ', '.join(VERBS))}",

@@ -1,6 +1,7 @@
 """What all verbs share: Fire splits words, annotations give their types, a mistake is two lines and no traceback."""
 
 import dataclasses
+import errno
 import inspect
 import os
 import sys
@@ -29,10 +30,6 @@ def run(verb: Callable[..., Any], help_page: Callable[[], str], arguments: Seque
             Display().line(VERSION if "--version" in arguments else help_page())
             raise SystemExit(0)
         raise SystemExit(call(verb, arguments) or 0)
-    except UserError as error:
-        leave_for_torchrun(error)
-        print(f"error: {error}", file=sys.stderr)
-        raise SystemExit(error.exit_code) from None
     except KeyboardInterrupt:
         print("\nstopped by Ctrl-C", file=sys.stderr)
         raise SystemExit(130) from None
@@ -40,8 +37,13 @@ def run(verb: Callable[..., Any], help_page: Callable[[], str], arguments: Seque
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise SystemExit(0) from None
     except Exception as error:
+        if isinstance(error, OSError) and error.errno in (errno.EACCES, errno.ENAMETOOLONG):  # wherever a path is used
+            error = UserError(f"{error.filename}: {error.strerror}")
         leave_for_torchrun(error)
-        raise
+        if not isinstance(error, UserError):
+            raise
+        print(f"error: {error}", file=sys.stderr)
+        raise SystemExit(error.exit_code) from None
 
 
 def call(verb: Callable[..., Any], arguments: Sequence[str]) -> Any:

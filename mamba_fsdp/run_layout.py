@@ -78,8 +78,8 @@ def committed(checkpoints: str | Path) -> list[Path]:
 def no_checkpoint(path: str | Path) -> UserError:
     """That there is none to be found by this path."""
     hint = f"; init_from={path} takes its weights" if Path(path, ".metadata").is_file() else ""
-    return UserError(f"{path} is neither a committed checkpoint nor a run folder with one "
-                     f"({CHECKPOINTS}/step_*/{COMMIT}){hint}")
+    return UserError(f"{path}: there is no such file or folder" if not exists(path) else f"{path} is neither a "
+                     f"committed checkpoint nor a run folder with one ({CHECKPOINTS}/step_*/{COMMIT}){hint}")
 
 
 def is_own(origin: str, run: str | Path) -> bool:

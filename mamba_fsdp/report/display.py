@@ -44,7 +44,7 @@ class Display:
     """Lines on rank 0 (`enabled`), nothing elsewhere."""
 
     def __init__(self, *, enabled: bool = True, stream: TextIO | None = None) -> None:
-        self.enabled, self.stream = enabled, stream or sys.stdout
+        self.enabled, self.stream = enabled, stream or sys.stdout or open(os.devnull, "w")
         self.on_terminal = enabled and self.stream.isatty()
         self.live = self.on_terminal and os.environ.get("TERM") != "dumb"
         self.shown, self.next_update = "", 0.0

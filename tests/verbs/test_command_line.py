@@ -102,7 +102,7 @@ def test_mistakes_are_refused_with_the_reason(words, message):
     (["evaluate", "/nowhere", "/nowhere", "--limit=-1"], 2, "error: --limit=-1: must be at least 0"),
     (["inspect", "/nowhere", "--verify=on"], 2, "error: /nowhere: there is no such"),
     (["inspect", "/nowhere"], 2, "error: /nowhere"), (["report"], 2, "error: name at least one run"),
-    (["report", "/nowhere"], 2, "error: /nowhere"),
+    (["report", "/nowhere"], 2, "error: /nowhere"), (["inspect", "n" * 300], 2, "error: " + "n" * 300),
     (["settings", "a.yaml", "--form=aws"], 2, "error: --form: write settings --from="),
 ])
 def test_verbs_explain_themselves_and_refuse_in_one_line(project, words, code, start):
@@ -110,3 +110,8 @@ def test_verbs_explain_themselves_and_refuse_in_one_line(project, words, code, s
     said = done.stdout if code == 0 else done.stderr
     assert (done.returncode, said[:len(start)]) == (code, start), done
     assert code == 0 or len(said.splitlines()) == 1
+
+
+def test_a_stdout_that_is_closed_is_no_traceback(project):
+    done = subprocess.run(f"{sys.executable} get_dataset.py --help >&-", shell=True, cwd=project, capture_output=True)
+    assert (done.returncode, done.stderr) == (0, b"")
