@@ -7,7 +7,6 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from projects import starts
@@ -180,7 +179,7 @@ def test_a_rank_that_died_is_explained(signal_, words):
     """A token store that is cut short under its memory map ends the rank by SIGBUS, which says nothing itself."""
     from mamba_fsdp.launch.node import describe
 
-    assert words in describe(SimpleNamespace(exitcode=-signal_))
+    assert words in describe(-signal_, Path("none"))
 
 
 @pytest.mark.slow
