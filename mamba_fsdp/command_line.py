@@ -37,7 +37,8 @@ def run(verb: Callable[..., Any], help_page: Callable[[], str], arguments: Seque
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise SystemExit(0) from None
     except Exception as error:
-        if isinstance(error, OSError) and error.errno in (errno.EACCES, errno.ENAMETOOLONG):  # wherever a path is used
+        # Wherever a path is used:
+        if isinstance(error, OSError) and error.filename and error.errno in (errno.EACCES, errno.ENAMETOOLONG):
             error = UserError(f"{error.filename}: {error.strerror}")
         leave_for_torchrun(error)
         if not isinstance(error, UserError):

@@ -3,9 +3,9 @@
 import os
 from collections.abc import Callable
 from importlib import import_module
+from typing import Any
 
 import torch
-from torch.distributed.elastic.agent.server import WorkerGroup
 
 from mamba_fsdp.parallel.model import ParallelModel
 
@@ -44,8 +44,8 @@ def has_fused_adamw(device: torch.device) -> bool:
     return device.type == "cuda" or HAS_FSDP2
 
 
-def where_ranks_meet(group: WorkerGroup) -> tuple[str, str]:
-    """MASTER_ADDR and MASTER_PORT of a torchrun agent's ranks, after it has met the others."""
+def where_ranks_meet(group: Any) -> tuple[str, str]:
+    """MASTER_ADDR and MASTER_PORT of the ranks of a WorkerGroup of torchrun's, once it has met the others."""
     if hasattr(group, "master_addr"):
         return group.master_addr, str(group.master_port)
     address, port = (group.store.get(name).decode() for name in ("MASTER_ADDR", "MASTER_PORT"))  # torch 2.3 and older
