@@ -30,6 +30,7 @@ from mamba_fsdp.data.workers import Workers
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.formats import DATASET
 from mamba_fsdp.lease import Lease, living, share
+from mamba_fsdp.report.display import output_that_may_go
 from mamba_fsdp.storage import move, read_object, write_atomically
 
 TRAINING_SAMPLE = 32 << 20  # bytes of text that a tokenizer is trained on
@@ -41,6 +42,7 @@ RECORDED = ("text_column", "documents", "invalid_utf8", "tokenizer", "eos_token"
             "validation_fraction", "shard_tokens")
 
 
+@output_that_may_go()
 def make_dataset(source: TextSource, out: str | Path, *, save_seconds: float = 5.0) -> dict | None:
     """Tokenise `source` into OUT/train and OUT/validation as its options say; resumes where earlier calls stopped, and
     does what calls at the same time leave.

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-LARGEST_FILE, LONGEST_FUNCTION, LIBRARY = 450, 50, 16_130
+LARGEST_FILE, LONGEST_FUNCTION, LIBRARY = 450, 50, 16_135
 LONGEST_KERNEL = 80  # of Triton, whose sums live in registers: to cut one is to hand over dozens of values
 
 

@@ -307,6 +307,17 @@ def test_empty_documents_are_left_out_and_counted(tmp_path, prepare, capsys):
     assert "4 empty documents" in capsys.readouterr().out
 
 
+def test_a_reader_that_has_gone_stops_nothing(tmp_path, prepare, monkeypatch):
+    class Gone(io.StringIO):
+        def write(self, _):
+            raise BrokenPipeError
+
+    (tmp_path / "a.txt").write_text("x")
+    monkeypatch.setattr(sys, "stdout", Gone())
+    prepare(tmp_path / "a.txt", tmp_path / "out")
+    assert read_back(tmp_path / "out" / "train") == ["x"]
+
+
 @pytest.mark.slow
 def test_invalid_utf8_is_named_or_replaced(tmp_path, prepare):
     """The default refuses with file and byte, in text, JSON and tables alike."""

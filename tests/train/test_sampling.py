@@ -16,6 +16,7 @@ from mamba_fsdp.model.spec import parameters
 from mamba_fsdp.parallel.model import fill_parts
 from mamba_fsdp.parallel.parallelize import parallelize
 from mamba_fsdp.parallel.world import World
+from mamba_fsdp.train.recorder import Recorder
 from mamba_fsdp.train.sampling import continued
 
 PROMPTS = [[5, 6, 7, 8, 9], [3], [1, 2]]
@@ -63,7 +64,8 @@ def test_sharded_models_write_the_same(strategy):
 
 
 @pytest.mark.slow
-def test_a_run_writes_samples_at_each_validation_and_trains_as_without(train, tmp_path, corpus, metrics_of, weights_of):
+def test_a_run_writes_samples_at_each_validation_and_trains_as_without(train, tmp_path, corpus, metrics_of, weights_of,
+                                                                       monkeypatch):
     given = {"dataset_path": corpus / "words/data"}
     train(tmp_path / "without", **given)
     train(tmp_path / "with", sample_prompts=corpus / "prompts", sample_length=5, **given)
@@ -75,9 +77,12 @@ def test_a_run_writes_samples_at_each_validation_and_trains_as_without(train, tm
         (step, prompt) for step in (0, 3, 6) for prompt in ("a b\nc", "h")]
     assert all(set(line["text"].split()) <= set("?abcdefgh") for line in lines) and any(line["text"] for line in lines)
     # A run that is cut and resumes writes the same, each once.
-    (tmp_path / "cut").mkdir()
-    (tmp_path / "cut/STOP").touch()
-    train(tmp_path / "cut", sample_prompts=corpus / "prompts", sample_length=5, **given)
+    sampled = Recorder.sampled
+    with monkeypatch.context() as patch:
+        patch.setattr(Recorder, "sampled", lambda recorder, step, *texts: [
+            step == 3 and (tmp_path / "cut/STOP").touch(), sampled(recorder, step, *texts)])
+        train(tmp_path / "cut", sample_prompts=corpus / "prompts", sample_length=5, **given)
+    assert json.loads((tmp_path / "cut/status.json").read_text())["status"] == "stopped"
     train(tmp_path / "cut", sample_prompts=corpus / "prompts", sample_length=5, **given)
     assert (tmp_path / "cut/generated.jsonl").read_text() == (tmp_path / "with/generated.jsonl").read_text()
 
