@@ -257,7 +257,7 @@ def measure_folder(world: World, folder: str) -> str:
     if not folder:
         raise Absent("name one to measure its speed: doctor FOLDER")
     place = world.on_rank0(lambda: hidden_beside(Path(folder, "doctor")))
-    world.on_rank0(place.mkdir)
+    world.on_rank0(lambda: seconds_of(place.mkdir, f"make a folder in {folder}"))
     nodes = world.broadcast_object(list(dict.fromkeys(world.gather_on_rank0(machine.node_name()))))
     other = nodes[(nodes.index(machine.node_name()) + 1) % len(nodes)]
     try:
