@@ -100,7 +100,7 @@ def test_equal_runs_recomputing_and_double_use(kind):
                               values, documents=documents()), first)
     portable, _ = mixer(kind, PORTABLE)
     assert_like(evaluate(lambda x, **p: run(run(x, **p), **p), values),
-                evaluate(lambda x, **p: portable(portable(x, **p), **p), double(values)), 3e-6)
+                evaluate(lambda x, **p: portable(portable(x, **p), **p), double(values)), 1e-5)
 
 
 def kept(kind, forms):
