@@ -60,6 +60,7 @@ USUAL_REASONS = {
 def main(failures: Path, words: list[str], scratch: str) -> int:
     logging.disable(logging.ERROR)  # torch's own account of a failure: ours comes last and says more
     allow_many_files()
+    os.environ["FAILURES"] = str(failures)  # where the ranks that start after one look for it
     try:
         agent = Agent(failures, words, Path(scratch))
         result = agent.run()

@@ -99,8 +99,8 @@ def lines(plan: Estimate, found: dict[str, Any], machines: str, enough: Estimate
         yield (f"speed      {plan.rate:,.0f} tokens/s, {plan.rate / plan.devices:,.0f} a device, "
                f"{found['share_of_peak']:.0%} of its peak")
         days = found["days"]
-        length = f"{days:,.1f} days" if days >= 1 else f"{days * 24:.1f} hours"
-        yield f"length     {found['tokens']:,} tokens: {length}, {found['device_hours']:,.1f} device-hours"
+        lasts = f"{days:,.1f} days" if days >= 1 else f"{days * 24:.1f} hours"
+        yield f"length     {found['tokens']:,} tokens: {lasts}, {found['device_hours']:,.1f} device-hours"
     else:
         yield "step       --instance=NAME, or --memory, --peak and --bandwidth, tell its seconds"
     if "cost" in found:
