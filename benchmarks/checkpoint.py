@@ -16,7 +16,6 @@ import argparse
 import multiprocessing
 import os
 import shutil
-import socket
 import statistics
 import subprocess
 import tempfile
@@ -27,6 +26,7 @@ import torch
 
 from mamba_fsdp.checkpoint.checkpointer import Checkpointer
 from mamba_fsdp.checkpoint.folder import load
+from mamba_fsdp.launch.machine import hold_port
 from mamba_fsdp.parallel.model import Shard
 from mamba_fsdp.parallel.world import start_world
 
@@ -58,11 +58,10 @@ def main(words=None):
 def on_ranks(ranks, *how):
     """What rank 0 finds."""
     context = multiprocessing.get_context("spawn")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    held = hold_port()
     receiver, sender = context.Pipe(duplex=False)
-    processes = [context.Process(target=rank_of, args=(rank, ranks, port, sender, *how)) for rank in range(ranks)]
+    processes = [context.Process(target=rank_of, args=(rank, ranks, held.getsockname()[1], sender, *how))
+                 for rank in range(ranks)]
     for process in processes:
         process.start()
     sender.close()

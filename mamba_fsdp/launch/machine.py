@@ -56,6 +56,15 @@ def interface_towards(hosts: Iterable[str]) -> str:
     return ""
 
 
+def hold_port(port: int = 0) -> socket.socket:
+    """A socket that keeps the port (0: a free one) from whoever asks for any, but not from TCPStore, which names it."""
+    held = socket.socket()
+    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    with contextlib.suppress(OSError):  # then rank 0 says what is wrong
+        held.bind(("", port))
+    return held
+
+
 def node_name() -> str:
     """What Slurm, or else the machine itself, calls this node."""
     return os.environ.get("SLURMD_NODENAME") or socket.gethostname()

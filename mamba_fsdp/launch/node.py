@@ -12,7 +12,6 @@ import json
 import logging
 import os
 import signal
-import socket
 import sys
 import tempfile
 import time
@@ -21,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from mamba_fsdp.launch.forks import REQUESTS_TO_STOP, Rank, prepare
-from mamba_fsdp.launch.machine import node_name, set_environment
+from mamba_fsdp.launch.machine import hold_port, node_name, set_environment
 
 if __name__ == "__main__":  # what ranks are forks of imports torch, which takes seconds, while this process does
     came: list[int] = []  # what is imported may take SystemExit for a failure of its own
@@ -114,7 +113,7 @@ class Agent(SimpleElasticAgent):
         for number in REQUESTS_TO_STOP:
             signal.signal(number, self._pass_on)
         if worker_group.group_rank == 0:  # rank 0 listens there in a few seconds: till then nobody else shall
-            self.port = hold(int(port))
+            self.port = hold_port(int(port))
         self.ranks = {}
         for worker in worker_group.workers:
             self._error_file(worker.local_rank).unlink(missing_ok=True)
@@ -215,15 +214,6 @@ def meet_fast(nodes: int) -> None:
     holder = getattr(dynamic_rendezvous, "_BackendRendezvousStateHolder", meet_fast).__init__
     if getattr(holder, "__defaults__", None) == (1,):  # seconds for which it believes what it has read
         holder.__defaults__ = (pause,)
-
-
-def hold(port: int) -> socket.socket:
-    """A socket that keeps the port from whoever asks for any, but not from TCPStore, which names it."""
-    held = socket.socket()
-    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    with contextlib.suppress(OSError):  # then rank 0 says what is wrong
-        held.bind(("", port))
-    return held
 
 
 def put_on_record(failures: Path, order: int, moment: float, text: str, code: int) -> int:

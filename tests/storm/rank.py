@@ -5,10 +5,11 @@ import hashlib
 import json
 import os
 import signal
-import socket
 import sys
 import threading
 from pathlib import Path
+
+from mamba_fsdp.launch.machine import hold_port
 
 SETTINGS = {"d_model": 16, "n_layer": 2, "vocab_size": 64, "d_state": 4, "seq_length": 32, "batch_size": 1,
             "global_batch_size": 12, "mixed_precision": "fp32", "learning_rate": 0.01, "eval_interval": 8,
@@ -59,11 +60,8 @@ def fork(work, *arguments):
 def launch(task):
     """As torchrun: starts the ranks, and when one fails asks the others to stop. Returns the first one's code."""
     os.setsid()
-    probe = socket.socket()  # kept, so that nobody else is given this port before rank 0 listens there
-    probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    probe.bind(("127.0.0.1", 0))
-    port = probe.getsockname()[1]
-    ranks = [fork(be_rank, task, number, port) for number in range(task["ranks"])]
+    port = hold_port()
+    ranks = [fork(be_rank, task, number, port.getsockname()[1]) for number in range(task["ranks"])]
     first = 0
     while ranks:
         ended, status = os.wait()

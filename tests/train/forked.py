@@ -14,6 +14,8 @@ from pathlib import Path
 import torch
 from ranks import PROCESSES
 
+from mamba_fsdp.launch.machine import hold_port
+
 PROJECT = Path(__file__).resolve().parents[2]
 PORTS: list[socket.socket] = []  # held until this process ends: nobody else is given one before a rank 0 listens there
 
@@ -73,9 +75,7 @@ def _run(words, environment, out, err):
 
 def start_ranks(count, words, per_node=None, **more):
     """A Training for each rank, as torchrun starts them; more: further environment variables."""
-    PORTS.append(port := socket.socket())
-    port.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as torch's listener does, which may share it then
-    port.bind(("127.0.0.1", 0))
+    PORTS.append(port := hold_port())
     per_node = per_node or count
     return [Training(words, {**os.environ, **more, "RANK": str(rank), "WORLD_SIZE": str(count),
                              "LOCAL_RANK": str(rank % per_node), "LOCAL_WORLD_SIZE": str(per_node),
