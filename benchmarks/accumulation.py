@@ -37,7 +37,9 @@ def build(world, unsharded):
     settings = ParallelConfig(sharding_strategy="fsdp", accumulate_unsharded=unsharded)
     parallel = parallelize(model, settings, world=world, compute_dtype=torch.bfloat16)
     spec = parameters(SHAPE)
-    fill_parts(parallel.shards(), lambda name, start, stop: initial_part(name, spec[name], 0, start, stop))
+    fill_parts(
+        parallel.shards(), lambda name, start, stop: initial_part(name, spec[name], 0, start, stop)
+    )
     return parallel
 
 
@@ -56,9 +58,19 @@ def gradients_of_a_step(parallel, tokens, between=lambda: None):
 def waiting(parallel):
     """Bytes of gradients that this rank holds now, whole ones and shares."""
     ours = set(parallel.model.parameters())
-    kept = [thing for thing in gc.get_objects() if type(thing).__name__ == "FSDPParam" and thing.sharded_param in ours]
-    gradients = [thing.unsharded_accumulated_grad for thing in kept] + [parameter.grad for parameter in ours]
-    return sum(bytes_of(getattr(gradient, "_local_tensor", gradient)) for gradient in gradients if gradient is not None)
+    kept = [
+        thing
+        for thing in gc.get_objects()
+        if type(thing).__name__ == "FSDPParam" and thing.sharded_param in ours
+    ]
+    gradients = [thing.unsharded_accumulated_grad for thing in kept] + [
+        parameter.grad for parameter in ours
+    ]
+    return sum(
+        bytes_of(getattr(gradient, "_local_tensor", gradient))
+        for gradient in gradients
+        if gradient is not None
+    )
 
 
 def worker():
@@ -66,12 +78,16 @@ def worker():
     native.tune_process("cpu")
     world = start_world()
     models = {way: build(world, unsharded) for way, unsharded in WAYS.items()}
-    tokens = torch.randint(0, SHAPE.vocab_size, (1, LENGTH), generator=torch.Generator().manual_seed(world.rank))
+    tokens = torch.randint(
+        0, SHAPE.vocab_size, (1, LENGTH), generator=torch.Generator().manual_seed(world.rank)
+    )
     figures = {way: [] for way in WAYS}
     for way, parallel in models.items():
         held = []
         with Counter(world.size) as counter:
-            gradients_of_a_step(parallel, tokens, lambda here=parallel, held=held: held.append(waiting(here)))
+            gradients_of_a_step(
+                parallel, tokens, lambda here=parallel, held=held: held.append(waiting(here))
+            )
         figures[way] = [max(held) / 1e6, counter.reduced / 1e6, counter.gathered / 1e6]
     for _ in range(ROUNDS):
         for way, parallel in models.items():
@@ -89,18 +105,35 @@ def worker():
 
 def main():
     size = sum(parameter.size for parameter in parameters(SHAPE).values()) * 4 / 1e6
-    print(f"a model of {size:.0f} MB in fp32, {MICRO_BATCHES} micro-batches of {LENGTH} tokens a step, bf16\n"
-          f"{'ranks':<7}{'reduced':<22}{'MB waiting':>12}{'MB sent':>10}{'MB received':>13}{'s a step':>10}")
+    print(
+        f"a model of {size:.0f} MB in fp32, {MICRO_BATCHES} micro-batches of {LENGTH} tokens a step, bf16\n"
+        f"{'ranks':<7}{'reduced':<22}{'MB waiting':>12}{'MB sent':>10}{'MB received':>13}{'s a step':>10}"
+    )
     for ranks in (2, 4):
-        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-        done = subprocess.run([*torchrun, "-m", "benchmarks.accumulation", "worker"], capture_output=True, text=True,
-                              check=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+        torchrun = [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            f"--nproc-per-node={ranks}",
+        ]
+        done = subprocess.run(
+            [*torchrun, "-m", "benchmarks.accumulation", "worker"],
+            capture_output=True,
+            text=True,
+            check=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
         lines = [[float(word) for word in line.split()] for line in done.stdout.splitlines()]
         for way, (most, sent, received, *seconds) in zip(WAYS, lines):
-            print(f"{ranks:<7}{way:<22}{most:>12.1f}{sent:>10.1f}{received:>13.1f}{statistics.median(seconds):>10.3f}")
+            print(
+                f"{ranks:<7}{way:<22}{most:>12.1f}{sent:>10.1f}{received:>13.1f}{statistics.median(seconds):>10.3f}"
+            )
         ratios = [each / unsharded for each, unsharded in zip(lines[0][3:], lines[1][3:])]
-        print(f"       every micro-batch takes {statistics.median(ratios):.2f} times as long "
-              f"({min(ratios):.2f} to {max(ratios):.2f})")
+        print(
+            f"       every micro-batch takes {statistics.median(ratios):.2f} times as long "
+            f"({min(ratios):.2f} to {max(ratios):.2f})"
+        )
 
 
 if __name__ == "__main__":

@@ -30,28 +30,46 @@ from mamba_fsdp.launch.machine import hold_port
 from mamba_fsdp.parallel.model import Shard
 from mamba_fsdp.parallel.world import start_world
 
-COLUMNS = {"save": "save / dd", "cold": "load / read, cold", "warm": "warm", "stall": "stall", "slower": "slower",
-           "bytes": "bytes"}
+COLUMNS = {
+    "save": "save / dd",
+    "cold": "load / read, cold",
+    "warm": "warm",
+    "stall": "stall",
+    "slower": "slower",
+    "bytes": "bytes",
+}
 TENSORS = 24  # of weights, on each rank
 
 
 def main(words=None):
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--gib", default="1,4", help="sizes of all the state")
     parser.add_argument("--ranks", default="1,2")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--folder", help="on the disk to measure, instead of the one of temporary files")
+    parser.add_argument(
+        "--folder", help="on the disk to measure, instead of the one of temporary files"
+    )
     given = parser.parse_args(words)
     rows = []
-    print(f"{'GiB':>6} {'ranks':>5} {'dd GiB/s':>9} {'save GiB/s':>11} " +
-          " ".join(f"{title:>{max(8, len(title))}}" for title in COLUMNS.values()), flush=True)
+    print(
+        f"{'GiB':>6} {'ranks':>5} {'dd GiB/s':>9} {'save GiB/s':>11} "
+        + " ".join(f"{title:>{max(8, len(title))}}" for title in COLUMNS.values()),
+        flush=True,
+    )
     for gib in map(float, given.gib.split(",")):
         for ranks in map(int, given.ranks.split(",")):
             with tempfile.TemporaryDirectory(dir=given.folder) as folder:
                 found = on_ranks(ranks, folder, gib, given.rounds)
             rows.append({"gib": gib, "ranks": ranks, **found})
-            print(f"{gib:>6g} {ranks:>5} {found['dd_rate']:>9.2f} {found['save_rate']:>11.2f} " +
-                  " ".join(f"{found[name]:>{max(8, len(title))}.1%}" for name, title in COLUMNS.items()), flush=True)
+            print(
+                f"{gib:>6g} {ranks:>5} {found['dd_rate']:>9.2f} {found['save_rate']:>11.2f} "
+                + " ".join(
+                    f"{found[name]:>{max(8, len(title))}.1%}" for name, title in COLUMNS.items()
+                ),
+                flush=True,
+            )
     return rows
 
 
@@ -60,8 +78,10 @@ def on_ranks(ranks, *how):
     context = multiprocessing.get_context("spawn")
     held = hold_port()
     receiver, sender = context.Pipe(duplex=False)
-    processes = [context.Process(target=rank_of, args=(rank, ranks, held.getsockname()[1], sender, *how))
-                 for rank in range(ranks)]
+    processes = [
+        context.Process(target=rank_of, args=(rank, ranks, held.getsockname()[1], sender, *how))
+        for rank in range(ranks)
+    ]
     for process in processes:
         process.start()
     sender.close()
@@ -72,8 +92,14 @@ def on_ranks(ranks, *how):
 
 
 def rank_of(rank, ranks, port, sender, folder, gib, rounds):
-    os.environ.update(RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(ranks),
-                      MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    os.environ.update(
+        RANK=str(rank),
+        WORLD_SIZE=str(ranks),
+        LOCAL_RANK=str(rank),
+        LOCAL_WORLD_SIZE=str(ranks),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+    )
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // ranks))
     world = start_world()
     found = Measured(world, Path(folder), gib).measure(rounds)
@@ -90,32 +116,60 @@ class Measured:
         count = int(gib * 2**30 / 4 / 3 / TENSORS / world.size)
         self.state = [torch.randn(count) for _ in range(3 * TENSORS)]
         self.bytes = 4 * count * 3 * TENSORS * world.size
-        self.shards = [Shard(f"{prefix}{number}{suffix}", (world.size * count,), world.rank * count, self.state[
-            kind * TENSORS + number]) for kind, (prefix, suffix) in enumerate([
-                ("w", ""), ("optimizer/w", "/exp_avg"), ("optimizer/w", "/exp_avg_sq")]) for number in range(TENSORS)]
-        self.seconds_of_work = 0.5 * gib  # of a step, far less than one of so large a model takes on a CPU
+        self.shards = [
+            Shard(
+                f"{prefix}{number}{suffix}",
+                (world.size * count,),
+                world.rank * count,
+                self.state[kind * TENSORS + number],
+            )
+            for kind, (prefix, suffix) in enumerate(
+                [("w", ""), ("optimizer/w", "/exp_avg"), ("optimizer/w", "/exp_avg_sq")]
+            )
+            for number in range(TENSORS)
+        ]
+        self.seconds_of_work = (
+            0.5 * gib
+        )  # of a step, far less than one of so large a model takes on a CPU
 
     def measure(self, rounds):
-        seen = [self.one_round(number) for number in range(rounds + 1)][1:]  # the first takes memory and files
+        seen = [self.one_round(number) for number in range(rounds + 1)][
+            1:
+        ]  # the first takes memory and files
         return {name: statistics.median(one[name] for one in seen) for name in seen[0]}
 
     def one_round(self, number):
         mine, gib = self.folder / f"plain_{self.world.rank}", self.bytes / 2**30
         blocks = max(1, self.bytes // self.world.size >> 20)
-        dd = self.seconds(lambda: subprocess.run(
-            ["dd", "if=/dev/zero", f"of={mine}", "bs=1M", f"count={blocks}", "conv=fsync"], check=True,
-            capture_output=True))
+        dd = self.seconds(
+            lambda: subprocess.run(
+                ["dd", "if=/dev/zero", f"of={mine}", "bs=1M", f"count={blocks}", "conv=fsync"],
+                check=True,
+                capture_output=True,
+            )
+        )
         mine.unlink()
         run = self.folder / f"run_{number}"
         saver = Checkpointer(run, self.world, asynchronous=False, report=lambda text: None)
         save = self.seconds(lambda: saver.save(1, self.shards, {}))
         files = sorted((run / "checkpoints/step_00000001").glob("*"))
         on_disk = sum(path.stat().st_size for path in files)
-        cold, warm = (self.read_over_load(files, run, before) for before in (lambda: self.forget(files), lambda: None))
+        cold, warm = (
+            self.read_over_load(files, run, before)
+            for before in (lambda: self.forget(files), lambda: None)
+        )
         self.remove(run)
         stall, slower = self.beside(self.folder / f"beside_{number}")
-        return {"dd_rate": gib / dd, "save_rate": gib / save, "save": dd / save, "cold": cold, "warm": warm,
-                "stall": stall / save, "slower": slower / save, "bytes": on_disk / self.bytes}
+        return {
+            "dd_rate": gib / dd,
+            "save_rate": gib / save,
+            "save": dd / save,
+            "cold": cold,
+            "warm": warm,
+            "stall": stall / save,
+            "slower": slower / save,
+            "bytes": on_disk / self.bytes,
+        }
 
     def seconds(self, work, before=lambda: None):
         before()
@@ -138,20 +192,28 @@ class Measured:
 
     def read_over_load(self, files, run, before):
         """Medians of both, five times in turn: what a disk reads in a second may be five times what it read before."""
-        both = [(self.seconds(lambda: self.read(files), before), self.seconds(lambda: self.load(run), before))
-                for _ in range(5)]
+        both = [
+            (
+                self.seconds(lambda: self.read(files), before),
+                self.seconds(lambda: self.load(run), before),
+            )
+            for _ in range(5)
+        ]
         read, load = map(statistics.median, zip(*both, strict=True))
         return read / load
 
     def read(self, files):
         """This rank's file, into the memory that loading fills."""
-        with open([path for path in files if path.suffix == ".safetensors"][self.world.rank], "rb",
-                  buffering=0) as file:
+        with open(
+            [path for path in files if path.suffix == ".safetensors"][self.world.rank],
+            "rb",
+            buffering=0,
+        ) as file:
             file.read(8 + int.from_bytes(file.read(8), "little") - 8)
             for tensor in self.state:
                 rest = memoryview(tensor.view(torch.uint8).numpy())
                 while len(rest):
-                    rest = rest[file.readinto(rest):]
+                    rest = rest[file.readinto(rest) :]
 
     def load(self, run):
         newest = Checkpointer(run, self.world, report=lambda text: None).newest(self.shards)

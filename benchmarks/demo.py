@@ -15,8 +15,8 @@ import numpy as np
 
 from config import resolve
 from mamba_fsdp.conventions import IGNORED_LABEL
-from mamba_fsdp.data.loader import Split, evaluation_batches
-from mamba_fsdp.data.order import Order
+from mamba_fsdp.data.loader import BatchLayout, evaluation_batches
+from mamba_fsdp.data.sampler import Sampler
 from mamba_fsdp.data.selection import training_sources, validation_sources
 from mamba_fsdp.report.records import read
 from mamba_fsdp.run_layout import METRICS, SETTINGS
@@ -27,7 +27,9 @@ class Bigram:
 
     def __init__(self, previous, following, vocab_size):
         self.vocab_size = vocab_size
-        pairs, counts = np.unique(previous.astype(np.int64) * vocab_size + following, return_counts=True)
+        pairs, counts = np.unique(
+            previous.astype(np.int64) * vocab_size + following, return_counts=True
+        )
         self.pairs, self.counts = pairs, counts
         singles, doubles = (counts == 1).sum(), (counts == 2).sum()
         self.discount = singles / (singles + 2 * doubles)
@@ -44,7 +46,9 @@ class Bigram:
         count = np.where(self.pairs[at] == keys, self.counts[at], 0)
         total = self.context_total[previous]
         seen = np.maximum(count - self.discount, 0) / np.maximum(total, 1)
-        backed_off = np.where(total > 0, self.discount * self.context_types[previous] / np.maximum(total, 1), 1.0)
+        backed_off = np.where(
+            total > 0, self.discount * self.context_types[previous] / np.maximum(total, 1), 1.0
+        )
         return float(-np.log(seen + backed_off * self.unigram[following]).mean())
 
 
@@ -54,32 +58,47 @@ def main():
     if not (run / SETTINGS).exists():
         began = time.perf_counter()
         subprocess.run(["./1.train.sbatch"], check=True)
-        print(f"whole command: {time.perf_counter() - began:.0f} s, peak memory of its largest process "
-              f"{resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 2**20:.2f} GiB\n")
+        print(
+            f"whole command: {time.perf_counter() - began:.0f} s, peak memory of its largest process "
+            f"{resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 2**20:.2f} GiB\n"
+        )
     entries = read(run / METRICS)
     validations = [entry for entry in entries if "val_loss" in entry]
     reports = [entry for entry in entries if "loss" in entry]
     tokens = reports[-1]["tokens"]
 
     sources, weights = training_sources(config.data)
-    order = Order(sources, weights, config.data.seq_length, config.training.seed)
+    order = Sampler(sources, weights, config.data.seq_length, config.training.seed)
     length = config.data.seq_length
     which, windows, _ = order.samples(0, tokens // length)
-    drawn = np.stack([sources[order.names[source]].read(window * length, length + 1).tokens
-                      for source, window in zip(which, windows)])
+    drawn = np.stack(
+        [
+            sources[order.names[source]].read(window * length, length + 1).tokens
+            for source, window in zip(which, windows)
+        ]
+    )
     previous, following = (part.ravel().astype(np.int64) for part in (drawn[:, :-1], drawn[:, 1:]))
     bigram = Bigram(previous, following, config.model.vocab_size)
     losses = []
     global_batch = config.training.global_batch_size or config.training.batch_size  # on one process
     limit = config.training.eval_batches * global_batch or None
     for store in validation_sources(config.data):
-        for batch in evaluation_batches(store, str(store.path), config.data, Split(0, 1, config.training.batch_size),
-                                        vocab_size=config.model.vocab_size, limit=limit):
+        for batch in evaluation_batches(
+            store,
+            str(store.path),
+            config.data,
+            BatchLayout(0, 1, config.training.batch_size),
+            vocab_size=config.model.vocab_size,
+            limit=limit,
+        ):
             counted = batch.labels.numpy() != IGNORED_LABEL
             losses.append(bigram.loss(batch.tokens.numpy()[counted], batch.labels.numpy()[counted]))
     first, last = validations[0]["val_perplexity"], validations[-1]["val_perplexity"]
     baseline = float(np.exp(np.mean(losses)))
-    counts = [entry["tokens"] - before for entry, before in zip(reports, [0, *(e["tokens"] for e in reports)])]
+    counts = [
+        entry["tokens"] - before
+        for entry, before in zip(reports, [0, *(e["tokens"] for e in reports)])
+    ]
     seconds = sum(counts) / np.mean([entry["tokens_per_second"] for entry in reports])
     print(f"{'validation perplexity':<44}{'':>12}")
     print(f"  at step 0{'':<33}{first:>12,.1f}")

@@ -23,7 +23,11 @@ from mamba_fsdp.model.spec import parameters
 from mamba_fsdp.ops import native
 
 ROUNDS, TOKENS = 15, 20
-HOW = {"the likeliest": (0, 0, 1.0), "temperature 0.8": (0.8, 0, 1.0), "top_k 50, top_p 0.9": (0.8, 50, 0.9)}
+HOW = {
+    "the likeliest": (0, 0, 1.0),
+    "temperature 0.8": (0.8, 0, 1.0),
+    "top_k 50, top_p 0.9": (0.8, 50, 0.9),
+}
 
 
 def seconds(step, draws, token, how, generator):
@@ -51,25 +55,48 @@ def main(name="demo"):
     for parameter_name, parameter in model.named_parameters():
         parameter.copy_(initial_value(parameter_name, parameters(config)[parameter_name], 0))
     generator = torch.Generator().manual_seed(0)
-    print(f"{name}, torch {torch.__version__}, {torch.get_num_threads()} threads; ms a token of all rows")
-    print(f"{'rows':>4} {'drawn':<22}{'modules':>9}{'CPU':>8}{'generate':>10}{'CPU':>8}{'ratio':>8}{'CPU':>8}")
+    print(
+        f"{name}, torch {torch.__version__}, {torch.get_num_threads()} threads; ms a token of all rows"
+    )
+    print(
+        f"{'rows':>4} {'drawn':<22}{'modules':>9}{'CPU':>8}{'generate':>10}{'CPU':>8}{'ratio':>8}{'CPU':>8}"
+    )
     for rows in (1, 8):
         token = torch.zeros(rows, dtype=torch.int64)
         states = [model.allocate_state(rows, 1 << 20) for _ in range(2)]
         ours = native_step(model, states[1])
         assert ours, "no C for this model on this machine"
         for said, how in HOW.items():
-            pairs = [(seconds(partial(model.step, state=states[0]), draw, token, how, generator),
-                      seconds(ours, draw_in_c, token, how, generator)) for _ in range(ROUNDS)]
-            shown = [1e3 * statistics.median(pair[side][clock] for pair in pairs)
-                     for side in (0, 1) for clock in (0, 1)]
-            ratios = [statistics.median(before[clock] / after[clock] for before, after in pairs) for clock in (0, 1)]
-            print(f"{rows:>4} {said:<22}{shown[0]:>9.3f}{shown[1]:>8.3f}{shown[2]:>10.3f}{shown[3]:>8.3f}"
-                  f"{ratios[0]:>7.1f}x{ratios[1]:>7.1f}x", flush=True)
+            pairs = [
+                (
+                    seconds(partial(model.step, state=states[0]), draw, token, how, generator),
+                    seconds(ours, draw_in_c, token, how, generator),
+                )
+                for _ in range(ROUNDS)
+            ]
+            shown = [
+                1e3 * statistics.median(pair[side][clock] for pair in pairs)
+                for side in (0, 1)
+                for clock in (0, 1)
+            ]
+            ratios = [
+                statistics.median(before[clock] / after[clock] for before, after in pairs)
+                for clock in (0, 1)
+            ]
+            print(
+                f"{rows:>4} {said:<22}{shown[0]:>9.3f}{shown[1]:>8.3f}{shown[2]:>10.3f}{shown[3]:>8.3f}"
+                f"{ratios[0]:>7.1f}x{ratios[1]:>7.1f}x",
+                flush=True,
+            )
     torch.set_num_threads(1)
-    weights, token = torch.randn(sum(parameter.numel() for parameter in model.parameters())), token[:1]
+    weights, token = (
+        torch.randn(sum(parameter.numel() for parameter in model.parameters())),
+        token[:1],
+    )
     step = native_step(model, model.allocate_state(1, 1 << 20))
-    print(f"of 1 row, the least: a step {least(lambda: step(token)):.3f}, reading the weights {least(weights.sum):.3f}")
+    print(
+        f"of 1 row, the least: a step {least(lambda: step(token)):.3f}, reading the weights {least(weights.sum):.3f}"
+    )
 
 
 if __name__ == "__main__":

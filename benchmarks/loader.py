@@ -30,26 +30,39 @@ FAR = 1_000_000  # the step that a run resumes at
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--seq_length", type=int, default=2048)
     parser.add_argument("--batch_size", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=20_000_000)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--huge", type=Path, help=argparse.SUPPRESS)  # open and seek in this one, in an own process
-    parser.add_argument("--cold", nargs=3, help=argparse.SUPPRESS)  # STORE RANK RANKS: read it, say how many bytes
+    parser.add_argument(
+        "--huge", type=Path, help=argparse.SUPPRESS
+    )  # open and seek in this one, in an own process
+    parser.add_argument(
+        "--cold", nargs=3, help=argparse.SUPPRESS
+    )  # STORE RANK RANKS: read it, say how many bytes
     arguments = parser.parse_args()
     if arguments.huge:
         return seek(arguments.huge, arguments.seq_length)
     if arguments.cold:
         return read_cold(*arguments.cold, arguments.seq_length)
     with tempfile.TemporaryDirectory() as folder:
-        compare(Path(folder), **{name: vars(arguments)[name] for name in ("seq_length", "batch_size", "tokens",
-                                                                          "rounds")})
+        compare(
+            Path(folder),
+            **{
+                name: vars(arguments)[name]
+                for name in ("seq_length", "batch_size", "tokens", "rounds")
+            },
+        )
         sparse = write_sparse(Path(folder, "sparse"))
         subprocess.run([sys.executable, "-m", "benchmarks.loader", f"--huge={sparse}"], check=True)
         size, read = cold_bytes(Path(folder, "store"), ranks=2)
-        print(f"2 processes over one cold store of {size / 1e6:.1f} MB read {read / 1e6:.1f} MB from the disk "
-              f"({read / size:.3f} of it)")
+        print(
+            f"2 processes over one cold store of {size / 1e6:.1f} MB read {read / 1e6:.1f} MB from the disk "
+            f"({read / size:.3f} of it)"
+        )
 
 
 def compare(folder, seq_length, batch_size, tokens, rounds):
@@ -72,14 +85,18 @@ def compare(folder, seq_length, batch_size, tokens, rounds):
                 done += batch_size * seq_length
             rates[name].append(done / (time.perf_counter() - began))
             of_cpu[name].append(done / (time.process_time() - cpu))
-    print(f"windows of {seq_length} tokens, {batch_size} a batch, {tokens:,} tokens, warm page cache; median of "
-          f"{rounds}; load of the machine {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores")
+    print(
+        f"windows of {seq_length} tokens, {batch_size} a batch, {tokens:,} tokens, warm page cache; median of "
+        f"{rounds}; load of the machine {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores"
+    )
     print(f"{'loader':45} M tokens/s  x DataLoader  x best other   M tokens per CPU second")
     median = {name: statistics.median(values) for name, values in rates.items()}
     slow = max(rate for name, rate in median.items() if name.startswith("DataLoader"))
     best = max((median[name] for name in others), default=slow)
     for name, rate in median.items():
-        here = "worker" not in name or name.endswith(" 0 workers")  # what other processes take is not counted
+        here = "worker" not in name or name.endswith(
+            " 0 workers"
+        )  # what other processes take is not counted
         cpu = f"{statistics.median(of_cpu[name]) / 1e6:14.2f}" if here else ""
         print(f"{name:45} {rate / 1e6:10.2f} {rate / slow:13.1f} {rate / best:13.2f} {cpu}")
     resume(folder / "store", seq_length, batch_size)
@@ -97,27 +114,53 @@ def write_store(path, tokens):
 def make_ours(folder, seq_length, batch_size):
     """{name: batches} of our loader over each format; each is made from the store by convert."""
     from config.train_config import DataConfig
-    from mamba_fsdp.data.loader import Loader, Split
+    from mamba_fsdp.data.loader import BatchLayout, Loader
     from mamba_fsdp.data.opening import open_source
-    from mamba_fsdp.data.order import Order
+    from mamba_fsdp.data.sampler import Sampler
 
     def batches(path, workers):
         data = DataConfig(seq_length=seq_length, num_workers=workers, eos_token=str(EOS))
         sources = {"it": open_source(path, data)}
-        order = Order(sources, {"it": 1.0}, seq_length, seed=0)
-        with Loader(sources, order, data, Split(0, 1, batch_size), vocab_size=VOCABULARY) as loader:
+        order = Sampler(sources, {"it": 1.0}, seq_length, seed=0)
+        with Loader(
+            sources, order, data, BatchLayout(0, 1, batch_size), vocab_size=VOCABULARY
+        ) as loader:
             for step in itertools.count():
                 yield loader.step(step)[0].tokens
 
-    for out, *options in (("blocks", "--format=save_to_disk", f"--block={seq_length}"), ("fms", "--format=fms"),
-                          ("rows", "--format=save_to_disk"), ("layout", "--format=datalayout")):
-        subprocess.run([sys.executable, "-m", "mamba_fsdp", "convert", folder / "store", folder / out, *options],
-                       check=True, stdout=subprocess.DEVNULL)
-    TokenStore(folder / "store").read(0, TokenStore(folder / "store").token_count)[0].tofile(folder / "flat.bin")
-    places = {"token store": "store", "save_to_disk, blocks": "blocks", "save_to_disk, documents": "rows",
-              "fms": "fms", "DataLayout": "layout", "nanoGPT's .bin": "flat.bin"}
+    for out, *options in (
+        ("blocks", "--format=save_to_disk", f"--block={seq_length}"),
+        ("fms", "--format=fms"),
+        ("rows", "--format=save_to_disk"),
+        ("layout", "--format=datalayout"),
+    ):
+        subprocess.run(
+            [
+                sys.executable,
+                "-m",
+                "mamba_fsdp",
+                "convert",
+                folder / "store",
+                folder / out,
+                *options,
+            ],
+            check=True,
+            stdout=subprocess.DEVNULL,
+        )
+    TokenStore(folder / "store").read(0, TokenStore(folder / "store").token_count)[0].tofile(
+        folder / "flat.bin"
+    )
+    places = {
+        "token store": "store",
+        "save_to_disk, blocks": "blocks",
+        "save_to_disk, documents": "rows",
+        "fms": "fms",
+        "DataLayout": "layout",
+        "nanoGPT's .bin": "flat.bin",
+    }
     return {f"ours, {name}": batches(folder / place, 1) for name, place in places.items()} | {
-        "ours, token store, without a thread": batches(folder / "store", 0)}
+        "ours, token store, without a thread": batches(folder / "store", 0)
+    }
 
 
 def data_loaders(folder, seq_length, batch_size):
@@ -131,17 +174,30 @@ def data_loaders(folder, seq_length, batch_size):
 
     def batches(rows, workers, collate=None):
         sampler = DistributedSampler(rows, num_replicas=1, rank=0)
-        loader = DataLoader(rows, batch_size, sampler=sampler, num_workers=workers, drop_last=True,
-                            persistent_workers=workers > 0, collate_fn=collate)
+        loader = DataLoader(
+            rows,
+            batch_size,
+            sampler=sampler,
+            num_workers=workers,
+            drop_last=True,
+            persistent_workers=workers > 0,
+            collate_fn=collate,
+        )
         for epoch in itertools.count():
             sampler.set_epoch(epoch)
             for batch in loader:
                 yield batch["input_ids"]
 
     # As transformers' Trainer feeds a model, and the fastest there is: rows that are tensors already.
-    return {f"DataLoader, default_data_collator, {workers} workers": batches(lists, workers, default_data_collator)
-            for workers in (0, 2)} | {
-        f"DataLoader, format torch, {workers} workers": batches(tensors, workers) for workers in (0, 1, 2)}
+    return {
+        f"DataLoader, default_data_collator, {workers} workers": batches(
+            lists, workers, default_data_collator
+        )
+        for workers in (0, 2)
+    } | {
+        f"DataLoader, format torch, {workers} workers": batches(tensors, workers)
+        for workers in (0, 1, 2)
+    }
 
 
 def mosaic(folder, seq_length, batch_size):
@@ -149,21 +205,29 @@ def mosaic(folder, seq_length, batch_size):
     from torch.utils.data import DataLoader
 
     tokens = TokenStore(folder / "store").read(0, TokenStore(folder / "store").token_count).tokens
-    with MDSWriter(out=str(folder / "mds"), columns={"tokens": f"ndarray:int32:{seq_length}"}) as writer:
+    with MDSWriter(
+        out=str(folder / "mds"), columns={"tokens": f"ndarray:int32:{seq_length}"}
+    ) as writer:
         for start in range(0, len(tokens) - seq_length, seq_length):
-            writer.write({"tokens": tokens[start:start + seq_length].astype(np.int32)})
+            writer.write({"tokens": tokens[start : start + seq_length].astype(np.int32)})
 
     class Rows(StreamingDataset):
         def __getitem__(self, at):
             return super().__getitem__(at)["tokens"].astype(np.int64)
 
     def batches(workers):
-        loader = DataLoader(Rows(local=str(folder / "mds"), shuffle=True, batch_size=batch_size), batch_size,
-                            num_workers=workers, drop_last=True)
+        loader = DataLoader(
+            Rows(local=str(folder / "mds"), shuffle=True, batch_size=batch_size),
+            batch_size,
+            num_workers=workers,
+            drop_last=True,
+        )
         while True:
             yield from loader
 
-    return {"StreamingDataset, 1 worker": batches(1)}  # one at a time: several share its shared memory's names
+    return {
+        "StreamingDataset, 1 worker": batches(1)
+    }  # one at a time: several share its shared memory's names
 
 
 def megatron(folder, seq_length, batch_size):
@@ -173,8 +237,10 @@ def megatron(folder, seq_length, batch_size):
 
     tokens = TokenStore(folder / "store").read(0, TokenStore(folder / "store").token_count).tokens
     builder = IndexedDatasetBuilder(str(folder / "megatron.bin"), dtype=np.uint16)
-    for start in range(0, len(tokens) - seq_length, seq_length):  # its fastest use: a sample is a sequence
-        sample = tokens[start:start + seq_length + 1]
+    for start in range(
+        0, len(tokens) - seq_length, seq_length
+    ):  # its fastest use: a sample is a sequence
+        sample = tokens[start : start + seq_length + 1]
         builder.add_document(torch.from_numpy(sample.astype(np.int32)), [len(sample)])
     builder.finalize(str(folder / "megatron.idx"))
 
@@ -187,13 +253,21 @@ def megatron(folder, seq_length, batch_size):
 
         def __getitem__(self, at):
             sample = torch.from_numpy(self.indexed[at].astype(np.int64))
-            return sample[:-1].contiguous(), sample[1:].contiguous()  # tokens and labels, as GPTDataset has them
+            return sample[:-1].contiguous(), sample[
+                1:
+            ].contiguous()  # tokens and labels, as GPTDataset has them
 
     def batches(workers):
         rows = Rows()
         sampler = DistributedSampler(rows, num_replicas=1, rank=0)
-        loader = DataLoader(rows, batch_size, sampler=sampler, num_workers=workers, drop_last=True,
-                            persistent_workers=workers > 0)
+        loader = DataLoader(
+            rows,
+            batch_size,
+            sampler=sampler,
+            num_workers=workers,
+            drop_last=True,
+            persistent_workers=workers > 0,
+        )
         while True:
             yield from (tokens for tokens, _ in loader)
 
@@ -202,43 +276,61 @@ def megatron(folder, seq_length, batch_size):
 
 def resume(store, seq_length, batch_size):
     from config.train_config import DataConfig
-    from mamba_fsdp.data.loader import Loader, Split
-    from mamba_fsdp.data.order import Order
+    from mamba_fsdp.data.loader import BatchLayout, Loader
+    from mamba_fsdp.data.sampler import Sampler
 
     sources = {"it": TokenStore(store)}
-    state = Order(sources, {"it": 1.0}, seq_length, seed=0).state_after(FAR * batch_size)
+    state = Sampler(sources, {"it": 1.0}, seq_length, seed=0).state_after(FAR * batch_size)
     began = time.perf_counter()
     sources = {"it": TokenStore(store)}
     data = DataConfig(seq_length=seq_length)
-    order = Order(sources, {"it": 1.0}, seq_length, seed=0, state=state)
-    with Loader(sources, order, data, Split(0, 1, batch_size), vocab_size=VOCABULARY, first_step=FAR) as loader:
+    order = Sampler(sources, {"it": 1.0}, seq_length, seed=0, state=state)
+    with Loader(
+        sources, order, data, BatchLayout(0, 1, batch_size), vocab_size=VOCABULARY, first_step=FAR
+    ) as loader:
         loader.step(FAR)
-        print(f"resuming at step {FAR:,}: first batch after {(time.perf_counter() - began) * 1000:.1f} ms")
+        print(
+            f"resuming at step {FAR:,}: first batch after {(time.perf_counter() - began) * 1000:.1f} ms"
+        )
 
 
 def write_sparse(path, shards=1000, tokens=10**9, documents=10**6):
     """A store of shards * tokens tokens, all of them 0, that takes no room on the disk."""
     path.mkdir()
-    entries = [{"name": f"{number:05d}", "tokens": tokens, "documents": documents, "bin_sha256": "", "doc_sha256": ""}
-               for number in range(shards)]
+    entries = [
+        {
+            "name": f"{number:05d}",
+            "tokens": tokens,
+            "documents": documents,
+            "bin_sha256": "",
+            "doc_sha256": "",
+        }
+        for number in range(shards)
+    ]
     for entry in entries:
         for suffix, size in (("bin", 2 * tokens), ("doc", 8 * documents)):
             with open(path / f"{entry['name']}.{suffix}", "wb") as file:
                 file.truncate(size)
-    index = {**TOKEN_STORE.header(), "dtype": "uint16", "vocab_size": VOCABULARY, "eos": EOS, "tokenizer": "",
-             "shards": entries}
+    index = {
+        **TOKEN_STORE.header(),
+        "dtype": "uint16",
+        "vocab_size": VOCABULARY,
+        "eos": EOS,
+        "tokenizer": "",
+        "shards": entries,
+    }
     (path / "index.json").write_text(json.dumps({**index, "checksum": _checksum(index)}))
     return path
 
 
 def seek(path, seq_length, seeks=1000):
     """Print how long it takes to open a store and to read windows anywhere in it, in the order of training."""
-    from mamba_fsdp.data.order import Order
+    from mamba_fsdp.data.sampler import Sampler
 
     began = time.perf_counter()
     store = TokenStore(path)
     opened = time.perf_counter() - began
-    order = Order({"it": store}, {"it": 1.0}, seq_length, seed=0)
+    order = Sampler({"it": store}, {"it": 1.0}, seq_length, seed=0)
     far = int(order.windows[0])
     times = []
     for sample in np.random.default_rng(0).integers(0, far, seeks):
@@ -247,9 +339,11 @@ def seek(path, seq_length, seeks=1000):
         store.read(window * seq_length, seq_length + 1)
         times.append(time.perf_counter() - began)
     status = dict(line.split(":") for line in Path("/proc/self/status").read_text().splitlines())
-    print(f"a sparse store of {store.token_count:.0e} tokens: open after {opened * 1000:.0f} ms; {seeks} windows "
-          f"anywhere in {statistics.median(times) * 1000:.2f} ms each, the slowest {max(times) * 1000:.2f} ms; peak "
-          f"memory {int(status['VmHWM'].split()[0]) / 1024:.0f} MiB")
+    print(
+        f"a sparse store of {store.token_count:.0e} tokens: open after {opened * 1000:.0f} ms; {seeks} windows "
+        f"anywhere in {statistics.median(times) * 1000:.2f} ms each, the slowest {max(times) * 1000:.2f} ms; peak "
+        f"memory {int(status['VmHWM'].split()[0]) / 1024:.0f} MiB"
+    )
 
 
 def cold_bytes(store, ranks, seq_length=2048):
@@ -259,21 +353,39 @@ def cold_bytes(store, ranks, seq_length=2048):
         with open(path, "rb") as file:
             os.fsync(file.fileno())
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-    started = [subprocess.Popen([sys.executable, "-m", "benchmarks.loader", f"--seq_length={seq_length}", "--cold",
-                                 str(store), str(rank), str(ranks)], stdout=subprocess.PIPE) for rank in range(ranks)]
-    return sum(path.stat().st_size for path in files), sum(int(one.communicate()[0]) for one in started)
+    started = [
+        subprocess.Popen(
+            [
+                sys.executable,
+                "-m",
+                "benchmarks.loader",
+                f"--seq_length={seq_length}",
+                "--cold",
+                str(store),
+                str(rank),
+                str(ranks),
+            ],
+            stdout=subprocess.PIPE,
+        )
+        for rank in range(ranks)
+    ]
+    return sum(path.stat().st_size for path in files), sum(
+        int(one.communicate()[0]) for one in started
+    )
 
 
 def read_cold(store, rank, ranks, seq_length):
     """Read this rank's windows of an epoch; print the bytes that the kernel fetched for it."""
-    from mamba_fsdp.data.order import Order
+    from mamba_fsdp.data.sampler import Sampler
 
     source, batch = TokenStore(store), 8
-    order = Order({"it": source}, {"it": 1.0}, seq_length, seed=0)
+    order = Sampler({"it": source}, {"it": 1.0}, seq_length, seed=0)
     before = fetched()
     for first in range(int(rank) * batch, int(order.windows[0]), int(ranks) * batch):
         for window in order.samples(first, min(batch, int(order.windows[0]) - first))[1].tolist():
-            source.read(window * seq_length, min(seq_length + 1, source.token_count - window * seq_length))[0].max()
+            source.read(
+                window * seq_length, min(seq_length + 1, source.token_count - window * seq_length)
+            )[0].max()
     print(fetched() - before)
 
 

@@ -28,7 +28,10 @@ def time_in_turn(steps, rounds):
             began, cpu_began = time.perf_counter(), time.process_time()
             step()
             taken[name].append((time.perf_counter() - began, time.process_time() - cpu_began))
-    return {name: tuple(statistics.median(times) for times in zip(*pairs)) for name, pairs in taken.items()}
+    return {
+        name: tuple(statistics.median(times) for times in zip(*pairs))
+        for name, pairs in taken.items()
+    }
 
 
 def print_memory(step, count=3):

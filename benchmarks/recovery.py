@@ -23,20 +23,38 @@ from mamba_fsdp.run_layout import METRICS
 PROJECT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(PROJECT / "tests/slurm"), str(PROJECT / "tests/launcher")]
 ROUNDS, KILLS = 2, 2  # of each launcher: starts in turn, and kills in each
-DEMO = ["--config=config/demo.yaml", "--num_steps=100000", "--report_interval=1", "--eval_interval=0",
-        "--checkpoint_interval=5"]
+DEMO = [
+    "--config=config/demo.yaml",
+    "--num_steps=100000",
+    "--report_interval=1",
+    "--eval_interval=0",
+    "--checkpoint_interval=5",
+]
 MEETING = ["--nnodes=1", "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0"]
 
 
 @contextlib.contextmanager
 def launched(folder, *, ours):
-    words = (["-m", "mamba_fsdp.launch.node", f"{folder}/run/failures/1.0", *MEETING] if ours else
-             ["-m", "torch.distributed.run", *MEETING, "--nproc-per-node=2", "--max-restarts=99"])
+    words = (
+        ["-m", "mamba_fsdp.launch.node", f"{folder}/run/failures/1.0", *MEETING]
+        if ours
+        else ["-m", "torch.distributed.run", *MEETING, "--nproc-per-node=2", "--max-restarts=99"]
+    )
     command = [sys.executable, *words, "training.py", *DEMO, f"--save_ckpt_path={folder}/run"]
     with open(f"{folder}/log", "w") as log:
-        process = subprocess.Popen(command, stdout=log, stderr=log, cwd=PROJECT, env={
-            **os.environ, "PROCESSES_PER_NODE": "2", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(PROJECT),
-            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"})  # else ranks may look for those before them, and wait
+        process = subprocess.Popen(
+            command,
+            stdout=log,
+            stderr=log,
+            cwd=PROJECT,
+            env={
+                **os.environ,
+                "PROCESSES_PER_NODE": "2",
+                "OMP_NUM_THREADS": "1",
+                "PYTHONPATH": str(PROJECT),
+                "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+            },
+        )  # else ranks may look for those before them, and wait
     try:
         yield process
     finally:
@@ -83,7 +101,10 @@ def until_next_step(run, kill):
     kill()
     before = set(entries(run))
     first = wait_until(lambda: events(run, "started")[starts:], "another start")[0]["step"] + 1
-    wait_until(lambda: any(f'"step": {first},' in line for line in set(entries(run)) - before), f"step {first}")
+    wait_until(
+        lambda: any(f'"step": {first},' in line for line in set(entries(run)) - before),
+        f"step {first}",
+    )
     return time.monotonic() - began
 
 
@@ -92,11 +113,16 @@ def in_turn():
     seconds = {"a rank, this launcher": [], "a rank, plain torchrun": []}
     for _ in range(ROUNDS):
         for name, values in seconds.items():
-            with tempfile.TemporaryDirectory() as folder, launched(folder, ours="this" in name) as process:
+            with (
+                tempfile.TemporaryDirectory() as folder,
+                launched(folder, ours="this" in name) as process,
+            ):
                 run = Path(folder, "run")
                 wait_until(lambda run=run: events(run, "started"), "a start")
                 for _ in range(KILLS):
-                    values.append(until_next_step(run, lambda process=process: kill_a_rank(process)))
+                    values.append(
+                        until_next_step(run, lambda process=process: kill_a_rank(process))
+                    )
     return seconds
 
 
@@ -104,28 +130,39 @@ def in_slurm():
     """{what is lost: seconds}, of one job that loses a node at a time."""
     import cluster as slurm
     import projects
+
     seconds = {}
     with tempfile.TemporaryDirectory() as root:
         project = projects.make_project(Path(root, "project"), training=None)
         projects.make_venv(project)
         (project / "data").symlink_to(PROJECT / "data")
         with slurm.Cluster(Path(root, "cluster"), nodes=3, shared=[project]) as cluster:
-            job = cluster.submit(project, *DEMO, "--spares=1", "--save_ckpt_path=runs/a", options=["--nodes=3"],
-                                 env={"OMP_NUM_THREADS": "1"})
+            job = cluster.submit(
+                project,
+                *DEMO,
+                "--spares=1",
+                "--save_ckpt_path=runs/a",
+                options=["--nodes=3"],
+                env={"OMP_NUM_THREADS": "1"},
+            )
 
             def lose(node, *back):
                 cluster.kill_node(node)
                 if back:
-                    cluster.wait_until(lambda: cluster.state(job) == "PENDING", "the job is queued again")
+                    cluster.wait_until(
+                        lambda: cluster.state(job) == "PENDING", "the job is queued again"
+                    )
                     for name in back:
                         cluster.start_node(name)
                     cluster.release(job)
 
             run = project / "runs/a"
             wait_until(lambda: events(run, "started"), "a start")
-            for name, *nodes in (("a node, with a spare one", "node2"),
-                                 ("a node, without: queued again", "node3", "node2", "node3"),
-                                 ("the first node: queued again", "node1", "node1")):
+            for name, *nodes in (
+                ("a node, with a spare one", "node2"),
+                ("a node, without: queued again", "node3", "node2", "node3"),
+                ("the first node: queued again", "node1", "node1"),
+            ):
                 seconds[name] = [until_next_step(run, lambda nodes=nodes: lose(*nodes))]
     return seconds
 
@@ -138,7 +175,9 @@ def goodput(minutes):
             time.sleep(60)
             kill_a_rank(process)
         time.sleep(60)
-        return read(run / METRICS)[-1]["goodput"], [event["seconds"] for event in events(run, "recovered")]
+        return read(run / METRICS)[-1]["goodput"], [
+            event["seconds"] for event in events(run, "recovered")
+        ]
 
 
 def main(words):
@@ -146,15 +185,22 @@ def main(words):
     parts = {word for word in words if not word.isdigit()} or {"ranks", "nodes", "goodput"}
     seconds = (in_turn() if "ranks" in parts else {}) | (in_slurm() if "nodes" in parts else {})
     if seconds:
-        print(f"{'seconds from a kill to the next applied step':<48}{'median':>8}{'min':>8}{'max':>8}")
+        print(
+            f"{'seconds from a kill to the next applied step':<48}{'median':>8}{'min':>8}{'max':>8}"
+        )
     for name, values in seconds.items():
-        print(f"{name:<48}{statistics.median(values):>8.1f}{min(values):>8.1f}{max(values):>8.1f}", flush=True)
+        print(
+            f"{name:<48}{statistics.median(values):>8.1f}{min(values):>8.1f}{max(values):>8.1f}",
+            flush=True,
+        )
     if "ranks" in parts:
         ours, plain, *_ = (statistics.median(values) for values in seconds.values())
         print(f"a rank: {ours / plain:.2f} of the seconds of plain torchrun", flush=True)
     if "goodput" in parts:
         share, lost = goodput(minutes)
-        print(f"goodput {share:.1%} with a kill a minute ({minutes}); the next step came {lost} s after each")
+        print(
+            f"goodput {share:.1%} with a kill a minute ({minutes}); the next step came {lost} s after each"
+        )
     print("load at the end: {:.1f} on {} cores".format(os.getloadavg()[0], os.cpu_count()))
 
 

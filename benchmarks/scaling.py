@@ -40,15 +40,21 @@ def build(config, world, strategy, dtype=torch.float32):
     choice = resolve_forms("auto", "cpu", operator_uses(config, dtype))
     with torch.device("meta"):
         model = MambaLM(config, forms=choice.forms, compute_dtype=dtype)
-    parallel = parallelize(model, ParallelConfig(sharding_strategy=strategy), world=world, compute_dtype=dtype)
+    parallel = parallelize(
+        model, ParallelConfig(sharding_strategy=strategy), world=world, compute_dtype=dtype
+    )
     spec = parameters(config)
-    fill_parts(parallel.shards(), lambda name, start, stop: initial_part(name, spec[name], 0, start, stop))
+    fill_parts(
+        parallel.shards(), lambda name, start, stop: initial_part(name, spec[name], 0, start, stop)
+    )
     return parallel
 
 
 def make_step(config, world, strategy, batch):
     parallel, spec = build(config, world, strategy), parameters(config)
-    settings = mock.Mock(weight_decay=0.1, learning_rate=1e-4, beta1=0.9, beta2=0.95, adam_epsilon=1e-8)
+    settings = mock.Mock(
+        weight_decay=0.1, learning_rate=1e-4, beta1=0.9, beta2=0.95, adam_epsilon=1e-8
+    )
     optimizer = make_optimizer(parallel.parameters(), spec, settings, world.device)
     tokens = torch.randint(0, config.vocab_size, (batch, LENGTH))
 
@@ -61,6 +67,7 @@ def make_step(config, world, strategy, batch):
         world.all_reduce_sum(parallel.gradient_squares())
         optimizer.step()
         return time.perf_counter() - began
+
     return step
 
 
@@ -72,11 +79,15 @@ def overhead_of_fsdp():
         for strategy, step in steps.items():
             times[strategy].append(step())
     ratios = [fsdp / none for none, fsdp in zip(times["none"][1:], times["fsdp"][1:])]
-    print(f"one process, d_model {SHAPE.d_model}, {SHAPE.n_layer} layers, {BATCH} x {LENGTH} tokens")
+    print(
+        f"one process, d_model {SHAPE.d_model}, {SHAPE.n_layer} layers, {BATCH} x {LENGTH} tokens"
+    )
     for strategy, values in times.items():
         print(f"  {strategy:<6}{statistics.median(values[1:]):>8.3f} s per step")
-    print(f"  fsdp takes {statistics.median(ratios):.3f} times as long "
-          f"({min(ratios):.3f} to {max(ratios):.3f}; wanted: below 1.05)\n")
+    print(
+        f"  fsdp takes {statistics.median(ratios):.3f} times as long "
+        f"({min(ratios):.3f} to {max(ratios):.3f}; wanted: below 1.05)\n"
+    )
     world.close()
 
 
@@ -96,9 +107,20 @@ def processes():
     cores = len(os.sched_getaffinity(0))
     print(f"{'processes':<12}{'threads each':>14}{'tokens/s':>12}")
     for count in (1, 2):
-        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={count}"]
-        done = subprocess.run([*torchrun, "-m", "benchmarks.scaling", "worker"], capture_output=True, text=True,
-                              check=True, env={**os.environ, "OMP_NUM_THREADS": str(max(1, cores // count))})
+        torchrun = [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            f"--nproc-per-node={count}",
+        ]
+        done = subprocess.run(
+            [*torchrun, "-m", "benchmarks.scaling", "worker"],
+            capture_output=True,
+            text=True,
+            check=True,
+            env={**os.environ, "OMP_NUM_THREADS": str(max(1, cores // count))},
+        )
         print(f"{count:<12}{max(1, cores // count):>14}{float(done.stdout):>12,.0f}")
     print()
 
@@ -157,7 +179,9 @@ class Counter(TorchDispatchMode):
         elif name == "_reduce_scatter_base_":
             self.reduced += (self.ranks - 1) * bytes_of(arguments[0])
         elif name == "allreduce_":
-            self.reduced += sum(2 * (self.ranks - 1) * bytes_of(tensor) / self.ranks for tensor in arguments[0])
+            self.reduced += sum(
+                2 * (self.ranks - 1) * bytes_of(tensor) / self.ranks for tensor in arguments[0]
+            )
         return function(*arguments, **(named or {}))
 
 
@@ -169,19 +193,33 @@ def main():
     native.tune_process("cpu")
     overhead_of_fsdp()
     processes()
-    small = ModelConfig(d_model=72, n_layer=3, layers="mamba1,mamba2,attention+mlp", headdim=16, d_intermediate=100,
-                        vocab_size=1000, n_head=4, n_kv_head=2)
+    small = ModelConfig(
+        d_model=72,
+        n_layer=3,
+        layers="mamba1,mamba2,attention+mlp",
+        headdim=16,
+        d_intermediate=100,
+        vocab_size=1000,
+        n_head=4,
+        n_kv_head=2,
+    )
     seen, expected = counted(small, RANKS), traffic(small, RANKS)
-    print(f"per rank of {RANKS} and step, MB; counted on a small model {seen[0] / 1e6:.4f} and {seen[1] / 1e6:.4f}, "
-          f"by shapes {expected[0] / 1e6:.4f} and {expected[1] / 1e6:.4f}")
+    print(
+        f"per rank of {RANKS} and step, MB; counted on a small model {seen[0] / 1e6:.4f} and {seen[1] / 1e6:.4f}, "
+        f"by shapes {expected[0] / 1e6:.4f} and {expected[1] / 1e6:.4f}"
+    )
     assert seen == expected, "the count by shapes is not what FSDP does"
-    print(f"{'preset':<16}{'gathered':>12}{'least':>12}{'reduced':>12}{'least':>12}{'in all / least':>16}"
-          "   (wanted: below 1.02)")
+    print(
+        f"{'preset':<16}{'gathered':>12}{'least':>12}{'reduced':>12}{'least':>12}{'in all / least':>16}"
+        "   (wanted: below 1.02)"
+    )
     for name in PRESETS:
         config = ModelConfig(**preset(name))
         ours, floor = traffic(config, RANKS), least(config, RANKS)
-        print(f"{name:<16}{ours[0] / 1e6:>12,.1f}{floor[0] / 1e6:>12,.1f}{ours[1] / 1e6:>12,.1f}"
-              f"{floor[1] / 1e6:>12,.1f}{sum(ours) / sum(floor):>16.4f}")
+        print(
+            f"{name:<16}{ours[0] / 1e6:>12,.1f}{floor[0] / 1e6:>12,.1f}{ours[1] / 1e6:>12,.1f}"
+            f"{floor[1] / 1e6:>12,.1f}{sum(ours) / sum(floor):>16.4f}"
+        )
 
 
 if __name__ == "__main__":

@@ -24,8 +24,12 @@ SIZES = {  # d_model, layers, length, batch
     "tiny": (128, 4, 256, 8),
     "small": (256, 8, 512, 4),
 }
-OURS = {"portable": torch.float32, "native": torch.float32,
-        "portable bf16": torch.bfloat16, "native bf16": torch.bfloat16}
+OURS = {
+    "portable": torch.float32,
+    "native": torch.float32,
+    "portable bf16": torch.bfloat16,
+    "native bf16": torch.bfloat16,
+}
 THEIRS = {"transformers mambapy": True, "transformers plain": False}
 
 
@@ -33,8 +37,16 @@ def transformers_loss(size, vocab_size, use_mambapy):
     from transformers import MambaConfig, MambaForCausalLM
 
     d_model, n_layer, _, _ = SIZES[size]
-    model = MambaForCausalLM(MambaConfig(vocab_size=vocab_size, hidden_size=d_model, num_hidden_layers=n_layer,
-                                         use_mambapy=use_mambapy, use_cache=False, tie_word_embeddings=True))
+    model = MambaForCausalLM(
+        MambaConfig(
+            vocab_size=vocab_size,
+            hidden_size=d_model,
+            num_hidden_layers=n_layer,
+            use_mambapy=use_mambapy,
+            use_cache=False,
+            tie_word_embeddings=True,
+        )
+    )
     return model, lambda tokens: model(input_ids=tokens, labels=tokens).loss
 
 
@@ -61,7 +73,9 @@ def make_step(size, vocab_size, form):
         model, loss_of = our_loss(size, vocab_size, form)
     _, _, length, batch = SIZES[size]
     more = form not in THEIRS  # theirs shifts the labels itself
-    tokens = torch.randint(0, vocab_size, (batch, length + more), generator=torch.Generator().manual_seed(0))
+    tokens = torch.randint(
+        0, vocab_size, (batch, length + more), generator=torch.Generator().manual_seed(0)
+    )
     return training_step(model, loss_of, tokens)
 
 
@@ -72,14 +86,25 @@ def measure_memory(size, vocab_size, form):
 
 
 def memory(size, vocab_size, form, threads):
-    command = [sys.executable, "-m", "benchmarks.scan", f"--size={size}", f"--vocab_size={vocab_size}",
-               f"--threads={threads}", f"--memory_of={form}"]
-    return map(int, subprocess.run(command, check=True, capture_output=True, text=True).stdout.split())
+    command = [
+        sys.executable,
+        "-m",
+        "benchmarks.scan",
+        f"--size={size}",
+        f"--vocab_size={vocab_size}",
+        f"--threads={threads}",
+        f"--memory_of={form}",
+    ]
+    return map(
+        int, subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()
+    )
 
 
 def compare(size, vocab_size, forms, rounds, threads):
     d_model, n_layer, length, batch = SIZES[size]
-    print(f"\n{size}: d_model {d_model}, {n_layer} layers, {length} tokens, batch {batch}, vocabulary {vocab_size}")
+    print(
+        f"\n{size}: d_model {d_model}, {n_layer} layers, {length} tokens, batch {batch}, vocabulary {vocab_size}"
+    )
     steps = {form: make_step(size, vocab_size, form) for form in forms}
     for form, step in steps.items():
         if form != "transformers plain":
@@ -93,16 +118,23 @@ def compare(size, vocab_size, forms, rounds, threads):
     for step in steps.values():
         step()
     tuned = time_in_turn(steps, rounds)
-    print("form                    tokens/s   x shipped   tuned tokens/s   x shipped   peak MB   of it the step's")
+    print(
+        "form                    tokens/s   x shipped   tuned tokens/s   x shipped   peak MB   of it the step's"
+    )
     for form in forms:
         before, peak = memory(size, vocab_size, form, threads)
         rate = lambda seconds: f"{batch * length / seconds:8.0f}   {shipped / seconds:9.2f}"  # noqa: E731
         then = rate(tuned[form][0]) if form in tuned else " " * 20
-        print(f"{form:22}  {rate(as_comes[form][0])}   {then:>26}   {peak:7}   {peak - before:7}", flush=True)
+        print(
+            f"{form:22}  {rate(as_comes[form][0])}   {then:>26}   {peak:7}   {peak - before:7}",
+            flush=True,
+        )
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--size", action="append", choices=SIZES)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
@@ -114,9 +146,13 @@ def main():
     sizes = arguments.size or list(SIZES)
     if arguments.memory_of:
         return measure_memory(sizes[0], arguments.vocab_size, arguments.memory_of)
-    if importlib.util.find_spec("mambapy") is None:  # transformers would run its plain loop without a word
+    if (
+        importlib.util.find_spec("mambapy") is None
+    ):  # transformers would run its plain loop without a word
         sys.exit("error: transformers' use_mambapy needs the package mambapy: pip install mambapy")
-    print(f"torch {torch.__version__}, {arguments.threads} threads; C forms: {native.why_unavailable() or 'available'}")
+    print(
+        f"torch {torch.__version__}, {arguments.threads} threads; C forms: {native.why_unavailable() or 'available'}"
+    )
     forms = [form for form in THEIRS if arguments.plain or THEIRS[form]]
     forms += [form for form in OURS if not ("native" in form and native.why_unavailable())]
     for size in sizes:

@@ -50,7 +50,9 @@ class _NoKernel:
         pass
 
 
-NO_KERNELS: Any = {f"mamba_fsdp.ops.{operator}.triton_kernels": _NoKernel() for operator in ("ssd", "loss")}
+NO_KERNELS: Any = {
+    f"mamba_fsdp.ops.{operator}.triton_kernels": _NoKernel() for operator in ("ssd", "loss")
+}
 CPU_KERNEL = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
 
 
@@ -63,11 +65,20 @@ class Collective(NamedTuple):
 
 class Simulated(NamedTuple):
     collectives: list[Collective]  # of a step, in their order
-    peak: dict[str, int]  # bytes when they are most: weights, gradients, moments, and what passes (the rest)
+    peak: dict[
+        str, int
+    ]  # bytes when they are most: weights, gradients, moments, and what passes (the rest)
 
 
-def simulate(settings: TrainConfig, size: int, rank: int = 0, *, local_size: int = 8, device: torch.device = CPU,
-             inside: bool = False) -> Simulated:
+def simulate(
+    settings: TrainConfig,
+    size: int,
+    rank: int = 0,
+    *,
+    local_size: int = 8,
+    device: torch.device = CPU,
+    inside: bool = False,
+) -> Simulated:
     """A step of rank `rank` of `size`, `local_size` on a node, with the forms of a GPU's operators: Triton's where they
     exist. device: where the fake tensors lie. inside: count what Triton's forms hold while they run, too. A step that
     asks for a number raises. Not for sharding_strategy=ddp, nor within a process group."""
@@ -79,28 +90,49 @@ def simulate(settings: TrainConfig, size: int, rank: int = 0, *, local_size: int
     assert choose_strategy(settings.parallel, world) != "ddp", "its reducer reads what it sends"
     with _process_group(world), FakeTensorMode(), _Watch(device, inside) as watch:
         with device:
-            network = MambaLM(settings.model, forms=forms, compute_dtype=dtype, reset_at_documents=documents)
+            network = MambaLM(
+                settings.model, forms=forms, compute_dtype=dtype, reset_at_documents=documents
+            )
         how = replace(settings.parallel, low_cpu_fsdp=False)
         parallel = parallelize(network, how, world=world, compute_dtype=dtype)
-        optimizer = make_optimizer(parallel.parameters(), parameters(settings.model), settings.optimizer, device)
-        moments = [shard.data for shard in parallel.shards(optimizer) if shard.name.startswith("optimizer/")]
+        optimizer = make_optimizer(
+            parallel.parameters(), parameters(settings.model), settings.optimizer, device
+        )
+        moments = [
+            shard.data
+            for shard in parallel.shards(optimizer)
+            if shard.name.startswith("optimizer/")
+        ]
         tokens = torch.zeros(training.batch_size, data.seq_length, dtype=torch.int64)
-        batch = _Batch(tokens, tokens, tokens.int() if documents else None,
-                       weights=tokens.float() if data.position_weighting else None)
+        batch = _Batch(
+            tokens,
+            tokens,
+            tokens.int() if documents else None,
+            weights=tokens.float() if data.position_weighting else None,
+        )
         batches = [batch] * max(1, training.global_batch_size // (training.batch_size * size))
         state, schedule = TrainState(), Schedule("constant", 1)
         parts: Any = SimpleNamespace(
-            settings=settings, world=world, parallel=parallel, optimizer=optimizer, state=state,
+            settings=settings,
+            world=world,
+            parallel=parallel,
+            optimizer=optimizer,
+            state=state,
             loss_scale=LossScale(state, device, dynamic=training.mixed_precision == "fp16"),
-            plan=SimpleNamespace(tokens_per_step=size * len(batches) * tokens.numel(), schedule=schedule),
+            plan=SimpleNamespace(
+                tokens_per_step=size * len(batches) * tokens.numel(), schedule=schedule
+            ),
             loader=SimpleNamespace(step=lambda step: batches),
-            checkpointer=SimpleNamespace(is_writing=bool, wait_for_copies=bool, stage=bool))
+            checkpointer=SimpleNamespace(is_writing=bool, wait_for_copies=bool, stage=bool),
+        )
         stop: Any = SimpleNamespace(look=bool)
         watch.built = len(watch.sizes)
         take_step(parts, Clock(0, size), stop)
         weights = list(parallel.parameters().values())
         gradients = [parameter.grad for parameter in weights if parameter.grad is not None]
-        return Simulated(watch.collectives, watch.peak(weights=weights, gradients=gradients, moments=moments))
+        return Simulated(
+            watch.collectives, watch.peak(weights=weights, gradients=gradients, moments=moments)
+        )
 
 
 class _World(World):
@@ -130,7 +162,10 @@ def _process_group(world: World) -> Iterator[None]:
 
     dist.init_process_group("fake", store=FakeStore(), rank=world.rank, world_size=world.size)
     try:
-        with mock.patch.object(DeviceMesh, "from_group", real), torch.autograd.set_multithreading_enabled(False):
+        with (
+            mock.patch.object(DeviceMesh, "from_group", real),
+            torch.autograd.set_multithreading_enabled(False),
+        ):
             yield
     finally:
         dist.destroy_process_group()
@@ -144,7 +179,9 @@ class _Watch(TorchDispatchMode):
         self.device, self.inside, self.collectives = device, inside, []
         self.number_of = {}  # address of a storage that lives -> its number
         self.sizes = []  # (number of a storage, its new size)
-        self.built = 0  # how many of these are before the step, when the model is made whole and then cut
+        self.built = (
+            0  # how many of these are before the step, when the model is made whole and then cut
+        )
 
     def __enter__(self):
         def resize(storage, size, resize=torch.UntypedStorage.resize_):
@@ -161,12 +198,22 @@ class _Watch(TorchDispatchMode):
 
     def __torch_dispatch__(self, function, types, arguments=(), named=None):
         if self.inside and function.namespace == "mamba_fsdp":  # it is run, but for the kernels
-            with self, mock.patch.object(FakeTensor, "is_meta", True), mock.patch.dict(sys.modules, NO_KERNELS):
+            with (
+                self,
+                mock.patch.object(FakeTensor, "is_meta", True),
+                mock.patch.dict(sys.modules, NO_KERNELS),
+            ):
                 return function.redispatch(CPU_KERNEL, *arguments)
         result = function(*arguments, **(named or {}))
-        tensors = [leaf for leaf in tree_flatten((arguments, result))[0] if isinstance(leaf, torch.Tensor)]
+        tensors = [
+            leaf for leaf in tree_flatten((arguments, result))[0] if isinstance(leaf, torch.Tensor)
+        ]
         if function.namespace == "c10d":
-            group = next(dist.ProcessGroup.unbox(each) for each in arguments if isinstance(each, torch.ScriptObject))
+            group = next(
+                dist.ProcessGroup.unbox(each)
+                for each in arguments
+                if isinstance(each, torch.ScriptObject)
+            )
             largest = max(tensors, key=torch.Tensor.numel)
             name = function.overloadpacket.__name__
             self.collectives.append(Collective(name, largest.dtype, largest.numel(), group.size()))
@@ -184,8 +231,11 @@ class _Watch(TorchDispatchMode):
 
     def peak(self, **parts):
         """{part: bytes} when they are most, of these tensors and as `passing` of all others."""
-        part_of = {self.number_of[tensor.untyped_storage()._cdata]: part
-                   for part, tensors in parts.items() for tensor in tensors}
+        part_of = {
+            self.number_of[tensor.untyped_storage()._cdata]: part
+            for part, tensors in parts.items()
+            for tensor in tensors
+        }
         now, held, most = {}, dict.fromkeys([*parts, "passing"], 0), {}
         for turn, (number, size) in enumerate(self.sizes):
             if number >= self.built or number in part_of:
@@ -197,7 +247,9 @@ class _Watch(TorchDispatchMode):
 
 
 def main():
-    words = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    words = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     words.add_argument("preset")
     words.add_argument("ranks", type=int)
     words.add_argument("--length", type=int, default=64, help="tokens of a sample")
@@ -206,7 +258,9 @@ def main():
     settings.model = ModelConfig(**preset(given.preset))
     settings.data.seq_length, settings.training.batch_size = given.length, given.batch
     found = simulate(settings, given.ranks, inside=True)
-    print(f"{given.preset} on rank 0 of {given.ranks}, a micro-batch of {given.batch} x {given.length} tokens")
+    print(
+        f"{given.preset} on rank 0 of {given.ranks}, a micro-batch of {given.batch} x {given.length} tokens"
+    )
     for part, size in found.peak.items():
         print(f"{part:<24}{size / 1e9:>12.3f} GB")
     for each, times in Counter(found.collectives).items():

@@ -33,10 +33,22 @@ from mamba_fsdp.ops import native
 from mamba_fsdp.ops.forms import resolve_forms
 
 BATCH, LENGTH = 4, 512
-CONFIG = ModelConfig(layers="mamba2", d_model=256, n_layer=8, vocab_size=4096, d_state=128, headdim=64, ngroups=1,
-                     chunk_size=256)
-OURS = {"ours": (torch.float32, False), "ours, compiled": (torch.float32, True),
-        "ours, bf16": (torch.bfloat16, False), "ours, bf16, compiled": (torch.bfloat16, True)}
+CONFIG = ModelConfig(
+    layers="mamba2",
+    d_model=256,
+    n_layer=8,
+    vocab_size=4096,
+    d_state=128,
+    headdim=64,
+    ngroups=1,
+    chunk_size=256,
+)
+OURS = {
+    "ours": (torch.float32, False),
+    "ours, compiled": (torch.float32, True),
+    "ours, bf16": (torch.bfloat16, False),
+    "ours, bf16, compiled": (torch.bfloat16, True),
+}
 PEERS = ("transformers", "ssd_minimal")
 
 
@@ -62,11 +74,24 @@ def our_loss(form):
 def transformers_loss():
     from transformers import Mamba2Config, Mamba2ForCausalLM
 
-    model = Mamba2ForCausalLM(Mamba2Config(
-        vocab_size=CONFIG.padded_vocab_size, hidden_size=CONFIG.d_model, num_hidden_layers=CONFIG.n_layer,
-        state_size=CONFIG.d_state, head_dim=CONFIG.headdim, num_heads=CONFIG.n_ssm_head, n_groups=CONFIG.ngroups,
-        chunk_size=CONFIG.chunk_size, use_cache=False, tie_word_embeddings=True))
-    weights = {name.replace("embedding", "embeddings"): value for name, value in our_model("ours").state_dict().items()}
+    model = Mamba2ForCausalLM(
+        Mamba2Config(
+            vocab_size=CONFIG.padded_vocab_size,
+            hidden_size=CONFIG.d_model,
+            num_hidden_layers=CONFIG.n_layer,
+            state_size=CONFIG.d_state,
+            head_dim=CONFIG.headdim,
+            num_heads=CONFIG.n_ssm_head,
+            n_groups=CONFIG.ngroups,
+            chunk_size=CONFIG.chunk_size,
+            use_cache=False,
+            tie_word_embeddings=True,
+        )
+    )
+    weights = {
+        name.replace("embedding", "embeddings"): value
+        for name, value in our_model("ours").state_dict().items()
+    }
     model.load_state_dict(weights)
 
     def loss(tokens):
@@ -81,36 +106,56 @@ class PlainBlock(nn.Module):
 
     def __init__(self, weights, scan):
         super().__init__()
-        self.weights = nn.ParameterDict({name.replace(".", "_"): w.clone() for name, w in weights.items()})
+        self.weights = nn.ParameterDict(
+            {name.replace(".", "_"): w.clone() for name, w in weights.items()}
+        )
         self.scan = scan
 
     def forward(self, hidden):
         w, c = self.weights, CONFIG
         states = c.ngroups * c.d_state
         x = F.rms_norm(hidden, (c.d_model,), w["norm_weight"], c.norm_eps)
-        z, xbc, dt = (x @ w["mixer_in_proj_weight"].T).split([c.d_inner, c.d_inner + 2 * states, c.n_ssm_head], dim=2)
-        xbc = F.conv1d(xbc.transpose(1, 2), w["mixer_conv1d_weight"], w["mixer_conv1d_bias"], padding=c.d_conv - 1,
-                       groups=xbc.shape[2])[..., : x.shape[1]]
+        z, xbc, dt = (x @ w["mixer_in_proj_weight"].T).split(
+            [c.d_inner, c.d_inner + 2 * states, c.n_ssm_head], dim=2
+        )
+        xbc = F.conv1d(
+            xbc.transpose(1, 2),
+            w["mixer_conv1d_weight"],
+            w["mixer_conv1d_bias"],
+            padding=c.d_conv - 1,
+            groups=xbc.shape[2],
+        )[..., : x.shape[1]]
         x, B, C = F.silu(xbc.transpose(1, 2)).split([c.d_inner, states, states], dim=2)
         x = x.unflatten(2, (-1, c.headdim))
-        B, C = (t.unflatten(2, (c.ngroups, -1)).repeat_interleave(c.n_ssm_head // c.ngroups, 2) for t in (B, C))
+        B, C = (
+            t.unflatten(2, (c.ngroups, -1)).repeat_interleave(c.n_ssm_head // c.ngroups, 2)
+            for t in (B, C)
+        )
         dt = F.softplus(dt + w["mixer_dt_bias"])
-        y, _ = self.scan(x * dt.unsqueeze(3), -torch.exp(w["mixer_A_log"]) * dt, B, C, 64)  # its fastest chunk
+        y, _ = self.scan(
+            x * dt.unsqueeze(3), -torch.exp(w["mixer_A_log"]) * dt, B, C, 64
+        )  # its fastest chunk
         y = (y + w["mixer_D"].unsqueeze(1) * x).flatten(2) * F.silu(z)
         y = F.rms_norm(y, (c.d_inner,), w["mixer_norm_weight"], c.norm_eps)
         return hidden + y @ w["mixer_out_proj_weight"].T
 
 
 def ssd_minimal_loss(folder):
-    sys.modules["mamba_ssm.ops.triton.ssd_combined"] = types.SimpleNamespace(mamba_chunk_scan_combined=None)
-    spec = importlib.util.spec_from_file_location("ssd_minimal", Path(folder, "mamba_ssm/modules/ssd_minimal.py"))
+    sys.modules["mamba_ssm.ops.triton.ssd_combined"] = types.SimpleNamespace(
+        mamba_chunk_scan_combined=None
+    )
+    spec = importlib.util.spec_from_file_location(
+        "ssd_minimal", Path(folder, "mamba_ssm/modules/ssd_minimal.py")
+    )
     ssd_minimal = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(ssd_minimal)
     weights = our_model("ours").state_dict()
     blocks = []
     for layer in range(CONFIG.n_layer):
         prefix = f"backbone.layers.{layer}."
-        own = {name.removeprefix(prefix): w for name, w in weights.items() if name.startswith(prefix)}
+        own = {
+            name.removeprefix(prefix): w for name, w in weights.items() if name.startswith(prefix)
+        }
         blocks.append(PlainBlock(own, ssd_minimal.ssd_minimal_discrete))
     embedding = nn.Parameter(weights["backbone.embedding.weight"].clone())
     norm = nn.Parameter(weights["backbone.norm_f.weight"].clone())
@@ -132,7 +177,9 @@ def make_step(form, folder):
         model, loss_of = our_loss(form)
     else:
         model, loss_of = transformers_loss() if form == "transformers" else ssd_minimal_loss(folder)
-    tokens = torch.randint(0, CONFIG.vocab_size, (BATCH, LENGTH + 1), generator=torch.Generator().manual_seed(0))
+    tokens = torch.randint(
+        0, CONFIG.vocab_size, (BATCH, LENGTH + 1), generator=torch.Generator().manual_seed(0)
+    )
     return training_step(model, loss_of, tokens)
 
 
@@ -160,39 +207,68 @@ def compare(forms, arguments):
             step()
         timed = time_in_turn(steps | products, arguments.rounds)
         if not tuned:
-            shipped, shipped_cpu = (min(times) for times in zip(*(timed[form] for form in forms if form in PEERS)))
-        print(f"\n{'as training.py sets the process up' if tuned else 'as PyTorch comes'}; fp32 products "
-              + ", bf16 ".join(f"{2 * 2048**3 / timed[dtype][0] / 1e9:.0f} GFLOP/s" for dtype in products))
-        print("form                    tokens/s   x better peer as it comes   tokens/CPU second      x   share of rate")
+            shipped, shipped_cpu = (
+                min(times) for times in zip(*(timed[form] for form in forms if form in PEERS))
+            )
+        print(
+            f"\n{'as training.py sets the process up' if tuned else 'as PyTorch comes'}; fp32 products "
+            + ", bf16 ".join(
+                f"{2 * 2048**3 / timed[dtype][0] / 1e9:.0f} GFLOP/s" for dtype in products
+            )
+        )
+        print(
+            "form                    tokens/s   x better peer as it comes   tokens/CPU second      x   share of rate"
+        )
         for form in forms:
             clock, cpu = timed[form]
             dtype = OURS.get(form, (torch.float32,))[0]
             share = flops / clock / (2 * 2048**3 / timed[dtype][0])
-            print(f"{form:22}  {tokens / clock:8.0f}   {shipped / clock:25.2f}   {tokens / cpu:17.0f}   "
-                  f"{shipped_cpu / cpu:.2f}   {share:.0%}", flush=True)
+            print(
+                f"{form:22}  {tokens / clock:8.0f}   {shipped / clock:25.2f}   {tokens / cpu:17.0f}   "
+                f"{shipped_cpu / cpu:.2f}   {share:.0%}",
+                flush=True,
+            )
     print("\nform                    peak MB   of it the step's")
     for form in forms:
-        command = [sys.executable, "-m", "benchmarks.ssd", f"--threads={arguments.threads}", f"--memory_of={form}",
-                   f"--mamba_ssm={arguments.mamba_ssm}"]
-        before, peak = map(int, subprocess.run(command, check=True, capture_output=True, text=True).stdout.split())
+        command = [
+            sys.executable,
+            "-m",
+            "benchmarks.ssd",
+            f"--threads={arguments.threads}",
+            f"--memory_of={form}",
+            f"--mamba_ssm={arguments.mamba_ssm}",
+        ]
+        before, peak = map(
+            int, subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()
+        )
         print(f"{form:22}  {peak:7}   {peak - before:15}", flush=True)
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--mamba_ssm", required=True, help="folder that holds the package mamba_ssm")
-    parser.add_argument("--form", action="append", choices=[*PEERS, *OURS], help="only these (default: all)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--mamba_ssm", required=True, help="folder that holds the package mamba_ssm"
+    )
+    parser.add_argument(
+        "--form", action="append", choices=[*PEERS, *OURS], help="only these (default: all)"
+    )
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--memory_of", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     if not Path(arguments.mamba_ssm, "mamba_ssm/modules/ssd_minimal.py").exists():
-        sys.exit(f"error: --mamba_ssm={arguments.mamba_ssm} holds no package mamba_ssm; --help says how to get it")
+        sys.exit(
+            f"error: --mamba_ssm={arguments.mamba_ssm} holds no package mamba_ssm; --help says how to get it"
+        )
     if arguments.memory_of:
         return measure_memory(arguments.memory_of, arguments.mamba_ssm)
-    print(f"torch {torch.__version__}, {arguments.threads} threads; d_model {CONFIG.d_model}, {CONFIG.n_layer} layers, "
-          f"{LENGTH} tokens, batch {BATCH}, vocabulary {CONFIG.vocab_size}")
+    print(
+        f"torch {torch.__version__}, {arguments.threads} threads; d_model {CONFIG.d_model}, {CONFIG.n_layer} layers, "
+        f"{LENGTH} tokens, batch {BATCH}, vocabulary {CONFIG.vocab_size}"
+    )
     compare(arguments.form or [*PEERS, *OURS], arguments)
 
 

@@ -22,8 +22,13 @@ def seconds_to_first_step(launcher):
     with tempfile.TemporaryDirectory() as folder:
         metrics = Path(folder) / "run" / METRICS
         began = time.perf_counter()
-        settings = ["--config=config/demo.yaml", f"--save_ckpt_path={folder}/run", "--num_steps=1",
-                    "--report_interval=1", "--eval_interval=0"]
+        settings = [
+            "--config=config/demo.yaml",
+            f"--save_ckpt_path={folder}/run",
+            "--num_steps=1",
+            "--report_interval=1",
+            "--eval_interval=0",
+        ]
         process = subprocess.Popen([*launcher, *settings], stdout=subprocess.DEVNULL)
         while not (metrics.exists() and metrics.read_text()):
             if process.poll():
@@ -36,13 +41,25 @@ def seconds_to_first_step(launcher):
 
 def main():
     program, launcher = [sys.executable, "training.py"], ["./1.train.sbatch"]
-    rows = [("python training.py --help", seconds_to_help, "under 1"),
-            ("python training.py, to the first step", lambda: seconds_to_first_step(program), "under 15"),
-            ("./1.train.sbatch, to the first step", lambda: seconds_to_first_step(launcher), "under 15")]
+    rows = [
+        ("python training.py --help", seconds_to_help, "under 1"),
+        (
+            "python training.py, to the first step",
+            lambda: seconds_to_first_step(program),
+            "under 15",
+        ),
+        (
+            "./1.train.sbatch, to the first step",
+            lambda: seconds_to_first_step(launcher),
+            "under 15",
+        ),
+    ]
     print(f"{'seconds':<42}{'median':>8}{'min':>8}{'max':>8}   wanted")
     for name, measure, wanted in rows:
         values = [measure() for _ in range(RUNS)]
-        print(f"{name:<42}{statistics.median(values):>8.2f}{min(values):>8.2f}{max(values):>8.2f}   {wanted}")
+        print(
+            f"{name:<42}{statistics.median(values):>8.2f}{min(values):>8.2f}{max(values):>8.2f}   {wanted}"
+        )
 
 
 if __name__ == "__main__":

@@ -18,8 +18,20 @@ from mamba_fsdp.model.spec import parameters
 from mamba_fsdp.train import loop, run
 from mamba_fsdp.train.optimizer import make_optimizer
 
-MODELS = {"2 layers of 128, 4 x 256 tokens": {"d_model": 128, "n_layer": 2, "batch_size": 4, "seq_length": 256},
-          "4 layers of 256, 4 x 256 tokens": {"d_model": 256, "n_layer": 4, "batch_size": 4, "seq_length": 256}}
+MODELS = {
+    "2 layers of 128, 4 x 256 tokens": {
+        "d_model": 128,
+        "n_layer": 2,
+        "batch_size": 4,
+        "seq_length": 256,
+    },
+    "4 layers of 256, 4 x 256 tokens": {
+        "d_model": 256,
+        "n_layer": 4,
+        "batch_size": 4,
+        "seq_length": 256,
+    },
+}
 STEPS, WARM_UP = 20, 3
 
 
@@ -32,8 +44,12 @@ def seconds_of(given):
         nonlocal bare
         answer, now = end_step(parts, recorder, saver, step), time.perf_counter()
         own = parts.parallel.parameters()
-        optimizer, before = bare or (make_optimizer(own, parameters(parts.settings.model), parts.settings.optimizer,
-                                                    parts.world.device), now)
+        optimizer, before = bare or (
+            make_optimizer(
+                own, parameters(parts.settings.model), parts.settings.optimizer, parts.world.device
+            ),
+            now,
+        )
         optimizer.zero_grad(set_to_none=True)
         began = time.perf_counter()
         for batch in step.batches:
@@ -43,12 +59,23 @@ def seconds_of(given):
         found.append((now - before, bare[1] - began))
         return answer
 
-    words = {**given, "use_dummy_dataset": "true", "num_steps": STEPS + WARM_UP, "eval_interval": 0, "publish": "false",
-             "vocab_size": 4096, "report_interval": 1, "checkpoint_interval": 1000}
+    words = {
+        **given,
+        "use_dummy_dataset": "true",
+        "num_steps": STEPS + WARM_UP,
+        "eval_interval": 0,
+        "publish": "false",
+        "vocab_size": 4096,
+        "report_interval": 1,
+        "checkpoint_interval": 1000,
+    }
     loop.end_step = both
     try:
         with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
-            words = {name: str(value) for name, value in {**words, "save_ckpt_path": f"{folder}/run"}.items()}
+            words = {
+                name: str(value)
+                for name, value in {**words, "save_ckpt_path": f"{folder}/run"}.items()
+            }
             run.run_training(resolve.resolve_settings(words)[0])
     finally:
         loop.end_step = end_step
@@ -56,8 +83,10 @@ def seconds_of(given):
 
 
 def main():
-    print(f"torch {torch.__version__}, {torch.get_num_threads()} threads, {STEPS} steps of each in turn, seconds\n"
-          f"{'model':<36}{'loop':>9}{'bare':>9}{'loop costs':>12}   (wanted: below 2 %)")
+    print(
+        f"torch {torch.__version__}, {torch.get_num_threads()} threads, {STEPS} steps of each in turn, seconds\n"
+        f"{'model':<36}{'loop':>9}{'bare':>9}{'loop costs':>12}   (wanted: below 2 %)"
+    )
     for name, given in MODELS.items():
         pairs = seconds_of(given)
         ours, bare = (statistics.median(times) for times in zip(*pairs))

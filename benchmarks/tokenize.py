@@ -31,7 +31,9 @@ from mamba_fsdp.data.store import TokenStore  # noqa: E402
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--megabytes", type=int, default=16)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--parts", type=lambda text: list(map(int, text.split(","))), default=[])
@@ -52,21 +54,34 @@ def main():
     chunks = list(workers._chunks(source.blocks()))
     workers._worker = trained.backend, trained.eos, None, trained.vocab_size, source.options
 
-    best = {"tokenizers, encode_batch": 0, "tokenizers, encode_batch_fast": 0, "get_dataset.py, worker": 0}
+    best = {
+        "tokenizers, encode_batch": 0,
+        "tokenizers, encode_batch_fast": 0,
+        "get_dataset.py, worker": 0,
+    }
     tokens = sum(len(tokens) for tokens, _ in map(workers._tokenize, chunks))
     for _ in range(arguments.repeats):
-        for name, run in zip(best, (lambda: trained.backend.encode_batch(documents, add_special_tokens=False),
-                                    lambda: trained.backend.encode_batch_fast(documents, add_special_tokens=False),
-                                    lambda: [workers._tokenize(chunk) for chunk in chunks])):
+        for name, run in zip(
+            best,
+            (
+                lambda: trained.backend.encode_batch(documents, add_special_tokens=False),
+                lambda: trained.backend.encode_batch_fast(documents, add_special_tokens=False),
+                lambda: [workers._tokenize(chunk) for chunk in chunks],
+            ),
+        ):
             started = time.process_time()
             run()
             best[name] = max(best[name], tokens / (time.process_time() - started))
     best["get_dataset.py, whole command"] = whole_command(files, trained, arguments.repeats)
     theirs = max(rate for name, rate in best.items() if name.startswith("tokenizers"))
-    print(f"{size / 1e6:.1f} MB in {len(documents)} documents, {tokens:,} tokens; "
-          f"CPU time, best of {arguments.repeats}")
+    print(
+        f"{size / 1e6:.1f} MB in {len(documents)} documents, {tokens:,} tokens; "
+        f"CPU time, best of {arguments.repeats}"
+    )
     for name, rate in best.items():
-        print(f"{name:32} {rate:12,.0f} tokens/s per core {rate / theirs:6.1%} of the library's best")
+        print(
+            f"{name:32} {rate:12,.0f} tokens/s per core {rate / theirs:6.1%} of the library's best"
+        )
 
 
 def open_files(files, options):
@@ -78,18 +93,29 @@ def compare_parts(files, documents, trained, arguments):
     with tempfile.TemporaryDirectory() as folder:
         trained.save(Path(folder, "tokenizer"))
         common = files, f"{folder}/tokenizer/tokenizer.json", trained.eos_token
-        best = {"one process of tokenizers per core": 0.0, **{f"{parts} at once": 0.0 for parts in arguments.parts}}
+        best = {
+            "one process of tokenizers per core": 0.0,
+            **{f"{parts} at once": 0.0 for parts in arguments.parts},
+        }
         for repeat in range(arguments.repeats):
             shares = [(encode, documents[core::cores], *common[1:]) for core in range(cores)]
             seconds = {"one process of tokenizers per core": at_once(shares)}
             for parts in arguments.parts:
                 out = f"{folder}/{repeat}-{parts}"
-                seconds[f"{parts} at once"] = at_once([
-                    (tokenise_part, out, f"{part}/{parts}", max(1, cores // parts), *common) for part in range(parts)])
-                tokens = sum(TokenStore(f"{out}/{name}").token_count for name in ("train", "validation"))
+                seconds[f"{parts} at once"] = at_once(
+                    [
+                        (tokenise_part, out, f"{part}/{parts}", max(1, cores // parts), *common)
+                        for part in range(parts)
+                    ]
+                )
+                tokens = sum(
+                    TokenStore(f"{out}/{name}").token_count for name in ("train", "validation")
+                )
             best = {name: max(rate, tokens / seconds[name]) for name, rate in best.items()}
     theirs = next(iter(best.values()))
-    print(f"{len(documents)} documents, {tokens:,} tokens, {cores} cores; wall time, best of {arguments.repeats}")
+    print(
+        f"{len(documents)} documents, {tokens:,} tokens, {cores} cores; wall time, best of {arguments.repeats}"
+    )
     for name, rate in best.items():
         print(f"{name:36} {rate:12,.0f} tokens/s {rate / theirs:6.1%} of the library")
 
@@ -117,7 +143,7 @@ def after_barrier(barrier, function, *words):
 def encode(documents, path, _):
     backend = tokenizer.Tokenizer.from_file(path)
     for begin in range(0, len(documents), 64):
-        backend.encode_batch_fast(documents[begin:begin + 64], add_special_tokens=False)
+        backend.encode_batch_fast(documents[begin : begin + 64], add_special_tokens=False)
 
 
 def tokenise_part(out, part, workers_of_each, files, path, eos_token):
@@ -132,13 +158,20 @@ def whole_command(files, trained, repeats):
     rates = []
     with tempfile.TemporaryDirectory() as folder:
         trained.save(Path(folder, "tokenizer"))
-        options = DatasetConfig(tokenizer=f"{folder}/tokenizer/tokenizer.json", eos_token=trained.eos_token, workers=1)
+        options = DatasetConfig(
+            tokenizer=f"{folder}/tokenizer/tokenizer.json", eos_token=trained.eos_token, workers=1
+        )
         for repeat in range(repeats):
             before = cpu_seconds()
             with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
                 tokenize.make_dataset(open_files(files, options), f"{folder}/{repeat}")
-            rates.append(sum(TokenStore(f"{folder}/{repeat}/{name}").token_count for name in ("train", "validation"))
-                         / (cpu_seconds() - before))
+            rates.append(
+                sum(
+                    TokenStore(f"{folder}/{repeat}/{name}").token_count
+                    for name in ("train", "validation")
+                )
+                / (cpu_seconds() - before)
+            )
     return max(rates)
 
 

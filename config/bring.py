@@ -19,9 +19,16 @@ def brought(launcher: str, file: str) -> str:
         raise UserError(f"--from={launcher}: there is no file {file or '(give one)'}")
     yaml = path.suffix in (".yaml", ".yml")
     given = resolve.flatten(resolve.load_yaml(path), path) if yaml else words_of(path)
-    unknown = {key: f"{key}={text} holds a variable of the shell; give its value" for key, text in given.items()
-               if "$" in str(text) and not key.isupper() and not (key in names() and names()[key].changes_nothing())}
-    theirs = resolve.Place({key: text for key, text in given.items() if key not in unknown}, f"in {path}")
+    unknown = {
+        key: f"{key}={text} holds a variable of the shell; give its value"
+        for key, text in given.items()
+        if "$" in str(text)
+        and not key.isupper()
+        and not (key in names() and names()[key].changes_nothing())
+    }
+    theirs = resolve.Place(
+        {key: text for key, text in given.items() if key not in unknown}, f"in {path}"
+    )
     their_name = LAUNCHERS[launcher]
     usual = resolve.Place(DEFAULTS[launcher], f"in {their_name}")
     resolve.leave_out(usual.chosen, theirs.chosen)
@@ -30,13 +37,22 @@ def brought(launcher: str, file: str) -> str:
     lines = [f"# {path} of {their_name}, read by python -m mamba_fsdp settings --from={launcher}"]
     lines += [_line(name, theirs) for name in theirs.chosen if name not in pointless]
     lines += ["", f"# what {their_name} takes where nothing is given"]
-    lines += [_line(name, usual) for name in usual.chosen if name not in {*theirs.chosen, *pointless}]
+    lines += [
+        _line(name, usual) for name in usual.chosen if name not in {*theirs.chosen, *pointless}
+    ]
     needless = {key: note for key, note in theirs.notes.items() if " changes nothing here" in note}
     without = unknown | theirs.mistakes | needless
-    without |= {theirs.taken[name].key: words.partition(";")[0] for name, words in pointless.items()
-                if name in theirs.chosen}
+    without |= {
+        theirs.taken[name].key: words.partition(";")[0]
+        for name, words in pointless.items()
+        if name in theirs.chosen
+    }
     if without:
-        lines += ["", "# without a counterpart", *(f"# {' '.join(words.split())}" for words in without.values())]
+        lines += [
+            "",
+            "# without a counterpart",
+            *(f"# {' '.join(words.split())}" for words in without.values()),
+        ]
     return "\n".join(lines) + "\n"
 
 
@@ -50,7 +66,9 @@ def words_of(path: Path) -> dict[str, str]:
     text = re.sub(r"^\s*#.*$|\s#\s.*$", "", text, flags=re.M).replace("\\\n", " ")
     variables = re.findall(r'^\s*(?:export\s+|: "\$\{)?([A-Z_]+):?=([^\s}]+)', text, flags=re.M)
     found = {name: value for name, value in variables if name in names()}
-    words = re.findall(r"--[\w.-]+(?:=(?:\"[^\"]*\"|'[^']*'|[^\s\"'()]*))?|[^\s\"'()]+|[\"'()\n]", text)
+    words = re.findall(
+        r"--[\w.-]+(?:=(?:\"[^\"]*\"|'[^']*'|[^\s\"'()]*))?|[^\s\"'()]+|[\"'()\n]", text
+    )
     for word, after in zip(words, [*words[1:], "\n"]):
         if not re.match(r"--[A-Za-z]", word):
             continue
@@ -66,6 +84,12 @@ def _line(name: str, place: resolve.Place) -> str:
     import yaml
 
     value, key = place.chosen[name], place.taken[name].key
-    written = str(value) if isinstance(value, Duration) else yaml.safe_dump(value, default_flow_style=True, width=1000)
+    written = (
+        str(value)
+        if isinstance(value, Duration)
+        else yaml.safe_dump(value, default_flow_style=True, width=1000)
+    )
     written = written.removesuffix("\n").removesuffix("\n...")
-    return f"{name}: {written}" + (f"  # {key.rpartition('.')[2]}" if key.rpartition(".")[2] != name else "")
+    return f"{name}: {written}" + (
+        f"  # {key.rpartition('.')[2]}" if key.rpartition(".")[2] != name else ""
+    )

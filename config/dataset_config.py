@@ -58,20 +58,34 @@ class DatasetConfig:
     def check(self) -> None:
         """Raises UserError for a value that means nothing."""
         if not re.fullmatch("file|lines|blank_line|separator:.+", self.documents, re.DOTALL):
-            raise UserError(f"--documents={self.documents}: write file, lines, blank_line or separator:TEXT")
-        if self.tokenizer == "none" and not self.eos_token.isdecimal() and (self.eos_token or self.pack == "document"):
-            raise UserError("--tokenizer=none: give the token id that ends documents, as in --eos_token=0, or "
-                            "--pack=none, which takes the rows as they are")
+            raise UserError(
+                f"--documents={self.documents}: write file, lines, blank_line or separator:TEXT"
+            )
+        if (
+            self.tokenizer == "none"
+            and not self.eos_token.isdecimal()
+            and (self.eos_token or self.pack == "document")
+        ):
+            raise UserError(
+                "--tokenizer=none: give the token id that ends documents, as in --eos_token=0, or "
+                "--pack=none, which takes the rows as they are"
+            )
         if self.splits == "official" and self.split:
             raise UserError(f"--split={self.split} and --splits=official exclude each other")
         if self.vocab_size and self.tokenizer != "none":
-            raise UserError(f"--vocab_size={self.vocab_size} is for --tokenizer=none; a tokenizer has its own")
+            raise UserError(
+                f"--vocab_size={self.vocab_size} is for --tokenizer=none; a tokenizer has its own"
+            )
         number, count = self.part_of()
         if number >= count:
-            raise UserError(f"--part={self.part}: write I/N; the parts of {count or 4} are 0/{count or 4} to "
-                            f"{(count or 4) - 1}/{count or 4}")
+            raise UserError(
+                f"--part={self.part}: write I/N; the parts of {count or 4} are 0/{count or 4} to "
+                f"{(count or 4) - 1}/{count or 4}"
+            )
         if self.part and self.overwrite:
-            raise UserError("--overwrite with --part would remove what other parts have done; remove OUT by hand")
+            raise UserError(
+                "--overwrite with --part would remove what other parts have done; remove OUT by hand"
+            )
 
     def part_of(self) -> tuple[int, int]:
         """(number from 0, count of parts) as `part` says; without it, the only one; 0 of 0 for what it can't read."""

@@ -8,11 +8,37 @@ architecture white papers, for products of bf16 summed in fp32. Networks: AWS's 
 from typing import NamedTuple
 
 # Dense bf16 matrix peak of one device with fp32 sums, TFLOP/s, from the vendors' data sheets, by words of its name.
-PEAK_TFLOPS = {"A100": 312, "A10G": 70, "A10": 125, "L4": 121, "L40": 181, "L40S": 362, "H100": 989, "H100 PCIe": 756,
-               "H100 NVL": 835, "H200": 989, "H200 NVL": 835, "GH200": 989, "B200": 2250, "GB200": 2500, "B300": 2250,
-               "GB300": 2500, "RTX A6000": 155, "RTX 6000 Ada": 364, "RTX PRO 6000": 504,
-               "RTX PRO 6000 Max Q": 439, "RTX 3090": 71, "RTX 4090": 165, "RTX 5090": 209}
-OTHER_SIZES = {"MIG", "Laptop", "Ti", "D"}  # a part of the device, or another one of nearly that name
+PEAK_TFLOPS = {
+    "A100": 312,
+    "A10G": 70,
+    "A10": 125,
+    "L4": 121,
+    "L40": 181,
+    "L40S": 362,
+    "H100": 989,
+    "H100 PCIe": 756,
+    "H100 NVL": 835,
+    "H200": 989,
+    "H200 NVL": 835,
+    "GH200": 989,
+    "B200": 2250,
+    "GB200": 2500,
+    "B300": 2250,
+    "GB300": 2500,
+    "RTX A6000": 155,
+    "RTX 6000 Ada": 364,
+    "RTX PRO 6000": 504,
+    "RTX PRO 6000 Max Q": 439,
+    "RTX 3090": 71,
+    "RTX 4090": 165,
+    "RTX 5090": 209,
+}
+OTHER_SIZES = {
+    "MIG",
+    "Laptop",
+    "Ti",
+    "D",
+}  # a part of the device, or another one of nearly that name
 
 
 class Instance(NamedTuple):

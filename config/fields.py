@@ -19,13 +19,28 @@ from typing import Any, NamedTuple
 
 from mamba_fsdp.errors import UserError
 
-BOOLEANS = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
+BOOLEANS = {
+    "true": True,
+    "yes": True,
+    "on": True,
+    "1": True,
+    "false": False,
+    "no": False,
+    "off": False,
+    "0": False,
+}
 UNITS = {"": 0, "k": 3, "m": 6, "b": 9, "g": 9, "t": 12}  # powers of ten, in either case
-LIMITS = {"above": operator.gt, "at_least": operator.ge, "at_most": operator.le, "below": operator.lt,
-          "zero_or_above": lambda number, limit: number == 0 or number > limit}
+LIMITS = {
+    "above": operator.gt,
+    "at_least": operator.ge,
+    "at_most": operator.le,
+    "below": operator.lt,
+    "zero_or_above": lambda number, limit: number == 0 or number > limit,
+}
 
 
 # ---------------------------------------------------------------- describing
+
 
 class Needs(NamedTuple):
     """What must hold for a setting to have an effect. A setting that is given without effect is refused."""
@@ -49,7 +64,9 @@ class Bounds(NamedTuple):
         """Raises ValueError, which says what must hold, where `value` is out of bounds."""
         if self.some_text and not value:
             raise ValueError("expected some text")
-        if self.choices and not set(value if isinstance(value, list) else [value]) <= set(self.choices):
+        if self.choices and not set(value if isinstance(value, list) else [value]) <= set(
+            self.choices
+        ):
             raise ValueError(f"must be one of {', '.join(self.choices)}")
         number = value.count if isinstance(value, Duration) else value
         for name, holds in LIMITS.items():
@@ -66,16 +83,28 @@ class Bounds(NamedTuple):
 UNBOUNDED = Bounds()
 
 
-def setting(default: Any, *, aliases: Iterable[str] = (), needs: Needs | None = None,
-            spellings: dict[str, str] | None = None, instead_of: str = "", **bounds: Any) -> Any:
+def setting(
+    default: Any,
+    *,
+    aliases: Iterable[str] = (),
+    needs: Needs | None = None,
+    spellings: dict[str, str] | None = None,
+    instead_of: str = "",
+    **bounds: Any,
+) -> Any:
     """A dataclass field with its Bounds, its other names, other spellings of values, and the setting that it stands in
     place of.
 
     A list as default is copied for each instance. Where the default is a text that is not empty, so must be each value.
     """
     limits = Bounds(some_text=isinstance(default, str) and default != "", **bounds)
-    metadata = {"bounds": limits, "aliases": tuple(aliases), "needs": needs, "spellings": spellings or {},
-                "instead_of": instead_of}
+    metadata = {
+        "bounds": limits,
+        "aliases": tuple(aliases),
+        "needs": needs,
+        "spellings": spellings or {},
+        "instead_of": instead_of,
+    }
     if isinstance(default, list):
         return dataclasses.field(default_factory=lambda: list(default), metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)
@@ -86,6 +115,7 @@ def default(leaf: dataclasses.Field) -> Any:
 
 
 # ---------------------------------------------------------------- from text to a value
+
 
 @dataclass(frozen=True)
 class Duration:
@@ -101,7 +131,9 @@ class Duration:
         try:
             count = whole_number(number)
         except ValueError as error:
-            raise ValueError(f"{error} of steps, as in 2000 or 10k, or of tokens, as in 1000tok or 2Btok") from None
+            raise ValueError(
+                f"{error} of steps, as in 2000 or 10k, or of tokens, as in 1000tok or 2Btok"
+            ) from None
         if count < 0 and unit == "tok":
             raise ValueError("expected tokens from 0 up")
         return cls(count, unit)
@@ -126,13 +158,15 @@ def boolean(text: str) -> bool:
 
 def whole_number(text: str) -> int:
     """The int that 2000, 2_000, 2e3, 10k, 1.5M or 2B says, exactly. Raises ValueError."""
-    parts = re.fullmatch(r"([+-]?[0-9]+(?:_[0-9]+)*(?:\.[0-9]+)?(?:e\+?[0-9]{1,3})?)([kmbgt]?)", text.lower())
+    parts = re.fullmatch(
+        r"([+-]?[0-9]+(?:_[0-9]+)*(?:\.[0-9]+)?(?:e\+?[0-9]{1,3})?)([kmbgt]?)", text.lower()
+    )
     if not parts:
         raise ValueError("expected a whole number")
     number = Decimal(parts[1]).scaleb(UNITS[parts[2]])
     if number != number.to_integral_value():
         raise ValueError("expected a whole number")
-    if abs(number) >= 2 ** 63:
+    if abs(number) >= 2**63:
         raise ValueError("expected a number below 2 ** 63")
     return int(number)
 
@@ -148,9 +182,14 @@ def finite_number(text: str) -> float:
 
 
 KINDS: dict[Any, tuple[Any, str]] = {  # a type's parser, and its name on a help page
-    bool: (boolean, "true|false"), int: (whole_number, "whole number"), float: (finite_number, "number"),
-    Duration: (Duration.parse, "steps or tokens"), str: (str, "text"), list[str]: (list, "names"),
-    list[float]: (list, "numbers")}
+    bool: (boolean, "true|false"),
+    int: (whole_number, "whole number"),
+    float: (finite_number, "number"),
+    Duration: (Duration.parse, "steps or tokens"),
+    str: (str, "text"),
+    list[str]: (list, "names"),
+    list[float]: (list, "numbers"),
+}
 
 
 def parse(kind: Any, text: Any) -> Any:
@@ -159,7 +198,11 @@ def parse(kind: Any, text: Any) -> Any:
     Raises ValueError, which says what was expected.
     """
     if typing.get_origin(kind) is list:
-        parts = text if isinstance(text, list) else [part.strip() for part in str(text).strip("[]() ").split(",")]
+        parts = (
+            text
+            if isinstance(text, list)
+            else [part.strip() for part in str(text).strip("[]() ").split(",")]
+        )
         return [parse(typing.get_args(kind)[0], part) for part in parts if part not in ("", None)]
     if isinstance(text, (list, dict)):
         raise ValueError("expected one value")
@@ -193,15 +236,20 @@ def near_name(name: str, known: Iterable[str], otherwise: str, dashes: str = "")
 
 # ---------------------------------------------------------------- on a help page
 
+
 def help_lines(section: type, others: Mapping[str, Sequence[str]] | None = None) -> list[str]:
     """The help page's lines on the fields of the dataclass `section`: default, bounds, meaning and other names, to
     which `others` adds."""
     lines, meanings = [], meanings_in(section)
-    for leaf in sorted(dataclasses.fields(section), key=lambda leaf: bool(leaf.kw_only)):  # those of a base class last
+    for leaf in sorted(
+        dataclasses.fields(section), key=lambda leaf: bool(leaf.kw_only)
+    ):  # those of a base class last
         lines.append(f"  --{leaf.name}={shown(default(leaf))}  ({takes(leaf)})")
         aliases = [*leaf.metadata["aliases"], *(others or {}).get(leaf.name, ())]
         also = f" Also: {', '.join(aliases)}." if aliases else ""
-        lines += textwrap.wrap(meanings[leaf.name] + also, 116, initial_indent=" " * 6, subsequent_indent=" " * 6)
+        lines += textwrap.wrap(
+            meanings[leaf.name] + also, 116, initial_indent=" " * 6, subsequent_indent=" " * 6
+        )
     return lines
 
 
@@ -221,7 +269,9 @@ def meanings_in(section: type) -> dict[str, str]:
     assert isinstance(described, ast.ClassDef)
     for above, below in zip(described.body, described.body[1:]):
         match above, below:
-            case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):
+            case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(
+                value=ast.Constant(value=str(text))
+            ):
                 meanings[name] = " ".join(text.split())
     return meanings
 

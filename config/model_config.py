@@ -13,12 +13,16 @@ def read_by_layers(name):
     """What must hold for the model's setting `name` to have an effect: a layer that reads it."""
     readers = spec.parts_that_read(name)
     kind = "a layer with +mlp" if readers == ["+mlp"] else f"a {' or '.join(readers)} layer"
-    return Needs(kind.replace("a attention", "an attention"),
-                 lambda config: any(name in part.settings for part in config.model.parts()))
+    return Needs(
+        kind.replace("a attention", "an attention"),
+        lambda config: any(name in part.settings for part in config.model.parts()),
+    )
 
 
-ROTARY = Needs("an attention layer with rotary_dim other than 0",
-               lambda config: config.model.has("attention") and config.model.rotary_dim != 0)
+ROTARY = Needs(
+    "an attention layer with rotary_dim other than 0",
+    lambda config: config.model.has("attention") and config.model.rotary_dim != 0,
+)
 
 
 @dataclass(frozen=True)
@@ -81,8 +85,10 @@ class ModelConfig:
         for item in self.layers.replace(" ", "").split(","):
             match = re.fullmatch(r"(?:(\d+)\*)?([a-z0-9]+)(\+mlp)?", item)
             if not match or match[2] not in spec.MIXERS:
-                raise UserError(f"layers: can't read {item!r} in {self.layers!r}; write {', '.join(spec.MIXERS)}, each "
-                                "with an optional count and +mlp, as in 9*mamba2+mlp,attention+mlp")
+                raise UserError(
+                    f"layers: can't read {item!r} in {self.layers!r}; write {', '.join(spec.MIXERS)}, each "
+                    "with an optional count and +mlp, as in 9*mamba2+mlp,attention+mlp"
+                )
             pattern += [Layer(match[2], bool(match[3]))] * min(int(match[1] or 1), self.n_layer)
         if not pattern:
             raise UserError(f"layers: {self.layers!r} names no layer; give each count at least 1")
@@ -123,14 +129,26 @@ class ModelConfig:
 
     def structure(self):
         """dict: setting -> what it comes to. Equal for two configs of one model, in whatever way they are written."""
-        return {**vars(self), "model_name": "", "chunk_size": 0, "layers": self.layer_list(),
-                "vocab_size": self.padded_vocab_size, "pad_vocab_size_multiple": self.padded_vocab_size,
-                "dt_rank": self.resolved_dt_rank, "head_dim": self.resolved_head_dim,
-                "rotary_dim": self.resolved_rotary_dim, "d_intermediate": self.resolved_d_intermediate}
+        return {
+            **vars(self),
+            "model_name": "",
+            "chunk_size": 0,
+            "layers": self.layer_list(),
+            "vocab_size": self.padded_vocab_size,
+            "pad_vocab_size_multiple": self.padded_vocab_size,
+            "dt_rank": self.resolved_dt_rank,
+            "head_dim": self.resolved_head_dim,
+            "rotary_dim": self.resolved_rotary_dim,
+            "d_intermediate": self.resolved_d_intermediate,
+        }
 
     def parts(self):
         """The kinds of mixer, and the MLP, that the model consists of: a list of spec.Spec, each once."""
-        return list(dict.fromkeys(part for layer in self.layer_list() for part in spec.layer_parts(layer).values()))
+        return list(
+            dict.fromkeys(
+                part for layer in self.layer_list() for part in spec.layer_parts(layer).values()
+            )
+        )
 
     def check(self):
         """Raises UserError for shapes that can't be built, naming the settings."""
@@ -150,8 +168,9 @@ def checked_model(path, values):
                 raise ValueError
             known[name].metadata["bounds"].check(value)
         except ValueError:
-            raise UserError(f"{path}: {name} is {value!r}, but this program's models need: "
-                            f"{takes(known[name])}") from None
+            raise UserError(
+                f"{path}: {name} is {value!r}, but this program's models need: {takes(known[name])}"
+            ) from None
     config = ModelConfig(**values)
     try:
         config.check()

@@ -14,10 +14,24 @@ def page(launcher: str) -> str:
     above = (DOCS / f"from-{launcher}.md").read_text().partition(MARK)[0]
     rows = [row for row in TABLE if launcher in row.launchers.split()]
     equal = ", ".join(f"`{row.names}`" for row in rows if row.names == row.ours and _is_same(row))
-    other = [f"| {', '.join(f'`{name}`' for name in row.names.split())} | {_here(row)} |" for row in rows
-             if row.names != row.ours or not _is_same(row)]
-    return "\n".join([above + MARK, "## Every setting", "", f"The same here: {equal}.", "", "| there | here |",
-                      "|---|---|", *other, ""])
+    other = [
+        f"| {', '.join(f'`{name}`' for name in row.names.split())} | {_here(row)} |"
+        for row in rows
+        if row.names != row.ours or not _is_same(row)
+    ]
+    return "\n".join(
+        [
+            above + MARK,
+            "## Every setting",
+            "",
+            f"The same here: {equal}.",
+            "",
+            "| there | here |",
+            "|---|---|",
+            *other,
+            "",
+        ]
+    )
 
 
 def _is_same(row: Foreign) -> bool:

@@ -15,14 +15,29 @@ def _mamba(d_model, n_layer):
 
 
 def _mamba2(d_model, n_layer):
-    return dict(layers="mamba2", d_model=d_model, n_layer=n_layer, d_state=128, vocab_size=50277,
-                pad_vocab_size_multiple=16)
+    return dict(
+        layers="mamba2",
+        d_model=d_model,
+        n_layer=n_layer,
+        d_state=128,
+        vocab_size=50277,
+        pad_vocab_size_multiple=16,
+    )
 
 
 def _llama(d_model, n_head, n_kv_head, n_layer, d_intermediate, vocab_size=32000, rope_theta=1e4):
-    return dict(layers="attention+mlp", d_model=d_model, n_head=n_head, n_kv_head=n_kv_head, n_layer=n_layer,
-                d_intermediate=d_intermediate, vocab_size=vocab_size, pad_vocab_size_multiple=1, rope_theta=rope_theta,
-                tie_embeddings=False)
+    return dict(
+        layers="attention+mlp",
+        d_model=d_model,
+        n_head=n_head,
+        n_kv_head=n_kv_head,
+        n_layer=n_layer,
+        d_intermediate=d_intermediate,
+        vocab_size=vocab_size,
+        pad_vocab_size_multiple=1,
+        rope_theta=rope_theta,
+        tie_embeddings=False,
+    )
 
 
 PRESETS = {
@@ -39,22 +54,42 @@ PRESETS = {
     "mamba2-2.7b": _mamba2(2560, 64),
     "mamba_9.8b": dict(  # Bamba-9B: attention at layers 9, 18 and 27
         layers="9*mamba2+mlp,attention+mlp,8*mamba2+mlp,attention+mlp,8*mamba2+mlp,attention+mlp,4*mamba2+mlp",
-        n_layer=32, d_model=4096, d_intermediate=14336, d_state=128, vocab_size=128256, pad_vocab_size_multiple=16,
-        n_head=32, n_kv_head=8, head_dim=128, rotary_dim=64, tie_embeddings=False),
-    "mambaoutai": dict(layers="mamba1", d_model=2688, n_layer=28, vocab_size=65024, tie_embeddings=False),
+        n_layer=32,
+        d_model=4096,
+        d_intermediate=14336,
+        d_state=128,
+        vocab_size=128256,
+        pad_vocab_size_multiple=16,
+        n_head=32,
+        n_kv_head=8,
+        head_dim=128,
+        rotary_dim=64,
+        tie_embeddings=False,
+    ),
+    "mambaoutai": dict(
+        layers="mamba1", d_model=2688, n_layer=28, vocab_size=65024, tie_embeddings=False
+    ),
     "llama2_1.4b": _llama(2048, 16, 4, 24, 6144),
     "llama2_7b": _llama(4096, 32, 32, 32, 11008),
     "llama2_13b": _llama(5120, 40, 40, 40, 13824),
     "llama2_34b": _llama(8192, 64, 8, 48, 22016, rope_theta=1e6),
     "llama2_70b": _llama(8192, 64, 8, 80, 28672),
-    "llama3_194m": _llama(1024, 8, 8, 10, 2816, rope_theta=5e5),  # 194 M with llama2's vocabulary, as there
+    "llama3_194m": _llama(
+        1024, 8, 8, 10, 2816, rope_theta=5e5
+    ),  # 194 M with llama2's vocabulary, as there
     "llama3_1.8b": _llama(2048, 16, 8, 24, 7168, vocab_size=128256, rope_theta=5e5),
     "llama3_3.2b": _llama(3072, 24, 8, 24, 8192, vocab_size=128256, rope_theta=5e5),
     "llama3_8b": _llama(4096, 32, 8, 32, 14336, vocab_size=128256, rope_theta=5e5),
     "llama3_70b": _llama(8192, 64, 8, 80, 28672, vocab_size=128256, rope_theta=5e5),
 }
-OTHER_NAMES = {"bamba-9b": "mamba_9.8b", "llama2_34bcode": "llama2_34b", "7b": "llama2_7b", "13b": "llama2_13b",
-               "34b": "llama2_34b", "70b": "llama2_70b"}
+OTHER_NAMES = {
+    "bamba-9b": "mamba_9.8b",
+    "llama2_34bcode": "llama2_34b",
+    "7b": "llama2_7b",
+    "13b": "llama2_13b",
+    "34b": "llama2_34b",
+    "70b": "llama2_70b",
+}
 
 
 def preset(name):
@@ -69,7 +104,9 @@ def preset(name):
     known = spellings.get(_plain(name))
     if known is None:
         near = difflib.get_close_matches(_plain(name), spellings, n=1)
-        hint = f"did you mean {spellings[near[0]]}?" if near else f"choose one of {', '.join(PRESETS)}"
+        hint = (
+            f"did you mean {spellings[near[0]]}?" if near else f"choose one of {', '.join(PRESETS)}"
+        )
         raise UserError(f"model_name={name}: there is no such preset; {hint}")
     return {"model_name": known, **PRESETS[known]}
 

@@ -18,7 +18,9 @@ from config.presets import preset, usual_length
 from config.train_config import TrainConfig
 from mamba_fsdp.errors import UserError
 
-SECTIONS: dict[str, Any] = {section.name: section.default_factory for section in dataclasses.fields(TrainConfig)}
+SECTIONS: dict[str, Any] = {
+    section.name: section.default_factory for section in dataclasses.fields(TrainConfig)
+}
 
 
 @lru_cache(maxsize=None)
@@ -43,8 +45,9 @@ def aliases() -> dict[str, str]:
     return names
 
 
-def resolve_settings(given: Mapping[str, Any], config_file: str | None = None,
-                     stray: Sequence[str] = ()) -> tuple[TrainConfig, set[str]]:
+def resolve_settings(
+    given: Mapping[str, Any], config_file: str | None = None, stray: Sequence[str] = ()
+) -> tuple[TrainConfig, set[str]]:
     """The TrainConfig of what is `given` (name -> text) over `config_file`, the preset and the defaults.
 
     Returns (settings, explicit): explicit is the set of leaf names that the command line or the file set. A setting of
@@ -65,19 +68,23 @@ def resolve_settings(given: Mapping[str, Any], config_file: str | None = None,
     settings.check()
     notes, wrong = [*in_file.notes.values(), *on_line.notes.values()], []
     if launcher := elsewhere.launcher_of({**in_file.given, **on_line.given}):
-        notes.append(f"the defaults here are not those of {elsewhere.LAUNCHERS[launcher]}: docs/from-{launcher}.md")
+        notes.append(
+            f"the defaults here are not those of {elsewhere.LAUNCHERS[launcher]}: docs/from-{launcher}.md"
+        )
     pointless_in_file = _pointless(_build(in_file.chosen), in_file.chosen, _usual(in_file.chosen))
     for name, sentence in _pointless(settings, chosen, _usual(chosen)).items():
         if settings.checkpoint.init_from and name in vars(settings.model):
             continue  # the weights decide the layers: see take_model
         if name in on_line.foreign or name in in_file.foreign and name not in on_line.chosen:
-            notes.append(sentence.removesuffix("; leave it out"))  # their programs take what does nothing
+            notes.append(
+                sentence.removesuffix("; leave it out")
+            )  # their programs take what does nothing
         elif name in on_line.chosen:
             wrong.append(f"{sentence} (on the command line)")
         elif name in pointless_in_file:
             wrong.append(f"{sentence} (in {path})")
         del chosen[name]
-    refuse_all(wrong)
+    check_all(wrong)
     settings = _build(chosen)
     settings.notes = notes
     return settings, set(chosen)
@@ -86,11 +93,17 @@ def resolve_settings(given: Mapping[str, Any], config_file: str | None = None,
 def _refuse(on_line: "Place", in_file: "Place", path: Path | None) -> None:
     """Raises UserError with all mistakes at once, if any."""
     launcher = elsewhere.launcher_of(in_file.given)
-    hint = f"python -m mamba_fsdp settings --from={launcher} {path} says it in our words" if launcher else ""
-    refuse_all([*on_line.mistakes.values(), *in_file.mistakes.values()], hint if in_file.mistakes else "")
+    hint = (
+        f"python -m mamba_fsdp settings --from={launcher} {path} says it in our words"
+        if launcher
+        else ""
+    )
+    check_all(
+        [*on_line.mistakes.values(), *in_file.mistakes.values()], hint if in_file.mistakes else ""
+    )
 
 
-def refuse_all(mistakes: Sequence[str], hint: str = "") -> None:
+def check_all(mistakes: Sequence[str], hint: str = "") -> None:
     """Raises UserError with these sentences, if any, one a line, and a hint; words of which the same is said stand
     together."""
     if mistakes:
@@ -116,10 +129,14 @@ def leave_out(in_file: dict[str, Any], on_line: dict[str, Any]) -> None:
         if not (other := leaf.metadata["instead_of"]):
             continue
         for place in (on_line, in_file):  # a config.yaml has both, one of them with its default
-            given = [each for each in (name, other) if each in place and place[each] != default(each)]
+            given = [
+                each for each in (name, other) if each in place and place[each] != default(each)
+            ]
             if len(given) == 2:
-                raise UserError(f"{name}={shown(place[name])} stands in place of {other}={shown(place[other])}; give "
-                                "one of them")
+                raise UserError(
+                    f"{name}={shown(place[name])} stands in place of {other}={shown(place[other])}; give "
+                    "one of them"
+                )
         for one, another in ((name, other), (other, name)):
             if one in on_line and on_line[one] != default(one):
                 in_file.pop(another, None)
@@ -136,10 +153,16 @@ def _build(chosen: dict[str, Any]) -> TrainConfig:
 def _usual(chosen: dict[str, Any]) -> dict[str, Any]:
     """The value of each setting that is not chosen: the preset's, else the default."""
     name = chosen.get("model_name", default("model_name"))
-    return {**{name: default(name) for name in all_settings()}, **preset(name), "seq_length": usual_length(name)}
+    return {
+        **{name: default(name) for name in all_settings()},
+        **preset(name),
+        "seq_length": usual_length(name),
+    }
 
 
-def _pointless(settings: TrainConfig, names: Iterable[str], usual: dict[str, Any]) -> dict[str, str]:
+def _pointless(
+    settings: TrainConfig, names: Iterable[str], usual: dict[str, Any]
+) -> dict[str, str]:
     """{setting: an error message} for those of `names` that have no effect in `settings`. To give the `usual` value is
     no mistake."""
     found = {}
@@ -147,7 +170,9 @@ def _pointless(settings: TrainConfig, names: Iterable[str], usual: dict[str, Any
         section, leaf = all_settings()[name]
         value = getattr(getattr(settings, section), name)
         if value != usual[name] and not _works(name, settings):
-            found[name] = f"{name}={shown(value)} does nothing without {leaf.metadata['needs'].words}; leave it out"
+            found[name] = (
+                f"{name}={shown(value)} does nothing without {leaf.metadata['needs'].words}; leave it out"
+            )
     return found
 
 
@@ -157,7 +182,9 @@ def _works(name: str, settings: TrainConfig) -> bool:
     return needs is None or bool(needs.met(settings))
 
 
-def take_model(settings: TrainConfig, model: ModelConfig, explicit: Collection[str], source: str) -> None:
+def take_model(
+    settings: TrainConfig, model: ModelConfig, explicit: Collection[str], source: str
+) -> None:
     """Gives `settings` the shape `model` of the weights that `source`, as init_from FOLDER, holds. Raises UserError for
     model settings that the user gave (`explicit`) and that disagree with it or do nothing."""
     there = vars(model)
@@ -166,25 +193,37 @@ def take_model(settings: TrainConfig, model: ModelConfig, explicit: Collection[s
             setattr(settings.model, name, there[name])
         if "seq_length" not in explicit:
             settings.data.seq_length = usual_length(settings.model.model_name)
-    refuse_other_model(settings, model, source)
+    check_same_model(settings, model, source)
     for sentence in _pointless(settings, there.keys() & set(explicit), there).values():
         raise UserError(sentence)
 
 
-def refuse_other_model(settings: TrainConfig, model: ModelConfig, source: str, remedy: str = "") -> None:
+def check_same_model(
+    settings: TrainConfig, model: ModelConfig, source: str, remedy: str = ""
+) -> None:
     """Raises UserError, naming the settings, where the `model` that `source` holds is not that of `settings`."""
-    differing = [f"{name}={now} (there {there})" for name, (now, there) in differing_model(settings, model).items()]
+    differing = [
+        f"{name}={now} (there {there})"
+        for name, (now, there) in differing_model(settings, model).items()
+    ]
     if differing:
-        raise UserError(f"{source} holds another model than the settings ask for: {', '.join(differing)}{remedy}")
+        raise UserError(
+            f"{source} holds another model than the settings ask for: {', '.join(differing)}{remedy}"
+        )
 
 
 def differing_model(settings: TrainConfig, model: ModelConfig) -> dict[str, tuple[str, str]]:
     """{setting: (its value in `settings`, that in `model`), as written} of those that make another model of it. Empty
     for the same model, however it is described; what has no effect in `settings` does not count."""
     now, there = settings.model.structure(), model.structure()
-    written = {name: (shown(getattr(settings.model, name)), shown(getattr(model, name))) for name in there}
-    return {name: (ours, theirs) for name, (ours, theirs) in written.items()
-            if now[name] != there[name] and ours != theirs and _works(name, settings)}
+    written = {
+        name: (shown(getattr(settings.model, name)), shown(getattr(model, name))) for name in there
+    }
+    return {
+        name: (ours, theirs)
+        for name, (ours, theirs) in written.items()
+        if now[name] != there[name] and ours != theirs and _works(name, settings)
+    }
 
 
 def default(name: str) -> Any:
@@ -221,8 +260,16 @@ def load_yaml(path: Path) -> dict:
     Text.yaml_implicit_resolvers = {}
     try:
         content = yaml.load(Path(path).read_text(), Loader=Text)
-    except (yaml.YAMLError, OSError, ValueError, StopIteration, RecursionError) as error:  # its parser lets all escape
-        raise UserError(f"{path}: can't be read as YAML: {' '.join(str(error).split()) or 'it is cut short'}") from None
+    except (
+        yaml.YAMLError,
+        OSError,
+        ValueError,
+        StopIteration,
+        RecursionError,
+    ) as error:  # its parser lets all escape
+        raise UserError(
+            f"{path}: can't be read as YAML: {' '.join(str(error).split()) or 'it is cut short'}"
+        ) from None
     if content in (None, ""):
         return {}
     if not isinstance(content, dict):
@@ -276,9 +323,15 @@ class Place:
         row = elsewhere.find(key, own, SECTIONS, all_settings())
         if not own and not row:
             # The suggestion looks past a wrong section; the setting does not.
-            hint = near_name(key.split(".")[-1], ["config", *all_settings()], "training.py --help lists them")
+            hint = near_name(
+                key.split(".")[-1], ["config", *all_settings()], "training.py --help lists them"
+            )
             raise UserError(f"{key}: there is no such setting ({self.where}); {hint}")
-        meant = elsewhere.meaning(row, key, text, self.given) if row else elsewhere.Meaning({str(own): text})
+        meant = (
+            elsewhere.meaning(row, key, text, self.given)
+            if row
+            else elsewhere.Meaning({str(own): text})
+        )
         if meant.note:
             self.notes[key] = meant.note
         for place, (name, given) in enumerate(meant.settings.items()):
@@ -287,9 +340,16 @@ class Place:
 
     def _set(self, name: str, value: Any, now: Taken) -> None:
         before, there = self.taken.get(name), self.chosen.get(name)
-        agree = value == there or isinstance(value, list) and isinstance(there, list) and set(value) <= set(there)
+        agree = (
+            value == there
+            or isinstance(value, list)
+            and isinstance(there, list)
+            and set(value) <= set(there)
+        )
         if before and (before.own and now.own or not agree and before.weak == now.weak):
-            raise UserError(f"{name}: given twice {self.where} (as {before.key} and {now.key}); give it once")
+            raise UserError(
+                f"{name}: given twice {self.where} (as {before.key} and {now.key}); give it once"
+            )
         if not before or before.weak or now.own and not agree:
             self.chosen[name], self.taken[name] = value, now
             now = before or now
@@ -299,11 +359,14 @@ class Place:
 
 def as_dict(settings: TrainConfig) -> dict[str, dict[str, Any]]:
     """The settings as plain nested dict, for YAML and for state.json."""
+
     def plain(value: Any) -> Any:
         return str(value) if isinstance(value, Duration) else value
 
-    return {section: {name: plain(value) for name, value in vars(getattr(settings, section)).items()}
-            for section in SECTIONS}
+    return {
+        section: {name: plain(value) for name, value in vars(getattr(settings, section)).items()}
+        for section in SECTIONS
+    }
 
 
 def as_yaml(settings: TrainConfig) -> str:
@@ -314,12 +377,20 @@ def as_yaml(settings: TrainConfig) -> str:
 
 def help_page() -> str:
     """Every setting with its type, bounds, default, meaning and other names."""
-    lines = ["Train a Mamba language model. The same command again resumes after a stop or a crash.", "",
-             "  python training.py [--config=FILE.yaml] [--SETTING=VALUE ...]", "",
-             "A setting may carry its section (--optimizer.learning_rate) and stand in YAML, flat or in sections.",
-             "The command line wins over --config, that over the preset named by model_name, that over the defaults.",
-             "Whole numbers may end in k, M, B or T (10k, 1.5M); durations are steps (10k), or tokens (2Btok).",
-             "Words of other launchers work where they mean the same: docs/from-*.md."]
+    lines = [
+        "Train a Mamba language model. The same command again resumes after a stop or a crash.",
+        "",
+        "  python training.py [--config=FILE.yaml] [--SETTING=VALUE ...]",
+        "",
+        "A setting may carry its section (--optimizer.learning_rate) and stand in YAML, flat or in sections.",
+        "The command line wins over --config, that over the preset named by model_name, that over the defaults.",
+        "Whole numbers may end in k, M, B or T (10k, 1.5M); durations are steps (10k), or tokens (2Btok).",
+        "Words of other launchers work where they mean the same: docs/from-*.md.",
+    ]
     for section, kind in SECTIONS.items():
-        lines += ["", f"{section}: {' '.join(kind.__doc__.split())}", *help_lines(kind, elsewhere.synonyms())]
+        lines += [
+            "",
+            f"{section}: {' '.join(kind.__doc__.split())}",
+            *help_lines(kind, elsewhere.synonyms()),
+        ]
     return "\n".join(lines)

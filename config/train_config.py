@@ -20,28 +20,57 @@ def steps(default: int, **more: Any) -> Any:
     return setting(Duration(default, "steps"), **more)
 
 
-INTERVAL = Needs("eval_interval above 0",
-                 lambda settings: settings.training.eval_interval.count or settings.data.validation_path == "none")
-STORE = Needs("a validation_path",
-              lambda settings: settings.data.validation_path != "none" or not settings.training.eval_interval.count)
-VALIDATION = Needs("eval_interval above 0 and a validation_path",
-                   lambda settings: settings.training.eval_batches == 0  # all of nothing, as older config.yaml say
-                   or settings.training.eval_interval.count and settings.data.validation_path != "none")
+INTERVAL = Needs(
+    "eval_interval above 0",
+    lambda settings: (
+        settings.training.eval_interval.count or settings.data.validation_path == "none"
+    ),
+)
+STORE = Needs(
+    "a validation_path",
+    lambda settings: (
+        settings.data.validation_path != "none" or not settings.training.eval_interval.count
+    ),
+)
+VALIDATION = Needs(
+    "eval_interval above 0 and a validation_path",
+    lambda settings: (
+        settings.training.eval_batches == 0  # all of nothing, as older config.yaml say
+        or settings.training.eval_interval.count
+        and settings.data.validation_path != "none"
+    ),
+)
 AHEAD = Needs("num_workers above 0", lambda settings: settings.data.num_workers)
-SAMPLING = Needs("eval_interval above 0 and a validation_path", lambda settings: settings.training.eval_interval.count
-                 and settings.data.validation_path != "none" and not settings.data.use_dummy_dataset)
+SAMPLING = Needs(
+    "eval_interval above 0 and a validation_path",
+    lambda settings: (
+        settings.training.eval_interval.count
+        and settings.data.validation_path != "none"
+        and not settings.data.use_dummy_dataset
+    ),
+)
 PROMPTS = Needs("sample_prompts", lambda settings: settings.training.sample_prompts)
 DECAY = Needs("schedule=wsd", lambda settings: settings.lr_schedule.schedule == "wsd")
-FALLING = Needs("schedule=cosine, linear or wsd",
-                lambda settings: settings.lr_schedule.schedule in ("cosine", "linear", "wsd"))
-FLOOR = Needs("a schedule that decays to a floor: cosine, linear, or wsd with decay_steps other than 0",
-              lambda settings: settings.lr_schedule.schedule in ("cosine", "linear", "wsd")
-              and settings.lr_schedule.decay_steps.count)
+FALLING = Needs(
+    "schedule=cosine, linear or wsd",
+    lambda settings: settings.lr_schedule.schedule in ("cosine", "linear", "wsd"),
+)
+FLOOR = Needs(
+    "a schedule that decays to a floor: cosine, linear, or wsd with decay_steps other than 0",
+    lambda settings: (
+        settings.lr_schedule.schedule in ("cosine", "linear", "wsd")
+        and settings.lr_schedule.decay_steps.count
+    ),
+)
 WEIGHTING = Needs("position_weighting=true", lambda settings: settings.data.position_weighting)
-RECOMPUTING = Needs("fsdp_activation_checkpointing=true",
-                    lambda settings: settings.parallel.fsdp_activation_checkpointing)
-SHARDING = Needs("sharding_strategy=fsdp or hsdp",
-                 lambda settings: settings.parallel.sharding_strategy not in ("none", "ddp"))
+RECOMPUTING = Needs(
+    "fsdp_activation_checkpointing=true",
+    lambda settings: settings.parallel.fsdp_activation_checkpointing,
+)
+SHARDING = Needs(
+    "sharding_strategy=fsdp or hsdp",
+    lambda settings: settings.parallel.sharding_strategy not in ("none", "ddp"),
+)
 SPIKES = Needs("loss_spike_factor above 0", lambda settings: settings.training.loss_spike_factor)
 WANDB = Needs("tracker=wandb", lambda settings: "wandb" in settings.report.tracker)
 LOCAL = Needs("a local_checkpoint_path", lambda settings: settings.checkpoint.local_checkpoint_path)
@@ -177,8 +206,11 @@ class TrainingConfig:
     global_batch_size a step has the same samples on any number of them."""
     seed: int = setting(2023, at_least=0)
     """Seed of the initial weights and of the order of samples."""
-    mixed_precision: str = setting("bf16", choices=("bf16", "fp16", "fp32"),
-                                   spellings={"true": "bf16", "false": "fp32", "no": "fp32"})
+    mixed_precision: str = setting(
+        "bf16",
+        choices=("bf16", "fp16", "fp32"),
+        spellings={"true": "bf16", "false": "fp32", "no": "fp32"},
+    )
     """Precision of the matrix products; weights, their update, the recurrence and reductions are fp32. true means bf16,
     false fp32."""
     kernels: str = setting("auto")
@@ -251,12 +283,16 @@ class CheckpointConfig:
         """Whether load_ckpt_path names a file, of weights alone."""
         return self.load_ckpt_path.endswith((".pth", ".pt", ".bin", ".safetensors"))
 
-    def refuse_local_in_run(self) -> None:
+    def check_local_outside_run(self) -> None:
         """Raises UserError where local_checkpoint_path lies in the run folder, which all nodes share."""
-        run, local = (os.path.realpath(path) for path in (self.save_ckpt_path, self.local_checkpoint_path))
+        run, local = (
+            os.path.realpath(path) for path in (self.save_ckpt_path, self.local_checkpoint_path)
+        )
         if self.local_checkpoint_path and os.path.commonpath([run, local]) == run:
-            raise UserError(f"local_checkpoint_path {self.local_checkpoint_path} lies in the run folder; name a folder "
-                            "on each node's own disk")
+            raise UserError(
+                f"local_checkpoint_path {self.local_checkpoint_path} lies in the run folder; name a folder "
+                "on each node's own disk"
+            )
 
 
 @dataclass
@@ -295,8 +331,10 @@ class ParallelConfig:
         except (ValueError, ZeroDivisionError):
             share = Fraction(-1)
         if not 0 <= share <= 1:
-            raise UserError(f"selective_checkpointing={text!r} must be a share, at least 0 and at most 1, "
-                            "as in 1/3 or 0.33")
+            raise UserError(
+                f"selective_checkpointing={text!r} must be a share, at least 0 and at most 1, "
+                "as in 1/3 or 0.33"
+            )
         return share
 
 
@@ -306,7 +344,9 @@ class ReportConfig:
 
     report_interval: Duration = steps(20, at_least=1)
     """Steps, or tokens, between lines in metrics.jsonl and the log."""
-    tracker: list[str] = setting([], choices=("tensorboard", "wandb", "prometheus"), spellings={"none": ""})
+    tracker: list[str] = setting(
+        [], choices=("tensorboard", "wandb", "prometheus"), spellings={"none": ""}
+    )
     """Send the metrics there too, as in tensorboard,wandb; tensorboard and prometheus (metrics.prom, for node
     exporter) are files in the run folder; none is none of them."""
     wandb_project: str = setting("", needs=WANDB)
@@ -336,8 +376,13 @@ class TrainConfig:
 
     def kernel_folder(self) -> Path:
         """Where compiled kernels stay for later starts; the run folder itself where they do not."""
-        run, chosen = Path(os.path.abspath(self.checkpoint.save_ckpt_path)), self.training.kernel_cache
-        return {"auto": run.parent / ".cache/triton", "none": run}.get(chosen) or Path(os.path.abspath(chosen))
+        run, chosen = (
+            Path(os.path.abspath(self.checkpoint.save_ckpt_path)),
+            self.training.kernel_cache,
+        )
+        return {"auto": run.parent / ".cache/triton", "none": run}.get(chosen) or Path(
+            os.path.abspath(chosen)
+        )
 
     def check(self) -> None:
         """Raises UserError for combinations that can't work, before any process group or GPU starts."""
@@ -345,18 +390,26 @@ class TrainConfig:
         if not checkpoint.init_from:  # else its weights tell the model's shape
             self.model.check()
         if data.weights and len(data.weights) != len(data.datasets):
-            raise UserError(f"weights has {len(data.weights)} values but datasets {len(data.datasets)} names; "
-                            "give one weight each")
+            raise UserError(
+                f"weights has {len(data.weights)} values but datasets {len(data.datasets)} names; "
+                "give one weight each"
+            )
         if any(weight < 0 for weight in data.weights) or (data.weights and not sum(data.weights)):
             raise UserError(f"weights {data.weights} must not be negative nor all zero")
         if training.global_batch_size % training.batch_size:
-            raise UserError(f"global_batch_size {training.global_batch_size} is no multiple of "
-                            f"batch_size {training.batch_size}")
+            raise UserError(
+                f"global_batch_size {training.global_batch_size} is no multiple of "
+                f"batch_size {training.batch_size}"
+            )
         if checkpoint.load_ckpt_path and checkpoint.init_from:
             raise UserError("load_ckpt_path and init_from both say what to start from; give one")
-        if checkpoint.resuming_dataset and (not checkpoint.load_ckpt_path or checkpoint.names_a_file()):
-            raise UserError("resuming_dataset needs load_ckpt_path to be a run or checkpoint folder, "
-                            "which knows the data's position")
-        checkpoint.refuse_local_in_run()
+        if checkpoint.resuming_dataset and (
+            not checkpoint.load_ckpt_path or checkpoint.names_a_file()
+        ):
+            raise UserError(
+                "resuming_dataset needs load_ckpt_path to be a run or checkpoint folder, "
+                "which knows the data's position"
+            )
+        checkpoint.check_local_outside_run()
         self.parallel.selective_share()
         demands(training.kernels)

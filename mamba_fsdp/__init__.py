@@ -6,8 +6,12 @@ From Python: `load` a model, let it `generate`, `evaluate` it, read training `ba
 from importlib import import_module
 
 __version__ = "1.0"
-PUBLIC = {"load": "verbs.loading", "generate": "verbs.generate", "evaluate": "verbs.evaluate",
-          "batches": "data.selection"}
+PUBLIC = {
+    "load": "verbs.loading",
+    "generate": "verbs.generate",
+    "evaluate": "verbs.evaluate",
+    "batches": "data.selection",
+}
 
 
 def __getattr__(name: str) -> object:  # late: importing torch takes seconds

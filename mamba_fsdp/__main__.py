@@ -13,7 +13,10 @@ from mamba_fsdp import command_line
 VERBS = {  # name: (module in mamba_fsdp/verbs, what it does)
     "generate": ("generate", "continue a text with a trained model"),
     "evaluate": ("evaluate", "loss, perplexity and bits per byte over a token store or other data"),
-    "inspect": ("inspect", "say what a run, a checkpoint, data of any format or a weights file holds"),
+    "inspect": (
+        "inspect",
+        "say what a run, a checkpoint, data of any format or a weights file holds",
+    ),
     "checkpoints": ("checkpoints", "list a run's checkpoints, and verify them"),
     "consolidate": ("consolidate", "write a run's model as one file, in little memory"),
     "audit": ("audit", "prove that a run saw each window as often as its epochs say"),
@@ -38,8 +41,10 @@ def main() -> None:
         return print(command_line.VERSION)
     verb, arguments = sys.argv[1], sys.argv[2:]
     if verb not in VERBS:
-        print(f"error: there is no verb {verb!r}; {near_name(verb, VERBS, 'choose one of ' + ', '.join(VERBS))}",
-              file=sys.stderr)
+        print(
+            f"error: there is no verb {verb!r}; {near_name(verb, VERBS, 'choose one of ' + ', '.join(VERBS))}",
+            file=sys.stderr,
+        )
         raise SystemExit(2)
     module = importlib.import_module(f"mamba_fsdp.verbs.{VERBS[verb][0]}")
     command_line.run(module.main, lambda: str(module.__doc__).strip(), arguments)

@@ -14,12 +14,14 @@ import fire
 import mamba_fsdp
 from config.fields import KINDS, near_name, read, read_field
 from mamba_fsdp.errors import UserError, leave_for_torchrun
-from mamba_fsdp.report.display import Display
+from mamba_fsdp.report.console import Console
 
 VERSION = f"mamba_fsdp {mamba_fsdp.__version__}"
 
 
-def run(verb: Callable[..., Any], help_page: Callable[[], str], arguments: Sequence[str] | None = None) -> None:
+def run(
+    verb: Callable[..., Any], help_page: Callable[[], str], arguments: Sequence[str] | None = None
+) -> None:
     """Call `verb` with the command line's words and exit with its code.
 
     help_page: gives the text of --help. Exit codes: what the verb returns or 0; a UserError's own; 130 for Ctrl-C.
@@ -27,7 +29,7 @@ def run(verb: Callable[..., Any], help_page: Callable[[], str], arguments: Seque
     arguments = sys.argv[1:] if arguments is None else arguments
     try:
         if {"--version", "--help", "-h"} & {*arguments} or arguments == ["help"]:
-            Display().line(VERSION if "--version" in arguments else help_page())
+            Console().line(VERSION if "--version" in arguments else help_page())
             raise SystemExit(0)
         raise SystemExit(call(verb, arguments) or 0)
     except KeyboardInterrupt:
@@ -38,7 +40,11 @@ def run(verb: Callable[..., Any], help_page: Callable[[], str], arguments: Seque
         raise SystemExit(0) from None
     except Exception as error:
         # Wherever a path is used:
-        if isinstance(error, OSError) and error.filename and error.errno in (errno.EACCES, errno.ENAMETOOLONG):
+        if (
+            isinstance(error, OSError)
+            and error.filename
+            and error.errno in (errno.EACCES, errno.ENAMETOOLONG)
+        ):
             error = UserError(f"{error.filename}: {error.strerror}")
         leave_for_torchrun(error)
         if not isinstance(error, UserError):
@@ -59,20 +65,31 @@ def call(verb: Callable[..., Any], arguments: Sequence[str]) -> Any:
     annotations: dict[str, Any] = {name: p.annotation for name, p in signature.parameters.items()}
     if "--" in arguments:  # behind which Fire takes flags of its own
         raise UserError("nothing is expected after --; see --help")
-    others, several = _take_repeated(arguments, [name for name, kind in annotations.items()
-                                                 if kind == tuple[str, ...]])
+    others, several = _take_repeated(
+        arguments, [name for name, kind in annotations.items() if kind == tuple[str, ...]]
+    )
     positional, named = split(others)
     named |= several
-    groups: dict[str, Any] = {name: kind for name, kind in annotations.items() if dataclasses.is_dataclass(kind)}
+    groups: dict[str, Any] = {
+        name: kind for name, kind in annotations.items() if dataclasses.is_dataclass(kind)
+    }
     fields = {leaf.name: leaf for group in groups.values() for leaf in dataclasses.fields(group)}
     known = [*(name for name in annotations if name not in groups), *fields]
     takes_any_name = any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values())
     for name in named:
         if name not in known and not takes_any_name:
-            raise UserError(f"--{name}: there is no such option; {near_name(name, known, 'see --help', '--')}")
+            raise UserError(
+                f"--{name}: there is no such option; {near_name(name, known, 'see --help', '--')}"
+            )
     for name, group in groups.items():
-        given = {leaf.name: named.pop(leaf.name) for leaf in dataclasses.fields(group) if leaf.name in named}
-        named[name] = group(**{name: read_field(f"--{name}", fields[name], text) for name, text in given.items()})
+        given = {
+            leaf.name: named.pop(leaf.name)
+            for leaf in dataclasses.fields(group)
+            if leaf.name in named
+        }
+        named[name] = group(
+            **{name: read_field(f"--{name}", fields[name], text) for name, text in given.items()}
+        )
     try:
         bound = signature.bind(*positional, **named)
     except TypeError as error:
@@ -87,7 +104,9 @@ def call(verb: Callable[..., Any], arguments: Sequence[str]) -> Any:
     return verb(*bound.args, **bound.kwargs)
 
 
-def _take_repeated(words: Sequence[str], names: Collection[str]) -> tuple[list[str], dict[str, tuple[str, ...]]]:
+def _take_repeated(
+    words: Sequence[str], names: Collection[str]
+) -> tuple[list[str], dict[str, tuple[str, ...]]]:
     """(the other words, all values of each of these options)."""
     found: dict[str, tuple[str, ...]] = {}
     others, rest = [], iter(words)
@@ -113,5 +132,7 @@ def split(arguments: Sequence[str]) -> tuple[tuple[str, ...], dict[str, Any]]:
     fire.Fire(capture, command=list(arguments))
     positional, named = words[0]
     # Fire takes --no_wandb for the opposite of a flag called _wandb.
-    return positional, {**{name: text for name, text in named.items() if not name.startswith("_")},
-                        **{f"no{name}": "True" for name in named if name.startswith("_")}}
+    return positional, {
+        **{name: text for name, text in named.items() if not name.startswith("_")},
+        **{f"no{name}": "True" for name in named if name.startswith("_")},
+    }

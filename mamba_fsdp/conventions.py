@@ -3,8 +3,17 @@
 import torch
 
 IGNORED_LABEL = -100  # of a token that the loss leaves out, as in torch.nn.functional.cross_entropy
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}  # as settings and options name them
-SAFETENSORS_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+DTYPES = {
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+}  # as settings and options name them
+SAFETENSORS_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+}
 
 
 def compute_type(tensor: torch.Tensor) -> torch.dtype:

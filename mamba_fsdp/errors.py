@@ -42,7 +42,11 @@ def first_line(error: BaseException) -> str:
 def leave_for_torchrun(error: BaseException) -> None:
     """Write the exception where torchrun, if it runs us, looks for it: the launcher ends the log with its `said`."""
     if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
-        said = f"error: {error}\n" if isinstance(error, UserError) else "".join(traceback.format_exception(error))
+        said = (
+            f"error: {error}\n"
+            if isinstance(error, UserError)
+            else "".join(traceback.format_exception(error))
+        )
         details = {"py_callstack": said, "timestamp": str(int(time.time()))}
         message = {"message": f"{type(error).__name__}: {error}", "extraInfo": details}
         Path(path).write_text(json.dumps({"message": message}))

@@ -22,9 +22,13 @@ class Format(NamedTuple):
             raise UserError(f"{path}: written as {name!r}; this program reads {self.name!r} here")
         if version not in range(self.oldest, self.version + 1):
             writer = "a newer" if isinstance(version, int) and version > self.version else "another"
-            readable = f"{self.oldest} to {self.version}" if self.oldest < self.version else self.version
-            raise UserError(f"{path}: a {name} of version {version}, which {writer} version of this program wrote; "
-                            f"this one reads version {readable}")
+            readable = (
+                f"{self.oldest} to {self.version}" if self.oldest < self.version else self.version
+            )
+            raise UserError(
+                f"{path}: a {name} of version {version}, which {writer} version of this program wrote; "
+                f"this one reads version {readable}"
+            )
 
 
 CHECKPOINT = Format("mamba_fsdp checkpoint", 3, oldest=1)

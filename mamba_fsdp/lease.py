@@ -19,12 +19,14 @@ from typing import Any
 
 from mamba_fsdp.errors import LostError, UserError
 from mamba_fsdp.heartbeat import heart
-from mamba_fsdp.storage import hidden_beside, patiently
+from mamba_fsdp.storage import hidden_beside, retry_io
 from mamba_fsdp.untrusted import like, parse_object
 
 SECONDS_BETWEEN_RENEWALS = 5.0
 SECONDS_BETWEEN_LOOKS = 1.0
-SECONDS_OF_SILENCE = 30.0  # without renewal, after which a holder that can't be asked counts as dead
+SECONDS_OF_SILENCE = (
+    30.0  # without renewal, after which a holder that can't be asked counts as dead
+)
 
 
 class Lease:
@@ -39,10 +41,14 @@ class Lease:
         """Of a run folder. Raises UserError when a living run holds it, StorageError after patient trying, OSError."""
         while not self.try_take():
             holder = self.holder()
-            report(f"waiting    to see whether the run of {holder} still lives: it held {self.file.parent}")
+            report(
+                f"waiting    to see whether the run of {holder} still lives: it held {self.file.parent}"
+            )
             if living([self]):
-                raise UserError(f"{self.file.parent} is in use by the run of {self.holder() or holder}; stop that run "
-                                "first, or give this one another save_ckpt_path")
+                raise UserError(
+                    f"{self.file.parent} is in use by the run of {self.holder() or holder}; stop that run "
+                    "first, or give this one another save_ckpt_path"
+                )
 
     def try_take(self) -> bool:
         """Whether it is ours now; not where another holds it who is not known to have ended. Raises as `take` does.
@@ -50,12 +56,12 @@ class Lease:
         Two that take over from a dead holder at once may both succeed; the first to ask `is_held` learns that it lost.
         """
         content = json.dumps({"token": uuid.uuid4().hex, **_this_process()}, indent=1).encode()
-        while not patiently(lambda: self._create(content), self.file):
-            seen = patiently(self._look, self.file)
+        while not retry_io(lambda: self._create(content), self.file):
+            seen = retry_io(self._look, self.file)
             if seen and not _has_ended(_owner(seen)):
                 return False
             if seen:
-                patiently(self._remove, self.file)
+                retry_io(self._remove, self.file)
         self.content, self.ended = content, threading.Event()
         threading.Thread(target=self._renew, args=[self.ended], name="lease", daemon=True).start()
         return True
@@ -65,7 +71,7 @@ class Lease:
         seen = self._look() if self.content else None
         return seen is not None and seen[0] == self.content
 
-    def check(self, trying: Callable[..., Any] = patiently) -> None:
+    def check(self, trying: Callable[..., Any] = retry_io) -> None:
         """Raises LostError when another run holds the run folder by now, UserError where that can't be known. Called
         before each write that must not mix."""
         try:
@@ -74,14 +80,22 @@ class Lease:
             seen = trying(self._look, self.file)
             os.stat(self.file.parent)
         except OSError as error:
-            raise UserError(f"{self.file}: can't be read ({error.strerror}); mend that and run again") from None
-        by = f"is in use by the run of {_describe(_owner(seen))}" if seen else f"has lost its {self.file.name}"
-        raise LostError(f"{self.file.parent} {by}: this run stood still for a while, or somebody removed the file; it "
-                        "stops here and writes nothing more")
+            raise UserError(
+                f"{self.file}: can't be read ({error.strerror}); mend that and run again"
+            ) from None
+        by = (
+            f"is in use by the run of {_describe(_owner(seen))}"
+            if seen
+            else f"has lost its {self.file.name}"
+        )
+        raise LostError(
+            f"{self.file.parent} {by}: this run stood still for a while, or somebody removed the file; it "
+            "stops here and writes nothing more"
+        )
 
     def holder(self) -> str:
         """Who holds it; "" where nobody does. Raises OSError as the disk does."""
-        seen = patiently(self._look, self.file)
+        seen = retry_io(self._look, self.file)
         return _describe(_owner(seen)) if seen else ""
 
     def ended_holder(self) -> str:
@@ -101,7 +115,9 @@ class Lease:
                 file.write(content)
                 return True
             except OSError:
-                self.file.unlink(missing_ok=True)  # else the next attempt finds a run that does not say which
+                self.file.unlink(
+                    missing_ok=True
+                )  # else the next attempt finds a run that does not say which
                 raise
         return False
 
@@ -113,7 +129,10 @@ class Lease:
 
     def _look(self):
         """(content, time of the last renewal) of the file, for comparison with another look; None without a file."""
-        with contextlib.suppress(FileNotFoundError), open(self.file, "rb") as file:  # opening makes NFS ask its server
+        with (
+            contextlib.suppress(FileNotFoundError),
+            open(self.file, "rb") as file,
+        ):  # opening makes NFS ask its server
             return file.read(), os.fstat(file.fileno()).st_mtime_ns
         return None
 
@@ -126,27 +145,31 @@ class Lease:
 
 def living(leases: Sequence[Lease]) -> list[Lease]:
     """Those whose holder shows a sign of life within SECONDS_OF_SILENCE; the others can be taken then."""
-    unsure, alive = {lease: patiently(lease._look, lease.file) for lease in leases}, []
+    unsure, alive = {lease: retry_io(lease._look, lease.file) for lease in leases}, []
     end = time.monotonic() + SECONDS_OF_SILENCE  # of our clock: that of another host may be wrong
     while True:
         silent = time.monotonic() >= end
         for lease, before in list(unsure.items()):
-            now = patiently(lease._look, lease.file)
+            now = retry_io(lease._look, lease.file)
             if now and now == before and not silent and not _has_ended(_owner(now)):
                 continue
             del unsure[lease]
             if now and now != before:
                 alive.append(lease)
             elif now:
-                patiently(lease._remove, lease.file)
+                retry_io(lease._remove, lease.file)
         if not unsure:
             return alive
         heart.beat()
         time.sleep(SECONDS_BETWEEN_LOOKS)
 
 
-def share(folder: Path, tasks: Iterable[str], is_done: Callable[[str], bool], do: Callable[[str, Lease], None]
-          ) -> list[Lease]:
+def share(
+    folder: Path,
+    tasks: Iterable[str],
+    is_done: Callable[[str], bool],
+    do: Callable[[str, Lease], None],
+) -> list[Lease]:
     """Does the tasks that no other process does, in this order, and what dead ones left; returns the leases of the
     rest, whose holders live. Their files lie in `folder`. Raises as `do` and the disk do.
 
@@ -173,16 +196,28 @@ def share(folder: Path, tasks: Iterable[str], is_done: Callable[[str], bool], do
 
 
 def _this_process():
-    now, pid = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"), os.getpid()
-    return {"host": socket.gethostname(), "pid": pid, "since": now, "machine": _machine(), "started": _start_of(pid),
-            "job": os.environ.get("SLURM_JOB_ID"), "attempt": float(os.environ.get("SLURM_RESTART_COUNT") or 0)
-            + float(os.environ.get("RELAUNCHES") or 0) / 1000}
+    now, pid = (
+        datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        os.getpid(),
+    )
+    return {
+        "host": socket.gethostname(),
+        "pid": pid,
+        "since": now,
+        "machine": _machine(),
+        "started": _start_of(pid),
+        "job": os.environ.get("SLURM_JOB_ID"),
+        "attempt": float(os.environ.get("SLURM_RESTART_COUNT") or 0)
+        + float(os.environ.get("RELAUNCHES") or 0) / 1000,
+    }
 
 
 def _machine():
     """The same for processes that can ask for each other by process id; None where Linux's /proc is missing."""
     with contextlib.suppress(OSError):
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip() + os.readlink("/proc/self/ns/pid")
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip() + os.readlink(
+            "/proc/self/ns/pid"
+        )
     return None
 
 

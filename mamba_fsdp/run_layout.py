@@ -14,7 +14,7 @@ import re
 from pathlib import Path
 
 from mamba_fsdp.errors import UserError
-from mamba_fsdp.storage import exists, patiently
+from mamba_fsdp.storage import exists, retry_io
 
 SETTINGS, METRICS, STATUS, LEASE = "config.yaml", "metrics.jsonl", "status.json", "lease.json"
 EVENTS = "events.jsonl"  # starts, ends, checkpoints, faults, over all restarts
@@ -24,12 +24,21 @@ STOP = "STOP"  # whoever makes this file asks the run to stop
 TOKENIZER = "tokenizer"  # of the data, beside the model that was trained on it
 FAILURES, PREFLIGHT = "failures", "preflight"  # what the launcher leaves
 CHECKPOINTS, STATE, COMMIT = "checkpoints", "state.json", "COMMIT"
-KEPT, READING = "KEEP", ".reading."  # in a checkpoint: it stays for ever; the beginning of what its readers hold
+KEPT, READING = (
+    "KEEP",
+    ".reading.",
+)  # in a checkpoint: it stays for ever; the beginning of what its readers hold
 MODELS, CONSOLIDATED, MODEL_CONFIG = "pth", "consolidated.00.pth", "config.json"
 PROFILE, TENSORBOARD, WANDB_ID, REPORT = "profile", "tensorboard", "wandb_id", "report.html"
 PROMETHEUS = "prometheus"
 GENERATED = "generated.jsonl"  # texts at validations
-BEFORE_A_RUN = {SETTINGS, STOP, FAILURES, PREFLIGHT, PROFILE}  # may be there when nothing has begun yet
+BEFORE_A_RUN = {
+    SETTINGS,
+    STOP,
+    FAILURES,
+    PREFLIGHT,
+    PROFILE,
+}  # may be there when nothing has begun yet
 LOGS = (".log", ".out", ".err")  # which users like to have there, begin with the job
 
 
@@ -49,26 +58,36 @@ def rank_file(rank: int) -> str:
     return f"rank_{rank:05d}.safetensors"
 
 
-def refuse_foreign(folder: str | Path) -> None:
+def check_is_run_folder(folder: str | Path) -> None:
     """Raises UserError where the folder that is to be a run's holds other things and no run: a token store, say."""
     try:
         names = set(os.listdir(folder))
     except OSError:  # there is none yet, or what is wrong is told when it is written to
         return
-    foreign = sorted(name for name in names - BEFORE_A_RUN if not name.startswith(".") and not name.endswith(LOGS))
+    foreign = sorted(
+        name
+        for name in names - BEFORE_A_RUN
+        if not name.startswith(".") and not name.endswith(LOGS)
+    )
     if not foreign or {CHECKPOINTS, STATUS, LEASE} & names:
         return
-    is_store = any(exists(Path(folder, part, "index.json")) for part in (".", "train", "validation"))
+    is_store = any(
+        exists(Path(folder, part, "index.json")) for part in (".", "train", "validation")
+    )
     shown = ", ".join(foreign[:4] + ["..."] * (len(foreign) > 4))
-    raise UserError(f"save_ckpt_path {folder} holds {'a token store' if is_store else 'other things'} and no run "
-                    f"({shown}); name a new folder or an empty one")
+    raise UserError(
+        f"save_ckpt_path {folder} holds {'a token store' if is_store else 'other things'} and no run "
+        f"({shown}); name a new folder or an empty one"
+    )
 
 
 def committed(checkpoints: str | Path) -> list[Path]:
     """The committed checkpoints in the folder `checkpoints`, oldest first, whole or not."""
     folder = Path(checkpoints)
     try:
-        names = patiently(lambda: os.listdir(folder), folder)  # glob takes a failure for an empty folder
+        names = retry_io(
+            lambda: os.listdir(folder), folder
+        )  # glob takes a failure for an empty folder
     except (FileNotFoundError, NotADirectoryError):
         return []
     found = [(step, folder / name) for name in names if (step := step_of(name)) is not None]
@@ -78,8 +97,12 @@ def committed(checkpoints: str | Path) -> list[Path]:
 def no_checkpoint(path: str | Path) -> UserError:
     """That there is none to be found by this path."""
     hint = f"; init_from={path} takes its weights" if Path(path, ".metadata").is_file() else ""
-    return UserError(f"{path}: there is no such file or folder" if not exists(path) else f"{path} is neither a "
-                     f"committed checkpoint nor a run folder with one ({CHECKPOINTS}/step_*/{COMMIT}){hint}")
+    return UserError(
+        f"{path}: there is no such file or folder"
+        if not exists(path)
+        else f"{path} is neither a "
+        f"committed checkpoint nor a run folder with one ({CHECKPOINTS}/step_*/{COMMIT}){hint}"
+    )
 
 
 def is_own(origin: str, run: str | Path) -> bool:
@@ -87,14 +110,17 @@ def is_own(origin: str, run: str | Path) -> bool:
     return bool(origin) and os.path.realpath(origin) == os.path.realpath(run)
 
 
-def refuse_absent(origin: str, run: str | Path) -> None:
-    """Raises UserError where a run without a checkpoint is to start from `origin`, a load_ckpt_path with nothing in it.
-    """
+def check_exists(origin: str, run: str | Path) -> None:
+    """Raises UserError where a run without a checkpoint is to start from `origin`, a load_ckpt_path with nothing in it."""
     path = Path(origin)
     if not origin or is_own(origin, run) or committed(Path(run, CHECKPOINTS)):
         return
     if not exists(path):
-        raise UserError(f"load_ckpt_path {origin}: there is no such file or folder; only save_ckpt_path itself, {run}, "
-                        "may be named before there is something in it")
-    if path.is_dir() and not (exists(path / COMMIT) or committed(path / CHECKPOINTS) or committed(path)):
+        raise UserError(
+            f"load_ckpt_path {origin}: there is no such file or folder; only save_ckpt_path itself, {run}, "
+            "may be named before there is something in it"
+        )
+    if path.is_dir() and not (
+        exists(path / COMMIT) or committed(path / CHECKPOINTS) or committed(path)
+    ):
         raise no_checkpoint(path)

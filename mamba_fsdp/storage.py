@@ -20,12 +20,29 @@ from mamba_fsdp.untrusted import like, parse_object
 T = TypeVar("T")
 SECONDS_OF_TRYING = 60.0
 LONGEST_PAUSE = 5.0  # seconds between attempts
-MAY_PASS = {getattr(errno, name, None) for name in (
-    "EIO", "ESTALE", "ETIMEDOUT", "ENOTCONN", "ECONNRESET", "ECONNABORTED", "EHOSTDOWN", "EHOSTUNREACH", "ENETDOWN",
-    "ENETUNREACH", "EREMOTEIO", "ENOLINK", "ESHUTDOWN", "EAGAIN", "EINTR")} - {None}
+MAY_PASS = {
+    getattr(errno, name, None)
+    for name in (
+        "EIO",
+        "ESTALE",
+        "ETIMEDOUT",
+        "ENOTCONN",
+        "ECONNRESET",
+        "ECONNABORTED",
+        "EHOSTDOWN",
+        "EHOSTUNREACH",
+        "ENETDOWN",
+        "ENETUNREACH",
+        "EREMOTEIO",
+        "ENOLINK",
+        "ESHUTDOWN",
+        "EAGAIN",
+        "EINTR",
+    )
+} - {None}
 
 
-def patiently(action: Callable[[], T], what: str | Path) -> T:
+def retry_io(action: Callable[[], T], what: str | Path) -> T:
     """What `action()` returns; called again while it raises an OSError that may pass, so it must begin anew each time.
 
     what: the file or folder, for the log. Raises StorageError after SECONDS_OF_TRYING, and other OSErrors at once.
@@ -41,8 +58,10 @@ def patiently(action: Callable[[], T], what: str | Path) -> T:
                 began = time.monotonic()
                 _say(f"warning: {what}: {error.strerror}; trying again for a minute")
             if time.monotonic() - began >= SECONDS_OF_TRYING:
-                raise StorageError(f"{what}: {error.strerror}, also after a minute of trying again; the same command "
-                                   "resumes once the storage answers") from error
+                raise StorageError(
+                    f"{what}: {error.strerror}, also after a minute of trying again; the same command "
+                    "resumes once the storage answers"
+                ) from error
             heart.beat()
             pause = min(2 * pause or 0.1, LONGEST_PAUSE, SECONDS_OF_TRYING)
             time.sleep(pause)
@@ -55,7 +74,7 @@ def patiently(action: Callable[[], T], what: str | Path) -> T:
 def exists(path: str | Path) -> bool:
     """Whether there is such a file or folder. For Path.exists of Python 3.14 storage that fails is a no."""
     try:
-        return bool(patiently(lambda: os.stat(path), path))
+        return bool(retry_io(lambda: os.stat(path), path))
     except (FileNotFoundError, NotADirectoryError):
         return False
 
@@ -70,11 +89,13 @@ def read_object(path: Path, example: dict, remedy: str) -> dict[str, Any]:
     """The JSON object in a file, which is like the example. Raises UserError, which ends in `remedy`, where it is not,
     StorageError after patient trying, and FileNotFoundError."""
     try:
-        return like(parse_object(patiently(path.read_bytes, path)), example)
+        return like(parse_object(retry_io(path.read_bytes, path)), example)
     except FileNotFoundError:
         raise
     except (OSError, ValueError) as error:
-        raise UserError(f"{path}: can't be read ({getattr(error, 'strerror', None) or error}); {remedy}") from None
+        raise UserError(
+            f"{path}: can't be read ({getattr(error, 'strerror', None) or error}); {remedy}"
+        ) from None
 
 
 def sync_folder(folder: str | Path) -> None:
@@ -94,7 +115,7 @@ def hidden_beside(path: Path) -> Path:
 
 def write_atomically(path: str | Path, data: str) -> None:
     """Readers of `path` see the old content or all of `data`. Raises StorageError after patient trying, and OSError."""
-    patiently(lambda: _write(Path(path), data), path)
+    retry_io(lambda: _write(Path(path), data), path)
 
 
 def write_for_user(path: str | Path, data: str) -> None:
@@ -106,9 +127,9 @@ def write_for_user(path: str | Path, data: str) -> None:
 
 
 def move(old: Path, new: Path) -> None:
-    """Rename patiently to a name that is free. Raises as write_atomically does."""
+    """Rename retry_io to a name that is free. Raises as write_atomically does."""
     # An attempt that was told to have failed may have been made.
-    patiently(lambda: None if new.exists() and not old.exists() else old.rename(new), new)
+    retry_io(lambda: None if new.exists() and not old.exists() else old.rename(new), new)
 
 
 def _write(path, data):

@@ -40,7 +40,9 @@ def apply_hunks(text, patch):
             mark, content = line[0], line[1:]
             if mark in " -":
                 if position >= len(lines) or lines[position] != content:
-                    raise DoesNotFit(f"line {position + 1} is not the one the patch expects: {content.rstrip()!r}")
+                    raise DoesNotFit(
+                        f"line {position + 1} is not the one the patch expects: {content.rstrip()!r}"
+                    )
                 position += 1
             if mark in " +":
                 result.append(content)
@@ -60,12 +62,16 @@ def find_triton(site):
     if site is None:
         spec = importlib.util.find_spec("triton")
         if spec is None or spec.origin is None:
-            raise DoesNotFit(f"{sys.executable} has no Triton; install the stack's requirements first")
+            raise DoesNotFit(
+                f"{sys.executable} has no Triton; install the stack's requirements first"
+            )
         folder = Path(spec.origin).parent
     else:
         folder = Path(site) / "triton"
     try:
-        return folder, re.search(r"^__version__ = '([^']+)'", (folder / "__init__.py").read_text(), re.MULTILINE)[1]
+        return folder, re.search(
+            r"^__version__ = '([^']+)'", (folder / "__init__.py").read_text(), re.MULTILINE
+        )[1]
     except (OSError, TypeError):
         raise DoesNotFit(f"{folder} holds no Triton whose version can be read") from None
 
@@ -80,13 +86,18 @@ def apply(folder, version, check):
         if digest == ORIGINAL_HASH:
             changes[module] = apply_hunks(source.decode(), PATCH.read_text()).encode()
             if hashlib.sha256(changes[module]).hexdigest() != PATCHED_HASH:
-                raise DoesNotFit(f"{PATCH.name} gives another file than it was made for; restore it from git")
+                raise DoesNotFit(
+                    f"{PATCH.name} gives another file than it was made for; restore it from git"
+                )
         elif digest != PATCHED_HASH:
             raise DoesNotFit(
                 f"{module} is neither Triton {version}'s own file nor the patched one (SHA-256 {digest}); "
                 "reinstall Triton: pip install --force-reinstall --no-deps triton==2.2.0"
             )
-    elif tuple(int(part) for part in version.split(".")[:2]) < (3, 4) or b"manager_class" not in source:
+    elif (
+        tuple(int(part) for part in version.split(".")[:2]) < (3, 4)
+        or b"manager_class" not in source
+    ):
         raise DoesNotFit(
             f"Triton {version} is not known here: the patch is for {PATCHED_VERSION}, the class for 3.4 and newer"
         )
@@ -101,7 +112,9 @@ def apply(folder, version, check):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--check", action="store_true")
     parser.add_argument("--site")
     options = parser.parse_args()
@@ -117,8 +130,14 @@ def main():
             file=sys.stderr,
         )
         return 1
-    how = "always in use" if version == PATCHED_VERSION else f"in use with TRITON_CACHE_MANAGER={MANAGER}"
-    print(f"Triton {version}: rank-0-only cache writer {'put in place' if changed else 'already in place'}, {how}")
+    how = (
+        "always in use"
+        if version == PATCHED_VERSION
+        else f"in use with TRITON_CACHE_MANAGER={MANAGER}"
+    )
+    print(
+        f"Triton {version}: rank-0-only cache writer {'put in place' if changed else 'already in place'}, {how}"
+    )
     return 0
 
 

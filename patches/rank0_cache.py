@@ -56,8 +56,14 @@ def _shared_root(kind):
     """Triton's own folder for `kind`: cache, dump or override. TRITON_DUMP_DIR and TRITON_OVERRIDE_DIR, which came with
     Triton 3.4, hold for Triton 2.2 too: it dumps every kernel, and a container's home folder is no place for that."""
     if knobs:
-        return {"cache": knobs.cache.dir, "dump": knobs.cache.dump_dir, "override": knobs.cache.override_dir}[kind]
-    return os.environ.get(f"TRITON_{kind.upper()}_DIR", "").strip() or os.path.join(Path.home(), ".triton", kind)
+        return {
+            "cache": knobs.cache.dir,
+            "dump": knobs.cache.dump_dir,
+            "override": knobs.cache.override_dir,
+        }[kind]
+    return os.environ.get(f"TRITON_{kind.upper()}_DIR", "").strip() or os.path.join(
+        Path.home(), ".triton", kind
+    )
 
 
 def _own_root():
@@ -81,7 +87,9 @@ def _forget_own_root():
     _private_root = None
 
 
-os.register_at_fork(after_in_child=_forget_own_root)  # the folder stays the parent's: a child must not remove it
+os.register_at_fork(
+    after_in_child=_forget_own_root
+)  # the folder stays the parent's: a child must not remove it
 
 
 def _publish(folder, filename, data):
@@ -93,7 +101,9 @@ def _publish(folder, filename, data):
             if file.read() == data:
                 return path  # others may have it open or mapped: its inode must stay
     os.makedirs(folder, exist_ok=True)
-    temporary = os.path.join(folder, f".{uuid.uuid4().hex}.tmp")  # neither pid nor `random` is unique over hosts
+    temporary = os.path.join(
+        folder, f".{uuid.uuid4().hex}.tmp"
+    )  # neither pid nor `random` is unique over hosts
     try:
         with open(temporary, "xb") as file:
             file.write(data)
@@ -142,9 +152,7 @@ class Rank0CacheManager(FileCacheManager):
             try:
                 return _publish(self.cache_dir, filename, data)
             except OSError as error:
-                self._publishes = (
-                    False  # what follows, the group file above all, must not vouch for a file that isn't there
-                )
+                self._publishes = False  # what follows, the group file above all, must not vouch for a file that isn't there
                 warnings.warn(
                     f"Triton's {self._kind} folder {self._root} can't be written ({error.strerror}); "
                     "what this process compiles stays private to it and is lost when it ends",

@@ -17,18 +17,34 @@ from terminal import Terminal
 PROJECT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(PROJECT))
 # Equal runs are equal, whatever the machine is busy with: HYPOTHESIS_PROFILE=random tries other examples.
-hypothesis.settings.register_profile("random", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
-hypothesis.settings.register_profile("equal", hypothesis.settings.get_profile("random"), derandomize=True)
+hypothesis.settings.register_profile(
+    "random", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)
+hypothesis.settings.register_profile(
+    "equal", hypothesis.settings.get_profile("random"), derandomize=True
+)
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "equal"))
 # What a job, a launcher or a window around the tests says of itself, not of them.
 OTHERS = ("SLURM_", "SBATCH_", "SRUN_", "TORCHELASTIC_", "WANDB_")
-OTHER = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "COLUMNS", "LINES"}
+OTHER = {
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_RANK",
+    "LOCAL_WORLD_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "COLUMNS",
+    "LINES",
+}
 
 
 def pytest_configure():
     """A shell starts what runs in its background (`tests/run.sh &`) deaf to Ctrl-C, nohup to a closed terminal: all
     that the tests start, and then try to stop so, would inherit it."""
-    for number, usual in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
+    for number, usual in (
+        (signal.SIGINT, signal.default_int_handler),
+        (signal.SIGHUP, signal.SIG_DFL),
+    ):
         if signal.getsignal(number) == signal.SIG_IGN:
             signal.signal(number, usual)
     for name in [name for name in os.environ if name.startswith(OTHERS) or name in OTHER]:
@@ -46,14 +62,22 @@ def seeded():
 
 
 # What takes longest begins first, so that no worker is left with it while the others have nothing to do.
-LONGEST_FIRST = ["readme/test_readme.py", "container/test_image.py", "model/test_lm.py", "slurm/test_slurm_launcher.py",
-                 "kernels/test_compiled.py", "kernels/test_mixers.py", "launcher/test_launcher_node.py"]
+LONGEST_FIRST = [
+    "readme/test_readme.py",
+    "container/test_image.py",
+    "model/test_lm.py",
+    "slurm/test_slurm_launcher.py",
+    "kernels/test_compiled.py",
+    "kernels/test_mixers.py",
+    "launcher/test_launcher_node.py",
+]
 
 
 def pytest_collection_modifyitems(items):
     def rank(item):
         file = "/".join(item.path.parts[-2:])  # whichever links lead to the checkout
         return LONGEST_FIRST.index(file) if file in LONGEST_FIRST else len(LONGEST_FIRST)
+
     items.sort(key=rank)
 
 
@@ -69,7 +93,9 @@ def pythons(project):
     which run with those of the pinned one."""
     newest = project / ".venv"
     if os.environ.get("MAMBA_FSDP_TEST_STACK") != "torch2.2" or not (newest / ".complete").exists():
-        pytest.skip("needs both environments: tests/run.sh --stack cpu, then tests/run.sh --stack torch2.2")
+        pytest.skip(
+            "needs both environments: tests/run.sh --stack cpu, then tests/run.sh --stack torch2.2"
+        )
     return {"pinned": sys.executable, "newest": str(newest / "bin/python")}
 
 
@@ -91,12 +117,25 @@ def mamba_ssm_folder():
     folder = Path(tempfile.gettempdir()) / f"mamba-ssm-{version}-python-{os.getuid()}"
     if not folder.exists():
         with tempfile.TemporaryDirectory(dir=folder.parent) as fresh:
-            install = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--no-build-isolation"]
-            done = subprocess.run([*install, "--target", fresh, f"mamba-ssm=={version}", "triton", "einops"],
-                                  capture_output=True, text=True,
-                                  env=os.environ | {"MAMBA_FORCE_BUILD": "TRUE", "MAMBA_SKIP_CUDA_BUILD": "TRUE"})
+            install = [
+                sys.executable,
+                "-m",
+                "pip",
+                "install",
+                "-q",
+                "--no-deps",
+                "--no-build-isolation",
+            ]
+            done = subprocess.run(
+                [*install, "--target", fresh, f"mamba-ssm=={version}", "triton", "einops"],
+                capture_output=True,
+                text=True,
+                env=os.environ | {"MAMBA_FORCE_BUILD": "TRUE", "MAMBA_SKIP_CUDA_BUILD": "TRUE"},
+            )
             if done.returncode:
-                pytest.skip(f"mamba-ssm can't be installed here: {done.stderr.strip().splitlines()[-1]}")
+                pytest.skip(
+                    f"mamba-ssm can't be installed here: {done.stderr.strip().splitlines()[-1]}"
+                )
             with contextlib.suppress(OSError):  # another process was faster
                 Path(fresh).rename(folder)
                 Path(fresh).mkdir()

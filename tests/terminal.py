@@ -31,10 +31,18 @@ class Terminal:
 
     def start(self, command, **options):
         """A Popen of a command whose controlling terminal this is; it gets the signals of keys and of closing."""
-        take = ("import fcntl, os, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); "
-                "os.execvp(sys.argv[1], sys.argv[1:])")
-        return subprocess.Popen(["python3", "-c", take, *command], stdin=self.slave, stdout=self.slave,
-                                stderr=self.slave, start_new_session=True, **options)
+        take = (
+            "import fcntl, os, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); "
+            "os.execvp(sys.argv[1], sys.argv[1:])"
+        )
+        return subprocess.Popen(
+            ["python3", "-c", take, *command],
+            stdin=self.slave,
+            stdout=self.slave,
+            stderr=self.slave,
+            start_new_session=True,
+            **options,
+        )
 
     def type(self, text):
         os.write(self.master, text.encode())

@@ -55,14 +55,22 @@ from mamba_fsdp.train.optimizer import make_optimizer
 PRESETS = "mamba-130m,mamba-1.4b,llama2_1.4b,mamba2-1.3b,mamba-2.8b,mamba2-2.7b"
 TOKENS = 16384  # of a step, where no --batch is given
 WARM_UP = 2
-FUSED_NODES = ("MambaInnerFnBackward", "MambaSplitConv1dScanCombinedFnBackward")  # mamba-ssm's, in a graph of autograd
+FUSED_NODES = (
+    "MambaInnerFnBackward",
+    "MambaSplitConv1dScanCombinedFnBackward",
+)  # mamba-ssm's, in a graph of autograd
 SETTINGS = TrainConfig()
 
 
 def our_form(config, weights, device, activation_checkpointing, kernels="auto"):
     """Like those below: (the mean loss of tokens (batch, length + 1), a step on them -> (loss, gradient norm))."""
-    return our_parts(config, weights, device, ParallelConfig(fsdp_activation_checkpointing=activation_checkpointing),
-                     kernels)[2:]
+    return our_parts(
+        config,
+        weights,
+        device,
+        ParallelConfig(fsdp_activation_checkpointing=activation_checkpointing),
+        kernels,
+    )[2:]
 
 
 def our_parts(config, weights, device, spread, kernels="auto"):
@@ -75,7 +83,9 @@ def our_parts(config, weights, device, spread, kernels="auto"):
     world = World.alone(device=device)
     parallel = parallelize(model, spread, world=world, compute_dtype=torch.bfloat16)
     fill_parts(parallel.shards(), lambda name, start, stop: weights[name].reshape(-1)[start:stop])
-    optimizer = make_optimizer(parallel.parameters(), parameters(config), SETTINGS.optimizer, device)
+    optimizer = make_optimizer(
+        parallel.parameters(), parameters(config), SETTINGS.optimizer, device
+    )
 
     def batch_of(tokens):
         return Batch(tokens[:, :-1], labels=tokens[:, 1:])
@@ -86,11 +96,23 @@ def our_parts(config, weights, device, spread, kernels="auto"):
         loss_sum = accumulate_gradients(parallel, optimizer, [batch_of(tokens)], 1 / multiple)
         sums = add_up(world, loss_sum, parallel.gradient_squares(), counted)
         loss, gradient_norm, factor = means(sums, multiple)
-        update_weights(parallel, optimizer, loss, gradient_norm, factor, clip=SETTINGS.optimizer.grad_clip_thresh,
-                       lr=SETTINGS.optimizer.learning_rate)
+        update_weights(
+            parallel,
+            optimizer,
+            loss,
+            gradient_norm,
+            factor,
+            clip=SETTINGS.optimizer.grad_clip_thresh,
+            lr=SETTINGS.optimizer.learning_rate,
+        )
         return loss, gradient_norm
 
-    return parallel, optimizer, lambda tokens: batch_loss(parallel, batch_of(tokens)) / tokens[:, 1:].numel(), step
+    return (
+        parallel,
+        optimizer,
+        lambda tokens: batch_loss(parallel, batch_of(tokens)) / tokens[:, 1:].numel(),
+        step,
+    )
 
 
 def need_kernels():
@@ -117,7 +139,9 @@ def transformers_form(config, weights, device, activation_checkpointing):
     if device.type == "cuda" and config.has("mamba1", "mamba2"):
         need_kernels()
     elif util.find_spec("mamba_ssm"):
-        raise UserError("where mamba_ssm is installed, transformers calls its CUDA kernels on a CPU too")
+        raise UserError(
+            "where mamba_ssm is installed, transformers calls its CUDA kernels on a CPU too"
+        )
     from transformers import AutoConfig, AutoModelForCausalLM
 
     form = transformers_forms.form_for(config)
@@ -135,11 +159,18 @@ def transformers_form(config, weights, device, activation_checkpointing):
 
 def peer_form(model, weights, device):
     embedding = next(iter(weights.values()))
-    model.load_state_dict({"lm_head.weight": embedding} | weights)  # a tied output layer has no weight of its own
+    model.load_state_dict(
+        {"lm_head.weight": embedding} | weights
+    )  # a tied output layer has no weight of its own
     settings = SETTINGS.optimizer
-    optimizer = torch.optim.AdamW(model.parameters(), lr=settings.learning_rate, betas=(settings.beta1, settings.beta2),
-                                  eps=settings.adam_epsilon, weight_decay=settings.weight_decay,
-                                  fused=has_fused_adamw(device) or None)
+    optimizer = torch.optim.AdamW(
+        model.parameters(),
+        lr=settings.learning_rate,
+        betas=(settings.beta1, settings.beta2),
+        eps=settings.adam_epsilon,
+        weight_decay=settings.weight_decay,
+        fused=has_fused_adamw(device) or None,
+    )
 
     def loss_of(tokens):
         with torch.autocast(device.type, torch.bfloat16):
@@ -150,7 +181,9 @@ def peer_form(model, weights, device):
         optimizer.zero_grad(set_to_none=True)
         loss = loss_of(tokens)
         loss.backward()
-        gradient_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), settings.grad_clip_thresh)
+        gradient_norm = torch.nn.utils.clip_grad_norm_(
+            model.parameters(), settings.grad_clip_thresh
+        )
         optimizer.step()
         return loss.item(), gradient_norm.item()
 
@@ -163,7 +196,12 @@ def libraries_form(config, weights, device, activation_checkpointing):
     return our_form(config, weights, device, activation_checkpointing, kernels="fused")
 
 
-FORMS = {"ours": our_form, "libraries": libraries_form, "mamba_ssm": mamba_ssm_form, "transformers": transformers_form}
+FORMS = {
+    "ours": our_form,
+    "libraries": libraries_form,
+    "mamba_ssm": mamba_ssm_form,
+    "transformers": transformers_form,
+}
 
 
 @dataclass
@@ -183,10 +221,20 @@ class Row:
     HEAD = ("preset", "length", "batch", "form", "tokens/s", "x ours", "MFU", "peak GiB", "note")
 
     def cells(self):
-        figures = ((self.tokens_per_second, ",.0f"), (self.times_ours, ".2f"), (self.mfu, ".1%"),
-                   (self.peak_gib, ".1f"))
-        return (self.preset, str(self.length), str(self.batch), self.form,
-                *("-" if value is None else format(value, spec) for value, spec in figures), self.note)
+        figures = (
+            (self.tokens_per_second, ",.0f"),
+            (self.times_ours, ".2f"),
+            (self.mfu, ".1%"),
+            (self.peak_gib, ".1f"),
+        )
+        return (
+            self.preset,
+            str(self.length),
+            str(self.batch),
+            self.form,
+            *("-" if value is None else format(value, spec) for value, spec in figures),
+            self.note,
+        )
 
 
 def count_fused(loss):
@@ -231,19 +279,29 @@ def why_not(error):
         return "out of memory"
     if not isinstance(error, (UserError, ImportError)):
         traceback.print_exception(type(error), error, error.__traceback__)
-    return f"{type(error).__name__}: {(str(error) or 'no reason given').splitlines()[0]}".removeprefix("UserError: ")
+    return (
+        f"{type(error).__name__}: {(str(error) or 'no reason given').splitlines()[0]}".removeprefix(
+            "UserError: "
+        )
+    )
 
 
-def compare(name, config, weights, length, batch, *, device, rounds, steps, activation_checkpointing=False):
+def compare(
+    name, config, weights, length, batch, *, device, rounds, steps, activation_checkpointing=False
+):
     """A Row per form. weights: parameter name -> CPU tensor that all start from."""
     generator = torch.Generator().manual_seed(0)
-    tokens = torch.randint(0, config.vocab_size, (batch, length + 1), generator=generator).to(device)
+    tokens = torch.randint(0, config.vocab_size, (batch, length + 1), generator=generator).to(
+        device
+    )
     measured, reasons = {form: [] for form in FORMS}, {}
     for _ in range(rounds):
         for form in FORMS:
             if form not in reasons:
                 try:
-                    result = measure(form, config, weights, tokens, device, steps, activation_checkpointing)
+                    result = measure(
+                        form, config, weights, tokens, device, steps, activation_checkpointing
+                    )
                     measured[form].append(result)
                 except Exception as error:
                     reasons[form] = why_not(error)
@@ -261,7 +319,9 @@ def rows_of(name, config, length, batch, measured, reasons, device):
             continue
         firsts, seconds, peaks = zip(*measured[form])
         row.tokens_per_second = batch * length / statistics.median(sum(seconds, []))
-        row.mfu = peak_flops and row.tokens_per_second * flops_per_token(config, length) / peak_flops
+        row.mfu = (
+            peak_flops and row.tokens_per_second * flops_per_token(config, length) / peak_flops
+        )
         row.peak_gib = max(peaks) / 2**30 if device.type == "cuda" else None
         if "ours" not in reasons:
             row.times_ours = row.tokens_per_second / rows["ours"].tokens_per_second
@@ -274,8 +334,10 @@ def difference(first, ours):
     (loss, gradient_norm), (our_loss, our_norm) = first, ours
     if abs(loss - our_loss) < 0.02 and abs(gradient_norm / our_norm - 1) < 0.05:
         return ""
-    return (f"not the same model: first loss {loss:.3f}, gradient norm {gradient_norm:.3f}; "
-            f"ours {our_loss:.3f}, {our_norm:.3f}")
+    return (
+        f"not the same model: first loss {loss:.3f}, gradient norm {gradient_norm:.3f}; "
+        f"ours {our_loss:.3f}, {our_norm:.3f}"
+    )
 
 
 def text_line(cells):
@@ -284,12 +346,16 @@ def text_line(cells):
 
 def markdown(rows):
     lines = [Row.HEAD, ("---",) * len(Row.HEAD), *(row.cells() for row in rows)]
-    return "\n".join("| " + " | ".join(cell.replace("|", "/") for cell in cells) + " |" for cells in lines)
+    return "\n".join(
+        "| " + " | ".join(cell.replace("|", "/") for cell in cells) + " |" for cells in lines
+    )
 
 
 def provenance(device, arguments):
     """Machine, commit and command, as benchmarks/RESULTS.md wants them."""
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU {platform.machine()}"
+    name = (
+        torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU {platform.machine()}"
+    )
     versions = [f"torch {torch.__version__}"]
     for package in ("mamba_ssm", "causal_conv1d", "triton", "transformers"):
         try:
@@ -297,12 +363,15 @@ def provenance(device, arguments):
         except metadata.PackageNotFoundError:
             versions.append(f"no {package}")
     try:
-        commit = subprocess.check_output(["git", "describe", "--always", "--dirty"], text=True,
-                                         stderr=subprocess.DEVNULL).strip()
+        commit = subprocess.check_output(
+            ["git", "describe", "--always", "--dirty"], text=True, stderr=subprocess.DEVNULL
+        ).strip()
     except (OSError, subprocess.CalledProcessError):
         commit = "unknown (not a git checkout)"
-    return (f"Machine: {name}; {', '.join(versions)}. Commit: {commit}.\n"
-            f"Command: `{shlex.join(['python', '-m', 'benchmarks.gpu', *arguments])}`")
+    return (
+        f"Machine: {name}; {', '.join(versions)}. Commit: {commit}.\n"
+        f"Command: `{shlex.join(['python', '-m', 'benchmarks.gpu', *arguments])}`"
+    )
 
 
 def parse(arguments):
@@ -312,17 +381,35 @@ def parse(arguments):
     def numbers(text):
         return [int(word) for word in text.split(",")]
 
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.gpu",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("--presets", type=names, default=PRESETS)
     parser.add_argument("--lengths", type=numbers, default="2048,4096")
-    parser.add_argument("--batch", type=int, help=f"sequences per step (default: what makes {TOKENS} tokens)")
+    parser.add_argument(
+        "--batch", type=int, help=f"sequences per step (default: what makes {TOKENS} tokens)"
+    )
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=5, help="timed steps of each form in each round")
-    parser.add_argument("--activation_checkpointing", action="store_true",
-                        help="recompute every block in the backward pass")
+    parser.add_argument(
+        "--steps", type=int, default=5, help="timed steps of each form in each round"
+    )
+    parser.add_argument(
+        "--activation_checkpointing",
+        action="store_true",
+        help="recompute every block in the backward pass",
+    )
     options = parser.parse_args(arguments)
-    if min(options.rounds, options.steps, *options.lengths, 1 if options.batch is None else options.batch) < 1:
+    if (
+        min(
+            options.rounds,
+            options.steps,
+            *options.lengths,
+            1 if options.batch is None else options.batch,
+        )
+        < 1
+    ):
         parser.error("rounds, steps, lengths and batch are numbers from 1 on")
     return options
 
@@ -343,12 +430,23 @@ def main(arguments=None, device=None):
     print(f"{described}\n\n{text_line(Row.HEAD)}", flush=True)
     rows = []
     for name, config in configs.items():
-        weights = {parameter: initial_value(parameter, described, 0)
-                   for parameter, described in parameters(config).items()}
+        weights = {
+            parameter: initial_value(parameter, described, 0)
+            for parameter, described in parameters(config).items()
+        }
         for length in options.lengths:
             batch = options.batch or max(1, TOKENS // length)
-            new = compare(name, config, weights, length, batch, device=device, rounds=options.rounds,
-                          steps=options.steps, activation_checkpointing=options.activation_checkpointing)
+            new = compare(
+                name,
+                config,
+                weights,
+                length,
+                batch,
+                device=device,
+                rounds=options.rounds,
+                steps=options.steps,
+                activation_checkpointing=options.activation_checkpointing,
+            )
             print("\n".join(text_line(row.cells()) for row in new), flush=True)
             rows += new
     print(f"\n{described}\n\n{markdown(rows)}")

@@ -16,7 +16,9 @@ class Kernel:
     name: str
     function: Callable[[], Any]  # returns the @triton.jit function; imports it only then
     signature: Mapping[str, str]  # argument -> "*bf16", "*fp32", "*i32", "i32", "i64", "fp32" ...
-    constants: Mapping[str, Any]  # of the arguments that are tl.constexpr (None for absent tensors too)
+    constants: Mapping[
+        str, Any
+    ]  # of the arguments that are tl.constexpr (None for absent tensors too)
     elements: int  # (token, channel, state) or (token, channel) elements that one trip handles, of all warps together
     bytes_per_token: float = 0  # read and written in the GPU's memory, of one layer
     per_token: float = 0  # elements of a token, of one layer: d_inner x d_state for a scan
@@ -24,7 +26,9 @@ class Kernel:
     warps: int = 1
     stages: int = 1
     trips: int = 0  # of an inner loop within one trip of the loop around it; 0 where that is not worth counting
-    mark: tuple[str, int] | None = None  # where ptxas unrolls: an opcode ("MUFU.EX2"), how often in a trip as written
+    mark: tuple[str, int] | None = (
+        None  # where ptxas unrolls: an opcode ("MUFU.EX2"), how often in a trip as written
+    )
     aligned: Any = None  # arguments divisible by 16; default: all pointers
     ccs: tuple[int, ...] = (80, 86, 89, 90, 100, 120)  # architectures that it has these sizes on
     note: str = ""

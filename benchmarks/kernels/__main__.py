@@ -22,8 +22,10 @@ from benchmarks.kernels.install import INTERPRETER, TRITONS, triton_folder
 from benchmarks.kernels.limits import GPUS, floor, occupancy
 from benchmarks.kernels.reference import reference
 
-HEAD = (f"{'kernel':30} {'sm':>3} {'triton':>6} {'regs':>4} {'stack':>5} {'warps':>7} {'shared':>6} {'instr':>6} "
-        f"{'special':>7} {'KB/token':>8}  floor by " + " ".join(f"{name:>6}" for name in GPUS))
+HEAD = (
+    f"{'kernel':30} {'sm':>3} {'triton':>6} {'regs':>4} {'stack':>5} {'warps':>7} {'shared':>6} {'instr':>6} "
+    f"{'special':>7} {'KB/token':>8}  floor by " + " ".join(f"{name:>6}" for name in GPUS)
+)
 
 
 def numbers(words: str) -> list[int]:
@@ -31,10 +33,17 @@ def numbers(words: str) -> list[int]:
 
 
 def arguments():
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.kernels", description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--operators", type=lambda words: words.split(","), default=operators(), metavar="NAMES")
-    parser.add_argument("--cc", type=numbers, default=[90], help="compute capabilities such as 80,90", metavar="CC")
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.kernels",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "--operators", type=lambda words: words.split(","), default=operators(), metavar="NAMES"
+    )
+    parser.add_argument(
+        "--cc", type=numbers, default=[90], help="compute capabilities such as 80,90", metavar="CC"
+    )
     parser.add_argument("--triton", choices=TRITONS, default="3.6.0")
     parser.add_argument("--reference", action="store_true", help="mamba-ssm's kernels beside ours")
     parser.add_argument("--loops", action="store_true", help="each loop's instructions by kind")
@@ -43,9 +52,13 @@ def arguments():
         for operator in asked.operators:
             kernels_of(operator)
     except ModuleNotFoundError as error:
-        parser.error(f"no kernels are listed for {operator} ({error}), only for {', '.join(operators())}")
+        parser.error(
+            f"no kernels are listed for {operator} ({error}), only for {', '.join(operators())}"
+        )
     if absent := set(asked.cc) - set(TRITONS[asked.triton]):
-        parser.error(f"Triton {asked.triton} compiles for {TRITONS[asked.triton]}, not for {sorted(absent)}")
+        parser.error(
+            f"Triton {asked.triton} compiles for {TRITONS[asked.triton]}, not for {sorted(absent)}"
+        )
     return asked
 
 
@@ -55,20 +68,30 @@ def row(made: Compiled, kernel: Kernel, loops: bool) -> str:
         return f"{made.operator} {made.name} {made.cc}: {made.error}"
     ours, room = occupancy(made.cc, made.registers, kernel.warps, made.shared)
     floors = " ".join(f"{floor(gpu, kernel, made):6.1f}" for gpu in GPUS.values())
-    line = (f"{made.operator + ' ' + made.name:30} {made.cc:3} {made.triton:>6} {made.registers:4} {made.stack:5} "
-            f"{f'{ours}/{room}':>7} {made.shared:6} {made.instructions:6.2f} {made.special:7.2f} "
-            f"{kernel.bytes_per_token / 1024:8.2f}           {floors}")
+    line = (
+        f"{made.operator + ' ' + made.name:30} {made.cc:3} {made.triton:>6} {made.registers:4} {made.stack:5} "
+        f"{f'{ours}/{room}':>7} {made.shared:6} {made.instructions:6.2f} {made.special:7.2f} "
+        f"{kernel.bytes_per_token / 1024:8.2f}           {floors}"
+    )
     if loops:
         for loop in made.loops:
-            kinds = ", ".join(f"{kind} {number}" for kind, number in sorted(loop.kinds.items(), key=lambda k: -k[1]))
+            kinds = ", ".join(
+                f"{kind} {number}"
+                for kind, number in sorted(loop.kinds.items(), key=lambda k: -k[1])
+            )
             line += f"\n    loop at depth {loop.depth}: {loop.instructions} instructions: {kinds}"
     return line
 
 
 def main() -> int:
     asked = arguments()
-    requests = [(operator, kernel.name, cc) for operator in asked.operators
-                for kernel in kernels_of(operator).values() for cc in asked.cc if cc in kernel.ccs]
+    requests = [
+        (operator, kernel.name, cc)
+        for operator in asked.operators
+        for kernel in kernels_of(operator).values()
+        for cc in asked.cc
+        if cc in kernel.ccs
+    ]
     try:
         folder = triton_folder(asked.triton)
     except OSError as why:
@@ -81,7 +104,9 @@ def main() -> int:
         print(row(made, kernels_of(made.operator)[made.name], asked.loops))
     if asked.reference:
         try:
-            newer = asked.triton if asked.triton >= "3" else INTERPRETER  # today's torch does not load beside 2.2
+            newer = (
+                asked.triton if asked.triton >= "3" else INTERPRETER
+            )  # today's torch does not load beside 2.2
             for made, kernel in reference(triton_folder(newer), asked.cc):
                 failed |= bool(made.error)
                 print(row(made, kernel, asked.loops))

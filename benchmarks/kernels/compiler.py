@@ -22,8 +22,17 @@ from benchmarks.kernels.machine_code import Loop, loops, resources
 
 PROJECT = Path(__file__).resolve().parents[2]
 Request = tuple[str, str, int]
-POINTERS = {"float32": "*fp32", "bfloat16": "*bf16", "float16": "*fp16", "int32": "*i32", "int64": "*i64",
-            "bool": "*i1", "uint8": "*u8", "int8": "*i8", "int16": "*i16"}
+POINTERS = {
+    "float32": "*fp32",
+    "bfloat16": "*bf16",
+    "float16": "*fp16",
+    "int32": "*i32",
+    "int64": "*i64",
+    "bool": "*i1",
+    "uint8": "*u8",
+    "int8": "*i8",
+    "int16": "*i16",
+}
 
 
 @dataclass
@@ -49,13 +58,17 @@ class Compiled:
 
 def operators() -> list[str]:
     """The modules of this folder that list kernels of ours."""
-    found = {path.stem for path in Path(__file__).parent.glob("*.py") if "\nKERNELS" in path.read_text()}
+    found = {
+        path.stem for path in Path(__file__).parent.glob("*.py") if "\nKERNELS" in path.read_text()
+    }
     return sorted(found - {"reference"})
 
 
 def kernels_of(operator: str) -> dict[str, Kernel]:
     """By name those of a module of this folder, or of any by its dotted name."""
-    listed = import_module(operator if "." in operator else f"benchmarks.kernels.{operator}").KERNELS
+    listed = import_module(
+        operator if "." in operator else f"benchmarks.kernels.{operator}"
+    ).KERNELS
     return {kernel.name: kernel for kernel in listed}
 
 
@@ -68,12 +81,16 @@ def of_launch(parameters: Mapping[str, Any], values: Mapping[str, Any]) -> dict[
     constants, signature, aligned = {}, {}, []
     for name, parameter in parameters.items():
         value = values.get(name, parameter.default)
-        if "constexpr" in str(parameter.annotation) or value is None or (type(value) is int and value == 1):
+        if (
+            "constexpr" in str(parameter.annotation)
+            or value is None
+            or (type(value) is int and value == 1)
+        ):
             constants[name] = value
         elif hasattr(value, "data_ptr"):
             signature[name] = POINTERS[str(value.dtype).removeprefix("torch.")]
         else:
-            wide = "i64" if not -2**31 <= value < 2**31 else "i32"
+            wide = "i64" if not -(2**31) <= value < 2**31 else "i32"
             signature[name] = "fp32" if isinstance(value, float) else wide
         number = value.data_ptr() if hasattr(value, "data_ptr") else value
         if name in signature and isinstance(number, int) and number % 16 == 0:
@@ -87,19 +104,28 @@ def assembly(kernel: Kernel, cc: int) -> tuple[dict[str, Any], int]:
 
     function = kernel.function()
     names = list(function.arg_names)
-    aligned = [name for name, type in kernel.signature.items() if type.startswith("*")] \
-        if kernel.aligned is None else kernel.aligned
+    aligned = (
+        [name for name, type in kernel.signature.items() if type.startswith("*")]
+        if kernel.aligned is None
+        else kernel.aligned
+    )
     indices = [names.index(name) for name in aligned]
     if triton.__version__.startswith("2."):
         return _assembly_of_2(function, names, kernel, cc, indices)
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    source = ASTSource(fn=function, signature={name: kernel.signature.get(name, "constexpr") for name in names},
-                       constexprs={(names.index(name),): value for name, value in kernel.constants.items()},
-                       attrs={(index,): [["tt.divisibility", 16]] for index in indices})
-    made = triton.compile(source, target=GPUTarget("cuda", cc, 32),
-                          options=dict(num_warps=kernel.warps, num_stages=kernel.stages))
+    source = ASTSource(
+        fn=function,
+        signature={name: kernel.signature.get(name, "constexpr") for name in names},
+        constexprs={(names.index(name),): value for name, value in kernel.constants.items()},
+        attrs={(index,): [["tt.divisibility", 16]] for index in indices},
+    )
+    made = triton.compile(
+        source,
+        target=GPUTarget("cuda", cc, 32),
+        options=dict(num_warps=kernel.warps, num_stages=kernel.stages),
+    )
     return made.asm, made.metadata.shared
 
 
@@ -109,19 +135,34 @@ def _assembly_of_2(function, names, kernel, cc, indices):
 
     # The launcher would be linked to the driver's library, which is not here: it is left out.
     compiler.make_stub = lambda *_, **__: ""
-    compiler.CompiledKernel = lambda fn, so_path, metadata, asm: SimpleNamespace(asm=asm, shared=metadata["shared"])
-    facts = compiler.instance_descriptor(divisible_by_16=set(indices), equal_to_1=set(), ids_of_folded_args=set(),
-                                         divisible_by_8=set())
+    compiler.CompiledKernel = lambda fn, so_path, metadata, asm: SimpleNamespace(
+        asm=asm, shared=metadata["shared"]
+    )
+    facts = compiler.instance_descriptor(
+        divisible_by_16=set(indices),
+        equal_to_1=set(),
+        ids_of_folded_args=set(),
+        divisible_by_8=set(),
+    )
     # It reads the types in their order, whatever their numbers.
-    types = {names.index(name): kernel.signature[name] for name in names if name in kernel.signature}
-    made = triton.compile(function, signature=types,
-                          constants={names.index(name): value for name, value in kernel.constants.items()},
-                          cc=cc, num_warps=kernel.warps, num_stages=kernel.stages, configs=[facts])
+    types = {
+        names.index(name): kernel.signature[name] for name in names if name in kernel.signature
+    }
+    made = triton.compile(
+        function,
+        signature=types,
+        constants={names.index(name): value for name, value in kernel.constants.items()},
+        cc=cc,
+        num_warps=kernel.warps,
+        num_stages=kernel.stages,
+        configs=[facts],
+    )
     return made.asm, made.shared
 
 
 def count(kernel: Kernel, found: list[Loop], kind: str | None = None) -> float:
     """Instructions (of a kind) of a thread for an element."""
+
     def of(loop):
         return 32 * kernel.warps * (loop.instructions if kind is None else loop.kinds.get(kind, 0))
 
@@ -129,15 +170,21 @@ def count(kernel: Kernel, found: list[Loop], kind: str | None = None) -> float:
     total, unrolled = 0.0, {}
     if kernel.mark:
         opcode, number = kernel.mark
-        unrolled = {id(loop): sum(n for name, n in loop.opcodes.items() if name.startswith(opcode)) / number
-                    for loop in inner}
+        unrolled = {
+            id(loop): sum(n for name, n in loop.opcodes.items() if name.startswith(opcode)) / number
+            for loop in inner
+        }
         largest = max(unrolled.values())
-        hot = next(loop for loop in inner if unrolled[id(loop)] == largest)  # the others: what is left over
+        hot = next(
+            loop for loop in inner if unrolled[id(loop)] == largest
+        )  # the others: what is left over
         inner = [loop for loop in inner if loop is hot or not unrolled[id(loop)]]
     for loop in inner:
         total += of(loop) / kernel.elements / (unrolled.get(id(loop)) or 1)
     if kernel.trips:
-        total += sum(of(loop) for loop in found if loop.depth == 1) / (kernel.elements * kernel.trips)
+        total += sum(of(loop) for loop in found if loop.depth == 1) / (
+            kernel.elements * kernel.trips
+        )
     return total
 
 
@@ -148,30 +195,51 @@ def compile_one(operator: str, name: str, cc: int) -> Compiled:
     made, shared = assembly(kernel, cc)
     registers, stack = resources(made["cubin"])
     found = loops(made["cubin"])
-    return Compiled(operator, name, cc, triton.__version__, registers, stack, shared, count(kernel, found),
-                    count(kernel, found, "special"), found)
+    return Compiled(
+        operator,
+        name,
+        cc,
+        triton.__version__,
+        registers,
+        stack,
+        shared,
+        count(kernel, found),
+        count(kernel, found, "special"),
+        found,
+    )
 
 
 def environment(triton_folder: str | Path) -> dict[str, str]:
     """That of a process which compiles with the Triton in a folder; its cache is kept beside it."""
     rest = {name: value for name, value in os.environ.items() if not name.startswith("TRITON_")}
-    return rest | {"PYTHONPATH": os.pathsep.join((str(triton_folder), str(PROJECT))),
-                   "TRITON_CACHE_DIR": f"{triton_folder}-compiled", "TRITON_DEFAULT_FP_FUSION": "1"}
+    return rest | {
+        "PYTHONPATH": os.pathsep.join((str(triton_folder), str(PROJECT))),
+        "TRITON_CACHE_DIR": f"{triton_folder}-compiled",
+        "TRITON_DEFAULT_FP_FUSION": "1",
+    }
 
 
 def compile_all(triton_folder: str | Path, requests: Iterable[Request]) -> Iterator[Compiled]:
     """Compiles in a process of its own. Where a kernel fails, `error` says why."""
     requests = list(requests)
     lines = "".join(json.dumps(request) + "\n" for request in requests)
-    done = subprocess.run([sys.executable, "-m", "benchmarks.kernels.compiler"], input=lines, text=True,
-                          capture_output=True, env=environment(triton_folder), cwd=PROJECT)
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.kernels.compiler"],
+        input=lines,
+        text=True,
+        capture_output=True,
+        env=environment(triton_folder),
+        cwd=PROJECT,
+    )
     answers = [line for line in done.stdout.splitlines() if line.startswith('{"operator"')]
     for line in answers:
         fields = json.loads(line)
         yield Compiled(**fields | {"loops": [Loop(**loop) for loop in fields["loops"]]})
     if len(answers) < len(requests):  # the compiler itself can crash
         reason = (done.stderr.strip() or f"exit status {done.returncode}").splitlines()[-1]
-        yield Compiled(*requests[len(answers)], "", 0, 0, 0, 0, 0, [], error=f"the compiler ended: {reason}")
+        yield Compiled(
+            *requests[len(answers)], "", 0, 0, 0, 0, 0, [], error=f"the compiler ended: {reason}"
+        )
 
 
 def main() -> None:
@@ -180,7 +248,9 @@ def main() -> None:
         try:
             answer = compile_one(*request)
         except Exception as error:
-            answer = Compiled(*request, "", 0, 0, 0, 0, 0, [], error=f"{type(error).__name__}: {error}")
+            answer = Compiled(
+                *request, "", 0, 0, 0, 0, 0, [], error=f"{type(error).__name__}: {error}"
+            )
         print(json.dumps(asdict(answer)), flush=True)
 
 

@@ -12,7 +12,11 @@ import tempfile
 from pathlib import Path
 
 INTERPRETER = "3.9.0"
-TRITONS = {"2.2.0": (80, 86, 89, 90), "3.6.0": (80, 86, 89, 90, 100, 120), INTERPRETER: (80, 86, 89, 90, 100, 120)}
+TRITONS = {
+    "2.2.0": (80, 86, 89, 90),
+    "3.6.0": (80, 86, 89, 90, 100, 120),
+    INTERPRETER: (80, 86, 89, 90, 100, 120),
+}
 CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mamba_fsdp-tests"
 
 
@@ -26,7 +30,17 @@ def installed(name: str, *requirements: str) -> Path:
         return folder
     CACHE.mkdir(parents=True, exist_ok=True)
     fresh = Path(tempfile.mkdtemp(dir=CACHE))
-    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", fresh, *requirements]
+    pip = [
+        sys.executable,
+        "-m",
+        "pip",
+        "install",
+        "--quiet",
+        "--no-deps",
+        "--target",
+        fresh,
+        *requirements,
+    ]
     done = subprocess.run(pip, capture_output=True, text=True)
     if done.returncode:
         fresh.rmdir()
@@ -45,8 +59,19 @@ def download(requirement: str) -> Path:
     for _ in range(2):
         if found := sorted(folder.glob("*.tar.gz")):
             return found[0]
-        pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--no-binary=:all:",
-               "--no-build-isolation", "--dest", folder, requirement]
+        pip = [
+            sys.executable,
+            "-m",
+            "pip",
+            "download",
+            "--quiet",
+            "--no-deps",
+            "--no-binary=:all:",
+            "--no-build-isolation",
+            "--dest",
+            folder,
+            requirement,
+        ]
         # Its metadata is made by a setup.py, which would look for nvcc.
         skip = {"MAMBA_FORCE_BUILD": "TRUE", "MAMBA_SKIP_CUDA_BUILD": "TRUE"}
         done = subprocess.run(pip, env=os.environ | skip, capture_output=True, text=True)

@@ -8,15 +8,31 @@ SIGNATURE = dict(logits="*bf16", labels="*i64", token_weights="*fp32", losses="*
 
 def kernel():
     from mamba_fsdp.ops.loss.triton_kernels import cross_entropy
+
     return cross_entropy
 
 
 def entry(name, instructions, gradient=True, weighted=False, **more):
-    signature = {name: kind for name, kind in SIGNATURE.items() if weighted or name != "token_weights"}
-    constants = dict(IGNORED=-100, GRADIENT=gradient, BLOCK=4096) | ({} if weighted else {"token_weights": None})
-    return Kernel(name, kernel, signature, constants, elements=4096, warps=8, per_token=VOCAB,
-                  bytes_per_token=2 * VOCAB * (2 if gradient else 1), aligned=tuple(signature),
-                  instructions=instructions, registers=96, **more)
+    signature = {
+        name: kind for name, kind in SIGNATURE.items() if weighted or name != "token_weights"
+    }
+    constants = dict(IGNORED=-100, GRADIENT=gradient, BLOCK=4096) | (
+        {} if weighted else {"token_weights": None}
+    )
+    return Kernel(
+        name,
+        kernel,
+        signature,
+        constants,
+        elements=4096,
+        warps=8,
+        per_token=VOCAB,
+        bytes_per_token=2 * VOCAB * (2 if gradient else 1),
+        aligned=tuple(signature),
+        instructions=instructions,
+        registers=96,
+        **more,
+    )
 
 
 KERNELS = [

@@ -44,8 +44,9 @@ def _said_about(cubin: bytes, *command: str) -> str:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        return subprocess.run([tool(command[0]), *command[1:], file.name], check=True, capture_output=True,
-                              text=True).stdout
+        return subprocess.run(
+            [tool(command[0]), *command[1:], file.name], check=True, capture_output=True, text=True
+        ).stdout
 
 
 def resources(cubin: bytes) -> tuple[int, int]:
@@ -61,7 +62,9 @@ def listing(cubin: bytes) -> tuple[list[tuple[str, str]], dict[str, int]]:
     for line in _said_about(cubin, "nvdisasm", "-c").splitlines():
         if label := re.match(r"\s*(\.L\w+):", line):
             labels[label.group(1)] = len(code)
-        elif found := re.match(r"\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_.]*)(.*)", line):
+        elif found := re.match(
+            r"\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_.]*)(.*)", line
+        ):
             if found.group(1) != "NOP":
                 code.append(found.groups())
     return code, labels
@@ -73,7 +76,9 @@ def loops(cubin: bytes) -> list[Loop]:
     spans = set()
     for last, (opcode, operands) in enumerate(code):
         target = re.search(r"\((\.L\w+)\)", operands) if opcode.startswith("BRA") else None
-        if target and labels.get(target.group(1), last) < last:  # the end of the code jumps to itself
+        if (
+            target and labels.get(target.group(1), last) < last
+        ):  # the end of the code jumps to itself
             spans.add((labels[target.group(1)], last))
     starts: dict[int, int] = {}
     for first, last in spans:  # `continue` jumps to the same start
@@ -93,7 +98,10 @@ def _read(code, spans):
         inside = [span for span in found if first <= span[0] and span[1] <= last]
         taken = {i for span in inside for i in range(span[0], span[1] + 1)}
         own = [code[i][0] for i in range(first, last + 1) if i not in taken]
-        kinds = Counter(next((kind for kind, names in OPCODES if re.match(names, opcode)), "other") for opcode in own)
+        kinds = Counter(
+            next((kind for kind, names in OPCODES if re.match(names, opcode)), "other")
+            for opcode in own
+        )
         depth = 1 + max((found[span].depth for span in inside), default=-1)
         found[first, last] = Loop(depth, len(own), dict(kinds), dict(Counter(own)))
     return [found[span] for span in sorted(found)]

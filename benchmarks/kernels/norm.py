@@ -8,19 +8,41 @@ from benchmarks.kernels import Kernel
 from mamba_fsdp.ops.norm.triton import PROGRAMS, TILES
 
 SUMS = 2 * 4 * PROGRAMS / (8 * 2048)
-BOTH = dict(WEIGHT="*fp32", NORMED="*bf16", SCALE="*fp32", rows="i32", channels="i32", each="i32", x_row="i64",
-            z_row="i64")
-ADDED = dict(forward=dict(X="*bf16", RESIDUAL="*fp32", TOTAL="*fp32"),
-             backward=dict(X="*fp32", GRAD_TOTAL="*fp32", GRAD_OTHER="*fp32"))
-GATED = dict(forward=dict(X="*bf16", Z="*bf16", TOTAL="*fp32"), backward=dict(X="*bf16", Z="*bf16", GRAD_OTHER="*bf16"))
-OF_PASS = dict(forward=dict(eps="fp32", residual_row="i64"),
-               backward=dict(GRAD="*bf16", GRAD_X="*bf16", SUMS="*fp32", grad_row="i64", grad_total_row="i64",
-                             grad_other_row="i64"))
+BOTH = dict(
+    WEIGHT="*fp32",
+    NORMED="*bf16",
+    SCALE="*fp32",
+    rows="i32",
+    channels="i32",
+    each="i32",
+    x_row="i64",
+    z_row="i64",
+)
+ADDED = dict(
+    forward=dict(X="*bf16", RESIDUAL="*fp32", TOTAL="*fp32"),
+    backward=dict(X="*fp32", GRAD_TOTAL="*fp32", GRAD_OTHER="*fp32"),
+)
+GATED = dict(
+    forward=dict(X="*bf16", Z="*bf16", TOTAL="*fp32"),
+    backward=dict(X="*bf16", Z="*bf16", GRAD_OTHER="*bf16"),
+)
+OF_PASS = dict(
+    forward=dict(eps="fp32", residual_row="i64"),
+    backward=dict(
+        GRAD="*bf16",
+        GRAD_X="*bf16",
+        SUMS="*fp32",
+        grad_row="i64",
+        grad_total_row="i64",
+        grad_other_row="i64",
+    ),
+)
 ABSENT = dict(forward=("RESIDUAL", "Z"), backward=("GRAD_TOTAL", "Z", "NORMED"))
 
 
 def kernel(name, which, tensors, channels, bytes, **bounds):
     """`which` pass; bytes: of a (token, channel)."""
+
     def function():
         from mamba_fsdp.ops.norm import triton_kernels
 
@@ -32,13 +54,33 @@ def kernel(name, which, tensors, channels, bytes, **bounds):
     block, sizes = 1 << (channels - 1).bit_length(), TILES[8, 0]
     tile = max(sizes["ELEMENTS"] // block, 1)
     constants = dict(TILE=tile, BLOCK=block) | dict.fromkeys(set(ABSENT[which]) - signature.keys())
-    return Kernel(name, function, signature, constants, elements=tile * channels, bytes_per_token=bytes * channels,
-                  per_token=channels, warps=min(sizes["num_warps"] * max(block // sizes["ELEMENTS"], 1), 32),
-                  aligned=[name for name in signature if name not in ("eps", "rows", "each")], **bounds)
+    return Kernel(
+        name,
+        function,
+        signature,
+        constants,
+        elements=tile * channels,
+        bytes_per_token=bytes * channels,
+        per_token=channels,
+        warps=min(sizes["num_warps"] * max(block // sizes["ELEMENTS"], 1), 32),
+        aligned=[name for name in signature if name not in ("eps", "rows", "each")],
+        **bounds,
+    )
 
 
-KERNELS = [kernel("sum, forward", "forward", ADDED, 2048, 12, registers=48, instructions=24),
-           kernel("sum, backward", "backward", ADDED, 2048, 16 + SUMS, registers=128, instructions=29.5),
-           kernel("gate, forward", "forward", GATED, 5120, 6, registers=44, instructions=43.5),
-           kernel("gate, backward", "backward", GATED, 5120, 10 + SUMS, registers=128, instructions=60,
-                  ccs=(80, 86, 89, 90, 100), note="sm_120 spills 64 bytes of a thread with Triton 3.9")]
+KERNELS = [
+    kernel("sum, forward", "forward", ADDED, 2048, 12, registers=48, instructions=24),
+    kernel("sum, backward", "backward", ADDED, 2048, 16 + SUMS, registers=128, instructions=29.5),
+    kernel("gate, forward", "forward", GATED, 5120, 6, registers=44, instructions=43.5),
+    kernel(
+        "gate, backward",
+        "backward",
+        GATED,
+        5120,
+        10 + SUMS,
+        registers=128,
+        instructions=60,
+        ccs=(80, 86, 89, 90, 100),
+        note="sm_120 spills 64 bytes of a thread with Triton 3.9",
+    ),
+]

@@ -49,7 +49,10 @@ def of_chunk(block):
 
 def causal(a):
     """Blocks of columns up to the diagonal, or from it on, for the average block of rows."""
-    rows, columns = a["BLOCK_SIZE_M"], a["BLOCK_SIZE_K"] if "stride_cb_csize_k" in a else a["BLOCK_SIZE_N"]
+    rows, columns = (
+        a["BLOCK_SIZE_M"],
+        a["BLOCK_SIZE_K"] if "stride_cb_csize_k" in a else a["BLOCK_SIZE_N"],
+    )
     return sum(math.ceil((m + 1) * rows / columns) for m in range(CHUNK // rows)) * rows / CHUNK
 
 
@@ -75,24 +78,39 @@ def tile(*sizes, k="K"):
 WARPS, EXP = {"num_warps": 4}, ("MUFU.EX2", 1)
 CHOSEN = {  # by module and function
     "ssd_chunk_state._chunk_cumsum_fwd_kernel": Chosen("steps", {"BLOCK_SIZE_H": 4}, once),
-    "ssd_chunk_state._chunk_state_fwd_kernel": Chosen("chunk states", tile(64, 128, 32), of_chunk("BLOCK_SIZE_K")),
-    "ssd_state_passing._state_passing_fwd_kernel": Chosen("passing", {"BLOCK_SIZE": 512}, lambda a: a["nchunks"], EXP),
-    "ssd_bmm._bmm_chunk_fwd_kernel": Chosen("C B", tile(128, 128, 32), lambda a: D_STATE / a["BLOCK_SIZE_K"]),
+    "ssd_chunk_state._chunk_state_fwd_kernel": Chosen(
+        "chunk states", tile(64, 128, 32), of_chunk("BLOCK_SIZE_K")
+    ),
+    "ssd_state_passing._state_passing_fwd_kernel": Chosen(
+        "passing", {"BLOCK_SIZE": 512}, lambda a: a["nchunks"], EXP
+    ),
+    "ssd_bmm._bmm_chunk_fwd_kernel": Chosen(
+        "C B", tile(128, 128, 32), lambda a: D_STATE / a["BLOCK_SIZE_K"]
+    ),
     "ssd_chunk_scan._chunk_scan_fwd_kernel": Chosen("chunk scan", tile(128, 64, 32), causal),
-    "ssd_chunk_scan._chunk_scan_bwd_dstates_kernel": Chosen("to states", tile(64, 128, 32), of_chunk("BLOCK_SIZE_K")),
-    "ssd_state_passing._state_passing_bwd_kernel": Chosen("passing back", {"BLOCK_SIZE": 512},
-                                                          lambda a: a["nchunks"] - 1, EXP),
+    "ssd_chunk_scan._chunk_scan_bwd_dstates_kernel": Chosen(
+        "to states", tile(64, 128, 32), of_chunk("BLOCK_SIZE_K")
+    ),
+    "ssd_state_passing._state_passing_bwd_kernel": Chosen(
+        "passing back", {"BLOCK_SIZE": 512}, lambda a: a["nchunks"] - 1, EXP
+    ),
     "ssd_combined._chunk_scan_chunk_state_bwd_dx_kernel": Chosen("to x", tile(128, 64, 32), causal),
     "ssd_chunk_state._chunk_state_bwd_db_kernel": Chosen("to B", tile(64, 128), of_heads),
     "ssd_chunk_scan._chunk_scan_bwd_dc_kernel": Chosen("to C", tile(64, 128), of_heads),
     "ssd_chunk_scan._chunk_scan_bwd_dcb_kernel": Chosen("to C B", tile(64, 64), below_diagonal),
-    "ssd_bmm._bmm_chunk_bwd_kernel": Chosen("C B back", tile(128, 128, 32, k="CS"), of_chunk("BLOCK_SIZE_CS")),
+    "ssd_bmm._bmm_chunk_bwd_kernel": Chosen(
+        "C B back", tile(128, 128, 32, k="CS"), of_chunk("BLOCK_SIZE_CS")
+    ),
     "ssd_chunk_scan._chunk_scan_bwd_ddAcs_stable_kernel": Chosen("to decays", tile(64, 64), causal),
     "ssd_chunk_state._chunk_cumsum_bwd_kernel": Chosen("to steps", {"BLOCK_SIZE_H": 4}, once),
     "layernorm_gated._layer_norm_fwd_1pass_kernel": Chosen("norm, gate", {}, once),
-    "layernorm_gated._layer_norm_bwd_kernel": Chosen("norm, gate, back", {}, lambda a: a["rows_per_program"]),
+    "layernorm_gated._layer_norm_bwd_kernel": Chosen(
+        "norm, gate, back", {}, lambda a: a["rows_per_program"]
+    ),
     "layer_norm._layer_norm_fwd_1pass_kernel": Chosen("norm, sum", WARPS, once),
-    "layer_norm._layer_norm_bwd_kernel": Chosen("norm, sum, back", WARPS, lambda a: a["rows_per_program"]),
+    "layer_norm._layer_norm_bwd_kernel": Chosen(
+        "norm, sum, back", WARPS, lambda a: a["rows_per_program"]
+    ),
 }
 
 
@@ -104,7 +122,9 @@ class Noted:
     def __init__(self, kernel, configs=(), heuristics=()):
         self.kernel, self.configs, self.heuristics = kernel, configs, list(heuristics)
         self.chosen = CHOSEN.get(f"{kernel.fn.__module__.rpartition('.')[2]}.{kernel.fn.__name__}")
-        self.best_config = next((config for config in configs if self.chosen and self.fits(config)), None)
+        self.best_config = next(
+            (config for config in configs if self.chosen and self.fits(config)), None
+        )
 
     def fits(self, config):
         values = {**config.kwargs, "num_warps": config.num_warps}
@@ -115,30 +135,48 @@ class Noted:
 
     def note(self, grid, positional, named):
         parameters, config = inspect.signature(self.kernel.fn).parameters, self.best_config
-        warps, stages = (config.num_warps, config.num_stages) if config else (named.pop("num_warps"), 3)
+        warps, stages = (
+            (config.num_warps, config.num_stages) if config else (named.pop("num_warps"), 3)
+        )
         values = dict(zip(parameters, positional)) | named | (config.kwargs if config else {})
         for name, value in self.heuristics:
             values[name] = value(values)
         tensors = [value for value in values.values() if isinstance(value, torch.Tensor)]
         channels, trips = values.get("N", HEADS * HEADDIM), self.chosen.trips(values)
         elements = TOKENS * channels / math.prod(grid(values) if callable(grid) else grid) / trips
-        kernel = Kernel(self.chosen.name, lambda: self.kernel, **of_launch(parameters, values), elements=elements,
-                        bytes_per_token=sum(tensor.numel() * tensor.element_size() for tensor in tensors) / TOKENS,
-                        per_token=channels, warps=warps, stages=stages, mark=self.chosen.mark)
+        kernel = Kernel(
+            self.chosen.name,
+            lambda: self.kernel,
+            **of_launch(parameters, values),
+            elements=elements,
+            bytes_per_token=sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+            / TOKENS,
+            per_token=channels,
+            warps=warps,
+            stages=stages,
+            mark=self.chosen.mark,
+        )
         Noted.launches.append((kernel, trips))
 
 
 def heuristics(values):
     """Stands in for triton.heuristics, as Noted does for triton.autotune."""
+
     def note(kernel):
         noted = kernel if isinstance(kernel, Noted) else Noted(kernel)
         return Noted(noted.kernel, noted.configs, [*values.items(), *noted.heuristics])
+
     return note
 
 
 def autotune(configs, **_):
     def note(kernel):
-        return Noted(kernel.kernel, configs, kernel.heuristics) if isinstance(kernel, Noted) else Noted(kernel, configs)
+        return (
+            Noted(kernel.kernel, configs, kernel.heuristics)
+            if isinstance(kernel, Noted)
+            else Noted(kernel, configs)
+        )
+
     return note
 
 
@@ -146,13 +184,22 @@ def launches() -> list[tuple[Kernel, float]]:
     """What a layer launches, forward and backward, in order. A kernel that runs in both passes is named in both."""
     import triton
 
-    for name, more in {"mamba_ssm": {"__path__": [str(sources() / "mamba_ssm")]}, "selective_scan_cuda": {}}.items():
+    for name, more in {
+        "mamba_ssm": {"__path__": [str(sources() / "mamba_ssm")]},
+        "selective_scan_cuda": {},
+    }.items():
         sys.modules[name] = types.ModuleType(name)
         vars(sys.modules[name]).update(more)
-    with patch.object(triton, "autotune", autotune), patch.object(triton, "heuristics", heuristics), \
-            patch.object(torch.cuda, "device", lambda *_: nullcontext()), \
-            patch.object(torch.cuda, "get_device_properties", lambda *_: types.SimpleNamespace(
-                multi_processor_count=SMS)):
+    with (
+        patch.object(triton, "autotune", autotune),
+        patch.object(triton, "heuristics", heuristics),
+        patch.object(torch.cuda, "device", lambda *_: nullcontext()),
+        patch.object(
+            torch.cuda,
+            "get_device_properties",
+            lambda *_: types.SimpleNamespace(multi_processor_count=SMS),
+        ),
+    ):
         from mamba_ssm.ops.triton import layer_norm, layernorm_gated, ssd_combined
 
         run(ssd_combined, layer_norm, layernorm_gated)
@@ -170,18 +217,35 @@ def run(ssd, norm, gated):
 
     projected = empty(BATCH, LENGTH, 2 * inner + 2 * D_STATE + HEADS, dtype=bf16)
     z, dt = projected[..., :inner].flatten(0, 1), projected[..., -HEADS:]
-    x, B, C = empty(BATCH, LENGTH, inner + 2 * D_STATE, dtype=bf16).split([inner, D_STATE, D_STATE], dim=-1)
+    x, B, C = empty(BATCH, LENGTH, inner + 2 * D_STATE, dtype=bf16).split(
+        [inner, D_STATE, D_STATE], dim=-1
+    )
     inputs = x.unflatten(-1, (HEADS, HEADDIM)), dt, empty(HEADS), B.unsqueeze(2), C.unsqueeze(2)
     more = dict(D=empty(HEADS), dt_bias=empty(HEADS), dt_softplus=True)
     out = ssd._mamba_chunk_scan_combined_fwd(*inputs, CHUNK, **more)[0]
     ssd._mamba_chunk_scan_combined_bwd(out, *inputs, out, CHUNK, **more)
-    y, weight, options = stream(inner), empty(inner), dict(z=z, norm_before_gate=False, is_rms_norm=True)
+    y, weight, options = (
+        stream(inner),
+        empty(inner),
+        dict(z=z, norm_before_gate=False, is_rms_norm=True),
+    )
     scale = gated._layer_norm_fwd(y, weight, None, 1e-5, **options)[2]
     gated._layer_norm_bwd(y, y, weight, None, 1e-5, None, scale, **options)
     y, total, weight = stream(ADDED), stream(ADDED, torch.float32), empty(ADDED)
     scale = norm._layer_norm_fwd(y, weight, None, 1e-5, residual=total, is_rms_norm=True)[3]
-    norm._layer_norm_bwd(y, total, weight, None, 1e-5, None, scale, dresidual=total, has_residual=True,
-                         is_rms_norm=True, x_dtype=bf16)
+    norm._layer_norm_bwd(
+        y,
+        total,
+        weight,
+        None,
+        1e-5,
+        None,
+        scale,
+        dresidual=total,
+        has_residual=True,
+        is_rms_norm=True,
+        x_dtype=bf16,
+    )
 
 
 def compiled(kernel: Kernel, trips: float, cc: int) -> Compiled:
@@ -190,15 +254,34 @@ def compiled(kernel: Kernel, trips: float, cc: int) -> Compiled:
     try:
         made, shared = assembly(kernel, cc)
     except Exception as error:
-        return Compiled("mamba-ssm", kernel.name, cc, triton.__version__, 0, 0, 0, 0, 0, [],
-                        error=f"{type(error).__name__}: {error}")
+        return Compiled(
+            "mamba-ssm",
+            kernel.name,
+            cc,
+            triton.__version__,
+            0,
+            0,
+            0,
+            0,
+            0,
+            [],
+            error=f"{type(error).__name__}: {error}",
+        )
     found, body = loops(made["cubin"]), whole(made["cubin"])
     outside = body.instructions - sum(loop.instructions for loop in found)
     special = body.kinds.get("special", 0) - sum(loop.kinds.get("special", 0) for loop in found)
     of_program = 32 * kernel.warps / (kernel.elements * trips)
-    return Compiled("mamba-ssm", kernel.name, cc, triton.__version__, *resources(made["cubin"]), shared,
-                    count(kernel, found) + outside * of_program,
-                    count(kernel, found, "special") + special * of_program, found)
+    return Compiled(
+        "mamba-ssm",
+        kernel.name,
+        cc,
+        triton.__version__,
+        *resources(made["cubin"]),
+        shared,
+        count(kernel, found) + outside * of_program,
+        count(kernel, found, "special") + special * of_program,
+        found,
+    )
 
 
 def main(ccs: list[str]) -> None:

@@ -11,13 +11,17 @@ from importlib import import_module
 from benchmarks.kernels import Kernel
 
 D_INNER, D_STATE, CHANNELS, CHUNK = 4096, 16, 32, 64
-TYPES = {name: type for type, names in {
-    "*bf16": "u dt B C z out grad_out grad_u grad_dt grad_z",
-    "*fp32": "A D bias state ends totals scratch entries last grad_last grad_A grad_BC grad_D grad_bias "
-             "grad_state",
-    "*i64": "documents",
-    "i32": "u_row dt_row B_row C_row z_row grad_row grad_z_row length channels states segment_chunks",
-}.items() for name in names.split()}
+TYPES = {
+    name: type
+    for type, names in {
+        "*bf16": "u dt B C z out grad_out grad_u grad_dt grad_z",
+        "*fp32": "A D bias state ends totals scratch entries last grad_last grad_A grad_BC grad_D grad_bias "
+        "grad_state",
+        "*i64": "documents",
+        "i32": "u_row dt_row B_row C_row z_row grad_row grad_z_row length channels states segment_chunks",
+    }.items()
+    for name in names.split()
+}
 ODD = {"length", "states", "segment_chunks"}  # what need not be divisible by 16
 SIZES = dict(GATED=True, DOCUMENTS=False, EVEN=True, N=D_STATE, CHANNELS=CHANNELS, CHUNK=CHUNK)
 SWEEP = SIZES | dict(CUT=False)
@@ -28,30 +32,98 @@ PARTIAL_SUMS = 2 * 2 * 4 * D_STATE * D_INNER // CHANNELS
 
 def kernel(name, function, arguments, constants, tokens, **more):
     signature = {argument: TYPES[argument] for argument in arguments.split()}
-    return Kernel(name, lambda: getattr(import_module("mamba_fsdp.ops.scan.triton_kernels"), function), signature,
-                  constants, elements=tokens * CHANNELS * D_STATE, per_token=D_INNER * D_STATE,
-                  aligned=signature.keys() - ODD, **more)
+    return Kernel(
+        name,
+        lambda: getattr(import_module("mamba_fsdp.ops.scan.triton_kernels"), function),
+        signature,
+        constants,
+        elements=tokens * CHANNELS * D_STATE,
+        per_token=D_INNER * D_STATE,
+        aligned=signature.keys() - ODD,
+        **more,
+    )
 
 
 LOCAL = "u dt A z B bias documents ends totals u_row dt_row z_row B_row length channels states segment_chunks"
-FORWARD = ("u dt A B C D z bias documents state ends totals out entries last u_row dt_row z_row B_row C_row length "
-           "channels states segment_chunks")
-BACKWARD = ("grad_out grad_last u dt A B C D z bias documents entries ends totals scratch grad_u grad_dt grad_A "
-            "grad_BC grad_D grad_z grad_bias grad_state out grad_row u_row dt_row z_row B_row C_row grad_z_row length "
-            "channels states segment_chunks")
+FORWARD = (
+    "u dt A B C D z bias documents state ends totals out entries last u_row dt_row z_row B_row C_row length "
+    "channels states segment_chunks"
+)
+BACKWARD = (
+    "grad_out grad_last u dt A B C D z bias documents entries ends totals scratch grad_u grad_dt grad_A "
+    "grad_BC grad_D grad_z grad_bias grad_state out grad_row u_row dt_row z_row B_row C_row grad_z_row length "
+    "channels states segment_chunks"
+)
 KERNELS = [
-    kernel("forward", "forward", FORWARD, SWEEP | dict(KEEP=True), 4, trips=CHUNK // 4, registers=168,
-           instructions=13, bytes_per_token=4 * 2 * D_INNER + STATES + MATRICES),
-    kernel("forward with documents", "forward", FORWARD, SWEEP | dict(KEEP=True, DOCUMENTS=True), 4,
-           trips=CHUNK // 4, registers=168, instructions=14, bytes_per_token=4 * 2 * D_INNER + STATES + MATRICES + 8),
-    kernel("forward with masks", "forward", FORWARD, SWEEP | dict(KEEP=True, EVEN=False), 4, trips=CHUNK // 4,
-           registers=168, instructions=15, bytes_per_token=4 * 2 * D_INNER + STATES + MATRICES),
-    kernel("backward", "backward", BACKWARD, SWEEP | dict(WITH_OUT=False), 2, trips=CHUNK // 2,
-           instructions=38, bytes_per_token=7 * 2 * D_INNER + STATES + MATRICES + PARTIAL_SUMS),
-    kernel("backward with documents", "backward", BACKWARD, SWEEP | dict(WITH_OUT=True, DOCUMENTS=True), 2,
-           trips=CHUNK // 2, instructions=40, bytes_per_token=8 * 2 * D_INNER + STATES + MATRICES + PARTIAL_SUMS + 8),
-    kernel("local", "local", LOCAL, SIZES | dict(REVERSE=False, GATED=False), 4, instructions=9,
-           bytes_per_token=2 * 2 * D_INNER),
-    kernel("local, back", "local", LOCAL, SIZES | dict(REVERSE=True), 4, instructions=10,
-           bytes_per_token=3 * 2 * D_INNER),
+    kernel(
+        "forward",
+        "forward",
+        FORWARD,
+        SWEEP | dict(KEEP=True),
+        4,
+        trips=CHUNK // 4,
+        registers=168,
+        instructions=13,
+        bytes_per_token=4 * 2 * D_INNER + STATES + MATRICES,
+    ),
+    kernel(
+        "forward with documents",
+        "forward",
+        FORWARD,
+        SWEEP | dict(KEEP=True, DOCUMENTS=True),
+        4,
+        trips=CHUNK // 4,
+        registers=168,
+        instructions=14,
+        bytes_per_token=4 * 2 * D_INNER + STATES + MATRICES + 8,
+    ),
+    kernel(
+        "forward with masks",
+        "forward",
+        FORWARD,
+        SWEEP | dict(KEEP=True, EVEN=False),
+        4,
+        trips=CHUNK // 4,
+        registers=168,
+        instructions=15,
+        bytes_per_token=4 * 2 * D_INNER + STATES + MATRICES,
+    ),
+    kernel(
+        "backward",
+        "backward",
+        BACKWARD,
+        SWEEP | dict(WITH_OUT=False),
+        2,
+        trips=CHUNK // 2,
+        instructions=38,
+        bytes_per_token=7 * 2 * D_INNER + STATES + MATRICES + PARTIAL_SUMS,
+    ),
+    kernel(
+        "backward with documents",
+        "backward",
+        BACKWARD,
+        SWEEP | dict(WITH_OUT=True, DOCUMENTS=True),
+        2,
+        trips=CHUNK // 2,
+        instructions=40,
+        bytes_per_token=8 * 2 * D_INNER + STATES + MATRICES + PARTIAL_SUMS + 8,
+    ),
+    kernel(
+        "local",
+        "local",
+        LOCAL,
+        SIZES | dict(REVERSE=False, GATED=False),
+        4,
+        instructions=9,
+        bytes_per_token=2 * 2 * D_INNER,
+    ),
+    kernel(
+        "local, back",
+        "local",
+        LOCAL,
+        SIZES | dict(REVERSE=True),
+        4,
+        instructions=10,
+        bytes_per_token=3 * 2 * D_INNER,
+    ),
 ]

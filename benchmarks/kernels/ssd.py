@@ -10,31 +10,63 @@ from importlib import import_module
 from benchmarks.kernels import Kernel
 
 HEADS, HEADDIM, D_STATE, Q, BLOCK, PARTS = 80, 64, 128, 32, 16, 2
-TYPES = {name: type for type, names in {
-    "*bf16": "x dy dt B C entering leaving states out ddt",
-    "*fp32": "A D bias steps first ends end_decays last dB dC flows sums totals",
-    "*i32": "documents",
-    "i32": "x_batch dy_batch b_batch c_batch dt_batch dt_row length heads segments per_segment",
-}.items() for name in names.split()}
+TYPES = {
+    name: type
+    for type, names in {
+        "*bf16": "x dy dt B C entering leaving states out ddt",
+        "*fp32": "A D bias steps first ends end_decays last dB dC flows sums totals",
+        "*i32": "documents",
+        "i32": "x_batch dy_batch b_batch c_batch dt_batch dt_row length heads segments per_segment",
+    }.items()
+    for name in names.split()
+}
 ODD = {"segments", "per_segment", "length"}  # what need not be divisible by 16
-SIZES = dict(HEADS=HEADS, SHARE=HEADS, HEADDIM=HEADDIM, D_STATE=D_STATE, Q=Q, N=D_STATE, WIDE=False,
-             X_ROW=HEADS * HEADDIM + 2 * D_STATE, B_ROW=HEADS * HEADDIM + 2 * D_STATE,
-             C_ROW=HEADS * HEADDIM + 2 * D_STATE)
-X, STEPS, MATRIX, STATES = 2 * HEADS * HEADDIM, 3 * 4 * HEADS, 2 * D_STATE, 2 * HEADS * HEADDIM * D_STATE // Q
+SIZES = dict(
+    HEADS=HEADS,
+    SHARE=HEADS,
+    HEADDIM=HEADDIM,
+    D_STATE=D_STATE,
+    Q=Q,
+    N=D_STATE,
+    WIDE=False,
+    X_ROW=HEADS * HEADDIM + 2 * D_STATE,
+    B_ROW=HEADS * HEADDIM + 2 * D_STATE,
+    C_ROW=HEADS * HEADDIM + 2 * D_STATE,
+)
+X, STEPS, MATRIX, STATES = (
+    2 * HEADS * HEADDIM,
+    3 * 4 * HEADS,
+    2 * D_STATE,
+    2 * HEADS * HEADDIM * D_STATE // Q,
+)
 FLOWS, SUMS = PARTS * 4 * 4 * HEADS, 2 * 4 * D_STATE * HEADS // BLOCK
 
 
 def kernel(name, function, arguments, constants, elements, moved, **more):
     signature = {argument: TYPES[argument] for argument in arguments.split()}
-    return Kernel(name, lambda: getattr(import_module("mamba_fsdp.ops.ssd.triton_kernels"), function), signature,
-                  constants, elements=elements, per_token=HEADS * HEADDIM, bytes_per_token=moved,
-                  aligned=signature.keys() - ODD, **more)
+    return Kernel(
+        name,
+        lambda: getattr(import_module("mamba_fsdp.ops.ssd.triton_kernels"), function),
+        signature,
+        constants,
+        elements=elements,
+        per_token=HEADS * HEADDIM,
+        bytes_per_token=moved,
+        aligned=signature.keys() - ODD,
+        **more,
+    )
 
 
 # At most, of instructions for an element, by the channels of a program:
-BOUNDS = {"forward": {32: 112, 64: 62}, "forward with documents": {32: 128, 64: 68}, "states": {32: 56, 64: 34},
-          "back": {32: 136, 64: 76}, "local": {32: 38, 64: 22}, "local back": {32: 38, 64: 22},
-          "gradients": {32: 180, 64: 140}}
+BOUNDS = {
+    "forward": {32: 112, 64: 62},
+    "forward with documents": {32: 128, 64: 68},
+    "states": {32: 56, 64: 34},
+    "back": {32: 136, 64: 76},
+    "local": {32: 38, 64: 22},
+    "local back": {32: 38, 64: 22},
+    "gradients": {32: 180, 64: 140},
+}
 SWEEP = "x B C D steps {}ends end_decays {}last x_batch b_batch c_batch length segments per_segment"
 
 
@@ -44,30 +76,88 @@ def sweeps(P, **more):
     back = sizes | dict(REVERSE=True, X_ROW=HEADS * HEADDIM)
 
     def sweep(title, arguments, constants, moved):
-        return kernel(f"{title}, {P} channels", "sweep", SWEEP.format(*arguments), constants, Q * P, moved,
-                      warps=4, instructions=BOUNDS[title][P], registers=128 if constants["LOCAL"] else 255, **more)
+        return kernel(
+            f"{title}, {P} channels",
+            "sweep",
+            SWEEP.format(*arguments),
+            constants,
+            Q * P,
+            moved,
+            warps=4,
+            instructions=BOUNDS[title][P],
+            registers=128 if constants["LOCAL"] else 255,
+            **more,
+        )
 
     return [
-        sweep("forward", ("", "out "), sizes | dict(documents=None, states=None), 2 * X + STEPS + 2 * MATRIX),
-        sweep("forward with documents", ("documents ", "out "), sizes | dict(states=None),
-              2 * X + STEPS + 2 * MATRIX + 4),
-        sweep("states", ("documents ", "states "), sizes | dict(out=None), X + STEPS + MATRIX + STATES),
+        sweep(
+            "forward",
+            ("", "out "),
+            sizes | dict(documents=None, states=None),
+            2 * X + STEPS + 2 * MATRIX,
+        ),
+        sweep(
+            "forward with documents",
+            ("documents ", "out "),
+            sizes | dict(states=None),
+            2 * X + STEPS + 2 * MATRIX + 4,
+        ),
+        sweep(
+            "states", ("documents ", "states "), sizes | dict(out=None), X + STEPS + MATRIX + STATES
+        ),
         sweep("back", ("documents ", "states out "), back, 2 * X + STEPS + 2 * MATRIX + STATES),
-        *(sweep(title, ("documents ", "out "), of | dict(states=None, LOCAL=True), X + STEPS + MATRIX)
-          for title, of in (("local", sizes), ("local back", back)))]
+        *(
+            sweep(
+                title,
+                ("documents ", "out "),
+                of | dict(states=None, LOCAL=True),
+                X + STEPS + MATRIX,
+            )
+            for title, of in (("local", sizes), ("local back", back))
+        ),
+    ]
 
 
 KERNELS = [
-    kernel("steps", "add_up", "dt A bias steps dt_batch dt_row length heads", dict(HEADS=8, Q=Q),
-           Q * 8 * HEADDIM, 2 * HEADS + STEPS, warps=4, registers=64, instructions=2.6),
-    *sweeps(32, ccs=(80, 86, 89, 90, 120)), *sweeps(64, ccs=(100,)),
-    *(kernel(f"gradients, {P} channels", "gradients",
-             "dy x B C steps documents entering leaving dB dC flows sums dy_batch x_batch b_batch c_batch length",
-             SIZES | dict(DY_ROW=HEADS * HEADDIM, BLOCK=BLOCK, K=D_STATE // PARTS, P=P, TILES=HEADDIM // P),
-             Q * HEADDIM, 2 * X + STEPS + 2 * MATRIX + 2 * STATES + FLOWS + 2 * SUMS, warps=8, ccs=ccs,
-             instructions=BOUNDS["gradients"][P])
-      for P, ccs in ((32, (80, 86, 89, 120)), (64, (90, 100)))),
-    kernel("finish", "finish", "dt A bias steps documents flows sums ddt totals dt_batch dt_row length "
-           "heads", dict(PARTS=PARTS, Q=Q), Q * HEADDIM, FLOWS + STEPS + 4 * HEADS, warps=1,
-           registers=168, instructions=9),
+    kernel(
+        "steps",
+        "add_up",
+        "dt A bias steps dt_batch dt_row length heads",
+        dict(HEADS=8, Q=Q),
+        Q * 8 * HEADDIM,
+        2 * HEADS + STEPS,
+        warps=4,
+        registers=64,
+        instructions=2.6,
+    ),
+    *sweeps(32, ccs=(80, 86, 89, 90, 120)),
+    *sweeps(64, ccs=(100,)),
+    *(
+        kernel(
+            f"gradients, {P} channels",
+            "gradients",
+            "dy x B C steps documents entering leaving dB dC flows sums dy_batch x_batch b_batch c_batch length",
+            SIZES
+            | dict(
+                DY_ROW=HEADS * HEADDIM, BLOCK=BLOCK, K=D_STATE // PARTS, P=P, TILES=HEADDIM // P
+            ),
+            Q * HEADDIM,
+            2 * X + STEPS + 2 * MATRIX + 2 * STATES + FLOWS + 2 * SUMS,
+            warps=8,
+            ccs=ccs,
+            instructions=BOUNDS["gradients"][P],
+        )
+        for P, ccs in ((32, (80, 86, 89, 120)), (64, (90, 100)))
+    ),
+    kernel(
+        "finish",
+        "finish",
+        "dt A bias steps documents flows sums ddt totals dt_batch dt_row length heads",
+        dict(PARTS=PARTS, Q=Q),
+        Q * HEADDIM,
+        FLOWS + STEPS + 4 * HEADS,
+        warps=1,
+        registers=168,
+        instructions=9,
+    ),
 ]

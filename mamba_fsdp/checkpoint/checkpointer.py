@@ -32,8 +32,16 @@ from mamba_fsdp.heartbeat import heart
 from mamba_fsdp.parallel.model import Shard
 from mamba_fsdp.parallel.world import World, attempt
 from mamba_fsdp.report.records import add_event
-from mamba_fsdp.run_layout import CHECKPOINTS, COMMIT, STATE, committed, rank_file, step_name, step_of
-from mamba_fsdp.storage import hidden_beside, patiently, sync_folder, write_atomically
+from mamba_fsdp.run_layout import (
+    CHECKPOINTS,
+    COMMIT,
+    STATE,
+    committed,
+    rank_file,
+    step_name,
+    step_of,
+)
+from mamba_fsdp.storage import hidden_beside, retry_io, sync_folder, write_atomically
 
 SECONDS_OF_SILENCE = 120.0  # without progress, after which nobody waits for a rank that writes
 
@@ -60,6 +68,7 @@ class Save:
 
 def _stalls(method):
     """A method of Checkpointer that training waits for, as `stall_seconds` tells."""
+
     @functools.wraps(method)
     def timed(self, *given, **named):
         outermost, self._since = not self._since, self._since or time.perf_counter()
@@ -68,6 +77,7 @@ def _stalls(method):
         finally:
             if outermost:
                 self._stalled, self._since = self._stood_still(), 0.0
+
     return timed
 
 
@@ -82,19 +92,39 @@ class Checkpointer:
     local_path: of the local tier (local.py); "" for none.
     """
 
-    def __init__(self, run_folder: str | Path, world: World, *, keep: int = 3, keep_every: int = 0,
-                 asynchronous: bool = True, report: Callable[[str], None] = print,
-                 check_ours: Callable[[], None] = lambda: None, local_path: str = ""):
+    def __init__(
+        self,
+        run_folder: str | Path,
+        world: World,
+        *,
+        keep: int = 3,
+        keep_every: int = 0,
+        asynchronous: bool = True,
+        report: Callable[[str], None] = print,
+        check_ours: Callable[[], None] = lambda: None,
+        local_path: str = "",
+    ):
         self.folder = Path(run_folder) / CHECKPOINTS
-        self.world, self.asynchronous, self.report, self.check_ours = world, asynchronous, report, check_ours
+        self.world, self.asynchronous, self.report, self.check_ours = (
+            world,
+            asynchronous,
+            report,
+            check_ours,
+        )
         self.retention = Retention(self.folder, keep, keep_every, report)
-        self.pending: dict[bool, Save] = {}  # of each tier (True: the local one), which do not wait for one another
+        self.pending: dict[
+            bool, Save
+        ] = {}  # of each tier (True: the local one), which do not wait for one another
         self.buffers: list[torch.Tensor] = []  # for the copies, kept over saves
-        self._stalled = self._told = self._since = 0.0  # seconds in all, those told; when it began to stand still
+        self._stalled = self._told = self._since = (
+            0.0  # seconds in all, those told; when it began to stand still
+        )
         self.last: Path | None = None
-        self.newest_step = -1  # of the newest checkpoint of either tier that it has resumed from or committed
+        self.newest_step = (
+            -1
+        )  # of the newest checkpoint of either tier that it has resumed from or committed
         self.only_local = False  # whether the run resumes from a local checkpoint and has saved no shared one since
-        self.world.on_rank0(lambda: patiently(self._make_ready, self.folder))
+        self.world.on_rank0(lambda: retry_io(self._make_ready, self.folder))
         self.local = LocalTier(local_path, run_folder, world, report) if local_path else None
 
     def newest(self, shards: Sequence[Shard] = ()) -> Path | None:
@@ -114,7 +144,10 @@ class Checkpointer:
         self.last = None  # what it has saved may be broken by now
         if not self.local:
             return self.newest(shards)
-        after, failure = self.world.on_rank0(lambda: _step([None, *committed(self.folder)][-1])), None
+        after, failure = (
+            self.world.on_rank0(lambda: _step([None, *committed(self.folder)][-1])),
+            None,
+        )
         found = self.local.fetch(after, shards)
         try:
             found = found or self.newest(shards)
@@ -130,15 +163,22 @@ class Checkpointer:
 
     def check_room(self, shards: Sequence[Shard]) -> None:
         """Says where there is room for one checkpoint only. Raises UserError on all ranks where there is none."""
+
         def check():
             free, needed = self._need_room("a checkpoint", shards)
-            if free < 2 * needed and len(committed(self.folder)) < self.retention.keep:  # else each makes room
-                self.report(f"warning    {self.folder} has room for one checkpoint only ({needed / 1e9:.3f} GB)")
+            if (
+                free < 2 * needed and len(committed(self.folder)) < self.retention.keep
+            ):  # else each makes room
+                self.report(
+                    f"warning    {self.folder} has room for one checkpoint only ({needed / 1e9:.3f} GB)"
+                )
 
         self.world.on_rank0(check)
 
     @_stalls
-    def save(self, step: int, shards: Sequence[Shard], state: dict[str, Any], local: bool = False) -> None:
+    def save(
+        self, step: int, shards: Sequence[Shard], state: dict[str, Any], local: bool = False
+    ) -> None:
         """Save `shards` (the same names on all ranks) and rank 0's `state`, a dict for JSON, as checkpoint of `step`.
 
         Raises UserError on all ranks when an earlier save failed, when space is short, or (not asynchronous) when this
@@ -151,17 +191,34 @@ class Checkpointer:
         shards = sorted(shards, key=lambda shard: not is_model(stored_name(shard.name)))
         pieces, least = [], min(shard.replicas for shard in shards)
         for turn, shard in enumerate(shards):
-            start, stop = part_to_write(shard.data.numel(), shard.replicas, shard.replica_index, turn)
-            if local and shard.replicas == self.world.size > least:  # in one file, so that a node needs but that one
+            start, stop = part_to_write(
+                shard.data.numel(), shard.replicas, shard.replica_index, turn
+            )
+            if (
+                local and shard.replicas == self.world.size > least
+            ):  # in one file, so that a node needs but that one
                 start, stop = 0, shard.data.numel() * (self.world.rank == 0)
             pieces.append((stored_name(shard.name), shard.start + start, shard.data[start:stop]))
         tier = self.local if local else None
-        partial = tier.folder / f".{step_name(step)}.partial" if tier else self.world.on_rank0(
-            lambda: patiently(lambda: self._make_partial(step, shards), self.folder))
-        tensors = {stored_name(shard.name): {"shape": list(shard.shape), "dtype": NAMES[shard.data.dtype],
-                                             "tied": list(shard.tied)} for shard in shards}
+        partial = (
+            tier.folder / f".{step_name(step)}.partial"
+            if tier
+            else self.world.on_rank0(
+                lambda: retry_io(lambda: self._make_partial(step, shards), self.folder)
+            )
+        )
+        tensors = {
+            stored_name(shard.name): {
+                "shape": list(shard.shape),
+                "dtype": NAMES[shard.data.dtype],
+                "tied": list(shard.tied),
+            }
+            for shard in shards
+        }
         told = packed([(start, tensor.numel()) for _, start, tensor in pieces])
-        save = Save(step, partial, json.loads(json.dumps(state)), tensors, told, tier, self._stood_still())
+        save = Save(
+            step, partial, json.loads(json.dumps(state)), tensors, told, tier, self._stood_still()
+        )
         self.pending[local] = save
         pieces = [piece for piece in pieces if piece[2].numel()]
         copy = self._start_copying(save, [tensor for _, _, tensor in pieces])
@@ -175,8 +232,12 @@ class Checkpointer:
         if not (self.asynchronous or on_gpu):
             return lambda: tensors
         save.buffers, self.buffers = self.buffers, []
-        if [(old.shape, old.dtype) for old in save.buffers] != [(new.shape, new.dtype) for new in tensors]:
-            save.buffers = [torch.empty(new.shape, dtype=new.dtype, pin_memory=on_gpu) for new in tensors]
+        if [(old.shape, old.dtype) for old in save.buffers] != [
+            (new.shape, new.dtype) for new in tensors
+        ]:
+            save.buffers = [
+                torch.empty(new.shape, dtype=new.dtype, pin_memory=on_gpu) for new in tensors
+            ]
         if on_gpu:
             beside, save.copied = torch.cuda.Stream(), torch.cuda.Event()
             beside.wait_stream(torch.cuda.current_stream())
@@ -191,6 +252,7 @@ class Checkpointer:
                 torch._foreach_copy_(save.buffers, tensors)  # one call, which needs no GIL
                 save.copied.set()
             return save.buffers
+
         return copies
 
     @_stalls
@@ -205,7 +267,9 @@ class Checkpointer:
 
     def stage(self, local: bool = False) -> tuple[int, int] | None:
         """How far the tier's save has come, the same on all ranks: what `is_writing` told holds for this stage."""
-        return (self.pending[local].step, self.pending[local].stage) if local in self.pending else None
+        return (
+            (self.pending[local].step, self.pending[local].stage) if local in self.pending else None
+        )
 
     @_stalls
     def settle(self, local: bool = False) -> None:
@@ -221,14 +285,18 @@ class Checkpointer:
                 save.outcome = self.world.beside(lambda: attempt(lambda: self._commit(save, told)))
             return
         if save.local and save.stage == 2:
-            kept = functools.partial(save.local.keep, save.step, save.partial, *self.world.broadcast_object(outcome))
+            kept = functools.partial(
+                save.local.keep, save.step, save.partial, *self.world.broadcast_object(outcome)
+            )
             save.outcome = self.world.beside(kept)
             return
         del self.pending[local]
         self.buffers = save.buffers
         if save.local:
             if failures := self.world.tell_all(outcome):
-                save.local.say(f"warning: a local checkpoint can't be saved, training continues: {joined(failures)}")
+                save.local.say(
+                    f"warning: a local checkpoint can't be saved, training continues: {joined(failures)}"
+                )
             else:
                 self.newest_step = max(self.newest_step, save.step)
             return
@@ -248,21 +316,28 @@ class Checkpointer:
         for local in tiers:
             while save := self.pending.get(local):
                 silent = self.world.run_local(functools.partial(self._stands_still, save, patient))
-                late = self.world.tell_all([f"rank {self.world.rank} on {socket.gethostname()}"] * silent)
+                late = self.world.tell_all(
+                    [f"rank {self.world.rank} on {socket.gethostname()}"] * silent
+                )
                 if late or not patient:
                     break
                 self.settle(local)
             if save and late:
-                error = StorageError(f"the {'local ' * local}checkpoint of step {save.step} is still being written: "
-                                     f"{', '.join(late[:4] + ['...'] * (len(late) > 4))} made no progress for "
-                                     f"{SECONDS_OF_SILENCE:g} s")
+                error = StorageError(
+                    f"the {'local ' * local}checkpoint of step {save.step} is still being written: "
+                    f"{', '.join(late[:4] + ['...'] * (len(late) > 4))} made no progress for "
+                    f"{SECONDS_OF_SILENCE:g} s"
+                )
                 if not save.local:
                     raise error
                 save.local.say(f"warning: {error}")
 
     def _stands_still(self, save, patient):
         while not save.outcome.done():
-            silent = self.asynchronous and time.monotonic() - max(heart.beside, save.began) > SECONDS_OF_SILENCE
+            silent = (
+                self.asynchronous
+                and time.monotonic() - max(heart.beside, save.began) > SECONDS_OF_SILENCE
+            )
             if silent or not patient:
                 return silent
             wait([save.outcome], timeout=min(1.0, SECONDS_OF_SILENCE))
@@ -274,7 +349,9 @@ class Checkpointer:
         return self._told - before
 
     def _stood_still(self):
-        return self._stalled + (time.perf_counter() - since if (since := self._since) else 0.0)  # for two threads
+        return self._stalled + (
+            time.perf_counter() - since if (since := self._since) else 0.0
+        )  # for two threads
 
     def _write(self, save, pieces, copy):
         """Write this rank's file. Runs in a thread and therefore talks to no other rank, but as the local tier may.
@@ -286,14 +363,22 @@ class Checkpointer:
             if save.local:
                 save.partial.mkdir(exist_ok=True)
             model_pieces = sum(is_model(name) for name, _, _ in pieces)
-            written = patiently(lambda: write_pieces(path, pieces, model_pieces, from_disk=self.asynchronous), path)
+            written = retry_io(
+                lambda: write_pieces(path, pieces, model_pieces, from_disk=self.asynchronous), path
+            )
             sync_folder(save.partial)
             outcome = {"file": path.name, **written}
         except StorageError as error:
             outcome = {"error": StorageError(f"{where}: {error}")}
         except BaseException as error:
-            said = error.strerror if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
-            hint = " (do all nodes share the run folder's storage?)" if isinstance(error, FileNotFoundError) else ""
+            said = (
+                error.strerror if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
+            )
+            hint = (
+                " (do all nodes share the run folder's storage?)"
+                if isinstance(error, FileNotFoundError)
+                else ""
+            )
             outcome = {"error": UserError(f"{where}: {path}: {said}{hint}")}
         if save.local:
             outcome["no_copy"] = save.local.copy_to_neighbour(path)
@@ -310,8 +395,10 @@ class Checkpointer:
         needed = sum(math.prod(shard.shape) * shard.data.element_size() for shard in shards)
         free = shutil.disk_usage(self.folder).free
         if free < needed:
-            raise UserError(f"{what} needs {needed / 1e9:.3f} GB, but {self.folder} has only {free / 1e9:.3f} GB free; "
-                            "make room, keep fewer checkpoints or choose another folder")
+            raise UserError(
+                f"{what} needs {needed / 1e9:.3f} GB, but {self.folder} has only {free / 1e9:.3f} GB free; "
+                "make room, keep fewer checkpoints or choose another folder"
+            )
         return free, needed
 
     def _make_partial(self, step, shards):
@@ -327,14 +414,23 @@ class Checkpointer:
         missing = [why for outcome, _ in told if (why := outcome.pop("no_copy", ""))]
         try:
             size = self._complete(save, told)
-            result = (save.local.texts(save.step, save.partial, missing) if save.local
-                      else self.retention.place(save.partial, save.step))
+            result = (
+                save.local.texts(save.step, save.partial, missing)
+                if save.local
+                else self.retention.place(save.partial, save.step)
+            )
         except BaseException:  # what is left takes the room that the next attempt needs
             delete(save.partial)
             raise
-        add_event(self.folder.parent, "checkpoint", save.step, bytes=size,
-                  seconds=round(time.monotonic() - save.began, 3), tier="local" if save.local else "shared",
-                  stall_seconds=round(self._stood_still() - save.stood_still, 3))
+        add_event(
+            self.folder.parent,
+            "checkpoint",
+            save.step,
+            bytes=size,
+            seconds=round(time.monotonic() - save.began, 3),
+            tier="local" if save.local else "shared",
+            stall_seconds=round(self._stood_still() - save.stood_still, 3),
+        )
         return result
 
     def _complete(self, save, told):
@@ -343,16 +439,24 @@ class Checkpointer:
         errors = [outcome["error"] for outcome in outcomes if "error" in outcome]
         if errors:
             raise joined(errors, f"the checkpoint of step {save.step} could not be saved: ")
-        layouts, numbers = find_layouts([pieces for _, pieces in told],
-                                        [math.prod(entry["shape"]) for entry in save.tensors.values()])
+        layouts, numbers = find_layouts(
+            [pieces for _, pieces in told],
+            [math.prod(entry["shape"]) for entry in save.tensors.values()],
+        )
         for (name, entry), number in zip(save.tensors.items(), numbers):
             assert number is not None, f"the ranks did not write the whole of {name}"
             entry["layout"] = number
         files = {outcome.pop("file"): outcome for outcome in outcomes}
-        content = {**CHECKPOINT.header(), "step": save.step, "state": save.state, "files": list(files),
-                   "layouts": layouts, "tensors": save.tensors}
+        content = {
+            **CHECKPOINT.header(),
+            "step": save.step,
+            "state": save.state,
+            "files": list(files),
+            "layouts": layouts,
+            "tensors": save.tensors,
+        }
         write_atomically(save.partial / STATE, json.dumps(content))
-        files[STATE] = patiently(lambda: checksum(save.partial / STATE), save.partial / STATE)
+        files[STATE] = retry_io(lambda: checksum(save.partial / STATE), save.partial / STATE)
         commit = {**CHECKPOINT.header(), "step": save.step, "files": files}
         write_atomically(save.partial / COMMIT, json.dumps(commit, indent=1))
         self.check_ours()

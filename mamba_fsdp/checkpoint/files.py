@@ -28,14 +28,23 @@ from mamba_fsdp.conventions import SAFETENSORS_DTYPES
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.heartbeat import heart
 from mamba_fsdp.parallel.model import Shard
-from mamba_fsdp.storage import patiently
+from mamba_fsdp.storage import retry_io
 from mamba_fsdp.untrusted import parse_object
 
 NAMES = {dtype: name for name, dtype in SAFETENSORS_DTYPES.items()}
 BLOCK = 1 << 24  # bytes that are written or read at a time
-BROKEN = (EOFError, ValueError, LookupError, TypeError, AttributeError, OverflowError)  # what odd headers lead to
+BROKEN = (
+    EOFError,
+    ValueError,
+    LookupError,
+    TypeError,
+    AttributeError,
+    OverflowError,
+)  # what odd headers lead to
 LONGEST_HEADER = 100_000_000  # bytes, as the format has it: what a damaged length says is not read
-FLUSH = 1 << 28  # bytes that are flushed at a time: one flush of a whole file could look like a hang
+FLUSH = (
+    1 << 28
+)  # bytes that are flushed at a time: one flush of a whole file could look like a hang
 
 
 class _Crc32:  # as versions 1 and 2 have it
@@ -51,8 +60,12 @@ class _Crc32:  # as versions 1 and 2 have it
 HASHES = {"xxh3": xxhash.xxh3_64, "crc32": _Crc32}
 
 
-def write_pieces(path: Path, pieces: Sequence[tuple[str, int, torch.Tensor]], model_pieces: int = 0,
-                 from_disk: bool = True) -> dict[str, Any]:
+def write_pieces(
+    path: Path,
+    pieces: Sequence[tuple[str, int, torch.Tensor]],
+    model_pieces: int = 0,
+    from_disk: bool = True,
+) -> dict[str, Any]:
     """Write `pieces`, a list of (tensor name, start, 1-D CPU tensor), durably, and read them back, `from_disk` or not.
 
     Returns what `checksum` does, and as "model" the same of the file's first part: the header and the first
@@ -60,14 +73,24 @@ def write_pieces(path: Path, pieces: Sequence[tuple[str, int, torch.Tensor]], mo
     """
     header, position = {}, 0
     for name, start, tensor in pieces:
-        header[f"{name}@{start}"] = {"dtype": NAMES[tensor.dtype], "shape": [tensor.numel()],
-                                     "data_offsets": [position, position + tensor.nbytes]}
+        header[f"{name}@{start}"] = {
+            "dtype": NAMES[tensor.dtype],
+            "shape": [tensor.numel()],
+            "data_offsets": [position, position + tensor.nbytes],
+        }
         position += tensor.nbytes
     head = json.dumps(header).encode()
     head += b" " * (-len(head) % 8)
-    contents = [len(head).to_bytes(8, "little") + head, *(tensor.view(torch.uint8).numpy() for _, _, tensor in pieces)]
-    model_bytes = sum(len(content) for content in contents[:1 + model_pieces])
-    blocks = [memoryview(content)[at:at + BLOCK] for content in contents for at in range(0, len(content), BLOCK)]
+    contents = [
+        len(head).to_bytes(8, "little") + head,
+        *(tensor.view(torch.uint8).numpy() for _, _, tensor in pieces),
+    ]
+    model_bytes = sum(len(content) for content in contents[: 1 + model_pieces])
+    blocks = [
+        memoryview(content)[at : at + BLOCK]
+        for content in contents
+        for at in range(0, len(content), BLOCK)
+    ]
     written, read, size, flushed = HASHES["xxh3"](), HASHES["xxh3"](), 0, 0
     checks: list[AsyncResult[None]] = []  # at most one: so far may writing be ahead of flushing
 
@@ -80,7 +103,11 @@ def write_pieces(path: Path, pieces: Sequence[tuple[str, int, torch.Tensor]], mo
             _flush(file)
 
     # Over what an attempt that failed has left. Small blocks are gathered in the buffer, large ones pass it by.
-    with (open(path, "wb", buffering=1 << 20) as file, open(path, "rb", buffering=0) as back, ThreadPool(1) as second):
+    with (
+        open(path, "wb", buffering=1 << 20) as file,
+        open(path, "rb", buffering=0) as back,
+        ThreadPool(1) as second,
+    ):
         for block in blocks:
             file.write(block)
             _drop(file, size, size + len(block))
@@ -111,22 +138,43 @@ def _drop(file, start, stop):
         os.posix_fadvise(file.fileno(), start, stop - start, os.POSIX_FADV_DONTNEED)
 
 
-def checksum(path: Path, limit: int = sys.maxsize, kind: str = "xxh3",
-             wanted: dict[str, Shard] | None = None) -> dict[str, int | str]:
+def checksum(
+    path: Path, limit: int = sys.maxsize, kind: str = "xxh3", wanted: dict[str, Shard] | None = None
+) -> dict[str, int | str]:
     """{"bytes": size, kind: checksum} of a file, or of its first `limit` bytes. Raises OSError. wanted: name -> shard,
     filled on the way with the elements of it that are read, which its `filled` then names."""
-    found, size, at_once, pieces = HASHES[kind](), 0, min(BLOCK, 1 << 20), []  # a block stays in the processor's cache
+    found, size, at_once, pieces = (
+        HASHES[kind](),
+        0,
+        min(BLOCK, 1 << 20),
+        [],
+    )  # a block stays in the processor's cache
     with FileIO(path) as file, contextlib.suppress(EOFError):
-        with contextlib.suppress(*BROKEN):  # nobody has verified the header yet: where it is odd, nothing is filled
-            pieces = [(wanted[name], *rest) for name, *rest in _pieces(file) if name in wanted] if wanted else []
+        with contextlib.suppress(
+            *BROKEN
+        ):  # nobody has verified the header yet: where it is odd, nothing is filled
+            pieces = (
+                [(wanted[name], *rest) for name, *rest in _pieces(file) if name in wanted]
+                if wanted
+                else []
+            )
         file.seek(0)
         for shard, start, count, position, dtype in pieces:
             low, high = max(start, shard.start), min(start + count, shard.start + len(shard.data))
-            position, bytes_ = position + (low - start) * dtype.itemsize, (high - low) * dtype.itemsize
+            position, bytes_ = (
+                position + (low - start) * dtype.itemsize,
+                (high - low) * dtype.itemsize,
+            )
             if bytes_ > 0 and size <= position <= limit - bytes_:
                 size += _update(found, file, position - size)
-                for part in shard.data[low - shard.start:high - shard.start].split(at_once // dtype.itemsize):
-                    block = part if part.is_cpu and part.dtype == dtype else torch.empty(part.shape, dtype=dtype)
+                for part in shard.data[low - shard.start : high - shard.start].split(
+                    at_once // dtype.itemsize
+                ):
+                    block = (
+                        part
+                        if part.is_cpu and part.dtype == dtype
+                        else torch.empty(part.shape, dtype=dtype)
+                    )
                     found.update(_exactly(file, block.view(torch.uint8).numpy()))
                     part.copy_(block)
                 size += bytes_
@@ -138,7 +186,7 @@ def checksum(path: Path, limit: int = sys.maxsize, kind: str = "xxh3",
 def _update(found, file, limit):
     """Add up to `limit` bytes of the file, from where it stands, to the checksum. Returns how many there were."""
     size, block = 0, memoryview(bytearray(min(BLOCK, 1 << 20, limit)))
-    while count := file.readinto(block[:limit - size]):
+    while count := file.readinto(block[: limit - size]):
         found.update(block[:count])
         size += count
         heart.beat()
@@ -147,13 +195,24 @@ def _update(found, file, limit):
 
 def _pieces(file):
     """(tensor's name, start, count, position in the file, dtype) of each piece. Raises BROKEN where its header is."""
-    size, head = os.fstat(file.fileno()).st_size, 8 + int.from_bytes(_exactly(file, bytearray(8)), "little")
+    size, head = (
+        os.fstat(file.fileno()).st_size,
+        8 + int.from_bytes(_exactly(file, bytearray(8)), "little"),
+    )
     if head > min(size, 8 + LONGEST_HEADER):
         raise EOFError
     for key, entry in parse_object(_exactly(file, bytearray(head - 8))).items():
         name, _, start = key.rpartition("@")
-        (count,), position, dtype = entry["shape"], head + entry["data_offsets"][0], SAFETENSORS_DTYPES[entry["dtype"]]
-        if {type(count), type(position)} != {int} or count < 0 or not head <= position <= size - count * dtype.itemsize:
+        (count,), position, dtype = (
+            entry["shape"],
+            head + entry["data_offsets"][0],
+            SAFETENSORS_DTYPES[entry["dtype"]],
+        )
+        if (
+            {type(count), type(position)} != {int}
+            or count < 0
+            or not head <= position <= size - count * dtype.itemsize
+        ):
             raise ValueError
         yield name, int(start), count, position, dtype
 
@@ -169,26 +228,34 @@ class PieceReader:
         self.folder, self.numbers = folder, {name: number for number, name in enumerate(names)}
         self.most_open = max(16, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4)
         self.open_files: dict[str, FileIO] = {}  # the one read last comes last
-        self.places: dict[str, array[int]] = {}  # of a file: start, count and position of each tensor's piece
+        self.places: dict[
+            str, array[int]
+        ] = {}  # of a file: start, count and position of each tensor's piece
 
     def read(self, file: str, name: str, start: int, offset: int, target: torch.Tensor) -> None:
         """Fill `target`, a 1-D CPU tensor, with the elements from `offset` on of the piece `name`@`start`."""
         path = self.folder / file
         try:
-            patiently(lambda: self._read(path, name, start, offset, target), path)
+            retry_io(lambda: self._read(path, name, start, offset, target), path)
         except OSError as error:
             raise UserError(f"can't read {path}: {error.strerror}") from None
         except BROKEN:
-            raise UserError(f"{path} is broken: it is cut short, or its header is not what was written") from None
+            raise UserError(
+                f"{path} is broken: it is cut short, or its header is not what was written"
+            ) from None
 
     def _read(self, path, name, start, offset, target):
         file, number = path.name, 3 * self.numbers[name]
-        opened = self.open_files.pop(file, None) or open(path, "rb", buffering=0)  # anew where it could not be read
+        opened = self.open_files.pop(file, None) or open(
+            path, "rb", buffering=0
+        )  # anew where it could not be read
         if file not in self.places:
             self.places[file] = self._read_places(opened)
-        there, count, position = self.places[file][number:number + 3]
+        there, count, position = self.places[file][number : number + 3]
         if there != start or offset + target.numel() > count:
-            raise UserError(f"{path} is broken: it lacks the piece of {name} that starts at {start}")
+            raise UserError(
+                f"{path} is broken: it lacks the piece of {name} that starts at {start}"
+            )
         opened.seek(position + offset * target.element_size())
         _exactly(opened, target.view(torch.uint8).numpy())
         self.open_files[file] = opened
@@ -196,9 +263,13 @@ class PieceReader:
             self.open_files.pop(next(iter(self.open_files))).close()
 
     def _read_places(self, opened):
-        places = array("q", bytes(24 * len(self.numbers)))  # far less than the header: there may be thousands of files
+        places = array(
+            "q", bytes(24 * len(self.numbers))
+        )  # far less than the header: there may be thousands of files
         for name, start, count, position, _ in _pieces(opened):
-            places[3 * (number := self.numbers[name]):3 * number + 3] = array("q", [start, count, position])
+            places[3 * (number := self.numbers[name]) : 3 * number + 3] = array(
+                "q", [start, count, position]
+            )
         return places
 
 

@@ -32,10 +32,14 @@ def packed(pieces: Sequence[tuple[int, int]]) -> bytes:
     return zlib.compress(np.array(pieces, dtype="<i8").tobytes())
 
 
-def find_layouts(told: Sequence[bytes], sizes: Sequence[int]) -> tuple[list[Layout], list[int | None]]:
+def find_layouts(
+    told: Sequence[bytes], sizes: Sequence[int]
+) -> tuple[list[Layout], list[int | None]]:
     """(the distinct layouts, for each tensor the number of its own), from what each rank told; None for a tensor whose
     pieces are not the whole of it. sizes: elements of each tensor. The file of a piece is the rank's number."""
-    ranks = np.array([np.frombuffer(zlib.decompress(pieces), dtype="<i8").reshape(-1, 2) for pieces in told])
+    ranks = np.array(
+        [np.frombuffer(zlib.decompress(pieces), dtype="<i8").reshape(-1, 2) for pieces in told]
+    )
     layouts: list[Layout] = []
     number_of: dict[tuple[int, bytes], int | None] = {}
     numbers = []
@@ -51,7 +55,9 @@ def find_layouts(told: Sequence[bytes], sizes: Sequence[int]) -> tuple[list[Layo
     return layouts, numbers
 
 
-def overlaps(start: int, stop: int, starts: Sequence[int], size: int) -> Iterator[tuple[int, int, int, int]]:
+def overlaps(
+    start: int, stop: int, starts: Sequence[int], size: int
+) -> Iterator[tuple[int, int, int, int]]:
     """Where the elements [start, stop) lie: (number of a piece, offset in it, offset from `start`, count), in turn.
 
     starts: those of the pieces, which tile the `size` elements of the tensor.

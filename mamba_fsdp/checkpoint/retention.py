@@ -30,12 +30,18 @@ class Retention:
     """The folder of a run's checkpoints. keep: how many committed ones stay; of those that `every` divides the steps
     into, the first of each part after the first stays for ever (0: none). broken: names of those found broken."""
 
-    def __init__(self, folder: Path, keep: int, every: int = 0, report: Callable[[str], None] = print):
+    def __init__(
+        self, folder: Path, keep: int, every: int = 0, report: Callable[[str], None] = print
+    ):
         assert keep >= 1
         self.folder, self.keep, self.every, self.report = folder, keep, every, report
         self.broken: set[str] = set()
-        self.signs: dict[tuple[str, int], float] = {}  # of readers: (file, time in it) -> when it was first seen
-        self.left: list[Path] = []  # what was unfinished at the start, and whose writer may have lived
+        self.signs: dict[
+            tuple[str, int], float
+        ] = {}  # of readers: (file, time in it) -> when it was first seen
+        self.left: list[
+            Path
+        ] = []  # what was unfinished at the start, and whose writer may have lived
 
     def clean(self) -> None:
         """Make the folder, and remove what killed saves left there and among the run's models."""
@@ -59,19 +65,27 @@ class Retention:
         path = self.folder
         try:
             self.left = remove_left_over(self.left, self.report, self.signs)
-            whole = [path for path in committed(self.folder) if path.name not in self.broken or path == newest]
+            whole = [
+                path
+                for path in committed(self.folder)
+                if path.name not in self.broken or path == newest
+            ]
             self._keep_for_ever(whole)
-            for path in whole[:-self.keep]:
+            for path in whole[: -self.keep]:
                 if path != newest and not exists(path / KEPT) and not is_read(path, self.signs):
                     self.remove(path, unless_read=True)
         except (OSError, StorageError) as error:
-            self.report(f"warning: can't remove the old checkpoint {path}: {getattr(error, 'strerror', error)}")
+            self.report(
+                f"warning: can't remove the old checkpoint {path}: {getattr(error, 'strerror', error)}"
+            )
 
     def remove(self, path: Path, unless_read: bool = False) -> None:
         """Remove a checkpoint so that half a removal never looks like one."""
         hidden = hidden_beside(path)
         move(path, hidden)
-        if unless_read and is_read(hidden, self.signs):  # by one that came between the look and the move
+        if unless_read and is_read(
+            hidden, self.signs
+        ):  # by one that came between the look and the move
             move(hidden, path)
         else:
             delete(hidden)
@@ -120,9 +134,13 @@ def new_folder(out: Path) -> Iterator[Path]:
     disk, and is removed where it fails. What killed processes left of an earlier attempt is removed first. Raises
     UserError where `out` exists or the disk refuses."""
     found, say = left_over(out.parent, re.escape(out.name)), partial(print, file=sys.stderr)
-    time.sleep(bool(found))  # one that has only just been made, or is just given its name, shows it by then
+    time.sleep(
+        bool(found)
+    )  # one that has only just been made, or is just given its name, shows it by then
     for path in remove_left_over(found, say, {}):
-        say(f"{path} is another process's, which still writes, or was killed on another machine: remove it then")
+        say(
+            f"{path} is another process's, which still writes, or was killed on another machine: remove it then"
+        )
     if out.exists():
         raise UserError(f"{out} exists already; name a new folder, or remove it first")
     unfinished = hidden_beside(out)
@@ -148,15 +166,18 @@ until_the_end = contextlib.ExitStack()  # what this process holds as long as it 
 atexit.register(until_the_end.close)
 
 
-def remove_left_over(found: Sequence[Path], report: Callable[[str], None], signs: dict[tuple[str, int], float]
-                     ) -> list[Path]:
+def remove_left_over(
+    found: Sequence[Path], report: Callable[[str], None], signs: dict[tuple[str, int], float]
+) -> list[Path]:
     """Remove what killed processes left of these folders, beside each other, and say so. signs: see is_read. Returns
     those whose writer may live."""
     there = [path for path in found if exists(path)]  # else it has its name by now
     written = [path for path in there if is_read(path, signs)]
     if gone := sorted({*there} - {*written}):
-        report(f"cleaned    {len(gone)} unfinished, of killed processes, removed from {gone[0].parent}: "
-               f"{sum(map(size_of, gone)) / 1e9:.3f} GB")
+        report(
+            f"cleaned    {len(gone)} unfinished, of killed processes, removed from {gone[0].parent}: "
+            f"{sum(map(size_of, gone)) / 1e9:.3f} GB"
+        )
         list(map(delete, gone))
     return written
 

@@ -15,9 +15,11 @@ from mamba_fsdp.errors import UserError
 from mamba_fsdp.parallel.world import World
 
 # What a person types who trusts a file that holds programs. It runs them.
-CONVERSION = ("""python -c "import torch; keep = lambda v: keep(v.state_dict()) if hasattr(v, 'state_dict') else """
-              "{{k: keep(w) for k, w in v.items()}} if isinstance(v, dict) else v if torch.is_tensor(v) else None; "
-              """torch.save(keep(torch.load('{path}', 'cpu', weights_only=False)), '{path}.weights.pth')\"""")
+CONVERSION = (
+    """python -c "import torch; keep = lambda v: keep(v.state_dict()) if hasattr(v, 'state_dict') else """
+    "{{k: keep(w) for k, w in v.items()}} if isinstance(v, dict) else v if torch.is_tensor(v) else None; "
+    """torch.save(keep(torch.load('{path}', 'cpu', weights_only=False)), '{path}.weights.pth')\""""
+)
 
 
 @dataclass
@@ -44,26 +46,47 @@ def open_tensors(path: str | Path, world: World) -> Tensors:
     if not path.is_dir():
         return world.on_all_ranks(lambda: _open_pth(path))
     reader = Reader(path, world.on_rank0(lambda: read_state(path)))
-    own = {name.removeprefix("model/"): entry for name, entry in reader.tensors.items() if is_model(name)}
-    return Tensors(path, {name: tuple(entry["shape"]) for name, entry in own.items()},
-                   {other: name for name, entry in own.items() for other in entry["tied"]},
-                   lambda name, start, stop: reader.read(f"model/{name}", start, stop))
+    own = {
+        name.removeprefix("model/"): entry
+        for name, entry in reader.tensors.items()
+        if is_model(name)
+    }
+    return Tensors(
+        path,
+        {name: tuple(entry["shape"]) for name, entry in own.items()},
+        {other: name for name, entry in own.items() for other in entry["tied"]},
+        lambda name, start, stop: reader.read(f"model/{name}", start, stop),
+    )
 
 
 def _open_pth(path):
     try:
         # Mapped, so that only what is read is loaded; files from before torch 1.6 can't be.
-        content = torch.load(str(path), map_location="cpu", weights_only=True, mmap=_refuse_programs(path))
+        content = torch.load(
+            str(path), map_location="cpu", weights_only=True, mmap=_refuse_programs(path)
+        )
         found = dict(_tensors_in(content))
     except OSError as error:
         raise UserError(f"can't read {path}: {error.strerror}") from None
     except (RuntimeError, EOFError):  # whose words are torch's own affairs
-        raise UserError(f"{path} ({path.stat().st_size:,} bytes) is cut short or damaged; copy or download it "
-                        "again") from None
-    except (pickle.UnpicklingError, ValueError, TypeError, AttributeError, LookupError, OverflowError, AssertionError):
-        raise UserError(f"{path} is damaged or holds more than tensors and plain values, which only its own program "
-                        "reads. Where you trust it, save its tensors alone: "
-                        f"{CONVERSION.format(path=path)}") from None
+        raise UserError(
+            f"{path} ({path.stat().st_size:,} bytes) is cut short or damaged; copy or download it "
+            "again"
+        ) from None
+    except (
+        pickle.UnpicklingError,
+        ValueError,
+        TypeError,
+        AttributeError,
+        LookupError,
+        OverflowError,
+        AssertionError,
+    ):
+        raise UserError(
+            f"{path} is damaged or holds more than tensors and plain values, which only its own program "
+            "reads. Where you trust it, save its tensors alone: "
+            f"{CONVERSION.format(path=path)}"
+        ) from None
     if not found:
         raise UserError(f"{path} is no dict of tensors by parameter name")
     shapes = {name: tuple(tensor.shape) for name, tensor in found.items()}
@@ -86,8 +109,12 @@ def _refuse_programs(path):
     # The reader that torch.load itself asks, so that both see the same archive.
     script = zipped and "constants.pkl" in torch._C.PyTorchFileReader(str(path)).get_all_records()
     if script or not zipped and tarfile.is_tarfile(path):
-        raise UserError(f"{path} is a {'TorchScript' if script else 'tar'} archive, which may hold programs; "
-                        "save its state dict with torch.save")
+        raise UserError(
+            f"{path} is a {'TorchScript' if script else 'tar'} archive, which may hold programs; "
+            "save its state dict with torch.save"
+        )
     if begin and not zipped and begin[0] != 0x80:  # with which each pickle of torch.save begins
-        raise UserError(f"{path} holds no weights: it is neither a safetensors file nor one of torch.save")
+        raise UserError(
+            f"{path} holds no weights: it is neither a safetensors file nor one of torch.save"
+        )
     return zipped

@@ -27,5 +27,8 @@ def make_missing_builtin(data: DataConfig) -> None:
     if folder := missing_builtin(data):
         from mamba_fsdp.data import text, tokenize  # late: most runs don't need them
 
-        print(f"making {data.dataset_path} from the source of a Python library, for a first try", flush=True)
+        print(
+            f"making {data.dataset_path} from the source of a Python library, for a first try",
+            flush=True,
+        )
         tokenize.make_dataset(text.open_source("builtin", DatasetConfig()), folder)

@@ -16,7 +16,13 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from config.dataset_config import DatasetConfig
-from mamba_fsdp.data.documents import BYTE_ORDER_MARK, CONVERT, TextBlock, check_column, separator_of
+from mamba_fsdp.data.documents import (
+    BYTE_ORDER_MARK,
+    CONVERT,
+    TextBlock,
+    check_column,
+    separator_of,
+)
 from mamba_fsdp.data.foreign import arrow
 from mamba_fsdp.errors import UserError, first_line
 
@@ -31,8 +37,9 @@ GOOD_CUTS = (re.compile(rb"(?<=\S\n)(?=\S)"), re.compile(rb"(?<=\S)(?= \S)"))
 SIGNS, BRACKETS, QUOTE = re.compile(rb'["[\]{,]'), re.compile(rb'["[\]{}]'), re.compile(rb'"')
 
 
-def read_blocks(path: str, kind: str, options: DatasetConfig, start: int | None = 0,
-                end: int | None = None) -> Iterator[TextBlock]:
+def read_blocks(
+    path: str, kind: str, options: DatasetConfig, start: int | None = 0, end: int | None = None
+) -> Iterator[TextBlock]:
     """Of a file, from `start` to `end`, both as `place_to_cut` gives them. Raises UserError."""
     column = options.text_column
     with _named_errors(path, kind):
@@ -41,7 +48,9 @@ def read_blocks(path: str, kind: str, options: DatasetConfig, start: int | None 
         elif kind in ("text", "json"):
             yield from cut_blocks(path, kind, separator_of(options), start or 0, end)
         else:
-            batches = {"parquet": _parquet_batches, "arrow": _arrow_batches, "csv": _csv_batches}[kind]
+            batches = {"parquet": _parquet_batches, "arrow": _arrow_batches, "csv": _csv_batches}[
+                kind
+            ]
             yield from table_blocks(path, column, batches(path, column, start, end))
 
 
@@ -53,13 +62,29 @@ def place_to_cut(path: str, kind: str, options: DatasetConfig, at: float) -> int
         return None if at > 0 else 0
     with _named_errors(path, kind):
         if kind in ("parquet", "arrow"):
-            shares = _groups_of_parquet(path) if kind == "parquet" else itertools.chain(
-                [0.0], (done for _, _, done in _arrow_batches(path, options.text_column)))
-            return next((number for number, before in enumerate(shares) if before * size >= at), None)
-        separator = re.compile(b"\n") if kind == "json" else separator_of(options) if kind == "text" else None
+            shares = (
+                _groups_of_parquet(path)
+                if kind == "parquet"
+                else itertools.chain(
+                    [0.0], (done for _, _, done in _arrow_batches(path, options.text_column))
+                )
+            )
+            return next(
+                (number for number, before in enumerate(shares) if before * size >= at), None
+            )
+        separator = (
+            re.compile(b"\n")
+            if kind == "json"
+            else separator_of(options)
+            if kind == "text"
+            else None
+        )
         if not separator or _compression(path) or kind == "json" and _is_list(path):
             return None
-        with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+        with (
+            open(path, "rb") as file,
+            mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content,
+        ):
             match = separator.search(content, int(at))
             return match.end() if match and match.end() < size else None
 
@@ -94,7 +119,9 @@ def _stretches(path, start=0, end=None):
     with open(path, "rb") as file, _unpacked(path, file) as data:
         if start:
             data.seek(start)
-        while stretch := data.read(BLOCK_BYTES if end is None else min(BLOCK_BYTES, end - data.tell())):
+        while stretch := data.read(
+            BLOCK_BYTES if end is None else min(BLOCK_BYTES, end - data.tell())
+        ):
             yield stretch, file.tell() / size
 
 
@@ -113,11 +140,19 @@ def grouped(items: Iterable[Item], size: Callable[[Item], int], most: int) -> It
 
 # ---------------------------------------------------------------- text and JSON lines
 
-def cut_blocks(path: str, kind: str, separator: re.Pattern[bytes] | None, start: int = 0,
-               end: int | None = None) -> Iterator[TextBlock]:
+
+def cut_blocks(
+    path: str,
+    kind: str,
+    separator: re.Pattern[bytes] | None,
+    start: int = 0,
+    end: int | None = None,
+) -> Iterator[TextBlock]:
     """Of text, whose documents `separator` parts, or of JSON lines."""
     record, offset, inside = 1, start, False
-    for data, open, done in _cut(path, start, end, _cut_lines if kind == "json" else partial(_cut_text, separator)):
+    for data, open, done in _cut(
+        path, start, end, _cut_lines if kind == "json" else partial(_cut_text, separator)
+    ):
         yield TextBlock(path, kind, data, done, len(data), record, offset, inside, open, start)
         record, offset, inside = record + data.count(b"\n"), offset + len(data), open
 
@@ -167,6 +202,7 @@ def cut_words(window: bytes) -> int:
 
 # ---------------------------------------------------------------- a JSON file that is one list
 
+
 def _is_list(path):
     beginning = next((data for data, _ in _stretches(path) if data.strip()), b"")
     return beginning.removeprefix(BYTE_ORDER_MARK).lstrip().startswith(b"[")
@@ -174,13 +210,17 @@ def _is_list(path):
 
 def _list_blocks(path):
     record = 1
-    for group in grouped(list_elements(path, _stretches(path)), lambda element: len(element[0]), BLOCK_BYTES):
+    for group in grouped(
+        list_elements(path, _stretches(path)), lambda element: len(element[0]), BLOCK_BYTES
+    ):
         elements = [element for element, _ in group]
         yield TextBlock(path, "json", elements, group[-1][1], sum(map(len, elements)), record)
         record += len(group)
 
 
-def list_elements(path: str, stretches: Iterator[tuple[bytes, float]]) -> Iterator[tuple[bytes, float]]:
+def list_elements(
+    path: str, stretches: Iterator[tuple[bytes, float]]
+) -> Iterator[tuple[bytes, float]]:
     """Yields (an element, unparsed; share of the file read), in the memory of the longest. stretches: (bytes, share)
     from the beginning on. Raises UserError for a list without an end, or with something behind it."""
     buffer, at, depth, quoted, record = bytearray(), 0, 0, False, 1
@@ -203,10 +243,14 @@ def list_elements(path: str, stretches: Iterator[tuple[bytes, float]]) -> Iterat
             depth += (found in b"[{") - (found in b"]}")
             if depth == 0:
                 if buffer.strip() or any(data.strip() for data, _ in stretches):
-                    raise UserError(f"{path}: something stands behind the list's end, after record {record - 1}")
+                    raise UserError(
+                        f"{path}: something stands behind the list's end, after record {record - 1}"
+                    )
                 return
         at = len(buffer)
-    raise UserError(f"{path}: record {record} is no valid JSON (the list has no end; is the file truncated?)")
+    raise UserError(
+        f"{path}: record {record} is no valid JSON (the list has no end; is the file truncated?)"
+    )
 
 
 def _is_escaped(buffer, at):
@@ -219,12 +263,13 @@ def _is_escaped(buffer, at):
 
 # ---------------------------------------------------------------- tables
 
+
 def table_blocks(name: str, column: str, batches: Iterator[tuple]) -> Iterator[TextBlock]:
     """A column's rows. batches: (rows before, an Arrow table or batch, `done` behind it)."""
     for before, batch, done in batches:
         array = _column_of(name, column, batch)
         for start in range(0, len(array), ROWS):
-            rows = _values(array[start:start + ROWS])
+            rows = _values(array[start : start + ROWS])
             size = sum(len(row) for row in rows if row is not None)
             yield TextBlock(name, "rows", rows, done, size, before + start + 1)
 
@@ -236,8 +281,9 @@ def _parquet_batches(path, column, start=0, end=None):
     file = pyarrow.parquet.ParquetFile(path)
     _column_of(path, column, file.schema_arrow.empty_table())
     row = sum(file.metadata.row_group(number).num_rows for number in range(start))
-    for batch in file.iter_batches(ROWS, row_groups=range(file.num_row_groups)[start:end], columns=[column],
-                                   use_threads=False):
+    for batch in file.iter_batches(
+        ROWS, row_groups=range(file.num_row_groups)[start:end], columns=[column], use_threads=False
+    ):
         yield row, batch, (row + len(batch)) / file.metadata.num_rows
         row += len(batch)
 
@@ -273,7 +319,9 @@ def _csv_batches(path, column, *_):
         raise UserError(f"{path}: its first line is no valid UTF-8; {CONVERT}") from error
     with pyarrow.OSFile(path) as file:
         row, size = 0, file.size()
-        for batch in _open_csv(path, file, include_columns=[column], column_types={column: pyarrow.binary()}):
+        for batch in _open_csv(
+            path, file, include_columns=[column], column_types={column: pyarrow.binary()}
+        ):
             yield row, batch, file.tell() / size
             row += len(batch)
 
@@ -281,8 +329,12 @@ def _csv_batches(path, column, *_):
 def _open_csv(path, file, **columns):
     from pyarrow import csv
 
-    return csv.open_csv(_unpacked(path, file), csv.ReadOptions(use_threads=False, block_size=CSV_RECORD),
-                        csv.ParseOptions(newlines_in_values=True), csv.ConvertOptions(check_utf8=False, **columns))
+    return csv.open_csv(
+        _unpacked(path, file),
+        csv.ReadOptions(use_threads=False, block_size=CSV_RECORD),
+        csv.ParseOptions(newlines_in_values=True),
+        csv.ConvertOptions(check_utf8=False, **columns),
+    )
 
 
 def _column_of(name, column, table):
@@ -293,7 +345,10 @@ def _column_of(name, column, table):
 
     if isinstance(table, pyarrow.RecordBatch):
         table = pyarrow.Table.from_batches([table])
-    while column not in table.column_names and (flat := table.flatten()).column_names != table.column_names:
+    while (
+        column not in table.column_names
+        and (flat := table.flatten()).column_names != table.column_names
+    ):
         table = flat
     check_column(name, column, table.column_names)
     array, kind = table[column], pyarrow.large_binary()
@@ -303,8 +358,10 @@ def _column_of(name, column, table):
         try:
             array = array.cast(pyarrow.dictionary(array.type.index_type, kind) if coded else kind)
         except (pyarrow.ArrowInvalid, pyarrow.ArrowNotImplementedError) as error:
-            raise UserError(f"{name}: column {column!r} is {array.type}, not text or token ids; name another "
-                            "--text_column") from error
+            raise UserError(
+                f"{name}: column {column!r} is {array.type}, not text or token ids; name another "
+                "--text_column"
+            ) from error
     return arrow.undamaged(name, column, array).combine_chunks()
 
 
@@ -313,4 +370,6 @@ def _values(array) -> list[Any]:
     array = array.dictionary_decode() if hasattr(array, "dictionary_decode") else array
     if not hasattr(array.type, "value_type"):
         return array.to_pylist()
-    return [None if row.values is None else row.values.to_numpy(zero_copy_only=False) for row in array]
+    return [
+        None if row.values is None else row.values.to_numpy(zero_copy_only=False) for row in array
+    ]

@@ -5,15 +5,17 @@ from itertools import combinations, count
 from pathlib import Path
 
 from config.train_config import DataConfig
-from mamba_fsdp.data.loader import Batch, Loader, Split
+from mamba_fsdp.data.loader import Batch, BatchLayout, Loader
 from mamba_fsdp.data.opening import SPLITS, Say, is_source, open_source, split_in
-from mamba_fsdp.data.order import Order
+from mamba_fsdp.data.sampler import Sampler
 from mamba_fsdp.data.source import Source
-from mamba_fsdp.data.tokenizer import ANOTHER_TOKENIZER, IDENTITY, refuse_other_tokenizer
+from mamba_fsdp.data.tokenizer import ANOTHER_TOKENIZER, IDENTITY, check_tokenizer
 from mamba_fsdp.errors import UserError
 
 
-def training_sources(data: DataConfig, say: Say = lambda text: None) -> tuple[dict[str, Source], dict[str, float]]:
+def training_sources(
+    data: DataConfig, say: Say = lambda text: None
+) -> tuple[dict[str, Source], dict[str, float]]:
     """({name: source}, {name: weight}) of the settings. Raises UserError where one is missing or broken."""
     root = Path(data.dataset_path)
     places = {name: split_in(root / name) for name in data.datasets}
@@ -32,20 +34,30 @@ def validation_sources(data: DataConfig, say: Say = lambda text: None) -> list[S
     if data.validation_path != "auto":
         return [open_source(split_in(Path(data.validation_path), "validation"), data, say)]
     roots = [Path(data.dataset_path) / name for name in data.datasets] or [Path(data.dataset_path)]
-    places = [place / name for root in roots for place in (root, root.parent) for name in SPLITS["validation"]
-              if place / name != root and is_source(place / name)]
+    places = [
+        place / name
+        for root in roots
+        for place in (root, root.parent)
+        for name in SPLITS["validation"]
+        if place / name != root and is_source(place / name)
+    ]
     return [open_source(place, data, say) for place in dict.fromkeys(places)]
 
 
-def refuse_other_tokenizers(stores: Iterable[Source]) -> None:
+def check_tokenizers_agree(stores: Iterable[Source]) -> None:
     """Raises UserError where two of the sources are known to have different tokenizers."""
     for one, other in combinations(stores, 2):
-        refuse_other_tokenizer(one.path, one.tokenizer, other.path, [other.tokenizer])
+        check_tokenizer(one.path, one.tokenizer, other.path, [other.tokenizer])
         ours, theirs = ((store.vocab_size, store.eos) for store in (one, other))
-        if any(value != another for value, another, unknown in zip(ours, theirs, (0, -1))
-               if unknown not in (value, another)):
-            raise UserError(f"{other.path}: its tokenizer (vocabulary {theirs[0]}, eos {theirs[1]}) is not that of "
-                            f"{one.path} ({ours[0]}, {ours[1]}); {ANOTHER_TOKENIZER}")
+        if any(
+            value != another
+            for value, another, unknown in zip(ours, theirs, (0, -1))
+            if unknown not in (value, another)
+        ):
+            raise UserError(
+                f"{other.path}: its tokenizer (vocabulary {theirs[0]}, eos {theirs[1]}) is not that of "
+                f"{one.path} ({ours[0]}, {ours[1]}); {ANOTHER_TOKENIZER}"
+            )
 
 
 def one_for_all(stores: Iterable[Source]) -> Source:
@@ -53,13 +65,19 @@ def one_for_all(stores: Iterable[Source]) -> Source:
     return max(stores, key=lambda store: store.tokenizer.startswith(IDENTITY))
 
 
-def batches(dataset_path: str | Path, *, seq_length: int = 256, batch_size: int = 8,
-            seed: int = 2023) -> Iterator[Batch]:
+def batches(
+    dataset_path: str | Path, *, seq_length: int = 256, batch_size: int = 8, seed: int = 2023
+) -> Iterator[Batch]:
     """Yields without end what training with these settings on one device reads, in its order. Raises UserError."""
     data = DataConfig(str(dataset_path), seq_length=seq_length)
     sources, weights = training_sources(data)
     vocab_size = max(source.vocab_size for source in sources.values()) or 1 << 31
-    with Loader(sources, Order(sources, weights, seq_length, seed), data, Split(0, 1, batch_size),
-                vocab_size=vocab_size) as loader:
+    with Loader(
+        sources,
+        Sampler(sources, weights, seq_length, seed),
+        data,
+        BatchLayout(0, 1, batch_size),
+        vocab_size=vocab_size,
+    ) as loader:
         for step in count():
             yield from loader.step(step)

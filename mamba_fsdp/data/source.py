@@ -41,8 +41,10 @@ class Source(Protocol):
 def restart(positions: np.ndarray, at: np.ndarray) -> None:
     """Let `positions` (n,), which count on, count from 0 at each of the places `at`, which rise."""
     if len(at):
-        lengths = np.concatenate([at[1:], [len(positions)]]) - at  # np.diff(append=...) takes several times as long
-        positions[at[0]:] -= np.repeat(positions[at], lengths)
+        lengths = (
+            np.concatenate([at[1:], [len(positions)]]) - at
+        )  # np.diff(append=...) takes several times as long
+        positions[at[0] :] -= np.repeat(positions[at], lengths)
 
 
 class DummySource:

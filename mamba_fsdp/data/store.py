@@ -26,11 +26,13 @@ from config.dataset_config import DatasetConfig
 from mamba_fsdp.data.source import Tokens, restart
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.formats import TOKEN_STORE
-from mamba_fsdp.storage import exists, patiently, read_object, sync_folder, write_atomically
+from mamba_fsdp.storage import exists, read_object, retry_io, sync_folder, write_atomically
 from mamba_fsdp.untrusted import like
 
 SHARDS = [{"name": ..., "tokens": 0, "documents": 0, "bin_sha256": "", "doc_sha256": ""}]
-LOOKS_AT_ONCE = 16  # at files: each is a round trip on a network file system, and a large store has thousands
+LOOKS_AT_ONCE = (
+    16  # at files: each is a round trip on a network file system, and a large store has thousands
+)
 LARGEST_DOCUMENT = np.iinfo(np.int32).max  # positions are int32
 
 
@@ -48,7 +50,11 @@ class TokenStore:
         self.index = index = index or _read_index(self.path)
         try:
             self.dtype = np.dtype(index["dtype"]).newbyteorder("<")
-            self.vocab_size, self.eos, self.tokenizer = index["vocab_size"], index["eos"], index["tokenizer"]
+            self.vocab_size, self.eos, self.tokenizer = (
+                index["vocab_size"],
+                index["eos"],
+                index["tokenizer"],
+            )
             self._shards = like(index["shards"], SHARDS)
             self._starts = [0, *itertools.accumulate(shard["tokens"] for shard in self._shards)]
             mapped = functools.partial(_map, self.path, self._shards, self.dtype)
@@ -59,7 +65,9 @@ class TokenStore:
                         pass
             self.document_count = sum(shard["documents"] for shard in self._shards)
         except (KeyError, TypeError, ValueError, OverflowError, AttributeError) as error:
-            raise UserError(f"{self.path / 'index.json'}: lacks or garbles {error}; make the store again") from error
+            raise UserError(
+                f"{self.path / 'index.json'}: lacks or garbles {error}; make the store again"
+            ) from error
         self.token_count = self._starts[-1]
         self.identity = index["checksum"]
 
@@ -71,12 +79,18 @@ class TokenStore:
         """The tokenizer's folder. Raises UserError where the store came without one."""
         path = self.path / "tokenizer"
         if not path.is_dir():
-            raise UserError(f"{path}: the store holds no tokenizer; make it again with get_dataset.py --tokenizer=...")
+            raise UserError(
+                f"{path}: the store holds no tokenizer; make it again with get_dataset.py --tokenizer=..."
+            )
         return path
 
     def read(self, start: int, count: int) -> Tokens:
         """Tokens [start, start + count) of the store, across shards, with their positions; the mask is None."""
-        assert 0 <= start and 0 <= count and start + count <= self.token_count, (start, count, self.token_count)
+        assert 0 <= start and 0 <= count and start + count <= self.token_count, (
+            start,
+            count,
+            self.token_count,
+        )
         first = min(bisect.bisect_right(self._starts, start), len(self._shards)) - 1
         last = max(first, bisect.bisect_left(self._starts, start + count) - 1)
         parts = [self._read_shard(shard, start, start + count) for shard in range(first, last + 1)]
@@ -89,7 +103,9 @@ class TokenStore:
             for suffix in ("bin", "doc"):
                 path = self.path / f"{shard['name']}.{suffix}"
                 if _sha256(path) != shard[f"{suffix}_sha256"]:
-                    raise UserError(f"{path}: the content does not match its checksum; copy or make the store again")
+                    raise UserError(
+                        f"{path}: the content does not match its checksum; copy or make the store again"
+                    )
 
     def _read_shard(self, shard, start, end):
         """The part of the store's tokens [start, end) that lies in this shard, with positions."""
@@ -97,12 +113,19 @@ class TokenStore:
         offset = max(start - self._starts[shard], 0)
         end = min(end - self._starts[shard], len(tokens))
         first = starts.searchsorted(offset, "right") - 1
-        inner = starts[first + 1:starts.searchsorted(end, "left")] - offset
+        inner = starts[first + 1 : starts.searchsorted(end, "left")] - offset
         position = offset - int(starts[first])
-        rises = not len(inner) or 0 < inner[0] and inner[-1] < end - offset and (inner[1:] > inner[:-1]).all()
+        rises = (
+            not len(inner)
+            or 0 < inner[0]
+            and inner[-1] < end - offset
+            and (inner[1:] > inner[:-1]).all()
+        )
         if not (rises and 0 <= position < LARGEST_DOCUMENT):
-            raise UserError(f"{self.path / self._shards[shard]['name']}.doc: damaged, what it says is no start of a "
-                            "document; copy it again or make the store again")
+            raise UserError(
+                f"{self.path / self._shards[shard]['name']}.doc: damaged, what it says is no start of a "
+                "document; copy it again or make the store again"
+            )
         positions = np.arange(position, position + end - offset, dtype=np.int32)
         restart(positions, inner)
         return tokens[offset:end], positions
@@ -110,15 +133,24 @@ class TokenStore:
 
 def _map(folder, shards, dtype, shard):
     """(tokens, where its documents start) of a shard, both mapped, if their files have the right size."""
-    stem, tokens, documents = folder / shards[shard]["name"], shards[shard]["tokens"], shards[shard]["documents"]
+    stem, tokens, documents = (
+        folder / shards[shard]["name"],
+        shards[shard]["tokens"],
+        shards[shard]["documents"],
+    )
     remedy, starts = "copy it again or make the store again", np.dtype("<i8")
-    return (map_file(Path(f"{stem}.bin"), dtype, tokens * dtype.itemsize, remedy),
-            map_file(Path(f"{stem}.doc"), starts, documents * starts.itemsize, remedy, searched=True))
+    return (
+        map_file(Path(f"{stem}.bin"), dtype, tokens * dtype.itemsize, remedy),
+        map_file(Path(f"{stem}.doc"), starts, documents * starts.itemsize, remedy, searched=True),
+    )
 
 
-def map_file(path: Path, dtype: np.dtype, expected: int, remedy: str, searched: bool = False) -> np.ndarray:
+def map_file(
+    path: Path, dtype: np.dtype, expected: int, remedy: str, searched: bool = False
+) -> np.ndarray:
     """A file of `expected` bytes, mapped. searched: in leaps, so that what follows a page is not read with it. Raises
     UserError, which ends in `remedy`, where it is missing or has another size than its index says."""
+
     def attempt():
         with open(path, "rb") as file:
             size = os.fstat(file.fileno()).st_size
@@ -131,7 +163,7 @@ def map_file(path: Path, dtype: np.dtype, expected: int, remedy: str, searched: 
             return np.asarray(mapped)
 
     try:
-        return patiently(attempt, path)
+        return retry_io(attempt, path)
     except OSError as error:
         raise UserError(f"{path}: can't be read ({error.strerror}); {remedy}") from error
 
@@ -142,19 +174,36 @@ class StoreWriter:
     Raises OSError as the disk does, UserError for tokens outside the vocabulary and documents of 2**31 tokens or more.
     """
 
-    def __init__(self, path: str | Path, *, vocab_size: int, eos: int, tokenizer: str,
-                 shard_tokens: int = DatasetConfig.shard_tokens, whole: bool = True, state: dict | None = None):
+    def __init__(
+        self,
+        path: str | Path,
+        *,
+        vocab_size: int,
+        eos: int,
+        tokenizer: str,
+        shard_tokens: int = DatasetConfig.shard_tokens,
+        whole: bool = True,
+        state: dict | None = None,
+    ):
         """eos: -1 where none is known. tokenizer: its identity, see tokenizer.py; "" for none. whole: a shard's last
         document ends in it; else tokens are cut into shards anywhere, and what no eos ends counts as a document.
         state: an earlier writer's, made with the same arguments."""
         assert -1 <= eos < vocab_size <= 1 << 32 and shard_tokens > 0
         self.path = Path(path)
-        self.vocab_size, self.eos, self.tokenizer, self.shard_tokens = vocab_size, eos, tokenizer, shard_tokens
+        self.vocab_size, self.eos, self.tokenizer, self.shard_tokens = (
+            vocab_size,
+            eos,
+            tokenizer,
+            shard_tokens,
+        )
         self.whole = whole
         self.dtype = np.dtype("<u2" if vocab_size <= 1 << 16 else "<u4")
         state = {"shards": [], "tokens": 0, "documents": 0, "open": 0, **(state or {})}
         self._shards, self._open = list(state["shards"]), state["open"]
-        self._tokens, self._documents = state["tokens"], state["documents"]  # of the shard that is being written
+        self._tokens, self._documents = (
+            state["tokens"],
+            state["documents"],
+        )  # of the shard that is being written
         self.path.mkdir(parents=True, exist_ok=True)
         self._files = self._open_files()
 
@@ -171,8 +220,10 @@ class StoreWriter:
         """Appends `tokens` (n,), integers: each eos ends a document; the next call continues what has no end yet."""
         tokens = np.asarray(tokens)
         if len(tokens) and (int(tokens.max()) >= self.vocab_size or int(tokens.min()) < 0):
-            raise UserError(f"{self.path}: token id {int(tokens.max())} or {int(tokens.min())} is outside the "
-                            f"vocabulary of {self.vocab_size}; the token ids and --tokenizer don't belong together")
+            raise UserError(
+                f"{self.path}: token id {int(tokens.max())} or {int(tokens.min())} is outside the "
+                f"vocabulary of {self.vocab_size}; the token ids and --tokenizer don't belong together"
+            )
         while not self.whole and self._tokens + len(tokens) > self.shard_tokens:
             room = self.shard_tokens - self._tokens
             self._write(tokens[:room], self._ends(tokens[:room]))
@@ -180,10 +231,12 @@ class StoreWriter:
             tokens = tokens[room:]
         done, ends = 0, self._ends(tokens)
         while len(ends) and self._tokens + ends[-1] - done >= self.shard_tokens:
-            last = ends.searchsorted(self.shard_tokens - self._tokens + done)  # the document that fills the shard
-            self._write(tokens[done:ends[last]], ends[:last + 1] - done)
+            last = ends.searchsorted(
+                self.shard_tokens - self._tokens + done
+            )  # the document that fills the shard
+            self._write(tokens[done : ends[last]], ends[: last + 1] - done)
             self._finish_shard()
-            done, ends = int(ends[last]), ends[last + 1:]
+            done, ends = int(ends[last]), ends[last + 1 :]
         self._write(tokens[done:], ends - done)
 
     def _ends(self, tokens):
@@ -194,7 +247,12 @@ class StoreWriter:
         for file in self._files:
             file.flush()
             os.fsync(file.fileno())
-        return {"shards": list(self._shards), "tokens": self._tokens, "documents": self._documents, "open": self._open}
+        return {
+            "shards": list(self._shards),
+            "tokens": self._tokens,
+            "documents": self._documents,
+            "open": self._open,
+        }
 
     def end_document(self) -> None:
         """Ends the document that is open, if any."""
@@ -219,9 +277,18 @@ class StoreWriter:
             if path.stem not in named:  # opened after the last shard
                 path.unlink()
         sync_folder(self.path)
-        index = {**TOKEN_STORE.header(), "dtype": self.dtype.name, "vocab_size": self.vocab_size, "eos": self.eos,
-                 "tokenizer": self.tokenizer, "shards": self._shards}
-        write_atomically(self.path / "index.json", json.dumps({**index, "checksum": _checksum(index)}, indent=1) + "\n")
+        index = {
+            **TOKEN_STORE.header(),
+            "dtype": self.dtype.name,
+            "vocab_size": self.vocab_size,
+            "eos": self.eos,
+            "tokenizer": self.tokenizer,
+            "shards": self._shards,
+        }
+        write_atomically(
+            self.path / "index.json",
+            json.dumps({**index, "checksum": _checksum(index)}, indent=1) + "\n",
+        )
         return TokenStore(self.path)
 
     def close(self) -> None:
@@ -234,8 +301,12 @@ class StoreWriter:
     def _open_files(self):
         """The current shard's files, to be written behind what is known to be in them. What is there too is not cut
         off now: of a process that is taken for dead and wakes, it is what this one is about to write there."""
-        files = [open(os.open(path, os.O_RDWR | os.O_CREAT, 0o666), "r+b") for path in self._paths()]
-        for path, file, size in zip(self._paths(), files, (self._tokens * self.dtype.itemsize, self._documents * 8)):
+        files = [
+            open(os.open(path, os.O_RDWR | os.O_CREAT, 0o666), "r+b") for path in self._paths()
+        ]
+        for path, file, size in zip(
+            self._paths(), files, (self._tokens * self.dtype.itemsize, self._documents * 8)
+        ):
             if file.seek(0, os.SEEK_END) < size:
                 raise UserError(f"{path}: shorter than recorded; start again with --overwrite")
             file.seek(size)
@@ -247,8 +318,10 @@ class StoreWriter:
         starts = np.concatenate([[0] if not self._open else [], ends[ends < len(tokens)]])
         lengths = np.diff(ends, prepend=-self._open, append=len(tokens))
         if lengths.max() > LARGEST_DOCUMENT:
-            raise UserError(f"{self.path}: document {self.document_count} has {lengths.max()} tokens, more than "
-                            f"{LARGEST_DOCUMENT}; cut it into smaller documents")
+            raise UserError(
+                f"{self.path}: document {self.document_count} has {lengths.max()} tokens, more than "
+                f"{LARGEST_DOCUMENT}; cut it into smaller documents"
+            )
         self._files[0].write(tokens.astype(self.dtype).tobytes())
         self._files[1].write((starts + self._tokens).astype("<i8").tobytes())
         self._tokens += len(tokens)
@@ -261,8 +334,15 @@ class StoreWriter:
         self.state()
         self.close()
         bin_sha256, doc_sha256 = map(_sha256, self._paths())
-        self._shards.append({"name": f"{len(self._shards):05d}", "tokens": self._tokens, "documents": self._documents,
-                             "bin_sha256": bin_sha256, "doc_sha256": doc_sha256})
+        self._shards.append(
+            {
+                "name": f"{len(self._shards):05d}",
+                "tokens": self._tokens,
+                "documents": self._documents,
+                "bin_sha256": bin_sha256,
+                "doc_sha256": doc_sha256,
+            }
+        )
         self._tokens = self._documents = self._open = 0
         self._files = self._open_files()
 
@@ -274,7 +354,9 @@ def _read_index(folder):
     index = read_object(path, {"format": ""}, "make a token store there with get_dataset.py")
     TOKEN_STORE.check(path, index)
     if index.get("checksum") != _checksum(index):
-        raise UserError(f"{path}: the index does not match its own checksum; copy it again or make the store again")
+        raise UserError(
+            f"{path}: the index does not match its own checksum; copy it again or make the store again"
+        )
     return index
 
 
@@ -285,7 +367,10 @@ def _why_no_store(folder):
         return f"{folder}: no such folder; make a token store there with get_dataset.py"
     if (folder / "train" / "index.json").exists():
         return f"{folder}: holds token stores but is none itself; name {folder / 'train'}"
-    if any((place / ".progress").exists() for place in (folder, folder.parent)) or (folder / "00000.bin").exists():
+    if (
+        any((place / ".progress").exists() for place in (folder, folder.parent))
+        or (folder / "00000.bin").exists()
+    ):
         return f"{folder}: an unfinished token store (no index.json); run its get_dataset.py command again"
     return f"{folder}: not a token store (no index.json); make one with get_dataset.py"
 

@@ -21,17 +21,41 @@ from pathlib import Path
 from config.dataset_config import DatasetConfig
 from mamba_fsdp.data.documents import TextBlock
 from mamba_fsdp.data.hub import why_offline
-from mamba_fsdp.data.readers import ARCHIVES, BLOCK_BYTES, ROWS, place_to_cut, read_blocks, table_blocks
+from mamba_fsdp.data.readers import (
+    ARCHIVES,
+    BLOCK_BYTES,
+    ROWS,
+    place_to_cut,
+    read_blocks,
+    table_blocks,
+)
 from mamba_fsdp.errors import UserError, first_line
 from mamba_fsdp.storage import read_object
 
 UNIT_BYTES = 1 << 30  # of the input, all files end to end; about a shard of tokens
 UNIT_ROWS = 1 << 20  # of a datasets name
-KINDS = {".txt": "text", ".text": "text", ".md": "text", ".jsonl": "json", ".ndjson": "json", ".json": "json",
-         ".csv": "csv", ".parquet": "parquet", ".arrow": "arrow"}
-NO_CORPUS = {"site-packages", "dist-packages", "__pycache__"}  # folders of the standard library's that are not its own
+KINDS = {
+    ".txt": "text",
+    ".text": "text",
+    ".md": "text",
+    ".jsonl": "json",
+    ".ndjson": "json",
+    ".json": "json",
+    ".csv": "csv",
+    ".parquet": "parquet",
+    ".arrow": "arrow",
+}
+NO_CORPUS = {
+    "site-packages",
+    "dist-packages",
+    "__pycache__",
+}  # folders of the standard library's that are not its own
 STORES = ("train", "validation", "test")
-SPLITS = {"train": ("train", "training"), "validation": ("validation", "valid", "val", "dev"), "test": ("test",)}
+SPLITS = {
+    "train": ("train", "training"),
+    "validation": ("validation", "valid", "val", "dev"),
+    "test": ("test",),
+}
 
 
 def open_source(name: str, options: DatasetConfig) -> "TextSource":
@@ -39,12 +63,20 @@ def open_source(name: str, options: DatasetConfig) -> "TextSource":
     path = os.path.expanduser(name)
     local = name == "builtin" or os.path.lexists(path) or glob.has_magic(path)
     if local and (options.config or options.streaming):
-        raise UserError(f"{name}: --config and --streaming are for `datasets` names, and this is a local path")
+        raise UserError(
+            f"{name}: --config and --streaming are for `datasets` names, and this is a local path"
+        )
     if not local and _looks_local(name):
         raise UserError(f"{name}: no such file or folder")
     if options.splits == "official":
-        return TextSource(_local_splits(name, path, options) if local else _splits_of_name(name, options), options)
-    part = Files(*find_files(path, options.format, options.split), options) if local else Rows(name, options)
+        return TextSource(
+            _local_splits(name, path, options) if local else _splits_of_name(name, options), options
+        )
+    part = (
+        Files(*find_files(path, options.format, options.split), options)
+        if local
+        else Rows(name, options)
+    )
     return TextSource({"train": part}, options)
 
 
@@ -70,19 +102,28 @@ def find_files(name: str, format: str, split: str) -> tuple[list[tuple[str, str]
         elif kind := kind_of(place, format):
             found.append((place, kind))
         else:
-            raise UserError(f"{place}: can't tell its format by its name; add --format=text (or json, parquet, arrow)")
+            raise UserError(
+                f"{place}: can't tell its format by its name; add --format=text (or json, parquet, arrow)"
+            )
     if not found:
-        raise UserError(f"{name}: no file named {', '.join(KINDS)} in it; --format=text takes every file as text")
+        raise UserError(
+            f"{name}: no file named {', '.join(KINDS)} in it; --format=text takes every file as text"
+        )
     return [(str(path.absolute()), kind) for path, kind in found], left_out
 
 
 def corpus_files() -> list[Path]:
     """The UTF-8 .py files of the running interpreter's library, sorted. Raises UserError where it has no sources."""
     root = Path(sysconfig.get_path("stdlib"))
-    files = [path for path in sorted(root.rglob("*.py"), key=lambda path: path.relative_to(root).as_posix())
-             if not NO_CORPUS.intersection(path.relative_to(root).parts) and _is_utf8(path)]
+    files = [
+        path
+        for path in sorted(root.rglob("*.py"), key=lambda path: path.relative_to(root).as_posix())
+        if not NO_CORPUS.intersection(path.relative_to(root).parts) and _is_utf8(path)
+    ]
     if not files:
-        raise UserError(f"{root}: this Python comes without its library's source files; name another INPUT")
+        raise UserError(
+            f"{root}: this Python comes without its library's source files; name another INPUT"
+        )
     return files
 
 
@@ -100,16 +141,28 @@ def _walk(folder, format, split):
         here = Path(here)
         folders[:] = sorted(name for name in folders if not name.startswith("."))
         if "dataset_dict.json" in names:  # save_to_disk of several splits
-            splits = read_object(here / "dataset_dict.json", {"splits": [""]}, "save it again")["splits"]
+            splits = read_object(here / "dataset_dict.json", {"splits": [""]}, "save it again")[
+                "splits"
+            ]
             folders[:] = (split or "train").split("+")
             if missing := [name for name in folders if name not in splits]:
-                raise UserError(f"{here}: no split {missing[0]!r}; name one of {', '.join(splits)} with --split")
-        elif "state.json" in names and "dataset_info.json" in names:  # save_to_disk: the state names its files
-            state = read_object(here / "state.json", {"_data_files": [{"filename": ...}]}, "save it again")
+                raise UserError(
+                    f"{here}: no split {missing[0]!r}; name one of {', '.join(splits)} with --split"
+                )
+        elif (
+            "state.json" in names and "dataset_info.json" in names
+        ):  # save_to_disk: the state names its files
+            state = read_object(
+                here / "state.json", {"_data_files": [{"filename": ...}]}, "save it again"
+            )
             yield from ((here / file["filename"], "arrow") for file in state["_data_files"])
             folders[:] = []
         else:
-            yield from ((here / name, kind_of(here / name, format)) for name in sorted(names) if name[0] != ".")
+            yield from (
+                (here / name, kind_of(here / name, format))
+                for name in sorted(names)
+                if name[0] != "."
+            )
 
 
 def _refuse(error):
@@ -128,8 +181,13 @@ def kind_of(path: Path, format: str = "auto") -> str | None:
 
 
 def _looks_local(name):
-    return (name.startswith((".", "/", "~")) or name.count("/") > 1
-            or any(name.lower().removesuffix(archive).endswith(tuple(KINDS)) for archive in ("", *ARCHIVES)))
+    return (
+        name.startswith((".", "/", "~"))
+        or name.count("/") > 1
+        or any(
+            name.lower().removesuffix(archive).endswith(tuple(KINDS)) for archive in ("", *ARCHIVES)
+        )
+    )
 
 
 class Files:
@@ -153,7 +211,12 @@ class Files:
         digest = hashlib.sha256()
         for (path, kind), stat in zip(self.files, self._stat()):
             digest.update(f"{path}\0{kind}\0{stat.st_size}\0{stat.st_mtime_ns}\n".encode())
-        return {"files": len(self.files), "first": self.files[0][0], "bytes": self.total, "digest": digest.hexdigest()}
+        return {
+            "files": len(self.files),
+            "first": self.files[0][0],
+            "bytes": self.total,
+            "digest": digest.hexdigest(),
+        }
 
     def blocks(self, unit: int) -> Iterator[TextBlock]:
         """Of the documents that begin in the unit's bytes, or in row groups and files that do and can't be cut."""
@@ -174,7 +237,9 @@ class Files:
             count = max(1, min(count, limit // min(BLOCK_BYTES, self.total // count + 1)))
             share = limit // count
         for number in range(count):
-            yield from _take(read_blocks(*self.files[number * len(self.files) // count], self.options), share)
+            yield from _take(
+                read_blocks(*self.files[number * len(self.files) // count], self.options), share
+            )
 
 
 class Rows:
@@ -185,13 +250,24 @@ class Rows:
 
     def __init__(self, name: str, options: DatasetConfig):
         self.name, self.options = name, options
-        config, split, streaming = options.config or None, options.split or "train", options.streaming
+        config, split, streaming = (
+            options.config or None,
+            options.split or "train",
+            options.streaming,
+        )
         self._rows = _ask_datasets("load_dataset", name, config, split=split, streaming=streaming)
         self.total = None if streaming else len(self._rows)
         self.unit_size = 0 if streaming else UNIT_ROWS
-        self.unit_count = max(1, self._rows.num_shards if streaming else math.ceil(len(self._rows) / UNIT_ROWS))
-        self._description = {"dataset": name, "config": config, "split": split, "streaming": streaming,
-                             "fingerprint": None if streaming else self._rows._fingerprint}
+        self.unit_count = max(
+            1, self._rows.num_shards if streaming else math.ceil(len(self._rows) / UNIT_ROWS)
+        )
+        self._description = {
+            "dataset": name,
+            "config": config,
+            "split": split,
+            "streaming": streaming,
+            "fingerprint": None if streaming else self._rows._fingerprint,
+        }
 
     def describe(self) -> dict:
         return self._description
@@ -211,7 +287,9 @@ class Rows:
         return table_blocks(self.name, self.options.text_column, batches(begin))
 
     def sample(self, limit: int) -> Iterator[TextBlock]:
-        return _take((block for unit in range(self.unit_count) for block in self.blocks(unit)), limit)
+        return _take(
+            (block for unit in range(self.unit_count) for block in self.blocks(unit)), limit
+        )
 
 
 def _ask_datasets(function, name, *arguments, **more):
@@ -222,7 +300,9 @@ def _ask_datasets(function, name, *arguments, **more):
         return getattr(datasets, function)(name, *arguments, **more)
     except Exception as error:  # the name, split or config is unknown, there is no network, ...
         reason = first_line(error) + (f"; no network: {offline}" if offline else "")
-        raise UserError(f"{name}: no local path, and `datasets` can't load it ({reason})") from error
+        raise UserError(
+            f"{name}: no local path, and `datasets` can't load it ({reason})"
+        ) from error
 
 
 def _take(blocks, limit):
@@ -243,14 +323,23 @@ class TextSource:
 
     def __init__(self, parts: Mapping[str, Files | Rows], options: DatasetConfig):
         official = options.splits == "official"
-        self.parts, self.options = parts, replace(options, validation_fraction=0) if official else options
-        self.stores = tuple(parts) if official else STORES[:2] if options.validation_fraction else STORES[:1]
+        self.parts, self.options = (
+            parts,
+            replace(options, validation_fraction=0) if official else options,
+        )
+        self.stores = (
+            tuple(parts) if official else STORES[:2] if options.validation_fraction else STORES[:1]
+        )
         self.unit_size = parts["train"].unit_size
-        self._units = [(name, number) for name, part in parts.items() for number in range(part.unit_count)]
+        self._units = [
+            (name, number) for name, part in parts.items() for number in range(part.unit_count)
+        ]
         self.unit_count = len(self._units)
         totals = [part.total for part in parts.values()]
         self.total = None if None in totals else sum(filter(None, totals))
-        self.left_out = list(dict.fromkeys(name for part in parts.values() for name in part.left_out))
+        self.left_out = list(
+            dict.fromkeys(name for part in parts.values() for name in part.left_out)
+        )
 
     def stores_of(self, unit: int) -> tuple[str, ...]:
         return self.stores if len(self.parts) == 1 else self._units[unit][:1]
@@ -263,7 +352,10 @@ class TextSource:
     def blocks(self, unit: int = 0) -> Iterator[TextBlock]:
         """A unit's; their `done` is what was read of it."""
         name, number = self._units[unit]
-        return (block._replace(done=block.done - number * self.unit_size) for block in self.parts[name].blocks(number))
+        return (
+            block._replace(done=block.done - number * self.unit_size)
+            for block in self.parts[name].blocks(number)
+        )
 
     def sample(self, limit: int) -> Iterator[TextBlock]:
         """About `limit` bytes of what is trained on."""
@@ -279,23 +371,34 @@ def _local_splits(name, path, options):
     """Of a save_to_disk folder, or of files and folders named by their splits."""
     if (state := Path(path, "dataset_dict.json")).exists():
         found = _official(name, read_object(state, {"splits": [""]}, "save it again")["splits"])
-        return {store: Files(*find_files(path, options.format, split), options) for store, split in found.items()}
+        return {
+            store: Files(*find_files(path, options.format, split), options)
+            for store, split in found.items()
+        }
     files, left_out = find_files(path, options.format, "")
     by_word: dict[str, list[tuple[str, str]]] = {}
     for file, kind in files:
         for word in set(re.split(r"[^a-z]+", os.path.relpath(file, path).lower())):
             by_word.setdefault(word, []).append((file, kind))
-    return {store: Files(by_word[word], left_out, options) for store, word in _official(name, by_word).items()}
+    return {
+        store: Files(by_word[word], left_out, options)
+        for store, word in _official(name, by_word).items()
+    }
 
 
 def _official(name: str, names: Iterable[str]) -> dict[str, str]:
     """{store: its split's name in the source}. Raises UserError for anything but one for training, and one or both of
     the others."""
-    found = {store: [known for known in spellings if known in names] for store, spellings in SPLITS.items()}
+    found = {
+        store: [known for known in spellings if known in names]
+        for store, spellings in SPLITS.items()
+    }
     if twice := next((known for known in found.values() if len(known) > 1), None):
         raise UserError(f"{name}: which split is which? It has {' and '.join(twice)}")
     if not found["train"] or not (found["validation"] or found["test"]):
         shown = ", ".join(known for each in found.values() for known in each) or "none"
-        raise UserError(f"{name}: of the splits train, validation and test it has: {shown}; leave --splits=official "
-                        "out to hold out a share of the text")
+        raise UserError(
+            f"{name}: of the splits train, validation and test it has: {shown}; leave --splits=official "
+            "out to hold out a share of the text"
+        )
     return {store: known[0] for store, known in found.items() if known}

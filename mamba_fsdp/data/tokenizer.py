@@ -20,14 +20,24 @@ from mamba_fsdp.storage import write_atomically
 END_OF_TEXT = "<|endoftext|>"
 SMALLEST_VOCABULARY = 257  # every byte and the eos
 # What tokenizers of one vocabulary treat in different ways: case, digits, space, accents, other scripts.
-SAMPLES = ["The quick BROWN fox, it's 3.14159  and 1,000,000;\n\n\tdef f(x):\r\n    return x != None",
-           "na\u00efve nai\u0308ve \ufb01ne  \u4f60\u597d\u4e16\u754c \u0417\u0434\u0440 \U0001f600\u200d \u00a0x"]
+SAMPLES = [
+    "The quick BROWN fox, it's 3.14159  and 1,000,000;\n\n\tdef f(x):\r\n    return x != None",
+    "na\u00efve nai\u0308ve \ufb01ne  \u4f60\u597d\u4e16\u754c \u0417\u0434\u0440 \U0001f600\u200d \u00a0x",
+]
 SPACES = str.maketrans({"\u0120": " ", "\u2581": " ", "\u010a": "\n"})  # as vocabularies write them
 IDENTITY = "ids:"  # what an identity begins with; another way to make one needs another name
-ANOTHER_TOKENIZER = ("use one tokenizer for both (get_dataset.py --tokenizer=FOLDER takes any), or give "
-                     "--allow_other_tokenizer=true if you know that it fits")
-MAKE_IDS = "make token ids with it and give get_dataset.py these: --text_column=input_ids --tokenizer=none"
-SAY_WHICH = ("tokenizer.json", "tokenizer_config.json", "config.json")  # kind of tokenizer a tokenizer.model is
+ANOTHER_TOKENIZER = (
+    "use one tokenizer for both (get_dataset.py --tokenizer=FOLDER takes any), or give "
+    "--allow_other_tokenizer=true if you know that it fits"
+)
+MAKE_IDS = (
+    "make token ids with it and give get_dataset.py these: --text_column=input_ids --tokenizer=none"
+)
+SAY_WHICH = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "config.json",
+)  # kind of tokenizer a tokenizer.model is
 
 
 @contextlib.contextmanager
@@ -49,9 +59,15 @@ class TextTokenizer:
     def __init__(self, backend: Tokenizer, eos_token: str | None, transformers_form: Any = None):
         backend.no_truncation()
         backend.no_padding()
-        self.backend, self.eos_token, self._transformers_form = backend, eos_token, transformers_form
+        self.backend, self.eos_token, self._transformers_form = (
+            backend,
+            eos_token,
+            transformers_form,
+        )
         bos_token = transformers_form and transformers_form.bos_token
-        self.eos, self.bos = (backend.token_to_id(token) if token else None for token in (eos_token, bos_token))
+        self.eos, self.bos = (
+            backend.token_to_id(token) if token else None for token in (eos_token, bos_token)
+        )
         self.vocab_size = max(backend.get_vocab().values(), default=-1) + 1
 
     @functools.cached_property
@@ -71,8 +87,12 @@ class TextTokenizer:
         if self._transformers_form:
             self._transformers_form.save_pretrained(folder)
             return
-        settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": self.eos_token,
-                    "model_max_length": 10 ** 30, "clean_up_tokenization_spaces": False}
+        settings = {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "eos_token": self.eos_token,
+            "model_max_length": 10**30,
+            "clean_up_tokenization_spaces": False,
+        }
         write_atomically(folder / "tokenizer_config.json", json.dumps(settings, indent=1) + "\n")
         write_atomically(folder / "tokenizer.json", self.backend.to_str())
 
@@ -100,8 +120,15 @@ def identity_of(backend: Tokenizer) -> str:
     backend.no_padding()
     vocabulary = sorted(backend.get_vocab().items(), key=lambda entry: entry[1])
     tokens = [token for token, _ in vocabulary]
-    joined = [glue.join(tokens[at:at + 20]).translate(SPACES) for glue in ("", " ") for at in range(0, len(tokens), 20)]
-    made = [encoding.ids for encoding in backend.encode_batch_fast(SAMPLES + joined, add_special_tokens=False)]
+    joined = [
+        glue.join(tokens[at : at + 20]).translate(SPACES)
+        for glue in ("", " ")
+        for at in range(0, len(tokens), 20)
+    ]
+    made = [
+        encoding.ids
+        for encoding in backend.encode_batch_fast(SAMPLES + joined, add_special_tokens=False)
+    ]
     return IDENTITY + hashlib.sha256(json.dumps([vocabulary, made]).encode()).hexdigest()
 
 
@@ -128,12 +155,14 @@ def is_other(identity: str, others: Iterable[str]) -> str:
     return found
 
 
-def refuse_other_tokenizer(one: object, identity: str, other: object, others: Iterable[str]) -> None:
+def check_tokenizer(one: object, identity: str, other: object, others: Iterable[str]) -> None:
     """Raises UserError where `one` and `other` are known not to have the same tokenizer, see `is_other`."""
     if found := is_other(identity, others):
-        shown = ", ".join(text[:len(IDENTITY) + 8] for text in (identity, found))
-        raise UserError(f"{one} and {other} have different tokenizers ({shown}): the same token id is another text; "
-                        f"{ANOTHER_TOKENIZER}")
+        shown = ", ".join(text[: len(IDENTITY) + 8] for text in (identity, found))
+        raise UserError(
+            f"{one} and {other} have different tokenizers ({shown}): the same token id is another text; "
+            f"{ANOTHER_TOKENIZER}"
+        )
 
 
 def training_size(name: str) -> int | None:
@@ -145,8 +174,10 @@ def training_size(name: str) -> int | None:
     except ValueError:
         size = 0
     if size < SMALLEST_VOCABULARY:
-        raise UserError(f"tokenizer {name!r}: write train:SIZE with a vocabulary of at least {SMALLEST_VOCABULARY} "
-                        "tokens (every byte and the end of a document), such as train:4096")
+        raise UserError(
+            f"tokenizer {name!r}: write train:SIZE with a vocabulary of at least {SMALLEST_VOCABULARY} "
+            "tokens (every byte and the end of a document), such as train:4096"
+        )
     return size
 
 
@@ -155,8 +186,12 @@ def train(texts: Iterable[str], vocab_size: int) -> TextTokenizer:
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(vocab_size=vocab_size, special_tokens=[END_OF_TEXT], show_progress=False,
-                                  initial_alphabet=pre_tokenizers.ByteLevel.alphabet())
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END_OF_TEXT],
+        show_progress=False,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+    )
     _train(backend, texts, trainer)
     return TextTokenizer(backend, END_OF_TEXT)
 
@@ -195,9 +230,13 @@ def load_for_transformers(name: str | Path, remedy: str = "") -> Any:
     """What transformers' AutoTokenizer makes of a folder or a name on the Hugging Face Hub, in a fast form. Raises
     UserError."""
     name = Path(name).parent if str(name).endswith(".model") and Path(name).is_file() else name
-    if Path(name, "tokenizer.model").is_file() and not any(Path(name, file).exists() for file in SAY_WHICH):
-        raise UserError(f"tokenizer {name}: sentencepiece's tokenizer.model alone does not say how it is used; put its "
-                        "model's tokenizer_config.json beside it, as hf download MODEL brings it")
+    if Path(name, "tokenizer.model").is_file() and not any(
+        Path(name, file).exists() for file in SAY_WHICH
+    ):
+        raise UserError(
+            f"tokenizer {name}: sentencepiece's tokenizer.model alone does not say how it is used; put its "
+            "model's tokenizer_config.json beside it, as hf download MODEL brings it"
+        )
     is_folder = Path(name).is_dir()
     offline = "" if is_folder else why_offline()
     from transformers import AutoTokenizer  # seconds to import: only where needed
@@ -205,11 +244,17 @@ def load_for_transformers(name: str | Path, remedy: str = "") -> Any:
     try:
         form = no_panic()(AutoTokenizer.from_pretrained)(name)
     except Exception as error:  # the libraries raise whatever a file runs into
-        forms = "" if is_folder else " as a folder, a tokenizer.json file or a name on the Hugging Face Hub"
+        forms = (
+            ""
+            if is_folder
+            else " as a folder, a tokenizer.json file or a name on the Hugging Face Hub"
+        )
         reason = f"no network: {offline}" if offline else first_line(error)[:200]
         raise UserError(f"tokenizer {name}: can't be loaded{forms} ({reason}){remedy}") from error
     if not getattr(form, "is_fast", False):
-        raise UserError(f"tokenizer {name}: {type(form).__name__} has no fast form (tokenizer.json); {MAKE_IDS}")
+        raise UserError(
+            f"tokenizer {name}: {type(form).__name__} has no fast form (tokenizer.json); {MAKE_IDS}"
+        )
     return form
 
 
@@ -220,7 +265,10 @@ def load_words(path: str | Path) -> TextTokenizer:
         fields = json.loads(Path(path, "tokenizer_config.json").read_bytes())
         if fields["tokenizer_class"] not in ("PreTrainedTokenizerFast", "TokenizersBackend"):
             raise ValueError("transformers may amend its files")
-        backend, eos = no_panic()(Tokenizer.from_file)(str(Path(path, "tokenizer.json"))), fields["eos_token"]
+        backend, eos = (
+            no_panic()(Tokenizer.from_file)(str(Path(path, "tokenizer.json"))),
+            fields["eos_token"],
+        )
         return TextTokenizer(backend, eos["content"] if isinstance(eos, dict) else eos)
     except Exception:  # let transformers say what is wrong
         form = load_for_transformers(path)
@@ -241,14 +289,18 @@ def load(name: str, eos_token: str | None = None) -> TextTokenizer:
         try:
             backend, form = no_panic()(Tokenizer.from_file)(str(path)), None
         except Exception as error:  # the library raises bare Exception
-            raise UserError(f"tokenizer {name}: {path.name} can't be read ({first_line(error)})") from error
+            raise UserError(
+                f"tokenizer {name}: {path.name} can't be read ({first_line(error)})"
+            ) from error
     else:
         form = load_for_transformers(name, "; train:4096 trains one on the input")
         backend, eos_token = form.backend_tokenizer, eos_token or form.eos_token
     if not eos_token:
         special = [token.content for token in backend.get_added_tokens_decoder().values()]
-        raise UserError(f"tokenizer {name}: it names no token that ends a document; give one with --eos_token"
-                        + (f" (its special tokens: {', '.join(special[:8])})" if special else ""))
+        raise UserError(
+            f"tokenizer {name}: it names no token that ends a document; give one with --eos_token"
+            + (f" (its special tokens: {', '.join(special[:8])})" if special else "")
+        )
     if backend.token_to_id(eos_token) is None:
         raise UserError(f"tokenizer {name}: eos_token {eos_token!r} is not in its vocabulary")
     if form:

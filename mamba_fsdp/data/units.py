@@ -20,17 +20,24 @@ from typing import Any
 
 import numpy as np
 
-from mamba_fsdp.data.order import splitmix64
+from mamba_fsdp.data.sampler import splitmix64
 from mamba_fsdp.data.store import SHARDS, StoreWriter
 from mamba_fsdp.data.text import TextSource
 from mamba_fsdp.data.tokenizer import TextTokenizer
 from mamba_fsdp.data.workers import Workers
 from mamba_fsdp.lease import Lease
-from mamba_fsdp.report.display import Display, duration
+from mamba_fsdp.report.console import Console, duration
 from mamba_fsdp.storage import read_object, write_atomically
 
-NOTHING_DONE: dict[str, Any] = {"blocks": 0, "read": 0.0, "written": 0, "open": False, "seconds": 0.0,
-                                "counts": {"empty": 0}, "stores": {}}
+NOTHING_DONE: dict[str, Any] = {
+    "blocks": 0,
+    "read": 0.0,
+    "written": 0,
+    "open": False,
+    "seconds": 0.0,
+    "counts": {"empty": 0},
+    "stores": {},
+}
 OPEN = {"shards": SHARDS, "tokens": 0, "documents": 0, "open": 0}
 START_AGAIN = "start again with --overwrite"
 NUMBERS = 1 << 24  # between the numbers of the first documents of two units
@@ -40,11 +47,20 @@ def unit_name(number: int) -> str:
     return f"{number:05d}"
 
 
-def writer(path: Path, source: TextSource, tokenizer: TextTokenizer, state: dict | None) -> StoreWriter:
+def writer(
+    path: Path, source: TextSource, tokenizer: TextTokenizer, state: dict | None
+) -> StoreWriter:
     """Of a store or of a unit's part of it. state: see StoreWriter."""
     assert tokenizer.eos is not None  # or it would not have been loaded
-    return StoreWriter(path, vocab_size=tokenizer.vocab_size, eos=tokenizer.eos, tokenizer=tokenizer.identity,
-                       shard_tokens=source.options.shard_tokens, whole=source.options.pack == "document", state=state)
+    return StoreWriter(
+        path,
+        vocab_size=tokenizer.vocab_size,
+        eos=tokenizer.eos,
+        tokenizer=tokenizer.identity,
+        shard_tokens=source.options.shard_tokens,
+        whole=source.options.pack == "document",
+        state=state,
+    )
 
 
 class Unit:
@@ -52,14 +68,23 @@ class Unit:
 
     def __init__(self, folder: Path, number: int, source: TextSource, tokenizer: TextTokenizer):
         """folder: OUT/.progress."""
-        self.path, self.number, self.source, self.tokenizer = folder / unit_name(number), number, source, tokenizer
+        self.path, self.number, self.source, self.tokenizer = (
+            folder / unit_name(number),
+            number,
+            source,
+            tokenizer,
+        )
         self.progress = json.loads(json.dumps(NOTHING_DONE))
         if (begun := self.path.with_suffix(".begun")).exists():
             self.progress = read_object(begun, {**self.progress, "stores": {"": OPEN}}, START_AGAIN)
-        self.stores = {name: writer(self.path / name, source, tokenizer, self.progress["stores"].get(name))
-                       for name in source.stores_of(number)}
+        self.stores = {
+            name: writer(self.path / name, source, tokenizer, self.progress["stores"].get(name))
+            for name in source.stores_of(number)
+        }
 
-    def tokenise(self, workers: Workers, lease: Lease, bar: "Progress", save_seconds: float) -> None:
+    def tokenise(
+        self, workers: Workers, lease: Lease, bar: "Progress", save_seconds: float
+    ) -> None:
         """Returns when the unit is finished, or `lease` is found lost."""
         saved, progress = time.monotonic(), self.progress
         started = saved - progress["seconds"]
@@ -69,8 +94,11 @@ class Unit:
             for chunk, (tokens, counts) in workers.results(blocks):
                 bar.show(chunk[-1].done - progress["read"], len(tokens))
                 self._write(tokens, counts)
-                progress.update(blocks=progress["blocks"] + len(chunk), read=chunk[-1].done,
-                                seconds=time.monotonic() - started)
+                progress.update(
+                    blocks=progress["blocks"] + len(chunk),
+                    read=chunk[-1].done,
+                    seconds=time.monotonic() - started,
+                )
                 if time.monotonic() - saved >= save_seconds:
                     if not lease.is_held():
                         return
@@ -86,15 +114,22 @@ class Unit:
         eos, progress = self.tokenizer.eos, self.progress
         for name, count in counts.items():
             progress["counts"][name] += count
-        if len(tokens) and tokens[0] == eos and not progress["open"] and self.source.options.pack == "document":
+        if (
+            len(tokens)
+            and tokens[0] == eos
+            and not progress["open"]
+            and self.source.options.pack == "document"
+        ):
             tokens = tokens[1:]  # the document that this would end has ended already
         if not len(tokens):
             return
         ends = np.flatnonzero(tokens == eos) + 1
         progress["open"] = bool(tokens[-1] != eos)
         bounds = np.append(ends, len(tokens)) if progress["open"] else ends
-        held_out = for_validation(self.number * NUMBERS + progress["written"] + np.arange(len(bounds)),
-                                  self.source.options.validation_fraction)
+        held_out = for_validation(
+            self.number * NUMBERS + progress["written"] + np.arange(len(bounds)),
+            self.source.options.validation_fraction,
+        )
         progress["written"] += len(ends)
         if held_out.any():
             of_token = np.repeat(held_out, np.diff(bounds, prepend=0))
@@ -110,12 +145,14 @@ class Unit:
         self.progress["written"] += self.progress["open"]  # an end that was not put there
         shards = {name: store.finish_shards() for name, store in self.stores.items()}
         if lease.is_held():
-            write_atomically(self.path.with_suffix(".json"), json.dumps({**self.progress, "stores": shards}))
+            write_atomically(
+                self.path.with_suffix(".json"), json.dumps({**self.progress, "stores": shards})
+            )
             self.path.with_suffix(".begun").unlink(missing_ok=True)
 
 
 def exact(fraction: float | Fraction) -> Fraction:
-    return Fraction(fraction).limit_denominator(10 ** 6)
+    return Fraction(fraction).limit_denominator(10**6)
 
 
 def for_validation(numbers: np.ndarray, fraction: float | Fraction) -> np.ndarray:
@@ -129,10 +166,12 @@ def for_validation(numbers: np.ndarray, fraction: float | Fraction) -> np.ndarra
     group = numbers * p // q
     first, end = -(-group * q // p), -(-(group + 1) * q // p)
     chosen = (splitmix64(np.uint64(0), group) % (end - first).astype(np.uint64)).astype(np.int64)
-    return numbers == first + np.maximum(chosen, group == 0)  # never the first: training needs one, too
+    return numbers == first + np.maximum(
+        chosen, group == 0
+    )  # never the first: training needs one, too
 
 
-class Progress(Display):
+class Progress(Console):
     """What this process does: a live line on a terminal, a line every ten seconds elsewhere."""
 
     def __init__(self, source: TextSource, units: int):
@@ -147,8 +186,10 @@ class Progress(Display):
         self.read, self.tokens, now = self.read + read, self.tokens + tokens, time.monotonic()
         share = max(0, min(1, self.read / self.total)) if self.total else 0
         left = f", {duration((now - self.started) * (1 / share - 1))} left" if share else ""
-        text = (f"{f'{share:4.0%}  ' if self.total else ''}{self.tokens:,} tokens, "
-                f"{self.tokens / max(now - self.started, 1e-9):,.0f} tokens/s{left}")
+        text = (
+            f"{f'{share:4.0%}  ' if self.total else ''}{self.tokens:,} tokens, "
+            f"{self.tokens / max(now - self.started, 1e-9):,.0f} tokens/s{left}"
+        )
         self.passing(text)
         if not self.live and now - self.printed >= 10:
             self.line(text)

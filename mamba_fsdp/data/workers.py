@@ -23,11 +23,15 @@ class Workers:
     """A pool of them; a context manager. The processes start with the first chunk."""
 
     def __init__(self, tokenizer: tokenizers_.TextTokenizer, options: DatasetConfig):
-        context = multiprocessing.get_context("spawn")  # forking after threads have started can deadlock
+        context = multiprocessing.get_context(
+            "spawn"
+        )  # forking after threads have started can deadlock
         backend = tokenizer.backend and tokenizer.backend.to_str()
         arguments = (backend, tokenizer.eos, tokenizer.bos, tokenizer.vocab_size, options)
         self.count = options.workers or len(os.sched_getaffinity(0))
-        self._pool = concurrent.futures.ProcessPoolExecutor(self.count, context, _start_worker, arguments)
+        self._pool = concurrent.futures.ProcessPoolExecutor(
+            self.count, context, _start_worker, arguments
+        )
 
     def __enter__(self):
         return self
@@ -72,6 +76,7 @@ def deaf_to_ctrl_c(start: Callable[..., Any], *given: Any) -> Any:
 
 def end_with_parent() -> None:
     """Called in a worker process: it ends when its parent does, even by kill -9."""
+
     def follow():
         multiprocessing.parent_process().join()
         os._exit(1)
@@ -87,7 +92,11 @@ def _tokenize(chunk):
     texts, tokens = [], array.array("I")  # texts: (text, whether an eos follows)
 
     def flush():
-        encodings = backend.encode_batch_fast([text for text, _ in texts], add_special_tokens=False) if texts else []
+        encodings = (
+            backend.encode_batch_fast([text for text, _ in texts], add_special_tokens=False)
+            if texts
+            else []
+        )
         for encoding, (_, closes) in zip(encodings, texts):
             tokens.fromlist(encoding.ids + [eos] * (closes and not as_they_are))
         texts.clear()
@@ -96,24 +105,39 @@ def _tokenize(chunk):
         for content, closes in documents(block, options, counts):
             if isinstance(content, str):
                 if not backend:
-                    raise UserError(f"{block.name}: holds text, and --tokenizer=none is for token ids; name their "
-                                    "column with --text_column, or another tokenizer")
+                    raise UserError(
+                        f"{block.name}: holds text, and --tokenizer=none is for token ids; name their "
+                        "column with --text_column, or another tokenizer"
+                    )
                 *parts, last = _short_parts(content)
                 texts += [*((part, False) for part in parts), (last, closes)]
             else:
                 flush()
                 if content.min() < 0 or content.max() >= vocab_size:
-                    remedy = "name the one that made them with --tokenizer" if backend else "give another --vocab_size"
-                    raise UserError(f"{block.name}: token ids from {content.min()} to {content.max()}, but the "
-                                    f"{'tokenizer knows' if backend else 'vocabulary is'} {vocab_size}; {remedy}")
-                tokens.fromlist(content.tolist() if as_they_are else
-                                content[bos is not None and content[0] == bos:].tolist() + [eos])
+                    remedy = (
+                        "name the one that made them with --tokenizer"
+                        if backend
+                        else "give another --vocab_size"
+                    )
+                    raise UserError(
+                        f"{block.name}: token ids from {content.min()} to {content.max()}, but the "
+                        f"{'tokenizer knows' if backend else 'vocabulary is'} {vocab_size}; {remedy}"
+                    )
+                tokens.fromlist(
+                    content.tolist()
+                    if as_they_are
+                    else content[bos is not None and content[0] == bos :].tolist() + [eos]
+                )
     flush()
     tokens = np.frombuffer(tokens, dtype=np.uint32)
     if as_they_are:
         return tokens, dict(counts)
     # An eos that follows an eos, or stands first, ends nothing; but the first may end the chunk before's open document.
-    follows = np.concatenate([[not chunk[0].inside], tokens[:-1] == eos]) if len(tokens) else np.zeros(0, dtype=bool)
+    follows = (
+        np.concatenate([[not chunk[0].inside], tokens[:-1] == eos])
+        if len(tokens)
+        else np.zeros(0, dtype=bool)
+    )
     return tokens[~(follows & (tokens == eos))], dict(counts)
 
 

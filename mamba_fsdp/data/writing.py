@@ -34,17 +34,24 @@ class Copy:
     show: Callable[[str], None] = lambda text: None
     told: dict[str, int] = field(default_factory=dict)
 
-    def pieces(self, block: int = 1, masked: bool = False) -> Iterator[tuple[np.ndarray, np.ndarray, Any]]:
+    def pieces(
+        self, block: int = 1, masked: bool = False
+    ) -> Iterator[tuple[np.ndarray, np.ndarray, Any]]:
         """Yields (tokens, positions, mask), as the source has them, of stretches of about PIECE tokens, a multiple of
         `block`. Raises UserError where other than first tokens of documents don't count, unless the mask goes along."""
         source, most = self.source, -(-PIECE // block) * block
         for start in range(0, source.token_count, most):
             tokens, positions, mask = source.read(start, min(most, source.token_count - start))
             if mask is not None and not masked:
-                self.tell("first tokens of documents did not count in the loss", (~mask & (positions == 0)).sum())
+                self.tell(
+                    "first tokens of documents did not count in the loss",
+                    (~mask & (positions == 0)).sum(),
+                )
                 if not mask[positions != 0].all():
-                    raise UserError(f"{source.path} says of some tokens that they don't count in the loss, for which "
-                                    "this format has no place; write --format=datalayout")
+                    raise UserError(
+                        f"{source.path} says of some tokens that they don't count in the loss, for which "
+                        "this format has no place; write --format=datalayout"
+                    )
             yield tokens, positions, mask
             self.show(f"{source.path}: {start:,} of {source.token_count:,} tokens")
 
@@ -77,15 +84,24 @@ class Copy:
 def write_store(copy: Copy, name: str) -> None:
     """A token store. Every document there ends with the one eos, which is added where it is missing."""
     source = copy.source
-    vocab_size = source.vocab_size or 1 + max(int(tokens.max()) for tokens, _, _ in copy.pieces(masked=True))
-    writer = StoreWriter(copy.folder, vocab_size=max(vocab_size, source.eos + 1), eos=source.eos,
-                         tokenizer=source.tokenizer, shard_tokens=copy.shard_tokens)
+    vocab_size = source.vocab_size or 1 + max(
+        int(tokens.max()) for tokens, _, _ in copy.pieces(masked=True)
+    )
+    writer = StoreWriter(
+        copy.folder,
+        vocab_size=max(vocab_size, source.eos + 1),
+        eos=source.eos,
+        tokenizer=source.tokenizer,
+        shard_tokens=copy.shard_tokens,
+    )
     last = source.eos
     for tokens, positions, _ in copy.pieces():
         before = np.concatenate([[last], tokens[:-1]])
         unended = np.flatnonzero((positions == 0) & (before != source.eos))
         copy.tell("documents without an eos got one", len(unended))
-        copy.tell("documents were cut at an eos inside", ((positions != 0) & (before == source.eos)).sum())
+        copy.tell(
+            "documents were cut at an eos inside", ((positions != 0) & (before == source.eos)).sum()
+        )
         writer.append(np.insert(tokens.astype(np.int64), unended, source.eos))
         last = int(tokens[-1])
     if last != source.eos:
@@ -113,6 +129,7 @@ def _write_arrow(folder, pattern, schema, new, batches, most):
 def write_fms(copy: Copy, name: str) -> None:
     """Arrow files as fms-fsdp reads them, in a folder `name`: each record batch a document without its eos, which is
     added there. Beside it meta/counts.csv."""
+
     def batches():
         for tokens in copy.documents():
             tokens = tokens[:-1] if tokens[-1] == copy.source.eos else tokens
@@ -122,12 +139,20 @@ def write_fms(copy: Copy, name: str) -> None:
 
     (copy.folder / name).mkdir(exist_ok=True)
     schema = pyarrow.schema([("tokens", pyarrow.uint32())])
-    written = _write_arrow(copy.folder / name, "{:05d}.arrow", schema, pyarrow.ipc.new_file, batches(),
-                           copy.shard_tokens)
+    written = _write_arrow(
+        copy.folder / name,
+        "{:05d}.arrow",
+        schema,
+        pyarrow.ipc.new_file,
+        batches(),
+        copy.shard_tokens,
+    )
     (copy.folder / "meta").mkdir(exist_ok=True)
     with open(copy.folder / "meta" / "counts.csv", "a", newline="") as table:
-        csv.writer(table).writerows([["dataset/filename", "documents", "tokens"]] * (not table.tell()) +
-                                    [[f"/{name}/{file}", *counts] for file, *counts in written])
+        csv.writer(table).writerows(
+            [["dataset/filename", "documents", "tokens"]] * (not table.tell())
+            + [[f"/{name}/{file}", *counts] for file, *counts in written]
+        )
 
 
 def write_datalayout(copy: Copy, name: str) -> None:
@@ -137,11 +162,20 @@ def write_datalayout(copy: Copy, name: str) -> None:
     with open(path, "xb") as file:
         for tokens, positions, mask in copy.pieces(masked=True):
             if tokens.max() >= 1 << 16:
-                raise UserError(f"{copy.source.path} holds the token {tokens.max()}, for which DataLayout's 16 bits do "
-                                "not suffice; write another --format")
-            copy.tell(f"positions from {LAST_POSITION} on are said as that", (positions > LAST_POSITION).sum())
-            counts = np.int32(1) if mask is None else (mask | (positions == 0)).astype(np.int32)  # no first one does
-            values = tokens.astype(np.int32) | np.minimum(positions, LAST_POSITION) << 16 | counts << 30
+                raise UserError(
+                    f"{copy.source.path} holds the token {tokens.max()}, for which DataLayout's 16 bits do "
+                    "not suffice; write another --format"
+                )
+            copy.tell(
+                f"positions from {LAST_POSITION} on are said as that",
+                (positions > LAST_POSITION).sum(),
+            )
+            counts = (
+                np.int32(1) if mask is None else (mask | (positions == 0)).astype(np.int32)
+            )  # no first one does
+            values = (
+                tokens.astype(np.int32) | np.minimum(positions, LAST_POSITION) << 16 | counts << 30
+            )
             file.write(values.astype("<i4").data)
     Path(f"{path}.size").write_text(str(copy.source.token_count))
 
@@ -149,6 +183,7 @@ def write_datalayout(copy: Copy, name: str) -> None:
 def write_save_to_disk(copy: Copy, name: str) -> None:
     """What datasets.load_from_disk opens: rows of input_ids."""
     import datasets
+
     def batches():
         for rows in grouped(copy.rows(), len, PIECE):
             ends = np.cumsum([0, *map(len, rows)]).astype(np.int32)
@@ -156,17 +191,34 @@ def write_save_to_disk(copy: Copy, name: str) -> None:
             yield column, len(rows), int(ends[-1])
 
     features = datasets.Features({"input_ids": [datasets.Value("int32")]})
-    written = _write_arrow(copy.folder, "data-{:05d}.arrow", features.arrow_schema, pyarrow.ipc.new_stream, batches(),
-                           copy.shard_tokens)
+    written = _write_arrow(
+        copy.folder,
+        "data-{:05d}.arrow",
+        features.arrow_schema,
+        pyarrow.ipc.new_stream,
+        batches(),
+        copy.shard_tokens,
+    )
     datasets.DatasetInfo(features=features).write_to_directory(str(copy.folder))
     state: dict[str, Any]
-    state = {"_data_files": [{"filename": file} for file, *_ in written],
-             "_fingerprint": copy.source.identity[-16:], "_format_columns": None, "_format_kwargs": {},
-             "_format_type": None, "_output_all_columns": False, "_split": None}
+    state = {
+        "_data_files": [{"filename": file} for file, *_ in written],
+        "_fingerprint": copy.source.identity[-16:],
+        "_format_columns": None,
+        "_format_kwargs": {},
+        "_format_type": None,
+        "_output_all_columns": False,
+        "_split": None,
+    }
     (copy.folder / "state.json").write_text(json.dumps(state, indent=1) + "\n")
 
 
-WRITERS = {"store": write_store, "fms": write_fms, "datalayout": write_datalayout, "save_to_disk": write_save_to_disk}
+WRITERS = {
+    "store": write_store,
+    "fms": write_fms,
+    "datalayout": write_datalayout,
+    "save_to_disk": write_save_to_disk,
+}
 
 
 def copy_tokenizer(source: Source, folder: Path) -> None:

@@ -26,9 +26,17 @@ TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 MODEL_CARD, GENERATION_CONFIG = "README.md", "generation_config.json"
 
 
-def write_model(source: str | Path, out: str | Path, format: str = "hf", dtype: str | None = None, *,
-                shard_bytes: int = SHARD_BYTES, tokenizer: str = "", allow_other_tokenizer: bool = False,
-                **how: Any) -> Path:
+def write_model(
+    source: str | Path,
+    out: str | Path,
+    format: str = "hf",
+    dtype: str | None = None,
+    *,
+    shard_bytes: int = SHARD_BYTES,
+    tokenizer: str = "",
+    allow_other_tokenizer: bool = False,
+    **how: Any,
+) -> Path:
     """Write the model that `source` names (see find_weights) to the new folder `out`; returns `out`.
 
     format: hf, of transformers; state-spaces; ours, which is consolidated.00.pth, its config.json and tokenizer/.
@@ -37,8 +45,11 @@ def write_model(source: str | Path, out: str | Path, format: str = "hf", dtype: 
     allow_other_tokenizer. how: see read_weights. Raises UserError: nothing to read, no such form of this model, `out`
     exists, the disk refuses; then nothing is written.
     """
-    writers: dict[str, Any] = {"hf": partial(_write_transformers, shard_bytes=shard_bytes),
-                               "state-spaces": _write_state_spaces, "ours": _write_ours}
+    writers: dict[str, Any] = {
+        "hf": partial(_write_transformers, shard_bytes=shard_bytes),
+        "state-spaces": _write_state_spaces,
+        "ours": _write_ours,
+    }
     for option, value, known in (("format", format, writers), ("dtype", dtype or "fp32", DTYPES)):
         if value not in known:
             raise UserError(f"{option}={value}: write one of {', '.join(known)}")
@@ -62,7 +73,10 @@ def write_model(source: str | Path, out: str | Path, format: str = "hf", dtype: 
                 stored = str(get(EMBEDDING).dtype).removeprefix("torch.")
                 (unfinished / MODEL_CARD).write_text(_model_card(weights, format, stored))
             if weights.tokenizer_path:
-                _copy_tokenizer(weights.tokenizer_path, unfinished / TOKENIZER if format == "ours" else unfinished)
+                _copy_tokenizer(
+                    weights.tokenizer_path,
+                    unfinished / TOKENIZER if format == "ours" else unfinished,
+                )
     except SafetensorError as error:
         raise UserError(f"can't write {out}: {error}") from None
     return out
@@ -90,8 +104,11 @@ def _write_transformers(folder, weights, get, shard_bytes):
     fields["torch_dtype"] = str(get(EMBEDDING).dtype).removeprefix("torch.")
     if weights.seq_length and weights.config.has("attention"):
         fields["max_position_embeddings"] = weights.seq_length
-    tensors = ((their_name, rows) for name, theirs in transformers_forms.parts(form, weights.config).items()
-               for (their_name, _), rows in zip(theirs, get(name).split([shape[0] for _, shape in theirs])))
+    tensors = (
+        (their_name, rows)
+        for name, theirs in transformers_forms.parts(form, weights.config).items()
+        for (their_name, _), rows in zip(theirs, get(name).split([shape[0] for _, shape in theirs]))
+    )
     write_safetensors(folder, tensors, shard_bytes)
     known = {kind: number for kind, number in ids.items() if number is not None}
     if "eos_token_id" in known:
@@ -113,8 +130,11 @@ def _write_ours(folder, weights, get):
 
 def _write_state_dict(path, weights, get):
     """A plain dict of tensors, a tied output layer under both names."""
-    write_pth(path, ((name, get(name)) for name in weights.names),
-              {LM_HEAD: EMBEDDING} if weights.config.tie_embeddings else {})
+    write_pth(
+        path,
+        ((name, get(name)) for name in weights.names),
+        {LM_HEAD: EMBEDDING} if weights.config.tie_embeddings else {},
+    )
 
 
 def _copy_tokenizer(source, folder):
@@ -130,9 +150,16 @@ def _model_card(weights, format, dtype):
     if (Path(weights.source) / COMMIT).is_file():
         state = Reader(weights.source).state
         data, progress = state["settings"]["data"], state["progress"]
-        training = (f"Trained for {progress['step']:,} steps on {progress['tokens']:,} tokens of "
-                    f"{Path(data['dataset_path']).name} in sequences of {data['seq_length']:,}.")
+        training = (
+            f"Trained for {progress['step']:,} steps on {progress['tokens']:,} tokens of "
+            f"{Path(data['dataset_path']).name} in sequences of {data['seq_length']:,}."
+        )
     card = Path(__file__).parent / "cards" / f"{format}.md"
     return card.read_text(encoding="utf-8").format(
-        title=title(config), parameters=parameter_count(config), dtype=dtype, config=config, training=training,
-        version=mamba_fsdp.__version__)
+        title=title(config),
+        parameters=parameter_count(config),
+        dtype=dtype,
+        config=config,
+        training=training,
+        version=mamba_fsdp.__version__,
+    )

@@ -17,12 +17,26 @@ from mamba_fsdp.storage import read_object
 
 Table = dict[str, Any]  # see forms.yaml
 
-TABLES: Table = yaml.load(Path(__file__).with_name("forms.yaml").read_text(encoding="utf-8"),
-                          getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+TABLES: Table = yaml.load(
+    Path(__file__).with_name("forms.yaml").read_text(encoding="utf-8"),
+    getattr(yaml, "CSafeLoader", yaml.SafeLoader),
+)
 TYPES: dict[str, Any] = {leaf.name: leaf.type for leaf in dataclasses.fields(ModelConfig)}
 AUTO = ("dt_rank", "time_step_rank")  # fields in which "auto" stands for the default
-UNLIMITED = None, [0.0, float("inf")], [0.0, "inf"], [0.0, {"__float__": "Infinity"}]  # the last of transformers 5
-INERT: tuple = (None, False, 0, "", [], {})  # a field that says no to something we don't know of changes nothing
+UNLIMITED = (
+    None,
+    [0.0, float("inf")],
+    [0.0, "inf"],
+    [0.0, {"__float__": "Infinity"}],
+)  # the last of transformers 5
+INERT: tuple = (
+    None,
+    False,
+    0,
+    "",
+    [],
+    {},
+)  # a field that says no to something we don't know of changes nothing
 
 
 class Fields:
@@ -57,9 +71,12 @@ class Fields:
 
     def take_settings(self, table: Table) -> dict[str, Any]:
         """{our setting: value} for each field of the table."""
-        return {ours: self.take(theirs, *default, kind=TYPES[ours]) for theirs, (ours, *default) in table.items()}
+        return {
+            ours: self.take(theirs, *default, kind=TYPES[ours])
+            for theirs, (ours, *default) in table.items()
+        }
 
-    def refuse_limit(self, name: str) -> None:
+    def check_limit(self, name: str) -> None:
         """Refuse limits of dt other than none."""
         value = self.content.pop(name, None)
         if value not in UNLIMITED:
@@ -87,26 +104,38 @@ class Fields:
     def finish(self) -> None:
         for name, value in self.content.items():
             if value not in INERT:
-                self.refuse(name, f"is {value!r}, a field that this program does not know; if the model's results "
-                                  "don't depend on it, remove it from the file")
+                self.refuse(
+                    name,
+                    f"is {value!r}, a field that this program does not know; if the model's results "
+                    "don't depend on it, remove it from the file",
+                )
 
 
 def write_fields(config: ModelConfig, table: Table, fixed: Table) -> dict[str, Any]:
     """{their field: value} for each field of the tables; 0 for "as the others say" becomes what they say."""
-    return ({theirs: getattr(config, f"resolved_{ours}", getattr(config, ours)) for theirs, (ours, *_) in table.items()}
-            | {name: wanted for name, (wanted, *_) in fixed.items()})
+    return {
+        theirs: getattr(config, f"resolved_{ours}", getattr(config, ours))
+        for theirs, (ours, *_) in table.items()
+    } | {name: wanted for name, (wanted, *_) in fixed.items()}
 
 
 def model_config(path: Path, **values: Any) -> ModelConfig:
     """The checked ModelConfig of these values, written as a preset writes it where it is one. Raises UserError."""
     config = checked_model(path, values)
-    presets = (ModelConfig(**preset, model_name=name, chunk_size=config.chunk_size) for name, preset in PRESETS.items())
+    presets = (
+        ModelConfig(**preset, model_name=name, chunk_size=config.chunk_size)
+        for name, preset in PRESETS.items()
+    )
     return next((known for known in presets if known.structure() == config.structure()), config)
 
 
 def pattern(layers: list[Layer]) -> str:
     """The text of ModelConfig.layers for a list of layers: its shortest period, runs with a count."""
-    period = next(p for p in range(1, len(layers) + 1) if all(layer == layers[i % p] for i, layer in enumerate(layers)))
+    period = next(
+        p
+        for p in range(1, len(layers) + 1)
+        if all(layer == layers[i % p] for i, layer in enumerate(layers))
+    )
     names = (layer.mixer + "+mlp" * layer.mlp for layer in layers[:period])
     runs = [(name, len(list(run))) for name, run in groupby(names)]
     return ",".join(f"{count}*{name}" if count > 1 else name for name, count in runs)

@@ -26,7 +26,14 @@ class _Written:
     def __init__(self, tensor: torch.Tensor, key: str):
         kind = getattr(torch, tensor.new_empty(0)._typed_storage()._pickle_storage_type())
         storage = "storage", kind, key, "cpu", tensor.numel()
-        self.arguments: tuple[Any, ...] = storage, 0, tuple(tensor.shape), tensor.stride(), False, OrderedDict()
+        self.arguments: tuple[Any, ...] = (
+            storage,
+            0,
+            tuple(tensor.shape),
+            tensor.stride(),
+            False,
+            OrderedDict(),
+        )
 
     def __reduce__(self) -> tuple[Any, ...]:
         return torch._utils._rebuild_tensor_v2, self.arguments
@@ -37,7 +44,9 @@ class _Pickler(pickle.Pickler):
         return obj if isinstance(obj, tuple) and obj[:1] == ("storage",) else None
 
 
-def write_pth(path: Path, tensors: Iterable[tuple[str, torch.Tensor]], tied: Mapping[str, str]) -> None:
+def write_pth(
+    path: Path, tensors: Iterable[tuple[str, torch.Tensor]], tied: Mapping[str, str]
+) -> None:
     """Write (name, CPU tensor) pairs and, for each of `tied`, {other name: name}, a second name. Raises OSError."""
     content: dict[str, _Written] = {}
     pickled = io.BytesIO()
@@ -55,10 +64,12 @@ def write_pth(path: Path, tensors: Iterable[tuple[str, torch.Tensor]], tied: Map
 
 def _add(archive, file, name, data):
     record = zipfile.ZipInfo(f"archive/{name}")
-    header = 30 + len(record.filename) + 20 + 4  # the fixed part, the name, ZIP64's field, the beginning of the padding
+    header = (
+        30 + len(record.filename) + 20 + 4
+    )  # the fixed part, the name, ZIP64's field, the beginning of the padding
     padding = -(file.tell() + header) % 64
     record.extra = struct.pack("<2sH", b"FB", padding) + padding * b"Z"
     with archive.open(record, "w", force_zip64=True) as target:
         for offset in range(0, len(data), BLOCK):
-            target.write(data[offset:offset + BLOCK])
+            target.write(data[offset : offset + BLOCK])
             heart.beat()

@@ -46,7 +46,7 @@ def _ssm_values(ssm, mixer, d_model):
     if mixer == "mamba2":
         d_inner = values["expand"] * d_model
         ssm.expect({"d_ssm": (d_inner, d_inner, "an MLP beside the SSM")})
-        ssm.refuse_limit("dt_limit")
+        ssm.check_limit("dt_limit")
     ssm.ignore(*FORM["ssm_ignored"])
     ssm.finish()
     return values
@@ -67,16 +67,33 @@ def write_config(config: ModelConfig) -> dict[str, Any]:
     layers = config.layer_list()
     mixers = {layer.mixer for layer in layers} - {"attention"}
     if len(mixers) > 1 or mixers - FORM["ssm"].keys() or len({layer.mlp for layer in layers}) > 1:
-        raise UserError("state-spaces' form has one kind of SSM layer and an MLP in every layer or in none, not "
-                        f"layers={config.layers}; its own program could not load it")
+        raise UserError(
+            "state-spaces' form has one kind of SSM layer and an MLP in every layer or in none, not "
+            f"layers={config.layers}; its own program could not load it"
+        )
     if config.norm_eps != NORM_EPS:
-        raise UserError(f"state-spaces' form has norm_eps {NORM_EPS} built in, this model has {config.norm_eps}")
+        raise UserError(
+            f"state-spaces' form has norm_eps {NORM_EPS} built in, this model has {config.norm_eps}"
+        )
     if (width := config.resolved_d_intermediate) % MLP_MULTIPLE:
-        raise UserError(f"state-spaces' form has MLPs of a multiple of {MLP_MULTIPLE}, this model's d_intermediate is "
-                        f"{width}")
-    attention = write_fields(config, FORM["attention"], FORM["attention_fixed"]) if config.has("attention") else {}
-    ssm = [{"layer": mixer.capitalize(), **write_fields(config, FORM["ssm"][mixer], {})} for mixer in mixers]
-    return {**write_fields(config, FORM["model"], FORM["model_fixed"]), "ssm_cfg": ssm[0] if ssm else {},
-            "attn_cfg": attention,
-            "attn_layer_idx": [i for i, layer in enumerate(layers) if layer.mixer == "attention"],
-            "residual_in_fp32": True, "fused_add_norm": True}
+        raise UserError(
+            f"state-spaces' form has MLPs of a multiple of {MLP_MULTIPLE}, this model's d_intermediate is "
+            f"{width}"
+        )
+    attention = (
+        write_fields(config, FORM["attention"], FORM["attention_fixed"])
+        if config.has("attention")
+        else {}
+    )
+    ssm = [
+        {"layer": mixer.capitalize(), **write_fields(config, FORM["ssm"][mixer], {})}
+        for mixer in mixers
+    ]
+    return {
+        **write_fields(config, FORM["model"], FORM["model_fixed"]),
+        "ssm_cfg": ssm[0] if ssm else {},
+        "attn_cfg": attention,
+        "attn_layer_idx": [i for i, layer in enumerate(layers) if layer.mixer == "attention"],
+        "residual_in_fp32": True,
+        "fused_add_norm": True,
+    }

@@ -22,9 +22,9 @@ import torch
 
 from config.model_config import ModelConfig, checked_model
 from config.presets import preset
-from mamba_fsdp.checkpoint.folder import Reader, find_checkpoint, refuse_other_tensors
+from mamba_fsdp.checkpoint.folder import Reader, check_same_tensors, find_checkpoint
 from mamba_fsdp.checkpoint.tensors import Tensors, open_tensors
-from mamba_fsdp.data.tokenizer import identities_in, refuse_other_tokenizer
+from mamba_fsdp.data.tokenizer import check_tokenizer, identities_in
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.interop import state_spaces
 from mamba_fsdp.interop.fields import Fields
@@ -39,8 +39,16 @@ from mamba_fsdp.run_layout import CHECKPOINTS, COMMIT, CONSOLIDATED, MODEL_CONFI
 PICKLED = "pytorch_model.bin"
 SHARDS, THEIR_INDEX = ".distcp", ".metadata"  # of torch.distributed.checkpoint
 CONVERSION = "python -m torch.distributed.checkpoint.format_utils dcp_to_torch {0} {0}.pth"
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "merges.txt",
-                   "special_tokens_map.json", "added_tokens.json", "chat_template.jinja")
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "vocab.json",
+    "merges.txt",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+)
 
 
 class Weights:
@@ -51,12 +59,24 @@ class Weights:
     tokenizer: the identity that a checkpoint knows.
     """
 
-    def __init__(self, config: ModelConfig, open_tensors: Callable[..., Tensors], form: Form | None = None, *,
-                 tokenizer_path: Path | None = None, tokenizer: str = "", seq_length: int | None = None):
+    def __init__(
+        self,
+        config: ModelConfig,
+        open_tensors: Callable[..., Tensors],
+        form: Form | None = None,
+        *,
+        tokenizer_path: Path | None = None,
+        tokenizer: str = "",
+        seq_length: int | None = None,
+    ):
         self.config, self.tokenizer_path, self.seq_length = config, tokenizer_path, seq_length
         self.tokenizer = tokenizer
         own = {name: [(name, parameter.shape)] for name, parameter in parameters(config).items()}
-        self.parts, self.names, self.open_tensors = parts(form, config) if form else own, list(own), open_tensors
+        self.parts, self.names, self.open_tensors = (
+            parts(form, config) if form else own,
+            list(own),
+            open_tensors,
+        )
         self.tied = (form.top[LM_HEAD], form.top[EMBEDDING]) if form else (LM_HEAD, EMBEDDING)
 
     def open(self, world: World, shards: Sequence[Shard] = ()) -> "Weights":
@@ -76,10 +96,14 @@ class Weights:
     def slice(self, name: str, start: int, stop: int) -> torch.Tensor:
         """Elements [start, stop) of a flattened parameter on the CPU, in the type they are stored in."""
         found, low = [], 0
-        for theirs, shape in self.parts[name]:  # one below the other: one after the other when flattened
+        for theirs, shape in self.parts[
+            name
+        ]:  # one below the other: one after the other when flattened
             high = low + math.prod(shape)
             if max(start, low) < min(stop, high):
-                found.append(self.tensors.slice(theirs, max(start, low) - low, min(stop, high) - low))
+                found.append(
+                    self.tensors.slice(theirs, max(start, low) - low, min(stop, high) - low)
+                )
             low = high
         return found[0] if len(found) == 1 else torch.cat(found)
 
@@ -92,22 +116,30 @@ class Weights:
         """Take the tokenizer in the folder `path`. Raises UserError for none there, or for another than the model's."""
         folder = _tokenizer_in(path, path / TOKENIZER)
         if folder is None:
-            raise UserError(f"tokenizer={path} is no folder with a tokenizer ({', '.join(TOKENIZER_FILES[:3])})")
+            raise UserError(
+                f"tokenizer={path} is no folder with a tokenizer ({', '.join(TOKENIZER_FILES[:3])})"
+            )
         if not allow_other:
             identity = next(identities_in(folder), "")
-            refuse_other_tokenizer(folder, identity, self.source, self.tokenizer_identities())
+            check_tokenizer(folder, identity, self.source, self.tokenizer_identities())
         self.tokenizer_path = folder
 
     def _check(self):
         head, embedding = self.tied
         # Older Llama files hold the rotary frequencies, which follow from the config.
-        found = {name: shape for name, shape in self.tensors.shapes.items() if not name.endswith("rotary_emb.inv_freq")}
+        found = {
+            name: shape
+            for name, shape in self.tensors.shapes.items()
+            if not name.endswith("rotary_emb.inv_freq")
+        }
         if self.config.tie_embeddings and head in found and embedding in found:
             if not torch.equal(self.tensors.get(head), self.tensors.get(embedding)):
-                raise UserError(f"{self.source}: {head} differs from {embedding}, but the config says that they are "
-                                "one (tied embeddings)")
+                raise UserError(
+                    f"{self.source}: {head} differs from {embedding}, but the config says that they are "
+                    "one (tied embeddings)"
+                )
             del found[head]
-        refuse_other_tensors(self.source, dict(chain.from_iterable(self.parts.values())), found)
+        check_same_tensors(self.source, dict(chain.from_iterable(self.parts.values())), found)
 
 
 def read_weights(source: str | Path, *, verified: bool = False, model_name: str = "") -> Weights:
@@ -116,7 +148,9 @@ def read_weights(source: str | Path, *, verified: bool = False, model_name: str 
     return find_weights(source, model, verified=verified).open(World.alone())
 
 
-def find_weights(source: str | Path, model: ModelConfig | None = None, *, verified: bool = False) -> Weights:
+def find_weights(
+    source: str | Path, model: ModelConfig | None = None, *, verified: bool = False
+) -> Weights:
     """The Weights that `source` (path) names, not yet open. model: what it is where it does not say so itself.
     verified: of a checkpoint, that it is known to be whole. Raises UserError for none, or one that our model can't
     hold."""
@@ -131,8 +165,10 @@ def find_weights(source: str | Path, model: ModelConfig | None = None, *, verifi
         return _find_checkpoint(path, verified)
     if not (path / MODEL_CONFIG).is_file():
         _refuse_sharded(path)
-        raise UserError(f"{path} holds no model: it is neither a run folder ({CHECKPOINTS}/) nor a checkpoint "
-                        f"({COMMIT}), and has no {MODEL_CONFIG}")
+        raise UserError(
+            f"{path} holds no model: it is neither a run folder ({CHECKPOINTS}/) nor a checkpoint "
+            f"({COMMIT}), and has no {MODEL_CONFIG}"
+        )
     return _find_model(path)
 
 
@@ -142,8 +178,10 @@ def _refuse_sharded(folder):
     found = [*folder.glob(THEIR_INDEX), *folder.glob(f"*/{THEIR_INDEX}")]
     if found:
         newest = max(found, key=lambda file: file.stat().st_mtime).parent
-        raise UserError(f"{newest} is a folder of torch.distributed.checkpoint, which only its own program reads. "
-                        f"Where you trust it, convert it with torch 2.3 or newer: {CONVERSION.format(newest)}")
+        raise UserError(
+            f"{newest} is a folder of torch.distributed.checkpoint, which only its own program reads. "
+            f"Where you trust it, convert it with torch 2.3 or newer: {CONVERSION.format(newest)}"
+        )
 
 
 def _find_checkpoint(path, verified):
@@ -153,28 +191,50 @@ def _find_checkpoint(path, verified):
     settings, progress = state["settings"], state.get("progress", {})
 
     def open_whole(world, into):
-        return open_tensors(checkpoint if verified else find_checkpoint(path, world, part="model", shards=into), world)
+        return open_tensors(
+            checkpoint if verified else find_checkpoint(path, world, part="model", shards=into),
+            world,
+        )
 
-    return Weights(checked_model(checkpoint, settings["model"]), open_whole, seq_length=settings["data"]["seq_length"],
-                   tokenizer_path=_tokenizer_in(checkpoint.parent.parent / TOKENIZER),
-                   tokenizer=str(progress.get("tokenizer", "")))
+    return Weights(
+        checked_model(checkpoint, settings["model"]),
+        open_whole,
+        seq_length=settings["data"]["seq_length"],
+        tokenizer_path=_tokenizer_in(checkpoint.parent.parent / TOKENIZER),
+        tokenizer=str(progress.get("tokenizer", "")),
+    )
 
 
 def _find_model(folder, file=None, model=None):
     """The model of the config.json in `folder`, else `model`; its weights are in `file`, or in whichever is there."""
     config, form, seq_length, suffix = model, None, None, file.suffix if file else ""
     if (folder / MODEL_CONFIG).is_file():
-        config, form, seq_length = _read_config(Fields.read(folder / MODEL_CONFIG), foreign=suffix == ".safetensors")
+        config, form, seq_length = _read_config(
+            Fields.read(folder / MODEL_CONFIG), foreign=suffix == ".safetensors"
+        )
     elif model is None:
-        raise UserError(f"{file}: there is no {MODEL_CONFIG} beside it, which says what model this is; {_hint(file)}")
+        raise UserError(
+            f"{file}: there is no {MODEL_CONFIG} beside it, which says what model this is; {_hint(file)}"
+        )
     form = None if suffix in (".pth", ".pt") else form
     names = (SINGLE, INDEX, PICKLED) if form else (CONSOLIDATED, PICKLED)
-    files = [file] if file and not form else [folder / name for name in names if (folder / name).is_file()]
+    files = (
+        [file]
+        if file and not form
+        else [folder / name for name in names if (folder / name).is_file()]
+    )
     if not files:
         _refuse_sharded(folder)
-        raise UserError(f"{folder} has a {MODEL_CONFIG} but no weights beside it ({' or '.join(names)})")
-    return Weights(config, lambda world, _: open_file(files[0], world, config), form, seq_length=seq_length,
-                   tokenizer_path=_tokenizer_in(folder if form else folder / TOKENIZER, folder))
+        raise UserError(
+            f"{folder} has a {MODEL_CONFIG} but no weights beside it ({' or '.join(names)})"
+        )
+    return Weights(
+        config,
+        lambda world, _: open_file(files[0], world, config),
+        form,
+        seq_length=seq_length,
+        tokenizer_path=_tokenizer_in(folder if form else folder / TOKENIZER, folder),
+    )
 
 
 def open_file(path: Path, world: World, config: ModelConfig | None = None) -> Tensors:
@@ -183,9 +243,15 @@ def open_file(path: Path, world: World, config: ModelConfig | None = None) -> Te
     if path.suffix == SHARDS:
         _refuse_sharded(path.parent)
     if (path.parent / COMMIT).is_file():
-        raise UserError(f"{path} is the part of one rank; the checkpoint that it belongs to is {path.parent}")
+        raise UserError(
+            f"{path} is the part of one rank; the checkpoint that it belongs to is {path.parent}"
+        )
     of_safetensors = path.suffix == ".safetensors" or path.name == INDEX
-    found = world.on_all_ranks(lambda: open_safetensors(path)) if of_safetensors else open_tensors(path, world)
+    found = (
+        world.on_all_ranks(lambda: open_safetensors(path))
+        if of_safetensors
+        else open_tensors(path, world)
+    )
     return from_fms(models_tensors(found), config)
 
 
@@ -208,4 +274,11 @@ def _read_config(fields, foreign=False):
 
 
 def _tokenizer_in(*folders):
-    return next((folder for folder in folders if any((folder / name).is_file() for name in TOKENIZER_FILES)), None)
+    return next(
+        (
+            folder
+            for folder in folders
+            if any((folder / name).is_file() for name in TOKENIZER_FILES)
+        ),
+        None,
+    )

@@ -15,22 +15,36 @@ from multiprocessing.context import ForkServerProcess
 
 from mamba_fsdp.errors import first_line
 
-IMPORTS = ["fire", "mamba_fsdp.command_line", "mamba_fsdp.launch.forks", "mamba_fsdp.train.run",
-           "mamba_fsdp.interop.convert", "mamba_fsdp.verbs.loading",
-           "torch._dynamo", "mamba_fsdp.parallel.fsdp1", "mamba_fsdp.parallel.fsdp2"]  # what torch lacks is passed over
+IMPORTS = [
+    "fire",
+    "mamba_fsdp.command_line",
+    "mamba_fsdp.launch.forks",
+    "mamba_fsdp.train.run",
+    "mamba_fsdp.interop.convert",
+    "mamba_fsdp.verbs.loading",
+    "torch._dynamo",
+    "mamba_fsdp.parallel.fsdp1",
+    "mamba_fsdp.parallel.fsdp2",
+]  # what torch lacks is passed over
 REQUESTS_TO_STOP = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
 
 
 def prepare() -> None:
     """Starts that process; it imports while torchrun looks for the other nodes."""
-    signal.pthread_sigmask(signal.SIG_BLOCK, REQUESTS_TO_STOP)  # Slurm asks all processes; what we start inherits it
-    sys.modules["__main__"].__spec__ = ModuleSpec("__main__", None)  # else ranks run the launcher's module once more
+    signal.pthread_sigmask(
+        signal.SIG_BLOCK, REQUESTS_TO_STOP
+    )  # Slurm asks all processes; what we start inherits it
+    sys.modules["__main__"].__spec__ = ModuleSpec(
+        "__main__", None
+    )  # else ranks run the launcher's module once more
     multiprocessing.set_forkserver_preload(IMPORTS)
     resource_tracker.ensure_running()  # which lets SIGINT and SIGTERM through when it has started
     signal.pthread_sigmask(signal.SIG_BLOCK, REQUESTS_TO_STOP)
     forkserver.ensure_running()
     atexit.register(_end_server)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, REQUESTS_TO_STOP)  # those that came meanwhile come now
+    signal.pthread_sigmask(
+        signal.SIG_UNBLOCK, REQUESTS_TO_STOP
+    )  # those that came meanwhile come now
 
 
 def _end_server():
@@ -50,15 +64,19 @@ class Rank(ForkServerProcess):
 
     def send_signal(self, number: int) -> None:
         """SIGKILL to what the rank has started too."""
-        for kill in (os.kill, os.killpg)[:1 + (number == signal.SIGKILL)]:
-            with contextlib.suppress(ProcessLookupError):  # it has ended, or has not come to os.setsid
+        for kill in (os.kill, os.killpg)[: 1 + (number == signal.SIGKILL)]:
+            with contextlib.suppress(
+                ProcessLookupError
+            ):  # it has ended, or has not come to os.setsid
                 kill(self.pid or 0, number)
 
 
 def _run(words, environment):
     os.setsid()
     for number in REQUESTS_TO_STOP:
-        signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+        signal.signal(
+            number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
+        )
     signal.pthread_sigmask(signal.SIG_UNBLOCK, REQUESTS_TO_STOP)
     os.environ.clear()  # of what was told to the first start alone
     os.environ.update(environment)

@@ -22,7 +22,9 @@ from typing import Any
 from mamba_fsdp.launch.forks import REQUESTS_TO_STOP, Rank, prepare
 from mamba_fsdp.launch.machine import hold_port, node_name, set_environment
 
-if __name__ == "__main__":  # what ranks are forks of imports torch, which takes seconds, while this process does
+if (
+    __name__ == "__main__"
+):  # what ranks are forks of imports torch, which takes seconds, while this process does
     came: list[int] = []  # what is imported may take SystemExit for a failure of its own
 
     def leave(number, _):
@@ -36,8 +38,19 @@ if __name__ == "__main__":  # what ranks are forks of imports torch, which takes
     prepare()
 
 from torch.distributed import run as torchrun
-from torch.distributed.elastic.agent.server import RunResult, SimpleElasticAgent, WorkerGroup, WorkerSpec, WorkerState
-from torch.distributed.elastic.rendezvous import RendezvousParameters, api, dynamic_rendezvous, registry
+from torch.distributed.elastic.agent.server import (
+    RunResult,
+    SimpleElasticAgent,
+    WorkerGroup,
+    WorkerSpec,
+    WorkerState,
+)
+from torch.distributed.elastic.rendezvous import (
+    RendezvousParameters,
+    api,
+    dynamic_rendezvous,
+    registry,
+)
 
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.parallel.compat import where_ranks_meet
@@ -52,12 +65,14 @@ SECONDS_TO_END = 30  # for a rank that was asked to stop when another one failed
 USUAL_REASONS = {
     "SIGKILL": " The usual reason is that the node ran out of memory: lower batch_size.",
     "SIGBUS": " The usual reason is a file of the token store that was cut short, or whose disk failed, while it was "
-              "read: python -m mamba_fsdp inspect STORE --verify; or a full /dev/shm.",
+    "read: python -m mamba_fsdp inspect STORE --verify; or a full /dev/shm.",
 }
 
 
 def main(failures: Path, words: list[str], scratch: str) -> int:
-    logging.disable(logging.ERROR)  # torch's own account of a failure: ours comes last and says more
+    logging.disable(
+        logging.ERROR
+    )  # torch's own account of a failure: ours comes last and says more
     allow_many_files()
     os.environ["FAILURES"] = str(failures)  # where the ranks that start after one look for it
     try:
@@ -66,11 +81,15 @@ def main(failures: Path, words: list[str], scratch: str) -> int:
     except api.RendezvousClosedError:  # another node has given up
         return 1
     except api.RendezvousError as error:
-        text = (f"error: {node_name()} could not meet the other nodes: {error} ({error.__cause__}); can it reach "
-                "the first node by its name, and does the firewall or security group let the nodes connect?\n")
+        text = (
+            f"error: {node_name()} could not meet the other nodes: {error} ({error.__cause__}); can it reach "
+            "the first node by its name, and does the firewall or security group let the nodes connect?\n"
+        )
         return put_on_record(failures, 1, time.time(), text, 1)
     if not (agent.noted and result and result.is_failed()):
-        return 128 + agent.asked[0] if agent.asked else int(not result)  # none: another node has given up
+        return (
+            128 + agent.asked[0] if agent.asked else int(not result)
+        )  # none: another node has given up
     RunFolder(failures.parent.parent).status()  # which a rank that was killed has left `running`
     if not agent.alone:
         time.sleep(SECONDS_FOR_OTHERS)
@@ -83,17 +102,39 @@ class Agent(SimpleElasticAgent):
     middle of a checkpoint; ours as long as Slurm lets us."""
 
     def __init__(self, failures: Path, words: list[str], scratch: Path) -> None:
-        options = torchrun.parse_args([f"--nproc-per-node={os.environ['PROCESSES_PER_NODE']}", "--rdzv-backend=c10d",
-                                       "--monitor-interval=0.1", *words])
+        options = torchrun.parse_args(
+            [
+                f"--nproc-per-node={os.environ['PROCESSES_PER_NODE']}",
+                "--rdzv-backend=c10d",
+                "--monitor-interval=0.1",
+                *words,
+            ]
+        )
         if options.standalone:
             options.rdzv_endpoint, options.rdzv_id = "localhost:0", str(uuid.uuid4())
         config, *_ = torchrun.config_from_args(options)
         meet_fast(config.max_nodes)
-        self.nodes = registry.get_rendezvous_handler(RendezvousParameters(
-            config.rdzv_backend, config.rdzv_endpoint, config.run_id, config.min_nodes, config.max_nodes,
-            config.local_addr, **config.rdzv_configs))
-        super().__init__(WorkerSpec("rank", config.nproc_per_node, self.nodes, entrypoint=options.training_script,
-                                    max_restarts=1, monitor_interval=config.monitor_interval))
+        self.nodes = registry.get_rendezvous_handler(
+            RendezvousParameters(
+                config.rdzv_backend,
+                config.rdzv_endpoint,
+                config.run_id,
+                config.min_nodes,
+                config.max_nodes,
+                config.local_addr,
+                **config.rdzv_configs,
+            )
+        )
+        super().__init__(
+            WorkerSpec(
+                "rank",
+                config.nproc_per_node,
+                self.nodes,
+                entrypoint=options.training_script,
+                max_restarts=1,
+                monitor_interval=config.monitor_interval,
+            )
+        )
         self.words = (sys.executable, "-u", options.training_script, *options.training_script_args)
         self.failures, self.scratch, self.alone = failures, scratch, options.standalone
         self.ranks: dict[int, Rank] = {}  # by their number on this node
@@ -112,18 +153,32 @@ class Agent(SimpleElasticAgent):
         signal.signal(signal.SIGTSTP, self._stand_still)
         for number in REQUESTS_TO_STOP:
             signal.signal(number, self._pass_on)
-        if worker_group.group_rank == 0:  # rank 0 listens there in a few seconds: till then nobody else shall
+        if (
+            worker_group.group_rank == 0
+        ):  # rank 0 listens there in a few seconds: till then nobody else shall
             self.port = hold_port(int(port))
         self.ranks = {}
         for worker in worker_group.workers:
             self._error_file(worker.local_rank).unlink(missing_ok=True)
-            self.ranks[worker.local_rank] = Rank(self.words, {
-                **os.environ, "RANK": str(worker.global_rank), "WORLD_SIZE": str(worker.world_size),
-                "LOCAL_RANK": str(worker.local_rank), "LOCAL_WORLD_SIZE": str(len(worker_group.workers)),
-                "GROUP_RANK": str(worker_group.group_rank), "MASTER_ADDR": address, "MASTER_PORT": port,
-                "TORCH_NCCL_ASYNC_ERROR_HANDLING": os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
-                "TORCHELASTIC_RUN_ID": self.nodes.get_run_id(), "RANKS_BEGAN": str(time.time()),
-                "TORCHELASTIC_ERROR_FILE": str(self._error_file(worker.local_rank))})
+            self.ranks[worker.local_rank] = Rank(
+                self.words,
+                {
+                    **os.environ,
+                    "RANK": str(worker.global_rank),
+                    "WORLD_SIZE": str(worker.world_size),
+                    "LOCAL_RANK": str(worker.local_rank),
+                    "LOCAL_WORLD_SIZE": str(len(worker_group.workers)),
+                    "GROUP_RANK": str(worker_group.group_rank),
+                    "MASTER_ADDR": address,
+                    "MASTER_PORT": port,
+                    "TORCH_NCCL_ASYNC_ERROR_HANDLING": os.environ.get(
+                        "TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"
+                    ),
+                    "TORCHELASTIC_RUN_ID": self.nodes.get_run_id(),
+                    "RANKS_BEGAN": str(time.time()),
+                    "TORCHELASTIC_ERROR_FILE": str(self._error_file(worker.local_rank)),
+                },
+            )
         if self.asked:  # since those before them ended, or while they started
             self._tell(signal.SIGTERM)
         return {number: rank.pid or 0 for number, rank in self.ranks.items()}
@@ -132,14 +187,25 @@ class Agent(SimpleElasticAgent):
         codes = [rank.poll() for rank in self.ranks.values()]
         if any(codes):
             # What the end of those says that still run is that they were ended, unless they were asked to stop.
-            running = [number for number, rank in self.ranks.items() if rank.poll() is None and not self.asked]
+            running = [
+                number
+                for number, rank in self.ranks.items()
+                if rank.poll() is None and not self.asked
+            ]
             self._stop_workers()
-            self._note({worker.global_rank: worker.local_rank for worker in worker_group.workers
-                        if worker.local_rank not in running and self.ranks[worker.local_rank].poll()})
+            self._note(
+                {
+                    worker.global_rank: worker.local_rank
+                    for worker in worker_group.workers
+                    if worker.local_rank not in running and self.ranks[worker.local_rank].poll()
+                }
+            )
             return RunResult(WorkerState.FAILED)
         if None in codes:
             return RunResult(WorkerState.HEALTHY)
-        return RunResult(WorkerState.SUCCEEDED, {worker.global_rank: None for worker in worker_group.workers})
+        return RunResult(
+            WorkerState.SUCCEEDED, {worker.global_rank: None for worker in worker_group.workers}
+        )
 
     def _stop_workers(self, *_: Any, **__: Any) -> None:
         """At once, for what runs beside a lost rank can only wait for it; after a request to stop in some time."""
@@ -147,7 +213,9 @@ class Agent(SimpleElasticAgent):
             running = [rank for rank in self.ranks.values() if rank.poll() is None]
             for rank in running:
                 rank.send_signal(number)
-            until = time.monotonic() + SECONDS_TO_END  # one that holds a GPU takes a while also when it is killed
+            until = (
+                time.monotonic() + SECONDS_TO_END
+            )  # one that holds a GPU takes a while also when it is killed
             for rank in running:
                 rank.wait(max(0.0, until - time.monotonic()))
 
@@ -162,7 +230,9 @@ class Agent(SimpleElasticAgent):
         # SIGQUIT is for those who won't wait; of the others, SIGINT twice is no request, it ends a rank.
         self._tell(signal.SIGKILL if number == signal.SIGQUIT else signal.SIGTERM)
 
-    def _stand_still(self, _number, _frame):  # ranks are in sessions of their own, which no terminal stops
+    def _stand_still(
+        self, _number, _frame
+    ):  # ranks are in sessions of their own, which no terminal stops
         self._tell(signal.SIGSTOP)
         os.kill(os.getpid(), signal.SIGSTOP)
         self._tell(signal.SIGCONT)
@@ -174,13 +244,28 @@ class Agent(SimpleElasticAgent):
         first, rank = min((self._moment_of(failed[rank]), rank) for rank in failed)
         code = self.ranks[failed[rank]].poll() or 0
         newest, wrong = self._saved()
-        mends = not (self.asked or wrong or code == UserError.exit_code or newest == self.begun_from
-                     or os.environ.get("MAX_RESTARTS") == "0")
+        mends = not (
+            self.asked
+            or wrong
+            or code == UserError.exit_code
+            or newest == self.begun_from
+            or os.environ.get("MAX_RESTARTS") == "0"
+        )
         if not (self.asked and code == -signal.SIGTERM):  # it had only started
-            has_said_it = self.alone and len(self.ranks) == 1 and code > 0 and not mends  # right above
-            text = "" if has_said_it else (f"rank {rank} on {node_name()} failed first.\n"
-                                           f"{describe(code, self._error_file(failed[rank]))}\n")
-            self.noted.append(put_on_record(self.failures, *first, text, code if code > 0 else 128 - code))
+            has_said_it = (
+                self.alone and len(self.ranks) == 1 and code > 0 and not mends
+            )  # right above
+            text = (
+                ""
+                if has_said_it
+                else (
+                    f"rank {rank} on {node_name()} failed first.\n"
+                    f"{describe(code, self._error_file(failed[rank]))}\n"
+                )
+            )
+            self.noted.append(
+                put_on_record(self.failures, *first, text, code if code > 0 else 128 - code)
+            )
         if wrong:
             print(f"error: {wrong}", file=sys.stderr, flush=True)
         self._remaining_restarts, self.begun_from = int(mends), newest
@@ -201,7 +286,9 @@ class Agent(SimpleElasticAgent):
     def _saved(self) -> Any:
         """(what the run's checkpoints are, None), or (None, why that can't be read)."""
         run = self.failures.parent.parent
-        return attempt(lambda: (committed(run / CHECKPOINTS), [*map(Path.read_text, run.glob(LOCAL))]))
+        return attempt(
+            lambda: (committed(run / CHECKPOINTS), [*map(Path.read_text, run.glob(LOCAL))])
+        )
 
 
 def meet_fast(nodes: int) -> None:
@@ -210,9 +297,13 @@ def meet_fast(nodes: int) -> None:
     another version of torch has otherwise stays as it is."""
     pause = min(1.0, max(0.1, nodes / 100))
     ours = {"_delay": lambda *_, **__: time.sleep(pause), "get_method_name": lambda *_, **__: ""}
-    vars(dynamic_rendezvous).update({name: ours[name] for name in ours if hasattr(dynamic_rendezvous, name)})
+    vars(dynamic_rendezvous).update(
+        {name: ours[name] for name in ours if hasattr(dynamic_rendezvous, name)}
+    )
     holder = getattr(dynamic_rendezvous, "_BackendRendezvousStateHolder", meet_fast).__init__
-    if getattr(holder, "__defaults__", None) == (1,):  # seconds for which it believes what it has read
+    if getattr(holder, "__defaults__", None) == (
+        1,
+    ):  # seconds for which it believes what it has read
         holder.__defaults__ = (pause,)
 
 

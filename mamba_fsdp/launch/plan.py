@@ -13,17 +13,23 @@ from config.train_config import TrainConfig
 from mamba_fsdp import command_line
 from mamba_fsdp.data.builtin import builtin_folder
 from mamba_fsdp.launch.machine import PROJECT, check_version
-from mamba_fsdp.run_layout import refuse_absent, refuse_foreign
+from mamba_fsdp.run_layout import check_exists, check_is_run_folder
 
 
 def plan(*stray, config=None, **given) -> None:  # the command line would check what has a type
     check_version()
     settings, _ = resolve.resolve_settings(given, config, stray)
-    refuse_foreign(settings.checkpoint.save_ckpt_path)
+    check_is_run_folder(settings.checkpoint.save_ckpt_path)
     if not os.environ.get("IMAGE"):  # which sees no folder yet that settings name: preflight will
-        refuse_absent(settings.checkpoint.load_ckpt_path, settings.checkpoint.save_ckpt_path)
+        check_exists(settings.checkpoint.load_ckpt_path, settings.checkpoint.save_ckpt_path)
     builtin = builtin_folder(settings.data) or ""
-    print(run_folder(settings), builtin, settings.kernel_folder(), *folders_outside_project(settings), sep="\n")
+    print(
+        run_folder(settings),
+        builtin,
+        settings.kernel_folder(),
+        *folders_outside_project(settings),
+        sep="\n",
+    )
 
 
 def run_folder(settings: TrainConfig) -> Path:
@@ -35,7 +41,9 @@ def folders_outside_project(settings: TrainConfig) -> list[Path]:
 
     What is there is not asked: the container that this runs in does not see where links lead out of the project.
     """
-    values = [value for section in dataclasses.asdict(settings).values() for value in section.values()]
+    values = [
+        value for section in dataclasses.asdict(settings).values() for value in section.values()
+    ]
     texts = [value for value in values if isinstance(value, str) and "/" in value]
     named = [run_folder(settings), *(Path(os.path.abspath(text)) for text in texts)]
     folders = {*named, *(path.resolve() for path in named)}

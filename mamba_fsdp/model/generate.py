@@ -9,7 +9,12 @@ from mamba_fsdp.errors import UserError
 from mamba_fsdp.model.native_step import native_step
 from mamba_fsdp.ops import native
 
-ARGUMENTS = [ctypes.c_int64] * 3 + [ctypes.c_void_p, ctypes.c_double, ctypes.c_int64, ctypes.c_double]  # of draw.c
+ARGUMENTS = [ctypes.c_int64] * 3 + [
+    ctypes.c_void_p,
+    ctypes.c_double,
+    ctypes.c_int64,
+    ctypes.c_double,
+]  # of draw.c
 ARGUMENTS += [ctypes.c_void_p] * 3
 NOT_FINITE = "the model's answer is not finite: its weights are broken, or its training diverged"
 
@@ -23,8 +28,12 @@ def generate(model, prompts, *, length, temperature=1.0, top_k=0, top_p=1.0, gen
     on the model's device. Rows of the vocabulary's padding are never drawn. Small models of SSM layers on a CPU step in
     C where there is a compiler.
     """
-    groups = [prompts] if isinstance(prompts, torch.Tensor) else [prompt[None] for prompt in prompts]
-    assert all(group.shape[1] > 0 for group in groups) and length > 0, "generation continues tokens, by at least one"
+    groups = (
+        [prompts] if isinstance(prompts, torch.Tensor) else [prompt[None] for prompt in prompts]
+    )
+    assert all(group.shape[1] > 0 for group in groups) and length > 0, (
+        "generation continues tokens, by at least one"
+    )
     states = [model.allocate_state(len(group), group.shape[1] + length - 1) for group in groups]
     logits = torch.cat([model.prefill(group, state) for group, state in zip(groups, states)])
     if not model.config.has("attention"):  # a state does not know how many positions it has seen
@@ -33,17 +42,26 @@ def generate(model, prompts, *, length, temperature=1.0, top_k=0, top_p=1.0, gen
     steps = [step or partial(model.step, state=state) for step, state in zip(in_c, states)]
     draws = draw_in_c if all(in_c) else draw
     for remaining in reversed(range(length)):
-        token = draws(logits[:, :model.config.vocab_size].float(), temperature, top_k, top_p, generator)
+        token = draws(
+            logits[:, : model.config.vocab_size].float(), temperature, top_k, top_p, generator
+        )
         yield token
         if remaining:
-            logits = steps[0](token) if len(steps) == 1 else torch.cat(
-                [step(part) for step, part in zip(steps, token.tensor_split(len(steps)))])
+            logits = (
+                steps[0](token)
+                if len(steps) == 1
+                else torch.cat(
+                    [step(part) for step, part in zip(steps, token.tensor_split(len(steps)))]
+                )
+            )
 
 
 def _joined(states):
     """The state of all rows as one batch."""
-    layers = [{name: torch.cat([layer[name] for layer in same]) for name in same[0]}
-              for same in zip(*(state["layers"] for state in states))]
+    layers = [
+        {name: torch.cat([layer[name] for layer in same]) for name in same[0]}
+        for same in zip(*(state["layers"] for state in states))
+    ]
     return max(states, key=lambda state: state["max_length"]) | {"layers": layers}
 
 
@@ -59,7 +77,7 @@ def draw(logits, temperature, top_k, top_p, generator):
     probabilities = logits.softmax(dim=-1)
     likelier = probabilities.cumsum(dim=-1) - probabilities
     probabilities[likelier >= max(top_p, 1e-30)] = 0
-    probabilities[:, top_k or logits.shape[-1]:] = 0
+    probabilities[:, top_k or logits.shape[-1] :] = 0
     return tokens.gather(1, torch.multinomial(probabilities, 1, generator=generator)).squeeze(1)
 
 
@@ -69,7 +87,16 @@ def draw_in_c(logits, temperature, top_k, top_p, generator):
     tokens, scratch = torch.empty(len(logits), dtype=torch.int64), torch.empty(logits.shape[1])
     function = native.library(torch.float32).draw
     function.argtypes = ARGUMENTS
-    if function(*logits.shape, logits.stride(0), logits.data_ptr(), temperature, top_k, top_p, uniform.data_ptr(),
-                scratch.data_ptr(), tokens.data_ptr()):
+    if function(
+        *logits.shape,
+        logits.stride(0),
+        logits.data_ptr(),
+        temperature,
+        top_k,
+        top_p,
+        uniform.data_ptr(),
+        scratch.data_ptr(),
+        tokens.data_ptr(),
+    ):
         raise UserError(NOT_FINITE)
     return tokens

@@ -1,9 +1,9 @@
 """What every parameter starts from: the distributions that state-spaces/mamba really draws, as spec.py names them.
 
-    ones, normal, uniform   1; standard deviation EMBEDDING_STD; between `low` and `high`
-    dt                      log-uniform from `low` to `high`, at least DT_FLOOR, stored as softplus's inverse
-    log_of_column           A of Mamba-1: log(1), log(2), ... along each row
-    log_uniform             A of Mamba-2: the log of what is uniform between `low` and `high`
+ones, normal, uniform   1; standard deviation EMBEDDING_STD; between `low` and `high`
+dt                      log-uniform from `low` to `high`, at least DT_FLOOR, stored as softplus's inverse
+log_of_column           A of Mamba-1: log(1), log(2), ... along each row
+log_uniform             A of Mamba-2: the log of what is uniform between `low` and `high`
 """
 
 import hashlib
@@ -36,14 +36,18 @@ def initial_part(name: str, parameter: Parameter, seed: int, start: int, stop: i
         row = torch.arange(1, columns + 1, dtype=torch.float32, device="cpu").log()
         return row[torch.arange(start, stop, device="cpu") % columns]
 
-    first_seed = int.from_bytes(hashlib.sha256(f"{seed}/{name}".encode()).digest()[:8], "little") >> 1
+    first_seed = (
+        int.from_bytes(hashlib.sha256(f"{seed}/{name}".encode()).digest()[:8], "little") >> 1
+    )
     part = torch.empty(stop - start, dtype=torch.float32, device="cpu")
     for block in range(start // BLOCK, -(-stop // BLOCK)):
         low, high = block * BLOCK, min((block + 1) * BLOCK, parameter.size)
         generator = torch.Generator(device="cpu").manual_seed(first_seed + block)
-        values = _draw(torch.empty(high - low, dtype=torch.float32, device="cpu"), parameter.init, generator)
+        values = _draw(
+            torch.empty(high - low, dtype=torch.float32, device="cpu"), parameter.init, generator
+        )
         first, last = max(start, low), min(stop, high)
-        part[first - start:last - start] = values[first - low:last - low]
+        part[first - start : last - start] = values[first - low : last - low]
     return part
 
 

@@ -63,15 +63,21 @@ class SSM(Part):
         if position and documents is not None:
             goes_on = documents[:, position] == documents[:, position - 1]
             entering = entering * goes_on.view(-1, *[1] * (entering.dim() - 1))
-            documents = documents[:, position - seen:]
+            documents = documents[:, position - seen :]
         if state:
-            last = x[:, -state["conv"].shape[1]:]
-            state["conv"][:, -last.shape[1]:] = last
-        x = causal_conv_silu(x, self.conv1d.weight, self.conv1d.bias, documents=documents, form=self.forms["conv"])
+            last = x[:, -state["conv"].shape[1] :]
+            state["conv"][:, -last.shape[1] :] = last
+        x = causal_conv_silu(
+            x, self.conv1d.weight, self.conv1d.bias, documents=documents, form=self.forms["conv"]
+        )
         if seen:
             x, documents = x[:, seen:], None if documents is None else documents[:, seen:]
-        y = self.scan(*self.scan_inputs(x, *rest), documents=documents, initial_state=entering,
-                      return_last_state=bool(state))
+        y = self.scan(
+            *self.scan_inputs(x, *rest),
+            documents=documents,
+            initial_state=entering,
+            return_last_state=bool(state),
+        )
         if state:
             y, state["ssm"] = y
         return self.project_out(y, *rest)
@@ -81,8 +87,13 @@ class SSM(Part):
 
     def allocate_state(self, batch, max_length, dtype, device):
         channels, _, width = self.conv1d.weight.shape
-        conv = torch.zeros(batch, width - 1, channels, dtype=dtype, device=device)  # the last inputs
-        return {"conv": conv, "ssm": torch.zeros(batch, *self.state_shape(), dtype=compute_type(conv), device=device)}
+        conv = torch.zeros(
+            batch, width - 1, channels, dtype=dtype, device=device
+        )  # the last inputs
+        return {
+            "conv": conv,
+            "ssm": torch.zeros(batch, *self.state_shape(), dtype=compute_type(conv), device=device),
+        }
 
 
 class Mamba1(SSM):
@@ -92,9 +103,19 @@ class Mamba1(SSM):
         return self.config.d_inner, self.config.d_state
 
     def at_once(self, xz, documents):
-        return mamba1_mixer(xz, self.conv1d.weight, self.conv1d.bias, self.x_proj.weight, self.dt_proj.weight,
-                            self.dt_proj.bias, self.A(), self.D, self.out_proj.weight, documents,
-                            form=self.forms["mamba1"])
+        return mamba1_mixer(
+            xz,
+            self.conv1d.weight,
+            self.conv1d.bias,
+            self.x_proj.weight,
+            self.dt_proj.weight,
+            self.dt_proj.bias,
+            self.A(),
+            self.D,
+            self.out_proj.weight,
+            documents,
+            form=self.forms["mamba1"],
+        )
 
     def project(self, x):
         return self.in_proj(x).chunk(2, dim=-1)
@@ -105,9 +126,15 @@ class Mamba1(SSM):
         return x, self.dt_proj(dt), self.A(), B, C, self.D, z, self.dt_proj.bias
 
     def scan(self, *inputs, initial_state=None, **options):
-        goes_on = initial_state is not None and self.forms["scan"] == "fused"  # which takes no state
-        return selective_scan(*inputs, initial_state=initial_state, **options,
-                              form="portable" if goes_on else self.forms["scan"])
+        goes_on = (
+            initial_state is not None and self.forms["scan"] == "fused"
+        )  # which takes no state
+        return selective_scan(
+            *inputs,
+            initial_state=initial_state,
+            **options,
+            form="portable" if goes_on else self.forms["scan"],
+        )
 
     def project_out(self, y, z):
         return self.out_proj(y)
@@ -121,9 +148,22 @@ class Mamba2(SSM):
 
     def at_once(self, zxbcdt, documents):
         config = self.config
-        return mamba2_mixer(zxbcdt, self.conv1d.weight, self.conv1d.bias, self.dt_bias, self.A(), self.D,
-                            self.norm.weight, config.norm_eps, self.out_proj.weight, documents, ngroups=config.ngroups,
-                            headdim=config.headdim, chunk_size=config.chunk_size, form=self.forms["mamba2"])
+        return mamba2_mixer(
+            zxbcdt,
+            self.conv1d.weight,
+            self.conv1d.bias,
+            self.dt_bias,
+            self.A(),
+            self.D,
+            self.norm.weight,
+            config.norm_eps,
+            self.out_proj.weight,
+            documents,
+            ngroups=config.ngroups,
+            headdim=config.headdim,
+            chunk_size=config.chunk_size,
+            form=self.forms["mamba2"],
+        )
 
     def project(self, x):
         sizes = self.config.d_inner, self.conv1d.weight.shape[0], self.config.n_ssm_head
@@ -141,8 +181,16 @@ class Mamba2(SSM):
 
     def project_out(self, y, z, dt):
         group_size = self.config.d_inner // self.config.ngroups
-        return self.out_proj(gated_rms_norm(y.flatten(-2), z, self.norm.weight, self.config.norm_eps, group_size,
-                                            form=self.forms["norm"]))
+        return self.out_proj(
+            gated_rms_norm(
+                y.flatten(-2),
+                z,
+                self.norm.weight,
+                self.config.norm_eps,
+                group_size,
+                form=self.forms["norm"],
+            )
+        )
 
 
 class Attention(Part):

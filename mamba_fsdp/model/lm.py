@@ -37,7 +37,9 @@ class Block(nn.Module):
         return hidden, residual
 
     def add_norm(self, hidden, residual, norm):
-        return add_rms_norm(hidden, residual, norm.weight, self.eps, self.compute_dtype, form=self.norm_form)
+        return add_rms_norm(
+            hidden, residual, norm.weight, self.eps, self.compute_dtype, form=self.norm_form
+        )
 
 
 class MambaLM(nn.Module):
@@ -49,14 +51,24 @@ class MambaLM(nn.Module):
     that the loss of longer rows is computed of at a time, without a gradient; 0 for all.
     """
 
-    def __init__(self, config, *, forms=PORTABLE, compute_dtype=torch.float32, reset_at_documents=False, part=0):
+    def __init__(
+        self,
+        config,
+        *,
+        forms=PORTABLE,
+        compute_dtype=torch.float32,
+        reset_at_documents=False,
+        part=0,
+    ):
         super().__init__()
         self.part = part
         self.config, self.forms, self.compute_dtype = config, forms, compute_dtype
         self.reset_at_documents = reset_at_documents
         self.backbone = nn.Module()
         add_parameters(self.backbone, {"embedding.weight": spec.embedding(config)})
-        self.backbone.layers = nn.ModuleList(Block(config, kind, forms, compute_dtype) for kind in config.layer_list())
+        self.backbone.layers = nn.ModuleList(
+            Block(config, kind, forms, compute_dtype) for kind in config.layer_list()
+        )
         add_parameters(self.backbone, {"norm_f.weight": spec.norm(config.d_model)})
         add_parameters(self, {spec.LM_HEAD: spec.output_layer(config)})
         if config.tie_embeddings:
@@ -68,7 +80,9 @@ class MambaLM(nn.Module):
         With labels (batch, length), the token that follows each position or -100 where none counts: the sum of the
         token losses in nats, an fp32 scalar; weights (batch, length) multiply them. documents: as in ops.
         """
-        assert documents is None or self.reset_at_documents, "this model was not built to reset at documents"
+        assert documents is None or self.reset_at_documents, (
+            "this model was not built to reset at documents"
+        )
         if self.part and labels is not None and tokens.shape[1] > self.part:
             return self.loss_in_parts(tokens, labels, documents, weights)
         hidden = self.final_norm(*self.read(tokens, documents))
@@ -80,31 +94,51 @@ class MambaLM(nn.Module):
         hidden = hidden.to(self.compute_dtype)
         if state:
             position, state["position"] = state["position"], state["position"] + tokens.shape[1]
-            assert state["position"] <= state["max_length"], f"the state holds {state['max_length']} positions"
-        for block, layer_state in zip(self.backbone.layers, state["layers"] if state else repeat(None)):
+            assert state["position"] <= state["max_length"], (
+                f"the state holds {state['max_length']} positions"
+            )
+        for block, layer_state in zip(
+            self.backbone.layers, state["layers"] if state else repeat(None)
+        ):
             hidden, residual = block(hidden, residual, documents, layer_state, position)
         return hidden, residual
 
     def loss(self, hidden, labels, weights=None):
-        return linear_cross_entropy(hidden.flatten(0, 1), self.lm_head.weight, labels.flatten(),
-                                    None if weights is None else weights.flatten(), form=self.forms["loss"])
+        return linear_cross_entropy(
+            hidden.flatten(0, 1),
+            self.lm_head.weight,
+            labels.flatten(),
+            None if weights is None else weights.flatten(),
+            form=self.forms["loss"],
+        )
 
     @torch.no_grad()
     def loss_in_parts(self, tokens, labels, documents, weights):
         """As forward with labels, in the memory of one part (attention: and the keys and values of all positions)."""
         counted = (labels != IGNORED_LABEL).any(dim=0).nonzero()
         length = int(counted.max()) + 1 if len(counted) else 0
-        state, total = self.allocate_state(len(tokens), length), torch.zeros((), device=tokens.device)
+        state, total = (
+            self.allocate_state(len(tokens), length),
+            torch.zeros((), device=tokens.device),
+        )
         for start in range(0, length, self.part):
             end = min(start + self.part, length)
             so_far = None if documents is None else documents[:, :end]
             hidden = self.final_norm(*self.read(tokens[:, start:end], so_far, state))
-            total += self.loss(hidden, labels[:, start:end], None if weights is None else weights[:, start:end])
+            total += self.loss(
+                hidden, labels[:, start:end], None if weights is None else weights[:, start:end]
+            )
         return total
 
     def final_norm(self, hidden, residual):
-        return add_rms_norm(hidden, residual, self.backbone.norm_f.weight, self.config.norm_eps, self.compute_dtype,
-                            form=self.forms["norm"])[0]
+        return add_rms_norm(
+            hidden,
+            residual,
+            self.backbone.norm_f.weight,
+            self.config.norm_eps,
+            self.compute_dtype,
+            form=self.forms["norm"],
+        )[0]
 
     def fp32_parameter_names(self):
         """The parameters that compute in fp32 in every precision mode."""
@@ -113,8 +147,10 @@ class MambaLM(nn.Module):
     def allocate_state(self, batch, max_length):
         """What `prefill` and `step` keep of the positions before; only attention's caches grow with `max_length`."""
         device = self.backbone.embedding.weight.device
-        layers = [block.mixer.allocate_state(batch, max_length, self.compute_dtype, device)
-                  for block in self.backbone.layers]
+        layers = [
+            block.mixer.allocate_state(batch, max_length, self.compute_dtype, device)
+            for block in self.backbone.layers
+        ]
         return {"position": 0, "max_length": max_length, "layers": layers}
 
     def prefill(self, tokens, state):

@@ -74,8 +74,10 @@ def into_residual(config, inputs):
 def convolution(config, channels):
     bound = config.d_conv**-0.5
     init = Init("uniform", -bound, bound)
-    return {"conv1d.weight": Parameter((channels, 1, config.d_conv), init, decay=True),
-            "conv1d.bias": Parameter((channels,), init)}
+    return {
+        "conv1d.weight": Parameter((channels, 1, config.d_conv), init, decay=True),
+        "conv1d.bias": Parameter((channels,), init),
+    }
 
 
 def recurrence_flops(config, seq_length):
@@ -104,7 +106,9 @@ def _mamba2(config):
         "dt_bias": Parameter((heads,), DT, fp32=True),
         "A_log": Parameter((heads,), Init("log_uniform", 1.0, 16.0), fp32=True),
         "D": Parameter((heads,), ONES, fp32=True),
-        "in_proj.weight": matrix(d_inner + convolved + heads, config.d_model),  # rows [z, x, B, C, dt]
+        "in_proj.weight": matrix(
+            d_inner + convolved + heads, config.d_model
+        ),  # rows [z, x, B, C, dt]
         **convolution(config, convolved),
         "norm.weight": norm(d_inner),
         "out_proj.weight": into_residual(config, d_inner),
@@ -113,22 +117,32 @@ def _mamba2(config):
 
 def _mamba2_operators(config):
     rows = {name: parameter.shape[0] for name, parameter in _mamba2(config).items()}
-    return {"norm": {"channels": config.d_inner // config.ngroups}, "conv": {"channels": rows["conv1d.weight"]},
-            "ssd": {}, "mamba2": {"rows": rows["in_proj.weight"]}}
+    return {
+        "norm": {"channels": config.d_inner // config.ngroups},
+        "conv": {"channels": rows["conv1d.weight"]},
+        "ssd": {},
+        "mamba2": {"rows": rows["in_proj.weight"]},
+    }
 
 
 def _check_mamba2(config):
     if config.d_inner % config.headdim:
-        raise UserError(f"headdim {config.headdim} does not divide expand * d_model = {config.d_inner}")
+        raise UserError(
+            f"headdim {config.headdim} does not divide expand * d_model = {config.d_inner}"
+        )
     if config.n_ssm_head % config.ngroups:
-        raise UserError(f"ngroups {config.ngroups} does not divide the {config.n_ssm_head} SSM heads "
-                        "(expand * d_model / headdim)")
+        raise UserError(
+            f"ngroups {config.ngroups} does not divide the {config.n_ssm_head} SSM heads "
+            "(expand * d_model / headdim)"
+        )
 
 
 def _attention(config):
     head_dim = config.resolved_head_dim
     return {
-        "in_proj.weight": matrix((config.n_head + 2 * config.n_kv_head) * head_dim, config.d_model),  # rows [q, k, v]
+        "in_proj.weight": matrix(
+            (config.n_head + 2 * config.n_kv_head) * head_dim, config.d_model
+        ),  # rows [q, k, v]
         "out_proj.weight": into_residual(config, config.n_head * head_dim),
     }
 
@@ -140,28 +154,48 @@ def _attention_flops(config, seq_length):
 
 def _check_attention(config):
     if not config.head_dim and config.d_model % config.n_head:
-        raise UserError(f"n_head {config.n_head} does not divide d_model {config.d_model}; "
-                        "set head_dim or another n_head")
+        raise UserError(
+            f"n_head {config.n_head} does not divide d_model {config.d_model}; "
+            "set head_dim or another n_head"
+        )
     if config.n_head % config.n_kv_head:
         raise UserError(f"n_kv_head {config.n_kv_head} does not divide n_head {config.n_head}")
     if config.resolved_rotary_dim > config.resolved_head_dim or config.resolved_rotary_dim % 2:
-        raise UserError(f"rotary_dim {config.resolved_rotary_dim} must be even and at most "
-                        f"head_dim {config.resolved_head_dim}")
+        raise UserError(
+            f"rotary_dim {config.resolved_rotary_dim} must be even and at most "
+            f"head_dim {config.resolved_head_dim}"
+        )
 
 
 def _mlp(config):
     width = config.resolved_d_intermediate
-    return {"fc1.weight": matrix(2 * width, config.d_model),  # rows [through, gate]
-            "fc2.weight": into_residual(config, width)}
+    return {
+        "fc1.weight": matrix(2 * width, config.d_model),  # rows [through, gate]
+        "fc2.weight": into_residual(config, width),
+    }
 
 
 MIXERS = {
-    "mamba1": Spec(("d_state", "d_conv", "expand", "dt_rank"), _mamba1, recurrence_flops,
-                   operators=lambda config: {"conv": {"channels": config.d_inner}, "scan": {}, "mamba1": {}}),
-    "mamba2": Spec(("d_state", "d_conv", "expand", "headdim", "ngroups", "chunk_size"), _mamba2, recurrence_flops,
-                   _check_mamba2, _mamba2_operators),
-    "attention": Spec(("n_head", "n_kv_head", "head_dim", "rotary_dim", "rope_theta"), _attention, _attention_flops,
-                      _check_attention, lambda config: {"attention": {}}),
+    "mamba1": Spec(
+        ("d_state", "d_conv", "expand", "dt_rank"),
+        _mamba1,
+        recurrence_flops,
+        operators=lambda config: {"conv": {"channels": config.d_inner}, "scan": {}, "mamba1": {}},
+    ),
+    "mamba2": Spec(
+        ("d_state", "d_conv", "expand", "headdim", "ngroups", "chunk_size"),
+        _mamba2,
+        recurrence_flops,
+        _check_mamba2,
+        _mamba2_operators,
+    ),
+    "attention": Spec(
+        ("n_head", "n_kv_head", "head_dim", "rotary_dim", "rope_theta"),
+        _attention,
+        _attention_flops,
+        _check_attention,
+        lambda config: {"attention": {}},
+    ),
 }
 MLP = Spec(("d_intermediate",), _mlp)
 
@@ -186,7 +220,10 @@ def parameters(config) -> dict[str, Parameter]:
         prefix = f"backbone.layers.{index}"
         for (part, kind), norm_name in zip(layer_parts(layer).items(), ("norm", "norm2")):
             found[f"{prefix}.{norm_name}.weight"] = norm(config.d_model)
-            found |= {f"{prefix}.{part}.{name}": parameter for name, parameter in kind.parameters(config).items()}
+            found |= {
+                f"{prefix}.{part}.{name}": parameter
+                for name, parameter in kind.parameters(config).items()
+            }
     found["backbone.norm_f.weight"] = norm(config.d_model)
     if not config.tie_embeddings:
         found[LM_HEAD] = output_layer(config)
@@ -204,8 +241,11 @@ def flops_per_token(config, seq_length: int) -> float:
     convolutions; of the recurrence; of attention's scores. Norms, gates and activations are not counted.
     """
     products = config.padded_vocab_size * config.d_model  # the output layer, tied or not
-    products += sum(parameter.size for name, parameter in parameters(config).items()
-                    if parameter.decay and name not in (EMBEDDING, LM_HEAD))
+    products += sum(
+        parameter.size
+        for name, parameter in parameters(config).items()
+        if parameter.decay and name not in (EMBEDDING, LM_HEAD)
+    )
     parts = [part for layer in config.layer_list() for part in layer_parts(layer).values()]
     return 3 * (2 * products + sum(part.flops(config, seq_length) for part in parts))
 
@@ -215,12 +255,17 @@ def parts_that_read(setting: str) -> list[str]:
     return [name for name, part in {**MIXERS, "+mlp": MLP}.items() if setting in part.settings]
 
 
-def operator_uses(config, dtype: Any, documents: bool = False, deterministic: bool = False) -> dict[str, list[Use]]:
+def operator_uses(
+    config, dtype: Any, documents: bool = False, deterministic: bool = False
+) -> dict[str, list[Use]]:
     """What the model asks of each operator; dtype: of the activations, a torch.dtype; the others as in Use."""
     uses: dict[str, list[Use]] = {}
-    for operators in ({"norm": {"channels": config.d_model}, "loss": {}},
-                      *(part.operators(config) for part in config.parts())):
+    for operators in (
+        {"norm": {"channels": config.d_model}, "loss": {}},
+        *(part.operators(config) for part in config.parts()),
+    ):
         for operator, sizes in operators.items():
             uses.setdefault(operator, []).append(
-                Use(operator, dtype, documents, deterministic=deterministic, **sizes))
+                Use(operator, dtype, documents, deterministic=deterministic, **sizes)
+            )
     return uses

@@ -36,11 +36,20 @@ OPERATORS = {  # with their forms, best first
 # What benchmarks.gpu found faster than the first form: {"NVIDIA H200": {"conv": "fused", ...}}, the GPU's name as torch
 # gives it; a mixer in one call needs the same form for its parts. Nothing has been measured yet.
 MEASURED: dict[str, dict[str, str]] = {}
-WHOLE = {"mamba1": ("conv", "scan"), "mamba2": ("conv", "ssd", "norm")}  # mixers in one call, in the form of those
+WHOLE = {
+    "mamba1": ("conv", "scan"),
+    "mamba2": ("conv", "ssd", "norm"),
+}  # mixers in one call, in the form of those
 NEEDS: dict[str, dict[str, tuple[str, ...]]] = {  # packages
     "triton": dict.fromkeys(OPERATORS, ("triton",)),
-    "fused": {"conv": ("causal_conv1d",), "scan": ("mamba_ssm",), "ssd": ("mamba_ssm",), "norm": ("mamba_ssm",),
-              "mamba1": ("mamba_ssm", "causal_conv1d"), "mamba2": ("mamba_ssm", "causal_conv1d")},
+    "fused": {
+        "conv": ("causal_conv1d",),
+        "scan": ("mamba_ssm",),
+        "ssd": ("mamba_ssm",),
+        "norm": ("mamba_ssm",),
+        "mamba1": ("mamba_ssm", "causal_conv1d"),
+        "mamba2": ("mamba_ssm", "causal_conv1d"),
+    },
 }
 PORTABLE = {operator: "portable" for operator in OPERATORS.keys() - WHOLE.keys()}
 
@@ -71,7 +80,9 @@ class Choice(NamedTuple):
         for operator, reasons in self.passed.items():
             for form, reason in reasons.items():
                 said.setdefault(("", f" not {form}: {reason}"), []).append(operator)
-        return "; ".join(before + ", ".join(operators) + after for (before, after), operators in said.items())
+        return "; ".join(
+            before + ", ".join(operators) + after for (before, after), operators in said.items()
+        )
 
 
 def demands(setting: str, used: Collection[str] = OPERATORS) -> dict[str, str]:
@@ -105,8 +116,12 @@ def _check_name(name, known, setting, what):
         raise UserError(f"kernels={setting}: there is no {what} {name!r}; {hint}")
 
 
-def resolve_forms(setting: str, device_type: str, uses: Mapping[str, Collection[Use]], assumed: Collection[str] = ()
-                  ) -> Choice:
+def resolve_forms(
+    setting: str,
+    device_type: str,
+    uses: Mapping[str, Collection[Use]],
+    assumed: Collection[str] = (),
+) -> Choice:
     """The best form of each operator for all its `uses` on a device (cpu or cuda), or the one that `setting` demands.
     assumed: forms that are available whatever is on this machine.
 
@@ -116,15 +131,19 @@ def resolve_forms(setting: str, device_type: str, uses: Mapping[str, Collection[
     demanded = demands(setting, used)
     choice = Choice({}, {operator: {} for operator in used})
     for operator in used:
-        for form in [demanded[operator]] if operator in demanded else _best_first(operator, device_type):
+        for form in (
+            [demanded[operator]] if operator in demanded else _best_first(operator, device_type)
+        ):
             unasked = _out_of_question(operator, form, device_type, choice.forms)
             reason = unasked or _why_not(operator, form, uses[operator], assumed)
             if reason is None:
                 choice.forms[operator] = form
                 break
             if operator in demanded:
-                raise UserError(f"kernels={setting}: {operator} can't be {form} on {device_type}: {reason}; "
-                                "kernels=auto takes what can serve")
+                raise UserError(
+                    f"kernels={setting}: {operator} can't be {form} on {device_type}: {reason}; "
+                    "kernels=auto takes what can serve"
+                )
             if not unasked:
                 choice.passed[operator][form] = reason
     return choice
@@ -145,7 +164,14 @@ def _out_of_question(operator, form, device_type, chosen):
     """Why a form need not be asked, else None."""
     if FORMS[form] not in ("", device_type):
         return f"it is for {FORMS[form]} devices"
-    return next((f"its {part} is {chosen[part]}" for part in WHOLE.get(operator, ()) if chosen[part] != form), None)
+    return next(
+        (
+            f"its {part} is {chosen[part]}"
+            for part in WHOLE.get(operator, ())
+            if chosen[part] != form
+        ),
+        None,
+    )
 
 
 def _why_not(operator, form, uses, assumed):
@@ -155,7 +181,9 @@ def _why_not(operator, form, uses, assumed):
     if varies and any(use.deterministic for use in uses):
         return f"deterministic=true, and {varies}"
     reasons = (module.takes(use) for use in uses if hasattr(module, "takes"))
-    return (form not in assumed and why_unavailable(operator, form)) or next(filter(None, reasons), None)
+    return (form not in assumed and why_unavailable(operator, form)) or next(
+        filter(None, reasons), None
+    )
 
 
 def why_unavailable(operator: str, form: str) -> str | None:
@@ -173,4 +201,7 @@ def modules(package: str) -> dict[str, ModuleType]:
     forms = OPERATORS[package.rpartition(".")[2]]
     if len(forms) == 1:
         return {forms[0]: import_module(package)}
-    return {form: import_module("mamba_fsdp.ops.fused" if form == "fused" else f"{package}.{form}") for form in forms}
+    return {
+        form: import_module("mamba_fsdp.ops.fused" if form == "fused" else f"{package}.{form}")
+        for form in forms
+    }

@@ -2,10 +2,12 @@
 
 import torch
 
-VARIES = {"conv": "causal-conv1d before 1.6 adds with atomics, and later ones are not measured",
-          "scan": "mamba-ssm's scan adds its gradients with atomics",
-          "ssd": "mamba-ssm's SSD takes sums that torch refuses then",
-          "norm": "mamba-ssm before 2.3 tunes its norm anew at each start, and later ones are not measured"}
+VARIES = {
+    "conv": "causal-conv1d before 1.6 adds with atomics, and later ones are not measured",
+    "scan": "mamba-ssm's scan adds its gradients with atomics",
+    "ssd": "mamba-ssm's SSD takes sums that torch refuses then",
+    "norm": "mamba-ssm before 2.3 tunes its norm anew at each start, and later ones are not measured",
+}
 
 
 def takes(use):
@@ -13,7 +15,9 @@ def takes(use):
         return f"causal-conv1d takes multiples of 8 channels, not {use.channels}"
     if use.operator == "scan" and use.documents:
         return "mamba-ssm's scan keeps no documents apart"
-    if use.operator == "mamba2" and use.rows % 8:  # of which causal-conv1d gets a slice, copied from 2.2.5 on only
+    if (
+        use.operator == "mamba2" and use.rows % 8
+    ):  # of which causal-conv1d gets a slice, copied from 2.2.5 on only
         return f"mamba-ssm takes multiples of 8 rows of its input projection, not {use.rows}"
     return None
 
@@ -23,33 +27,59 @@ def causal_conv_silu(x, weight, bias, documents):
 
     if x.stride(1) % 8:  # between positions it takes multiples of 8 elements only
         x = x.contiguous()
-    return causal_conv1d_fn(x.transpose(1, 2), weight.squeeze(1).to(x.dtype), bias.to(x.dtype),
-                            seq_idx=_seq_idx(documents), activation="silu").transpose(1, 2)
+    return causal_conv1d_fn(
+        x.transpose(1, 2),
+        weight.squeeze(1).to(x.dtype),
+        bias.to(x.dtype),
+        seq_idx=_seq_idx(documents),
+        activation="silu",
+    ).transpose(1, 2)
 
 
 def selective_scan(u, dt, A, B, C, D, z, dt_bias, documents, initial_state, return_last_state):
-    assert documents is None and initial_state is None, "mamba-ssm's scan has no boundaries and no initial state"
-    assert not (return_last_state and torch.is_grad_enabled()), "mamba-ssm's scan has no gradient through its state"
+    assert documents is None and initial_state is None, (
+        "mamba-ssm's scan has no boundaries and no initial state"
+    )
+    assert not (return_last_state and torch.is_grad_enabled()), (
+        "mamba-ssm's scan has no gradient through its state"
+    )
     from mamba_ssm.ops.selective_scan_interface import selective_scan_fn
 
-    u, dt, B, C, z = (None if value is None else value.transpose(1, 2).contiguous() for value in (u, dt, B, C, z))
+    u, dt, B, C, z = (
+        None if value is None else value.transpose(1, 2).contiguous() for value in (u, dt, B, C, z)
+    )
     A, D, dt_bias = (None if value is None else value.float() for value in (A, D, dt_bias))
-    out = selective_scan_fn(u, dt, A, B, C, D, z, dt_bias, delta_softplus=True, return_last_state=return_last_state)
+    out = selective_scan_fn(
+        u, dt, A, B, C, D, z, dt_bias, delta_softplus=True, return_last_state=return_last_state
+    )
     return (out[0].transpose(1, 2), out[1]) if return_last_state else out.transpose(1, 2)
 
 
 def ssd(x, dt, A, B, C, D, dt_bias, chunk_size, documents, initial_state, return_last_state):
     from mamba_ssm.ops.triton.ssd_combined import mamba_chunk_scan_combined
 
-    return mamba_chunk_scan_combined(x, dt, A, B, C, chunk_size, D=D, dt_bias=dt_bias, dt_softplus=True,
-                                     initial_states=initial_state, seq_idx=_seq_idx(documents),
-                                     return_final_states=return_last_state)
+    return mamba_chunk_scan_combined(
+        x,
+        dt,
+        A,
+        B,
+        C,
+        chunk_size,
+        D=D,
+        dt_bias=dt_bias,
+        dt_softplus=True,
+        initial_states=initial_state,
+        seq_idx=_seq_idx(documents),
+        return_final_states=return_last_state,
+    )
 
 
 def add_rms_norm(x, residual, weight, eps, out_dtype):
     from mamba_ssm.ops.triton.layer_norm import rms_norm_fn
 
-    normed, residual = rms_norm_fn(x, weight, None, residual=residual, eps=eps, prenorm=True, residual_in_fp32=True)
+    normed, residual = rms_norm_fn(
+        x, weight, None, residual=residual, eps=eps, prenorm=True, residual_in_fp32=True
+    )
     return normed.to(out_dtype), residual
 
 
@@ -59,24 +89,62 @@ def gated_rms_norm(x, z, weight, eps, group_size):
     return rmsnorm_fn(x, weight, None, z=z, eps=eps, group_size=group_size, norm_before_gate=False)
 
 
-def mamba1_mixer(xz, conv_weight, conv_bias, x_proj_weight, dt_proj_weight, dt_bias, A, D, out_proj_weight, documents):
+def mamba1_mixer(
+    xz,
+    conv_weight,
+    conv_bias,
+    x_proj_weight,
+    dt_proj_weight,
+    dt_bias,
+    A,
+    D,
+    out_proj_weight,
+    documents,
+):
     assert documents is None, "mamba-ssm's scan has no boundaries"
     from mamba_ssm.ops.selective_scan_interface import mamba_inner_fn
 
-    weights = (w.to(xz.dtype) for w in (conv_weight, conv_bias, x_proj_weight, dt_proj_weight, out_proj_weight))
-    return mamba_inner_fn(xz.transpose(1, 2).contiguous(), *weights, None, A.float(), D=D.float(),
-                          delta_bias=dt_bias.float(), delta_softplus=True)
+    weights = (
+        w.to(xz.dtype)
+        for w in (conv_weight, conv_bias, x_proj_weight, dt_proj_weight, out_proj_weight)
+    )
+    return mamba_inner_fn(
+        xz.transpose(1, 2).contiguous(),
+        *weights,
+        None,
+        A.float(),
+        D=D.float(),
+        delta_bias=dt_bias.float(),
+        delta_softplus=True,
+    )
 
 
-def mamba2_mixer(zxbcdt, weight, bias, dt_bias, A, D, norm, out_proj, documents, eps, groups, headdim, chunk_size):
+def mamba2_mixer(
+    zxbcdt, weight, bias, dt_bias, A, D, norm, out_proj, documents, eps, groups, headdim, chunk_size
+):
     from mamba_ssm.ops.triton.ssd_combined import mamba_split_conv1d_scan_combined
 
     return mamba_split_conv1d_scan_combined(
-        zxbcdt, weight.squeeze(1).to(zxbcdt.dtype), bias.to(zxbcdt.dtype), dt_bias, A, D, chunk_size,
-        seq_idx=_seq_idx(documents), activation="silu", rmsnorm_weight=norm, rmsnorm_eps=eps,
-        outproj_weight=out_proj.to(zxbcdt.dtype), headdim=headdim, ngroups=groups, norm_before_gate=False)
+        zxbcdt,
+        weight.squeeze(1).to(zxbcdt.dtype),
+        bias.to(zxbcdt.dtype),
+        dt_bias,
+        A,
+        D,
+        chunk_size,
+        seq_idx=_seq_idx(documents),
+        activation="silu",
+        rmsnorm_weight=norm,
+        rmsnorm_eps=eps,
+        outproj_weight=out_proj.to(zxbcdt.dtype),
+        headdim=headdim,
+        ngroups=groups,
+        norm_before_gate=False,
+    )
 
 
 def _seq_idx(documents):
     """`documents` as the libraries take it: int32, and 0 where an initial state continues."""
-    return None if documents is None else (documents - documents[:, :1]).to(torch.int32).contiguous()
+    return (
+        None if documents is None else (documents - documents[:, :1]).to(torch.int32).contiguous()
+    )

@@ -21,7 +21,15 @@ FOLDER = Path(__file__).parent
 HEADER, SOURCES = FOLDER / "native.h", sorted(FOLDER.rglob("*.c"))
 # dtype of the activations: how the sources are compiled for it
 TYPES = {torch.float32: (), torch.bfloat16: ("-DIO_BFLOAT16",), torch.float64: ("-DREAL_DOUBLE",)}
-FLAGS = ["-O3", "-march=native", "-fopenmp", "-fPIC", "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math"]
+FLAGS = [
+    "-O3",
+    "-march=native",
+    "-fopenmp",
+    "-fPIC",
+    "-ffp-contract=fast",
+    "-fno-math-errno",
+    "-fno-trapping-math",
+]
 FLAGS += ["-mprefer-vector-width=512"] * (platform.machine() == "x86_64")
 COMPILE_SECONDS = 120
 
@@ -36,15 +44,22 @@ def _run(command):
     except (OSError, subprocess.TimeoutExpired) as error:
         raise Unavailable(f"the C compiler {command[0]} does not run: {error}") from error
     if result.returncode:
-        said = (result.stderr or result.stdout).strip().splitlines() or [f"exit status {result.returncode}"]
+        said = (result.stderr or result.stdout).strip().splitlines() or [
+            f"exit status {result.returncode}"
+        ]
         raise Unavailable(f"the C compiler {command[0]} fails: {said[0]}")
     return result.stdout
 
 
 def _compiler():
-    command = os.environ.get("CC", "").split() or [name for name in ("gcc", "cc", "clang") if shutil.which(name)][:1]
+    command = (
+        os.environ.get("CC", "").split()
+        or [name for name in ("gcc", "cc", "clang") if shutil.which(name)][:1]
+    )
     if not command:
-        raise Unavailable("there is no C compiler (gcc, cc or clang; the environment's CC names another)")
+        raise Unavailable(
+            "there is no C compiler (gcc, cc or clang; the environment's CC names another)"
+        )
     return command
 
 
@@ -53,7 +68,13 @@ def _processor():
         lines = set(Path("/proc/cpuinfo").read_text().splitlines())
     except OSError:
         return platform.processor()
-    return "".join(sorted(line for line in lines if line.startswith(("model name", "flags", "Features", "CPU part"))))
+    return "".join(
+        sorted(
+            line
+            for line in lines
+            if line.startswith(("model name", "flags", "Features", "CPU part"))
+        )
+    )
 
 
 def _compile(compiler, defines, path):
@@ -76,7 +97,9 @@ def library(dtype):
     """The C operators for activations of `dtype`, compiled if need be. Raises Unavailable with the reason."""
     compiler, defines = _compiler(), TYPES[dtype]
     sources = b"".join(path.read_bytes() for path in (HEADER, *SOURCES))
-    identity = repr((sources, FLAGS, defines, compiler, _run([*compiler, "--version"]), _processor()))
+    identity = repr(
+        (sources, FLAGS, defines, compiler, _run([*compiler, "--version"]), _processor())
+    )
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     path = cache / f"mamba_fsdp/ops-{hashlib.sha256(identity.encode()).hexdigest()[:24]}.so"
     try:
@@ -84,7 +107,9 @@ def library(dtype):
             _compile(compiler, defines, path)
         return ctypes.CDLL(str(path))
     except OSError as error:
-        raise Unavailable(f"the C form can't be written to or loaded from {path}: {error}") from error
+        raise Unavailable(
+            f"the C form can't be written to or loaded from {path}: {error}"
+        ) from error
 
 
 def why_unavailable(dtype=torch.float32):
@@ -112,7 +137,11 @@ def call(function, structure, **values):
     """Call a C operator with a structure of these values; the field NAME_row is filled from the tensor NAME."""
     tensors = {name: value for name, value in values.items() if isinstance(value, torch.Tensor)}
     values |= {name: tensor.data_ptr() for name, tensor in tensors.items()}
-    values |= {f"{name}_row": t.stride(1) for name, t in tensors.items() if hasattr(structure, f"{name}_row")}
+    values |= {
+        f"{name}_row": t.stride(1)
+        for name, t in tensors.items()
+        if hasattr(structure, f"{name}_row")
+    }
     if function(ctypes.byref(structure(threads=torch.get_num_threads(), **values))):
         raise MemoryError(f"{function.__name__}: no memory for a thread's scratch")
 
@@ -123,9 +152,15 @@ def as_rows(*activations):
     A form is chosen before it is called: another device, dtype or mixture is a programmer's mistake.
     """
     kinds = {(a.device.type, a.dtype) for a in activations if a is not None}
-    assert len(kinds) == 1 and kinds <= {("cpu", dtype) for dtype in TYPES}, f"there is no C form for {kinds}"
-    return [a if a is None or (a.stride(2) == 1 and a.stride(0) == a.shape[1] * a.stride(1)) else a.contiguous()
-            for a in activations]
+    assert len(kinds) == 1 and kinds <= {("cpu", dtype) for dtype in TYPES}, (
+        f"there is no C form for {kinds}"
+    )
+    return [
+        a
+        if a is None or (a.stride(2) == 1 and a.stride(0) == a.shape[1] * a.stride(1))
+        else a.contiguous()
+        for a in activations
+    ]
 
 
 def tune_process(device_type):

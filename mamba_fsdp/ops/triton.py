@@ -20,10 +20,14 @@ from mamba_fsdp.errors import UserError
 from mamba_fsdp.ops.forms import Use
 from mamba_fsdp.storage import write_atomically
 
-os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # from 3.10 on, a * b + c is else two instructions
+os.environ.setdefault(
+    "TRITON_DEFAULT_FP_FUSION", "1"
+)  # from 3.10 on, a * b + c is else two instructions
 LIBRARY = torch.library.Library("mamba_fsdp", "FRAGMENT")
 Blocks = Mapping[str, int]  # constants of a kernel, and its num_warps
-tuned: dict[str, Blocks] = {}  # by kernel: what a timing on this kind of GPU chose instead of the tables
+tuned: dict[
+    str, Blocks
+] = {}  # by kernel: what a timing on this kind of GPU chose instead of the tables
 tables: dict[str, Mapping[tuple[int, int], Blocks]] = {}  # by kernel: what it was launched with
 
 
@@ -32,8 +36,12 @@ def takes(use: Use) -> str | None:
     return "its kernels calculate in float32" if use.dtype == torch.float64 else None
 
 
-def operator(schema: str, run: Callable[..., Any], fake: Callable[..., Any], gradient: type[Function] | None = None
-             ) -> Callable[..., Any]:
+def operator(
+    schema: str,
+    run: Callable[..., Any],
+    fake: Callable[..., Any],
+    gradient: type[Function] | None = None,
+) -> Callable[..., Any]:
     """torch.ops.mamba_fsdp.NAME for a schema such as "scan_forward(Tensor u, Tensor? z) -> (Tensor, Tensor)".
 
     torch.compile takes it as one call. run: launches the kernels; returns new tensors only. fake: returns empty tensors
@@ -52,8 +60,15 @@ def operator(schema: str, run: Callable[..., Any], fake: Callable[..., Any], gra
 below_autograd = torch._C._AutoDispatchBelowAutograd
 
 
-def differentiable(name: str, tensors: str, others: str, results: int, kept: int, forward: Callable[..., Any],
-                   backward: Callable[..., Any]) -> Callable[..., Any]:
+def differentiable(
+    name: str,
+    tensors: str,
+    others: str,
+    results: int,
+    kept: int,
+    forward: Callable[..., Any],
+    backward: Callable[..., Any],
+) -> Callable[..., Any]:
     """The operator NAME_forward, whose gradient is the operator NAME_backward.
 
     tensors: names of the inputs, a ? behind what may be None; others: what follows them, as in a schema.
@@ -70,7 +85,7 @@ def differentiable(name: str, tensors: str, others: str, results: int, kept: int
             with below_autograd():
                 made = whole(*inputs)
             keep = made[results:] if kept else ()
-            ctx.save_for_backward(*inputs[:len(names)], *keep)
+            ctx.save_for_backward(*inputs[: len(names)], *keep)
             ctx.mark_non_differentiable(*keep)
             ctx.set_materialize_grads(False)
             ctx.others = len(inputs) - len(names)
@@ -83,22 +98,41 @@ def differentiable(name: str, tensors: str, others: str, results: int, kept: int
             first = torch.zeros_like(inputs[0]) if grads[0] is None else grads[0]
             found = iter(gradients(first, *grads[1:results], *inputs))
             found = [next(found) if has_one else None for has_one in wanted]
-            return *(None if tensor is None else grad for grad, tensor in zip(found, inputs)), *[None] * ctx.others
+            return *(None if tensor is None else grad for grad, tensor in zip(found, inputs)), *[
+                None
+            ] * ctx.others
 
     def run(grad, *inputs):
-        found = zip(backward(grad, *inputs), compress(inputs[results - 1:], wanted))
-        return tuple(grad.new_empty(0) if leaf is None else of.to(leaf.dtype).contiguous() for of, leaf in found)
+        found = zip(backward(grad, *inputs), compress(inputs[results - 1 :], wanted))
+        return tuple(
+            grad.new_empty(0) if leaf is None else of.to(leaf.dtype).contiguous()
+            for of, leaf in found
+        )
 
     def like(grad, *inputs):
-        return tuple(grad.new_empty(0) if leaf is None else leaf.new_empty(leaf.shape)
-                     for leaf in compress(inputs[results - 1:], wanted))
+        return tuple(
+            grad.new_empty(0) if leaf is None else leaf.new_empty(leaf.shape)
+            for leaf in compress(inputs[results - 1 :], wanted)
+        )
 
     given = [f"Tensor? {of[:-1]}" if of.endswith("?") else f"Tensor {of}" for of in names]
-    grads, keep = (f"Tensor? grad{i}" for i in range(1, results)), (f"Tensor kept{i}" for i in range(kept))
-    gradients = operator(f"{name}_backward({', '.join(['Tensor grad', *grads, *given, *keep])}) -> "
-                         f"({', '.join(['Tensor'] * sum(wanted))})", run, like)
-    whole = operator(f"{name}_forward({', '.join(given + [others] * bool(others))}) -> "
-                     f"({', '.join(['Tensor'] * (results + kept))})", forward, forward, Gradient)
+    grads, keep = (
+        (f"Tensor? grad{i}" for i in range(1, results)),
+        (f"Tensor kept{i}" for i in range(kept)),
+    )
+    gradients = operator(
+        f"{name}_backward({', '.join(['Tensor grad', *grads, *given, *keep])}) -> "
+        f"({', '.join(['Tensor'] * sum(wanted))})",
+        run,
+        like,
+    )
+    whole = operator(
+        f"{name}_forward({', '.join(given + [others] * bool(others))}) -> "
+        f"({', '.join(['Tensor'] * (results + kept))})",
+        forward,
+        forward,
+        Gradient,
+    )
     return whole
 
 
@@ -117,7 +151,9 @@ def blocks(kernel: str, table: Mapping[tuple[int, int], Blocks], device: torch.d
     return table[max(known for known in table if known <= own)]
 
 
-def tune(run: Callable[[], Any], path: Path, seconds: Callable[[Callable[[], Any]], float] | None = None) -> None:
+def tune(
+    run: Callable[[], Any], path: Path, seconds: Callable[[Callable[[], Any]], float] | None = None
+) -> None:
     """Has `blocks` give the fastest sizes of each kernel that run() launches: those in the file at `path`, else timed
     and kept there. The file should be one of this kind of GPU, this Triton and these shapes.
 
@@ -128,11 +164,15 @@ def tune(run: Callable[[], Any], path: Path, seconds: Callable[[Callable[[], Any
         try:
             tuned.update(json.loads(path.read_text()))
         except ValueError:
-            raise UserError(f"{path}: not sizes of kernels in JSON; delete it, and they are timed again") from None
+            raise UserError(
+                f"{path}: not sizes of kernels in JSON; delete it, and they are timed again"
+            ) from None
         return
     run()
     for kernel, table in list(tables.items()):
-        candidates = [dict(sizes, num_warps=warps) for sizes in table.values() for warps in (1, 2, 4, 8)]
+        candidates = [
+            dict(sizes, num_warps=warps) for sizes in table.values() for warps in (1, 2, 4, 8)
+        ]
         times = []
         for candidate in candidates:
             tuned[kernel] = candidate

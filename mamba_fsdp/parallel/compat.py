@@ -20,9 +20,13 @@ def load_shard() -> Callable[..., ParallelModel]:
 def use_deterministic_algorithms(asked: bool) -> None:
     """Let this process's operations give equal results in equal runs, or be refused. Call before the first of them."""
     if asked:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # else torch refuses matrix products on a GPU
+        os.environ.setdefault(
+            "CUBLAS_WORKSPACE_CONFIG", ":4096:8"
+        )  # else torch refuses matrix products on a GPU
         if torch.cuda.is_available() and not HAS_FSDP2:
-            torch.backends.cuda.enable_flash_sdp(False)  # torch 2.2's adds with atomics, and torch does not say so
+            torch.backends.cuda.enable_flash_sdp(
+                False
+            )  # torch 2.2's adds with atomics, and torch does not say so
     torch.use_deterministic_algorithms(asked)
 
 
@@ -48,5 +52,7 @@ def where_ranks_meet(group: Any) -> tuple[str, str]:
     """MASTER_ADDR and MASTER_PORT of the ranks of a WorkerGroup of torchrun's, once it has met the others."""
     if hasattr(group, "master_addr"):
         return group.master_addr, str(group.master_port)
-    address, port = (group.store.get(name).decode() for name in ("MASTER_ADDR", "MASTER_PORT"))  # torch 2.3 and older
+    address, port = (
+        group.store.get(name).decode() for name in ("MASTER_ADDR", "MASTER_PORT")
+    )  # torch 2.3 and older
     return address, port

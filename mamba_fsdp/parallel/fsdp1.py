@@ -2,7 +2,12 @@
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import BackwardPrefetch, FullyShardedDataParallel, MixedPrecision, ShardingStrategy
+from torch.distributed.fsdp import (
+    BackwardPrefetch,
+    FullyShardedDataParallel,
+    MixedPrecision,
+    ShardingStrategy,
+)
 
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.parallel.model import ParallelModel, ParameterSlot
@@ -18,9 +23,18 @@ class FlatShard(ParallelModel):
         super().reduce_gradients()
 
 
-def shard(model: nn.Module, slots: list[ParameterSlot], whole: list[ParameterSlot], *, world: World, shard_size: int,
-          compute_dtype: torch.dtype, backward_prefetch: bool, limit_all_gathers: bool,
-          accumulate_unsharded: bool) -> ParallelModel:
+def shard(
+    model: nn.Module,
+    slots: list[ParameterSlot],
+    whole: list[ParameterSlot],
+    *,
+    world: World,
+    shard_size: int,
+    compute_dtype: torch.dtype,
+    backward_prefetch: bool,
+    limit_all_gathers: bool,
+    accumulate_unsharded: bool,
+) -> ParallelModel:
     """Shard all but `whole` over groups of `shard_size` neighbouring ranks and replicate across the groups.
 
     backward_prefetch and limit_all_gathers are FSDP1's own: gather the next block's weights during the backward of this
@@ -29,8 +43,10 @@ def shard(model: nn.Module, slots: list[ParameterSlot], whole: list[ParameterSlo
     """
     low = None if compute_dtype == torch.float32 else compute_dtype
     if low and accumulate_unsharded:
-        raise UserError(f"accumulate_unsharded=true: torch {torch.__version__} would sum gradients in {low}; leave out "
-                        "accumulate_unsharded, or set mixed_precision=fp32")
+        raise UserError(
+            f"accumulate_unsharded=true: torch {torch.__version__} would sum gradients in {low}; leave out "
+            "accumulate_unsharded, or set mixed_precision=fp32"
+        )
     slot_of = {owner: slot for slot in slots for owner in slot.owners}
 
     def give_storage(module):
@@ -40,21 +56,42 @@ def shard(model: nn.Module, slots: list[ParameterSlot], whole: list[ParameterSlo
 
     replicas = world.size // shard_size
     options = dict(
-        sharding_strategy=ShardingStrategy.HYBRID_SHARD if replicas > 1 else ShardingStrategy.FULL_SHARD,
-        mixed_precision=MixedPrecision(param_dtype=low, reduce_dtype=torch.float32, cast_forward_inputs=False,
-                                       cast_root_forward_inputs=False),
+        sharding_strategy=ShardingStrategy.HYBRID_SHARD
+        if replicas > 1
+        else ShardingStrategy.FULL_SHARD,
+        mixed_precision=MixedPrecision(
+            param_dtype=low,
+            reduce_dtype=torch.float32,
+            cast_forward_inputs=False,
+            cast_root_forward_inputs=False,
+        ),
         ignored_states=[slot.parameter for slot in whole],
         backward_prefetch=BackwardPrefetch.BACKWARD_PRE if backward_prefetch else None,
-        limit_all_gathers=limit_all_gathers, param_init_fn=give_storage, device_id=world.device,
-        use_orig_params=True, process_group=world.grid(shard_size) if replicas > 1 else None)
+        limit_all_gathers=limit_all_gathers,
+        param_init_fn=give_storage,
+        device_id=world.device,
+        use_orig_params=True,
+        process_group=world.grid(shard_size) if replicas > 1 else None,
+    )
     blocks = model.backbone.layers
     for index, block in enumerate(blocks):
         blocks[index] = FullyShardedDataParallel(block, **options)
     module = FullyShardedDataParallel(model, **options)
 
     flats = [unit._handle.flat_param for unit in FullyShardedDataParallel.fsdp_modules(module)]
-    starts = {(info.module, info.param_name): cut.intra_param_start_idx or 0  # None where this rank has none of it
-              for flat in flats for info, cut in zip(flat._param_infos, flat._shard_param_infos)}
+    starts = {
+        (info.module, info.param_name): cut.intra_param_start_idx
+        or 0  # None where this rank has none of it
+        for flat in flats
+        for info, cut in zip(flat._param_infos, flat._shard_param_infos)
+    }
     parts = {slot: (slot.parameter, starts[slot.owners[0]]) for slot in slots if slot not in whole}
-    return FlatShard(model, module, world, slots, parts=parts, shard_size=shard_size,
-                     no_sync=accumulate_unsharded)
+    return FlatShard(
+        model,
+        module,
+        world,
+        slots,
+        parts=parts,
+        shard_size=shard_size,
+        no_sync=accumulate_unsharded,
+    )

@@ -15,7 +15,9 @@ from mamba_fsdp.parallel.world import World
 
 class FullyShard(ParallelModel):
     def accumulate(self, last: bool) -> contextlib.AbstractContextManager:
-        self.module.set_requires_gradient_sync(last or not self.no_sync)  # what waits is summed in fp32
+        self.module.set_requires_gradient_sync(
+            last or not self.no_sync
+        )  # what waits is summed in fp32
         self.module.set_requires_all_reduce(last)  # across the groups, where only a share waits
         return contextlib.nullcontext()
 
@@ -27,9 +29,18 @@ class FullyShard(ParallelModel):
         super().reduce_gradients()
 
 
-def shard(model: nn.Module, slots: list[ParameterSlot], whole: list[ParameterSlot], *, world: World, shard_size: int,
-          compute_dtype: torch.dtype, backward_prefetch: bool, limit_all_gathers: bool,
-          accumulate_unsharded: bool) -> ParallelModel:
+def shard(
+    model: nn.Module,
+    slots: list[ParameterSlot],
+    whole: list[ParameterSlot],
+    *,
+    world: World,
+    shard_size: int,
+    compute_dtype: torch.dtype,
+    backward_prefetch: bool,
+    limit_all_gathers: bool,
+    accumulate_unsharded: bool,
+) -> ParallelModel:
     """Shard all but `whole` over groups of `shard_size` neighbouring ranks and replicate across the groups.
 
     backward_prefetch: gather the next block's weights during the backward of this one (FSDP2's own default); without it
@@ -40,14 +51,22 @@ def shard(model: nn.Module, slots: list[ParameterSlot], whole: list[ParameterSlo
         mesh = DeviceMesh.from_group(dist.group.WORLD, world.device.type, mesh_dim_names=("shard",))
     else:
         row, column = world.grid(shard_size)
-        mesh = DeviceMesh.from_group([column, row], world.device.type, torch.arange(world.size).view(-1, shard_size),
-                                     mesh_dim_names=("replicate", "shard"))
+        mesh = DeviceMesh.from_group(
+            [column, row],
+            world.device.type,
+            torch.arange(world.size).view(-1, shard_size),
+            mesh_dim_names=("replicate", "shard"),
+        )
     low = None if compute_dtype == torch.float32 else compute_dtype
-    policy = MixedPrecisionPolicy(param_dtype=low, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    policy = MixedPrecisionPolicy(
+        param_dtype=low, reduce_dtype=torch.float32, cast_forward_inputs=False
+    )
 
     blocks = list(model.backbone.layers)
     for unit in [*blocks, model]:
-        fully_shard(unit, mesh=mesh, mp_policy=policy, ignored_params={slot.parameter for slot in whole})
+        fully_shard(
+            unit, mesh=mesh, mp_policy=policy, ignored_params={slot.parameter for slot in whole}
+        )
         unit.set_gradient_divide_factor(1.0)
         unit.set_force_sum_reduction_for_comms(True)
     for block, following in zip(blocks, [*blocks[1:], None]):
@@ -58,9 +77,14 @@ def shard(model: nn.Module, slots: list[ParameterSlot], whole: list[ParameterSlo
 
     if any(parameter.is_meta for parameter in model.parameters()):
         model.to_empty(device=world.device)
-    parts = {slot: _part(slot, world.rank % shard_size, shard_size) for slot in slots if slot not in whole}
-    return FullyShard(model, model, world, slots, parts=parts, shard_size=shard_size,
-                      no_sync=accumulate_unsharded)
+    parts = {
+        slot: _part(slot, world.rank % shard_size, shard_size)
+        for slot in slots
+        if slot not in whole
+    }
+    return FullyShard(
+        model, model, world, slots, parts=parts, shard_size=shard_size, no_sync=accumulate_unsharded
+    )
 
 
 def _part(slot, index, count):

@@ -30,15 +30,31 @@ STATES = 64  # positions from one kept state of Mamba-1's scan to the next
 
 def expected_memory(settings: TrainConfig, world: World, forms: dict[str, str]) -> dict[str, int]:
     """Bytes by the names above, on the rank that holds most. forms: operator -> form, as ops/forms.py chooses."""
-    model, parallel, width = settings.model, settings.parallel, DTYPES[settings.training.mixed_precision].itemsize
-    strategy, tokens = choose_strategy(parallel, world), settings.training.batch_size * settings.data.seq_length
-    sharded, ranks = strategy in ("fsdp", "hsdp"), {"fsdp": world.size, "hsdp": world.local_size}.get(strategy, 1)
+    model, parallel, width = (
+        settings.model,
+        settings.parallel,
+        DTYPES[settings.training.mixed_precision].itemsize,
+    )
+    strategy, tokens = (
+        choose_strategy(parallel, world),
+        settings.training.batch_size * settings.data.seq_length,
+    )
+    sharded, ranks = (
+        strategy in ("fsdp", "hsdp"),
+        {"fsdp": world.size, "hsdp": world.local_size}.get(strategy, 1),
+    )
     weights = 4 * sum(_part(parameter, ranks) for parameter in spec.parameters(model).values())
 
     layers, d_model, head = model.layer_list(), model.d_model, spec.output_layer(model).size
     recomputes = recomputing(settings)
-    multiplied = [sum(found.size for part in spec.layer_parts(layer).values() for found in _products(model, part))
-                  for layer in layers]
+    multiplied = [
+        sum(
+            found.size
+            for part in spec.layer_parts(layer).values()
+            for found in _products(model, part)
+        )
+        for layer in layers
+    ]
     outside = head * (1 if model.tie_embeddings else 2)
     gathered = width * outside + (3 * width + 4) * max(multiplied) if sharded else 0
     if not sharded and width < 4:
@@ -47,18 +63,31 @@ def expected_memory(settings: TrainConfig, world: World, forms: dict[str, str]) 
     costs = [activation_bytes(model, layer, width, forms) for layer in layers]
     kept = [(4 + width) * d_model if again else full for again, (full, _) in zip(recomputes, costs)]
     behind = tokens * (sum(kept) + (4 + width) * d_model)  # the final norm's
-    activations = max(tokens * (sum(kept[:index]) + full + working) for index, (full, working) in enumerate(costs))
+    activations = max(
+        tokens * (sum(kept[:index]) + full + working) for index, (full, working) in enumerate(costs)
+    )
     if "mamba1" in forms:  # what its programs, a thousand at least, write down within a chunk
         programs = max(1024, settings.training.batch_size * model.d_inner // 32)
         activations += programs * STATES // 2 * (model.d_state + 2) * 32 * 4
     loss = (4 + (width if width < 4 else 0) * (1 if sharded else 2)) * head
     loss += tokens * width * d_model + 8 * min(CHUNK, tokens) * model.padded_vocab_size
     ends = (width + 4) * outside if sharded else 8 * head * model.tie_embeddings
-    loss = max(width * head * sharded, behind + loss - activations - (gathered - width * outside) * sharded,
-               ends - activations - gathered)
-    gradients = 4 * spec.parameter_count(model) if sharded and parallel.accumulate_unsharded else weights
-    return {"weights": weights, "gradients": gradients, "moments": 2 * weights, "gathered": gathered,
-            "activations": int(activations), "loss": int(loss)}
+    loss = max(
+        width * head * sharded,
+        behind + loss - activations - (gathered - width * outside) * sharded,
+        ends - activations - gathered,
+    )
+    gradients = (
+        4 * spec.parameter_count(model) if sharded and parallel.accumulate_unsharded else weights
+    )
+    return {
+        "weights": weights,
+        "gradients": gradients,
+        "moments": 2 * weights,
+        "gathered": gathered,
+        "activations": int(activations),
+        "loss": int(loss),
+    }
 
 
 def recomputing(settings: TrainConfig) -> list[bool]:
@@ -79,15 +108,24 @@ def _products(model: ModelConfig, part: spec.Spec) -> list[spec.Parameter]:
     return [parameter for parameter in part.parameters(model).values() if parameter.decay]
 
 
-def activation_bytes(model: ModelConfig, layer: Layer, width: int, forms: dict[str, str]) -> tuple[float, float]:
+def activation_bytes(
+    model: ModelConfig, layer: Layer, width: int, forms: dict[str, str]
+) -> tuple[float, float]:
     """Bytes per token that a block (keeps for its backward pass, takes beside that while it runs)."""
     d_model, d_inner, states = model.d_model, model.d_inner, model.d_state
     kept, working = (4 + width) * d_model, 0.0
     rows = [product.shape[0] for product in _products(model, spec.MIXERS[layer.mixer])]
-    if layer.mixer == "mamba1" and "mamba1" in forms:  # xz, [dt, B, C], states; nine of u, dt, y, their gradients
-        kept += width * (2 * d_inner + model.resolved_dt_rank + 2 * states) + 4 * states * d_inner / STATES
+    if (
+        layer.mixer == "mamba1" and "mamba1" in forms
+    ):  # xz, [dt, B, C], states; nine of u, dt, y, their gradients
+        kept += (
+            width * (2 * d_inner + model.resolved_dt_rank + 2 * states)
+            + 4 * states * d_inner / STATES
+        )
         working = 8 * width * d_inner + states * d_inner / 4
-    elif layer.mixer == "mamba2" and "mamba2" in forms:  # [z, x, B, C, dt]; states of both ways, a chunk of 32 each
+    elif (
+        layer.mixer == "mamba2" and "mamba2" in forms
+    ):  # [z, x, B, C, dt]; states of both ways, a chunk of 32 each
         kept += width * rows[0] + 4 * model.ngroups
         chunk = max(16, min(32, 4096 // max(16, states)))
         convolved = d_inner + 2 * model.ngroups * states
@@ -95,13 +133,30 @@ def activation_bytes(model: ModelConfig, layer: Layer, width: int, forms: dict[s
         working += model.n_ssm_head * (states / 2 + 12 + 16 * -(-states // 64))
     elif layer.mixer == "attention":  # q, k, v, what comes out; turned in fp32
         heads = model.n_head * model.resolved_head_dim
-        kept += width * (4 * heads if model.n_kv_head < model.n_head else
-                         rows[0] + heads * (3 if model.resolved_rotary_dim else 1)) + 4 * model.n_head
+        kept += (
+            width
+            * (
+                4 * heads
+                if model.n_kv_head < model.n_head
+                else rows[0] + heads * (3 if model.resolved_rotary_dim else 1)
+            )
+            + 4 * model.n_head
+        )
         working = 5 * width * heads
     else:
-        kept += width * (sum(rows) + sum(last.size // last.shape[0] for last in _products(
-            model, spec.MIXERS[layer.mixer])[-1:]))
-    if layer.mlp:  # both halves of fc1, the gate's SiLU, their product: gone when it is the mixer's turn
+        kept += width * (
+            sum(rows)
+            + sum(
+                last.size // last.shape[0]
+                for last in _products(model, spec.MIXERS[layer.mixer])[-1:]
+            )
+        )
+    if (
+        layer.mlp
+    ):  # both halves of fc1, the gate's SiLU, their product: gone when it is the mixer's turn
         behind = (4 + width) * d_model + 4 * width * model.resolved_d_intermediate
-        kept, working = kept + behind, max(working - behind, 2 * width * model.resolved_d_intermediate)
+        kept, working = (
+            kept + behind,
+            max(working - behind, 2 * width * model.resolved_d_intermediate),
+        )
     return kept, working + (4 + width) * d_model

@@ -54,7 +54,9 @@ class ParameterSlot:
     owners: list[tuple[nn.Module, str]]  # (module, attribute)
     names: list[str]  # one per owner; the first is the parameter's name
     shape: tuple[int, ...]  # of the whole parameter
-    local: nn.Parameter = field(init=False)  # the part as the optimiser sees it: plain, sharing the model's storage
+    local: nn.Parameter = field(
+        init=False
+    )  # the part as the optimiser sees it: plain, sharing the model's storage
     start: int = 0  # these three as in a Shard
     replicas: int = 1
     replica_index: int = 0
@@ -72,19 +74,33 @@ class ParameterSlot:
         """Put the whole parameter on the device, with undefined content if it had no storage. Ties stay."""
         old = self.parameter
         # empty, since empty_like of a tensor without storage imports a second's worth of torch
-        value = torch.empty(old.shape, dtype=old.dtype, device=device) if old.is_meta else old.detach().to(device)
+        value = (
+            torch.empty(old.shape, dtype=old.dtype, device=device)
+            if old.is_meta
+            else old.detach().to(device)
+        )
         new = nn.Parameter(value, requires_grad=old.requires_grad)
         for module, attribute in self.owners:
             setattr(module, attribute, new)
 
     def shard(self, name: str, data: torch.Tensor, tied: tuple[str, ...] = ()) -> Shard:
         """The Shard of `data`, which lies over the whole tensor `name` as this part does over the whole parameter."""
-        return Shard(name, self.shape, self.start, data.detach().view(-1), self.replicas, self.replica_index, tied)
+        return Shard(
+            name,
+            self.shape,
+            self.start,
+            data.detach().view(-1),
+            self.replicas,
+            self.replica_index,
+            tied,
+        )
 
 
 def find_slots(model: nn.Module) -> list[ParameterSlot]:
     """The ParameterSlot of every parameter, in the order of `model.named_parameters()`."""
-    assert not list(model.buffers()), "a model without storage can't bring buffers: nobody would fill them"
+    assert not list(model.buffers()), (
+        "a model without storage can't bring buffers: nobody would fill them"
+    )
     slots: dict[int, ParameterSlot] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         slot = slots.setdefault(id(parameter), ParameterSlot([], [], tuple(parameter.shape)))
@@ -102,9 +118,24 @@ class ParallelModel:
     whole gradients wait for the last micro-batch.
     """
 
-    def __init__(self, model: nn.Module, module: nn.Module, world: World, slots: list[ParameterSlot], *,
-                 parts: dict[ParameterSlot, tuple[nn.Parameter, int]], shard_size: int = 1, no_sync: bool = False):
-        self.model, self.module, self.world, self.no_sync, self.slots = model, module, world, no_sync, slots
+    def __init__(
+        self,
+        model: nn.Module,
+        module: nn.Module,
+        world: World,
+        slots: list[ParameterSlot],
+        *,
+        parts: dict[ParameterSlot, tuple[nn.Parameter, int]],
+        shard_size: int = 1,
+        no_sync: bool = False,
+    ):
+        self.model, self.module, self.world, self.no_sync, self.slots = (
+            model,
+            module,
+            world,
+            no_sync,
+            slots,
+        )
         self.sharded, self.whole = list(parts), [slot for slot in slots if slot not in parts]
         for slot in self.whole:
             slot.local, slot.replicas, slot.replica_index = slot.parameter, world.size, world.rank
@@ -125,10 +156,17 @@ class ParallelModel:
                     device = parameter.device if group["fused"] or group["capturable"] else "cpu"
                     state[parameter] = {
                         "step": torch.zeros((), dtype=torch.float32, device=device),
-                        "exp_avg": torch.zeros_like(parameter), "exp_avg_sq": torch.zeros_like(parameter)}
-        return [slot.shard(slot.name, slot.local, tied=tuple(slot.names[1:])) for slot in self.slots] + [
+                        "exp_avg": torch.zeros_like(parameter),
+                        "exp_avg_sq": torch.zeros_like(parameter),
+                    }
+        return [
+            slot.shard(slot.name, slot.local, tied=tuple(slot.names[1:])) for slot in self.slots
+        ] + [
             slot.shard(f"optimizer/{slot.name}/{name}", state[slot.local][name])
-            for slot in self.slots if optimizer for name in ("exp_avg", "exp_avg_sq")]
+            for slot in self.slots
+            if optimizer
+            for name in ("exp_avg", "exp_avg_sq")
+        ]
 
     def accumulate(self, last: bool) -> AbstractContextManager:
         """Context for one micro-batch's forward and backward; what may wait for the `last` one is reduced then."""
@@ -139,13 +177,17 @@ class ParallelModel:
         gradients = [slot.local.grad.view(-1) for slot in self.whole]
         if gradients and self.world.size > 1:
             total = self.world.all_reduce_sum(torch.cat(gradients))
-            torch._foreach_copy_(gradients, list(total.split([gradient.numel() for gradient in gradients])))
+            torch._foreach_copy_(
+                gradients, list(total.split([gradient.numel() for gradient in gradients]))
+            )
 
     def gradient_squares(self) -> torch.Tensor:
         """This rank's share of the whole gradient's 2-norm squared, a 0-dim fp64 tensor; inf and nan come through."""
         # Each element counts once: of replicas, only number 0 does.
         gradients = [slot.local.grad for slot in self.slots if slot.replica_index == 0]
-        gradients = [gradient for gradient in gradients if gradient is not None and gradient.numel()]
+        gradients = [
+            gradient for gradient in gradients if gradient is not None and gradient.numel()
+        ]
         squares = torch.zeros((), dtype=torch.float64, device=self.world.device)
         if gradients:
             squares += torch.stack(torch._foreach_norm(gradients)).double().square().sum()

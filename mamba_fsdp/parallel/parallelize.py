@@ -33,12 +33,20 @@ def choose_strategy(settings: ParallelConfig, world: World) -> str:
     if strategy not in ("none", "ddp", "fsdp", "hsdp"):
         raise UserError(f"sharding_strategy {strategy!r} is none of auto, none, ddp, fsdp, hsdp")
     if strategy == "none" and world.size > 1:
-        raise UserError(f"sharding_strategy=none is for one process, not {world.size}; choose ddp, fsdp or hsdp")
+        raise UserError(
+            f"sharding_strategy=none is for one process, not {world.size}; choose ddp, fsdp or hsdp"
+        )
     return strategy
 
 
-def parallelize(model: nn.Module, settings: ParallelConfig, *, world: World, compute_dtype: torch.dtype,
-                shard_size: int | None = None) -> ParallelModel:
+def parallelize(
+    model: nn.Module,
+    settings: ParallelConfig,
+    *,
+    world: World,
+    compute_dtype: torch.dtype,
+    shard_size: int | None = None,
+) -> ParallelModel:
     """Spread `model` (on the meta device with low_cpu_fsdp, else on the CPU) over the world as the settings say.
 
     With low_cpu_fsdp it gets storage for this rank's part only, and what is in it is undefined: `fill_parts` it. The
@@ -48,16 +56,24 @@ def parallelize(model: nn.Module, settings: ParallelConfig, *, world: World, com
     strategy = choose_strategy(settings, world)
     shard_size = world.size if strategy == "fsdp" else shard_size or world.local_size
     if world.size % shard_size:
-        raise UserError(f"sharding_strategy=hsdp: {world.size} ranks can't be cut into groups of {shard_size}; "
-                        "start the same number of processes on every node")
+        raise UserError(
+            f"sharding_strategy=hsdp: {world.size} ranks can't be cut into groups of {shard_size}; "
+            "start the same number of processes on every node"
+        )
     if strategy == "hsdp" and shard_size == 1:
-        strategy = "ddp"  # the same thing by definition; FSDP1 would leave out the sum over such groups
-    assert all(parameter.is_meta == settings.low_cpu_fsdp for parameter in model.parameters()), "not where it should be"
+        strategy = (
+            "ddp"  # the same thing by definition; FSDP1 would leave out the sum over such groups
+        )
+    assert all(parameter.is_meta == settings.low_cpu_fsdp for parameter in model.parameters()), (
+        "not where it should be"
+    )
     slots = find_slots(model)
 
     blocks = model.backbone.layers
     if settings.fsdp_activation_checkpointing:
-        checkpoint_blocks(blocks, settings.selective_share(), reentrant=settings.reentrant_checkpointing)
+        checkpoint_blocks(
+            blocks, settings.selective_share(), reentrant=settings.reentrant_checkpointing
+        )
     if settings.use_torch_compile:
         compile_blocks(blocks)
 
@@ -70,9 +86,17 @@ def parallelize(model: nn.Module, settings: ParallelConfig, *, world: World, com
     world.need_process_group()
     if not sharded:
         return _replicate(model, world, slots)
-    return load_shard()(model, slots, whole, world=world, shard_size=shard_size, compute_dtype=compute_dtype,
-                        backward_prefetch=settings.backward_prefetch, limit_all_gathers=settings.limit_all_gathers,
-                        accumulate_unsharded=settings.accumulate_unsharded)
+    return load_shard()(
+        model,
+        slots,
+        whole,
+        world=world,
+        shard_size=shard_size,
+        compute_dtype=compute_dtype,
+        backward_prefetch=settings.backward_prefetch,
+        limit_all_gathers=settings.limit_all_gathers,
+        accumulate_unsharded=settings.accumulate_unsharded,
+    )
 
 
 def checkpoint_blocks(blocks: Sequence[nn.Module], share: Fraction, *, reentrant: bool) -> None:
@@ -97,23 +121,33 @@ def compile_blocks(blocks: Sequence[nn.Module]) -> None:
 
     leave_uncompiled()
     for limit in ("cache_size_limit", "accumulated_cache_size_limit"):
-        setattr(torch._dynamo.config, limit, max(8 * len(blocks), getattr(torch._dynamo.config, limit)))
+        setattr(
+            torch._dynamo.config, limit, max(8 * len(blocks), getattr(torch._dynamo.config, limit))
+        )
     for block in blocks:
         block.forward = torch.compile(block.forward)
 
 
 def leave_uncompiled() -> None:
     """Keep C, and the scan's loop over positions, out of graphs: calls of their own within a compiled block."""
-    for module, name in ((conv.FORMS["native"], "causal_conv_silu"), (scan.FORMS["native"], "selective_scan"),
-                         (scan.FORMS["portable"], "selective_scan")):
-        setattr(module, name, torch.compiler.disable(getattr(module, name)))  # here, as it takes seconds of imports
+    for module, name in (
+        (conv.FORMS["native"], "causal_conv_silu"),
+        (scan.FORMS["native"], "selective_scan"),
+        (scan.FORMS["portable"], "selective_scan"),
+    ):
+        setattr(
+            module, name, torch.compiler.disable(getattr(module, name))
+        )  # here, as it takes seconds of imports
 
 
 def _checkpointed(forward, reentrant):
     def run(*inputs):
         if not torch.is_grad_enabled():
             return forward(*inputs)
-        return checkpoint(forward, *inputs, use_reentrant=reentrant, preserve_rng_state=False)  # nothing random inside
+        return checkpoint(
+            forward, *inputs, use_reentrant=reentrant, preserve_rng_state=False
+        )  # nothing random inside
+
     return run
 
 
@@ -136,7 +170,11 @@ class KeptBuckets:
 
 def _replicate(model: nn.Module, world: World, slots: list[ParameterSlot]) -> ParallelModel:
     def add_up(_, bucket):  # without DistributedDataParallel's division by the number of ranks
-        return dist.all_reduce(bucket.buffer(), async_op=True).get_future().then(lambda done: done.value()[0])
+        return (
+            dist.all_reduce(bucket.buffer(), async_op=True)
+            .get_future()
+            .then(lambda done: done.value()[0])
+        )
 
     module = DistributedDataParallel(model, gradient_as_bucket_view=True)
     module.register_comm_hook(None, add_up)

@@ -59,8 +59,13 @@ class World:
         They wait as long as the world does; the groups that torch's meshes make wait half an hour.
         """
         first = self.rank - self.rank % columns
-        row, column = (dist.new_group(list(ranks), timeout=self.timeout, use_local_synchronization=True)
-                       for ranks in (range(first, first + columns), range(self.rank - first, self.size, columns)))
+        row, column = (
+            dist.new_group(list(ranks), timeout=self.timeout, use_local_synchronization=True)
+            for ranks in (
+                range(first, first + columns),
+                range(self.rank - first, self.size, columns),
+            )
+        )
         return row, column
 
     def broadcast_object(self, obj: T) -> T:
@@ -81,7 +86,9 @@ class World:
 
     def tell_all(self, findings: list[T]) -> list[T]:
         """The findings of all ranks, each once, on all ranks. Most have none."""
-        return self.broadcast_object(list(dict.fromkeys(chain.from_iterable(self.gather_on_rank0(findings)))))
+        return self.broadcast_object(
+            list(dict.fromkeys(chain.from_iterable(self.gather_on_rank0(findings))))
+        )
 
     def all_reduce_sum(self, value: Addable) -> Addable:
         """The sum over ranks: of a tensor (changed in place and returned), of a number, or of each number of a list."""
@@ -139,7 +146,9 @@ class World:
             if beats != beats_before:
                 heart.another_beats()
             beats_before = beats
-            wait([outcome], timeout=pause)  # the last to end waits for nobody: the others are in the sum already
+            wait(
+                [outcome], timeout=pause
+            )  # the last to end waits for nobody: the others are in the sum already
             pause = min(0.5, 2 * pause)
 
     def on_rank0(self, action: Callable[[], T]) -> T:
@@ -152,6 +161,7 @@ class World:
 
     def on_all_ranks(self, work: Callable[[], T]) -> T:
         """What `work()` returns on this rank, see run_local. The UserErrors of all ranks are raised on all, as one."""
+
         def try_work():
             try:
                 return work(), []
@@ -207,16 +217,24 @@ def start_world(*, timeout_minutes: float = 10.0) -> World:
     """
     allow_many_files()
     if "TORCHELASTIC_RUN_ID" in os.environ and hasattr(libc := ctypes.CDLL(None), "prctl"):
-        libc.prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: else ranks outlive a killed torchrun and hold the run folder
+        libc.prctl(
+            1, signal.SIGKILL
+        )  # PR_SET_PDEATHSIG: else ranks outlive a killed torchrun and hold the run folder
     if "RANK" not in os.environ:
         return World.alone(device=_take_device(0))
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
     if missing := [name for name in names if name not in os.environ]:
-        raise UserError(f"RANK is set, but not {', '.join(missing)}; start the ranks with torchrun, or unset RANK")
+        raise UserError(
+            f"RANK is set, but not {', '.join(missing)}; start the ranks with torchrun, or unset RANK"
+        )
     rank, size, local_rank, local_size = (int(os.environ[name]) for name in names)
     device, timeout = _take_device(local_rank), timedelta(minutes=timeout_minutes)
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=timeout)
-    gloo = dist.new_group(backend="gloo", timeout=timeout) if device.type == "cuda" else dist.group.WORLD
+    gloo = (
+        dist.new_group(backend="gloo", timeout=timeout)
+        if device.type == "cuda"
+        else dist.group.WORLD
+    )
     return World(rank, size, local_rank, local_size, device, timeout, gloo)
 
 
@@ -225,8 +243,10 @@ def _take_device(local_rank):
     if not torch.cuda.is_available():
         return CPU
     if local_rank >= torch.cuda.device_count():
-        raise UserError(f"process {local_rank} of this node has no GPU: there are {torch.cuda.device_count()}; "
-                        "start at most one process per GPU (torchrun --nproc_per_node)")
+        raise UserError(
+            f"process {local_rank} of this node has no GPU: there are {torch.cuda.device_count()}; "
+            "start at most one process per GPU (torchrun --nproc_per_node)"
+        )
     device = torch.device("cuda", local_rank)
     torch.cuda.set_device(device)
     return device

@@ -21,7 +21,9 @@ def names_of(folders: Sequence[Path]) -> list[str]:
     """What their paths differ by: a and b of x/a/train and x/b/train; of one, its own name."""
     paths = [folder.resolve().parts for folder in folders]
     for end in (0, -1):
-        while len(paths) > 1 and min(map(len, paths)) > 1 and len({path[end] for path in paths}) == 1:
+        while (
+            len(paths) > 1 and min(map(len, paths)) > 1 and len({path[end] for path in paths}) == 1
+        ):
             paths = [path[1:] if end == 0 else path[:-1] for path in paths]
     return ["/".join(path) if len(paths) > 1 else path[-1] for path in paths]
 
@@ -34,7 +36,9 @@ def look_at(folder: Path) -> dict[str, Any]:
         raise UserError(f"{folder}: holds no {METRICS}; is it a run folder?")
     entries = read(folder / METRICS)
     if not entries:
-        raise UserError(f"{folder}: nothing is recorded yet; {METRICS} begins with the first report")
+        raise UserError(
+            f"{folder}: nothing is recorded yet; {METRICS} begins with the first report"
+        )
     columns: dict[str, tuple[list, list]] = {}
     for entry in entries:
         for metric, value in numbers_of(entry).items():
@@ -42,23 +46,41 @@ def look_at(folder: Path) -> dict[str, Any]:
             steps.append(entry["step"])
             values.append(math.nan if value is None else value)
     settings = {}
-    with contextlib.suppress(OSError, ValueError, AttributeError, RecursionError, StopIteration, yaml.YAMLError):
-        settings = {f"{section}.{key}": value
-                    for section, part in yaml.safe_load((folder / SETTINGS).read_text()).items()
-                    for key, value in part.items()  # those that hold others may grow without end, by aliases
-                    if not any(isinstance(inner, (dict, list, tuple)) for inner in (
-                        value if isinstance(value, list) else [value]))}
-    last = {metric: values[-1] for metric, (_, values) in columns.items() if math.isfinite(values[-1])}
-    return {"curves": {metric: curve(*column) for metric, column in columns.items() if metric not in NO_CURVES},
-            "last": {"step": entries[-1]["step"], **last}, "axes": _axes(columns), "settings": settings,
-            "folder": str(folder), "status": read_status(folder) or {}, "events": read_events(folder),
-            "checkpoints": [step_of(path.name) for path in committed(folder / CHECKPOINTS)],
-            "samples": read(folder / GENERATED)}
+    with contextlib.suppress(
+        OSError, ValueError, AttributeError, RecursionError, StopIteration, yaml.YAMLError
+    ):
+        settings = {
+            f"{section}.{key}": value
+            for section, part in yaml.safe_load((folder / SETTINGS).read_text()).items()
+            for key, value in part.items()  # those that hold others may grow without end, by aliases
+            if not any(
+                isinstance(inner, (dict, list, tuple))
+                for inner in (value if isinstance(value, list) else [value])
+            )
+        }
+    last = {
+        metric: values[-1] for metric, (_, values) in columns.items() if math.isfinite(values[-1])
+    }
+    return {
+        "curves": {
+            metric: curve(*column) for metric, column in columns.items() if metric not in NO_CURVES
+        },
+        "last": {"step": entries[-1]["step"], **last},
+        "axes": _axes(columns),
+        "settings": settings,
+        "folder": str(folder),
+        "status": read_status(folder) or {},
+        "events": read_events(folder),
+        "checkpoints": [step_of(path.name) for path in committed(folder / CHECKPOINTS)],
+        "samples": read(folder / GENERATED),
+    }
 
 
 def _axes(columns):
     """Hours: each interval's tokens over its rate."""
-    (steps, tokens), (_, rates) = (columns.get(name, ([], [])) for name in ("tokens", "tokens_per_second"))
+    (steps, tokens), (_, rates) = (
+        columns.get(name, ([], [])) for name in ("tokens", "tokens_per_second")
+    )
     axes = {"step": np.array([0, *steps]), "tokens": np.array([0, *tokens])}
     if rates and len(rates) == len(tokens):
         with np.errstate(all="ignore"):
@@ -76,9 +98,15 @@ def curve(steps: Sequence[int], values: Sequence[float]) -> dict[str, list]:
         return {"steps": list(steps), "mean": _plain(array), "low": [], "high": []}
     cuts = np.linspace(0, len(steps), BUCKETS, endpoint=False, dtype=int)
     with np.errstate(invalid="ignore"):
-        means = np.add.reduceat(np.nan_to_num(array), cuts) / np.add.reduceat(np.isfinite(array), cuts, dtype=int)
-    return {"steps": np.array(steps)[[*(cuts[1:] - 1), -1]].tolist(), "mean": _plain(means, 7),
-            "low": _plain(np.fmin.reduceat(array, cuts)), "high": _plain(np.fmax.reduceat(array, cuts))}
+        means = np.add.reduceat(np.nan_to_num(array), cuts) / np.add.reduceat(
+            np.isfinite(array), cuts, dtype=int
+        )
+    return {
+        "steps": np.array(steps)[[*(cuts[1:] - 1), -1]].tolist(),
+        "mean": _plain(means, 7),
+        "low": _plain(np.fmin.reduceat(array, cuts)),
+        "high": _plain(np.fmax.reduceat(array, cuts)),
+    }
 
 
 def _plain(values, digits=17):

@@ -14,20 +14,22 @@ from typing import Any
 
 from mamba_fsdp.errors import LostError, UserError
 from mamba_fsdp.run_layout import EVENTS, METRICS, STATUS
-from mamba_fsdp.storage import exists, patiently, write_for_user
+from mamba_fsdp.storage import exists, retry_io, write_for_user
 from mamba_fsdp.untrusted import parse_object
 
 
 class Log:
     """Appends to a file of JSON lines, each with its "step", after dropping what was written after `step`.
 
-    check: called before each write, with how patiently to try; raises UserError where there must be none. `failing`:
+    check: called before each write, with how retry_io to try; raises UserError where there must be none. `failing`:
     whether the last attempt failed: what it was to write waits in memory for the next one.
     """
 
-    def __init__(self, path: Path, step: int, check: Callable[[Callable], object] = lambda trying: None) -> None:
+    def __init__(
+        self, path: Path, step: int, check: Callable[[Callable], object] = lambda trying: None
+    ) -> None:
         self.path, self.check, self.waiting, self.failing = path, check, b"", False
-        self.size = patiently(lambda: _size_up_to(path, step), path) if step else 0
+        self.size = retry_io(lambda: _size_up_to(path, step), path) if step else 0
         self.sync()
 
     def write(self, *entries: dict) -> None:
@@ -39,8 +41,12 @@ class Log:
             raise
         except (OSError, UserError) as error:
             if not self.failing:
-                print(f"warning: {self.path}: can't be written ({getattr(error, 'strerror', error)}); its lines wait "
-                      "in memory", file=sys.stderr, flush=True)
+                print(
+                    f"warning: {self.path}: can't be written ({getattr(error, 'strerror', error)}); its lines wait "
+                    "in memory",
+                    file=sys.stderr,
+                    flush=True,
+                )
             self.failing = True
 
     def sync(self) -> None:
@@ -49,8 +55,10 @@ class Log:
         try:
             self._append(sync=True)
         except OSError as error:
-            raise UserError(f"{self.path}: can't be written ({error.strerror}); "
-                            "mend that, then the same command resumes") from None
+            raise UserError(
+                f"{self.path}: can't be written ({error.strerror}); "
+                "mend that, then the same command resumes"
+            ) from None
 
     def _append(self, *, sync=False):
         def attempt():  # opened each time: file servers tell at the close what they could not write, and forget files
@@ -62,7 +70,7 @@ class Log:
                 if sync:
                     os.fsync(file.fileno())
 
-        trying = (lambda action, what: action()) if self.failing else patiently
+        trying = (lambda action, what: action()) if self.failing else retry_io
         self.check(trying)
         trying(attempt, self.path)
         self.size, self.waiting, self.failing = self.size + len(self.waiting), b"", False
@@ -70,14 +78,21 @@ class Log:
 
 def _line(entry: dict) -> str:
     # JSON has no NaN: a loss that is not finite is written as null.
-    return json.dumps({key: None if isinstance(value, float) and not math.isfinite(value) else value
-                       for key, value in entry.items()}) + "\n"
+    return (
+        json.dumps(
+            {
+                key: None if isinstance(value, float) and not math.isfinite(value) else value
+                for key, value in entry.items()
+            }
+        )
+        + "\n"
+    )
 
 
 def read(path: Path) -> list[dict]:
     """The objects of a file of JSON lines. Raises UserError as `entries` does, and where it can't be read."""
     try:
-        return patiently(lambda: [entry for entry, _ in entries(path)], path)
+        return retry_io(lambda: [entry for entry, _ in entries(path)], path)
     except OSError as error:
         raise UserError(f"{path}: can't be read ({error.strerror})") from None
 
@@ -94,10 +109,16 @@ def entries(path: Path) -> Iterator[tuple[dict, int]]:
                     entry = parse_object(line) if line.endswith(b"\n") else None
                 except ValueError:
                     entry = None
-                if entry is not None and type(step := entry.get("step")) is int and 0 <= step < 1 << 63:
+                if (
+                    entry is not None
+                    and type(step := entry.get("step")) is int
+                    and 0 <= step < 1 << 63
+                ):
                     yield entry, end
                 elif next(file, b""):
-                    raise UserError(f"{path}: line {number} is no entry of a run; move the file away to do without it")
+                    raise UserError(
+                        f"{path}: line {number} is no entry of a run; move the file away to do without it"
+                    )
 
 
 def _size_up_to(path, step):
@@ -110,21 +131,42 @@ def numbers_of(entry: dict) -> dict[str, Any]:
     for what is not finite."""
     flat: dict[str, Any] = {}
     for name, value in entry.items():
-        flat |= {f"{name}/{part}": one for part, one in value.items()} if isinstance(value, dict) else {name: value}
-    return {name: value for name, value in flat.items() if name != "step" and (
-        value is None or type(value) is float or type(value) is int and abs(value) < 1 << 63)}
+        flat |= (
+            {f"{name}/{part}": one for part, one in value.items()}
+            if isinstance(value, dict)
+            else {name: value}
+        )
+    return {
+        name: value
+        for name, value in flat.items()
+        if name != "step"
+        and (value is None or type(value) is float or type(value) is int and abs(value) < 1 << 63)
+    }
 
 
 def was_validated(run_folder: Path, step: int) -> bool:
     """Whether the metrics hold a validation of the model after `step`."""
-    return any(entry["step"] == step and "val_loss" in entry for entry in read(run_folder / METRICS))
+    return any(
+        entry["step"] == step and "val_loss" in entry for entry in read(run_folder / METRICS)
+    )
 
 
-def write_status(run_folder: Path, status: str, step: int, reason: str = "", start: dict[str, float] | None = None
-                 ) -> None:
+def write_status(
+    run_folder: Path,
+    status: str,
+    step: int,
+    reason: str = "",
+    start: dict[str, float] | None = None,
+) -> None:
     """status: running, stopped, finished or failed, the last three events too. start: seconds of its parts. Raises
     UserError where it can't."""
-    content = {"status": status, "step": step, "reason": reason, "time": _now(), **({"start": start} if start else {})}
+    content = {
+        "status": status,
+        "step": step,
+        "reason": reason,
+        "time": _now(),
+        **({"start": start} if start else {}),
+    }
     if status != "running":
         add_event(run_folder, status, step, reason=reason)
     write_for_user(run_folder / STATUS, json.dumps(content, indent=1) + "\n")
@@ -143,7 +185,9 @@ def add_event(run_folder: Path, event: str, step: int, **facts: object) -> None:
     line = _line({"time": _now(), "event": event, "step": step, **facts}).encode()
     with contextlib.suppress(OSError), open(run_folder / EVENTS, "a+b", buffering=0) as file:
         file.seek(max(0, file.tell() - 1))
-        file.write((b"" if file.read(1) in (b"", b"\n") else b"\n") + line)  # after a line that a crash cut short
+        file.write(
+            (b"" if file.read(1) in (b"", b"\n") else b"\n") + line
+        )  # after a line that a crash cut short
 
 
 def read_events(run_folder: Path) -> list[dict]:

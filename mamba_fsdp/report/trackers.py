@@ -17,29 +17,54 @@ from mamba_fsdp.report.records import numbers_of, read
 from mamba_fsdp.run_layout import METRICS, PROMETHEUS, TENSORBOARD, WANDB_ID
 from mamba_fsdp.storage import write_atomically
 
-GROUPS = {"val": "validation", "source": "data", "data": "data", "gpu": "device", "memory": "device", "mfu": "time",
-          "goodput": "time", "checkpoint": "time", "slowest": "time", "median": "time"}  # by a metric's first word
+GROUPS = {
+    "val": "validation",
+    "source": "data",
+    "data": "data",
+    "gpu": "device",
+    "memory": "device",
+    "mfu": "time",
+    "goodput": "time",
+    "checkpoint": "time",
+    "slowest": "time",
+    "median": "time",
+}  # by a metric's first word
 
 
 def tag_of(metric: str) -> str:
     """Its group and name, as in validation/val_loss."""
-    group = "time" if metric.startswith("tokens_per_second") else GROUPS.get(metric.partition("_")[0], "train")
+    group = (
+        "time"
+        if metric.startswith("tokens_per_second")
+        else GROUPS.get(metric.partition("_")[0], "train")
+    )
     return f"{group}/{metric}"
 
 
-def make_trackers(kinds: Collection[str], run_folder: Path, settings: dict, step: int, project: str = "",
-                  name: str = "", say: Callable[[str], None] = print) -> list[Any]:
+def make_trackers(
+    kinds: Collection[str],
+    run_folder: Path,
+    settings: dict,
+    step: int,
+    project: str = "",
+    name: str = "",
+    say: Callable[[str], None] = print,
+) -> list[Any]:
     """For a run that resumes from `step`; project, name: in W&B. Each has `close` and `write(entry)`, an entry of
     the metrics. Where W&B refuses, a line says so and it is left out. Raises UserError where a package is missing."""
-    trackers: list[Any] = [TensorBoard(run_folder, settings, step)] if "tensorboard" in kinds else []
+    trackers: list[Any] = (
+        [TensorBoard(run_folder, settings, step)] if "tensorboard" in kinds else []
+    )
     trackers += [Prometheus(run_folder)] if "prometheus" in kinds else []
     if "wandb" in kinds:
         try:
             trackers.append(WeightsAndBiases(run_folder, settings, project, name))
             say(f"tracker    W&B: {trackers[-1].place}")
         except ConnectionRefusedError as refusal:
-            say(f"tracker    W&B is off: {refusal}; training does without it. `wandb login` or WANDB_API_KEY logs in, "
-                "WANDB_MODE=offline records into the run folder")
+            say(
+                f"tracker    W&B is off: {refusal}; training does without it. `wandb login` or WANDB_API_KEY logs in, "
+                "WANDB_MODE=offline records into the run folder"
+            )
     return trackers
 
 
@@ -47,17 +72,22 @@ def _package(module, package):
     try:
         return importlib.import_module(module)
     except ImportError:
-        raise UserError(f"this tracker needs its package: .venv/bin/pip install {package}") from None
+        raise UserError(
+            f"this tracker needs its package: .venv/bin/pip install {package}"
+        ) from None
 
 
 class TensorBoard:
     def __init__(self, run_folder: Path, settings: dict, step: int) -> None:
         # What an interrupted run wrote after `step` is dropped, as in metrics.jsonl: these steps come again.
         self.writer = _package("torch.utils.tensorboard", "tensorboard").SummaryWriter(
-            str(run_folder / TENSORBOARD), purge_step=step + 1 if step else 0)
+            str(run_folder / TENSORBOARD), purge_step=step + 1 if step else 0
+        )
         self.close = self.writer.close
         text = yaml.safe_dump(settings, sort_keys=False)
-        self.writer.add_text("settings", re.sub("^", "    ", text, flags=re.MULTILINE), step)  # as it is, for Markdown
+        self.writer.add_text(
+            "settings", re.sub("^", "    ", text, flags=re.MULTILINE), step
+        )  # as it is, for Markdown
 
     def write(self, entry: dict) -> None:
         for name, value in numbers_of(entry).items():
@@ -78,8 +108,12 @@ class Prometheus:
         for name, value in {"step": entry["step"], **numbers_of(entry)}.items():
             metric, *source = name.split("/", 1)
             if metric not in self.gauges:
-                self.gauges[metric] = self.client.Gauge(f"mamba_fsdp_{metric}", f"{metric} of a training run",
-                                                        ["run", "source"][:1 + len(source)], registry=self.registry)
+                self.gauges[metric] = self.client.Gauge(
+                    f"mamba_fsdp_{metric}",
+                    f"{metric} of a training run",
+                    ["run", "source"][: 1 + len(source)],
+                    registry=self.registry,
+                )
             self.gauges[metric].labels(self.run, *source).set(math.nan if value is None else value)
         with contextlib.suppress(OSError):  # what matters is in metrics.jsonl, which complains
             self.client.write_to_textfile(str(self.path), self.registry)
@@ -101,9 +135,14 @@ class WeightsAndBiases:
             online = (mode := self.wandb.setup().settings.mode) == "online"
             if online and not self.wandb.api.api_key:  # it would ask for one
                 raise ConnectionRefusedError("nobody is logged in")
-            self.run = self.wandb.init(project=project or os.environ.get("WANDB_PROJECT") or "mamba-fsdp", id=self.id,
-                                       name=name or os.environ.get("WANDB_NAME") or run_folder.name,
-                                       resume="allow" if online else None, dir=str(run_folder), config=settings)
+            self.run = self.wandb.init(
+                project=project or os.environ.get("WANDB_PROJECT") or "mamba-fsdp",
+                id=self.id,
+                name=name or os.environ.get("WANDB_NAME") or run_folder.name,
+                resume="allow" if online else None,
+                dir=str(run_folder),
+                config=settings,
+            )
         except Exception as error:  # its errors have no common class in all its versions
             raise ConnectionRefusedError(first_line(error)) from None
         self.place = self.run.url if online else f"{mode}, in {run_folder}/wandb"
@@ -115,7 +154,9 @@ class WeightsAndBiases:
     def write(self, entry: dict) -> None:
         if entry["step"] < self.next_step:
             return
-        self.run.log({tag_of(name): value for name, value in numbers_of(entry).items()}, step=entry["step"])
+        self.run.log(
+            {tag_of(name): value for name, value in numbers_of(entry).items()}, step=entry["step"]
+        )
         self.next_step = entry["step"]
         with contextlib.suppress(OSError):
             write_atomically(self.kept, f"{self.id} {self.next_step}")

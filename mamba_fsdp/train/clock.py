@@ -47,10 +47,16 @@ class Clock:
     def seconds_per_step(self, step: int) -> tuple[float, list[float]]:
         """Means since the last report: (in all, each rank's own)."""
         steps = max(1, step - self.interval_step)
-        return (time.perf_counter() - self.interval_began) / steps, [seconds / steps for seconds in self.own]
+        return (time.perf_counter() - self.interval_began) / steps, [
+            seconds / steps for seconds in self.own
+        ]
 
     def next_interval(self, step: int) -> None:
-        self.interval_began, self.interval_step, self.own = time.perf_counter(), step, [0.0] * len(self.own)
+        self.interval_began, self.interval_step, self.own = (
+            time.perf_counter(),
+            step,
+            [0.0] * len(self.own),
+        )
         self.data_wait = 0.0
 
     def seconds_left(self, step: int, total: int) -> float | None:
@@ -61,16 +67,26 @@ class Clock:
 def stragglers(own_seconds: list[float]) -> dict[str, float]:
     """The metrics that show a slow rank, from the own seconds per step of each."""
     slowest = max(own_seconds)
-    return {"slowest_rank": own_seconds.index(slowest), "slowest_rank_seconds": round(slowest, 6),
-            "median_rank_seconds": round(statistics.median(own_seconds), 6)}
+    return {
+        "slowest_rank": own_seconds.index(slowest),
+        "slowest_rank_seconds": round(slowest, 6),
+        "median_rank_seconds": round(statistics.median(own_seconds), 6),
+    }
 
 
 def device_metrics(device: torch.device) -> dict[str, float]:
     """memory_gb: the most that tensors, on a CPU the process, have taken. Of a GPU, where NVML and its package are
     there, its use (%) and temperature (C)."""
     if device.type != "cuda":
-        return {"memory_gb": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9, 3)}
+        return {
+            "memory_gb": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9, 3)
+        }
     found = {"memory_gb": round(torch.cuda.max_memory_allocated(device) / 1e9, 3)}
-    with contextlib.suppress(Exception):  # NVML's errors are of many classes, and none may end a run
-        found |= {"gpu_use": torch.cuda.utilization(device), "gpu_temperature": torch.cuda.temperature(device)}
+    with contextlib.suppress(
+        Exception
+    ):  # NVML's errors are of many classes, and none may end a run
+        found |= {
+            "gpu_use": torch.cuda.utilization(device),
+            "gpu_temperature": torch.cuda.temperature(device),
+        }
     return found

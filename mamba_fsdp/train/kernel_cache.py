@@ -31,14 +31,20 @@ class KernelCache:
     def __init__(self, settings: TrainConfig, world: World, say: Callable[[str], None]) -> None:
         self.settings, self.world, self.say = settings, world, say
         compiles = world.device.type == "cuda" or settings.parallel.use_torch_compile
-        wanted = compiles and settings.training.kernel_cache != "none" and "KERNELS_ON_NODE" in os.environ
+        wanted = (
+            compiles
+            and settings.training.kernel_cache != "none"
+            and "KERNELS_ON_NODE" in os.environ
+        )
         self.local = Path(os.environ["KERNELS_ON_NODE"]) if wanted else None
         self.kept = 0  # files in the archive
 
     @functools.cached_property
     def archive(self) -> Path:
         """Asked for by all ranks first: rank 0 alone reads the code that its name tells."""
-        return self.settings.kernel_folder() / self.world.on_rank0(lambda: f"{kind_of(self.world.device)}.zip")
+        return self.settings.kernel_folder() / self.world.on_rank0(
+            lambda: f"{kind_of(self.world.device)}.zip"
+        )
 
     def take(self) -> None:
         """Returns when each node has what the archive holds."""
@@ -53,7 +59,9 @@ class KernelCache:
                 shutil.unpack_archive(archive, self.local)
         except (OSError, zipfile.BadZipFile, zlib.error) as error:
             shutil.rmtree(self.local, ignore_errors=True)
-            self.say(f"compiled   can't unpack the kernels ({error}): they are compiled and packed again")
+            self.say(
+                f"compiled   can't unpack the kernels ({error}): they are compiled and packed again"
+            )
         return len(self._files())
 
     def _files(self):
@@ -72,7 +80,9 @@ class KernelCache:
             partial.replace(self.archive)
             self.kept = len(files)
         except OSError as error:
-            self.say(f"compiled   kernels can't be kept ({error}); kernel_cache names another folder")
+            self.say(
+                f"compiled   kernels can't be kept ({error}); kernel_cache names another folder"
+            )
 
     def tune(self, run_kernels: Callable[[], None]) -> None:
         """Has rank 0 time the sizes of blocks, unless a run of the same shapes has done so, and tell them to all
@@ -86,7 +96,9 @@ class KernelCache:
                 path.parent.mkdir(parents=True, exist_ok=True)
                 triton.tune(run_kernels, path)
             except OSError as error:
-                self.say(f"blocks     the timed sizes can't be kept ({error}); kernel_cache names another folder")
+                self.say(
+                    f"blocks     the timed sizes can't be kept ({error}); kernel_cache names another folder"
+                )
             return triton.tuned
 
         triton.tuned.update(self.world.on_rank0(timed))

@@ -23,10 +23,10 @@ from mamba_fsdp.parallel.compat import step_unless
 from mamba_fsdp.parallel.model import ParallelModel
 from mamba_fsdp.parallel.world import World
 from mamba_fsdp.train.clock import Clock
-from mamba_fsdp.train.recorder import Recorder
+from mamba_fsdp.train.metrics_logger import MetricsLogger
 from mamba_fsdp.train.sampling import continued
 from mamba_fsdp.train.saver import Saver
-from mamba_fsdp.train.setup import Parts
+from mamba_fsdp.train.setup import TrainContext
 from mamba_fsdp.train.spikes import refuse_spike
 from mamba_fsdp.train.stopping import StopRequest
 
@@ -34,7 +34,9 @@ ELSEWHERE = "asked on another rank"  # why this one stops
 AHEAD = {"cpu": 0, "cuda": 1}  # steps that may be under way when a step's numbers are read
 
 
-def train(parts: Parts, recorder: Recorder, stop: StopRequest, validation_due: bool) -> str:
+def train(
+    parts: TrainContext, recorder: MetricsLogger, stop: StopRequest, validation_due: bool
+) -> str:
     """Takes steps until the run has them all or is asked to stop. Returns the reason of the stop, "" without one.
 
     validation_due: of the step that it begins at. Raises UserError after max_skipped_steps in a row, and LossSpike. The
@@ -48,8 +50,14 @@ def train(parts: Parts, recorder: Recorder, stop: StopRequest, validation_due: b
     while state.step < plan.total_steps:
         under_way.append(take_step(parts, recorder.clock, stop, ahead=len(under_way)))
         step, stop_asked = state.step + len(under_way), False
-        due = step == plan.total_steps or saver.is_due(step) or any(
-            plan.is_due(interval, step) for interval in (plan.eval_steps, plan.local_checkpoint_steps))
+        due = (
+            step == plan.total_steps
+            or saver.is_due(step)
+            or any(
+                plan.is_due(interval, step)
+                for interval in (plan.eval_steps, plan.local_checkpoint_steps)
+            )
+        )
         while len(under_way) > (0 if due or stop_asked else AHEAD[parts.world.device.type]):
             stop_asked |= end_step(parts, recorder, saver, under_way.popleft())
         if under_way:
@@ -72,13 +80,23 @@ class Step(NamedTuple):
 
     batches: list[Batch]
     lr: float
-    stages: list[tuple[int, int] | None]  # of each tier's save, when the ranks told whether they are writing
-    numbers: Callable[[], list[float]]  # waits for them: loss, gradient norm, applied, LossScale's two, the told ones
+    stages: list[
+        tuple[int, int] | None
+    ]  # of each tier's save, when the ranks told whether they are writing
+    numbers: Callable[
+        [], list[float]
+    ]  # waits for them: loss, gradient norm, applied, LossScale's two, the told ones
 
 
-def take_step(parts: Parts, clock: Clock, stop: StopRequest, ahead: int = 0) -> Step:
+def take_step(parts: TrainContext, clock: Clock, stop: StopRequest, ahead: int = 0) -> Step:
     """The gradient of a global batch and the update with it. The host waits for nothing. ahead: steps under way."""
-    settings, plan, parallel, world, step = parts.settings, parts.plan, parts.parallel, parts.world, parts.state.step
+    settings, plan, parallel, world, step = (
+        parts.settings,
+        parts.plan,
+        parts.parallel,
+        parts.world,
+        parts.state.step,
+    )
     heart.beat()
     began = time.perf_counter()
     batches = parts.loader.step(step + ahead)
@@ -87,35 +105,64 @@ def take_step(parts: Parts, clock: Clock, stop: StopRequest, ahead: int = 0) -> 
     read = read_by(batches) if settings.data.sample_log else 0
     batches = [batch.to(world.device) for batch in batches]
     own_seconds, scale, saves = [0.0] * world.size, parts.loss_scale.value, parts.checkpointer
-    stages, writing = [saves.stage(False), saves.stage(True)], [saves.is_writing(False), saves.is_writing(True)]
+    stages, writing = (
+        [saves.stage(False), saves.stage(True)],
+        [saves.is_writing(False), saves.is_writing(True)],
+    )
     own_seconds[world.rank] = clock.own_seconds()
-    loss_sum = accumulate_gradients(parallel, parts.optimizer, batches, scale / plan.tokens_per_step)
-    sums = add_up(world, loss_sum, parallel.gradient_squares(), counted, (
-        stop.look(), *writing, *divmod(read, 1 << 32), *own_seconds))
+    loss_sum = accumulate_gradients(
+        parallel, parts.optimizer, batches, scale / plan.tokens_per_step
+    )
+    sums = add_up(
+        world,
+        loss_sum,
+        parallel.gradient_squares(),
+        counted,
+        (stop.look(), *writing, *divmod(read, 1 << 32), *own_seconds),
+    )
     loss, gradient_norm, factor = means(sums, plan.tokens_per_step / scale)
-    lr = settings.optimizer.learning_rate * plan.schedule.next_factor(parts.state, plan.tokens_per_step, ahead)
+    lr = settings.optimizer.learning_rate * plan.schedule.next_factor(
+        parts.state, plan.tokens_per_step, ahead
+    )
     saves.wait_for_copies()
-    applied = update_weights(parallel, parts.optimizer, loss, gradient_norm, factor,
-                             clip=settings.optimizer.grad_clip_thresh, lr=lr)
+    applied = update_weights(
+        parallel,
+        parts.optimizer,
+        loss,
+        gradient_norm,
+        factor,
+        clip=settings.optimizer.grad_clip_thresh,
+        lr=lr,
+    )
     parts.loss_scale.update(applied)
-    found = torch.stack([loss, gradient_norm, applied, parts.loss_scale.value, parts.loss_scale.good_steps])
+    found = torch.stack(
+        [loss, gradient_norm, applied, parts.loss_scale.value, parts.loss_scale.good_steps]
+    )
     return Step(batches, lr, stages, world.reads(torch.cat([found, sums[TOLD:]])))
 
 
-def end_step(parts: Parts, recorder: Recorder, saver: Saver, step: Step) -> bool:
+def end_step(parts: TrainContext, recorder: MetricsLogger, saver: Saver, step: Step) -> bool:
     """Counts and reports a step, once its numbers are there. Returns whether a rank was asked to stop in it. Raises
     LossSpike, and as `train` does."""
     state, plan = parts.state, parts.plan
-    loss, gradient_norm, applied, scale, good_steps, stops, *writing, high, low = (numbers := step.numbers())[:10]
+    loss, gradient_norm, applied, scale, good_steps, stops, *writing, high, low = (
+        numbers := step.numbers()
+    )[:10]
     recorder.clock.meet(numbers[10:])
     excused = parts.loss_scale.keep(state, scale, good_steps) and math.isfinite(loss)
-    state.advance(plan.split.global_batch, plan.tokens_per_step, loss, applied=bool(applied), excused=excused)
+    state.advance(
+        plan.split.global_batch, plan.tokens_per_step, loss, applied=bool(applied), excused=excused
+    )
     for local in (False, True):
         if not writing[local] and step.stages[local] == parts.checkpointer.stage(local):
-            saver.settle(local)  # where there is a save under way, all ranks have written, or rank 0 committed
+            saver.settle(
+                local
+            )  # where there is a save under way, all ranks have written, or rank 0 committed
     if not applied:
-        recorder.display.line(f"step {state.step} skipped: loss {loss:.4g}, gradient norm {gradient_norm:.4g} "
-                              f"({state.skipped_steps} skipped so far)")
+        recorder.display.line(
+            f"step {state.step} skipped: loss {loss:.4g}, gradient norm {gradient_norm:.4g} "
+            f"({state.skipped_steps} skipped so far)"
+        )
     if applied:
         refuse_spike(parts, loss, saver)
     # A sum of 32 bits is exact in fp64.
@@ -129,8 +176,13 @@ def end_step(parts: Parts, recorder: Recorder, saver: Saver, step: Step) -> bool
 TOLD = 3  # sums: loss, squares of the gradient, counted; then what else the ranks tell each other
 
 
-def add_up(world: World, loss_sum: torch.Tensor, squares: torch.Tensor, counted: float, told: Iterable[float] = ()
-           ) -> torch.Tensor:
+def add_up(
+    world: World,
+    loss_sum: torch.Tensor,
+    squares: torch.Tensor,
+    counted: float,
+    told: Iterable[float] = (),
+) -> torch.Tensor:
     """The one small collective of a step, called by all ranks: (3 + n,) fp64 on the device, the sums over ranks.
 
     loss_sum: of the labels that count, nats. squares: of the gradient that the backward passes left. counted: labels
@@ -140,7 +192,9 @@ def add_up(world: World, loss_sum: torch.Tensor, squares: torch.Tensor, counted:
     return world.all_reduce_sum(torch.cat([torch.stack([loss_sum.double(), squares]), known]))
 
 
-def means(sums: torch.Tensor, multiple: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def means(
+    sums: torch.Tensor, multiple: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(mean loss per label that counts, the norm of its gradient, what makes the gradients at hand that gradient), each
     0-dim fp64: they are of the losses divided by `multiple`, which was known before this sum."""
     loss_sum, squares, counted = sums[:TOLD]
@@ -152,11 +206,17 @@ def means(sums: torch.Tensor, multiple: torch.Tensor) -> tuple[torch.Tensor, tor
 def batch_loss(parallel: ParallelModel, batch: Batch) -> torch.Tensor:
     """The sum of the token losses (nats) of one micro batch."""
     heart.beat()
-    return parallel.module(batch.tokens, labels=batch.labels, documents=batch.documents, weights=batch.weights)
+    return parallel.module(
+        batch.tokens, labels=batch.labels, documents=batch.documents, weights=batch.weights
+    )
 
 
-def accumulate_gradients(parallel: ParallelModel, optimizer: torch.optim.Optimizer, batches: list[Batch],
-                         scale: torch.Tensor) -> torch.Tensor:
+def accumulate_gradients(
+    parallel: ParallelModel,
+    optimizer: torch.optim.Optimizer,
+    batches: list[Batch],
+    scale: torch.Tensor,
+) -> torch.Tensor:
     """Backward passes over this rank's micro batches, of the token losses times `scale`. Returns the losses' sum."""
     optimizer.zero_grad(set_to_none=True)
     scale = scale.float()
@@ -170,8 +230,16 @@ def accumulate_gradients(parallel: ParallelModel, optimizer: torch.optim.Optimiz
     return loss_sum
 
 
-def update_weights(parallel: ParallelModel, optimizer: torch.optim.Optimizer, loss: torch.Tensor,
-                   gradient_norm: torch.Tensor, factor: torch.Tensor, *, clip: float, lr: float) -> torch.Tensor:
+def update_weights(
+    parallel: ParallelModel,
+    optimizer: torch.optim.Optimizer,
+    loss: torch.Tensor,
+    gradient_norm: torch.Tensor,
+    factor: torch.Tensor,
+    *,
+    clip: float,
+    lr: float,
+) -> torch.Tensor:
     """One AdamW update, with the gradients times `factor`, which then have the norm `gradient_norm`, clipped to the
     norm `clip` (0: not), unless the loss or the gradient is not finite. Returns 1 if it was applied, else 0: all are
     0-dim fp64 tensors on the device."""
@@ -185,18 +253,36 @@ def update_weights(parallel: ParallelModel, optimizer: torch.optim.Optimizer, lo
     return 1.0 - refused.double()
 
 
-def validate(parts: Parts, recorder: Recorder, stop: StopRequest) -> bool:
+def validate(parts: TrainContext, recorder: MetricsLogger, stop: StopRequest) -> bool:
     """Validation loss at the current step, into metrics and log. False where a stop was asked for, which ends it."""
-    settings, plan, world, step, began = parts.settings, parts.plan, parts.world, parts.state.step, time.perf_counter()
+    settings, plan, world, step, began = (
+        parts.settings,
+        parts.plan,
+        parts.world,
+        parts.state.step,
+        time.perf_counter(),
+    )
     windows = plan.eval_batches * plan.split.global_batch or None
     sizes = [store.token_count - 1 for store in parts.validation]
-    wanted = sum(min(size, windows * settings.data.seq_length) if windows else size for size in sizes)
+    wanted = sum(
+        min(size, windows * settings.data.seq_length) if windows else size for size in sizes
+    )
     batches = chain.from_iterable(
-        evaluation_batches(store, str(store.path), settings.data, plan.split, vocab_size=settings.model.vocab_size,
-                           limit=windows) for store in parts.validation)
+        evaluation_batches(
+            store,
+            str(store.path),
+            settings.data,
+            plan.split,
+            vocab_size=settings.model.vocab_size,
+            limit=windows,
+        )
+        for store in parts.validation
+    )
 
     def stopped(tokens: int) -> bool:
-        recorder.display.passing(f"step {step}: validation, {min(1.0, tokens * world.size / wanted):.0%} read")
+        recorder.display.passing(
+            f"step {step}: validation, {min(1.0, tokens * world.size / wanted):.0%} read"
+        )
         asked = torch.tensor(float(stop.look()), dtype=torch.float64, device=world.device)
         return bool(world.all_reduce_sum(asked) > 0)
 
@@ -205,14 +291,26 @@ def validate(parts: Parts, recorder: Recorder, stop: StopRequest) -> bool:
         if tokens:
             recorder.validated(step, loss, tokens, tokens / sum(sizes), time.perf_counter() - began)
         if tokens and parts.prompts:
-            recorder.sampled(step, list(parts.prompts), continued(parts.parallel, list(parts.prompts.values()), seed=(
-                settings.training.seed), length=settings.training.sample_length))
+            recorder.sampled(
+                step,
+                list(parts.prompts),
+                continued(
+                    parts.parallel,
+                    list(parts.prompts.values()),
+                    seed=(settings.training.seed),
+                    length=settings.training.sample_length,
+                ),
+            )
     return tokens > 0
 
 
 @torch.no_grad()
-def evaluate(module: torch.nn.Module, batches: Iterable[Batch], world: World,
-             stopped: Callable[[int], bool] = lambda tokens: False) -> tuple[float, int]:
+def evaluate(
+    module: torch.nn.Module,
+    batches: Iterable[Batch],
+    world: World,
+    stopped: Callable[[int], bool] = lambda tokens: False,
+) -> tuple[float, int]:
     """(mean of the token losses in nats, of which `module` returns the weighted sum, how many) over the batches of all
     ranks; (nan, 0) once `stopped`, of the tokens that this rank has read, is true.
 
@@ -227,20 +325,28 @@ def evaluate(module: torch.nn.Module, batches: Iterable[Batch], world: World,
             module.train(training)
             return math.nan, 0
         here = batch.to(world.device)
-        total += float(module(here.tokens, labels=here.labels, documents=here.documents, weights=here.weights))
+        total += float(
+            module(here.tokens, labels=here.labels, documents=here.documents, weights=here.weights)
+        )
         weight += batch.total_weight()
         counted += int((batch.labels != IGNORED_LABEL).sum())
     module.train(training)
     total, weight, tokens = world.all_reduce_sum([total, weight, float(counted)])
     if not weight:
-        raise UserError("of what is to be evaluated no token counts in the loss; choose other data (in a training run: "
-                        "another validation_path, or none)")
+        raise UserError(
+            "of what is to be evaluated no token counts in the loss; choose other data (in a training run: "
+            "another validation_path, or none)"
+        )
     return total / weight, int(tokens)
 
 
-def describe_bad_samples(parts: Parts, batches: list[Batch]) -> str:
+def describe_bad_samples(parts: TrainContext, batches: list[Batch]) -> str:
     """The message that names the samples of the step whose loss or gradient is not finite."""
-    drawn = parts.world.tell_all(["{} window {}".format(*sample) for batch in batches for sample in batch.samples])
-    return (f"{parts.state.skipped_in_a_row} steps in a row were not finite, the last is step {parts.state.step}: "
-            f"samples {', '.join(drawn[:8])}{', ...' * (len(drawn) > 8)}. Lower learning_rate, use "
-            "mixed_precision=bf16, or look at these samples")
+    drawn = parts.world.tell_all(
+        ["{} window {}".format(*sample) for batch in batches for sample in batch.samples]
+    )
+    return (
+        f"{parts.state.skipped_in_a_row} steps in a row were not finite, the last is step {parts.state.step}: "
+        f"samples {', '.join(drawn[:8])}{', ...' * (len(drawn) > 8)}. Lower learning_rate, use "
+        "mixed_precision=bf16, or look at these samples"
+    )

@@ -10,13 +10,29 @@ from mamba_fsdp.parallel.compat import has_fused_adamw
 from mamba_fsdp.train.state import TrainState
 
 
-def make_optimizer(parameters: Mapping[str, torch.nn.Parameter], spec: Mapping[str, Parameter],
-                   config: OptimizerConfig, device: torch.device) -> torch.optim.AdamW:
+def make_optimizer(
+    parameters: Mapping[str, torch.nn.Parameter],
+    spec: Mapping[str, Parameter],
+    config: OptimizerConfig,
+    device: torch.device,
+) -> torch.optim.AdamW:
     """AdamW over the local `parameters` by name; `spec` says which of them decay."""
-    groups = [{"params": [parameter for name, parameter in parameters.items() if spec[name].decay == decay],
-               "weight_decay": config.weight_decay if decay else 0.0} for decay in (True, False)]
-    return torch.optim.AdamW(groups, lr=config.learning_rate, betas=(config.beta1, config.beta2),
-                             eps=config.adam_epsilon, fused=has_fused_adamw(device) or None)
+    groups = [
+        {
+            "params": [
+                parameter for name, parameter in parameters.items() if spec[name].decay == decay
+            ],
+            "weight_decay": config.weight_decay if decay else 0.0,
+        }
+        for decay in (True, False)
+    ]
+    return torch.optim.AdamW(
+        groups,
+        lr=config.learning_rate,
+        betas=(config.beta1, config.beta2),
+        eps=config.adam_epsilon,
+        fused=has_fused_adamw(device) or None,
+    )
 
 
 class LossScale:
@@ -31,7 +47,7 @@ class LossScale:
     def __init__(self, state: TrainState, device: torch.device, *, dynamic: bool) -> None:
         self.dynamic = dynamic
         if dynamic and not state.loss_scale:
-            state.loss_scale = 2.0 ** 16
+            state.loss_scale = 2.0**16
         known = (state.loss_scale, state.loss_scale_good_steps) if dynamic else (1.0, 0)
         self.value, self.good_steps = torch.tensor(known, dtype=torch.float64, device=device)
 
@@ -41,7 +57,9 @@ class LossScale:
             return
         good_steps = (self.good_steps + 1) * applied
         grown = good_steps == self.GROWTH_INTERVAL
-        self.value = torch.where(applied > 0, self.value * (1 + grown.double()), (self.value / 2).clamp(min=1.0))
+        self.value = torch.where(
+            applied > 0, self.value * (1 + grown.double()), (self.value / 2).clamp(min=1.0)
+        )
         self.good_steps = good_steps * ~grown
 
     def keep(self, state: TrainState, value: float, good_steps: float) -> bool:
@@ -49,5 +67,9 @@ class LossScale:
         so that the samples are not to blame."""
         if not self.dynamic:
             return False
-        reducible, state.loss_scale, state.loss_scale_good_steps = state.loss_scale > 1.0, value, int(good_steps)
+        reducible, state.loss_scale, state.loss_scale_good_steps = (
+            state.loss_scale > 1.0,
+            value,
+            int(good_steps),
+        )
         return reducible

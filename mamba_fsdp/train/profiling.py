@@ -14,14 +14,20 @@ import torch
 from mamba_fsdp.data.loader import Loader
 from mamba_fsdp.run_layout import PROFILE
 
-DATA, TOP = "waiting for data", 5  # what waiting is called in the trace; how many operators are told
+DATA, TOP = (
+    "waiting for data",
+    5,
+)  # what waiting is called in the trace; how many operators are told
 TALKS = re.compile("nccl|gloo|c10d", re.IGNORECASE)
 Event = dict[str, Any]
 
 
-def make_profiler(run_folder: Path, rank: int, loader: Loader, say: Callable[[str], None]) -> torch.profiler.profile:
+def make_profiler(
+    run_folder: Path, rank: int, loader: Loader, say: Callable[[str], None]
+) -> torch.profiler.profile:
     """Writes profile/rank_R.json, a trace of steps 5 to 7 of this start for Perfetto or chrome://tracing, and says on
     rank 0 what is in it; on a GPU the memory's history is recorded for a snapshot where it runs out."""
+
     def write(profile: torch.profiler.profile) -> None:
         path = run_folder / PROFILE / f"rank_{rank}.json"
         path.parent.mkdir(exist_ok=True)
@@ -52,15 +58,28 @@ def summary(events: Iterable[Event]) -> Iterator[str]:
         return
     nested = [] if kernels else list(_nested(operators))
     device = kernels + found["gpu_memcpy"] + found["gpu_memset"] if kernels else operators
-    talks = [event for event in (device if kernels else operators + notes) if TALKS.search(event["name"])]
-    others = set(map(id, talks)).union(*(callers for callers, event in nested if TALKS.search(event["name"])))
-    kinds = {"compute": [event for event in device if id(event) not in others], "exposed communication": talks,
-             "data": [event for event in notes if event["name"] == DATA], "host": steps}
-    first, last = min(event["ts"] for event in steps), max(event["ts"] + event["dur"] for event in steps)
+    talks = [
+        event for event in (device if kernels else operators + notes) if TALKS.search(event["name"])
+    ]
+    others = set(map(id, talks)).union(
+        *(callers for callers, event in nested if TALKS.search(event["name"]))
+    )
+    kinds = {
+        "compute": [event for event in device if id(event) not in others],
+        "exposed communication": talks,
+        "data": [event for event in notes if event["name"] == DATA],
+        "host": steps,
+    }
+    first, last = (
+        min(event["ts"] for event in steps),
+        max(event["ts"] + event["dur"] for event in steps),
+    )
     known, before, shares = list[Event](), 0.0, []
     for name, chosen in kinds.items():
         known += chosen
-        inside = _covered([(event["ts"], event["ts"] + event["dur"]) for event in known], first, last)
+        inside = _covered(
+            [(event["ts"], event["ts"] + event["dur"]) for event in known], first, last
+        )
         shares.append(f"{name} {(inside - before) / (last - first):.0%}")
         before = inside
     yield f"profile    {len(steps)} steps of {(last - first) / len(steps) / 1e6:.3f} s: {', '.join(shares)}"

@@ -13,8 +13,15 @@ from mamba_fsdp.data.source import Source
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.lease import Lease
 from mamba_fsdp.report.records import add_event, read_status, write_status
-from mamba_fsdp.run_layout import CHECKPOINTS, LEASE, TOKENIZER, committed, refuse_foreign, step_of
-from mamba_fsdp.storage import patiently
+from mamba_fsdp.run_layout import (
+    CHECKPOINTS,
+    LEASE,
+    TOKENIZER,
+    check_is_run_folder,
+    committed,
+    step_of,
+)
+from mamba_fsdp.storage import retry_io
 from mamba_fsdp.train.startup import Startup
 
 
@@ -28,12 +35,16 @@ class RunFolder:
 
     def take(self) -> None:
         """Makes the folder and takes its lease. Raises UserError where that can't be or it is another's."""
-        refuse_foreign(self.path)
+        check_is_run_folder(self.path)
         try:
-            patiently(lambda: (self.path / CHECKPOINTS).mkdir(parents=True, exist_ok=True), self.path)
+            retry_io(
+                lambda: (self.path / CHECKPOINTS).mkdir(parents=True, exist_ok=True), self.path
+            )
             self.lease.take(partial(print, flush=True))
         except OSError as error:
-            raise UserError(f"save_ckpt_path {self.path}: can't write {error.filename} ({error.strerror})") from None
+            raise UserError(
+                f"save_ckpt_path {self.path}: can't write {error.filename} ({error.strerror})"
+            ) from None
         # At once, so that whatever ends the start, even a kill, the last run's status (`finished`) is gone.
         write_status(self.path, "running", self._newest_step(), "starting")
 
@@ -48,7 +59,11 @@ class RunFolder:
         status = read_status(self.path)
         with contextlib.suppress(UserError, OSError):
             if status.get("status") == "running" and (holder := self.lease.ended_holder()):
-                status |= {"status": "failed", "step": self._newest_step(), "reason": f"killed: the run of {holder}"}
+                status |= {
+                    "status": "failed",
+                    "step": self._newest_step(),
+                    "reason": f"killed: the run of {holder}",
+                }
                 write_status(self.path, status["status"], status["step"], status["reason"])
         return status
 
@@ -56,7 +71,12 @@ class RunFolder:
         """Writes why the run failed, if it holds the folder. step: 0 means that of the newest checkpoint."""
         try:
             if self.lease.is_held():
-                write_status(self.path, "failed", step or self._newest_step(), f"{type(error).__name__}: {error}")
+                write_status(
+                    self.path,
+                    "failed",
+                    step or self._newest_step(),
+                    f"{type(error).__name__}: {error}",
+                )
         except (UserError, OSError) as another:  # a full disk must not hide the first failure
             print(f"warning: {another}", file=sys.stderr)
 
@@ -64,11 +84,18 @@ class RunFolder:
         """For the log, and as an event: how long after the loss of a rank this `step` of the same job is the first that
         was taken; "" where none was lost. The launcher's notes of it, see `put_on_record`, are done with then."""
         own = Path(os.environ.get("FAILURES", ""))  # FAILURES/JOB.START
-        failures = sorted(own.parent.glob(f"{own.stem}.*/*.txt"), key=lambda path: path.name) if own.name else []
+        failures = (
+            sorted(own.parent.glob(f"{own.stem}.*/*.txt"), key=lambda path: path.name)
+            if own.name
+            else []
+        )
         if not failures:
             return ""
         first = failures[0]
-        seconds, said = round(time.time() - float(first.name.split("-")[1]), 1), first.read_text().splitlines()
+        seconds, said = (
+            round(time.time() - float(first.name.split("-")[1]), 1),
+            first.read_text().splitlines(),
+        )
         lost = f"{said[0].removesuffix(' failed first.')}: {said[-1]}"
         add_event(self.path, "recovered", step, seconds=seconds, lost=lost)
         for path in failures:
@@ -89,7 +116,9 @@ class RunFolder:
             if names:
                 shutil.copytree(source, partial)
             else:
-                from mamba_fsdp.data.tokenizer import load_for_transformers  # late: the launcher imports this file
+                from mamba_fsdp.data.tokenizer import (
+                    load_for_transformers,
+                )  # late: the launcher imports this file
 
                 load_for_transformers(source).save_pretrained(partial)
             shutil.rmtree(target, ignore_errors=True)
@@ -97,4 +126,6 @@ class RunFolder:
 
     def _newest_step(self) -> int:
         """Of the committed checkpoints, whole or not; 0 where there is none."""
-        return max((step_of(path.name) or 0 for path in committed(self.path / CHECKPOINTS)), default=0)
+        return max(
+            (step_of(path.name) or 0 for path in committed(self.path / CHECKPOINTS)), default=0
+        )

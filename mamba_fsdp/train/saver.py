@@ -5,18 +5,27 @@ from collections.abc import Callable
 from typing import Any
 
 from mamba_fsdp.errors import LostError, UserError
-from mamba_fsdp.train.recorder import Recorder
-from mamba_fsdp.train.setup import Parts
+from mamba_fsdp.train.metrics_logger import MetricsLogger
+from mamba_fsdp.train.setup import TrainContext
 
-FIRST_PAUSE, LONGEST_PAUSE = 60.0, 1800.0  # seconds of training before the next attempt; each failure doubles it
+FIRST_PAUSE, LONGEST_PAUSE = (
+    60.0,
+    1800.0,
+)  # seconds of training before the next attempt; each failure doubles it
 
 
 class Saver:
     """All ranks call each method at the same point, and all learn alike of a save that failed."""
 
-    def __init__(self, parts: Parts, recorder: Recorder) -> None:
-        self.parts, self.recorder, self.most = parts, recorder, parts.settings.checkpoint.max_failed_saves
-        self.spike: tuple[int, float, float] | None = None  # whose rollback waits for a save, see train/spikes.py
+    def __init__(self, parts: TrainContext, recorder: MetricsLogger) -> None:
+        self.parts, self.recorder, self.most = (
+            parts,
+            recorder,
+            parts.settings.checkpoint.max_failed_saves,
+        )
+        self.spike: tuple[int, float, float] | None = (
+            None  # whose rollback waits for a save, see train/spikes.py
+        )
         # Saves that failed in a row, steps until the next one is tried, the step after which that is.
         self.failed = self.pause = self.next_attempt = 0
 
@@ -36,14 +45,22 @@ class Saver:
         """Saves a checkpoint after the current step, unless one is still being written and does not come to an end.
         final: until it is committed. Raises UserError where that fails, and as `settle` does."""
         step = self.parts.state.step
-        if self.wait(final, tiers=(False,), patient=final or not self.failed) and self.is_due(step) or final:
-            self.next_attempt = step + self.pause  # this one, or that which takes longer than its pause, is under way
+        if (
+            self.wait(final, tiers=(False,), patient=final or not self.failed)
+            and self.is_due(step)
+            or final
+        ):
+            self.next_attempt = (
+                step + self.pause
+            )  # this one, or that which takes longer than its pause, is under way
             if final or False not in self.parts.checkpointer.pending:
                 self._try(lambda: self._save(final), 0 if final else self.most)
 
     def wait(self, final: bool = False, **how: Any) -> bool:
         """Checkpointer.wait. Whether no save failed; raises UserError as `settle` does."""
-        return self._try(lambda: self.parts.checkpointer.wait(**how), math.inf if final else self.most)
+        return self._try(
+            lambda: self.parts.checkpointer.wait(**how), math.inf if final else self.most
+        )
 
     def save_local(self) -> None:
         """Saves one on the nodes' own disks, unless another one is still being written."""
@@ -52,10 +69,16 @@ class Saver:
     def _save(self, final, local=False):
         parts, state = self.parts, self.parts.state
         if not local:  # those serve also where the shared folder, in which the metrics lie, fails
-            parts.world.on_rank0(self.recorder.sync)  # the metrics up to a committed checkpoint must not be lost
+            parts.world.on_rank0(
+                self.recorder.sync
+            )  # the metrics up to a committed checkpoint must not be lost
         state.data = parts.loader.state_before(state.step)
-        parts.checkpointer.save(state.step, parts.parallel.shards(parts.optimizer),
-                                state.saved(parts.settings, parts.world.size), local)
+        parts.checkpointer.save(
+            state.step,
+            parts.parallel.shards(parts.optimizer),
+            state.saved(parts.settings, parts.world.size),
+            local,
+        )
         if final:
             parts.checkpointer.wait()
 
@@ -73,14 +96,23 @@ class Saver:
             if not most:
                 raise
             pause = min(FIRST_PAUSE * 2 ** (self.failed - 1), LONGEST_PAUSE)
-            seconds = self.parts.world.broadcast_object(recorder.clock.seconds_left(step, step + 1) or 1.0)
+            seconds = self.parts.world.broadcast_object(
+                recorder.clock.seconds_left(step, step + 1) or 1.0
+            )
             self.pause = max(2, math.ceil(pause / seconds))
             self.next_attempt = min(step + self.pause, self.parts.plan.total_steps)
-            recorder.save_failed(step, self.failed, str(error), f"{self.failed} of {self.most} in a row; the next "
-                                 f"attempt comes after step {self.next_attempt}")
+            recorder.save_failed(
+                step,
+                self.failed,
+                str(error),
+                f"{self.failed} of {self.most} in a row; the next "
+                f"attempt comes after step {self.next_attempt}",
+            )
             if self.failed >= most:
-                raise type(error)(f"{self.failed} saves in a row failed (max_failed_saves), so that the run stops "
-                                  f"rather than train unsaved; the last: {error}") from None
+                raise type(error)(
+                    f"{self.failed} saves in a row failed (max_failed_saves), so that the run stops "
+                    f"rather than train unsaved; the last: {error}"
+                ) from None
             return False
         if self.failed and checkpointer.last != before:
             self.failed = 0

@@ -21,9 +21,26 @@ class Schedule:
     `start`, and its warm-up at the factor `low`.
     """
 
-    def __init__(self, kind: str, total: int, *, step: int = 1, warmup: int = AUTOMATIC, decay: int = AUTOMATIC,
-                 floor: float = 0.1, start: int = 0, low: float = 0.0, in_tokens: bool = False) -> None:
-        self.kind, self.total, self.floor, self.start, self.low = kind, max(total - start, 1), floor, start, low
+    def __init__(
+        self,
+        kind: str,
+        total: int,
+        *,
+        step: int = 1,
+        warmup: int = AUTOMATIC,
+        decay: int = AUTOMATIC,
+        floor: float = 0.1,
+        start: int = 0,
+        low: float = 0.0,
+        in_tokens: bool = False,
+    ) -> None:
+        self.kind, self.total, self.floor, self.start, self.low = (
+            kind,
+            max(total - start, 1),
+            floor,
+            start,
+            low,
+        )
         self.in_tokens, steps = in_tokens, -(-self.total // step)
         usual = 0 if kind in ("annealing", "constant") else min(2000, steps // 20) * step
         self.warmup = usual if warmup < 0 else warmup
@@ -55,8 +72,13 @@ class Schedule:
         return rise
 
 
-def schedule_of(settings: TrainConfig, state: TrainState, length: Duration, tokens_per_step: int,
-                say: Callable[[str], None]) -> Schedule:
+def schedule_of(
+    settings: TrainConfig,
+    state: TrainState,
+    length: Duration,
+    tokens_per_step: int,
+    say: Callable[[str], None],
+) -> Schedule:
     """The schedule of a run of `length`. It counts tokens where that is in tokens: its steps are then those of the
     run's start, so that another global batch does not bend it.
 
@@ -67,10 +89,20 @@ def schedule_of(settings: TrainConfig, state: TrainState, length: Duration, toke
     length = given.schedule_steps if given.schedule_steps.count > 0 else length
 
     def made(total: int, in_tokens: bool, **begins: Any) -> Schedule:
-        warmup, decay = (duration.tokens(first) if in_tokens else duration.steps(tokens_per_step)
-                         for duration in (given.warmup_steps, given.decay_steps))
-        return Schedule(given.schedule, total, step=first if in_tokens else 1, in_tokens=in_tokens, warmup=warmup,
-                        decay=decay, floor=given.min_learning_rate_ratio, **begins)
+        warmup, decay = (
+            duration.tokens(first) if in_tokens else duration.steps(tokens_per_step)
+            for duration in (given.warmup_steps, given.decay_steps)
+        )
+        return Schedule(
+            given.schedule,
+            total,
+            step=first if in_tokens else 1,
+            in_tokens=in_tokens,
+            warmup=warmup,
+            decay=decay,
+            floor=given.min_learning_rate_ratio,
+            **begins,
+        )
 
     anew = {"total": length.count, "in_tokens": length.unit == "tok"}
     kept = state.schedule or {"num_steps": str(length), "lengthened": "", "curve": anew}
@@ -78,18 +110,37 @@ def schedule_of(settings: TrainConfig, state: TrainState, length: Duration, toke
     if former != str(length) or kept["lengthened"] and choice not in ("auto", kept["lengthened"]):
         here, there = (made(**one).next_factor(state, tokens_per_step) for one in (curve, anew))
         shorter = anew["in_tokens"] == curve["in_tokens"] and length.count < curve["total"]
-        choice = "" if shorter or math.isclose(here, there) else "hold" if choice == "auto" else choice
+        choice = (
+            "" if shorter or math.isclose(here, there) else "hold" if choice == "auto" else choice
+        )
         if choice == "hold" and not made(**curve).factor(curve["total"]):
-            raise UserError(f"num_steps={length}: the learning rate ends at 0 with the {former} steps before, where "
-                            "nothing is learnt; choose lengthened=rewarm or lengthened=follow")
-        rates = [f"{settings.optimizer.learning_rate * factor:.2e}" for factor in (here, there, 1.0)]
-        told = {"hold": "keeps its former curve, at {} now; follow would set {}, rewarm warm up again to {}",
-                "rewarm": "warms up again from {0} to {2}"}.get(choice, "goes from {} to {}").format(*rates)
+            raise UserError(
+                f"num_steps={length}: the learning rate ends at 0 with the {former} steps before, where "
+                "nothing is learnt; choose lengthened=rewarm or lengthened=follow"
+            )
+        rates = [
+            f"{settings.optimizer.learning_rate * factor:.2e}" for factor in (here, there, 1.0)
+        ]
+        told = {
+            "hold": "keeps its former curve, at {} now; follow would set {}, rewarm warm up again to {}",
+            "rewarm": "warms up again from {0} to {2}",
+        }.get(choice, "goes from {} to {}").format(*rates)
         if not math.isclose(here, there):
-            say(f"schedule   num_steps was {former}, is {length}{choice and f' (lengthened={choice})'}: the learning "
-                f"rate {told}")
-        begins = {"start": state.tokens if anew["in_tokens"] else state.step, "low": here} if choice == "rewarm" else {}
-        kept = {"num_steps": str(length), "lengthened": choice, "curve": curve if choice == "hold" else anew | begins,
-                "since_step": state.step, "learning_rate": settings.optimizer.learning_rate * here}
+            say(
+                f"schedule   num_steps was {former}, is {length}{choice and f' (lengthened={choice})'}: the learning "
+                f"rate {told}"
+            )
+        begins = (
+            {"start": state.tokens if anew["in_tokens"] else state.step, "low": here}
+            if choice == "rewarm"
+            else {}
+        )
+        kept = {
+            "num_steps": str(length),
+            "lengthened": choice,
+            "curve": curve if choice == "hold" else anew | begins,
+            "since_step": state.step,
+            "learning_rate": settings.optimizer.learning_rate * here,
+        }
     state.schedule = kept
     return made(**kept["curve"])

@@ -18,11 +18,16 @@ from mamba_fsdp.checkpoint.folder import find_checkpoint, load
 from mamba_fsdp.checkpoint.retention import until_the_end
 from mamba_fsdp.conventions import DTYPES
 from mamba_fsdp.data.builtin import missing_builtin
-from mamba_fsdp.data.loader import Loader, Split
-from mamba_fsdp.data.order import Order, seen
-from mamba_fsdp.data.selection import one_for_all, refuse_other_tokenizers, training_sources, validation_sources
+from mamba_fsdp.data.loader import BatchLayout, Loader
+from mamba_fsdp.data.sampler import Sampler, seen
+from mamba_fsdp.data.selection import (
+    check_tokenizers_agree,
+    one_for_all,
+    training_sources,
+    validation_sources,
+)
 from mamba_fsdp.data.source import DummySource, Source
-from mamba_fsdp.data.tokenizer import refuse_other_tokenizer
+from mamba_fsdp.data.tokenizer import check_tokenizer
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.model.init import initial_part
 from mamba_fsdp.model.lm import MambaLM
@@ -32,7 +37,7 @@ from mamba_fsdp.parallel.memory import expected_memory
 from mamba_fsdp.parallel.model import ParallelModel, Shard, fill_parts
 from mamba_fsdp.parallel.parallelize import choose_strategy, parallelize
 from mamba_fsdp.parallel.world import World
-from mamba_fsdp.report.display import scaled
+from mamba_fsdp.report.console import scaled
 from mamba_fsdp.run_layout import CHECKPOINTS, committed, is_own
 from mamba_fsdp.train.kernel_cache import KernelCache
 from mamba_fsdp.train.optimizer import LossScale, make_optimizer
@@ -54,10 +59,10 @@ class Weights(Protocol):
 
 
 @dataclass(frozen=True)
-class Plan:
+class RunSchedule:
     """The run in steps: how a step is split, how many there are, what is due after which."""
 
-    split: Split
+    split: BatchLayout
     tokens_per_step: int
     total_steps: int
     eval_steps: int  # 0: never
@@ -72,7 +77,7 @@ class Plan:
 
 
 @dataclass
-class Parts:
+class TrainContext:
     """What the loop works on."""
 
     settings: TrainConfig
@@ -83,99 +88,159 @@ class Parts:
     optimizer: torch.optim.Optimizer
     state: TrainState
     loss_scale: LossScale
-    plan: Plan
+    plan: RunSchedule
     loader: Loader
     checkpointer: Checkpointer
     kernels: KernelCache
     prompts: dict[str, list[int]]  # to be continued at each validation: {text: tokens}
 
 
-def set_up(settings: TrainConfig, world: World, folder: RunFolder, weights: Weights | None, say: Say) -> Parts | None:
+def set_up(
+    settings: TrainConfig, world: World, folder: RunFolder, weights: Weights | None, say: Say
+) -> TrainContext | None:
     """Called by all ranks. weights: of init_from. None for a dry run. Raises UserError where things don't fit."""
     checkpoint, done = settings.checkpoint, folder.startup.done
     split = split_step(settings.training, world)
     forms = choose_forms(settings, world, say)
     # Rank 0 looks at all files for all: thousands of files times a thousand ranks keep a file system busy.
     sources, shares, validation = world.on_rank0(lambda: open_data(settings, say))
-    prompts = world.on_rank0(lambda: read_prompts(settings, one_for_all(sources.values())) if sources else {})
+    prompts = world.on_rank0(
+        lambda: read_prompts(settings, one_for_all(sources.values())) if sources else {}
+    )
     done("data")
     if settings.training.dry_run:
         for newest in committed(folder.path / CHECKPOINTS)[-1:]:
             say(f"resumes    from {newest.name}, if it is whole")
         if sources:
-            length = run_length(settings, Order(sources, shares, settings.data.seq_length, settings.training.seed))
-            say_length(settings, plan_steps(settings, split, TrainState(), length, len(validation), say), say)
+            length = run_length(
+                settings, Sampler(sources, shares, settings.data.seq_length, settings.training.seed)
+            )
+            say_length(
+                settings,
+                plan_steps(settings, split, TrainState(), length, len(validation), say),
+                say,
+            )
         return None
-    checkpointer = Checkpointer(folder.path, world, keep=checkpoint.keep_checkpoints,
-                                keep_every=checkpoint.keep_every.steps(split.global_batch * settings.data.seq_length),
-                                asynchronous=checkpoint.async_checkpoint, report=say, check_ours=folder.lease.check,
-                                local_path=checkpoint.local_checkpoint_path)
+    checkpointer = Checkpointer(
+        folder.path,
+        world,
+        keep=checkpoint.keep_checkpoints,
+        keep_every=checkpoint.keep_every.steps(split.global_batch * settings.data.seq_length),
+        asynchronous=checkpoint.async_checkpoint,
+        report=say,
+        check_ours=folder.lease.check,
+        local_path=checkpoint.local_checkpoint_path,
+    )
     kernels = KernelCache(settings, world, say)
     kernels.take()
     if settings.training.tune_kernels:
         kernels.tune(step_of_each_layer(settings, world, forms))
     done("kernels")
     parallel = build_model(settings, world, forms)
-    optimizer = make_optimizer(parallel.parameters(), parameters(settings.model), settings.optimizer, world.device)
+    optimizer = make_optimizer(
+        parallel.parameters(), parameters(settings.model), settings.optimizer, world.device
+    )
     done("model")
-    state = start(settings, one_for_all(sources.values()), parallel, optimizer, checkpointer, weights, say)
+    state = start(
+        settings, one_for_all(sources.values()), parallel, optimizer, checkpointer, weights, say
+    )
     until_the_end.close()  # what was read from another run has been read
     done("checkpoint")
-    order = Order(sources, shares, settings.data.seq_length, settings.training.seed, state=state.data or None,
-                  new_epoch=settings.data.new_epoch)
+    order = Sampler(
+        sources,
+        shares,
+        settings.data.seq_length,
+        settings.training.seed,
+        state=state.data or None,
+        new_epoch=settings.data.new_epoch,
+    )
     if order.closed:
         say_closed(order, say)
     plan = plan_steps(settings, split, state, run_length(settings, order), len(validation), say)
-    loader = Loader(sources, order, settings.data, split, vocab_size=settings.model.vocab_size, first_step=state.step,
-                    pin_memory=world.device.type == "cuda")
+    loader = Loader(
+        sources,
+        order,
+        settings.data,
+        split,
+        vocab_size=settings.model.vocab_size,
+        first_step=state.step,
+        pin_memory=world.device.type == "cuda",
+    )
     say_length(settings, plan, say)
     if state.step < plan.total_steps:
         checkpointer.check_room(parallel.shards(optimizer))
     scale = LossScale(state, world.device, dynamic=settings.training.mixed_precision == "fp16")
-    return Parts(settings, world, sources, validation, parallel, optimizer, state, scale, plan, loader, checkpointer,
-                 kernels, prompts)
+    return TrainContext(
+        settings,
+        world,
+        sources,
+        validation,
+        parallel,
+        optimizer,
+        state,
+        scale,
+        plan,
+        loader,
+        checkpointer,
+        kernels,
+        prompts,
+    )
 
 
-def run_length(settings: TrainConfig, order: Order) -> Duration:
+def run_length(settings: TrainConfig, order: Sampler) -> Duration:
     """num_steps, or num_epochs in tokens. Raises UserError for epochs of data without end."""
     training = settings.training
     if not training.num_epochs:
         return training.num_steps
     if settings.data.use_dummy_dataset:
         raise UserError("num_epochs: made-up tokens have no end; give num_steps")
-    return Duration(math.ceil(training.num_epochs * order.epoch_windows) * settings.data.seq_length, "tok")
+    return Duration(
+        math.ceil(training.num_epochs * order.epoch_windows) * settings.data.seq_length, "tok"
+    )
 
 
-def say_closed(order: Order, say: Say) -> None:
+def say_closed(order: Sampler, say: Say) -> None:
     closed, epochs = order.closed, seen({**order.closed, "closed": []})["source_epochs"]
-    drawn = ", ".join(f"{name} after {f'{epochs[name]:.4g} epochs' if name in epochs else f'{count:,} windows'}"
-                      for name, count in closed["drawn"].items())
-    say(f"new epoch  the position with seed {closed['seed']}, seq_length {closed['seq_length']} is closed "
-        f"({drawn}); these sources begin anew")
+    drawn = ", ".join(
+        f"{name} after {f'{epochs[name]:.4g} epochs' if name in epochs else f'{count:,} windows'}"
+        for name, count in closed["drawn"].items()
+    )
+    say(
+        f"new epoch  the position with seed {closed['seed']}, seq_length {closed['seq_length']} is closed "
+        f"({drawn}); these sources begin anew"
+    )
 
 
-def say_length(settings: TrainConfig, plan: Plan, say: Say) -> None:
+def say_length(settings: TrainConfig, plan: RunSchedule, say: Say) -> None:
     flops = flops_per_token(settings.model, settings.data.seq_length) * plan.tokens_per_step
     usual = usual_length(settings.model.model_name)
     if settings.data.seq_length < usual != usual_length("demo"):
-        say(f"samples    {settings.data.seq_length} tokens each; {settings.model.model_name} comes with "
-            f"seq_length={usual}")
-    say(f"steps      {plan.total_steps:,} of {plan.split.global_batch} x {settings.data.seq_length} = "
+        say(
+            f"samples    {settings.data.seq_length} tokens each; {settings.model.model_name} comes with "
+            f"seq_length={usual}"
+        )
+    say(
+        f"steps      {plan.total_steps:,} of {plan.split.global_batch} x {settings.data.seq_length} = "
         f"{plan.tokens_per_step:,} tokens; {scaled(flops, 'FLOP')} each, "
-        f"{scaled(flops * plan.total_steps, 'FLOP')} in all")
+        f"{scaled(flops * plan.total_steps, 'FLOP')} in all"
+    )
 
 
-def split_step(training: TrainingConfig, world: World) -> Split:
+def split_step(training: TrainingConfig, world: World) -> BatchLayout:
     """This rank's part of a step. Raises UserError where the global batch can't be split evenly."""
     per_pass = training.batch_size * world.size
     global_batch = training.global_batch_size or per_pass * training.gradient_accumulation_steps
     if global_batch % per_pass:
-        raise UserError(f"global_batch_size {global_batch} is no multiple of batch_size {training.batch_size} times "
-                        f"{world.size} ranks; change it, or let batch_size divide {global_batch / world.size:g}")
-    return Split(world.rank, world.size, training.batch_size, global_batch // per_pass)
+        raise UserError(
+            f"global_batch_size {global_batch} is no multiple of batch_size {training.batch_size} times "
+            f"{world.size} ranks; change it, or let batch_size divide {global_batch / world.size:g}"
+        )
+    return BatchLayout(world.rank, world.size, training.batch_size, global_batch // per_pass)
 
 
-def open_data(settings: TrainConfig, say: Say) -> tuple[dict[str, Source], dict[str, float], list[Source]]:
+def open_data(
+    settings: TrainConfig, say: Say
+) -> tuple[dict[str, Source], dict[str, float], list[Source]]:
     """(training sources, their shares, validation sources). Raises UserError where one is missing or doesn't fit."""
     if settings.data.use_dummy_dataset:
         dummy = DummySource(settings.model.vocab_size)
@@ -187,17 +252,23 @@ def open_data(settings: TrainConfig, say: Say) -> tuple[dict[str, Source], dict[
     sources, shares = training_sources(settings.data, say)
     validation = validation_sources(settings.data, say)
     if not settings.data.allow_other_tokenizer:
-        refuse_other_tokenizers([*sources.values(), *validation])
+        check_tokenizers_agree([*sources.values(), *validation])
     for store in [*sources.values(), *validation]:
         if store.vocab_size > settings.model.vocab_size:
-            raise UserError(f"{store.path} has a vocabulary of {store.vocab_size}, the model only "
-                            f"{settings.model.vocab_size}; set vocab_size={store.vocab_size}")
+            raise UserError(
+                f"{store.path} has a vocabulary of {store.vocab_size}, the model only "
+                f"{settings.model.vocab_size}; set vocab_size={store.vocab_size}"
+            )
     read = ", ".join(f"{store.path} ({store.token_count:,} tokens)" for store in sources.values())
-    say(f"data       {read}; validation: {', '.join(str(store.path) for store in validation) or 'none'}")
+    say(
+        f"data       {read}; validation: {', '.join(str(store.path) for store in validation) or 'none'}"
+    )
     tokens, rows = max(store.vocab_size for store in sources.values()), settings.model.vocab_size
     if 0 < tokens < rows and all(store.vocab_size for store in sources.values()):
-        say(f"vocabulary {tokens:,} tokens in the data, {rows:,} in the model, of which {rows - tokens:,} are never "
-            f"trained; a new model can do without them: vocab_size={tokens}")
+        say(
+            f"vocabulary {tokens:,} tokens in the data, {rows:,} in the model, of which {rows - tokens:,} are never "
+            f"trained; a new model can do without them: vocab_size={tokens}"
+        )
     return sources, shares, validation
 
 
@@ -209,10 +280,14 @@ def choose_forms(settings: TrainConfig, world: World, say: Say) -> dict[str, str
     choice = resolve_forms(training.kernels, world.device.type, uses)
     memory = expected_memory(settings, world, choice.forms)
     parts = ", ".join(f"{name} {scaled(size, 'B')}" for name, size in memory.items() if size)
-    device = f" of {scaled(torch.cuda.mem_get_info()[1], 'B')}" if world.device.type == "cuda" else ""
-    say(f"model      {title(model)}: {parameter_count(model):,} parameters, {model.n_layer} layers, "
+    device = (
+        f" of {scaled(torch.cuda.mem_get_info()[1], 'B')}" if world.device.type == "cuda" else ""
+    )
+    say(
+        f"model      {title(model)}: {parameter_count(model):,} parameters, {model.n_layer} layers, "
         f"{training.mixed_precision}, {choose_strategy(parallel, world).replace('none', 'no sharding')} on "
-        f"{world.size} x {world.device.type}")
+        f"{world.size} x {world.device.type}"
+    )
     say(f"kernels    {choice}")
     say(f"memory     at least {scaled(sum(memory.values()), 'B')}{device} a device: {parts}")
     return choice.forms
@@ -222,93 +297,162 @@ def build_model(settings: TrainConfig, world: World, forms: dict[str, str]) -> P
     """The model, parallelized but not yet filled."""
     dtype = DTYPES[settings.training.mixed_precision]
     with torch.device("meta" if settings.parallel.low_cpu_fsdp else "cpu"):
-        network = MambaLM(settings.model, forms=forms, compute_dtype=dtype,
-                          reset_at_documents=settings.data.reset_at_documents)
+        network = MambaLM(
+            settings.model,
+            forms=forms,
+            compute_dtype=dtype,
+            reset_at_documents=settings.data.reset_at_documents,
+        )
     return parallelize(network, settings.parallel, world=world, compute_dtype=dtype)
 
 
-def step_of_each_layer(settings: TrainConfig, world: World, forms: dict[str, str]) -> Callable[[], None]:
+def step_of_each_layer(
+    settings: TrainConfig, world: World, forms: dict[str, str]
+) -> Callable[[], None]:
     """Forward and backward at the run's shapes, whatever the weights, of one layer of each kind that the model has."""
-    kinds = list(dict.fromkeys(f"{layer.mixer}{'+mlp' * layer.mlp}" for layer in settings.model.layer_list()))
-    model, parallel = replace(settings.model, layers=",".join(kinds), n_layer=len(kinds)), ParallelConfig()
-    spread = build_model(replace(settings, model=model, parallel=parallel), World.alone(device=world.device), forms)
-    tokens = torch.zeros(settings.training.batch_size, settings.data.seq_length, dtype=torch.int64, device=world.device)
+    kinds = list(
+        dict.fromkeys(f"{layer.mixer}{'+mlp' * layer.mlp}" for layer in settings.model.layer_list())
+    )
+    model, parallel = (
+        replace(settings.model, layers=",".join(kinds), n_layer=len(kinds)),
+        ParallelConfig(),
+    )
+    spread = build_model(
+        replace(settings, model=model, parallel=parallel), World.alone(device=world.device), forms
+    )
+    tokens = torch.zeros(
+        settings.training.batch_size,
+        settings.data.seq_length,
+        dtype=torch.int64,
+        device=world.device,
+    )
     return lambda: spread.module(tokens, labels=tokens).backward()
 
 
-def start(settings: TrainConfig, tokens: Source, parallel: ParallelModel, optimizer: torch.optim.Optimizer,
-          checkpointer: Checkpointer, weights: Weights | None, say: Say) -> TrainState:
+def start(
+    settings: TrainConfig,
+    tokens: Source,
+    parallel: ParallelModel,
+    optimizer: torch.optim.Optimizer,
+    checkpointer: Checkpointer,
+    weights: Weights | None,
+    say: Say,
+) -> TrainState:
     """Fills the shards from the newest checkpoint, else from what the settings name, else at random. Raises UserError
     for a model that is known to have learnt other tokens than `tokens`."""
     world, checkpoint, state = parallel.world, settings.checkpoint, TrainState()
-    origin, own = checkpoint.load_ckpt_path, is_own(checkpoint.load_ckpt_path, checkpoint.save_ckpt_path)
+    origin, own = (
+        checkpoint.load_ckpt_path,
+        is_own(checkpoint.load_ckpt_path, checkpoint.save_ckpt_path),
+    )
 
-    def refuse_other(source: object, identities: Iterable[str]) -> None:
+    def check_same_tokenizer(source: object, identities: Iterable[str]) -> None:
         if not settings.data.allow_other_tokenizer:
-            world.on_rank0(lambda: refuse_other_tokenizer(tokens.path, tokens.tokenizer, source, identities))
+            world.on_rank0(
+                lambda: check_tokenizer(tokens.path, tokens.tokenizer, source, identities)
+            )
 
     shards = parallel.shards(optimizer)
     newest = checkpointer.to_resume(shards)
     if newest:
         state = load_checkpoint(newest, shards, settings, parallel, optimizer, "save_ckpt_path")
-        refuse_other(newest, [state.tokenizer])
+        check_same_tokenizer(newest, [state.tokenizer])
         began = checkpoint.init_from or ("" if own else origin)
-        say(f"resumes    from {newest}, step {state.step}" + (f"; {began} was for its first start" if began else ""))
+        say(
+            f"resumes    from {newest}, step {state.step}"
+            + (f"; {began} was for its first start" if began else "")
+        )
     elif weights:
         source = checkpoint.init_from or checkpoint.load_ckpt_path
-        refuse_other(source, weights.tokenizer_identities())
+        check_same_tokenizer(source, weights.tokenizer_identities())
         opened = weights.open(world, model := parallel.shards())
         world.on_all_ranks(lambda: fill_parts(model, opened.slice))
         say(f"starting   from the weights in {source}")
     elif origin and not own:
         found = find_checkpoint(origin, world, report=say, shards=shards)
         saved = load_checkpoint(found, shards, settings, parallel, optimizer, "load_ckpt_path")
-        refuse_other(found, [saved.tokenizer])
+        check_same_tokenizer(found, [saved.tokenizer])
         data = saved.data if checkpoint.resuming_dataset else {}
         state = TrainState(optimizer_steps=saved.optimizer_steps, data=data)
-        position = "the data's position" if checkpoint.resuming_dataset else "the data from its start"
+        position = (
+            "the data's position" if checkpoint.resuming_dataset else "the data from its start"
+        )
         say(f"starting   from model and optimiser in {found}, {position}")
     else:
         if own:
-            say(f"starting   anew: load_ckpt_path {origin} is the run folder and holds no checkpoint yet")
+            say(
+                f"starting   anew: load_ckpt_path {origin} is the run folder and holds no checkpoint yet"
+            )
         spec, seed = parameters(settings.model), settings.training.seed
-        world.run_local(lambda: fill_parts(
-            parallel.shards(), lambda name, first, stop: initial_part(name, spec[name], seed, first, stop)))
+        world.run_local(
+            lambda: fill_parts(
+                parallel.shards(),
+                lambda name, first, stop: initial_part(name, spec[name], seed, first, stop),
+            )
+        )
     state.tokenizer = tokens.tokenizer
     return state
 
 
-def load_checkpoint(checkpoint: Path, shards: Sequence[Shard], settings: TrainConfig, parallel: ParallelModel,
-                    optimizer: torch.optim.Optimizer, named_by: str) -> TrainState:
+def load_checkpoint(
+    checkpoint: Path,
+    shards: Sequence[Shard],
+    settings: TrainConfig,
+    parallel: ParallelModel,
+    optimizer: torch.optim.Optimizer,
+    named_by: str,
+) -> TrainState:
     """Loads the shards of model and optimiser, with which it was verified; returns the state that was saved with them.
     named_by: the setting that led here. Raises UserError where it holds another model or a newer version's."""
     remedy = f"; give these settings again, or another {named_by}"
-    saved = load(checkpoint, shards, parallel.world,
-                 check=lambda saved, folder: resolve.refuse_other_model(
-                     settings, checked_model(folder, saved["settings"]["model"]), str(folder), remedy))
+    saved = load(
+        checkpoint,
+        shards,
+        parallel.world,
+        check=lambda saved, folder: resolve.check_same_model(
+            settings, checked_model(folder, saved["settings"]["model"]), str(folder), remedy
+        ),
+    )
     state = TrainState.from_saved(saved, checkpoint)
     parallel.set_optimizer_steps(optimizer, state.optimizer_steps)
     return state
 
 
-def plan_steps(settings: TrainConfig, split: Split, state: TrainState, length: Duration, stores: int,
-               say: Say) -> Plan:
+def plan_steps(
+    settings: TrainConfig,
+    split: BatchLayout,
+    state: TrainState,
+    length: Duration,
+    stores: int,
+    say: Say,
+) -> RunSchedule:
     """The settings' durations in steps; a `length` in tokens counts those seen so far. stores: it validates on."""
     training, checkpoint = settings.training, settings.checkpoint
     tokens_per_step = split.global_batch * settings.data.seq_length
     if not state.first_tokens_per_step:  # older checkpoints don't say it
         state.first_tokens_per_step = state.tokens // state.step if state.step else tokens_per_step
     if state.samples != state.step * split.global_batch:
-        say(f"batch      {split.global_batch} samples a step from here on, {state.samples / state.step:g} before; "
-            "global_batch_size keeps it the same on any number of ranks")
+        say(
+            f"batch      {split.global_batch} samples a step from here on, {state.samples / state.step:g} before; "
+            "global_batch_size keeps it the same on any number of ranks"
+        )
     total = length.count
     if length.unit == "tok":
         total = state.step + -(-max(0, total - state.tokens) // tokens_per_step)
-    eval_steps, eval_batches = training.eval_interval.steps(tokens_per_step) if stores else 0, training.eval_batches
+    eval_steps, eval_batches = (
+        training.eval_interval.steps(tokens_per_step) if stores else 0,
+        training.eval_batches,
+    )
     if eval_batches < 0:  # a step costs three forward passes
         eval_batches = math.ceil(VALIDATION_SHARE * 3 * eval_steps / max(1, stores))
-    return Plan(split, tokens_per_step, total, eval_steps=eval_steps, eval_batches=eval_batches,
-                schedule=schedule_of(settings, state, length, tokens_per_step, say),
-                checkpoint_steps=checkpoint.checkpoint_interval.steps(tokens_per_step),
-                local_checkpoint_steps=checkpoint.local_checkpoint_interval.steps(tokens_per_step) * bool(
-                    checkpoint.local_checkpoint_path))
+    return RunSchedule(
+        split,
+        tokens_per_step,
+        total,
+        eval_steps=eval_steps,
+        eval_batches=eval_batches,
+        schedule=schedule_of(settings, state, length, tokens_per_step, say),
+        checkpoint_steps=checkpoint.checkpoint_interval.steps(tokens_per_step),
+        local_checkpoint_steps=checkpoint.local_checkpoint_interval.steps(tokens_per_step)
+        * bool(checkpoint.local_checkpoint_path),
+    )

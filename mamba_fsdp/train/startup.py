@@ -30,10 +30,15 @@ class Startup:
         self.steps += 1
         if self.steps == 2:
             first, second = self.parts.pop("first step"), time.time() - self.since
-            self.parts |= {"compile": round(max(0.0, first - second), 3), "first step": round(min(first, second), 3)}
+            self.parts |= {
+                "compile": round(max(0.0, first - second), 3),
+                "first step": round(min(first, second), 3),
+            }
         return self.steps == 2
 
     def line(self) -> str:
         """For the log; parts shorter than a tenth of a second are left out."""
-        parts = ", ".join(f"{name} {seconds:.1f}" for name, seconds in self.parts.items() if seconds >= 0.1)
+        parts = ", ".join(
+            f"{name} {seconds:.1f}" for name, seconds in self.parts.items() if seconds >= 0.1
+        )
         return f"start      first step after {sum(self.parts.values()):.1f} s: {parts}"

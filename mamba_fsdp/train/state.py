@@ -21,7 +21,9 @@ class TrainState:
     samples: int = 0
     tokens: int = 0
     first_tokens_per_step: int = 0  # of the run's first step; 0 before it
-    optimizer_steps: int = 0  # updates of the optimiser's moments, in the run that they were loaded from too
+    optimizer_steps: int = (
+        0  # updates of the optimiser's moments, in the run that they were loaded from too
+    )
     skipped_steps: int = 0
     skipped_in_a_row: int = 0
     loss_sum: float = 0.0  # of the applied steps since the last report
@@ -31,10 +33,16 @@ class TrainState:
     passed_over: int = 0  # samples that were skipped by rollbacks; `samples` does not count them
     loss_scale: float = 0.0  # of fp16, see LossScale; 0 before the first step in it
     loss_scale_good_steps: int = 0
-    data: dict[str, Any] = field(default_factory=dict)  # the position in the data when last loaded or saved
-    schedule: dict[str, Any] = field(default_factory=dict)  # what the learning rate follows, see train/schedule.py
+    data: dict[str, Any] = field(
+        default_factory=dict
+    )  # the position in the data when last loaded or saved
+    schedule: dict[str, Any] = field(
+        default_factory=dict
+    )  # what the learning rate follows, see train/schedule.py
     first_started: float = 0.0  # when the run first began, seconds since the epoch
-    step_seconds: float = 0.0  # that its steps took; those of steps that a crash lost are not in what it resumes from
+    step_seconds: float = (
+        0.0  # that its steps took; those of steps that a crash lost are not in what it resumes from
+    )
     tokenizer: str = ""  # the identity of the one that made the tokens which the model learns
 
     @classmethod
@@ -42,20 +50,31 @@ class TrainState:
         """The state that `checkpoint` saved. What it lacks takes its default; unknown fields raise UserError."""
         initial, progress = asdict(cls()), saved.get("progress")
         if not isinstance(progress, dict) or not all(
-                isinstance(value, (type(initial[name]), int)) for name, value in progress.items() if name in initial):
+            isinstance(value, (type(initial[name]), int))
+            for name, value in progress.items()
+            if name in initial
+        ):
             raise UserError(f"{checkpoint}: its state is not that of a training")
         unknown = progress.keys() - initial.keys()
         if unknown:
-            raise UserError(f"{checkpoint}: its state holds {', '.join(sorted(unknown))}, which this program does not "
-                            "know: a newer version wrote it; resume with that one")
+            raise UserError(
+                f"{checkpoint}: its state holds {', '.join(sorted(unknown))}, which this program does not "
+                "know: a newer version wrote it; resume with that one"
+            )
         return cls(**progress)
 
     def saved(self, settings: TrainConfig, world_size: int) -> dict[str, Any]:
         """What a checkpoint saves, for JSON: this state and the settings, world size and torch version of the run."""
-        return {"progress": asdict(self), "settings": resolve.as_dict(settings), "world_size": world_size,
-                "torch": torch.__version__}
+        return {
+            "progress": asdict(self),
+            "settings": resolve.as_dict(settings),
+            "world_size": world_size,
+            "torch": torch.__version__,
+        }
 
-    def advance(self, samples: int, tokens: int, loss: float, *, applied: bool, excused: bool) -> None:
+    def advance(
+        self, samples: int, tokens: int, loss: float, *, applied: bool, excused: bool
+    ) -> None:
         """Counts a step of the global batch. excused: that it was not applied is not due to its samples."""
         self.step += 1
         self.samples += samples

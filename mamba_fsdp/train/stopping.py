@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 
 from mamba_fsdp.run_layout import STOP
-from mamba_fsdp.storage import patiently
+from mamba_fsdp.storage import retry_io
 
 # A look at the STOP file is microseconds on a local disk (so the very step ends the run), a round trip on a shared one.
 SHARE_OF_TIME, MOST_SECONDS_BETWEEN_LOOKS = 0.01, 1.0
@@ -22,15 +22,19 @@ class StopRequest:
     def __init__(self, run_folder: Path, on_rank0: bool) -> None:
         self.reason, self.interrupted, self.next_look = "", False, 0.0
         self.file = run_folder / STOP if on_rank0 else None
-        self.announces = on_rank0 and "TORCHELASTIC_RUN_ID" not in os.environ  # else the launcher has said it
+        self.announces = (
+            on_rank0 and "TORCHELASTIC_RUN_ID" not in os.environ
+        )  # else the launcher has said it
         if self.file:  # it was for a run that is over
-            patiently(partial(self.file.unlink, missing_ok=True), self.file)
+            retry_io(partial(self.file.unlink, missing_ok=True), self.file)
 
     def __enter__(self) -> "StopRequest":
         signals = [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1]
         if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
             signals.append(signal.SIGHUP)
-        self.previous_handlers = {number: signal.signal(number, self._on_signal) for number in signals}
+        self.previous_handlers = {
+            number: signal.signal(number, self._on_signal) for number in signals
+        }
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -47,7 +51,11 @@ class StopRequest:
         if not self.reason:
             self.reason = signal.Signals(number).name
             if self.announces:
-                print(f"\n{self.reason}: stopping after this step, with a checkpoint", file=sys.stderr, flush=True)
+                print(
+                    f"\n{self.reason}: stopping after this step, with a checkpoint",
+                    file=sys.stderr,
+                    flush=True,
+                )
 
     def look(self) -> bool:
         """Whether a stop has been asked for on this rank."""

@@ -9,7 +9,7 @@ Exits with 2, and names the first window, where one was left out or seen twice.
 from pathlib import Path
 
 from mamba_fsdp.errors import UserError
-from mamba_fsdp.report.display import say
+from mamba_fsdp.report.console import say
 from mamba_fsdp.run_layout import CHECKPOINTS, SAMPLES, committed
 
 
@@ -30,7 +30,9 @@ def main(run: str) -> None:
     starts = f", starts on {', '.join(map(str, ledger.starts))} ranks" if ledger.starts else ""
     say("run", f"{run}: {ledger.step:,} steps{starts}; positions of {len(saved)} checkpoints")
     for part in [*ledger.position["closed"], ledger.position]:
-        closed = f" (closed: seed {part['seed']}, seq_length {part['seq_length']})" * (part is not ledger.position)
+        closed = f" (closed: seed {part['seed']}, seq_length {part['seq_length']})" * (
+            part is not ledger.position
+        )
         for name, drawn in part["drawn"].items():
             windows = part["windows"].get(name)
             seen = f"{drawn:,} windows"
@@ -38,15 +40,30 @@ def main(run: str) -> None:
                 seen = f"{drawn // windows:,} epochs of {windows:,} windows, and {drawn % windows:,} of the next"
             say("source", f"{name}: {seen}{closed}")
     if ledger.logged:
-        say("proved", f"{ledger.logged:,} samples: each step read those windows that were next, none twice in an epoch")
+        say(
+            "proved",
+            f"{ledger.logged:,} samples: each step read those windows that were next, none twice in an epoch",
+        )
     if ledger.passed_over:
-        say("passed over", f"{ledger.passed_over:,} samples, skipped after loss spikes (events.jsonl)")
+        say(
+            "passed over",
+            f"{ledger.passed_over:,} samples, skipped after loss spikes (events.jsonl)",
+        )
     if ledger.inherited:
-        say("before", f"{ledger.inherited:,} windows more were drawn by the run whose position this one took over")
+        say(
+            "before",
+            f"{ledger.inherited:,} windows more were drawn by the run whose position this one took over",
+        )
     if ledger.unlogged:
         steps = ", ".join(f"{first:,} to {last:,}" for first, last in ledger.unlogged)
-        say("not proved", f"what steps {steps} read: they have no log (--sample_log=true). Positions only show that no "
-            "source went back, and as many draws as samples")
+        say(
+            "not proved",
+            f"what steps {steps} read: they have no log (--sample_log=true). Positions only show that no "
+            "source went back, and as many draws as samples",
+        )
     if saved and ledger.step > max(saved):
-        say("to come", f"steps {max(saved) + 1:,} to {ledger.step:,} lie behind the newest checkpoint: a run that "
-            "resumes from there takes them again")
+        say(
+            "to come",
+            f"steps {max(saved) + 1:,} to {ledger.step:,} lie behind the newest checkpoint: a run that "
+            "resumes from there takes them again",
+        )

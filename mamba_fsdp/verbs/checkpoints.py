@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from mamba_fsdp.errors import UserError
-from mamba_fsdp.report.display import Display, scaled
+from mamba_fsdp.report.console import Console, scaled
 from mamba_fsdp.run_layout import CHECKPOINTS, COMMIT, KEPT, committed, no_checkpoint, step_of
 
 UNKNOWN: dict[str, Any] = {"kept": False, "tokens": None, "committed": "", "verdict": ""}
@@ -24,23 +24,35 @@ UNKNOWN: dict[str, Any] = {"kept": False, "tokens": None, "committed": "", "verd
 def main(run: str, verify: bool = False) -> int:
     from mamba_fsdp.checkpoint.retention import held, left_over, size_of
 
-    place, display = Path(run), Display()
+    place, display = Path(run), Console()
     rows: list[dict[str, Any]] = []
     folder = place / CHECKPOINTS if (place / CHECKPOINTS).is_dir() else place
-    found, unfinished = ([place], []) if (place / COMMIT).is_file() else (committed(folder), left_over(folder))
+    found, unfinished = (
+        ([place], []) if (place / COMMIT).is_file() else (committed(folder), left_over(folder))
+    )
     if not found and not unfinished:
         raise no_checkpoint(place)
     for path in found:
         with held(path):
-            display.passing(f"reading {path.name}, {len(rows) + 1} of {len(found)}, {scaled(size_of(path), 'B')}")
+            display.passing(
+                f"reading {path.name}, {len(rows) + 1} of {len(found)}, {scaled(size_of(path), 'B')}"
+            )
             row = {"name": path.name, "bytes": size_of(path), **described(path, verify)}
             rows += [row] if path.exists() else []  # else its run has pruned it meanwhile
-    rows += [{"name": path.name, "bytes": size_of(path), **UNKNOWN, "verdict": "unfinished"} for path in unfinished]
+    rows += [
+        {"name": path.name, "bytes": size_of(path), **UNKNOWN, "verdict": "unfinished"}
+        for path in unfinished
+    ]
     display.line(f"{'step':>10} {'tokens':>8} {'size':>9}  {'committed':<16}  verdict")
     for row in rows:
-        step, tokens = step_of(row["name"].strip(".").split(".")[0]), scaled(row["tokens"], "") if row["tokens"] else ""
-        display.line(f"{step or 0:>10} {tokens:>8} {scaled(row['bytes'], 'B'):>9}  {row['committed']:<16}  "
-                     f"{'kept; ' * row['kept']}{row['verdict']}")
+        step, tokens = (
+            step_of(row["name"].strip(".").split(".")[0]),
+            scaled(row["tokens"], "") if row["tokens"] else "",
+        )
+        display.line(
+            f"{step or 0:>10} {tokens:>8} {scaled(row['bytes'], 'B'):>9}  {row['committed']:<16}  "
+            f"{'kept; ' * row['kept']}{row['verdict']}"
+        )
     return int(any(row["verdict"].startswith("broken") for row in rows))
 
 
@@ -51,10 +63,14 @@ def described(path: Path, verify: bool) -> dict[str, Any]:
 
     told = {**UNKNOWN, "kept": (path / KEPT).exists()}
     with suppress(OSError):
-        told["committed"] = f"{datetime.fromtimestamp((path / COMMIT).stat().st_mtime):%Y-%m-%d %H:%M}"
+        told["committed"] = (
+            f"{datetime.fromtimestamp((path / COMMIT).stat().st_mtime):%Y-%m-%d %H:%M}"
+        )
     try:
         wrong = problems(path, World.alone(), "all" if verify else "sizes")
-        told["verdict"] = f"broken: {'; '.join(wrong)}" if wrong else "whole" if verify else "not verified"
+        told["verdict"] = (
+            f"broken: {'; '.join(wrong)}" if wrong else "whole" if verify else "not verified"
+        )
         told["tokens"] = read_state(path)["state"].get("progress", {}).get("tokens")
     except UserError as error:  # of another version, say
         told["verdict"] = told["verdict"] if "broken" in told["verdict"] else f"broken: {error}"

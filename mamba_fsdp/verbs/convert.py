@@ -20,24 +20,35 @@ from mamba_fsdp.errors import UserError
 FORMATS = "store", "fms", "datalayout", "save_to_disk"
 
 
-def main(src: str, out: str, format: Annotated[str, Bounds(choices=FORMATS)],
-         block: Annotated[int, Bounds(at_least=0)] = 0, reading: ReadingConfig = USUAL_READING) -> None:
+def main(
+    src: str,
+    out: str,
+    format: Annotated[str, Bounds(choices=FORMATS)],
+    block: Annotated[int, Bounds(at_least=0)] = 0,
+    reading: ReadingConfig = USUAL_READING,
+) -> None:
     from mamba_fsdp.checkpoint.retention import new_folder
     from mamba_fsdp.data.opening import open_source, split_in
     from mamba_fsdp.data.writing import WRITERS, Copy, copy_tokenizer
-    from mamba_fsdp.report.display import Display
+    from mamba_fsdp.report.console import Console
 
-    display, place = Display(), Path(src)
+    display, place = Console(), Path(src)
     if block and format != "save_to_disk":
         raise UserError("--block: only rows of --format=save_to_disk have a length")
     data = DataConfig(**vars(reading))
     splits = {split: split_in(place, split) for split in ("train", "validation")}
-    parts = {"": place} if splits["train"] == place else {name: path for name, path in splits.items() if path != place}
+    parts = (
+        {"": place}
+        if splits["train"] == place
+        else {name: path for name, path in splits.items() if path != place}
+    )
     with new_folder(Path(out)) as folder:
         for split, path in parts.items():
             source = open_source(path, data, display.line)
             if source.eos < 0 and not block and format != "datalayout":
-                raise UserError(f"{path}: which token ends its documents is not known; give --eos_token=ID")
+                raise UserError(
+                    f"{path}: which token ends its documents is not known; give --eos_token=ID"
+                )
             at = folder / split
             at.mkdir(exist_ok=True)
             copy = Copy(source, folder if format == "fms" else at, block, show=display.passing)

@@ -49,9 +49,9 @@ from mamba_fsdp.data.opening import format_of, is_source, open_source
 from mamba_fsdp.data.source import Source
 from mamba_fsdp.data.text import open_source as open_text
 from mamba_fsdp.data.tokenize import make_dataset
-from mamba_fsdp.data.tokenizer import is_other, load_words, refuse_other_tokenizer
+from mamba_fsdp.data.tokenizer import check_tokenizer, is_other, load_words
 from mamba_fsdp.errors import UserError
-from mamba_fsdp.report.display import Display
+from mamba_fsdp.report.console import Console
 
 if TYPE_CHECKING:
     from mamba_fsdp.parallel.world import World
@@ -59,8 +59,12 @@ if TYPE_CHECKING:
 
 DECODED = 1 << 16  # tokens at a time
 PROMPT, SAMPLE = 32, 100  # tokens of the data that a sample continues, and of a sample
-ROWS = {"loss": "loss, nats per token", "perplexity": "perplexity per token",
-        "word_perplexity": "perplexity per word", "bits_per_byte": "bits per byte"}
+ROWS = {
+    "loss": "loss, nats per token",
+    "perplexity": "perplexity per token",
+    "word_perplexity": "perplexity per word",
+    "bits_per_byte": "bits per byte",
+}
 
 
 @dataclass
@@ -110,50 +114,83 @@ class Evaluation(NamedTuple):
         return self.loss * self.tokens / math.log(2) / self.bytes if self.bytes else None
 
 
-def main(model: str, data: str = "", seq_length: Annotated[int, Bounds(at_least=1)] = 2048,
-         stride: Annotated[int, Bounds(at_least=0)] = 0, batch_size: Annotated[int, Bounds(at_least=1)] = 8,
-         limit: Annotated[int, Bounds(at_least=0)] = 0, options: EvaluationConfig = USUAL,
-         reading: ReadingConfig = USUAL_READING) -> None:
+def main(
+    model: str,
+    data: str = "",
+    seq_length: Annotated[int, Bounds(at_least=1)] = 2048,
+    stride: Annotated[int, Bounds(at_least=0)] = 0,
+    batch_size: Annotated[int, Bounds(at_least=1)] = 8,
+    limit: Annotated[int, Bounds(at_least=0)] = 0,
+    options: EvaluationConfig = USUAL,
+    reading: ReadingConfig = USUAL_READING,
+) -> None:
     from mamba_fsdp.verbs.loading import inference_world, load
 
     if not (data or options.tasks):
         raise UserError("name DATA behind MODEL, or --tasks of lm-evaluation-harness; see --help")
     world = inference_world()
-    display = Display(enabled=world.rank == 0, stream=sys.stderr if options.json else sys.stdout)
+    display = Console(enabled=world.rank == 0, stream=sys.stderr if options.json else sys.stdout)
     windows = {"seq_length": seq_length, "stride": stride, "batch_size": batch_size, "limit": limit}
-    models = {"model": model} | ({"baseline": options.compare_baseline} if options.compare_baseline else {})
+    models = {"model": model} | (
+        {"baseline": options.compare_baseline} if options.compare_baseline else {}
+    )
     found: dict[str, dict[str, Evaluation]] = {}
     tasks, samples, identities = {}, [], []
     for role, name in models.items():
-        loaded = load(name, model_name=options.model_name, reset_at_documents=options.reset_at_documents)
+        loaded = load(
+            name, model_name=options.model_name, reset_at_documents=options.reset_at_documents
+        )
         identities.append([*filter(None, loaded.weights.tokenizer_identities())])
         with opened(loaded, data, options, reading) as places:
             for label, place in places.items():
                 found.setdefault(label, {})[role] = evaluate(
-                    loaded, place, allow_other_tokenizer=options.allow_other_tokenizer, show=display.passing,
-                    **windows, **vars(reading))
+                    loaded,
+                    place,
+                    allow_other_tokenizer=options.allow_other_tokenizer,
+                    show=display.passing,
+                    **windows,
+                    **vars(reading),
+                )
                 if options.generate_samples and role == "model":
-                    samples += world.on_rank0(lambda: sampled(loaded, place, options.generate_samples)) or []  # noqa: B023
+                    samples += (
+                        world.on_rank0(  # called at once
+                            lambda: sampled(loaded, place, options.generate_samples)  # noqa: B023
+                        )
+                        or []
+                    )
         if options.tasks:
             from mamba_fsdp.verbs import harness
 
             tasks[role] = harness.run(loaded, options, world, windows)
     same = not is_other(identities[0][0] if identities[0] else "", identities[-1])
     for label, evaluations in found.items():
-        display.line("\n".join([*[f"data           {label}"] * (len(found) > 1), *said(evaluations, models, same)]))
+        display.line(
+            "\n".join(
+                [*[f"data           {label}"] * (len(found) > 1), *said(evaluations, models, same)]
+            )
+        )
     for prompt, text in samples:
         display.line(f"--- sample ---\n{prompt}|{text}")
     for role, results in tasks.items():
         display.line("\n".join([f"tasks of       {models[role]}", *harness.table(results)]))
     if options.json and world.rank == 0:
-        numbers = {label: {role: each._asdict() | {name: getattr(each, name) for name in ROWS}
-                           for role, each in told.items()} for label, told in found.items()}
+        numbers = {
+            label: {
+                role: each._asdict() | {name: getattr(each, name) for name in ROWS}
+                for role, each in told.items()
+            }
+            for label, told in found.items()
+        }
         plain = json.dumps({**models, "data": numbers, "samples": samples, "tasks": tasks})
-        print(json.dumps(json.loads(plain, parse_constant=lambda _: None), indent=1))  # JSON has no NaN
+        print(
+            json.dumps(json.loads(plain, parse_constant=lambda _: None), indent=1)
+        )  # JSON has no NaN
     world.close()
 
 
-def said(evaluations: Mapping[str, Evaluation], models: Mapping[str, str], same_tokens: bool) -> Iterator[str]:
+def said(
+    evaluations: Mapping[str, Evaluation], models: Mapping[str, str], same_tokens: bool
+) -> Iterator[str]:
     """The lines that tell of one model, or of two beside each other. same_tokens: both have one tokenizer."""
     found = evaluations["model"]
     if len(evaluations) == 1:
@@ -166,39 +203,57 @@ def said(evaluations: Mapping[str, Evaluation], models: Mapping[str, str], same_
             values = [getattr(each, name) for each in evaluations.values()]
             if None not in values and (same_tokens or name in ("word_perplexity", "bits_per_byte")):
                 values.append(values[0] - values[1])
-                yield f"{title:<22}" + "".join(f"{each:>16{'.4e' if abs(each) > 1e6 else ',.4f'}}" for each in values)
+                yield f"{title:<22}" + "".join(
+                    f"{each:>16{'.4e' if abs(each) > 1e6 else ',.4f'}}" for each in values
+                )
         if not same_tokens:
             yield "Their tokenizers differ: losses per token are of different tokens."
         return
     yield f"loss           {found.loss:.4f} nats per token"
     yield f"perplexity     {found.perplexity:,.3f} per token" + (
-        f", {found.word_perplexity:,.3f} per word ({found.words:,} words between white space)" if found.words else "")
+        f", {found.word_perplexity:,.3f} per word ({found.words:,} words between white space)"
+        if found.words
+        else ""
+    )
     if found.bytes:
         yield f"bits per byte  {found.bits_per_byte:.4f} ({found.bytes:,} bytes)"
     yield f"speed          {found.tokens / found.seconds:,.0f} tokens/s"
 
 
 @contextlib.contextmanager
-def opened(model: "Loaded", data: str, options: EvaluationConfig, reading: ReadingConfig) -> Iterator[dict[str, str]]:
+def opened(
+    model: "Loaded", data: str, options: EvaluationConfig, reading: ReadingConfig
+) -> Iterator[dict[str, str]]:
     """{what it is called: its path} of the stores that `data` means. Text is tokenised by the model's tokenizer, or the
     one that is named, as get_dataset.py does, into a folder that goes afterwards. Called by all ranks."""
     from mamba_fsdp.verbs.loading import inference_world
 
-    stores = {f"{data} {name}": str(Path(data, name)) for name in ("validation", "test")
-              if data and is_source(Path(data, name))}
+    stores = {
+        f"{data} {name}": str(Path(data, name))
+        for name in ("validation", "test")
+        if data and is_source(Path(data, name))
+    }
     if not data or not options.split and (stores or is_source(Path(data))):
         yield stores or {data: data} if data else {}
         return
     world, made = inference_world(), {}
-    splits = options.split or ("" if Path(data).expanduser().exists() or glob.has_magic(data) else "validation,test")
+    splits = options.split or (
+        "" if Path(data).expanduser().exists() or glob.has_magic(data) else "validation,test"
+    )
     # Ranks on other machines see no folder of this one but a shared one.
     with tempfile.TemporaryDirectory(dir="." if world.size > world.local_size else None) as own:
         folder = world.broadcast_object(own)
         for split in splits.split(","):
-            how = DatasetConfig(tokenizer=reading.tokenizer or str(model.tokenizer_path), validation_fraction=0,
-                                eos_token=reading.eos_token, pack="none" if reading.pack == "none" else "document",
-                                split=split, config=options.config, text_column=options.text_column,
-                                documents=options.documents)
+            how = DatasetConfig(
+                tokenizer=reading.tokenizer or str(model.tokenizer_path),
+                validation_fraction=0,
+                eos_token=reading.eos_token,
+                pack="none" if reading.pack == "none" else "document",
+                split=split,
+                config=options.config,
+                text_column=options.text_column,
+                documents=options.documents,
+            )
             how.check()
 
             def make(how=how, place=f"{folder}/{split or 'text'}"):
@@ -211,32 +266,53 @@ def opened(model: "Loaded", data: str, options: EvaluationConfig, reading: Readi
         world.barrier()
 
 
-def evaluate(model: "Loaded", data: str, *, seq_length: int = 2048, stride: int = 0, batch_size: int = 8,
-             limit: int = 0, allow_other_tokenizer: bool = False, show: Callable[[str], None] = lambda text: None,
-             **reading: Any) -> Evaluation:
+def evaluate(
+    model: "Loaded",
+    data: str,
+    *,
+    seq_length: int = 2048,
+    stride: int = 0,
+    batch_size: int = 8,
+    limit: int = 0,
+    allow_other_tokenizer: bool = False,
+    show: Callable[[str], None] = lambda text: None,
+    **reading: Any,
+) -> Evaluation:
     """The model over the tokens at this path; the options are those of the command above, and show is told how far it
     is. reading: settings of DataConfig that say how to read them. Called by all ranks. Raises UserError."""
-    from mamba_fsdp.data.loader import Split, evaluation_batches, evaluation_windows
+    from mamba_fsdp.data.loader import BatchLayout, evaluation_batches, evaluation_windows
     from mamba_fsdp.train import loop
     from mamba_fsdp.verbs.loading import inference_world
 
     network, weights = model
     if stride > seq_length:
-        raise UserError(f"--stride={stride} is longer than a window, --seq_length={seq_length}: what lies between two "
-                        "would be left out")
-    settings = DataConfig(reset_at_documents=network.reset_at_documents,
-                          allow_other_tokenizer=allow_other_tokenizer, **reading)
+        raise UserError(
+            f"--stride={stride} is longer than a window, --seq_length={seq_length}: what lies between two "
+            "would be left out"
+        )
+    settings = DataConfig(
+        reset_at_documents=network.reset_at_documents,
+        allow_other_tokenizer=allow_other_tokenizer,
+        **reading,
+    )
     if not settings.tokenizer and format_of(Path(data)) and weights.tokenizer_path:
         settings.tokenizer = str(weights.tokenizer_path)
-    tokens, world, began, read = open_source(data, settings), inference_world(), time.perf_counter(), 0
+    tokens, world, began, read = (
+        open_source(data, settings),
+        inference_world(),
+        time.perf_counter(),
+        0,
+    )
     if not allow_other_tokenizer:
-        refuse_other_tokenizer(data, tokens.tokenizer, weights.source, weights.tokenizer_identities())
+        check_tokenizer(data, tokens.tokenizer, weights.source, weights.tokenizer_identities())
     if tokens.vocab_size > weights.config.vocab_size:
-        raise UserError(f"{data} has a vocabulary of {tokens.vocab_size}, the model one of "
-                        f"{weights.config.vocab_size}: they don't belong together")
+        raise UserError(
+            f"{data} has a vocabulary of {tokens.vocab_size}, the model one of "
+            f"{weights.config.vocab_size}: they don't belong together"
+        )
     settings.seq_length = length = max(1, min(seq_length, tokens.token_count - 1))
     stride = min(stride or length, length)
-    split = Split(world.rank, world.size, max(1, min(batch_size, network.part // length)))
+    split = BatchLayout(world.rank, world.size, max(1, min(batch_size, network.part // length)))
     windows = evaluation_windows(tokens.token_count, length, stride, limit or None)
 
     def shown(batches):
@@ -246,18 +322,36 @@ def evaluate(model: "Loaded", data: str, *, seq_length: int = 2048, stride: int 
             read += len(batch.tokens)
             yield batch
 
-    batches = evaluation_batches(tokens, data, settings, split, vocab_size=weights.config.vocab_size,
-                                 limit=limit or None, stride=stride)
+    batches = evaluation_batches(
+        tokens,
+        data,
+        settings,
+        split,
+        vocab_size=weights.config.vocab_size,
+        limit=limit or None,
+        stride=stride,
+    )
     loss, count = loop.evaluate(network, shown(batches), world)
     ends = np.minimum(windows * stride + length + 1, tokens.token_count)
     starts = np.where(windows, windows * stride + length - stride, 0) + 1
     apart = np.flatnonzero(starts[1:] != ends[:-1])
     spans = zip(starts[np.append(0, apart + 1)].tolist(), ends[np.append(apart, -1)].tolist())
     words, size = words_and_bytes(tokens, spans, world)
-    return Evaluation(count, tokens.token_count - 1, loss, words, size, time.perf_counter() - began, length, stride)
+    return Evaluation(
+        count,
+        tokens.token_count - 1,
+        loss,
+        words,
+        size,
+        time.perf_counter() - began,
+        length,
+        stride,
+    )
 
 
-def words_and_bytes(source: Source, spans: Iterable[tuple[int, int]], world: "World") -> tuple[int, int]:
+def words_and_bytes(
+    source: Source, spans: Iterable[tuple[int, int]], world: "World"
+) -> tuple[int, int]:
     """Of the text of the source's tokens in the spans, each (start, end), counted by all ranks together: as many for
     any number of them. Words are what stands between white space, as in the word-level perplexity of WikiText; ends of
     documents and other special tokens are none. (0, 0) where no tokenizer is known."""
@@ -273,13 +367,15 @@ def words_and_bytes(source: Source, spans: Iterable[tuple[int, int]], world: "Wo
 
     counted = [0, 0]
     pieces = [(at, start, end) for start, end in spans for at in range(start, end, DECODED)]
-    for at, start, end in pieces[world.rank::world.size]:
+    for at, start, end in pieces[world.rank :: world.size]:
         low = at if at == start else cut(at, end)
         high = end if at + DECODED >= end else cut(at + DECODED, end)
         if low < high:
             tokens, _, mask = source.read(low, high - low)
             tokens = tokens if mask is None else tokens[mask]
-            parts = [part.tolist() for part in np.split(tokens, np.flatnonzero(tokens == source.eos) + 1)]
+            parts = [
+                part.tolist() for part in np.split(tokens, np.flatnonzero(tokens == source.eos) + 1)
+            ]
             for text in backend.decode_batch(parts, skip_special_tokens=True):
                 counted[0] += len(text.split())
                 counted[1] += len(text.encode())
@@ -294,8 +390,12 @@ def sampled(model: "Loaded", data: str, count: int) -> list[tuple[str, str]]:
     source = open_source(data)
     places = np.arange(count) * max(0, source.token_count - PROMPT) // count
     words = load_words(model.tokenizer_path)
-    prompts = [words.decode(source.read(place, min(PROMPT, source.token_count)).tokens.tolist()).strip("\ufffd")
-               for place in places.tolist()]
+    prompts = [
+        words.decode(source.read(place, min(PROMPT, source.token_count)).tokens.tolist()).strip(
+            "\ufffd"
+        )
+        for place in places.tolist()
+    ]
     texts = [""] * count
     for piece in continuations(model, prompts, length=SAMPLE):
         texts[piece.prompt] += piece.text

@@ -11,9 +11,25 @@ folder, a checkpoint, a .pth file, or a transformers or state-spaces folder.
 """
 
 
-def main(model: str, out: str, format: str = "hf", dtype: str = "", tokenizer: str = "", model_name: str = "",
-         allow_other_tokenizer: bool = False) -> None:
+def main(
+    model: str,
+    out: str,
+    format: str = "hf",
+    dtype: str = "",
+    tokenizer: str = "",
+    model_name: str = "",
+    allow_other_tokenizer: bool = False,
+) -> None:
     from mamba_fsdp.interop.convert import write_model
 
-    print(write_model(model, out, format=format, dtype=dtype or None, tokenizer=tokenizer, model_name=model_name,
-                          allow_other_tokenizer=allow_other_tokenizer))
+    print(
+        write_model(
+            model,
+            out,
+            format=format,
+            dtype=dtype or None,
+            tokenizer=tokenizer,
+            model_name=model_name,
+            allow_other_tokenizer=allow_other_tokenizer,
+        )
+    )

@@ -11,9 +11,23 @@ a .pth or .pt file of another trainer. training.py --init_from takes MODEL as we
 """
 
 
-def main(model: str, out: str, dtype: str = "", tokenizer: str = "", model_name: str = "",
-         allow_other_tokenizer: bool = False) -> None:
+def main(
+    model: str,
+    out: str,
+    dtype: str = "",
+    tokenizer: str = "",
+    model_name: str = "",
+    allow_other_tokenizer: bool = False,
+) -> None:
     from mamba_fsdp.interop.convert import to_our_form
 
-    print(to_our_form(model, out, dtype=dtype or None, tokenizer=tokenizer, model_name=model_name,
-                      allow_other_tokenizer=allow_other_tokenizer))
+    print(
+        to_our_form(
+            model,
+            out,
+            dtype=dtype or None,
+            tokenizer=tokenizer,
+            model_name=model_name,
+            allow_other_tokenizer=allow_other_tokenizer,
+        )
+    )

@@ -29,12 +29,24 @@ from mamba_fsdp.data.source import Source
 from mamba_fsdp.data.store import TokenStore
 from mamba_fsdp.data.tokenizer import load_words
 from mamba_fsdp.errors import UserError
-from mamba_fsdp.report.display import Display, read_share, say, scaled
+from mamba_fsdp.report.console import Console, read_share, say, scaled
 from mamba_fsdp.report.records import numbers_of, read
-from mamba_fsdp.run_layout import CHECKPOINTS, COMMIT, CONSOLIDATED, METRICS, MODEL_CONFIG, MODELS, STATUS, committed
+from mamba_fsdp.run_layout import (
+    CHECKPOINTS,
+    COMMIT,
+    CONSOLIDATED,
+    METRICS,
+    MODEL_CONFIG,
+    MODELS,
+    STATUS,
+    committed,
+)
 from mamba_fsdp.verbs import checkpoints
 
-WINDOW, WINDOWS = 1 << 16, 64  # tokens of data read at a time; how many times unless all is asked for
+WINDOW, WINDOWS = (
+    1 << 16,
+    64,
+)  # tokens of data read at a time; how many times unless all is asked for
 SAMPLES, SAMPLE_TOKENS, SAMPLE_WIDTH = 3, 64, 160
 
 
@@ -52,7 +64,9 @@ def main(path: str, verify: bool = False, reading: ReadingConfig = USUAL_READING
         for part in [split_in(place), *[held_out] * (held_out != place)]:
             show_data(part, reading, verify)
     elif verify:
-        raise UserError(f"{path}: --verify is for token stores, checkpoints and runs; this holds no checksums")
+        raise UserError(
+            f"{path}: --verify is for token stores, checkpoints and runs; this holds no checksums"
+        )
     else:
         show_model(place)
     if verify and ((place / CHECKPOINTS).is_dir() or (place / COMMIT).is_file()):
@@ -63,16 +77,27 @@ def main(path: str, verify: bool = False, reading: ReadingConfig = USUAL_READING
 def show_run(path: Path) -> None:
     from mamba_fsdp.train.run_folder import RunFolder
 
-    status, entries = RunFolder(path).status(), [
-        {"step": entry["step"], **numbers_of(entry)} for entry in read(path / METRICS)]
+    status, entries = (
+        RunFolder(path).status(),
+        [{"step": entry["step"], **numbers_of(entry)} for entry in read(path / METRICS)],
+    )
     say("run", path)
     told = " ".join(str(status[key]) for key in ("status", "reason", "time") if status.get(key))
     say("status", told or f"unknown: no {STATUS}")
     for kind, name in (("loss", "training"), ("val_loss", "validation")):
         if values := [entry for entry in entries if entry.get(kind) is not None]:
             last, ends = values[-1], values[:1] + values[1:][-1:]
-            part = f" ({read_share(last['val_share'])})" if kind in last and last.get("val_share") else ""
-            say(name, "loss " + ", ".join(f"{end[kind]:.4f} at step {end['step']}" for end in ends) + part)
+            part = (
+                f" ({read_share(last['val_share'])})"
+                if kind in last and last.get("val_share")
+                else ""
+            )
+            say(
+                name,
+                "loss "
+                + ", ".join(f"{end[kind]:.4f} at step {end['step']}" for end in ends)
+                + part,
+            )
     for checkpoint in committed(path / CHECKPOINTS):
         say("checkpoint", f"{checkpoint} ({scaled(size_of(checkpoint), 'B')})")
     for model in sorted(path.glob(f"{MODELS}/*/{CONSOLIDATED}")):
@@ -85,11 +110,17 @@ def show_checkpoint(path: Path) -> None:
     reader = Reader(path)
     state, progress = reader.state, reader.state["progress"]
     say("checkpoint", path)
-    say("step", f"{progress['step']:,}, {progress['tokens']:,} tokens, {progress['skipped_steps']} steps skipped")
+    say(
+        "step",
+        f"{progress['step']:,}, {progress['tokens']:,} tokens, {progress['skipped_steps']} steps skipped",
+    )
     say("written by", f"{state['world_size']} ranks, torch {state['torch']}")
     say("data", json.dumps(progress["data"].get("drawn")))
     say("model", describe_model(checked_model(path, state["settings"]["model"])))
-    say("size", f"{scaled(size_of(path), 'B')} in {len(reader.files)} files, {len(reader.tensors)} tensors")
+    say(
+        "size",
+        f"{scaled(size_of(path), 'B')} in {len(reader.files)} files, {len(reader.tensors)} tensors",
+    )
 
 
 def is_data(place: Path) -> bool:
@@ -126,17 +157,28 @@ def show_tensors(path: Path) -> None:
 
     found = open_file(path, World.alone())
     config = guess(found)
-    say("tensors", f"{path}: {len(found.shapes)}, {sum(map(math.prod, found.shapes.values())):,} numbers")
-    say("structure", f"{describe_model(config)}, as its tensors tell" if config else "that of no preset")
-    say("to use it", f"there is no {MODEL_CONFIG} beside it, so name its preset: --model_name="
-                     f"{config.model_name if config else 'PRESET'}")
+    say(
+        "tensors",
+        f"{path}: {len(found.shapes)}, {sum(map(math.prod, found.shapes.values())):,} numbers",
+    )
+    say(
+        "structure",
+        f"{describe_model(config)}, as its tensors tell" if config else "that of no preset",
+    )
+    say(
+        "to use it",
+        f"there is no {MODEL_CONFIG} beside it, so name its preset: --model_name="
+        f"{config.model_name if config else 'PRESET'}",
+    )
     for name, shape in found.shapes.items():
         print(f"  {name:<64} {shape}")
 
 
 def describe_model(model: ModelConfig) -> str:
-    return (f"{title(model)}, {model.n_layer} layers {model.layers}, d_model {model.d_model}, "
-            f"vocabulary {model.vocab_size:,}")
+    return (
+        f"{title(model)}, {model.n_layer} layers {model.layers}, d_model {model.d_model}, "
+        f"vocabulary {model.vocab_size:,}"
+    )
 
 
 class Survey(NamedTuple):
@@ -150,8 +192,12 @@ class Survey(NamedTuple):
 
 def show_data(path: Path, reading: ReadingConfig, verify: bool) -> None:
     """Prints what the source at `path` holds. Raises UserError where something is wrong with it."""
-    source = open_source(path, DataConfig(**vars(reading)), lambda line: say("note", " ".join(line.split())),
-                         inspecting=True)
+    source = open_source(
+        path,
+        DataConfig(**vars(reading)),
+        lambda line: say("note", " ".join(line.split())),
+        inspecting=True,
+    )
     say(source.format, path)
     if isinstance(source, TokenStore) and verify:
         source.verify()
@@ -161,26 +207,39 @@ def show_data(path: Path, reading: ReadingConfig, verify: bool) -> None:
     if isinstance(source, IndexedSource):
         _show_files(source)
     found = survey(source, every=verify)
-    part = "all of it" if found.read == source.token_count else f"of {found.read:,} tokens spread over it"
+    part = (
+        "all of it"
+        if found.read == source.token_count
+        else f"of {found.read:,} tokens spread over it"
+    )
     say("ids", f"{found.lowest:,} to {found.highest:,} ({part})")
     if found.counted < found.read:
         say("loss mask", f"{found.counted / found.read:.1%} of the tokens count ({part})")
-    say("documents", f"the longest {'' if found.read == source.token_count else 'at least '}{found.longest:,} tokens; "
-        f"{found.documents:,} begin in {'it' if found.read == source.token_count else 'what was read'}")
+    say(
+        "documents",
+        f"the longest {'' if found.read == source.token_count else 'at least '}{found.longest:,} tokens; "
+        f"{found.documents:,} begin in {'it' if found.read == source.token_count else 'what was read'}",
+    )
     size, wrong = _show_tokenizer(source, found)
     if isinstance(source, TokenStore):
         say("vocabulary", f"{source.vocab_size:,}, eos {source.eos}, {source.dtype.name}")
-    if source.eos < 0 and not (isinstance(source, IndexedSource) and source.plan.layout):  # which has positions
-        wrong.append("which token ends documents is not known: --eos_token=ID or --tokenizer=FOLDER says it")
+    if source.eos < 0 and not (
+        isinstance(source, IndexedSource) and source.plan.layout
+    ):  # which has positions
+        wrong.append(
+            "which token ends documents is not known: --eos_token=ID or --tokenizer=FOLDER says it"
+        )
     if 0 < (size or source.vocab_size) <= found.highest:
-        wrong.append(f"token id {found.highest:,} is not below the vocabulary's {size or source.vocab_size:,}")
+        wrong.append(
+            f"token id {found.highest:,} is not below the vocabulary's {size or source.vocab_size:,}"
+        )
     for sentence in wrong:
         say("beware", sentence)
 
 
 def survey(source: Source, *, every: bool) -> Survey:
     """What `source` holds: read whole if it is `every` or small, else in WINDOWS windows. In constant memory."""
-    display, count = Display(), -(-source.token_count // WINDOW)
+    display, count = Console(), -(-source.token_count // WINDOW)
     every = every or count <= WINDOWS
     read = documents = longest = counted = begun = 0
     lowest, highest = np.iinfo(np.int64).max, 0
@@ -188,7 +247,9 @@ def survey(source: Source, *, every: bool) -> Survey:
         start = WINDOW * (number if every else number * count // WINDOWS)
         tokens, positions, mask = source.read(start, min(WINDOW, source.token_count - start))
         starts: np.ndarray = start + np.flatnonzero(positions == 0)
-        begun = begun if every else start  # where the document that is open began, as far as it was read
+        begun = (
+            begun if every else start
+        )  # where the document that is open began, as far as it was read
         longest = max(longest, int(np.diff([begun, *starts, start + len(tokens)]).max()))
         begun = int(starts[-1]) if len(starts) else begun
         read, documents = read + len(tokens), documents + len(starts)
@@ -203,12 +264,18 @@ def _show_files(source):
     plan, files = source.plan, source.files
     names = ("documents", "tokens", "pieces")
     documents, tokens, pieces = (sum(getattr(file, name) for file in files) for name in names)
-    say("files", f"{len(files):,} of {scaled(sum(file.size for file in files), 'B')}, "
-        f"{', '.join(sorted({np.dtype(file.dtype).name for file in files}))}")
+    say(
+        "files",
+        f"{len(files):,} of {scaled(sum(file.size for file in files), 'B')}, "
+        f"{', '.join(sorted({np.dtype(file.dtype).name for file in files}))}",
+    )
     if plan.documents:
         added = plan.added * pieces
-        say("in the files", f"{tokens:,} tokens in {documents:,} documents; left out: {documents - pieces:,} empty "
-            f"ones, {tokens + added - source.token_count:,} separators at ends; added: {added:,}")
+        say(
+            "in the files",
+            f"{tokens:,} tokens in {documents:,} documents; left out: {documents - pieces:,} empty "
+            f"ones, {tokens + added - source.token_count:,} separators at ends; added: {added:,}",
+        )
 
 
 def _show_tokenizer(source, found):

@@ -19,7 +19,7 @@ from mamba_fsdp.ops.forms import resolve_forms
 from mamba_fsdp.parallel.model import fill_parts
 from mamba_fsdp.parallel.parallelize import parallelize
 from mamba_fsdp.parallel.world import World, start_world
-from mamba_fsdp.run_layout import CHECKPOINTS, committed, refuse_absent
+from mamba_fsdp.run_layout import CHECKPOINTS, check_exists, committed
 from mamba_fsdp.storage import exists
 
 
@@ -32,7 +32,7 @@ def starting_weights(config: TrainConfig, explicit: Collection[str]) -> Weights 
     """
     checkpoint = config.checkpoint
     if os.environ.get("RANK", "0") == "0":  # a thousand ranks would look it up at once
-        refuse_absent(checkpoint.load_ckpt_path, checkpoint.save_ckpt_path)
+        check_exists(checkpoint.load_ckpt_path, checkpoint.save_ckpt_path)
     if checkpoint.init_from:
         named = vars(config.model).keys() & set(explicit)
         try:
@@ -41,13 +41,16 @@ def starting_weights(config: TrainConfig, explicit: Collection[str]) -> Weights 
         except UserError:
             if not committed(Path(checkpoint.save_ckpt_path, CHECKPOINTS)):
                 raise
-            source, weights = f"save_ckpt_path {checkpoint.save_ckpt_path}", find_weights(checkpoint.save_ckpt_path)
+            source, weights = (
+                f"save_ckpt_path {checkpoint.save_ckpt_path}",
+                find_weights(checkpoint.save_ckpt_path),
+            )
         resolve.take_model(config, weights.config, explicit, source)
         return weights
     if not checkpoint.names_a_file() or not exists(checkpoint.load_ckpt_path):
         return None
     weights = find_weights(checkpoint.load_ckpt_path, config.model)
-    resolve.refuse_other_model(config, weights.config, f"load_ckpt_path {checkpoint.load_ckpt_path}")
+    resolve.check_same_model(config, weights.config, f"load_ckpt_path {checkpoint.load_ckpt_path}")
     return weights
 
 
@@ -61,7 +64,9 @@ class Loaded(NamedTuple):
     def tokenizer_path(self) -> Path:
         """Of the tokenizer that came along. Raises UserError where there is none."""
         if not self.weights.tokenizer_path:
-            raise UserError(f"{self.weights.source} came without a tokenizer; name one: --tokenizer=PATH")
+            raise UserError(
+                f"{self.weights.source} came without a tokenizer; name one: --tokenizer=PATH"
+            )
         return self.weights.tokenizer_path
 
 
@@ -71,7 +76,10 @@ def inference_world() -> World:
     return start_world()
 
 
-POSITIONS = {"cpu": 1 << 14, "cuda": 1 << 18}  # that the loss is computed of at a time, for the memory that it takes
+POSITIONS = {
+    "cpu": 1 << 14,
+    "cuda": 1 << 18,
+}  # that the loss is computed of at a time, for the memory that it takes
 
 
 def load(source: str | Path, *, model_name: str = "", reset_at_documents: bool = False) -> Loaded:
@@ -81,10 +89,19 @@ def load(source: str | Path, *, model_name: str = "", reset_at_documents: bool =
     native.tune_process(world.device.type)
     weights = read_weights(source, model_name=model_name)
     dtype = torch.bfloat16 if world.device.type == "cuda" else torch.float32
-    choice = resolve_forms("auto", world.device.type, operator_uses(weights.config, dtype, reset_at_documents))
+    choice = resolve_forms(
+        "auto", world.device.type, operator_uses(weights.config, dtype, reset_at_documents)
+    )
     with torch.device("meta"):
-        model = MambaLM(weights.config, forms=choice.forms, compute_dtype=dtype, reset_at_documents=reset_at_documents,
-                        part=POSITIONS[world.device.type])
-    parallel = parallelize(model, ParallelConfig(sharding_strategy="none"), world=world, compute_dtype=dtype)
+        model = MambaLM(
+            weights.config,
+            forms=choice.forms,
+            compute_dtype=dtype,
+            reset_at_documents=reset_at_documents,
+            part=POSITIONS[world.device.type],
+        )
+    parallel = parallelize(
+        model, ParallelConfig(sharding_strategy="none"), world=world, compute_dtype=dtype
+    )
     fill_parts(parallel.shards(), weights.slice)
     return Loaded(parallel.model.eval().requires_grad_(False), weights)

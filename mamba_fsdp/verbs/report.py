@@ -23,7 +23,10 @@ from mamba_fsdp.storage import write_for_user
 
 FILES = Path(__file__).parents[1] / "report"
 LOOKS = json.loads((FILES / "charts.json").read_text(encoding="utf-8"))
-COLOURS, DASHES = LOOKS["colours"], LOOKS["dashes"]  # dashes: of the next so many runs; in a chart, of its metrics
+COLOURS, DASHES = (
+    LOOKS["colours"],
+    LOOKS["dashes"],
+)  # dashes: of the next so many runs; in a chart, of its metrics
 
 
 def main(*runs: str, out: str = "", png: str = "") -> None:
@@ -31,9 +34,15 @@ def main(*runs: str, out: str = "", png: str = "") -> None:
     folders = list({Path(run).resolve(): Path(run) for run in runs}.values())
     if not folders:
         raise UserError("name at least one run folder; see --help")
-    seen = [{"name": name, "colour": COLOURS[number % len(COLOURS)],
-             "dash": DASHES[number // len(COLOURS) % len(DASHES)], **look_at(folder)}
-            for number, (name, folder) in enumerate(zip(names_of(folders), folders))]
+    seen = [
+        {
+            "name": name,
+            "colour": COLOURS[number % len(COLOURS)],
+            "dash": DASHES[number // len(COLOURS) % len(DASHES)],
+            **look_at(folder),
+        }
+        for number, (name, folder) in enumerate(zip(names_of(folders), folders))
+    ]
     charts, file = charts_of(seen), Path(out) if out else folders[0] / REPORT
     file = file / REPORT if file.is_dir() or out.endswith("/") else file
     try:
@@ -50,12 +59,26 @@ def main(*runs: str, out: str = "", png: str = "") -> None:
 def charts_of(runs: Sequence[dict]) -> list[dict[str, Any]]:
     """What is drawn: of the metrics that the runs have those of charts.json, then each that it does not know."""
     left = {metric: metric for run in runs for metric in run["curves"]}
-    found = [{**chart, "metrics": {metric: label for metric, label in chart["metrics"].items()
-                                   if left.pop(metric, None)}} for chart in LOOKS["charts"]]
-    sources = {metric: metric.partition("/")[2] for metric in left if metric.startswith("source_epochs/")}
+    found = [
+        {
+            **chart,
+            "metrics": {
+                metric: label
+                for metric, label in chart["metrics"].items()
+                if left.pop(metric, None)
+            },
+        }
+        for chart in LOOKS["charts"]
+    ]
+    sources = {
+        metric: metric.partition("/")[2] for metric in left if metric.startswith("source_epochs/")
+    }
     found += [{"title": "Epochs of each source", "unit": "", "metrics": sources}]
-    found += [{"title": metric.replace("_", " ").capitalize(), "unit": "", "metrics": {metric: ""}} for metric in left
-              if not metric.startswith("source_") and any(run["last"].get(metric) for run in runs)]
+    found += [
+        {"title": metric.replace("_", " ").capitalize(), "unit": "", "metrics": {metric: ""}}
+        for metric in left
+        if not metric.startswith("source_") and any(run["last"].get(metric) for run in runs)
+    ]
     return [chart for chart in found if chart["metrics"]]
 
 
@@ -66,7 +89,9 @@ def page(runs: Sequence[dict], charts: Sequence[dict]) -> str:
     made = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
     before, between, after = (FILES / "page.html").read_text(encoding="utf-8").split("__CUT__")
     content = json.dumps({"made": made, "charts": charts, "runs": runs}, default=str)
-    return before + get_plotlyjs() + between + content.replace("<", "\\u003c") + after  # no text ends the <script>
+    return (
+        before + get_plotlyjs() + between + content.replace("<", "\\u003c") + after
+    )  # no text ends the <script>
 
 
 def draw(runs: Sequence[dict], charts: Sequence[dict], folder: Path) -> None:
@@ -77,9 +102,14 @@ def draw(runs: Sequence[dict], charts: Sequence[dict], folder: Path) -> None:
     import matplotlib.pyplot as plt
 
     for chart in charts:
-        figure, axes = plt.subplots(figsize=(5.5, max(3.2, 0.3 + 0.17 * len(runs))), layout="constrained")
+        figure, axes = plt.subplots(
+            figsize=(5.5, max(3.2, 0.3 + 0.17 * len(runs))), layout="constrained"
+        )
         draw_curves(axes, runs, chart)
-        axes.set(xlabel="step", ylabel=f"{chart['title']}\n({chart['unit']})" if chart["unit"] else chart["title"])
+        axes.set(
+            xlabel="step",
+            ylabel=f"{chart['title']}\n({chart['unit']})" if chart["unit"] else chart["title"],
+        )
         axes.xaxis.set_major_formatter(matplotlib.ticker.EngFormatter(sep=""))
         axes.grid(alpha=0.25, linewidth=0.5)
         axes.spines[["top", "right"]].set_visible(False)
@@ -96,14 +126,35 @@ def draw_curves(axes: Any, runs: Sequence[dict], chart: dict[str, Any]) -> None:
     """The runs' curves of a chart on matplotlib's axes; what few points reach may lie outside of them."""
     drawn: list[float] = []
     for run in runs:
-        axes.plot([], [], linestyle=run["dash"], color=run["colour"], label=run["name"] if len(runs) > 1 else None)
+        axes.plot(
+            [],
+            [],
+            linestyle=run["dash"],
+            color=run["colour"],
+            label=run["name"] if len(runs) > 1 else None,
+        )
         for dash, metric in zip((run["dash"], *DASHES[1:], *DASHES * 9), chart["metrics"]):
             if found := run["curves"].get(metric):
-                mean, low, high = (np.array(found[name], dtype=float) for name in ("mean", "low", "high"))
-                axes.plot(found["steps"], mean, linestyle=dash, color=run["colour"], linewidth=1.1,
-                          marker="." if len(mean) < 60 else "", markersize=4)
-                axes.fill_between(found["steps"][:len(low)], low, high, color=run["colour"], linewidth=0,
-                                  alpha=min(0.18, 0.5 / len(runs)))
+                mean, low, high = (
+                    np.array(found[name], dtype=float) for name in ("mean", "low", "high")
+                )
+                axes.plot(
+                    found["steps"],
+                    mean,
+                    linestyle=dash,
+                    color=run["colour"],
+                    linewidth=1.1,
+                    marker="." if len(mean) < 60 else "",
+                    markersize=4,
+                )
+                axes.fill_between(
+                    found["steps"][: len(low)],
+                    low,
+                    high,
+                    color=run["colour"],
+                    linewidth=0,
+                    alpha=min(0.18, 0.5 / len(runs)),
+                )
                 drawn += mean[np.isfinite(mean)].tolist()
     for dash, label in zip(DASHES * 9, chart["metrics"].values()):
         axes.plot([], [], linestyle=dash, color="black", label=label or None)

@@ -13,5 +13,7 @@ from mamba_fsdp.errors import UserError
 def main(file: str, **options: object) -> None:
     launcher = options.pop("from", "")
     if options or not launcher:
-        raise UserError(f"--{next(iter(options), 'from')}: write settings --from=aws|fms|composer|trainer FILE")
+        raise UserError(
+            f"--{next(iter(options), 'from')}: write settings --from=aws|fms|composer|trainer FILE"
+        )
     print(brought(str(launcher), file), end="")

@@ -34,8 +34,10 @@ def world(monkeypatch):
 
 
 def shards(value, elements=100):
-    return [Shard("a.weight", (elements // 10, 10), 0, torch.full((elements,), float(value))),
-            Shard("b", (7,), 0, torch.arange(7.0))]
+    return [
+        Shard("a.weight", (elements // 10, 10), 0, torch.full((elements,), float(value))),
+        Shard("b", (7,), 0, torch.arange(7.0)),
+    ]
 
 
 def make(run, world, steps, **how):
@@ -63,7 +65,11 @@ def test_a_checkpoint_is_there_when_it_is_committed_and_not_before(run, world):
     assert not checkpointer.is_writing()
     checkpointer.wait()
     assert names(run) == ["step_00000003"]
-    assert checkpointer.newest() == run / "checkpoints" / "step_00000003" == Checkpointer(run, world).newest()
+    assert (
+        checkpointer.newest()
+        == run / "checkpoints" / "step_00000003"
+        == Checkpointer(run, world).newest()
+    )
     assert Reader(checkpointer.newest()).state == {"step": 3}
 
 
@@ -83,6 +89,7 @@ def test_events_tell_how_long_a_save_took_and_held_training_up(run, world):
 def test_other_programs_can_read_the_files(run, world):
     """A rank's file is plain safetensors, with pieces named <tensor>@<start>."""
     from safetensors.torch import load_file
+
     path = make(run, world, [1]).newest()
     content = load_file(path / "rank_00000.safetensors")
     assert content.keys() == {"model/a.weight@0", "model/b@0"}
@@ -117,24 +124,46 @@ def test_on_a_gpu_a_stream_of_its_own_copies_and_the_device_waits(run, world, mo
         return result
 
     class Event:
-        record, wait, synchronize = (lambda _, what=what: note(what) for what in ("record", "wait", "synchronize"))
+        record, wait, synchronize = (
+            lambda _, what=what: note(what) for what in ("record", "wait", "synchronize")
+        )
 
     class Stream:
         wait_stream = staticmethod(lambda other: note(f"after {other}"))
 
-    for name, fake in {"Stream": Stream, "Event": Event, "current_stream": lambda: "training", "set_device": id,
-                       "stream": lambda stream: contextlib.nullcontext(note("aside"))}.items():
+    for name, fake in {
+        "Stream": Stream,
+        "Event": Event,
+        "current_stream": lambda: "training",
+        "set_device": id,
+        "stream": lambda stream: contextlib.nullcontext(note("aside")),
+    }.items():
         monkeypatch.setattr(torch.cuda, name, fake)
     pinned = []
-    monkeypatch.setattr(torch, "empty", lambda *shape, pin_memory=False, **how: pinned.append(pin_memory) or empty(
-        *shape, **how))
-    monkeypatch.setattr(torch, "_foreach_copy_", lambda *both, non_blocking: note(non_blocking, copy(*both)))
+    monkeypatch.setattr(
+        torch,
+        "empty",
+        lambda *shape, pin_memory=False, **how: pinned.append(pin_memory) or empty(*shape, **how),
+    )
+    monkeypatch.setattr(
+        torch, "_foreach_copy_", lambda *both, non_blocking: note(non_blocking, copy(*both))
+    )
     checkpointer = Checkpointer(run, dataclasses.replace(world, device=torch.device("cuda", 0)))
     checkpointer.save(1, shards(1), {})
     checkpointer.wait_for_copies()
     checkpointer.wait()
-    assert [what for what, in_training in calls if in_training] == ["after training", "aside", True, "record", "wait"]
-    assert [what for what, in_training in calls if not in_training] == ["synchronize"] and all(pinned) and pinned
+    assert [what for what, in_training in calls if in_training] == [
+        "after training",
+        "aside",
+        True,
+        "record",
+        "wait",
+    ]
+    assert (
+        [what for what, in_training in calls if not in_training] == ["synchronize"]
+        and all(pinned)
+        and pinned
+    )
     target = shards(0)
     load(checkpointer.newest(), target, world)
     assert torch.equal(target[0].data, torch.full((100,), 1.0))
@@ -200,14 +229,19 @@ def damage_flip(path):
 
 DAMAGES = {
     "rank_00000.safetensors has changed": damage_flip,
-    "rank_00000.safetensors has 40 bytes": lambda path: os.truncate(path / "rank_00000.safetensors", 40),
+    "rank_00000.safetensors has 40 bytes": lambda path: os.truncate(
+        path / "rank_00000.safetensors", 40
+    ),
     "rank_00000.safetensors: No such file": lambda path: (path / "rank_00000.safetensors").unlink(),
     "state.json: No such file": lambda path: (path / "state.json").unlink(),
     "state.json has": lambda path: (path / "state.json").write_text("{}"),
     "COMMIT is no list of files": lambda path: (path / "COMMIT").write_text('{"files": '),
     "COMMIT is no list": lambda path: (path / "COMMIT").write_text('{"files": {}}'),
-    "COMMIT is no list of": lambda path: (path / "COMMIT").write_text(json.dumps({"files": {
-        "state.json": {"bytes": 1, "xxh3": ""}, "../../x": {"bytes": 1, "xxh3": ""}}})),
+    "COMMIT is no list of": lambda path: (path / "COMMIT").write_text(
+        json.dumps(
+            {"files": {"state.json": {"bytes": 1, "xxh3": ""}, "../../x": {"bytes": 1, "xxh3": ""}}}
+        )
+    ),
 }
 
 
@@ -234,8 +268,14 @@ def damages(content, other):
         yield f"cut at {at}", content[:at]
         yield f"zeros from {at}", content[:at] + bytes(len(content) - at)
     for at in range(0, len(content), 2):
-        yield f"flipped at {at}", content[:at] + bytes([content[at] ^ 1 << at // 2 % 8]) + content[at + 1:]
-        yield f"exchanged at {at}", content[:at] + content[at + 1:at + 2] + content[at:at + 1] + content[at + 2:]
+        yield (
+            f"flipped at {at}",
+            content[:at] + bytes([content[at] ^ 1 << at // 2 % 8]) + content[at + 1 :],
+        )
+        yield (
+            f"exchanged at {at}",
+            content[:at] + content[at + 1 : at + 2] + content[at : at + 1] + content[at + 2 :],
+        )
 
 
 @pytest.mark.slow
@@ -259,7 +299,9 @@ def test_no_damage_goes_unnoticed(run, world, file):
             outcomes["refused"] += 1
         else:
             step = load(found, target, world)["step"]
-            assert all(torch.equal(one.data, other.data) for one, other in zip(target, shards(step))), how
+            assert all(
+                torch.equal(one.data, other.data) for one, other in zip(target, shards(step))
+            ), how
             if found == newest:
                 assert file == "COMMIT" and step == 2 and not said, how
                 outcomes["meant nothing"] += 1
@@ -277,8 +319,10 @@ def test_what_a_broken_checkpoint_has_filled_is_filled_anew(run, world, dtype, m
     or lies on a GPU, comes through host memory."""
     make(run, world, [1, 2])
     damage_flip(run / "checkpoints/step_00000002")
-    target = [Shard("a.weight", (10, 10), 30, torch.zeros(50, dtype=dtype)),
-              Shard("b", (7,), 0, torch.zeros(7, dtype=dtype))]
+    target = [
+        Shard("a.weight", (10, 10), 30, torch.zeros(50, dtype=dtype)),
+        Shard("b", (7,), 0, torch.zeros(7, dtype=dtype)),
+    ]
     newest = Checkpointer(run, world, report=lambda text: None).newest(target)
     with monkeypatch.context() as patched:
         patched.setattr(files.PieceReader, "read", None)
@@ -288,11 +332,16 @@ def test_what_a_broken_checkpoint_has_filled_is_filled_anew(run, world, dtype, m
             target[0].data.zero_()
             load(newest, target, world)
         for filled, saved in zip(target, shards(1)):
-            assert torch.equal(filled.data, saved.data[filled.start:filled.start + len(filled.data)].to(dtype))
+            assert torch.equal(
+                filled.data, saved.data[filled.start : filled.start + len(filled.data)].to(dtype)
+            )
 
 
-@pytest.mark.parametrize("changes", [{"data_offsets": [100.0, 128]}, {"data_offsets": []}, {"shape": [7.0]},
-                                     {"dtype": []}, None], ids=str)
+@pytest.mark.parametrize(
+    "changes",
+    [{"data_offsets": [100.0, 128]}, {"data_offsets": []}, {"shape": [7.0]}, {"dtype": []}, None],
+    ids=str,
+)
 def test_what_can_t_be_a_header_fills_nothing_and_is_broken(run, world, monkeypatch, changes):
     """Not even where it has the checksum that was committed. None: the length of it is more than a header's can be."""
     make(run, world, [1])
@@ -321,18 +370,31 @@ def edit(file, **changes):
 
 
 @pytest.mark.parametrize("file", ["COMMIT", "state.json"])
-@pytest.mark.parametrize("changes, said", [
-    ({"version": 4}, "a mamba_fsdp checkpoint of version 4, which a newer version of this program wrote; this one "
-                     "reads version 1 to 3"),
-    ({"version": 0}, "of version 0, which another version of this program wrote"),
-    ({"format": "elsewhere"}, "written as 'elsewhere'; this program reads 'mamba_fsdp checkpoint' here"),
-])
-def test_a_checkpoint_of_another_version_is_refused_and_no_older_one_taken(run, world, file, changes, said):
+@pytest.mark.parametrize(
+    "changes, said",
+    [
+        (
+            {"version": 4},
+            "a mamba_fsdp checkpoint of version 4, which a newer version of this program wrote; this one "
+            "reads version 1 to 3",
+        ),
+        ({"version": 0}, "of version 0, which another version of this program wrote"),
+        (
+            {"format": "elsewhere"},
+            "written as 'elsewhere'; this program reads 'mamba_fsdp checkpoint' here",
+        ),
+    ],
+)
+def test_a_checkpoint_of_another_version_is_refused_and_no_older_one_taken(
+    run, world, file, changes, said
+):
     """Nothing is wrong with it: to resume from the one before would throw steps away."""
     make(run, world, [1, 2])
     edit(run / "checkpoints/step_00000002" / file, **changes)
-    for attempt in (lambda: load(Checkpointer(run, world).newest(), shards(0), world),
-                    lambda: Reader(find_checkpoint(run / "checkpoints/step_00000002", world)).state):
+    for attempt in (
+        lambda: load(Checkpointer(run, world).newest(), shards(0), world),
+        lambda: Reader(find_checkpoint(run / "checkpoints/step_00000002", world)).state,
+    ):
         with pytest.raises(UserError, match=f"step_00000002/{file}: .*{said}"):
             attempt()
 
@@ -342,8 +404,10 @@ def test_checkpoints_from_before_commits_had_a_version_are_read(run, world):
     make(run, world, [1, 2])
     path = run / "checkpoints/step_00000002"
     commit = json.loads((path / "COMMIT").read_text())
-    files = {name: {"bytes": entry["bytes"], "crc32": f"{zlib.crc32((path / name).read_bytes()):08x}"}
-             for name, entry in commit["files"].items()}
+    files = {
+        name: {"bytes": entry["bytes"], "crc32": f"{zlib.crc32((path / name).read_bytes()):08x}"}
+        for name, entry in commit["files"].items()
+    }
     edit(run / "checkpoints/step_00000002/COMMIT", format=None, version=None, files=files)
     assert find_checkpoint(run, world, part="model").name == "step_00000002"
     assert load(Checkpointer(run, world).newest(), shards(0), world) == {"step": 2}
@@ -362,15 +426,24 @@ def test_a_folder_without_checkpoint_is_refused_by_name(tmp_path, world):
         find_checkpoint(tmp_path / "nowhere", world)
 
 
-@pytest.mark.parametrize("wanted, words", [
-    ([("a.weight", (10, 10))], "the model has no model/b"),
-    ([("a.weight", (10, 10)), ("b", (7,)), ("c", (2,))], "it lacks model/c"),
-    ([("a.weight", (10, 10)), ("b", (8,))], r"model/b is \(7,\), not \(8,\)"),
-    ([("a.weight", (10, 10)), ("b", (7,)), ("optimizer/b/exp_avg", (7,))], "it lacks optimizer/b/exp_avg"),
-], ids=str)
+@pytest.mark.parametrize(
+    "wanted, words",
+    [
+        ([("a.weight", (10, 10))], "the model has no model/b"),
+        ([("a.weight", (10, 10)), ("b", (7,)), ("c", (2,))], "it lacks model/c"),
+        ([("a.weight", (10, 10)), ("b", (8,))], r"model/b is \(7,\), not \(8,\)"),
+        (
+            [("a.weight", (10, 10)), ("b", (7,)), ("optimizer/b/exp_avg", (7,))],
+            "it lacks optimizer/b/exp_avg",
+        ),
+    ],
+    ids=str,
+)
 def test_tensors_that_don_t_fit_are_refused_by_name(run, world, wanted, words):
     path = make(run, world, [1]).newest()
-    target = [Shard(name, shape, 0, torch.zeros(torch.Size(shape).numel())) for name, shape in wanted]
+    target = [
+        Shard(name, shape, 0, torch.zeros(torch.Size(shape).numel())) for name, shape in wanted
+    ]
     with pytest.raises(UserError, match=words):
         load(path, target, world)
 
@@ -378,6 +451,7 @@ def test_tensors_that_don_t_fit_are_refused_by_name(run, world, wanted, words):
 def test_a_check_may_refuse_before_anything_is_loaded(run, world):
     def refuse(state, path):
         raise UserError(f"no {state['step']}")
+
     target = shards(0)
     with pytest.raises(UserError, match="no 1"):
         load(make(run, world, [1]).newest(), target, world, check=refuse)
@@ -418,7 +492,11 @@ def overflow(world, run, asynchronous):
 def test_a_full_disk_on_one_rank_is_loud_on_all(run, asynchronous):
     """Every rank raises at the same step, naming rank, file and reason; nothing half-written is left."""
     for message, left in run_ranks(2, overflow, run, asynchronous):
-        assert "step 2" in message and "rank 1" in message and "rank_00001.safetensors: File too large" in message
+        assert (
+            "step 2" in message
+            and "rank 1" in message
+            and "rank_00001.safetensors: File too large" in message
+        )
         assert left == ["step_00000001"]
 
 
@@ -434,12 +512,15 @@ def stumble(world, run, times):
                 left.pop()
                 raise OSError(5, "Input/output error")
             return real(file, *rest)
+
         return function
 
     files._flush, files._exactly = stumbling(files._flush), stumbling(files._exactly)
     told = []
-    for work in (lambda: (checkpointer.save(1, torch_shards, {}), checkpointer.wait()),
-                 lambda: load(run / "checkpoints/step_00000001", torch_shards, world)):
+    for work in (
+        lambda: (checkpointer.save(1, torch_shards, {}), checkpointer.wait()),
+        lambda: load(run / "checkpoints/step_00000001", torch_shards, world),
+    ):
         left[:] = range(times)
         try:
             work()
@@ -448,25 +529,34 @@ def stumble(world, run, times):
         left.clear()
         if told:
             return told[0], names(run)
-    return [shard.data.clone() for shard in torch_shards], problems(run / "checkpoints/step_00000001", world)
+    return [shard.data.clone() for shard in torch_shards], problems(
+        run / "checkpoints/step_00000001", world
+    )
 
 
 @pytest.mark.slow
 def test_storage_that_fails_for_a_moment_on_one_rank_fails_nobody(run, tmp_path):
-    calm, stumbled = (run_ranks(2, stumble, folder, times) for folder, times in ((tmp_path / "calm", 0), (run, 3)))
+    calm, stumbled = (
+        run_ranks(2, stumble, folder, times) for folder, times in ((tmp_path / "calm", 0), (run, 3))
+    )
     for (first, _), (second, wrong) in zip(calm, stumbled):
         assert not wrong and all(torch.equal(*pair) for pair in zip(first, second))
 
 
 @pytest.mark.slow
 def test_storage_that_stays_away_from_one_rank_is_told_as_that_on_all(run):
-    for message, left in run_ranks(2, stumble, run, 10 ** 6):
-        assert "step 1" in message and "rank 1" in message and "rank_00001.safetensors: Input/output error" in message
+    for message, left in run_ranks(2, stumble, run, 10**6):
+        assert (
+            "step 1" in message
+            and "rank 1" in message
+            and "rank_00001.safetensors: Input/output error" in message
+        )
         assert left == []
 
 
 def test_what_the_disk_garbles_is_noticed_while_saving(run, world, monkeypatch):
     """A file that reads back differently from what was written is never committed."""
+
     def flip(file):
         with open(file.name, "r+b") as again:
             again.seek(-1, os.SEEK_END)
@@ -483,6 +573,7 @@ def test_what_the_disk_garbles_is_noticed_while_saving(run, world, monkeypatch):
 def test_an_error_while_committing_is_loud_and_commits_nothing(run, world, monkeypatch):
     def fail(*_):
         raise OSError(28, "No space left on device", "COMMIT")
+
     monkeypatch.setattr(module, "write_atomically", fail)
     with pytest.raises(UserError, match="No space left"):
         make(run, world, [1])

@@ -20,12 +20,15 @@ def beats(monkeypatch):
         before = heart.work
         action()
         return heart.work - before
+
     return count
 
 
 def test_every_block_written_verified_or_read_is_a_sign_of_life(tmp_path, beats):
     path, tensor = tmp_path / "file", torch.arange(1000.0)
-    assert beats(lambda: files.write_pieces(path, [("a", 0, tensor)])) >= 2 * 40  # written, then read back
+    assert (
+        beats(lambda: files.write_pieces(path, [("a", 0, tensor)])) >= 2 * 40
+    )  # written, then read back
     assert beats(lambda: files.checksum(path)) >= 40
     reader, target = files.PieceReader(tmp_path, ["a"]), torch.empty(250)
     reader.read("file", "a", 0, 0, target)  # the header too
@@ -38,7 +41,11 @@ def test_what_is_written_is_flushed_as_it_goes(tmp_path, monkeypatch, beats):
     flushed = []
     sync = os.fsync
     monkeypatch.setattr(files, "FLUSH", 1000)
-    monkeypatch.setattr(os, "fsync", lambda file: flushed.append(os.fstat(file).st_size) or sync(file))
+    monkeypatch.setattr(
+        os, "fsync", lambda file: flushed.append(os.fstat(file).st_size) or sync(file)
+    )
     files.write_pieces(tmp_path / "file", [("a", 0, torch.zeros(500)), ("b", 0, torch.zeros(500))])
-    assert len(flushed) >= 4 and all(after - before <= 2200 for before, after in zip([0, *flushed], flushed))
+    assert len(flushed) >= 4 and all(
+        after - before <= 2200 for before, after in zip([0, *flushed], flushed)
+    )
     assert flushed[-1] == (tmp_path / "file").stat().st_size

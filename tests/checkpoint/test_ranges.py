@@ -20,8 +20,12 @@ def test_replicas_together_write_every_element_once(count, replicas, turn):
 @given(st.integers(1, 9), st.integers(0, 50))
 def test_small_tensors_take_turns(replicas, first):
     """Of as many small tensors as there are replicas, each replica writes one."""
-    writers = [index for turn in range(first, first + replicas) for index in range(replicas)
-               if ranges.part_to_write(10, replicas, index, turn) == (0, 10)]
+    writers = [
+        index
+        for turn in range(first, first + replicas)
+        for index in range(replicas)
+        if ranges.part_to_write(10, replicas, index, turn) == (0, 10)
+    ]
     assert sorted(writers) == list(range(replicas))
 
 
@@ -40,7 +44,7 @@ def test_any_range_is_put_together_from_any_cut(lengths, start, length):
     for piece, inside, at, count in ranges.overlaps(start, stop, starts, len(whole)):
         assert at == offset
         offset += count
-        got.append(whole[starts[piece]:starts[piece] + lengths[piece]][inside:inside + count])
+        got.append(whole[starts[piece] : starts[piece] + lengths[piece]][inside : inside + count])
     assert torch.equal(torch.cat([whole[:0], *got]), expected)
 
 
@@ -56,6 +60,8 @@ def test_gaps_and_overlaps_are_noticed(lengths, data):
     assert not ranges.tiles(starts, counts, size)
 
 
-@pytest.mark.parametrize("starts, size", [([1], 4), ([0, 4], 4), ([0, 2, 2], 4), ([0, 3, 2], 4), ([], 4), ([0], 0)])
+@pytest.mark.parametrize(
+    "starts, size", [([1], 4), ([0, 4], 4), ([0, 2, 2], 4), ([0, 3, 2], 4), ([], 4), ([0], 0)]
+)
 def test_starts_that_cut_no_tensor_are_noticed(starts, size):
     assert not ranges.is_cut(starts, size)

@@ -24,8 +24,16 @@ from mamba_fsdp.verbs.loading import starting_weights
 
 pytestmark = pytest.mark.torch22
 
-MODEL = {"d_model": "32", "n_layer": "2", "vocab_size": "64", "layers": "mamba1,mamba2", "headdim": "16",
-         "mixed_precision": "fp32", "kernels": "portable", "allow_other_tokenizer": "true"}
+MODEL = {
+    "d_model": "32",
+    "n_layer": "2",
+    "vocab_size": "64",
+    "layers": "mamba1,mamba2",
+    "headdim": "16",
+    "mixed_precision": "fp32",
+    "kernels": "portable",
+    "allow_other_tokenizer": "true",
+}
 READ = Counter()  # bytes that this rank has read, by (what for, part of the file)
 STATES = []  # what opened state.json
 
@@ -38,8 +46,14 @@ class Counted(io.FileIO):
         self.reader, self.parts = reader, {"state": (0, sys.maxsize)}
         if path.suffix == ".safetensors":
             head = 8 + int.from_bytes(self.read(8), "little")
-            model = json.loads((path.parent / "COMMIT").read_text())["files"][path.name]["model"]["bytes"]
-            self.parts = {"header": (0, head), "model": (head, model), "moments": (model, sys.maxsize)}
+            model = json.loads((path.parent / "COMMIT").read_text())["files"][path.name]["model"][
+                "bytes"
+            ]
+            self.parts = {
+                "header": (0, head),
+                "model": (head, model),
+                "moments": (model, sys.maxsize),
+            }
             self.seek(0)
 
     def readinto(self, buffer):
@@ -66,8 +80,17 @@ def parts_of(world, run, given):
     source = starting_weights(settings, explicit)
     before = Counter(READ), len(STATES)
     parallel = build_model(settings, world, choose_forms(settings, world, lambda text: None))
-    optimizer = make_optimizer(parallel.parameters(), parameters(settings.model), settings.optimizer, world.device)
-    return (settings, SimpleNamespace(tokenizer=""), parallel, optimizer, Checkpointer(run, world), source), before
+    optimizer = make_optimizer(
+        parallel.parameters(), parameters(settings.model), settings.optimizer, world.device
+    )
+    return (
+        settings,
+        SimpleNamespace(tokenizer=""),
+        parallel,
+        optimizer,
+        Checkpointer(run, world),
+        source,
+    ), before
 
 
 def save(world, run):
@@ -101,7 +124,9 @@ def saved(tmp_path_factory):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks, way", [(3, "init_from"), (4, "init_from"), (2, "resume"), (3, "resume")])
+@pytest.mark.parametrize(
+    "ranks, way", [(3, "init_from"), (4, "init_from"), (2, "resume"), (3, "resume")]
+)
 def test_each_byte_is_read_once_and_again_only_by_who_holds_it(saved, tmp_path, ranks, way):
     """All ranks together read each byte once, and what lies in other files than a rank has verified: for init_from
     the tensors of which some does. It reads no moments, and nothing but state.json before the ranks meet; rank 0 reads
@@ -110,21 +135,37 @@ def test_each_byte_is_read_once_and_again_only_by_who_holds_it(saved, tmp_path, 
     results = run_ranks(ranks, begin, tmp_path / "new" if given else saved, given)
     commit = json.loads((saved / "checkpoints/step_00000003/COMMIT").read_text())["files"]
     state = commit.pop("state.json")["bytes"]
-    assert all(before == ({("checksum", "state"): state} if given else {}) for before, *_ in results)
+    assert all(
+        before == ({("checksum", "state"): state} if given else {}) for before, *_ in results
+    )
     together = sum((reads for _, reads, _, _ in results), Counter())
     whole = [entry["model"] if given else entry for entry in commit.values()]
     headers = together["checksum", "header"] // 2  # says where the pieces lie, and is verified
     assert headers + together["checksum", "model"] + together["checksum", "moments"] == sum(
-        entry["bytes"] for entry in whole)
-    again, held = together["fill", "model"] + together["fill", "moments"], sum(held for *_, held in results)
-    spare = together["checksum", "model"] + together["checksum", "moments"]  # has come while verified
+        entry["bytes"] for entry in whole
+    )
+    again, held = (
+        together["fill", "model"] + together["fill", "moments"],
+        sum(held for *_, held in results),
+    )
+    spare = (
+        together["checksum", "model"] + together["checksum", "moments"]
+    )  # has come while verified
     # On as many ranks only what all of them hold and others have written is read again.
-    assert again == held - spare if ranks == 3 else held - spare <= again < (held if given else 0.4 * held)
-    assert together["checksum", "state"] == state and sum(opened for _, _, opened, _ in results) == 2
+    assert (
+        again == held - spare
+        if ranks == 3
+        else held - spare <= again < (held if given else 0.4 * held)
+    )
+    assert (
+        together["checksum", "state"] == state and sum(opened for _, _, opened, _ in results) == 2
+    )
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("offset, message", [(-5, None), (5000, "none of the 1 checkpoints .* content of rank_00001")])
+@pytest.mark.parametrize(
+    "offset, message", [(-5, None), (5000, "none of the 1 checkpoints .* content of rank_00001")]
+)
 def test_init_from_demands_that_the_weights_are_whole_and_no_more(saved, tmp_path, offset, message):
     """A broken moment does not matter; a broken weight is refused in the same words on all ranks."""
     run = shutil.copytree(saved, tmp_path / "run")
@@ -137,4 +178,7 @@ def test_init_from_demands_that_the_weights_are_whole_and_no_more(saved, tmp_pat
     if message:
         assert results[0] == results[1] and re.search(message, results[0])
     else:
-        assert all(reads["fill", "model"] <= held and not reads["fill", "moments"] for _, reads, _, held in results)
+        assert all(
+            reads["fill", "model"] <= held and not reads["fill", "moments"]
+            for _, reads, _, held in results
+        )

@@ -24,13 +24,19 @@ WORLD = World.alone()
 def make(run, steps, **how):
     checkpointer = Checkpointer(run, WORLD, report=how.pop("report", lambda text: None), **how)
     for step in steps:
-        checkpointer.save(step, [Shard("a", (10,), 0, torch.full((10,), float(step)))], {"step": step})
+        checkpointer.save(
+            step, [Shard("a", (10,), 0, torch.full((10,), float(step)))], {"step": step}
+        )
         checkpointer.wait()
     return checkpointer
 
 
 def steps_in(run):
-    return [int(name[5:]) for name in sorted(os.listdir(run / "checkpoints")) if name.startswith("step_")]
+    return [
+        int(name[5:])
+        for name in sorted(os.listdir(run / "checkpoints"))
+        if name.startswith("step_")
+    ]
 
 
 @pytest.fixture(autouse=True)
@@ -91,11 +97,14 @@ def reader(run):
 
     def start():
         here, there = multiprocessing.Pipe()
-        process = multiprocessing.get_context("fork").Process(target=read_until_told, args=(run, there))
+        process = multiprocessing.get_context("fork").Process(
+            target=read_until_told, args=(run, there)
+        )
         process.start()
         started.append(process)
         assert here.poll(300)
         return process, here
+
     yield start
     for process in started:
         process.kill()
@@ -114,7 +123,10 @@ def test_what_another_process_reads_stays_until_it_has_read_it(run, reader):
     assert pipe.recv() == []
     process.join()
     make(run, [4], keep=1)
-    assert steps_in(run) in ([4], [1, 4])  # forked children leave without atexit; then its end is known all the same
+    assert steps_in(run) in (
+        [4],
+        [1, 4],
+    )  # forked children leave without atexit; then its end is known all the same
     make(run, [5], keep=1)
     assert steps_in(run) == [5]
 
@@ -183,8 +195,13 @@ def test_a_reader_that_may_not_write_takes_a_newer_one_when_its_own_is_pruned(ru
 def test_leftovers_of_killed_saves_are_removed_and_said(run, monkeypatch):
     """Only this program's: other hidden folders stay, and what a living process is writing."""
     make(run, [1])
-    names = ["checkpoints/.step_00000002.0123456789ab.partial", "pth/.step_00000001.0123456789ab.partial",
-             "pth/.step_00000003.0123456789ab.partial", "checkpoints/.snapshot", "checkpoints/.step_mine.partial"]
+    names = [
+        "checkpoints/.step_00000002.0123456789ab.partial",
+        "pth/.step_00000001.0123456789ab.partial",
+        "pth/.step_00000003.0123456789ab.partial",
+        "checkpoints/.snapshot",
+        "checkpoints/.step_mine.partial",
+    ]
     for name in names:
         (run / name).mkdir(parents=True)
         (run / name / "part").write_bytes(bytes(3_000_000))
@@ -193,8 +210,10 @@ def test_leftovers_of_killed_saves_are_removed_and_said(run, monkeypatch):
         (sign,) = (run / names[2]).glob(".reading.*")
         elsewhere = sign.read_text().replace('"machine": "', '"machine": "other')
         make(run, [], report=said.append)
-    assert said == [f"cleaned    1 unfinished, of killed processes, removed from {run / where}: 0.003 GB"
-                    for where in ("checkpoints", "pth")]
+    assert said == [
+        f"cleaned    1 unfinished, of killed processes, removed from {run / where}: 0.003 GB"
+        for where in ("checkpoints", "pth")
+    ]
     assert [name for name in names if (run / name).exists()] == names[2:]
     (run / names[2] / sign.name).write_text(elsewhere)  # of a process on another machine
     checkpointer = make(run, [4], report=said.append)
@@ -203,7 +222,9 @@ def test_leftovers_of_killed_saves_are_removed_and_said(run, monkeypatch):
     for step in (5, 6):  # it has not renewed it since the start
         checkpointer.save(step, [Shard("a", (1,), 0, torch.ones(1))], {})
         checkpointer.wait()
-    assert [line for line in said if "cleaned" in line][2:] == [said[0].replace("checkpoints", "pth")]
+    assert [line for line in said if "cleaned" in line][2:] == [
+        said[0].replace("checkpoints", "pth")
+    ]
     assert not (run / names[2]).exists()
 
 

@@ -24,7 +24,9 @@ def saved(run, monkeypatch):
     checkpointer = Checkpointer(run, world)
     checkpointer.save(1, parallel.shards(optimizer), {})
     file = run / "model.pth"
-    torch.save({name: tensor.detach() for name, tensor in parallel.model.state_dict().items()}, file)
+    torch.save(
+        {name: tensor.detach() for name, tensor in parallel.model.state_dict().items()}, file
+    )
     return parallel, checkpointer.newest(), file
 
 
@@ -73,6 +75,7 @@ def test_what_is_no_model_is_refused_and_executes_nothing(saved, tmp_path):
 
 def test_archives_that_may_hold_programs_are_refused_unopened(tmp_path, monkeypatch):
     """torch before 2.6 hands a TorchScript archive to torch.jit.load even with weights_only."""
+
     class Doubled(torch.nn.Module):
         def forward(self, x):
             return 2 * x

@@ -34,27 +34,34 @@ def run(project, tmp_path, monkeypatch):
     def run(words="", **environment):
         for name, value in environment.items():
             monkeypatch.setenv(name, value)
-        done = subprocess.run([tmp_path / "tests/run.sh", *words.split()], capture_output=True, text=True)
+        done = subprocess.run(
+            [tmp_path / "tests/run.sh", *words.split()], capture_output=True, text=True
+        )
         calls = [line.split(" |") for line in done.stdout.splitlines()]
         return done.returncode, [(before == "1 /triton", words.strip()) for before, words in calls]
 
     return run
 
 
-@pytest.mark.parametrize("words, calls", [
-    ("", [(False, ""), (True, "tests/kernels")]),
-    ("-k tied", [(False, "-k tied"), (True, "tests/kernels -k tied")]),
-    ("tests/model -x", [(False, "tests/model -x")]),
-    ("tests/kernels/test_scan.py -x", [(True, "tests/kernels/test_scan.py -x")]),
-    ("tests/model tests/kernels", [(False, "tests/model"), (True, "tests/kernels")]),
-    ("--slow", [(False, "-m slow"), (True, "-m slow tests/kernels")]),
-])
+@pytest.mark.parametrize(
+    "words, calls",
+    [
+        ("", [(False, ""), (True, "tests/kernels")]),
+        ("-k tied", [(False, "-k tied"), (True, "tests/kernels -k tied")]),
+        ("tests/model -x", [(False, "tests/model -x")]),
+        ("tests/kernels/test_scan.py -x", [(True, "tests/kernels/test_scan.py -x")]),
+        ("tests/model tests/kernels", [(False, "tests/model"), (True, "tests/kernels")]),
+        ("--slow", [(False, "-m slow"), (True, "-m slow tests/kernels")]),
+    ],
+)
 def test_words_go_where_they_belong(run, words, calls):
     assert run(words) == (0, calls)
 
 
-@pytest.mark.parametrize("first, second, status", [(0, 0, 0), (1, 0, 1), (0, 1, 1), (5, 0, 0), (0, 5, 0), (5, 5, 5),
-                                                   (5, 1, 1)])
+@pytest.mark.parametrize(
+    "first, second, status",
+    [(0, 0, 0), (1, 0, 1), (0, 1, 1), (5, 0, 0), (0, 5, 0), (5, 5, 5), (5, 1, 1)],
+)
 def test_either_call_can_fail(run, first, second, status):
     assert run("-k tied", FIRST=str(first), SECOND=str(second))[0] == status
 
@@ -69,13 +76,21 @@ def test_without_triton_the_rest_runs(run):
 
 def test_what_ci_makes_beside_the_tests_ends_with_them(project, tmp_path):
     """Else the next run, of which it knows nothing, would make the same environment at the same time."""
-    for name, script in (("0.create_env.sh", "sleep 600 &\necho $! >begun\nmv begun running\nwait\n"),
-                         ("tests/run.sh", "until [ -e running ]; do sleep 0.1; done\nexit 3\n"),
-                         ("bin/dpkg-query", ""), (".ci/run", (project / ".ci/run").read_text())):
+    for name, script in (
+        ("0.create_env.sh", "sleep 600 &\necho $! >begun\nmv begun running\nwait\n"),
+        ("tests/run.sh", "until [ -e running ]; do sleep 0.1; done\nexit 3\n"),
+        ("bin/dpkg-query", ""),
+        (".ci/run", (project / ".ci/run").read_text()),
+    ):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(script if script.startswith("#!") else f"#!/bin/sh\n{script}")
         (tmp_path / name).chmod(0o755)
-    assert subprocess.run([tmp_path / ".ci/run"], env={"PATH": f"{tmp_path}/bin:{os.environ['PATH']}"}).returncode == 3
+    assert (
+        subprocess.run(
+            [tmp_path / ".ci/run"], env={"PATH": f"{tmp_path}/bin:{os.environ['PATH']}"}
+        ).returncode
+        == 3
+    )
     process = Path("/proc", (tmp_path / "running").read_text().strip(), "cmdline")
     deadline = time.monotonic() + 300
     while process.exists() and process.read_bytes():  # nothing is left of a zombie's

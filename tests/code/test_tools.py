@@ -6,11 +6,19 @@ import sys
 import pytest
 
 
-@pytest.mark.parametrize("command", [
-    ["ruff", "check", "--no-cache", "."],
-    pytest.param(["mypy", "--no-error-summary", "mamba_fsdp", "config", "training.py", "get_dataset.py"],
-                 marks=pytest.mark.slow),
-], ids=["ruff", "mypy"])
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["ruff", "check", "--no-cache", "."],
+        pytest.param(
+            ["mypy", "--no-error-summary", "mamba_fsdp", "config", "training.py", "get_dataset.py"],
+            marks=pytest.mark.slow,
+        ),
+    ],
+    ids=["ruff", "mypy"],
+)
 def test_finds_nothing(project, command):
-    done = subprocess.run([sys.executable, "-m", *command], cwd=project, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-m", *command], cwd=project, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stdout + done.stderr

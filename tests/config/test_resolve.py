@@ -30,8 +30,12 @@ def test_leaf_section_and_alias_name_the_same_setting(tmp_path):
     file.write_text("optimizer:\n  learning_rate: 3e-4\n")
     flat = tmp_path / "b.yaml"
     flat.write_text("learning_rate: 3e-4\n")
-    values = [resolve(learning_rate="3e-4"), resolve(**{"optimizer.learning_rate": "3e-4"}), resolve(str(file)),
-              resolve(str(flat))]
+    values = [
+        resolve(learning_rate="3e-4"),
+        resolve(**{"optimizer.learning_rate": "3e-4"}),
+        resolve(str(file)),
+        resolve(str(flat)),
+    ]
     assert {config.optimizer.learning_rate for config in values} == {3e-4}
     for name in ("save_ckpt_path", "ckpt_save_path"):
         assert resolve(**{name: "x"}).checkpoint.save_ckpt_path == "x"
@@ -64,40 +68,55 @@ def test_false_is_false():
     assert "expected true or false" in refused(tie_embeddings="maybe")
 
 
-@pytest.mark.parametrize("words, message", [
-    ({"learing_rate": "1"}, "did you mean learning_rate"),
-    ({"model.learning_rate": "1"}, "did you mean learning_rate"),
-    ({"confg": "demo"}, "did you mean config?"),
-    ({"save_ckpt_path": ""}, "save_ckpt_path=: expected some text"),
-    ({"batch_size": "two"}, "batch_size=two: expected a whole number"),
-    ({"batch_size": "2.5"}, "expected a whole number"),
-    ({"batch_size": "0"}, "must be at least 1"),
-    ({"learning_rate": "nan"}, "finite"),
-    ({"learning_rate": "0"}, "must be above 0"),
-    ({"loss_spike_factor": "0.5"}, "must be zero or above 1"), ({"loss_spike_factor": "-1"}, "must be zero or above 1"),
-    ({"schedule": "cosin"}, "one of cosine, wsd"),
-    ({"num_steps": "ten"},
-     "num_steps=ten: expected a whole number of steps, as in 2000 or 10k, or of tokens, as in 1000tok or 2Btok"),
-    ({"model_name": "mamba-131m"}, "mamba-130m"),
-    ({"layers": "mamba3"}, "can't read 'mamba3'"),
-    ({"layers": "0*mamba1"}, "names no layer"),
-    ({"seq_length": "8", "data.seq_length": "9"}, "given twice"),
-    ({"num_epochs": "2", "num_steps": "5"}, "stands in place of num_steps=5"),
-    ({"gradient_accumulation_steps": "2", "global_batch_size": "8"}, "stands in place of global_batch_size"),
-    ({"weights": "1,2", "datasets": "a"}, "one weight each"),
-    ({"weights": "0,0", "datasets": "a,b"}, "all zero"),
-    ({"global_batch_size": "9", "batch_size": "2"}, "no multiple"),
-    ({"load_ckpt_path": "a", "init_from": "b"}, "give one"),
-    ({"resuming_dataset": "true"}, "needs load_ckpt_path"),
-    ({"resuming_dataset": "true", "load_ckpt_path": "a.pth"}, "needs load_ckpt_path"),
-    ({"selective_checkpointing": "2", "fsdp_activation_checkpointing": "true"}, "at least 0 and at most 1"),
-    ({"selective_checkpointing": "1/0", "fsdp_activation_checkpointing": "true"}, "at least 0 and at most 1"),
-    ({"layers": "mamba2", "headdim": "48"}, "does not divide"),
-    ({"layers": "mamba2", "headdim": "64", "ngroups": "3"}, "does not divide"),
-    ({"layers": "attention", "n_head": "6", "n_kv_head": "6"}, "does not divide d_model"),
-    ({"layers": "attention", "n_kv_head": "3"}, "does not divide n_head"),
-    ({"layers": "attention", "rotary_dim": "7"}, "must be even"),
-])
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        ({"learing_rate": "1"}, "did you mean learning_rate"),
+        ({"model.learning_rate": "1"}, "did you mean learning_rate"),
+        ({"confg": "demo"}, "did you mean config?"),
+        ({"save_ckpt_path": ""}, "save_ckpt_path=: expected some text"),
+        ({"batch_size": "two"}, "batch_size=two: expected a whole number"),
+        ({"batch_size": "2.5"}, "expected a whole number"),
+        ({"batch_size": "0"}, "must be at least 1"),
+        ({"learning_rate": "nan"}, "finite"),
+        ({"learning_rate": "0"}, "must be above 0"),
+        ({"loss_spike_factor": "0.5"}, "must be zero or above 1"),
+        ({"loss_spike_factor": "-1"}, "must be zero or above 1"),
+        ({"schedule": "cosin"}, "one of cosine, wsd"),
+        (
+            {"num_steps": "ten"},
+            "num_steps=ten: expected a whole number of steps, as in 2000 or 10k, or of tokens, as in 1000tok or 2Btok",
+        ),
+        ({"model_name": "mamba-131m"}, "mamba-130m"),
+        ({"layers": "mamba3"}, "can't read 'mamba3'"),
+        ({"layers": "0*mamba1"}, "names no layer"),
+        ({"seq_length": "8", "data.seq_length": "9"}, "given twice"),
+        ({"num_epochs": "2", "num_steps": "5"}, "stands in place of num_steps=5"),
+        (
+            {"gradient_accumulation_steps": "2", "global_batch_size": "8"},
+            "stands in place of global_batch_size",
+        ),
+        ({"weights": "1,2", "datasets": "a"}, "one weight each"),
+        ({"weights": "0,0", "datasets": "a,b"}, "all zero"),
+        ({"global_batch_size": "9", "batch_size": "2"}, "no multiple"),
+        ({"load_ckpt_path": "a", "init_from": "b"}, "give one"),
+        ({"resuming_dataset": "true"}, "needs load_ckpt_path"),
+        ({"resuming_dataset": "true", "load_ckpt_path": "a.pth"}, "needs load_ckpt_path"),
+        (
+            {"selective_checkpointing": "2", "fsdp_activation_checkpointing": "true"},
+            "at least 0 and at most 1",
+        ),
+        (
+            {"selective_checkpointing": "1/0", "fsdp_activation_checkpointing": "true"},
+            "at least 0 and at most 1",
+        ),
+        ({"layers": "mamba2", "headdim": "48"}, "does not divide"),
+        ({"layers": "mamba2", "headdim": "64", "ngroups": "3"}, "does not divide"),
+        ({"layers": "attention", "n_head": "6", "n_kv_head": "6"}, "does not divide d_model"),
+        ({"layers": "attention", "n_kv_head": "3"}, "does not divide n_head"),
+        ({"layers": "attention", "rotary_dim": "7"}, "must be even"),
+    ],
+)
 def test_mistakes_are_refused_with_the_reason(words, message):
     assert message in refused(**words)
 
@@ -145,10 +164,14 @@ def test_a_setting_that_does_nothing_is_refused(tmp_path):
         resolve(**where, **{name: value})
         resolve(**where_not, **{name: module.shown(module.default(name))})
         message = refused(**where_not, **{name: value})
-        assert f"{name}={value} does nothing without " in message.replace("500000.0", "5e5"), message
+        assert f"{name}={value} does nothing without " in message.replace("500000.0", "5e5"), (
+            message
+        )
         assert not message.endswith(": ")
         file = tmp_path / "own.yaml"
-        file.write_text("".join(f"{key}: {text}\n" for key, text in {**where_not, name: value}.items()))
+        file.write_text(
+            "".join(f"{key}: {text}\n" for key, text in {**where_not, name: value}.items())
+        )
         with pytest.raises(UserError, match=f"{name}=.* does nothing without .*own.yaml"):
             resolve(str(file))
     for floorless in ({"schedule": "constant"}, {"schedule": "wsd", "decay_steps": "0"}):
@@ -165,7 +188,9 @@ def test_what_the_command_line_makes_pointless_in_a_file_is_forgotten(tmp_path):
     file = tmp_path / "config.yaml"
     file.write_text(module.as_yaml(changed))
     assert resolve(str(file)) == changed
-    assert "eval_batches=2 does nothing" in refused(config_file="mambaoutai", eval_interval="0", eval_batches="2")
+    assert "eval_batches=2 does nothing" in refused(
+        config_file="mambaoutai", eval_interval="0", eval_batches="2"
+    )
 
 
 def test_a_preset_keeps_what_other_layers_make_pointless(tmp_path):
@@ -176,10 +201,14 @@ def test_a_preset_keeps_what_other_layers_make_pointless(tmp_path):
 
 
 def test_a_wrong_file_is_refused_by_name(tmp_path):
-    for content, message in (("a: [", "can't be read as YAML"), ("- 1\n", "name: value"),
-                             ("sed: 3\n", "did you mean seed"),
-                             ("optimizer: 3\n", "is a section"), ("seed: 1\ntraining: {seed: 2}\n", "given twice"),
-                             ("seed: 1\nd_model: 8\nseed: 2\n", "seed is given twice")):
+    for content, message in (
+        ("a: [", "can't be read as YAML"),
+        ("- 1\n", "name: value"),
+        ("sed: 3\n", "did you mean seed"),
+        ("optimizer: 3\n", "is a section"),
+        ("seed: 1\ntraining: {seed: 2}\n", "given twice"),
+        ("seed: 1\nd_model: 8\nseed: 2\n", "seed is given twice"),
+    ):
         file = tmp_path / "wrong.yaml"
         file.write_text(content)
         with pytest.raises(UserError, match="wrong.yaml") as caught:
@@ -189,37 +218,79 @@ def test_a_wrong_file_is_refused_by_name(tmp_path):
         resolve("nowhere.yaml")
 
 
-@pytest.mark.parametrize("text", ["-1tok", "-2tok", "5 tok", "5tokens", "tok", "5TOK", "1_tok", "_1", "1__0", "1e-3",
-                                  "k", "2kk", "2 k", "1.2345k", "1.5", "0x10",
-                                  "nan", "inf", "1e400", "9223372036854775808", "1e19tok", "٣", ""])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "-1tok",
+        "-2tok",
+        "5 tok",
+        "5tokens",
+        "tok",
+        "5TOK",
+        "1_tok",
+        "_1",
+        "1__0",
+        "1e-3",
+        "k",
+        "2kk",
+        "2 k",
+        "1.2345k",
+        "1.5",
+        "0x10",
+        "nan",
+        "inf",
+        "1e400",
+        "9223372036854775808",
+        "1e19tok",
+        "٣",
+        "",
+    ],
+)
 def test_a_duration_that_says_nothing_clear_is_refused(text):
     for name in ("num_steps", "warmup_steps", "eval_interval"):
         assert f"{name}={text}: expected " in refused(**{name: text})
 
 
-@pytest.mark.parametrize("text, count, unit", [("2_000", 2000, "steps"), ("2e3", 2000, "steps"),
-                                               ("1.5e9tok", 15 * 10 ** 8, "tok"), ("-1", -1, "steps"),
-                                               ("10k", 10_000, "steps"), ("2Btok", 2 * 10 ** 9, "tok"),
-                                               ("1.5Mtok", 1_500_000, "tok"), ("0.5ktok", 500, "tok"),
-                                               ("0.4Ttok", 4 * 10 ** 11, "tok"), ("3gtok", 3 * 10 ** 9, "tok"),
-                                               ("0tok", 0, "tok"), ("9223372036854775807tok", 2 ** 63 - 1, "tok")])
+@pytest.mark.parametrize(
+    "text, count, unit",
+    [
+        ("2_000", 2000, "steps"),
+        ("2e3", 2000, "steps"),
+        ("1.5e9tok", 15 * 10**8, "tok"),
+        ("-1", -1, "steps"),
+        ("10k", 10_000, "steps"),
+        ("2Btok", 2 * 10**9, "tok"),
+        ("1.5Mtok", 1_500_000, "tok"),
+        ("0.5ktok", 500, "tok"),
+        ("0.4Ttok", 4 * 10**11, "tok"),
+        ("3gtok", 3 * 10**9, "tok"),
+        ("0tok", 0, "tok"),
+        ("9223372036854775807tok", 2**63 - 1, "tok"),
+    ],
+)
 def test_a_duration_is_read_exactly(text, count, unit):
     assert Duration.parse(text) == Duration(count, unit)
     if unit == "steps" and count > 0:
         assert resolve(batch_size=text).training.batch_size == count
 
 
-@given(st.integers(0, 10 ** 13), st.sampled_from(["steps", "tok"]), st.integers(1, 10 ** 7))
+@given(st.integers(0, 10**13), st.sampled_from(["steps", "tok"]), st.integers(1, 10**7))
 def test_a_duration_reads_what_it_writes_and_rounds_up(count, unit, tokens_per_step):
     duration = Duration.parse(str(Duration(count, unit)))
     assert duration == Duration(count, unit)
     steps = duration.steps(tokens_per_step)
-    assert steps == count if unit == "steps" else (steps - 1) * tokens_per_step < count <= steps * tokens_per_step
+    assert (
+        steps == count
+        if unit == "steps"
+        else (steps - 1) * tokens_per_step < count <= steps * tokens_per_step
+    )
 
 
 def test_resolved_settings_survive_their_own_yaml(tmp_path):
     file = tmp_path / "resolved.yaml"
-    before = resolve(datasets="a,b", weights="1,3", num_steps="5tok", layers="2*mamba1", mixed_precision="fp16")
+    before = resolve(
+        datasets="a,b", weights="1,3", num_steps="5tok", layers="2*mamba1", mixed_precision="fp16"
+    )
     file.write_text(module.as_yaml(before))
     assert resolve(str(file)) == before
 
@@ -233,31 +304,52 @@ def test_help_names_every_setting_with_its_meaning_and_bounds():
 
 
 def test_help_imports_neither_torch_nor_transformers(project):
-    code = ("import runpy, sys; sys.argv = ['training.py', '--help']\n"
-            "try: runpy.run_path('training.py', run_name='__main__')\n"
-            "except SystemExit as done: assert done.code == 0\n"
-            "assert not {'torch', 'transformers', 'numpy'} & set(sys.modules), 'heavy imports'")
+    code = (
+        "import runpy, sys; sys.argv = ['training.py', '--help']\n"
+        "try: runpy.run_path('training.py', run_name='__main__')\n"
+        "except SystemExit as done: assert done.code == 0\n"
+        "assert not {'torch', 'transformers', 'numpy'} & set(sys.modules), 'heavy imports'"
+    )
     subprocess.run([sys.executable, "-c", code], cwd=project, check=True, capture_output=True)
 
 
 def test_a_mistake_on_the_command_line_is_one_line_and_exit_code_2(project):
-    done = subprocess.run([sys.executable, "training.py", "--learing_rate=1"], cwd=project, capture_output=True,
-                          text=True)
+    done = subprocess.run(
+        [sys.executable, "training.py", "--learing_rate=1"],
+        cwd=project,
+        capture_output=True,
+        text=True,
+    )
     assert done.returncode == 2
-    assert done.stderr == ("error: learing_rate: there is no such setting (on the command line); "
-                           "did you mean learning_rate?\n")
-    done = subprocess.run([sys.executable, "training.py", "stray"], cwd=project, capture_output=True, text=True)
-    assert (done.returncode, done.stderr) == (2, "error: stray: settings are written --name=value\n")
+    assert done.stderr == (
+        "error: learing_rate: there is no such setting (on the command line); "
+        "did you mean learning_rate?\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "training.py", "stray"], cwd=project, capture_output=True, text=True
+    )
+    assert (done.returncode, done.stderr) == (
+        2,
+        "error: stray: settings are written --name=value\n",
+    )
 
 
 def test_the_ready_runs_are_what_they_say(project):
     tokens_per_step = {}
     for file in sorted((project / "config").glob("*.yaml")):
         config = resolve(file.stem)
-        assert config.checkpoint.save_ckpt_path == f"runs/{file.stem}" and config.data.dataset_path.startswith("data/")
+        assert (
+            config.checkpoint.save_ckpt_path == f"runs/{file.stem}"
+            and config.data.dataset_path.startswith("data/")
+        )
         samples = config.training.global_batch_size or config.training.batch_size
         tokens_per_step[file.stem] = samples * config.data.seq_length
-    assert tokens_per_step == {"demo": 2048, "wikitext103": 65_536, "mambaoutai": 3_670_016, "bamba-9b": 1_572_864}
+    assert tokens_per_step == {
+        "demo": 2048,
+        "wikitext103": 65_536,
+        "mambaoutai": 3_670_016,
+        "bamba-9b": 1_572_864,
+    }
     outai = resolve("mambaoutai")
     assert outai.training.num_steps.steps(3_670_016) == 109_003
     assert outai.lr_schedule.warmup_steps.steps(3_670_016) == 275

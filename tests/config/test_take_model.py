@@ -26,12 +26,16 @@ def test_settings_that_only_the_weights_make_sense_of_are_taken():
     assert take(headdim=16, chunk_size=32).headdim == 16
 
 
-@pytest.mark.parametrize("given, message", [
-    ({"d_model": 64}, r"d_model=64 \(there 48\)"), ({"model_name": "mamba2-130m"}, "n_layer=24"),
-    ({"n_layer": 2, "layers": "mamba2"}, r"ask for: n_layer=2 \(there 3\)$"),
-    ({"n_head": 4}, "n_head=4 does nothing without an attention layer"),
-    ({"norm_eps": 1e-6}, r"norm_eps=1e-06 \(there 1e-05\)"),
-])
+@pytest.mark.parametrize(
+    "given, message",
+    [
+        ({"d_model": 64}, r"d_model=64 \(there 48\)"),
+        ({"model_name": "mamba2-130m"}, "n_layer=24"),
+        ({"n_layer": 2, "layers": "mamba2"}, r"ask for: n_layer=2 \(there 3\)$"),
+        ({"n_head": 4}, "n_head=4 does nothing without an attention layer"),
+        ({"norm_eps": 1e-6}, r"norm_eps=1e-06 \(there 1e-05\)"),
+    ],
+)
 def test_other_settings_are_refused(given, message):
     with pytest.raises(UserError, match=message):
         take(**given)

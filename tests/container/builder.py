@@ -77,7 +77,14 @@ class Builder:
         self.folder = folder
 
     def __call__(self, *words, check=True):
-        place = ["--root", self.folder / "storage", "--runroot", self.folder / "runroot", "--storage-driver", "overlay"]
+        place = [
+            "--root",
+            self.folder / "storage",
+            "--runroot",
+            self.folder / "runroot",
+            "--storage-driver",
+            "overlay",
+        ]
         return fetched(
             ["buildah", *place, *words],
             check,
@@ -93,7 +100,9 @@ class Builder:
         (base / "ca").mkdir(parents=True)
         (base / "Dockerfile").write_text(BARE)
         (base / "ca" / "none").touch()
-        for certificate in Path("/usr/local/share/ca-certificates").glob("*.crt"):  # of an inspecting proxy
+        for certificate in Path("/usr/local/share/ca-certificates").glob(
+            "*.crt"
+        ):  # of an inspecting proxy
             shutil.copy(certificate, base / "ca")
         make = ["mmdebstrap", "--quiet", "--variant=minbase", "--include=ca-certificates"]
         fetched([*make, "bookworm", base / "base.tar"])
@@ -115,17 +124,32 @@ class Builder:
             wheels += ["nvidia-cusparse-cu12==12.1.0.106", "nvidia-cusolver-cu12==11.4.5.107"]
         else:
             write_sources(base / "sources")
-        download = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "-d", base / "wheels", *wheels]
+        download = [
+            sys.executable,
+            "-m",
+            "pip",
+            "download",
+            "-q",
+            "--no-deps",
+            "-d",
+            base / "wheels",
+            *wheels,
+        ]
         fetched(download)
         lay_out_headers(base / "wheels", base / "cuda")
-        elsewhere = "".join(f"\tinsteadOf = https://github.com/{owner}/\n" for owner in ("state-spaces", "Dao-AILab"))
+        elsewhere = "".join(
+            f"\tinsteadOf = https://github.com/{owner}/\n"
+            for owner in ("state-spaces", "Dao-AILab")
+        )
         (base / "gitconfig").write_text(f'[url "file:///opt/sources/"]\n{elsewhere}')
         self("bud", "--isolation", "chroot", "-t", "localhost/cuda", base)
 
     def build(self, context, image, base, check=True, **arguments):
         """Build the project in `context` as localhost/`image` on localhost/`base`; returns what buildah says."""
         arguments = {"BASE_IMAGE": f"localhost/{base}", "INSTALL_EFA": 0, **arguments}
-        words = [word for name, value in arguments.items() for word in ("--build-arg", f"{name}={value}")]
+        words = [
+            word for name, value in arguments.items() for word in ("--build-arg", f"{name}={value}")
+        ]
         options = ["--isolation", "chroot", "--layers", "--pull-never"]
         return self("bud", *options, *words, "-t", f"localhost/{image}", context, check=check)
 
@@ -174,7 +198,11 @@ def fetched(command, check=True, **how):
 def kernel_versions(stack):
     """{package: (repository's name, version)} of the fused kernels of a stack."""
     listed = (PROJECT / "requirements" / f"kernels-{stack}.txt").read_text()
-    found = re.findall(r"^(\S+) @ https://github\.com/[^/]+/([^/]+)/releases/download/v([^/]+)/", listed, re.MULTILINE)
+    found = re.findall(
+        r"^(\S+) @ https://github\.com/[^/]+/([^/]+)/releases/download/v([^/]+)/",
+        listed,
+        re.MULTILINE,
+    )
     return {package: (repository, version) for package, repository, version in found}
 
 
@@ -187,7 +215,12 @@ def write_sources(folder):
         (root / "setup.py").write_text(SETUP.format(name=name, version=version))
         (root / "kernel.cu").write_text(KERNEL.format(name=name))
         git = ["git", "-C", root, "-c", "user.name=test", "-c", "user.email=test@localhost"]
-        for words in (["init", "-q"], ["add", "."], ["commit", "-qm", "sources"], ["tag", f"v{version}"]):
+        for words in (
+            ["init", "-q"],
+            ["add", "."],
+            ["commit", "-qm", "sources"],
+            ["tag", f"v{version}"],
+        ):
             subprocess.run([*git, *words], check=True)
 
 
@@ -203,5 +236,5 @@ def lay_out_headers(wheels, cuda):
                     path = cuda / match[1].replace("lib/", "lib64/", 1)
                     path.parent.mkdir(parents=True, exist_ok=True)
                     path.write_bytes(archive.read(name))
-    runtime, = (cuda / "lib64").iterdir()
+    (runtime,) = (cuda / "lib64").iterdir()
     (cuda / "lib64" / "libcudart.so").symlink_to(runtime.name)

@@ -42,27 +42,49 @@ def build(project, tmp_path):
         for name, text in (("python", PYTHON), ("git", GIT), ("nvcc", "#!/bin/sh")):
             (tools / name).write_text(text)
             (tools / name).chmod(0o755)
-        environment = {"PATH": f"{tools}:{os.environ['PATH']}", "PYTHON": str(tools / "python"), **environment}
+        environment = {
+            "PATH": f"{tools}:{os.environ['PATH']}",
+            "PYTHON": str(tools / "python"),
+            **environment,
+        }
         words = [stack, "wheels", *([archives] if archives else [])]
-        done = subprocess.run([project / "requirements/build_kernels.sh", *words], cwd=tmp_path, capture_output=True,
-                              text=True, env={**os.environ, **environment})
+        done = subprocess.run(
+            [project / "requirements/build_kernels.sh", *words],
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            env={**os.environ, **environment},
+        )
         asked = tools / "git.asked"
-        fetched = [line.split()[-4:-1] for line in asked.read_text().splitlines()] if asked.exists() else []
+        fetched = (
+            [line.split()[-4:-1] for line in asked.read_text().splitlines()]
+            if asked.exists()
+            else []
+        )
         return done, sorted(path.stem for path in (tmp_path / "wheels").glob("*.whl")), fetched
 
     return run
 
 
-@pytest.mark.parametrize("stack, code", [("torch2.2", "8.0 8.6 8.9 9.0"), ("current", "8.0 8.6 8.9 9.0 10.0 12.0")])
+@pytest.mark.parametrize(
+    "stack, code", [("torch2.2", "8.0 8.6 8.9 9.0"), ("current", "8.0 8.6 8.9 9.0 10.0 12.0")]
+)
 def test_the_pinned_versions_are_compiled_for_the_gpus_of_the_stack(build, stack, code):
     done, wheels, fetched = build(stack)
     assert done.returncode == 0, done.stderr
     versions = kernel_versions(stack)
     assert wheels == sorted(versions)
-    assert done.stdout.splitlines() == \
-        [f"compiling {name} {version} for compute capability {code}" for name, (_, version) in sorted(versions.items())]
-    assert sorted(fetched) == sorted(["--branch", f"v{version}", url] for (_, version), url in zip(
-        versions.values(), ("https://github.com/Dao-AILab/causal-conv1d", "https://github.com/state-spaces/mamba")))
+    assert done.stdout.splitlines() == [
+        f"compiling {name} {version} for compute capability {code}"
+        for name, (_, version) in sorted(versions.items())
+    ]
+    assert sorted(fetched) == sorted(
+        ["--branch", f"v{version}", url]
+        for (_, version), url in zip(
+            versions.values(),
+            ("https://github.com/Dao-AILab/causal-conv1d", "https://github.com/state-spaces/mamba"),
+        )
+    )
 
 
 def test_archives_stand_in_for_the_network(build, tmp_path):
@@ -73,28 +95,48 @@ def test_archives_stand_in_for_the_network(build, tmp_path):
         subprocess.run(["tar", "-czf", f"{name}.tar.gz", name], cwd=tmp_path, check=True)
     done, wheels, fetched = build("current", archives=".", CUDA_ARCHITECTURES="9.0")
     assert done.returncode == 0, done.stderr
-    assert wheels == ["causal-conv1d", "mamba-ssm"] and not fetched and done.stdout.endswith("capability 9.0\n")
+    assert (
+        wheels == ["causal-conv1d", "mamba-ssm"]
+        and not fetched
+        and done.stdout.endswith("capability 9.0\n")
+    )
 
 
-@pytest.mark.parametrize("setup_py, said", [
-    (SETUP.replace("HACK", "TRICK"), "setup.py has no line like"),
-    (SETUP + "print('a.cu(7): error: no such type')\nraise SystemExit(1)", "error: no such type"),
-    (SETUP.replace(".split()", ".replace('8.6', '').split()"), "without code for sm_86"),
-])
+@pytest.mark.parametrize(
+    "setup_py, said",
+    [
+        (SETUP.replace("HACK", "TRICK"), "setup.py has no line like"),
+        (
+            SETUP + "print('a.cu(7): error: no such type')\nraise SystemExit(1)",
+            "error: no such type",
+        ),
+        (SETUP.replace(".split()", ".replace('8.6', '').split()"), "without code for sm_86"),
+    ],
+)
 def test_what_went_wrong_is_said_in_a_few_lines(build, setup_py, said):
     done, wheels, _ = build(setup_py=setup_py)
-    assert done.returncode == 1 and said in done.stderr and "causal-conv1d" in done.stderr, done.stderr
+    assert done.returncode == 1 and said in done.stderr and "causal-conv1d" in done.stderr, (
+        done.stderr
+    )
     assert len(done.stderr.splitlines()) <= 4
 
 
 def test_a_missing_archive_and_a_missing_stack_are_named(build):
     done, wheels, _ = build("current", archives="elsewhere")
-    assert done.returncode == 1 and "there is no elsewhere/causal_conv1d-1.7.0.tar.gz" in done.stderr and not wheels
+    assert (
+        done.returncode == 1
+        and "there is no elsewhere/causal_conv1d-1.7.0.tar.gz" in done.stderr
+        and not wheels
+    )
 
 
 def test_a_missing_compiler_is_said_before_anything_is_fetched(build, tmp_path):
     done, wheels, fetched = build(PATH="/usr/bin:/bin", CUDA_HOME=str(tmp_path))
-    assert done.returncode == 1 and f"there is no nvcc on PATH nor in {tmp_path}" in done.stderr and not fetched
+    assert (
+        done.returncode == 1
+        and f"there is no nvcc on PATH nor in {tmp_path}" in done.stderr
+        and not fetched
+    )
 
 
 def test_an_unknown_stack_shows_the_usage(build):

@@ -14,7 +14,9 @@ PROJECT = Path(__file__).resolve().parents[2]
 
 
 def test_hadolint_is_content():
-    tool = shutil.which("hadolint", path=str(Path(sys.executable).parent)) or shutil.which("hadolint")
+    tool = shutil.which("hadolint", path=str(Path(sys.executable).parent)) or shutil.which(
+        "hadolint"
+    )
     if tool is None:
         pytest.skip("hadolint is not installed: pip install -r requirements/dev.txt")
     done = subprocess.run([tool, PROJECT / "Dockerfile"], capture_output=True, text=True)
@@ -25,13 +27,20 @@ def test_every_base_is_named_with_its_registry():
     """podman and buildah ask which one is meant, or refuse."""
     bases = re.findall(r"^FROM (\S+)", (PROJECT / "Dockerfile").read_text(), re.MULTILINE)
     assert len(bases) == 8
-    assert all(base.startswith(("docker.io/nvidia/", "${BASE_IMAGE:-", "kernels-${")) for base in bases)
+    assert all(
+        base.startswith(("docker.io/nvidia/", "${BASE_IMAGE:-", "kernels-${")) for base in bases
+    )
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("arguments, used", [([], ["base-torch2.2"]),
-                                             (["INSTALL_KERNELS=1"], ["base-torch2.2", "devel-torch2.2"]),
-                                             (["STACK=current"], ["base-current"])])
+@pytest.mark.parametrize(
+    "arguments, used",
+    [
+        ([], ["base-torch2.2"]),
+        (["INSTALL_KERNELS=1"], ["base-torch2.2", "devel-torch2.2"]),
+        (["STACK=current"], ["base-current"]),
+    ],
+)
 def test_builders_find_the_stages_of_the_stack(tmp_path, arguments, used):
     """The Dockerfile's stages with nothing in them but a file that tells whose they are. A CUDA toolkit is pulled only
     where kernels are compiled."""
@@ -55,9 +64,14 @@ def test_builders_find_the_stages_of_the_stack(tmp_path, arguments, used):
     builder.folder.mkdir()
     try:
         options = [word for argument in arguments for word in ("--build-arg", argument)]
-        said = builder("bud", "--isolation", "chroot", "--pull-never", "-t", "stages", *options, tmp_path)
-        assert {name for name in ("base-torch2.2", "devel-torch2.2", "base-current", "devel-current")
-                if f"COPY {name}" in said} == set(used)
+        said = builder(
+            "bud", "--isolation", "chroot", "--pull-never", "-t", "stages", *options, tmp_path
+        )
+        assert {
+            name
+            for name in ("base-torch2.2", "devel-torch2.2", "base-current", "devel-current")
+            if f"COPY {name}" in said
+        } == set(used)
     finally:
         builder.remove()
 
@@ -68,12 +82,18 @@ def test_every_package_of_an_image_is_pinned(stack):
     pins = {}
     for line in (PROJECT / "requirements" / f"{stack}.txt").read_text().splitlines():
         if line and not line.startswith(("#", "--extra-index-url ")):
-            match = re.fullmatch(r'([a-z0-9-]+)==([^;\s]+)(; python_version (?:>=|<) "3\.11")?', line)
+            match = re.fullmatch(
+                r'([a-z0-9-]+)==([^;\s]+)(; python_version (?:>=|<) "3\.11")?', line
+            )
             assert match, f"not a pin: {line}"
-            assert (match[1], match[3]) not in pins and not (match[3] and (match[1], None) in pins), f"twice: {line}"
+            assert (match[1], match[3]) not in pins and not (
+                match[3] and (match[1], None) in pins
+            ), f"twice: {line}"
             pins[match[1], match[3]] = match[2]
     torch = ".".join(pins["torch", None].split(".")[:2])
-    bases = re.findall(r"^FROM \S+/cuda:(\d+)\S+ AS base-(\S+)", (PROJECT / "Dockerfile").read_text(), re.MULTILINE)
+    bases = re.findall(
+        r"^FROM \S+/cuda:(\d+)\S+ AS base-(\S+)", (PROJECT / "Dockerfile").read_text(), re.MULTILINE
+    )
     cuda = {of: major for major, of in bases}[stack]
     kernels = [
         line
@@ -89,8 +109,20 @@ def test_every_package_of_an_image_is_pinned(stack):
             line,
         )
         assert match, f"not a pinned wheel: {line}"
-        (name, tag, file_name, version, for_cuda, for_torch, major, minor, machine, marker_major, marker_minor,
-         marker_machine) = match.groups()
+        (
+            name,
+            tag,
+            file_name,
+            version,
+            for_cuda,
+            for_torch,
+            major,
+            minor,
+            machine,
+            marker_major,
+            marker_minor,
+            marker_machine,
+        ) = match.groups()
         assert (
             name.replace("-", "_") == file_name
             and tag == version
@@ -105,4 +137,6 @@ def test_the_patch_is_for_the_pinned_triton():
     sys.path.insert(0, str(PROJECT / "patches"))
     from apply import PATCHED_VERSION
 
-    assert f"\ntriton=={PATCHED_VERSION}\n" in (PROJECT / "requirements" / "torch2.2.txt").read_text()
+    assert (
+        f"\ntriton=={PATCHED_VERSION}\n" in (PROJECT / "requirements" / "torch2.2.txt").read_text()
+    )

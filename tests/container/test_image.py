@@ -42,12 +42,16 @@ def context(tmp_path_factory):
     """A copy of the checkout, and beside it folders that must stay out of the image."""
     folder = tmp_path_factory.mktemp("context")
     list_files = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
-    listed = subprocess.run(list_files, cwd=PROJECT, check=True, capture_output=True, text=True).stdout
+    listed = subprocess.run(
+        list_files, cwd=PROJECT, check=True, capture_output=True, text=True
+    ).stdout
     for name in filter(None, listed.split("\0")):
         if (PROJECT / name).is_file():
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(PROJECT / name, folder / name)
-            (folder / name).chmod(0o600)  # as after `umask 077`: the image must be readable all the same
+            (folder / name).chmod(
+                0o600
+            )  # as after `umask 077`: the image must be readable all the same
     for name in ("data/secret", ".venv/secret", "runs/secret", "model.sqsh"):
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_text("not for the image")
@@ -83,10 +87,15 @@ def test_the_fused_kernels_hold_code_for_each_gpu_that_is_wanted(builder, built)
     )
     code = {line.split(".")[0]: line.split()[1:] for line in said.splitlines()}
     wanted = ["sm_80", "sm_86", "sm_89", "sm_90"]
-    assert len(code) == 2 and code["causal_conv1d_cuda"] == wanted and set(map(tuple, code.values())) == {tuple(wanted)}
+    assert (
+        len(code) == 2
+        and code["causal_conv1d_cuda"] == wanted
+        and set(map(tuple, code.values())) == {tuple(wanted)}
+    )
     for package, (_, version) in kernel_versions("torch2.2").items():
-        assert any(line.split() == ["ok", package, version] for line in built.splitlines()), \
+        assert any(line.split() == ["ok", package, version] for line in built.splitlines()), (
             f"doctor: {package} {version}"
+        )
 
 
 def test_it_works_where_nothing_but_tmp_can_be_written(builder, built):
@@ -98,7 +107,9 @@ def test_it_works_where_nothing_but_tmp_can_be_written(builder, built):
         "python3 patches/apply.py --check; which torchrun; echo $NVIDIA_VISIBLE_DEVICES $NVIDIA_DRIVER_CAPABILITIES",
     )
     assert (
-        said.startswith("/usr/local\n") and "one step: loss" in said and "/usr/local/bin/torchrun" in said
+        said.startswith("/usr/local\n")
+        and "one step: loss" in said
+        and "/usr/local/bin/torchrun" in said
     )
     assert said.endswith("all compute,utility\n"), "Enroot's hook goes by them, whatever the base"
 
@@ -175,22 +186,32 @@ def test_a_code_change_repeats_only_the_last_steps(builder, built, context):
         for part in steps
         if "Using cache" not in part and not part.split(": ", 1)[1].startswith(("FROM", "ARG"))
     ]
-    assert len(steps) > 10 and [words.split(" ", 1)[0] for words in repeated] == ["COPY", "RUN"], repeated
+    assert len(steps) > 10 and [words.split(" ", 1)[0] for words in repeated] == ["COPY", "RUN"], (
+        repeated
+    )
     assert "one step: loss" in said
 
 
 def test_the_current_stack_builds_from_the_same_file(builder, context):
     """STACK=current: newer torch and Triton, with the cache writer that newer Triton has a setting for; without the
     libraries' kernels, and says so."""
-    index = re.search(r"--extra-index-url (\S+)", (context / "requirements/current.txt").read_text())[1]
+    index = re.search(
+        r"--extra-index-url (\S+)", (context / "requirements/current.txt").read_text()
+    )[1]
     try:
         urllib.request.urlopen(f"{index}/torch/", timeout=20).close()
     except OSError as error:
-        pytest.skip(f"PyTorch's own index, which alone has this stack's torch, can't be reached: {error}")
+        pytest.skip(
+            f"PyTorch's own index, which alone has this stack's torch, can't be reached: {error}"
+        )
     said = builder.build(context, "current", "bare", STACK="current")
     assert "without mamba-ssm and causal-conv1d" in said and "one step: loss" in said
     said = builder.run("current", "python3 -m mamba_fsdp doctor; python3 patches/apply.py --check")
-    assert "2.10.0+cu130 (CUDA 13.0" in said and "written by Rank0CacheManager" in said and "one step: loss" in said
+    assert (
+        "2.10.0+cu130 (CUDA 13.0" in said
+        and "written by Rank0CacheManager" in said
+        and "one step: loss" in said
+    )
 
 
 def test_a_triton_that_the_patch_does_not_fit_ends_the_build(builder, built, context):

@@ -25,8 +25,17 @@ def tokenizer(texts, tmp_path_factory):
 @pytest.fixture
 def prepare(tokenizer):
     """Runs the library on an input; one worker, no validation, the small tokenizer, unless told otherwise."""
+
     def run(source, out, *, save_seconds=5.0, **settings):
-        options = DatasetConfig(**{"tokenizer": tokenizer, "eos_token": tokenizers_.END_OF_TEXT,
-                                   "validation_fraction": 0.0, "workers": 1, **settings})
+        options = DatasetConfig(
+            **{
+                "tokenizer": tokenizer,
+                "eos_token": tokenizers_.END_OF_TEXT,
+                "validation_fraction": 0.0,
+                "workers": 1,
+                **settings,
+            }
+        )
         return make_dataset(open_source(str(source), options), out, save_seconds=save_seconds)
+
     return run

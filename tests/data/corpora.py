@@ -21,10 +21,15 @@ def stored_documents(store):
 
 def make_texts(count, seed=0):
     """Documents of words in several scripts, with line breaks inside, none of them blank."""
-    words = "the of state space model α βγδ naïve 日本語 x=1 {\"k\": 2} emoji🙂 \t".split(" ")
+    words = 'the of state space model α βγδ naïve 日本語 x=1 {"k": 2} emoji🙂 \t'.split(" ")
     chooser = random.Random(seed)
-    return [" ".join(chooser.choice(words) for _ in range(chooser.randint(1, 60))).replace(" of ", " of\n") + f" {i}"
-            for i in range(count)]
+    return [
+        " ".join(chooser.choice(words) for _ in range(chooser.randint(1, 60))).replace(
+            " of ", " of\n"
+        )
+        + f" {i}"
+        for i in range(count)
+    ]
 
 
 def write_store(path, documents, **how):
@@ -39,17 +44,28 @@ def read_back(store):
     """A store's documents as text."""
     store = TokenStore(store)
     backend = Tokenizer.from_file(str(store.tokenizer_path / "tokenizer.json"))
-    return [backend.decode(document[:-1].tolist(), skip_special_tokens=False) for document in stored_documents(store)]
+    return [
+        backend.decode(document[:-1].tolist(), skip_special_tokens=False)
+        for document in stored_documents(store)
+    ]
 
 
 def content(folder):
     """{name: bytes} of everything in a finished dataset but what says how long it took or where it came from."""
-    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in sorted(Path(folder).rglob("*"))
-            if path.is_file() and path.parent != Path(folder)}
+    return {
+        path.relative_to(folder).as_posix(): path.read_bytes()
+        for path in sorted(Path(folder).rglob("*"))
+        if path.is_file() and path.parent != Path(folder)
+    }
 
 
 def command(*arguments, cwd, **more):
     """python get_dataset.py ARGUMENTS in a folder."""
-    return subprocess.run([sys.executable, ROOT / "get_dataset.py", *map(str, arguments)], cwd=cwd, capture_output=True,
-                          text=True,
-                          env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}, **more)
+    return subprocess.run(
+        [sys.executable, ROOT / "get_dataset.py", *map(str, arguments)],
+        cwd=cwd,
+        capture_output=True,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
+        **more,
+    )

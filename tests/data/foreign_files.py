@@ -17,7 +17,9 @@ def write_fms(path, documents, *, column="tokens", stream=False):
     new = pyarrow.ipc.new_stream if stream else pyarrow.ipc.new_file
     with pyarrow.OSFile(str(path), "wb") as file, new(file, schema) as writer:
         for document in documents:
-            writer.write(pyarrow.record_batch([pyarrow.array(document, pyarrow.uint32())], schema=schema))
+            writer.write(
+                pyarrow.record_batch([pyarrow.array(document, pyarrow.uint32())], schema=schema)
+            )
 
 
 def write_rows(path, rows, *, shards=1, **columns):
@@ -31,11 +33,15 @@ def write_megatron(prefix, documents, *, code=8, sequences_of=lambda document: [
     cut = [[np.array(part, dtype) for part in sequences_of(document)] for document in documents]
     parts = [part for document in cut for part in document]
     lengths = np.array([len(part) for part in parts], "<i4")
-    places = np.concatenate([[0], np.cumsum(lengths[:-1] * np.dtype(dtype).itemsize)])[:len(parts)].astype("<i8")
+    places = np.concatenate([[0], np.cumsum(lengths[:-1] * np.dtype(dtype).itemsize)])[
+        : len(parts)
+    ].astype("<i8")
     bounds = np.cumsum([0, *map(len, cut)]).astype("<i8")
     Path(f"{prefix}.bin").write_bytes(b"".join(part.tobytes() for part in parts))
     header = b"MMIDIDX\0\0" + struct.pack("<QBQQ", 1, code, len(parts), len(bounds))
-    Path(f"{prefix}.idx").write_bytes(header + lengths.tobytes() + places.tobytes() + bounds.tobytes())
+    Path(f"{prefix}.idx").write_bytes(
+        header + lengths.tobytes() + places.tobytes() + bounds.tobytes()
+    )
 
 
 def write_nanogpt(path, tokens, header=()):
@@ -45,8 +51,11 @@ def write_nanogpt(path, tokens, header=()):
 
 def write_layout(path, documents, counted=lambda token: True):
     """A DataLayout file and its size."""
-    values = [token | position << 16 | counted(token) << 30
-              for document in documents for position, token in enumerate(document)]
+    values = [
+        token | position << 16 | counted(token) << 30
+        for document in documents
+        for position, token in enumerate(document)
+    ]
     path.write_bytes(np.array(values, "<i4").tobytes())
     Path(f"{path}.size").write_text(str(len(values)))
 

@@ -13,7 +13,12 @@ pytestmark = pytest.mark.slow
 
 def test_a_store_of_a_million_million_tokens_fits_into_little_memory(tmp_path, project):
     """Opened, and read in a thousand places: under 200 MiB."""
-    command = [sys.executable, "-m", "benchmarks.loader", f"--huge={write_sparse(tmp_path / 'sparse')}"]
+    command = [
+        sys.executable,
+        "-m",
+        "benchmarks.loader",
+        f"--huge={write_sparse(tmp_path / 'sparse')}",
+    ]
     said = subprocess.run(command, cwd=project, check=True, capture_output=True, text=True).stdout
     assert said.startswith("a sparse store of 1e+12 tokens")
     assert int(re.search(r"peak memory (\d+) MiB", said)[1]) < 200

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from config.train_config import DataConfig
 from mamba_fsdp.conventions import IGNORED_LABEL
-from mamba_fsdp.data.loader import Loader, Split, evaluation_batches
-from mamba_fsdp.data.order import Order
+from mamba_fsdp.data.loader import BatchLayout, Loader, evaluation_batches
+from mamba_fsdp.data.sampler import Sampler
 from mamba_fsdp.data.source import Tokens
 from mamba_fsdp.data.store import StoreWriter
 from mamba_fsdp.errors import UserError
@@ -25,7 +25,12 @@ class Numbers:
     count."""
 
     def __init__(self, token_count, first=0, document=5, silent=None):
-        self.token_count, self.first, self.document, self.silent = token_count, first, document, silent
+        self.token_count, self.first, self.document, self.silent = (
+            token_count,
+            first,
+            document,
+            silent,
+        )
         self.identity = f"{token_count} from {first}"
 
     def read(self, start, count):
@@ -44,11 +49,29 @@ def two_sources():
     return {"a": Numbers(50 * L + 3), "b": Numbers(20 * L + 1, first=10_000)}
 
 
-def loader_of(sources, *, state=None, seed=0, rank=0, world_size=1, batch_size=2, micro_batches=1, vocab_size=10**6,
-              first_step=0, num_workers=2, **data):
-    order = Order(sources, {name: i + 1.5 for i, name in enumerate(sources)}, L, seed, state)
-    return Loader(sources, order, DataConfig(seq_length=L, num_workers=num_workers, **data),
-                  Split(rank, world_size, batch_size, micro_batches), vocab_size=vocab_size, first_step=first_step)
+def loader_of(
+    sources,
+    *,
+    state=None,
+    seed=0,
+    rank=0,
+    world_size=1,
+    batch_size=2,
+    grad_accumulation_steps=1,
+    vocab_size=10**6,
+    first_step=0,
+    num_workers=2,
+    **data,
+):
+    order = Sampler(sources, {name: i + 1.5 for i, name in enumerate(sources)}, L, seed, state)
+    return Loader(
+        sources,
+        order,
+        DataConfig(seq_length=L, num_workers=num_workers, **data),
+        BatchLayout(rank, world_size, batch_size, grad_accumulation_steps),
+        vocab_size=vocab_size,
+        first_step=first_step,
+    )
 
 
 def rows_of_step(sources, step, world_size, **settings):
@@ -72,34 +95,58 @@ def rows_of_step(sources, step, world_size, **settings):
     step=st.integers(0, 40),
     seed=st.integers(0, 9),
 )
-def test_a_step_is_the_same_for_every_world_size_split_and_worker_count(split, workers, prefetch, step, seed):
-    world_size, batch_size, micro_batches = split
+def test_a_step_is_the_same_for_every_world_size_split_and_worker_count(
+    split, workers, prefetch, step, seed
+):
+    world_size, batch_size, grad_accumulation_steps = split
     sources = two_sources()
-    samples, tokens, labels = rows_of_step(sources, step, world_size, batch_size=batch_size,
-                                           micro_batches=micro_batches,
-                                           num_workers=workers, prefetch=prefetch, seed=seed)
+    samples, tokens, labels = rows_of_step(
+        sources,
+        step,
+        world_size,
+        batch_size=batch_size,
+        grad_accumulation_steps=grad_accumulation_steps,
+        num_workers=workers,
+        prefetch=prefetch,
+        seed=seed,
+    )
     expected = rows_of_step(sources, step, 1, batch_size=12, num_workers=0, seed=seed)
-    assert samples == expected[0] and torch.equal(tokens, expected[1]) and torch.equal(labels, expected[2])
+    assert (
+        samples == expected[0]
+        and torch.equal(tokens, expected[1])
+        and torch.equal(labels, expected[2])
+    )
 
 
 def test_rows_are_the_windows_and_labels_are_shifted_by_one():
     sources = two_sources()
-    with loader_of(sources, batch_size=6, micro_batches=2) as loader:
+    with loader_of(sources, batch_size=6, grad_accumulation_steps=2) as loader:
         for step in range(5):
             for batch in loader.step(step):
-                assert batch.tokens.dtype == batch.labels.dtype == torch.int64 and batch.documents is None
+                assert (
+                    batch.tokens.dtype == batch.labels.dtype == torch.int64
+                    and batch.documents is None
+                )
                 for row, (name, window) in enumerate(batch.samples):
                     tokens = sources[name].first + window * L + torch.arange(L + 1)
-                    assert torch.equal(batch.tokens[row], tokens[:-1]) and torch.equal(batch.labels[row], tokens[1:])
+                    assert torch.equal(batch.tokens[row], tokens[:-1]) and torch.equal(
+                        batch.labels[row], tokens[1:]
+                    )
 
 
 @settings(deadline=None, max_examples=25)
-@given(counts=st.tuples(st.integers(1, 30), st.integers(1, 30)), world_size=st.integers(1, 3),
-       workers=st.integers(0, 2))
+@given(
+    counts=st.tuples(st.integers(1, 30), st.integers(1, 30)),
+    world_size=st.integers(1, 3),
+    workers=st.integers(0, 2),
+)
 def test_ranks_together_see_every_window_once_an_epoch(counts, world_size, workers):
     sources = {"a": Numbers(counts[0] * L + 1), "b": Numbers(counts[1] * L + 1, first=10_000)}
     seen = {"a": [], "b": []}
-    loaders = [loader_of(sources, rank=rank, world_size=world_size, num_workers=workers) for rank in range(world_size)]
+    loaders = [
+        loader_of(sources, rank=rank, world_size=world_size, num_workers=workers)
+        for rank in range(world_size)
+    ]
     for step in range(-(-90 // (2 * world_size))):
         for loader in loaders:
             for name, window in loader.step(step)[0].samples:
@@ -121,8 +168,15 @@ def test_resuming_at_any_step_with_another_split_is_as_if_unbroken():
             state = whole.state_before(step)  # no matter how far the threads have read ahead
             samples = []
             for later in range(step, step + 4):
-                samples += rows_of_step(sources, later, 2, batch_size=3, micro_batches=3, state=state,
-                                        first_step=step)[0]
+                samples += rows_of_step(
+                    sources,
+                    later,
+                    2,
+                    batch_size=3,
+                    grad_accumulation_steps=3,
+                    state=state,
+                    first_step=step,
+                )[0]
             assert samples == unbroken[12 * step :][:72]
 
 
@@ -159,15 +213,21 @@ def test_labels_weigh_by_what_of_their_document_stands_before_them_in_the_row(si
                 assert batch.labels[row, place] == label
                 assert batch.weights[row, place] == pytest.approx(weight, rel=1e-6)
                 total += weight
-    assert batch.weights.dtype == torch.float32 and batch.total_weight() == pytest.approx(total, rel=1e-6)
+    assert batch.weights.dtype == torch.float32 and batch.total_weight() == pytest.approx(
+        total, rel=1e-6
+    )
 
 
 def test_a_document_without_its_head_is_one_of_its_own():
     """Positions that fall, though not to 0, begin a document: nothing of the one before weighs or reaches in."""
     source = Numbers(L + 1)
     read = source.read
-    source.read = lambda start, count: read(start, count)._replace(positions=np.array([7, 8, 9, 5, 6, 7, 0, 0, 1]))
-    with loader_of({"a": source}, batch_size=1, position_weighting=True, reset_at_documents=True) as loader:
+    source.read = lambda start, count: read(start, count)._replace(
+        positions=np.array([7, 8, 9, 5, 6, 7, 0, 0, 1])
+    )
+    with loader_of(
+        {"a": source}, batch_size=1, position_weighting=True, reset_at_documents=True
+    ) as loader:
         batch = loader.step(0)[0]
     assert batch.documents.tolist() == [[0, 0, 0, 1, 1, 1, 2, 3]]
     assert torch.allclose(batch.weights, torch.tensor([[1, 2, 0, 1, 2, 0, 0, 1]]).div(10).tanh())
@@ -179,7 +239,9 @@ def test_a_store_is_a_source(tmp_path):
         writer.append([*np.arange(1, length + 1), writer.eos])
     store = writer.finish()
     whole = torch.from_numpy(store.read(0, store.token_count).tokens.astype(np.int64))
-    with loader_of({"store": store}, batch_size=7, vocab_size=100, reset_at_documents=True) as loader:
+    with loader_of(
+        {"store": store}, batch_size=7, vocab_size=100, reset_at_documents=True
+    ) as loader:
         batch = loader.step(0)[0]
     assert sorted(window for _, window in batch.samples) == list(range(7))
     for row, (_, window) in enumerate(batch.samples):
@@ -191,7 +253,9 @@ def test_a_store_is_a_source(tmp_path):
 @pytest.mark.parametrize("workers", [0, 2])
 def test_an_error_while_reading_reaches_the_caller_with_the_sources_name(workers):
     with loader_of({"wiki": Broken(100)}, num_workers=workers) as loader:
-        with pytest.raises(UserError, match=r"source 'wiki', window \d+ \(tokens .*Input/output error.*0001.bin"):
+        with pytest.raises(
+            UserError, match=r"source 'wiki', window \d+ \(tokens .*Input/output error.*0001.bin"
+        ):
             loader.step(0)
         with pytest.raises(UserError, match="wiki"):  # and again, without hanging
             loader.step(1)
@@ -200,8 +264,10 @@ def test_an_error_while_reading_reaches_the_caller_with_the_sources_name(workers
 def test_a_token_outside_the_models_vocabulary_is_refused():
     """On a GPU it would be a device-side assertion that names nothing."""
     with loader_of({"a": Numbers(50 * L + 1)}, batch_size=50, vocab_size=50 * L) as loader:
-        with pytest.raises(UserError,
-                           match="source 'a', window 49 .*token id 400 is not below the model's vocab_size 400"):
+        with pytest.raises(
+            UserError,
+            match="source 'a', window 49 .*token id 400 is not below the model's vocab_size 400",
+        ):
             loader.step(0)
     with loader_of({"a": Numbers(50 * L + 1)}, batch_size=50, vocab_size=50 * L + 1) as loader:
         loader.step(0)
@@ -224,15 +290,30 @@ def test_reading_ahead_stays_within_its_bound():
 
 
 def evaluated(source, world_size, batch_size, limit=None):
-    ranks = [list(evaluation_batches(source, "valid", DataConfig(seq_length=L), Split(rank, world_size, batch_size),
-                                     vocab_size=10**6, limit=limit)) for rank in range(world_size)]
-    assert len({len(batches) for batches in ranks}) == 1  # sharded models need every rank in every forward
+    ranks = [
+        list(
+            evaluation_batches(
+                source,
+                "valid",
+                DataConfig(seq_length=L),
+                BatchLayout(rank, world_size, batch_size),
+                vocab_size=10**6,
+                limit=limit,
+            )
+        )
+        for rank in range(world_size)
+    ]
+    assert (
+        len({len(batches) for batches in ranks}) == 1
+    )  # sharded models need every rank in every forward
     return [batch for batches in ranks for batch in batches]
 
 
 @settings(deadline=None, max_examples=40)
 @given(token_count=st.integers(2, 200), world_size=st.integers(1, 4), batch_size=st.integers(1, 5))
-def test_evaluation_predicts_every_token_once_on_any_world_size(token_count, world_size, batch_size):
+def test_evaluation_predicts_every_token_once_on_any_world_size(
+    token_count, world_size, batch_size
+):
     batches = evaluated(Numbers(token_count), world_size, batch_size)
     labels = torch.cat([batch.labels[batch.labels != IGNORED_LABEL] for batch in batches])
     assert sorted(labels.tolist()) == list(range(1, token_count))
@@ -244,10 +325,15 @@ def test_evaluation_predicts_every_token_once_on_any_world_size(token_count, wor
 
 @settings(deadline=None, max_examples=40)
 @given(limit=st.integers(1, 30), world_size=st.integers(1, 4), batch_size=st.integers(1, 5))
-def test_limited_evaluation_takes_the_same_spread_windows_on_any_world_size(limit, world_size, batch_size):
+def test_limited_evaluation_takes_the_same_spread_windows_on_any_world_size(
+    limit, world_size, batch_size
+):
     def windows(*split):
         batches = evaluated(Numbers(20 * L + 1), *split, limit=limit)
-        return sorted(window for batch in batches for _, window in batch.samples if window is not None)
+        return sorted(
+            window for batch in batches for _, window in batch.samples if window is not None
+        )
+
     chosen = windows(world_size, batch_size)
     assert chosen == windows(1, 7) and len(chosen) == len(set(chosen)) == min(limit, 20)
     gaps = np.diff([*chosen, 20])

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from config.train_config import DataConfig
-from mamba_fsdp.data.loader import Loader, Split
-from mamba_fsdp.data.order import Order
+from mamba_fsdp.data.loader import BatchLayout, Loader
+from mamba_fsdp.data.sampler import Sampler
 from mamba_fsdp.data.source import Source, Tokens
 from mamba_fsdp.data.store import StoreWriter, TokenStore
 from mamba_fsdp.errors import UserError
@@ -32,7 +32,11 @@ class Lines:
     def read(self, start, count):
         place = np.arange(start, start + count)
         document = np.searchsorted(self.starts, place, "right") - 1
-        return Tokens(self.content[start:start + count], (place - self.starts[document]).astype(np.int32), None)
+        return Tokens(
+            self.content[start : start + count],
+            (place - self.starts[document]).astype(np.int32),
+            None,
+        )
 
 
 @pytest.fixture
@@ -40,7 +44,9 @@ def pair(tmp_path):
     """The same documents as a native store and as a text file."""
     generator = np.random.default_rng(0)
     documents = [generator.integers(32, 127, generator.integers(1, 40)) for _ in range(60)]
-    writer = StoreWriter(tmp_path / "store", vocab_size=256, eos=EOS, tokenizer="bytes", shard_tokens=300)
+    writer = StoreWriter(
+        tmp_path / "store", vocab_size=256, eos=EOS, tokenizer="bytes", shard_tokens=300
+    )
     for document in documents:
         writer.append([*document, writer.eos])
     text = tmp_path / "lines.txt"
@@ -55,17 +61,21 @@ def test_the_native_store_keeps_the_protocol(pair):
         assert isinstance(getattr(store, name), kind) and isinstance(getattr(toy, name), kind), name
     assert inspect.signature(TokenStore.read) == inspect.signature(Source.read)
     tokens, positions, mask = store.read(5, 20)
-    assert tokens.dtype.kind == "u" and positions.dtype == np.int32 and len(tokens) == len(positions) == 20
+    assert (
+        tokens.dtype.kind == "u"
+        and positions.dtype == np.int32
+        and len(tokens) == len(positions) == 20
+    )
     assert mask is None
 
 
 def test_a_source_of_another_kind_gives_the_same_batches(pair):
-    """Order and loader ask for nothing that the protocol doesn't name."""
+    """Sampler and loader ask for nothing that the protocol doesn't name."""
     batches = []
     for source in pair:
-        order = Order({"it": source}, {"it": 1.0}, 16, seed=3)
+        order = Sampler({"it": source}, {"it": 1.0}, 16, seed=3)
         data = DataConfig(seq_length=16, reset_at_documents=True)
-        with Loader({"it": source}, order, data, Split(0, 1, 3, 2), vocab_size=256) as loader:
+        with Loader({"it": source}, order, data, BatchLayout(0, 1, 3, 2), vocab_size=256) as loader:
             batches.append([batch for step in range(12) for batch in loader.step(step)])
     for native, toy in zip(*batches):
         assert native.samples == toy.samples
@@ -75,9 +85,12 @@ def test_a_source_of_another_kind_gives_the_same_batches(pair):
 
 def test_a_source_of_another_kind_is_known_again_when_a_run_resumes(pair, tmp_path):
     _, toy = pair
-    state = Order({"it": toy}, {"it": 1.0}, 16, seed=3).state_after(5)
-    later = Order({"it": toy}, {"it": 1.0}, 16, seed=3, state=state)
-    assert later.samples(0, 4)[1].tolist() == Order({"it": toy}, {"it": 1.0}, 16, seed=3).samples(5, 4)[1].tolist()
+    state = Sampler({"it": toy}, {"it": 1.0}, 16, seed=3).state_after(5)
+    later = Sampler({"it": toy}, {"it": 1.0}, 16, seed=3, state=state)
+    assert (
+        later.samples(0, 4)[1].tolist()
+        == Sampler({"it": toy}, {"it": 1.0}, 16, seed=3).samples(5, 4)[1].tolist()
+    )
     (tmp_path / "lines.txt").write_bytes(b"other\n" * 200)
     with pytest.raises(UserError, match="'it' holds other data"):
-        Order({"it": Lines(tmp_path / "lines.txt")}, {"it": 1.0}, 16, seed=3, state=state)
+        Sampler({"it": Lines(tmp_path / "lines.txt")}, {"it": 1.0}, 16, seed=3, state=state)

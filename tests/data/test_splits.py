@@ -18,20 +18,38 @@ from mamba_fsdp.verbs.evaluate import words_and_bytes
 def articles(first, count):
     """Rows as WikiText has them: a line each, titles between equals signs, empty ones between."""
     for number in range(first, first + count):
-        yield from ("", f" = Article {number} = \n", "", f" It is said , that na\u00efve {number} @,@ 000 words ... \n",
-                    "", f" = = Section {number} = = \n", "", f" And \" more \" of {'them ' * (number % 7)}. \n")
+        yield from (
+            "",
+            f" = Article {number} = \n",
+            "",
+            f" It is said , that na\u00efve {number} @,@ 000 words ... \n",
+            "",
+            f" = = Section {number} = = \n",
+            "",
+            f' And " more " of {"them " * (number % 7)}. \n',
+        )
 
 
-ROWS = {"train": list(articles(0, 90)), "validation": list(articles(100, 9)), "test": list(articles(200, 11))}
+ROWS = {
+    "train": list(articles(0, 90)),
+    "validation": list(articles(100, 9)),
+    "test": list(articles(200, 11)),
+}
 
 
 def wikitext(names=("train", "validation", "test")):
-    return datasets.DatasetDict({name: datasets.Dataset.from_dict({"text": ROWS[store]})
-                                 for name, store in zip(names, ROWS)})
+    return datasets.DatasetDict(
+        {
+            name: datasets.Dataset.from_dict({"text": ROWS[store]})
+            for name, store in zip(names, ROWS)
+        }
+    )
 
 
 def make(name, out, **options):
-    options = DatasetConfig(**{"splits": "official", "pack": "none", "tokenizer": "train:300", "workers": 1, **options})
+    options = DatasetConfig(
+        **{"splits": "official", "pack": "none", "tokenizer": "train:300", "workers": 1, **options}
+    )
     return tokenize.make_dataset(text.open_source(str(name), options), out)
 
 
@@ -48,7 +66,9 @@ def saved(folder):
 def files(folder):
     (folder / "data").mkdir(parents=True)
     for name, rows in zip(("train-00000", "val-00000", "test-00000"), ROWS.values()):
-        (folder / "data" / f"{name}.jsonl").write_text("".join(json.dumps({"text": row}) + "\n" for row in rows))
+        (folder / "data" / f"{name}.jsonl").write_text(
+            "".join(json.dumps({"text": row}) + "\n" for row in rows)
+        )
     (folder / "trained_on.md").write_text("no split")
 
 
@@ -64,7 +84,9 @@ def test_each_split_becomes_the_store_of_its_name(write, tmp_path):
         assert text_of(tmp_path / "out" / name) == "".join(rows)
         store = TokenStore(tmp_path / "out" / name)
         assert words_and_bytes(store, [(0, store.token_count)], World.alone()) == (
-            sum(len(row.split()) for row in rows), sum(len(row.encode()) for row in rows))
+            sum(len(row.split()) for row in rows),
+            sum(len(row.encode()) for row in rows),
+        )
     assert make(tmp_path / "in", tmp_path / "out") == done
     with pytest.raises(UserError, match="splits was 'official' and is 'held_out'"):
         make(tmp_path / "in", tmp_path / "out", splits="held_out", validation_fraction=0)
@@ -76,8 +98,13 @@ def test_the_splits_of_a_datasets_name(streaming, tmp_path, monkeypatch):
     rows = wikitext(("train", "valid", "test"))
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setattr(datasets, "get_dataset_split_names", lambda name, config: list(rows))
-    monkeypatch.setattr(datasets, "load_dataset", lambda name, config, split, streaming: (
-        rows[split].to_iterable_dataset() if streaming else rows[split]))
+    monkeypatch.setattr(
+        datasets,
+        "load_dataset",
+        lambda name, config, split, streaming: (
+            rows[split].to_iterable_dataset() if streaming else rows[split]
+        ),
+    )
     make("Salesforce/wikitext", tmp_path / "out", streaming=streaming)
     assert all(text_of(tmp_path / "out" / name) == "".join(ROWS[name]) for name in ROWS)
 
@@ -86,7 +113,8 @@ def test_several_splits_of_a_folder_together(tmp_path):
     saved(tmp_path / "in")
     source = text.open_source(str(tmp_path / "in"), DatasetConfig(split="validation+test"))
     assert b"".join(row for block in source.blocks() for row in block.data).decode() == "".join(
-        ROWS["validation"] + ROWS["test"])
+        ROWS["validation"] + ROWS["test"]
+    )
     with pytest.raises(UserError, match="no split 'tset'; name one of train, validation, test"):
         text.open_source(str(tmp_path / "in"), DatasetConfig(split="train+tset"))
 
@@ -95,7 +123,9 @@ def test_what_has_no_splits_is_said(tmp_path, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     (tmp_path / "in").mkdir()
     (tmp_path / "in" / "train.txt").write_text("a")
-    with pytest.raises(UserError, match="of the splits train, validation and test it has: train; leave"):
+    with pytest.raises(
+        UserError, match="of the splits train, validation and test it has: train; leave"
+    ):
         make(tmp_path / "in", tmp_path / "out")
     with pytest.raises(UserError, match="builtin: of the splits .* it has: "):
         make("builtin", tmp_path / "out")
@@ -110,7 +140,9 @@ def test_what_has_no_splits_is_said(tmp_path, monkeypatch):
     with pytest.raises(UserError, match="the split for .*validation holds no text"):
         make(tmp_path / "in", tmp_path / "out", tokenizer="train:257")
     with pytest.raises(UserError, match="--split=test and --splits=official exclude each other"):
-        get_dataset.main(str(tmp_path / "in"), "", options=DatasetConfig(split="test", splits="official"))
+        get_dataset.main(
+            str(tmp_path / "in"), "", options=DatasetConfig(split="test", splits="official")
+        )
 
     def unknown(*_):
         raise FileNotFoundError("Dataset 'some/name' doesn't exist")

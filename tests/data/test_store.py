@@ -18,7 +18,9 @@ DOCUMENTS = [[1, 2, 3], [4], [], [5, 6, 7, 8, 9, 10, 11], [12, 13]]
 
 
 def write(path, documents, vocab_size=100, shard_tokens=6):
-    return write_store(path, documents, vocab_size=vocab_size, eos=EOS, tokenizer="none", shard_tokens=shard_tokens)
+    return write_store(
+        path, documents, vocab_size=vocab_size, eos=EOS, tokenizer="none", shard_tokens=shard_tokens
+    )
 
 
 @pytest.fixture
@@ -27,9 +29,11 @@ def store(tmp_path):
 
 
 @settings(max_examples=60, deadline=None)
-@given(documents=st.lists(st.lists(st.integers(1, 99), max_size=12), min_size=1, max_size=12),
-       shard_tokens=st.integers(1, 30),
-       data=st.data())
+@given(
+    documents=st.lists(st.lists(st.integers(1, 99), max_size=12), min_size=1, max_size=12),
+    shard_tokens=st.integers(1, 30),
+    data=st.data(),
+)
 def test_any_window_is_that_slice_of_the_documents(tmp_path_factory, documents, shard_tokens, data):
     """read(start, count) equals the slice of all documents laid end to end, positions restarting at each, across
     shards."""
@@ -40,10 +44,15 @@ def test_any_window_is_that_slice_of_the_documents(tmp_path_factory, documents, 
     start = data.draw(st.integers(0, len(flat)))
     count = data.draw(st.integers(0, len(flat) - start))
     window = store.read(start, count)
-    assert window.tokens.tolist() == flat[start:start + count]
-    assert window.positions.tolist() == positions[start:start + count] and window.positions.dtype == np.int32
+    assert window.tokens.tolist() == flat[start : start + count]
+    assert (
+        window.positions.tolist() == positions[start : start + count]
+        and window.positions.dtype == np.int32
+    )
     assert window.mask is None
-    assert [d.tolist() for d in stored_documents(store)] == [[*document, EOS] for document in documents]
+    assert [d.tolist() for d in stored_documents(store)] == [
+        [*document, EOS] for document in documents
+    ]
     store.verify()
 
 
@@ -70,7 +79,10 @@ def test_bytes_depend_on_neither_the_calls_nor_an_interruption(tmp_path_factory,
     pieces = writer.finish()
     assert pieces.identity == whole.identity
     index = json.loads((whole.path / "index.json").read_text())
-    for name in ["index.json", *(f"{s['name']}.{suffix}" for s in index["shards"] for suffix in ("bin", "doc"))]:
+    for name in [
+        "index.json",
+        *(f"{s['name']}.{suffix}" for s in index["shards"] for suffix in ("bin", "doc")),
+    ]:
         assert (whole.path / name).read_bytes() == (pieces.path / name).read_bytes()
 
 
@@ -93,7 +105,10 @@ def test_identity_follows_content_not_place(store, tmp_path):
     shutil.copytree(store.path, tmp_path / "copy")
     assert TokenStore(tmp_path / "copy").identity == store.identity
     assert write(tmp_path / "other", [[1, 2, 4], *DOCUMENTS[1:]]).identity != store.identity
-    assert pickle.loads(pickle.dumps(store)).read(3, 5).tokens.tolist() == store.read(3, 5).tokens.tolist()
+    assert (
+        pickle.loads(pickle.dumps(store)).read(3, 5).tokens.tolist()
+        == store.read(3, 5).tokens.tolist()
+    )
 
 
 def edit_index(path, **changes):
@@ -101,22 +116,40 @@ def edit_index(path, **changes):
     (path / "index.json").write_text(json.dumps({**index, **changes}))
 
 
-@pytest.mark.parametrize("damage, message", [
-    (lambda path: shutil.rmtree(path), "no such folder"),
-    (lambda path: (shutil.rmtree(path), path.write_text("text")), "store: a file, not a token store"),
-    (lambda path: (path / "index.json").unlink(), "unfinished token store"),
-    (lambda path: [file.unlink() for file in path.iterdir()], "not a token store"),
-    (lambda path: (path / "index.json").write_text('{"format": '), "index.json: can't be read"),
-    (lambda path: (path / "index.json").write_text("{}"), "index.json: can't be read"),
-    (lambda path: edit_index(path, version=2), "version 2"),
-    (lambda path: edit_index(path, version=2), "which a newer version of this program wrote; this one reads version 1"),
-    (lambda path: edit_index(path, format="elsewhere"), "index.json: written as 'elsewhere'; this program reads"),
-    (lambda path: edit_index(path, eos=1), "does not match its own checksum"),
-    (lambda path: (path / "00001.bin").unlink(), "00001.bin: can't be read"),
-    (lambda path: ((path / "00001.doc").unlink(), (path / "00001.doc").mkdir()), "00001.doc: can't be read"),
-    (lambda path: (path / "00001.bin").write_bytes(b"12"), "00001.bin: 2 bytes, but its index says"),
-    (lambda path: (path / "00000.doc").write_bytes(b""), "00000.doc: 0 bytes"),
-])
+@pytest.mark.parametrize(
+    "damage, message",
+    [
+        (lambda path: shutil.rmtree(path), "no such folder"),
+        (
+            lambda path: (shutil.rmtree(path), path.write_text("text")),
+            "store: a file, not a token store",
+        ),
+        (lambda path: (path / "index.json").unlink(), "unfinished token store"),
+        (lambda path: [file.unlink() for file in path.iterdir()], "not a token store"),
+        (lambda path: (path / "index.json").write_text('{"format": '), "index.json: can't be read"),
+        (lambda path: (path / "index.json").write_text("{}"), "index.json: can't be read"),
+        (lambda path: edit_index(path, version=2), "version 2"),
+        (
+            lambda path: edit_index(path, version=2),
+            "which a newer version of this program wrote; this one reads version 1",
+        ),
+        (
+            lambda path: edit_index(path, format="elsewhere"),
+            "index.json: written as 'elsewhere'; this program reads",
+        ),
+        (lambda path: edit_index(path, eos=1), "does not match its own checksum"),
+        (lambda path: (path / "00001.bin").unlink(), "00001.bin: can't be read"),
+        (
+            lambda path: ((path / "00001.doc").unlink(), (path / "00001.doc").mkdir()),
+            "00001.doc: can't be read",
+        ),
+        (
+            lambda path: (path / "00001.bin").write_bytes(b"12"),
+            "00001.bin: 2 bytes, but its index says",
+        ),
+        (lambda path: (path / "00000.doc").write_bytes(b""), "00000.doc: 0 bytes"),
+    ],
+)
 def test_a_broken_store_is_refused_by_name(store, damage, message):
     """Opening names the file and the fault; nothing broken is ever read."""
     damage(store.path)
@@ -125,7 +158,9 @@ def test_a_broken_store_is_refused_by_name(store, damage, message):
 
 
 @pytest.mark.parametrize("name", ["00000.bin", "00001.doc"])
-@pytest.mark.parametrize("change", [lambda path: path.unlink(), lambda path: path.write_bytes(path.read_bytes()[:-8])])
+@pytest.mark.parametrize(
+    "change", [lambda path: path.unlink(), lambda path: path.write_bytes(path.read_bytes()[:-8])]
+)
 def test_a_file_that_changes_after_opening_is_named_when_it_is_first_read(store, name, change):
     change(store.path / name)
     with pytest.raises(UserError, match=rf"{name}: .*; copy .* make the store again"):

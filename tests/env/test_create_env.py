@@ -35,11 +35,20 @@ def create(project, tmp_path, quick_python, monkeypatch):
     for name in ("cpu", "current", "torch2.2", "dev"):
         (tmp_path / "requirements" / f"{name}.txt").write_text("# nothing\n")
     # A disk with room, whatever this machine's has:
-    monkeypatch.setenv(*stub(tmp_path / "room", "df", "echo head; echo 'disk 9 0 99000000 0% /'").popitem())
+    monkeypatch.setenv(
+        *stub(tmp_path / "room", "df", "echo head; echo 'disk 9 0 99000000 0% /'").popitem()
+    )
 
     def run(*words, **environment):
-        return subprocess.run(["./0.create_env.sh", *words], cwd=tmp_path, capture_output=True, text=True, timeout=600,
-                              env={**os.environ, "PYTHON": quick_python, **environment})
+        return subprocess.run(
+            ["./0.create_env.sh", *words],
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            timeout=600,
+            env={**os.environ, "PYTHON": quick_python, **environment},
+        )
+
     return run
 
 
@@ -78,16 +87,26 @@ def test_what_pip_does_is_seen_in_one_line_of_a_terminal(create, quick_python, t
         wheel = tmp_path / f"package_with_quite_a_long_name_{'x' * 40}_{number}-1-py3-none-any.whl"
         name, wheels = wheel.name.split("-")[0], [*wheels, wheel]
         with zipfile.ZipFile(wheel, "w") as file:
-            file.writestr(f"{name}-1.dist-info/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: 1\n")
-            file.writestr(f"{name}-1.dist-info/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+            file.writestr(
+                f"{name}-1.dist-info/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: 1\n"
+            )
+            file.writestr(
+                f"{name}-1.dist-info/WHEEL",
+                "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+            )
             file.writestr(f"{name}-1.dist-info/RECORD", "")
     (tmp_path / "requirements" / "cpu.txt").write_text("".join(f"{wheel}\n" for wheel in wheels))
-    process = terminal.start(["./0.create_env.sh", "--stack", "cpu"], cwd=tmp_path,
-                             env={**os.environ, "PYTHON": quick_python})
+    process = terminal.start(
+        ["./0.create_env.sh", "--stack", "cpu"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHON": quick_python},
+    )
     assert process.wait(600) == 0
     rows = drawings(terminal.text())
-    assert rows[1].startswith("  1: package_with_quite") and rows[-2:] == ["  installing 3 packages",
-                                                                          ".venv is complete: stack cpu"]
+    assert rows[1].startswith("  1: package_with_quite") and rows[-2:] == [
+        "  installing 3 packages",
+        ".venv is complete: stack cpu",
+    ]
     assert all(len(row) < 80 for row in rows), rows
     shutil.rmtree(tmp_path / ".venv")
     assert create("--stack", "cpu").stdout.splitlines()[1:] == rows[-2:]
@@ -106,14 +125,24 @@ def test_a_half_made_environment_is_made_again(create, tmp_path):
 @pytest.mark.slow
 def test_no_network_is_said(create, tmp_path):
     (tmp_path / "requirements" / "cpu.txt").write_text("fire==0.7.1\n")
-    offline = {"PIP_INDEX_URL": "http://127.0.0.1:9/simple", "PIP_EXTRA_INDEX_URL": "", "PIP_FIND_LINKS": "",
-               "PIP_RETRIES": "0",
-               "PIP_CONFIG_FILE": os.devnull, "PIP_NO_CACHE_DIR": "1", "PIP_TIMEOUT": "2"}
+    offline = {
+        "PIP_INDEX_URL": "http://127.0.0.1:9/simple",
+        "PIP_EXTRA_INDEX_URL": "",
+        "PIP_FIND_LINKS": "",
+        "PIP_RETRIES": "0",
+        "PIP_CONFIG_FILE": os.devnull,
+        "PIP_NO_CACHE_DIR": "1",
+        "PIP_TIMEOUT": "2",
+    }
     one_error(create("--stack", "cpu", **offline), "no network")
 
 
 def test_no_python_is_said(create):
-    one_error(create("--stack", "cpu", PYTHON="/nowhere/python3"), "Python 3.10", "apt-get install python3")
+    one_error(
+        create("--stack", "cpu", PYTHON="/nowhere/python3"),
+        "Python 3.10",
+        "apt-get install python3",
+    )
 
 
 def test_an_old_python_is_not_taken(create, tmp_path):
@@ -140,14 +169,20 @@ def test_a_driver_means_the_current_stack(create, tmp_path):
 @pytest.mark.slow
 def test_the_libraries_kernels_come_where_they_are_asked_for(create, tmp_path):
     """Not by themselves, also later, and not where they are wrong."""
-    (tmp_path / "requirements" / "kernels-current.txt").write_text("/nowhere/kernels-1-py3-none-any.whl\n")
+    (tmp_path / "requirements" / "kernels-current.txt").write_text(
+        "/nowhere/kernels-1-py3-none-any.whl\n"
+    )
     (tmp_path / "patches").mkdir()
     (tmp_path / "patches" / "apply.py").touch()
     path = stub(tmp_path / "bin", "nvidia-smi", "echo NVIDIA H100 80GB HBM3")
     assert create(**path).stdout.endswith("complete: stack current\n")
-    one_error(create(INSTALL_KERNELS="1", **path), "could not install requirements/kernels-current.txt")
+    one_error(
+        create(INSTALL_KERNELS="1", **path), "could not install requirements/kernels-current.txt"
+    )
     path = stub(tmp_path / "bin", "nvidia-smi", "echo NVIDIA B300 SXM6 AC")
     done = create(INSTALL_KERNELS="1", **path)
     assert done.returncode == 0 and "without mamba-ssm and causal-conv1d" in done.stdout, done
     assert create(INSTALL_KERNELS="1", **path).stdout == ".venv is complete: stack current\n"
-    one_error(create("--stack", "cpu", INSTALL_KERNELS="1"), "no compiled kernels for the cpu stack")
+    one_error(
+        create("--stack", "cpu", INSTALL_KERNELS="1"), "no compiled kernels for the cpu stack"
+    )

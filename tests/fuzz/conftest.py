@@ -3,4 +3,6 @@
 import sys
 from pathlib import Path
 
-sys.path[:0] = [str(Path(__file__).resolve().parents[1] / folder) for folder in ("data", "interop", "parallel")]
+sys.path[:0] = [
+    str(Path(__file__).resolve().parents[1] / folder) for folder in ("data", "interop", "parallel")
+]

@@ -42,8 +42,8 @@ from mamba_fsdp.checkpoint.tensors import open_tensors
 from mamba_fsdp.data import readers, text, tokenize, tokenizer, workers
 from mamba_fsdp.data.documents import documents
 from mamba_fsdp.data.opening import open_source
-from mamba_fsdp.data.order import NOTHING, source_key, window_of
 from mamba_fsdp.data.sample_log import fingerprint
+from mamba_fsdp.data.sampler import NOTHING, source_key, window_of
 from mamba_fsdp.data.store import StoreWriter, _checksum
 from mamba_fsdp.data.tokenizer import identities_in
 from mamba_fsdp.errors import UserError
@@ -60,8 +60,27 @@ ROUNDS, SEED = int(os.environ.get("FUZZ_ROUNDS", 40)), int(os.environ.get("FUZZ_
 SECONDS, MEMORY = 20, 2 << 30  # that a reader may take of a file of some kilobytes
 DOCUMENTS = [[1, 2, 3], list(range(1, 40)), [5] * 7]
 POSITION = {**NOTHING, "seed": 1, "seq_length": 8, "drawn": {"a": 6}, "windows": {"a": 9}}
-ODD = [-1, 0, 1, 2**31, 2**63, 10**30, 1e308, float("nan"), "", "..", "../outside", "/etc/passwd", "a" * 5000, None, [],
-       {}, True, [[]], {"a": {}}]
+ODD = [
+    -1,
+    0,
+    1,
+    2**31,
+    2**63,
+    10**30,
+    1e308,
+    float("nan"),
+    "",
+    "..",
+    "../outside",
+    "/etc/passwd",
+    "a" * 5000,
+    None,
+    [],
+    {},
+    True,
+    [[]],
+    {"a": {}},
+]
 
 
 # What is read: make(folder) writes it, read(folder) reads it as a run or a verb would.
@@ -91,17 +110,24 @@ def seal_store(folder):
 
 
 def make_checkpoint(folder):
-    shards = [Shard("a.weight", (40, 10), 0, torch.rand(400)), Shard("b", (7,), 0, torch.arange(7.0))]
+    shards = [
+        Shard("a.weight", (40, 10), 0, torch.rand(400)),
+        Shard("b", (7,), 0, torch.arange(7.0)),
+    ]
     settings, _ = resolve.resolve_settings({"save_ckpt_path": "x", "d_model": "16", "n_layer": "1"})
     checkpointer = Checkpointer(folder, World.alone())
-    checkpointer.save(3, shards, TrainState(step=3, samples=6, tokens=48, data=POSITION).saved(settings, 1))
+    checkpointer.save(
+        3, shards, TrainState(step=3, samples=6, tokens=48, data=POSITION).saved(settings, 1)
+    )
     checkpointer.wait()
 
 
 def seal_checkpoint(folder):
     """Whoever makes a checkpoint can give it the checksums it asks for."""
     for path in (folder / "checkpoints").glob("*/" + COMMIT):
-        with contextlib.suppress(ValueError, TypeError, AttributeError, RecursionError, KeyError, OSError):
+        with contextlib.suppress(
+            ValueError, TypeError, AttributeError, RecursionError, KeyError, OSError
+        ):
             content = json.loads(path.read_bytes())
             for name in content["files"]:
                 if name != STATE or "model" not in content["files"][name]:
@@ -129,39 +155,69 @@ def make_pth(folder):
 
 
 def make_yaml(folder):
-    settings, _ = resolve.resolve_settings({"datasets": "a,b", "weights": "1,2", "dataset_path": "data"})
+    settings, _ = resolve.resolve_settings(
+        {"datasets": "a,b", "weights": "1,2", "dataset_path": "data"}
+    )
     (folder / "settings.yaml").write_text(resolve.as_yaml(settings))
 
 
 def make_run(folder):
     """What each verb looks at of a run that was killed."""
+
     def read(step):
         key = np.full(2, source_key(POSITION["seed"], "a"), np.uint64)
-        windows, _ = window_of(np.arange(2 * step - 2, 2 * step), np.full(2, 9), POSITION["seq_length"], key)
+        windows, _ = window_of(
+            np.arange(2 * step - 2, 2 * step), np.full(2, 9), POSITION["seq_length"], key
+        )
         return f"{int(fingerprint('a', windows).sum()):016x}"
 
     make_checkpoint(folder)
     moment = "2026-01-01T00:00:00+00:00"
     for name, lines in {
-            "metrics": [{"step": step, "tokens": 9 * step, "loss": 3.0, "tokens_per_second": 5.0} for step in range(9)]
-            + [{"step": 9, "val_loss": 3.0, "val_share": 0.5, "source_epochs": {"a": 0.5}}],
-            "events": [{"time": moment, "event": "started", "step": 0, "ranks": 1, "from": "the start"},
-                       {"time": moment, "event": "checkpoint", "step": 3, "bytes": 99, "seconds": 0.1}],
-            "generated": [{"step": 3, "prompt": "a", "text": "b"}],
-            "samples": [{"step": 0, "logged": True, "ranks": 1, "global_batch": 2, "position": {
-                **POSITION, "drawn": {"a": 0}}}] + [{"step": step, "draws": {"a": [2 * step - 2, 2 * step]},
-                                                     "read": read(step)} for step in (1, 2, 3)]}.items():
+        "metrics": [
+            {"step": step, "tokens": 9 * step, "loss": 3.0, "tokens_per_second": 5.0}
+            for step in range(9)
+        ]
+        + [{"step": 9, "val_loss": 3.0, "val_share": 0.5, "source_epochs": {"a": 0.5}}],
+        "events": [
+            {"time": moment, "event": "started", "step": 0, "ranks": 1, "from": "the start"},
+            {"time": moment, "event": "checkpoint", "step": 3, "bytes": 99, "seconds": 0.1},
+        ],
+        "generated": [{"step": 3, "prompt": "a", "text": "b"}],
+        "samples": [
+            {
+                "step": 0,
+                "logged": True,
+                "ranks": 1,
+                "global_batch": 2,
+                "position": {**POSITION, "drawn": {"a": 0}},
+            }
+        ]
+        + [
+            {"step": step, "draws": {"a": [2 * step - 2, 2 * step]}, "read": read(step)}
+            for step in (1, 2, 3)
+        ],
+    }.items():
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    (folder / "status.json").write_text(json.dumps({"status": "running", "step": 3, "reason": "", "time": moment}))
-    (folder / "lease.json").write_text(json.dumps({**lease._this_process(), "pid": 2 ** 22 + 1}))
-    (folder / "config.yaml").write_text(yaml.safe_dump({"model": {"d_model": 16}, "data": {"datasets": ["a", "b"]}}))
+    (folder / "status.json").write_text(
+        json.dumps({"status": "running", "step": 3, "reason": "", "time": moment})
+    )
+    (folder / "lease.json").write_text(json.dumps({**lease._this_process(), "pid": 2**22 + 1}))
+    (folder / "config.yaml").write_text(
+        yaml.safe_dump({"model": {"d_model": 16}, "data": {"datasets": ["a", "b"]}})
+    )
 
 
 def read_run(folder):
     """As the verbs do, each of which may refuse it."""
     run, refused = str(folder), []
-    for verb in (inspect.main, lambda run: inspect.main(f"{run}/checkpoints/step_00000003"), checkpoints.main,
-                 audit.main, lambda run: json.dumps([seen := look_at(folder), report.charts_of([seen])], default=str)):
+    for verb in (
+        inspect.main,
+        lambda run: inspect.main(f"{run}/checkpoints/step_00000003"),
+        checkpoints.main,
+        audit.main,
+        lambda run: json.dumps([seen := look_at(folder), report.charts_of([seen])], default=str),
+    ):
         try:
             verb(run)
         except UserError as error:
@@ -193,7 +249,11 @@ def make_tokenizer(folder):
 
 def read_tokenizer(folder):
     refused = []
-    for load in (tokenizer.load_words, lambda path: tokenizer.load(str(path)), lambda path: [*identities_in(path)]):
+    for load in (
+        tokenizer.load_words,
+        lambda path: tokenizer.load(str(path)),
+        lambda path: [*identities_in(path)],
+    ):
         try:
             found = load(folder)
             assert isinstance(found, list) or found.backend.encode("a few words").ids
@@ -204,7 +264,10 @@ def read_tokenizer(folder):
 
 
 def make_texts(folder):
-    rows, inputs = pyarrow.table({"text": [f"document {number}" for number in range(9)]}), folder / "texts"
+    rows, inputs = (
+        pyarrow.table({"text": [f"document {number}" for number in range(9)]}),
+        folder / "texts",
+    )
     inputs.mkdir()
     (inputs / "a.txt").write_text("some words\n" * 9)
     (inputs / "b.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows.to_pylist()))
@@ -250,8 +313,11 @@ class Alone:
 
 def read_dataset(folder, save_seconds=60.0):
     """Resumes."""
-    with (patch.object(tokenize, "Workers", Alone), patch.object(text, "UNIT_BYTES", 300),
-          patch.object(readers, "BLOCK_BYTES", 100)):
+    with (
+        patch.object(tokenize, "Workers", Alone),
+        patch.object(text, "UNIT_BYTES", 300),
+        patch.object(readers, "BLOCK_BYTES", 100),
+    ):
         options = DatasetConfig(tokenizer="train:300", documents="lines", shard_tokens=40)
         source = text.open_source(str(folder.parent / "texts.txt"), options)
         tokenize.make_dataset(source, folder / "data", save_seconds=save_seconds)
@@ -271,13 +337,27 @@ READERS = {  # name: (make, read, seal: what makes checksums fit again, which ha
     "checkpoint": (make_checkpoint, read_checkpoint, seal_checkpoint),
     "run": (make_run, read_run, seal_checkpoint),
     "local": (make_local, read_local, None),
-    "model": (make_model, lambda folder: [read_weights(folder / name) for name in ("ours", "theirs")], None),
+    "model": (
+        make_model,
+        lambda folder: [read_weights(folder / name) for name in ("ours", "theirs")],
+        None,
+    ),
     "pth": (make_pth, lambda folder: open_tensors(folder / "weights.pth", World.alone()), None),
-    "yaml": (make_yaml, lambda folder: resolve.resolve_settings({}, str(folder / "settings.yaml")), None),
-    "layout": (lambda folder: write_layout(folder / "data.npy", DOCUMENTS),
-               lambda folder: read_source(folder, "data.npy"), None),
-    "megatron": (lambda folder: write_megatron(folder / "data", DOCUMENTS),
-                 lambda folder: read_source(folder), None),
+    "yaml": (
+        make_yaml,
+        lambda folder: resolve.resolve_settings({}, str(folder / "settings.yaml")),
+        None,
+    ),
+    "layout": (
+        lambda folder: write_layout(folder / "data.npy", DOCUMENTS),
+        lambda folder: read_source(folder, "data.npy"),
+        None,
+    ),
+    "megatron": (
+        lambda folder: write_megatron(folder / "data", DOCUMENTS),
+        lambda folder: read_source(folder),
+        None,
+    ),
     "tokenizer": (make_tokenizer, read_tokenizer, None),
     "texts": (make_texts, read_texts, None),
     "dataset": (make_dataset, read_dataset, None),
@@ -296,16 +376,20 @@ def mutated(content, random):
     if kind == 0:
         return content[:at]
     if kind == 1:
-        return content[:at] + content[at + length:]
+        return content[:at] + content[at + length :]
     if kind == 2:
         return content[:at] + random.randbytes(length) + content[at:]
     if kind == 3:
-        return content[:at] + random.choice([b"\xff", b"\0", b"\x7f"]) * random.choice([1, 4, 8]) + content[at + 8:]
+        return (
+            content[:at]
+            + random.choice([b"\xff", b"\0", b"\x7f"]) * random.choice([1, 4, 8])
+            + content[at + 8 :]
+        )
     if kind == 4:
-        return content + content[at:at + length]
+        return content + content[at : at + length]
     if kind == 5 and len(content) > 16:  # headers are where sizes stand
         at = random.randrange(16)
-        return content[:at] + random.randbytes(8) + content[at + 8:]
+        return content[:at] + random.randbytes(8) + content[at + 8 :]
     if kind == 6:
         return b"[" * 200_000
     changed = bytearray(content or b"\0")
@@ -332,7 +416,13 @@ def mutated_tree(value, random):
 
 
 def places_in(value):
-    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    items = (
+        value.items()
+        if isinstance(value, dict)
+        else enumerate(value)
+        if isinstance(value, list)
+        else ()
+    )
     for key, inner in items:
         yield value, key
         yield from places_in(inner)
@@ -342,16 +432,31 @@ def damage(path, random):
     content = path.read_bytes()
     if path.suffix in (".json", ".jsonl", ".yaml") or path.name == COMMIT:
         if random.randrange(3):
-            load, dump = (yaml.safe_load, yaml.safe_dump) if path.suffix == ".yaml" else (json.loads, json.dumps)
+            load, dump = (
+                (yaml.safe_load, yaml.safe_dump)
+                if path.suffix == ".yaml"
+                else (json.loads, json.dumps)
+            )
             lines = content.split(b"\n")[:-1] if path.suffix == ".jsonl" else [content]
             at = random.randrange(len(lines))
             lines[at] = dump(mutated_tree(load(lines[at]), random)).encode()
             path.write_bytes(b"\n".join(lines) + b"\n" * (path.suffix == ".jsonl"))
             return
         if path.suffix == ".yaml" and random.randrange(4) == 0:
-            path.write_text(random.choice(["!!python/object/apply:os.system ['touch /tmp/owned']", "a: &a [*a]",
-                                           "\n".join([f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9 if n else ['x'])}]"
-                                                      for n in range(12)])]))
+            path.write_text(
+                random.choice(
+                    [
+                        "!!python/object/apply:os.system ['touch /tmp/owned']",
+                        "a: &a [*a]",
+                        "\n".join(
+                            [
+                                f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9 if n else ['x'])}]"
+                                for n in range(12)
+                            ]
+                        ),
+                    ]
+                )
+            )
             return
     path.write_bytes(mutated(content, random))
 
@@ -363,6 +468,7 @@ class TooLong(Exception):
 @contextlib.contextmanager
 def bounded():
     """Inside, time and memory end."""
+
     def stop(*_):
         raise TooLong(f"takes longer than {SECONDS} s")
 
@@ -387,8 +493,11 @@ def test_any_file_gives_a_result_or_a_line(name, tmp_path):
     original.mkdir()
     make(original)
     files = sorted(path.relative_to(original) for path in original.rglob("*") if path.is_file())
-    with (contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()),
-          patch.object(os, "fsync", lambda descriptor: None)):
+    with (
+        contextlib.redirect_stdout(io.StringIO()),
+        contextlib.redirect_stderr(io.StringIO()),
+        patch.object(os, "fsync", lambda descriptor: None),
+    ):
         shutil.copytree(original, folder)
         read(folder)  # whole, it can be read
         shutil.rmtree(folder)
@@ -407,7 +516,9 @@ def test_any_file_gives_a_result_or_a_line(name, tmp_path):
                 refused += 1
             except BaseException as error:
                 shutil.copytree(folder, tmp_path / f"failed-{seed}", dirs_exist_ok=True)
-                raise AssertionError(f"{name}, seed {seed}, {damaged}: {type(error).__name__}: {error}") from error
+                raise AssertionError(
+                    f"{name}, seed {seed}, {damaged}: {type(error).__name__}: {error}"
+                ) from error
             shutil.rmtree(folder)
     assert refused or ROUNDS < 10
 
@@ -432,7 +543,9 @@ def escape_model(folder, way):
     index = json.loads(path.read_bytes())
     name = next(iter(index["weight_map"].values()))
     (folder / "theirs" / name).rename(folder / "secret")
-    index["weight_map"] = {key: f"{way}secret" if file == name else file for key, file in index["weight_map"].items()}
+    index["weight_map"] = {
+        key: f"{way}secret" if file == name else file for key, file in index["weight_map"].items()
+    }
     path.write_text(json.dumps(index))
 
 
@@ -447,7 +560,9 @@ def escape_local(folder, way):
     """What is not this run's local tier is removed there."""
     (folder / "others").mkdir()
     (folder / "others/precious").touch()
-    (folder / "local.json").write_text(json.dumps({"id": f"{way}{'' if way[0] == '/' else '../'}others/x", "step": 3}))
+    (folder / "local.json").write_text(
+        json.dumps({"id": f"{way}{'' if way[0] == '/' else '../'}others/x", "step": 3})
+    )
 
 
 def escape_dataset(folder, way):
@@ -463,9 +578,17 @@ def escape_dataset(folder, way):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("absolute", [False, True])
-@pytest.mark.parametrize(("name", "escape"), [("store", escape_store), ("rows", escape_rows), ("model", escape_model),
-                                              ("checkpoint", escape_checkpoint), ("local", escape_local),
-                                              ("dataset", escape_dataset)])
+@pytest.mark.parametrize(
+    ("name", "escape"),
+    [
+        ("store", escape_store),
+        ("rows", escape_rows),
+        ("model", escape_model),
+        ("checkpoint", escape_checkpoint),
+        ("local", escape_local),
+        ("dataset", escape_dataset),
+    ],
+)
 def test_no_index_leads_out_of_its_folder(name, escape, absolute, tmp_path):
     """The file that it names is there and whole, and it is refused."""
     make, read, seal = READERS[name]

@@ -15,14 +15,26 @@ from mamba_fsdp.model.init import initial_value
 from mamba_fsdp.model.spec import parameters
 
 CPU = torch.device("cpu")
-TINY = {"mamba1": dict(layers="mamba1", d_model=32, n_layer=2, vocab_size=250),
-        "mamba2": dict(layers="mamba2", d_model=32, n_layer=2, vocab_size=250, d_state=16, headdim=16, chunk_size=16)}
+TINY = {
+    "mamba1": dict(layers="mamba1", d_model=32, n_layer=2, vocab_size=250),
+    "mamba2": dict(
+        layers="mamba2",
+        d_model=32,
+        n_layer=2,
+        vocab_size=250,
+        d_state=16,
+        headdim=16,
+        chunk_size=16,
+    ),
+}
 MEASURED = ["ours"] if util.find_spec("mamba_ssm") else ["ours", "transformers"]
 
 
 def compare(layers, **options):
     config = ModelConfig(**TINY[layers])
-    weights = {name: initial_value(name, parameter, 0) for name, parameter in parameters(config).items()}
+    weights = {
+        name: initial_value(name, parameter, 0) for name, parameter in parameters(config).items()
+    }
     options = dict(device=CPU, rounds=1, steps=1) | options
     return {row.form: row for row in gpu.compare("tiny", config, weights, 24, 2, **options)}
 
@@ -44,6 +56,7 @@ def test_every_form_trains_the_same_model_or_says_why_not(layers, checkpointing)
 @pytest.mark.slow
 def test_another_model_is_noted(monkeypatch):
     """A form that starts from other weights is no comparison: the table says so."""
+
     def other(config, weights, *rest):
         return gpu.our_form(config, {name: value * 1.5 for name, value in weights.items()}, *rest)
 
@@ -52,9 +65,15 @@ def test_another_model_is_noted(monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("error, note", [(torch.cuda.OutOfMemoryError("CUDA out of memory. Tried"), "out of memory"),
-                                         (ModuleNotFoundError("no x"), "ModuleNotFoundError: no x"),
-                                         (UserError("why"), "why"), (TypeError("a\nb"), "TypeError: a")])
+@pytest.mark.parametrize(
+    "error, note",
+    [
+        (torch.cuda.OutOfMemoryError("CUDA out of memory. Tried"), "out of memory"),
+        (ModuleNotFoundError("no x"), "ModuleNotFoundError: no x"),
+        (UserError("why"), "why"),
+        (TypeError("a\nb"), "TypeError: a"),
+    ],
+)
 def test_a_form_that_fails_is_named_and_the_others_go_on(monkeypatch, error, note):
     def broken(*_):
         raise error
@@ -85,7 +104,12 @@ def test_fused_operators_are_counted_once_each():
 def test_the_command_ends_with_a_table_that_says_where_it_comes_from(monkeypatch, capsys):
     monkeypatch.setitem(PRESETS, "tiny", TINY["mamba1"])
     monkeypatch.setattr(gpu, "FORMS", {"ours": gpu.our_form, "mamba_ssm": gpu.mamba_ssm_form})
-    assert gpu.main(["--presets=tiny", "--lengths=8,16", "--batch=1", "--rounds=1", "--steps=1"], device=CPU) == 0
+    assert (
+        gpu.main(
+            ["--presets=tiny", "--lengths=8,16", "--batch=1", "--rounds=1", "--steps=1"], device=CPU
+        )
+        == 0
+    )
     described, table = capsys.readouterr().out.split("\n\n")[-2:]
     for word in ("Machine: ", "Commit: ", "Command: `python -m benchmarks.gpu --presets=tiny"):
         assert word in described
@@ -117,7 +141,9 @@ esac
 def test_setup_installs_what_was_carried_and_the_kernels_for_this_gpu(project, tmp_path):
     for package in ("causal_conv1d-1.7.0", "mamba_ssm-2.3.1"):
         (tmp_path / package).mkdir()
-        (tmp_path / package / "setup.py").write_text("if True:\n    # HACK: The compiler flag\n    pass\n")
+        (tmp_path / package / "setup.py").write_text(
+            "if True:\n    # HACK: The compiler flag\n    pass\n"
+        )
         subprocess.run(["tar", "-czf", f"{package}.tar.gz", package], cwd=tmp_path, check=True)
     (tmp_path / "einops.whl").touch()
     python = tmp_path / "python"
@@ -130,4 +156,8 @@ def test_setup_installs_what_was_carried_and_the_kernels_for_this_gpu(project, t
     environment = os.environ | {"PYTHON": str(python), "CUDA_HOME": str(tmp_path)}
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr
-    assert (tmp_path / "python.installed").read_text().split() == ["einops.whl", "causal-conv1d.whl", "mamba-ssm.whl"]
+    assert (tmp_path / "python.installed").read_text().split() == [
+        "einops.whl",
+        "causal-conv1d.whl",
+        "mamba-ssm.whl",
+    ]

@@ -26,14 +26,26 @@ def test_steps_are_dispatched_without_a_wait(tmp_path, monkeypatch, strategy, pr
             torch.cuda.set_sync_debug_mode("default")
 
     def loss(*batch):
-        return true_loss(*batch) * (float("nan") if len(under_way) == 4 and torch.is_grad_enabled() else 1.0)
+        return true_loss(*batch) * (
+            float("nan") if len(under_way) == 4 and torch.is_grad_enabled() else 1.0
+        )
 
     monkeypatch.setattr(loop, "take_step", watched)
     monkeypatch.setattr(loop, "batch_loss", loss)
     monkeypatch.setattr(run, "start_world", lambda **_: World.alone(device=torch.device("cuda", 0)))
-    words = {"use_dummy_dataset": "true", "save_ckpt_path": str(tmp_path), "num_steps": "9", "eval_interval": "0",
-             "checkpoint_interval": "6", "sharding_strategy": strategy, "mixed_precision": precision,
-             "layers": "mamba1,mamba2", "n_layer": "2", "seq_length": "64", "publish": "false"}
+    words = {
+        "use_dummy_dataset": "true",
+        "save_ckpt_path": str(tmp_path),
+        "num_steps": "9",
+        "eval_interval": "0",
+        "checkpoint_interval": "6",
+        "sharding_strategy": strategy,
+        "mixed_precision": precision,
+        "layers": "mamba1,mamba2",
+        "n_layer": "2",
+        "seq_length": "64",
+        "publish": "false",
+    }
     run.run_training(resolve.resolve_settings(words)[0])
     assert under_way == [0, 1, 1, 1, 1, 1, 0, 1, 1]
     assert '"skipped_steps": 1' in (tmp_path / "metrics.jsonl").read_text()

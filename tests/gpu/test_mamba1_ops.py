@@ -31,7 +31,9 @@ def make(dtype=torch.float32, **shapes):
             value = -value.exp()
         if name.endswith("proj__weight"):
             value = value / shape[1] ** 0.5
-        values[name] = value.to("cuda", torch.float32 if name in parameters else dtype).requires_grad_()
+        values[name] = value.to(
+            "cuda", torch.float32 if name in parameters else dtype
+        ).requires_grad_()
     return values
 
 
@@ -47,13 +49,32 @@ def agree(function, values, tolerance, **options):
         assert error <= tolerance * scale, f"{name}: error {error:.2e} at magnitude {scale:.2e}"
 
 
-PRECISIONS = pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 2e-4), (torch.bfloat16, 3e-2)])
-SCAN = dict(u=(2, 300, 64), dt=(2, 300, 64), A=(64, 16), B=(2, 300, 16), C=(2, 300, 16), D=(64,), z=(2, 300, 64),
-            dt_bias=(64,))
+PRECISIONS = pytest.mark.parametrize(
+    "dtype, tolerance", [(torch.float32, 2e-4), (torch.bfloat16, 3e-2)]
+)
+SCAN = dict(
+    u=(2, 300, 64),
+    dt=(2, 300, 64),
+    A=(64, 16),
+    B=(2, 300, 16),
+    C=(2, 300, 16),
+    D=(64,),
+    z=(2, 300, 64),
+    dt_bias=(64,),
+)
 CONV = dict(x=(2, 300, 64), weight=(64, 1, 4), bias=(64,))
-MIXER = dict(x=(2, 300, 32), in_proj__weight=(128, 32), conv1d__weight=(64, 1, 4), conv1d__bias=(64,),
-             x_proj__weight=(36, 64), dt_proj__weight=(64, 4), dt_proj__bias=(64,), A_log=(64, 16), D=(64,),
-             out_proj__weight=(32, 64))
+MIXER = dict(
+    x=(2, 300, 32),
+    in_proj__weight=(128, 32),
+    conv1d__weight=(64, 1, 4),
+    conv1d__bias=(64,),
+    x_proj__weight=(36, 64),
+    dt_proj__weight=(64, 4),
+    dt_proj__bias=(64,),
+    A_log=(64, 16),
+    D=(64,),
+    out_proj__weight=(32, 64),
+)
 
 
 def mixer(form, x, documents=None, **weights):
@@ -78,7 +99,9 @@ def test_scan(dtype, tolerance):
 @PRECISIONS
 @pytest.mark.parametrize("bounded", [False, True])
 def test_convolution(dtype, tolerance, bounded):
-    agree(causal_conv_silu, make(dtype, **CONV), tolerance, documents=documents() if bounded else None)
+    agree(
+        causal_conv_silu, make(dtype, **CONV), tolerance, documents=documents() if bounded else None
+    )
 
 
 @PRECISIONS
@@ -99,4 +122,6 @@ def test_one_document_never_changes_another():
     values["x"] = values["x"].clone()
     values["x"][:, :77] += 1
     after = mixer(**values, documents=documents(), form="fused")
-    assert torch.equal(before[:, 77:], after[:, 77:]) and not torch.equal(before[:, :77], after[:, :77])
+    assert torch.equal(before[:, 77:], after[:, 77:]) and not torch.equal(
+        before[:, :77], after[:, :77]
+    )

@@ -23,26 +23,45 @@ def fused_or_skip():
 def leaves(dtype, **tensors):
     """Leaf tensors on the GPU: parameters of the recurrence in float32, the rest in `dtype`."""
     single = ("A", "A_log", "D", "dt_bias", "norm__weight", "initial_state")
-    return {n: t.to("cuda", torch.float32 if n in single else dtype).requires_grad_() for n, t in tensors.items()}
+    return {
+        n: t.to("cuda", torch.float32 if n in single else dtype).requires_grad_()
+        for n, t in tensors.items()
+    }
 
 
 def scan_inputs(dtype, length=300, heads=8, headdim=64, groups=1, d_state=128):
     torch.manual_seed(0)
-    return leaves(dtype, x=torch.randn(2, length, heads, headdim), dt=torch.randn(2, length, heads) - 3,
-                  A=-torch.rand(heads) * 4, B=torch.randn(2, length, groups, d_state),
-                  C=torch.randn(2, length, groups, d_state), D=torch.randn(heads), dt_bias=torch.randn(heads))
+    return leaves(
+        dtype,
+        x=torch.randn(2, length, heads, headdim),
+        dt=torch.randn(2, length, heads) - 3,
+        A=-torch.rand(heads) * 4,
+        B=torch.randn(2, length, groups, d_state),
+        C=torch.randn(2, length, groups, d_state),
+        D=torch.randn(heads),
+        dt_bias=torch.randn(heads),
+    )
 
 
 def mixer_inputs(dtype, length=300, groups=1, d_state=128):
     torch.manual_seed(0)
     d_inner, heads, d_model = 512, 8, 256
     channels = d_inner + 2 * groups * d_state
-    tensors = leaves(dtype, x=torch.randn(2, length, d_model),
-                     in_proj__weight=torch.randn(d_inner + channels + heads, d_model) / d_model**0.5,
-                     conv1d__weight=torch.randn(channels, 1, 4) / 2, conv1d__bias=torch.randn(channels),
-                     dt_bias=torch.randn(heads) - 3, A_log=(torch.rand(heads) * 4).log(), D=torch.randn(heads),
-                     norm__weight=torch.randn(d_inner), out_proj__weight=torch.randn(d_model, d_inner) / 20)
-    config = ModelConfig(layers="mamba2", d_model=d_model, d_state=d_state, ngroups=groups, chunk_size=128)
+    tensors = leaves(
+        dtype,
+        x=torch.randn(2, length, d_model),
+        in_proj__weight=torch.randn(d_inner + channels + heads, d_model) / d_model**0.5,
+        conv1d__weight=torch.randn(channels, 1, 4) / 2,
+        conv1d__bias=torch.randn(channels),
+        dt_bias=torch.randn(heads) - 3,
+        A_log=(torch.rand(heads) * 4).log(),
+        D=torch.randn(heads),
+        norm__weight=torch.randn(d_inner),
+        out_proj__weight=torch.randn(d_model, d_inner) / 20,
+    )
+    config = ModelConfig(
+        layers="mamba2", d_model=d_model, d_state=d_state, ngroups=groups, chunk_size=128
+    )
     return tensors, dict(config=config)
 
 
@@ -65,11 +84,17 @@ def compare(operator, tensors, tolerance, **rest):
     """Outputs and gradients of both forms, as RMS errors relative to the portable form in float64."""
     exact = {n: t.detach().double().requires_grad_() for n, t in tensors.items()}
     outs = operator(**tensors, **rest, form="fused"), operator(**exact, **rest, form="portable")
-    weights = torch.randn(outs[0].shape, device="cuda", generator=torch.Generator("cuda").manual_seed(1))
-    fused, portable = ((out, *torch.autograd.grad((out * weights).sum(), list(inputs.values())))
-                       for out, inputs in zip(outs, (tensors, exact)))
+    weights = torch.randn(
+        outs[0].shape, device="cuda", generator=torch.Generator("cuda").manual_seed(1)
+    )
+    fused, portable = (
+        (out, *torch.autograd.grad((out * weights).sum(), list(inputs.values())))
+        for out, inputs in zip(outs, (tensors, exact))
+    )
     for name, actual, expected in zip(("output", *tensors), fused, portable):
-        error = (actual.double() - expected).square().mean().sqrt() / expected.square().mean().sqrt()
+        error = (
+            actual.double() - expected
+        ).square().mean().sqrt() / expected.square().mean().sqrt()
         assert error <= tolerance, f"{name}: relative error {error:.1e}"
 
 
@@ -97,7 +122,9 @@ def test_fused_states():
     inputs = {n: t.detach() for n, t in scan_inputs(torch.float32).items()}
     state = torch.randn(2, 8, 64, 128, device="cuda")
     for documents in (None, boundaries()):
-        rest = dict(chunk_size=128, documents=documents, initial_state=state, return_last_state=True)
+        rest = dict(
+            chunk_size=128, documents=documents, initial_state=state, return_last_state=True
+        )
         for fused, portable in zip(ssd(**inputs, **rest, form="fused"), ssd(**inputs, **rest)):
             assert (fused - portable).norm() <= 5e-3 * portable.norm()
 
@@ -108,7 +135,7 @@ def test_fused_mixer_does_not_leak(dtype):
     tensors, rest = mixer_inputs(dtype)
     documents = (torch.arange(300, device="cuda") >= 130).int().expand(2, 300)
     out = mixer(**tensors, **rest, documents=documents, form="fused")
-    grad, = torch.autograd.grad(out[:, 130:].float().square().sum(), tensors["x"])
+    (grad,) = torch.autograd.grad(out[:, 130:].float().square().sum(), tensors["x"])
     assert not grad[:, :130].any() and grad[:, 130:].any()
     with torch.no_grad():
         tensors["x"][:, :130] *= -3
@@ -120,7 +147,9 @@ def test_fused_mixer_does_not_leak(dtype):
 def test_attention_on_the_gpu(bounded):
     """Attention in bf16, grouped-query, is the float64 result up to bf16's rounding; documents don't leak."""
     torch.manual_seed(0)
-    q, k, v = (torch.randn(2, 300, heads, 128, device="cuda", dtype=torch.bfloat16) for heads in (8, 2, 2))
+    q, k, v = (
+        torch.randn(2, 300, heads, 128, device="cuda", dtype=torch.bfloat16) for heads in (8, 2, 2)
+    )
     documents = boundaries() if bounded else None
     out = attention(q, k, v, documents=documents)
     exact = attention(q.double(), k.double(), v.double(), documents=documents)

@@ -20,17 +20,23 @@ from mamba_ssm.ops.triton import layer_norm, layernorm_gated, ssd_combined  # no
 
 
 def plain_norm(x, weight, bias, residual=None, eps=1e-6, prenorm=False, **ignored):
-    return layer_norm.rms_norm_ref(x, weight, bias, residual=residual, eps=eps, prenorm=prenorm, upcast=True)
+    return layer_norm.rms_norm_ref(
+        x, weight, bias, residual=residual, eps=eps, prenorm=prenorm, upcast=True
+    )
 
 
 def plain_gated_norm(x, weight, bias, z=None, eps=1e-6, group_size=None, norm_before_gate=True):
-    return layernorm_gated.rms_norm_ref(x, weight, bias, z=z, eps=eps, group_size=group_size,
-                                        norm_before_gate=norm_before_gate)
+    return layernorm_gated.rms_norm_ref(
+        x, weight, bias, z=z, eps=eps, group_size=group_size, norm_before_gate=norm_before_gate
+    )
 
 
-def plain_scan(x, dt, A, B, C, chunk_size, D=None, z=None, dt_bias=None, dt_softplus=False, **ignored):
-    return ssd_combined.ssd_chunk_scan_combined_ref(x, dt, A, B, C, x.shape[1], D=D, z=z, dt_bias=dt_bias,
-                                                    dt_softplus=dt_softplus)
+def plain_scan(
+    x, dt, A, B, C, chunk_size, D=None, z=None, dt_bias=None, dt_softplus=False, **ignored
+):
+    return ssd_combined.ssd_chunk_scan_combined_ref(
+        x, dt, A, B, C, x.shape[1], D=D, z=z, dt_bias=dt_bias, dt_softplus=dt_softplus
+    )
 
 
 mamba_simple.selective_scan_fn = selective_scan_ref
@@ -39,7 +45,9 @@ layer_norm.rms_norm_fn = plain_norm
 layernorm_gated.rmsnorm_fn = plain_gated_norm
 
 for folder in Path(sys.argv[2]).iterdir():
-    model = MambaLMHeadModel.from_pretrained(str(folder / "exported"), device="cpu", dtype=torch.float32).eval()
+    model = MambaLMHeadModel.from_pretrained(
+        str(folder / "exported"), device="cpu", dtype=torch.float32
+    ).eval()
     # Strict, and says so.
     model.load_state_dict(torch.load(folder / "exported" / "pytorch_model.bin", weights_only=True))
     for module in model.modules():

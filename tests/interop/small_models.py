@@ -13,29 +13,92 @@ from mamba_fsdp.model.spec import parameters
 # One of everything odd: sizes that are no multiple of anything, ties, padding, head ratios, partial rotary, state
 # sizes.
 CONFIGS = {
-    "mamba1": ModelConfig(layers="mamba1", d_model=24, n_layer=3, vocab_size=53, d_state=5, d_conv=3),
-    "mamba1-untied-rank": ModelConfig(layers="mamba1", d_model=40, n_layer=2, vocab_size=64, tie_embeddings=False,
-                                      dt_rank=7, expand=3),
-    "mamba2": ModelConfig(layers="mamba2", d_model=32, n_layer=3, vocab_size=50, pad_vocab_size_multiple=16, d_state=64,
-                          headdim=32),
-    "mamba2-untied-wide": ModelConfig(layers="mamba2", d_model=48, n_layer=2, vocab_size=61, pad_vocab_size_multiple=1,
-                                      d_state=128,
-                                      headdim=16, chunk_size=8, tie_embeddings=False, norm_eps=1e-5),
-    "hybrid": ModelConfig(layers="2*mamba2+mlp,attention+mlp,mamba2+mlp", d_model=32, n_layer=4, vocab_size=61,
-                          d_state=16, headdim=16,
-                          n_head=4, n_kv_head=2, rotary_dim=4, d_intermediate=128, tie_embeddings=False),
-    "hybrid-odd-heads": ModelConfig(layers="attention+mlp,mamba2+mlp", d_model=48, n_layer=3, vocab_size=40, d_state=64,
-                                    headdim=32, n_head=6,
-                                    n_kv_head=1, head_dim=20, rotary_dim=14, rope_theta=5e5, d_intermediate=256),
-    "llama": ModelConfig(layers="attention+mlp", d_model=32, n_layer=2, vocab_size=47, pad_vocab_size_multiple=1,
-                         n_head=4, n_kv_head=4,
-                         d_intermediate=128, tie_embeddings=False),
-    "llama-grouped": ModelConfig(layers="attention+mlp", d_model=48, n_layer=3, vocab_size=50, n_head=6, n_kv_head=3,
-                                 head_dim=12,
-                                 d_intermediate=384, rope_theta=1e6),
+    "mamba1": ModelConfig(
+        layers="mamba1", d_model=24, n_layer=3, vocab_size=53, d_state=5, d_conv=3
+    ),
+    "mamba1-untied-rank": ModelConfig(
+        layers="mamba1",
+        d_model=40,
+        n_layer=2,
+        vocab_size=64,
+        tie_embeddings=False,
+        dt_rank=7,
+        expand=3,
+    ),
+    "mamba2": ModelConfig(
+        layers="mamba2",
+        d_model=32,
+        n_layer=3,
+        vocab_size=50,
+        pad_vocab_size_multiple=16,
+        d_state=64,
+        headdim=32,
+    ),
+    "mamba2-untied-wide": ModelConfig(
+        layers="mamba2",
+        d_model=48,
+        n_layer=2,
+        vocab_size=61,
+        pad_vocab_size_multiple=1,
+        d_state=128,
+        headdim=16,
+        chunk_size=8,
+        tie_embeddings=False,
+        norm_eps=1e-5,
+    ),
+    "hybrid": ModelConfig(
+        layers="2*mamba2+mlp,attention+mlp,mamba2+mlp",
+        d_model=32,
+        n_layer=4,
+        vocab_size=61,
+        d_state=16,
+        headdim=16,
+        n_head=4,
+        n_kv_head=2,
+        rotary_dim=4,
+        d_intermediate=128,
+        tie_embeddings=False,
+    ),
+    "hybrid-odd-heads": ModelConfig(
+        layers="attention+mlp,mamba2+mlp",
+        d_model=48,
+        n_layer=3,
+        vocab_size=40,
+        d_state=64,
+        headdim=32,
+        n_head=6,
+        n_kv_head=1,
+        head_dim=20,
+        rotary_dim=14,
+        rope_theta=5e5,
+        d_intermediate=256,
+    ),
+    "llama": ModelConfig(
+        layers="attention+mlp",
+        d_model=32,
+        n_layer=2,
+        vocab_size=47,
+        pad_vocab_size_multiple=1,
+        n_head=4,
+        n_kv_head=4,
+        d_intermediate=128,
+        tie_embeddings=False,
+    ),
+    "llama-grouped": ModelConfig(
+        layers="attention+mlp",
+        d_model=48,
+        n_layer=3,
+        vocab_size=50,
+        n_head=6,
+        n_kv_head=3,
+        head_dim=12,
+        d_intermediate=384,
+        rope_theta=1e6,
+    ),
 }
-GROUPED = ModelConfig(layers="mamba2", d_model=32, n_layer=2, vocab_size=50, d_state=16, headdim=16,
-                      ngroups=2)  # transformers >= 5
+GROUPED = ModelConfig(
+    layers="mamba2", d_model=32, n_layer=2, vocab_size=50, d_state=16, headdim=16, ngroups=2
+)  # transformers >= 5
 
 
 def random_state(config, seed=0):
@@ -74,10 +137,16 @@ def write_tokenizer(folder):
     from transformers import PreTrainedTokenizerFast
 
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())[:38]
-    tokenizer = Tokenizer(models.BPE(vocab={"<|endoftext|>": 0, **{letter: i + 1 for i, letter in enumerate(letters)}},
-                                     merges=[]))
+    tokenizer = Tokenizer(
+        models.BPE(
+            vocab={"<|endoftext|>": 0, **{letter: i + 1 for i, letter in enumerate(letters)}},
+            merges=[],
+        )
+    )
     tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(), decoders.ByteLevel()
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|endoftext|>").save_pretrained(folder)
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|endoftext|>").save_pretrained(
+        folder
+    )
     return folder
 
 
@@ -87,14 +156,28 @@ def assert_same(weights, config, state):
     for name, tensor in state.items():
         found = weights.get(name)
         assert found.dtype == tensor.dtype and torch.equal(found, tensor), name
-    for field in ("d_model", "n_layer", "padded_vocab_size", "tie_embeddings", "norm_eps", "d_intermediate"):
+    for field in (
+        "d_model",
+        "n_layer",
+        "padded_vocab_size",
+        "tie_embeddings",
+        "norm_eps",
+        "d_intermediate",
+    ):
         assert getattr(weights.config, field) == getattr(config, field), field
     assert weights.config.layer_list() == config.layer_list()
     mixers = {layer.mixer for layer in config.layer_list()}
-    for field in {"mamba1": ("d_state", "d_conv", "expand", "resolved_dt_rank"),
-                  "mamba2": ("d_state", "d_conv", "expand", "headdim", "ngroups", "chunk_size"),
-                  "attention": ("n_head", "n_kv_head", "resolved_head_dim", "resolved_rotary_dim",
-                                "rope_theta")}.items():
+    for field in {
+        "mamba1": ("d_state", "d_conv", "expand", "resolved_dt_rank"),
+        "mamba2": ("d_state", "d_conv", "expand", "headdim", "ngroups", "chunk_size"),
+        "attention": (
+            "n_head",
+            "n_kv_head",
+            "resolved_head_dim",
+            "resolved_rotary_dim",
+            "rope_theta",
+        ),
+    }.items():
         for name in field[1] if field[0] in mixers else ():
             assert getattr(weights.config, name) == getattr(config, name), name
 
@@ -102,19 +185,47 @@ def assert_same(weights, config, state):
 def random_config(family, random):
     """A random small ModelConfig of a family, from a random.Random."""
     pick = random.choice
-    common = dict(n_layer=pick([1, 2, 3]), vocab_size=pick([31, 50, 64]), pad_vocab_size_multiple=pick([1, 8, 16]),
-                  tie_embeddings=pick([True, False]), norm_eps=pick([1e-5, 1e-6]))
+    common = dict(
+        n_layer=pick([1, 2, 3]),
+        vocab_size=pick([31, 50, 64]),
+        pad_vocab_size_multiple=pick([1, 8, 16]),
+        tie_embeddings=pick([True, False]),
+        norm_eps=pick([1e-5, 1e-6]),
+    )
     if family == "mamba1":
-        return ModelConfig(layers="mamba1", d_model=pick([8, 24, 33]), d_state=pick([1, 5, 16]), d_conv=pick([2, 3, 4]),
-                           expand=pick([1, 2, 3]), dt_rank=pick([0, 1, 9]), **common)
+        return ModelConfig(
+            layers="mamba1",
+            d_model=pick([8, 24, 33]),
+            d_state=pick([1, 5, 16]),
+            d_conv=pick([2, 3, 4]),
+            expand=pick([1, 2, 3]),
+            dt_rank=pick([0, 1, 9]),
+            **common,
+        )
     headdim = pick([32, 64])
-    ssm = dict(d_state=pick([16, 64, 128]), headdim=headdim, chunk_size=pick([4, 256]), expand=pick([1, 2]))
+    ssm = dict(
+        d_state=pick([16, 64, 128]), headdim=headdim, chunk_size=pick([4, 256]), expand=pick([1, 2])
+    )
     if family == "mamba2":
         return ModelConfig(layers="mamba2", d_model=headdim * pick([1, 3]), **ssm, **common)
     heads, head_dim = pick([(2, 1), (4, 2), (4, 4), (6, 3)]), pick([8, 16])
-    attention = dict(n_head=heads[0], n_kv_head=heads[1], rope_theta=pick([1e4, 5e5]), d_intermediate=pick([40, 128]))
+    attention = dict(
+        n_head=heads[0],
+        n_kv_head=heads[1],
+        rope_theta=pick([1e4, 5e5]),
+        d_intermediate=pick([40, 128]),
+    )
     if family == "llama":
-        return ModelConfig(layers="attention+mlp", d_model=heads[0] * head_dim, **attention, **common)
+        return ModelConfig(
+            layers="attention+mlp", d_model=heads[0] * head_dim, **attention, **common
+        )
     layers = pick(["mamba2+mlp,attention+mlp", "attention+mlp,2*mamba2+mlp", "mamba2+mlp"])
-    return ModelConfig(layers=layers, d_model=headdim * 2, head_dim=head_dim, rotary_dim=pick([0, 2, 6, -1]), **ssm,
-                       **attention, **common)
+    return ModelConfig(
+        layers=layers,
+        d_model=headdim * 2,
+        head_dim=head_dim,
+        rotary_dim=pick([0, 2, 6, -1]),
+        **ssm,
+        **attention,
+        **common,
+    )

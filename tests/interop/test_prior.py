@@ -41,20 +41,48 @@ def opened(path, config=CONFIG):
 def composers(state):
     """What Composer keeps beside the model: times, generators' states, moments."""
     model = {f"model.{name}": tensor for name, tensor in state.items()}
-    moments = {"state": {name: {"exp_avg": tensor} for name, tensor in model.items()}, "param_groups": [{"lr": 0.1}]}
-    return {"state": {"model": model, "optimizers": {"DecoupledAdamW": moments}, "timestamp": {
-                "Timestamp": {"batch": 3, "total_wct": datetime.timedelta(seconds=5)}}, "integrations": {}},
-            "rng": [{"python": random.getstate(), "numpy": numpy.random.get_state(), "torch": torch.get_rng_state()}]}
+    moments = {
+        "state": {name: {"exp_avg": tensor} for name, tensor in model.items()},
+        "param_groups": [{"lr": 0.1}],
+    }
+    return {
+        "state": {
+            "model": model,
+            "optimizers": {"DecoupledAdamW": moments},
+            "timestamp": {"Timestamp": {"batch": 3, "total_wct": datetime.timedelta(seconds=5)}},
+            "integrations": {},
+        },
+        "rng": [
+            {
+                "python": random.getstate(),
+                "numpy": numpy.random.get_state(),
+                "torch": torch.get_rng_state(),
+            }
+        ],
+    }
 
 
-@pytest.mark.parametrize("wrap", [
-    lambda state: {"step": 3, "tokens_seen": 99, "model_state": state},
-    lambda state: {"model_state": {f"_orig_mod.{name}": tensor for name, tensor in state.items()}},
-    lambda state: {"model": {re.sub(r"(layers\.\d+)", r"\1._checkpoint_wrapped_module", name): tensor
-                             for name, tensor in state.items()}, "epoch": 2},
-    lambda state: {f"module.{name}": tensor for name, tensor in state.items()},
-    lambda state: {"state": {"model": {f"model.{name}": tensor for name, tensor in state.items()}}}],
-    ids=["fms", "compiled", "checkpointed", "ddp", "composer"])
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        lambda state: {"step": 3, "tokens_seen": 99, "model_state": state},
+        lambda state: {
+            "model_state": {f"_orig_mod.{name}": tensor for name, tensor in state.items()}
+        },
+        lambda state: {
+            "model": {
+                re.sub(r"(layers\.\d+)", r"\1._checkpoint_wrapped_module", name): tensor
+                for name, tensor in state.items()
+            },
+            "epoch": 2,
+        },
+        lambda state: {f"module.{name}": tensor for name, tensor in state.items()},
+        lambda state: {
+            "state": {"model": {f"model.{name}": tensor for name, tensor in state.items()}}
+        },
+    ],
+    ids=["fms", "compiled", "checkpointed", "ddp", "composer"],
+)
 @pytest.mark.parametrize("name", ["hybrid", "mamba1"])
 def test_the_model_is_found_among_what_a_trainer_saves(wrap, name, tmp_path):
     state = random_state(CONFIGS[name])
@@ -65,61 +93,112 @@ def test_the_model_is_found_among_what_a_trainer_saves(wrap, name, tmp_path):
 def test_two_models_in_one_file_are_not_chosen_from(tmp_path):
     state = random_state(CONFIG)
     torch.save({"model": state, "ema": state}, tmp_path / "two.pt")
-    with pytest.raises(UserError, match="two.pt holds 2 models, under ema. and model.; save one of them alone"):
+    with pytest.raises(
+        UserError, match="two.pt holds 2 models, under ema. and model.; save one of them alone"
+    ):
         opened(tmp_path / "two.pt")
 
 
 def as_fms(state, config, fused, top):
     """Our Llama under fms' names, its heads rotated in neighbouring rows."""
+
     def neighbours(rows):
-        return rows.view(-1, 2, config.resolved_head_dim // 2, rows.shape[1]).transpose(1, 2).reshape(rows.shape)
+        return (
+            rows.view(-1, 2, config.resolved_head_dim // 2, rows.shape[1])
+            .transpose(1, 2)
+            .reshape(rows.shape)
+        )
 
     embedding, head, prefix = top
-    found = {embedding: state["backbone.embedding.weight"], f"{prefix}dec_norm.weight": state["backbone.norm_f.weight"],
-             head: state.get("lm_head.weight", state["backbone.embedding.weight"])}
+    found = {
+        embedding: state["backbone.embedding.weight"],
+        f"{prefix}dec_norm.weight": state["backbone.norm_f.weight"],
+        head: state.get("lm_head.weight", state["backbone.embedding.weight"]),
+    }
     for index in range(config.n_layer):
         ours, theirs = f"backbone.layers.{index}.", f"{prefix}layers.{index}."
-        heads = [config.resolved_head_dim * count for count in (config.n_head, config.n_kv_head, config.n_kv_head)]
+        heads = [
+            config.resolved_head_dim * count
+            for count in (config.n_head, config.n_kv_head, config.n_kv_head)
+        ]
         query, key, value = state[ours + "mixer.in_proj.weight"].split(heads)
         up, gate = state[ours + "mlp.fc1.weight"].chunk(2)
         attention = {"query": neighbours(query), "key": neighbours(key), "value": value}
         if fused:
-            parts = {"attn.in_proj.qkv_fused": torch.cat([*attention.values()]),
-                     "ff_sub_layer.wg1_fused": torch.cat([gate, up])}
+            parts = {
+                "attn.in_proj.qkv_fused": torch.cat([*attention.values()]),
+                "ff_sub_layer.wg1_fused": torch.cat([gate, up]),
+            }
         else:
             place = "attn.in_proj." if prefix else "attn."
-            parts = {"ff_sub_layer.wg": gate, "ff_sub_layer.w1": up,
-                     **{place + name: rows for name, rows in attention.items()}}
-        parts |= {"attn.dense": state[ours + "mixer.out_proj.weight"], "ln": state[ours + "norm.weight"],
-                  "ff_sub_layer.w2": state[ours + "mlp.fc2.weight"], "ff_ln": state[ours + "norm2.weight"]}
+            parts = {
+                "ff_sub_layer.wg": gate,
+                "ff_sub_layer.w1": up,
+                **{place + name: rows for name, rows in attention.items()},
+            }
+        parts |= {
+            "attn.dense": state[ours + "mixer.out_proj.weight"],
+            "ln": state[ours + "norm.weight"],
+            "ff_sub_layer.w2": state[ours + "mlp.fc2.weight"],
+            "ff_ln": state[ours + "norm2.weight"],
+        }
         found |= {f"{theirs}{name}.weight": tensor.clone() for name, tensor in parts.items()}
     return found
 
 
 def fms_logits(state, tokens, config):
     """fms' Llama (fused names of today) as its papers say it: neighbours of a head are turned together."""
+
     def norm(x, name):
-        return F.rms_norm(x, x.shape[-1:], state[f"base_model.{name}.weight"], config.norm_eps) if hasattr(
-            F, "rms_norm") else x * x.pow(2).mean(-1, True).add(config.norm_eps).rsqrt() * state[
-                f"base_model.{name}.weight"]
+        return (
+            F.rms_norm(x, x.shape[-1:], state[f"base_model.{name}.weight"], config.norm_eps)
+            if hasattr(F, "rms_norm")
+            else x
+            * x.pow(2).mean(-1, True).add(config.norm_eps).rsqrt()
+            * state[f"base_model.{name}.weight"]
+        )
 
     size, length = config.resolved_head_dim, tokens.shape[1]
-    angles = torch.outer(torch.arange(length), config.rope_theta ** -(torch.arange(0, size, 2) / size))
+    angles = torch.outer(
+        torch.arange(length), config.rope_theta ** -(torch.arange(0, size, 2) / size)
+    )
     turn = torch.polar(torch.ones_like(angles), angles)[:, None]
     x = F.embedding(tokens, state["base_model.embedding.weight"])
     for index in range(config.n_layer):
         layer = f"layers.{index}."
-        weights = {name: state[f"base_model.{layer}{name}.weight"] for name in (
-            "attn.in_proj.qkv_fused", "attn.dense", "ff_sub_layer.wg1_fused", "ff_sub_layer.w2")}
-        heads = F.linear(norm(x, layer + "ln"), weights["attn.in_proj.qkv_fused"]).unflatten(-1, (-1, size))
+        weights = {
+            name: state[f"base_model.{layer}{name}.weight"]
+            for name in (
+                "attn.in_proj.qkv_fused",
+                "attn.dense",
+                "ff_sub_layer.wg1_fused",
+                "ff_sub_layer.w2",
+            )
+        }
+        heads = F.linear(norm(x, layer + "ln"), weights["attn.in_proj.qkv_fused"]).unflatten(
+            -1, (-1, size)
+        )
         query, key, value = heads.split([config.n_head, config.n_kv_head, config.n_kv_head], dim=2)
-        query, key = (torch.view_as_real(torch.view_as_complex(part.unflatten(-1, (-1, 2)).contiguous()) * turn
-                                         ).flatten(-2) for part in (query, key))
-        key, value = (part.repeat_interleave(config.n_head // config.n_kv_head, dim=2) for part in (key, value))
+        query, key = (
+            torch.view_as_real(
+                torch.view_as_complex(part.unflatten(-1, (-1, 2)).contiguous()) * turn
+            ).flatten(-2)
+            for part in (query, key)
+        )
+        key, value = (
+            part.repeat_interleave(config.n_head // config.n_kv_head, dim=2)
+            for part in (key, value)
+        )
         scores = torch.einsum("blhd,bmhd->bhlm", query, key) / math.sqrt(size)
-        scores = scores.masked_fill(torch.ones(length, length).triu(1).bool(), -math.inf).softmax(-1)
-        x = x + F.linear(torch.einsum("bhlm,bmhd->blhd", scores, value).flatten(-2), weights["attn.dense"])
-        gate, up = F.linear(norm(x, layer + "ff_ln"), weights["ff_sub_layer.wg1_fused"]).chunk(2, dim=-1)
+        scores = scores.masked_fill(torch.ones(length, length).triu(1).bool(), -math.inf).softmax(
+            -1
+        )
+        x = x + F.linear(
+            torch.einsum("bhlm,bmhd->blhd", scores, value).flatten(-2), weights["attn.dense"]
+        )
+        gate, up = F.linear(norm(x, layer + "ff_ln"), weights["ff_sub_layer.wg1_fused"]).chunk(
+            2, dim=-1
+        )
         x = x + F.linear(F.silu(gate) * up, weights["ff_sub_layer.w2"])
     return F.linear(norm(x, "dec_norm"), state["head.weight"])
 
@@ -137,26 +216,43 @@ def test_fms_llama(name, fused, top, tmp_path):
     torch.save({"model_state": theirs}, tmp_path / "consolidated.00.pth")
     weights = opened(tmp_path / "consolidated.00.pth", config)
     assert_same(weights, config, state)
-    assert torch.equal(weights.slice("backbone.layers.1.mixer.in_proj.weight", 7, 95),
-                       state["backbone.layers.1.mixer.in_proj.weight"].flatten()[7:95])
+    assert torch.equal(
+        weights.slice("backbone.layers.1.mixer.in_proj.weight", 7, 95),
+        state["backbone.layers.1.mixer.in_proj.weight"].flatten()[7:95],
+    )
     if fused and top is NEW:
         tokens = torch.randint(0, config.vocab_size, (2, 21))
         with torch.no_grad():
-            torch.testing.assert_close(model_of(config, weights.get)(tokens), fms_logits(theirs, tokens, config),
-                                       rtol=2e-4, atol=2e-5)
+            torch.testing.assert_close(
+                model_of(config, weights.get)(tokens),
+                fms_logits(theirs, tokens, config),
+                rtol=2e-4,
+                atol=2e-5,
+            )
 
 
 def save_as_fms_fsdp_does(world, folder):
     from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType
 
-    model = FullyShardedDataParallel(model_of(LLAMA, random_state(LLAMA).get), device_id=torch.device("cpu"),
-                                     use_orig_params=True)
+    model = FullyShardedDataParallel(
+        model_of(LLAMA, random_state(LLAMA).get),
+        device_id=torch.device("cpu"),
+        use_orig_params=True,
+    )
     with FullyShardedDataParallel.state_dict_type(model, StateDictType.SHARDED_STATE_DICT):
         state = model.state_dict()
-        moments = {"state": {name: {"exp_avg": tensor, "step": torch.tensor(3.0)} for name, tensor in state.items()}}
+        moments = {
+            "state": {
+                name: {"exp_avg": tensor, "step": torch.tensor(3.0)}
+                for name, tensor in state.items()
+            }
+        }
         content = {"model_state": state, "optimizer_state": moments, "step": 3}
-        dcp.save_state_dict(content, dcp.FileSystemWriter(folder, single_file_per_rank=True),
-                            planner=dcp.DefaultSavePlanner())
+        dcp.save_state_dict(
+            content,
+            dcp.FileSystemWriter(folder, single_file_per_rank=True),
+            planner=dcp.DefaultSavePlanner(),
+        )
     with FullyShardedDataParallel.state_dict_type(model, StateDictType.FULL_STATE_DICT):
         return {name: tensor.clone().numpy() for name, tensor in model.state_dict().items()}
 
@@ -165,8 +261,11 @@ def save_as_fms_fsdp_does(world, folder):
 def sharded(tmp_path_factory):
     """(a folder that two ranks wrote by torch.distributed.checkpoint, the model's state)."""
     folder = tmp_path_factory.mktemp("fms") / "step_3_ckp"
-    return folder, {name: torch.from_numpy(array) for name, array in run_ranks(
-        2, save_as_fms_fsdp_does, str(folder))[0].items() if name != "lm_head.weight"}
+    return folder, {
+        name: torch.from_numpy(array)
+        for name, array in run_ranks(2, save_as_fms_fsdp_does, str(folder))[0].items()
+        if name != "lm_head.weight"
+    }
 
 
 @pytest.mark.slow
@@ -177,7 +276,9 @@ def test_a_folder_of_torch_distributed_checkpoint(sharded):
     line = f"python -m torch.distributed.checkpoint.format_utils dcp_to_torch {folder} {folder}.pth"
     for place in (folder, folder.parent, folder / "__0_0.distcp"):
         for config in (None, LLAMA):
-            with pytest.raises(UserError, match=f"{folder} is a folder of torch.distributed.*: {line}$"):
+            with pytest.raises(
+                UserError, match=f"{folder} is a folder of torch.distributed.*: {line}$"
+            ):
                 opened(place, config)
     if find_spec("torch.distributed.checkpoint.format_utils"):  # torch 2.3 and newer
         subprocess.run(["bash", "-c", line.replace("python", sys.executable, 1)], check=True)
@@ -245,10 +346,13 @@ def test_a_file_without_config_json(tmp_path, capsys):
     """Its preset is named, and every tensor is checked; the message and inspect say which one it may be."""
     from config.model_config import ModelConfig
     from config.presets import preset
+
     demo = ModelConfig(**preset("demo"))
     state = random_state(demo)
     torch.save(state, tmp_path / "lonely.pth")
-    with pytest.raises(UserError, match="no config.json beside it, .* name it: model_name=demo has just its"):
+    with pytest.raises(
+        UserError, match="no config.json beside it, .* name it: model_name=demo has just its"
+    ):
         read_weights(tmp_path / "lonely.pth")
     with pytest.raises(UserError, match="does not fit the model"):
         read_weights(tmp_path / "lonely.pth", model_name="mamba-130m")
@@ -257,7 +361,9 @@ def test_a_file_without_config_json(tmp_path, capsys):
     assert_same(read_weights(tmp_path / "ours"), demo, state)
     inspect.main(str(tmp_path / "lonely.pth"))
     said = capsys.readouterr().out
-    assert "structure      demo, 4 layers mamba1, d_model 128" in said and "--model_name=demo" in said
+    assert (
+        "structure      demo, 4 layers mamba1, d_model 128" in said and "--model_name=demo" in said
+    )
     torch.save({"model_state": random_state(CONFIG)}, tmp_path / "other.pth")
     inspect.main(str(tmp_path / "other.pth"))
     said = capsys.readouterr().out
@@ -269,8 +375,9 @@ def test_training_starts_from_them(tmp_path):
     state = random_state(CONFIG)
     torch.save({"model_state": state, "step": 3}, tmp_path / "ep0.pt")
     for setting in ("load_ckpt_path", "init_from"):
-        settings, explicit = resolve_settings({**given, setting: str(tmp_path / "ep0.pt"),
-                                               "save_ckpt_path": str(tmp_path / "run")})
+        settings, explicit = resolve_settings(
+            {**given, setting: str(tmp_path / "ep0.pt"), "save_ckpt_path": str(tmp_path / "run")}
+        )
         assert_same(starting_weights(settings, explicit).open(World.alone()), CONFIG, state)
     settings, explicit = resolve_settings({"init_from": str(tmp_path / "ep0.pt")})
     with pytest.raises(UserError, match="there is no config.json beside it"):
@@ -292,5 +399,10 @@ def test_export_takes_a_tokenizer(tmp_path):
     (tmp_path / "other" / "tokenizer.json").write_text(json.dumps(content))
     with pytest.raises(UserError, match="have different tokenizers"):
         write_model(tmp_path / "hf", tmp_path / "again", tokenizer=str(tmp_path / "other"))
-    write_model(tmp_path / "hf", tmp_path / "again", tokenizer=str(tmp_path / "other"), allow_other_tokenizer=True)
+    write_model(
+        tmp_path / "hf",
+        tmp_path / "again",
+        tokenizer=str(tmp_path / "other"),
+        allow_other_tokenizer=True,
+    )
     assert "other" in (tmp_path / "again" / "tokenizer.json").read_text()

@@ -13,8 +13,13 @@ from mamba_fsdp.interop.pth_files import write_pth
 
 pytestmark = pytest.mark.torch22
 
-TENSORS = {"matrix": torch.randn(3, 4), "bf16": torch.randn(5).bfloat16(), "fp16": torch.randn(2, 1, 2).half(),
-           "fp64": torch.randn(7).double(), "scalar": torch.tensor(1.5)}
+TENSORS = {
+    "matrix": torch.randn(3, 4),
+    "bf16": torch.randn(5).bfloat16(),
+    "fp16": torch.randn(2, 1, 2).half(),
+    "fp64": torch.randn(7).double(),
+    "scalar": torch.tensor(1.5),
+}
 
 
 def records(path):
@@ -27,18 +32,28 @@ def test_it_is_what_torch_saves(tmp_path):
     write_pth(tmp_path / "ours", TENSORS.items(), {"tied": "matrix"})
     torch.save({**TENSORS, "tied": TENSORS["matrix"]}, tmp_path / "theirs")
     ours, theirs = records(tmp_path / "ours"), records(tmp_path / "theirs")
-    assert ours.items() <= theirs.items() and all(name.startswith(".") for name in theirs.keys() - ours.keys())
+    assert ours.items() <= theirs.items() and all(
+        name.startswith(".") for name in theirs.keys() - ours.keys()
+    )
     offset = torch._C.PyTorchFileReader(str(tmp_path / "ours")).get_record_offset
     assert not any(offset(name) % 64 for name in ours)
     for mapped in (True, False):
         content = torch.load(str(tmp_path / "ours"), weights_only=True, mmap=mapped)
         assert list(content) == [*TENSORS, "tied"] and content["tied"] is content["matrix"]
-        assert all(content[name].dtype == tensor.dtype and torch.equal(content[name], tensor)
-                   for name, tensor in TENSORS.items())
+        assert all(
+            content[name].dtype == tensor.dtype and torch.equal(content[name], tensor)
+            for name, tensor in TENSORS.items()
+        )
 
 
-@pytest.mark.parametrize("write", [convert.to_our_form, lambda source, out: convert.write_model(
-    source, out, format="state-spaces")], ids=["ours", "state-spaces"])
+@pytest.mark.parametrize(
+    "write",
+    [
+        convert.to_our_form,
+        lambda source, out: convert.write_model(source, out, format="state-spaces"),
+    ],
+    ids=["ours", "state-spaces"],
+)
 def test_one_tensor_is_in_memory_at_a_time(tmp_path, monkeypatch, write):
     ours = write_ours(tmp_path / "ours", CONFIGS["mamba1"], random_state(CONFIGS["mamba1"]))
     alive, most = [], []
@@ -51,6 +66,7 @@ def test_one_tensor_is_in_memory_at_a_time(tmp_path, monkeypatch, write):
             alive.append(weakref.ref(array))  # it lives as long as a tensor over it
             most.append(sum(reference() is not None for reference in alive))
             return torch.from_numpy(array)
+
         read, weights.tensors.slice = weights.tensors.slice, watched
         return weights
 

@@ -25,13 +25,17 @@ pytestmark = pytest.mark.torch22
 
 def exported(folder, name="mamba2", **options):
     config = CONFIGS[name]
-    return write_model(write_ours(folder / "ours", config, random_state(config)), folder / "hf", **options)
+    return write_model(
+        write_ours(folder / "ours", config, random_state(config)), folder / "hf", **options
+    )
 
 
 def change_config(folder, **changes):
     path = folder / "config.json"
     content = json.loads(path.read_text()) | changes
-    path.write_text(json.dumps({name: value for name, value in content.items() if value != "absent"}))
+    path.write_text(
+        json.dumps({name: value for name, value in content.items() if value != "absent"})
+    )
 
 
 def change_tensors(folder, change):
@@ -43,45 +47,76 @@ def change_tensors(folder, change):
 def refused(source, message, tmp_path, **options):
     """Both verbs and reading refuse with the message and leave nothing behind."""
     before = sorted(os.listdir(tmp_path))
-    for attempt in (lambda: read_weights(source), lambda: to_our_form(source, tmp_path / "out"),
-                    lambda: write_model(source, tmp_path / "out", **options)):
+    for attempt in (
+        lambda: read_weights(source),
+        lambda: to_our_form(source, tmp_path / "out"),
+        lambda: write_model(source, tmp_path / "out", **options),
+    ):
         with pytest.raises(UserError, match=message):
             attempt()
     assert sorted(os.listdir(tmp_path)) == before
 
 
-@pytest.mark.parametrize("name, changes, message", [
-    ("mamba1", {"hidden_act": "gelu"}, "hidden_act is 'gelu', another activation; only 'silu'"),
-    ("mamba1", {"use_bias": True}, "use_bias is True"),
-    ("mamba1", {"use_conv_bias": False}, "use_conv_bias is False, a convolution without bias"),
-    ("mamba1", {"intermediate_size": 100}, "intermediate_size is 100"),
-    ("mamba1", {"conv_kernel": 8}, "d_conv is 8, but .* at most 4"),
-    ("mamba2", {"time_step_limit": [0.01, 0.1]}, r"time_step_limit is \[0.01, 0.1\]; only \[0, inf\]"),
-    ("mamba2", {"num_heads": 7}, "num_heads is 7"),
-    ("mamba2", {"rms_norm": False}, "rms_norm is False"),
-    ("mamba2", {"head_dim": 0}, "head_dim is 0, but has to be at least 1"),
-    ("mamba2", {"n_groups": 3}, "ngroups 3 does not divide"),
-    ("mamba2", {"hidden_size": "absent"}, "hidden_size is missing"),
-    ("mamba2", {"quantization_config": {"bits": 4}},
-     "quantization_config is .*, a field that this program does not know"),
-    ("hybrid", {"mamba_proj_bias": True}, "mamba_proj_bias is True"),
-    ("hybrid", {"mamba_conv_bias": False}, "mamba_conv_bias is False"),
-    ("hybrid", {"mamba_d_head": 5}, "mamba_d_head is 5 with 4 heads"),
-    ("hybrid", {"attention_bias": True}, "attention_bias is True"),
-    ("hybrid", {"mlp_bias": True}, "mlp_bias is True"),
-    ("hybrid", {"attention_dropout": 0.1}, "attention_dropout is 0.1"),
-    ("hybrid", {"time_step_limit": [0.0, 5]}, "time_step_limit"),
-    ("llama", {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}},
-     "rope_scaling.rope_type is 'llama3', scaled rotary"),
-    ("llama", {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "rope_parameters.rope_type is 'yarn'"),
-    ("llama", {"rope_theta": 5.0}, "rope_theta is given twice, as 5.0 and 10000.0"),
-    ("llama", {"sliding_window": 4096}, "sliding_window is 4096, a field that this program does not know"),
-    ("llama", {"num_attention_heads": 0}, "num_attention_heads is 0"),
-    ("llama", {"rms_norm_eps": "small"}, "rms_norm_eps is 'small', not float"),
-    ("mamba2", {"model_type": "mistral", "architectures": ["MistralForCausalLM"]},
-     r"type 'mistral' \(MistralForCausalLM\); .*Mamba2ForCausalLM"),
-    ("llama", {"architectures": ["LlamaForSequenceClassification"]}, "LlamaForSequenceClassification"),
-])
+@pytest.mark.parametrize(
+    "name, changes, message",
+    [
+        ("mamba1", {"hidden_act": "gelu"}, "hidden_act is 'gelu', another activation; only 'silu'"),
+        ("mamba1", {"use_bias": True}, "use_bias is True"),
+        ("mamba1", {"use_conv_bias": False}, "use_conv_bias is False, a convolution without bias"),
+        ("mamba1", {"intermediate_size": 100}, "intermediate_size is 100"),
+        ("mamba1", {"conv_kernel": 8}, "d_conv is 8, but .* at most 4"),
+        (
+            "mamba2",
+            {"time_step_limit": [0.01, 0.1]},
+            r"time_step_limit is \[0.01, 0.1\]; only \[0, inf\]",
+        ),
+        ("mamba2", {"num_heads": 7}, "num_heads is 7"),
+        ("mamba2", {"rms_norm": False}, "rms_norm is False"),
+        ("mamba2", {"head_dim": 0}, "head_dim is 0, but has to be at least 1"),
+        ("mamba2", {"n_groups": 3}, "ngroups 3 does not divide"),
+        ("mamba2", {"hidden_size": "absent"}, "hidden_size is missing"),
+        (
+            "mamba2",
+            {"quantization_config": {"bits": 4}},
+            "quantization_config is .*, a field that this program does not know",
+        ),
+        ("hybrid", {"mamba_proj_bias": True}, "mamba_proj_bias is True"),
+        ("hybrid", {"mamba_conv_bias": False}, "mamba_conv_bias is False"),
+        ("hybrid", {"mamba_d_head": 5}, "mamba_d_head is 5 with 4 heads"),
+        ("hybrid", {"attention_bias": True}, "attention_bias is True"),
+        ("hybrid", {"mlp_bias": True}, "mlp_bias is True"),
+        ("hybrid", {"attention_dropout": 0.1}, "attention_dropout is 0.1"),
+        ("hybrid", {"time_step_limit": [0.0, 5]}, "time_step_limit"),
+        (
+            "llama",
+            {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}},
+            "rope_scaling.rope_type is 'llama3', scaled rotary",
+        ),
+        (
+            "llama",
+            {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}},
+            "rope_parameters.rope_type is 'yarn'",
+        ),
+        ("llama", {"rope_theta": 5.0}, "rope_theta is given twice, as 5.0 and 10000.0"),
+        (
+            "llama",
+            {"sliding_window": 4096},
+            "sliding_window is 4096, a field that this program does not know",
+        ),
+        ("llama", {"num_attention_heads": 0}, "num_attention_heads is 0"),
+        ("llama", {"rms_norm_eps": "small"}, "rms_norm_eps is 'small', not float"),
+        (
+            "mamba2",
+            {"model_type": "mistral", "architectures": ["MistralForCausalLM"]},
+            r"type 'mistral' \(MistralForCausalLM\); .*Mamba2ForCausalLM",
+        ),
+        (
+            "llama",
+            {"architectures": ["LlamaForSequenceClassification"]},
+            "LlamaForSequenceClassification",
+        ),
+    ],
+)
 def test_fields_of_their_config_that_the_model_can_not_represent(name, changes, message, tmp_path):
     source = exported(tmp_path, name)
     change_config(source, **changes)
@@ -91,16 +126,32 @@ def test_fields_of_their_config_that_the_model_can_not_represent(name, changes, 
 def test_every_field_of_a_config_counts(tmp_path):
     """Each field that an export writes, set to something else, is refused or gives another model, unless it is known to
     mean nothing."""
-    meaningless = {"architectures", "bos_token_id", "eos_token_id", "pad_token_id", "torch_dtype", "residual_in_fp32"}
+    meaningless = {
+        "architectures",
+        "bos_token_id",
+        "eos_token_id",
+        "pad_token_id",
+        "torch_dtype",
+        "residual_in_fp32",
+    }
     for name in ("mamba1-untied-rank", "mamba2-untied-wide", "hybrid", "llama"):
         source = exported(tmp_path / name, name)
         before = read_weights(source).config
         original = json.loads((source / "config.json").read_text())
         for field, value in original.items():
-            if field in meaningless or (name, field) == ("mamba2-untied-wide", "time_step_rank"):  # Mamba-2 has no rank
+            if field in meaningless or (name, field) == (
+                "mamba2-untied-wide",
+                "time_step_rank",
+            ):  # Mamba-2 has no rank
                 continue
-            other = {bool: lambda v: not v, int: lambda v: v + 1, float: lambda v: v * 2 + 1, str: lambda v: v + "x",
-                     list: lambda v: [*v, 0], dict: lambda v: {**v, "rope_theta": 7.0}}[type(value)](value)
+            other = {
+                bool: lambda v: not v,
+                int: lambda v: v + 1,
+                float: lambda v: v * 2 + 1,
+                str: lambda v: v + "x",
+                list: lambda v: [*v, 0],
+                dict: lambda v: {**v, "rope_theta": 7.0},
+            }[type(value)](value)
             change_config(source, **original | {field: other})
             try:
                 assert read_weights(source).config != before, field
@@ -108,14 +159,24 @@ def test_every_field_of_a_config_counts(tmp_path):
                 assert str(error), field
 
 
-@pytest.mark.parametrize("change, message", [
-    (lambda tensors: tensors.pop("backbone.layers.1.mixer.D"), "it lacks backbone.layers.1.mixer.D"),
-    (lambda tensors: tensors.update(surprise=torch.ones(2)), "the model has no surprise"),
-    (lambda tensors: tensors.update({"backbone.norm_f.weight": torch.ones(7)}),
-     r"backbone.norm_f.weight is \(7,\), not \(32,\)"),
-    (lambda tensors: tensors.update({"lm_head.weight": torch.ones(64, 32)}),
-     "lm_head.weight differs from backbone.embeddings.weight"),
-])
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (
+            lambda tensors: tensors.pop("backbone.layers.1.mixer.D"),
+            "it lacks backbone.layers.1.mixer.D",
+        ),
+        (lambda tensors: tensors.update(surprise=torch.ones(2)), "the model has no surprise"),
+        (
+            lambda tensors: tensors.update({"backbone.norm_f.weight": torch.ones(7)}),
+            r"backbone.norm_f.weight is \(7,\), not \(32,\)",
+        ),
+        (
+            lambda tensors: tensors.update({"lm_head.weight": torch.ones(64, 32)}),
+            "lm_head.weight differs from backbone.embeddings.weight",
+        ),
+    ],
+)
 def test_tensors_that_are_not_the_models(change, message, tmp_path):
     source = exported(tmp_path)
     change_tensors(source, change)
@@ -124,27 +185,46 @@ def test_tensors_that_are_not_the_models(change, message, tmp_path):
 
 def test_a_tied_output_layer_that_is_stored_too_is_fine(tmp_path):
     source = exported(tmp_path)
-    change_tensors(source,
-                   lambda tensors: tensors.update({"lm_head.weight": tensors["backbone.embeddings.weight"].clone()}))
-    assert torch.equal(read_weights(source).get("lm_head.weight"),
-                       random_state(CONFIGS["mamba2"])["backbone.embedding.weight"])
+    change_tensors(
+        source,
+        lambda tensors: tensors.update(
+            {"lm_head.weight": tensors["backbone.embeddings.weight"].clone()}
+        ),
+    )
+    assert torch.equal(
+        read_weights(source).get("lm_head.weight"),
+        random_state(CONFIGS["mamba2"])["backbone.embedding.weight"],
+    )
 
 
 def test_the_weights_of_another_family(tmp_path):
     source, other = exported(tmp_path / "a", "mamba2"), exported(tmp_path / "b", "mamba1")
     os.replace(other / "model.safetensors", source / "model.safetensors")
-    refused(source, r"does not fit the model: it lacks .*dt_bias.*; the model has no .*mixer", tmp_path)
+    refused(
+        source, r"does not fit the model: it lacks .*dt_bias.*; the model has no .*mixer", tmp_path
+    )
 
 
-@pytest.mark.parametrize("damage", [
-    lambda data: data[:-10], lambda data: data[:100], lambda data: b"", lambda data: b"\xff" * 64,
-    lambda data: data[:8] + b"?" + data[9:],
-], ids=["cut", "cut in the header", "empty", "garbage", "header"])
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda data: data[:-10],
+        lambda data: data[:100],
+        lambda data: b"",
+        lambda data: b"\xff" * 64,
+        lambda data: data[:8] + b"?" + data[9:],
+    ],
+    ids=["cut", "cut in the header", "empty", "garbage", "header"],
+)
 def test_damaged_safetensors(damage, tmp_path):
     source = exported(tmp_path)
     data = (source / "model.safetensors").read_bytes()
     (source / "model.safetensors").write_bytes(damage(data))
-    refused(source, r"model.safetensors \(.* bytes\) is cut short or damaged .*; copy or download it again$", tmp_path)
+    refused(
+        source,
+        r"model.safetensors \(.* bytes\) is cut short or damaged .*; copy or download it again$",
+        tmp_path,
+    )
 
 
 def test_sharded_safetensors_with_something_wrong(tmp_path):
@@ -160,7 +240,9 @@ def test_sharded_safetensors_with_something_wrong(tmp_path):
     with_index({"weight_map": {**index["weight_map"], first: names[1]}})
     refused(source, f"{names[1]} lacks {first}", tmp_path)
     with_index({"weight_map": {**index["weight_map"], first: "../ours/consolidated.00.pth"}})
-    refused(source, "'../ours/consolidated.00.pth' is not the name of a file in this folder", tmp_path)
+    refused(
+        source, "'../ours/consolidated.00.pth' is not the name of a file in this folder", tmp_path
+    )
     for content in ("{", "[]", '{"weight_map": 3}'):
         with_index(content)
         refused(source, "index.json: can't be read", tmp_path)
@@ -196,9 +278,14 @@ def test_a_pickle_that_would_execute_code(form, zipped, tmp_path):
     assert not (tmp_path / "executed").exists()
 
 
-@pytest.mark.parametrize("content, message", [([torch.ones(2)], "is no dict of tensors"),
-                                              ({"model": {"x": torch.ones(2)}}, "it lacks .*; .* has no model.x"),
-                                              ({"step": 5}, "is no dict of tensors")])
+@pytest.mark.parametrize(
+    "content, message",
+    [
+        ([torch.ones(2)], "is no dict of tensors"),
+        ({"model": {"x": torch.ones(2)}}, "it lacks .*; .* has no model.x"),
+        ({"step": 5}, "is no dict of tensors"),
+    ],
+)
 def test_a_bin_that_is_not_a_dict_of_tensors(content, message, tmp_path):
     ours = write_ours(tmp_path / "ours", CONFIGS["mamba1"], random_state(CONFIGS["mamba1"]))
     torch.save(content, ours / "consolidated.00.pth")
@@ -221,13 +308,16 @@ def test_a_truncated_pth(share, zipped, tmp_path):
     path = ours / "consolidated.00.pth"
     if not zipped:
         torch.save(torch.load(path, weights_only=True), path, _use_new_zipfile_serialization=False)
-    path.write_bytes(path.read_bytes()[:int(path.stat().st_size * share)])
+    path.write_bytes(path.read_bytes()[: int(path.stat().st_size * share)])
     refused(ours, r"consolidated.00.pth( \(.* bytes\))? is (cut short or )?damaged", tmp_path)
 
 
 def test_sources_that_are_none(tmp_path):
-    refused("state-spaces/mamba-130m-hf",
-            "no such file or folder; download a model .*hf download state-spaces/mamba-130m-hf", tmp_path)
+    refused(
+        "state-spaces/mamba-130m-hf",
+        "no such file or folder; download a model .*hf download state-spaces/mamba-130m-hf",
+        tmp_path,
+    )
     (tmp_path / "empty").mkdir()
     refused(tmp_path / "empty", "empty holds no model", tmp_path)
     (tmp_path / "checkpoints").mkdir()
@@ -245,32 +335,60 @@ def test_sources_that_are_none(tmp_path):
     refused(tmp_path / "lonely.pth", "there is no config.json beside it", tmp_path)
 
 
-@pytest.mark.parametrize("changes, message", [
-    ({"d_model": "64"}, "d_model is '64', but this program's models need: whole number, at least 1"),
-    ({"width": 3}, "width is no setting of this program's models"),
-    ({"layers": "mamba9"}, "can't read 'mamba9'"),
-])
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        (
+            {"d_model": "64"},
+            "d_model is '64', but this program's models need: whole number, at least 1",
+        ),
+        ({"width": 3}, "width is no setting of this program's models"),
+        ({"layers": "mamba9"}, "can't read 'mamba9'"),
+    ],
+)
 def test_a_config_of_ours_that_was_edited_wrongly(changes, message, tmp_path):
     ours = write_ours(tmp_path / "ours", CONFIGS["mamba1"], random_state(CONFIGS["mamba1"]))
     change_config(ours, **changes)
     refused(ours, message, tmp_path)
 
 
-@pytest.mark.parametrize("field, here, there", [("norm_eps", "1e-05", 1e-6), ("rope_theta", "10000.0", 5e5),
-                                                ("ngroups", "1", 2),
-                                                ("tie_embeddings", "false", True)])
-def test_a_pth_to_go_on_from_that_is_of_another_model_in_what_no_shape_shows(field, here, there, tmp_path):
-    config = ModelConfig(layers="mamba2,attention", d_model=32, n_layer=2, headdim=16, n_head=4, n_kv_head=4,
-                         vocab_size=64,
-                         tie_embeddings=False)
+@pytest.mark.parametrize(
+    "field, here, there",
+    [
+        ("norm_eps", "1e-05", 1e-6),
+        ("rope_theta", "10000.0", 5e5),
+        ("ngroups", "1", 2),
+        ("tie_embeddings", "false", True),
+    ],
+)
+def test_a_pth_to_go_on_from_that_is_of_another_model_in_what_no_shape_shows(
+    field, here, there, tmp_path
+):
+    config = ModelConfig(
+        layers="mamba2,attention",
+        d_model=32,
+        n_layer=2,
+        headdim=16,
+        n_head=4,
+        n_kv_head=4,
+        vocab_size=64,
+        tie_embeddings=False,
+    )
     given = {name: shown(value) for name, value in vars(config).items()}
 
     def starts_from(folder):
-        resolved, explicit = resolve_settings({**given, "load_ckpt_path": str(folder / "consolidated.00.pth")})
+        resolved, explicit = resolve_settings(
+            {**given, "load_ckpt_path": str(folder / "consolidated.00.pth")}
+        )
         return starting_weights(resolved, explicit)
 
-    assert_same(starts_from(write_ours(tmp_path / "same", config, random_state(config))).open(World.alone()), config,
-                random_state(config))
+    assert_same(
+        starts_from(write_ours(tmp_path / "same", config, random_state(config))).open(
+            World.alone()
+        ),
+        config,
+        random_state(config),
+    )
     other = ModelConfig(**vars(config) | {field: there})
     folder = write_ours(tmp_path / "other", other, random_state(other))
     said = rf"load_ckpt_path .*/other/.*: {field}={here} \(there {shown(there)}\)$"
@@ -284,23 +402,34 @@ def test_a_pth_beside_a_config_of_another_library(tmp_path):
     config = CONFIGS["hybrid"]
     given = {name: shown(value) for name, value in vars(config).items()}
     for form in ("hf", "state-spaces"):
-        folder = write_model(write_ours(tmp_path / form, config, random_state(config)), tmp_path / f"{form}-out",
-                        format=form)
+        folder = write_model(
+            write_ours(tmp_path / form, config, random_state(config)),
+            tmp_path / f"{form}-out",
+            format=form,
+        )
         for change, message in (({}, None), ({"norm_eps": "1e-6"}, "norm_eps=1e-06")):
-            resolved, explicit = resolve_settings({**given, **change, "load_ckpt_path": str(folder / "any.pth")})
+            resolved, explicit = resolve_settings(
+                {**given, **change, "load_ckpt_path": str(folder / "any.pth")}
+            )
             torch.save(random_state(config), folder / "any.pth")
             if message:
                 with pytest.raises(UserError, match=message):
                     starting_weights(resolved, explicit)
             else:
-                assert_same(starting_weights(resolved, explicit).open(World.alone()), config, random_state(config))
+                assert_same(
+                    starting_weights(resolved, explicit).open(World.alone()),
+                    config,
+                    random_state(config),
+                )
 
 
 def test_layers_that_transformers_has_no_model_for(tmp_path):
     config = ModelConfig(layers="mamba1,mamba2", d_model=32, n_layer=2, vocab_size=40)
     ours = write_ours(tmp_path / "ours", config, random_state(config))
-    with pytest.raises(UserError,
-                       match="no model with layers=mamba1,mamba2; it has MambaForCausalLM .layers mamba1 without MLP"):
+    with pytest.raises(
+        UserError,
+        match="no model with layers=mamba1,mamba2; it has MambaForCausalLM .layers mamba1 without MLP",
+    ):
         write_model(ours, tmp_path / "out")
     assert os.listdir(tmp_path) == ["ours"]
 
@@ -318,7 +447,9 @@ def test_nothing_is_overwritten_and_words_are_checked(tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("verb", [to_our_form, lambda source, out: write_model(source, out, format="state-spaces")])
+@pytest.mark.parametrize(
+    "verb", [to_our_form, lambda source, out: write_model(source, out, format="state-spaces")]
+)
 def test_a_disk_that_fills_up_while_torch_writes(verb, tmp_path):
     """torch covers what the disk says with an error of its own."""
     source = exported(tmp_path)
@@ -335,7 +466,9 @@ def test_a_disk_that_fills_up_while_torch_writes(verb, tmp_path):
     assert sorted(os.listdir(tmp_path)) == before
 
 
-@pytest.mark.parametrize("verb, function", [(write_model, "write_safetensors"), (to_our_form, "_write_state_dict")])
+@pytest.mark.parametrize(
+    "verb, function", [(write_model, "write_safetensors"), (to_our_form, "_write_state_dict")]
+)
 def test_a_full_disk_leaves_nothing(verb, function, tmp_path, monkeypatch):
     source = exported(tmp_path)
     before = sorted(os.listdir(tmp_path))

@@ -29,17 +29,25 @@ def run(tmp_path):
     world = World.alone()
     checkpointer = Checkpointer(tmp_path / "run", world, asynchronous=False)
     for step in (1, 2):
-        shards = [Shard(name, tuple(tensor.shape), 0, tensor.flatten())
-                  for name, tensor in random_state(CONFIG, seed=step).items()]
-        optimizer = [Shard(f"optimizer/{shard.name}/exp_avg", shard.shape, 0,
-                           torch.zeros_like(shard.data)) for shard in shards]
-        checkpointer.save(step, shards + optimizer, TrainState(step=step, tokens=64 * step).saved(settings, 1))
+        shards = [
+            Shard(name, tuple(tensor.shape), 0, tensor.flatten())
+            for name, tensor in random_state(CONFIG, seed=step).items()
+        ]
+        optimizer = [
+            Shard(f"optimizer/{shard.name}/exp_avg", shard.shape, 0, torch.zeros_like(shard.data))
+            for shard in shards
+        ]
+        checkpointer.save(
+            step, shards + optimizer, TrainState(step=step, tokens=64 * step).saved(settings, 1)
+        )
     return tmp_path / "run"
 
 
 def test_a_run_is_its_newest_checkpoint(run):
     assert_same(read_weights(run), CONFIG, random_state(CONFIG, seed=2))
-    assert_same(read_weights(run / "checkpoints" / "step_00000001"), CONFIG, random_state(CONFIG, seed=1))
+    assert_same(
+        read_weights(run / "checkpoints" / "step_00000001"), CONFIG, random_state(CONFIG, seed=1)
+    )
 
 
 def test_a_broken_checkpoint_is_passed_over_and_said(run, capsys):
@@ -73,7 +81,9 @@ def test_shards_of_any_number_of_ranks_are_filled(ranks, tmp_path):
     """From files whose rows lie elsewhere (q, k, v; up, gate), each rank gets its own part of each of our
     parameters."""
     state = random_state(CONFIG)
-    weights = read_weights(write_model(write_ours(tmp_path / "ours", CONFIG, state), tmp_path / "hf"))
+    weights = read_weights(
+        write_model(write_ours(tmp_path / "ours", CONFIG, state), tmp_path / "hf")
+    )
     filled = {name: torch.empty(tensor.numel()) for name, tensor in state.items()}
     for rank in range(ranks):
         shards = []

@@ -26,27 +26,43 @@ MODELS = {**CONFIGS, "grouped": GROUPED}
 @pytest.mark.parametrize("name", MODELS)
 def test_native_to_state_spaces_to_native_is_bitwise(name, tmp_path):
     config, state = MODELS[name], random_state(MODELS[name])
-    write_model(write_ours(tmp_path / "ours", config, state), tmp_path / "theirs", format="state-spaces")
+    write_model(
+        write_ours(tmp_path / "ours", config, state), tmp_path / "theirs", format="state-spaces"
+    )
     assert_same(read_weights(tmp_path / "theirs"), config, state)
     to_our_form(tmp_path / "theirs", tmp_path / "back")
     weights = read_weights(tmp_path / "back")
     assert_same(weights, config, state)
-    assert (weights.config.vocab_size, weights.config.pad_vocab_size_multiple) == (config.vocab_size,
-                                                                                   config.pad_vocab_size_multiple)
+    assert (weights.config.vocab_size, weights.config.pad_vocab_size_multiple) == (
+        config.vocab_size,
+        config.pad_vocab_size_multiple,
+    )
 
 
 @pytest.mark.slow
-def test_the_reference_program_loads_exports_computes_the_same_and_saves_what_we_read(mamba_ssm_folder, tmp_path):
+def test_the_reference_program_loads_exports_computes_the_same_and_saves_what_we_read(
+    mamba_ssm_folder, tmp_path
+):
     """Mamba-1, Mamba-2, hybrid and attention only. Without rotary, which needs a GPU library there."""
     models = {name: dataclasses.replace(config, rotary_dim=0) for name, config in MODELS.items()}
     tokens = torch.randint(0, 40, (2, 37), generator=torch.Generator().manual_seed(0))
     for name, config in models.items():
-        write_model(write_ours(tmp_path / "ours" / name, config, random_state(config)),
-               tmp_path / "models" / name / "exported", format="state-spaces")
+        write_model(
+            write_ours(tmp_path / "ours" / name, config, random_state(config)),
+            tmp_path / "models" / name / "exported",
+            format="state-spaces",
+        )
         torch.save(tokens, tmp_path / "models" / name / "tokens.pt")
-    done = subprocess.run([sys.executable, Path(__file__).with_name("reference_on_cpu.py"), mamba_ssm_folder,
-                           tmp_path / "models"],
-                          capture_output=True, text=True)
+    done = subprocess.run(
+        [
+            sys.executable,
+            Path(__file__).with_name("reference_on_cpu.py"),
+            mamba_ssm_folder,
+            tmp_path / "models",
+        ],
+        capture_output=True,
+        text=True,
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     for name, config in models.items():
         state = random_state(config)
@@ -62,11 +78,23 @@ def fields(tmp_path, **content):
     return Fields.read(tmp_path / "config.json")
 
 
-PUBLISHED_1 = {"ssm_cfg": {}, "rms_norm": True, "residual_in_fp32": True, "fused_add_norm": True,
-               "pad_vocab_size_multiple": 8, "vocab_size": 50277}
-PUBLISHED_2 = {**PUBLISHED_1, "ssm_cfg": {"layer": "Mamba2"}, "d_intermediate": 0, "attn_layer_idx": [], "attn_cfg": {},
-               "tie_embeddings": True,
-               "pad_vocab_size_multiple": 16}
+PUBLISHED_1 = {
+    "ssm_cfg": {},
+    "rms_norm": True,
+    "residual_in_fp32": True,
+    "fused_add_norm": True,
+    "pad_vocab_size_multiple": 8,
+    "vocab_size": 50277,
+}
+PUBLISHED_2 = {
+    **PUBLISHED_1,
+    "ssm_cfg": {"layer": "Mamba2"},
+    "d_intermediate": 0,
+    "attn_layer_idx": [],
+    "attn_cfg": {},
+    "tie_embeddings": True,
+    "pad_vocab_size_multiple": 16,
+}
 BAMBA = {
     "d_model": 4096, "d_intermediate": 14336, "n_layer": 32, "vocab_size": 128256, "ssm_cfg": {"layer": "Mamba2"},
     "attn_layer_idx": [9, 18, 27], "rms_norm": True, "residual_in_fp32": True, "fused_add_norm": True,
@@ -78,14 +106,19 @@ BAMBA = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("preset, content", [
-    ("mamba-130m", {"d_model": 768, "n_layer": 24, **PUBLISHED_1}),
-    ("mamba-2.8b", {"d_model": 2560, "n_layer": 64, **PUBLISHED_1}),
-    ("mamba2-1.3b", {"d_model": 2048, "n_layer": 48, **PUBLISHED_2}),
-    ("mamba_9.8b", BAMBA),
-])
+@pytest.mark.parametrize(
+    "preset, content",
+    [
+        ("mamba-130m", {"d_model": 768, "n_layer": 24, **PUBLISHED_1}),
+        ("mamba-2.8b", {"d_model": 2560, "n_layer": 64, **PUBLISHED_1}),
+        ("mamba2-1.3b", {"d_model": 2048, "n_layer": 48, **PUBLISHED_2}),
+        ("mamba_9.8b", BAMBA),
+    ],
+)
 def test_published_config_files_are_the_presets(preset, content, tmp_path):
-    assert state_spaces.read_config(fields(tmp_path, **content)) == ModelConfig(model_name=preset, **PRESETS[preset])
+    assert state_spaces.read_config(fields(tmp_path, **content)) == ModelConfig(
+        model_name=preset, **PRESETS[preset]
+    )
 
 
 @pytest.mark.parametrize("preset", PRESETS)
@@ -99,41 +132,77 @@ def test_mlps_are_as_wide_as_the_reference_makes_them(tmp_path):
     assert state_spaces.read_config(fields(tmp_path, **content)).d_intermediate == 256
 
 
-@pytest.mark.parametrize("changes, message", [
-    ({"rms_norm": False}, "rms_norm is False, a LayerNorm; only True"),
-    ({"ssm_cfg": {"layer": "Mamba3"}}, "ssm_cfg.layer is 'mamba3'"),
-    ({"ssm_cfg": {"layer": "Mamba2", "bias": True}}, "ssm_cfg.bias is True"),
-    ({"ssm_cfg": {"layer": "Mamba2", "conv_bias": False}}, "ssm_cfg.conv_bias is False"),
-    ({"ssm_cfg": {"layer": "Mamba2", "d_conv": 5}},
-     "d_conv is 5, but this program's models need: whole number, at least 2, at most 4"),
-    ({"ssm_cfg": {"layer": "Mamba2", "dt_limit": [0.0, 0.5]}}, r"ssm_cfg.dt_limit is \[0.0, 0.5\]"),
-    ({"ssm_cfg": {"layer": "Mamba2", "d_ssm": 64}}, "ssm_cfg.d_ssm is 64"),
-    ({"ssm_cfg": {"layer": "Mamba2", "norm_before_gate": True}}, "ssm_cfg.norm_before_gate is True"),
-    ({"ssm_cfg": {"layer": "Mamba2", "headdim": 0}}, "ssm_cfg.headdim is 0, but has to be at least 1"),
-    ({"ssm_cfg": {"layer": "Mamba2", "novelty": 3}}, "ssm_cfg.novelty is 3, a field that this program does not know"),
-    ({"attn_cfg": {**BAMBA["attn_cfg"], "qkv_proj_bias": True}}, "attn_cfg.qkv_proj_bias is True"),
-    ({"attn_cfg": {"num_heads": 32, "causal": True, "out_proj_bias": False}},
-     "attn_cfg.qkv_proj_bias is None, .* only False"),
-    ({"attn_cfg": {**BAMBA["attn_cfg"], "d_conv": 4}}, "attn_cfg.d_conv is 4"),
-    ({"attn_cfg": {**BAMBA["attn_cfg"], "rotary_emb_interleaved": True}}, "attn_cfg.rotary_emb_interleaved is True"),
-    ({"attn_layer_idx": [9, 40]}, r"attn_layer_idx names layers \[40\] of a model of 32"),
-    ({"d_model": "wide"}, "d_model is 'wide', not int"),
-    ({"n_layer": None}, "n_layer is missing"),
-    ({"moe": 8}, "moe is 8, a field that this program does not know"),
-])
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"rms_norm": False}, "rms_norm is False, a LayerNorm; only True"),
+        ({"ssm_cfg": {"layer": "Mamba3"}}, "ssm_cfg.layer is 'mamba3'"),
+        ({"ssm_cfg": {"layer": "Mamba2", "bias": True}}, "ssm_cfg.bias is True"),
+        ({"ssm_cfg": {"layer": "Mamba2", "conv_bias": False}}, "ssm_cfg.conv_bias is False"),
+        (
+            {"ssm_cfg": {"layer": "Mamba2", "d_conv": 5}},
+            "d_conv is 5, but this program's models need: whole number, at least 2, at most 4",
+        ),
+        (
+            {"ssm_cfg": {"layer": "Mamba2", "dt_limit": [0.0, 0.5]}},
+            r"ssm_cfg.dt_limit is \[0.0, 0.5\]",
+        ),
+        ({"ssm_cfg": {"layer": "Mamba2", "d_ssm": 64}}, "ssm_cfg.d_ssm is 64"),
+        (
+            {"ssm_cfg": {"layer": "Mamba2", "norm_before_gate": True}},
+            "ssm_cfg.norm_before_gate is True",
+        ),
+        (
+            {"ssm_cfg": {"layer": "Mamba2", "headdim": 0}},
+            "ssm_cfg.headdim is 0, but has to be at least 1",
+        ),
+        (
+            {"ssm_cfg": {"layer": "Mamba2", "novelty": 3}},
+            "ssm_cfg.novelty is 3, a field that this program does not know",
+        ),
+        (
+            {"attn_cfg": {**BAMBA["attn_cfg"], "qkv_proj_bias": True}},
+            "attn_cfg.qkv_proj_bias is True",
+        ),
+        (
+            {"attn_cfg": {"num_heads": 32, "causal": True, "out_proj_bias": False}},
+            "attn_cfg.qkv_proj_bias is None, .* only False",
+        ),
+        ({"attn_cfg": {**BAMBA["attn_cfg"], "d_conv": 4}}, "attn_cfg.d_conv is 4"),
+        (
+            {"attn_cfg": {**BAMBA["attn_cfg"], "rotary_emb_interleaved": True}},
+            "attn_cfg.rotary_emb_interleaved is True",
+        ),
+        ({"attn_layer_idx": [9, 40]}, r"attn_layer_idx names layers \[40\] of a model of 32"),
+        ({"d_model": "wide"}, "d_model is 'wide', not int"),
+        ({"n_layer": None}, "n_layer is missing"),
+        ({"moe": 8}, "moe is 8, a field that this program does not know"),
+    ],
+)
 def test_what_the_model_can_not_represent_is_refused_by_name(changes, message, tmp_path):
     with pytest.raises(UserError, match=message):
         state_spaces.read_config(fields(tmp_path, **{**BAMBA, **changes}))
 
 
-@pytest.mark.parametrize("changes, message", [
-    ({"layers": "mamba1,mamba2"}, "one kind of SSM layer"),
-    ({"layers": "mamba1+mlp,mamba1", "d_intermediate": 128}, "an MLP in every layer or in none"),
-    ({"norm_eps": 1e-6}, "norm_eps 1e-05 built in, this model has 1e-06"),
-    ({"layers": "mamba1+mlp", "d_intermediate": 130}, "multiple of 128, this model's d_intermediate is 130"),
-])
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"layers": "mamba1,mamba2"}, "one kind of SSM layer"),
+        (
+            {"layers": "mamba1+mlp,mamba1", "d_intermediate": 128},
+            "an MLP in every layer or in none",
+        ),
+        ({"norm_eps": 1e-6}, "norm_eps 1e-05 built in, this model has 1e-06"),
+        (
+            {"layers": "mamba1+mlp", "d_intermediate": 130},
+            "multiple of 128, this model's d_intermediate is 130",
+        ),
+    ],
+)
 def test_what_the_reference_can_not_build_is_not_exported(changes, message, tmp_path):
-    config = ModelConfig(**{"d_model": 16, "n_layer": 2, "vocab_size": 40, "headdim": 16, **changes})
+    config = ModelConfig(
+        **{"d_model": 16, "n_layer": 2, "vocab_size": 40, "headdim": 16, **changes}
+    )
     ours = write_ours(tmp_path / "ours", config, random_state(config))
     with pytest.raises(UserError, match=message):
         write_model(ours, tmp_path / "out", format="state-spaces")

@@ -30,13 +30,19 @@ TRANSFORMERS_5 = int(transformers.__version__.split(".")[0]) >= 5
 
 def load(folder):
     """Their model, and what their loader complains about, which has to be nothing."""
-    model, report = transformers.AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
-    assert not any(report[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys")), report
+    model, report = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, output_loading_info=True
+    )
+    assert not any(
+        report[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys")
+    ), report
     return model.eval()
 
 
 def tokens_for(config, length=37, seed=1):
-    return torch.randint(0, config.vocab_size, (2, length), generator=torch.Generator().manual_seed(seed))
+    return torch.randint(
+        0, config.vocab_size, (2, length), generator=torch.Generator().manual_seed(seed)
+    )
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -59,7 +65,9 @@ def test_exported_models_give_the_same_logits_loss_and_gradients_there(name, tmp
     for our_name, foreign in parts(form_for(config), config).items():
         expected = torch.cat([their_parameters[their_name].grad for their_name, _ in foreign])
         found = dict(ours.named_parameters())[our_name].grad
-        torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3 * expected.abs().max().item() + 1e-6)
+        torch.testing.assert_close(
+            found, expected, rtol=1e-3, atol=1e-3 * expected.abs().max().item() + 1e-6
+        )
 
 
 @pytest.mark.slow
@@ -76,14 +84,17 @@ def test_random_models_give_the_same_logits_there(family, seed, tmp_path):
         torch.testing.assert_close(model_of(config, state.get)(tokens), logits, **TOLERANCE)
 
 
-@pytest.mark.skipif(not TRANSFORMERS_5, reason="transformers 4 normalises Mamba-2's output over all groups at once")
+@pytest.mark.skipif(
+    not TRANSFORMERS_5, reason="transformers 4 normalises Mamba-2's output over all groups at once"
+)
 def test_groups_of_ssm_heads_mean_the_same_there(tmp_path):
     state = random_state(GROUPED)
     write_model(write_ours(tmp_path / "ours", GROUPED, state), tmp_path / "hf")
     tokens = tokens_for(GROUPED)
     with torch.no_grad():
-        torch.testing.assert_close(model_of(GROUPED, state.get)(tokens), load(tmp_path / "hf")(tokens).logits,
-                                   **TOLERANCE)
+        torch.testing.assert_close(
+            model_of(GROUPED, state.get)(tokens), load(tmp_path / "hf")(tokens).logits, **TOLERANCE
+        )
 
 
 @pytest.mark.parametrize("name", [*CONFIGS, "grouped"])
@@ -98,26 +109,59 @@ def test_native_to_transformers_to_native_is_bitwise(name, tmp_path):
 
 
 def their_configs():
-    attention = dict(vocab_size=50, num_attention_heads=4, num_key_value_heads=2, intermediate_size=40)
-    yield transformers.MambaConfig(vocab_size=50, hidden_size=24, num_hidden_layers=2, state_size=5, time_step_rank=3)
-    yield transformers.MambaConfig(vocab_size=50, hidden_size=24, num_hidden_layers=1, conv_kernel=2,
-                                   tie_word_embeddings=False)
-    yield transformers.Mamba2Config(vocab_size=50, hidden_size=24, num_hidden_layers=2, state_size=16, num_heads=6,
-                                    head_dim=8, n_groups=1)
-    yield transformers.Mamba2Config(vocab_size=50, hidden_size=32, num_hidden_layers=1, num_heads=4, head_dim=16,
-                                    n_groups=1,
-                                    tie_word_embeddings=TRANSFORMERS_5,
-                                    layer_norm_epsilon=1e-6)  # 4 can't save tied ones
+    attention = dict(
+        vocab_size=50, num_attention_heads=4, num_key_value_heads=2, intermediate_size=40
+    )
+    yield transformers.MambaConfig(
+        vocab_size=50, hidden_size=24, num_hidden_layers=2, state_size=5, time_step_rank=3
+    )
+    yield transformers.MambaConfig(
+        vocab_size=50, hidden_size=24, num_hidden_layers=1, conv_kernel=2, tie_word_embeddings=False
+    )
+    yield transformers.Mamba2Config(
+        vocab_size=50,
+        hidden_size=24,
+        num_hidden_layers=2,
+        state_size=16,
+        num_heads=6,
+        head_dim=8,
+        n_groups=1,
+    )
+    yield transformers.Mamba2Config(
+        vocab_size=50,
+        hidden_size=32,
+        num_hidden_layers=1,
+        num_heads=4,
+        head_dim=16,
+        n_groups=1,
+        tie_word_embeddings=TRANSFORMERS_5,
+        layer_norm_epsilon=1e-6,
+    )  # 4 can't save tied ones
     yield transformers.LlamaConfig(hidden_size=24, num_hidden_layers=2, **attention)
-    yield transformers.LlamaConfig(hidden_size=24, num_hidden_layers=2, head_dim=10, tie_word_embeddings=True,
-                                   **attention)
-    yield transformers.BambaConfig(hidden_size=32, num_hidden_layers=3, attn_layer_indices=[1], mamba_n_heads=8,
-                                   mamba_d_state=16, **attention)
-    yield transformers.BambaConfig(hidden_size=32, num_hidden_layers=2, attn_layer_indices=[], mamba_n_heads=4,
-                                   mamba_d_state=16, **attention)
+    yield transformers.LlamaConfig(
+        hidden_size=24, num_hidden_layers=2, head_dim=10, tie_word_embeddings=True, **attention
+    )
+    yield transformers.BambaConfig(
+        hidden_size=32,
+        num_hidden_layers=3,
+        attn_layer_indices=[1],
+        mamba_n_heads=8,
+        mamba_d_state=16,
+        **attention,
+    )
+    yield transformers.BambaConfig(
+        hidden_size=32,
+        num_hidden_layers=2,
+        attn_layer_indices=[],
+        mamba_n_heads=4,
+        mamba_d_state=16,
+        **attention,
+    )
 
 
-@pytest.mark.parametrize("their_config", list(their_configs()), ids=lambda config: config.model_type)
+@pytest.mark.parametrize(
+    "their_config", list(their_configs()), ids=lambda config: config.model_type
+)
 def test_their_models_give_the_same_logits_here_and_come_back_bitwise(their_config, tmp_path):
     """Models that transformers itself made and saved, with whatever its config.json holds."""
     torch.manual_seed(0)
@@ -130,8 +174,11 @@ def test_their_models_give_the_same_logits_here_and_come_back_bitwise(their_conf
     weights = read_weights(tmp_path / "hf")
     tokens = torch.randint(0, 50, (2, 29))
     with torch.no_grad():
-        torch.testing.assert_close(model_of(weights.config, weights.get)(tokens),
-                                   theirs(tokens, use_cache=False).logits, **TOLERANCE)
+        torch.testing.assert_close(
+            model_of(weights.config, weights.get)(tokens),
+            theirs(tokens, use_cache=False).logits,
+            **TOLERANCE,
+        )
     write_model(to_our_form(tmp_path / "hf", tmp_path / "ours"), tmp_path / "back")
     back = load(tmp_path / "back").state_dict()
     assert all(torch.equal(tensor, back[name]) for name, tensor in theirs.state_dict().items())
@@ -146,7 +193,9 @@ def test_sharded_files_are_written_and_read(name, tmp_path):
     assert_same(read_weights(tmp_path / "hf"), config, state)
     with torch.no_grad():
         logits = load(tmp_path / "hf")(tokens_for(config), use_cache=False).logits
-        torch.testing.assert_close(model_of(config, state.get)(tokens_for(config)), logits, **TOLERANCE)
+        torch.testing.assert_close(
+            model_of(config, state.get)(tokens_for(config)), logits, **TOLERANCE
+        )
 
     load(tmp_path / "hf").save_pretrained(tmp_path / "theirs", max_shard_size="20KB")
     assert len(list((tmp_path / "theirs").glob("*.safetensors"))) > 1
@@ -158,8 +207,9 @@ def test_an_export_generates_as_a_greedy_choice_of_our_logits_would(name, tmp_pa
     config, state = CONFIGS[name], random_state(CONFIGS[name])
     write_model(write_ours(tmp_path / "ours", config, state), tmp_path / "hf")
     ours, tokens = model_of(config, state.get), tokens_for(config, length=9)[:1]
-    generated = load(tmp_path / "hf").generate(tokens, attention_mask=torch.ones_like(tokens), max_new_tokens=6,
-                                               do_sample=False)
+    generated = load(tmp_path / "hf").generate(
+        tokens, attention_mask=torch.ones_like(tokens), max_new_tokens=6, do_sample=False
+    )
     with torch.no_grad():
         for _ in range(6):
             tokens = torch.cat([tokens, ours(tokens)[:, -1].argmax(-1, keepdim=True)], dim=1)
@@ -174,16 +224,22 @@ def test_the_tokenizer_and_its_token_ids_go_along_both_ways(tmp_path):
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf")
     assert tokenizer.eos_token == "<|endoftext|>"
     fields = json.loads((tmp_path / "hf" / "config.json").read_text())
-    assert fields["eos_token_id"] == 0 and fields["bos_token_id"] is None  # transformers' default would be 2 and 0
+    assert (
+        fields["eos_token_id"] == 0 and fields["bos_token_id"] is None
+    )  # transformers' default would be 2 and 0
     to_our_form(tmp_path / "hf", tmp_path / "back")
-    again = transformers.AutoTokenizer.from_pretrained(read_weights(tmp_path / "back").tokenizer_path)
+    again = transformers.AutoTokenizer.from_pretrained(
+        read_weights(tmp_path / "back").tokenizer_path
+    )
     assert again.get_vocab() == tokenizer.get_vocab()
 
 
 @pytest.mark.parametrize("format", ["hf", "state-spaces"])
 def test_a_chosen_type_leaves_what_has_to_be_fp32(format, tmp_path):
     config, state = CONFIGS["mamba1"], random_state(CONFIGS["mamba1"])
-    write_model(write_ours(tmp_path / "ours", config, state), tmp_path / "out", format=format, dtype="bf16")
+    write_model(
+        write_ours(tmp_path / "ours", config, state), tmp_path / "out", format=format, dtype="bf16"
+    )
     weights = read_weights(tmp_path / "out")
     for name, tensor in state.items():
         fp32 = name.endswith((".A_log", ".D", ".dt_proj.bias"))
@@ -192,5 +248,7 @@ def test_a_chosen_type_leaves_what_has_to_be_fp32(format, tmp_path):
 
 def test_the_context_length_goes_along(tmp_path):
     config = CONFIGS["llama"]
-    write_model(write_ours(tmp_path / "ours", config, random_state(config), seq_length=512), tmp_path / "hf")
+    write_model(
+        write_ours(tmp_path / "ours", config, random_state(config), seq_length=512), tmp_path / "hf"
+    )
     assert load(tmp_path / "hf").config.max_position_embeddings == 512

@@ -25,8 +25,14 @@ from mamba_fsdp.ops import triton as glue
 @lru_cache
 def compiler(version):
     """A process with that Triton, which answers a line with a line."""
-    return subprocess.Popen([sys.executable, "-m", "tests.kernels.compiled"], env=environment(triton_folder(version)),
-                            cwd=PROJECT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    return subprocess.Popen(
+        [sys.executable, "-m", "tests.kernels.compiled"],
+        env=environment(triton_folder(version)),
+        cwd=PROJECT,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
 
 
 @lru_cache
@@ -56,8 +62,10 @@ class Compiled:
         values = dict(zip(self.parameters, positional)) | named
         known = of_launch(self.parameters, values)
         grid = grid(values) if callable(grid) else grid
-        code, shared = program(self.version, json.dumps(self.request | known | dict(warps=num_warps,
-                                                                                    stages=num_stages)))
+        code, shared = program(
+            self.version,
+            json.dumps(self.request | known | dict(warps=num_warps, stages=num_stages)),
+        )
         code.launch(grid, num_warps, [values[name] for name in known["signature"]], shared)
 
 
@@ -72,10 +80,16 @@ def compiled(version, cc, *modules):
         import pytest
 
         pytest.skip(str(why))
-    kernels = [(module, name, value) for module in modules for name, value in vars(module).items()
-               if isinstance(value, InterpretedFunction)]
-    patches = [patch.object(module, name, Compiled(value, module.__name__, name, version, cc))
-               for module, name, value in kernels]
+    kernels = [
+        (module, name, value)
+        for module in modules
+        for name, value in vars(module).items()
+        if isinstance(value, InterpretedFunction)
+    ]
+    patches = [
+        patch.object(module, name, Compiled(value, module.__name__, name, version, cc))
+        for module, name, value in kernels
+    ]
     with patch.object(glue, "interpreted", lambda: False):
         for each in patches:
             each.start()
@@ -93,7 +107,11 @@ def main():
         module, cc = request.pop("module"), request.pop("cc")
         name = request["name"]
         try:
-            kernel = Kernel(function=lambda m=module, n=name: getattr(import_module(m), n), elements=1, **request)
+            kernel = Kernel(
+                function=lambda m=module, n=name: getattr(import_module(m), n),
+                elements=1,
+                **request,
+            )
             made, shared = assembly(kernel, cc)
             answer = {"ptx": made["ptx"], "shared": shared}
         except Exception as error:

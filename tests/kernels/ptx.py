@@ -15,16 +15,53 @@ from functools import reduce
 import numpy as np
 import torch
 
-TYPES = {f"{kind}{8 * size}": np.dtype(f"{code}{size}") for size in (1, 2, 4, 8)
-         for kind, code in (("s", "i"), ("u", "u"), ("b", "u"))} | {
-    "pred": np.dtype(bool), "f16": np.dtype("f2"), "f32": np.dtype("f4"), "f64": np.dtype("f8"),
-    "bf16": np.dtype("u2"), "bf16x2": np.dtype("u4"), "f16x2": np.dtype("u4"), "f32x2": np.dtype("u8")}
+TYPES = {
+    f"{kind}{8 * size}": np.dtype(f"{code}{size}")
+    for size in (1, 2, 4, 8)
+    for kind, code in (("s", "i"), ("u", "u"), ("b", "u"))
+} | {
+    "pred": np.dtype(bool),
+    "f16": np.dtype("f2"),
+    "f32": np.dtype("f4"),
+    "f64": np.dtype("f8"),
+    "bf16": np.dtype("u2"),
+    "bf16x2": np.dtype("u4"),
+    "f16x2": np.dtype("u4"),
+    "f32x2": np.dtype("u8"),
+}
 REGION = 36  # bits of an address below the number of its tensor
-COMPARE = {"eq": np.equal, "ne": np.not_equal, "lt": np.less, "le": np.less_equal, "gt": np.greater,
-           "ge": np.greater_equal, "lo": np.less, "ls": np.less_equal, "hi": np.greater, "hs": np.greater_equal}
-ONE = {"ex2": np.exp2, "lg2": np.log2, "rcp": lambda x: 1 / x, "sqrt": np.sqrt, "rsqrt": lambda x: 1 / np.sqrt(x),
-       "neg": np.negative, "abs": np.abs, "not": np.invert, "tanh": np.tanh, "sin": np.sin, "cos": np.cos}
-TWO = {"add": np.add, "sub": np.subtract, "and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor}
+COMPARE = {
+    "eq": np.equal,
+    "ne": np.not_equal,
+    "lt": np.less,
+    "le": np.less_equal,
+    "gt": np.greater,
+    "ge": np.greater_equal,
+    "lo": np.less,
+    "ls": np.less_equal,
+    "hi": np.greater,
+    "hs": np.greater_equal,
+}
+ONE = {
+    "ex2": np.exp2,
+    "lg2": np.log2,
+    "rcp": lambda x: 1 / x,
+    "sqrt": np.sqrt,
+    "rsqrt": lambda x: 1 / np.sqrt(x),
+    "neg": np.negative,
+    "abs": np.abs,
+    "not": np.invert,
+    "tanh": np.tanh,
+    "sin": np.sin,
+    "cos": np.cos,
+}
+TWO = {
+    "add": np.add,
+    "sub": np.subtract,
+    "and": np.bitwise_and,
+    "or": np.bitwise_or,
+    "xor": np.bitwise_xor,
+}
 IGNORED = {"bar", "barrier", "fence", "membar", "griddepcontrol", "prefetch", "discard"}
 
 
@@ -55,24 +92,34 @@ class Program:
     """A kernel's instructions: (predicate or "", opcode's parts, operands)."""
 
     def __init__(self, ptx):
-        found = re.search(r"\.entry\s+(\S+?)\s*\((.*?)\)(.*)", re.sub(r"//[^\n]*", "", ptx), re.DOTALL)
+        found = re.search(
+            r"\.entry\s+(\S+?)\s*\((.*?)\)(.*)", re.sub(r"//[^\n]*", "", ptx), re.DOTALL
+        )
         self.name, head, body = found.groups()
         self.parameters = re.findall(r"\.param\s+\.(\w+)[^,]*?(\w+)\s*(?:,|$)", head.strip())
-        self.widths = {name: TYPES[type] for type, name in re.findall(r"\.reg \.(\w+)\s+(%?\w+)", body)}
+        self.widths = {
+            name: TYPES[type] for type, name in re.findall(r"\.reg \.(\w+)\s+(%?\w+)", body)
+        }
         self.code, self.labels = [], {}
-        for line in re.sub(r"([;{}]|^\s*\$?\w+:)", r"\1\n", self._braces(body), flags=re.MULTILINE).splitlines():
+        for line in re.sub(
+            r"([;{}]|^\s*\$?\w+:)", r"\1\n", self._braces(body), flags=re.MULTILINE
+        ).splitlines():
             line = line.strip().rstrip(";").strip()
             if label := re.fullmatch(r"(\$?\w+):", line):
                 self.labels[label.group(1)] = len(self.code)
             elif line and line[0] not in ".{})":
-                predicate, opcode, operands = re.fullmatch(r"(?:@(!?%?\w+)\s+)?(\S+)\s*(.*)", line).groups()
+                predicate, opcode, operands = re.fullmatch(
+                    r"(?:@(!?%?\w+)\s+)?(\S+)\s*(.*)", line
+                ).groups()
                 operands = re.findall(r"<[^>]*>|\[[^\]]*\]|[^,\s][^,]*", operands)
-                self.code.append((predicate or "", opcode.split("."), [each.strip() for each in operands]))
+                self.code.append(
+                    (predicate or "", opcode.split("."), [each.strip() for each in operands])
+                )
 
     @staticmethod
     def _braces(body):
         """Vectors {a, b} become <a, b>: what is left in braces are blocks."""
-        return re.sub(r"\{([^{};]*)\}", r"<\1>", re.sub(r"\s*\n\s*", "\n", body[body.index("{"):]))
+        return re.sub(r"\{([^{};]*)\}", r"<\1>", re.sub(r"\s*\n\s*", "\n", body[body.index("{") :]))
 
     def launch(self, grid, warps, arguments, shared=0):
         """grid: up to three numbers; arguments: tensors and numbers, without constants; shared: bytes."""
@@ -93,21 +140,31 @@ class Launch:
         self.special |= {"%tid.y": 0, "%tid.z": 0, "%ntid.y": 1, "%ntid.z": 1}
         self.shared = np.full((self.block[-1] + 1, shared), 0xFF, np.uint8)
         self.regions, self.registers, self.arguments = [], {}, {}
-        for (type, name), value in zip(program.parameters, [*arguments, 0, 0]):  # newer Tritons: two scratch buffers
+        for (type, name), value in zip(
+            program.parameters, [*arguments, 0, 0]
+        ):  # newer Tritons: two scratch buffers
             self.arguments[name] = np.array([self._placed(value)]).astype(TYPES[type])
 
     def _placed(self, value):
         """The address of a tensor, else the number."""
         if not isinstance(value, torch.Tensor):
             return value
-        last = sum((size - 1) * stride for size, stride in zip(value.shape, value.stride())) if value.numel() else -1
+        last = (
+            sum((size - 1) * stride for size, stride in zip(value.shape, value.stride()))
+            if value.numel()
+            else -1
+        )
         flat = value.detach().as_strided((last + 1,), (1,), value.storage_offset())
         start = len(self.regions) + 1 << REGION | value.data_ptr() % 256
         self.regions.append((start, flat.view(torch.uint8).numpy()))
         return start
 
     def run(self):
-        code, at, counters = self.program.code, 0, None  # counters: of each lane, where these differ
+        code, at, counters = (
+            self.program.code,
+            0,
+            None,
+        )  # counters: of each lane, where these differ
         everyone = np.ones(self.n, bool)
         while True:
             if counters is not None:
@@ -132,7 +189,9 @@ class Launch:
                 try:
                     self.step(opcode, operands, mask)
                 except (Fault, KeyError, AttributeError) as error:
-                    raise Fault(f"{self.program.name}: {'.'.join(opcode)} {', '.join(operands)}: {error}") from error
+                    raise Fault(
+                        f"{self.program.name}: {'.'.join(opcode)} {', '.join(operands)}: {error}"
+                    ) from error
             if counters is None:
                 at += 1
             else:
@@ -151,20 +210,26 @@ class Launch:
         if operand in self.special:
             return np.asarray(self.special[operand], np.int64).reshape(-1).astype(dtype)
         if number := re.fullmatch(r"0([fd])([0-9A-Fa-f]+)", operand):
-            return np.array([int(number[2], 16)], "u4" if number[1] == "f" else "u8").view(f"f{len(number[2]) // 2}")
+            return np.array([int(number[2], 16)], "u4" if number[1] == "f" else "u8").view(
+                f"f{len(number[2]) // 2}"
+            )
         if re.fullmatch(r"-?(0x)?[0-9A-Fa-f]+U?", operand):
             bits = int(operand.rstrip("U"), 0) & (1 << 8 * dtype.itemsize) - 1
             return np.array([bits], f"u{dtype.itemsize}").view(dtype)
         if operand.startswith("global_smem"):
             return np.zeros(1, dtype)
         if re.sub(r"\d+$", "", operand) in self.program.widths:
-            return np.full(dtype.itemsize, 0xFF, np.uint8).view(dtype)  # never written: anything, such as NaN
+            return np.full(dtype.itemsize, 0xFF, np.uint8).view(
+                dtype
+            )  # never written: anything, such as NaN
         raise Fault(f"unknown operand {operand}")
 
     def write(self, register, value, mask):
         if register == "_":
             return
-        own = self.program.widths[register if register in self.program.widths else re.sub(r"\d+$", "", register)]
+        own = self.program.widths[
+            register if register in self.program.widths else re.sub(r"\d+$", "", register)
+        ]
         if own.kind != "b":
             if value.dtype.itemsize != own.itemsize:  # signed ones keep their sign
                 value = value.astype(f"{'i' if value.dtype.kind == 'i' else 'u'}{own.itemsize}")
@@ -186,17 +251,25 @@ class Launch:
             raise Fault(f"an address is not aligned to {size} bytes")
         if space == "shared":
             if (addresses < 0).any() or (addresses + size > self.shared.shape[1]).any():
-                raise Fault(f"an address outside of the {self.shared.shape[1]} bytes of shared memory")
+                raise Fault(
+                    f"an address outside of the {self.shared.shape[1]} bytes of shared memory"
+                )
             whole = self.block[mask] * self.shared.shape[1] + addresses
             return [(self.shared.reshape(-1), slice(None), whole[:, None] + np.arange(size))]
         found = []
         for region in np.unique(addresses >> REGION):
             which = addresses >> REGION == region
-            start, data = self.regions[region - 1] if 0 < region <= len(self.regions) else (0, np.empty(0, np.uint8))
+            start, data = (
+                self.regions[region - 1]
+                if 0 < region <= len(self.regions)
+                else (0, np.empty(0, np.uint8))
+            )
             inside = addresses[which] - start
             if (inside < 0).any() or (inside + size > len(data)).any():
-                raise Fault(f"{((inside < 0) | (inside + size > len(data))).sum()} of {len(inside)} threads outside of "
-                            f"tensor {region - 1}, which has {len(data)} bytes")
+                raise Fault(
+                    f"{((inside < 0) | (inside + size > len(data))).sum()} of {len(inside)} threads outside of "
+                    f"tensor {region - 1}, which has {len(data)} bytes"
+                )
             found.append((data, which, inside[:, None] + np.arange(size)))
         return found
 
@@ -224,12 +297,21 @@ class Launch:
         """args[0] = function(the others). Of .f32.bf16 the last is fp32; .f32x2 are two in a register."""
         type, others = op[-1], args[1:]
         if type in ("bf16", "f16") and op[-2] == "f32":
-            to_f32 = from_bf16 if type == "bf16" else lambda bits: bits.view(np.float16).astype(np.float32)
-            values = [to_f32(self.read(arg, "b16")) for arg in others[:-1]] + [self.read(others[-1], "f32")]
+            to_f32 = (
+                from_bf16
+                if type == "bf16"
+                else lambda bits: bits.view(np.float16).astype(np.float32)
+            )
+            values = [to_f32(self.read(arg, "b16")) for arg in others[:-1]] + [
+                self.read(others[-1], "f32")
+            ]
         elif type in ("bf16", "bf16x2", "f16x2"):
             raise Fault("unknown instruction")
         elif type == "f32x2":
-            values = [np.broadcast_to(self.read(arg, type), self.n).copy().view(np.float32) for arg in others]
+            values = [
+                np.broadcast_to(self.read(arg, type), self.n).copy().view(np.float32)
+                for arg in others
+            ]
         else:
             values = [self.read(arg, type) for arg in others]
         out = function(*values)
@@ -238,7 +320,9 @@ class Launch:
     def do_ld(self, op, args, mask):
         if "param" in op:
             name = args[1].strip("[] ").partition("+")[0].strip()
-            return self.write(args[0].strip("<> "), np.broadcast_to(self.arguments[name], self.n), mask)
+            return self.write(
+                args[0].strip("<> "), np.broadcast_to(self.arguments[name], self.n), mask
+            )
         type = TYPES[op[-1]]
         for register, addresses, space in self.vector(op, args[0], args[1], mask):
             out = np.zeros(self.n, type)
@@ -247,7 +331,9 @@ class Launch:
 
     def do_st(self, op, args, mask):
         for register, addresses, space in self.vector(op, args[1], args[0], mask):
-            self.store(addresses, np.broadcast_to(self.read(register, op[-1]), self.n)[mask], space, mask)
+            self.store(
+                addresses, np.broadcast_to(self.read(register, op[-1]), self.n)[mask], space, mask
+            )
 
     def vector(self, op, registers, place, mask):
         """Each register of <a, b, ...> with its addresses and what kind of memory they are in."""
@@ -262,13 +348,21 @@ class Launch:
         if not any(part.startswith("shared") for part in op):  # commit_group, wait_group
             return
         size = int(args[2], 0)
-        wanted = np.broadcast_to(self.read(args[3], "u32"), self.n) if len(args) > 3 else np.full(self.n, size)
+        wanted = (
+            np.broadcast_to(self.read(args[3], "u32"), self.n)
+            if len(args) > 3
+            else np.full(self.n, size)
+        )
         data = np.zeros((self.n, size), np.uint8)
         full = mask & (wanted > 0)  # the rest is zeros
         if not np.isin(wanted[mask], (0, size)).all():
             raise Fault("cp.async of a part")
         kind = np.dtype(f"V{size}")
-        data[full] = self.load(self.address(args[1], full), kind, "global", full).view(np.uint8).reshape(-1, size)
+        data[full] = (
+            self.load(self.address(args[1], full), kind, "global", full)
+            .view(np.uint8)
+            .reshape(-1, size)
+        )
         self.store(self.address(args[0], mask), data[mask], "shared", mask)
 
     def do_mov(self, op, args, mask):
@@ -294,10 +388,14 @@ class Launch:
             value, source = from_bf16(value), "f32"
         if to in ("bf16x2", "f16x2"):
             convert = to_bf16 if to == "bf16x2" else lambda x: x.astype(np.float16).view(np.uint16)
-            high, low = (np.broadcast_to(convert(self.read(arg, "f32")), self.n) for arg in args[1:3])
+            high, low = (
+                np.broadcast_to(convert(self.read(arg, "f32")), self.n) for arg in args[1:3]
+            )
             return self.write(args[0], high.astype(np.uint32) << 16 | low, mask)
         if to == "bf16":
-            return self.write(args[0], to_bf16(np.broadcast_to(value, self.n).astype(np.float32)), mask)
+            return self.write(
+                args[0], to_bf16(np.broadcast_to(value, self.n).astype(np.float32)), mask
+            )
         if to == "tf32":
             return self.write(args[0], value.view(np.uint32) + 0x1000 & 0xFFFFE000, mask)
         rounding = {"rni": np.rint, "rzi": np.trunc, "rmi": np.floor, "rpi": np.ceil}
@@ -306,7 +404,11 @@ class Launch:
         self.write(args[0], value.astype(TYPES[to]), mask)
 
     def do_selp(self, op, args, mask):
-        self.write(args[0], np.where(self.read(args[3], "pred"), *(self.read(arg, op[-1]) for arg in args[1:3])), mask)
+        self.write(
+            args[0],
+            np.where(self.read(args[3], "pred"), *(self.read(arg, op[-1]) for arg in args[1:3])),
+            mask,
+        )
 
     def do_setp(self, op, args, mask):
         x, y = (self.read(arg, op[-1]) for arg in args[1:3])
@@ -322,14 +424,20 @@ class Launch:
         self.write(args[0].partition("|")[0], out, mask)
 
     def do_fma(self, op, args, mask):  # rounded once, but for the sum in float64
-        self.calculate(lambda x, y, z: (x.astype(np.float64) * y + z).astype(x.dtype), op, args, mask)
+        self.calculate(
+            lambda x, y, z: (x.astype(np.float64) * y + z).astype(x.dtype), op, args, mask
+        )
 
     def do_mul(self, op, args, mask):
         type = op[-1]
         if type[0] == "f":
             return self.calculate(np.multiply, op, args, mask)
         x, y = (self.read(arg, type) for arg in args[1:3])
-        wide = np.dtype(f"{x.dtype.kind}{2 * x.dtype.itemsize}") if x.dtype.itemsize < 8 else np.dtype(object)
+        wide = (
+            np.dtype(f"{x.dtype.kind}{2 * x.dtype.itemsize}")
+            if x.dtype.itemsize < 8
+            else np.dtype(object)
+        )
         out = x.astype(wide) * y.astype(wide)
         if "hi" in op:
             out = (out >> 8 * x.dtype.itemsize).astype(x.dtype)
@@ -345,15 +453,24 @@ class Launch:
         if op[-1][0] == "f":
             return self.calculate(np.divide, op, args, mask)
         x, y = (self.read(arg, op[-1]).astype(object) for arg in args[1:])
-        whole = np.array([0 if not b else abs(a) // abs(b) * (1 if (a < 0) == (b < 0) else -1)
-                          for a, b in np.broadcast(x, y)], dtype=object)
-        self.write(args[0], (x - whole * y if op[0] == "rem" else whole).astype(TYPES[op[-1]]), mask)
+        whole = np.array(
+            [
+                0 if not b else abs(a) // abs(b) * (1 if (a < 0) == (b < 0) else -1)
+                for a, b in np.broadcast(x, y)
+            ],
+            dtype=object,
+        )
+        self.write(
+            args[0], (x - whole * y if op[0] == "rem" else whole).astype(TYPES[op[-1]]), mask
+        )
 
     do_rem = do_div
 
     def do_min(self, op, args, mask):
         function = {"min": (np.fmin, np.minimum), "max": (np.fmax, np.maximum)}[op[0]]["NaN" in op]
-        self.calculate(lambda *values: reduce(function, values), op, args, mask)  # of three from sm_100 on
+        self.calculate(
+            lambda *values: reduce(function, values), op, args, mask
+        )  # of three from sm_100 on
 
     do_max = do_min
 
@@ -370,14 +487,19 @@ class Launch:
     do_shr = do_shl
 
     def do_bfe(self, op, args, mask):
-        x, start, length = (self.read(args[1], op[-1]), *(self.read(arg, "u32").astype(np.int64) for arg in args[2:]))
+        x, start, length = (
+            self.read(args[1], op[-1]),
+            *(self.read(arg, "u32").astype(np.int64) for arg in args[2:]),
+        )
         bits = 8 * x.dtype.itemsize
         up = np.clip(bits - start - length, 0, bits - 1).astype(x.dtype)
         self.write(args[0], (x << up) >> np.clip(bits - length, 0, bits - 1).astype(x.dtype), mask)
 
     def do_prmt(self, op, args, mask):
         x, y, selector = (np.broadcast_to(self.read(arg, "b32"), self.n) for arg in args[1:])
-        source = np.concatenate([np.ascontiguousarray(v).view(np.uint8).reshape(-1, 4) for v in (x, y)], 1)
+        source = np.concatenate(
+            [np.ascontiguousarray(v).view(np.uint8).reshape(-1, 4) for v in (x, y)], 1
+        )
         picks = np.stack([selector >> 4 * i & 7 for i in range(4)], 1).astype(np.int64)
         self.write(args[0], np.take_along_axis(source, picks, 1).view(np.uint32)[:, 0], mask)
 
@@ -393,7 +515,12 @@ class Launch:
         value, by, clamp = (np.broadcast_to(self.read(arg, "u32"), self.n) for arg in args[1:4])
         by, lane, segment = by.astype(np.int64), self.lane, clamp.astype(np.int64) >> 8 & 31
         last = lane & segment | clamp.astype(np.int64) & 31 & ~segment
-        source = {"up": lane - by, "down": lane + by, "bfly": lane ^ by, "idx": lane & segment | by & ~segment}[op[2]]
+        source = {
+            "up": lane - by,
+            "down": lane + by,
+            "bfly": lane ^ by,
+            "idx": lane & segment | by & ~segment,
+        }[op[2]]
         source = np.where(source >= last if op[2] == "up" else source <= last, source, lane)
         self.write(args[0].partition("|")[0], value[np.arange(self.n) - lane + source], mask)
 
@@ -433,9 +560,11 @@ class Launch:
         d, a, b, c = map(parts, args)
         type, group, inner = op[-2], np.arange(32) // 4, np.arange(32) % 4
         wide = 1 if type == "tf32" else 2  # values in a register
-        value = {"tf32": lambda bits, half: (bits & 0xFFFFE000).view(np.float32),
-                 "bf16": lambda bits, half: from_bf16(halves(bits)[:, half]),
-                 "f16": lambda bits, half: np.ascontiguousarray(halves(bits)[:, half]).view(np.float16)}[type]
+        value = {
+            "tf32": lambda bits, half: (bits & 0xFFFFE000).view(np.float32),
+            "bf16": lambda bits, half: from_bf16(halves(bits)[:, half]),
+            "f16": lambda bits, half: np.ascontiguousarray(halves(bits)[:, half]).view(np.float16),
+        }[type]
         columns = 4 * wide * len(b)
         left, right = np.zeros((self.n // 32, 16, columns)), np.zeros((self.n // 32, columns, 8))
         for names, matrix in ((a, left), (b, right)):

@@ -9,28 +9,43 @@ MOST = {torch.float32: 1e-6, torch.float16: 2.0**-10, torch.bfloat16: 2.0**-7}
 
 
 def tensors_of(result):
-    return [result] if isinstance(result, torch.Tensor) else [tensor for tensor in result if tensor is not None]
+    return (
+        [result]
+        if isinstance(result, torch.Tensor)
+        else [tensor for tensor in result if tensor is not None]
+    )
 
 
 def evaluate(function, leaves, **rest):
     """{"output 0": ..., "gradient of NAME": ...} of function(**leaves, **rest), for one fixed weighted sum of all its
     outputs. Leaves that are not of a floating dtype, or None, get no gradient."""
-    leaves = {name: leaf.detach().requires_grad_() if torch.is_tensor(leaf) and leaf.is_floating_point() else leaf
-              for name, leaf in leaves.items()}
+    leaves = {
+        name: leaf.detach().requires_grad_()
+        if torch.is_tensor(leaf) and leaf.is_floating_point()
+        else leaf
+        for name, leaf in leaves.items()
+    }
     outputs = tensors_of(function(**leaves, **rest))
     total = 0
     for seed, output in enumerate(outputs):
-        weights = torch.randn(output.shape, generator=torch.Generator().manual_seed(seed)).bfloat16()
-        total = total + (output.double() * weights.double()).sum()  # bf16 weights: the same in every dtype of outputs
+        weights = torch.randn(
+            output.shape, generator=torch.Generator().manual_seed(seed)
+        ).bfloat16()
+        total = (
+            total + (output.double() * weights.double()).sum()
+        )  # bf16 weights: the same in every dtype of outputs
     wanted = [name for name, leaf in leaves.items() if torch.is_tensor(leaf) and leaf.requires_grad]
     gradients = torch.autograd.grad(total, [leaves[name] for name in wanted])
-    return ({f"output {i}": output.detach() for i, output in enumerate(outputs)}
-            | {f"gradient of {name}": gradient for name, gradient in zip(wanted, gradients)})
+    return {f"output {i}": output.detach() for i, output in enumerate(outputs)} | {
+        f"gradient of {name}": gradient for name, gradient in zip(wanted, gradients)
+    }
 
 
 def double(leaves):
-    return {name: leaf.double() if torch.is_tensor(leaf) and leaf.is_floating_point() else leaf
-            for name, leaf in leaves.items()}
+    return {
+        name: leaf.double() if torch.is_tensor(leaf) and leaf.is_floating_point() else leaf
+        for name, leaf in leaves.items()
+    }
 
 
 def relative_error(got, expected):
@@ -38,7 +53,9 @@ def relative_error(got, expected):
     assert got.shape == expected.shape, (got.shape, expected.shape)
     if not expected.numel():
         return 0.0
-    difference = (got.double() - expected.double()).abs().max() / expected.double().abs().max().clamp(min=1e-30)
+    difference = (
+        got.double() - expected.double()
+    ).abs().max() / expected.double().abs().max().clamp(min=1e-30)
     return float(difference.nan_to_num(nan=float("inf")))
 
 
@@ -46,7 +63,11 @@ def assert_like(got, expected, most=None):
     """Every tensor of a dict within `most`, or within MOST for its dtype."""
     assert got.keys() == expected.keys()
     errors = {name: relative_error(tensor, expected[name]) for name, tensor in got.items()}
-    wrong = {name: error for name, error in errors.items() if not error <= (most or MOST[got[name].dtype])}
+    wrong = {
+        name: error
+        for name, error in errors.items()
+        if not error <= (most or MOST[got[name].dtype])
+    }
     assert not wrong, f"relative errors above the bound: {wrong}; all: {errors}"
 
 

@@ -12,7 +12,9 @@ from mamba_fsdp.ops.conv import causal_conv_silu
 from mamba_fsdp.ops.conv import triton as form
 
 WIDTHS = {field.name: field for field in fields(ModelConfig)}["d_conv"].metadata["bounds"]
-DOCUMENTS = torch.tensor([[0, 1, 1, 2, 2, 2, 3, 4, 4, 4, 4, 5, 6], [3] * 8 + [4] * 5])  # ends before, at, after 8
+DOCUMENTS = torch.tensor(
+    [[0, 1, 1, 2, 2, 2, 3, 4, 4, 4, 4, 5, 6], [3] * 8 + [4] * 5]
+)  # ends before, at, after 8
 
 
 def portable(x, weight, bias, documents=None):
@@ -26,15 +28,19 @@ def kernels(x, weight, bias, documents=None):
 def leaves(batch=2, length=13, channels=5, width=4, dtype=torch.float32):
     generator = torch.Generator().manual_seed(0)
     randn = lambda *shape: torch.randn(*shape, generator=generator).to(dtype)  # noqa: E731
-    return dict(x=randn(batch, length, channels), weight=randn(channels, 1, width), bias=randn(channels))
+    return dict(
+        x=randn(batch, length, channels), weight=randn(channels, 1, width), bias=randn(channels)
+    )
 
 
 @pytest.fixture(autouse=True)
 def blocks(monkeypatch):
     """Sizes that a few rows fill, so that programs meet in a sequence."""
+
     def set_blocks(rows=8, channels=16):
         for table in form.FORWARD, form.BACKWARD:
             monkeypatch.setitem(table, (8, 0), {"ROWS": rows, "CHANNELS": channels, "num_warps": 1})
+
     set_blocks()
     return set_blocks
 
@@ -52,7 +58,9 @@ def test_other_widths_are_refused(width):
         kernels(**leaves(width=width))
 
 
-@pytest.mark.parametrize("batch, length, channels", [(1, 1, 1), (1, 2, 5), (1, 8, 3), (1, 9, 16), (1, 3, 17)])
+@pytest.mark.parametrize(
+    "batch, length, channels", [(1, 1, 1), (1, 2, 5), (1, 8, 3), (1, 9, 16), (1, 3, 17)]
+)
 def test_odd_sizes(batch, length, channels):
     assert_like_portable(kernels, portable, leaves(batch, length, channels))
 
@@ -81,13 +89,28 @@ def test_slices_and_spread_gradients():
     x = values.pop("x")
     wide = torch.cat([torch.full_like(x, 1e9), x, torch.full_like(x, 1e9)], dim=-1)
     documents = DOCUMENTS.repeat_interleave(3, dim=1)[:, ::3]
-    first, second = (lambda wide, f=f, **rest: f(wide[..., 5:10], **rest) for f in (kernels, portable))
+    first, second = (
+        lambda wide, f=f, **rest: f(wide[..., 5:10], **rest) for f in (kernels, portable)
+    )
     assert_like_portable(first, second, dict(wide=wide, **values), documents=documents)
-    for spread in (lambda y: y.sum(), lambda y: y.transpose(1, 2).contiguous().transpose(1, 2).square().sum()):
+    for spread in (
+        lambda y: y.sum(),
+        lambda y: y.transpose(1, 2).contiguous().transpose(1, 2).square().sum(),
+    ):
         results = []
-        for function, inputs in (kernels, dict(x=x, **values)), (portable, double(dict(x=x, **values))):
+        for function, inputs in (
+            (kernels, dict(x=x, **values)),
+            (portable, double(dict(x=x, **values))),
+        ):
             inputs = {name: value.detach().requires_grad_() for name, value in inputs.items()}
-            results.append(dict(zip(inputs, torch.autograd.grad(spread(function(**inputs)), list(inputs.values())))))
+            results.append(
+                dict(
+                    zip(
+                        inputs,
+                        torch.autograd.grad(spread(function(**inputs)), list(inputs.values())),
+                    )
+                )
+            )
         assert_like(*results)
 
 
@@ -97,7 +120,11 @@ def test_gradient_into_a_view():
     both = torch.full((2, 13, 10), 7.0)
     written, *_ = form.conv_backward(grad, *values.values(), None, grad_x=both[..., :5])
     expected, *_ = form.conv_backward(grad, *values.values(), None)
-    assert torch.equal(both[..., :5], expected) and written.data_ptr() == both.data_ptr() and (both[..., 5:] == 7).all()
+    assert (
+        torch.equal(both[..., :5], expected)
+        and written.data_ptr() == both.data_ptr()
+        and (both[..., 5:] == 7).all()
+    )
 
 
 @pytest.mark.slow
@@ -114,7 +141,9 @@ def test_one_document_never_changes_another():
     for noise in 0.0, 1e6:
         values = leaves(batch=1)
         values["x"][:, :6] += noise
-        results.append(evaluate(lambda **v: kernels(**v, documents=documents)[:, 6:], values)["output 0"])
+        results.append(
+            evaluate(lambda **v: kernels(**v, documents=documents)[:, 6:], values)["output 0"]
+        )
     assert torch.equal(*results)
 
 
@@ -130,8 +159,14 @@ def test_without_content():
     values = leaves(length=3, dtype=torch.bfloat16)
     real = evaluate(kernels, values)
     with FakeTensorMode():
-        values = {name: torch.empty(v.shape, dtype=v.dtype).requires_grad_() for name, v in values.items()}
+        values = {
+            name: torch.empty(v.shape, dtype=v.dtype).requires_grad_() for name, v in values.items()
+        }
         out = kernels(**values)
         fake = [out, *torch.autograd.grad(out.float().sum(), list(values.values()))]
     for tensor, expected in zip(fake, real.values()):
-        assert (tensor.shape, tensor.stride(), tensor.dtype) == (expected.shape, expected.stride(), expected.dtype)
+        assert (tensor.shape, tensor.stride(), tensor.dtype) == (
+            expected.shape,
+            expected.stride(),
+            expected.dtype,
+        )

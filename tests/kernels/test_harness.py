@@ -26,12 +26,17 @@ def leaves(dtype):
 @pytest.mark.parametrize("dtype", MOST)
 def test_a_kernel_beside_float64(dtype):
     torch.manual_seed(0)
-    got = assert_like_portable(lambda x, y: ScaledSum.apply(x, y, 0.5), lambda x, y: 0.5 * x.sum(0) + y, leaves(dtype))
+    got = assert_like_portable(
+        lambda x, y: ScaledSum.apply(x, y, 0.5), lambda x, y: 0.5 * x.sum(0) + y, leaves(dtype)
+    )
     assert got["output 0"].dtype == dtype
 
 
 @pytest.mark.parametrize("scale", [0.501, float("nan")])
 def test_an_error_is_noticed(scale):
     with pytest.raises(AssertionError, match="relative errors.*output 0"):
-        assert_like_portable(lambda x, y: ScaledSum.apply(x, y, scale), lambda x, y: 0.5 * x.sum(0) + y,
-                             leaves(torch.float32))
+        assert_like_portable(
+            lambda x, y: ScaledSum.apply(x, y, scale),
+            lambda x, y: 0.5 * x.sum(0) + y,
+            leaves(torch.float32),
+        )

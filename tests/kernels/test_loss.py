@@ -9,12 +9,19 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from mamba_fsdp.ops import triton
 from mamba_fsdp.ops.loss import linear_cross_entropy, triton_kernels
 
-HALVES = {torch.float32: 1e-6, torch.float16: 2e-3, torch.bfloat16: 0.012}  # logits and their gradient are rounded too
+HALVES = {
+    torch.float32: 1e-6,
+    torch.float16: 2e-3,
+    torch.bfloat16: 0.012,
+}  # logits and their gradient are rounded too
 
 
 def leaves(dtype=torch.float32, tokens=23, d_model=8, vocab=50):
     generator = torch.Generator().manual_seed(tokens + vocab)
-    hidden, weight = torch.randn(tokens, d_model, generator=generator), torch.randn(vocab, d_model, generator=generator)
+    hidden, weight = (
+        torch.randn(tokens, d_model, generator=generator),
+        torch.randn(vocab, d_model, generator=generator),
+    )
     labels = torch.randint(0, vocab, (tokens,), generator=generator)
     labels[::5] = -100
     return dict(hidden=hidden.to(dtype), weight=weight.to(dtype).float(), labels=labels)
@@ -34,11 +41,16 @@ def portable(hidden, weight, labels, **options):
 def test_equals_float64(dtype, tokens, vocab, weighted):
     """One block and several, full and not, several chunks; a label that does not count where they don't."""
     values = leaves(dtype, tokens, vocab=vocab)
-    weights = 3 * torch.rand(tokens, generator=torch.Generator().manual_seed(1)) if weighted else None
+    weights = (
+        3 * torch.rand(tokens, generator=torch.Generator().manual_seed(1)) if weighted else None
+    )
     most = max(HALVES[dtype], 1e-9 * vocab)  # a product over the vocabulary rounds on a CPU
     got = assert_like_portable(ours, portable, values, most, token_weights=weights, chunk=10)
     ignored = values["labels"] == -100
-    assert not got["gradient of hidden"][ignored].any() and got["gradient of weight"].dtype == torch.float32
+    assert (
+        not got["gradient of hidden"][ignored].any()
+        and got["gradient of weight"].dtype == torch.float32
+    )
     assert got["gradient of hidden"].dtype == dtype and got["output 0"].dtype == torch.float32
 
 
@@ -107,7 +119,9 @@ def test_equals_float64_as_compiled(monkeypatch, version, cc):
     with compiled(version, cc, triton_kernels):
         for dtype, vocab in ((torch.float32, 150), (torch.bfloat16, 128)):
             values = leaves(dtype, tokens=3, vocab=vocab)
-            assert_like_portable(ours, portable, values, 0.7 * HALVES[dtype], token_weights=torch.rand(3), chunk=2)
+            assert_like_portable(
+                ours, portable, values, 0.7 * HALVES[dtype], token_weights=torch.rand(3), chunk=2
+            )
         values["labels"][1] = vocab
         assert ours(**values).isnan()
 
@@ -130,5 +144,6 @@ def test_tensors_without_content_give_the_same_shapes(dtype):
     real = evaluate(ours, values)
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
         fake = evaluate(ours, {name: mode.from_tensor(value) for name, value in values.items()})
-    assert {name: (value.shape, value.dtype) for name, value in fake.items()} == \
-        {name: (value.shape, value.dtype) for name, value in real.items()}
+    assert {name: (value.shape, value.dtype) for name, value in fake.items()} == {
+        name: (value.shape, value.dtype) for name, value in real.items()
+    }

@@ -24,7 +24,9 @@ sys.path.append(str(Path(__file__).parents[1] / "oracles"))
 from mamba_ssm_install import mamba_ssm_folder  # noqa: E402
 
 pytestmark = pytest.mark.slow
-CONFIG = ModelConfig(d_model=16, n_layer=1, layers="mamba2", vocab_size=64, d_state=16, headdim=4, chunk_size=16)
+CONFIG = ModelConfig(
+    d_model=16, n_layer=1, layers="mamba2", vocab_size=64, d_state=16, headdim=4, chunk_size=16
+)
 DOCUMENTS = torch.tensor([4] * 9 + [5] * 14 + [6] * 11)[None]
 
 
@@ -32,17 +34,23 @@ def conv_forward(x, weight, bias, seq_idx, initial_states, out, silu):
     """x (batch, channels, length), seq_idx (batch, length) or None."""
     total, width = bias[:, None].float(), weight.shape[1]
     for back in range(width):
-        shifted = F.pad(x.float(), (back, 0))[..., :x.shape[2]]
+        shifted = F.pad(x.float(), (back, 0))[..., : x.shape[2]]
         if seq_idx is not None:
-            shifted = shifted * (F.pad(seq_idx, (back, 0), value=-1)[:, :x.shape[2]] == seq_idx)[:, None]
+            shifted = (
+                shifted * (F.pad(seq_idx, (back, 0), value=-1)[:, : x.shape[2]] == seq_idx)[:, None]
+            )
         total = total + shifted * weight[:, width - 1 - back, None].float()
     return (F.silu(total) if silu else total).to(x.dtype)
 
 
-def conv_backward(x, weight, bias, gradient, seq_idx, initial_states, last_gradient, out, want_initial, silu):
+def conv_backward(
+    x, weight, bias, gradient, seq_idx, initial_states, last_gradient, out, want_initial, silu
+):
     with torch.enable_grad():
         inputs = [tensor.detach().requires_grad_() for tensor in (x, weight, bias)]
-        found = torch.autograd.grad(conv_forward(*inputs, seq_idx, None, None, silu), inputs, gradient)
+        found = torch.autograd.grad(
+            conv_forward(*inputs, seq_idx, None, None, silu), inputs, gradient
+        )
     if out is not None:
         out.copy_(found[0])
         found = out, *found[1:]
@@ -52,6 +60,7 @@ def conv_backward(x, weight, bias, gradient, seq_idx, initial_states, last_gradi
 @pytest.fixture(scope="module", autouse=True)
 def interpreted_mamba_ssm():
     """mamba-ssm's Python modules with one configuration of each kernel, since the autotuner would time on a GPU."""
+
     def module(name, **content):
         made = types.ModuleType(name)
         vars(made).update(content)
@@ -63,12 +72,19 @@ def interpreted_mamba_ssm():
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("MAMBA_DETERMINISTIC", "1")
         patch.setattr(torch.cuda, "device", lambda *_: nullcontext())
-        patch.setattr(torch.cuda, "get_device_properties", lambda *_: types.SimpleNamespace(multi_processor_count=132))
+        patch.setattr(
+            torch.cuda,
+            "get_device_properties",
+            lambda *_: types.SimpleNamespace(multi_processor_count=132),
+        )
         patch.syspath_prepend(folder)  # for einops and packaging
         module("selective_scan_cuda")
         module("mamba_ssm", __path__=[str(folder / "mamba_ssm")])  # whose own imports transformers
-        functions = dict(causal_conv1d_fwd_function=conv_forward, causal_conv1d_bwd_function=conv_backward,
-                         causal_conv1d_update_function=None)
+        functions = dict(
+            causal_conv1d_fwd_function=conv_forward,
+            causal_conv1d_bwd_function=conv_backward,
+            causal_conv1d_update_function=None,
+        )
         module("causal_conv1d", __path__=[], causal_conv1d_update=None, causal_conv1d_fn=None)
         module("causal_conv1d.cpp_functions", **functions)
         yield
@@ -79,7 +95,9 @@ def interpreted_mamba_ssm():
 
 def model_results(forms, dtype, documents):
     """{"loss": ..., parameter: its gradient} of a fixed model on fixed tokens, on the CPU."""
-    model = MambaLM(CONFIG, forms=forms, compute_dtype=dtype, reset_at_documents=documents is not None)
+    model = MambaLM(
+        CONFIG, forms=forms, compute_dtype=dtype, reset_at_documents=documents is not None
+    )
     with torch.no_grad():
         for (name, described), parameter in zip(parameters(CONFIG).items(), model.parameters()):
             parameter.copy_(initial_value(name, described, 0))
@@ -87,7 +105,9 @@ def model_results(forms, dtype, documents):
     tokens = torch.randint(64, (1, 35), generator=torch.Generator().manual_seed(0))
     loss = model(tokens[:, :-1], labels=tokens[:, 1:], documents=documents)
     loss.backward()
-    return {"loss": loss.detach()} | {name: parameter.grad for name, parameter in model.named_parameters()}
+    return {"loss": loss.detach()} | {
+        name: parameter.grad for name, parameter in model.named_parameters()
+    }
 
 
 @pytest.mark.parametrize("documents", [None, DOCUMENTS], ids=["one document", "documents"])
@@ -95,7 +115,9 @@ def model_results(forms, dtype, documents):
 def test_a_model_trains_the_same(form, documents):
     if form not in OPERATORS["ssd"]:
         pytest.skip(f"SSD has no form {form}")
-    forms = resolve_forms(form, "cuda", operator_uses(CONFIG, torch.float32, documents is not None)).forms
+    forms = resolve_forms(
+        form, "cuda", operator_uses(CONFIG, torch.float32, documents is not None)
+    ).forms
     assert forms["ssd"] == form
     got = model_results(forms, torch.float32, documents)
     assert_like(got, model_results(PORTABLE, torch.float64, documents), 5e-6)

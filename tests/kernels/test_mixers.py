@@ -14,11 +14,18 @@ from mamba_fsdp.ops.forms import OPERATORS, PORTABLE, WHOLE
 
 PARTS = PORTABLE | {operator: "triton" for operator in PORTABLE if "triton" in OPERATORS[operator]}
 WHOLES = PARTS | {mixer: "triton" for mixer in WHOLE if "triton" in OPERATORS[mixer]}
-SIZES = {"mamba1": dict(d_model=10, d_state=5, dt_rank=3), "mamba2": dict(d_model=10, d_state=5, headdim=5),
-         "mamba2 in groups": dict(d_model=12, d_state=3, headdim=6, ngroups=2, d_conv=3)}
+SIZES = {
+    "mamba1": dict(d_model=10, d_state=5, dt_rank=3),
+    "mamba2": dict(d_model=10, d_state=5, headdim=5),
+    "mamba2 in groups": dict(d_model=12, d_state=3, headdim=6, ngroups=2, d_conv=3),
+}
 KINDS = pytest.mark.parametrize("kind", SIZES)
 LENGTH = 9
-MOST = {torch.float32: 1e-6, torch.float16: 0.01, torch.bfloat16: 0.05}  # halves: of every product and activation
+MOST = {
+    torch.float32: 1e-6,
+    torch.float16: 0.01,
+    torch.bfloat16: 0.05,
+}  # halves: of every product and activation
 
 
 @pytest.fixture(autouse=True)
@@ -39,11 +46,14 @@ def mixer(kind, forms=WHOLES, length=LENGTH):
     values = {"x": torch.randn(2, length, layer.config.d_model, generator=generator)}
     for name, parameter in layer.named_parameters():
         value = torch.randn(parameter.shape, generator=generator)
-        values[name.replace(".", "/")] = value / parameter.shape[1] ** 0.5 if name.endswith("proj.weight") else value
+        values[name.replace(".", "/")] = (
+            value / parameter.shape[1] ** 0.5 if name.endswith("proj.weight") else value
+        )
 
     def run(x, documents=None, **parameters):
         named = {name.replace("/", "."): value for name, value in parameters.items()}
         return torch.func.functional_call(layer, named, (x, documents))
+
     return run, values
 
 
@@ -69,14 +79,18 @@ def test_chunks_hand_on_their_states(kind):
     """The states that one backward pass keeps and the other makes again, in sequences of several chunks."""
     values, given = mixer(kind, length=70)[1], (torch.arange(70) >= torch.tensor([[40], [0]])).int()
     expected = evaluate(mixer(kind, PORTABLE)[0], double(values), documents=given)
-    assert_like(evaluate(mixer(kind)[0], values, documents=given), expected, 1e-5)  # sums over 140 rows, which cancel
+    assert_like(
+        evaluate(mixer(kind)[0], values, documents=given), expected, 1e-5
+    )  # sums over 140 rows, which cancel
 
 
 @KINDS
 def test_takes_weights_in_the_compute_dtype(kind):
     """As FSDP casts them: all but those that compute in fp32."""
     run, values = mixer(kind)
-    values |= {name: value.bfloat16() for name, value in values.items() if name == "x" or "/weight" in name}
+    values |= {
+        name: value.bfloat16() for name, value in values.items() if name == "x" or "/weight" in name
+    }
     got = evaluate(run, values)
     assert_like(got, evaluate(mixer(kind, PORTABLE)[0], double(values)), MOST[torch.bfloat16])
     assert got["gradient of in_proj/weight"].dtype == torch.bfloat16
@@ -96,11 +110,20 @@ def test_equal_runs_recomputing_and_double_use(kind):
     run, values = mixer(kind)
     first = evaluate(run, values, documents=documents())
     assert_same_bits(evaluate(run, values, documents=documents()), first)
-    assert_same_bits(evaluate(lambda x, **others: checkpoint(lambda x: run(x, **others), x, use_reentrant=False),
-                              values, documents=documents()), first)
+    assert_same_bits(
+        evaluate(
+            lambda x, **others: checkpoint(lambda x: run(x, **others), x, use_reentrant=False),
+            values,
+            documents=documents(),
+        ),
+        first,
+    )
     portable, _ = mixer(kind, PORTABLE)
-    assert_like(evaluate(lambda x, **p: run(run(x, **p), **p), values),
-                evaluate(lambda x, **p: portable(portable(x, **p), **p), double(values)), 1e-5)
+    assert_like(
+        evaluate(lambda x, **p: run(run(x, **p), **p), values),
+        evaluate(lambda x, **p: portable(portable(x, **p), **p), double(values)),
+        1e-5,
+    )
 
 
 def kept(kind, forms):
@@ -108,8 +131,13 @@ def kept(kind, forms):
     at the sizes of mamba-1.4b or mamba2-1.3b, without content."""
     storages = {}
     with FakeTensorMode():
-        layer = build(kind, forms, d_model=2048, **dict(d_state=128, headdim=64) if kind == "mamba2" else {})
-        weights = {name: weight.detach().bfloat16().requires_grad_() for name, weight in layer.named_parameters()}
+        layer = build(
+            kind, forms, d_model=2048, **dict(d_state=128, headdim=64) if kind == "mamba2" else {}
+        )
+        weights = {
+            name: weight.detach().bfloat16().requires_grad_()
+            for name, weight in layer.named_parameters()
+        }
         x = torch.empty(1, 2048, 2048, dtype=torch.bfloat16, requires_grad=True)
 
         def pack(tensor):
@@ -154,14 +182,24 @@ def test_tensors_without_content_give_the_same_shapes(kind):
     real = evaluate(run, values)
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
         fake = evaluate(run, {name: mode.from_tensor(value) for name, value in values.items()})
-    assert {name: (value.shape, value.dtype) for name, value in fake.items()} == \
-        {name: (value.shape, value.dtype) for name, value in real.items()}
+    assert {name: (value.shape, value.dtype) for name, value in fake.items()} == {
+        name: (value.shape, value.dtype) for name, value in real.items()
+    }
 
 
 def losses(forms, layers, given):
     """Of three steps of SGD of a small model."""
-    model = MambaLM(ModelConfig(layers=layers, n_layer=1, vocab_size=40, tie_embeddings=True, **SIZES["mamba1"]
-                                | dict(headdim=5, d_model=10)), forms=forms, reset_at_documents=given is not None)
+    model = MambaLM(
+        ModelConfig(
+            layers=layers,
+            n_layer=1,
+            vocab_size=40,
+            tie_embeddings=True,
+            **SIZES["mamba1"] | dict(headdim=5, d_model=10),
+        ),
+        forms=forms,
+        reset_at_documents=given is not None,
+    )
     generator = torch.Generator().manual_seed(3)
     for parameter in model.parameters():
         parameter.data.normal_(0, 0.3, generator=generator)
@@ -173,7 +211,9 @@ def losses(forms, layers, given):
         loss.backward()
         optimizer.step()
         found.append(loss.detach())
-    return torch.cat([torch.stack(found), *(parameter.detach().flatten() for parameter in model.parameters())])
+    return torch.cat(
+        [torch.stack(found), *(parameter.detach().flatten() for parameter in model.parameters())]
+    )
 
 
 @pytest.mark.parametrize("given", [None, documents()], ids=["one document", "documents"])

@@ -11,10 +11,15 @@ from mamba_fsdp.ops.conv import triton as conv
 from mamba_fsdp.ops.forms import OPERATORS, PORTABLE
 
 SIZES = dict(d_model=10, n_layer=2, vocab_size=50)
-MODELS = {"mamba1": ModelConfig(layers="mamba1", d_state=4, dt_rank=2, **SIZES),
-          "mamba2": ModelConfig(layers="mamba2+mlp", d_state=4, headdim=5, ngroups=2, d_conv=3, d_intermediate=8,
-                                **SIZES)}
-KERNELS = PORTABLE | {operator: "triton" for operator in ("conv", "norm") if "triton" in OPERATORS[operator]}
+MODELS = {
+    "mamba1": ModelConfig(layers="mamba1", d_state=4, dt_rank=2, **SIZES),
+    "mamba2": ModelConfig(
+        layers="mamba2+mlp", d_state=4, headdim=5, ngroups=2, d_conv=3, d_intermediate=8, **SIZES
+    ),
+}
+KERNELS = PORTABLE | {
+    operator: "triton" for operator in ("conv", "norm") if "triton" in OPERATORS[operator]
+}
 
 
 @pytest.fixture(autouse=True)
@@ -27,7 +32,10 @@ def model(name, forms, dtype=torch.float32):
     built = MambaLM(MODELS[name], forms=forms, compute_dtype=dtype, reset_at_documents=True)
     with torch.no_grad():
         for key, parameter in built.named_parameters():
-            parameter.copy_(initial_value(key, parameters(built.config)[key], 1) * (3 if "embedding" in key else 1))
+            parameter.copy_(
+                initial_value(key, parameters(built.config)[key], 1)
+                * (3 if "embedding" in key else 1)
+            )
     return built
 
 
@@ -44,7 +52,9 @@ def test_training(name):
         built = model(name, forms, dtype).to(dtype)
         loss = built(inputs, inputs.roll(-1, 1), documents=documents)
         loss.backward()
-        results.append({"loss": loss.detach()} | {key: p.grad for key, p in built.named_parameters()})
+        results.append(
+            {"loss": loss.detach()} | {key: p.grad for key, p in built.named_parameters()}
+        )
     for key, expected in results[1].items():
         assert (results[0][key] - expected).abs().max() <= 3e-6 * expected.abs().max(), key
 
@@ -57,7 +67,10 @@ def test_a_prompt_in_parts_and_steps(name):
         whole = model(name, PORTABLE)(tokens(9))
         built = model(name, KERNELS)
         state = built.allocate_state(2, 9)
-        parts = [built.prefill(tokens(9)[:, :5], state), built.prefill(tokens(9)[:, 5:7], state),
-                 *(built.step(tokens(9)[:, position], state) for position in (7, 8))]
+        parts = [
+            built.prefill(tokens(9)[:, :5], state),
+            built.prefill(tokens(9)[:, 5:7], state),
+            *(built.step(tokens(9)[:, position], state) for position in (7, 8)),
+        ]
     for position, logits in zip((4, 6, 7, 8), parts):
         torch.testing.assert_close(logits, whole[:, position], rtol=1e-5, atol=1e-5)

@@ -10,7 +10,9 @@ from mamba_fsdp.ops.norm import triton as form
 
 
 def added(form, dtype=None):
-    return lambda x, residual, weight: add_rms_norm(x, residual, weight, 1e-5, dtype or x.dtype, form=form)
+    return lambda x, residual, weight: add_rms_norm(
+        x, residual, weight, 1e-5, dtype or x.dtype, form=form
+    )
 
 
 def gated(form, group_size):
@@ -20,16 +22,21 @@ def gated(form, group_size):
 def leaves(*shape, second="residual", dtype=torch.float32):
     generator = torch.Generator().manual_seed(0)
     randn = lambda *shape: torch.randn(*shape, generator=generator)  # noqa: E731
-    values = {"x": randn(*shape).to(dtype), second: randn(*shape).to(dtype if second == "z" else torch.float32)}
+    values = {
+        "x": randn(*shape).to(dtype),
+        second: randn(*shape).to(dtype if second == "z" else torch.float32),
+    }
     return values | {"weight": 1 + 0.3 * randn(shape[-1])}
 
 
 @pytest.fixture(autouse=True)
 def tiles(monkeypatch):
     """Sizes that a few rows fill: several tiles a program, several programs."""
+
     def set_tiles(elements=64, programs=3):
         monkeypatch.setitem(form.TILES, (8, 0), {"ELEMENTS": elements, "num_warps": 1})
         monkeypatch.setattr(form, "PROGRAMS", programs)
+
     set_tiles()
     return set_tiles
 
@@ -43,14 +50,18 @@ def test_behind_the_sum(shape):
 
 @pytest.mark.parametrize("group_size", [2, 6, 9, 18])
 def test_behind_the_gate(group_size):
-    assert_like_portable(gated("triton", group_size), gated("portable", group_size), leaves(2, 7, 18, second="z"))
+    assert_like_portable(
+        gated("triton", group_size), gated("portable", group_size), leaves(2, 7, 18, second="z")
+    )
 
 
 @pytest.mark.parametrize("channels", [5000, 5120, 16384])
 def test_widths_of_models(tiles, channels):
     tiles(4096, 128)
     assert_like_portable(added("triton"), added("portable"), leaves(3, channels))
-    assert_like_portable(gated("triton", channels), gated("portable", channels), leaves(3, channels, second="z"))
+    assert_like_portable(
+        gated("triton", channels), gated("portable", channels), leaves(3, channels, second="z")
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -58,34 +69,53 @@ def test_half_precision(dtype):
     """The stream and the weight's gradient stay in fp32; the norm's dtype may differ from the input's."""
     values = leaves(2, 9, 19, dtype=dtype)
     got = assert_like_portable(added("triton"), added("portable"), values)
-    assert [got[name].dtype for name in got] == [dtype, torch.float32, dtype, torch.float32, torch.float32]
+    assert [got[name].dtype for name in got] == [
+        dtype,
+        torch.float32,
+        dtype,
+        torch.float32,
+        torch.float32,
+    ]
     wide = evaluate(added("triton", torch.float32), values)
     assert wide["output 0"].dtype == torch.float32 and wide["gradient of x"].dtype == dtype
     assert_like(wide, evaluate(added("portable", torch.float64), double(values)))
-    assert_like_portable(gated("triton", 6), gated("portable", 6), leaves(2, 7, 18, second="z", dtype=dtype))
+    assert_like_portable(
+        gated("triton", 6), gated("portable", 6), leaves(2, 7, 18, second="z", dtype=dtype)
+    )
 
 
 def test_slices_and_spread_gradients():
     """The gate is a slice of a projection, generation takes the last positions; gradients may have strides of 0."""
     values = leaves(2, 7, 18, second="z")
     wide = torch.cat([torch.full_like(values["z"], 1e9), values.pop("z")], dim=-1)
-    first, second = (lambda wide, f=f, **rest: f(z=wide[..., 18:], **rest)
-                     for f in (gated("triton", 6), gated("portable", 6)))
+    first, second = (
+        lambda wide, f=f, **rest: f(z=wide[..., 18:], **rest)
+        for f in (gated("triton", 6), gated("portable", 6))
+    )
     assert_like_portable(first, second, dict(wide=wide, **values))
     last = lambda f: lambda x, residual, weight: f(x[:, -1], residual[:, -1], weight)  # noqa: E731
     assert_like_portable(last(added("triton")), last(added("portable")), leaves(2, 7, 18))
     results = []
-    for function, inputs in (added("triton"), leaves(2, 7, 18)), (added("portable"), double(leaves(2, 7, 18))):
+    for function, inputs in (
+        (added("triton"), leaves(2, 7, 18)),
+        (added("portable"), double(leaves(2, 7, 18))),
+    ):
         inputs = {name: value.detach().requires_grad_() for name, value in inputs.items()}
-        results.append(dict(zip(inputs, torch.autograd.grad(function(**inputs)[0].sum(), list(inputs.values())))))
+        results.append(
+            dict(
+                zip(inputs, torch.autograd.grad(function(**inputs)[0].sum(), list(inputs.values())))
+            )
+        )
     assert_like(*results)
 
 
 @pytest.mark.parametrize("output", [0, 1])
 def test_one_output_alone(output):
     """The norm at the end gives nothing to the stream."""
-    first, second = (lambda f=f, **values: f(**values)[output] + 0 * values["weight"].sum()
-                     for f in (added("triton"), added("portable")))
+    first, second = (
+        lambda f=f, **values: f(**values)[output] + 0 * values["weight"].sum()
+        for f in (added("triton"), added("portable"))
+    )
     assert_like_portable(first, second, leaves(5, 19))
 
 
@@ -97,7 +127,9 @@ def test_empty():
 def test_what_a_whole_mixer_asks_for():
     """The gradient of the gate in a view, nothing else touched, and the output once more."""
     values, grad = leaves(2, 7, 18, second="z"), torch.ones(2, 7, 18)
-    normed, _, scale = form.norm_forward(values["x"], None, values["z"], values["weight"], 1e-5, 3, torch.float32)
+    normed, _, scale = form.norm_forward(
+        values["x"], None, values["z"], values["weight"], 1e-5, 3, torch.float32
+    )
     both, again = torch.full((2, 7, 40), 7.0), torch.empty_like(normed)
     inputs = (grad, None, values["x"], values["z"], values["weight"], scale)
     form.norm_backward(*inputs, grad_z=both[..., 18:36], normed=again)
@@ -112,28 +144,43 @@ def test_zero_rows_stay_finite():
 
 
 def test_the_same_at_every_run():
-    for function, values in (added("triton"), leaves(2, 9, 19)), (gated("triton", 6), leaves(2, 9, 18, second="z")):
+    for function, values in (
+        (added("triton"), leaves(2, 9, 19)),
+        (gated("triton", 6), leaves(2, 9, 18, second="z")),
+    ):
         assert_same_bits(evaluate(function, values), evaluate(function, values))
 
 
 @pytest.mark.slow
 def test_compiled_without_a_break():
     torch._dynamo.reset()
-    for function, values in (added("triton"), leaves(3, 19)), (gated("triton", 6), leaves(3, 18, second="z")):
+    for function, values in (
+        (added("triton"), leaves(3, 19)),
+        (gated("triton", 6), leaves(3, 18, second="z")),
+    ):
         compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
         assert_same_bits(evaluate(function, values), evaluate(compiled, values))
 
 
 def test_without_content():
     """Fake tensors have the shapes, dtypes and strides of real ones."""
-    for function, values in ((added("triton"), leaves(2, 3, 19, dtype=torch.bfloat16)),
-                             (gated("triton", 6), leaves(2, 3, 18, second="z", dtype=torch.bfloat16))):
+    for function, values in (
+        (added("triton"), leaves(2, 3, 19, dtype=torch.bfloat16)),
+        (gated("triton", 6), leaves(2, 3, 18, second="z", dtype=torch.bfloat16)),
+    ):
         real = evaluate(function, values)
         with FakeTensorMode():
-            values = {name: torch.empty(v.shape, dtype=v.dtype).requires_grad_() for name, v in values.items()}
+            values = {
+                name: torch.empty(v.shape, dtype=v.dtype).requires_grad_()
+                for name, v in values.items()
+            }
             outputs = function(**values)
             outputs = outputs if isinstance(outputs, tuple) else (outputs,)
             total = sum(output.float().sum() for output in outputs)
             fake = [*outputs, *torch.autograd.grad(total, list(values.values()))]
         for tensor, expected in zip(fake, real.values()):
-            assert (tensor.shape, tensor.stride(), tensor.dtype) == (expected.shape, expected.stride(), expected.dtype)
+            assert (tensor.shape, tensor.stride(), tensor.dtype) == (
+                expected.shape,
+                expected.stride(),
+                expected.dtype,
+            )

@@ -23,7 +23,9 @@ def scaled_sum(version, cc, dtype=torch.float32, n=19, masked=True, warps=1):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_results_are_rounded_to_nearest(version, cc, dtype):
     out, expected = scaled_sum(version, cc, dtype)
-    assert relative_error(out, expected.float().to(dtype)) <= (1e-6 if dtype == torch.float32 else 0)
+    assert relative_error(out, expected.float().to(dtype)) <= (
+        1e-6 if dtype == torch.float32 else 0
+    )
     assert torch.equal(scaled_sum(version, cc, dtype, warps=4)[0], out)
 
 
@@ -36,7 +38,9 @@ def test_a_missing_mask_is_noticed(version, cc):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("version, cc", [("2.2.0", 80), ("3.6.0", 80), ("3.9.0", 89), ("3.9.0", 120)])
+@pytest.mark.parametrize(
+    "version, cc", [("2.2.0", 80), ("3.6.0", 80), ("3.9.0", 89), ("3.9.0", 120)]
+)
 @pytest.mark.parametrize("warps", [1, 4])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_tensor_cores_shared_memory_and_sums(version, cc, warps, dtype):

@@ -29,37 +29,62 @@ def random(*shape, dtype=torch.float32):
 
 def conv(dtype):
     x = random(1, 21, 9, dtype=dtype)[..., 2:]
-    return (partial(causal_conv_silu, documents=DOCUMENTS),
-            dict(x=x, weight=random(7, 1, 4, dtype=dtype), bias=random(7, dtype=dtype)))
+    return (
+        partial(causal_conv_silu, documents=DOCUMENTS),
+        dict(x=x, weight=random(7, 1, 4, dtype=dtype), bias=random(7, dtype=dtype)),
+    )
 
 
 def scan(dtype):
     u, z = random(1, 21, 70, dtype=dtype).chunk(2, dim=-1)
     B, C = random(1, 21, 11, dtype=dtype)[..., 3:].chunk(2, dim=-1)
-    return (partial(selective_scan, documents=DOCUMENTS, return_last_state=True),
-            dict(u=u, dt=random(1, 21, 35, dtype=dtype), A=-torch.rand(35, 4), B=B, C=C, D=random(35), z=z,
-                 dt_bias=random(35), initial_state=random(1, 35, 4)))
+    return (
+        partial(selective_scan, documents=DOCUMENTS, return_last_state=True),
+        dict(
+            u=u,
+            dt=random(1, 21, 35, dtype=dtype),
+            A=-torch.rand(35, 4),
+            B=B,
+            C=C,
+            D=random(35),
+            z=z,
+            dt_bias=random(35),
+            initial_state=random(1, 35, 4),
+        ),
+    )
 
 
 def attend(dtype):
     x, B, C = random(1, 21, 3 * 16 + 2 * 16, dtype=dtype).split([48, 16, 16], dim=-1)
-    return (partial(ssd, documents=DOCUMENTS, chunk_size=16, return_last_state=True),
-            dict(x=x.unflatten(-1, (3, 16)), dt=random(1, 21, 3, dtype=dtype), A=-torch.rand(3),
-                 B=B.unflatten(-1, (1, 16)), C=C.unflatten(-1, (1, 16)), D=random(3), dt_bias=random(3),
-                 initial_state=random(1, 3, 16, 16)))
+    return (
+        partial(ssd, documents=DOCUMENTS, chunk_size=16, return_last_state=True),
+        dict(
+            x=x.unflatten(-1, (3, 16)),
+            dt=random(1, 21, 3, dtype=dtype),
+            A=-torch.rand(3),
+            B=B.unflatten(-1, (1, 16)),
+            C=C.unflatten(-1, (1, 16)),
+            D=random(3),
+            dt_bias=random(3),
+            initial_state=random(1, 3, 16, 16),
+        ),
+    )
 
 
 def norm(dtype):
     def run(x, residual, weight, **form):
         return add_rms_norm(x, residual, weight, 1e-5, x.dtype, **form)
+
     return run, dict(x=random(5, 21, dtype=dtype), residual=random(5, 21), weight=random(21))
 
 
 def loss(dtype):
     labels = torch.randint(0, 35, (11,))
     labels[::4] = -100
-    return (partial(linear_cross_entropy, labels=labels),
-            dict(hidden=random(11, 8, dtype=dtype), weight=random(35, 8, dtype=dtype).float()))
+    return (
+        partial(linear_cross_entropy, labels=labels),
+        dict(hidden=random(11, 8, dtype=dtype), weight=random(35, 8, dtype=dtype).float()),
+    )
 
 
 CASES = {"conv": conv, "scan": scan, "ssd": attend, "norm": norm, "loss": loss}
@@ -70,8 +95,11 @@ MOST = {torch.float32: 2e-6, torch.bfloat16: 0.01}
 def modules_of(operator):
     """Its modules that hold kernels."""
     package = import_module(f"{ops.__name__}.{operator}")
-    return [import_module(f"{package.__name__}.{found.name}") for found in iter_modules(package.__path__)
-            if found.name.startswith("triton_")]
+    return [
+        import_module(f"{package.__name__}.{found.name}")
+        for found in iter_modules(package.__path__)
+        if found.name.startswith("triton_")
+    ]
 
 
 @pytest.fixture(autouse=True)

@@ -17,7 +17,9 @@ from mamba_fsdp.ops.forms import PORTABLE
 from mamba_fsdp.ops.scan import selective_scan
 from mamba_fsdp.ops.scan import triton as form
 
-scan, portable = (partial(selective_scan, return_last_state=True, form=name) for name in ("triton", "portable"))
+scan, portable = (
+    partial(selective_scan, return_last_state=True, form=name) for name in ("triton", "portable")
+)
 
 
 @pytest.fixture(autouse=True)
@@ -30,26 +32,43 @@ def small(monkeypatch):
 
 def inputs(batch, length, channels, states, dtype=torch.float32, without=()):
     """Leaves of a scan; u and z, B and C are slices of one tensor, as behind the model's projections."""
-    xz, x_dbl = torch.randn(batch, length, 2 * channels).to(dtype), torch.randn(batch, length, 3 + 2 * states).to(dtype)
+    xz, x_dbl = (
+        torch.randn(batch, length, 2 * channels).to(dtype),
+        torch.randn(batch, length, 3 + 2 * states).to(dtype),
+    )
     u, z = xz.chunk(2, dim=-1)
     _, B, C = x_dbl.split([3, states, states], dim=-1)
     documents = (torch.rand(batch, length) < 0.15).cumsum(1) + 3
     dt = 2 * torch.randn(batch, length, channels).to(dtype) - 1
-    leaves = dict(u=u, dt=dt, A=-torch.rand(channels, states).exp(), B=B, C=C,
-                  D=torch.randn(channels), z=z, dt_bias=torch.randn(channels), documents=documents,
-                  initial_state=torch.randn(batch, channels, states))
+    leaves = dict(
+        u=u,
+        dt=dt,
+        A=-torch.rand(channels, states).exp(),
+        B=B,
+        C=C,
+        D=torch.randn(channels),
+        z=z,
+        dt_bias=torch.randn(channels),
+        documents=documents,
+        initial_state=torch.randn(batch, channels, states),
+    )
     return leaves | dict.fromkeys(without)
 
 
-@pytest.mark.parametrize("sizes, segments, without", [
-    pytest.param((2, 19, 35, 16), 1, (), id="odd", marks=pytest.mark.slow),
-    pytest.param((1, 12, 32, 16), 1, (), id="no masks"),
-    pytest.param((1, 21, 3, 16), 3, (), id="in segments"),
-    pytest.param((1, 16, 32, 2), 2, ("documents", "z"), id="in segments without masks"),
-    pytest.param((1, 11, 2, 37), 2, (), id="37 states", marks=pytest.mark.slow),
-    pytest.param((1, 9, 2, 20), 1, ("D", "z", "dt_bias", "documents"), id="20 states, only what must be"),
-    pytest.param((2, 1, 3, 1), 1, ("initial_state",), id="one of all"),
-])
+@pytest.mark.parametrize(
+    "sizes, segments, without",
+    [
+        pytest.param((2, 19, 35, 16), 1, (), id="odd", marks=pytest.mark.slow),
+        pytest.param((1, 12, 32, 16), 1, (), id="no masks"),
+        pytest.param((1, 21, 3, 16), 3, (), id="in segments"),
+        pytest.param((1, 16, 32, 2), 2, ("documents", "z"), id="in segments without masks"),
+        pytest.param((1, 11, 2, 37), 2, (), id="37 states", marks=pytest.mark.slow),
+        pytest.param(
+            (1, 9, 2, 20), 1, ("D", "z", "dt_bias", "documents"), id="20 states, only what must be"
+        ),
+        pytest.param((2, 1, 3, 1), 1, ("initial_state",), id="one of all"),
+    ],
+)
 def test_like_portable_in_float64(monkeypatch, sizes, segments, without):
     monkeypatch.setattr(form, "FILL", segments * sizes[0] * -(-sizes[2] // 32))
     assert_like_portable(scan, portable, inputs(*sizes, without=without))
@@ -65,16 +84,26 @@ def test_most_states(monkeypatch):
 def test_half_precision_in_and_out(dtype):
     leaves = inputs(1, 10, 5, 4, dtype)
     got = assert_like_portable(scan, portable, leaves)
-    assert got["output 0"].dtype == got["gradient of B"].dtype == dtype and got["output 1"].dtype == torch.float32
+    assert (
+        got["output 0"].dtype == got["gradient of B"].dtype == dtype
+        and got["output 1"].dtype == torch.float32
+    )
 
 
 @pytest.mark.slow
 def test_small_and_large_steps():
     """softplus and its slope in all their ranges, relative to each value."""
     leaves = inputs(1, 24, 1, 1, without=("documents", "z", "initial_state", "dt_bias"))
-    leaves |= dict(dt=torch.linspace(-30, 30, 24).view(1, 24, 1), u=torch.ones(1, 24, 1), A=-1e-9 * torch.ones(1, 1))
+    leaves |= dict(
+        dt=torch.linspace(-30, 30, 24).view(1, 24, 1),
+        u=torch.ones(1, 24, 1),
+        A=-1e-9 * torch.ones(1, 1),
+    )
     each = []
-    for form_of, made in ((scan, leaves), (portable, {k: v if v is None else v.double() for k, v in leaves.items()})):
+    for form_of, made in (
+        (scan, leaves),
+        (portable, {k: v if v is None else v.double() for k, v in leaves.items()}),
+    ):
         dt = made["dt"].detach().requires_grad_()
         y, _ = form_of(**made | dict(dt=dt, B=torch.ones_like(dt), C=torch.ones_like(dt), D=None))
         each.append((y.diff(dim=1), torch.autograd.grad(y[:, -1].sum(), dt)[0]))
@@ -84,11 +113,19 @@ def test_small_and_large_steps():
 
 def results(leaves):
     """y, the last state and all gradients of the sum of both."""
-    leaves = {name: leaf.detach().requires_grad_() if torch.is_tensor(leaf) and leaf.is_floating_point() else leaf
-              for name, leaf in leaves.items()}
+    leaves = {
+        name: leaf.detach().requires_grad_()
+        if torch.is_tensor(leaf) and leaf.is_floating_point()
+        else leaf
+        for name, leaf in leaves.items()
+    }
     y, last = scan(**leaves)
-    wanted = {name: leaf for name, leaf in leaves.items() if torch.is_tensor(leaf) and leaf.requires_grad}
-    return dict(zip(wanted, torch.autograd.grad(y.sum() + last.sum(), list(wanted.values())))) | dict(y=y, last=last)
+    wanted = {
+        name: leaf for name, leaf in leaves.items() if torch.is_tensor(leaf) and leaf.requires_grad
+    }
+    return dict(
+        zip(wanted, torch.autograd.grad(y.sum() + last.sum(), list(wanted.values())))
+    ) | dict(y=y, last=last)
 
 
 @pytest.mark.slow
@@ -108,9 +145,17 @@ def test_rows_are_cut_where_they_are_too_few_for_a_gpu(monkeypatch):
 
     def grid(batch, length, channels):
         made = inputs(batch, 1, 1, 1)
-        wide = {name: made[name].expand(batch, length, channels) for name in ("u", "dt", "z", "B", "C")}
-        call = form._Scan("scan_forward", **wide, A=-torch.ones(1, 1).expand(channels, 1), D=None, dt_bias=None,
-                          documents=None)
+        wide = {
+            name: made[name].expand(batch, length, channels) for name in ("u", "dt", "z", "B", "C")
+        }
+        call = form._Scan(
+            "scan_forward",
+            **wide,
+            A=-torch.ones(1, 1).expand(channels, 1),
+            D=None,
+            dt_bias=None,
+            documents=None,
+        )
         chunks, in_each = call.entries[1], call.shared["segment_chunks"]
         assert (call.grid[1] - 1) * in_each < chunks <= call.grid[1] * in_each
         return call.grid
@@ -124,8 +169,12 @@ def test_rows_are_cut_where_they_are_too_few_for_a_gpu(monkeypatch):
 def test_states_clear_at_a_start_however_slow_the_decay():
     """A whole document of steps of size 0 in front; nothing of the initial state gets through."""
     leaves = inputs(1, 9, 2, 2, without=("z", "D", "dt_bias"))
-    leaves |= dict(documents=torch.tensor([[0] * 5 + [1] * 4]), A=torch.full((2, 2), -1e-9),
-                   dt=torch.full((1, 9, 2), -200.0), initial_state=torch.full((1, 2, 2), 1e6))
+    leaves |= dict(
+        documents=torch.tensor([[0] * 5 + [1] * 4]),
+        A=torch.full((2, 2), -1e-9),
+        dt=torch.full((1, 9, 2), -200.0),
+        initial_state=torch.full((1, 2, 2), 1e6),
+    )
     y, last = scan(**leaves)
     assert y[:, :5].abs().min() > 1e3 and max(y[:, 5:].abs().max(), last.abs().max()) < 1e-30
 
@@ -142,8 +191,10 @@ def compiled(**leaves):
 @pytest.mark.slow
 def test_within_torch_compile():
     leaves = inputs(1, 6, 3, 2)
-    double = {name: leaf.double() if torch.is_tensor(leaf) and leaf.is_floating_point() else leaf
-              for name, leaf in leaves.items()}
+    double = {
+        name: leaf.double() if torch.is_tensor(leaf) and leaf.is_floating_point() else leaf
+        for name, leaf in leaves.items()
+    }
 
     def reference(u, **rest):
         y, last = portable(u=2 * u, **rest)
@@ -164,7 +215,9 @@ def test_tensors_without_content_have_the_same_form(without):
 
     with torch.no_grad():
         with FakeTensorMode() as mode:
-            fake = shapes(*(None if t is None else mode.from_tensor(t) for t in (grad, *leaves.values())))
+            fake = shapes(
+                *(None if t is None else mode.from_tensor(t) for t in (grad, *leaves.values()))
+            )
         assert fake == shapes(grad, *leaves.values())
 
 
@@ -178,8 +231,8 @@ def test_twice_and_in_a_checkpoint():
     y, last = checkpoint(lambda u: scan(u=u, **rest), u, use_reentrant=False)
     assert torch.equal(torch.autograd.grad(y.sum() + last.sum(), u)[0], plain["u"])
     y, last = scan(u=u, **rest)
-    first, = torch.autograd.grad(y.sum() + last.sum(), u, retain_graph=True)
-    second, = torch.autograd.grad(y.sum() + last.sum(), u)
+    (first,) = torch.autograd.grad(y.sum() + last.sum(), u, retain_graph=True)
+    (second,) = torch.autograd.grad(y.sum() + last.sum(), u)
     assert torch.equal(first, plain["u"]) and torch.equal(second, first)
 
 
@@ -191,10 +244,16 @@ def test_output_again_and_gradient_of_the_gate_into_a_view():
         out, _, entries = form.scan_forward(*named, state)
         assert form.scan_forward(*named, state, keep=False)[2].numel() == 0
         views = torch.zeros(1, 7, 6)
-        made = form.scan_backward(torch.ones(1, 7, 3), None, *named, entries, want_out=True, grad_z=views[..., 3:])
+        made = form.scan_backward(
+            torch.ones(1, 7, 3), None, *named, entries, want_out=True, grad_z=views[..., 3:]
+        )
         plain = form.scan_backward(torch.ones(1, 7, 3), None, *named, entries)
     torch.testing.assert_close(made[-1], out, rtol=1e-6, atol=1e-6)
-    assert torch.equal(views[..., 3:], plain[6]) and not views[..., :3].any() and plain[-1].numel() == 0
+    assert (
+        torch.equal(views[..., 3:], plain[6])
+        and not views[..., :3].any()
+        and plain[-1].numel() == 0
+    )
 
 
 def small_model(form_of_scan, **more):
@@ -202,7 +261,10 @@ def small_model(form_of_scan, **more):
     model = MambaLM(config, forms=PORTABLE | {"scan": form_of_scan}, **more)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            parameter.copy_(initial_value(name, parameters(config)[name], 1) * (3 if "embedding" in name else 1.2))
+            parameter.copy_(
+                initial_value(name, parameters(config)[name], 1)
+                * (3 if "embedding" in name else 1.2)
+            )
     return model
 
 
@@ -217,13 +279,17 @@ def test_a_model_has_the_loss_and_gradients_of_the_portable_form():
         each.append((loss, *torch.autograd.grad(loss, list(model.parameters()))))
     for got, expected in zip(*each):
         torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
-    in_parts = small_model("triton", reset_at_documents=True, part=5)(tokens, labels=labels, documents=documents)
+    in_parts = small_model("triton", reset_at_documents=True, part=5)(
+        tokens, labels=labels, documents=documents
+    )
     torch.testing.assert_close(in_parts, each[0][0].detach(), rtol=1e-6, atol=0)
 
 
 @pytest.mark.slow
 def test_generation_continues_from_the_state_of_the_prompt():
     prompt = torch.randint(0, 11, (2, 7))
-    texts = [torch.stack(list(generate(small_model(name), prompt, length=6, temperature=0)))
-             for name in ("triton", "portable")]
+    texts = [
+        torch.stack(list(generate(small_model(name), prompt, length=6, temperature=0)))
+        for name in ("triton", "portable")
+    ]
     assert torch.equal(*texts)

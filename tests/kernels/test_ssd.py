@@ -13,22 +13,39 @@ from mamba_fsdp.ops import triton
 from mamba_fsdp.ops.forms import PORTABLE
 from mamba_fsdp.ops.ssd import ssd
 
-MOST = {torch.float32: 1e-6, torch.bfloat16: 2.0**-6, torch.float16: 2.0**-9}  # of sums over whole rows, as dA is
+MOST = {
+    torch.float32: 1e-6,
+    torch.bfloat16: 2.0**-6,
+    torch.float16: 2.0**-9,
+}  # of sums over whole rows, as dA is
 ACTIVATIONS = ("x", "dt", "B", "C")
 
 
 def leaves(length=40, dtype=torch.float32, batch=1, heads=2, headdim=18, groups=1, d_state=17):
     generator = torch.Generator().manual_seed(length + headdim)
     randn = lambda *shape: torch.randn(*shape, generator=generator)  # noqa: E731
-    values = dict(x=randn(batch, length, heads, headdim), dt=randn(batch, length, heads) - 1,
-                  A=-torch.exp(randn(heads)), B=randn(batch, length, groups, d_state),
-                  C=randn(batch, length, groups, d_state), D=randn(heads), dt_bias=randn(heads),
-                  initial_state=randn(batch, heads, headdim, d_state))
-    return {name: value.to(dtype if name in ACTIVATIONS else torch.float32) for name, value in values.items()}
+    values = dict(
+        x=randn(batch, length, heads, headdim),
+        dt=randn(batch, length, heads) - 1,
+        A=-torch.exp(randn(heads)),
+        B=randn(batch, length, groups, d_state),
+        C=randn(batch, length, groups, d_state),
+        D=randn(heads),
+        dt_bias=randn(heads),
+        initial_state=randn(batch, heads, headdim, d_state),
+    )
+    return {
+        name: value.to(dtype if name in ACTIVATIONS else torch.float32)
+        for name, value in values.items()
+    }
 
 
 def random_documents(length, batch=1):
-    return (torch.rand(batch, length, generator=torch.Generator().manual_seed(1)) < 4 / length).int().cumsum(1)
+    return (
+        (torch.rand(batch, length, generator=torch.Generator().manual_seed(1)) < 4 / length)
+        .int()
+        .cumsum(1)
+    )
 
 
 def ours(**values):
@@ -40,9 +57,17 @@ def portable(**values):
 
 
 @pytest.mark.parametrize("bounded", [False, True], ids=["one document", "documents"])
-@pytest.mark.parametrize("sizes", [
-    dict(length=70, batch=2, heads=4, groups=2), dict(length=1), dict(length=64, headdim=64, d_state=128),
-    dict(length=33, headdim=80, d_state=130), dict(length=40, headdim=5, d_state=3, heads=6, groups=3)], ids=str)
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        dict(length=70, batch=2, heads=4, groups=2),
+        dict(length=1),
+        dict(length=64, headdim=64, d_state=128),
+        dict(length=33, headdim=80, d_state=130),
+        dict(length=40, headdim=5, d_state=3, heads=6, groups=3),
+    ],
+    ids=str,
+)
 def test_equals_float64(sizes, bounded):
     """Outputs, last state and all gradients, those of A and the bias too, whose terms cancel; blocks full and not,
     several of channels and of states."""
@@ -53,16 +78,27 @@ def test_equals_float64(sizes, bounded):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_halves(dtype):
-    got = assert_like_portable(ours, portable, leaves(dtype=dtype), MOST[dtype], documents=random_documents(40))
-    assert {got[f"gradient of {name}"].dtype for name in ACTIVATIONS} == {got["output 0"].dtype} == {dtype}
+    got = assert_like_portable(
+        ours, portable, leaves(dtype=dtype), MOST[dtype], documents=random_documents(40)
+    )
+    assert (
+        {got[f"gradient of {name}"].dtype for name in ACTIVATIONS}
+        == {got["output 0"].dtype}
+        == {dtype}
+    )
     assert got["output 1"].dtype == got["gradient of initial_state"].dtype == torch.float32
 
 
 @pytest.mark.parametrize("absent", ["D", "dt_bias", "initial_state"])
 def test_what_is_not_given(absent):
     values = leaves(length=20) | {absent: None}
-    assert_like_portable(ours, portable, {name: value for name, value in values.items() if value is not None},
-                         MOST[torch.float32], **({} if absent == "initial_state" else {absent: None}))
+    assert_like_portable(
+        ours,
+        portable,
+        {name: value for name, value in values.items() if value is not None},
+        MOST[torch.float32],
+        **({} if absent == "initial_state" else {absent: None}),
+    )
 
 
 @pytest.mark.torch22
@@ -70,6 +106,7 @@ def test_what_is_not_given(absent):
 def test_one_output_alone_has_gradients(only):
     def one(form):
         return lambda **values: form(**values)[only]
+
     assert_like_portable(one(ours), one(portable), leaves(length=40), MOST[torch.float32])
 
 
@@ -79,7 +116,9 @@ def test_segments_of_a_sequence_change_rounding_alone(monkeypatch, bounded):
     values = leaves(length=520, headdim=16, d_state=16)
     documents = random_documents(520) if bounded else None
     for programs in (1, 6):
-        monkeypatch.setitem(triton.tuned, "ssd_sweep", {"P": 16, "programs": programs, "num_warps": 1})
+        monkeypatch.setitem(
+            triton.tuned, "ssd_sweep", {"P": 16, "programs": programs, "num_warps": 1}
+        )
         monkeypatch.setitem(triton.tuned, "ssd_gradients", {"P": 16, "BLOCK": 1, "num_warps": 1})
         assert_like_portable(ours, portable, values, MOST[torch.float32], documents=documents)
 
@@ -94,7 +133,10 @@ def test_rows_alone_are_equal_bit_for_bit():
     values = leaves(batch=2)
     batch = evaluate(ours, values)
     for row in (0, 1):
-        own = {name: value[row:row + 1] if value.dim() > 1 else value for name, value in values.items()}
+        own = {
+            name: value[row : row + 1] if value.dim() > 1 else value
+            for name, value in values.items()
+        }
         alone = evaluate(ours, own)
         for name in ("output 0", "output 1"):
             assert torch.equal(alone[name][0], batch[name][row]), name
@@ -103,6 +145,7 @@ def test_rows_alone_are_equal_bit_for_bit():
 @pytest.mark.parametrize("boundary", [1, 20, 32])
 def test_no_leak_between_documents(boundary):
     """Whatever one document holds, the other's outputs and gradients stay the same to the last bit, both ways."""
+
     def run(changed):
         values = leaves(length=50)
         for name in ACTIVATIONS:
@@ -137,13 +180,24 @@ def test_slices_of_a_projection_are_taken_as_they_are(monkeypatch):
     joined = torch.cat([values[name].flatten(2) for name in ("x", "B", "C")], dim=2)
     steps = torch.cat([torch.ones(1, 40, 7), values["dt"]], dim=2)
     x, B, C = joined.split([values[name].flatten(2).shape[2] for name in ("x", "B", "C")], dim=2)
-    slices = dict(x=x.unflatten(2, heads), B=B.unflatten(2, groups), C=C.unflatten(2, groups), dt=steps[..., 7:])
+    slices = dict(
+        x=x.unflatten(2, heads),
+        B=B.unflatten(2, groups),
+        C=C.unflatten(2, groups),
+        dt=steps[..., 7:],
+    )
     expected = ours(**values)
     with monkeypatch.context() as patch:
-        patch.setattr(torch.Tensor, "contiguous", lambda tensor: pytest.fail(f"a copy of {tuple(tensor.shape)}"))
+        patch.setattr(
+            torch.Tensor,
+            "contiguous",
+            lambda tensor: pytest.fail(f"a copy of {tuple(tensor.shape)}"),
+        )
         assert not torch.equal(ours(**values | slices | {"initial_state": None})[0], expected[0])
     assert_same_bits(evaluate(ours, values | slices), evaluate(ours, values))
-    turned = values | {name: values[name].transpose(1, -1).contiguous().transpose(1, -1) for name in ACTIVATIONS}
+    turned = values | {
+        name: values[name].transpose(1, -1).contiguous().transpose(1, -1) for name in ACTIVATIONS
+    }
     assert_same_bits(evaluate(ours, turned), evaluate(ours, values))
 
 
@@ -154,8 +208,9 @@ def test_tensors_without_content_give_the_same_shapes(dtype):
     real = evaluate(ours, values)
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
         fake = evaluate(ours, {name: mode.from_tensor(value) for name, value in values.items()})
-    assert {name: (value.shape, value.dtype, value.stride()) for name, value in fake.items()} == \
-        {name: (value.shape, value.dtype, value.stride()) for name, value in real.items()}
+    assert {name: (value.shape, value.dtype, value.stride()) for name, value in fake.items()} == {
+        name: (value.shape, value.dtype, value.stride()) for name, value in real.items()
+    }
 
 
 @pytest.mark.torch22
@@ -164,14 +219,20 @@ def test_is_one_call_to_torch_compile():
     torch._dynamo.reset()
     values, documents = leaves(), random_documents(40)
     compiled = torch.compile(lambda **given: ours(**given), backend="aot_eager", fullgraph=True)
-    assert_same_bits(evaluate(compiled, values, documents=documents), evaluate(ours, values, documents=documents))
+    assert_same_bits(
+        evaluate(compiled, values, documents=documents), evaluate(ours, values, documents=documents)
+    )
 
 
-CONFIG = ModelConfig(d_model=16, n_layer=2, layers="mamba2", vocab_size=64, d_state=16, headdim=8, chunk_size=16)
+CONFIG = ModelConfig(
+    d_model=16, n_layer=2, layers="mamba2", vocab_size=64, d_state=16, headdim=8, chunk_size=16
+)
 
 
 def model(form):
-    made = MambaLM(CONFIG, forms=PORTABLE | {"ssd": form}, compute_dtype=torch.float32, reset_at_documents=True)
+    made = MambaLM(
+        CONFIG, forms=PORTABLE | {"ssd": form}, compute_dtype=torch.float32, reset_at_documents=True
+    )
     with torch.no_grad():
         for (name, described), parameter in zip(parameters(CONFIG).items(), made.parameters()):
             parameter.copy_(initial_value(name, described, 0))
@@ -185,7 +246,9 @@ def test_a_model_with_documents_has_the_same_loss_and_gradients():
         made = model(form)
         loss = made(tokens[:, :-1], labels=tokens[:, 1:], documents=random_documents(40))
         loss.backward()
-        results.append({"loss": loss.detach()} | {name: leaf.grad for name, leaf in made.named_parameters()})
+        results.append(
+            {"loss": loss.detach()} | {name: leaf.grad for name, leaf in made.named_parameters()}
+        )
     assert_like(*results, 1e-5)
 
 
@@ -194,7 +257,14 @@ def test_generation_resumes_from_the_state():
     values = leaves(length=50)
     whole, last = ours(**values)
     with torch.no_grad():
-        first, state = ours(**{name: value[:, :23] if name in ACTIVATIONS else value for name, value in values.items()})
-        rest = {name: value[:, 23:] if name in ACTIVATIONS else value for name, value in values.items()}
+        first, state = ours(
+            **{
+                name: value[:, :23] if name in ACTIVATIONS else value
+                for name, value in values.items()
+            }
+        )
+        rest = {
+            name: value[:, 23:] if name in ACTIVATIONS else value for name, value in values.items()
+        }
         second, end = ours(**rest | {"initial_state": state})
     assert_like({"y": torch.cat([first, second], 1), "last": end}, {"y": whole, "last": last}, 1e-6)

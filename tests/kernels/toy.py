@@ -21,7 +21,9 @@ def scaled_sum(x, y, out, scale, n, rows, BLOCK: tl.constexpr, MASKED: tl.conste
 
 
 @triton.jit
-def product(x, y, out, sums, K, M: tl.constexpr, N: tl.constexpr, BLOCK: tl.constexpr, TF32: tl.constexpr):
+def product(
+    x, y, out, sums, K, M: tl.constexpr, N: tl.constexpr, BLOCK: tl.constexpr, TF32: tl.constexpr
+):
     """out (M, N) = x (M, K) @ y (K, N), fp32, by tensor cores; sums (M) = those of its rows."""
     m, n, k = tl.arange(0, M), tl.arange(0, N), tl.arange(0, BLOCK)
     total = tl.zeros([M, N], dtype=tl.float32)

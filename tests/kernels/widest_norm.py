@@ -3,5 +3,8 @@
 from benchmarks.kernels.norm import ADDED, GATED, kernel
 from mamba_fsdp.ops.norm.triton import WIDEST
 
-KERNELS = [kernel(f"{name}, {which}", which, tensors, WIDEST, 0) for which in ("forward", "backward")
-           for name, tensors in (("sum", ADDED), ("gate", GATED))]
+KERNELS = [
+    kernel(f"{name}, {which}", which, tensors, WIDEST, 0)
+    for which in ("forward", "backward")
+    for name, tensors in (("sum", ADDED), ("gate", GATED))
+]

@@ -10,12 +10,19 @@ import sysconfig
 from pathlib import Path
 
 PROJECT = Path(__file__).resolve().parents[2]
-PARTS = ["1.train.sbatch", "2.tokenize.sbatch", "training.py", "mamba_fsdp", "config", "requirements"]
+PARTS = [
+    "1.train.sbatch",
+    "2.tokenize.sbatch",
+    "training.py",
+    "mamba_fsdp",
+    "config",
+    "requirements",
+]
 
 # Counts steps where the real one trains. How it ends is up to the environment:
 # FAKE=mistake|storage|crash|killed|endless|deaf|held (the first start waits at step 10 for a request to stop)
 # and how long it saves: FAKE_COMMIT_SECONDS.
-FAKE_TRAINING = r'''
+FAKE_TRAINING = r"""
 import json, os, resource, signal, sys, time
 from pathlib import Path
 
@@ -80,7 +87,7 @@ while fake == "deaf":
     time.sleep(1)
 commit()
 status("finished" if step == steps else "stopped", step)
-'''
+"""
 
 
 # Writes down what it was asked for where the real one tokenizes.
@@ -100,7 +107,9 @@ def make_project(folder, training=FAKE_TRAINING):
     folder.mkdir(parents=True)
     for name in PARTS:
         if (PROJECT / name).is_dir():
-            shutil.copytree(PROJECT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+            shutil.copytree(
+                PROJECT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__")
+            )
         else:
             shutil.copy(PROJECT / name, folder / name)
     (folder / "logs").mkdir()

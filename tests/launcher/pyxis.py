@@ -111,7 +111,12 @@ def make_cluster(folder, project):
     (image / "python3").chmod(0o755)
     for name in ("bash", "sh", "basename", "dirname", "readlink", "hostname"):
         (image / name).symlink_to(shutil.which(name))
-    for name, text in (("srun", SRUN), ("scontrol", SCONTROL), ("squeue", SQUEUE), ("enroot", ENROOT)):
+    for name, text in (
+        ("srun", SRUN),
+        ("scontrol", SCONTROL),
+        ("squeue", SQUEUE),
+        ("enroot", ENROOT),
+    ):
         (commands / name).write_text(text)
         (commands / name).chmod(0o755)
 
@@ -120,13 +125,30 @@ def make_cluster(folder, project):
 
     def submit(*words, script="1.train.sbatch", **environment):
         shutil.copy(project / script, folder / "spool/slurm_script")
-        slurm = {"SLURM_JOB_ID": "77", "SLURM_JOB_NODELIST": "node[1-2]", "PROJECT": str(project), "SCRIPT": script,
-                 "RECORD": str(folder / "record"), "STATE": str(folder / "state"), "SCOPE": "job",
-                 "IMAGE_PATH": str(image), "PATH": f"{commands}:{os.environ['PATH']}"}
-        done = subprocess.run(["bash", folder / "spool/slurm_script", *words],
-                              env={**os.environ, **slurm, **environment}, stdout=subprocess.PIPE,
-                              stderr=subprocess.STDOUT, text=True, timeout=400)
-        return done, [json.loads(line) for line in lines(folder / "record")], lines(folder / "state/unpacked")
+        slurm = {
+            "SLURM_JOB_ID": "77",
+            "SLURM_JOB_NODELIST": "node[1-2]",
+            "PROJECT": str(project),
+            "SCRIPT": script,
+            "RECORD": str(folder / "record"),
+            "STATE": str(folder / "state"),
+            "SCOPE": "job",
+            "IMAGE_PATH": str(image),
+            "PATH": f"{commands}:{os.environ['PATH']}",
+        }
+        done = subprocess.run(
+            ["bash", folder / "spool/slurm_script", *words],
+            env={**os.environ, **slurm, **environment},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=400,
+        )
+        return (
+            done,
+            [json.loads(line) for line in lines(folder / "record")],
+            lines(folder / "state/unpacked"),
+        )
 
     def containers(node):
         return sorted(path.name for path in (folder / "state" / node).iterdir())

@@ -24,14 +24,16 @@ def submit(cluster):
 
     def run(*settings, **environment):
         done, asked, _ = cluster.submit(*settings, **environment)
-        return done, [words for words in asked if any(word.startswith("--container-image=") for word in words)]
+        return done, [
+            words for words in asked if any(word.startswith("--container-image=") for word in words)
+        ]
 
     return run
 
 
 def option(words, name):
     """The value of --name=VALUE, which must be there once."""
-    value, = [word.split("=", 1)[1] for word in words if word.startswith(f"--{name}=")]
+    (value,) = [word.split("=", 1)[1] for word in words if word.startswith(f"--{name}=")]
     return value
 
 
@@ -47,31 +49,60 @@ def test_exact_container_arguments(submit, launcher_project, tmp_path):
     data, runs = tmp_path / "data/store", tmp_path / "runs"
     data.mkdir(parents=True)
     runs.mkdir()
-    done, asked = submit(f"--dataset_path={data}", f"--save_ckpt_path={runs}/mine", "--model_name=demo", "--seed=7")
+    done, asked = submit(
+        f"--dataset_path={data}", f"--save_ckpt_path={runs}/mine", "--model_name=demo", "--seed=7"
+    )
     assert done.returncode == 0, done.stdout
     start, plan, *later = asked
     for words in (start, plan):
         assert mounted(words) == [str(tmp_path), str(data)], "what the words of the command name"
     assert len(later) == 3, "the nodes' reports, their comparison, the training"
     for words in later:
-        assert mounted(words) == [str(tmp_path), str(runs / ".cache/triton"), str(data), str(runs / "mine")]
+        assert mounted(words) == [
+            str(tmp_path),
+            str(runs / ".cache/triton"),
+            str(data),
+            str(runs / "mine"),
+        ]
     for words in asked:
         assert option(words, "container-image") == f"{launcher_project}/mamba-train.sqsh"
         assert option(words, "container-name") == "mamba-train-77.0:no_exec"
         assert option(words, "container-workdir") == str(launcher_project)
         assert "--no-container-mount-home" in words
     training = asked[-1]
-    command = training[training.index(f"{launcher_project}/1.train.sbatch"):]
-    assert command == [f"{launcher_project}/1.train.sbatch", "--on-node", "python3", "-m", "mamba_fsdp.launch.node",
-                       f"{runs}/mine/failures/77.0", "--nnodes=2", "--rdzv-backend=c10d", "--rdzv-id=77.0.0",
-                       "--rdzv-endpoint=node1:20077", "--rdzv-conf=join_timeout=900,read_timeout=900", "training.py",
-                       f"--dataset_path={data}", f"--save_ckpt_path={runs}/mine", "--model_name=demo", "--seed=7"]
-    assert {"--nodes=2", "--ntasks=2", "--ntasks-per-node=1", "--label", "--kill-on-bad-exit=1"} <= set(training)
+    command = training[training.index(f"{launcher_project}/1.train.sbatch") :]
+    assert command == [
+        f"{launcher_project}/1.train.sbatch",
+        "--on-node",
+        "python3",
+        "-m",
+        "mamba_fsdp.launch.node",
+        f"{runs}/mine/failures/77.0",
+        "--nnodes=2",
+        "--rdzv-backend=c10d",
+        "--rdzv-id=77.0.0",
+        "--rdzv-endpoint=node1:20077",
+        "--rdzv-conf=join_timeout=900,read_timeout=900",
+        "training.py",
+        f"--dataset_path={data}",
+        f"--save_ckpt_path={runs}/mine",
+        "--model_name=demo",
+        "--seed=7",
+    ]
+    assert {
+        "--nodes=2",
+        "--ntasks=2",
+        "--ntasks-per-node=1",
+        "--label",
+        "--kill-on-bad-exit=1",
+    } <= set(training)
     assert "--auto-resume=1" not in training
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("scope, name", [("job", "pyxis_77_mamba-train-77.0"), ("global", "pyxis_mamba-train-77.0")])
+@pytest.mark.parametrize(
+    "scope, name", [("job", "pyxis_77_mamba-train-77.0"), ("global", "pyxis_mamba-train-77.0")]
+)
 def test_each_node_unpacks_the_image_once(cluster, scope, name):
     """And where Pyxis keeps containers when their job is over, ours goes, and those that starts before have left."""
     left, used = "pyxis_mamba-train-12.3", ["pyxis_mamba-train-78.0", "pyxis_of-someone"]
@@ -81,20 +112,31 @@ def test_each_node_unpacks_the_image_once(cluster, scope, name):
     assert done.returncode == 0, done.stdout
     assert collections.Counter(unpacked) == {"node1": 1, "node2": 1}
     ours = [name] if scope == "job" else []
-    assert cluster.containers("node1") == ours and cluster.containers("node2") == sorted([*ours, *used])
+    assert cluster.containers("node1") == ours and cluster.containers("node2") == sorted(
+        [*ours, *used]
+    )
 
 
 def container(project, *folders, **environment):
     """(finished process, the words for a container in which `folders` are wanted), as a job's script finds them."""
-    script = f'project="{project}" attempt=77.0; cd "$project"; source mamba_fsdp/launch/environment.sh; ' \
-             'choose_environment; use_container "$@"; printf "%s\\n" "${container[@]}"'
-    done = subprocess.run(["bash", "-uec", script, "-", *folders], env={**os.environ, **environment},
-                          stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    script = (
+        f'project="{project}" attempt=77.0; cd "$project"; source mamba_fsdp/launch/environment.sh; '
+        'choose_environment; use_container "$@"; printf "%s\\n" "${container[@]}"'
+    )
+    done = subprocess.run(
+        ["bash", "-uec", script, "-", *folders],
+        env={**os.environ, **environment},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
     return done, done.stdout.splitlines()
 
 
 @pytest.mark.parametrize("name", ["a b", "a,b", "a:b", "a$b", "a#b", "a'b", "a\\b"])
-def test_names_that_no_mount_can_have_are_covered_by_the_folder_above(cluster, launcher_project, tmp_path, name):
+def test_names_that_no_mount_can_have_are_covered_by_the_folder_above(
+    cluster, launcher_project, tmp_path, name
+):
     """Pyxis 0.24 writes a space as \\040 by itself, 0.20 does not and a shell reads it; a comma ends a mount."""
     (tmp_path / "odd" / name / "store").mkdir(parents=True)
     done, words = container(launcher_project, f"{tmp_path}/odd/{name}/store")
@@ -108,7 +150,9 @@ def test_names_below_what_belongs_to_the_image_are_refused(cluster, launcher_pro
     script.write_text(script.read_text().replace('[ -e "$folder" ]', "true"))
     done, _ = container(launcher_project, folder)
     assert done.returncode == 2
-    assert f"the folder above it, {Path(folder).parent}, is the image's own; rename it" in done.stdout
+    assert (
+        f"the folder above it, {Path(folder).parent}, is the image's own; rename it" in done.stdout
+    )
 
 
 @pytest.mark.slow
@@ -123,7 +167,9 @@ def test_a_link_that_leads_out_of_the_project_is_followed(submit, launcher_proje
     (launcher_project / link).symlink_to(shared)
     done, asked = submit("--save_ckpt_path=runs/a", HIDDEN=str(shared))
     assert done.returncode == 0, done.stdout
-    assert mounted(asked[-1]) == [str(tmp_path), str(store)], "the home folder and what else is there are not mounted"
+    assert mounted(asked[-1]) == [str(tmp_path), str(store)], (
+        "the home folder and what else is there are not mounted"
+    )
 
 
 def test_further_mounts_and_another_image(submit, tmp_path):
@@ -131,9 +177,14 @@ def test_further_mounts_and_another_image(submit, tmp_path):
     for name in ("my images", "a", "b", "c", "d"):
         (tmp_path / name).mkdir()
     (tmp_path / "my images/i.sqsh").write_bytes(SQUASHFS)
-    done, (words,) = submit("--save_ckpt_path=runs/a", IMAGE=f"{tmp_path}/my images/i.sqsh",
-                            MOUNTS=f"{tmp_path}/a,{tmp_path}/b", DATA_PATH=f"{tmp_path}/c",
-                            FSX_MOUNT=f"{tmp_path}/d:{tmp_path}/d", BROKEN_NODES="node1")
+    done, (words,) = submit(
+        "--save_ckpt_path=runs/a",
+        IMAGE=f"{tmp_path}/my images/i.sqsh",
+        MOUNTS=f"{tmp_path}/a,{tmp_path}/b",
+        DATA_PATH=f"{tmp_path}/c",
+        FSX_MOUNT=f"{tmp_path}/d:{tmp_path}/d",
+        BROKEN_NODES="node1",
+    )
     assert option(words, "container-image") == f"{tmp_path}/my images/i.sqsh"
     assert mounted(words)[1:] == [f"{tmp_path}/{name}" for name in "abcd"]
     assert f"DATA_PATH={tmp_path}/c: mounted, as by MOUNTS; which data is read, " in done.stdout
@@ -142,20 +193,29 @@ def test_further_mounts_and_another_image(submit, tmp_path):
 def test_a_mount_under_another_name_is_refused(cluster, launcher_project):
     done, _ = container(launcher_project, FSX_MOUNT="/mnt/lustre:/fsx")
     assert done.returncode == 2
-    assert done.stdout == ("error: FSX_MOUNT=/mnt/lustre:/fsx: in the container each folder has its own name; write "
-                           "/mnt/lustre:/mnt/lustre\n")
+    assert done.stdout == (
+        "error: FSX_MOUNT=/mnt/lustre:/fsx: in the container each folder has its own name; write "
+        "/mnt/lustre:/mnt/lustre\n"
+    )
     done, _ = container(launcher_project, DATA_PATH="data")
-    assert done.returncode == 2 and done.stdout == "error: DATA_PATH=data: expected the whole path of a folder\n"
+    assert (
+        done.returncode == 2
+        and done.stdout == "error: DATA_PATH=data: expected the whole path of a folder\n"
+    )
 
 
 def test_the_name_of_an_image_is_a_file_of_the_project(cluster, launcher_project):
     """A bare name means one in a registry to Pyxis."""
     (launcher_project / "new.sqsh").write_bytes(SQUASHFS)
     done, words = container(launcher_project, IMAGE="new.sqsh")
-    assert done.returncode == 0 and option(words, "container-image") == f"{launcher_project}/new.sqsh"
+    assert (
+        done.returncode == 0 and option(words, "container-image") == f"{launcher_project}/new.sqsh"
+    )
     (launcher_project / "new.sqsh").write_bytes(b"PK")
     done, _ = container(launcher_project, IMAGE="new.sqsh")
-    assert done.returncode == 2 and f"{launcher_project}/new.sqsh is no squashfs image" in done.stdout
+    assert (
+        done.returncode == 2 and f"{launcher_project}/new.sqsh is no squashfs image" in done.stdout
+    )
     done, _ = container(launcher_project, IMAGE="old.sqsh")
     assert done.returncode == 2 and "IMAGE=old.sqsh: there is no such file" in done.stdout
 
@@ -170,7 +230,9 @@ def test_a_mount_that_is_not_there_is_refused_by_name(submit):
 def test_what_the_run_began_with_needs_no_mount_once_it_has_a_checkpoint(submit, launcher_project):
     (launcher_project / "runs/a/checkpoints/step_00000005").mkdir(parents=True)
     (launcher_project / "runs/a/checkpoints/step_00000005/COMMIT").touch()
-    done, asked = submit("--save_ckpt_path=runs/a", "--load_ckpt_path=/nowhere/old-run", "--num_steps=6")
+    done, asked = submit(
+        "--save_ckpt_path=runs/a", "--load_ckpt_path=/nowhere/old-run", "--num_steps=6"
+    )
     assert done.returncode == 0, done.stdout
     assert mounted(asked[-1]) == [str(launcher_project.parent)]
 
@@ -180,7 +242,10 @@ def test_an_image_made_from_other_requirements_is_refused(submit, launcher_proje
         file.write("surprise==1\n")
     done, asked = submit()
     assert done.returncode == 2 and len(asked) == 2, "found before the nodes are compared"
-    assert "was made from another requirements/cpu.txt" in done.stdout and "build and import it again" in done.stdout
+    assert (
+        "was made from another requirements/cpu.txt" in done.stdout
+        and "build and import it again" in done.stdout
+    )
 
 
 @pytest.mark.parametrize("broken", ["node1", "node2"])
@@ -188,15 +253,24 @@ def test_a_node_that_cannot_start_the_container_is_named_and_the_job_queued_agai
     """Whichever it is; only so often as MAX_RESTARTS allows."""
     trouble = {"BROKEN_NODES": broken, "MAX_RESTARTS": "1"}
     done, asked, _ = cluster.submit("--save_ckpt_path=runs/a", **trouble)
-    assert done.returncode == 0 and done.stdout.endswith("queued again, to resume from start\nrequeued\n"), done.stdout
+    assert done.returncode == 0 and done.stdout.endswith(
+        "queued again, to resume from start\nrequeued\n"
+    ), done.stdout
     assert f"error: the container did not start on {broken}; see above" in done.stdout
     done, _, _ = cluster.submit("--save_ckpt_path=runs/a", SLURM_RESTART_COUNT="1", **trouble)
-    assert done.returncode == 1 and "gave up after 1 restarts without a checkpoint newer than start" in done.stdout
+    assert (
+        done.returncode == 1
+        and "gave up after 1 restarts without a checkpoint newer than start" in done.stdout
+    )
 
 
 def test_a_bad_setting_is_not_queued_again(submit):
     done, asked = submit("--num_stepss=3")
-    assert done.returncode == 2 and "did you mean num_steps" in done.stdout and "queued again" not in done.stdout
+    assert (
+        done.returncode == 2
+        and "did you mean num_steps" in done.stdout
+        and "queued again" not in done.stdout
+    )
 
 
 def test_without_gpus_nvidias_driver_is_not_asked_for(cluster, launcher_project):
@@ -226,15 +300,21 @@ def test_tokenizing_with_nothing_but_the_image(cluster, launcher_project, tmp_pa
     assert done.returncode == 0, done.stdout
     assert (tmp_path / "stores/mine/train/index.json").read_text() == " ".join(words)
     step = asked[0]
-    assert step[step.index("--on-node") + 1:] == ["python3", "get_dataset.py", *words]
+    assert step[step.index("--on-node") + 1 :] == ["python3", "get_dataset.py", *words]
     assert mounted(step) == [str(tmp_path), f"{tmp_path}/texts"]
     assert unpacked == ["node1"] and not cluster.containers("node1")
 
 
 @pytest.mark.slow
 def test_a_check_ends_before_the_training(submit, launcher_project):
-    done, _ = submit("--check", "--save_ckpt_path=runs/a", BROKEN_NODES="node2", SLURM_RESTART_COUNT="5")
-    assert done.returncode == 1 and "did not start on node2" in done.stdout and "queued again" not in done.stdout
+    done, _ = submit(
+        "--check", "--save_ckpt_path=runs/a", BROKEN_NODES="node2", SLURM_RESTART_COUNT="5"
+    )
+    assert (
+        done.returncode == 1
+        and "did not start on node2" in done.stdout
+        and "queued again" not in done.stdout
+    )
     done, asked = submit("--check", "--save_ckpt_path=runs/a")
     assert done.returncode == 0, done.stdout
     assert "node 1     node2: 0 GPUs, 0 EFA devices" in done.stdout
@@ -246,8 +326,11 @@ def test_a_check_ends_before_the_training(submit, launcher_project):
 @pytest.mark.slow
 def test_hyperpod_resumes_by_itself(submit, launcher_project, tmp_path):
     script = launcher_project / "mamba_fsdp/launch/environment.sh"
-    script.write_text(script.read_text().replace("HYPERPOD_FOLDER=/opt/sagemaker_cluster",
-                                                 f"HYPERPOD_FOLDER={tmp_path}"))
+    script.write_text(
+        script.read_text().replace(
+            "HYPERPOD_FOLDER=/opt/sagemaker_cluster", f"HYPERPOD_FOLDER={tmp_path}"
+        )
+    )
     done, asked = submit("--save_ckpt_path=runs/a")
     assert done.returncode == 0, done.stdout
     assert "--auto-resume=1" in asked[-1]
@@ -260,9 +343,13 @@ def test_profile(submit, launcher_project):
     assert done.returncode == 0 and asked[-1][-1] == "--use_profiler=true"
     done, asked = submit("--save_ckpt_path=runs/a", PROFILE="nsys")
     words = asked[-1]
-    assert words[words.index("--on-node") + 1:][:5] == ["nsys", "profile", "--trace=cuda,nvtx",
-                                                        "--trace-fork-before-exec=true",  # ranks are forks
-                                                        f"--output={launcher_project}/runs/a/profile/nsys_77.0_%h"]
+    assert words[words.index("--on-node") + 1 :][:5] == [
+        "nsys",
+        "profile",
+        "--trace=cuda,nvtx",
+        "--trace-fork-before-exec=true",  # ranks are forks
+        f"--output={launcher_project}/runs/a/profile/nsys_77.0_%h",
+    ]
     assert Path(launcher_project / "runs/a/profile").is_dir()
     done, asked = submit("--save_ckpt_path=runs/a", PROFILE="perf")
     assert done.returncode == 2 and "choose torch or nsys" in done.stdout

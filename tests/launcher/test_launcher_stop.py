@@ -15,14 +15,26 @@ def run(project, folder, script):
     """Runs `script` with the launcher's functions and folder/run as the run folder, in a session of its own; the
     session's number, and when it is over, its code, what it said, the files in the run folder."""
     (folder / "run").mkdir()
-    preamble = f'project="{project}"; source "$project/1.train.sbatch"; trap clean_up EXIT; ' \
-               f'source "$project/mamba_fsdp/launch/environment.sh"; run_folder="{folder}/run"; '
+    preamble = (
+        f'project="{project}"; source "$project/1.train.sbatch"; trap clean_up EXIT; '
+        f'source "$project/mamba_fsdp/launch/environment.sh"; run_folder="{folder}/run"; '
+    )
     clean = {name: value for name, value in os.environ.items() if not name.startswith("SLURM")}
     with open(folder / "said", "w") as said:  # no pipe, which would wait for whoever is left
-        process = subprocess.Popen(["bash", "-euc", preamble + script], env=clean, stdout=said, stderr=said,
-                                   start_new_session=True)
+        process = subprocess.Popen(
+            ["bash", "-euc", preamble + script],
+            env=clean,
+            stdout=said,
+            stderr=said,
+            start_new_session=True,
+        )
         code = process.wait(400)
-    return process.pid, code, (folder / "said").read_text(), sorted(path.name for path in (folder / "run").iterdir())
+    return (
+        process.pid,
+        code,
+        (folder / "said").read_text(),
+        sorted(path.name for path in (folder / "run").iterdir()),
+    )
 
 
 def living(session):
@@ -34,10 +46,14 @@ def living(session):
     return [stat for stat in stats if stat[3] == str(session) and stat[0] not in "ZX"]
 
 
-@pytest.mark.parametrize("script", [
-    "stop_asking; start_asking USR1; sleep 0.3; exit 3",  # a signal that comes when the training is over
-    f"{ASK}; exit 3",  # the nodes were not fit
-    f"{ASK}; stop_asking; stop_asking; exit 3"])
+@pytest.mark.parametrize(
+    "script",
+    [
+        "stop_asking; start_asking USR1; sleep 0.3; exit 3",  # a signal that comes when the training is over
+        f"{ASK}; exit 3",  # the nodes were not fit
+        f"{ASK}; stop_asking; stop_asking; exit 3",
+    ],
+)
 def test_nobody_asks_when_the_script_is_over(project, tmp_path, script):
     """Else the next start of the job finds STOP, and ends as if somebody wanted it."""
     assert run(project, tmp_path, script)[1:] == (3, "", [])

@@ -13,9 +13,20 @@ from mamba_fsdp.data.store import StoreWriter
 
 pytestmark = pytest.mark.slow
 CLEAN = {name: value for name, value in os.environ.items() if not name.startswith("SLURM")}
-SETTINGS = ["--dataset_path=store", "--save_ckpt_path=run", "--d_model=16", "--n_layer=1", "--vocab_size=64",
-            "--seq_length=32", "--batch_size=1", "--mixed_precision=fp32", "--kernels=portable", "--eval_interval=0",
-            "--report_interval=1", "--checkpoint_interval=100000"]
+SETTINGS = [
+    "--dataset_path=store",
+    "--save_ckpt_path=run",
+    "--d_model=16",
+    "--n_layer=1",
+    "--vocab_size=64",
+    "--seq_length=32",
+    "--batch_size=1",
+    "--mixed_precision=fp32",
+    "--kernels=portable",
+    "--eval_interval=0",
+    "--report_interval=1",
+    "--checkpoint_interval=100000",
+]
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +49,10 @@ def command(project):
 
 def wait_for_steps(run, count):
     end = time.monotonic() + 400
-    while not (run / "metrics.jsonl").exists() or (run / "metrics.jsonl").read_bytes().count(b"\n") < count:
+    while (
+        not (run / "metrics.jsonl").exists()
+        or (run / "metrics.jsonl").read_bytes().count(b"\n") < count
+    ):
         assert time.monotonic() < end, "the run came to no step"
         time.sleep(0.05)
 
@@ -46,7 +60,10 @@ def wait_for_steps(run, count):
 def wait_for_end(run):
     """Of a run whose launcher may be gone; returns its status."""
     end = time.monotonic() + 400
-    while not (run / "status.json").exists() or json.loads((run / "status.json").read_text())["status"] == "running":
+    while (
+        not (run / "status.json").exists()
+        or json.loads((run / "status.json").read_text())["status"] == "running"
+    ):
         assert time.monotonic() < end, "the run did not end"
         time.sleep(0.05)
     return json.loads((run / "status.json").read_text())
@@ -69,22 +86,33 @@ def test_under_nohup_it_trains_on(project, command, terminal):
     assert process.wait(400) == 0 and wait_for_end(project / "run")["status"] == "finished"
 
 
-def test_ctrl_c_that_ends_the_reader_too_stops_the_run_with_a_checkpoint(project, command, terminal):
+def test_ctrl_c_that_ends_the_reader_too_stops_the_run_with_a_checkpoint(
+    project, command, terminal
+):
     """`./1.train.sbatch | tee log`: the terminal sends SIGINT to both, and nobody reads what is said then."""
-    process = terminal.start(["bash", "-c", " ".join(command(100_000)) + " 2>&1 | tee log"], cwd=project, env=CLEAN)
+    process = terminal.start(
+        ["bash", "-c", " ".join(command(100_000)) + " 2>&1 | tee log"], cwd=project, env=CLEAN
+    )
     wait_for_steps(project / "run", 20)
     terminal.type("\x03")
     process.wait(400)
     status = wait_for_end(project / "run")
     assert (status["status"], status["reason"]) == ("stopped", "SIGINT")
     assert (project / f"run/checkpoints/step_{status['step']:08d}/COMMIT").exists()
-    resumed = subprocess.run(command(status["step"] + 1), cwd=project, env=CLEAN, capture_output=True, text=True)
+    resumed = subprocess.run(
+        command(status["step"] + 1), cwd=project, env=CLEAN, capture_output=True, text=True
+    )
     assert resumed.returncode == 0 and f", step {status['step']}\n" in resumed.stdout, resumed
 
 
 def test_a_reader_that_has_seen_enough_lets_it_train(project, command):
-    process = subprocess.Popen(["bash", "-c", " ".join(command(60)) + " 2>&1 | head -5; exit ${PIPESTATUS[0]}"],
-                               cwd=project, env=CLEAN, stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        ["bash", "-c", " ".join(command(60)) + " 2>&1 | head -5; exit ${PIPESTATUS[0]}"],
+        cwd=project,
+        env=CLEAN,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
     said, _ = process.communicate(timeout=400)
     assert process.returncode == 0 and len(said.splitlines()) == 5
     assert wait_for_end(project / "run")["status"] == "finished"

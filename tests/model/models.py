@@ -14,10 +14,20 @@ ATTENTION = dict(n_head=4, d_intermediate=48)
 FAMILIES = {
     "mamba1": ModelConfig(layers="mamba1", **SIZES),
     "mamba2": ModelConfig(layers="mamba2", headdim=16, ngroups=2, **SIZES),
-    "hybrid": ModelConfig(layers="mamba2+mlp,attention+mlp", headdim=16, n_kv_head=2, rotary_dim=4, **ATTENTION,
-                          **SIZES),
-    "llama": ModelConfig(layers="attention+mlp", n_kv_head=1, tie_embeddings=False, **ATTENTION, **SIZES),
-    "everything": ModelConfig(layers="mamba1+mlp,mamba2,attention", headdim=16, n_kv_head=4, **ATTENTION, **SIZES),
+    "hybrid": ModelConfig(
+        layers="mamba2+mlp,attention+mlp",
+        headdim=16,
+        n_kv_head=2,
+        rotary_dim=4,
+        **ATTENTION,
+        **SIZES,
+    ),
+    "llama": ModelConfig(
+        layers="attention+mlp", n_kv_head=1, tie_embeddings=False, **ATTENTION, **SIZES
+    ),
+    "everything": ModelConfig(
+        layers="mamba1+mlp,mamba2,attention", headdim=16, n_kv_head=4, **ATTENTION, **SIZES
+    ),
 }
 
 
@@ -27,7 +37,9 @@ def filled(model, seed=1):
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             value = initial_value(name, parameters(model.config)[name], seed)
-            value *= 3 if "embedding" in name else 1 + 0.3 * torch.rand(value.shape, generator=generator)
+            value *= (
+                3 if "embedding" in name else 1 + 0.3 * torch.rand(value.shape, generator=generator)
+            )
             parameter.copy_(value)
     return model
 
@@ -37,4 +49,6 @@ def small_model(family, **more):
 
 
 def some_tokens(batch, length, seed=0):
-    return torch.randint(0, SIZES["vocab_size"], (batch, length), generator=torch.Generator().manual_seed(seed))
+    return torch.randint(
+        0, SIZES["vocab_size"], (batch, length), generator=torch.Generator().manual_seed(seed)
+    )

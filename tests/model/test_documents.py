@@ -8,16 +8,25 @@ from mamba_fsdp.ops import native
 
 pytestmark = pytest.mark.torch22
 A, B, C = 23, 31, 17  # tokens of three documents in a row; no chunk's length
-DOCUMENTS = torch.repeat_interleave(torch.arange(3, dtype=torch.int32), torch.tensor([A, B, C])).expand(2, -1)
+DOCUMENTS = torch.repeat_interleave(
+    torch.arange(3, dtype=torch.int32), torch.tensor([A, B, C])
+).expand(2, -1)
 MIDDLE = slice(A, A + B)
-FORM_NAMES = ["portable", pytest.param("native", marks=pytest.mark.skipif(
-    bool(native.why_unavailable()), reason=f"no C form: {native.why_unavailable()}"))]
+FORM_NAMES = [
+    "portable",
+    pytest.param(
+        "native",
+        marks=pytest.mark.skipif(
+            bool(native.why_unavailable()), reason=f"no C form: {native.why_unavailable()}"
+        ),
+    ),
+]
 
 
 def middle_logits_and_gradients(model, tokens, documents):
     """Logits of document B, and all gradients of the loss of its tokens."""
     labels = torch.full_like(tokens, -100)
-    labels[:, A:A + B - 1] = tokens[:, A + 1:A + B]
+    labels[:, A : A + B - 1] = tokens[:, A + 1 : A + B]
     logits = model(tokens, documents=documents)[:, MIDDLE]
     loss = model(tokens, labels=labels, documents=documents)
     return logits, torch.autograd.grad(loss, list(model.parameters()))
@@ -58,7 +67,9 @@ def test_without_boundaries_it_does_leak(family):
     tokens = some_tokens(2, A + B + C)
     changed = some_tokens(2, A + B + C, seed=1)
     changed[:, MIDDLE] = tokens[:, MIDDLE]
-    assert not torch.allclose(model(tokens)[:, MIDDLE], model(changed)[:, MIDDLE], rtol=1e-3, atol=1e-4)
+    assert not torch.allclose(
+        model(tokens)[:, MIDDLE], model(changed)[:, MIDDLE], rtol=1e-3, atol=1e-4
+    )
 
 
 def test_a_model_without_the_setting_refuses_boundaries():

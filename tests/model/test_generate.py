@@ -21,7 +21,7 @@ def test_prompt_and_steps_equal_the_full_forward(family, prompt):
     state = model.allocate_state(2, 41)
     logits = [model.prefill(tokens[:, :prompt], state)] if prompt else []
     logits += [model.step(tokens[:, position], state) for position in range(prompt, 41)]
-    expected = model(tokens)[:, prompt - 1 if prompt else 0:]
+    expected = model(tokens)[:, prompt - 1 if prompt else 0 :]
     # Rotary angles are fp32 in every precision, hence not 1e-12.
     torch.testing.assert_close(torch.stack(logits, dim=1), expected, rtol=1e-6, atol=1e-9)
 
@@ -53,7 +53,11 @@ def test_an_ssm_state_does_not_grow(family):
     model = small_model(family)
 
     def size(length):
-        return sum(tensor.numel() for layer in model.allocate_state(1, length)["layers"] for tensor in layer.values())
+        return sum(
+            tensor.numel()
+            for layer in model.allocate_state(1, length)["layers"]
+            for tensor in layer.values()
+        )
 
     assert size(10) == size(10_000)
 
@@ -71,13 +75,24 @@ def test_equal_seeds_give_equal_texts_and_others_others():
 
     def text(seed):
         generator = torch.Generator().manual_seed(seed)
-        return [token.item() for token in generate(model, torch.tensor([[7]]), length=20, generator=generator)]
+        return [
+            token.item()
+            for token in generate(model, torch.tensor([[7]]), length=20, generator=generator)
+        ]
 
     assert text(1) == text(1) != text(2)
 
 
-form = pytest.mark.parametrize("draw", [draw, pytest.param(draw_in_c, marks=pytest.mark.skipif(
-    bool(native.why_unavailable()), reason="no C compiler"))])
+form = pytest.mark.parametrize(
+    "draw",
+    [
+        draw,
+        pytest.param(
+            draw_in_c,
+            marks=pytest.mark.skipif(bool(native.why_unavailable()), reason="no C compiler"),
+        ),
+    ],
+)
 
 
 @form
@@ -86,32 +101,46 @@ def test_drawing_keeps_to_top_k_and_top_p_and_follows_the_probabilities(draw):
     generator = torch.Generator().manual_seed(0)
 
     def shares(**how):
-        drawn = draw(logits, **{"temperature": 1.0, "top_k": 0, "top_p": 1.0, **how}, generator=generator)
+        drawn = draw(
+            logits, **{"temperature": 1.0, "top_k": 0, "top_p": 1.0, **how}, generator=generator
+        )
         return (drawn.bincount(minlength=4) / len(drawn)).tolist()
 
     assert shares() == pytest.approx([0.5, 0.3, 0.15, 0.05], abs=0.02)
     assert shares(top_k=2) == pytest.approx([0.625, 0.375, 0, 0], abs=0.02)
     assert shares(top_p=0.7) == pytest.approx([0.625, 0.375, 0, 0], abs=0.02)
-    assert shares(top_k=3, top_p=0.9) == pytest.approx([0.5 / 0.95, 0.3 / 0.95, 0.15 / 0.95, 0], abs=0.02)
+    assert shares(top_k=3, top_p=0.9) == pytest.approx(
+        [0.5 / 0.95, 0.3 / 0.95, 0.15 / 0.95, 0], abs=0.02
+    )
     assert shares(top_p=0.01) == shares(top_p=1e-50) == [1, 0, 0, 0]
     assert shares(temperature=0) == shares(temperature=1e-30) == [1, 0, 0, 0]
-    assert shares(temperature=0.5)[0] == pytest.approx(0.25 / (0.25 + 0.09 + 0.0225 + 0.0025), abs=0.02)
+    assert shares(temperature=0.5)[0] == pytest.approx(
+        0.25 / (0.25 + 0.09 + 0.0225 + 0.0025), abs=0.02
+    )
 
 
 @form
-@pytest.mark.parametrize("how", [dict(top_k=5), dict(top_p=0.1), dict(top_k=7, top_p=0.05), dict(top_k=4096)])
+@pytest.mark.parametrize(
+    "how", [dict(top_k=5), dict(top_p=0.1), dict(top_k=7, top_p=0.05), dict(top_k=4096)]
+)
 def test_all_that_is_kept_and_nothing_else_is_drawn_from_a_large_vocabulary(draw, how):
     generator = torch.Generator().manual_seed(0)
     logits = 2 * torch.randn(1001, generator=generator)
     logits[501:] = logits[:500]  # each twice, so that what is kept ends between two alike
     order = logits.sort(descending=True).values.double().softmax(dim=0)
-    kept = (order.cumsum(dim=0) - order < how.get("top_p", 1)).sum().clamp(max=how.get("top_k", 1001)).item()
+    kept = (
+        (order.cumsum(dim=0) - order < how.get("top_p", 1))
+        .sum()
+        .clamp(max=how.get("top_k", 1001))
+        .item()
+    )
     rows = torch.nn.functional.pad(logits, (0, 7), value=99).repeat(4000, 1)[:, :1001]
     drawn = draw(rows, 1.0, how.get("top_k", 0), how.get("top_p", 1.0), generator)
     chosen = drawn.unique()
     assert len(chosen) == kept < 100 or kept == 1001 and 200 < len(chosen) <= kept
-    assert kept == 1001 or torch.equal(logits[chosen].sort(descending=True).values,
-                                       logits.sort(descending=True).values[:kept])
+    assert kept == 1001 or torch.equal(
+        logits[chosen].sort(descending=True).values, logits.sort(descending=True).values[:kept]
+    )
 
 
 @form
@@ -129,4 +158,7 @@ def test_padding_of_the_vocabulary_is_never_drawn():
     model = small_model("mamba1")
     with torch.no_grad():
         model.lm_head.weight[50:] = 100 * torch.sign(model.lm_head.weight[:6])
-    assert all(token.item() < 50 for token in generate(model, torch.tensor([[1]]), length=50, temperature=2.0))
+    assert all(
+        token.item() < 50
+        for token in generate(model, torch.tensor([[1]]), length=50, temperature=2.0)
+    )

@@ -13,8 +13,15 @@ from mamba_fsdp.model.init import initial_part, initial_value
 from mamba_fsdp.model.spec import parameters
 
 pytestmark = pytest.mark.torch22
-CONFIG = ModelConfig(layers="mamba1+mlp,mamba2,attention", d_model=256, n_layer=6, headdim=1, vocab_size=1000,
-                     d_intermediate=300, tie_embeddings=False)
+CONFIG = ModelConfig(
+    layers="mamba1+mlp,mamba2,attention",
+    d_model=256,
+    n_layer=6,
+    headdim=1,
+    vocab_size=1000,
+    d_intermediate=300,
+    tie_embeddings=False,
+)
 SPEC = parameters(CONFIG)
 
 
@@ -31,22 +38,36 @@ def value_of(name, seed=0):
 def uniform_between(value, low, high):
     width = high - low
     noise = 4 * width / math.sqrt(12 * value.numel())
-    return (low <= value.min() < low + 0.03 * width and high - 0.03 * width < value.max() <= high
-            and abs(value.mean() - (low + high) / 2) < noise
-            and value.std().item() == pytest.approx(width / math.sqrt(12), rel=0.1))
+    return (
+        low <= value.min() < low + 0.03 * width
+        and high - 0.03 * width < value.max() <= high
+        and abs(value.mean() - (low + high) / 2) < noise
+        and value.std().item() == pytest.approx(width / math.sqrt(12), rel=0.1)
+    )
 
 
-@pytest.mark.parametrize("name, inputs", [
-    ("backbone.layers.0.mixer.in_proj.weight", 256), ("backbone.layers.0.mixer.x_proj.weight", 512),
-    ("backbone.layers.0.mixer.conv1d.weight", 4), ("backbone.layers.0.mixer.conv1d.bias", 4),
-    ("backbone.layers.0.mixer.dt_proj.weight", 16), ("backbone.layers.0.mlp.fc1.weight", 256),
-    ("backbone.layers.1.mixer.in_proj.weight", 256), ("backbone.layers.1.mixer.conv1d.weight", 4),
-    ("backbone.layers.2.mixer.in_proj.weight", 256), ("lm_head.weight", 256),
-    # Into the residual stream: divided by sqrt(n_layer), and not by sqrt(2 n_layer) where there is an MLP too.
-    ("backbone.layers.0.mixer.out_proj.weight", 512 * 6), ("backbone.layers.1.mixer.out_proj.weight", 512 * 6),
-    ("backbone.layers.2.mixer.out_proj.weight", 256 * 6), ("backbone.layers.0.mlp.fc2.weight", 300 * 6)])
+@pytest.mark.parametrize(
+    "name, inputs",
+    [
+        ("backbone.layers.0.mixer.in_proj.weight", 256),
+        ("backbone.layers.0.mixer.x_proj.weight", 512),
+        ("backbone.layers.0.mixer.conv1d.weight", 4),
+        ("backbone.layers.0.mixer.conv1d.bias", 4),
+        ("backbone.layers.0.mixer.dt_proj.weight", 16),
+        ("backbone.layers.0.mlp.fc1.weight", 256),
+        ("backbone.layers.1.mixer.in_proj.weight", 256),
+        ("backbone.layers.1.mixer.conv1d.weight", 4),
+        ("backbone.layers.2.mixer.in_proj.weight", 256),
+        ("lm_head.weight", 256),
+        # Into the residual stream: divided by sqrt(n_layer), and not by sqrt(2 n_layer) where there is an MLP too.
+        ("backbone.layers.0.mixer.out_proj.weight", 512 * 6),
+        ("backbone.layers.1.mixer.out_proj.weight", 512 * 6),
+        ("backbone.layers.2.mixer.out_proj.weight", 256 * 6),
+        ("backbone.layers.0.mlp.fc2.weight", 300 * 6),
+    ],
+)
 def test_matrices_and_convolutions_are_uniform(name, inputs):
-    assert uniform_between(value_of(name), -inputs ** -0.5, inputs ** -0.5)
+    assert uniform_between(value_of(name), -(inputs**-0.5), inputs**-0.5)
 
 
 def test_the_embedding_is_normal():
@@ -55,14 +76,18 @@ def test_the_embedding_is_normal():
         assert (value.abs() < deviations).float().mean().item() == pytest.approx(share, abs=0.005)
 
 
-@pytest.mark.parametrize("name", ["backbone.layers.0.mixer.dt_proj.bias", "backbone.layers.1.mixer.dt_bias"])
+@pytest.mark.parametrize(
+    "name", ["backbone.layers.0.mixer.dt_proj.bias", "backbone.layers.1.mixer.dt_bias"]
+)
 def test_dt_is_log_uniform_between_a_thousandth_and_a_tenth(name):
     dt = F.softplus(value_of(name).double())
     assert uniform_between(dt.log(), math.log(0.001), math.log(0.1))
 
 
 def test_the_constants():
-    assert torch.equal(value_of("backbone.layers.0.mixer.A_log")[7], torch.log(torch.arange(1.0, 17.0)))
+    assert torch.equal(
+        value_of("backbone.layers.0.mixer.A_log")[7], torch.log(torch.arange(1.0, 17.0))
+    )
     assert uniform_between(value_of("backbone.layers.1.mixer.A_log").exp(), 1, 16)
     for name in SPEC:
         if name.endswith((".D", "norm.weight", "norm2.weight", "norm_f.weight")):
@@ -71,7 +96,9 @@ def test_the_constants():
 
 def test_a_part_is_that_of_the_whole_and_draws_only_the_blocks_it_lies_in(block, monkeypatch):
     drawn, draw = [], init._draw
-    monkeypatch.setattr(init, "_draw", lambda values, *given: drawn.append(len(values)) or draw(values, *given))
+    monkeypatch.setattr(
+        init, "_draw", lambda values, *given: drawn.append(len(values)) or draw(values, *given)
+    )
     choose = random.Random(0)
     for name, parameter in SPEC.items():
         whole = value_of(name).flatten()
@@ -102,4 +129,7 @@ def test_values_depend_on_name_and_seed_and_on_nothing_else():
     assert torch.equal(torch.get_rng_state(), before)
     assert not torch.equal(value_of(name, seed=1), first)
     assert not torch.equal(value_of("backbone.layers.3.mixer.in_proj.weight"), first)
-    assert all(value_of(other).dtype == torch.float32 and value_of(other).isfinite().all() for other in SPEC)
+    assert all(
+        value_of(other).dtype == torch.float32 and value_of(other).isfinite().all()
+        for other in SPEC
+    )

@@ -37,10 +37,14 @@ def test_the_loss_is_the_sum_of_cross_entropies_of_the_logits(family):
     labels = some_tokens(3, 20, seed=1)
     labels[:, 5:9] = -100
     loss = model(tokens, labels=labels)
-    expected = F.cross_entropy(model(tokens).flatten(0, 1), labels.flatten(), ignore_index=-100, reduction="sum")
+    expected = F.cross_entropy(
+        model(tokens).flatten(0, 1), labels.flatten(), ignore_index=-100, reduction="sum"
+    )
     torch.testing.assert_close(loss, expected)
     parameters = list(model.parameters())
-    for found, gradient in zip(torch.autograd.grad(loss, parameters), torch.autograd.grad(expected, parameters)):
+    for found, gradient in zip(
+        torch.autograd.grad(loss, parameters), torch.autograd.grad(expected, parameters)
+    ):
         torch.testing.assert_close(found, gradient, rtol=1e-9, atol=1e-9)
 
 
@@ -76,7 +80,11 @@ def test_parameters_that_stay_fp32_keep_it_among_bf16_weights():
     expected = model(tokens)
     kept = model.fp32_parameter_names()
     assert {name.rpartition(".")[2] for name in kept} == {"A_log", "D", "dt_bias", "bias"}
-    assert all(name.endswith("dt_proj.bias") for name in kept if name.endswith("bias") and "dt_bias" not in name)
+    assert all(
+        name.endswith("dt_proj.bias")
+        for name in kept
+        if name.endswith("bias") and "dt_bias" not in name
+    )
     for name, parameter in model.named_parameters():
         if name not in kept:
             parameter.data = parameter.data.bfloat16()
@@ -103,7 +111,9 @@ def test_building_draws_nothing_and_needs_no_memory_on_meta(family):
     assert torch.equal(torch.get_rng_state(), before)
     assert all(parameter.is_meta for parameter in model.parameters()) and not list(model.buffers())
     found = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
-    assert list(found.items()) == [(name, parameter.shape) for name, parameter in parameters(config).items()]
+    assert list(found.items()) == [
+        (name, parameter.shape) for name, parameter in parameters(config).items()
+    ]
     assert (model.lm_head.weight is model.backbone.embedding.weight) == config.tie_embeddings
 
 
@@ -146,7 +156,24 @@ def test_a_step_calls_nothing_that_a_deterministic_gpu_refuses(bounded, monkeypa
     with Names() as names:
         model(tokens[:, :-1], labels=tokens[:, 1:], documents=documents).backward()
         optimizer.step()
-    assert names.seen >= {"embedding_dense_backward", "scatter_add", "gather"}  # which have a deterministic form
-    assert names.seen.isdisjoint({
-        "cumsum", "put", "histc", "bincount", "kthvalue", "median", "nll_loss_forward", "nll_loss2d_forward",
-        "scatter_reduce", "_embedding_bag", "_ctc_loss", "resize"})
+    assert names.seen >= {
+        "embedding_dense_backward",
+        "scatter_add",
+        "gather",
+    }  # which have a deterministic form
+    assert names.seen.isdisjoint(
+        {
+            "cumsum",
+            "put",
+            "histc",
+            "bincount",
+            "kthvalue",
+            "median",
+            "nll_loss_forward",
+            "nll_loss2d_forward",
+            "scatter_reduce",
+            "_embedding_bag",
+            "_ctc_loss",
+            "resize",
+        }
+    )

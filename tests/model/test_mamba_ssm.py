@@ -24,16 +24,44 @@ pytestmark = [pytest.mark.slow, pytest.mark.torch22]
 
 MAMBA2 = dict(layer="Mamba2", use_mem_eff_path=False)
 MODELS = {  # our fields, theirs
-    "mamba1": (dict(layers="mamba1", n_layer=2, tie_embeddings=False), dict(ssm_cfg={"layer": "Mamba1"})),
-    "mamba2": (dict(layers="mamba2", n_layer=2, d_state=64, headdim=32),
-               dict(ssm_cfg=dict(d_state=64, headdim=32, **MAMBA2))),
-    "mamba2-groups": (dict(layers="mamba2", n_layer=2, d_state=16, headdim=16, ngroups=3),
-                      dict(ssm_cfg=dict(d_state=16, headdim=16, ngroups=3, **MAMBA2))),
-    "hybrid": (dict(layers="mamba2+mlp,attention+mlp", n_layer=4, d_state=128, headdim=32, d_intermediate=128, n_head=4,
-                    n_kv_head=2, head_dim=12, rotary_dim=0),
-               dict(ssm_cfg=dict(d_state=128, headdim=32, **MAMBA2), attn_layer_idx=[1, 3, 5, 7], d_intermediate=128,
-                    attn_cfg=dict(num_heads=4, num_heads_kv=2, head_dim=12, causal=True, qkv_proj_bias=False,
-                                  out_proj_bias=False))),
+    "mamba1": (
+        dict(layers="mamba1", n_layer=2, tie_embeddings=False),
+        dict(ssm_cfg={"layer": "Mamba1"}),
+    ),
+    "mamba2": (
+        dict(layers="mamba2", n_layer=2, d_state=64, headdim=32),
+        dict(ssm_cfg=dict(d_state=64, headdim=32, **MAMBA2)),
+    ),
+    "mamba2-groups": (
+        dict(layers="mamba2", n_layer=2, d_state=16, headdim=16, ngroups=3),
+        dict(ssm_cfg=dict(d_state=16, headdim=16, ngroups=3, **MAMBA2)),
+    ),
+    "hybrid": (
+        dict(
+            layers="mamba2+mlp,attention+mlp",
+            n_layer=4,
+            d_state=128,
+            headdim=32,
+            d_intermediate=128,
+            n_head=4,
+            n_kv_head=2,
+            head_dim=12,
+            rotary_dim=0,
+        ),
+        dict(
+            ssm_cfg=dict(d_state=128, headdim=32, **MAMBA2),
+            attn_layer_idx=[1, 3, 5, 7],
+            d_intermediate=128,
+            attn_cfg=dict(
+                num_heads=4,
+                num_heads_kv=2,
+                head_dim=12,
+                causal=True,
+                qkv_proj_bias=False,
+                out_proj_bias=False,
+            ),
+        ),
+    ),
 }  # rotary positions need flash-attn there
 SHARED = dict(d_model=48, vocab_size=61, pad_vocab_size_multiple=16)
 
@@ -71,21 +99,31 @@ def test_the_reference_gives_the_same_logits_loss_and_gradients_from_our_weights
 def farthest_apart(first, second):
     """The two-sample Kolmogorov-Smirnov statistic, in units that chance brings above 2.5 once in 100,000 times."""
     values = torch.cat([first, second]).unique()
-    below = [torch.searchsorted(sample.sort().values, values, right=True) / len(sample) for sample in (first, second)]
-    return ((below[0] - below[1]).abs().max() * (len(first) * len(second) / (len(first) + len(second))) ** 0.5).item()
+    below = [
+        torch.searchsorted(sample.sort().values, values, right=True) / len(sample)
+        for sample in (first, second)
+    ]
+    return (
+        (below[0] - below[1]).abs().max()
+        * (len(first) * len(second) / (len(first) + len(second))) ** 0.5
+    ).item()
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_initial_values_are_distributed_as_the_references(name):
     """Each kind of parameter, over all layers, is drawn from the reference's distribution."""
     ours, theirs = MODELS[name]
-    many = dict(n_layer=8, headdim=4) if "headdim" in ours else dict(n_layer=8)  # small heads: enough of them to tell
+    many = (
+        dict(n_layer=8, headdim=4) if "headdim" in ours else dict(n_layer=8)
+    )  # small heads: enough of them to tell
     config = ModelConfig(**SHARED, **ours | many)
     if "headdim" in many:
         theirs = theirs | dict(ssm_cfg=theirs["ssm_cfg"] | dict(headdim=4))
     samples = defaultdict(list)
     spec = parameters(config)
-    for parameter, reference in ask(config, theirs, None, torch.zeros(1, 4, dtype=torch.int64))["state"].items():
+    for parameter, reference in ask(config, theirs, None, torch.zeros(1, 4, dtype=torch.int64))[
+        "state"
+    ].items():
         kind = re.sub(r"\.\d+\.", ".", parameter)
         assert spec[parameter].shape == tuple(reference.shape)
         value = initial_value(parameter, spec[parameter], seed=0)

@@ -11,16 +11,27 @@ from mamba_fsdp.model.lm import MambaLM
 from mamba_fsdp.model.native_step import native_step
 from mamba_fsdp.ops import native
 
-pytestmark = [pytest.mark.torch22, pytest.mark.skipif(bool(native.why_unavailable()), reason="no C compiler")]
+pytestmark = [
+    pytest.mark.torch22,
+    pytest.mark.skipif(bool(native.why_unavailable()), reason="no C compiler"),
+]
 # Sizes that fill no vector, an output layer of its own, several groups, blocks of both kinds.
-SHAPES = {"mamba1": dict(layers="mamba1,mamba1+mlp", d_model=40, dt_rank=3, d_conv=3, tie_embeddings=False),
-          "mamba2": dict(layers="mamba2+mlp,mamba2", d_model=32, headdim=8, ngroups=2, d_state=5),
-          "both": dict(layers="mamba1+mlp,mamba2", d_model=144, headdim=16, d_intermediate=70)}
+SHAPES = {
+    "mamba1": dict(
+        layers="mamba1,mamba1+mlp", d_model=40, dt_rank=3, d_conv=3, tie_embeddings=False
+    ),
+    "mamba2": dict(layers="mamba2+mlp,mamba2", d_model=32, headdim=8, ngroups=2, d_state=5),
+    "both": dict(layers="mamba1+mlp,mamba2", d_model=144, headdim=16, d_intermediate=70),
+}
 
 
 def model_of(shape, dtype=torch.float64):
     torch.manual_seed(0)
-    model = MambaLM(ModelConfig(n_layer=2, vocab_size=50, **shape), compute_dtype=dtype).to(dtype).requires_grad_(False)
+    model = (
+        MambaLM(ModelConfig(n_layer=2, vocab_size=50, **shape), compute_dtype=dtype)
+        .to(dtype)
+        .requires_grad_(False)
+    )
     for name, parameter in model.named_parameters():
         parameter.normal_(0.5 if "A_log" in name else 0.0, 0.3)
     return model
@@ -50,14 +61,24 @@ def test_steps_in_c_are_those_of_the_modules(shape, dtype, bound, rows, monkeypa
 def test_who_is_not_served_and_the_text_is_the_same(monkeypatch):
     model = small_model("mamba1")
     assert native_step(small_model("hybrid"), small_model("hybrid").allocate_state(1, 9)) is None
-    assert native_step(small_model("mamba1", compute_dtype=torch.bfloat16), model.allocate_state(1, 9)) is None
+    assert (
+        native_step(small_model("mamba1", compute_dtype=torch.bfloat16), model.allocate_state(1, 9))
+        is None
+    )
     calls, fast = [], native_step
-    monkeypatch.setattr(generating, "native_step", lambda *given: calls.append(fast(*given)) or calls[-1])
+    monkeypatch.setattr(
+        generating, "native_step", lambda *given: calls.append(fast(*given)) or calls[-1]
+    )
     prompt = torch.tensor([[3, 1, 4]])
     ours = torch.stack([*generate(model, prompt, length=20, temperature=0)])
     assert calls and calls[0]
-    monkeypatch.setattr(native, "library", lambda dtype: (_ for _ in ()).throw(native.Unavailable("no compiler")))
-    assert torch.equal(ours, torch.stack([*generate(model, prompt, length=20, temperature=0)])) and calls[1] is None
+    monkeypatch.setattr(
+        native, "library", lambda dtype: (_ for _ in ()).throw(native.Unavailable("no compiler"))
+    )
+    assert (
+        torch.equal(ours, torch.stack([*generate(model, prompt, length=20, temperature=0)]))
+        and calls[1] is None
+    )
 
 
 @pytest.mark.parametrize("family", ["mamba1", "mamba2", "hybrid"])
@@ -66,5 +87,7 @@ def test_prompts_of_different_lengths_together_are_each_alone(family):
     prompts = [torch.tensor(ids) for ids in ([3], [1, 4, 1, 5, 9, 2, 6, 5], [7, 7])]
     together = torch.stack([*generate(model, prompts, length=12, temperature=0)], dim=1)
     for row, prompt in zip(together, prompts):
-        assert torch.equal(row, torch.cat([*generate(model, prompt[None], length=12, temperature=0)]))
+        assert torch.equal(
+            row, torch.cat([*generate(model, prompt[None], length=12, temperature=0)])
+        )
     assert len({tuple(row.tolist()) for row in together}) > 1

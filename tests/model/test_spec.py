@@ -32,13 +32,21 @@ def test_presets_can_be_built_and_are_what_was_counted(name):
     with torch.device("meta"):
         model = MambaLM(config)
     found = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
-    assert list(found.items()) == [(name, parameter.shape) for name, parameter in parameters(config).items()]
+    assert list(found.items()) == [
+        (name, parameter.shape) for name, parameter in parameters(config).items()
+    ]
 
 
 def test_the_bamba_preset_has_attention_where_bamba_has():
     layers = ModelConfig(**preset("mamba_9.8b")).layer_list()
-    assert [i for i, layer in enumerate(layers) if layer.mixer == "attention"] == [9, 18, 27] and len(layers) == 32
-    assert parameter_count(ModelConfig(**preset("mamba_9.8b"))) == 9_780_235_392  # 9.78 billion published
+    assert [i for i, layer in enumerate(layers) if layer.mixer == "attention"] == [
+        9,
+        18,
+        27,
+    ] and len(layers) == 32
+    assert (
+        parameter_count(ModelConfig(**preset("mamba_9.8b"))) == 9_780_235_392
+    )  # 9.78 billion published
 
 
 def test_flops_by_hand_of_each_kind_of_layer():
@@ -54,8 +62,16 @@ def test_flops_by_hand_of_each_kind_of_layer():
     layer = 8 * (16 + 16 + 16 + 4) + (16 + 16) * 4 + 16 * 4 * 3 + 16 * 8
     assert flops_per_token(mamba2, 2048) == 6 * (layer + head)
 
-    llama = ModelConfig(layers="attention+mlp", n_layer=3, n_head=4, n_kv_head=2, d_intermediate=24, d_model=8,
-                        vocab_size=32, tie_embeddings=False)  # head_dim 2
+    llama = ModelConfig(
+        layers="attention+mlp",
+        n_layer=3,
+        n_head=4,
+        n_kv_head=2,
+        d_intermediate=24,
+        d_model=8,
+        vocab_size=32,
+        tie_embeddings=False,
+    )  # head_dim 2
     layer = 8 * (8 + 4 + 4) + 8 * 8 + 2 * 8 * 1024 + 8 * 48 + 24 * 8
     assert flops_per_token(llama, 2048) == 6 * (3 * layer + head)
 
@@ -64,22 +80,37 @@ def test_flops_grow_with_the_sequence_only_where_attention_is():
     mamba = ModelConfig(**preset("mamba-130m"))
     assert flops_per_token(mamba, 2048) == flops_per_token(mamba, 4096)
     llama, hybrid = (ModelConfig(**preset(name)) for name in ("llama3_8b", "mamba_9.8b"))
-    growth = [flops_per_token(config, 4096) - flops_per_token(config, 2048) for config in (llama, hybrid)]
+    growth = [
+        flops_per_token(config, 4096) - flops_per_token(config, 2048) for config in (llama, hybrid)
+    ]
     assert growth[0] == 6 * 32 * 2 * 4096 * 1024 and growth[1] * 32 == growth[0] * 3
 
 
-@pytest.mark.parametrize("spelling, name", [
-    ("state-spaces/mamba-130m", "mamba-130m"), ("state-spaces/mamba2-2.7b", "mamba2-2.7b"),
-    ("mamba_2.8b", "mamba-2.8b"), ("ibm-ai-platform/Bamba-9B", "mamba_9.8b"),
-    ("meta-llama/Llama-2-7b-hf", "llama2_7b"), ("llama3-8b", "llama3_8b"),
-    ("llama2_34bcode", "llama2_34b"), ("7b", "llama2_7b")])
+@pytest.mark.parametrize(
+    "spelling, name",
+    [
+        ("state-spaces/mamba-130m", "mamba-130m"),
+        ("state-spaces/mamba2-2.7b", "mamba2-2.7b"),
+        ("mamba_2.8b", "mamba-2.8b"),
+        ("ibm-ai-platform/Bamba-9B", "mamba_9.8b"),
+        ("meta-llama/Llama-2-7b-hf", "llama2_7b"),
+        ("llama3-8b", "llama3_8b"),
+        ("llama2_34bcode", "llama2_34b"),
+        ("7b", "llama2_7b"),
+    ],
+)
 def test_names_that_users_know_mean_the_preset(spelling, name):
     assert preset(spelling) == {"model_name": name, **PRESETS[name]}
 
 
 def test_a_model_that_settings_have_changed_does_not_go_by_the_presets_name():
-    assert title(ModelConfig(**preset("mamba2-130m"), chunk_size=64)) == "mamba2-130m"  # which changes no result
-    assert title(ModelConfig(**{**preset("mamba2-130m"), "d_model": 512})) == "custom (from mamba2-130m)"
+    assert (
+        title(ModelConfig(**preset("mamba2-130m"), chunk_size=64)) == "mamba2-130m"
+    )  # which changes no result
+    assert (
+        title(ModelConfig(**{**preset("mamba2-130m"), "d_model": 512}))
+        == "custom (from mamba2-130m)"
+    )
     assert title(ModelConfig(n_layer=6)) == "custom (from demo)"
 
 

@@ -22,7 +22,9 @@ def recurrence(x, dt, A, B, C, D, dt_bias, documents=None, initial_state=None):
     batch, length, heads, headdim = x.shape
     delta = F.softplus(dt + dt_bias)
     B, C = (t.repeat_interleave(heads // t.shape[2], dim=2) for t in (B, C))
-    state = x.new_zeros(batch, heads, headdim, B.shape[3]) if initial_state is None else initial_state
+    state = (
+        x.new_zeros(batch, heads, headdim, B.shape[3]) if initial_state is None else initial_state
+    )
     ys = []
     for t in range(length):
         if documents is not None and t > 0:

@@ -53,7 +53,9 @@ def answered_by(reference, kernel, sequences, ignored):
         outs = []
         for document in seq_idx[0].unique():
             piece = seq_idx[0] == document
-            outs.append(reference(**{n: v[:, piece] if n in sequences else v for n, v in arguments.items()}))
+            outs.append(
+                reference(**{n: v[:, piece] if n in sequences else v for n, v in arguments.items()})
+            )
         return torch.cat(outs, dim=1)
 
     return stand_in
@@ -67,10 +69,17 @@ selective_scan_interface.selective_scan_fn = selective_scan_interface.selective_
 ssd_combined.causal_conv1d_fn = causal_conv1d_reference
 ssd_combined.rmsnorm_fn = layernorm_gated.rms_norm_ref
 ssd_combined.mamba_chunk_scan_combined = answered_by(
-    scan_reference, ssd_combined.mamba_chunk_scan_combined, ("x", "dt", "B", "C"),
-    ("initial_states", "return_final_states"))
+    scan_reference,
+    ssd_combined.mamba_chunk_scan_combined,
+    ("x", "dt", "B", "C"),
+    ("initial_states", "return_final_states"),
+)
 ssd_combined.mamba_split_conv1d_scan_combined = answered_by(
-    ssd_combined.mamba_split_conv1d_scan_ref, ssd_combined.mamba_split_conv1d_scan_combined, ("zxbcdt",), ())
+    ssd_combined.mamba_split_conv1d_scan_ref,
+    ssd_combined.mamba_split_conv1d_scan_combined,
+    ("zxbcdt",),
+    (),
+)
 
 
 def compare(operator, tensors, **rest):
@@ -85,7 +94,12 @@ def compare(operator, tensors, **rest):
         for name, portable, fused in zip(("output", *tensors), *results):
             scale = portable.abs().max()
             assert portable.dtype == fused.dtype, name
-            assert (portable - fused).abs().max() <= 1e-4 * scale, (operator.__name__, name, portable, fused)
+            assert (portable - fused).abs().max() <= 1e-4 * scale, (
+                operator.__name__,
+                name,
+                portable,
+                fused,
+            )
 
 
 def leaves(**tensors):
@@ -103,14 +117,32 @@ def mixer(documents, form, x, **weights):
 torch.manual_seed(0)
 heads, headdim, d_state, d_inner, d_model = 4, 4, 8, 16, 8
 for groups in (1, 2):
-    compare(ssd, leaves(x=torch.randn(2, 11, heads, headdim), dt=torch.randn(2, 11, heads),
-                        A=-torch.rand(heads), B=torch.randn(2, 11, groups, d_state),
-                        C=torch.randn(2, 11, groups, d_state), D=torch.randn(heads), dt_bias=torch.randn(heads)),
-            chunk_size=16)
+    compare(
+        ssd,
+        leaves(
+            x=torch.randn(2, 11, heads, headdim),
+            dt=torch.randn(2, 11, heads),
+            A=-torch.rand(heads),
+            B=torch.randn(2, 11, groups, d_state),
+            C=torch.randn(2, 11, groups, d_state),
+            D=torch.randn(heads),
+            dt_bias=torch.randn(heads),
+        ),
+        chunk_size=16,
+    )
 channels = d_inner + 2 * d_state
-compare(mixer, leaves(
-    x=torch.randn(2, 11, d_model), in_proj__weight=torch.randn(d_inner + channels + heads, d_model) / 3,
-    conv1d__weight=torch.randn(channels, 1, 4), conv1d__bias=torch.randn(channels), dt_bias=torch.randn(heads),
-    A_log=torch.randn(heads), D=torch.randn(heads), norm__weight=torch.randn(d_inner),
-    out_proj__weight=torch.randn(d_model, d_inner)))
+compare(
+    mixer,
+    leaves(
+        x=torch.randn(2, 11, d_model),
+        in_proj__weight=torch.randn(d_inner + channels + heads, d_model) / 3,
+        conv1d__weight=torch.randn(channels, 1, 4),
+        conv1d__bias=torch.randn(channels),
+        dt_bias=torch.randn(heads),
+        A_log=torch.randn(heads),
+        D=torch.randn(heads),
+        norm__weight=torch.randn(d_inner),
+        out_proj__weight=torch.randn(d_model, d_inner),
+    ),
+)
 assert calls == 4 * ["mamba_chunk_scan_combined"] + 2 * ["mamba_split_conv1d_scan_combined"], calls

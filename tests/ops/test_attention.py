@@ -16,7 +16,11 @@ def plain_attention(q, k, v, documents=None):
         for head in range(heads):
             shared = head * k.shape[2] // heads
             for i in range(length):
-                start = 0 if documents is None else int((documents[row] == documents[row, i]).nonzero()[0])
+                start = (
+                    0
+                    if documents is None
+                    else int((documents[row] == documents[row, i]).nonzero()[0])
+                )
                 seen = slice(start, i + 1)
                 weights = (k[row, seen, shared] @ q[row, i, head] / head_dim**0.5).softmax(0)
                 out[row, i, head] = weights @ v[row, seen, shared]
@@ -26,10 +30,15 @@ def plain_attention(q, k, v, documents=None):
 def inputs(batch=2, length=9, heads=4, kv_heads=2, head_dim=6, dtype=torch.float64):
     generator = torch.Generator().manual_seed(0)
     shapes = ((batch, length, count, head_dim) for count in (heads, kv_heads, kv_heads))
-    return [torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype).requires_grad_() for shape in shapes]
+    return [
+        torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
+        for shape in shapes
+    ]
 
 
-DOCUMENTS = torch.tensor([[0, 0, 0, 0, 1, 1, 2, 2, 2], [0, 1, 1, 1, 1, 1, 1, 1, 1]], dtype=torch.int32)
+DOCUMENTS = torch.tensor(
+    [[0, 0, 0, 0, 1, 1, 2, 2, 2], [0, 1, 1, 1, 1, 1, 1, 1, 1]], dtype=torch.int32
+)
 
 
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])
@@ -40,8 +49,10 @@ def test_equals_the_definition(kv_heads, documents):
     actual, expected = attention(q, k, v, documents=documents), plain_attention(q, k, v, documents)
     torch.testing.assert_close(actual, expected)
     weights = torch.randn_like(expected)
-    for a, e in zip(torch.autograd.grad((actual * weights).sum(), (q, k, v)),
-                    torch.autograd.grad((expected * weights).sum(), (q, k, v))):
+    for a, e in zip(
+        torch.autograd.grad((actual * weights).sum(), (q, k, v)),
+        torch.autograd.grad((expected * weights).sum(), (q, k, v)),
+    ):
         torch.testing.assert_close(a, e)
 
 
@@ -49,12 +60,15 @@ def test_equals_the_definition(kv_heads, documents):
 def test_gradcheck(documents):
     """Gradients are those of finite differences."""
     tensors = inputs(batch=1, length=5, head_dim=2)
-    assert torch.autograd.gradcheck(lambda q, k, v: attention(q, k, v, documents=documents), tensors)
+    assert torch.autograd.gradcheck(
+        lambda q, k, v: attention(q, k, v, documents=documents), tensors
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_no_leak_between_documents(dtype):
     """Whatever one document holds, the other's outputs and gradients stay bitwise the same, both ways."""
+
     def run(changed):
         tensors = inputs(length=150, head_dim=16, dtype=dtype)
         weights = torch.randn(2, 150, 4, 16, generator=torch.Generator().manual_seed(1)).to(dtype)
@@ -68,7 +82,9 @@ def test_no_leak_between_documents(dtype):
     unchanged = run(slice(0, 0))
     for changed, kept in ((first, second), (second, first)):
         for a, b in zip(unchanged, run(changed)):
-            assert torch.equal(a[:, kept], b[:, kept]) and not torch.equal(a[:, changed], b[:, changed])
+            assert torch.equal(a[:, kept], b[:, kept]) and not torch.equal(
+                a[:, changed], b[:, changed]
+            )
 
 
 def test_bf16():
@@ -83,7 +99,9 @@ def test_steps_equal_the_whole():
     q, k, v = (t.detach() for t in inputs())
     expected = attention(q, k, v)
     for t in range(9):
-        torch.testing.assert_close(attention(q[:, t:t + 1], k[:, :t + 1], v[:, :t + 1]), expected[:, t:t + 1])
+        torch.testing.assert_close(
+            attention(q[:, t : t + 1], k[:, : t + 1], v[:, : t + 1]), expected[:, t : t + 1]
+        )
 
 
 def test_rotary_turns_pairs():
@@ -92,8 +110,12 @@ def test_rotary_turns_pairs():
     positions = torch.tensor([0, 1, 2, 0, 7])
     turned = rotary(x, positions, 6, 100.0)
     angles = positions[:, None] * 100.0 ** (-torch.arange(3) / 3)
-    numbers = torch.complex(x[..., :3], x[..., 3:6]) * torch.polar(torch.ones(5, 3), angles)[:, None]
-    torch.testing.assert_close(turned[..., :6], torch.cat([numbers.real, numbers.imag], -1), atol=1e-6, rtol=1e-6)
+    numbers = (
+        torch.complex(x[..., :3], x[..., 3:6]) * torch.polar(torch.ones(5, 3), angles)[:, None]
+    )
+    torch.testing.assert_close(
+        turned[..., :6], torch.cat([numbers.real, numbers.imag], -1), atol=1e-6, rtol=1e-6
+    )
     assert torch.equal(turned[..., 6:], x[..., 6:])
     assert torch.equal(turned[:, 0], x[:, 0])
 
@@ -101,6 +123,7 @@ def test_rotary_turns_pairs():
 def test_rotary_scores_depend_on_distance_only():
     """q.k after rotation is the same wherever the pair stands, which is what makes positions relative."""
     q, k = torch.randn(1, 1, 1, 8), torch.randn(1, 1, 1, 8)
+
     def score(i, j):
         return (rotary(q, torch.tensor([i]), 8, 1e4) * rotary(k, torch.tensor([j]), 8, 1e4)).sum()
 
@@ -115,7 +138,9 @@ def test_rotary_positions_by_row_and_dtype():
     by_row = torch.cat([rotary(x[i : i + 1], positions[i], 4, 1e4) for i in range(2)])
     assert torch.equal(rotary(x, positions, 4, 1e4), by_row)
     low = x.bfloat16()
-    assert torch.equal(rotary(low, positions, 8, 1e4), rotary(low.float(), positions, 8, 1e4).bfloat16())
+    assert torch.equal(
+        rotary(low, positions, 8, 1e4), rotary(low.float(), positions, 8, 1e4).bfloat16()
+    )
     assert torch.equal(rotary(x, positions, 0, 1e4), x)
 
 
@@ -132,7 +157,9 @@ def test_survives_compiling():
 
     def block(q, k, v, documents):
         positions = torch.arange(q.shape[1])
-        return attention(rotary(q, positions, 4, 1e4), rotary(k, positions, 4, 1e4), v, documents=documents)
+        return attention(
+            rotary(q, positions, 4, 1e4), rotary(k, positions, 4, 1e4), v, documents=documents
+        )
 
     for documents in (None, DOCUMENTS):
         compiled = torch.compile(block, backend="aot_eager", fullgraph=True)

@@ -10,17 +10,25 @@ from mamba_fsdp.ops.conv import causal_conv_silu
 def inputs(batch=2, length=70, channels=5, width=4, dtype=torch.float64):
     generator = torch.Generator().manual_seed(0)
     randn = lambda *shape: torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype)  # noqa: E731
-    return [v.requires_grad_() for v in (randn(batch, length, channels), randn(channels, 1, width), randn(channels))]
+    return [
+        v.requires_grad_()
+        for v in (randn(batch, length, channels), randn(channels, 1, width), randn(channels))
+    ]
 
 
 def definition(x, weight, bias):
     out = F.conv1d(x.transpose(1, 2), weight, bias, padding=weight.shape[2] - 1, groups=x.shape[2])
-    return F.silu(out[..., :x.shape[1]]).transpose(1, 2)
+    return F.silu(out[..., : x.shape[1]]).transpose(1, 2)
 
 
 def check(actual, expected, values, tolerance):
-    pairs = [(actual, expected), *zip(torch.autograd.grad(actual.square().sum(), values),
-                                      torch.autograd.grad(expected.square().sum(), values))]
+    pairs = [
+        (actual, expected),
+        *zip(
+            torch.autograd.grad(actual.square().sum(), values),
+            torch.autograd.grad(expected.square().sum(), values),
+        ),
+    ]
     for a, e in pairs:
         assert (a - e).abs().max() <= tolerance * e.abs().max()
 
@@ -38,25 +46,39 @@ def test_equals_conv1d_at_every_width(form, channels):
     check(causal_conv_silu(*values, form=form), definition(*values), values, 1e-12)
 
 
-@pytest.mark.parametrize("cuts", [[], [1], [1, 2], [30], [62, 64, 66], [10, 69], list(range(1, 70))])
+@pytest.mark.parametrize(
+    "cuts", [[], [1], [1, 2], [30], [62, 64, 66], [10, 69], list(range(1, 70))]
+)
 def test_documents_equal_separate_rows(form, cuts):
     """Forward and gradients: a document's convolution is that of a row of its own."""
     values = inputs(batch=1)
     documents = torch.zeros(1, 70, dtype=torch.int32)
     for cut in cuts:
         documents[:, cut:] += 1
-    pieces = [definition(piece, *values[1:]) for piece in values[0].split(torch.bincount(documents[0]).tolist(), dim=1)]
-    check(causal_conv_silu(*values, documents=documents, form=form), torch.cat(pieces, dim=1), values, 1e-12)
+    pieces = [
+        definition(piece, *values[1:])
+        for piece in values[0].split(torch.bincount(documents[0]).tolist(), dim=1)
+    ]
+    check(
+        causal_conv_silu(*values, documents=documents, form=form),
+        torch.cat(pieces, dim=1),
+        values,
+        1e-12,
+    )
 
 
 @pytest.mark.parametrize("bounded", [False, True])
 def test_gradcheck(form, bounded):
     documents = torch.tensor([[0, 0, 0, 1, 1, 2, 2, 2, 2]] * 2) if bounded else None
     values = inputs(length=9, channels=3)
-    assert torch.autograd.gradcheck(lambda *v: causal_conv_silu(*v, documents=documents, form=form), values)
+    assert torch.autograd.gradcheck(
+        lambda *v: causal_conv_silu(*v, documents=documents, form=form), values
+    )
 
 
-@pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-6), (torch.bfloat16, 2**-8), (torch.float16, 2**-10)])
+@pytest.mark.parametrize(
+    "dtype, tolerance", [(torch.float32, 1e-6), (torch.bfloat16, 2**-8), (torch.float16, 2**-10)]
+)
 def test_rounding(form, dtype, tolerance):
     """Inner arithmetic is float32: only the storage of the input and of results rounds."""
     if form == "native" and dtype == torch.float16:
@@ -68,8 +90,13 @@ def test_rounding(form, dtype, tolerance):
     grad = torch.randn(2, 500, 20, generator=torch.Generator().manual_seed(1)).to(dtype)
     actual, expected = causal_conv_silu(*values, form=form), definition(*exact)
     assert actual.dtype == dtype
-    pairs = [(actual, expected), *zip(torch.autograd.grad(actual, values, grad),
-                                      torch.autograd.grad(expected, exact, grad.double()))]
+    pairs = [
+        (actual, expected),
+        *zip(
+            torch.autograd.grad(actual, values, grad),
+            torch.autograd.grad(expected, exact, grad.double()),
+        ),
+    ]
     for a, e in pairs:
         assert (a.double() - e).abs().max() <= tolerance * e.abs().max()
 
@@ -82,7 +109,7 @@ def test_one_document_never_changes_another(form):
         x[:, :20] += noise
         x.requires_grad_()
         out = causal_conv_silu(x, weight, bias, documents=documents, form=form)
-        grad, = torch.autograd.grad(out[:, 20:].sum(), x)
+        (grad,) = torch.autograd.grad(out[:, 20:].sum(), x)
         assert not grad[:, :20].any()
         return out[:, 20:], grad[:, 20:]
 
@@ -96,7 +123,10 @@ def test_slices_and_spread_gradients(form):
     wide = torch.cat([values[0], values[0] * 2], dim=-1).detach().requires_grad_()
     out = causal_conv_silu(wide[..., :6], *values[1:], form=form)
     expected = definition(wide[..., :6], *values[1:])
-    grads = (torch.autograd.grad(o, wide, torch.ones((), dtype=torch.float64).expand_as(o))[0] for o in (out, expected))
+    grads = (
+        torch.autograd.grad(o, wide, torch.ones((), dtype=torch.float64).expand_as(o))[0]
+        for o in (out, expected)
+    )
     torch.testing.assert_close(out, expected)
     torch.testing.assert_close(*grads)
 

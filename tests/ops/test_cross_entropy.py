@@ -24,15 +24,21 @@ def test_equals_cross_entropy(chunk):
     expected = F.cross_entropy(hidden @ weight.T, labels, reduction="sum")
     torch.testing.assert_close(loss, expected)
     wanted = (hidden, weight)
-    for a, e in zip(torch.autograd.grad(loss * 0.37, wanted), torch.autograd.grad(expected * 0.37, wanted)):
+    for a, e in zip(
+        torch.autograd.grad(loss * 0.37, wanted), torch.autograd.grad(expected * 0.37, wanted)
+    ):
         torch.testing.assert_close(a, e)
 
 
 def test_gradcheck():
     hidden, weight, labels = inputs(tokens=7)
-    assert torch.autograd.gradcheck(lambda h, w: linear_cross_entropy(h, w, labels, chunk=3), (hidden, weight))
+    assert torch.autograd.gradcheck(
+        lambda h, w: linear_cross_entropy(h, w, labels, chunk=3), (hidden, weight)
+    )
     weights = torch.linspace(0, 2, 7)
-    assert torch.autograd.gradcheck(lambda h, w: linear_cross_entropy(h, w, labels, weights, chunk=3), (hidden, weight))
+    assert torch.autograd.gradcheck(
+        lambda h, w: linear_cross_entropy(h, w, labels, weights, chunk=3), (hidden, weight)
+    )
 
 
 @pytest.mark.parametrize("tokens", [0, 6])
@@ -55,7 +61,9 @@ def test_backward_twice():
     """A kept graph gives the same gradients again."""
     hidden, weight, labels = inputs()
     loss = linear_cross_entropy(hidden, weight, labels)
-    first = torch.autograd.grad(loss, (hidden, weight), torch.tensor(2.0, dtype=torch.float64), retain_graph=True)
+    first = torch.autograd.grad(
+        loss, (hidden, weight), torch.tensor(2.0, dtype=torch.float64), retain_graph=True
+    )
     second = torch.autograd.grad(loss, (hidden, weight), torch.tensor(2.0, dtype=torch.float64))
     assert all(torch.equal(a, b) for a, b in zip(first, second))
 
@@ -65,12 +73,17 @@ def test_one_side_frozen(frozen):
     hidden, weight, labels = inputs()
     (hidden if frozen == "hidden" else weight).requires_grad_(False)
     linear_cross_entropy(hidden, weight, labels).backward()
-    assert (hidden.grad is None) == (frozen == "hidden") and (weight.grad is None) == (frozen == "weight")
+    assert (hidden.grad is None) == (frozen == "hidden") and (weight.grad is None) == (
+        frozen == "weight"
+    )
 
 
 @pytest.mark.torch22
-@pytest.mark.parametrize("dtype, tolerance", [(torch.float64, 1e-12), (torch.float32, 1e-5), (torch.bfloat16, 0.02)],
-                         ids=str)
+@pytest.mark.parametrize(
+    "dtype, tolerance",
+    [(torch.float64, 1e-12), (torch.float32, 1e-5), (torch.bfloat16, 0.02)],
+    ids=str,
+)
 @pytest.mark.parametrize("chunk", [1, 7, 100])
 def test_weights_multiply_each_tokens_loss(dtype, tolerance, chunk):
     """Value and gradients are those of float64, of weights from 0 to 3; a label that is ignored stays so."""
@@ -79,15 +92,22 @@ def test_weights_multiply_each_tokens_loss(dtype, tolerance, chunk):
     weights[::3] = 0
     loss = linear_cross_entropy(hidden, weight, labels, weights, chunk=chunk)
     exact = [value.detach().double().requires_grad_() for value in (hidden, weight)]
-    expected = (F.cross_entropy(exact[0] @ exact[1].T, labels, reduction="none") * weights.double()).sum()
+    expected = (
+        F.cross_entropy(exact[0] @ exact[1].T, labels, reduction="none") * weights.double()
+    ).sum()
     torch.testing.assert_close(loss.double(), expected, rtol=tolerance, atol=0)
-    for a, e in zip(torch.autograd.grad(loss * 0.37, (hidden, weight)), torch.autograd.grad(expected * 0.37, exact)):
+    for a, e in zip(
+        torch.autograd.grad(loss * 0.37, (hidden, weight)),
+        torch.autograd.grad(expected * 0.37, exact),
+    ):
         assert (a.double() - e).abs().max() <= tolerance * e.abs().max()
 
 
 def test_weights_of_one_change_no_bit():
     hidden, weight, labels = inputs(dtype=torch.float32)
-    plain, weighted = (linear_cross_entropy(hidden, weight, labels, weights) for weights in (None, torch.ones(23)))
+    plain, weighted = (
+        linear_cross_entropy(hidden, weight, labels, weights) for weights in (None, torch.ones(23))
+    )
     first, second = (torch.autograd.grad(loss, (hidden, weight)) for loss in (plain, weighted))
     assert torch.equal(plain, weighted) and all(torch.equal(a, b) for a, b in zip(first, second))
 
@@ -108,12 +128,16 @@ def test_bf16_sums_in_float32():
     exact = [v.detach().double().requires_grad_() for v in (hidden, weight)]
     expected = F.cross_entropy(exact[0] @ exact[1].T, labels, reduction="sum")
     assert (loss.double() - expected).abs() <= 1e-3 * expected
-    for a, e in zip(torch.autograd.grad(loss, (hidden, weight)), torch.autograd.grad(expected, exact)):
+    for a, e in zip(
+        torch.autograd.grad(loss, (hidden, weight)), torch.autograd.grad(expected, exact)
+    ):
         assert (a.double() - e).abs().max() <= 0.01 * e.abs().max()
 
 
 @pytest.mark.torch22
-@pytest.mark.parametrize("dtype, factor", [(torch.bfloat16, 1 / 16300), (torch.float16, 1 / 3_000_000)], ids=str)
+@pytest.mark.parametrize(
+    "dtype, factor", [(torch.bfloat16, 1 / 16300), (torch.float16, 1 / 3_000_000)], ids=str
+)
 @pytest.mark.parametrize("weight_dtype", [None, torch.float32], ids=str)
 def test_the_factor_before_the_loss_is_not_rounded(dtype, factor, weight_dtype):
     """Half-precision gradients are those of float64 times the factor, whatever of it the dtype could hold.
@@ -124,7 +148,9 @@ def test_the_factor_before_the_loss_is_not_rounded(dtype, factor, weight_dtype):
     hidden, weight = (4 * value.detach() for value in (hidden, weight))
     weight = weight.to(weight_dtype or dtype)
     exact = [value.double().requires_grad_() for value in (hidden, weight)]
-    expected = torch.autograd.grad(F.cross_entropy(exact[0] @ exact[1].T, labels, reduction="sum") * factor, exact)
+    expected = torch.autograd.grad(
+        F.cross_entropy(exact[0] @ exact[1].T, labels, reduction="sum") * factor, exact
+    )
     ours = [value.requires_grad_() for value in (hidden, weight)]
     actual = torch.autograd.grad(linear_cross_entropy(*ours, labels, chunk=100) * factor, ours)
     for a, e in zip(actual, expected):

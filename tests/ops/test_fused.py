@@ -14,8 +14,19 @@ pytestmark = pytest.mark.slow
 def mamba_ssm(tmp_path_factory):
     """A folder with mamba-ssm 2.3.1 (without its CUDA part) and einops."""
     folder = tmp_path_factory.mktemp("mamba_ssm")
-    command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-build-isolation", "--no-deps",
-               "--target", str(folder), "mamba-ssm==2.3.1", "einops"]
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "install",
+        "--quiet",
+        "--no-build-isolation",
+        "--no-deps",
+        "--target",
+        str(folder),
+        "mamba-ssm==2.3.1",
+        "einops",
+    ]
     environment = os.environ | {"MAMBA_FORCE_BUILD": "TRUE", "MAMBA_SKIP_CUDA_BUILD": "TRUE"}
     result = subprocess.run(command, env=environment, capture_output=True, text=True)
     if result.returncode:
@@ -160,6 +171,7 @@ print("all equal")
 
 
 def test_fused_calls_equal_the_portable_forms(mamba_ssm, project):
-    result = subprocess.run([sys.executable, "-c", CHILD, str(mamba_ssm)],
-                            cwd=project, capture_output=True, text=True)
+    result = subprocess.run(
+        [sys.executable, "-c", CHILD, str(mamba_ssm)], cwd=project, capture_output=True, text=True
+    )
     assert result.returncode == 0 and result.stdout.strip() == "all equal", result.stderr

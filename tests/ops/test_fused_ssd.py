@@ -18,8 +18,11 @@ from mamba_fsdp.ops.ssd import ssd
 @pytest.mark.slow
 def test_calls_fit_the_kernels_and_mean_the_same(mamba_ssm_folder):
     """What we hand to mamba-ssm's kernels, handed to its own reference functions, gives the portable form's results."""
-    done = subprocess.run([sys.executable, Path(__file__).with_name("fused_on_cpu.py"), mamba_ssm_folder],
-                          capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, Path(__file__).with_name("fused_on_cpu.py"), mamba_ssm_folder],
+        capture_output=True,
+        text=True,
+    )
     assert done.returncode == 0, done.stdout + done.stderr
 
 
@@ -29,7 +32,9 @@ def recorded(monkeypatch):
     calls = []
     module = types.ModuleType("mamba_ssm.ops.triton.ssd_combined")
     module.mamba_chunk_scan_combined = lambda x, *a, **k: calls.append(("scan", a, k)) or x
-    module.mamba_split_conv1d_scan_combined = lambda zxbcdt, *a, **k: calls.append(("mixer", a, k)) or zxbcdt
+    module.mamba_split_conv1d_scan_combined = lambda zxbcdt, *a, **k: (
+        calls.append(("mixer", a, k)) or zxbcdt
+    )
     for name in ("mamba_ssm", "mamba_ssm.ops", "mamba_ssm.ops.triton"):
         monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
     monkeypatch.setitem(sys.modules, module.__name__, module)
@@ -39,17 +44,27 @@ def recorded(monkeypatch):
 def mixer():
     """Arguments in bf16 with float32 parameters."""
     d_state, channels = 8, 32
-    return dict(zxbcdt=torch.randn(1, 5, 16 + channels + 4, dtype=torch.bfloat16),
-                conv_weight=torch.randn(channels, 1, 4), conv_bias=torch.randn(channels), dt_bias=torch.randn(4),
-                A=-torch.rand(4), D=torch.randn(4), norm_weight=torch.randn(16), norm_eps=1e-5,
-                out_proj_weight=torch.randn(6, 16), headdim=4, ngroups=1, chunk_size=2 * d_state)
+    return dict(
+        zxbcdt=torch.randn(1, 5, 16 + channels + 4, dtype=torch.bfloat16),
+        conv_weight=torch.randn(channels, 1, 4),
+        conv_bias=torch.randn(channels),
+        dt_bias=torch.randn(4),
+        A=-torch.rand(4),
+        D=torch.randn(4),
+        norm_weight=torch.randn(16),
+        norm_eps=1e-5,
+        out_proj_weight=torch.randn(6, 16),
+        headdim=4,
+        ngroups=1,
+        chunk_size=2 * d_state,
+    )
 
 
 def test_fused_mixer_casts_what_multiplies_and_nothing_else(recorded):
     """Weights arrive in the activations' dtype, A, D and dt_bias in float32, documents as int32 from 0, gate first."""
     documents = torch.tensor([[3, 3, 3, 4, 4]])
     mamba2_mixer(**mixer(), documents=documents, form="fused")
-    (name, (conv_weight, conv_bias, dt_bias, A, D, chunk_size), rest), = recorded
+    ((name, (conv_weight, conv_bias, dt_bias, A, D, chunk_size), rest),) = recorded
     assert name == "mixer" and chunk_size == 16 and not rest["norm_before_gate"]
     assert conv_weight.dtype == conv_bias.dtype == rest["outproj_weight"].dtype == torch.bfloat16
     assert dt_bias.dtype == A.dtype == D.dtype == torch.float32
@@ -78,5 +93,12 @@ def test_portable_needs_no_library(monkeypatch):
     with pytest.raises(ImportError):
         layer(mamba2="fused")(x)
     with pytest.raises(ImportError):
-        ssd(torch.randn(1, 5, 4, 4), torch.randn(1, 5, 4), -torch.rand(4), torch.randn(1, 5, 1, 8),
-            torch.randn(1, 5, 1, 8), chunk_size=16, form="fused")
+        ssd(
+            torch.randn(1, 5, 4, 4),
+            torch.randn(1, 5, 4),
+            -torch.rand(4),
+            torch.randn(1, 5, 1, 8),
+            torch.randn(1, 5, 1, 8),
+            chunk_size=16,
+            form="fused",
+        )

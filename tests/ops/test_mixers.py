@@ -11,14 +11,20 @@ from mamba_fsdp.ops.forms import OPERATORS, PORTABLE
 from mamba_fsdp.parallel.parallelize import leave_uncompiled
 
 pytestmark = pytest.mark.torch22
-MIXER = {"mamba1": ModelConfig(layers="mamba1", d_model=6, d_state=4, dt_rank=2),
-         "mamba2": ModelConfig(layers="mamba2", d_model=8, headdim=4, ngroups=2, d_state=3, chunk_size=64)}
+MIXER = {
+    "mamba1": ModelConfig(layers="mamba1", d_model=6, d_state=4, dt_rank=2),
+    "mamba2": ModelConfig(
+        layers="mamba2", d_model=8, headdim=4, ngroups=2, d_state=3, chunk_size=64
+    ),
+}
 BOTH = pytest.mark.parametrize("kind", MIXER)
 
 
 def mixer(kind, form="portable", dtype=torch.float64):
     """A mixer in the given form, where its operators have it, with random weights."""
-    forms = PORTABLE | {operator: form for operator in ("conv", "scan", "ssd") if form in OPERATORS[operator]}
+    forms = PORTABLE | {
+        operator: form for operator in ("conv", "scan", "ssd") if form in OPERATORS[operator]
+    }
     layer = MIXERS[kind](MIXER[kind], forms).to(torch.float64)
     generator = torch.Generator().manual_seed(5)
     with torch.no_grad():
@@ -37,7 +43,7 @@ def inputs(kind, length=70, dtype=torch.float64):
 
 def convolve(layer, x):
     weight, bias = layer.conv1d.weight, layer.conv1d.bias
-    out = F.conv1d(x.transpose(1, 2), weight, bias, padding=3, groups=x.shape[2])[..., :x.shape[1]]
+    out = F.conv1d(x.transpose(1, 2), weight, bias, padding=3, groups=x.shape[2])[..., : x.shape[1]]
     return F.silu(out).transpose(1, 2)
 
 
@@ -55,9 +61,13 @@ def define_mamba2(layer, x):
     z, xbc, dt = (x @ layer.in_proj.weight.T).split([16, 28, 4], dim=2)
     x, B, C = convolve(layer, xbc).split([16, 6, 6], dim=2)
     B, C = (t.unflatten(2, (2, 3)) for t in (B, C))
-    y, _ = recurrence(x.unflatten(2, (4, 4)), dt, -torch.exp(layer.A_log), B, C, layer.D, layer.dt_bias)
+    y, _ = recurrence(
+        x.unflatten(2, (4, 4)), dt, -torch.exp(layer.A_log), B, C, layer.D, layer.dt_bias
+    )
     gated = (y.flatten(2) * F.silu(z)).unflatten(2, (2, 8))
-    normed = (gated / (gated.square().mean(3, keepdim=True) + 1e-5).sqrt()).flatten(2) * layer.norm.weight
+    normed = (gated / (gated.square().mean(3, keepdim=True) + 1e-5).sqrt()).flatten(
+        2
+    ) * layer.norm.weight
     return normed @ layer.out_proj.weight.T
 
 
@@ -70,9 +80,14 @@ def test_equals_its_definition(kind, form):
     actual, expected = layer(x), DEFINITIONS[kind](layer, x)
     torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-9)
     names, wanted = zip(("x", x), *layer.named_parameters())
-    for name, a, e in zip(names, torch.autograd.grad(actual.square().sum(), wanted),
-                          torch.autograd.grad(expected.square().sum(), wanted)):
-        torch.testing.assert_close(a, e, rtol=1e-8, atol=1e-8, msg=lambda text, name=name: f"{name}: {text}")
+    for name, a, e in zip(
+        names,
+        torch.autograd.grad(actual.square().sum(), wanted),
+        torch.autograd.grad(expected.square().sum(), wanted),
+    ):
+        torch.testing.assert_close(
+            a, e, rtol=1e-8, atol=1e-8, msg=lambda text, name=name: f"{name}: {text}"
+        )
 
 
 @BOTH
@@ -89,7 +104,7 @@ def test_no_leak_between_documents(kind, form):
     layer, x = mixer(kind, form, torch.float32), inputs(kind, dtype=torch.float32)
     documents = (torch.arange(70) >= 30).int().expand(2, 70)
     y = layer(x, documents)
-    grad, = torch.autograd.grad(y[:, 30:].square().sum(), x)
+    (grad,) = torch.autograd.grad(y[:, 30:].square().sum(), x)
     assert not grad[:, :30].any() and grad[:, 30:].any()
     with torch.no_grad():
         x[:, :30] *= -9
@@ -118,10 +133,12 @@ def test_prompt_and_steps_equal_the_whole(kind, form):
     for prompt in (0, 2, 33):
         state = layer.allocate_state(2, 70, torch.float64, "cpu")
         if prompt:
-            torch.testing.assert_close(layer(x[:, :prompt], state=state), whole[:, :prompt], rtol=1e-9, atol=1e-9)
+            torch.testing.assert_close(
+                layer(x[:, :prompt], state=state), whole[:, :prompt], rtol=1e-9, atol=1e-9
+            )
         for t in range(prompt, 70):
-            one = layer(x[:, t:t + 1], state=state, position=t)
-            torch.testing.assert_close(one, whole[:, t:t + 1], rtol=1e-9, atol=1e-9)
+            one = layer(x[:, t : t + 1], state=state, position=t)
+            torch.testing.assert_close(one, whole[:, t : t + 1], rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.slow

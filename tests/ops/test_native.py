@@ -50,17 +50,28 @@ def write_compiler(folder, body):
     return str(path)
 
 
-@pytest.mark.parametrize("body, said", [
-    ("exit 3", "exit status 3"),
-    ("echo 'disk on fire' >&2; exit 1", "disk on fire"),
-    ('case "$*" in *--version*) echo 1;; *) echo "unknown flag" >&2; exit 1;; esac', "unknown flag"),
-    ('case "$*" in *--version*) echo 1;; *) while [ "$1" != -o ]; do shift; done; echo junk >"$2";; esac',
-     "can't be written to or loaded"),
-], ids=["always fails", "says why", "knows no flag", "writes junk"])
+@pytest.mark.parametrize(
+    "body, said",
+    [
+        ("exit 3", "exit status 3"),
+        ("echo 'disk on fire' >&2; exit 1", "disk on fire"),
+        (
+            'case "$*" in *--version*) echo 1;; *) echo "unknown flag" >&2; exit 1;; esac',
+            "unknown flag",
+        ),
+        (
+            'case "$*" in *--version*) echo 1;; *) while [ "$1" != -o ]; do shift; done; echo junk >"$2";; esac',
+            "can't be written to or loaded",
+        ),
+    ],
+    ids=["always fails", "says why", "knows no flag", "writes junk"],
+)
 def test_a_broken_compiler_means_portable_and_says_so(fresh, monkeypatch, body, said):
     monkeypatch.setenv("CC", write_compiler(fresh, body))
     assert_portable_because(said)
-    with pytest.raises(UserError, match="kernels=native: conv can't be native on cpu.*kernels=auto") as refused:
+    with pytest.raises(
+        UserError, match="kernels=native: conv can't be native on cpu.*kernels=auto"
+    ) as refused:
         resolve_forms("native", "cpu", USES)
     assert said in str(refused.value)
 
@@ -87,7 +98,7 @@ def libraries(folder):
 
 def test_compiled_once(fresh, monkeypatch, needs_compiler):
     """The second process finds the library of the first and needs no compiler run but for its version."""
-    path, = libraries(fresh)
+    (path,) = libraries(fresh)
     written = path.stat().st_mtime_ns
     native.library.cache_clear()
     monkeypatch.setattr(native, "_compile", None)
@@ -119,8 +130,14 @@ CHILD = """
 
 
 def start_child(project, script=CHILD):
-    return subprocess.Popen([sys.executable, "-c", textwrap.dedent(script)], cwd=project, text=True,
-                            env=os.environ | {"OMP_NUM_THREADS": "1"}, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    return subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(script)],
+        cwd=project,
+        text=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
 
 
 @pytest.mark.slow
@@ -138,12 +155,15 @@ def test_many_processes_at_once(fresh, project, needs_compiler):
 
 @pytest.mark.slow
 def test_importing_operators_loads_no_cuda_library(project):
-    child = start_child(project, """
+    child = start_child(
+        project,
+        """
         import sys
         import mamba_fsdp.model.lm, mamba_fsdp.ops.forms
         assert "mamba_fsdp.ops.fused" in sys.modules
         assert not {"mamba_ssm", "causal_conv1d", "triton"} & set(sys.modules)
-    """)
+    """,
+    )
     _, errors = child.communicate()
     assert child.returncode == 0, errors
 

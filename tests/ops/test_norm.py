@@ -26,10 +26,13 @@ def test_equals_its_definition(eps):
 def test_gradcheck():
     x, z, weight = randn(2, 3, 6), randn(2, 3, 6, seed=1), randn(6, seed=2)
     assert torch.autograd.gradcheck(lambda *v: rms_norm(*v, 1e-5, torch.float64), (x, weight))
-    assert torch.autograd.gradcheck(lambda *v: add_rms_norm(*v, 1e-5, torch.float64), (x, z, weight))
+    assert torch.autograd.gradcheck(
+        lambda *v: add_rms_norm(*v, 1e-5, torch.float64), (x, z, weight)
+    )
     for group_size in (6, 3, 1):
         assert torch.autograd.gradcheck(
-            lambda *v, group_size=group_size: gated_rms_norm(*v, 1e-5, group_size), (x, z, weight))
+            lambda *v, group_size=group_size: gated_rms_norm(*v, 1e-5, group_size), (x, z, weight)
+        )
 
 
 def test_zero_rows_stay_finite():
@@ -48,10 +51,15 @@ def test_residual_stays_float32():
         assert normed.dtype == torch.bfloat16 and after.dtype == torch.float32
         total = x.float() if before is None else x.float() + before
         assert torch.equal(after, total)
-        torch.testing.assert_close(normed.float(), definition(total, weight, 1e-5), rtol=2**-8, atol=1e-6)
+        torch.testing.assert_close(
+            normed.float(), definition(total, weight, 1e-5), rtol=2**-8, atol=1e-6
+        )
         (normed.float().sum() + after.sum()).backward()
-    assert (x.grad.dtype == torch.bfloat16 and residual.grad.dtype == torch.float32
-            and weight.grad.dtype == torch.float32)
+    assert (
+        x.grad.dtype == torch.bfloat16
+        and residual.grad.dtype == torch.float32
+        and weight.grad.dtype == torch.float32
+    )
 
 
 @pytest.mark.parametrize("group_size", [2, 4, 8])
@@ -65,5 +73,9 @@ def test_gated_norms_each_group_behind_the_gate(group_size):
 def test_bf16_calculates_in_float32():
     x, weight = randn(4, 300, dtype=torch.bfloat16), randn(300, dtype=torch.float32)
     exact = definition(x.double(), weight.double(), 1e-5)
-    torch.testing.assert_close(rms_norm(x, weight, 1e-5, torch.float32).double(), exact, rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(rms_norm(x, weight, 1e-5, torch.bfloat16).double(), exact, rtol=2**-8, atol=1e-6)
+    torch.testing.assert_close(
+        rms_norm(x, weight, 1e-5, torch.float32).double(), exact, rtol=1e-5, atol=1e-6
+    )
+    torch.testing.assert_close(
+        rms_norm(x, weight, 1e-5, torch.bfloat16).double(), exact, rtol=2**-8, atol=1e-6
+    )

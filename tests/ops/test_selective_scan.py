@@ -16,17 +16,29 @@ NAMES = ("u", "dt", "A", "B", "C", "D", "z", "dt_bias", "initial_state")
 def inputs(batch=2, length=70, d_inner=5, d_state=3, dt_shift=-2.0, dt_scale=1.0, seed=0):
     generator = torch.Generator().manual_seed(seed)
     randn = lambda *shape: torch.randn(*shape, generator=generator, dtype=torch.float64)  # noqa: E731
-    values = (randn(batch, length, d_inner), randn(batch, length, d_inner) * dt_scale + dt_shift,
-              -torch.exp(randn(d_inner, d_state)), randn(batch, length, d_state), randn(batch, length, d_state),
-              randn(d_inner), randn(batch, length, d_inner), randn(d_inner), randn(batch, d_inner, d_state))
+    values = (
+        randn(batch, length, d_inner),
+        randn(batch, length, d_inner) * dt_scale + dt_shift,
+        -torch.exp(randn(d_inner, d_state)),
+        randn(batch, length, d_state),
+        randn(batch, length, d_state),
+        randn(d_inner),
+        randn(batch, length, d_inner),
+        randn(d_inner),
+        randn(batch, d_inner, d_state),
+    )
     return dict(zip(NAMES, values))
 
 
 def typed(values, dtype):
     """Leaves of `dtype`; parameters and states keep at least float32, as under mixed precision."""
     kept = ("A", "D", "dt_bias", "initial_state")
-    return {name: v.to(torch.promote_types(dtype, torch.float32) if name in kept else dtype).requires_grad_()
-            for name, v in values.items()}
+    return {
+        name: v.to(
+            torch.promote_types(dtype, torch.float32) if name in kept else dtype
+        ).requires_grad_()
+        for name, v in values.items()
+    }
 
 
 def random_documents(batch, length, seed=1):
@@ -38,15 +50,22 @@ def results(function, values, **options):
     """Outputs and gradients by name."""
     y, state = function(**values, **options)
     generator = torch.Generator().manual_seed(2)
-    loss = sum((o * torch.randn(o.shape, generator=generator, dtype=torch.float64)).sum() for o in (y, state))
-    return {"y": y, "state": state} | dict(zip(NAMES, torch.autograd.grad(loss, list(values.values()))))
+    loss = sum(
+        (o * torch.randn(o.shape, generator=generator, dtype=torch.float64)).sum()
+        for o in (y, state)
+    )
+    return {"y": y, "state": state} | dict(
+        zip(NAMES, torch.autograd.grad(loss, list(values.values())))
+    )
 
 
 def assert_close(actual, expected, tolerance):
     """Every result within `tolerance` of the largest magnitude of the expected one."""
     for name, value in expected.items():
         error = (actual[name].double() - value.double()).abs().max().item()
-        assert error <= tolerance * max(value.abs().max().item(), 1e-30), f"{name}: error {error:.2e}"
+        assert error <= tolerance * max(value.abs().max().item(), 1e-30), (
+            f"{name}: error {error:.2e}"
+        )
 
 
 def of_the_loop(values, documents, dtype):
@@ -57,25 +76,37 @@ def of_the_loop(values, documents, dtype):
 
 def check(form, values, documents=None, dtype=torch.float64, tolerance=1e-12, expected=None):
     expected = expected or of_the_loop(values, documents, dtype)
-    actual = results(selective_scan, typed(values, dtype), documents=documents, return_last_state=True, form=form)
+    actual = results(
+        selective_scan, typed(values, dtype), documents=documents, return_last_state=True, form=form
+    )
     assert_close(actual, expected, tolerance)
 
 
 @pytest.mark.parametrize("length", [1, 2, 15, 16, 17, 31, 32, 33, 100])
 @pytest.mark.parametrize("bounded", [False, True])
 def test_equals_the_loop_at_every_chunk_edge(form, length, bounded):
-    check(form, inputs(length=length), random_documents(2, length) if bounded else None, tolerance=1e-9)
+    check(
+        form,
+        inputs(length=length),
+        random_documents(2, length) if bounded else None,
+        tolerance=1e-9,
+    )
 
 
-@pytest.mark.parametrize("d_inner, d_state", [(1, 1), (15, 16), (16, 4), (17, 16), (129, 5), (300, 2)])
+@pytest.mark.parametrize(
+    "d_inner, d_state", [(1, 1), (15, 16), (16, 4), (17, 16), (129, 5), (300, 2)]
+)
 def test_equals_the_loop_at_every_width(form, d_inner, d_state):
     check(form, inputs(length=20, d_inner=d_inner, d_state=d_state), tolerance=1e-9)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype, tolerance", [(torch.float64, 1e-9), (torch.float32, 3e-6)])
-@pytest.mark.parametrize("dt_shift, dt_scale, A_scale", [
-    (-2, 1, 1), (-40, 5, 1), (0, 0.01, 1e-4), (3, 30, 1), (100, 50, 16), (1000, 300, 8)], ids=str)
+@pytest.mark.parametrize(
+    "dt_shift, dt_scale, A_scale",
+    [(-2, 1, 1), (-40, 5, 1), (0, 0.01, 1e-4), (3, 30, 1), (100, 50, 16), (1000, 300, 8)],
+    ids=str,
+)
 def test_long_sequences_and_extreme_dt(form, dtype, tolerance, dt_shift, dt_scale, A_scale):
     """1200 positions; delta from 1e-25 up, and |delta A| up to over 1e4 a step."""
     values, expected = extreme(dtype, dt_shift, dt_scale, A_scale)
@@ -96,7 +127,9 @@ def extreme(dtype, dt_shift, dt_scale, A_scale):
 def test_bf16_is_as_exact_as_its_storage(form, length):
     """Inner arithmetic is float32, so bf16 costs no more than the rounding of y and its gradient: 2^-9 each, some more
     in sums over positions."""
-    check(form, inputs(length=length, d_inner=20), random_documents(2, length), torch.bfloat16, 2**-7)
+    check(
+        form, inputs(length=length, d_inner=20), random_documents(2, length), torch.bfloat16, 2**-7
+    )
 
 
 def test_fp16_is_taken():
@@ -115,24 +148,34 @@ def test_gradcheck(form, bounded):
     values = typed(inputs(batch=2, length=35, d_inner=3, d_state=2), torch.float64)
     documents = random_documents(2, 35) if bounded else None
     assert torch.autograd.gradcheck(
-        lambda *v: selective_scan(**dict(zip(NAMES, v)), documents=documents, return_last_state=True, form=form),
-        tuple(values.values()), fast_mode=False)
+        lambda *v: selective_scan(
+            **dict(zip(NAMES, v)), documents=documents, return_last_state=True, form=form
+        ),
+        tuple(values.values()),
+        fast_mode=False,
+    )
 
 
-@pytest.mark.parametrize("missing", [("D",), ("z",), ("dt_bias",), ("D", "z", "dt_bias", "initial_state")])
+@pytest.mark.parametrize(
+    "missing", [("D",), ("z",), ("dt_bias",), ("D", "z", "dt_bias", "initial_state")]
+)
 def test_optional_inputs(form, missing):
     """Without D, z, dt_bias or initial state: as with zeros, and a gate of one."""
     values = typed(inputs(), torch.float64)
     given = {name: None if name in missing else v for name, v in values.items()}
     neutral = dict(values)
     for name in missing:
-        neutral[name] = torch.full_like(values[name], 1e3 if name == "z" else 0.0)  # silu(1000) = 1000
+        neutral[name] = torch.full_like(
+            values[name], 1e3 if name == "z" else 0.0
+        )  # silu(1000) = 1000
     scale = 1e-3 if "z" in missing else 1.0
     y = selective_scan(**given, form=form)
     expected = loop(**neutral)[0] * scale
     torch.testing.assert_close(y, expected, rtol=1e-9, atol=1e-9)
     wanted = [v for name, v in values.items() if name not in missing]
-    for actual, reference in zip(torch.autograd.grad(y.sum(), wanted), torch.autograd.grad(expected.sum(), wanted)):
+    for actual, reference in zip(
+        torch.autograd.grad(y.sum(), wanted), torch.autograd.grad(expected.sum(), wanted)
+    ):
         torch.testing.assert_close(actual, reference, rtol=1e-9, atol=1e-9)
 
 
@@ -140,16 +183,24 @@ def test_slices_of_wider_tensors(form):
     """Inputs that are slices, as a projection's are, give the same results and gradients as copies of them."""
     values = typed(inputs(d_inner=4, d_state=4), torch.float64)
     plain = results(selective_scan, values, return_last_state=True, form=form)
-    wide = torch.cat([values[name] for name in ("u", "z", "dt", "B", "C")], dim=-1).detach().requires_grad_()
+    wide = (
+        torch.cat([values[name] for name in ("u", "z", "dt", "B", "C")], dim=-1)
+        .detach()
+        .requires_grad_()
+    )
     sliced = dict(zip(("u", "z", "dt", "B", "C"), wide.split(4, dim=-1)))
     y, state = selective_scan(**(values | sliced), return_last_state=True, form=form)
     torch.testing.assert_close((y, state), (plain["y"], plain["state"]), rtol=1e-12, atol=1e-12)
     transposed = values["u"].detach().transpose(1, 2).contiguous().transpose(1, 2)
-    torch.testing.assert_close(selective_scan(**(values | {"u": transposed}), form=form), y, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(
+        selective_scan(**(values | {"u": transposed}), form=form), y, rtol=1e-12, atol=1e-12
+    )
     expanded = torch.ones(1, 1, 1, dtype=torch.float64)
-    grad, = torch.autograd.grad(y, wide, expanded.expand_as(y))  # what y.sum() sends back: strides of 0
+    (grad,) = torch.autograd.grad(
+        y, wide, expanded.expand_as(y)
+    )  # what y.sum() sends back: strides of 0
     again = selective_scan(**(values | sliced), form=form)
-    reference, = torch.autograd.grad(again, wide, expanded.expand_as(y).contiguous())
+    (reference,) = torch.autograd.grad(again, wide, expanded.expand_as(y).contiguous())
     torch.testing.assert_close(grad, reference, rtol=1e-12, atol=1e-12)
 
 
@@ -175,7 +226,9 @@ def test_one_document_never_changes_another(form):
             values[name][:, :37] += noise
         values = typed(values, torch.float32)
         y = selective_scan(**values, documents=documents, form=form)
-        gradients = torch.autograd.grad(y[:, 37:].square().sum(), [values[n] for n in ("u", "dt", "B", "C", "z")])
+        gradients = torch.autograd.grad(
+            y[:, 37:].square().sum(), [values[n] for n in ("u", "dt", "B", "C", "z")]
+        )
         return [y[:, 37:], *(g[:, 37:] for g in gradients)]
 
     plain = second_half(0.0)
@@ -191,7 +244,9 @@ def test_documents_equal_separate_rows(form):
     zero = torch.zeros_like(values["initial_state"])
     second = {n: v[:, 33:] if n in ("u", "dt", "B", "C", "z") else v for n, v in values.items()}
     second["initial_state"] = zero
-    torch.testing.assert_close(whole[:, 33:], selective_scan(**second, form=form), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(
+        whole[:, 33:], selective_scan(**second, form=form), rtol=1e-12, atol=1e-12
+    )
 
 
 def test_nan_is_not_hidden(form):
@@ -211,15 +266,19 @@ def test_state_hands_over(form):
         return {n: v[:, span] if n in ("u", "dt", "B", "C", "z") else v for n, v in values.items()}
 
     first, state = selective_scan(**half(slice(0, 21)), return_last_state=True, form=form)
-    rest, state = selective_scan(**(half(slice(21, 50)) | {"initial_state": state}), return_last_state=True, form=form)
+    rest, state = selective_scan(
+        **(half(slice(21, 50)) | {"initial_state": state}), return_last_state=True, form=form
+    )
     torch.testing.assert_close(torch.cat([first, rest], dim=1), whole, rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(state, last, rtol=1e-12, atol=1e-12)
 
     state = values["initial_state"]
     for t in range(50):
         one = half(slice(t, t + 1)) | {"initial_state": state}
-        y, state = (found.detach() for found in selective_scan(**one, return_last_state=True, form=form))
-        torch.testing.assert_close(y, whole[:, t:t + 1].detach(), rtol=1e-9, atol=1e-9)
+        y, state = (
+            found.detach() for found in selective_scan(**one, return_last_state=True, form=form)
+        )
+        torch.testing.assert_close(y, whole[:, t : t + 1].detach(), rtol=1e-9, atol=1e-9)
     torch.testing.assert_close(state, last.detach(), rtol=1e-9, atol=1e-9)
 
 
@@ -253,7 +312,10 @@ class LargestTensor(TorchDispatchMode):
         result = function(*args, **(kwargs or {}))
         for tensor in result if isinstance(result, (tuple, list)) else [result]:
             if isinstance(tensor, torch.Tensor):
-                self.elements = max(self.elements, tensor.untyped_storage().nbytes() // max(tensor.element_size(), 1))
+                self.elements = max(
+                    self.elements,
+                    tensor.untyped_storage().nbytes() // max(tensor.element_size(), 1),
+                )
         return result
 
 

@@ -12,12 +12,20 @@ pytestmark = pytest.mark.torch22
 NAMES = ("x", "dt", "A", "B", "C", "D", "dt_bias")
 
 
-def inputs(batch=2, length=70, heads=4, headdim=3, groups=2, d_state=5, dtype=torch.float64, seed=0):
+def inputs(
+    batch=2, length=70, heads=4, headdim=3, groups=2, d_state=5, dtype=torch.float64, seed=0
+):
     generator = torch.Generator().manual_seed(seed)
     randn = lambda *shape: torch.randn(*shape, generator=generator, dtype=torch.float64)  # noqa: E731
-    values = dict(x=randn(batch, length, heads, headdim), dt=randn(batch, length, heads) - 1,
-                  A=-torch.exp(randn(heads)), B=randn(batch, length, groups, d_state),
-                  C=randn(batch, length, groups, d_state), D=randn(heads), dt_bias=randn(heads))
+    values = dict(
+        x=randn(batch, length, heads, headdim),
+        dt=randn(batch, length, heads) - 1,
+        A=-torch.exp(randn(heads)),
+        B=randn(batch, length, groups, d_state),
+        C=randn(batch, length, groups, d_state),
+        D=randn(heads),
+        dt_bias=randn(heads),
+    )
     return {name: value.to(dtype).requires_grad_() for name, value in values.items()}
 
 
@@ -28,7 +36,10 @@ def random_documents(batch, length, seed=1):
 
 def gradients(outputs, wanted, seed=2):
     generator = torch.Generator().manual_seed(seed)
-    loss = sum((o.double() * torch.randn(o.shape, generator=generator, dtype=torch.float64)).sum() for o in outputs)
+    loss = sum(
+        (o.double() * torch.randn(o.shape, generator=generator, dtype=torch.float64)).sum()
+        for o in outputs
+    )
     return torch.autograd.grad(loss, wanted)
 
 
@@ -36,7 +47,9 @@ def assert_close(actual, expected, tolerance, name=""):
     """Within `tolerance` of the largest magnitude of `expected`."""
     error = (actual.double() - expected.double()).abs().max().item()
     scale = expected.abs().max().item()
-    assert error <= tolerance * max(scale, 1e-30), f"{name}: error {error:.2e} at magnitude {scale:.2e}"
+    assert error <= tolerance * max(scale, 1e-30), (
+        f"{name}: error {error:.2e} at magnitude {scale:.2e}"
+    )
 
 
 @pytest.mark.parametrize("length", [1, 63, 64, 65, 150])
@@ -48,10 +61,14 @@ def test_equals_the_recurrence(length, groups, bounded):
     state = torch.randn(2, 4, 3, 5, dtype=torch.float64, requires_grad=True)
     documents = random_documents(2, length) if bounded else None
     expected = recurrence(*values.values(), documents, state)
-    actual = ssd(**values, chunk_size=256, documents=documents, initial_state=state, return_last_state=True)
+    actual = ssd(
+        **values, chunk_size=256, documents=documents, initial_state=state, return_last_state=True
+    )
     wanted = [*values.values(), state]
     names = ("y", "last state", *NAMES, "initial state")
-    for name, a, e in zip(names, (*actual, *gradients(actual, wanted)), (*expected, *gradients(expected, wanted))):
+    for name, a, e in zip(
+        names, (*actual, *gradients(actual, wanted)), (*expected, *gradients(expected, wanted))
+    ):
         assert_close(a, e, 1e-11, name)
 
 
@@ -70,7 +87,13 @@ def test_gradcheck(bounded, groups):
     documents = torch.tensor([[0, 0, 1, 1, 1, 1, 2]]) if bounded else None
 
     def run(state, *arguments):
-        return ssd(*arguments, chunk_size=4, documents=documents, initial_state=state, return_last_state=True)
+        return ssd(
+            *arguments,
+            chunk_size=4,
+            documents=documents,
+            initial_state=state,
+            return_last_state=True,
+        )
 
     assert torch.autograd.gradcheck(run, (state, *values.values()))
 
@@ -80,7 +103,9 @@ def test_optional_inputs():
     values = inputs()
     zeros = torch.zeros(4, dtype=torch.float64)
     expected, _ = recurrence(*[values[name] for name in ("x", "dt", "A", "B", "C")], zeros, zeros)
-    assert_close(ssd(*[values[name] for name in ("x", "dt", "A", "B", "C")], chunk_size=64), expected, 1e-12)
+    assert_close(
+        ssd(*[values[name] for name in ("x", "dt", "A", "B", "C")], chunk_size=64), expected, 1e-12
+    )
 
 
 def test_the_chunk_does_not_matter():
@@ -95,12 +120,15 @@ def test_one_document_a_row():
     """Equal document numbers along a row, whatever number, are no boundaries."""
     values = inputs()
     documents = torch.tensor([[3], [0]]).expand(2, 70)
-    assert_close(ssd(**values, chunk_size=64, documents=documents), ssd(**values, chunk_size=64), 1e-13)
+    assert_close(
+        ssd(**values, chunk_size=64, documents=documents), ssd(**values, chunk_size=64), 1e-13
+    )
 
 
 @pytest.mark.parametrize("boundary", [1, 40, 64, 100])
 def test_no_leak_between_documents(boundary):
     """Whatever one document holds, the other's outputs and gradients stay bitwise the same, both ways."""
+
     def run(changed):
         values = inputs(length=150, dtype=torch.float32)
         with torch.no_grad():
@@ -109,7 +137,9 @@ def test_no_leak_between_documents(boundary):
         y = ssd(**values, chunk_size=64, documents=documents)
         weights = torch.randn(y.shape, generator=torch.Generator().manual_seed(3))
         weights[:, changed] *= -5
-        return y, torch.autograd.grad((y * weights).sum(), [values[name] for name in ("x", "dt", "B", "C")])
+        return y, torch.autograd.grad(
+            (y * weights).sum(), [values[name] for name in ("x", "dt", "B", "C")]
+        )
 
     documents = (torch.arange(150) >= boundary).int().expand(2, 150)
     first, second, nothing = slice(0, boundary), slice(boundary, 150), slice(0, 0)
@@ -128,7 +158,9 @@ def test_documents_equal_rows_of_their_own():
     packed = ssd(**values, chunk_size=64, documents=documents)
     for document in documents.unique():
         piece = (documents[0] == document).nonzero()[:, 0]
-        alone = {name: v[:, piece] if name in ("x", "dt", "B", "C") else v for name, v in values.items()}
+        alone = {
+            name: v[:, piece] if name in ("x", "dt", "B", "C") else v for name, v in values.items()
+        }
         assert_close(packed[:, piece], ssd(**alone, chunk_size=64), 1e-12)
 
 
@@ -144,7 +176,10 @@ def test_extreme_dt(bias):
     expected = recurrence(*exact.values())[0]
     actual = ssd(**single, chunk_size=64)
     assert_close(actual, expected, 1e-5, "y")
-    got, want = gradients([actual], list(single.values())), gradients([expected], list(exact.values()))
+    got, want = (
+        gradients([actual], list(single.values())),
+        gradients([expected], list(exact.values())),
+    )
     for name, a, e in zip(NAMES, got, want):
         assert torch.isfinite(a).all(), name
         assert_close(a, e, 1e-4, name)
@@ -179,7 +214,10 @@ def test_long_sequences():
 def test_bf16_costs_its_own_rounding_only(bounded):
     """bf16 activations: float32 inside, so y and gradients are wrong by bf16's rounding of the result and no more."""
     rounded = inputs(length=150, headdim=8, d_state=16, dtype=torch.bfloat16)
-    rounded = {name: v.detach().float() if name in ("A", "D", "dt_bias") else v.detach() for name, v in rounded.items()}
+    rounded = {
+        name: v.detach().float() if name in ("A", "D", "dt_bias") else v.detach()
+        for name, v in rounded.items()
+    }
     exact = {name: v.double().requires_grad_() for name, v in rounded.items()}
     for value in rounded.values():
         value.requires_grad_()
@@ -187,7 +225,9 @@ def test_bf16_costs_its_own_rounding_only(bounded):
     expected = recurrence(*exact.values(), documents)[0]
     actual = ssd(**rounded, chunk_size=64, documents=documents)
     assert actual.dtype == torch.bfloat16
-    assert ((actual.double() - expected).abs() <= 2**-8 * expected.abs() + 1e-5 * expected.abs().max()).all()
+    assert (
+        (actual.double() - expected).abs() <= 2**-8 * expected.abs() + 1e-5 * expected.abs().max()
+    ).all()
     weights = torch.randn(actual.shape, dtype=torch.bfloat16)
     got = torch.autograd.grad((actual * weights).sum(), list(rounded.values()))
     want = torch.autograd.grad((expected * weights).sum(), list(exact.values()))
@@ -203,16 +243,21 @@ def test_steps_equal_the_whole():
     expected, last = ssd(**values, chunk_size=64, initial_state=state, return_last_state=True)
     parameters = {name: values[name] for name in ("A", "D", "dt_bias")}
     for t in range(70):
-        one = {name: values[name][:, t:t + 1] for name in ("x", "dt", "B", "C")}
-        y, state = ssd(**one, **parameters, chunk_size=64, initial_state=state, return_last_state=True)
-        assert_close(y, expected[:, t:t + 1], 1e-11)
+        one = {name: values[name][:, t : t + 1] for name in ("x", "dt", "B", "C")}
+        y, state = ssd(
+            **one, **parameters, chunk_size=64, initial_state=state, return_last_state=True
+        )
+        assert_close(y, expected[:, t : t + 1], 1e-11)
     assert_close(state, last, 1e-11)
 
 
 def test_a_sequence_in_two_parts():
     """The last state of one part is the initial state of the next."""
     values = inputs(length=100)
-    cut = lambda piece: {n: v[:, piece] if n in ("x", "dt", "B", "C") else v for n, v in values.items()}  # noqa: E731
+
+    def cut(piece):
+        return {n: v[:, piece] if n in ("x", "dt", "B", "C") else v for n, v in values.items()}
+
     first, state = ssd(**cut(slice(0, 37)), chunk_size=64, return_last_state=True)
     second = ssd(**cut(slice(37, 100)), chunk_size=64, initial_state=state)
     assert_close(torch.cat([first, second], dim=1), ssd(**values, chunk_size=64), 1e-12)
@@ -257,9 +302,14 @@ def test_survives_compiling(bounded):
     makes of it: tests/model/test_lm.py."""
     values = inputs(length=70, dtype=torch.float32)
     documents = random_documents(2, 70) if bounded else None
-    compiled = torch.compile(lambda **v: ssd(**v, chunk_size=64, documents=documents), backend="aot_eager",
-                             fullgraph=True)
+    compiled = torch.compile(
+        lambda **v: ssd(**v, chunk_size=64, documents=documents),
+        backend="aot_eager",
+        fullgraph=True,
+    )
     actual, expected = compiled(**values), ssd(**values, chunk_size=64, documents=documents)
     wanted = list(values.values())
-    for a, e in zip((actual, *gradients([actual], wanted)), (expected, *gradients([expected], wanted))):
+    for a, e in zip(
+        (actual, *gradients([actual], wanted)), (expected, *gradients([expected], wanted))
+    ):
         assert_close(a, e, 1e-5)

@@ -9,8 +9,10 @@ from mamba_fsdp.errors import UserError
 from mamba_fsdp.ops import triton
 
 pytestmark = pytest.mark.torch22
-TABLES = {"sweep": {(8, 0): {"BLOCK": 64, "num_warps": 1}, (9, 0): {"BLOCK": 128, "num_warps": 4}},
-          "sums": {(8, 0): {"ROWS": 16, "num_warps": 4}}}
+TABLES = {
+    "sweep": {(8, 0): {"BLOCK": 64, "num_warps": 1}, (9, 0): {"BLOCK": 128, "num_warps": 4}},
+    "sums": {(8, 0): {"ROWS": 16, "num_warps": 4}},
+}
 CPU = torch.device("cpu")
 
 
@@ -32,7 +34,9 @@ def seconds(run):
     return 1 + (sizes["sweep"]["num_warps"] != 2) + (sizes["sums"]["num_warps"] != 8) / 2
 
 
-@pytest.mark.parametrize("capability, block", [((8, 0), 64), ((8, 9), 64), ((9, 0), 128), ((12, 0), 128)])
+@pytest.mark.parametrize(
+    "capability, block", [((8, 0), 64), ((8, 9), 64), ((9, 0), 128), ((12, 0), 128)]
+)
 def test_the_table_of_the_newest_known_architecture_serves(monkeypatch, capability, block):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     assert launched(torch.device("cuda"))["sweep"]["BLOCK"] == block

@@ -25,9 +25,18 @@ def mamba_ssm_folder():
     CACHE.mkdir(parents=True, exist_ok=True)
     fresh = Path(tempfile.mkdtemp(dir=CACHE))
     pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", fresh]
-    for packages in (["setuptools", "wheel", "packaging", "einops"], ["--no-build-isolation", f"mamba-ssm=={VERSION}"]):
-        build = {"PYTHONPATH": str(fresh), "MAMBA_FORCE_BUILD": "TRUE", "MAMBA_SKIP_CUDA_BUILD": "TRUE"}
-        done = subprocess.run([*pip, *packages], env=os.environ | build, capture_output=True, text=True)
+    for packages in (
+        ["setuptools", "wheel", "packaging", "einops"],
+        ["--no-build-isolation", f"mamba-ssm=={VERSION}"],
+    ):
+        build = {
+            "PYTHONPATH": str(fresh),
+            "MAMBA_FORCE_BUILD": "TRUE",
+            "MAMBA_SKIP_CUDA_BUILD": "TRUE",
+        }
+        done = subprocess.run(
+            [*pip, *packages], env=os.environ | build, capture_output=True, text=True
+        )
         if done.returncode:
             reason = (done.stderr.strip() or "no reason given").splitlines()[-1]
             pytest.skip(f"mamba-ssm {VERSION} can't be installed here: {reason}")

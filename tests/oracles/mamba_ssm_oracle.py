@@ -18,16 +18,27 @@ from unittest.mock import MagicMock
 import torch
 import torch.nn.functional as F
 
-STAND_INS = ("triton", "triton.language", "transformers", "transformers.generation", "transformers.utils",
-             "transformers.utils.hub", "selective_scan_cuda")
+STAND_INS = (
+    "triton",
+    "triton.language",
+    "transformers",
+    "transformers.generation",
+    "transformers.utils",
+    "transformers.utils.hub",
+    "selective_scan_cuda",
+)
 
 
 def reference_model_class():
     sys.path.insert(0, sys.argv[1])
     for name in STAND_INS:
         sys.modules[name] = MagicMock(__version__="3.0.0")
-    triton = sys.modules["triton"]  # the package looks into its kernels' configurations when it is imported
-    triton.Config = lambda sizes, num_warps=4, **_: types.SimpleNamespace(kwargs=sizes, num_warps=num_warps)
+    triton = sys.modules[
+        "triton"
+    ]  # the package looks into its kernels' configurations when it is imported
+    triton.Config = lambda sizes, num_warps=4, **_: types.SimpleNamespace(
+        kwargs=sizes, num_warps=num_warps
+    )
     triton.autotune = lambda configs, **_: lambda kernel: types.SimpleNamespace(configs=configs)
     sys.modules["huggingface_hub"] = types.SimpleNamespace(PyTorchModelHubMixin=object)
     from mamba_ssm.models import mixer_seq_simple
@@ -35,11 +46,15 @@ def reference_model_class():
     from mamba_ssm.ops import selective_scan_interface as scan
     from mamba_ssm.ops.triton import layer_norm, layernorm_gated, ssd_combined
 
-    def rms_norm(x, weight, bias, eps, **_):  # called without a residual here, as fused_add_norm is off
+    def rms_norm(
+        x, weight, bias, eps, **_
+    ):  # called without a residual here, as fused_add_norm is off
         return layer_norm.rms_norm_ref(x, weight, bias, eps=eps, upcast=True)
 
     def ssd(x, dt, A, B, C, chunk_size, D, z, dt_bias, dt_softplus, **_):
-        return ssd_combined.ssd_selective_scan(x, dt, A, B, C, D=D, z=z, dt_bias=dt_bias, dt_softplus=dt_softplus)
+        return ssd_combined.ssd_selective_scan(
+            x, dt, A, B, C, D=D, z=z, dt_bias=dt_bias, dt_softplus=dt_softplus
+        )
 
     scan.selective_scan_fn = mamba_simple.selective_scan_fn = scan.selective_scan_ref
     layer_norm.rms_norm_fn = rms_norm
@@ -59,8 +74,12 @@ def main():
     logits = model(tokens).logits
     loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
     loss.backward()
-    answer = {"state": {name: value.detach() for name, value in model.named_parameters()}, "logits": logits.detach(),
-              "loss": loss.detach(), "gradients": {name: value.grad for name, value in model.named_parameters()}}
+    answer = {
+        "state": {name: value.detach() for name, value in model.named_parameters()},
+        "logits": logits.detach(),
+        "loss": loss.detach(),
+        "gradients": {name: value.grad for name, value in model.named_parameters()},
+    }
     torch.save(answer, sys.stdout.buffer)
 
 

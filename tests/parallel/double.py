@@ -53,7 +53,9 @@ class Double(nn.Module):
         hidden, residual = F.embedding(tokens, self.backbone.embedding.weight).to(self.dtype), None
         for block in self.backbone.layers:
             hidden, residual = block(hidden, residual, documents)
-        hidden = F.layer_norm(hidden + residual, hidden.shape[-1:], self.backbone.norm_f.weight.float()).to(self.dtype)
+        hidden = F.layer_norm(
+            hidden + residual, hidden.shape[-1:], self.backbone.norm_f.weight.float()
+        ).to(self.dtype)
         logits = F.linear(hidden, self.lm_head.weight.to(self.dtype))
         if labels is None:
             return logits

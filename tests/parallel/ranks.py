@@ -17,8 +17,12 @@ from mamba_fsdp.parallel.parallelize import parallelize
 from mamba_fsdp.parallel.world import start_world
 
 os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # a rank is a daemon and may have no children
-PROCESSES = multiprocessing.get_context("forkserver")  # its server imports torch once; each rank is then there at once
-PROCESSES.set_forkserver_preload(["torch.distributed.fsdp", "torch.distributed.device_mesh", "torch._dynamo", *IMPORTS])
+PROCESSES = multiprocessing.get_context(
+    "forkserver"
+)  # its server imports torch once; each rank is then there at once
+PROCESSES.set_forkserver_preload(
+    ["torch.distributed.fsdp", "torch.distributed.device_mesh", "torch._dynamo", *IMPORTS]
+)
 
 
 def run_ranks(count, function, *arguments, launched=True, seconds=400):
@@ -26,12 +30,16 @@ def run_ranks(count, function, *arguments, launched=True, seconds=400):
 
     Raises AssertionError with the traceback of a rank that fails. launched=False leaves out what torchrun would set.
     """
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # at a port that it holds
+    store = TCPStore(
+        "127.0.0.1", 0, is_master=True, wait_for_workers=False
+    )  # at a port that it holds
     ranks = []
     for rank in range(count):
         receiver, sender = PROCESSES.Pipe(duplex=False)
         identity = (sender, rank, count, store.port if launched else None)
-        process = PROCESSES.Process(target=_rank, args=(*identity, function, arguments), daemon=True)
+        process = PROCESSES.Process(
+            target=_rank, args=(*identity, function, arguments), daemon=True
+        )
         process.start()
         sender.close()
         ranks.append((process, receiver))
@@ -40,7 +48,9 @@ def run_ranks(count, function, *arguments, launched=True, seconds=400):
         for rank, (process, receiver) in enumerate(ranks):
             assert receiver.poll(seconds), f"rank {rank} said nothing for {seconds} s"
             try:
-                result, failure = pickle.loads(receiver.recv_bytes())  # by value: shared tensors die with their rank
+                result, failure = pickle.loads(
+                    receiver.recv_bytes()
+                )  # by value: shared tensors die with their rank
             except EOFError:
                 process.join()
                 result, failure = None, f"died with exit code {process.exitcode}"
@@ -55,9 +65,16 @@ def run_ranks(count, function, *arguments, launched=True, seconds=400):
 
 def _rank(sender, rank, count, port, function, arguments):
     if port:
-        os.environ.update(RANK=str(rank), WORLD_SIZE=str(count), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(count),
-                          MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), TORCHELASTIC_USE_AGENT_STORE="True",
-                          TORCHELASTIC_RESTART_COUNT="0")
+        os.environ.update(
+            RANK=str(rank),
+            WORLD_SIZE=str(count),
+            LOCAL_RANK=str(rank),
+            LOCAL_WORLD_SIZE=str(count),
+            MASTER_ADDR="127.0.0.1",
+            MASTER_PORT=str(port),
+            TORCHELASTIC_USE_AGENT_STORE="True",
+            TORCHELASTIC_RESTART_COUNT="0",
+        )
     torch.set_num_threads(1)
     try:
         world = start_world(timeout_minutes=3)
@@ -80,7 +97,10 @@ def build(world, strategy, dtype=torch.float32, tie=True, layers=3, shard_size=N
         model = Double(compute_dtype=dtype, tie=tie, layers=layers)
     parallel = parallelize(model, settings, world=world, compute_dtype=dtype, shard_size=shard_size)
     shapes = {shard.name: shard.shape for shard in parallel.shards()}
-    fill_parts(parallel.shards(), lambda name, start, stop: value_of(name, shapes[name]).reshape(-1)[start:stop])
+    fill_parts(
+        parallel.shards(),
+        lambda name, start, stop: value_of(name, shapes[name]).reshape(-1)[start:stop],
+    )
     return parallel, torch.optim.AdamW(parallel.parameters().values(), lr=1e-2)
 
 
@@ -93,15 +113,15 @@ def gradient_norm(world, parallel):
     return float(world.all_reduce_sum(parallel.gradient_squares()).sqrt())
 
 
-def train(world, parallel, optimizer, steps, micro_batches=2):
+def train(world, parallel, optimizer, steps, grad_accumulation_steps=2):
     """Steps on the same global batches for any world. Returns [(loss, gradient norm)]."""
     records = []
     for step in steps:
-        mine = tokens(step).view(world.size, micro_batches, -1, 9)[world.rank]
+        mine = tokens(step).view(world.size, grad_accumulation_steps, -1, 9)[world.rank]
         optimizer.zero_grad(set_to_none=True)
         total = 0.0
         for index, batch in enumerate(mine):
-            with parallel.accumulate(last=index == micro_batches - 1):
+            with parallel.accumulate(last=index == grad_accumulation_steps - 1):
                 loss = parallel.module(batch[:, :-1], labels=batch[:, 1:])
                 (loss / 192).backward()
             total += float(loss.detach())
@@ -120,5 +140,5 @@ def whole(world, shards):
     tensors = {name: torch.full(shape, float("nan")) for name, shape, _, _ in gathered[0]}
     for rank in gathered:
         for name, _, start, data in rank:
-            tensors[name].view(-1)[start:start + data.numel()] = data
+            tensors[name].view(-1)[start : start + data.numel()] = data
     return tensors

@@ -14,14 +14,26 @@ from mamba_fsdp.train.run_folder import RunFolder
 from mamba_fsdp.train.setup import set_up
 
 pytestmark = [pytest.mark.slow, pytest.mark.torch22]
-SETTINGS = {"d_model": 16, "n_layer": 1, "vocab_size": 64, "d_state": 4, "seq_length": 8, "num_steps": 4,
-            "mixed_precision": "fp32", "num_workers": 1, "validation_path": "none", "kernels": "portable"}
+SETTINGS = {
+    "d_model": 16,
+    "n_layer": 1,
+    "vocab_size": 64,
+    "d_state": 4,
+    "seq_length": 8,
+    "num_steps": 4,
+    "mixed_precision": "fp32",
+    "num_workers": 1,
+    "validation_path": "none",
+    "kernels": "portable",
+}
 
 
 @pytest.fixture
 def store(tmp_path):
     """A store of four shards."""
-    writer = StoreWriter(tmp_path / "store", vocab_size=64, eos=0, tokenizer="none", shard_tokens=100)
+    writer = StoreWriter(
+        tmp_path / "store", vocab_size=64, eos=0, tokenizer="none", shard_tokens=100
+    )
     for _ in range(40):
         writer.append([*np.arange(1, 10), writer.eos])
     return writer.finish()
@@ -30,8 +42,13 @@ def store(tmp_path):
 def start_and_read(world, words, cut_later=None):
     """(files of the store that were opened at the start, and while everything was read; the error)."""
     opened, seen = [], []
-    sys.addaudithook(lambda event, args: event == "open" and str(args[0]).endswith((".bin", ".doc", "index.json"))
-                     and opened.append(os.path.basename(args[0])))
+    sys.addaudithook(
+        lambda event, args: (
+            event == "open"
+            and str(args[0]).endswith((".bin", ".doc", "index.json"))
+            and opened.append(os.path.basename(args[0]))
+        )
+    )
     settings, _ = resolve.resolve_settings(words)
     folder = RunFolder(settings.checkpoint.save_ckpt_path)
     try:
@@ -69,4 +86,8 @@ def test_a_shard_that_was_cut_short_is_told_on_all_ranks_at_the_start(words, sto
 
 def test_and_one_that_is_cut_later_when_it_is_first_read(words, store):
     for _, _, wrong in run_ranks(2, start_and_read, words, store.path / "00002.bin"):
-        assert "source 'store', window" in wrong and "00002.bin: " in wrong and "but its index says" in wrong
+        assert (
+            "source 'store', window" in wrong
+            and "00002.bin: " in wrong
+            and "but its index says" in wrong
+        )

@@ -15,8 +15,14 @@ from mamba_fsdp.parallel.world import World
 from mamba_fsdp.train.optimizer import make_optimizer
 
 pytestmark = pytest.mark.torch22
-HYBRID = dict(d_model=64, n_layer=3, vocab_size=512, layers="mamba1,mamba2,attention+mlp", headdim=16,
-              tie_embeddings=False)
+HYBRID = dict(
+    d_model=64,
+    n_layer=3,
+    vocab_size=512,
+    layers="mamba1,mamba2,attention+mlp",
+    headdim=16,
+    tie_embeddings=False,
+)
 
 
 def expected(config, how, world, dtype, tokens):
@@ -33,36 +39,68 @@ def held(world, strategy):
         model = MambaLM(config)
     parallel = parallelize(model, how, world=world, compute_dtype=torch.float32)
     fill_parts(parallel.shards(), lambda name, start, stop: torch.full((stop - start,), 0.01))
-    optimizer = make_optimizer(parallel.parameters(), parameters(config), OptimizerConfig(), world.device)
+    optimizer = make_optimizer(
+        parallel.parameters(), parameters(config), OptimizerConfig(), world.device
+    )
     tokens = torch.zeros(1, 8, dtype=torch.int64)
     parallel.module(tokens, labels=tokens).backward()
     parallel.reduce_gradients()
     optimizer.step()
     there = list(parallel.parameters().values())
-    moments = [tensor for state in optimizer.state.values() for name, tensor in state.items() if name != "step"]
-    found = {"weights": there, "gradients": [parameter.grad for parameter in there], "moments": moments}
-    return ({name: sum(tensor.nbytes for tensor in tensors if tensor is not None) for name, tensors in found.items()},
-            expected(config, how, world, "fp32", 8))
+    moments = [
+        tensor
+        for state in optimizer.state.values()
+        for name, tensor in state.items()
+        if name != "step"
+    ]
+    found = {
+        "weights": there,
+        "gradients": [parameter.grad for parameter in there],
+        "moments": moments,
+    }
+    return (
+        {
+            name: sum(tensor.nbytes for tensor in tensors if tensor is not None)
+            for name, tensors in found.items()
+        },
+        expected(config, how, world, "fp32", 8),
+    )
 
 
-@pytest.mark.parametrize("strategy, count", [("none", 1), *(pytest.param(*case, marks=pytest.mark.slow)
-                                                            for case in [("ddp", 2), ("fsdp", 2), ("hsdp", 4)])])
+@pytest.mark.parametrize(
+    "strategy, count",
+    [
+        ("none", 1),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in [("ddp", 2), ("fsdp", 2), ("hsdp", 4)]
+        ),
+    ],
+)
 def test_weights_gradients_and_moments_are_those_that_are_there(strategy, count):
     """On the rank that holds most; FSDP1 pads its flat parameters by a few elements."""
     ranks = [held(World.alone(), strategy)] if count == 1 else run_ranks(count, held, strategy)
     for name in ("weights", "gradients", "moments"):
-        assert max(found[name] for found, _ in ranks) == pytest.approx(ranks[0][1][name], rel=5e-3), name
+        assert max(found[name] for found, _ in ranks) == pytest.approx(
+            ranks[0][1][name], rel=5e-3
+        ), name
 
 
-@pytest.mark.parametrize("how", [{}, {"fsdp_activation_checkpointing": True, "selective_checkpointing": "1/2"}])
+@pytest.mark.parametrize(
+    "how", [{}, {"fsdp_activation_checkpointing": True, "selective_checkpointing": "1/2"}]
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("layers", ["mamba1", "mamba2", "attention+mlp"])
 def test_activations_and_copies_are_about_the_least_that_autograd_keeps(layers, dtype, how):
     """What the backward pass takes of a block comes beside; the portable forms keep more."""
     config = ModelConfig(layers=layers, d_model=128, n_layer=4, vocab_size=64, d_state=16)
     world, settings = World.alone(), ParallelConfig(**how)
-    parallel = parallelize(torch.nn.Module.to_empty(MambaLM(config, compute_dtype=dtype), device="cpu"),
-                           ParallelConfig(low_cpu_fsdp=False, **how), world=world, compute_dtype=dtype)
+    parallel = parallelize(
+        torch.nn.Module.to_empty(MambaLM(config, compute_dtype=dtype), device="cpu"),
+        ParallelConfig(low_cpu_fsdp=False, **how),
+        world=world,
+        compute_dtype=dtype,
+    )
     fill_parts(parallel.shards(), lambda name, start, stop: torch.full((stop - start,), 0.01))
     weights = {slot.local.untyped_storage().data_ptr() for slot in parallel.slots}
     kept = {}
@@ -70,13 +108,17 @@ def test_activations_and_copies_are_about_the_least_that_autograd_keeps(layers, 
     def keep(tensor):
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in weights:
-            kept[storage.data_ptr()] = tensor  # a storage that lives can't give its address to another
+            kept[storage.data_ptr()] = (
+                tensor  # a storage that lives can't give its address to another
+            )
         return tensor
 
     tokens = torch.zeros(2, 128, dtype=torch.int64)
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         parallel.module(tokens, labels=tokens)
     there = sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
-    found = expected(config, settings, world, {torch.float32: "fp32", torch.bfloat16: "bf16"}[dtype], 256)
+    found = expected(
+        config, settings, world, {torch.float32: "fp32", torch.bfloat16: "bf16"}[dtype], 256
+    )
     least = found["activations"] + found["gathered"]
     assert 0.85 * least <= there <= 3 * least

@@ -12,13 +12,24 @@ from mamba_fsdp.parallel.parallelize import parallelize
 from mamba_fsdp.parallel.world import start_world
 
 pytestmark = pytest.mark.torch22
-CONFIG = dict(d_model=32, n_layer=3, vocab_size=64, layers="mamba1,mamba2,attention+mlp", d_intermediate=48,
-              d_state=8, headdim=16, n_head=4, n_kv_head=2)
+CONFIG = dict(
+    d_model=32,
+    n_layer=3,
+    vocab_size=64,
+    layers="mamba1,mamba2,attention+mlp",
+    d_intermediate=48,
+    d_state=8,
+    headdim=16,
+    n_head=4,
+    n_kv_head=2,
+)
 
 
 def parts(mixer):
     """The tensors of a mixer that tell precisions apart, as they are during a forward pass."""
-    found = {name: getattr(mixer, name) for name in ("A_log", "D", "dt_bias") if hasattr(mixer, name)}
+    found = {
+        name: getattr(mixer, name) for name in ("A_log", "D", "dt_bias") if hasattr(mixer, name)
+    }
     if hasattr(mixer, "dt_proj"):
         found["dt_proj.bias"] = mixer.dt_proj.bias
     return found | {"in_proj": mixer.in_proj.weight}
@@ -32,12 +43,20 @@ def step(world, strategy, dtype):
     spread = ParallelConfig(sharding_strategy=strategy, fsdp_activation_checkpointing=True)
     parallel = parallelize(model, spread, world=world, compute_dtype=dtype)
     spec = parameters(config)
-    fill_parts(parallel.shards(), lambda name, start, stop: initial_part(name, spec[name], 0, start, stop))
+    fill_parts(
+        parallel.shards(), lambda name, start, stop: initial_part(name, spec[name], 0, start, stop)
+    )
     seen = {}
     for prefix, module in model.named_modules():
         if prefix.split(".")[-1] == "mixer":
-            module.register_forward_pre_hook(lambda mixer, _: seen.update(
-                {f"{type(mixer).__name__} {name}": tensor.dtype for name, tensor in parts(mixer).items()}))
+            module.register_forward_pre_hook(
+                lambda mixer, _: seen.update(
+                    {
+                        f"{type(mixer).__name__} {name}": tensor.dtype
+                        for name, tensor in parts(mixer).items()
+                    }
+                )
+            )
     tokens = torch.randint(0, 64, (4, 33), generator=torch.Generator().manual_seed(0))
     tokens = tokens.view(world.size, -1, 33)[world.rank]
     loss = parallel.module(tokens[:, :-1], labels=tokens[:, 1:])
@@ -51,7 +70,9 @@ def test_sharded_bf16_keeps_the_recurrence_in_fp32():
     """On 2 ranks in bf16, projections are bf16, A_log, D, dt_bias and dt_proj.bias fp32; the step is that of fp32."""
     loss, norm, _ = step(start_world(), "none", torch.float32)
     for half_loss, half_norm, seen in run_ranks(2, step, "fsdp", torch.bfloat16):
-        assert half_loss == pytest.approx(loss, rel=5e-3) and half_norm == pytest.approx(norm, rel=3e-2)
+        assert half_loss == pytest.approx(loss, rel=5e-3) and half_norm == pytest.approx(
+            norm, rel=3e-2
+        )
         assert len(seen) == 9
         for name, dtype in seen.items():
             assert dtype == (torch.bfloat16 if name.endswith("in_proj") else torch.float32), name
@@ -60,4 +81,6 @@ def test_sharded_bf16_keeps_the_recurrence_in_fp32():
 def test_sharded_fp32_is_the_same_step():
     loss, norm, _ = step(start_world(), "none", torch.float32)
     for sharded_loss, sharded_norm, _ in run_ranks(2, step, "fsdp", torch.float32):
-        assert sharded_loss == pytest.approx(loss, rel=1e-5) and sharded_norm == pytest.approx(norm, rel=1e-4)
+        assert sharded_loss == pytest.approx(loss, rel=1e-5) and sharded_norm == pytest.approx(
+            norm, rel=1e-4
+        )

@@ -15,9 +15,9 @@ pytestmark = pytest.mark.torch22
 FP32 = (".A_log", ".D")
 
 
-def trajectory(world, how, micro_batches, dtype=torch.float32):
+def trajectory(world, how, grad_accumulation_steps, dtype=torch.float32):
     parallel, optimizer = build(world, dtype=dtype, **how)
-    records = train(world, parallel, optimizer, range(4), micro_batches)
+    records = train(world, parallel, optimizer, range(4), grad_accumulation_steps)
     return records, whole(world, parallel.shards(optimizer))
 
 
@@ -26,50 +26,100 @@ def one_process():
     return trajectory(start_world(), {"strategy": "none"}, 2)
 
 
-@pytest.mark.parametrize("ranks, how, micro_batches", [
-    (2, {"strategy": "ddp"}, 4),
-    (2, {"strategy": "fsdp"}, 4),
-    (2, {"strategy": "hsdp"}, 2),
-    *[pytest.param(*case, marks=pytest.mark.slow) for case in [
-        (1, {"strategy": "ddp"}, 2),
-        (1, {"strategy": "fsdp"}, 2),
-        (2, {"strategy": "ddp"}, 1),
-        (2, {"strategy": "fsdp"}, 1),
-        (2, {"strategy": "fsdp", "accumulate_unsharded": True}, 4),
-        (2, {"strategy": "fsdp", "low_cpu_fsdp": False}, 2),
-        (2, {"strategy": "fsdp", "backward_prefetch": False, "limit_all_gathers": False}, 2),
-        (2, {"strategy": "fsdp", "fsdp_activation_checkpointing": True, "selective_checkpointing": "1/2"}, 2),
-        (2, {"strategy": "fsdp", "fsdp_activation_checkpointing": True, "reentrant_checkpointing": True}, 2),
-        (2, {"strategy": "ddp", "fsdp_activation_checkpointing": True}, 2),
-        (4, {"strategy": "fsdp"}, 2),
-        (4, {"strategy": "hsdp", "shard_size": 2}, 3),
-        (4, {"strategy": "hsdp", "shard_size": 2, "accumulate_unsharded": True}, 3),
-        (2, {"strategy": "fsdp", "use_torch_compile": True, "fsdp_activation_checkpointing": True}, 2)]],
-], ids=str)
-def test_every_strategy_trains_as_one_process_does(ranks, how, micro_batches):
+@pytest.mark.parametrize(
+    "ranks, how, grad_accumulation_steps",
+    [
+        (2, {"strategy": "ddp"}, 4),
+        (2, {"strategy": "fsdp"}, 4),
+        (2, {"strategy": "hsdp"}, 2),
+        *[
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in [
+                (1, {"strategy": "ddp"}, 2),
+                (1, {"strategy": "fsdp"}, 2),
+                (2, {"strategy": "ddp"}, 1),
+                (2, {"strategy": "fsdp"}, 1),
+                (2, {"strategy": "fsdp", "accumulate_unsharded": True}, 4),
+                (2, {"strategy": "fsdp", "low_cpu_fsdp": False}, 2),
+                (
+                    2,
+                    {"strategy": "fsdp", "backward_prefetch": False, "limit_all_gathers": False},
+                    2,
+                ),
+                (
+                    2,
+                    {
+                        "strategy": "fsdp",
+                        "fsdp_activation_checkpointing": True,
+                        "selective_checkpointing": "1/2",
+                    },
+                    2,
+                ),
+                (
+                    2,
+                    {
+                        "strategy": "fsdp",
+                        "fsdp_activation_checkpointing": True,
+                        "reentrant_checkpointing": True,
+                    },
+                    2,
+                ),
+                (2, {"strategy": "ddp", "fsdp_activation_checkpointing": True}, 2),
+                (4, {"strategy": "fsdp"}, 2),
+                (4, {"strategy": "hsdp", "shard_size": 2}, 3),
+                (4, {"strategy": "hsdp", "shard_size": 2, "accumulate_unsharded": True}, 3),
+                (
+                    2,
+                    {
+                        "strategy": "fsdp",
+                        "use_torch_compile": True,
+                        "fsdp_activation_checkpointing": True,
+                    },
+                    2,
+                ),
+            ]
+        ],
+    ],
+    ids=str,
+)
+def test_every_strategy_trains_as_one_process_does(ranks, how, grad_accumulation_steps):
     """Losses, gradient norms, weights and optimiser state don't depend on ranks, strategy or micro-batches."""
     expected, expected_tensors = one_process()
-    for records, tensors in run_ranks(ranks, trajectory, how, micro_batches):
+    for records, tensors in run_ranks(ranks, trajectory, how, grad_accumulation_steps):
         torch.testing.assert_close(records, expected, rtol=2e-5, atol=2e-5)
         assert tensors.keys() == expected_tensors.keys()
         for name, tensor in expected_tensors.items():
-            torch.testing.assert_close(tensors[name], tensor, rtol=1e-3, atol=2e-5,
-                                       msg=lambda text, name=name: f"{name}: {text}")
+            torch.testing.assert_close(
+                tensors[name],
+                tensor,
+                rtol=1e-3,
+                atol=2e-5,
+                msg=lambda text, name=name: f"{name}: {text}",
+            )
 
 
 def low_precision(world, how, dtype):
     parallel, optimizer = build(world, dtype=dtype, **how)
     records = train(world, parallel, optimizer, range(4), 4)
     copies = {shard.name: shard.data for shard in parallel.shards() if shard.name.endswith(FP32)}
-    seen = set().union(*(module.seen for module in parallel.model.modules() if hasattr(module, "seen")))
+    seen = set().union(
+        *(module.seen for module in parallel.model.modules() if hasattr(module, "seen"))
+    )
     everywhere = {shard.data.dtype for shard in parallel.shards()}
-    everywhere |= {parameter.grad.dtype for parameter in parallel.parameters().values() if parameter.grad is not None}
+    everywhere |= {
+        parameter.grad.dtype
+        for parameter in parallel.parameters().values()
+        if parameter.grad is not None
+    }
     return records, seen, everywhere, copies
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", [
-    {"strategy": "ddp"}, {"strategy": "fsdp"}, {"strategy": "hsdp", "shard_size": 1}], ids=str)
+@pytest.mark.parametrize(
+    "how",
+    [{"strategy": "ddp"}, {"strategy": "fsdp"}, {"strategy": "hsdp", "shard_size": 1}],
+    ids=str,
+)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_sensitive_parameters_stay_fp32_under_low_precision(how, dtype):
     """A_log and D are fp32 while blocks compute in half precision, and equal on all ranks after steps."""
@@ -85,22 +135,40 @@ def layout(world, how):
     kept = sum(shard.data.numel() for shard in parallel.shards() if shard.name.endswith(FP32))
     held = sum(shard.data.numel() for shard in parallel.shards())
     total = sum(math.prod(shard.shape) for shard in parallel.shards())
-    shards = [(shard.name, shard.start, shard.data.numel(), shard.replicas, shard.replica_index, shard.tied)
-              for shard in parallel.shards()]
+    shards = [
+        (
+            shard.name,
+            shard.start,
+            shard.data.numel(),
+            shard.replicas,
+            shard.replica_index,
+            shard.tied,
+        )
+        for shard in parallel.shards()
+    ]
     tied = parallel.model.lm_head.weight is parallel.model.backbone.embedding.weight
     parallel.shards()[0].data.fill_(3.0)
     written = parallel.parameters()[shards[0][0]].detach().eq(3.0).all().item()
     return kept, held, total, shards, tied, written
 
 
-@pytest.mark.parametrize("ranks, shard_size, how", [
-    (3, 3, {"strategy": "fsdp"}), (4, 2, {"strategy": "hsdp", "shard_size": 2}), (2, 1, {"strategy": "ddp"})], ids=str)
+@pytest.mark.parametrize(
+    "ranks, shard_size, how",
+    [
+        (3, 3, {"strategy": "fsdp"}),
+        (4, 2, {"strategy": "hsdp", "shard_size": 2}),
+        (2, 1, {"strategy": "ddp"}),
+    ],
+    ids=str,
+)
 def test_shards_tell_who_holds_what(ranks, shard_size, how):
     """Shards of one group tile each parameter, replicas are numbered, tied weights stay tied, writing goes through."""
     results = run_ranks(ranks, layout, how)
     for rank, (kept, held, total, shards, tied, written) in enumerate(results):
         assert tied and written
-        assert held - kept <= (total - kept) / shard_size + 24 * len(shards)  # rows don't divide evenly
+        assert held - kept <= (total - kept) / shard_size + 24 * len(
+            shards
+        )  # rows don't divide evenly
         for name, _, _, replicas, replica_index, names in shards:
             replicated = name.endswith(FP32)
             expected = (ranks, rank) if replicated else (ranks // shard_size, rank // shard_size)
@@ -122,14 +190,20 @@ def timeouts(world, how):
         groups = parallel.slots[0].parameter.device_mesh.get_all_groups()
     else:
         modules = FullyShardedDataParallel.fsdp_modules(parallel.module)
-        groups = [getattr(module, name) for module in modules for name in ("process_group", "_inter_node_pg")
-                  if hasattr(module, name)]
+        groups = [
+            getattr(module, name)
+            for module in modules
+            for name in ("process_group", "_inter_node_pg")
+            if hasattr(module, name)
+        ]
     assert len(groups) >= (2 if "shard_size" in how else 1)
     return {group._get_backend(world.device).options._timeout.total_seconds() for group in groups}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks, how", [(2, {"strategy": "fsdp"}), (4, {"strategy": "hsdp", "shard_size": 2})], ids=str)
+@pytest.mark.parametrize(
+    "ranks, how", [(2, {"strategy": "fsdp"}), (4, {"strategy": "hsdp", "shard_size": 2})], ids=str
+)
 def test_all_groups_wait_as_long_as_the_world(ranks, how):
     """timeout_minutes, here 3, is that of every group of ranks; torch's own would be 30 minutes."""
     assert run_ranks(ranks, timeouts, how) == [{180.0}] * ranks
@@ -155,16 +229,38 @@ def waiting_bytes(parallel):
     """Bytes of the gradients that this rank holds of what is sharded, wherever the strategy keeps them."""
     gradients = [slot.local.grad for slot in parallel.sharded]
     if HAS_FSDP2:
-        kept = [thing for thing in gc.get_objects() if type(thing).__name__ in ("FSDPParam", "FSDPParamGroup")]
+        kept = [
+            thing
+            for thing in gc.get_objects()
+            if type(thing).__name__ in ("FSDPParam", "FSDPParamGroup")
+        ]
         for name in ("unsharded_accumulated_grad", "_partial_reduce_output"):
             gradients += [getattr(thing, name, None) for thing in kept]
         gradients += [thing.sharded_param.grad for thing in kept if hasattr(thing, "sharded_param")]
-        gradients += [thing._unsharded_param.grad for thing in kept if hasattr(thing, "_unsharded_param")]
+        gradients += [
+            thing._unsharded_param.grad for thing in kept if hasattr(thing, "_unsharded_param")
+        ]
     else:
-        flats = [unit._handle.flat_param for unit in FullyShardedDataParallel.fsdp_modules(parallel.module)]
-        gradients += [gradient for flat in flats for gradient in (flat.grad, getattr(flat, "_saved_grad_shard", None))]
-    whole = [getattr(gradient, "_local_tensor", gradient) for gradient in gradients if gradient is not None]
-    return sum({tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in whole}.values())
+        flats = [
+            unit._handle.flat_param
+            for unit in FullyShardedDataParallel.fsdp_modules(parallel.module)
+        ]
+        gradients += [
+            gradient
+            for flat in flats
+            for gradient in (flat.grad, getattr(flat, "_saved_grad_shard", None))
+        ]
+    whole = [
+        getattr(gradient, "_local_tensor", gradient)
+        for gradient in gradients
+        if gradient is not None
+    ]
+    return sum(
+        {
+            tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
+            for tensor in whole
+        }.values()
+    )
 
 
 def accumulated(world, how, dtype=torch.float32):
@@ -179,37 +275,57 @@ def accumulated(world, how, dtype=torch.float32):
         def count(*arguments, **named):
             calls[kind] += 1
             return original(*arguments, **named)
+
         return count
 
-    for collective in [name for name in dir(dist) if "reduce_scatter" in name or name == "all_reduce"]:
+    for collective in [
+        name for name in dir(dist) if "reduce_scatter" in name or name == "all_reduce"
+    ]:
         kind = "all" if "all" in collective else "scatter"
         setattr(dist, collective, counting(getattr(dist, collective), kind))
     seen = []
     for index in range(3):
         with parallel.accumulate(last=index == 2):
-            parallel.module(torch.zeros(1, 4, dtype=torch.long), labels=torch.zeros(1, 4, dtype=torch.long)).backward()
+            parallel.module(
+                torch.zeros(1, 4, dtype=torch.long), labels=torch.zeros(1, 4, dtype=torch.long)
+            ).backward()
         seen.append((calls["scatter"], calls["all"], waiting_bytes(parallel)))
     return seen, sum(4 * math.prod(slot.shape) for slot in parallel.sharded)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks, how", [
-    (2, {"strategy": "fsdp"}), (4, {"strategy": "fsdp"}), (4, {"strategy": "hsdp", "shard_size": 2})], ids=str)
+@pytest.mark.parametrize(
+    "ranks, how",
+    [
+        (2, {"strategy": "fsdp"}),
+        (4, {"strategy": "fsdp"}),
+        (4, {"strategy": "hsdp", "shard_size": 2}),
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_only_a_share_of_the_gradients_waits_between_micro_batches(ranks, how, dtype):
     """Each micro-batch's gradients are reduced at once; only the sum across groups waits where FSDP lets it."""
     for seen, size in run_ranks(ranks, accumulated, how, dtype):
         scatters, reductions, held = zip(*seen)
         assert 0 < scatters[0] < scatters[1] < scatters[2]
-        assert max(held[:2]) <= 1.1 * size / how.get("shard_size", ranks)  # rows don't divide evenly
+        assert max(held[:2]) <= 1.1 * size / how.get(
+            "shard_size", ranks
+        )  # rows don't divide evenly
         if HAS_FSDP2:
             assert reductions[:2] == (0, 0) and (reductions[2] > 0) == ("shard_size" in how)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks, how", [
-    (2, {"strategy": "ddp"}), (2, {"strategy": "fsdp", "accumulate_unsharded": True}),
-    (4, {"strategy": "hsdp", "shard_size": 2, "accumulate_unsharded": True})], ids=str)
+@pytest.mark.parametrize(
+    "ranks, how",
+    [
+        (2, {"strategy": "ddp"}),
+        (2, {"strategy": "fsdp", "accumulate_unsharded": True}),
+        (4, {"strategy": "hsdp", "shard_size": 2, "accumulate_unsharded": True}),
+    ],
+    ids=str,
+)
 def test_no_gradient_travels_before_the_last_micro_batch(ranks, how):
     for seen, size in run_ranks(ranks, accumulated, how):
         first, second, last = (sum(calls) for *calls, _ in seen)
@@ -218,8 +334,14 @@ def test_no_gradient_travels_before_the_last_micro_batch(ranks, how):
 
 
 def recomputed(world, share, reentrant):
-    parallel, _ = build(world, layers=6, strategy="none", fsdp_activation_checkpointing=True,
-                        selective_checkpointing=share, reentrant_checkpointing=reentrant)
+    parallel, _ = build(
+        world,
+        layers=6,
+        strategy="none",
+        fsdp_activation_checkpointing=True,
+        selective_checkpointing=share,
+        reentrant_checkpointing=reentrant,
+    )
     calls = []
     for index, block in enumerate(parallel.model.backbone.layers):
         block.mixer.register_forward_pre_hook(lambda *_, index=index: calls.append(index))
@@ -232,8 +354,10 @@ def recomputed(world, share, reentrant):
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-@pytest.mark.parametrize("share, expected", [
-    ("1", [1, 1, 1, 1, 1, 1]), ("1/2", [1, 0, 1, 0, 1, 0]), ("1/3", [0, 1, 0, 0, 1, 0])])
+@pytest.mark.parametrize(
+    "share, expected",
+    [("1", [1, 1, 1, 1, 1, 1]), ("1/2", [1, 0, 1, 0, 1, 0]), ("1/3", [0, 1, 0, 0, 1, 0])],
+)
 def test_the_chosen_share_of_blocks_recomputes(share, expected, reentrant):
     """Block i (from 1) recomputes when i * share reaches 0.5, 1.5, 2.5, ...; nothing recomputes without gradients."""
     trained, calls = recomputed(start_world(), share, reentrant)
@@ -245,8 +369,13 @@ def prefetching(world, how):
     settings = {"backward": [], "forward": []}
     if HAS_FSDP2:
         from torch.distributed.fsdp import FSDPModule
+
         for direction, calls in settings.items():
-            setattr(FSDPModule, f"set_modules_to_{direction}_prefetch", lambda *arguments, calls=calls: calls.append(1))
+            setattr(
+                FSDPModule,
+                f"set_modules_to_{direction}_prefetch",
+                lambda *arguments, calls=calls: calls.append(1),
+            )
         build(world, strategy="fsdp", **how)
         return settings["backward"] != [], settings["forward"] != []
     module = build(world, strategy="fsdp", **how)[0].module
@@ -267,11 +396,22 @@ def refusal(world, how):
         return str(error)
 
 
-@pytest.mark.parametrize("how, word", [
-    ({"strategy": "none"}, "choose ddp"), ({"strategy": "zero3"}, "zero3"),
-    ({"strategy": "hsdp", "shard_size": 3}, "groups of 3"), *[
-        ({"strategy": "fsdp", "accumulate_unsharded": True, "dtype": torch.bfloat16}, "leave out accumulate_unsharded")
-    ] * (not HAS_FSDP2)], ids=str)
+@pytest.mark.parametrize(
+    "how, word",
+    [
+        ({"strategy": "none"}, "choose ddp"),
+        ({"strategy": "zero3"}, "zero3"),
+        ({"strategy": "hsdp", "shard_size": 3}, "groups of 3"),
+        *[
+            (
+                {"strategy": "fsdp", "accumulate_unsharded": True, "dtype": torch.bfloat16},
+                "leave out accumulate_unsharded",
+            )
+        ]
+        * (not HAS_FSDP2),
+    ],
+    ids=str,
+)
 def test_what_does_not_fit_is_refused(how, word):
     assert all(word in message for message in run_ranks(2, refusal, how))
 

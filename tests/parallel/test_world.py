@@ -12,12 +12,17 @@ pytestmark = pytest.mark.torch22
 
 def talk(world):
     import torch
+
     world.barrier()
-    return (world.broadcast_object(f"from {world.rank}"), world.gather_on_rank0(world.rank * 10),
-            world.all_reduce_sum(world.rank), world.all_reduce_sum([1.0, world.rank / 2]),
-            world.all_reduce_sum(torch.tensor([world.rank, 1])).tolist(),
-            (world.rank, world.size, world.local_rank),
-            world.tell_all(["all"] + [f"from {world.rank}"] * (world.rank == 1)))
+    return (
+        world.broadcast_object(f"from {world.rank}"),
+        world.gather_on_rank0(world.rank * 10),
+        world.all_reduce_sum(world.rank),
+        world.all_reduce_sum([1.0, world.rank / 2]),
+        world.all_reduce_sum(torch.tensor([world.rank, 1])).tolist(),
+        (world.rank, world.size, world.local_rank),
+        world.tell_all(["all"] + [f"from {world.rank}"] * (world.rank == 1)),
+    )
 
 
 @pytest.mark.slow
@@ -25,12 +30,21 @@ def test_ranks_tell_each_other():
     """Every rank gets rank 0's object, sums, and what any rank has to say; rank 0 gets all objects in order."""
     for rank, result in enumerate(run_ranks(3, talk)):
         gathered = [0, 10, 20] if rank == 0 else []
-        assert result == ("from 0", gathered, 3, [3.0, 1.5], [3, 3], (rank, 3, rank), ["all", "from 1"])
+        assert result == (
+            "from 0",
+            gathered,
+            3,
+            [3.0, 1.5],
+            [3, 3],
+            (rank, 3, rank),
+            ["all", "from 1"],
+        )
 
 
 def test_one_process_needs_no_launcher(monkeypatch):
     """Without torchrun there is a world of one, whose messages are trivial, and no process group."""
     import torch.distributed as dist
+
     monkeypatch.delenv("RANK", raising=False)
     world = start_world()
     assert talk(world)[1:] == ([0], 0, [1.0, 0.0], [0, 1], (0, 1, 0), ["all"])
@@ -50,6 +64,7 @@ def keep_alive(world, folder):
             elif heart.last > before:
                 noticed.touch()
         return world.rank
+
     return world.run_local(work)
 
 
@@ -91,6 +106,7 @@ def fail_on_one(world, method):
         if world.rank == 1:
             raise StorageError("mine alone")
         return "done"
+
     try:
         return getattr(world, method)(work)
     except UserError as error:
@@ -98,18 +114,30 @@ def fail_on_one(world, method):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method, told", [("run_local", ["done", "StorageError: mine alone"]),
-                                          ("on_all_ranks", ["StorageError: mine alone"] * 2)])
+@pytest.mark.parametrize(
+    "method, told",
+    [
+        ("run_local", ["done", "StorageError: mine alone"]),
+        ("on_all_ranks", ["StorageError: mine alone"] * 2),
+    ],
+)
 def test_what_fails_on_one_rank_fails_there_or_on_all(method, told):
     assert run_ranks(2, fail_on_one, method) == told
 
 
 def fail_first(world):
     told = []
-    for error in (UserError("a mistake"), OSError(28, "disk full", "FILE"), ValueError("a surprise"),
-                  StorageError("gone"), OSError(5, "unwell", "FILE")):
+    for error in (
+        UserError("a mistake"),
+        OSError(28, "disk full", "FILE"),
+        ValueError("a surprise"),
+        StorageError("gone"),
+        OSError(5, "unwell", "FILE"),
+    ):
+
         def action(error=error):
             raise error
+
         try:
             world.on_rank0(action)
         except UserError as failure:
@@ -119,8 +147,16 @@ def fail_first(world):
 
 @pytest.mark.slow
 def test_what_the_first_rank_does_alone_is_known_to_all():
-    expected = (0, [(2, "a mistake"), (2, "FILE: disk full"), (2, "ValueError: a surprise"), (74, "gone"),
-                    (74, "FILE: unwell")])
+    expected = (
+        0,
+        [
+            (2, "a mistake"),
+            (2, "FILE: disk full"),
+            (2, "ValueError: a surprise"),
+            (74, "gone"),
+            (74, "FILE: unwell"),
+        ],
+    )
     assert run_ranks(2, fail_first) == [expected, expected]
 
 

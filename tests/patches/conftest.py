@@ -26,7 +26,8 @@ def patched(tmp_path_factory):
 
 
 @pytest.fixture(
-    scope="session", params=[PATCHED, *(pytest.param(v, marks=pytest.mark.slow) for v in ("3.6.0", NEWEST))]
+    scope="session",
+    params=[PATCHED, *(pytest.param(v, marks=pytest.mark.slow) for v in ("3.6.0", NEWEST))],
 )
 def triton(request):
     """The environment of a process whose Triton has the rank-0-only writer, for each Triton that the stacks or
@@ -61,7 +62,11 @@ class Cluster:
         }
         command = [*wrapper, sys.executable, str(HERE / "triton_rank.py"), json.dumps(plan)]
         return subprocess.Popen(
-            command, env={**base, **environment, **more}, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+            command,
+            env={**base, **environment, **more},
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
         )
 
     def finish(self, *processes):
@@ -86,7 +91,9 @@ class Cluster:
         """Ranks of two nodes, which started alike, and both have written their first file before either names it."""
         together = self.gate(2)
         plan = {"kernels": ["k"], "pid": 100, "seed": 0, "meeting": together["gate"], "ranks": 2}
-        return [self.start(environment, {**plan, "author": f"anyone{i}"}, RANK=str(i)) for i in (0, 3)]
+        return [
+            self.start(environment, {**plan, "author": f"anyone{i}"}, RANK=str(i)) for i in (0, 3)
+        ]
 
     def files(self, folder="home"):
         return sorted(path for path in (self.folder / folder).rglob("*") if path.is_file())

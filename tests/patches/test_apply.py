@@ -12,7 +12,9 @@ from triton_wheels import NEWEST, PATCHES, bare_triton_2_2, fetch
 def apply(folder, *options):
     """(exit status, what it says) of patches/apply.py on the Triton in `folder`."""
     done = subprocess.run(
-        [sys.executable, PATCHES / "apply.py", f"--site={folder}", *options], capture_output=True, text=True
+        [sys.executable, PATCHES / "apply.py", f"--site={folder}", *options],
+        capture_output=True,
+        text=True,
     )
     return done.returncode, done.stdout + done.stderr
 
@@ -23,7 +25,9 @@ def pristine(tmp_path):
 
 
 def snapshot(folder):
-    return {path.relative_to(folder): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    return {
+        path.relative_to(folder): path.read_bytes() for path in folder.rglob("*") if path.is_file()
+    }
 
 
 def test_patch_is_applied_once(pristine):
@@ -44,7 +48,9 @@ def test_the_patch_is_one_that_patch_understands(pristine):
     apply(own)
     with open(PATCHES / "triton-2.2.0-rank0-cache.patch") as patch:
         subprocess.run(["patch", "-p1", "--quiet"], stdin=patch, cwd=pristine, check=True)
-    assert (pristine / "triton/runtime/cache.py").read_bytes() == (own / "triton/runtime/cache.py").read_bytes()
+    assert (pristine / "triton/runtime/cache.py").read_bytes() == (
+        own / "triton/runtime/cache.py"
+    ).read_bytes()
 
 
 def test_an_older_class_is_replaced(pristine):
@@ -61,7 +67,10 @@ def test_an_older_class_is_replaced(pristine):
         ("runtime/cache.py", lambda text: text.replace("random.randint", "random.randrange")),
         ("runtime/cache.py", lambda text: ""),
         ("__init__.py", lambda text: "__version__ = '2.3.0'\n"),
-        ("__init__.py", lambda text: "__version__ = '3.6.0'\n"),  # the version is new enough, but the hook is not there
+        (
+            "__init__.py",
+            lambda text: "__version__ = '3.6.0'\n",
+        ),  # the version is new enough, but the hook is not there
         ("__init__.py", lambda text: ""),
     ],
 )
@@ -86,5 +95,7 @@ def test_newer_triton_gets_the_class_only(tmp_path):
     shutil.copy(fetch(NEWEST) / "triton/__init__.py", tmp_path / "triton")
     before = snapshot(tmp_path)
     status, words = apply(tmp_path)
-    assert status == 0 and "TRITON_CACHE_MANAGER=triton.runtime.rank0_cache:Rank0CacheManager" in words
+    assert (
+        status == 0 and "TRITON_CACHE_MANAGER=triton.runtime.rank0_cache:Rank0CacheManager" in words
+    )
     assert {path.name for path in set(snapshot(tmp_path)) - set(before)} == {"rank0_cache.py"}

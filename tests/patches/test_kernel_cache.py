@@ -43,7 +43,9 @@ def start(tmp_path, monkeypatch):
     def begin(node, local_rank=0, **given):
         monkeypatch.setenv("KERNELS_ON_NODE", str(tmp_path / f"node{node}" / "kernels"))
         given = {"save_ckpt_path": tmp_path / "runs/a", "use_torch_compile": True, **given}
-        settings, _ = resolve.resolve_settings({name: str(value) for name, value in given.items()}, None, ())
+        settings, _ = resolve.resolve_settings(
+            {name: str(value) for name, value in given.items()}, None, ()
+        )
         world, said = World.alone(), []
         world.local_rank = local_rank
         cache = KernelCache(settings, world, said.append)
@@ -65,9 +67,18 @@ def test_the_second_start_compiles_nothing(start, tmp_path):
 
     def compilations(cache, rank):
         paths = os.pathsep.join([triton_here["PYTHONPATH"], str(tmp_path)])
-        environment = {**os.environ, **triton_here, "PYTHONPATH": paths, "RANK": str(rank), "LOCAL_RANK": str(rank),
-                       "TRITON_CACHE_DIR": str(cache.local / "triton"), "TRITON_RANK0_SCOPE": "node"}
-        done = subprocess.run([sys.executable, "-c", COMPILE], env=environment, capture_output=True, text=True)
+        environment = {
+            **os.environ,
+            **triton_here,
+            "PYTHONPATH": paths,
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "TRITON_CACHE_DIR": str(cache.local / "triton"),
+            "TRITON_RANK0_SCOPE": "node",
+        }
+        done = subprocess.run(
+            [sys.executable, "-c", COMPILE], env=environment, capture_output=True, text=True
+        )
         assert done.returncode == 0, done.stderr
         return done.stdout.split()
 
@@ -90,7 +101,9 @@ def test_what_is_kept_lies_beside_the_runs_by_stack_gpu_and_code(start, tmp_path
     put(first, "inductor/b.py")
     first.keep()
     second, said = start(2, save_ckpt_path=tmp_path / "runs/b")
-    assert (second.local / "inductor/b.py").read_text() == "code" and "2 files of kernels" in said[0]
+    assert (second.local / "inductor/b.py").read_text() == "code" and "2 files of kernels" in said[
+        0
+    ]
     other, _ = start(3, local_rank=1)
     assert not other.local.exists(), "one process of each node unpacks"
 
@@ -112,7 +125,9 @@ def test_a_packing_that_is_killed_leaves_the_archive_as_it_was(start, monkeypatc
         with pytest.raises(KeyboardInterrupt):
             first.keep()
     second, said = start(2)
-    assert [path.name for path in second.local.rglob("*") if path.is_file()] == ["a"] and len(said) == 1
+    assert [path.name for path in second.local.rglob("*") if path.is_file()] == ["a"] and len(
+        said
+    ) == 1
 
 
 @pytest.mark.parametrize("damage", [b"", b"no archive", "half", "flipped"])
@@ -122,10 +137,15 @@ def test_a_damaged_archive_is_said_in_one_line_and_made_anew(start, damage):
     first.keep()
     whole = first.archive.read_bytes()
     place = whole.index(b"triton/a") + 15
-    flipped = whole[:place] + bytes([whole[place] ^ 255]) + whole[place + 1:]
+    flipped = whole[:place] + bytes([whole[place] ^ 255]) + whole[place + 1 :]
     first.archive.write_bytes({"half": whole[:-40], "flipped": flipped}.get(damage, damage))
     second, said = start(2)
-    assert not second._files() and "can't unpack" in said[0] and "no files" in said[1] and len(said) == 2
+    assert (
+        not second._files()
+        and "can't unpack" in said[0]
+        and "no files" in said[1]
+        and len(said) == 2
+    )
     put(second, "triton/a")
     second.keep()
     assert start(3)[0].kept == 1
@@ -146,15 +166,19 @@ def test_sizes_are_timed_once_and_told(start, monkeypatch):
     timed = []
     monkeypatch.setattr(triton, "tuned", {})
     monkeypatch.setattr(triton, "tables", {"scan": {(8, 0): {"BLOCK": 16, "num_warps": 1}}})
-    monkeypatch.setattr(triton, "_seconds", lambda run: timed.append(dict(triton.tuned["scan"])) or len(timed) % 3)
+    monkeypatch.setattr(
+        triton, "_seconds", lambda run: timed.append(dict(triton.tuned["scan"])) or len(timed) % 3
+    )
     first, said = start(1)
     first.tune(lambda: None)
     assert len(timed) == 4 and triton.tuned["scan"] == timed[2] and "as timed" in said[-1]
-    path, = first.archive.parent.glob("*.json")
+    (path,) = first.archive.parent.glob("*.json")
     assert json.loads(path.read_text()) == triton.tuned
     triton.tuned.clear()
     start(2)[0].tune(lambda: None)
-    assert len(timed) == 4 and triton.tuned["scan"] == timed[2], "a restart computes with the same sizes"
+    assert len(timed) == 4 and triton.tuned["scan"] == timed[2], (
+        "a restart computes with the same sizes"
+    )
     start(3, seq_length=64)[0].tune(lambda: None)
     assert len(timed) == 8, "other shapes are timed again"
 
@@ -163,15 +187,27 @@ def test_one_layer_of_each_kind_is_timed_at_the_shapes_of_the_run(monkeypatch):
     from mamba_fsdp.ops.forms import PORTABLE
     from mamba_fsdp.train import setup
 
-    given = {"d_model": "16", "n_layer": "7", "layers": "2*mamba1,mamba2+mlp,mamba1", "headdim": "8",
-             "vocab_size": "64", "seq_length": "16", "batch_size": "3"}
+    given = {
+        "d_model": "16",
+        "n_layer": "7",
+        "layers": "2*mamba1,mamba2+mlp,mamba1",
+        "headdim": "8",
+        "vocab_size": "64",
+        "seq_length": "16",
+        "batch_size": "3",
+    }
     settings, _ = resolve.resolve_settings(given, None, ())
     built, build_model = [], setup.build_model
-    monkeypatch.setattr(setup, "build_model", lambda *words: built.append(build_model(*words)) or built[0])
+    monkeypatch.setattr(
+        setup, "build_model", lambda *words: built.append(build_model(*words)) or built[0]
+    )
     run = setup.step_of_each_layer(settings, World.alone(), PORTABLE)
     seen = []
     built[0].module.register_forward_pre_hook(lambda module, given: seen.append(given[0].shape))
     run()
     run()
-    kinds = [(type(block.mixer).__name__, block.mlp is not None) for block in built[0].module.backbone.layers]
+    kinds = [
+        (type(block.mixer).__name__, block.mlp is not None)
+        for block in built[0].module.backbone.layers
+    ]
     assert kinds == [("Mamba1", False), ("Mamba2", True)] and seen == [(3, 16)] * 2

@@ -22,7 +22,11 @@ def python(environment, code, cluster, **more):
         "TRITON_RANK0_PRIVATE_DIR": str(cluster.folder / "private"),
     }
     done = subprocess.run(
-        [sys.executable, "-c", code], env={**base, **environment, **more}, capture_output=True, text=True, timeout=400
+        [sys.executable, "-c", code],
+        env={**base, **environment, **more},
+        capture_output=True,
+        text=True,
+        timeout=400,
     )
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
@@ -45,11 +49,16 @@ def test_only_rank_0_publishes_and_every_rank_has_all_it_compiled(triton, cluste
     together = cluster.gate(6)
     orders = [KERNELS[i:] + KERNELS[:i] for i in range(6)]
     cluster.finish(
-        *(cluster.start(triton, pose(i, kernels=orders[i], size=20_000, **together), RANK=str(i)) for i in range(6))
+        *(
+            cluster.start(triton, pose(i, kernels=orders[i], size=20_000, **together), RANK=str(i))
+            for i in range(6)
+        )
     )
     shared = cluster.files()
     assert authors(shared) == {"rank0"}
-    assert len(shared) == 13 * len(KERNELS) and not [path for path in shared if path.name.endswith(".tmp")]
+    assert len(shared) == 13 * len(KERNELS) and not [
+        path for path in shared if path.name.endswith(".tmp")
+    ]
     assert cluster.files("private") == [], "private folders are removed at exit"
     again = cluster.run(triton, pose(4, kernels=KERNELS), RANK="4")
     assert set(again.values()) == {"hit"}, "what rank 0 published serves everyone"
@@ -59,7 +68,9 @@ def test_unpatched_ranks_take_each_others_files(unpatched, cluster):
     """Without the patch the same ranks end in FileNotFoundError, even when all of them write the same content."""
     ranks = cluster.meet_in_mid_write(unpatched)
     errors = [process.communicate(timeout=400)[1] for process in ranks]
-    assert sum("FileNotFoundError" in text and "replace(*paths)" in text for text in errors) == 1, errors
+    assert sum("FileNotFoundError" in text and "replace(*paths)" in text for text in errors) == 1, (
+        errors
+    )
 
 
 def test_patched_ranks_that_meet_in_mid_write_do_not(patched, cluster):
@@ -71,7 +82,10 @@ def test_ranks_that_compile_different_kernels_never_wait(triton, cluster):
     exist."""
     together = cluster.gate(3)
     cluster.finish(
-        *(cluster.start(triton, pose(i, kernels=[f"only{i}", "common"], **together), RANK=str(i)) for i in (1, 2, 3))
+        *(
+            cluster.start(triton, pose(i, kernels=[f"only{i}", "common"], **together), RANK=str(i))
+            for i in (1, 2, 3)
+        )
     )
     assert cluster.files() == []
     mine = cluster.run(triton, pose(5, kernels=["a", "b", "a", "b"]), RANK="5")
@@ -95,7 +109,9 @@ def test_node_local_folders_have_one_writer_each(triton, cluster):
             )
         )
     cluster.finish(*ranks)
-    assert authors(cluster.files("node0")) == {"rank0"} and authors(cluster.files("node1")) == {"rank2"}
+    assert authors(cluster.files("node0")) == {"rank0"} and authors(cluster.files("node1")) == {
+        "rank2"
+    }
 
 
 @pytest.mark.parametrize("write", [1, 5, 11, 13])
@@ -105,7 +121,9 @@ def test_rank_0_killed_in_mid_write(triton, cluster, write):
     ranks = [
         cluster.start(
             triton,
-            pose(i, kernels=["k"], size=50_000, **together, **({"die_at": write} if i == 0 else {})),
+            pose(
+                i, kernels=["k"], size=50_000, **together, **({"die_at": write} if i == 0 else {})
+            ),
             RANK=str(i),
         )
         for i in range(3)
@@ -123,8 +141,13 @@ NAMESPACE = ["unshare", "--user", "--map-root-user", "--mount"]
 def in_mounts(script):
     """A wrapper that runs the shell line `script`, in which "$@" is the wrapped command, in a mount namespace of
     its own."""
-    if shutil.which("unshare") is None or subprocess.run([*NAMESPACE, "true"], capture_output=True).returncode:
-        pytest.skip("mount namespaces are not allowed here, so no read-only or full folder can be made")
+    if (
+        shutil.which("unshare") is None
+        or subprocess.run([*NAMESPACE, "true"], capture_output=True).returncode
+    ):
+        pytest.skip(
+            "mount namespaces are not allowed here, so no read-only or full folder can be made"
+        )
     return [*NAMESPACE, "sh", "-ec", script, "sh"]
 
 
@@ -133,9 +156,13 @@ def test_read_only_folder(triton, cluster):
     cluster.run(triton, pose(0, kernels=["old"]), RANK="0")
     before = cluster.files()
     home = cluster.folder / "home"
-    wrapper = in_mounts(f"mount --bind '{home}' '{home}'; mount -o remount,bind,ro '{home}'; \"$@\"")
+    wrapper = in_mounts(
+        f"mount --bind '{home}' '{home}'; mount -o remount,bind,ro '{home}'; \"$@\""
+    )
     for rank in ("0", "1"):
-        process = cluster.start(triton, pose(0, kernels=["old", "new", "newer"]), wrapper=wrapper, RANK=rank)
+        process = cluster.start(
+            triton, pose(0, kernels=["old", "new", "newer"]), wrapper=wrapper, RANK=rank
+        )
         output, errors = process.communicate(timeout=400)
         assert process.returncode == 0, errors
         assert json.loads(output) == {"old": "hit", "new": "compiled", "newer": "compiled"}
@@ -153,12 +180,17 @@ def test_full_disk(triton, cluster):
         f"mount -t tmpfs -o size=200k none '{home}'; \"$@\"; find '{home}' -name '__grp__*' -o -name '*.tmp'"
     )
     process = cluster.start(
-        triton, pose(0, kernels=["a", "b", "c", "a", "b", "c"], size=30_000), wrapper=wrapper, RANK="0"
+        triton,
+        pose(0, kernels=["a", "b", "c", "a", "b", "c"], size=30_000),
+        wrapper=wrapper,
+        RANK="0",
     )
     output, errors = process.communicate(timeout=400)
     assert process.returncode == 0, errors
     assert "No space left on device" in errors
-    assert output.splitlines()[1:] == [], "no half-made group and no temporary file stays in the shared folder"
+    assert output.splitlines()[1:] == [], (
+        "no half-made group and no temporary file stays in the shared folder"
+    )
 
 
 def test_vanished_folder(triton, cluster):
@@ -174,7 +206,16 @@ def test_vanished_folder(triton, cluster):
 
 @pytest.mark.parametrize(
     "garbage",
-    [b"", b"{", b"null", b"[]", b"\xff\xfe", b'{"child_paths": 3}', b'{"child_paths": {}}', b'{"child_paths": [[]]}'],
+    [
+        b"",
+        b"{",
+        b"null",
+        b"[]",
+        b"\xff\xfe",
+        b'{"child_paths": 3}',
+        b'{"child_paths": {}}',
+        b'{"child_paths": [[]]}',
+    ],
 )
 def test_corrupt_group_file(patched, cluster, garbage):
     """A group file that is no group counts as none, and rank 0's next compilation mends it."""
@@ -189,7 +230,9 @@ def test_corrupt_group_file(patched, cluster, garbage):
 def test_group_comes_from_one_folder_or_not_at_all(triton, cluster):
     """A shared group that lacks a file is not filled up from the private folder; a whole private one is used."""
     cluster.run(triton, pose(0, kernels=["k"]), RANK="0")
-    next(path for path in cluster.files() if path.name == "k.ptx" and "cache" in path.parts).unlink()
+    next(
+        path for path in cluster.files() if path.name == "k.ptx" and "cache" in path.parts
+    ).unlink()
     assert cluster.run(triton, pose(3, kernels=["k"]), RANK="3") == {"k": "compiled"}
     assert cluster.run(triton, pose(3, kernels=["k", "k"]), RANK="3") == {"k": "hit"}
 
@@ -209,7 +252,10 @@ def test_readers_never_see_a_partial_file_and_identical_files_stay(triton, clust
     base = {"PATH": os.environ["PATH"], "HOME": str(cluster.folder / "home"), **triton}
     processes = [
         subprocess.Popen(
-            [sys.executable, "-c", code], env={**base, "RANK": str(rank)}, stdout=subprocess.PIPE, text=True
+            [sys.executable, "-c", code],
+            env={**base, "RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            text=True,
         )
         for rank, code in enumerate((writer, reader, reader))
     ]
@@ -223,8 +269,12 @@ def test_single_process_behaves_as_upstream(unpatched, patched, cluster):
     for name, environment in (("upstream", unpatched), ("ours", patched)):
         home = cluster.folder / name
         home.mkdir()
-        assert set(cluster.run(environment, pose(0, kernels=KERNELS), HOME=str(home)).values()) == {"compiled"}
-        assert set(cluster.run(environment, pose(9, kernels=KERNELS), HOME=str(home)).values()) == {"hit"}
+        assert set(cluster.run(environment, pose(0, kernels=KERNELS), HOME=str(home)).values()) == {
+            "compiled"
+        }
+        assert set(cluster.run(environment, pose(9, kernels=KERNELS), HOME=str(home)).values()) == {
+            "hit"
+        }
         trees.append({path.relative_to(home): path.read_bytes() for path in cluster.files(name)})
     assert trees[0] == trees[1]
 
@@ -236,12 +286,18 @@ def test_single_process_behaves_as_upstream(unpatched, patched, cluster):
         ({"RANK": "0"}, True),
         ({"RANK": "1"}, False),
         ({"SLURM_PROCID": "1"}, False),
-        ({"RANK": "0", "SLURM_PROCID": "1"}, True),  # torchrun started by srun: torchrun's rank counts
+        (
+            {"RANK": "0", "SLURM_PROCID": "1"},
+            True,
+        ),  # torchrun started by srun: torchrun's rank counts
         ({"RANK": "2", "LOCAL_RANK": "0"}, False),
         ({"RANK": "2", "LOCAL_RANK": "0", "TRITON_RANK0_SCOPE": "node"}, True),
         ({"SLURM_PROCID": "2", "SLURM_LOCALID": "0", "TRITON_RANK0_SCOPE": "node"}, True),
         ({"RANK": "0", "LOCAL_RANK": "1", "TRITON_RANK0_SCOPE": "node"}, False),
-        ({"RANK": "3", "TRITON_RANK0_SCOPE": "node"}, False),  # no local rank known: rather no writer than two
+        (
+            {"RANK": "3", "TRITON_RANK0_SCOPE": "node"},
+            False,
+        ),  # no local rank known: rather no writer than two
     ],
 )
 def test_the_environment_says_who_writes(patched, cluster, variables, publishes):
@@ -294,6 +350,7 @@ def test_a_real_kernel_compiled_by_the_newest_triton(newest, cluster):
     assert python(newest, run, cluster, RANK="0") == "True"
     published = cluster.files()
     assert (
-        python(newest, run, cluster, RANK="1", TRITON_RANK0_PRIVATE_DIR="/dev/null/nowhere") == "True"
+        python(newest, run, cluster, RANK="1", TRITON_RANK0_PRIVATE_DIR="/dev/null/nowhere")
+        == "True"
     ), "nothing to keep"
     assert published and cluster.files() == published

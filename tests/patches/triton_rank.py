@@ -23,7 +23,9 @@ def author_of(path):
     """Who wrote the file; AssertionError when it is torn."""
     with open(path, "rb") as file:
         data = file.read()
-    assert hashlib.sha256(data[:-64]).hexdigest().encode() == data[-64:], f"torn: {path} ({len(data)} bytes)"
+    assert hashlib.sha256(data[:-64]).hexdigest().encode() == data[-64:], (
+        f"torn: {path} ({len(data)} bytes)"
+    )
     return data.split(b"\n", 1)[0].split(b" by ")[1].decode()
 
 
@@ -43,13 +45,19 @@ def compile_kernel(cache, kernel, author, size):
         contents(kernel, "so", author, size), f"{kernel}.so", binary=True
     )
     if not hit:
-        group[f"{kernel}.json"] = manager.put(contents(kernel, "json", author, size), f"{kernel}.json", binary=False)
+        group[f"{kernel}.json"] = manager.put(
+            contents(kernel, "json", author, size), f"{kernel}.json", binary=False
+        )
         manager.put_group(f"{kernel}.json", group)
     if not hit:
         assert len(group) == len(STAGES) + 1
-        assert {author_of(path) for path in group.values()} == {author}, "a file put by this rank is someone else's"
+        assert {author_of(path) for path in group.values()} == {author}, (
+            "a file put by this rank is someone else's"
+        )
     else:
-        assert len({author_of(path) for path in group.values()}) == 1, f"a group of several authors: {group}"
+        assert len({author_of(path) for path in group.values()}) == 1, (
+            f"a group of several authors: {group}"
+        )
     author_of(library)
     return "hit" if hit else "compiled"
 
@@ -103,7 +111,8 @@ def main(plan):
     if "gate" in plan:
         meet(plan["gate"], plan)
     results = {
-        kernel: compile_kernel(cache, kernel, plan["author"], plan.get("size", 1000)) for kernel in plan["kernels"]
+        kernel: compile_kernel(cache, kernel, plan["author"], plan.get("size", 1000))
+        for kernel in plan["kernels"]
     }
     print(json.dumps(results))
 

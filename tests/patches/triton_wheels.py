@@ -13,8 +13,18 @@ import pytest
 PATCHES = Path(__file__).resolve().parents[2] / "patches"
 PATCHED, NEWEST = "2.2.0", "3.9.0"
 WANTED = {
-    True: ("triton/runtime/cache.py",),  # of the patched one a plain file is enough; the newest really compiles
-    False: (".py", "libtriton.so", "libdevice.10.bc", "ptxas", "ptxas-blackwell", "entry_points.txt", "METADATA"),
+    True: (
+        "triton/runtime/cache.py",
+    ),  # of the patched one a plain file is enough; the newest really compiles
+    False: (
+        ".py",
+        "libtriton.so",
+        "libdevice.10.bc",
+        "ptxas",
+        "ptxas-blackwell",
+        "entry_points.txt",
+        "METADATA",
+    ),
 }
 
 
@@ -42,7 +52,9 @@ def fetch(version):
             scratch,
         ]
         done = subprocess.run(
-            [*pip, f"--python-version={python}", f"triton=={version}"], capture_output=True, text=True
+            [*pip, f"--python-version={python}", f"triton=={version}"],
+            capture_output=True,
+            text=True,
         )
         if done.returncode:
             pytest.skip(
@@ -68,4 +80,7 @@ def bare_triton_2_2(folder):
 
 
 def with_class(version):
-    return {"PYTHONPATH": f"{fetch(version)}:{PATCHES}", "TRITON_CACHE_MANAGER": "rank0_cache:Rank0CacheManager"}
+    return {
+        "PYTHONPATH": f"{fetch(version)}:{PATCHES}",
+        "TRITON_CACHE_MANAGER": "rank0_cache:Rank0CacheManager",
+    }

@@ -11,8 +11,18 @@ from mamba_fsdp.data import tokenizer
 from mamba_fsdp.verbs import inspect
 from tests.data import foreign_files
 
-TINY = {"d_model": 16, "n_layer": 1, "vocab_size": 300, "d_state": 4, "seq_length": 32, "batch_size": 2, "num_steps": 2,
-        "eval_interval": 0, "mixed_precision": "fp32", "kernels": "portable"}
+TINY = {
+    "d_model": 16,
+    "n_layer": 1,
+    "vocab_size": 300,
+    "d_state": 4,
+    "seq_length": 32,
+    "batch_size": 2,
+    "num_steps": 2,
+    "eval_interval": 0,
+    "mixed_precision": "fp32",
+    "kernels": "portable",
+}
 
 
 @pytest.fixture
@@ -25,10 +35,14 @@ def fsx(tmp_path_factory):
     """What the page calls /fsx: data of several formats, and a tokenizer."""
     folder = tmp_path_factory.mktemp("fsx")
     data, generator = folder / "data", np.random.default_rng(0)
-    documents = [generator.integers(0, 256, size).tolist() for size in generator.integers(0, 200, 60)]
+    documents = [
+        generator.integers(0, 256, size).tolist() for size in generator.integers(0, 200, 60)
+    ]
     foreign_files.write_fms(data / "code" / "lang=c" / "0.arrow", documents)
     foreign_files.write_rows(data / "books", documents)
-    foreign_files.write_rows(data / "blocks", np.reshape(sum(documents, [])[:3200], (100, 32)).tolist())
+    foreign_files.write_rows(
+        data / "blocks", np.reshape(sum(documents, [])[:3200], (100, 32)).tolist()
+    )
     (data / "owt").mkdir()
     for name in ("train", "val"):
         foreign_files.write_nanogpt(data / "owt" / f"{name}.bin", sum(documents, []))
@@ -39,7 +53,11 @@ def fsx(tmp_path_factory):
 
 
 def commands(page):
-    return [line for block in re.findall(r"^```sh\n(.*?)^```", page, re.M | re.S) for line in block.splitlines()]
+    return [
+        line
+        for block in re.findall(r"^```sh\n(.*?)^```", page, re.M | re.S)
+        for line in block.splitlines()
+    ]
 
 
 def test_there_are_commands(page):
@@ -55,10 +73,18 @@ def test_every_command_works(page, fsx, tmp_path, capsys):
         program, *words = shlex.split(command.replace("/fsx", str(fsx)))
         if program == "./1.train.sbatch":
             run = tmp_path / str(number)
-            given = {**TINY, "save_ckpt_path": run, **dict(word.removeprefix("--").split("=", 1) for word in words)}
-            run_training(resolve.resolve_settings({name: str(value) for name, value in given.items()})[0])
+            given = {
+                **TINY,
+                "save_ckpt_path": run,
+                **dict(word.removeprefix("--").split("=", 1) for word in words),
+            }
+            run_training(
+                resolve.resolve_settings({name: str(value) for name, value in given.items()})[0]
+            )
             assert (run / "tokenizer").is_dir() == ("--tokenizer" in command)
-        elif not {"audit", "convert"} & set(words):  # which tests/data/test_audit.py and test_writing.py run
+        elif not {"audit", "convert"} & set(
+            words
+        ):  # which tests/data/test_audit.py and test_writing.py run
             assert program == ".venv/bin/python" and words[:3] == ["-m", "mamba_fsdp", "inspect"]
             with pytest.raises(SystemExit) as exit:
                 command_line.run(inspect.main, lambda: "", words[3:])

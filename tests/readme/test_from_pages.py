@@ -18,8 +18,9 @@ from config.resolve import aliases, resolve_settings
 def make_aws(fsx, random):
     datasets = pytest.importorskip("datasets")
     rows = [random.integers(0, 50277, 256).tolist() for _ in range(40)]
-    datasets.Dataset.from_dict({"input_ids": rows, "attention_mask": [[1] * 256] * 40, "labels": rows}).save_to_disk(
-        str(fsx / "data/wikicorpus_llama2_7B_tokenized_4k"))
+    datasets.Dataset.from_dict(
+        {"input_ids": rows, "attention_mask": [[1] * 256] * 40, "labels": rows}
+    ).save_to_disk(str(fsx / "data/wikicorpus_llama2_7B_tokenized_4k"))
     (fsx / "01.train.sbatch").write_text(script("aws"))
 
 
@@ -39,8 +40,12 @@ def make_fms(fsx, random):
         counts += f"/{name}/shard.arrow,{len(documents)},{sum(map(len, documents))}\n"
     (fsx / "data/meta").mkdir()
     (fsx / "data/meta/combined_counts.csv").write_text(counts)
-    words = Tokenizer(models.WordLevel({"<eos>": 0, **{f"w{n}": n for n in range(1, 500)}}, unk_token="<eos>"))
-    PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<eos>").save_pretrained(str(fsx / "tokenizer"))
+    words = Tokenizer(
+        models.WordLevel({"<eos>": 0, **{f"w{n}": n for n in range(1, 500)}}, unk_token="<eos>")
+    )
+    PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<eos>").save_pretrained(
+        str(fsx / "tokenizer")
+    )
     (fsx / "train.sh").write_text(script("fms"))
 
 
@@ -49,7 +54,9 @@ def make_composer(fsx, random):
     for name in ("book", "c"):
         lengths = random.integers(50, 300, 60)
         position = np.concatenate([np.arange(length) for length in lengths]).astype(np.int32)
-        entries = random.integers(0, 65000, position.size).astype(np.int32) | position << 16 | 1 << 30
+        entries = (
+            random.integers(0, 65000, position.size).astype(np.int32) | position << 16 | 1 << 30
+        )
         path = fsx / f"mamba-v1/{name}.train.gig.npy"
         entries.astype("<i4").tofile(path)
         path.with_name(f"{path.name}.size").write_text(f"{entries.size}\n")
@@ -78,8 +85,14 @@ def test_a_page_is_followed(launcher, project, tmp_path):
             tiny = command
             continue
         command = command.replace("/fsx", str(tmp_path)).replace(".venv/bin/python", sys.executable)
-        done = subprocess.run(f"{tiny}; {command}", shell=True, cwd=project, capture_output=True, text=True,
-                              env=os.environ | {"OMP_NUM_THREADS": "1"})
+        done = subprocess.run(
+            f"{tiny}; {command}",
+            shell=True,
+            cwd=project,
+            capture_output=True,
+            text=True,
+            env=os.environ | {"OMP_NUM_THREADS": "1"},
+        )
         assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
         said.append(done.stdout)
         if "--from=" in command and ">" not in command:

@@ -11,25 +11,35 @@ import pytest
 
 # Commands that a test elsewhere runs, since they need a cluster, an image builder, or are the tests themselves.
 RUN_ELSEWHERE = {
-    "docker build": "tests/container", "enroot import": None, "sbatch 1.train.sbatch": "tests/slurm",
+    "docker build": "tests/container",
+    "enroot import": None,
+    "sbatch 1.train.sbatch": "tests/slurm",
     "tests/run.sh": ".ci/run",
 }
 
 
 def commands(project):
-    blocks = re.findall(r"^```sh\n(.*?)^```", (project / "README.md").read_text(), flags=re.M | re.S)
+    blocks = re.findall(
+        r"^```sh\n(.*?)^```", (project / "README.md").read_text(), flags=re.M | re.S
+    )
     return [line for block in blocks for line in block.splitlines()]
 
 
 @pytest.fixture(scope="session")
 def clone(tmp_path_factory):
     folder = tmp_path_factory.mktemp("fresh") / "clone"
-    subprocess.run(["git", "clone", "--quiet", str(Path(__file__).parents[2]), str(folder)], check=True)
+    subprocess.run(
+        ["git", "clone", "--quiet", str(Path(__file__).parents[2]), str(folder)], check=True
+    )
     texts = folder / "mytexts"
     texts.mkdir()
     for name in range(150):
-        (texts / f"{name}.txt").write_text("".join(
-            f"Once there were {n} words in {name}, and they were told {n * n} times.\n" for n in range(400)))
+        (texts / f"{name}.txt").write_text(
+            "".join(
+                f"Once there were {n} words in {name}, and they were told {n * n} times.\n"
+                for n in range(400)
+            )
+        )
     return folder
 
 
@@ -42,31 +52,46 @@ def test_the_first_command_is_the_two_commands(project):
 def test_every_command_runs_in_a_fresh_clone(project, clone):
     if shutil.disk_usage(clone).free < 6e9:
         pytest.skip(f"needs 6 GB free in {clone}")
-    environment = {key: value for key, value in os.environ.items()
-                   if not key.startswith(("OMP_", "MAMBA_FSDP_", "VIRTUAL_ENV"))}
+    environment = {
+        key: value
+        for key, value in os.environ.items()
+        if not key.startswith(("OMP_", "MAMBA_FSDP_", "VIRTUAL_ENV"))
+    }
     for command in commands(project):
-        elsewhere = next((where for start, where in RUN_ELSEWHERE.items() if command.startswith(start)), "here")
+        elsewhere = next(
+            (where for start, where in RUN_ELSEWHERE.items() if command.startswith(start)), "here"
+        )
         if elsewhere != "here":
             assert elsewhere is None or (project / elsewhere).exists()
             continue
         # A model of one's own need not be trained to the end here.
         quicker = command.replace("--num_steps=2000", "--num_steps=20")
-        done = subprocess.run(quicker, shell=True, cwd=clone, capture_output=True, text=True, env=environment)
-        assert done.returncode == 0 and "Traceback" not in done.stderr, f"{quicker}\n{done.stdout}\n{done.stderr}"
+        done = subprocess.run(
+            quicker, shell=True, cwd=clone, capture_output=True, text=True, env=environment
+        )
+        assert done.returncode == 0 and "Traceback" not in done.stderr, (
+            f"{quicker}\n{done.stdout}\n{done.stderr}"
+        )
         if command == commands(project)[0]:
             check_demo(done.stdout, clone)
-    untracked = subprocess.run(["git", "status", "--porcelain"], cwd=clone, capture_output=True, text=True).stdout
+    untracked = subprocess.run(
+        ["git", "status", "--porcelain"], cwd=clone, capture_output=True, text=True
+    ).stdout
     assert untracked == "", f"the commands make what git does not ignore: {untracked}"
 
 
 def check_demo(said, clone):
     """A visibly falling perplexity, a committed checkpoint, a sample of text, and what lies where."""
-    perplexities = [float(number.replace(",", "")) for number in re.findall(r"perplexity ([\d,.]+) ", said)]
+    perplexities = [
+        float(number.replace(",", "")) for number in re.findall(r"perplexity ([\d,.]+) ", said)
+    ]
     assert perplexities[-1] * 8 < perplexities[0]
     assert list((clone / "runs" / "demo" / "checkpoints").glob("step_*/COMMIT"))
     assert (clone / "runs" / "demo" / "pth" / "step_00001000" / "consolidated.00.pth").exists()
     last = said.strip().splitlines()
-    assert "def " in said and all(word in "\n".join(last[-6:]) for word in ("runs/demo", "data/", "--help"))
+    assert "def " in said and all(
+        word in "\n".join(last[-6:]) for word in ("runs/demo", "data/", "--help")
+    )
 
 
 @pytest.mark.slow
@@ -74,12 +99,16 @@ def test_an_export_of_the_demo_generates_in_transformers(clone):
     """Runs after the README's commands, on what they left."""
     if not (clone / "exported" / "demo").exists():
         pytest.skip("needs the README's commands to have run before")
-    code = ("from transformers import AutoModelForCausalLM, AutoTokenizer\n"
-            "words = AutoTokenizer.from_pretrained('exported/demo')\n"
-            "model = AutoModelForCausalLM.from_pretrained('exported/demo')\n"
-            "tokens = model.generate(**words('def ', return_tensors='pt'), max_new_tokens=20, do_sample=False)\n"
-            "print(words.decode(tokens[0]))")
-    done = subprocess.run([clone / ".venv/bin/python", "-c", code], cwd=clone, capture_output=True, text=True)
+    code = (
+        "from transformers import AutoModelForCausalLM, AutoTokenizer\n"
+        "words = AutoTokenizer.from_pretrained('exported/demo')\n"
+        "model = AutoModelForCausalLM.from_pretrained('exported/demo')\n"
+        "tokens = model.generate(**words('def ', return_tensors='pt'), max_new_tokens=20, do_sample=False)\n"
+        "print(words.decode(tokens[0]))"
+    )
+    done = subprocess.run(
+        [clone / ".venv/bin/python", "-c", code], cwd=clone, capture_output=True, text=True
+    )
     assert done.returncode == 0 and done.stdout.startswith("def "), done.stderr
 
 
@@ -95,11 +124,28 @@ def test_what_it_names_exists(project):
 def test_the_settings_it_names_exist(project):
     from config.resolve import aliases
 
-    page = subprocess.run([sys.executable, "get_dataset.py", "--help"],
-                          cwd=project, capture_output=True, text=True).stdout
-    known = set(aliases()) | set(re.findall(r"--(\w+)", page)) | {
-        "config", "help", "verify", "quick", "stack", "prompt", "length", "temperature", "format", "seq_length", "all",
-        "nodes", "instance"}
+    page = subprocess.run(
+        [sys.executable, "get_dataset.py", "--help"], cwd=project, capture_output=True, text=True
+    ).stdout
+    known = (
+        set(aliases())
+        | set(re.findall(r"--(\w+)", page))
+        | {
+            "config",
+            "help",
+            "verify",
+            "quick",
+            "stack",
+            "prompt",
+            "length",
+            "temperature",
+            "format",
+            "seq_length",
+            "all",
+            "nodes",
+            "instance",
+        }
+    )
     named = set(re.findall(r"--(\w+)", (project / "README.md").read_text()))
     assert named <= known, named - known
 
@@ -107,6 +153,8 @@ def test_the_settings_it_names_exist(project):
 def test_the_mixture_of_layers_that_it_names_is_a_model(project):
     from config.resolve import resolve_settings
 
-    layers, = re.findall(r"`--layers=(\S+)`", (project / "README.md").read_text())
+    (layers,) = re.findall(r"`--layers=(\S+)`", (project / "README.md").read_text())
     model = resolve_settings({"layers": layers})[0].model
-    assert model.resolved_d_intermediate == 384 and {layer.mlp for layer in model.layer_list()} == {True}
+    assert model.resolved_d_intermediate == 384 and {layer.mlp for layer in model.layer_list()} == {
+        True
+    }

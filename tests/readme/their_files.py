@@ -48,7 +48,9 @@ srun -l torchrun "${{TORCHRUN_ARGS[@]}}" $TRAIN_SCRIPT "${{MODEL_ARGS[@]}}"
 
 
 def commands(launcher):
-    blocks = re.findall(r"^```sh\n(.*?)^```", (pages.DOCS / f"from-{launcher}.md").read_text(), flags=re.M | re.S)
+    blocks = re.findall(
+        r"^```sh\n(.*?)^```", (pages.DOCS / f"from-{launcher}.md").read_text(), flags=re.M | re.S
+    )
     return [line for block in blocks for line in block.splitlines()]
 
 

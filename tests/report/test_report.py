@@ -15,31 +15,35 @@ import pytest
 from terminal import Terminal, drawings
 
 from mamba_fsdp.errors import UserError
-from mamba_fsdp.report.display import Display, duration, output_that_may_go
+from mamba_fsdp.report.console import Console, duration, output_that_may_go
 from mamba_fsdp.report.trackers import make_trackers
 
 STEP = dict(loss=3.25, learning_rate=3e-4, tokens_per_second=21400.4)
 
 
-LONG = dict(loss=3.25, learning_rate=3e-4, tokens_per_second=1_214_000.4, mfu=0.412, seconds_left=360_125)
+LONG = dict(
+    loss=3.25, learning_rate=3e-4, tokens_per_second=1_214_000.4, mfu=0.412, seconds_left=360_125
+)
 
 
 def test_a_plain_line_per_report_without_a_terminal():
     stream = io.StringIO()
-    display = Display(stream=stream)
+    display = Console(stream=stream)
     display.step(19, 1000, **STEP)
     display.step(20, 1000, **STEP, seconds_left=3725, report=True)
     display.passing("validation 3/16")
     display.line("data       " + "word " * 40)
     display.close()
-    assert stream.getvalue() == ("step   20/1000  loss  3.2500  lr 3.00e-04   21,400 tok/s  left 1:02:05\n"
-                                 "data       " + "word " * 40 + "\n")
+    assert stream.getvalue() == (
+        "step   20/1000  loss  3.2500  lr 3.00e-04   21,400 tok/s  left 1:02:05\n"
+        "data       " + "word " * 40 + "\n"
+    )
 
 
 def test_one_live_line_below_lines_that_stay(terminal, monkeypatch):
     """A report stays; what is passing makes room for what comes next."""
-    monkeypatch.setattr("mamba_fsdp.report.display.SECONDS_BETWEEN_UPDATES", 0.0)
-    display = Display(stream=terminal.stream())
+    monkeypatch.setattr("mamba_fsdp.report.console.SECONDS_BETWEEN_UPDATES", 0.0)
+    display = Console(stream=terminal.stream())
     for step in (18, 19, 20):
         display.step(step, 100, **STEP, report=step == 19)
     display.passing("validation 3/16")
@@ -50,24 +54,34 @@ def test_one_live_line_below_lines_that_stay(terminal, monkeypatch):
     assert [line[:15] for line in lines] == ["step  19/100  l", "step 20: valida", "and so on"]
 
 
-@pytest.mark.parametrize("columns, parts", [
-    (100, ["step", "loss", "lr", "tok/s", "MFU", "left"]), (81, ["step", "loss", "lr", "tok/s", "left"]),
-    (80, ["step", "loss", "lr", "left"]), (60, ["step", "loss", "left"]), (40, ["step", "loss"]), (12, ["step"])])
+@pytest.mark.parametrize(
+    "columns, parts",
+    [
+        (100, ["step", "loss", "lr", "tok/s", "MFU", "left"]),
+        (81, ["step", "loss", "lr", "tok/s", "left"]),
+        (80, ["step", "loss", "lr", "left"]),
+        (60, ["step", "loss", "left"]),
+        (40, ["step", "loss"]),
+        (12, ["step"]),
+    ],
+)
 def test_the_live_line_fits_and_keeps_what_matters(columns, parts):
     window = Terminal(columns)
-    display = Display(stream=window.stream())
+    display = Console(stream=window.stream())
     display.step(123_456, 1_000_000, **LONG)
     display.step(123_456, 1_000_000, **LONG, report=True)
     display.close()
     live, line = drawings(window.text())[0], drawings(window.text())[-1]
     window.close()
     assert live == line and len(live) < columns
-    assert [part for part in ("step", "loss", "lr", "tok/s", "MFU", "left") if part in live] == parts
+    assert [
+        part for part in ("step", "loss", "lr", "tok/s", "MFU", "left") if part in live
+    ] == parts
 
 
 def test_a_terminal_that_can_only_print_gets_lines(terminal, monkeypatch):
     monkeypatch.setenv("TERM", "dumb")
-    display = Display(stream=terminal.stream())
+    display = Console(stream=terminal.stream())
     display.step(1, 100, **LONG)
     display.step(2, 100, **LONG, report=True)
     display.passing("validation 3/16")
@@ -76,8 +90,12 @@ def test_a_terminal_that_can_only_print_gets_lines(terminal, monkeypatch):
 
 
 def test_long_lines_are_wrapped_where_the_text_begins(terminal):
-    display = Display(stream=terminal.stream())
-    display.line("kernels    portable: " + "; ".join(["conv not native: gcc is too old"] * 5) + "\na second line")
+    display = Console(stream=terminal.stream())
+    display.line(
+        "kernels    portable: "
+        + "; ".join(["conv not native: gcc is too old"] * 5)
+        + "\na second line"
+    )
     first, *rest, last = drawings(terminal.text())
     assert first.startswith("kernels    portable") and last == "a second line"
     assert len(rest) == 2 and all(len(row) < 80 and re.match(" {11}[ct]", row) for row in rest)
@@ -87,7 +105,7 @@ def test_help_pages_fit_and_options_keep_their_column(terminal):
     from mamba_fsdp.verbs import evaluate, plan
 
     for page in (plan.__doc__, evaluate.__doc__):
-        Display(stream=terminal.stream()).line(page)
+        Console(stream=terminal.stream()).line(page)
     rows = terminal.text().split("\r\n")
     assert max(map(len, rows)) < 80
     first = next(number for number, row in enumerate(rows) if row.startswith("  --instance=NAME  "))
@@ -96,7 +114,7 @@ def test_help_pages_fit_and_options_keep_their_column(terminal):
 
 
 def test_other_ranks_are_silent(terminal):
-    display = Display(enabled=False, stream=terminal.stream())
+    display = Console(enabled=False, stream=terminal.stream())
     display.step(1, 10, **STEP, report=True)
     display.line("x")
     display.passing("x")
@@ -116,7 +134,7 @@ def test_what_is_printed_when_nobody_can_read_it_is_dropped(monkeypatch):
     monkeypatch.setattr(sys, "stdout", Gone())
     monkeypatch.setattr(sys, "stderr", None)  # as with `2>&-`
     with output_that_may_go():
-        display = Display()
+        display = Console()
         display.line("x")
         display.step(1, 10, **STEP, report=True)
         print("from a library", file=sys.stderr)
@@ -125,12 +143,19 @@ def test_what_is_printed_when_nobody_can_read_it_is_dropped(monkeypatch):
 
 
 def test_a_process_whose_reader_has_gone_ends_as_it_would_have(project):
-    code = ("import sys, time; from mamba_fsdp.report.display import output_that_may_go\n"
-            "with output_that_may_go():\n"
-            "    for turn in range(3): print('x', flush=True); sys.stdin.readline()\n"
-            "print('also after it')")
-    process = subprocess.Popen([sys.executable, "-c", code], cwd=project, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-                               stderr=subprocess.PIPE)
+    code = (
+        "import sys, time; from mamba_fsdp.report.console import output_that_may_go\n"
+        "with output_that_may_go():\n"
+        "    for turn in range(3): print('x', flush=True); sys.stdin.readline()\n"
+        "print('also after it')"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", code],
+        cwd=project,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
     assert process.stdout.readline() == b"x\n"
     process.stdout.close()
     process.stdin.close()
@@ -146,20 +171,42 @@ def test_tensorboard_gets_every_number_in_groups_and_the_settings(tmp_path):
     from tensorboard.backend.event_processing import plugin_event_accumulator
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    for start, written in ((0, [(3, 2.5), (4, 2.0), (5, 1.5)]), (3, [(4, 2.25)])):  # the second resumes from step 3
+    for start, written in (
+        (0, [(3, 2.5), (4, 2.0), (5, 1.5)]),
+        (3, [(4, 2.25)]),
+    ):  # the second resumes from step 3
         (tracker,) = make_trackers(["tensorboard"], tmp_path, {"data": {"seed": 1}}, start)
         for step, loss in written:
-            tracker.write({"step": step, "loss": loss, "val_loss": 3.0, "grad_norm": None, "tokens_per_second": 7.0,
-                           "source_tokens": {"code": 5}, "memory_gb": 1.5})
+            tracker.write(
+                {
+                    "step": step,
+                    "loss": loss,
+                    "val_loss": 3.0,
+                    "grad_norm": None,
+                    "tokens_per_second": 7.0,
+                    "source_tokens": {"code": 5},
+                    "memory_gb": 1.5,
+                }
+            )
         tracker.close()
         time.sleep(1.1)  # names of event files count seconds
     events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
-    assert set(events.Tags()["scalars"]) == {"train/loss", "validation/val_loss", "time/tokens_per_second",
-                                             "data/source_tokens/code", "device/memory_gb"}
-    assert [(event.step, event.value) for event in events.Scalars("train/loss")] == [(3, 2.5), (4, 2.25)]
+    assert set(events.Tags()["scalars"]) == {
+        "train/loss",
+        "validation/val_loss",
+        "time/tokens_per_second",
+        "data/source_tokens/code",
+        "device/memory_gb",
+    }
+    assert [(event.step, event.value) for event in events.Scalars("train/loss")] == [
+        (3, 2.5),
+        (4, 2.25),
+    ]
     shown = plugin_event_accumulator.EventAccumulator(str(tmp_path / "tensorboard")).Reload()
-    assert [(event.step, event.tensor_proto.string_val[0]) for event in shown.Tensors("settings/text_summary")] == [
-        (step, b"    data:\n      seed: 1\n    ") for step in (0, 3)]
+    assert [
+        (event.step, event.tensor_proto.string_val[0])
+        for event in shown.Tensors("settings/text_summary")
+    ] == [(step, b"    data:\n      seed: 1\n    ") for step in (0, 3)]
 
 
 def test_prometheus_finds_the_latest_numbers(tmp_path):
@@ -167,14 +214,20 @@ def test_prometheus_finds_the_latest_numbers(tmp_path):
 
     (tracker,) = make_trackers(["prometheus"], tmp_path, {}, 0)
     for step, loss in ((3, 2.5), (4, None)):
-        tracker.write({"step": step, "loss": loss, "source_tokens": {"co\"de": 5 * step}})
+        tracker.write({"step": step, "loss": loss, "source_tokens": {'co"de': 5 * step}})
     tracker.close()
     text = (tmp_path / "prometheus/metrics.prom").read_text()
-    found = {(sample.name, *sorted(sample.labels.items())): sample.value
-             for family in text_string_to_metric_families(text) for sample in family.samples}
+    found = {
+        (sample.name, *sorted(sample.labels.items())): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
     run = ("run", str(tmp_path))
     assert str(found.pop(("mamba_fsdp_loss", run))) == "nan"
-    assert found == {("mamba_fsdp_step", run): 4, ("mamba_fsdp_source_tokens", run, ("source", 'co"de')): 20}
+    assert found == {
+        ("mamba_fsdp_step", run): 4,
+        ("mamba_fsdp_source_tokens", run, ("source", 'co"de')): 20,
+    }
 
 
 @pytest.fixture
@@ -189,8 +242,12 @@ def offline(monkeypatch):
 
 def recorded(run_folder):
     """[(W&B's record of the run, [its entries])] of each start in a run folder, in order."""
-    return [read_offline(file)
-            for file in sorted((run_folder / "wandb").glob("offline-run-*/*.wandb"), key=lambda file: file.parent.name)]
+    return [
+        read_offline(file)
+        for file in sorted(
+            (run_folder / "wandb").glob("offline-run-*/*.wandb"), key=lambda file: file.parent.name
+        )
+    ]
 
 
 def read_offline(file, patience=300.0):
@@ -206,8 +263,11 @@ def read_offline(file, patience=300.0):
         except AssertionError:  # the last of them is half written yet
             records = []
         if records and records[-1].HasField("exit"):
-            entries = [{item.nested_key[0]: json.loads(item.value_json) for item in record.history.item}
-                       for record in records if record.HasField("history")]
+            entries = [
+                {item.nested_key[0]: json.loads(item.value_json) for item in record.history.item}
+                for record in records
+                if record.HasField("history")
+            ]
             return next(record.run for record in records if record.HasField("run")), entries
         time.sleep(0.1)
     raise AssertionError(f"{file} has no end")
@@ -217,11 +277,16 @@ def read_offline(file, patience=300.0):
 def test_wandb_gets_every_number(tmp_path, offline, capfd):
     """And says one line, where it goes; not the forty of its own."""
     said = []
-    (tracker,) = make_trackers(["wandb"], tmp_path, {"seed": 1}, 0, "mine", "second", say=said.append)
+    (tracker,) = make_trackers(
+        ["wandb"], tmp_path, {"seed": 1}, 0, "mine", "second", say=said.append
+    )
     tracker.write({"step": 3, "loss": 2.5})
     tracker.write({"step": 5, "loss": 2.25})
     tracker.close()
-    assert said == [f"tracker    W&B: offline, in {tmp_path}/wandb"] and capfd.readouterr() == ("", "")
+    assert said == [f"tracker    W&B: offline, in {tmp_path}/wandb"] and capfd.readouterr() == (
+        "",
+        "",
+    )
     ((run, entries),) = recorded(tmp_path)
     assert [(entry["_step"], entry.get("train/loss")) for entry in entries] == [(3, 2.5), (5, 2.25)]
     assert (run.project, run.display_name) == ("mine", "second")
@@ -248,12 +313,16 @@ def test_wandb_goes_on_in_the_same_curves(tmp_path, offline, monkeypatch):
     assert logged == [[1, 2, 3], [4]]  # what comes again is not sent again
     # A run that was killed before W&B had written steps 5 and 6 sends them when it resumes.
     (tmp_path / "a/mine/wandb_id").write_text(f"{first.run_id} 6")
-    (tmp_path / "a/mine/metrics.jsonl").write_text("".join(f'{{"step": {step}, "loss": 0.5}}\n' for step in (4, 5, 6)))
+    (tmp_path / "a/mine/metrics.jsonl").write_text(
+        "".join(f'{{"step": {step}, "loss": 0.5}}\n' for step in (4, 5, 6))
+    )
     (tracker,) = make_trackers(["wandb"], tmp_path / "a/mine", {}, 6)
     tracker.close()
     assert [entry["_step"] for entry in recorded(tmp_path / "a/mine")[-1][1]] == [5, 6]
     assert first.run_id == again.run_id != other.run_id
-    assert [(run.project, run.display_name) for run in runs] == [("mamba-fsdp", "mine")] + 2 * [("theirs", "named")]
+    assert [(run.project, run.display_name) for run in runs] == [("mamba-fsdp", "mine")] + 2 * [
+        ("theirs", "named")
+    ]
 
 
 @pytest.mark.slow
@@ -269,8 +338,10 @@ def test_several_trackers_at_once(tmp_path, offline):
 
 @pytest.mark.slow
 def test_a_tracker_is_imported_only_when_it_is_used(project):
-    code = ("import sys, mamba_fsdp.train.run, mamba_fsdp.verbs.evaluate, mamba_fsdp.data.tokenize\n"
-            "assert not {'wandb', 'tensorboard', 'sentencepiece', 'google.protobuf', 'sentry_sdk'} & set(sys.modules)")
+    code = (
+        "import sys, mamba_fsdp.train.run, mamba_fsdp.verbs.evaluate, mamba_fsdp.data.tokenize\n"
+        "assert not {'wandb', 'tensorboard', 'sentencepiece', 'google.protobuf', 'sentry_sdk'} & set(sys.modules)"
+    )
     subprocess.run([sys.executable, "-c", code], cwd=project, check=True)
 
 
@@ -284,8 +355,12 @@ def test_a_run_that_nobody_is_logged_in_for_does_without_wandb(tmp_path, offline
     monkeypatch.delenv("WANDB_MODE")
     monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
     assert make_trackers(["wandb"], tmp_path, {}, 0, say=said.append) == []
-    monkeypatch.setattr(wandb, "init", Mock(side_effect=RuntimeError("no route to its server\nmore of it")))
-    monkeypatch.setattr(wandb, "setup", lambda: SimpleNamespace(settings=SimpleNamespace(mode="offline")))
+    monkeypatch.setattr(
+        wandb, "init", Mock(side_effect=RuntimeError("no route to its server\nmore of it"))
+    )
+    monkeypatch.setattr(
+        wandb, "setup", lambda: SimpleNamespace(settings=SimpleNamespace(mode="offline"))
+    )
     assert make_trackers(["wandb"], tmp_path, {}, 0, say=said.append) == []
     assert len(said) == 2 and "nobody is logged in" in said[0]
     assert "W&B is off: no route to its server; training does without it. `wandb login`" in said[1]
@@ -294,11 +369,21 @@ def test_a_run_that_nobody_is_logged_in_for_does_without_wandb(tmp_path, offline
 def test_a_run_that_wandb_s_server_knows_goes_on_where_it_ends(tmp_path, monkeypatch):
     """Whatever was sent and lost when the run was killed."""
     sent = []
-    run = SimpleNamespace(step=5, resumed=True, finish=None, url="https://it",
-                          log=lambda values, step: sent.append(step))
+    run = SimpleNamespace(
+        step=5,
+        resumed=True,
+        finish=None,
+        url="https://it",
+        log=lambda values, step: sent.append(step),
+    )
     settings = SimpleNamespace(settings=SimpleNamespace(mode="online"))
-    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(
-        init=lambda **_: run, setup=lambda: settings, api=SimpleNamespace(api_key="x")))
+    monkeypatch.setitem(
+        sys.modules,
+        "wandb",
+        SimpleNamespace(
+            init=lambda **_: run, setup=lambda: settings, api=SimpleNamespace(api_key="x")
+        ),
+    )
     (tmp_path / "wandb_id").write_text("older")  # of an older version: the id alone
     (tracker,) = make_trackers(["wandb"], tmp_path, {}, 0)
     for step in (4, 5, 6):
@@ -306,8 +391,14 @@ def test_a_run_that_wandb_s_server_knows_goes_on_where_it_ends(tmp_path, monkeyp
     assert sent == [5, 6] and (tmp_path / "wandb_id").read_text() == "older 6"
 
 
-@pytest.mark.parametrize("package, kind", [("wandb", "wandb"), ("torch.utils.tensorboard", "tensorboard"),
-                                           ("prometheus_client", "prometheus")])
+@pytest.mark.parametrize(
+    "package, kind",
+    [
+        ("wandb", "wandb"),
+        ("torch.utils.tensorboard", "tensorboard"),
+        ("prometheus_client", "prometheus"),
+    ],
+)
 def test_a_missing_tracker_is_said_with_the_remedy(tmp_path, monkeypatch, package, kind):
     monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(UserError, match=f"pip install {kind}"):

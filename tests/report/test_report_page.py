@@ -20,32 +20,75 @@ EVIL = "<script>document.title = 'owned'</script>"
 def write_run(folder, losses, seed=1):
     """A run of 10 steps a report, 640 tokens each, 100 tokens a second; validated half-way; killed in a line."""
     folder.mkdir(parents=True)
-    entries = [{"step": 10 * n, "tokens": 640 * n, "loss": loss, "learning_rate": 0.1 / n, "grad_norm": 0.5,
-                "tokens_per_second": 100.0, "skipped_steps": 0, "slowest_rank": 1, "source_tokens": {EVIL: 640 * n},
-                "source_epochs": {EVIL: n / 8}} for n, loss in enumerate(losses, 1)]
-    entries.insert(2, {"step": 20, "val_loss": 3.5, "val_perplexity": 33.1, "val_tokens": 9, "val_share": 1.0})
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(entry) + "\n" for entry in entries) + '{"step": 9')
+    entries = [
+        {
+            "step": 10 * n,
+            "tokens": 640 * n,
+            "loss": loss,
+            "learning_rate": 0.1 / n,
+            "grad_norm": 0.5,
+            "tokens_per_second": 100.0,
+            "skipped_steps": 0,
+            "slowest_rank": 1,
+            "source_tokens": {EVIL: 640 * n},
+            "source_epochs": {EVIL: n / 8},
+        }
+        for n, loss in enumerate(losses, 1)
+    ]
+    entries.insert(
+        2, {"step": 20, "val_loss": 3.5, "val_perplexity": 33.1, "val_tokens": 9, "val_share": 1.0}
+    )
+    (folder / "metrics.jsonl").write_text(
+        "".join(json.dumps(entry) + "\n" for entry in entries) + '{"step": 9'
+    )
     (folder / "config.yaml").write_text(
-        f"training: {{seed: {seed}, kernels: auto}}\ndata: {{dataset_path: {json.dumps(EVIL)}}}\n")
+        f"training: {{seed: {seed}, kernels: auto}}\ndata: {{dataset_path: {json.dumps(EVIL)}}}\n"
+    )
     (folder / "status.json").write_text('{"status": "running", "step": 0}')
-    events = [{"time": "2026-01-02T03:04:05Z", "event": "started", "step": step, "ranks": 2, "from": EVIL}
-              for step in (0, 20)]
-    events += [{"time": "2026-01-02T04:04:05Z", "event": "checkpoint", "step": 20, "bytes": 2_500_000, "seconds": 1.5}]
+    events = [
+        {"time": "2026-01-02T03:04:05Z", "event": "started", "step": step, "ranks": 2, "from": EVIL}
+        for step in (0, 20)
+    ]
+    events += [
+        {
+            "time": "2026-01-02T04:04:05Z",
+            "event": "checkpoint",
+            "step": 20,
+            "bytes": 2_500_000,
+            "seconds": 1.5,
+        }
+    ]
     (folder / "events.jsonl").write_text("".join(json.dumps(entry) + "\n" for entry in events))
     (folder / "checkpoints/step_00000020").mkdir(parents=True)
     (folder / "checkpoints/step_00000020/COMMIT").touch()
-    (folder / "generated.jsonl").write_text(json.dumps({"step": 20, "prompt": "Once" * 99, "text": EVIL}) + "\n")
+    (folder / "generated.jsonl").write_text(
+        json.dumps({"step": 20, "prompt": "Once" * 99, "text": EVIL}) + "\n"
+    )
     return folder
 
 
 def test_a_run_is_read_while_it_is_written(tmp_path):
     run = look_at(write_run(tmp_path / "run", [4.0, None, 2.0]))
     curves = {metric: (curve["steps"], curve["mean"]) for metric, curve in run["curves"].items()}
-    assert curves["loss"] == ([10, 20, 30], [4.0, None, 2.0]) and curves["val_loss"] == ([20], [3.5])
-    assert run["axes"] == {"step": [0, 10, 20, 30], "tokens": [0, 640, 1280, 1920],
-                           "hours": pytest.approx([0, 6.4 / 3600, 12.8 / 3600, 19.2 / 3600])}
-    assert run["settings"] == {"training.seed": 1, "training.kernels": "auto", "data.dataset_path": EVIL}
-    assert run["checkpoints"] == [20] and run["last"]["step"] == 30 and run["last"][f"source_epochs/{EVIL}"] == 3 / 8
+    assert curves["loss"] == ([10, 20, 30], [4.0, None, 2.0]) and curves["val_loss"] == (
+        [20],
+        [3.5],
+    )
+    assert run["axes"] == {
+        "step": [0, 10, 20, 30],
+        "tokens": [0, 640, 1280, 1920],
+        "hours": pytest.approx([0, 6.4 / 3600, 12.8 / 3600, 19.2 / 3600]),
+    }
+    assert run["settings"] == {
+        "training.seed": 1,
+        "training.kernels": "auto",
+        "data.dataset_path": EVIL,
+    }
+    assert (
+        run["checkpoints"] == [20]
+        and run["last"]["step"] == 30
+        and run["last"][f"source_epochs/{EVIL}"] == 3 / 8
+    )
     assert not {"step", "tokens", "val_share", "slowest_rank"} & curves.keys()
 
 
@@ -55,7 +98,9 @@ def test_older_metrics_have_fewer_curves(tmp_path):
     run = look_at(tmp_path)
     assert run["curves"].keys() == {"loss"} and run["curves"]["loss"]["mean"] == [4.0, 3.5]
     assert run["settings"] == run["status"] == {} and run["events"] == run["samples"] == []
-    assert [chart["title"] for chart in report.charts_of([run])] == ["Loss"] and "hours" not in run["axes"]
+    assert [chart["title"] for chart in report.charts_of([run])] == ["Loss"] and "hours" not in run[
+        "axes"
+    ]
 
 
 def test_a_long_curve_keeps_its_spikes_beside_its_means():
@@ -66,15 +111,23 @@ def test_a_long_curve_keeps_its_spikes_beside_its_means():
     assert found["steps"][0] == 200 and found["steps"][-1] == 100_000
     at = found["high"].index(50.0)
     assert found["steps"][at - 1] < 31_416 <= found["steps"][at]
-    assert found["mean"][at] == pytest.approx(np.mean(values[200 * at:200 * at + 200]))
-    assert found["low"][0] == values[199] and found["mean"][0] == pytest.approx(np.nanmean(values[:200]))
+    assert found["mean"][at] == pytest.approx(np.mean(values[200 * at : 200 * at + 200]))
+    assert found["low"][0] == values[199] and found["mean"][0] == pytest.approx(
+        np.nanmean(values[:200])
+    )
     lost = curve(range(2000), [math.nan] * 2000)
     assert lost["mean"] == lost["high"] == [None] * 500
 
 
-@pytest.mark.parametrize("paths, names", [
-    (["x/a/train", "x/b/train"], ["a", "b"]), (["x/run"], ["run"]), (["x/one", "x/two/deep"], ["one", "two/deep"]),
-    (["x", "x/y"], ["x", "x/y"])])
+@pytest.mark.parametrize(
+    "paths, names",
+    [
+        (["x/a/train", "x/b/train"], ["a", "b"]),
+        (["x/run"], ["run"]),
+        (["x/one", "x/two/deep"], ["one", "two/deep"]),
+        (["x", "x/y"], ["x", "x/y"]),
+    ],
+)
 def test_runs_are_named_by_what_differs(tmp_path, paths, names):
     assert names_of([tmp_path / path for path in paths]) == names
 
@@ -93,7 +146,9 @@ def test_what_is_no_run_or_has_nothing_yet_is_one_line(tmp_path):
     with pytest.raises(UserError, match="/proc/x.html: can't be written"):
         report.main(str(run), out="/proc/x.html")
     (run / "metrics.jsonl").write_bytes(b"\x00\xff\n" + (run / "metrics.jsonl").read_bytes())
-    with pytest.raises(UserError, match=r"metrics.jsonl: line 1 is no entry of a run; move the file away[^\n]*$"):
+    with pytest.raises(
+        UserError, match=r"metrics.jsonl: line 1 is no entry of a run; move the file away[^\n]*$"
+    ):
         report.main(str(run))
     (run / "metrics.jsonl").unlink()
     (run / "metrics.jsonl").mkdir()
@@ -110,52 +165,91 @@ def test_a_reader_that_leaves_is_no_failed_write(tmp_path, monkeypatch):
 @pytest.mark.slow
 def test_a_browser_draws_the_page_without_a_network(tmp_path, browse):
     long = EVIL.replace("/", "|") + "n" * 150
-    runs = [write_run(tmp_path / "a" / long, [4.0, None, 3.0, 2.0], seed=1),
-            write_run(tmp_path / "b/train", [5.0, *np.linspace(3.5, 3, 1400), 80.0], seed=2)]
+    runs = [
+        write_run(tmp_path / "a" / long, [4.0, None, 3.0, 2.0], seed=1),
+        write_run(tmp_path / "b/train", [5.0, *np.linspace(3.5, 3, 1400), 80.0], seed=2),
+    ]
     report.main(*map(str, runs), out=str(tmp_path))
     found = browse(tmp_path / "report.html", (Path(__file__).parent / "try_page.js").read_text())
     names = [f"a/{long}", "b/train"]
     assert found["errors"] == found["network"] == [] and found["title"] == "Training report: 2 runs"
-    assert found["charts"] == ["Loss, nats per token", "Perplexity", "Learning rate", "Gradient norm",
-                               "Throughput, tokens/s", "Epochs of each source"]
+    assert found["charts"] == [
+        "Loss, nats per token",
+        "Perplexity",
+        "Learning rate",
+        "Gradient norm",
+        "Throughput, tokens/s",
+        "Epochs of each source",
+    ]
     assert all(found["drawn"]) and found["wide"] <= 0 and not found["over"]
     assert found["steps"][0] == [names[0], "loss", [10, 20, 30, 40], [4.0, None, 3.0, 2.0]]
-    assert found["steps"][1] == [names[0], "val_loss", [20], [3.5]] and found["text"] == ["4", "", "3", "2"]
+    assert found["steps"][1] == [names[0], "val_loss", [20], [3.5]] and found["text"] == [
+        "4",
+        "",
+        "3",
+        "2",
+    ]
     assert max(found["steps"][3][3]) == pytest.approx((80 + 2 * 3) / 3, rel=1e-3)  # a bucket's mean
     assert found["range"][1] < 6 and found["note"] == "up to 80; a double click shows all"
     assert found["restarts"] == [20, 20]
     runs_, differing, mixture, events, checkpoints = found["tables"]
-    assert names[0] in runs_ and re.search(r"running\s+40\s+2,560\s+2\s+3\.5\s+33\.1\s+100\s+0\.01\s+1\b", runs_)
+    assert names[0] in runs_ and re.search(
+        r"running\s+40\s+2,560\s+2\s+3\.5\s+33\.1\s+100\s+0\.01\s+1\b", runs_
+    )
     assert re.search(r"training\.seed\s+1\s+2", differing) and "kernels" not in differing
     assert re.search(re.escape(EVIL) + r"\s+2,560\s+100\.0 %\s+0\.5", mixture)
     assert f"2026-01-02 03:04:05\tstarted\t20\tranks: 2, from: {EVIL}" in events
     assert re.search(r"20\s+1\s+2\.5 MB\s+1\.5$", checkpoints) and EVIL in found["samples"][0]
-    assert found["tokens"] == [640, 1280, 1920, 2560] and found["hours"][-1] == pytest.approx(25.6 / 3600)
+    assert found["tokens"] == [640, 1280, 1920, 2560] and found["hours"][-1] == pytest.approx(
+        25.6 / 3600
+    )
     assert found["log"] == "log" and found["left"] == names[1:]
-    assert found["smooth"] == [4.0, None, pytest.approx((0.25 * 4 + 0.5 * 3) / 0.75),
-                               pytest.approx((0.125 * 4 + 0.25 * 3 + 0.5 * 2) / 0.875)]
+    assert found["smooth"] == [
+        4.0,
+        None,
+        pytest.approx((0.25 * 4 + 0.5 * 3) / 0.75),
+        pytest.approx((0.125 * 4 + 0.25 * 3 + 0.5 * 2) / 0.875),
+    ]
     assert found["theme"] in ("rgb(18, 22, 28)", "rgb(246, 247, 249)")
 
 
 @pytest.fixture
 def browse(tmp_path):
     """browse(page, script) -> what the script, which runs in the page, leaves between FOUND and END."""
-    browser = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+    browser = next(
+        filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
+    )
     if not browser:
         pytest.skip("there is no browser: apt-get install chromium")
 
     def run(page, script):
         tried = tmp_path / "tried.html"
-        tried.write_text(page.read_text().replace("<title>", f"<script>{script}</script><title>", 1))
+        tried.write_text(
+            page.read_text().replace("<title>", f"<script>{script}</script><title>", 1)
+        )
         for attempt in range(3):  # a browser may fail to start
-            done = subprocess.run([browser, "--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage",
-                                   "--dump-dom", "--window-size=500,900", "--virtual-time-budget=20000",
-                                   f"--user-data-dir={tmp_path / f'profile{attempt}'}", f"file://{tried}"],
-                                  capture_output=True, text=True, timeout=280)
+            done = subprocess.run(
+                [
+                    browser,
+                    "--headless",
+                    "--no-sandbox",
+                    "--disable-gpu",
+                    "--disable-dev-shm-usage",
+                    "--dump-dom",
+                    "--window-size=500,900",
+                    "--virtual-time-budget=20000",
+                    f"--user-data-dir={tmp_path / f'profile{attempt}'}",
+                    f"file://{tried}",
+                ],
+                capture_output=True,
+                text=True,
+                timeout=280,
+            )
             if told := re.search("<pre>FOUND(.*)END</pre>", done.stdout, re.DOTALL):
                 break
         assert told, (done.stdout[-500:], done.stderr[-500:])
         return json.loads(told[1].replace("&lt;", "<").replace("&gt;", ">").replace("&amp;", "&"))
+
     return run
 
 
@@ -163,12 +257,17 @@ def browse(tmp_path):
 def test_pictures_for_a_paper(tmp_path, monkeypatch):
     import matplotlib.pyplot as plt
 
-    runs = [write_run(tmp_path / name / "train", [5.0, *np.linspace(3.5, 3, 150), last])
-            for name, last in (("a", 80.0), ("b", 2.0))]
+    runs = [
+        write_run(tmp_path / name / "train", [5.0, *np.linspace(3.5, 3, 150), last])
+        for name, last in (("a", 80.0), ("b", 2.0))
+    ]
     report.main(*map(str, runs), png=str(tmp_path / "pictures"))
     assert (tmp_path / "pictures/loss.png").read_bytes().startswith(b"\x89PNG")
     assert (tmp_path / "pictures/gradient_norm.pdf").read_bytes().startswith(b"%PDF")
-    seen = [{"name": name, "colour": "C0", "dash": "solid", **look_at(run)} for name, run in zip("ab", runs)]
+    seen = [
+        {"name": name, "colour": "C0", "dash": "solid", **look_at(run)}
+        for name, run in zip("ab", runs)
+    ]
     figure, axes = plt.subplots()
     report.draw_curves(axes, seen, report.charts_of(seen)[0])
     drawn = [line.get_ydata()[-1] for line in axes.get_lines() if len(line.get_ydata())]

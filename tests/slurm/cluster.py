@@ -58,10 +58,16 @@ class Cluster:
         for i in range(max(gpus)):  # Slurm asks for a character device
             (self.folder / f"gpu{i}").symlink_to("/dev/null")
         offers = [(name, count) for name, count in zip(self.names, gpus) if count]
-        (etc / "gres.conf").write_text("".join(f"NodeName={name} Name=gpu File={self.folder}/gpu[0-{count - 1}]\n"
-                                               for name, count in offers))
-        node_lines = "\n".join(f"NodeName={name} CPUs=4 RealMemory=8000 {f'Gres=gpu:{count}' if count else ''}"
-                               for name, count in zip(self.names, gpus))
+        (etc / "gres.conf").write_text(
+            "".join(
+                f"NodeName={name} Name=gpu File={self.folder}/gpu[0-{count - 1}]\n"
+                for name, count in offers
+            )
+        )
+        node_lines = "\n".join(
+            f"NodeName={name} CPUs=4 RealMemory=8000 {f'Gres=gpu:{count}' if count else ''}"
+            for name, count in zip(self.names, gpus)
+        )
         hosts = "".join(f"10.66.0.{i} {name}\n" for i, name in enumerate(self.names, 1))
         (self.folder / "hosts").write_text(f"127.0.0.1 localhost\n10.66.0.254 login\n{hosts}")
         (etc / "slurm.conf").write_text(f"""ClusterName=test
@@ -107,13 +113,18 @@ ip link set lo up && ip link add bridge type bridge && ip addr add 10.66.0.254/2
 slurmctld -D & while :; do sleep 3600 & wait; done"""
         # KILL: the cluster ends with the tests, however they end
         self._start("login", ["setpriv", "--pdeathsig", "KILL"], script)
-        self.wait_until(lambda: "UP" in self.run("scontrol", "ping", check=False), "slurmctld answers")
+        self.wait_until(
+            lambda: "UP" in self.run("scontrol", "ping", check=False), "slurmctld answers"
+        )
 
     def start_node(self, name):
         """Switch a node on, at first or after kill_node."""
         number = self.names.index(name) + 1
-        binds = "".join(f"mkdir -p $t/{path[5:]} && mount --bind {path} $t/{path[5:]}\n"
-                        for path in self.shared if path.startswith("/tmp/"))
+        binds = "".join(
+            f"mkdir -p $t/{path[5:]} && mount --bind {path} $t/{path[5:]}\n"
+            for path in self.shared
+            if path.startswith("/tmp/")
+        )
         script = f"""set -e
 hostname {name}; ip link set lo up
 until ip link show eth0 >/dev/null 2>&1; do sleep .01; done
@@ -136,9 +147,24 @@ slurmd -D -N {name} & while :; do sleep 3600 & wait; done"""
         mount_proc = "mount -t proc proc /proc\n"
         with open(self.folder / "log" / f"{machine}.out", "a") as log:
             process = subprocess.Popen(
-                [*enter, "unshare", "--net", "--uts", "--mount", "--pid", "--fork", "--kill-child=KILL",
-                 "bash", "-c", mount_proc + script],
-                stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True)
+                [
+                    *enter,
+                    "unshare",
+                    "--net",
+                    "--uts",
+                    "--mount",
+                    "--pid",
+                    "--fork",
+                    "--kill-child=KILL",
+                    "bash",
+                    "-c",
+                    mount_proc + script,
+                ],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
         self.inits[machine] = _first_process_of_namespace(process)
 
     def kill_node(self, name):
@@ -148,21 +174,41 @@ slurmd -D -N {name} & while :; do sleep 3600 & wait; done"""
         self.run("scontrol", "update", f"nodename={name}", "state=down", "reason=lost")
 
     def command(self, *words, on="login"):
-        enter = ["nsenter", "-t", str(self.inits[on]), "-n", "-u", "-m", "-p", f"--wd={os.getcwd()}", "--"]
+        enter = [
+            "nsenter",
+            "-t",
+            str(self.inits[on]),
+            "-n",
+            "-u",
+            "-m",
+            "-p",
+            f"--wd={os.getcwd()}",
+            "--",
+        ]
         return [*enter, *map(str, words)]
 
     def run(self, *words, cwd=None, env=None, check=True):
         """Run a command on the login node; its output."""
         command = self.command(*words)
-        command = [word if not word.startswith("--wd=") else f"--wd={cwd or os.getcwd()}" for word in command]
-        done = subprocess.run(command, env={**os.environ, **(env or {})}, text=True,
-                              stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+        command = [
+            word if not word.startswith("--wd=") else f"--wd={cwd or os.getcwd()}"
+            for word in command
+        ]
+        done = subprocess.run(
+            command,
+            env={**os.environ, **(env or {})},
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+        )
         assert not check or done.returncode == 0, done.stdout
         return done.stdout
 
     def submit(self, project, *words, options=(), env=None):
         """sbatch the project's own launcher. Returns the job's id."""
-        said = self.run("sbatch", "--parsable", *options, "1.train.sbatch", *words, cwd=project, env=env)
+        said = self.run(
+            "sbatch", "--parsable", *options, "1.train.sbatch", *words, cwd=project, env=env
+        )
         return said.strip().split("\n")[-1]
 
     def idle_nodes(self):
@@ -177,24 +223,36 @@ slurmd -D -N {name} & while :; do sleep 3600 & wait; done"""
 
     def _fact(self, name, job):
         """Asked again where a controller that is busy leaves the question unanswered."""
+
         def ask():
-            return re.search(rf"{name}=(\w+)", self.run("scontrol", "show", "job", job, check=False))
+            return re.search(
+                rf"{name}=(\w+)", self.run("scontrol", "show", "job", job, check=False)
+            )
+
         return self.wait_until(ask, f"{name} of job {job} is told")[1]
 
     def wait_for_end(self, job):
         """The job's last state. Jobs that were put back into the queue are started at once."""
+
         def ended():
             state = self.state(job)
             if state == "PENDING":
                 self.release(job)
-            return state if state in ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "PREEMPTED") else ""
+            return (
+                state
+                if state
+                in ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "PREEMPTED")
+                else ""
+            )
 
         return self.wait_until(ended, f"job {job} ends")
 
     def release(self, job):
         """Spare a job that was put back into the queue the two minutes that Slurm would let it wait."""
         if self.restarts(job) and self.state(job) == "PENDING":
-            time.sleep(2)  # in the same second, nodes take the new start for the one that has just ended
+            time.sleep(
+                2
+            )  # in the same second, nodes take the new start for the one that has just ended
             self.run("scontrol", "update", f"jobid={job}", "StartTime=now", check=False)
 
     def wait_until(self, happened, what):
@@ -207,8 +265,10 @@ slurmd -D -N {name} & while :; do sleep 3600 & wait; done"""
             if value := happened():
                 return value
             time.sleep(0.1)
-        logs = "".join(f"--- {path.name}\n{path.read_text(errors='replace')[-1500:]}\n"
-                       for path in sorted((self.folder / "log").iterdir()))
+        logs = "".join(
+            f"--- {path.name}\n{path.read_text(errors='replace')[-1500:]}\n"
+            for path in sorted((self.folder / "log").iterdir())
+        )
         raise TimeoutError(f"{PATIENCE_SECONDS} s passed before {what}\n{logs}")
 
 
@@ -221,10 +281,16 @@ def _first_process_of_namespace(process):
             while True:
                 status = Path(f"/proc/{pid}/status").read_text()
                 inner = re.search(r"NSpid:\t(.*)", status)[1].split()
-                if len(inner) > 1 and inner[-1] == "1" and Path(f"/proc/{pid}/comm").read_text().strip() == "bash":
+                if (
+                    len(inner) > 1
+                    and inner[-1] == "1"
+                    and Path(f"/proc/{pid}/comm").read_text().strip() == "bash"
+                ):
                     return pid
                 pid = int(Path(f"/proc/{pid}/task/{pid}/children").read_text().split()[0])
-        assert process.poll() is None, "a namespace could not be made; is this a container without the right to?"
+        assert process.poll() is None, (
+            "a namespace could not be made; is this a container without the right to?"
+        )
         time.sleep(0.01)
     raise TimeoutError("no process appeared in the namespace")
 

@@ -29,7 +29,11 @@ def start_cluster(tmp_path):
     running = []
 
     def start(**options):
-        shared = [tmp_path, sys.prefix, os.path.dirname(os.path.dirname(os.path.realpath(sys.executable)))]
+        shared = [
+            tmp_path,
+            sys.prefix,
+            os.path.dirname(os.path.dirname(os.path.realpath(sys.executable))),
+        ]
         running.append(slurm.Cluster(tmp_path / "slurm", shared=shared, **options).__enter__())
         return running[-1]
 

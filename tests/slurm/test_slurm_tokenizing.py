@@ -24,30 +24,58 @@ def tokenizing_project(tmp_path):
     projects.make_venv(project)
     shutil.copy(ROOT / "get_dataset.py", project)
     module = project / "mamba_fsdp/data/text.py"
-    module.write_text(module.read_text().replace("\nUNIT_BYTES = 1 << 30", f"\nUNIT_BYTES = {UNIT_BYTES}"))
-    units, writes = project / "mamba_fsdp/data/units.py", "                self._write(tokens, counts)\n"
+    module.write_text(
+        module.read_text().replace("\nUNIT_BYTES = 1 << 30", f"\nUNIT_BYTES = {UNIT_BYTES}")
+    )
+    units, writes = (
+        project / "mamba_fsdp/data/units.py",
+        "                self._write(tokens, counts)\n",
+    )
     assert units.read_text().count(writes) == 1
-    units.write_text(units.read_text().replace(writes, f"{writes}                while not Path('go').exists():\n"
-                                                       "                    time.sleep(0.05)\n"))
+    units.write_text(
+        units.read_text().replace(
+            writes,
+            f"{writes}                while not Path('go').exists():\n"
+            "                    time.sleep(0.05)\n",
+        )
+    )
     lines = "".join(json.dumps({"text": text}) + "\n" for text in make_texts(4000))
     (project / "x.jsonl").write_text(lines * 20)
     return project
 
 
-def test_a_killed_and_a_requeued_task_of_an_array_leave_the_bytes_of_one_process(start_cluster, tokenizing_project,
-                                                                                 tmp_path, monkeypatch):
+def test_a_killed_and_a_requeued_task_of_an_array_leave_the_bytes_of_one_process(
+    start_cluster, tokenizing_project, tmp_path, monkeypatch
+):
     cluster = start_cluster(nodes=3)
     words = ["x.jsonl", "out", *(f"--{name}={value}" for name, value in OPTIONS.items())]
-    job = cluster.run("sbatch", "--parsable", "--array=1-3", "2.tokenize.sbatch", *words,
-                      cwd=tokenizing_project).strip().split("\n")[-1]
+    job = (
+        cluster.run(
+            "sbatch",
+            "--parsable",
+            "--array=1-3",
+            "2.tokenize.sbatch",
+            *words,
+            cwd=tokenizing_project,
+        )
+        .strip()
+        .split("\n")[-1]
+    )
     progress = tokenizing_project / "out/.progress"
-    cluster.wait_until(lambda: len(list(progress.glob("[0-9]*.lease"))) == 3, "all tasks are at work")
+    cluster.wait_until(
+        lambda: len(list(progress.glob("[0-9]*.lease"))) == 3, "all tasks are at work"
+    )
     tasks = sorted(cluster.run("squeue", "-h", "-o", "%i").split())
     assert tasks == [f"{job}_{number}" for number in (1, 2, 3)]
     cluster.run("scancel", tasks[0])
-    cluster.run("scancel", "--batch", "--signal=USR1", tasks[2])  # which has the number of the whole array
+    cluster.run(
+        "scancel", "--batch", "--signal=USR1", tasks[2]
+    )  # which has the number of the whole array
     (tokenizing_project / "go").touch()
-    assert cluster.wait_for_end(tasks[1]) == "COMPLETED" and cluster.wait_for_end(tasks[2]) == "COMPLETED"
+    assert (
+        cluster.wait_for_end(tasks[1]) == "COMPLETED"
+        and cluster.wait_for_end(tasks[2]) == "COMPLETED"
+    )
     assert cluster.state(tasks[0]) == "CANCELLED"
     assert [cluster.restarts(task) for task in tasks] == [0, 0, 1]
     logs = [path.read_text() for path in sorted((tokenizing_project / "logs").iterdir())]

@@ -13,10 +13,23 @@ from mamba_fsdp.report.records import read_events
 
 pytestmark = pytest.mark.slow
 
-SETTINGS = ["--d_model=32", "--n_layer=2", "--vocab_size=64", "--d_state=4", "--seq_length=64", "--batch_size=2",
-            "--num_steps=60", "--report_interval=1", "--checkpoint_interval=50", "--eval_interval=0",
-            "--mixed_precision=fp32", "--deterministic=true", "--sharding_strategy=fsdp", "--kernels=portable",
-            "--dataset_path=data/store"]
+SETTINGS = [
+    "--d_model=32",
+    "--n_layer=2",
+    "--vocab_size=64",
+    "--d_state=4",
+    "--seq_length=64",
+    "--batch_size=2",
+    "--num_steps=60",
+    "--report_interval=1",
+    "--checkpoint_interval=50",
+    "--eval_interval=0",
+    "--mixed_precision=fp32",
+    "--deterministic=true",
+    "--sharding_strategy=fsdp",
+    "--kernels=portable",
+    "--dataset_path=data/store",
+]
 HOLD = """
 
 if os.environ.get("HELD") and not os.environ.get("SLURM_RESTART_COUNT"):
@@ -62,15 +75,22 @@ def weights(run):
 
 def test_interrupted_by_usr1_the_run_is_bitwise_the_unbroken_one(start_cluster, training_project):
     cluster = start_cluster()
-    unbroken = cluster.submit(training_project, *SETTINGS, "--save_ckpt_path=runs/unbroken",
-                              env={"OMP_NUM_THREADS": "1"})
+    unbroken = cluster.submit(
+        training_project, *SETTINGS, "--save_ckpt_path=runs/unbroken", env={"OMP_NUM_THREADS": "1"}
+    )
     assert cluster.wait_for_end(unbroken) == "COMPLETED", log(training_project, unbroken)
-    broken = cluster.submit(training_project, *SETTINGS, "--save_ckpt_path=runs/broken",
-                            env={"OMP_NUM_THREADS": "1", "HELD": "1"})
+    broken = cluster.submit(
+        training_project,
+        *SETTINGS,
+        "--save_ckpt_path=runs/broken",
+        env={"OMP_NUM_THREADS": "1", "HELD": "1"},
+    )
     run = training_project / "runs/broken"
     metrics = run / "metrics.jsonl"
-    cluster.wait_until(lambda: metrics.exists() and len(metrics.read_text().splitlines()) > 3,
-                       "training has done some steps")
+    cluster.wait_until(
+        lambda: metrics.exists() and len(metrics.read_text().splitlines()) > 3,
+        "training has done some steps",
+    )
     cluster.run("scancel", "--batch", "--signal=USR1", broken)
     assert cluster.wait_for_end(broken) == "COMPLETED", log(training_project, broken)
     assert cluster.restarts(broken) == 1
@@ -83,24 +103,43 @@ def test_interrupted_by_usr1_the_run_is_bitwise_the_unbroken_one(start_cluster, 
 
 def kill_rank(cluster, node):
     """The rank of a node leads a session of its own, as a fork of the process that has imported for it."""
-    kill = "ps -ww -eo pid=,sid=,args= | awk '$1 == $2 && /forkserver/ {print $1}' | xargs kill -KILL"
+    kill = (
+        "ps -ww -eo pid=,sid=,args= | awk '$1 == $2 && /forkserver/ {print $1}' | xargs kill -KILL"
+    )
     subprocess.run(cluster.command("sh", "-c", kill, on=node), check=True)
 
 
 def test_a_lost_rank_starts_again_in_its_job_and_a_node_killed_in_mid_run_costs_only_steps_since_the_last_checkpoint(
-        start_cluster, training_project):
+    start_cluster, training_project
+):
     cluster = start_cluster()
-    job = cluster.submit(training_project, *SETTINGS, "--save_ckpt_path=runs/a", "--num_steps=100000",
-                         "--checkpoint_interval=20", env={"OMP_NUM_THREADS": "1"})
+    job = cluster.submit(
+        training_project,
+        *SETTINGS,
+        "--save_ckpt_path=runs/a",
+        "--num_steps=100000",
+        "--checkpoint_interval=20",
+        env={"OMP_NUM_THREADS": "1"},
+    )
     run = training_project / "runs/a"
-    cluster.wait_until(lambda: list(run.glob("checkpoints/step_*/COMMIT")), "a checkpoint is committed")
+    cluster.wait_until(
+        lambda: list(run.glob("checkpoints/step_*/COMMIT")), "a checkpoint is committed"
+    )
     kill_rank(cluster, "node2")
-    cluster.wait_until(lambda: [event for event in read_events(run) if event["event"] == "recovered"],
-                       "the ranks have started again")
+    cluster.wait_until(
+        lambda: [event for event in read_events(run) if event["event"] == "recovered"],
+        "the ranks have started again",
+    )
     steps = [step for step, *_ in losses(run)]
     assert steps == list(range(1, len(steps) + 1)), "no gap, no step twice"
-    assert cluster.state(job) == "RUNNING" and cluster.restarts(job) == 0 and not list(run.glob("failures/*/*.txt"))
-    assert "after the loss of rank 1 on node2: It was ended by SIGKILL" in log(training_project, job)
+    assert (
+        cluster.state(job) == "RUNNING"
+        and cluster.restarts(job) == 0
+        and not list(run.glob("failures/*/*.txt"))
+    )
+    assert "after the loss of rank 1 on node2: It was ended by SIGKILL" in log(
+        training_project, job
+    )
     cluster.kill_node("node2")
     newest = max(path.parent.name for path in run.glob("checkpoints/step_*/COMMIT"))
     cluster.wait_until(lambda: cluster.state(job) == "PENDING", "Slurm has noticed")
@@ -108,12 +147,17 @@ def test_a_lost_rank_starts_again_in_its_job_and_a_node_killed_in_mid_run_costs_
     cluster.wait_until(lambda: cluster.idle_nodes() == 2, "the node is back")
     cluster.release(job)
     resumes = cluster.wait_until(
-        lambda: [line for line in log(training_project, job).splitlines() if "resumes    from" in line],
-        "training resumes")
+        lambda: [
+            line for line in log(training_project, job).splitlines() if "resumes    from" in line
+        ],
+        "training resumes",
+    )
     assert resumes[0].split("step_")[1][:8] >= newest[5:]
 
 
-def test_a_mistake_that_training_finds_is_told_last_and_not_tried_again(start_cluster, training_project):
+def test_a_mistake_that_training_finds_is_told_last_and_not_tried_again(
+    start_cluster, training_project
+):
     cluster = start_cluster()
     shutil.rmtree(training_project / "data/store")
     (training_project / "data/store").mkdir()

@@ -33,9 +33,11 @@ TIMES = ("tokens_per_second", "mfu", "slowest_rank", "seconds", "goodput", "memo
 
 
 def main(words):
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=12)
-    parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(10 ** 6))
+    parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(10**6))
     parser.add_argument("--strategies", default=",".join(RANKS))
     parser.add_argument("--busy", type=int, default=0)
     parser.add_argument("--torchrun", action="store_true")
@@ -45,7 +47,9 @@ def main(words):
     strategies = given.strategies.split(",")
     print(f"seed {given.seed}: {given.rounds} rounds", flush=True)
     with contextlib.ExitStack() as stack:
-        folder = Path(given.folder or stack.enter_context(tempfile.TemporaryDirectory(prefix="storm-")))
+        folder = Path(
+            given.folder or stack.enter_context(tempfile.TemporaryDirectory(prefix="storm-"))
+        )
         folder.mkdir(parents=True, exist_ok=True)
         for _ in range(given.busy):
             process = subprocess.Popen([sys.executable, "-c", "while True: pass"])
@@ -54,8 +58,12 @@ def main(words):
         if not (given.torchrun or given.ours):
             rank.import_all()
         for number, strategy in enumerate(strategies):
-            share = given.rounds * (number + 1) // len(strategies) - given.rounds * number // len(strategies)
-            Storm(folder / strategy, strategy, random.Random(f"{given.seed} {strategy}"), given).rage(share)
+            share = given.rounds * (number + 1) // len(strategies) - given.rounds * number // len(
+                strategies
+            )
+            Storm(
+                folder / strategy, strategy, random.Random(f"{given.seed} {strategy}"), given
+            ).rage(share)
     print("all runs ended as the unbroken ones", flush=True)
 
 
@@ -79,8 +87,11 @@ class Storm:
                 rounds -= bool(kill)
                 code, seconds = self.start(run, kill)
                 self.slowest = max(self.slowest, seconds)
-                print(f"{self.strategy} {run} start {self.starts} {kill}: code {code}, the last rank ended after "
-                      f"{seconds:.2f} s", flush=True)
+                print(
+                    f"{self.strategy} {run} start {self.starts} {kill}: code {code}, the last rank ended after "
+                    f"{seconds:.2f} s",
+                    flush=True,
+                )
                 assert seconds < SECONDS_TO_END, f"a rank lived on\n{self.said()}"
                 if code == 0:
                     break
@@ -91,34 +102,67 @@ class Storm:
 
     def choose_kill(self):
         """{"whom", "rank", and the moment}: the n-th file operation of a kind, a step, or seconds after the first."""
-        kill = {"whom": self.choose.choice(["rank", "rank", "all", "launcher"]),
-                "rank": self.choose.randrange(self.ranks)}
-        at = self.choose.choice(["time", "step", "open", "os.rename", "os.remove", "os.mkdir", "publish"])
+        kill = {
+            "whom": self.choose.choice(["rank", "rank", "all", "launcher"]),
+            "rank": self.choose.randrange(self.ranks),
+        }
+        at = self.choose.choice(
+            ["time", "step", "open", "os.rename", "os.remove", "os.mkdir", "publish"]
+        )
         if at == "time":
             return {**kill, "at": at, "nth": round(self.choose.uniform(0, 0.6), 3)}
         if at == "publish":
             return {**kill, "rank": 0, "at": at, "nth": self.choose.randint(1, 6)}
         if at in ("os.rename", "os.remove", "os.mkdir"):
             kill["rank"] = 0
-        return {**kill, "at": at, "nth": self.choose.randint(1, {"step": 5, "open": 60, "os.remove": 20}.get(at, 8))}
+        return {
+            **kill,
+            "at": at,
+            "nth": self.choose.randint(1, {"step": 5, "open": 60, "os.remove": 20}.get(at, 8)),
+        }
 
     def start(self, run, kill=None):
         """(exit code of the launcher, seconds from the first death to the last) of a start of the run."""
         self.starts += 1
         scratch = self.folder / f"start-{self.starts}"
         scratch.mkdir()
-        task = {"run": str(self.folder / run), "data": str(self.folder.parent / "data"), "kill": kill,
-                "scratch": str(scratch), "strategy": self.strategy, "ranks": self.ranks, "steps": STEPS,
-                "async": self.choose.random() < 0.6}
+        task = {
+            "run": str(self.folder / run),
+            "data": str(self.folder.parent / "data"),
+            "kill": kill,
+            "scratch": str(scratch),
+            "strategy": self.strategy,
+            "ranks": self.ranks,
+            "steps": STEPS,
+            "async": self.choose.random() < 0.6,
+        }
         if self.torchrun or self.ours:
-            ranked = [sys.executable, "-m", *(
-                ["mamba_fsdp.launch.node", f"{task['run']}/failures/{self.starts}.0", "--standalone"] if self.ours else
-                ["torch.distributed.run", "--standalone", f"--nproc-per-node={self.ranks}"])]
+            ranked = [
+                sys.executable,
+                "-m",
+                *(
+                    [
+                        "mamba_fsdp.launch.node",
+                        f"{task['run']}/failures/{self.starts}.0",
+                        "--standalone",
+                    ]
+                    if self.ours
+                    else ["torch.distributed.run", "--standalone", f"--nproc-per-node={self.ranks}"]
+                ),
+            ]
             with open(scratch / "launcher.log", "w") as log:
-                launcher = subprocess.Popen([*ranked, rank.__file__, json.dumps(task)], stdout=log, stderr=log,
-                                            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.getcwd(),
-                                                 "PROCESSES_PER_NODE": str(self.ranks)},
-                                            start_new_session=True).pid
+                launcher = subprocess.Popen(
+                    [*ranked, rank.__file__, json.dumps(task)],
+                    stdout=log,
+                    stderr=log,
+                    env={
+                        **os.environ,
+                        "OMP_NUM_THREADS": "1",
+                        "PYTHONPATH": os.getcwd(),
+                        "PROCESSES_PER_NODE": str(self.ranks),
+                    },
+                    start_new_session=True,
+                ).pid
         else:
             launcher = rank.fork(rank.launch, task)
         _, status = os.waitpid(launcher, 0)
@@ -138,18 +182,31 @@ class Storm:
     def said(self):
         """The logs of the last start."""
         scratch = self.folder / f"start-{self.starts}"
-        return "\n".join(f"--- {log}\n{log.read_text()[-3000:]}" for log in sorted(scratch.glob("*.log")))
+        return "\n".join(
+            f"--- {log}\n{log.read_text()[-3000:]}" for log in sorted(scratch.glob("*.log"))
+        )
 
     def left_by(self, run):
         """What a finished run has left, without times: weights and moments as bytes, metrics, samples."""
         folder = self.folder / run
-        files = sorted([*folder.glob(f"checkpoints/step_{STEPS:08d}/rank_*"), *folder.glob("pth/*/*.pth")])
+        files = sorted(
+            [*folder.glob(f"checkpoints/step_{STEPS:08d}/rank_*"), *folder.glob("pth/*/*.pth")]
+        )
         left = {file.name: file.read_bytes() for file in files}
         assert len(left) == self.ranks + 1, sorted(left)
         for name in ("metrics", "samples"):
-            lines = [json.loads(line) for line in (folder / f"{name}.jsonl").read_text().splitlines()]
-            left[name] = [{key: value for key, value in line.items() if not any(word in key for word in TIMES)}
-                          for line in lines if "position" not in line]
+            lines = [
+                json.loads(line) for line in (folder / f"{name}.jsonl").read_text().splitlines()
+            ]
+            left[name] = [
+                {
+                    key: value
+                    for key, value in line.items()
+                    if not any(word in key for word in TIMES)
+                }
+                for line in lines
+                if "position" not in line
+            ]
         return left
 
     def compare(self, expected, found, run):
@@ -161,8 +218,12 @@ class Storm:
             for trace in sorted((self.folder / f"start-{start}").glob("rank-*.trace")):
                 for step, *facts in map(str.split, trace.read_text().splitlines()):
                     if hashes.setdefault(step, facts) != facts:
-                        parted.append(f"start {start} {trace.stem} step {step}: {facts}, not {hashes[step]}")
-        raise AssertionError(f"{self.strategy} {run}: other {', '.join(wrong)}\n" + "\n".join(parted[:10]))
+                        parted.append(
+                            f"start {start} {trace.stem} step {step}: {facts}, not {hashes[step]}"
+                        )
+        raise AssertionError(
+            f"{self.strategy} {run}: other {', '.join(wrong)}\n" + "\n".join(parted[:10])
+        )
 
 
 if __name__ == "__main__":

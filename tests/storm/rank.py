@@ -11,10 +11,26 @@ from pathlib import Path
 
 from mamba_fsdp.launch.machine import hold_port
 
-SETTINGS = {"d_model": 16, "n_layer": 2, "vocab_size": 64, "d_state": 4, "seq_length": 32, "batch_size": 1,
-            "global_batch_size": 12, "mixed_precision": "fp32", "learning_rate": 0.01, "eval_interval": 8,
-            "eval_batches": 1, "report_interval": 1, "checkpoint_interval": 1, "keep_checkpoints": 2,
-            "deterministic": True, "sample_log": True, "loss_spike_factor": 1.5, "loss_spike_skip": True}
+SETTINGS = {
+    "d_model": 16,
+    "n_layer": 2,
+    "vocab_size": 64,
+    "d_state": 4,
+    "seq_length": 32,
+    "batch_size": 1,
+    "global_batch_size": 12,
+    "mixed_precision": "fp32",
+    "learning_rate": 0.01,
+    "eval_interval": 8,
+    "eval_batches": 1,
+    "report_interval": 1,
+    "checkpoint_interval": 1,
+    "keep_checkpoints": 2,
+    "deterministic": True,
+    "sample_log": True,
+    "loss_spike_factor": 1.5,
+    "loss_spike_skip": True,
+}
 
 
 def import_all():
@@ -31,9 +47,12 @@ def make_data(folder):
     import numpy as np
 
     from mamba_fsdp.data.store import StoreWriter
+
     for name, documents in (("train", 60), ("validation", 20)):
         random = np.random.default_rng(documents)
-        writer = StoreWriter(folder / "data" / name, vocab_size=64, eos=0, tokenizer="ids:of the storm")
+        writer = StoreWriter(
+            folder / "data" / name, vocab_size=64, eos=0, tokenizer="ids:of the storm"
+        )
         for _ in range(documents):
             writer.append([*random.integers(1, 64, random.integers(5, 120)).tolist(), writer.eos])
         writer.finish()
@@ -74,9 +93,16 @@ def launch(task):
 
 
 def be_rank(task, number, port):
-    os.environ.update(RANK=str(number), WORLD_SIZE=str(task["ranks"]), LOCAL_RANK=str(number),
-                      LOCAL_WORLD_SIZE=str(task["ranks"]), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port),
-                      TORCHELASTIC_RUN_ID="storm", OMP_NUM_THREADS="1")
+    os.environ.update(
+        RANK=str(number),
+        WORLD_SIZE=str(task["ranks"]),
+        LOCAL_RANK=str(number),
+        LOCAL_WORLD_SIZE=str(task["ranks"]),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+        TORCHELASTIC_RUN_ID="storm",
+        OMP_NUM_THREADS="1",
+    )
     log = os.open(f"{task['scratch']}/rank-{number}.log", os.O_WRONLY | os.O_CREAT, 0o644)
     os.dup2(log, 1)
     os.dup2(log, 2)
@@ -95,16 +121,25 @@ def run(task):
     trace_steps(open(scratch / f"rank-{number}-{os.getpid()}.trace", "w", buffering=1))
     if kill and kill["rank"] == number and not (scratch / "fired").exists():
         die_at(kill, scratch, task["run"])
-    words = {**SETTINGS, "dataset_path": task["data"], "save_ckpt_path": task["run"], "num_steps": task["steps"],
-             "sharding_strategy": task["strategy"], "async_checkpoint": task["async"]}
+    words = {
+        **SETTINGS,
+        "dataset_path": task["data"],
+        "save_ckpt_path": task["run"],
+        "num_steps": task["steps"],
+        "sharding_strategy": task["strategy"],
+        "async_checkpoint": task["async"],
+    }
     if task["strategy"] == "hsdp":
         halve_the_node()
-    command_line.run(training.main, lambda: "", [f"--{key}={value}" for key, value in words.items()])
+    command_line.run(
+        training.main, lambda: "", [f"--{key}={value}" for key, value in words.items()]
+    )
 
 
 def halve_the_node():
     """Let hsdp shard over two ranks of this machine and replicate over two such pairs."""
     from mamba_fsdp.train import setup
+
     parallelize = setup.parallelize
     setup.parallelize = lambda *given, **more: parallelize(*given, **more, shard_size=2)
 
@@ -112,27 +147,36 @@ def halve_the_node():
 def spoil_samples():
     """Let some windows have a loss that is a spike, also among few steps."""
     from mamba_fsdp.train import loop, spikes
+
     true_loss, spikes.FEWEST = loop.batch_loss, 4
-    spikes.MOST_ROLLBACKS = 1000  # kills before the next checkpoint let one rollback come again and again
+    spikes.MOST_ROLLBACKS = (
+        1000  # kills before the next checkpoint let one rollback come again and again
+    )
 
     def loss(parallel, batch):
         spoilt = any((window or 1) % 50 == 0 for name, window in batch.samples if name == "train")
         return true_loss(parallel, batch) * (12 if spoilt else 1)
+
     loop.batch_loss = loss
 
 
 def trace_steps(trace):
     """A line after each step: its number, loss and gradient norm, and hashes of this rank's weights and moments."""
     from mamba_fsdp.train import loop
+
     update, end = loop.update_weights, loop.end_step
 
     def update_and_hash(parallel, optimizer, loss, gradient_norm, factor, **rest):
         applied = update(parallel, optimizer, loss, gradient_norm, factor, **rest)
         weights, moments = hashlib.blake2b(digest_size=6), hashlib.blake2b(digest_size=6)
         for shard in parallel.shards(optimizer):
-            (moments if shard.name.startswith("optimizer/") else weights).update(shard.data.numpy().tobytes())
-        facts.append(f"loss {float(loss).hex()} norm {float(gradient_norm).hex()} weights {weights.hexdigest()} "
-                     f"moments {moments.hexdigest()}")
+            (moments if shard.name.startswith("optimizer/") else weights).update(
+                shard.data.numpy().tobytes()
+            )
+        facts.append(
+            f"loss {float(loss).hex()} norm {float(gradient_norm).hex()} weights {weights.hexdigest()} "
+            f"moments {moments.hexdigest()}"
+        )
         return applied
 
     def end_and_note(parts, *rest):
@@ -148,6 +192,7 @@ def die_at(kill, scratch, folder):
     """Arranges the death. A moment is looked for from this rank's first step on, but for files, whose operations count
     from the start."""
     from mamba_fsdp.train import loop
+
     end, left, lock = loop.end_step, [kill["nth"]], threading.Lock()
 
     def now():

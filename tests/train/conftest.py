@@ -17,7 +17,9 @@ from mamba_fsdp.data import tokenizer as tokenizers_
 from mamba_fsdp.data.store import StoreWriter, TokenStore
 from tests.data.corpora import stored_documents
 
-sys.path.append(str(Path(__file__).resolve().parent.parent / "parallel"))  # with what runs several ranks
+sys.path.append(
+    str(Path(__file__).resolve().parent.parent / "parallel")
+)  # with what runs several ranks
 
 
 def write_store(path, seed, documents, tokenizer="ids:of the corpus"):
@@ -27,7 +29,11 @@ def write_store(path, seed, documents, tokenizer="ids:of the corpus"):
     for _ in range(documents):
         tokens = [int(random.integers(1, 64))]
         for _ in range(int(random.integers(5, 120))):
-            tokens.append(1 + (tokens[-1] * 5 + 3) % 63 if random.random() < 0.8 else int(random.integers(1, 64)))
+            tokens.append(
+                1 + (tokens[-1] * 5 + 3) % 63
+                if random.random() < 0.8
+                else int(random.integers(1, 64))
+            )
         writer.append([*tokens, writer.eos])
     writer.finish()
 
@@ -46,10 +52,17 @@ def corpus(tmp_path_factory):
     write_store(root / "validation", 1, 20)
     write_store(root / "other" / "train", 2, 50)
     write_store(root / "foreign" / "train", 2, 50, tokenizer="ids:of others")
-    rows = [document[:-1].tolist() for document in stored_documents(TokenStore(root / "other" / "train"))]
-    datasets.Dataset.from_dict({"tokens": rows, "others": rows[::-1]}).save_to_disk(root / "rows" / "train")
+    rows = [
+        document[:-1].tolist()
+        for document in stored_documents(TokenStore(root / "other" / "train"))
+    ]
+    datasets.Dataset.from_dict({"tokens": rows, "others": rows[::-1]}).save_to_disk(
+        root / "rows" / "train"
+    )
     tokenizers_.train(["some text"], 300).save(root / "tokenizer")
-    backend = Tokenizer(models.WordLevel({word: n for n, word in enumerate(["<end>", *"?abcdefgh"])}, unk_token="?"))
+    backend = Tokenizer(
+        models.WordLevel({word: n for n, word in enumerate(["<end>", *"?abcdefgh"])}, unk_token="?")
+    )
     backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     words = tokenizers_.TextTokenizer(backend, "<end>")
     for part, seed, documents in (("train", 0, 200), ("validation", 1, 20)):
@@ -70,12 +83,16 @@ def tiny_file(tmp_path_factory):
 @pytest.fixture
 def train(corpus, tiny_file, capsys):
     """train(run folder, **settings) -> what it printed, in this process. As training.py does it."""
+
     def run_here(run, **given):
         from mamba_fsdp.interop.convert import publish
         from mamba_fsdp.train.run import run_training
         from mamba_fsdp.verbs.loading import starting_weights
 
-        words = {key: str(value) for key, value in {"dataset_path": corpus, "save_ckpt_path": run, **given}.items()}
+        words = {
+            key: str(value)
+            for key, value in {"dataset_path": corpus, "save_ckpt_path": run, **given}.items()
+        }
         capsys.readouterr()
         try:
             settings, explicit = resolve.resolve_settings(words, tiny_file)
@@ -84,21 +101,27 @@ def train(corpus, tiny_file, capsys):
             torch.set_flush_denormal(False)
             torch.use_deterministic_algorithms(False)
         return capsys.readouterr().out
+
     return run_here
 
 
 @pytest.fixture
 def change_loss(monkeypatch):
     """change_loss(new): the loss of a micro-batch becomes new(the run's TrainState, what gives the true loss)."""
+
     def change(new):
         from mamba_fsdp.train import loop
 
         train, true_loss = loop.train, loop.batch_loss
 
         def changed_train(parts, *rest):
-            monkeypatch.setattr(loop, "batch_loss", lambda *batch: new(parts.state, lambda: true_loss(*batch)))
+            monkeypatch.setattr(
+                loop, "batch_loss", lambda *batch: new(parts.state, lambda: true_loss(*batch))
+            )
             return train(parts, *rest)
+
         monkeypatch.setattr(loop, "train", changed_train)
+
     return change
 
 
@@ -111,7 +134,9 @@ def start_training(corpus, tiny_file):
 
     def start(run, **given):
         words = {"config": tiny_file, "dataset_path": corpus, "save_ckpt_path": run, **given}
-        started.append(Training([f"--{key}={value}" for key, value in words.items()], dict(os.environ)))
+        started.append(
+            Training([f"--{key}={value}" for key, value in words.items()], dict(os.environ))
+        )
         return started[-1]
 
     yield start
@@ -122,19 +147,35 @@ def start_training(corpus, tiny_file):
 @pytest.fixture
 def weights_of():
     """weights_of(run) -> {name: tensor} of its last consolidated file."""
+
     def read(run):
         return torch.load(sorted(run.glob("pth/step_*/consolidated.00.pth"))[-1], weights_only=True)
+
     return read
 
 
-TIMES = ("tokens_per_second", "mfu", "goodput", "slowest_rank", "slowest_rank_seconds", "median_rank_seconds",
-         "tokens_per_second_per_device", "data_wait_seconds", "checkpoint_stall_seconds", "memory_gb")
+TIMES = (
+    "tokens_per_second",
+    "mfu",
+    "goodput",
+    "slowest_rank",
+    "slowest_rank_seconds",
+    "median_rank_seconds",
+    "tokens_per_second_per_device",
+    "data_wait_seconds",
+    "checkpoint_stall_seconds",
+    "memory_gb",
+)
 
 
 @pytest.fixture
 def metrics_of():
     """metrics_of(run) -> its metrics without times and rates."""
+
     def read(run):
         entries = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-        return [{key: value for key, value in entry.items() if key not in TIMES} for entry in entries]
+        return [
+            {key: value for key, value in entry.items() if key not in TIMES} for entry in entries
+        ]
+
     return read

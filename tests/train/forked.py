@@ -1,5 +1,4 @@
-"""training.py in processes forked from one that has its imports: as Popens of it, without the seconds that these take.
-"""
+"""training.py in processes forked from one that has its imports: as Popens of it, without the seconds that these take."""
 
 import atexit
 import os
@@ -17,7 +16,9 @@ from ranks import PROCESSES
 from mamba_fsdp.launch.machine import hold_port
 
 PROJECT = Path(__file__).resolve().parents[2]
-PORTS: list[socket.socket] = []  # held until this process ends: nobody else is given one before a rank 0 listens there
+PORTS: list[
+    socket.socket
+] = []  # held until this process ends: nobody else is given one before a rank 0 listens there
 
 
 class Training:
@@ -25,8 +26,9 @@ class Training:
 
     def __init__(self, words, environment, merged=False):
         self._files = [tempfile.NamedTemporaryFile("r") for _ in range(1 if merged else 2)]
-        self._process = PROCESSES.Process(target=_run, args=(words, environment, self._files[0].name,
-                                                             self._files[-1].name))
+        self._process = PROCESSES.Process(
+            target=_run, args=(words, environment, self._files[0].name, self._files[-1].name)
+        )
         self._process.start()
         self.pid = self._process.pid
         self.kill = self._process.kill
@@ -77,11 +79,24 @@ def start_ranks(count, words, per_node=None, **more):
     """A Training for each rank, as torchrun starts them; more: further environment variables."""
     PORTS.append(port := hold_port())
     per_node = per_node or count
-    return [Training(words, {**os.environ, **more, "RANK": str(rank), "WORLD_SIZE": str(count),
-                             "LOCAL_RANK": str(rank % per_node), "LOCAL_WORLD_SIZE": str(per_node),
-                             "GROUP_RANK": str(rank // per_node), "MASTER_ADDR": "127.0.0.1",
-                             "MASTER_PORT": str(port.getsockname()[1])},
-                     merged=True) for rank in range(count)]
+    return [
+        Training(
+            words,
+            {
+                **os.environ,
+                **more,
+                "RANK": str(rank),
+                "WORLD_SIZE": str(count),
+                "LOCAL_RANK": str(rank % per_node),
+                "LOCAL_WORLD_SIZE": str(per_node),
+                "GROUP_RANK": str(rank // per_node),
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": str(port.getsockname()[1]),
+            },
+            merged=True,
+        )
+        for rank in range(count)
+    ]
 
 
 def said_by(ranks, timeout=800):

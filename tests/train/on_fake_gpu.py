@@ -32,7 +32,9 @@ def main():
                 setattr(getattr(settings, section), name, value)
         with mock.patch.multiple(torch.cuda, **gpu):
             found = simulate(settings, case["size"], case["rank"], device=torch.device("cuda", 0))
-        collectives = [[one.name, str(one.dtype), one.numel, one.ranks] for one in found.collectives]
+        collectives = [
+            [one.name, str(one.dtype), one.numel, one.ranks] for one in found.collectives
+        ]
         print(json.dumps({"collectives": collectives, "peak": found.peak}), flush=True)
 
 

@@ -18,7 +18,9 @@ pytestmark = [pytest.mark.slow, pytest.mark.torch22]
 def gradients(world, parallel, optimizer, step, scale=1.0, factor=1.0):
     """This rank's losses of a step, times `factor`, and their gradients."""
     mine = tokens(step).view(world.size, 2, -1, 9)[world.rank]
-    loop.batch_loss = lambda parallel, batch: parallel.module(batch.tokens, labels=batch.labels) * factor
+    loop.batch_loss = lambda parallel, batch: (
+        parallel.module(batch.tokens, labels=batch.labels) * factor
+    )
     batches = [Batch(rows[:, :-1], rows[:, 1:]) for rows in mine]
     return loop.accumulate_gradients(parallel, optimizer, batches, torch.tensor(scale / 192))
 
@@ -31,13 +33,17 @@ def poisoned(world, how, dtype):
     shards = parallel.shards(optimizer)
     for step, factor in enumerate((1.0, math.nan, math.inf, 1e38, 1.0)):
         before = whole(world, shards)
-        loss = gradients(world, parallel, optimizer, step, float(scale.value), factor if world.rank == 1 else 1.0)
+        loss = gradients(
+            world, parallel, optimizer, step, float(scale.value), factor if world.rank == 1 else 1.0
+        )
         sums = loop.add_up(world, loss, parallel.gradient_squares(), 192.0)
         loss, norm, multiple = loop.means(sums, 192 / scale.value)
         applied = loop.update_weights(parallel, optimizer, loss, norm, multiple, clip=1.0, lr=0.01)
         scale.update(applied)
         after = whole(world, shards)
-        found.append((float(applied), all(torch.equal(before[name], after[name]) for name in before)))
+        found.append(
+            (float(applied), all(torch.equal(before[name], after[name]) for name in before))
+        )
     return found, scale.dynamic and float(scale.value)
 
 
@@ -45,14 +51,23 @@ def each(world, function, *cases):
     return [function(world, *case) for case in cases]
 
 
-@pytest.mark.parametrize("ranks, hows", [
-    (2, [{"strategy": "ddp"}, {"strategy": "fsdp"}]), (4, [{"strategy": "hsdp", "shard_size": 2}])], ids=["2", "4"])
+@pytest.mark.parametrize(
+    "ranks, hows",
+    [
+        (2, [{"strategy": "ddp"}, {"strategy": "fsdp"}]),
+        (4, [{"strategy": "hsdp", "shard_size": 2}]),
+    ],
+    ids=["2", "4"],
+)
 def test_what_is_not_finite_on_one_rank_reaches_the_weights_of_none(ranks, hows):
     cases = [(how, dtype) for how in hows for dtype in (torch.float32, torch.float16)]
     for results in run_ranks(ranks, each, poisoned, *cases):
         for (found, scale), (how, dtype) in zip(results, cases):
-            assert found == [(1.0, False), (0.0, True), (0.0, True), (0.0, True), (1.0, False)], (how, dtype)
-            assert scale == (dtype == torch.float16 and 2.0 ** 13)
+            assert found == [(1.0, False), (0.0, True), (0.0, True), (0.0, True), (1.0, False)], (
+                how,
+                dtype,
+            )
+            assert scale == (dtype == torch.float16 and 2.0**13)
 
 
 def first_and_later(world, how):
@@ -61,16 +76,24 @@ def first_and_later(world, how):
     for step in range(2):
         weights = [shard.data.clone() for shard in parallel.shards()]
         gradients(world, parallel, optimizer, step)
-    later = [parameter.grad.clone() for parameter in parallel.parameters().values() if parameter.grad is not None]
+    later = [
+        parameter.grad.clone()
+        for parameter in parallel.parameters().values()
+        if parameter.grad is not None
+    ]
     resumed, optimizer = build(world, **how)
     for shard, data in zip(resumed.shards(), weights):
         shard.data.copy_(data)
     gradients(world, resumed, optimizer, 1)
-    first = [parameter.grad for parameter in resumed.parameters().values() if parameter.grad is not None]
+    first = [
+        parameter.grad for parameter in resumed.parameters().values() if parameter.grad is not None
+    ]
     return [torch.equal(*pair) for pair in zip(first, later, strict=True)]
 
 
 def test_the_first_step_of_a_start_adds_up_as_later_ones_do():
     """On three ranks, where the order of a sum matters: DDP's buckets must be those of later steps."""
-    for ddp, fsdp in run_ranks(3, each, first_and_later, [{"strategy": "ddp"}], [{"strategy": "fsdp"}]):
+    for ddp, fsdp in run_ranks(
+        3, each, first_and_later, [{"strategy": "ddp"}], [{"strategy": "fsdp"}]
+    ):
         assert all(ddp) and all(fsdp)

@@ -17,14 +17,27 @@ from mamba_fsdp.train import clock, run
 from mamba_fsdp.train.stopping import StopRequest
 
 pytestmark = [pytest.mark.slow, pytest.mark.torch22]
-COLLECTIVES = {name: getattr(dist, name) for name in (
-    "all_reduce", "all_gather", "all_gather_object", "broadcast", "broadcast_object_list", "barrier", "reduce")}
+COLLECTIVES = {
+    name: getattr(dist, name)
+    for name in (
+        "all_reduce",
+        "all_gather",
+        "all_gather_object",
+        "broadcast",
+        "broadcast_object_list",
+        "barrier",
+        "reduce",
+    )
+}
 READS = ("__int__", "__float__", "__bool__", "__index__", "item", "tolist")
 
 
 def small(arguments):
     """Whether it is neither weights nor gradients that travel: these are fp32 here."""
-    return not any(isinstance(argument, torch.Tensor) and argument.dtype == torch.float32 for argument in arguments)
+    return not any(
+        isinstance(argument, torch.Tensor) and argument.dtype == torch.float32
+        for argument in arguments
+    )
 
 
 def steps_of(world, words, file):
@@ -50,10 +63,12 @@ def steps_of(world, words, file):
         return write(checkpointer, save, pieces, lambda: copies)
 
     for name, call in COLLECTIVES.items():
+
         def noted(*arguments, name=name, call=call, **named):
             if steps and small(arguments):
                 steps[-1].append(name)
             return call(*arguments, **named)
+
         setattr(dist, name, noted)
     Loader.step, Checkpointer._write = step, write_late
     StopRequest.look = lambda request: world.rank == 1 and len(steps) == 8
@@ -68,15 +83,31 @@ def steps_of(world, words, file):
 def test_a_step_has_one_small_collective(corpus, tiny_file, tmp_path, strategy):
     """Step 2 reports; 3 saves; 4 and 5 find the save pending. Labels are counted before they move: the host reads only
     what was summed. That tells of a slow rank too, and that one was asked to stop in step 8."""
-    words = {"dataset_path": corpus, "save_ckpt_path": tmp_path, "sharding_strategy": strategy, "num_steps": 9,
-             "global_batch_size": 8, "checkpoint_interval": 3, "report_interval": 2, "eval_interval": 0}
-    for steps in run_ranks(2, steps_of, {name: str(value) for name, value in words.items()}, tiny_file):
+    words = {
+        "dataset_path": corpus,
+        "save_ckpt_path": tmp_path,
+        "sharding_strategy": strategy,
+        "num_steps": 9,
+        "global_batch_size": 8,
+        "checkpoint_interval": 3,
+        "report_interval": 2,
+        "eval_interval": 0,
+    }
+    for steps in run_ranks(
+        2, steps_of, {name: str(value) for name, value in words.items()}, tiny_file
+    ):
         assert len(steps) == 8
-        reads = 1 if HAS_FSDP2 else 2  # AdamW is not fused on torch 2.2's CPU: whether it may step is read beforehand
+        reads = (
+            1 if HAS_FSDP2 else 2
+        )  # AdamW is not fused on torch 2.2's CPU: whether it may step is read beforehand
         assert [steps[number] for number in (0, 1, 3, 4)] == [["all_reduce"] + ["read"] * reads] * 4
-    assert {path.name for path in tmp_path.glob("checkpoints/*")} == {f"step_0000000{step}" for step in (3, 6, 8)}
+    assert {path.name for path in tmp_path.glob("checkpoints/*")} == {
+        f"step_0000000{step}" for step in (3, 6, 8)
+    }
     for entry in map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines()):
-        assert [entry[key] for key in ("slowest_rank", "slowest_rank_seconds", "median_rank_seconds")] == [1, 2.0, 1.5]
+        assert [
+            entry[key] for key in ("slowest_rank", "slowest_rank_seconds", "median_rank_seconds")
+        ] == [1, 2.0, 1.5]
 
 
 def stopped_at(world, look, words, file):
@@ -89,9 +120,18 @@ def stopped_at(world, look, words, file):
 
 def test_ranks_stop_at_the_same_batch_of_a_validation(corpus, tiny_file, tmp_path):
     """Look 2 is within the validation at the start, 5 at the first batch of that of step 2; the last run has them."""
-    words = {"dataset_path": corpus, "save_ckpt_path": tmp_path, "sharding_strategy": "fsdp", "num_steps": 4,
-             "batch_size": 1, "eval_interval": 2, "eval_batches": 2}
+    words = {
+        "dataset_path": corpus,
+        "save_ckpt_path": tmp_path,
+        "sharding_strategy": "fsdp",
+        "num_steps": 4,
+        "batch_size": 1,
+        "eval_interval": 2,
+        "eval_batches": 2,
+    }
     for look, validated in ((2, set()), (5, {0}), (99, {0, 2, 4})):
-        run_ranks(2, stopped_at, look, {name: str(value) for name, value in words.items()}, tiny_file)
+        run_ranks(
+            2, stopped_at, look, {name: str(value) for name, value in words.items()}, tiny_file
+        )
         entries = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
         assert {entry["step"] for entry in entries if "val_loss" in entry} == validated

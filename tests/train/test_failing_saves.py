@@ -1,5 +1,4 @@
-"""Saving fails: training continues, says so everywhere, tries again later, and stops before it trains unsaved for long.
-"""
+"""Saving fails: training continues, says so everywhere, tries again later, and stops before it trains unsaved for long."""
 
 import errno
 import io
@@ -21,7 +20,13 @@ from mamba_fsdp.run_layout import committed
 from mamba_fsdp.train import loop, saver
 from mamba_fsdp.train.clock import Clock
 
-LONG = {"num_steps": 12, "eval_interval": 0, "validation_path": "none", "publish": "false", "async_checkpoint": "false"}
+LONG = {
+    "num_steps": 12,
+    "eval_interval": 0,
+    "validation_path": "none",
+    "publish": "false",
+    "async_checkpoint": "false",
+}
 
 
 @pytest.fixture(autouse=True)
@@ -35,6 +40,7 @@ def quick(monkeypatch):
 def failing(monkeypatch):
     """failing(times, number, then) -> [step of each save that was begun]: so many fail with this errno; `then` is
     called in each that fails."""
+
     def start(times, number=errno.ENOSPC, then=lambda: None):
         begun, real = [], checkpointer.write_pieces
 
@@ -45,8 +51,10 @@ def failing(monkeypatch):
             path.write_bytes(bytes(1000))
             then()
             raise OSError(number, os.strerror(number), str(path))
+
         monkeypatch.setattr(checkpointer, "write_pieces", write)
         return begun
+
     return start
 
 
@@ -54,17 +62,23 @@ def failing(monkeypatch):
 def wait_for_writing(monkeypatch):
     """wait_for_writing(when=...): before each step for which it holds, training waits until nothing is written: what a
     save came to is learnt in that step, however slowly threads and disks run."""
+
     def begin(when=lambda: True):
         def take(parts, *rest, _take=loop.take_step, **named):
             while when() and parts.checkpointer.is_writing():
                 time.sleep(0.005)
             return _take(parts, *rest, **named)
+
         monkeypatch.setattr(loop, "take_step", take)
+
     return begin
 
 
 def last_weights(run):
-    return [path.read_bytes() for path in sorted(committed(run / "checkpoints")[-1].glob("*.safetensors"))]
+    return [
+        path.read_bytes()
+        for path in sorted(committed(run / "checkpoints")[-1].glob("*.safetensors"))
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -73,13 +87,23 @@ def without():
     return {}
 
 
-@pytest.mark.parametrize("number, asynchronous", [
-    (errno.ENOSPC, "false"), pytest.param(errno.ENOSPC, "true", marks=pytest.mark.slow), (errno.EDQUOT, "false"),
-    (errno.EROFS, "false"),
-    (errno.EIO, "false")])
-def test_training_continues_and_saves_when_it_can_again(train, tmp_path, metrics_of, failing, without, number,
-                                                        asynchronous, wait_for_writing):
-    settings = LONG | {"async_checkpoint": asynchronous, "num_steps": 24 if asynchronous == "true" else 12}
+@pytest.mark.parametrize(
+    "number, asynchronous",
+    [
+        (errno.ENOSPC, "false"),
+        pytest.param(errno.ENOSPC, "true", marks=pytest.mark.slow),
+        (errno.EDQUOT, "false"),
+        (errno.EROFS, "false"),
+        (errno.EIO, "false"),
+    ],
+)
+def test_training_continues_and_saves_when_it_can_again(
+    train, tmp_path, metrics_of, failing, without, number, asynchronous, wait_for_writing
+):
+    settings = LONG | {
+        "async_checkpoint": asynchronous,
+        "num_steps": 24 if asynchronous == "true" else 12,
+    }
     wait_for_writing()
     if asynchronous not in without:
         train(tmp_path / "well", **settings)
@@ -87,23 +111,44 @@ def test_training_continues_and_saves_when_it_can_again(train, tmp_path, metrics
     told = []
 
     def look():
-        told.append((read_status(tmp_path / "run"), [path.name for path in (tmp_path / "run").rglob(".*.partial")]))
+        told.append(
+            (
+                read_status(tmp_path / "run"),
+                [path.name for path in (tmp_path / "run").rglob(".*.partial")],
+            )
+        )
 
     begun = failing(3, number, look)
     said = train(tmp_path / "run", **settings)
     metrics, status = metrics_of(tmp_path / "run"), read_status(tmp_path / "run")
-    assert begun[:4] == ([2, 6, 10, 14] if asynchronous == "true" else [2, 4, 6, 8])  # learnt two steps later
+    assert begun[:4] == (
+        [2, 6, 10, 14] if asynchronous == "true" else [2, 4, 6, 8]
+    )  # learnt two steps later
     assert begun[-1] == settings["num_steps"]
-    assert ([entry for entry in metrics if "loss" in entry], last_weights(tmp_path / "run")) == without[asynchronous]
+    assert (
+        [entry for entry in metrics if "loss" in entry],
+        last_weights(tmp_path / "run"),
+    ) == without[asynchronous]
     assert [entry["failed_saves"] for entry in metrics if "failed_saves" in entry] == [1, 2, 3, 0]
     warnings = [line for line in said.splitlines() if line.startswith("warning")]
-    assert len(warnings) == 3 and "2 of 5 in a row; the next attempt comes after step" in warnings[1]
-    assert all("rank_00000.safetensors" in line and os.strerror(number) in line and "rank 0 on" in line
-               for line in warnings)
+    assert (
+        len(warnings) == 3 and "2 of 5 in a row; the next attempt comes after step" in warnings[1]
+    )
+    assert all(
+        "rank_00000.safetensors" in line and os.strerror(number) in line and "rank 0 on" in line
+        for line in warnings
+    )
     events = [event for event in read_events(tmp_path / "run") if event["event"] == "failed_save"]
-    assert [event["in_a_row"] for event in events] == [1, 2, 3] and os.strerror(number) in events[0]["reason"]
-    assert "saving failed" not in told[0][0]["reason"] and all(len(partial) == 1 for _, partial in told)
-    assert all(before["status"] == "running" and os.strerror(number) in before["reason"] for before, _ in told[1:])
+    assert [event["in_a_row"] for event in events] == [1, 2, 3] and os.strerror(number) in events[
+        0
+    ]["reason"]
+    assert "saving failed" not in told[0][0]["reason"] and all(
+        len(partial) == 1 for _, partial in told
+    )
+    assert all(
+        before["status"] == "running" and os.strerror(number) in before["reason"]
+        for before, _ in told[1:]
+    )
     assert status["status"] == "finished" and not list((tmp_path / "run").rglob(".*.partial"))
 
 
@@ -111,8 +156,10 @@ def test_training_continues_and_saves_when_it_can_again(train, tmp_path, metrics
 def test_a_run_that_can_t_save_stops(train, tmp_path, failing, number, code):
     """With what was saved before, and an exit code with which the launcher queues it again only after what may pass."""
     train(tmp_path, **LONG | {"num_steps": 2})
-    begun = failing(10 ** 9, number)
-    with pytest.raises(UserError, match="^3 saves in a row failed .max_failed_saves.*the last: .*step 8 could") as told:
+    begun = failing(10**9, number)
+    with pytest.raises(
+        UserError, match="^3 saves in a row failed .max_failed_saves.*the last: .*step 8 could"
+    ) as told:
         train(tmp_path, **LONG, max_failed_saves=3)
     assert begun == [4, 6, 8] and told.value.exit_code == code
     status = read_status(tmp_path)
@@ -123,7 +170,9 @@ def test_a_run_that_can_t_save_stops(train, tmp_path, failing, number, code):
 @pytest.mark.parametrize("asynchronous", ["false", "true"])
 def test_the_last_save_of_a_run_must_not_fail(train, tmp_path, failing, asynchronous):
     failing(1)
-    with pytest.raises(UserError, match="^the checkpoint of step 12 could not be saved: .*No space left"):
+    with pytest.raises(
+        UserError, match="^the checkpoint of step 12 could not be saved: .*No space left"
+    ):
         train(tmp_path, **LONG | {"async_checkpoint": asynchronous}, checkpoint_interval=100)
     assert read_status(tmp_path)["status"] == "failed"
     train(tmp_path, **LONG)
@@ -132,11 +181,15 @@ def test_the_last_save_of_a_run_must_not_fail(train, tmp_path, failing, asynchro
 
 def test_a_save_before_the_last_one_that_failed_does_not_cost_the_last(train, tmp_path, failing):
     begun = failing(1)
-    train(tmp_path, **LONG | {"async_checkpoint": "true"}, checkpoint_interval=11, max_failed_saves=1)
+    train(
+        tmp_path, **LONG | {"async_checkpoint": "true"}, checkpoint_interval=11, max_failed_saves=1
+    )
     assert begun == [11, 12] and committed(tmp_path / "checkpoints")[-1].name == "step_00000012"
 
 
-def test_metrics_wait_in_memory_and_no_checkpoint_is_ahead_of_them(train, tmp_path, metrics_of, monkeypatch):
+def test_metrics_wait_in_memory_and_no_checkpoint_is_ahead_of_them(
+    train, tmp_path, metrics_of, monkeypatch
+):
     """The disk is so full that not even a line fits; later it is all there, without a gap."""
     train(tmp_path / "well", **LONG)
     from mamba_fsdp.report import records
@@ -159,11 +212,14 @@ def test_metrics_wait_in_memory_and_no_checkpoint_is_ahead_of_them(train, tmp_pa
 
 
 @pytest.mark.parametrize("steps", [2, 10])
-def test_another_attempt_is_made_once_and_beside_training(train, tmp_path, failing, monkeypatch, steps,
-                                                          wait_for_writing):
+def test_another_attempt_is_made_once_and_beside_training(
+    train, tmp_path, failing, monkeypatch, steps, wait_for_writing
+):
     """Also where it takes longer than the pause until the next one."""
     monkeypatch.setattr(saver, "FIRST_PAUSE", 60.0)
-    monkeypatch.setattr(Clock, "seconds_left", lambda *_: 15.0)  # the next attempt: 4 steps after the failure
+    monkeypatch.setattr(
+        Clock, "seconds_left", lambda *_: 15.0
+    )  # the next attempt: 4 steps after the failure
     begun, later, waited = failing(1), threading.Event(), []
 
     def write(path, *rest, _write=checkpointer.write_pieces, **named):
@@ -172,7 +228,11 @@ def test_another_attempt_is_made_once_and_beside_training(train, tmp_path, faili
         return _write(path, *rest, **named)
 
     def take(parts, *rest, _take=loop.take_step, **named):
-        if parts.checkpointer.pending and parts.state.step == parts.checkpointer.pending[False].step + steps and begun:
+        if (
+            parts.checkpointer.pending
+            and parts.state.step == parts.checkpointer.pending[False].step + steps
+            and begun
+        ):
             later.set()
         return _take(parts, *rest, **named)
 
@@ -183,7 +243,9 @@ def test_another_attempt_is_made_once_and_beside_training(train, tmp_path, faili
     assert waited == [True] and begun[0] == 20 and 24 < begun[1] < 40 and begun[2:] == [40]
 
 
-def test_what_is_being_saved_is_committed_before_a_run_ends_for_its_losses(train, tmp_path, change_loss, monkeypatch):
+def test_what_is_being_saved_is_committed_before_a_run_ends_for_its_losses(
+    train, tmp_path, change_loss, monkeypatch
+):
     waited_for = threading.Event()
 
     def write(*given, _write=checkpointer.write_pieces, **named):
@@ -216,7 +278,7 @@ class Liar(io.FileIO):
         if self.how == "unwritten":
             self.seek(len(data), os.SEEK_CUR)
         else:
-            lies = {"half": data[:len(data) // 2], "other": data[:-1] + bytes([data[-1] ^ 1])}
+            lies = {"half": data[: len(data) // 2], "other": data[:-1] + bytes([data[-1] ^ 1])}
             super().write(lies.get(self.how, data))
         return len(data)
 
@@ -228,29 +290,36 @@ class Liar(io.FileIO):
 
 
 @pytest.mark.parametrize("how", ["unwritten", "half", "other", "read"])
-def test_what_the_storage_pretends_to_have_written_is_never_committed(train, tmp_path, monkeypatch, how):
+def test_what_the_storage_pretends_to_have_written_is_never_committed(
+    train, tmp_path, monkeypatch, how
+):
     """The run learns of it while it saves, and saves again when the storage is honest."""
+
     def lying(path, mode="r", **_):
         file = Liar(path, mode.replace("b", ""))
         file.how = how if len(failed) < 2 else ""
         return io.BufferedWriter(file, 1 << 24) if "w" in mode else file
 
-    def tell(self, step, in_a_row=0, *words, _tell=saver.Recorder.save_failed):
+    def tell(self, step, in_a_row=0, *words, _tell=saver.MetricsLogger.save_failed):
         failed.append(words)
         _tell(self, step, in_a_row, *words)
 
     failed = []
-    monkeypatch.setattr(saver.Recorder, "save_failed", tell)
+    monkeypatch.setattr(saver.MetricsLogger, "save_failed", tell)
     monkeypatch.setattr(files, "open", lying, raising=False)
     train(tmp_path, **LONG, keep_checkpoints=9)
-    assert len(failed) == 3 and all("what was read back is not what was written" in words[0] for words in failed[:2])
+    assert len(failed) == 3 and all(
+        "what was read back is not what was written" in words[0] for words in failed[:2]
+    )
     whole = committed(tmp_path / "checkpoints")
     assert [path.name[-2:] for path in whole] == ["06", "08", "10", "12"]
     assert not any(problems(path, World.alone()) for path in whole)
 
 
 @pytest.mark.slow
-def test_a_save_that_hangs_counts_as_failed_and_no_second_one_is_begun(train, tmp_path, monkeypatch):
+def test_a_save_that_hangs_counts_as_failed_and_no_second_one_is_begun(
+    train, tmp_path, monkeypatch
+):
     """Training continues meanwhile; what hung is committed when it is written at last."""
     hangs, writing, most = threading.Event(), [], []
     real = checkpointer.write_pieces
@@ -266,7 +335,7 @@ def test_a_save_that_hangs_counts_as_failed_and_no_second_one_is_begun(train, tm
         finally:
             writing.remove(path)
 
-    def tell(self, step, in_a_row=0, *words, _tell=saver.Recorder.save_failed):
+    def tell(self, step, in_a_row=0, *words, _tell=saver.MetricsLogger.save_failed):
         told.append((step, in_a_row))
         if in_a_row == 3:
             monkeypatch.setattr(checkpointer, "SECONDS_OF_SILENCE", 400)
@@ -275,11 +344,14 @@ def test_a_save_that_hangs_counts_as_failed_and_no_second_one_is_begun(train, tm
 
     told = []
     monkeypatch.setattr(checkpointer, "write_pieces", write)
-    monkeypatch.setattr(saver.Recorder, "save_failed", tell)
+    monkeypatch.setattr(saver.MetricsLogger, "save_failed", tell)
     said = train(tmp_path, **LONG | {"async_checkpoint": "true", "num_steps": 40})
     assert [number for _, number in told] == [1, 2, 3, 0] and max(most) == 1
     assert "the checkpoint of step 4 is still being written: rank 0" in said
-    assert committed(tmp_path / "checkpoints")[-1].name == "step_00000040" and "step_00000004 is committed" in said
+    assert (
+        committed(tmp_path / "checkpoints")[-1].name == "step_00000040"
+        and "step_00000004 is committed" in said
+    )
 
 
 def test_a_last_save_that_hangs_is_an_error(train, tmp_path, monkeypatch):
@@ -299,25 +371,31 @@ def small_disk(tmp_path):
     """A file system of a megabyte."""
     place = tmp_path / "disk"
     place.mkdir()
-    if os.geteuid() or subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "none", place], capture_output=True
-                                      ).returncode:
+    if (
+        os.geteuid()
+        or subprocess.run(
+            ["mount", "-t", "tmpfs", "-o", "size=1m", "none", place], capture_output=True
+        ).returncode
+    ):
         pytest.skip("may not mount")
     yield place
     subprocess.run(["umount", "-l", place], check=True)
 
 
 @pytest.mark.slow
-def test_a_disk_that_fills_up_and_empties_again(train, small_disk, metrics_of, monkeypatch, tmp_path):
+def test_a_disk_that_fills_up_and_empties_again(
+    train, small_disk, metrics_of, monkeypatch, tmp_path
+):
     """Nothing is lost: also metrics that found no room are there afterwards."""
     train(tmp_path / "well", **LONG | {"num_steps": 20})
 
-    def tell(self, step, in_a_row=0, *words, _tell=saver.Recorder.save_failed):
+    def tell(self, step, in_a_row=0, *words, _tell=saver.MetricsLogger.save_failed):
         told.append(in_a_row)
         if in_a_row == 2:
             (small_disk / "others").unlink()
         _tell(self, step, in_a_row, *words)
 
-    def step(self, state, *rest, _report=saver.Recorder.report):
+    def step(self, state, *rest, _report=saver.MetricsLogger.report):
         if state.step == 5:
             with pytest.raises(OSError), open(small_disk / "others", "wb", buffering=0) as others:
                 while True:
@@ -325,39 +403,67 @@ def test_a_disk_that_fills_up_and_empties_again(train, small_disk, metrics_of, m
         _report(self, state, *rest)
 
     told = []
-    monkeypatch.setattr(saver.Recorder, "save_failed", tell)
-    monkeypatch.setattr(saver.Recorder, "report", step)
+    monkeypatch.setattr(saver.MetricsLogger, "save_failed", tell)
+    monkeypatch.setattr(saver.MetricsLogger, "report", step)
     train(small_disk / "run", **LONG | {"num_steps": 20})
     assert told == [1, 2, 0]
-    assert [entry for entry in metrics_of(small_disk / "run") if "loss" in entry] == metrics_of(tmp_path / "well")
+    assert [entry for entry in metrics_of(small_disk / "run") if "loss" in entry] == metrics_of(
+        tmp_path / "well"
+    )
     whole = committed(small_disk / "run/checkpoints")
-    assert whole[-1].name == "step_00000020" and not any(problems(path, World.alone()) for path in whole)
+    assert whole[-1].name == "step_00000020" and not any(
+        problems(path, World.alone()) for path in whole
+    )
 
 
-def test_a_mount_that_vanishes_and_comes_back_costs_nothing_but_saves(train, tmp_path, metrics_of, monkeypatch):
+def test_a_mount_that_vanishes_and_comes_back_costs_nothing_but_saves(
+    train, tmp_path, metrics_of, monkeypatch
+):
     """No folder is made in its place, and the metrics of that time are there afterwards."""
-    def step(self, state, *rest, _report=saver.Recorder.report):
+
+    def step(self, state, *rest, _report=saver.MetricsLogger.report):
         if state.step in (3, 9):
-            (run if state.step == 3 else tmp_path / "away").rename(tmp_path / "away" if state.step == 3 else run)
+            (run if state.step == 3 else tmp_path / "away").rename(
+                tmp_path / "away" if state.step == 3 else run
+            )
         _report(self, state, *rest)
 
     run = tmp_path / "run"
-    monkeypatch.setattr(saver.Recorder, "report", step)
+    monkeypatch.setattr(saver.MetricsLogger, "report", step)
     said = train(run, **LONG)
     assert said.count("saving failed: ") == 3 and f"{run}/lease.json: can't be read" in said
     assert [(entry["step"], entry.get("failed_saves")) for entry in metrics_of(run)] == [
-        *((step, failed) for step in range(1, 5) for failed in [None] + [1] * (step == 4)), (5, None),
-        (6, None), (6, 2), (7, None), (8, None), (8, 3), (9, None), (10, None), (10, 0), (11, None), (12, None)]
-    assert [path.name for path in committed(run / "checkpoints")] == [f"step_{step:08d}" for step in (2, 10, 12)]
+        *((step, failed) for step in range(1, 5) for failed in [None] + [1] * (step == 4)),
+        (5, None),
+        (6, None),
+        (6, 2),
+        (7, None),
+        (8, None),
+        (8, 3),
+        (9, None),
+        (10, None),
+        (10, 0),
+        (11, None),
+        (12, None),
+    ]
+    assert [path.name for path in committed(run / "checkpoints")] == [
+        f"step_{step:08d}" for step in (2, 10, 12)
+    ]
 
 
 def test_room_is_looked_for_before_the_first_step(train, tmp_path, monkeypatch):
     """Where not even one checkpoint fits it is an error, where only one does a line."""
-    free = [10 ** 12]
-    monkeypatch.setattr(checkpointer.shutil, "disk_usage", lambda path: checkpointer.shutil._ntuple_diskusage(
-        10 ** 12, 10 ** 12 - free[0], free[0]))
+    free = [10**12]
+    monkeypatch.setattr(
+        checkpointer.shutil,
+        "disk_usage",
+        lambda path: checkpointer.shutil._ntuple_diskusage(10**12, 10**12 - free[0], free[0]),
+    )
     assert "has room" not in train(tmp_path / "much", **LONG)
-    needed = sum(path.stat().st_size for path in committed(tmp_path / "much/checkpoints")[-1].glob("*.safetensors"))
+    needed = sum(
+        path.stat().st_size
+        for path in committed(tmp_path / "much/checkpoints")[-1].glob("*.safetensors")
+    )
     free[0] = int(1.5 * needed)
     assert "has room for one checkpoint only" in train(tmp_path / "some", **LONG)
     free[0] = needed // 2

@@ -23,24 +23,38 @@ def test_load_ckpt_path_may_be_the_run_folder(train, tmp_path, monkeypatch, spel
     """As many launchers write it, also with resuming_dataset: resume if there is something, else start."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "link").symlink_to("run")
-    given = {"load_ckpt_path": spelling.format(run=tmp_path / "run", name=tmp_path.name), "resuming_dataset": True}
+    given = {
+        "load_ckpt_path": spelling.format(run=tmp_path / "run", name=tmp_path.name),
+        "resuming_dataset": True,
+    }
     assert "steps " in train("run", dry_run=True, **given) and not (tmp_path / "run").exists()
     assert "starting   anew" in train("run", num_steps=2, **given)
     said = train("run", num_steps=3, **given)
-    assert "resumes    from run/checkpoints/step_00000002, step 2\n" in said and "starting" not in said
+    assert (
+        "resumes    from run/checkpoints/step_00000002, step 2\n" in said and "starting" not in said
+    )
 
 
 def test_a_run_folder_without_a_checkpoint_is_started_in(train, tmp_path):
     """A first start that was killed before it committed anything leaves the like."""
     (tmp_path / "run/checkpoints/.step_00000001.partial").mkdir(parents=True)
-    assert "starting   anew" in train(tmp_path / "run", num_steps=1, load_ckpt_path=tmp_path / "run")
+    assert "starting   anew" in train(
+        tmp_path / "run", num_steps=1, load_ckpt_path=tmp_path / "run"
+    )
 
 
 @pytest.mark.parametrize("dry_run", [False, True])
-@pytest.mark.parametrize("origin, said", [("run2", "there is no such file or folder; only save_ckpt_path itself, "),
-                                          ("x.pth", "there is no such file or folder"),
-                                          ("empty", "neither a committed checkpoint nor a run folder")])
-def test_another_origin_must_be_there_before_anything_is_written(train, tmp_path, dry_run, origin, said):
+@pytest.mark.parametrize(
+    "origin, said",
+    [
+        ("run2", "there is no such file or folder; only save_ckpt_path itself, "),
+        ("x.pth", "there is no such file or folder"),
+        ("empty", "neither a committed checkpoint nor a run folder"),
+    ],
+)
+def test_another_origin_must_be_there_before_anything_is_written(
+    train, tmp_path, dry_run, origin, said
+):
     (tmp_path / "empty").mkdir()
     with pytest.raises(UserError, match=said):
         train(tmp_path / "run", load_ckpt_path=tmp_path / origin, dry_run=dry_run)
@@ -67,12 +81,17 @@ def empty(folder):
 def test_what_a_run_began_with_may_be_gone(train, tmp_path, setting, remove):
     """Its own checkpoint wins, whose model it is then; another one is refused as ever."""
     train(tmp_path / "first", num_steps=1, expand=4)
-    origin = next((tmp_path / "first/pth").iterdir()) if setting == "init_from" else tmp_path / "first"
+    origin = (
+        next((tmp_path / "first/pth").iterdir()) if setting == "init_from" else tmp_path / "first"
+    )
     model = {} if setting == "init_from" else {"expand": 4}
     train(tmp_path / "run", num_steps=1, **{setting: origin}, **model)
     remove(origin)
     said = train(tmp_path / "run", num_steps=2, **{setting: origin}, **model)
-    assert f"step_00000001, step 1; {origin} was for its first start" in said and "finished   2 steps" in said
+    assert (
+        f"step_00000001, step 1; {origin} was for its first start" in said
+        and "finished   2 steps" in said
+    )
     with pytest.raises(UserError, match=rf"{tmp_path}/run.* another model .*expand=1 \(there 4\)"):
         train(tmp_path / "run", num_steps=3, **{setting: origin}, expand=1)
     with pytest.raises(UserError, match=str(origin)):
@@ -84,7 +103,9 @@ def test_only_the_default_data_is_made_and_only_where_it_is_missing(tmp_path, mo
     made = []
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(text, "open_source", lambda name, options: name)
-    monkeypatch.setattr(tokenize, "make_dataset", lambda source, folder: made.append((source, folder)))
+    monkeypatch.setattr(
+        tokenize, "make_dataset", lambda source, folder: made.append((source, folder))
+    )
     folder = tmp_path / "data/builtin"
     for path in ("data/mine", "builtin", str(tmp_path)):
         assert not missing_builtin(DataConfig(path))
@@ -100,7 +121,9 @@ def test_only_the_default_data_is_made_and_only_where_it_is_missing(tmp_path, mo
 
 def test_a_dry_run_does_not_make_it(train, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert "data       data/builtin, which a run makes first" in train("run", dataset_path="data/builtin", dry_run=True)
+    assert "data       data/builtin, which a run makes first" in train(
+        "run", dataset_path="data/builtin", dry_run=True
+    )
     assert not list(tmp_path.iterdir())
 
 
@@ -128,15 +151,27 @@ if __name__ == "__main__":
 @pytest.mark.slow
 def test_two_ranks_make_the_default_data_that_a_killed_start_left_in_parts(project, tmp_path):
     """`python training.py`, then the same under torchrun: one rank makes it, the other waits."""
-    words = [f"--{name}={value}" for name, value in {**TINY, "vocab_size": 4096, "num_steps": 2}.items()]
+    words = [
+        f"--{name}={value}" for name, value in {**TINY, "vocab_size": 4096, "num_steps": 2}.items()
+    ]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(project)}
     (tmp_path / "of_a_tenth.py").write_text(OF_A_TENTH)
     command = [tmp_path / "of_a_tenth.py", project / "training.py", *words]
-    first = subprocess.run([sys.executable, *command], cwd=tmp_path, env={**environment, "DIES": "1"})
+    first = subprocess.run(
+        [sys.executable, *command], cwd=tmp_path, env={**environment, "DIES": "1"}
+    )
     assert first.returncode == -signal.SIGKILL and list((tmp_path / "data/builtin/train").iterdir())
     assert not (tmp_path / "data/builtin/dataset.json").exists()
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    done = subprocess.run([*torchrun, *command], cwd=tmp_path, env=environment, text=True,
-                          stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    done = subprocess.run(
+        [*torchrun, *command],
+        cwd=tmp_path,
+        env=environment,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
     assert done.returncode == 0, done.stdout
-    assert done.stdout.count("making data/builtin from") == 1 and "finished   2 steps" in done.stdout
+    assert (
+        done.stdout.count("making data/builtin from") == 1 and "finished   2 steps" in done.stdout
+    )

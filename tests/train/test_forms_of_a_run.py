@@ -10,7 +10,9 @@ from mamba_fsdp.errors import UserError
 from mamba_fsdp.ops import native
 from mamba_fsdp.parallel import compat
 
-needs_c = pytest.mark.skipif(bool(native.why_unavailable()), reason=f"no C form: {native.why_unavailable()}")
+needs_c = pytest.mark.skipif(
+    bool(native.why_unavailable()), reason=f"no C form: {native.why_unavailable()}"
+)
 
 
 def line(said):
@@ -24,15 +26,32 @@ def test_the_log_has_one_line_of_them(train, tmp_path):
 
 @needs_c
 def test_fp16_on_a_cpu_says_what_it_runs_without(train, tmp_path):
-    said = train(tmp_path / "run", num_steps=1, kernels="auto", mixed_precision="fp16", eval_interval=0)
-    assert line(said) == ("kernels    portable: conv, scan, norm, loss; "
-                          "conv, scan not native: there is no C for torch.float16")
+    said = train(
+        tmp_path / "run", num_steps=1, kernels="auto", mixed_precision="fp16", eval_interval=0
+    )
+    assert line(said) == (
+        "kernels    portable: conv, scan, norm, loss; "
+        "conv, scan not native: there is no C for torch.float16"
+    )
 
 
-@pytest.mark.parametrize("kernels, said", [
-    ("fused", "kernels=fused: conv can't be fused on cpu: it is for cuda devices; kernels=auto takes what can serve"),
-    ("ssd=portable", "kernels=ssd=portable: this model has no ssd, only conv, scan, norm, loss, mamba1"),
-    ("scan=nativ", "kernels=scan=nativ: there is no form of scan 'nativ'; did you mean native?")])
+@pytest.mark.parametrize(
+    "kernels, said",
+    [
+        (
+            "fused",
+            "kernels=fused: conv can't be fused on cpu: it is for cuda devices; kernels=auto takes what can serve",
+        ),
+        (
+            "ssd=portable",
+            "kernels=ssd=portable: this model has no ssd, only conv, scan, norm, loss, mamba1",
+        ),
+        (
+            "scan=nativ",
+            "kernels=scan=nativ: there is no form of scan 'nativ'; did you mean native?",
+        ),
+    ],
+)
 def test_a_demand_that_cannot_be_met_ends_the_start(train, tmp_path, kernels, said):
     with pytest.raises(UserError) as refused:
         train(tmp_path / "run", kernels=kernels)
@@ -48,10 +67,16 @@ def test_what_the_libraries_do_not_take_is_refused(train, tmp_path, monkeypatch)
         monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
     monkeypatch.setitem(sys.modules, "triton", None)
     on_gpu = setup.resolve_forms
-    monkeypatch.setattr(setup, "resolve_forms", lambda setting, device_type, uses: on_gpu(setting, "cuda", uses))
-    with pytest.raises(UserError, match="conv can't be fused on cuda: causal-conv1d takes multiples of 8.*, not 34"):
+    monkeypatch.setattr(
+        setup, "resolve_forms", lambda setting, device_type, uses: on_gpu(setting, "cuda", uses)
+    )
+    with pytest.raises(
+        UserError, match="conv can't be fused on cuda: causal-conv1d takes multiples of 8.*, not 34"
+    ):
         train(tmp_path / "run", kernels="fused", d_model=17)
-    with pytest.raises(UserError, match="conv can't be fused on cuda: deterministic=true, and causal-conv1d before"):
+    with pytest.raises(
+        UserError, match="conv can't be fused on cuda: deterministic=true, and causal-conv1d before"
+    ):
         train(tmp_path / "run", kernels="fused", deterministic=True)
 
 

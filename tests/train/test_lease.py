@@ -30,6 +30,7 @@ def take(tmp_path, monkeypatch):
         lease.take(report=(said if said is not None else []).append)
         taken.append(lease)
         return lease
+
     yield take_one
     for lease in taken:
         lease.give_back()
@@ -43,7 +44,14 @@ def unwatched(monkeypatch):
 
 def left_by(folder, **changed):
     """The lease of a process that is not ours to ask, with some fields changed."""
-    owner = {"token": "x", **module._this_process(), "host": "node-7", "pid": 7, "machine": "another", **changed}
+    owner = {
+        "token": "x",
+        **module._this_process(),
+        "host": "node-7",
+        "pid": 7,
+        "machine": "another",
+        **changed,
+    }
     (folder / LEASE).write_text(json.dumps(owner))
 
 
@@ -72,8 +80,10 @@ def test_a_living_holder_is_named_to_the_second(take, tmp_path):
     first = take()
     with pytest.raises(UserError) as refused:
         take()
-    assert (f"{tmp_path} is in use by the run of process {os.getpid()} on {module.socket.gethostname()}, begun 20"
-            in str(refused.value))
+    assert (
+        f"{tmp_path} is in use by the run of process {os.getpid()} on {module.socket.gethostname()}, begun 20"
+        in str(refused.value)
+    )
     first.check()
     first.give_back()
     assert not list(tmp_path.iterdir())
@@ -101,8 +111,12 @@ def test_nor_an_earlier_start_of_the_same_slurm_job(take, tmp_path, unwatched, m
     take().check()
 
 
-@pytest.mark.parametrize("content", [None, b"", b'{"token": "x", "ho'], ids=["lost node", "cut short", "half"])
-def test_a_silent_holder_elsewhere_is_waited_for_and_then_dead(take, tmp_path, monkeypatch, content):
+@pytest.mark.parametrize(
+    "content", [None, b"", b'{"token": "x", "ho'], ids=["lost node", "cut short", "half"]
+)
+def test_a_silent_holder_elsewhere_is_waited_for_and_then_dead(
+    take, tmp_path, monkeypatch, content
+):
     monkeypatch.setattr(module, "SECONDS_OF_SILENCE", 0.1)
     left_by(tmp_path)
     if content is not None:
@@ -116,9 +130,10 @@ def test_a_holder_elsewhere_that_renews_is_alive(take, tmp_path, monkeypatch):
     """Whatever the clocks say, its renewals may lie far in the past; also in the same start of the same Slurm job."""
     monkeypatch.setenv("SLURM_JOB_ID", "17")
     left_by(tmp_path)
-    long_ago = iter(range(10 ** 6))
-    monkeypatch.setattr(module.time, "sleep",
-                        lambda _: os.utime(tmp_path / LEASE, (next(long_ago), next(long_ago))))
+    long_ago = iter(range(10**6))
+    monkeypatch.setattr(
+        module.time, "sleep", lambda _: os.utime(tmp_path / LEASE, (next(long_ago), next(long_ago)))
+    )
     with pytest.raises(UserError, match=r"process 7 on node-7 \(Slurm job 17\)"):
         take()
 
@@ -145,7 +160,9 @@ def test_one_that_lost_its_lease_finds_out_and_leaves_the_other_in_peace(take, t
     lease = take()
     left_by(tmp_path)
     other = (tmp_path / LEASE).stat().st_mtime_ns
-    with pytest.raises(UserError, match="in use by the run of process 7 on node-7.*writes nothing more"):
+    with pytest.raises(
+        UserError, match="in use by the run of process 7 on node-7.*writes nothing more"
+    ):
         lease.check()
     time.sleep(0.2)
     lease.give_back()
@@ -155,10 +172,14 @@ def test_one_that_lost_its_lease_finds_out_and_leaves_the_other_in_peace(take, t
         lease.check()
 
 
-@pytest.mark.parametrize("holder, status", [
-    ({"started": 1}, "failed"),  # of this machine, and not there any more
-    ({}, "running"),  # it lives
-    ({"machine": "another"}, "running")])  # nobody here can tell
+@pytest.mark.parametrize(
+    "holder, status",
+    [
+        ({"started": 1}, "failed"),  # of this machine, and not there any more
+        ({}, "running"),  # it lives
+        ({"machine": "another"}, "running"),
+    ],
+)  # nobody here can tell
 def test_a_run_that_ended_without_a_word_is_not_called_running(tmp_path, capsys, holder, status):
     """Whoever looks corrects what it left."""
     from mamba_fsdp.verbs import inspect

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from mamba_fsdp.data.order import Order
+from mamba_fsdp.data.sampler import Sampler
 from mamba_fsdp.data.selection import training_sources
 from mamba_fsdp.data.source import DummySource
 from mamba_fsdp.errors import UserError
@@ -19,11 +19,14 @@ def equal(one, other):
 @pytest.fixture
 def epoch(corpus):
     """epoch(**data settings) -> the windows of all sources together, counted by hand."""
+
     def count(**given):
         from config.resolve import resolve_settings
+
         words = {"dataset_path": str(corpus), "seq_length": "32", **given}
         sources = training_sources(resolve_settings(words)[0].data)[0]
         return sum((source.token_count - 1) // 32 for source in sources.values())
+
     return count
 
 
@@ -32,7 +35,9 @@ def test_epochs_read_each_window_as_often(train, tmp_path, epoch, metrics_of):
     """Of two sources, too, whose weights are their tokens."""
     for given, batch in (({}, 8), ({"datasets": "train,other"}, 16)):
         run = tmp_path / f"run{batch}"
-        said = train(run, num_epochs=0.5, batch_size=batch, eval_interval=0, report_interval=1, **given)
+        said = train(
+            run, num_epochs=0.5, batch_size=batch, eval_interval=0, report_interval=1, **given
+        )
         steps = math.ceil(math.ceil(epoch(**given) / 2) / batch)
         assert f"{steps:,} of {batch} x 32" in said and metrics_of(run)[-1]["step"] == steps
 
@@ -42,7 +47,7 @@ def test_an_epoch_is_the_windows_of_the_mixture():
         def __init__(self, tokens):
             self.token_count, self.identity = tokens, "x"
 
-    order = Order({"a": Of(101), "b": Of(51), "out": Of(1001)}, {"a": 2, "b": 1, "out": 0}, 10, 0)
+    order = Sampler({"a": Of(101), "b": Of(51), "out": Of(1001)}, {"a": 2, "b": 1, "out": 0}, 10, 0)
     assert order.epoch_windows == 10 + 5
     source, window, epochs = order.samples(0, 15)
     assert set(epochs.tolist()) == {0} and len(set(zip(source.tolist(), window.tolist()))) == 15
@@ -63,7 +68,10 @@ def test_a_run_of_epochs_resumes_and_is_lengthened(train, tmp_path, weights_of, 
     assert equal(weights_of(tmp_path / "whole"), weights_of(tmp_path / "broken"))
     assert "over " in train(tmp_path / "whole", num_epochs=0.9, **common)
     said = train(tmp_path / "whole", num_epochs=1.8, **common)
-    assert "lengthened=hold" in said and metrics_of(tmp_path / "whole")[-1]["step"] in (2 * whole, 2 * whole - 1)
+    assert "lengthened=hold" in said and metrics_of(tmp_path / "whole")[-1]["step"] in (
+        2 * whole,
+        2 * whole - 1,
+    )
 
 
 @pytest.mark.slow
@@ -80,14 +88,21 @@ def test_a_schedule_ends_before_the_run(train, tmp_path, metrics_of):
         return [entry["learning_rate"] for entry in metrics_of(tmp_path / run)]
 
     short, beside = rates("short", num_steps=4), rates("beside", num_steps=8, schedule_steps=4)
-    assert beside[:4] == short and set(beside[4:]) == {short[-1]} and short[-1] == pytest.approx(0.001)
+    assert (
+        beside[:4] == short and set(beside[4:]) == {short[-1]} and short[-1] == pytest.approx(0.001)
+    )
     said = train(tmp_path / "beside", eval_interval=0, num_steps=10, schedule_steps=4)
     assert "schedule   " not in said, "a longer run stays where its schedule ended"
 
 
 @pytest.mark.slow
 def test_made_up_tokens_train_and_resume(train, tmp_path, weights_of):
-    common = {"use_dummy_dataset": True, "dataset_path": "nowhere", "seq_length": 48, "vocab_size": 50}
+    common = {
+        "use_dummy_dataset": True,
+        "dataset_path": "nowhere",
+        "seq_length": 48,
+        "vocab_size": 50,
+    }
     said = train(tmp_path / "whole", num_steps=6, schedule="constant", **common)
     assert "made-up tokens" in said and "validation loss" not in said
     train(tmp_path / "parts", num_steps=3, schedule="constant", **common)
@@ -100,8 +115,13 @@ def test_made_up_tokens_train_and_resume(train, tmp_path, weights_of):
 def test_made_up_tokens_are_the_same_wherever_they_are_read():
     source = DummySource(50)
     tokens, positions, mask = source.read(45, 10)
-    assert tokens.tolist() == [45, 46, 47, 48, 49, 0, 1, 2, 3, 4] == positions.tolist() and mask is None
-    assert np.array_equal(source.read(source.token_count - 20, 10).tokens, source.read(source.token_count - 20, 10)[0])
+    assert (
+        tokens.tolist() == [45, 46, 47, 48, 49, 0, 1, 2, 3, 4] == positions.tolist()
+        and mask is None
+    )
+    assert np.array_equal(
+        source.read(source.token_count - 20, 10).tokens, source.read(source.token_count - 20, 10)[0]
+    )
 
 
 @pytest.mark.slow

@@ -46,19 +46,38 @@ def test_ranks_and_micro_batches_share_one_mean(corpus, tiny_file, tmp_path, wei
     """1 rank with 4 micro-batches, and with one, gives the losses and gradients of 4 ranks, some without any label."""
     told = []
     for ranks, batch_size in ((1, 1 if weighted else 4), (4, 1)):
-        words = {"dataset_path": corpus, "save_ckpt_path": tmp_path / f"{ranks} {batch_size}", "global_batch_size": 4,
-                 "batch_size": batch_size, "position_weighting": weighted, "adam_epsilon": 0.1, "num_steps": 8}
-        found = run_ranks(ranks, entries_of, {name: str(value) for name, value in words.items()}, tiny_file)
+        words = {
+            "dataset_path": corpus,
+            "save_ckpt_path": tmp_path / f"{ranks} {batch_size}",
+            "global_batch_size": 4,
+            "batch_size": batch_size,
+            "position_weighting": weighted,
+            "adam_epsilon": 0.1,
+            "num_steps": 8,
+        }
+        found = run_ranks(
+            ranks, entries_of, {name: str(value) for name, value in words.items()}, tiny_file
+        )
         entries = found[0][0]
-        told.append([[entry.get(name, 0.0) for name in ("loss", "grad_norm", "val_loss")] for entry in entries])
+        told.append(
+            [
+                [entry.get(name, 0.0) for name in ("loss", "grad_norm", "val_loss")]
+                for entry in entries
+            ]
+        )
         assert batch_size == 4 or sum(empty for _, empty in found)
     torch.testing.assert_close(*map(torch.tensor, told), rtol=2e-5, atol=0)
 
 
 def test_a_validation_in_which_nothing_counts_is_refused(train, tmp_path, monkeypatch):
     read = TokenStore.read
-    monkeypatch.setattr(TokenStore, "read", lambda store, start, count: read(store, start, count)._replace(
-        mask=torch.zeros(count, dtype=torch.bool).numpy()))
+    monkeypatch.setattr(
+        TokenStore,
+        "read",
+        lambda store, start, count: read(store, start, count)._replace(
+            mask=torch.zeros(count, dtype=torch.bool).numpy()
+        ),
+    )
     with pytest.raises(UserError, match="no token counts in the loss; choose other data"):
         train(tmp_path)
     train(tmp_path, validation_path="none", num_steps=1)  # a step without any goes by
@@ -69,6 +88,8 @@ def test_positions_weigh_in_a_run(train, tmp_path, metrics_of):
     """Training and validation alike; without the setting nothing changes."""
     for name, given in {"plain": {}, "weighted": {"position_weighting": True}}.items():
         train(tmp_path / name, **given)
-    plain, weighted = ([entry.get("loss", entry.get("val_loss")) for entry in metrics_of(tmp_path / name)]
-                       for name in ("plain", "weighted"))
+    plain, weighted = (
+        [entry.get("loss", entry.get("val_loss")) for entry in metrics_of(tmp_path / name)]
+        for name in ("plain", "weighted")
+    )
     assert all(abs(a - b) > 1e-4 for a, b in zip(plain, weighted))

@@ -14,7 +14,17 @@ def test_only_matrices_decay():
     for layers in ("mamba1", "mamba2", "attention+mlp"):
         config = ModelConfig(layers=layers, n_layer=1, d_intermediate=32 if "mlp" in layers else 0)
         for name, parameter in parameters(config).items():
-            kept = name.endswith((".A_log", ".D", ".dt_bias", ".bias", "norm.weight", "norm2.weight", "norm_f.weight"))
+            kept = name.endswith(
+                (
+                    ".A_log",
+                    ".D",
+                    ".dt_bias",
+                    ".bias",
+                    "norm.weight",
+                    "norm2.weight",
+                    "norm_f.weight",
+                )
+            )
             assert parameter.decay != kept, name
 
 
@@ -25,10 +35,16 @@ CPU = torch.device("cpu")
 def test_a_refused_step_leaves_weights_moments_and_their_count():
     """Whether it is the first, which makes the moments, or a later one; an accepted one is a usual step to the bit."""
     ours, usual = (torch.nn.Parameter(torch.tensor([1.0, -2.0, 3.0])) for _ in range(2))
-    optimizers = [torch.optim.AdamW([parameter], lr=0.1, fused=has_fused_adamw(CPU) or None)
-                  for parameter in (ours, usual)]
+    optimizers = [
+        torch.optim.AdamW([parameter], lr=0.1, fused=has_fused_adamw(CPU) or None)
+        for parameter in (ours, usual)
+    ]
     for refused in (True, False, False, True, False):
-        ours.grad = torch.tensor([float("nan"), 1.0, float("inf")]) if refused else torch.tensor([0.5, 0.1, -1.0])
+        ours.grad = (
+            torch.tensor([float("nan"), 1.0, float("inf")])
+            if refused
+            else torch.tensor([0.5, 0.1, -1.0])
+        )
         step_unless(optimizers[0], torch.tensor(refused))
         if not refused:
             usual.grad = ours.grad.clone()
@@ -49,13 +65,20 @@ def test_the_scale_halves_on_overflow_and_explains_it_until_it_is_one():
     state = TrainState()
     scale = LossScale(state, CPU, dynamic=True)
     assert [updated(scale, state, False) for _ in range(20)] == [
-        (max(1.0, 2.0 ** (15 - step)), step < 16) for step in range(20)]
+        (max(1.0, 2.0 ** (15 - step)), step < 16) for step in range(20)
+    ]
     for _ in range(LossScale.GROWTH_INTERVAL - 1):
         assert updated(scale, state, True)[0] == 1.0
     scale = LossScale(state, CPU, dynamic=True)  # as a run that resumes here has it
-    assert updated(scale, state, True)[0] == state.loss_scale == 2.0 and state.loss_scale_good_steps == 0
+    assert (
+        updated(scale, state, True)[0] == state.loss_scale == 2.0
+        and state.loss_scale_good_steps == 0
+    )
 
 
 def test_without_fp16_there_is_no_scale():
     state = TrainState()
-    assert updated(LossScale(state, CPU, dynamic=False), state, False) == (1.0, False) and state == TrainState()
+    assert (
+        updated(LossScale(state, CPU, dynamic=False), state, False) == (1.0, False)
+        and state == TrainState()
+    )

@@ -8,15 +8,23 @@ import pytest
 from forked import said_by, start_ranks
 from tiny import TINY
 
-STEPS = {"num_steps": 4, "global_batch_size": 12, "checkpoint_interval": 2, "eval_interval": 4, "schedule": "constant"}
+STEPS = {
+    "num_steps": 4,
+    "global_batch_size": 12,
+    "checkpoint_interval": 2,
+    "eval_interval": 4,
+    "schedule": "constant",
+}
 
 
 @pytest.fixture
 def train_on(corpus):
     """train_on(ranks, run, **settings): a whole run. Returns what rank 0 printed."""
+
     def run_on(ranks, run, **given):
         words = {**TINY, **STEPS, "dataset_path": corpus, "save_ckpt_path": run, **given}
         return said_by(start_ranks(ranks, [f"--{key}={value}" for key, value in words.items()]))
+
     return run_on
 
 
@@ -36,16 +44,36 @@ run.start_world = join
 def train_changed(corpus, project, tmp_path):
     """train_changed(lines, **settings): a run on two ranks, with twelve seconds of patience once they have met, after
     these lines."""
+
     def start(lines, **given):
-        words = {**TINY, "dataset_path": corpus, "save_ckpt_path": tmp_path / "run", "timeout_minutes": 0.2, **given}
+        words = {
+            **TINY,
+            "dataset_path": corpus,
+            "save_ckpt_path": tmp_path / "run",
+            "timeout_minutes": 0.2,
+            **given,
+        }
         (tmp_path / "changed.py").write_text(
             "import os, sys, time; sys.path.insert(0, '.')\n"
             f"from config import resolve; from mamba_fsdp.train import loop, run\n{JOINS}{lines}"
-            f"run.run_training(resolve.resolve_settings({ {key: str(value) for key, value in words.items()} })[0])\n")
-        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-        return subprocess.run([*torchrun, tmp_path / "changed.py"],
-                              cwd=project, capture_output=True, text=True, timeout=800,
-                              env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(project)})
+            f"run.run_training(resolve.resolve_settings({ {key: str(value) for key, value in words.items()} })[0])\n"
+        )
+        torchrun = [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            "--nproc-per-node=2",
+        ]
+        return subprocess.run(
+            [*torchrun, tmp_path / "changed.py"],
+            cwd=project,
+            capture_output=True,
+            text=True,
+            timeout=800,
+            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(project)},
+        )
+
     return start
 
 
@@ -54,7 +82,9 @@ def losses(entries):
 
 
 @pytest.mark.slow
-def test_any_ranks_and_strategies_in_turn_give_the_losses_of_one_process(train_on, tmp_path, metrics_of):
+def test_any_ranks_and_strategies_in_turn_give_the_losses_of_one_process(
+    train_on, tmp_path, metrics_of
+):
     """Also from the first step on; nothing is lost or repeated where another number of ranks resumes."""
     train_on(1, tmp_path / "whole", num_steps=8, batch_size=2)
     relay = tmp_path / "relay"
@@ -62,48 +92,73 @@ def test_any_ranks_and_strategies_in_turn_give_the_losses_of_one_process(train_o
     for steps, (ranks, strategy) in zip((2, 4, 6, 8), legs):
         said = train_on(ranks, relay, num_steps=steps, sharding_strategy=strategy, batch_size=1)
         assert steps == 2 or f"step {steps - 2}" in said
-        assert ranks == 1 or "slowest_rank" in (relay / "metrics.jsonl").read_text().splitlines()[-2]
-    whole, parts = ([entry["loss"] for entry in metrics_of(run) if "loss" in entry]
-                    for run in (tmp_path / "whole", relay))
+        assert (
+            ranks == 1 or "slowest_rank" in (relay / "metrics.jsonl").read_text().splitlines()[-2]
+        )
+    whole, parts = (
+        [entry["loss"] for entry in metrics_of(run) if "loss" in entry]
+        for run in (tmp_path / "whole", relay)
+    )
     assert parts == pytest.approx(whole, rel=2e-5)
 
 
 @pytest.mark.slow
 def test_low_precision_and_recomputing_on_two_ranks(train_on, tmp_path, metrics_of):
     train_on(1, tmp_path / "plain", batch_size=4)
-    train_on(2, tmp_path / "frugal", batch_size=2, mixed_precision="bf16",
-             fsdp_activation_checkpointing=True, selective_checkpointing="1/2")
-    assert losses(metrics_of(tmp_path / "frugal")) == pytest.approx(losses(metrics_of(tmp_path / "plain")), rel=0.02)
+    train_on(
+        2,
+        tmp_path / "frugal",
+        batch_size=2,
+        mixed_precision="bf16",
+        fsdp_activation_checkpointing=True,
+        selective_checkpointing="1/2",
+    )
+    assert losses(metrics_of(tmp_path / "frugal")) == pytest.approx(
+        losses(metrics_of(tmp_path / "plain")), rel=0.02
+    )
 
 
 @pytest.mark.slow
 def test_a_mistake_is_told_once_and_ends_all_ranks(corpus, project, tmp_path):
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     done = subprocess.run(
-        [*torchrun, "training.py", f"--dataset_path={tmp_path}/nowhere", f"--save_ckpt_path={tmp_path}/run"],
-        cwd=project, capture_output=True, text=True, timeout=800)
+        [
+            *torchrun,
+            "training.py",
+            f"--dataset_path={tmp_path}/nowhere",
+            f"--save_ckpt_path={tmp_path}/run",
+        ],
+        cwd=project,
+        capture_output=True,
+        text=True,
+        timeout=800,
+    )
     assert done.returncode and f"error: {tmp_path}/nowhere: no such folder" in done.stderr
 
 
 @pytest.mark.slow
 def test_a_rank_that_waits_in_vain_ends_with_where_it_stands(train_changed):
     """One rank never comes to the next step; the watchdog of each says where it stands, and the job ends."""
-    done = train_changed("steps = []\n"
-                         "def stuck(parallel, batch):\n"
-                         "    if parallel.world.rank == 1 and len(steps) == 1: time.sleep(300)\n"
-                         "    steps.append(batch)\n"
-                         "    return clean(parallel, batch)\n"
-                         "clean, loop.batch_loss = loop.batch_loss, stuck\n")
+    done = train_changed(
+        "steps = []\n"
+        "def stuck(parallel, batch):\n"
+        "    if parallel.world.rank == 1 and len(steps) == 1: time.sleep(300)\n"
+        "    steps.append(batch)\n"
+        "    return clean(parallel, batch)\n"
+        "clean, loop.batch_loss = loop.batch_loss, stuck\n"
+    )
     assert done.returncode and "made no progress" in done.stderr and "in stuck" in done.stderr
 
 
-SLOW_DISK = ("from mamba_fsdp.checkpoint import files\n"
-             "class Slow(files._Crc32):\n"
-             "    def update(self, data):\n"
-             "        if os.environ['RANK'] == '1' and len(data) > 1000: {wait}\n"
-             "        super().update(data)\n"
-             "files.HASHES['xxh3'] = Slow\n"
-             "files.BLOCK = 8000\n")
+SLOW_DISK = (
+    "from mamba_fsdp.checkpoint import files\n"
+    "class Slow(files._Crc32):\n"
+    "    def update(self, data):\n"
+    "        if os.environ['RANK'] == '1' and len(data) > 1000: {wait}\n"
+    "        super().update(data)\n"
+    "files.HASHES['xxh3'] = Slow\n"
+    "files.BLOCK = 8000\n"
+)
 
 
 @pytest.mark.slow
@@ -118,13 +173,16 @@ def test_one_slow_disk_is_no_hang(train_changed):
 @pytest.mark.slow
 def test_the_other_ranks_have_left_when_the_model_is_published(train_changed, tmp_path):
     """Rank 0 alone is needed for it: here it begins to write when the process of rank 1 is gone."""
-    done = train_changed(f"os.chdir({str(tmp_path)!r})\n"
-                         "open('pid' + os.environ['RANK'], 'w').write(str(os.getpid()))\n"
-                         "def write_model(checkpoint, out, verified):\n"
-                         "    while os.path.exists('/proc/' + open('pid1').read()): time.sleep(0.05)\n"
-                         "    out.mkdir(parents=True)\n"
-                         "clean = run.run_training\n"
-                         "run.run_training = lambda settings: clean(settings, write_model=write_model)\n", num_steps=1)
+    done = train_changed(
+        f"os.chdir({str(tmp_path)!r})\n"
+        "open('pid' + os.environ['RANK'], 'w').write(str(os.getpid()))\n"
+        "def write_model(checkpoint, out, verified):\n"
+        "    while os.path.exists('/proc/' + open('pid1').read()): time.sleep(0.05)\n"
+        "    out.mkdir(parents=True)\n"
+        "clean = run.run_training\n"
+        "run.run_training = lambda settings: clean(settings, write_model=write_model)\n",
+        num_steps=1,
+    )
     assert done.returncode == 0 and "finished" in done.stdout, done.stderr
     assert (tmp_path / "run/pth/step_00000001").exists()
 
@@ -132,4 +190,6 @@ def test_the_other_ranks_have_left_when_the_model_is_published(train_changed, tm
 @pytest.mark.slow
 def test_a_hanging_disk_is_one(train_changed):
     done = train_changed(SLOW_DISK.format(wait="time.sleep(300)"))
-    assert done.returncode and "made no progress" in done.stderr and "in write_pieces" in done.stderr
+    assert (
+        done.returncode and "made no progress" in done.stderr and "in write_pieces" in done.stderr
+    )

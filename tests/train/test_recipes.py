@@ -9,8 +9,18 @@ from config.resolve import resolve_settings
 from mamba_fsdp.model.lm import MambaLM
 from mamba_fsdp.model.spec import parameter_count
 
-SMALL = {"d_model": 16, "n_layer": 2, "vocab_size": 64, "d_state": 4, "seq_length": 32, "batch_size": 2,
-         "global_batch_size": 4, "mixed_precision": "fp32", "eval_batches": 1, "num_workers": 0}
+SMALL = {
+    "d_model": 16,
+    "n_layer": 2,
+    "vocab_size": 64,
+    "d_state": 4,
+    "seq_length": 32,
+    "batch_size": 2,
+    "global_batch_size": 4,
+    "mixed_precision": "fp32",
+    "eval_batches": 1,
+    "num_workers": 0,
+}
 
 
 def test_each_resolves_is_the_model_it_names_and_fits(project):
@@ -23,7 +33,9 @@ def test_each_resolves_is_the_model_it_names_and_fits(project):
         assert built == parameter_count(settings.model) and "model_name" in explicit, name
         if name in ("mamba-130m", "mamba2-2.7b", "llama2_70b"):
             assert settings.model.model_name == name
-            assert built == pytest.approx({"130m": 0.13e9, "2.7b": 2.7e9, "70b": 69e9}[name[-4:].strip("_")], rel=0.02)
+            assert built == pytest.approx(
+                {"130m": 0.13e9, "2.7b": 2.7e9, "70b": 69e9}[name[-4:].strip("_")], rel=0.02
+            )
         plan, tokens = recipes.planned(name)
         assert plan.fits and tokens > 1e6, name
     assert recipes.table() in (project / "docs/planning.md").read_text()
@@ -39,11 +51,17 @@ def test_they_run_on_a_small_corpus(name, corpus, tmp_path, capsys):
 
     def run(folder, **given):
         words = {"dataset_path": corpus, "save_ckpt_path": tmp_path / folder, **SMALL, **given}
-        settings, explicit = resolve_settings({key: str(value) for key, value in words.items()}, name)
+        settings, explicit = resolve_settings(
+            {key: str(value) for key, value in words.items()}, name
+        )
         run_training(settings, starting_weights(settings, explicit), write_model=publish)
         return capsys.readouterr().out
 
-    length = {"num_epochs": 0.05} if name == "wikitext103" else {"num_steps": "640tok", "warmup_steps": "256tok"}
+    length = (
+        {"num_epochs": 0.05}
+        if name == "wikitext103"
+        else {"num_steps": "640tok", "warmup_steps": "256tok"}
+    )
     assert "everything lies in" in run("scratch", **length)
     said = run("tuned", init_from=tmp_path / "scratch", learning_rate=1e-4, **length)
     assert "from the weights in" in said and "everything lies in" in said

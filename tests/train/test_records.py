@@ -18,14 +18,19 @@ def test_going_on_drops_what_the_interrupted_run_wrote_later(tmp_path):
         file.write('{"step": 6, "lo')  # the crash
     again = records.Log(tmp_path / "metrics.jsonl", 3)
     again.write({"step": 4, "loss": 2.0})
-    assert [(entry["step"], entry["loss"]) for entry in records.read(tmp_path / "metrics.jsonl")] == [
-        (1, 1), (2, 1), (3, 1), (4, 2)]
+    assert [
+        (entry["step"], entry["loss"]) for entry in records.read(tmp_path / "metrics.jsonl")
+    ] == [(1, 1), (2, 1), (3, 1), (4, 2)]
 
 
 def test_a_loss_that_is_not_finite_is_still_json(tmp_path):
     metrics = records.Log(tmp_path / "metrics.jsonl", 0)
     metrics.write({"step": 1, "loss": float("nan"), "grad_norm": float("inf")})
-    assert json.loads((tmp_path / "metrics.jsonl").read_text()) == {"step": 1, "loss": None, "grad_norm": None}
+    assert json.loads((tmp_path / "metrics.jsonl").read_text()) == {
+        "step": 1,
+        "loss": None,
+        "grad_norm": None,
+    }
 
 
 def test_damage_in_the_middle_is_refused_by_line(tmp_path):
@@ -49,7 +54,10 @@ def test_an_event_that_a_crash_cut_short_costs_no_other(tmp_path):
     records.add_event(tmp_path, "failed", 3, reason="a crash")
     records.add_event(tmp_path, "started", 2, ranks=1)
     assert [(event["event"], event["step"]) for event in records.read_events(tmp_path)] == [
-        ("started", 0), ("failed", 3), ("started", 2)]
+        ("started", 0),
+        ("failed", 3),
+        ("started", 2),
+    ]
 
 
 def test_a_full_disk_is_said_in_a_line(tmp_path, monkeypatch, capsys):

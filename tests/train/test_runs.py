@@ -16,12 +16,22 @@ from mamba_fsdp.errors import UserError
 from mamba_fsdp.report.records import read_events, read_status
 from mamba_fsdp.verbs import inspect
 
-OTHER_RUN = {"token": "x", "host": "elsewhere", "pid": 7, "since": "2026-01-01", "machine": "m", "started": 1,
-             "job": None, "attempt": 0}
+OTHER_RUN = {
+    "token": "x",
+    "host": "elsewhere",
+    "pid": 7,
+    "since": "2026-01-01",
+    "machine": "m",
+    "started": 1,
+    "job": None,
+    "attempt": 0,
+}
 
 
 def equal(first, second):
-    return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
+    return first.keys() == second.keys() and all(
+        torch.equal(first[name], second[name]) for name in first
+    )
 
 
 def wait_for_step(process, run, step, seconds=400):
@@ -44,7 +54,10 @@ def test_two_equal_runs_are_equal_bit_for_bit(train, tmp_path, metrics_of, weigh
     assert equal(weights_of(tmp_path / "a"), weights_of(tmp_path / "b"))
     entries = metrics_of(tmp_path / "a")
     reports = [entry for entry in entries if "loss" in entry]
-    assert all({"step", "tokens", "loss", "learning_rate", "grad_norm"} <= entry.keys() for entry in reports)
+    assert all(
+        {"step", "tokens", "loss", "learning_rate", "grad_norm"} <= entry.keys()
+        for entry in reports
+    )
     assert [entry["tokens"] for entry in reports] == [64 * step for step in range(1, 7)]
     assert [entry["step"] for entry in entries if "val_loss" in entry] == [0, 3, 6]
 
@@ -57,7 +70,9 @@ def test_it_learns(train, tmp_path, metrics_of):
 
 def goodput_facts(run):
     """(when the run first began, seconds of its steps), as its newest checkpoint has them."""
-    progress = json.loads(sorted(run.glob("checkpoints/step_*/state.json"))[-1].read_text())["state"]["progress"]
+    progress = json.loads(sorted(run.glob("checkpoints/step_*/state.json"))[-1].read_text())[
+        "state"
+    ]["progress"]
     return progress["first_started"], progress["step_seconds"]
 
 
@@ -72,23 +87,36 @@ def test_a_run_in_parts_is_the_unbroken_run(train, tmp_path, metrics_of, weights
     assert equal(weights_of(tmp_path / "whole"), weights_of(tmp_path / "parts"))
     later, more = goodput_facts(tmp_path / "parts")
     assert first == later and 0 < seconds < more < time.time() - began
-    reports = {run: [e for e in metrics_of(tmp_path / run) if "loss" in e and e["step"] % 4 == 0]
-               for run in ("whole", "parts")}
+    reports = {
+        run: [e for e in metrics_of(tmp_path / run) if "loss" in e and e["step"] % 4 == 0]
+        for run in ("whole", "parts")
+    }
     assert reports["whole"][-1] == reports["parts"][-1]
-    events = [{name: value for name, value in event.items() if not name.endswith(("time", "seconds", "bytes"))}
-              for event in read_events(tmp_path / "parts")]
+    events = [
+        {
+            name: value
+            for name, value in event.items()
+            if not name.endswith(("time", "seconds", "bytes"))
+        }
+        for event in read_events(tmp_path / "parts")
+    ]
     saved = [{"event": "checkpoint", "step": step, "tier": "shared"} for step in (2, 4, 6, 8)]
     assert events == [
-        {"event": "started", "step": 0, "ranks": 1, "from": "the start"}, saved[0],
+        {"event": "started", "step": 0, "ranks": 1, "from": "the start"},
+        saved[0],
         {"event": "finished", "step": 2, "reason": ""},
-        {"event": "started", "step": 2, "ranks": 1, "from": "checkpoint step_00000002"}, *saved[1:],
-        {"event": "finished", "step": 8, "reason": ""}]
+        {"event": "started", "step": 2, "ranks": 1, "from": "checkpoint step_00000002"},
+        *saved[1:],
+        {"event": "finished", "step": 8, "reason": ""},
+    ]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, "STOP"])
-def test_a_request_to_stop_commits_a_checkpoint_and_going_on_finishes(start_training, tmp_path, weights_of, how):
-    common = {"num_steps": 10 ** 6, "checkpoint_interval": 1000, "eval_interval": 0, "batch_size": 1}
+def test_a_request_to_stop_commits_a_checkpoint_and_going_on_finishes(
+    start_training, tmp_path, weights_of, how
+):
+    common = {"num_steps": 10**6, "checkpoint_interval": 1000, "eval_interval": 0, "batch_size": 1}
     process = start_training(tmp_path, **common)
     wait_for_step(process, tmp_path, 3)
     if how == "STOP":
@@ -98,7 +126,7 @@ def test_a_request_to_stop_commits_a_checkpoint_and_going_on_finishes(start_trai
     out, err = process.communicate(timeout=400)
     assert process.returncode == 0 and "Traceback" not in err, err
     status = read_status(tmp_path)
-    assert status["status"] == "stopped" and 3 <= status["step"] < 10 ** 6
+    assert status["status"] == "stopped" and 3 <= status["step"] < 10**6
     assert status["reason"] == ("STOP file" if how == "STOP" else how.name)
     assert (tmp_path / "checkpoints" / f"step_{status['step']:08d}" / "COMMIT").exists()
     assert not (tmp_path / "STOP").exists()
@@ -111,11 +139,19 @@ def test_a_request_to_stop_commits_a_checkpoint_and_going_on_finishes(start_trai
 def test_a_dry_run_says_what_is_coming_and_writes_nothing(train, tmp_path):
     said = train(tmp_path / "run", dry_run=True)
     assert not (tmp_path / "run").exists()
-    assert re.findall(r"^\w+", said, flags=re.MULTILINE) == ["model", "kernels", "memory", "data", "steps"]
-    for line in ("model      custom .from demo.: 5,... parameters, 2 layers, fp32, no sharding on 1 x cpu",
-                 "memory     at least 2.... kB a device: weights 22.0 kB, gradients 22.0 kB, moments 43.9 kB, "
-                 "activations 1.... kB, loss .*",
-                 "steps      6 of 2 x 32 = 64 tokens; 2.. MFLOP each, 1... MFLOP in all"):
+    assert re.findall(r"^\w+", said, flags=re.MULTILINE) == [
+        "model",
+        "kernels",
+        "memory",
+        "data",
+        "steps",
+    ]
+    for line in (
+        "model      custom .from demo.: 5,... parameters, 2 layers, fp32, no sharding on 1 x cpu",
+        "memory     at least 2.... kB a device: weights 22.0 kB, gradients 22.0 kB, moments 43.9 kB, "
+        "activations 1.... kB, loss .*",
+        "steps      6 of 2 x 32 = 64 tokens; 2.. MFLOP each, 1... MFLOP in all",
+    ):
         assert re.search(f"^{line}$", said, re.MULTILINE), (line, said)
     train(tmp_path / "run")
     before = {path: path.stat().st_mtime_ns for path in (tmp_path / "run").rglob("*")}
@@ -125,17 +161,24 @@ def test_a_dry_run_says_what_is_coming_and_writes_nothing(train, tmp_path):
 
 def test_a_vocabulary_that_the_data_does_not_fill_is_said(train, tmp_path):
     said = train(tmp_path / "larger", vocab_size=80, dry_run=True)
-    assert "vocabulary 64 tokens in the data, 80 in the model, of which 16 are never trained" in said
+    assert (
+        "vocabulary 64 tokens in the data, 80 in the model, of which 16 are never trained" in said
+    )
     assert "vocabulary" not in train(tmp_path / "equal", dry_run=True)
 
 
 def test_a_longer_run_holds_the_learning_rate_or_says_otherwise(train, tmp_path, metrics_of):
     train(tmp_path / "run", num_steps=4, eval_interval=0)
     shutil.copytree(tmp_path / "run", tmp_path / "other")
-    for name, given, words in (("run", {}, "hold): the learning rate keeps its former curve, at 1.00e-03 now; follow"),
-                               ("other", {"lengthened": "follow"}, "goes from 1.00e-03 to 1.60e-03")):
+    for name, given, words in (
+        ("run", {}, "hold): the learning rate keeps its former curve, at 1.00e-03 now; follow"),
+        ("other", {"lengthened": "follow"}, "goes from 1.00e-03 to 1.60e-03"),
+    ):
         assert words in train(tmp_path / name, num_steps=6, eval_interval=0, **given)
-    held, followed = ([entry["learning_rate"] for entry in metrics_of(tmp_path / name)] for name in ("run", "other"))
+    held, followed = (
+        [entry["learning_rate"] for entry in metrics_of(tmp_path / name)]
+        for name in ("run", "other")
+    )
     assert held[4:] == [held[3]] * 2 and held[:4] == followed[:4] and followed[4] > followed[3]
 
 
@@ -146,23 +189,38 @@ def test_a_finished_run_has_nothing_to_do(train, tmp_path):
     assert (tmp_path / "metrics.jsonl").read_bytes() == before
 
 
-def test_a_length_in_tokens_counts_the_tokens_seen_also_when_the_batch_changes(train, tmp_path, metrics_of):
+def test_a_length_in_tokens_counts_the_tokens_seen_also_when_the_batch_changes(
+    train, tmp_path, metrics_of
+):
     train(tmp_path, num_steps="256tok")
     said = train(tmp_path, num_steps="768tok", batch_size=4)
     last = [entry for entry in metrics_of(tmp_path) if "loss" in entry][-1]
-    assert (last["step"], last["tokens"]) == (8, 768) and "4 samples a step from here on, 2 before" in said
+    assert (last["step"], last["tokens"]) == (
+        8,
+        768,
+    ) and "4 samples a step from here on, 2 before" in said
 
 
-def test_the_learning_rate_follows_the_tokens_when_the_batch_changes(train, tmp_path, metrics_of, change_loss):
+def test_the_learning_rate_follows_the_tokens_when_the_batch_changes(
+    train, tmp_path, metrics_of, change_loss
+):
     common = {"num_steps": "1024tok", "warmup_steps": 8, "async_checkpoint": False}
     train(tmp_path / "whole", **common)
     breaks = [1]
-    change_loss(lambda state, true_loss: breaks.pop() / 0 if state.step == 6 and breaks else true_loss())
+    change_loss(
+        lambda state, true_loss: breaks.pop() / 0 if state.step == 6 and breaks else true_loss()
+    )
     with pytest.raises(ZeroDivisionError):
         train(tmp_path / "parts", **common)
     train(tmp_path / "parts", **common, global_batch_size=4)
-    rates = [{entry["tokens"]: entry["learning_rate"] for entry in metrics_of(tmp_path / run) if "loss" in entry}
-             for run in ("whole", "parts")]
+    rates = [
+        {
+            entry["tokens"]: entry["learning_rate"]
+            for entry in metrics_of(tmp_path / run)
+            if "loss" in entry
+        }
+        for run in ("whole", "parts")
+    ]
     assert list(rates[1]) == [64, 128, 192, 256, 320, 384, 512, 640, 768, 896, 1024]
     assert rates[1].items() <= rates[0].items()
 
@@ -171,8 +229,10 @@ def test_going_on_in_fp16_begins_with_its_own_scale(train, tmp_path):
     """And a setting that changes no result may change on the way."""
     train(tmp_path, num_steps=2, layers="mamba2", headdim=8)
     train(tmp_path, num_steps=4, layers="mamba2", headdim=8, chunk_size=64, mixed_precision="fp16")
-    state = json.loads((tmp_path / "checkpoints" / "step_00000004" / "state.json").read_text())["state"]
-    assert state["progress"]["loss_scale"] >= 2 ** 14 and state["progress"]["skipped_steps"] <= 2
+    state = json.loads((tmp_path / "checkpoints" / "step_00000004" / "state.json").read_text())[
+        "state"
+    ]
+    assert state["progress"]["loss_scale"] >= 2**14 and state["progress"]["skipped_steps"] <= 2
 
 
 @pytest.mark.slow
@@ -183,6 +243,7 @@ def test_a_profile_of_a_run_that_ends_early_is_written(train, tmp_path):
 
 def test_a_model_that_can_not_be_published_leaves_a_failed_run(train, tmp_path, monkeypatch):
     """And the same command publishes it, without another step."""
+
     def full_disk(*_, **__):
         raise UserError("no room")
 
@@ -191,7 +252,9 @@ def test_a_model_that_can_not_be_published_leaves_a_failed_run(train, tmp_path, 
         train(tmp_path)
     assert read_status(tmp_path)["status"] == "failed"
     assert "raise num_steps to train on" in train(tmp_path)
-    assert read_status(tmp_path)["status"] == "finished" and list(tmp_path.glob("pth/*/consolidated.00.pth"))
+    assert read_status(tmp_path)["status"] == "finished" and list(
+        tmp_path.glob("pth/*/consolidated.00.pth")
+    )
 
 
 def test_publishing_can_be_left_for_later(train, tmp_path, monkeypatch):
@@ -200,17 +263,24 @@ def test_publishing_can_be_left_for_later(train, tmp_path, monkeypatch):
     from mamba_fsdp.interop.convert import to_our_form
 
     train(tmp_path / "run", publish=False)
-    assert read_status(tmp_path / "run")["status"] == "finished" and not (tmp_path / "run/pth").exists()
+    assert (
+        read_status(tmp_path / "run")["status"] == "finished"
+        and not (tmp_path / "run/pth").exists()
+    )
     to_our_form(tmp_path / "run", tmp_path / "out")
     left_over = tmp_path / "run/pth/.step_00000006.abc.partial"
     (left_over / "tokenizer").mkdir(parents=True)
     (left_over / "consolidated.00.pth").write_text("half")
     verified, checksum = [], folder.checksum
-    monkeypatch.setattr(folder, "checksum", lambda path, *how: verified.append(path.name) or checksum(path, *how))
+    monkeypatch.setattr(
+        folder, "checksum", lambda path, *how: verified.append(path.name) or checksum(path, *how)
+    )
     train(tmp_path / "run")
     assert verified.count("rank_00000.safetensors") == 1 and not left_over.exists()
-    contents = [torch.load(path / "consolidated.00.pth", weights_only=True)
-                for path in (tmp_path / "out", tmp_path / "run/pth/step_00000006")]
+    contents = [
+        torch.load(path / "consolidated.00.pth", weights_only=True)
+        for path in (tmp_path / "out", tmp_path / "run/pth/step_00000006")
+    ]
     assert equal(*contents)
 
 
@@ -224,6 +294,7 @@ def test_gradient_accumulation_changes_only_rounding(train, tmp_path, metrics_of
 
 def test_the_loss_is_the_mean_over_the_labels_that_count(train, tmp_path, metrics_of, monkeypatch):
     """Rows without such labels leave the others' loss and gradient as they are; a step without any goes by."""
+
     def halved(batch):
         batch.labels[2:] = IGNORED_LABEL
         return batch
@@ -236,12 +307,25 @@ def test_the_loss_is_the_mean_over_the_labels_that_count(train, tmp_path, metric
 
     read = Loader.step
     for change in (halved, twice):
-        monkeypatch.setattr(Loader, "step", lambda loader, step, change=change: [
-            (none if step == 3 else change)(batch) for batch in read(loader, step)])
-        train(tmp_path / change.__name__, batch_size=4, mixed_precision="fp16", eval_interval=0, adam_epsilon=1,
-              learning_rate=1)
-    entries, expected = ([[entry["loss"], entry["grad_norm"]] for entry in metrics_of(tmp_path / name)]
-                         for name in ("halved", "twice"))
+        monkeypatch.setattr(
+            Loader,
+            "step",
+            lambda loader, step, change=change: [
+                (none if step == 3 else change)(batch) for batch in read(loader, step)
+            ],
+        )
+        train(
+            tmp_path / change.__name__,
+            batch_size=4,
+            mixed_precision="fp16",
+            eval_interval=0,
+            adam_epsilon=1,
+            learning_rate=1,
+        )
+    entries, expected = (
+        [[entry["loss"], entry["grad_norm"]] for entry in metrics_of(tmp_path / name)]
+        for name in ("halved", "twice")
+    )
     torch.testing.assert_close(torch.tensor(entries), torch.tensor(expected), rtol=1e-3, atol=0)
     assert entries[3] == [0.0, 0.0] and entries[4][0] < entries[0][0]
 
@@ -278,14 +362,26 @@ def test_too_many_skipped_steps_end_the_run_and_name_the_samples(train, tmp_path
     assert read_status(tmp_path)["status"] == "failed"
 
 
-@pytest.mark.parametrize("step, given, kind, words", [
-    (0, {}, UserError, "rank 0 has too little memory: lower batch_size"),
-    (2, {}, RuntimeError, "can't allocate memory"),
-    (0, {"sharding_strategy": "fsdp", "accumulate_unsharded": True}, UserError,
-     "memory: leave out accumulate_unsharded, ")])
-def test_memory_that_never_sufficed_is_a_matter_of_settings(train, tmp_path, change_loss, step, given, kind, words):
+@pytest.mark.parametrize(
+    "step, given, kind, words",
+    [
+        (0, {}, UserError, "rank 0 has too little memory: lower batch_size"),
+        (2, {}, RuntimeError, "can't allocate memory"),
+        (
+            0,
+            {"sharding_strategy": "fsdp", "accumulate_unsharded": True},
+            UserError,
+            "memory: leave out accumulate_unsharded, ",
+        ),
+    ],
+)
+def test_memory_that_never_sufficed_is_a_matter_of_settings(
+    train, tmp_path, change_loss, step, given, kind, words
+):
     """Later in a run it is an accident, after which a cluster starts the job again."""
-    change_loss(lambda state, true_loss: torch.empty(1 << 50) if state.step == step else true_loss())
+    change_loss(
+        lambda state, true_loss: torch.empty(1 << 50) if state.step == step else true_loss()
+    )
     with pytest.raises(kind, match=words):
         train(tmp_path, **given)
     assert read_status(tmp_path)["status"] == "failed"
@@ -298,14 +394,23 @@ def test_starting_from_another_run(train, tmp_path, metrics_of):
     train(tmp_path / "first", num_steps=4)
     pth = next((tmp_path / "first").glob("pth/*/consolidated.00.pth"))
     out = {}
-    for name, given in {"pth": {"load_ckpt_path": pth}, "folder": {"load_ckpt_path": tmp_path / "first"},
-                        "step": {"load_ckpt_path": tmp_path / "first" / "checkpoints" / "step_00000004"},
-                        "data": {"load_ckpt_path": tmp_path / "first", "resuming_dataset": True}}.items():
+    for name, given in {
+        "pth": {"load_ckpt_path": pth},
+        "folder": {"load_ckpt_path": tmp_path / "first"},
+        "step": {"load_ckpt_path": tmp_path / "first" / "checkpoints" / "step_00000004"},
+        "data": {"load_ckpt_path": tmp_path / "first", "resuming_dataset": True},
+    }.items():
         train(tmp_path / name, num_steps=3, **given)
         out[name] = metrics_of(tmp_path / name)
-    last = [entry["val_loss"] for entry in metrics_of(tmp_path / "first") if "val_loss" in entry][-1]
-    assert [run[0]["val_loss"] for run in out.values()] == [last] * 4  # all begin with the first run's weights
-    losses = {name: [entry["loss"] for entry in run if "loss" in entry] for name, run in out.items()}
+    last = [entry["val_loss"] for entry in metrics_of(tmp_path / "first") if "val_loss" in entry][
+        -1
+    ]
+    assert [run[0]["val_loss"] for run in out.values()] == [
+        last
+    ] * 4  # all begin with the first run's weights
+    losses = {
+        name: [entry["loss"] for entry in run if "loss" in entry] for name, run in out.items()
+    }
     assert losses["pth"][0] == losses["folder"][0] and losses["pth"][1] != losses["folder"][1]
     assert losses["folder"] == losses["step"] and losses["data"][0] != losses["folder"][0]
     said = train(tmp_path / "pth", num_steps=5, load_ckpt_path="/nowhere.pth")
@@ -322,17 +427,26 @@ def test_a_run_that_took_over_an_optimiser_resumes_as_unbroken(train, tmp_path, 
     assert equal(weights_of(tmp_path / "whole"), weights_of(tmp_path / "parts"))
 
 
-@pytest.mark.parametrize("given, message", [
-    ({"dataset_path": "/nowhere"}, "/nowhere: no such folder"),
-    ({"datasets": "train,typo"}, "typo"),
-    ({"load_ckpt_path": "/nowhere"}, "/nowhere"),
-    ({"load_ckpt_path": "/nowhere.pth"}, "/nowhere.pth"),
-    ({"vocab_size": 32}, "set vocab_size=64"),
-    ({"seq_length": 10 ** 7}, "seq_length"),
-    ({"validation_path": "/nowhere"}, "/nowhere"),
-    ({"global_batch_size": 3, "batch_size": 1, "save_ckpt_path": "/proc/nowhere"}, "save_ckpt_path /proc/nowhere"),
-    ({"save_ckpt_path": "tests/train"}, "save_ckpt_path tests/train holds other things and no run"),
-])
+@pytest.mark.parametrize(
+    "given, message",
+    [
+        ({"dataset_path": "/nowhere"}, "/nowhere: no such folder"),
+        ({"datasets": "train,typo"}, "typo"),
+        ({"load_ckpt_path": "/nowhere"}, "/nowhere"),
+        ({"load_ckpt_path": "/nowhere.pth"}, "/nowhere.pth"),
+        ({"vocab_size": 32}, "set vocab_size=64"),
+        ({"seq_length": 10**7}, "seq_length"),
+        ({"validation_path": "/nowhere"}, "/nowhere"),
+        (
+            {"global_batch_size": 3, "batch_size": 1, "save_ckpt_path": "/proc/nowhere"},
+            "save_ckpt_path /proc/nowhere",
+        ),
+        (
+            {"save_ckpt_path": "tests/train"},
+            "save_ckpt_path tests/train holds other things and no run",
+        ),
+    ],
+)
 def test_mistakes_found_at_the_start(train, tmp_path, given, message):
     with pytest.raises(UserError, match=message.replace("(", r"\(")):
         train(tmp_path / "run", **given)
@@ -345,7 +459,9 @@ def test_a_start_that_fails_takes_back_the_word_of_the_one_before(train, tmp_pat
     with pytest.raises(UserError) as failure:
         train(tmp_path, **given)
     status = read_status(tmp_path)
-    assert (status["status"], status["step"]) == ("failed", 6) and str(failure.value) in status["reason"]
+    assert (status["status"], status["step"]) == ("failed", 6) and str(failure.value) in status[
+        "reason"
+    ]
     train(tmp_path)
     assert read_status(tmp_path)["status"] == "finished"
 
@@ -353,8 +469,9 @@ def test_a_start_that_fails_takes_back_the_word_of_the_one_before(train, tmp_pat
 def test_a_start_that_is_killed_takes_it_back_too(train, tmp_path, monkeypatch):
     train(tmp_path)
     seen = []
-    monkeypatch.setattr("mamba_fsdp.train.setup.split_step",
-                        lambda *_: seen.append(read_status(tmp_path)) or 1 / 0)
+    monkeypatch.setattr(
+        "mamba_fsdp.train.setup.split_step", lambda *_: seen.append(read_status(tmp_path)) or 1 / 0
+    )
     with pytest.raises(ZeroDivisionError):
         train(tmp_path)
     assert (seen[0]["status"], seen[0]["step"], seen[0]["reason"]) == ("running", 6, "starting")
@@ -367,7 +484,9 @@ def test_a_run_whose_folder_was_taken_over_writes_nothing_more(train, tmp_path, 
     def suspended(state, true_loss):
         if state.step == 3 and not before:
             (tmp_path / "lease.json").write_text(json.dumps(OTHER_RUN))
-            before.update({path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()})
+            before.update(
+                {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+            )
         return true_loss()
 
     change_loss(suspended)
@@ -378,16 +497,25 @@ def test_a_run_whose_folder_was_taken_over_writes_nothing_more(train, tmp_path, 
 
 @pytest.mark.slow
 def test_a_second_run_in_the_folder_is_refused_and_harms_nothing(start_training, tmp_path):
-    common = {"num_steps": 10 ** 6, "eval_interval": 0, "report_interval": 1, "checkpoint_interval": 10 ** 6}
+    common = {
+        "num_steps": 10**6,
+        "eval_interval": 0,
+        "report_interval": 1,
+        "checkpoint_interval": 10**6,
+    }
     first = start_training(tmp_path, **common)
     wait_for_step(first, tmp_path, 1)
-    partial = tmp_path / "checkpoints" / ".step_00000009.abc.partial"  # as while the first one saves
+    partial = (
+        tmp_path / "checkpoints" / ".step_00000009.abc.partial"
+    )  # as while the first one saves
     partial.mkdir()
     second = start_training(tmp_path, **common)
     _, err = second.communicate(timeout=400)
     assert second.returncode == 2 and "Traceback" not in err
     assert f"error: {tmp_path} is in use by the run of process {first.pid} on " in err
-    assert partial.exists() and read_status(tmp_path)["status"] == "running" and first.poll() is None
+    assert (
+        partial.exists() and read_status(tmp_path)["status"] == "running" and first.poll() is None
+    )
     first.send_signal(signal.SIGTERM)
     first.communicate(timeout=400)
     assert read_status(tmp_path)["status"] == "stopped" and not (tmp_path / "lease.json").exists()
@@ -399,19 +527,26 @@ def test_another_model_in_the_run_folder_is_refused_by_setting(train, tmp_path):
         train(tmp_path, d_model=32, num_steps=9)
 
 
-def test_a_new_epoch_begins_once_for_whoever_follows_the_advice(train, tmp_path, metrics_of, weights_of):
+def test_a_new_epoch_begins_once_for_whoever_follows_the_advice(
+    train, tmp_path, metrics_of, weights_of
+):
     """A changed seed closes the position, with the words to ask for it; the same command resumes from there as if
     unbroken, whatever was lost, and the next one closes nothing."""
     given = {"schedule": "constant", "eval_interval": 0, "seed": 5, "new_epoch": True}
     for name in ("whole", "parts"):
         train(tmp_path / name, num_steps=3, schedule="constant", eval_interval=0)
-        with pytest.raises(UserError, match="seed is 5, but the data's position was saved with seed 2023.*; set "
-                                            "seed=2023, or let every source begin anew: new_epoch=true$"):
+        with pytest.raises(
+            UserError,
+            match="seed is 5, but the data's position was saved with seed 2023.*; set "
+            "seed=2023, or let every source begin anew: new_epoch=true$",
+        ):
             train(tmp_path / name, num_steps=9, seed=5)
     begins = "new epoch  the position with seed 2023, seq_length 32 is closed (train after 0.01515 epochs); these"
     assert begins in train(tmp_path / "whole", num_steps=9, **given)
     assert begins in train(tmp_path / "parts", num_steps=5, **given)
-    for checkpoint in (tmp_path / "parts" / "checkpoints").glob("step_0000000[45]"):  # none of the new position's
+    for checkpoint in (tmp_path / "parts" / "checkpoints").glob(
+        "step_0000000[45]"
+    ):  # none of the new position's
         (checkpoint / "COMMIT").unlink()
     assert begins in train(tmp_path / "parts", num_steps=5, **given)
     assert "new epoch" not in train(tmp_path / "parts", num_steps=9, **given)
@@ -420,14 +555,23 @@ def test_a_new_epoch_begins_once_for_whoever_follows_the_advice(train, tmp_path,
     assert whole == parts and whole[-1]["source_tokens"] == {"train": whole[-1]["tokens"]}
 
 
-def test_another_seq_length_is_a_new_epoch_of_the_position_of_another_run_too(train, tmp_path, metrics_of):
+def test_another_seq_length_is_a_new_epoch_of_the_position_of_another_run_too(
+    train, tmp_path, metrics_of
+):
     train(tmp_path / "first", num_steps=3)
-    given = {"num_steps": 6, "seq_length": 16, "load_ckpt_path": tmp_path / "first", "resuming_dataset": True}
+    given = {
+        "num_steps": 6,
+        "seq_length": 16,
+        "load_ckpt_path": tmp_path / "first",
+        "resuming_dataset": True,
+    }
     with pytest.raises(UserError, match="seq_length is 16, .*new_epoch=true"):
         train(tmp_path / "run", **given)
     assert "seq_length 32 is closed" in train(tmp_path / "run", new_epoch=True, **given)
     last = [entry for entry in metrics_of(tmp_path / "run") if "loss" in entry][-1]
-    assert last["tokens"] == 6 * 2 * 16 and last["source_tokens"] == {"train": 3 * 2 * 32 + 6 * 2 * 16}
+    assert last["tokens"] == 6 * 2 * 16 and last["source_tokens"] == {
+        "train": 3 * 2 * 32 + 6 * 2 * 16
+    }
 
 
 def test_a_broken_checkpoint_is_passed_over_and_said(train, tmp_path):
@@ -442,8 +586,9 @@ def test_a_broken_checkpoint_is_passed_over_and_said(train, tmp_path):
 
 
 @pytest.mark.parametrize("look, step", [(1, 0), (7, 3), (11, 6)])
-def test_a_stop_ends_a_validation_and_the_next_start_has_it(train, tmp_path, metrics_of, weights_of, monkeypatch, look,
-                                                            step):
+def test_a_stop_ends_a_validation_and_the_next_start_has_it(
+    train, tmp_path, metrics_of, weights_of, monkeypatch, look, step
+):
     """At the next batch, without a figure of half of it: at the start, within the run, and behind its last step."""
     looks = iter(range(1, 100))
 
@@ -455,7 +600,9 @@ def test_a_stop_ends_a_validation_and_the_next_start_has_it(train, tmp_path, met
     with monkeypatch.context() as patch:
         patch.setattr("mamba_fsdp.train.stopping.StopRequest.look", asked)
         assert f"stopped    at step {step} (STOP file)" in train(tmp_path / "run")
-    assert not any("val_loss" in entry for entry in metrics_of(tmp_path / "run") if entry["step"] == step)
+    assert not any(
+        "val_loss" in entry for entry in metrics_of(tmp_path / "run") if entry["step"] == step
+    )
     assert read_status(tmp_path / "run")["status"] == "stopped" and next(looks) == look + 1
     assert "finished" in train(tmp_path / "run")
     assert metrics_of(tmp_path / "run") == metrics_of(tmp_path / "whole")
@@ -466,11 +613,17 @@ def test_a_stop_ends_a_validation_and_the_next_start_has_it(train, tmp_path, met
 def test_a_validation_says_what_part_it_read(train, tmp_path, metrics_of, corpus, capsys):
     """By default one that costs a twentieth of the training between two."""
     size = TokenStore(corpus / "validation").token_count - 1
-    for given, tokens, words in (({"eval_batches": 2}, 4 * 32, f"({12800 / size:.3g}% of the data"),
-                                 ({"eval_batches": 0}, size, "(all data"), ({"eval_batches": -1}, 2 * 32, "")):
+    for given, tokens, words in (
+        ({"eval_batches": 2}, 4 * 32, f"({12800 / size:.3g}% of the data"),
+        ({"eval_batches": 0}, size, "(all data"),
+        ({"eval_batches": -1}, 2 * 32, ""),
+    ):
         said = train(tmp_path / str(tokens), num_steps=4, eval_interval=4, **given)
         last = metrics_of(tmp_path / str(tokens))[-1]
-        assert (last["val_tokens"], last["val_share"]) == (tokens, round(tokens / size, 6)) and words in said
+        assert (last["val_tokens"], last["val_share"]) == (
+            tokens,
+            round(tokens / size, 6),
+        ) and words in said
     shutil.rmtree(tmp_path / "128/checkpoints")  # a run that has saved none yet, too
     inspect.main(str(tmp_path / "128"))
     assert f" at step 4 ({12800 / size:.3g}% of the data)" in capsys.readouterr().out

@@ -8,19 +8,31 @@ from config.train_config import TrainConfig
 from mamba_fsdp.errors import UserError
 
 # What the first run is made with, and other words for the same model.
-WORDS = {"layers": ({}, {"layers": "mamba1,2*mamba1"}), "dt_rank": ({}, {"dt_rank": 1}),
-         "vocab_size": ({"vocab_size": 65}, {"vocab_size": 72, "pad_vocab_size_multiple": 4}),
-         "chunk_size": ({"layers": "mamba2", "headdim": 8}, {"layers": "2*mamba2", "headdim": 8, "chunk_size": 16}),
-         "head_dim": ({"layers": "mamba1,attention", "n_head": 2, "n_kv_head": 2, "rotary_dim": 8},
-                      {"layers": "mamba1,attention", "n_head": 2, "n_kv_head": 2, "head_dim": 8})}
+WORDS = {
+    "layers": ({}, {"layers": "mamba1,2*mamba1"}),
+    "dt_rank": ({}, {"dt_rank": 1}),
+    "vocab_size": ({"vocab_size": 65}, {"vocab_size": 72, "pad_vocab_size_multiple": 4}),
+    "chunk_size": (
+        {"layers": "mamba2", "headdim": 8},
+        {"layers": "2*mamba2", "headdim": 8, "chunk_size": 16},
+    ),
+    "head_dim": (
+        {"layers": "mamba1,attention", "n_head": 2, "n_kv_head": 2, "rotary_dim": 8},
+        {"layers": "mamba1,attention", "n_head": 2, "n_kv_head": 2, "head_dim": 8},
+    ),
+}
 STARTS = ("resume", "folder", "pth", "init_from")
 
 
 def start_from(start, first):
     """(the run folder, the settings) of a start from the run `first`."""
     pth = first / "pth" / "step_00000002" / "consolidated.00.pth"
-    settings = {"resume": {}, "folder": {"load_ckpt_path": first}, "pth": {"load_ckpt_path": pth},
-                "init_from": {"init_from": first}}
+    settings = {
+        "resume": {},
+        "folder": {"load_ckpt_path": first},
+        "pth": {"load_ckpt_path": pth},
+        "init_from": {"init_from": first},
+    }
     return first if start == "resume" else first.parent / start, settings[start]
 
 
@@ -34,12 +46,24 @@ def test_other_words_for_the_same_model_are_no_other_model(train, tmp_path, word
         assert ("resumes " if start == "resume" else "starting ") in said and "step 4/4" in said
 
 
-@pytest.mark.parametrize("start, message", [
-    ("resume", r"step_00000002 holds another model .*: d_model=32 \(there 16\); give .* another save_ckpt_path$"),
-    ("folder", r"step_00000002 holds another model .*: d_model=32 \(there 16\); give .* another load_ckpt_path$"),
-    ("pth", r"load_ckpt_path .*consolidated.00.pth holds another model .*: d_model=32 \(there 16\)$"),
-    ("init_from", r"init_from .*first holds another model .*: d_model=32 \(there 16\)$"),
-])
+@pytest.mark.parametrize(
+    "start, message",
+    [
+        (
+            "resume",
+            r"step_00000002 holds another model .*: d_model=32 \(there 16\); give .* another save_ckpt_path$",
+        ),
+        (
+            "folder",
+            r"step_00000002 holds another model .*: d_model=32 \(there 16\); give .* another load_ckpt_path$",
+        ),
+        (
+            "pth",
+            r"load_ckpt_path .*consolidated.00.pth holds another model .*: d_model=32 \(there 16\)$",
+        ),
+        ("init_from", r"init_from .*first holds another model .*: d_model=32 \(there 16\)$"),
+    ],
+)
 def test_another_model_is_refused_with_both_values(train, tmp_path, start, message):
     train(tmp_path / "first", num_steps=2, eval_interval=0)
     run, given = start_from(start, tmp_path / "first")

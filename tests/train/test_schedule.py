@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from config.fields import Duration
 from config.train_config import TrainConfig
-from mamba_fsdp.data.loader import Split
+from mamba_fsdp.data.loader import BatchLayout
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.train.schedule import Schedule
 from mamba_fsdp.train.setup import plan_steps
@@ -20,8 +20,13 @@ from mamba_fsdp.train.state import TrainState
 KINDS = ["cosine", "wsd", "linear", "constant", "annealing"]
 
 
-@given(st.sampled_from(KINDS), st.integers(1, 3000), st.integers(-1, 400), st.integers(-1, 400),
-       st.floats(0, 1, allow_subnormal=False))  # which other tests of this process turn off
+@given(
+    st.sampled_from(KINDS),
+    st.integers(1, 3000),
+    st.integers(-1, 400),
+    st.integers(-1, 400),
+    st.floats(0, 1, allow_subnormal=False),
+)  # which other tests of this process turn off
 def test_a_factor_is_a_share_and_no_step_divides_by_zero(kind, total, warmup, decay, floor):
     schedule = Schedule(kind, total, warmup=warmup, decay=decay, floor=floor)
     assert all(0 <= schedule.factor(step) <= 1 for step in range(total))
@@ -34,7 +39,9 @@ def test_cosine_is_that_of_fms_fsdp():
     schedule = Schedule("cosine", total)
     for step in range(total):
         x, warmup = step + 1, min(2000, total // 20)
-        expected = min(1 - (1 - min(x, warmup) / warmup) ** 2, 0.1 + 0.45 * (1 + math.cos(math.pi * x / total)))
+        expected = min(
+            1 - (1 - min(x, warmup) / warmup) ** 2, 0.1 + 0.45 * (1 + math.cos(math.pi * x / total))
+        )
         assert schedule.factor(step) == pytest.approx(expected, abs=1e-12)
 
 
@@ -49,7 +56,9 @@ def test_wsd_is_that_of_composer():
 
 def test_annealing_goes_straight_to_zero_and_constant_stays():
     annealing = Schedule("annealing", 10)
-    assert [annealing.factor(step) for step in range(10)] == pytest.approx([1 - step / 10 for step in range(10)])
+    assert [annealing.factor(step) for step in range(10)] == pytest.approx(
+        [1 - step / 10 for step in range(10)]
+    )
     assert {Schedule("constant", 10).factor(step) for step in range(10)} == {1.0}
     assert Schedule("linear", 10, warmup=0, floor=0.1).factor(9) == pytest.approx(0.1)
 
@@ -58,7 +67,14 @@ def factors_of(settings, batches):
     """{(tokens before, tokens after): factor} of each step of a run that resumes a third of the way with each batch."""
     state, factors = TrainState(), {}
     for part, batch in enumerate(batches, 1):
-        plan = plan_steps(settings, Split(0, 1, batch), state, settings.training.num_steps, 0, lambda text: None)
+        plan = plan_steps(
+            settings,
+            BatchLayout(0, 1, batch),
+            state,
+            settings.training.num_steps,
+            0,
+            lambda text: None,
+        )
         while state.tokens < settings.training.num_steps.count * part / len(batches):
             before, factor = state.tokens, plan.schedule.next_factor(state, plan.tokens_per_step)
             state.advance(batch, plan.tokens_per_step, 1.0, applied=True, excused=False)
@@ -67,8 +83,11 @@ def factors_of(settings, batches):
     return factors
 
 
-@given(st.sampled_from(KINDS), st.integers(10, 300), st.sampled_from([Duration(-1, "steps"), Duration(7, "steps"),
-                                                                      Duration(999, "tok")]))
+@given(
+    st.sampled_from(KINDS),
+    st.integers(10, 300),
+    st.sampled_from([Duration(-1, "steps"), Duration(7, "steps"), Duration(999, "tok")]),
+)
 def test_where_the_length_is_in_tokens_another_batch_does_not_bend_it(kind, length, duration):
     """Twice the batch, then half of the first: at equal tokens the factor is that of the unbroken run, to the end."""
     settings = TrainConfig()
@@ -92,7 +111,12 @@ def resumed(state, num_steps, lengthened="auto", until=None, **more):
     settings.training.num_steps = Duration.parse(str(num_steps))
     for name, value in {"lengthened": lengthened, **more}.items():
         setattr(settings.lr_schedule, name, value)
-    plan, rates = plan_steps(settings, Split(0, 1, 2), state, settings.training.num_steps, 0, said.append), []
+    plan, rates = (
+        plan_steps(
+            settings, BatchLayout(0, 1, 2), state, settings.training.num_steps, 0, said.append
+        ),
+        [],
+    )
     while state.step < (until or plan.total_steps):
         rates.append(plan.schedule.next_factor(state, plan.tokens_per_step))
         state.advance(2, plan.tokens_per_step, 1.0, applied=True, excused=False)
@@ -100,11 +124,21 @@ def resumed(state, num_steps, lengthened="auto", until=None, **more):
 
 
 @pytest.mark.parametrize("unit", ["", "tok"])
-@pytest.mark.parametrize("lengthened, words", [
-    ("auto", "keeps its former curve, at 1.00e-01 now; follow would set 5.4.e-01, rewarm warm up again to 1.00e+00"),
-    ("hold", "keeps its former curve, at 1.00e-01 now"), ("follow", "goes from 1.00e-01 to 5.4.e-01"),
-    ("rewarm", "warms up again from 1.00e-01 to 1.00e+00")])
-def test_a_longer_run_says_what_becomes_of_the_learning_rate_and_resumes_in_it(unit, lengthened, words):
+@pytest.mark.parametrize(
+    "lengthened, words",
+    [
+        (
+            "auto",
+            "keeps its former curve, at 1.00e-01 now; follow would set 5.4.e-01, rewarm warm up again to 1.00e+00",
+        ),
+        ("hold", "keeps its former curve, at 1.00e-01 now"),
+        ("follow", "goes from 1.00e-01 to 5.4.e-01"),
+        ("rewarm", "warms up again from 1.00e-01 to 1.00e+00"),
+    ],
+)
+def test_a_longer_run_says_what_becomes_of_the_learning_rate_and_resumes_in_it(
+    unit, lengthened, words
+):
     def length(steps):
         return f"{steps * 32}tok" if unit else steps
 
@@ -113,29 +147,53 @@ def test_a_longer_run_says_what_becomes_of_the_learning_rate_and_resumes_in_it(u
     assert not said and first == [Schedule("cosine", 100).factor(step) for step in range(100)]
     half = replace(state)
     rates, said = resumed(state, length(200), lengthened)
-    assert re.search(f"was {length(100)}, is {length(200)} .lengthened={lengthened.replace('auto', 'hold')}.: the "
-                     "learning rate " + words.replace('+', '[+]'), said), said
-    follow, anew = ([Schedule("cosine", total).factor(step) for step in range(200)] for total in (200, 100))
-    assert rates == pytest.approx({"follow": follow[100:], "rewarm": [max(rate, 0.1) for rate in anew[:100]]}.get(
-        lengthened, [0.1] * 100))
+    assert re.search(
+        f"was {length(100)}, is {length(200)} .lengthened={lengthened.replace('auto', 'hold')}.: the "
+        "learning rate " + words.replace("+", "[+]"),
+        said,
+    ), said
+    follow, anew = (
+        [Schedule("cosine", total).factor(step) for step in range(200)] for total in (200, 100)
+    )
+    assert rates == pytest.approx(
+        {"follow": follow[100:], "rewarm": [max(rate, 0.1) for rate in anew[:100]]}.get(
+            lengthened, [0.1] * 100
+        )
+    )
     before, said_then = resumed(half, length(200), lengthened, until=150)
-    after, said_later = resumed(TrainState(**json.loads(json.dumps(asdict(half)))), length(200), lengthened)
+    after, said_later = resumed(
+        TrainState(**json.loads(json.dumps(asdict(half)))), length(200), lengthened
+    )
     assert before + after == rates and said_then == said and not said_later
-    assert (half.schedule["since_step"], half.schedule["learning_rate"]) == (100, pytest.approx(0.1))
+    assert (half.schedule["since_step"], half.schedule["learning_rate"]) == (
+        100,
+        pytest.approx(0.1),
+    )
 
 
 def test_a_choice_is_made_where_there_is_one_and_can_be_made_anew():
     """A schedule that is not decaying yet follows the new length; a shorter run does; nothing is held at 0."""
     state = TrainState()
-    assert resumed(state, 100, schedule="wsd", until=50) == ([Schedule("wsd", 100).factor(s) for s in range(50)], "")
-    assert resumed(state, 200, schedule="wsd") == ([Schedule("wsd", 200).factor(s) for s in range(50, 200)], "")
+    assert resumed(state, 100, schedule="wsd", until=50) == (
+        [Schedule("wsd", 100).factor(s) for s in range(50)],
+        "",
+    )
+    assert resumed(state, 200, schedule="wsd") == (
+        [Schedule("wsd", 200).factor(s) for s in range(50, 200)],
+        "",
+    )
     state = TrainState()
     resumed(state, 200, until=50)
     assert "was 200, is 100: the learning rate goes from 8.6" in resumed(state, 100, until=60)[1]
     assert set(resumed(state, 150, until=120)[0][40:]) == {0.1}
-    assert "(lengthened=rewarm): the learning rate warms up" in resumed(state, 150, "rewarm", until=130)[1]
+    assert (
+        "(lengthened=rewarm): the learning rate warms up"
+        in resumed(state, 150, "rewarm", until=130)[1]
+    )
     assert resumed(state, 150, until=140)[1] == "" and state.schedule["lengthened"] == "rewarm"
     state = TrainState()
     resumed(state, 10, schedule="annealing")
-    with pytest.raises(UserError, match="num_steps=20: the learning rate ends at 0 .* choose lengthened=rewarm"):
+    with pytest.raises(
+        UserError, match="num_steps=20: the learning rate ends at 0 .* choose lengthened=rewarm"
+    ):
         resumed(state, 20, schedule="annealing")

@@ -29,8 +29,13 @@ def test_what_came_before_a_rank_is_told_by_its_environment(monkeypatch):
     monkeypatch.setenv("RANKS_BEGAN", str(now - 2))
     rank = Startup()
     rank.done("imports")
-    assert list(rank.parts) == ["queue", "nodes", "launch", "imports"] and rank.parts["queue"] == 120
-    assert (rank.parts["launch"], rank.parts["imports"]) == (pytest.approx(3, abs=0.01), pytest.approx(2, abs=0.01))
+    assert (
+        list(rank.parts) == ["queue", "nodes", "launch", "imports"] and rank.parts["queue"] == 120
+    )
+    assert (rank.parts["launch"], rank.parts["imports"]) == (
+        pytest.approx(3, abs=0.01),
+        pytest.approx(2, abs=0.01),
+    )
 
 
 def test_what_the_first_step_takes_longer_than_the_second_is_compiling(monkeypatch):
@@ -44,14 +49,27 @@ def test_what_the_first_step_takes_longer_than_the_second_is_compiling(monkeypat
     assert startup.stepped()
     startup.done("validation")
     assert startup.parts == {"validation": 5.0, "compile": 8.0, "first step": 2.0}
-    assert startup.line() == "start      first step after 15.0 s: validation 5.0, compile 8.0, first step 2.0"
+    assert (
+        startup.line()
+        == "start      first step after 15.0 s: validation 5.0, compile 8.0, first step 2.0"
+    )
 
 
 def test_the_parts_stand_in_the_log_and_the_status(train, tmp_path):
     said = train(tmp_path / "run", num_steps=3)
     start = json.loads((tmp_path / "run/status.json").read_text())["start"]
-    assert list(start) == ["imports", "process group", "data", "kernels", "model", "checkpoint", "loader", "validation",
-                           "compile", "first step"]
+    assert list(start) == [
+        "imports",
+        "process group",
+        "data",
+        "kernels",
+        "model",
+        "checkpoint",
+        "loader",
+        "validation",
+        "compile",
+        "first step",
+    ]
     assert sum(line.startswith("start      first step after ") for line in said.splitlines()) == 1
 
 
@@ -61,13 +79,33 @@ def test_only_the_first_rank_looks_into_shared_folders(tmp_path, project):
     (tmp_path / "site").mkdir()
     (tmp_path / "site/sitecustomize.py").write_text(AUDIT)
     shared = tmp_path / "shared"
-    environment = {**os.environ, "PYTHONPATH": f"{tmp_path / 'site'}:{project}", "AUDIT": str(tmp_path / "rank"),
-                   "SHARED": str(shared), "PROCESSES_PER_NODE": "2", "OMP_NUM_THREADS": "1"}
-    settings = TINY | {"eval_interval": 0, "use_dummy_dataset": "true", "publish": "false", "checkpoint_interval": 9,
-                       "num_steps": 2, "save_ckpt_path": shared / "run", "kernel_cache": shared / "kernels"}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": f"{tmp_path / 'site'}:{project}",
+        "AUDIT": str(tmp_path / "rank"),
+        "SHARED": str(shared),
+        "PROCESSES_PER_NODE": "2",
+        "OMP_NUM_THREADS": "1",
+    }
+    settings = TINY | {
+        "eval_interval": 0,
+        "use_dummy_dataset": "true",
+        "publish": "false",
+        "checkpoint_interval": 9,
+        "num_steps": 2,
+        "save_ckpt_path": shared / "run",
+        "kernel_cache": shared / "kernels",
+    }
     del settings["eval_batches"]
-    command = [sys.executable, "-m", "mamba_fsdp.launch.node", shared / "run/failures/1", "--standalone", "training.py",
-               *(f"--{name}={value}" for name, value in settings.items())]
+    command = [
+        sys.executable,
+        "-m",
+        "mamba_fsdp.launch.node",
+        shared / "run/failures/1",
+        "--standalone",
+        "training.py",
+        *(f"--{name}={value}" for name, value in settings.items()),
+    ]
     done = subprocess.run(command, cwd=project, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     touched = {rank: (tmp_path / f"rank{rank}").read_text().splitlines() for rank in (0, 1)}

@@ -16,16 +16,25 @@ def test_a_saved_state_is_read_back_whole():
     state = TrainState(**{**numbers, "data": {"drawn": {"a": 7}}})
     saved = json.loads(json.dumps(state.saved(TrainConfig(), world_size=3)))
     assert TrainState.from_saved(saved, "a checkpoint") == state
-    assert saved.keys() == {"progress", "settings", "world_size", "torch"} and saved["world_size"] == 3
+    assert (
+        saved.keys() == {"progress", "settings", "world_size", "torch"} and saved["world_size"] == 3
+    )
 
 
 def test_what_an_older_version_did_not_save_takes_its_default():
-    assert asdict(TrainState.from_saved({"progress": {"step": 3}}, "a checkpoint")) == asdict(TrainState(step=3))
+    assert asdict(TrainState.from_saved({"progress": {"step": 3}}, "a checkpoint")) == asdict(
+        TrainState(step=3)
+    )
 
 
 def test_a_step_that_was_not_applied_counts_without_its_loss():
     state = TrainState()
-    for loss, applied, excused in ((2.0, True, False), (9.0, False, True), (9.0, False, False), (9.0, False, False)):
+    for loss, applied, excused in (
+        (2.0, True, False),
+        (9.0, False, True),
+        (9.0, False, False),
+        (9.0, False, False),
+    ):
         state.advance(4, 128, loss, applied=applied, excused=excused)
     assert (state.step, state.samples, state.tokens, state.optimizer_steps) == (4, 16, 512, 1)
     assert (state.skipped_steps, state.skipped_in_a_row) == (3, 2)
@@ -45,6 +54,8 @@ def test_a_state_of_a_newer_version_is_refused_in_a_line(train, tmp_path):
     commit["files"]["state.json"] = checksum(checkpoint / "state.json")
     (checkpoint / "COMMIT").write_text(json.dumps(commit))
     for run, given in (("run", {}), ("other", {"load_ckpt_path": tmp_path / "run"})):
-        with pytest.raises(UserError, match=f"{checkpoint}: its state holds curriculum, .*newer version") as refused:
+        with pytest.raises(
+            UserError, match=f"{checkpoint}: its state holds curriculum, .*newer version"
+        ) as refused:
             train(tmp_path / run, num_steps=4, **given)
         assert "\n" not in str(refused.value)

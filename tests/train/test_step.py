@@ -33,16 +33,26 @@ def lose(monkeypatch):
         def loss(parallel, batch):
             loss = true_loss(parallel, batch)
             return loss * factor(next(steps)) if torch.is_grad_enabled() else loss
+
         monkeypatch.setattr(loop, "batch_loss", loss)
+
     return change
 
 
 def left_by(run, metrics_of):
     """What a run leaves: metrics, and of each checkpoint the train state and the bytes of its tensors."""
     checkpoints = sorted(run.glob("checkpoints/step_*"))
-    states = [json.loads((path / "state.json").read_text())["state"]["progress"] for path in checkpoints]
-    states = [{name: value for name, value in state.items() if name not in ("first_started", "step_seconds")}
-              for state in states]
+    states = [
+        json.loads((path / "state.json").read_text())["state"]["progress"] for path in checkpoints
+    ]
+    states = [
+        {
+            name: value
+            for name, value in state.items()
+            if name not in ("first_started", "step_seconds")
+        }
+        for state in states
+    ]
     return metrics_of(run), states, [next(path.glob("rank_*")).read_bytes() for path in checkpoints]
 
 
@@ -67,14 +77,26 @@ def test_no_step_waits_for_a_commit(train, tmp_path, monkeypatch, ahead):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("precision, factor, skipped", [
-    ("fp32", lambda step: float("nan") if step in (4, 5, 9) else 1.0, [4, 5, 9]),
-    ("fp16", lambda step: 1e4 if step < 3 or step == 7 else 1.0, None)])
-def test_reading_late_leaves_the_same_run(train, tmp_path, metrics_of, monkeypatch, lose, precision, factor, skipped):
+@pytest.mark.parametrize(
+    "precision, factor, skipped",
+    [
+        ("fp32", lambda step: float("nan") if step in (4, 5, 9) else 1.0, [4, 5, 9]),
+        ("fp16", lambda step: 1e4 if step < 3 or step == 7 else 1.0, None),
+    ],
+)
+def test_reading_late_leaves_the_same_run(
+    train, tmp_path, metrics_of, monkeypatch, lose, precision, factor, skipped
+):
     """Losses, gradient norms, skips and the scale of fp16 are those of the steps they are told for; checkpoints and
     validations see the steps up to theirs, and a run that is asked to stop in between resumes as the unbroken one."""
-    given = {"num_steps": 11, "checkpoint_interval": 4, "mixed_precision": precision, "keep_checkpoints": 9,
-             "sample_log": True, "publish": False}
+    given = {
+        "num_steps": 11,
+        "checkpoint_interval": 4,
+        "mixed_precision": precision,
+        "keep_checkpoints": 9,
+        "sample_log": True,
+        "publish": False,
+    }
     said = {}
     for late in (0, 1):
         monkeypatch.setitem(loop.AHEAD, "cpu", late)
@@ -118,11 +140,15 @@ def test_bad_samples_are_those_of_the_last_bad_step(train, tmp_path, lose, ahead
 
     def noted(loader, step):
         batches = read(loader, step)
-        drawn[step + 1] = [f"{name} window {window}" for batch in batches for name, window in batch.samples]
+        drawn[step + 1] = [
+            f"{name} window {window}" for batch in batches for name, window in batch.samples
+        ]
         return batches
 
     monkeypatch.setattr(Loader, "step", noted)
     lose(lambda step: float("nan") if step in (2, 3) else 1.0)
-    with pytest.raises(UserError, match="2 steps in a row were not finite, the last is step 3: ") as said:
+    with pytest.raises(
+        UserError, match="2 steps in a row were not finite, the last is step 3: "
+    ) as said:
         train(tmp_path, eval_interval=0, checkpoint_interval=6, max_skipped_steps=2)
     assert max(drawn) == 3 + ahead and f"samples {', '.join(drawn[3])}. " in str(said.value)

@@ -13,9 +13,13 @@ import pytest
 
 from mamba_fsdp import command_line, storage
 from mamba_fsdp.errors import StorageError, UserError
-from mamba_fsdp.storage import exists, patiently
+from mamba_fsdp.storage import exists, retry_io
 
-CALLS = {os: ("stat", "listdir", "mkdir", "unlink", "rename", "replace"), io: ("open",), builtins: ("open",)}
+CALLS = {
+    os: ("stat", "listdir", "mkdir", "unlink", "rename", "replace"),
+    io: ("open",),
+    builtins: ("open",),
+}
 
 
 @pytest.fixture
@@ -31,12 +35,17 @@ def stumble(monkeypatch, quick):
     Each call on each path for which applies(call, path) holds fails `times` times, then works; random names count as
     one.
     """
+
     def start(applies, times=1, number=errno.EIO):
         failed, lock = {}, threading.Lock()
 
         def stumbling(call, real):
             def function(path, *rest, **named):
-                text = re.sub(r"[0-9a-f]{12,}", "*", str(path)) if isinstance(path, (str, Path)) else ""
+                text = (
+                    re.sub(r"[0-9a-f]{12,}", "*", str(path))
+                    if isinstance(path, (str, Path))
+                    else ""
+                )
                 if text and threading.current_thread().name != "lease" and applies(call, text):
                     with lock:
                         fails = failed.get((call, text), 0) < times
@@ -44,12 +53,14 @@ def stumble(monkeypatch, quick):
                     if fails:
                         raise OSError(number, os.strerror(number), str(path))
                 return real(path, *rest, **named)
+
             return function
 
         for module, names in CALLS.items():
             for name in names:
                 monkeypatch.setattr(module, name, stumbling(name, getattr(module, name)))
         return failed
+
     return start
 
 
@@ -57,13 +68,17 @@ def below(*folders):
     """Of what a run reads and writes there; the tokenizer and the published model are others' affair."""
     wanted = r"/\.?(lease\.json|metrics\.jsonl|status\.json|config\.yaml|STOP|checkpoints|index\.json|\d+\.(bin|doc))\b"
     # A lease that can't be removed at the end stays: the next start sees that its holder has ended.
-    return lambda call, path: (any(path.startswith(f"{folder}/") for folder in folders) and re.search(wanted, path)
-                               and not (call == "unlink" and path.endswith("lease.json")))
+    return lambda call, path: (
+        any(path.startswith(f"{folder}/") for folder in folders)
+        and re.search(wanted, path)
+        and not (call == "unlink" and path.endswith("lease.json"))
+    )
 
 
 @pytest.mark.slow
-def test_each_call_may_fail_for_a_moment_and_the_run_is_the_same(train, stumble, corpus, tmp_path, metrics_of,
-                                                                 weights_of, monkeypatch):
+def test_each_call_may_fail_for_a_moment_and_the_run_is_the_same(
+    train, stumble, corpus, tmp_path, metrics_of, weights_of, monkeypatch
+):
     """Also while it resumes. Each kind of call on each file fails twice; the log says when it begins and ends."""
     for steps in (4, 6):
         train(tmp_path / "whole", num_steps=steps)
@@ -76,32 +91,61 @@ def test_each_call_may_fail_for_a_moment_and_the_run_is_the_same(train, stumble,
     first, second = weights_of(tmp_path / "whole"), weights_of(tmp_path / "stumbling")
     assert all(first[name].equal(second[name]) for name in first)
     names = " ".join(f"{call} {path}" for call, path in failed)
-    for part in ("lease.json", "metrics.jsonl", "status.json", "STOP", "state.json", "COMMIT", "rank_00000.safetensors",
-                 "train/index.json", "train/00000.bin", "rename .*step_00000002", "mkdir .*checkpoints"):
+    for part in (
+        "lease.json",
+        "metrics.jsonl",
+        "status.json",
+        "STOP",
+        "state.json",
+        "COMMIT",
+        "rank_00000.safetensors",
+        "train/index.json",
+        "train/00000.bin",
+        "rename .*step_00000002",
+        "mkdir .*checkpoints",
+    ):
         assert re.search(part, names), f"{part}: nothing failed there"
-    begun, ended = ([line for line in told if words in line] for words in ("; trying again for a minute", "went well"))
+    begun, ended = (
+        [line for line in told if words in line]
+        for words in ("; trying again for a minute", "went well")
+    )
     assert len(told) == len(begun) + len(ended) and len(begun) >= len(ended) > 20
 
 
-@pytest.mark.parametrize("place", ["lease.json", "metrics.jsonl", "rank_00000.safetensors", "00000.doc"])
-def test_storage_that_stays_away_ends_the_run_with_a_code_of_its_own(train, stumble, corpus, tmp_path, capsys,
-                                                                     monkeypatch, place):
+@pytest.mark.parametrize(
+    "place", ["lease.json", "metrics.jsonl", "rank_00000.safetensors", "00000.doc"]
+)
+def test_storage_that_stays_away_ends_the_run_with_a_code_of_its_own(
+    train, stumble, corpus, tmp_path, capsys, monkeypatch, place
+):
     monkeypatch.setattr(storage, "SECONDS_OF_TRYING", 0.1)
     train(tmp_path, num_steps=2)
-    stumble(lambda call, path: path.endswith(place) and call in ("open", "stat"), times=10 ** 9)
+    stumble(lambda call, path: path.endswith(place) and call in ("open", "stat"), times=10**9)
     with pytest.raises(SystemExit) as end:
         command_line.run(lambda: train(tmp_path, num_steps=4), str, [])
     errors = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
     assert end.value.code == StorageError.exit_code == 74 and len(errors) == 1
-    assert place in errors[0] and "Input/output error" in errors[0] and "the same command resumes" in errors[0]
+    assert (
+        place in errors[0]
+        and "Input/output error" in errors[0]
+        and "the same command resumes" in errors[0]
+    )
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES])
 def test_what_no_patience_mends_is_told_at_once(train, stumble, tmp_path, number):
-    failed = stumble(lambda call, path: path.endswith("metrics.jsonl") and call == "open", times=10 ** 9, number=number)
+    failed = stumble(
+        lambda call, path: path.endswith("metrics.jsonl") and call == "open",
+        times=10**9,
+        number=number,
+    )
     with pytest.raises(UserError, match="metrics.jsonl") as told:
         train(tmp_path)
-    assert list(failed.values()) == [1] and told.value.exit_code == 2 and "mend that" in str(told.value)
+    assert (
+        list(failed.values()) == [1]
+        and told.value.exit_code == 2
+        and "mend that" in str(told.value)
+    )
 
 
 def test_attempts_come_further_and_further_apart_and_show_life(monkeypatch):
@@ -109,13 +153,15 @@ def test_attempts_come_further_and_further_apart_and_show_life(monkeypatch):
 
     now, pauses, beats = [0.0], [], heart.work
     monkeypatch.setattr(storage.time, "monotonic", lambda: 1 + now[0])
-    monkeypatch.setattr(storage.time, "sleep", lambda pause: (pauses.append(pause), now.append(now.pop() + pause)))
+    monkeypatch.setattr(
+        storage.time, "sleep", lambda pause: (pauses.append(pause), now.append(now.pop() + pause))
+    )
 
     def fail():
         raise OSError(errno.ESTALE, "Stale file handle")
 
     with pytest.raises(StorageError, match="PLACE: Stale file handle"):
-        patiently(fail, "PLACE")
+        retry_io(fail, "PLACE")
     assert pauses[:4] == [0.1, 0.2, 0.4, 0.8] and max(pauses) == 5 and 60 <= sum(pauses) < 66
     assert heart.work - beats == len(pauses)
 
@@ -123,4 +169,8 @@ def test_attempts_come_further_and_further_apart_and_show_life(monkeypatch):
 def test_there_is_no_telling_whether_a_file_exists_while_storage_fails(stumble, tmp_path):
     (tmp_path / "there").touch()
     stumble(lambda call, path: path.startswith(str(tmp_path)), times=3)
-    assert exists(tmp_path / "there") and not exists(tmp_path / "elsewhere") and not exists(tmp_path / "there/below")
+    assert (
+        exists(tmp_path / "there")
+        and not exists(tmp_path / "elsewhere")
+        and not exists(tmp_path / "there/below")
+    )

@@ -17,7 +17,9 @@ OTHER = [*WORDS[:-2], WORDS[-1], WORDS[-2]]
 
 
 def words(vocabulary):
-    backend = Tokenizer(models.WordLevel({word: id for id, word in enumerate(vocabulary)}, unk_token="?"))
+    backend = Tokenizer(
+        models.WordLevel({word: id for id, word in enumerate(vocabulary)}, unk_token="?")
+    )
     backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     backend.add_special_tokens([WORDS[0]])
     return backend
@@ -34,8 +36,13 @@ def data(corpus, tmp_path_factory):
             tokenizer = TextTokenizer(words(vocabulary), "<end>")
             shards = json.loads((root / name / part / "index.json").read_text())["shards"]
             identity = tokenizer.identity if name != "unknown" else "none"
-            StoreWriter(root / name / part, vocab_size=64, eos=0, tokenizer=identity,
-                        state={"shards": shards, "tokens": 0, "documents": 0, "open": 0}).finish()
+            StoreWriter(
+                root / name / part,
+                vocab_size=64,
+                eos=0,
+                tokenizer=identity,
+                state={"shards": shards, "tokens": 0, "documents": 0, "open": 0},
+            ).finish()
             if name != "unknown":
                 tokenizer.save(root / name / part / "tokenizer")
     return root
@@ -43,8 +50,10 @@ def data(corpus, tmp_path_factory):
 
 def test_tokenizers_that_do_the_same_have_one_identity(tmp_path):
     """Whoever saved them, and whatever they add around a text or do behind the last token."""
-    one, same, merged = (Tokenizer(models.BPE({"a": 0, "b": 1, "c": 2, "ab": 3, "bc": 4}, merges))
-                         for merges in ([("a", "b"), ("b", "c")], [("a", "b"), ("b", "c")], [("b", "c"), ("a", "b")]))
+    one, same, merged = (
+        Tokenizer(models.BPE({"a": 0, "b": 1, "c": 2, "ab": 3, "bc": 4}, merges))
+        for merges in ([("a", "b"), ("b", "c")], [("a", "b"), ("b", "c")], [("b", "c"), ("a", "b")])
+    )
     same.decoder = decoders.ByteLevel()
     same.post_processor = processors.TemplateProcessing("a $A", special_tokens=[("a", 0)])
     same.enable_padding()
@@ -52,19 +61,43 @@ def test_tokenizers_that_do_the_same_have_one_identity(tmp_path):
     assert identity_of(one) == identity_of(same) != identity_of(merged)
     lower = words(WORDS)
     lower.normalizer = normalizers.Replace("w1", "w2")
-    assert len({identity_of(one), identity_of(words(WORDS)), identity_of(words(OTHER)), identity_of(lower)}) == 4
+    assert (
+        len(
+            {
+                identity_of(one),
+                identity_of(words(WORDS)),
+                identity_of(words(OTHER)),
+                identity_of(lower),
+            }
+        )
+        == 4
+    )
     TextTokenizer(words(WORDS), "<end>").save(tmp_path / "one")
     from transformers import AutoTokenizer
+
     AutoTokenizer.from_pretrained(tmp_path / "one").save_pretrained(tmp_path / "saved")
-    assert {*identities_in(tmp_path / "one"), *identities_in(tmp_path / "saved")} == {identity_of(words(WORDS))}
-    assert (tmp_path / "one/tokenizer.json").read_bytes() != (tmp_path / "saved/tokenizer.json").read_bytes()
+    assert {*identities_in(tmp_path / "one"), *identities_in(tmp_path / "saved")} == {
+        identity_of(words(WORDS))
+    }
+    assert (tmp_path / "one/tokenizer.json").read_bytes() != (
+        tmp_path / "saved/tokenizer.json"
+    ).read_bytes()
 
 
 def test_nothing_is_said_of_what_is_not_known(tmp_path):
     known, other = identity_of(words(WORDS)), identity_of(words(OTHER))
     assert is_other(known, [other]) == other and is_other(known, ["", other]) == other
-    assert not any(is_other(*pair) for pair in [(known, []), (known, [""]), (known, [other, known]), ("", [other]),
-                                                 ("none", [other]), (known, ["sha256:0"])])
+    assert not any(
+        is_other(*pair)
+        for pair in [
+            (known, []),
+            (known, [""]),
+            (known, [other, known]),
+            ("", [other]),
+            ("none", [other]),
+            (known, ["sha256:0"]),
+        ]
+    )
     assert list(identities_in(None)) == list(identities_in(tmp_path)) == []
 
 
@@ -77,35 +110,56 @@ def run_of(train, data, tmp_path):
     train(tmp_path / "run", dataset_path=data / "a")
     shutil.copytree(tmp_path / "run/checkpoints/step_00000006", tmp_path / "copied")
     write_model(tmp_path / "run", tmp_path / "exported")
-    return {"run": tmp_path / "run", "copied": tmp_path / "copied", "exported": tmp_path / "exported",
-            "pth": tmp_path / "run/pth/step_00000006/consolidated.00.pth"}
+    return {
+        "run": tmp_path / "run",
+        "copied": tmp_path / "copied",
+        "exported": tmp_path / "exported",
+        "pth": tmp_path / "run/pth/step_00000006/consolidated.00.pth",
+    }
 
 
 def test_training_refuses_another_tokenizer(train, data, run_of, tmp_path):
     """Data among each other, and the data and the model that a run starts or resumes from."""
     for one, other, given in [
-            ("a/train", "b/train", {"dataset_path": data, "datasets": "unknown,a,b"}),
-            ("a/train", "b/validation", {"dataset_path": data / "a", "validation_path": data / "b"}),
-            ("b/train", "run", {"dataset_path": data / "b", "init_from": run_of["run"]}),
-            ("b/train", "exported", {"dataset_path": data / "b", "init_from": run_of["exported"]}),
-            ("b/train", "step_00000006", {"dataset_path": data / "b", "load_ckpt_path": run_of["run"]}),
-            ("b/train", "copied", {"dataset_path": data / "b", "load_ckpt_path": run_of["copied"]}),
-            ("b/train", "consolidated.00.pth", {"dataset_path": data / "b", "load_ckpt_path": run_of["pth"]})]:
+        ("a/train", "b/train", {"dataset_path": data, "datasets": "unknown,a,b"}),
+        ("a/train", "b/validation", {"dataset_path": data / "a", "validation_path": data / "b"}),
+        ("b/train", "run", {"dataset_path": data / "b", "init_from": run_of["run"]}),
+        ("b/train", "exported", {"dataset_path": data / "b", "init_from": run_of["exported"]}),
+        ("b/train", "step_00000006", {"dataset_path": data / "b", "load_ckpt_path": run_of["run"]}),
+        ("b/train", "copied", {"dataset_path": data / "b", "load_ckpt_path": run_of["copied"]}),
+        (
+            "b/train",
+            "consolidated.00.pth",
+            {"dataset_path": data / "b", "load_ckpt_path": run_of["pth"]},
+        ),
+    ]:
         with pytest.raises(UserError, match=REFUSED.format(f".*{one}", f".*{other}")):
             train(tmp_path / "new", **given)
-    with pytest.raises(UserError, match=REFUSED.format(".*b/train", ".*run/checkpoints/step_00000006")):
+    with pytest.raises(
+        UserError, match=REFUSED.format(".*b/train", ".*run/checkpoints/step_00000006")
+    ):
         train(run_of["run"], dataset_path=data, datasets="b", num_steps=9)
 
 
 def test_what_is_alike_unknown_or_allowed_goes_on(train, data, run_of, tmp_path):
-    train(tmp_path / "mixed", dataset_path=data, datasets="a,again,unknown", validation_path=data / "again")
+    train(
+        tmp_path / "mixed",
+        dataset_path=data,
+        datasets="a,again,unknown",
+        validation_path=data / "again",
+    )
     for start in ("run", "exported"):
-        train(tmp_path / f"again from {start}", dataset_path=data / "again", init_from=run_of[start])
+        train(
+            tmp_path / f"again from {start}", dataset_path=data / "again", init_from=run_of[start]
+        )
     train(tmp_path / "unknown", dataset_path=data / "unknown", init_from=run_of["run"])
     train(run_of["run"], dataset_path=data, datasets="b", num_steps=8, allow_other_tokenizer=True)
     assert (run_of["run"] / "tokenizer/tokenizer.json").read_bytes() == (
-        data / "b/train/tokenizer/tokenizer.json").read_bytes()
-    train(run_of["run"], dataset_path=data, datasets="b", num_steps=9)  # whose tokens it has learnt by now
+        data / "b/train/tokenizer/tokenizer.json"
+    ).read_bytes()
+    train(
+        run_of["run"], dataset_path=data, datasets="b", num_steps=9
+    )  # whose tokens it has learnt by now
     with pytest.raises(UserError, match="different tokenizers"):
         train(run_of["run"], dataset_path=data, datasets="again", num_steps=10)
 
@@ -116,8 +170,17 @@ def test_so_do_evaluation_and_generation(data, run_of, capsys):
             evaluate.main(str(model), str(data / "b/validation"))
         with pytest.raises(UserError, match=REFUSED.format(".*b/train/tokenizer", ".*")):
             generate.main(str(model), tokenizer=str(data / "b/train/tokenizer"))
-    evaluate.main(str(run_of["exported"]), str(data / "b/validation"),
-                  options=evaluate.EvaluationConfig(allow_other_tokenizer=True))
+    evaluate.main(
+        str(run_of["exported"]),
+        str(data / "b/validation"),
+        options=evaluate.EvaluationConfig(allow_other_tokenizer=True),
+    )
     assert "perplexity" in capsys.readouterr().out
-    generate.main(str(run_of["run"]), "w1 w2", 3, tokenizer=str(data / "b/train/tokenizer"), allow_other_tokenizer=True)
+    generate.main(
+        str(run_of["run"]),
+        "w1 w2",
+        3,
+        tokenizer=str(data / "b/train/tokenizer"),
+        allow_other_tokenizer=True,
+    )
     generate.main(str(run_of["run"]), "w1 w2", 3, tokenizer=str(data / "again/train/tokenizer"))

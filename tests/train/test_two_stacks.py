@@ -12,15 +12,35 @@ COMMON = {"schedule": "constant", "global_batch_size": 6, "batch_size": 1, "eval
 @pytest.fixture
 def resume(corpus, project, tiny_file):
     """resume(interpreter, ranks, run folder, steps) -> what it printed."""
+
     def resume(python, ranks, run, steps):
-        words = {"config": tiny_file, "dataset_path": corpus, "save_ckpt_path": run, "num_steps": steps, **COMMON,
-                 "sharding_strategy": "fsdp"}
-        ranked = [python, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", "training.py"]
-        done = subprocess.run([*ranked, *(f"--{key}={value}" for key, value in words.items())],
-                              cwd=project, timeout=800, capture_output=True, text=True,
-                              env={**os.environ, "OMP_NUM_THREADS": "1"})
+        words = {
+            "config": tiny_file,
+            "dataset_path": corpus,
+            "save_ckpt_path": run,
+            "num_steps": steps,
+            **COMMON,
+            "sharding_strategy": "fsdp",
+        }
+        ranked = [
+            python,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            f"--nproc-per-node={ranks}",
+            "training.py",
+        ]
+        done = subprocess.run(
+            [*ranked, *(f"--{key}={value}" for key, value in words.items())],
+            cwd=project,
+            timeout=800,
+            capture_output=True,
+            text=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
+
     return resume
 
 

@@ -12,21 +12,45 @@ from mamba_fsdp.train.run import run_training
 
 pytestmark = pytest.mark.torch22
 WRITTEN = Path(__file__).parent / "version_1"
-LOSSES = [4.155062675476074, 4.142322301864624, 4.129306793212891, 4.115520477294922,  # the run in the folder
-          4.112984657287598, 4.120044231414795, 4.080489635467529, 4.074158191680908]  # resumed by who wrote it
+LOSSES = [
+    4.155062675476074,
+    4.142322301864624,
+    4.129306793212891,
+    4.115520477294922,  # the run in the folder
+    4.112984657287598,
+    4.120044231414795,
+    4.080489635467529,
+    4.074158191680908,
+]  # resumed by who wrote it
 
 
 def test_the_store_is_whole():
     store = TokenStore(WRITTEN / "store")
     store.verify()
-    assert (store.token_count, store.document_count, store.vocab_size, store.eos) == (2441, 40, 64, 0)
+    assert (store.token_count, store.document_count, store.vocab_size, store.eos) == (
+        2441,
+        40,
+        64,
+        0,
+    )
 
 
-@pytest.mark.parametrize("checkpoints", [WRITTEN / "run/checkpoints", WRITTEN.with_name("version_2")], ids=[1, 2])
+@pytest.mark.parametrize(
+    "checkpoints", [WRITTEN / "run/checkpoints", WRITTEN.with_name("version_2")], ids=[1, 2]
+)
 def test_the_run_resumes_as_it_would_have_then(tmp_path, metrics_of, checkpoints):
     run = shutil.copytree(WRITTEN / "run", tmp_path / "run", ignore=lambda *_: {"checkpoints"})
     shutil.copytree(checkpoints, run / "checkpoints")
-    given = {"save_ckpt_path": run, "dataset_path": WRITTEN / "store", "batch_size": 2, "num_steps": 8}
-    run_training(resolve_settings({name: str(value) for name, value in given.items()}, run / "config.yaml")[0])
+    given = {
+        "save_ckpt_path": run,
+        "dataset_path": WRITTEN / "store",
+        "batch_size": 2,
+        "num_steps": 8,
+    }
+    run_training(
+        resolve_settings({name: str(value) for name, value in given.items()}, run / "config.yaml")[
+            0
+        ]
+    )
     assert [entry["step"] for entry in metrics_of(run)] == list(range(1, 9))
     assert [entry["loss"] for entry in metrics_of(run)] == pytest.approx(LOSSES, rel=1e-5)

@@ -1,5 +1,18 @@
 """The settings of a run that takes a second."""
 
-TINY = {"d_model": 16, "n_layer": 2, "vocab_size": 64, "d_state": 4, "seq_length": 32, "batch_size": 2, "num_steps": 6,
-        "mixed_precision": "fp32", "learning_rate": 0.01, "eval_interval": 3, "eval_batches": 2, "report_interval": 1,
-        "checkpoint_interval": 2, "kernels": "portable"}
+TINY = {
+    "d_model": 16,
+    "n_layer": 2,
+    "vocab_size": 64,
+    "d_state": 4,
+    "seq_length": 32,
+    "batch_size": 2,
+    "num_steps": 6,
+    "mixed_precision": "fp32",
+    "learning_rate": 0.01,
+    "eval_interval": 3,
+    "eval_batches": 2,
+    "report_interval": 1,
+    "checkpoint_interval": 2,
+    "kernels": "portable",
+}

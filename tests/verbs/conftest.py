@@ -8,8 +8,19 @@ import torch
 from config import resolve
 from config.dataset_config import DatasetConfig
 
-MODEL = {"d_model": 16, "n_layer": 2, "d_state": 4, "vocab_size": 300, "seq_length": 32, "batch_size": 2,
-         "num_steps": 4, "eval_interval": 0, "checkpoint_interval": 2, "mixed_precision": "fp32", "kernels": "portable"}
+MODEL = {
+    "d_model": 16,
+    "n_layer": 2,
+    "d_state": 4,
+    "vocab_size": 300,
+    "seq_length": 32,
+    "batch_size": 2,
+    "num_steps": 4,
+    "eval_interval": 0,
+    "checkpoint_interval": 2,
+    "mixed_precision": "fp32",
+    "kernels": "portable",
+}
 
 
 @pytest.fixture(scope="session")
@@ -19,10 +30,18 @@ def used(tmp_path_factory):
     from mamba_fsdp.train.run import run_training
 
     folder = tmp_path_factory.mktemp("used")
-    (folder / "a.txt").write_text("".join(f"def line_{n}(x): return {n} * x  # naïve\n" for n in range(600)))
+    (folder / "a.txt").write_text(
+        "".join(f"def line_{n}(x): return {n} * x  # naïve\n" for n in range(600))
+    )
     options = DatasetConfig(tokenizer="train:300", workers=1, validation_fraction=0.2)
-    tokenize.make_dataset(text.open_source(str(folder / "a.txt"), options), folder / "data" / "builtin")
-    given = {**MODEL, "dataset_path": folder / "data" / "builtin", "save_ckpt_path": folder / "runs" / "demo"}
+    tokenize.make_dataset(
+        text.open_source(str(folder / "a.txt"), options), folder / "data" / "builtin"
+    )
+    given = {
+        **MODEL,
+        "dataset_path": folder / "data" / "builtin",
+        "save_ckpt_path": folder / "runs" / "demo",
+    }
     settings, _ = resolve.resolve_settings({name: str(value) for name, value in given.items()})
     run_training(settings, None, write_model=publish)
     torch.set_flush_denormal(False)

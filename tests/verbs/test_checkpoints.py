@@ -16,7 +16,7 @@ from mamba_fsdp.checkpoint.retention import until_the_end
 from mamba_fsdp.interop import convert
 from mamba_fsdp.parallel.model import Shard
 from mamba_fsdp.parallel.world import World
-from mamba_fsdp.report.display import Display
+from mamba_fsdp.report.console import Console
 from mamba_fsdp.report.records import read_status
 from mamba_fsdp.train.run import finish
 from mamba_fsdp.train.run_folder import RunFolder
@@ -27,7 +27,9 @@ from mamba_fsdp.verbs import checkpoints, consolidate
 def run(used, tmp_path):
     """A run with the checkpoints of steps 2 and 4, and its published model."""
     until_the_end.close()  # what other tests read
-    shutil.copytree(used / "runs/demo", tmp_path / "run", ignore=shutil.ignore_patterns(".reading*"))  # killed ones'
+    shutil.copytree(
+        used / "runs/demo", tmp_path / "run", ignore=shutil.ignore_patterns(".reading*")
+    )  # killed ones'
     yield tmp_path / "run"
     until_the_end.close()
 
@@ -35,11 +37,13 @@ def run(used, tmp_path):
 @pytest.fixture
 def call(capsys):
     """call(verb, *words) -> (exit code, what was said)."""
+
     def call(verb, *words):
         with pytest.raises(SystemExit) as end:
             command_line.run(verb.main, lambda: "", list(map(str, words)))
         told = capsys.readouterr()
         return end.value.code or 0, told.out + told.err
+
     return call
 
 
@@ -49,7 +53,9 @@ def test_the_table_of_a_whole_run(run, call):
     code, said = call(checkpoints, run)
     lines = said.splitlines()
     assert code == 0 and len(lines) == 4 and max(map(len, lines)) < 80
-    assert re.fullmatch(r" +2 +128  +[\d.]+ kB  20\d\d-\d\d-\d\d \d\d:\d\d  kept; not verified", lines[1])
+    assert re.fullmatch(
+        r" +2 +128  +[\d.]+ kB  20\d\d-\d\d-\d\d \d\d:\d\d  kept; not verified", lines[1]
+    )
     assert re.fullmatch(r" +4 +256  +[\d.]+ kB  20\d\d-\d\d-\d\d \d\d:\d\d  not verified", lines[2])
     assert re.fullmatch(r" +6  +0 B  +unfinished", lines[3])
     assert call(checkpoints, run, "--verify")[1].splitlines()[2].endswith("  whole")
@@ -57,16 +63,35 @@ def test_the_table_of_a_whole_run(run, call):
     assert not list(run.rglob(".reading*"))
 
 
-@pytest.mark.parametrize("damage, without_reading, words", [
-    (lambda path: os.truncate(path / "rank_00000.safetensors", 50), True, "rank_00000.safetensors has 50 bytes"),
-    (lambda path: (path / "state.json").unlink(), True, "state.json: No such file"),
-    (lambda path: (path / "COMMIT").write_text("{"), True, "COMMIT is no list of files"),
-    (lambda path: (path / "COMMIT").write_text((path / "COMMIT").read_text().replace('"version": ', '"version": 9')),
-     True, "a newer version"),
-    (lambda path: (path / "state.json").write_bytes(bytes((path / "state.json").stat().st_size)), False,
-     "the content of state.json has changed"),
-])
-def test_broken_ones_are_told_with_the_reason_and_an_exit_code(run, call, damage, without_reading, words):
+@pytest.mark.parametrize(
+    "damage, without_reading, words",
+    [
+        (
+            lambda path: os.truncate(path / "rank_00000.safetensors", 50),
+            True,
+            "rank_00000.safetensors has 50 bytes",
+        ),
+        (lambda path: (path / "state.json").unlink(), True, "state.json: No such file"),
+        (lambda path: (path / "COMMIT").write_text("{"), True, "COMMIT is no list of files"),
+        (
+            lambda path: (path / "COMMIT").write_text(
+                (path / "COMMIT").read_text().replace('"version": ', '"version": 9')
+            ),
+            True,
+            "a newer version",
+        ),
+        (
+            lambda path: (path / "state.json").write_bytes(
+                bytes((path / "state.json").stat().st_size)
+            ),
+            False,
+            "the content of state.json has changed",
+        ),
+    ],
+)
+def test_broken_ones_are_told_with_the_reason_and_an_exit_code(
+    run, call, damage, without_reading, words
+):
     damage(run / "checkpoints/step_00000002")
     code, said = call(checkpoints, run, "--verify")
     assert code == 1 and "broken: " in said.splitlines()[1] and words in " ".join(said.split())
@@ -85,10 +110,16 @@ def test_what_its_run_prunes_meanwhile_is_not_broken(run, call, monkeypatch):
     assert code == 0 and len(said.splitlines()) == 2 and said.endswith("  whole\n")
 
 
-@pytest.mark.parametrize("words, said", [
-    ((), "missing a required argument"), (("nowhere",), "nowhere: there is no such file or folder"),
-    ((".",), "neither"), (("nowhere", "--verfy"), "did you mean --verify"),
-    (("nowhere", "on", "off", "more"), "too many")])
+@pytest.mark.parametrize(
+    "words, said",
+    [
+        ((), "missing a required argument"),
+        (("nowhere",), "nowhere: there is no such file or folder"),
+        ((".",), "neither"),
+        (("nowhere", "--verfy"), "did you mean --verify"),
+        (("nowhere", "on", "off", "more"), "too many"),
+    ],
+)
 def test_misuse_of_checkpoints_is_an_error_of_its_own(call, words, said, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     code, told = call(checkpoints, *words)
@@ -101,15 +132,25 @@ def test_consolidate_writes_what_a_run_publishes(run, call):
     assert code == 0 and f"{run}/pth/step_00000004/consolidated.00.pth: " in said
     for path in (run / "published").rglob("*"):
         if path.is_file():
-            assert path.read_bytes() == (run / "pth/step_00000004" / path.relative_to(run / "published")).read_bytes()
+            assert (
+                path.read_bytes()
+                == (run / "pth/step_00000004" / path.relative_to(run / "published")).read_bytes()
+            )
     code, said = call(consolidate, run)
     assert code == 0 and said == f"{run}/pth/step_00000004/consolidated.00.pth is there already\n"
     assert call(consolidate, run, "--step=2")[0] == 0
-    both = [torch.load(run / f"pth/step_0000000{step}/consolidated.00.pth", weights_only=True)["lm_head.weight"]
-            for step in (2, 4)]
+    both = [
+        torch.load(run / f"pth/step_0000000{step}/consolidated.00.pth", weights_only=True)[
+            "lm_head.weight"
+        ]
+        for step in (2, 4)
+    ]
     assert both[0].dtype == both[1].dtype == torch.float32 and not torch.equal(*both)
     code, said = call(consolidate, run, "--step=3")
-    assert code == 2 and said == f"error: --step=3: {run} has no checkpoint of that step; it has 2, 4\n"
+    assert (
+        code == 2
+        and said == f"error: --step=3: {run} has no checkpoint of that step; it has 2, 4\n"
+    )
 
 
 def test_consolidate_refuses_a_broken_step_and_tells_what_it_passes_over(run, call):
@@ -118,36 +159,57 @@ def test_consolidate_refuses_a_broken_step_and_tells_what_it_passes_over(run, ca
     code, said = call(consolidate, run, "--step=4")
     assert code == 2 and "step_00000004 is broken" in said
     code, said = call(consolidate, run)
-    assert code == 0 and "step_00000004 is broken and passed over" in said and "pth/step_00000002/" in said
+    assert (
+        code == 0
+        and "step_00000004 is broken and passed over" in said
+        and "pth/step_00000002/" in said
+    )
 
 
-def test_consolidate_and_the_end_of_its_run_write_the_same_model_at_once(run, call, monkeypatch, capsys):
+def test_consolidate_and_the_end_of_its_run_write_the_same_model_at_once(
+    run, call, monkeypatch, capsys
+):
     """Whoever comes second leaves it as it is; neither takes the other's unfinished folder for a killed one's."""
     published = run / "pth/step_00000004"
-    before = sorted((path.name, path.read_bytes()) for path in published.rglob("*") if path.is_file())
+    before = sorted(
+        (path.name, path.read_bytes()) for path in published.rglob("*") if path.is_file()
+    )
     shutil.rmtree(published)
     real, said = convert.write_model, []
 
-    def second(*given, **how):  # the model is written, has only to get its name, when the other one comes
+    def second(
+        *given, **how
+    ):  # the model is written, has only to get its name, when the other one comes
         def late(file, other=os.fsync):
             monkeypatch.setattr(storage.os, "fsync", other)
             said.append(call(consolidate, run))
             other(file)
+
         monkeypatch.setattr(storage.os, "fsync", late)
         convert.publish(*given, **how)
 
     folder = RunFolder(run)
     folder.take()
-    finish(folder, run / "checkpoints/step_00000004", second, Display(enabled=False))
+    finish(folder, run / "checkpoints/step_00000004", second, Console(enabled=False))
     folder.lease.give_back()
     assert read_status(run)["status"] == "finished"
     ((code, told),) = said
-    assert code == 0 and "still writes" in told and "consolidated.00.pth: " in told and "Traceback" not in told
-    assert before == sorted((path.name, path.read_bytes()) for path in published.rglob("*") if path.is_file())
+    assert (
+        code == 0
+        and "still writes" in told
+        and "consolidated.00.pth: " in told
+        and "Traceback" not in told
+    )
+    assert before == sorted(
+        (path.name, path.read_bytes()) for path in published.rglob("*") if path.is_file()
+    )
     assert sorted(path.name for path in (run / "pth").iterdir()) == ["step_00000004"]
     shutil.rmtree(published)
-    monkeypatch.setattr(convert, "to_our_form", lambda *given, **how: (real(*given, format="ours"), real(
-        *given, format="ours", **how)))
+    monkeypatch.setattr(
+        convert,
+        "to_our_form",
+        lambda *given, **how: (real(*given, format="ours"), real(*given, format="ours", **how)),
+    )
     code, told = call(consolidate, run)
     assert code == 0 and told.startswith(f"{published / 'consolidated.00.pth'}: ")
 
@@ -172,8 +234,14 @@ print("MiB", peak() - before)
 
 
 def start(run, project, how):
-    return subprocess.Popen([sys.executable, "-c", WITH_PEAK, run, how], cwd=project, text=True,
-                            stdout=subprocess.PIPE, stderr=subprocess.PIPE, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    return subprocess.Popen(
+        [sys.executable, "-c", WITH_PEAK, run, how],
+        cwd=project,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
 
 
 @pytest.fixture
@@ -187,8 +255,10 @@ def large(run):
     state = Reader(run / "checkpoints/step_00000004").state
     state["settings"]["model"] = vars(model)
     checkpointer = Checkpointer(run, World.alone(), report=lambda text: None)
-    shards = [Shard(name, parameter.shape, 0, torch.zeros(torch.Size(parameter.shape).numel()))
-              for name, parameter in parameters(model).items()]
+    shards = [
+        Shard(name, parameter.shape, 0, torch.zeros(torch.Size(parameter.shape).numel()))
+        for name, parameter in parameters(model).items()
+    ]
     checkpointer.save(8, shards, state)
     checkpointer.wait()
     return run

@@ -10,7 +10,10 @@ from mamba_fsdp.data.foreign.indexed import Rows
 from mamba_fsdp.errors import UserError, first_line
 
 COLUMNS = ("tokens", "input_ids")  # looked for where none is named
-MASKS = {"labels": -100, "attention_mask": 0}  # {column: what it says of a token that does not count}
+MASKS = {
+    "labels": -100,
+    "attention_mask": 0,
+}  # {column: what it says of a token that does not count}
 NONE, START = np.zeros(0, np.int64), np.zeros(1, np.int64)
 END_OF_STREAM = b"\xff\xff\xff\xff\0\0\0\0"
 
@@ -27,13 +30,17 @@ def find_rows(path: Path, column: str) -> Rows:
             raise UserError(f"{path}: column {column} has places without a token (null)")
         begins.append(values.buffers()[1].address - whole.address if len(values) else 0)
         if not 0 <= begins[-1] < whole.size:
-            raise UserError(f"{path}: its content is compressed; write it without, or make a token store of it:\n"
-                            f"  {store_command(path.parent, column)}")
+            raise UserError(
+                f"{path}: its content is compressed; write it without, or make a token store of it:\n"
+                f"  {store_command(path.parent, column)}"
+            )
         bounds.append(starts + values.offset if values.offset else starts)
         lengths.append(sizes)
     dtype = dtype or np.dtype("<u4")
     offsets = np.repeat(np.array(begins, np.int64), [len(sizes) for sizes in lengths[1:]])
-    return Rows(dtype.str, offsets + np.concatenate(bounds) * dtype.itemsize, np.concatenate(lengths))
+    return Rows(
+        dtype.str, offsets + np.concatenate(bounds) * dtype.itemsize, np.concatenate(lengths)
+    )
 
 
 def batches(path: Path) -> Iterator[tuple[Any, Any]]:
@@ -45,13 +52,20 @@ def batches(path: Path) -> Iterator[tuple[Any, Any]]:
             whole = file.read_buffer()
             if whole[:6].to_pybytes() == b"ARROW1":
                 reader = pyarrow.ipc.open_file(whole)
-                yield from ((whole, _checked(reader.get_batch(number))) for number in range(reader.num_record_batches))
+                yield from (
+                    (whole, _checked(reader.get_batch(number)))
+                    for number in range(reader.num_record_batches)
+                )
                 return
             if whole[-8:].to_pybytes() != END_OF_STREAM:
-                raise UserError(f"{path}: it ends before its end, or is no Arrow file; copy it again")
+                raise UserError(
+                    f"{path}: it ends before its end, or is no Arrow file; copy it again"
+                )
             yield from ((whole, _checked(batch)) for batch in pyarrow.ipc.open_stream(whole))
     except (pyarrow.ArrowException, OSError) as error:  # OSError: a message that is cut off
-        raise UserError(f"{path}: broken or truncated ({first_line(error)}); copy it again") from error
+        raise UserError(
+            f"{path}: broken or truncated ({first_line(error)}); copy it again"
+        ) from error
 
 
 def _checked(batch):
@@ -67,7 +81,9 @@ def undamaged(path: str | Path, column: str, array: Any) -> Any:
     try:
         return array.validate(full=True) or array
     except pyarrow.ArrowException as error:
-        raise UserError(f"{path}: column {column} is damaged ({first_line(error)}); copy it again") from error
+        raise UserError(
+            f"{path}: column {column} is damaged ({first_line(error)}); copy it again"
+        ) from error
 
 
 def column_of(path: Path, wanted: str) -> str:
@@ -78,24 +94,32 @@ def column_of(path: Path, wanted: str) -> str:
     for _, batch in batches(path):
         names = [name for name in ([wanted] if wanted else COLUMNS) if name in batch.schema.names]
         if not names:
-            text = [field.name for field in batch.schema
-                    if types.is_string(field.type) or types.is_large_string(field.type)]
-            remedy = (f"it holds text, to be tokenised first:\n  {store_command(path.parent, text[0])}" if text and
-                      not wanted else f"name the one that holds tokens: --col_name={'|'.join(batch.schema.names)}")
+            text = [
+                field.name
+                for field in batch.schema
+                if types.is_string(field.type) or types.is_large_string(field.type)
+            ]
+            remedy = (
+                f"it holds text, to be tokenised first:\n  {store_command(path.parent, text[0])}"
+                if text and not wanted
+                else f"name the one that holds tokens: --col_name={'|'.join(batch.schema.names)}"
+            )
             raise UserError(f"{path}: has no column {wanted or ' or '.join(COLUMNS)}; {remedy}")
         return names[0]
     return wanted or COLUMNS[0]
 
 
-def refuse_mask(path: Path) -> None:
+def check_no_mask(path: Path) -> None:
     """Raises UserError where the first batch of a file says of some tokens that they don't count in the loss."""
     for _, batch in batches(path):
         for name, uncounted in MASKS.items():
             if name in batch.schema.names and hasattr(batch.schema.field(name).type, "value_type"):
                 rows = undamaged(path, name, batch.column(name))
                 if (rows.flatten().to_numpy(zero_copy_only=False) == uncounted).any():
-                    raise UserError(f"{path}: its {name} leave tokens out of the loss, which is not read here; remove "
-                                    "that column, or make DataLayout files of it (docs/data.md)")
+                    raise UserError(
+                        f"{path}: its {name} leave tokens out of the loss, which is not read here; remove "
+                        "that column, or make DataLayout files of it (docs/data.md)"
+                    )
         return
 
 

@@ -16,13 +16,23 @@ FORMAT = "DataLayout"
 
 
 def recognise(path: Path) -> bool:
-    return path.is_file() and (path.suffix == ".npy" or Path(f"{path}.size").is_file()) or any(path.glob("*.npy"))
+    return (
+        path.is_file()
+        and (path.suffix == ".npy" or Path(f"{path}.size").is_file())
+        or any(path.glob("*.npy"))
+    )
 
 
 def plan(path: Path, reading: ReadingConfig) -> Plan:
     files = sorted(path.glob("*.npy")) if path.is_dir() else [path]
-    return Plan(files[0].parent, [file.name for file in files], find_rows, False, "with its positions and loss mask, ",
-                layout=True)
+    return Plan(
+        files[0].parent,
+        [file.name for file in files],
+        find_rows,
+        False,
+        "with its positions and loss mask, ",
+        layout=True,
+    )
 
 
 def find_rows(path: Path) -> Rows:
@@ -30,13 +40,19 @@ def find_rows(path: Path) -> Rows:
     said, size = Path(f"{path}.size"), path.stat().st_size
     with open(path, "rb") as file:
         if file.read(6) == b"\x93NUMPY":
-            raise UserError(f"{path}: a NumPy file, not the bare integers of DataLayout; make a token store of its "
-                            "text with get_dataset.py")
+            raise UserError(
+                f"{path}: a NumPy file, not the bare integers of DataLayout; make a token store of its "
+                "text with get_dataset.py"
+            )
     try:
         count = int(said.read_text())
     except (OSError, ValueError) as error:
-        raise UserError(f"{said}: does not say how many tokens {path.name} holds ({error}); copy it again") from error
+        raise UserError(
+            f"{said}: does not say how many tokens {path.name} holds ({error}); copy it again"
+        ) from error
     if size != 4 * count:
-        raise UserError(f"{path}: {size} bytes, but {said.name} says {count} tokens, which are {4 * count}; copy both "
-                        "again")
+        raise UserError(
+            f"{path}: {size} bytes, but {said.name} says {count} tokens, which are {4 * count}; copy both "
+            "again"
+        )
     return Rows("<i4", np.zeros(1, np.int64), np.array([count]))

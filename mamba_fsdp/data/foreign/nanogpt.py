@@ -14,8 +14,13 @@ from mamba_fsdp.data.foreign.indexed import Plan, Rows
 from mamba_fsdp.errors import UserError
 
 FORMAT = "nanoGPT"
-LLM_C = (20240520).to_bytes(4, "little")  # what its files begin with, which have a header of 1,024 bytes
-TORCH = (b"PK\x03\x04", b"\x80\x02\x8a\n")  # what torch.save writes begins so: models are called .bin, too
+LLM_C = (20240520).to_bytes(
+    4, "little"
+)  # what its files begin with, which have a header of 1,024 bytes
+TORCH = (
+    b"PK\x03\x04",
+    b"\x80\x02\x8a\n",
+)  # what torch.save writes begins so: models are called .bin, too
 HELD_OUT = re.compile(r"(^|[_-])(val|valid|validation|test)([_.-]|$)")
 
 
@@ -39,7 +44,9 @@ def find_rows(path: Path) -> Rows:
     size = path.stat().st_size
     with open(path, "rb") as file:
         if file.read(4) == LLM_C:
-            raise UserError(f"{path}: begins with llm.c's header; take it off: tail -c +1025 {path} > NEW.bin")
+            raise UserError(
+                f"{path}: begins with llm.c's header; take it off: tail -c +1025 {path} > NEW.bin"
+            )
     if size % 2:
         raise UserError(f"{path}: {size} bytes, no whole number of uint16 tokens; copy it again")
     return Rows("<u2", np.array([0]), np.array([size // 2]))

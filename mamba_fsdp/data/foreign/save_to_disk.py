@@ -25,21 +25,44 @@ def plan(path: Path, reading: ReadingConfig) -> Plan:
     names = [file["filename"] for file in state["_data_files"]]
     splits = read_object(path / "dataset_info.json", {}, "save it again").get("splits")
     if not names or state.get("_indices_data_files"):
-        raise UserError(f"{path}: holds no rows, or only a choice of its rows; save it again with flatten_indices()")
+        raise UserError(
+            f"{path}: holds no rows, or only a choice of its rows; save it again with flatten_indices()"
+        )
     if missing := [name for name in names if not (path / name).is_file()]:
-        raise UserError(f"{path / missing[0]}: missing, which state.json names; copy the folder again")
+        raise UserError(
+            f"{path / missing[0]}: missing, which state.json names; copy the folder again"
+        )
     column = arrow.column_of(path / names[0], reading.col_name)
-    arrow.refuse_mask(path / names[0])
+    arrow.check_no_mask(path / names[0])
     lengths = arrow.find_rows(path / names[0], column).lengths
-    block = int(lengths.max(initial=0)) if reading.pack == "auto" and (lengths[:-1] == lengths.max(initial=0)).all() \
-        and len(lengths) > 1 else 0
+    block = (
+        int(lengths.max(initial=0))
+        if reading.pack == "auto"
+        and (lengths[:-1] == lengths.max(initial=0)).all()
+        and len(lengths) > 1
+        else 0
+    )
 
     def check(files: Sequence[DataFile]) -> None:
-        held, said = sum(file.documents for file in files), [
-            part.get("num_examples") for part in (splits.values() if isinstance(splits, dict) else ())
-            if isinstance(part, dict)]
+        held, said = (
+            sum(file.documents for file in files),
+            [
+                part.get("num_examples")
+                for part in (splits.values() if isinstance(splits, dict) else ())
+                if isinstance(part, dict)
+            ],
+        )
         if len(said) == 1 and said[0] not in (None, held):
-            raise UserError(f"{path}: holds {held} rows, but dataset_info.json says {said[0]}; copy or save it again")
+            raise UserError(
+                f"{path}: holds {held} rows, but dataset_info.json says {said[0]}; copy or save it again"
+            )
 
-    return Plan(path, names, partial(arrow.find_rows, column=column), not block and reading.pack != "none",
-                f"rows of {block} " if block else "", block, check=check)
+    return Plan(
+        path,
+        names,
+        partial(arrow.find_rows, column=column),
+        not block and reading.pack != "none",
+        f"rows of {block} " if block else "",
+        block,
+        check=check,
+    )

@@ -10,8 +10,14 @@ from mamba_fsdp.ops.forms import modules
 FORMS = modules(__name__)
 
 
-def causal_conv_silu(x: Tensor, weight: Tensor, bias: Tensor, *, documents: Tensor | None = None,
-                     form: str = "portable") -> Tensor:
+def causal_conv_silu(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    *,
+    documents: Tensor | None = None,
+    form: str = "portable",
+) -> Tensor:
     """x (batch, length, channels), weight (channels, 1, width), bias (channels) -> the shape and dtype of x.
 
     documents: (batch, length) document index of each position; a document does not see the one before it.

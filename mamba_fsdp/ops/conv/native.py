@@ -9,8 +9,10 @@ from mamba_fsdp.ops import native
 from mamba_fsdp.ops.conv.portable import apply
 
 takes, why_unavailable = native.takes, native.why_unavailable
-_ARGUMENTS = native.structure("batch length channels width x_row grad_out_row",
-                              "x taps bias visible out grad_out grad_x grad_taps")
+_ARGUMENTS = native.structure(
+    "batch length channels width x_row grad_out_row",
+    "x taps bias visible out grad_out grad_x grad_taps",
+)
 
 
 def _visible(documents, width):
@@ -25,14 +27,25 @@ def _visible(documents, width):
 
 def _call(function, x, taps, bias, visible, **more):
     batch, length, channels = x.shape
-    native.call(function, _ARGUMENTS, batch=batch, length=length, channels=channels, width=taps.shape[0], x=x,
-                taps=taps, bias=bias, visible=visible, **more)
+    native.call(
+        function,
+        _ARGUMENTS,
+        batch=batch,
+        length=length,
+        channels=channels,
+        width=taps.shape[0],
+        x=x,
+        taps=taps,
+        bias=bias,
+        visible=visible,
+        **more,
+    )
 
 
 class _Conv(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, taps, bias, documents):
-        x, = native.as_rows(x)
+        (x,) = native.as_rows(x)
         inputs, out = (x, taps, bias, _visible(documents, taps.shape[0])), x.new_empty(x.shape)
         _call(native.library(x.dtype).conv_forward, *inputs, out=out)
         ctx.save_for_backward(*inputs)
@@ -42,10 +55,12 @@ class _Conv(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, grad):
         x, taps, *_ = inputs = ctx.saved_tensors
-        grad, = native.as_rows(grad)
+        (grad,) = native.as_rows(grad)
         library, grad_x = native.library(x.dtype), x.new_empty(x.shape)
         blocks = x.shape[0] * -(-x.shape[1] // library.conv_steps())
-        grads = taps.new_empty(blocks, taps.shape[0] + 1, taps.shape[1])  # of the taps, then of the bias
+        grads = taps.new_empty(
+            blocks, taps.shape[0] + 1, taps.shape[1]
+        )  # of the taps, then of the bias
         _call(library.conv_backward, *inputs, grad_out=grad, grad_x=grad_x, grad_taps=grads)
         grads = grads.sum(0)
         return grad_x, grads[:-1], grads[-1], None

@@ -52,7 +52,9 @@ class _Conv(torch.autograd.Function):
 def apply(function, x, weight, bias, documents):
     """causal_conv_silu by a function of x, taps (width, channels; now last), bias, both in compute type, documents."""
     real = compute_type(x)
-    return function.apply(x, weight.squeeze(1).T.to(real).contiguous(), bias.to(real).contiguous(), documents)
+    return function.apply(
+        x, weight.squeeze(1).T.to(real).contiguous(), bias.to(real).contiguous(), documents
+    )
 
 
 causal_conv_silu = partial(apply, _Conv)

@@ -19,9 +19,11 @@ def conv_backward(grad, x, weight, bias, documents, grad_x=None):
     """The gradients of x, weight and bias; that of x is written to `grad_x` where it is given, rows of any stride."""
     grad_x = x.new_empty(x.shape) if grad_x is None else grad_x
     blocks = triton.blocks("conv_backward", BACKWARD, x.device)
-    sums = x.new_empty(x.shape[0], -(-x.shape[1] // blocks["ROWS"]), 5, x.shape[2], dtype=torch.float32)
+    sums = x.new_empty(
+        x.shape[0], -(-x.shape[1] // blocks["ROWS"]), 5, x.shape[2], dtype=torch.float32
+    )
     _walk(blocks, x, weight, bias, documents, grad_x, grad, sums)
-    *taps, of_bias = sums.sum((0, 1))[4 - weight.shape[2]:]
+    *taps, of_bias = sums.sum((0, 1))[4 - weight.shape[2] :]
     return grad_x, torch.stack(taps, 1).unsqueeze(1).to(weight.dtype), of_bias.to(bias.dtype)
 
 
@@ -32,14 +34,37 @@ def _walk(blocks, x, weight, bias, documents, out, grad=None, sums=None):
 
     assert 2 <= weight.shape[2] <= 4, weight.shape  # the bounds of d_conv
     batch, length, channels = x.shape
-    row_programs, channel_programs = -(-length // blocks["ROWS"]), -(-channels // blocks["CHANNELS"])
-    x, grad, documents = (t if t is None or t.stride(-1) == 1 else t.contiguous() for t in (x, grad, documents))
-    strides = {f"{name}_{of}": 0 if t is None else t.stride(dimension) for dimension, of in enumerate(("batch", "row"))
-               for name, t in dict(x=x, out=out, grad=grad, documents=documents).items()}
+    row_programs, channel_programs = (
+        -(-length // blocks["ROWS"]),
+        -(-channels // blocks["CHANNELS"]),
+    )
+    x, grad, documents = (
+        t if t is None or t.stride(-1) == 1 else t.contiguous() for t in (x, grad, documents)
+    )
+    strides = {
+        f"{name}_{of}": 0 if t is None else t.stride(dimension)
+        for dimension, of in enumerate(("batch", "row"))
+        for name, t in dict(x=x, out=out, grad=grad, documents=documents).items()
+    }
     walk[(batch * row_programs * channel_programs,)](
-        X=x, WEIGHT=weight.contiguous(), BIAS=bias.contiguous(), DOCUMENTS=documents, OUT=out, GRAD=grad, SUMS=sums,
-        length=length, channels=channels, row_programs=row_programs, channel_programs=channel_programs,
-        WIDTH=weight.shape[2], BACK=0 if grad is None else 3, **strides, **blocks)
+        X=x,
+        WEIGHT=weight.contiguous(),
+        BIAS=bias.contiguous(),
+        DOCUMENTS=documents,
+        OUT=out,
+        GRAD=grad,
+        SUMS=sums,
+        length=length,
+        channels=channels,
+        row_programs=row_programs,
+        channel_programs=channel_programs,
+        WIDTH=weight.shape[2],
+        BACK=0 if grad is None else 3,
+        **strides,
+        **blocks,
+    )
 
 
-causal_conv_silu = triton.differentiable("conv", "x weight bias documents?", "", 1, 0, conv_forward, conv_backward)
+causal_conv_silu = triton.differentiable(
+    "conv", "x weight bias documents?", "", 1, 0, conv_forward, conv_backward
+)

@@ -9,9 +9,30 @@ import triton.language as tl
 
 
 @triton.jit
-def walk(X, WEIGHT, BIAS, DOCUMENTS, OUT, GRAD, SUMS, length, channels, x_batch, x_row, documents_batch, out_batch,
-         out_row, grad_batch, grad_row, row_programs, channel_programs, WIDTH: tl.constexpr, BACK: tl.constexpr,
-         ROWS: tl.constexpr, CHANNELS: tl.constexpr):
+def walk(
+    X,
+    WEIGHT,
+    BIAS,
+    DOCUMENTS,
+    OUT,
+    GRAD,
+    SUMS,
+    length,
+    channels,
+    x_batch,
+    x_row,
+    documents_batch,
+    out_batch,
+    out_row,
+    grad_batch,
+    grad_row,
+    row_programs,
+    channel_programs,
+    WIDTH: tl.constexpr,
+    BACK: tl.constexpr,
+    ROWS: tl.constexpr,
+    CHANNELS: tl.constexpr,
+):
     """BACK 0: OUT gets the result. BACK 3: the gradient of X, to which GRAD of three rows more adds; r1 to r3 gather
     that of rows t-1 to t-3. SUMS (sequences x row_programs, 5, channels) gets the rows' part of those of w3 to w0 and
     of the bias."""
@@ -29,7 +50,10 @@ def walk(X, WEIGHT, BIAS, DOCUMENTS, OUT, GRAD, SUMS, length, channels, x_batch,
     zeros = tl.zeros([CHANNELS], tl.float32)
     x1, x2, x3, r1, r2, r3 = zeros, zeros, zeros, zeros, zeros, zeros
     sum0, sum1, sum2, sum3, sums = zeros, zeros, zeros, zeros, zeros
-    x, out = X + batch * x_batch + early * x_row + c, OUT + batch * out_batch + (early - BACK) * out_row + c
+    x, out = (
+        X + batch * x_batch + early * x_row + c,
+        OUT + batch * out_batch + (early - BACK) * out_row + c,
+    )
     next1 = zeros.to(X.dtype.element_ty)
     next2 = next1
     if BACK:
@@ -43,28 +67,54 @@ def walk(X, WEIGHT, BIAS, DOCUMENTS, OUT, GRAD, SUMS, length, channels, x_batch,
     for start in range(begin - 5, begin + ROWS + BACK, 4):
         for step in tl.static_range(4):
             t = start + step
-            row = t + tl.zeros([CHANNELS], tl.int32)  # a mask's parts must be tensors for the interpreter
+            row = t + tl.zeros(
+                [CHANNELS], tl.int32
+            )  # a mask's parts must be tensors for the interpreter
             x0, next1 = next1.to(tl.float32), next2
-            next2 = tl.load(x + 2 * x_row, mask=inside & (row >= -2) & (row + 2 < readable), other=0)
+            next2 = tl.load(
+                x + 2 * x_row, mask=inside & (row >= -2) & (row + 2 < readable), other=0
+            )
             if DOCUMENTS is not None:
                 own = tl.load(document, mask=(t >= 0) & (t < length), other=0)
                 same, last, document = own == last, own, document + 1
-                x1, x2, x3 = tl.where(same, x1, 0.0), tl.where(same, x2, 0.0), tl.where(same, x3, 0.0)
+                x1, x2, x3 = (
+                    tl.where(same, x1, 0.0),
+                    tl.where(same, x2, 0.0),
+                    tl.where(same, x3, 0.0),
+                )
             v = bias + w0 * x0 + w1 * x1 + w2 * x2 + w3 * x3
             s = 1 / (1 + tl.math.exp2(-1.4426950408889634 * v))
             value = v * s
             if BACK:
                 g0, ahead1 = ahead1.to(tl.float32) * s * (1 + v * (1 - s)), ahead2
-                ahead2 = tl.load(grad + 2 * grad_row, mask=inside & (row + 2 >= begin) & (row + 2 < readable), other=0)
+                ahead2 = tl.load(
+                    grad + 2 * grad_row,
+                    mask=inside & (row + 2 >= begin) & (row + 2 < readable),
+                    other=0,
+                )
                 g1, g2, g3 = g0, g0, g0
                 if DOCUMENTS is not None:
                     same1, same2, same3 = same, same & same1, same & same2
-                    g1, g2, g3 = tl.where(same1, g0, 0.0), tl.where(same2, g0, 0.0), tl.where(same3, g0, 0.0)
+                    g1, g2, g3 = (
+                        tl.where(same1, g0, 0.0),
+                        tl.where(same2, g0, 0.0),
+                        tl.where(same3, g0, 0.0),
+                    )
                 value, r1, r2, r3 = r3 + w3 * g3, w0 * g0, r1 + w1 * g1, r2 + w2 * g2
                 g0 = tl.where(t < begin + ROWS, g0, 0.0)
-                sum0, sum1, sum2, sum3, sums = sum0 + g0 * x0, sum1 + g0 * x1, sum2 + g0 * x2, sum3 + g0 * x3, sums + g0
+                sum0, sum1, sum2, sum3, sums = (
+                    sum0 + g0 * x0,
+                    sum1 + g0 * x1,
+                    sum2 + g0 * x2,
+                    sum3 + g0 * x3,
+                    sums + g0,
+                )
                 grad += grad_row
-            tl.store(out, value.to(OUT.dtype.element_ty), mask=inside & (row >= begin + BACK) & (row < end))
+            tl.store(
+                out,
+                value.to(OUT.dtype.element_ty),
+                mask=inside & (row >= begin + BACK) & (row < end),
+            )
             x1, x2, x3 = x0, x1, x2
             x, out = x + x_row, out + out_row
     if BACK:

@@ -24,12 +24,28 @@ class _WithGradients(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, grad):
         """`grad` is in compute type, and rounding comes afterwards: 1 / tokens is no number of fp16."""
-        return *(torch.mul(values, grad.reshape(1), out=torch.empty_like(values, dtype=dtype))  # no float32 copy
-                 for values, dtype in zip(ctx.saved_tensors, ctx.dtypes)), None, None, None
+        return (
+            *(
+                torch.mul(
+                    values, grad.reshape(1), out=torch.empty_like(values, dtype=dtype)
+                )  # no float32 copy
+                for values, dtype in zip(ctx.saved_tensors, ctx.dtypes)
+            ),
+            None,
+            None,
+            None,
+        )
 
 
-def linear_cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor, token_weights: Tensor | None = None, *,
-                         chunk: int = 0, form: str = "portable") -> Tensor:
+def linear_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    token_weights: Tensor | None = None,
+    *,
+    chunk: int = 0,
+    form: str = "portable",
+) -> Tensor:
     """Sum of the token losses of a language model's output layer, in nats, as a float32 scalar.
 
     hidden (tokens, d_model); weight (vocab, d_model), cast to hidden's dtype; labels (tokens,) int64, -100 for a token
@@ -38,5 +54,7 @@ def linear_cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor, token_w
     """
     want_gradient = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
     with torch.no_grad():
-        loss, *gradients = FORMS[form].loss_and_gradients(hidden, weight, labels, token_weights, want_gradient, chunk)
+        loss, *gradients = FORMS[form].loss_and_gradients(
+            hidden, weight, labels, token_weights, want_gradient, chunk
+        )
     return _WithGradients.apply(hidden, weight, loss, *gradients) if want_gradient else loss

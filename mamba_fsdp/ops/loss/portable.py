@@ -11,7 +11,9 @@ def _chunk_loss(logits, labels, token_weights, want_gradient):
     """Loss of one chunk and, when wanted, the gradient of its logits in their dtype."""
     dtype, logits = logits.dtype, logits.to(compute_type(logits))
     counted = labels != IGNORED_LABEL
-    picked = labels.masked_fill(~counted, 0).unsqueeze(1)  # another label outside the vocabulary makes gather raise
+    picked = labels.masked_fill(~counted, 0).unsqueeze(
+        1
+    )  # another label outside the vocabulary makes gather raise
     label_logits = logits.gather(1, picked)
     largest = logits.amax(1, keepdim=True)
     exponentials = logits.sub_(largest).exp_()
@@ -34,11 +36,17 @@ def in_chunks(chunk_loss, hidden, weight, labels, token_weights, want_gradient, 
     cast_weight = weight.to(hidden.dtype)
     loss = torch.zeros((), dtype=compute_type(hidden), device=hidden.device)
     grad_hidden = hidden.new_empty(hidden.shape if want_gradient else 0)
-    grad_weight = torch.zeros(weight.shape if want_gradient else 0, dtype=loss.dtype, device=hidden.device)
+    grad_weight = torch.zeros(
+        weight.shape if want_gradient else 0, dtype=loss.dtype, device=hidden.device
+    )
     for start in range(0, hidden.shape[0], chunk):
         span = slice(start, start + chunk)
-        part, grad_logits = chunk_loss(hidden[span] @ cast_weight.T, labels[span],
-                                       None if token_weights is None else token_weights[span], want_gradient)
+        part, grad_logits = chunk_loss(
+            hidden[span] @ cast_weight.T,
+            labels[span],
+            None if token_weights is None else token_weights[span],
+            want_gradient,
+        )
         loss += part
         if want_gradient:
             torch.mm(grad_logits, cast_weight, out=grad_hidden[span])

@@ -16,23 +16,37 @@ BLOCKS = {(8, 0): {"BLOCK": 4096, "num_warps": 8}}  # logits of one token at a t
 
 
 def _chunk_loss(logits, labels, token_weights, want_gradient):
-    labels, token_weights = (value if value is None else value.contiguous() for value in (labels, token_weights))
+    labels, token_weights = (
+        value if value is None else value.contiguous() for value in (labels, token_weights)
+    )
     losses = torch.empty(labels.shape, dtype=torch.float32, device=logits.device)
     if not logits.is_meta:
         from mamba_fsdp.ops.loss.triton_kernels import cross_entropy
 
         cross_entropy[(len(losses),)](
-            logits, labels, token_weights, losses, logits.shape[1], IGNORED=IGNORED_LABEL, GRADIENT=want_gradient,
-            **triton.blocks("cross_entropy", BLOCKS, logits.device))
+            logits,
+            labels,
+            token_weights,
+            losses,
+            logits.shape[1],
+            IGNORED=IGNORED_LABEL,
+            GRADIENT=want_gradient,
+            **triton.blocks("cross_entropy", BLOCKS, logits.device),
+        )
     return losses.sum(), logits
 
 
 def _run(hidden, weight, labels, token_weights, want_gradient, chunk):
     """chunk 0: as many tokens as take the memory of the portable form's, whose logits are float32 twice."""
     chunk = chunk or 8 * portable.CHUNK // hidden.element_size()
-    return portable.in_chunks(_chunk_loss, hidden, weight, labels, token_weights, want_gradient, chunk)
+    return portable.in_chunks(
+        _chunk_loss, hidden, weight, labels, token_weights, want_gradient, chunk
+    )
 
 
 loss_and_gradients = triton.operator(
     "linear_cross_entropy(Tensor hidden, Tensor weight, Tensor labels, Tensor? token_weights, bool want_gradient, "
-    "int chunk) -> (Tensor, Tensor, Tensor)", _run, _run)
+    "int chunk) -> (Tensor, Tensor, Tensor)",
+    _run,
+    _run,
+)

@@ -5,8 +5,16 @@ import triton.language as tl
 
 
 @triton.jit
-def cross_entropy(logits, labels, token_weights, losses, vocab, IGNORED: tl.constexpr, GRADIENT: tl.constexpr,
-                  BLOCK: tl.constexpr):
+def cross_entropy(
+    logits,
+    labels,
+    token_weights,
+    losses,
+    vocab,
+    IGNORED: tl.constexpr,
+    GRADIENT: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """logits (tokens, vocab) -> losses (tokens) and, in the logits' place, their gradient: two reads, the second from
     the cache, and one write. A label outside the vocabulary makes both NaN."""
     row = tl.program_id(0).to(tl.int64)

@@ -19,7 +19,21 @@ def _forward(xz, conv_weight, conv_bias, x_proj, dt_proj, dt_bias, A, D, out_pro
     return F.linear(y, out_proj.to(u.dtype)), projected, entries
 
 
-def _backward(grad, xz, conv_weight, conv_bias, x_proj, dt_proj, dt_bias, A, D, out_proj, documents, projected, states):
+def _backward(
+    grad,
+    xz,
+    conv_weight,
+    conv_bias,
+    x_proj,
+    dt_proj,
+    dt_bias,
+    A,
+    D,
+    out_proj,
+    documents,
+    projected,
+    states,
+):
     x_proj, dt_proj, out_proj = (weight.to(xz.dtype) for weight in (x_proj, dt_proj, out_proj))
     (x, z), grad_xz = xz.chunk(2, -1), xz.new_empty(xz.shape)
     grad_x, grad_z = grad_xz.chunk(2, -1)
@@ -28,17 +42,35 @@ def _backward(grad, xz, conv_weight, conv_bias, x_proj, dt_proj, dt_bias, A, D, 
     dt = F.linear(rank_dt, dt_proj)
 
     grad_u, grad_dt, grad_A, grad_B, grad_C, grad_D, _, grad_bias, _, y = scan_backward(
-        grad @ out_proj, None, u, dt, A, B, C, D, z, dt_bias, documents, states, True, grad_z)
+        grad @ out_proj, None, u, dt, A, B, C, D, z, dt_bias, documents, states, True, grad_z
+    )
     grad_projected = torch.cat([grad_dt @ dt_proj, grad_B, grad_C], -1)
     grad_u = grad_u.flatten(0, 1).addmm_(grad_projected.flatten(0, 1), x_proj).view(u.shape)
-    _, grad_conv, grad_conv_bias = conv_backward(grad_u, x, conv_weight, conv_bias, documents, grad_x)
-    return (grad_xz, grad_conv, grad_conv_bias, triton.of_weight(grad_projected, u),
-            triton.of_weight(grad_dt, rank_dt), grad_bias, grad_A, grad_D, triton.of_weight(grad, y))
+    _, grad_conv, grad_conv_bias = conv_backward(
+        grad_u, x, conv_weight, conv_bias, documents, grad_x
+    )
+    return (
+        grad_xz,
+        grad_conv,
+        grad_conv_bias,
+        triton.of_weight(grad_projected, u),
+        triton.of_weight(grad_dt, rank_dt),
+        grad_bias,
+        grad_A,
+        grad_D,
+        triton.of_weight(grad, y),
+    )
 
 
 _mixer = triton.differentiable(
-    "mamba1", "xz conv_weight conv_bias x_proj dt_proj dt_bias A D out_proj documents?", "bool keep", 1, 2, _forward,
-    _backward)
+    "mamba1",
+    "xz conv_weight conv_bias x_proj dt_proj dt_bias A D out_proj documents?",
+    "bool keep",
+    1,
+    2,
+    _forward,
+    _backward,
+)
 
 
 def mamba1_mixer(*inputs):

@@ -8,13 +8,40 @@ from mamba_fsdp.ops.forms import modules
 FORMS = modules(__name__)
 
 
-def mamba2_mixer(zxbcdt: Tensor, conv_weight: Tensor, conv_bias: Tensor, dt_bias: Tensor, A: Tensor, D: Tensor,
-                 norm_weight: Tensor, norm_eps: float, out_proj_weight: Tensor, documents: Tensor | None, *,
-                 ngroups: int, headdim: int, chunk_size: int, form: str) -> Tensor:
+def mamba2_mixer(
+    zxbcdt: Tensor,
+    conv_weight: Tensor,
+    conv_bias: Tensor,
+    dt_bias: Tensor,
+    A: Tensor,
+    D: Tensor,
+    norm_weight: Tensor,
+    norm_eps: float,
+    out_proj_weight: Tensor,
+    documents: Tensor | None,
+    *,
+    ngroups: int,
+    headdim: int,
+    chunk_size: int,
+    form: str,
+) -> Tensor:
     """zxbcdt (batch, length, 2 d_inner + 2 ngroups d_state + heads), [z, x, B, C, dt] -> (batch, length, d_model).
 
     conv_weight (d_inner + 2 ngroups d_state, 1, width) and conv_bias over [x, B, C]; dt_bias, A, D (heads); norm_weight
     (d_inner), normed group by group; out_proj_weight (d_model, d_inner). chunk_size is the fused kernel's alone.
     """
-    return FORMS[form].mamba2_mixer(zxbcdt, conv_weight, conv_bias, dt_bias, A, D, norm_weight, out_proj_weight,
-                                    documents, norm_eps, ngroups, headdim, chunk_size)
+    return FORMS[form].mamba2_mixer(
+        zxbcdt,
+        conv_weight,
+        conv_bias,
+        dt_bias,
+        A,
+        D,
+        norm_weight,
+        out_proj_weight,
+        documents,
+        norm_eps,
+        ngroups,
+        headdim,
+        chunk_size,
+    )

@@ -18,21 +18,32 @@ def _convolve(zxbcdt, conv_weight, conv_bias, dt_bias, A, D, documents, groups):
     return z, xbc, (x.unflatten(2, (len(A), -1)), dt, A, B, C, D, dt_bias, documents, None)
 
 
-def _forward(zxbcdt, conv_weight, conv_bias, dt_bias, A, D, norm_weight, out_proj, documents, eps, groups, *_):
+def _forward(
+    zxbcdt, conv_weight, conv_bias, dt_bias, A, D, norm_weight, out_proj, documents, eps, groups, *_
+):
     z, _, inputs = _convolve(zxbcdt, conv_weight, conv_bias, dt_bias, A, D, documents, groups)
-    normed, _, scale = norm_forward(ssd_forward(*inputs)[0].flatten(2), None, z, norm_weight, eps, groups, z.dtype)
+    normed, _, scale = norm_forward(
+        ssd_forward(*inputs)[0].flatten(2), None, z, norm_weight, eps, groups, z.dtype
+    )
     return F.linear(normed, out_proj.to(z.dtype)), scale
 
 
-def _backward(grad, zxbcdt, conv_weight, conv_bias, dt_bias, A, D, norm_weight, out_proj, documents, scale):
-    z, xbc, inputs = _convolve(zxbcdt, conv_weight, conv_bias, dt_bias, A, D, documents, scale.shape[2])
+def _backward(
+    grad, zxbcdt, conv_weight, conv_bias, dt_bias, A, D, norm_weight, out_proj, documents, scale
+):
+    z, xbc, inputs = _convolve(
+        zxbcdt, conv_weight, conv_bias, dt_bias, A, D, documents, scale.shape[2]
+    )
     y, entering = ssd_forward(*inputs, remake=True)
     grads, normed = zxbcdt.new_empty(zxbcdt.shape), z.new_empty(z.shape)
     of_z, of_xbc, of_dt = grads.tensor_split([-len(conv_weight) - len(A), -len(A)], -1)
 
     of_y, _, of_norm = norm_backward(
-        grad @ out_proj.to(z.dtype), None, y.flatten(2), z, norm_weight, scale, of_z, normed)
-    of_x, dt, of_A, of_B, of_C, of_D, of_bias, _ = ssd_backward(of_y.view(y.shape), None, *inputs, entering)
+        grad @ out_proj.to(z.dtype), None, y.flatten(2), z, norm_weight, scale, of_z, normed
+    )
+    of_x, dt, of_A, of_B, of_C, of_D, of_bias, _ = ssd_backward(
+        of_y.view(y.shape), None, *inputs, entering
+    )
     of_dt.copy_(dt)
     of_convolved = torch.cat([of.flatten(2) for of in (of_x, of_B, of_C)], -1)
     _, *of_conv = conv_backward(of_convolved, xbc, conv_weight, conv_bias, documents, of_xbc)
@@ -40,8 +51,14 @@ def _backward(grad, zxbcdt, conv_weight, conv_bias, dt_bias, A, D, norm_weight, 
 
 
 _mixer = triton.differentiable(
-    "mamba2", "zxbcdt conv_weight conv_bias dt_bias A D norm_weight out_proj documents?",
-    "float eps, int groups, int headdim, int chunk_size", 1, 1, _forward, _backward)
+    "mamba2",
+    "zxbcdt conv_weight conv_bias dt_bias A D norm_weight out_proj documents?",
+    "float eps, int groups, int headdim, int chunk_size",
+    1,
+    1,
+    _forward,
+    _backward,
+)
 
 
 def mamba2_mixer(*inputs):

@@ -12,8 +12,15 @@ from mamba_fsdp.ops.forms import modules
 FORMS = modules(__name__)
 
 
-def add_rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, out_dtype: torch.dtype, *,
-                 form: str = "portable") -> tuple[Tensor, Tensor]:
+def add_rms_norm(
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor,
+    eps: float,
+    out_dtype: torch.dtype,
+    *,
+    form: str = "portable",
+) -> tuple[Tensor, Tensor]:
     """Add x (..., channels) to the residual stream, which stays float32, and norm the sum: (normed, residual).
 
     residual: float32, the shape of x, or None at the first layer. weight (channels). The normed has `out_dtype`.
@@ -21,8 +28,9 @@ def add_rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float,
     return FORMS[form].add_rms_norm(x, residual, weight, eps, out_dtype)
 
 
-def gated_rms_norm(x: Tensor, z: Tensor, weight: Tensor, eps: float, group_size: int, *,
-                   form: str = "portable") -> Tensor:
+def gated_rms_norm(
+    x: Tensor, z: Tensor, weight: Tensor, eps: float, group_size: int, *, form: str = "portable"
+) -> Tensor:
     """RMSNorm of x * silu(z), each group of `group_size` channels by itself; x, z (..., channels), weight (channels).
 
     Returns x's dtype. `channels` must be a multiple of group_size.

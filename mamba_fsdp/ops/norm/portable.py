@@ -14,7 +14,13 @@ class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, eps, out_dtype):
         values = x.to(compute_type(x))
-        scale = torch.linalg.vector_norm(values, dim=-1, keepdim=True).square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+        scale = (
+            torch.linalg.vector_norm(values, dim=-1, keepdim=True)
+            .square_()
+            .div_(x.shape[-1])
+            .add_(eps)
+            .rsqrt_()
+        )
         ctx.save_for_backward(x, weight, scale)
         return (values * scale).mul_(weight.to(values.dtype)).to(out_dtype)
 
@@ -27,7 +33,9 @@ class _RMSNorm(torch.autograd.Function):
         product = grad * normed
         grad_weight = product.sum(0).to(weight.dtype)
         projection = product.mul_(weight).mean(-1, keepdim=True)
-        grad_x = torch.mul(grad, weight).addcmul_(normed, projection, value=-1).mul_(scale).to(x.dtype)
+        grad_x = (
+            torch.mul(grad, weight).addcmul_(normed, projection, value=-1).mul_(scale).to(x.dtype)
+        )
         return grad_x, grad_weight, None, None
 
 
@@ -45,4 +53,6 @@ def add_rms_norm(x, residual, weight, eps, out_dtype):
 
 def gated_rms_norm(x, z, weight, eps, group_size):
     real = compute_type(x)
-    return rms_norm(x.to(real) * F.silu(z.to(real)), weight, eps, x.dtype, x.shape[-1] // group_size)
+    return rms_norm(
+        x.to(real) * F.silu(z.to(real)), weight, eps, x.dtype, x.shape[-1] // group_size
+    )

@@ -7,18 +7,35 @@ from torch.autograd.function import once_differentiable
 from mamba_fsdp.ops import triton
 
 PROGRAMS, WIDEST = 128, 65536  # a block holds a row of a group
-TILES = {(8, 0): {"ELEMENTS": 4096, "num_warps": 8}}  # longer rows have tiles of one row, and more warps
+TILES = {
+    (8, 0): {"ELEMENTS": 4096, "num_warps": 8}
+}  # longer rows have tiles of one row, and more warps
 
 
 def takes(use):
-    return f"its kernels take up to {WIDEST} channels, not {use.channels}" if use.channels > WIDEST else None
+    return (
+        f"its kernels take up to {WIDEST} channels, not {use.channels}"
+        if use.channels > WIDEST
+        else None
+    )
 
 
 def norm_forward(x, residual, z, weight, eps, groups, dtype):
     """(normed in `dtype`, the sum in float32 or nothing where there is z, scale (rows, groups) in float32)."""
-    normed, scale = x.new_empty(x.shape, dtype=dtype), x.new_empty(*x.shape[:-1], groups, dtype=torch.float32)
+    normed, scale = (
+        x.new_empty(x.shape, dtype=dtype),
+        x.new_empty(*x.shape[:-1], groups, dtype=torch.float32),
+    )
     total = x.new_empty(x.shape if z is None else 0, dtype=torch.float32)
-    _launch("forward", dict(X=x, RESIDUAL=residual, Z=z), weight, NORMED=normed, TOTAL=total, SCALE=scale, eps=eps)
+    _launch(
+        "forward",
+        dict(X=x, RESIDUAL=residual, Z=z),
+        weight,
+        NORMED=normed,
+        TOTAL=total,
+        SCALE=scale,
+        eps=eps,
+    )
     return normed, total, scale
 
 
@@ -27,7 +44,10 @@ def norm_backward(grad, grad_total, value, z, weight, scale, grad_z=None, normed
 
     grad_z: a tensor for that of z, with rows of any stride; normed: one that gets the output once more.
     """
-    grad_x, sums = grad.new_empty(grad.shape), value.new_zeros(PROGRAMS, len(weight), dtype=torch.float32)
+    grad_x, sums = (
+        grad.new_empty(grad.shape),
+        value.new_zeros(PROGRAMS, len(weight), dtype=torch.float32),
+    )
     other = grad_z if grad_z is not None else (value if z is None else z).new_empty(value.shape)
     tensors = dict(X=value, Z=z, GRAD=grad, GRAD_TOTAL=grad_total, GRAD_OTHER=other)
     _launch("backward", tensors, weight, SCALE=scale, GRAD_X=grad_x, NORMED=normed, SUMS=sums)
@@ -42,14 +62,30 @@ def _launch(name, tensors, weight, SCALE, **more):
     groups, sizes = SCALE.shape[-1], dict(triton.blocks(f"norm_{name}", TILES, weight.device))
     rows, channels, elements = SCALE.numel() // groups, len(weight) // groups, sizes.pop("ELEMENTS")
     block = 1 << (channels - 1).bit_length()
-    tile, warps = max(elements // block, 1), min(sizes.pop("num_warps") * max(block // elements, 1), 32)
-    tensors = {key: t if t is None else (t if t.stride(-1) == 1 else t.contiguous()).reshape(rows, -1)
-               for key, t in tensors.items()}
+    tile, warps = (
+        max(elements // block, 1),
+        min(sizes.pop("num_warps") * max(block // elements, 1), 32),
+    )
+    tensors = {
+        key: t if t is None else (t if t.stride(-1) == 1 else t.contiguous()).reshape(rows, -1)
+        for key, t in tensors.items()
+    }
     strides = {f"{key.lower()}_row": 0 if t is None else t.stride(0) for key, t in tensors.items()}
     each = -(-rows // (tile * PROGRAMS)) * tile if name == "backward" else tile
     getattr(triton_kernels, name)[(-(-rows // each), groups)](
-        WEIGHT=weight, SCALE=SCALE, rows=rows, channels=channels, each=each, TILE=tile, BLOCK=block, num_warps=warps,
-        **tensors, **strides, **sizes, **more)
+        WEIGHT=weight,
+        SCALE=SCALE,
+        rows=rows,
+        channels=channels,
+        each=each,
+        TILE=tile,
+        BLOCK=block,
+        num_warps=warps,
+        **tensors,
+        **strides,
+        **sizes,
+        **more,
+    )
 
 
 class _Norm(torch.autograd.Function):
@@ -68,13 +104,29 @@ class _Norm(torch.autograd.Function):
         value, z, weight, scale = ctx.saved_tensors
         grad = value.new_zeros(value.shape) if grad is None else grad
         grad_x, other, grad_weight = _gradients(grad, grad_total, value, z, weight, scale)
-        return grad_x, *(other if needs else None for needs in ctx.needs_input_grad[1:3]), grad_weight, None, None, None
+        return (
+            grad_x,
+            *(other if needs else None for needs in ctx.needs_input_grad[1:3]),
+            grad_weight,
+            None,
+            None,
+            None,
+        )
 
 
-_norm = triton.operator("norm_forward(Tensor x, Tensor? residual, Tensor? z, Tensor weight, float eps, int groups, "
-                        "ScalarType dtype) -> (Tensor, Tensor, Tensor)", norm_forward, norm_forward, _Norm)
-_gradients = triton.operator("norm_backward(Tensor grad, Tensor? grad_total, Tensor value, Tensor? z, Tensor weight, "
-                             "Tensor scale) -> (Tensor, Tensor, Tensor)", norm_backward, norm_backward)
+_norm = triton.operator(
+    "norm_forward(Tensor x, Tensor? residual, Tensor? z, Tensor weight, float eps, int groups, "
+    "ScalarType dtype) -> (Tensor, Tensor, Tensor)",
+    norm_forward,
+    norm_forward,
+    _Norm,
+)
+_gradients = triton.operator(
+    "norm_backward(Tensor grad, Tensor? grad_total, Tensor value, Tensor? z, Tensor weight, "
+    "Tensor scale) -> (Tensor, Tensor, Tensor)",
+    norm_backward,
+    norm_backward,
+)
 
 
 def add_rms_norm(x, residual, weight, eps, out_dtype):

@@ -6,10 +6,29 @@ import triton.language as tl
 
 
 @triton.jit
-def forward(X, RESIDUAL, Z, WEIGHT, NORMED, TOTAL, SCALE, eps, rows, channels, each, x_row, residual_row,
-            z_row, TILE: tl.constexpr, BLOCK: tl.constexpr):
+def forward(
+    X,
+    RESIDUAL,
+    Z,
+    WEIGHT,
+    NORMED,
+    TOTAL,
+    SCALE,
+    eps,
+    rows,
+    channels,
+    each,
+    x_row,
+    residual_row,
+    z_row,
+    TILE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     group, groups = tl.program_id(1), tl.num_programs(1)
-    line, c = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE), tl.arange(0, BLOCK)[None, :]
+    line, c = (
+        tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE),
+        tl.arange(0, BLOCK)[None, :],
+    )
     row, place = line[:, None], group * channels + c
     inside, at = (row < rows) & (c < channels), row * groups * channels + place
     value = tl.load(X + row * x_row + place, mask=inside, other=0).to(tl.float32)
@@ -23,12 +42,34 @@ def forward(X, RESIDUAL, Z, WEIGHT, NORMED, TOTAL, SCALE, eps, rows, channels, e
     scale = 1 / tl.sqrt(tl.sum(value * value, 1) / channels + eps)
     tl.store(SCALE + line * groups + group, scale, mask=line < rows)
     weight = tl.load(WEIGHT + place, mask=c < channels, other=0).to(tl.float32)
-    tl.store(NORMED + at, (value * scale[:, None] * weight).to(NORMED.dtype.element_ty), mask=inside)
+    tl.store(
+        NORMED + at, (value * scale[:, None] * weight).to(NORMED.dtype.element_ty), mask=inside
+    )
 
 
 @triton.jit
-def backward(GRAD, GRAD_TOTAL, X, Z, WEIGHT, SCALE, GRAD_X, GRAD_OTHER, NORMED, SUMS, rows, channels, each, grad_row,
-             grad_total_row, x_row, z_row, grad_other_row, TILE: tl.constexpr, BLOCK: tl.constexpr):
+def backward(
+    GRAD,
+    GRAD_TOTAL,
+    X,
+    Z,
+    WEIGHT,
+    SCALE,
+    GRAD_X,
+    GRAD_OTHER,
+    NORMED,
+    SUMS,
+    rows,
+    channels,
+    each,
+    grad_row,
+    grad_total_row,
+    x_row,
+    z_row,
+    grad_other_row,
+    TILE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """X: what was normed, before the gate. `each` rows a program: SUMS (programs, channels) gets their part of the
     weight's gradient. GRAD_OTHER: of Z, or of the sum in float32. NORMED gets the output once more."""
     group, groups = tl.program_id(1), tl.num_programs(1)

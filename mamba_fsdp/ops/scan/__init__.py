@@ -15,14 +15,27 @@ from mamba_fsdp.ops.forms import modules
 FORMS = modules(__name__)
 
 
-def selective_scan(u: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None = None,
-                   z: Tensor | None = None, dt_bias: Tensor | None = None, *, documents: Tensor | None = None,
-                   initial_state: Tensor | None = None, return_last_state: bool = False,
-                   form: str = "portable") -> Tensor | tuple[Tensor, Tensor]:
+def selective_scan(
+    u: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None = None,
+    z: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    *,
+    documents: Tensor | None = None,
+    initial_state: Tensor | None = None,
+    return_last_state: bool = False,
+    form: str = "portable",
+) -> Tensor | tuple[Tensor, Tensor]:
     """y (batch, length, d_inner) in u's dtype, or (y, last state) with return_last_state.
 
     u, dt, z (batch, length, d_inner); dt is before its bias and softplus; A (d_inner, d_state), negative; B, C (batch,
     length, d_state); D, dt_bias (d_inner); a state is (batch, d_inner, d_state), in float32.
     documents: (batch, length) document index of each position; the state is reset where it changes.
     """
-    return FORMS[form].selective_scan(u, dt, A, B, C, D, z, dt_bias, documents, initial_state, return_last_state)
+    return FORMS[form].selective_scan(
+        u, dt, A, B, C, D, z, dt_bias, documents, initial_state, return_last_state
+    )

@@ -12,13 +12,31 @@ takes, why_unavailable = native.takes, native.why_unavailable
 _ARGUMENTS = native.structure(
     "batch length d_inner d_state u_row dt_row B_row C_row z_row grad_out_row",
     "u dt B C z A D bias starts out entries state grad_out grad_state grad_u grad_dt grad_z grad_B grad_C grad_A "
-    "grad_D grad_bias")
+    "grad_D grad_bias",
+)
 
 
 def _call(function, u, dt, A, B, C, D, z, bias, starts, entries, **more):
     batch, length, d_inner = u.shape
-    native.call(function, _ARGUMENTS, batch=batch, length=length, d_inner=d_inner, d_state=A.shape[0], u=u, dt=dt, A=A,
-                B=B, C=C, D=D, z=z, bias=bias, starts=starts, entries=entries, **more)
+    native.call(
+        function,
+        _ARGUMENTS,
+        batch=batch,
+        length=length,
+        d_inner=d_inner,
+        d_state=A.shape[0],
+        u=u,
+        dt=dt,
+        A=A,
+        B=B,
+        C=C,
+        D=D,
+        z=z,
+        bias=bias,
+        starts=starts,
+        entries=entries,
+        **more,
+    )
 
 
 class _Scan(torch.autograd.Function):
@@ -43,10 +61,32 @@ class _Scan(torch.autograd.Function):
         grad_B, grad_C = (A.new_empty(groups, batch, length, d_state) for _ in range(2))
         grad_A, grad_D, grad_bias = (A.new_zeros(batch, *v.shape) for v in (A, D, bias))
         grad_state = grad_last_state.clone(memory_format=torch.contiguous_format)
-        _call(library.scan_backward, *inputs, grad_out=grad_out, grad_state=grad_state, grad_u=grad_u, grad_dt=grad_dt,
-              grad_z=grad_z, grad_B=grad_B, grad_C=grad_C, grad_A=grad_A, grad_D=grad_D, grad_bias=grad_bias)
-        return (grad_u, grad_dt, grad_A.sum(0), grad_B.sum(0).to(B.dtype), grad_C.sum(0).to(C.dtype), grad_D.sum(0),
-                grad_z, grad_bias.sum(0), None, grad_state)
+        _call(
+            library.scan_backward,
+            *inputs,
+            grad_out=grad_out,
+            grad_state=grad_state,
+            grad_u=grad_u,
+            grad_dt=grad_dt,
+            grad_z=grad_z,
+            grad_B=grad_B,
+            grad_C=grad_C,
+            grad_A=grad_A,
+            grad_D=grad_D,
+            grad_bias=grad_bias,
+        )
+        return (
+            grad_u,
+            grad_dt,
+            grad_A.sum(0),
+            grad_B.sum(0).to(B.dtype),
+            grad_C.sum(0).to(C.dtype),
+            grad_D.sum(0),
+            grad_z,
+            grad_bias.sum(0),
+            None,
+            grad_state,
+        )
 
 
 selective_scan = partial(apply, _Scan)

@@ -25,7 +25,9 @@ class _Chunk:
         self.delta = F.softplus(self.raw_delta)  # (batch, steps, d_inner), as u and input
         self.u = u[:, span].to(real)
         self.input = self.delta * self.u
-        self.B, self.C = (matrix[:, span].to(real).transpose(0, 1).contiguous() for matrix in (B, C))
+        self.B, self.C = (
+            matrix[:, span].to(real).transpose(0, 1).contiguous() for matrix in (B, C)
+        )
         self.shape = (*self.B.shape, self.u.shape[2])
         self.decay = self.outer(self.delta, A).exp_()
         if starts is not None:
@@ -34,7 +36,9 @@ class _Chunk:
     def outer(self, channels, states):
         """Slabs of channels (batch, steps, d_inner) * states (broadcast to d_state before d_inner)."""
         # Into a buffer of our own: left to itself, mul lays its result out as `channels`, and no step is contiguous.
-        return torch.mul(channels.transpose(0, 1).unsqueeze(2), states, out=states.new_empty(self.shape))
+        return torch.mul(
+            channels.transpose(0, 1).unsqueeze(2), states, out=states.new_empty(self.shape)
+        )
 
     def states(self, entry):
         """The state after each position, from the state before the first: (steps, batch, d_state, d_inner)."""
@@ -61,7 +65,11 @@ class _Chunk:
         """sum over d_inner of slabs * channels (batch, steps, d_inner): (batch, steps, d_state)."""
         steps, batch, d_state, d_inner = slabs.shape
         columns = channels.transpose(0, 1).reshape(-1, d_inner, 1)
-        return torch.bmm(slabs.view(-1, d_state, d_inner), columns).view(steps, batch, d_state).transpose(0, 1)
+        return (
+            torch.bmm(slabs.view(-1, d_state, d_inner), columns)
+            .view(steps, batch, d_state)
+            .transpose(0, 1)
+        )
 
 
 def _chunks(length):
@@ -89,7 +97,9 @@ class _Scan(torch.autograd.Function):
     def backward(ctx, grad_out, grad_last_state):
         u, dt, A, B, C, D, z, dt_bias, starts, entries = ctx.saved_tensors
         grad_u, grad_dt, grad_B, grad_C, grad_z = (
-            None if v is None else torch.empty_like(v, memory_format=torch.contiguous_format) for v in (u, dt, B, C, z))
+            None if v is None else torch.empty_like(v, memory_format=torch.contiguous_format)
+            for v in (u, dt, B, C, z)
+        )
         grad_A, grad_D, grad_bias = (torch.zeros_like(v) for v in (A, D, dt_bias))
         carried = grad_last_state  # what reaches the chunk's last state from behind
         for entry, span in reversed(list(zip(entries, _chunks(u.shape[1])))):
@@ -111,7 +121,9 @@ class _Scan(torch.autograd.Function):
             through_decay = chunk.decay.mul_(adjoints)
             through_decay[0].mul_(entry)
             through_decay[1:].mul_(states[:-1])
-            grad_A += torch.mul(through_decay, chunk.delta.transpose(0, 1).unsqueeze(2), out=states).sum((0, 1))
+            grad_A += torch.mul(
+                through_decay, chunk.delta.transpose(0, 1).unsqueeze(2), out=states
+            ).sum((0, 1))
             grad_delta = through_decay.mul_(A).sum(2).transpose(0, 1).addcmul_(grad_input, chunk.u)
             grad_dt[:, span] = grad_delta.mul_(torch.sigmoid(chunk.raw_delta))
             grad_bias += grad_delta.sum((0, 1))
@@ -125,7 +137,9 @@ def apply(function, u, dt, A, B, C, D, z, dt_bias, documents, initial_state, ret
     d_inner, the long dimension, last, and `starts`: True where a position begins a document, but for its row's first.
     """
     A = A.T.to(compute_type(u)).contiguous()
-    D, dt_bias = (A.new_zeros(A.shape[1]) if v is None else v.to(A.dtype).contiguous() for v in (D, dt_bias))
+    D, dt_bias = (
+        A.new_zeros(A.shape[1]) if v is None else v.to(A.dtype).contiguous() for v in (D, dt_bias)
+    )
     starts = None if documents is None else documents.diff(dim=1, prepend=documents[:, :1]) != 0
     if initial_state is None:
         state = A.new_zeros(u.shape[0], *A.shape)

@@ -49,7 +49,9 @@ def _softplus(x):
 @triton.jit
 def _slope(delta):
     """The derivative of softplus where it is delta: 1 - exp(-delta), of small ones by a polynomial (9e-8)."""
-    small = (((0.0068076029 * delta - 0.041042477) * delta + 0.1665636) * delta - 0.49999464) * delta + 1.0
+    small = (
+        ((0.0068076029 * delta - 0.041042477) * delta + 0.1665636) * delta - 0.49999464
+    ) * delta + 1.0
     return tl.where(delta < 0.5, delta * small, 1.0 - tl.math.exp2(delta * -LOG2E))
 
 
@@ -89,9 +91,32 @@ def _entering(h, ends, totals, A, slab, channels, other, order, count, both, her
 
 
 @triton.jit
-def local(u, dt, A, z, B, bias, documents, ends, totals, u_row, dt_row, z_row, B_row, length, channels, states,
-          segment_chunks, REVERSE: tl.constexpr, GATED: tl.constexpr, DOCUMENTS: tl.constexpr, EVEN: tl.constexpr,
-          N: tl.constexpr, CHANNELS: tl.constexpr, CHUNK: tl.constexpr):
+def local(
+    u,
+    dt,
+    A,
+    z,
+    B,
+    bias,
+    documents,
+    ends,
+    totals,
+    u_row,
+    dt_row,
+    z_row,
+    B_row,
+    length,
+    channels,
+    states,
+    segment_chunks,
+    REVERSE: tl.constexpr,
+    GATED: tl.constexpr,
+    DOCUMENTS: tl.constexpr,
+    EVEN: tl.constexpr,
+    N: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
     """The state at the end of each segment but the last, of one that begins with none, and the sum of its steps.
     REVERSE: the adjoint at the start of each but the first that ends with none; u is the gradient of y, B is C."""
     row, segment = tl.program_id(2).to(tl.int64), tl.program_id(1)
@@ -100,9 +125,17 @@ def local(u, dt, A, z, B, bias, documents, ends, totals, u_row, dt_row, z_row, B
         segment, place = segment + 1, place + 1
     channel, n = tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS), tl.arange(0, N)
     here, known = (channel < channels) | EVEN, (n < states) | EVEN
-    corner, both, slab = n[:, None] * channels + channel[None, :], known[:, None] & here[None, :], states * channels
+    corner, both, slab = (
+        n[:, None] * channels + channel[None, :],
+        known[:, None] & here[None, :],
+        states * channels,
+    )
     A, bias = _load(A + corner, both) * LOG2E, _load(bias + channel, here)
-    u, dt, z = u + first * u_row + channel, dt + first * dt_row + channel, z + first * z_row + channel
+    u, dt, z = (
+        u + first * u_row + channel,
+        dt + first * dt_row + channel,
+        z + first * z_row + channel,
+    )
     B, documents = B + first * B_row + n, documents + first
     h, total = tl.zeros((N, CHANNELS), tl.float32), tl.zeros((CHANNELS,), tl.float32)
     start = segment * segment_chunks * CHUNK
@@ -119,45 +152,130 @@ def local(u, dt, A, z, B, bias, documents, ends, totals, u_row, dt_row, z_row, B
                 if GATED:
                     gate = _load(z + t * z_row, inside)
                     grad_y *= gate * _sigmoid(gate)
-                h += grad_y[None, :] * _load(B + t * B_row, _inside(known, t, length, EVEN))[:, None]
+                h += (
+                    grad_y[None, :] * _load(B + t * B_row, _inside(known, t, length, EVEN))[:, None]
+                )
                 step = tl.where(delta < 0.0, ENDLESS, delta)
                 h *= tl.math.exp2(step[None, :] * A)
             else:
                 h, _, step, _, _, _ = _advance(
-                    t, h, delta, A, u + t * u_row, B + t * B_row, length, here, known, DOCUMENTS, EVEN)
+                    t,
+                    h,
+                    delta,
+                    A,
+                    u + t * u_row,
+                    B + t * B_row,
+                    length,
+                    here,
+                    known,
+                    DOCUMENTS,
+                    EVEN,
+                )
             total += step
     tl.store(ends + place * slab + corner, h, mask=both)
     tl.store(totals + place * channels + channel, total, mask=here)
 
 
 @triton.jit
-def forward(u, dt, A, B, C, D, z, bias, documents, state, ends, totals, out, entries, last, u_row, dt_row, z_row,
-            B_row, C_row, length, channels, states, segment_chunks, GATED: tl.constexpr, DOCUMENTS: tl.constexpr,
-            CUT: tl.constexpr, KEEP: tl.constexpr, EVEN: tl.constexpr, N: tl.constexpr, CHANNELS: tl.constexpr,
-            CHUNK: tl.constexpr):
+def forward(
+    u,
+    dt,
+    A,
+    B,
+    C,
+    D,
+    z,
+    bias,
+    documents,
+    state,
+    ends,
+    totals,
+    out,
+    entries,
+    last,
+    u_row,
+    dt_row,
+    z_row,
+    B_row,
+    C_row,
+    length,
+    channels,
+    states,
+    segment_chunks,
+    GATED: tl.constexpr,
+    DOCUMENTS: tl.constexpr,
+    CUT: tl.constexpr,
+    KEEP: tl.constexpr,
+    EVEN: tl.constexpr,
+    N: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
     """y, the state at each chunk's entry and the last."""
     row, segment, segments = tl.program_id(2).to(tl.int64), tl.program_id(1), tl.num_programs(1)
-    channel, n, first = tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS), tl.arange(0, N), row * length
+    channel, n, first = (
+        tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS),
+        tl.arange(0, N),
+        row * length,
+    )
     here, known = (channel < channels) | EVEN, (n < states) | EVEN
-    corner, both, slab = n[:, None] * channels + channel[None, :], known[:, None] & here[None, :], states * channels
-    A, D, bias = _load(A + corner, both) * LOG2E, _load(D + channel, here), _load(bias + channel, here)
-    u, dt, z = u + first * u_row + channel, dt + first * dt_row + channel, z + first * z_row + channel
+    corner, both, slab = (
+        n[:, None] * channels + channel[None, :],
+        known[:, None] & here[None, :],
+        states * channels,
+    )
+    A, D, bias = (
+        _load(A + corner, both) * LOG2E,
+        _load(D + channel, here),
+        _load(bias + channel, here),
+    )
+    u, dt, z = (
+        u + first * u_row + channel,
+        dt + first * dt_row + channel,
+        z + first * z_row + channel,
+    )
     B, C, documents = B + first * B_row + n, C + first * C_row + n, documents + first
     out, four = out + first * channels + channel, tl.arange(0, 4)[:, None]
     h = _load(state + row * slab + corner, both)
     if CUT:
-        h = _entering(h, ends + row * segments * slab + corner, totals + row * segments * channels + channel, A, slab,
-                      channels, 0, 1, segment, both, here)
+        h = _entering(
+            h,
+            ends + row * segments * slab + corner,
+            totals + row * segments * channels + channel,
+            A,
+            slab,
+            channels,
+            0,
+            1,
+            segment,
+            both,
+            here,
+        )
     chunks = tl.cdiv(length, CHUNK)
-    for chunk in range(segment * segment_chunks, tl.minimum((segment + 1) * segment_chunks, chunks)):
+    for chunk in range(
+        segment * segment_chunks, tl.minimum((segment + 1) * segment_chunks, chunks)
+    ):
         if KEEP:
             tl.store(entries + (row * chunks + chunk) * slab + corner, h, mask=both)
         for t in range(chunk * CHUNK, tl.minimum(chunk * CHUNK + CHUNK, length), 4):
             y = tl.zeros((4, CHANNELS), tl.float32)
             for i in tl.static_range(4):
-                delta = _delta(t + i, dt + (t + i) * dt_row, bias, documents, length, here, DOCUMENTS, EVEN)
+                delta = _delta(
+                    t + i, dt + (t + i) * dt_row, bias, documents, length, here, DOCUMENTS, EVEN
+                )
                 h, _, _, _, _, _ = _advance(
-                    t + i, h, delta, A, u + (t + i) * u_row, B + (t + i) * B_row, length, here, known, DOCUMENTS, EVEN)
+                    t + i,
+                    h,
+                    delta,
+                    A,
+                    u + (t + i) * u_row,
+                    B + (t + i) * B_row,
+                    length,
+                    here,
+                    known,
+                    DOCUMENTS,
+                    EVEN,
+                )
                 c = _load(C + (t + i) * C_row, _inside(known, t + i, length, EVEN))
                 y = tl.where(four == i, tl.sum(h * c[:, None], axis=0)[None, :], y)
             inside = _inside(here[None, :], t + four, length, EVEN) | (four < 0)
@@ -184,9 +302,39 @@ def _gradient_of_y(t, grad_out, z, C, length, here, known, GATED, EVEN):
 
 
 @triton.jit
-def _backward_token(t, g, sum_A, sum_D, sum_bias, after, before, decay, step, delta, value, b, grad, grad_y, gate,
-                    opened, c, A, D, grad_u, grad_dt, grad_z, grad_BC, out, length, here, known, GATED, WITH_OUT, EVEN,
-                    N):
+def _backward_token(
+    t,
+    g,
+    sum_A,
+    sum_D,
+    sum_bias,
+    after,
+    before,
+    decay,
+    step,
+    delta,
+    value,
+    b,
+    grad,
+    grad_y,
+    gate,
+    opened,
+    c,
+    A,
+    D,
+    grad_u,
+    grad_dt,
+    grad_z,
+    grad_BC,
+    out,
+    length,
+    here,
+    known,
+    GATED,
+    WITH_OUT,
+    EVEN,
+    N,
+):
     """From the adjoint of the state after position t, less what y adds to it there, to that of the state before; the
     sums over positions with what t adds."""
     inside, lines = _inside(here, t, length, EVEN), _inside(known, t, length, EVEN)
@@ -205,13 +353,58 @@ def _backward_token(t, g, sum_A, sum_D, sum_bias, after, before, decay, step, de
     grad_raw = (tl.sum(through_decay * A, axis=0) * LN2 + sum_x * value) * _slope(delta)
     tl.store(grad_u, sum_x * delta + grad_y * D, mask=inside)
     tl.store(grad_dt, grad_raw, mask=inside)
-    return g, sum_A, sum_D + grad_y * value, sum_bias + grad_raw  # behind the row's end 0, as the slope of delta 0
+    return (
+        g,
+        sum_A,
+        sum_D + grad_y * value,
+        sum_bias + grad_raw,
+    )  # behind the row's end 0, as the slope of delta 0
 
 
 @triton.jit
-def _backward_chunk(start, h, g, sum_A, sum_D, sum_bias, A, bias, D, grad_out, u, dt, z, B, C, documents, scratch,
-                    deltas, grad_u, grad_dt, grad_z, grad_BC, out, grad_row, u_row, dt_row, z_row, B_row, C_row,
-                    grad_z_row, length, channels, here, known, GATED, DOCUMENTS, WITH_OUT, EVEN, N, CHANNELS, CHUNK):
+def _backward_chunk(
+    start,
+    h,
+    g,
+    sum_A,
+    sum_D,
+    sum_bias,
+    A,
+    bias,
+    D,
+    grad_out,
+    u,
+    dt,
+    z,
+    B,
+    C,
+    documents,
+    scratch,
+    deltas,
+    grad_u,
+    grad_dt,
+    grad_z,
+    grad_BC,
+    out,
+    grad_row,
+    u_row,
+    dt_row,
+    z_row,
+    B_row,
+    C_row,
+    grad_z_row,
+    length,
+    channels,
+    here,
+    known,
+    GATED,
+    DOCUMENTS,
+    WITH_OUT,
+    EVEN,
+    N,
+    CHANNELS,
+    CHUNK,
+):
     """Forward through the chunk at `start` from its entry h, keeping every second state and all deltas; then back."""
     tiles = tl.cdiv(tl.minimum(CHUNK, length - start), 2)
     for tile in range(0, tiles):
@@ -221,48 +414,181 @@ def _backward_chunk(start, h, g, sum_A, sum_D, sum_bias, A, bias, D, grad_out, u
         delta0 = _delta(t, dt_t, bias, documents, length, here, DOCUMENTS, EVEN)
         delta1 = _delta(t + 1, dt_t + dt_row, bias, documents, length, here, DOCUMENTS, EVEN)
         h, _, _, _, _, _ = _advance(t, h, delta0, A, u_t, B_t, length, here, known, DOCUMENTS, EVEN)
-        h, _, _, _, _, _ = _advance(t + 1, h, delta1, A, u_t + u_row, B_t + B_row, length, here, known, DOCUMENTS, EVEN)
+        h, _, _, _, _, _ = _advance(
+            t + 1, h, delta1, A, u_t + u_row, B_t + B_row, length, here, known, DOCUMENTS, EVEN
+        )
         tl.store(deltas + kept, delta0)
         tl.store(deltas + kept + CHANNELS, delta1)
     tl.debug_barrier()
     for i in range(1, tiles + 1):
         t, kept = start + (tiles - i) * 2, (tiles - i) * (N + 2) * CHANNELS
-        h0, delta0, delta1 = tl.load(scratch + kept), tl.load(deltas + kept), tl.load(deltas + kept + CHANNELS)
-        u_t, B_t, C_t, z_t, grad_t = u + t * u_row, B + t * B_row, C + t * C_row, z + t * z_row, grad_out + t * grad_row
-        grad0, grad_y0, gate0, opened0, c0 = _gradient_of_y(t, grad_t, z_t, C_t, length, here, known, GATED, EVEN)
+        h0, delta0, delta1 = (
+            tl.load(scratch + kept),
+            tl.load(deltas + kept),
+            tl.load(deltas + kept + CHANNELS),
+        )
+        u_t, B_t, C_t, z_t, grad_t = (
+            u + t * u_row,
+            B + t * B_row,
+            C + t * C_row,
+            z + t * z_row,
+            grad_out + t * grad_row,
+        )
+        grad0, grad_y0, gate0, opened0, c0 = _gradient_of_y(
+            t, grad_t, z_t, C_t, length, here, known, GATED, EVEN
+        )
         grad1, grad_y1, gate1, opened1, c1 = _gradient_of_y(
-            t + 1, grad_t + grad_row, z_t + z_row, C_t + C_row, length, here, known, GATED, EVEN)
-        h1, decay0, step0, delta0, u0, b0 = _advance(t, h0, delta0, A, u_t, B_t, length, here, known, DOCUMENTS, EVEN)
+            t + 1, grad_t + grad_row, z_t + z_row, C_t + C_row, length, here, known, GATED, EVEN
+        )
+        h1, decay0, step0, delta0, u0, b0 = _advance(
+            t, h0, delta0, A, u_t, B_t, length, here, known, DOCUMENTS, EVEN
+        )
         _, decay1, step1, delta1, u1, b1 = _advance(
-            t + 1, h1, delta1, A, u_t + u_row, B_t + B_row, length, here, known, DOCUMENTS, EVEN)
-        grad_u_t, grad_dt_t, out_t = grad_u + t * channels, grad_dt + t * channels, out + t * channels
+            t + 1, h1, delta1, A, u_t + u_row, B_t + B_row, length, here, known, DOCUMENTS, EVEN
+        )
+        grad_u_t, grad_dt_t, out_t = (
+            grad_u + t * channels,
+            grad_dt + t * channels,
+            out + t * channels,
+        )
         grad_z_t, grad_BC_t = grad_z + t * grad_z_row, grad_BC + t * (2 * N)
         g, sum_A, sum_D, sum_bias = _backward_token(
-            t + 1, g, sum_A, sum_D, sum_bias, h, h1, decay1, step1, delta1, u1, b1, grad1, grad_y1, gate1, opened1,
-            c1, A, D, grad_u_t + channels, grad_dt_t + channels, grad_z_t + grad_z_row, grad_BC_t + 2 * N,
-            out_t + channels, length, here, known, GATED, WITH_OUT, EVEN, N)
+            t + 1,
+            g,
+            sum_A,
+            sum_D,
+            sum_bias,
+            h,
+            h1,
+            decay1,
+            step1,
+            delta1,
+            u1,
+            b1,
+            grad1,
+            grad_y1,
+            gate1,
+            opened1,
+            c1,
+            A,
+            D,
+            grad_u_t + channels,
+            grad_dt_t + channels,
+            grad_z_t + grad_z_row,
+            grad_BC_t + 2 * N,
+            out_t + channels,
+            length,
+            here,
+            known,
+            GATED,
+            WITH_OUT,
+            EVEN,
+            N,
+        )
         g, sum_A, sum_D, sum_bias = _backward_token(
-            t, g, sum_A, sum_D, sum_bias, h1, h0, decay0, step0, delta0, u0, b0, grad0, grad_y0, gate0, opened0,
-            c0, A, D, grad_u_t, grad_dt_t, grad_z_t, grad_BC_t, out_t, length, here, known, GATED, WITH_OUT, EVEN, N)
+            t,
+            g,
+            sum_A,
+            sum_D,
+            sum_bias,
+            h1,
+            h0,
+            decay0,
+            step0,
+            delta0,
+            u0,
+            b0,
+            grad0,
+            grad_y0,
+            gate0,
+            opened0,
+            c0,
+            A,
+            D,
+            grad_u_t,
+            grad_dt_t,
+            grad_z_t,
+            grad_BC_t,
+            out_t,
+            length,
+            here,
+            known,
+            GATED,
+            WITH_OUT,
+            EVEN,
+            N,
+        )
         h = h0
     tl.debug_barrier()
     return g, sum_A, sum_D, sum_bias
 
 
 @triton.jit
-def backward(grad_out, grad_last, u, dt, A, B, C, D, z, bias, documents, entries, ends, totals, scratch, grad_u,
-             grad_dt, grad_A, grad_BC, grad_D, grad_z, grad_bias, grad_state, out, grad_row, u_row, dt_row,
-             z_row, B_row, C_row, grad_z_row, length, channels, states, segment_chunks, GATED: tl.constexpr,
-             DOCUMENTS: tl.constexpr, CUT: tl.constexpr, WITH_OUT: tl.constexpr, EVEN: tl.constexpr, N: tl.constexpr,
-             CHANNELS: tl.constexpr, CHUNK: tl.constexpr):
+def backward(
+    grad_out,
+    grad_last,
+    u,
+    dt,
+    A,
+    B,
+    C,
+    D,
+    z,
+    bias,
+    documents,
+    entries,
+    ends,
+    totals,
+    scratch,
+    grad_u,
+    grad_dt,
+    grad_A,
+    grad_BC,
+    grad_D,
+    grad_z,
+    grad_bias,
+    grad_state,
+    out,
+    grad_row,
+    u_row,
+    dt_row,
+    z_row,
+    B_row,
+    C_row,
+    grad_z_row,
+    length,
+    channels,
+    states,
+    segment_chunks,
+    GATED: tl.constexpr,
+    DOCUMENTS: tl.constexpr,
+    CUT: tl.constexpr,
+    WITH_OUT: tl.constexpr,
+    EVEN: tl.constexpr,
+    N: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
     """All gradients: of A, D and the bias by row and segment, of B and C by block of channels."""
     row, segment, segments = tl.program_id(2).to(tl.int64), tl.program_id(1), tl.num_programs(1)
     lane, n, block = tl.arange(0, CHANNELS), tl.arange(0, N), tl.program_id(0)
     channel, first, place = block * CHANNELS + lane, row * length, row * segments + segment
     here, known = (channel < channels) | EVEN, (n < states) | EVEN
-    corner, both, slab = n[:, None] * channels + channel[None, :], known[:, None] & here[None, :], states * channels
-    A, D, bias = _load(A + corner, both) * LOG2E, _load(D + channel, here), _load(bias + channel, here)
-    u, dt, z = u + first * u_row + channel, dt + first * dt_row + channel, z + first * z_row + channel
+    corner, both, slab = (
+        n[:, None] * channels + channel[None, :],
+        known[:, None] & here[None, :],
+        states * channels,
+    )
+    A, D, bias = (
+        _load(A + corner, both) * LOG2E,
+        _load(D + channel, here),
+        _load(bias + channel, here),
+    )
+    u, dt, z = (
+        u + first * u_row + channel,
+        dt + first * dt_row + channel,
+        z + first * z_row + channel,
+    )
     B, C, documents = B + first * B_row + n, C + first * C_row + n, documents + first
     grad_out, out = grad_out + first * grad_row + channel, out + first * channels + channel
     grad_u, grad_dt = grad_u + first * channels + channel, grad_dt + first * channels + channel
@@ -273,15 +599,68 @@ def backward(grad_out, grad_last, u, dt, A, B, C, D, z, bias, documents, entries
     sum_A, sum_D = tl.zeros((N, CHANNELS), tl.float32), tl.zeros((CHANNELS,), tl.float32)
     g, sum_bias = _load(grad_last + row * slab + corner, both), tl.zeros((CHANNELS,), tl.float32)
     if CUT:
-        g = _entering(g, ends + row * segments * slab + corner, totals + row * segments * channels + channel, A, slab,
-                      channels, segments - 1, -1, segments - 1 - segment, both, here)
-    chunks, end = tl.cdiv(length, CHUNK), tl.minimum((segment + 1) * segment_chunks, tl.cdiv(length, CHUNK))
+        g = _entering(
+            g,
+            ends + row * segments * slab + corner,
+            totals + row * segments * channels + channel,
+            A,
+            slab,
+            channels,
+            segments - 1,
+            -1,
+            segments - 1 - segment,
+            both,
+            here,
+        )
+    chunks, end = (
+        tl.cdiv(length, CHUNK),
+        tl.minimum((segment + 1) * segment_chunks, tl.cdiv(length, CHUNK)),
+    )
     for i in range(1, end - segment * segment_chunks + 1):
         h = _load(entries + (row * chunks + end - i) * slab + corner, both)
         g, sum_A, sum_D, sum_bias = _backward_chunk(
-            (end - i) * CHUNK, h, g, sum_A, sum_D, sum_bias, A, bias, D, grad_out, u, dt, z, B, C, documents, scratch,
-            deltas, grad_u, grad_dt, grad_z, grad_BC, out, grad_row, u_row, dt_row, z_row, B_row, C_row, grad_z_row,
-            length, channels, here, known, GATED, DOCUMENTS, WITH_OUT, EVEN, N, CHANNELS, CHUNK)
+            (end - i) * CHUNK,
+            h,
+            g,
+            sum_A,
+            sum_D,
+            sum_bias,
+            A,
+            bias,
+            D,
+            grad_out,
+            u,
+            dt,
+            z,
+            B,
+            C,
+            documents,
+            scratch,
+            deltas,
+            grad_u,
+            grad_dt,
+            grad_z,
+            grad_BC,
+            out,
+            grad_row,
+            u_row,
+            dt_row,
+            z_row,
+            B_row,
+            C_row,
+            grad_z_row,
+            length,
+            channels,
+            here,
+            known,
+            GATED,
+            DOCUMENTS,
+            WITH_OUT,
+            EVEN,
+            N,
+            CHANNELS,
+            CHUNK,
+        )
     tl.store(grad_A + place * slab + corner, sum_A, mask=both)
     tl.store(grad_D + place * channels + channel, sum_D, mask=here)
     tl.store(grad_bias + place * channels + channel, sum_bias, mask=here)

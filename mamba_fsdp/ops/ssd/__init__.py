@@ -16,10 +16,21 @@ from mamba_fsdp.ops.forms import modules
 FORMS = modules(__name__)
 
 
-def ssd(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None = None,
-        dt_bias: Tensor | None = None, *, chunk_size: int, documents: Tensor | None = None,
-        initial_state: Tensor | None = None, return_last_state: bool = False,
-        form: str = "portable") -> Tensor | tuple[Tensor, Tensor]:
+def ssd(
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    *,
+    chunk_size: int,
+    documents: Tensor | None = None,
+    initial_state: Tensor | None = None,
+    return_last_state: bool = False,
+    form: str = "portable",
+) -> Tensor | tuple[Tensor, Tensor]:
     """Run the recurrence over whole sequences, of any length.
 
     x (batch, length, heads, headdim); dt (batch, length, heads) before bias and softplus; A (heads), negative; B, C
@@ -29,4 +40,6 @@ def ssd(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None
     the result does not depend on it. Returns y like x, and with `return_last_state` (y, last state in compute type).
     """
     assert x.shape[2] % B.shape[2] == 0, f"{B.shape[2]} groups don't divide {x.shape[2]} heads"
-    return FORMS[form].ssd(x, dt, A, B, C, D, dt_bias, chunk_size, documents, initial_state, return_last_state)
+    return FORMS[form].ssd(
+        x, dt, A, B, C, D, dt_bias, chunk_size, documents, initial_state, return_last_state
+    )

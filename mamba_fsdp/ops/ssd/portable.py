@@ -38,7 +38,9 @@ def _sums(values, documents=None):
     while shift < values.shape[2]:  # after each round, the sum over the last 2 * shift positions
         earlier = values[:, :, :-shift]
         if documents is not None:
-            earlier = torch.where((documents[:, :, shift:] == documents[:, :, :-shift]).unsqueeze(3), earlier, 0)
+            earlier = torch.where(
+                (documents[:, :, shift:] == documents[:, :, :-shift]).unsqueeze(3), earlier, 0
+            )
         values = values + F.pad(earlier, (0, 0, shift, 0))
         shift *= 2
     return values
@@ -59,7 +61,9 @@ def _decays(delta, A, documents):
     from_start, to_end = powers.to(real), (powers[:, :, -1:] - powers).to(real)
     if documents is not None:
         before = torch.cat([documents[:, :1, 0], documents[:, :-1, -1]], dim=1).unsqueeze(2)
-        within.masked_fill_((documents.unsqueeze(3) != documents.unsqueeze(2)).unsqueeze(2), -torch.inf)
+        within.masked_fill_(
+            (documents.unsqueeze(3) != documents.unsqueeze(2)).unsqueeze(2), -torch.inf
+        )
         from_start.masked_fill_((documents != before).unsqueeze(3), -torch.inf)
         to_end.masked_fill_((documents != documents[:, :, -1:]).unsqueeze(3), -torch.inf)
     return within.exp2_(), from_start.exp2_(), to_end.exp2_()
@@ -71,7 +75,9 @@ def _hand_over(added, decay, state, order):
     added, decay (batch, chunks, groups, d_state, channels), decay with d_state 1. Returns those entering, and the last.
     """
     entering = [None] * added.shape[1]
-    for chunk in order:  # into a list: a compiled graph copies the whole tensor at every assignment to a part of it
+    for chunk in (
+        order
+    ):  # into a list: a compiled graph copies the whole tensor at every assignment to a part of it
         entering[chunk] = state
         state = torch.addcmul(added[:, chunk], state, decay[:, chunk])
     return torch.stack(entering, dim=1), state
@@ -107,13 +113,15 @@ class _SSD(torch.autograd.Function):
         CB = torch.einsum("zcign,zcjgn->zcgij", C_, B_).unsqueeze(3)
         within = within.unflatten(2, (B.shape[2], -1)).mul_(CB).flatten(2, 3)
         y += torch.einsum("zchij,zcjhp->zcihp", within, x_ * delta_.unsqueeze(4))
-        return y.addcmul_(x_, D.unsqueeze(1)).flatten(1, 2)[:, :x.shape[1]].to(x.dtype), last
+        return y.addcmul_(x_, D.unsqueeze(1)).flatten(1, 2)[:, : x.shape[1]].to(x.dtype), last
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad, grad_last):
         x, delta, A, B, C, D, documents, state = ctx.saved_tensors
-        x_, delta_, B_, C_, grad_ = (_in_chunks(t, ctx.size).to(delta.dtype) for t in (x, delta, B, C, grad))
+        x_, delta_, B_, C_, grad_ = (
+            _in_chunks(t, ctx.size).to(delta.dtype) for t in (x, delta, B, C, grad)
+        )
         within, from_start, to_end = _decays(delta_, A, documents)
         by_head, by_group = x.shape[2:], (B.shape[2], -1)
 
@@ -121,7 +129,9 @@ class _SSD(torch.autograd.Function):
         scaled, decay, entering, _ = _states(x_, delta_, B_, from_start, to_end, state)
         reading = (grad_ * from_start.unsqueeze(4)).flatten(3).unflatten(3, by_group)
         leaving = torch.einsum("zcign,zcigk->zcgnk", C_, reading)
-        leaving, grad_state = _hand_over(leaving, decay, grad_last, range(leaving.shape[1] - 1, -1, -1))
+        leaving, grad_state = _hand_over(
+            leaving, decay, grad_last, range(leaving.shape[1] - 1, -1, -1)
+        )
         grad_C = torch.einsum("zcigk,zcgnk->zcign", reading, entering)
         grad_B = torch.einsum("zcjgk,zcgnk->zcjgn", scaled, leaving)
         read = torch.einsum("zcign,zcgnk->zcigk", C_, entering)
@@ -133,7 +143,9 @@ class _SSD(torch.autograd.Function):
 
         # Within chunks.
         CB = torch.einsum("zcign,zcjgn->zcgij", C_, B_).unsqueeze(3)
-        grad_within = torch.einsum("zcihp,zcjhp->zchij", grad_, x_ * delta_.unsqueeze(4)).mul_(within)
+        grad_within = torch.einsum("zcihp,zcjhp->zchij", grad_, x_ * delta_.unsqueeze(4)).mul_(
+            within
+        )
         grad_within = grad_within.unflatten(2, by_group)
         grad_CB = grad_within.sum(3)
         grad_C += torch.einsum("zcgij,zcjgn->zcign", grad_CB, B_)
@@ -152,20 +164,30 @@ class _SSD(torch.autograd.Function):
         grad_D = (grad_ * x_).sum(4).sum((0, 1, 2))
         grad_x = grad_input.mul_(delta_.unsqueeze(4)).addcmul_(grad_, D.unsqueeze(1))
         grad_x, grad_delta, grad_B, grad_C = (
-            g.flatten(1, 2)[:, :x.shape[1]].to(t.dtype)
-            for g, t in ((grad_x, x), (grad_delta, delta), (grad_B, B), (grad_C, C)))
+            g.flatten(1, 2)[:, : x.shape[1]].to(t.dtype)
+            for g, t in ((grad_x, x), (grad_delta, delta), (grad_B, B), (grad_C, C))
+        )
         return grad_x, grad_delta, grad_A, grad_B, grad_C, grad_D, None, grad_state, None
 
 
 def ssd(x, dt, A, B, C, D, dt_bias, chunk_size, documents, initial_state, return_last_state):
     batch, length, heads, headdim = x.shape
-    real, size = compute_type(x), min(chunk_size, CHUNK) if length > 1 else 1  # of generation's steps nothing is padded
+    real, size = (
+        compute_type(x),
+        min(chunk_size, CHUNK) if length > 1 else 1,
+    )  # of generation's steps nothing is padded
     delta = F.softplus(dt.to(real) if dt_bias is None else dt.to(real) + dt_bias.to(real))
     D = A.new_zeros(heads) if D is None else D
     if documents is not None:
-        documents = torch.cat([documents, documents[:, -1:].expand(-1, -length % size)], dim=1).unflatten(1, (-1, size))
+        documents = torch.cat(
+            [documents, documents[:, -1:].expand(-1, -length % size)], dim=1
+        ).unflatten(1, (-1, size))
     if initial_state is None:
         initial_state = x.new_zeros(batch, heads, headdim, B.shape[3])
     state = initial_state.to(real).unflatten(1, (B.shape[2], -1)).flatten(2, 3).transpose(2, 3)
     y, last = _SSD.apply(x, delta, A.to(real), B, C, D.to(real), documents, state, size)
-    return (y, last.transpose(2, 3).unflatten(2, (-1, headdim)).flatten(1, 2)) if return_last_state else y
+    return (
+        (y, last.transpose(2, 3).unflatten(2, (-1, headdim)).flatten(1, 2))
+        if return_last_state
+        else y
+    )

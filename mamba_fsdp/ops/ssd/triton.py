@@ -8,12 +8,21 @@ import torch
 from mamba_fsdp.ops import triton
 
 takes = triton.takes
-SWEEP = {(8, 0): {"P": 32, "programs": 512, "num_warps": 4, "num_stages": 1},  # programs: that fill a GPU
-         (10, 0): {"P": 64, "programs": 512, "num_warps": 4, "num_stages": 1},
-         (12, 0): {"P": 32, "programs": 512, "num_warps": 4, "num_stages": 1}}
-GRADIENTS = {(8, 0): {"P": 32, "BLOCK": 16, "num_warps": 8, "num_stages": 1},
-             (9, 0): {"P": 64, "BLOCK": 16, "num_warps": 8, "num_stages": 1},
-             (12, 0): {"P": 32, "BLOCK": 16, "num_warps": 8, "num_stages": 1}}
+SWEEP = {
+    (8, 0): {
+        "P": 32,
+        "programs": 512,
+        "num_warps": 4,
+        "num_stages": 1,
+    },  # programs: that fill a GPU
+    (10, 0): {"P": 64, "programs": 512, "num_warps": 4, "num_stages": 1},
+    (12, 0): {"P": 32, "programs": 512, "num_warps": 4, "num_stages": 1},
+}
+GRADIENTS = {
+    (8, 0): {"P": 32, "BLOCK": 16, "num_warps": 8, "num_stages": 1},
+    (9, 0): {"P": 64, "BLOCK": 16, "num_warps": 8, "num_stages": 1},
+    (12, 0): {"P": 32, "BLOCK": 16, "num_warps": 8, "num_stages": 1},
+}
 CHUNK = 32  # positions
 SEGMENTS, CHUNKS = 16, 8  # at most; of a segment at least
 STATES = 64  # of a program of the gradients
@@ -40,22 +49,49 @@ class _Call:
         from mamba_fsdp.ops.ssd.triton_kernels import add_up
 
         dtype = torch.promote_types(x.dtype, torch.promote_types(B.dtype, C.dtype))
-        self.x, self.B, self.C, self.dt = _packed(x.to(dtype)), _packed(B.to(dtype)), _packed(C.to(dtype)), _packed(dt)
+        self.x, self.B, self.C, self.dt = (
+            _packed(x.to(dtype)),
+            _packed(B.to(dtype)),
+            _packed(C.to(dtype)),
+            _packed(dt),
+        )
         self.D, self.bias = (A.new_zeros(A.shape) if t is None else t for t in (D, dt_bias))
         self.documents = None if documents is None else documents.contiguous()
-        (self.batch, self.length, self.heads, headdim), (self.groups, d_state) = x.shape, B.shape[2:]
+        (self.batch, self.length, self.heads, headdim), (self.groups, d_state) = (
+            x.shape,
+            B.shape[2:],
+        )
         N = max(16, 1 << (d_state - 1).bit_length())
         Q = max(16, min(CHUNK, 4096 // N))
         self.chunks, self.share = -(-self.length // Q), self.heads // self.groups
-        self.constants = {"HEADS": self.heads, "SHARE": self.share, "HEADDIM": headdim, "D_STATE": d_state, "Q": Q,
-                          "N": N, "WIDE": triton.interpreted()}
+        self.constants = {
+            "HEADS": self.heads,
+            "SHARE": self.share,
+            "HEADDIM": headdim,
+            "D_STATE": d_state,
+            "Q": Q,
+            "N": N,
+            "WIDE": triton.interpreted(),
+        }
         self.steps = self.fp32(3, self.batch, self.heads, self.chunks, Q)
         add_up[self.chunks, -(-self.heads // 8), self.batch](
-            self.dt, A, self.bias, self.steps, *self.dt.stride()[:2], self.length, self.heads, HEADS=8, Q=Q)
+            self.dt,
+            A,
+            self.bias,
+            self.steps,
+            *self.dt.stride()[:2],
+            self.length,
+            self.heads,
+            HEADS=8,
+            Q=Q,
+        )
 
     def options(self, kernel, table):
         """Of a launch, from the table: the channels of a program are no more than a head's."""
-        options, headdim = dict(triton.blocks(kernel, table, self.x.device)), self.constants["HEADDIM"]
+        options, headdim = (
+            dict(triton.blocks(kernel, table, self.x.device)),
+            self.constants["HEADDIM"],
+        )
         P = max(16, min(options["P"], 1 << (headdim - 1).bit_length()))
         return options | {"P": P, "TILES": -(-headdim // P)}
 
@@ -79,9 +115,28 @@ class _Call:
         first = None if first is None else first.float().contiguous()
         for local in (True, False) if segments > 1 else (False,):
             sweep[self.heads * options["TILES"], self.batch, segments - local](
-                x, B, C, self.D, self.steps, self.documents, first, ends, end_decays, states, out, last,
-                *_batches(x, B, C), self.length, segments, per_segment, LOCAL=local, REVERSE=reverse,
-                **_rows(X=x, B=B, C=C), **self.constants, **options)
+                x,
+                B,
+                C,
+                self.D,
+                self.steps,
+                self.documents,
+                first,
+                ends,
+                end_decays,
+                states,
+                out,
+                last,
+                *_batches(x, B, C),
+                self.length,
+                segments,
+                per_segment,
+                LOCAL=local,
+                REVERSE=reverse,
+                **_rows(X=x, B=B, C=C),
+                **self.constants,
+                **options,
+            )
         return states, out, last
 
 
@@ -89,7 +144,9 @@ def ssd_forward(x, dt, A, B, C, D, dt_bias, documents, state, remake=False):
     """y and the last state, of the arguments of ops/ssd's ssd. Nothing but these is needed for the gradients. remake: y
     and, instead of the last, the states entering each chunk, which save ssd_backward a sweep."""
     if x.is_meta:
-        return x.new_empty(x.shape), x.new_empty(x.shape[0], *x.shape[2:], B.shape[3], dtype=torch.float32)
+        return x.new_empty(x.shape), x.new_empty(
+            x.shape[0], *x.shape[2:], B.shape[3], dtype=torch.float32
+        )
     call = _Call(x, dt, A, B, C, D, dt_bias, documents)
     entering, y, last = call.sweep(call.x, call.B, call.C, state, states=remake)
     return y.to(x.dtype), entering if remake else last
@@ -107,21 +164,64 @@ def ssd_backward(grad, grad_last, x, dt, A, B, C, D, dt_bias, documents, state, 
     options = call.options("ssd_gradients", GRADIENTS)
     blocks, (Q, N) = -(-call.share // options["BLOCK"]), (call.constants[name] for name in "QN")
     parts = N // min(N, STATES)
-    flows, sums = (call.fp32(parts, call.batch, call.heads, call.chunks, *shape) for shape in ((4, Q), (2,)))
+    flows, sums = (
+        call.fp32(parts, call.batch, call.heads, call.chunks, *shape) for shape in ((4, Q), (2,))
+    )
     dB, dC = call.fp32(2, blocks, *B.shape)
     gradients[call.groups * blocks * parts, call.chunks, call.batch](
-        grad, call.x, call.B, call.C, call.steps, call.documents, entering, leaving, dB, dC, flows, sums,
-        *_batches(grad, call.x, call.B, call.C), call.length, K=N // parts,
-        **_rows(DY=grad, X=call.x, B=call.B, C=call.C), **call.constants, **options)
+        grad,
+        call.x,
+        call.B,
+        call.C,
+        call.steps,
+        call.documents,
+        entering,
+        leaving,
+        dB,
+        dC,
+        flows,
+        sums,
+        *_batches(grad, call.x, call.B, call.C),
+        call.length,
+        K=N // parts,
+        **_rows(DY=grad, X=call.x, B=call.B, C=call.C),
+        **call.constants,
+        **options,
+    )
     ddt, totals = dt.new_empty(dt.shape), call.fp32(3, call.batch * call.chunks, call.heads)
     finish[call.heads, call.chunks, call.batch](
-        call.dt, A, call.bias, call.steps, call.documents, flows, sums, ddt, totals, *call.dt.stride()[:2], call.length,
-        call.heads, PARTS=parts, Q=Q, num_warps=1)
+        call.dt,
+        A,
+        call.bias,
+        call.steps,
+        call.documents,
+        flows,
+        sums,
+        ddt,
+        totals,
+        *call.dt.stride()[:2],
+        call.length,
+        call.heads,
+        PARTS=parts,
+        Q=Q,
+        num_warps=1,
+    )
     dA, grad_bias, dD = (total.double().sum(0).float() for total in totals)
-    return dx.to(x.dtype), ddt, dA, dB.sum(0).to(B.dtype), dC.sum(0).to(C.dtype), dD, grad_bias, grad_state
+    return (
+        dx.to(x.dtype),
+        ddt,
+        dA,
+        dB.sum(0).to(B.dtype),
+        dC.sum(0).to(C.dtype),
+        dD,
+        grad_bias,
+        grad_state,
+    )
 
 
-_forward = triton.differentiable("ssd", "x dt A B C D? dt_bias? documents? state?", "", 2, 0, ssd_forward, ssd_backward)
+_forward = triton.differentiable(
+    "ssd", "x dt A B C D? dt_bias? documents? state?", "", 2, 0, ssd_forward, ssd_backward
+)
 
 
 def ssd(x, dt, A, B, C, D, dt_bias, chunk_size, documents, initial_state, return_last_state):

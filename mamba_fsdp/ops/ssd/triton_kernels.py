@@ -20,7 +20,9 @@ def dot(a, b):
 
 
 @triton.jit
-def load(pointer, row, rows, columns, left, WIDTH: tl.constexpr, SPAN: tl.constexpr, T: tl.constexpr):
+def load(
+    pointer, row, rows, columns, left, WIDTH: tl.constexpr, SPAN: tl.constexpr, T: tl.constexpr
+):
     """A block (rows, columns), SPAN columns, of which `left` rows and WIDTH columns are there, the rest 0."""
     there = (rows < left)[:, None]
     if WIDTH % SPAN != 0:
@@ -29,7 +31,9 @@ def load(pointer, row, rows, columns, left, WIDTH: tl.constexpr, SPAN: tl.conste
 
 
 @triton.jit
-def add_up(dt, A, bias, steps, dt_batch, dt_row, length, heads, HEADS: tl.constexpr, Q: tl.constexpr):
+def add_up(
+    dt, A, bias, steps, dt_batch, dt_row, length, heads, HEADS: tl.constexpr, Q: tl.constexpr
+):
     """Of a chunk's positions: steps (3, batch, heads, chunks, Q) gets delta = softplus(dt + bias) and the sums of the
     decays' exponents over the chunk up to each position, in two parts."""
     chunk, batch, r = tl.program_id(0), tl.program_id(2).to(tl.int64), tl.arange(0, Q)
@@ -38,25 +42,41 @@ def add_up(dt, A, bias, steps, dt_batch, dt_row, length, heads, HEADS: tl.conste
     there = (rows < length)[:, None] & is_head[None, :]
     a = tl.load(A + head, mask=is_head, other=0.0).to(tl.float32)
     b = tl.load(bias + head, mask=is_head, other=0.0).to(tl.float32)
-    dt = tl.load(dt + batch * dt_batch + rows.to(tl.int64)[:, None] * dt_row + head[None, :], mask=there, other=0.0)
+    dt = tl.load(
+        dt + batch * dt_batch + rows.to(tl.int64)[:, None] * dt_row + head[None, :],
+        mask=there,
+        other=0.0,
+    )
     dt = dt.to(tl.float32) + b[None, :]
     small = tl.exp(-tl.abs(dt))
     more = 1.0 + small  # log(more) * small / (more - 1) is log1p(small) to the last digits
-    delta = tl.maximum(dt, 0.0) + tl.where(more == 1.0, small, tl.log(more) * (small / (more - 1.0)))
+    delta = tl.maximum(dt, 0.0) + tl.where(
+        more == 1.0, small, tl.log(more) * (small / (more - 1.0))
+    )
     delta = tl.where(there, delta, 0.0)
-    sums = tl.cumsum((tl.maximum(delta * a[None, :], -128.0) * 2147483648.0).to(tl.int64), 0)  # exp(-128) is 0 in fp32
+    sums = tl.cumsum(
+        (tl.maximum(delta * a[None, :], -128.0) * 2147483648.0).to(tl.int64), 0
+    )  # exp(-128) is 0 in fp32
     plane = tl.num_programs(2).to(tl.int64) * heads * tl.num_programs(0) * Q
     steps += ((batch * heads + head) * tl.num_programs(0) + chunk)[None, :] * Q + r[:, None]
     tl.store(steps, delta, mask=is_head[None, :])
     tl.store(steps + plane, (sums >> 23).to(tl.float32) * 0.00390625, mask=is_head[None, :])
-    tl.store(steps + 2 * plane, (sums & 8388607).to(tl.float32) * 4.656612873077393e-10, mask=is_head[None, :])
+    tl.store(
+        steps + 2 * plane,
+        (sums & 8388607).to(tl.float32) * 4.656612873077393e-10,
+        mask=is_head[None, :],
+    )
 
 
 @triton.jit
 def chunk_steps(steps, plane, documents, start, length, r, Q: tl.constexpr):
     """delta; the decays from the chunk before to each position and from each to the chunk's end, and the chunk's whole
     decay; both parts of the exponents' sums; the documents."""
-    delta, high, low = tl.load(steps + r), tl.load(steps + plane + r), tl.load(steps + 2 * plane + r)
+    delta, high, low = (
+        tl.load(steps + r),
+        tl.load(steps + plane + r),
+        tl.load(steps + 2 * plane + r),
+    )
     high_end, low_end = tl.load(steps + plane + Q - 1), tl.load(steps + 2 * plane + Q - 1)
     from_start, to_end = tl.exp(high + low), tl.exp((high_end - high) + (low_end - low))
     total = tl.exp(high_end + low_end)
@@ -84,11 +104,40 @@ def decays_within(high, low, document, r, DOCUMENTS: tl.constexpr, REVERSE: tl.c
 
 
 @triton.jit
-def sweep(x, B, C, D, steps, documents, first, ends, end_decays, states, out, last, x_batch, b_batch, c_batch,
-          length, segments, per_segment, X_ROW: tl.constexpr, B_ROW: tl.constexpr, C_ROW: tl.constexpr,
-          HEADS: tl.constexpr, SHARE: tl.constexpr, HEADDIM: tl.constexpr, TILES: tl.constexpr,
-          D_STATE: tl.constexpr, LOCAL: tl.constexpr, REVERSE: tl.constexpr, Q: tl.constexpr, P: tl.constexpr,
-          N: tl.constexpr, WIDE: tl.constexpr):
+def sweep(
+    x,
+    B,
+    C,
+    D,
+    steps,
+    documents,
+    first,
+    ends,
+    end_decays,
+    states,
+    out,
+    last,
+    x_batch,
+    b_batch,
+    c_batch,
+    length,
+    segments,
+    per_segment,
+    X_ROW: tl.constexpr,
+    B_ROW: tl.constexpr,
+    C_ROW: tl.constexpr,
+    HEADS: tl.constexpr,
+    SHARE: tl.constexpr,
+    HEADDIM: tl.constexpr,
+    TILES: tl.constexpr,
+    D_STATE: tl.constexpr,
+    LOCAL: tl.constexpr,
+    REVERSE: tl.constexpr,
+    Q: tl.constexpr,
+    P: tl.constexpr,
+    N: tl.constexpr,
+    WIDE: tl.constexpr,
+):
     """Carries the states (N, P) of a head through a segment of its sequence, from the state `first`.
 
     LOCAL: from zero, to the segment's `ends` and `end_decays`, which the sweeps of other segments start from; else
@@ -98,7 +147,11 @@ def sweep(x, B, C, D, steps, documents, first, ends, end_decays, states, out, la
     """
     T: tl.constexpr = tl.float32 if WIDE else x.dtype.element_ty
     chunks = tl.cdiv(length, Q)
-    head, batch, segment = tl.program_id(0) // TILES, tl.program_id(1).to(tl.int64), tl.program_id(2)
+    head, batch, segment = (
+        tl.program_id(0) // TILES,
+        tl.program_id(1).to(tl.int64),
+        tl.program_id(2),
+    )
     r, n, p = tl.arange(0, Q), tl.arange(0, N), tl.program_id(0) % TILES * P + tl.arange(0, P)
     place, is_channel = n[:, None] * HEADDIM + p[None, :], (p < HEADDIM)[None, :]
     last_place = (batch * HEADS + head) * HEADDIM * D_STATE + p[None, :] * D_STATE + n[:, None]
@@ -130,22 +183,37 @@ def sweep(x, B, C, D, steps, documents, first, ends, end_decays, states, out, la
         start = chunk * Q
         left, at = length - start, start.to(tl.int64)
         delta, from_start, to_end, total, high, low, document = chunk_steps(
-            steps + start, plane, documents, start, length, r, Q)
+            steps + start, plane, documents, start, length, r, Q
+        )
         x_ = load(x + at * X_ROW, X_ROW, r, p, left, HEADDIM, P, T)
         b = load(B + at * B_ROW, B_ROW, r, n, left, D_STATE, N, T)
         if states is not None and not LOCAL:
-            tl.store(states + (row * chunks + chunk) * N * HEADDIM + place, state.to(states.dtype.element_ty),
-                     mask=is_channel)
+            tl.store(
+                states + (row * chunks + chunk) * N * HEADDIM + place,
+                state.to(states.dtype.element_ty),
+                mask=is_channel,
+            )
         if out is not None and not LOCAL:
             c = load(C + at * C_ROW, C_ROW, r, n, left, D_STATE, N, T)
-            weights = dot(c, tl.trans(b)) * decays_within(high, low, document, r, documents is not None, REVERSE)
+            weights = dot(c, tl.trans(b)) * decays_within(
+                high, low, document, r, documents is not None, REVERSE
+            )
             if REVERSE:
-                y = (dot(c, state.to(T)) * to_end[:, None] + dot(weights.to(T), x_)) * delta[:, None]
+                y = (dot(c, state.to(T)) * to_end[:, None] + dot(weights.to(T), x_)) * delta[
+                    :, None
+                ]
             else:
-                y = dot(c, state.to(T)) * from_start[:, None] + dot((weights * delta[None, :]).to(T), x_)
-            tl.store(out + ((batch * length + start) * HEADS + head) * HEADDIM + r[:, None] * HEADS * HEADDIM
-                     + p[None, :], (y + through * x_.to(tl.float32)).to(out.dtype.element_ty),
-                     mask=(r < left)[:, None] & is_channel)
+                y = dot(c, state.to(T)) * from_start[:, None] + dot(
+                    (weights * delta[None, :]).to(T), x_
+                )
+            tl.store(
+                out
+                + ((batch * length + start) * HEADS + head) * HEADDIM
+                + r[:, None] * HEADS * HEADDIM
+                + p[None, :],
+                (y + through * x_.to(tl.float32)).to(out.dtype.element_ty),
+                mask=(r < left)[:, None] & is_channel,
+            )
         scale = from_start if REVERSE else delta * to_end
         state = state * total + dot(tl.trans(b), (x_.to(tl.float32) * scale[:, None]).to(T))
         decay *= total
@@ -157,11 +225,40 @@ def sweep(x, B, C, D, steps, documents, first, ends, end_decays, states, out, la
 
 
 @triton.jit
-def gradients(dy, x, B, C, steps, documents, entering, leaving, dB, dC, flows, sums, dy_batch, x_batch, b_batch,
-              c_batch, length, DY_ROW: tl.constexpr, X_ROW: tl.constexpr, B_ROW: tl.constexpr, C_ROW: tl.constexpr,
-              HEADS: tl.constexpr, SHARE: tl.constexpr, HEADDIM: tl.constexpr, TILES: tl.constexpr,
-              D_STATE: tl.constexpr, BLOCK: tl.constexpr, K: tl.constexpr, Q: tl.constexpr, P: tl.constexpr,
-              N: tl.constexpr, WIDE: tl.constexpr):
+def gradients(
+    dy,
+    x,
+    B,
+    C,
+    steps,
+    documents,
+    entering,
+    leaving,
+    dB,
+    dC,
+    flows,
+    sums,
+    dy_batch,
+    x_batch,
+    b_batch,
+    c_batch,
+    length,
+    DY_ROW: tl.constexpr,
+    X_ROW: tl.constexpr,
+    B_ROW: tl.constexpr,
+    C_ROW: tl.constexpr,
+    HEADS: tl.constexpr,
+    SHARE: tl.constexpr,
+    HEADDIM: tl.constexpr,
+    TILES: tl.constexpr,
+    D_STATE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    K: tl.constexpr,
+    Q: tl.constexpr,
+    P: tl.constexpr,
+    N: tl.constexpr,
+    WIDE: tl.constexpr,
+):
     """Of one chunk, K of the N states and up to BLOCK heads of a group, one after another: dB and dC add up on the way.
 
     entering, leaving: the states, and the gradients of those after the chunk. Of this block's heads: dB, dC (blocks of
@@ -170,8 +267,15 @@ def gradients(dy, x, B, C, steps, documents, entering, leaving, dB, dC, flows, s
     """
     T: tl.constexpr = tl.float32 if WIDE else x.dtype.element_ty
     per_group, chunks, groups = tl.cdiv(SHARE, BLOCK), tl.cdiv(length, Q), HEADS // SHARE
-    part, chunk, batch = tl.program_id(0) % (N // K), tl.program_id(1), tl.program_id(2).to(tl.int64)
-    group, block = tl.program_id(0) // (N // K) // per_group, tl.program_id(0) // (N // K) % per_group
+    part, chunk, batch = (
+        tl.program_id(0) % (N // K),
+        tl.program_id(1),
+        tl.program_id(2).to(tl.int64),
+    )
+    group, block = (
+        tl.program_id(0) // (N // K) // per_group,
+        tl.program_id(0) // (N // K) % per_group,
+    )
     start, batches = chunk * Q, tl.num_programs(2)
     left, at = length - start, start.to(tl.int64)
     r, n = tl.arange(0, Q), part * K + tl.arange(0, K)
@@ -187,12 +291,24 @@ def gradients(dy, x, B, C, steps, documents, entering, leaving, dB, dC, flows, s
     for head in range(group * SHARE + first, group * SHARE + tl.minimum(first + BLOCK, SHARE)):
         row = batch * HEADS + head
         delta, from_start, to_end, _, high, low, document = chunk_steps(
-            steps + (row * chunks + chunk) * Q, plane, documents, start, length, r, Q)
+            steps + (row * chunks + chunk) * Q, plane, documents, start, length, r, Q
+        )
         products = tl.zeros([Q, Q], tl.float32)
         for tile in tl.static_range(TILES):
             p = tile * P + tl.arange(0, P)
-            x_ = load(x + batch * x_batch + at * X_ROW + head * HEADDIM, X_ROW, r, p, left, HEADDIM, P, T)
-            dy_ = load(dy + batch * dy_batch + at * DY_ROW + head * HEADDIM, DY_ROW, r, p, left, HEADDIM, P, T)
+            x_ = load(
+                x + batch * x_batch + at * X_ROW + head * HEADDIM, X_ROW, r, p, left, HEADDIM, P, T
+            )
+            dy_ = load(
+                dy + batch * dy_batch + at * DY_ROW + head * HEADDIM,
+                DY_ROW,
+                r,
+                p,
+                left,
+                HEADDIM,
+                P,
+                T,
+            )
             products += dot(dy_, tl.trans(x_))
         products *= decays_within(high, low, document, r, documents is not None, False)
         grad_cb = (products * delta[None, :]).to(T)
@@ -202,15 +318,35 @@ def gradients(dy, x, B, C, steps, documents, entering, leaving, dB, dC, flows, s
         flow = flows + own * 4 * Q + r
         products *= cb
         tl.store(flow, tl.sum(products, 0))
-        passing = tl.cumsum(tl.trans(products * delta[None, :]), 0)  # in the dot's layout Triton 2.2 has no cumsum
+        passing = tl.cumsum(
+            tl.trans(products * delta[None, :]), 0
+        )  # in the dot's layout Triton 2.2 has no cumsum
         tl.store(flow + Q, tl.sum(tl.where(r[:, None] < r[None, :], passing, 0.0), 1))
         read_sum, kept_sum = tl.zeros([Q], tl.float32), tl.zeros([Q], tl.float32)
         across, through = tl.zeros([P], tl.float32), tl.zeros([P], tl.float32)
         for tile in tl.static_range(TILES):
             p = tile * P + tl.arange(0, P)
             if TILES > 1:
-                x_ = load(x + batch * x_batch + at * X_ROW + head * HEADDIM, X_ROW, r, p, left, HEADDIM, P, T)
-                dy_ = load(dy + batch * dy_batch + at * DY_ROW + head * HEADDIM, DY_ROW, r, p, left, HEADDIM, P, T)
+                x_ = load(
+                    x + batch * x_batch + at * X_ROW + head * HEADDIM,
+                    X_ROW,
+                    r,
+                    p,
+                    left,
+                    HEADDIM,
+                    P,
+                    T,
+                )
+                dy_ = load(
+                    dy + batch * dy_batch + at * DY_ROW + head * HEADDIM,
+                    DY_ROW,
+                    r,
+                    p,
+                    left,
+                    HEADDIM,
+                    P,
+                    T,
+                )
             state = (row * chunks + chunk) * N * HEADDIM + n[:, None] * HEADDIM + p[None, :]
             s = tl.load(entering + state, mask=(p < HEADDIM)[None, :], other=0.0).to(T)
             g = tl.load(leaving + state, mask=(p < HEADDIM)[None, :], other=0.0).to(T)
@@ -226,15 +362,32 @@ def gradients(dy, x, B, C, steps, documents, entering, leaving, dB, dC, flows, s
         tl.store(flow + 3 * Q, kept_sum)
         tl.store(sums + own * 2, tl.sum(across, 0))
         tl.store(sums + own * 2 + 1, tl.sum(through, 0))
-    place = (((block * batches + batch) * length + start + r) * groups + group)[:, None] * D_STATE + n[None, :]
+    place = (((block * batches + batch) * length + start + r) * groups + group)[
+        :, None
+    ] * D_STATE + n[None, :]
     there = (r < left)[:, None] & (n < D_STATE)[None, :]
     tl.store(dB + place, db, mask=there)
     tl.store(dC + place, dc, mask=there)
 
 
 @triton.jit
-def finish(dt, A, bias, steps, documents, flows, sums, ddt, totals, dt_batch, dt_row, length, heads,
-           PARTS: tl.constexpr, Q: tl.constexpr):
+def finish(
+    dt,
+    A,
+    bias,
+    steps,
+    documents,
+    flows,
+    sums,
+    ddt,
+    totals,
+    dt_batch,
+    dt_row,
+    length,
+    heads,
+    PARTS: tl.constexpr,
+    Q: tl.constexpr,
+):
     """ddt (batch, length, heads) and, of this chunk's positions for A, the bias, D, totals (3, batch, chunks, heads).
 
     `flows` of each position: what its input gives to the chunk's outputs; what all inputs up to it give to those behind
@@ -245,8 +398,12 @@ def finish(dt, A, bias, steps, documents, flows, sums, ddt, totals, dt_batch, dt
     chunks, batches = tl.num_programs(1), tl.num_programs(2)
     start, r = chunk * Q, tl.arange(0, Q)
     row = (batch * heads + head) * chunks + chunk
-    given, within, read, kept = (tl.zeros([Q], tl.float32), tl.zeros([Q], tl.float32), tl.zeros([Q], tl.float32),
-                                 tl.zeros([Q], tl.float32))
+    given, within, read, kept = (
+        tl.zeros([Q], tl.float32),
+        tl.zeros([Q], tl.float32),
+        tl.zeros([Q], tl.float32),
+        tl.zeros([Q], tl.float32),
+    )
     across, through = 0.0, tl.load(sums + row * 2 + 1)
     for part in tl.static_range(PARTS):
         own = part * batches.to(tl.int64) * heads * chunks + row
@@ -259,7 +416,8 @@ def finish(dt, A, bias, steps, documents, flows, sums, ddt, totals, dt_batch, dt
     if documents is not None:
         documents += batch * length
     delta, _, _, total, _, _, document = chunk_steps(
-        steps + row * Q, batches.to(tl.int64) * heads * chunks * Q, documents, start, length, r, Q)
+        steps + row * Q, batches.to(tl.int64) * heads * chunks * Q, documents, start, length, r, Q
+    )
 
     # delta[t] A counts in each decay that passes position t: into later positions, out of earlier ones.
     passing = tl.where(r[:, None] >= r[None, :], read[:, None], (delta * kept)[:, None])
@@ -268,9 +426,13 @@ def finish(dt, A, bias, steps, documents, flows, sums, ddt, totals, dt_batch, dt
     passing = within + tl.sum(passing, 0) + total * across
     there, dt = r < length - start, dt + batch * dt_batch + (start + r).to(tl.int64) * dt_row + head
     raw = tl.load(dt, mask=there, other=0.0).to(tl.float32) + tl.load(bias + head).to(tl.float32)
-    grad = (given + kept + tl.load(A + head).to(tl.float32) * passing) * tl.exp(raw - delta)  # the slope of softplus
+    grad = (given + kept + tl.load(A + head).to(tl.float32) * passing) * tl.exp(
+        raw - delta
+    )  # the slope of softplus
     grad = tl.where(there, grad, 0.0)
-    tl.store(ddt + (batch * length + start + r) * heads + head, grad.to(ddt.dtype.element_ty), mask=there)
+    tl.store(
+        ddt + (batch * length + start + r) * heads + head, grad.to(ddt.dtype.element_ty), mask=there
+    )
     totals += (batch * chunks + chunk) * heads + head
     tl.store(totals, tl.sum(passing * delta, 0))
     tl.store(totals + batches * chunks * heads, tl.sum(grad, 0))

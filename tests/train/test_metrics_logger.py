@@ -11,30 +11,42 @@ import torch
 
 from config.fields import Duration
 from config.train_config import TrainConfig
-from mamba_fsdp.data.loader import Split
+from mamba_fsdp.data.loader import BatchLayout
 from mamba_fsdp.parallel.world import World
-from mamba_fsdp.report.display import Display
+from mamba_fsdp.report.console import Console
 from mamba_fsdp.train.clock import Clock, device_metrics
-from mamba_fsdp.train.recorder import Recorder
+from mamba_fsdp.train.metrics_logger import MetricsLogger
 from mamba_fsdp.train.run_folder import RunFolder
 from mamba_fsdp.train.schedule import Schedule
-from mamba_fsdp.train.setup import Plan
+from mamba_fsdp.train.setup import RunSchedule
 from mamba_fsdp.train.state import TrainState
 
 
 @pytest.fixture
 def recorder_of(tmp_path, monkeypatch):
-    """recorder_of(world) -> a Recorder of a run of 4 steps of 64 tokens that reports every second one."""
+    """recorder_of(world) -> a MetricsLogger of a run of 4 steps of 64 tokens that reports every second one."""
     monkeypatch.setattr("mamba_fsdp.lease.Lease.is_held", lambda self: True)
     settings = TrainConfig()
     settings.report.report_interval = Duration.parse("128tok")
-    plan = Plan(Split(0, 1, 2), tokens_per_step=64, total_steps=4, eval_steps=0, eval_batches=0, checkpoint_steps=4,
-                schedule=Schedule("constant", 4))
-    position = {"seq_length": 32, "drawn": {"it": 3}, "windows": {"it": 4}, "closed": [
-        {"seq_length": 16, "drawn": {"it": 5, "other": 1}, "windows": {"it": 5}}]}
+    plan = RunSchedule(
+        BatchLayout(0, 1, 2),
+        tokens_per_step=64,
+        total_steps=4,
+        eval_steps=0,
+        eval_batches=0,
+        checkpoint_steps=4,
+        schedule=Schedule("constant", 4),
+    )
+    position = {
+        "seq_length": 32,
+        "drawn": {"it": 3},
+        "windows": {"it": 4},
+        "closed": [{"seq_length": 16, "drawn": {"it": 5, "other": 1}, "windows": {"it": 5}}],
+    }
     loader = SimpleNamespace(state_before=lambda step: position)
-    return lambda world: Recorder(settings, world, RunFolder(tmp_path), plan, loader, 0,
-                                  Display(enabled=world.rank == 0))
+    return lambda world: MetricsLogger(
+        settings, world, RunFolder(tmp_path), plan, loader, 0, Console(enabled=world.rank == 0)
+    )
 
 
 def test_a_report_is_a_line_and_an_entry_where_it_is_due(recorder_of, tmp_path, capsys):
@@ -43,19 +55,50 @@ def test_a_report_is_a_line_and_an_entry_where_it_is_due(recorder_of, tmp_path, 
         recorder.report(TrainState(step=1, tokens=64), 4.0, 0.01, 0.5, 0)
         recorder.clock.began -= 1000  # so long the next step has taken
         recorder.validated(1, 3.0, 40, 0.174, 0.25)
-        recorder.report(TrainState(step=2, tokens=128, skipped_steps=1, loss_sum=7.0, loss_steps=2, step_seconds=2000,
-                                   first_started=time.time() - 4000), 3.0, 0.01, 0.5, 0)
-    validation, report = (json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines())
-    assert validation == {"step": 1, "val_loss": 3.0, "val_perplexity": pytest.approx(20.0855, rel=1e-4),
-                          "val_tokens": 40, "val_share": 0.174}
+        recorder.report(
+            TrainState(
+                step=2,
+                tokens=128,
+                skipped_steps=1,
+                loss_sum=7.0,
+                loss_steps=2,
+                step_seconds=2000,
+                first_started=time.time() - 4000,
+            ),
+            3.0,
+            0.01,
+            0.5,
+            0,
+        )
+    validation, report = (
+        json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()
+    )
+    assert validation == {
+        "step": 1,
+        "val_loss": 3.0,
+        "val_perplexity": pytest.approx(20.0855, rel=1e-4),
+        "val_tokens": 40,
+        "val_share": 0.174,
+    }
     rate = report.pop("tokens_per_second")
-    assert report.pop("tokens_per_second_per_device") == rate > 0 and 0.01 < report.pop("memory_gb") < 1000
+    assert (
+        report.pop("tokens_per_second_per_device") == rate > 0
+        and 0.01 < report.pop("memory_gb") < 1000
+    )
     assert report.pop("goodput") == pytest.approx(3000 / 4000, abs=0.05)
-    assert report == {"step": 2, "tokens": 128, "loss": 3.5, "perplexity": pytest.approx(33.1155, rel=1e-4),
-                      "learning_rate": 0.01, "grad_norm": 0.5,
-                      "data_wait_seconds": 0.25, "checkpoint_stall_seconds": 1.5,
-                      "skipped_steps": 1, "source_tokens": {"it": 3 * 32 + 5 * 16, "other": 16},
-                      "source_epochs": {"it": 1.75}}
+    assert report == {
+        "step": 2,
+        "tokens": 128,
+        "loss": 3.5,
+        "perplexity": pytest.approx(33.1155, rel=1e-4),
+        "learning_rate": 0.01,
+        "grad_norm": 0.5,
+        "data_wait_seconds": 0.25,
+        "checkpoint_stall_seconds": 1.5,
+        "skipped_steps": 1,
+        "source_tokens": {"it": 3 * 32 + 5 * 16, "other": 16},
+        "source_epochs": {"it": 1.75},
+    }
     first, second = capsys.readouterr().out.splitlines()
     assert first == "step 1: validation loss 3.0000, perplexity 20.09 (17.4% of the data, 0.2 s)"
     assert second.startswith("step 2/4  loss  3.5000  lr 1.00e-02")
@@ -95,6 +138,7 @@ def test_the_clock_leaves_out_what_is_no_training(monkeypatch):
         before = clock.own_seconds()
         now[0] += passes
         clock.meet([before, 3.0])
+
     step(saving=50, own=1, passes=8)
     step(saving=0, own=2, passes=9)
     assert clock.seconds_per_step(2) == (10.0, [1.5, 3.0]) and clock.seconds_left(2, 6) == 40.0

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mamba_fsdp.data import order as order_module
-from mamba_fsdp.data.order import GROUP_BLOCKS, Order, permute, permuted_window
+from mamba_fsdp.data import sampler as order_module
+from mamba_fsdp.data.sampler import GROUP_BLOCKS, Sampler, permute, permuted_window
 from mamba_fsdp.errors import UserError
 
 
@@ -39,17 +39,24 @@ def test_permute_is_a_bijection_of_every_size(size, key):
 @settings(deadline=None, max_examples=80)
 @given(windows=st.integers(1, 4000), block=st.integers(1, 600), key=st.integers(0, 2**64 - 1))
 def test_permuted_windows_are_a_bijection_of_every_size_and_block(windows, block, key):
-    image = permuted_window(np.arange(windows), np.full(windows, windows), block, np.full(windows, key, np.uint64))
+    image = permuted_window(
+        np.arange(windows), np.full(windows, windows), block, np.full(windows, key, np.uint64)
+    )
     assert np.array_equal(np.sort(image), np.arange(windows))
 
 
 def test_enormous_sources_are_permuted_without_a_table():
     """Any position of a source of 2**50 tokens is found at once, stays inside, and differs from its neighbours'."""
-    order = Order({"s": source(2**50)}, {"s": 1}, 2048, seed=0)
+    order = Sampler({"s": source(2**50)}, {"s": 1}, 2048, seed=0)
     windows = int(order.windows[0])
     for first in (0, windows // 2, windows - 1000):
         _, window, epoch = order.samples(first, 1000)
-        assert window.min() >= 0 and window.max() < windows and len(set(window.tolist())) == 1000 and not epoch.any()
+        assert (
+            window.min() >= 0
+            and window.max() < windows
+            and len(set(window.tolist())) == 1000
+            and not epoch.any()
+        )
 
 
 @settings(deadline=None, max_examples=60)
@@ -62,7 +69,7 @@ def test_enormous_sources_are_permuted_without_a_table():
 def test_every_window_of_every_source_once_an_epoch(counts, weights, seed, block_tokens):
     with patch.object(order_module, "BLOCK_TOKENS", block_tokens):
         sources = with_windows(*counts)
-        order = Order(sources, dict(zip(sources, weights)), 8, seed)
+        order = Sampler(sources, dict(zip(sources, weights)), 8, seed)
         draws = draws_of(order, 1000)
     for name, count in zip(order.names, counts):
         for epoch in range(len(draws[name]) // count):
@@ -73,17 +80,25 @@ def test_samples_are_a_pure_function_of_their_number():
     """Asking for samples in any pieces and order gives what asking for all of them at once gives."""
     sources = with_windows(50, 20, 7)
     weights = dict(zip(sources, (5, 2, 0.3)))
-    whole = np.stack(Order(sources, weights, 8, 3).samples(0, 500))
-    order = Order(dict(reversed(sources.items())), weights, 8, 3)
+    whole = np.stack(Sampler(sources, weights, 8, 3).samples(0, 500))
+    order = Sampler(dict(reversed(sources.items())), weights, 8, 3)
     for first, count in ((490, 10), (0, 1), (123, 77), (1, 400)):
-        assert np.array_equal(np.stack(order.samples(first, count)), whole[:, first : first + count])
+        assert np.array_equal(
+            np.stack(order.samples(first, count)), whole[:, first : first + count]
+        )
 
 
 def test_epochs_seeds_and_sources_are_shuffled_differently():
     sources = with_windows(100, 100)
-    draws = draws_of(Order(sources, {"s0": 1, "s1": 1}, 8, 0), 400)
-    other = draws_of(Order(sources, {"s0": 1, "s1": 1}, 8, 1), 400)
-    shuffles = [draws["s0"][:100], draws["s0"][100:], draws["s1"][:100], other["s0"][:100], list(range(100))]
+    draws = draws_of(Sampler(sources, {"s0": 1, "s1": 1}, 8, 0), 400)
+    other = draws_of(Sampler(sources, {"s0": 1, "s1": 1}, 8, 1), 400)
+    shuffles = [
+        draws["s0"][:100],
+        draws["s0"][100:],
+        draws["s1"][:100],
+        other["s0"][:100],
+        list(range(100)),
+    ]
     assert len({tuple(shuffle) for shuffle in shuffles}) == 5
 
 
@@ -92,7 +107,9 @@ def test_the_shuffle_is_even():
     deviations)."""
     windows, seeds = 12, 6000
     place = np.tile(np.arange(windows), seeds)
-    keys = np.array([order_module.source_key(seed, "s") for seed in range(seeds)], np.uint64).repeat(windows)
+    keys = np.array(
+        [order_module.source_key(seed, "s") for seed in range(seeds)], np.uint64
+    ).repeat(windows)
     window = permuted_window(place, np.full(len(place), windows), 5, keys)
     table = np.bincount(place * windows + window, minlength=windows**2)
     expected = seeds / windows
@@ -104,7 +121,7 @@ def test_the_shuffle_is_even():
 def test_reads_stay_within_a_group_of_blocks():
     """The draws of one group touch GROUP_BLOCKS blocks and each of their windows once: the page cache holds what is in
     use."""
-    order = Order({"s": source(2**38)}, {"s": 1}, 2048, seed=5)
+    order = Sampler({"s": source(2**38)}, {"s": 1}, 2048, seed=5)
     block_windows = order_module.BLOCK_TOKENS // 2048
     group = GROUP_BLOCKS * block_windows
     assert block_windows * 2048 * 2 >= 1 << 20  # a block is megabytes
@@ -123,7 +140,7 @@ def test_reads_stay_within_a_group_of_blocks():
 def test_the_pattern_is_evenly_spread(weights, first):
     """At no point is a source more than about half a draw per source ahead of its share or behind it."""
     sources = with_windows(*[5] * len(weights))
-    order = Order(sources, dict(zip(sources, weights)), 8, 0)
+    order = Sampler(sources, dict(zip(sources, weights)), 8, 0)
     count = 3000
     for position in (0, first % order.period):
         order.start = position
@@ -135,7 +152,7 @@ def test_the_pattern_is_evenly_spread(weights, first):
 
 def test_weights_are_met_within_one_part_in_ten_thousand():
     shares = {"code": 0.4108, "text": 0.5892 - 0.0007, "rare": 0.0007}
-    order = Order({name: source(10**6, name) for name in shares}, shares, 8, 0)
+    order = Sampler({name: source(10**6, name) for name in shares}, shares, 8, 0)
     index, _, _ = order.samples(0, 1_000_000)
     for i, name in enumerate(order.names):
         assert abs((index == i).mean() - shares[name]) < 1e-4
@@ -151,14 +168,14 @@ def test_weights_are_met_within_one_part_in_ten_thousand():
 def test_continuing_from_a_state_is_as_if_unbroken(stops, weights):
     sources = with_windows(40, 13, 1)
     weights = dict(zip(sources, weights))
-    whole = np.stack(Order(sources, weights, 8, 9).samples(0, sum(stops) + 50))
+    whole = np.stack(Sampler(sources, weights, 8, 9).samples(0, sum(stops) + 50))
     state, at = None, 0
     for stop in stops:
-        state = json.loads(json.dumps(Order(sources, weights, 8, 9, state).state_after(stop)))
+        state = json.loads(json.dumps(Sampler(sources, weights, 8, 9, state).state_after(stop)))
         at += stop
-    order = Order(sources, weights, 8, 9, state)
+    order = Sampler(sources, weights, 8, 9, state)
     assert np.array_equal(np.stack(order.samples(0, 50)), whole[:, at : at + 50])
-    assert order.state_after(50) == Order(sources, weights, 8, 9).state_after(at + 50)
+    assert order.state_after(50) == Sampler(sources, weights, 8, 9).state_after(at + 50)
 
 
 def test_a_changed_mixture_goes_on_with_each_sources_own_draws():
@@ -167,14 +184,19 @@ def test_a_changed_mixture_goes_on_with_each_sources_own_draws():
     sources = with_windows(400, 300, 200)
     seen = {name: [] for name in sources}
     state = None
-    for weights in ({"s0": 1, "s1": 1}, {"s0": 1, "s1": 5, "s2": 2}, {"s0": 1, "s2": 2}, {"s0": 0, "s1": 1, "s2": 1}):
-        order = Order({name: sources[name] for name in weights}, weights, 8, 0, state)
+    for weights in (
+        {"s0": 1, "s1": 1},
+        {"s0": 1, "s1": 5, "s2": 2},
+        {"s0": 1, "s2": 2},
+        {"s0": 0, "s1": 1, "s2": 1},
+    ):
+        order = Sampler({name: sources[name] for name in weights}, weights, 8, 0, state)
         for name, windows in draws_of(order, 100).items():
             seen[name] += windows
         state = order.state_after(100)
         assert {name: len(windows) for name, windows in seen.items() if windows} == state["drawn"]
     for name, windows in seen.items():
-        alone = Order({name: sources[name]}, {name: 1}, 8, 0)
+        alone = Sampler({name: sources[name]}, {name: 1}, 8, 0)
         assert windows == draws_of(alone, len(windows))[name]
 
 
@@ -182,47 +204,56 @@ def test_a_position_that_means_nothing_is_refused():
     """Another seed, window length or content of a source: the draws made so far would name other windows."""
     sources = with_windows(40, 40)
     weights = {"s0": 1, "s1": 1}
-    state = Order(sources, weights, 8, 0).state_after(10)
+    state = Sampler(sources, weights, 8, 0).state_after(10)
     with pytest.raises(UserError, match="seed is 1, but .* saved with seed 0"):
-        Order(sources, weights, 8, 1, state)
+        Sampler(sources, weights, 8, 1, state)
     with pytest.raises(UserError, match="seq_length is 16, but .* seq_length 8"):
-        Order(sources, weights, 16, 0, state)
+        Sampler(sources, weights, 16, 0, state)
     with pytest.raises(UserError, match="source 's1' holds other data"):
-        Order({**sources, "s1": source(321, "new")}, weights, 8, 0, state)
-    later = Order({"s0": sources["s0"]}, {"s0": 1}, 8, 0, state).state_after(5)
-    with pytest.raises(UserError, match="source 's1' holds other data"):  # also after it was away for a while
-        Order({**sources, "s1": source(321, "new")}, weights, 8, 0, later)
+        Sampler({**sources, "s1": source(321, "new")}, weights, 8, 0, state)
+    later = Sampler({"s0": sources["s0"]}, {"s0": 1}, 8, 0, state).state_after(5)
+    with pytest.raises(
+        UserError, match="source 's1' holds other data"
+    ):  # also after it was away for a while
+        Sampler({**sources, "s1": source(321, "new")}, weights, 8, 0, later)
 
 
-@pytest.mark.parametrize("weights, message", [
-    ({"s0": 1}, "weights are given for s0, but the sources are s0, s1"),
-    ({"s0": 1, "s1": -1}, "no mixture"),
-    ({"s0": 0, "s1": 0}, "no mixture"),
-    ({"s0": float("nan"), "s1": 1}, "no mixture"),
-    ({"s0": 1e-9, "s1": 1}, "share of source 's0' is below"),
-])
+@pytest.mark.parametrize(
+    "weights, message",
+    [
+        ({"s0": 1}, "weights are given for s0, but the sources are s0, s1"),
+        ({"s0": 1, "s1": -1}, "no mixture"),
+        ({"s0": 0, "s1": 0}, "no mixture"),
+        ({"s0": float("nan"), "s1": 1}, "no mixture"),
+        ({"s0": 1e-9, "s1": 1}, "share of source 's0' is below"),
+    ],
+)
 def test_weights_that_make_no_mixture_are_refused(weights, message):
     with pytest.raises(UserError, match=message):
-        Order(with_windows(5, 5), weights, 8, 0)
+        Sampler(with_windows(5, 5), weights, 8, 0)
 
 
 def test_a_source_shorter_than_a_window_is_refused():
-    Order({"s": source(9)}, {"s": 1}, 8, 0)
+    Sampler({"s": source(9)}, {"s": 1}, 8, 0)
     with pytest.raises(UserError, match="'s' has 8 tokens, but one window of seq_length 8 needs 9"):
-        Order({"s": source(8)}, {"s": 1}, 8, 0)
+        Sampler({"s": source(8)}, {"s": 1}, 8, 0)
 
 
 def test_no_table_grows_with_the_data():
     """All arrays of an order over 2**50 tokens are as small as those over a few."""
+
     def size(token_count):
-        order = Order({"a": source(token_count), "b": source(token_count)}, {"a": 0.3, "b": 0.7}, 8, 0)
+        order = Sampler(
+            {"a": source(token_count), "b": source(token_count)}, {"a": 0.3, "b": 0.7}, 8, 0
+        )
         return sum(value.nbytes for value in vars(order).values() if isinstance(value, np.ndarray))
+
     assert size(2**50) == size(100)
 
 
 def test_the_order_never_changes_between_versions():
     """Resuming a run with a newer program has to find the same order: these numbers are part of the format."""
-    order = Order(with_windows(1000, 10), {"s0": 3, "s1": 1}, 8, 42)
+    order = Sampler(with_windows(1000, 10), {"s0": 3, "s1": 1}, 8, 42)
     index, window, epoch = order.samples(0, 12)
     assert index.tolist() == [0, 0, 1, 0, 0, 0, 1, 0, 0, 0, 1, 0]
     assert window.tolist() == [918, 173, 9, 757, 496, 888, 2, 870, 122, 390, 4, 437]

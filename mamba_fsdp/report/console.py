@@ -14,12 +14,22 @@ from typing import Any, TextIO
 
 SECONDS_BETWEEN_UPDATES = 0.2
 BEGINNING = r"^ *(?:\S+  +)*"  # of a line, up to its text: a name, as in `kernels    native: conv`, or an option
-LESS_AND_LESS = ("MFU", "tok/s", "lr", "left", "loss")  # what a narrow terminal has no room for goes in this order
+LESS_AND_LESS = (
+    "MFU",
+    "tok/s",
+    "lr",
+    "left",
+    "loss",
+)  # what a narrow terminal has no room for goes in this order
 
 
 def duration(seconds: float) -> str:
     minutes, seconds = divmod(int(seconds), 60)
-    return f"{minutes // 60}:{minutes % 60:02d}:{seconds:02d}" if minutes >= 60 else f"{minutes}:{seconds:02d}"
+    return (
+        f"{minutes // 60}:{minutes % 60:02d}:{seconds:02d}"
+        if minutes >= 60
+        else f"{minutes}:{seconds:02d}"
+    )
 
 
 def scaled(number: float, unit: str) -> str:
@@ -40,7 +50,7 @@ def say(name: str, value: object) -> None:
     print(f"{name:<14} {value}")
 
 
-class Display:
+class Console:
     """Lines on rank 0 (`enabled`), nothing elsewhere."""
 
     def __init__(self, *, enabled: bool = True, stream: TextIO | None = None) -> None:
@@ -54,8 +64,16 @@ class Display:
         if self.enabled:
             rows = text.splitlines()
             if self.on_terminal:
-                rows = [textwrap.fill(row, self._width(), subsequent_indent=" " * len(re.findall(BEGINNING, row)[0]),
-                                      break_long_words=False, break_on_hyphens=False) for row in rows]
+                rows = [
+                    textwrap.fill(
+                        row,
+                        self._width(),
+                        subsequent_indent=" " * len(re.findall(BEGINNING, row)[0]),
+                        break_long_words=False,
+                        break_on_hyphens=False,
+                    )
+                    for row in rows
+                ]
             self._clear()
             print("\n".join(rows), file=self.stream, flush=True)
 
@@ -63,14 +81,31 @@ class Display:
         """What the live line says until something else comes."""
         if self.live and time.monotonic() >= self.next_update:
             self._clear()
-            self.shown, self.next_update = text[:self._width()], time.monotonic() + SECONDS_BETWEEN_UPDATES
+            self.shown, self.next_update = (
+                text[: self._width()],
+                time.monotonic() + SECONDS_BETWEEN_UPDATES,
+            )
             print("\r" + self.shown, end="", file=self.stream, flush=True)
 
-    def step(self, step: int, total: int, *, loss: float, learning_rate: float, tokens_per_second: float,
-             mfu: float | None = None, seconds_left: float | None = None, report: bool = False) -> None:
+    def step(
+        self,
+        step: int,
+        total: int,
+        *,
+        loss: float,
+        learning_rate: float,
+        tokens_per_second: float,
+        mfu: float | None = None,
+        seconds_left: float | None = None,
+        report: bool = False,
+    ) -> None:
         """The state of training; stays where `report` is set."""
-        parts = {"step": f"step {step:>{len(str(total))}}/{total}", "loss": f"loss {loss:7.4f}",
-                 "lr": f"lr {learning_rate:.2e}", "tok/s": f"{tokens_per_second:>7,.0f} tok/s"}
+        parts = {
+            "step": f"step {step:>{len(str(total))}}/{total}",
+            "loss": f"loss {loss:7.4f}",
+            "lr": f"lr {learning_rate:.2e}",
+            "tok/s": f"{tokens_per_second:>7,.0f} tok/s",
+        }
         parts |= {"MFU": f"MFU {mfu:5.1%}"} if mfu is not None else {}
         parts |= {"left": f"left {duration(seconds_left)}"} if seconds_left is not None else {}
         row = "  ".join(parts.values())
@@ -79,7 +114,7 @@ class Display:
                 if len(row) > self._width():
                     parts.pop(least, None)
                     row = "  ".join(parts.values())
-            row = row[:self._width()]
+            row = row[: self._width()]
         (self.line if report else self.passing)(row)
 
     def close(self) -> None:
@@ -117,7 +152,10 @@ class Output:
     def _try(self, write, *text):
         try:
             write(*text)
-        except (OSError, ValueError):  # ValueError: a character that the stream's encoding lacks, or it is closed
+        except (
+            OSError,
+            ValueError,
+        ):  # ValueError: a character that the stream's encoding lacks, or it is closed
             self.failed = True
 
     def __getattr__(self, name: str) -> Any:
