@@ -553,7 +553,7 @@ TABLE: list[Foreign] = [
         missing(
             "trainer",
             "project trackio_space_id trackio_bucket_id trackio_static_space_id",
-            "tracker takes tensorboard, wandb (its project: wandb_project) and prometheus",
+            "tracker takes tensorboard and wandb (its project: wandb_project)",
             "none huggingface",
         ),
         needless("composer", "window_size", "rates are means over report_interval"),
@@ -565,7 +565,7 @@ TABLE: list[Foreign] = [
             "trainer",
             "report_to",
             "tracker",
-            {"all": "!name them: tracker=tensorboard,wandb,prometheus", ANYTHING: ANYTHING},
+            {"all": "!name them: tracker=tensorboard,wandb", ANYTHING: ANYTHING},
         ),
         becomes(
             "aws fms composer",
@@ -600,8 +600,8 @@ TABLE: list[Foreign] = [
         missing(
             "composer",
             "callbacks loggers algorithms",
-            "settings do it: tracker=wandb,tensorboard, use_profiler, sample_prompts=FILE writes texts at validations, "
-            "loss_spike_factor rolls back; metrics.jsonl holds throughput, memory and gradient norm",
+            "settings do it: tracker=wandb,tensorboard, use_profiler, sample_prompts=FILE writes texts at validations; "
+            "metrics.jsonl holds throughput, memory and gradient norm",
         ),
         needless(
             "composer trainer",

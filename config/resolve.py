@@ -15,6 +15,7 @@ from config import elsewhere, fields
 from config.fields import Duration, help_lines, near_name, read_field, shown
 from config.model_config import ModelConfig
 from config.presets import preset, usual_length
+from config.retired import RETIRED, RETIRED_VALUES
 from config.train_config import TrainConfig
 from mamba_fsdp.errors import UserError
 
@@ -60,7 +61,8 @@ def resolve_settings(
         raise UserError(f"{stray[0]}: settings are written --name=value")
     path = find_config_file(config_file) if config_file else None
     on_line = Place(given, "on the command line")
-    in_file = Place(flatten(load_yaml(path), path) if path else {}, f"in {path}")
+    content = load_yaml(path) if path else {}
+    in_file = Place(flatten(content, path) if path else {}, f"in {path}", of_run=is_of_run(content))
     _refuse(on_line, in_file, path)
     leave_out(in_file.chosen, on_line.chosen)
     chosen = {**in_file.chosen, **on_line.chosen}
@@ -290,6 +292,11 @@ def flatten(content: dict[str, Any], path: Path) -> dict[str, Any]:
     return flat
 
 
+def is_of_run(content: Mapping[str, Any]) -> bool:
+    """Whether the content of a YAML file was written by a run: that has every section."""
+    return SECTIONS.keys() <= content.keys()
+
+
 class Taken(NamedTuple):
     """By which word a setting was given: a name of ours, or another launcher's; and whether it gives way to others."""
 
@@ -301,8 +308,9 @@ class Taken(NamedTuple):
 class Place:
     """What the command line or a file gives: settings by our names; notes and mistakes, by the words as given."""
 
-    def __init__(self, given: Mapping[str, Any], where: str) -> None:
-        self.given, self.where = given, where
+    def __init__(self, given: Mapping[str, Any], where: str, of_run: bool = False) -> None:
+        """of_run: an earlier run wrote it, so that retired settings are no mistake of the user."""
+        self.given, self.where, self.of_run = given, where, of_run
         self.chosen: dict[str, Any] = {}
         self.taken: dict[str, Taken] = {}
         self.notes: dict[str, str] = {}
@@ -321,6 +329,14 @@ class Place:
     def _take(self, key: str, text: Any) -> None:
         own = aliases().get(key)
         row = elsewhere.find(key, own, SECTIONS, all_settings())
+        leaf = key.rpartition(".")[2]
+        if leaf in RETIRED and not own and (self.of_run or not row):
+            self._pass_over(leaf, text)
+            return
+        if row and row.ours in RETIRED and row.ours not in all_settings():
+            self.notes[key] = f"{leaf}={text} changes nothing here: {RETIRED[row.ours].instead}"
+            return
+        text = self._without_retired_values(own, text)
         if not own and not row:
             # The suggestion looks past a wrong section; the setting does not.
             hint = near_name(
@@ -337,6 +353,32 @@ class Place:
         for place, (name, given) in enumerate(meant.settings.items()):
             value = read_field(name, all_settings()[name][1], given, f" ({self.where})")
             self._set(name, value, Taken(key, bool(own), weak=not own and (place > 0 or meant.off)))
+
+    def _pass_over(self, name: str, text: Any) -> None:
+        """Notes that the retired setting `name` of an earlier run is ignored. Raises UserError where a user gave it."""
+        usual, instead = RETIRED[name]
+        if not self.of_run:
+            raise UserError(f"{name}: no longer a setting ({self.where}); {instead}")
+        value = shown(text) if isinstance(text, list) else "" if text is None else str(text)
+        if value != usual:
+            self.notes[name] = f"{name}={value} is no longer a setting and ignored; {instead}"
+
+    def _without_retired_values(self, name: str | None, text: Any) -> Any:
+        """The same for the values of the setting `name`: what is left of `text`."""
+        if name not in {setting for setting, _ in RETIRED_VALUES}:
+            return text
+        values = text if isinstance(text, list) else str(text).split(",")
+        choices = all_settings()[str(name)][1].metadata["bounds"].choices
+        left = []
+        for value in values:
+            instead = RETIRED_VALUES.get((name, str(value).strip().lower()))
+            if not instead or value in choices:
+                left.append(value)
+            elif self.of_run:
+                self.notes[str(name)] = f"{name}={value} is no longer there; {instead}"
+            else:
+                raise UserError(f"{name}={value}: no longer there ({self.where}); {instead}")
+        return left if len(left) < len(values) else text
 
     def _set(self, name: str, value: Any, now: Taken) -> None:
         before, there = self.taken.get(name), self.chosen.get(name)
