@@ -73,7 +73,6 @@ SHARDING = Needs(
 )
 SPIKES = Needs("loss_spike_factor above 0", lambda settings: settings.training.loss_spike_factor)
 WANDB = Needs("tracker=wandb", lambda settings: "wandb" in settings.report.tracker)
-LOCAL = Needs("a local_checkpoint_path", lambda settings: settings.checkpoint.local_checkpoint_path)
 NO_TOKEN = {"none": "", "null": ""}
 
 
@@ -262,11 +261,6 @@ class CheckpointConfig:
     the model's, and model settings that are given must agree with it; where there is no config.json, they say it."""
     checkpoint_interval: Duration = steps(500, at_least=1)
     """Save a checkpoint every so often; one is always saved at the end and when stopped."""
-    local_checkpoint_path: str = setting("")
-    """Folder on each node's own disk, as /scratch/local, for more frequent checkpoints, each file with a copy on the
-    next node (docs/checkpoints.md); $NAME is taken from the node's environment; empty for none."""
-    local_checkpoint_interval: Duration = steps(50, at_least=1, needs=LOCAL)
-    """Save one there every so often."""
     keep_checkpoints: int = setting(3, at_least=1, aliases=("keep_last",))
     """Committed checkpoints kept; older ones are removed, but none that another process reads."""
     keep_every: Duration = steps(0, at_least=0)
@@ -282,17 +276,6 @@ class CheckpointConfig:
     def names_a_file(self):
         """Whether load_ckpt_path names a file, of weights alone."""
         return self.load_ckpt_path.endswith((".pth", ".pt", ".bin", ".safetensors"))
-
-    def check_local_outside_run(self) -> None:
-        """Raises UserError where local_checkpoint_path lies in the run folder, which all nodes share."""
-        run, local = (
-            os.path.realpath(path) for path in (self.save_ckpt_path, self.local_checkpoint_path)
-        )
-        if self.local_checkpoint_path and os.path.commonpath([run, local]) == run:
-            raise UserError(
-                f"local_checkpoint_path {self.local_checkpoint_path} lies in the run folder; name a folder "
-                "on each node's own disk"
-            )
 
 
 @dataclass
@@ -410,6 +393,6 @@ class TrainConfig:
                 "resuming_dataset needs load_ckpt_path to be a run or checkpoint folder, "
                 "which knows the data's position"
             )
-        checkpoint.check_local_outside_run()
+
         self.parallel.selective_share()
         demands(training.kernels)

@@ -23,7 +23,6 @@ import torch
 
 from mamba_fsdp.checkpoint.files import NAMES, checksum, write_pieces
 from mamba_fsdp.checkpoint.folder import is_model, newest_whole, stored_name
-from mamba_fsdp.checkpoint.local import LocalTier
 from mamba_fsdp.checkpoint.ranges import find_layouts, packed, part_to_write
 from mamba_fsdp.checkpoint.retention import Retention, delete
 from mamba_fsdp.errors import StorageError, UserError, joined
@@ -49,15 +48,14 @@ SECONDS_OF_SILENCE = 120.0  # without progress, after which nobody waits for a r
 @dataclass
 class Save:
     """One save under way. `outcome`, by `stage`: 0, what this rank's writing will have come to, {"file", ...} or
-    {"error"}; 1, on rank 0, which was told all of that, (what it has committed, error); 2, of a local save, errors of
-    keeping it on this node. What changes the tensors calls `copied.wait()`."""
+    {"error"}; 1, on rank 0, which was told all of that, (what it has committed, error). What changes the tensors calls
+    `copied.wait()`."""
 
     step: int
     partial: Path
     state: dict[str, Any]
     tensors: dict[str, dict[str, Any]]  # stored name -> its entry in state.json, but for the layout
     pieces: bytes  # of this rank, packed
-    local: LocalTier | None = None  # where it is not a shared one
     stood_still: float = 0.0  # seconds before it
     began: float = field(default_factory=time.monotonic)
     stage: int = 0
@@ -89,7 +87,6 @@ class Checkpointer:
     `is_writing`. report: called on rank 0 with a sentence for the user.
     A run folder belongs to one run at a time: what an earlier one left half-written, be it a model, is removed here.
     check_ours: called on rank 0 before the folder is changed; raises UserError when it belongs to another run by then.
-    local_path: of the local tier (local.py); "" for none.
     """
 
     def __init__(
@@ -102,7 +99,6 @@ class Checkpointer:
         asynchronous: bool = True,
         report: Callable[[str], None] = print,
         check_ours: Callable[[], None] = lambda: None,
-        local_path: str = "",
     ):
         self.folder = Path(run_folder) / CHECKPOINTS
         self.world, self.asynchronous, self.report, self.check_ours = (
@@ -112,20 +108,14 @@ class Checkpointer:
             check_ours,
         )
         self.retention = Retention(self.folder, keep, keep_every, report)
-        self.pending: dict[
-            bool, Save
-        ] = {}  # of each tier (True: the local one), which do not wait for one another
+        self.pending: Save | None = None
         self.buffers: list[torch.Tensor] = []  # for the copies, kept over saves
         self._stalled = self._told = self._since = (
             0.0  # seconds in all, those told; when it began to stand still
         )
         self.last: Path | None = None
-        self.newest_step = (
-            -1
-        )  # of the newest checkpoint of either tier that it has resumed from or committed
-        self.only_local = False  # whether the run resumes from a local checkpoint and has saved no shared one since
+        self.newest_step = -1  # of the newest checkpoint that it has resumed from or committed
         self.world.on_rank0(lambda: retry_io(self._make_ready, self.folder))
-        self.local = LocalTier(local_path, run_folder, world, report) if local_path else None
 
     def newest(self, shards: Sequence[Shard] = ()) -> Path | None:
         """Path of the newest whole checkpoint, or None; broken ones are reported and passed over. shards: for `load`.
@@ -138,28 +128,10 @@ class Checkpointer:
         return self.last
 
     def to_resume(self, shards: Sequence[Shard]) -> Path | None:
-        """Path, on this node, of the newest whole checkpoint of either tier, the shared one of two; None where there is
-        none. shards: for `load`. Raises UserError as `newest`, where no local one is whole."""
+        """As `newest`, but what it has saved itself is verified again: it may be broken by now."""
         self.wait()
-        self.last = None  # what it has saved may be broken by now
-        if not self.local:
-            return self.newest(shards)
-        after, failure = (
-            self.world.on_rank0(lambda: _step([None, *committed(self.folder)][-1])),
-            None,
-        )
-        found = self.local.fetch(after, shards)
-        try:
-            found = found or self.newest(shards)
-        except UserError as error:
-            failure = error
-        if _step(found) < after:  # the newest shared ones are broken
-            found = self.local.fetch(_step(found), shards) or found
-        if failure and not found:
-            raise failure
-        self.only_local, self.newest_step = found != self.last, _step(found)
-        self.local.forget_after(_step(found))
-        return found
+        self.last = None
+        return self.newest(shards)
 
     def check_room(self, shards: Sequence[Shard]) -> None:
         """Says where there is room for one checkpoint only. Raises UserError on all ranks where there is none."""
@@ -176,36 +148,24 @@ class Checkpointer:
         self.world.on_rank0(check)
 
     @_stalls
-    def save(
-        self, step: int, shards: Sequence[Shard], state: dict[str, Any], local: bool = False
-    ) -> None:
+    def save(self, step: int, shards: Sequence[Shard], state: dict[str, Any]) -> None:
         """Save `shards` (the same names on all ranks) and rank 0's `state`, a dict for JSON, as checkpoint of `step`.
 
         Raises UserError on all ranks when an earlier save failed, when space is short, or (not asynchronous) when this
-        save fails. Does nothing when the checkpoint of this step stands already. local: on the nodes' own disks; fails
-        with a warning, and is left out while another one is being written.
+        save fails. Does nothing when the checkpoint of this step stands already.
         """
-        self.wait((local,), patient=not local)
-        if local and self.pending or self.last is not None and self.last.name == step_name(step):
+        self.wait()
+        if self.last is not None and self.last.name == step_name(step):
             return
         shards = sorted(shards, key=lambda shard: not is_model(stored_name(shard.name)))
-        pieces, least = [], min(shard.replicas for shard in shards)
+        pieces = []
         for turn, shard in enumerate(shards):
             start, stop = part_to_write(
                 shard.data.numel(), shard.replicas, shard.replica_index, turn
             )
-            if (
-                local and shard.replicas == self.world.size > least
-            ):  # in one file, so that a node needs but that one
-                start, stop = 0, shard.data.numel() * (self.world.rank == 0)
             pieces.append((stored_name(shard.name), shard.start + start, shard.data[start:stop]))
-        tier = self.local if local else None
-        partial = (
-            tier.folder / f".{step_name(step)}.partial"
-            if tier
-            else self.world.on_rank0(
-                lambda: retry_io(lambda: self._make_partial(step, shards), self.folder)
-            )
+        partial = self.world.on_rank0(
+            lambda: retry_io(lambda: self._make_partial(step, shards), self.folder)
         )
         tensors = {
             stored_name(shard.name): {
@@ -217,14 +177,14 @@ class Checkpointer:
         }
         told = packed([(start, tensor.numel()) for _, start, tensor in pieces])
         save = Save(
-            step, partial, json.loads(json.dumps(state)), tensors, told, tier, self._stood_still()
+            step, partial, json.loads(json.dumps(state)), tensors, told, self._stood_still()
         )
-        self.pending[local] = save
+        self.pending = save
         pieces = [piece for piece in pieces if piece[2].numel()]
         copy = self._start_copying(save, [tensor for _, _, tensor in pieces])
         save.outcome = self.world.beside(lambda: self._write(save, pieces, copy))
         if not self.asynchronous:
-            self.wait((local,))
+            self.wait()
 
     def _start_copying(self, save, tensors):
         """What gives the tensors' copies on the host, to be called in the writing thread."""
@@ -258,79 +218,60 @@ class Checkpointer:
     @_stalls
     def wait_for_copies(self) -> None:
         """Call before weights and moments change: waits until they are copied, on a GPU the device, not the host."""
-        for save in self.pending.values():
-            save.copied.wait()
+        if self.pending:
+            self.pending.copied.wait()
 
-    def is_writing(self, local: bool = False) -> bool:
-        """Whether this rank still writes, or commits, the tier's save. Once none does, all ranks call `settle`."""
-        return local in self.pending and not self.pending[local].outcome.done()
+    def is_writing(self) -> bool:
+        """Whether this rank still writes, or commits. Once none does, all ranks call `settle`."""
+        return self.pending is not None and not self.pending.outcome.done()
 
-    def stage(self, local: bool = False) -> tuple[int, int] | None:
-        """How far the tier's save has come, the same on all ranks: what `is_writing` told holds for this stage."""
-        return (
-            (self.pending[local].step, self.pending[local].stage) if local in self.pending else None
-        )
+    def stage(self) -> tuple[int, int] | None:
+        """How far the save has come, the same on all ranks: what `is_writing` told holds for this stage."""
+        return (self.pending.step, self.pending.stage) if self.pending else None
 
     @_stalls
-    def settle(self, local: bool = False) -> None:
-        """Where all have written the tier's save, if any, rank 0 begins to commit it; where it has, all learn of it, or
-        the nodes begin to keep a local one. Raises UserError on all ranks if a shared one failed."""
-        if local not in self.pending:
+    def settle(self) -> None:
+        """Where all have written the save under way, if any, rank 0 begins to commit it; where it has, all learn of it.
+        Raises UserError on all ranks if it failed."""
+        save = self.pending
+        if not save:
             return
-        save, outcome = self.pending[local], self.pending[local].outcome.result()
+        outcome = save.outcome.result()
         save.stage += 1
         if save.stage == 1:
             told = self.world.gather_on_rank0((outcome, save.pieces))
             if self.world.rank == 0:
                 save.outcome = self.world.beside(lambda: attempt(lambda: self._commit(save, told)))
             return
-        if save.local and save.stage == 2:
-            kept = functools.partial(
-                save.local.keep, save.step, save.partial, *self.world.broadcast_object(outcome)
-            )
-            save.outcome = self.world.beside(kept)
-            return
-        del self.pending[local]
+        self.pending = None
         self.buffers = save.buffers
-        if save.local:
-            if failures := self.world.tell_all(outcome):
-                save.local.say(
-                    f"warning: a local checkpoint can't be saved, training continues: {joined(failures)}"
-                )
-            else:
-                self.newest_step = max(self.newest_step, save.step)
-            return
         committed, failure = self.world.broadcast_object(outcome)
         if failure:
             raise failure
-        self.last, self.only_local, self.newest_step = committed, False, save.step
+        self.last, self.newest_step = committed, save.step
         self.retention.broken.discard(committed.name)
         if self.world.rank == 0:
             self.report(f"checkpoint {committed.name} is committed")
 
     @_stalls
-    def wait(self, tiers: Sequence[bool] = (False, True), patient: bool = True) -> None:
-        """Wait for the saves under way, and for their commits. Raises UserError on all ranks if the shared one failed,
-        and a StorageError if an asynchronous one stands still: then it stays under way, and no other is begun; of a
-        local one that is a warning. patient: False only looks whether they stand still."""
-        for local in tiers:
-            while save := self.pending.get(local):
-                silent = self.world.run_local(functools.partial(self._stands_still, save, patient))
-                late = self.world.tell_all(
-                    [f"rank {self.world.rank} on {socket.gethostname()}"] * silent
-                )
-                if late or not patient:
-                    break
-                self.settle(local)
-            if save and late:
-                error = StorageError(
-                    f"the {'local ' * local}checkpoint of step {save.step} is still being written: "
+    def wait(self, patient: bool = True) -> None:
+        """Wait for the save under way, and for its commit. Raises UserError on all ranks if it failed, and a
+        StorageError if an asynchronous one stands still: then it stays under way, and no other is begun. patient: False
+        only looks whether it stands still."""
+        while save := self.pending:
+            silent = self.world.run_local(functools.partial(self._stands_still, save, patient))
+            late = self.world.tell_all(
+                [f"rank {self.world.rank} on {socket.gethostname()}"] * silent
+            )
+            if late:
+                raise StorageError(
+                    f"the checkpoint of step {save.step} is still being written: "
                     f"{', '.join(late[:4] + ['...'] * (len(late) > 4))} made no progress for "
                     f"{SECONDS_OF_SILENCE:g} s"
                 )
-                if not save.local:
-                    raise error
-                save.local.say(f"warning: {error}")
+            if not patient:
+                return
+            self.settle()
 
     def _stands_still(self, save, patient):
         while not save.outcome.done():
@@ -354,22 +295,19 @@ class Checkpointer:
         )  # for two threads
 
     def _write(self, save, pieces, copy):
-        """Write this rank's file. Runs in a thread and therefore talks to no other rank, but as the local tier may.
-        Returns the outcome."""
+        """Write this rank's file. Runs in a thread and therefore talks to no other rank. Returns the outcome."""
         path = save.partial / rank_file(self.world.rank)
         where = f"rank {self.world.rank} on {socket.gethostname()}"
         try:
             pieces = [(name, start, copied) for (name, start, _), copied in zip(pieces, copy())]
-            if save.local:
-                save.partial.mkdir(exist_ok=True)
             model_pieces = sum(is_model(name) for name, _, _ in pieces)
             written = retry_io(
                 lambda: write_pieces(path, pieces, model_pieces, from_disk=self.asynchronous), path
             )
             sync_folder(save.partial)
-            outcome = {"file": path.name, **written}
+            return {"file": path.name, **written}
         except StorageError as error:
-            outcome = {"error": StorageError(f"{where}: {error}")}
+            return {"error": StorageError(f"{where}: {error}")}
         except BaseException as error:
             said = (
                 error.strerror if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
@@ -379,10 +317,7 @@ class Checkpointer:
                 if isinstance(error, FileNotFoundError)
                 else ""
             )
-            outcome = {"error": UserError(f"{where}: {path}: {said}{hint}")}
-        if save.local:
-            outcome["no_copy"] = save.local.copy_to_neighbour(path)
-        return outcome
+            return {"error": UserError(f"{where}: {path}: {said}{hint}")}
 
     # Rank 0 alone does the rest.
 
@@ -409,16 +344,11 @@ class Checkpointer:
         return partial
 
     def _commit(self, save, told):
-        """Turn the files into a checkpoint: what stands under its final name is whole and durable; its path. A local
-        one: what the other nodes need for that. told: by each rank, (outcome, pieces)."""
-        missing = [why for outcome, _ in told if (why := outcome.pop("no_copy", ""))]
+        """Turn the files into a checkpoint: what stands under its final name is whole and durable; its path.
+        told: by each rank, (outcome, pieces)."""
         try:
             size = self._complete(save, told)
-            result = (
-                save.local.texts(save.step, save.partial, missing)
-                if save.local
-                else self.retention.place(save.partial, save.step)
-            )
+            result = self.retention.place(save.partial, save.step)
         except BaseException:  # what is left takes the room that the next attempt needs
             delete(save.partial)
             raise
@@ -428,7 +358,6 @@ class Checkpointer:
             save.step,
             bytes=size,
             seconds=round(time.monotonic() - save.began, 3),
-            tier="local" if save.local else "shared",
             stall_seconds=round(self._stood_still() - save.stood_still, 3),
         )
         return result

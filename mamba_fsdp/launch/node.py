@@ -55,7 +55,7 @@ from torch.distributed.elastic.rendezvous import (
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.parallel.compat import where_ranks_meet
 from mamba_fsdp.parallel.world import allow_many_files, attempt
-from mamba_fsdp.run_layout import CHECKPOINTS, LOCAL, committed
+from mamba_fsdp.run_layout import CHECKPOINTS, committed
 from mamba_fsdp.storage import write_atomically
 from mamba_fsdp.train.run_folder import RunFolder
 
@@ -286,9 +286,7 @@ class Agent(SimpleElasticAgent):
     def _saved(self) -> Any:
         """(what the run's checkpoints are, None), or (None, why that can't be read)."""
         run = self.failures.parent.parent
-        return attempt(
-            lambda: (committed(run / CHECKPOINTS), [*map(Path.read_text, run.glob(LOCAL))])
-        )
+        return attempt(lambda: committed(run / CHECKPOINTS))
 
 
 def meet_fast(nodes: int) -> None:

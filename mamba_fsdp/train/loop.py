@@ -50,14 +50,7 @@ def train(
     while state.step < plan.total_steps:
         under_way.append(take_step(parts, recorder.clock, stop, ahead=len(under_way)))
         step, stop_asked = state.step + len(under_way), False
-        due = (
-            step == plan.total_steps
-            or saver.is_due(step)
-            or any(
-                plan.is_due(interval, step)
-                for interval in (plan.eval_steps, plan.local_checkpoint_steps)
-            )
-        )
+        due = step == plan.total_steps or saver.is_due(step) or plan.is_due(plan.eval_steps, step)
         while len(under_way) > (0 if due or stop_asked else AHEAD[parts.world.device.type]):
             stop_asked |= end_step(parts, recorder, saver, under_way.popleft())
         if under_way:
@@ -66,12 +59,8 @@ def train(
         last, stop_asked = state.step == plan.total_steps, stop_asked or not validated
         if saver.is_due(state.step) or stop_asked:
             saver.save(final=last or stop_asked)
-        elif plan.is_due(plan.local_checkpoint_steps, state.step):
-            saver.save_local()
         if stop_asked and not (last and validated):
             return stop.reason or ELSEWHERE
-    if parts.checkpointer.only_local:
-        saver.save(final=True)
     return ""
 
 
@@ -80,9 +69,7 @@ class Step(NamedTuple):
 
     batches: list[Batch]
     lr: float
-    stages: list[
-        tuple[int, int] | None
-    ]  # of each tier's save, when the ranks told whether they are writing
+    stage: tuple[int, int] | None  # of the save under way, when the ranks told whether they write
     numbers: Callable[
         [], list[float]
     ]  # waits for them: loss, gradient norm, applied, LossScale's two, the told ones
@@ -105,10 +92,7 @@ def take_step(parts: TrainContext, clock: Clock, stop: StopRequest, ahead: int =
     read = read_by(batches) if settings.data.sample_log else 0
     batches = [batch.to(world.device) for batch in batches]
     own_seconds, scale, saves = [0.0] * world.size, parts.loss_scale.value, parts.checkpointer
-    stages, writing = (
-        [saves.stage(False), saves.stage(True)],
-        [saves.is_writing(False), saves.is_writing(True)],
-    )
+    stage, writing = saves.stage(), saves.is_writing()
     own_seconds[world.rank] = clock.own_seconds()
     loss_sum = accumulate_gradients(
         parallel, parts.optimizer, batches, scale / plan.tokens_per_step
@@ -118,7 +102,7 @@ def take_step(parts: TrainContext, clock: Clock, stop: StopRequest, ahead: int =
         loss_sum,
         parallel.gradient_squares(),
         counted,
-        (stop.look(), *writing, *divmod(read, 1 << 32), *own_seconds),
+        (stop.look(), writing, *divmod(read, 1 << 32), *own_seconds),
     )
     loss, gradient_norm, factor = means(sums, plan.tokens_per_step / scale)
     lr = settings.optimizer.learning_rate * plan.schedule.next_factor(
@@ -138,26 +122,23 @@ def take_step(parts: TrainContext, clock: Clock, stop: StopRequest, ahead: int =
     found = torch.stack(
         [loss, gradient_norm, applied, parts.loss_scale.value, parts.loss_scale.good_steps]
     )
-    return Step(batches, lr, stages, world.reads(torch.cat([found, sums[TOLD:]])))
+    return Step(batches, lr, stage, world.reads(torch.cat([found, sums[TOLD:]])))
 
 
 def end_step(parts: TrainContext, recorder: MetricsLogger, saver: Saver, step: Step) -> bool:
     """Counts and reports a step, once its numbers are there. Returns whether a rank was asked to stop in it. Raises
     LossSpike, and as `train` does."""
     state, plan = parts.state, parts.plan
-    loss, gradient_norm, applied, scale, good_steps, stops, *writing, high, low = (
+    loss, gradient_norm, applied, scale, good_steps, stops, writing, high, low = (
         numbers := step.numbers()
-    )[:10]
-    recorder.clock.meet(numbers[10:])
+    )[:9]
+    recorder.clock.meet(numbers[9:])
     excused = parts.loss_scale.keep(state, scale, good_steps) and math.isfinite(loss)
     state.advance(
         plan.split.global_batch, plan.tokens_per_step, loss, applied=bool(applied), excused=excused
     )
-    for local in (False, True):
-        if not writing[local] and step.stages[local] == parts.checkpointer.stage(local):
-            saver.settle(
-                local
-            )  # where there is a save under way, all ranks have written, or rank 0 committed
+    if not writing and step.stage == parts.checkpointer.stage():
+        saver.settle()  # all ranks have written the save under way, if any, or rank 0 committed it
     if not applied:
         recorder.display.line(
             f"step {state.step} skipped: loss {loss:.4g}, gradient norm {gradient_norm:.4g} "

@@ -80,7 +80,7 @@ def train(parts: TrainContext, folder: RunFolder, display: Console) -> Path | No
     validation_due = plan.is_due(plan.eval_steps, state.step) and not (
         state.step and world.on_rank0(lambda: was_validated(folder.path, state.step))
     )
-    if state.step >= plan.total_steps and not validation_due and not parts.checkpointer.only_local:
+    if state.step >= plan.total_steps and not validation_due:
         display.line(
             f"over       {folder.path} has all its {state.step} steps; raise num_steps to train on"
         )

@@ -36,24 +36,20 @@ class Saver:
             return step >= self.next_attempt
         return plan.is_due(plan.checkpoint_steps, step)
 
-    def settle(self, local: bool) -> None:
+    def settle(self) -> None:
         """Where no rank writes: Checkpointer.settle. Raises UserError after max_failed_saves, but not at the end."""
         last = self.parts.state.step == self.parts.plan.total_steps
-        self._try(lambda: self.parts.checkpointer.settle(local), math.inf if last else self.most)
+        self._try(lambda: self.parts.checkpointer.settle(), math.inf if last else self.most)
 
     def save(self, final: bool) -> None:
         """Saves a checkpoint after the current step, unless one is still being written and does not come to an end.
         final: until it is committed. Raises UserError where that fails, and as `settle` does."""
         step = self.parts.state.step
-        if (
-            self.wait(final, tiers=(False,), patient=final or not self.failed)
-            and self.is_due(step)
-            or final
-        ):
+        if self.wait(final, patient=final or not self.failed) and self.is_due(step) or final:
             self.next_attempt = (
                 step + self.pause
             )  # this one, or that which takes longer than its pause, is under way
-            if final or False not in self.parts.checkpointer.pending:
+            if final or not self.parts.checkpointer.pending:
                 self._try(lambda: self._save(final), 0 if final else self.most)
 
     def wait(self, final: bool = False, **how: Any) -> bool:
@@ -62,22 +58,15 @@ class Saver:
             lambda: self.parts.checkpointer.wait(**how), math.inf if final else self.most
         )
 
-    def save_local(self) -> None:
-        """Saves one on the nodes' own disks, unless another one is still being written."""
-        self._try(lambda: self._save(False, local=True), math.inf)
-
-    def _save(self, final, local=False):
+    def _save(self, final):
         parts, state = self.parts, self.parts.state
-        if not local:  # those serve also where the shared folder, in which the metrics lie, fails
-            parts.world.on_rank0(
-                self.recorder.sync
-            )  # the metrics up to a committed checkpoint must not be lost
+        # The metrics up to a committed checkpoint must not be lost.
+        parts.world.on_rank0(self.recorder.sync)
         state.data = parts.loader.state_before(state.step)
         parts.checkpointer.save(
             state.step,
             parts.parallel.shards(parts.optimizer),
             state.saved(parts.settings, parts.world.size),
-            local,
         )
         if final:
             parts.checkpointer.wait()

@@ -69,7 +69,6 @@ class RunSchedule:
     eval_batches: int  # global batches of each store; 0: all
     checkpoint_steps: int
     schedule: Schedule
-    local_checkpoint_steps: int = 0
 
     def is_due(self, interval: int, step: int) -> bool:
         """Whether what is done every `interval` steps (0: never), and after the last, is done after `step`."""
@@ -129,7 +128,6 @@ def set_up(
         asynchronous=checkpoint.async_checkpoint,
         report=say,
         check_ours=folder.lease.check,
-        local_path=checkpoint.local_checkpoint_path,
     )
     kernels = KernelCache(settings, world, say)
     kernels.take()
@@ -453,6 +451,4 @@ def plan_steps(
         eval_batches=eval_batches,
         schedule=schedule_of(settings, state, length, tokens_per_step, say),
         checkpoint_steps=checkpoint.checkpoint_interval.steps(tokens_per_step),
-        local_checkpoint_steps=checkpoint.local_checkpoint_interval.steps(tokens_per_step)
-        * bool(checkpoint.local_checkpoint_path),
     )

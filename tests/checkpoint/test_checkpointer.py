@@ -61,7 +61,7 @@ def test_a_checkpoint_is_there_when_it_is_committed_and_not_before(run, world):
     assert checkpointer.newest() is None
     checkpointer.save(3, shards(3), {"step": 3})
     assert not [name for name in names(run) if name.startswith("step")]
-    checkpointer.pending[False].outcome.result()
+    checkpointer.pending.outcome.result()
     assert not checkpointer.is_writing()
     checkpointer.wait()
     assert names(run) == ["step_00000003"]

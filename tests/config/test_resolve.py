@@ -146,7 +146,6 @@ POINTLESS = {  # every setting that needs another: a value, where it does nothin
     "schedule_steps": ("5", {"schedule": "constant"}, {}),
     "decay_steps": ("5", {}, {"schedule": "wsd"}),
     "min_learning_rate_ratio": ("0.2", {"schedule": "annealing"}, {"schedule": "wsd"}),
-    "local_checkpoint_interval": ("7", {}, {"local_checkpoint_path": "/scratch/local"}),
     "selective_checkpointing": ("1/3", {}, {"fsdp_activation_checkpointing": "true"}),
     "reentrant_checkpointing": ("true", {}, {"fsdp_activation_checkpointing": "true"}),
     "wandb_project": ("mine", {"tracker": "tensorboard"}, {"tracker": "wandb"}),

@@ -16,7 +16,6 @@ import random
 import resource
 import shutil
 import signal
-import zlib
 from pathlib import Path
 from unittest.mock import patch
 
@@ -37,7 +36,6 @@ from mamba_fsdp import lease
 from mamba_fsdp.checkpoint import files as checkpoint_files
 from mamba_fsdp.checkpoint.checkpointer import Checkpointer
 from mamba_fsdp.checkpoint.folder import Reader, find_checkpoint
-from mamba_fsdp.checkpoint.local import LocalTier
 from mamba_fsdp.checkpoint.tensors import open_tensors
 from mamba_fsdp.data import readers, text, tokenize, tokenizer, workers
 from mamba_fsdp.data.documents import documents
@@ -226,23 +224,6 @@ def read_run(folder):
         raise refused[0]
 
 
-def make_local(folder):
-    """The note of a local tier, its checkpoint, and what must stay: the files of others."""
-    make_checkpoint(folder / "disk/run/0123456789ab")
-    for path in (folder / "disk/run/0123456789ab/checkpoints").iterdir():
-        path.rename(path.parent.parent / path.name)
-    (folder / "local.json").write_text(json.dumps({"id": "0123456789ab", "step": 3}))
-
-
-def read_local(folder):
-    run = os.path.realpath(folder)
-    (folder / "disk/run").rename(folder / "disk" / f"{folder.name}-{zlib.crc32(run.encode()):08x}")
-    tier = LocalTier(str(folder / "disk"), folder, World.alone(), lambda sentence: None)
-    if found := tier.fetch(-1, [Shard("b", (7,), 0, torch.zeros(7))]):
-        Reader(found).read("model/b", 0, 7)
-    tier.forget_after(3 if found else -1)
-
-
 def make_tokenizer(folder):
     tokenizer.train(["a few words", "and a few more"], 300).save(folder)
 
@@ -336,7 +317,6 @@ READERS = {  # name: (make, read, seal: what makes checksums fit again, which ha
     "store": (make_store, read_source, seal_store),
     "checkpoint": (make_checkpoint, read_checkpoint, seal_checkpoint),
     "run": (make_run, read_run, seal_checkpoint),
-    "local": (make_local, read_local, None),
     "model": (
         make_model,
         lambda folder: [read_weights(folder / name) for name in ("ours", "theirs")],
@@ -556,15 +536,6 @@ def escape_checkpoint(folder, way):
         path.write_text(path.read_text().replace("rank_00000.safetensors", f"{way}secret"))
 
 
-def escape_local(folder, way):
-    """What is not this run's local tier is removed there."""
-    (folder / "others").mkdir()
-    (folder / "others/precious").touch()
-    (folder / "local.json").write_text(
-        json.dumps({"id": f"{way}{'' if way[0] == '/' else '../'}others/x", "step": 3})
-    )
-
-
 def escape_dataset(folder, way):
     """What a unit names is moved into the store."""
     path = folder / "data/.progress/00000.json"
@@ -585,7 +556,6 @@ def escape_dataset(folder, way):
         ("rows", escape_rows),
         ("model", escape_model),
         ("checkpoint", escape_checkpoint),
-        ("local", escape_local),
         ("dataset", escape_dataset),
     ],
 )

@@ -172,12 +172,14 @@ def test_ranks_that_only_start_end_at_once_and_count_as_stopped(start_node):
     assert not (project / "failures").exists(), "they were ended, they have not failed"
 
 
-SAVES_LOCALLY_AND_DIES = """
+SAVES_AND_DIES = """
 import os, pathlib, sys
 begun = pathlib.Path("begun")
 begun.write_text(begun.read_text() + "!" if begun.exists() else "!")
 if len(begun.read_text()) < 4:
-    pathlib.Path("local.json").write_text(begun.read_text())
+    step = pathlib.Path(f"checkpoints/step_{len(begun.read_text()):08}")
+    step.mkdir(parents=True)
+    (step / "COMMIT").touch()
 sys.exit(len(begun.read_text()) != int(os.environ["GOOD_START"]))
 """
 
@@ -186,10 +188,10 @@ sys.exit(len(begun.read_text()) != int(os.environ["GOOD_START"]))
 @pytest.mark.parametrize(
     "where, good, code", [(AMONG_NODES, 5, 1), (["--standalone"], 5, 1), (["--standalone"], 4, 0)]
 )
-def test_ranks_start_again_in_place_as_long_as_there_are_new_checkpoints_be_they_local(
+def test_ranks_start_again_in_place_as_long_as_there_are_new_checkpoints(
     start_node, where, good, code
 ):
-    process, project = start_node(*where, training=SAVES_LOCALLY_AND_DIES, GOOD_START=str(good))
+    process, project = start_node(*where, training=SAVES_AND_DIES, GOOD_START=str(good))
     assert finish(process)[0] == code and (project / "begun").read_text() == "!!!!"
 
 

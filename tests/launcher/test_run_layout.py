@@ -18,7 +18,6 @@ def test_the_launcher_knows_the_run_folder_under_the_same_names(project):
         run_layout.PROFILE,
         run_layout.STATUS,
         run_layout.STOP,
-        run_layout.LOCAL,
         f"{run_layout.CHECKPOINTS}/step_*/{run_layout.COMMIT}",
     }
 

@@ -118,8 +118,6 @@ OTHER_VALUES = {
     "max_failed_saves": (None, {}),
     "async_checkpoint": (False, {}),
     "publish": (False, {}),
-    "local_checkpoint_path": ("{first}/..", {}),
-    "local_checkpoint_interval": (3, {"local_checkpoint_path": "{first}/.."}),
     "sharding_strategy": ("fsdp", {}),
     "fsdp_activation_checkpointing": (True, {}),
     "selective_checkpointing": ("1/2", {"fsdp_activation_checkpointing": True}),
@@ -192,9 +190,9 @@ def traces(train, kept_runs, metrics_of, corpus, monkeypatch):
 
     monkeypatch.setattr(loader.Loader, "step", step)
 
-    def save(checkpointer, step, shards, state, local=False, _save=Checkpointer.save):
-        calls.append(("save", step, local))
-        _save(checkpointer, step, shards, state, local)
+    def save(checkpointer, step, shards, state, _save=Checkpointer.save):
+        calls.append(("save", step))
+        _save(checkpointer, step, shards, state)
 
     monkeypatch.setattr(Checkpointer, "save", save)
     monkeypatch.setattr(

@@ -230,7 +230,7 @@ def test_another_attempt_is_made_once_and_beside_training(
     def take(parts, *rest, _take=loop.take_step, **named):
         if (
             parts.checkpointer.pending
-            and parts.state.step == parts.checkpointer.pending[False].step + steps
+            and parts.state.step == parts.checkpointer.pending.step + steps
             and begun
         ):
             later.set()

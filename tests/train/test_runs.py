@@ -100,7 +100,7 @@ def test_a_run_in_parts_is_the_unbroken_run(train, tmp_path, metrics_of, weights
         }
         for event in read_events(tmp_path / "parts")
     ]
-    saved = [{"event": "checkpoint", "step": step, "tier": "shared"} for step in (2, 4, 6, 8)]
+    saved = [{"event": "checkpoint", "step": step} for step in (2, 4, 6, 8)]
     assert events == [
         {"event": "started", "step": 0, "ranks": 1, "from": "the start"},
         saved[0],
