@@ -128,8 +128,8 @@ def in_turn():
 
 def in_slurm():
     """{what is lost: seconds}, of one job that loses a node at a time."""
-    import cluster as slurm
-    import projects
+    from tests.support import cluster as slurm
+    from tests.support import projects
 
     seconds = {}
     with tempfile.TemporaryDirectory() as root:

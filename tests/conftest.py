@@ -1,21 +1,18 @@
 """Fixtures that all tests share."""
 
-import contextlib
 import os
 import random
 import signal
-import subprocess
 import sys
-import tempfile
 from pathlib import Path
 
 import hypothesis
 import numpy as np
 import pytest
-from terminal import Terminal
+
+from tests.support.terminal import Terminal
 
 PROJECT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(PROJECT))
 # Equal runs are equal, whatever the machine is busy with: HYPOTHESIS_PROFILE=random tries other examples.
 hypothesis.settings.register_profile(
     "random", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
@@ -105,38 +102,3 @@ def terminal():
     opened = Terminal()
     yield opened
     opened.close()
-
-
-@pytest.fixture(scope="session")
-def mamba_ssm_folder():
-    """A folder with mamba-ssm's Python modules and Triton, kept between test runs.
-
-    Nothing of it is compiled or needs a GPU.
-    """
-    version = "2.3.1"
-    folder = Path(tempfile.gettempdir()) / f"mamba-ssm-{version}-python-{os.getuid()}"
-    if not folder.exists():
-        with tempfile.TemporaryDirectory(dir=folder.parent) as fresh:
-            install = [
-                sys.executable,
-                "-m",
-                "pip",
-                "install",
-                "-q",
-                "--no-deps",
-                "--no-build-isolation",
-            ]
-            done = subprocess.run(
-                [*install, "--target", fresh, f"mamba-ssm=={version}", "triton", "einops"],
-                capture_output=True,
-                text=True,
-                env=os.environ | {"MAMBA_FORCE_BUILD": "TRUE", "MAMBA_SKIP_CUDA_BUILD": "TRUE"},
-            )
-            if done.returncode:
-                pytest.skip(
-                    f"mamba-ssm can't be installed here: {done.stderr.strip().splitlines()[-1]}"
-                )
-            with contextlib.suppress(OSError):  # another process was faster
-                Path(fresh).rename(folder)
-                Path(fresh).mkdir()
-    return folder

@@ -11,7 +11,6 @@ from collections import Counter
 
 import pytest
 import torch
-from ranks import build, run_ranks
 
 from mamba_fsdp import storage
 from mamba_fsdp.checkpoint import checkpointer as module
@@ -23,6 +22,7 @@ from mamba_fsdp.errors import StorageError, UserError
 from mamba_fsdp.parallel.model import Shard
 from mamba_fsdp.parallel.world import start_world
 from mamba_fsdp.report.records import read_events
+from tests.support.ranks import build, run_ranks
 
 pytestmark = pytest.mark.torch22
 

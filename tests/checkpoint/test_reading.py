@@ -10,7 +10,6 @@ from collections import Counter
 from types import SimpleNamespace
 
 import pytest
-from ranks import run_ranks
 
 from config import resolve
 from mamba_fsdp.checkpoint import files
@@ -21,6 +20,7 @@ from mamba_fsdp.train.optimizer import make_optimizer
 from mamba_fsdp.train.setup import build_model, choose_forms, start
 from mamba_fsdp.train.state import TrainState
 from mamba_fsdp.verbs.loading import starting_weights
+from tests.support.ranks import run_ranks
 
 pytestmark = pytest.mark.torch22
 

@@ -3,12 +3,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from ranks import build, run_ranks, train, whole
 
 from mamba_fsdp.checkpoint.checkpointer import Checkpointer
 from mamba_fsdp.checkpoint.folder import load
 from mamba_fsdp.checkpoint.tensors import open_tensors
 from mamba_fsdp.parallel.world import World, start_world
+from tests.support.ranks import build, run_ranks, train, whole
 
 pytestmark = pytest.mark.torch22
 

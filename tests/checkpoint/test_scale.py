@@ -8,7 +8,6 @@ import resource
 import numpy as np
 import pytest
 import torch
-from ranks import run_ranks
 
 from benchmarks.checkpoint_scale import measure
 from config.model_config import ModelConfig
@@ -17,6 +16,7 @@ from mamba_fsdp.checkpoint.files import write_pieces
 from mamba_fsdp.checkpoint.folder import Reader
 from mamba_fsdp.checkpoint.ranges import packed, part_to_write
 from mamba_fsdp.parallel.world import World, start_world
+from tests.support.ranks import run_ranks
 
 pytestmark = pytest.mark.torch22
 

@@ -4,13 +4,13 @@ import tarfile
 
 import pytest
 import torch
-from ranks import build, value_of
 
 from mamba_fsdp.checkpoint.checkpointer import Checkpointer
 from mamba_fsdp.checkpoint.tensors import open_tensors
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.parallel.model import fill_parts
 from mamba_fsdp.parallel.world import World, start_world
+from tests.support.ranks import build, value_of
 
 pytestmark = pytest.mark.torch22
 

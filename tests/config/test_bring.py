@@ -1,18 +1,12 @@
 """A file of another launcher becomes YAML of ours that says what it said, and names what has no counterpart."""
 
-import sys
-from pathlib import Path
-
 import pytest
 
 from config import resolve
 from config.bring import brought
 from config.elsewhere import LAUNCHERS
 from mamba_fsdp.errors import UserError
-
-sys.path.append(str(Path(__file__).resolve().parent.parent / "readme"))
-
-from their_files import COMPOSER, TRAINER, script  # noqa: E402
+from tests.support.their_files import COMPOSER, TRAINER, script
 
 FILES = {
     "aws": ("a.sbatch", script("aws")),

@@ -7,7 +7,8 @@ import os
 import subprocess
 
 import pytest
-from builder import kernel_versions
+
+from tests.support.builder import kernel_versions
 
 # `python -m pip wheel ... --wheel-dir FOLDER SOURCES`: runs setup.py, which stands for the compiler.
 PYTHON = """#!/bin/sh

@@ -8,7 +8,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from builder import Builder
+
+from tests.support.builder import Builder
 
 PROJECT = Path(__file__).resolve().parents[2]
 

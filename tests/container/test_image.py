@@ -14,7 +14,8 @@ import urllib.request
 from pathlib import Path
 
 import pytest
-from builder import PROJECT, Builder, kernel_versions
+
+from tests.support.builder import PROJECT, Builder, kernel_versions
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,7 @@ from config.dataset_config import DatasetConfig
 from mamba_fsdp.data import tokenizer as tokenizers_
 from mamba_fsdp.data.text import open_source
 from mamba_fsdp.data.tokenize import make_dataset
-from tests.data.corpora import make_texts
+from tests.support.corpora import make_texts
 
 
 @pytest.fixture(scope="session")

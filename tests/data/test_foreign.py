@@ -18,7 +18,7 @@ from mamba_fsdp.data.foreign import index, indexed
 from mamba_fsdp.data.opening import open_source
 from mamba_fsdp.data.selection import batches, training_sources, validation_sources
 from mamba_fsdp.errors import UserError
-from tests.data.foreign_files import (
+from tests.support.foreign_files import (
     laid_end_to_end,
     write_fms,
     write_layout,

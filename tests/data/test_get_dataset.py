@@ -38,7 +38,7 @@ from mamba_fsdp.data import tokenizer as tokenizers_
 from mamba_fsdp.data.documents import documents
 from mamba_fsdp.data.store import StoreWriter, TokenStore
 from mamba_fsdp.errors import UserError
-from tests.data.corpora import ROOT, command, content, make_texts, read_back, stored_documents
+from tests.support.corpora import ROOT, command, content, make_texts, read_back, stored_documents
 
 # ---------------------------------------------------------------- every kind of input
 

@@ -10,7 +10,7 @@ import types
 import pytest
 
 from mamba_fsdp.data import hub
-from tests.data.corpora import ROOT
+from tests.support.corpora import ROOT
 
 
 @pytest.fixture

@@ -23,7 +23,7 @@ from mamba_fsdp.data.documents import TextBlock, documents
 from mamba_fsdp.data.store import TokenStore
 from mamba_fsdp.data.text import open_source
 from mamba_fsdp.errors import UserError
-from tests.data.corpora import stored_documents
+from tests.support.corpora import stored_documents
 
 # ---------------------------------------------------------------- files that are one JSON list
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from mamba_fsdp.data.store import StoreWriter, TokenStore
 from mamba_fsdp.errors import UserError
-from tests.data.corpora import stored_documents, write_store
+from tests.support.corpora import stored_documents, write_store
 
 EOS = 0
 DOCUMENTS = [[1, 2, 3], [4], [], [5, 6, 7, 8, 9, 10, 11], [12, 13]]

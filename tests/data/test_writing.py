@@ -21,8 +21,8 @@ from mamba_fsdp.data.opening import open_source
 from mamba_fsdp.data.store import StoreWriter, TokenStore
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.verbs.convert import main
-from tests.data.corpora import write_store
-from tests.data.foreign_files import write_layout, write_rows
+from tests.support.corpora import write_store
+from tests.support.foreign_files import write_layout, write_rows
 
 EOS = 3
 DOCUMENTS = [[5, 6, 7], [9], [], [8] * 50, [11, 3000, 12], list(range(20, 400))]

@@ -11,7 +11,8 @@ import sys
 import zipfile
 
 import pytest
-from terminal import drawings
+
+from tests.support.terminal import drawings
 
 
 @pytest.fixture(scope="session")

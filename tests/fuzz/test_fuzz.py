@@ -26,8 +26,6 @@ import pytest
 import torch
 import yaml
 import zstandard
-from foreign_files import write_fms, write_layout, write_megatron, write_rows
-from small_models import CONFIGS, random_state, write_ours
 
 from config import resolve
 from config.dataset_config import DatasetConfig
@@ -53,6 +51,8 @@ from mamba_fsdp.report.curves import look_at
 from mamba_fsdp.run_layout import COMMIT, STATE
 from mamba_fsdp.train.state import TrainState
 from mamba_fsdp.verbs import audit, checkpoints, inspect, report
+from tests.support.foreign_files import write_fms, write_layout, write_megatron, write_rows
+from tests.support.small_models import CONFIGS, random_state, write_ours
 
 ROUNDS, SEED = int(os.environ.get("FUZZ_ROUNDS", 40)), int(os.environ.get("FUZZ_SEED", 0))
 SECONDS, MEMORY = 20, 2 << 30  # that a reader may take of a file of some kilobytes

@@ -16,8 +16,6 @@ import numpy
 import pytest
 import torch
 import torch.nn.functional as F
-from ranks import run_ranks
-from small_models import CONFIGS, assert_same, model_of, random_state, write_ours, write_tokenizer
 from torch.distributed import checkpoint as dcp
 
 from config.resolve import resolve_settings, shown
@@ -28,6 +26,15 @@ from mamba_fsdp.model.lm import MambaLM
 from mamba_fsdp.parallel.world import World
 from mamba_fsdp.verbs import inspect
 from mamba_fsdp.verbs.loading import starting_weights
+from tests.support.ranks import run_ranks
+from tests.support.small_models import (
+    CONFIGS,
+    assert_same,
+    model_of,
+    random_state,
+    write_ours,
+    write_tokenizer,
+)
 
 pytestmark = pytest.mark.torch22
 CONFIG = CONFIGS["hybrid"]

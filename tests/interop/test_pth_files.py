@@ -5,11 +5,11 @@ import zipfile
 
 import pytest
 import torch
-from small_models import CONFIGS, random_state, write_ours
 
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.interop import convert
 from mamba_fsdp.interop.pth_files import write_pth
+from tests.support.small_models import CONFIGS, random_state, write_ours
 
 pytestmark = pytest.mark.torch22
 

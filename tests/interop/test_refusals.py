@@ -9,7 +9,6 @@ import signal
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from small_models import CONFIGS, assert_same, random_state, write_ours, write_tokenizer
 
 from config.model_config import ModelConfig
 from config.resolve import resolve_settings, shown
@@ -19,6 +18,13 @@ from mamba_fsdp.interop.convert import to_our_form, write_model
 from mamba_fsdp.interop.weights import read_weights
 from mamba_fsdp.parallel.world import World
 from mamba_fsdp.verbs.loading import starting_weights
+from tests.support.small_models import (
+    CONFIGS,
+    assert_same,
+    random_state,
+    write_ours,
+    write_tokenizer,
+)
 
 pytestmark = pytest.mark.torch22
 

@@ -6,7 +6,6 @@ import shutil
 import pytest
 import torch
 import transformers
-from small_models import CONFIGS, assert_same, random_state, write_ours, write_tokenizer
 
 from config.resolve import resolve_settings
 from mamba_fsdp.checkpoint.checkpointer import Checkpointer
@@ -15,6 +14,13 @@ from mamba_fsdp.interop.weights import read_weights
 from mamba_fsdp.parallel.model import Shard, fill_parts
 from mamba_fsdp.parallel.world import World
 from mamba_fsdp.train.state import TrainState
+from tests.support.small_models import (
+    CONFIGS,
+    assert_same,
+    random_state,
+    write_ours,
+    write_tokenizer,
+)
 
 pytestmark = pytest.mark.torch22
 CONFIG = CONFIGS["hybrid"]

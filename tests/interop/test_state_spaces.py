@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from small_models import CONFIGS, GROUPED, assert_same, model_of, random_state, write_ours
 
 from config.model_config import ModelConfig
 from config.presets import PRESETS
@@ -18,6 +17,15 @@ from mamba_fsdp.interop import state_spaces
 from mamba_fsdp.interop.convert import to_our_form, write_model
 from mamba_fsdp.interop.fields import Fields
 from mamba_fsdp.interop.weights import read_weights
+from tests.support.mamba_ssm_install import mamba_ssm_folder, with_triton
+from tests.support.small_models import (
+    CONFIGS,
+    GROUPED,
+    assert_same,
+    model_of,
+    random_state,
+    write_ours,
+)
 
 pytestmark = pytest.mark.torch22
 MODELS = {**CONFIGS, "grouped": GROUPED}
@@ -40,9 +48,7 @@ def test_native_to_state_spaces_to_native_is_bitwise(name, tmp_path):
 
 
 @pytest.mark.slow
-def test_the_reference_program_loads_exports_computes_the_same_and_saves_what_we_read(
-    mamba_ssm_folder, tmp_path
-):
+def test_the_reference_program_loads_exports_computes_the_same_and_saves_what_we_read(tmp_path):
     """Mamba-1, Mamba-2, hybrid and attention only. Without rotary, which needs a GPU library there."""
     models = {name: dataclasses.replace(config, rotary_dim=0) for name, config in MODELS.items()}
     tokens = torch.randint(0, 40, (2, 37), generator=torch.Generator().manual_seed(0))
@@ -56,12 +62,13 @@ def test_the_reference_program_loads_exports_computes_the_same_and_saves_what_we
     done = subprocess.run(
         [
             sys.executable,
-            Path(__file__).with_name("reference_on_cpu.py"),
-            mamba_ssm_folder,
+            Path(__file__).parents[1] / "support/reference_on_cpu.py",
+            mamba_ssm_folder(),
             tmp_path / "models",
         ],
         capture_output=True,
         text=True,
+        env=with_triton(),
     )
     assert done.returncode == 0, done.stdout + done.stderr
     for name, config in models.items():

@@ -8,7 +8,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
-from small_models import (
+
+from mamba_fsdp.interop.convert import to_our_form, write_model
+from mamba_fsdp.interop.transformers_forms import form_for, parts
+from mamba_fsdp.interop.weights import read_weights
+from tests.support.small_models import (
     CONFIGS,
     GROUPED,
     assert_same,
@@ -18,10 +22,6 @@ from small_models import (
     write_ours,
     write_tokenizer,
 )
-
-from mamba_fsdp.interop.convert import to_our_form, write_model
-from mamba_fsdp.interop.transformers_forms import form_for, parts
-from mamba_fsdp.interop.weights import read_weights
 
 pytestmark = pytest.mark.torch22
 TOLERANCE = dict(rtol=2e-4, atol=2e-5)  # fp32, two orders of summation

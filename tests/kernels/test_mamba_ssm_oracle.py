@@ -7,7 +7,6 @@ causal-conv1d has no kernels in Triton: its functions are stood in for.
 import sys
 import types
 from contextlib import nullcontext
-from pathlib import Path
 
 import pytest
 import torch
@@ -19,9 +18,7 @@ from mamba_fsdp.model.init import initial_value
 from mamba_fsdp.model.lm import MambaLM
 from mamba_fsdp.model.spec import operator_uses, parameters
 from mamba_fsdp.ops.forms import OPERATORS, PORTABLE, resolve_forms
-
-sys.path.append(str(Path(__file__).parents[1] / "oracles"))
-from mamba_ssm_install import mamba_ssm_folder  # noqa: E402
+from tests.support.mamba_ssm_install import mamba_ssm_folder
 
 pytestmark = pytest.mark.slow
 CONFIG = ModelConfig(

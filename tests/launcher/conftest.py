@@ -1,13 +1,8 @@
 """A throw-away copy of the project for tests of the launcher outside Slurm."""
 
-import os
-import sys
-
 import pytest
 
-sys.path.insert(0, os.path.dirname(__file__))
-
-import projects  # noqa: E402
+from tests.support import projects
 
 
 @pytest.fixture

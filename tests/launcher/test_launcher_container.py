@@ -6,7 +6,8 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from pyxis import make_cluster
+
+from tests.support.pyxis import make_cluster
 
 SQUASHFS = b"hsqs and so on"
 

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from projects import make_project, make_venv
 
 from mamba_fsdp.data.store import StoreWriter
+from tests.support.projects import make_project, make_venv
 
 NAMESPACES = ["unshare", "--net", "--uts", "--mount", "--pid", "--fork", "--kill-child=KILL"]
 BOOT = """set -e

@@ -9,7 +9,8 @@ import time
 from pathlib import Path
 
 import pytest
-from projects import starts
+
+from tests.support.projects import starts
 
 CLEAN = {
     name: value

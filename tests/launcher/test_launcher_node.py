@@ -12,13 +12,13 @@ from datetime import timedelta
 from types import SimpleNamespace
 
 import pytest
-from projects import FAKE_TRAINING, make_project, make_venv, starts
 from torch.distributed import TCPStore
 from torch.distributed.elastic.agent.server import Worker
 from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 
 from mamba_fsdp.errors import StorageError
 from mamba_fsdp.launch import node
+from tests.support.projects import FAKE_TRAINING, make_project, make_venv, starts
 
 CLEAN = {
     name: value

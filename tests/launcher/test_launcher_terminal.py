@@ -7,9 +7,9 @@ import time
 
 import numpy as np
 import pytest
-from projects import make_project, make_venv
 
 from mamba_fsdp.data.store import StoreWriter
+from tests.support.projects import make_project, make_venv
 
 pytestmark = pytest.mark.slow
 CLEAN = {name: value for name, value in os.environ.items() if not name.startswith("SLURM")}

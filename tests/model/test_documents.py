@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from models import FAMILIES, FORMS, small_model, some_tokens
 
 from mamba_fsdp.ops import native
+from tests.support.models import FAMILIES, FORMS, small_model, some_tokens
 
 pytestmark = pytest.mark.torch22
 A, B, C = 23, 31, 17  # tokens of three documents in a row; no chunk's length

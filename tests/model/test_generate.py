@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from models import FAMILIES, small_model, some_tokens
 
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.model.generate import draw, draw_in_c, generate
 from mamba_fsdp.ops import native
+from tests.support.models import FAMILIES, small_model, some_tokens
 
 pytestmark = pytest.mark.torch22
 

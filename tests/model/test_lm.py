@@ -5,7 +5,6 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
-from models import FAMILIES, FORMS, small_model, some_tokens
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mamba_fsdp.model.lm import MambaLM
@@ -13,6 +12,7 @@ from mamba_fsdp.model.spec import parameters
 from mamba_fsdp.ops import native
 from mamba_fsdp.ops.ssd import portable as ssd
 from mamba_fsdp.parallel.parallelize import compile_blocks
+from tests.support.models import FAMILIES, FORMS, small_model, some_tokens
 
 pytestmark = pytest.mark.torch22
 

@@ -9,16 +9,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from models import filled
 
 from config.model_config import ModelConfig
 from mamba_fsdp.model.init import initial_value
 from mamba_fsdp.model.lm import MambaLM
 from mamba_fsdp.model.spec import parameters
+from tests.support.mamba_ssm_install import mamba_ssm_folder
+from tests.support.models import filled
 
-ORACLES = Path(__file__).resolve().parent.parent / "oracles"
-sys.path.insert(0, str(ORACLES))
-from mamba_ssm_install import mamba_ssm_folder  # noqa: E402
+ORACLES = Path(__file__).resolve().parent.parent / "support"
 
 pytestmark = [pytest.mark.slow, pytest.mark.torch22]
 

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from models import small_model, some_tokens
 
 from config.model_config import ModelConfig
 from mamba_fsdp.model import generate as generating
@@ -10,6 +9,7 @@ from mamba_fsdp.model.generate import generate
 from mamba_fsdp.model.lm import MambaLM
 from mamba_fsdp.model.native_step import native_step
 from mamba_fsdp.ops import native
+from tests.support.models import small_model, some_tokens
 
 pytestmark = [
     pytest.mark.torch22,

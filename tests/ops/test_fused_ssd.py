@@ -13,15 +13,17 @@ from mamba_fsdp.model.layers import Mamba2
 from mamba_fsdp.ops.forms import PORTABLE
 from mamba_fsdp.ops.mamba2 import mamba2_mixer
 from mamba_fsdp.ops.ssd import ssd
+from tests.support.mamba_ssm_install import mamba_ssm_folder, with_triton
 
 
 @pytest.mark.slow
-def test_calls_fit_the_kernels_and_mean_the_same(mamba_ssm_folder):
+def test_calls_fit_the_kernels_and_mean_the_same():
     """What we hand to mamba-ssm's kernels, handed to its own reference functions, gives the portable form's results."""
     done = subprocess.run(
-        [sys.executable, Path(__file__).with_name("fused_on_cpu.py"), mamba_ssm_folder],
+        [sys.executable, Path(__file__).parents[1] / "support/fused_on_cpu.py", mamba_ssm_folder()],
         capture_output=True,
         text=True,
+        env=with_triton(),
     )
     assert done.returncode == 0, done.stdout + done.stderr
 

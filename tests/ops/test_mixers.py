@@ -3,12 +3,12 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from definitions import loop, recurrence
 
 from config.model_config import ModelConfig
 from mamba_fsdp.model.layers import MIXERS
 from mamba_fsdp.ops.forms import OPERATORS, PORTABLE
 from mamba_fsdp.parallel.parallelize import leave_uncompiled
+from tests.support.definitions import loop, recurrence
 
 pytestmark = pytest.mark.torch22
 MIXER = {

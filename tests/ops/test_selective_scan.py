@@ -5,10 +5,10 @@ import functools
 import pytest
 import torch
 import torch.nn.functional as F
-from definitions import loop
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mamba_fsdp.ops.scan import selective_scan
+from tests.support.definitions import loop
 
 NAMES = ("u", "dt", "A", "B", "C", "D", "z", "dt_bias", "initial_state")
 

@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from definitions import recurrence
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mamba_fsdp.ops.ssd import portable, ssd
+from tests.support.definitions import recurrence
 
 pytestmark = pytest.mark.torch22
 

@@ -5,13 +5,13 @@ import sys
 
 import numpy as np
 import pytest
-from ranks import run_ranks
 
 from config import resolve
 from mamba_fsdp.data.store import StoreWriter
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.train.run_folder import RunFolder
 from mamba_fsdp.train.setup import set_up
+from tests.support.ranks import run_ranks
 
 pytestmark = [pytest.mark.slow, pytest.mark.torch22]
 SETTINGS = {

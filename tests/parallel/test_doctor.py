@@ -8,13 +8,13 @@ import sys
 from unittest.mock import patch
 
 import pytest
-from ranks import run_ranks
 
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.launch import machine
 from mamba_fsdp.ops.forms import OPERATORS, WHOLE
 from mamba_fsdp.parallel.world import World
 from mamba_fsdp.verbs import doctor
+from tests.support.ranks import run_ranks
 
 pytestmark = pytest.mark.torch22
 

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from ranks import run_ranks
 
 from config.model_config import ModelConfig
 from config.train_config import OptimizerConfig, ParallelConfig, TrainConfig
@@ -13,6 +12,7 @@ from mamba_fsdp.parallel.model import fill_parts
 from mamba_fsdp.parallel.parallelize import parallelize
 from mamba_fsdp.parallel.world import World
 from mamba_fsdp.train.optimizer import make_optimizer
+from tests.support.ranks import run_ranks
 
 pytestmark = pytest.mark.torch22
 HYBRID = dict(

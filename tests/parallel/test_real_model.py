@@ -1,6 +1,5 @@
 import pytest
 import torch
-from ranks import gradient_norm, run_ranks
 
 from config.model_config import ModelConfig
 from config.train_config import ParallelConfig
@@ -10,6 +9,7 @@ from mamba_fsdp.model.spec import parameters
 from mamba_fsdp.parallel.model import fill_parts
 from mamba_fsdp.parallel.parallelize import parallelize
 from mamba_fsdp.parallel.world import start_world
+from tests.support.ranks import gradient_norm, run_ranks
 
 pytestmark = pytest.mark.torch22
 CONFIG = dict(

@@ -4,12 +4,12 @@ import math
 
 import pytest
 import torch
-from ranks import build, gradient_norm, run_ranks, train, whole
 from torch.distributed.fsdp import FullyShardedDataParallel
 
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.parallel.compat import HAS_FSDP2
 from mamba_fsdp.parallel.world import start_world
+from tests.support.ranks import build, gradient_norm, run_ranks, train, whole
 
 pytestmark = pytest.mark.torch22
 FP32 = (".A_log", ".D")

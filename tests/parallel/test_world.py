@@ -1,11 +1,11 @@
 import time
 
 import pytest
-from ranks import run_ranks
 
 from mamba_fsdp.errors import StorageError, UserError
 from mamba_fsdp.heartbeat import heart
 from mamba_fsdp.parallel.world import start_world
+from tests.support.ranks import run_ranks
 
 pytestmark = pytest.mark.torch22
 

@@ -7,9 +7,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from triton_wheels import NEWEST, PATCHED, PATCHES, bare_triton_2_2, with_class
 
-HERE = Path(__file__).resolve().parent
+from tests.support.triton_wheels import NEWEST, PATCHED, PATCHES, bare_triton_2_2, with_class
+
+SUPPORT = Path(__file__).resolve().parents[1] / "support"
 
 
 @pytest.fixture(scope="session")
@@ -60,7 +61,7 @@ class Cluster:
             "TRITON_RANK0_PRIVATE_DIR": str(self.folder / "private"),
             "PYTHONDONTWRITEBYTECODE": "1",
         }
-        command = [*wrapper, sys.executable, str(HERE / "triton_rank.py"), json.dumps(plan)]
+        command = [*wrapper, sys.executable, str(SUPPORT / "triton_rank.py"), json.dumps(plan)]
         return subprocess.Popen(
             command,
             env={**base, **environment, **more},

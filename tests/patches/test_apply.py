@@ -6,7 +6,8 @@ import subprocess
 import sys
 
 import pytest
-from triton_wheels import NEWEST, PATCHES, bare_triton_2_2, fetch
+
+from tests.support.triton_wheels import NEWEST, PATCHES, bare_triton_2_2, fetch
 
 
 def apply(folder, *options):

@@ -6,12 +6,12 @@ import subprocess
 import sys
 
 import pytest
-from triton_wheels import NEWEST, with_class
 
 from config import resolve
 from mamba_fsdp.ops import triton
 from mamba_fsdp.parallel.world import World
 from mamba_fsdp.train.kernel_cache import KernelCache
+from tests.support.triton_wheels import NEWEST, with_class
 
 KERNEL = """
 import triton

@@ -8,7 +8,8 @@ import subprocess
 import sys
 
 import pytest
-from triton_rank import author_of
+
+from tests.support.triton_rank import author_of
 
 KERNELS = [f"kernel{i}" for i in range(6)]
 CODE = "import triton.runtime.cache as c; m = c.get_cache_manager('ab' * 32); "

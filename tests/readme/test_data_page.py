@@ -9,7 +9,7 @@ import pytest
 from mamba_fsdp import command_line
 from mamba_fsdp.data import tokenizer
 from mamba_fsdp.verbs import inspect
-from tests.data import foreign_files
+from tests.support import foreign_files
 
 TINY = {
     "d_model": 16,

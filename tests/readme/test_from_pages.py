@@ -8,11 +8,11 @@ import sys
 
 import numpy as np
 import pytest
-from their_files import COMPOSER, TRAINER, commands, script
 
 from config import pages
 from config.elsewhere import LAUNCHERS, names
 from config.resolve import aliases, resolve_settings
+from tests.support.their_files import COMPOSER, TRAINER, commands, script
 
 
 def make_aws(fsx, random):

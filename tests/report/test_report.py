@@ -12,11 +12,11 @@ from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
-from terminal import Terminal, drawings
 
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.report.console import Console, duration, output_that_may_go
 from mamba_fsdp.report.trackers import make_trackers
+from tests.support.terminal import Terminal, drawings
 
 STEP = dict(loss=3.25, learning_rate=3e-4, tokens_per_second=21400.4)
 

@@ -5,10 +5,8 @@ import sys
 
 import pytest
 
-sys.path[:0] = [os.path.dirname(__file__), os.path.join(os.path.dirname(__file__), "../launcher")]
-
-import cluster as slurm  # noqa: E402
-import projects  # noqa: E402
+from tests.support import cluster as slurm
+from tests.support import projects
 
 
 @pytest.fixture

@@ -6,7 +6,8 @@ import re
 import shutil
 
 import pytest
-from projects import starts
+
+from tests.support.projects import starts
 
 pytestmark = pytest.mark.slow
 

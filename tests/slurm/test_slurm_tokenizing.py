@@ -4,12 +4,12 @@ import json
 import re
 import shutil
 
-import projects
 import pytest
 
 from config.dataset_config import DatasetConfig
 from mamba_fsdp.data import text, tokenize
-from tests.data.corpora import ROOT, content, make_texts
+from tests.support import projects
+from tests.support.corpora import ROOT, content, make_texts
 
 pytestmark = pytest.mark.slow
 UNIT_BYTES = 1_500_000

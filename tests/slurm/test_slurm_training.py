@@ -5,11 +5,11 @@ import shutil
 import subprocess
 
 import numpy as np
-import projects
 import pytest
 
 from mamba_fsdp.data.store import StoreWriter
 from mamba_fsdp.report.records import read_events
+from tests.support import projects
 
 pytestmark = pytest.mark.slow
 

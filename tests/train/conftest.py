@@ -2,24 +2,18 @@
 
 import json
 import os
-import sys
-from pathlib import Path
 
 import datasets
 import numpy as np
 import pytest
 import torch
-from tiny import TINY
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from config import resolve
 from mamba_fsdp.data import tokenizer as tokenizers_
 from mamba_fsdp.data.store import StoreWriter, TokenStore
-from tests.data.corpora import stored_documents
-
-sys.path.append(
-    str(Path(__file__).resolve().parent.parent / "parallel")
-)  # with what runs several ranks
+from tests.support.corpora import stored_documents
+from tests.support.tiny import TINY
 
 
 def write_store(path, seed, documents, tokenizer="ids:of the corpus"):
@@ -128,7 +122,7 @@ def change_loss(monkeypatch):
 @pytest.fixture
 def start_training(corpus, tiny_file):
     """start_training(run folder, **settings) -> as a Popen of training.py."""
-    from forked import Training
+    from tests.support.forked import Training
 
     started = []
 

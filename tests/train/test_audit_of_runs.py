@@ -7,12 +7,12 @@ import sys
 import time
 
 import pytest
-from forked import said_by, start_ranks
 
 from config import resolve
 from mamba_fsdp import command_line
 from mamba_fsdp.train.run import run_training
 from mamba_fsdp.verbs import audit as verb
+from tests.support.forked import said_by, start_ranks
 
 MIXED = {"datasets": "train,other", "sample_log": True, "eval_interval": 0, "schedule": "constant"}
 

@@ -5,12 +5,12 @@ import math
 
 import pytest
 import torch
-from ranks import build, run_ranks, tokens, whole
 
 from mamba_fsdp.data.loader import Batch
 from mamba_fsdp.train import loop
 from mamba_fsdp.train.optimizer import LossScale
 from mamba_fsdp.train.state import TrainState
+from tests.support.ranks import build, run_ranks, tokens, whole
 
 pytestmark = [pytest.mark.slow, pytest.mark.torch22]
 

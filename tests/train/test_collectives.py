@@ -7,7 +7,6 @@ import threading
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import run_ranks
 
 from config import resolve
 from mamba_fsdp.checkpoint.checkpointer import Checkpointer
@@ -15,6 +14,7 @@ from mamba_fsdp.data.loader import Batch, Loader
 from mamba_fsdp.parallel.compat import HAS_FSDP2
 from mamba_fsdp.train import clock, run
 from mamba_fsdp.train.stopping import StopRequest
+from tests.support.ranks import run_ranks
 
 pytestmark = [pytest.mark.slow, pytest.mark.torch22]
 COLLECTIVES = {

@@ -8,7 +8,6 @@ import subprocess
 import sys
 
 import pytest
-from tiny import TINY
 
 from config import resolve
 from config.train_config import DataConfig
@@ -16,6 +15,7 @@ from mamba_fsdp.data import text, tokenize
 from mamba_fsdp.data.builtin import make_missing_builtin, missing_builtin
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.verbs.loading import starting_weights
+from tests.support.tiny import TINY
 
 
 @pytest.mark.parametrize("spelling", ["{run}", "../{name}/run/", "link", "./run"])

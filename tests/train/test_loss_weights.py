@@ -4,7 +4,6 @@ import json
 
 import pytest
 import torch
-from ranks import run_ranks
 
 from config import resolve
 from mamba_fsdp.conventions import IGNORED_LABEL
@@ -12,6 +11,7 @@ from mamba_fsdp.data.loader import Loader
 from mamba_fsdp.data.store import TokenStore
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.train import run
+from tests.support.ranks import run_ranks
 
 
 def uneven(batch):

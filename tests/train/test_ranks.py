@@ -5,8 +5,9 @@ import subprocess
 import sys
 
 import pytest
-from forked import said_by, start_ranks
-from tiny import TINY
+
+from tests.support.forked import said_by, start_ranks
+from tests.support.tiny import TINY
 
 STEPS = {
     "num_steps": 4,

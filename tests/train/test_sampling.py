@@ -4,7 +4,6 @@ import json
 
 import pytest
 import torch
-from ranks import run_ranks
 
 from config.model_config import ModelConfig
 from config.train_config import ParallelConfig
@@ -18,6 +17,7 @@ from mamba_fsdp.parallel.parallelize import parallelize
 from mamba_fsdp.parallel.world import World
 from mamba_fsdp.train.metrics_logger import MetricsLogger
 from mamba_fsdp.train.sampling import continued
+from tests.support.ranks import run_ranks
 
 PROMPTS = [[5, 6, 7, 8, 9], [3], [1, 2]]
 

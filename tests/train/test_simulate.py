@@ -86,7 +86,12 @@ def on_gpu(tmp_path_factory):
 
     def run(cases):
         done = subprocess.run(
-            [sys.executable, HERE / "on_fake_gpu.py", library, *map(json.dumps, cases)],
+            [
+                sys.executable,
+                HERE.parent / "support/on_fake_gpu.py",
+                library,
+                *map(json.dumps, cases),
+            ],
             capture_output=True,
             text=True,
             cwd=HERE.parent.parent,

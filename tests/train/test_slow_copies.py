@@ -7,13 +7,13 @@ import threading
 import time
 
 import pytest
-from ranks import PROCESSES, run_ranks
 
 from config import resolve
 from mamba_fsdp.checkpoint.checkpointer import Checkpointer
 from mamba_fsdp.checkpoint.folder import Reader
 from mamba_fsdp.parallel.world import World
 from mamba_fsdp.train import loop, run
+from tests.support.ranks import PROCESSES, run_ranks
 
 pytestmark = [pytest.mark.torch22, pytest.mark.slow]
 

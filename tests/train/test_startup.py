@@ -7,9 +7,9 @@ import sys
 import time
 
 import pytest
-from tiny import TINY
 
 from mamba_fsdp.train.startup import Startup
+from tests.support.tiny import TINY
 
 AUDIT = """
 import os, sys

@@ -7,8 +7,8 @@ from mamba_fsdp import command_line
 from mamba_fsdp.data.store import TokenStore
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.verbs import evaluate, inspect, loading
-from tests.data.corpora import stored_documents
-from tests.data.foreign_files import write_fms, write_nanogpt, write_rows
+from tests.support.corpora import stored_documents
+from tests.support.foreign_files import write_fms, write_nanogpt, write_rows
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from mamba_fsdp import command_line
 from mamba_fsdp.data.store import TokenStore
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.verbs import evaluate, export, generate, inspect
-from tests.data.corpora import stored_documents
+from tests.support.corpora import stored_documents
 
 pytestmark = pytest.mark.torch22
 

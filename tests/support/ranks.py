@@ -7,7 +7,6 @@ import pickle
 import traceback
 
 import torch
-from double import Double
 from torch.distributed import TCPStore
 
 from config.train_config import ParallelConfig
@@ -15,6 +14,7 @@ from mamba_fsdp.launch.forks import IMPORTS
 from mamba_fsdp.parallel.model import fill_parts
 from mamba_fsdp.parallel.parallelize import parallelize
 from mamba_fsdp.parallel.world import start_world
+from tests.support.double import Double
 
 os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # a rank is a daemon and may have no children
 PROCESSES = multiprocessing.get_context(

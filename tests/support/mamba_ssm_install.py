@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.kernels.install import triton_folder
+
 VERSION = "2.3.1"
 CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mamba_fsdp-tests"
 
@@ -45,3 +47,12 @@ def mamba_ssm_folder():
     except OSError:
         assert folder.exists(), f"can't rename {fresh} to {folder}"  # another test run was faster
     return folder
+
+
+def with_triton():
+    """The environment of a process that imports mamba-ssm's Triton kernels: they need a Triton, which the cpu stack
+    has not. Skips the test where none can be installed."""
+    try:
+        return {**os.environ, "PYTHONPATH": str(triton_folder())}
+    except OSError as error:
+        pytest.skip(str(error))

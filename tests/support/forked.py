@@ -11,9 +11,9 @@ import tempfile
 from pathlib import Path
 
 import torch
-from ranks import PROCESSES
 
 from mamba_fsdp.launch.machine import hold_port
+from tests.support.ranks import PROCESSES
 
 PROJECT = Path(__file__).resolve().parents[2]
 PORTS: list[
