@@ -35,7 +35,6 @@ LIMITS = {
     "at_least": operator.ge,
     "at_most": operator.le,
     "below": operator.lt,
-    "zero_or_above": lambda number, limit: number == 0 or number > limit,
 }
 
 
@@ -56,7 +55,6 @@ class Bounds(NamedTuple):
     at_least: float | None = None
     at_most: float | None = None
     below: float | None = None
-    zero_or_above: float | None = None
     choices: tuple[str, ...] = ()
     some_text: bool = False
 

@@ -71,7 +71,6 @@ SHARDING = Needs(
     "sharding_strategy=fsdp or hsdp",
     lambda settings: settings.parallel.sharding_strategy not in ("none", "ddp"),
 )
-SPIKES = Needs("loss_spike_factor above 0", lambda settings: settings.training.loss_spike_factor)
 WANDB = Needs("tracker=wandb", lambda settings: "wandb" in settings.report.tracker)
 NO_TOKEN = {"none": "", "null": ""}
 
@@ -133,8 +132,6 @@ class DataConfig(ReadingConfig):
     sample: what can be guessed from little counts little. The mean is over the weights of the global batch."""
     position_window: float = setting(10.0, above=0, needs=WEIGHTING)
     """Tokens after which position_weighting gives three quarters of the full weight."""
-    sample_log: bool = setting(False)
-    """Write which windows each step took into the run folder (samples.jsonl), for python -m mamba_fsdp audit RUN."""
     new_epoch: bool = setting(False)
     """Where the data's position was saved with another seed, seq_length or content of a source, close it and begin the
     sources concerned anew; otherwise it changes nothing, as when the same command resumes afterwards."""
@@ -227,11 +224,6 @@ class TrainingConfig:
     .cache/triton beside the run folder; none: every start compiles."""
     max_skipped_steps: int = setting(10, at_least=1)
     """Stop after this many steps in a row whose loss or gradient was not finite (none of them is applied)."""
-    loss_spike_factor: float = setting(0.0, zero_or_above=1)
-    """Roll back to the newest checkpoint when a step's loss is above this times the median of the 64 applied steps
-    before it (at least 16): 1.5, say. After the third rollback to one checkpoint the run ends; 0 never rolls back."""
-    loss_spike_skip: bool = setting(False, needs=SPIKES)
-    """Pass over the samples from that checkpoint up to the spike; without it they come again."""
     eval_interval: Duration = steps(200, at_least=0, needs=STORE)
     """Validate every so often, at the start and at the end; 0 never."""
     eval_batches: int = setting(-1, at_least=-1, needs=VALIDATION)

@@ -19,7 +19,6 @@ VERBS = {  # name: (module in mamba_fsdp/verbs, what it does)
     ),
     "checkpoints": ("checkpoints", "list a run's checkpoints, and verify them"),
     "consolidate": ("consolidate", "write a run's model as one file, in little memory"),
-    "audit": ("audit", "prove that a run saw each window as often as its epochs say"),
     "convert": ("convert", "write tokens in another trainer's format, or as a token store"),
     "export": ("export", "write a model in transformers' or state-spaces' form"),
     "import": ("import_", "bring a transformers or state-spaces model into our form"),

@@ -86,9 +86,6 @@ class Loader(ExitStack):
         assert order.seq_length == data.seq_length, "the order counts windows of another length"
         self.sources, self.order, self.data, self.split = sources, order, data, split
         self.vocab_size, self.first_step, self.pin_memory = vocab_size, first_step, pin_memory
-        self.passed_over: dict[
-            str, list[int]
-        ] = {}  # draws of each source that the newest `skip` left out
         self.pool = ThreadPoolExecutor(data.num_workers, "loader") if data.num_workers else None
         if self.pool:
             self.callback(self.pool.shutdown, cancel_futures=True)
@@ -107,16 +104,6 @@ class Loader(ExitStack):
         for wanted in sorted(set(soon) - set(self.ahead)):
             self.ahead[wanted] = self.pool.submit(self._read, wanted)
         return self.ahead.pop(step).result()
-
-    def skip(self, steps: int, step: int, drawn: Mapping[str, int]) -> None:
-        """Let each step take the samples that stood so many steps later, from `step` on, before which `drawn` were."""
-        self.first_step -= steps
-        self.ahead.clear()
-        self.passed_over = {
-            name: [drawn.get(name, 0), end]
-            for name, end in self.state_before(step)["drawn"].items()
-            if end > drawn.get(name, 0)
-        }
 
     def state_before(self, step: int) -> dict[str, Any]:
         """The data's position before `step`: what a checkpoint saves, and Sampler(state=...) takes."""

@@ -16,7 +16,6 @@ import torch
 
 from mamba_fsdp.conventions import IGNORED_LABEL
 from mamba_fsdp.data.loader import Batch, evaluation_batches
-from mamba_fsdp.data.sample_log import read_by
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.heartbeat import heart
 from mamba_fsdp.parallel.compat import step_unless
@@ -27,7 +26,6 @@ from mamba_fsdp.train.metrics_logger import MetricsLogger
 from mamba_fsdp.train.sampling import continued
 from mamba_fsdp.train.saver import Saver
 from mamba_fsdp.train.setup import TrainContext
-from mamba_fsdp.train.spikes import refuse_spike
 from mamba_fsdp.train.stopping import StopRequest
 
 ELSEWHERE = "asked on another rank"  # why this one stops
@@ -39,7 +37,7 @@ def train(
 ) -> str:
     """Takes steps until the run has them all or is asked to stop. Returns the reason of the stop, "" without one.
 
-    validation_due: of the step that it begins at. Raises UserError after max_skipped_steps in a row, and LossSpike. The
+    validation_due: of the step that it begins at. Raises UserError after max_skipped_steps in a row. The
     train state is that after the last step whose numbers are read: the last of all before a validation, a checkpoint.
     """
     plan, state = parts.plan, parts.state
@@ -89,7 +87,6 @@ def take_step(parts: TrainContext, clock: Clock, stop: StopRequest, ahead: int =
     batches = parts.loader.step(step + ahead)
     clock.data_wait += time.perf_counter() - began
     counted = sum(batch.total_weight() for batch in batches)  # while on the CPU
-    read = read_by(batches) if settings.data.sample_log else 0
     batches = [batch.to(world.device) for batch in batches]
     own_seconds, scale, saves = [0.0] * world.size, parts.loss_scale.value, parts.checkpointer
     stage, writing = saves.stage(), saves.is_writing()
@@ -102,7 +99,7 @@ def take_step(parts: TrainContext, clock: Clock, stop: StopRequest, ahead: int =
         loss_sum,
         parallel.gradient_squares(),
         counted,
-        (stop.look(), writing, *divmod(read, 1 << 32), *own_seconds),
+        (stop.look(), writing, *own_seconds),
     )
     loss, gradient_norm, factor = means(sums, plan.tokens_per_step / scale)
     lr = settings.optimizer.learning_rate * plan.schedule.next_factor(
@@ -127,12 +124,11 @@ def take_step(parts: TrainContext, clock: Clock, stop: StopRequest, ahead: int =
 
 def end_step(parts: TrainContext, recorder: MetricsLogger, saver: Saver, step: Step) -> bool:
     """Counts and reports a step, once its numbers are there. Returns whether a rank was asked to stop in it. Raises
-    LossSpike, and as `train` does."""
+    as `train` does."""
     state, plan = parts.state, parts.plan
-    loss, gradient_norm, applied, scale, good_steps, stops, writing, high, low = (
-        numbers := step.numbers()
-    )[:9]
-    recorder.clock.meet(numbers[9:])
+    numbers = step.numbers()
+    loss, gradient_norm, applied, scale, good_steps, stops, writing = numbers[:7]
+    recorder.clock.meet(numbers[7:])
     excused = parts.loss_scale.keep(state, scale, good_steps) and math.isfinite(loss)
     state.advance(
         plan.split.global_batch, plan.tokens_per_step, loss, applied=bool(applied), excused=excused
@@ -144,10 +140,7 @@ def end_step(parts: TrainContext, recorder: MetricsLogger, saver: Saver, step: S
             f"step {state.step} skipped: loss {loss:.4g}, gradient norm {gradient_norm:.4g} "
             f"({state.skipped_steps} skipped so far)"
         )
-    if applied:
-        refuse_spike(parts, loss, saver)
-    # A sum of 32 bits is exact in fp64.
-    recorder.report(state, loss, step.lr, gradient_norm, ((int(high) << 32) + int(low)) % (1 << 64))
+    recorder.report(state, loss, step.lr, gradient_norm)
     if state.skipped_in_a_row >= parts.settings.training.max_skipped_steps:
         saver.wait(final=True)  # what is being saved is not at fault
         raise UserError(describe_bad_samples(parts, step.batches))

@@ -1,4 +1,4 @@
-"""What a run reports while it trains: metrics.jsonl and trackers, the samples it took, the live line, the profile."""
+"""What a run reports while it trains: metrics.jsonl and trackers, the live line, the profile."""
 
 import contextlib
 import itertools
@@ -12,7 +12,6 @@ from config.devices import device_peak
 from config.resolve import as_dict
 from config.train_config import TrainConfig
 from mamba_fsdp.data.loader import Loader
-from mamba_fsdp.data.sample_log import SampleLog
 from mamba_fsdp.data.sampler import seen
 from mamba_fsdp.data.tokenizer import load_words
 from mamba_fsdp.errors import UserError
@@ -21,7 +20,7 @@ from mamba_fsdp.parallel.world import World
 from mamba_fsdp.report.console import Console, read_share
 from mamba_fsdp.report.records import Log, add_event
 from mamba_fsdp.report.trackers import make_trackers
-from mamba_fsdp.run_layout import GENERATED, METRICS, SAMPLES, TOKENIZER
+from mamba_fsdp.run_layout import GENERATED, METRICS, TOKENIZER
 from mamba_fsdp.storage import exists
 from mamba_fsdp.train.clock import Clock, device_metrics, stragglers
 from mamba_fsdp.train.kernel_cache import KernelCache
@@ -57,18 +56,11 @@ class MetricsLogger(contextlib.ExitStack):
             else None
         )
         self.peak_flops = peak and peak * world.size
-        self.metrics = self.samples = self.generated = None
+        self.metrics = self.generated = None
         if world.rank == 0:
-            self.metrics, samples = (
-                Log(folder.path / METRICS, step, folder.lease.check),
-                folder.path / SAMPLES,
-            )
+            self.metrics = Log(folder.path / METRICS, step, folder.lease.check)
             if settings.training.sample_prompts or exists(folder.path / GENERATED):
                 self.generated = Log(folder.path / GENERATED, step, folder.lease.check)
-            if settings.data.sample_log or exists(samples):
-                self.samples = SampleLog(
-                    samples, step, loader, logged=settings.data.sample_log, check=folder.lease.check
-                )
         self.trackers = (
             []
             if world.rank
@@ -98,9 +90,9 @@ class MetricsLogger(contextlib.ExitStack):
         )
 
     def report(
-        self, state: TrainState, loss: float, learning_rate: float, gradient_norm: float, read: int
+        self, state: TrainState, loss: float, learning_rate: float, gradient_norm: float
     ) -> None:
-        """After a step: the live line, and when due an entry with the mean loss in the metrics. read: see `read_by`."""
+        """After a step: the live line, and when due an entry with the mean loss in the metrics."""
         state.step_seconds += self.clock.new_seconds()
         if (
             not self.folder.startup.steps
@@ -113,8 +105,6 @@ class MetricsLogger(contextlib.ExitStack):
             self.display.line(self.folder.startup.line())
             with self.clock.paused():
                 self.kernels.keep()
-        if self.samples:
-            self.samples.add(state.step, read)
         due = self.plan.is_due(self.interval, state.step)
         loss = state.take_mean_loss() if due else loss
         seconds, own_seconds = self.clock.seconds_per_step(state.step)
@@ -122,11 +112,6 @@ class MetricsLogger(contextlib.ExitStack):
         mfu = rate * self.flops_per_token / self.peak_flops if self.peak_flops else None
         if due:
             compared = stragglers(own_seconds) if self.world.size > 1 else {}
-            spiked = (
-                {"rollbacks": state.rollbacks, "passed_over": state.passed_over}
-                if state.rollbacks
-                else {}
-            )
             self._write(
                 {
                     "step": state.step,
@@ -144,7 +129,6 @@ class MetricsLogger(contextlib.ExitStack):
                     **device_metrics(self.world.device),
                     "data_wait_seconds": round(self.clock.data_wait, 6),
                     "checkpoint_stall_seconds": round(self.stall_seconds(), 6),
-                    **spiked,
                     **seen(self.loader.state_before(state.step)),
                 }
             )
@@ -212,8 +196,8 @@ class MetricsLogger(contextlib.ExitStack):
             )
 
     def sync(self) -> None:
-        """Returns when the metrics and the log of samples are on the disk."""
-        for log in (self.metrics, self.samples, self.generated):
+        """Returns when the metrics are on the disk."""
+        for log in (self.metrics, self.generated):
             if log:
                 log.sync()
 

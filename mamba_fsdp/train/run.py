@@ -22,7 +22,6 @@ from mamba_fsdp.train.estimate import what_would_fit
 from mamba_fsdp.train.metrics_logger import MetricsLogger
 from mamba_fsdp.train.run_folder import RunFolder
 from mamba_fsdp.train.setup import TrainContext, Weights, set_up
-from mamba_fsdp.train.spikes import LossSpike, roll_back
 from mamba_fsdp.train.state import TrainState
 from mamba_fsdp.train.stopping import StopRequest
 from mamba_fsdp.train.watchdog import watchdog
@@ -92,19 +91,13 @@ def train(parts: TrainContext, folder: RunFolder, display: Console) -> Path | No
         begins = begins_from(parts.settings.checkpoint, parts.checkpointer.newest_step)
         add_event(folder.path, "started", state.step, ranks=world.size, **{"from": begins})
     with parts.loader, StopRequest(folder.path, world.rank == 0) as stop:
-        reason = None
-        while reason is None:
-            with MetricsLogger(
-                parts.settings, world, folder, plan, parts.loader, state.step, display
-            ) as recorder:
-                folder.startup.done("loader")
-                recorder.stall_seconds = parts.checkpointer.stall_seconds
-                recorder.kernels = parts.kernels if world.rank == 0 else None
-                try:
-                    reason = loop.train(parts, recorder, stop, validation_due)
-                except LossSpike as spike:
-                    validation_due = False
-                    roll_back(parts, folder, spike, display.line)
+        with MetricsLogger(
+            parts.settings, world, folder, plan, parts.loader, state.step, display
+        ) as recorder:
+            folder.startup.done("loader")
+            recorder.stall_seconds = parts.checkpointer.stall_seconds
+            recorder.kernels = parts.kernels if world.rank == 0 else None
+            reason = loop.train(parts, recorder, stop, validation_due)
     if world.rank == 0:
         parts.kernels.keep()
     if not reason:

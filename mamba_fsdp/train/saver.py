@@ -23,9 +23,6 @@ class Saver:
             recorder,
             parts.settings.checkpoint.max_failed_saves,
         )
-        self.spike: tuple[int, float, float] | None = (
-            None  # whose rollback waits for a save, see train/spikes.py
-        )
         # Saves that failed in a row, steps until the next one is tried, the step after which that is.
         self.failed = self.pause = self.next_attempt = 0
 

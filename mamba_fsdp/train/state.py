@@ -12,6 +12,8 @@ from config import resolve
 from config.train_config import TrainConfig
 from mamba_fsdp.errors import UserError
 
+RETIRED = {"recent_losses", "rollbacks", "passed_over"}  # older checkpoints hold them
+
 
 @dataclass
 class TrainState:
@@ -28,9 +30,6 @@ class TrainState:
     skipped_in_a_row: int = 0
     loss_sum: float = 0.0  # of the applied steps since the last report
     loss_steps: int = 0
-    recent_losses: list[float] = field(default_factory=list)  # see train/spikes.py
-    rollbacks: int = 0
-    passed_over: int = 0  # samples that were skipped by rollbacks; `samples` does not count them
     loss_scale: float = 0.0  # of fp16, see LossScale; 0 before the first step in it
     loss_scale_good_steps: int = 0
     data: dict[str, Any] = field(
@@ -49,6 +48,8 @@ class TrainState:
     def from_saved(cls, saved: Mapping[str, Any], checkpoint: Path) -> "TrainState":
         """The state that `checkpoint` saved. What it lacks takes its default; unknown fields raise UserError."""
         initial, progress = asdict(cls()), saved.get("progress")
+        if isinstance(progress, dict):
+            progress = {name: value for name, value in progress.items() if name not in RETIRED}
         if not isinstance(progress, dict) or not all(
             isinstance(value, (type(initial[name]), int))
             for name, value in progress.items()

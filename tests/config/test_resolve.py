@@ -80,8 +80,6 @@ def test_false_is_false():
         ({"batch_size": "0"}, "must be at least 1"),
         ({"learning_rate": "nan"}, "finite"),
         ({"learning_rate": "0"}, "must be above 0"),
-        ({"loss_spike_factor": "0.5"}, "must be zero or above 1"),
-        ({"loss_spike_factor": "-1"}, "must be zero or above 1"),
         ({"schedule": "cosin"}, "one of cosine, wsd"),
         (
             {"num_steps": "ten"},
@@ -141,7 +139,6 @@ POINTLESS = {  # every setting that needs another: a value, where it does nothin
     "sample_prompts": ("x", {"validation_path": "none"}, {}),
     "sample_length": ("8", {}, {"sample_prompts": "x"}),
     "position_window": ("5.0", {}, {"position_weighting": "true"}),
-    "loss_spike_skip": ("true", {}, {"loss_spike_factor": "2"}),
     "prefetch": ("5", {"num_workers": "0"}, {}),
     "schedule_steps": ("5", {"schedule": "constant"}, {}),
     "decay_steps": ("5", {}, {"schedule": "wsd"}),

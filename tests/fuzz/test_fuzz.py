@@ -19,7 +19,6 @@ import signal
 from pathlib import Path
 from unittest.mock import patch
 
-import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
@@ -38,8 +37,7 @@ from mamba_fsdp.checkpoint.tensors import open_tensors
 from mamba_fsdp.data import readers, text, tokenize, tokenizer, workers
 from mamba_fsdp.data.documents import documents
 from mamba_fsdp.data.opening import open_source
-from mamba_fsdp.data.sample_log import fingerprint
-from mamba_fsdp.data.sampler import NOTHING, source_key, window_of
+from mamba_fsdp.data.sampler import NOTHING
 from mamba_fsdp.data.store import StoreWriter, _checksum
 from mamba_fsdp.data.tokenizer import identities_in
 from mamba_fsdp.errors import UserError
@@ -50,7 +48,7 @@ from mamba_fsdp.parallel.world import World
 from mamba_fsdp.report.curves import look_at
 from mamba_fsdp.run_layout import COMMIT, STATE
 from mamba_fsdp.train.state import TrainState
-from mamba_fsdp.verbs import audit, checkpoints, inspect, report
+from mamba_fsdp.verbs import checkpoints, inspect, report
 from tests.support.foreign_files import write_fms, write_layout, write_megatron, write_rows
 from tests.support.small_models import CONFIGS, random_state, write_ours
 
@@ -161,14 +159,6 @@ def make_yaml(folder):
 
 def make_run(folder):
     """What each verb looks at of a run that was killed."""
-
-    def read(step):
-        key = np.full(2, source_key(POSITION["seed"], "a"), np.uint64)
-        windows, _ = window_of(
-            np.arange(2 * step - 2, 2 * step), np.full(2, 9), POSITION["seq_length"], key
-        )
-        return f"{int(fingerprint('a', windows).sum()):016x}"
-
     make_checkpoint(folder)
     moment = "2026-01-01T00:00:00+00:00"
     for name, lines in {
@@ -182,19 +172,6 @@ def make_run(folder):
             {"time": moment, "event": "checkpoint", "step": 3, "bytes": 99, "seconds": 0.1},
         ],
         "generated": [{"step": 3, "prompt": "a", "text": "b"}],
-        "samples": [
-            {
-                "step": 0,
-                "logged": True,
-                "ranks": 1,
-                "global_batch": 2,
-                "position": {**POSITION, "drawn": {"a": 0}},
-            }
-        ]
-        + [
-            {"step": step, "draws": {"a": [2 * step - 2, 2 * step]}, "read": read(step)}
-            for step in (1, 2, 3)
-        ],
     }.items():
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     (folder / "status.json").write_text(
@@ -213,7 +190,6 @@ def read_run(folder):
         inspect.main,
         lambda run: inspect.main(f"{run}/checkpoints/step_00000003"),
         checkpoints.main,
-        audit.main,
         lambda run: json.dumps([seen := look_at(folder), report.charts_of([seen])], default=str),
     ):
         try:

@@ -187,26 +187,18 @@ class Storm:
         )
 
     def left_by(self, run):
-        """What a finished run has left, without times: weights and moments as bytes, metrics, samples."""
+        """What a finished run has left, without times: weights and moments as bytes, metrics."""
         folder = self.folder / run
         files = sorted(
             [*folder.glob(f"checkpoints/step_{STEPS:08d}/rank_*"), *folder.glob("pth/*/*.pth")]
         )
         left = {file.name: file.read_bytes() for file in files}
         assert len(left) == self.ranks + 1, sorted(left)
-        for name in ("metrics", "samples"):
-            lines = [
-                json.loads(line) for line in (folder / f"{name}.jsonl").read_text().splitlines()
-            ]
-            left[name] = [
-                {
-                    key: value
-                    for key, value in line.items()
-                    if not any(word in key for word in TIMES)
-                }
-                for line in lines
-                if "position" not in line
-            ]
+        lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        left["metrics"] = [
+            {key: value for key, value in line.items() if not any(word in key for word in TIMES)}
+            for line in lines
+        ]
         return left
 
     def compare(self, expected, found, run):

@@ -27,9 +27,6 @@ SETTINGS = {
     "checkpoint_interval": 1,
     "keep_checkpoints": 2,
     "deterministic": True,
-    "sample_log": True,
-    "loss_spike_factor": 1.5,
-    "loss_spike_skip": True,
 }
 
 
@@ -117,7 +114,6 @@ def run(task):
     number, scratch, kill = int(os.environ["RANK"]), Path(task["scratch"]), task["kill"]
     faulthandler.register(signal.SIGUSR2, file=sys.stderr)
     (scratch / f"{os.getpid()}.pid").write_text(str(os.getppid()))
-    spoil_samples()
     trace_steps(open(scratch / f"rank-{number}-{os.getpid()}.trace", "w", buffering=1))
     if kill and kill["rank"] == number and not (scratch / "fired").exists():
         die_at(kill, scratch, task["run"])
@@ -142,22 +138,6 @@ def halve_the_node():
 
     parallelize = setup.parallelize
     setup.parallelize = lambda *given, **more: parallelize(*given, **more, shard_size=2)
-
-
-def spoil_samples():
-    """Let some windows have a loss that is a spike, also among few steps."""
-    from mamba_fsdp.train import loop, spikes
-
-    true_loss, spikes.FEWEST = loop.batch_loss, 4
-    spikes.MOST_ROLLBACKS = (
-        1000  # kills before the next checkpoint let one rollback come again and again
-    )
-
-    def loss(parallel, batch):
-        spoilt = any((window or 1) % 50 == 0 for name, window in batch.samples if name == "train")
-        return true_loss(parallel, batch) * (12 if spoilt else 1)
-
-    loop.batch_loss = loss
 
 
 def trace_steps(trace):
