@@ -13,28 +13,27 @@ HAS_FSDP2 = torch.__version__ >= "2.6"  # asked without importing it, which take
 
 
 def load_shard() -> Callable[..., ParallelModel]:
-    """`shard` of fsdp2.py where torch has FSDP2, else of fsdp1.py."""
-    return import_module(f"mamba_fsdp.parallel.fsdp{2 if HAS_FSDP2 else 1}").shard
+    """Returns `shard` of fsdp2.py where torch has FSDP2, else that of fsdp1.py."""
+    name = "fsdp2" if HAS_FSDP2 else "fsdp1"
+    return import_module(f"mamba_fsdp.parallel.{name}").shard
 
 
 def use_deterministic_algorithms(asked: bool) -> None:
-    """Let this process's operations give equal results in equal runs, or be refused. Call before the first of them."""
+    """Makes this process's operations give equal results in equal runs, or be refused. Call before the first of them."""
     if asked:
-        os.environ.setdefault(
-            "CUBLAS_WORKSPACE_CONFIG", ":4096:8"
-        )  # else torch refuses matrix products on a GPU
+        # Without this torch refuses matrix products on a GPU.
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         if torch.cuda.is_available() and not HAS_FSDP2:
-            torch.backends.cuda.enable_flash_sdp(
-                False
-            )  # torch 2.2's adds with atomics, and torch does not say so
+            # torch 2.2's flash attention adds with atomics, and torch does not refuse it.
+            torch.backends.cuda.enable_flash_sdp(False)
     torch.use_deterministic_algorithms(asked)
 
 
 def step_unless(optimizer: torch.optim.AdamW, refused: torch.Tensor) -> None:
-    """The optimiser's step, unless the 0-dim bool `refused` is true: weights, moments and its count of steps then stay.
+    """Takes the optimiser's step, unless the 0-dim bool `refused` is true: weights, moments and step count then stay.
 
-    A fused step reads that on the device, as torch's GradScaler has it; one without lies on a CPU, where reading it is
-    no wait.
+    A fused AdamW reads `refused` on the device, as with torch's GradScaler. Any other lies on a CPU, where reading it
+    makes nobody wait.
     """
     if optimizer.param_groups[0]["fused"]:
         optimizer.found_inf = refused.float()
@@ -44,7 +43,7 @@ def step_unless(optimizer: torch.optim.AdamW, refused: torch.Tensor) -> None:
 
 
 def has_fused_adamw(device: torch.device) -> bool:
-    """Whether torch has a fused AdamW for the device (torch 2.2: CUDA only)."""
+    """Returns whether torch has a fused AdamW for the device (torch 2.2: CUDA only)."""
     return device.type == "cuda" or HAS_FSDP2
 
 

@@ -14,9 +14,9 @@ from mamba_fsdp.parallel.model import ParallelModel, ParameterSlot
 from mamba_fsdp.parallel.world import World
 
 
-class FlatShard(ParallelModel):
+class FSDP1Model(ParallelModel):
     def reduce_gradients(self) -> None:
-        """FSDP1 always averages: undo its division (exact where the number of ranks is a power of two)."""
+        """Undoes FSDP1's division by the number of ranks (exact where that is a power of two); sums what is whole."""
         averaged = [slot.local.grad for slot in self.sharded if slot.local.grad is not None]
         if averaged and self.world.size > 1:
             torch._foreach_mul_(averaged, self.world.size)
@@ -31,21 +31,17 @@ def shard(
     world: World,
     shard_size: int,
     compute_dtype: torch.dtype,
-    backward_prefetch: bool,
-    limit_all_gathers: bool,
     accumulate_unsharded: bool,
 ) -> ParallelModel:
-    """Shard all but `whole` over groups of `shard_size` neighbouring ranks and replicate across the groups.
+    """Shards all but `whole` over groups of `shard_size` neighbouring ranks and replicates across the groups.
 
-    backward_prefetch and limit_all_gathers are FSDP1's own: gather the next block's weights during the backward of this
-    one; make the CPU wait rather than gather more than two blocks ahead. Raises UserError for accumulate_unsharded
-    with a low compute_dtype: FSDP1 would sum the gradients in that dtype.
+    Raises UserError for accumulate_unsharded with a low compute_dtype: FSDP1 would sum the gradients in that dtype.
     """
-    low = None if compute_dtype == torch.float32 else compute_dtype
-    if low and accumulate_unsharded:
+    low_dtype = None if compute_dtype == torch.float32 else compute_dtype
+    if low_dtype and accumulate_unsharded:
         raise UserError(
-            f"accumulate_unsharded=true: torch {torch.__version__} would sum gradients in {low}; leave out "
-            "accumulate_unsharded, or set mixed_precision=fp32"
+            f"accumulate_unsharded=true: torch {torch.__version__} would sum gradients in {low_dtype}; "
+            "leave out accumulate_unsharded, or set mixed_precision=fp32"
         )
     slot_of = {owner: slot for slot in slots for owner in slot.owners}
 
@@ -54,39 +50,35 @@ def shard(
             if parameter.is_meta:
                 slot_of[module, attribute].materialize(world.device)
 
-    replicas = world.size // shard_size
     options = dict(
-        sharding_strategy=ShardingStrategy.HYBRID_SHARD
-        if replicas > 1
-        else ShardingStrategy.FULL_SHARD,
+        sharding_strategy=ShardingStrategy.FULL_SHARD,
         mixed_precision=MixedPrecision(
-            param_dtype=low,
+            param_dtype=low_dtype,
             reduce_dtype=torch.float32,
             cast_forward_inputs=False,
             cast_root_forward_inputs=False,
         ),
         ignored_states=[slot.parameter for slot in whole],
-        backward_prefetch=BackwardPrefetch.BACKWARD_PRE if backward_prefetch else None,
-        limit_all_gathers=limit_all_gathers,
+        backward_prefetch=BackwardPrefetch.BACKWARD_PRE,
+        limit_all_gathers=True,
         param_init_fn=give_storage,
         device_id=world.device,
         use_orig_params=True,
-        process_group=world.grid(shard_size) if replicas > 1 else None,
     )
+    if shard_size < world.size:
+        options["sharding_strategy"] = ShardingStrategy.HYBRID_SHARD
+        options["process_group"] = world.grid(shard_size)
     blocks = model.backbone.layers
     for index, block in enumerate(blocks):
         blocks[index] = FullyShardedDataParallel(block, **options)
     module = FullyShardedDataParallel(model, **options)
 
-    flats = [unit._handle.flat_param for unit in FullyShardedDataParallel.fsdp_modules(module)]
-    starts = {
-        (info.module, info.param_name): cut.intra_param_start_idx
-        or 0  # None where this rank has none of it
-        for flat in flats
-        for info, cut in zip(flat._param_infos, flat._shard_param_infos)
-    }
-    parts = {slot: (slot.parameter, starts[slot.owners[0]]) for slot in slots if slot not in whole}
-    return FlatShard(
+    starts = _starts(module)
+    parts = {}
+    for slot in slots:
+        if slot not in whole:
+            parts[slot] = (slot.parameter, starts[slot.owners[0]])
+    return FSDP1Model(
         model,
         module,
         world,
@@ -95,3 +87,14 @@ def shard(
         shard_size=shard_size,
         no_sync=accumulate_unsharded,
     )
+
+
+def _starts(module):
+    """Returns {(owner, attribute): where this rank's part starts in the flattened parameter}, which FSDP1 tells nobody."""
+    starts = {}
+    for unit in FullyShardedDataParallel.fsdp_modules(module):
+        flat = unit._handle.flat_param
+        for info, cut in zip(flat._param_infos, flat._shard_param_infos):
+            # None where this rank has none of it
+            starts[info.module, info.param_name] = cut.intra_param_start_idx or 0
+    return starts

@@ -13,18 +13,19 @@ from mamba_fsdp.parallel.model import ParallelModel, ParameterSlot
 from mamba_fsdp.parallel.world import World
 
 
-class FullyShard(ParallelModel):
+class FSDP2Model(ParallelModel):
     def accumulate(self, last: bool) -> contextlib.AbstractContextManager:
-        self.module.set_requires_gradient_sync(
-            last or not self.no_sync
-        )  # what waits is summed in fp32
-        self.module.set_requires_all_reduce(last)  # across the groups, where only a share waits
+        """Reduces this micro-batch's gradients over the shard group, and across groups in the last one. With no_sync
+        they wait for the last, summed in fp32."""
+        self.module.set_requires_gradient_sync(last or not self.no_sync)
+        self.module.set_requires_all_reduce(last)
         return contextlib.nullcontext()
 
     def reduce_gradients(self) -> None:
-        """Hand the local parts of the summed gradients to the plain tensors that the optimiser sees."""
+        """Hands the local parts of the summed gradients to the plain tensors that the optimiser sees."""
         for slot in self.sharded:
-            gradient, slot.parameter.grad = slot.parameter.grad, None
+            gradient = slot.parameter.grad
+            slot.parameter.grad = None
             slot.local.grad = None if gradient is None else gradient.to_local()
         super().reduce_gradients()
 
@@ -37,60 +38,50 @@ def shard(
     world: World,
     shard_size: int,
     compute_dtype: torch.dtype,
-    backward_prefetch: bool,
-    limit_all_gathers: bool,
     accumulate_unsharded: bool,
 ) -> ParallelModel:
-    """Shard all but `whole` over groups of `shard_size` neighbouring ranks and replicate across the groups.
-
-    backward_prefetch: gather the next block's weights during the backward of this one (FSDP2's own default); without it
-    a block is gathered when its turn comes. limit_all_gathers: FSDP2 needs no limit, since its memory does not depend
-    on how far the CPU is ahead; without it, each block is gathered one block early in the forward pass.
-    """
-    if shard_size == world.size:
-        mesh = DeviceMesh.from_group(dist.group.WORLD, world.device.type, mesh_dim_names=("shard",))
-    else:
-        row, column = world.grid(shard_size)
-        mesh = DeviceMesh.from_group(
-            [column, row],
-            world.device.type,
-            torch.arange(world.size).view(-1, shard_size),
-            mesh_dim_names=("replicate", "shard"),
-        )
-    low = None if compute_dtype == torch.float32 else compute_dtype
+    """Shards all but `whole` over groups of `shard_size` neighbouring ranks and replicates across the groups."""
+    mesh = _mesh(world, shard_size)
     policy = MixedPrecisionPolicy(
-        param_dtype=low, reduce_dtype=torch.float32, cast_forward_inputs=False
+        param_dtype=None if compute_dtype == torch.float32 else compute_dtype,
+        reduce_dtype=torch.float32,
+        cast_forward_inputs=False,
     )
-
-    blocks = list(model.backbone.layers)
-    for unit in [*blocks, model]:
-        fully_shard(
-            unit, mesh=mesh, mp_policy=policy, ignored_params={slot.parameter for slot in whole}
-        )
+    ignored = {slot.parameter for slot in whole}
+    for unit in [*model.backbone.layers, model]:
+        fully_shard(unit, mesh=mesh, mp_policy=policy, ignored_params=ignored)
         unit.set_gradient_divide_factor(1.0)
         unit.set_force_sum_reduction_for_comms(True)
-    for block, following in zip(blocks, [*blocks[1:], None]):
-        if following and not limit_all_gathers:
-            block.set_modules_to_forward_prefetch([following])
-        if not backward_prefetch:
-            block.set_modules_to_backward_prefetch([block])  # itself, which is there already
 
     if any(parameter.is_meta for parameter in model.parameters()):
         model.to_empty(device=world.device)
-    parts = {
-        slot: _part(slot, world.rank % shard_size, shard_size)
-        for slot in slots
-        if slot not in whole
-    }
-    return FullyShard(
+    parts = {}
+    for slot in slots:
+        if slot not in whole:
+            parts[slot] = _part(slot, world.rank % shard_size, shard_size)
+    return FSDP2Model(
         model, model, world, slots, parts=parts, shard_size=shard_size, no_sync=accumulate_unsharded
     )
 
 
+def _mesh(world, shard_size):
+    """Returns the mesh of the ranks: one shard group, or rows of shard groups with replicas in the columns."""
+    device = world.device.type
+    if shard_size == world.size:
+        return DeviceMesh.from_group(dist.group.WORLD, device, mesh_dim_names=("shard",))
+    row, column = world.grid(shard_size)
+    ranks = torch.arange(world.size).view(-1, shard_size)
+    return DeviceMesh.from_group(
+        [column, row], device, ranks, mesh_dim_names=("replicate", "shard")
+    )
+
+
 def _part(slot, index, count):
-    """(part `index` of `count` of a parameter, where it starts): `fully_shard` deals out rows like torch.chunk."""
+    """Returns (part `index` of `count` of a parameter, where it starts): `fully_shard` cuts rows like torch.chunk."""
     part = slot.parameter.detach().to_local()
-    rows, row = -(-slot.shape[0] // count), math.prod(slot.shape[1:])
-    start, stop = (min(number * rows, slot.shape[0]) * row for number in (index, index + 1))
-    assert part.numel() == stop - start, f"{slot.name} is not cut by rows"
-    return nn.Parameter(part), start
+    row_size = math.prod(slot.shape[1:])
+    rows_per_part = math.ceil(slot.shape[0] / count)
+    first_row = min(index * rows_per_part, slot.shape[0])
+    end_row = min((index + 1) * rows_per_part, slot.shape[0])
+    assert part.numel() == (end_row - first_row) * row_size, f"{slot.name} is not cut by rows"
+    return nn.Parameter(part), first_row * row_size

@@ -22,7 +22,7 @@ from config.train_config import TrainConfig
 from mamba_fsdp.conventions import DTYPES
 from mamba_fsdp.model import spec
 from mamba_fsdp.ops.loss.portable import CHUNK
-from mamba_fsdp.parallel.parallelize import choose_strategy, selected
+from mamba_fsdp.parallel.parallelize import choose_recomputed, choose_strategy
 from mamba_fsdp.parallel.world import World
 
 STATES = 64  # positions from one kept state of Mamba-1's scan to the next
@@ -94,7 +94,7 @@ def recomputing(settings: TrainConfig) -> list[bool]:
     """Which of the blocks recompute."""
     parallel = settings.parallel
     share = parallel.selective_share() if parallel.fsdp_activation_checkpointing else Fraction(0)
-    return selected(settings.model.n_layer, share)
+    return choose_recomputed(settings.model.n_layer, share)
 
 
 def _part(parameter, ranks):

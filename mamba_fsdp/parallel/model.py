@@ -48,16 +48,18 @@ def fill_parts(shards: Iterable[Shard], part_of: Callable[[str, int, int], torch
 
 @dataclass(eq=False)
 class ParameterSlot:
-    """Where a parameter sits in the model, and this rank's part of it. Sharding replaces the parameter; its owners
-    (several when tied) stay."""
+    """A parameter's place in the model, and this rank's part of it. Sharding replaces the parameter; its owners (several
+    when tied) stay.
+
+    local: the part as the optimiser sees it, a plain tensor that shares the model's storage. start, replicas and
+    replica_index are those of a Shard.
+    """
 
     owners: list[tuple[nn.Module, str]]  # (module, attribute)
     names: list[str]  # one per owner; the first is the parameter's name
     shape: tuple[int, ...]  # of the whole parameter
-    local: nn.Parameter = field(
-        init=False
-    )  # the part as the optimiser sees it: plain, sharing the model's storage
-    start: int = 0  # these three as in a Shard
+    local: nn.Parameter = field(init=False)
+    start: int = 0
     replicas: int = 1
     replica_index: int = 0
 
@@ -71,20 +73,18 @@ class ParameterSlot:
         return getattr(module, attribute)
 
     def materialize(self, device: torch.device) -> None:
-        """Put the whole parameter on the device, with undefined content if it had no storage. Ties stay."""
+        """Puts the whole parameter on the device, with undefined content if it had no storage. Ties stay."""
         old = self.parameter
-        # empty, since empty_like of a tensor without storage imports a second's worth of torch
-        value = (
-            torch.empty(old.shape, dtype=old.dtype, device=device)
-            if old.is_meta
-            else old.detach().to(device)
-        )
+        if old.is_meta:  # not empty_like, which imports a second's worth of torch here
+            value = torch.empty(old.shape, dtype=old.dtype, device=device)
+        else:
+            value = old.detach().to(device)
         new = nn.Parameter(value, requires_grad=old.requires_grad)
         for module, attribute in self.owners:
             setattr(module, attribute, new)
 
     def shard(self, name: str, data: torch.Tensor, tied: tuple[str, ...] = ()) -> Shard:
-        """The Shard of `data`, which lies over the whole tensor `name` as this part does over the whole parameter."""
+        """Returns the Shard of `data`, which is cut from the tensor `name` as this part is from the parameter."""
         return Shard(
             name,
             self.shape,
@@ -97,10 +97,8 @@ class ParameterSlot:
 
 
 def find_slots(model: nn.Module) -> list[ParameterSlot]:
-    """The ParameterSlot of every parameter, in the order of `model.named_parameters()`."""
-    assert not list(model.buffers()), (
-        "a model without storage can't bring buffers: nobody would fill them"
-    )
+    """Returns the ParameterSlot of every parameter, in the order of `model.named_parameters()`."""
+    assert not list(model.buffers()), "nobody would fill the buffers of a model without storage"
     slots: dict[int, ParameterSlot] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         slot = slots.setdefault(id(parameter), ParameterSlot([], [], tuple(parameter.shape)))
@@ -113,9 +111,8 @@ def find_slots(model: nn.Module) -> list[ParameterSlot]:
 class ParallelModel:
     """A model spread over the world. `module` is what to call, `model` the bare model inside.
 
-    parts: slot -> (this rank's part, where it starts in the flattened parameter), of each parameter that is cut over
-    groups of `shard_size` neighbouring ranks: the slots in `sharded`. The others, `whole`, are on all ranks. no_sync:
-    whole gradients wait for the last micro-batch.
+    `sharded` are the slots of parameters that are cut over groups of neighbouring ranks, `whole` those of parameters
+    that lie on all ranks. Each strategy is a subclass or a module of its own; this one serves a single process.
     """
 
     def __init__(
@@ -129,76 +126,90 @@ class ParallelModel:
         shard_size: int = 1,
         no_sync: bool = False,
     ):
-        self.model, self.module, self.world, self.no_sync, self.slots = (
-            model,
-            module,
-            world,
-            no_sync,
-            slots,
-        )
-        self.sharded, self.whole = list(parts), [slot for slot in slots if slot not in parts]
+        """parts: of each sharded slot this rank's part and where it starts in the flattened parameter. shard_size: ranks
+        of a shard group. no_sync: whole gradients wait for the last micro-batch."""
+        self.model = model
+        self.module = module
+        self.world = world
+        self.no_sync = no_sync
+        self.slots = slots
+        self.sharded = list(parts)
+        self.whole = [slot for slot in slots if slot not in parts]
         for slot in self.whole:
-            slot.local, slot.replicas, slot.replica_index = slot.parameter, world.size, world.rank
-        for slot, (slot.local, slot.start) in parts.items():
-            slot.replicas, slot.replica_index = world.size // shard_size, world.rank // shard_size
+            slot.local = slot.parameter
+            slot.replicas = world.size
+            slot.replica_index = world.rank
+        for slot, (part, start) in parts.items():
+            slot.local = part
+            slot.start = start
+            slot.replicas = world.size // shard_size
+            slot.replica_index = world.rank // shard_size
 
     def parameters(self) -> dict[str, nn.Parameter]:
-        """Name -> what the optimiser updates: this rank's part of each parameter. Maybe empty, or flat."""
+        """Returns {name: what the optimiser updates}: this rank's part of each parameter, maybe empty or flat."""
         return {slot.name: slot.local for slot in self.slots}
 
     def shards(self, optimizer: torch.optim.AdamW | None = None) -> list[Shard]:
-        """A Shard for every parameter; of an AdamW over `parameters()` also optimizer/<parameter>/exp_avg and
+        """Returns a Shard for every parameter; of an AdamW over `parameters()` also optimizer/<parameter>/exp_avg and
         .../exp_avg_sq, which are zeros at first."""
-        state = optimizer.state if optimizer else {}
-        for group in optimizer.param_groups if optimizer else ():
-            for parameter in group["params"]:
-                if not state[parameter]:
-                    device = parameter.device if group["fused"] or group["capturable"] else "cpu"
-                    state[parameter] = {
-                        "step": torch.zeros((), dtype=torch.float32, device=device),
-                        "exp_avg": torch.zeros_like(parameter),
-                        "exp_avg_sq": torch.zeros_like(parameter),
-                    }
-        return [
+        found = [
             slot.shard(slot.name, slot.local, tied=tuple(slot.names[1:])) for slot in self.slots
-        ] + [
-            slot.shard(f"optimizer/{slot.name}/{name}", state[slot.local][name])
-            for slot in self.slots
-            if optimizer
-            for name in ("exp_avg", "exp_avg_sq")
         ]
+        if optimizer:
+            _make_moments(optimizer)
+            for slot in self.slots:
+                for moment in ("exp_avg", "exp_avg_sq"):
+                    data = optimizer.state[slot.local][moment]
+                    found.append(slot.shard(f"optimizer/{slot.name}/{moment}", data))
+        return found
 
     def accumulate(self, last: bool) -> AbstractContextManager:
-        """Context for one micro-batch's forward and backward; what may wait for the `last` one is reduced then."""
-        return self.module.no_sync() if self.no_sync and not last else nullcontext()
+        """Returns the context for one micro-batch's forward and backward; what may wait is reduced with the `last`."""
+        if self.no_sync and not last:
+            return self.module.no_sync()
+        return nullcontext()
 
     def reduce_gradients(self) -> None:
-        """Make every gradient its sum over all ranks, after the last backward. Here: those of `whole`."""
+        """Makes every gradient its sum over all ranks, after the last backward. Here: those of `whole`."""
         gradients = [slot.local.grad.view(-1) for slot in self.whole]
         if gradients and self.world.size > 1:
             total = self.world.all_reduce_sum(torch.cat(gradients))
-            torch._foreach_copy_(
-                gradients, list(total.split([gradient.numel() for gradient in gradients]))
-            )
+            sums = total.split([gradient.numel() for gradient in gradients])
+            torch._foreach_copy_(gradients, list(sums))
 
     def gradient_squares(self) -> torch.Tensor:
-        """This rank's share of the whole gradient's 2-norm squared, a 0-dim fp64 tensor; inf and nan come through."""
-        # Each element counts once: of replicas, only number 0 does.
-        gradients = [slot.local.grad for slot in self.slots if slot.replica_index == 0]
-        gradients = [
-            gradient for gradient in gradients if gradient is not None and gradient.numel()
-        ]
+        """Returns this rank's share of the whole gradient's squared 2-norm, 0-dim fp64; inf and nan come through."""
         squares = torch.zeros((), dtype=torch.float64, device=self.world.device)
+        # Each element counts once: of replicas, only number 0 does.
+        gradients = [
+            slot.local.grad
+            for slot in self.slots
+            if slot.replica_index == 0 and slot.local.grad is not None and slot.local.grad.numel()
+        ]
         if gradients:
             squares += torch.stack(torch._foreach_norm(gradients)).double().square().sum()
         return squares
 
     def scale_gradients(self, factor: torch.Tensor) -> None:
-        """Multiply every gradient by a number: a 0-dim fp32 tensor on the device."""
-        gradients = [slot.local.grad for slot in self.slots]
-        torch._foreach_mul_([gradient for gradient in gradients if gradient is not None], factor)
+        """Multiplies every gradient by a number: a 0-dim fp32 tensor on the device."""
+        gradients = [slot.local.grad for slot in self.slots if slot.local.grad is not None]
+        torch._foreach_mul_(gradients, factor)
 
     def set_optimizer_steps(self, optimizer: torch.optim.AdamW, steps: int) -> None:
-        """Let AdamW's bias correction be that after `steps` updates. Call after `shards` of it."""
+        """Lets AdamW's bias correction be that after `steps` updates. Call after `shards` of it."""
         for state in optimizer.state.values():
             state["step"].fill_(steps)
+
+
+def _make_moments(optimizer):
+    """Gives an AdamW that has not yet stepped the state that its first step would make."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if optimizer.state[parameter]:
+                continue
+            device = parameter.device if group["fused"] or group["capturable"] else "cpu"
+            optimizer.state[parameter] = {
+                "step": torch.zeros((), dtype=torch.float32, device=device),
+                "exp_avg": torch.zeros_like(parameter),
+                "exp_avg_sq": torch.zeros_like(parameter),
+            }

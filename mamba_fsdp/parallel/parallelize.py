@@ -23,7 +23,8 @@ from mamba_fsdp.parallel.world import World
 
 
 def choose_strategy(settings: ParallelConfig, world: World) -> str:
-    """none (one process), ddp (replicate), fsdp (shard over all ranks) or hsdp (shard within groups, replicate across).
+    """Returns none (one process), ddp (replicate), fsdp (shard over all ranks) or hsdp (shard within groups, replicate
+    across them).
 
     Raises UserError where sharding_strategy is none of them or does not fit the number of ranks.
     """
@@ -47,44 +48,44 @@ def parallelize(
     compute_dtype: torch.dtype,
     shard_size: int | None = None,
 ) -> ParallelModel:
-    """Spread `model` (on the meta device with low_cpu_fsdp, else on the CPU) over the world as the settings say.
+    """Spreads `model` (on the meta device with low_cpu_fsdp, else on the CPU) over the world as the settings say.
 
-    With low_cpu_fsdp it gets storage for this rank's part only, and what is in it is undefined: `fill_parts` it. The
+    With low_cpu_fsdp it gets storage for this rank's part only, with undefined content: `fill_parts` it. The
     parameters of `model.fp32_parameter_names()` stay whole and fp32 under each strategy. shard_size: ranks in a group
     of hsdp, by default those of a node. Raises UserError where the strategy does not fit the number of ranks.
     """
     strategy = choose_strategy(settings, world)
-    shard_size = world.size if strategy == "fsdp" else shard_size or world.local_size
+    if strategy == "fsdp":
+        shard_size = world.size
+    elif not shard_size:
+        shard_size = world.local_size
     if world.size % shard_size:
         raise UserError(
             f"sharding_strategy=hsdp: {world.size} ranks can't be cut into groups of {shard_size}; "
             "start the same number of processes on every node"
         )
     if strategy == "hsdp" and shard_size == 1:
-        strategy = (
-            "ddp"  # the same thing by definition; FSDP1 would leave out the sum over such groups
-        )
-    assert all(parameter.is_meta == settings.low_cpu_fsdp for parameter in model.parameters()), (
-        "not where it should be"
-    )
+        strategy = "ddp"  # the same by definition; FSDP1 would not sum over groups of one
+    misplaced = [each for each in model.parameters() if each.is_meta != settings.low_cpu_fsdp]
+    assert not misplaced, "the model is on the meta device if and only if low_cpu_fsdp is true"
     slots = find_slots(model)
 
     blocks = model.backbone.layers
     if settings.fsdp_activation_checkpointing:
-        checkpoint_blocks(
-            blocks, settings.selective_share(), reentrant=settings.reentrant_checkpointing
-        )
+        checkpoint_blocks(blocks, settings.selective_share())
     if settings.use_torch_compile:
         compile_blocks(blocks)
 
-    sharded, fp32 = strategy in ("fsdp", "hsdp"), model.fp32_parameter_names()
-    whole = [slot for slot in slots if not sharded or slot.name in fp32]
+    whole = slots
+    if strategy in ("fsdp", "hsdp"):
+        fp32 = model.fp32_parameter_names()
+        whole = [slot for slot in slots if slot.name in fp32]
     for slot in whole:
         slot.materialize(world.device)
     if strategy == "none":
         return ParallelModel(model, model, world, slots, parts={})
-    world.need_process_group()
-    if not sharded:
+    world.ensure_process_group()
+    if strategy == "ddp":
         return _replicate(model, world, slots)
     return load_shard()(
         model,
@@ -93,76 +94,77 @@ def parallelize(
         world=world,
         shard_size=shard_size,
         compute_dtype=compute_dtype,
-        backward_prefetch=settings.backward_prefetch,
-        limit_all_gathers=settings.limit_all_gathers,
         accumulate_unsharded=settings.accumulate_unsharded,
     )
 
 
-def checkpoint_blocks(blocks: Sequence[nn.Module], share: Fraction, *, reentrant: bool) -> None:
-    """Let a share in [0, 1] of the blocks recompute their activations in the backward pass."""
-    for block, chosen in zip(blocks, selected(len(blocks), share)):
-        if chosen:
-            block.forward = _checkpointed(block.forward, reentrant)
+def checkpoint_blocks(blocks: Sequence[nn.Module], share: Fraction) -> None:
+    """Lets a share in [0, 1] of the blocks recompute their activations in the backward pass."""
+    for block, recomputes in zip(blocks, choose_recomputed(len(blocks), share)):
+        if recomputes:
+            block.forward = _checkpointed(block.forward)
 
 
-def selected(count: int, share: Fraction) -> list[bool]:
-    """Which of `count` blocks recompute: block i (from 1) when i * share reaches 0.5, 1.5, 2.5, … (as fms-fsdp)."""
+def choose_recomputed(count: int, share: Fraction) -> list[bool]:
+    """Returns which of `count` blocks recompute: block i (from 1) when i * share reaches 0.5, 1.5, ... (as fms-fsdp)."""
     reached = [(index * share + Fraction(1, 2)) // 1 for index in range(count + 1)]
     return [before < after for before, after in zip(reached, reached[1:])]
 
 
+def _checkpointed(forward):
+    def run(*inputs):
+        if not torch.is_grad_enabled():
+            return forward(*inputs)
+        # Nothing in a block is random, so no generator's state has to be kept.
+        return checkpoint(forward, *inputs, use_reentrant=False, preserve_rng_state=False)
+
+    return run
+
+
 def compile_blocks(blocks: Sequence[nn.Module]) -> None:
-    """Compile each block's forward by itself, so that sharding stays outside of it.
+    """Compiles each block's forward by itself, so that sharding stays outside of it.
 
     Equal blocks share what is compiled; torch 2.2 compiles each one, and beyond 8 would run the rest uncompiled.
     """
     import torch._dynamo  # seconds of imports that only this needs
 
     leave_uncompiled()
-    for limit in ("cache_size_limit", "accumulated_cache_size_limit"):
-        setattr(
-            torch._dynamo.config, limit, max(8 * len(blocks), getattr(torch._dynamo.config, limit))
-        )
+    limits = torch._dynamo.config
+    enough = 8 * len(blocks)
+    limits.cache_size_limit = max(enough, limits.cache_size_limit)
+    limits.accumulated_cache_size_limit = max(enough, limits.accumulated_cache_size_limit)
     for block in blocks:
         block.forward = torch.compile(block.forward)
 
 
 def leave_uncompiled() -> None:
-    """Keep C, and the scan's loop over positions, out of graphs: calls of their own within a compiled block."""
+    """Keeps C, and the scan's loop over positions, out of graphs: they are calls of their own in a compiled block."""
+    # Here, not as a decorator: torch.compiler takes seconds to import.
     for module, name in (
         (conv.FORMS["native"], "causal_conv_silu"),
         (scan.FORMS["native"], "selective_scan"),
         (scan.FORMS["portable"], "selective_scan"),
     ):
-        setattr(
-            module, name, torch.compiler.disable(getattr(module, name))
-        )  # here, as it takes seconds of imports
+        setattr(module, name, torch.compiler.disable(getattr(module, name)))
 
 
-def _checkpointed(forward, reentrant):
-    def run(*inputs):
-        if not torch.is_grad_enabled():
-            return forward(*inputs)
-        return checkpoint(
-            forward, *inputs, use_reentrant=reentrant, preserve_rng_state=False
-        )  # nothing random inside
-
-    return run
-
-
-class Replicated(ParallelModel):
+class DDPModel(ParallelModel):
     def reduce_gradients(self) -> None:
-        """DistributedDataParallel has done this in the last backward."""
+        """Does nothing: DistributedDataParallel has summed the gradients in the last backward."""
 
 
-class KeptBuckets:
-    """DDP's reducer, but that it keeps its first buckets. By itself it orders them anew after the first step of each
-    start: where more than two ranks add up, the first step after a break would differ from the unbroken run's in the
-    last bits, since an element's place in its bucket says in which order."""
+class FixedBuckets:
+    """DDP's reducer, but that it never orders its buckets anew, which it would after the first step of each start.
+
+    An element's place in its bucket decides in which order more than two ranks add it up: the first step after a
+    restart would differ from the unbroken run's in the last bits.
+    """
 
     def __init__(self, reducer: dist.Reducer) -> None:
-        self.reducer, self._rebuild_buckets = reducer, lambda: False
+        self.reducer = reducer
+
+    def _rebuild_buckets(self) -> bool:
+        return False
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.reducer, name)
@@ -170,13 +172,10 @@ class KeptBuckets:
 
 def _replicate(model: nn.Module, world: World, slots: list[ParameterSlot]) -> ParallelModel:
     def add_up(_, bucket):  # without DistributedDataParallel's division by the number of ranks
-        return (
-            dist.all_reduce(bucket.buffer(), async_op=True)
-            .get_future()
-            .then(lambda done: done.value()[0])
-        )
+        sent = dist.all_reduce(bucket.buffer(), async_op=True)
+        return sent.get_future().then(lambda done: done.value()[0])
 
     module = DistributedDataParallel(model, gradient_as_bucket_view=True)
     module.register_comm_hook(None, add_up)
-    module.reducer = KeptBuckets(module.reducer)
-    return Replicated(model, module, world, slots, parts={}, no_sync=True)
+    module.reducer = FixedBuckets(module.reducer)
+    return DDPModel(model, module, world, slots, parts={}, no_sync=True)

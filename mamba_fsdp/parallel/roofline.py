@@ -105,13 +105,10 @@ def _network(settings, world, machine, passes, width):
         )
     group = nodes if strategy == "fsdp" else 1
     gathers = passes * seconds(width * blocks, layers, group)
-    overlapping = gathers * (1 + parallel.backward_prefetch) + reductions * seconds(
-        4 * blocks, layers, group
-    )
+    overlapping = 2 * gathers + reductions * seconds(4 * blocks, layers, group)
     exposed = passes * seconds(width * outside, 1, group) + reductions * seconds(
         4 * outside, 1, group
     )
-    exposed += 0.0 if parallel.backward_prefetch else gathers
     if (
         strategy == "hsdp" and nodes > 1
     ):  # each rank's shard with those of the other nodes, all at once by one network

@@ -1,4 +1,4 @@
-"""The processes that train together: who is who, what device each uses, and the few things they tell each other."""
+"""The processes that train together: who is who, which device each uses, and how they exchange small things."""
 
 import contextlib
 import ctypes
@@ -29,7 +29,7 @@ CPU = torch.device("cpu")
 
 @dataclass
 class World:
-    """One process's view. All ranks call each method at the same point; with one process every method is trivial.
+    """One process's view of all ranks. All ranks call each method at the same point; alone every method is trivial.
 
     Python objects and CPU tensors travel over gloo, device tensors over the device's own backend.
     """
@@ -44,32 +44,30 @@ class World:
 
     @classmethod
     def alone(cls, *, device: torch.device = CPU) -> "World":
-        """The world of one process."""
+        """Returns the world of one process."""
         return cls(rank=0, size=1, local_rank=0, local_size=1, device=device)
 
-    def need_process_group(self) -> None:
-        """Make the process group of one rank that sharding needs, where no launcher has made one."""
+    def ensure_process_group(self) -> None:
+        """Makes the process group of one rank that sharding needs, where no launcher has made one."""
         if not dist.is_initialized():
             backend = "nccl" if self.device.type == "cuda" else "gloo"
             dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
 
     def grid(self, columns: int) -> "tuple[dist.ProcessGroup, dist.ProcessGroup]":
-        """This rank's groups where all ranks stand in a grid, row by row: (its row, its column).
+        """Returns this rank's groups where all ranks stand in a grid, row by row: (its row, its column).
 
         They wait as long as the world does; the groups that torch's meshes make wait half an hour.
         """
         first = self.rank - self.rank % columns
-        row, column = (
-            dist.new_group(list(ranks), timeout=self.timeout, use_local_synchronization=True)
-            for ranks in (
-                range(first, first + columns),
-                range(self.rank - first, self.size, columns),
-            )
-        )
-        return row, column
+        row = range(first, first + columns)
+        column = range(self.rank - first, self.size, columns)
+        return self._new_group(row), self._new_group(column)
+
+    def _new_group(self, ranks):
+        return dist.new_group(list(ranks), timeout=self.timeout, use_local_synchronization=True)
 
     def broadcast_object(self, obj: T) -> T:
-        """Rank 0's `obj`, on all ranks."""
+        """Returns rank 0's `obj` on all ranks."""
         if self.size == 1:
             return obj
         box = [obj]
@@ -77,21 +75,20 @@ class World:
         return box[0]
 
     def gather_on_rank0(self, obj: T) -> list[T]:
-        """The `obj` of each rank in the order of ranks, on rank 0; on the others an empty list."""
+        """Returns on rank 0 the `obj` of each rank in the order of ranks, on the others an empty list."""
         if self.size == 1:
             return [obj]
         gathered: list[Any] = [None] * self.size if self.rank == 0 else []
         dist.gather_object(obj, gathered or None, dst=0, group=self._gloo)
         return gathered
 
-    def tell_all(self, findings: list[T]) -> list[T]:
-        """The findings of all ranks, each once, on all ranks. Most have none."""
-        return self.broadcast_object(
-            list(dict.fromkeys(chain.from_iterable(self.gather_on_rank0(findings))))
-        )
+    def gather_unique(self, findings: list[T]) -> list[T]:
+        """Returns on all ranks the findings of all of them, each once. Most ranks have none."""
+        gathered = self.gather_on_rank0(findings)
+        return self.broadcast_object(list(dict.fromkeys(chain.from_iterable(gathered))))
 
     def all_reduce_sum(self, value: Addable) -> Addable:
-        """The sum over ranks: of a tensor (changed in place and returned), of a number, or of each number of a list."""
+        """Returns the sum over ranks: of a tensor (in place), of a number, or of each number of a list."""
         if isinstance(value, torch.Tensor):
             if self.size > 1:
                 dist.all_reduce(value, group=self._gloo if value.device.type == "cpu" else None)
@@ -99,22 +96,27 @@ class World:
         dtype = torch.int64 if isinstance(value, int) else torch.float64
         return self.all_reduce_sum(torch.tensor(value, dtype=dtype)).tolist()
 
-    def tell(self, numbers: list[float]) -> torch.Tensor:
-        """The numbers on the device, (n,) fp64. The host does not wait for the copy."""
+    def copy_to_device(self, numbers: list[float]) -> torch.Tensor:
+        """Returns the numbers on the device, (n,) fp64. The host does not wait for the copy."""
         on_host = torch.tensor(numbers, dtype=torch.float64, pin_memory=self.device.type == "cuda")
         return on_host.to(self.device, non_blocking=True)
 
-    def reads(self, numbers: torch.Tensor) -> Callable[[], list[float]]:
-        """Starts the copy of the device's (n,) numbers to the host; what is returned waits for it and tells them."""
+    def start_copy_to_host(self, numbers: torch.Tensor) -> Callable[[], list[float]]:
+        """Starts copying (n,) numbers to the host; returns a function that waits for the copy and returns them."""
         on_host = numbers.to("cpu", non_blocking=True)  # from a GPU: into pinned memory
         if self.device.type == "cpu":
             return on_host.tolist
         copied = torch.cuda.Event()
         copied.record()
-        return lambda: copied.synchronize() or on_host.tolist()
 
-    def beside(self, work: Callable[[], T]) -> Future[T]:
-        """What `work()` will have returned or raised: it has begun in a thread."""
+        def wait_for_copy():
+            copied.synchronize()
+            return on_host.tolist()
+
+        return wait_for_copy
+
+    def run_in_thread(self, work: Callable[[], T]) -> Future[T]:
+        """Starts `work()` in a thread and returns the Future of what it returns or raises."""
         outcome: Future[T] = Future()
 
         def run():
@@ -130,37 +132,41 @@ class World:
         return outcome
 
     def run_local(self, work: Callable[[], T]) -> T:
-        """What `work()` returns on this rank, once the work of all ranks has ended. It must not talk to other ranks.
+        """Returns what `work()` returns on this rank, once the work of all ranks has ended. Raises what it raises here.
 
-        The work may take longer than the ranks' timeout: it runs in a thread while the ranks exchange signs of life.
-        Waiting counts as progress while another rank makes progress. Raises what this rank's work raises.
+        The work must not talk to other ranks. It may take longer than the ranks' timeout: it runs in a thread while the
+        ranks exchange signs of life. Waiting counts as progress while another rank makes progress.
         """
         if self.size == 1:
             return work()
-        outcome = self.beside(work)
-        beats_before, pause = -1.0, 0.001
+        outcome = self.run_in_thread(work)
+        beats_before = -1.0
+        pause = 0.001
         while True:
-            working, beats = self.all_reduce_sum([float(not outcome.done()), float(heart.work)])
+            mine = [float(not outcome.done()), float(heart.work)]
+            working, beats = self.all_reduce_sum(mine)
             if not working:
                 return outcome.result()
             if beats != beats_before:
                 heart.another_beats()
             beats_before = beats
-            wait(
-                [outcome], timeout=pause
-            )  # the last to end waits for nobody: the others are in the sum already
+            # The last rank to end waits for nobody: the others are in the sum already.
+            wait([outcome], timeout=pause)
             pause = min(0.5, 2 * pause)
 
     def on_rank0(self, action: Callable[[], T]) -> T:
-        """What `action()` returns on rank 0, on all ranks. Raises its failure as a UserError on all ranks."""
-        mine = action if self.rank == 0 else lambda: None
-        result, failure = self.broadcast_object(self.run_local(lambda: attempt(mine)))
+        """Returns on all ranks what `action()` returns on rank 0. Raises its failure as a UserError on all ranks."""
+
+        def act():
+            return attempt(action) if self.rank == 0 else (None, None)
+
+        result, failure = self.broadcast_object(self.run_local(act))
         if failure:
             raise failure
         return result
 
     def on_all_ranks(self, work: Callable[[], T]) -> T:
-        """What `work()` returns on this rank, see run_local. The UserErrors of all ranks are raised on all, as one."""
+        """Returns what `work()` returns on this rank, see run_local. Raises the UserErrors of all ranks on all, as one."""
 
         def try_work():
             try:
@@ -169,17 +175,18 @@ class World:
                 return None, [error]
 
         result, failure = self.run_local(try_work)
-        if failures := self.tell_all(failure):
+        failures = self.gather_unique(failure)
+        if failures:
             raise joined(failures)
         return result
 
     def barrier(self) -> None:
-        """Return when all ranks have come here."""
+        """Returns when all ranks have come here."""
         if self.size > 1:
             dist.barrier(group=self._gloo)
 
     def close(self) -> None:
-        """End the process group. Drop model and optimizer first: a gloo process can abort at exit otherwise.
+        """Ends the process group. Drop model and optimizer first: a gloo process can abort at exit otherwise.
 
         While an error is on its way out this waits for nobody: the other ranks may never come.
         """
@@ -188,9 +195,15 @@ class World:
             self.barrier()
             dist.destroy_process_group()
 
+    need_process_group = ensure_process_group
+    tell_all = gather_unique
+    tell = copy_to_device
+    reads = start_copy_to_host
+    beside = run_in_thread
+
 
 def attempt(action: Callable[[], Any]) -> tuple[Any, UserError | None]:
-    """(what `action()` returns, None), or (None, the UserError that says why it failed)."""
+    """Returns (what `action()` returns, None), or (None, the UserError that says why it failed)."""
     try:
         return action(), None
     except UserError as error:
@@ -203,43 +216,51 @@ def attempt(action: Callable[[], Any]) -> tuple[Any, UserError | None]:
 
 
 def allow_many_files() -> None:
-    """Let this process open as many files as it may: each rank is connected with all others, torchrun with all."""
+    """Lets this process open as many files as it may: each rank is connected with all others, torchrun with all."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(OSError, ValueError):  # macOS says "unlimited" and does not mean it
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def start_world(*, timeout_minutes: float = 10.0) -> World:
-    """Join the processes that torchrun has started; the world of one process where it has started none.
+    """Joins the processes that torchrun has started; returns the world of one process where it has started none.
 
     timeout_minutes: how long a rank waits for the others before it gives up with an error. Raises UserError when the
     launcher's environment is incomplete or asks for more GPUs than this node has.
     """
     allow_many_files()
-    if "TORCHELASTIC_RUN_ID" in os.environ and hasattr(libc := ctypes.CDLL(None), "prctl"):
-        libc.prctl(
-            1, signal.SIGKILL
-        )  # PR_SET_PDEATHSIG: else ranks outlive a killed torchrun and hold the run folder
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        _die_with_launcher()
     if "RANK" not in os.environ:
-        return World.alone(device=_take_device(0))
+        return World.alone(device=_acquire_device(0))
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-    if missing := [name for name in names if name not in os.environ]:
+    missing = [name for name in names if name not in os.environ]
+    if missing:
         raise UserError(
             f"RANK is set, but not {', '.join(missing)}; start the ranks with torchrun, or unset RANK"
         )
     rank, size, local_rank, local_size = (int(os.environ[name]) for name in names)
-    device, timeout = _take_device(local_rank), timedelta(minutes=timeout_minutes)
-    dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=timeout)
-    gloo = (
-        dist.new_group(backend="gloo", timeout=timeout)
-        if device.type == "cuda"
-        else dist.group.WORLD
-    )
+    device = _acquire_device(local_rank)
+    timeout = timedelta(minutes=timeout_minutes)
+    if device.type == "cuda":
+        dist.init_process_group("nccl", timeout=timeout)
+        gloo = dist.new_group(backend="gloo", timeout=timeout)
+    else:
+        dist.init_process_group("gloo", timeout=timeout)
+        gloo = dist.group.WORLD
     return World(rank, size, local_rank, local_size, device, timeout, gloo)
 
 
-def _take_device(local_rank):
-    """This process's device: the GPU with its number on the node, or the CPU where there are no GPUs."""
+def _die_with_launcher():
+    """Has Linux kill this rank when torchrun dies; it would live on and hold the run folder."""
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "prctl"):
+        pr_set_pdeathsig = 1
+        libc.prctl(pr_set_pdeathsig, signal.SIGKILL)
+
+
+def _acquire_device(local_rank):
+    """Returns this process's device: the GPU with its number on the node, or the CPU where there are no GPUs."""
     if not torch.cuda.is_available():
         return CPU
     if local_rank >= torch.cuda.device_count():

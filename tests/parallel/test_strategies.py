@@ -43,24 +43,10 @@ def one_process():
                 (2, {"strategy": "fsdp", "low_cpu_fsdp": False}, 2),
                 (
                     2,
-                    {"strategy": "fsdp", "backward_prefetch": False, "limit_all_gathers": False},
-                    2,
-                ),
-                (
-                    2,
                     {
                         "strategy": "fsdp",
                         "fsdp_activation_checkpointing": True,
                         "selective_checkpointing": "1/2",
-                    },
-                    2,
-                ),
-                (
-                    2,
-                    {
-                        "strategy": "fsdp",
-                        "fsdp_activation_checkpointing": True,
-                        "reentrant_checkpointing": True,
                     },
                     2,
                 ),
@@ -333,14 +319,13 @@ def test_no_gradient_travels_before_the_last_micro_batch(ranks, how):
         assert seen[0][2] >= size
 
 
-def recomputed(world, share, reentrant):
+def recomputed(world, share):
     parallel, _ = build(
         world,
         layers=6,
         strategy="none",
         fsdp_activation_checkpointing=True,
         selective_checkpointing=share,
-        reentrant_checkpointing=reentrant,
     )
     calls = []
     for index, block in enumerate(parallel.model.backbone.layers):
@@ -353,40 +338,15 @@ def recomputed(world, share, reentrant):
     return trained, len(calls)
 
 
-@pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize(
     "share, expected",
     [("1", [1, 1, 1, 1, 1, 1]), ("1/2", [1, 0, 1, 0, 1, 0]), ("1/3", [0, 1, 0, 0, 1, 0])],
 )
-def test_the_chosen_share_of_blocks_recomputes(share, expected, reentrant):
+def test_the_chosen_share_of_blocks_recomputes(share, expected):
     """Block i (from 1) recomputes when i * share reaches 0.5, 1.5, 2.5, ...; nothing recomputes without gradients."""
-    trained, calls = recomputed(start_world(), share, reentrant)
+    trained, calls = recomputed(start_world(), share)
     assert trained == expected
     assert calls == 6 + sum(expected) + 6
-
-
-def prefetching(world, how):
-    settings = {"backward": [], "forward": []}
-    if HAS_FSDP2:
-        from torch.distributed.fsdp import FSDPModule
-
-        for direction, calls in settings.items():
-            setattr(
-                FSDPModule,
-                f"set_modules_to_{direction}_prefetch",
-                lambda *arguments, calls=calls: calls.append(1),
-            )
-        build(world, strategy="fsdp", **how)
-        return settings["backward"] != [], settings["forward"] != []
-    module = build(world, strategy="fsdp", **how)[0].module
-    return module.backward_prefetch is None, not module.limit_all_gathers
-
-
-@pytest.mark.parametrize("backward_prefetch", [False, True])
-@pytest.mark.parametrize("limit_all_gathers", [False, True])
-def test_prefetch_settings_reach_the_sharding(backward_prefetch, limit_all_gathers):
-    how = {"backward_prefetch": backward_prefetch, "limit_all_gathers": limit_all_gathers}
-    assert run_ranks(1, prefetching, how) == [(not backward_prefetch, not limit_all_gathers)]
 
 
 def refusal(world, how):
