@@ -133,12 +133,6 @@ STRATEGY = {
     "shard_grad_op": "!it keeps whole weights from the forward to the backward pass, which nothing here does: "
     "sharding_strategy=fsdp gathers them twice, ddp keeps everything whole",
 }
-PREFETCH = {
-    "backward_pre": "true",
-    "none": "false",
-    ANYTHING: ANYTHING,
-    "backward_post": "!here it is backward_prefetch=true (BACKWARD_PRE) or false",
-}
 FALL = (
     "!theirs rises linearly, then falls from the end of the warm-up to 0 or alpha_f; cosine and linear here fall "
     "from step 0 to min_learning_rate_ratio, and cosine rises quadratically, as in fms-fsdp: schedule=cosine, "
@@ -346,8 +340,11 @@ TABLE: list[Foreign] = [
         becomes("trainer", "bf16", "mixed_precision", {"true": "bf16", "false": "fp32"}),
         becomes("trainer", "fp16", "mixed_precision", {"true": "fp16", "false": "fp32"}),
         becomes("aws fms composer", "sharding_strategy", "sharding_strategy", STRATEGY),
-        becomes("composer", "backward_prefetch", "backward_prefetch", PREFETCH),
-        same("composer", "limit_all_gathers"),
+        needless(
+            "composer",
+            "backward_prefetch limit_all_gathers activation_checkpointing_reentrant",
+            "it has one right value, which is always taken",
+        ),
         needless(
             "composer",
             "process_group",
@@ -365,7 +362,6 @@ TABLE: list[Foreign] = [
             "activation_checkpointing gradient_checkpointing",
             "fsdp_activation_checkpointing",
         ),
-        becomes("composer", "activation_checkpointing_reentrant", "reentrant_checkpointing"),
         becomes(
             "composer",
             "precision",
@@ -383,7 +379,7 @@ TABLE: list[Foreign] = [
         missing(
             "trainer",
             "gradient_checkpointing_kwargs activation_checkpointing_kwargs",
-            "their use_reentrant is reentrant_checkpointing here",
+            "blocks always recompute with use_reentrant=False",
         ),
         missing(
             "trainer",

@@ -281,12 +281,6 @@ class ParallelConfig:
     """Recompute activations in the backward pass instead of keeping them."""
     selective_checkpointing: str = setting("1", needs=RECOMPUTING)
     """Share of the blocks that recompute, as a fraction: 1/3 or 0.33; 0 none."""
-    reentrant_checkpointing: bool = setting(False, needs=RECOMPUTING)
-    """Use torch's reentrant form of activation checkpointing."""
-    backward_prefetch: bool = setting(True, needs=SHARDING)
-    """Gather the next block's weights while the backward pass is still in this one."""
-    limit_all_gathers: bool = setting(True, needs=SHARDING)
-    """Let the CPU wait rather than gather many blocks ahead, which large models have no memory for."""
     accumulate_unsharded: bool = setting(False, needs=SHARDING)
     """Sum a step's gradients before they are reduced: less traffic with gradient accumulation, but each device then
     holds the gradients of the whole model in fp32."""

@@ -144,11 +144,8 @@ POINTLESS = {  # every setting that needs another: a value, where it does nothin
     "decay_steps": ("5", {}, {"schedule": "wsd"}),
     "min_learning_rate_ratio": ("0.2", {"schedule": "annealing"}, {"schedule": "wsd"}),
     "selective_checkpointing": ("1/3", {}, {"fsdp_activation_checkpointing": "true"}),
-    "reentrant_checkpointing": ("true", {}, {"fsdp_activation_checkpointing": "true"}),
     "wandb_project": ("mine", {"tracker": "tensorboard"}, {"tracker": "wandb"}),
     "wandb_name": ("mine", {}, {"tracker": "wandb"}),
-    "backward_prefetch": ("false", {"sharding_strategy": "ddp"}, {"sharding_strategy": "hsdp"}),
-    "limit_all_gathers": ("false", {"sharding_strategy": "none"}, {}),
     "accumulate_unsharded": ("true", {"sharding_strategy": "ddp"}, {"sharding_strategy": "fsdp"}),
 }
 
