@@ -11,11 +11,12 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from config import elsewhere, fields
+from config import fields, other_launchers
 from config.fields import Duration, help_lines, near_name, read_field, shown
 from config.model_config import ModelConfig
 from config.presets import preset, usual_length
 from config.retired import RETIRED, RETIRED_VALUES
+from config.text_yaml import load_yaml
 from config.train_config import TrainConfig
 from mamba_fsdp.errors import UserError
 
@@ -53,7 +54,7 @@ def resolve_settings(
 
     Returns (settings, explicit): explicit is the set of leaf names that the command line or the file set. A setting of
     the file that does nothing only because of the command line is dropped. Words of other launchers are taken where
-    they mean the same (config/elsewhere.py), and told in the settings' `notes`. Raises UserError for unknown names
+    they mean the same (config/other_launchers.yaml), and told in the settings' `notes`. Raises UserError for unknown names
     (with the nearest), values of the wrong type or out of bounds, all of these at once; for settings that do nothing,
     impossible combinations, and `stray` words, which name no setting.
     """
@@ -69,9 +70,9 @@ def resolve_settings(
     settings = _build(chosen)
     settings.check()
     notes, wrong = [*in_file.notes.values(), *on_line.notes.values()], []
-    if launcher := elsewhere.launcher_of({**in_file.given, **on_line.given}):
+    if launcher := other_launchers.launcher_of({**in_file.given, **on_line.given}):
         notes.append(
-            f"the defaults here are not those of {elsewhere.LAUNCHERS[launcher]}: docs/from-{launcher}.md"
+            f"the defaults here are not those of {other_launchers.content()['launchers'][launcher]}: docs/from-{launcher}.md"
         )
     pointless_in_file = _pointless(_build(in_file.chosen), in_file.chosen, _usual(in_file.chosen))
     for name, sentence in _pointless(settings, chosen, _usual(chosen)).items():
@@ -94,12 +95,8 @@ def resolve_settings(
 
 def _refuse(on_line: "Place", in_file: "Place", path: Path | None) -> None:
     """Raises UserError with all mistakes at once, if any."""
-    launcher = elsewhere.launcher_of(in_file.given)
-    hint = (
-        f"python -m mamba_fsdp settings --from={launcher} {path} says it in our words"
-        if launcher
-        else ""
-    )
+    launcher = other_launchers.launcher_of(in_file.given)
+    hint = f"docs/from-{launcher}.md says what differs here" if launcher else ""
     check_all(
         [*on_line.mistakes.values(), *in_file.mistakes.values()], hint if in_file.mistakes else ""
     )
@@ -116,13 +113,6 @@ def check_all(mistakes: Sequence[str], hint: str = "") -> None:
         lines = [", ".join(words) + sentence for sentence, words in said.items()]
         lines = lines if len(mistakes) == 1 else [f"{len(mistakes)} mistakes:", *lines]
         raise UserError("\n  ".join([*lines, hint] if hint else lines))
-
-
-def pointless(chosen: dict[str, Any]) -> dict[str, str]:
-    """{setting: an error message} for those of the chosen that have no effect. Raises UserError for what can't be."""
-    settings = _build(chosen)
-    settings.check()
-    return _pointless(settings, chosen, _usual(chosen))
 
 
 def leave_out(in_file: dict[str, Any], on_line: dict[str, Any]) -> None:
@@ -232,58 +222,29 @@ def default(name: str) -> Any:
     return fields.default(all_settings()[name][1])
 
 
+def ready_runs() -> dict[str, Path]:
+    """{name: its YAML file} of the runs in config/ and its recipes/."""
+    files = Path(__file__).parent.rglob("*.yaml")
+    return {path.stem: path for path in files if path != other_launchers.FILE}
+
+
 def find_config_file(name: str) -> Path:
-    """The path of a YAML file given as a path or as the name of one in config/ or its recipes/. Raises UserError."""
-    here = {path.stem: path for path in Path(__file__).parent.rglob("*.yaml")}
+    """The path of a YAML file given as a path or as the name of a ready run. Raises UserError."""
+    here = ready_runs()
     for path in (Path(name), here.get(name)):
         if path and path.is_file():
             return path
     ready = ", ".join(sorted(here))
-    same = elsewhere.CONFIGS.get(Path(name).stem)
+    same = other_launchers.content()["ready_runs"].get(Path(name).stem)
     hint = f"that run is --config={same} here" if same else f"give a path or one of {ready}"
     raise UserError(f"config: there is no file {name}; {hint}")
-
-
-def load_yaml(path: Path) -> dict:
-    """A YAML file's content, every value as text. Raises UserError."""
-    import yaml
-
-    class Text(yaml.SafeLoader):
-        """Leaves every scalar as the text that was written, so that our own types decide; refuses a name given
-        twice."""
-
-        def construct_mapping(self, node, deep=False):
-            content = super().construct_mapping(node, deep)
-            if len(content) < len(node.value):
-                names = [key.value for key, _ in node.value]
-                raise yaml.YAMLError(f"{max(names, key=names.count)} is given twice")
-            return content
-
-    Text.yaml_implicit_resolvers = {}
-    try:
-        content = yaml.load(Path(path).read_text(), Loader=Text)
-    except (
-        yaml.YAMLError,
-        OSError,
-        ValueError,
-        StopIteration,
-        RecursionError,
-    ) as error:  # its parser lets all escape
-        raise UserError(
-            f"{path}: can't be read as YAML: {' '.join(str(error).split()) or 'it is cut short'}"
-        ) from None
-    if content in (None, ""):
-        return {}
-    if not isinstance(content, dict):
-        raise UserError(f"{path}: expected `name: value` lines")
-    return content
 
 
 def flatten(content: dict[str, Any], path: Path) -> dict[str, Any]:
     """{section: {name: value}} or {name: value} or both -> {name or section.name: value}. Sections may be others'."""
     flat = {}
     for key, value in content.items():
-        if key not in (*SECTIONS, *elsewhere.SECTIONS):
+        if key not in (*SECTIONS, *other_launchers.content()["sections"].split()):
             flat[key] = value
         elif isinstance(value, dict):
             flat.update({f"{key}.{name}": inner for name, inner in value.items()})
@@ -328,13 +289,16 @@ class Place:
 
     def _take(self, key: str, text: Any) -> None:
         own = aliases().get(key)
-        row = elsewhere.find(key, own, SECTIONS, all_settings())
+        row = other_launchers.find(key, own, SECTIONS, all_settings())
         leaf = key.rpartition(".")[2]
         if leaf in RETIRED and not own and (self.of_run or not row):
             self._pass_over(leaf, text)
             return
-        if row and row.ours in RETIRED and row.ours not in all_settings():
-            self.notes[key] = f"{leaf}={text} changes nothing here: {RETIRED[row.ours].instead}"
+        gone = RETIRED.keys() - all_settings().keys()
+        if row and gone.intersection(row.settings):
+            self.notes[key] = (
+                f"{leaf}={text} changes nothing here: {RETIRED[row.settings[0]].instead}"
+            )
             return
         text = self._without_retired_values(own, text)
         if not own and not row:
@@ -344,9 +308,9 @@ class Place:
             )
             raise UserError(f"{key}: there is no such setting ({self.where}); {hint}")
         meant = (
-            elsewhere.meaning(row, key, text, self.given)
+            other_launchers.meaning(row, key, text, self.given)
             if row
-            else elsewhere.Meaning({str(own): text})
+            else other_launchers.Meaning({str(own): text})
         )
         if meant.note:
             self.notes[key] = meant.note
@@ -433,6 +397,6 @@ def help_page() -> str:
         lines += [
             "",
             f"{section}: {' '.join(kind.__doc__.split())}",
-            *help_lines(kind, elsewhere.synonyms()),
+            *help_lines(kind, other_launchers.synonyms()),
         ]
     return "\n".join(lines)

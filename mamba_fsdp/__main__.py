@@ -24,7 +24,6 @@ VERBS = {  # name: (module in mamba_fsdp/verbs, what it does)
     "import": ("import_", "bring a transformers or state-spaces model into our form"),
     "report": ("report", "show runs in one HTML file: curves, settings, restarts, samples"),
     "plan": ("plan", "say whether a training fits on machines, how long it takes, what it costs"),
-    "settings": ("settings", "say in our words what another launcher's file says"),
     "preflight": ("preflight", "check a cluster's nodes before training (1.train.sbatch calls it)"),
     "doctor": ("doctor", "say what this machine, or every node, has, and whether it works"),
 }

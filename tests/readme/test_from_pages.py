@@ -9,10 +9,11 @@ import sys
 import numpy as np
 import pytest
 
-from config import pages
-from config.elsewhere import LAUNCHERS, names
-from config.resolve import aliases, resolve_settings
-from tests.support.their_files import COMPOSER, TRAINER, commands, script
+from config.other_launchers import content, entries
+from config.resolve import aliases
+from tests.support.their_files import COMPOSER, DOCS, TRAINER, commands, script
+
+LAUNCHERS = content()["launchers"]
 
 
 def make_aws(fsx, random):
@@ -95,9 +96,6 @@ def test_a_page_is_followed(launcher, project, tmp_path):
         )
         assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
         said.append(done.stdout)
-        if "--from=" in command and ">" not in command:
-            (tmp_path / "written.yaml").write_text(done.stdout)
-            resolve_settings({}, str(tmp_path / "written.yaml"))
     first, again = [text for text in said if "model      " in text]
     assert "finished   " in first and ("settings   " in first or launcher in ("aws", "composer"))
     assert "resumes    from" in again and "over       " in again
@@ -105,15 +103,9 @@ def test_a_page_is_followed(launcher, project, tmp_path):
     assert exported["hidden_size"] == 32
 
 
-def test_the_pages_are_up_to_date():
-    for launcher in LAUNCHERS:
-        page = (pages.DOCS / f"from-{launcher}.md").read_text()
-        assert page == pages.page(launcher), f"docs/from-{launcher}.md: run python -m config.pages"
-
-
 def test_the_pages_name_settings_that_there_are():
     for launcher in LAUNCHERS:
-        above = (pages.DOCS / f"from-{launcher}.md").read_text().partition(pages.MARK)[0]
+        above = (DOCS / f"from-{launcher}.md").read_text()
         named = set(re.findall(r"`--(\w+)", above)) - {"config", "flag", "resume"}
-        unknown = {name for name in named if name not in aliases() and name not in names()}
+        unknown = {name for name in named if name not in aliases() and name not in entries()}
         assert not unknown

@@ -1,8 +1,9 @@
 """Files as other launchers have them, and the commands of the pages for those who come from there."""
 
 import re
+from pathlib import Path
 
-from config import pages
+DOCS = Path(__file__).resolve().parents[2] / "docs"
 
 COMPOSER = """
 model: {vocab_size: 65024, d_model: 2688, n_layer: 28, fsdp_layer_wrap: true, activation_checkpointing: true}
@@ -16,7 +17,8 @@ scheduler: {name: wsd, t_warmup: 1006878720tok, t_max: 10068787200tok, t_decay: 
 fsdp: {sharding_strategy: FULL_SHARD, process_group: null, backward_prefetch: BACKWARD_PRE, verbose: true,
        activation_checkpointing_reentrant: true, activation_checkpointing: true, limit_all_gathers: false}
 trainer: {cp_interval: 1006878720tok, eval_interval: 1006878720tok, save_interval: 1006878720tok,
-          eval_subset_num_batches: 16, save_folder: /fsx/checkpoints, auto_log_hparams: true, autoresume: true}
+          eval_subset_num_batches: 16,
+          save_folder: /fsx/checkpoints, auto_log_hparams: true, autoresume: true}
 general: {project_name: mamba-science, full_name: mambaoutai, window_size: 10, clipping_threshold: 1.0,
           position_weighting: true}
 """
@@ -49,7 +51,7 @@ srun -l torchrun "${{TORCHRUN_ARGS[@]}}" $TRAIN_SCRIPT "${{MODEL_ARGS[@]}}"
 
 def commands(launcher):
     blocks = re.findall(
-        r"^```sh\n(.*?)^```", (pages.DOCS / f"from-{launcher}.md").read_text(), flags=re.M | re.S
+        r"^```sh\n(.*?)^```", (DOCS / f"from-{launcher}.md").read_text(), flags=re.M | re.S
     )
     return [line for block in blocks for line in block.splitlines()]
 

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from benchmarks import recipes
-from config.resolve import resolve_settings
+from config.resolve import ready_runs, resolve_settings
 from mamba_fsdp.model.lm import MambaLM
 from mamba_fsdp.model.spec import parameter_count
 
@@ -24,7 +24,7 @@ SMALL = {
 
 
 def test_each_resolves_is_the_model_it_names_and_fits(project):
-    names = {path.stem for path in (project / "config").rglob("*.yaml")}
+    names = ready_runs().keys()
     assert names == recipes.MACHINES.keys() and len(names) >= 17
     for name in names:
         settings, explicit = resolve_settings({}, name)

@@ -162,7 +162,7 @@ def test_mistakes_are_refused_with_the_reason(words, message):
         (["report"], 2, "error: name at least one run"),
         (["report", "/nowhere"], 2, "error: /nowhere"),
         (["inspect", "n" * 300], 2, "error: " + "n" * 300),
-        (["settings", "a.yaml", "--form=aws"], 2, "error: --form: write settings --from="),
+        (["settings", "a.yaml"], 2, "error: there is no verb 'settings'"),
     ],
 )
 def test_verbs_explain_themselves_and_refuse_in_one_line(project, words, code, start):

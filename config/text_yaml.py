@@ -1,0 +1,33 @@
+"""Reads YAML files whose values stay the text that was written, so that the types of our settings decide."""
+
+from pathlib import Path
+from typing import Any
+
+from mamba_fsdp.errors import UserError
+
+
+def load_yaml(path: Path) -> dict[str, Any]:
+    """The content of a YAML file, every scalar as text; empty for an empty file. Raises UserError for a file that can't
+    be read, is no mapping, or gives a name twice."""
+    import yaml
+
+    class TextLoader(yaml.SafeLoader):
+        def construct_mapping(self, node, deep=False):
+            content = super().construct_mapping(node, deep)
+            if len(content) < len(node.value):
+                names = [key.value for key, _ in node.value]
+                raise yaml.YAMLError(f"{max(names, key=names.count)} is given twice")
+            return content
+
+    TextLoader.yaml_implicit_resolvers = {}  # which would make numbers and booleans of text
+    try:
+        content = yaml.load(Path(path).read_text(), Loader=TextLoader)
+    # PyYAML's parser lets all of these escape.
+    except (yaml.YAMLError, OSError, ValueError, StopIteration, RecursionError) as error:
+        reason = " ".join(str(error).split()) or "it is cut short"
+        raise UserError(f"{path}: can't be read as YAML: {reason}") from None
+    if content in (None, ""):
+        return {}
+    if not isinstance(content, dict):
+        raise UserError(f"{path}: expected `name: value` lines")
+    return content
