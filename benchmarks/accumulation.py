@@ -20,8 +20,8 @@ from config.train_config import ParallelConfig
 from mamba_fsdp.model.init import initial_part
 from mamba_fsdp.model.lm import MambaLM
 from mamba_fsdp.model.spec import operator_uses, parameters
-from mamba_fsdp.ops import native
-from mamba_fsdp.ops.forms import resolve_forms
+from mamba_fsdp.ops import cpp
+from mamba_fsdp.ops.backends import resolve_backends
 from mamba_fsdp.parallel.model import fill_parts
 from mamba_fsdp.parallel.parallelize import parallelize
 from mamba_fsdp.parallel.world import start_world
@@ -31,9 +31,9 @@ WAYS = {"every micro-batch": False, "accumulate_unsharded": True}
 
 
 def build(world, unsharded):
-    forms = resolve_forms("auto", "cpu", operator_uses(SHAPE, torch.bfloat16)).forms
+    backends = resolve_backends("auto", "cpu", operator_uses(SHAPE, torch.bfloat16)).backends
     with torch.device("meta"):
-        model = MambaLM(SHAPE, forms=forms, compute_dtype=torch.bfloat16)
+        model = MambaLM(SHAPE, backends=backends, compute_dtype=torch.bfloat16)
     settings = ParallelConfig(sharding_strategy="fsdp", accumulate_unsharded=unsharded)
     parallel = parallelize(model, settings, world=world, compute_dtype=torch.bfloat16)
     spec = parameters(SHAPE)
@@ -75,7 +75,7 @@ def waiting(parallel):
 
 def worker():
     """One rank: prints, on rank 0, a line for each way: MB waiting, sent, received, seconds of each round."""
-    native.tune_process("cpu")
+    cpp.tune_process("cpu")
     world = start_world()
     models = {way: build(world, unsharded) for way, unsharded in WAYS.items()}
     tokens = torch.randint(

@@ -20,7 +20,7 @@ from mamba_fsdp.model.init import initial_value
 from mamba_fsdp.model.lm import MambaLM
 from mamba_fsdp.model.native_step import native_step
 from mamba_fsdp.model.spec import parameters
-from mamba_fsdp.ops import native
+from mamba_fsdp.ops import cpp
 
 ROUNDS, TOKENS = 15, 20
 HOW = {
@@ -49,7 +49,7 @@ def least(function):
 
 @torch.no_grad()
 def main(name="demo"):
-    native.tune_process("cpu")
+    cpp.tune_process("cpu")
     config = ModelConfig(**preset(name))
     model = MambaLM(config)
     for parameter_name, parameter in model.named_parameters():

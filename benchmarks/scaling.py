@@ -24,8 +24,8 @@ from config.train_config import ParallelConfig
 from mamba_fsdp.model.init import initial_part
 from mamba_fsdp.model.lm import MambaLM
 from mamba_fsdp.model.spec import operator_uses, parameter_count, parameters
-from mamba_fsdp.ops import native
-from mamba_fsdp.ops.forms import resolve_forms
+from mamba_fsdp.ops import cpp
+from mamba_fsdp.ops.backends import resolve_backends
 from mamba_fsdp.parallel.model import fill_parts
 from mamba_fsdp.parallel.parallelize import parallelize
 from mamba_fsdp.parallel.world import World, start_world
@@ -37,9 +37,9 @@ RANKS = 16
 
 
 def build(config, world, strategy, dtype=torch.float32):
-    choice = resolve_forms("auto", "cpu", operator_uses(config, dtype))
+    choice = resolve_backends("auto", "cpu", operator_uses(config, dtype))
     with torch.device("meta"):
-        model = MambaLM(config, forms=choice.forms, compute_dtype=dtype)
+        model = MambaLM(config, backends=choice.backends, compute_dtype=dtype)
     parallel = parallelize(
         model, ParallelConfig(sharding_strategy=strategy), world=world, compute_dtype=dtype
     )
@@ -93,7 +93,7 @@ def overhead_of_fsdp():
 
 def worker():
     """One rank of the second part: prints tokens/s of the whole world."""
-    native.tune_process("cpu")
+    cpp.tune_process("cpu")
     world = start_world()
     step = make_step(SHAPE, world, "fsdp" if world.size > 1 else "none", BATCH // world.size)
     seconds = [step() for _ in range(ROUNDS + 1)][1:]
@@ -190,7 +190,7 @@ def bytes_of(tensor):
 
 
 def main():
-    native.tune_process("cpu")
+    cpp.tune_process("cpu")
     overhead_of_fsdp()
     processes()
     small = ModelConfig(

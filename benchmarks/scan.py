@@ -2,9 +2,9 @@
 
     python -m benchmarks.scan [--size tiny --size small] [--rounds 7] [--threads 2] [--vocab_size 1024] [--plain]
 
-Every form takes the same step (forward, loss, backward, AdamW) on the same batch in one process, one step of each in
+Every backend takes the same step (forward, loss, backward, AdamW) on the same batch in one process, one step of each in
 turn, and the medians are compared: first as PyTorch comes, then with what training.py sets at its start
-(native.tune_process). Peak memory is that of a process of its own per form. --plain adds transformers' loop without
+(cpp.tune_process). Peak memory is that of a process of its own per backend. --plain adds transformers' loop without
 mambapy, whose one step takes minutes at `small`.
 """
 
@@ -17,18 +17,18 @@ import torch
 
 from benchmarks.measure import print_memory, time_in_turn, training_step
 from config.model_config import ModelConfig
-from mamba_fsdp.ops import native
-from mamba_fsdp.ops.forms import resolve_forms
+from mamba_fsdp.ops import cpp
+from mamba_fsdp.ops.backends import resolve_backends
 
 SIZES = {  # d_model, layers, length, batch
     "tiny": (128, 4, 256, 8),
     "small": (256, 8, 512, 4),
 }
 OURS = {
-    "portable": torch.float32,
-    "native": torch.float32,
-    "portable bf16": torch.bfloat16,
-    "native bf16": torch.bfloat16,
+    "reference": torch.float32,
+    "cpp": torch.float32,
+    "reference bf16": torch.bfloat16,
+    "cpp bf16": torch.bfloat16,
 }
 THEIRS = {"transformers mambapy": True, "transformers plain": False}
 
@@ -50,42 +50,42 @@ def transformers_loss(size, vocab_size, use_mambapy):
     return model, lambda tokens: model(input_ids=tokens, labels=tokens).loss
 
 
-def our_loss(size, vocab_size, form):
+def our_loss(size, vocab_size, backend):
     from mamba_fsdp.model.init import initial_value
     from mamba_fsdp.model.lm import MambaLM
     from mamba_fsdp.model.spec import operator_uses, parameters
 
     d_model, n_layer, length, batch = SIZES[size]
     config = ModelConfig(d_model=d_model, n_layer=n_layer, vocab_size=vocab_size)
-    choice = resolve_forms(form.split()[0], "cpu", operator_uses(config, OURS[form]))
-    model = MambaLM(config, forms=choice.forms, compute_dtype=OURS[form])
+    choice = resolve_backends(backend.split()[0], "cpu", operator_uses(config, OURS[backend]))
+    model = MambaLM(config, backends=choice.backends, compute_dtype=OURS[backend])
     with torch.no_grad():
         for (name, described), parameter in zip(parameters(config).items(), model.parameters()):
             parameter.copy_(initial_value(name, described, 0))
     return model, lambda tokens: model(tokens[:, :-1], tokens[:, 1:]) / (batch * length)
 
 
-def make_step(size, vocab_size, form):
+def make_step(size, vocab_size, backend):
     """A function that takes one training step and returns its loss."""
-    if form in THEIRS:
-        model, loss_of = transformers_loss(size, vocab_size, THEIRS[form])
+    if backend in THEIRS:
+        model, loss_of = transformers_loss(size, vocab_size, THEIRS[backend])
     else:
-        model, loss_of = our_loss(size, vocab_size, form)
+        model, loss_of = our_loss(size, vocab_size, backend)
     _, _, length, batch = SIZES[size]
-    more = form not in THEIRS  # theirs shifts the labels itself
+    more = backend not in THEIRS  # theirs shifts the labels itself
     tokens = torch.randint(
         0, vocab_size, (batch, length + more), generator=torch.Generator().manual_seed(0)
     )
     return training_step(model, loss_of, tokens)
 
 
-def measure_memory(size, vocab_size, form):
-    if form not in THEIRS:
-        native.tune_process("cpu")
-    print_memory(make_step(size, vocab_size, form), 1 if form == "transformers plain" else 3)
+def measure_memory(size, vocab_size, backend):
+    if backend not in THEIRS:
+        cpp.tune_process("cpu")
+    print_memory(make_step(size, vocab_size, backend), 1 if backend == "transformers plain" else 3)
 
 
-def memory(size, vocab_size, form, threads):
+def memory(size, vocab_size, backend, threads):
     command = [
         sys.executable,
         "-m",
@@ -93,40 +93,40 @@ def memory(size, vocab_size, form, threads):
         f"--size={size}",
         f"--vocab_size={vocab_size}",
         f"--threads={threads}",
-        f"--memory_of={form}",
+        f"--memory_of={backend}",
     ]
     return map(
         int, subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()
     )
 
 
-def compare(size, vocab_size, forms, rounds, threads):
+def compare(size, vocab_size, backends, rounds, threads):
     d_model, n_layer, length, batch = SIZES[size]
     print(
         f"\n{size}: d_model {d_model}, {n_layer} layers, {length} tokens, batch {batch}, vocabulary {vocab_size}"
     )
-    steps = {form: make_step(size, vocab_size, form) for form in forms}
-    for form, step in steps.items():
-        if form != "transformers plain":
+    steps = {backend: make_step(size, vocab_size, backend) for backend in backends}
+    for backend, step in steps.items():
+        if backend != "transformers plain":
             step()
     plain = steps.pop("transformers plain", None)
     as_comes = time_in_turn(steps, rounds)
     if plain:
         as_comes |= time_in_turn({"transformers plain": plain}, 1)
-    shipped = min(as_comes[form][0] for form in forms if form in THEIRS)
-    native.tune_process("cpu")
+    shipped = min(as_comes[backend][0] for backend in backends if backend in THEIRS)
+    cpp.tune_process("cpu")
     for step in steps.values():
         step()
     tuned = time_in_turn(steps, rounds)
     print(
-        "form                    tokens/s   x shipped   tuned tokens/s   x shipped   peak MB   of it the step's"
+        "backend                    tokens/s   x shipped   tuned tokens/s   x shipped   peak MB   of it the step's"
     )
-    for form in forms:
-        before, peak = memory(size, vocab_size, form, threads)
+    for backend in backends:
+        before, peak = memory(size, vocab_size, backend, threads)
         rate = lambda seconds: f"{batch * length / seconds:8.0f}   {shipped / seconds:9.2f}"  # noqa: E731
-        then = rate(tuned[form][0]) if form in tuned else " " * 20
+        then = rate(tuned[backend][0]) if backend in tuned else " " * 20
         print(
-            f"{form:22}  {rate(as_comes[form][0])}   {then:>26}   {peak:7}   {peak - before:7}",
+            f"{backend:22}  {rate(as_comes[backend][0])}   {then:>26}   {peak:7}   {peak - before:7}",
             flush=True,
         )
 
@@ -151,12 +151,12 @@ def main():
     ):  # transformers would run its plain loop without a word
         sys.exit("error: transformers' use_mambapy needs the package mambapy: pip install mambapy")
     print(
-        f"torch {torch.__version__}, {arguments.threads} threads; C forms: {native.why_unavailable() or 'available'}"
+        f"torch {torch.__version__}, {arguments.threads} threads; C backends: {cpp.why_unavailable() or 'available'}"
     )
-    forms = [form for form in THEIRS if arguments.plain or THEIRS[form]]
-    forms += [form for form in OURS if not ("native" in form and native.why_unavailable())]
+    backends = [backend for backend in THEIRS if arguments.plain or THEIRS[backend]]
+    backends += [backend for backend in OURS if not ("cpp" in backend and cpp.why_unavailable())]
     for size in sizes:
-        compare(size, arguments.vocab_size, forms, arguments.rounds, arguments.threads)
+        compare(size, arguments.vocab_size, backends, arguments.rounds, arguments.threads)
 
 
 if __name__ == "__main__":

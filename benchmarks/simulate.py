@@ -3,7 +3,7 @@
     python -m benchmarks.simulate PRESET RANKS [--length 64] [--batch 1]
 
 The step is the loop's own, on fake tensors in a fake process group: they have shapes, dtypes and devices, no content.
-A minute for a large model: the portable forms take many calls for one of Triton's. Sharded models need a torch with
+A minute for a large model: the reference backends take many calls for one of Triton's. Sharded models need a torch with
 FSDP2.
 """
 
@@ -31,7 +31,7 @@ from mamba_fsdp.conventions import DTYPES
 from mamba_fsdp.data.loader import Batch
 from mamba_fsdp.model.lm import MambaLM
 from mamba_fsdp.model.spec import operator_uses, parameters
-from mamba_fsdp.ops.forms import resolve_forms
+from mamba_fsdp.ops.backends import resolve_backends
 from mamba_fsdp.parallel.parallelize import choose_strategy, parallelize
 from mamba_fsdp.parallel.world import CPU, World
 from mamba_fsdp.train.clock import Clock
@@ -79,19 +79,19 @@ def simulate(
     device: torch.device = CPU,
     inside: bool = False,
 ) -> Simulated:
-    """A step of rank `rank` of `size`, `local_size` on a node, with the forms of a GPU's operators: Triton's where they
-    exist. device: where the fake tensors lie. inside: count what Triton's forms hold while they run, too. A step that
+    """A step of rank `rank` of `size`, `local_size` on a node, with the backends of a GPU's operators: Triton's where they
+    exist. device: where the fake tensors lie. inside: count what Triton's backends hold while they run, too. A step that
     asks for a number raises. Not for sharding_strategy=ddp, nor within a process group."""
     training, data = settings.training, settings.data
     dtype, documents = DTYPES[training.mixed_precision], data.reset_at_documents
     uses = operator_uses(settings.model, dtype, documents, training.deterministic)
-    forms = resolve_forms(training.kernels, "cuda", uses, assumed=("triton",)).forms
+    backends = resolve_backends(training.kernels, "cuda", uses, assumed=("triton",)).backends
     world = _World(rank, size, rank % local_size, min(size, local_size), device)
     assert choose_strategy(settings.parallel, world) != "ddp", "its reducer reads what it sends"
     with _process_group(world), FakeTensorMode(), _Watch(device, inside) as watch:
         with device:
             network = MambaLM(
-                settings.model, forms=forms, compute_dtype=dtype, reset_at_documents=documents
+                settings.model, backends=backends, compute_dtype=dtype, reset_at_documents=documents
             )
         how = replace(settings.parallel, low_cpu_fsdp=False)
         parallel = parallelize(network, how, world=world, compute_dtype=dtype)

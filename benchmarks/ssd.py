@@ -8,9 +8,9 @@ package mamba_ssm, of which one Python file is needed, so neither CUDA nor what 
     pip install --no-deps --no-build-isolation --target FOLDER mamba-ssm==2.3.1
 All start from the same weights and take the same step (forward, loss, backward, AdamW) on the same batch in one
 process, one step of each in turn; medians are compared: first as PyTorch comes, then with what training.py sets at its
-start (native.tune_process). On a busy machine CPU seconds tell more than the clock does. Peak memory is that of a
-process of its own per form. The share is that of the model's FLOPs per second in those of a 2048 x 2048 matrix product
-in the form's dtype.
+start (cpp.tune_process). On a busy machine CPU seconds tell more than the clock does. Peak memory is that of a
+process of its own per backend. The share is that of the model's FLOPs per second in those of a 2048 x 2048 matrix product
+in the backend's dtype.
 """
 
 import argparse
@@ -29,8 +29,8 @@ from config.model_config import ModelConfig
 from mamba_fsdp.model.init import initial_value
 from mamba_fsdp.model.lm import MambaLM
 from mamba_fsdp.model.spec import flops_per_token, operator_uses, parameters
-from mamba_fsdp.ops import native
-from mamba_fsdp.ops.forms import resolve_forms
+from mamba_fsdp.ops import cpp
+from mamba_fsdp.ops.backends import resolve_backends
 
 BATCH, LENGTH = 4, 512
 CONFIG = ModelConfig(
@@ -52,11 +52,11 @@ OURS = {
 PEERS = ("transformers", "ssd_minimal")
 
 
-def our_model(form):
-    dtype, compiled = OURS[form]
-    setting = "portable" if compiled else "auto"  # a call into C would cut the graph
-    choice = resolve_forms(setting, "cpu", operator_uses(CONFIG, dtype))
-    model = MambaLM(CONFIG, forms=choice.forms, compute_dtype=dtype)
+def our_model(backend):
+    dtype, compiled = OURS[backend]
+    setting = "reference" if compiled else "auto"  # a call into C would cut the graph
+    choice = resolve_backends(setting, "cpu", operator_uses(CONFIG, dtype))
+    model = MambaLM(CONFIG, backends=choice.backends, compute_dtype=dtype)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.copy_(initial_value(name, parameters(CONFIG)[name], 0))
@@ -66,8 +66,8 @@ def our_model(form):
     return model
 
 
-def our_loss(form):
-    model = our_model(form)
+def our_loss(backend):
+    model = our_model(backend)
     return model, lambda tokens: model(tokens[:, :-1], tokens[:, 1:]) / (BATCH * LENGTH)
 
 
@@ -171,12 +171,14 @@ def ssd_minimal_loss(folder):
     return model, loss
 
 
-def make_step(form, folder):
+def make_step(backend, folder):
     """A function that takes one training step and returns its loss."""
-    if form in OURS:
-        model, loss_of = our_loss(form)
+    if backend in OURS:
+        model, loss_of = our_loss(backend)
     else:
-        model, loss_of = transformers_loss() if form == "transformers" else ssd_minimal_loss(folder)
+        model, loss_of = (
+            transformers_loss() if backend == "transformers" else ssd_minimal_loss(folder)
+        )
     tokens = torch.randint(
         0, CONFIG.vocab_size, (BATCH, LENGTH + 1), generator=torch.Generator().manual_seed(0)
     )
@@ -188,27 +190,28 @@ def multiply_matrices(dtype):
     return lambda: matrix @ matrix
 
 
-def measure_memory(form, folder):
-    if form in OURS:
-        native.tune_process("cpu")
-    print_memory(make_step(form, folder))
+def measure_memory(backend, folder):
+    if backend in OURS:
+        cpp.tune_process("cpu")
+    print_memory(make_step(backend, folder))
 
 
-def compare(forms, arguments):
-    steps = {form: make_step(form, arguments.mamba_ssm) for form in forms}
+def compare(backends, arguments):
+    steps = {backend: make_step(backend, arguments.mamba_ssm) for backend in backends}
     losses = [step() for step in steps.values()]
     assert max(losses) - min(losses) < 0.01, f"these are not the same model: first losses {losses}"
     products = {dtype: multiply_matrices(dtype) for dtype in (torch.float32, torch.bfloat16)}
     tokens, flops = BATCH * LENGTH, BATCH * LENGTH * flops_per_token(CONFIG, LENGTH)
     for tuned in (False, True):
         if tuned:
-            native.tune_process("cpu")
+            cpp.tune_process("cpu")
         for step in steps.values():
             step()
         timed = time_in_turn(steps | products, arguments.rounds)
         if not tuned:
             shipped, shipped_cpu = (
-                min(times) for times in zip(*(timed[form] for form in forms if form in PEERS))
+                min(times)
+                for times in zip(*(timed[backend] for backend in backends if backend in PEERS))
             )
         print(
             f"\n{'as training.py sets the process up' if tuned else 'as PyTorch comes'}; fp32 products "
@@ -217,31 +220,31 @@ def compare(forms, arguments):
             )
         )
         print(
-            "form                    tokens/s   x better peer as it comes   tokens/CPU second      x   share of rate"
+            "backend                    tokens/s   x better peer as it comes   tokens/CPU second      x   share of rate"
         )
-        for form in forms:
-            clock, cpu = timed[form]
-            dtype = OURS.get(form, (torch.float32,))[0]
+        for backend in backends:
+            clock, cpu = timed[backend]
+            dtype = OURS.get(backend, (torch.float32,))[0]
             share = flops / clock / (2 * 2048**3 / timed[dtype][0])
             print(
-                f"{form:22}  {tokens / clock:8.0f}   {shipped / clock:25.2f}   {tokens / cpu:17.0f}   "
+                f"{backend:22}  {tokens / clock:8.0f}   {shipped / clock:25.2f}   {tokens / cpu:17.0f}   "
                 f"{shipped_cpu / cpu:.2f}   {share:.0%}",
                 flush=True,
             )
     print("\nform                    peak MB   of it the step's")
-    for form in forms:
+    for backend in backends:
         command = [
             sys.executable,
             "-m",
             "benchmarks.ssd",
             f"--threads={arguments.threads}",
-            f"--memory_of={form}",
+            f"--memory_of={backend}",
             f"--mamba_ssm={arguments.mamba_ssm}",
         ]
         before, peak = map(
             int, subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()
         )
-        print(f"{form:22}  {peak:7}   {peak - before:15}", flush=True)
+        print(f"{backend:22}  {peak:7}   {peak - before:15}", flush=True)
 
 
 def main():
@@ -252,7 +255,7 @@ def main():
         "--mamba_ssm", required=True, help="folder that holds the package mamba_ssm"
     )
     parser.add_argument(
-        "--form", action="append", choices=[*PEERS, *OURS], help="only these (default: all)"
+        "--backend", action="append", choices=[*PEERS, *OURS], help="only these (default: all)"
     )
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
@@ -269,7 +272,7 @@ def main():
         f"torch {torch.__version__}, {arguments.threads} threads; d_model {CONFIG.d_model}, {CONFIG.n_layer} layers, "
         f"{LENGTH} tokens, batch {BATCH}, vocabulary {CONFIG.vocab_size}"
     )
-    compare(arguments.form or [*PEERS, *OURS], arguments)
+    compare(arguments.backend or [*PEERS, *OURS], arguments)
 
 
 if __name__ == "__main__":

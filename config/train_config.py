@@ -13,7 +13,7 @@ from typing import Any
 from config.fields import Duration, Needs, setting
 from config.model_config import ModelConfig
 from mamba_fsdp.errors import UserError
-from mamba_fsdp.ops.forms import demands
+from mamba_fsdp.ops.backends import demands
 
 
 def steps(default: int, **more: Any) -> Any:
@@ -210,12 +210,12 @@ class TrainingConfig:
     """Precision of the matrix products; weights, their update, the recurrence and reductions are fp32. true means bf16,
     false fp32."""
     kernels: str = setting("auto")
-    """Forms of the operators: auto takes the best there are; fused (CUDA libraries), native (C on a CPU) or portable
-    (plain PyTorch) demands that form of all that have it, scan=portable,conv=native of those named. What can't serve is
+    """Backends of the operators: auto takes the best there are; fused (CUDA libraries), cpp (C on a CPU) or reference
+    (plain PyTorch) demands that backend of all that have it, scan=reference,conv=cpp of those named. What can't serve is
     an error."""
     deterministic: bool = setting(False)
     """Take only what repeats, so that two equal runs are equal bit for bit. Tested on CPUs; on a GPU not measured yet,
-    and slow, since the forms of the CUDA libraries are passed over."""
+    and slow, since the backends of the CUDA libraries are passed over."""
     tune_kernels: bool = setting(False)
     """Time the block sizes of the Triton kernels at the first start, instead of taking those known for the GPU. The run
     keeps what was chosen, and others of its shapes find it in kernel_cache."""

@@ -5,10 +5,10 @@
     python -m benchmarks.gpu --all [--out FOLDER] [--minutes 25]      all there is to measure: benchmarks/gpu/all.py
 
 The step is forward, loss, backward, clipping and AdamW, in bf16 on fp32 weights: ours as training.py takes it (`ours`
-in the forms that kernels=auto chooses, `libraries` in those of mamba-ssm's and causal-conv1d's kernels), mamba_ssm's
+in the backends that kernels=auto chooses, `libraries` in those of mamba-ssm's and causal-conv1d's kernels), mamba_ssm's
 and transformers' under autocast with these libraries' kernels. A Llama (llama2_1.4b) stands beside mamba-1.4b. All
 start from the same weights and see the same batch; a first loss or gradient norm unlike ours is noted in the table.
-In each round each form
+In each round each backend
 in turn is built, takes two steps to warm up (Triton tunes itself then), is timed over `--steps` steps and dropped, so
 that peak memory is its own. MFU is the model's FLOPs (mamba_fsdp/model/spec.py; recomputation is not counted) over the
 device's dense bf16 peak.
@@ -44,7 +44,7 @@ from mamba_fsdp.interop import state_spaces, transformers_forms
 from mamba_fsdp.model.init import initial_value
 from mamba_fsdp.model.lm import MambaLM
 from mamba_fsdp.model.spec import flops_per_token, operator_uses, parameters
-from mamba_fsdp.ops.forms import PORTABLE, resolve_forms, why_unavailable
+from mamba_fsdp.ops.backends import REFERENCE, resolve_backends, why_unavailable
 from mamba_fsdp.parallel.compat import has_fused_adamw
 from mamba_fsdp.parallel.model import fill_parts
 from mamba_fsdp.parallel.parallelize import parallelize
@@ -75,11 +75,11 @@ def our_form(config, weights, device, activation_checkpointing, kernels="auto"):
 
 def our_parts(config, weights, device, spread, kernels="auto"):
     """(the parallel model, the optimizer, and what our_form returns)."""
-    forms = PORTABLE
+    backends = REFERENCE
     if device.type == "cuda":
-        forms = resolve_forms(kernels, "cuda", operator_uses(config, torch.bfloat16)).forms
+        backends = resolve_backends(kernels, "cuda", operator_uses(config, torch.bfloat16)).backends
     with torch.device("meta"):
-        model = MambaLM(config, forms=forms, compute_dtype=torch.bfloat16)
+        model = MambaLM(config, backends=backends, compute_dtype=torch.bfloat16)
     world = World.alone(device=device)
     parallel = parallelize(model, spread, world=world, compute_dtype=torch.bfloat16)
     fill_parts(parallel.shards(), lambda name, start, stop: weights[name].reshape(-1)[start:stop])
@@ -196,7 +196,7 @@ def libraries_form(config, weights, device, activation_checkpointing):
     return our_form(config, weights, device, activation_checkpointing, kernels="fused")
 
 
-FORMS = {
+BACKENDS = {
     "ours": our_form,
     "libraries": libraries_form,
     "mamba_ssm": mamba_ssm_form,
@@ -206,19 +206,19 @@ FORMS = {
 
 @dataclass
 class Row:
-    """One form at one size. Without figures, `note` is the reason."""
+    """One backend at one size. Without figures, `note` is the reason."""
 
     preset: str
     length: int
     batch: int
-    form: str
+    backend: str
     tokens_per_second: float = None
     times_ours: float = None
     mfu: float = None
     peak_gib: float = None
     note: str = ""
 
-    HEAD = ("preset", "length", "batch", "form", "tokens/s", "x ours", "MFU", "peak GiB", "note")
+    HEAD = ("preset", "length", "batch", "backend", "tokens/s", "x ours", "MFU", "peak GiB", "note")
 
     def cells(self):
         figures = (
@@ -231,7 +231,7 @@ class Row:
             self.preset,
             str(self.length),
             str(self.batch),
-            self.form,
+            self.backend,
             *("-" if value is None else format(value, spec) for value, spec in figures),
             self.note,
         )
@@ -249,13 +249,13 @@ def count_fused(loss):
     return count
 
 
-def measure(form, config, weights, tokens, device, steps, activation_checkpointing):
+def measure(backend, config, weights, tokens, device, steps, activation_checkpointing):
     """(first loss and gradient norm, seconds of each timed step, peak bytes on the GPU or None)."""
     on_gpu = device.type == "cuda"
     if on_gpu:
         torch.cuda.reset_peak_memory_stats(device)
-    loss_of, step = FORMS[form](config, weights, device, activation_checkpointing)
-    if on_gpu and form != "ours":
+    loss_of, step = BACKENDS[backend](config, weights, device, activation_checkpointing)
+    if on_gpu and backend != "ours":
         recurrent = sum(layer.mixer != "attention" for layer in config.layer_list())
         fused = count_fused(loss_of(tokens))
         if fused != recurrent:
@@ -274,7 +274,7 @@ def measure(form, config, weights, tokens, device, steps, activation_checkpointi
 
 
 def why_not(error):
-    """What the table says of a form that could not be measured; an error that nobody foresaw is shown in full."""
+    """What the table says of a backend that could not be measured; an error that nobody foresaw is shown in full."""
     if isinstance(error, torch.cuda.OutOfMemoryError):
         return "out of memory"
     if not isinstance(error, (UserError, ImportError)):
@@ -289,22 +289,22 @@ def why_not(error):
 def compare(
     name, config, weights, length, batch, *, device, rounds, steps, activation_checkpointing=False
 ):
-    """A Row per form. weights: parameter name -> CPU tensor that all start from."""
+    """A Row per backend. weights: parameter name -> CPU tensor that all start from."""
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(0, config.vocab_size, (batch, length + 1), generator=generator).to(
         device
     )
-    measured, reasons = {form: [] for form in FORMS}, {}
+    measured, reasons = {backend: [] for backend in BACKENDS}, {}
     for _ in range(rounds):
-        for form in FORMS:
-            if form not in reasons:
+        for backend in BACKENDS:
+            if backend not in reasons:
                 try:
                     result = measure(
-                        form, config, weights, tokens, device, steps, activation_checkpointing
+                        backend, config, weights, tokens, device, steps, activation_checkpointing
                     )
-                    measured[form].append(result)
+                    measured[backend].append(result)
                 except Exception as error:
-                    reasons[form] = why_not(error)
+                    reasons[backend] = why_not(error)
                 gc.collect()  # models and what they saved for the backward pass hang together in circles
                 if device.type == "cuda":
                     torch.cuda.empty_cache()
@@ -313,11 +313,14 @@ def compare(
 
 def rows_of(name, config, length, batch, measured, reasons, device):
     peak_flops = device_peak(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
-    rows = {form: Row(name, length, batch, form, note=reasons.get(form, "")) for form in measured}
-    for form, row in rows.items():
-        if form in reasons:
+    rows = {
+        backend: Row(name, length, batch, backend, note=reasons.get(backend, ""))
+        for backend in measured
+    }
+    for backend, row in rows.items():
+        if backend in reasons:
             continue
-        firsts, seconds, peaks = zip(*measured[form])
+        firsts, seconds, peaks = zip(*measured[backend])
         row.tokens_per_second = batch * length / statistics.median(sum(seconds, []))
         row.mfu = (
             peak_flops and row.tokens_per_second * flops_per_token(config, length) / peak_flops
@@ -393,7 +396,7 @@ def parse(arguments):
     )
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument(
-        "--steps", type=int, default=5, help="timed steps of each form in each round"
+        "--steps", type=int, default=5, help="timed steps of each backend in each round"
     )
     parser.add_argument(
         "--activation_checkpointing",

@@ -1,11 +1,11 @@
-"""Each form of each operator on this device: errors beside the portable form in float64, equal bits twice, and time."""
+"""Each backend of each operator on this device: errors beside the reference backend in float64, equal bits twice, and time."""
 
 import time
 from importlib import import_module
 
 import torch
 
-from mamba_fsdp.ops.forms import FORMS, OPERATORS, why_unavailable
+from mamba_fsdp.ops.backends import BACKENDS, OPERATORS, why_unavailable
 
 EXACT = dict(batch=2, length=300, channels=256, states=16, heads=8, groups=2, vocab=1000)
 LARGE = dict(
@@ -82,7 +82,7 @@ FP32 = {
 }  # what stays so where the activations are bf16
 
 
-def step(operator, form, tensors, more, dtype):
+def step(operator, backend, tensors, more, dtype):
     """Forward and backward: () -> outputs and gradients. Its tensors are made once."""
     function = getattr(import_module(f"mamba_fsdp.ops.{operator}"), FUNCTIONS[operator])
     wide = torch.float64 if dtype == torch.float64 else torch.float32
@@ -93,7 +93,7 @@ def step(operator, form, tensors, more, dtype):
     extra = dict(eps=1e-5, out_dtype=dtype) if operator == "norm" else {}
 
     def run():
-        out = function(**leaves, **more, **extra, form=form)
+        out = function(**leaves, **more, **extra, backend=backend)
         outs = [out] if torch.is_tensor(out) else list(out)
         total = sum((tensor * tensor.detach().cos()).sum(dtype=wide) for tensor in outs)
         return [tensor.detach() for tensor in outs] + list(
@@ -133,26 +133,33 @@ def measure(device, rehearse, keep):
     for operator in FUNCTIONS:
         module = import_module(f"mamba_fsdp.ops.{operator}")
         exact, more = inputs(operator, TINY if rehearse else EXACT, device)
-        expected = step(operator, "portable", exact, more, torch.float64)()
-        for form in OPERATORS[operator]:
-            if FORMS[form] in ("", device.type):
+        expected = step(operator, "reference", exact, more, torch.float64)()
+        for backend in OPERATORS[operator]:
+            if BACKENDS[backend] in ("", device.type):
                 rows.append(
-                    {"operator": operator, "form": form}
-                    | one_form(
-                        operator, form, module.FORMS[form], exact, more, expected, device, rehearse
+                    {"operator": operator, "backend": backend}
+                    | one_backend(
+                        operator,
+                        backend,
+                        module.BACKENDS[backend],
+                        exact,
+                        more,
+                        expected,
+                        device,
+                        rehearse,
                     )
                 )
         keep(rows)
 
 
-def one_form(operator, form, module, exact, more, expected, device, rehearse):
-    reason = why_unavailable(operator, form)
+def one_backend(operator, backend, module, exact, more, expected, device, rehearse):
+    reason = why_unavailable(operator, backend)
     if reason:
         return {"note": reason}
     row = {}
     try:
         for dtype in (torch.float32, torch.bfloat16):
-            run = step(operator, form, exact, more, dtype)
+            run = step(operator, backend, exact, more, dtype)
             first = run()
             row[f"error {str(dtype)[6:]}"] = f"{error(first, expected):.1e}"
             again = run()
@@ -162,7 +169,7 @@ def one_form(operator, form, module, exact, more, expected, device, rehearse):
                 else "no"
             )
         large, more = inputs(operator, TINY if rehearse else LARGE, device)
-        run = step(operator, form, large, more, torch.bfloat16)
+        run = step(operator, backend, large, more, torch.bfloat16)
         row["ms forward + backward"] = f"{milliseconds(run, device, 1 if rehearse else 5):.3f}"
     except Exception as failure:
         row["note"] = (

@@ -16,7 +16,7 @@ def walk():
     return triton_kernels.walk
 
 
-def kernel(name, blocks, back, bytes, documents, **bounds):
+def kernel(name, blocks, back, bytes, seq_idx, **bounds):
     """bytes: of a (token, channel)."""
     tensors = dict(X="*bf16", WEIGHT="*bf16", BIAS="*bf16", OUT="*bf16")
     tensors |= dict(GRAD="*bf16", SUMS="*fp32") if back else {}
@@ -25,16 +25,16 @@ def kernel(name, blocks, back, bytes, documents, **bounds):
     )
     sizes = dict.fromkeys(("length", "channels", "row_programs", "channel_programs"), "i32")
     absent = dict.fromkeys(
-        {"GRAD", "SUMS", "DOCUMENTS"} - tensors.keys() - {"DOCUMENTS" if documents else ""}
+        {"GRAD", "SUMS", "DOCUMENTS"} - tensors.keys() - {"DOCUMENTS" if seq_idx else ""}
     )
     return Kernel(
-        name + ", documents" * documents,
+        name + ", documents" * seq_idx,
         walk,
         tensors
         | strides
         | sizes
         | {"documents_batch": "i64"}
-        | ({"DOCUMENTS": "*i64"} if documents else {}),
+        | ({"DOCUMENTS": "*i64"} if seq_idx else {}),
         dict(WIDTH=4, BACK=back, ROWS=blocks["ROWS"], CHANNELS=blocks["CHANNELS"], **absent),
         elements=4 * blocks["CHANNELS"],
         per_token=CHANNELS,

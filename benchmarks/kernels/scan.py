@@ -17,7 +17,7 @@ TYPES = {
         "*bf16": "u dt B C z out grad_out grad_u grad_dt grad_z",
         "*fp32": "A D bias state ends totals scratch entries last grad_last grad_A grad_BC grad_D grad_bias "
         "grad_state",
-        "*i64": "documents",
+        "*i64": "seq_idx",
         "i32": "u_row dt_row B_row C_row z_row grad_row grad_z_row length channels states segment_chunks",
     }.items()
     for name in names.split()
@@ -44,13 +44,13 @@ def kernel(name, function, arguments, constants, tokens, **more):
     )
 
 
-LOCAL = "u dt A z B bias documents ends totals u_row dt_row z_row B_row length channels states segment_chunks"
+LOCAL = "u dt A z B bias seq_idx ends totals u_row dt_row z_row B_row length channels states segment_chunks"
 FORWARD = (
-    "u dt A B C D z bias documents state ends totals out entries last u_row dt_row z_row B_row C_row length "
+    "u dt A B C D z bias seq_idx state ends totals out entries last u_row dt_row z_row B_row C_row length "
     "channels states segment_chunks"
 )
 BACKWARD = (
-    "grad_out grad_last u dt A B C D z bias documents entries ends totals scratch grad_u grad_dt grad_A "
+    "grad_out grad_last u dt A B C D z bias seq_idx entries ends totals scratch grad_u grad_dt grad_A "
     "grad_BC grad_D grad_z grad_bias grad_state out grad_row u_row dt_row z_row B_row C_row grad_z_row length "
     "channels states segment_chunks"
 )

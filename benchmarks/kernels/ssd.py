@@ -15,7 +15,7 @@ TYPES = {
     for type, names in {
         "*bf16": "x dy dt B C entering leaving states out ddt",
         "*fp32": "A D bias steps first ends end_decays last dB dC flows sums totals",
-        "*i32": "documents",
+        "*i32": "seq_idx",
         "i32": "x_batch dy_batch b_batch c_batch dt_batch dt_row length heads segments per_segment",
     }.items()
     for name in names.split()
@@ -93,23 +93,23 @@ def sweeps(P, **more):
         sweep(
             "forward",
             ("", "out "),
-            sizes | dict(documents=None, states=None),
+            sizes | dict(seq_idx=None, states=None),
             2 * X + STEPS + 2 * MATRIX,
         ),
         sweep(
             "forward with documents",
-            ("documents ", "out "),
+            ("seq_idx ", "out "),
             sizes | dict(states=None),
             2 * X + STEPS + 2 * MATRIX + 4,
         ),
         sweep(
-            "states", ("documents ", "states "), sizes | dict(out=None), X + STEPS + MATRIX + STATES
+            "states", ("seq_idx ", "states "), sizes | dict(out=None), X + STEPS + MATRIX + STATES
         ),
-        sweep("back", ("documents ", "states out "), back, 2 * X + STEPS + 2 * MATRIX + STATES),
+        sweep("back", ("seq_idx ", "states out "), back, 2 * X + STEPS + 2 * MATRIX + STATES),
         *(
             sweep(
                 title,
-                ("documents ", "out "),
+                ("seq_idx ", "out "),
                 of | dict(states=None, LOCAL=True),
                 X + STEPS + MATRIX,
             )
@@ -136,7 +136,7 @@ KERNELS = [
         kernel(
             f"gradients, {P} channels",
             "gradients",
-            "dy x B C steps documents entering leaving dB dC flows sums dy_batch x_batch b_batch c_batch length",
+            "dy x B C steps seq_idx entering leaving dB dC flows sums dy_batch x_batch b_batch c_batch length",
             SIZES
             | dict(
                 DY_ROW=HEADS * HEADDIM, BLOCK=BLOCK, K=D_STATE // PARTS, P=P, TILES=HEADDIM // P
@@ -152,7 +152,7 @@ KERNELS = [
     kernel(
         "finish",
         "finish",
-        "dt A bias steps documents flows sums ddt totals dt_batch dt_row length heads",
+        "dt A bias steps seq_idx flows sums ddt totals dt_batch dt_row length heads",
         dict(PARTS=PARTS, Q=Q),
         Q * HEADDIM,
         FLOWS + STEPS + 4 * HEADS,

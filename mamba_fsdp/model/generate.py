@@ -7,7 +7,7 @@ import torch
 
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.model.native_step import native_step
-from mamba_fsdp.ops import native
+from mamba_fsdp.ops import cpp
 
 ARGUMENTS = [ctypes.c_int64] * 3 + [
     ctypes.c_void_p,
@@ -85,7 +85,7 @@ def draw_in_c(logits, temperature, top_k, top_p, generator):
     """As `draw`, of fp32 on a CPU."""
     uniform = torch.rand(len(logits), dtype=torch.float64, generator=generator)
     tokens, scratch = torch.empty(len(logits), dtype=torch.int64), torch.empty(logits.shape[1])
-    function = native.library(torch.float32).draw
+    function = cpp.library(torch.float32).draw
     function.argtypes = ARGUMENTS
     if function(
         *logits.shape,

@@ -1,8 +1,8 @@
 """The layers: Mamba-1, Mamba-2 and attention mixers, and the MLP. Their parameters are those of spec.py.
 
-Each mixer maps (batch, length, d_model) to the same shape: called with `documents` (see mamba_fsdp/ops) for training,
+Each mixer maps (batch, length, d_model) to the same shape: called with `seq_idx` (see mamba_fsdp/ops) for training,
 or for a sequence in parts, such as single positions, with the `state` in which it leaves what the next position needs
-and the `position` that the part begins at, where documents are those of all positions so far. Weights may be in fp32 or
+and the `position` that the part begins at, where seq_idx is that of all positions so far. Weights may be in fp32 or
 in the compute dtype: products run in their input's dtype.
 """
 
@@ -33,9 +33,9 @@ class Part(nn.Module):
 
     kind: spec.Spec
 
-    def __init__(self, config, forms=None):
+    def __init__(self, config, backends=None):
         super().__init__()
-        self.config, self.forms = config, forms
+        self.config, self.backends = config, backends
         add_parameters(self, self.kind.parameters(config))
 
 
@@ -50,31 +50,31 @@ def add_parameters(module, parameters):
 
 class SSM(Part):
     """What the Mamba mixers share: the way from projection to convolution, recurrence and output, in one call where the
-    form `whole` serves, and a state that does not grow."""
+    backend `whole` serves, and a state that does not grow."""
 
-    def forward(self, x, documents=None, state=None, position=0):
-        if self.whole in self.forms and not state:
-            return self.at_once(self.in_proj(x), documents)
+    def forward(self, x, seq_idx=None, state=None, position=0):
+        if self.whole in self.backends and not state:
+            return self.at_once(self.in_proj(x), seq_idx)
         x, *rest = self.project(x)
         seen, entering = 0, None
         if position:
             seen, entering = min(position, state["conv"].shape[1]), state["ssm"]
             x = torch.cat([state["conv"][:, -seen:], x], dim=1)
-        if position and documents is not None:
-            goes_on = documents[:, position] == documents[:, position - 1]
+        if position and seq_idx is not None:
+            goes_on = seq_idx[:, position] == seq_idx[:, position - 1]
             entering = entering * goes_on.view(-1, *[1] * (entering.dim() - 1))
-            documents = documents[:, position - seen :]
+            seq_idx = seq_idx[:, position - seen :]
         if state:
             last = x[:, -state["conv"].shape[1] :]
             state["conv"][:, -last.shape[1] :] = last
         x = causal_conv_silu(
-            x, self.conv1d.weight, self.conv1d.bias, documents=documents, form=self.forms["conv"]
+            x, self.conv1d.weight, self.conv1d.bias, seq_idx=seq_idx, backend=self.backends["conv"]
         )
         if seen:
-            x, documents = x[:, seen:], None if documents is None else documents[:, seen:]
+            x, seq_idx = x[:, seen:], None if seq_idx is None else seq_idx[:, seen:]
         y = self.scan(
             *self.scan_inputs(x, *rest),
-            documents=documents,
+            seq_idx=seq_idx,
             initial_state=entering,
             return_last_state=bool(state),
         )
@@ -102,7 +102,7 @@ class Mamba1(SSM):
     def state_shape(self):
         return self.config.d_inner, self.config.d_state
 
-    def at_once(self, xz, documents):
+    def at_once(self, xz, seq_idx):
         return mamba1_mixer(
             xz,
             self.conv1d.weight,
@@ -113,8 +113,8 @@ class Mamba1(SSM):
             self.A(),
             self.D,
             self.out_proj.weight,
-            documents,
-            form=self.forms["mamba1"],
+            seq_idx,
+            backend=self.backends["mamba1"],
         )
 
     def project(self, x):
@@ -127,13 +127,13 @@ class Mamba1(SSM):
 
     def scan(self, *inputs, initial_state=None, **options):
         goes_on = (
-            initial_state is not None and self.forms["scan"] == "fused"
+            initial_state is not None and self.backends["scan"] == "fused"
         )  # which takes no state
         return selective_scan(
             *inputs,
             initial_state=initial_state,
             **options,
-            form="portable" if goes_on else self.forms["scan"],
+            backend="reference" if goes_on else self.backends["scan"],
         )
 
     def project_out(self, y, z):
@@ -146,7 +146,7 @@ class Mamba2(SSM):
     def state_shape(self):
         return self.config.n_ssm_head, self.config.headdim, self.config.d_state
 
-    def at_once(self, zxbcdt, documents):
+    def at_once(self, zxbcdt, seq_idx):
         config = self.config
         return mamba2_mixer(
             zxbcdt,
@@ -158,11 +158,11 @@ class Mamba2(SSM):
             self.norm.weight,
             config.norm_eps,
             self.out_proj.weight,
-            documents,
+            seq_idx,
             ngroups=config.ngroups,
             headdim=config.headdim,
             chunk_size=config.chunk_size,
-            form=self.forms["mamba2"],
+            backend=self.backends["mamba2"],
         )
 
     def project(self, x):
@@ -177,7 +177,9 @@ class Mamba2(SSM):
         return x.unflatten(-1, (-1, self.config.headdim)), dt, self.A(), B, C, self.D, self.dt_bias
 
     def scan(self, *inputs, **options):
-        return ssd(*inputs, **options, chunk_size=self.config.chunk_size, form=self.forms["ssd"])
+        return ssd(
+            *inputs, **options, chunk_size=self.config.chunk_size, backend=self.backends["ssd"]
+        )
 
     def project_out(self, y, z, dt):
         group_size = self.config.d_inner // self.config.ngroups
@@ -188,7 +190,7 @@ class Mamba2(SSM):
                 self.norm.weight,
                 self.config.norm_eps,
                 group_size,
-                form=self.forms["norm"],
+                backend=self.backends["norm"],
             )
         )
 
@@ -196,28 +198,28 @@ class Mamba2(SSM):
 class Attention(Part):
     kind = spec.MIXERS["attention"]
 
-    def forward(self, x, documents=None, state=None, position=0):
+    def forward(self, x, seq_idx=None, state=None, position=0):
         config, end = self.config, position + x.shape[1]
         heads = self.in_proj(x).unflatten(-1, (-1, config.resolved_head_dim))
         q, k, v = heads.split([config.n_head, config.n_kv_head, config.n_kv_head], dim=-2)
-        places = positions_in_document(end, documents, x.device)[..., position:]
+        places = positions_in_document(end, seq_idx, x.device)[..., position:]
         q, k = (rotary(t, places, config.resolved_rotary_dim, config.rope_theta) for t in (q, k))
         if state:
             state["k"][:, position:end], state["v"][:, position:end] = k, v
             k, v = state["k"][:, :end], state["v"][:, :end]
-        return self.out_proj(attention(q, k, v, documents=documents).flatten(2))
+        return self.out_proj(attention(q, k, v, seq_idx=seq_idx).flatten(2))
 
     def allocate_state(self, batch, max_length, dtype, device):
         shape = (batch, max_length, self.config.n_kv_head, self.config.resolved_head_dim)
         return {name: torch.zeros(shape, dtype=dtype, device=device) for name in ("k", "v")}
 
 
-def positions_in_document(length, documents, device):
+def positions_in_document(length, seq_idx, device):
     """The positions of a row (length), or (batch, length) from each document's start in its row."""
     places = torch.arange(length, device=device)
-    if documents is None:
+    if seq_idx is None:
         return places
-    starts = documents.diff(dim=1, prepend=documents[:, :1] - 1) != 0
+    starts = seq_idx.diff(dim=1, prepend=seq_idx[:, :1] - 1) != 0
     return places - torch.where(starts, places, 0).cummax(dim=1).values
 
 

@@ -9,7 +9,7 @@ from torch import nn
 from mamba_fsdp.conventions import IGNORED_LABEL
 from mamba_fsdp.model import spec
 from mamba_fsdp.model.layers import MIXERS, MLP, add_parameters
-from mamba_fsdp.ops.forms import PORTABLE
+from mamba_fsdp.ops.backends import REFERENCE
 from mamba_fsdp.ops.loss import linear_cross_entropy
 from mamba_fsdp.ops.norm import add_rms_norm
 
@@ -17,20 +17,24 @@ from mamba_fsdp.ops.norm import add_rms_norm
 class Block(nn.Module):
     """norm, mixer and, where the layer has one, norm2, MLP. The unit of sharding, recomputing and compiling."""
 
-    def __init__(self, config, layer, forms, compute_dtype):
+    def __init__(self, config, layer, backends, compute_dtype):
         super().__init__()
-        self.eps, self.norm_form, self.compute_dtype = config.norm_eps, forms["norm"], compute_dtype
+        self.eps, self.norm_form, self.compute_dtype = (
+            config.norm_eps,
+            backends["norm"],
+            compute_dtype,
+        )
         add_parameters(self, {"norm.weight": spec.norm(config.d_model)})
-        self.mixer = MIXERS[layer.mixer](config, forms)
+        self.mixer = MIXERS[layer.mixer](config, backends)
         self.mlp = None
         if layer.mlp:
             add_parameters(self, {"norm2.weight": spec.norm(config.d_model)})
             self.mlp = MLP(config)
 
-    def forward(self, hidden, residual=None, documents=None, state=None, position=0):
+    def forward(self, hidden, residual=None, seq_idx=None, state=None, position=0):
         """hidden (batch, length, d_model) is still to be added to residual, fp32 and alike; returns the next two."""
         hidden, residual = self.add_norm(hidden, residual, self.norm)
-        hidden = self.mixer(hidden, documents, state, position)
+        hidden = self.mixer(hidden, seq_idx, state, position)
         if self.mlp is not None:
             hidden, residual = self.add_norm(hidden, residual, self.norm2)
             hidden = self.mlp(hidden)
@@ -38,7 +42,7 @@ class Block(nn.Module):
 
     def add_norm(self, hidden, residual, norm):
         return add_rms_norm(
-            hidden, residual, norm.weight, self.eps, self.compute_dtype, form=self.norm_form
+            hidden, residual, norm.weight, self.eps, self.compute_dtype, backend=self.norm_form
         )
 
 
@@ -46,8 +50,8 @@ class MambaLM(nn.Module):
     """A language model of the structure that a ModelConfig describes.
 
     Constructing draws no random numbers and works on the meta device; parameters are fp32, for init.py or a checkpoint
-    to fill. forms: operator -> form, as ops/forms.py chooses. compute_dtype: of everything but the residual stream, the
-    recurrences and the loss. reset_at_documents: `documents` may be given, and nothing crosses a start. part: positions
+    to fill. backends: operator -> backend, as ops/backends.py chooses. compute_dtype: of everything but the residual stream, the
+    recurrences and the loss. reset_at_documents: `seq_idx` may be given, and nothing crosses a start. part: positions
     that the loss of longer rows is computed of at a time, without a gradient; 0 for all.
     """
 
@@ -55,41 +59,41 @@ class MambaLM(nn.Module):
         self,
         config,
         *,
-        forms=PORTABLE,
+        backends=REFERENCE,
         compute_dtype=torch.float32,
         reset_at_documents=False,
         part=0,
     ):
         super().__init__()
         self.part = part
-        self.config, self.forms, self.compute_dtype = config, forms, compute_dtype
+        self.config, self.backends, self.compute_dtype = config, backends, compute_dtype
         self.reset_at_documents = reset_at_documents
         self.backbone = nn.Module()
         add_parameters(self.backbone, {"embedding.weight": spec.embedding(config)})
         self.backbone.layers = nn.ModuleList(
-            Block(config, kind, forms, compute_dtype) for kind in config.layer_list()
+            Block(config, kind, backends, compute_dtype) for kind in config.layer_list()
         )
         add_parameters(self.backbone, {"norm_f.weight": spec.norm(config.d_model)})
         add_parameters(self, {spec.LM_HEAD: spec.output_layer(config)})
         if config.tie_embeddings:
             self.lm_head.weight = self.backbone.embedding.weight
 
-    def forward(self, tokens, labels=None, documents=None, weights=None):
+    def forward(self, tokens, labels=None, seq_idx=None, weights=None):
         """tokens (batch, length) int64 -> logits (batch, length, padded vocabulary) in the compute dtype.
 
         With labels (batch, length), the token that follows each position or -100 where none counts: the sum of the
-        token losses in nats, an fp32 scalar; weights (batch, length) multiply them. documents: as in ops.
+        token losses in nats, an fp32 scalar; weights (batch, length) multiply them. seq_idx: as in ops.
         """
-        assert documents is None or self.reset_at_documents, (
+        assert seq_idx is None or self.reset_at_documents, (
             "this model was not built to reset at documents"
         )
         if self.part and labels is not None and tokens.shape[1] > self.part:
-            return self.loss_in_parts(tokens, labels, documents, weights)
-        hidden = self.final_norm(*self.read(tokens, documents))
+            return self.loss_in_parts(tokens, labels, seq_idx, weights)
+        hidden = self.final_norm(*self.read(tokens, seq_idx))
         return self.lm_head(hidden) if labels is None else self.loss(hidden, labels, weights)
 
-    def read(self, tokens, documents=None, state=None):
-        """(hidden, residual) behind the blocks. With a `state`, tokens follow it and documents are those of all."""
+    def read(self, tokens, seq_idx=None, state=None):
+        """(hidden, residual) behind the blocks. With a `state`, tokens follow it and seq_idx is that of all."""
         hidden, residual, position = F.embedding(tokens, self.backbone.embedding.weight), None, 0
         hidden = hidden.to(self.compute_dtype)
         if state:
@@ -100,7 +104,7 @@ class MambaLM(nn.Module):
         for block, layer_state in zip(
             self.backbone.layers, state["layers"] if state else repeat(None)
         ):
-            hidden, residual = block(hidden, residual, documents, layer_state, position)
+            hidden, residual = block(hidden, residual, seq_idx, layer_state, position)
         return hidden, residual
 
     def loss(self, hidden, labels, weights=None):
@@ -109,11 +113,11 @@ class MambaLM(nn.Module):
             self.lm_head.weight,
             labels.flatten(),
             None if weights is None else weights.flatten(),
-            form=self.forms["loss"],
+            backend=self.backends["loss"],
         )
 
     @torch.no_grad()
-    def loss_in_parts(self, tokens, labels, documents, weights):
+    def loss_in_parts(self, tokens, labels, seq_idx, weights):
         """As forward with labels, in the memory of one part (attention: and the keys and values of all positions)."""
         counted = (labels != IGNORED_LABEL).any(dim=0).nonzero()
         length = int(counted.max()) + 1 if len(counted) else 0
@@ -123,7 +127,7 @@ class MambaLM(nn.Module):
         )
         for start in range(0, length, self.part):
             end = min(start + self.part, length)
-            so_far = None if documents is None else documents[:, :end]
+            so_far = None if seq_idx is None else seq_idx[:, :end]
             hidden = self.final_norm(*self.read(tokens[:, start:end], so_far, state))
             total += self.loss(
                 hidden, labels[:, start:end], None if weights is None else weights[:, start:end]
@@ -137,7 +141,7 @@ class MambaLM(nn.Module):
             self.backbone.norm_f.weight,
             self.config.norm_eps,
             self.compute_dtype,
-            form=self.forms["norm"],
+            backend=self.backends["norm"],
         )[0]
 
     def fp32_parameter_names(self):

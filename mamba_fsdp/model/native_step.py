@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from mamba_fsdp.model import spec
-from mamba_fsdp.ops import native
+from mamba_fsdp.ops import cpp
 
 # What step.c knows of a layer behind `heads` and `mlp`.
 OF_A_LAYER = (
@@ -32,7 +32,7 @@ OF_A_LAYER = (
 LANES = 64  # ROWS in step.c
 # Products of a step: up to so many one thread is as fast as several, and up to so many parameters are copied for it.
 ALONE, LARGEST = 1 << 24, 1 << 28
-_ARGUMENTS = native.structure(
+_ARGUMENTS = cpp.structure(
     "batch layers d_model d_inner d_state width rank groups vocabulary wide",
     "tokens layer eps embedding norm_f lm_head scratch logits",
 )
@@ -57,7 +57,7 @@ def native_step(model, state):
             for name, parameter in wanted.items()
         )
         or spec.parameter_count(config) > LARGEST
-        or native.why_unavailable(dtype)
+        or cpp.why_unavailable(dtype)
     ):
         return None
     layers = [
@@ -102,7 +102,7 @@ def native_step(model, state):
         wide=wide,
         **{name: tensor.data_ptr() for name, tensor in own.items()},
     )
-    function = native.library(dtype).model_step
+    function = cpp.library(dtype).model_step
 
     def step(tokens, kept=layers):  # C has the addresses of what is kept
         own["tokens"].copy_(tokens)

@@ -1,6 +1,6 @@
 """What the layers of a model consist of and cost: the one description that all else reads. Without torch.
 
-Initialisation, counting, weight decay, fp32 parameters, the modules, other libraries' forms and the settings that
+Initialisation, counting, weight decay, fp32 parameters, the modules, other libraries' backends and the settings that
 matter all follow from it. A new mixer is an entry in MIXERS here and a class in layers.py. `config` is a ModelConfig.
 """
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Callable, NamedTuple
 
 from mamba_fsdp.errors import UserError
-from mamba_fsdp.ops.forms import Use
+from mamba_fsdp.ops.backends import Use
 
 EMBEDDING, LM_HEAD = "backbone.embedding.weight", "lm_head.weight"
 
@@ -46,7 +46,7 @@ class Spec:
     parameters(config): those of one layer by name, in the order of named_parameters(). settings: those of ModelConfig
     that it depends on, beside d_model and n_layer. flops(config, seq_length): of a forward pass, per token, beside the
     products with its parameters. check(config) raises UserError for shapes that can't be. operators(config): those of
-    ops/forms.py that it runs, with the fields of a Use that tell sizes.
+    ops/backends.py that it runs, with the fields of a Use that tell sizes.
     """
 
     settings: tuple[str, ...]
@@ -81,7 +81,7 @@ def convolution(config, channels):
 
 
 def recurrence_flops(config, seq_length):
-    """The recurrence once, whatever form computes it: each state's decay, input and share of the output."""
+    """The recurrence once, whatever backend computes it: each state's decay, input and share of the output."""
     return 2 * 3 * config.d_inner * config.d_state
 
 
@@ -256,7 +256,7 @@ def parts_that_read(setting: str) -> list[str]:
 
 
 def operator_uses(
-    config, dtype: Any, documents: bool = False, deterministic: bool = False
+    config, dtype: Any, seq_idx: bool = False, deterministic: bool = False
 ) -> dict[str, list[Use]]:
     """What the model asks of each operator; dtype: of the activations, a torch.dtype; the others as in Use."""
     uses: dict[str, list[Use]] = {}
@@ -266,6 +266,6 @@ def operator_uses(
     ):
         for operator, sizes in operators.items():
             uses.setdefault(operator, []).append(
-                Use(operator, dtype, documents, deterministic=deterministic, **sizes)
+                Use(operator, dtype, seq_idx, deterministic=deterministic, **sizes)
             )
     return uses

@@ -1,1 +1,1 @@
-"""The operators behind the model: what each computes (formula, source, shapes), and its forms (see forms.py)."""
+"""The operators behind the model: what each computes (formula, source, shapes), and its backends (see backends.py)."""

@@ -3,7 +3,7 @@
     o_i = sum over j <= i in the same document of softmax_j(q_i . k_j / sqrt(head_dim)) v_j
 
 PyTorch's scaled_dot_product_attention chooses the kernel itself (flash or memory-efficient on CUDA, flash on a CPU), so
-there is one form. Rotary positions: Su et al. 2021 (arXiv 2104.09864), in the rotate-half layout of mamba-ssm.
+there is one backend. Rotary positions: Su et al. 2021 (arXiv 2104.09864), in the rotate-half layout of mamba-ssm.
 """
 
 import torch
@@ -15,11 +15,11 @@ from mamba_fsdp.conventions import compute_type
 MASK_ELEMENTS = 1 << 22  # of a long sequence's mask that exist at a time
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, *, documents: Tensor | None = None) -> Tensor:
+def attention(q: Tensor, k: Tensor, v: Tensor, *, seq_idx: Tensor | None = None) -> Tensor:
     """Attend from every position to itself and to those before it in its document.
 
     q (batch, length, heads, head_dim), which may be the last of the positions of k, v (batch, all, kv_heads, head_dim),
-    where kv_heads divides heads; documents (batch, all) as everywhere in ops. Returns (batch, length, heads, head_dim).
+    where kv_heads divides heads; seq_idx (batch, all) as everywhere in ops. Returns (batch, length, heads, head_dim).
     """
     group = q.shape[2] // k.shape[2]
     assert group * k.shape[2] == q.shape[2], (
@@ -30,20 +30,16 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *, documents: Tensor | None = Non
     q, k, v = (t.transpose(1, 2) for t in (q, k, v))
     every = k.shape[2]
     first = every - q.shape[2]
-    if documents is None and (
-        not first or q.shape[2] == 1
-    ):  # the last position alone sees them all
+    if seq_idx is None and (not first or q.shape[2] == 1):  # the last position alone sees them all
         return F.scaled_dot_product_attention(q, k, v, is_causal=not first).transpose(1, 2)
     rows = every if not first else max(1, MASK_ELEMENTS // every)
     parts = []
     for start in range(first, every, rows):
         end = min(start + rows, every)
-        if documents is None:
+        if seq_idx is None:
             mask = torch.ones(end - start, end, dtype=torch.bool, device=q.device).tril(start)
         else:
-            mask = (documents[:, None, start:end, None] == documents[:, None, None, :end]).tril(
-                start
-            )
+            mask = (seq_idx[:, None, start:end, None] == seq_idx[:, None, None, :end]).tril(start)
         parts.append(
             F.scaled_dot_product_attention(
                 q[:, :, start - first : end - first], k[:, :, :end], v[:, :, :end], attn_mask=mask

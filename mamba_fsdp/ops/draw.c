@@ -3,7 +3,7 @@
  */
 #include <float.h>
 
-#include "native.h"
+#include "cpp.h"
 
 #define BLOCK 64
 typedef union { int32_t bits; float value; } number;

@@ -1,4 +1,4 @@
-"""The fused forms: operators and mixers by the CUDA and Triton kernels of mamba-ssm and causal-conv1d."""
+"""The fused backends: operators and mixers by the CUDA and Triton kernels of mamba-ssm and causal-conv1d."""
 
 import torch
 
@@ -13,7 +13,7 @@ VARIES = {
 def takes(use):
     if use.operator == "conv" and use.channels % 8:
         return f"causal-conv1d takes multiples of 8 channels, not {use.channels}"
-    if use.operator == "scan" and use.documents:
+    if use.operator == "scan" and use.seq_idx:
         return "mamba-ssm's scan keeps no documents apart"
     if (
         use.operator == "mamba2" and use.rows % 8
@@ -22,7 +22,7 @@ def takes(use):
     return None
 
 
-def causal_conv_silu(x, weight, bias, documents):
+def causal_conv_silu(x, weight, bias, seq_idx):
     from causal_conv1d import causal_conv1d_fn
 
     if x.stride(1) % 8:  # between positions it takes multiples of 8 elements only
@@ -31,13 +31,13 @@ def causal_conv_silu(x, weight, bias, documents):
         x.transpose(1, 2),
         weight.squeeze(1).to(x.dtype),
         bias.to(x.dtype),
-        seq_idx=_seq_idx(documents),
+        seq_idx=_seq_idx(seq_idx),
         activation="silu",
     ).transpose(1, 2)
 
 
-def selective_scan(u, dt, A, B, C, D, z, dt_bias, documents, initial_state, return_last_state):
-    assert documents is None and initial_state is None, (
+def selective_scan(u, dt, A, B, C, D, z, dt_bias, seq_idx, initial_state, return_last_state):
+    assert seq_idx is None and initial_state is None, (
         "mamba-ssm's scan has no boundaries and no initial state"
     )
     assert not (return_last_state and torch.is_grad_enabled()), (
@@ -55,7 +55,7 @@ def selective_scan(u, dt, A, B, C, D, z, dt_bias, documents, initial_state, retu
     return (out[0].transpose(1, 2), out[1]) if return_last_state else out.transpose(1, 2)
 
 
-def ssd(x, dt, A, B, C, D, dt_bias, chunk_size, documents, initial_state, return_last_state):
+def ssd(x, dt, A, B, C, D, dt_bias, chunk_size, seq_idx, initial_state, return_last_state):
     from mamba_ssm.ops.triton.ssd_combined import mamba_chunk_scan_combined
 
     return mamba_chunk_scan_combined(
@@ -69,7 +69,7 @@ def ssd(x, dt, A, B, C, D, dt_bias, chunk_size, documents, initial_state, return
         dt_bias=dt_bias,
         dt_softplus=True,
         initial_states=initial_state,
-        seq_idx=_seq_idx(documents),
+        seq_idx=_seq_idx(seq_idx),
         return_final_states=return_last_state,
     )
 
@@ -99,9 +99,9 @@ def mamba1_mixer(
     A,
     D,
     out_proj_weight,
-    documents,
+    seq_idx,
 ):
-    assert documents is None, "mamba-ssm's scan has no boundaries"
+    assert seq_idx is None, "mamba-ssm's scan has no boundaries"
     from mamba_ssm.ops.selective_scan_interface import mamba_inner_fn
 
     weights = (
@@ -120,7 +120,7 @@ def mamba1_mixer(
 
 
 def mamba2_mixer(
-    zxbcdt, weight, bias, dt_bias, A, D, norm, out_proj, documents, eps, groups, headdim, chunk_size
+    zxbcdt, weight, bias, dt_bias, A, D, norm, out_proj, seq_idx, eps, groups, headdim, chunk_size
 ):
     from mamba_ssm.ops.triton.ssd_combined import mamba_split_conv1d_scan_combined
 
@@ -132,7 +132,7 @@ def mamba2_mixer(
         A,
         D,
         chunk_size,
-        seq_idx=_seq_idx(documents),
+        seq_idx=_seq_idx(seq_idx),
         activation="silu",
         rmsnorm_weight=norm,
         rmsnorm_eps=eps,
@@ -143,8 +143,6 @@ def mamba2_mixer(
     )
 
 
-def _seq_idx(documents):
-    """`documents` as the libraries take it: int32, and 0 where an initial state continues."""
-    return (
-        None if documents is None else (documents - documents[:, :1]).to(torch.int32).contiguous()
-    )
+def _seq_idx(seq_idx):
+    """`seq_idx` as the libraries take it: int32, and 0 where an initial state continues."""
+    return None if seq_idx is None else (seq_idx - seq_idx[:, :1]).to(torch.int32).contiguous()

@@ -2,7 +2,7 @@
  * the formulas: scan/__init__.py, ssd/__init__.py). All threads go through all of it; a loop that they share ends with a
  * barrier. Scratch is (batch, wide) with as many channels in use as there are.
  */
-#include "native.h"
+#include "cpp.h"
 
 /* Rows of a matrix are worked on ROWS at a time, in vectors of LANES. */
 #define FOUR(i) _Pragma("GCC unroll 4") for (int i = 0; i < 4; i++)

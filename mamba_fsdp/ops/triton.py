@@ -1,4 +1,4 @@
-"""What the triton forms share: operators that torch knows by name, sizes of blocks.
+"""What the triton backends share: operators that torch knows by name, sizes of blocks.
 
 The modules of kernels import triton at their tops and are themselves imported on first use. TRITON_INTERPRET=1 in the
 environment runs the kernels on a CPU, for tests.
@@ -17,7 +17,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from mamba_fsdp.errors import UserError
-from mamba_fsdp.ops.forms import Use
+from mamba_fsdp.ops.backends import Use
 from mamba_fsdp.storage import write_atomically
 
 os.environ.setdefault(
@@ -32,7 +32,7 @@ tables: dict[str, Mapping[tuple[int, int], Blocks]] = {}  # by kernel: what it w
 
 
 def takes(use: Use) -> str | None:
-    """The answer of the forms whose kernels calculate in float32 whatever they are given."""
+    """The answer of the backends whose kernels calculate in float32 whatever they are given."""
     return "its kernels calculate in float32" if use.dtype == torch.float64 else None
 
 
@@ -74,10 +74,10 @@ def differentiable(
     tensors: names of the inputs, a ? behind what may be None; others: what follows them, as in a schema.
     forward(*tensors, *others) -> `results` tensors, the first like the first input or always used, then `kept` ones for
     the backward pass; it takes tensors without content, too. backward(*gradients of the results, *tensors, *kept) ->
-    those of all tensors but `documents`, of any dtype, and anything for a tensor that is None.
+    those of all tensors but `seq_idx`, of any dtype, and anything for a tensor that is None.
     """
     names = tensors.split()
-    wanted = [of != "documents?" for of in names]
+    wanted = [of != "seq_idx?" for of in names]
 
     class Gradient(Function):
         @staticmethod

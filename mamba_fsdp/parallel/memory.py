@@ -10,8 +10,8 @@ activations  what the blocks keep for the backward pass, and what it takes in th
              that recomputes keeps its two inputs alone, until it is its turn
 loss         the gradients of its two inputs, the logits of one chunk: what they are more than the backward pass takes
 
-Sources: the forms in mamba_fsdp/ops say what each keeps and takes; FSDP2's buffers as torch 2.13 holds them.
-tests/train/test_simulate.py holds both against a step on fake tensors. What the portable forms take beside what they
+Sources: the backends in mamba_fsdp/ops say what each keeps and takes; FSDP2's buffers as torch 2.13 holds them.
+tests/train/test_simulate.py holds both against a step on fake tensors. What the reference backends take beside what they
 keep is not counted: there it is a lower limit. Nor are NCCL's buffers, gaps between allocations, CUDA's own memory.
 """
 
@@ -21,15 +21,17 @@ from config.model_config import Layer, ModelConfig
 from config.train_config import TrainConfig
 from mamba_fsdp.conventions import DTYPES
 from mamba_fsdp.model import spec
-from mamba_fsdp.ops.loss.portable import CHUNK
+from mamba_fsdp.ops.loss.reference import CHUNK
 from mamba_fsdp.parallel.parallelize import choose_recomputed, choose_strategy
 from mamba_fsdp.parallel.world import World
 
 STATES = 64  # positions from one kept state of Mamba-1's scan to the next
 
 
-def expected_memory(settings: TrainConfig, world: World, forms: dict[str, str]) -> dict[str, int]:
-    """Bytes by the names above, on the rank that holds most. forms: operator -> form, as ops/forms.py chooses."""
+def expected_memory(
+    settings: TrainConfig, world: World, backends: dict[str, str]
+) -> dict[str, int]:
+    """Bytes by the names above, on the rank that holds most. backends: operator -> backend, as ops/backends.py chooses."""
     model, parallel, width = (
         settings.model,
         settings.parallel,
@@ -60,13 +62,13 @@ def expected_memory(settings: TrainConfig, world: World, forms: dict[str, str]) 
     if not sharded and width < 4:
         gathered = width * sum(size for size, again in zip(multiplied, recomputes) if not again)
 
-    costs = [activation_bytes(model, layer, width, forms) for layer in layers]
+    costs = [activation_bytes(model, layer, width, backends) for layer in layers]
     kept = [(4 + width) * d_model if again else full for again, (full, _) in zip(recomputes, costs)]
     behind = tokens * (sum(kept) + (4 + width) * d_model)  # the final norm's
     activations = max(
         tokens * (sum(kept[:index]) + full + working) for index, (full, working) in enumerate(costs)
     )
-    if "mamba1" in forms:  # what its programs, a thousand at least, write down within a chunk
+    if "mamba1" in backends:  # what its programs, a thousand at least, write down within a chunk
         programs = max(1024, settings.training.batch_size * model.d_inner // 32)
         activations += programs * STATES // 2 * (model.d_state + 2) * 32 * 4
     loss = (4 + (width if width < 4 else 0) * (1 if sharded else 2)) * head
@@ -109,14 +111,14 @@ def _products(model: ModelConfig, part: spec.Spec) -> list[spec.Parameter]:
 
 
 def activation_bytes(
-    model: ModelConfig, layer: Layer, width: int, forms: dict[str, str]
+    model: ModelConfig, layer: Layer, width: int, backends: dict[str, str]
 ) -> tuple[float, float]:
     """Bytes per token that a block (keeps for its backward pass, takes beside that while it runs)."""
     d_model, d_inner, states = model.d_model, model.d_inner, model.d_state
     kept, working = (4 + width) * d_model, 0.0
     rows = [product.shape[0] for product in _products(model, spec.MIXERS[layer.mixer])]
     if (
-        layer.mixer == "mamba1" and "mamba1" in forms
+        layer.mixer == "mamba1" and "mamba1" in backends
     ):  # xz, [dt, B, C], states; nine of u, dt, y, their gradients
         kept += (
             width * (2 * d_inner + model.resolved_dt_rank + 2 * states)
@@ -124,7 +126,7 @@ def activation_bytes(
         )
         working = 8 * width * d_inner + states * d_inner / 4
     elif (
-        layer.mixer == "mamba2" and "mamba2" in forms
+        layer.mixer == "mamba2" and "mamba2" in backends
     ):  # [z, x, B, C, dt]; states of both ways, a chunk of 32 each
         kept += width * rows[0] + 4 * model.ngroups
         chunk = max(16, min(32, 4096 // max(16, states)))

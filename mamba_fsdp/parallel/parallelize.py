@@ -141,9 +141,9 @@ def leave_uncompiled() -> None:
     """Keeps C, and the scan's loop over positions, out of graphs: they are calls of their own in a compiled block."""
     # Here, not as a decorator: torch.compiler takes seconds to import.
     for module, name in (
-        (conv.FORMS["native"], "causal_conv_silu"),
-        (scan.FORMS["native"], "selective_scan"),
-        (scan.FORMS["portable"], "selective_scan"),
+        (conv.BACKENDS["cpp"], "causal_conv_silu"),
+        (scan.BACKENDS["cpp"], "selective_scan"),
+        (scan.BACKENDS["reference"], "selective_scan"),
     ):
         setattr(module, name, torch.compiler.disable(getattr(module, name)))
 

@@ -33,10 +33,10 @@ FP32 = 16  # times slower than bf16 are products in fp32, about, on each of the 
 
 
 def step_seconds(
-    settings: TrainConfig, world: World, machine: Instance, passes: int, forms: dict[str, str]
+    settings: TrainConfig, world: World, machine: Instance, passes: int, backends: dict[str, str]
 ) -> dict[str, float]:
     """Seconds of a step by the names above, of `passes` micro-batches; network: only what is not hidden, and `hidden`
-    the rest, which the step does not take longer for. forms: as in expected_memory."""
+    the rest, which the step does not take longer for. backends: as in expected_memory."""
     model, length = settings.model, settings.data.seq_length
     tokens, width = (
         passes * settings.training.batch_size * length,
@@ -61,7 +61,7 @@ def step_seconds(
             flops["attention"] += (3.5 + again) * spec.MIXERS["attention"].flops(model, length)
         else:
             states += times * model.d_inner * model.d_state * STATE.get(layer.mixer, 0)
-        kept, working = activation_bytes(model, layer, width, forms)
+        kept, working = activation_bytes(model, layer, width, backends)
         moved += times * (6 * kept + 2 * working)
 
     peak, rate = (

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from typing import Any, TextIO
 
 SECONDS_BETWEEN_UPDATES = 0.2
-BEGINNING = r"^ *(?:\S+  +)*"  # of a line, up to its text: a name, as in `kernels    native: conv`, or an option
+BEGINNING = r"^ *(?:\S+  +)*"  # of a line, up to its text: a name, as in `kernels    cpp: conv`, or an option
 LESS_AND_LESS = (
     "MFU",
     "tok/s",

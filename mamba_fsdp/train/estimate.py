@@ -13,7 +13,7 @@ from config.devices import INSTANCES, Instance, device_peak
 from config.train_config import TrainConfig
 from mamba_fsdp.conventions import DTYPES
 from mamba_fsdp.model.spec import operator_uses
-from mamba_fsdp.ops.forms import resolve_forms
+from mamba_fsdp.ops.backends import resolve_backends
 from mamba_fsdp.parallel.memory import expected_memory, recomputing
 from mamba_fsdp.parallel.roofline import step_seconds
 from mamba_fsdp.parallel.world import CPU, World
@@ -72,15 +72,15 @@ def estimate(settings: TrainConfig, nodes: int, instance: Instance) -> Estimate:
         settings.data.reset_at_documents,
         training.deterministic,
     )
-    forms = resolve_forms(
+    backends = resolve_backends(
         training.kernels, "cpu" if instance.device == "cpu" else "cuda", uses, ("triton",)
-    ).forms
-    split, memory = split_step(training, world), expected_memory(settings, world, forms)
+    ).backends
+    split, memory = split_step(training, world), expected_memory(settings, world, backends)
     if instance.device != "cpu":
         passing = sum(memory[part] for part in ("gathered", "activations", "loss"))
         memory["framework"] = int(0.5e9 + (1e9 if world.size > 1 else 0) + passing / 20)
     parts = (
-        step_seconds(settings, world, instance, split.grad_accumulation_steps, forms)
+        step_seconds(settings, world, instance, split.grad_accumulation_steps, backends)
         if instance.tflops()
         else {}
     )

@@ -181,7 +181,7 @@ def batch_loss(parallel: ParallelModel, batch: Batch) -> torch.Tensor:
     """The sum of the token losses (nats) of one micro batch."""
     heart.beat()
     return parallel.module(
-        batch.tokens, labels=batch.labels, documents=batch.documents, weights=batch.weights
+        batch.tokens, labels=batch.labels, seq_idx=batch.documents, weights=batch.weights
     )
 
 
@@ -300,7 +300,7 @@ def evaluate(
             return math.nan, 0
         here = batch.to(world.device)
         total += float(
-            module(here.tokens, labels=here.labels, documents=here.documents, weights=here.weights)
+            module(here.tokens, labels=here.labels, seq_idx=here.documents, weights=here.weights)
         )
         weight += batch.total_weight()
         counted += int((batch.labels != IGNORED_LABEL).sum())

@@ -10,7 +10,7 @@ from config import resolve
 from config.train_config import CheckpointConfig, TrainConfig
 from mamba_fsdp.data.selection import one_for_all
 from mamba_fsdp.errors import UserError, first_line
-from mamba_fsdp.ops import native
+from mamba_fsdp.ops import cpp
 from mamba_fsdp.parallel.compat import use_deterministic_algorithms
 from mamba_fsdp.parallel.world import World, start_world
 from mamba_fsdp.report.console import Console, output_that_may_go
@@ -44,7 +44,7 @@ def run_training(
     folder.startup.done("imports")
     world = start_world(timeout_minutes=settings.parallel.timeout_minutes)
     folder.startup.done("process group")
-    native.tune_process(world.device.type)
+    cpp.tune_process(world.device.type)
     display = Console(enabled=world.rank == 0)
     try:
         with (

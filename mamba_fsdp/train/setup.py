@@ -32,7 +32,7 @@ from mamba_fsdp.errors import UserError
 from mamba_fsdp.model.init import initial_part
 from mamba_fsdp.model.lm import MambaLM
 from mamba_fsdp.model.spec import flops_per_token, operator_uses, parameter_count, parameters
-from mamba_fsdp.ops.forms import resolve_forms
+from mamba_fsdp.ops.backends import resolve_backends
 from mamba_fsdp.parallel.memory import expected_memory
 from mamba_fsdp.parallel.model import ParallelModel, Shard, fill_parts
 from mamba_fsdp.parallel.parallelize import choose_strategy, parallelize
@@ -100,7 +100,7 @@ def set_up(
     """Called by all ranks. weights: of init_from. None for a dry run. Raises UserError where things don't fit."""
     checkpoint, done = settings.checkpoint, folder.startup.done
     split = split_step(settings.training, world)
-    forms = choose_forms(settings, world, say)
+    backends = choose_backends(settings, world, say)
     # Rank 0 looks at all files for all: thousands of files times a thousand ranks keep a file system busy.
     sources, shares, validation = world.on_rank0(lambda: open_data(settings, say))
     prompts = world.on_rank0(
@@ -132,9 +132,9 @@ def set_up(
     kernels = KernelCache(settings, world, say)
     kernels.take()
     if settings.training.tune_kernels:
-        kernels.tune(step_of_each_layer(settings, world, forms))
+        kernels.tune(step_of_each_layer(settings, world, backends))
     done("kernels")
-    parallel = build_model(settings, world, forms)
+    parallel = build_model(settings, world, backends)
     optimizer = make_optimizer(
         parallel.parameters(), parameters(settings.model), settings.optimizer, world.device
     )
@@ -270,13 +270,13 @@ def open_data(
     return sources, shares, validation
 
 
-def choose_forms(settings: TrainConfig, world: World, say: Say) -> dict[str, str]:
-    """The form of each operator of the model; says what is to be trained, how, and in how much memory."""
+def choose_backends(settings: TrainConfig, world: World, say: Say) -> dict[str, str]:
+    """The backend of each operator of the model; says what is to be trained, how, and in how much memory."""
     model, training, parallel = settings.model, settings.training, settings.parallel
     dtype = DTYPES[training.mixed_precision]
     uses = operator_uses(model, dtype, settings.data.reset_at_documents, training.deterministic)
-    choice = resolve_forms(training.kernels, world.device.type, uses)
-    memory = expected_memory(settings, world, choice.forms)
+    choice = resolve_backends(training.kernels, world.device.type, uses)
+    memory = expected_memory(settings, world, choice.backends)
     parts = ", ".join(f"{name} {scaled(size, 'B')}" for name, size in memory.items() if size)
     device = (
         f" of {scaled(torch.cuda.mem_get_info()[1], 'B')}" if world.device.type == "cuda" else ""
@@ -288,16 +288,16 @@ def choose_forms(settings: TrainConfig, world: World, say: Say) -> dict[str, str
     )
     say(f"kernels    {choice}")
     say(f"memory     at least {scaled(sum(memory.values()), 'B')}{device} a device: {parts}")
-    return choice.forms
+    return choice.backends
 
 
-def build_model(settings: TrainConfig, world: World, forms: dict[str, str]) -> ParallelModel:
+def build_model(settings: TrainConfig, world: World, backends: dict[str, str]) -> ParallelModel:
     """The model, parallelized but not yet filled."""
     dtype = DTYPES[settings.training.mixed_precision]
     with torch.device("meta" if settings.parallel.low_cpu_fsdp else "cpu"):
         network = MambaLM(
             settings.model,
-            forms=forms,
+            backends=backends,
             compute_dtype=dtype,
             reset_at_documents=settings.data.reset_at_documents,
         )
@@ -305,7 +305,7 @@ def build_model(settings: TrainConfig, world: World, forms: dict[str, str]) -> P
 
 
 def step_of_each_layer(
-    settings: TrainConfig, world: World, forms: dict[str, str]
+    settings: TrainConfig, world: World, backends: dict[str, str]
 ) -> Callable[[], None]:
     """Forward and backward at the run's shapes, whatever the weights, of one layer of each kind that the model has."""
     kinds = list(
@@ -316,7 +316,9 @@ def step_of_each_layer(
         ParallelConfig(),
     )
     spread = build_model(
-        replace(settings, model=model, parallel=parallel), World.alone(device=world.device), forms
+        replace(settings, model=model, parallel=parallel),
+        World.alone(device=world.device),
+        backends,
     )
     tokens = torch.zeros(
         settings.training.batch_size,

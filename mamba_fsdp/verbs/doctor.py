@@ -1,6 +1,6 @@
 """python -m mamba_fsdp doctor [FOLDER]
 
-What this machine has and whether it works: packages, this project, devices, the form that serves each operator, a step
+What this machine has and whether it works: packages, this project, devices, the backend that serves each operator, a step
 of training, EFA, Triton's cache. A verdict a line: `ok`, `FAIL`, or `-` for what is not here and need not be. FOLDER:
 where runs are to lie; its speed is measured too, with some files that are removed again. Exits with 1 where any fails.
 
@@ -36,7 +36,7 @@ from mamba_fsdp.launch import machine
 from mamba_fsdp.model.init import initial_value
 from mamba_fsdp.model.lm import MambaLM
 from mamba_fsdp.model.spec import operator_uses, parameters
-from mamba_fsdp.ops.forms import resolve_forms
+from mamba_fsdp.ops.backends import resolve_backends
 from mamba_fsdp.parallel.compat import HAS_FSDP2
 from mamba_fsdp.parallel.world import World, start_world
 from mamba_fsdp.report.console import Console
@@ -235,10 +235,10 @@ def check_efa() -> str:
 
 
 def check_operators(device: str) -> str:
-    """Chooses each operator's form; returns them with what keeps better forms away."""
+    """Chooses each operator's backend; returns them with what keeps better backends away."""
     config = ModelConfig(layers="mamba1,mamba2,attention", d_model=1024)
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
-    return str(resolve_forms("auto", device, operator_uses(config, dtype)))
+    return str(resolve_backends("auto", device, operator_uses(config, dtype)))
 
 
 def check_training(device: str) -> str:
@@ -247,7 +247,8 @@ def check_training(device: str) -> str:
         d_model=64, n_layer=2, layers="mamba1,mamba2", vocab_size=256, d_state=16, headdim=16
     )
     model = MambaLM(
-        config, forms=resolve_forms("auto", device, operator_uses(config, torch.float32)).forms
+        config,
+        backends=resolve_backends("auto", device, operator_uses(config, torch.float32)).backends,
     )
     with torch.no_grad():
         for (name, described), parameter in zip(parameters(config).items(), model.parameters()):

@@ -14,8 +14,8 @@ from mamba_fsdp.errors import UserError
 from mamba_fsdp.interop.weights import Weights, find_weights, read_weights
 from mamba_fsdp.model.lm import MambaLM
 from mamba_fsdp.model.spec import operator_uses
-from mamba_fsdp.ops import native
-from mamba_fsdp.ops.forms import resolve_forms
+from mamba_fsdp.ops import cpp
+from mamba_fsdp.ops.backends import resolve_backends
 from mamba_fsdp.parallel.model import fill_parts
 from mamba_fsdp.parallel.parallelize import parallelize
 from mamba_fsdp.parallel.world import World, start_world
@@ -86,16 +86,16 @@ def load(source: str | Path, *, model_name: str = "", reset_at_documents: bool =
     """The model that `source` names, see interop/weights.py. model_name: the preset that it is, where there is no
     config.json. Raises UserError."""
     world = World.alone(device=inference_world().device)
-    native.tune_process(world.device.type)
+    cpp.tune_process(world.device.type)
     weights = read_weights(source, model_name=model_name)
     dtype = torch.bfloat16 if world.device.type == "cuda" else torch.float32
-    choice = resolve_forms(
+    choice = resolve_backends(
         "auto", world.device.type, operator_uses(weights.config, dtype, reset_at_documents)
     )
     with torch.device("meta"):
         model = MambaLM(
             weights.config,
-            forms=choice.forms,
+            backends=choice.backends,
             compute_dtype=dtype,
             reset_at_documents=reset_at_documents,
             part=POSITIONS[world.device.type],

@@ -17,7 +17,7 @@ from mamba_fsdp.checkpoint.checkpointer import Checkpointer
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.model.spec import parameters
 from mamba_fsdp.train.optimizer import make_optimizer
-from mamba_fsdp.train.setup import build_model, choose_forms, start
+from mamba_fsdp.train.setup import build_model, choose_backends, start
 from mamba_fsdp.train.state import TrainState
 from mamba_fsdp.verbs.loading import starting_weights
 from tests.support.ranks import run_ranks
@@ -31,7 +31,7 @@ MODEL = {
     "layers": "mamba1,mamba2",
     "headdim": "16",
     "mixed_precision": "fp32",
-    "kernels": "portable",
+    "kernels": "reference",
     "allow_other_tokenizer": "true",
 }
 READ = Counter()  # bytes that this rank has read, by (what for, part of the file)
@@ -79,7 +79,7 @@ def parts_of(world, run, given):
     settings, explicit = resolve.resolve_settings({**MODEL, "save_ckpt_path": str(run), **given})
     source = starting_weights(settings, explicit)
     before = Counter(READ), len(STATES)
-    parallel = build_model(settings, world, choose_forms(settings, world, lambda text: None))
+    parallel = build_model(settings, world, choose_backends(settings, world, lambda text: None))
     optimizer = make_optimizer(
         parallel.parameters(), parameters(settings.model), settings.optimizer, world.device
     )

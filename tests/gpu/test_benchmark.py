@@ -36,7 +36,7 @@ def compare(layers, **options):
         name: initial_value(name, parameter, 0) for name, parameter in parameters(config).items()
     }
     options = dict(device=CPU, rounds=1, steps=1) | options
-    return {row.form: row for row in gpu.compare("tiny", config, weights, 24, 2, **options)}
+    return {row.backend: row for row in gpu.compare("tiny", config, weights, 24, 2, **options)}
 
 
 @pytest.mark.slow
@@ -45,8 +45,8 @@ def compare(layers, **options):
 def test_every_form_trains_the_same_model_or_says_why_not(layers, checkpointing):
     rows = compare(layers, activation_checkpointing=checkpointing)
     assert list(rows) == ["ours", "libraries", "mamba_ssm", "transformers"]
-    for form, row in rows.items():
-        if form in MEASURED:
+    for backend, row in rows.items():
+        if backend in MEASURED:
             assert row.note == "" and row.tokens_per_second > 0 and row.times_ours > 0
         else:
             assert row.note and row.tokens_per_second is None
@@ -55,12 +55,12 @@ def test_every_form_trains_the_same_model_or_says_why_not(layers, checkpointing)
 
 @pytest.mark.slow
 def test_another_model_is_noted(monkeypatch):
-    """A form that starts from other weights is no comparison: the table says so."""
+    """A backend that starts from other weights is no comparison: the table says so."""
 
     def other(config, weights, *rest):
         return gpu.our_form(config, {name: value * 1.5 for name, value in weights.items()}, *rest)
 
-    monkeypatch.setattr(gpu, "FORMS", {"ours": gpu.our_form, "other": other})
+    monkeypatch.setattr(gpu, "BACKENDS", {"ours": gpu.our_form, "other": other})
     assert "not the same model" in compare("mamba1")["other"].note
 
 
@@ -78,7 +78,7 @@ def test_a_form_that_fails_is_named_and_the_others_go_on(monkeypatch, error, not
     def broken(*_):
         raise error
 
-    monkeypatch.setattr(gpu, "FORMS", {"broken": broken, "ours": gpu.our_form})
+    monkeypatch.setattr(gpu, "BACKENDS", {"broken": broken, "ours": gpu.our_form})
     rows = compare("mamba1", rounds=2)
     assert rows["broken"].note == note and rows["broken"].tokens_per_second is None
     assert rows["ours"].tokens_per_second > 0 and rows["ours"].note == ""
@@ -103,7 +103,7 @@ def test_fused_operators_are_counted_once_each():
 @pytest.mark.slow
 def test_the_command_ends_with_a_table_that_says_where_it_comes_from(monkeypatch, capsys):
     monkeypatch.setitem(PRESETS, "tiny", TINY["mamba1"])
-    monkeypatch.setattr(gpu, "FORMS", {"ours": gpu.our_form, "mamba_ssm": gpu.mamba_ssm_form})
+    monkeypatch.setattr(gpu, "BACKENDS", {"ours": gpu.our_form, "mamba_ssm": gpu.mamba_ssm_form})
     assert (
         gpu.main(
             ["--presets=tiny", "--lengths=8,16", "--batch=1", "--rounds=1", "--steps=1"], device=CPU

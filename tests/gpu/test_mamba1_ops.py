@@ -1,4 +1,4 @@
-"""The fused Mamba-1 operators against the portable ones on a CUDA device: outputs and gradients."""
+"""The fused Mamba-1 operators against the reference ones on a CUDA device: outputs and gradients."""
 
 import pytest
 import torch
@@ -6,8 +6,8 @@ import torch
 from config.model_config import ModelConfig
 from mamba_fsdp.model.layers import Mamba1
 from mamba_fsdp.model.spec import operator_uses
+from mamba_fsdp.ops.backends import resolve_backends, why_unavailable
 from mamba_fsdp.ops.conv import causal_conv_silu
-from mamba_fsdp.ops.forms import resolve_forms, why_unavailable
 from mamba_fsdp.ops.norm import add_rms_norm
 from mamba_fsdp.ops.scan import selective_scan
 
@@ -39,8 +39,8 @@ def make(dtype=torch.float32, **shapes):
 
 def agree(function, values, tolerance, **options):
     results = []
-    for form in ("portable", "fused"):
-        outputs = function(**values, form=form, **options)
+    for backend in ("reference", "fused"):
+        outputs = function(**values, backend=backend, **options)
         outputs = outputs if isinstance(outputs, tuple) else (outputs,)
         loss = sum(o.float().square().sum() for o in outputs)
         results.append([*outputs, *torch.autograd.grad(loss, list(values.values()))])
@@ -77,17 +77,17 @@ MIXER = dict(
 )
 
 
-def mixer(form, x, documents=None, **weights):
-    """A Mamba-1 layer in the portable forms, or in those that auto takes: all in one call, but with documents."""
+def mixer(backend, x, seq_idx=None, **weights):
+    """A Mamba-1 layer in the reference backends, or in those that auto takes: all in one call, but with documents."""
     config = ModelConfig(layers="mamba1", d_model=32, dt_rank=4)
-    uses = operator_uses(config, x.dtype, documents is not None)
-    forms = resolve_forms("auto" if form == "fused" else form, "cuda", uses).forms
-    assert ("mamba1" in forms) == (form == "fused" and documents is None)
+    uses = operator_uses(config, x.dtype, seq_idx is not None)
+    backends = resolve_backends("auto" if backend == "fused" else backend, "cuda", uses).backends
+    assert ("mamba1" in backends) == (backend == "fused" and seq_idx is None)
     weights = {name.replace("__", "."): value for name, value in weights.items()}
-    return torch.func.functional_call(Mamba1(config, forms), weights, (x, documents))
+    return torch.func.functional_call(Mamba1(config, backends), weights, (x, seq_idx))
 
 
-def documents():
+def seq_idx():
     return (torch.arange(300, device="cuda") // 77).expand(2, 300)
 
 
@@ -99,15 +99,13 @@ def test_scan(dtype, tolerance):
 @PRECISIONS
 @pytest.mark.parametrize("bounded", [False, True])
 def test_convolution(dtype, tolerance, bounded):
-    agree(
-        causal_conv_silu, make(dtype, **CONV), tolerance, documents=documents() if bounded else None
-    )
+    agree(causal_conv_silu, make(dtype, **CONV), tolerance, seq_idx=seq_idx() if bounded else None)
 
 
 @PRECISIONS
 @pytest.mark.parametrize("bounded", [False, True])
 def test_whole_mixer(dtype, tolerance, bounded):
-    agree(mixer, make(dtype, **MIXER), tolerance, documents=documents() if bounded else None)
+    agree(mixer, make(dtype, **MIXER), tolerance, seq_idx=seq_idx() if bounded else None)
 
 
 @PRECISIONS
@@ -118,10 +116,10 @@ def test_norm(dtype, tolerance):
 
 def test_one_document_never_changes_another():
     values = {name: v.detach() for name, v in make(**MIXER).items()}
-    before = mixer(**values, documents=documents(), form="fused")
+    before = mixer(**values, seq_idx=seq_idx(), backend="fused")
     values["x"] = values["x"].clone()
     values["x"][:, :77] += 1
-    after = mixer(**values, documents=documents(), form="fused")
+    after = mixer(**values, seq_idx=seq_idx(), backend="fused")
     assert torch.equal(before[:, 77:], after[:, 77:]) and not torch.equal(
         before[:, :77], after[:, :77]
     )

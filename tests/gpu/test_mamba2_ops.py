@@ -1,4 +1,4 @@
-"""On a GPU with mamba-ssm and causal-conv1d: the fused Mamba-2 and attention forms against the portable ones."""
+"""On a GPU with mamba-ssm and causal-conv1d: the fused Mamba-2 and attention backends against the reference ones."""
 
 import pytest
 import torch
@@ -7,7 +7,7 @@ from config.model_config import ModelConfig
 from mamba_fsdp.model.layers import Mamba2
 from mamba_fsdp.model.spec import operator_uses
 from mamba_fsdp.ops.attention import attention
-from mamba_fsdp.ops.forms import resolve_forms, why_unavailable
+from mamba_fsdp.ops.backends import resolve_backends, why_unavailable
 from mamba_fsdp.ops.ssd import ssd
 
 
@@ -65,12 +65,14 @@ def mixer_inputs(dtype, length=300, groups=1, d_state=128):
     return tensors, dict(config=config)
 
 
-def mixer(form, config, x, documents=None, **weights):
+def mixer(backend, config, x, seq_idx=None, **weights):
     """A Mamba-2 layer: in one call where it is fused."""
-    forms = resolve_forms(form, "cuda", operator_uses(config, x.dtype, documents is not None)).forms
-    assert ("mamba2" in forms) == (form == "fused")
+    backends = resolve_backends(
+        backend, "cuda", operator_uses(config, x.dtype, seq_idx is not None)
+    ).backends
+    assert ("mamba2" in backends) == (backend == "fused")
     weights = {name.replace("__", "."): value for name, value in weights.items()}
-    return torch.func.functional_call(Mamba2(config, forms), weights, (x, documents))
+    return torch.func.functional_call(Mamba2(config, backends), weights, (x, seq_idx))
 
 
 def boundaries(length=300):
@@ -81,17 +83,20 @@ def boundaries(length=300):
 
 
 def compare(operator, tensors, tolerance, **rest):
-    """Outputs and gradients of both forms, as RMS errors relative to the portable form in float64."""
+    """Outputs and gradients of both backends, as RMS errors relative to the reference backend in float64."""
     exact = {n: t.detach().double().requires_grad_() for n, t in tensors.items()}
-    outs = operator(**tensors, **rest, form="fused"), operator(**exact, **rest, form="portable")
+    outs = (
+        operator(**tensors, **rest, backend="fused"),
+        operator(**exact, **rest, backend="reference"),
+    )
     weights = torch.randn(
         outs[0].shape, device="cuda", generator=torch.Generator("cuda").manual_seed(1)
     )
-    fused, portable = (
+    fused, reference = (
         (out, *torch.autograd.grad((out * weights).sum(), list(inputs.values())))
         for out, inputs in zip(outs, (tensors, exact))
     )
-    for name, actual, expected in zip(("output", *tensors), fused, portable):
+    for name, actual, expected in zip(("output", *tensors), fused, reference):
         error = (
             actual.double() - expected
         ).square().mean().sqrt() / expected.square().mean().sqrt()
@@ -103,43 +108,41 @@ def compare(operator, tensors, tolerance, **rest):
 @pytest.mark.parametrize("groups", [1, 2])
 @pytest.mark.parametrize("bounded", [False, True])
 def test_fused_scan(dtype, tolerance, groups, bounded):
-    """The fused scan's outputs and gradients are the portable form's, boundaries included."""
-    documents = boundaries() if bounded else None
-    compare(ssd, scan_inputs(dtype, groups=groups), tolerance, chunk_size=128, documents=documents)
+    """The fused scan's outputs and gradients are the reference backend's, boundaries included."""
+    seq_idx = boundaries() if bounded else None
+    compare(ssd, scan_inputs(dtype, groups=groups), tolerance, chunk_size=128, seq_idx=seq_idx)
 
 
 @pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 5e-3), (torch.bfloat16, 3e-2)])
 @pytest.mark.parametrize("groups", [1, 2])
 @pytest.mark.parametrize("bounded", [False, True])
 def test_fused_mixer(dtype, tolerance, groups, bounded):
-    """The whole-block form's outputs and gradients are the portable form's: layout, norm groups, boundaries."""
+    """The whole-block backend's outputs and gradients are the reference backend's: layout, norm groups, boundaries."""
     tensors, rest = mixer_inputs(dtype, groups=groups)
-    compare(mixer, tensors, tolerance, **rest, documents=boundaries() if bounded else None)
+    compare(mixer, tensors, tolerance, **rest, seq_idx=boundaries() if bounded else None)
 
 
 def test_fused_states():
     """An initial state goes into the row's first document, whatever its number; the last state comes out."""
     inputs = {n: t.detach() for n, t in scan_inputs(torch.float32).items()}
     state = torch.randn(2, 8, 64, 128, device="cuda")
-    for documents in (None, boundaries()):
-        rest = dict(
-            chunk_size=128, documents=documents, initial_state=state, return_last_state=True
-        )
-        for fused, portable in zip(ssd(**inputs, **rest, form="fused"), ssd(**inputs, **rest)):
-            assert (fused - portable).norm() <= 5e-3 * portable.norm()
+    for seq_idx in (None, boundaries()):
+        rest = dict(chunk_size=128, seq_idx=seq_idx, initial_state=state, return_last_state=True)
+        for fused, reference in zip(ssd(**inputs, **rest, backend="fused"), ssd(**inputs, **rest)):
+            assert (fused - reference).norm() <= 5e-3 * reference.norm()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_fused_mixer_does_not_leak(dtype):
     """A document's outputs and gradients don't see the others."""
     tensors, rest = mixer_inputs(dtype)
-    documents = (torch.arange(300, device="cuda") >= 130).int().expand(2, 300)
-    out = mixer(**tensors, **rest, documents=documents, form="fused")
+    seq_idx = (torch.arange(300, device="cuda") >= 130).int().expand(2, 300)
+    out = mixer(**tensors, **rest, seq_idx=seq_idx, backend="fused")
     (grad,) = torch.autograd.grad(out[:, 130:].float().square().sum(), tensors["x"])
     assert not grad[:, :130].any() and grad[:, 130:].any()
     with torch.no_grad():
         tensors["x"][:, :130] *= -3
-    changed = mixer(**tensors, **rest, documents=documents, form="fused")
+    changed = mixer(**tensors, **rest, seq_idx=seq_idx, backend="fused")
     assert torch.equal(changed[:, 130:], out[:, 130:])
 
 
@@ -150,10 +153,10 @@ def test_attention_on_the_gpu(bounded):
     q, k, v = (
         torch.randn(2, 300, heads, 128, device="cuda", dtype=torch.bfloat16) for heads in (8, 2, 2)
     )
-    documents = boundaries() if bounded else None
-    out = attention(q, k, v, documents=documents)
-    exact = attention(q.double(), k.double(), v.double(), documents=documents)
+    seq_idx = boundaries() if bounded else None
+    out = attention(q, k, v, seq_idx=seq_idx)
+    exact = attention(q.double(), k.double(), v.double(), seq_idx=seq_idx)
     assert (out - exact).norm() <= 1e-2 * exact.norm()
     if bounded:
         v[0, :250] += 5
-        assert torch.equal(attention(q, k, v, documents=documents)[0, 250:], out[0, 250:])
+        assert torch.equal(attention(q, k, v, seq_idx=seq_idx)[0, 250:], out[0, 250:])

@@ -1,15 +1,15 @@
-"""The convolution's kernels beside the portable form in float64: widths, documents, odd sizes, slices, every dtype."""
+"""The convolution's kernels beside the reference backend in float64: widths, documents, odd sizes, slices, every dtype."""
 
 from dataclasses import fields
 
 import pytest
 import torch
-from reference import assert_like, assert_like_portable, assert_same_bits, double, evaluate
+from compare import assert_like, assert_like_reference, assert_same_bits, double, evaluate
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from config.model_config import ModelConfig
 from mamba_fsdp.ops.conv import causal_conv_silu
-from mamba_fsdp.ops.conv import triton as form
+from mamba_fsdp.ops.conv import triton as backend
 
 WIDTHS = {field.name: field for field in fields(ModelConfig)}["d_conv"].metadata["bounds"]
 DOCUMENTS = torch.tensor(
@@ -17,12 +17,12 @@ DOCUMENTS = torch.tensor(
 )  # ends before, at, after 8
 
 
-def portable(x, weight, bias, documents=None):
-    return causal_conv_silu(x, weight, bias, documents=documents)
+def reference(x, weight, bias, seq_idx=None):
+    return causal_conv_silu(x, weight, bias, seq_idx=seq_idx)
 
 
-def kernels(x, weight, bias, documents=None):
-    return causal_conv_silu(x, weight, bias, documents=documents, form="triton")
+def kernels(x, weight, bias, seq_idx=None):
+    return causal_conv_silu(x, weight, bias, seq_idx=seq_idx, backend="triton")
 
 
 def leaves(batch=2, length=13, channels=5, width=4, dtype=torch.float32):
@@ -38,7 +38,7 @@ def blocks(monkeypatch):
     """Sizes that a few rows fill, so that programs meet in a sequence."""
 
     def set_blocks(rows=8, channels=16):
-        for table in form.FORWARD, form.BACKWARD:
+        for table in backend.FORWARD, backend.BACKWARD:
             monkeypatch.setitem(table, (8, 0), {"ROWS": rows, "CHANNELS": channels, "num_warps": 1})
 
     set_blocks()
@@ -48,8 +48,8 @@ def blocks(monkeypatch):
 @pytest.mark.slow
 @pytest.mark.parametrize("width", range(WIDTHS.at_least, WIDTHS.at_most + 1))
 def test_documents_and_widths(width):
-    for documents in None, DOCUMENTS:
-        assert_like_portable(kernels, portable, leaves(width=width), documents=documents)
+    for seq_idx in None, DOCUMENTS:
+        assert_like_reference(kernels, reference, leaves(width=width), seq_idx=seq_idx)
 
 
 @pytest.mark.parametrize("width", [WIDTHS.at_least - 1, WIDTHS.at_most + 1])
@@ -62,7 +62,7 @@ def test_other_widths_are_refused(width):
     "batch, length, channels", [(1, 1, 1), (1, 2, 5), (1, 8, 3), (1, 9, 16), (1, 3, 17)]
 )
 def test_odd_sizes(batch, length, channels):
-    assert_like_portable(kernels, portable, leaves(batch, length, channels))
+    assert_like_reference(kernels, reference, leaves(batch, length, channels))
 
 
 @pytest.mark.parametrize("batch, length", [(0, 4), (2, 0)])
@@ -76,7 +76,7 @@ def test_empty(batch, length):
 def test_half_precision(dtype):
     """Weights in half precision and in fp32."""
     values = leaves(dtype=dtype)
-    assert_like_portable(kernels, portable, values, documents=DOCUMENTS)
+    assert_like_reference(kernels, reference, values, seq_idx=DOCUMENTS)
     got = evaluate(kernels, values | {"weight": values["weight"].float()})
     assert got["output 0"].dtype == dtype and got["gradient of weight"].dtype == torch.float32
 
@@ -88,11 +88,11 @@ def test_slices_and_spread_gradients():
     values = leaves()
     x = values.pop("x")
     wide = torch.cat([torch.full_like(x, 1e9), x, torch.full_like(x, 1e9)], dim=-1)
-    documents = DOCUMENTS.repeat_interleave(3, dim=1)[:, ::3]
+    seq_idx = DOCUMENTS.repeat_interleave(3, dim=1)[:, ::3]
     first, second = (
-        lambda wide, f=f, **rest: f(wide[..., 5:10], **rest) for f in (kernels, portable)
+        lambda wide, f=f, **rest: f(wide[..., 5:10], **rest) for f in (kernels, reference)
     )
-    assert_like_portable(first, second, dict(wide=wide, **values), documents=documents)
+    assert_like_reference(first, second, dict(wide=wide, **values), seq_idx=seq_idx)
     for spread in (
         lambda y: y.sum(),
         lambda y: y.transpose(1, 2).contiguous().transpose(1, 2).square().sum(),
@@ -100,7 +100,7 @@ def test_slices_and_spread_gradients():
         results = []
         for function, inputs in (
             (kernels, dict(x=x, **values)),
-            (portable, double(dict(x=x, **values))),
+            (reference, double(dict(x=x, **values))),
         ):
             inputs = {name: value.detach().requires_grad_() for name, value in inputs.items()}
             results.append(
@@ -118,8 +118,8 @@ def test_gradient_into_a_view():
     """As a whole mixer asks for it: beside the gradient of the gate, nothing else touched."""
     values, grad = leaves(), torch.ones(2, 13, 5)
     both = torch.full((2, 13, 10), 7.0)
-    written, *_ = form.conv_backward(grad, *values.values(), None, grad_x=both[..., :5])
-    expected, *_ = form.conv_backward(grad, *values.values(), None)
+    written, *_ = backend.conv_backward(grad, *values.values(), None, grad_x=both[..., :5])
+    expected, *_ = backend.conv_backward(grad, *values.values(), None)
     assert (
         torch.equal(both[..., :5], expected)
         and written.data_ptr() == both.data_ptr()
@@ -136,13 +136,13 @@ def test_the_grid_leaves_no_trace(blocks):
 
 
 def test_one_document_never_changes_another():
-    documents = (torch.arange(13)[None] >= 6).int()
+    seq_idx = (torch.arange(13)[None] >= 6).int()
     results = []
     for noise in 0.0, 1e6:
         values = leaves(batch=1)
         values["x"][:, :6] += noise
         results.append(
-            evaluate(lambda **v: kernels(**v, documents=documents)[:, 6:], values)["output 0"]
+            evaluate(lambda **v: kernels(**v, seq_idx=seq_idx)[:, 6:], values)["output 0"]
         )
     assert torch.equal(*results)
 

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from reference import MOST, assert_like_portable
+from compare import MOST, assert_like_reference
 from toy import scaled_sum
 
 
@@ -26,7 +26,7 @@ def leaves(dtype):
 @pytest.mark.parametrize("dtype", MOST)
 def test_a_kernel_beside_float64(dtype):
     torch.manual_seed(0)
-    got = assert_like_portable(
+    got = assert_like_reference(
         lambda x, y: ScaledSum.apply(x, y, 0.5), lambda x, y: 0.5 * x.sum(0) + y, leaves(dtype)
     )
     assert got["output 0"].dtype == dtype
@@ -35,7 +35,7 @@ def test_a_kernel_beside_float64(dtype):
 @pytest.mark.parametrize("scale", [0.501, float("nan")])
 def test_an_error_is_noticed(scale):
     with pytest.raises(AssertionError, match="relative errors.*output 0"):
-        assert_like_portable(
+        assert_like_reference(
             lambda x, y: ScaledSum.apply(x, y, scale),
             lambda x, y: 0.5 * x.sum(0) + y,
             leaves(torch.float32),

@@ -1,9 +1,9 @@
-"""The loss's kernel beside the portable form in float64: values, gradients, labels that don't count or can't be."""
+"""The loss's kernel beside the reference backend in float64: values, gradients, labels that don't count or can't be."""
 
 import pytest
 import torch
+from compare import assert_like_reference, assert_same_bits, evaluate
 from compiled import compiled
-from reference import assert_like_portable, assert_same_bits, evaluate
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from mamba_fsdp.ops import triton
@@ -28,10 +28,10 @@ def leaves(dtype=torch.float32, tokens=23, d_model=8, vocab=50):
 
 
 def ours(hidden, weight, labels, **options):
-    return 0.37 * linear_cross_entropy(hidden, weight, labels, form="triton", **options)
+    return 0.37 * linear_cross_entropy(hidden, weight, labels, backend="triton", **options)
 
 
-def portable(hidden, weight, labels, **options):
+def reference(hidden, weight, labels, **options):
     return 0.37 * linear_cross_entropy(hidden, weight, labels, **options)
 
 
@@ -45,7 +45,7 @@ def test_equals_float64(dtype, tokens, vocab, weighted):
         3 * torch.rand(tokens, generator=torch.Generator().manual_seed(1)) if weighted else None
     )
     most = max(HALVES[dtype], 1e-9 * vocab)  # a product over the vocabulary rounds on a CPU
-    got = assert_like_portable(ours, portable, values, most, token_weights=weights, chunk=10)
+    got = assert_like_reference(ours, reference, values, most, token_weights=weights, chunk=10)
     ignored = values["labels"] == -100
     assert (
         not got["gradient of hidden"][ignored].any()
@@ -57,7 +57,7 @@ def test_equals_float64(dtype, tokens, vocab, weighted):
 def test_sizes_of_blocks_change_rounding_alone(monkeypatch):
     for block in (16, 64, 1024):
         monkeypatch.setitem(triton.tuned, "cross_entropy", {"BLOCK": block, "num_warps": 1})
-        assert_like_portable(ours, portable, leaves(vocab=70))
+        assert_like_reference(ours, reference, leaves(vocab=70))
 
 
 def test_equal_runs_are_equal_bit_for_bit():
@@ -68,13 +68,13 @@ def test_equal_runs_are_equal_bit_for_bit():
 def test_huge_logits_stay_finite_and_exact():
     values = leaves()
     values["hidden"] *= 1e4
-    assert_like_portable(ours, portable, values, 1e-5)
+    assert_like_reference(ours, reference, values, 1e-5)
 
 
 def test_labels_and_weights_that_do_not_lie_together():
     values, weights = leaves(), torch.rand(46)
     values["labels"] = values["labels"].repeat_interleave(2)[::2]
-    assert_like_portable(ours, portable, values, token_weights=weights[::2])
+    assert_like_reference(ours, reference, values, token_weights=weights[::2])
 
 
 def test_nothing_counted():
@@ -98,7 +98,7 @@ def test_without_gradients_none_are_made():
     with torch.no_grad():
         loss = ours(**values)
     assert not loss.requires_grad
-    torch.testing.assert_close(loss, portable(**values))
+    torch.testing.assert_close(loss, reference(**values))
     values["weight"].requires_grad_()
     ours(**values).backward()
     assert values["weight"].grad is not None
@@ -119,8 +119,8 @@ def test_equals_float64_as_compiled(monkeypatch, version, cc):
     with compiled(version, cc, triton_kernels):
         for dtype, vocab in ((torch.float32, 150), (torch.bfloat16, 128)):
             values = leaves(dtype, tokens=3, vocab=vocab)
-            assert_like_portable(
-                ours, portable, values, 0.7 * HALVES[dtype], token_weights=torch.rand(3), chunk=2
+            assert_like_reference(
+                ours, reference, values, 0.7 * HALVES[dtype], token_weights=torch.rand(3), chunk=2
             )
         values["labels"][1] = vocab
         assert ours(**values).isnan()

@@ -1,5 +1,5 @@
-"""mamba-ssm's own Triton kernels for Mamba-2, in the interpreter: whole models by the forms fused and triton, chosen
-and called as a run does on a GPU, give the loss and the gradients of the portable one.
+"""mamba-ssm's own Triton kernels for Mamba-2, in the interpreter: whole models by the backends fused and triton, chosen
+and called as a run does on a GPU, give the loss and the gradients of the reference one.
 
 causal-conv1d has no kernels in Triton: its functions are stood in for.
 """
@@ -11,13 +11,13 @@ from contextlib import nullcontext
 import pytest
 import torch
 import torch.nn.functional as F
-from reference import assert_like
+from compare import assert_like
 
 from config.model_config import ModelConfig
 from mamba_fsdp.model.init import initial_value
 from mamba_fsdp.model.lm import MambaLM
 from mamba_fsdp.model.spec import operator_uses, parameters
-from mamba_fsdp.ops.forms import OPERATORS, PORTABLE, resolve_forms
+from mamba_fsdp.ops.backends import OPERATORS, REFERENCE, resolve_backends
 from tests.support.mamba_ssm_install import mamba_ssm_folder
 
 pytestmark = pytest.mark.slow
@@ -90,31 +90,31 @@ def interpreted_mamba_ssm():
                 del sys.modules[name]
 
 
-def model_results(forms, dtype, documents):
+def model_results(backends, dtype, seq_idx):
     """{"loss": ..., parameter: its gradient} of a fixed model on fixed tokens, on the CPU."""
     model = MambaLM(
-        CONFIG, forms=forms, compute_dtype=dtype, reset_at_documents=documents is not None
+        CONFIG, backends=backends, compute_dtype=dtype, reset_at_documents=seq_idx is not None
     )
     with torch.no_grad():
         for (name, described), parameter in zip(parameters(CONFIG).items(), model.parameters()):
             parameter.copy_(initial_value(name, described, 0))
     model.to(dtype)
     tokens = torch.randint(64, (1, 35), generator=torch.Generator().manual_seed(0))
-    loss = model(tokens[:, :-1], labels=tokens[:, 1:], documents=documents)
+    loss = model(tokens[:, :-1], labels=tokens[:, 1:], seq_idx=seq_idx)
     loss.backward()
     return {"loss": loss.detach()} | {
         name: parameter.grad for name, parameter in model.named_parameters()
     }
 
 
-@pytest.mark.parametrize("documents", [None, DOCUMENTS], ids=["one document", "documents"])
-@pytest.mark.parametrize("form", ["fused", "triton"])
-def test_a_model_trains_the_same(form, documents):
-    if form not in OPERATORS["ssd"]:
-        pytest.skip(f"SSD has no form {form}")
-    forms = resolve_forms(
-        form, "cuda", operator_uses(CONFIG, torch.float32, documents is not None)
-    ).forms
-    assert forms["ssd"] == form
-    got = model_results(forms, torch.float32, documents)
-    assert_like(got, model_results(PORTABLE, torch.float64, documents), 5e-6)
+@pytest.mark.parametrize("seq_idx", [None, DOCUMENTS], ids=["one document", "seq_idx"])
+@pytest.mark.parametrize("backend", ["fused", "triton"])
+def test_a_model_trains_the_same(backend, seq_idx):
+    if backend not in OPERATORS["ssd"]:
+        pytest.skip(f"SSD has no backend {backend}")
+    backends = resolve_backends(
+        backend, "cuda", operator_uses(CONFIG, torch.float32, seq_idx is not None)
+    ).backends
+    assert backends["ssd"] == backend
+    got = model_results(backends, torch.float32, seq_idx)
+    assert_like(got, model_results(REFERENCE, torch.float64, seq_idx), 5e-6)

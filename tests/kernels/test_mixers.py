@@ -1,8 +1,8 @@
-"""Whole mixers of Triton kernels beside the portable parts in float64; what they keep; models of Triton forms alone."""
+"""Whole mixers of Triton kernels beside the reference parts in float64; what they keep; models of Triton backends alone."""
 
 import pytest
 import torch
-from reference import assert_like, assert_same_bits, double, evaluate
+from compare import assert_like, assert_same_bits, double, evaluate
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
@@ -10,9 +10,11 @@ from config.model_config import ModelConfig
 from mamba_fsdp.model.layers import MIXERS
 from mamba_fsdp.model.lm import MambaLM
 from mamba_fsdp.ops import triton
-from mamba_fsdp.ops.forms import OPERATORS, PORTABLE, WHOLE
+from mamba_fsdp.ops.backends import OPERATORS, REFERENCE, WHOLE
 
-PARTS = PORTABLE | {operator: "triton" for operator in PORTABLE if "triton" in OPERATORS[operator]}
+PARTS = REFERENCE | {
+    operator: "triton" for operator in REFERENCE if "triton" in OPERATORS[operator]
+}
 WHOLES = PARTS | {mixer: "triton" for mixer in WHOLE if "triton" in OPERATORS[mixer]}
 SIZES = {
     "mamba1": dict(d_model=10, d_state=5, dt_rank=3),
@@ -35,14 +37,14 @@ def small_blocks(monkeypatch):
         monkeypatch.setitem(triton.tuned, kernel, {"ROWS": 16, "CHANNELS": 32, "num_warps": 1})
 
 
-def build(kind, forms=WHOLES, **sizes):
+def build(kind, backends=WHOLES, **sizes):
     config = ModelConfig(layers=kind.split()[0], **sizes or SIZES[kind])
-    return MIXERS[config.layers](config, forms)
+    return MIXERS[config.layers](config, backends)
 
 
-def mixer(kind, forms=WHOLES, length=LENGTH):
+def mixer(kind, backends=WHOLES, length=LENGTH):
     """(a function of x and the parameters, x and parameters by name, with large values)"""
-    layer, generator = build(kind, forms), torch.Generator().manual_seed(5)
+    layer, generator = build(kind, backends), torch.Generator().manual_seed(5)
     values = {"x": torch.randn(2, length, layer.config.d_model, generator=generator)}
     for name, parameter in layer.named_parameters():
         value = torch.randn(parameter.shape, generator=generator)
@@ -50,26 +52,26 @@ def mixer(kind, forms=WHOLES, length=LENGTH):
             value / parameter.shape[1] ** 0.5 if name.endswith("proj.weight") else value
         )
 
-    def run(x, documents=None, **parameters):
+    def run(x, seq_idx=None, **parameters):
         named = {name.replace("/", "."): value for name, value in parameters.items()}
-        return torch.func.functional_call(layer, named, (x, documents))
+        return torch.func.functional_call(layer, named, (x, seq_idx))
 
     return run, values
 
 
-def documents(start=4):
+def seq_idx(start=4):
     return (torch.arange(LENGTH) >= torch.tensor([[start], [0]])).long() + 3
 
 
 @KINDS
-@pytest.mark.parametrize("given", [None, documents()], ids=["one document", "documents"])
+@pytest.mark.parametrize("given", [None, seq_idx()], ids=["one document", "seq_idx"])
 @pytest.mark.parametrize("dtype", MOST, ids=str)
 def test_equals_float64(kind, given, dtype):
     """fp32 weights, activations of each dtype, odd sizes; gradients of everything, in the types of their tensors."""
-    (run, values), (portable, _) = mixer(kind), mixer(kind, PORTABLE)
+    (run, values), (reference, _) = mixer(kind), mixer(kind, REFERENCE)
     values["x"] = values["x"].to(dtype)
-    got = evaluate(run, values, documents=given)
-    assert_like(got, evaluate(portable, double(values), documents=given), MOST[dtype])
+    got = evaluate(run, values, seq_idx=given)
+    assert_like(got, evaluate(reference, double(values), seq_idx=given), MOST[dtype])
     assert all(got[f"gradient of {name}"].dtype == value.dtype for name, value in values.items())
     assert got["output 0"].dtype == dtype
 
@@ -78,9 +80,9 @@ def test_equals_float64(kind, given, dtype):
 def test_chunks_hand_on_their_states(kind):
     """The states that one backward pass keeps and the other makes again, in sequences of several chunks."""
     values, given = mixer(kind, length=70)[1], (torch.arange(70) >= torch.tensor([[40], [0]])).int()
-    expected = evaluate(mixer(kind, PORTABLE)[0], double(values), documents=given)
+    expected = evaluate(mixer(kind, REFERENCE)[0], double(values), seq_idx=given)
     assert_like(
-        evaluate(mixer(kind)[0], values, documents=given), expected, 1e-5
+        evaluate(mixer(kind)[0], values, seq_idx=given), expected, 1e-5
     )  # sums over 140 rows, which cancel
 
 
@@ -92,14 +94,14 @@ def test_takes_weights_in_the_compute_dtype(kind):
         name: value.bfloat16() for name, value in values.items() if name == "x" or "/weight" in name
     }
     got = evaluate(run, values)
-    assert_like(got, evaluate(mixer(kind, PORTABLE)[0], double(values)), MOST[torch.bfloat16])
+    assert_like(got, evaluate(mixer(kind, REFERENCE)[0], double(values)), MOST[torch.bfloat16])
     assert got["gradient of in_proj/weight"].dtype == torch.bfloat16
 
 
 @KINDS
 def test_documents_keep_apart(kind):
     run, values = mixer(kind)
-    whole = run(**values, documents=documents())
+    whole = run(**values, seq_idx=seq_idx())
     x = values.pop("x")
     torch.testing.assert_close(whole[:1, 4:], run(x[:1, 4:], **values), rtol=1e-5, atol=1e-5)
 
@@ -108,31 +110,34 @@ def test_documents_keep_apart(kind):
 def test_equal_runs_recomputing_and_double_use(kind):
     """Equal bits twice and where activations are recomputed; used twice, gradients add up."""
     run, values = mixer(kind)
-    first = evaluate(run, values, documents=documents())
-    assert_same_bits(evaluate(run, values, documents=documents()), first)
+    first = evaluate(run, values, seq_idx=seq_idx())
+    assert_same_bits(evaluate(run, values, seq_idx=seq_idx()), first)
     assert_same_bits(
         evaluate(
             lambda x, **others: checkpoint(lambda x: run(x, **others), x, use_reentrant=False),
             values,
-            documents=documents(),
+            seq_idx=seq_idx(),
         ),
         first,
     )
-    portable, _ = mixer(kind, PORTABLE)
+    reference, _ = mixer(kind, REFERENCE)
     assert_like(
         evaluate(lambda x, **p: run(run(x, **p), **p), values),
-        evaluate(lambda x, **p: portable(portable(x, **p), **p), double(values)),
+        evaluate(lambda x, **p: reference(reference(x, **p), **p), double(values)),
         1e-5,
     )
 
 
-def kept(kind, forms):
+def kept(kind, backends):
     """What a mixer's backward pass waits with, beside its input and weights, in tensors of (token, d_inner): of bf16,
     at the sizes of mamba-1.4b or mamba2-1.3b, without content."""
     storages = {}
     with FakeTensorMode():
         layer = build(
-            kind, forms, d_model=2048, **dict(d_state=128, headdim=64) if kind == "mamba2" else {}
+            kind,
+            backends,
+            d_model=2048,
+            **dict(d_state=128, headdim=64) if kind == "mamba2" else {},
         )
         weights = {
             name: weight.detach().bfloat16().requires_grad_()
@@ -169,7 +174,7 @@ def test_is_one_call_to_torch_compile(kind):
         parameter.data.normal_(0, 0.3)
 
     def results(function):
-        output = function(x, documents())
+        output = function(x, seq_idx())
         return [output, *torch.autograd.grad(output.square().sum(), [x, *layer.parameters()])]
 
     compiled = torch.compile(lambda *inputs: layer(*inputs), backend="aot_eager", fullgraph=True)
@@ -187,7 +192,7 @@ def test_tensors_without_content_give_the_same_shapes(kind):
     }
 
 
-def losses(forms, layers, given):
+def losses(backends, layers, given):
     """Of three steps of SGD of a small model."""
     model = MambaLM(
         ModelConfig(
@@ -197,7 +202,7 @@ def losses(forms, layers, given):
             tie_embeddings=True,
             **SIZES["mamba1"] | dict(headdim=5, d_model=10),
         ),
-        forms=forms,
+        backends=backends,
         reset_at_documents=given is not None,
     )
     generator = torch.Generator().manual_seed(3)
@@ -216,11 +221,11 @@ def losses(forms, layers, given):
     )
 
 
-@pytest.mark.parametrize("given", [None, documents()], ids=["one document", "documents"])
+@pytest.mark.parametrize("given", [None, seq_idx()], ids=["one document", "seq_idx"])
 @pytest.mark.parametrize("layers", ["mamba1", "mamba2"])
 def test_a_model_of_triton_forms_trains_as_a_portable_one(layers, given):
     """Losses and weights of three steps within fp32's rounding; the same bits in a second run, as deterministic=true
     promises."""
-    ours, portable = losses(WHOLES, layers, given), losses(PORTABLE, layers, given)
-    torch.testing.assert_close(ours, portable, rtol=1e-6, atol=1e-6)
-    assert not torch.equal(ours, portable) and torch.equal(ours, losses(WHOLES, layers, given))
+    ours, reference = losses(WHOLES, layers, given), losses(REFERENCE, layers, given)
+    torch.testing.assert_close(ours, reference, rtol=1e-6, atol=1e-6)
+    assert not torch.equal(ours, reference) and torch.equal(ours, losses(WHOLES, layers, given))

@@ -1,4 +1,4 @@
-"""Whole models with kernels: loss and gradients are those of the portable forms, with documents and in parts."""
+"""Whole models with kernels: loss and gradients are those of the reference backends, with documents and in parts."""
 
 import pytest
 import torch
@@ -7,8 +7,8 @@ from config.model_config import ModelConfig
 from mamba_fsdp.model.init import initial_value
 from mamba_fsdp.model.lm import MambaLM
 from mamba_fsdp.model.spec import parameters
+from mamba_fsdp.ops.backends import OPERATORS, REFERENCE
 from mamba_fsdp.ops.conv import triton as conv
-from mamba_fsdp.ops.forms import OPERATORS, PORTABLE
 
 SIZES = dict(d_model=10, n_layer=2, vocab_size=50)
 MODELS = {
@@ -17,7 +17,7 @@ MODELS = {
         layers="mamba2+mlp", d_state=4, headdim=5, ngroups=2, d_conv=3, d_intermediate=8, **SIZES
     ),
 }
-KERNELS = PORTABLE | {
+KERNELS = REFERENCE | {
     operator: "triton" for operator in ("conv", "norm") if "triton" in OPERATORS[operator]
 }
 
@@ -28,8 +28,8 @@ def short_programs(monkeypatch):
         monkeypatch.setitem(table, (8, 0), {"ROWS": 8, "CHANNELS": 32, "num_warps": 1})
 
 
-def model(name, forms, dtype=torch.float32):
-    built = MambaLM(MODELS[name], forms=forms, compute_dtype=dtype, reset_at_documents=True)
+def model(name, backends, dtype=torch.float32):
+    built = MambaLM(MODELS[name], backends=backends, compute_dtype=dtype, reset_at_documents=True)
     with torch.no_grad():
         for key, parameter in built.named_parameters():
             parameter.copy_(
@@ -46,11 +46,11 @@ def tokens(length, batch=2):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_training(name):
-    inputs, documents = tokens(13), torch.tensor([[0] * 4 + [1] * 2 + [2] * 7, [5] * 13])
+    inputs, seq_idx = tokens(13), torch.tensor([[0] * 4 + [1] * 2 + [2] * 7, [5] * 13])
     results = []
-    for forms, dtype in (KERNELS, torch.float32), (PORTABLE, torch.float64):
-        built = model(name, forms, dtype).to(dtype)
-        loss = built(inputs, inputs.roll(-1, 1), documents=documents)
+    for backends, dtype in (KERNELS, torch.float32), (REFERENCE, torch.float64):
+        built = model(name, backends, dtype).to(dtype)
+        loss = built(inputs, inputs.roll(-1, 1), seq_idx=seq_idx)
         loss.backward()
         results.append(
             {"loss": loss.detach()} | {key: p.grad for key, p in built.named_parameters()}
@@ -62,9 +62,9 @@ def test_training(name):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_a_prompt_in_parts_and_steps(name):
-    """The state that the kernels leave is that of the portable forms."""
+    """The state that the kernels leave is that of the reference backends."""
     with torch.no_grad():
-        whole = model(name, PORTABLE)(tokens(9))
+        whole = model(name, REFERENCE)(tokens(9))
         built = model(name, KERNELS)
         state = built.allocate_state(2, 9)
         parts = [

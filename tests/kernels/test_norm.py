@@ -1,22 +1,22 @@
-"""RMSNorm's kernels beside the portable form in float64: residual or not, gates and groups, odd sizes, every dtype."""
+"""RMSNorm's kernels beside the reference backend in float64: residual or not, gates and groups, odd sizes, every dtype."""
 
 import pytest
 import torch
-from reference import assert_like, assert_like_portable, assert_same_bits, double, evaluate
+from compare import assert_like, assert_like_reference, assert_same_bits, double, evaluate
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from mamba_fsdp.ops.norm import add_rms_norm, gated_rms_norm
-from mamba_fsdp.ops.norm import triton as form
+from mamba_fsdp.ops.norm import triton as backend
 
 
-def added(form, dtype=None):
+def added(backend, dtype=None):
     return lambda x, residual, weight: add_rms_norm(
-        x, residual, weight, 1e-5, dtype or x.dtype, form=form
+        x, residual, weight, 1e-5, dtype or x.dtype, backend=backend
     )
 
 
-def gated(form, group_size):
-    return lambda x, z, weight: gated_rms_norm(x, z, weight, 1e-5, group_size, form=form)
+def gated(backend, group_size):
+    return lambda x, z, weight: gated_rms_norm(x, z, weight, 1e-5, group_size, backend=backend)
 
 
 def leaves(*shape, second="residual", dtype=torch.float32):
@@ -34,8 +34,8 @@ def tiles(monkeypatch):
     """Sizes that a few rows fill: several tiles a program, several programs."""
 
     def set_tiles(elements=64, programs=3):
-        monkeypatch.setitem(form.TILES, (8, 0), {"ELEMENTS": elements, "num_warps": 1})
-        monkeypatch.setattr(form, "PROGRAMS", programs)
+        monkeypatch.setitem(backend.TILES, (8, 0), {"ELEMENTS": elements, "num_warps": 1})
+        monkeypatch.setattr(backend, "PROGRAMS", programs)
 
     set_tiles()
     return set_tiles
@@ -44,23 +44,23 @@ def tiles(monkeypatch):
 @pytest.mark.parametrize("shape", [(2, 9, 19), (1, 1), (3, 16), (7, 1), (2, 1, 130)])
 def test_behind_the_sum(shape):
     values = leaves(*shape)
-    assert_like_portable(added("triton"), added("portable"), values)
-    assert_like_portable(added("triton"), added("portable"), values | {"residual": None})
+    assert_like_reference(added("triton"), added("reference"), values)
+    assert_like_reference(added("triton"), added("reference"), values | {"residual": None})
 
 
 @pytest.mark.parametrize("group_size", [2, 6, 9, 18])
 def test_behind_the_gate(group_size):
-    assert_like_portable(
-        gated("triton", group_size), gated("portable", group_size), leaves(2, 7, 18, second="z")
+    assert_like_reference(
+        gated("triton", group_size), gated("reference", group_size), leaves(2, 7, 18, second="z")
     )
 
 
 @pytest.mark.parametrize("channels", [5000, 5120, 16384])
 def test_widths_of_models(tiles, channels):
     tiles(4096, 128)
-    assert_like_portable(added("triton"), added("portable"), leaves(3, channels))
-    assert_like_portable(
-        gated("triton", channels), gated("portable", channels), leaves(3, channels, second="z")
+    assert_like_reference(added("triton"), added("reference"), leaves(3, channels))
+    assert_like_reference(
+        gated("triton", channels), gated("reference", channels), leaves(3, channels, second="z")
     )
 
 
@@ -68,7 +68,7 @@ def test_widths_of_models(tiles, channels):
 def test_half_precision(dtype):
     """The stream and the weight's gradient stay in fp32; the norm's dtype may differ from the input's."""
     values = leaves(2, 9, 19, dtype=dtype)
-    got = assert_like_portable(added("triton"), added("portable"), values)
+    got = assert_like_reference(added("triton"), added("reference"), values)
     assert [got[name].dtype for name in got] == [
         dtype,
         torch.float32,
@@ -78,9 +78,9 @@ def test_half_precision(dtype):
     ]
     wide = evaluate(added("triton", torch.float32), values)
     assert wide["output 0"].dtype == torch.float32 and wide["gradient of x"].dtype == dtype
-    assert_like(wide, evaluate(added("portable", torch.float64), double(values)))
-    assert_like_portable(
-        gated("triton", 6), gated("portable", 6), leaves(2, 7, 18, second="z", dtype=dtype)
+    assert_like(wide, evaluate(added("reference", torch.float64), double(values)))
+    assert_like_reference(
+        gated("triton", 6), gated("reference", 6), leaves(2, 7, 18, second="z", dtype=dtype)
     )
 
 
@@ -90,15 +90,15 @@ def test_slices_and_spread_gradients():
     wide = torch.cat([torch.full_like(values["z"], 1e9), values.pop("z")], dim=-1)
     first, second = (
         lambda wide, f=f, **rest: f(z=wide[..., 18:], **rest)
-        for f in (gated("triton", 6), gated("portable", 6))
+        for f in (gated("triton", 6), gated("reference", 6))
     )
-    assert_like_portable(first, second, dict(wide=wide, **values))
+    assert_like_reference(first, second, dict(wide=wide, **values))
     last = lambda f: lambda x, residual, weight: f(x[:, -1], residual[:, -1], weight)  # noqa: E731
-    assert_like_portable(last(added("triton")), last(added("portable")), leaves(2, 7, 18))
+    assert_like_reference(last(added("triton")), last(added("reference")), leaves(2, 7, 18))
     results = []
     for function, inputs in (
         (added("triton"), leaves(2, 7, 18)),
-        (added("portable"), double(leaves(2, 7, 18))),
+        (added("reference"), double(leaves(2, 7, 18))),
     ):
         inputs = {name: value.detach().requires_grad_() for name, value in inputs.items()}
         results.append(
@@ -114,9 +114,9 @@ def test_one_output_alone(output):
     """The norm at the end gives nothing to the stream."""
     first, second = (
         lambda f=f, **values: f(**values)[output] + 0 * values["weight"].sum()
-        for f in (added("triton"), added("portable"))
+        for f in (added("triton"), added("reference"))
     )
-    assert_like_portable(first, second, leaves(5, 19))
+    assert_like_reference(first, second, leaves(5, 19))
 
 
 def test_empty():
@@ -127,13 +127,13 @@ def test_empty():
 def test_what_a_whole_mixer_asks_for():
     """The gradient of the gate in a view, nothing else touched, and the output once more."""
     values, grad = leaves(2, 7, 18, second="z"), torch.ones(2, 7, 18)
-    normed, _, scale = form.norm_forward(
+    normed, _, scale = backend.norm_forward(
         values["x"], None, values["z"], values["weight"], 1e-5, 3, torch.float32
     )
     both, again = torch.full((2, 7, 40), 7.0), torch.empty_like(normed)
     inputs = (grad, None, values["x"], values["z"], values["weight"], scale)
-    form.norm_backward(*inputs, grad_z=both[..., 18:36], normed=again)
-    assert torch.equal(both[..., 18:36], form.norm_backward(*inputs)[1])
+    backend.norm_backward(*inputs, grad_z=both[..., 18:36], normed=again)
+    assert torch.equal(both[..., 18:36], backend.norm_backward(*inputs)[1])
     assert (both[..., :18] == 7).all() and (both[..., 36:] == 7).all()
     torch.testing.assert_close(again, normed, rtol=1e-6, atol=1e-6)
 

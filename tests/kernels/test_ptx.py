@@ -3,9 +3,9 @@
 import pytest
 import torch
 import toy
+from compare import relative_error
 from compiled import compiled
 from ptx import Fault
-from reference import relative_error
 
 PAIRS = [("2.2.0", 80), ("2.2.0", 90), ("3.6.0", 90), ("3.9.0", 100)]
 

@@ -1,5 +1,5 @@
 """Every operator that has kernels, forward and backward, as each Triton compiles it: run from its PTX with all
-addresses checked, small odd sizes, beside the portable form in float64. Triton 2.2's code is executed nowhere else."""
+addresses checked, small odd sizes, beside the reference backend in float64. Triton 2.2's code is executed nowhere else."""
 
 from functools import partial
 from importlib import import_module
@@ -7,12 +7,12 @@ from pkgutil import iter_modules
 
 import pytest
 import torch
+from compare import assert_like_reference
 from compiled import compiled
-from reference import assert_like_portable
 
 from mamba_fsdp import ops
+from mamba_fsdp.ops.backends import OPERATORS
 from mamba_fsdp.ops.conv import causal_conv_silu
-from mamba_fsdp.ops.forms import OPERATORS
 from mamba_fsdp.ops.loss import linear_cross_entropy
 from mamba_fsdp.ops.norm import add_rms_norm
 from mamba_fsdp.ops.scan import selective_scan
@@ -30,7 +30,7 @@ def random(*shape, dtype=torch.float32):
 def conv(dtype):
     x = random(1, 21, 9, dtype=dtype)[..., 2:]
     return (
-        partial(causal_conv_silu, documents=DOCUMENTS),
+        partial(causal_conv_silu, seq_idx=DOCUMENTS),
         dict(x=x, weight=random(7, 1, 4, dtype=dtype), bias=random(7, dtype=dtype)),
     )
 
@@ -39,7 +39,7 @@ def scan(dtype):
     u, z = random(1, 21, 70, dtype=dtype).chunk(2, dim=-1)
     B, C = random(1, 21, 11, dtype=dtype)[..., 3:].chunk(2, dim=-1)
     return (
-        partial(selective_scan, documents=DOCUMENTS, return_last_state=True),
+        partial(selective_scan, seq_idx=DOCUMENTS, return_last_state=True),
         dict(
             u=u,
             dt=random(1, 21, 35, dtype=dtype),
@@ -57,7 +57,7 @@ def scan(dtype):
 def attend(dtype):
     x, B, C = random(1, 21, 3 * 16 + 2 * 16, dtype=dtype).split([48, 16, 16], dim=-1)
     return (
-        partial(ssd, documents=DOCUMENTS, chunk_size=16, return_last_state=True),
+        partial(ssd, seq_idx=DOCUMENTS, chunk_size=16, return_last_state=True),
         dict(
             x=x.unflatten(-1, (3, 16)),
             dt=random(1, 21, 3, dtype=dtype),
@@ -72,8 +72,8 @@ def attend(dtype):
 
 
 def norm(dtype):
-    def run(x, residual, weight, **form):
-        return add_rms_norm(x, residual, weight, 1e-5, x.dtype, **form)
+    def run(x, residual, weight, **backend):
+        return add_rms_norm(x, residual, weight, 1e-5, x.dtype, **backend)
 
     return run, dict(x=random(5, 21, dtype=dtype), residual=random(5, 21), weight=random(21))
 
@@ -106,9 +106,9 @@ def modules_of(operator):
 def small(monkeypatch):
     torch.manual_seed(0)
     if "scan" in WITH_KERNELS:  # several chunks, in two segments
-        form = import_module("mamba_fsdp.ops.scan.triton")
-        monkeypatch.setattr(form, "CHUNK", 8)
-        monkeypatch.setattr(form, "FILL", 4)
+        backend = import_module("mamba_fsdp.ops.scan.triton")
+        monkeypatch.setattr(backend, "CHUNK", 8)
+        monkeypatch.setattr(backend, "FILL", 4)
 
 
 @pytest.mark.parametrize("dtype", MOST, ids=str)
@@ -119,4 +119,4 @@ def test_compiled_like_portable(operator, version, cc, dtype):
         cc = 80
     run, leaves = CASES[operator](dtype)
     with compiled(version, cc, *modules_of(operator)):
-        assert_like_portable(partial(run, form="triton"), run, leaves, MOST[dtype])
+        assert_like_reference(partial(run, backend="triton"), run, leaves, MOST[dtype])

@@ -1,10 +1,10 @@
-"""The selective scan's Triton kernels beside the portable form in float64, and as an operator that torch knows."""
+"""The selective scan's Triton kernels beside the reference backend in float64, and as an operator that torch knows."""
 
 from functools import partial
 
 import pytest
 import torch
-from reference import assert_like, assert_like_portable, assert_same_bits, evaluate
+from compare import assert_like, assert_like_reference, assert_same_bits, evaluate
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
@@ -13,12 +13,13 @@ from mamba_fsdp.model.generate import generate
 from mamba_fsdp.model.init import initial_value
 from mamba_fsdp.model.lm import MambaLM
 from mamba_fsdp.model.spec import parameters
-from mamba_fsdp.ops.forms import PORTABLE
+from mamba_fsdp.ops.backends import REFERENCE
 from mamba_fsdp.ops.scan import selective_scan
-from mamba_fsdp.ops.scan import triton as form
+from mamba_fsdp.ops.scan import triton as backend
 
-scan, portable = (
-    partial(selective_scan, return_last_state=True, form=name) for name in ("triton", "portable")
+scan, reference = (
+    partial(selective_scan, return_last_state=True, backend=name)
+    for name in ("triton", "reference")
 )
 
 
@@ -26,8 +27,8 @@ scan, portable = (
 def small(monkeypatch):
     """Rows are one segment of several chunks."""
     torch.manual_seed(0)
-    monkeypatch.setattr(form, "CHUNK", 8)
-    monkeypatch.setattr(form, "FILL", 1)
+    monkeypatch.setattr(backend, "CHUNK", 8)
+    monkeypatch.setattr(backend, "FILL", 1)
 
 
 def inputs(batch, length, channels, states, dtype=torch.float32, without=()):
@@ -38,7 +39,7 @@ def inputs(batch, length, channels, states, dtype=torch.float32, without=()):
     )
     u, z = xz.chunk(2, dim=-1)
     _, B, C = x_dbl.split([3, states, states], dim=-1)
-    documents = (torch.rand(batch, length) < 0.15).cumsum(1) + 3
+    seq_idx = (torch.rand(batch, length) < 0.15).cumsum(1) + 3
     dt = 2 * torch.randn(batch, length, channels).to(dtype) - 1
     leaves = dict(
         u=u,
@@ -49,7 +50,7 @@ def inputs(batch, length, channels, states, dtype=torch.float32, without=()):
         D=torch.randn(channels),
         z=z,
         dt_bias=torch.randn(channels),
-        documents=documents,
+        seq_idx=seq_idx,
         initial_state=torch.randn(batch, channels, states),
     )
     return leaves | dict.fromkeys(without)
@@ -61,29 +62,29 @@ def inputs(batch, length, channels, states, dtype=torch.float32, without=()):
         pytest.param((2, 19, 35, 16), 1, (), id="odd", marks=pytest.mark.slow),
         pytest.param((1, 12, 32, 16), 1, (), id="no masks"),
         pytest.param((1, 21, 3, 16), 3, (), id="in segments"),
-        pytest.param((1, 16, 32, 2), 2, ("documents", "z"), id="in segments without masks"),
+        pytest.param((1, 16, 32, 2), 2, ("seq_idx", "z"), id="in segments without masks"),
         pytest.param((1, 11, 2, 37), 2, (), id="37 states", marks=pytest.mark.slow),
         pytest.param(
-            (1, 9, 2, 20), 1, ("D", "z", "dt_bias", "documents"), id="20 states, only what must be"
+            (1, 9, 2, 20), 1, ("D", "z", "dt_bias", "seq_idx"), id="20 states, only what must be"
         ),
         pytest.param((2, 1, 3, 1), 1, ("initial_state",), id="one of all"),
     ],
 )
 def test_like_portable_in_float64(monkeypatch, sizes, segments, without):
-    monkeypatch.setattr(form, "FILL", segments * sizes[0] * -(-sizes[2] // 32))
-    assert_like_portable(scan, portable, inputs(*sizes, without=without))
+    monkeypatch.setattr(backend, "FILL", segments * sizes[0] * -(-sizes[2] // 32))
+    assert_like_reference(scan, reference, inputs(*sizes, without=without))
 
 
 @pytest.mark.slow
 def test_most_states(monkeypatch):
     leaves = inputs(1, 2, 2, 256)
-    assert_like_portable(scan, portable, leaves, 3e-6)
+    assert_like_reference(scan, reference, leaves, 3e-6)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_in_and_out(dtype):
     leaves = inputs(1, 10, 5, 4, dtype)
-    got = assert_like_portable(scan, portable, leaves)
+    got = assert_like_reference(scan, reference, leaves)
     assert (
         got["output 0"].dtype == got["gradient of B"].dtype == dtype
         and got["output 1"].dtype == torch.float32
@@ -93,7 +94,7 @@ def test_half_precision_in_and_out(dtype):
 @pytest.mark.slow
 def test_small_and_large_steps():
     """softplus and its slope in all their ranges, relative to each value."""
-    leaves = inputs(1, 24, 1, 1, without=("documents", "z", "initial_state", "dt_bias"))
+    leaves = inputs(1, 24, 1, 1, without=("seq_idx", "z", "initial_state", "dt_bias"))
     leaves |= dict(
         dt=torch.linspace(-30, 30, 24).view(1, 24, 1),
         u=torch.ones(1, 24, 1),
@@ -102,7 +103,7 @@ def test_small_and_large_steps():
     each = []
     for form_of, made in (
         (scan, leaves),
-        (portable, {k: v if v is None else v.double() for k, v in leaves.items()}),
+        (reference, {k: v if v is None else v.double() for k, v in leaves.items()}),
     ):
         dt = made["dt"].detach().requires_grad_()
         y, _ = form_of(**made | dict(dt=dt, B=torch.ones_like(dt), C=torch.ones_like(dt), D=None))
@@ -140,21 +141,21 @@ def test_the_same_bits_twice_and_in_any_batch():
 
 
 def test_rows_are_cut_where_they_are_too_few_for_a_gpu(monkeypatch):
-    monkeypatch.setattr(form, "FILL", 1024)
-    monkeypatch.setattr(form, "CHUNK", 64)
+    monkeypatch.setattr(backend, "FILL", 1024)
+    monkeypatch.setattr(backend, "CHUNK", 64)
 
     def grid(batch, length, channels):
         made = inputs(batch, 1, 1, 1)
         wide = {
             name: made[name].expand(batch, length, channels) for name in ("u", "dt", "z", "B", "C")
         }
-        call = form._Scan(
+        call = backend._Scan(
             "scan_forward",
             **wide,
             A=-torch.ones(1, 1).expand(channels, 1),
             D=None,
             dt_bias=None,
-            documents=None,
+            seq_idx=None,
         )
         chunks, in_each = call.entries[1], call.shared["segment_chunks"]
         assert (call.grid[1] - 1) * in_each < chunks <= call.grid[1] * in_each
@@ -170,7 +171,7 @@ def test_states_clear_at_a_start_however_slow_the_decay():
     """A whole document of steps of size 0 in front; nothing of the initial state gets through."""
     leaves = inputs(1, 9, 2, 2, without=("z", "D", "dt_bias"))
     leaves |= dict(
-        documents=torch.tensor([[0] * 5 + [1] * 4]),
+        seq_idx=torch.tensor([[0] * 5 + [1] * 4]),
         A=torch.full((2, 2), -1e-9),
         dt=torch.full((1, 9, 2), -200.0),
         initial_state=torch.full((1, 2, 2), 1e6),
@@ -197,13 +198,13 @@ def test_within_torch_compile():
     }
 
     def reference(u, **rest):
-        y, last = portable(u=2 * u, **rest)
+        y, last = reference(u=2 * u, **rest)
         return 2 * y, last
 
     assert_like(evaluate(compiled, leaves), evaluate(reference, double))
 
 
-@pytest.mark.parametrize("without", [(), ("z", "D", "dt_bias", "documents", "initial_state")])
+@pytest.mark.parametrize("without", [(), ("z", "D", "dt_bias", "seq_idx", "initial_state")])
 def test_tensors_without_content_have_the_same_form(without):
     leaves = inputs(2, 9, 3, 4, torch.bfloat16, without)
     grad = torch.randn(2, 9, 3).bfloat16()
@@ -241,13 +242,13 @@ def test_output_again_and_gradient_of_the_gate_into_a_view():
     leaves = inputs(1, 7, 3, 2)
     *named, state = leaves.values()
     with torch.no_grad():
-        out, _, entries = form.scan_forward(*named, state)
-        assert form.scan_forward(*named, state, keep=False)[2].numel() == 0
+        out, _, entries = backend.scan_forward(*named, state)
+        assert backend.scan_forward(*named, state, keep=False)[2].numel() == 0
         views = torch.zeros(1, 7, 6)
-        made = form.scan_backward(
+        made = backend.scan_backward(
             torch.ones(1, 7, 3), None, *named, entries, want_out=True, grad_z=views[..., 3:]
         )
-        plain = form.scan_backward(torch.ones(1, 7, 3), None, *named, entries)
+        plain = backend.scan_backward(torch.ones(1, 7, 3), None, *named, entries)
     torch.testing.assert_close(made[-1], out, rtol=1e-6, atol=1e-6)
     assert (
         torch.equal(views[..., 3:], plain[6])
@@ -258,7 +259,7 @@ def test_output_again_and_gradient_of_the_gate_into_a_view():
 
 def small_model(form_of_scan, **more):
     config = ModelConfig(layers="mamba1", d_model=6, n_layer=2, vocab_size=11, d_state=4)
-    model = MambaLM(config, forms=PORTABLE | {"scan": form_of_scan}, **more)
+    model = MambaLM(config, backends=REFERENCE | {"scan": form_of_scan}, **more)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.copy_(
@@ -271,16 +272,16 @@ def small_model(form_of_scan, **more):
 @pytest.mark.slow
 def test_a_model_has_the_loss_and_gradients_of_the_portable_form():
     tokens, labels = torch.randint(0, 11, (2, 2, 12))
-    documents = torch.tensor([[0] * 5 + [1] * 7, [0] * 12])
+    seq_idx = torch.tensor([[0] * 5 + [1] * 7, [0] * 12])
     each = []
-    for name in ("triton", "portable"):
+    for name in ("triton", "reference"):
         model = small_model(name, reset_at_documents=True)
-        loss = model(tokens, labels=labels, documents=documents)
+        loss = model(tokens, labels=labels, seq_idx=seq_idx)
         each.append((loss, *torch.autograd.grad(loss, list(model.parameters()))))
     for got, expected in zip(*each):
         torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
     in_parts = small_model("triton", reset_at_documents=True, part=5)(
-        tokens, labels=labels, documents=documents
+        tokens, labels=labels, seq_idx=seq_idx
     )
     torch.testing.assert_close(in_parts, each[0][0].detach(), rtol=1e-6, atol=0)
 
@@ -290,6 +291,6 @@ def test_generation_continues_from_the_state_of_the_prompt():
     prompt = torch.randint(0, 11, (2, 7))
     texts = [
         torch.stack(list(generate(small_model(name), prompt, length=6, temperature=0)))
-        for name in ("triton", "portable")
+        for name in ("triton", "reference")
     ]
     assert torch.equal(*texts)

@@ -1,8 +1,8 @@
-"""The SSD's kernels beside the portable form in float64, at odd sizes and at the edges; what they promise to torch."""
+"""The SSD's kernels beside the reference backend in float64, at odd sizes and at the edges; what they promise to torch."""
 
 import pytest
 import torch
-from reference import assert_like, assert_like_portable, assert_same_bits, evaluate
+from compare import assert_like, assert_like_reference, assert_same_bits, evaluate
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from config.model_config import ModelConfig
@@ -10,7 +10,7 @@ from mamba_fsdp.model.init import initial_value
 from mamba_fsdp.model.lm import MambaLM
 from mamba_fsdp.model.spec import parameters
 from mamba_fsdp.ops import triton
-from mamba_fsdp.ops.forms import PORTABLE
+from mamba_fsdp.ops.backends import REFERENCE
 from mamba_fsdp.ops.ssd import ssd
 
 MOST = {
@@ -49,14 +49,14 @@ def random_documents(length, batch=1):
 
 
 def ours(**values):
-    return ssd(**values, chunk_size=64, return_last_state=True, form="triton")
+    return ssd(**values, chunk_size=64, return_last_state=True, backend="triton")
 
 
-def portable(**values):
+def reference(**values):
     return ssd(**values, chunk_size=64, return_last_state=True)
 
 
-@pytest.mark.parametrize("bounded", [False, True], ids=["one document", "documents"])
+@pytest.mark.parametrize("bounded", [False, True], ids=["one document", "seq_idx"])
 @pytest.mark.parametrize(
     "sizes",
     [
@@ -72,14 +72,14 @@ def test_equals_float64(sizes, bounded):
     """Outputs, last state and all gradients, those of A and the bias too, whose terms cancel; blocks full and not,
     several of channels and of states."""
     values = leaves(**sizes)
-    documents = random_documents(values["x"].shape[1], len(values["x"])) if bounded else None
-    assert_like_portable(ours, portable, values, MOST[torch.float32], documents=documents)
+    seq_idx = random_documents(values["x"].shape[1], len(values["x"])) if bounded else None
+    assert_like_reference(ours, reference, values, MOST[torch.float32], seq_idx=seq_idx)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_halves(dtype):
-    got = assert_like_portable(
-        ours, portable, leaves(dtype=dtype), MOST[dtype], documents=random_documents(40)
+    got = assert_like_reference(
+        ours, reference, leaves(dtype=dtype), MOST[dtype], seq_idx=random_documents(40)
     )
     assert (
         {got[f"gradient of {name}"].dtype for name in ACTIVATIONS}
@@ -92,9 +92,9 @@ def test_halves(dtype):
 @pytest.mark.parametrize("absent", ["D", "dt_bias", "initial_state"])
 def test_what_is_not_given(absent):
     values = leaves(length=20) | {absent: None}
-    assert_like_portable(
+    assert_like_reference(
         ours,
-        portable,
+        reference,
         {name: value for name, value in values.items() if value is not None},
         MOST[torch.float32],
         **({} if absent == "initial_state" else {absent: None}),
@@ -104,23 +104,23 @@ def test_what_is_not_given(absent):
 @pytest.mark.torch22
 @pytest.mark.parametrize("only", [0, 1])
 def test_one_output_alone_has_gradients(only):
-    def one(form):
-        return lambda **values: form(**values)[only]
+    def one(backend):
+        return lambda **values: backend(**values)[only]
 
-    assert_like_portable(one(ours), one(portable), leaves(length=40), MOST[torch.float32])
+    assert_like_reference(one(ours), one(reference), leaves(length=40), MOST[torch.float32])
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("bounded", [False, True], ids=["one document", "documents"])
+@pytest.mark.parametrize("bounded", [False, True], ids=["one document", "seq_idx"])
 def test_segments_of_a_sequence_change_rounding_alone(monkeypatch, bounded):
     values = leaves(length=520, headdim=16, d_state=16)
-    documents = random_documents(520) if bounded else None
+    seq_idx = random_documents(520) if bounded else None
     for programs in (1, 6):
         monkeypatch.setitem(
             triton.tuned, "ssd_sweep", {"P": 16, "programs": programs, "num_warps": 1}
         )
         monkeypatch.setitem(triton.tuned, "ssd_gradients", {"P": 16, "BLOCK": 1, "num_warps": 1})
-        assert_like_portable(ours, portable, values, MOST[torch.float32], documents=documents)
+        assert_like_reference(ours, reference, values, MOST[torch.float32], seq_idx=seq_idx)
 
 
 def test_equal_runs_are_equal_bit_for_bit():
@@ -151,12 +151,12 @@ def test_no_leak_between_documents(boundary):
         for name in ACTIVATIONS:
             values[name][:, changed] = 7 * values[name][:, changed].flip(1) + 3
         inputs = [values[name].requires_grad_() for name in ACTIVATIONS]
-        y = ours(**values, documents=documents)[0]
+        y = ours(**values, seq_idx=seq_idx)[0]
         weights = torch.randn(y.shape, generator=torch.Generator().manual_seed(3))
         weights[:, changed] *= -5
         return y, *torch.autograd.grad((y * weights).sum(), inputs)
 
-    documents = (torch.arange(50) >= boundary).int().expand(1, 50)
+    seq_idx = (torch.arange(50) >= boundary).int().expand(1, 50)
     first, second = slice(0, boundary), slice(boundary, 50)
     before = run(slice(0, 0))
     for changed, kept in ((first, second), (second, first)):
@@ -170,7 +170,7 @@ def test_extreme_dt(bias):
     """From no step at all to steps that forget everything: right, and every gradient finite and right."""
     values = leaves()
     values["dt_bias"] += bias
-    assert_like_portable(ours, portable, values, 1e-4)
+    assert_like_reference(ours, reference, values, 1e-4)
 
 
 def test_slices_of_a_projection_are_taken_as_they_are(monkeypatch):
@@ -217,10 +217,10 @@ def test_tensors_without_content_give_the_same_shapes(dtype):
 @pytest.mark.slow
 def test_is_one_call_to_torch_compile():
     torch._dynamo.reset()
-    values, documents = leaves(), random_documents(40)
+    values, seq_idx = leaves(), random_documents(40)
     compiled = torch.compile(lambda **given: ours(**given), backend="aot_eager", fullgraph=True)
     assert_same_bits(
-        evaluate(compiled, values, documents=documents), evaluate(ours, values, documents=documents)
+        evaluate(compiled, values, seq_idx=seq_idx), evaluate(ours, values, seq_idx=seq_idx)
     )
 
 
@@ -229,9 +229,12 @@ CONFIG = ModelConfig(
 )
 
 
-def model(form):
+def model(backend):
     made = MambaLM(
-        CONFIG, forms=PORTABLE | {"ssd": form}, compute_dtype=torch.float32, reset_at_documents=True
+        CONFIG,
+        backends=REFERENCE | {"ssd": backend},
+        compute_dtype=torch.float32,
+        reset_at_documents=True,
     )
     with torch.no_grad():
         for (name, described), parameter in zip(parameters(CONFIG).items(), made.parameters()):
@@ -242,9 +245,9 @@ def model(form):
 def test_a_model_with_documents_has_the_same_loss_and_gradients():
     tokens = torch.randint(64, (1, 41), generator=torch.Generator().manual_seed(0))
     results = []
-    for form in ("triton", "portable"):
-        made = model(form)
-        loss = made(tokens[:, :-1], labels=tokens[:, 1:], documents=random_documents(40))
+    for backend in ("triton", "reference"):
+        made = model(backend)
+        loss = made(tokens[:, :-1], labels=tokens[:, 1:], seq_idx=random_documents(40))
         loss.backward()
         results.append(
             {"loss": loss.detach()} | {name: leaf.grad for name, leaf in made.named_parameters()}

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from mamba_fsdp.ops import native
-from tests.support.models import FAMILIES, FORMS, small_model, some_tokens
+from mamba_fsdp.ops import cpp
+from tests.support.models import BACKENDS, FAMILIES, small_model, some_tokens
 
 pytestmark = pytest.mark.torch22
 A, B, C = 23, 31, 17  # tokens of three documents in a row; no chunk's length
@@ -13,30 +13,30 @@ DOCUMENTS = torch.repeat_interleave(
 ).expand(2, -1)
 MIDDLE = slice(A, A + B)
 FORM_NAMES = [
-    "portable",
+    "reference",
     pytest.param(
-        "native",
+        "cpp",
         marks=pytest.mark.skipif(
-            bool(native.why_unavailable()), reason=f"no C form: {native.why_unavailable()}"
+            bool(cpp.why_unavailable()), reason=f"no C backend: {cpp.why_unavailable()}"
         ),
     ),
 ]
 
 
-def middle_logits_and_gradients(model, tokens, documents):
+def middle_logits_and_gradients(model, tokens, seq_idx):
     """Logits of document B, and all gradients of the loss of its tokens."""
     labels = torch.full_like(tokens, -100)
     labels[:, A : A + B - 1] = tokens[:, A + 1 : A + B]
-    logits = model(tokens, documents=documents)[:, MIDDLE]
-    loss = model(tokens, labels=labels, documents=documents)
+    logits = model(tokens, seq_idx=seq_idx)[:, MIDDLE]
+    loss = model(tokens, labels=labels, seq_idx=seq_idx)
     return logits, torch.autograd.grad(loss, list(model.parameters()))
 
 
-@pytest.mark.parametrize("form", FORM_NAMES)
+@pytest.mark.parametrize("backend", FORM_NAMES)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_other_documents_change_nothing_to_the_bit(family, form):
+def test_other_documents_change_nothing_to_the_bit(family, backend):
     """What A and C say changes neither B's logits nor any gradient of B's loss."""
-    model = small_model(family, reset_at_documents=True, forms=FORMS[form])
+    model = small_model(family, reset_at_documents=True, backends=BACKENDS[backend])
     tokens = some_tokens(2, A + B + C)
     changed = some_tokens(2, A + B + C, seed=1)
     changed[:, MIDDLE] = tokens[:, MIDDLE]
@@ -50,12 +50,12 @@ def test_other_documents_change_nothing_to_the_bit(family, form):
             assert torch.equal(gradient, same), name
 
 
-@pytest.mark.parametrize("form", FORM_NAMES)
+@pytest.mark.parametrize("backend", FORM_NAMES)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_document_packed_among_others_is_as_if_alone(family, form):
-    model = small_model(family, reset_at_documents=True, forms=FORMS[form])
+def test_a_document_packed_among_others_is_as_if_alone(family, backend):
+    model = small_model(family, reset_at_documents=True, backends=BACKENDS[backend])
     tokens = some_tokens(2, A + B + C)
-    packed = model(tokens, documents=DOCUMENTS)
+    packed = model(tokens, seq_idx=DOCUMENTS)
     for piece in (slice(0, A), MIDDLE, slice(A + B, None)):
         torch.testing.assert_close(packed[:, piece], model(tokens[:, piece]), rtol=1e-4, atol=1e-5)
 
@@ -75,22 +75,22 @@ def test_without_boundaries_it_does_leak(family):
 def test_a_model_without_the_setting_refuses_boundaries():
     """Rather than to train on documents that it does not keep apart."""
     with pytest.raises(AssertionError, match="not built"):
-        small_model("mamba1")(some_tokens(2, A + B + C), documents=DOCUMENTS)
+        small_model("mamba1")(some_tokens(2, A + B + C), seq_idx=DOCUMENTS)
 
 
-@pytest.mark.parametrize("form", FORM_NAMES)
+@pytest.mark.parametrize("backend", FORM_NAMES)
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("reset", [False, True])
 @torch.no_grad()
-def test_the_loss_in_parts_is_that_of_the_whole(family, form, reset):
+def test_the_loss_in_parts_is_that_of_the_whole(family, backend, reset):
     """Whether a part ends with a document (A), within it, or holds less than the convolution's width; a row's end may
     have no labels."""
-    model = small_model(family, reset_at_documents=reset, forms=FORMS[form])
-    tokens, documents = some_tokens(2, A + B + C), DOCUMENTS if reset else None
+    model = small_model(family, reset_at_documents=reset, backends=BACKENDS[backend])
+    tokens, seq_idx = some_tokens(2, A + B + C), DOCUMENTS if reset else None
     labels = tokens.roll(-1, 1)
     labels[:, -5:] = -100
-    whole = model(tokens, labels=labels, documents=documents)
+    whole = model(tokens, labels=labels, seq_idx=seq_idx)
     for model.part in (2, A, 30, A + B + C - 1):
-        parts = model(tokens, labels=labels, documents=documents)
+        parts = model(tokens, labels=labels, seq_idx=seq_idx)
         torch.testing.assert_close(parts, whole, rtol=1e-5, atol=0)
-    assert model(tokens, labels=torch.full_like(labels, -100), documents=documents) == 0
+    assert model(tokens, labels=torch.full_like(labels, -100), seq_idx=seq_idx) == 0

@@ -5,7 +5,7 @@ import torch
 
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.model.generate import draw, draw_in_c, generate
-from mamba_fsdp.ops import native
+from mamba_fsdp.ops import cpp
 from tests.support.models import FAMILIES, small_model, some_tokens
 
 pytestmark = pytest.mark.torch22
@@ -83,19 +83,19 @@ def test_equal_seeds_give_equal_texts_and_others_others():
     assert text(1) == text(1) != text(2)
 
 
-form = pytest.mark.parametrize(
+backend = pytest.mark.parametrize(
     "draw",
     [
         draw,
         pytest.param(
             draw_in_c,
-            marks=pytest.mark.skipif(bool(native.why_unavailable()), reason="no C compiler"),
+            marks=pytest.mark.skipif(bool(cpp.why_unavailable()), reason="no C compiler"),
         ),
     ],
 )
 
 
-@form
+@backend
 def test_drawing_keeps_to_top_k_and_top_p_and_follows_the_probabilities(draw):
     logits = torch.tensor([0.5, 0.3, 0.15, 0.05]).log().repeat(20_000, 1)
     generator = torch.Generator().manual_seed(0)
@@ -119,7 +119,7 @@ def test_drawing_keeps_to_top_k_and_top_p_and_follows_the_probabilities(draw):
     )
 
 
-@form
+@backend
 @pytest.mark.parametrize(
     "how", [dict(top_k=5), dict(top_p=0.1), dict(top_k=7, top_p=0.05), dict(top_k=4096)]
 )
@@ -143,7 +143,7 @@ def test_all_that_is_kept_and_nothing_else_is_drawn_from_a_large_vocabulary(draw
     )
 
 
-@form
+@backend
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize("temperature", [0, 1])
 def test_nothing_is_drawn_from_logits_that_are_not_finite(draw, value, temperature):

@@ -1,4 +1,4 @@
-"""The model as a whole: its loss, its precision, the forms of its operators, and how it is built."""
+"""The model as a whole: its loss, its precision, the backends of its operators, and how it is built."""
 
 from functools import partial
 
@@ -9,16 +9,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from mamba_fsdp.model.lm import MambaLM
 from mamba_fsdp.model.spec import parameters
-from mamba_fsdp.ops import native
-from mamba_fsdp.ops.ssd import portable as ssd
+from mamba_fsdp.ops import cpp
+from mamba_fsdp.ops.ssd import reference as ssd
 from mamba_fsdp.parallel.parallelize import compile_blocks
-from tests.support.models import FAMILIES, FORMS, small_model, some_tokens
+from tests.support.models import BACKENDS, FAMILIES, small_model, some_tokens
 
 pytestmark = pytest.mark.torch22
 
 
-def loss_and_gradients(model, tokens, documents=None):
-    loss = model(tokens[:, :-1], labels=tokens[:, 1:], documents=documents)
+def loss_and_gradients(model, tokens, seq_idx=None):
+    loss = model(tokens[:, :-1], labels=tokens[:, 1:], seq_idx=seq_idx)
     names, parameters = zip(*model.named_parameters())
     return loss, dict(zip(names, torch.autograd.grad(loss, parameters)))
 
@@ -91,11 +91,11 @@ def test_parameters_that_stay_fp32_keep_it_among_bf16_weights():
     assert (model(tokens) - expected).norm() < 0.02 * expected.norm()
 
 
-@pytest.mark.skipif(bool(native.why_unavailable()), reason=f"no C form: {native.why_unavailable()}")
+@pytest.mark.skipif(bool(cpp.why_unavailable()), reason=f"no C backend: {cpp.why_unavailable()}")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_native_forms_compute_the_same_model(family):
     tokens = some_tokens(3, 50)
-    loss, gradients = loss_and_gradients(small_model(family, forms=FORMS["native"]), tokens)
+    loss, gradients = loss_and_gradients(small_model(family, backends=BACKENDS["cpp"]), tokens)
     expected, expected_gradients = loss_and_gradients(small_model(family), tokens)
     torch.testing.assert_close(loss, expected, rtol=1e-5, atol=0)
     assert_gradients_close(gradients, expected_gradients, tolerance=1e-4)
@@ -125,11 +125,11 @@ def test_compiled_blocks_compute_the_same(bounded, backend, monkeypatch):
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
     torch._dynamo.reset()  # what other sizes have left makes these dynamic, which torch 2.2 compiles wrongly
     tokens = some_tokens(2, 40)
-    documents = (torch.arange(39) >= 13).int().expand(2, -1) if bounded else None
+    seq_idx = (torch.arange(39) >= 13).int().expand(2, -1) if bounded else None
     model = small_model("everything", reset_at_documents=bounded)
-    expected, expected_gradients = loss_and_gradients(model, tokens, documents)
+    expected, expected_gradients = loss_and_gradients(model, tokens, seq_idx)
     compile_blocks(model.backbone.layers)
-    loss, gradients = loss_and_gradients(model, tokens, documents)
+    loss, gradients = loss_and_gradients(model, tokens, seq_idx)
     torch.testing.assert_close(loss, expected, rtol=1e-5, atol=0)
     assert_gradients_close(gradients, expected_gradients, tolerance=1e-4)
 
@@ -151,16 +151,16 @@ def test_a_step_calls_nothing_that_a_deterministic_gpu_refuses(bounded, monkeypa
     """Nothing of torch.use_deterministic_algorithms' list, of what serves other things than images."""
     monkeypatch.setattr(ssd, "_cumsum_repeats", lambda values: False)  # as on a GPU
     model, tokens = small_model("everything", reset_at_documents=bounded), some_tokens(2, 20)
-    documents = torch.arange(19).div(7, rounding_mode="floor").expand(2, -1) if bounded else None
+    seq_idx = torch.arange(19).div(7, rounding_mode="floor").expand(2, -1) if bounded else None
     optimizer = torch.optim.AdamW(model.parameters())
     with Names() as names:
-        model(tokens[:, :-1], labels=tokens[:, 1:], documents=documents).backward()
+        model(tokens[:, :-1], labels=tokens[:, 1:], seq_idx=seq_idx).backward()
         optimizer.step()
     assert names.seen >= {
         "embedding_dense_backward",
         "scatter_add",
         "gather",
-    }  # which have a deterministic form
+    }  # which have a deterministic backend
     assert names.seen.isdisjoint(
         {
             "cumsum",

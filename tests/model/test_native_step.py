@@ -8,12 +8,12 @@ from mamba_fsdp.model import generate as generating
 from mamba_fsdp.model.generate import generate
 from mamba_fsdp.model.lm import MambaLM
 from mamba_fsdp.model.native_step import native_step
-from mamba_fsdp.ops import native
+from mamba_fsdp.ops import cpp
 from tests.support.models import small_model, some_tokens
 
 pytestmark = [
     pytest.mark.torch22,
-    pytest.mark.skipif(bool(native.why_unavailable()), reason="no C compiler"),
+    pytest.mark.skipif(bool(cpp.why_unavailable()), reason="no C compiler"),
 ]
 # Sizes that fill no vector, an output layer of its own, several groups, blocks of both kinds.
 SHAPES = {
@@ -73,7 +73,7 @@ def test_who_is_not_served_and_the_text_is_the_same(monkeypatch):
     ours = torch.stack([*generate(model, prompt, length=20, temperature=0)])
     assert calls and calls[0]
     monkeypatch.setattr(
-        native, "library", lambda dtype: (_ for _ in ()).throw(native.Unavailable("no compiler"))
+        cpp, "library", lambda dtype: (_ for _ in ()).throw(cpp.Unavailable("no compiler"))
     )
     assert (
         torch.equal(ours, torch.stack([*generate(model, prompt, length=20, temperature=0)]))

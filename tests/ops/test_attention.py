@@ -8,7 +8,7 @@ from mamba_fsdp.ops.attention import attention, rotary
 pytestmark = pytest.mark.torch22
 
 
-def plain_attention(q, k, v, documents=None):
+def plain_attention(q, k, v, seq_idx=None):
     """Row by row, head by head, from the definition."""
     batch, length, heads, head_dim = q.shape
     out = torch.zeros_like(q)
@@ -17,9 +17,7 @@ def plain_attention(q, k, v, documents=None):
             shared = head * k.shape[2] // heads
             for i in range(length):
                 start = (
-                    0
-                    if documents is None
-                    else int((documents[row] == documents[row, i]).nonzero()[0])
+                    0 if seq_idx is None else int((seq_idx[row] == seq_idx[row, i]).nonzero()[0])
                 )
                 seen = slice(start, i + 1)
                 weights = (k[row, seen, shared] @ q[row, i, head] / head_dim**0.5).softmax(0)
@@ -42,11 +40,11 @@ DOCUMENTS = torch.tensor(
 
 
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])
-@pytest.mark.parametrize("documents", [None, DOCUMENTS], ids=["whole", "documents"])
-def test_equals_the_definition(kv_heads, documents):
+@pytest.mark.parametrize("seq_idx", [None, DOCUMENTS], ids=["whole", "seq_idx"])
+def test_equals_the_definition(kv_heads, seq_idx):
     """Causal, every ratio of query to key heads, only within a document; gradients too."""
     q, k, v = inputs(kv_heads=kv_heads)
-    actual, expected = attention(q, k, v, documents=documents), plain_attention(q, k, v, documents)
+    actual, expected = attention(q, k, v, seq_idx=seq_idx), plain_attention(q, k, v, seq_idx)
     torch.testing.assert_close(actual, expected)
     weights = torch.randn_like(expected)
     for a, e in zip(
@@ -56,13 +54,11 @@ def test_equals_the_definition(kv_heads, documents):
         torch.testing.assert_close(a, e)
 
 
-@pytest.mark.parametrize("documents", [None, DOCUMENTS[:1, :5]], ids=["whole", "documents"])
-def test_gradcheck(documents):
+@pytest.mark.parametrize("seq_idx", [None, DOCUMENTS[:1, :5]], ids=["whole", "seq_idx"])
+def test_gradcheck(seq_idx):
     """Gradients are those of finite differences."""
     tensors = inputs(batch=1, length=5, head_dim=2)
-    assert torch.autograd.gradcheck(
-        lambda q, k, v: attention(q, k, v, documents=documents), tensors
-    )
+    assert torch.autograd.gradcheck(lambda q, k, v: attention(q, k, v, seq_idx=seq_idx), tensors)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -75,7 +71,7 @@ def test_no_leak_between_documents(dtype):
         with torch.no_grad():
             for tensor in (*tensors, weights):
                 tensor[:, changed] = 3 * tensor[:, changed].flip(1) + 1
-        out = attention(*tensors, documents=(torch.arange(150) >= 70).int().expand(2, 150))
+        out = attention(*tensors, seq_idx=(torch.arange(150) >= 70).int().expand(2, 150))
         return out, *torch.autograd.grad((out * weights).sum(), tensors)
 
     first, second = slice(0, 70), slice(70, 150)
@@ -155,12 +151,12 @@ def test_survives_compiling():
     """torch.compile takes attention with rotary whole, with and without documents."""
     q, k, v = inputs(dtype=torch.float32)
 
-    def block(q, k, v, documents):
+    def block(q, k, v, seq_idx):
         positions = torch.arange(q.shape[1])
         return attention(
-            rotary(q, positions, 4, 1e4), rotary(k, positions, 4, 1e4), v, documents=documents
+            rotary(q, positions, 4, 1e4), rotary(k, positions, 4, 1e4), v, seq_idx=seq_idx
         )
 
-    for documents in (None, DOCUMENTS):
+    for seq_idx in (None, DOCUMENTS):
         compiled = torch.compile(block, backend="aot_eager", fullgraph=True)
-        torch.testing.assert_close(compiled(q, k, v, documents), block(q, k, v, documents))
+        torch.testing.assert_close(compiled(q, k, v, seq_idx), block(q, k, v, seq_idx))

@@ -1,4 +1,4 @@
-"""The causal convolution with SiLU, both CPU forms, against conv1d in float64, and at documents' edges."""
+"""The causal convolution with SiLU, both CPU backends, against conv1d in float64, and at documents' edges."""
 
 import pytest
 import torch
@@ -35,32 +35,32 @@ def check(actual, expected, values, tolerance):
 
 @pytest.mark.parametrize("width", [1, 2, 3, 4, 9])
 @pytest.mark.parametrize("length", [1, 2, 3, 63, 64, 65, 67, 130])
-def test_equals_conv1d(form, length, width):
+def test_equals_conv1d(backend, length, width):
     values = inputs(length=length, width=width)
-    check(causal_conv_silu(*values, form=form), definition(*values), values, 1e-12)
+    check(causal_conv_silu(*values, backend=backend), definition(*values), values, 1e-12)
 
 
 @pytest.mark.parametrize("channels", [1, 15, 16, 17, 40])
-def test_equals_conv1d_at_every_width(form, channels):
+def test_equals_conv1d_at_every_width(backend, channels):
     values = inputs(channels=channels)
-    check(causal_conv_silu(*values, form=form), definition(*values), values, 1e-12)
+    check(causal_conv_silu(*values, backend=backend), definition(*values), values, 1e-12)
 
 
 @pytest.mark.parametrize(
     "cuts", [[], [1], [1, 2], [30], [62, 64, 66], [10, 69], list(range(1, 70))]
 )
-def test_documents_equal_separate_rows(form, cuts):
+def test_documents_equal_separate_rows(backend, cuts):
     """Forward and gradients: a document's convolution is that of a row of its own."""
     values = inputs(batch=1)
-    documents = torch.zeros(1, 70, dtype=torch.int32)
+    seq_idx = torch.zeros(1, 70, dtype=torch.int32)
     for cut in cuts:
-        documents[:, cut:] += 1
+        seq_idx[:, cut:] += 1
     pieces = [
         definition(piece, *values[1:])
-        for piece in values[0].split(torch.bincount(documents[0]).tolist(), dim=1)
+        for piece in values[0].split(torch.bincount(seq_idx[0]).tolist(), dim=1)
     ]
     check(
-        causal_conv_silu(*values, documents=documents, form=form),
+        causal_conv_silu(*values, seq_idx=seq_idx, backend=backend),
         torch.cat(pieces, dim=1),
         values,
         1e-12,
@@ -68,27 +68,27 @@ def test_documents_equal_separate_rows(form, cuts):
 
 
 @pytest.mark.parametrize("bounded", [False, True])
-def test_gradcheck(form, bounded):
-    documents = torch.tensor([[0, 0, 0, 1, 1, 2, 2, 2, 2]] * 2) if bounded else None
+def test_gradcheck(backend, bounded):
+    seq_idx = torch.tensor([[0, 0, 0, 1, 1, 2, 2, 2, 2]] * 2) if bounded else None
     values = inputs(length=9, channels=3)
     assert torch.autograd.gradcheck(
-        lambda *v: causal_conv_silu(*v, documents=documents, form=form), values
+        lambda *v: causal_conv_silu(*v, seq_idx=seq_idx, backend=backend), values
     )
 
 
 @pytest.mark.parametrize(
     "dtype, tolerance", [(torch.float32, 1e-6), (torch.bfloat16, 2**-8), (torch.float16, 2**-10)]
 )
-def test_rounding(form, dtype, tolerance):
+def test_rounding(backend, dtype, tolerance):
     """Inner arithmetic is float32: only the storage of the input and of results rounds."""
-    if form == "native" and dtype == torch.float16:
-        with pytest.raises(AssertionError, match="no C form.*float16"):
-            causal_conv_silu(*inputs(dtype=dtype), form=form)
+    if backend == "cpp" and dtype == torch.float16:
+        with pytest.raises(AssertionError, match="no C backend.*float16"):
+            causal_conv_silu(*inputs(dtype=dtype), backend=backend)
         return
     values = inputs(length=500, channels=20, dtype=dtype)
     exact = [v.detach().double().requires_grad_() for v in values]
     grad = torch.randn(2, 500, 20, generator=torch.Generator().manual_seed(1)).to(dtype)
-    actual, expected = causal_conv_silu(*values, form=form), definition(*exact)
+    actual, expected = causal_conv_silu(*values, backend=backend), definition(*exact)
     assert actual.dtype == dtype
     pairs = [
         (actual, expected),
@@ -101,14 +101,14 @@ def test_rounding(form, dtype, tolerance):
         assert (a.double() - e).abs().max() <= tolerance * e.abs().max()
 
 
-def test_one_document_never_changes_another(form):
-    documents = (torch.arange(50)[None] >= 20).int()
+def test_one_document_never_changes_another(backend):
+    seq_idx = (torch.arange(50)[None] >= 20).int()
 
     def second(noise):
         x, weight, bias = (v.detach().float() for v in inputs(batch=1, length=50))
         x[:, :20] += noise
         x.requires_grad_()
-        out = causal_conv_silu(x, weight, bias, documents=documents, form=form)
+        out = causal_conv_silu(x, weight, bias, seq_idx=seq_idx, backend=backend)
         (grad,) = torch.autograd.grad(out[:, 20:].sum(), x)
         assert not grad[:, :20].any()
         return out[:, 20:], grad[:, 20:]
@@ -117,11 +117,11 @@ def test_one_document_never_changes_another(form):
         assert torch.equal(before, after)
 
 
-def test_slices_and_spread_gradients(form):
+def test_slices_and_spread_gradients(backend):
     """A slice of a projection goes in without a copy; gradients may come with strides of 0."""
     values = inputs(channels=6)
     wide = torch.cat([values[0], values[0] * 2], dim=-1).detach().requires_grad_()
-    out = causal_conv_silu(wide[..., :6], *values[1:], form=form)
+    out = causal_conv_silu(wide[..., :6], *values[1:], backend=backend)
     expected = definition(wide[..., :6], *values[1:])
     grads = (
         torch.autograd.grad(o, wide, torch.ones((), dtype=torch.float64).expand_as(o))[0]
@@ -132,8 +132,8 @@ def test_slices_and_spread_gradients(form):
 
 
 @pytest.mark.parametrize("batch, length", [(0, 4), (2, 0)])
-def test_empty(form, batch, length):
+def test_empty(backend, batch, length):
     values = inputs(batch=batch, length=length)
-    out = causal_conv_silu(*values, form=form)
+    out = causal_conv_silu(*values, backend=backend)
     out.sum().backward()
     assert out.shape == (batch, length, 5) and not values[1].grad.any()

@@ -1,4 +1,4 @@
-"""How the fused forms are called, checked on a CPU: mamba-ssm's own reference functions stand in for its kernels, and
+"""How the fused backends are called, checked on a CPU: mamba-ssm's own reference functions stand in for its kernels, and
 the layouts that the kernels demand are asserted. Runs in a process of its own, with mamba-ssm's Python files alone."""
 
 import os
@@ -42,7 +42,7 @@ import torch, torch.nn.functional as F
 from config.model_config import ModelConfig
 from mamba_fsdp.model.layers import Mamba1
 from mamba_fsdp.ops.conv import causal_conv_silu
-from mamba_fsdp.ops.forms import PORTABLE
+from mamba_fsdp.ops.backends import REFERENCE
 from mamba_fsdp.ops.norm import add_rms_norm, gated_rms_norm
 from mamba_fsdp.ops.scan import selective_scan
 
@@ -104,15 +104,15 @@ interface.causal_conv1d_fn, layer_norm.rms_norm_fn = causal_conv1d_fn, rms_norm_
 
 generator = torch.Generator().manual_seed(0)
 randn = lambda *shape: torch.randn(*shape, generator=generator)
-documents = (torch.arange(30) >= 13).long().expand(2, 30)
+seq_idx = (torch.arange(30) >= 13).long().expand(2, 30)
 
 def same(function, values, expected_calls, **options):
-    """fused and portable agree in outputs and gradients, and fused called what is named."""
+    """fused and reference agree in outputs and gradients, and fused called what is named."""
     values = {name: v.requires_grad_() for name, v in values.items()}
     results = []
-    for form in ("portable", "fused"):
+    for backend in ("reference", "fused"):
         calls.clear()
-        outputs = function(**values, form=form, **options)
+        outputs = function(**values, backend=backend, **options)
         outputs = outputs if isinstance(outputs, tuple) else (outputs,)
         seeds = [torch.randn(o.shape, generator=torch.Generator().manual_seed(1)) for o in outputs]
         loss = sum((o * s).sum() for o, s in zip(outputs, seeds))
@@ -125,47 +125,47 @@ scan = dict(u=randn(2, 30, 16), dt=randn(2, 30, 16), A=-torch.exp(randn(16, 4)),
             D=randn(16), z=randn(2, 30, 16), dt_bias=randn(16))
 same(selective_scan, scan, ["scan"])
 same(selective_scan, {n: v for n, v in scan.items() if n not in ("D", "z", "dt_bias")}, ["scan"])
-for refused in (dict(documents=documents), dict(return_last_state=True), dict(initial_state=randn(2, 16, 4))):
+for refused in (dict(seq_idx=seq_idx), dict(return_last_state=True), dict(initial_state=randn(2, 16, 4))):
     try:  # the kernel has no boundaries, no gradient through its last state, no initial state
-        selective_scan(**scan, **refused, form="fused")
+        selective_scan(**scan, **refused, backend="fused")
     except AssertionError as error:
         assert "mamba-ssm's scan has no" in str(error)
     else:
         raise SystemExit(f"{refused} is taken without a word")
 with torch.no_grad():
     calls.clear()
-    pairs = [selective_scan(**scan, return_last_state=True, form=form) for form in ("portable", "fused")]
+    pairs = [selective_scan(**scan, return_last_state=True, backend=backend) for backend in ("reference", "fused")]
     assert calls == ["scan"]
     for a, b in zip(*pairs):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
 conv = dict(x=randn(2, 30, 16), weight=randn(16, 1, 4), bias=randn(16))
 same(causal_conv_silu, conv, ["conv"])
-same(causal_conv_silu, conv, ["conv"], documents=documents)
+same(causal_conv_silu, conv, ["conv"], seq_idx=seq_idx)
 wide = randn(2, 30, 21)
 same(lambda weight, bias, **o: causal_conv_silu(wide[..., :16], weight, bias, **o),
      {n: conv[n] for n in ("weight", "bias")},
-     ["conv"], documents=documents)  # 21 elements from position to position: no multiple of 8
+     ["conv"], seq_idx=seq_idx)  # 21 elements from position to position: no multiple of 8
 
-def mixer(form, documents=None, **values):
-    forms = PORTABLE | {"conv": form}
-    if form == "fused" and documents is None:
-        forms |= {"scan": form, "mamba1": form}
-    module = Mamba1(ModelConfig(d_model=8, d_state=4, dt_rank=2), forms)
+def mixer(backend, seq_idx=None, **values):
+    backends = REFERENCE | {"conv": backend}
+    if backend == "fused" and seq_idx is None:
+        backends |= {"scan": backend, "mamba1": backend}
+    module = Mamba1(ModelConfig(d_model=8, d_state=4, dt_rank=2), backends)
     weights = {name.replace("__", "."): value for name, value in values.items() if name != "x"}
-    return torch.func.functional_call(module, weights, (values["x"], documents))
+    return torch.func.functional_call(module, weights, (values["x"], seq_idx))
 
 inner = dict(x=randn(2, 30, 8), in_proj__weight=randn(32, 8) / 3, conv1d__weight=randn(16, 1, 4),
              conv1d__bias=randn(16), x_proj__weight=randn(10, 16) / 4, dt_proj__weight=randn(16, 2),
              dt_proj__bias=randn(16), A_log=randn(16, 4), D=randn(16), out_proj__weight=randn(8, 16))
 same(mixer, inner, ["inner", "conv", "scan"])
-same(mixer, inner, ["conv"], documents=documents)
+same(mixer, inner, ["conv"], seq_idx=seq_idx)
 x, residual, weight = randn(2, 5, 8), randn(2, 5, 8), randn(8)
 same(add_rms_norm, dict(x=x, residual=residual, weight=weight), ["norm"], eps=1e-5, out_dtype=torch.float32)
 same(lambda x, weight, **o: add_rms_norm(x, None, weight, **o), dict(x=x, weight=weight), ["norm"],
      eps=1e-5, out_dtype=torch.float32)
 same(gated_rms_norm, dict(x=x, z=residual, weight=weight), ["gated norm"], eps=1e-5, group_size=4)
 half = {n: v.detach().bfloat16() if n == "x" else v.detach() for n, v in inner.items()}
-assert mixer(**half, form="fused").dtype == torch.bfloat16
+assert mixer(**half, backend="fused").dtype == torch.bfloat16
 print("all equal")
 '''
 

@@ -1,4 +1,4 @@
-"""How the fused forms of Mamba-2 are called, without a GPU."""
+"""How the fused backends of Mamba-2 are called, without a GPU."""
 
 import subprocess
 import sys
@@ -10,7 +10,7 @@ import torch
 
 from config.model_config import ModelConfig
 from mamba_fsdp.model.layers import Mamba2
-from mamba_fsdp.ops.forms import PORTABLE
+from mamba_fsdp.ops.backends import REFERENCE
 from mamba_fsdp.ops.mamba2 import mamba2_mixer
 from mamba_fsdp.ops.ssd import ssd
 from tests.support.mamba_ssm_install import mamba_ssm_folder, with_triton
@@ -18,7 +18,7 @@ from tests.support.mamba_ssm_install import mamba_ssm_folder, with_triton
 
 @pytest.mark.slow
 def test_calls_fit_the_kernels_and_mean_the_same():
-    """What we hand to mamba-ssm's kernels, handed to its own reference functions, gives the portable form's results."""
+    """What we hand to mamba-ssm's kernels, handed to its own reference functions, gives the reference backend's results."""
     done = subprocess.run(
         [sys.executable, Path(__file__).parents[1] / "support/fused_on_cpu.py", mamba_ssm_folder()],
         capture_output=True,
@@ -64,8 +64,8 @@ def mixer():
 
 def test_fused_mixer_casts_what_multiplies_and_nothing_else(recorded):
     """Weights arrive in the activations' dtype, A, D and dt_bias in float32, documents as int32 from 0, gate first."""
-    documents = torch.tensor([[3, 3, 3, 4, 4]])
-    mamba2_mixer(**mixer(), documents=documents, form="fused")
+    seq_idx = torch.tensor([[3, 3, 3, 4, 4]])
+    mamba2_mixer(**mixer(), seq_idx=seq_idx, backend="fused")
     ((name, (conv_weight, conv_bias, dt_bias, A, D, chunk_size), rest),) = recorded
     assert name == "mixer" and chunk_size == 16 and not rest["norm_before_gate"]
     assert conv_weight.dtype == conv_bias.dtype == rest["outproj_weight"].dtype == torch.bfloat16
@@ -73,9 +73,9 @@ def test_fused_mixer_casts_what_multiplies_and_nothing_else(recorded):
     assert rest["seq_idx"].dtype == torch.int32 and rest["seq_idx"].tolist() == [[0, 0, 0, 1, 1]]
 
 
-def layer(**forms):
+def layer(**backends):
     config = ModelConfig(layers="mamba2", d_model=8, headdim=4, d_state=8)
-    module = Mamba2(config, PORTABLE | forms)
+    module = Mamba2(config, REFERENCE | backends)
     for parameter in module.parameters():
         torch.nn.init.normal_(parameter)
     return module
@@ -88,7 +88,7 @@ def test_fused_mixer_by_its_parts(recorded):
 
 
 def test_portable_needs_no_library(monkeypatch):
-    """The portable form runs where mamba-ssm is not installed."""
+    """The reference backend runs where mamba-ssm is not installed."""
     monkeypatch.setitem(sys.modules, "mamba_ssm", None)
     x = torch.randn(1, 5, 8)
     assert layer()(x).shape == (1, 5, 8)
@@ -102,5 +102,5 @@ def test_portable_needs_no_library(monkeypatch):
             torch.randn(1, 5, 1, 8),
             torch.randn(1, 5, 1, 8),
             chunk_size=16,
-            form="fused",
+            backend="fused",
         )

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 
 from config.model_config import ModelConfig
 from mamba_fsdp.model.layers import MIXERS
-from mamba_fsdp.ops.forms import OPERATORS, PORTABLE
+from mamba_fsdp.ops.backends import OPERATORS, REFERENCE
 from mamba_fsdp.parallel.parallelize import leave_uncompiled
 from tests.support.definitions import loop, recurrence
 
@@ -20,12 +20,12 @@ MIXER = {
 BOTH = pytest.mark.parametrize("kind", MIXER)
 
 
-def mixer(kind, form="portable", dtype=torch.float64):
-    """A mixer in the given form, where its operators have it, with random weights."""
-    forms = PORTABLE | {
-        operator: form for operator in ("conv", "scan", "ssd") if form in OPERATORS[operator]
+def mixer(kind, backend="reference", dtype=torch.float64):
+    """A mixer in the given backend, where its operators have it, with random weights."""
+    backends = REFERENCE | {
+        operator: backend for operator in ("conv", "scan", "ssd") if backend in OPERATORS[operator]
     }
-    layer = MIXERS[kind](MIXER[kind], forms).to(torch.float64)
+    layer = MIXERS[kind](MIXER[kind], backends).to(torch.float64)
     generator = torch.Generator().manual_seed(5)
     with torch.no_grad():
         for name, parameter in layer.named_parameters():
@@ -75,8 +75,8 @@ DEFINITIONS = {"mamba1": define_mamba1, "mamba2": define_mamba2}
 
 
 @BOTH
-def test_equals_its_definition(kind, form):
-    layer, x = mixer(kind, form), inputs(kind)
+def test_equals_its_definition(kind, backend):
+    layer, x = mixer(kind, backend), inputs(kind)
     actual, expected = layer(x), DEFINITIONS[kind](layer, x)
     torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-9)
     names, wanted = zip(("x", x), *layer.named_parameters())
@@ -91,30 +91,30 @@ def test_equals_its_definition(kind, form):
 
 
 @BOTH
-def test_documents_equal_separate_rows(kind, form):
-    layer, x = mixer(kind, form), inputs(kind)
-    documents = (torch.arange(70) >= 17).int().expand(2, 70)
-    whole = layer(x, documents)
+def test_documents_equal_separate_rows(kind, backend):
+    layer, x = mixer(kind, backend), inputs(kind)
+    seq_idx = (torch.arange(70) >= 17).int().expand(2, 70)
+    whole = layer(x, seq_idx)
     torch.testing.assert_close(whole[:, 17:], layer(x[:, 17:]), rtol=1e-10, atol=1e-10)
 
 
 @BOTH
-def test_no_leak_between_documents(kind, form):
+def test_no_leak_between_documents(kind, backend):
     """Neither convolution nor state carries one document into the next, in outputs or gradients."""
-    layer, x = mixer(kind, form, torch.float32), inputs(kind, dtype=torch.float32)
-    documents = (torch.arange(70) >= 30).int().expand(2, 70)
-    y = layer(x, documents)
+    layer, x = mixer(kind, backend, torch.float32), inputs(kind, dtype=torch.float32)
+    seq_idx = (torch.arange(70) >= 30).int().expand(2, 70)
+    y = layer(x, seq_idx)
     (grad,) = torch.autograd.grad(y[:, 30:].square().sum(), x)
     assert not grad[:, :30].any() and grad[:, 30:].any()
     with torch.no_grad():
         x[:, :30] *= -9
-    assert torch.equal(layer(x, documents)[:, 30:], y[:, 30:])
+    assert torch.equal(layer(x, seq_idx)[:, 30:], y[:, 30:])
 
 
 @BOTH
-def test_takes_fp32_weights_with_bf16_activations(kind, form):
+def test_takes_fp32_weights_with_bf16_activations(kind, backend):
     """bf16 out, gradients in the types of what they belong to, and an RMS error of at most 1 % of the RMS output."""
-    layer, x = mixer(kind, form, torch.float32), inputs(kind, dtype=torch.bfloat16)
+    layer, x = mixer(kind, backend, torch.float32), inputs(kind, dtype=torch.bfloat16)
     y = layer(x)
     assert y.dtype == torch.bfloat16
     y.float().sum().backward()
@@ -126,9 +126,9 @@ def test_takes_fp32_weights_with_bf16_activations(kind, form):
 
 @BOTH
 @torch.no_grad()
-def test_prompt_and_steps_equal_the_whole(kind, form):
+def test_prompt_and_steps_equal_the_whole(kind, backend):
     """A prompt at once, then one token at a time; and every position as a token."""
-    layer, x = mixer(kind, form), inputs(kind)
+    layer, x = mixer(kind, backend), inputs(kind)
     whole = layer(x)
     for prompt in (0, 2, 33):
         state = layer.allocate_state(2, 70, torch.float64, "cpu")
@@ -143,11 +143,11 @@ def test_prompt_and_steps_equal_the_whole(kind, form):
 
 @pytest.mark.slow
 @BOTH
-def test_survives_compiling(kind, form):
+def test_survives_compiling(kind, backend):
     """torch.compile of a function around the mixer gives the same results (the scan itself stays outside the graph)."""
     leave_uncompiled()
     torch._dynamo.reset()  # what other sizes have left makes these dynamic, which torch 2.2 compiles wrongly
-    layer, x = mixer(kind, form, torch.float32), inputs(kind, dtype=torch.float32)
+    layer, x = mixer(kind, backend, torch.float32), inputs(kind, dtype=torch.float32)
     compiled = torch.compile(lambda x: layer(x) * 2, backend="aot_eager")
     y = compiled(x)
     torch.testing.assert_close(y, 2 * layer(x))

@@ -1,4 +1,4 @@
-"""Mamba-1's scan, both CPU forms, against a plain loop in float64: forward, gradients, and at the edges."""
+"""Mamba-1's scan, both CPU backends, against a plain loop in float64: forward, gradients, and at the edges."""
 
 import functools
 
@@ -68,25 +68,29 @@ def assert_close(actual, expected, tolerance):
         )
 
 
-def of_the_loop(values, documents, dtype):
-    """Expected results of a form that is given `values` in `dtype`."""
+def of_the_loop(values, seq_idx, dtype):
+    """Expected results of a backend that is given `values` in `dtype`."""
     rounded = typed({name: v.detach() for name, v in typed(values, dtype).items()}, torch.float64)
-    return results(loop, rounded, documents=documents)
+    return results(loop, rounded, seq_idx=seq_idx)
 
 
-def check(form, values, documents=None, dtype=torch.float64, tolerance=1e-12, expected=None):
-    expected = expected or of_the_loop(values, documents, dtype)
+def check(backend, values, seq_idx=None, dtype=torch.float64, tolerance=1e-12, expected=None):
+    expected = expected or of_the_loop(values, seq_idx, dtype)
     actual = results(
-        selective_scan, typed(values, dtype), documents=documents, return_last_state=True, form=form
+        selective_scan,
+        typed(values, dtype),
+        seq_idx=seq_idx,
+        return_last_state=True,
+        backend=backend,
     )
     assert_close(actual, expected, tolerance)
 
 
 @pytest.mark.parametrize("length", [1, 2, 15, 16, 17, 31, 32, 33, 100])
 @pytest.mark.parametrize("bounded", [False, True])
-def test_equals_the_loop_at_every_chunk_edge(form, length, bounded):
+def test_equals_the_loop_at_every_chunk_edge(backend, length, bounded):
     check(
-        form,
+        backend,
         inputs(length=length),
         random_documents(2, length) if bounded else None,
         tolerance=1e-9,
@@ -96,8 +100,8 @@ def test_equals_the_loop_at_every_chunk_edge(form, length, bounded):
 @pytest.mark.parametrize(
     "d_inner, d_state", [(1, 1), (15, 16), (16, 4), (17, 16), (129, 5), (300, 2)]
 )
-def test_equals_the_loop_at_every_width(form, d_inner, d_state):
-    check(form, inputs(length=20, d_inner=d_inner, d_state=d_state), tolerance=1e-9)
+def test_equals_the_loop_at_every_width(backend, d_inner, d_state):
+    check(backend, inputs(length=20, d_inner=d_inner, d_state=d_state), tolerance=1e-9)
 
 
 @pytest.mark.slow
@@ -107,49 +111,53 @@ def test_equals_the_loop_at_every_width(form, d_inner, d_state):
     [(-2, 1, 1), (-40, 5, 1), (0, 0.01, 1e-4), (3, 30, 1), (100, 50, 16), (1000, 300, 8)],
     ids=str,
 )
-def test_long_sequences_and_extreme_dt(form, dtype, tolerance, dt_shift, dt_scale, A_scale):
+def test_long_sequences_and_extreme_dt(backend, dtype, tolerance, dt_shift, dt_scale, A_scale):
     """1200 positions; delta from 1e-25 up, and |delta A| up to over 1e4 a step."""
     values, expected = extreme(dtype, dt_shift, dt_scale, A_scale)
     if dt_shift == 1000:
         assert (F.softplus(values["dt"])[..., None] * values["A"]).abs().max() > 1e4
-    check(form, values, random_documents(2, 1200), dtype, tolerance, expected)
+    check(backend, values, random_documents(2, 1200), dtype, tolerance, expected)
 
 
 @functools.cache
 def extreme(dtype, dt_shift, dt_scale, A_scale):
-    """(inputs, what the loop gives): the same for every form, and most of the time."""
+    """(inputs, what the loop gives): the same for every backend, and most of the time."""
     values = inputs(length=1200, dt_shift=dt_shift, dt_scale=dt_scale)
     values["A"] = values["A"] * A_scale
     return values, of_the_loop(values, random_documents(2, 1200), dtype)
 
 
 @pytest.mark.parametrize("length", [50, 1000])
-def test_bf16_is_as_exact_as_its_storage(form, length):
+def test_bf16_is_as_exact_as_its_storage(backend, length):
     """Inner arithmetic is float32, so bf16 costs no more than the rounding of y and its gradient: 2^-9 each, some more
     in sums over positions."""
     check(
-        form, inputs(length=length, d_inner=20), random_documents(2, length), torch.bfloat16, 2**-7
+        backend,
+        inputs(length=length, d_inner=20),
+        random_documents(2, length),
+        torch.bfloat16,
+        2**-7,
     )
 
 
 def test_fp16_is_taken():
-    check("portable", inputs(length=40), None, torch.float16, 2**-9)
+    check("reference", inputs(length=40), None, torch.float16, 2**-9)
 
 
 def test_a_dtype_that_the_form_was_not_chosen_for_is_a_mistake():
     """Nothing else runs in its place without a word; test_forms.py has the choice."""
-    with pytest.raises(AssertionError, match="no C form.*float16"):
-        check("native", inputs(length=40), None, torch.float16, 2**-9)
+    with pytest.raises(AssertionError, match="no C backend.*float16"):
+        check("cpp", inputs(length=40), None, torch.float16, 2**-9)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("bounded", [False, True])
-def test_gradcheck(form, bounded):
+def test_gradcheck(backend, bounded):
     values = typed(inputs(batch=2, length=35, d_inner=3, d_state=2), torch.float64)
-    documents = random_documents(2, 35) if bounded else None
+    seq_idx = random_documents(2, 35) if bounded else None
     assert torch.autograd.gradcheck(
         lambda *v: selective_scan(
-            **dict(zip(NAMES, v)), documents=documents, return_last_state=True, form=form
+            **dict(zip(NAMES, v)), seq_idx=seq_idx, return_last_state=True, backend=backend
         ),
         tuple(values.values()),
         fast_mode=False,
@@ -159,7 +167,7 @@ def test_gradcheck(form, bounded):
 @pytest.mark.parametrize(
     "missing", [("D",), ("z",), ("dt_bias",), ("D", "z", "dt_bias", "initial_state")]
 )
-def test_optional_inputs(form, missing):
+def test_optional_inputs(backend, missing):
     """Without D, z, dt_bias or initial state: as with zeros, and a gate of one."""
     values = typed(inputs(), torch.float64)
     given = {name: None if name in missing else v for name, v in values.items()}
@@ -169,7 +177,7 @@ def test_optional_inputs(form, missing):
             values[name], 1e3 if name == "z" else 0.0
         )  # silu(1000) = 1000
     scale = 1e-3 if "z" in missing else 1.0
-    y = selective_scan(**given, form=form)
+    y = selective_scan(**given, backend=backend)
     expected = loop(**neutral)[0] * scale
     torch.testing.assert_close(y, expected, rtol=1e-9, atol=1e-9)
     wanted = [v for name, v in values.items() if name not in missing]
@@ -179,53 +187,53 @@ def test_optional_inputs(form, missing):
         torch.testing.assert_close(actual, reference, rtol=1e-9, atol=1e-9)
 
 
-def test_slices_of_wider_tensors(form):
+def test_slices_of_wider_tensors(backend):
     """Inputs that are slices, as a projection's are, give the same results and gradients as copies of them."""
     values = typed(inputs(d_inner=4, d_state=4), torch.float64)
-    plain = results(selective_scan, values, return_last_state=True, form=form)
+    plain = results(selective_scan, values, return_last_state=True, backend=backend)
     wide = (
         torch.cat([values[name] for name in ("u", "z", "dt", "B", "C")], dim=-1)
         .detach()
         .requires_grad_()
     )
     sliced = dict(zip(("u", "z", "dt", "B", "C"), wide.split(4, dim=-1)))
-    y, state = selective_scan(**(values | sliced), return_last_state=True, form=form)
+    y, state = selective_scan(**(values | sliced), return_last_state=True, backend=backend)
     torch.testing.assert_close((y, state), (plain["y"], plain["state"]), rtol=1e-12, atol=1e-12)
     transposed = values["u"].detach().transpose(1, 2).contiguous().transpose(1, 2)
     torch.testing.assert_close(
-        selective_scan(**(values | {"u": transposed}), form=form), y, rtol=1e-12, atol=1e-12
+        selective_scan(**(values | {"u": transposed}), backend=backend), y, rtol=1e-12, atol=1e-12
     )
     expanded = torch.ones(1, 1, 1, dtype=torch.float64)
     (grad,) = torch.autograd.grad(
         y, wide, expanded.expand_as(y)
     )  # what y.sum() sends back: strides of 0
-    again = selective_scan(**(values | sliced), form=form)
+    again = selective_scan(**(values | sliced), backend=backend)
     (reference,) = torch.autograd.grad(again, wide, expanded.expand_as(y).contiguous())
     torch.testing.assert_close(grad, reference, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("batch, length", [(0, 5), (2, 0), (0, 0)])
-def test_empty_batches_and_sequences(form, batch, length):
+def test_empty_batches_and_sequences(backend, batch, length):
     """Nothing in, nothing out; the state passes through, and so does its gradient."""
     values = typed(inputs(batch=batch, length=length), torch.float32)
-    y, state = selective_scan(**values, return_last_state=True, form=form)
+    y, state = selective_scan(**values, return_last_state=True, backend=backend)
     assert y.shape == (batch, length, 5) and torch.equal(state, values["initial_state"])
     gradients = torch.autograd.grad(y.sum() + state.sum(), list(values.values()))
     assert torch.equal(gradients[-1], torch.ones_like(values["initial_state"]))
     assert not any(g.any() for g in gradients[:-1])
 
 
-def test_one_document_never_changes_another(form):
+def test_one_document_never_changes_another(backend):
     """Noise in document A, however large, leaves B's outputs and gradients bitwise as they were."""
-    documents = torch.zeros(1, 90, dtype=torch.int32)
-    documents[:, 37:] = 1
+    seq_idx = torch.zeros(1, 90, dtype=torch.int32)
+    seq_idx[:, 37:] = 1
 
     def second_half(noise):
         values = inputs(batch=1, length=90, d_inner=20)
         for name in ("u", "dt", "B", "C", "z"):
             values[name][:, :37] += noise
         values = typed(values, torch.float32)
-        y = selective_scan(**values, documents=documents, form=form)
+        y = selective_scan(**values, seq_idx=seq_idx, backend=backend)
         gradients = torch.autograd.grad(
             y[:, 37:].square().sum(), [values[n] for n in ("u", "dt", "B", "C", "z")]
         )
@@ -237,37 +245,37 @@ def test_one_document_never_changes_another(form):
             assert torch.equal(before, after)
 
 
-def test_documents_equal_separate_rows(form):
+def test_documents_equal_separate_rows(backend):
     values = typed(inputs(batch=1, length=80), torch.float64)
-    documents = (torch.arange(80)[None] >= 33).int()
-    whole = selective_scan(**values, documents=documents, form=form)
+    seq_idx = (torch.arange(80)[None] >= 33).int()
+    whole = selective_scan(**values, seq_idx=seq_idx, backend=backend)
     zero = torch.zeros_like(values["initial_state"])
     second = {n: v[:, 33:] if n in ("u", "dt", "B", "C", "z") else v for n, v in values.items()}
     second["initial_state"] = zero
     torch.testing.assert_close(
-        whole[:, 33:], selective_scan(**second, form=form), rtol=1e-12, atol=1e-12
+        whole[:, 33:], selective_scan(**second, backend=backend), rtol=1e-12, atol=1e-12
     )
 
 
-def test_nan_is_not_hidden(form):
+def test_nan_is_not_hidden(backend):
     """A NaN anywhere reaches the outputs behind it, so that the step's check can see it."""
     for name in ("u", "dt", "B", "C", "z", "A"):
         values = inputs(length=40)
         values[name].view(-1)[0] = float("nan")
-        assert selective_scan(**typed(values, torch.float32), form=form).isnan().any(), name
+        assert selective_scan(**typed(values, torch.float32), backend=backend).isnan().any(), name
 
 
-def test_state_hands_over(form):
+def test_state_hands_over(backend):
     """Two halves with the state handed over equal the whole, and steps one by one do too."""
     values = typed(inputs(length=50, d_inner=18), torch.float64)
-    whole, last = selective_scan(**values, return_last_state=True, form=form)
+    whole, last = selective_scan(**values, return_last_state=True, backend=backend)
 
     def half(span):
         return {n: v[:, span] if n in ("u", "dt", "B", "C", "z") else v for n, v in values.items()}
 
-    first, state = selective_scan(**half(slice(0, 21)), return_last_state=True, form=form)
+    first, state = selective_scan(**half(slice(0, 21)), return_last_state=True, backend=backend)
     rest, state = selective_scan(
-        **(half(slice(21, 50)) | {"initial_state": state}), return_last_state=True, form=form
+        **(half(slice(21, 50)) | {"initial_state": state}), return_last_state=True, backend=backend
     )
     torch.testing.assert_close(torch.cat([first, rest], dim=1), whole, rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(state, last, rtol=1e-12, atol=1e-12)
@@ -276,28 +284,29 @@ def test_state_hands_over(form):
     for t in range(50):
         one = half(slice(t, t + 1)) | {"initial_state": state}
         y, state = (
-            found.detach() for found in selective_scan(**one, return_last_state=True, form=form)
+            found.detach()
+            for found in selective_scan(**one, return_last_state=True, backend=backend)
         )
         torch.testing.assert_close(y, whole[:, t : t + 1].detach(), rtol=1e-9, atol=1e-9)
     torch.testing.assert_close(state, last.detach(), rtol=1e-9, atol=1e-9)
 
 
-def test_inputs_stay_as_they_were(form):
+def test_inputs_stay_as_they_were(backend):
     values = typed(inputs(), torch.float32)
     before = {name: v.detach().clone() for name, v in values.items()}
-    results(selective_scan, values, return_last_state=True, form=form)
+    results(selective_scan, values, return_last_state=True, backend=backend)
     assert all(torch.equal(values[name], v) for name, v in before.items())
 
 
-def test_results_do_not_depend_on_threads(form):
-    if form == "portable":
+def test_results_do_not_depend_on_threads(backend):
+    if backend == "reference":
         pytest.skip("PyTorch's matrix multiplications decide for themselves")
     values = typed(inputs(batch=3, length=50, d_inner=300), torch.float32)
     threads, seen = torch.get_num_threads(), []
     try:
         for count in (1, 2, 3):
             torch.set_num_threads(count)
-            seen.append(results(selective_scan, values, return_last_state=True, form=form))
+            seen.append(results(selective_scan, values, return_last_state=True, backend=backend))
     finally:
         torch.set_num_threads(threads)
     assert all(torch.equal(run[name], seen[0][name]) for run in seen[1:] for name in seen[0])
@@ -319,10 +328,10 @@ class LargestTensor(TorchDispatchMode):
         return result
 
 
-def test_memory_is_linear_without_d_state(form):
+def test_memory_is_linear_without_d_state(backend):
     """No tensor of batch x length x d_inner x d_state ever exists, nor anything near it, in either pass."""
     batch, length, d_inner, d_state = 2, 1024, 32, 32
     values = typed(inputs(batch, length, d_inner, d_state), torch.float32)
     with LargestTensor() as largest:
-        selective_scan(**values, form=form).sum().backward()
+        selective_scan(**values, backend=backend).sum().backward()
     assert largest.elements <= batch * length * d_inner * d_state / 8

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from mamba_fsdp.ops.ssd import portable, ssd
+from mamba_fsdp.ops.ssd import reference, ssd
 from tests.support.definitions import recurrence
 
 pytestmark = pytest.mark.torch22
@@ -59,10 +59,10 @@ def test_equals_the_recurrence(length, groups, bounded):
     """Outputs, last state and every gradient are the recurrence's, at any length, number of groups and boundaries."""
     values = inputs(length=length, groups=groups)
     state = torch.randn(2, 4, 3, 5, dtype=torch.float64, requires_grad=True)
-    documents = random_documents(2, length) if bounded else None
-    expected = recurrence(*values.values(), documents, state)
+    seq_idx = random_documents(2, length) if bounded else None
+    expected = recurrence(*values.values(), seq_idx, state)
     actual = ssd(
-        **values, chunk_size=256, documents=documents, initial_state=state, return_last_state=True
+        **values, chunk_size=256, seq_idx=seq_idx, initial_state=state, return_last_state=True
     )
     wanted = [*values.values(), state]
     names = ("y", "last state", *NAMES, "initial state")
@@ -74,7 +74,7 @@ def test_equals_the_recurrence(length, groups, bounded):
 
 def test_the_sums_of_a_deterministic_run_on_a_gpu(monkeypatch):
     """Without torch's cumsum, which a GPU refuses then, it is the same recurrence."""
-    monkeypatch.setattr(portable, "_cumsum_repeats", lambda values: False)
+    monkeypatch.setattr(reference, "_cumsum_repeats", lambda values: False)
     test_equals_the_recurrence(150, 2, False)
 
 
@@ -84,13 +84,13 @@ def test_gradcheck(bounded, groups):
     """The written-out backward pass is the derivative of the forward pass, by finite differences."""
     values = inputs(batch=1, length=7, heads=2, headdim=2, groups=groups, d_state=3)
     state = torch.randn(1, 2, 2, 3, dtype=torch.float64, requires_grad=True)
-    documents = torch.tensor([[0, 0, 1, 1, 1, 1, 2]]) if bounded else None
+    seq_idx = torch.tensor([[0, 0, 1, 1, 1, 1, 2]]) if bounded else None
 
     def run(state, *arguments):
         return ssd(
             *arguments,
             chunk_size=4,
-            documents=documents,
+            seq_idx=seq_idx,
             initial_state=state,
             return_last_state=True,
         )
@@ -119,10 +119,8 @@ def test_the_chunk_does_not_matter():
 def test_one_document_a_row():
     """Equal document numbers along a row, whatever number, are no boundaries."""
     values = inputs()
-    documents = torch.tensor([[3], [0]]).expand(2, 70)
-    assert_close(
-        ssd(**values, chunk_size=64, documents=documents), ssd(**values, chunk_size=64), 1e-13
-    )
+    seq_idx = torch.tensor([[3], [0]]).expand(2, 70)
+    assert_close(ssd(**values, chunk_size=64, seq_idx=seq_idx), ssd(**values, chunk_size=64), 1e-13)
 
 
 @pytest.mark.parametrize("boundary", [1, 40, 64, 100])
@@ -134,14 +132,14 @@ def test_no_leak_between_documents(boundary):
         with torch.no_grad():
             for name in ("x", "dt", "B", "C"):
                 values[name][:, changed] = 7 * values[name][:, changed].flip(1) + 3
-        y = ssd(**values, chunk_size=64, documents=documents)
+        y = ssd(**values, chunk_size=64, seq_idx=seq_idx)
         weights = torch.randn(y.shape, generator=torch.Generator().manual_seed(3))
         weights[:, changed] *= -5
         return y, torch.autograd.grad(
             (y * weights).sum(), [values[name] for name in ("x", "dt", "B", "C")]
         )
 
-    documents = (torch.arange(150) >= boundary).int().expand(2, 150)
+    seq_idx = (torch.arange(150) >= boundary).int().expand(2, 150)
     first, second, nothing = slice(0, boundary), slice(boundary, 150), slice(0, 0)
     y, grads = run(nothing)
     for changed, kept in ((first, second), (second, first)):
@@ -154,10 +152,10 @@ def test_no_leak_between_documents(boundary):
 def test_documents_equal_rows_of_their_own():
     """Documents packed into a row come out as each of them alone."""
     values = inputs(batch=1, length=150)
-    documents = random_documents(1, 150)
-    packed = ssd(**values, chunk_size=64, documents=documents)
-    for document in documents.unique():
-        piece = (documents[0] == document).nonzero()[:, 0]
+    seq_idx = random_documents(1, 150)
+    packed = ssd(**values, chunk_size=64, seq_idx=seq_idx)
+    for document in seq_idx.unique():
+        piece = (seq_idx[0] == document).nonzero()[:, 0]
         alone = {
             name: v[:, piece] if name in ("x", "dt", "B", "C") else v for name, v in values.items()
         }
@@ -221,9 +219,9 @@ def test_bf16_costs_its_own_rounding_only(bounded):
     exact = {name: v.double().requires_grad_() for name, v in rounded.items()}
     for value in rounded.values():
         value.requires_grad_()
-    documents = random_documents(2, 150) if bounded else None
-    expected = recurrence(*exact.values(), documents)[0]
-    actual = ssd(**rounded, chunk_size=64, documents=documents)
+    seq_idx = random_documents(2, 150) if bounded else None
+    expected = recurrence(*exact.values(), seq_idx)[0]
+    actual = ssd(**rounded, chunk_size=64, seq_idx=seq_idx)
     assert actual.dtype == torch.bfloat16
     assert (
         (actual.double() - expected).abs() <= 2**-8 * expected.abs() + 1e-5 * expected.abs().max()
@@ -301,13 +299,13 @@ def test_survives_compiling(bounded):
     """torch.compile takes it whole, without a graph break, and gives the same outputs and gradients. What inductor
     makes of it: tests/model/test_lm.py."""
     values = inputs(length=70, dtype=torch.float32)
-    documents = random_documents(2, 70) if bounded else None
+    seq_idx = random_documents(2, 70) if bounded else None
     compiled = torch.compile(
-        lambda **v: ssd(**v, chunk_size=64, documents=documents),
+        lambda **v: ssd(**v, chunk_size=64, seq_idx=seq_idx),
         backend="aot_eager",
         fullgraph=True,
     )
-    actual, expected = compiled(**values), ssd(**values, chunk_size=64, documents=documents)
+    actual, expected = compiled(**values), ssd(**values, chunk_size=64, seq_idx=seq_idx)
     wanted = list(values.values())
     for a, e in zip(
         (actual, *gradients([actual], wanted)), (expected, *gradients([expected], wanted))

@@ -24,7 +24,7 @@ SETTINGS = {
     "mixed_precision": "fp32",
     "num_workers": 1,
     "validation_path": "none",
-    "kernels": "portable",
+    "kernels": "reference",
 }
 
 

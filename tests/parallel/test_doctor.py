@@ -11,7 +11,7 @@ import pytest
 
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.launch import machine
-from mamba_fsdp.ops.forms import OPERATORS, WHOLE
+from mamba_fsdp.ops.backends import OPERATORS, WHOLE
 from mamba_fsdp.parallel.world import World
 from mamba_fsdp.verbs import doctor
 from tests.support.ranks import run_ranks
@@ -48,7 +48,7 @@ def quick(monkeypatch):
 @pytest.mark.slow
 def test_a_broken_environment_is_named_and_the_rest_told(project, tmp_path):
     """A package that can't be imported fails, as does the module that needs it; all else is told. A step of training
-    lowers the loss, each operator has a form, and a folder that is not there is not made."""
+    lowers the loss, each operator has a backend, and a folder that is not there is not made."""
     (tmp_path / "datasets").mkdir()
     (tmp_path / "datasets" / "__init__.py").write_text("raise ImportError('broken on purpose')\n")
     done = consult(project, tmp_path, str(tmp_path / "nowhere"))

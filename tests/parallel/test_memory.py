@@ -92,7 +92,7 @@ def test_weights_gradients_and_moments_are_those_that_are_there(strategy, count)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("layers", ["mamba1", "mamba2", "attention+mlp"])
 def test_activations_and_copies_are_about_the_least_that_autograd_keeps(layers, dtype, how):
-    """What the backward pass takes of a block comes beside; the portable forms keep more."""
+    """What the backward pass takes of a block comes beside; the reference backends keep more."""
     config = ModelConfig(layers=layers, d_model=128, n_layer=4, vocab_size=64, d_state=16)
     world, settings = World.alone(), ParallelConfig(**how)
     parallel = parallelize(

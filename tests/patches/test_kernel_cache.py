@@ -184,7 +184,7 @@ def test_sizes_are_timed_once_and_told(start, monkeypatch):
 
 
 def test_one_layer_of_each_kind_is_timed_at_the_shapes_of_the_run(monkeypatch):
-    from mamba_fsdp.ops.forms import PORTABLE
+    from mamba_fsdp.ops.backends import REFERENCE
     from mamba_fsdp.train import setup
 
     given = {
@@ -201,7 +201,7 @@ def test_one_layer_of_each_kind_is_timed_at_the_shapes_of_the_run(monkeypatch):
     monkeypatch.setattr(
         setup, "build_model", lambda *words: built.append(build_model(*words)) or built[0]
     )
-    run = setup.step_of_each_layer(settings, World.alone(), PORTABLE)
+    run = setup.step_of_each_layer(settings, World.alone(), REFERENCE)
     seen = []
     built[0].module.register_forward_pre_hook(lambda module, given: seen.append(given[0].shape))
     run()

@@ -21,7 +21,7 @@ TINY = {
     "num_steps": 2,
     "eval_interval": 0,
     "mixed_precision": "fp32",
-    "kernels": "portable",
+    "kernels": "reference",
 }
 
 

@@ -92,13 +92,13 @@ def test_a_terminal_that_can_only_print_gets_lines(terminal, monkeypatch):
 def test_long_lines_are_wrapped_where_the_text_begins(terminal):
     display = Console(stream=terminal.stream())
     display.line(
-        "kernels    portable: "
-        + "; ".join(["conv not native: gcc is too old"] * 5)
+        "kernels    reference: "
+        + "; ".join(["conv not cpp: gcc is too old"] * 5)
         + "\na second line"
     )
     first, *rest, last = drawings(terminal.text())
-    assert first.startswith("kernels    portable") and last == "a second line"
-    assert len(rest) == 2 and all(len(row) < 80 and re.match(" {11}[ct]", row) for row in rest)
+    assert first.startswith("kernels    reference") and last == "a second line"
+    assert len(rest) == 2 and all(len(row) < 80 and re.match(" {11}[cot]", row) for row in rest)
 
 
 def test_help_pages_fit_and_options_keep_their_column(terminal):

@@ -27,7 +27,7 @@ SETTINGS = [
     "--mixed_precision=fp32",
     "--deterministic=true",
     "--sharding_strategy=fsdp",
-    "--kernels=portable",
+    "--kernels=reference",
     "--dataset_path=data/store",
 ]
 HOLD = """

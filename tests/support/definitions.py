@@ -4,20 +4,20 @@ import torch
 import torch.nn.functional as F
 
 
-def loop(u, dt, A, B, C, D, z, dt_bias, initial_state, documents=None):
+def loop(u, dt, A, B, C, D, z, dt_bias, initial_state, seq_idx=None):
     """Mamba-1's: (y, last state)."""
     delta = F.softplus(dt + dt_bias, threshold=50)  # the default threshold of 20 costs 1e-10
     state, ys = initial_state, []
     for t in range(u.shape[1]):
         decay = torch.exp(delta[:, t, :, None] * A)
-        if documents is not None and t > 0:
-            decay = decay * (documents[:, t] == documents[:, t - 1])[:, None, None]
+        if seq_idx is not None and t > 0:
+            decay = decay * (seq_idx[:, t] == seq_idx[:, t - 1])[:, None, None]
         state = decay * state + (delta[:, t] * u[:, t])[..., None] * B[:, t, None]
         ys.append((state * C[:, t, None]).sum(-1) + D * u[:, t])
     return torch.stack(ys, dim=1) * F.silu(z), state
 
 
-def recurrence(x, dt, A, B, C, D, dt_bias, documents=None, initial_state=None):
+def recurrence(x, dt, A, B, C, D, dt_bias, seq_idx=None, initial_state=None):
     """Mamba-2's: (y, last state)."""
     batch, length, heads, headdim = x.shape
     delta = F.softplus(dt + dt_bias)
@@ -27,8 +27,8 @@ def recurrence(x, dt, A, B, C, D, dt_bias, documents=None, initial_state=None):
     )
     ys = []
     for t in range(length):
-        if documents is not None and t > 0:
-            state = state * (documents[:, t] == documents[:, t - 1])[:, None, None, None]
+        if seq_idx is not None and t > 0:
+            state = state * (seq_idx[:, t] == seq_idx[:, t - 1])[:, None, None, None]
         state = state * torch.exp(delta[:, t] * A)[..., None, None]
         state = state + (delta[:, t, :, None] * x[:, t])[..., None] * B[:, t, :, None]
         ys.append((state * C[:, t, :, None]).sum(-1) + D[:, None] * x[:, t])

@@ -28,7 +28,7 @@ class Block(nn.Module):
         self.mixer = Mixer(width)
         self.dtype = dtype
 
-    def forward(self, hidden, residual, documents):
+    def forward(self, hidden, residual, seq_idx):
         residual = hidden.float() if residual is None else hidden + residual
         normed = F.layer_norm(residual, residual.shape[-1:], self.norm.weight.float())
         return self.mixer(normed.to(self.dtype)), residual
@@ -49,10 +49,10 @@ class Double(nn.Module):
     def fp32_parameter_names(self):
         return {name for name, _ in self.named_parameters() if name.endswith((".A_log", ".D"))}
 
-    def forward(self, tokens, labels=None, documents=None):
+    def forward(self, tokens, labels=None, seq_idx=None):
         hidden, residual = F.embedding(tokens, self.backbone.embedding.weight).to(self.dtype), None
         for block in self.backbone.layers:
-            hidden, residual = block(hidden, residual, documents)
+            hidden, residual = block(hidden, residual, seq_idx)
         hidden = F.layer_norm(
             hidden + residual, hidden.shape[-1:], self.backbone.norm_f.weight.float()
         ).to(self.dtype)

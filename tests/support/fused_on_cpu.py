@@ -1,5 +1,5 @@
 """Run by test_fused_ssd.py in a process of its own: our calls of mamba-ssm's Mamba-2 kernels, answered on a CPU by that
-package's own reference functions. Prints nothing when outputs and gradients are those of the portable form.
+package's own reference functions. Prints nothing when outputs and gradients are those of the reference backend.
 
     python fused_on_cpu.py FOLDER_WITH_MAMBA_SSM
 """
@@ -20,7 +20,7 @@ from mamba_ssm.ops.triton import layernorm_gated, ssd_combined  # noqa: E402
 
 from config.model_config import ModelConfig  # noqa: E402
 from mamba_fsdp.model.layers import Mamba2  # noqa: E402
-from mamba_fsdp.ops.forms import PORTABLE  # noqa: E402
+from mamba_fsdp.ops.backends import REFERENCE  # noqa: E402
 from mamba_fsdp.ops.ssd import ssd  # noqa: E402
 
 calls = []
@@ -83,21 +83,21 @@ ssd_combined.mamba_split_conv1d_scan_combined = answered_by(
 
 
 def compare(operator, tensors, **rest):
-    """Outputs and gradients of the two forms, documents counted from 0 or not."""
-    for documents in (None, torch.tensor([4, 4, 4, 5, 5, 6, 6, 6, 6, 6, 6]).expand(2, 11)):
+    """Outputs and gradients of the two backends, documents counted from 0 or not."""
+    for seq_idx in (None, torch.tensor([4, 4, 4, 5, 5, 6, 6, 6, 6, 6, 6]).expand(2, 11)):
         results = []
-        for form in ("portable", "fused"):
-            out = operator(**tensors, **rest, documents=documents, form=form)
+        for backend in ("reference", "fused"):
+            out = operator(**tensors, **rest, seq_idx=seq_idx, backend=backend)
             weights = torch.randn(out.shape, generator=torch.Generator().manual_seed(0))
             grads = torch.autograd.grad((out * weights).sum(), list(tensors.values()))
             results.append((out, *grads))
-        for name, portable, fused in zip(("output", *tensors), *results):
-            scale = portable.abs().max()
-            assert portable.dtype == fused.dtype, name
-            assert (portable - fused).abs().max() <= 1e-4 * scale, (
+        for name, reference, fused in zip(("output", *tensors), *results):
+            scale = reference.abs().max()
+            assert reference.dtype == fused.dtype, name
+            assert (reference - fused).abs().max() <= 1e-4 * scale, (
                 operator.__name__,
                 name,
-                portable,
+                reference,
                 fused,
             )
 
@@ -106,12 +106,12 @@ def leaves(**tensors):
     return {name: tensor.requires_grad_() for name, tensor in tensors.items()}
 
 
-def mixer(documents, form, x, **weights):
+def mixer(seq_idx, backend, x, **weights):
     """A Mamba-2 layer, in one call where it is fused."""
     config = ModelConfig(d_model=8, headdim=4, d_state=8, chunk_size=16)
-    layer = Mamba2(config, PORTABLE | ({"mamba2": "fused"} if form == "fused" else {}))
+    layer = Mamba2(config, REFERENCE | ({"mamba2": "fused"} if backend == "fused" else {}))
     weights = {name.replace("__", "."): value for name, value in weights.items()}
-    return torch.func.functional_call(layer, weights, (x, documents))
+    return torch.func.functional_call(layer, weights, (x, seq_idx))
 
 
 torch.manual_seed(0)

@@ -6,9 +6,9 @@ from config.model_config import ModelConfig
 from mamba_fsdp.model.init import initial_value
 from mamba_fsdp.model.lm import MambaLM
 from mamba_fsdp.model.spec import parameters
-from mamba_fsdp.ops.forms import PORTABLE
+from mamba_fsdp.ops.backends import REFERENCE
 
-FORMS = {"portable": PORTABLE, "native": PORTABLE | {"conv": "native", "scan": "native"}}
+BACKENDS = {"reference": REFERENCE, "cpp": REFERENCE | {"conv": "cpp", "scan": "cpp"}}
 SIZES = dict(d_model=32, n_layer=3, vocab_size=50)
 ATTENTION = dict(n_head=4, d_intermediate=48)
 FAMILIES = {

@@ -14,5 +14,5 @@ TINY = {
     "eval_batches": 2,
     "report_interval": 1,
     "checkpoint_interval": 2,
-    "kernels": "portable",
+    "kernels": "reference",
 }

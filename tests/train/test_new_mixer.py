@@ -24,7 +24,7 @@ class Toy(layers.Part):
 
     kind = TOY
 
-    def forward(self, x, documents=None, state=None, position=0):
+    def forward(self, x, seq_idx=None, state=None, position=0):
         taps = self.taps.weight.to(x.dtype)
         y = sum(
             taps[:, shift] * F.pad(x, (0, 0, shift, 0))[:, : x.shape[1]]

@@ -16,7 +16,7 @@ from config.model_config import ModelConfig
 from config.presets import PRESETS, preset
 from config.train_config import TrainConfig
 from mamba_fsdp.model.spec import operator_uses
-from mamba_fsdp.ops.forms import resolve_forms
+from mamba_fsdp.ops.backends import resolve_backends
 from mamba_fsdp.parallel.memory import expected_memory
 from mamba_fsdp.parallel.world import CPU, World
 from mamba_fsdp.train import loop
@@ -175,10 +175,10 @@ def test_what_a_device_holds_is_what_was_expected(size, layers, recompute):
             settings.parallel.selective_checkpointing,
         ) = True, recompute
     found = simulate(settings, size, inside=True).peak
-    forms = resolve_forms(
+    backends = resolve_backends(
         "auto", "cuda", operator_uses(settings.model, torch.bfloat16), assumed=("triton",)
-    ).forms
-    expected = expected_memory(settings, World(0, size, 0, min(8, size), CPU), forms)
+    ).backends
+    expected = expected_memory(settings, World(0, size, 0, min(8, size), CPU), backends)
     for part in ("weights", "gradients", "moments"):
         assert found[part] == pytest.approx(expected[part], rel=0.05), part
     passing = expected["gathered"] + expected["activations"] + expected["loss"]

@@ -19,7 +19,7 @@ MODEL = {
     "eval_interval": 0,
     "checkpoint_interval": 2,
     "mixed_precision": "fp32",
-    "kernels": "portable",
+    "kernels": "reference",
 }
 
 

@@ -5,9 +5,9 @@ y[t] = silu(bias + sum_k weight[width-1-k] * x[t-k]), with x = 0 before the row'
 
 from torch import Tensor
 
-from mamba_fsdp.ops.forms import modules
+from mamba_fsdp.ops.backends import modules
 
-FORMS = modules(__name__)
+BACKENDS = modules(__name__)
 
 
 def causal_conv_silu(
@@ -15,11 +15,11 @@ def causal_conv_silu(
     weight: Tensor,
     bias: Tensor,
     *,
-    documents: Tensor | None = None,
-    form: str = "portable",
+    seq_idx: Tensor | None = None,
+    backend: str = "reference",
 ) -> Tensor:
     """x (batch, length, channels), weight (channels, 1, width), bias (channels) -> the shape and dtype of x.
 
-    documents: (batch, length) document index of each position; a document does not see the one before it.
+    seq_idx: (batch, length) document index of each position; a document does not see the one before it.
     """
-    return FORMS[form].causal_conv_silu(x, weight, bias, documents)
+    return BACKENDS[backend].causal_conv_silu(x, weight, bias, seq_idx)

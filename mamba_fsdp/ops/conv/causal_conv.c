@@ -2,7 +2,7 @@
  * positions, all channels. Gradients of weight and bias are written per task and added up by the caller: so results do not
  * depend on the number of threads.
  */
-#include "native.h"
+#include "cpp.h"
 
 #define STEPS 64
 

@@ -9,25 +9,25 @@ FORWARD = {(8, 0): {"ROWS": 128, "CHANNELS": 256, "num_warps": 1}}
 BACKWARD = {(8, 0): {"ROWS": 128, "CHANNELS": 128, "num_warps": 1}}
 
 
-def conv_forward(x, weight, bias, documents):
+def conv_forward(x, weight, bias, seq_idx):
     out = x.new_empty(x.shape)
-    _walk(triton.blocks("conv_forward", FORWARD, x.device), x, weight, bias, documents, out)
+    _walk(triton.blocks("conv_forward", FORWARD, x.device), x, weight, bias, seq_idx, out)
     return out
 
 
-def conv_backward(grad, x, weight, bias, documents, grad_x=None):
+def conv_backward(grad, x, weight, bias, seq_idx, grad_x=None):
     """The gradients of x, weight and bias; that of x is written to `grad_x` where it is given, rows of any stride."""
     grad_x = x.new_empty(x.shape) if grad_x is None else grad_x
     blocks = triton.blocks("conv_backward", BACKWARD, x.device)
     sums = x.new_empty(
         x.shape[0], -(-x.shape[1] // blocks["ROWS"]), 5, x.shape[2], dtype=torch.float32
     )
-    _walk(blocks, x, weight, bias, documents, grad_x, grad, sums)
+    _walk(blocks, x, weight, bias, seq_idx, grad_x, grad, sums)
     *taps, of_bias = sums.sum((0, 1))[4 - weight.shape[2] :]
     return grad_x, torch.stack(taps, 1).unsqueeze(1).to(weight.dtype), of_bias.to(bias.dtype)
 
 
-def _walk(blocks, x, weight, bias, documents, out, grad=None, sums=None):
+def _walk(blocks, x, weight, bias, seq_idx, out, grad=None, sums=None):
     if x.is_meta or not x.numel():
         return
     from mamba_fsdp.ops.conv.triton_kernels import walk
@@ -38,19 +38,19 @@ def _walk(blocks, x, weight, bias, documents, out, grad=None, sums=None):
         -(-length // blocks["ROWS"]),
         -(-channels // blocks["CHANNELS"]),
     )
-    x, grad, documents = (
-        t if t is None or t.stride(-1) == 1 else t.contiguous() for t in (x, grad, documents)
+    x, grad, seq_idx = (
+        t if t is None or t.stride(-1) == 1 else t.contiguous() for t in (x, grad, seq_idx)
     )
     strides = {
         f"{name}_{of}": 0 if t is None else t.stride(dimension)
         for dimension, of in enumerate(("batch", "row"))
-        for name, t in dict(x=x, out=out, grad=grad, documents=documents).items()
+        for name, t in dict(x=x, out=out, grad=grad, seq_idx=seq_idx).items()
     }
     walk[(batch * row_programs * channel_programs,)](
         X=x,
         WEIGHT=weight.contiguous(),
         BIAS=bias.contiguous(),
-        DOCUMENTS=documents,
+        DOCUMENTS=seq_idx,
         OUT=out,
         GRAD=grad,
         SUMS=sums,
@@ -66,5 +66,5 @@ def _walk(blocks, x, weight, bias, documents, out, grad=None, sums=None):
 
 
 causal_conv_silu = triton.differentiable(
-    "conv", "x weight bias documents?", "", 1, 0, conv_forward, conv_backward
+    "conv", "x weight bias seq_idx?", "", 1, 0, conv_forward, conv_backward
 )

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from mamba_fsdp.ops.forms import modules
+from mamba_fsdp.ops.backends import modules
 
-FORMS = modules(__name__)
+BACKENDS = modules(__name__)
 
 
 class _WithGradients(torch.autograd.Function):
@@ -44,17 +44,17 @@ def linear_cross_entropy(
     token_weights: Tensor | None = None,
     *,
     chunk: int = 0,
-    form: str = "portable",
+    backend: str = "reference",
 ) -> Tensor:
     """Sum of the token losses of a language model's output layer, in nats, as a float32 scalar.
 
     hidden (tokens, d_model); weight (vocab, d_model), cast to hidden's dtype; labels (tokens,) int64, -100 for a token
     that is not counted; token_weights (tokens,) or None for 1; chunk: tokens whose logits exist at a time, 0 for the
-    form's own. A label outside the vocabulary raises, or makes loss and gradients NaN, so that the step is refused.
+    backend's own. A label outside the vocabulary raises, or makes loss and gradients NaN, so that the step is refused.
     """
     want_gradient = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
     with torch.no_grad():
-        loss, *gradients = FORMS[form].loss_and_gradients(
+        loss, *gradients = BACKENDS[backend].loss_and_gradients(
             hidden, weight, labels, token_weights, want_gradient, chunk
         )
     return _WithGradients.apply(hidden, weight, loss, *gradients) if want_gradient else loss

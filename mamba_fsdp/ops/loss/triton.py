@@ -9,7 +9,7 @@ import torch
 
 from mamba_fsdp.conventions import IGNORED_LABEL
 from mamba_fsdp.ops import triton
-from mamba_fsdp.ops.loss import portable
+from mamba_fsdp.ops.loss import reference
 
 takes = triton.takes
 BLOCKS = {(8, 0): {"BLOCK": 4096, "num_warps": 8}}  # logits of one token at a time
@@ -37,9 +37,9 @@ def _chunk_loss(logits, labels, token_weights, want_gradient):
 
 
 def _run(hidden, weight, labels, token_weights, want_gradient, chunk):
-    """chunk 0: as many tokens as take the memory of the portable form's, whose logits are float32 twice."""
-    chunk = chunk or 8 * portable.CHUNK // hidden.element_size()
-    return portable.in_chunks(
+    """chunk 0: as many tokens as take the memory of the reference backend's, whose logits are float32 twice."""
+    chunk = chunk or 8 * reference.CHUNK // hidden.element_size()
+    return reference.in_chunks(
         _chunk_loss, hidden, weight, labels, token_weights, want_gradient, chunk
     )
 

@@ -3,9 +3,9 @@ make than to keep: convolution, projections to dt, B and C, scan, output project
 
 from torch import Tensor
 
-from mamba_fsdp.ops.forms import modules
+from mamba_fsdp.ops.backends import modules
 
-FORMS = modules(__name__)
+BACKENDS = modules(__name__)
 
 
 def mamba1_mixer(
@@ -18,9 +18,9 @@ def mamba1_mixer(
     A: Tensor,
     D: Tensor,
     out_proj_weight: Tensor,
-    documents: Tensor | None,
+    seq_idx: Tensor | None,
     *,
-    form: str,
+    backend: str,
 ) -> Tensor:
     """xz (batch, length, 2 d_inner), halves [x, z] -> (batch, length, d_model).
 
@@ -28,7 +28,7 @@ def mamba1_mixer(
     dt_proj_weight (d_inner, dt_rank), its bias dt_bias (d_inner); A (d_inner, d_state), D (d_inner); out_proj_weight
     (d_model, d_inner). Projections run in xz's dtype.
     """
-    return FORMS[form].mamba1_mixer(
+    return BACKENDS[backend].mamba1_mixer(
         xz,
         conv_weight,
         conv_bias,
@@ -38,5 +38,5 @@ def mamba1_mixer(
         A,
         D,
         out_proj_weight,
-        documents,
+        seq_idx,
     )

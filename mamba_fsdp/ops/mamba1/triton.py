@@ -1,4 +1,4 @@
-"""The Mamba-1 mixer of the Triton forms of its parts. Of each token it keeps xz, what x_proj puts out and its share of
+"""The Mamba-1 mixer of the Triton backends of its parts. Of each token it keeps xz, what x_proj puts out and its share of
 the scan's states; the scan's backward pass makes its output again on the way."""
 
 import torch
@@ -9,13 +9,13 @@ from mamba_fsdp.ops.conv.triton import conv_backward, conv_forward
 from mamba_fsdp.ops.scan.triton import scan_backward, scan_forward
 
 
-def _forward(xz, conv_weight, conv_bias, x_proj, dt_proj, dt_bias, A, D, out_proj, documents, keep):
+def _forward(xz, conv_weight, conv_bias, x_proj, dt_proj, dt_bias, A, D, out_proj, seq_idx, keep):
     x, z = xz.chunk(2, -1)
-    u = conv_forward(x, conv_weight, conv_bias, documents)
+    u = conv_forward(x, conv_weight, conv_bias, seq_idx)
     projected = F.linear(u, x_proj.to(u.dtype))
     dt, B, C = projected.split([dt_proj.shape[1], A.shape[1], A.shape[1]], -1)
     dt = F.linear(dt, dt_proj.to(u.dtype))
-    y, _, entries = scan_forward(u, dt, A, B, C, D, z, dt_bias, documents, None, keep)
+    y, _, entries = scan_forward(u, dt, A, B, C, D, z, dt_bias, seq_idx, None, keep)
     return F.linear(y, out_proj.to(u.dtype)), projected, entries
 
 
@@ -30,25 +30,23 @@ def _backward(
     A,
     D,
     out_proj,
-    documents,
+    seq_idx,
     projected,
     states,
 ):
     x_proj, dt_proj, out_proj = (weight.to(xz.dtype) for weight in (x_proj, dt_proj, out_proj))
     (x, z), grad_xz = xz.chunk(2, -1), xz.new_empty(xz.shape)
     grad_x, grad_z = grad_xz.chunk(2, -1)
-    u = conv_forward(x, conv_weight, conv_bias, documents)
+    u = conv_forward(x, conv_weight, conv_bias, seq_idx)
     rank_dt, B, C = projected.split([dt_proj.shape[1], A.shape[1], A.shape[1]], -1)
     dt = F.linear(rank_dt, dt_proj)
 
     grad_u, grad_dt, grad_A, grad_B, grad_C, grad_D, _, grad_bias, _, y = scan_backward(
-        grad @ out_proj, None, u, dt, A, B, C, D, z, dt_bias, documents, states, True, grad_z
+        grad @ out_proj, None, u, dt, A, B, C, D, z, dt_bias, seq_idx, states, True, grad_z
     )
     grad_projected = torch.cat([grad_dt @ dt_proj, grad_B, grad_C], -1)
     grad_u = grad_u.flatten(0, 1).addmm_(grad_projected.flatten(0, 1), x_proj).view(u.shape)
-    _, grad_conv, grad_conv_bias = conv_backward(
-        grad_u, x, conv_weight, conv_bias, documents, grad_x
-    )
+    _, grad_conv, grad_conv_bias = conv_backward(grad_u, x, conv_weight, conv_bias, seq_idx, grad_x)
     return (
         grad_xz,
         grad_conv,
@@ -64,7 +62,7 @@ def _backward(
 
 _mixer = triton.differentiable(
     "mamba1",
-    "xz conv_weight conv_bias x_proj dt_proj dt_bias A D out_proj documents?",
+    "xz conv_weight conv_bias x_proj dt_proj dt_bias A D out_proj seq_idx?",
     "bool keep",
     1,
     2,

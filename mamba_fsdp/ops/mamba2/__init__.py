@@ -3,9 +3,9 @@ make than to keep: convolution, SSD, gated norm, output projection. layers.py co
 
 from torch import Tensor
 
-from mamba_fsdp.ops.forms import modules
+from mamba_fsdp.ops.backends import modules
 
-FORMS = modules(__name__)
+BACKENDS = modules(__name__)
 
 
 def mamba2_mixer(
@@ -18,19 +18,19 @@ def mamba2_mixer(
     norm_weight: Tensor,
     norm_eps: float,
     out_proj_weight: Tensor,
-    documents: Tensor | None,
+    seq_idx: Tensor | None,
     *,
     ngroups: int,
     headdim: int,
     chunk_size: int,
-    form: str,
+    backend: str,
 ) -> Tensor:
     """zxbcdt (batch, length, 2 d_inner + 2 ngroups d_state + heads), [z, x, B, C, dt] -> (batch, length, d_model).
 
     conv_weight (d_inner + 2 ngroups d_state, 1, width) and conv_bias over [x, B, C]; dt_bias, A, D (heads); norm_weight
     (d_inner), normed group by group; out_proj_weight (d_model, d_inner). chunk_size is the fused kernel's alone.
     """
-    return FORMS[form].mamba2_mixer(
+    return BACKENDS[backend].mamba2_mixer(
         zxbcdt,
         conv_weight,
         conv_bias,
@@ -39,7 +39,7 @@ def mamba2_mixer(
         D,
         norm_weight,
         out_proj_weight,
-        documents,
+        seq_idx,
         norm_eps,
         ngroups,
         headdim,

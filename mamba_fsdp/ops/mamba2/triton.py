@@ -1,4 +1,4 @@
-"""The Mamba-2 mixer of the Triton forms of its parts. Of each token it keeps in_proj's output and the norm's scale; the
+"""The Mamba-2 mixer of the Triton backends of its parts. Of each token it keeps in_proj's output and the norm's scale; the
 backward pass has the norm's output again on the way, and SSD's from the sweep that makes its states again."""
 
 import torch
@@ -10,18 +10,18 @@ from mamba_fsdp.ops.norm.triton import norm_backward, norm_forward
 from mamba_fsdp.ops.ssd.triton import ssd_backward, ssd_forward
 
 
-def _convolve(zxbcdt, conv_weight, conv_bias, dt_bias, A, D, documents, groups):
+def _convolve(zxbcdt, conv_weight, conv_bias, dt_bias, A, D, seq_idx, groups):
     """z, [x, B, C] before the convolution, and SSD's inputs."""
     z, xbc, dt = zxbcdt.tensor_split([-len(conv_weight) - len(A), -len(A)], -1)
-    x, bc = conv_forward(xbc, conv_weight, conv_bias, documents).tensor_split([z.shape[2]], -1)
+    x, bc = conv_forward(xbc, conv_weight, conv_bias, seq_idx).tensor_split([z.shape[2]], -1)
     B, C = bc.unflatten(2, (2, groups, -1)).unbind(2)
-    return z, xbc, (x.unflatten(2, (len(A), -1)), dt, A, B, C, D, dt_bias, documents, None)
+    return z, xbc, (x.unflatten(2, (len(A), -1)), dt, A, B, C, D, dt_bias, seq_idx, None)
 
 
 def _forward(
-    zxbcdt, conv_weight, conv_bias, dt_bias, A, D, norm_weight, out_proj, documents, eps, groups, *_
+    zxbcdt, conv_weight, conv_bias, dt_bias, A, D, norm_weight, out_proj, seq_idx, eps, groups, *_
 ):
-    z, _, inputs = _convolve(zxbcdt, conv_weight, conv_bias, dt_bias, A, D, documents, groups)
+    z, _, inputs = _convolve(zxbcdt, conv_weight, conv_bias, dt_bias, A, D, seq_idx, groups)
     normed, _, scale = norm_forward(
         ssd_forward(*inputs)[0].flatten(2), None, z, norm_weight, eps, groups, z.dtype
     )
@@ -29,10 +29,10 @@ def _forward(
 
 
 def _backward(
-    grad, zxbcdt, conv_weight, conv_bias, dt_bias, A, D, norm_weight, out_proj, documents, scale
+    grad, zxbcdt, conv_weight, conv_bias, dt_bias, A, D, norm_weight, out_proj, seq_idx, scale
 ):
     z, xbc, inputs = _convolve(
-        zxbcdt, conv_weight, conv_bias, dt_bias, A, D, documents, scale.shape[2]
+        zxbcdt, conv_weight, conv_bias, dt_bias, A, D, seq_idx, scale.shape[2]
     )
     y, entering = ssd_forward(*inputs, remake=True)
     grads, normed = zxbcdt.new_empty(zxbcdt.shape), z.new_empty(z.shape)
@@ -46,13 +46,13 @@ def _backward(
     )
     of_dt.copy_(dt)
     of_convolved = torch.cat([of.flatten(2) for of in (of_x, of_B, of_C)], -1)
-    _, *of_conv = conv_backward(of_convolved, xbc, conv_weight, conv_bias, documents, of_xbc)
+    _, *of_conv = conv_backward(of_convolved, xbc, conv_weight, conv_bias, seq_idx, of_xbc)
     return grads, *of_conv, of_bias, of_A, of_D, of_norm, triton.of_weight(grad, normed)
 
 
 _mixer = triton.differentiable(
     "mamba2",
-    "zxbcdt conv_weight conv_bias dt_bias A D norm_weight out_proj documents?",
+    "zxbcdt conv_weight conv_bias dt_bias A D norm_weight out_proj seq_idx?",
     "float eps, int groups, int headdim, int chunk_size",
     1,
     1,

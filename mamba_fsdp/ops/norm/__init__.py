@@ -7,9 +7,9 @@ gate.
 import torch
 from torch import Tensor
 
-from mamba_fsdp.ops.forms import modules
+from mamba_fsdp.ops.backends import modules
 
-FORMS = modules(__name__)
+BACKENDS = modules(__name__)
 
 
 def add_rms_norm(
@@ -19,21 +19,21 @@ def add_rms_norm(
     eps: float,
     out_dtype: torch.dtype,
     *,
-    form: str = "portable",
+    backend: str = "reference",
 ) -> tuple[Tensor, Tensor]:
     """Add x (..., channels) to the residual stream, which stays float32, and norm the sum: (normed, residual).
 
     residual: float32, the shape of x, or None at the first layer. weight (channels). The normed has `out_dtype`.
     """
-    return FORMS[form].add_rms_norm(x, residual, weight, eps, out_dtype)
+    return BACKENDS[backend].add_rms_norm(x, residual, weight, eps, out_dtype)
 
 
 def gated_rms_norm(
-    x: Tensor, z: Tensor, weight: Tensor, eps: float, group_size: int, *, form: str = "portable"
+    x: Tensor, z: Tensor, weight: Tensor, eps: float, group_size: int, *, backend: str = "reference"
 ) -> Tensor:
     """RMSNorm of x * silu(z), each group of `group_size` channels by itself; x, z (..., channels), weight (channels).
 
     Returns x's dtype. `channels` must be a multiple of group_size.
     """
     assert x.shape[-1] % group_size == 0, (x.shape[-1], group_size)
-    return FORMS[form].gated_rms_norm(x, z, weight, eps, group_size)
+    return BACKENDS[backend].gated_rms_norm(x, z, weight, eps, group_size)

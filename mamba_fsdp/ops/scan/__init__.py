@@ -10,9 +10,9 @@ Source: Gu and Dao, Mamba: Linear-Time Sequence Modeling with Selective State Sp
 
 from torch import Tensor
 
-from mamba_fsdp.ops.forms import modules
+from mamba_fsdp.ops.backends import modules
 
-FORMS = modules(__name__)
+BACKENDS = modules(__name__)
 
 
 def selective_scan(
@@ -25,17 +25,17 @@ def selective_scan(
     z: Tensor | None = None,
     dt_bias: Tensor | None = None,
     *,
-    documents: Tensor | None = None,
+    seq_idx: Tensor | None = None,
     initial_state: Tensor | None = None,
     return_last_state: bool = False,
-    form: str = "portable",
+    backend: str = "reference",
 ) -> Tensor | tuple[Tensor, Tensor]:
     """y (batch, length, d_inner) in u's dtype, or (y, last state) with return_last_state.
 
     u, dt, z (batch, length, d_inner); dt is before its bias and softplus; A (d_inner, d_state), negative; B, C (batch,
     length, d_state); D, dt_bias (d_inner); a state is (batch, d_inner, d_state), in float32.
-    documents: (batch, length) document index of each position; the state is reset where it changes.
+    seq_idx: (batch, length) document index of each position; the state is reset where it changes.
     """
-    return FORMS[form].selective_scan(
-        u, dt, A, B, C, D, z, dt_bias, documents, initial_state, return_last_state
+    return BACKENDS[backend].selective_scan(
+        u, dt, A, B, C, D, z, dt_bias, seq_idx, initial_state, return_last_state
     )

@@ -6,7 +6,7 @@
  * written per group, sums over positions per row, and added up by the caller: so results do not depend on the number of
  * threads.
  */
-#include "native.h"
+#include "cpp.h"
 
 #define STEPS 32
 #define GROUP (8 * LANES)

@@ -24,7 +24,7 @@ def _rows(a):
 class _Scan:
     """How the rows of a scan are cut, and the arguments that its kernels share."""
 
-    def __init__(self, kernel, u, dt, A, B, C, D, z, dt_bias, documents):
+    def __init__(self, kernel, u, dt, A, B, C, D, z, dt_bias, seq_idx):
         sizes, A = triton.blocks(kernel, TABLE, u.device), A.T.float().contiguous()
         (batch, length, channels), states = u.shape, len(A)
         blocks, chunks = -(-channels // sizes["CHANNELS"]), -(-length // CHUNK)
@@ -41,7 +41,7 @@ class _Scan:
         self.shared = dict(
             A=A,
             bias=bias,
-            documents=u if documents is None else documents.contiguous(),
+            seq_idx=u if seq_idx is None else seq_idx.contiguous(),
             length=length,
             channels=channels,
             states=states,
@@ -51,7 +51,7 @@ class _Scan:
             EVEN=channels % sizes["CHANNELS"] == length % 4 == 0 and states == N,
             CHANNELS=sizes["CHANNELS"],
             num_warps=sizes["num_warps"] * -(-N // 16),
-            DOCUMENTS=documents is not None,
+            DOCUMENTS=seq_idx is not None,
         )
 
     def floats(self, *shape):
@@ -107,12 +107,12 @@ def scan_forward(
     D: Tensor | None,
     z: Tensor | None,
     dt_bias: Tensor | None,
-    documents: Tensor | None,
+    seq_idx: Tensor | None,
     state: Tensor | None,
     keep: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """y, the last state and, with `keep`, what scan_backward begins at: states (batch, chunks, d_state, d_inner)."""
-    scan = _Scan("scan_forward", u, dt, A, B, C, D, z, dt_bias, documents)
+    scan = _Scan("scan_forward", u, dt, A, B, C, D, z, dt_bias, seq_idx)
     state, out = scan.state(state), u.new_empty(u.shape)
     last, entries = torch.empty_like(state), scan.floats(*scan.entries if keep else (0, 0, 0, 0))
     scan.launch(
@@ -141,7 +141,7 @@ def scan_backward(
     D: Tensor | None,
     z: Tensor | None,
     dt_bias: Tensor | None,
-    documents: Tensor | None,
+    seq_idx: Tensor | None,
     entries: Tensor,
     want_out: bool = False,
     grad_z: Tensor | None = None,
@@ -149,7 +149,7 @@ def scan_backward(
     """The gradients of u, dt, A, B, C, D, z, dt_bias and the initial state; and with want_out y again, as it was given.
     Those of z and y are empty where there is none. grad_z: where to write that of z."""
     scan, grad_out = (
-        _Scan("scan_backward", u, dt, A, B, C, D, z, dt_bias, documents),
+        _Scan("scan_backward", u, dt, A, B, C, D, z, dt_bias, seq_idx),
         _rows(grad_out),
     )
     (blocks, segments, batch), (_, _, states, channels) = scan.grid, scan.entries
@@ -210,7 +210,7 @@ def _backward(*inputs):
 
 _forward = triton.differentiable(
     "scan",
-    "u dt A B C D? z? dt_bias? documents? state?",
+    "u dt A B C D? z? dt_bias? seq_idx? state?",
     "bool keep",
     2,
     1,

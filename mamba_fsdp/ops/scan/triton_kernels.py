@@ -56,13 +56,13 @@ def _slope(delta):
 
 
 @triton.jit
-def _delta(t, dt, bias, documents, length, here, DOCUMENTS, EVEN):
+def _delta(t, dt, bias, seq_idx, length, here, DOCUMENTS, EVEN):
     """delta at position t; negative, and not 0, at a document's start."""
     inside = _inside(here, t, length, EVEN)
     delta = _softplus(_load(dt, inside) + bias)
     if DOCUMENTS:
         at = tl.minimum(t, length - 1)
-        starts = tl.load(documents + at) != tl.load(documents + tl.maximum(at - 1, 0))
+        starts = tl.load(seq_idx + at) != tl.load(seq_idx + tl.maximum(at - 1, 0))
         delta = tl.where(starts, tl.minimum(-delta, -1e-37), delta)
     if not EVEN:
         delta = tl.where(inside, delta, 0.0)
@@ -98,7 +98,7 @@ def local(
     z,
     B,
     bias,
-    documents,
+    seq_idx,
     ends,
     totals,
     u_row,
@@ -136,7 +136,7 @@ def local(
         dt + first * dt_row + channel,
         z + first * z_row + channel,
     )
-    B, documents = B + first * B_row + n, documents + first
+    B, seq_idx = B + first * B_row + n, seq_idx + first
     h, total = tl.zeros((N, CHANNELS), tl.float32), tl.zeros((CHANNELS,), tl.float32)
     start = segment * segment_chunks * CHUNK
     tiles = tl.cdiv(tl.minimum(segment_chunks * CHUNK, length - start), 4)
@@ -145,7 +145,7 @@ def local(
             t = start + tile * 4 + i
             if REVERSE:
                 t = start + (tiles - tile) * 4 - 1 - i
-            delta = _delta(t, dt + t * dt_row, bias, documents, length, here, DOCUMENTS, EVEN)
+            delta = _delta(t, dt + t * dt_row, bias, seq_idx, length, here, DOCUMENTS, EVEN)
             if REVERSE:
                 inside = _inside(here, t, length, EVEN)
                 grad_y = _load(u + t * u_row, inside)
@@ -186,7 +186,7 @@ def forward(
     D,
     z,
     bias,
-    documents,
+    seq_idx,
     state,
     ends,
     totals,
@@ -234,7 +234,7 @@ def forward(
         dt + first * dt_row + channel,
         z + first * z_row + channel,
     )
-    B, C, documents = B + first * B_row + n, C + first * C_row + n, documents + first
+    B, C, seq_idx = B + first * B_row + n, C + first * C_row + n, seq_idx + first
     out, four = out + first * channels + channel, tl.arange(0, 4)[:, None]
     h = _load(state + row * slab + corner, both)
     if CUT:
@@ -261,7 +261,7 @@ def forward(
             y = tl.zeros((4, CHANNELS), tl.float32)
             for i in tl.static_range(4):
                 delta = _delta(
-                    t + i, dt + (t + i) * dt_row, bias, documents, length, here, DOCUMENTS, EVEN
+                    t + i, dt + (t + i) * dt_row, bias, seq_idx, length, here, DOCUMENTS, EVEN
                 )
                 h, _, _, _, _, _ = _advance(
                     t + i,
@@ -378,7 +378,7 @@ def _backward_chunk(
     z,
     B,
     C,
-    documents,
+    seq_idx,
     scratch,
     deltas,
     grad_u,
@@ -411,8 +411,8 @@ def _backward_chunk(
         t, kept = start + tile * 2, tile * (N + 2) * CHANNELS
         tl.store(scratch + kept, h)
         dt_t, u_t, B_t = dt + t * dt_row, u + t * u_row, B + t * B_row
-        delta0 = _delta(t, dt_t, bias, documents, length, here, DOCUMENTS, EVEN)
-        delta1 = _delta(t + 1, dt_t + dt_row, bias, documents, length, here, DOCUMENTS, EVEN)
+        delta0 = _delta(t, dt_t, bias, seq_idx, length, here, DOCUMENTS, EVEN)
+        delta1 = _delta(t + 1, dt_t + dt_row, bias, seq_idx, length, here, DOCUMENTS, EVEN)
         h, _, _, _, _, _ = _advance(t, h, delta0, A, u_t, B_t, length, here, known, DOCUMENTS, EVEN)
         h, _, _, _, _, _ = _advance(
             t + 1, h, delta1, A, u_t + u_row, B_t + B_row, length, here, known, DOCUMENTS, EVEN
@@ -535,7 +535,7 @@ def backward(
     D,
     z,
     bias,
-    documents,
+    seq_idx,
     entries,
     ends,
     totals,
@@ -589,7 +589,7 @@ def backward(
         dt + first * dt_row + channel,
         z + first * z_row + channel,
     )
-    B, C, documents = B + first * B_row + n, C + first * C_row + n, documents + first
+    B, C, seq_idx = B + first * B_row + n, C + first * C_row + n, seq_idx + first
     grad_out, out = grad_out + first * grad_row + channel, out + first * channels + channel
     grad_u, grad_dt = grad_u + first * channels + channel, grad_dt + first * channels + channel
     grad_z += first * grad_z_row + channel
@@ -634,7 +634,7 @@ def backward(
             z,
             B,
             C,
-            documents,
+            seq_idx,
             scratch,
             deltas,
             grad_u,

@@ -11,9 +11,9 @@ through a masked matrix of decays times C B^T; chunks, through the state that on
 
 from torch import Tensor
 
-from mamba_fsdp.ops.forms import modules
+from mamba_fsdp.ops.backends import modules
 
-FORMS = modules(__name__)
+BACKENDS = modules(__name__)
 
 
 def ssd(
@@ -26,20 +26,20 @@ def ssd(
     dt_bias: Tensor | None = None,
     *,
     chunk_size: int,
-    documents: Tensor | None = None,
+    seq_idx: Tensor | None = None,
     initial_state: Tensor | None = None,
     return_last_state: bool = False,
-    form: str = "portable",
+    backend: str = "reference",
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Run the recurrence over whole sequences, of any length.
 
     x (batch, length, heads, headdim); dt (batch, length, heads) before bias and softplus; A (heads), negative; B, C
     (batch, length, groups, d_state), the heads shared evenly among the groups in order; D, dt_bias (heads) or None;
-    documents (batch, length): the state starts from zero wherever it changes; initial_state (batch, heads, headdim,
+    seq_idx (batch, length): the state starts from zero wherever it changes; initial_state (batch, heads, headdim,
     d_state) or None for zeros: what the first document of each row continues. `chunk_size` is the fused kernel's;
     the result does not depend on it. Returns y like x, and with `return_last_state` (y, last state in compute type).
     """
     assert x.shape[2] % B.shape[2] == 0, f"{B.shape[2]} groups don't divide {x.shape[2]} heads"
-    return FORMS[form].ssd(
-        x, dt, A, B, C, D, dt_bias, chunk_size, documents, initial_state, return_last_state
+    return BACKENDS[backend].ssd(
+        x, dt, A, B, C, D, dt_bias, chunk_size, seq_idx, initial_state, return_last_state
     )

@@ -45,7 +45,7 @@ def _rows(**tensors):
 class _Call:
     """What the kernels of one call share: inputs, sizes, and the steps, of which decays are made."""
 
-    def __init__(self, x, dt, A, B, C, D, dt_bias, documents):
+    def __init__(self, x, dt, A, B, C, D, dt_bias, seq_idx):
         from mamba_fsdp.ops.ssd.triton_kernels import add_up
 
         dtype = torch.promote_types(x.dtype, torch.promote_types(B.dtype, C.dtype))
@@ -56,7 +56,7 @@ class _Call:
             _packed(dt),
         )
         self.D, self.bias = (A.new_zeros(A.shape) if t is None else t for t in (D, dt_bias))
-        self.documents = None if documents is None else documents.contiguous()
+        self.seq_idx = None if seq_idx is None else seq_idx.contiguous()
         (self.batch, self.length, self.heads, headdim), (self.groups, d_state) = (
             x.shape,
             B.shape[2:],
@@ -120,7 +120,7 @@ class _Call:
                 C,
                 self.D,
                 self.steps,
-                self.documents,
+                self.seq_idx,
                 first,
                 ends,
                 end_decays,
@@ -140,23 +140,23 @@ class _Call:
         return states, out, last
 
 
-def ssd_forward(x, dt, A, B, C, D, dt_bias, documents, state, remake=False):
+def ssd_forward(x, dt, A, B, C, D, dt_bias, seq_idx, state, remake=False):
     """y and the last state, of the arguments of ops/ssd's ssd. Nothing but these is needed for the gradients. remake: y
     and, instead of the last, the states entering each chunk, which save ssd_backward a sweep."""
     if x.is_meta:
         return x.new_empty(x.shape), x.new_empty(
             x.shape[0], *x.shape[2:], B.shape[3], dtype=torch.float32
         )
-    call = _Call(x, dt, A, B, C, D, dt_bias, documents)
+    call = _Call(x, dt, A, B, C, D, dt_bias, seq_idx)
     entering, y, last = call.sweep(call.x, call.B, call.C, state, states=remake)
     return y.to(x.dtype), entering if remake else last
 
 
-def ssd_backward(grad, grad_last, x, dt, A, B, C, D, dt_bias, documents, state, entering=None):
+def ssd_backward(grad, grad_last, x, dt, A, B, C, D, dt_bias, seq_idx, state, entering=None):
     """The gradients of x, dt, A, B, C, D, dt_bias and the first state, also of those that are None, as if zeros."""
     from mamba_fsdp.ops.ssd.triton_kernels import finish, gradients
 
-    call = _Call(x, dt, A, B, C, D, dt_bias, documents)
+    call = _Call(x, dt, A, B, C, D, dt_bias, seq_idx)
     grad = _packed(grad.to(call.x.dtype))
     if entering is None:
         entering, _, _ = call.sweep(call.x, call.B, call.C, state, states=True, out=False)
@@ -174,7 +174,7 @@ def ssd_backward(grad, grad_last, x, dt, A, B, C, D, dt_bias, documents, state, 
         call.B,
         call.C,
         call.steps,
-        call.documents,
+        call.seq_idx,
         entering,
         leaving,
         dB,
@@ -194,7 +194,7 @@ def ssd_backward(grad, grad_last, x, dt, A, B, C, D, dt_bias, documents, state, 
         A,
         call.bias,
         call.steps,
-        call.documents,
+        call.seq_idx,
         flows,
         sums,
         ddt,
@@ -220,10 +220,10 @@ def ssd_backward(grad, grad_last, x, dt, A, B, C, D, dt_bias, documents, state, 
 
 
 _forward = triton.differentiable(
-    "ssd", "x dt A B C D? dt_bias? documents? state?", "", 2, 0, ssd_forward, ssd_backward
+    "ssd", "x dt A B C D? dt_bias? seq_idx? state?", "", 2, 0, ssd_forward, ssd_backward
 )
 
 
-def ssd(x, dt, A, B, C, D, dt_bias, chunk_size, documents, initial_state, return_last_state):
-    y, last = _forward(x, dt, A, B, C, D, dt_bias, documents, initial_state)
+def ssd(x, dt, A, B, C, D, dt_bias, chunk_size, seq_idx, initial_state, return_last_state):
+    y, last = _forward(x, dt, A, B, C, D, dt_bias, seq_idx, initial_state)
     return (y, last) if return_last_state else y

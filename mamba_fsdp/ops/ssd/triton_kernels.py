@@ -69,7 +69,7 @@ def add_up(
 
 
 @triton.jit
-def chunk_steps(steps, plane, documents, start, length, r, Q: tl.constexpr):
+def chunk_steps(steps, plane, seq_idx, start, length, r, Q: tl.constexpr):
     """delta; the decays from the chunk before to each position and from each to the chunk's end, and the chunk's whole
     decay; both parts of the exponents' sums; the documents."""
     delta, high, low = (
@@ -81,10 +81,10 @@ def chunk_steps(steps, plane, documents, start, length, r, Q: tl.constexpr):
     from_start, to_end = tl.exp(high + low), tl.exp((high_end - high) + (low_end - low))
     total = tl.exp(high_end + low_end)
     document = r
-    if documents is not None:
-        document = tl.load(documents + tl.minimum(start + r, length - 1))
-        before = tl.load(documents + tl.maximum(start - 1, 0))
-        end = tl.load(documents + tl.minimum(start + Q, length) - 1)
+    if seq_idx is not None:
+        document = tl.load(seq_idx + tl.minimum(start + r, length - 1))
+        before = tl.load(seq_idx + tl.maximum(start - 1, 0))
+        end = tl.load(seq_idx + tl.minimum(start + Q, length) - 1)
         from_start = tl.where(document == before, from_start, 0.0)
         to_end = tl.where(document == end, to_end, 0.0)
         total = tl.where(before == end, total, 0.0)
@@ -110,7 +110,7 @@ def sweep(
     C,
     D,
     steps,
-    documents,
+    seq_idx,
     first,
     ends,
     end_decays,
@@ -173,8 +173,8 @@ def sweep(
     C += batch * c_batch + head // SHARE * D_STATE
     plane = tl.num_programs(1).to(tl.int64) * HEADS * chunks * Q
     steps += (batch * HEADS + head) * chunks * Q
-    if documents is not None:
-        documents += batch * length
+    if seq_idx is not None:
+        seq_idx += batch * length
     from_chunk = segment * per_segment
     to_chunk = tl.minimum(from_chunk + per_segment, chunks)
     decay = 1.0
@@ -183,7 +183,7 @@ def sweep(
         start = chunk * Q
         left, at = length - start, start.to(tl.int64)
         delta, from_start, to_end, total, high, low, document = chunk_steps(
-            steps + start, plane, documents, start, length, r, Q
+            steps + start, plane, seq_idx, start, length, r, Q
         )
         x_ = load(x + at * X_ROW, X_ROW, r, p, left, HEADDIM, P, T)
         b = load(B + at * B_ROW, B_ROW, r, n, left, D_STATE, N, T)
@@ -196,7 +196,7 @@ def sweep(
         if out is not None and not LOCAL:
             c = load(C + at * C_ROW, C_ROW, r, n, left, D_STATE, N, T)
             weights = dot(c, tl.trans(b)) * decays_within(
-                high, low, document, r, documents is not None, REVERSE
+                high, low, document, r, seq_idx is not None, REVERSE
             )
             if REVERSE:
                 y = (dot(c, state.to(T)) * to_end[:, None] + dot(weights.to(T), x_)) * delta[
@@ -231,7 +231,7 @@ def gradients(
     B,
     C,
     steps,
-    documents,
+    seq_idx,
     entering,
     leaving,
     dB,
@@ -285,13 +285,13 @@ def gradients(
     cb = dot(c, tl.trans(b))
     db, dc = tl.zeros([Q, K], tl.float32), tl.zeros([Q, K], tl.float32)
     plane = batches.to(tl.int64) * HEADS * chunks * Q
-    if documents is not None:
-        documents += batch * length
+    if seq_idx is not None:
+        seq_idx += batch * length
     first = block * BLOCK
     for head in range(group * SHARE + first, group * SHARE + tl.minimum(first + BLOCK, SHARE)):
         row = batch * HEADS + head
         delta, from_start, to_end, _, high, low, document = chunk_steps(
-            steps + (row * chunks + chunk) * Q, plane, documents, start, length, r, Q
+            steps + (row * chunks + chunk) * Q, plane, seq_idx, start, length, r, Q
         )
         products = tl.zeros([Q, Q], tl.float32)
         for tile in tl.static_range(TILES):
@@ -310,7 +310,7 @@ def gradients(
                 T,
             )
             products += dot(dy_, tl.trans(x_))
-        products *= decays_within(high, low, document, r, documents is not None, False)
+        products *= decays_within(high, low, document, r, seq_idx is not None, False)
         grad_cb = (products * delta[None, :]).to(T)
         dc += dot(grad_cb, b)
         db += dot(tl.trans(grad_cb), c)
@@ -376,7 +376,7 @@ def finish(
     A,
     bias,
     steps,
-    documents,
+    seq_idx,
     flows,
     sums,
     ddt,
@@ -413,15 +413,15 @@ def finish(
         read += tl.load(flow + 2 * Q)
         kept += tl.load(flow + 3 * Q)
         across += tl.load(sums + own * 2)
-    if documents is not None:
-        documents += batch * length
+    if seq_idx is not None:
+        seq_idx += batch * length
     delta, _, _, total, _, _, document = chunk_steps(
-        steps + row * Q, batches.to(tl.int64) * heads * chunks * Q, documents, start, length, r, Q
+        steps + row * Q, batches.to(tl.int64) * heads * chunks * Q, seq_idx, start, length, r, Q
     )
 
     # delta[t] A counts in each decay that passes position t: into later positions, out of earlier ones.
     passing = tl.where(r[:, None] >= r[None, :], read[:, None], (delta * kept)[:, None])
-    if documents is not None:
+    if seq_idx is not None:
         passing = tl.where(document[:, None] == document[None, :], passing, 0.0)
     passing = within + tl.sum(passing, 0) + total * across
     there, dt = r < length - start, dt + batch * dt_batch + (start + r).to(tl.int64) * dt_row + head

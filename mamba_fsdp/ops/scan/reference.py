@@ -132,7 +132,7 @@ class _Scan(torch.autograd.Function):
         return grad_u, grad_dt, grad_A, grad_B, grad_C, grad_D, grad_z, grad_bias, None, carried
 
 
-def apply(function, u, dt, A, B, C, D, z, dt_bias, documents, initial_state, return_last_state):
+def apply(function, u, dt, A, B, C, D, z, dt_bias, seq_idx, initial_state, return_last_state):
     """selective_scan by an autograd function, which has A, D, dt_bias and the state in compute type, A and states with
     d_inner, the long dimension, last, and `starts`: True where a position begins a document, but for its row's first.
     """
@@ -140,7 +140,7 @@ def apply(function, u, dt, A, B, C, D, z, dt_bias, documents, initial_state, ret
     D, dt_bias = (
         A.new_zeros(A.shape[1]) if v is None else v.to(A.dtype).contiguous() for v in (D, dt_bias)
     )
-    starts = None if documents is None else documents.diff(dim=1, prepend=documents[:, :1]) != 0
+    starts = None if seq_idx is None else seq_idx.diff(dim=1, prepend=seq_idx[:, :1]) != 0
     if initial_state is None:
         state = A.new_zeros(u.shape[0], *A.shape)
     else:

@@ -1,4 +1,4 @@
-"""What the native forms share: their C, compiled on first use into a cache folder and loaded through ctypes.
+"""What the cpp backends share: their C, compiled on first use into a cache folder and loaded through ctypes.
 
 The library's name is a hash of its sources, the flags, the compiler and the processor, so a stale or foreign one is
 never loaded; it is written under another name and renamed, so any number of processes may start at once. It is linked
@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 
 FOLDER = Path(__file__).parent
-HEADER, SOURCES = FOLDER / "native.h", sorted(FOLDER.rglob("*.c"))
+HEADER, SOURCES = FOLDER / "cpp.h", sorted(FOLDER.rglob("*.c"))
 # dtype of the activations: how the sources are compiled for it
 TYPES = {torch.float32: (), torch.bfloat16: ("-DIO_BFLOAT16",), torch.float64: ("-DREAL_DOUBLE",)}
 FLAGS = [
@@ -35,7 +35,7 @@ COMPILE_SECONDS = 120
 
 
 class Unavailable(Exception):
-    """Why there is no C form on this machine, in one line."""
+    """Why there is no C backend on this machine, in one line."""
 
 
 def _run(command):
@@ -108,12 +108,12 @@ def library(dtype):
         return ctypes.CDLL(str(path))
     except OSError as error:
         raise Unavailable(
-            f"the C form can't be written to or loaded from {path}: {error}"
+            f"the C backend can't be written to or loaded from {path}: {error}"
         ) from error
 
 
 def why_unavailable(dtype=torch.float32):
-    """None when the C forms for activations of `dtype` compile and load, else the reason."""
+    """None when the C backends for activations of `dtype` compile and load, else the reason."""
     try:
         library(dtype)
     except Unavailable as reason:
@@ -122,7 +122,7 @@ def why_unavailable(dtype=torch.float32):
 
 
 def takes(use):
-    """None when there is a C form for activations of this dtype, else the reason. See forms.py."""
+    """None when there is a C backend for activations of this dtype, else the reason. See backends.py."""
     return why_unavailable(use.dtype) if use.dtype in TYPES else f"there is no C for {use.dtype}"
 
 
@@ -149,11 +149,11 @@ def call(function, structure, **values):
 def as_rows(*activations):
     """(batch, length, channels) each, or None, as C reads it: channels contiguous, rows evenly spaced in the batch.
 
-    A form is chosen before it is called: another device, dtype or mixture is a programmer's mistake.
+    A backend is chosen before it is called: another device, dtype or mixture is a programmer's mistake.
     """
     kinds = {(a.device.type, a.dtype) for a in activations if a is not None}
     assert len(kinds) == 1 and kinds <= {("cpu", dtype) for dtype in TYPES}, (
-        f"there is no C form for {kinds}"
+        f"there is no C backend for {kinds}"
     )
     return [
         a

@@ -1,4 +1,4 @@
-"""Kernels beside the portable form in float64: outputs and gradients, the largest error relative to the largest value.
+"""Kernels beside the reference backend in float64: outputs and gradients, the largest error relative to the largest value.
 
 In the interpreter fp32 to bf16 cuts off, so that a result in bf16 may be a whole step of 2**-7 away.
 """
@@ -71,11 +71,11 @@ def assert_like(got, expected, most=None):
     assert not wrong, f"relative errors above the bound: {wrong}; all: {errors}"
 
 
-def assert_like_portable(kernels, portable, leaves, most=None, reference=None, **rest):
-    """kernels(**leaves) beside portable(**leaves in float64), outputs and gradients. reference: further arguments that
-    only the portable form takes. Returns what `kernels` gave."""
+def assert_like_reference(kernels, reference, leaves, most=None, reference_only=None, **rest):
+    """kernels(**leaves) beside reference(**leaves in float64), outputs and gradients. reference_only: further arguments that
+    only the reference backend takes. Returns what `kernels` gave."""
     got = evaluate(kernels, leaves, **rest)
-    assert_like(got, evaluate(portable, double(leaves), **rest, **(reference or {})), most)
+    assert_like(got, evaluate(reference, double(leaves), **rest, **(reference_only or {})), most)
     return got
 
 

@@ -5,11 +5,11 @@ from functools import partial
 import torch
 from torch.autograd.function import once_differentiable
 
-from mamba_fsdp.ops import native
-from mamba_fsdp.ops.scan.portable import apply
+from mamba_fsdp.ops import cpp
+from mamba_fsdp.ops.scan.reference import apply
 
-takes, why_unavailable = native.takes, native.why_unavailable
-_ARGUMENTS = native.structure(
+takes, why_unavailable = cpp.takes, cpp.why_unavailable
+_ARGUMENTS = cpp.structure(
     "batch length d_inner d_state u_row dt_row B_row C_row z_row grad_out_row",
     "u dt B C z A D bias starts out entries state grad_out grad_state grad_u grad_dt grad_z grad_B grad_C grad_A "
     "grad_D grad_bias",
@@ -18,7 +18,7 @@ _ARGUMENTS = native.structure(
 
 def _call(function, u, dt, A, B, C, D, z, bias, starts, entries, **more):
     batch, length, d_inner = u.shape
-    native.call(
+    cpp.call(
         function,
         _ARGUMENTS,
         batch=batch,
@@ -42,8 +42,8 @@ def _call(function, u, dt, A, B, C, D, z, bias, starts, entries, **more):
 class _Scan(torch.autograd.Function):
     @staticmethod
     def forward(ctx, u, dt, A, B, C, D, z, bias, starts, state):
-        u, dt, B, C, z = native.as_rows(u, dt, B, C, z)
-        library, out, state = native.library(u.dtype), u.new_empty(u.shape), state.clone()
+        u, dt, B, C, z = cpp.as_rows(u, dt, B, C, z)
+        library, out, state = cpp.library(u.dtype), u.new_empty(u.shape), state.clone()
         entries = state.new_empty(u.shape[0], -(-u.shape[1] // library.scan_steps()), *A.shape)
         inputs = u, dt, A, B, C, D, z, bias, starts, entries
         _call(library.scan_forward, *inputs, out=out, state=state)
@@ -55,7 +55,7 @@ class _Scan(torch.autograd.Function):
     def backward(ctx, grad_out, grad_last_state):
         u, dt, A, B, C, D, z, bias, starts, entries = inputs = ctx.saved_tensors
         (batch, length, d_inner), d_state = u.shape, A.shape[0]
-        library, (grad_out,) = native.library(u.dtype), native.as_rows(grad_out)
+        library, (grad_out,) = cpp.library(u.dtype), cpp.as_rows(grad_out)
         grad_u, grad_dt, grad_z = (None if v is None else u.new_empty(u.shape) for v in (u, dt, z))
         groups = -(-d_inner // library.scan_group())
         grad_B, grad_C = (A.new_empty(groups, batch, length, d_state) for _ in range(2))

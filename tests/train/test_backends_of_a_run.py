@@ -1,4 +1,4 @@
-"""What a run says of its operators' forms, and what it refuses before its first step."""
+"""What a run says of its operators' backends, and what it refuses before its first step."""
 
 import sys
 import types
@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from mamba_fsdp.errors import UserError
-from mamba_fsdp.ops import native
+from mamba_fsdp.ops import cpp
 from mamba_fsdp.parallel import compat
 
 needs_c = pytest.mark.skipif(
-    bool(native.why_unavailable()), reason=f"no C form: {native.why_unavailable()}"
+    bool(cpp.why_unavailable()), reason=f"no C backend: {cpp.why_unavailable()}"
 )
 
 
@@ -21,7 +21,7 @@ def line(said):
 
 def test_the_log_has_one_line_of_them(train, tmp_path):
     said = train(tmp_path / "run", num_steps=1, layers="mamba1,mamba2", headdim=8, eval_interval=0)
-    assert line(said) == "kernels    portable: conv, scan, ssd, norm, loss"
+    assert line(said) == "kernels    reference: conv, scan, ssd, norm, loss"
 
 
 @needs_c
@@ -30,8 +30,8 @@ def test_fp16_on_a_cpu_says_what_it_runs_without(train, tmp_path):
         tmp_path / "run", num_steps=1, kernels="auto", mixed_precision="fp16", eval_interval=0
     )
     assert line(said) == (
-        "kernels    portable: conv, scan, norm, loss; "
-        "conv, scan not native: there is no C for torch.float16"
+        "kernels    reference: conv, scan, norm, loss; "
+        "conv, scan not cpp: there is no C for torch.float16"
     )
 
 
@@ -43,12 +43,12 @@ def test_fp16_on_a_cpu_says_what_it_runs_without(train, tmp_path):
             "kernels=fused: conv can't be fused on cpu: it is for cuda devices; kernels=auto takes what can serve",
         ),
         (
-            "ssd=portable",
-            "kernels=ssd=portable: this model has no ssd, only conv, scan, norm, loss, mamba1",
+            "ssd=reference",
+            "kernels=ssd=reference: this model has no ssd, only conv, scan, norm, loss, mamba1",
         ),
         (
-            "scan=nativ",
-            "kernels=scan=nativ: there is no form of scan 'nativ'; did you mean native?",
+            "scan=tritn",
+            "kernels=scan=tritn: there is no backend of scan 'tritn'; did you mean triton?",
         ),
     ],
 )
@@ -66,9 +66,9 @@ def test_what_the_libraries_do_not_take_is_refused(train, tmp_path, monkeypatch)
     for name in ("mamba_ssm", "causal_conv1d"):
         monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
     monkeypatch.setitem(sys.modules, "triton", None)
-    on_gpu = setup.resolve_forms
+    on_gpu = setup.resolve_backends
     monkeypatch.setattr(
-        setup, "resolve_forms", lambda setting, device_type, uses: on_gpu(setting, "cuda", uses)
+        setup, "resolve_backends", lambda setting, device_type, uses: on_gpu(setting, "cuda", uses)
     )
     with pytest.raises(
         UserError, match="conv can't be fused on cuda: causal-conv1d takes multiples of 8.*, not 34"

@@ -14,7 +14,7 @@ from torch.autograd.function import once_differentiable
 
 from mamba_fsdp.conventions import compute_type
 
-CHUNK = 64  # positions; the portable form's own: larger chunks cost more decays, smaller ones more states
+CHUNK = 64  # positions; the reference backend's own: larger chunks cost more decays, smaller ones more states
 
 
 def _in_chunks(t, size):
@@ -30,42 +30,40 @@ def _cumsum_repeats(values):
     return values.device.type == "cpu" or not torch.are_deterministic_algorithms_enabled()
 
 
-def _sums(values, documents=None):
+def _sums(values, seq_idx=None):
     """Sum over the positions up to each one, of its document only; values (batch, chunks, size, heads)."""
-    if documents is None and _cumsum_repeats(values):
+    if seq_idx is None and _cumsum_repeats(values):
         return values.cumsum(2)
     shift = 1
     while shift < values.shape[2]:  # after each round, the sum over the last 2 * shift positions
         earlier = values[:, :, :-shift]
-        if documents is not None:
+        if seq_idx is not None:
             earlier = torch.where(
-                (documents[:, :, shift:] == documents[:, :, :-shift]).unsqueeze(3), earlier, 0
+                (seq_idx[:, :, shift:] == seq_idx[:, :, :-shift]).unsqueeze(3), earlier, 0
             )
         values = values + F.pad(earlier, (0, 0, shift, 0))
         shift *= 2
     return values
 
 
-def _decays(delta, A, documents):
+def _decays(delta, A, seq_idx):
     """What remains of a state after some positions; 0 where a document starts in between, or from later to earlier.
 
-    delta (batch, chunks, size, heads); documents (batch, chunks, size) or None. Returns the decay from position j to
+    delta (batch, chunks, size, heads); seq_idx (batch, chunks, size) or None. Returns the decay from position j to
     position i of a chunk (batch, chunks, heads, i, j), and those from the chunk before to i and from j to the end of
     the chunk (batch, chunks, size, heads).
     """
     size, real = delta.shape[2], delta.dtype
-    powers = _sums(delta.double() * (A.double() / math.log(2)), documents)
+    powers = _sums(delta.double() * (A.double() / math.log(2)), seq_idx)
     by_head = powers.transpose(2, 3)
     within = (by_head.unsqueeze(4) - by_head.unsqueeze(3)).to(real)
     within += torch.full((size, size), -torch.inf, dtype=real, device=delta.device).triu(1)
     from_start, to_end = powers.to(real), (powers[:, :, -1:] - powers).to(real)
-    if documents is not None:
-        before = torch.cat([documents[:, :1, 0], documents[:, :-1, -1]], dim=1).unsqueeze(2)
-        within.masked_fill_(
-            (documents.unsqueeze(3) != documents.unsqueeze(2)).unsqueeze(2), -torch.inf
-        )
-        from_start.masked_fill_((documents != before).unsqueeze(3), -torch.inf)
-        to_end.masked_fill_((documents != documents[:, :, -1:]).unsqueeze(3), -torch.inf)
+    if seq_idx is not None:
+        before = torch.cat([seq_idx[:, :1, 0], seq_idx[:, :-1, -1]], dim=1).unsqueeze(2)
+        within.masked_fill_((seq_idx.unsqueeze(3) != seq_idx.unsqueeze(2)).unsqueeze(2), -torch.inf)
+        from_start.masked_fill_((seq_idx != before).unsqueeze(3), -torch.inf)
+        to_end.masked_fill_((seq_idx != seq_idx[:, :, -1:]).unsqueeze(3), -torch.inf)
     return within.exp2_(), from_start.exp2_(), to_end.exp2_()
 
 
@@ -94,17 +92,17 @@ def _states(x, delta, B, from_start, to_end, state):
 
 class _SSD(torch.autograd.Function):
     """x (batch, length, heads, headdim), B, C of any dtype; delta (batch, length, heads) after softplus, A, D in
-    compute type, as state (batch, groups, d_state, channels), channels those of a group's heads; documents in chunks.
+    compute type, as state (batch, groups, d_state, channels), channels those of a group's heads; seq_idx in chunks.
 
     Indices: z row, c chunk, i and j positions of a chunk, h head, p its channel, g group, k its channel, n state.
     """
 
     @staticmethod
-    def forward(ctx, x, delta, A, B, C, D, documents, state, size):
-        ctx.save_for_backward(x, delta, A, B, C, D, documents, state)
+    def forward(ctx, x, delta, A, B, C, D, seq_idx, state, size):
+        ctx.save_for_backward(x, delta, A, B, C, D, seq_idx, state)
         ctx.size = size
         x_, delta_, B_, C_ = (_in_chunks(t, size).to(delta.dtype) for t in (x, delta, B, C))
-        within, from_start, to_end = _decays(delta_, A, documents)
+        within, from_start, to_end = _decays(delta_, A, seq_idx)
 
         _, _, entering, last = _states(x_, delta_, B_, from_start, to_end, state)
         y = torch.einsum("zcign,zcgnk->zcigk", C_, entering).flatten(3).unflatten(3, x.shape[2:])
@@ -118,11 +116,11 @@ class _SSD(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, grad, grad_last):
-        x, delta, A, B, C, D, documents, state = ctx.saved_tensors
+        x, delta, A, B, C, D, seq_idx, state = ctx.saved_tensors
         x_, delta_, B_, C_, grad_ = (
             _in_chunks(t, ctx.size).to(delta.dtype) for t in (x, delta, B, C, grad)
         )
-        within, from_start, to_end = _decays(delta_, A, documents)
+        within, from_start, to_end = _decays(delta_, A, seq_idx)
         by_head, by_group = x.shape[2:], (B.shape[2], -1)
 
         # Between chunks. `leaving` is the gradient of the state that leaves each chunk, as `entering` is a state.
@@ -157,7 +155,7 @@ class _SSD(torch.autograd.Function):
         # delta[t] A counts in each decay that passes position t: into later positions, out of earlier ones.
         grad_within.diagonal(dim1=3, dim2=4).zero_()
         passing = (grad_within.sum(4) - grad_within.sum(3)).transpose(2, 3) + grad_from_start
-        passing = _sums(passing.flip(2), None if documents is None else documents.flip(2)).flip(2)
+        passing = _sums(passing.flip(2), None if seq_idx is None else seq_idx.flip(2)).flip(2)
         passing += (_sums(grad_to_end) - grad_to_end) + grad_decay.unsqueeze(2)
         grad_delta = (grad_input * x_).sum(4).addcmul_(passing, A)
         grad_A = (passing * delta_).sum((0, 1, 2))
@@ -170,7 +168,7 @@ class _SSD(torch.autograd.Function):
         return grad_x, grad_delta, grad_A, grad_B, grad_C, grad_D, None, grad_state, None
 
 
-def ssd(x, dt, A, B, C, D, dt_bias, chunk_size, documents, initial_state, return_last_state):
+def ssd(x, dt, A, B, C, D, dt_bias, chunk_size, seq_idx, initial_state, return_last_state):
     batch, length, heads, headdim = x.shape
     real, size = (
         compute_type(x),
@@ -178,14 +176,14 @@ def ssd(x, dt, A, B, C, D, dt_bias, chunk_size, documents, initial_state, return
     )  # of generation's steps nothing is padded
     delta = F.softplus(dt.to(real) if dt_bias is None else dt.to(real) + dt_bias.to(real))
     D = A.new_zeros(heads) if D is None else D
-    if documents is not None:
-        documents = torch.cat(
-            [documents, documents[:, -1:].expand(-1, -length % size)], dim=1
-        ).unflatten(1, (-1, size))
+    if seq_idx is not None:
+        seq_idx = torch.cat([seq_idx, seq_idx[:, -1:].expand(-1, -length % size)], dim=1).unflatten(
+            1, (-1, size)
+        )
     if initial_state is None:
         initial_state = x.new_zeros(batch, heads, headdim, B.shape[3])
     state = initial_state.to(real).unflatten(1, (B.shape[2], -1)).flatten(2, 3).transpose(2, 3)
-    y, last = _SSD.apply(x, delta, A.to(real), B, C, D.to(real), documents, state, size)
+    y, last = _SSD.apply(x, delta, A.to(real), B, C, D.to(real), seq_idx, state, size)
     return (
         (y, last.transpose(2, 3).unflatten(2, (-1, headdim)).flatten(1, 2))
         if return_last_state

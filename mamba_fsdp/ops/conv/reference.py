@@ -10,50 +10,50 @@ from torch.autograd.function import once_differentiable
 from mamba_fsdp.conventions import compute_type
 
 
-def _within(documents, shift, values):
+def _within(seq_idx, shift, values):
     """values (batch, length - shift, channels), but 0 where positions t and t - shift lie in different documents."""
-    if documents is None:
+    if seq_idx is None:
         return values
-    return values * (documents[:, shift:] == documents[:, :-shift]).unsqueeze(-1).to(values.dtype)
+    return values * (seq_idx[:, shift:] == seq_idx[:, :-shift]).unsqueeze(-1).to(values.dtype)
 
 
-def _convolve(x, taps, bias, documents):
+def _convolve(x, taps, bias, seq_idx):
     """The convolution before SiLU."""
     out = torch.addcmul(bias, x, taps[-1])
     for shift in range(1, min(taps.shape[0], x.shape[1])):
-        out[:, shift:].addcmul_(_within(documents, shift, x[:, :-shift]), taps[-1 - shift])
+        out[:, shift:].addcmul_(_within(seq_idx, shift, x[:, :-shift]), taps[-1 - shift])
     return out
 
 
 class _Conv(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, taps, bias, documents):
-        ctx.save_for_backward(x, taps, bias, documents)
-        return F.silu(_convolve(x.to(taps.dtype), taps, bias, documents), inplace=True).to(x.dtype)
+    def forward(ctx, x, taps, bias, seq_idx):
+        ctx.save_for_backward(x, taps, bias, seq_idx)
+        return F.silu(_convolve(x.to(taps.dtype), taps, bias, seq_idx), inplace=True).to(x.dtype)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
-        x, taps, bias, documents = ctx.saved_tensors
+        x, taps, bias, seq_idx = ctx.saved_tensors
         values = x.to(taps.dtype)
-        out = _convolve(values, taps, bias, documents)
+        out = _convolve(values, taps, bias, seq_idx)
         gate = torch.sigmoid(out)
         grad = grad * gate.addcmul_(out.mul_(gate), 1 - gate)  # silu'(v) = s + v s (1 - s)
         grad_taps = torch.zeros_like(taps)
         grad_taps[-1] = (grad * values).sum((0, 1))
         grad_x = grad * taps[-1]
         for shift in range(1, min(taps.shape[0], x.shape[1])):
-            later = _within(documents, shift, grad[:, shift:])
+            later = _within(seq_idx, shift, grad[:, shift:])
             grad_taps[-1 - shift] = (later * values[:, :-shift]).sum((0, 1))
             grad_x[:, :-shift].addcmul_(later, taps[-1 - shift])
         return grad_x.to(x.dtype), grad_taps, grad.sum((0, 1)), None
 
 
-def apply(function, x, weight, bias, documents):
-    """causal_conv_silu by a function of x, taps (width, channels; now last), bias, both in compute type, documents."""
+def apply(function, x, weight, bias, seq_idx):
+    """causal_conv_silu by a function of x, taps (width, channels; now last), bias, both in compute type, seq_idx."""
     real = compute_type(x)
     return function.apply(
-        x, weight.squeeze(1).T.to(real).contiguous(), bias.to(real).contiguous(), documents
+        x, weight.squeeze(1).T.to(real).contiguous(), bias.to(real).contiguous(), seq_idx
     )
 
 

@@ -1,4 +1,4 @@
-"""The C forms' way from source to loaded library, also where the machine is against it."""
+"""The C backends' way from source to loaded library, also where the machine is against it."""
 
 import os
 import subprocess
@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from mamba_fsdp.errors import UserError
-from mamba_fsdp.ops import native
-from mamba_fsdp.ops.forms import Use, resolve_forms
+from mamba_fsdp.ops import cpp
+from mamba_fsdp.ops.backends import Use, resolve_backends
 
 pytestmark = pytest.mark.usefixtures("fresh")
 
@@ -20,14 +20,14 @@ pytestmark = pytest.mark.usefixtures("fresh")
 def fresh(tmp_path, monkeypatch):
     """An empty cache folder, and nothing loaded yet."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    native.library.cache_clear()
+    cpp.library.cache_clear()
     yield tmp_path
-    native.library.cache_clear()
+    cpp.library.cache_clear()
 
 
 @pytest.fixture
 def needs_compiler():
-    reason = native.why_unavailable()
+    reason = cpp.why_unavailable()
     if reason:
         pytest.skip(reason)
 
@@ -36,10 +36,10 @@ USES = {operator: [Use(operator, torch.float32, False)] for operator in ("conv",
 
 
 def assert_portable_because(reason):
-    """Where there is no C, auto takes the portable forms and the log's line says why."""
-    choice = resolve_forms("auto", "cpu", USES)
-    assert choice.forms == {"conv": "portable", "scan": "portable"}
-    assert str(choice).startswith("portable: conv, scan; conv, scan not native: ")
+    """Where there is no C, auto takes the reference backends and the log's line says why."""
+    choice = resolve_backends("auto", "cpu", USES)
+    assert choice.backends == {"conv": "reference", "scan": "reference"}
+    assert str(choice).startswith("reference: conv, scan; conv, scan not cpp: ")
     assert reason in str(choice) and "\n" not in str(choice)
 
 
@@ -70,9 +70,9 @@ def test_a_broken_compiler_means_portable_and_says_so(fresh, monkeypatch, body, 
     monkeypatch.setenv("CC", write_compiler(fresh, body))
     assert_portable_because(said)
     with pytest.raises(
-        UserError, match="kernels=native: conv can't be native on cpu.*kernels=auto"
+        UserError, match="kernels=cpp: conv can't be cpp on cpu.*kernels=auto"
     ) as refused:
-        resolve_forms("native", "cpu", USES)
+        resolve_backends("cpp", "cpu", USES)
     assert said in str(refused.value)
 
 
@@ -86,7 +86,7 @@ def test_no_compiler(monkeypatch):
 
 @pytest.mark.slow
 def test_a_cache_folder_that_cannot_be(fresh, monkeypatch, needs_compiler):
-    native.library.cache_clear()
+    cpp.library.cache_clear()
     (fresh / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(fresh / "file"))
     assert_portable_because(str(fresh / "file"))
@@ -100,30 +100,30 @@ def test_compiled_once(fresh, monkeypatch, needs_compiler):
     """The second process finds the library of the first and needs no compiler run but for its version."""
     (path,) = libraries(fresh)
     written = path.stat().st_mtime_ns
-    native.library.cache_clear()
-    monkeypatch.setattr(native, "_compile", None)
-    assert native.why_unavailable() is None
+    cpp.library.cache_clear()
+    monkeypatch.setattr(cpp, "_compile", None)
+    assert cpp.why_unavailable() is None
     assert libraries(fresh) == [path] and path.stat().st_mtime_ns == written
 
 
 @pytest.mark.slow
 def test_another_source_flag_or_processor_is_another_library(fresh, monkeypatch, needs_compiler):
-    monkeypatch.setattr(native, "_processor", lambda: "another")
-    native.library.cache_clear()
-    native.library(torch.float32)
-    monkeypatch.setattr(native, "FLAGS", ["-O1", "-fopenmp", "-fPIC"])
-    native.library.cache_clear()
-    native.library(torch.float32)
+    monkeypatch.setattr(cpp, "_processor", lambda: "another")
+    cpp.library.cache_clear()
+    cpp.library(torch.float32)
+    monkeypatch.setattr(cpp, "FLAGS", ["-O1", "-fopenmp", "-fPIC"])
+    cpp.library.cache_clear()
+    cpp.library(torch.float32)
     assert len(libraries(fresh)) == 3
 
 
 CHILD = """
     import torch
-    from mamba_fsdp.ops import native
+    from mamba_fsdp.ops import cpp
     from mamba_fsdp.ops.scan import selective_scan
-    assert native.why_unavailable() is None
+    assert cpp.why_unavailable() is None
     x = torch.ones(1, 40, 20)
-    print(selective_scan(x, x, -torch.ones(20, 2), x[..., :2], x[..., :2], form="native").sum().item())
+    print(selective_scan(x, x, -torch.ones(20, 2), x[..., :2], x[..., :2], backend="cpp").sum().item())
     libraries = {line.split()[-1] for line in open("/proc/self/maps") if "gomp" in line or "libomp" in line}
     assert len(libraries) <= 1, libraries
 """
@@ -159,7 +159,7 @@ def test_importing_operators_loads_no_cuda_library(project):
         project,
         """
         import sys
-        import mamba_fsdp.model.lm, mamba_fsdp.ops.forms
+        import mamba_fsdp.model.lm, mamba_fsdp.ops.backends
         assert "mamba_fsdp.ops.fused" in sys.modules
         assert not {"mamba_ssm", "causal_conv1d", "triton"} & set(sys.modules)
     """,
@@ -174,8 +174,8 @@ def test_only_a_process_that_trains_on_its_cpu_is_tuned(monkeypatch):
     told = []
     monkeypatch.setattr(torch, "set_flush_denormal", told.append)
     library = types.SimpleNamespace(mallopt=lambda *what: told.append(what))
-    monkeypatch.setattr(native.ctypes, "CDLL", lambda name: library)
-    native.tune_process("cuda")
+    monkeypatch.setattr(cpp.ctypes, "CDLL", lambda name: library)
+    cpp.tune_process("cuda")
     assert told == []
-    native.tune_process("cpu")
+    cpp.tune_process("cpu")
     assert told == [True, (-3, 1 << 30), (-1, 1 << 30)]
