@@ -45,7 +45,16 @@ class Needs(NamedTuple):
     """What must hold for a setting to have an effect. A setting that is given without effect is refused."""
 
     words: str  # as in "does nothing without a mamba2 layer"
-    met: Callable[[Any], Any]  # of the TrainConfig
+    met: Callable[[Any], bool]  # of the TrainConfig
+
+
+def condition(words: str) -> Callable[[Callable[[Any], bool]], Needs]:
+    """A decorator: the function below it says whether what a setting needs, in `words`, is met."""
+
+    def needs(met: Callable[[Any], bool]) -> Needs:
+        return Needs(words, met)
+
+    return needs
 
 
 class Bounds(NamedTuple):

@@ -4,25 +4,30 @@ import dataclasses
 import re
 from dataclasses import dataclass
 
-from config.fields import Needs, setting, takes
+from config.fields import Needs, condition, setting, takes
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.model import spec
 
 
-def read_by_layers(name):
+def read_by_layers(name: str) -> Needs:
     """What must hold for the model's setting `name` to have an effect: a layer that reads it."""
     readers = spec.parts_that_read(name)
-    kind = "a layer with +mlp" if readers == ["+mlp"] else f"a {' or '.join(readers)} layer"
-    return Needs(
-        kind.replace("a attention", "an attention"),
-        lambda config: any(name in part.settings for part in config.model.parts()),
-    )
+    if readers == ["+mlp"]:
+        kind = "a layer with +mlp"
+    else:
+        article = "an" if readers[0] == "attention" else "a"
+        kind = f"{article} {' or '.join(readers)} layer"
+
+    @condition(kind)
+    def is_read(settings) -> bool:
+        return any(name in part.settings for part in settings.model.parts())
+
+    return is_read
 
 
-ROTARY = Needs(
-    "an attention layer with rotary_dim other than 0",
-    lambda config: config.model.has("attention") and config.model.rotary_dim != 0,
-)
+@condition("an attention layer with rotary_dim other than 0")
+def rotation(settings) -> bool:
+    return settings.model.has("attention") and settings.model.rotary_dim != 0
 
 
 @dataclass(frozen=True)
@@ -74,7 +79,7 @@ class ModelConfig:
     """Attention: channels per head; 0 means d_model / n_head."""
     rotary_dim: int = setting(-1, at_least=-1, needs=read_by_layers("rotary_dim"))
     """Attention: first channels of each head that are rotated by position; 0 none, -1 all of the head."""
-    rope_theta: float = setting(10000.0, above=0, needs=ROTARY)
+    rope_theta: float = setting(10000.0, above=0, needs=rotation)
     """Attention: base of the rotary frequencies."""
     d_intermediate: int = setting(0, at_least=0, needs=read_by_layers("d_intermediate"))
     """Width of the MLP in layers marked +mlp; 0 means 8/3 of d_model, rounded up to a multiple of 128."""

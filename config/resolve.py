@@ -5,46 +5,18 @@ Order of precedence: command line, then --config FILE.yaml, then the preset that
 Every value is read by the type of its field, never guessed: a run id 0123 stays text.
 """
 
-import dataclasses
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from functools import lru_cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from config import fields, other_launchers
-from config.fields import Duration, help_lines, near_name, read_field, shown
+from config.fields import Duration, help_lines, shown
+from config.given import Given
 from config.model_config import ModelConfig
 from config.presets import preset, usual_length
-from config.retired import RETIRED, RETIRED_VALUES
 from config.text_yaml import load_yaml
-from config.train_config import TrainConfig
+from config.train_config import SECTIONS, TrainConfig, all_settings
 from mamba_fsdp.errors import UserError
-
-SECTIONS: dict[str, Any] = {
-    section.name: section.default_factory for section in dataclasses.fields(TrainConfig)
-}
-
-
-@lru_cache(maxsize=None)
-def all_settings() -> dict[str, tuple[str, dataclasses.Field]]:
-    """{leaf name: (section name, dataclass field)}."""
-    found: dict[str, tuple[str, dataclasses.Field]] = {}
-    for section, kind in SECTIONS.items():
-        for leaf in dataclasses.fields(kind):
-            assert leaf.name not in found, f"two settings are called {leaf.name}"
-            found[leaf.name] = (section, leaf)
-    assert not found.keys() & SECTIONS.keys(), "a setting is called like a section"
-    return found
-
-
-@lru_cache(maxsize=None)
-def aliases() -> dict[str, str]:
-    """{any accepted name: leaf name}."""
-    names = {}
-    for name, (section, leaf) in all_settings().items():
-        for known in (name, *leaf.metadata["aliases"]):
-            names[known] = names[f"{section}.{known}"] = name
-    return names
 
 
 def resolve_settings(
@@ -54,127 +26,206 @@ def resolve_settings(
 
     Returns (settings, explicit): explicit is the set of leaf names that the command line or the file set. A setting of
     the file that does nothing only because of the command line is dropped. Words of other launchers are taken where
-    they mean the same (config/other_launchers.yaml), and told in the settings' `notes`. Raises UserError for unknown names
-    (with the nearest), values of the wrong type or out of bounds, all of these at once; for settings that do nothing,
-    impossible combinations, and `stray` words, which name no setting.
+    they mean the same (config/other_launchers.yaml), and told in the settings' `notes`. Raises UserError for unknown
+    names (with the nearest), values of the wrong type or out of bounds, all of these at once; for settings that do
+    nothing, impossible combinations, and `stray` words, which name no setting.
     """
     if stray:
         raise UserError(f"{stray[0]}: settings are written --name=value")
-    path = find_config_file(config_file) if config_file else None
-    on_line = Place(given, "on the command line")
-    content = load_yaml(path) if path else {}
-    in_file = Place(flatten(content, path) if path else {}, f"in {path}", of_run=is_of_run(content))
-    _refuse(on_line, in_file, path)
-    leave_out(in_file.chosen, on_line.chosen)
-    chosen = {**in_file.chosen, **on_line.chosen}
-    settings = _build(chosen)
-    settings.check()
-    notes, wrong = [*in_file.notes.values(), *on_line.notes.values()], []
-    if launcher := other_launchers.launcher_of({**in_file.given, **on_line.given}):
-        notes.append(
-            f"the defaults here are not those of {other_launchers.content()['launchers'][launcher]}: docs/from-{launcher}.md"
-        )
-    pointless_in_file = _pointless(_build(in_file.chosen), in_file.chosen, _usual(in_file.chosen))
-    for name, sentence in _pointless(settings, chosen, _usual(chosen)).items():
-        if settings.checkpoint.init_from and name in vars(settings.model):
-            continue  # the weights decide the layers: see take_model
-        if name in on_line.foreign or name in in_file.foreign and name not in on_line.chosen:
-            notes.append(
-                sentence.removesuffix("; leave it out")
-            )  # their programs take what does nothing
-        elif name in on_line.chosen:
-            wrong.append(f"{sentence} (on the command line)")
-        elif name in pointless_in_file:
-            wrong.append(f"{sentence} (in {path})")
-        del chosen[name]
-    check_all(wrong)
+    on_line = Given(given, "on the command line")
+    in_file = read_file(config_file)
+    check_mistakes(on_line, in_file)
+    drop_alternatives(in_file.values, on_line.values)
+    chosen = {**in_file.values, **on_line.values}
+    _build(chosen).check()
+    notes = [*in_file.notes.values(), *on_line.notes.values()]
+    launcher = other_launchers.launcher_of({**in_file.words, **on_line.words})
+    if launcher:
+        name = other_launchers.content()["launchers"][launcher]
+        notes.append(f"the defaults here are not those of {name}: docs/from-{launcher}.md")
+    notes += drop_pointless(chosen, on_line, in_file)
     settings = _build(chosen)
     settings.notes = notes
     return settings, set(chosen)
 
 
-def _refuse(on_line: "Place", in_file: "Place", path: Path | None) -> None:
-    """Raises UserError with all mistakes at once, if any."""
-    launcher = other_launchers.launcher_of(in_file.given)
-    hint = f"docs/from-{launcher}.md says what differs here" if launcher else ""
-    check_all(
-        [*on_line.mistakes.values(), *in_file.mistakes.values()], hint if in_file.mistakes else ""
-    )
+# ---------------------------------------------------------------- files
 
 
-def check_all(mistakes: Sequence[str], hint: str = "") -> None:
+def read_file(name: str | None) -> Given:
+    """What the file `name` gives; nothing without one. Raises UserError where it can't be read."""
+    if not name:
+        return Given({}, "")
+    path = find_config_file(name)
+    content = load_yaml(path)
+    of_run = SECTIONS.keys() <= content.keys()  # only a run writes all of them
+    return Given(flatten(content, path), f"in {path}", of_run)
+
+
+def ready_runs() -> dict[str, Path]:
+    """{name: its YAML file} of the runs in config/ and its recipes/."""
+    files = Path(__file__).parent.rglob("*.yaml")
+    return {path.stem: path for path in files if path != other_launchers.FILE}
+
+
+def find_config_file(name: str) -> Path:
+    """The path of a YAML file given as a path or as the name of a ready run. Raises UserError."""
+    ready = ready_runs()
+    for path in (Path(name), ready.get(name)):
+        if path and path.is_file():
+            return path
+    hint = f"give a path or one of {', '.join(sorted(ready))}"
+    same = other_launchers.content()["ready_runs"].get(Path(name).stem)
+    if same:
+        hint = f"that run is --config={same} here"
+    raise UserError(f"config: there is no file {name}; {hint}")
+
+
+def flatten(content: Mapping[str, Any], path: Path) -> dict[str, Any]:
+    """{section: {name: value}} or {name: value} or both -> {name or section.name: value}. Sections may be others'."""
+    sections = [*SECTIONS, *other_launchers.content()["sections"].split()]
+    flat = {}
+    for key, value in content.items():
+        if key not in sections:
+            flat[key] = value
+        elif isinstance(value, dict):
+            flat.update({f"{key}.{name}": inner for name, inner in value.items()})
+        elif value:
+            raise UserError(f"{path}: {key} is a section; put its settings below it")
+    return flat
+
+
+# ---------------------------------------------------------------- what can't be
+
+
+def check_mistakes(on_line: Given, in_file: Given) -> None:
+    """Raises UserError with all mistakes at once, if there are any."""
+    hint = ""
+    launcher = other_launchers.launcher_of(in_file.words)
+    if launcher and in_file.mistakes:
+        hint = f"docs/from-{launcher}.md says what differs here"
+    check_none([*on_line.mistakes.values(), *in_file.mistakes.values()], hint)
+
+
+def check_none(mistakes: Sequence[str], hint: str = "") -> None:
     """Raises UserError with these sentences, if any, one a line, and a hint; words of which the same is said stand
     together."""
-    if mistakes:
-        said: dict[str, list[str]] = {}
-        for mistake in mistakes:
-            word, colon, sentence = mistake.partition(": ")
-            said.setdefault(colon + sentence or mistake, []).append(word * bool(colon))
-        lines = [", ".join(words) + sentence for sentence, words in said.items()]
-        lines = lines if len(mistakes) == 1 else [f"{len(mistakes)} mistakes:", *lines]
-        raise UserError("\n  ".join([*lines, hint] if hint else lines))
+    if not mistakes:
+        return
+    words_by_sentence: dict[str, list[str]] = {}
+    for mistake in mistakes:
+        word, colon, sentence = mistake.partition(": ")
+        if colon:
+            words_by_sentence.setdefault(colon + sentence, []).append(word)
+        else:
+            words_by_sentence.setdefault(mistake, [])
+    lines = [", ".join(words) + sentence for sentence, words in words_by_sentence.items()]
+    if len(mistakes) > 1:
+        lines.insert(0, f"{len(mistakes)} mistakes:")
+    if hint:
+        lines.append(hint)
+    raise UserError("\n  ".join(lines))
 
 
-def leave_out(in_file: dict[str, Any], on_line: dict[str, Any]) -> None:
-    """Of two settings in place of each other, the command line's stands. Raises UserError where one place has both."""
+def drop_alternatives(in_file: dict[str, Any], on_line: dict[str, Any]) -> None:
+    """Of two settings in place of each other, drops the file's where the command line gives the other. Raises UserError
+    where one place gives both; a run's config.yaml has both, one of them with its default."""
     for name, (_, leaf) in all_settings().items():
-        if not (other := leaf.metadata["instead_of"]):
+        other = leaf.metadata["instead_of"]
+        if not other:
             continue
-        for place in (on_line, in_file):  # a config.yaml has both, one of them with its default
-            given = [
-                each for each in (name, other) if each in place and place[each] != default(each)
-            ]
-            if len(given) == 2:
+        for place in (on_line, in_file):
+            if _gives(place, name) and _gives(place, other):
                 raise UserError(
-                    f"{name}={shown(place[name])} stands in place of {other}={shown(place[other])}; give "
-                    "one of them"
+                    f"{name}={shown(place[name])} stands in place of {other}={shown(place[other])}; "
+                    "give one of them"
                 )
-        for one, another in ((name, other), (other, name)):
-            if one in on_line and on_line[one] != default(one):
-                in_file.pop(another, None)
+        if _gives(on_line, name):
+            in_file.pop(other, None)
+        if _gives(on_line, other):
+            in_file.pop(name, None)
 
 
-def _build(chosen: dict[str, Any]) -> TrainConfig:
-    """The TrainConfig of these values on top of the preset and the defaults."""
-    settings = TrainConfig()
-    for name, value in {**_usual(chosen), **chosen}.items():
-        setattr(getattr(settings, all_settings()[name][0]), name, value)
-    return settings
+def _gives(place: Mapping[str, Any], name: str) -> bool:
+    return name in place and place[name] != default(name)
 
 
-def _usual(chosen: dict[str, Any]) -> dict[str, Any]:
-    """The value of each setting that is not chosen: the preset's, else the default."""
-    name = chosen.get("model_name", default("model_name"))
-    return {
-        **{name: default(name) for name in all_settings()},
-        **preset(name),
-        "seq_length": usual_length(name),
-    }
+# ---------------------------------------------------------------- what does nothing
 
 
-def _pointless(
-    settings: TrainConfig, names: Iterable[str], usual: dict[str, Any]
+def drop_pointless(chosen: dict[str, Any], on_line: Given, in_file: Given) -> list[str]:
+    """Drops from `chosen` what has no effect. Returns notes on what other launchers take although it does nothing.
+
+    Raises UserError for what a user gave in our words; a run's own file may hold it, and so may a file where only the
+    command line makes it pointless.
+    """
+    settings = _build(chosen)
+    in_file_alone = pointless(_build(in_file.values), in_file.values, _usual(in_file.values))
+    theirs = on_line.theirs() | (in_file.theirs() - on_line.values.keys())
+    notes = []
+    wrong = []
+    for name, sentence in pointless(settings, chosen, _usual(chosen)).items():
+        if settings.checkpoint.init_from and name in vars(settings.model):
+            continue  # the weights decide the layers: see adopt_model
+        del chosen[name]
+        if name in theirs:
+            notes.append(sentence)
+        elif name in on_line.values:
+            wrong.append(f"{sentence}; leave it out (on the command line)")
+        elif name in in_file_alone and not in_file.of_run:
+            wrong.append(f"{sentence}; leave it out ({in_file.where})")
+    check_none(wrong)
+    return notes
+
+
+def pointless(
+    settings: TrainConfig, names: Iterable[str], usual: Mapping[str, Any]
 ) -> dict[str, str]:
-    """{setting: an error message} for those of `names` that have no effect in `settings`. To give the `usual` value is
-    no mistake."""
+    """{setting: a sentence} for those of `names` that have no effect in `settings`. To give the `usual` value is no
+    mistake."""
     found = {}
     for name in names:
         section, leaf = all_settings()[name]
         value = getattr(getattr(settings, section), name)
         if value != usual[name] and not _works(name, settings):
-            found[name] = (
-                f"{name}={shown(value)} does nothing without {leaf.metadata['needs'].words}; leave it out"
-            )
+            needs = leaf.metadata["needs"].words
+            found[name] = f"{name}={shown(value)} does nothing without {needs}"
     return found
 
 
 def _works(name: str, settings: TrainConfig) -> bool:
     """Whether setting `name` has an effect in `settings`."""
     needs = all_settings()[name][1].metadata["needs"]
-    return needs is None or bool(needs.met(settings))
+    return needs is None or needs.met(settings)
 
 
-def take_model(
+def _build(chosen: Mapping[str, Any]) -> TrainConfig:
+    """The TrainConfig of these values on top of the preset and the defaults."""
+    settings = TrainConfig()
+    for name, value in {**_usual(chosen), **chosen}.items():
+        section, _ = all_settings()[name]
+        setattr(getattr(settings, section), name, value)
+    return settings
+
+
+def _usual(chosen: Mapping[str, Any]) -> dict[str, Any]:
+    """The value of each setting that is not chosen: the preset's, else the default."""
+    model_name = chosen.get("model_name", default("model_name"))
+    values = {name: default(name) for name in all_settings()}
+    values |= preset(model_name)
+    values["seq_length"] = usual_length(model_name)
+    return values
+
+
+def default(name: str) -> Any:
+    """The default of the setting `name`."""
+    return fields.default(all_settings()[name][1])
+
+
+# ---------------------------------------------------------------- the model of weights
+
+
+def adopt_model(
     settings: TrainConfig, model: ModelConfig, explicit: Collection[str], source: str
 ) -> None:
     """Gives `settings` the shape `model` of the weights that `source`, as init_from FOLDER, holds. Raises UserError for
@@ -186,8 +237,8 @@ def take_model(
         if "seq_length" not in explicit:
             settings.data.seq_length = usual_length(settings.model.model_name)
     check_same_model(settings, model, source)
-    for sentence in _pointless(settings, there.keys() & set(explicit), there).values():
-        raise UserError(sentence)
+    given = there.keys() & set(explicit)
+    check_none([f"{line}; leave it out" for line in pointless(settings, given, there).values()])
 
 
 def check_same_model(
@@ -207,175 +258,34 @@ def check_same_model(
 def differing_model(settings: TrainConfig, model: ModelConfig) -> dict[str, tuple[str, str]]:
     """{setting: (its value in `settings`, that in `model`), as written} of those that make another model of it. Empty
     for the same model, however it is described; what has no effect in `settings` does not count."""
-    now, there = settings.model.structure(), model.structure()
-    written = {
-        name: (shown(getattr(settings.model, name)), shown(getattr(model, name))) for name in there
-    }
-    return {
-        name: (ours, theirs)
-        for name, (ours, theirs) in written.items()
-        if now[name] != there[name] and ours != theirs and _works(name, settings)
-    }
+    now = settings.model.structure()
+    there = model.structure()
+    found = {}
+    for name in there:
+        ours = shown(getattr(settings.model, name))
+        theirs = shown(getattr(model, name))
+        if now[name] != there[name] and ours != theirs and _works(name, settings):
+            found[name] = (ours, theirs)
+    return found
 
 
-def default(name: str) -> Any:
-    return fields.default(all_settings()[name][1])
-
-
-def ready_runs() -> dict[str, Path]:
-    """{name: its YAML file} of the runs in config/ and its recipes/."""
-    files = Path(__file__).parent.rglob("*.yaml")
-    return {path.stem: path for path in files if path != other_launchers.FILE}
-
-
-def find_config_file(name: str) -> Path:
-    """The path of a YAML file given as a path or as the name of a ready run. Raises UserError."""
-    here = ready_runs()
-    for path in (Path(name), here.get(name)):
-        if path and path.is_file():
-            return path
-    ready = ", ".join(sorted(here))
-    same = other_launchers.content()["ready_runs"].get(Path(name).stem)
-    hint = f"that run is --config={same} here" if same else f"give a path or one of {ready}"
-    raise UserError(f"config: there is no file {name}; {hint}")
-
-
-def flatten(content: dict[str, Any], path: Path) -> dict[str, Any]:
-    """{section: {name: value}} or {name: value} or both -> {name or section.name: value}. Sections may be others'."""
-    flat = {}
-    for key, value in content.items():
-        if key not in (*SECTIONS, *other_launchers.content()["sections"].split()):
-            flat[key] = value
-        elif isinstance(value, dict):
-            flat.update({f"{key}.{name}": inner for name, inner in value.items()})
-        elif value:
-            raise UserError(f"{path}: {key} is a section; put its settings below it")
-    return flat
-
-
-def is_of_run(content: Mapping[str, Any]) -> bool:
-    """Whether the content of a YAML file was written by a run: that has every section."""
-    return SECTIONS.keys() <= content.keys()
-
-
-class Taken(NamedTuple):
-    """By which word a setting was given: a name of ours, or another launcher's; and whether it gives way to others."""
-
-    key: str
-    own: bool
-    weak: bool
-
-
-class Place:
-    """What the command line or a file gives: settings by our names; notes and mistakes, by the words as given."""
-
-    def __init__(self, given: Mapping[str, Any], where: str, of_run: bool = False) -> None:
-        """of_run: an earlier run wrote it, so that retired settings are no mistake of the user."""
-        self.given, self.where, self.of_run = given, where, of_run
-        self.chosen: dict[str, Any] = {}
-        self.taken: dict[str, Taken] = {}
-        self.notes: dict[str, str] = {}
-        self.mistakes: dict[str, str] = {}
-        for key, text in given.items():
-            try:
-                self._take(key, text.strip() if isinstance(text, str) else text)
-            except UserError as error:
-                self.mistakes[key] = str(error)
-
-    @property
-    def foreign(self) -> set[str]:
-        """The settings that were given in others' words."""
-        return {name for name, taken in self.taken.items() if not taken.own}
-
-    def _take(self, key: str, text: Any) -> None:
-        own = aliases().get(key)
-        row = other_launchers.find(key, own, SECTIONS, all_settings())
-        leaf = key.rpartition(".")[2]
-        if leaf in RETIRED and not own and (self.of_run or not row):
-            self._pass_over(leaf, text)
-            return
-        gone = RETIRED.keys() - all_settings().keys()
-        if row and gone.intersection(row.settings):
-            self.notes[key] = (
-                f"{leaf}={text} changes nothing here: {RETIRED[row.settings[0]].instead}"
-            )
-            return
-        text = self._without_retired_values(own, text)
-        if not own and not row:
-            # The suggestion looks past a wrong section; the setting does not.
-            hint = near_name(
-                key.split(".")[-1], ["config", *all_settings()], "training.py --help lists them"
-            )
-            raise UserError(f"{key}: there is no such setting ({self.where}); {hint}")
-        meant = (
-            other_launchers.meaning(row, key, text, self.given)
-            if row
-            else other_launchers.Meaning({str(own): text})
-        )
-        if meant.note:
-            self.notes[key] = meant.note
-        for place, (name, given) in enumerate(meant.settings.items()):
-            value = read_field(name, all_settings()[name][1], given, f" ({self.where})")
-            self._set(name, value, Taken(key, bool(own), weak=not own and (place > 0 or meant.off)))
-
-    def _pass_over(self, name: str, text: Any) -> None:
-        """Notes that the retired setting `name` of an earlier run is ignored. Raises UserError where a user gave it."""
-        usual, instead = RETIRED[name]
-        if not self.of_run:
-            raise UserError(f"{name}: no longer a setting ({self.where}); {instead}")
-        value = shown(text) if isinstance(text, list) else "" if text is None else str(text)
-        if value != usual:
-            self.notes[name] = f"{name}={value} is no longer a setting and ignored; {instead}"
-
-    def _without_retired_values(self, name: str | None, text: Any) -> Any:
-        """The same for the values of the setting `name`: what is left of `text`."""
-        if name not in {setting for setting, _ in RETIRED_VALUES}:
-            return text
-        values = text if isinstance(text, list) else str(text).split(",")
-        choices = all_settings()[str(name)][1].metadata["bounds"].choices
-        left = []
-        for value in values:
-            instead = RETIRED_VALUES.get((name, str(value).strip().lower()))
-            if not instead or value in choices:
-                left.append(value)
-            elif self.of_run:
-                self.notes[str(name)] = f"{name}={value} is no longer there; {instead}"
-            else:
-                raise UserError(f"{name}={value}: no longer there ({self.where}); {instead}")
-        return left if len(left) < len(values) else text
-
-    def _set(self, name: str, value: Any, now: Taken) -> None:
-        before, there = self.taken.get(name), self.chosen.get(name)
-        agree = (
-            value == there
-            or isinstance(value, list)
-            and isinstance(there, list)
-            and set(value) <= set(there)
-        )
-        if before and (before.own and now.own or not agree and before.weak == now.weak):
-            raise UserError(
-                f"{name}: given twice {self.where} (as {before.key} and {now.key}); give it once"
-            )
-        if not before or before.weak or now.own and not agree:
-            self.chosen[name], self.taken[name] = value, now
-            now = before or now
-        if not agree and now.key not in {taken.key for taken in self.taken.values()}:
-            self.notes.pop(now.key, None)  # it gave way
+# ---------------------------------------------------------------- as YAML, and as a help page
 
 
 def as_dict(settings: TrainConfig) -> dict[str, dict[str, Any]]:
     """The settings as plain nested dict, for YAML and for state.json."""
-
-    def plain(value: Any) -> Any:
-        return str(value) if isinstance(value, Duration) else value
-
-    return {
-        section: {name: plain(value) for name, value in vars(getattr(settings, section)).items()}
-        for section in SECTIONS
-    }
+    found: dict[str, dict[str, Any]] = {}
+    for section in SECTIONS:
+        values = vars(getattr(settings, section))
+        found[section] = {
+            name: str(value) if isinstance(value, Duration) else value
+            for name, value in values.items()
+        }
+    return found
 
 
 def as_yaml(settings: TrainConfig) -> str:
+    """The settings as YAML, every section of them, for the run folder and for --config."""
     import yaml
 
     return yaml.safe_dump(as_dict(settings), sort_keys=False)
@@ -393,10 +303,8 @@ def help_page() -> str:
         "Whole numbers may end in k, M, B or T (10k, 1.5M); durations are steps (10k), or tokens (2Btok).",
         "Words of other launchers work where they mean the same: docs/from-*.md.",
     ]
+    synonyms = other_launchers.synonyms()
     for section, kind in SECTIONS.items():
-        lines += [
-            "",
-            f"{section}: {' '.join(kind.__doc__.split())}",
-            *help_lines(kind, other_launchers.synonyms()),
-        ]
+        lines += ["", f"{section}: {' '.join(kind.__doc__.split())}"]
+        lines += help_lines(kind, synonyms)
     return "\n".join(lines)

@@ -4,13 +4,15 @@ Leaf names are unique over the sections, so `--learning_rate=3e-4`, `--optimizer
 `learning_rate: 3e-4` and `optimizer: {learning_rate: 3e-4}` name the same thing. config/resolve.py resolves them.
 """
 
+import dataclasses
 import os
 from dataclasses import dataclass, field
 from fractions import Fraction
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from config.fields import Duration, Needs, setting
+from config.fields import Duration, condition, setting
 from config.model_config import ModelConfig
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.ops.backends import demands
@@ -20,58 +22,76 @@ def steps(default: int, **more: Any) -> Any:
     return setting(Duration(default, "steps"), **more)
 
 
-INTERVAL = Needs(
-    "eval_interval above 0",
-    lambda settings: (
-        settings.training.eval_interval.count or settings.data.validation_path == "none"
-    ),
+# What must hold for a setting to have an effect.
+
+
+@condition("eval_interval above 0")
+def interval_or_no_store(settings: "TrainConfig") -> bool:
+    return settings.data.validation_path == "none" or settings.training.eval_interval.count > 0
+
+
+@condition("a validation_path")
+def store_or_no_interval(settings: "TrainConfig") -> bool:
+    return settings.data.validation_path != "none" or settings.training.eval_interval.count == 0
+
+
+@condition("eval_interval above 0 and a validation_path")
+def validation(settings: "TrainConfig") -> bool:
+    return settings.data.validation_path != "none" and settings.training.eval_interval.count > 0
+
+
+@condition("eval_interval above 0 and a validation_path")
+def validation_on_data(settings: "TrainConfig") -> bool:
+    return validation.met(settings) and not settings.data.use_dummy_dataset
+
+
+@condition("sample_prompts")
+def prompts(settings: "TrainConfig") -> bool:
+    return settings.training.sample_prompts != ""
+
+
+@condition("num_workers above 0")
+def workers(settings: "TrainConfig") -> bool:
+    return settings.data.num_workers > 0
+
+
+@condition("position_weighting=true")
+def weighting(settings: "TrainConfig") -> bool:
+    return settings.data.position_weighting
+
+
+@condition("schedule=wsd")
+def final_decay(settings: "TrainConfig") -> bool:
+    return settings.lr_schedule.schedule == "wsd"
+
+
+@condition("schedule=cosine, linear or wsd")
+def end_of_schedule(settings: "TrainConfig") -> bool:
+    return settings.lr_schedule.schedule in ("cosine", "linear", "wsd")
+
+
+@condition(
+    "a schedule that decays to a floor: cosine, linear, or wsd with decay_steps other than 0"
 )
-STORE = Needs(
-    "a validation_path",
-    lambda settings: (
-        settings.data.validation_path != "none" or not settings.training.eval_interval.count
-    ),
-)
-VALIDATION = Needs(
-    "eval_interval above 0 and a validation_path",
-    lambda settings: (
-        settings.training.eval_batches == 0  # all of nothing, as older config.yaml say
-        or settings.training.eval_interval.count
-        and settings.data.validation_path != "none"
-    ),
-)
-AHEAD = Needs("num_workers above 0", lambda settings: settings.data.num_workers)
-SAMPLING = Needs(
-    "eval_interval above 0 and a validation_path",
-    lambda settings: (
-        settings.training.eval_interval.count
-        and settings.data.validation_path != "none"
-        and not settings.data.use_dummy_dataset
-    ),
-)
-PROMPTS = Needs("sample_prompts", lambda settings: settings.training.sample_prompts)
-DECAY = Needs("schedule=wsd", lambda settings: settings.lr_schedule.schedule == "wsd")
-FALLING = Needs(
-    "schedule=cosine, linear or wsd",
-    lambda settings: settings.lr_schedule.schedule in ("cosine", "linear", "wsd"),
-)
-FLOOR = Needs(
-    "a schedule that decays to a floor: cosine, linear, or wsd with decay_steps other than 0",
-    lambda settings: (
-        settings.lr_schedule.schedule in ("cosine", "linear", "wsd")
-        and settings.lr_schedule.decay_steps.count
-    ),
-)
-WEIGHTING = Needs("position_weighting=true", lambda settings: settings.data.position_weighting)
-RECOMPUTING = Needs(
-    "fsdp_activation_checkpointing=true",
-    lambda settings: settings.parallel.fsdp_activation_checkpointing,
-)
-SHARDING = Needs(
-    "sharding_strategy=fsdp or hsdp",
-    lambda settings: settings.parallel.sharding_strategy not in ("none", "ddp"),
-)
-WANDB = Needs("tracker=wandb", lambda settings: "wandb" in settings.report.tracker)
+def floor(settings: "TrainConfig") -> bool:
+    return end_of_schedule.met(settings) and settings.lr_schedule.decay_steps.count != 0
+
+
+@condition("fsdp_activation_checkpointing=true")
+def recomputing(settings: "TrainConfig") -> bool:
+    return settings.parallel.fsdp_activation_checkpointing
+
+
+@condition("sharding_strategy=fsdp or hsdp")
+def sharding(settings: "TrainConfig") -> bool:
+    return settings.parallel.sharding_strategy in ("auto", "fsdp", "hsdp")
+
+
+@condition("tracker=wandb")
+def wandb(settings: "TrainConfig") -> bool:
+    return "wandb" in settings.report.tracker
+
+
 NO_TOKEN = {"none": "", "null": ""}
 
 
@@ -114,7 +134,7 @@ class DataConfig(ReadingConfig):
     weights: list[float] = setting([])
     """Shares of the datasets in the samples, in their order, on any scale; empty means in proportion to their
     tokens."""
-    validation_path: str = setting("auto", aliases=("eval_path",), needs=INTERVAL)
+    validation_path: str = setting("auto", aliases=("eval_path",), needs=interval_or_no_store)
     """Token store or other data that validation reads; auto takes what is called validation beside the training data,
     none does without."""
     allow_other_tokenizer: bool = setting(False)
@@ -130,15 +150,27 @@ class DataConfig(ReadingConfig):
     position_weighting: bool = setting(False)
     """Weight each token's loss with tanh(p / position_window), p the tokens of its document that stand before it in the
     sample: what can be guessed from little counts little. The mean is over the weights of the global batch."""
-    position_window: float = setting(10.0, above=0, needs=WEIGHTING)
+    position_window: float = setting(10.0, above=0, needs=weighting)
     """Tokens after which position_weighting gives three quarters of the full weight."""
     new_epoch: bool = setting(False)
     """Where the data's position was saved with another seed, seq_length or content of a source, close it and begin the
     sources concerned anew; otherwise it changes nothing, as when the same command resumes afterwards."""
     num_workers: int = setting(1, at_least=0, at_most=64)
     """Threads per rank that read batches ahead; 0 reads each when it is needed."""
-    prefetch: int = setting(2, at_least=1, at_most=1024, needs=AHEAD)
+    prefetch: int = setting(2, at_least=1, at_most=1024, needs=workers)
     """Steps read ahead."""
+
+    def check(self) -> None:
+        """Raises UserError for weights that are no shares of the datasets."""
+        if not self.weights:
+            return
+        if len(self.weights) != len(self.datasets):
+            raise UserError(
+                f"weights has {len(self.weights)} values but datasets {len(self.datasets)} names; "
+                "give one weight each"
+            )
+        if min(self.weights) < 0 or sum(self.weights) == 0:
+            raise UserError(f"weights {self.weights} must not be negative nor all zero")
 
 
 @dataclass
@@ -168,12 +200,12 @@ class ScheduleConfig:
     to 0."""
     warmup_steps: Duration = steps(-1, at_least=-1)
     """Warm-up; -1 means a twentieth of the run, at most 2000 steps (annealing and constant: none)."""
-    decay_steps: Duration = steps(-1, at_least=-1, needs=DECAY)
+    decay_steps: Duration = steps(-1, at_least=-1, needs=final_decay)
     """Length of the final decay of wsd; -1 means a tenth of the run."""
-    schedule_steps: Duration = steps(-1, at_least=-1, needs=FALLING)
+    schedule_steps: Duration = steps(-1, at_least=-1, needs=end_of_schedule)
     """Length of cosine, wsd and linear where it is not that of the run: a longer run stays at the floor; -1 means the
     run's."""
-    min_learning_rate_ratio: float = setting(0.1, at_least=0, at_most=1, needs=FLOOR)
+    min_learning_rate_ratio: float = setting(0.1, at_least=0, at_most=1, needs=floor)
     """Floor of cosine, wsd and linear, as a share of learning_rate."""
     lengthened: str = setting("auto", choices=("auto", "hold", "follow", "rewarm"))
     """The learning rate of a run that resumes with a longer num_steps, where that would change it: hold keeps to
@@ -224,16 +256,25 @@ class TrainingConfig:
     .cache/triton beside the run folder; none: every start compiles."""
     max_skipped_steps: int = setting(10, at_least=1)
     """Stop after this many steps in a row whose loss or gradient was not finite (none of them is applied)."""
-    eval_interval: Duration = steps(200, at_least=0, needs=STORE)
+    eval_interval: Duration = steps(200, at_least=0, needs=store_or_no_interval)
     """Validate every so often, at the start and at the end; 0 never."""
-    eval_batches: int = setting(-1, at_least=-1, needs=VALIDATION)
+    eval_batches: int = setting(-1, at_least=-1, needs=validation)
     """Global batches that a validation reads, spread evenly over each store; 0 means all of it, -1 as many as cost a
     twentieth of the training between two validations."""
-    sample_prompts: str = setting("", needs=SAMPLING)
+    sample_prompts: str = setting("", needs=validation_on_data)
     """File with prompts, one a line (\\n in it is a line break), which the model continues at each validation:
     generated.jsonl in the run folder and python -m mamba_fsdp report show the texts."""
-    sample_length: int = setting(64, at_least=1, at_most=4096, needs=PROMPTS)
+    sample_length: int = setting(64, at_least=1, at_most=4096, needs=prompts)
     """Tokens of each of these texts. Each takes a forward pass."""
+
+    def check(self) -> None:
+        """Raises UserError for a global batch that can't be split, and for `kernels` that there are not."""
+        if self.global_batch_size % self.batch_size:
+            raise UserError(
+                f"global_batch_size {self.global_batch_size} is no multiple of "
+                f"batch_size {self.batch_size}"
+            )
+        demands(self.kernels)
 
 
 @dataclass
@@ -265,9 +306,19 @@ class CheckpointConfig:
     publish: bool = setting(True)
     """At the end, write the model as one file into pth/; without it: python -m mamba_fsdp import RUN FOLDER."""
 
-    def names_a_file(self):
+    def names_a_file(self) -> bool:
         """Whether load_ckpt_path names a file, of weights alone."""
         return self.load_ckpt_path.endswith((".pth", ".pt", ".bin", ".safetensors"))
+
+    def check(self) -> None:
+        """Raises UserError where the settings don't agree on what to start from."""
+        if self.load_ckpt_path and self.init_from:
+            raise UserError("load_ckpt_path and init_from both say what to start from; give one")
+        if self.resuming_dataset and (not self.load_ckpt_path or self.names_a_file()):
+            raise UserError(
+                "resuming_dataset needs load_ckpt_path to be a run or checkpoint folder, "
+                "which knows the data's position"
+            )
 
 
 @dataclass
@@ -279,9 +330,9 @@ class ParallelConfig:
     one device."""
     fsdp_activation_checkpointing: bool = setting(False)
     """Recompute activations in the backward pass instead of keeping them."""
-    selective_checkpointing: str = setting("1", needs=RECOMPUTING)
+    selective_checkpointing: str = setting("1", needs=recomputing)
     """Share of the blocks that recompute, as a fraction: 1/3 or 0.33; 0 none."""
-    accumulate_unsharded: bool = setting(False, needs=SHARDING)
+    accumulate_unsharded: bool = setting(False, needs=sharding)
     """Sum a step's gradients before they are reduced: less traffic with gradient accumulation, but each device then
     holds the gradients of the whole model in fp32."""
     low_cpu_fsdp: bool = setting(True)
@@ -318,9 +369,9 @@ class ReportConfig:
     )
     """Send the metrics there too, as in tensorboard,wandb; tensorboard and prometheus (metrics.prom, for node
     exporter) are files in the run folder; none is none of them."""
-    wandb_project: str = setting("", needs=WANDB)
+    wandb_project: str = setting("", needs=wandb)
     """Project in W&B; empty takes WANDB_PROJECT of the environment, else mamba-fsdp."""
-    wandb_name: str = setting("", needs=WANDB)
+    wandb_name: str = setting("", needs=wandb)
     """Name of the run there; empty takes WANDB_NAME of the environment, else the run folder's."""
     use_profiler: bool = setting(False)
     """Record a torch profile of steps 5 to 7 of this start into the run folder (profile/rank_R.json), and say what it
@@ -355,30 +406,37 @@ class TrainConfig:
 
     def check(self) -> None:
         """Raises UserError for combinations that can't work, before any process group or GPU starts."""
-        data, training, checkpoint = self.data, self.training, self.checkpoint
-        if not checkpoint.init_from:  # else its weights tell the model's shape
+        if not self.checkpoint.init_from:  # else its weights tell the model's shape
             self.model.check()
-        if data.weights and len(data.weights) != len(data.datasets):
-            raise UserError(
-                f"weights has {len(data.weights)} values but datasets {len(data.datasets)} names; "
-                "give one weight each"
-            )
-        if any(weight < 0 for weight in data.weights) or (data.weights and not sum(data.weights)):
-            raise UserError(f"weights {data.weights} must not be negative nor all zero")
-        if training.global_batch_size % training.batch_size:
-            raise UserError(
-                f"global_batch_size {training.global_batch_size} is no multiple of "
-                f"batch_size {training.batch_size}"
-            )
-        if checkpoint.load_ckpt_path and checkpoint.init_from:
-            raise UserError("load_ckpt_path and init_from both say what to start from; give one")
-        if checkpoint.resuming_dataset and (
-            not checkpoint.load_ckpt_path or checkpoint.names_a_file()
-        ):
-            raise UserError(
-                "resuming_dataset needs load_ckpt_path to be a run or checkpoint folder, "
-                "which knows the data's position"
-            )
-
+        self.data.check()
+        self.training.check()
+        self.checkpoint.check()
         self.parallel.selective_share()
-        demands(training.kernels)
+
+
+SECTIONS: dict[str, Any] = {
+    section.name: section.default_factory for section in dataclasses.fields(TrainConfig)
+}
+
+
+@lru_cache(maxsize=None)
+def all_settings() -> dict[str, tuple[str, dataclasses.Field]]:
+    """{leaf name: (section name, dataclass field)}."""
+    found: dict[str, tuple[str, dataclasses.Field]] = {}
+    for section, kind in SECTIONS.items():
+        for leaf in dataclasses.fields(kind):
+            assert leaf.name not in found, f"two settings are called {leaf.name}"
+            found[leaf.name] = (section, leaf)
+    assert not found.keys() & SECTIONS.keys(), "a setting is called like a section"
+    return found
+
+
+@lru_cache(maxsize=None)
+def aliases() -> dict[str, str]:
+    """{any accepted name of a setting, with its section or without: its leaf name}."""
+    names = {}
+    for name, (section, leaf) in all_settings().items():
+        for known in (name, *leaf.metadata["aliases"]):
+            names[known] = name
+            names[f"{section}.{known}"] = name
+    return names

@@ -45,7 +45,7 @@ def starting_weights(config: TrainConfig, explicit: Collection[str]) -> Weights 
                 f"save_ckpt_path {checkpoint.save_ckpt_path}",
                 find_weights(checkpoint.save_ckpt_path),
             )
-        resolve.take_model(config, weights.config, explicit, source)
+        resolve.adopt_model(config, weights.config, explicit, source)
         return weights
     if not checkpoint.names_a_file() or not exists(checkpoint.load_ckpt_path):
         return None

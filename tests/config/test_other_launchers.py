@@ -4,6 +4,7 @@ import pytest
 
 from config import other_launchers, resolve
 from config.retired import RETIRED
+from config.train_config import aliases
 from mamba_fsdp import command_line
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.model.spec import parameter_count
@@ -219,7 +220,7 @@ def test_every_argument_of_the_trainer_is_answered():
     from transformers import TrainingArguments
 
     fields = {field.name: field.default for field in dataclasses.fields(TrainingArguments)}
-    assert not fields.keys() - resolve.aliases().keys() - other_launchers.entries().keys()
+    assert not fields.keys() - aliases().keys() - other_launchers.entries().keys()
     refused = set()
     for name, value in fields.items():
         if value is not dataclasses.MISSING:

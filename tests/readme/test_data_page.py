@@ -91,7 +91,7 @@ def test_every_command_works(page, fsx, tmp_path, capsys):
 
 
 def test_the_settings_it_names_exist(page):
-    from config.resolve import aliases
+    from config.train_config import aliases
 
     named = set(re.findall(r"--(\w+)", page))
     assert named <= {*aliases(), "verify", "format", "block", "data_path"}, named - set(aliases())

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from config.other_launchers import content, entries
-from config.resolve import aliases
+from config.train_config import aliases
 from tests.support.their_files import COMPOSER, DOCS, TRAINER, commands, script
 
 LAUNCHERS = content()["launchers"]

@@ -122,7 +122,7 @@ def test_what_it_names_exists(project):
 
 
 def test_the_settings_it_names_exist(project):
-    from config.resolve import aliases
+    from config.train_config import aliases
 
     page = subprocess.run(
         [sys.executable, "get_dataset.py", "--help"], cwd=project, capture_output=True, text=True
