@@ -65,16 +65,17 @@ def final_decay(settings: "TrainConfig") -> bool:
     return settings.lr_schedule.schedule == "wsd"
 
 
-@condition("schedule=cosine, linear or wsd")
+@condition("a schedule other than constant")
 def end_of_schedule(settings: "TrainConfig") -> bool:
-    return settings.lr_schedule.schedule in ("cosine", "linear", "wsd")
+    return settings.lr_schedule.schedule != "constant"
 
 
 @condition(
     "a schedule that decays to a floor: cosine, linear, or wsd with decay_steps other than 0"
 )
 def floor(settings: "TrainConfig") -> bool:
-    return end_of_schedule.met(settings) and settings.lr_schedule.decay_steps.count != 0
+    falls_to_it = settings.lr_schedule.schedule in ("cosine", "linear", "wsd")
+    return falls_to_it and settings.lr_schedule.decay_steps.count != 0
 
 
 @condition("fsdp_activation_checkpointing=true")
@@ -152,9 +153,6 @@ class DataConfig(ReadingConfig):
     sample: what can be guessed from little counts little. The mean is over the weights of the global batch."""
     position_window: float = setting(10.0, above=0, needs=weighting)
     """Tokens after which position_weighting gives three quarters of the full weight."""
-    new_epoch: bool = setting(False)
-    """Where the data's position was saved with another seed, seq_length or content of a source, close it and begin the
-    sources concerned anew; otherwise it changes nothing, as when the same command resumes afterwards."""
     num_workers: int = setting(1, at_least=0, at_most=64)
     """Threads per rank that read batches ahead; 0 reads each when it is needed."""
     prefetch: int = setting(2, at_least=1, at_most=1024, needs=workers)
@@ -207,10 +205,6 @@ class ScheduleConfig:
     run's."""
     min_learning_rate_ratio: float = setting(0.1, at_least=0, at_most=1, needs=floor)
     """Floor of cosine, wsd and linear, as a share of learning_rate."""
-    lengthened: str = setting("auto", choices=("auto", "hold", "follow", "rewarm"))
-    """The learning rate of a run that resumes with a longer num_steps, where that would change it: hold keeps to
-    the former schedule and stays where it ends; follow jumps to the new length's; rewarm warms up again and decays over
-    what is left. auto: as an earlier start chose for this length, else hold."""
 
 
 @dataclass

@@ -1,14 +1,15 @@
 """Which window of which source is sample k of the run: arithmetic on (seed, sources, weights, k), no table of the data.
 
 Window j of a source covers its tokens [j*L, j*L + L], L = seq_length: L inputs, and the same shifted by one as labels.
-An evenly spread pattern of the weights says which source sample k comes from, and which draw n of that source it is.
-Draw n is position n % windows of epoch n // windows; a permutation chosen by seed, source name and epoch says which
-window that is. So an epoch has every window exactly once, and a position in the run is the draws made from each source.
+An evenly spread pattern of the weights says which source sample k comes from, and the how-many-eth sample of that
+source it is: its sample index n. That is position n % windows of epoch n // windows; a permutation chosen by seed,
+source name and epoch says which window stands there. So an epoch has every window exactly once, and a position in the
+run is the number of samples taken from each source.
 """
 
 import hashlib
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import numpy as np
 
@@ -22,14 +23,10 @@ BLOCK_TOKENS = 1 << 20
 GROUP_BLOCKS = 64
 # Shares are rounded to one in a million, far below the 1e-4 that a mixture is asked to meet.
 PATTERN_LENGTH = 1 << 20
-NOTHING: dict = {
-    "pattern": {},
-    "drawn": {},
-    "identity": {},
-    "windows": {},
-    "closed": [],
-}  # the position at the start
-ROUNDS = 4  # of the Feistel network: from four on its permutations pass for random ones (Luby and Rackoff, 1988)
+# Rounds of the Feistel network: from four on its permutations pass for random ones (Luby and Rackoff, 1988).
+ROUNDS = 4
+
+Permutation = Callable[[np.ndarray, np.ndarray, np.ndarray], np.ndarray]
 
 
 class Sampler:
@@ -37,9 +34,9 @@ class Sampler:
 
     weights: {name of a source: its share}, which need not sum to 1; 0 leaves the source out. state: what `state_after`
     returned; sample 0 is then the one after it. It may come from other weights, batch sizes or sets of sources, since
-    each source resumes with its own draws. Where it comes from another seed, seq_length or content of a source, its
-    draws mean nothing any more: with new_epoch they are closed, as `closed` says, and these sources begin anew. Raises
-    UserError without, for weights that make no mixture, and for a source shorter than one window.
+    each source resumes after its own samples. Raises UserError where it comes from another seed, seq_length or content
+    of a source, which cut or order the data otherwise; for weights that make no mixture; and for a source shorter than
+    one window.
     """
 
     def __init__(
@@ -49,12 +46,10 @@ class Sampler:
         seq_length: int,
         seed: int,
         state: dict | None = None,
-        new_epoch: bool = False,
     ):
-        self.names = sorted(
-            sources
-        )  # so that the order in which sources are listed changes nothing
-        self.seq_length, self.seed = seq_length, seed
+        self.names = sorted(sources)  # the order in which sources are listed changes nothing
+        self.seq_length = seq_length
+        self.seed = seed
         self.identity = {name: sources[name].identity for name in self.names}
         for name, source in sources.items():
             if source.token_count <= seq_length:
@@ -62,55 +57,55 @@ class Sampler:
                     f"source {name!r} has {source.token_count} tokens, but one window of seq_length "
                     f"{seq_length} needs {seq_length + 1}; give more data or a smaller seq_length"
                 )
-        self.windows = np.array(
-            [(sources[name].token_count - 1) // seq_length for name in self.names]
-        )
+        token_counts = np.array([sources[name].token_count for name in self.names])
+        self.windows = (token_counts - 1) // seq_length
         self.keys = np.array([source_key(seed, name) for name in self.names], dtype=np.uint64)
+
         self.counts = _pattern_counts(self.names, weights)
-        self.shares = dict(zip(self.names, self.counts.tolist()))
         self.period = int(self.counts.sum())
         owner: np.ndarray = np.repeat(np.arange(len(self.names)), self.counts)
         nth = np.concatenate([np.arange(count) for count in self.counts])
         spread = np.argsort((nth + 0.5) / self.counts[owner], kind="stable")
-        self.pattern, self.nth = owner[spread].astype(np.int16), nth[spread].astype(np.int32)
-        self.closed: dict = {}
-        self.before = (
-            self._resumed({"windows": {}, "closed": [], **state}, new_epoch) if state else NOTHING
-        )
-        self.start = self.before["pattern_position"] if self.before["pattern"] == self.shares else 0
-        self.drawn = np.array([self.before["drawn"].get(name, 0) for name in self.names])
+        self.pattern = owner[spread].astype(np.int16)  # the source of each place of the pattern
+        self.nth = nth[spread].astype(np.int32)  # the how-many-eth place of that source it is
+
+        self.start = 0  # the place of sample 0 in the pattern
+        self.before = state or {}
+        self.taken = np.zeros(len(self.names), np.int64)  # samples of each source before sample 0
+        if state:
+            self._check_position(state)
+            self.taken += [state["drawn"].get(name, 0) for name in self.names]
+            if state["pattern"] == self._shares():
+                self.start = state["pattern_position"]
 
     def samples(self, first: int, count: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Samples [first, first + count) as three int64 arrays (count,): index into `names`, window, epoch."""
-        cycle, place = np.divmod(self.start + first + np.arange(count), self.period)
+        place = self.start + first + np.arange(count)
+        cycle, place = np.divmod(place, self.period)
         source = self.pattern[place].astype(np.int64)
-        draw = (
-            (self.drawn - self._draws(self.start))[source]
-            + cycle * self.counts[source]
-            + self.nth[place]
-        )
-        return source, *window_of(draw, self.windows[source], self.seq_length, self.keys[source])
-
-    def counts_of(self, first: int, count: int) -> np.ndarray:
-        """How many of the samples [first, first + count) are of each source, int64 (sources,)."""
-        return np.bincount(
-            self.pattern[(self.start + first + np.arange(count)) % self.period],
-            minlength=len(self.names),
-        )
+        before = self.taken - self._occurrences(self.start)
+        index = before[source] + cycle * self.counts[source] + self.nth[place]
+        windows = self.windows[source]
+        epoch, position = np.divmod(index, windows)
+        block_windows = max(1, BLOCK_TOKENS // self.seq_length)
+        key = splitmix64(self.keys[source], epoch)
+        return source, permuted_window(position, windows, block_windows, key), epoch
 
     def state_after(self, samples: int) -> dict:
-        """The position after `samples` samples of this order, for JSON. Sources not in the mixture keep their draws."""
+        """The position after `samples` samples of this order, for JSON. Sources not in the mixture keep theirs."""
         end = self.start + samples
-        drawn = self.drawn + self._draws(end) - self._draws(self.start)
+        taken = self.taken + self._occurrences(end) - self._occurrences(self.start)
+        of_sources = {
+            "drawn": dict(zip(self.names, taken.tolist())),
+            "identity": self.identity,
+            "windows": dict(zip(self.names, self.windows.tolist())),
+        }
         return {
             "seed": self.seed,
             "seq_length": self.seq_length,
-            "pattern": self.shares,
+            "pattern": self._shares(),
             "pattern_position": int(end % self.period),
-            "drawn": {**self.before["drawn"], **dict(zip(self.names, drawn.tolist()))},
-            "identity": {**self.before["identity"], **self.identity},
-            "windows": {**self.before["windows"], **dict(zip(self.names, self.windows.tolist()))},
-            "closed": self.before["closed"],
+            **{field: self.before.get(field, {}) | now for field, now in of_sources.items()},
         }
 
     @property
@@ -118,63 +113,46 @@ class Sampler:
         """Windows of all sources of the mixture together: the samples of an epoch of a run."""
         return int(self.windows[self.counts > 0].sum())
 
-    def _draws(self, position):
+    def _shares(self) -> dict[str, int]:
+        return dict(zip(self.names, self.counts.tolist()))
+
+    def _occurrences(self, position: int) -> np.ndarray:
         """How often each source occurs in the first `position` places of the endlessly repeated pattern."""
         cycles, rest = divmod(position, self.period)
         return cycles * self.counts + np.bincount(self.pattern[:rest], minlength=len(self.names))
 
-    def _resumed(self, state, new_epoch):
-        """The position to resume from: `state`, of which what means nothing any more is closed or refused."""
-        gone, fault = set(state["drawn"]), ""
+    def _check_position(self, state: dict) -> None:
+        """Raises UserError where the samples taken so far would name other windows than they did."""
+        anew = "or begin the data anew in another run folder: load_ckpt_path=RUN without resuming_dataset"
         for name, now in (("seed", self.seed), ("seq_length", self.seq_length)):
             if state[name] != now:
-                fault = fault or (
-                    f"{name} is {now}, but the data's position was saved with {name} {state[name]}, "
-                    f"which cuts or orders the data otherwise; set {name}={state[name]}, or let every "
-                    "source"
+                raise UserError(
+                    f"{name} is {now}, but the data's position was saved with {name} {state[name]}, which cuts "
+                    f"or orders the data otherwise; set {name}={state[name]}, {anew}"
                 )
-        if not fault:
-            gone = {
-                name
-                for name in self.names
-                if state["identity"].get(name) not in (None, self.identity[name])
-            }
-            fault = gone and (
-                f"source {min(gone)!r} holds other data than when its position was saved; put the former "
-                "data back, give the new data another name, or let it"
-            )
-        if not fault:
-            return state
-        if not new_epoch:
-            raise UserError(f"{fault} begin anew: new_epoch=true")
-        closed, kept = (
-            {
-                field: {
-                    name: value
-                    for name, value in state[field].items()
-                    if (name in gone) == is_closed
-                }
-                for field in ("drawn", "identity", "windows")
-            }
-            for is_closed in (True, False)
-        )
-        self.closed = {"seed": state["seed"], "seq_length": state["seq_length"], **closed}
-        return {**state, **kept, "closed": [*state["closed"], self.closed]}
+        for name, identity in self.identity.items():
+            if state["identity"].get(name, identity) != identity:
+                raise UserError(
+                    f"source {name!r} holds other data than when its position was saved; put the former "
+                    f"data back, give the new data another name, {anew}"
+                )
 
 
 def seen(position: dict) -> dict[str, dict]:
-    """What a position, as `Sampler.state_after` returns it, has of each source, closed positions too: tokens, epochs."""
-    tokens: dict[str, int] = {}
-    epochs: dict[str, float] = {}
-    for part in [*position["closed"], position]:
-        for name, drawn in part["drawn"].items():
-            tokens[name] = tokens.get(name, 0) + drawn * part["seq_length"]
-            if windows := part["windows"].get(name):  # older positions don't say it
-                epochs[name] = round(epochs.get(name, 0.0) + drawn / windows, 6)
-    return {"source_tokens": tokens, "source_epochs": epochs}
+    """What the run has had of each source at a position, as `Sampler.state_after` returns it: tokens, epochs."""
+    drawn = position["drawn"]
+    windows = position["windows"]
+    return {
+        "source_tokens": {name: count * position["seq_length"] for name, count in drawn.items()},
+        "source_epochs": {  # positions of older versions do not say how many windows a source has
+            name: round(count / windows[name], 6)
+            for name, count in drawn.items()
+            if name in windows
+        },
+    }
 
 
-def _pattern_counts(names, weights):
+def _pattern_counts(names: list[str], weights: Mapping[str, float]) -> np.ndarray:
     """Occurrences of each source in one period of the pattern, as int64 in lowest terms, by largest remainder."""
     if set(weights) != set(names):
         raise UserError(
@@ -197,16 +175,6 @@ def _pattern_counts(names, weights):
     return counts // math.gcd(*counts.tolist())
 
 
-def window_of(
-    draw: np.ndarray, windows: np.ndarray, seq_length: int, key: np.ndarray
-) -> tuple[np.ndarray, np.ndarray]:
-    """(window, epoch) of draws (n,) from sources of so many windows (n,); key (n,) uint64 is the source's."""
-    epoch, position = np.divmod(draw, windows)
-    return permuted_window(
-        position, windows, max(1, BLOCK_TOKENS // seq_length), splitmix64(key, epoch)
-    ), epoch
-
-
 def permuted_window(
     position: np.ndarray, windows: np.ndarray, block_windows: int, key: np.ndarray
 ) -> np.ndarray:
@@ -216,50 +184,54 @@ def permuted_window(
     block may reach past the end.
     """
 
-    def in_whole_blocks(position, windows, key):
+    def in_whole_blocks(position: np.ndarray, windows: np.ndarray, key: np.ndarray) -> np.ndarray:
         block = np.minimum(block_windows, windows)
         blocks = -(-windows // block)
         group, within = np.divmod(position, GROUP_BLOCKS * block)
-        group_windows = np.minimum(GROUP_BLOCKS, blocks - group * GROUP_BLOCKS) * block
-        shuffled = group * GROUP_BLOCKS * block + permute(
-            within, group_windows, splitmix64(key, group + 1)
-        )
+        first_block = group * GROUP_BLOCKS
+        group_windows = np.minimum(GROUP_BLOCKS, blocks - first_block) * block
+        within = permute(within, group_windows, splitmix64(key, group + 1))
+        shuffled = first_block * block + within
         return permute(shuffled // block, blocks, key) * block + shuffled % block
 
     return _walk(in_whole_blocks, position, windows, key)
 
 
 def permute(x: np.ndarray, size: np.ndarray, key: np.ndarray) -> np.ndarray:
-    """A bijection of range(size), chosen by `key`, at each x: a Feistel network on two digits of base ceil(sqrt(size)),
-    of which few results lie in [size, base**2). All arrays (n,): x, size int64; key uint64."""
-
-    def of_two_digits(x, size, key):
-        base = np.ceil(np.sqrt(size)).astype(np.int64)
-        left, right = np.divmod(x, base)
-        for round_ in range(ROUNDS):
-            scrambled = (splitmix64(key, right * ROUNDS + round_) >> np.uint64(1)).astype(np.int64)
-            left, right = right, (left + scrambled % base) % base
-        return left * base + right
-
-    return _walk(of_two_digits, x, size, key)
+    """A bijection of range(size), chosen by `key`, at each x. All arrays (n,): x, size int64; key uint64."""
+    return _walk(_feistel, x, size, key)
 
 
-def _walk(permuted, x, size, key):
-    """permuted(x, size, key), a bijection of a little more than range(size), and what falls outside once more until it
-    lands inside: a bijection of range(size). Black and Rogaway, Ciphers with Arbitrary Finite Domains (2002)."""
-    result, open_ = np.empty_like(x), np.arange(len(x))
+def _feistel(x: np.ndarray, size: np.ndarray, key: np.ndarray) -> np.ndarray:
+    """A Feistel network on two digits of base ceil(sqrt(size)): of its results few lie in [size, base**2)."""
+    base = np.ceil(np.sqrt(size)).astype(np.int64)
+    left, right = np.divmod(x, base)
+    for round_ in range(ROUNDS):
+        scrambled = (splitmix64(key, right * ROUNDS + round_) >> np.uint64(1)).astype(np.int64)
+        left, right = right, (left + scrambled % base) % base
+    return left * base + right
+
+
+def _walk(permuted: Permutation, x: np.ndarray, size: np.ndarray, key: np.ndarray) -> np.ndarray:
+    """A bijection of range(size), made of `permuted`, one of a little more than that: what falls outside is permuted
+    once more until it lands inside. Black and Rogaway, Ciphers with Arbitrary Finite Domains (2002)."""
+    result = np.empty_like(x)
+    open_ = np.arange(len(x))
     while open_.size:
         x = permuted(x, size, key)
         inside = x < size
         result[open_[inside]] = x[inside]
-        open_, x, size, key = (array[~inside] for array in (open_, x, size, key))
+        outside = ~inside
+        open_ = open_[outside]
+        x = x[outside]
+        size = size[outside]
+        key = key[outside]
     return result
 
 
-def source_key(seed, name):
-    return int.from_bytes(
-        hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest(), "little"
-    )
+def source_key(seed: int, name: str) -> int:
+    digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little")
 
 
 def splitmix64(key: np.ndarray | np.uint64, number: np.ndarray) -> np.ndarray:

@@ -19,7 +19,7 @@ from mamba_fsdp.checkpoint.retention import until_the_end
 from mamba_fsdp.conventions import DTYPES
 from mamba_fsdp.data.builtin import missing_builtin
 from mamba_fsdp.data.loader import BatchLayout, Loader
-from mamba_fsdp.data.sampler import Sampler, seen
+from mamba_fsdp.data.sampler import Sampler
 from mamba_fsdp.data.selection import (
     check_tokenizers_agree,
     one_for_all,
@@ -150,10 +150,7 @@ def set_up(
         settings.data.seq_length,
         settings.training.seed,
         state=state.data or None,
-        new_epoch=settings.data.new_epoch,
     )
-    if order.closed:
-        say_closed(order, say)
     plan = plan_steps(settings, split, state, run_length(settings, order), len(validation), say)
     loader = Loader(
         sources,
@@ -194,18 +191,6 @@ def run_length(settings: TrainConfig, order: Sampler) -> Duration:
         raise UserError("num_epochs: made-up tokens have no end; give num_steps")
     return Duration(
         math.ceil(training.num_epochs * order.epoch_windows) * settings.data.seq_length, "tok"
-    )
-
-
-def say_closed(order: Sampler, say: Say) -> None:
-    closed, epochs = order.closed, seen({**order.closed, "closed": []})["source_epochs"]
-    drawn = ", ".join(
-        f"{name} after {f'{epochs[name]:.4g} epochs' if name in epochs else f'{count:,} windows'}"
-        for name, count in closed["drawn"].items()
-    )
-    say(
-        f"new epoch  the position with seed {closed['seed']}, seq_length {closed['seq_length']} is closed "
-        f"({drawn}); these sources begin anew"
     )
 
 

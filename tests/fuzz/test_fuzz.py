@@ -37,7 +37,6 @@ from mamba_fsdp.checkpoint.tensors import open_tensors
 from mamba_fsdp.data import readers, text, tokenize, tokenizer, workers
 from mamba_fsdp.data.documents import documents
 from mamba_fsdp.data.opening import open_source
-from mamba_fsdp.data.sampler import NOTHING
 from mamba_fsdp.data.store import StoreWriter, _checksum
 from mamba_fsdp.data.tokenizer import identities_in
 from mamba_fsdp.errors import UserError
@@ -55,7 +54,14 @@ from tests.support.small_models import CONFIGS, random_state, write_ours
 ROUNDS, SEED = int(os.environ.get("FUZZ_ROUNDS", 40)), int(os.environ.get("FUZZ_SEED", 0))
 SECONDS, MEMORY = 20, 2 << 30  # that a reader may take of a file of some kilobytes
 DOCUMENTS = [[1, 2, 3], list(range(1, 40)), [5] * 7]
-POSITION = {**NOTHING, "seed": 1, "seq_length": 8, "drawn": {"a": 6}, "windows": {"a": 9}}
+POSITION = {
+    "pattern": {},
+    "identity": {},
+    "seed": 1,
+    "seq_length": 8,
+    "drawn": {"a": 6},
+    "windows": {"a": 9},
+}
 ODD = [
     -1,
     0,

@@ -41,7 +41,6 @@ def recorder_of(tmp_path, monkeypatch):
         "seq_length": 32,
         "drawn": {"it": 3},
         "windows": {"it": 4},
-        "closed": [{"seq_length": 16, "drawn": {"it": 5, "other": 1}, "windows": {"it": 5}}],
     }
     loader = SimpleNamespace(state_before=lambda step: position)
     return lambda world: MetricsLogger(
@@ -52,7 +51,7 @@ def recorder_of(tmp_path, monkeypatch):
 def test_a_report_is_a_line_and_an_entry_where_it_is_due(recorder_of, tmp_path, capsys):
     with recorder_of(World.alone()) as recorder:
         recorder.clock.data_wait, recorder.stall_seconds = 0.25, lambda: 1.5
-        recorder.report(TrainState(step=1, tokens=64), 4.0, 0.01, 0.5, 0)
+        recorder.report(TrainState(step=1, tokens=64), 4.0, 0.01, 0.5)
         recorder.clock.began -= 1000  # so long the next step has taken
         recorder.validated(1, 3.0, 40, 0.174, 0.25)
         recorder.report(
@@ -68,7 +67,6 @@ def test_a_report_is_a_line_and_an_entry_where_it_is_due(recorder_of, tmp_path, 
             3.0,
             0.01,
             0.5,
-            0,
         )
     validation, report = (
         json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()
@@ -96,8 +94,8 @@ def test_a_report_is_a_line_and_an_entry_where_it_is_due(recorder_of, tmp_path, 
         "data_wait_seconds": 0.25,
         "checkpoint_stall_seconds": 1.5,
         "skipped_steps": 1,
-        "source_tokens": {"it": 3 * 32 + 5 * 16, "other": 16},
-        "source_epochs": {"it": 1.75},
+        "source_tokens": {"it": 3 * 32},
+        "source_epochs": {"it": 0.75},
     }
     first, second = capsys.readouterr().out.splitlines()
     assert first == "step 1: validation loss 3.0000, perplexity 20.09 (17.4% of the data, 0.2 s)"
@@ -107,7 +105,7 @@ def test_a_report_is_a_line_and_an_entry_where_it_is_due(recorder_of, tmp_path, 
 def test_another_rank_writes_nothing(recorder_of, tmp_path, capsys):
     with recorder_of(replace(World.alone(), rank=1, size=2)) as recorder:
         for step in (1, 2):
-            recorder.report(TrainState(step=step), 4.0, 0.01, 0.5, 0)
+            recorder.report(TrainState(step=step), 4.0, 0.01, 0.5)
         recorder.validated(1, 3.0, 40, 1.0, 0.25)
         recorder.sync()
     assert not (tmp_path / "metrics.jsonl").exists() and capsys.readouterr().out == ""

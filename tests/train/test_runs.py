@@ -171,8 +171,8 @@ def test_a_longer_run_holds_the_learning_rate_or_says_otherwise(train, tmp_path,
     train(tmp_path / "run", num_steps=4, eval_interval=0)
     shutil.copytree(tmp_path / "run", tmp_path / "other")
     for name, given, words in (
-        ("run", {}, "hold): the learning rate keeps its former curve, at 1.00e-03 now; follow"),
-        ("other", {"lengthened": "follow"}, "goes from 1.00e-03 to 1.60e-03"),
+        ("run", {}, "the learning rate keeps its former curve, at 1.00e-03 now, and stays"),
+        ("other", {"schedule_steps": 6}, "goes from 1.00e-03 to 1.60e-03"),
     ):
         assert words in train(tmp_path / name, num_steps=6, eval_interval=0, **given)
     held, followed = (
@@ -527,51 +527,26 @@ def test_another_model_in_the_run_folder_is_refused_by_setting(train, tmp_path):
         train(tmp_path, d_model=32, num_steps=9)
 
 
-def test_a_new_epoch_begins_once_for_whoever_follows_the_advice(
-    train, tmp_path, metrics_of, weights_of
+@pytest.mark.parametrize(
+    "given, wrong, there",
+    [
+        ({"seed": 5}, "seed is 5", "seed 2023"),
+        ({"seq_length": 16}, "seq_length is 16", "seq_length 32"),
+    ],
+)
+def test_a_position_that_means_nothing_is_refused_with_a_way_on(
+    train, tmp_path, given, wrong, there
 ):
-    """A changed seed closes the position, with the words to ask for it; the same command resumes from there as if
-    unbroken, whatever was lost, and the next one closes nothing."""
-    given = {"schedule": "constant", "eval_interval": 0, "seed": 5, "new_epoch": True}
-    for name in ("whole", "parts"):
-        train(tmp_path / name, num_steps=3, schedule="constant", eval_interval=0)
-        with pytest.raises(
-            UserError,
-            match="seed is 5, but the data's position was saved with seed 2023.*; set "
-            "seed=2023, or let every source begin anew: new_epoch=true$",
-        ):
-            train(tmp_path / name, num_steps=9, seed=5)
-    begins = "new epoch  the position with seed 2023, seq_length 32 is closed (train after 0.01515 epochs); these"
-    assert begins in train(tmp_path / "whole", num_steps=9, **given)
-    assert begins in train(tmp_path / "parts", num_steps=5, **given)
-    for checkpoint in (tmp_path / "parts" / "checkpoints").glob(
-        "step_0000000[45]"
-    ):  # none of the new position's
-        (checkpoint / "COMMIT").unlink()
-    assert begins in train(tmp_path / "parts", num_steps=5, **given)
-    assert "new epoch" not in train(tmp_path / "parts", num_steps=9, **given)
-    assert equal(weights_of(tmp_path / "whole"), weights_of(tmp_path / "parts"))
-    whole, parts = (metrics_of(tmp_path / name) for name in ("whole", "parts"))
-    assert whole == parts and whole[-1]["source_tokens"] == {"train": whole[-1]["tokens"]}
-
-
-def test_another_seq_length_is_a_new_epoch_of_the_position_of_another_run_too(
-    train, tmp_path, metrics_of
-):
-    train(tmp_path / "first", num_steps=3)
-    given = {
-        "num_steps": 6,
-        "seq_length": 16,
-        "load_ckpt_path": tmp_path / "first",
-        "resuming_dataset": True,
-    }
-    with pytest.raises(UserError, match="seq_length is 16, .*new_epoch=true"):
-        train(tmp_path / "run", **given)
-    assert "seq_length 32 is closed" in train(tmp_path / "run", new_epoch=True, **given)
-    last = [entry for entry in metrics_of(tmp_path / "run") if "loss" in entry][-1]
-    assert last["tokens"] == 6 * 2 * 16 and last["source_tokens"] == {
-        "train": 3 * 2 * 32 + 6 * 2 * 16
-    }
+    """Another folder takes the weights and begins the data anew; it resumes as if unbroken."""
+    first = tmp_path / "first"
+    train(first, num_steps=3)
+    words = f"{wrong}, but the data's position was saved with {there}.* load_ckpt_path=RUN without"
+    with pytest.raises(UserError, match=words):
+        train(first, num_steps=9, **given)
+    with pytest.raises(UserError, match=words):
+        train(tmp_path / "other", load_ckpt_path=first, resuming_dataset=True, **given)
+    said = train(tmp_path / "run", load_ckpt_path=first, num_steps=3, **given)
+    assert "the data from its start" in said
 
 
 def test_a_broken_checkpoint_is_passed_over_and_said(train, tmp_path):

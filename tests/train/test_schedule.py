@@ -2,7 +2,6 @@
 
 import json
 import math
-import re
 from dataclasses import asdict, replace
 
 import pytest
@@ -104,18 +103,17 @@ def test_where_the_length_is_in_tokens_another_batch_does_not_bend_it(kind, leng
     assert list(resumed.values())[-1] == pytest.approx(end)
 
 
-def resumed(state, num_steps, lengthened="auto", until=None, **more):
+def resumed(state, num_steps, until=None, **more):
     """The learning rates of a run on from `state`, to its end or `until`, and what is said."""
-    settings, said = TrainConfig(), []
-    settings.data.seq_length, settings.optimizer.learning_rate = 16, 1.0
+    settings = TrainConfig()
+    settings.data.seq_length = 16
+    settings.optimizer.learning_rate = 1.0
     settings.training.num_steps = Duration.parse(str(num_steps))
-    for name, value in {"lengthened": lengthened, **more}.items():
+    for name, value in more.items():
         setattr(settings.lr_schedule, name, value)
-    plan, rates = (
-        plan_steps(
-            settings, BatchLayout(0, 1, 2), state, settings.training.num_steps, 0, said.append
-        ),
-        [],
+    said, rates = [], []
+    plan = plan_steps(
+        settings, BatchLayout(0, 1, 2), state, settings.training.num_steps, 0, said.append
     )
     while state.step < (until or plan.total_steps):
         rates.append(plan.schedule.next_factor(state, plan.tokens_per_step))
@@ -123,77 +121,66 @@ def resumed(state, num_steps, lengthened="auto", until=None, **more):
     return rates, " ".join(said)
 
 
+def cosine(total, steps):
+    return [Schedule("cosine", total).factor(step) for step in steps]
+
+
 @pytest.mark.parametrize("unit", ["", "tok"])
-@pytest.mark.parametrize(
-    "lengthened, words",
-    [
-        (
-            "auto",
-            "keeps its former curve, at 1.00e-01 now; follow would set 5.4.e-01, rewarm warm up again to 1.00e+00",
-        ),
-        ("hold", "keeps its former curve, at 1.00e-01 now"),
-        ("follow", "goes from 1.00e-01 to 5.4.e-01"),
-        ("rewarm", "warms up again from 1.00e-01 to 1.00e+00"),
-    ],
-)
-def test_a_longer_run_says_what_becomes_of_the_learning_rate_and_resumes_in_it(
-    unit, lengthened, words
-):
+@pytest.mark.parametrize("follows", [False, True])
+def test_a_longer_run_holds_the_learning_rate_unless_schedule_steps_says_otherwise(unit, follows):
     def length(steps):
-        return f"{steps * 32}tok" if unit else steps
+        return f"{steps * 32}tok" if unit else str(steps)
 
     state = TrainState()
     first, said = resumed(state, length(100))
-    assert not said and first == [Schedule("cosine", 100).factor(step) for step in range(100)]
-    half = replace(state)
-    rates, said = resumed(state, length(200), lengthened)
-    assert re.search(
-        f"was {length(100)}, is {length(200)} .lengthened={lengthened.replace('auto', 'hold')}.: the "
-        "learning rate " + words.replace("+", "[+]"),
-        said,
-    ), said
-    follow, anew = (
-        [Schedule("cosine", total).factor(step) for step in range(200)] for total in (200, 100)
-    )
-    assert rates == pytest.approx(
-        {"follow": follow[100:], "rewarm": [max(rate, 0.1) for rate in anew[:100]]}.get(
-            lengthened, [0.1] * 100
+    assert not said and first == cosine(100, range(100))
+    given = {"schedule_steps": Duration.parse(length(200))} if follows else {}
+    broken = replace(state)
+    rates, said = resumed(state, length(200), **given)
+    assert f"its length was {length(100)}, is {length(200)}: the learning rate " in said
+    if follows:
+        assert "goes from 1.00e-01 to 5.4" in said
+        assert rates == pytest.approx(cosine(200, range(100, 200)))
+    else:
+        assert (
+            f"at 1.00e-01 now, and stays where that ends; schedule_steps={length(200)} would"
+            in said
         )
-    )
-    before, said_then = resumed(half, length(200), lengthened, until=150)
-    after, said_later = resumed(
-        TrainState(**json.loads(json.dumps(asdict(half)))), length(200), lengthened
-    )
-    assert before + after == rates and said_then == said and not said_later
-    assert (half.schedule["since_step"], half.schedule["learning_rate"]) == (
-        100,
-        pytest.approx(0.1),
-    )
+        assert rates == pytest.approx([0.1] * 100)
+    before, _ = resumed(broken, length(200), until=150, **given)
+    saved = TrainState(**json.loads(json.dumps(asdict(broken))))
+    after, said_later = resumed(saved, length(200), **given)
+    assert before + after == rates and not said_later
 
 
-def test_a_choice_is_made_where_there_is_one_and_can_be_made_anew():
+def test_what_becomes_of_other_changes_of_the_length():
     """A schedule that is not decaying yet follows the new length; a shorter run does; nothing is held at 0."""
     state = TrainState()
+    wsd = [Schedule("wsd", 200).factor(step) for step in range(200)]
     assert resumed(state, 100, schedule="wsd", until=50) == (
-        [Schedule("wsd", 100).factor(s) for s in range(50)],
+        [Schedule("wsd", 100).factor(step) for step in range(50)],
         "",
     )
-    assert resumed(state, 200, schedule="wsd") == (
-        [Schedule("wsd", 200).factor(s) for s in range(50, 200)],
-        "",
-    )
+    assert resumed(state, 200, schedule="wsd") == (wsd[50:], "")
     state = TrainState()
     resumed(state, 200, until=50)
     assert "was 200, is 100: the learning rate goes from 8.6" in resumed(state, 100, until=60)[1]
     assert set(resumed(state, 150, until=120)[0][40:]) == {0.1}
-    assert (
-        "(lengthened=rewarm): the learning rate warms up"
-        in resumed(state, 150, "rewarm", until=130)[1]
-    )
-    assert resumed(state, 150, until=140)[1] == "" and state.schedule["lengthened"] == "rewarm"
     state = TrainState()
     resumed(state, 10, schedule="annealing")
     with pytest.raises(
-        UserError, match="num_steps=20: the learning rate ends at 0 .* choose lengthened=rewarm"
+        UserError, match="num_steps=20: the learning rate is 0 .* schedule_steps=20"
     ):
         resumed(state, 20, schedule="annealing")
+    rates, _ = resumed(state, 20, schedule="annealing", schedule_steps=Duration.parse("20"))
+    assert rates == [Schedule("annealing", 20).factor(step) for step in range(10, 20)]
+
+
+def test_a_schedule_that_an_older_version_saved_is_read():
+    held = {"num_steps": "200", "lengthened": "hold", "curve": {"total": 100, "in_tokens": False}}
+    state = TrainState(step=150, tokens=150 * 32, samples=300, schedule=held)
+    assert resumed(state, 200) == ([pytest.approx(0.1)] * 50, "")
+    curve = {"total": 200, "in_tokens": False, "start": 100, "low": 0.1}
+    warmed = {"num_steps": "200", "lengthened": "rewarm", "curve": curve}
+    rates, said = resumed(TrainState(step=150, tokens=150 * 32, samples=300, schedule=warmed), 200)
+    assert rates == cosine(200, range(150, 200)) and "earlier version warmed this run up" in said
