@@ -5,11 +5,9 @@ Leaf names are unique over the sections, so `--learning_rate=3e-4`, `--optimizer
 """
 
 import dataclasses
-import os
 from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import lru_cache
-from pathlib import Path
 from typing import Any
 
 from config.fields import Duration, condition, setting
@@ -242,12 +240,6 @@ class TrainingConfig:
     deterministic: bool = setting(False)
     """Take only what repeats, so that two equal runs are equal bit for bit. Tested on CPUs; on a GPU not measured yet,
     and slow, since the backends of the CUDA libraries are passed over."""
-    tune_kernels: bool = setting(False)
-    """Time the block sizes of the Triton kernels at the first start, instead of taking those known for the GPU. The run
-    keeps what was chosen, and others of its shapes find it in kernel_cache."""
-    kernel_cache: str = setting("auto")
-    """Folder where compiled kernels stay for later starts, an archive for each stack, GPU and state of the code; auto:
-    .cache/triton beside the run folder; none: every start compiles."""
     max_skipped_steps: int = setting(10, at_least=1)
     """Stop after this many steps in a row whose loss or gradient was not finite (none of them is applied)."""
     eval_interval: Duration = steps(200, at_least=0, needs=store_or_no_interval)
@@ -387,16 +379,6 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         self.notes: list[str] = []
-
-    def kernel_folder(self) -> Path:
-        """Where compiled kernels stay for later starts; the run folder itself where they do not."""
-        run, chosen = (
-            Path(os.path.abspath(self.checkpoint.save_ckpt_path)),
-            self.training.kernel_cache,
-        )
-        return {"auto": run.parent / ".cache/triton", "none": run}.get(chosen) or Path(
-            os.path.abspath(chosen)
-        )
 
     def check(self) -> None:
         """Raises UserError for combinations that can't work, before any process group or GPU starts."""

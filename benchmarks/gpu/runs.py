@@ -138,7 +138,8 @@ def starts(scratch, rehearse, keep):
             for start in ("cold", "warm"):
                 folder = scratch / f"start-{model}-{start}"
                 shutil.rmtree(folder, ignore_errors=True)
-                given = given | {"num_steps": 3, "kernel_cache": scratch / f"kernels-{model}"}
+                given = given | {"num_steps": 3}
+                os.environ["TRITON_CACHE_DIR"] = str(scratch / f"kernels-{model}")
                 launcher = [
                     "-m",
                     "mamba_fsdp.launch.node",

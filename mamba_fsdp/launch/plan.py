@@ -26,7 +26,7 @@ def plan(*stray, config=None, **given) -> None:  # the command line would check 
     print(
         run_folder(settings),
         builtin,
-        settings.kernel_folder(),
+        run_folder(settings).parent / ".cache/triton",
         *folders_outside_project(settings),
         sep="\n",
     )

@@ -4,31 +4,22 @@ The modules of kernels import triton at their tops and are themselves imported o
 environment runs the kernels on a CPU, for tests.
 """
 
-import json
 import os
-import time
 from collections.abc import Callable, Mapping
 from itertools import compress
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from mamba_fsdp.errors import UserError
 from mamba_fsdp.ops.backends import Use
-from mamba_fsdp.storage import write_atomically
 
 os.environ.setdefault(
     "TRITON_DEFAULT_FP_FUSION", "1"
 )  # from 3.10 on, a * b + c is else two instructions
 LIBRARY = torch.library.Library("mamba_fsdp", "FRAGMENT")
 Blocks = Mapping[str, int]  # constants of a kernel, and its num_warps
-tuned: dict[
-    str, Blocks
-] = {}  # by kernel: what a timing on this kind of GPU chose instead of the tables
-tables: dict[str, Mapping[tuple[int, int], Blocks]] = {}  # by kernel: what it was launched with
 
 
 def takes(use: Use) -> str | None:
@@ -141,59 +132,11 @@ def of_weight(grad: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     return grad.flatten(0, 1).T @ x.flatten(0, 1)
 
 
-def blocks(kernel: str, table: Mapping[tuple[int, int], Blocks], device: torch.device) -> Blocks:
-    """The sizes for a kernel: what was tuned, else those of the `table` for the newest architecture (compute
-    capability) that is not newer than the device's, so that equal devices give equal bits at every start."""
-    tables[kernel] = table
-    if kernel in tuned:
-        return tuned[kernel]
+def blocks(table: Mapping[tuple[int, int], Blocks], device: torch.device) -> Blocks:
+    """The sizes for a kernel: those of its `table` for the newest architecture (compute capability) that is not newer
+    than the device's, so that equal devices give equal bits at every start."""
     own = torch.cuda.get_device_capability(device) if device.type == "cuda" else min(table)
     return table[max(known for known in table if known <= own)]
-
-
-def tune(
-    run: Callable[[], Any], path: Path, seconds: Callable[[Callable[[], Any]], float] | None = None
-) -> None:
-    """Has `blocks` give the fastest sizes of each kernel that run() launches: those in the file at `path`, else timed
-    and kept there. The file should be one of this kind of GPU, this Triton and these shapes.
-
-    Tried are all entries of a kernel's table, each with 1, 2, 4 and 8 warps. seconds(run): measures, infinite where the
-    sizes do not fit. Raises UserError where the file can't be read.
-    """
-    if path.exists():
-        try:
-            tuned.update(json.loads(path.read_text()))
-        except ValueError:
-            raise UserError(
-                f"{path}: not sizes of kernels in JSON; delete it, and they are timed again"
-            ) from None
-        return
-    run()
-    for kernel, table in list(tables.items()):
-        candidates = [
-            dict(sizes, num_warps=warps) for sizes in table.values() for warps in (1, 2, 4, 8)
-        ]
-        times = []
-        for candidate in candidates:
-            tuned[kernel] = candidate
-            times.append((seconds or _seconds)(run))
-        tuned[kernel] = candidates[times.index(min(times))]
-    write_atomically(path, json.dumps(tuned, indent=1))
-
-
-def _seconds(run):
-    """Of the fastest of three runs behind one that compiles."""
-    times = []
-    try:
-        for _ in range(4):
-            torch.cuda.synchronize()
-            start = time.perf_counter()
-            run()
-            torch.cuda.synchronize()
-            times.append(time.perf_counter() - start)
-    except Exception:  # too many registers or bytes of shared memory are told in many ways
-        return float("inf")
-    return min(times[1:])
 
 
 def interpreted() -> bool:

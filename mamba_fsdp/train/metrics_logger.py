@@ -23,7 +23,6 @@ from mamba_fsdp.report.trackers import make_trackers
 from mamba_fsdp.run_layout import GENERATED, METRICS, TOKENIZER
 from mamba_fsdp.storage import exists
 from mamba_fsdp.train.clock import Clock, device_metrics, stragglers
-from mamba_fsdp.train.kernel_cache import KernelCache
 from mamba_fsdp.train.profiling import make_profiler
 from mamba_fsdp.train.run_folder import RunFolder
 from mamba_fsdp.train.setup import RunSchedule
@@ -85,9 +84,6 @@ class MetricsLogger(contextlib.ExitStack):
         self.stall_seconds: Callable[[], float] = (
             float  # what saving has held the training up since it was asked last
         )
-        self.kernels: KernelCache | None = (
-            None  # to be kept when the first steps have compiled them, on rank 0
-        )
 
     def report(
         self, state: TrainState, loss: float, learning_rate: float, gradient_norm: float
@@ -100,11 +96,9 @@ class MetricsLogger(contextlib.ExitStack):
             and (recovery := self.folder.recovery(state.step))
         ):
             self.display.line(recovery)
-        if self.folder.startup.stepped() and self.kernels:
+        if self.folder.startup.stepped() and self.world.rank == 0:
             self.folder.say("running", state.step)
             self.display.line(self.folder.startup.line())
-            with self.clock.paused():
-                self.kernels.keep()
         due = self.plan.is_due(self.interval, state.step)
         loss = state.take_mean_loss() if due else loss
         seconds, own_seconds = self.clock.seconds_per_step(state.step)

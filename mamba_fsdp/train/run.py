@@ -96,10 +96,7 @@ def train(parts: TrainContext, folder: RunFolder, display: Console) -> Path | No
         ) as recorder:
             folder.startup.done("loader")
             recorder.stall_seconds = parts.checkpointer.stall_seconds
-            recorder.kernels = parts.kernels if world.rank == 0 else None
             reason = loop.train(parts, recorder, stop, validation_due)
-    if world.rank == 0:
-        parts.kernels.keep()
     if not reason:
         return parts.checkpointer.newest()
     if world.rank == 0:

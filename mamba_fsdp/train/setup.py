@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
@@ -12,7 +12,7 @@ from config import resolve
 from config.fields import Duration
 from config.model_config import checked_model
 from config.presets import title, usual_length
-from config.train_config import ParallelConfig, TrainConfig, TrainingConfig
+from config.train_config import TrainConfig, TrainingConfig
 from mamba_fsdp.checkpoint.checkpointer import Checkpointer
 from mamba_fsdp.checkpoint.folder import find_checkpoint, load
 from mamba_fsdp.checkpoint.retention import until_the_end
@@ -39,7 +39,6 @@ from mamba_fsdp.parallel.parallelize import choose_strategy, parallelize
 from mamba_fsdp.parallel.world import World
 from mamba_fsdp.report.console import scaled
 from mamba_fsdp.run_layout import CHECKPOINTS, committed, is_own
-from mamba_fsdp.train.kernel_cache import KernelCache
 from mamba_fsdp.train.optimizer import LossScale, make_optimizer
 from mamba_fsdp.train.run_folder import RunFolder
 from mamba_fsdp.train.sampling import read_prompts
@@ -90,7 +89,6 @@ class TrainContext:
     plan: RunSchedule
     loader: Loader
     checkpointer: Checkpointer
-    kernels: KernelCache
     prompts: dict[str, list[int]]  # to be continued at each validation: {text: tokens}
 
 
@@ -129,11 +127,6 @@ def set_up(
         report=say,
         check_ours=folder.lease.check,
     )
-    kernels = KernelCache(settings, world, say)
-    kernels.take()
-    if settings.training.tune_kernels:
-        kernels.tune(step_of_each_layer(settings, world, backends))
-    done("kernels")
     parallel = build_model(settings, world, backends)
     optimizer = make_optimizer(
         parallel.parameters(), parameters(settings.model), settings.optimizer, world.device
@@ -177,7 +170,6 @@ def set_up(
         plan,
         loader,
         checkpointer,
-        kernels,
         prompts,
     )
 
@@ -287,31 +279,6 @@ def build_model(settings: TrainConfig, world: World, backends: dict[str, str]) -
             reset_at_documents=settings.data.reset_at_documents,
         )
     return parallelize(network, settings.parallel, world=world, compute_dtype=dtype)
-
-
-def step_of_each_layer(
-    settings: TrainConfig, world: World, backends: dict[str, str]
-) -> Callable[[], None]:
-    """Forward and backward at the run's shapes, whatever the weights, of one layer of each kind that the model has."""
-    kinds = list(
-        dict.fromkeys(f"{layer.mixer}{'+mlp' * layer.mlp}" for layer in settings.model.layer_list())
-    )
-    model, parallel = (
-        replace(settings.model, layers=",".join(kinds), n_layer=len(kinds)),
-        ParallelConfig(),
-    )
-    spread = build_model(
-        replace(settings, model=model, parallel=parallel),
-        World.alone(device=world.device),
-        backends,
-    )
-    tokens = torch.zeros(
-        settings.training.batch_size,
-        settings.data.seq_length,
-        dtype=torch.int64,
-        device=world.device,
-    )
-    return lambda: spread.module(tokens, labels=tokens).backward()
 
 
 def start(

@@ -9,9 +9,9 @@ from config.model_config import ModelConfig
 from mamba_fsdp.model.init import initial_value
 from mamba_fsdp.model.lm import MambaLM
 from mamba_fsdp.model.spec import parameters
-from mamba_fsdp.ops import triton
 from mamba_fsdp.ops.backends import REFERENCE
 from mamba_fsdp.ops.ssd import ssd
+from mamba_fsdp.ops.ssd.triton import GRADIENTS, SWEEP
 
 MOST = {
     torch.float32: 1e-6,
@@ -116,10 +116,8 @@ def test_segments_of_a_sequence_change_rounding_alone(monkeypatch, bounded):
     values = leaves(length=520, headdim=16, d_state=16)
     seq_idx = random_documents(520) if bounded else None
     for programs in (1, 6):
-        monkeypatch.setitem(
-            triton.tuned, "ssd_sweep", {"P": 16, "programs": programs, "num_warps": 1}
-        )
-        monkeypatch.setitem(triton.tuned, "ssd_gradients", {"P": 16, "BLOCK": 1, "num_warps": 1})
+        monkeypatch.setitem(SWEEP, (8, 0), {"P": 16, "programs": programs, "num_warps": 1})
+        monkeypatch.setitem(GRADIENTS, (8, 0), {"P": 16, "BLOCK": 1, "num_warps": 1})
         assert_like_reference(ours, reference, values, MOST[torch.float32], seq_idx=seq_idx)
 
 

@@ -4,8 +4,7 @@ import pytest
 import torch
 
 from mamba_fsdp.errors import UserError
-from mamba_fsdp.model.generate import draw, draw_in_c, generate
-from mamba_fsdp.ops import cpp
+from mamba_fsdp.model.generate import draw, generate
 from tests.support.models import FAMILIES, small_model, some_tokens
 
 pytestmark = pytest.mark.torch22
@@ -83,20 +82,7 @@ def test_equal_seeds_give_equal_texts_and_others_others():
     assert text(1) == text(1) != text(2)
 
 
-backend = pytest.mark.parametrize(
-    "draw",
-    [
-        draw,
-        pytest.param(
-            draw_in_c,
-            marks=pytest.mark.skipif(bool(cpp.why_unavailable()), reason="no C compiler"),
-        ),
-    ],
-)
-
-
-@backend
-def test_drawing_keeps_to_top_k_and_top_p_and_follows_the_probabilities(draw):
+def test_drawing_keeps_to_top_k_and_top_p_and_follows_the_probabilities():
     logits = torch.tensor([0.5, 0.3, 0.15, 0.05]).log().repeat(20_000, 1)
     generator = torch.Generator().manual_seed(0)
 
@@ -119,11 +105,10 @@ def test_drawing_keeps_to_top_k_and_top_p_and_follows_the_probabilities(draw):
     )
 
 
-@backend
 @pytest.mark.parametrize(
     "how", [dict(top_k=5), dict(top_p=0.1), dict(top_k=7, top_p=0.05), dict(top_k=4096)]
 )
-def test_all_that_is_kept_and_nothing_else_is_drawn_from_a_large_vocabulary(draw, how):
+def test_all_that_is_kept_and_nothing_else_is_drawn_from_a_large_vocabulary(how):
     generator = torch.Generator().manual_seed(0)
     logits = 2 * torch.randn(1001, generator=generator)
     logits[501:] = logits[:500]  # each twice, so that what is kept ends between two alike
@@ -143,10 +128,9 @@ def test_all_that_is_kept_and_nothing_else_is_drawn_from_a_large_vocabulary(draw
     )
 
 
-@backend
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize("temperature", [0, 1])
-def test_nothing_is_drawn_from_logits_that_are_not_finite(draw, value, temperature):
+def test_nothing_is_drawn_from_logits_that_are_not_finite(value, temperature):
     """Also where those of the prompt were."""
     logits = torch.randn(2, 99, generator=torch.Generator().manual_seed(0))
     logits[1, 70] = value

@@ -89,8 +89,6 @@ OTHER_VALUES = {
     "mixed_precision": ("bf16", {}),
     "kernels": ("auto", {}),
     "deterministic": (True, {}),
-    "tune_kernels": (True, {}),
-    "kernel_cache": ("none", {"use_torch_compile": True}),
     "dry_run": (True, {}),
     "max_skipped_steps": (2, {}),
     "eval_interval": (2, {}),
@@ -194,7 +192,6 @@ def traces(train, kept_runs, metrics_of, corpus, monkeypatch):
     wandb.init = lambda project, name, **_: calls.append(("wandb", project, name)) or wandb
     monkeypatch.setitem(sys.modules, "wandb", wandb)
     root, _ = kept_runs
-    monkeypatch.setenv("KERNELS_ON_NODE", str(root / "kernels"))
     monkeypatch.setattr(
         "mamba_fsdp.parallel.parallelize.compile_blocks", lambda blocks: calls.append("compile")
     )

@@ -62,7 +62,6 @@ def test_the_parts_stand_in_the_log_and_the_status(train, tmp_path):
         "imports",
         "process group",
         "data",
-        "kernels",
         "model",
         "checkpoint",
         "loader",
@@ -94,7 +93,6 @@ def test_only_the_first_rank_looks_into_shared_folders(tmp_path, project):
         "checkpoint_interval": 9,
         "num_steps": 2,
         "save_ckpt_path": shared / "run",
-        "kernel_cache": shared / "kernels",
     }
     del settings["eval_batches"]
     command = [

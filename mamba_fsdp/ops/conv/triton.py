@@ -11,14 +11,14 @@ BACKWARD = {(8, 0): {"ROWS": 128, "CHANNELS": 128, "num_warps": 1}}
 
 def conv_forward(x, weight, bias, seq_idx):
     out = x.new_empty(x.shape)
-    _walk(triton.blocks("conv_forward", FORWARD, x.device), x, weight, bias, seq_idx, out)
+    _walk(triton.blocks(FORWARD, x.device), x, weight, bias, seq_idx, out)
     return out
 
 
 def conv_backward(grad, x, weight, bias, seq_idx, grad_x=None):
     """The gradients of x, weight and bias; that of x is written to `grad_x` where it is given, rows of any stride."""
     grad_x = x.new_empty(x.shape) if grad_x is None else grad_x
-    blocks = triton.blocks("conv_backward", BACKWARD, x.device)
+    blocks = triton.blocks(BACKWARD, x.device)
     sums = x.new_empty(
         x.shape[0], -(-x.shape[1] // blocks["ROWS"]), 5, x.shape[2], dtype=torch.float32
     )

@@ -31,7 +31,7 @@ def _chunk_loss(logits, labels, token_weights, want_gradient):
             logits.shape[1],
             IGNORED=IGNORED_LABEL,
             GRADIENT=want_gradient,
-            **triton.blocks("cross_entropy", BLOCKS, logits.device),
+            **triton.blocks(BLOCKS, logits.device),
         )
     return losses.sum(), logits
 

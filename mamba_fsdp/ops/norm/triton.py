@@ -59,7 +59,7 @@ def _launch(name, tensors, weight, SCALE, **more):
         return
     from mamba_fsdp.ops.norm import triton_kernels
 
-    groups, sizes = SCALE.shape[-1], dict(triton.blocks(f"norm_{name}", TILES, weight.device))
+    groups, sizes = SCALE.shape[-1], dict(triton.blocks(TILES, weight.device))
     rows, channels, elements = SCALE.numel() // groups, len(weight) // groups, sizes.pop("ELEMENTS")
     block = 1 << (channels - 1).bit_length()
     tile, warps = (

@@ -24,8 +24,8 @@ def _rows(a):
 class _Scan:
     """How the rows of a scan are cut, and the arguments that its kernels share."""
 
-    def __init__(self, kernel, u, dt, A, B, C, D, z, dt_bias, seq_idx):
-        sizes, A = triton.blocks(kernel, TABLE, u.device), A.T.float().contiguous()
+    def __init__(self, u, dt, A, B, C, D, z, dt_bias, seq_idx):
+        sizes, A = triton.blocks(TABLE, u.device), A.T.float().contiguous()
         (batch, length, channels), states = u.shape, len(A)
         blocks, chunks = -(-channels // sizes["CHANNELS"]), -(-length // CHUNK)
         segment_chunks = -(-chunks // min(-(-FILL // (batch * blocks)), chunks))
@@ -112,7 +112,7 @@ def scan_forward(
     keep: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """y, the last state and, with `keep`, what scan_backward begins at: states (batch, chunks, d_state, d_inner)."""
-    scan = _Scan("scan_forward", u, dt, A, B, C, D, z, dt_bias, seq_idx)
+    scan = _Scan(u, dt, A, B, C, D, z, dt_bias, seq_idx)
     state, out = scan.state(state), u.new_empty(u.shape)
     last, entries = torch.empty_like(state), scan.floats(*scan.entries if keep else (0, 0, 0, 0))
     scan.launch(
@@ -149,7 +149,7 @@ def scan_backward(
     """The gradients of u, dt, A, B, C, D, z, dt_bias and the initial state; and with want_out y again, as it was given.
     Those of z and y are empty where there is none. grad_z: where to write that of z."""
     scan, grad_out = (
-        _Scan("scan_backward", u, dt, A, B, C, D, z, dt_bias, seq_idx),
+        _Scan(u, dt, A, B, C, D, z, dt_bias, seq_idx),
         _rows(grad_out),
     )
     (blocks, segments, batch), (_, _, states, channels) = scan.grid, scan.entries

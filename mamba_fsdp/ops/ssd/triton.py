@@ -86,10 +86,10 @@ class _Call:
             Q=Q,
         )
 
-    def options(self, kernel, table):
+    def options(self, table):
         """Of a launch, from the table: the channels of a program are no more than a head's."""
         options, headdim = (
-            dict(triton.blocks(kernel, table, self.x.device)),
+            dict(triton.blocks(table, self.x.device)),
             self.constants["HEADDIM"],
         )
         P = max(16, min(options["P"], 1 << (headdim - 1).bit_length()))
@@ -102,7 +102,7 @@ class _Call:
         """The states entering each chunk, the outputs, the last state. See the kernel."""
         from mamba_fsdp.ops.ssd.triton_kernels import sweep
 
-        options = self.options("ssd_sweep", SWEEP)
+        options = self.options(SWEEP)
         rows, size = self.batch * self.heads, self.constants["N"] * x.shape[3]
         segments = options.pop("programs") // (rows * options["TILES"])
         segments = max(1, min(SEGMENTS, self.chunks // CHUNKS, segments))
@@ -161,7 +161,7 @@ def ssd_backward(grad, grad_last, x, dt, A, B, C, D, dt_bias, seq_idx, state, en
     if entering is None:
         entering, _, _ = call.sweep(call.x, call.B, call.C, state, states=True, out=False)
     leaving, dx, grad_state = call.sweep(grad, call.C, call.B, grad_last, states=True, reverse=True)
-    options = call.options("ssd_gradients", GRADIENTS)
+    options = call.options(GRADIENTS)
     blocks, (Q, N) = -(-call.share // options["BLOCK"]), (call.constants[name] for name in "QN")
     parts = N // min(N, STATES)
     flows, sums = (
