@@ -2,21 +2,22 @@
 
     python -m benchmarks.published
 
-One efficiency for each kind of work (mamba_fsdp/parallel/roofline.py) serves all rows. Published is in tokens/s of a
+One efficiency for each kind of work (mamba_fsdp/planning/roofline.py) serves all rows. Published is in tokens/s of a
 device; state-spaces/mamba #904 tells TFLOP/s, which are taken as this project counts them. What a source leaves open
-is chosen as is usual there: its machines as the nearest of config/devices.py, Llama-3 8B with 8,192 tokens of which
+is chosen as is usual there: its machines as the nearest of mamba_fsdp/planning/devices.py, Llama-3 8B with 8,192 tokens of which
 half the blocks recompute. fms-fsdp reduces gradients in bf16, half of our bytes: where only they cross the network it
 is taken as twice as fast. torch.compile is not in the formulas; fms-fsdp's rates of 2025 have it, those of 2024 do not.
 """
 
+from dataclasses import replace
 from typing import NamedTuple
 
-from config.devices import INSTANCES, PEAK_TFLOPS, Instance
 from config.model_config import ModelConfig
 from config.presets import preset, usual_length
 from config.train_config import TrainConfig
 from mamba_fsdp.model.spec import flops_per_token
-from mamba_fsdp.train.estimate import Estimate, estimate
+from mamba_fsdp.planning.devices import INSTANCES, PEAK_TFLOPS, Instance
+from mamba_fsdp.planning.estimate import Estimate, estimate
 
 GB200 = Instance("GB200", 1, 185.0, 8000, 900, 400)
 MACHINES = {**INSTANCES, "GB200": GB200}
@@ -81,9 +82,9 @@ def expected(row: Published) -> Estimate:
     if (
         row.source.startswith("fms-fsdp") and row.strategy == "hsdp"
     ):  # only gradients cross it there
-        machine = machine._replace(network=2 * machine.network)
+        machine = replace(machine, network=2 * machine.network)
     nodes = max(1, row.devices // machine.devices)
-    return estimate(settings, nodes, machine._replace(devices=min(machine.devices, row.devices)))
+    return estimate(settings, nodes, replace(machine, devices=min(machine.devices, row.devices)))
 
 
 def rates(row: Published) -> tuple[float, float]:
@@ -93,7 +94,7 @@ def rates(row: Published) -> tuple[float, float]:
         published = (
             row.rate * 1e12 / flops_per_token(plan.settings.model, plan.settings.data.seq_length)
         )
-    return published, plan.rate / row.devices
+    return published, plan.tokens_per_second / row.devices
 
 
 def table() -> str:

@@ -3,9 +3,9 @@
 python -m benchmarks.recipes
 """
 
-from config.devices import INSTANCES
 from config.resolve import resolve_settings
-from mamba_fsdp.train.estimate import Estimate, estimate
+from mamba_fsdp.planning.devices import INSTANCES
+from mamba_fsdp.planning.estimate import Estimate, estimate
 
 MACHINES = {  # recipe: (nodes, instance)
     "demo": (1, "g5.xlarge"),
@@ -48,8 +48,8 @@ def table() -> str:
     for name, (nodes, instance) in MACHINES.items():
         plan, tokens = planned(name)
         lines.append(
-            f"| {name} | {nodes} x {instance} | {plan.total / 1e9:.1f} of {plan.instance.memory} | "
-            f"{tokens / 1e9:,.4g}B | {plan.rate:,.0f} | {tokens / plan.rate / 86400:.3g} |"
+            f"| {name} | {nodes} x {instance} | {plan.total_bytes / 1e9:.1f} of {plan.machine.memory} | "
+            f"{tokens / 1e9:,.4g}B | {plan.tokens_per_second:,.0f} | {plan.days(tokens):.3g} |"
         )
     return "\n".join(lines)
 

@@ -34,7 +34,6 @@ import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-from config.devices import device_peak
 from config.model_config import ModelConfig
 from config.presets import preset
 from config.train_config import ParallelConfig, TrainConfig
@@ -49,6 +48,7 @@ from mamba_fsdp.parallel.compat import has_fused_adamw
 from mamba_fsdp.parallel.model import fill_parts
 from mamba_fsdp.parallel.parallelize import parallelize
 from mamba_fsdp.parallel.world import World
+from mamba_fsdp.planning.devices import device_peak
 from mamba_fsdp.train.loop import accumulate_gradients, add_up, batch_loss, means, update_weights
 from mamba_fsdp.train.optimizer import make_optimizer
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from config.train_config import DataConfig
+from config.train_config import DataConfig, TrainingConfig
 from mamba_fsdp.conventions import IGNORED_LABEL
 from mamba_fsdp.data.sampler import Sampler
 from mamba_fsdp.data.source import Source
@@ -61,6 +61,18 @@ class BatchLayout:
     @property
     def global_batch(self) -> int:
         return self.world_size * self.grad_accumulation_steps * self.batch_size
+
+
+def split_step(training: TrainingConfig, rank: int, ranks: int) -> BatchLayout:
+    """Returns this rank's part of a step. Raises UserError where the global batch can't be split evenly."""
+    per_pass = training.batch_size * ranks
+    global_batch = training.global_batch_size or per_pass * training.gradient_accumulation_steps
+    if global_batch % per_pass:
+        raise UserError(
+            f"global_batch_size {global_batch} is no multiple of batch_size {training.batch_size} times "
+            f"{ranks} ranks; change it, or let batch_size divide {global_batch / ranks:g}"
+        )
+    return BatchLayout(rank, ranks, training.batch_size, global_batch // per_pass)
 
 
 class Loader(ExitStack):

@@ -8,7 +8,6 @@ from collections.abc import Callable
 
 import torch
 
-from config.devices import device_peak
 from config.resolve import as_dict
 from config.train_config import TrainConfig
 from mamba_fsdp.data.loader import Loader
@@ -17,6 +16,7 @@ from mamba_fsdp.data.tokenizer import load_words
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.model.spec import flops_per_token
 from mamba_fsdp.parallel.world import World
+from mamba_fsdp.planning.devices import device_peak
 from mamba_fsdp.report.console import Console, read_share
 from mamba_fsdp.report.records import Log, add_event
 from mamba_fsdp.report.trackers import make_trackers

@@ -13,12 +13,12 @@ from mamba_fsdp.errors import UserError, first_line
 from mamba_fsdp.ops import cpp
 from mamba_fsdp.parallel.compat import use_deterministic_algorithms
 from mamba_fsdp.parallel.world import World, start_world
+from mamba_fsdp.planning.estimate import what_would_fit
 from mamba_fsdp.report.console import Console, output_that_may_go
 from mamba_fsdp.report.records import add_event, was_validated
 from mamba_fsdp.run_layout import MODELS, PROFILE, SETTINGS, is_own, step_name, step_of
 from mamba_fsdp.storage import write_atomically
 from mamba_fsdp.train import loop
-from mamba_fsdp.train.estimate import what_would_fit
 from mamba_fsdp.train.metrics_logger import MetricsLogger
 from mamba_fsdp.train.run_folder import RunFolder
 from mamba_fsdp.train.setup import TrainContext, Weights, set_up

@@ -12,13 +12,13 @@ from config import resolve
 from config.fields import Duration
 from config.model_config import checked_model
 from config.presets import title, usual_length
-from config.train_config import TrainConfig, TrainingConfig
+from config.train_config import TrainConfig
 from mamba_fsdp.checkpoint.checkpointer import Checkpointer
 from mamba_fsdp.checkpoint.folder import find_checkpoint, load
 from mamba_fsdp.checkpoint.retention import until_the_end
 from mamba_fsdp.conventions import DTYPES
 from mamba_fsdp.data.builtin import missing_builtin
-from mamba_fsdp.data.loader import BatchLayout, Loader
+from mamba_fsdp.data.loader import BatchLayout, Loader, split_step
 from mamba_fsdp.data.sampler import Sampler
 from mamba_fsdp.data.selection import (
     check_tokenizers_agree,
@@ -33,10 +33,10 @@ from mamba_fsdp.model.init import initial_part
 from mamba_fsdp.model.lm import MambaLM
 from mamba_fsdp.model.spec import flops_per_token, operator_uses, parameter_count, parameters
 from mamba_fsdp.ops.backends import resolve_backends
-from mamba_fsdp.parallel.memory import expected_memory
 from mamba_fsdp.parallel.model import ParallelModel, Shard, fill_parts
 from mamba_fsdp.parallel.parallelize import choose_strategy, parallelize
 from mamba_fsdp.parallel.world import World
+from mamba_fsdp.planning.memory import expected_memory
 from mamba_fsdp.report.console import scaled
 from mamba_fsdp.run_layout import CHECKPOINTS, committed, is_own
 from mamba_fsdp.train.optimizer import LossScale, make_optimizer
@@ -97,7 +97,7 @@ def set_up(
 ) -> TrainContext | None:
     """Called by all ranks. weights: of init_from. None for a dry run. Raises UserError where things don't fit."""
     checkpoint, done = settings.checkpoint, folder.startup.done
-    split = split_step(settings.training, world)
+    split = split_step(settings.training, world.rank, world.size)
     backends = choose_backends(settings, world, say)
     # Rank 0 looks at all files for all: thousands of files times a thousand ranks keep a file system busy.
     sources, shares, validation = world.on_rank0(lambda: open_data(settings, say))
@@ -199,18 +199,6 @@ def say_length(settings: TrainConfig, plan: RunSchedule, say: Say) -> None:
         f"{plan.tokens_per_step:,} tokens; {scaled(flops, 'FLOP')} each, "
         f"{scaled(flops * plan.total_steps, 'FLOP')} in all"
     )
-
-
-def split_step(training: TrainingConfig, world: World) -> BatchLayout:
-    """This rank's part of a step. Raises UserError where the global batch can't be split evenly."""
-    per_pass = training.batch_size * world.size
-    global_batch = training.global_batch_size or per_pass * training.gradient_accumulation_steps
-    if global_batch % per_pass:
-        raise UserError(
-            f"global_batch_size {global_batch} is no multiple of batch_size {training.batch_size} times "
-            f"{world.size} ranks; change it, or let batch_size divide {global_batch / world.size:g}"
-        )
-    return BatchLayout(world.rank, world.size, training.batch_size, global_batch // per_pass)
 
 
 def open_data(

@@ -29,7 +29,6 @@ import torch
 import torch.distributed as dist
 
 import mamba_fsdp
-from config.devices import device_peak
 from config.model_config import ModelConfig
 from mamba_fsdp.errors import UserError, first_line
 from mamba_fsdp.launch import machine
@@ -39,6 +38,7 @@ from mamba_fsdp.model.spec import operator_uses, parameters
 from mamba_fsdp.ops.backends import resolve_backends
 from mamba_fsdp.parallel.compat import HAS_FSDP2
 from mamba_fsdp.parallel.world import World, start_world
+from mamba_fsdp.planning.devices import device_peak
 from mamba_fsdp.report.console import Console
 from mamba_fsdp.storage import hidden_beside
 

@@ -7,14 +7,14 @@ Does this training fit, how long does it take, what does it cost? By formulas: n
   python -m mamba_fsdp plan mamba-130m --memory=24 --peak=165 --bandwidth=1008
 
   --nodes=1           machines
-  --instance=NAME     what they are: a line of config/devices.py, as p4d.24xlarge; without it the machine at hand
+  --instance=NAME     what they are: a line of mamba_fsdp/planning/devices.py, as p4d.24xlarge; without it the machine
+                      at hand
   --devices=N         of a machine
   --memory=GB         of a device       --peak=TFLOPS      of a device, dense, in bf16
   --bandwidth=GB/s    of its memory     --nvlink=GB/s      of a device to the others of its machine, one way
   --network=Gbit/s    of a machine to the others, one way
   --tokens=N          length of the training, as in 300B; by default num_steps, where that is not given 1B
   --price=P           of an hour of one machine
-  --storage=5         GB/s that all devices together write to the shared storage
   --json              the same as JSON, in bytes and seconds
 
 The settings are those of training.py. The last lines are these as given and the fastest that fits: of batch sizes (with
@@ -24,20 +24,20 @@ this is: docs/planning.md. Exit codes: 0 it fits, 1 it does not, 2 a mistake.
 
 import json as as_json
 from collections.abc import Iterator
+from dataclasses import fields, replace
 from typing import Annotated, Any
 
-from config.devices import INSTANCES, Instance
 from config.fields import Bounds, near_name, read
 from config.presets import title
 from config.resolve import resolve_settings
 from mamba_fsdp.errors import UserError
-from mamba_fsdp.model.spec import flops_per_token, parameter_count
-from mamba_fsdp.report.console import duration, scaled
-from mamba_fsdp.train.estimate import Estimate, at_hand, best, estimate
-from mamba_fsdp.verbs.preflight import BYTES_PER_PARAMETER
+from mamba_fsdp.model.spec import parameter_count
+from mamba_fsdp.planning.devices import INSTANCES, Instance
+from mamba_fsdp.planning.estimate import Estimate, best_on_more_nodes, estimate, machine_at_hand
+from mamba_fsdp.report.console import scaled
 
-TO_HOST = 20e9  # bytes/s of a device's memory to the host's, over PCIe 4.0 x16
 ABOVE_0 = Bounds(above=0)
+USUAL_TOKENS = 10**9
 
 
 def main(
@@ -46,132 +46,136 @@ def main(
     instance: str = "",
     price: Annotated[float, ABOVE_0] = 0.0,
     tokens: str = "",
-    storage: Annotated[float, ABOVE_0] = 5.0,
     json: bool = False,
     **given: Any,
 ) -> int:
-    hardware = {
-        name: read(f"--{name}", int if name == "devices" else float, given.pop(name), ABOVE_0)
-        for name in Instance._fields[1:]
-        if name in given
-    }
+    hardware = read_hardware(given)
     config = given.pop("config", None)
-    chosen = {"model_name": preset[0], **given} if preset else given
-    settings, explicit = resolve_settings(chosen, config, preset[1:])
+    if preset:
+        given = {"model_name": preset[0], **given}
+    settings, explicit = resolve_settings(given, config, preset[1:])
+    machine = choose_machine(instance, hardware)
+    found = estimate(settings, nodes, machine)
+    length = USUAL_TOKENS
+    if tokens:
+        length = read("--tokens", int, tokens, ABOVE_0)
+    elif "num_steps" in explicit:
+        length = settings.training.num_steps.tokens(found.tokens_per_step)
+    figures = list_figures(found, length, price)
+    better = best_on_more_nodes(settings, nodes, machine)
+    if json:
+        print(as_json.dumps({**figures, "best": better.row() if better else None}, indent=1))
+        return 0 if found.fits else 1
+    machines = f"{nodes} x {instance or 'this machine'}"
+    if hardware and not instance:
+        machines = f"{nodes} as given"
+    for line in report_lines(found, figures, machines, better):
+        print(line)
+    return 0 if found.fits else 1
+
+
+def read_hardware(given: dict[str, Any]) -> dict[str, float]:
+    """Takes the fields of an Instance out of what is given, as numbers."""
+    hardware = {}
+    for field in fields(Instance)[1:]:
+        if field.name in given:
+            kind = int if field.name == "devices" else float
+            hardware[field.name] = read(f"--{field.name}", kind, given.pop(field.name), ABOVE_0)
+    return hardware
+
+
+def choose_machine(instance: str, hardware: dict[str, Any]) -> Instance:
+    """Returns the machine that is meant. Raises UserError for an unknown one, or where its memory is not known."""
     if instance and instance not in INSTANCES:
         hint = near_name(instance, INSTANCES, "one of " + ", ".join(INSTANCES))
         raise UserError(f"--instance={instance}: not known; {hint}")
-    if hardware and not instance and "memory" not in hardware:
+    if instance:
+        return replace(INSTANCES[instance], **hardware)
+    if not hardware:
+        return machine_at_hand()
+    if "memory" not in hardware:
         raise UserError(
             f"--{next(iter(hardware))}: say of what: --instance=NAME, or --memory=GB of a device"
         )
-    known = (
-        INSTANCES[instance]
-        if instance
-        else Instance("device", 1, 0, 0, 32, 10)
-        if hardware
-        else at_hand()
-    )
-    machine = known._replace(**hardware)
-    plan = estimate(settings, nodes, machine)
-    length = (
-        settings.training.num_steps.tokens(plan.tokens_per_step)
-        if "num_steps" in explicit
-        else 10**9
-    )
-    found = figures(plan, read("--tokens", int, tokens, ABOVE_0) if tokens else length, storage)
-    if price and plan.parts:
-        found |= {"price": price, "cost": price * found["device_hours"] / machine.devices}
-    enough = next(
-        filter(None, (best(settings, nodes * 2**power, machine) for power in range(8))), None
-    )
-    if json:
-        print(as_json.dumps(found | {"best": enough and enough.row()}, indent=1))
-    else:
-        of = "as given" if hardware and not instance else f"x {instance or 'this machine'}"
-        print("\n".join(lines(plan, found, f"{nodes} {of}", enough)))
-    return 0 if plan.fits else 1
+    return replace(Instance("device", 1, 0, bandwidth=0, nvlink=32, network=10), **hardware)
 
 
-def figures(plan: Estimate, tokens: int, storage: float) -> dict[str, Any]:
-    """What is told of a plan, as plain values in bytes and seconds."""
-    count = parameter_count(plan.settings.model)
-    size = BYTES_PER_PARAMETER * count
-    found = {
-        "parameters": count,
-        "devices": plan.devices,
-        "memory": plan.memory,
-        "step": plan.parts,
-        **plan.row(),
-        "tokens_per_step": plan.tokens_per_step,
-        "checkpoint_bytes": size,
-        "storage": storage,
-        "stall_seconds": size / plan.devices / TO_HOST,
-        "write_seconds": size / storage / 1e9,
+def list_figures(found: Estimate, tokens: int, price: float) -> dict[str, Any]:
+    """Returns what is told of an estimate as plain values, in bytes and seconds."""
+    figures = {
+        "parameters": parameter_count(found.settings.model),
+        "devices": found.devices,
+        "memory": found.memory,
+        "step": found.seconds,
+        **found.row(),
+        "tokens_per_step": found.tokens_per_step,
+        "checkpoint_bytes": found.checkpoint_bytes,
     }
-    if not plan.parts:
-        return found
-    hours = tokens / plan.rate / 3600
-    flops = (
-        plan.rate
-        * flops_per_token(plan.settings.model, plan.settings.data.seq_length)
-        / plan.devices
-    )
-    return found | {
-        "seconds_per_step": plan.seconds,
-        "share_of_peak": flops / plan.instance.tflops() / 1e12,
-        "tokens": tokens,
-        "days": hours / 24,
-        "device_hours": hours * plan.devices,
-    }
+    if found.seconds:
+        figures["seconds_per_step"] = found.seconds_per_step
+        figures["share_of_peak"] = found.share_of_peak
+        figures["tokens"] = tokens
+        figures["days"] = found.days(tokens)
+        figures["device_hours"] = 24 * found.days(tokens) * found.devices
+        if price:
+            figures["price"] = price
+            figures["cost"] = price * 24 * found.days(tokens) * found.nodes
+    return figures
 
 
-def lines(
-    plan: Estimate, found: dict[str, Any], machines: str, enough: Estimate | None
+def report_lines(
+    found: Estimate, figures: dict[str, Any], machines: str, better: Estimate | None
 ) -> Iterator[str]:
-    """The report for a terminal of 80 columns. enough: the best that fits."""
-    length = plan.settings.data.seq_length
-    verdict = "it fits" if plan.fits else f"it does NOT fit; most are the {plan.largest}"
-    yield f"model      {title(plan.settings.model)}: {found['parameters']:,} parameters"
-    yield f"machines   {machines}: {plan.devices} x {plan.instance.device} of {plan.instance.memory:.1f} GB"
-    yield f"memory     {'at least ' * (plan.instance.device == 'cpu')}{scaled(plan.total, 'B')} a device: {verdict}"
-    yield from (
-        f"           {part:<12}{scaled(size, 'B'):>11}"
-        for part, size in plan.memory.items()
-        if size
-    )
-    if plan.parts:
-        yield (
-            f"step       {plan.seconds:.3f} s of {found['global_batch_size']:,} x {length:,} = "
-            f"{plan.tokens_per_step:,} tokens"
-        )
-        yield from (
-            f"           {part:<12}{each:>9.3f} s"
-            for part, each in plan.parts.items()
-            if each >= 5e-4
-        )
-        yield (
-            f"speed      {plan.rate:,.0f} tokens/s, {plan.rate / plan.devices:,.0f} a device, "
-            f"{found['share_of_peak']:.0%} of its peak"
-        )
-        days = found["days"]
-        lasts = f"{days:,.1f} days" if days >= 1 else f"{days * 24:.1f} hours"
-        yield f"length     {found['tokens']:,} tokens: {lasts}, {found['device_hours']:,.1f} device-hours"
+    """Yields the report for a terminal of 80 columns."""
+    machine = found.machine
+    yield f"model      {title(found.settings.model)}: {figures['parameters']:,} parameters"
+    yield f"machines   {machines}: {found.devices} x {machine.device} of {machine.memory:.1f} GB"
+    yield from memory_lines(found)
+    if found.seconds:
+        yield from speed_lines(found, figures)
     else:
         yield "step       --instance=NAME, or --memory, --peak and --bandwidth, tell its seconds"
-    if "cost" in found:
-        yield f"cost       {found['cost']:,.0f} at {found['price']:g} per machine-hour"
-    yield (
-        f"checkpoint {scaled(found['checkpoint_bytes'], 'B')}: {found['stall_seconds']:.2f} s of standing still, "
-        f"{duration(found['write_seconds'])} to write at {found['storage']:g} GB/s"
-    )
+    yield f"checkpoint {scaled(found.checkpoint_bytes, 'B')}"
     yield f"{'':<11}{'nodes':>5}{'batch_size':>12}{'recompute':>11}{'global':>8}{'memory':>11}{'tokens/s':>13}"
-    for name, each in {"as given": plan, **({"best": enough} if enough else {})}.items():
-        row = each.row()
-        yield (
-            f"{name:<11}{row['nodes']:>5}{row['batch_size']:>12}{row['recompute']:>11}"
-            f"{row['global_batch_size']:>8}{scaled(each.total, 'B'):>11}"
-            f"{format(row['tokens_per_second'], ',') if each.parts else '-':>13}"
-        )
-    if not enough:
+    yield table_line("as given", found)
+    if better:
+        yield table_line("best", better)
+    else:
         yield "nothing that was tried fits; take a smaller model or seq_length, or larger devices"
+
+
+def memory_lines(found: Estimate) -> Iterator[str]:
+    verdict = "it fits" if found.fits else f"it does NOT fit; most are the {found.largest_part}"
+    bound = "at least " if found.machine.device == "cpu" else ""
+    yield f"memory     {bound}{scaled(found.total_bytes, 'B')} a device: {verdict}"
+    for part, size in found.memory.items():
+        if size:
+            yield f"           {part:<12}{scaled(size, 'B'):>11}"
+
+
+def speed_lines(found: Estimate, figures: dict[str, Any]) -> Iterator[str]:
+    yield (
+        f"step       {found.seconds_per_step:.3f} s of {figures['global_batch_size']:,} x "
+        f"{found.settings.data.seq_length:,} = {found.tokens_per_step:,} tokens"
+    )
+    for part, seconds in found.seconds.items():
+        if seconds >= 5e-4:
+            yield f"           {part:<12}{seconds:>9.3f} s"
+    yield (
+        f"speed      {found.tokens_per_second:,.0f} tokens/s, "
+        f"{found.tokens_per_second / found.devices:,.0f} a device, {found.share_of_peak:.0%} of its peak"
+    )
+    days = figures["days"]
+    lasts = f"{days:,.1f} days" if days >= 1 else f"{days * 24:.1f} hours"
+    yield f"length     {figures['tokens']:,} tokens: {lasts}, {figures['device_hours']:,.1f} device-hours"
+    if "cost" in figures:
+        yield f"cost       {figures['cost']:,.0f} at {figures['price']:g} per machine-hour"
+
+
+def table_line(name: str, found: Estimate) -> str:
+    row = found.row()
+    rate = f"{row['tokens_per_second']:,}" if found.seconds else "-"
+    return (
+        f"{name:<11}{row['nodes']:>5}{row['batch_size']:>12}{row['recompute']:>11}"
+        f"{row['global_batch_size']:>8}{scaled(row['bytes'], 'B'):>11}{rate:>13}"
+    )

@@ -27,10 +27,9 @@ from mamba_fsdp.launch.machine import (
 )
 from mamba_fsdp.launch.plan import run_folder
 from mamba_fsdp.model.spec import parameter_count
+from mamba_fsdp.planning.estimate import CHECKPOINT_BYTES
 from mamba_fsdp.run_layout import CHECKPOINTS, committed
 from mamba_fsdp.storage import write_atomically
-
-BYTES_PER_PARAMETER = 12  # in a checkpoint: the weight and AdamW's two moments, all fp32
 
 
 def main(action: str, folder: str, *words: str, **given: Any) -> int:
@@ -96,7 +95,7 @@ def space_mistakes(settings: TrainConfig) -> list[str]:
         1, keep + 1 - there
     )  # one more than are kept: the oldest goes when the newest is committed
     needed, free = (
-        to_come * BYTES_PER_PARAMETER * parameter_count(settings.model),
+        to_come * CHECKPOINT_BYTES * parameter_count(settings.model),
         shutil.disk_usage(folder).free,
     )
     if free >= needed:

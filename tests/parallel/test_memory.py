@@ -7,10 +7,10 @@ from config.model_config import ModelConfig
 from config.train_config import OptimizerConfig, ParallelConfig, TrainConfig
 from mamba_fsdp.model.lm import MambaLM
 from mamba_fsdp.model.spec import parameters
-from mamba_fsdp.parallel.memory import expected_memory
 from mamba_fsdp.parallel.model import fill_parts
 from mamba_fsdp.parallel.parallelize import parallelize
 from mamba_fsdp.parallel.world import World
+from mamba_fsdp.planning.memory import expected_memory
 from mamba_fsdp.train.optimizer import make_optimizer
 from tests.support.ranks import run_ranks
 

@@ -17,8 +17,8 @@ from config.presets import PRESETS, preset
 from config.train_config import TrainConfig
 from mamba_fsdp.model.spec import operator_uses
 from mamba_fsdp.ops.backends import resolve_backends
-from mamba_fsdp.parallel.memory import expected_memory
 from mamba_fsdp.parallel.world import CPU, World
+from mamba_fsdp.planning.memory import expected_memory
 from mamba_fsdp.train import loop
 
 pytestmark = pytest.mark.slow

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from config.devices import device_peak
+from mamba_fsdp.planning.devices import device_peak
 from mamba_fsdp.train import stopping, watchdog
 from mamba_fsdp.train.clock import stragglers
 

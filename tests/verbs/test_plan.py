@@ -81,7 +81,7 @@ def test_more_of_anything_is_not_slower(told):
 
 
 def test_numbers_agree_with_each_other(told):
-    code, said = told(f"mamba-1.4b {P4D} --nodes=2 --tokens=10B --price=32 --storage=2 --json")
+    code, said = told(f"mamba-1.4b {P4D} --nodes=2 --tokens=10B --price=32 --json")
     found = json.loads(said)
     assert code == 0 and found["devices"] == 16 and found["fits"]
     assert sum(found["memory"].values()) == found["bytes"]
@@ -89,7 +89,6 @@ def test_numbers_agree_with_each_other(told):
     assert found["days"] * 86400 == pytest.approx(steps * found["seconds_per_step"])
     assert found["cost"] == pytest.approx(found["device_hours"] * 4) and found["price"] == 32
     assert found["checkpoint_bytes"] == 12 * found["parameters"]
-    assert found["write_seconds"] == pytest.approx(6 * found["parameters"] / 1e9)
 
 
 def test_the_host_bounds_small_micro_batches(told):

@@ -5,7 +5,7 @@ those of HGX, GB200 and GB300 of the superchips, which run faster. A10G: AWS's p
 architecture white papers, for products of bf16 summed in fp32. Networks: AWS's specifications of accelerated instances.
 """
 
-from typing import NamedTuple
+from dataclasses import dataclass
 
 # Dense bf16 matrix peak of one device with fp32 sums, TFLOP/s, from the vendors' data sheets, by words of its name.
 PEAK_TFLOPS = {
@@ -33,15 +33,11 @@ PEAK_TFLOPS = {
     "RTX 4090": 165,
     "RTX 5090": 209,
 }
-OTHER_SIZES = {
-    "MIG",
-    "Laptop",
-    "Ti",
-    "D",
-}  # a part of the device, or another one of nearly that name
+OTHER_SIZES = {"MIG", "Laptop", "Ti", "D"}  # words of a part of a device, or of another one
 
 
-class Instance(NamedTuple):
+@dataclass(frozen=True)
+class Instance:
     """A machine. Memory is what the driver shows; links are one way."""
 
     device: str
@@ -53,8 +49,10 @@ class Instance(NamedTuple):
     peak: float = 0.0  # TFLOP/s in bf16; 0: that of a device of this name
 
     def tflops(self) -> float:
-        """0 where neither is known, or not the memory's rate, without which it tells no time."""
-        return (self.peak or PEAK_TFLOPS.get(self.device, 0.0)) if self.bandwidth else 0.0
+        """Returns the peak of a device, 0 where it is not known, nor the memory's rate, without which it tells no time."""
+        if not self.bandwidth:
+            return 0.0
+        return self.peak or PEAK_TFLOPS.get(self.device, 0.0)
 
 
 INSTANCES = {
@@ -79,7 +77,9 @@ INSTANCES = {
 
 
 def device_peak(device_name: str) -> float | None:
-    """Peak FLOP/s of a device as `nvidia-smi` names it, None for an unknown one or a part of one."""
+    """Returns the peak FLOP/s of a device as `nvidia-smi` names it, None for an unknown one or a part of one."""
     words = set(device_name.replace("-", " ").split())
     fits = [name for name in PEAK_TFLOPS if words.issuperset(name.split())]
-    return PEAK_TFLOPS[max(fits, key=len)] * 1e12 if fits and not words & OTHER_SIZES else None
+    if not fits or words & OTHER_SIZES:
+        return None
+    return PEAK_TFLOPS[max(fits, key=len)] * 1e12
