@@ -30,6 +30,7 @@ BOOLEANS = {
     "0": False,
 }
 UNITS = {"": 0, "k": 3, "m": 6, "b": 9, "g": 9, "t": 12}  # powers of ten, in either case
+NUMBER = r"[+-]?[0-9]+(?:_[0-9]+)*(?:\.[0-9]+)?(?:e\+?[0-9]{1,3})?"
 LIMITS = {
     "above": operator.gt,
     "at_least": operator.ge,
@@ -69,22 +70,19 @@ class Bounds(NamedTuple):
 
     def check(self, value: Any) -> None:
         """Raises ValueError, which says what must hold, where `value` is out of bounds."""
-        if self.some_text and not value:
+        if self.some_text and value == "":
             raise ValueError("expected some text")
-        if self.choices and not set(value if isinstance(value, list) else [value]) <= set(
-            self.choices
-        ):
+        chosen = value if isinstance(value, list) else [value]
+        if self.choices and not set(chosen) <= set(self.choices):
             raise ValueError(f"must be one of {', '.join(self.choices)}")
         number = value.count if isinstance(value, Duration) else value
-        for name, holds in LIMITS.items():
-            limit = getattr(self, name)
-            if limit is not None and not holds(number, limit):
+        for name, limit in self.limits().items():
+            if not LIMITS[name](number, limit):
                 raise ValueError(f"must be {name.replace('_', ' ')} {limit}")
 
-    def words(self) -> list[str]:
-        """The limits, as in ["at least 1", "at most 4"]."""
-        limits = {name.replace("_", " "): getattr(self, name) for name in LIMITS}
-        return [f"{name} {limit}" for name, limit in limits.items() if limit is not None]
+    def limits(self) -> dict[str, float]:
+        """Those of LIMITS that there are."""
+        return {name: getattr(self, name) for name in LIMITS if getattr(self, name) is not None}
 
 
 UNBOUNDED = Bounds()
@@ -93,32 +91,33 @@ UNBOUNDED = Bounds()
 def setting(
     default: Any,
     *,
-    aliases: Iterable[str] = (),
     needs: Needs | None = None,
-    spellings: dict[str, str] | None = None,
+    spellings: Mapping[str, str] | None = None,
     instead_of: str = "",
     **bounds: Any,
 ) -> Any:
-    """A dataclass field with its Bounds, its other names, other spellings of values, and the setting that it stands in
+    """A dataclass field with its Bounds, what it needs, other spellings of values, and the setting that it stands in
     place of.
 
     A list as default is copied for each instance. Where the default is a text that is not empty, so must be each value.
     """
-    limits = Bounds(some_text=isinstance(default, str) and default != "", **bounds)
+    some_text = isinstance(default, str) and default != ""
     metadata = {
-        "bounds": limits,
-        "aliases": tuple(aliases),
+        "bounds": Bounds(some_text=some_text, **bounds),
         "needs": needs,
         "spellings": spellings or {},
         "instead_of": instead_of,
     }
     if isinstance(default, list):
-        return dataclasses.field(default_factory=lambda: list(default), metadata=metadata)
+        return dataclasses.field(default_factory=default.copy, metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)
 
 
 def default(leaf: dataclasses.Field) -> Any:
-    return leaf.default if leaf.default_factory is dataclasses.MISSING else leaf.default_factory()
+    """The default of a dataclass field, also where a factory makes it."""
+    if leaf.default_factory is dataclasses.MISSING:
+        return leaf.default
+    return leaf.default_factory()
 
 
 # ---------------------------------------------------------------- from text to a value
@@ -134,9 +133,9 @@ class Duration:
     @classmethod
     def parse(cls, text: str) -> "Duration":
         """Reads 2000, 2k, 1006878720tok or 1.5Btok, and -1 (automatic). Raises ValueError otherwise."""
-        number, unit = (text[:-3], "tok") if text.endswith("tok") else (text, "steps")
+        unit = "tok" if text.endswith("tok") else "steps"
         try:
-            count = whole_number(number)
+            count = whole_number(text.removesuffix("tok"))
         except ValueError as error:
             raise ValueError(
                 f"{error} of steps, as in 2000 or 10k, or of tokens, as in 1000tok or 2Btok"
@@ -147,17 +146,22 @@ class Duration:
 
     def steps(self, tokens_per_step: int) -> int:
         """The duration in whole steps, rounded up."""
-        return self.count if self.unit == "steps" else -(-self.count // tokens_per_step)
+        if self.unit == "steps":
+            return self.count
+        return -(-self.count // tokens_per_step)
 
     def tokens(self, tokens_per_step: int) -> int:
         """The duration in tokens."""
-        return self.count * tokens_per_step if self.unit == "steps" else self.count
+        if self.unit == "tok":
+            return self.count
+        return self.count * tokens_per_step
 
     def __str__(self) -> str:
         return str(self.count) if self.unit == "steps" else f"{self.count}tok"
 
 
 def boolean(text: str) -> bool:
+    """Reads true, yes, on, 1 and their opposites. Raises ValueError otherwise."""
     if text.lower() not in BOOLEANS:
         raise ValueError("expected true or false")
     return BOOLEANS[text.lower()]
@@ -165,12 +169,10 @@ def boolean(text: str) -> bool:
 
 def whole_number(text: str) -> int:
     """The int that 2000, 2_000, 2e3, 10k, 1.5M or 2B says, exactly. Raises ValueError."""
-    parts = re.fullmatch(
-        r"([+-]?[0-9]+(?:_[0-9]+)*(?:\.[0-9]+)?(?:e\+?[0-9]{1,3})?)([kmbgt]?)", text.lower()
-    )
-    if not parts:
+    match = re.fullmatch(f"({NUMBER})([kmbgt]?)", text.lower())
+    if not match:
         raise ValueError("expected a whole number")
-    number = Decimal(parts[1]).scaleb(UNITS[parts[2]])
+    number = Decimal(match[1]).scaleb(UNITS[match[2]])
     if number != number.to_integral_value():
         raise ValueError("expected a whole number")
     if abs(number) >= 2**63:
@@ -179,6 +181,7 @@ def whole_number(text: str) -> int:
 
 
 def finite_number(text: str) -> float:
+    """Reads a float. Raises ValueError for what is none, and for nan and inf."""
     try:
         value = float(text)
     except ValueError:
@@ -205,16 +208,19 @@ def parse(kind: Any, text: Any) -> Any:
     Raises ValueError, which says what was expected.
     """
     if typing.get_origin(kind) is list:
-        parts = (
-            text
-            if isinstance(text, list)
-            else [part.strip() for part in str(text).strip("[]() ").split(",")]
-        )
-        return [parse(typing.get_args(kind)[0], part) for part in parts if part not in ("", None)]
+        (element,) = typing.get_args(kind)
+        parts = text
+        if not isinstance(text, list):
+            parts = [part.strip() for part in str(text).strip("[]() ").split(",")]
+        return [parse(element, part) for part in parts if part not in ("", None)]
     if isinstance(text, (list, dict)):
         raise ValueError("expected one value")
-    text = "" if text is None else str(text)
-    return text if kind is str else KINDS[kind][0](text.strip())
+    if text is None:
+        text = ""
+    if kind is str:
+        return str(text)
+    parser, _ = KINDS[kind]
+    return parser(str(text).strip())
 
 
 def read(name: str, kind: Any, text: Any, bounds: Bounds = UNBOUNDED, where: str = "") -> Any:
@@ -230,9 +236,22 @@ def read(name: str, kind: Any, text: Any, bounds: Bounds = UNBOUNDED, where: str
 
 def read_field(name: str, leaf: dataclasses.Field, text: Any, where: str = "") -> Any:
     """The same for the dataclass field `leaf`; a choice may stand in capitals."""
-    bounds, small = leaf.metadata["bounds"], str(text).lower()
-    text = small if small in bounds.choices else leaf.metadata["spellings"].get(small, text)
+    bounds = leaf.metadata["bounds"]
+    small = str(text).lower()
+    if small in bounds.choices:
+        text = small
+    else:
+        text = leaf.metadata["spellings"].get(small, text)
     return read(name, leaf.type, text, bounds, where)
+
+
+def shown(value: Any) -> str:
+    """A value as it is written on the command line."""
+    if isinstance(value, list):
+        return ",".join(map(str, value))
+    if isinstance(value, bool):
+        return str(value).lower()
+    return str(value)
 
 
 def near_name(name: str, known: Iterable[str], otherwise: str, dashes: str = "") -> str:
@@ -245,26 +264,30 @@ def near_name(name: str, known: Iterable[str], otherwise: str, dashes: str = "")
 
 
 def help_lines(section: type, others: Mapping[str, Sequence[str]] | None = None) -> list[str]:
-    """The help page's lines on the fields of the dataclass `section`: default, bounds, meaning and other names, to
-    which `others` adds."""
-    lines, meanings = [], meanings_in(section)
-    for leaf in sorted(
-        dataclasses.fields(section), key=lambda leaf: bool(leaf.kw_only)
-    ):  # those of a base class last
+    """The help page's lines on the fields of the dataclass `section`: default, bounds, meaning, and the `others` of
+    their names."""
+    lines = []
+    meanings = meanings_in(section)
+    fields = dataclasses.fields(section)
+    for leaf in sorted(fields, key=lambda leaf: bool(leaf.kw_only)):  # those of a base class last
         lines.append(f"  --{leaf.name}={shown(default(leaf))}  ({takes(leaf)})")
-        aliases = [*leaf.metadata["aliases"], *(others or {}).get(leaf.name, ())]
-        also = f" Also: {', '.join(aliases)}." if aliases else ""
-        lines += textwrap.wrap(
-            meanings[leaf.name] + also, 116, initial_indent=" " * 6, subsequent_indent=" " * 6
-        )
+        meaning = meanings[leaf.name]
+        also = (others or {}).get(leaf.name)
+        if also:
+            meaning += f" Also: {', '.join(also)}."
+        lines += textwrap.wrap(meaning, 116, initial_indent=" " * 6, subsequent_indent=" " * 6)
     return lines
 
 
 def takes(leaf: dataclasses.Field) -> str:
     """What the field `leaf` takes: its choices, or its type and limits."""
     bounds = leaf.metadata["bounds"]
-    either = "," if isinstance(default(leaf), list) else "|"
-    return either.join(bounds.choices) or ", ".join([KINDS[leaf.type][1], *bounds.words()])
+    if bounds.choices:
+        separator = "," if isinstance(default(leaf), list) else "|"
+        return separator.join(bounds.choices)
+    _, kind = KINDS[leaf.type]
+    limits = [f"{name.replace('_', ' ')} {limit}" for name, limit in bounds.limits().items()]
+    return ", ".join([kind, *limits])
 
 
 @lru_cache(maxsize=None)
@@ -281,10 +304,3 @@ def meanings_in(section: type) -> dict[str, str]:
             ):
                 meanings[name] = " ".join(text.split())
     return meanings
-
-
-def shown(value: Any) -> str:
-    """A value as it is written on the command line."""
-    if isinstance(value, list):
-        return ",".join(map(str, value))
-    return str(value).lower() if isinstance(value, bool) else str(value)

@@ -4,9 +4,8 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from config import other_launchers
-from config.fields import near_name, parse, read_field, shown
-from config.retired import RETIRED, RETIRED_VALUES
-from config.train_config import SECTIONS, aliases, all_settings
+from config.fields import near_name, read_field, shown
+from config.train_config import SECTIONS, all_settings, setting_names
 from mamba_fsdp.errors import UserError
 
 
@@ -42,11 +41,16 @@ class Given:
         return {name for name, word in self.given_as.items() if not word.is_ours}
 
     def _read(self, key: str, text: Any) -> None:
-        own = aliases().get(key)
+        own = setting_names().get(key)
         entry = other_launchers.find(key, own, SECTIONS, all_settings())
         leaf = key.rpartition(".")[2]
-        if leaf in RETIRED and own is None and (entry is None or self.of_run):
-            self._pass_over(leaf, text)
+        if entry is not None and entry.usual and own is not None:
+            entry = None
+        if entry is not None and entry.usual and self.of_run:
+            value = shown(text)
+            if other_launchers.plain(value) not in entry.usual:
+                note = f"{leaf}={value} is no longer a setting and ignored; {entry.why}"
+                self.notes[key] = note
         elif entry is not None:
             self._read_entry(key, text, entry, is_ours=own is not None)
         elif own is not None:
@@ -55,16 +59,6 @@ class Given:
             # The suggestion looks past a wrong section; the setting does not.
             hint = near_name(leaf, ["config", *all_settings()], "training.py --help lists them")
             raise UserError(f"{key}: there is no such setting ({self.where}); {hint}")
-
-    def _pass_over(self, name: str, text: Any) -> None:
-        """Notes that the retired setting `name` of an earlier run is ignored. Raises UserError where a user gave it."""
-        retired = RETIRED[name]
-        if not self.of_run:
-            raise UserError(f"{name}: no longer a setting ({self.where}); {retired.instead}")
-        value = shown(parse(list[str], text)) if isinstance(text, list) else parse(str, text)
-        if value != retired.usual:
-            note = f"{name}={value} is no longer a setting and ignored; {retired.instead}"
-            self.notes[name] = note
 
     def _read_entry(self, key: str, text: Any, entry: other_launchers.Entry, is_ours: bool) -> None:
         meaning = other_launchers.meaning(entry, key, text, self.words)
@@ -76,7 +70,6 @@ class Given:
 
     def _set(self, name: str, text: Any, word: Word) -> None:
         """Sets `name`, which an earlier word may have set. Raises UserError where the two contradict each other."""
-        text = self._without_retired(name, text)
         value = read_field(name, all_settings()[name][1], text, f" ({self.where})")
         before = self.given_as.get(name)
         if before is None:
@@ -95,17 +88,6 @@ class Given:
             self.given_as[name] = word
         if not agree and loser.key not in {other.key for other in self.given_as.values()}:
             self.notes.pop(loser.key, None)
-
-    def _without_retired(self, name: str, text: Any) -> Any:
-        """`text` without retired values of the setting `name`: an earlier run's are noted, a user's refused."""
-        for (setting, value), instead in RETIRED_VALUES.items():
-            if setting != name or value not in parse(list[str], text):
-                continue
-            if not self.of_run:
-                raise UserError(f"{name}={value}: no longer there ({self.where}); {instead}")
-            self.notes[name] = f"{name}={value} is no longer there and ignored; {instead}"
-            text = [each for each in parse(list[str], text) if each != value]
-        return text
 
 
 def _agree(value: Any, before: Any) -> bool:

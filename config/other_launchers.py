@@ -78,6 +78,7 @@ class Entry:
     values: dict[str, str | None]  # None changes nothing
     refused: dict[str, str]
     convert: str
+    usual: list[str]  # not empty for what is a setting of earlier versions
     why: str
 
     @classmethod
@@ -93,6 +94,7 @@ class Entry:
             values=values,
             refused=fields.get("refused", {}),
             convert=fields.get("convert", ""),
+            usual=fields.get("usual", []),
             why=fields.get("why", ""),
         )
 
@@ -117,6 +119,8 @@ class Entry:
         return dict.fromkeys(self.settings, text if ours == ANY else ours)
 
     def _expected(self) -> str:
+        if self.usual:
+            return f"no longer a setting; {self.why}"
         if self.settings:
             return f"expected {' or '.join([*self.values, *self.refused])}"
         return f"there is none here: {self.why}" if self.values else self.why
@@ -208,8 +212,8 @@ def launcher_of(keys: Collection[str]) -> str | None:
     leaves = {key.rpartition(".")[2] for key in keys}
     counts = dict.fromkeys(content()["launchers"], 0)
     for word, entry in entries().items():
-        if word in leaves and [word] != entry.settings:
-            for launcher in entry.launchers:
+        if word in leaves and [word] != entry.settings and not entry.usual:
+            for launcher in counts.keys() & set(entry.launchers):
                 counts[launcher] += 1
     best = max(counts, key=counts.__getitem__)
     return best if counts[best] >= 2 else None

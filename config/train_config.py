@@ -133,7 +133,7 @@ class DataConfig(ReadingConfig):
     weights: list[float] = setting([])
     """Shares of the datasets in the samples, in their order, on any scale; empty means in proportion to their
     tokens."""
-    validation_path: str = setting("auto", aliases=("eval_path",), needs=interval_or_no_store)
+    validation_path: str = setting("auto", needs=interval_or_no_store)
     """Token store or other data that validation reads; auto takes what is called validation beside the training data,
     none does without."""
     allow_other_tokenizer: bool = setting(False)
@@ -267,7 +267,7 @@ class TrainingConfig:
 class CheckpointConfig:
     """Where the run lives, and what it starts from."""
 
-    save_ckpt_path: str = setting("runs/train", aliases=("run_dir",))
+    save_ckpt_path: str = setting("runs/train")
     """The run folder. A committed checkpoint in it always wins: the run resumes from there."""
     load_ckpt_path: str = setting("")
     """Start from this: a file (.pth, .pt, .bin, .safetensors) gives the model; a run or checkpoint folder the optimiser
@@ -280,7 +280,7 @@ class CheckpointConfig:
     the model's, and model settings that are given must agree with it; where there is no config.json, they say it."""
     checkpoint_interval: Duration = steps(500, at_least=1)
     """Save a checkpoint every so often; one is always saved at the end and when stopped."""
-    keep_checkpoints: int = setting(3, at_least=1, aliases=("keep_last",))
+    keep_checkpoints: int = setting(3, at_least=1)
     """Committed checkpoints kept; older ones are removed, but none that another process reads."""
     keep_every: Duration = steps(0, at_least=0)
     """Keep for ever the first checkpoint at or after each multiple of so much; 0 none."""
@@ -408,11 +408,10 @@ def all_settings() -> dict[str, tuple[str, dataclasses.Field]]:
 
 
 @lru_cache(maxsize=None)
-def aliases() -> dict[str, str]:
-    """{any accepted name of a setting, with its section or without: its leaf name}."""
+def setting_names() -> dict[str, str]:
+    """{name of a setting, with its section or without: the name without}."""
     names = {}
-    for name, (section, leaf) in all_settings().items():
-        for known in (name, *leaf.metadata["aliases"]):
-            names[known] = name
-            names[f"{section}.{known}"] = name
+    for name, (section, _) in all_settings().items():
+        names[name] = name
+        names[f"{section}.{name}"] = name
     return names

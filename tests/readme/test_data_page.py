@@ -91,7 +91,9 @@ def test_every_command_works(page, fsx, tmp_path, capsys):
 
 
 def test_the_settings_it_names_exist(page):
-    from config.train_config import aliases
+    from config.train_config import setting_names
 
     named = set(re.findall(r"--(\w+)", page))
-    assert named <= {*aliases(), "verify", "format", "block", "data_path"}, named - set(aliases())
+    assert named <= {*setting_names(), "verify", "format", "block", "data_path"}, named - set(
+        setting_names()
+    )

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from config.other_launchers import content, entries
-from config.train_config import aliases
+from config.train_config import setting_names
 from tests.support.their_files import COMPOSER, DOCS, TRAINER, commands, script
 
 LAUNCHERS = content()["launchers"]
@@ -107,5 +107,5 @@ def test_the_pages_name_settings_that_there_are():
     for launcher in LAUNCHERS:
         above = (DOCS / f"from-{launcher}.md").read_text()
         named = set(re.findall(r"`--(\w+)", above)) - {"config", "flag", "resume"}
-        unknown = {name for name in named if name not in aliases() and name not in entries()}
+        unknown = {name for name in named if name not in setting_names() and name not in entries()}
         assert not unknown

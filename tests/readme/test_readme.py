@@ -122,13 +122,13 @@ def test_what_it_names_exists(project):
 
 
 def test_the_settings_it_names_exist(project):
-    from config.train_config import aliases
+    from config.train_config import setting_names
 
     page = subprocess.run(
         [sys.executable, "get_dataset.py", "--help"], cwd=project, capture_output=True, text=True
     ).stdout
     known = (
-        set(aliases())
+        set(setting_names())
         | set(re.findall(r"--(\w+)", page))
         | {
             "config",
