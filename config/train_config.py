@@ -350,11 +350,9 @@ class ReportConfig:
 
     report_interval: Duration = steps(20, at_least=1)
     """Steps, or tokens, between lines in metrics.jsonl and the log."""
-    tracker: list[str] = setting(
-        [], choices=("tensorboard", "wandb", "prometheus"), spellings={"none": ""}
-    )
-    """Send the metrics there too, as in tensorboard,wandb; tensorboard and prometheus (metrics.prom, for node
-    exporter) are files in the run folder; none is none of them."""
+    tracker: list[str] = setting([], choices=("tensorboard", "wandb"), spellings={"none": ""})
+    """Send the metrics there too, as in tensorboard,wandb; tensorboard's files lie in the run folder; none is none
+    of them."""
     wandb_project: str = setting("", needs=wandb)
     """Project in W&B; empty takes WANDB_PROJECT of the environment, else mamba-fsdp."""
     wandb_name: str = setting("", needs=wandb)

@@ -30,7 +30,7 @@ def write_model(
     source: str | Path,
     out: str | Path,
     format: str = "hf",
-    dtype: str | None = None,
+    dtype: str = "",
     *,
     shard_bytes: int = SHARD_BYTES,
     tokenizer: str = "",
@@ -39,8 +39,8 @@ def write_model(
 ) -> Path:
     """Write the model that `source` names (see find_weights) to the new folder `out`; returns `out`.
 
-    format: hf, of transformers; state-spaces; ours, which is consolidated.00.pth, its config.json and tokenizer/.
-    dtype: fp32, bf16, fp16; None keeps the stored types. A_log, D and the biases of dt stay fp32. tokenizer: the folder
+    format: hf, of transformers; state-spaces; pth, which is consolidated.00.pth, its config.json and tokenizer/.
+    dtype: fp32, bf16, fp16; empty keeps the stored types. A_log, D and the biases of dt stay fp32. tokenizer: the folder
     of one to go along instead of the model's, which has to be the same where that is known, unless
     allow_other_tokenizer. how: see read_weights. Raises UserError: nothing to read, no such form of this model, `out`
     exists, the disk refuses; then nothing is written.
@@ -48,7 +48,7 @@ def write_model(
     writers: dict[str, Any] = {
         "hf": partial(_write_transformers, shard_bytes=shard_bytes),
         "state-spaces": _write_state_spaces,
-        "ours": _write_ours,
+        "pth": _write_ours,
     }
     for option, value, known in (("format", format, writers), ("dtype", dtype or "fp32", DTYPES)):
         if value not in known:
@@ -63,26 +63,26 @@ def write_model(
 
     def get(name):
         tensor = weights.get(name)
-        return tensor if dtype is None or spec[name].fp32 else tensor.to(DTYPES[dtype])
+        return tensor if not dtype or spec[name].fp32 else tensor.to(DTYPES[dtype])
 
     try:
         with new_folder(out) as unfinished:
             fields = writers[format](unfinished, weights, get)
             (unfinished / MODEL_CONFIG).write_text(json.dumps(fields, indent=2) + "\n")
-            if format != "ours":
+            if format != "pth":
                 stored = str(get(EMBEDDING).dtype).removeprefix("torch.")
                 (unfinished / MODEL_CARD).write_text(_model_card(weights, format, stored))
             if weights.tokenizer_path:
                 _copy_tokenizer(
                     weights.tokenizer_path,
-                    unfinished / TOKENIZER if format == "ours" else unfinished,
+                    unfinished / TOKENIZER if format == "pth" else unfinished,
                 )
     except SafetensorError as error:
         raise UserError(f"can't write {out}: {error}") from None
     return out
 
 
-to_our_form = partial(write_model, format="ours")
+to_our_form = partial(write_model, format="pth")
 
 
 def publish(source: Path, out: Path, **how: Any) -> None:
@@ -90,7 +90,7 @@ def publish(source: Path, out: Path, **how: Any) -> None:
     try:
         to_our_form(source, out, **how)
     except UserError:
-        if not out.exists():  # else the other of a run, at its end, and `consolidate` was faster
+        if not out.exists():  # else another process was faster
             raise
 
 

@@ -1,8 +1,9 @@
 """What a run has left to look at, as plain data: curves of its metrics, settings, events, checkpoints, samples."""
 
-import contextlib
 import math
+import os
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,21 +18,31 @@ BUCKETS = 500  # points of a curve that has more than twice as many; each stands
 NO_CURVES = {"tokens", "val_tokens", "val_share", "slowest_rank"}
 
 
-def names_of(folders: Sequence[Path]) -> list[str]:
-    """What their paths differ by: a and b of x/a/train and x/b/train; of one, its own name."""
-    paths = [folder.resolve().parts for folder in folders]
-    for end in (0, -1):
-        while (
-            len(paths) > 1 and min(map(len, paths)) > 1 and len({path[end] for path in paths}) == 1
-        ):
-            paths = [path[1:] if end == 0 else path[:-1] for path in paths]
-    return ["/".join(path) if len(paths) > 1 else path[-1] for path in paths]
+@dataclass
+class Column:
+    """The values of one metric and the steps that have one."""
+
+    steps: list[int] = field(default_factory=list)
+    values: list[float] = field(default_factory=list)
 
 
-def look_at(folder: Path) -> dict[str, Any]:
-    """All of a run, for JSON. curves: see `curve`, by metric; last: the latest value of each; axes: at the same places
-    the step, the tokens up to it and, where the metrics tell, the hours of training; settings: by section.name.
-    Raises UserError where nothing is recorded."""
+def name_runs(folders: Sequence[Path]) -> list[str]:
+    """Returns what the runs' paths differ by: a and b of x/a/train and x/b/train. One run is called by its own name."""
+    paths = [folder.resolve() for folder in folders]
+    if len(paths) == 1:
+        return [paths[0].name]
+    while len({path.name for path in paths}) == 1:
+        paths = [path.parent for path in paths]
+    common = os.path.commonpath([path.parent for path in paths])
+    return [str(path.relative_to(common)) for path in paths]
+
+
+def summarise_run(folder: Path) -> dict[str, Any]:
+    """Returns all of a run, for JSON. Raises UserError where nothing is recorded.
+
+    curves: see `curve`, by metric; last: the latest value of each; axes: at the same places the step, the tokens up to
+    it and, where the metrics tell, the hours of training; settings: by section.name.
+    """
     if not (folder / METRICS).exists() and not (folder / CHECKPOINTS).exists():
         raise UserError(f"{folder}: holds no {METRICS}; is it a run folder?")
     entries = read(folder / METRICS)
@@ -39,75 +50,82 @@ def look_at(folder: Path) -> dict[str, Any]:
         raise UserError(
             f"{folder}: nothing is recorded yet; {METRICS} begins with the first report"
         )
-    columns: dict[str, tuple[list, list]] = {}
+    columns: dict[str, Column] = {}
     for entry in entries:
         for metric, value in numbers_of(entry).items():
-            steps, values = columns.setdefault(metric, ([], []))
-            steps.append(entry["step"])
-            values.append(math.nan if value is None else value)
-    settings = {}
-    with contextlib.suppress(
-        OSError, ValueError, AttributeError, RecursionError, StopIteration, yaml.YAMLError
-    ):
-        settings = {
-            f"{section}.{key}": value
-            for section, part in yaml.safe_load((folder / SETTINGS).read_text()).items()
-            for key, value in part.items()  # those that hold others may grow without end, by aliases
-            if not any(
-                isinstance(inner, (dict, list, tuple))
-                for inner in (value if isinstance(value, list) else [value])
-            )
-        }
-    last = {
-        metric: values[-1] for metric, (_, values) in columns.items() if math.isfinite(values[-1])
-    }
+            column = columns.setdefault(metric, Column())
+            column.steps.append(entry["step"])
+            column.values.append(math.nan if value is None else value)
+    curves = {}
+    last = {"step": entries[-1]["step"]}
+    for metric, column in columns.items():
+        if metric not in NO_CURVES:
+            curves[metric] = curve(column.steps, column.values)
+        if math.isfinite(column.values[-1]):
+            last[metric] = column.values[-1]
     return {
-        "curves": {
-            metric: curve(*column) for metric, column in columns.items() if metric not in NO_CURVES
-        },
-        "last": {"step": entries[-1]["step"], **last},
+        "curves": curves,
+        "last": last,
         "axes": _axes(columns),
-        "settings": settings,
+        "settings": _read_settings(folder / SETTINGS),
         "folder": str(folder),
-        "status": read_status(folder) or {},
+        "status": read_status(folder),
         "events": read_events(folder),
         "checkpoints": [step_of(path.name) for path in committed(folder / CHECKPOINTS)],
         "samples": read(folder / GENERATED),
     }
 
 
-def _axes(columns):
-    """Hours: each interval's tokens over its rate."""
-    (steps, tokens), (_, rates) = (
-        columns.get(name, ([], [])) for name in ("tokens", "tokens_per_second")
-    )
-    axes = {"step": np.array([0, *steps]), "tokens": np.array([0, *tokens])}
-    if rates and len(rates) == len(tokens):
+def _read_settings(file: Path) -> dict[str, Any]:
+    """Returns {section.name: value}, or {} where the file can't be read. Only plain values and lists of them: others may
+    grow without end, by YAML's aliases."""
+    settings = {}
+    try:
+        for section, part in yaml.safe_load(file.read_text()).items():
+            for name, value in part.items():
+                items = value if isinstance(value, list) else [value]
+                if not any(isinstance(item, (dict, list, tuple)) for item in items):
+                    settings[f"{section}.{name}"] = value
+    except (OSError, ValueError, AttributeError, RecursionError, StopIteration, yaml.YAMLError):
+        return {}
+    return settings
+
+
+def _axes(columns: dict[str, Column]) -> dict[str, list]:
+    """Hours are those of training alone: the tokens of each interval over its rate."""
+    tokens = columns.get("tokens", Column())
+    rates = columns.get("tokens_per_second", Column()).values
+    axes = {"step": np.array([0, *tokens.steps]), "tokens": np.array([0, *tokens.values])}
+    if rates and len(rates) == len(tokens.values):
         with np.errstate(all="ignore"):
-            axes["hours"] = np.cumsum(np.diff([0.0, 0.0, *tokens]) / np.array([1.0, *rates])) / 3600
-    kept = np.unique(np.linspace(0, len(steps), 2 * BUCKETS, dtype=int))
-    return {name: axis[kept].tolist() for name, axis in axes.items()}
+            seconds = np.diff([0.0, *tokens.values]) / np.array(rates)
+        axes["hours"] = np.cumsum([0.0, *seconds]) / 3600
+    places = np.unique(np.linspace(0, len(tokens.steps), 2 * BUCKETS, dtype=int))
+    return {name: axis[places].tolist() for name, axis in axes.items()}
 
 
 def curve(steps: Sequence[int], values: Sequence[float]) -> dict[str, list]:
-    """{steps, mean}, None where it is not finite. Of a long one, for each of BUCKETS its last step, and besides the
-    mean what it hides: low and high."""
+    """Returns {steps, mean, low, high}, None where a value is not finite.
+
+    A short curve has its values as mean, and nothing else. A long one is cut into BUCKETS: each has its last step, the
+    mean of its finite values, and what that hides, the least and the greatest.
+    """
     array = np.array(values, dtype=float)
     array[~np.isfinite(array)] = np.nan
     if len(steps) <= 2 * BUCKETS:
-        return {"steps": list(steps), "mean": _plain(array), "low": [], "high": []}
-    cuts = np.linspace(0, len(steps), BUCKETS, endpoint=False, dtype=int)
+        return {"steps": list(steps), "mean": _plain(array, digits=17), "low": [], "high": []}
+    starts = np.linspace(0, len(steps), BUCKETS, endpoint=False, dtype=int)
+    ends = [*(starts[1:] - 1), -1]
     with np.errstate(invalid="ignore"):
-        means = np.add.reduceat(np.nan_to_num(array), cuts) / np.add.reduceat(
-            np.isfinite(array), cuts, dtype=int
-        )
+        sums = np.add.reduceat(np.nan_to_num(array), starts)
+        means = sums / np.add.reduceat(np.isfinite(array), starts, dtype=int)
     return {
-        "steps": np.array(steps)[[*(cuts[1:] - 1), -1]].tolist(),
-        "mean": _plain(means, 7),
-        "low": _plain(np.fmin.reduceat(array, cuts)),
-        "high": _plain(np.fmax.reduceat(array, cuts)),
+        "steps": np.array(steps)[ends].tolist(),
+        "mean": _plain(means, digits=7),
+        "low": _plain(np.fmin.reduceat(array, starts), digits=17),
+        "high": _plain(np.fmax.reduceat(array, starts), digits=17),
     }
 
 
-def _plain(values, digits=17):
+def _plain(values: np.ndarray, digits: int) -> list[float | None]:
     return [float(f"{value:.{digits}g}") if math.isfinite(value) else None for value in values]

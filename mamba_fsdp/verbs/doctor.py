@@ -55,10 +55,8 @@ PACKAGES = (
     "xxhash",
     "PyYAML",
     "zstandard",
-    "matplotlib",
     "plotly",
     "tensorboard",
-    "wandb",
     "einops",
     "causal-conv1d",
     "mamba-ssm",
@@ -183,8 +181,6 @@ def check_project() -> str:
         *(it.name for it in pkgutil.walk_packages(mamba_fsdp.__path__, "mamba_fsdp.")),
     }
     names -= {"mamba_fsdp.__main__"} | (set() if HAS_FSDP2 else {"mamba_fsdp.parallel.fsdp2"})
-    if importlib.util.find_spec("lm_eval") is None:  # which only `evaluate --tasks` needs
-        names -= {"mamba_fsdp.verbs.harness"}
     if importlib.util.find_spec("triton") is None:  # modules of kernels import it
         names = {name for name in names if not name.rpartition(".")[2].startswith("triton_")}
     for name in sorted(names):

