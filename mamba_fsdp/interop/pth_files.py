@@ -53,16 +53,16 @@ def write_pth(
     with open(path, "xb") as file, zipfile.ZipFile(file, "w") as archive:
         for number, (name, tensor) in enumerate(tensors):
             tensor = tensor.contiguous()
-            _add(archive, file, f"data/{number}", tensor.view(-1).view(torch.uint8).numpy().data)
+            add_record(archive, file, f"data/{number}", tensor.view(-1).view(torch.uint8).numpy().data)
             content[name] = _Written(tensor, str(number))
         content |= {other: content[name] for other, name in tied.items()}
         _Pickler(pickled, protocol=2).dump(content)
-        _add(archive, file, "data.pkl", pickled.getbuffer())
-        _add(archive, file, "byteorder", memoryview(sys.byteorder.encode()))
-        _add(archive, file, "version", memoryview(b"3\n"))
+        add_record(archive, file, "data.pkl", pickled.getbuffer())
+        add_record(archive, file, "byteorder", memoryview(sys.byteorder.encode()))
+        add_record(archive, file, "version", memoryview(b"3\n"))
 
 
-def _add(archive, file, name, data):
+def add_record(archive, file, name, data):
     record = zipfile.ZipInfo(f"archive/{name}")
     header = (
         30 + len(record.filename) + 20 + 4

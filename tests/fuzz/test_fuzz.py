@@ -196,7 +196,9 @@ def read_run(folder):
         inspect.main,
         lambda run: inspect.main(f"{run}/checkpoints/step_00000003"),
         checkpoints.main,
-        lambda run: json.dumps([seen := summarise_run(folder), report.charts_of([seen])], default=str),
+        lambda run: json.dumps(
+            [seen := summarise_run(folder), report.charts_of([seen])], default=str
+        ),
     ):
         try:
             verb(run)

@@ -1,26 +1,15 @@
-"""The verbs on a run's checkpoints: what there is and whether it is whole; its model as one file, in little memory."""
+"""The verb `checkpoints`: what there is and whether it is whole."""
 
 import os
 import re
 import shutil
-import subprocess
-import sys
 
 import pytest
-import torch
 
-from mamba_fsdp import command_line, storage
+from mamba_fsdp import command_line
 from mamba_fsdp.checkpoint import folder
-from mamba_fsdp.checkpoint.checkpointer import Checkpointer
 from mamba_fsdp.checkpoint.retention import until_the_end
-from mamba_fsdp.interop import convert
-from mamba_fsdp.parallel.model import Shard
-from mamba_fsdp.parallel.world import World
-from mamba_fsdp.report.console import Console
-from mamba_fsdp.report.records import read_status
-from mamba_fsdp.train.run import finish
-from mamba_fsdp.train.run_folder import RunFolder
-from mamba_fsdp.verbs import checkpoints, consolidate
+from mamba_fsdp.verbs import checkpoints
 
 
 @pytest.fixture
@@ -124,158 +113,3 @@ def test_misuse_of_checkpoints_is_an_error_of_its_own(call, words, said, tmp_pat
     monkeypatch.chdir(tmp_path)
     code, told = call(checkpoints, *words)
     assert code == 2 and said in told and len(told.splitlines()) <= 2
-
-
-def test_consolidate_writes_what_a_run_publishes(run, call):
-    shutil.move(run / "pth/step_00000004", run / "published")
-    code, said = call(consolidate, run)
-    assert code == 0 and f"{run}/pth/step_00000004/consolidated.00.pth: " in said
-    for path in (run / "published").rglob("*"):
-        if path.is_file():
-            assert (
-                path.read_bytes()
-                == (run / "pth/step_00000004" / path.relative_to(run / "published")).read_bytes()
-            )
-    code, said = call(consolidate, run)
-    assert code == 0 and said == f"{run}/pth/step_00000004/consolidated.00.pth is there already\n"
-    assert call(consolidate, run, "--step=2")[0] == 0
-    both = [
-        torch.load(run / f"pth/step_0000000{step}/consolidated.00.pth", weights_only=True)[
-            "lm_head.weight"
-        ]
-        for step in (2, 4)
-    ]
-    assert both[0].dtype == both[1].dtype == torch.float32 and not torch.equal(*both)
-    code, said = call(consolidate, run, "--step=3")
-    assert (
-        code == 2
-        and said == f"error: --step=3: {run} has no checkpoint of that step; it has 2, 4\n"
-    )
-
-
-def test_consolidate_refuses_a_broken_step_and_tells_what_it_passes_over(run, call):
-    file = run / "checkpoints/step_00000004/rank_00000.safetensors"
-    os.truncate(file, file.stat().st_size - 1)
-    code, said = call(consolidate, run, "--step=4")
-    assert code == 2 and "step_00000004 is broken" in said
-    code, said = call(consolidate, run)
-    assert (
-        code == 0
-        and "step_00000004 is broken and passed over" in said
-        and "pth/step_00000002/" in said
-    )
-
-
-def test_consolidate_and_the_end_of_its_run_write_the_same_model_at_once(
-    run, call, monkeypatch, capsys
-):
-    """Whoever comes second leaves it as it is; neither takes the other's unfinished folder for a killed one's."""
-    published = run / "pth/step_00000004"
-    before = sorted(
-        (path.name, path.read_bytes()) for path in published.rglob("*") if path.is_file()
-    )
-    shutil.rmtree(published)
-    real, said = convert.write_model, []
-
-    def second(
-        *given, **how
-    ):  # the model is written, has only to get its name, when the other one comes
-        def late(file, other=os.fsync):
-            monkeypatch.setattr(storage.os, "fsync", other)
-            said.append(call(consolidate, run))
-            other(file)
-
-        monkeypatch.setattr(storage.os, "fsync", late)
-        convert.publish(*given, **how)
-
-    folder = RunFolder(run)
-    folder.take()
-    finish(folder, run / "checkpoints/step_00000004", second, Console(enabled=False))
-    folder.lease.give_back()
-    assert read_status(run)["status"] == "finished"
-    ((code, told),) = said
-    assert (
-        code == 0
-        and "still writes" in told
-        and "consolidated.00.pth: " in told
-        and "Traceback" not in told
-    )
-    assert before == sorted(
-        (path.name, path.read_bytes()) for path in published.rglob("*") if path.is_file()
-    )
-    assert sorted(path.name for path in (run / "pth").iterdir()) == ["step_00000004"]
-    shutil.rmtree(published)
-    monkeypatch.setattr(
-        convert,
-        "to_our_form",
-        lambda *given, **how: (real(*given, format="ours"), real(*given, format="ours", **how)),
-    )
-    code, told = call(consolidate, run)
-    assert code == 0 and told.startswith(f"{published / 'consolidated.00.pth'}: ")
-
-
-WITH_PEAK = """
-import pathlib, sys, threading
-from mamba_fsdp.verbs import consolidate
-import mamba_fsdp.interop.convert, mamba_fsdp.checkpoint.folder
-if sys.argv[2] == "slow":
-    from mamba_fsdp.interop import pth_files
-    real = pth_files._add
-    pth_files._add = lambda *given: (real(*given), print("one", flush=True), threading.Event().wait(0.2))
-
-def peak():
-    return int(pathlib.Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0]) // 1024
-
-pathlib.Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
-before = peak()
-consolidate.main(sys.argv[1])
-print("MiB", peak() - before)
-"""
-
-
-def start(run, project, how):
-    return subprocess.Popen(
-        [sys.executable, "-c", WITH_PEAK, run, how],
-        cwd=project,
-        text=True,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
-
-
-@pytest.fixture
-def large(run):
-    """The run with another checkpoint, of a model of 260 MB in tensors of at most 18 MB."""
-    from config.model_config import ModelConfig
-    from mamba_fsdp.checkpoint.folder import Reader
-    from mamba_fsdp.model.spec import parameters
-
-    model = ModelConfig(d_model=512, n_layer=36, vocab_size=8192, d_state=16)
-    state = Reader(run / "checkpoints/step_00000004").state
-    state["settings"]["model"] = vars(model)
-    checkpointer = Checkpointer(run, World.alone(), report=lambda text: None)
-    shards = [
-        Shard(name, parameter.shape, 0, torch.zeros(torch.Size(parameter.shape).numel()))
-        for name, parameter in parameters(model).items()
-    ]
-    checkpointer.save(8, shards, state)
-    checkpointer.wait()
-    return run
-
-
-@pytest.mark.slow
-def test_consolidate_takes_the_memory_of_a_tensor_and_survives_a_kill(large, project):
-    """260 MB in less than 100; where it is killed nothing half-written is visible, and the next attempt wins."""
-    process = start(large, project, "slow")
-    for _ in range(3):
-        assert process.stdout.readline() == "one\n", process.stderr.read()
-    process.kill()
-    process.wait()
-    assert sorted(path.name for path in (large / "pth").glob("[!.]*")) == ["step_00000004"]
-    process = start(large, project, "fast")
-    said, errors = process.communicate()
-    size = (large / "pth/step_00000008/consolidated.00.pth").stat().st_size
-    assert process.returncode == 0 and size > 250e6, errors
-    assert "cleaned" in errors and not list((large / "pth").glob(".*"))
-    assert int(re.search(r"MiB (\d+)", said)[1]) < 100

@@ -1,12 +1,10 @@
-"""inspect and evaluate on data in other formats."""
+"""inspect on data in other formats."""
 
 import pytest
-import torch
 
 from mamba_fsdp import command_line
 from mamba_fsdp.data.store import TokenStore
-from mamba_fsdp.errors import UserError
-from mamba_fsdp.verbs import evaluate, inspect, loading
+from mamba_fsdp.verbs import inspect
 from tests.support.corpora import stored_documents
 from tests.support.foreign_files import write_fms, write_nanogpt, write_rows
 
@@ -93,18 +91,3 @@ def test_inspect_says_what_to_do(tmp_path, told, name, message):
     (tmp_path / "a.jsonl").write_text('{"text": "a"}')
     code, said = told(tmp_path / name)
     assert code == 2 and message in said
-
-
-@pytest.mark.slow
-def test_evaluate_gives_the_same_for_the_same_tokens(tree, tmp_path):
-    """Bits per byte too, by the model's tokenizer, whose eos ends the documents; without one there are none."""
-    model = loading.load("runs/demo")
-    ours = evaluate.evaluate(model, "data/builtin/validation")
-    theirs = evaluate.evaluate(model, str(tree))
-    assert theirs[:5] == pytest.approx(ours[:5])
-    bare = model._replace(weights=model.weights)
-    bare.weights.tokenizer_path = None
-    with pytest.raises(UserError, match="give --eos_token=ID"):
-        evaluate.evaluate(bare, str(tree))
-    assert evaluate.evaluate(bare, str(tree), eos_token="0")[:5] == (*ours[:3], 0, 0)
-    assert isinstance(model.network, torch.nn.Module)

@@ -1,4 +1,4 @@
-"""What `evaluate` measures: sliding windows, text, named datasets, two models together, several ranks, JSON."""
+"""What `evaluate` measures: sliding windows, text, named datasets, two models, several ranks, JSON."""
 
 import json
 import math
@@ -12,23 +12,27 @@ import torch
 
 from mamba_fsdp import command_line
 from mamba_fsdp.data.store import TokenStore
-from mamba_fsdp.verbs import evaluate, loading
+from mamba_fsdp.data.tokenizer import load_words
+from mamba_fsdp.errors import UserError
+from mamba_fsdp.verbs import evaluate, export, loading
+from tests.support.corpora import stored_documents
 
 STORE = "data/builtin/validation"
 pytestmark = pytest.mark.torch22
 
 
-def run(capsys, *words):
-    """(stdout, stderr) of evaluate with these words."""
-    with pytest.raises(SystemExit) as exit:
-        command_line.run(evaluate.main, lambda: "help", list(map(str, words)))
-    told = capsys.readouterr()
-    assert exit.value.code == 0, told.err
-    return told
+@pytest.fixture
+def run(there, capsys):
+    """run(*words) -> (exit code, stdout, stderr) of evaluate."""
 
+    def run(*words):
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as exit:
+            command_line.run(evaluate.main, lambda: "help", [str(word) for word in words])
+        told = capsys.readouterr()
+        return exit.value.code, told.out, told.err
 
-def lines(count):
-    return "".join(json.dumps({"text": f"def line_{n}(x): naïve"}) + "\n" for n in range(count))
+    return run
 
 
 @pytest.fixture
@@ -36,15 +40,20 @@ def model(there):
     return loading.load("runs/demo")
 
 
+def lines(count):
+    return "".join(json.dumps({"text": f"def line_{n}(x): naïve"}) + "\n" for n in range(count))
+
+
 @pytest.mark.parametrize("stride", [32, 20, 7])
 @torch.no_grad()
 def test_each_token_is_scored_once_with_at_least_window_less_stride_before_it(model, stride):
-    window, tokens = 32, TokenStore(STORE)
-    tokens = torch.from_numpy(tokens.read(0, tokens.token_count).tokens.astype(np.int64))
-    total, scored = 0.0, 1  # the first token is never predicted
-    for start in range(
-        0, len(tokens), stride
-    ):  # as transformers' page on perplexity of long texts does it
+    window = 32
+    store = TokenStore(STORE)
+    tokens = torch.from_numpy(store.read(0, store.token_count).tokens.astype(np.int64))
+    total = 0.0
+    scored = 1  # the first token is never predicted
+    # As transformers' page on the perplexity of long texts does it:
+    for start in range(0, len(tokens), stride):
         end = min(start + window + 1, len(tokens))
         logits = model.network(tokens[None, start : end - 1])[0].float().log_softmax(-1)
         for at in range(scored, end):
@@ -54,205 +63,146 @@ def test_each_token_is_scored_once_with_at_least_window_less_stride_before_it(mo
         if end == len(tokens):
             break
     found = evaluate.evaluate(model, STORE, seq_length=window, stride=stride)
-    assert found.tokens == scored - 1 == len(tokens) - 1 and (found.window, found.stride) == (
-        window,
-        stride,
-    )
+    assert found.tokens == scored - 1 == len(tokens) - 1
+    assert (found.window, found.stride) == (window, stride)
     assert found.loss == pytest.approx(total / found.tokens, rel=1e-5)
 
 
-def test_more_context_does_not_change_what_is_counted(model):
-    apart, over = (
-        evaluate.evaluate(model, STORE, seq_length=32, stride=stride, limit=9) for stride in (0, 8)
-    )
-    assert apart.tokens == 9 * 32 and over.tokens == 32 + 8 * 8
-    whole, other = (
-        evaluate.evaluate(model, STORE, seq_length=32, stride=stride) for stride in (0, 8)
-    )
-    assert (whole.words, whole.bytes) == (other.words, other.bytes) and whole.loss != other.loss
-
-
-def test_words_and_bytes_do_not_depend_on_the_pieces(model, monkeypatch):
+def test_words_and_bytes_are_those_of_the_predicted_text(model, monkeypatch):
+    """Whatever the windows, and the pieces that are decoded at a time."""
     whole = evaluate.evaluate(model, STORE, seq_length=32)
     store = TokenStore(STORE)
-    monkeypatch.setattr(evaluate, "DECODED", store.token_count // 3)
-    text = model.tokenizer_path
-    from mamba_fsdp.data.tokenizer import load_words
+    decode = load_words(model.tokenizer_path).decode
+    texts = [decode(document[:-1].tolist()) for document in stored_documents(store)]
+    words = sum(len(text.split()) for text in texts)
+    assert words - 1 <= whole.words <= words  # the first token is not predicted
+    assert whole.word_perplexity == pytest.approx(math.exp(whole.loss * whole.tokens / whole.words))
+    bits = whole.loss * whole.tokens / math.log(2)
+    assert whole.bits_per_byte == pytest.approx(bits / whole.bytes)
+    monkeypatch.setattr(evaluate, "DECODED_AT_ONCE", store.token_count // 3)
+    again = evaluate.evaluate(model, STORE, seq_length=32, stride=8)
+    assert again.bytes == whole.bytes and again.loss != whole.loss
+    assert whole.words <= again.words <= whole.words + 3  # one document, cut in words
+    windows = evaluate.evaluate(model, STORE, seq_length=32, stride=8, limit=9)
+    assert windows.tokens == 32 + 8 * 8 and windows.words < whole.words
 
-    words = (
-        load_words(text)
-        .backend.decode(store.read(1, store.token_count - 1).tokens.tolist())
-        .split()
-    )
-    assert whole.words == len(words)
-    again = evaluate.evaluate(model, STORE, seq_length=32)
-    assert (
-        again.bytes == whole.bytes and whole.words <= again.words <= whole.words + 3
-    )  # one document, cut in words
+
+def test_windows_longer_than_what_is_computed_at_a_time(model, monkeypatch):
+    whole = evaluate.evaluate(model, STORE, seq_length=10**12)
+    monkeypatch.setitem(loading.POSITIONS, "cpu", 100)
+    parts = evaluate.evaluate(loading.load("runs/demo"), STORE, seq_length=10**12)
+    assert parts.loss == pytest.approx(whole.loss, rel=1e-6)
+    assert parts.tokens == whole.tokens == whole.all_tokens
 
 
-def test_text_is_measured_as_the_store_that_get_dataset_makes_of_it(there, tmp_path, capsys):
+def test_what_is_told(run):
+    code, out, err = run("runs/demo", STORE, "--seq_length=32", "--limit=3")
+    assert code == 0 and not err
+    every = TokenStore(STORE).token_count - 1
+    names = [line.split()[0] for line in out.splitlines()]
+    assert names == "data model tokens windows loss perplexity bits speed".split()
+    assert f"\ntokens         96 of {every:,}\nwindows        32 tokens long, one every 32\n" in out
+
+
+def test_text_is_measured_as_the_store_that_get_dataset_makes_of_it(run, tmp_path):
     from config.dataset_config import DatasetConfig
     from mamba_fsdp.data import text, tokenize
 
     (tmp_path / "b.jsonl").write_text(lines(60))
     options = DatasetConfig(tokenizer="runs/demo/tokenizer", validation_fraction=0, workers=1)
     tokenize.make_dataset(text.open_source(str(tmp_path / "b.jsonl"), options), tmp_path / "made")
-    capsys.readouterr()
-    of_text, of_store = (
-        run(capsys, "runs/demo", place, "--seq_length=16", "--stride=4").out.splitlines()
-        for place in (tmp_path / "b.jsonl", tmp_path / "made" / "train")
-    )
-    assert (
-        of_text[:-1] == of_store[:-1] and of_text[1] == "windows        16 tokens long, one every 4"
-    )
+    told = []
+    for place in ("b.jsonl", "made/train"):
+        out = run("runs/demo", tmp_path / place, "--seq_length=16", "--stride=4")[1]
+        told.append(out.splitlines()[2:-1])  # without the name and the speed
+    assert told[0] == told[1] and told[0][1].endswith("16 tokens long, one every 4")
 
 
-def test_a_named_dataset_is_measured_on_validation_and_test(there, capsys, monkeypatch):
+def test_a_named_dataset_is_measured_on_validation_and_test(run, monkeypatch):
     datasets = pytest.importorskip("datasets")
     asked = []
 
     def load(name, config, split, streaming):
-        asked.append((name, config, split))
+        asked.append((config, split))
         return datasets.Dataset.from_dict({"text": [f" = {split} {n} = \n" for n in range(20)]})
 
     monkeypatch.setattr(datasets, "load_dataset", load)
-    told = run(
-        capsys,
-        "runs/demo",
-        "Salesforce/wikitext",
-        "--config=wikitext-103-raw-v1",
-        "--seq_length=16",
-        "--json",
-    )
-    assert [each[2] for each in asked] == ["validation", "test"] and asked[0][
-        1
-    ] == "wikitext-103-raw-v1"
-    assert told.err.count("bits per byte  ") == 2
-    assert told.err.startswith("data           Salesforce/wikitext validation\n")
-    found = json.loads(told.out)["data"]["Salesforce/wikitext test"]["model"]
+    words = ["Salesforce/wikitext", "--config=wikitext-103-raw-v1", "--seq_length=16", "--json"]
+    code, out, err = run("runs/demo", *words)
+    assert asked == [("wikitext-103-raw-v1", "validation"), ("wikitext-103-raw-v1", "test")]
+    assert err.startswith("data           Salesforce/wikitext validation\n")
+    found = json.loads(out)["data"]["Salesforce/wikitext test"]["model"]
     assert found["bytes"] == pytest.approx(sum(len(f" = test {n} = \n") for n in range(20)), abs=3)
-    assert found["word_perplexity"] == pytest.approx(
-        math.exp(found["loss"] * found["tokens"] / found["words"])
-    )
 
 
-def test_two_models_are_compared_and_json_is_all_there_is_on_stdout(there, tmp_path, capsys):
-    other = tmp_path / "other"
-    words = [
-        "runs/demo/checkpoints/step_00000002",
-        STORE,
-        "--seq_length=32",
-        "--compare_baseline=runs/demo",
-        "--limit=20",
-    ]
-    told = run(capsys, *words).out.splitlines()
-    assert (
-        told[1:3] == [f"model          {words[0]}", "baseline       runs/demo"]
-        and max(map(len, told)) < 80
-    )
-    told_json = run(capsys, *words, "--json", "--generate_samples=2")
-    found = json.loads(told_json.out)
+def test_two_models_are_compared_and_json_is_all_there_is_on_stdout(run):
+    words = ["runs/demo/checkpoints/step_00000002", STORE, "--seq_length=32", "--limit=20"]
+    code, out, err = run(*words, "--compare_baseline=runs/demo", "--json")
+    found = json.loads(out)
     model, baseline = (found["data"][STORE][role] for role in ("model", "baseline"))
-    row = next(line for line in told if line.startswith("bits per byte")).split()[3:]
-    ours, theirs = model["bits_per_byte"], baseline["bits_per_byte"]
-    assert (
-        list(map(float, row)) == pytest.approx([ours, theirs, ours - theirs], abs=1e-4)
-        and ours != theirs
-    )
-    assert len(found["samples"]) == 2 and all(prompt and text for prompt, text in found["samples"])
-    assert "--- sample ---" in told_json.err and not other.exists()
+    difference = model["bits_per_byte"] - baseline["bits_per_byte"]
+    assert difference and err.endswith(f"\ndifference     {difference:+.4f} bits per byte\n")
+    assert f"model          {words[0]}\n" in err and "\nbaseline       runs/demo\n" in err
 
 
-def test_json_of_a_diverged_model_parses(there, capsys, monkeypatch):
+def test_json_of_a_diverged_model_parses(run, monkeypatch):
     monkeypatch.setattr("mamba_fsdp.train.loop.evaluate", lambda *_: (math.nan, 5))
-    found = run(capsys, "runs/demo", STORE, "--seq_length=32", "--limit=2", "--json").out
-    assert json.loads(found, parse_constant=pytest.fail)["data"][STORE]["model"]["loss"] is None
+    out = run("runs/demo", STORE, "--seq_length=32", "--limit=2", "--json")[1]
+    assert json.loads(out, parse_constant=pytest.fail)["data"][STORE]["model"]["loss"] is None
 
 
-def test_models_of_other_tokenizers_are_compared_over_text_by_word_and_byte(
-    there, tmp_path, capsys
-):
+def test_models_of_other_tokenizers_are_compared_over_text(run, tmp_path):
     from mamba_fsdp.data import tokenizer
-    from mamba_fsdp.verbs import export
 
     export.main("runs/demo", str(tmp_path / "theirs"))
     tokenizer.train(["def other words"], 257).save(tmp_path / "theirs")
     (tmp_path / "a.txt").write_text("def naïve(x): return 3\n" * 30)
-    words = [
-        "runs/demo",
-        tmp_path / "a.txt",
-        "--seq_length=16",
-        f"--compare_baseline={tmp_path / 'theirs'}",
-    ]
-    capsys.readouterr()
-    told = run(capsys, *words).out
-    assert (
-        "Their tokenizers differ" in told
-        and "bits per byte" in told
-        and "perplexity per token" not in told
-    )
-    words[1] = STORE
-    with pytest.raises(SystemExit):
-        command_line.run(evaluate.main, lambda: "", list(map(str, words)))
-    assert "different tokenizers" in capsys.readouterr().err
+    words = ["--seq_length=16", f"--compare_baseline={tmp_path / 'theirs'}"]
+    code, out, err = run("runs/demo", tmp_path / "a.txt", *words)
+    assert code == 0 and out.splitlines()[-1].startswith("difference ") and "bits per byte" in out
+    code, out, err = run("runs/demo", STORE, *words)
+    assert code == 2 and "different tokenizers" in err
 
 
 @pytest.mark.parametrize(
-    "words, said",
+    "words, message",
     [
-        (["runs/demo"], "name DATA"),
+        (["runs/demo"], "missing a required argument: 'data'"),
         (["runs/demo", STORE, "--seq_length=8", "--stride=9"], "longer than a window"),
         (["runs/demo", "nowhere.txt"], "nowhere.txt: no such file"),
         (["nothing", STORE], "no such file or folder"),
-        (["runs/demo", STORE, "--generate_sample=1"], "did you mean --generate_samples"),
+        (["runs/demo", STORE, "--compare_basline=1"], "did you mean --compare_baseline"),
     ],
 )
-def test_mistakes_are_a_line(there, words, said, capsys):
-    with pytest.raises(SystemExit) as exit:
-        command_line.run(evaluate.main, lambda: "", words)
-    told = capsys.readouterr()
-    assert exit.value.code == 2 and said in told.err and len(told.err.splitlines()) == 1
+def test_mistakes_are_a_line(run, words, message):
+    code, out, err = run(*words)
+    assert code == 2 and message in err and len(err.splitlines()) == 1
+
+
+def test_a_store_of_another_vocabulary_is_refused(model):
+    model.weights.config.vocab_size = 9
+    with pytest.raises(UserError, match="they don't belong together"):
+        evaluate.evaluate(model, STORE)
 
 
 @pytest.mark.slow
 def test_two_ranks_give_the_numbers_of_one(there, project, tmp_path):
     (tmp_path / "a.jsonl").write_text(lines(99))
-    words = [
-        "-m",
-        "mamba_fsdp",
-        "evaluate",
-        "runs/demo",
-        str(tmp_path / "a.jsonl"),
-        "--seq_length=16",
-        "--stride=5",
-        "--batch_size=2",
-        "--json",
-        "--compare_baseline=exported/demo",
-        "--generate_samples=1",
-    ]
+    words = ["-m", "mamba_fsdp", "evaluate", "runs/demo", str(tmp_path / "a.jsonl")]
+    words += ["--seq_length=16", "--stride=5", "--batch_size=2", "--limit=40", "--json"]
     environment = {**os.environ, "PYTHONPATH": str(project), "OMP_NUM_THREADS": "1"}
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--standalone"]
-    launchers = [[sys.executable], torchrun]
-    one, two = (
-        json.loads(
-            subprocess.run(
-                [*launcher, *words],
-                cwd=there,
-                capture_output=True,
-                text=True,
-                check=True,
-                env=environment,
-            ).stdout
+    torchrun = ["-m", "torch.distributed.run", "--nproc_per_node=2", "--standalone"]
+    found = []
+    for launcher in ([], torchrun):
+        done = subprocess.run(
+            [sys.executable, *launcher, *words],
+            cwd=there,
+            capture_output=True,
+            text=True,
+            env=environment,
         )
-        for launcher in launchers
-    )
-    for found in (one, two):
-        for told in found["data"].values():
-            for numbers in told.values():
-                numbers.pop("seconds")
-    assert two["data"] == {
-        label: {role: pytest.approx(numbers, rel=1e-6) for role, numbers in told.items()}
-        for label, told in one["data"].items()
-    }
-    assert two["samples"] == one["samples"]
+        assert done.returncode == 0, done.stderr
+        ((label, told),) = json.loads(done.stdout)["data"].items()
+        told["model"].pop("seconds")
+        found.append(told["model"])
+    assert found[1] == pytest.approx(found[0], rel=1e-6)

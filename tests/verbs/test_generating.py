@@ -1,15 +1,17 @@
 """What `generate` shows: text as it comes, several texts in order, stops across tokens, the speed beside them."""
 
 import os
+import re
 import subprocess
 import sys
 
 import pytest
 
 from mamba_fsdp import command_line
+from mamba_fsdp.data.tokenizer import load_words
 from mamba_fsdp.errors import UserError
-from mamba_fsdp.verbs import generate
-from mamba_fsdp.verbs.generate import Piece, Text, in_order
+from mamba_fsdp.verbs import generate, loading
+from mamba_fsdp.verbs.generate import TextStream
 
 pytestmark = pytest.mark.torch22
 
@@ -24,119 +26,140 @@ class Letters:
         return bytes(tokens).decode(errors="replace")
 
 
-def said(text, stops=()):
-    """(what is shown after each byte, whether it ended before the last)."""
-    data, ours = text.encode(), Text(Letters, stops)
-    shown = []
-    for number, byte in enumerate(data):
-        piece, last = ours.add(byte, last=number + 1 == len(data))
-        shown.append(piece)
-        if last:
-            return shown, number + 1 < len(data)
+def shown(text, stops=()):
+    """What is shown after each byte of the text."""
+    data = text.encode()
+    stream = TextStream(Letters, stops)
+    pieces = []
+    for number, byte in enumerate(data, 1):
+        pieces.append(stream.add(byte, is_last=number == len(data)))
+        if stream.ended:
+            return pieces
 
 
 def test_a_character_of_several_tokens_waits_until_it_is_whole():
-    assert said("aé日b") == (["a", "", "é", "", "", "日", "b"], False)
+    assert shown("aé日b") == ["a", "", "é", "", "", "日", "b"]
 
 
 def test_a_stop_ends_the_text_across_tokens_and_is_not_shown():
-    assert said("one\n\ntwo", ["\n\n"]) == (["o", "n", "e", "", ""], True)
-    assert said("a\nb\n", ["\n\n"]) == (
-        ["a", "", "\nb", "\n"],
-        False,
-    )  # what looked like one is shown in the end
-    assert said("xaab", ["aab", "ab"])[0] == ["x", "", "", ""]
-    assert said("né!", ["é"]) == (["n", "", ""], True)
-    ours = Text(Letters, ["ab"])
-    assert ours.add(ord("a"), last=False) == ("", False) and ours.add(Letters.eos, last=False) == (
-        "a",
-        True,
-    )
+    assert shown("one\n\ntwo", ["\n\n"]) == ["o", "n", "e", "", ""]
+    assert shown("a\nb\n", ["\n\n"]) == ["a", "", "\nb", "\n"]  # what looked like one is shown
+    assert shown("xaab", ["aab", "ab"]) == ["x", "", "", ""]
+    assert shown("né!", ["é"]) == ["n", "", ""]
+    stream = TextStream(Letters, ["ab"])
+    assert stream.add(ord("a"), is_last=False) == ""
+    assert stream.add(Letters.eos, is_last=False) == "a" and stream.ended
 
 
-def test_several_texts_are_shown_in_their_order():
-    pieces = [
-        Piece(0, "a", False),
-        Piece(1, "x", False),
-        Piece(2, "p", True),
-        Piece(0, "b", False),
-        Piece(1, "y", True),
-        Piece(0, "c", True),
-    ]
-    seen = []
-    texts = "".join(
-        piece.text
-        for piece in in_order((seen.append(piece) or piece for piece in pieces), 3)
-        if piece.prompt or seen[-1] is piece
-    )  # the first comes as soon as it is known
-    assert texts == "abcxyp"
+@pytest.fixture
+def run(there, capsys):
+    """run(*words) -> (exit code, stdout, stderr) of generate."""
+
+    def run(*words):
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as exit:
+            command_line.run(generate.main, lambda: "", list(words))
+        told = capsys.readouterr()
+        return exit.value.code, told.out, told.err
+
+    return run
 
 
-def continued(model, prompt, **options):
-    return "".join(generate.generate(model, prompt, **options))
+def test_equal_seeds_give_equal_texts_and_an_export_the_same(run):
+    def text(model, *words):
+        code, out, err = run(model, "--prompt=def naïve", "--length=20", *words)
+        assert code == 0 and err.startswith("20 tokens in ") and err.endswith(" tokens/s\n")
+        return out
+
+    assert text("runs/demo") == text("runs/demo") != text("runs/demo", "--seed=1")
+    likeliest = text("runs/demo", "--temperature=0")
+    assert likeliest == text("exported/demo", "--temperature=0")
+    assert re.match("def naïve.{5}", likeliest, re.S)
 
 
-def test_prompts_are_continued_together_as_each_alone(there, capsys):
-    from mamba_fsdp.verbs.loading import load
+def test_prompts_are_continued_together_as_each_alone(run):
+    model = loading.load("runs/demo")
+    prompts = ["def line", "x", "def line_20(x): return"]
 
-    prompts, model = ["def line", "x", "def line_20(x): return"], load("runs/demo")
-    alone = [continued(model, prompt, length=12, temperature=0) for prompt in prompts]
-    with pytest.raises(SystemExit) as exit:
-        command_line.run(
-            generate.main,
-            lambda: "",
-            [
-                "runs/demo",
-                *(f"--prompt={prompt}" for prompt in prompts[:2]),
-                "--prompt",
-                prompts[2],
-                "--length=12",
-                "--temperature=0",
-            ],
-        )
-    told = capsys.readouterr()
-    assert exit.value.code == 0
-    assert told.out == (
+    def continued(prompt, **options):
+        return "".join(generate.generate(model, prompt, length=12, temperature=0, **options))
+
+    alone = [continued(prompt) for prompt in prompts]
+    words = [f"--prompt={prompt}" for prompt in prompts[:2]] + ["--prompt", prompts[2]]
+    code, out, err = run("runs/demo", *words, "--length=12", "--temperature=0")
+    assert code == 0 and err.startswith("36 tokens in ")
+    assert out == (
         f"{prompts[0]}{alone[0]}\n--- 2 of 3 ---\n{prompts[1]}{alone[1]}"
         f"\n--- 3 of 3 ---\n{prompts[2]}{alone[2]}\n"
     )
-    assert told.err.startswith("36 tokens in ") and told.err.endswith(" tokens/s\n")
     stop = alone[2][2:4]
-    stopped = continued(model, prompts[2], length=12, temperature=0, stop=[stop])
-    assert stopped == alone[2][: alone[2].index(stop)]
+    assert continued(prompts[2], stop=[stop]) == alone[2][: alone[2].index(stop)]
 
 
-def test_an_error_before_the_text_is_one_line(there, monkeypatch, capsys):
-    from mamba_fsdp.verbs import loading
-
+def test_an_error_before_the_text_is_one_line(run, monkeypatch):
     model = loading.load("runs/demo")
     model.network.backbone.norm_f.weight.fill_(float("nan"))
     with pytest.raises(UserError, match="not finite"):
-        continued(model, "def")
+        "".join(generate.generate(model, "def"))
     monkeypatch.setattr(loading, "load", lambda *given, **more: model)
-    for words, said in (
-        (["--prompt=def"], "the model's answer is not finite"),
-        (["--prompt"], "--prompt: its value"),
+    for word, message in (
+        ("--prompt=def", "the model's answer is not finite"),
+        ("--prompt", "--prompt: its value"),
+        ("--prompt=na\udcefve", "--prompt: invalid UTF-8 behind 'na'; write it in "),
     ):
-        with pytest.raises(SystemExit):
-            command_line.run(generate.main, str, ["runs/demo", *words])
-        told = capsys.readouterr()
-        assert (
-            told.out == "" and told.err.startswith(f"error: {said}") and told.err.count("\n") == 1
-        )
+        code, out, err = run("runs/demo", word)
+        assert (code, out) == (2, "") and err.startswith(f"error: {message}")
+        assert err.count("\n") == 1
+
+
+@pytest.mark.slow
+def test_generate_imports_only_what_it_needs(there, project):
+    """Transformers, sympy and torch's compiler took half of the time before the first token."""
+    words = ["-X", "importtime", "-m", "mamba_fsdp", "generate", "runs/demo", "--prompt=def"]
+    done = subprocess.run(
+        [sys.executable, *words, "--length=3"],
+        cwd=there,
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(project)},
+    )
+    loaded = set(re.findall(r"\| +(\w+(?:\._dynamo)?)\n", done.stderr))
+    assert done.stdout.startswith("def") and "torch" in loaded
+    assert not loaded & {"transformers", "sympy", "torch._dynamo"}
+
+
+def test_words_without_transformers_are_those_of_transformers(there):
+    from transformers import AutoTokenizer
+
+    text = "def naïve 日本<|endoftext|>x"
+    for folder in ("runs/demo/tokenizer", "exported/demo"):
+        ours = load_words(folder)
+        theirs = AutoTokenizer.from_pretrained(folder)
+        ids = ours.encode(text)
+        assert ids == theirs(text, add_special_tokens=False)["input_ids"]
+        assert ours.decode(ids) == theirs.decode(ids) and ours.eos == theirs.eos_token_id
 
 
 @pytest.mark.slow
 def test_ctrl_c_ends_it_with_its_text_and_speed(there, project):
-    code = (
-        "import os, signal, sys; from mamba_fsdp import command_line; from mamba_fsdp.verbs import generate\n"
-        "real, count = generate.Text.add, 0\n"
-        "def add(*given, **more):\n"
-        "    global count\n    count += 1\n    count == 9 and os.kill(os.getpid(), signal.SIGINT)\n"
-        "    return real(*given, **more)\n"
-        "generate.Text.add = add\n"
-        "command_line.run(generate.main, str, ['runs/demo', '--prompt=def', '--length=100000', '--temperature=2'])"
-    )
+    code = """
+import os, signal
+from mamba_fsdp import command_line
+from mamba_fsdp.verbs import generate
+
+class Interrupted(generate.TextStream):
+    count = 0
+
+    def add(self, token, *, is_last):
+        self.count += 1
+        if self.count == 9:
+            os.kill(os.getpid(), signal.SIGINT)
+        return super().add(token, is_last=is_last)
+
+generate.TextStream = Interrupted
+words = ["runs/demo", "--prompt=def", "--length=100000", "--temperature=2"]
+command_line.run(generate.main, str, words)
+"""
     done = subprocess.run(
         [sys.executable, "-c", code],
         cwd=there,
@@ -144,11 +167,7 @@ def test_ctrl_c_ends_it_with_its_text_and_speed(there, project):
         text=True,
         env={**os.environ, "PYTHONPATH": str(project)},
     )
-    assert (
-        done.returncode == 130 and done.stdout.startswith("def") and done.stdout.endswith("\n")
-    ), done.stderr
-    assert (
-        "8 tokens in" in done.stderr
-        and "stopped by Ctrl-C" in done.stderr
-        and "Traceback" not in done.stderr
-    )
+    assert done.returncode == 130, done.stderr
+    assert done.stdout.startswith("def") and done.stdout.endswith("\n")
+    assert "8 tokens in" in done.stderr and "stopped by Ctrl-C" in done.stderr
+    assert "Traceback" not in done.stderr

@@ -1,0 +1,155 @@
+"""Lines that stay and a live line below them, on a terminal, without one, and where nobody reads."""
+
+import errno
+import io
+import re
+import subprocess
+import sys
+
+import pytest
+
+from mamba_fsdp.report.console import Console, duration, output_that_may_go
+from tests.support.terminal import Terminal, drawings
+
+STEP = dict(loss=3.25, learning_rate=3e-4, tokens_per_second=21400.4)
+LONG = dict(
+    loss=3.25, learning_rate=3e-4, tokens_per_second=1_214_000.4, mfu=0.412, seconds_left=360_125
+)
+
+
+def test_a_plain_line_per_report_without_a_terminal():
+    stream = io.StringIO()
+    console = Console(stream=stream)
+    console.step(19, 1000, **STEP)
+    console.step(20, 1000, **STEP, seconds_left=3725, report=True)
+    console.passing("validation 3/16")
+    console.line("data       " + "word " * 40)
+    console.close()
+    assert stream.getvalue() == (
+        "step   20/1000  loss  3.2500  lr 3.00e-04   21,400 tok/s  left 1:02:05\n"
+        "data       " + "word " * 40 + "\n"
+    )
+
+
+def test_one_live_line_below_lines_that_stay(terminal, monkeypatch):
+    """A report stays; what is passing makes room for what comes next."""
+    monkeypatch.setattr("mamba_fsdp.report.console.SECONDS_BETWEEN_UPDATES", 0.0)
+    console = Console(stream=terminal.stream())
+    for step in (18, 19, 20):
+        console.step(step, 100, **STEP, report=step == 19)
+    console.passing("validation 3/16")
+    console.line("step 20: validation loss 3.0")
+    console.passing("and so on")
+    console.close()
+    lines = [drawings(line)[-1] for line in terminal.text().split("\r\n") if line.strip()]
+    assert [line[:15] for line in lines] == ["step  19/100  l", "step 20: valida", "and so on"]
+
+
+@pytest.mark.parametrize(
+    "columns, parts",
+    [
+        (100, ["step", "loss", "lr", "tok/s", "MFU", "left"]),
+        (81, ["step", "loss", "lr", "tok/s", "left"]),
+        (80, ["step", "loss", "lr", "left"]),
+        (60, ["step", "loss", "left"]),
+        (40, ["step", "loss"]),
+        (12, ["step"]),
+    ],
+)
+def test_the_live_line_fits_and_shows_what_matters(columns, parts):
+    window = Terminal(columns)
+    console = Console(stream=window.stream())
+    console.step(123_456, 1_000_000, **LONG)
+    console.step(123_456, 1_000_000, **LONG, report=True)
+    console.close()
+    live, *_, line = drawings(window.text())
+    window.close()
+    assert live == line and len(live) < columns
+    assert [
+        part for part in ("step", "loss", "lr", "tok/s", "MFU", "left") if part in live
+    ] == parts
+
+
+def test_a_terminal_that_can_only_print_gets_lines(terminal, monkeypatch):
+    monkeypatch.setenv("TERM", "dumb")
+    console = Console(stream=terminal.stream())
+    console.step(1, 100, **LONG)
+    console.step(2, 100, **LONG, report=True)
+    console.passing("validation 3/16")
+    console.close()
+    assert terminal.text().count("step") == 1 and "\r" not in terminal.text().replace("\r\n", "\n")
+
+
+def test_long_lines_are_wrapped_where_the_text_begins(terminal):
+    reasons = "; ".join(["conv not cpp: gcc is too old"] * 5)
+    Console(stream=terminal.stream()).line(f"kernels    reference: {reasons}\na second line")
+    first, *rest, last = drawings(terminal.text())
+    assert first.startswith("kernels    reference") and last == "a second line"
+    assert len(rest) == 2 and all(len(row) < 80 and re.match(" {11}[co]", row) for row in rest)
+
+
+def test_a_help_page_fits_and_its_options_stay_in_their_column(terminal):
+    from mamba_fsdp.verbs import evaluate
+
+    Console(stream=terminal.stream()).line(evaluate.__doc__)
+    rows = terminal.text().split("\r\n")
+    assert max(map(len, rows)) < 80
+    first = next(number for number, row in enumerate(rows) if row.startswith("  --stride  "))
+    assert re.match(" {24}[a-zA-Z]", rows[first + 1])
+    assert " ".join(rows).split() == evaluate.__doc__.split()
+
+
+def test_other_ranks_are_silent(terminal):
+    console = Console(enabled=False, stream=terminal.stream())
+    console.step(1, 10, **STEP, report=True)
+    console.line("x")
+    console.passing("x")
+    console.close()
+    assert terminal.text() == ""
+
+
+class Gone(io.StringIO):
+    """A stream whose reader is gone."""
+
+    def write(self, text):
+        raise BrokenPipeError(errno.EPIPE, "Broken pipe")
+
+
+def test_what_is_printed_when_nobody_can_read_it_is_dropped(monkeypatch):
+    """A library's print too; and afterwards the streams are what they were."""
+    monkeypatch.setattr(sys, "stdout", Gone())
+    monkeypatch.setattr(sys, "stderr", None)  # as with `2>&-`
+    with output_that_may_go():
+        console = Console()
+        console.line("x")
+        console.step(1, 10, **STEP, report=True)
+        print("from a library", file=sys.stderr)
+        assert sys.stdout.encoding is None  # all else is the stream's
+    assert isinstance(sys.stdout, Gone) and sys.stderr is None
+
+
+def test_a_process_whose_reader_has_gone_ends_as_it_would_have(project):
+    code = """
+import sys
+from mamba_fsdp.report.console import output_that_may_go
+with output_that_may_go():
+    for turn in range(3):
+        print('x', flush=True)
+        sys.stdin.readline()
+print('also after it')
+"""
+    process = subprocess.Popen(
+        [sys.executable, "-c", code],
+        cwd=project,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    assert process.stdout.readline() == b"x\n"
+    process.stdout.close()
+    process.stdin.close()
+    assert (process.wait(300), process.stderr.read()) == (0, b"")
+
+
+def test_durations_read_like_a_clock():
+    assert [duration(seconds) for seconds in (0, 61.9, 3600)] == ["0:00", "1:01", "1:00:00"]

@@ -1,0 +1,188 @@
+"""TensorBoard and Weights & Biases get what metrics.jsonl gets, each step once, whatever a restart repeats."""
+
+import json
+import os
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+from mamba_fsdp.errors import UserError
+from mamba_fsdp.report.trackers import make_trackers
+
+
+@pytest.mark.slow
+def test_tensorboard_gets_every_number_in_groups_and_the_settings(tmp_path, monkeypatch):
+    from tensorboard.backend.event_processing import plugin_event_accumulator
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    entry = {
+        "val_loss": 3.0,
+        "grad_norm": None,
+        "tokens_per_second": 7.0,
+        "source_tokens": {"code": 5},
+        "memory_gb": 1.5,
+    }
+    starts = {0: {3: 2.5, 4: 2.0, 5: 1.5}, 3: {4: 2.25}}  # the second resumes from step 3
+    for number, (start, losses) in enumerate(starts.items()):
+        clock = SimpleNamespace(time=lambda number=number: 1.7e9 + number)  # names files by seconds
+        monkeypatch.setattr("tensorboard.summary.writer.event_file_writer.time", clock)
+        (tracker,) = make_trackers(["tensorboard"], tmp_path, {"data": {"seed": 1}}, start)
+        for step, loss in losses.items():
+            tracker.write({"step": step, "loss": loss, **entry})
+        tracker.close()
+    folder = str(tmp_path / "tensorboard")
+    events = EventAccumulator(folder).Reload()
+    assert set(events.Tags()["scalars"]) == {
+        "train/loss",
+        "validation/val_loss",
+        "time/tokens_per_second",
+        "data/source_tokens/code",
+        "device/memory_gb",
+    }
+    losses = [(event.step, event.value) for event in events.Scalars("train/loss")]
+    assert losses == [(3, 2.5), (4, 2.25)]
+    shown = plugin_event_accumulator.EventAccumulator(folder).Reload()
+    texts = shown.Tensors("settings/text_summary")
+    assert [text.step for text in texts] == [0, 3]
+    assert texts[0].tensor_proto.string_val[0] == b"    data:\n      seed: 1\n"
+
+
+@pytest.fixture
+def wandb(monkeypatch):
+    """W&B as it is without an account, and nothing of this machine's settings for it."""
+    wandb = pytest.importorskip("wandb")
+    for name in list(os.environ):
+        if name.startswith("WANDB_"):
+            monkeypatch.delenv(name)
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    for patience in ("WANDB__SERVICE_WAIT", "WANDB_INIT_TIMEOUT"):
+        monkeypatch.setenv(patience, "600")
+    return wandb
+
+
+@pytest.mark.slow
+def test_wandb_takes_every_number_and_tells_one_line(tmp_path, wandb, capfd):
+    """Where it goes; not the forty lines of its own."""
+    told = []
+    trackers = make_trackers(
+        ["wandb", "tensorboard"], tmp_path, {"seed": 1}, 0, "mine", "second", told.append
+    )
+    for tracker in trackers:
+        tracker.write({"step": 3, "loss": 2.5})
+        tracker.close()
+    assert told == [f"tracker    W&B: offline, in {tmp_path}/wandb"]
+    assert capfd.readouterr() == ("", "")
+    assert any(tmp_path.glob("tensorboard/*")) and any(tmp_path.glob("wandb/offline-run-*/*.wandb"))
+
+
+class FakeRun:
+    """What wandb.init returns, as far as a tracker asks for it."""
+
+    url = "https://it"
+
+    def __init__(self, step=0, resumed=False):
+        self.step = step
+        self.resumed = resumed
+        self.sent = []
+
+    def log(self, values, step):
+        self.sent.append((step, values.get("train/loss")))
+
+    def finish(self):
+        pass
+
+
+@pytest.fixture
+def fake(monkeypatch):
+    """fake(mode, run) puts a wandb in place whose `init` returns this run; returns the list of the arguments of init."""
+
+    def fake(mode, run, api_key="x"):
+        given = []
+
+        def init(**arguments):
+            given.append(arguments)
+            if isinstance(run, Exception):
+                raise run
+            return run
+
+        settings = SimpleNamespace(settings=SimpleNamespace(mode=mode))
+        module = SimpleNamespace(
+            init=init, setup=lambda: settings, api=SimpleNamespace(api_key=api_key)
+        )
+        monkeypatch.setitem(sys.modules, "wandb", module)
+        return given
+
+    return fake
+
+
+def test_wandb_continues_the_same_curves(tmp_path, fake, monkeypatch):
+    """What comes again is not sent again; another run folder of the same name has curves of its own."""
+    metrics = [json.dumps({"step": step, "loss": 0.5}) + "\n" for step in (1, 2, 3)]
+    ids = []
+    for folder, steps in (("a/mine", (1, 2, 3, 3)), ("a/mine", (3, 4)), ("b/mine", ())):
+        (tmp_path / folder).mkdir(parents=True, exist_ok=True)
+        run = FakeRun()
+        given = fake("offline", run)
+        (tracker,) = make_trackers(["wandb"], tmp_path / folder, {}, 0)
+        for step in steps:
+            tracker.write({"step": step, "loss": float(step)})
+        tracker.close()
+        ids.append(given[0]["id"])
+        expected = {(1, 2, 3, 3): [1, 2, 3, 3], (3, 4): [4], (): []}[steps]
+        assert [step for step, _ in run.sent] == expected
+        (tmp_path / "a/mine/metrics.jsonl").write_text("".join(metrics))
+    assert ids[0] == ids[1] != ids[2]
+    assert (given[0]["project"], given[0]["name"]) == ("mamba-fsdp", "mine")
+    monkeypatch.setenv("WANDB_PROJECT", "theirs")
+    monkeypatch.setenv("WANDB_NAME", "named")
+    given = fake("offline", FakeRun())
+    make_trackers(["wandb"], tmp_path / "b/mine", {}, 0)
+    assert (given[0]["project"], given[0]["name"]) == ("theirs", "named")
+
+
+def test_a_run_that_wandb_s_server_knows_goes_on_where_it_ends(tmp_path, fake):
+    """Steps that were lost when the run was killed come from metrics.jsonl."""
+    run = FakeRun(step=5, resumed=True)
+    fake("online", run)
+    (tmp_path / "wandb_id").write_text("older")  # of an older version: the id alone
+    metrics = [json.dumps({"step": step, "loss": 0.5}) + "\n" for step in (4, 5)]
+    (tmp_path / "metrics.jsonl").write_text("".join(metrics))
+    (tracker,) = make_trackers(["wandb"], tmp_path, {}, 5)
+    tracker.write({"step": 6, "loss": 1.0})
+    assert run.sent == [(5, 0.5), (6, 1.0)]
+    assert (tmp_path / "wandb_id").read_text() == "older 6"
+
+
+def test_a_run_whom_wandb_refuses_does_without_it(tmp_path, fake):
+    told = []
+    fake("online", FakeRun(), api_key=None)  # it is not asked for a key at a terminal either
+    assert make_trackers(["wandb"], tmp_path, {}, 0, print_line=told.append) == []
+    fake("online", RuntimeError("no route to its server\nmore of it"))
+    assert make_trackers(["wandb"], tmp_path, {}, 0, print_line=told.append) == []
+    assert len(told) == 2 and "nobody is logged in" in told[0]
+    assert "W&B is off: no route to its server; training does without it. `wandb login`" in told[1]
+
+
+@pytest.mark.slow
+def test_a_tracker_is_imported_only_when_it_is_used(project):
+    code = """
+import sys, mamba_fsdp.train.run, mamba_fsdp.verbs.evaluate, mamba_fsdp.data.tokenize
+late = {'wandb', 'tensorboard', 'plotly', 'sentencepiece', 'google.protobuf', 'sentry_sdk'}
+assert not late & set(sys.modules)
+"""
+    subprocess.run([sys.executable, "-c", code], cwd=project, check=True)
+
+
+@pytest.mark.parametrize(
+    "package, kind, command",
+    [
+        ("wandb", "wandb", "pip install -r requirements/wandb.txt"),
+        ("torch.utils.tensorboard", "tensorboard", "pip install tensorboard"),
+    ],
+)
+def test_a_missing_package_is_told_with_the_remedy(tmp_path, monkeypatch, package, kind, command):
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(UserError, match=f"tracker={kind} needs .* -m {command}$"):
+        make_trackers([kind], tmp_path, {}, 0)
