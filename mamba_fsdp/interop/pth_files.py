@@ -53,7 +53,9 @@ def write_pth(
     with open(path, "xb") as file, zipfile.ZipFile(file, "w") as archive:
         for number, (name, tensor) in enumerate(tensors):
             tensor = tensor.contiguous()
-            add_record(archive, file, f"data/{number}", tensor.view(-1).view(torch.uint8).numpy().data)
+            add_record(
+                archive, file, f"data/{number}", tensor.view(-1).view(torch.uint8).numpy().data
+            )
             content[name] = _Written(tensor, str(number))
         content |= {other: content[name] for other, name in tied.items()}
         _Pickler(pickled, protocol=2).dump(content)

@@ -39,9 +39,7 @@ def charts_of(runs: Sequence[dict]) -> list[dict[str, Any]]:
     unknown = {metric: "" for run in runs for metric in run["curves"]}  # in order, each once
     charts = []
     for chart in LOOKS["charts"]:
-        metrics = {
-            metric: label for metric, label in chart["metrics"].items() if metric in unknown
-        }
+        metrics = {metric: label for metric, label in chart["metrics"].items() if metric in unknown}
         charts.append({**chart, "metrics": metrics})
         for metric in metrics:
             del unknown[metric]

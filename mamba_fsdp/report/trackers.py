@@ -78,16 +78,16 @@ def _import_package(module: str, kind: str, command: str) -> ModuleType:
     try:
         return importlib.import_module(module)
     except ImportError:
-        raise UserError(f"tracker={kind} needs a package that is not installed: {command}") from None
+        raise UserError(
+            f"tracker={kind} needs a package that is not installed: {command}"
+        ) from None
 
 
 class TensorBoard:
     """Event files in the run folder. What an interrupted run wrote after `step` is purged: these steps come again."""
 
     def __init__(self, run_folder: Path, settings: dict, step: int) -> None:
-        tensorboard = _import_package(
-            "torch.utils.tensorboard", "tensorboard", INSTALL_TENSORBOARD
-        )
+        tensorboard = _import_package("torch.utils.tensorboard", "tensorboard", INSTALL_TENSORBOARD)
         purge_step = step + 1 if step else 0
         self.writer = tensorboard.SummaryWriter(
             str(run_folder / TENSORBOARD), purge_step=purge_step

@@ -85,7 +85,9 @@ class Evaluation:
     loss: float  # nats per token
     perplexity: float  # per token
     words: int  # between white space in the text of the predicted tokens; 0 where no tokenizer is known
-    word_perplexity: float | None  # exp(nats of all predicted tokens, ends of documents among them, over words)
+    word_perplexity: (
+        float | None
+    )  # exp(nats of all predicted tokens, ends of documents among them, over words)
     bytes: int  # of that text
     bits_per_byte: float | None
     seconds: float
@@ -112,7 +114,9 @@ class Evaluation:
     def difference(self, baseline: "Evaluation") -> str:
         """The line that compares, by what two models of any tokenizers share if it is known."""
         if self.bits_per_byte is not None and baseline.bits_per_byte is not None:
-            return f"difference     {self.bits_per_byte - baseline.bits_per_byte:+.4f} bits per byte"
+            return (
+                f"difference     {self.bits_per_byte - baseline.bits_per_byte:+.4f} bits per byte"
+            )
         return f"difference     {self.loss - baseline.loss:+.4f} nats per token"
 
 
