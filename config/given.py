@@ -61,7 +61,7 @@ class Given:
             raise UserError(f"{key}: there is no such setting ({self.where}); {hint}")
 
     def _read_entry(self, key: str, text: Any, entry: other_launchers.Entry, is_ours: bool) -> None:
-        meaning = other_launchers.meaning(entry, key, text, self.words)
+        meaning = other_launchers.meaning(entry, key, text)
         if meaning.note:
             self.notes[key] = meaning.note
         for place, (name, value) in enumerate(meaning.settings.items()):

@@ -1,8 +1,8 @@
 """Looks up what users of other launchers type, in other_launchers.yaml. Where the meaning is the same, their name works;
 where it is not, the answer names what does it here."""
 
-import os
-from collections.abc import Callable, Collection, Mapping
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -15,60 +15,37 @@ from mamba_fsdp.errors import UserError
 FILE = Path(__file__).with_suffix(".yaml")
 NONE = ("", "none", "null", "~")
 ANY = "*"
-Beside = Mapping[str, Any]  # all that was given together with a word
 
 
-def without_ba(text: Any, _beside: Beside) -> str:
+def without_ba(text: str) -> str:
     """Composer's 100ba (batches) is 100 steps here."""
-    return str(text).removesuffix("ba")
+    return text.removesuffix("ba")
 
 
-def composer_duration(text: Any, beside: Beside) -> str:
+def composer_duration(text: str) -> str:
     """Composer's 1006878720tok or 100ba. Raises ValueError for its other units."""
-    if not str(text).endswith(("ba", "tok")):
+    if not text.endswith(("ba", "tok")):
         raise ValueError(
             "epochs and the like are no unit of it here; write steps (as in 100ba) or tokens (2Btok)"
         )
-    return without_ba(text, beside)
+    return without_ba(text)
 
 
-def seconds(text: Any, _beside: Beside) -> str:
+def seconds(text: str) -> str:
     """A timeout in seconds, as our minutes. Raises ValueError for text that is no number."""
-    if not str(text).replace(".", "", 1).isdigit():
+    if not text.replace(".", "", 1).isdigit():
         raise ValueError("expected a number of seconds")
     return f"{float(text) / 60:g}"
 
 
-def composer_paths(_text: Any, beside: Beside) -> dict[str, Any]:
-    """text_paths and code_paths, lists of {path, weight, order}, as the datasets of one folder. Raises ValueError."""
-    entries: list[Any] = []
-    for key, value in beside.items():
-        if key.rpartition(".")[2] in ("text_paths", "code_paths") and isinstance(value, list):
-            entries += value
-    if not entries or not all(isinstance(entry, dict) and entry.get("path") for entry in entries):
-        raise ValueError("expected a list of `path: FILE`, each with its weight")
-    if any(str(entry.get("order", 0)) != "0" for entry in entries):
-        raise ValueError("an order is none here: the sources are mixed from start to end")
-    paths = [entry["path"] for entry in entries]
-    if len(paths) == 1:
-        return {"dataset_path": paths[0]}
-    folder = os.path.commonpath([os.path.dirname(path) for path in paths])
-    found = {"dataset_path": folder, "datasets": [os.path.relpath(path, folder) for path in paths]}
-    weights = [entry["weight"] for entry in entries if entry.get("weight")]
-    if weights:
-        found["weights"] = weights
-    return found
-
-
-CONVERSIONS: dict[str, Callable[[Any, Beside], Any]] = {
+CONVERSIONS: dict[str, Callable[[str], str]] = {
     "without_ba": without_ba,
     "composer_duration": composer_duration,
-    "composer_paths": composer_paths,
     "seconds": seconds,
 }
 
 
-@dataclass(frozen=True)
+@dataclass
 class Entry:
     """An entry of the file, which says what its fields are."""
 
@@ -98,32 +75,32 @@ class Entry:
             why=fields.get("why", ""),
         )
 
-    def translate(self, text: Any, beside: Beside) -> dict[str, Any]:
-        """{setting: value}; empty where `text` changes nothing here. Raises ValueError for what can't be had."""
+    def translate(self, text: Any) -> Any:
+        """The value of `settings` that `text` is; None where it changes nothing. Raises ValueError for what can't be
+        had."""
         if self.convert:
-            value = CONVERSIONS[self.convert](text, beside)
-            return value if isinstance(value, dict) else dict.fromkeys(self.settings, value)
-        known = {**self.values, **self.refused}
-        value = plain(text, known)
-        if value not in known:
+            return CONVERSIONS[self.convert](str(text))
+        value = plain(text, {*self.values, *self.refused})
+        if value not in self.values and value not in self.refused:
             value = ANY
         if value in self.refused:
             raise ValueError(self.refused[value])
         if value not in self.values:
             raise ValueError(self._expected())
-        ours = self.values[value]
-        if ours is None:
-            return {}
-        if ours == ANY and isinstance(text, Mapping):
+        if self.values[value] != ANY:
+            return self.values[value]
+        if isinstance(text, Mapping):
             raise ValueError("expected a value, not settings")
-        return dict.fromkeys(self.settings, text if ours == ANY else ours)
+        return text
 
     def _expected(self) -> str:
         if self.usual:
             return f"no longer a setting; {self.why}"
         if self.settings:
             return f"expected {' or '.join([*self.values, *self.refused])}"
-        return f"there is none here: {self.why}" if self.values else self.why
+        if self.values:
+            return f"there is none here: {self.why}"
+        return self.why
 
 
 class Meaning(NamedTuple):
@@ -134,23 +111,24 @@ class Meaning(NamedTuple):
     off: bool = False  # it only says what is not, as fp16=false beside bf16=true
 
 
-def meaning(entry: Entry, key: str, text: Any, beside: Beside) -> Meaning:
+def meaning(entry: Entry, key: str, text: Any) -> Meaning:
     """What `key`=`text` is here. Raises UserError, with what does it here."""
     name = key.rpartition(".")[2]
     said = f"{name}={'...' if isinstance(text, list) else text}"
     try:
-        settings = entry.translate(text, beside)
+        value = entry.translate(text)
     except ValueError as error:
         raise UserError(f"{said}: {error}") from None
-    if not settings:
-        return Meaning({}, f"{said} changes nothing here{': ' if entry.why else ''}{entry.why}")
-    off = plain(text) in ("none", "false")
-    why = f"; {entry.why}" if entry.why else ""
-    first, value = next(iter(settings.items()))
-    if len(settings) > 1 or str(text).lower() != str(value).lower():
-        ours = " ".join(f"{setting}={shown(value)}" for setting, value in settings.items())
-        return Meaning(settings, f"{said} is {ours}{why or ' here'}", off)
-    return Meaning(settings, "" if name == first else f"{name} is {first} here{why}", off)
+    if value is None or not entry.settings:
+        why = f": {entry.why}" if entry.why else ""
+        return Meaning({}, f"{said} changes nothing here{why}")
+    settings = dict.fromkeys(entry.settings, value)
+    note = ""
+    unchanged = str(text).lower() == str(value).lower()
+    if not unchanged or entry.settings != [name]:
+        ours = " ".join(f"{setting}={shown(value)}" for setting in settings)
+        note = f"{said} is {ours} here" + (f"; {entry.why}" if entry.why else "")
+    return Meaning(settings, note, off=plain(text) in ("none", "false"))
 
 
 def plain(text: Any, known: Collection[str] = ()) -> str:
@@ -165,6 +143,7 @@ def plain(text: Any, known: Collection[str] = ()) -> str:
 
 @lru_cache(maxsize=None)
 def content() -> dict[str, Any]:
+    """The file."""
     return load_yaml(FILE)
 
 
@@ -186,14 +165,17 @@ def find(
     own: our setting of that name, if there is one. sections, settings: the names of ours. A name of ours counts only
     below its own section, or below one that is none of ours.
     """
+    if key in entries():
+        return entries()[key]
+    if own:
+        return entries().get(own)
     section, _, leaf = key.rpartition(".")
-    if key in entries() or own:
-        return entries().get(key) or entries().get(str(own))
-    if section in content()["sections"].split():
-        same = Entry.read({"words": leaf, "of": "", "is": leaf}) if leaf in settings else None
+    is_theirs = section in content()["sections"].split()
+    if leaf not in settings:
+        return entries().get(leaf) if is_theirs or section in sections else None
+    if is_theirs:
+        same = Entry.read({"words": leaf, "of": "", "is": leaf})
         return entries().get(leaf, same)
-    if section in sections and leaf not in settings:
-        return entries().get(leaf)
     return None
 
 
@@ -207,13 +189,13 @@ def synonyms() -> dict[str, list[str]]:
     return found
 
 
-def launcher_of(keys: Collection[str]) -> str | None:
-    """The launcher that knows most of these names, and two at least more than are ours."""
+def launcher_of(keys: Iterable[str]) -> str | None:
+    """The launcher that knows most of these names, and two at least that are not ours."""
     leaves = {key.rpartition(".")[2] for key in keys}
-    counts = dict.fromkeys(content()["launchers"], 0)
-    for word, entry in entries().items():
-        if word in leaves and [word] != entry.settings and not entry.usual:
-            for launcher in counts.keys() & set(entry.launchers):
-                counts[launcher] += 1
-    best = max(counts, key=counts.__getitem__)
+    counts: Counter[str] = Counter()
+    for leaf in leaves & entries().keys():
+        entry = entries()[leaf]
+        if entry.settings != [leaf] and not entry.usual:
+            counts.update(entry.launchers)
+    best = max(content()["launchers"], key=counts.__getitem__)
     return best if counts[best] >= 2 else None
