@@ -16,7 +16,7 @@ from pathlib import Path
 
 from mamba_fsdp import interpreter
 
-interpreter.need("fire", "numpy", "tokenizers")
+interpreter.need("fire", "numpy", "tokenizers", "datasets")
 
 from config.dataset_config import DatasetConfig
 from config.fields import help_lines
@@ -27,9 +27,9 @@ from mamba_fsdp.errors import UserError
 def main(input: str = "builtin", out: str = "", *, options: DatasetConfig) -> None:
     options.check()
     # Imported late: --help and mistakes in the options answer at once.
-    from mamba_fsdp.data import text, tokenize
+    from mamba_fsdp.data.tokenize import make_dataset
 
-    tokenize.make_dataset(text.open_source(input, options), out or default_folder(input))
+    make_dataset(input, out or default_folder(input), options)
 
 
 def default_folder(input: str) -> Path:

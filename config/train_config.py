@@ -91,51 +91,21 @@ def wandb(settings: "TrainConfig") -> bool:
     return "wandb" in settings.report.tracker
 
 
-NO_TOKEN = {"none": "", "null": ""}
-
-
-@dataclass(kw_only=True)
-class ReadingConfig:
-    """How tokens in other formats than token stores are read (docs/data.md)."""
-
-    tokenizer: str = setting("")
-    """Folder or Hub name of the tokenizer that made data which comes without one: the run keeps it, its eos ends
-    documents, and data of another is refused."""
-    eos_token: str = setting("", spellings=NO_TOKEN)
-    """What ends documents in data of other formats, as a token's id, or as its text where tokenizer is set; empty takes
-    the tokenizer's."""
-    bos_token: str = setting("", spellings=NO_TOKEN)
-    """What to put before each document of such data; empty nothing."""
-    strip_tokens: list[str] = setting([])
-    """What to take from the ends of documents of such data, besides bos_token and eos_token, before these are added."""
-    col_name: str = setting("")
-    """Column with the token ids in Arrow files; empty takes tokens or input_ids."""
-    pack: str = setting("auto", choices=("auto", "document", "none"))
-    """Rows of data in other formats: document ends each with an eos, none lays them end to end as they are; auto does
-    so in save_to_disk folders whose rows are all of one length."""
-    index_dir: str = setting("")
-    """Folder for the indexes of the documents of such data; empty keeps them beside it."""
-
-
-USUAL_READING = ReadingConfig()
-
-
 @dataclass
-class DataConfig(ReadingConfig):
+class DataConfig:
     """What is read, and in what order."""
 
     dataset_path: str = setting("data/builtin")
-    """Token store made by get_dataset.py or data in another format (docs/data.md), or a folder that holds several of
-    them (see datasets). data/builtin is made where it is missing."""
+    """Token store made by get_dataset.py, or a folder that holds several of them (see datasets). data/builtin is made
+    where it is missing."""
     datasets: list[str] = setting([])
-    """Names of the stores or other data inside dataset_path to mix, as in code,text; empty means its train store, or
-    what it is itself."""
+    """Names of the stores inside dataset_path to mix, as in code,text; empty means its train store, or itself."""
     weights: list[float] = setting([])
     """Shares of the datasets in the samples, in their order, on any scale; empty means in proportion to their
     tokens."""
     validation_path: str = setting("auto", needs=interval_or_no_store)
-    """Token store or other data that validation reads; auto takes what is called validation beside the training data,
-    none does without."""
+    """Token store that validation reads; auto takes what is called validation beside the training data, none does
+    without."""
     allow_other_tokenizer: bool = setting(False)
     """Let tokens of different tokenizers meet: of the datasets, the validation, and the model that the run starts or
     resumes from."""

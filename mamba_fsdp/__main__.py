@@ -18,7 +18,6 @@ VERBS = {  # name: (module in mamba_fsdp/verbs, what it does)
         "say what a run, a checkpoint, data of any format or a weights file holds",
     ),
     "checkpoints": ("checkpoints", "list a run's checkpoints, and verify them"),
-    "convert": ("convert", "write tokens in another trainer's format, or as a token store"),
     "export": ("export", "write a model for transformers or mamba_ssm, or as consolidated.00.pth"),
     "import": ("import_", "bring a transformers or state-spaces model to consolidated.00.pth"),
     "report": ("report", "show runs in one HTML file: curves, settings, restarts, samples"),

@@ -33,5 +33,4 @@ class Format(NamedTuple):
 
 CHECKPOINT = Format("mamba_fsdp checkpoint", 3, oldest=1)
 TOKEN_STORE = Format("mamba_fsdp token store", 1, oldest=1)
-DOCUMENT_INDEX = Format("mamba_fsdp document index", 1, oldest=1)
 DATASET = Format("mamba_fsdp dataset", 1, oldest=1)

@@ -25,10 +25,10 @@ def missing_builtin(data: DataConfig) -> Path | None:
 def make_missing_builtin(data: DataConfig) -> None:
     """Makes it in full where it is missing. Raises UserError as get_dataset.py does."""
     if folder := missing_builtin(data):
-        from mamba_fsdp.data import text, tokenize  # late: most runs don't need them
+        from mamba_fsdp.data.tokenize import make_dataset  # late: most runs don't need it
 
         print(
             f"making {data.dataset_path} from the source of a Python library, for a first try",
             flush=True,
         )
-        tokenize.make_dataset(text.open_source("builtin", DatasetConfig()), folder)
+        make_dataset("builtin", folder, DatasetConfig())

@@ -6,42 +6,39 @@ from pathlib import Path
 
 from config.train_config import DataConfig
 from mamba_fsdp.data.loader import Batch, BatchLayout, Loader
-from mamba_fsdp.data.opening import SPLITS, Say, is_source, open_source, split_in
+from mamba_fsdp.data.opening import is_store, open_source, split_in
 from mamba_fsdp.data.sampler import Sampler
 from mamba_fsdp.data.source import Source
 from mamba_fsdp.data.tokenizer import ANOTHER_TOKENIZER, IDENTITY, check_tokenizer
 from mamba_fsdp.errors import UserError
 
 
-def training_sources(
-    data: DataConfig, say: Say = lambda text: None
-) -> tuple[dict[str, Source], dict[str, float]]:
+def training_sources(data: DataConfig) -> tuple[dict[str, Source], dict[str, float]]:
     """({name: source}, {name: weight}) of the settings. Raises UserError where one is missing or broken."""
     root = Path(data.dataset_path)
     places = {name: split_in(root / name) for name in data.datasets}
     if len(places) < len(data.datasets):
         raise UserError(f"datasets {','.join(data.datasets)} names one twice; give each once")
     places = places or {split_in(root).name: split_in(root)}
-    sources = {name: open_source(place, data, say) for name, place in places.items()}
+    sources: dict[str, Source] = {name: open_source(place, data) for name, place in places.items()}
     weights = data.weights or [source.token_count for source in sources.values()]
     return sources, dict(zip(sources, weights))
 
 
-def validation_sources(data: DataConfig, say: Say = lambda text: None) -> list[Source]:
+def validation_sources(data: DataConfig) -> list[Source]:
     """What to validate on, if anything: validation_path, or with `auto` each `validation` beside a training source."""
     if data.validation_path == "none":
         return []
     if data.validation_path != "auto":
-        return [open_source(split_in(Path(data.validation_path), "validation"), data, say)]
+        return [open_source(split_in(Path(data.validation_path), "validation"), data)]
     roots = [Path(data.dataset_path) / name for name in data.datasets] or [Path(data.dataset_path)]
     places = [
-        place / name
+        place / "validation"
         for root in roots
         for place in (root, root.parent)
-        for name in SPLITS["validation"]
-        if place / name != root and is_source(place / name)
+        if place / "validation" != root and is_store(place / "validation")
     ]
-    return [open_source(place, data, say) for place in dict.fromkeys(places)]
+    return [open_source(place, data) for place in dict.fromkeys(places)]
 
 
 def check_tokenizers_agree(stores: Iterable[Source]) -> None:

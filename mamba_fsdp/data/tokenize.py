@@ -1,107 +1,136 @@
-"""From a source of text to two token stores, by any number of processes on any number of machines.
+"""get_dataset.py: from what INPUT names to token stores, by any number of processes on any number of machines.
 
-    OUT/train/  OUT/validation/   token stores
-    OUT/dataset.json              what made them; written last
-    OUT/.progress/                while unfinished: what each unit of the input has become (units.py)
+    OUT/train/  OUT/validation/        token stores
+    OUT/dataset.json                   what made them; written last
+    OUT/.progress/1-of-4/              while unfinished, of each part: train/, validation/, tokenizer/ and ...
+    OUT/.progress/1-of-4/state.json    ... how far it is
 
-Each process takes units that nobody else is at; one puts the stores together when all are finished. The stores'
-bytes depend on the input and the settings only, not on the number of processes or on being killed.
+Each part writes shards of its own; who ends last gives them their numbers in the stores. The stores' bytes depend on
+the input, the settings and the number of parts, not on being killed.
 """
 
-import collections
 import contextlib
 import errno
 import json
 import shutil
 import sys
-from concurrent.futures import BrokenExecutor, ThreadPoolExecutor
+import time
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field
+from fractions import Fraction
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from config.dataset_config import DatasetConfig
 from mamba_fsdp.data import tokenizer as tokenizers_
-from mamba_fsdp.data.documents import documents
-from mamba_fsdp.data.readers import BLOCK_BYTES, ROWS
-from mamba_fsdp.data.store import SHARDS, TokenStore
-from mamba_fsdp.data.text import STORES, TextSource
-from mamba_fsdp.data.units import (
-    NOTHING_DONE,
-    START_AGAIN,
-    Progress,
-    Unit,
-    exact,
-    unit_name,
-    writer,
-)
-from mamba_fsdp.data.workers import Workers
+from mamba_fsdp.data.corpus import SPLITS, Corpus, Piece, open_corpus
+from mamba_fsdp.data.encoding import BATCH_SIZE, Encoder
+from mamba_fsdp.data.importers import rows_are_blocks
+from mamba_fsdp.data.merging import merge
+from mamba_fsdp.data.reading import Reader
+from mamba_fsdp.data.sampler import splitmix64
+from mamba_fsdp.data.store import StoreWriter, TokenStore
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.formats import DATASET
-from mamba_fsdp.lease import Lease, living, share
-from mamba_fsdp.report.console import output_that_may_go
-from mamba_fsdp.storage import move, read_object, write_atomically
+from mamba_fsdp.lease import Lease, living
+from mamba_fsdp.report.console import Console, output_that_may_go
+from mamba_fsdp.storage import read_object, write_atomically
 
-TRAINING_SAMPLE = 32 << 20  # bytes of text that a tokenizer is trained on
+TRAINING_SAMPLE = 32 << 20  # characters of text that a tokenizer is trained on
+SAMPLED_FILES = 64  # of many, at most, that these come from
 PROGRESS = ".progress"
-AT_ONCE = 16  # files: each is a round trip on a network file system
+START_AGAIN = "start again with --overwrite"
 RESUMES = "the same command resumes from here"
 # The options that the stores' bytes depend on.
 RECORDED = (
     "text_column",
     "documents",
-    "invalid_utf8",
     "tokenizer",
-    "eos_token",
     "splits",
-    "pack",
     "vocab_size",
     "validation_fraction",
     "shard_tokens",
 )
+NUMBERS = 1 << 40  # between the numbers of the first documents of two parts
+
+
+@dataclass
+class PartState:
+    """How far a part is. Saved with the stores flushed, so that a new process resumes from it."""
+
+    settings: dict[str, Any]
+    tokenizer: str  # its identity
+    piece: int = 0  # of the part's pieces, the one being read
+    position: dict[str, Any] | None = None  # in it, see reading.py
+    written: int = 0  # documents ended
+    is_open: bool = False  # the last document goes on
+    empty: int = 0  # documents left out
+    seconds: float = 0.0
+    highest: int = 0  # token id
+    stores: dict[str, Any] = field(default_factory=dict)  # of each its StoreWriter's state
+    finished: bool = False
+
+
+EXAMPLE = {
+    "settings": {"input": {}},
+    "tokenizer": "",
+    "piece": 0,
+    "written": 0,
+    "empty": 0,
+    "stores": {},
+}
 
 
 @output_that_may_go()
-def make_dataset(source: TextSource, out: str | Path, *, save_seconds: float = 5.0) -> dict | None:
-    """Tokenise `source` into OUT/train and OUT/validation as its options say; resumes where earlier calls stopped, and
-    does what calls at the same time leave.
+def make_dataset(
+    input: str, out: str | Path, options: DatasetConfig, *, save_seconds: float = 5.0
+) -> dict | None:
+    """Makes token stores in OUT of what `input` names, as the options say; resumes where earlier calls stopped.
 
     save_seconds: how many seconds of work a kill can lose. Returns dataset.json's content, None where other parts have
-    yet to end. Raises UserError for bad input, for what can't be written and for a worker that died.
+    yet to end. Raises UserError for bad input, and for what can't be written.
     """
-    out, options = Path(out), source.options
-    settings = {
-        "input": source.describe(),
-        **{name: getattr(options, name) for name in RECORDED},
-        "eos_token": options.eos_token or None,
-    }
+    out = Path(out)
+    corpus = open_corpus(input, options)
+    pack = _resolved_pack(corpus, options)
+    settings: dict[str, Any] = {"input": corpus.describe()}
+    for name in RECORDED:
+        settings[name] = getattr(options, name)
+    settings["eos_token"] = options.eos_token or None
+    settings["pack"] = pack
+    settings["strip_tokens"] = list(options.strip_tokens)
     try:
         _make_folder(out)
         if options.overwrite:
             _clear(out)
-        try:
-            return _complete(out, settings) or _Tokenization(source, out, settings).run(
-                save_seconds
-            )
-        except FileNotFoundError:  # OUT/.progress, when another process has just completed it
-            done = _complete(out, settings)
-            if not done:
-                raise
+        done = _complete(out, settings)
+        if done:
             return done
+        return _Tokenization(corpus, options, settings, out).run(save_seconds)
     except OSError as error:
-        remedy = (
-            "free some space"
-            if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-            else "fix that"
-        )
+        remedy = "fix that"
+        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            remedy = "free some space"
         place = f"{error.filename or out}: can't be written ({error.strerror})"
         raise UserError(f"{place}; {remedy}, then {RESUMES}") from error
-    except BrokenExecutor as error:
-        raise UserError(
-            f"a worker process was killed, maybe out of memory; try fewer --workers, {RESUMES}"
-        ) from error
     except KeyboardInterrupt:
         print(f"\n{out} is unfinished; {RESUMES}", file=sys.stderr)
         raise
+
+
+def _resolved_pack(corpus, options):
+    """`document` or `none`."""
+    if options.pack != "auto":
+        return options.pack
+    saved = [piece for piece in corpus.pieces if piece.kind == "save_to_disk"]
+    if len(saved) < len(corpus.pieces) or not saved:
+        return "document"
+    if not all(rows_are_blocks(each.names[0], each.split, options.text_column) for each in saved):
+        return "document"
+    print("rows of one length: laid end to end as they are (--pack=none)")
+    return "none"
 
 
 def _make_folder(out):
@@ -110,60 +139,44 @@ def _make_folder(out):
         raise UserError(f"{out}: is a file; name a folder for the stores")
     out.mkdir(parents=True, exist_ok=True)
     others = sorted(path.name for path in out.iterdir() if not path.name.startswith("."))
-    if others and not any((out / name).exists() for name in ("dataset.json", PROGRESS)):
+    is_ours = (out / "dataset.json").exists() or (out / PROGRESS).exists()
+    if others and not is_ours:
         raise UserError(
             f"{out}: not empty and not made by this program (it holds {', '.join(others[:3])}); choose "
             "another folder"
         )
 
 
-def _load(path):
-    """A state file's content, or None where there is none."""
-    try:
-        state = read_object(
-            path, {"settings": {"input": {}}, "tokenizer": "", "vocab_size": 1}, START_AGAIN
-        )
-        DATASET.check(path, state)
-        return state
-    except FileNotFoundError:
-        return None
-
-
 def _complete(out, settings):
     """The content of dataset.json where the dataset is complete. Raises UserError where it is another."""
-    done = _load(out / "dataset.json")
-    if done:
-        _refuse_other(out, done["settings"], settings)
-        for name in set(STORES) & set(done["stores"]):
-            TokenStore(out / name)
-        _remove_progress(out)  # of a process that was killed, or came, at the very end
-        print(f"{out} is complete already; nothing to do")
+    try:
+        done = read_object(out / "dataset.json", {"settings": {"input": {}}}, START_AGAIN)
+    except FileNotFoundError:
+        return None
+    DATASET.check(out / "dataset.json", done)
+    _check_same(out, done["settings"], settings)
+    for name in set(SPLITS) & set(done["stores"]):
+        TokenStore(out / name)
+    shutil.rmtree(
+        out / PROGRESS, ignore_errors=True
+    )  # of a process that was killed at the very end
+    print(f"{out} is complete already; nothing to do")
     return done
 
 
-def _remove_progress(out):
-    """Takes it away at once: who finds a part of it would do units again."""
-    gone = out / f"{PROGRESS}.done"
-    with contextlib.suppress(OSError):
-        (out / PROGRESS).rename(gone)
-    shutil.rmtree(gone, ignore_errors=True)
-
-
-def _refuse_other(out, before, settings):
+def _check_same(out, before, settings):
     """Raises UserError where the settings that the dataset in `out` was made with are not these."""
     differences = []
     for name, now in settings.items():
-        was = before.get(
-            name, getattr(DatasetConfig, name, None)
-        )  # an option that is newer than the dataset
-        if now != was:
-            was, now = (
-                value.get("first") or value.get("dataset") if isinstance(value, dict) else value
-                for value in (was, now)
-            )
-            differences.append(
-                f"{name} was {was!r} and is {now!r}" if was != now else "the input changed"
-            )
+        was = before.get(name, getattr(DatasetConfig, name, []))
+        if now == was:
+            continue
+        if name == "input":
+            was, now = (each.get("first") or each.get("dataset") for each in (was, now))
+        if was == now:
+            differences.append("the input changed")
+        else:
+            differences.append(f"{name} was {was!r} and is {now!r}")
     if differences:
         raise UserError(
             f"{out} holds other data: {'; '.join(differences)}. Choose another folder, or --overwrite it"
@@ -172,339 +185,317 @@ def _refuse_other(out, before, settings):
 
 def _clear(out):
     """Removes an earlier dataset, and nothing else. Its indexes go first: a store cut short must not look whole."""
-    if alive := living([Lease(path) for path in (out / PROGRESS).glob("*.lease")]):
+    alive = living([Lease(path) for path in (out / PROGRESS).glob("*.lease")])
+    if alive:
         raise UserError(
             f"{out}: {alive[0].holder()} is writing here; wait for it or choose another folder"
         )
-    for name in ("dataset.json", *(f"{name}/index.json" for name in STORES)):
+    for name in ("dataset.json", *(f"{name}/index.json" for name in SPLITS)):
         (out / name).unlink(missing_ok=True)
-    for name in (*STORES, PROGRESS):
+    for name in (*SPLITS, PROGRESS):
         shutil.rmtree(out / name, ignore_errors=True)
 
 
-def _sample(source):
-    for block in source.sample(TRAINING_SAMPLE):
-        for text, _ in documents(block, source.options, collections.Counter()):
-            if not isinstance(text, str):
-                raise UserError(
-                    f"{block.name}: column {source.options.text_column!r} holds token ids; name the "
-                    "tokenizer that made them with --tokenizer, or take them without: --tokenizer=none"
-                )
-            yield text
-
-
-def _vocabulary(source):
-    """One more than the largest token id."""
-    if source.options.vocab_size:
-        return source.options.vocab_size
-    print(
-        "reading all token ids for the largest one; --vocab_size=NUMBER makes that needless",
-        flush=True,
-    )
-    blocks = (block for unit in range(source.unit_count) for block in source.blocks(unit))
-    rows = (
-        ids
-        for block in blocks
-        for ids, _ in documents(block, source.options, collections.Counter())
-    )
-    return 1 + max((int(ids.max()) for ids in rows if not isinstance(ids, str)), default=0)
-
-
 class _Tokenization:
-    """One process of it: agrees with the others on settings and tokenizer, does units, and merges if it is the last."""
+    """One part of it, and the end of all if the others have ended."""
 
-    def __init__(self, source, out, settings):
-        self.source, self.out, self.settings, self.folder = source, out, settings, out / PROGRESS
-        self.agreed = self.folder / "settings.json"
-        # What makes a unit, and a block of it: what is begun can't resume where they are others.
-        self.cut = [
-            source.unit_count,
-            BLOCK_BYTES,
-            ROWS,
-            2,
-        ]  # 2: a JSON list by its elements' bytes
+    def __init__(self, corpus: Corpus, options: DatasetConfig, settings: dict, out: Path) -> None:
+        self.corpus = corpus
+        self.options = options
+        self.settings = settings
+        self.out = out
+        self.part, self.parts = options.part_of()
+        self.folder = self._folder_of(self.part)
+        self.pieces, self.stripe = corpus.part(self.part, self.parts)
+        self.console = Console()
 
-    def run(self, save_seconds):
-        source, options = self.source, self.source.options
-        self.folder.mkdir(exist_ok=True)
-        if source.left_out:
-            kinds = ", ".join([*source.left_out[:3], *["..."] * (len(source.left_out) > 3)])
+    def run(self, save_seconds: float) -> dict | None:
+        self._check_progress()
+        self.folder.mkdir(parents=True, exist_ok=True)
+        if self.corpus.left_out:
+            names = ", ".join(ascii(name)[1:-1] for name in self.corpus.left_out[:3])
             print(
-                f"left out: {len(source.left_out):,} files whose names don't tell a format ({kinds}); --format=text "
-                "takes all as text"
+                f"left out: {len(self.corpus.left_out):,} files whose names don't tell a format ({names}, ...); "
+                "--format=text takes all as text"
             )
-        tokenizer = self._agree()
-        part, parts = options.part_of()
-        # Its own ones first, then those of the part behind it, and so on.
-        units = {
-            unit_name(unit): unit
-            for unit in sorted(
-                range(source.unit_count), key=lambda unit: ((unit - part) % parts, unit)
-            )
-        }
-        own = {
-            name
-            for name, unit in units.items()
-            if unit % parts == part and not self._is_finished(name)
-        }
-        if options.part:
+        state = self._load(self.folder)
+        if not (state and state.finished):
+            with self._lease(self.folder.name) as lease:
+                state = self._load(self.folder)  # as who held the lease left it
+                if not (state and state.finished):
+                    self._tokenize(state, lease, save_seconds)
+        states = [self._load(self._folder_of(part)) for part in range(self.parts)]
+        finished = [state for state in states if state and state.finished]
+        if len(finished) < self.parts:
             print(
-                f"part {part} of {parts}: {len(own):,} of {len(units):,} units, then what others leave"
+                f"part {self.part} of {self.parts} is finished, {self.parts - len(finished)} are not; the last "
+                f"to end completes {self.out}"
             )
-
-        def work(name, lease):
-            if bar.total and name not in own:
-                bar.total += source.unit_size
-            Unit(self.folder, units[name], source, tokenizer).tokenise(
-                workers, lease, bar, save_seconds
+            return None
+        with self._lease("merge"):
+            done = _complete_now(self.out)
+            if done:
+                return done
+            folders = [self._folder_of(part) for part in range(self.parts)]
+            tokenizer = self._tokenizer(finished[0])
+            if self.corpus.describe() != self.settings["input"]:
+                raise UserError(f"the input changed while it was read; {START_AGAIN}")
+            done = merge(
+                self.out, list(zip(folders, finished)), tokenizer, self.settings, self.stores
             )
+            shutil.rmtree(self.out / PROGRESS, ignore_errors=True)
+        return done
 
-        with (
-            Workers(tokenizer, options) as workers,
-            contextlib.closing(Progress(source, len(own))) as bar,
-        ):
-            held = share(self.folder, units, self._is_finished, work)
-        held = held or share(
-            self.folder,
-            ["merge"],
-            lambda _: (self.out / "dataset.json").exists(),
-            lambda *_: _merge(self.out, self.folder, self.settings, source, tokenizer),
-        )
-        return self._say_unfinished(held) if held else _load(self.out / "dataset.json")
+    @property
+    def stores(self) -> list[str]:
+        if self.corpus.official or not self.settings["validation_fraction"]:
+            return self.corpus.stores
+        return ["train", "validation"]
 
-    def _is_finished(self, name):
-        return (self.folder / f"{name}.json").exists()
+    def _folder_of(self, part):
+        return self.out / PROGRESS / f"{part}-of-{self.parts}"
 
-    def _agree(self):
-        """The tokenizer, made by the first to come and saved in every store's folder. Raises UserError where the others
-        have other settings."""
-        made, said = [], False
-        while held := share(
-            self.folder, ["settings"], self._is_agreed, lambda *_: made.append(self._begin())
-        ):
-            if not said:
-                print(f"waiting for {held[0].holder()} to make the tokenizer", flush=True)
-            said = True
-        agreed = _load(self.agreed)
-        if agreed is None or (self.out / "dataset.json").exists():
-            raise FileNotFoundError(self.agreed)  # complete by now
-        _refuse_other(self.out, agreed["settings"], self.settings)
-        if agreed["units"] != self.cut:
+    def _check_progress(self):
+        """Raises UserError where a part with other settings was begun, or another number of them."""
+        for path in (self.out / PROGRESS).glob("*"):
+            if path.is_dir() and not path.name.endswith(f"-of-{self.parts}"):
+                raise UserError(
+                    f"{self.out}: begun as part {path.name.replace('-', ' ')} or by another version; {START_AGAIN}"
+                )
+            if path.is_dir():
+                state = self._load(path)
+                if state:
+                    _check_same(self.out, state.settings, self.settings)
+
+    @contextlib.contextmanager
+    def _lease(self, name):
+        lease = Lease(self.out / PROGRESS / f"{name}.lease")
+        while not lease.try_take():
+            if living([lease]):
+                raise UserError(
+                    f"{self.out}: another process is writing here ({lease.holder()}); wait for it or choose "
+                    "another folder"
+                )
+        try:
+            yield lease
+        finally:
+            lease.give_back()
+
+    def _load(self, folder):
+        try:
+            saved = read_object(folder / "state.json", EXAMPLE, START_AGAIN)
+            return PartState(**saved)
+        except FileNotFoundError:
+            return None
+        except TypeError as error:
+            raise UserError(f"{folder / 'state.json'}: {error}; {START_AGAIN}") from error
+
+    def _tokenize(self, state, lease, save_seconds):
+        tokenizer = self._tokenizer(state)
+        if state is None:
+            state = PartState(self.settings, tokenizer.identity)
+        elif tokenizer.identity != state.tokenizer:
             raise UserError(
-                f"{self.out}: begun by another version of this program; start again with --overwrite"
+                f"tokenizer {self.options.tokenizer}: it changed since {self.out} was begun; {START_AGAIN}"
             )
-        tokenizer = made[0] if made else self._tokenizer(agreed["vocab_size"])
-        if tokenizer.identity != agreed["tokenizer"]:
-            raise UserError(
-                f"tokenizer {self.source.options.tokenizer}: it changed since {self.out} was begun; start "
-                "again with --overwrite"
-            )
-        return tokenizer
+        writers = {
+            name: new_writer(self.folder / name, tokenizer, self.settings, state.stores.get(name))
+            for name in self.stores
+        }
+        part = _Part(state, writers, self.settings, self.part * NUMBERS, tokenizer.eos)
+        started = saved = time.monotonic() - state.seconds
+        before = part.token_count
+        try:
+            with Encoder(tokenizer, self.options, self.settings["pack"] == "document") as encoder:
+                encoder.is_open = state.is_open
+                for number in range(state.piece, len(self.pieces)):
+                    piece = self.pieces[number]
+                    reader = Reader(piece, self.options, state.position, self.stripe)
+                    for batch, ids in encoder.encode(reader.batches(BATCH_SIZE)):
+                        part.write(piece, ids)
+                        state.empty += batch.empty
+                        state.position = batch.position
+                        now = time.monotonic()
+                        state.seconds = now - started
+                        self._show(part.token_count, part.token_count - before, now)
+                        if now - saved >= save_seconds:
+                            self._save(part, lease)
+                            saved = now
+                    state.piece = number + 1
+                    state.position = None
+            part.finish()
+            self._save(part, lease)
+        finally:
+            self.console.close()
+            for writer in writers.values():
+                writer.close()
 
-    def _tokenizer(self, vocab_size=0):
-        """As the options say; one that was trained lies in the folder of the first store."""
-        options, trained = self.source.options, self.out / "train" / "tokenizer" / "tokenizer.json"
+    def _show(self, tokens, new, now):
+        if not hasattr(self, "began"):
+            self.began = self.printed = now
+        rate = new / max(now - self.began, 1e-9)
+        text = f"{tokens:,} tokens, {rate:,.0f} tokens/s"
+        self.console.passing(text)
+        if not self.console.live and now - self.printed >= 10:
+            self.console.line(text)
+            self.printed = now
+
+    def _save(self, part, lease):
+        part.flush()
+        if not lease.is_held():
+            raise UserError(
+                f"{self.out}: another process took over this part while this one stood still; it stops here"
+            )
+        write_atomically(self.folder / "state.json", json.dumps(asdict(part.state)))
+
+    def _tokenizer(self, state):
+        """As the options say, saved in the part's folder; one that was trained is trained by each part alike."""
+        options = self.options
         if options.tokenizer == "none":
-            return tokenizers_.NoTokenizer(
-                options.eos_token, vocab_size or _vocabulary(self.source)
-            )
-        if tokenizers_.training_size(options.tokenizer):
-            return tokenizers_.load(str(trained), tokenizers_.END_OF_TEXT)
-        return tokenizers_.load(options.tokenizer, options.eos_token)
-
-    def _is_agreed(self, _):
-        """What failed before anything was written binds nobody."""
-        agreed = _load(self.agreed)
-        return agreed is not None and (
-            agreed["settings"] == self.settings
-            or any(self.folder.glob("[0-9]*.begun"))
-            or any(self.folder.glob("[0-9]*.json"))
-            or bool(living(list(map(Lease, self.folder.glob("[0-9]*.lease")))))
-        )
-
-    def _begin(self):
-        """Makes the tokenizer and writes the settings."""
-        for name in STORES:
-            shutil.rmtree(self.out / name / "tokenizer", ignore_errors=True)
-            with contextlib.suppress(
-                OSError
-            ):  # an earlier attempt held some out, this one need not
-                (self.out / name).rmdir()
-        if size := tokenizers_.training_size(self.source.options.tokenizer):
+            return tokenizers_.NoTokenizer(options.eos_token, options.vocab_size)
+        size = tokenizers_.training_size(options.tokenizer)
+        saved = self.folder / "tokenizer"
+        if size and state:
+            return tokenizers_.load(str(saved / "tokenizer.json"), tokenizers_.END_OF_TEXT)
+        if size:
             print(f"training a tokenizer of {size} tokens", flush=True)
-            tokenizer = tokenizers_.train(_sample(self.source), size)
+            tokenizer = tokenizers_.train(_sample(self.corpus, options), size)
             if tokenizer.vocab_size < size:
                 print(
                     f"it has {tokenizer.vocab_size} tokens only: no more pairs repeat in this little text"
                 )
         else:
-            tokenizer = self._tokenizer()
-        for name in self.source.stores:
-            tokenizer.save(self.out / name / "tokenizer")
-        write_atomically(
-            self.agreed,
-            json.dumps(
-                {
-                    **DATASET.header(),
-                    "settings": self.settings,
-                    "tokenizer": tokenizer.identity,
-                    "vocab_size": tokenizer.vocab_size,
-                    "units": self.cut,
-                }
-            ),
-        )
+            tokenizer = tokenizers_.load(options.tokenizer, options.eos_token)
+        shutil.rmtree(saved, ignore_errors=True)
+        tokenizer.save(saved)
         return tokenizer
 
-    def _say_unfinished(self, held):
-        """Living processes are at what is left. Raises UserError where the user expects all to be done."""
-        held = sorted(held, key=lambda lease: lease.file)
-        holders = list(dict.fromkeys(filter(None, (lease.holder() for lease in held)))) or [
-            "another process"
-        ]
-        shown = "; ".join(holders[:3] + ["..."] * (len(holders) > 3))
-        left = ", ".join([lease.file.stem for lease in held[:3]] + ["..."] * (len(held) > 3))
-        if not self.source.options.part:
-            raise UserError(
-                f"{self.out}: another process is writing here ({shown}); wait for it or choose another "
-                "folder"
-            )
-        print(
-            f"{self.out} is unfinished ({left}), in the hands of {shown}; the last to end completes it. If they "
-            "are stopped, the same command does, with any part"
-        )
+
+def _complete_now(out):
+    path = out / "dataset.json"
+    return json.loads(path.read_text()) if path.exists() else None
 
 
-def _merge(out, folder, settings, source, tokenizer):
-    """The last step: the shards of all units, in their order, become the stores; nothing is copied but the shard whose
-    end is held out where the documents are too few. Killed, it is begun again by whoever comes next: what it starts
-    from stays until dataset.json is written. Raises UserError where there is no text, and where the input changed."""
-    with ThreadPoolExecutor(AT_ONCE) as pool:
-        example = {**NOTHING_DONE, "stores": {"": SHARDS}}
-        units = list(
-            pool.map(
-                lambda unit: read_object(folder / f"{unit_name(unit)}.json", example, START_AGAIN),
-                range(source.unit_count),
-            )
-        )
-    counts = {"empty": sum(unit["counts"]["empty"] for unit in units)}
-    left_out = f"left out: {counts['empty']:,} empty documents" if counts["empty"] else ""
-    if not (written := sum(unit["written"] for unit in units)):
-        raise UserError(f"the input holds no text ({left_out or 'it is empty'})")
-    if source.describe() != settings["input"]:
-        raise UserError("the input changed while it was read; start again with --overwrite")
-    names = source.stores
-    shards = {
-        name: [
-            (folder / unit_name(number) / name / shard["name"], shard)
-            for number, unit in enumerate(units)
-            for shard in unit["stores"].get(name, [])
-        ]
-        for name in names
-    }
-    last = (
-        shards["train"].pop()
-        if settings["validation_fraction"] and not shards["validation"]
-        else None
-    )
-    if empty := [name for name in names if not (shards[name] or last)]:
-        raise UserError(f"the split for {out / empty[0]} holds no text")
-    stores = {
-        name: writer(out / name, source, tokenizer, _put_together(out / name, shards[name]))
-        for name in names
-    }
-    held_out = (
-        _hold_out_end(last[0], stores, exact(settings["validation_fraction"]), tokenizer)
-        if last
-        else 0
-    )
-    if source.options.pack == "document":
-        stores["train"].end_document()
-    done = {
-        **DATASET.header(),
-        "settings": settings,
-        "tokenizer": tokenizer.identity,
-        "vocab_size": tokenizer.vocab_size,
-        "counts": counts,
-        "stores": {
-            name: {"tokens": store.token_count, "documents": store.document_count}
-            for name, store in stores.items()
-        },
-    }
-    for path in [
-        *out.glob(".*.tmp"),
-        *(path for name in names for path in (out / name).rglob(".*.tmp")),
-    ]:
-        path.unlink()  # what a kill left of files that were being written
-    for store in stores.values():
-        store.finish()
-    write_atomically(out / "dataset.json", json.dumps(done, indent=1) + "\n")
-    _remove_progress(out)
-    if held_out:
-        print(
-            f"held out for validation: the last {held_out:,} tokens (a validation_fraction of "
-            f"{settings['validation_fraction']:g} of {written:,} document{'s' * (written > 1)} is no whole one)"
-        )
-    for store in stores.values():
-        print(
-            f"{str(store.path).removeprefix(f'{Path.cwd()}/')}: {store.token_count:,} tokens in "
-            f"{store.document_count:,} document{'s' * (store.document_count != 1)}"
-        )
-    seconds, tokens = (
-        sum(unit["seconds"] for unit in units),
-        sum(store.token_count for store in stores.values()),
-    )
-    print(
-        f"vocabulary {tokenizer.vocab_size:,} ({store.dtype.name}); {seconds:.1f} s"
-        f"{' of all parts together' * bool(source.options.part)}, {tokens / max(seconds, 1e-9):,.0f} tokens/s"
-        f"{' a part' * bool(source.options.part)}{f'; {left_out}' if left_out else ''}"
+class _Part:
+    """Deals tokens out to the stores of a part."""
+
+    def __init__(
+        self, state: PartState, writers: dict, settings: dict, first_number: int, eos: int
+    ) -> None:
+        self.state = state
+        self.writers = writers
+        self.eos = eos
+        self.adds_eos = settings["pack"] == "document"
+        self.fraction = 0 if settings["splits"] == "official" else settings["validation_fraction"]
+        self.first_number = first_number
+
+    @property
+    def token_count(self) -> int:
+        return sum(writer.token_count for writer in self.writers.values())
+
+    def write(self, piece: Piece, tokens: np.ndarray) -> None:
+        """Tokens (n,) of the piece, of which each eos ends a document."""
+        state = self.state
+        is_end = tokens == self.eos
+        if self.adds_eos:
+            follows = np.concatenate([[not state.is_open], is_end[:-1]])[: len(tokens)]
+            tokens = tokens[~(is_end & follows)]  # an eos that follows an eos ends nothing
+            is_end = tokens == self.eos
+        if not len(tokens):
+            return
+        state.highest = max(state.highest, int(tokens.max()))
+        bounds = np.flatnonzero(is_end) + 1
+        ended = len(bounds)
+        state.is_open = not is_end[-1]
+        if state.is_open:
+            bounds = np.append(bounds, len(tokens))
+        numbers = self.first_number + state.written + np.arange(len(bounds))
+        state.written += ended
+        if piece.store:
+            self.writers[piece.store].append(tokens)
+            return
+        held_out = for_validation(numbers, self.fraction)
+        if held_out.any():
+            is_held_out = np.repeat(held_out, np.diff(bounds, prepend=0))
+            self.writers["validation"].append(tokens[is_held_out])
+            tokens = tokens[~is_held_out]
+        self.writers["train"].append(tokens)
+
+    def flush(self) -> None:
+        """Makes what was written durable, and the state say so."""
+        if not self.state.finished:
+            self.state.stores = {name: writer.state() for name, writer in self.writers.items()}
+
+    def finish(self) -> None:
+        state = self.state
+        state.written += state.is_open  # a document whose end was not put there
+        state.stores = {
+            name: {"shards": writer.finish_shards()} for name, writer in self.writers.items()
+        }
+        state.finished = True
+
+
+def new_writer(
+    path: Path, tokenizer: tokenizers_.TextTokenizer, settings: dict, state: dict | None
+) -> StoreWriter:
+    """Of a store, or of a part's share of it. state: see StoreWriter."""
+    assert tokenizer.eos is not None  # or it would not have been loaded
+    return StoreWriter(
+        path,
+        vocab_size=tokenizer.vocab_size,
+        eos=tokenizer.eos,
+        tokenizer=tokenizer.identity,
+        shard_tokens=settings["shard_tokens"],
+        whole=settings["pack"] == "document",
+        state=state,
     )
 
 
-def _put_together(store, shards):
-    """Gives the shards, each (path without suffix, entry), their numbers in the store; what a writer resumes from."""
-    entries = [{**shard, "name": f"{number:05d}"} for number, (_, shard) in enumerate(shards)]
-
-    def take(old, new):
-        with contextlib.suppress(FileNotFoundError):  # another process was faster
-            move(old, new)
-
-    pairs = [
-        (Path(f"{path}.{suffix}"), store / f"{entry['name']}.{suffix}")
-        for (path, _), entry in zip(shards, entries)
-        for suffix in ("bin", "doc")
-    ]
-    store.mkdir(parents=True, exist_ok=True)
-    with ThreadPoolExecutor(AT_ONCE) as pool:
-        list(pool.map(take, *zip(*pairs)))
-    return {"shards": entries}
+def exact(fraction: float) -> Fraction:
+    return Fraction(fraction).limit_denominator(10**6)
 
 
-def _hold_out_end(path, stores, fraction, tokenizer):
-    """Too few documents for a whole one: the last tokens, of the last shard, become the validation store. Returns their
-    number."""
-    train, validation = stores["train"], stores["validation"]
-    tokens = np.memmap(f"{path}.bin", train.dtype, "r")
-    total = train.token_count + len(tokens)
-    first = max(1, len(tokens) - max(2, round(total * fraction)))
+def for_validation(numbers: np.ndarray, fraction: float) -> np.ndarray:
+    """Which documents are held out, (n,) bool, by their running `numbers` (n,): exactly one of each 1/fraction.
 
-    def in_a_character(at):
-        return tokenizer.backend and tokenizer.backend.decode(
-            tokens[max(0, at - 8) : at].tolist()
-        ).endswith("\ufffd")
+    A hash of the group's number chooses within it, so that the choice has no period that the input could share.
+    """
+    if not fraction:
+        return np.zeros(len(numbers), dtype=bool)
+    p, q = exact(fraction).as_integer_ratio()
+    group = numbers * p // q
+    first = -(-group * q // p)
+    end = -(-(group + 1) * q // p)
+    chosen = (splitmix64(np.uint64(0), group) % (end - first).astype(np.uint64)).astype(np.int64)
+    # Never the first of all: training needs one, too.
+    return numbers == first + np.maximum(chosen, group == 0)
 
-    cut = next(
-        (
-            at
-            for at in range(first, len(tokens) - 1)
-            if tokens[at] != train.eos and not in_a_character(at)
-        ),
-        0,
-    )
-    if not cut:
-        raise UserError(
-            f"{total} tokens are too few to hold some out; use --overwrite --validation_fraction=0"
-        )
-    for store, part in ((train, tokens[:cut]), (validation, tokens[cut:])):
-        for begin in range(0, len(part), 1 << 20):
-            store.append(part[begin : begin + (1 << 20)])
-    return len(tokens) - cut
+
+def _sample(corpus: Corpus, options: DatasetConfig) -> Iterable[str]:
+    """Texts from the whole breadth of the input, what is trained on: TRAINING_SAMPLE characters, or all there are."""
+    whole = [piece for piece in corpus.pieces if piece.store in ("", "train")]
+    files = [Piece(piece.kind, [name], "", piece.split) for piece in whole for name in piece.names]
+    share = TRAINING_SAMPLE
+    pieces = whole
+    if len(files) > 1 and sum(map(_bytes_of, files)) > TRAINING_SAMPLE:
+        count = min(len(files), SAMPLED_FILES)
+        share = TRAINING_SAMPLE // count
+        pieces = [files[number * len(files) // count] for number in range(count)]
+    for piece in pieces:
+        left = share
+        for batch in Reader(piece, options).batches(1 << 16):
+            for document in batch.documents:
+                if not isinstance(document.content, str):
+                    raise UserError(
+                        f"{piece.names[0]}: holds token ids; name the tokenizer that made them with "
+                        "--tokenizer, or take them without: --tokenizer=none"
+                    )
+                left -= len(document.content)
+                yield document.content
+            if left <= 0:
+                break
+
+
+def _bytes_of(piece):
+    path = Path(piece.names[0])
+    return path.stat().st_size if path.is_file() else 0

@@ -105,6 +105,8 @@ class NoTokenizer(TextTokenizer):
         self.backend = None  # type: ignore[assignment]
         self.eos = int(eos_token or -1)
         self.vocab_size = max(vocab_size, self.eos + 1)
+        if not vocab_size:
+            self.vocab_size = 1 << 32  # that of any token id
 
     def save(self, folder: Path) -> None:
         """Writes nothing."""

@@ -212,8 +212,8 @@ def open_data(
     if settings.training.dry_run and missing_builtin(settings.data):
         say(f"data       {settings.data.dataset_path}, which a run makes first")
         return {}, {}, []
-    sources, shares = training_sources(settings.data, say)
-    validation = validation_sources(settings.data, say)
+    sources, shares = training_sources(settings.data)
+    validation = validation_sources(settings.data)
     if not settings.data.allow_other_tokenizer:
         check_tokenizers_agree([*sources.values(), *validation])
     for store in [*sources.values(), *validation]:

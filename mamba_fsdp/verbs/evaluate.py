@@ -41,7 +41,6 @@ from config.fields import setting
 from config.train_config import DataConfig
 from mamba_fsdp.data.source import Source
 from mamba_fsdp.data.store import TokenStore
-from mamba_fsdp.data.text import open_source
 from mamba_fsdp.data.tokenize import make_dataset
 from mamba_fsdp.data.tokenizer import check_tokenizer, load_words
 from mamba_fsdp.errors import UserError
@@ -339,4 +338,4 @@ def tokenise(data: str, text: DatasetConfig, place: Path) -> None:
     """Makes the store `place`/train of text, and prints nothing."""
     text.check()
     with contextlib.redirect_stdout(io.StringIO()):
-        make_dataset(open_source(data, text), place)
+        make_dataset(data, place, text)

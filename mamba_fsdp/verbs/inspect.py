@@ -1,32 +1,26 @@
-"""python -m mamba_fsdp inspect PATH [--verify] [--tokenizer=FOLDER] [--eos_token=ID]
+"""python -m mamba_fsdp inspect PATH [--verify]
 
 Say what PATH holds: a run folder, a checkpoint or a rank's file of one, a model (consolidated.00.pth, transformers,
-state-spaces, other trainers' files; of one without config.json, its tensors), or data: a token store, or tokens in
-another format (docs/data.md).
+state-spaces, other trainers' files; of one without config.json, its tensors), or a token store. Of text and of others'
+tokens it names the get_dataset.py command that makes a token store of them (docs/data.md).
 
   --verify    read every byte: of a token store, compared with the checksums; of a checkpoint or a run, as
-              python -m mamba_fsdp checkpoints does; of other data, which has none, to speak of all of it and not of
-              samples. Exits with 1 or 2 where anything is damaged. Refuses models, which hold no checksums
-
-How to read data in other formats, as in training: --tokenizer (also shows samples), --eos_token, --bos_token,
---strip_tokens, --col_name, --pack, --index_dir
+              python -m mamba_fsdp checkpoints does. Exits with 1 or 2 where anything is damaged. Refuses models, which
+              hold no checksums
 """
 
 import json
 import math
+from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 
 from config.model_config import ModelConfig, checked_model
 from config.presets import title
-from config.train_config import USUAL_READING, DataConfig, ReadingConfig
 from mamba_fsdp.checkpoint.retention import size_of
-from mamba_fsdp.data.foreign.indexed import IndexedSource
-from mamba_fsdp.data.opening import is_source, open_source, refuse_text, split_in
+from mamba_fsdp.data.opening import check_no_other_data, is_store, open_source, split_in
 from mamba_fsdp.data.source import Source
-from mamba_fsdp.data.store import TokenStore
 from mamba_fsdp.data.tokenizer import load_words
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.report.console import Console, read_share, say, scaled
@@ -50,7 +44,7 @@ WINDOW, WINDOWS = (
 SAMPLES, SAMPLE_TOKENS, SAMPLE_WIDTH = 3, 64, 160
 
 
-def main(path: str, verify: bool = False, reading: ReadingConfig = USUAL_READING) -> int:
+def main(path: str, verify: bool = False) -> int:
     place = Path(path)
     if (place.parent / COMMIT).is_file() and place.is_file():
         say("part", f"{place.name}, {scaled(size_of(place), 'B')}, of the checkpoint that follows")
@@ -61,8 +55,9 @@ def main(path: str, verify: bool = False, reading: ReadingConfig = USUAL_READING
         show_checkpoint(place)
     elif is_data(place):
         held_out = split_in(place, "validation")
-        for part in [split_in(place), *[held_out] * (held_out != place)]:
-            show_data(part, reading, verify)
+        show_data(split_in(place), verify)
+        if held_out != place:
+            show_data(held_out, verify)
     elif verify:
         raise UserError(
             f"{path}: --verify is for token stores, checkpoints and runs; this holds no checksums"
@@ -127,11 +122,11 @@ def is_data(place: Path) -> bool:
     """Whether PATH is data and no model. Raises UserError where there is nothing."""
     if (place / MODEL_CONFIG).is_file():
         return False
-    if is_source(split_in(place)):
+    if is_store(split_in(place)):
         return True
     if not place.exists():
         raise UserError(f"{place}: there is no such file or folder")
-    refuse_text(place)
+    check_no_other_data(place)
     return False
 
 
@@ -181,116 +176,78 @@ def describe_model(model: ModelConfig) -> str:
     )
 
 
-class Survey(NamedTuple):
-    read: int  # tokens
-    lowest: int
-    highest: int
-    documents: int  # that begin in what was read
-    longest: int  # tokens of a document, as far as it was read
-    counted: int  # tokens that count in the loss
-
-
-def show_data(path: Path, reading: ReadingConfig, verify: bool) -> None:
-    """Prints what the source at `path` holds. Raises UserError where something is wrong with it."""
-    source = open_source(
-        path,
-        DataConfig(**vars(reading)),
-        lambda line: say("note", " ".join(line.split())),
-        inspecting=True,
-    )
-    say(source.format, path)
-    if isinstance(source, TokenStore) and verify:
-        source.verify()
+def show_data(path: Path, verify: bool) -> None:
+    """Prints what the token store at `path` holds. Raises UserError where something is wrong with it."""
+    store = open_source(path)
+    say("token store", path)
+    if verify:
+        store.verify()
         say("verified", "all bytes read, every file has its size and checksum")
-    known = f" in {source.document_count:,} documents" if source.document_count else ""
-    say("tokens", f"{source.token_count:,}{known}")
-    if isinstance(source, IndexedSource):
-        _show_files(source)
-    found = survey(source, every=verify)
-    part = (
-        "all of it"
-        if found.read == source.token_count
-        else f"of {found.read:,} tokens spread over it"
-    )
+    say("tokens", f"{store.token_count:,} in {store.document_count:,} documents")
+    found = survey(store, every=verify)
+    is_all = found.read == store.token_count
+    part = "all of it"
+    if not is_all:
+        part = f"of {found.read:,} tokens spread over it"
     say("ids", f"{found.lowest:,} to {found.highest:,} ({part})")
-    if found.counted < found.read:
-        say("loss mask", f"{found.counted / found.read:.1%} of the tokens count ({part})")
-    say(
-        "documents",
-        f"the longest {'' if found.read == source.token_count else 'at least '}{found.longest:,} tokens; "
-        f"{found.documents:,} begin in {'it' if found.read == source.token_count else 'what was read'}",
-    )
-    size, wrong = _show_tokenizer(source, found)
-    if isinstance(source, TokenStore):
-        say("vocabulary", f"{source.vocab_size:,}, eos {source.eos}, {source.dtype.name}")
-    if source.eos < 0 and not (
-        isinstance(source, IndexedSource) and source.plan.layout
-    ):  # which has positions
-        wrong.append(
-            "which token ends documents is not known: --eos_token=ID or --tokenizer=FOLDER says it"
+    at_least = "" if is_all else "at least "
+    say("documents", f"the longest {at_least}{found.longest:,} tokens")
+    say("vocabulary", f"{store.vocab_size:,}, eos {store.eos}, {store.dtype.name}")
+    _show_samples(store)
+    if found.highest >= store.vocab_size:
+        say(
+            "beware",
+            f"token id {found.highest:,} is not below the vocabulary's {store.vocab_size:,}",
         )
-    if 0 < (size or source.vocab_size) <= found.highest:
-        wrong.append(
-            f"token id {found.highest:,} is not below the vocabulary's {size or source.vocab_size:,}"
-        )
-    for sentence in wrong:
-        say("beware", sentence)
+
+
+@dataclass
+class Survey:
+    """What was found in the tokens that were read."""
+
+    read: int = 0  # tokens
+    lowest: int = np.iinfo(np.int64).max
+    highest: int = 0
+    longest: int = 0  # tokens of a document, as far as it was read
 
 
 def survey(source: Source, *, every: bool) -> Survey:
-    """What `source` holds: read whole if it is `every` or small, else in WINDOWS windows. In constant memory."""
-    display, count = Console(), -(-source.token_count // WINDOW)
+    """Reads `source` whole if it is `every` or small, else in WINDOWS windows spread over it. In constant memory."""
+    console = Console()
+    count = -(-source.token_count // WINDOW)
     every = every or count <= WINDOWS
-    read = documents = longest = counted = begun = 0
-    lowest, highest = np.iinfo(np.int64).max, 0
-    for number in range(count if every else WINDOWS):
-        start = WINDOW * (number if every else number * count // WINDOWS)
-        tokens, positions, mask = source.read(start, min(WINDOW, source.token_count - start))
-        starts: np.ndarray = start + np.flatnonzero(positions == 0)
-        begun = (
-            begun if every else start
-        )  # where the document that is open began, as far as it was read
-        longest = max(longest, int(np.diff([begun, *starts, start + len(tokens)]).max()))
-        begun = int(starts[-1]) if len(starts) else begun
-        read, documents = read + len(tokens), documents + len(starts)
-        lowest, highest = min(lowest, int(tokens.min())), max(highest, int(tokens.max()))
-        counted += len(tokens) if mask is None else int(mask.sum())
-        display.passing(f"{read:,} tokens read")
-    display.close()
-    return Survey(read, lowest, highest, documents, longest, counted)
+    numbers = list(range(count))
+    if not every:
+        numbers = [number * count // WINDOWS for number in range(WINDOWS)]
+    found = Survey()
+    begun = 0  # where the document that is open began, as far as it was read
+    for number in numbers:
+        start = WINDOW * number
+        tokens, positions, _ = source.read(start, min(WINDOW, source.token_count - start))
+        if not every:
+            begun = start
+        bounds = [begun, *(start + np.flatnonzero(positions == 0)), start + len(tokens)]
+        found.longest = max(found.longest, int(np.diff(bounds).max()))
+        begun = bounds[-2]
+        found.read += len(tokens)
+        found.lowest = min(found.lowest, int(tokens.min()))
+        found.highest = max(found.highest, int(tokens.max()))
+        console.passing(f"{found.read:,} tokens read")
+    console.close()
+    return found
 
 
-def _show_files(source):
-    plan, files = source.plan, source.files
-    names = ("documents", "tokens", "pieces")
-    documents, tokens, pieces = (sum(getattr(file, name) for file in files) for name in names)
-    say(
-        "files",
-        f"{len(files):,} of {scaled(sum(file.size for file in files), 'B')}, "
-        f"{', '.join(sorted({np.dtype(file.dtype).name for file in files}))}",
-    )
-    if plan.documents:
-        added = plan.added * pieces
-        say(
-            "in the files",
-            f"{tokens:,} tokens in {documents:,} documents; left out: {documents - pieces:,} empty "
-            f"ones, {tokens + added - source.token_count:,} separators at ends; added: {added:,}",
-        )
-
-
-def _show_tokenizer(source, found):
-    """(its size, 0 where it is not known; a list of what is wrong with it), after some samples."""
+def _show_samples(store):
+    """Prints the tokenizer and some text of the store, where it holds one."""
     try:
-        folder = source.tokenizer_path
+        folder = store.tokenizer_path
     except UserError:
-        say("tokenizer", "none; --tokenizer=FOLDER shows samples")
-        return 0, []
+        say("tokenizer", "none")
+        return
     say("tokenizer", folder)
     words = load_words(folder)
     for number in range(SAMPLES):
-        start = source.token_count * number // SAMPLES
-        tokens = source.read(start, min(SAMPLE_TOKENS, source.token_count - start)).tokens
+        start = store.token_count * number // SAMPLES
+        tokens = store.read(start, min(SAMPLE_TOKENS, store.token_count - start)).tokens
         if tokens.max() < words.vocab_size:
             say(f"at {start:,}", repr(words.decode(tokens.tolist()))[:SAMPLE_WIDTH])
-    other = source.eos >= 0 and words.eos is not None and words.eos != source.eos
-    return words.vocab_size, [f"its tokenizer's eos is {words.eos}, not {source.eos}"] * other

@@ -1,10 +1,10 @@
 """A corpus, a small tokenizer and a way to tokenise with it."""
 
 import pytest
+from mamba_fsdp.data.text import open_source
 
 from config.dataset_config import DatasetConfig
 from mamba_fsdp.data import tokenizer as tokenizers_
-from mamba_fsdp.data.text import open_source
 from mamba_fsdp.data.tokenize import make_dataset
 from tests.support.corpora import make_texts
 

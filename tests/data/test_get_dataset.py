@@ -27,6 +27,7 @@ import pytest
 import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from mamba_fsdp.data.documents import documents
 from tokenizers import processors
 
 import get_dataset
@@ -35,7 +36,6 @@ from mamba_fsdp import command_line
 from mamba_fsdp import lease as lease_
 from mamba_fsdp.data import readers, text, tokenize, units, workers
 from mamba_fsdp.data import tokenizer as tokenizers_
-from mamba_fsdp.data.documents import documents
 from mamba_fsdp.data.store import StoreWriter, TokenStore
 from mamba_fsdp.errors import UserError
 from tests.support.corpora import ROOT, command, content, make_texts, read_back, stored_documents

@@ -14,14 +14,14 @@ import sentencepiece
 import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from mamba_fsdp.data.documents import TextBlock, documents
+from mamba_fsdp.data.text import open_source
 
 from config.dataset_config import DatasetConfig
 from config.train_config import DataConfig
 from mamba_fsdp.data import documents as documents_
 from mamba_fsdp.data import opening, readers, tokenize, tokenizer, units
-from mamba_fsdp.data.documents import TextBlock, documents
 from mamba_fsdp.data.store import TokenStore
-from mamba_fsdp.data.text import open_source
 from mamba_fsdp.errors import UserError
 from tests.support.corpora import stored_documents
 

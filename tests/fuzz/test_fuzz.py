@@ -25,6 +25,8 @@ import pytest
 import torch
 import yaml
 import zstandard
+from mamba_fsdp.data.documents import documents
+from tests.support.foreign_files import write_fms, write_layout, write_megatron, write_rows
 
 from config import resolve
 from config.dataset_config import DatasetConfig
@@ -35,7 +37,6 @@ from mamba_fsdp.checkpoint.checkpointer import Checkpointer
 from mamba_fsdp.checkpoint.folder import Reader, find_checkpoint
 from mamba_fsdp.checkpoint.tensors import open_tensors
 from mamba_fsdp.data import readers, text, tokenize, tokenizer, workers
-from mamba_fsdp.data.documents import documents
 from mamba_fsdp.data.opening import open_source
 from mamba_fsdp.data.store import StoreWriter, _checksum
 from mamba_fsdp.data.tokenizer import identities_in
@@ -48,7 +49,6 @@ from mamba_fsdp.report.curves import summarise_run
 from mamba_fsdp.run_layout import COMMIT, STATE
 from mamba_fsdp.train.state import TrainState
 from mamba_fsdp.verbs import checkpoints, inspect, report
-from tests.support.foreign_files import write_fms, write_layout, write_megatron, write_rows
 from tests.support.small_models import CONFIGS, random_state, write_ours
 
 ROUNDS, SEED = int(os.environ.get("FUZZ_ROUNDS", 40)), int(os.environ.get("FUZZ_SEED", 0))

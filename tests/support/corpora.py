@@ -6,10 +6,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+from mamba_fsdp.data.writing import Copy
 from tokenizers import Tokenizer
 
 from mamba_fsdp.data.store import StoreWriter, TokenStore
-from mamba_fsdp.data.writing import Copy
 
 ROOT = Path(__file__).parents[2]
 
