@@ -112,14 +112,16 @@ def write_store(path, tokens):
 
 
 def make_ours(folder, seq_length, batch_size):
-    """{name: batches} of our loader over each format; each is made from the store by convert."""
+    """{name: batches} of our loader; and folder/blocks, which the others read."""
+    import datasets
+
     from config.train_config import DataConfig
     from mamba_fsdp.data.loader import BatchLayout, Loader
     from mamba_fsdp.data.opening import open_source
     from mamba_fsdp.data.sampler import Sampler
 
     def batches(path, workers):
-        data = DataConfig(seq_length=seq_length, num_workers=workers, eos_token=str(EOS))
+        data = DataConfig(seq_length=seq_length, num_workers=workers)
         sources = {"it": open_source(path, data)}
         order = Sampler(sources, {"it": 1.0}, seq_length, seed=0)
         with Loader(
@@ -128,38 +130,14 @@ def make_ours(folder, seq_length, batch_size):
             for step in itertools.count():
                 yield loader.step(step)[0].tokens
 
-    for out, *options in (
-        ("blocks", "--format=save_to_disk", f"--block={seq_length}"),
-        ("fms", "--format=fms"),
-        ("rows", "--format=save_to_disk"),
-        ("layout", "--format=datalayout"),
-    ):
-        subprocess.run(
-            [
-                sys.executable,
-                "-m",
-                "mamba_fsdp",
-                "convert",
-                folder / "store",
-                folder / out,
-                *options,
-            ],
-            check=True,
-            stdout=subprocess.DEVNULL,
-        )
-    TokenStore(folder / "store").read(0, TokenStore(folder / "store").token_count)[0].tofile(
-        folder / "flat.bin"
+    store = TokenStore(folder / "store")
+    rows = store.read(0, store.token_count // seq_length * seq_length).tokens
+    datasets.Dataset.from_dict({"input_ids": rows.reshape(-1, seq_length)}).save_to_disk(
+        folder / "blocks"
     )
-    places = {
-        "token store": "store",
-        "save_to_disk, blocks": "blocks",
-        "save_to_disk, documents": "rows",
-        "fms": "fms",
-        "DataLayout": "layout",
-        "nanoGPT's .bin": "flat.bin",
-    }
-    return {f"ours, {name}": batches(folder / place, 1) for name, place in places.items()} | {
-        "ours, token store, without a thread": batches(folder / "store", 0)
+    return {
+        "ours, token store": batches(folder / "store", 1),
+        "ours, token store, without a thread": batches(folder / "store", 0),
     }
 
 
@@ -169,7 +147,6 @@ def data_loaders(folder, seq_length, batch_size):
     from transformers import default_data_collator
 
     lists = datasets.load_from_disk(str(folder / "blocks"))
-    lists = lists.select(range(len(lists) - 1))  # the last one is shorter
     tensors = lists.with_format("torch")
 
     def batches(rows, workers, collate=None):

@@ -1,5 +1,7 @@
 """Columns of Arrow tables as texts or token ids, whatever type they are stored in."""
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -9,6 +11,18 @@ from pyarrow import compute, types
 from mamba_fsdp.errors import UserError, first_line
 
 TOKEN_COLUMNS = ("tokens", "input_ids")  # looked for where there is no --text_column
+
+
+@contextlib.contextmanager
+def named_errors(name: str, kind: str) -> Iterator[None]:
+    """Inside, whatever stops a library is a UserError that names the file, which was read as `kind`."""
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:
+        reason = getattr(error, "strerror", None) or first_line(error)[:300]
+        raise UserError(f"{name}: can't be read as {kind} ({reason})") from error
 
 
 def column_of(name: str, table: Any, column: str) -> Any:

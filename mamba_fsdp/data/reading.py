@@ -6,7 +6,6 @@ what IterableDataset.state_dict says, taken between two batches.
 """
 
 import codecs
-import contextlib
 import functools
 import glob
 import itertools
@@ -22,7 +21,7 @@ import pyarrow
 
 from config.dataset_config import DatasetConfig
 from mamba_fsdp.data import importers
-from mamba_fsdp.data.arrow_columns import column_of, rows_of
+from mamba_fsdp.data.arrow_columns import column_of, named_errors, rows_of
 from mamba_fsdp.data.corpus import Piece
 from mamba_fsdp.data.hub import why_offline
 from mamba_fsdp.errors import UserError, first_line
@@ -97,7 +96,7 @@ class Reader:
 
     def _rows(self):
         """Yields (the dataset, the documents of its next rows)."""
-        with _named_errors(self.piece.names[0], self.piece.kind):
+        with named_errors(self.piece.names[0], self.piece.kind):
             dataset = _open(self.piece, self.options)
             if self.parts > 1 and dataset.num_shards >= self.parts:
                 dataset = dataset.shard(self.parts, self.part, contiguous=True)
@@ -146,18 +145,6 @@ def _place_to_cut(text):
         if cut > 0:
             return cut
     return len(text)
-
-
-@contextlib.contextmanager
-def _named_errors(name, kind):
-    """Inside, whatever stops a library is a UserError that names the file."""
-    try:
-        yield
-    except UserError:
-        raise
-    except Exception as error:
-        reason = getattr(error, "strerror", None) or first_line(error)[:300]
-        raise UserError(f"{name}: can't be read as {kind} ({reason})") from error
 
 
 def _open(piece: Piece, options: DatasetConfig) -> datasets.IterableDataset:
@@ -300,7 +287,7 @@ def _decoded(name):
     """Yields (a stretch of the file's text, whether it is the last). Raises UserError for what is no UTF-8."""
     decoder = codecs.getincrementaldecoder("utf-8-sig")()
     done = 0
-    with _named_errors(name, "text"), pyarrow.input_stream(name) as file:  # unpacks .gz and .zst
+    with named_errors(name, "text"), pyarrow.input_stream(name) as file:  # unpacks .gz and .zst
         while True:
             data = file.read(BLOCK)
             if done == 0:
@@ -325,7 +312,7 @@ def _check_no_utf16(name, data):
 
 
 def _is_list(name):
-    with _named_errors(name, "JSON"), pyarrow.input_stream(name) as file:
+    with named_errors(name, "JSON"), pyarrow.input_stream(name) as file:
         return file.read(4096).removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"[")
 
 

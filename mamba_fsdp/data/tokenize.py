@@ -31,7 +31,7 @@ from mamba_fsdp.data.importers import rows_are_blocks
 from mamba_fsdp.data.merging import merge
 from mamba_fsdp.data.reading import Reader
 from mamba_fsdp.data.sampler import splitmix64
-from mamba_fsdp.data.store import StoreWriter, TokenStore
+from mamba_fsdp.data.store import SHARDS, StoreWriter, TokenStore
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.formats import DATASET
 from mamba_fsdp.lease import Lease, living
@@ -79,7 +79,7 @@ EXAMPLE = {
     "piece": 0,
     "written": 0,
     "empty": 0,
-    "stores": {},
+    "stores": {"": {"shards": SHARDS}},
 }
 
 

@@ -1,7 +1,6 @@
 """A corpus, a small tokenizer and a way to tokenise with it."""
 
 import pytest
-from mamba_fsdp.data.text import open_source
 
 from config.dataset_config import DatasetConfig
 from mamba_fsdp.data import tokenizer as tokenizers_
@@ -32,10 +31,9 @@ def prepare(tokenizer):
                 "tokenizer": tokenizer,
                 "eos_token": tokenizers_.END_OF_TEXT,
                 "validation_fraction": 0.0,
-                "workers": 1,
                 **settings,
             }
         )
-        return make_dataset(open_source(str(source), options), out, save_seconds=save_seconds)
+        return make_dataset(str(source), out, options, save_seconds=save_seconds)
 
     return run

@@ -4,11 +4,9 @@ A few mutations of each file of each kind by default; thousands with FUZZ_ROUNDS
 message: FUZZ_SEED=N FUZZ_ROUNDS=1 makes that one again.
 """
 
-import collections
 import contextlib
 import gzip
 import io
-import itertools
 import json
 import math
 import os
@@ -19,24 +17,23 @@ import signal
 from pathlib import Path
 from unittest.mock import patch
 
+import datasets
 import pyarrow
 import pyarrow.parquet
 import pytest
 import torch
 import yaml
 import zstandard
-from mamba_fsdp.data.documents import documents
-from tests.support.foreign_files import write_fms, write_layout, write_megatron, write_rows
 
 from config import resolve
 from config.dataset_config import DatasetConfig
-from config.train_config import DataConfig
 from mamba_fsdp import lease
 from mamba_fsdp.checkpoint import files as checkpoint_files
 from mamba_fsdp.checkpoint.checkpointer import Checkpointer
 from mamba_fsdp.checkpoint.folder import Reader, find_checkpoint
 from mamba_fsdp.checkpoint.tensors import open_tensors
-from mamba_fsdp.data import readers, text, tokenize, tokenizer, workers
+from mamba_fsdp.data import encoding, reading, tokenize, tokenizer
+from mamba_fsdp.data.corpus import Piece, kind_of
 from mamba_fsdp.data.opening import open_source
 from mamba_fsdp.data.store import StoreWriter, _checksum
 from mamba_fsdp.data.tokenizer import identities_in
@@ -49,6 +46,7 @@ from mamba_fsdp.report.curves import summarise_run
 from mamba_fsdp.run_layout import COMMIT, STATE
 from mamba_fsdp.train.state import TrainState
 from mamba_fsdp.verbs import checkpoints, inspect, report
+from tests.support.others_tokens import write_fms, write_layout
 from tests.support.small_models import CONFIGS, random_state, write_ours
 
 ROUNDS, SEED = int(os.environ.get("FUZZ_ROUNDS", 40)), int(os.environ.get("FUZZ_SEED", 0))
@@ -88,8 +86,8 @@ ODD = [
 # What is read: make(folder) writes it, read(folder) reads it as a run or a verb would.
 
 
-def read_source(folder, name="data"):
-    source = open_source(folder / name, DataConfig(eos_token="0", index_dir=str(folder / "index")))
+def read_source(folder):
+    source = open_source(folder / "data")
     count = min(source.token_count, 1000)
     if count:
         source.read(0, count)
@@ -248,53 +246,56 @@ def make_texts(folder):
 
 
 def read_texts(folder):
-    options, counts = DatasetConfig(invalid_utf8="replace"), collections.Counter()
-    source = text.open_source(str(folder / "texts"), options)
-    for block in itertools.chain.from_iterable(map(source.blocks, range(source.unit_count))):
-        collections.deque(documents(block, options, counts), 0)
+    refused = []
+    for path in sorted((folder / "texts").iterdir()):
+        try:
+            piece = Piece(kind_of(path), [str(path)])
+            for batch in reading.Reader(piece, DatasetConfig()).batches(100):
+                assert all(len(document.content) for document in batch.documents)
+        except UserError as error:
+            refused.append(error)
+    if refused:
+        raise refused[0]
 
 
-class Alone:
-    """Workers of this process; the `left`th block is the last before a Ctrl-C."""
+def read_tokens(folder):
+    """As get_dataset.py imports them."""
+    options = DatasetConfig(tokenizer="none", eos_token="0", validation_fraction=0)
+    tokenize.make_dataset(str(folder / "data"), folder / "out", options)
 
-    left = 1 << 30
 
-    def __init__(self, tokens, options):
-        workers._worker = tokens.backend, tokens.eos, tokens.bos, tokens.vocab_size, options
+def make_layout(folder):
+    (folder / "data").mkdir()
+    write_layout(folder / "data/a.npy", DOCUMENTS)
 
-    def __enter__(self):
-        return self
 
-    def __exit__(self, *_):
-        pass
-
-    def results(self, blocks):
-        for block in blocks:
-            Alone.left -= 1
-            if Alone.left < 0:
-                raise KeyboardInterrupt
-            yield [block], workers._tokenize([block])
+def make_rows(folder):
+    datasets.Dataset.from_dict({"input_ids": DOCUMENTS}).save_to_disk(folder / "data")
 
 
 def read_dataset(folder, save_seconds=60.0):
     """Resumes."""
-    with (
-        patch.object(tokenize, "Workers", Alone),
-        patch.object(text, "UNIT_BYTES", 300),
-        patch.object(readers, "BLOCK_BYTES", 100),
-    ):
-        options = DatasetConfig(tokenizer="train:300", documents="lines", shard_tokens=40)
-        source = text.open_source(str(folder.parent / "texts.txt"), options)
-        tokenize.make_dataset(source, folder / "data", save_seconds=save_seconds)
+    options = DatasetConfig(tokenizer="train:300", documents="lines", shard_tokens=40)
+    with patch.object(tokenize, "BATCH_SIZE", 100), patch.object(reading, "BLOCK", 100):
+        tokenize.make_dataset(
+            str(folder.parent / "texts.txt"), folder / "data", options, save_seconds=save_seconds
+        )
 
 
 def make_dataset(folder):
-    """Interrupted in its second unit."""
+    """Interrupted in the middle."""
     (folder.parent / "texts.txt").write_text("some words and others\n" * 40)
-    Alone.left = 5
-    with contextlib.suppress(KeyboardInterrupt):
-        read_dataset(folder, 0.0)
-    Alone.left = 1 << 30
+    real, batches = encoding.Encoder._ids, []
+
+    def interrupted(*given):
+        batches.append(given)
+        if len(batches) == 4:
+            raise KeyboardInterrupt
+        return real(*given)
+
+    with patch.object(encoding.Encoder, "_ids", interrupted):
+        with contextlib.suppress(KeyboardInterrupt):
+            read_dataset(folder, 0.0)
 
 
 READERS = {  # name: (make, read, seal: what makes checksums fit again, which half of the mutations get)
@@ -312,21 +313,12 @@ READERS = {  # name: (make, read, seal: what makes checksums fit again, which ha
         lambda folder: resolve.resolve_settings({}, str(folder / "settings.yaml")),
         None,
     ),
-    "layout": (
-        lambda folder: write_layout(folder / "data.npy", DOCUMENTS),
-        lambda folder: read_source(folder, "data.npy"),
-        None,
-    ),
-    "megatron": (
-        lambda folder: write_megatron(folder / "data", DOCUMENTS),
-        lambda folder: read_source(folder),
-        None,
-    ),
+    "layout": (make_layout, read_tokens, None),
     "tokenizer": (make_tokenizer, read_tokenizer, None),
     "texts": (make_texts, read_texts, None),
     "dataset": (make_dataset, read_dataset, None),
-    "fms": (lambda folder: write_fms(folder / "data/a.arrow", DOCUMENTS), read_source, None),
-    "rows": (lambda folder: write_rows(folder / "data", DOCUMENTS), read_source, None),
+    "fms": (lambda folder: write_fms(folder / "data/a.arrow", DOCUMENTS), read_tokens, None),
+    "rows": (make_rows, read_tokens, None),
 }
 
 
@@ -495,13 +487,6 @@ def escape_store(folder, way):
     (folder / "data/index.json").write_text(json.dumps(index))
 
 
-def escape_rows(folder, way):
-    state = json.loads((folder / "data/state.json").read_bytes())
-    (folder / "data" / state["_data_files"][0]["filename"]).rename(folder / "secret.arrow")
-    state["_data_files"][0]["filename"] = f"{way}secret.arrow"
-    (folder / "data/state.json").write_text(json.dumps(state))
-
-
 def escape_model(folder, way):
     path = folder / "theirs/model.safetensors.index.json"
     index = json.loads(path.read_bytes())
@@ -521,14 +506,14 @@ def escape_checkpoint(folder, way):
 
 
 def escape_dataset(folder, way):
-    """What a unit names is moved into the store."""
-    path = folder / "data/.progress/00000.json"
-    unit = json.loads(path.read_bytes())
-    name = unit["stores"]["train"][0]["name"]
+    """What a part's state names is moved into the store."""
+    part = folder / "data/.progress/0-of-1"
+    state = json.loads((part / "state.json").read_bytes())
+    name = state["stores"]["train"]["shards"][0]["name"]
     for suffix in ("bin", "doc"):
-        (path.with_suffix("") / f"train/{name}.{suffix}").rename(folder / f"secret.{suffix}")
-    unit["stores"]["train"][0]["name"] = f"{way}{'' if way[0] == '/' else '../../../'}secret"
-    path.write_text(json.dumps(unit))
+        (part / f"train/{name}.{suffix}").rename(folder / f"secret.{suffix}")
+    state["stores"]["train"]["shards"][0]["name"] = f"{way}secret"
+    (part / "state.json").write_text(json.dumps(state))
 
 
 @pytest.mark.slow
@@ -537,7 +522,6 @@ def escape_dataset(folder, way):
     ("name", "escape"),
     [
         ("store", escape_store),
-        ("rows", escape_rows),
         ("model", escape_model),
         ("checkpoint", escape_checkpoint),
         ("dataset", escape_dataset),

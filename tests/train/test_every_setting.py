@@ -43,26 +43,6 @@ OTHER_VALUES = {
     "weights": ("1,5", {"datasets": "train,other"}),
     "validation_path": ("none", {}),
     "allow_other_tokenizer": (True, {"datasets": "train,foreign"}),
-    **{
-        name: (
-            value,
-            {
-                "datasets": "rows/train",
-                "eos_token": 0,
-                "validation_path": "none",
-                "eval_interval": 0,
-            },
-        )
-        for name, value in {
-            "tokenizer": "{corpus}/tokenizer",
-            "eos_token": 63,
-            "bos_token": 62,
-            "strip_tokens": "4,5,6",
-            "col_name": "others",
-            "pack": "none",
-            "index_dir": "{run}/index",
-        }.items()
-    },
     "seq_length": (16, {}),
     "reset_at_documents": (True, {}),
     "num_workers": (3, {}),

@@ -11,7 +11,7 @@ import pytest
 
 from config import resolve
 from config.train_config import DataConfig
-from mamba_fsdp.data import text, tokenize
+from mamba_fsdp.data import tokenize
 from mamba_fsdp.data.builtin import make_missing_builtin, missing_builtin
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.verbs.loading import starting_weights
@@ -102,9 +102,8 @@ def test_what_a_run_began_with_may_be_gone(train, tmp_path, setting, remove):
 def test_only_the_default_data_is_made_and_only_where_it_is_missing(tmp_path, monkeypatch):
     made = []
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(text, "open_source", lambda name, options: name)
     monkeypatch.setattr(
-        tokenize, "make_dataset", lambda source, folder: made.append((source, folder))
+        tokenize, "make_dataset", lambda source, folder, options: made.append((source, folder))
     )
     folder = tmp_path / "data/builtin"
     for path in ("data/mine", "builtin", str(tmp_path)):
@@ -131,10 +130,10 @@ OF_A_TENTH = """
 import os, runpy, signal, sys
 from config import resolve
 from config.train_config import DataConfig
-from mamba_fsdp.data import text
+from mamba_fsdp.data import corpus
 
 def die(event, given, opened=[]):  # in the middle of it
-    if event == "open" and "data/builtin/train/" in str(given[0]):
+    if event == "open" and "data/builtin/.progress/0-of-1/train/" in str(given[0]):
         opened.append(given[0])
         if len(opened) == 3:
             os.kill(os.getpid(), signal.SIGKILL)
@@ -142,8 +141,8 @@ def die(event, given, opened=[]):  # in the middle of it
 if __name__ == "__main__":
     if "DIES" in os.environ:
         sys.addaudithook(die)
-    files, sys.argv = text.corpus_files(), sys.argv[1:]
-    text.corpus_files = lambda: files[::10]
+    files, sys.argv = corpus.builtin_files(), sys.argv[1:]
+    corpus.builtin_files = lambda: files[::10]
     runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
@@ -160,7 +159,9 @@ def test_two_ranks_make_the_default_data_that_a_killed_start_left_in_parts(proje
     first = subprocess.run(
         [sys.executable, *command], cwd=tmp_path, env={**environment, "DIES": "1"}
     )
-    assert first.returncode == -signal.SIGKILL and list((tmp_path / "data/builtin/train").iterdir())
+    assert first.returncode == -signal.SIGKILL and list(
+        (tmp_path / "data/builtin/.progress/0-of-1/train").iterdir()
+    )
     assert not (tmp_path / "data/builtin/dataset.json").exists()
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     done = subprocess.run(

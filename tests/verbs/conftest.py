@@ -25,7 +25,7 @@ MODEL = {
 
 @pytest.fixture(scope="session")
 def used(tmp_path_factory):
-    from mamba_fsdp.data import text, tokenize
+    from mamba_fsdp.data.tokenize import make_dataset
     from mamba_fsdp.interop.convert import publish, write_model
     from mamba_fsdp.train.run import run_training
 
@@ -33,10 +33,8 @@ def used(tmp_path_factory):
     (folder / "a.txt").write_text(
         "".join(f"def line_{n}(x): return {n} * x  # naïve\n" for n in range(600))
     )
-    options = DatasetConfig(tokenizer="train:300", workers=1, validation_fraction=0.2)
-    tokenize.make_dataset(
-        text.open_source(str(folder / "a.txt"), options), folder / "data" / "builtin"
-    )
+    options = DatasetConfig(tokenizer="train:300", validation_fraction=0.2)
+    make_dataset(str(folder / "a.txt"), folder / "data" / "builtin", options)
     given = {
         **MODEL,
         "dataset_path": folder / "data" / "builtin",

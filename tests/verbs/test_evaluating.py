@@ -106,11 +106,11 @@ def test_what_is_told(run):
 
 def test_text_is_measured_as_the_store_that_get_dataset_makes_of_it(run, tmp_path):
     from config.dataset_config import DatasetConfig
-    from mamba_fsdp.data import text, tokenize
+    from mamba_fsdp.data.tokenize import make_dataset
 
     (tmp_path / "b.jsonl").write_text(lines(60))
-    options = DatasetConfig(tokenizer="runs/demo/tokenizer", validation_fraction=0, workers=1)
-    tokenize.make_dataset(text.open_source(str(tmp_path / "b.jsonl"), options), tmp_path / "made")
+    options = DatasetConfig(tokenizer="runs/demo/tokenizer", validation_fraction=0)
+    make_dataset(str(tmp_path / "b.jsonl"), tmp_path / "made", options)
     told = []
     for place in ("b.jsonl", "made/train"):
         out = run("runs/demo", tmp_path / place, "--seq_length=16", "--stride=4")[1]
@@ -122,9 +122,10 @@ def test_a_named_dataset_is_measured_on_validation_and_test(run, monkeypatch):
     datasets = pytest.importorskip("datasets")
     asked = []
 
-    def load(name, config, split, streaming):
+    def load(name, config, *, split, streaming):
         asked.append((config, split))
-        return datasets.Dataset.from_dict({"text": [f" = {split} {n} = \n" for n in range(20)]})
+        rows = datasets.Dataset.from_dict({"text": [f" = {split} {n} = \n" for n in range(20)]})
+        return rows.to_iterable_dataset()
 
     monkeypatch.setattr(datasets, "load_dataset", load)
     words = ["Salesforce/wikitext", "--config=wikitext-103-raw-v1", "--seq_length=16", "--json"]

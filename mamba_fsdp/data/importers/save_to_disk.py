@@ -6,7 +6,7 @@ import datasets
 import numpy as np
 from pyarrow import compute
 
-from mamba_fsdp.data.arrow_columns import column_of
+from mamba_fsdp.data.arrow_columns import column_of, named_errors
 from mamba_fsdp.errors import UserError
 
 ROWS = 1024
@@ -26,6 +26,11 @@ def open_saved_to_disk(folder: str, split: str, column: str) -> datasets.Iterabl
 def rows_are_blocks(folder: str, split: str, column: str) -> bool:
     """Whether all rows but the last are token ids of one length: one long text that was cut. Raises UserError for rows
     that leave tokens out of the loss."""
+    with named_errors(folder, "save_to_disk"):
+        return _rows_are_blocks(folder, split, column)
+
+
+def _rows_are_blocks(folder, split, column):
     lengths: list[np.ndarray] = []
     for table in _load(folder, split).with_format("arrow").iter(batch_size=ROWS):
         check_all_count(folder, table)
