@@ -2,7 +2,10 @@
 
 import dataclasses
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 from config.fields import Needs, condition, setting, takes
 from mamba_fsdp.errors import UserError
@@ -84,9 +87,9 @@ class ModelConfig:
     d_intermediate: int = setting(0, at_least=0, needs=read_by_layers("d_intermediate"))
     """Width of the MLP in layers marked +mlp; 0 means 8/3 of d_model, rounded up to a multiple of 128."""
 
-    def layer_list(self):
-        """The n_layer layers as a list of Layer. Raises UserError where the pattern can't be read."""
-        pattern = []
+    def layer_list(self) -> list[Layer]:
+        """The n_layer layers. Raises UserError where the pattern can't be read."""
+        pattern: list[Layer] = []
         for item in self.layers.replace(" ", "").split(","):
             match = re.fullmatch(r"(?:(\d+)\*)?([a-z0-9]+)(\+mlp)?", item)
             if not match or match[2] not in spec.MIXERS:
@@ -94,46 +97,49 @@ class ModelConfig:
                     f"layers: can't read {item!r} in {self.layers!r}; write {', '.join(spec.MIXERS)}, each "
                     "with an optional count and +mlp, as in 9*mamba2+mlp,attention+mlp"
                 )
-            pattern += [Layer(match[2], bool(match[3]))] * min(int(match[1] or 1), self.n_layer)
+            count = min(int(match[1] or 1), self.n_layer)
+            pattern += [Layer(mixer=match[2], mlp=match[3] is not None)] * count
         if not pattern:
             raise UserError(f"layers: {self.layers!r} names no layer; give each count at least 1")
-        return [pattern[i % len(pattern)] for i in range(self.n_layer)]
+        return [pattern[index % len(pattern)] for index in range(self.n_layer)]
 
-    def has(self, *mixers):
+    def has(self, *mixers: str) -> bool:
+        """Whether one of these mixers is in a layer."""
         return any(layer.mixer in mixers for layer in self.layer_list())
 
     @property
-    def padded_vocab_size(self):
-        return -(-self.vocab_size // self.pad_vocab_size_multiple) * self.pad_vocab_size_multiple
+    def padded_vocab_size(self) -> int:
+        return rounded_up(self.vocab_size, self.pad_vocab_size_multiple)
 
     @property
-    def d_inner(self):
+    def d_inner(self) -> int:
         return self.expand * self.d_model
 
     @property
-    def resolved_dt_rank(self):
+    def resolved_dt_rank(self) -> int:
         return self.dt_rank or -(-self.d_model // 16)
 
     @property
-    def n_ssm_head(self):
+    def n_ssm_head(self) -> int:
         return self.d_inner // self.headdim
 
     @property
-    def resolved_head_dim(self):
+    def resolved_head_dim(self) -> int:
         return self.head_dim or self.d_model // self.n_head
 
     @property
-    def resolved_rotary_dim(self):
+    def resolved_rotary_dim(self) -> int:
         return self.resolved_head_dim if self.rotary_dim < 0 else self.rotary_dim
 
     @property
-    def resolved_d_intermediate(self):
+    def resolved_d_intermediate(self) -> int:
         """Where nothing is chosen, that of mamba_ssm's GatedMLP; 0 for a model without MLP."""
-        has_mlp = any(layer.mlp for layer in self.layer_list())
-        return (self.d_intermediate or -(-(8 * self.d_model // 3) // 128) * 128) if has_mlp else 0
+        if not any(layer.mlp for layer in self.layer_list()):
+            return 0
+        return self.d_intermediate or rounded_up(8 * self.d_model // 3, 128)
 
-    def structure(self):
-        """dict: setting -> what it comes to. Equal for two configs of one model, in whatever way they are written."""
+    def structure(self) -> dict[str, object]:
+        """What each setting comes to. Equal for two configs of one model, in whatever way they are written."""
         return {
             **vars(self),
             "model_name": "",
@@ -147,21 +153,24 @@ class ModelConfig:
             "d_intermediate": self.resolved_d_intermediate,
         }
 
-    def parts(self):
-        """The kinds of mixer, and the MLP, that the model consists of: a list of spec.Spec, each once."""
-        return list(
-            dict.fromkeys(
-                part for layer in self.layer_list() for part in spec.layer_parts(layer).values()
-            )
-        )
+    def parts(self) -> list[spec.Spec]:
+        """The kinds of mixer, and the MLP, that the model consists of, each once."""
+        parts: dict[spec.Spec, None] = {}
+        for layer in self.layer_list():
+            parts |= dict.fromkeys(spec.layer_parts(layer).values())
+        return list(parts)
 
-    def check(self):
+    def check(self) -> None:
         """Raises UserError for shapes that can't be built, naming the settings."""
         for part in self.parts():
             part.check(self)
 
 
-def checked_model(path, values):
+def rounded_up(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple
+
+
+def checked_model(path: Path, values: Mapping[str, Any]) -> ModelConfig:
     """The ModelConfig of the `values` that stand in `path`; what is missing takes its default. Raises UserError for an
     unknown name, a wrong type, a value out of bounds."""
     known = {leaf.name: leaf for leaf in dataclasses.fields(ModelConfig)}

@@ -150,7 +150,7 @@ def content() -> dict[str, Any]:
 @lru_cache(maxsize=None)
 def entries() -> dict[str, Entry]:
     """{word: its entry}."""
-    found = {}
+    found: dict[str, Entry] = {}
     for fields in content()["words"]:
         entry = Entry.read(fields)
         found |= dict.fromkeys(entry.words, entry)

@@ -108,22 +108,12 @@ def check_mistakes(on_line: Given, in_file: Given) -> None:
 
 
 def check_none(mistakes: Sequence[str], hint: str = "") -> None:
-    """Raises UserError with these sentences, if any, one a line, and a hint; words of which the same is said stand
-    together."""
+    """Raises UserError with these sentences, if any, one a line, and a hint."""
     if not mistakes:
         return
-    words_by_sentence: dict[str, list[str]] = {}
-    for mistake in mistakes:
-        word, colon, sentence = mistake.partition(": ")
-        if colon:
-            words_by_sentence.setdefault(colon + sentence, []).append(word)
-        else:
-            words_by_sentence.setdefault(mistake, [])
-    lines = [", ".join(words) + sentence for sentence, words in words_by_sentence.items()]
+    lines = [*mistakes, hint] if hint else list(mistakes)
     if len(mistakes) > 1:
         lines.insert(0, f"{len(mistakes)} mistakes:")
-    if hint:
-        lines.append(hint)
     raise UserError("\n  ".join(lines))
 
 

@@ -245,7 +245,7 @@ def test_each_entry_leads_to_settings_that_there_are():
 EARLIER = [
     word
     for word, entry in other_launchers.entries().items()
-    if "earlier" in entry.launchers and word not in all_settings()
+    if entry.usual and word not in all_settings()
 ]
 
 
@@ -270,6 +270,17 @@ def test_a_setting_that_is_gone(name, tmp_path):
         notes = resolve.resolve_settings({}, str(file))[0].notes
         said = f"{name}=7 is no longer a setting and ignored; {entry.why}"
         assert notes == ([said] if noted else [])
+
+
+def test_a_value_that_is_gone(tmp_path):
+    with pytest.raises(UserError, match="tracker=prometheus: no longer there; metrics.jsonl"):
+        resolve.resolve_settings({"tracker": "prometheus"})
+    file = tmp_path / "config.yaml"
+    text = resolve.as_yaml(resolve.resolve_settings({"tracker": "tensorboard"})[0])
+    file.write_text(text.replace("tracker:\n", "tracker:\n  - prometheus\n"))
+    settings, _ = resolve.resolve_settings({}, str(file))
+    assert settings.report.tracker == ["tensorboard"]
+    assert settings.notes[0].startswith("report.tracker=prometheus is ignored: no longer there")
 
 
 @pytest.mark.parametrize(
