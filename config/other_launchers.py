@@ -144,7 +144,7 @@ def plain(text: Any, known: Collection[str] = ()) -> str:
 @lru_cache(maxsize=None)
 def content() -> dict[str, Any]:
     """The file."""
-    return load_yaml(FILE)
+    return load_yaml(FILE, ours=True)
 
 
 @lru_cache(maxsize=None)

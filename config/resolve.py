@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from config import fields, other_launchers
+from config import fields, other_launchers, presets
 from config.fields import Duration, help_lines, shown
 from config.given import Given
 from config.model_config import ModelConfig
@@ -64,8 +64,9 @@ def read_file(name: str | None) -> Given:
 
 def ready_runs() -> dict[str, Path]:
     """{name: its YAML file} of the runs in config/ and its recipes/."""
+    tables = (other_launchers.FILE, presets.FILE)
     files = Path(__file__).parent.rglob("*.yaml")
-    return {path.stem: path for path in files if path != other_launchers.FILE}
+    return {path.stem: path for path in files if path not in tables}
 
 
 def find_config_file(name: str) -> Path:
