@@ -6,13 +6,13 @@ import inspect
 import os
 import sys
 import typing
-from collections.abc import Callable, Collection, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Annotated, Any, NoReturn
 
 import fire
 
 import mamba_fsdp
-from config.fields import KINDS, near_name, read, read_field
+from config.fields import KINDS, UNBOUNDED, near_name, read, read_field
 from mamba_fsdp.errors import UserError, leave_for_torchrun
 from mamba_fsdp.report.console import Console
 
@@ -22,14 +22,18 @@ VERSION = f"mamba_fsdp {mamba_fsdp.__version__}"
 def run(
     verb: Callable[..., Any], help_page: Callable[[], str], arguments: Sequence[str] | None = None
 ) -> None:
-    """Call `verb` with the command line's words and exit with its code.
+    """Calls `verb` with the command line's words and exits with its code.
 
     help_page: gives the text of --help. Exit codes: what the verb returns or 0; a UserError's own; 130 for Ctrl-C.
     """
-    arguments = sys.argv[1:] if arguments is None else arguments
+    if arguments is None:
+        arguments = sys.argv[1:]
     try:
-        if {"--version", "--help", "-h"} & {*arguments} or arguments == ["help"]:
-            Console().line(VERSION if "--version" in arguments else help_page())
+        if "--version" in arguments:
+            Console().line(VERSION)
+            raise SystemExit(0)
+        if {"--help", "-h"} & {*arguments} or arguments == ["help"]:
+            Console().line(help_page())
             raise SystemExit(0)
         raise SystemExit(call(verb, arguments) or 0)
     except KeyboardInterrupt:
@@ -38,19 +42,23 @@ def run(
     except BrokenPipeError:  # the reader, such as head, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise SystemExit(0) from None
-    except Exception as error:
-        # Wherever a path is used:
-        if (
-            isinstance(error, OSError)
-            and error.filename
-            and error.errno in (errno.EACCES, errno.ENAMETOOLONG)
-        ):
-            error = UserError(f"{error.filename}: {error.strerror}")
-        leave_for_torchrun(error)
-        if not isinstance(error, UserError):
+    except OSError as error:
+        if not error.filename or error.errno not in (errno.EACCES, errno.ENAMETOOLONG):
+            leave_for_torchrun(error)
             raise
-        print(f"error: {error}", file=sys.stderr)
-        raise SystemExit(error.exit_code) from None
+        _fail(UserError(f"{error.filename}: {error.strerror}"))  # wherever a path is used
+    except UserError as error:
+        _fail(error)
+    except Exception as error:
+        leave_for_torchrun(error)
+        raise
+
+
+def _fail(error: UserError) -> NoReturn:
+    """Ends the process with the error as one line."""
+    leave_for_torchrun(error)
+    print(f"error: {error}", file=sys.stderr)
+    raise SystemExit(error.exit_code) from None
 
 
 def call(verb: Callable[..., Any], arguments: Sequence[str]) -> Any:
@@ -61,63 +69,83 @@ def call(verb: Callable[..., Any], arguments: Sequence[str]) -> Any:
     options that are its fields. Raises UserError for words that don't fit: too many, missing, unknown (with the nearest
     name), of the wrong type or out of bounds.
     """
-    signature = inspect.signature(verb)
-    annotations: dict[str, Any] = {name: p.annotation for name, p in signature.parameters.items()}
     if "--" in arguments:  # behind which Fire takes flags of its own
         raise UserError("nothing is expected after --; see --help")
-    others, several = _take_repeated(
-        arguments, [name for name, kind in annotations.items() if kind == tuple[str, ...]]
-    )
+    parameters = inspect.signature(verb).parameters
+    repeated = [name for name, p in parameters.items() if p.annotation == tuple[str, ...]]
+    others, lists = _split_repeated(arguments, repeated)
     positional, named = split(others)
-    named |= several
-    groups: dict[str, Any] = {
-        name: kind for name, kind in annotations.items() if dataclasses.is_dataclass(kind)
-    }
-    fields = {leaf.name: leaf for group in groups.values() for leaf in dataclasses.fields(group)}
-    known = [*(name for name in annotations if name not in groups), *fields]
-    takes_any_name = any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values())
-    for name in named:
-        if name not in known and not takes_any_name:
-            raise UserError(
-                f"--{name}: there is no such option; {near_name(name, known, 'see --help', '--')}"
-            )
-    for name, group in groups.items():
-        given = {
-            leaf.name: named.pop(leaf.name)
-            for leaf in dataclasses.fields(group)
-            if leaf.name in named
-        }
-        named[name] = group(
-            **{name: read_field(f"--{name}", fields[name], text) for name, text in given.items()}
-        )
+    named |= lists
+    _check_known(named, parameters)
+    for name, parameter in parameters.items():
+        if dataclasses.is_dataclass(parameter.annotation):
+            named[name] = _read_group(parameter.annotation, named)
     try:
-        bound = signature.bind(*positional, **named)
+        bound = inspect.signature(verb).bind(*positional, **named)
     except TypeError as error:
         raise UserError(f"{error}; see --help") from None
-    for name, text in bound.arguments.items():
-        bounded = typing.get_origin(annotations[name]) is typing.Annotated
-        kind, *bounds = typing.get_args(annotations[name]) if bounded else [annotations[name]]
-        if kind in KINDS and isinstance(text, tuple):  # of a parameter such as *words
-            bound.arguments[name] = tuple(read(name, kind, word, *bounds) for word in text)
-        elif kind in KINDS:
-            bound.arguments[name] = read(f"--{name}", kind, text, *bounds)
+    for name, value in bound.arguments.items():
+        bound.arguments[name] = _read_value(parameters[name], value)
     return verb(*bound.args, **bound.kwargs)
 
 
-def _take_repeated(
+def _check_known(named: Collection[str], parameters: Mapping[str, inspect.Parameter]) -> None:
+    """Raises UserError for an option that is no parameter and no field of a dataclass among them."""
+    known = []
+    for name, parameter in parameters.items():
+        if parameter.kind is parameter.VAR_KEYWORD:  # takes any
+            return
+        if dataclasses.is_dataclass(parameter.annotation):
+            known += [leaf.name for leaf in dataclasses.fields(parameter.annotation)]
+        else:
+            known.append(name)
+    for name in named:
+        if name not in known:
+            hint = near_name(name, known, "see --help", "--")
+            raise UserError(f"--{name}: there is no such option; {hint}")
+
+
+def _read_group(group: Any, named: dict[str, Any]) -> Any:
+    """The dataclass `group` with those of the options that are its fields, which leave `named`."""
+    values = {}
+    for leaf in dataclasses.fields(group):
+        if leaf.name in named:
+            values[leaf.name] = read_field(f"--{leaf.name}", leaf, named.pop(leaf.name))
+    return group(**values)
+
+
+def _read_value(parameter: inspect.Parameter, value: Any) -> Any:
+    """The value of a parameter from its text, or texts where it is one such as *words."""
+    kind = parameter.annotation
+    bounds = UNBOUNDED
+    if typing.get_origin(kind) is Annotated:
+        kind, bounds = typing.get_args(kind)
+    if kind not in KINDS:
+        return value
+    if isinstance(value, tuple):
+        return tuple(read(parameter.name, kind, word, bounds) for word in value)
+    return read(f"--{parameter.name}", kind, value, bounds)
+
+
+def _split_repeated(
     words: Sequence[str], names: Collection[str]
 ) -> tuple[list[str], dict[str, tuple[str, ...]]]:
     """(the other words, all values of each of these options)."""
+    others = []
     found: dict[str, tuple[str, ...]] = {}
-    others, rest = [], iter(words)
+    rest = iter(words)
     for word in rest:
-        option, equals, text = word.partition("=")
-        if option[:2] == "--" and (name := option[2:]) in names:
-            if (value := text if equals else next(rest, None)) is None:
-                raise UserError(f"{option}: its value is missing")
-            found[name] = (*found.get(name, ()), value)
-        else:
+        option, equals, value = word.partition("=")
+        name = option.removeprefix("--")
+        if name == option or name not in names:
             others.append(word)
+            continue
+        if not equals:
+            following = next(rest, None)
+            if following is None:
+                raise UserError(f"{option}: its value is missing")
+            value = following
+        found[name] = (*found.get(name, ()), value)
     return others, found
 
 
@@ -131,8 +159,10 @@ def split(arguments: Sequence[str]) -> tuple[tuple[str, ...], dict[str, Any]]:
 
     fire.Fire(capture, command=list(arguments))
     positional, named = words[0]
-    # Fire takes --no_wandb for the opposite of a flag called _wandb.
-    return positional, {
-        **{name: text for name, text in named.items() if not name.startswith("_")},
-        **{f"no{name}": "True" for name in named if name.startswith("_")},
-    }
+    found = {}
+    for name, text in named.items():
+        if name.startswith("_"):  # Fire takes --no_wandb for the opposite of a flag called _wandb
+            found[f"no{name}"] = "True"
+        else:
+            found[name] = text
+    return positional, found

@@ -29,24 +29,31 @@ class StorageError(UserError):
 
 def joined(errors: Sequence[UserError], before: str = "") -> UserError:
     """One error that says `before` and what the first of these say; a StorageError where any of them is one."""
-    kind = StorageError if any(isinstance(error, StorageError) for error in errors) else UserError
-    said = list(dict.fromkeys(map(str, errors)))
-    return kind(before + "; ".join(said[:4] + [f"and {len(said) - 4} more"] * (len(said) > 4)))
+    messages = list(dict.fromkeys(map(str, errors)))
+    shown = messages[:4]
+    if len(messages) > 4:
+        shown.append(f"and {len(messages) - 4} more")
+    message = before + "; ".join(shown)
+    if any(isinstance(error, StorageError) for error in errors):
+        return StorageError(message)
+    return UserError(message)
 
 
 def first_line(error: BaseException) -> str:
     """The first line of an exception's message: some libraries write pages."""
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
+    message = str(error).strip() or type(error).__name__
+    return message.splitlines()[0]
 
 
 def leave_for_torchrun(error: BaseException) -> None:
-    """Write the exception where torchrun, if it runs us, looks for it: the launcher ends the log with its `said`."""
-    if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
-        said = (
-            f"error: {error}\n"
-            if isinstance(error, UserError)
-            else "".join(traceback.format_exception(error))
-        )
-        details = {"py_callstack": said, "timestamp": str(int(time.time()))}
-        message = {"message": f"{type(error).__name__}: {error}", "extraInfo": details}
-        Path(path).write_text(json.dumps({"message": message}))
+    """Writes the exception where torchrun, if it runs us, looks for it: the launcher ends the log with it."""
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if not path:
+        return
+    if isinstance(error, UserError):
+        text = f"error: {error}\n"
+    else:
+        text = "".join(traceback.format_exception(error))
+    details = {"py_callstack": text, "timestamp": str(int(time.time()))}
+    message = {"message": f"{type(error).__name__}: {error}", "extraInfo": details}
+    Path(path).write_text(json.dumps({"message": message}))

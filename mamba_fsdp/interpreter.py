@@ -20,14 +20,15 @@ def need(*packages):
         reason = "lacks %s" % ", ".join(missing)
     else:
         return
-    venv = os.path.join(PROJECT, ".venv", "bin", "python")
-    if not os.path.exists(venv) or sys.executable == venv:
+    python = os.path.join(PROJECT, ".venv", "bin", "python")
+    remedy = "use the project's own:"
+    if not os.path.exists(python) or sys.executable == python:
         remedy = "make the project's own, ./0.create_env.sh, then"
-    else:
-        remedy = "use the project's own:"
-    shown = os.path.relpath(venv) if os.getcwd() == PROJECT else venv
-    words = [shlex.quote(word) for word in [shown] + getattr(sys, "orig_argv", [""])[1:]]
-    sys.stderr.write("error: %s %s; %s %s\n" % (sys.executable, reason, remedy, " ".join(words)))
+    if os.getcwd() == PROJECT:
+        python = os.path.relpath(python)
+    words = [python] + getattr(sys, "orig_argv", [""])[1:]
+    command = " ".join(map(shlex.quote, words))
+    sys.stderr.write("error: %s %s; %s %s\n" % (sys.executable, reason, remedy, command))
     raise SystemExit(2)
 
 
