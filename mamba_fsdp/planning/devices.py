@@ -43,9 +43,11 @@ class Instance:
     device: str
     devices: int
     memory: float  # GB of a device
-    bandwidth: float  # GB/s of that memory
-    nvlink: float  # GB/s of a device to the others of its machine; PCIe 4.0 x16 where there is no NVLink
-    network: float  # Gbit/s of the machine to others: EFA where it has that
+    bandwidth: float = 0.0  # GB/s of that memory; 0: not known
+    nvlink: float = (
+        32  # GB/s of a device to the others of its machine; PCIe 4.0 x16 where there is no NVLink
+    )
+    network: float = 10  # Gbit/s of the machine to others: EFA where it has that
     peak: float = 0.0  # TFLOP/s in bf16; 0: that of a device of this name
 
     def tflops(self) -> float:

@@ -78,6 +78,11 @@ class Workload:
         return choose_recomputed(self.model.n_layer, share)
 
     @property
+    def repeats(self) -> list[float]:
+        """How much more each block computes than a forward and a backward pass (of twice that): 4/3, or 1."""
+        return [4 / 3 if recomputes else 1.0 for recomputes in self.recomputes]
+
+    @property
     def head_size(self) -> int:
         """Elements of the output layer."""
         return spec.output_layer(self.model).size

@@ -63,24 +63,22 @@ def step_seconds(
 def products_flops(work: Workload) -> float:
     """2 FLOPs per multiply-add and token, three times (forward, two gradients), a fourth in blocks that recompute."""
     multiplied = 3.0 * work.head_size
-    for layer, recomputes in zip(work.model.layer_list(), work.recomputes):
-        times = 4 if recomputes else 3
+    for layer, repeats in zip(work.model.layer_list(), work.repeats):
         for part in spec.layer_parts(layer).values():
             for parameter in part.parameters(work.model).values():
                 if parameter.decay and len(parameter.shape) == 2:
-                    multiplied += times * parameter.size
+                    multiplied += 3 * repeats * parameter.size
     return 2 * multiplied
 
 
 def attention_flops(work: Workload) -> float:
     """q . k and weights . v of half the positions, 3.5 times (Dao 2023, arXiv 2307.08691, section 4), and once more in
     blocks that recompute."""
-    length = work.settings.data.seq_length
-    forward = spec.MIXERS["attention"].flops
+    forward = spec.MIXERS["attention"].flops(work.model, work.settings.data.seq_length)
     flops = 0.0
-    for layer, recomputes in zip(work.model.layer_list(), work.recomputes):
+    for layer, repeats in zip(work.model.layer_list(), work.repeats):
         if layer.mixer == "attention":
-            flops += (4.5 if recomputes else 3.5) * forward(work.model, length)
+            flops += (0.5 + 3 * repeats) * forward
     return flops
 
 
@@ -88,9 +86,8 @@ def recurrence_bytes(work: Workload) -> float:
     """Bytes per token whose moving takes as long as the recurrence: STATE_BYTES for each state."""
     states = work.model.d_inner * work.model.d_state
     moved = 0.0
-    for layer, recomputes in zip(work.model.layer_list(), work.recomputes):
-        times = 4 / 3 if recomputes else 1.0
-        moved += times * states * STATE_BYTES.get(layer.mixer, 0)
+    for layer, repeats in zip(work.model.layer_list(), work.repeats):
+        moved += repeats * states * STATE_BYTES.get(layer.mixer, 0)
     return moved
 
 
@@ -98,9 +95,8 @@ def moved_bytes(work: Workload) -> float:
     """Bytes per token through the device's memory: of what a block keeps six passes (written, read twice, and so its
     gradient), of what only passes two; the logits."""
     moved = 6.0 * work.width * work.model.padded_vocab_size
-    for block, recomputes in zip(work.block_bytes, work.recomputes):
-        times = 4 / 3 if recomputes else 1.0
-        moved += times * (6 * block.kept + 2 * block.working)
+    for block, repeats in zip(work.block_bytes, work.repeats):
+        moved += repeats * (6 * block.kept + 2 * block.working)
     return moved
 
 

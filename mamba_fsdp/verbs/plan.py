@@ -8,7 +8,7 @@ Does this training fit, how long does it take, what does it cost? By formulas: n
 
   --nodes=1           machines
   --instance=NAME     what they are: a line of mamba_fsdp/planning/devices.py, as p4d.24xlarge; without it the machine
-                      at hand
+                      at hand, whose speed is not known
   --devices=N         of a machine
   --memory=GB         of a device       --peak=TFLOPS      of a device, dense, in bf16
   --bandwidth=GB/s    of its memory     --nvlink=GB/s      of a device to the others of its machine, one way
@@ -24,20 +24,20 @@ this is: docs/planning.md. Exit codes: 0 it fits, 1 it does not, 2 a mistake.
 
 import json as as_json
 from collections.abc import Iterator
-from dataclasses import fields, replace
+from dataclasses import asdict, fields, replace
 from typing import Annotated, Any
 
 from config.fields import Bounds, near_name, read
 from config.presets import title
 from config.resolve import resolve_settings
 from mamba_fsdp.errors import UserError
-from mamba_fsdp.model.spec import parameter_count
 from mamba_fsdp.planning.devices import INSTANCES, Instance
-from mamba_fsdp.planning.estimate import Estimate, best_on_more_nodes, estimate, machine_at_hand
+from mamba_fsdp.planning.estimate import Estimate, best, estimate, machine_at_hand
 from mamba_fsdp.report.console import scaled
 
 ABOVE_0 = Bounds(above=0)
 USUAL_TOKENS = 10**9
+MOST_DOUBLINGS = 7  # of the nodes, where nothing fits them
 
 
 def main(
@@ -49,43 +49,48 @@ def main(
     json: bool = False,
     **given: Any,
 ) -> int:
-    hardware = read_hardware(given)
+    machine = choose_machine(instance, given)
     config = given.pop("config", None)
     if preset:
         given = {"model_name": preset[0], **given}
     settings, explicit = resolve_settings(given, config, preset[1:])
-    machine = choose_machine(instance, hardware)
     found = estimate(settings, nodes, machine)
+    better = None
+    for power in range(MOST_DOUBLINGS + 1):
+        better = better or best(settings, nodes * 2**power, machine)
     length = USUAL_TOKENS
     if tokens:
         length = read("--tokens", int, tokens, ABOVE_0)
     elif "num_steps" in explicit:
         length = settings.training.num_steps.tokens(found.tokens_per_step)
-    figures = list_figures(found, length, price)
-    better = best_on_more_nodes(settings, nodes, machine)
+    figures: dict[str, Any] = {}
+    if found.step:
+        days = length / found.tokens_per_second / 86400
+        figures = {"tokens": length, "days": days, "device_hours": 24 * days * found.devices}
+        if price:
+            figures |= {"price": price, "cost": price * 24 * days * nodes}
     if json:
-        print(as_json.dumps({**figures, "best": better.row() if better else None}, indent=1))
-        return 0 if found.fits else 1
-    machines = f"{nodes} x {instance or 'this machine'}"
-    if hardware and not instance:
-        machines = f"{nodes} as given"
-    for line in report_lines(found, figures, machines, better):
-        print(line)
+        best_found = asdict(better) if better else None
+        print(as_json.dumps({**asdict(found), **figures, "best": best_found}, indent=1))
+    else:
+        print(f"model      {title(settings.model)}: {found.parameters:,} parameters")
+        machines = f"{nodes} x {instance}" if instance else str(nodes)
+        print(
+            f"machines   {machines}: {found.devices} x {machine.device} of {machine.memory:.1f} GB"
+        )
+        for line in report_lines(found, figures, better, settings.data.seq_length):
+            print(line)
     return 0 if found.fits else 1
 
 
-def read_hardware(given: dict[str, Any]) -> dict[str, float]:
-    """Takes the fields of an Instance out of what is given, as numbers."""
-    hardware = {}
+def choose_machine(instance: str, given: dict[str, Any]) -> Instance:
+    """Returns the machine that is meant; takes out of `given` what describes it. Raises UserError for an unknown one, or
+    where its memory is not known."""
+    hardware: dict[str, Any] = {}
     for field in fields(Instance)[1:]:
         if field.name in given:
             kind = int if field.name == "devices" else float
             hardware[field.name] = read(f"--{field.name}", kind, given.pop(field.name), ABOVE_0)
-    return hardware
-
-
-def choose_machine(instance: str, hardware: dict[str, Any]) -> Instance:
-    """Returns the machine that is meant. Raises UserError for an unknown one, or where its memory is not known."""
     if instance and instance not in INSTANCES:
         hint = near_name(instance, INSTANCES, "one of " + ", ".join(INSTANCES))
         raise UserError(f"--instance={instance}: not known; {hint}")
@@ -97,42 +102,20 @@ def choose_machine(instance: str, hardware: dict[str, Any]) -> Instance:
         raise UserError(
             f"--{next(iter(hardware))}: say of what: --instance=NAME, or --memory=GB of a device"
         )
-    return replace(Instance("device", 1, 0, bandwidth=0, nvlink=32, network=10), **hardware)
-
-
-def list_figures(found: Estimate, tokens: int, price: float) -> dict[str, Any]:
-    """Returns what is told of an estimate as plain values, in bytes and seconds."""
-    figures = {
-        "parameters": parameter_count(found.settings.model),
-        "devices": found.devices,
-        "memory": found.memory,
-        "step": found.seconds,
-        **found.row(),
-        "tokens_per_step": found.tokens_per_step,
-        "checkpoint_bytes": found.checkpoint_bytes,
-    }
-    if found.seconds:
-        figures["seconds_per_step"] = found.seconds_per_step
-        figures["share_of_peak"] = found.share_of_peak
-        figures["tokens"] = tokens
-        figures["days"] = found.days(tokens)
-        figures["device_hours"] = 24 * found.days(tokens) * found.devices
-        if price:
-            figures["price"] = price
-            figures["cost"] = price * 24 * found.days(tokens) * found.nodes
-    return figures
+    return replace(Instance("device", 1, 0), **hardware)
 
 
 def report_lines(
-    found: Estimate, figures: dict[str, Any], machines: str, better: Estimate | None
+    found: Estimate, figures: dict[str, Any], better: Estimate | None, seq_length: int
 ) -> Iterator[str]:
     """Yields the report for a terminal of 80 columns."""
-    machine = found.machine
-    yield f"model      {title(found.settings.model)}: {figures['parameters']:,} parameters"
-    yield f"machines   {machines}: {found.devices} x {machine.device} of {machine.memory:.1f} GB"
-    yield from memory_lines(found)
-    if found.seconds:
-        yield from speed_lines(found, figures)
+    verdict = "it fits" if found.fits else f"it does NOT fit; most are the {found.largest_part}"
+    yield f"memory     {scaled(found.bytes, 'B')} a device: {verdict}"
+    for part, size in found.memory.items():
+        if size:
+            yield f"           {part:<12}{scaled(size, 'B'):>11}"
+    if found.step:
+        yield from speed_lines(found, figures, seq_length)
     else:
         yield "step       --instance=NAME, or --memory, --peak and --bandwidth, tell its seconds"
     yield f"checkpoint {scaled(found.checkpoint_bytes, 'B')}"
@@ -144,38 +127,30 @@ def report_lines(
         yield "nothing that was tried fits; take a smaller model or seq_length, or larger devices"
 
 
-def memory_lines(found: Estimate) -> Iterator[str]:
-    verdict = "it fits" if found.fits else f"it does NOT fit; most are the {found.largest_part}"
-    bound = "at least " if found.machine.device == "cpu" else ""
-    yield f"memory     {bound}{scaled(found.total_bytes, 'B')} a device: {verdict}"
-    for part, size in found.memory.items():
-        if size:
-            yield f"           {part:<12}{scaled(size, 'B'):>11}"
-
-
-def speed_lines(found: Estimate, figures: dict[str, Any]) -> Iterator[str]:
+def speed_lines(found: Estimate, figures: dict[str, Any], seq_length: int) -> Iterator[str]:
     yield (
-        f"step       {found.seconds_per_step:.3f} s of {figures['global_batch_size']:,} x "
-        f"{found.settings.data.seq_length:,} = {found.tokens_per_step:,} tokens"
+        f"step       {found.seconds_per_step:.3f} s of {found.global_batch_size:,} x {seq_length:,} = "
+        f"{found.tokens_per_step:,} tokens"
     )
-    for part, seconds in found.seconds.items():
+    for part, seconds in found.step.items():
         if seconds >= 5e-4:
             yield f"           {part:<12}{seconds:>9.3f} s"
+    rate = found.tokens_per_second
     yield (
-        f"speed      {found.tokens_per_second:,.0f} tokens/s, "
-        f"{found.tokens_per_second / found.devices:,.0f} a device, {found.share_of_peak:.0%} of its peak"
+        f"speed      {rate:,.0f} tokens/s, {rate / found.devices:,.0f} a device, "
+        f"{found.share_of_peak:.0%} of its peak"
     )
-    days = figures["days"]
-    lasts = f"{days:,.1f} days" if days >= 1 else f"{days * 24:.1f} hours"
-    yield f"length     {figures['tokens']:,} tokens: {lasts}, {figures['device_hours']:,.1f} device-hours"
+    yield (
+        f"length     {figures['tokens']:,} tokens: {figures['days']:,.2f} days, "
+        f"{figures['device_hours']:,.1f} device-hours"
+    )
     if "cost" in figures:
         yield f"cost       {figures['cost']:,.0f} at {figures['price']:g} per machine-hour"
 
 
 def table_line(name: str, found: Estimate) -> str:
-    row = found.row()
-    rate = f"{row['tokens_per_second']:,}" if found.seconds else "-"
+    rate = f"{found.tokens_per_second:,.0f}" if found.step else "-"
     return (
-        f"{name:<11}{row['nodes']:>5}{row['batch_size']:>12}{row['recompute']:>11}"
-        f"{row['global_batch_size']:>8}{scaled(row['bytes'], 'B'):>11}{rate:>13}"
+        f"{name:<11}{found.nodes:>5}{found.batch_size:>12}{found.recompute:>11}"
+        f"{found.global_batch_size:>8}{scaled(found.bytes, 'B'):>11}{rate:>13}"
     )
