@@ -10,15 +10,22 @@ import torch
 
 
 class Clock:
-    """Times training steps from `step` on; validation, saving and committing a checkpoint do not count. A rank's own
-    seconds run from when it knows a step's sums, which all do together, to its next forward pass: report, data."""
+    """Times training steps from `step` on; validation, saving and committing a checkpoint do not count.
+
+    A rank's own seconds run from when it knows a step's sums, which all do together, to its next
+    forward pass: report, data.
+    """
 
     def __init__(self, step: int, ranks: int = 1) -> None:
-        self.began = self.interval_began = self.together = time.perf_counter()
-        self.first_step = self.interval_step = step
+        now = time.perf_counter()
+        self.began = now
+        self.first_step = step
+        self.interval_began = now  # at the last report
+        self.interval_step = step
+        self.together = now  # when all ranks last knew the sums of a step
         self.own = [0.0] * ranks  # seconds of each since the last report
         self.data_wait = 0.0  # seconds since then
-        self.taken = 0.0
+        self.told = 0.0  # seconds of steps that new_seconds has returned
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
@@ -32,8 +39,9 @@ class Clock:
 
     def new_seconds(self) -> float:
         """Of steps, since this was last asked."""
-        before, self.taken = self.taken, time.perf_counter() - self.began
-        return self.taken - before
+        before = self.told
+        self.told = time.perf_counter() - self.began
+        return self.told - before
 
     def own_seconds(self) -> float:
         """This rank's, at its next forward pass."""
@@ -47,21 +55,20 @@ class Clock:
     def seconds_per_step(self, step: int) -> tuple[float, list[float]]:
         """Means since the last report: (in all, each rank's own)."""
         steps = max(1, step - self.interval_step)
-        return (time.perf_counter() - self.interval_began) / steps, [
-            seconds / steps for seconds in self.own
-        ]
+        in_all = time.perf_counter() - self.interval_began
+        return in_all / steps, [seconds / steps for seconds in self.own]
 
     def next_interval(self, step: int) -> None:
-        self.interval_began, self.interval_step, self.own = (
-            time.perf_counter(),
-            step,
-            [0.0] * len(self.own),
-        )
+        self.interval_began = time.perf_counter()
+        self.interval_step = step
+        self.own = [0.0] * len(self.own)
         self.data_wait = 0.0
 
     def seconds_left(self, step: int, total: int) -> float | None:
         done = step - self.first_step
-        return (time.perf_counter() - self.began) / done * (total - step) if done else None
+        if not done:
+            return None
+        return (time.perf_counter() - self.began) / done * (total - step)
 
 
 def stragglers(own_seconds: list[float]) -> dict[str, float]:
@@ -75,18 +82,14 @@ def stragglers(own_seconds: list[float]) -> dict[str, float]:
 
 
 def device_metrics(device: torch.device) -> dict[str, float]:
-    """memory_gb: the most that tensors, on a CPU the process, have taken. Of a GPU, where NVML and its package are
-    there, its use (%) and temperature (C)."""
+    """memory_gb: the most that tensors, on a CPU the process, have taken. Of a GPU, where NVML and its
+    package are there, its use (%) and temperature (C)."""
     if device.type != "cuda":
-        return {
-            "memory_gb": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9, 3)
-        }
+        kilobytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return {"memory_gb": round(kilobytes * 1024 / 1e9, 3)}
     found = {"memory_gb": round(torch.cuda.max_memory_allocated(device) / 1e9, 3)}
-    with contextlib.suppress(
-        Exception
-    ):  # NVML's errors are of many classes, and none may end a run
-        found |= {
-            "gpu_use": torch.cuda.utilization(device),
-            "gpu_temperature": torch.cuda.temperature(device),
-        }
+    with contextlib.suppress(Exception):  # NVML's errors are of many classes: none may end a run
+        use = torch.cuda.utilization(device)
+        temperature = torch.cuda.temperature(device)
+        found |= {"gpu_use": use, "gpu_temperature": temperature}
     return found

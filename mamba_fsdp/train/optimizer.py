@@ -8,6 +8,7 @@ from config.train_config import OptimizerConfig
 from mamba_fsdp.model.spec import Parameter
 from mamba_fsdp.parallel.compat import has_fused_adamw
 from mamba_fsdp.train.state import TrainState
+from mamba_fsdp.train.step_stats import StepStats
 
 
 def make_optimizer(
@@ -17,14 +18,11 @@ def make_optimizer(
     device: torch.device,
 ) -> torch.optim.AdamW:
     """AdamW over the local `parameters` by name; `spec` says which of them decay."""
+    decayed = [parameter for name, parameter in parameters.items() if spec[name].decay]
+    others = [parameter for name, parameter in parameters.items() if not spec[name].decay]
     groups = [
-        {
-            "params": [
-                parameter for name, parameter in parameters.items() if spec[name].decay == decay
-            ],
-            "weight_decay": config.weight_decay if decay else 0.0,
-        }
-        for decay in (True, False)
+        {"params": decayed, "weight_decay": config.weight_decay},
+        {"params": others, "weight_decay": 0.0},
     ]
     return torch.optim.AdamW(
         groups,
@@ -48,7 +46,9 @@ class LossScale:
         self.dynamic = dynamic
         if dynamic and not state.loss_scale:
             state.loss_scale = 2.0**16
-        known = (state.loss_scale, state.loss_scale_good_steps) if dynamic else (1.0, 0)
+        known = (1.0, 0)
+        if dynamic:
+            known = (state.loss_scale, state.loss_scale_good_steps)
         self.value, self.good_steps = torch.tensor(known, dtype=torch.float64, device=device)
 
     def update(self, applied: torch.Tensor) -> None:
@@ -62,14 +62,12 @@ class LossScale:
         )
         self.good_steps = good_steps * ~grown
 
-    def keep(self, state: TrainState, value: float, good_steps: float) -> bool:
-        """Puts into the state what they are after a step. Returns whether an overflow in it would be due to the scale,
-        so that the samples are not to blame."""
+    def record(self, state: TrainState, stats: StepStats) -> bool:
+        """Puts into the state what they are after a step. Returns whether an overflow in it would be
+        due to the scale, so that the samples are not to blame."""
         if not self.dynamic:
             return False
-        reducible, state.loss_scale, state.loss_scale_good_steps = (
-            state.loss_scale > 1.0,
-            value,
-            int(good_steps),
-        )
-        return reducible
+        was_reducible = state.loss_scale > 1.0
+        state.loss_scale = stats.loss_scale
+        state.loss_scale_good_steps = stats.loss_scale_good_steps
+        return was_reducible

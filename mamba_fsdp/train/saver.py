@@ -1,106 +1,114 @@
 """Saving a run's checkpoints when they are due. Where saving fails, training continues for a while and tries again."""
 
+import contextlib
 import math
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Iterator
 
 from mamba_fsdp.errors import LostError, UserError
 from mamba_fsdp.train.metrics_logger import MetricsLogger
 from mamba_fsdp.train.setup import TrainContext
 
-FIRST_PAUSE, LONGEST_PAUSE = (
-    60.0,
-    1800.0,
-)  # seconds of training before the next attempt; each failure doubles it
+# Seconds of training before the next attempt; each failure doubles it.
+FIRST_PAUSE = 60.0
+LONGEST_PAUSE = 1800.0
 
 
 class Saver:
     """All ranks call each method at the same point, and all learn alike of a save that failed."""
 
-    def __init__(self, parts: TrainContext, recorder: MetricsLogger) -> None:
-        self.parts, self.recorder, self.most = (
-            parts,
-            recorder,
-            parts.settings.checkpoint.max_failed_saves,
-        )
-        # Saves that failed in a row, steps until the next one is tried, the step after which that is.
-        self.failed = self.pause = self.next_attempt = 0
+    def __init__(self, context: TrainContext, logger: MetricsLogger) -> None:
+        self.context = context
+        self.logger = logger
+        self.max_failures = context.settings.checkpoint.max_failed_saves
+        self.failures = 0  # saves that failed in a row
+        self.pause = 0  # steps from a failure to the next attempt
+        self.next_attempt = 0  # the step after which that is
 
     def is_due(self, step: int) -> bool:
         """Whether a checkpoint is to be saved after `step`."""
-        plan = self.parts.plan
-        if self.failed and step < plan.total_steps:
+        schedule = self.context.schedule
+        if self.failures and step < schedule.total_steps:
             return step >= self.next_attempt
-        return plan.is_due(plan.checkpoint_steps, step)
+        return schedule.is_due(schedule.checkpoint_steps, step)
 
     def settle(self) -> None:
-        """Where no rank writes: Checkpointer.settle. Raises UserError after max_failed_saves, but not at the end."""
-        last = self.parts.state.step == self.parts.plan.total_steps
-        self._try(lambda: self.parts.checkpointer.settle(), math.inf if last else self.most)
+        """Takes the save under way a phase on, where no rank writes any more: Checkpointer.settle. Raises
+        UserError after max_failed_saves, but not at the end, where another save follows."""
+        is_last = self.context.state.step == self.context.schedule.total_steps
+        with self._attempt(math.inf if is_last else self.max_failures):
+            self.context.checkpointer.settle()
+
+    def wait(self) -> None:
+        """Waits for the save under way, and tells where it fails."""
+        with self._attempt(math.inf):
+            self.context.checkpointer.wait()
 
     def save(self, final: bool) -> None:
-        """Saves a checkpoint after the current step, unless one is still being written and does not come to an end.
-        final: until it is committed. Raises UserError where that fails, and as `settle` does."""
-        step = self.parts.state.step
-        if self.wait(final, patient=final or not self.failed) and self.is_due(step) or final:
-            self.next_attempt = (
-                step + self.pause
-            )  # this one, or that which takes longer than its pause, is under way
-            if final or not self.parts.checkpointer.pending:
-                self._try(lambda: self._save(final), 0 if final else self.most)
-
-    def wait(self, final: bool = False, **how: Any) -> bool:
-        """Checkpointer.wait. Whether no save failed; raises UserError as `settle` does."""
-        return self._try(
-            lambda: self.parts.checkpointer.wait(**how), math.inf if final else self.most
-        )
-
-    def _save(self, final):
-        parts, state = self.parts, self.parts.state
-        # The metrics up to a committed checkpoint must not be lost.
-        parts.world.on_rank0(self.recorder.sync)
-        state.data = parts.loader.state_before(state.step)
-        parts.checkpointer.save(
-            state.step,
-            parts.parallel.shards(parts.optimizer),
-            state.saved(parts.settings, parts.world.size),
-        )
+        """Saves a checkpoint after the current step, unless one is still being written and does not come
+        to an end. final: until it is committed. Raises UserError where that fails, and as `settle` does."""
+        checkpointer = self.context.checkpointer
+        step = self.context.state.step
         if final:
-            parts.checkpointer.wait()
+            self.wait()
+            with self._attempt(0):
+                self._begin()
+                checkpointer.wait()
+            return
+        with self._attempt(self.max_failures):
+            checkpointer.wait(patient=not self.failures)
+        if self.is_due(step):
+            # This one, or that which takes longer than its pause, is under way.
+            self.next_attempt = step + self.pause
+            if not checkpointer.pending:
+                with self._attempt(self.max_failures):
+                    self._begin()
 
-    def _try(self, action: Callable[[], None], most: float) -> bool:
-        """Whether `action` did not fail; its failure is told. Raises UserError where it is one of `most` in a row."""
-        checkpointer, recorder, step = self.parts.checkpointer, self.recorder, self.parts.state.step
-        before = checkpointer.last
+    def _begin(self) -> None:
+        context = self.context
+        state = context.state
+        # The metrics up to a committed checkpoint must not be lost.
+        context.world.on_rank0(self.logger.sync)
+        state.data = context.loader.state_before(state.step)
+        context.checkpointer.save(
+            state.step,
+            context.parallel.shards(context.optimizer),
+            state.saved(context.settings, context.world.size),
+        )
+
+    @contextlib.contextmanager
+    def _attempt(self, limit: float) -> Iterator[None]:
+        """What fails inside is told, and tried again after a pause. Raises UserError where it is one of
+        `limit` failures in a row."""
+        committed_before = self.context.checkpointer.last
         try:
-            with recorder.clock.paused():
-                action()
+            with self.logger.clock.paused():
+                yield
         except LostError:
             raise
         except UserError as error:
-            self.failed += 1
-            if not most:
+            self.failures += 1
+            if limit == 0:
                 raise
-            pause = min(FIRST_PAUSE * 2 ** (self.failed - 1), LONGEST_PAUSE)
-            seconds = self.parts.world.broadcast_object(
-                recorder.clock.seconds_left(step, step + 1) or 1.0
-            )
-            self.pause = max(2, math.ceil(pause / seconds))
-            self.next_attempt = min(step + self.pause, self.parts.plan.total_steps)
-            recorder.save_failed(
-                step,
-                self.failed,
-                str(error),
-                f"{self.failed} of {self.most} in a row; the next "
-                f"attempt comes after step {self.next_attempt}",
-            )
-            if self.failed >= most:
+            self._postpone(error)
+            if self.failures >= limit:
                 raise type(error)(
-                    f"{self.failed} saves in a row failed (max_failed_saves), so that the run stops "
+                    f"{self.failures} saves in a row failed (max_failed_saves), so that the run stops "
                     f"rather than train unsaved; the last: {error}"
                 ) from None
-            return False
-        if self.failed and checkpointer.last != before:
-            self.failed = 0
-            recorder.save_failed(step)
-        return True
+            return
+        if self.failures and self.context.checkpointer.last != committed_before:
+            self.failures = 0
+            self.logger.save_recovered(self.context.state.step)
+
+    def _postpone(self, error: UserError) -> None:
+        step = self.context.state.step
+        seconds = min(FIRST_PAUSE * 2 ** (self.failures - 1), LONGEST_PAUSE)
+        seconds_per_step = self.logger.clock.seconds_left(step, step + 1) or 1.0
+        seconds_per_step = self.context.world.broadcast_object(seconds_per_step)
+        self.pause = max(2, math.ceil(seconds / seconds_per_step))
+        self.next_attempt = min(step + self.pause, self.context.schedule.total_steps)
+        what_next = (
+            f"{self.failures} of {self.max_failures} in a row; the next attempt comes after step "
+            f"{self.next_attempt}"
+        )
+        self.logger.save_failed(step, self.failures, str(error), what_next)

@@ -1,0 +1,84 @@
+"""The numbers of a step: what the ranks add up in its one collective, and what the host reads of it afterwards."""
+
+from dataclasses import dataclass
+
+import torch
+
+from mamba_fsdp.parallel.world import World
+
+
+@dataclass
+class StepSums:
+    """What the ranks' numbers come to: fp64 on the device, 0-dim but for `told`."""
+
+    loss: torch.Tensor  # of the labels that count, in nats
+    gradient_squares: torch.Tensor  # of the gradient that the backward passes left
+    counted: torch.Tensor  # labels that count, or the sum of their weights
+    told: torch.Tensor  # (n,): what else the hosts told each other
+
+
+def sum_over_ranks(
+    world: World,
+    loss_sum: torch.Tensor,
+    gradient_squares: torch.Tensor,
+    counted: float,
+    told: list[float] | None = None,
+) -> StepSums:
+    """The one small collective of a step, called by all ranks. counted and told are numbers that the
+    host knows; the tensors are on the device. The host does not wait."""
+    known_to_host = world.tell([counted, *(told or [])])
+    on_device = torch.stack([loss_sum.double(), gradient_squares])
+    sums = world.all_reduce_sum(torch.cat([on_device, known_to_host]))
+    return StepSums(sums[0], sums[1], sums[2], sums[3:])
+
+
+@dataclass
+class StepStats:
+    """What every rank knows of a step once its numbers have reached the host."""
+
+    loss: float  # mean over the labels that count, in nats
+    gradient_norm: float  # before clipping
+    applied: bool  # False if the loss or a gradient was not finite: the weights are unchanged
+    loss_scale: float  # of fp16, after the step
+    loss_scale_good_steps: int
+    stop_requested: bool  # by any rank
+    is_writing: bool  # whether a rank still wrote the checkpoint under way when the step began
+    seconds_per_rank: list[float]  # each rank's own work since the last step
+
+    FIXED = 7  # numbers before seconds_per_rank
+
+    @staticmethod
+    def told_by_host(
+        world: World, stop_requested: bool, is_writing: bool, own_seconds: float
+    ) -> list[float]:
+        """What this rank's host adds to the step's collective."""
+        seconds_per_rank = [0.0] * world.size
+        seconds_per_rank[world.rank] = own_seconds
+        return [stop_requested, is_writing, *seconds_per_rank]
+
+    @staticmethod
+    def pack(
+        loss: torch.Tensor,
+        gradient_norm: torch.Tensor,
+        applied: torch.Tensor,
+        loss_scale: torch.Tensor,
+        loss_scale_good_steps: torch.Tensor,
+        told: torch.Tensor,
+    ) -> torch.Tensor:
+        """The numbers as one tensor on the device. told: the sums of `told_by_host`."""
+        on_device = [loss, gradient_norm, applied, loss_scale, loss_scale_good_steps]
+        return torch.cat([torch.stack(on_device), told])
+
+    @classmethod
+    def unpack(cls, numbers: list[float]) -> "StepStats":
+        loss, gradient_norm, applied, scale, good_steps, stops, writers = numbers[: cls.FIXED]
+        return cls(
+            loss=loss,
+            gradient_norm=gradient_norm,
+            applied=bool(applied),
+            loss_scale=scale,
+            loss_scale_good_steps=int(good_steps),
+            stop_requested=stops > 0,
+            is_writing=writers > 0,
+            seconds_per_rank=numbers[cls.FIXED :],
+        )

@@ -1,0 +1,107 @@
+"""The validation loss of the model in training, and the texts that it writes."""
+
+import math
+import time
+from collections.abc import Callable, Iterable, Iterator
+
+import torch
+
+from mamba_fsdp.conventions import IGNORED_LABEL
+from mamba_fsdp.data.loader import Batch, evaluation_batches
+from mamba_fsdp.errors import UserError
+from mamba_fsdp.heartbeat import heart
+from mamba_fsdp.parallel.world import World
+from mamba_fsdp.train.metrics_logger import MetricsLogger
+from mamba_fsdp.train.sampling import continue_prompts
+from mamba_fsdp.train.setup import TrainContext
+from mamba_fsdp.train.stopping import StopRequest
+
+
+def validate(context: TrainContext, logger: MetricsLogger, stop: StopRequest) -> bool:
+    """Puts the validation loss at the current step into metrics and log. Returns False where a stop was
+    asked for, which breaks it off."""
+    world = context.world
+    step = context.state.step
+    seq_length = context.settings.data.seq_length
+    began = time.perf_counter()
+    limit = context.schedule.eval_batches * context.schedule.layout.global_batch
+    in_all = 0
+    wanted = 0
+    for store in context.validation:
+        labels = store.token_count - 1
+        in_all += labels
+        wanted += min(labels, limit * seq_length) if limit else labels
+
+    def is_stopped(tokens: int) -> bool:
+        read = min(1.0, tokens * world.size / wanted)
+        logger.console.passing(f"step {step}: validation, {read:.0%} read")
+        asked = torch.tensor(float(stop.look()), dtype=torch.float64, device=world.device)
+        return bool(world.all_reduce_sum(asked) > 0)
+
+    with logger.clock.paused():
+        batches = _batches(context, limit)
+        loss, tokens = evaluate(context.parallel.module, batches, world, is_stopped)
+        if not tokens:
+            return False
+        logger.validated(step, loss, tokens, tokens / in_all, time.perf_counter() - began)
+        if context.prompts:
+            training = context.settings.training
+            texts = continue_prompts(
+                context.parallel,
+                list(context.prompts.values()),
+                seed=training.seed,
+                length=training.sample_length,
+            )
+            logger.sampled(step, list(context.prompts), texts)
+    return True
+
+
+def _batches(context: TrainContext, limit: int) -> Iterator[Batch]:
+    """This rank's batches of all stores. limit: windows of each; 0: all."""
+    for store in context.validation:
+        yield from evaluation_batches(
+            store,
+            str(store.path),
+            context.settings.data,
+            context.schedule.layout,
+            vocab_size=context.settings.model.vocab_size,
+            limit=limit or None,
+        )
+
+
+@torch.no_grad()
+def evaluate(
+    module: torch.nn.Module,
+    batches: Iterable[Batch],
+    world: World,
+    is_stopped: Callable[[int], bool] | None = None,
+) -> tuple[float, int]:
+    """(mean of the token losses in nats, of which `module` returns the weighted sum, how many) over the
+    batches of all ranks; (nan, 0) once `is_stopped`, of the tokens that this rank has read, is true.
+
+    All ranks must bring as many batches (each forward pass gathers weights). Raises UserError where no
+    token counts.
+    """
+    was_training = module.training
+    module.eval()
+    loss_sum = 0.0
+    weight = 0.0
+    tokens = 0.0
+    for batch in batches:
+        heart.beat()
+        if is_stopped and is_stopped(int(tokens)):
+            module.train(was_training)
+            return math.nan, 0
+        here = batch.to(world.device)
+        loss = module(here.tokens, labels=here.labels, seq_idx=here.seq_idx, weights=here.weights)
+        loss_sum += float(loss)
+        weight += batch.total_weight()
+        tokens += float((batch.labels != IGNORED_LABEL).sum())
+    module.train(was_training)
+    loss_sum, weight, tokens = world.all_reduce_sum([loss_sum, weight, tokens])
+    if not weight:
+        raise UserError(
+            "of what is to be evaluated no token counts in the loss; choose other data (in a training run: "
+            "another validation_path, or none)"
+        )
+    return loss_sum / weight, int(tokens)
