@@ -119,8 +119,8 @@ def simulate(
             optimizer=optimizer,
             state=state,
             loss_scale=LossScale(state, device, dynamic=training.mixed_precision == "fp16"),
-            plan=SimpleNamespace(
-                tokens_per_step=size * len(batches) * tokens.numel(), schedule=schedule
+            schedule=SimpleNamespace(
+                tokens_per_step=size * len(batches) * tokens.numel(), lr=schedule
             ),
             loader=SimpleNamespace(step=lambda step: batches),
             checkpointer=SimpleNamespace(is_writing=bool, wait_for_copies=bool, stage=bool),

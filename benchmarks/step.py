@@ -37,27 +37,30 @@ STEPS, WARM_UP = 20, 3
 
 def seconds_of(given):
     """[(seconds of a step of the loop, of a bare one after it)]"""
-    found, end_step = [], loop.end_step
+    found, finish_step = [], loop.finish_step
     bare = None  # its optimiser, and when the last bare step ended
 
-    def both(parts, recorder, saver, step):
+    def both(context, logger, saver, step):
         nonlocal bare
-        answer, now = end_step(parts, recorder, saver, step), time.perf_counter()
-        own = parts.parallel.parameters()
+        stats, now = finish_step(context, logger, saver, step), time.perf_counter()
+        own = context.parallel.parameters()
         optimizer, before = bare or (
             make_optimizer(
-                own, parameters(parts.settings.model), parts.settings.optimizer, parts.world.device
+                own,
+                parameters(context.settings.model),
+                context.settings.optimizer,
+                context.world.device,
             ),
             now,
         )
         optimizer.zero_grad(set_to_none=True)
         began = time.perf_counter()
         for batch in step.batches:
-            (loop.batch_loss(parts.parallel, batch) / batch.labels.numel()).backward()
+            (loop.batch_loss(context.parallel, batch) / batch.labels.numel()).backward()
         optimizer.step()
         bare = optimizer, time.perf_counter()
         found.append((now - before, bare[1] - began))
-        return answer
+        return stats
 
     words = {
         **given,
@@ -69,7 +72,7 @@ def seconds_of(given):
         "report_interval": 1,
         "checkpoint_interval": 1000,
     }
-    loop.end_step = both
+    loop.finish_step = both
     try:
         with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
             words = {
@@ -78,7 +81,7 @@ def seconds_of(given):
             }
             run.run_training(resolve.resolve_settings(words)[0])
     finally:
-        loop.end_step = end_step
+        loop.finish_step = finish_step
     return found[WARM_UP:]
 
 

@@ -49,7 +49,13 @@ from mamba_fsdp.parallel.model import fill_parts
 from mamba_fsdp.parallel.parallelize import parallelize
 from mamba_fsdp.parallel.world import World
 from mamba_fsdp.planning.devices import device_peak
-from mamba_fsdp.train.loop import accumulate_gradients, add_up, batch_loss, means, update_weights
+from mamba_fsdp.train.loop import (
+    accumulate_gradients,
+    batch_loss,
+    mean_loss_and_norm,
+    sum_over_ranks,
+    update_weights,
+)
 from mamba_fsdp.train.optimizer import make_optimizer
 
 PRESETS = "mamba-130m,mamba-1.4b,llama2_1.4b,mamba2-1.3b,mamba-2.8b,mamba2-2.7b"
@@ -94,8 +100,8 @@ def our_parts(config, weights, device, spread, kernels="auto"):
         counted = tokens[:, 1:].numel()
         multiple = torch.full((), counted, dtype=torch.float64, device=device)
         loss_sum = accumulate_gradients(parallel, optimizer, [batch_of(tokens)], 1 / multiple)
-        sums = add_up(world, loss_sum, parallel.gradient_squares(), counted)
-        loss, gradient_norm, factor = means(sums, multiple)
+        sums = sum_over_ranks(world, loss_sum, parallel.gradient_squares(), counted)
+        loss, gradient_norm, factor = mean_loss_and_norm(sums, multiple)
         update_weights(
             parallel,
             optimizer,

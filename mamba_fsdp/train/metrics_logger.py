@@ -110,7 +110,7 @@ class MetricsLogger(contextlib.ExitStack):
             if recovery:
                 self.console.line(recovery)
         if startup.stepped() and self.metrics:
-            self.folder.say("running", step)
+            self.folder.write_status("running", step)
             self.console.line(startup.line())
 
     def _report_entry(
@@ -204,4 +204,4 @@ class MetricsLogger(contextlib.ExitStack):
     def _write_status(self, step: int, reason: str) -> None:
         if self.metrics and not self.metrics.failing:
             with contextlib.suppress(OSError, UserError):
-                self.folder.say("running", step, reason)
+                self.folder.write_status("running", step, reason)

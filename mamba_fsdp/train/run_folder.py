@@ -12,7 +12,7 @@ from pathlib import Path
 from mamba_fsdp.data.source import Source
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.lease import Lease
-from mamba_fsdp.report.records import add_event, read_status, write_status
+from mamba_fsdp.report import records
 from mamba_fsdp.run_layout import (
     CHECKPOINTS,
     LEASE,
@@ -26,106 +26,100 @@ from mamba_fsdp.train.startup import Startup
 
 
 class RunFolder:
-    """`path`, which rank 0 takes for the run, and what it writes there besides checkpoints and metrics."""
+    """`path`, which rank 0 acquires for the run, and what it writes there besides checkpoints and
+    metrics."""
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
         self.lease = Lease(self.path / LEASE)
         self.startup = Startup()
 
-    def take(self) -> None:
+    def acquire(self) -> None:
         """Makes the folder and takes its lease. Raises UserError where that can't be or it is another's."""
         check_is_run_folder(self.path)
+        checkpoints = self.path / CHECKPOINTS
         try:
-            retry_io(
-                lambda: (self.path / CHECKPOINTS).mkdir(parents=True, exist_ok=True), self.path
-            )
+            retry_io(partial(checkpoints.mkdir, parents=True, exist_ok=True), self.path)
             self.lease.take(partial(print, flush=True))
         except OSError as error:
             raise UserError(
                 f"save_ckpt_path {self.path}: can't write {error.filename} ({error.strerror})"
             ) from None
         # At once, so that whatever ends the start, even a kill, the last run's status (`finished`) is gone.
-        write_status(self.path, "running", self._newest_step(), "starting")
+        records.write_status(self.path, "running", self._newest_step(), "starting")
 
-    def say(self, status: str, step: int, reason: str = "") -> None:
-        """Writes status.json, see `write_status`, with the parts of the start."""
+    def write_status(self, status: str, step: int, reason: str = "") -> None:
+        """Writes status.json, see records.write_status, with the parts of the start."""
         self.lease.check()
-        write_status(self.path, status, step, reason, self.startup.parts)
+        records.write_status(self.path, status, step, reason, self.startup.parts)
 
     def status(self) -> dict:
-        """The content of status.json, {} where there is none. What it says of a run that has ended without a word, by
-        kill -9 or for want of memory, is corrected first, where that can be known."""
-        status = read_status(self.path)
+        """The content of status.json, {} where there is none. What it says of a run that has ended without
+        a word, by kill -9 or for want of memory, is corrected first, where that can be known."""
+        status = records.read_status(self.path)
+        if status.get("status") != "running":
+            return status
         with contextlib.suppress(UserError, OSError):
-            if status.get("status") == "running" and (holder := self.lease.ended_holder()):
-                status |= {
-                    "status": "failed",
-                    "step": self._newest_step(),
-                    "reason": f"killed: the run of {holder}",
-                }
-                write_status(self.path, status["status"], status["step"], status["reason"])
+            holder = self.lease.ended_holder()
+            if holder:
+                reason = f"killed: the run of {holder}"
+                status |= {"status": "failed", "step": self._newest_step(), "reason": reason}
+                records.write_status(self.path, "failed", status["step"], reason)
         return status
 
-    def say_failed(self, step: int, error: BaseException) -> None:
+    def write_failure(self, step: int, error: BaseException) -> None:
         """Writes why the run failed, if it holds the folder. step: 0 means that of the newest checkpoint."""
         try:
             if self.lease.is_held():
-                write_status(
-                    self.path,
-                    "failed",
-                    step or self._newest_step(),
-                    f"{type(error).__name__}: {error}",
-                )
+                reason = f"{type(error).__name__}: {error}"
+                records.write_status(self.path, "failed", step or self._newest_step(), reason)
         except (UserError, OSError) as another:  # a full disk must not hide the first failure
             print(f"warning: {another}", file=sys.stderr)
 
     def recovery(self, step: int) -> str:
-        """For the log, and as an event: how long after the loss of a rank this `step` of the same job is the first that
-        was taken; "" where none was lost. The launcher's notes of it, see `put_on_record`, are done with then."""
+        """For the log, and as an event: how long after the loss of a rank this `step` of the same job is
+        the first that was taken; "" where none was lost. The launcher's notes of it, see `put_on_record`,
+        are done with then."""
         own = Path(os.environ.get("FAILURES", ""))  # FAILURES/JOB.START
-        failures = (
-            sorted(own.parent.glob(f"{own.stem}.*/*.txt"), key=lambda path: path.name)
-            if own.name
-            else []
-        )
+        if not own.name:
+            return ""
+        failures = sorted(own.parent.glob(f"{own.stem}.*/*.txt"), key=lambda path: path.name)
         if not failures:
             return ""
         first = failures[0]
-        seconds, said = (
-            round(time.time() - float(first.name.split("-")[1]), 1),
-            first.read_text().splitlines(),
-        )
-        lost = f"{said[0].removesuffix(' failed first.')}: {said[-1]}"
-        add_event(self.path, "recovered", step, seconds=seconds, lost=lost)
+        seconds = round(time.time() - float(first.name.split("-")[1]), 1)
+        words = first.read_text().splitlines()
+        lost = f"{words[0].removesuffix(' failed first.')}: {words[-1]}"
+        records.add_event(self.path, "recovered", step, seconds=seconds, lost=lost)
         for path in failures:
             path.rename(path.with_suffix(".recovered"))
         return f"recovered  step {step} was taken {seconds:g} s after the loss of {lost}"
 
-    def keep_tokenizer(self, data: Source) -> None:
-        """Copies the tokenizer of a source that has one, so that the model can be used when the data is gone; in place
-        of another. Raises UserError for a name on the Hub that can't be loaded."""
-        target, partial = self.path / TOKENIZER, self.path / f".{TOKENIZER}.partial"
+    def copy_tokenizer(self, data: Source) -> None:
+        """Copies the tokenizer of a source that has one, so that the model can be used when the data is
+        gone; in place of another. Raises UserError for a name on the Hub that can't be loaded."""
+        target = self.path / TOKENIZER
+        partial_copy = self.path / f".{TOKENIZER}.partial"
         try:
             source = data.tokenizer_path
         except UserError:  # none is known
             return
         names = [path.name for path in source.glob("*")]
-        if not names or len(filecmp.cmpfiles(source, target, names, shallow=False)[0]) < len(names):
-            shutil.rmtree(partial, ignore_errors=True)
-            if names:
-                shutil.copytree(source, partial)
-            else:
-                from mamba_fsdp.data.tokenizer import (
-                    load_for_transformers,
-                )  # late: the launcher imports this file
+        same, _, _ = filecmp.cmpfiles(source, target, names, shallow=False)
+        if names and len(same) == len(names):
+            return
+        shutil.rmtree(partial_copy, ignore_errors=True)
+        if names:
+            shutil.copytree(source, partial_copy)
+        else:
+            # Late: the launcher imports this file.
+            from mamba_fsdp.data.tokenizer import load_for_transformers
 
-                load_for_transformers(source).save_pretrained(partial)
-            shutil.rmtree(target, ignore_errors=True)
-            partial.rename(target)
+            load_for_transformers(source).save_pretrained(partial_copy)
+        shutil.rmtree(target, ignore_errors=True)
+        partial_copy.rename(target)
 
     def _newest_step(self) -> int:
         """Of the committed checkpoints, whole or not; 0 where there is none."""
-        return max(
-            (step_of(path.name) or 0 for path in committed(self.path / CHECKPOINTS)), default=0
-        )
+        steps = [step_of(path.name) or 0 for path in committed(self.path / CHECKPOINTS)]
+        return max(steps, default=0)

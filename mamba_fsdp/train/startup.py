@@ -5,16 +5,21 @@ import time
 
 
 class Startup:
-    """`parts`: seconds by name, in order. Those before the launcher says START_PARTS of 1.train.sbatch: words
-    NAME=SECONDS joined by +, the last one since=EPOCH. RANKS_BEGAN is when launch/node.py started this process."""
+    """`parts`: seconds by name, in order. The launcher tells those before in START_PARTS: words NAME=SECONDS
+    joined by +, the last one since=EPOCH. RANKS_BEGAN is when it started this process."""
 
     def __init__(self) -> None:
-        words = [word.split("=") for word in os.environ.get("START_PARTS", "").split("+") if word]
-        self.parts = {name: float(seconds) for name, seconds in words}
-        self.since = float(os.environ.get("RANKS_BEGAN", time.time() - time.process_time()))
+        now = time.time()
+        self.since = float(os.environ.get("RANKS_BEGAN", now - time.process_time()))
         self.began = self.since
-        self.parts |= {"launch": round(self.since - self.parts.pop("since"), 3)} if words else {}
         self.steps = 0
+        self.parts: dict[str, float] = {}
+        for word in os.environ.get("START_PARTS", "").split("+"):
+            name, _, seconds = word.partition("=")
+            if name == "since":
+                self.parts["launch"] = round(self.since - float(seconds), 3)
+            elif name:
+                self.parts[name] = float(seconds)
 
     def done(self, part: str) -> None:
         """What has passed since the last part was `part`; behind the first step it is none of the start."""
@@ -24,21 +29,20 @@ class Startup:
         self.since = now
 
     def stepped(self) -> bool:
-        """Call after each step. Whether the start is known now: the second step shows what the first one compiled."""
+        """Call after each step. Whether the start is known now: the second step shows what the first one
+        compiled."""
         if self.steps == 0:
             self.done("first step")
         self.steps += 1
-        if self.steps == 2:
-            first, second = self.parts.pop("first step"), time.time() - self.since
-            self.parts |= {
-                "compile": round(max(0.0, first - second), 3),
-                "first step": round(min(first, second), 3),
-            }
-        return self.steps == 2
+        if self.steps != 2:
+            return False
+        first = self.parts.pop("first step")
+        second = time.time() - self.since
+        self.parts["compile"] = round(max(0.0, first - second), 3)
+        self.parts["first step"] = round(min(first, second), 3)
+        return True
 
     def line(self) -> str:
         """For the log; parts shorter than a tenth of a second are left out."""
-        parts = ", ".join(
-            f"{name} {seconds:.1f}" for name, seconds in self.parts.items() if seconds >= 0.1
-        )
-        return f"start      first step after {sum(self.parts.values()):.1f} s: {parts}"
+        parts = [f"{name} {seconds:.1f}" for name, seconds in self.parts.items() if seconds >= 0.1]
+        return f"start      first step after {sum(self.parts.values()):.1f} s: {', '.join(parts)}"

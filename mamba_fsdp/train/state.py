@@ -12,57 +12,53 @@ from config import resolve
 from config.train_config import TrainConfig
 from mamba_fsdp.errors import UserError
 
-RETIRED = {"recent_losses", "rollbacks", "passed_over"}  # older checkpoints hold them
+# Fields that older checkpoints hold.
+RETIRED = {"recent_losses", "rollbacks", "passed_over"}
 
 
 @dataclass
 class TrainState:
-    """The same on all ranks. `samples` and `tokens` count what was drawn, in skipped steps too."""
+    """The same on all ranks. `samples` and `tokens` count what was read, in skipped steps too."""
 
     step: int = 0
     samples: int = 0
     tokens: int = 0
     first_tokens_per_step: int = 0  # of the run's first step; 0 before it
-    optimizer_steps: int = (
-        0  # updates of the optimiser's moments, in the run that they were loaded from too
-    )
+    # Updates of the optimiser's moments, in the run that they were loaded from too.
+    optimizer_steps: int = 0
     skipped_steps: int = 0
     skipped_in_a_row: int = 0
     loss_sum: float = 0.0  # of the applied steps since the last report
     loss_steps: int = 0
     loss_scale: float = 0.0  # of fp16, see LossScale; 0 before the first step in it
     loss_scale_good_steps: int = 0
-    data: dict[str, Any] = field(
-        default_factory=dict
-    )  # the position in the data when last loaded or saved
-    schedule: dict[str, Any] = field(
-        default_factory=dict
-    )  # what the learning rate follows, see train/schedule.py
+    # The position in the data when last loaded or saved, see Sampler.state_after.
+    data: dict[str, Any] = field(default_factory=dict)
+    # What the learning rate follows, see schedule.py.
+    schedule: dict[str, Any] = field(default_factory=dict)
     first_started: float = 0.0  # when the run first began, seconds since the epoch
-    step_seconds: float = (
-        0.0  # that its steps took; those of steps that a crash lost are not in what it resumes from
-    )
+    # That its steps took; those of steps that a crash lost are not in what it resumes from.
+    step_seconds: float = 0.0
     tokenizer: str = ""  # the identity of the one that made the tokens which the model learns
 
     @classmethod
     def from_saved(cls, saved: Mapping[str, Any], checkpoint: Path) -> "TrainState":
         """The state that `checkpoint` saved. What it lacks takes its default; unknown fields raise UserError."""
-        initial, progress = asdict(cls()), saved.get("progress")
-        if isinstance(progress, dict):
-            progress = {name: value for name, value in progress.items() if name not in RETIRED}
-        if not isinstance(progress, dict) or not all(
-            isinstance(value, (type(initial[name]), int))
-            for name, value in progress.items()
-            if name in initial
-        ):
+        progress = saved.get("progress")
+        if not isinstance(progress, dict):
             raise UserError(f"{checkpoint}: its state is not that of a training")
-        unknown = progress.keys() - initial.keys()
+        initial = asdict(cls())
+        known = {name: value for name, value in progress.items() if name in initial}
+        for name, value in known.items():
+            if not isinstance(value, (type(initial[name]), int)):
+                raise UserError(f"{checkpoint}: its state is not that of a training")
+        unknown = progress.keys() - initial.keys() - RETIRED
         if unknown:
             raise UserError(
                 f"{checkpoint}: its state holds {', '.join(sorted(unknown))}, which this program does not "
                 "know: a newer version wrote it; resume with that one"
             )
-        return cls(**progress)
+        return cls(**known)
 
     def saved(self, settings: TrainConfig, world_size: int) -> dict[str, Any]:
         """What a checkpoint saves, for JSON: this state and the settings, world size and torch version of the run."""
@@ -87,10 +83,14 @@ class TrainState:
             self.loss_steps += 1
         else:
             self.skipped_steps += 1
-            self.skipped_in_a_row += 0 if excused else 1
+            if not excused:
+                self.skipped_in_a_row += 1
 
     def take_mean_loss(self) -> float:
         """Mean loss of the steps applied since the last call; nan where there were none."""
-        mean = self.loss_sum / self.loss_steps if self.loss_steps else math.nan
-        self.loss_sum, self.loss_steps = 0.0, 0
+        mean = math.nan
+        if self.loss_steps:
+            mean = self.loss_sum / self.loss_steps
+        self.loss_sum = 0.0
+        self.loss_steps = 0
         return mean

@@ -12,20 +12,25 @@ from pathlib import Path
 from mamba_fsdp.run_layout import STOP
 from mamba_fsdp.storage import retry_io
 
-# A look at the STOP file is microseconds on a local disk (so the very step ends the run), a round trip on a shared one.
-SHARE_OF_TIME, MOST_SECONDS_BETWEEN_LOOKS = 0.01, 1.0
+# A look at the STOP file is microseconds on a local disk (so the very step ends the run), a round trip
+# on a shared one.
+SHARE_OF_TIME = 0.01
+MOST_SECONDS_BETWEEN_LOOKS = 1.0
 
 
 class StopRequest:
     """Notices requests on this rank; `reason`: "" until there is one. Rank 0 looks for the file and its words."""
 
     def __init__(self, run_folder: Path, on_rank0: bool) -> None:
-        self.reason, self.interrupted, self.next_look = "", False, 0.0
-        self.file = run_folder / STOP if on_rank0 else None
-        self.announces = (
-            on_rank0 and "TORCHELASTIC_RUN_ID" not in os.environ
-        )  # else the launcher has said it
-        if self.file:  # it was for a run that is over
+        self.reason = ""
+        self.interrupted = False
+        self.next_look = 0.0
+        # Under torchrun the launcher says it.
+        self.announces = on_rank0 and "TORCHELASTIC_RUN_ID" not in os.environ
+        self.file: Path | None = None
+        if on_rank0:
+            self.file = run_folder / STOP
+            # A file that is there already was for a run that is over.
             retry_io(partial(self.file.unlink, missing_ok=True), self.file)
 
     def __enter__(self) -> "StopRequest":
@@ -44,10 +49,11 @@ class StopRequest:
             if self.file:
                 self.file.unlink()
 
-    def _on_signal(self, number, _frame):
-        if number == signal.SIGINT and self.interrupted:
-            raise KeyboardInterrupt  # Ctrl-C twice: the user does not want to wait for the checkpoint
-        self.interrupted = self.interrupted or number == signal.SIGINT
+    def _on_signal(self, number: int, _frame: object) -> None:
+        if number == signal.SIGINT:
+            if self.interrupted:
+                raise KeyboardInterrupt  # twice: the user does not want to wait for the checkpoint
+            self.interrupted = True
         if not self.reason:
             self.reason = signal.Signals(number).name
             if self.announces:
@@ -67,7 +73,7 @@ class StopRequest:
         return bool(self.reason)
 
 
-def _why(file):
+def _why(file: Path) -> str:
     """What a STOP file says in a few words, "" where there is none."""
     try:
         return " ".join(file.read_text(errors="replace").split())[:80] or "STOP file"

@@ -14,34 +14,39 @@ from mamba_fsdp.heartbeat import heart
 
 @contextlib.contextmanager
 def watchdog(minutes: float, rank: int) -> Iterator[None]:
-    """When `heart` has not beaten for `minutes` inside, prints the stacks of all threads to stderr and exits with 1."""
-    stopped = threading.Event()
+    """When `heart` has not beaten for `minutes` inside, prints the stacks of all threads to stderr and exits
+    with 1."""
+    ended = threading.Event()
     thread = threading.Thread(
-        target=_watch, args=(minutes, rank, stopped), name="watchdog", daemon=True
+        target=_watch, args=(minutes, rank, ended), name="watchdog", daemon=True
     )
     heart.beat()
     thread.start()
     try:
         yield
     finally:
-        stopped.set()
+        ended.set()
         thread.join()
 
 
-def _watch(minutes, rank, stopped):
-    between, looked = min(1.0, minutes * 15), time.monotonic()
-    while not stopped.wait(between):
-        if (
-            time.monotonic() - looked > 5 * between
-        ):  # this process was stopped, by Ctrl-Z say, and so was its work
+def _watch(minutes: float, rank: int, ended: threading.Event) -> None:
+    interval = min(1.0, minutes * 15)
+    looked = time.monotonic()
+    while not ended.wait(interval):
+        if time.monotonic() - looked > 5 * interval:
+            # This process was stopped, by Ctrl-Z say, and so was its work.
             heart.another_beats()
         looked = time.monotonic()
-        if time.monotonic() - heart.last > minutes * 60:
-            wrong = (
-                f"rank {rank} made no progress for {minutes:g} minutes (timeout_minutes). "
-                "Either it is stuck, or it waits for a rank that is"
-            )
-            print(f"\nerror: {wrong}. Its threads stand at:", file=sys.stderr, flush=True)
-            faulthandler.dump_traceback(all_threads=True)
-            leave_for_torchrun(UserError(f"{wrong}; where its threads stood is above"))
-            os._exit(1)
+        if looked - heart.last > minutes * 60:
+            _give_up(minutes, rank)
+
+
+def _give_up(minutes: float, rank: int) -> None:
+    wrong = (
+        f"rank {rank} made no progress for {minutes:g} minutes (timeout_minutes). "
+        "Either it is stuck, or it waits for a rank that is"
+    )
+    print(f"\nerror: {wrong}. Its threads stand at:", file=sys.stderr, flush=True)
+    faulthandler.dump_traceback(all_threads=True)
+    leave_for_torchrun(UserError(f"{wrong}; where its threads stood is above"))
+    os._exit(1)

@@ -181,7 +181,7 @@ def evaluate(
     where there is no store, or the model does not know its tokens.
     """
     from mamba_fsdp.data.loader import BatchLayout, evaluation_batches, evaluation_windows
-    from mamba_fsdp.train import loop
+    from mamba_fsdp.train.validation import evaluate as evaluate_loss
     from mamba_fsdp.verbs.loading import POSITIONS, inference_world
 
     began = time.perf_counter()
@@ -224,7 +224,7 @@ def evaluate(
             windows_read += len(batch.tokens) * world.size
             yield batch
 
-    loss, tokens = loop.evaluate(model.network, batches_with_progress(), world)
+    loss, tokens = evaluate_loss(model.network, batches_with_progress(), world)
     spans = predicted_spans(windows, window, stride, store.token_count)
     counts = count_words_and_bytes(store, spans[world.rank :: world.size])
     words, size = world.all_reduce_sum([float(count) for count in counts])

@@ -17,7 +17,8 @@ from mamba_fsdp.checkpoint.checkpointer import Checkpointer
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.model.spec import parameters
 from mamba_fsdp.train.optimizer import make_optimizer
-from mamba_fsdp.train.setup import build_model, choose_backends, start
+from mamba_fsdp.train.setup import build_model, choose_backends
+from mamba_fsdp.train.start import start
 from mamba_fsdp.train.state import TrainState
 from mamba_fsdp.verbs.loading import starting_weights
 from tests.support.ranks import run_ranks

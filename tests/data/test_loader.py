@@ -125,7 +125,7 @@ def test_rows_are_the_windows_and_labels_are_shifted_by_one():
             for batch in loader.step(step):
                 assert (
                     batch.tokens.dtype == batch.labels.dtype == torch.int64
-                    and batch.documents is None
+                    and batch.seq_idx is None
                 )
                 for row, (name, window) in enumerate(batch.samples):
                     tokens = sources[name].first + window * L + torch.arange(L + 1)
@@ -184,10 +184,10 @@ def test_documents_are_counted_from_each_rows_first_token():
     sources = {"a": Numbers(50 * L + 1, document=3)}
     with loader_of(sources, batch_size=25, reset_at_documents=True) as loader:
         batch = loader.step(0)[0]
-    assert batch.documents.dtype == torch.int32
+    assert batch.seq_idx.dtype == torch.int32
     for row, (_, window) in enumerate(batch.samples):
         document = (window * L + torch.arange(L)) // 3
-        assert torch.equal(batch.documents[row].long(), document - document[0])
+        assert torch.equal(batch.seq_idx[row].long(), document - document[0])
 
 
 def test_tokens_that_do_not_count_have_no_label():
@@ -229,7 +229,7 @@ def test_a_document_without_its_head_is_one_of_its_own():
         {"a": source}, batch_size=1, position_weighting=True, reset_at_documents=True
     ) as loader:
         batch = loader.step(0)[0]
-    assert batch.documents.tolist() == [[0, 0, 0, 1, 1, 1, 2, 3]]
+    assert batch.seq_idx.tolist() == [[0, 0, 0, 1, 1, 1, 2, 3]]
     assert torch.allclose(batch.weights, torch.tensor([[1, 2, 0, 1, 2, 0, 0, 1]]).div(10).tanh())
 
 
@@ -247,7 +247,7 @@ def test_a_store_is_a_source(tmp_path):
     for row, (_, window) in enumerate(batch.samples):
         assert torch.equal(batch.tokens[row], whole[window * L : window * L + L])
         ends = (batch.tokens[row, :-1] == 0).long()
-        assert torch.equal(batch.documents[row, 1:].long(), ends.cumsum(0))
+        assert torch.equal(batch.seq_idx[row, 1:].long(), ends.cumsum(0))
 
 
 @pytest.mark.parametrize("workers", [0, 2])

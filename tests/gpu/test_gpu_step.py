@@ -17,11 +17,11 @@ def test_steps_are_dispatched_without_a_wait(tmp_path, monkeypatch, strategy, pr
     without a wait as well, and counted."""
     under_way, take_step, true_loss = [], loop.take_step, loop.batch_loss
 
-    def watched(parts, clock, stop, ahead):
-        torch.cuda.set_sync_debug_mode("error" if parts.state.step + ahead else "default")
+    def watched(context, clock, stop, ahead):
+        torch.cuda.set_sync_debug_mode("error" if context.state.step + ahead else "default")
         under_way.append(ahead)
         try:
-            return take_step(parts, clock, stop, ahead)
+            return take_step(context, clock, stop, ahead)
         finally:
             torch.cuda.set_sync_debug_mode("default")
 

@@ -52,14 +52,14 @@ def start_and_read(world, words, cut_later=None):
     settings, _ = resolve.resolve_settings(words)
     folder = RunFolder(settings.checkpoint.save_ckpt_path)
     try:
-        world.on_rank0(folder.take)
-        parts = set_up(settings, world, folder, None, lambda text: None)
+        world.on_rank0(folder.acquire)
+        context = set_up(settings, world, folder, None, lambda text: None)
         seen, opened[:] = sorted(opened), []
         if cut_later:
             os.truncate(cut_later, os.path.getsize(cut_later) - 1)
-        with parts.loader:
+        with context.loader:
             for step in range(30):
-                parts.loader.step(step)
+                context.loader.step(step)
     except UserError as error:
         return seen, sorted(opened), str(error)
     return seen, sorted(opened), ""

@@ -144,7 +144,7 @@ def trace_steps(trace):
     """A line after each step: its number, loss and gradient norm, and hashes of this rank's weights and moments."""
     from mamba_fsdp.train import loop
 
-    update, end = loop.update_weights, loop.end_step
+    update, end = loop.update_weights, loop.finish_step
 
     def update_and_hash(parallel, optimizer, loss, gradient_norm, factor, **rest):
         applied = update(parallel, optimizer, loss, gradient_norm, factor, **rest)
@@ -159,13 +159,13 @@ def trace_steps(trace):
         )
         return applied
 
-    def end_and_note(parts, *rest):
-        asked = end(parts, *rest)
-        trace.write(f"{parts.state.step}.{parts.world.rank} {facts.pop(0)}\n")
-        return asked
+    def end_and_note(context, *rest):
+        stats = end(context, *rest)
+        trace.write(f"{context.state.step}.{context.world.rank} {facts.pop(0)}\n")
+        return stats
 
     facts = []
-    loop.update_weights, loop.end_step = update_and_hash, end_and_note
+    loop.update_weights, loop.finish_step = update_and_hash, end_and_note
 
 
 def die_at(kill, scratch, folder):
@@ -173,7 +173,7 @@ def die_at(kill, scratch, folder):
     from the start."""
     from mamba_fsdp.train import loop
 
-    end, left, lock = loop.end_step, [kill["nth"]], threading.Lock()
+    end, left, lock = loop.finish_step, [kill["nth"]], threading.Lock()
 
     def now():
         (scratch / "fired").touch()
@@ -207,7 +207,7 @@ def die_at(kill, scratch, folder):
                 if kill["at"] != "publish" or "/pth/" in os.fsdecode(path):
                     count()
 
-    loop.end_step = ended
+    loop.finish_step = ended
     if kill["at"] not in ("time", "step"):
         sys.addaudithook(noticed)
 

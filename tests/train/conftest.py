@@ -108,11 +108,11 @@ def change_loss(monkeypatch):
 
         train, true_loss = loop.train, loop.batch_loss
 
-        def changed_train(parts, *rest):
+        def changed_train(context, *rest):
             monkeypatch.setattr(
-                loop, "batch_loss", lambda *batch: new(parts.state, lambda: true_loss(*batch))
+                loop, "batch_loss", lambda *batch: new(context.state, lambda: true_loss(*batch))
             )
-            return train(parts, *rest)
+            return train(context, *rest)
 
         monkeypatch.setattr(loop, "train", changed_train)
 

@@ -64,10 +64,10 @@ def wait_for_writing(monkeypatch):
     save came to is learnt in that step, however slowly threads and disks run."""
 
     def begin(when=lambda: True):
-        def take(parts, *rest, _take=loop.take_step, **named):
-            while when() and parts.checkpointer.is_writing():
+        def take(context, *rest, _take=loop.take_step, **named):
+            while when() and context.checkpointer.is_writing():
                 time.sleep(0.005)
-            return _take(parts, *rest, **named)
+            return _take(context, *rest, **named)
 
         monkeypatch.setattr(loop, "take_step", take)
 
@@ -227,14 +227,14 @@ def test_another_attempt_is_made_once_and_beside_training(
             waited.append(later.wait(400))
         return _write(path, *rest, **named)
 
-    def take(parts, *rest, _take=loop.take_step, **named):
+    def take(context, *rest, _take=loop.take_step, **named):
         if (
-            parts.checkpointer.pending
-            and parts.state.step == parts.checkpointer.pending.step + steps
+            context.checkpointer.pending
+            and context.state.step == context.checkpointer.pending.step + steps
             and begun
         ):
             later.set()
-        return _take(parts, *rest, **named)
+        return _take(context, *rest, **named)
 
     monkeypatch.setattr(checkpointer, "write_pieces", write)
     wait_for_writing(later.is_set)

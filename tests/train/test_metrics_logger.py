@@ -17,57 +17,69 @@ from mamba_fsdp.report.console import Console
 from mamba_fsdp.train.clock import Clock, device_metrics
 from mamba_fsdp.train.metrics_logger import MetricsLogger
 from mamba_fsdp.train.run_folder import RunFolder
+from mamba_fsdp.train.run_schedule import RunSchedule
 from mamba_fsdp.train.schedule import Schedule
-from mamba_fsdp.train.setup import RunSchedule
 from mamba_fsdp.train.state import TrainState
+from mamba_fsdp.train.step_stats import StepStats
+
+
+def stats(loss):
+    return StepStats(
+        loss=loss,
+        gradient_norm=0.5,
+        applied=True,
+        loss_scale=1.0,
+        loss_scale_good_steps=0,
+        stop_requested=False,
+        is_writing=False,
+        seconds_per_rank=[0.0],
+    )
 
 
 @pytest.fixture
-def recorder_of(tmp_path, monkeypatch):
-    """recorder_of(world) -> a MetricsLogger of a run of 4 steps of 64 tokens that reports every second one."""
+def logger_of(tmp_path, monkeypatch):
+    """logger_of(world) -> a MetricsLogger of a run of 4 steps of 64 tokens that reports every second one."""
     monkeypatch.setattr("mamba_fsdp.lease.Lease.is_held", lambda self: True)
     settings = TrainConfig()
     settings.report.report_interval = Duration.parse("128tok")
-    plan = RunSchedule(
+    schedule = RunSchedule(
         BatchLayout(0, 1, 2),
         tokens_per_step=64,
         total_steps=4,
         eval_steps=0,
         eval_batches=0,
         checkpoint_steps=4,
-        schedule=Schedule("constant", 4),
+        lr=Schedule("constant", 4),
     )
-    position = {
-        "seq_length": 32,
-        "drawn": {"it": 3},
-        "windows": {"it": 4},
-    }
-    loader = SimpleNamespace(state_before=lambda step: position)
-    return lambda world: MetricsLogger(
-        settings, world, RunFolder(tmp_path), plan, loader, 0, Console(enabled=world.rank == 0)
-    )
+    position = {"seq_length": 32, "drawn": {"it": 3}, "windows": {"it": 4}}
 
-
-def test_a_report_is_a_line_and_an_entry_where_it_is_due(recorder_of, tmp_path, capsys):
-    with recorder_of(World.alone()) as recorder:
-        recorder.clock.data_wait, recorder.stall_seconds = 0.25, lambda: 1.5
-        recorder.report(TrainState(step=1, tokens=64), 4.0, 0.01, 0.5)
-        recorder.clock.began -= 1000  # so long the next step has taken
-        recorder.validated(1, 3.0, 40, 0.174, 0.25)
-        recorder.report(
-            TrainState(
-                step=2,
-                tokens=128,
-                skipped_steps=1,
-                loss_sum=7.0,
-                loss_steps=2,
-                step_seconds=2000,
-                first_started=time.time() - 4000,
-            ),
-            3.0,
-            0.01,
-            0.5,
+    def make(world):
+        context = SimpleNamespace(
+            settings=settings,
+            world=world,
+            schedule=schedule,
+            state=TrainState(),
+            loader=SimpleNamespace(state_before=lambda step: position),
+            checkpointer=SimpleNamespace(stall_seconds=lambda: 1.5),
         )
+        return MetricsLogger(context, RunFolder(tmp_path), Console(enabled=world.rank == 0))
+
+    return make
+
+
+def test_a_report_is_a_line_and_an_entry_where_it_is_due(logger_of, tmp_path, capsys):
+    with logger_of(World.alone()) as logger:
+        state = logger.context.state
+        logger.clock.data_wait = 0.25
+        state.step, state.tokens = 1, 64
+        logger.report(stats(4.0), 0.01)
+        logger.clock.began -= 1000  # so long the next step has taken
+        logger.validated(1, 3.0, 40, 0.174, 0.25)
+        state.step, state.tokens, state.skipped_steps = 2, 128, 1
+        state.loss_sum, state.loss_steps = 7.0, 2
+        state.step_seconds = 2000
+        state.first_started = time.time() - 4000
+        logger.report(stats(3.0), 0.01)
     validation, report = (
         json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()
     )
@@ -79,10 +91,8 @@ def test_a_report_is_a_line_and_an_entry_where_it_is_due(recorder_of, tmp_path, 
         "val_share": 0.174,
     }
     rate = report.pop("tokens_per_second")
-    assert (
-        report.pop("tokens_per_second_per_device") == rate > 0
-        and 0.01 < report.pop("memory_gb") < 1000
-    )
+    assert report.pop("tokens_per_second_per_device") == rate > 0
+    assert 0.01 < report.pop("memory_gb") < 1000
     assert report.pop("goodput") == pytest.approx(3000 / 4000, abs=0.05)
     assert report == {
         "step": 2,
@@ -97,17 +107,20 @@ def test_a_report_is_a_line_and_an_entry_where_it_is_due(recorder_of, tmp_path, 
         "source_tokens": {"it": 3 * 32},
         "source_epochs": {"it": 0.75},
     }
-    first, second = capsys.readouterr().out.splitlines()
+    first, started, second = capsys.readouterr().out.splitlines()
     assert first == "step 1: validation loss 3.0000, perplexity 20.09 (17.4% of the data, 0.2 s)"
+    assert started.startswith("start      first step after")
     assert second.startswith("step 2/4  loss  3.5000  lr 1.00e-02")
 
 
-def test_another_rank_writes_nothing(recorder_of, tmp_path, capsys):
-    with recorder_of(replace(World.alone(), rank=1, size=2)) as recorder:
+def test_another_rank_writes_nothing(logger_of, tmp_path, capsys):
+    with logger_of(replace(World.alone(), rank=1, size=2)) as logger:
+        logger.context.state.first_started = 1.0
         for step in (1, 2):
-            recorder.report(TrainState(step=step), 4.0, 0.01, 0.5)
-        recorder.validated(1, 3.0, 40, 1.0, 0.25)
-        recorder.sync()
+            logger.context.state.step = step
+            logger.report(stats(4.0), 0.01)
+        logger.validated(1, 3.0, 40, 1.0, 0.25)
+        logger.sync()
     assert not (tmp_path / "metrics.jsonl").exists() and capsys.readouterr().out == ""
 
 

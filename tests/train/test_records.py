@@ -76,6 +76,6 @@ def test_a_full_disk_is_said_in_a_line(tmp_path, monkeypatch, capsys):
     with pytest.raises(UserError, match="status.json: can't be written"):
         records.write_status(tmp_path / "missing", "running", 0)
     monkeypatch.setattr("mamba_fsdp.lease.Lease.is_held", lambda self: True)
-    RunFolder(tmp_path / "missing").say_failed(0, UserError("what failed first"))
+    RunFolder(tmp_path / "missing").write_failure(0, UserError("what failed first"))
     (tmp_path / "events.jsonl").symlink_to("/dev/full")
     records.add_event(tmp_path, "checkpoint", 1)  # no reason to end a run

@@ -16,7 +16,7 @@ from mamba_fsdp.parallel.model import fill_parts
 from mamba_fsdp.parallel.parallelize import parallelize
 from mamba_fsdp.parallel.world import World
 from mamba_fsdp.train.metrics_logger import MetricsLogger
-from mamba_fsdp.train.sampling import continued
+from mamba_fsdp.train.sampling import continue_prompts
 from tests.support.ranks import run_ranks
 
 PROMPTS = [[5, 6, 7, 8, 9], [3], [1, 2]]
@@ -52,7 +52,7 @@ def filled(world, strategy):
 
 def texts_of(world, strategy):
     parallel = filled(world, strategy)
-    return continued(parallel, PROMPTS, length=7, seed=1), parallel.module.training
+    return continue_prompts(parallel, PROMPTS, length=7, seed=1), parallel.module.training
 
 
 def test_what_is_drawn_is_what_generate_draws():
@@ -66,13 +66,15 @@ def test_what_is_drawn_is_what_generate_draws():
             temperature=0.8,
             generator=torch.Generator().manual_seed(1),
         )
-        assert continued(parallel, [prompt], length=7, seed=1) == [
+        assert continue_prompts(parallel, [prompt], length=7, seed=1) == [
             [int(token) for token in expected]
         ]
     state = torch.get_rng_state()
-    together = continued(parallel, PROMPTS, length=7, seed=1)
+    together = continue_prompts(parallel, PROMPTS, length=7, seed=1)
     assert torch.equal(torch.get_rng_state(), state) and parallel.module.training
-    assert together[0] != together[1] and together != continued(parallel, PROMPTS, length=7, seed=2)
+    assert together[0] != together[1] and together != continue_prompts(
+        parallel, PROMPTS, length=7, seed=2
+    )
     for row, (prompt, text) in enumerate(
         zip(PROMPTS, together)
     ):  # each token has a chance behind what is before it

@@ -12,8 +12,8 @@ from config.fields import Duration
 from config.train_config import TrainConfig
 from mamba_fsdp.data.loader import BatchLayout
 from mamba_fsdp.errors import UserError
+from mamba_fsdp.train.run_schedule import schedule_run
 from mamba_fsdp.train.schedule import Schedule
-from mamba_fsdp.train.setup import plan_steps
 from mamba_fsdp.train.state import TrainState
 
 KINDS = ["cosine", "wsd", "linear", "constant", "annealing"]
@@ -66,7 +66,7 @@ def factors_of(settings, batches):
     """{(tokens before, tokens after): factor} of each step of a run that resumes a third of the way with each batch."""
     state, factors = TrainState(), {}
     for part, batch in enumerate(batches, 1):
-        plan = plan_steps(
+        run = schedule_run(
             settings,
             BatchLayout(0, 1, batch),
             state,
@@ -75,10 +75,10 @@ def factors_of(settings, batches):
             lambda text: None,
         )
         while state.tokens < settings.training.num_steps.count * part / len(batches):
-            before, factor = state.tokens, plan.schedule.next_factor(state, plan.tokens_per_step)
-            state.advance(batch, plan.tokens_per_step, 1.0, applied=True, excused=False)
+            before, factor = state.tokens, run.lr.next_factor(state, run.tokens_per_step)
+            state.advance(batch, run.tokens_per_step, 1.0, applied=True, excused=False)
             factors[before, state.tokens] = factor
-    assert state.step == plan.total_steps
+    assert state.step == run.total_steps
     return factors
 
 
@@ -112,12 +112,12 @@ def resumed(state, num_steps, until=None, **more):
     for name, value in more.items():
         setattr(settings.lr_schedule, name, value)
     said, rates = [], []
-    plan = plan_steps(
+    run = schedule_run(
         settings, BatchLayout(0, 1, 2), state, settings.training.num_steps, 0, said.append
     )
-    while state.step < (until or plan.total_steps):
-        rates.append(plan.schedule.next_factor(state, plan.tokens_per_step))
-        state.advance(2, plan.tokens_per_step, 1.0, applied=True, excused=False)
+    while state.step < (until or run.total_steps):
+        rates.append(run.lr.next_factor(state, run.tokens_per_step))
+        state.advance(2, run.tokens_per_step, 1.0, applied=True, excused=False)
     return rates, " ".join(said)
 
 

@@ -65,10 +65,10 @@ def test_no_step_waits_for_a_commit(train, tmp_path, monkeypatch, ahead):
             waited.append(later.wait(120))
         return real(retention, partial, step)
 
-    def noted(parts, *rest, **named):
-        if parts.state.step == 22:
+    def noted(context, *rest, **named):
+        if context.state.step == 22:
             later.set()
-        return take(parts, *rest, **named)
+        return take(context, *rest, **named)
 
     monkeypatch.setattr(Retention, "place", place)
     monkeypatch.setattr(loop, "take_step", noted)
