@@ -268,8 +268,7 @@ def help_lines(section: type, others: Mapping[str, Sequence[str]] | None = None)
     their names."""
     lines = []
     meanings = meanings_in(section)
-    fields = dataclasses.fields(section)
-    for leaf in sorted(fields, key=lambda leaf: bool(leaf.kw_only)):  # those of a base class last
+    for leaf in dataclasses.fields(section):
         lines.append(f"  --{leaf.name}={shown(default(leaf))}  ({takes(leaf)})")
         meaning = meanings[leaf.name]
         also = (others or {}).get(leaf.name)
@@ -293,8 +292,7 @@ def takes(leaf: dataclasses.Field) -> str:
 @lru_cache(maxsize=None)
 def meanings_in(section: type) -> dict[str, str]:
     """{field name: the string written below it in the dataclass `section`}."""
-    base = section.__mro__[1]
-    meanings = meanings_in(base).copy() if dataclasses.is_dataclass(base) else {}
+    meanings = {}
     (described,) = ast.parse(textwrap.dedent(inspect.getsource(section))).body
     assert isinstance(described, ast.ClassDef)
     for above, below in zip(described.body, described.body[1:]):

@@ -44,8 +44,6 @@ class Given:
         own = setting_names().get(key)
         entry = other_launchers.find(key, own, SECTIONS, all_settings())
         leaf = key.rpartition(".")[2]
-        if entry is not None and entry.usual and own is not None:
-            entry = None
         if entry is not None and entry.usual and self.of_run:
             value = shown(text)
             if other_launchers.plain(value) not in entry.usual:

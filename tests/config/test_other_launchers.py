@@ -188,9 +188,6 @@ PUBLISHED = {
 )
 def test_a_published_setting_is_answered_right(launcher, word):
     (name, _, value), meant = word.partition("="), PUBLISHED[launcher][word]
-    if name in all_settings() and name in other_launchers.entries() and meant is None:
-        if other_launchers.entries()[name].usual:
-            pytest.skip("not gone yet")
     if isinstance(meant, str):
         with pytest.raises(UserError) as caught:
             resolve.resolve_settings({name: value})
@@ -242,11 +239,7 @@ def test_each_entry_leads_to_settings_that_there_are():
         assert set(entry.launchers) <= launchers and (entry.settings or entry.why), entry
 
 
-EARLIER = [
-    word
-    for word, entry in other_launchers.entries().items()
-    if entry.usual and word not in all_settings()
-]
+EARLIER = [word for word, entry in other_launchers.entries().items() if entry.usual]
 
 
 @pytest.mark.parametrize("name", EARLIER)
