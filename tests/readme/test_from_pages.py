@@ -5,24 +5,47 @@ import os
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
 
-from config.other_launchers import content, entries
-from config.train_config import setting_names
-from tests.support.their_files import COMPOSER, DOCS, TRAINER, commands, script
+from config.other_launchers import content
+from config.resolve import as_dict, resolve_settings
+from mamba_fsdp.errors import UserError
 
 LAUNCHERS = content()["launchers"]
+COMPOSER = """
+model: {vocab_size: 65024, d_model: 2688, n_layer: 28, fsdp_layer_wrap: true, activation_checkpointing: true}
+data:
+  text_paths: [{path: /fsx/mamba-v1/book.train.gig.npy, weight: 0.6, order: 0}]
+  code_paths: [{path: /fsx/mamba-v1/c.train.gig.npy, weight: 0.4, order: 0}]
+  global_batch_size: 896
+  micro_batch_size: 7
+  eval_batch_size: 8
+  seq_len: 4096
+  n_total_tokens: 400039358022
+  n_samples_to_skip: 0
+optimizer: {lr: 0.00045, beta1: 0.9, beta2: 0.95, weight_decay: 0.1}
+scheduler: {name: wsd, t_warmup: 1006878720tok, t_max: 10068787200tok, t_decay: 1006878720tok, alpha_f: 0.1}
+fsdp: {sharding_strategy: FULL_SHARD, process_group: null, backward_prefetch: BACKWARD_PRE, verbose: true,
+       activation_checkpointing_reentrant: true, activation_checkpointing: true, limit_all_gathers: false}
+trainer:
+  cp_interval: 1006878720tok
+  eval_interval: 1006878720tok
+  eval_subset_num_batches: 16
+  save_folder: /fsx/checkpoints
+  autoresume: true
+general: {project_name: mamba-science, full_name: mambaoutai, window_size: 10, clipping_threshold: 1.0,
+          position_weighting: true}
+"""
 
 
 def make_aws(fsx, random):
     datasets = pytest.importorskip("datasets")
     rows = [random.integers(0, 50277, 256).tolist() for _ in range(40)]
-    datasets.Dataset.from_dict(
-        {"input_ids": rows, "attention_mask": [[1] * 256] * 40, "labels": rows}
-    ).save_to_disk(str(fsx / "data/wikicorpus_llama2_7B_tokenized_4k"))
-    (fsx / "01.train.sbatch").write_text(script("aws"))
+    dataset = datasets.Dataset.from_dict({"input_ids": rows, "labels": rows})
+    dataset.save_to_disk(str(fsx / "data/wikicorpus_llama2_7B_tokenized_4k"))
 
 
 def make_fms(fsx, random):
@@ -31,23 +54,16 @@ def make_fms(fsx, random):
     from transformers import PreTrainedTokenizerFast
 
     schema = pa.schema([pa.field("tokens", pa.uint32())])
-    counts = "dataset/filename,documents,tokens\n"
     for name in ("lang=en/dataset=commoncrawl", "lang=en/dataset=arxiv"):
         (fsx / "data" / name).mkdir(parents=True)
-        documents = [random.integers(1, 500, random.integers(20, 200)) for _ in range(60)]
         with pa.ipc.new_file(str(fsx / "data" / name / "shard.arrow"), schema) as writer:
-            for document in documents:
+            for _ in range(60):
+                document = random.integers(1, 500, random.integers(20, 200))
                 writer.write(pa.record_batch([pa.array(document, pa.uint32())], schema))
-        counts += f"/{name}/shard.arrow,{len(documents)},{sum(map(len, documents))}\n"
-    (fsx / "data/meta").mkdir()
-    (fsx / "data/meta/combined_counts.csv").write_text(counts)
-    words = Tokenizer(
-        models.WordLevel({"<eos>": 0, **{f"w{n}": n for n in range(1, 500)}}, unk_token="<eos>")
-    )
-    PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<eos>").save_pretrained(
-        str(fsx / "tokenizer")
-    )
-    (fsx / "train.sh").write_text(script("fms"))
+    words = {"<eos>": 0, **{f"w{n}": n for n in range(1, 500)}}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<eos>"))
+    theirs = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>")
+    theirs.save_pretrained(str(fsx / "tokenizer"))
 
 
 def make_composer(fsx, random):
@@ -55,12 +71,10 @@ def make_composer(fsx, random):
     for name in ("book", "c"):
         lengths = random.integers(50, 300, 60)
         position = np.concatenate([np.arange(length) for length in lengths]).astype(np.int32)
-        entries = (
-            random.integers(0, 65000, position.size).astype(np.int32) | position << 16 | 1 << 30
-        )
+        tokens = random.integers(0, 65000, position.size).astype(np.int32)
         path = fsx / f"mamba-v1/{name}.train.gig.npy"
-        entries.astype("<i4").tofile(path)
-        path.with_name(f"{path.name}.size").write_text(f"{entries.size}\n")
+        (tokens | position << 16 | 1 << 30).astype("<i4").tofile(path)
+        path.with_name(f"{path.name}.size").write_text(f"{tokens.size}\n")
     (fsx / "config.yaml").write_text(COMPOSER.replace("/fsx", str(fsx)))
 
 
@@ -70,7 +84,6 @@ def make_trainer(fsx, random):
 
     texts = [" ".join(f"word{n}" for n in random.integers(0, 80, 60)) for _ in range(300)]
     pq.write_table(pa.table({"text": texts}), fsx / "train.parquet")
-    (fsx / "mamba_130m.yaml").write_text(TRAINER)
 
 
 MAKE = {"aws": make_aws, "fms": make_fms, "composer": make_composer, "trainer": make_trainer}
@@ -80,32 +93,57 @@ MAKE = {"aws": make_aws, "fms": make_fms, "composer": make_composer, "trainer": 
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_a_page_is_followed(launcher, project, tmp_path):
     MAKE[launcher](tmp_path, np.random.default_rng(0))
-    said, tiny = [], ""
-    for command in commands(launcher):
-        if command.startswith("TINY="):
-            tiny = command
-            continue
-        command = command.replace("/fsx", str(tmp_path)).replace(".venv/bin/python", sys.executable)
-        done = subprocess.run(
-            f"{tiny}; {command}",
-            shell=True,
-            cwd=project,
-            capture_output=True,
-            text=True,
-            env=os.environ | {"OMP_NUM_THREADS": "1"},
-        )
-        assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
-        said.append(done.stdout)
-    first, again = [text for text in said if "model      " in text]
-    assert "finished   " in first and ("settings   " in first or launcher in ("aws", "composer"))
-    assert "resumes    from" in again and "over       " in again
+    page = (DOCS / f"from-{launcher}.md").read_text()
+    (block,) = re.findall(r"^```sh\n(.*?)^```", page, flags=re.M | re.S)
+    tiny, *commands = block.replace("/fsx", str(tmp_path)).splitlines()
+    for command in commands:
+        command = f"{tiny}; {command}".replace(".venv/bin/python", sys.executable)
+        times = 2 if "training.py" in command else 1
+        said = [run(command, project) for _ in range(times)]
+        if times == 2:
+            assert "finished   " in said[0] and "resumes    from" in said[1]
     (exported,) = [json.loads(file.read_text()) for file in tmp_path.rglob("exported/config.json")]
     assert exported["hidden_size"] == 32
 
 
-def test_the_pages_name_settings_that_there_are():
-    for launcher in LAUNCHERS:
-        above = (DOCS / f"from-{launcher}.md").read_text()
-        named = set(re.findall(r"`--(\w+)", above)) - {"config", "flag", "resume"}
-        unknown = {name for name in named if name not in setting_names() and name not in entries()}
-        assert not unknown
+def run(command, project):
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        command, shell=True, cwd=project, capture_output=True, text=True, env=environment
+    )
+    assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
+    return done.stdout
+
+
+DOCS = Path(__file__).resolve().parents[2] / "docs"
+ROWS = [
+    row
+    for launcher in LAUNCHERS
+    for row in re.findall(
+        r"^\| `([^`]+)` \| (.*) \|$", (DOCS / f"from-{launcher}.md").read_text(), flags=re.M
+    )
+]
+
+
+def words(code):
+    """{name: value} of --name=value or name: value."""
+    name, value = re.fullmatch(r"(?:--)?([\w.]+)(?:=|: )(.*)", code).groups()
+    return {name: value}
+
+
+@pytest.mark.parametrize("there, here", ROWS)
+def test_a_row_of_a_page_is_true(there, here):
+    if here.startswith("refused"):
+        with pytest.raises(UserError):
+            resolve_settings(words(there))
+        return
+    if there.isupper():
+        return
+    meant = {}
+    for code in re.findall(r"`([^`]+[=:][^`]+)`", here.partition(";")[0]):
+        if not code.startswith("get_dataset.py"):
+            meant |= words(code)
+    settings, explicit = resolve_settings(words(there))
+    ours, _ = resolve_settings(meant)
+    assert as_dict(settings) == as_dict(ours)
+    assert bool(explicit) != here.startswith("changes nothing")
