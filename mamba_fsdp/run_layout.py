@@ -29,6 +29,9 @@ KEPT, READING = (
 MODELS, CONSOLIDATED, MODEL_CONFIG = "pth", "consolidated.00.pth", "config.json"
 PROFILE, TENSORBOARD, WANDB_ID, REPORT = "profile", "tensorboard", "wandb_id", "report.html"
 GENERATED = "generated.jsonl"  # texts at validations
+CHECKPOINT_BYTES = (
+    12  # of a checkpoint for each parameter: the weight and AdamW's two moments, all fp32
+)
 BEFORE_A_RUN = {
     SETTINGS,
     STOP,

@@ -18,8 +18,8 @@ from mamba_fsdp.planning.devices import Instance
 from mamba_fsdp.planning.memory import expected_memory
 from mamba_fsdp.planning.roofline import step_seconds
 from mamba_fsdp.report.console import scaled
+from mamba_fsdp.run_layout import CHECKPOINT_BYTES
 
-CHECKPOINT_BYTES = 12  # of a parameter: the weight and AdamW's two moments, all fp32
 TRIED_SHARES = ("1", "1/2", "1/4", "0")  # of blocks that recompute; the least memory first
 TRIED_BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)  # of a device
 

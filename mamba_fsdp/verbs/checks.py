@@ -1,0 +1,189 @@
+"""What a machine needs to train: the one list of checks. doctor makes all of them on this machine; preflight makes those
+that can spoil a job on each of its nodes. Torch is imported where it is needed: preflight does without, in a second."""
+
+import importlib
+import importlib.util
+import os
+import platform
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+
+from mamba_fsdp.errors import UserError, first_line
+from mamba_fsdp.launch import machine
+
+PACKAGES = {  # as pip names them: as Python imports them
+    "torch": "torch",
+    "transformers": "transformers",
+    "tokenizers": "tokenizers",
+    "datasets": "datasets",
+    "numpy": "numpy",
+    "safetensors": "safetensors",
+    "fire": "fire",
+    "PyYAML": "yaml",
+    "tensorboard": "tensorboard",
+}
+OPTIONAL = {"triton": "triton", "causal-conv1d": "causal_conv1d", "mamba-ssm": "mamba_ssm"}
+EFA_FOLDER = Path("/sys/class/infiniband")  # where Linux lists EFA devices
+
+
+class Absent(Exception):
+    """Something is not here and need not be."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    verdict: str  # ok, FAIL, or - for what is not here and need not be
+    text: str
+
+
+@dataclass(frozen=True)
+class Check:
+    """find() returns what there is; it raises Absent, or a UserError that says what to do, or what an import raises."""
+
+    name: str
+    find: Callable[[], str]
+    exit_code: int | None = (
+        None  # preflight's where it fails: 2 for a user to mend, 1 may pass, 0 only a warning
+    )
+    if_nodes_differ: str = ""  # what to do then; nodes may differ where there is nothing to do
+
+    def make(self) -> Finding:
+        try:
+            return Finding("ok", self.find())
+        except Absent as reason:
+            return Finding("-", str(reason))
+        except UserError as error:
+            return Finding("FAIL", str(error))
+        except Exception as error:  # an import can fail in any way
+            where = traceback.extract_tb(error.__traceback__)[-1]
+            text = f"{type(error).__name__}: {first_line(error)} ({where.filename}:{where.lineno})"
+            return Finding("FAIL", text)
+
+
+def find_python() -> str:
+    return f"{platform.python_version()}, {platform.platform()}"
+
+
+def find_packages() -> str:
+    """Imports what the program needs, and what it would use, and returns the versions."""
+    versions = []
+    for name, module in {**PACKAGES, **OPTIONAL}.items():
+        if name in OPTIONAL and importlib.util.find_spec(module) is None:
+            continue
+        importlib.import_module(module)
+        versions.append(f"{name} {metadata.version(name)}")
+    return ", ".join(versions)
+
+
+def find_environment() -> str:
+    machine.check_version()
+    return "made from this checkout's requirements"
+
+
+def find_gpus() -> str:
+    """Compares what Slurm assigned with what the driver shows."""
+    shown = machine.driver_gpus()
+    assigned = machine.assigned_gpus()
+    if assigned > len(shown):
+        node = machine.node_name()
+        raise UserError(
+            f"Slurm assigned {assigned} GPUs, but the driver shows {len(shown)}; look at `nvidia-smi` there and "
+            f"take the node out: scontrol update nodename={node} state=drain reason=gpu"
+        )
+    if not assigned:
+        raise Absent("0 GPUs")
+    return f"{assigned} GPUs {', '.join(sorted(set(shown[:assigned])))}"
+
+
+def find_torch_gpus() -> str:
+    import torch
+
+    from mamba_fsdp.planning.devices import device_peak
+
+    shown = machine.driver_gpus()
+    if not shown:
+        raise Absent("the NVIDIA driver shows none")
+    if not torch.cuda.is_available():
+        why = "it is built for CPUs"
+        if torch.version.cuda:
+            why = f"is the driver too old for CUDA {torch.version.cuda}?"
+        raise UserError(f"torch {torch.__version__} finds none of the driver's GPUs; {why}")
+    about = torch.cuda.get_device_properties(0)
+    peak = device_peak(about.name)
+    known = f"{peak / 1e12:.0f} TFLOP/s in bf16" if peak else "peak rate unknown, so no MFU"
+    return f"{about.total_memory / 2**30:.0f} GiB, sm_{about.major}{about.minor}, {known}"
+
+
+def efa_devices() -> int:
+    drivers = [(path / "device/driver").resolve().name for path in EFA_FOLDER.glob("*")]
+    return drivers.count("efa")
+
+
+def find_efa() -> str:
+    count = efa_devices()
+    if not count:
+        raise Absent("0 EFA devices")
+    return f"{count} EFA devices"
+
+
+def find_efa_plugin() -> str:
+    if not efa_devices():
+        raise Absent("no EFA devices")
+    plugin = machine.efa_plugin()
+    if not plugin:
+        raise UserError(
+            "EFA devices, but no libnccl-net.so (aws-ofi-nccl) for NCCL to use them by, so it takes TCP; build the "
+            "image with INSTALL_EFA=1 (docs/image.md)"
+        )
+    return plugin
+
+
+def find_operators() -> str:
+    """Chooses each operator's backend on this machine; returns them with what keeps better ones away."""
+    import torch
+
+    from config.model_config import ModelConfig
+    from mamba_fsdp.model.spec import operator_uses
+    from mamba_fsdp.ops.backends import resolve_backends
+
+    config = ModelConfig(layers="mamba1,mamba2,attention", d_model=1024)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    return f"{device}: {resolve_backends('auto', device, operator_uses(config, dtype))}"
+
+
+def find_triton_cache() -> str:
+    if importlib.util.find_spec("triton") is None:
+        raise Absent("no Triton")
+    from triton.runtime.cache import get_cache_manager
+
+    folder = os.environ.get("TRITON_CACHE_DIR") or Path.home() / ".triton/cache"
+    writer = type(get_cache_manager("00" * 32)).__name__  # Rank0CacheManager: see patches/
+    return f"{folder}, written by {writer}"
+
+
+CHECKS: Sequence[Check] = (
+    Check("Python", find_python),
+    Check("packages", find_packages),
+    Check("environment", find_environment, exit_code=2),
+    Check(
+        "GPUs",
+        find_gpus,
+        exit_code=1,
+        if_nodes_differ="choose one kind with --partition or --constraint, or leave the node out with "
+        "--exclude={node}",
+    ),
+    Check("torch's GPUs", find_torch_gpus),
+    Check(
+        "EFA",
+        find_efa,
+        exit_code=1,
+        if_nodes_differ="look at `fi_info -p efa` there, or submit again with --exclude={node}",
+    ),
+    Check("EFA plugin", find_efa_plugin, exit_code=0),
+    Check("operators", find_operators),
+    Check("Triton's cache", find_triton_cache),
+)
