@@ -32,7 +32,8 @@ from mamba_fsdp.model.spec import flops_per_token, operator_uses, parameters
 from mamba_fsdp.ops import cpp
 from mamba_fsdp.ops.backends import resolve_backends
 
-BATCH, LENGTH = 4, 512
+BATCH = 4
+LENGTH = 512
 CONFIG = ModelConfig(
     layers="mamba2",
     d_model=256,
@@ -112,7 +113,8 @@ class PlainBlock(nn.Module):
         self.scan = scan
 
     def forward(self, hidden):
-        w, c = self.weights, CONFIG
+        w = self.weights
+        c = CONFIG
         states = c.ngroups * c.d_state
         x = F.rms_norm(hidden, (c.d_model,), w["norm_weight"], c.norm_eps)
         z, xbc, dt = (x @ w["mixer_in_proj_weight"].T).split(
@@ -201,7 +203,8 @@ def compare(backends, arguments):
     losses = [step() for step in steps.values()]
     assert max(losses) - min(losses) < 0.01, f"these are not the same model: first losses {losses}"
     products = {dtype: multiply_matrices(dtype) for dtype in (torch.float32, torch.bfloat16)}
-    tokens, flops = BATCH * LENGTH, BATCH * LENGTH * flops_per_token(CONFIG, LENGTH)
+    tokens = BATCH * LENGTH
+    flops = BATCH * LENGTH * flops_per_token(CONFIG, LENGTH)
     for tuned in (False, True):
         if tuned:
             cpp.tune_process("cpu")

@@ -78,7 +78,9 @@ def of_launch(parameters: Mapping[str, Any], values: Mapping[str, Any]) -> dict[
     parameters: of inspect.signature. None and integers that are 1 are constants, pointers and integers divisible by 16
     are told to be.
     """
-    constants, signature, aligned = {}, {}, []
+    constants = {}
+    signature = {}
+    aligned = []
     for name, parameter in parameters.items():
         value = values.get(name, parameter.default)
         if (
@@ -167,7 +169,8 @@ def count(kernel: Kernel, found: list[Loop], kind: str | None = None) -> float:
         return 32 * kernel.warps * (loop.instructions if kind is None else loop.kinds.get(kind, 0))
 
     inner = [loop for loop in found if loop.depth == 0]
-    total, unrolled = 0.0, {}
+    total = 0.0
+    unrolled = {}
     if kernel.mark:
         opcode, number = kernel.mark
         unrolled = {

@@ -46,7 +46,8 @@ def kernel(name, blocks, back, bytes, seq_idx, **bounds):
 
 
 # With the rows that a program of 128 rows reads beside its own; the sums are written and read once.
-AHEAD, BACK = 2 * (1 + 3 / 128) + 2, 2 * (1 + 6 / 128) + 2 * (1 + 3 / 128) + 2 + 2 * 5 * 4 / 128
+AHEAD = 2 * (1 + 3 / 128) + 2
+BACK = 2 * (1 + 6 / 128) + 2 * (1 + 3 / 128) + 2 + 2 * 5 * 4 / 128
 KERNELS = [
     kernel("forward", FORWARD[8, 0], 0, AHEAD, False, registers=128, instructions=18.5),
     kernel("forward", FORWARD[8, 0], 0, AHEAD, True, registers=128, instructions=22.5),

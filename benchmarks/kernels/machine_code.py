@@ -58,7 +58,8 @@ def resources(cubin: bytes) -> tuple[int, int]:
 @lru_cache(maxsize=1)
 def listing(cubin: bytes) -> tuple[list[tuple[str, str]], dict[str, int]]:
     """The instructions as (opcode with modifiers, operands), and {label: the instruction behind it}."""
-    code, labels = [], {}
+    code = []
+    labels = {}
     for line in _said_about(cubin, "nvdisasm", "-c").splitlines():
         if label := re.match(r"\s*(\.L\w+):", line):
             labels[label.group(1)] = len(code)

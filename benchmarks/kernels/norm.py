@@ -51,7 +51,8 @@ def kernel(name, which, tensors, channels, bytes, **bounds):
     signature = BOTH | OF_PASS[which] | tensors[which]
     if which == "backward":
         del signature["NORMED"]
-    block, sizes = 1 << (channels - 1).bit_length(), TILES[8, 0]
+    block = 1 << (channels - 1).bit_length()
+    sizes = TILES[8, 0]
     tile = max(sizes["ELEMENTS"] // block, 1)
     constants = dict(TILE=tile, BLOCK=block) | dict.fromkeys(set(ABSENT[which]) - signature.keys())
     return Kernel(

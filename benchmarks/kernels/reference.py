@@ -30,7 +30,8 @@ NVCC = [
     f"nvidia-{name}==13.*"
     for name in ("cuda-nvcc", "cuda-runtime", "cuda-cccl", "cuda-crt", "nvvm")
 ]
-D_INNER, STATES = 4096, 16
+D_INNER = 4096
+STATES = 16
 SCAN = dict(
     function=lambda: None,
     signature={},
@@ -178,14 +179,13 @@ def reference(triton_folder: Path, ccs: list[int]) -> Iterator[tuple[Compiled, K
 
 
 def main(ccs: list[str]) -> None:
-    folder, nvcc = (
-        sources() / "csrc" / "selective_scan",
-        next(installed("nvcc-13", *NVCC).glob("nvidia/cu*")),
-    )
+    folder = sources() / "csrc" / "selective_scan"
+    nvcc = next(installed("nvcc-13", *NVCC).glob("nvidia/cu*"))
     for cc in map(int, ccs):
         for kernel, source in zip(KERNELS, SOURCES):
             cubin = compile_scan(source, cc, folder, nvcc)
-            found, (registers, stack) = loops(cubin), resources(cubin)
+            found = loops(cubin)
+            (registers, stack) = resources(cubin)
             report(
                 Compiled(
                     "mamba-ssm",

@@ -28,8 +28,15 @@ from benchmarks.kernels.compiler import Compiled, assembly, count, of_launch
 from benchmarks.kernels.machine_code import loops, resources, whole
 from benchmarks.kernels.reference import report, sources
 
-BATCH, LENGTH, CHUNK, SMS = 8, 2048, 256, 132
-HEADS, HEADDIM, D_STATE, ADDED = 80, 64, 128, 2048  # channels of the norm behind a sum
+BATCH = 8
+LENGTH = 2048
+CHUNK = 256
+SMS = 132
+# channels of the norm behind a sum
+HEADS = 80
+HEADDIM = 64
+D_STATE = 128
+ADDED = 2048
 TOKENS = BATCH * LENGTH
 
 
@@ -49,10 +56,8 @@ def of_chunk(block):
 
 def causal(a):
     """Blocks of columns up to the diagonal, or from it on, for the average block of rows."""
-    rows, columns = (
-        a["BLOCK_SIZE_M"],
-        a["BLOCK_SIZE_K"] if "stride_cb_csize_k" in a else a["BLOCK_SIZE_N"],
-    )
+    rows = a["BLOCK_SIZE_M"]
+    columns = a["BLOCK_SIZE_K"] if "stride_cb_csize_k" in a else a["BLOCK_SIZE_N"]
     return sum(math.ceil((m + 1) * rows / columns) for m in range(CHUNK // rows)) * rows / CHUNK
 
 
@@ -62,7 +67,8 @@ def of_heads(a):
 
 def below_diagonal(a):
     """The heads, in those of its blocks that are not left out."""
-    m, n = a["BLOCK_SIZE_M"], a["BLOCK_SIZE_N"]
+    m = a["BLOCK_SIZE_M"]
+    n = a["BLOCK_SIZE_N"]
     kept = [column * n < (row + 1) * m for row in range(CHUNK // m) for column in range(CHUNK // n)]
     return of_heads(a) * sum(kept) / len(kept)
 
@@ -75,7 +81,8 @@ def tile(*sizes, k="K"):
     return dict(zip(("BLOCK_SIZE_M", "BLOCK_SIZE_N", f"BLOCK_SIZE_{k}"), sizes))
 
 
-WARPS, EXP = {"num_warps": 4}, ("MUFU.EX2", 1)
+WARPS = {"num_warps": 4}
+EXP = ("MUFU.EX2", 1)
 CHOSEN = {  # by module and function
     "ssd_chunk_state._chunk_cumsum_fwd_kernel": Chosen("steps", {"BLOCK_SIZE_H": 4}, once),
     "ssd_chunk_state._chunk_state_fwd_kernel": Chosen(
@@ -120,7 +127,9 @@ class Noted:
     launches: list[tuple[Kernel, float]] = []  # with the trips of a program's loop
 
     def __init__(self, kernel, configs=(), heuristics=()):
-        self.kernel, self.configs, self.heuristics = kernel, configs, list(heuristics)
+        self.kernel = kernel
+        self.configs = configs
+        self.heuristics = list(heuristics)
         self.chosen = CHOSEN.get(f"{kernel.fn.__module__.rpartition('.')[2]}.{kernel.fn.__name__}")
         self.best_config = next(
             (config for config in configs if self.chosen and self.fits(config)), None
@@ -134,7 +143,8 @@ class Noted:
         return lambda *positional, **named: self.note(grid, positional, named)
 
     def note(self, grid, positional, named):
-        parameters, config = inspect.signature(self.kernel.fn).parameters, self.best_config
+        parameters = inspect.signature(self.kernel.fn).parameters
+        config = self.best_config
         warps, stages = (
             (config.num_warps, config.num_stages) if config else (named.pop("num_warps"), 3)
         )
@@ -142,7 +152,8 @@ class Noted:
         for name, value in self.heuristics:
             values[name] = value(values)
         tensors = [value for value in values.values() if isinstance(value, torch.Tensor)]
-        channels, trips = values.get("N", HEADS * HEADDIM), self.chosen.trips(values)
+        channels = values.get("N", HEADS * HEADDIM)
+        trips = self.chosen.trips(values)
         elements = TOKENS * channels / math.prod(grid(values) if callable(grid) else grid) / trips
         kernel = Kernel(
             self.chosen.name,
@@ -207,7 +218,8 @@ def launches() -> list[tuple[Kernel, float]]:
 
 
 def run(ssd, norm, gated):
-    bf16, inner = torch.bfloat16, HEADS * HEADDIM
+    bf16 = torch.bfloat16
+    inner = HEADS * HEADDIM
 
     def empty(*shape, dtype=torch.float32):
         return torch.empty(*shape, dtype=dtype, device="meta")
@@ -216,7 +228,8 @@ def run(ssd, norm, gated):
         return empty(TOKENS, channels, dtype=dtype)
 
     projected = empty(BATCH, LENGTH, 2 * inner + 2 * D_STATE + HEADS, dtype=bf16)
-    z, dt = projected[..., :inner].flatten(0, 1), projected[..., -HEADS:]
+    z = projected[..., :inner].flatten(0, 1)
+    dt = projected[..., -HEADS:]
     x, B, C = empty(BATCH, LENGTH, inner + 2 * D_STATE, dtype=bf16).split(
         [inner, D_STATE, D_STATE], dim=-1
     )
@@ -224,14 +237,14 @@ def run(ssd, norm, gated):
     more = dict(D=empty(HEADS), dt_bias=empty(HEADS), dt_softplus=True)
     out = ssd._mamba_chunk_scan_combined_fwd(*inputs, CHUNK, **more)[0]
     ssd._mamba_chunk_scan_combined_bwd(out, *inputs, out, CHUNK, **more)
-    y, weight, options = (
-        stream(inner),
-        empty(inner),
-        dict(z=z, norm_before_gate=False, is_rms_norm=True),
-    )
+    y = stream(inner)
+    weight = empty(inner)
+    options = dict(z=z, norm_before_gate=False, is_rms_norm=True)
     scale = gated._layer_norm_fwd(y, weight, None, 1e-5, **options)[2]
     gated._layer_norm_bwd(y, y, weight, None, 1e-5, None, scale, **options)
-    y, total, weight = stream(ADDED), stream(ADDED, torch.float32), empty(ADDED)
+    y = stream(ADDED)
+    total = stream(ADDED, torch.float32)
+    weight = empty(ADDED)
     scale = norm._layer_norm_fwd(y, weight, None, 1e-5, residual=total, is_rms_norm=True)[3]
     norm._layer_norm_bwd(
         y,
@@ -267,7 +280,8 @@ def compiled(kernel: Kernel, trips: float, cc: int) -> Compiled:
             [],
             error=f"{type(error).__name__}: {error}",
         )
-    found, body = loops(made["cubin"]), whole(made["cubin"])
+    found = loops(made["cubin"])
+    body = whole(made["cubin"])
     outside = body.instructions - sum(loop.instructions for loop in found)
     special = body.kinds.get("special", 0) - sum(loop.kinds.get("special", 0) for loop in found)
     of_program = 32 * kernel.warps / (kernel.elements * trips)

@@ -10,7 +10,10 @@ from importlib import import_module
 
 from benchmarks.kernels import Kernel
 
-D_INNER, D_STATE, CHANNELS, CHUNK = 4096, 16, 32, 64
+D_INNER = 4096
+D_STATE = 16
+CHANNELS = 32
+CHUNK = 64
 TYPES = {
     name: type
     for type, names in {

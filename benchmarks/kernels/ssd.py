@@ -9,7 +9,12 @@ from importlib import import_module
 
 from benchmarks.kernels import Kernel
 
-HEADS, HEADDIM, D_STATE, Q, BLOCK, PARTS = 80, 64, 128, 32, 16, 2
+HEADS = 80
+HEADDIM = 64
+D_STATE = 128
+Q = 32
+BLOCK = 16
+PARTS = 2
 TYPES = {
     name: type
     for type, names in {
@@ -33,13 +38,12 @@ SIZES = dict(
     B_ROW=HEADS * HEADDIM + 2 * D_STATE,
     C_ROW=HEADS * HEADDIM + 2 * D_STATE,
 )
-X, STEPS, MATRIX, STATES = (
-    2 * HEADS * HEADDIM,
-    3 * 4 * HEADS,
-    2 * D_STATE,
-    2 * HEADS * HEADDIM * D_STATE // Q,
-)
-FLOWS, SUMS = PARTS * 4 * 4 * HEADS, 2 * 4 * D_STATE * HEADS // BLOCK
+X = 2 * HEADS * HEADDIM
+STEPS = 3 * 4 * HEADS
+MATRIX = 2 * D_STATE
+STATES = 2 * HEADS * HEADDIM * D_STATE // Q
+FLOWS = PARTS * 4 * 4 * HEADS
+SUMS = 2 * 4 * D_STATE * HEADS // BLOCK
 
 
 def kernel(name, function, arguments, constants, elements, moved, **more):

@@ -41,12 +41,14 @@ def initial_part(name: str, parameter: Parameter, seed: int, start: int, stop: i
     )
     part = torch.empty(stop - start, dtype=torch.float32, device="cpu")
     for block in range(start // BLOCK, -(-stop // BLOCK)):
-        low, high = block * BLOCK, min((block + 1) * BLOCK, parameter.size)
+        low = block * BLOCK
+        high = min((block + 1) * BLOCK, parameter.size)
         generator = torch.Generator(device="cpu").manual_seed(first_seed + block)
         values = _draw(
             torch.empty(high - low, dtype=torch.float32, device="cpu"), parameter.init, generator
         )
-        first, last = max(start, low), min(stop, high)
+        first = max(start, low)
+        last = min(stop, high)
         part[first - start : last - start] = values[first - low : last - low]
     return part
 

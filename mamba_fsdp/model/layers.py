@@ -35,7 +35,8 @@ class Part(nn.Module):
 
     def __init__(self, config, backends=None):
         super().__init__()
-        self.config, self.backends = config, backends
+        self.config = config
+        self.backends = backends
         add_parameters(self, self.kind.parameters(config))
 
 
@@ -56,9 +57,11 @@ class SSM(Part):
         if self.whole in self.backends and not state:
             return self.at_once(self.in_proj(x), seq_idx)
         x, *rest = self.project(x)
-        seen, entering = 0, None
+        seen = 0
+        entering = None
         if position:
-            seen, entering = min(position, state["conv"].shape[1]), state["ssm"]
+            seen = min(position, state["conv"].shape[1])
+            entering = state["ssm"]
             x = torch.cat([state["conv"][:, -seen:], x], dim=1)
         if position and seq_idx is not None:
             goes_on = seq_idx[:, position] == seq_idx[:, position - 1]
@@ -71,7 +74,8 @@ class SSM(Part):
             x, self.conv1d.weight, self.conv1d.bias, seq_idx=seq_idx, backend=self.backends["conv"]
         )
         if seen:
-            x, seq_idx = x[:, seen:], None if seq_idx is None else seq_idx[:, seen:]
+            x = x[:, seen:]
+            seq_idx = None if seq_idx is None else seq_idx[:, seen:]
         y = self.scan(
             *self.scan_inputs(x, *rest),
             seq_idx=seq_idx,
@@ -97,7 +101,8 @@ class SSM(Part):
 
 
 class Mamba1(SSM):
-    kind, whole = spec.MIXERS["mamba1"], "mamba1"
+    kind = spec.MIXERS["mamba1"]
+    whole = "mamba1"
 
     def state_shape(self):
         return self.config.d_inner, self.config.d_state
@@ -141,7 +146,8 @@ class Mamba1(SSM):
 
 
 class Mamba2(SSM):
-    kind, whole = spec.MIXERS["mamba2"], "mamba2"
+    kind = spec.MIXERS["mamba2"]
+    whole = "mamba2"
 
     def state_shape(self):
         return self.config.n_ssm_head, self.config.headdim, self.config.d_state
@@ -171,7 +177,8 @@ class Mamba2(SSM):
         return xbc, z, dt
 
     def scan_inputs(self, xbc, z, dt):
-        groups, d_state = self.config.ngroups, self.config.d_state
+        groups = self.config.ngroups
+        d_state = self.config.d_state
         x, B, C = xbc.split([self.config.d_inner, groups * d_state, groups * d_state], dim=-1)
         B, C = (t.unflatten(-1, (groups, d_state)) for t in (B, C))
         return x.unflatten(-1, (-1, self.config.headdim)), dt, self.A(), B, C, self.D, self.dt_bias
@@ -199,14 +206,17 @@ class Attention(Part):
     kind = spec.MIXERS["attention"]
 
     def forward(self, x, seq_idx=None, state=None, position=0):
-        config, end = self.config, position + x.shape[1]
+        config = self.config
+        end = position + x.shape[1]
         heads = self.in_proj(x).unflatten(-1, (-1, config.resolved_head_dim))
         q, k, v = heads.split([config.n_head, config.n_kv_head, config.n_kv_head], dim=-2)
         places = positions_in_document(end, seq_idx, x.device)[..., position:]
         q, k = (rotary(t, places, config.resolved_rotary_dim, config.rope_theta) for t in (q, k))
         if state:
-            state["k"][:, position:end], state["v"][:, position:end] = k, v
-            k, v = state["k"][:, :end], state["v"][:, :end]
+            state["k"][:, position:end] = k
+            state["v"][:, position:end] = v
+            k = state["k"][:, :end]
+            v = state["v"][:, :end]
         return self.out_proj(attention(q, k, v, seq_idx=seq_idx).flatten(2))
 
     def allocate_state(self, batch, max_length, dtype, device):

@@ -19,11 +19,9 @@ class Block(nn.Module):
 
     def __init__(self, config, layer, backends, compute_dtype):
         super().__init__()
-        self.eps, self.norm_form, self.compute_dtype = (
-            config.norm_eps,
-            backends["norm"],
-            compute_dtype,
-        )
+        self.eps = config.norm_eps
+        self.norm_form = backends["norm"]
+        self.compute_dtype = compute_dtype
         add_parameters(self, {"norm.weight": spec.norm(config.d_model)})
         self.mixer = MIXERS[layer.mixer](config, backends)
         self.mlp = None
@@ -66,7 +64,9 @@ class MambaLM(nn.Module):
     ):
         super().__init__()
         self.part = part
-        self.config, self.backends, self.compute_dtype = config, backends, compute_dtype
+        self.config = config
+        self.backends = backends
+        self.compute_dtype = compute_dtype
         self.reset_at_documents = reset_at_documents
         self.backbone = nn.Module()
         add_parameters(self.backbone, {"embedding.weight": spec.embedding(config)})
@@ -94,10 +94,13 @@ class MambaLM(nn.Module):
 
     def read(self, tokens, seq_idx=None, state=None):
         """(hidden, residual) behind the blocks. With a `state`, tokens follow it and seq_idx is that of all."""
-        hidden, residual, position = F.embedding(tokens, self.backbone.embedding.weight), None, 0
+        hidden = F.embedding(tokens, self.backbone.embedding.weight)
+        residual = None
+        position = 0
         hidden = hidden.to(self.compute_dtype)
         if state:
-            position, state["position"] = state["position"], state["position"] + tokens.shape[1]
+            position = state["position"]
+            state["position"] = state["position"] + tokens.shape[1]
             assert state["position"] <= state["max_length"], (
                 f"the state holds {state['max_length']} positions"
             )
@@ -121,10 +124,8 @@ class MambaLM(nn.Module):
         """As forward with labels, in the memory of one part (attention: and the keys and values of all positions)."""
         counted = (labels != IGNORED_LABEL).any(dim=0).nonzero()
         length = int(counted.max()) + 1 if len(counted) else 0
-        state, total = (
-            self.allocate_state(len(tokens), length),
-            torch.zeros((), device=tokens.device),
-        )
+        state = self.allocate_state(len(tokens), length)
+        total = torch.zeros((), device=tokens.device)
         for start in range(0, length, self.part):
             end = min(start + self.part, length)
             so_far = None if seq_idx is None else seq_idx[:, :end]

@@ -11,7 +11,8 @@ from typing import Any, Callable, NamedTuple
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.ops.backends import Use
 
-EMBEDDING, LM_HEAD = "backbone.embedding.weight", "lm_head.weight"
+EMBEDDING = "backbone.embedding.weight"
+LM_HEAD = "lm_head.weight"
 
 
 class Init(NamedTuple):
@@ -22,7 +23,9 @@ class Init(NamedTuple):
     high: float = 0.0
 
 
-ONES, NORMAL, DT = Init("ones"), Init("normal"), Init("dt", 1e-3, 0.1)
+ONES = Init("ones")
+NORMAL = Init("normal")
+DT = Init("dt", 1e-3, 0.1)
 
 
 class Parameter(NamedTuple):
@@ -86,7 +89,9 @@ def recurrence_flops(config, seq_length):
 
 
 def _mamba1(config):
-    d_inner, d_state, rank = config.d_inner, config.d_state, config.resolved_dt_rank
+    d_inner = config.d_inner
+    d_state = config.d_state
+    rank = config.resolved_dt_rank
     return {
         "A_log": Parameter((d_inner, d_state), Init("log_of_column"), fp32=True),
         "D": Parameter((d_inner,), ONES, fp32=True),
@@ -100,7 +105,8 @@ def _mamba1(config):
 
 
 def _mamba2(config):
-    d_inner, heads = config.d_inner, config.n_ssm_head
+    d_inner = config.d_inner
+    heads = config.n_ssm_head
     convolved = d_inner + 2 * config.ngroups * config.d_state
     return {
         "dt_bias": Parameter((heads,), DT, fp32=True),

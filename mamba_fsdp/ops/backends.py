@@ -1,29 +1,32 @@
-"""Which backend of each operator serves a model: the best one that this machine has and that takes what the model asks.
+"""Which backend of each operator serves a model: the best one that this machine has and that can do what the model asks.
 
-A backend is a module of its operator's package (where it is the only one, the operator's module; `fused` is one for all).
-It imports no library of its own at the top, has the operator's functions and answers, with None or the reason in a
-line, takes(use) where there is something that it does not take, and why_unavailable() where it asks more of the machine
-than its packages in NEEDS. One whose results are not known to repeat bit for bit says so in VARIES, by operator;
-deterministic runs pass it over. A new backend is such a module and its name in OPERATORS.
+A backend is a module in its operator's package (`fused` is one module for all operators). It imports no library of its own
+at the top and has the operator's functions. Where something can stand in its way it also has
 
-Without torch: names are checked with the settings.
+    why_not(use)        the reason, in a line, why it can't serve a Use, else None
+    why_unavailable()   what it lacks on this machine besides its PACKAGES, else None
+
+A new backend is such a module and its name in OPERATORS. This module itself does not need torch, so that the settings
+check names with it.
 """
 
 import difflib
 from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
 from importlib import import_module
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 
 from mamba_fsdp.errors import UserError, first_line
 
-BACKENDS = {  # with the type of device that they are for, "" for any
-    "triton": "cuda",  # Triton kernels, compiled on first use
+BACKENDS = {  # the type of device that each is for
+    "triton": "cuda",  # our Triton kernels, compiled on first use
     "fused": "cuda",  # the kernels of mamba-ssm and causal-conv1d
     "cpp": "cpu",  # C, compiled on first use
-    "reference": "",  # plain PyTorch
+    "reference": "any",  # plain PyTorch
 }
-ALIASES = {"native": "cpp", "portable": "reference"}  # names in older settings
+PACKAGES = {"triton": ("triton",), "fused": ("mamba_ssm", "causal_conv1d")}
+OLD_NAMES = {"native": "cpp", "portable": "reference"}  # in settings of older runs
 OPERATORS = {  # with their backends, best first
     "conv": ("triton", "fused", "cpp", "reference"),
     "scan": ("triton", "fused", "cpp", "reference"),
@@ -34,89 +37,80 @@ OPERATORS = {  # with their backends, best first
     "mamba1": ("triton", "fused"),
     "mamba2": ("triton", "fused"),
 }
-# What benchmarks.gpu found faster than the first backend: {"NVIDIA H200": {"conv": "fused", ...}}, the GPU's name as torch
-# gives it; a mixer in one call needs the same backend for its parts. Nothing has been measured yet.
-MEASURED: dict[str, dict[str, str]] = {}
-WHOLE = {
-    "mamba1": ("conv", "scan"),
-    "mamba2": ("conv", "ssd", "norm"),
-}  # mixers in one call, in the backend of those
-NEEDS: dict[str, dict[str, tuple[str, ...]]] = {  # packages
-    "triton": dict.fromkeys(OPERATORS, ("triton",)),
-    "fused": {
-        "conv": ("causal_conv1d",),
-        "scan": ("mamba_ssm",),
-        "ssd": ("mamba_ssm",),
-        "norm": ("mamba_ssm",),
-        "mamba1": ("mamba_ssm", "causal_conv1d"),
-        "mamba2": ("mamba_ssm", "causal_conv1d"),
-    },
-}
-REFERENCE = {operator: "reference" for operator in OPERATORS.keys() - WHOLE.keys()}
+# Mixers that a backend computes in one call, if it also is the backend of these operators.
+MIXER_PARTS = {"mamba1": ("conv", "scan"), "mamba2": ("conv", "ssd", "norm")}
+REFERENCE = {operator: "reference" for operator in OPERATORS if operator not in MIXER_PARTS}
 
 
-class Use(NamedTuple):
-    """What a model asks of an operator. channels: of the convolution or a norm's group; rows: of in_proj."""
+@dataclass(frozen=True)
+class Use:
+    """What a model asks of an operator."""
 
     operator: str
     dtype: Any  # torch.dtype of the activations
-    seq_idx: bool  # whether boundaries of documents will be given
-    channels: int = 0
-    rows: int = 0
+    seq_idx: bool  # whether documents are to be kept apart
+    channels: int = 0  # of the convolution, or of a norm's group
+    rows: int = 0  # of a mixer's input projection
     deterministic: bool = False  # whether equal runs must be equal bit for bit
 
 
-class Choice(NamedTuple):
-    """What resolve_backends chose: operator -> backend, without the whole mixers that run part by part. And what it passed
-    over: operator -> {better backend for this device: the reason}."""
+@dataclass
+class Choice:
+    """What resolve_backends chose, and why not better."""
 
-    backends: dict[str, str]
-    passed: dict[str, dict[str, str]]
+    backends: dict[str, str] = field(default_factory=dict)  # by operator; no mixers in parts
+    # operator -> {better backend for this device: why it was passed over}
+    passed: dict[str, dict[str, str]] = field(default_factory=dict)
 
     def __str__(self) -> str:
         """One line for the log."""
-        said: dict[tuple[str, str], list[str]] = {}
+        chosen: dict[str, list[str]] = {}
         for operator, backend in self.backends.items():
-            said.setdefault((f"{backend}: ", ""), []).append(operator)
+            chosen.setdefault(backend, []).append(operator)
+        passed: dict[str, list[str]] = {}
         for operator, reasons in self.passed.items():
             for backend, reason in reasons.items():
-                said.setdefault(("", f" not {backend}: {reason}"), []).append(operator)
-        return "; ".join(
-            before + ", ".join(operators) + after for (before, after), operators in said.items()
-        )
+                passed.setdefault(f"not {backend}: {reason}", []).append(operator)
+        lines = [f"{backend}: {', '.join(operators)}" for backend, operators in chosen.items()]
+        lines += [f"{', '.join(operators)} {reason}" for reason, operators in passed.items()]
+        return "; ".join(lines)
 
 
 def demands(setting: str, used: Collection[str] = OPERATORS) -> dict[str, str]:
-    """The backend that the setting `kernels` demands of each operator: that of all that have it, or as scan=reference says.
+    """The backend that the setting `kernels` demands of each operator: that of all that have it, or as in
+    scan=reference,conv=cpp.
 
-    Raises UserError for names that there are not, with the nearest, and where it demands nothing of those `used`.
+    Raises UserError for unknown names, with the nearest, and where nothing is demanded of the operators `used`.
     """
     if setting == "auto":
         return {}
+    demanded = {}
     if "=" in setting:
-        items = [item.partition("=")[::2] for item in setting.replace(" ", "").split(",")]
-        items = [(operator, ALIASES.get(backend, backend)) for operator, backend in items]
+        for item in setting.replace(" ", "").split(","):
+            operator, _, backend = item.partition("=")
+            backend = OLD_NAMES.get(backend, backend)
+            _check_name(operator, OPERATORS, setting, "operator")
+            _check_name(backend, OPERATORS[operator], setting, f"backend of {operator}")
+            if operator in demanded:
+                raise UserError(f"kernels={setting}: give each operator one backend")
+            demanded[operator] = backend
     else:
-        setting = ALIASES.get(setting, setting)
+        setting = OLD_NAMES.get(setting, setting)
         _check_name(setting, ("auto", *BACKENDS), setting, "backend")
-        items = [(operator, setting) for operator in used if setting in OPERATORS[operator]]
-    for operator, backend in items:
-        _check_name(operator, OPERATORS, setting, "operator")
-        _check_name(backend, OPERATORS[operator], setting, f"backend of {operator}")
-    absent = [operator for operator, _ in items if operator not in used]
-    if absent or not items:
-        missing = " or ".join(absent) or "operator of that backend"
+        demanded = {operator: setting for operator in used if setting in OPERATORS[operator]}
+    absent = [operator for operator in demanded if operator not in used]
+    if absent or not demanded:
+        missing = " or ".join(absent) or "operator with that backend"
         raise UserError(f"kernels={setting}: this model has no {missing}, only {', '.join(used)}")
-    if len(dict(items)) < len(items):
-        raise UserError(f"kernels={setting}: give each operator one backend")
-    return dict(items)
+    return demanded
 
 
 def _check_name(name, known, setting, what):
-    if name not in known:
-        near = difflib.get_close_matches(name, known, n=1)
-        hint = f"did you mean {near[0]}?" if near else f"choose one of {', '.join(known)}"
-        raise UserError(f"kernels={setting}: there is no {what} {name!r}; {hint}")
+    if name in known:
+        return
+    near = difflib.get_close_matches(name, known, n=1)
+    hint = f"did you mean {near[0]}?" if near else f"choose one of {', '.join(known)}"
+    raise UserError(f"kernels={setting}: there is no {what} {name!r}; {hint}")
 
 
 def resolve_backends(
@@ -125,90 +119,80 @@ def resolve_backends(
     uses: Mapping[str, Collection[Use]],
     assumed: Collection[str] = (),
 ) -> Choice:
-    """The best backend of each operator for all its `uses` on a device (cpu or cuda), or the one that `setting` demands.
-    assumed: backends that are available whatever is on this machine.
+    """The best backend of each operator for all its `uses` on a device (cpu or cuda), or the one that `setting`
+    demands. assumed: backends that count as available, whatever is on this machine.
 
     Raises UserError where a demanded backend can't serve, with the operator and the reason.
     """
     used = [operator for operator in OPERATORS if operator in uses]
     demanded = demands(setting, used)
-    choice = Choice({}, {operator: {} for operator in used})
+    choice = Choice()
     for operator in used:
-        for backend in (
-            [demanded[operator]] if operator in demanded else _best_first(operator, device_type)
-        ):
-            unasked = _out_of_question(operator, backend, device_type, choice.backends)
-            reason = unasked or _why_not(operator, backend, uses[operator], assumed)
-            if reason is None:
-                choice.backends[operator] = backend
-                break
-            if operator in demanded:
+        if operator in demanded:
+            backend = demanded[operator]
+            reason = _why_no_candidate(operator, backend, device_type, choice.backends)
+            reason = reason or _why_not(operator, backend, uses[operator], assumed)
+            if reason:
                 raise UserError(
                     f"kernels={setting}: {operator} can't be {backend} on {device_type}: {reason}; "
                     "kernels=auto takes what can serve"
                 )
-            if not unasked:
-                choice.passed[operator][backend] = reason
+            choice.backends[operator] = backend
+            continue
+        for backend in OPERATORS[operator]:
+            if _why_no_candidate(operator, backend, device_type, choice.backends):
+                continue
+            reason = _why_not(operator, backend, uses[operator], assumed)
+            if reason is None:
+                choice.backends[operator] = backend
+                break
+            choice.passed.setdefault(operator, {})[backend] = reason
     return choice
 
 
-def _best_first(operator, device_type):
-    """The operator's backends in the order of OPERATORS, behind the one that was measured to be faster on this GPU."""
-    if device_type != "cuda" or not MEASURED:
-        return OPERATORS[operator]
-    import torch
-
-    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
-    best = MEASURED.get(gpu, {}).get(operator)
-    return sorted(OPERATORS[operator], key=lambda backend: backend != best)
-
-
-def _out_of_question(operator, backend, device_type, chosen):
-    """Why a backend need not be asked, else None."""
-    if BACKENDS[backend] not in ("", device_type):
+def _why_no_candidate(operator, backend, device_type, chosen):
+    """Why a backend needs no trying, else None: another device, or a mixer whose parts were chosen otherwise."""
+    if BACKENDS[backend] not in ("any", device_type):
         return f"it is for {BACKENDS[backend]} devices"
-    return next(
-        (
-            f"its {part} is {chosen[part]}"
-            for part in WHOLE.get(operator, ())
-            if chosen[part] != backend
-        ),
-        None,
-    )
+    for part in MIXER_PARTS.get(operator, ()):
+        if chosen[part] != backend:
+            return f"its {part} is {chosen[part]}"
+    return None
 
 
 def _why_not(operator, backend, uses, assumed):
-    """What the backend answers: None where it serves all `uses`, else the reason."""
+    """Why a backend can't serve all `uses`, else None."""
+    if backend not in assumed:
+        reason = why_unavailable(operator, backend)
+        if reason:
+            return reason
     module = modules(f"mamba_fsdp.ops.{operator}")[backend]
-    varies = getattr(module, "VARIES", {}).get(operator)
-    if varies and any(use.deterministic for use in uses):
-        return f"deterministic=true, and {varies}"
-    reasons = (module.takes(use) for use in uses if hasattr(module, "takes"))
-    return (backend not in assumed and why_unavailable(operator, backend)) or next(
-        filter(None, reasons), None
-    )
+    if hasattr(module, "why_not"):
+        for use in uses:
+            reason = module.why_not(use)
+            if reason:
+                return reason
+    return None
 
 
 def why_unavailable(operator: str, backend: str) -> str | None:
-    """What keeps a backend from serving on this machine, in a line."""
-    for package in NEEDS.get(backend, {}).get(operator, ()):
+    """What keeps a backend from serving on this machine, in a line, else None."""
+    for package in PACKAGES.get(backend, ()):
         try:
             import_module(package)
         except Exception as error:  # a build for another PyTorch fails in many ways
             return f"{package} does not load ({type(error).__name__}: {first_line(error)})"
-    return getattr(
-        modules(f"mamba_fsdp.ops.{operator}")[backend], "why_unavailable", lambda: None
-    )()
+    module = modules(f"mamba_fsdp.ops.{operator}")[backend]
+    return module.why_unavailable() if hasattr(module, "why_unavailable") else None
 
 
 def modules(package: str) -> dict[str, ModuleType]:
     """The backends of an operator by name."""
-    backends = OPERATORS[package.rpartition(".")[2]]
-    if len(backends) == 1:
-        return {backends[0]: import_module(package)}
-    return {
-        backend: import_module(
-            "mamba_fsdp.ops.fused" if backend == "fused" else f"{package}.{backend}"
-        )
-        for backend in backends
-    }
+    names = OPERATORS[package.rpartition(".")[2]]
+    if len(names) == 1:  # the operator's own module
+        return {names[0]: import_module(package)}
+    found = {}
+    for name in names:
+        path = "mamba_fsdp.ops.fused" if name == "fused" else f"{package}.{name}"
+        found[name] = import_module(path)
+    return found

@@ -18,7 +18,8 @@ from pathlib import Path
 import torch
 
 FOLDER = Path(__file__).parent
-HEADER, SOURCES = FOLDER / "cpp.h", sorted(FOLDER.rglob("*.c"))
+HEADER = FOLDER / "cpp.h"
+SOURCES = sorted(FOLDER.rglob("*.c"))
 # dtype of the activations: how the sources are compiled for it
 TYPES = {torch.float32: (), torch.bfloat16: ("-DIO_BFLOAT16",), torch.float64: ("-DREAL_DOUBLE",)}
 FLAGS = [
@@ -30,7 +31,8 @@ FLAGS = [
     "-fno-math-errno",
     "-fno-trapping-math",
 ]
-FLAGS += ["-mprefer-vector-width=512"] * (platform.machine() == "x86_64")
+if platform.machine() == "x86_64":
+    FLAGS.append("-mprefer-vector-width=512")
 COMPILE_SECONDS = 120
 
 
@@ -44,46 +46,44 @@ def _run(command):
     except (OSError, subprocess.TimeoutExpired) as error:
         raise Unavailable(f"the C compiler {command[0]} does not run: {error}") from error
     if result.returncode:
-        said = (result.stderr or result.stdout).strip().splitlines() or [
-            f"exit status {result.returncode}"
-        ]
-        raise Unavailable(f"the C compiler {command[0]} fails: {said[0]}")
+        output = (result.stderr or result.stdout).strip()
+        first = output.splitlines()[0] if output else f"exit status {result.returncode}"
+        raise Unavailable(f"the C compiler {command[0]} fails: {first}")
     return result.stdout
 
 
 def _compiler():
-    command = (
-        os.environ.get("CC", "").split()
-        or [name for name in ("gcc", "cc", "clang") if shutil.which(name)][:1]
+    """The command to compile C with, as a list."""
+    named = os.environ.get("CC", "").split()
+    if named:
+        return named
+    for name in ("gcc", "cc", "clang"):
+        if shutil.which(name):
+            return [name]
+    raise Unavailable(
+        "there is no C compiler (gcc, cc or clang; the environment's CC names another)"
     )
-    if not command:
-        raise Unavailable(
-            "there is no C compiler (gcc, cc or clang; the environment's CC names another)"
-        )
-    return command
 
 
 def _processor():
+    """What tells processors with different instructions apart."""
     try:
         lines = set(Path("/proc/cpuinfo").read_text().splitlines())
     except OSError:
         return platform.processor()
-    return "".join(
-        sorted(
-            line
-            for line in lines
-            if line.startswith(("model name", "flags", "Features", "CPU part"))
-        )
-    )
+    telling = ("model name", "flags", "Features", "CPU part")
+    return "".join(sorted(line for line in lines if line.startswith(telling)))
 
 
 def _compile(compiler, defines, path):
     """Compile the sources into `path`, whole or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
-        objects = [str(Path(folder) / f"{source.stem}.o") for source in SOURCES]
-        for source, target in zip(SOURCES, objects):
+        objects = []
+        for source in SOURCES:
+            target = str(Path(folder) / f"{source.stem}.o")
             _run([*compiler, *FLAGS, *defines, f"-I{FOLDER}", "-c", str(source), "-o", target])
+            objects.append(target)
         library = Path(folder) / "library.so"
         # Without -fopenmp: that would link a second OpenMP runtime beside PyTorch's.
         _run([*compiler, "-shared", *objects, "-o", str(library), "-lm"])
@@ -95,11 +95,11 @@ def _compile(compiler, defines, path):
 @functools.lru_cache(maxsize=None)
 def library(dtype):
     """The C operators for activations of `dtype`, compiled if need be. Raises Unavailable with the reason."""
-    compiler, defines = _compiler(), TYPES[dtype]
+    compiler = _compiler()
+    defines = TYPES[dtype]
     sources = b"".join(path.read_bytes() for path in (HEADER, *SOURCES))
-    identity = repr(
-        (sources, FLAGS, defines, compiler, _run([*compiler, "--version"]), _processor())
-    )
+    version = _run([*compiler, "--version"])
+    identity = repr((sources, FLAGS, defines, compiler, version, _processor()))
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     path = cache / f"mamba_fsdp/ops-{hashlib.sha256(identity.encode()).hexdigest()[:24]}.so"
     try:
@@ -121,9 +121,11 @@ def why_unavailable(dtype=torch.float32):
     return None
 
 
-def takes(use):
-    """None when there is a C backend for activations of this dtype, else the reason. See backends.py."""
-    return why_unavailable(use.dtype) if use.dtype in TYPES else f"there is no C for {use.dtype}"
+def why_not(use):
+    """Why there is no C for activations of this dtype, else None. See backends.py."""
+    if use.dtype not in TYPES:
+        return f"there is no C for {use.dtype}"
+    return why_unavailable(use.dtype)
 
 
 def structure(numbers, pointers):
@@ -133,16 +135,17 @@ def structure(numbers, pointers):
     return type("Arguments", (ctypes.Structure,), {"_fields_": fields})
 
 
-def call(function, structure, **values):
-    """Call a C operator with a structure of these values; the field NAME_row is filled from the tensor NAME."""
-    tensors = {name: value for name, value in values.items() if isinstance(value, torch.Tensor)}
-    values |= {name: tensor.data_ptr() for name, tensor in tensors.items()}
-    values |= {
-        f"{name}_row": t.stride(1)
-        for name, t in tensors.items()
-        if hasattr(structure, f"{name}_row")
-    }
-    if function(ctypes.byref(structure(threads=torch.get_num_threads(), **values))):
+def call(function, structure, values):
+    """Call a C operator with a structure of these values, by name. A tensor NAME gives its address and, where the
+    structure has a field NAME_row, the distance between its positions."""
+    arguments = structure(threads=torch.get_num_threads())
+    for name, value in values.items():
+        if isinstance(value, torch.Tensor):
+            if hasattr(structure, f"{name}_row"):
+                setattr(arguments, f"{name}_row", value.stride(1))
+            value = value.data_ptr()
+        setattr(arguments, name, value)
+    if function(ctypes.byref(arguments)):
         raise MemoryError(f"{function.__name__}: no memory for a thread's scratch")
 
 
@@ -155,12 +158,12 @@ def as_rows(*activations):
     assert len(kinds) == 1 and kinds <= {("cpu", dtype) for dtype in TYPES}, (
         f"there is no C backend for {kinds}"
     )
-    return [
-        a
-        if a is None or (a.stride(2) == 1 and a.stride(0) == a.shape[1] * a.stride(1))
-        else a.contiguous()
-        for a in activations
-    ]
+    rows = []
+    for a in activations:
+        if a is not None and (a.stride(2) != 1 or a.stride(0) != a.shape[1] * a.stride(1)):
+            a = a.contiguous()
+        rows.append(a)
+    return rows
 
 
 def tune_process(device_type):

@@ -2,6 +2,7 @@
 
 import torch
 
+# Why equal runs may differ in bits.
 VARIES = {
     "conv": "causal-conv1d before 1.6 adds with atomics, and later ones are not measured",
     "scan": "mamba-ssm's scan adds its gradients with atomics",
@@ -10,14 +11,15 @@ VARIES = {
 }
 
 
-def takes(use):
+def why_not(use):
+    if use.deterministic and use.operator in VARIES:
+        return f"deterministic=true, and {VARIES[use.operator]}"
     if use.operator == "conv" and use.channels % 8:
         return f"causal-conv1d takes multiples of 8 channels, not {use.channels}"
     if use.operator == "scan" and use.seq_idx:
         return "mamba-ssm's scan keeps no documents apart"
-    if (
-        use.operator == "mamba2" and use.rows % 8
-    ):  # of which causal-conv1d gets a slice, copied from 2.2.5 on only
+    # Of the projection causal-conv1d gets a slice, which mamba-ssm copies from 2.2.5 on only.
+    if use.operator == "mamba2" and use.rows % 8:
         return f"mamba-ssm takes multiples of 8 rows of its input projection, not {use.rows}"
     return None
 
@@ -27,13 +29,14 @@ def causal_conv_silu(x, weight, bias, seq_idx):
 
     if x.stride(1) % 8:  # between positions it takes multiples of 8 elements only
         x = x.contiguous()
-    return causal_conv1d_fn(
+    out = causal_conv1d_fn(
         x.transpose(1, 2),
         weight.squeeze(1).to(x.dtype),
         bias.to(x.dtype),
-        seq_idx=_seq_idx(seq_idx),
+        seq_idx=_from_zero(seq_idx),
         activation="silu",
-    ).transpose(1, 2)
+    )
+    return out.transpose(1, 2)
 
 
 def selective_scan(u, dt, A, B, C, D, z, dt_bias, seq_idx, initial_state, return_last_state):
@@ -45,14 +48,28 @@ def selective_scan(u, dt, A, B, C, D, z, dt_bias, seq_idx, initial_state, return
     )
     from mamba_ssm.ops.selective_scan_interface import selective_scan_fn
 
-    u, dt, B, C, z = (
-        None if value is None else value.transpose(1, 2).contiguous() for value in (u, dt, B, C, z)
-    )
-    A, D, dt_bias = (None if value is None else value.float() for value in (A, D, dt_bias))
+    def channels_first(value):
+        return None if value is None else value.transpose(1, 2).contiguous()
+
+    def in_float(value):
+        return None if value is None else value.float()
+
     out = selective_scan_fn(
-        u, dt, A, B, C, D, z, dt_bias, delta_softplus=True, return_last_state=return_last_state
+        channels_first(u),
+        channels_first(dt),
+        in_float(A),
+        channels_first(B),
+        channels_first(C),
+        in_float(D),
+        channels_first(z),
+        in_float(dt_bias),
+        delta_softplus=True,
+        return_last_state=return_last_state,
     )
-    return (out[0].transpose(1, 2), out[1]) if return_last_state else out.transpose(1, 2)
+    if return_last_state:
+        out, state = out
+        return out.transpose(1, 2), state
+    return out.transpose(1, 2)
 
 
 def ssd(x, dt, A, B, C, D, dt_bias, chunk_size, seq_idx, initial_state, return_last_state):
@@ -69,7 +86,7 @@ def ssd(x, dt, A, B, C, D, dt_bias, chunk_size, seq_idx, initial_state, return_l
         dt_bias=dt_bias,
         dt_softplus=True,
         initial_states=initial_state,
-        seq_idx=_seq_idx(seq_idx),
+        seq_idx=_from_zero(seq_idx),
         return_final_states=return_last_state,
     )
 
@@ -89,25 +106,11 @@ def gated_rms_norm(x, z, weight, eps, group_size):
     return rmsnorm_fn(x, weight, None, z=z, eps=eps, group_size=group_size, norm_before_gate=False)
 
 
-def mamba1_mixer(
-    xz,
-    conv_weight,
-    conv_bias,
-    x_proj_weight,
-    dt_proj_weight,
-    dt_bias,
-    A,
-    D,
-    out_proj_weight,
-    seq_idx,
-):
+def mamba1_mixer(xz, conv_weight, conv_bias, x_proj, dt_proj, dt_bias, A, D, out_proj, seq_idx):
     assert seq_idx is None, "mamba-ssm's scan has no boundaries"
     from mamba_ssm.ops.selective_scan_interface import mamba_inner_fn
 
-    weights = (
-        w.to(xz.dtype)
-        for w in (conv_weight, conv_bias, x_proj_weight, dt_proj_weight, out_proj_weight)
-    )
+    weights = [w.to(xz.dtype) for w in (conv_weight, conv_bias, x_proj, dt_proj, out_proj)]
     return mamba_inner_fn(
         xz.transpose(1, 2).contiguous(),
         *weights,
@@ -132,7 +135,7 @@ def mamba2_mixer(
         A,
         D,
         chunk_size,
-        seq_idx=_seq_idx(seq_idx),
+        seq_idx=_from_zero(seq_idx),
         activation="silu",
         rmsnorm_weight=norm,
         rmsnorm_eps=eps,
@@ -143,6 +146,8 @@ def mamba2_mixer(
     )
 
 
-def _seq_idx(seq_idx):
-    """`seq_idx` as the libraries take it: int32, and 0 where an initial state continues."""
-    return None if seq_idx is None else (seq_idx - seq_idx[:, :1]).to(torch.int32).contiguous()
+def _from_zero(seq_idx):
+    """seq_idx as the libraries take it: int32, and 0 where an initial state continues."""
+    if seq_idx is None:
+        return None
+    return (seq_idx - seq_idx[:, :1]).to(torch.int32).contiguous()

@@ -1,4 +1,4 @@
-"""What the triton backends share: operators that torch knows by name, sizes of blocks.
+"""What the triton backends share: operators that torch knows by name, and the sizes of their kernels' blocks.
 
 The modules of kernels import triton at their tops and are themselves imported on first use. TRITON_INTERPRET=1 in the
 environment runs the kernels on a CPU, for tests.
@@ -6,7 +6,6 @@ environment runs the kernels on a CPU, for tests.
 
 import os
 from collections.abc import Callable, Mapping
-from itertools import compress
 from typing import Any
 
 import torch
@@ -15,14 +14,13 @@ from torch.autograd.function import once_differentiable
 
 from mamba_fsdp.ops.backends import Use
 
-os.environ.setdefault(
-    "TRITON_DEFAULT_FP_FUSION", "1"
-)  # from 3.10 on, a * b + c is else two instructions
+# From Triton 3.10 on, a * b + c is two instructions unless this is set.
+os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
 LIBRARY = torch.library.Library("mamba_fsdp", "FRAGMENT")
 Blocks = Mapping[str, int]  # constants of a kernel, and its num_warps
 
 
-def takes(use: Use) -> str | None:
+def why_not(use: Use) -> str | None:
     """The answer of the backends whose kernels calculate in float32 whatever they are given."""
     return "its kernels calculate in float32" if use.dtype == torch.float64 else None
 
@@ -33,16 +31,17 @@ def operator(
     fake: Callable[..., Any],
     gradient: type[Function] | None = None,
 ) -> Callable[..., Any]:
-    """torch.ops.mamba_fsdp.NAME for a schema such as "scan_forward(Tensor u, Tensor? z) -> (Tensor, Tensor)".
+    """Define torch.ops.mamba_fsdp.NAME by a schema such as "scan_forward(Tensor u, Tensor? z) -> (Tensor, Tensor)".
 
-    torch.compile takes it as one call. run: launches the kernels; returns new tensors only. fake: returns empty tensors
-    of the same shapes and dtypes for tensors without content. gradient: a Function whose forward calls the operator
-    within `below_autograd()`; its backward calls another operator, so that this is one call as well.
+    torch.compile takes it as one call. run launches the kernels and returns new tensors only; fake returns empty
+    tensors of the same shapes and dtypes. gradient is a Function whose forward calls the operator within
+    `below_autograd()` and whose backward calls another operator, so that this is one call as well.
     """
     name = schema.partition("(")[0]
     LIBRARY.define(schema)
-    for device, function in (("CPU", run), ("CUDA", run), ("Meta", fake)):
-        LIBRARY.impl(name, function, device)
+    LIBRARY.impl(name, run, "CPU")
+    LIBRARY.impl(name, run, "CUDA")
+    LIBRARY.impl(name, fake, "Meta")
     if gradient:
         LIBRARY.impl(name, gradient.apply, "Autograd")
     return getattr(torch.ops.mamba_fsdp, name)
@@ -60,74 +59,76 @@ def differentiable(
     forward: Callable[..., Any],
     backward: Callable[..., Any],
 ) -> Callable[..., Any]:
-    """The operator NAME_forward, whose gradient is the operator NAME_backward.
+    """Define the operator NAME_forward, whose gradient is the operator NAME_backward.
 
-    tensors: names of the inputs, a ? behind what may be None; others: what follows them, as in a schema.
-    forward(*tensors, *others) -> `results` tensors, the first like the first input or always used, then `kept` ones for
-    the backward pass; it takes tensors without content, too. backward(*gradients of the results, *tensors, *kept) ->
-    those of all tensors but `seq_idx`, of any dtype, and anything for a tensor that is None.
+    tensors: names of the inputs, a ? behind what may be None; others: the arguments that follow, as in a schema.
+    forward(*tensors, *others) returns `results` tensors, the first of which is like the first input or always used, and
+    `kept` ones for the backward pass; it also takes meta tensors. backward(*gradients of the results, *tensors, *kept)
+    returns the gradients of all tensors but `seq_idx`, in any dtype, and anything for a tensor that is None.
     """
     names = tensors.split()
-    wanted = [of != "seq_idx?" for of in names]
+    has_gradient = [name != "seq_idx?" for name in names]
 
     class Gradient(Function):
         @staticmethod
         def forward(ctx, *inputs):
             with below_autograd():
-                made = whole(*inputs)
-            keep = made[results:] if kept else ()
-            ctx.save_for_backward(*inputs[: len(names)], *keep)
-            ctx.mark_non_differentiable(*keep)
+                outputs = forward_operator(*inputs)
+            for_backward = outputs[results:] if kept else ()
+            ctx.save_for_backward(*inputs[: len(names)], *for_backward)
+            ctx.mark_non_differentiable(*for_backward)
             ctx.set_materialize_grads(False)
             ctx.others = len(inputs) - len(names)
-            return made
+            return outputs
 
         @staticmethod
         @once_differentiable
         def backward(ctx, *grads):
-            inputs = ctx.saved_tensors
-            first = torch.zeros_like(inputs[0]) if grads[0] is None else grads[0]
-            found = iter(gradients(first, *grads[1:results], *inputs))
-            found = [next(found) if has_one else None for has_one in wanted]
-            return *(None if tensor is None else grad for grad, tensor in zip(found, inputs)), *[
-                None
-            ] * ctx.others
+            saved = ctx.saved_tensors
+            first = torch.zeros_like(saved[0]) if grads[0] is None else grads[0]
+            found = iter(backward_operator(first, *grads[1:results], *saved))
+            input_grads = []
+            for tensor, has_one in zip(saved, has_gradient):
+                grad = next(found) if has_one else None
+                input_grads.append(None if tensor is None else grad)
+            return *input_grads, *[None] * ctx.others
 
-    def run(grad, *inputs):
-        found = zip(backward(grad, *inputs), compress(inputs[results - 1 :], wanted))
-        return tuple(
-            grad.new_empty(0) if leaf is None else of.to(leaf.dtype).contiguous()
-            for of, leaf in found
-        )
+    def differentiable_inputs(inputs):
+        """Of what the backward operator gets behind the first result's gradient."""
+        leaves = inputs[results - 1 : results - 1 + len(names)]
+        return [leaf for leaf, has_one in zip(leaves, has_gradient) if has_one]
 
-    def like(grad, *inputs):
-        return tuple(
-            grad.new_empty(0) if leaf is None else leaf.new_empty(leaf.shape)
-            for leaf in compress(inputs[results - 1 :], wanted)
-        )
+    def run_backward(grad, *inputs):
+        found = []
+        for leaf, of_leaf in zip(differentiable_inputs(inputs), backward(grad, *inputs)):
+            empty = leaf is None
+            found.append(grad.new_empty(0) if empty else of_leaf.to(leaf.dtype).contiguous())
+        return tuple(found)
 
-    given = [f"Tensor? {of[:-1]}" if of.endswith("?") else f"Tensor {of}" for of in names]
-    grads, keep = (
-        (f"Tensor? grad{i}" for i in range(1, results)),
-        (f"Tensor kept{i}" for i in range(kept)),
+    def fake_backward(grad, *inputs):
+        leaves = differentiable_inputs(inputs)
+        return tuple(grad.new_empty(0) if v is None else v.new_empty(v.shape) for v in leaves)
+
+    given = [f"Tensor? {n[:-1]}" if n.endswith("?") else f"Tensor {n}" for n in names]
+    grads = ["Tensor grad", *(f"Tensor? grad{i}" for i in range(1, results))]
+    saved = [f"Tensor kept{i}" for i in range(kept)]
+    more = [others] if others else []
+    backward_operator = operator(
+        _schema(f"{name}_backward", [*grads, *given, *saved], sum(has_gradient)),
+        run_backward,
+        fake_backward,
     )
-    gradients = operator(
-        f"{name}_backward({', '.join(['Tensor grad', *grads, *given, *keep])}) -> "
-        f"({', '.join(['Tensor'] * sum(wanted))})",
-        run,
-        like,
+    forward_operator = operator(
+        _schema(f"{name}_forward", [*given, *more], results + kept), forward, forward, Gradient
     )
-    whole = operator(
-        f"{name}_forward({', '.join(given + [others] * bool(others))}) -> "
-        f"({', '.join(['Tensor'] * (results + kept))})",
-        forward,
-        forward,
-        Gradient,
-    )
-    return whole
+    return forward_operator
 
 
-def of_weight(grad: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+def _schema(name, arguments, results):
+    return f"{name}({', '.join(arguments)}) -> ({', '.join(['Tensor'] * results)})"
+
+
+def weight_gradient(grad: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     """The gradient of W in x @ W.T for that of the product, both (batch, length, channels)."""
     return grad.flatten(0, 1).T @ x.flatten(0, 1)
 

@@ -15,7 +15,9 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a G
 def test_steps_are_dispatched_without_a_wait(tmp_path, monkeypatch, strategy, precision):
     """But for the first, which compiles kernels and makes the moments. The loss of step 4 is not finite: it is refused
     without a wait as well, and counted."""
-    under_way, take_step, true_loss = [], loop.take_step, loop.batch_loss
+    under_way = []
+    take_step = loop.take_step
+    true_loss = loop.batch_loss
 
     def watched(context, clock, stop, ahead):
         torch.cuda.set_sync_debug_mode("error" if context.state.step + ahead else "default")

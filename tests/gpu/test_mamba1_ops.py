@@ -45,7 +45,8 @@ def agree(function, values, tolerance, **options):
         loss = sum(o.float().square().sum() for o in outputs)
         results.append([*outputs, *torch.autograd.grad(loss, list(values.values()))])
     for name, a, b in zip(["out"] * len(outputs) + list(values), *results):
-        error, scale = (a.float() - b.float()).abs().max().item(), a.float().abs().max().item()
+        error = (a.float() - b.float()).abs().max().item()
+        scale = a.float().abs().max().item()
         assert error <= tolerance * scale, f"{name}: error {error:.2e} at magnitude {scale:.2e}"
 
 

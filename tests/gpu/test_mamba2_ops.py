@@ -45,7 +45,9 @@ def scan_inputs(dtype, length=300, heads=8, headdim=64, groups=1, d_state=128):
 
 def mixer_inputs(dtype, length=300, groups=1, d_state=128):
     torch.manual_seed(0)
-    d_inner, heads, d_model = 512, 8, 256
+    d_inner = 512
+    heads = 8
+    d_model = 256
     channels = d_inner + 2 * groups * d_state
     tensors = leaves(
         dtype,

@@ -104,7 +104,8 @@ def main():
     sys.path.append(str(Path(__file__).parent))
     for line in sys.stdin:
         request = json.loads(line)
-        module, cc = request.pop("module"), request.pop("cc")
+        module = request.pop("module")
+        cc = request.pop("cc")
         name = request["name"]
         try:
             kernel = Kernel(

@@ -100,7 +100,8 @@ class Program:
         self.widths = {
             name: TYPES[type] for type, name in re.findall(r"\.reg \.(\w+)\s+(%?\w+)", body)
         }
-        self.code, self.labels = [], {}
+        self.code = []
+        self.labels = {}
         for line in re.sub(
             r"([;{}]|^\s*\$?\w+:)", r"\1\n", self._braces(body), flags=re.MULTILINE
         ).splitlines():
@@ -131,7 +132,8 @@ class Launch:
     """One run: registers as arrays over all threads of the grid."""
 
     def __init__(self, program, grid, warps, arguments, shared):
-        self.program, self.n = program, int(np.prod(grid)) * warps * 32
+        self.program = program
+        self.n = int(np.prod(grid)) * warps * 32
         self.block, thread = np.divmod(np.arange(self.n), warps * 32)
         self.lane = thread % 32
         self.special = {"%tid.x": thread, "%laneid": self.lane, "%ntid.x": warps * 32}
@@ -139,7 +141,9 @@ class Launch:
             self.special |= {f"%ctaid.{axis}": numbers, f"%nctaid.{axis}": grid["xyz".index(axis)]}
         self.special |= {"%tid.y": 0, "%tid.z": 0, "%ntid.y": 1, "%ntid.z": 1}
         self.shared = np.full((self.block[-1] + 1, shared), 0xFF, np.uint8)
-        self.regions, self.registers, self.arguments = [], {}, {}
+        self.regions = []
+        self.registers = {}
+        self.arguments = {}
         for (type, name), value in zip(
             program.parameters, [*arguments, 0, 0]
         ):  # newer Tritons: two scratch buffers
@@ -160,11 +164,11 @@ class Launch:
         return start
 
     def run(self):
-        code, at, counters = (
-            self.program.code,
-            0,
-            None,
-        )  # counters: of each lane, where these differ
+        # counters: of each lane, where these differ
+        # counters: of each lane, where these differ
+        code = self.program.code
+        at = 0
+        counters = None
         everyone = np.ones(self.n, bool)
         while True:
             if counters is not None:
@@ -295,7 +299,8 @@ class Launch:
 
     def calculate(self, function, op, args, mask):
         """args[0] = function(the others). Of .f32.bf16 the last is fp32; .f32x2 are two in a register."""
-        type, others = op[-1], args[1:]
+        type = op[-1]
+        others = args[1:]
         if type in ("bf16", "f16") and op[-2] == "f32":
             to_f32 = (
                 from_bf16
@@ -337,7 +342,8 @@ class Launch:
 
     def vector(self, op, registers, place, mask):
         """Each register of <a, b, ...> with its addresses and what kind of memory they are in."""
-        names, size = parts(registers), TYPES[op[-1]].itemsize
+        names = parts(registers)
+        size = TYPES[op[-1]].itemsize
         addresses = self.address(place, mask)
         if (addresses % (size * len(names))).any():
             raise Fault(f"an address is not aligned to {size * len(names)} bytes")
@@ -385,7 +391,8 @@ class Launch:
         if "sat" in op or "relu" in op:
             raise Fault("unknown instruction")
         if source == "bf16":
-            value, source = from_bf16(value), "f32"
+            value = from_bf16(value)
+            source = "f32"
         if to in ("bf16x2", "f16x2"):
             convert = to_bf16 if to == "bf16x2" else lambda x: x.astype(np.float16).view(np.uint16)
             high, low = (
@@ -412,7 +419,8 @@ class Launch:
 
     def do_setp(self, op, args, mask):
         x, y = (self.read(arg, op[-1]) for arg in args[1:3])
-        name, unordered = op[1], np.isnan(x) | np.isnan(y) if op[-1][0] == "f" else False
+        name = op[1]
+        unordered = np.isnan(x) | np.isnan(y) if op[-1][0] == "f" else False
         if name in ("nan", "num"):
             out = unordered if name == "nan" else ~unordered
         elif name in COMPARE:  # ne of NaN is false, unlike numpy's
@@ -513,7 +521,9 @@ class Launch:
 
     def do_shfl(self, op, args, mask):
         value, by, clamp = (np.broadcast_to(self.read(arg, "u32"), self.n) for arg in args[1:4])
-        by, lane, segment = by.astype(np.int64), self.lane, clamp.astype(np.int64) >> 8 & 31
+        by = by.astype(np.int64)
+        lane = self.lane
+        segment = clamp.astype(np.int64) >> 8 & 31
         last = lane & segment | clamp.astype(np.int64) & 31 & ~segment
         source = {
             "up": lane - by,
@@ -558,7 +568,9 @@ class Launch:
         """m16n8k8 and k16 of bf16, fp16 and tf32 in fp32."""
         self.need_warps(mask)
         d, a, b, c = map(parts, args)
-        type, group, inner = op[-2], np.arange(32) // 4, np.arange(32) % 4
+        type = op[-2]
+        group = np.arange(32) // 4
+        inner = np.arange(32) % 4
         wide = 1 if type == "tf32" else 2  # values in a register
         value = {
             "tf32": lambda bits, half: (bits & 0xFFFFE000).view(np.float32),
@@ -566,7 +578,8 @@ class Launch:
             "f16": lambda bits, half: np.ascontiguousarray(halves(bits)[:, half]).view(np.float16),
         }[type]
         columns = 4 * wide * len(b)
-        left, right = np.zeros((self.n // 32, 16, columns)), np.zeros((self.n // 32, columns, 8))
+        left = np.zeros((self.n // 32, 16, columns))
+        right = np.zeros((self.n // 32, columns, 8))
         for names, matrix in ((a, left), (b, right)):
             for j, name in enumerate(names):
                 bits = np.broadcast_to(self.read(name, "b32"), self.n)

@@ -116,7 +116,8 @@ def test_what_breaks_its_bounds_is_said():
 def test_a_loop_that_ptxas_unrolled_counts_as_written():
     kernel = replace(kernels_of(TOY)["whole"], mark=("LDG", 2), elements=64, trips=4)
     unrolled = Loop(0, 80, {"float": 70}, {"LDG.E": 8})
-    left_over, around = Loop(0, 24, {}, {"LDG.E.U16": 2}), Loop(1, 32)
+    left_over = Loop(0, 24, {}, {"LDG.E.U16": 2})
+    around = Loop(1, 32)
     assert compiler.count(kernel, [unrolled, left_over, around]) == 80 * 32 / (64 * 4) + 32 * 32 / (
         64 * 4
     )

@@ -116,7 +116,8 @@ def test_slices_and_spread_gradients():
 
 def test_gradient_into_a_view():
     """As a whole mixer asks for it: beside the gradient of the gate, nothing else touched."""
-    values, grad = leaves(), torch.ones(2, 13, 5)
+    values = leaves()
+    grad = torch.ones(2, 13, 5)
     both = torch.full((2, 13, 10), 7.0)
     written, *_ = backend.conv_backward(grad, *values.values(), None, grad_x=both[..., :5])
     expected, *_ = backend.conv_backward(grad, *values.values(), None)

@@ -29,7 +29,8 @@ DOCUMENTS = torch.tensor([4] * 9 + [5] * 14 + [6] * 11)[None]
 
 def conv_forward(x, weight, bias, seq_idx, initial_states, out, silu):
     """x (batch, channels, length), seq_idx (batch, length) or None."""
-    total, width = bias[:, None].float(), weight.shape[1]
+    total = bias[:, None].float()
+    width = weight.shape[1]
     for back in range(width):
         shifted = F.pad(x.float(), (back, 0))[..., : x.shape[2]]
         if seq_idx is not None:

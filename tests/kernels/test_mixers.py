@@ -9,13 +9,13 @@ from torch.utils.checkpoint import checkpoint
 from config.model_config import ModelConfig
 from mamba_fsdp.model.layers import MIXERS
 from mamba_fsdp.model.lm import MambaLM
-from mamba_fsdp.ops.backends import OPERATORS, REFERENCE, WHOLE
+from mamba_fsdp.ops.backends import MIXER_PARTS, OPERATORS, REFERENCE
 from mamba_fsdp.ops.conv import triton as conv_triton
 
 PARTS = REFERENCE | {
     operator: "triton" for operator in REFERENCE if "triton" in OPERATORS[operator]
 }
-WHOLES = PARTS | {mixer: "triton" for mixer in WHOLE if "triton" in OPERATORS[mixer]}
+WHOLES = PARTS | {mixer: "triton" for mixer in MIXER_PARTS}
 SIZES = {
     "mamba1": dict(d_model=10, d_state=5, dt_rank=3),
     "mamba2": dict(d_model=10, d_state=5, headdim=5),
@@ -44,7 +44,8 @@ def build(kind, backends=WHOLES, **sizes):
 
 def mixer(kind, backends=WHOLES, length=LENGTH):
     """(a function of x and the parameters, x and parameters by name, with large values)"""
-    layer, generator = build(kind, backends), torch.Generator().manual_seed(5)
+    layer = build(kind, backends)
+    generator = torch.Generator().manual_seed(5)
     values = {"x": torch.randn(2, length, layer.config.d_model, generator=generator)}
     for name, parameter in layer.named_parameters():
         value = torch.randn(parameter.shape, generator=generator)
@@ -68,7 +69,8 @@ def seq_idx(start=4):
 @pytest.mark.parametrize("dtype", MOST, ids=str)
 def test_equals_float64(kind, given, dtype):
     """fp32 weights, activations of each dtype, odd sizes; gradients of everything, in the types of their tensors."""
-    (run, values), (reference, _) = mixer(kind), mixer(kind, REFERENCE)
+    (run, values) = mixer(kind)
+    (reference, _) = mixer(kind, REFERENCE)
     values["x"] = values["x"].to(dtype)
     got = evaluate(run, values, seq_idx=given)
     assert_like(got, evaluate(reference, double(values), seq_idx=given), MOST[dtype])
@@ -79,7 +81,8 @@ def test_equals_float64(kind, given, dtype):
 @KINDS
 def test_chunks_hand_on_their_states(kind):
     """The states that one backward pass keeps and the other makes again, in sequences of several chunks."""
-    values, given = mixer(kind, length=70)[1], (torch.arange(70) >= torch.tensor([[40], [0]])).int()
+    values = mixer(kind, length=70)[1]
+    given = (torch.arange(70) >= torch.tensor([[40], [0]])).int()
     expected = evaluate(mixer(kind, REFERENCE)[0], double(values), seq_idx=given)
     assert_like(
         evaluate(mixer(kind)[0], values, seq_idx=given), expected, 1e-5
@@ -161,7 +164,8 @@ def kept(kind, backends):
 def test_keeps_less_than_its_parts(kind, most):
     """Mamba-1: x, z, x_proj's output and the states of every 64th position in fp32. Mamba-2: in_proj's output.
     mamba-ssm keeps the outputs of scan and SSD too."""
-    whole, parts = kept(kind, WHOLES), kept(kind, PARTS)
+    whole = kept(kind, WHOLES)
+    parts = kept(kind, PARTS)
     assert most - 0.1 <= whole <= most and parts > whole + 2
 
 
@@ -169,7 +173,8 @@ def test_keeps_less_than_its_parts(kind, most):
 @KINDS
 def test_is_one_call_to_torch_compile(kind):
     torch._dynamo.reset()
-    layer, x = build(kind), torch.randn(2, LENGTH, SIZES[kind]["d_model"], requires_grad=True)
+    layer = build(kind)
+    x = torch.randn(2, LENGTH, SIZES[kind]["d_model"], requires_grad=True)
     for parameter in layer.parameters():
         parameter.data.normal_(0, 0.3)
 
@@ -208,7 +213,8 @@ def losses(backends, layers, given):
     generator = torch.Generator().manual_seed(3)
     for parameter in model.parameters():
         parameter.data.normal_(0, 0.3, generator=generator)
-    optimizer, found = torch.optim.SGD(model.parameters(), lr=0.5), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    found = []
     for _ in range(3):
         tokens = torch.randint(0, 40, (2, LENGTH + 1), generator=generator)
         loss = model(tokens[:, :-1], tokens[:, 1:], given) / (2 * LENGTH)
@@ -226,6 +232,7 @@ def losses(backends, layers, given):
 def test_a_model_of_triton_forms_trains_as_a_portable_one(layers, given):
     """Losses and weights of three steps within fp32's rounding; the same bits in a second run, as deterministic=true
     promises."""
-    ours, reference = losses(WHOLES, layers, given), losses(REFERENCE, layers, given)
+    ours = losses(WHOLES, layers, given)
+    reference = losses(REFERENCE, layers, given)
     torch.testing.assert_close(ours, reference, rtol=1e-6, atol=1e-6)
     assert not torch.equal(ours, reference) and torch.equal(ours, losses(WHOLES, layers, given))

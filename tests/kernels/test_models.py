@@ -46,7 +46,8 @@ def tokens(length, batch=2):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_training(name):
-    inputs, seq_idx = tokens(13), torch.tensor([[0] * 4 + [1] * 2 + [2] * 7, [5] * 13])
+    inputs = tokens(13)
+    seq_idx = torch.tensor([[0] * 4 + [1] * 2 + [2] * 7, [5] * 13])
     results = []
     for backends, dtype in (KERNELS, torch.float32), (REFERENCE, torch.float64):
         built = model(name, backends, dtype).to(dtype)

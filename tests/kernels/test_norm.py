@@ -126,11 +126,13 @@ def test_empty():
 
 def test_what_a_whole_mixer_asks_for():
     """The gradient of the gate in a view, nothing else touched, and the output once more."""
-    values, grad = leaves(2, 7, 18, second="z"), torch.ones(2, 7, 18)
+    values = leaves(2, 7, 18, second="z")
+    grad = torch.ones(2, 7, 18)
     normed, _, scale = backend.norm_forward(
         values["x"], None, values["z"], values["weight"], 1e-5, 3, torch.float32
     )
-    both, again = torch.full((2, 7, 40), 7.0), torch.empty_like(normed)
+    both = torch.full((2, 7, 40), 7.0)
+    again = torch.empty_like(normed)
     inputs = (grad, None, values["x"], values["z"], values["weight"], scale)
     backend.norm_backward(*inputs, grad_z=both[..., 18:36], normed=again)
     assert torch.equal(both[..., 18:36], backend.norm_backward(*inputs)[1])

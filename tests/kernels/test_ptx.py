@@ -12,7 +12,8 @@ PAIRS = [("2.2.0", 80), ("2.2.0", 90), ("3.6.0", 90), ("3.9.0", 100)]
 
 def scaled_sum(version, cc, dtype=torch.float32, n=19, masked=True, warps=1):
     torch.manual_seed(0)
-    x, y = torch.randn(5, n).to(dtype), torch.randn(n).to(dtype)
+    x = torch.randn(5, n).to(dtype)
+    y = torch.randn(n).to(dtype)
     out = torch.zeros_like(y)
     with compiled(version, cc, toy):
         toy.scaled_sum[(2,)](x, y, out, 0.5, n, 5, BLOCK=16, MASKED=masked, num_warps=warps)
@@ -45,8 +46,10 @@ def test_a_missing_mask_is_noticed(version, cc):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_tensor_cores_shared_memory_and_sums(version, cc, warps, dtype):
     torch.manual_seed(0)
-    x, y = torch.randn(32, 64).to(dtype), torch.randn(64, 16).to(dtype)
-    out, sums = torch.zeros(32, 16), torch.zeros(32)
+    x = torch.randn(32, 64).to(dtype)
+    y = torch.randn(64, 16).to(dtype)
+    out = torch.zeros(32, 16)
+    sums = torch.zeros(32)
     with compiled(version, cc, toy):
         toy.product[(1,)](x, y, out, sums, 64, M=32, N=16, BLOCK=32, TF32=False, num_warps=warps)
     expected = x.double() @ y.double()

@@ -33,10 +33,8 @@ def small(monkeypatch):
 
 def inputs(batch, length, channels, states, dtype=torch.float32, without=()):
     """Leaves of a scan; u and z, B and C are slices of one tensor, as behind the model's projections."""
-    xz, x_dbl = (
-        torch.randn(batch, length, 2 * channels).to(dtype),
-        torch.randn(batch, length, 3 + 2 * states).to(dtype),
-    )
+    xz = torch.randn(batch, length, 2 * channels).to(dtype)
+    x_dbl = torch.randn(batch, length, 3 + 2 * states).to(dtype)
     u, z = xz.chunk(2, dim=-1)
     _, B, C = x_dbl.split([3, states, states], dim=-1)
     seq_idx = (torch.rand(batch, length) < 0.15).cumsum(1) + 3
@@ -157,7 +155,8 @@ def test_rows_are_cut_where_they_are_too_few_for_a_gpu(monkeypatch):
             dt_bias=None,
             seq_idx=None,
         )
-        chunks, in_each = call.entries[1], call.shared["segment_chunks"]
+        chunks = call.entries[1]
+        in_each = call.shared["segment_chunks"]
         assert (call.grid[1] - 1) * in_each < chunks <= call.grid[1] * in_each
         return call.grid
 

@@ -155,7 +155,8 @@ def test_no_leak_between_documents(boundary):
         return y, *torch.autograd.grad((y * weights).sum(), inputs)
 
     seq_idx = (torch.arange(50) >= boundary).int().expand(1, 50)
-    first, second = slice(0, boundary), slice(boundary, 50)
+    first = slice(0, boundary)
+    second = slice(boundary, 50)
     before = run(slice(0, 0))
     for changed, kept in ((first, second), (second, first)):
         after = run(changed)
@@ -174,7 +175,8 @@ def test_extreme_dt(bias):
 def test_slices_of_a_projection_are_taken_as_they_are(monkeypatch):
     """x, B, C from one tensor, dt from another: not copied, and right."""
     values = leaves(length=40)
-    heads, groups = values["x"].shape[2:], values["B"].shape[2:]
+    heads = values["x"].shape[2:]
+    groups = values["B"].shape[2:]
     joined = torch.cat([values[name].flatten(2) for name in ("x", "B", "C")], dim=2)
     steps = torch.cat([torch.ones(1, 40, 7), values["dt"]], dim=2)
     x, B, C = joined.split([values[name].flatten(2).shape[2] for name in ("x", "B", "C")], dim=2)
@@ -215,7 +217,8 @@ def test_tensors_without_content_give_the_same_shapes(dtype):
 @pytest.mark.slow
 def test_is_one_call_to_torch_compile():
     torch._dynamo.reset()
-    values, seq_idx = leaves(), random_documents(40)
+    values = leaves()
+    seq_idx = random_documents(40)
     compiled = torch.compile(lambda **given: ours(**given), backend="aot_eager", fullgraph=True)
     assert_same_bits(
         evaluate(compiled, values, seq_idx=seq_idx), evaluate(ours, values, seq_idx=seq_idx)

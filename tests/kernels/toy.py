@@ -25,7 +25,9 @@ def product(
     x, y, out, sums, K, M: tl.constexpr, N: tl.constexpr, BLOCK: tl.constexpr, TF32: tl.constexpr
 ):
     """out (M, N) = x (M, K) @ y (K, N), fp32, by tensor cores; sums (M) = those of its rows."""
-    m, n, k = tl.arange(0, M), tl.arange(0, N), tl.arange(0, BLOCK)
+    m = tl.arange(0, M)
+    n = tl.arange(0, N)
+    k = tl.arange(0, BLOCK)
     total = tl.zeros([M, N], dtype=tl.float32)
     for start in range(0, K, BLOCK):
         left = tl.load(x + m[:, None] * K + (start + k)[None, :])

@@ -7,7 +7,10 @@ from mamba_fsdp.ops import cpp
 from tests.support.models import BACKENDS, FAMILIES, small_model, some_tokens
 
 pytestmark = pytest.mark.torch22
-A, B, C = 23, 31, 17  # tokens of three documents in a row; no chunk's length
+# tokens of three documents in a row; no chunk's length
+A = 23
+B = 31
+C = 17
 DOCUMENTS = torch.repeat_interleave(
     torch.arange(3, dtype=torch.int32), torch.tensor([A, B, C])
 ).expand(2, -1)
@@ -86,7 +89,8 @@ def test_the_loss_in_parts_is_that_of_the_whole(family, backend, reset):
     """Whether a part ends with a document (A), within it, or holds less than the convolution's width; a row's end may
     have no labels."""
     model = small_model(family, reset_at_documents=reset, backends=BACKENDS[backend])
-    tokens, seq_idx = some_tokens(2, A + B + C), DOCUMENTS if reset else None
+    tokens = some_tokens(2, A + B + C)
+    seq_idx = DOCUMENTS if reset else None
     labels = tokens.roll(-1, 1)
     labels[:, -5:] = -100
     whole = model(tokens, labels=labels, seq_idx=seq_idx)

@@ -95,7 +95,8 @@ def test_the_constants():
 
 
 def test_a_part_is_that_of_the_whole_and_draws_only_the_blocks_it_lies_in(block, monkeypatch):
-    drawn, draw = [], init._draw
+    drawn = []
+    draw = init._draw
     monkeypatch.setattr(
         init, "_draw", lambda values, *given: drawn.append(len(values)) or draw(values, *given)
     )

@@ -150,7 +150,8 @@ class Names(TorchDispatchMode):
 def test_a_step_calls_nothing_that_a_deterministic_gpu_refuses(bounded, monkeypatch):
     """Nothing of torch.use_deterministic_algorithms' list, of what serves other things than images."""
     monkeypatch.setattr(ssd, "_cumsum_repeats", lambda values: False)  # as on a GPU
-    model, tokens = small_model("everything", reset_at_documents=bounded), some_tokens(2, 20)
+    model = small_model("everything", reset_at_documents=bounded)
+    tokens = some_tokens(2, 20)
     seq_idx = torch.arange(19).div(7, rounding_mode="floor").expand(2, -1) if bounded else None
     optimizer = torch.optim.AdamW(model.parameters())
     with Names() as names:

@@ -44,7 +44,8 @@ DOCUMENTS = torch.tensor(
 def test_equals_the_definition(kv_heads, seq_idx):
     """Causal, every ratio of query to key heads, only within a document; gradients too."""
     q, k, v = inputs(kv_heads=kv_heads)
-    actual, expected = attention(q, k, v, seq_idx=seq_idx), plain_attention(q, k, v, seq_idx)
+    actual = attention(q, k, v, seq_idx=seq_idx)
+    expected = plain_attention(q, k, v, seq_idx)
     torch.testing.assert_close(actual, expected)
     weights = torch.randn_like(expected)
     for a, e in zip(
@@ -74,7 +75,8 @@ def test_no_leak_between_documents(dtype):
         out = attention(*tensors, seq_idx=(torch.arange(150) >= 70).int().expand(2, 150))
         return out, *torch.autograd.grad((out * weights).sum(), tensors)
 
-    first, second = slice(0, 70), slice(70, 150)
+    first = slice(0, 70)
+    second = slice(70, 150)
     unchanged = run(slice(0, 0))
     for changed, kept in ((first, second), (second, first)):
         for a, b in zip(unchanged, run(changed)):
@@ -118,7 +120,8 @@ def test_rotary_turns_pairs():
 
 def test_rotary_scores_depend_on_distance_only():
     """q.k after rotation is the same wherever the pair stands, which is what makes positions relative."""
-    q, k = torch.randn(1, 1, 1, 8), torch.randn(1, 1, 1, 8)
+    q = torch.randn(1, 1, 1, 8)
+    k = torch.randn(1, 1, 1, 8)
 
     def score(i, j):
         return (rotary(q, torch.tensor([i]), 8, 1e4) * rotary(k, torch.tensor([j]), 8, 1e4)).sum()

@@ -106,17 +106,6 @@ def test_compiled_once(fresh, monkeypatch, needs_compiler):
     assert libraries(fresh) == [path] and path.stat().st_mtime_ns == written
 
 
-@pytest.mark.slow
-def test_another_source_flag_or_processor_is_another_library(fresh, monkeypatch, needs_compiler):
-    monkeypatch.setattr(cpp, "_processor", lambda: "another")
-    cpp.library.cache_clear()
-    cpp.library(torch.float32)
-    monkeypatch.setattr(cpp, "FLAGS", ["-O1", "-fopenmp", "-fPIC"])
-    cpp.library.cache_clear()
-    cpp.library(torch.float32)
-    assert len(libraries(fresh)) == 3
-
-
 CHILD = """
     import torch
     from mamba_fsdp.ops import cpp

@@ -8,11 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from config.model_config import ModelConfig
-from mamba_fsdp.model.layers import Mamba2
-from mamba_fsdp.ops.backends import REFERENCE
 from mamba_fsdp.ops.mamba2 import mamba2_mixer
-from mamba_fsdp.ops.ssd import ssd
 from tests.support.mamba_ssm_install import mamba_ssm_folder, with_triton
 
 
@@ -45,7 +41,8 @@ def recorded(monkeypatch):
 
 def mixer():
     """Arguments in bf16 with float32 parameters."""
-    d_state, channels = 8, 32
+    d_state = 8
+    channels = 32
     return dict(
         zxbcdt=torch.randn(1, 5, 16 + channels + 4, dtype=torch.bfloat16),
         conv_weight=torch.randn(channels, 1, 4),
@@ -71,36 +68,3 @@ def test_fused_mixer_casts_what_multiplies_and_nothing_else(recorded):
     assert conv_weight.dtype == conv_bias.dtype == rest["outproj_weight"].dtype == torch.bfloat16
     assert dt_bias.dtype == A.dtype == D.dtype == torch.float32
     assert rest["seq_idx"].dtype == torch.int32 and rest["seq_idx"].tolist() == [[0, 0, 0, 1, 1]]
-
-
-def layer(**backends):
-    config = ModelConfig(layers="mamba2", d_model=8, headdim=4, d_state=8)
-    module = Mamba2(config, REFERENCE | backends)
-    for parameter in module.parameters():
-        torch.nn.init.normal_(parameter)
-    return module
-
-
-def test_fused_mixer_by_its_parts(recorded):
-    """Where the whole mixer can't be had in one call, its parts run, the scan still fused."""
-    assert layer(ssd="fused")(torch.randn(1, 5, 8)).shape == (1, 5, 8)
-    assert [name for name, *_ in recorded] == ["scan"]
-
-
-def test_portable_needs_no_library(monkeypatch):
-    """The reference backend runs where mamba-ssm is not installed."""
-    monkeypatch.setitem(sys.modules, "mamba_ssm", None)
-    x = torch.randn(1, 5, 8)
-    assert layer()(x).shape == (1, 5, 8)
-    with pytest.raises(ImportError):
-        layer(mamba2="fused")(x)
-    with pytest.raises(ImportError):
-        ssd(
-            torch.randn(1, 5, 4, 4),
-            torch.randn(1, 5, 4),
-            -torch.rand(4),
-            torch.randn(1, 5, 1, 8),
-            torch.randn(1, 5, 1, 8),
-            chunk_size=16,
-            backend="fused",
-        )

@@ -42,7 +42,8 @@ def inputs(kind, length=70, dtype=torch.float64):
 
 
 def convolve(layer, x):
-    weight, bias = layer.conv1d.weight, layer.conv1d.bias
+    weight = layer.conv1d.weight
+    bias = layer.conv1d.bias
     out = F.conv1d(x.transpose(1, 2), weight, bias, padding=3, groups=x.shape[2])[..., : x.shape[1]]
     return F.silu(out).transpose(1, 2)
 
@@ -51,7 +52,8 @@ def define_mamba1(layer, x):
     x, z = (x @ layer.in_proj.weight.T).chunk(2, dim=-1)
     x = convolve(layer, x)
     dt, B, C = (x @ layer.x_proj.weight.T).split([2, 4, 4], dim=-1)
-    A, zero = -torch.exp(layer.A_log), layer.A_log.new_zeros(x.shape[0], *layer.A_log.shape)
+    A = -torch.exp(layer.A_log)
+    zero = layer.A_log.new_zeros(x.shape[0], *layer.A_log.shape)
     y, _ = loop(x, dt @ layer.dt_proj.weight.T, A, B, C, layer.D, z, layer.dt_proj.bias, zero)
     return y @ layer.out_proj.weight.T
 
@@ -76,8 +78,10 @@ DEFINITIONS = {"mamba1": define_mamba1, "mamba2": define_mamba2}
 
 @BOTH
 def test_equals_its_definition(kind, backend):
-    layer, x = mixer(kind, backend), inputs(kind)
-    actual, expected = layer(x), DEFINITIONS[kind](layer, x)
+    layer = mixer(kind, backend)
+    x = inputs(kind)
+    actual = layer(x)
+    expected = DEFINITIONS[kind](layer, x)
     torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-9)
     names, wanted = zip(("x", x), *layer.named_parameters())
     for name, a, e in zip(
@@ -92,7 +96,8 @@ def test_equals_its_definition(kind, backend):
 
 @BOTH
 def test_documents_equal_separate_rows(kind, backend):
-    layer, x = mixer(kind, backend), inputs(kind)
+    layer = mixer(kind, backend)
+    x = inputs(kind)
     seq_idx = (torch.arange(70) >= 17).int().expand(2, 70)
     whole = layer(x, seq_idx)
     torch.testing.assert_close(whole[:, 17:], layer(x[:, 17:]), rtol=1e-10, atol=1e-10)
@@ -101,7 +106,8 @@ def test_documents_equal_separate_rows(kind, backend):
 @BOTH
 def test_no_leak_between_documents(kind, backend):
     """Neither convolution nor state carries one document into the next, in outputs or gradients."""
-    layer, x = mixer(kind, backend, torch.float32), inputs(kind, dtype=torch.float32)
+    layer = mixer(kind, backend, torch.float32)
+    x = inputs(kind, dtype=torch.float32)
     seq_idx = (torch.arange(70) >= 30).int().expand(2, 70)
     y = layer(x, seq_idx)
     (grad,) = torch.autograd.grad(y[:, 30:].square().sum(), x)
@@ -114,7 +120,8 @@ def test_no_leak_between_documents(kind, backend):
 @BOTH
 def test_takes_fp32_weights_with_bf16_activations(kind, backend):
     """bf16 out, gradients in the types of what they belong to, and an RMS error of at most 1 % of the RMS output."""
-    layer, x = mixer(kind, backend, torch.float32), inputs(kind, dtype=torch.bfloat16)
+    layer = mixer(kind, backend, torch.float32)
+    x = inputs(kind, dtype=torch.bfloat16)
     y = layer(x)
     assert y.dtype == torch.bfloat16
     y.float().sum().backward()
@@ -128,7 +135,8 @@ def test_takes_fp32_weights_with_bf16_activations(kind, backend):
 @torch.no_grad()
 def test_prompt_and_steps_equal_the_whole(kind, backend):
     """A prompt at once, then one token at a time; and every position as a token."""
-    layer, x = mixer(kind, backend), inputs(kind)
+    layer = mixer(kind, backend)
+    x = inputs(kind)
     whole = layer(x)
     for prompt in (0, 2, 33):
         state = layer.allocate_state(2, 70, torch.float64, "cpu")
@@ -147,7 +155,8 @@ def test_survives_compiling(kind, backend):
     """torch.compile of a function around the mixer gives the same results (the scan itself stays outside the graph)."""
     leave_uncompiled()
     torch._dynamo.reset()  # what other sizes have left makes these dynamic, which torch 2.2 compiles wrongly
-    layer, x = mixer(kind, backend, torch.float32), inputs(kind, dtype=torch.float32)
+    layer = mixer(kind, backend, torch.float32)
+    x = inputs(kind, dtype=torch.float32)
     compiled = torch.compile(lambda x: layer(x) * 2, backend="aot_eager")
     y = compiled(x)
     torch.testing.assert_close(y, 2 * layer(x))

@@ -19,12 +19,15 @@ def definition(x, weight, eps):
 
 @pytest.mark.parametrize("eps", [1e-5, 1.0])
 def test_equals_its_definition(eps):
-    x, weight = randn(2, 3, 7), randn(7, seed=1)
+    x = randn(2, 3, 7)
+    weight = randn(7, seed=1)
     torch.testing.assert_close(rms_norm(x, weight, eps, x.dtype), definition(x, weight, eps))
 
 
 def test_gradcheck():
-    x, z, weight = randn(2, 3, 6), randn(2, 3, 6, seed=1), randn(6, seed=2)
+    x = randn(2, 3, 6)
+    z = randn(2, 3, 6, seed=1)
+    weight = randn(6, seed=2)
     assert torch.autograd.gradcheck(lambda *v: rms_norm(*v, 1e-5, torch.float64), (x, weight))
     assert torch.autograd.gradcheck(
         lambda *v: add_rms_norm(*v, 1e-5, torch.float64), (x, z, weight)
@@ -36,7 +39,8 @@ def test_gradcheck():
 
 
 def test_zero_rows_stay_finite():
-    x, weight = torch.zeros(2, 4, requires_grad=True), torch.ones(4, requires_grad=True)
+    x = torch.zeros(2, 4, requires_grad=True)
+    weight = torch.ones(4, requires_grad=True)
     out = rms_norm(x, weight, 1e-5, torch.float32)
     out.sum().backward()
     assert not out.any() and x.grad.isfinite().all()
@@ -44,7 +48,8 @@ def test_zero_rows_stay_finite():
 
 def test_residual_stays_float32():
     """The stream is float32 whatever comes in, and the normed output has the dtype asked for; so do the gradients."""
-    x, weight = randn(2, 5, 8, dtype=torch.bfloat16), randn(8, dtype=torch.float32)
+    x = randn(2, 5, 8, dtype=torch.bfloat16)
+    weight = randn(8, dtype=torch.float32)
     residual = randn(2, 5, 8, dtype=torch.float32, seed=1)
     for before in (None, residual):
         normed, after = add_rms_norm(x, before, weight, 1e-5, torch.bfloat16)
@@ -64,14 +69,17 @@ def test_residual_stays_float32():
 
 @pytest.mark.parametrize("group_size", [2, 4, 8])
 def test_gated_norms_each_group_behind_the_gate(group_size):
-    x, z, weight = randn(2, 3, 8), randn(2, 3, 8, seed=1), randn(8, seed=2)
+    x = randn(2, 3, 8)
+    z = randn(2, 3, 8, seed=1)
+    weight = randn(8, seed=2)
     groups = (x * F.silu(z)).unflatten(-1, (-1, group_size))
     expected = definition(groups, weight.view(-1, group_size), 1e-5).flatten(-2)
     torch.testing.assert_close(gated_rms_norm(x, z, weight, 1e-5, group_size), expected)
 
 
 def test_bf16_calculates_in_float32():
-    x, weight = randn(4, 300, dtype=torch.bfloat16), randn(300, dtype=torch.float32)
+    x = randn(4, 300, dtype=torch.bfloat16)
+    weight = randn(300, dtype=torch.float32)
     exact = definition(x.double(), weight.double(), 1e-5)
     torch.testing.assert_close(
         rms_norm(x, weight, 1e-5, torch.float32).double(), exact, rtol=1e-5, atol=1e-6

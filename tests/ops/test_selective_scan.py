@@ -302,7 +302,8 @@ def test_results_do_not_depend_on_threads(backend):
     if backend == "reference":
         pytest.skip("PyTorch's matrix multiplications decide for themselves")
     values = typed(inputs(batch=3, length=50, d_inner=300), torch.float32)
-    threads, seen = torch.get_num_threads(), []
+    threads = torch.get_num_threads()
+    seen = []
     try:
         for count in (1, 2, 3):
             torch.set_num_threads(count)
@@ -330,7 +331,10 @@ class LargestTensor(TorchDispatchMode):
 
 def test_memory_is_linear_without_d_state(backend):
     """No tensor of batch x length x d_inner x d_state ever exists, nor anything near it, in either pass."""
-    batch, length, d_inner, d_state = 2, 1024, 32, 32
+    batch = 2
+    length = 1024
+    d_inner = 32
+    d_state = 32
     values = typed(inputs(batch, length, d_inner, d_state), torch.float32)
     with LargestTensor() as largest:
         selective_scan(**values, backend=backend).sum().backward()

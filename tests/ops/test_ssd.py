@@ -140,7 +140,9 @@ def test_no_leak_between_documents(boundary):
         )
 
     seq_idx = (torch.arange(150) >= boundary).int().expand(2, 150)
-    first, second, nothing = slice(0, boundary), slice(boundary, 150), slice(0, 0)
+    first = slice(0, boundary)
+    second = slice(boundary, 150)
+    nothing = slice(0, 0)
     y, grads = run(nothing)
     for changed, kept in ((first, second), (second, first)):
         other_y, other_grads = run(changed)
@@ -174,10 +176,8 @@ def test_extreme_dt(bias):
     expected = recurrence(*exact.values())[0]
     actual = ssd(**single, chunk_size=64)
     assert_close(actual, expected, 1e-5, "y")
-    got, want = (
-        gradients([actual], list(single.values())),
-        gradients([expected], list(exact.values())),
-    )
+    got = gradients([actual], list(single.values()))
+    want = gradients([expected], list(exact.values()))
     for name, a, e in zip(NAMES, got, want):
         assert torch.isfinite(a).all(), name
         assert_close(a, e, 1e-4, name)
@@ -276,7 +276,10 @@ class LargestTensor(TorchDispatchMode):
 
 def test_memory_is_linear_in_the_length():
     """Kept for the backward pass: the inputs. Made on the way: nothing larger than a chunk of them squared."""
-    heads, headdim, d_state, length = 4, 64, 32, 1024
+    heads = 4
+    headdim = 64
+    d_state = 32
+    length = 1024
     values = inputs(1, length, heads, headdim, 1, d_state, dtype=torch.float32)
     kept = {}
 
@@ -305,7 +308,8 @@ def test_survives_compiling(bounded):
         backend="aot_eager",
         fullgraph=True,
     )
-    actual, expected = compiled(**values), ssd(**values, chunk_size=64, seq_idx=seq_idx)
+    actual = compiled(**values)
+    expected = ssd(**values, chunk_size=64, seq_idx=seq_idx)
     wanted = list(values.values())
     for a, e in zip(
         (actual, *gradients([actual], wanted)), (expected, *gradients([expected], wanted))

@@ -8,7 +8,8 @@ from torch.autograd.function import once_differentiable
 from mamba_fsdp.ops import cpp
 from mamba_fsdp.ops.conv.reference import apply
 
-takes, why_unavailable = cpp.takes, cpp.why_unavailable
+why_not = cpp.why_not
+why_unavailable = cpp.why_unavailable
 _ARGUMENTS = cpp.structure(
     "batch length channels width x_row grad_out_row",
     "x taps bias visible out grad_out grad_x grad_taps",
@@ -25,45 +26,41 @@ def _visible(seq_idx, width):
     return count
 
 
-def _call(function, x, taps, bias, visible, **more):
-    batch, length, channels = x.shape
-    cpp.call(
-        function,
-        _ARGUMENTS,
-        batch=batch,
-        length=length,
-        channels=channels,
-        width=taps.shape[0],
-        x=x,
-        taps=taps,
-        bias=bias,
-        visible=visible,
-        **more,
-    )
+def _call(function, inputs, **more):
+    values = dict(zip(("x", "taps", "bias", "visible"), inputs))
+    values["batch"], values["length"], values["channels"] = inputs[0].shape
+    values["width"] = len(inputs[1])
+    cpp.call(function, _ARGUMENTS, values | more)
 
 
 class _Conv(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, taps, bias, seq_idx):
         (x,) = cpp.as_rows(x)
-        inputs, out = (x, taps, bias, _visible(seq_idx, taps.shape[0])), x.new_empty(x.shape)
-        _call(cpp.library(x.dtype).conv_forward, *inputs, out=out)
+        inputs = (x, taps, bias, _visible(seq_idx, len(taps)))
+        out = x.new_empty(x.shape)
+        _call(cpp.library(x.dtype).conv_forward, inputs, out=out)
         ctx.save_for_backward(*inputs)
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
-        x, taps, *_ = inputs = ctx.saved_tensors
+        x, taps, _, _ = ctx.saved_tensors
         (grad,) = cpp.as_rows(grad)
-        library, grad_x = cpp.library(x.dtype), x.new_empty(x.shape)
+        library = cpp.library(x.dtype)
         blocks = x.shape[0] * -(-x.shape[1] // library.conv_steps())
-        grads = taps.new_empty(
-            blocks, taps.shape[0] + 1, taps.shape[1]
-        )  # of the taps, then of the bias
-        _call(library.conv_backward, *inputs, grad_out=grad, grad_x=grad_x, grad_taps=grads)
-        grads = grads.sum(0)
-        return grad_x, grads[:-1], grads[-1], None
+        grad_x = x.new_empty(x.shape)
+        grad_taps = taps.new_empty(blocks, len(taps) + 1, taps.shape[1])  # the bias's is the last
+        _call(
+            library.conv_backward,
+            ctx.saved_tensors,
+            grad_out=grad,
+            grad_x=grad_x,
+            grad_taps=grad_taps,
+        )
+        sums = grad_taps.sum(0)
+        return grad_x, sums[:-1], sums[-1], None
 
 
 causal_conv_silu = partial(apply, _Conv)

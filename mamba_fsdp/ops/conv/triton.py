@@ -34,10 +34,8 @@ def _walk(blocks, x, weight, bias, seq_idx, out, grad=None, sums=None):
 
     assert 2 <= weight.shape[2] <= 4, weight.shape  # the bounds of d_conv
     batch, length, channels = x.shape
-    row_programs, channel_programs = (
-        -(-length // blocks["ROWS"]),
-        -(-channels // blocks["CHANNELS"]),
-    )
+    row_programs = -(-length // blocks["ROWS"])
+    channel_programs = -(-channels // blocks["CHANNELS"])
     x, grad, seq_idx = (
         t if t is None or t.stride(-1) == 1 else t.contiguous() for t in (x, grad, seq_idx)
     )

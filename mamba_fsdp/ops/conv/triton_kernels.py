@@ -37,23 +37,33 @@ def walk(
     that of rows t-1 to t-3. SUMS (sequences x row_programs, 5, channels) gets the rows' part of those of w3 to w0 and
     of the bias."""
     rows = tl.program_id(0) // channel_programs
-    batch, begin = (rows // row_programs).to(tl.int64), rows % row_programs * ROWS
+    batch = (rows // row_programs).to(tl.int64)
+    begin = rows % row_programs * ROWS
     readable = tl.minimum(begin + ROWS + BACK, length)
-    early, end = (begin - 5).to(tl.int64), tl.minimum(begin + ROWS, length) + BACK
+    early = (begin - 5).to(tl.int64)
+    end = tl.minimum(begin + ROWS, length) + BACK
     c = tl.program_id(0) % channel_programs * CHANNELS + tl.arange(0, CHANNELS)
-    inside, weight = c < channels, WEIGHT + c * WIDTH + WIDTH - 1
+    inside = c < channels
+    weight = WEIGHT + c * WIDTH + WIDTH - 1
     w0 = tl.load(weight, mask=inside, other=0).to(tl.float32)
     w1 = tl.load(weight - 1, mask=inside, other=0).to(tl.float32)
     w2 = tl.load(weight - 2, mask=c < (channels if WIDTH > 2 else 0), other=0).to(tl.float32)
     w3 = tl.load(weight - 3, mask=c < (channels if WIDTH > 3 else 0), other=0).to(tl.float32)
     bias = tl.load(BIAS + c, mask=inside, other=0).to(tl.float32)
     zeros = tl.zeros([CHANNELS], tl.float32)
-    x1, x2, x3, r1, r2, r3 = zeros, zeros, zeros, zeros, zeros, zeros
-    sum0, sum1, sum2, sum3, sums = zeros, zeros, zeros, zeros, zeros
-    x, out = (
-        X + batch * x_batch + early * x_row + c,
-        OUT + batch * out_batch + (early - BACK) * out_row + c,
-    )
+    x1 = zeros
+    x2 = zeros
+    x3 = zeros
+    r1 = zeros
+    r2 = zeros
+    r3 = zeros
+    sum0 = zeros
+    sum1 = zeros
+    sum2 = zeros
+    sum3 = zeros
+    sums = zeros
+    x = X + batch * x_batch + early * x_row + c
+    out = OUT + batch * out_batch + (early - BACK) * out_row + c
     next1 = zeros.to(X.dtype.element_ty)
     next2 = next1
     if BACK:
@@ -63,60 +73,69 @@ def walk(
     if DOCUMENTS is not None:
         document = DOCUMENTS + batch * documents_batch + early
         last = tl.load(DOCUMENTS)
-        same1, same2 = begin < 0, begin < 0
+        same1 = begin < 0
+        same2 = begin < 0
     for start in range(begin - 5, begin + ROWS + BACK, 4):
         for step in tl.static_range(4):
             t = start + step
             row = t + tl.zeros(
                 [CHANNELS], tl.int32
             )  # a mask's parts must be tensors for the interpreter
-            x0, next1 = next1.to(tl.float32), next2
+            x0 = next1.to(tl.float32)
+            next1 = next2
             next2 = tl.load(
                 x + 2 * x_row, mask=inside & (row >= -2) & (row + 2 < readable), other=0
             )
             if DOCUMENTS is not None:
                 own = tl.load(document, mask=(t >= 0) & (t < length), other=0)
-                same, last, document = own == last, own, document + 1
-                x1, x2, x3 = (
-                    tl.where(same, x1, 0.0),
-                    tl.where(same, x2, 0.0),
-                    tl.where(same, x3, 0.0),
-                )
+                same = own == last
+                last = own
+                document = document + 1
+                x1 = tl.where(same, x1, 0.0)
+                x2 = tl.where(same, x2, 0.0)
+                x3 = tl.where(same, x3, 0.0)
             v = bias + w0 * x0 + w1 * x1 + w2 * x2 + w3 * x3
             s = 1 / (1 + tl.math.exp2(-1.4426950408889634 * v))
             value = v * s
             if BACK:
-                g0, ahead1 = ahead1.to(tl.float32) * s * (1 + v * (1 - s)), ahead2
+                g0 = ahead1.to(tl.float32) * s * (1 + v * (1 - s))
+                ahead1 = ahead2
                 ahead2 = tl.load(
                     grad + 2 * grad_row,
                     mask=inside & (row + 2 >= begin) & (row + 2 < readable),
                     other=0,
                 )
-                g1, g2, g3 = g0, g0, g0
+                g1 = g0
+                g2 = g0
+                g3 = g0
                 if DOCUMENTS is not None:
-                    same1, same2, same3 = same, same & same1, same & same2
-                    g1, g2, g3 = (
-                        tl.where(same1, g0, 0.0),
-                        tl.where(same2, g0, 0.0),
-                        tl.where(same3, g0, 0.0),
-                    )
-                value, r1, r2, r3 = r3 + w3 * g3, w0 * g0, r1 + w1 * g1, r2 + w2 * g2
+                    same3 = same & same2
+                    same2 = same & same1
+                    same1 = same
+                    g1 = tl.where(same1, g0, 0.0)
+                    g2 = tl.where(same2, g0, 0.0)
+                    g3 = tl.where(same3, g0, 0.0)
+                value = r3 + w3 * g3
+                r3 = r2 + w2 * g2
+                r2 = r1 + w1 * g1
+                r1 = w0 * g0
                 g0 = tl.where(t < begin + ROWS, g0, 0.0)
-                sum0, sum1, sum2, sum3, sums = (
-                    sum0 + g0 * x0,
-                    sum1 + g0 * x1,
-                    sum2 + g0 * x2,
-                    sum3 + g0 * x3,
-                    sums + g0,
-                )
+                sum0 = sum0 + g0 * x0
+                sum1 = sum1 + g0 * x1
+                sum2 = sum2 + g0 * x2
+                sum3 = sum3 + g0 * x3
+                sums = sums + g0
                 grad += grad_row
             tl.store(
                 out,
                 value.to(OUT.dtype.element_ty),
                 mask=inside & (row >= begin + BACK) & (row < end),
             )
-            x1, x2, x3 = x0, x1, x2
-            x, out = x + x_row, out + out_row
+            x3 = x2
+            x2 = x1
+            x1 = x0
+            x = x + x_row
+            out = out + out_row
     if BACK:
         place = SUMS + rows.to(tl.int64) * 5 * channels + c
         tl.store(place, sum3, mask=inside)

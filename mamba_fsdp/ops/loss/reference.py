@@ -9,7 +9,8 @@ CHUNK = 1024  # tokens whose logits exist at a time
 
 def _chunk_loss(logits, labels, token_weights, want_gradient):
     """Loss of one chunk and, when wanted, the gradient of its logits in their dtype."""
-    dtype, logits = logits.dtype, logits.to(compute_type(logits))
+    dtype = logits.dtype
+    logits = logits.to(compute_type(logits))
     counted = labels != IGNORED_LABEL
     picked = labels.masked_fill(~counted, 0).unsqueeze(
         1

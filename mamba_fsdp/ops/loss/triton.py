@@ -11,7 +11,7 @@ from mamba_fsdp.conventions import IGNORED_LABEL
 from mamba_fsdp.ops import triton
 from mamba_fsdp.ops.loss import reference
 
-takes = triton.takes
+why_not = triton.why_not
 BLOCKS = {(8, 0): {"BLOCK": 4096, "num_warps": 8}}  # logits of one token at a time
 
 

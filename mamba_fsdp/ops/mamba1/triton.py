@@ -35,7 +35,8 @@ def _backward(
     states,
 ):
     x_proj, dt_proj, out_proj = (weight.to(xz.dtype) for weight in (x_proj, dt_proj, out_proj))
-    (x, z), grad_xz = xz.chunk(2, -1), xz.new_empty(xz.shape)
+    (x, z) = xz.chunk(2, -1)
+    grad_xz = xz.new_empty(xz.shape)
     grad_x, grad_z = grad_xz.chunk(2, -1)
     u = conv_forward(x, conv_weight, conv_bias, seq_idx)
     rank_dt, B, C = projected.split([dt_proj.shape[1], A.shape[1], A.shape[1]], -1)
@@ -51,12 +52,12 @@ def _backward(
         grad_xz,
         grad_conv,
         grad_conv_bias,
-        triton.of_weight(grad_projected, u),
-        triton.of_weight(grad_dt, rank_dt),
+        triton.weight_gradient(grad_projected, u),
+        triton.weight_gradient(grad_dt, rank_dt),
         grad_bias,
         grad_A,
         grad_D,
-        triton.of_weight(grad, y),
+        triton.weight_gradient(grad, y),
     )
 
 

@@ -35,7 +35,8 @@ def _backward(
         zxbcdt, conv_weight, conv_bias, dt_bias, A, D, seq_idx, scale.shape[2]
     )
     y, entering = ssd_forward(*inputs, remake=True)
-    grads, normed = zxbcdt.new_empty(zxbcdt.shape), z.new_empty(z.shape)
+    grads = zxbcdt.new_empty(zxbcdt.shape)
+    normed = z.new_empty(z.shape)
     of_z, of_xbc, of_dt = grads.tensor_split([-len(conv_weight) - len(A), -len(A)], -1)
 
     of_y, _, of_norm = norm_backward(
@@ -47,7 +48,7 @@ def _backward(
     of_dt.copy_(dt)
     of_convolved = torch.cat([of.flatten(2) for of in (of_x, of_B, of_C)], -1)
     _, *of_conv = conv_backward(of_convolved, xbc, conv_weight, conv_bias, seq_idx, of_xbc)
-    return grads, *of_conv, of_bias, of_A, of_D, of_norm, triton.of_weight(grad, normed)
+    return grads, *of_conv, of_bias, of_A, of_D, of_norm, triton.weight_gradient(grad, normed)
 
 
 _mixer = triton.differentiable(

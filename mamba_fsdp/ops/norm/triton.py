@@ -6,26 +6,23 @@ from torch.autograd.function import once_differentiable
 
 from mamba_fsdp.ops import triton
 
-PROGRAMS, WIDEST = 128, 65536  # a block holds a row of a group
+PROGRAMS = 128
+WIDEST = 65536  # a block holds a row of a group
 TILES = {
     (8, 0): {"ELEMENTS": 4096, "num_warps": 8}
 }  # longer rows have tiles of one row, and more warps
 
 
-def takes(use):
-    return (
-        f"its kernels take up to {WIDEST} channels, not {use.channels}"
-        if use.channels > WIDEST
-        else None
-    )
+def why_not(use):
+    if use.channels > WIDEST:
+        return f"its kernels take up to {WIDEST} channels, not {use.channels}"
+    return None
 
 
 def norm_forward(x, residual, z, weight, eps, groups, dtype):
     """(normed in `dtype`, the sum in float32 or nothing where there is z, scale (rows, groups) in float32)."""
-    normed, scale = (
-        x.new_empty(x.shape, dtype=dtype),
-        x.new_empty(*x.shape[:-1], groups, dtype=torch.float32),
-    )
+    normed = x.new_empty(x.shape, dtype=dtype)
+    scale = x.new_empty(*x.shape[:-1], groups, dtype=torch.float32)
     total = x.new_empty(x.shape if z is None else 0, dtype=torch.float32)
     _launch(
         "forward",
@@ -44,10 +41,8 @@ def norm_backward(grad, grad_total, value, z, weight, scale, grad_z=None, normed
 
     grad_z: a tensor for that of z, with rows of any stride; normed: one that gets the output once more.
     """
-    grad_x, sums = (
-        grad.new_empty(grad.shape),
-        value.new_zeros(PROGRAMS, len(weight), dtype=torch.float32),
-    )
+    grad_x = grad.new_empty(grad.shape)
+    sums = value.new_zeros(PROGRAMS, len(weight), dtype=torch.float32)
     other = grad_z if grad_z is not None else (value if z is None else z).new_empty(value.shape)
     tensors = dict(X=value, Z=z, GRAD=grad, GRAD_TOTAL=grad_total, GRAD_OTHER=other)
     _launch("backward", tensors, weight, SCALE=scale, GRAD_X=grad_x, NORMED=normed, SUMS=sums)
@@ -59,13 +54,14 @@ def _launch(name, tensors, weight, SCALE, **more):
         return
     from mamba_fsdp.ops.norm import triton_kernels
 
-    groups, sizes = SCALE.shape[-1], dict(triton.blocks(TILES, weight.device))
-    rows, channels, elements = SCALE.numel() // groups, len(weight) // groups, sizes.pop("ELEMENTS")
+    groups = SCALE.shape[-1]
+    sizes = dict(triton.blocks(TILES, weight.device))
+    rows = SCALE.numel() // groups
+    channels = len(weight) // groups
+    elements = sizes.pop("ELEMENTS")
     block = 1 << (channels - 1).bit_length()
-    tile, warps = (
-        max(elements // block, 1),
-        min(sizes.pop("num_warps") * max(block // elements, 1), 32),
-    )
+    tile = max(elements // block, 1)
+    warps = min(sizes.pop("num_warps") * max(block // elements, 1), 32)
     tensors = {
         key: t if t is None else (t if t.stride(-1) == 1 else t.contiguous()).reshape(rows, -1)
         for key, t in tensors.items()

@@ -24,13 +24,14 @@ def forward(
     TILE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    group, groups = tl.program_id(1), tl.num_programs(1)
-    line, c = (
-        tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE),
-        tl.arange(0, BLOCK)[None, :],
-    )
-    row, place = line[:, None], group * channels + c
-    inside, at = (row < rows) & (c < channels), row * groups * channels + place
+    group = tl.program_id(1)
+    groups = tl.num_programs(1)
+    line = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
+    c = tl.arange(0, BLOCK)[None, :]
+    row = line[:, None]
+    place = group * channels + c
+    inside = (row < rows) & (c < channels)
+    at = row * groups * channels + place
     value = tl.load(X + row * x_row + place, mask=inside, other=0).to(tl.float32)
     if Z is not None:
         z = tl.load(Z + row * z_row + place, mask=inside, other=0).to(tl.float32)
@@ -72,14 +73,17 @@ def backward(
 ):
     """X: what was normed, before the gate. `each` rows a program: SUMS (programs, channels) gets their part of the
     weight's gradient. GRAD_OTHER: of Z, or of the sum in float32. NORMED gets the output once more."""
-    group, groups = tl.program_id(1), tl.num_programs(1)
-    c, begin = tl.arange(0, BLOCK)[None, :], tl.program_id(0) * each
+    group = tl.program_id(1)
+    groups = tl.num_programs(1)
+    c = tl.arange(0, BLOCK)[None, :]
+    begin = tl.program_id(0) * each
     place = group * channels + c
     sums = tl.zeros([TILE, BLOCK], tl.float32)
     for first in range(begin, tl.minimum(begin + each, rows), TILE):
         line = first + tl.arange(0, TILE).to(tl.int64)
         row = line[:, None]
-        inside, at = (row < rows) & (c < channels), row * groups * channels + place
+        inside = (row < rows) & (c < channels)
+        at = row * groups * channels + place
         grad = tl.load(GRAD + row * grad_row + place, mask=inside, other=0).to(tl.float32)
         x = tl.load(X + row * x_row + place, mask=inside, other=0).to(tl.float32)
         scale = tl.load(SCALE + line * groups + group, mask=line < rows, other=0)[:, None]
@@ -87,7 +91,8 @@ def backward(
         if Z is not None:
             z = tl.load(Z + row * z_row + place, mask=inside, other=0).to(tl.float32)
             s = 1 / (1 + tl.math.exp2(-1.4426950408889634 * z))
-            gate, slope = z * s, x * s * (1 + z * (1 - s))
+            gate = z * s
+            slope = x * s * (1 + z * (1 - s))
             normed *= gate
         weight = tl.load(WEIGHT + place, mask=c < channels, other=0).to(tl.float32)
         if NORMED is not None:

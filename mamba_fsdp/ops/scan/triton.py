@@ -2,11 +2,10 @@
 atomics, and how a row is cut depends on its sizes alone."""
 
 import torch
-from torch import Tensor
 
 from mamba_fsdp.ops import triton
 
-takes = triton.takes
+why_not = triton.why_not
 CHUNK = 64  # positions from one kept state to the next
 FILL = 1024  # programs that keep a GPU busy: where batch and channels make fewer, rows are cut
 TABLE = {(8, 0): {"CHANNELS": 32, "num_warps": 1}}  # of all kernels; warps for each 16 states
@@ -14,107 +13,100 @@ TABLE = {(8, 0): {"CHANNELS": 32, "num_warps": 1}}  # of all kernels; warps for 
 
 def _rows(a):
     """(batch, length, channels), or None, as the kernels read it: channels side by side, rows evenly spaced."""
-    return (
-        a
-        if a is None or (a.stride(2) == 1 and a.stride(0) == a.shape[1] * a.stride(1))
-        else a.contiguous()
-    )
+    if a is None or (a.stride(2) == 1 and a.stride(0) == a.shape[1] * a.stride(1)):
+        return a
+    return a.contiguous()
+
+
+def _with_strides(**activations):
+    """Arguments of a kernel: activations and the distances of their rows."""
+    return activations | {f"{name}_row": a.stride(1) for name, a in activations.items()}
 
 
 class _Scan:
     """How the rows of a scan are cut, and the arguments that its kernels share."""
 
     def __init__(self, u, dt, A, B, C, D, z, dt_bias, seq_idx):
-        sizes, A = triton.blocks(TABLE, u.device), A.T.float().contiguous()
-        (batch, length, channels), states = u.shape, len(A)
-        blocks, chunks = -(-channels // sizes["CHANNELS"]), -(-length // CHUNK)
-        segment_chunks = -(-chunks // min(-(-FILL // (batch * blocks)), chunks))
-        self.grid, self.entries = (
-            (blocks, -(-chunks // segment_chunks), batch),
-            (batch, chunks, states, channels),
-        )
-        self.u, self.dt, self.B, self.C, self.z = map(_rows, (u, dt, B, C, z))
-        self.D, bias = (
-            A.new_zeros(channels) if v is None else v.contiguous() for v in (D, dt_bias)
-        )
-        N = 1 << (states - 1).bit_length()
+        sizes = triton.blocks(TABLE, u.device)
+        width = sizes["CHANNELS"]
+        self.batch, length, self.channels = u.shape
+        self.states = A.shape[1]
+        self.padded_states = 1 << (self.states - 1).bit_length()
+        self.blocks = -(-self.channels // width)
+        self.chunks = -(-length // CHUNK)
+        wanted = -(-FILL // (self.batch * self.blocks))
+        segment_chunks = -(-self.chunks // min(wanted, self.chunks))
+        self.segments = -(-self.chunks // segment_chunks)
+        self.u = _rows(u)
+        self.dt = _rows(dt)
+        self.B = _rows(B)
+        self.C = _rows(C)
+        self.z = _rows(z)
+        zeros = self.floats(self.channels).zero_()
+        self.D = zeros if D is None else D.contiguous()
         self.shared = dict(
-            A=A,
-            bias=bias,
+            A=A.T.float().contiguous(),
+            bias=zeros if dt_bias is None else dt_bias.contiguous(),
             seq_idx=u if seq_idx is None else seq_idx.contiguous(),
             length=length,
-            channels=channels,
-            states=states,
+            channels=self.channels,
+            states=self.states,
             segment_chunks=segment_chunks,
             CHUNK=CHUNK,
-            N=N,
-            EVEN=channels % sizes["CHANNELS"] == length % 4 == 0 and states == N,
-            CHANNELS=sizes["CHANNELS"],
-            num_warps=sizes["num_warps"] * -(-N // 16),
+            N=self.padded_states,
+            EVEN=self.channels % width == length % 4 == 0 and self.states == self.padded_states,
+            CHANNELS=width,
+            num_warps=sizes["num_warps"] * -(-self.padded_states // 16),
             DOCUMENTS=seq_idx is not None,
         )
 
     def floats(self, *shape):
         return self.u.new_empty(shape, dtype=torch.float32)
 
+    def slabs(self, *places):
+        """A state, (d_state, d_inner), for each of these places."""
+        return self.floats(*places, self.states, self.channels)
+
     def state(self, given):
-        """(batch, d_inner, d_state), or None for zeros, as (batch, d_state, d_inner)."""
-        batch, _, states, channels = self.entries
-        return (
-            self.floats(batch, states, channels).zero_()
-            if given is None
-            else given.mT.float().contiguous()
-        )
+        """A state as the model has it, (batch, d_inner, d_state), or None for zeros, as (batch, d_state, d_inner)."""
+        if given is None:
+            return self.slabs(self.batch).zero_()
+        return given.mT.float().contiguous()
 
     def launch(self, kernel, value, z, matrix, reverse, **arguments):
-        """A kernel behind `local`, which goes before with value, z and matrix where rows are cut. Nothing happens for
+        """Launch a kernel. Where rows are cut, `local` goes before it with value, z and matrix. Nothing happens for
         tensors without content."""
         if self.u.is_meta:
             return
         from mamba_fsdp.ops.scan import triton_kernels as kernels
 
-        (blocks, segments, batch), (_, _, states, channels) = self.grid, self.entries
-        self.shared |= dict(
-            ends=self.floats(batch, segments, states, channels),
-            totals=self.floats(batch, segments, channels),
-        )
-        if segments > 1:
-            kernels.local[blocks, segments - 1, batch](
+        self.shared["ends"] = self.slabs(self.batch, self.segments)
+        self.shared["totals"] = self.floats(self.batch, self.segments, self.channels)
+        if self.segments > 1:
+            kernels.local[self.blocks, self.segments - 1, self.batch](
                 **self.shared,
-                **_activations(u=value, dt=self.dt, z=value if z is None else z, B=matrix),
+                **_with_strides(u=value, dt=self.dt, z=value if z is None else z, B=matrix),
                 REVERSE=reverse,
                 GATED=reverse and z is not None,
             )
-        rows = _activations(
-            u=self.u, dt=self.dt, B=self.B, C=self.C, z=self.u if self.z is None else self.z
+        gate = self.u if self.z is None else self.z
+        getattr(kernels, kernel)[self.blocks, self.segments, self.batch](
+            **self.shared,
+            **_with_strides(u=self.u, dt=self.dt, B=self.B, C=self.C, z=gate),
+            **arguments,
+            D=self.D,
+            CUT=self.segments > 1,
+            GATED=self.z is not None,
         )
-        getattr(kernels, kernel)[self.grid](
-            **self.shared, **rows, **arguments, D=self.D, CUT=segments > 1, GATED=self.z is not None
-        )
 
 
-def _activations(**given):
-    """Arguments of a kernel: activations and the distances of their rows."""
-    return given | {f"{name}_row": a.stride(1) for name, a in given.items()}
-
-
-def scan_forward(
-    u: Tensor,
-    dt: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    D: Tensor | None,
-    z: Tensor | None,
-    dt_bias: Tensor | None,
-    seq_idx: Tensor | None,
-    state: Tensor | None,
-    keep: bool = True,
-) -> tuple[Tensor, Tensor, Tensor]:
+def scan_forward(u, dt, A, B, C, D, z, dt_bias, seq_idx, state, keep=True):
     """y, the last state and, with `keep`, what scan_backward begins at: states (batch, chunks, d_state, d_inner)."""
     scan = _Scan(u, dt, A, B, C, D, z, dt_bias, seq_idx)
-    state, out = scan.state(state), u.new_empty(u.shape)
-    last, entries = torch.empty_like(state), scan.floats(*scan.entries if keep else (0, 0, 0, 0))
+    state = scan.state(state)
+    last = torch.empty_like(state)
+    out = u.new_empty(u.shape)
+    entries = scan.slabs(scan.batch, scan.chunks) if keep else scan.floats(0, 0, 0, 0)
     scan.launch(
         "forward",
         scan.u,
@@ -131,50 +123,46 @@ def scan_forward(
 
 
 def scan_backward(
-    grad_out: Tensor,
-    grad_last: Tensor | None,
-    u: Tensor,
-    dt: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    D: Tensor | None,
-    z: Tensor | None,
-    dt_bias: Tensor | None,
-    seq_idx: Tensor | None,
-    entries: Tensor,
-    want_out: bool = False,
-    grad_z: Tensor | None = None,
-) -> tuple[Tensor, ...]:
+    grad_out,
+    grad_last,
+    u,
+    dt,
+    A,
+    B,
+    C,
+    D,
+    z,
+    dt_bias,
+    seq_idx,
+    entries,
+    want_out=False,
+    grad_z=None,
+):
     """The gradients of u, dt, A, B, C, D, z, dt_bias and the initial state; and with want_out y again, as it was given.
     Those of z and y are empty where there is none. grad_z: where to write that of z."""
-    scan, grad_out = (
-        _Scan(u, dt, A, B, C, D, z, dt_bias, seq_idx),
-        _rows(grad_out),
-    )
-    (blocks, segments, batch), (_, _, states, channels) = scan.grid, scan.entries
-    grad_last, out = scan.state(grad_last), u.new_empty(u.shape if want_out else (0, 0, 0))
-    grad_state, grad_u, grad_dt = (
-        torch.empty_like(grad_last),
-        u.new_empty(u.shape),
-        dt.new_empty(u.shape),
-    )
-    grad_z = u.new_empty((0, 0, 0) if z is None else u.shape) if grad_z is None else grad_z
-    grad_A = scan.floats(batch, segments, states, channels)
-    grad_D, grad_bias = (scan.floats(batch, segments, channels) for _ in range(2))
-    grad_BC = scan.floats(
-        blocks, *B.shape[:2], 2, scan.shared["N"]
-    )  # an entry for each block of channels
-    scratch = scan.floats(
-        batch * segments * blocks, CHUNK // 2 * (scan.shared["N"] + 2) * scan.shared["CHANNELS"]
-    )
+    scan = _Scan(u, dt, A, B, C, D, z, dt_bias, seq_idx)
+    grad_out = _rows(grad_out)
+    grad_last = scan.state(grad_last)
+    grad_state = torch.empty_like(grad_last)
+    out = u.new_empty(u.shape if want_out else (0, 0, 0))
+    grad_u = u.new_empty(u.shape)
+    grad_dt = dt.new_empty(u.shape)
+    if grad_z is None:
+        grad_z = u.new_empty((0, 0, 0) if z is None else u.shape)
+    grad_A = scan.slabs(scan.batch, scan.segments)
+    grad_D = scan.floats(scan.batch, scan.segments, scan.channels)
+    grad_bias = torch.empty_like(grad_D)
+    N = scan.padded_states
+    grad_BC = scan.floats(scan.blocks, *B.shape[:2], 2, N)  # an entry for each block of channels
+    programs = scan.batch * scan.segments * scan.blocks
+    scratch = scan.floats(programs, CHUNK // 2 * (N + 2) * scan.shared["CHANNELS"])
     scan.launch(
         "backward",
         grad_out,
         scan.z,
         scan.C,
         True,
-        **_activations(grad_z=grad_z),
+        **_with_strides(grad_z=grad_z),
         grad_out=grad_out,
         grad_row=grad_out.stride(1),
         grad_last=grad_last,
@@ -190,11 +178,13 @@ def scan_backward(
         out=out,
         WITH_OUT=want_out,
     )
+    grad_B, grad_C = grad_BC[..., : scan.states].unbind(3)
     return (
         grad_u,
         grad_dt,
         grad_A.sum((0, 1)).T,
-        *(grad_BC[:, :, :, i, :states].sum(0).to(v.dtype) for i, v in enumerate((B, C))),
+        grad_B.sum(0).to(B.dtype),
+        grad_C.sum(0).to(C.dtype),
         grad_D.sum((0, 1)),
         grad_z,
         grad_bias.sum((0, 1)),

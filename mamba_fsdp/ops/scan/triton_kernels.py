@@ -74,7 +74,8 @@ def _advance(t, h, delta, A, u, B, length, here, known, DOCUMENTS, EVEN):
     """The state after position t; the decay, the step, delta, u and B there."""
     step = delta
     if DOCUMENTS:
-        step, delta = tl.where(delta < 0.0, ENDLESS, delta), tl.abs(delta)
+        step = tl.where(delta < 0.0, ENDLESS, delta)
+        delta = tl.abs(delta)
     value = _load(u, _inside(here, t, length, EVEN))
     b = _load(B, _inside(known, t, length, EVEN))
     decay = tl.math.exp2(step[None, :] * A)
@@ -119,25 +120,29 @@ def local(
 ):
     """The state at the end of each segment but the last, of one that begins with none, and the sum of its steps.
     REVERSE: the adjoint at the start of each but the first that ends with none; u is the gradient of y, B is C."""
-    row, segment = tl.program_id(2).to(tl.int64), tl.program_id(1)
-    place, first = row * (tl.num_programs(1) + 1) + segment, row * length
+    row = tl.program_id(2).to(tl.int64)
+    segment = tl.program_id(1)
+    place = row * (tl.num_programs(1) + 1) + segment
+    first = row * length
     if REVERSE:
-        segment, place = segment + 1, place + 1
-    channel, n = tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS), tl.arange(0, N)
-    here, known = (channel < channels) | EVEN, (n < states) | EVEN
-    corner, both, slab = (
-        n[:, None] * channels + channel[None, :],
-        known[:, None] & here[None, :],
-        states * channels,
-    )
-    A, bias = _load(A + corner, both) * LOG2E, _load(bias + channel, here)
-    u, dt, z = (
-        u + first * u_row + channel,
-        dt + first * dt_row + channel,
-        z + first * z_row + channel,
-    )
-    B, seq_idx = B + first * B_row + n, seq_idx + first
-    h, total = tl.zeros((N, CHANNELS), tl.float32), tl.zeros((CHANNELS,), tl.float32)
+        segment = segment + 1
+        place = place + 1
+    channel = tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS)
+    n = tl.arange(0, N)
+    here = (channel < channels) | EVEN
+    known = (n < states) | EVEN
+    corner = n[:, None] * channels + channel[None, :]
+    both = known[:, None] & here[None, :]
+    slab = states * channels
+    A = _load(A + corner, both) * LOG2E
+    bias = _load(bias + channel, here)
+    u = u + first * u_row + channel
+    dt = dt + first * dt_row + channel
+    z = z + first * z_row + channel
+    B = B + first * B_row + n
+    seq_idx = seq_idx + first
+    h = tl.zeros((N, CHANNELS), tl.float32)
+    total = tl.zeros((CHANNELS,), tl.float32)
     start = segment * segment_chunks * CHUNK
     tiles = tl.cdiv(tl.minimum(segment_chunks * CHUNK, length - start), 4)
     for tile in range(0, tiles):
@@ -212,30 +217,28 @@ def forward(
     CHUNK: tl.constexpr,
 ):
     """y, the state at each chunk's entry and the last."""
-    row, segment, segments = tl.program_id(2).to(tl.int64), tl.program_id(1), tl.num_programs(1)
-    channel, n, first = (
-        tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS),
-        tl.arange(0, N),
-        row * length,
-    )
-    here, known = (channel < channels) | EVEN, (n < states) | EVEN
-    corner, both, slab = (
-        n[:, None] * channels + channel[None, :],
-        known[:, None] & here[None, :],
-        states * channels,
-    )
-    A, D, bias = (
-        _load(A + corner, both) * LOG2E,
-        _load(D + channel, here),
-        _load(bias + channel, here),
-    )
-    u, dt, z = (
-        u + first * u_row + channel,
-        dt + first * dt_row + channel,
-        z + first * z_row + channel,
-    )
-    B, C, seq_idx = B + first * B_row + n, C + first * C_row + n, seq_idx + first
-    out, four = out + first * channels + channel, tl.arange(0, 4)[:, None]
+    row = tl.program_id(2).to(tl.int64)
+    segment = tl.program_id(1)
+    segments = tl.num_programs(1)
+    channel = tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS)
+    n = tl.arange(0, N)
+    first = row * length
+    here = (channel < channels) | EVEN
+    known = (n < states) | EVEN
+    corner = n[:, None] * channels + channel[None, :]
+    both = known[:, None] & here[None, :]
+    slab = states * channels
+    A = _load(A + corner, both) * LOG2E
+    D = _load(D + channel, here)
+    bias = _load(bias + channel, here)
+    u = u + first * u_row + channel
+    dt = dt + first * dt_row + channel
+    z = z + first * z_row + channel
+    B = B + first * B_row + n
+    C = C + first * C_row + n
+    seq_idx = seq_idx + first
+    out = out + first * channels + channel
+    four = tl.arange(0, 4)[:, None]
     h = _load(state + row * slab + corner, both)
     if CUT:
         h = _entering(
@@ -293,11 +296,14 @@ def _gradient_of_y(t, grad_out, z, C, length, here, known, GATED, EVEN):
     """The gradient of out, times the gate's sigmoid, and of y at position t, the gate's input, its sigmoid, and C."""
     grad = _load(grad_out, _inside(here, t, length, EVEN))
     c = _load(C, _inside(known, t, length, EVEN))
-    gate, opened, grad_y = grad, grad, grad
+    gate = grad
+    opened = grad
+    grad_y = grad
     if GATED:
         gate = _load(z, _inside(here, t, length, EVEN))
         opened = _sigmoid(gate)
-        grad, grad_y = grad * opened, grad * opened * gate
+        grad_y = grad * opened * gate
+        grad = grad * opened
     return grad, grad_y, gate, opened, c
 
 
@@ -337,11 +343,13 @@ def _backward_token(
 ):
     """From the adjoint of the state after position t, less what y adds to it there, to that of the state before; the
     sums over positions with what t adds."""
-    inside, lines = _inside(here, t, length, EVEN), _inside(known, t, length, EVEN)
+    inside = _inside(here, t, length, EVEN)
+    lines = _inside(known, t, length, EVEN)
     g += grad_y[None, :] * c[:, None]
     tl.store(grad_BC + N, tl.sum(after * grad_y[None, :], axis=1), mask=lines)
     tl.store(grad_BC, tl.sum(g * (delta * value)[None, :], axis=1), mask=lines)
-    y, sum_x = tl.sum(after * c[:, None], axis=0) + D * value, tl.sum(g * b[:, None], axis=0)
+    y = tl.sum(after * c[:, None], axis=0) + D * value
+    sum_x = tl.sum(g * b[:, None], axis=0)
     g *= decay
     through_decay = g * before
     sum_A += through_decay * step[None, :]
@@ -408,9 +416,12 @@ def _backward_chunk(
     """Forward through the chunk at `start` from its entry h, keeping every second state and all deltas; then back."""
     tiles = tl.cdiv(tl.minimum(CHUNK, length - start), 2)
     for tile in range(0, tiles):
-        t, kept = start + tile * 2, tile * (N + 2) * CHANNELS
+        t = start + tile * 2
+        kept = tile * (N + 2) * CHANNELS
         tl.store(scratch + kept, h)
-        dt_t, u_t, B_t = dt + t * dt_row, u + t * u_row, B + t * B_row
+        dt_t = dt + t * dt_row
+        u_t = u + t * u_row
+        B_t = B + t * B_row
         delta0 = _delta(t, dt_t, bias, seq_idx, length, here, DOCUMENTS, EVEN)
         delta1 = _delta(t + 1, dt_t + dt_row, bias, seq_idx, length, here, DOCUMENTS, EVEN)
         h, _, _, _, _, _ = _advance(t, h, delta0, A, u_t, B_t, length, here, known, DOCUMENTS, EVEN)
@@ -421,19 +432,16 @@ def _backward_chunk(
         tl.store(deltas + kept + CHANNELS, delta1)
     tl.debug_barrier()
     for i in range(1, tiles + 1):
-        t, kept = start + (tiles - i) * 2, (tiles - i) * (N + 2) * CHANNELS
-        h0, delta0, delta1 = (
-            tl.load(scratch + kept),
-            tl.load(deltas + kept),
-            tl.load(deltas + kept + CHANNELS),
-        )
-        u_t, B_t, C_t, z_t, grad_t = (
-            u + t * u_row,
-            B + t * B_row,
-            C + t * C_row,
-            z + t * z_row,
-            grad_out + t * grad_row,
-        )
+        t = start + (tiles - i) * 2
+        kept = (tiles - i) * (N + 2) * CHANNELS
+        h0 = tl.load(scratch + kept)
+        delta0 = tl.load(deltas + kept)
+        delta1 = tl.load(deltas + kept + CHANNELS)
+        u_t = u + t * u_row
+        B_t = B + t * B_row
+        C_t = C + t * C_row
+        z_t = z + t * z_row
+        grad_t = grad_out + t * grad_row
         grad0, grad_y0, gate0, opened0, c0 = _gradient_of_y(
             t, grad_t, z_t, C_t, length, here, known, GATED, EVEN
         )
@@ -446,12 +454,11 @@ def _backward_chunk(
         _, decay1, step1, delta1, u1, b1 = _advance(
             t + 1, h1, delta1, A, u_t + u_row, B_t + B_row, length, here, known, DOCUMENTS, EVEN
         )
-        grad_u_t, grad_dt_t, out_t = (
-            grad_u + t * channels,
-            grad_dt + t * channels,
-            out + t * channels,
-        )
-        grad_z_t, grad_BC_t = grad_z + t * grad_z_row, grad_BC + t * (2 * N)
+        grad_u_t = grad_u + t * channels
+        grad_dt_t = grad_dt + t * channels
+        out_t = out + t * channels
+        grad_z_t = grad_z + t * grad_z_row
+        grad_BC_t = grad_BC + t * (2 * N)
         g, sum_A, sum_D, sum_bias = _backward_token(
             t + 1,
             g,
@@ -570,34 +577,42 @@ def backward(
     CHUNK: tl.constexpr,
 ):
     """All gradients: of A, D and the bias by row and segment, of B and C by block of channels."""
-    row, segment, segments = tl.program_id(2).to(tl.int64), tl.program_id(1), tl.num_programs(1)
-    lane, n, block = tl.arange(0, CHANNELS), tl.arange(0, N), tl.program_id(0)
-    channel, first, place = block * CHANNELS + lane, row * length, row * segments + segment
-    here, known = (channel < channels) | EVEN, (n < states) | EVEN
-    corner, both, slab = (
-        n[:, None] * channels + channel[None, :],
-        known[:, None] & here[None, :],
-        states * channels,
-    )
-    A, D, bias = (
-        _load(A + corner, both) * LOG2E,
-        _load(D + channel, here),
-        _load(bias + channel, here),
-    )
-    u, dt, z = (
-        u + first * u_row + channel,
-        dt + first * dt_row + channel,
-        z + first * z_row + channel,
-    )
-    B, C, seq_idx = B + first * B_row + n, C + first * C_row + n, seq_idx + first
-    grad_out, out = grad_out + first * grad_row + channel, out + first * channels + channel
-    grad_u, grad_dt = grad_u + first * channels + channel, grad_dt + first * channels + channel
+    row = tl.program_id(2).to(tl.int64)
+    segment = tl.program_id(1)
+    segments = tl.num_programs(1)
+    lane = tl.arange(0, CHANNELS)
+    n = tl.arange(0, N)
+    block = tl.program_id(0)
+    channel = block * CHANNELS + lane
+    first = row * length
+    place = row * segments + segment
+    here = (channel < channels) | EVEN
+    known = (n < states) | EVEN
+    corner = n[:, None] * channels + channel[None, :]
+    both = known[:, None] & here[None, :]
+    slab = states * channels
+    A = _load(A + corner, both) * LOG2E
+    D = _load(D + channel, here)
+    bias = _load(bias + channel, here)
+    u = u + first * u_row + channel
+    dt = dt + first * dt_row + channel
+    z = z + first * z_row + channel
+    B = B + first * B_row + n
+    C = C + first * C_row + n
+    seq_idx = seq_idx + first
+    grad_out = grad_out + first * grad_row + channel
+    out = out + first * channels + channel
+    grad_u = grad_u + first * channels + channel
+    grad_dt = grad_dt + first * channels + channel
     grad_z += first * grad_z_row + channel
     grad_BC += (block.to(tl.int64) * tl.num_programs(2) * length + first) * (2 * N) + n
     scratch += (place * tl.num_programs(0) + block) * (CHUNK // 2 * (N + 2) * CHANNELS)
-    deltas, scratch = scratch + lane, scratch + lane[None, :] + (n + 2)[:, None] * CHANNELS
-    sum_A, sum_D = tl.zeros((N, CHANNELS), tl.float32), tl.zeros((CHANNELS,), tl.float32)
-    g, sum_bias = _load(grad_last + row * slab + corner, both), tl.zeros((CHANNELS,), tl.float32)
+    deltas = scratch + lane
+    scratch = scratch + lane[None, :] + (n + 2)[:, None] * CHANNELS
+    sum_A = tl.zeros((N, CHANNELS), tl.float32)
+    sum_D = tl.zeros((CHANNELS,), tl.float32)
+    g = _load(grad_last + row * slab + corner, both)
+    sum_bias = tl.zeros((CHANNELS,), tl.float32)
     if CUT:
         g = _entering(
             g,
@@ -612,10 +627,8 @@ def backward(
             both,
             here,
         )
-    chunks, end = (
-        tl.cdiv(length, CHUNK),
-        tl.minimum((segment + 1) * segment_chunks, tl.cdiv(length, CHUNK)),
-    )
+    chunks = tl.cdiv(length, CHUNK)
+    end = tl.minimum((segment + 1) * segment_chunks, tl.cdiv(length, CHUNK))
     for i in range(1, end - segment * segment_chunks + 1):
         h = _load(entries + (row * chunks + end - i) * slab + corner, both)
         g, sum_A, sum_D, sum_bias = _backward_chunk(

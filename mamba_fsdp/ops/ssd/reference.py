@@ -53,12 +53,14 @@ def _decays(delta, A, seq_idx):
     position i of a chunk (batch, chunks, heads, i, j), and those from the chunk before to i and from j to the end of
     the chunk (batch, chunks, size, heads).
     """
-    size, real = delta.shape[2], delta.dtype
+    size = delta.shape[2]
+    real = delta.dtype
     powers = _sums(delta.double() * (A.double() / math.log(2)), seq_idx)
     by_head = powers.transpose(2, 3)
     within = (by_head.unsqueeze(4) - by_head.unsqueeze(3)).to(real)
     within += torch.full((size, size), -torch.inf, dtype=real, device=delta.device).triu(1)
-    from_start, to_end = powers.to(real), (powers[:, :, -1:] - powers).to(real)
+    from_start = powers.to(real)
+    to_end = (powers[:, :, -1:] - powers).to(real)
     if seq_idx is not None:
         before = torch.cat([seq_idx[:, :1, 0], seq_idx[:, :-1, -1]], dim=1).unsqueeze(2)
         within.masked_fill_((seq_idx.unsqueeze(3) != seq_idx.unsqueeze(2)).unsqueeze(2), -torch.inf)
@@ -121,7 +123,8 @@ class _SSD(torch.autograd.Function):
             _in_chunks(t, ctx.size).to(delta.dtype) for t in (x, delta, B, C, grad)
         )
         within, from_start, to_end = _decays(delta_, A, seq_idx)
-        by_head, by_group = x.shape[2:], (B.shape[2], -1)
+        by_head = x.shape[2:]
+        by_group = (B.shape[2], -1)
 
         # Between chunks. `leaving` is the gradient of the state that leaves each chunk, as `entering` is a state.
         scaled, decay, entering, _ = _states(x_, delta_, B_, from_start, to_end, state)
@@ -170,10 +173,10 @@ class _SSD(torch.autograd.Function):
 
 def ssd(x, dt, A, B, C, D, dt_bias, chunk_size, seq_idx, initial_state, return_last_state):
     batch, length, heads, headdim = x.shape
-    real, size = (
-        compute_type(x),
-        min(chunk_size, CHUNK) if length > 1 else 1,
-    )  # of generation's steps nothing is padded
+    # of generation's steps nothing is padded
+    # of generation's steps nothing is padded
+    real = compute_type(x)
+    size = min(chunk_size, CHUNK) if length > 1 else 1
     delta = F.softplus(dt.to(real) if dt_bias is None else dt.to(real) + dt_bias.to(real))
     D = A.new_zeros(heads) if D is None else D
     if seq_idx is not None:

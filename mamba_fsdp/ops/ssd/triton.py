@@ -7,7 +7,7 @@ import torch
 
 from mamba_fsdp.ops import triton
 
-takes = triton.takes
+why_not = triton.why_not
 SWEEP = {
     (8, 0): {
         "P": 32,
@@ -24,7 +24,9 @@ GRADIENTS = {
     (12, 0): {"P": 32, "BLOCK": 16, "num_warps": 8, "num_stages": 1},
 }
 CHUNK = 32  # positions
-SEGMENTS, CHUNKS = 16, 8  # at most; of a segment at least
+# at most; of a segment at least
+SEGMENTS = 16
+CHUNKS = 8
 STATES = 64  # of a program of the gradients
 
 
@@ -49,21 +51,18 @@ class _Call:
         from mamba_fsdp.ops.ssd.triton_kernels import add_up
 
         dtype = torch.promote_types(x.dtype, torch.promote_types(B.dtype, C.dtype))
-        self.x, self.B, self.C, self.dt = (
-            _packed(x.to(dtype)),
-            _packed(B.to(dtype)),
-            _packed(C.to(dtype)),
-            _packed(dt),
-        )
+        self.x = _packed(x.to(dtype))
+        self.B = _packed(B.to(dtype))
+        self.C = _packed(C.to(dtype))
+        self.dt = _packed(dt)
         self.D, self.bias = (A.new_zeros(A.shape) if t is None else t for t in (D, dt_bias))
         self.seq_idx = None if seq_idx is None else seq_idx.contiguous()
-        (self.batch, self.length, self.heads, headdim), (self.groups, d_state) = (
-            x.shape,
-            B.shape[2:],
-        )
+        (self.batch, self.length, self.heads, headdim) = x.shape
+        (self.groups, d_state) = B.shape[2:]
         N = max(16, 1 << (d_state - 1).bit_length())
         Q = max(16, min(CHUNK, 4096 // N))
-        self.chunks, self.share = -(-self.length // Q), self.heads // self.groups
+        self.chunks = -(-self.length // Q)
+        self.share = self.heads // self.groups
         self.constants = {
             "HEADS": self.heads,
             "SHARE": self.share,
@@ -88,10 +87,8 @@ class _Call:
 
     def options(self, table):
         """Of a launch, from the table: the channels of a program are no more than a head's."""
-        options, headdim = (
-            dict(triton.blocks(table, self.x.device)),
-            self.constants["HEADDIM"],
-        )
+        options = dict(triton.blocks(table, self.x.device))
+        headdim = self.constants["HEADDIM"]
         P = max(16, min(options["P"], 1 << (headdim - 1).bit_length()))
         return options | {"P": P, "TILES": -(-headdim // P)}
 
@@ -103,12 +100,14 @@ class _Call:
         from mamba_fsdp.ops.ssd.triton_kernels import sweep
 
         options = self.options(SWEEP)
-        rows, size = self.batch * self.heads, self.constants["N"] * x.shape[3]
+        rows = self.batch * self.heads
+        size = self.constants["N"] * x.shape[3]
         segments = options.pop("programs") // (rows * options["TILES"])
         segments = max(1, min(SEGMENTS, self.chunks // CHUNKS, segments))
         per_segment = -(-self.chunks // segments)
         segments = -(-self.chunks // per_segment)
-        ends, end_decays = self.fp32(rows, segments, size), self.fp32(rows, segments)
+        ends = self.fp32(rows, segments, size)
+        end_decays = self.fp32(rows, segments)
         states = x.new_empty(rows, self.chunks, size) if states else None
         out = x.new_empty(x.shape) if out else None
         last = self.fp32(self.batch, self.heads, x.shape[3], B.shape[3])
@@ -162,7 +161,8 @@ def ssd_backward(grad, grad_last, x, dt, A, B, C, D, dt_bias, seq_idx, state, en
         entering, _, _ = call.sweep(call.x, call.B, call.C, state, states=True, out=False)
     leaving, dx, grad_state = call.sweep(grad, call.C, call.B, grad_last, states=True, reverse=True)
     options = call.options(GRADIENTS)
-    blocks, (Q, N) = -(-call.share // options["BLOCK"]), (call.constants[name] for name in "QN")
+    blocks = -(-call.share // options["BLOCK"])
+    (Q, N) = (call.constants[name] for name in "QN")
     parts = N // min(N, STATES)
     flows, sums = (
         call.fp32(parts, call.batch, call.heads, call.chunks, *shape) for shape in ((4, Q), (2,))
@@ -188,7 +188,8 @@ def ssd_backward(grad, grad_last, x, dt, A, B, C, D, dt_bias, seq_idx, state, en
         **call.constants,
         **options,
     )
-    ddt, totals = dt.new_empty(dt.shape), call.fp32(3, call.batch * call.chunks, call.heads)
+    ddt = dt.new_empty(dt.shape)
+    totals = call.fp32(3, call.batch * call.chunks, call.heads)
     finish[call.heads, call.chunks, call.batch](
         call.dt,
         A,

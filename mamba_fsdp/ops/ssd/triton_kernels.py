@@ -36,8 +36,11 @@ def add_up(
 ):
     """Of a chunk's positions: steps (3, batch, heads, chunks, Q) gets delta = softplus(dt + bias) and the sums of the
     decays' exponents over the chunk up to each position, in two parts."""
-    chunk, batch, r = tl.program_id(0), tl.program_id(2).to(tl.int64), tl.arange(0, Q)
-    head, rows = tl.program_id(1) * HEADS + tl.arange(0, HEADS), chunk * Q + r
+    chunk = tl.program_id(0)
+    batch = tl.program_id(2).to(tl.int64)
+    r = tl.arange(0, Q)
+    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
+    rows = chunk * Q + r
     is_head = head < heads
     there = (rows < length)[:, None] & is_head[None, :]
     a = tl.load(A + head, mask=is_head, other=0.0).to(tl.float32)
@@ -72,13 +75,13 @@ def add_up(
 def chunk_steps(steps, plane, seq_idx, start, length, r, Q: tl.constexpr):
     """delta; the decays from the chunk before to each position and from each to the chunk's end, and the chunk's whole
     decay; both parts of the exponents' sums; the documents."""
-    delta, high, low = (
-        tl.load(steps + r),
-        tl.load(steps + plane + r),
-        tl.load(steps + 2 * plane + r),
-    )
-    high_end, low_end = tl.load(steps + plane + Q - 1), tl.load(steps + 2 * plane + Q - 1)
-    from_start, to_end = tl.exp(high + low), tl.exp((high_end - high) + (low_end - low))
+    delta = tl.load(steps + r)
+    high = tl.load(steps + plane + r)
+    low = tl.load(steps + 2 * plane + r)
+    high_end = tl.load(steps + plane + Q - 1)
+    low_end = tl.load(steps + 2 * plane + Q - 1)
+    from_start = tl.exp(high + low)
+    to_end = tl.exp((high_end - high) + (low_end - low))
     total = tl.exp(high_end + low_end)
     document = r
     if seq_idx is not None:
@@ -97,7 +100,8 @@ def decays_within(high, low, document, r, DOCUMENTS: tl.constexpr, REVERSE: tl.c
     exponents = (high[:, None] - high[None, :]) + (low[:, None] - low[None, :])
     seen = r[:, None] >= r[None, :]
     if REVERSE:
-        exponents, seen = -exponents, r[:, None] <= r[None, :]
+        exponents = -exponents
+        seen = r[:, None] <= r[None, :]
     if DOCUMENTS:
         seen = seen & (document[:, None] == document[None, :])
     return tl.exp(tl.where(seen, exponents, float("-inf")))
@@ -147,13 +151,14 @@ def sweep(
     """
     T: tl.constexpr = tl.float32 if WIDE else x.dtype.element_ty
     chunks = tl.cdiv(length, Q)
-    head, batch, segment = (
-        tl.program_id(0) // TILES,
-        tl.program_id(1).to(tl.int64),
-        tl.program_id(2),
-    )
-    r, n, p = tl.arange(0, Q), tl.arange(0, N), tl.program_id(0) % TILES * P + tl.arange(0, P)
-    place, is_channel = n[:, None] * HEADDIM + p[None, :], (p < HEADDIM)[None, :]
+    head = tl.program_id(0) // TILES
+    batch = tl.program_id(1).to(tl.int64)
+    segment = tl.program_id(2)
+    r = tl.arange(0, Q)
+    n = tl.arange(0, N)
+    p = tl.program_id(0) % TILES * P + tl.arange(0, P)
+    place = n[:, None] * HEADDIM + p[None, :]
+    is_channel = (p < HEADDIM)[None, :]
     last_place = (batch * HEADS + head) * HEADDIM * D_STATE + p[None, :] * D_STATE + n[:, None]
     in_last = (n < D_STATE)[:, None] & is_channel
     row = batch * HEADS + head
@@ -181,7 +186,8 @@ def sweep(
     for k in range(from_chunk, to_chunk):
         chunk = from_chunk + to_chunk - 1 - k if REVERSE else k
         start = chunk * Q
-        left, at = length - start, start.to(tl.int64)
+        left = length - start
+        at = start.to(tl.int64)
         delta, from_start, to_end, total, high, low, document = chunk_steps(
             steps + start, plane, seq_idx, start, length, r, Q
         )
@@ -266,24 +272,27 @@ def gradients(
     Q) and `sums` (N / K, batch, heads, chunks, 2), see `finish`. All are fp32 and still to be summed.
     """
     T: tl.constexpr = tl.float32 if WIDE else x.dtype.element_ty
-    per_group, chunks, groups = tl.cdiv(SHARE, BLOCK), tl.cdiv(length, Q), HEADS // SHARE
-    part, chunk, batch = (
-        tl.program_id(0) % (N // K),
-        tl.program_id(1),
-        tl.program_id(2).to(tl.int64),
-    )
-    group, block = (
-        tl.program_id(0) // (N // K) // per_group,
-        tl.program_id(0) // (N // K) % per_group,
-    )
-    start, batches = chunk * Q, tl.num_programs(2)
-    left, at = length - start, start.to(tl.int64)
-    r, n = tl.arange(0, Q), part * K + tl.arange(0, K)
+    per_group = tl.cdiv(SHARE, BLOCK)
+    chunks = tl.cdiv(length, Q)
+    groups = HEADS // SHARE
+    part = tl.program_id(0) % (N // K)
+    chunk = tl.program_id(1)
+    batch = tl.program_id(2).to(tl.int64)
+    group = tl.program_id(0) // (N // K) // per_group
+    block = tl.program_id(0) // (N // K) % per_group
+    start = chunk * Q
+    batches = tl.num_programs(2)
+    left = length - start
+    at = start.to(tl.int64)
+    r = tl.arange(0, Q)
+    n = part * K + tl.arange(0, K)
     B += batch * b_batch + at * B_ROW + group * D_STATE
     C += batch * c_batch + at * C_ROW + group * D_STATE
-    b, c = load(B, B_ROW, r, n, left, D_STATE, K, T), load(C, C_ROW, r, n, left, D_STATE, K, T)
+    b = load(B, B_ROW, r, n, left, D_STATE, K, T)
+    c = load(C, C_ROW, r, n, left, D_STATE, K, T)
     cb = dot(c, tl.trans(b))
-    db, dc = tl.zeros([Q, K], tl.float32), tl.zeros([Q, K], tl.float32)
+    db = tl.zeros([Q, K], tl.float32)
+    dc = tl.zeros([Q, K], tl.float32)
     plane = batches.to(tl.int64) * HEADS * chunks * Q
     if seq_idx is not None:
         seq_idx += batch * length
@@ -322,8 +331,10 @@ def gradients(
             tl.trans(products * delta[None, :]), 0
         )  # in the dot's layout Triton 2.2 has no cumsum
         tl.store(flow + Q, tl.sum(tl.where(r[:, None] < r[None, :], passing, 0.0), 1))
-        read_sum, kept_sum = tl.zeros([Q], tl.float32), tl.zeros([Q], tl.float32)
-        across, through = tl.zeros([P], tl.float32), tl.zeros([P], tl.float32)
+        read_sum = tl.zeros([Q], tl.float32)
+        kept_sum = tl.zeros([Q], tl.float32)
+        across = tl.zeros([P], tl.float32)
+        through = tl.zeros([P], tl.float32)
         for tile in tl.static_range(TILES):
             p = tile * P + tl.arange(0, P)
             if TILES > 1:
@@ -394,17 +405,20 @@ def finish(
     it; what its output gets of the chunk before; what its input gives to the chunks behind. `sums`: what passes the
     whole chunk, and what passes D. All are times the gradients; where one input gives, without delta.
     """
-    head, chunk, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
-    chunks, batches = tl.num_programs(1), tl.num_programs(2)
-    start, r = chunk * Q, tl.arange(0, Q)
+    head = tl.program_id(0)
+    chunk = tl.program_id(1)
+    batch = tl.program_id(2).to(tl.int64)
+    chunks = tl.num_programs(1)
+    batches = tl.num_programs(2)
+    start = chunk * Q
+    r = tl.arange(0, Q)
     row = (batch * heads + head) * chunks + chunk
-    given, within, read, kept = (
-        tl.zeros([Q], tl.float32),
-        tl.zeros([Q], tl.float32),
-        tl.zeros([Q], tl.float32),
-        tl.zeros([Q], tl.float32),
-    )
-    across, through = 0.0, tl.load(sums + row * 2 + 1)
+    given = tl.zeros([Q], tl.float32)
+    within = tl.zeros([Q], tl.float32)
+    read = tl.zeros([Q], tl.float32)
+    kept = tl.zeros([Q], tl.float32)
+    across = 0.0
+    through = tl.load(sums + row * 2 + 1)
     for part in tl.static_range(PARTS):
         own = part * batches.to(tl.int64) * heads * chunks + row
         flow = flows + own * 4 * Q + r
@@ -424,7 +438,8 @@ def finish(
     if seq_idx is not None:
         passing = tl.where(document[:, None] == document[None, :], passing, 0.0)
     passing = within + tl.sum(passing, 0) + total * across
-    there, dt = r < length - start, dt + batch * dt_batch + (start + r).to(tl.int64) * dt_row + head
+    there = r < length - start
+    dt = dt + batch * dt_batch + (start + r).to(tl.int64) * dt_row + head
     raw = tl.load(dt, mask=there, other=0.0).to(tl.float32) + tl.load(bias + head).to(tl.float32)
     grad = (given + kept + tl.load(A + head).to(tl.float32) * passing) * tl.exp(
         raw - delta
