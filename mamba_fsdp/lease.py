@@ -207,8 +207,7 @@ def _this_process():
         "machine": _machine(),
         "started": _start_of(pid),
         "job": os.environ.get("SLURM_JOB_ID"),
-        "attempt": float(os.environ.get("SLURM_RESTART_COUNT") or 0)
-        + float(os.environ.get("RELAUNCHES") or 0) / 1000,
+        "attempt": float(os.environ.get("SLURM_RESTART_COUNT") or 0),
     }
 
 

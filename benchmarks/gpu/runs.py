@@ -143,7 +143,7 @@ def starts(scratch, rehearse, keep):
                 launcher = [
                     "-m",
                     "mamba_fsdp.launch.node",
-                    str(folder / "failures/1"),
+                    str(folder),
                     "--standalone",
                 ]
                 row = {"of": model, "start": start}

@@ -23,11 +23,13 @@ choose_venv() {
     [ -f .venv/.complete ] || fail "the environment $project/.venv is incomplete; make it again: ./0.create_env.sh"
 }
 
-choose_process_count() { # GPUS_PER_NODE is another name for PROCESSES_PER_NODE
+check_variables() { # GPUS_PER_NODE is another name for PROCESSES_PER_NODE
     local name
     for name in PROCESSES_PER_NODE GPUS_PER_NODE; do
         case ${!name:-1} in 0 | *[!0-9]*) fail "$name=${!name}: expected 1 or more" ;; esac
     done
+    case ${MAX_RESTARTS:-3} in *[!0-9]*) fail "MAX_RESTARTS=$MAX_RESTARTS: expected a number" ;; esac
+    case ${PROFILE:-} in '' | torch | nsys) ;; *) fail "PROFILE=$PROFILE: choose torch or nsys" ;; esac
     [ -n "${GPUS_PER_NODE:-}" ] || return 0
     export PROCESSES_PER_NODE=${PROCESSES_PER_NODE:-$GPUS_PER_NODE}
     [ "$PROCESSES_PER_NODE" = "$GPUS_PER_NODE" ] ||
@@ -172,6 +174,30 @@ slurm_time() { # a moment of the job that Slurm knows by this name, in seconds s
 read_limit() { # when Slurm ends the job
     limit=$(slurm_time EndTime)
     limit=${limit:-9999999999}
+}
+
+start_containers() { # on all nodes at once, each unpacks the image the only time in this start of the job
+    local started missing
+    [ -n "$image" ] || return 0
+    remove_containers "$attempt" &
+    started=$(mktemp)
+    await say_nodes_that_start "$started" || true
+    missing=$(printf '%s\n' "${nodes[@]}" | grep -vxFf <(sed -n 's/^ *[0-9]*: started: //p' "$started") || true)
+    rm -f "$started"
+    [ -z "$missing" ] || [ -n "$stop_asked" ] ||
+        give_way "the container did not start on ${missing//$'\n'/, }; see above. A node that goes on so: --exclude"
+}
+
+say_nodes_that_start() { # into a file: traps have the log
+    # shellcheck disable=SC2016 # for the node to say
+    timeout "$PREFLIGHT_SECONDS" "${srun[@]}" "${container[@]}" sh -c 'echo "started: $SLURMD_NODENAME"' > "$1"
+}
+
+clean_nodes() { # before a preemption, and when Slurm ends the job, there is no time: the next start here does it
+    [ -n "${container[*]:-}" ] && [ "$stop_asked" != TERM ] && [ "$(job_state)" = RUNNING ] || return 0
+    read_limit
+    [ $((limit - $(date +%s))) -lt 200 ] || remove_containers none
+    container=()
 }
 
 remove_containers() { # from the job's nodes, all that no running job uses, but $1, a start of this job

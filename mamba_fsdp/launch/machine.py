@@ -17,6 +17,7 @@ from pathlib import Path
 from mamba_fsdp.errors import UserError
 
 PROJECT = Path(__file__).resolve().parents[2]
+CACHES = ".cache"  # beside the run folders
 SIOCGIFADDR = 0x8915  # Linux's number for "the IPv4 address of this interface"
 
 
@@ -59,15 +60,6 @@ def interface_towards(hosts: Iterable[str]) -> str:
     return ""
 
 
-def hold_port(port: int = 0) -> socket.socket:
-    """A socket that keeps the port (0: a free one) from whoever asks for any, but not from TCPStore, which names it."""
-    held = socket.socket()
-    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    with contextlib.suppress(OSError):  # then rank 0 says what is wrong
-        held.bind(("", port))
-    return held
-
-
 def node_name() -> str:
     """What Slurm, or else the machine itself, calls this node."""
     return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
@@ -95,46 +87,46 @@ def check_version(environment: str | Path = sys.prefix) -> None:
         )
 
 
-def set_environment(words: list[str], scratch: str) -> None:
-    """Set what the ranks find in their environment. words: torchrun's. scratch: a folder on the node's own disk."""
-    os.environ["PROCESSES_PER_NODE"] = os.environ.get("PROCESSES_PER_NODE") or str(
-        assigned_gpus() or 1
-    )
-    processes, alone = int(os.environ["PROCESSES_PER_NODE"]), "--standalone" in words
-    if processes > 1:  # left alone, torchrun gives each rank one thread
-        os.environ.setdefault(
-            "OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // processes))
-        )
-    # Threads that spin while they wait make training on a CPU five times slower as soon as anything else runs there.
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    # Ranks that start again must not find the addresses of those before them in a store that torchrun keeps.
-    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
-    # One rank writes Triton's cache where patches/apply.py was here; Triton 3.4 and newer need to be told.
-    triton = importlib.util.find_spec("triton")
-    if (
-        triton
-        and triton.origin
-        and Path(triton.origin).with_name("runtime").joinpath("rank0_cache.py").is_file()
-    ):
-        os.environ.setdefault(
-            "TRITON_CACHE_MANAGER", "triton.runtime.rank0_cache:Rank0CacheManager"
-        )
-    # Caches are on the node's own disk and new for each start, for shared by nodes or versions they break: what is in
-    # the first folder train/kernel_cache.py keeps. The scope is for the cache writer: one rank of each node fills them.
-    caches = {
-        "KERNELS_ON_NODE": f"{scratch}/kernels",
-        "TRITON_CACHE_DIR": f"{scratch}/kernels/triton",
-        "TRITON_DUMP_DIR": f"{scratch}/triton-dump",
-        "TORCHINDUCTOR_CACHE_DIR": f"{scratch}/kernels/inductor",
-        "TRITON_RANK0_SCOPE": "node",
+def processes_per_node() -> int:
+    """How many ranks a node has: as PROCESSES_PER_NODE says, else one a GPU, or one on a CPU."""
+    return int(os.environ.get("PROCESSES_PER_NODE") or assigned_gpus() or 1)
+
+
+def set_environment(run_folder: Path, scratch: Path, first_node: str) -> None:
+    """Sets what the ranks find in their environment; the user's own values stay.
+
+    scratch: a folder on the node's own disk. first_node: a name, "" on one machine.
+    """
+    caches = run_folder.parent / CACHES
+    processes = processes_per_node()
+    wanted = {
+        # Threads that spin while they wait make training on a CPU five times slower as soon as
+        # anything else runs there.
+        "OMP_WAIT_POLICY": "PASSIVE",
+        # Ranks that start again must not find the addresses of those before them.
+        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+        # Compiled kernels outlive the job. Rank 0 alone writes Triton's, see patches/.
+        "TRITON_CACHE_DIR": str(caches / "triton"),
+        "TORCHINDUCTOR_CACHE_DIR": str(caches / "inductor"),
         "TRITON_CACHE_AUTOTUNING": "1",
+        "TRITON_DUMP_DIR": str(scratch / "triton-dump"),
     }
-    os.environ |= {name: os.environ.get(name, caches[name]) for name in caches} if alone else caches
-    first_node = "".join(
-        word[16:].rpartition(":")[0] for word in words if word.startswith("--rdzv-endpoint=")
-    )
-    # gloo by itself takes the interface of the node's own name, which is 127.0.1.1 on Debian.
-    if not alone and (
-        interface := interface_towards([first_node, os.environ.get("LAST_NODE", "")])
-    ):
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+    if processes > 1:  # torchrun would give each rank one thread
+        threads = len(os.sched_getaffinity(0)) // processes
+        wanted["OMP_NUM_THREADS"] = str(max(1, threads))
+    if _has_rank0_cache():  # Triton 3.4 and newer need to be told
+        wanted["TRITON_CACHE_MANAGER"] = "triton.runtime.rank0_cache:Rank0CacheManager"
+    if first_node:
+        # gloo by itself takes the interface of the node's own name, which is 127.0.1.1 on Debian.
+        interface = interface_towards([first_node, os.environ.get("LAST_NODE", "")])
+        if interface:
+            wanted["GLOO_SOCKET_IFNAME"] = interface
+    for name, value in wanted.items():
+        os.environ.setdefault(name, value)
+
+
+def _has_rank0_cache():
+    triton = importlib.util.find_spec("triton")
+    if not (triton and triton.origin):
+        return False
+    return Path(triton.origin).with_name("runtime").joinpath("rank0_cache.py").is_file()

@@ -1,14 +1,13 @@
-"""One node's share of a run: torchrun's agent with a rank for each GPU, and the error of the rank that failed first.
+"""One node's share of a run: torchrun's agent with a rank for each GPU.
 
-    python -m mamba_fsdp.launch.node FAILURES [torchrun options] training.py [--SETTING=VALUE ...]
+    python -m mamba_fsdp.launch.node RUN_FOLDER [torchrun options] training.py [--SETTING=VALUE ...]
 
-When a rank fails, the others fail for its sake soon after, and the log is full of their errors. Each node writes the
-first of its own into the folder FAILURES, as a file whose name sorts by time; the launcher ends the log with the first.
+When a rank fails, the others fail for its sake soon after, and the log is full of their errors. So
+each node leaves its first failure in RUN_FOLDER/failures/ID (ID is torchrun's --rdzv-id). The file
+`outcome` beside them is what 1.train.sbatch reads: a line `STATUS EXIT_CODE`, and then the first
+failure of all nodes. On one machine (--standalone) that failure is printed instead.
 """
 
-import contextlib
-import datetime
-import json
 import logging
 import os
 import signal
@@ -19,315 +18,240 @@ import uuid
 from pathlib import Path
 from typing import Any
 
-from mamba_fsdp.launch.forks import REQUESTS_TO_STOP, Rank, prepare
-from mamba_fsdp.launch.machine import hold_port, node_name, set_environment
-
-if (
-    __name__ == "__main__"
-):  # what ranks are forks of imports torch, which takes seconds, while this process does
-    came: list[int] = []  # what is imported may take SystemExit for a failure of its own
-
-    def leave(number, _):
-        came.append(number)
-        sys.exit(128 + number)  # which removes what has been made so far
-
-    for number in REQUESTS_TO_STOP:
-        signal.signal(number, leave)
-    scratch = tempfile.TemporaryDirectory(prefix="mamba-train-")
-    set_environment(sys.argv[2:], scratch.name)
-    prepare()
-
 from torch.distributed import run as torchrun
-from torch.distributed.elastic.agent.server import (
-    RunResult,
-    SimpleElasticAgent,
-    WorkerGroup,
-    WorkerSpec,
-    WorkerState,
-)
-from torch.distributed.elastic.rendezvous import (
-    RendezvousParameters,
-    api,
-    dynamic_rendezvous,
-    registry,
-)
+from torch.distributed.elastic.agent.server import RunResult, WorkerGroup, WorkerSpec
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.elastic.rendezvous import RendezvousParameters, api, registry
+from torch.distributed.launcher.api import LaunchConfig
 
 from mamba_fsdp.errors import UserError
-from mamba_fsdp.parallel.compat import where_ranks_meet
-from mamba_fsdp.parallel.world import allow_many_files, attempt
-from mamba_fsdp.run_layout import CHECKPOINTS, committed
+from mamba_fsdp.launch.failures import Failure, first_failure
+from mamba_fsdp.launch.machine import node_name, processes_per_node, set_environment
+from mamba_fsdp.parallel.compat import agent_logs
+from mamba_fsdp.parallel.world import allow_many_files
+from mamba_fsdp.run_layout import CHECKPOINTS, FAILURES, committed
 from mamba_fsdp.storage import write_atomically
 from mamba_fsdp.train.run_folder import RunFolder
 
-SECONDS_FOR_OTHERS = 3  # Slurm ends the job with the first node that exits: let the others put their errors on record
-SECONDS_TO_MEET_AGAIN = 30  # after a failure: else a node is lost
-SECONDS_TO_END = 30  # for a rank that was asked to stop when another one failed
-USUAL_REASONS = {
-    "SIGKILL": " The usual reason is that the node ran out of memory: lower batch_size.",
-    "SIGBUS": " The usual reason is a file of the token store that was cut short, or whose disk failed, while it was "
-    "read: python -m mamba_fsdp inspect STORE --verify; or a full /dev/shm.",
-}
+# Slurm ends the job with the first node that exits: the others shall leave their failures before.
+SECONDS_FOR_OTHERS = 3
+NO_LIMIT = 1_000_000  # of restarts; Agent.may_restart has one
+RUNNING, WELL = None, 0  # see end_of
+FURTHER_REQUESTS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 
 
-def main(failures: Path, words: list[str], scratch: str) -> int:
-    logging.disable(
-        logging.ERROR
-    )  # torch's own account of a failure: ours comes last and says more
+def main(run: Path, words: list[str]) -> int:
+    """Runs this node's ranks to their end. Returns the exit code of the rank that failed first."""
+    logging.disable(logging.ERROR)  # torch's own account of a failure: ours says more, at the end
     allow_many_files()
-    os.environ["FAILURES"] = str(failures)  # where the ranks that start after one look for it
+    always = [f"--nproc-per-node={processes_per_node()}", "--rdzv-backend=c10d"]
+    options = torchrun.parse_args([*always, "--monitor-interval=0.1", *words])
+    if options.standalone:
+        options.rdzv_endpoint = "localhost:0"
+        options.rdzv_id = str(uuid.uuid4())
+    with tempfile.TemporaryDirectory(prefix="mamba-train-") as scratch:
+        first_node = options.rdzv_endpoint.rpartition(":")[0]
+        set_environment(run, Path(scratch), "" if options.standalone else first_node)
+        failures = run / FAILURES / options.rdzv_id
+        if options.standalone:
+            failures = Path(scratch, FAILURES)
+        options.log_dir = scratch
+        config, command, arguments = torchrun.config_from_args(options)
+        agent = Agent(config, command, arguments, run, failures)
+        code = run_ranks(agent)
+        if code and options.standalone:
+            return tell_failure(run, failures, code, ranks=config.nproc_per_node)
+        if code or agent.get_worker_group().group_rank == 0:
+            return leave_outcome(run, failures, code)
+    return code
+
+
+class Agent(LocalElasticAgent):
+    """torchrun's agent: it meets those of other nodes, numbers the ranks, starts and restarts them.
+
+    It differs from torchrun's in what it does to ranks that are to end. Beside one that failed they
+    are killed at once: they can only wait for it. After a request to stop they have as long as Slurm
+    gives them, be they in the middle of a checkpoint; torchrun's have 30 s.
+    """
+
+    def __init__(
+        self, config: LaunchConfig, command: str, arguments: list[str], run: Path, failures: Path
+    ) -> None:
+        meeting = RendezvousParameters(
+            config.rdzv_backend,
+            config.rdzv_endpoint,
+            config.run_id,
+            config.min_nodes,
+            config.max_nodes,
+            config.local_addr,
+            **config.rdzv_configs,
+        )
+        self.nodes = registry.get_rendezvous_handler(meeting)
+        spec = WorkerSpec(
+            role="rank",
+            local_world_size=config.nproc_per_node,
+            rdzv_handler=self.nodes,
+            entrypoint=command,
+            args=tuple(arguments),
+            max_restarts=NO_LIMIT,
+            monitor_interval=config.monitor_interval,
+            local_addr=config.local_addr,
+        )
+        super().__init__(spec, **agent_logs(config))
+        self.run_folder = run
+        self.failures = failures
+        self.restarted_from: list[Path] | None = None  # the checkpoints at the last restart
+
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        failure = first_failure(self.failures)
+        if failure and worker_group.group_rank == 0:  # for rank 0 to tell when training is under way
+            last_line = failure.said.splitlines()[-1]
+            lost = f"rank {failure.rank} on {failure.node}: {last_line}"
+            os.environ["RECOVERS_FROM"] = f"{failure.time} {lost}"
+            for path in self.failures.iterdir():
+                path.unlink()
+        os.environ["RANKS_BEGAN"] = str(time.time())
+        return super()._start_workers(worker_group)
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        failed = [
+            worker.global_rank
+            for worker in worker_group.workers
+            if end_of(worker.id) not in (RUNNING, WELL)
+        ]
+        if failed:
+            self.tell_ranks(signal.SIGKILL)
+        result = super()._monitor_workers(worker_group)
+        if failed:
+            first = min(
+                (Failure.of_rank(rank, result.failures[rank]) for rank in failed),
+                key=lambda failure: failure.order,
+            )
+            record(first, self.failures)
+            if not self.may_restart(first):
+                raise ChildFailedError("training", result.failures)
+            os.environ.pop("START_PARTS", None)  # what the script took is told once
+        return result
+
+    def may_restart(self, failure: Failure) -> bool:
+        """Whether ranks start again in place: once for each new checkpoint, and not after a mistake.
+
+        What this does not mend, another start of the job may: 1.train.sbatch sees to that.
+        """
+        if failure.exit_code == UserError.exit_code or os.environ.get("MAX_RESTARTS") == "0":
+            return False
+        try:
+            checkpoints = committed(self.run_folder / CHECKPOINTS)
+        except (UserError, OSError) as error:
+            print(f"error: {error}", file=sys.stderr, flush=True)
+            return False
+        is_new = checkpoints != self.restarted_from
+        self.restarted_from = checkpoints
+        return is_new
+
+    def _stop_workers(self, *_: Any, **__: Any) -> None:
+        super()._shutdown(signal.SIGKILL)
+
+    def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, *_: Any, **__: Any) -> None:
+        if death_sig == signal.SIGQUIT:  # from those who don't want to wait
+            super()._shutdown(signal.SIGKILL)
+            return
+        for number in FURTHER_REQUESTS:
+            signal.signal(number, signal.SIG_IGN)
+        signal.signal(signal.SIGQUIT, signal.SIG_DFL)  # the ranks end with this process
+        self.tell_ranks(death_sig)
+        for pid in self.ranks_that_run():
+            os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+        super()._shutdown(death_sig)
+
+    def ranks_that_run(self) -> list[int]:
+        """The process ids of this node's ranks that have not ended."""
+        pids = [worker.id for worker in self.get_worker_group().workers if worker.id]
+        return [pid for pid in pids if end_of(pid) is RUNNING]
+
+    def tell_ranks(self, number: signal.Signals) -> None:
+        """Sends a signal to the ranks that run, and to what they have started."""
+        for pid in self.ranks_that_run():
+            os.killpg(pid, number)
+
+
+def run_ranks(agent: Agent) -> int:
+    """The exit code of this node's ranks; what made them fail is on record."""
+    signal.signal(signal.SIGUSR1, _stop)  # torch has handlers for the other requests only
     try:
-        agent = Agent(failures, words, Path(scratch))
         result = agent.run()
+    except ChildFailedError:
+        return 1
+    except SignalException as request:
+        raise SystemExit(128 + request.sigval) from None
     except api.RendezvousClosedError:  # another node has given up
         return 1
     except api.RendezvousError as error:
-        text = (
-            f"error: {node_name()} could not meet the other nodes: {error} ({error.__cause__}); can it reach "
-            "the first node by its name, and does the firewall or security group let the nodes connect?\n"
+        said = (
+            f"error: {node_name()} could not meet the other nodes: {error} ({error.__cause__}); can it "
+            "reach the first node by its name, and does the firewall or security group let the "
+            "nodes connect?"
         )
-        return put_on_record(failures, 1, time.time(), text, 1)
-    if not (agent.noted and result and result.is_failed()):
-        return (
-            128 + agent.asked[0] if agent.asked else int(not result)
-        )  # none: another node has given up
-    RunFolder(failures.parent.parent).status()  # which a rank that was killed has left `running`
-    if not agent.alone:
+        failure = Failure(node_name(), None, 1, False, time.time(), said)
+        record(failure, agent.failures)
+        return 1
+    finally:
+        agent.nodes.shutdown()
+    return 0 if result else 1  # None: the other nodes go on without this one
+
+
+def record(failure: Failure, folder: Path) -> None:
+    """Leaves the failure for all nodes to see, or prints it where that can't be."""
+    try:
+        failure.write(folder)
+    except (OSError, UserError):
+        print(failure.text(), end="", file=sys.stderr, flush=True)
+
+
+def tell_failure(run: Path, failures: Path, code: int, ranks: int) -> int:
+    """Prints the first failure of a run on one machine, as the last that is said. Returns its code."""
+    RunFolder(run).status()  # which a rank that was killed has left `running`
+    failure = first_failure(failures)
+    if failure is None:
+        return code
+    if ranks > 1 or failure.killed:  # else the rank has said it right above
+        print(failure.text(), end="", file=sys.stderr, flush=True)
+    return failure.exit_code
+
+
+def leave_outcome(run: Path, failures: Path, code: int) -> int:
+    """Writes the file `outcome`. Returns the exit code of the rank that failed first."""
+    failure = None
+    if code:
         time.sleep(SECONDS_FOR_OTHERS)
-    return agent.noted[-1]
-
-
-class Agent(SimpleElasticAgent):
-    """torchrun's, which meets those of other nodes and numbers the ranks. Ours are forks, and after a failure those of
-    all nodes start again, in this job and on these nodes. After a request to stop torchrun's have 30 s, be it in the
-    middle of a checkpoint; ours as long as Slurm lets us."""
-
-    def __init__(self, failures: Path, words: list[str], scratch: Path) -> None:
-        options = torchrun.parse_args(
-            [
-                f"--nproc-per-node={os.environ['PROCESSES_PER_NODE']}",
-                "--rdzv-backend=c10d",
-                "--monitor-interval=0.1",
-                *words,
-            ]
-        )
-        if options.standalone:
-            options.rdzv_endpoint, options.rdzv_id = "localhost:0", str(uuid.uuid4())
-        config, *_ = torchrun.config_from_args(options)
-        meet_fast(config.max_nodes)
-        self.nodes = registry.get_rendezvous_handler(
-            RendezvousParameters(
-                config.rdzv_backend,
-                config.rdzv_endpoint,
-                config.run_id,
-                config.min_nodes,
-                config.max_nodes,
-                config.local_addr,
-                **config.rdzv_configs,
-            )
-        )
-        super().__init__(
-            WorkerSpec(
-                "rank",
-                config.nproc_per_node,
-                self.nodes,
-                entrypoint=options.training_script,
-                max_restarts=1,
-                monitor_interval=config.monitor_interval,
-            )
-        )
-        self.words = (sys.executable, "-u", options.training_script, *options.training_script_args)
-        self.failures, self.scratch, self.alone = failures, scratch, options.standalone
-        self.ranks: dict[int, Rank] = {}  # by their number on this node
-        self.asked: list[int] = []  # signals that asked to stop
-        self.noted: list[int] = []  # exit codes of failures
-        self.begun_from = self._saved()[0] if self.alone else None
-
-    def run(self, *role: str) -> RunResult | None:
-        try:
-            return super().run(*role)
-        finally:
-            self.nodes.shutdown()
-
-    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, int]:
-        address, port = where_ranks_meet(worker_group)
-        signal.signal(signal.SIGTSTP, self._stand_still)
-        for number in REQUESTS_TO_STOP:
-            signal.signal(number, self._pass_on)
-        if (
-            worker_group.group_rank == 0
-        ):  # rank 0 listens there in a few seconds: till then nobody else shall
-            self.port = hold_port(int(port))
-        self.ranks = {}
-        for worker in worker_group.workers:
-            self._error_file(worker.local_rank).unlink(missing_ok=True)
-            self.ranks[worker.local_rank] = Rank(
-                self.words,
-                {
-                    **os.environ,
-                    "RANK": str(worker.global_rank),
-                    "WORLD_SIZE": str(worker.world_size),
-                    "LOCAL_RANK": str(worker.local_rank),
-                    "LOCAL_WORLD_SIZE": str(len(worker_group.workers)),
-                    "GROUP_RANK": str(worker_group.group_rank),
-                    "MASTER_ADDR": address,
-                    "MASTER_PORT": port,
-                    "TORCH_NCCL_ASYNC_ERROR_HANDLING": os.environ.get(
-                        "TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"
-                    ),
-                    "TORCHELASTIC_RUN_ID": self.nodes.get_run_id(),
-                    "RANKS_BEGAN": str(time.time()),
-                    "TORCHELASTIC_ERROR_FILE": str(self._error_file(worker.local_rank)),
-                },
-            )
-        if self.asked:  # since those before them ended, or while they started
-            self._tell(signal.SIGTERM)
-        return {number: rank.pid or 0 for number, rank in self.ranks.items()}
-
-    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
-        codes = [rank.poll() for rank in self.ranks.values()]
-        if any(codes):
-            # What the end of those says that still run is that they were ended, unless they were asked to stop.
-            running = [
-                number
-                for number, rank in self.ranks.items()
-                if rank.poll() is None and not self.asked
-            ]
-            self._stop_workers()
-            self._note(
-                {
-                    worker.global_rank: worker.local_rank
-                    for worker in worker_group.workers
-                    if worker.local_rank not in running and self.ranks[worker.local_rank].poll()
-                }
-            )
-            return RunResult(WorkerState.FAILED)
-        if None in codes:
-            return RunResult(WorkerState.HEALTHY)
-        return RunResult(
-            WorkerState.SUCCEEDED, {worker.global_rank: None for worker in worker_group.workers}
-        )
-
-    def _stop_workers(self, *_: Any, **__: Any) -> None:
-        """At once, for what runs beside a lost rank can only wait for it; after a request to stop in some time."""
-        for number in [signal.SIGTERM] * bool(self.asked) + [signal.SIGKILL]:
-            running = [rank for rank in self.ranks.values() if rank.poll() is None]
-            for rank in running:
-                rank.send_signal(number)
-            until = (
-                time.monotonic() + SECONDS_TO_END
-            )  # one that holds a GPU takes a while also when it is killed
-            for rank in running:
-                rank.wait(max(0.0, until - time.monotonic()))
-
-    _shutdown = _stop_workers
-
-    def _tell(self, number: int) -> None:
-        for rank in self.ranks.values():
-            rank.send_signal(number)
-
-    def _pass_on(self, number, _frame):
-        self.asked.append(number)
-        # SIGQUIT is for those who won't wait; of the others, SIGINT twice is no request, it ends a rank.
-        self._tell(signal.SIGKILL if number == signal.SIGQUIT else signal.SIGTERM)
-
-    def _stand_still(
-        self, _number, _frame
-    ):  # ranks are in sessions of their own, which no terminal stops
-        self._tell(signal.SIGSTOP)
-        os.kill(os.getpid(), signal.SIGSTOP)
-        self._tell(signal.SIGCONT)
-
-    def _note(self, failed: dict[int, int]) -> None:
-        """Put the first failure of these ranks (and their numbers on this node) on record, and make all ranks start
-        again after it; but once only for each new checkpoint (on one machine: since this start), not after a user's
-        mistake or a request to stop."""
-        first, rank = min((self._moment_of(failed[rank]), rank) for rank in failed)
-        code = self.ranks[failed[rank]].poll() or 0
-        newest, wrong = self._saved()
-        mends = not (
-            self.asked
-            or wrong
-            or code == UserError.exit_code
-            or newest == self.begun_from
-            or os.environ.get("MAX_RESTARTS") == "0"
-        )
-        if not (self.asked and code == -signal.SIGTERM):  # it had only started
-            has_said_it = (
-                self.alone and len(self.ranks) == 1 and code > 0 and not mends
-            )  # right above
-            text = (
-                ""
-                if has_said_it
-                else (
-                    f"rank {rank} on {node_name()} failed first.\n"
-                    f"{describe(code, self._error_file(failed[rank]))}\n"
-                )
-            )
-            self.noted.append(
-                put_on_record(self.failures, *first, text, code if code > 0 else 128 - code)
-            )
-        if wrong:
-            print(f"error: {wrong}", file=sys.stderr, flush=True)
-        self._remaining_restarts, self.begun_from = int(mends), newest
-        os.environ.pop("START_PARTS", None)  # what the launcher took is told once
-        with contextlib.suppress(AttributeError):  # where torch keeps it elsewhere
-            self.nodes._settings.timeout._join = datetime.timedelta(seconds=SECONDS_TO_MEET_AGAIN)
-
-    def _moment_of(self, number: int) -> tuple[int, float]:
-        """What failures sort by: (0 for a killed rank and 1 for others, seconds since the epoch). A killed rank can't
-        say when it died, and the others complain before anyone has looked at it: it comes first."""
-        code, file = self.ranks[number].poll() or 0, self._error_file(number)
-        killed = code < 0 and code not in (-signal.SIGTERM, -signal.SIGABRT)
-        return (0 if killed else 1), file.stat().st_mtime if file.is_file() else time.time()
-
-    def _error_file(self, number: int) -> Path:
-        return self.scratch / f"error-{number}.json"
-
-    def _saved(self) -> Any:
-        """(what the run's checkpoints are, None), or (None, why that can't be read)."""
-        run = self.failures.parent.parent
-        return attempt(lambda: committed(run / CHECKPOINTS))
-
-
-def meet_fast(nodes: int) -> None:
-    """Let each node look for the others up to ten times a second, and all together a hundred times, where torchrun has
-    once a second, which each start waits for; and let it name no events, which nobody sees, from the call stack. What
-    another version of torch has otherwise stays as it is."""
-    pause = min(1.0, max(0.1, nodes / 100))
-    ours = {"_delay": lambda *_, **__: time.sleep(pause), "get_method_name": lambda *_, **__: ""}
-    vars(dynamic_rendezvous).update(
-        {name: ours[name] for name in ours if hasattr(dynamic_rendezvous, name)}
-    )
-    holder = getattr(dynamic_rendezvous, "_BackendRendezvousStateHolder", meet_fast).__init__
-    if getattr(holder, "__defaults__", None) == (
-        1,
-    ):  # seconds for which it believes what it has read
-        holder.__defaults__ = (pause,)
-
-
-def put_on_record(failures: Path, order: int, moment: float, text: str, code: int) -> int:
-    """Write this node's first failure to FAILURES/ORDER-TIME-NODE-exitCODE.txt. Returns this process's exit code: 1, or
-    where nothing can be written there, `code`, and the log has the text."""
+        failure = first_failure(failures)
+    if failure:
+        code = failure.exit_code
+    status = RunFolder(run).status().get("status", "unknown")
+    text = failure.text() if failure else ""
     try:
         failures.mkdir(parents=True, exist_ok=True)
-        write_atomically(failures / f"{order}-{moment:.3f}-{node_name()}-exit{code}.txt", text)
+        write_atomically(failures / "outcome", f"{status} {code}\n{text}")
     except (OSError, UserError):
         print(text, end="", file=sys.stderr, flush=True)
-        return code
-    return 1
+    return code
 
 
-def describe(code: int, error_file: Path) -> str:
-    """What a rank's exit code, and the file that it left, say of its failure."""
-    if code < 0:
-        name = signal.Signals(-code).name
-        return f"It was ended by {name}.{USUAL_REASONS.get(name, '')}"
-    if not error_file.exists():
-        return f"It ended with exit code {code}; what it said stands above."
-    return json.loads(error_file.read_text())["message"]["extraInfo"]["py_callstack"].rstrip()
+def end_of(pid: int) -> int | None:
+    """How a child has ended: RUNNING, WELL, or another number. torch's agent, which asks for the
+    same later, still learns it."""
+    try:
+        ended = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:  # the agent has asked before; it does so again only for others
+        return WELL
+    return ended.si_status if ended else RUNNING
+
+
+def _stop(number, _frame):
+    raise SignalException("a request to stop", signal.Signals(number))
 
 
 if __name__ == "__main__":
-    for number in REQUESTS_TO_STOP:  # it looks for other nodes in C, which serves no handler
-        signal.signal(number, signal.SIG_DFL)
-    raise SystemExit(128 + came[0] if came else main(Path(sys.argv[1]), sys.argv[2:], scratch.name))
+    raise SystemExit(main(Path(os.path.abspath(sys.argv[1])), sys.argv[2:]))

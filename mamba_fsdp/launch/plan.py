@@ -1,7 +1,8 @@
-"""What the launcher has to know of the settings first: `python -m mamba_fsdp.launch.plan [--SETTING=VALUE ...]`.
+"""What 1.train.sbatch has to know of the settings: `python -m mamba_fsdp.launch.plan [--SETTING=VALUE ...]`.
 
-Prints the run folder, the folder of the built-in data if that is what is read, else nothing, that of compiled kernels,
-then those that a container needs beside the project, one a line. A bad setting ends it with exit code 2, in seconds.
+Prints one a line: the run folder, the folder of the built-in data (an empty line where other data is
+read), that of compiled kernels, then those that a container needs beside the project. A bad setting
+ends it with exit code 2, in seconds.
 """
 
 import dataclasses
@@ -12,7 +13,7 @@ from config import resolve
 from config.train_config import TrainConfig
 from mamba_fsdp import command_line
 from mamba_fsdp.data.builtin import builtin_folder
-from mamba_fsdp.launch.machine import PROJECT, check_version
+from mamba_fsdp.launch.machine import CACHES, PROJECT, check_version
 from mamba_fsdp.run_layout import check_exists, check_is_run_folder
 
 
@@ -26,7 +27,7 @@ def plan(*stray, config=None, **given) -> None:  # the command line would check 
     print(
         run_folder(settings),
         builtin,
-        run_folder(settings).parent / ".cache/triton",
+        run_folder(settings).parent / CACHES,
         *folders_outside_project(settings),
         sep="\n",
     )

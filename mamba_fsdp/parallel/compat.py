@@ -47,11 +47,8 @@ def has_fused_adamw(device: torch.device) -> bool:
     return device.type == "cuda" or HAS_FSDP2
 
 
-def where_ranks_meet(group: Any) -> tuple[str, str]:
-    """MASTER_ADDR and MASTER_PORT of the ranks of a WorkerGroup of torchrun's, once it has met the others."""
-    if hasattr(group, "master_addr"):
-        return group.master_addr, str(group.master_port)
-    address, port = (
-        group.store.get(name).decode() for name in ("MASTER_ADDR", "MASTER_PORT")
-    )  # torch 2.3 and older
-    return address, port
+def agent_logs(config: Any) -> dict[str, Any]:
+    """The argument by which torchrun's agent learns from a LaunchConfig where ranks leave errors."""
+    if hasattr(config, "logs_specs"):
+        return {"logs_specs": config.logs_specs}
+    return {"log_dir": config.log_dir}  # torch 2.2

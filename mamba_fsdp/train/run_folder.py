@@ -77,23 +77,15 @@ class RunFolder:
             print(f"warning: {another}", file=sys.stderr)
 
     def recovery(self, step: int) -> str:
-        """For the log, and as an event: how long after the loss of a rank this `step` of the same job is
-        the first that was taken; "" where none was lost. The launcher's notes of it, see `put_on_record`,
-        are done with then."""
-        own = Path(os.environ.get("FAILURES", ""))  # FAILURES/JOB.START
-        if not own.name:
+        """A line for the log, also written as an event, where this `step` is the first that was taken
+        after the loss of a rank; else "". The launcher says in RECOVERS_FROM when it was lost, and how."""
+        lost = os.environ.pop("RECOVERS_FROM", "")
+        if not lost:
             return ""
-        failures = sorted(own.parent.glob(f"{own.stem}.*/*.txt"), key=lambda path: path.name)
-        if not failures:
-            return ""
-        first = failures[0]
-        seconds = round(time.time() - float(first.name.split("-")[1]), 1)
-        words = first.read_text().splitlines()
-        lost = f"{words[0].removesuffix(' failed first.')}: {words[-1]}"
-        records.add_event(self.path, "recovered", step, seconds=seconds, lost=lost)
-        for path in failures:
-            path.rename(path.with_suffix(".recovered"))
-        return f"recovered  step {step} was taken {seconds:g} s after the loss of {lost}"
+        moment, what = lost.split(" ", 1)
+        seconds = round(time.time() - float(moment), 1)
+        records.add_event(self.path, "recovered", step, seconds=seconds, lost=what)
+        return f"recovered  step {step} was taken {seconds:g} s after the loss of {what}"
 
     def copy_tokenizer(self, data: Source) -> None:
         """Copies the tokenizer of a source that has one, so that the model can be used when the data is

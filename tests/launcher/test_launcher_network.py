@@ -1,4 +1,4 @@
-"""The launcher: what NCCL and libfabric are told, by the devices that a node has; and when a node counts as lost."""
+"""The launcher: what NCCL and libfabric are told, by the devices that a node has."""
 
 import os
 import subprocess
@@ -66,39 +66,3 @@ def test_what_the_user_has_set_stays(project, tmp_path):
         FI_EFA_USE_HUGE_PAGE="1",
     )
     assert found["NCCL_SOCKET_IFNAME"] == "eth1" and found["FI_EFA_USE_HUGE_PAGE"] == "1"
-
-
-WATCH = """
-sleep() { ((++looks < 4)); }
-srun() { while [ "$1" != sh ]; do shift; done; SLURMD_NODENAME=n2 bash "${@:2}"; exit; }
-squeue() { printf %s "$LISTED"; return "$FAILS"; }
-scontrol() { if [ "$1" = requeue ]; then echo "$*"; else [ -n "$HOSTS" ] && printf '%s\\n' $HOSTS; fi; }
-export -f sleep squeue scontrol
-source "$0"; nodes=(n1 n2); watch_first_node
-"""
-
-
-@pytest.mark.parametrize(
-    "listed, hosts, fails, asks",
-    [
-        ("n2", "n2", 0, True),
-        ("n[1-2]", "n1 n2", 0, False),
-        ("", "", 0, False),
-        ("", "", 1, False),
-        ("n2", "", 0, False),
-        ("n[3-4]", "n3 n4", 0, False),
-    ],
-    ids=["lost", "there", "no job", "no Slurm", "no names", "later"],
-)
-def test_a_job_is_queued_again_only_where_slurm_says_that_its_first_node_is_lost(
-    project, listed, hosts, fails, asks
-):
-    """By a node that the job still has, as it has not where it began anew elsewhere: this start is over then."""
-    given = {"job": "7", "LISTED": listed, "HOSTS": hosts, "FAILS": str(fails)}
-    done = subprocess.run(
-        ["bash", "-c", WATCH, f"{project}/mamba_fsdp/launch/spares.sh"],
-        env={**os.environ, **given},
-        capture_output=True,
-        text=True,
-    )
-    assert (done.stdout, done.stderr) == ("requeue 7\n" * 3 * asks, "")

@@ -11,12 +11,12 @@ from mamba_fsdp.errors import UserError
 def test_the_launcher_knows_the_run_folder_under_the_same_names(project):
     """Whatever 1.train.sbatch reads or writes below $run_folder."""
     script = (project / "1.train.sbatch").read_text()
+    script += (project / "mamba_fsdp/launch/job.sh").read_text()
     there = set(re.findall(r'\$run_folder"?/([\w.*]+(?:/step_\*/\w+)?)', script))
     assert there == {
         run_layout.FAILURES,
         run_layout.PREFLIGHT,
         run_layout.PROFILE,
-        run_layout.STATUS,
         run_layout.STOP,
         f"{run_layout.CHECKPOINTS}/step_*/{run_layout.COMMIT}",
     }

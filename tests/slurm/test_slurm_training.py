@@ -102,10 +102,8 @@ def test_interrupted_by_usr1_the_run_is_bitwise_the_unbroken_one(start_cluster, 
 
 
 def kill_rank(cluster, node):
-    """The rank of a node leads a session of its own, as a fork of the process that has imported for it."""
-    kill = (
-        "ps -ww -eo pid=,sid=,args= | awk '$1 == $2 && /forkserver/ {print $1}' | xargs kill -KILL"
-    )
+    """The rank of a node is what runs training.py itself; its launcher does so too, in another argument."""
+    kill = 'ps -ww -eo pid=,args= | awk \'$3 == "-u" && $4 == "training.py" {print $1}\' | xargs kill -KILL'
     subprocess.run(cluster.command("sh", "-c", kill, on=node), check=True)
 
 
@@ -132,11 +130,7 @@ def test_a_lost_rank_starts_again_in_its_job_and_a_node_killed_in_mid_run_costs_
     )
     steps = [step for step, *_ in losses(run)]
     assert steps == list(range(1, len(steps) + 1)), "no gap, no step twice"
-    assert (
-        cluster.state(job) == "RUNNING"
-        and cluster.restarts(job) == 0
-        and not list(run.glob("failures/*/*.txt"))
-    )
+    assert cluster.state(job) == "RUNNING" and cluster.restarts(job) == 0
     assert "after the loss of rank 1 on node2: It was ended by SIGKILL" in log(
         training_project, job
     )
@@ -146,13 +140,13 @@ def test_a_lost_rank_starts_again_in_its_job_and_a_node_killed_in_mid_run_costs_
     cluster.start_node("node2")
     cluster.wait_until(lambda: cluster.idle_nodes() == 2, "the node is back")
     cluster.release(job)
-    resumes = cluster.wait_until(
-        lambda: [
-            line for line in log(training_project, job).splitlines() if "resumes    from" in line
-        ],
-        "training resumes",
-    )
-    assert resumes[0].split("step_")[1][:8] >= newest[5:]
+
+    def resumed():
+        lines = log(training_project, job).splitlines()
+        return [line for line in lines if "resumes    from" in line][1:]
+
+    (again,) = cluster.wait_until(resumed, "training resumes")
+    assert again.split("step_")[1][:8] >= newest[5:]
 
 
 def test_a_mistake_that_training_finds_is_told_last_and_not_tried_again(

@@ -8,7 +8,7 @@ pruning, consolidating and all else that touches the run folder), after a step, 
 the seed, those of a time but for the machine's mood. --busy: processes that compute beside the run. Each rank notes a
 hash of its weights and moments after each step, so that where two runs part is known by step and rank.
 Ranks are forked from this process, which has imported all they need; with --torchrun they start as users' do, with
---ours under this launcher, which starts them again in place: instead of it, the process dies that they are forks of.
+--ours under this launcher, which starts them again in place.
 """
 
 import argparse
@@ -143,7 +143,7 @@ class Storm:
                 *(
                     [
                         "mamba_fsdp.launch.node",
-                        f"{task['run']}/failures/{self.starts}.0",
+                        task["run"],
                         "--standalone",
                     ]
                     if self.ours

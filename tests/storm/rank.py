@@ -9,7 +9,7 @@ import sys
 import threading
 from pathlib import Path
 
-from mamba_fsdp.launch.machine import hold_port
+from tests.support.ports import hold_port
 
 SETTINGS = {
     "d_model": 16,

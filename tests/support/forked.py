@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from mamba_fsdp.launch.machine import hold_port
+from tests.support.ports import hold_port
 from tests.support.ranks import PROCESSES
 
 PROJECT = Path(__file__).resolve().parents[2]

@@ -3,7 +3,6 @@
 import hashlib
 import json
 import os
-import re
 import shutil
 import sys
 import sysconfig
@@ -51,9 +50,8 @@ def fail(code):
 saved = sorted(run.glob("checkpoints/step_*/COMMIT"))
 step = int(saved[-1].parent.name[5:]) if saved else 0
 run.mkdir(parents=True, exist_ok=True)
-node = int(Path(f"/proc/{os.getppid()}/stat").read_text().rpartition(")")[2].split()[1])  # which started our parent
 line = json.dumps({"rank": rank, "step": step, "words": sys.argv[1:], "environment": dict(os.environ),
-                   "cwd": os.getcwd(), "open_files": resource.prlimit(node, resource.RLIMIT_NOFILE)}) + "\n"
+                   "cwd": os.getcwd(), "open_files": resource.prlimit(os.getppid(), resource.RLIMIT_NOFILE)}) + "\n"
 with open(run / "starts.jsonl", "ab", buffering=0) as file:  # in one piece, beside those of other ranks
     file.write(line.encode())
 if rank == 0:
@@ -115,8 +113,6 @@ def make_project(folder, training=FAKE_TRAINING):
     (folder / "logs").mkdir()
     if training:
         (folder / "training.py").write_text(training)
-        forks = folder / "mamba_fsdp/launch/forks.py"  # it imports nothing
-        forks.write_text(re.sub(r"\nIMPORTS = [^]]*]", "\nIMPORTS = []", forks.read_text()))
         (folder / "get_dataset.py").write_text(FAKE_GET_DATASET)
     return folder
 

@@ -10,7 +10,6 @@ import torch
 from torch.distributed import TCPStore
 
 from config.train_config import ParallelConfig
-from mamba_fsdp.launch.forks import IMPORTS
 from mamba_fsdp.parallel.model import fill_parts
 from mamba_fsdp.parallel.parallelize import parallelize
 from mamba_fsdp.parallel.world import start_world
@@ -21,7 +20,18 @@ PROCESSES = multiprocessing.get_context(
     "forkserver"
 )  # its server imports torch once; each rank is then there at once
 PROCESSES.set_forkserver_preload(
-    ["torch.distributed.fsdp", "torch.distributed.device_mesh", "torch._dynamo", *IMPORTS]
+    [
+        "fire",
+        "torch.distributed.fsdp",
+        "torch.distributed.device_mesh",
+        "torch._dynamo",
+        "mamba_fsdp.command_line",
+        "mamba_fsdp.train.run",
+        "mamba_fsdp.interop.convert",
+        "mamba_fsdp.verbs.loading",
+        "mamba_fsdp.parallel.fsdp1",
+        "mamba_fsdp.parallel.fsdp2",
+    ]
 )
 
 

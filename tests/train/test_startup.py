@@ -13,7 +13,7 @@ from tests.support.tiny import TINY
 
 AUDIT = """
 import os, sys
-def hook(event, given):  # ranks are forks, which have a number by then
+def hook(event, given):
     if event in ("open", "os.listdir", "os.scandir", "os.mkdir") and os.environ["SHARED"] in str(given[0]):
         if "RANK" in os.environ:
             with open(os.environ["AUDIT"] + os.environ["RANK"], "a") as log:
@@ -99,7 +99,7 @@ def test_only_the_first_rank_looks_into_shared_folders(tmp_path, project):
         sys.executable,
         "-m",
         "mamba_fsdp.launch.node",
-        shared / "run/failures/1",
+        shared / "run",
         "--standalone",
         "training.py",
         *(f"--{name}={value}" for name, value in settings.items()),

@@ -1,0 +1,76 @@
+"""What a node leaves of its first failure, and which of all nodes' failures was the first."""
+
+import json
+import os
+import signal
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+
+from mamba_fsdp.launch.machine import node_name
+from mamba_fsdp.storage import write_atomically
+
+# A process that is killed can't say why.
+USUAL_REASONS = {
+    "SIGKILL": " The usual reason is that the node ran out of memory: lower batch_size.",
+    "SIGBUS": " The usual reason is a file of the token store that was cut short, or whose disk failed, "
+    "while it was read: python -m mamba_fsdp inspect STORE --verify; or a full /dev/shm.",
+}
+
+
+@dataclass
+class Failure:
+    """The failure of one rank; `said` is its error, or what its exit code tells."""
+
+    node: str
+    rank: int | None  # None where there was none yet
+    exit_code: int  # as a shell has it: 128 and the signal's number for a rank that was killed
+    killed: bool
+    time: float  # in seconds since the epoch
+    said: str
+
+    @classmethod
+    def of_rank(cls, rank: int, process: ProcessFailure) -> "Failure":
+        """Reads what torch knows of the rank that failed, and what it has left in its error file."""
+        code = process.exitcode
+        killed = code < 0 and -code not in (signal.SIGTERM, signal.SIGABRT)
+        if os.path.isfile(process.error_file):
+            moment = os.stat(process.error_file).st_mtime
+        else:
+            moment = time.time()
+        exit_code = code if code > 0 else 128 - code
+        return cls(node_name(), rank, exit_code, killed, moment, _what_it_said(process))
+
+    @property
+    def order(self) -> tuple[bool, float]:
+        """Failures sort by this. A killed rank can't say when it died, and others complain of its
+        end before anyone has looked at it: it comes first."""
+        return (not self.killed, self.time)
+
+    def text(self) -> str:
+        """These lines end the log."""
+        if self.rank is None:
+            return f"{self.said}\n"
+        return f"rank {self.rank} on {self.node} failed first.\n{self.said}\n"
+
+    def write(self, folder: Path) -> None:
+        """Leaves this failure in the folder that all nodes share, in place of the node's last one."""
+        folder.mkdir(parents=True, exist_ok=True)
+        write_atomically(folder / f"{self.node}.json", json.dumps(asdict(self)))
+
+
+def first_failure(folder: Path) -> Failure | None:
+    """The first failure of all that nodes have left in the folder; None if there is none."""
+    found = [Failure(**json.loads(path.read_text())) for path in folder.glob("*.json")]
+    return min(found, key=lambda failure: failure.order, default=None)
+
+
+def _what_it_said(process: ProcessFailure) -> str:
+    if process.exitcode < 0:
+        name = signal.Signals(-process.exitcode).name
+        return f"It was ended by {name}.{USUAL_REASONS.get(name, '')}"
+    if isinstance(process.message, dict):  # from its error file
+        return process.message["extraInfo"]["py_callstack"].rstrip()
+    return f"It ended with exit code {process.exitcode}; what it said stands above."

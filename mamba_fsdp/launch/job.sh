@@ -1,0 +1,141 @@
+#!/bin/bash
+# How a training is asked to stop, and what becomes of its job. 1.train.sbatch sources it.
+# shellcheck disable=SC2154 # what it and environment.sh set
+
+LAST_SECONDS=45 # so close to the time limit, don't wait for a checkpoint any longer
+
+decide() { # what becomes of the job, from the training's exit code and what the launchers of the nodes have left
+    local code=$1 status=''
+    stop_asking
+    [ -z "$check" ] || end_check "$code"
+    read -r status code 2>/dev/null < "$failures/outcome" || true
+    if [ "$code" = 0 ] && [ -n "$dry" ]; then
+        say "dry run: nothing was trained"
+        rm -f "$restarts_file"
+    elif [ "$code" = 0 ] && [ "$status" = finished ]; then
+        say "finished: $run_folder"
+        rm -rf "$restarts_file" "$failures"
+    elif [ -n "$slurm_ends_job" ]; then
+        say "ended at $(newest_checkpoint) by Slurm or by hand; if Slurm does not resume it, sbatch the same command"
+        exit 143
+    elif [ -n "$stop_asked" ]; then
+        requeue
+    elif [ "$code" = 0 ]; then
+        say "stopped at $(newest_checkpoint) as the file STOP asked; sbatch the same command to resume"
+    elif [ "$code" = 2 ]; then
+        say "not queued again, since no restart can fix this"
+        show_first_error
+        exit 2
+    elif [ "$restarts" -ge "${MAX_RESTARTS:-3}" ] && [ "$newest" = "$(newest_checkpoint)" ]; then
+        say "error: gave up after $restarts restarts without a checkpoint newer than $newest" \
+            "(MAX_RESTARTS=${MAX_RESTARTS:-3}); fix the cause, then sbatch the same command to resume"
+        show_first_error
+        exit 1
+    else
+        requeue
+    fi
+}
+
+requeue() { # Slurm ends this script
+    trap '' USR1 TERM INT
+    clean_nodes
+    say "queued again, to resume from $(newest_checkpoint)"
+    show_first_error
+    case $(job_state) in
+    PENDING | COMPLETING | REQUEUE*) ;; # it is already
+    *)
+        if ! scontrol requeue "$job"; then
+            say "error: Slurm refused; sbatch the same command to resume"
+            exit 1
+        fi
+        ;;
+    esac
+    exit 0
+}
+
+show_first_error() { # last, where a person looks first
+    tail -n +2 "$failures/outcome" 2>/dev/null || true
+}
+
+give_way() { # to another start, before there is a run folder: trouble that may be gone then
+    say "error: $*"
+    [ -n "$check" ] || count_restarts
+    decide 1
+}
+
+count_restarts() { # of this job: starts in a row from the same checkpoint; sets restarts and newest
+    local before=''
+    restarts=0
+    if [ "${attempt#*.}" != 0 ]; then
+        read -r restarts before 2>/dev/null < "$restarts_file" || true
+        [ -n "$run_folder" ] || newest=${before:-start} # where it lies is not known yet
+    fi
+    newest=$(newest_checkpoint)
+    if [ "$before" = "$newest" ]; then restarts=$((restarts + 1)); else restarts=0; fi
+    mkdir -p "$project/logs"
+    say "$restarts $newest" > "$restarts_file"
+}
+
+newest_checkpoint() {
+    local commits=("$run_folder"/checkpoints/step_*/COMMIT)
+    if [ -n "$run_folder" ] && [ -f "${commits[-1]}" ]; then
+        basename "$(dirname "${commits[-1]}")"
+    else
+        say "$newest"
+    fi
+}
+
+end_check() { # exit code
+    rmdir --ignore-fail-on-non-empty "$run_folder" 2>/dev/null || true
+    [ "$1" != 0 ] || say "fit to train: $(printf '%s s, ' "${parts[@]/=/ }" | sed 's/, $//')"
+    exit "$1"
+}
+
+await() { # run a command while traps are served at once; its exit code
+    local code before
+    set -m # a process group of its own: signals reach only this script, which stops the run in good order
+    "$@" < /dev/null &
+    child=$!
+    set +m
+    while :; do
+        before=$signals
+        wait "$child" && code=0 || code=$?
+        [ "$before" != "$signals" ] || return "$code" # else a signal ended the wait, not the command
+    done
+}
+
+start_asking() { # the signal that makes us ask
+    signals=$((signals + 1))
+    [ -z "$stop_asked" ] || return 0
+    stop_asked=$1
+    [ -n "$run_folder" ] && [ -z "$over" ] || return 0 # nothing runs
+    keep_asking &
+    asker=$!
+}
+
+keep_asking() { # again and again: a training that is only starting takes STOP for an old request and removes it
+    limit=9999999999
+    [ -z "${SLURM_JOB_ID:-}" ] || [ -n "$slurm_ends_job" ] || read_limit
+    while kill -0 $$ 2>/dev/null; do # whatever has become of this script
+        say "SIG$stop_asked" 2> /dev/null > "$run_folder/STOP" || true # there may be no run folder yet
+        if [ $((limit - $(date +%s))) -lt "$LAST_SECONDS" ]; then
+            say "no checkpoint was committed before the time limit"
+            requeue
+        fi
+        sleep 2 > /dev/null 2>&1
+    done
+}
+
+stop_asking() { # the step is over, or this script
+    over=1
+    [ -n "$asker" ] || return 0
+    kill "$asker" 2>/dev/null || true
+    wait "$asker" 2>/dev/null || true # it makes no STOP any more
+    rm -f "$run_folder/STOP"
+    asker=''
+}
+
+clean_up() {
+    stop_asking
+    [ -z "${SLURM_JOB_ID:-}" ] || clean_nodes
+}
