@@ -106,7 +106,9 @@ class Agent(LocalElasticAgent):
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         failure = first_failure(self.failures)
-        if failure and worker_group.group_rank == 0:  # for rank 0 to tell when training is under way
+        if (
+            failure and worker_group.group_rank == 0
+        ):  # for rank 0 to tell when training is under way
             last_line = failure.said.splitlines()[-1]
             lost = f"rank {failure.rank} on {failure.node}: {last_line}"
             os.environ["RECOVERS_FROM"] = f"{failure.time} {lost}"
