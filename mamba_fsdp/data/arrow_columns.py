@@ -10,7 +10,7 @@ from pyarrow import compute, types
 
 from mamba_fsdp.errors import UserError, first_line
 
-TOKEN_COLUMNS = ("tokens", "input_ids")  # looked for where there is no --text_column
+TOKEN_COLUMNS = ("tokens", "input_ids")  # looked for where there is no column `text`, the default
 
 
 @contextlib.contextmanager
@@ -26,58 +26,45 @@ def named_errors(name: str, kind: str) -> Iterator[None]:
 
 
 def column_of(name: str, table: Any, column: str) -> Any:
-    """A table's or record batch's column; document.text is the field text of document. Where there is no column
-    `text`, which is the default, one of TOKEN_COLUMNS. Raises UserError, which begins with the file's `name`."""
-    if isinstance(table, pyarrow.RecordBatch):
-        table = pyarrow.Table.from_batches([table])
-    flat = table
-    while column not in flat.column_names:
-        wider = flat.flatten()
-        if wider.column_names == flat.column_names:
-            break
-        flat = wider
-    if column in flat.column_names:
-        return flat[column]
-    others = [each for each in TOKEN_COLUMNS if each in table.column_names]
-    if others and column == "text":
-        return table[others[0]]
+    """A table's column; document.text is the field text of document. Raises UserError, which begins with the file's
+    `name`."""
+    names = table.column_names
+    while column not in table.column_names and any(map(types.is_struct, table.schema.types)):
+        table = table.flatten()
+    if column in table.column_names:
+        return table[column].combine_chunks()
+    for other in TOKEN_COLUMNS:
+        if column == "text" and other in names:
+            return table[other].combine_chunks()
     raise UserError(
-        f"{name}: there is no column {column!r}; it has: {', '.join(table.column_names)}; name one with "
-        "--text_column"
+        f"{name}: there is no column {column!r}; it has: {', '.join(names)}; name one with --text_column"
     )
 
 
-def rows_of(where: str, array: Any) -> list[str | np.ndarray]:
+def rows_of(name: str, array: Any) -> list[Any]:
     """A column's rows as texts, or as token ids (n,) int64; null is "" or no ids. Raises UserError, which begins with
-    `where`, for other types and for what is damaged."""
-    if isinstance(array, pyarrow.ChunkedArray):
-        array = array.combine_chunks()
+    the file's `name`, for other types and for what is damaged."""
     try:
         array.validate(full=True)  # else wrong offsets are followed anywhere
         if types.is_dictionary(array.type):
             array = array.dictionary_decode()
-        if hasattr(array.type, "value_type"):
-            return _ids(where, array)
-        texts = array.cast(pyarrow.large_string())
+        if not hasattr(array.type, "value_type"):
+            return array.cast(pyarrow.large_string()).fill_null("").to_pylist()
+        lengths = compute.list_value_length(array).fill_null(0).to_numpy(zero_copy_only=False)
+        ids = plain_ids(name, array.flatten())
+        return np.split(ids, np.cumsum(lengths))[:-1]
     except pyarrow.ArrowException as error:
         raise UserError(
-            f"{where}: its column, {array.type}, can't be read as text or token ids ({first_line(error)})"
+            f"{name}: a column of {array.type} can't be read as text or token ids ({first_line(error)})"
         ) from error
-    return [text or "" for text in texts.to_pylist()]
 
 
-def plain_ids(where: str, array: Any) -> np.ndarray:
+def plain_ids(name: str, array: Any) -> np.ndarray:
     """Token ids (n,) int64 of an array of integers. Raises UserError."""
     if types.is_dictionary(array.type):
         array = array.dictionary_decode()
-    if len(array) and not types.is_integer(array.type):
-        raise UserError(f"{where}: holds {array.type}, not token ids")
     if array.null_count:
-        raise UserError(f"{where}: has places without a token (null)")
+        raise UserError(f"{name}: has places without a token (null)")
+    if len(array) and not types.is_integer(array.type):
+        raise UserError(f"{name}: holds lists of {array.type}, not token ids")
     return array.to_numpy(zero_copy_only=False).astype(np.int64)
-
-
-def _ids(where, array):
-    lengths = compute.list_value_length(array).fill_null(0).to_numpy(zero_copy_only=False)
-    values = plain_ids(where, array.flatten())
-    return np.split(values, np.cumsum(lengths)[:-1]) if len(lengths) else []

@@ -1,22 +1,19 @@
-"""What INPUT of get_dataset.py names: which files are read, or which name of `datasets`, and what each one is.
-
-INPUT -> a Corpus: pieces, each for one store or for a deal between train and validation -> reading.py
-"""
+"""What INPUT of get_dataset.py names, as shards: files, save_to_disk folders, or the shards of a name on the Hub."""
 
 import glob
 import hashlib
 import os
 import re
 import sysconfig
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from config.dataset_config import DatasetConfig
-from mamba_fsdp.errors import UserError
+from mamba_fsdp.data.hub import why_offline
+from mamba_fsdp.errors import UserError, first_line
 from mamba_fsdp.storage import read_object
 
-ARCHIVES = (".gz", ".zst")
 KINDS = {
     ".txt": "text",
     ".text": "text",
@@ -29,9 +26,9 @@ KINDS = {
     ".arrow": "arrow",
     ".npy": "datalayout",
 }
-READ_TOGETHER = ("text", "json", "arrow", "datalayout")  # many files are one piece of the input
-SAVED_TO_DISK = ("state.json", "dataset_info.json")  # files of a folder of save_to_disk
-SPLITS = {
+ARCHIVES = (".gz", ".zst")
+PACKABLE = ("text", "json", "csv")
+STORES = {  # name of a store: what the input's own split for it may be called
     "train": ("train", "training"),
     "validation": ("validation", "valid", "val", "dev"),
     "test": ("test",),
@@ -41,165 +38,85 @@ NOT_BUILTIN = {"site-packages", "dist-packages", "__pycache__"}
 
 
 @dataclass
-class Piece:
-    """A part of the input that one IterableDataset of `datasets` reads."""
+class Shard:
+    """A part of the input that is read from its beginning on."""
 
-    kind: str  # text, json, csv, parquet, arrow, datalayout, save_to_disk or hub
-    names: list[str]  # its files; of a save_to_disk folder that folder; of kind hub the name
-    store: str = ""  # the store it belongs to; empty: train, and what is held out of it
-    split: str = ""  # of kind hub and save_to_disk
+    name: str  # path of the file or save_to_disk folder, or name on the Hub
+    kind: str  # of KINDS, save_to_disk or hub
+    split: str = ""  # of save_to_disk and hub; of a file the words of its path below INPUT
+    store: str = ""  # the store it becomes; empty: train, and what is held out of it
+    number: int = 0  # of kind hub: this one ...
+    count: int = 1  # ... of so many
 
 
-@dataclass
-class Corpus:
-    """All of the input."""
+def find_shards(input: str, options: DatasetConfig) -> list[Shard]:
+    """The shards of what `input` names, in order. Raises UserError where there is nothing to read."""
+    path = os.path.expanduser(input)
+    is_local = input == "builtin" or os.path.lexists(path) or glob.has_magic(path)
+    if is_local:
+        shards = list(_local_shards(path, options.format))
+    else:
+        shards = _hub_shards(input, options)
+    if options.splits == "official":
+        return _official(input, shards)
+    if any(shard.kind in ("hub", "save_to_disk") and shard.split for shard in shards):
+        wanted = options.split or "train"
+        chosen = [shard for shard in shards if shard.split == wanted]
+        if not chosen:
+            names = dict.fromkeys(shard.split for shard in shards)
+            raise UserError(
+                f"{input}: no split {wanted!r}; name one of {', '.join(names)} with --split"
+            )
+        return chosen
+    if options.split:
+        raise UserError(f"--split={options.split}: {input} has no splits; leave --split out")
+    return shards
 
-    pieces: list[Piece]
-    left_out: list[str]  # names of files that are not read, as their names tell no format
-    official: bool  # each piece belongs to one of the input's own splits
 
-    @property
-    def stores(self) -> list[str]:
-        """Names of the stores that are named by pieces."""
-        return list(dict.fromkeys(piece.store or "train" for piece in self.pieces))
-
-    def describe(self) -> dict:
-        """What the input is at this moment, by its files' names, sizes and times."""
-        files = [name for piece in self.pieces for name in _files_of(piece)]
-        kinds = {name: piece.kind for piece in self.pieces for name in _files_of(piece)}
-        if not files:
-            first = self.pieces[0]
-            return {"dataset": first.names[0], "splits": [piece.split for piece in self.pieces]}
-        digest = hashlib.sha256()
-        size = 0
+def describe(shards: list[Shard]) -> dict:
+    """What the input is at this moment: its files' names, sizes and times."""
+    if shards[0].kind == "hub":
+        return {"dataset": shards[0].name, "splits": sorted({shard.split for shard in shards})}
+    digest = hashlib.sha256()
+    size = 0
+    for shard in shards:
+        files = [shard.name]
+        if shard.kind == "save_to_disk":
+            files = sorted(map(str, Path(shard.name, shard.split).glob("*.arrow")))
         for name in files:
-            stat = _stat(name)
+            stat = os.stat(name)
             size += stat.st_size
-            line = f"\0{kinds[name]}\0{stat.st_size}\0{stat.st_mtime_ns}\n"
-            digest.update(os.fsencode(name) + line.encode())
-        first_name = os.fsencode(files[0]).decode(errors="replace")
-        return {
-            "files": len(files),
-            "first": first_name,
-            "bytes": size,
-            "digest": digest.hexdigest(),
-        }
-
-    def part(self, number: int, count: int) -> tuple[list[Piece], bool]:
-        """Returns (the pieces of part `number` of `count`, whether it takes each `count`-th document only): its share
-        of the files, by their sizes and in their order; all files where there are fewer of them than parts."""
-        files = [(piece, name) for piece in self.pieces for name in piece.names]
-        if count == 1:
-            return self.pieces, False
-        if len(files) < count:
-            return self.pieces, True
-        sizes = [_size(piece, name) for piece, name in files]
-        total = sum(sizes) or 1
-        chosen: dict[int, Piece] = {}
-        before = 0
-        for (piece, name), size in zip(files, sizes):
-            middle = before + size / 2
-            before += size
-            if int(middle * count / total) == number:
-                empty = Piece(piece.kind, [], piece.store, piece.split)
-                chosen.setdefault(id(piece), empty).names.append(name)
-        return list(chosen.values()), False
-
-
-def open_corpus(name: str, options: DatasetConfig) -> Corpus:
-    """The input that INPUT names: local files, else what `datasets` loads. Raises UserError where nothing is found."""
-    path = os.path.expanduser(name)
-    is_local = name == "builtin" or os.path.lexists(path) or glob.has_magic(path)
-    if not is_local and _looks_local(name):
-        raise UserError(f"{name}: no such file or folder")
-    if is_local and options.config:
-        raise UserError(f"{name}: --config is for `datasets` names, and this is a local path")
-    official = options.splits == "official"
-    if not is_local:
-        return Corpus(_hub_pieces(name, options), [], official)
-    files, left_out = find_files(path, options.format)
-    if official:
-        return Corpus(_official_pieces(path, files), left_out, official)
-    saved = [Path(file) for file, kind in files if kind == "save_to_disk"]
-    if options.split and not any((folder / "dataset_dict.json").exists() for folder in saved):
-        raise UserError(f"--split={options.split}: {name} has no splits; leave --split out")
-    return Corpus(_grouped(files, split=options.split), left_out, official)
-
-
-def find_files(name: str, format: str = "auto") -> tuple[list[tuple[str, str]], list[str]]:
-    """Returns (the files of a path, a glob or builtin in order, each (absolute path, kind); the names of those in
-    folders whose kind is unknown). Raises UserError where there are none to read."""
-    places = [Path(name)]
-    if name == "builtin":
-        places = builtin_files()
-        format = "text"
-    elif glob.has_magic(name) and not os.path.exists(name):
-        places = [Path(place) for place in sorted(glob.glob(name, recursive=True))]
-    if not places:
-        raise UserError(f"{name}: no file matches this pattern")
-    found = []
-    left_out = []
-    for place in places:
-        if not place.is_dir():
-            kind = kind_of(place, format)
-            if not kind:
-                raise UserError(
-                    f"{place}: can't tell its format by its name; add --format=text (or json, parquet, arrow)"
-                )
-            found.append((place, kind))
-            continue
-        for path, kind in _walk(place, format):
-            if kind:
-                found.append((path, kind))
-            else:
-                left_out.append(path.name)
-    if not found:
-        raise UserError(
-            f"{name}: no file named {', '.join(KINDS)} in it; --format=text takes every file as text"
-        )
-    return [(str(path.absolute()), kind) for path, kind in found], left_out
+            digest.update(os.fsencode(name))
+            digest.update(f"\0{shard.kind}\0{stat.st_size}\0{stat.st_mtime_ns}\n".encode())
+    first = os.fsencode(shards[0].name).decode(errors="replace")
+    return {"files": len(shards), "first": first, "bytes": size, "digest": digest.hexdigest()}
 
 
 def builtin_files() -> list[Path]:
     """The UTF-8 .py files of the running interpreter's library, sorted. Raises UserError where it has no sources."""
     root = Path(sysconfig.get_path("stdlib"))
-    files = [
-        path
-        for path in sorted(root.rglob("*.py"), key=lambda path: path.relative_to(root).as_posix())
-        if not NOT_BUILTIN.intersection(path.relative_to(root).parts) and _is_utf8(path)
-    ]
+    files = []
+    for path in sorted(root.rglob("*.py"), key=lambda path: path.relative_to(root).as_posix()):
+        if not NOT_BUILTIN.intersection(path.relative_to(root).parts) and _is_utf8(path):
+            files.append(path)
     if not files:
         raise UserError(
-            f"{root}: this Python comes without its library's source files; name another INPUT"
+            f"{root}: this Python comes without its library's source files; name an INPUT"
         )
     return files
 
 
-def kind_of(path: Path, format: str = "auto") -> str | None:
-    """How a file is read, by its name where the format is auto; None for a name that doesn't tell."""
-    if format != "auto":
-        return format
-    name = path.name.lower()
-    for suffix in ARCHIVES:
-        name = name.removesuffix(suffix)
-    kind = KINDS.get(os.path.splitext(name)[1])
-    is_archive = path.suffix.lower() in ARCHIVES
-    if is_archive and kind in ("parquet", "arrow", "datalayout"):
-        return None
-    return kind
-
-
 def what_lies_at(path: Path) -> tuple[str, bool] | None:
-    """(a title, whether it is token ids) of the text or others' tokens at `path`; None where it is neither."""
+    """(a title, whether it may be token ids) of text or others' tokens at `path`; None where it is neither."""
     if is_saved_to_disk(path):
         return "a save_to_disk folder of datasets", True
     files = [path]
     if path.is_dir():
-        files = sorted(path.glob("*.*")) + sorted(path.rglob("*.arrow"))
+        files = [*sorted(path.glob("*.*")), *sorted(path.rglob("*.arrow"))]
     for file in files:
         kind = kind_of(file)
         if kind == "datalayout":
-            return f"DataLayout tokens ({file.name})", True
+            return f"tokens in DataLayout files ({file.name})", True
         if kind == "arrow":
             return f"tokens or text in Arrow files ({file.name})", True
         if kind and file.suffix != ".md":
@@ -207,11 +124,22 @@ def what_lies_at(path: Path) -> tuple[str, bool] | None:
     return None
 
 
+def kind_of(path: Path, format: str = "auto") -> str | None:
+    """How a file is read, by its name where the format is auto; None for a name that doesn't tell."""
+    if format != "auto":
+        return format
+    stem, suffix = os.path.splitext(path.name.lower())
+    if suffix not in ARCHIVES:
+        return KINDS.get(suffix)
+    kind = KINDS.get(os.path.splitext(stem)[1])
+    return kind if kind in PACKABLE else None
+
+
 def is_saved_to_disk(path: Path) -> bool:
     """Whether `datasets` wrote this folder with save_to_disk."""
     if (path / "dataset_dict.json").is_file():
         return True
-    return all((path / name).is_file() for name in SAVED_TO_DISK)
+    return (path / "state.json").is_file() and (path / "dataset_info.json").is_file()
 
 
 def _is_utf8(path):
@@ -223,117 +151,115 @@ def _is_utf8(path):
     return True
 
 
-def _walk(folder, format):
-    """Yields (path, kind or None) of each file below a folder, hidden ones left out, linked folders followed once."""
+def _local_shards(name, format) -> Iterator[Shard]:
+    places = [Path(name)]
+    if name == "builtin":
+        places = builtin_files()
+        format = "text"
+    elif glob.has_magic(name) and not os.path.exists(name):
+        places = [Path(place) for place in sorted(glob.glob(name, recursive=True))]
+    found = 0
+    left_out = []
+    for place in places:
+        for path in _files_below(place):
+            kind = "save_to_disk" if path.is_dir() else kind_of(path, format)
+            if not kind:
+                left_out.append(path.name)
+                continue
+            found += 1
+            for split in _splits_of(path):
+                yield Shard(str(path.absolute()), kind, split or os.path.relpath(path, name))
+    if not found:
+        raise UserError(
+            f"{name}: no file named {', '.join(KINDS)} there; --format=text takes every file as text"
+        )
+    if left_out:
+        print(
+            f"left out: {len(left_out):,} files whose names don't tell a format, such as "
+            f"{ascii(left_out[0])}; --format=text takes all as text"
+        )
+
+
+def _files_below(place: Path) -> Iterator[Path]:
+    """A file itself; below a folder each file and save_to_disk folder, hidden ones left out, links followed once."""
+    if not place.is_dir():
+        yield place
+        return
     seen = set()
-    for here, folders, names in os.walk(folder, onerror=_refuse, followlinks=True):
-        real = os.path.realpath(here)
-        if real in seen:
-            folders[:] = []
-            continue
-        seen.add(real)
-        if is_saved_to_disk(Path(here)):
-            folders[:] = []
-            yield Path(here), "save_to_disk"
+    for here, folders, names in os.walk(place, onerror=_refuse, followlinks=True):
+        folder = Path(here)
+        is_known = folder.resolve() in seen
+        seen.add(folder.resolve())
+        if is_known or is_saved_to_disk(folder):
+            folders.clear()
+            if not is_known:
+                yield folder
             continue
         folders[:] = sorted(name for name in folders if not name.startswith("."))
-        if "meta" in folders and any(Path(here, "meta").glob("*counts*.csv")):
-            folders.remove("meta")  # tables of fms-fsdp that count the documents of its Arrow files
         for name in sorted(names):
-            if not name.startswith("."):
-                yield Path(here, name), kind_of(Path(here, name), format)
+            is_count = folder.name == "meta" and "counts" in name  # a table of fms-fsdp's, no text
+            if not name.startswith(".") and not is_count:
+                yield folder / name
 
 
-def _grouped(files, store="", split=""):
-    """The pieces of (path, kind) pairs in order: neighbours of a kind of READ_TOGETHER are one."""
-    pieces: list[Piece] = []
-    for name, kind in files:
-        if pieces and pieces[-1].kind == kind and kind in READ_TOGETHER:
-            pieces[-1].names.append(name)
-        else:
-            pieces.append(Piece(kind, [name], store, split))
-    return pieces
-
-
-def _files_of(piece):
-    if piece.kind == "hub":
-        return []
-    if piece.kind == "save_to_disk":
-        return [str(path) for path in sorted(Path(piece.names[0]).rglob("*.arrow"))]
-    return piece.names
-
-
-def _size(piece, name):
-    if piece.kind == "hub":
-        return 1
-    if piece.kind == "save_to_disk":
-        return sum(_stat(file).st_size for file in _files_of(piece))
-    return _stat(name).st_size
-
-
-def _stat(name):
-    try:
-        return os.stat(name)
-    except OSError as error:
-        _refuse(error)
-        raise
+def _splits_of(path):
+    """Names of the splits of a save_to_disk folder of several; of all else one without a name."""
+    table = path / "dataset_dict.json"
+    if not path.is_dir() or not table.exists():
+        return [""]
+    return read_object(table, {"splits": [""]}, "save it again")["splits"]
 
 
 def _refuse(error):
     raise UserError(f"{error.filename}: can't be read ({error.strerror})") from error
 
 
-def _looks_local(name):
-    stem = name.lower()
-    for archive in ARCHIVES:
-        stem = stem.removesuffix(archive)
-    return name.startswith((".", "/", "~")) or name.count("/") > 1 or stem.endswith(tuple(KINDS))
+def _hub_shards(name, options):
+    offline = why_offline()
+    import datasets  # a second to import: only where needed
+
+    shards = []
+    try:
+        splits = [options.split or "train"]
+        if options.splits == "official":
+            splits = datasets.get_dataset_split_names(name, options.config or None)
+        for split in splits:
+            count = open_on_hub(name, options.config, split).num_shards
+            shards += [Shard(name, "hub", split, "", number, count) for number in range(count)]
+    except Exception as error:  # the name, split or config is unknown, there is no network, ...
+        reason = first_line(error)
+        if offline:
+            reason += f"; no network: {offline}"
+        raise UserError(
+            f"{name}: no file or folder here, and `datasets` can't load it ({reason})"
+        ) from error
+    return shards
 
 
-def _hub_pieces(name, options):
-    if options.splits != "official":
-        return [Piece("hub", [name], split=options.split or "train")]
-    from mamba_fsdp.data.reading import ask_datasets
+def open_on_hub(name: str, config: str, split: str):
+    """A split of a name on the Hub, streaming."""
+    import datasets
 
-    found = _match_splits(
-        name, ask_datasets("get_dataset_split_names", name, options.config or None)
-    )
-    return [Piece("hub", [name], store, split) for store, split in found.items()]
+    return datasets.load_dataset(name, config or None, split=split, streaming=True)
 
 
-def _official_pieces(path, files):
-    """Of a save_to_disk folder of several splits, or of files and folders named by their splits."""
-    table = Path(path, "dataset_dict.json")
-    if table.exists():
-        splits = read_object(table, {"splits": [""]}, "save it again")["splits"]
-        found = _match_splits(path, splits)
-        return [
-            Piece("save_to_disk", [os.path.abspath(path)], store, split)
-            for store, split in found.items()
-        ]
-    by_word: dict[str, list[tuple[str, str]]] = {}
-    for file, kind in files:
-        for word in set(re.split(r"[^a-z]+", os.path.relpath(file, path).lower())):
-            by_word.setdefault(word, []).append((file, kind))
-    pieces = []
-    for store, word in _match_splits(path, by_word).items():
-        pieces += _grouped(by_word[word], store)
-    return pieces
-
-
-def _match_splits(name: str, names: Iterable[str]) -> dict[str, str]:
-    """{store: its split's name in the source}. Raises UserError unless there is one for training, and one or both of
-    the others."""
-    found = {}
-    for store, spellings in SPLITS.items():
-        known = [spelling for spelling in spellings if spelling in names]
-        if len(known) > 1:
-            raise UserError(f"{name}: which split is which? It has {' and '.join(known)}")
-        if known:
-            found[store] = known[0]
+def _official(input, shards):
+    """The shards that belong to one of STORES by the words of their split."""
+    found: dict[str, set[str]] = {}
+    chosen = []
+    for shard in shards:
+        words = re.split(r"[^a-z]+", shard.split.lower())
+        for store, spellings in STORES.items():
+            spelled = set(spellings).intersection(words)
+            if spelled:
+                found.setdefault(store, set()).update(spelled)
+                chosen.append(replace(shard, store=store))
+    for names in found.values():
+        if len(names) > 1:
+            raise UserError(f"{input}: which split is which? It has {' and '.join(sorted(names))}")
     if "train" not in found or len(found) < 2:
         raise UserError(
-            f"{name}: of the splits train, validation and test it has: {', '.join(found) or 'none'}; leave "
+            f"{input}: of the splits train, validation and test it has: {', '.join(found) or 'none'}; leave "
             "--splits=official out to hold out a share of the text"
         )
-    return found
+    return sorted(chosen, key=lambda shard: list(STORES).index(shard.store))

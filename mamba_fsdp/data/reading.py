@@ -1,17 +1,13 @@
-"""`datasets` reads a piece of the input; its rows become documents: texts, or arrays of token ids.
+"""`datasets` goes through the shards of the input; each row is some documents, as texts or arrays of token ids.
 
-Plain text, JSON lines and others' tokens come through IterableDataset.from_generator from the generators here and in
-importers/, CSV, parquet and what lies on the Hub through load_dataset, all of them streaming. Where a reader stands is
-what IterableDataset.state_dict says, taken between two batches.
+One IterableDataset holds them all: its state_dict() says where a reader stands, its shard() gives a part its share.
 """
 
 import codecs
-import functools
 import glob
-import itertools
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -20,10 +16,11 @@ import numpy as np
 import pyarrow
 
 from config.dataset_config import DatasetConfig
-from mamba_fsdp.data import importers
 from mamba_fsdp.data.arrow_columns import column_of, named_errors, rows_of
-from mamba_fsdp.data.corpus import Piece
-from mamba_fsdp.data.hub import why_offline
+from mamba_fsdp.data.corpus import Shard, open_on_hub
+from mamba_fsdp.data.importers.arrow import arrow_documents
+from mamba_fsdp.data.importers.datalayout import datalayout_documents
+from mamba_fsdp.data.importers.save_to_disk import open_saved_to_disk
 from mamba_fsdp.errors import UserError, first_line
 
 BLOCK = 1 << 20  # characters of a text that the tokenizer is given at once, and bytes read at once
@@ -44,79 +41,64 @@ class Document(NamedTuple):
 
 @dataclass
 class Batch:
-    """Documents that follow each other."""
+    """Documents that follow each other and belong to one store."""
 
     documents: list[Document]
+    store: str  # see Shard
     empty: int  # documents left out, as they hold nothing but white space
     position: dict[str, Any]  # where a reader resumes behind them
 
 
-class Reader:
-    """One process's share of a piece, as batches of documents."""
+def read_batches(
+    shards: list[Shard],
+    options: DatasetConfig,
+    size: int,
+    part: tuple[int, int] = (0, 1),
+    position: dict[str, Any] | None = None,
+) -> Iterator[Batch]:
+    """Yields batches of about `size` characters or tokens.
 
-    def __init__(
-        self,
-        piece: Piece,
-        options: DatasetConfig,
-        position: dict | None = None,
-        stripe: bool = False,
-    ) -> None:
-        """position: of an earlier reader's batch. stripe: take each n-th document, or shard, as options.part says."""
-        self.piece = piece
-        self.options = options
-        self.part, self.parts = 0, 1
-        if stripe:
-            self.part, self.parts = options.part_of()
-        self.position = position or {"dataset": None, "documents": 0}
-
-    def batches(self, size: int) -> Iterator[Batch]:
-        """Yields batches of about `size` characters or tokens. Raises UserError, which names the file, for what can't
-        be read."""
-        number = self.position["documents"]
-        documents: list[Document] = []
-        empty = held = 0
-        dataset = None
-        for dataset, rows in self._rows():
-            for document in rows:
-                is_ours = number % self.parts == self.part
-                number += document.ends
-                if not is_ours:
-                    continue
-                if document.ends and _is_empty(document.content):
-                    empty += 1
-                    continue
-                documents += _short_parts(document)
-                held += len(document.content)
-            if held >= size:
-                yield Batch(documents, empty, _position(dataset, number))
-                documents = []
-                empty = held = 0
-        if documents or empty:
-            yield Batch(documents, empty, _position(dataset, number))
-
-    def _rows(self):
-        """Yields (the dataset, the documents of its next rows)."""
-        with named_errors(self.piece.names[0], self.piece.kind):
-            dataset = _open(self.piece, self.options)
-            if self.parts > 1 and dataset.num_shards >= self.parts:
-                dataset = dataset.shard(self.parts, self.part, contiguous=True)
-                self.part, self.parts = 0, 1
-            if self.position["dataset"]:
-                dataset.load_state_dict(self.position["dataset"])
-            if self.piece.kind in importers.GENERATORS or self.piece.kind in GENERATORS:
-                for row in dataset:
-                    yield dataset, itertools.starmap(Document, row["documents"])
-                return
-            first = 1
-            for table in dataset.with_format("arrow").iter(batch_size=ROWS):
-                where = f"{self.piece.names[0]}: record {first}"
-                column = column_of(self.piece.names[0], table, self.options.text_column)
-                yield dataset, map(Document, rows_of(where, column))
-                first += len(table)
+    part: (number, count) of the share to read: of the shards, or where these are too few each count-th document.
+    position: of an earlier batch, to resume behind. Raises UserError, which names the file, for what can't be read.
+    """
+    how = {"shards": shards, "options": options}
+    dataset = datasets.IterableDataset.from_generator(_rows, gen_kwargs=how)
+    number, count = part
+    if 1 < count <= dataset.num_shards:
+        dataset = dataset.shard(count, number, contiguous=True)
+        number, count = 0, 1
+    seen = 0  # documents that have ended, of this part and others
+    if position:
+        dataset.load_state_dict(position["dataset"])
+        seen = position["documents"]
+    batch = Batch([], "", 0, {})
+    held = 0
+    for row in dataset:
+        if batch.position and (held >= size or row["store"] != batch.store):
+            yield batch
+            batch = Batch([], "", 0, {})
+            held = 0
+        for content, ends in row["documents"]:
+            is_ours = seen % count == number
+            seen += ends
+            if not is_ours:
+                continue
+            if ends and _is_empty(content):
+                batch.empty += 1
+                continue
+            batch.documents += _short_parts(content, ends)
+            held += len(content)
+        batch.store = row["store"]
+        batch.position = {"dataset": dataset.state_dict(), "documents": seen}
+    if batch.position:
+        yield batch
 
 
-def _position(dataset, documents):
-    return {"dataset": dataset.state_dict(), "documents": documents}
+def _rows(shards: list[Shard], options: DatasetConfig) -> Iterator[dict]:
+    for shard in shards:
+        with named_errors(shard.name, shard.kind):
+            for documents in READERS[shard.kind](shard, options):
+                yield {"store": shard.store, "documents": documents}
 
 
 def _is_empty(content):
@@ -125,17 +107,14 @@ def _is_empty(content):
     return len(content) == 0
 
 
-def _short_parts(document):
+def _short_parts(content, ends):
     """A long text in parts: the tokenizer takes some hundred bytes of memory for each token of a call."""
-    text = document.content
-    if not isinstance(text, str) or len(text) <= BLOCK:
-        return [document]
     parts = []
-    while len(text) > BLOCK:
-        cut = _place_to_cut(text[:BLOCK])
-        parts.append(Document(text[:cut], False))
-        text = text[cut:]
-    return [*parts, Document(text, document.ends)]
+    while isinstance(content, str) and len(content) > BLOCK:
+        cut = _place_to_cut(content[:BLOCK])
+        parts.append(Document(content[:cut], False))
+        content = content[cut:]
+    return [*parts, Document(content, ends)]
 
 
 def _place_to_cut(text):
@@ -147,132 +126,102 @@ def _place_to_cut(text):
     return len(text)
 
 
-def _open(piece: Piece, options: DatasetConfig) -> datasets.IterableDataset:
-    if piece.kind == "save_to_disk":
-        return importers.open_saved_to_disk(piece.names[0], piece.split, options.text_column)
-    if piece.kind == "hub":
-        return ask_datasets(
-            "load_dataset",
-            piece.names[0],
-            options.config or None,
-            split=piece.split,
-            streaming=True,
-        )
-    generator = importers.GENERATORS.get(piece.kind) or GENERATORS.get(piece.kind)
-    if generator:
-        files = {"files": piece.names, "options": options}
-        return datasets.IterableDataset.from_generator(generator, gen_kwargs=files)
-    return _open_table(piece.kind, piece.names[0], options.text_column)
+# ---------------------------------------------------------------- tables
 
 
-def _open_table(kind, name, column):
-    load = functools.partial(
-        datasets.load_dataset, kind, data_files=[glob.escape(name)], split="train", streaming=True
-    )
-    if kind == "csv":  # each field is text as it stands there: no number, and NA is no gap
-        return load(usecols=[column], converters={column: str}, keep_default_na=False)
-    dataset = load()
-    top = column.partition(".")[0]
-    if kind == "parquet" and dataset.column_names and top in dataset.column_names:
-        return load(columns=[top])
-    return dataset
+def _table_documents(shard, options):
+    for table in _open(shard, options).with_format("arrow").iter(batch_size=ROWS):
+        column = column_of(shard.name, table, options.text_column)
+        yield [Document(row) for row in rows_of(shard.name, column)]
 
 
-def ask_datasets(function: str, name: str, *arguments: Any, **more: Any) -> Any:
-    """Calls a function of `datasets` about a name on the Hub. Raises UserError where it can't answer."""
-    offline = why_offline()
-    try:
-        return getattr(datasets, function)(name, *arguments, **more)
-    except Exception as error:  # the name, split or config is unknown, there is no network, ...
-        reason = first_line(error)
-        if offline:
-            reason += f"; no network: {offline}"
-        raise UserError(
-            f"{name}: no local path, and `datasets` can't load it ({reason})"
-        ) from error
+def _open(shard, options):
+    column = options.text_column
+    if shard.kind == "save_to_disk":
+        return open_saved_to_disk(shard.name, shard.split)
+    if shard.kind == "hub":
+        rows = open_on_hub(shard.name, options.config, shard.split)
+        return rows.shard(shard.count, shard.number)
+    how: dict[str, Any] = {}
+    if shard.kind == "csv":  # each field is text as it stands there: no number, and NA is no gap
+        how = {"usecols": [column], "converters": {column: str}, "keep_default_na": False}
+    files = [glob.escape(shard.name)]
+    return datasets.load_dataset(shard.kind, data_files=files, split="train", streaming=True, **how)
 
 
 # ---------------------------------------------------------------- text and JSON lines
 
-# `datasets` has builders for both. That for text reads whole files, or cuts them at line breaks, which it changes; that
+# `datasets` has builders for both. That for text reads a file whole, or cuts it at line breaks and changes these; that
 # for JSON fails where a field beside the text is null in the first 10 MB and a text later, or has other fields there.
 
 
-def text_rows(files: list[str], options: DatasetConfig) -> Iterator[dict]:
-    """Yields {"documents": [(text, whether the document ends), ...]} of plain text, in the memory of some blocks."""
-    for name in files:
-        for texts, ends in _cut(name, _separator(options.documents)):
-            yield {"documents": [(text, True) for text in texts[:-1]] + [(texts[-1], ends)]}
+def _text_documents(shard, options):
+    for texts, ends in _cut(shard.name, _separator(options.documents)):
+        *whole, last = texts
+        yield [*map(Document, whole), Document(last, ends)]
 
 
-def json_rows(files: list[str], options: DatasetConfig) -> Iterator[dict]:
-    """Yields the same of JSON lines, and of JSON files that are one list."""
-    for name in files:
-        if _is_list(name):
-            yield from _list_rows(name, options.text_column)
-            continue
-        record = 1
-        line = ""
-        for texts, ends in _cut(name, re.compile("\n")):
-            texts[0] = line + texts[0]
-            line = ""
-            if not ends:
-                line = texts.pop()
-            documents = []
-            for text in texts:
-                if text.strip():
-                    where = f"{name}: record {record}"
-                    documents.append(
-                        (_field(where, _parsed(where, text), options.text_column), True)
-                    )
-                record += 1
-            yield {"documents": documents}
-
-
-GENERATORS = {"text": text_rows, "json": json_rows}
+def _json_documents(shard, options):
+    if _is_list(shard.name):
+        with pyarrow.input_stream(shard.name) as file:
+            records = json.loads(file.read())
+        for number, record in enumerate(records, 1):
+            where = f"{shard.name}: record {number}"
+            yield [Document(_field(where, record, options.text_column))]
+        return
+    number = 1
+    line = ""
+    for texts, ends in _cut(shard.name, re.compile("\n")):
+        texts[0] = line + texts[0]
+        line = "" if ends else texts.pop()
+        documents = []
+        for text in texts:
+            where = f"{shard.name}: record {number}"
+            number += 1
+            if text.strip():
+                documents.append(Document(_field(where, _parsed(where, text), options.text_column)))
+        yield documents
 
 
 def _separator(documents):
     """What stands between documents of a text file; None where the file is one."""
     kind, _, text = documents.partition(":")
-    if kind == "lines":
-        return re.compile(r"\r?\n")
-    if kind == "blank_line":
-        return re.compile(r"\n(?:[ \t\r]*\n)+")
-    if kind == "separator":
-        return re.compile(re.escape(text))
-    return None
+    patterns = {
+        "lines": r"\r?\n",
+        "blank_line": r"\n(?:[ \t\r]*\n)+",
+        "separator": re.escape(text),
+    }
+    return re.compile(patterns[kind]) if kind in patterns else None
 
 
 def _cut(name, separator):
     """Yields (texts that stand between separators, whether the last one ends) until the file ends. Line breaks beside a
     separator belong to it."""
     buffer = ""
-    is_inside = False  # buffer begins in a document whose beginning was yielded
+    is_inside = (
+        separator is None
+    )  # the buffer's beginning is none of a document that a separator set off
     for text, is_last in _decoded(name):
         buffer += text
         texts = []
         start = 0
-        if separator:
-            for match in separator.finditer(buffer):
-                if match.end() == len(buffer) and not is_last:
-                    break  # the separator may end behind it
-                texts.append(_stripped(buffer[start : match.start()], not is_inside, True))
-                is_inside = False
-                start = match.end()
+        for match in separator.finditer(buffer) if separator else ():
+            if match.end() == len(buffer) and not is_last:
+                break  # the separator may end behind it
+            texts.append(_stripped(buffer[start : match.start()], not is_inside, True))
+            is_inside = False
+            start = match.end()
         buffer = buffer[start:]
-        ends = True
+        is_long = len(buffer) > BLOCK
         if is_last:
-            if buffer or is_inside:
-                texts.append(_stripped(buffer, separator and not is_inside, separator))
-        elif len(buffer) > BLOCK:
+            texts.append(_stripped(buffer, not is_inside, separator is not None))
+        elif is_long:
             cut = _place_to_cut(buffer[: len(buffer) - SEPARATOR_SPACE])
-            texts.append(_stripped(buffer[:cut], separator and not is_inside, False))
+            texts.append(_stripped(buffer[:cut], not is_inside, False))
             buffer = buffer[cut:]
-            ends = False
             is_inside = True
         if texts:
-            yield texts, ends
+            yield texts, is_last or not is_long
 
 
 def _stripped(text, at_begin, at_end):
@@ -287,86 +236,66 @@ def _decoded(name):
     """Yields (a stretch of the file's text, whether it is the last). Raises UserError for what is no UTF-8."""
     decoder = codecs.getincrementaldecoder("utf-8-sig")()
     done = 0
-    with named_errors(name, "text"), pyarrow.input_stream(name) as file:  # unpacks .gz and .zst
-        while True:
+    with pyarrow.input_stream(name) as file:  # unpacks .gz and .zst
+        is_last = False
+        while not is_last:
             data = file.read(BLOCK)
-            if done == 0:
-                _check_no_utf16(name, data)
+            is_last = not data
+            zeros = data.count(
+                0, 0, 4096
+            )  # UTF-16 has one in every other byte, which is valid UTF-8
+            if data.startswith((b"\xff\xfe", b"\xfe\xff")) or 8 * zeros > len(data[:4096]):
+                raise UserError(f"{name}: looks like UTF-16 or UTF-32; {CONVERT}")
             try:
-                text = decoder.decode(data, final=not data)
+                yield decoder.decode(data, final=is_last), is_last
             except UnicodeDecodeError as error:
-                kept = len(error.object) - len(data)
-                raise UserError(
-                    f"{name}: invalid UTF-8 at byte {done - kept + error.start}; {CONVERT}"
-                ) from None
+                at = done + len(data) - len(error.object) + error.start
+                raise UserError(f"{name}: invalid UTF-8 at byte {at}; {CONVERT}") from None
             done += len(data)
-            yield text, not data
-            if not data:
-                return
-
-
-def _check_no_utf16(name, data):
-    zeros = data.count(0, 0, 4096)  # UTF-16 has one in every other byte, which is valid UTF-8
-    if data.startswith((b"\xff\xfe", b"\xfe\xff")) or 8 * zeros > len(data[:4096]):
-        raise UserError(f"{name}: looks like UTF-16 or UTF-32; {CONVERT}")
 
 
 def _is_list(name):
-    with named_errors(name, "JSON"), pyarrow.input_stream(name) as file:
+    with pyarrow.input_stream(name) as file:
         return file.read(4096).removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"[")
-
-
-def _list_rows(name, column):
-    """Of a JSON file that is one list: `datasets` reads it whole."""
-    record = 1
-    for table in _open_table("json", name, column).with_format("arrow").iter(batch_size=ROWS):
-        where = f"{name}: record {record}"
-        yield {"documents": [(row, True) for row in rows_of(where, column_of(name, table, column))]}
-        record += len(table)
 
 
 def _parsed(where, line):
     try:
         return json.loads(line)
-    except RecursionError:
-        raise UserError(f"{where} is no valid JSON (nested too deeply)") from None
-    except ValueError as error:
-        raise UserError(f"{where} is no valid JSON ({error})") from None
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{where} is no valid JSON ({first_line(error)})") from None
 
 
 def _field(where, record, column):
-    """What `column` names in a record: text, token ids, or "" for null. document.text is the field text of document."""
+    """What `column` names in a record: text, or token ids; "" for null. document.text is the field text of document."""
     value = record
-    rest = column
-    while rest:
-        if not isinstance(value, dict):
-            raise UserError(f"{where} is {type(value).__name__}, not an object with {rest!r} in it")
-        name, _, behind = rest.partition(".")
-        if rest in value:
-            name, behind = rest, ""
-        if name not in value:
+    names = [column] if isinstance(record, dict) and column in record else column.split(".")
+    for name in names:
+        if value is None:
+            break
+        if not isinstance(value, dict) or name not in value:
+            has = ", ".join(map(str, value)) if isinstance(value, dict) else type(value).__name__
             raise UserError(
-                f"{where}: there is no field {column!r}; it has: {', '.join(map(str, value))}; name one "
-                "with --text_column"
+                f"{where}: there is no {column!r} in it ({has}); name one with --text_column"
             )
         value = value[name]
-        rest = behind
-        if value is None:
-            return ""
+    if value is None:
+        return ""
     if isinstance(value, list) and all(type(token) is int for token in value):
         return np.array(value, dtype=np.int64)
     if not isinstance(value, str):
-        raise UserError(
-            f"{where}: {column!r} is {type(value).__name__}, not text or token ids; name another with "
-            "--text_column"
-        )
-    if not value.isascii():
-        _check_whole_characters(where, value)
+        raise UserError(f"{where}: {column!r} is {type(value).__name__}, not text or token ids")
+    value.encode()  # JSON can spell half a character, which is an error here
     return value
 
 
-def _check_whole_characters(where, text):
-    try:
-        text.encode()
-    except UnicodeEncodeError:  # JSON can spell half a character
-        raise UserError(f"{where} holds half a character (a lone surrogate)") from None
+READERS: dict[str, Callable[[Shard, DatasetConfig], Iterable[list]]] = {
+    "text": _text_documents,
+    "json": _json_documents,
+    "csv": _table_documents,
+    "parquet": _table_documents,
+    "save_to_disk": _table_documents,
+    "hub": _table_documents,
+    "arrow": arrow_documents,
+    "datalayout": datalayout_documents,
+}

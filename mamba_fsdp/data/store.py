@@ -182,7 +182,6 @@ class StoreWriter:
         eos: int,
         tokenizer: str,
         shard_tokens: int = DatasetConfig.shard_tokens,
-        dtype: str = "",
         whole: bool = True,
         state: dict | None = None,
     ):
@@ -198,7 +197,7 @@ class StoreWriter:
             shard_tokens,
         )
         self.whole = whole
-        self.dtype = np.dtype(dtype or ("<u2" if vocab_size <= 1 << 16 else "<u4"))
+        self.dtype = np.dtype("<u2" if vocab_size <= 1 << 16 else "<u4")
         state = {"shards": [], "tokens": 0, "documents": 0, "open": 0, **(state or {})}
         self._shards, self._open = list(state["shards"]), state["open"]
         self._tokens, self._documents = (

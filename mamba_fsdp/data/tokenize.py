@@ -5,8 +5,8 @@
     OUT/.progress/1-of-4/              while unfinished, of each part: train/, validation/, tokenizer/ and ...
     OUT/.progress/1-of-4/state.json    ... how far it is
 
-Each part writes shards of its own; who ends last gives them their numbers in the stores. The stores' bytes depend on
-the input, the settings and the number of parts, not on being killed.
+Each part writes shards of its own; who ends last puts them together (merging.py). The stores' bytes depend on the input,
+the settings and the number of parts, not on being killed.
 """
 
 import contextlib
@@ -15,9 +15,8 @@ import json
 import shutil
 import sys
 import time
-from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field
-from fractions import Fraction
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +24,11 @@ import numpy as np
 
 from config.dataset_config import DatasetConfig
 from mamba_fsdp.data import tokenizer as tokenizers_
-from mamba_fsdp.data.corpus import SPLITS, Corpus, Piece, open_corpus
+from mamba_fsdp.data.corpus import STORES, Shard, describe, find_shards
 from mamba_fsdp.data.encoding import BATCH_SIZE, Encoder
-from mamba_fsdp.data.importers import rows_are_blocks
-from mamba_fsdp.data.merging import merge
-from mamba_fsdp.data.reading import Reader
+from mamba_fsdp.data.importers.save_to_disk import rows_are_blocks
+from mamba_fsdp.data.merging import exact, merge
+from mamba_fsdp.data.reading import Batch, read_batches
 from mamba_fsdp.data.sampler import splitmix64
 from mamba_fsdp.data.store import SHARDS, StoreWriter, TokenStore
 from mamba_fsdp.errors import UserError
@@ -39,48 +38,56 @@ from mamba_fsdp.report.console import Console, output_that_may_go
 from mamba_fsdp.storage import read_object, write_atomically
 
 TRAINING_SAMPLE = 32 << 20  # characters of text that a tokenizer is trained on
-SAMPLED_FILES = 64  # of many, at most, that these come from
+SAMPLED_SHARDS = 64  # at most, that these come from
 PROGRESS = ".progress"
-START_AGAIN = "start again with --overwrite"
+START_AGAIN = "start again with --overwrite, or remove it by hand"
 RESUMES = "the same command resumes from here"
-# The options that the stores' bytes depend on.
-RECORDED = (
-    "text_column",
-    "documents",
-    "tokenizer",
-    "splits",
-    "vocab_size",
-    "validation_fraction",
-    "shard_tokens",
-)
+NOT_RECORDED = (
+    "format",
+    "config",
+    "split",
+    "part",
+    "overwrite",
+)  # the stores depend on the other options
 NUMBERS = 1 << 40  # between the numbers of the first documents of two parts
 
 
 @dataclass
 class PartState:
-    """How far a part is. Saved with the stores flushed, so that a new process resumes from it."""
+    """How far a part is. Saved when its stores are flushed, so that another process resumes from it."""
 
     settings: dict[str, Any]
     tokenizer: str  # its identity
-    piece: int = 0  # of the part's pieces, the one being read
-    position: dict[str, Any] | None = None  # in it, see reading.py
+    position: dict[str, Any] | None = None  # in the input, see reading.py
     written: int = 0  # documents ended
     is_open: bool = False  # the last document goes on
     empty: int = 0  # documents left out
-    seconds: float = 0.0
     highest: int = 0  # token id
+    seconds: float = 0.0
     stores: dict[str, Any] = field(default_factory=dict)  # of each its StoreWriter's state
     finished: bool = False
 
+    @classmethod
+    def load(cls, folder: Path) -> "PartState | None":
+        """The state of the part in `folder`, None where it was not begun. Raises UserError where it is damaged."""
+        example = {
+            "settings": {"input": {}},
+            "written": 0,
+            "empty": 0,
+            "highest": 0,
+            "seconds": 0.0,
+        }
+        stores = {"": {"shards": SHARDS}}
+        path = folder / "state.json"
+        try:
+            return cls(**read_object(path, {**example, "stores": stores}, START_AGAIN))
+        except FileNotFoundError:
+            return None
+        except TypeError as error:
+            raise UserError(f"{path}: {error}; {START_AGAIN}") from error
 
-EXAMPLE = {
-    "settings": {"input": {}},
-    "tokenizer": "",
-    "piece": 0,
-    "written": 0,
-    "empty": 0,
-    "stores": {"": {"shards": SHARDS}},
-}
+    def save(self, folder: Path) -> None:
+        write_atomically(folder / "state.json", json.dumps(asdict(self)))
 
 
 @output_that_may_go()
@@ -93,22 +100,16 @@ def make_dataset(
     yet to end. Raises UserError for bad input, and for what can't be written.
     """
     out = Path(out)
-    corpus = open_corpus(input, options)
-    pack = _resolved_pack(corpus, options)
-    settings: dict[str, Any] = {"input": corpus.describe()}
-    for name in RECORDED:
-        settings[name] = getattr(options, name)
-    settings["eos_token"] = options.eos_token or None
-    settings["pack"] = pack
-    settings["strip_tokens"] = list(options.strip_tokens)
+    shards = find_shards(input, options)
+    options = replace(options, pack=_pack_of(shards, options))
+    settings = {name: value for name, value in asdict(options).items() if name not in NOT_RECORDED}
+    settings["input"] = describe(shards)
     try:
-        _make_folder(out)
-        if options.overwrite:
-            _clear(out)
+        _prepare(out, options.overwrite)
         done = _complete(out, settings)
-        if done:
-            return done
-        return _Tokenization(corpus, options, settings, out).run(save_seconds)
+        if done is None:
+            done = _Part(out, shards, options, settings).run(save_seconds)
+        return done
     except OSError as error:
         remedy = "fix that"
         if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
@@ -120,42 +121,52 @@ def make_dataset(
         raise
 
 
-def _resolved_pack(corpus, options):
-    """`document` or `none`."""
+def _pack_of(shards, options):
+    """`document` or `none`, also where the option says auto."""
     if options.pack != "auto":
         return options.pack
-    saved = [piece for piece in corpus.pieces if piece.kind == "save_to_disk"]
-    if len(saved) < len(corpus.pieces) or not saved:
-        return "document"
-    if not all(rows_are_blocks(each.names[0], each.split, options.text_column) for each in saved):
-        return "document"
+    for shard in shards:
+        is_saved = shard.kind == "save_to_disk"
+        if not is_saved or not rows_are_blocks(shard.name, shard.split, options.text_column):
+            return "document"
     print("rows of one length: laid end to end as they are (--pack=none)")
     return "none"
 
 
-def _make_folder(out):
-    """Raises UserError where something else than a dataset is in its place."""
+def _prepare(out, overwrite):
+    """Makes OUT, and removes an earlier dataset in it if told so. Raises UserError where something else is in its
+    place."""
     if out.exists() and not out.is_dir():
         raise UserError(f"{out}: is a file; name a folder for the stores")
     out.mkdir(parents=True, exist_ok=True)
     others = sorted(path.name for path in out.iterdir() if not path.name.startswith("."))
-    is_ours = (out / "dataset.json").exists() or (out / PROGRESS).exists()
-    if others and not is_ours:
+    if others and not (out / "dataset.json").exists() and not (out / PROGRESS).exists():
         raise UserError(
             f"{out}: not empty and not made by this program (it holds {', '.join(others[:3])}); choose "
             "another folder"
         )
+    if not overwrite:
+        return
+    alive = living([Lease(path) for path in (out / PROGRESS).glob("*.lease")])
+    if alive:
+        raise UserError(f"{out}: {alive[0].holder()} is writing here; choose another folder")
+    # Indexes go first: a store cut short must not look whole.
+    for name in ("dataset.json", *(f"{store}/index.json" for store in STORES)):
+        (out / name).unlink(missing_ok=True)
+    for name in (*STORES, PROGRESS):
+        shutil.rmtree(out / name, ignore_errors=True)
 
 
 def _complete(out, settings):
-    """The content of dataset.json where the dataset is complete. Raises UserError where it is another."""
+    """The content of dataset.json, None where there is none yet. Raises UserError where it is of other settings."""
+    path = out / "dataset.json"
     try:
-        done = read_object(out / "dataset.json", {"settings": {"input": {}}}, START_AGAIN)
+        done = read_object(path, {"settings": {"input": {}}, "stores": {}}, START_AGAIN)
     except FileNotFoundError:
         return None
-    DATASET.check(out / "dataset.json", done)
+    DATASET.check(path, done)
     _check_same(out, done["settings"], settings)
-    for name in set(SPLITS) & set(done["stores"]):
+    for name in set(STORES) & set(done["stores"]):
         TokenStore(out / name)
     shutil.rmtree(
         out / PROGRESS, ignore_errors=True
@@ -168,14 +179,12 @@ def _check_same(out, before, settings):
     """Raises UserError where the settings that the dataset in `out` was made with are not these."""
     differences = []
     for name, now in settings.items():
-        was = before.get(name, getattr(DatasetConfig, name, []))
-        if now == was:
-            continue
-        if name == "input":
-            was, now = (each.get("first") or each.get("dataset") for each in (was, now))
-        if was == now:
-            differences.append("the input changed")
-        else:
+        was = before.get(name, now) or ""
+        if name == "input" and now != was:
+            was = was.get("first", was.get("dataset"))
+            now = now.get("first", now.get("dataset"))
+            differences.append(f"input was {was!r} and is {now!r}, or it changed")
+        elif was != (now or ""):
             differences.append(f"{name} was {was!r} and is {now!r}")
     if differences:
         raise UserError(
@@ -183,89 +192,67 @@ def _check_same(out, before, settings):
         )
 
 
-def _clear(out):
-    """Removes an earlier dataset, and nothing else. Its indexes go first: a store cut short must not look whole."""
-    alive = living([Lease(path) for path in (out / PROGRESS).glob("*.lease")])
-    if alive:
-        raise UserError(
-            f"{out}: {alive[0].holder()} is writing here; wait for it or choose another folder"
-        )
-    for name in ("dataset.json", *(f"{name}/index.json" for name in SPLITS)):
-        (out / name).unlink(missing_ok=True)
-    for name in (*SPLITS, PROGRESS):
-        shutil.rmtree(out / name, ignore_errors=True)
+class _Part:
+    """One part of the work, and the end of all of it if the other parts have ended."""
 
-
-class _Tokenization:
-    """One part of it, and the end of all if the others have ended."""
-
-    def __init__(self, corpus: Corpus, options: DatasetConfig, settings: dict, out: Path) -> None:
-        self.corpus = corpus
+    def __init__(
+        self, out: Path, shards: list[Shard], options: DatasetConfig, settings: dict
+    ) -> None:
+        self.out = out
+        self.shards = shards
         self.options = options
         self.settings = settings
-        self.out = out
-        self.part, self.parts = options.part_of()
-        self.folder = self._folder_of(self.part)
-        self.pieces, self.stripe = corpus.part(self.part, self.parts)
-        self.console = Console()
+        self.number, self.count = options.part_of()
+        self.folders = [out / PROGRESS / f"{part}-of-{self.count}" for part in range(self.count)]
+        self.folder = self.folders[self.number]
+        self.stores = list(dict.fromkeys(shard.store or "train" for shard in shards))
+        self.fraction = 0.0 if shards[0].store else options.validation_fraction
+        if self.fraction:
+            self.stores = ["train", "validation"]
 
     def run(self, save_seconds: float) -> dict | None:
-        self._check_progress()
+        """Returns dataset.json's content if all parts have ended."""
+        self._check_others()
         self.folder.mkdir(parents=True, exist_ok=True)
-        if self.corpus.left_out:
-            names = ", ".join(ascii(name)[1:-1] for name in self.corpus.left_out[:3])
-            print(
-                f"left out: {len(self.corpus.left_out):,} files whose names don't tell a format ({names}, ...); "
-                "--format=text takes all as text"
-            )
-        state = self._load(self.folder)
-        if not (state and state.finished):
-            with self._lease(self.folder.name) as lease:
-                state = self._load(self.folder)  # as who held the lease left it
-                if not (state and state.finished):
-                    self._tokenize(state, lease, save_seconds)
-        states = [self._load(self._folder_of(part)) for part in range(self.parts)]
+        with self._lease(self.folder.name) as lease:
+            self.state = PartState.load(self.folder)
+            tokenizer = self._tokenizer()
+            if self.state is None:
+                self.state = PartState(self.settings, tokenizer.identity)
+            if self.state.tokenizer != tokenizer.identity:
+                raise UserError(
+                    f"{self.out}: the tokenizer changed since it was begun; {START_AGAIN}"
+                )
+            if not self.state.finished:
+                self._tokenize(tokenizer, lease, save_seconds)
+        states = [PartState.load(folder) for folder in self.folders]
         finished = [state for state in states if state and state.finished]
-        if len(finished) < self.parts:
+        if len(finished) < self.count:
+            left = self.count - len(finished)
             print(
-                f"part {self.part} of {self.parts} is finished, {self.parts - len(finished)} are not; the last "
-                f"to end completes {self.out}"
+                f"part {self.number} of {self.count} is finished; {left} to come complete {self.out}"
             )
             return None
         with self._lease("merge"):
-            done = _complete_now(self.out)
-            if done:
-                return done
-            folders = [self._folder_of(part) for part in range(self.parts)]
-            tokenizer = self._tokenizer(finished[0])
-            if self.corpus.describe() != self.settings["input"]:
-                raise UserError(f"the input changed while it was read; {START_AGAIN}")
-            done = merge(
-                self.out, list(zip(folders, finished)), tokenizer, self.settings, self.stores
-            )
+            if (self.out / "dataset.json").exists():  # by now
+                return _complete(self.out, self.settings)
+            if describe(self.shards) != self.settings["input"]:
+                raise UserError(f"{self.out}: the input changed while it was read; {START_AGAIN}")
+            parts = list(zip(self.folders, finished))
+            done = merge(self.out, parts, tokenizer, self.options, self.settings, self.stores)
             shutil.rmtree(self.out / PROGRESS, ignore_errors=True)
         return done
 
-    @property
-    def stores(self) -> list[str]:
-        if self.corpus.official or not self.settings["validation_fraction"]:
-            return self.corpus.stores
-        return ["train", "validation"]
-
-    def _folder_of(self, part):
-        return self.out / PROGRESS / f"{part}-of-{self.parts}"
-
-    def _check_progress(self):
+    def _check_others(self):
         """Raises UserError where a part with other settings was begun, or another number of them."""
         for path in (self.out / PROGRESS).glob("*"):
-            if path.is_dir() and not path.name.endswith(f"-of-{self.parts}"):
+            if path.is_dir() and path not in self.folders:
                 raise UserError(
-                    f"{self.out}: begun as part {path.name.replace('-', ' ')} or by another version; {START_AGAIN}"
+                    f"{self.out}: begun in other parts or by another version; {START_AGAIN}"
                 )
-            if path.is_dir():
-                state = self._load(path)
-                if state:
-                    _check_same(self.out, state.settings, self.settings)
+            state = PartState.load(path)
+            if state:
+                _check_same(self.out, state.settings, self.settings)
 
     @contextlib.contextmanager
     def _lease(self, name):
@@ -281,178 +268,106 @@ class _Tokenization:
         finally:
             lease.give_back()
 
-    def _load(self, folder):
-        try:
-            saved = read_object(folder / "state.json", EXAMPLE, START_AGAIN)
-            return PartState(**saved)
-        except FileNotFoundError:
-            return None
-        except TypeError as error:
-            raise UserError(f"{folder / 'state.json'}: {error}; {START_AGAIN}") from error
-
-    def _tokenize(self, state, lease, save_seconds):
-        tokenizer = self._tokenizer(state)
-        if state is None:
-            state = PartState(self.settings, tokenizer.identity)
-        elif tokenizer.identity != state.tokenizer:
-            raise UserError(
-                f"tokenizer {self.options.tokenizer}: it changed since {self.out} was begun; {START_AGAIN}"
-            )
-        writers = {
-            name: new_writer(self.folder / name, tokenizer, self.settings, state.stores.get(name))
-            for name in self.stores
-        }
-        part = _Part(state, writers, self.settings, self.part * NUMBERS, tokenizer.eos)
-        started = saved = time.monotonic() - state.seconds
-        before = part.token_count
-        try:
-            with Encoder(tokenizer, self.options, self.settings["pack"] == "document") as encoder:
-                encoder.is_open = state.is_open
-                for number in range(state.piece, len(self.pieces)):
-                    piece = self.pieces[number]
-                    reader = Reader(piece, self.options, state.position, self.stripe)
-                    for batch, ids in encoder.encode(reader.batches(BATCH_SIZE)):
-                        part.write(piece, ids)
-                        state.empty += batch.empty
-                        state.position = batch.position
-                        now = time.monotonic()
-                        state.seconds = now - started
-                        self._show(part.token_count, part.token_count - before, now)
-                        if now - saved >= save_seconds:
-                            self._save(part, lease)
-                            saved = now
-                    state.piece = number + 1
-                    state.position = None
-            part.finish()
-            self._save(part, lease)
-        finally:
-            self.console.close()
-            for writer in writers.values():
-                writer.close()
-
-    def _show(self, tokens, new, now):
-        if not hasattr(self, "began"):
-            self.began = self.printed = now
-        rate = new / max(now - self.began, 1e-9)
-        text = f"{tokens:,} tokens, {rate:,.0f} tokens/s"
-        self.console.passing(text)
-        if not self.console.live and now - self.printed >= 10:
-            self.console.line(text)
-            self.printed = now
-
-    def _save(self, part, lease):
-        part.flush()
-        if not lease.is_held():
-            raise UserError(
-                f"{self.out}: another process took over this part while this one stood still; it stops here"
-            )
-        write_atomically(self.folder / "state.json", json.dumps(asdict(part.state)))
-
-    def _tokenizer(self, state):
-        """As the options say, saved in the part's folder; one that was trained is trained by each part alike."""
+    def _tokenizer(self):
+        """As the options say, saved in the part's folder. One that is trained is trained by each part alike."""
         options = self.options
+        folder = self.folder / "tokenizer"
         if options.tokenizer == "none":
             return tokenizers_.NoTokenizer(options.eos_token, options.vocab_size)
         size = tokenizers_.training_size(options.tokenizer)
-        saved = self.folder / "tokenizer"
-        if size and state:
-            return tokenizers_.load(str(saved / "tokenizer.json"), tokenizers_.END_OF_TEXT)
+        if size and self.state:
+            return tokenizers_.load(str(folder / "tokenizer.json"), tokenizers_.END_OF_TEXT)
         if size:
             print(f"training a tokenizer of {size} tokens", flush=True)
-            tokenizer = tokenizers_.train(_sample(self.corpus, options), size)
+            tokenizer = tokenizers_.train(_sample(self.shards, options), size)
             if tokenizer.vocab_size < size:
                 print(
-                    f"it has {tokenizer.vocab_size} tokens only: no more pairs repeat in this little text"
+                    f"it has {tokenizer.vocab_size} only: no more pairs repeat in this little text"
                 )
         else:
             tokenizer = tokenizers_.load(options.tokenizer, options.eos_token)
-        shutil.rmtree(saved, ignore_errors=True)
-        tokenizer.save(saved)
+        shutil.rmtree(folder, ignore_errors=True)
+        tokenizer.save(folder)
         return tokenizer
 
-
-def _complete_now(out):
-    path = out / "dataset.json"
-    return json.loads(path.read_text()) if path.exists() else None
-
-
-class _Part:
-    """Deals tokens out to the stores of a part."""
-
-    def __init__(
-        self, state: PartState, writers: dict, settings: dict, first_number: int, eos: int
-    ) -> None:
-        self.state = state
-        self.writers = writers
-        self.eos = eos
-        self.adds_eos = settings["pack"] == "document"
-        self.fraction = 0 if settings["splits"] == "official" else settings["validation_fraction"]
-        self.first_number = first_number
-
-    @property
-    def token_count(self) -> int:
-        return sum(writer.token_count for writer in self.writers.values())
-
-    def write(self, piece: Piece, tokens: np.ndarray) -> None:
-        """Tokens (n,) of the piece, of which each eos ends a document."""
+    def _tokenize(self, tokenizer, lease, save_seconds):
         state = self.state
+        self.eos = tokenizer.eos
+        self.writers = {}
+        for name in self.stores:
+            self.writers[name] = StoreWriter(
+                self.folder / name,
+                vocab_size=tokenizer.vocab_size,
+                eos=tokenizer.eos,
+                tokenizer=tokenizer.identity,
+                shard_tokens=self.options.shard_tokens,
+                whole=self.options.pack == "document",
+                state=state.stores.get(name),
+            )
+        console = Console()
+        part = (self.number, self.count)
+        batches = read_batches(self.shards, self.options, BATCH_SIZE, part, state.position)
+        started = saved = printed = time.monotonic()
+        before = state.seconds
+        tokens = 0
+        try:
+            for batch, ids in Encoder(tokenizer, self.options, state.is_open).encode(batches):
+                self._write(batch, ids)
+                tokens += len(ids)
+                now = time.monotonic()
+                state.seconds = before + now - started
+                progress = f"{tokens:,} tokens, {tokens / (now - started):,.0f} tokens/s"
+                console.passing(progress)
+                if not console.live and now - printed >= 10:
+                    console.line(progress)
+                    printed = now
+                if now - saved >= save_seconds:
+                    self._save(lease)
+                    saved = now
+            self._save(lease)
+            for name, writer in self.writers.items():
+                state.stores[name] = {"shards": writer.finish_shards()}
+            state.written += state.is_open  # a document whose end was not put there
+            state.finished = True
+            state.save(self.folder)
+        finally:
+            console.close()
+            for writer in self.writers.values():
+                writer.close()
+
+    def _write(self, batch: Batch, tokens: np.ndarray) -> None:
+        """Deals the documents of a batch out to the stores. tokens: (n,), each eos of which ends a document."""
+        state = self.state
+        assert state
         is_end = tokens == self.eos
-        if self.adds_eos:
-            follows = np.concatenate([[not state.is_open], is_end[:-1]])[: len(tokens)]
-            tokens = tokens[~(is_end & follows)]  # an eos that follows an eos ends nothing
-            is_end = tokens == self.eos
+        if self.options.pack == "document":
+            ends_nothing = is_end & np.append(not state.is_open, is_end)[:-1]
+            tokens = tokens[~ends_nothing]
+            is_end = is_end[~ends_nothing]
+        state.empty += batch.empty
+        state.position = batch.position
         if not len(tokens):
             return
-        state.highest = max(state.highest, int(tokens.max()))
         bounds = np.flatnonzero(is_end) + 1
-        ended = len(bounds)
+        first = self.number * NUMBERS + state.written
+        state.written += len(bounds)
+        state.highest = max(state.highest, int(tokens.max()))
         state.is_open = not is_end[-1]
         if state.is_open:
             bounds = np.append(bounds, len(tokens))
-        numbers = self.first_number + state.written + np.arange(len(bounds))
-        state.written += ended
-        if piece.store:
-            self.writers[piece.store].append(tokens)
-            return
-        held_out = for_validation(numbers, self.fraction)
+        held_out = for_validation(first + np.arange(len(bounds)), self.fraction)
         if held_out.any():
             is_held_out = np.repeat(held_out, np.diff(bounds, prepend=0))
             self.writers["validation"].append(tokens[is_held_out])
             tokens = tokens[~is_held_out]
-        self.writers["train"].append(tokens)
+        self.writers[batch.store or "train"].append(tokens)
 
-    def flush(self) -> None:
-        """Makes what was written durable, and the state say so."""
-        if not self.state.finished:
-            self.state.stores = {name: writer.state() for name, writer in self.writers.items()}
-
-    def finish(self) -> None:
-        state = self.state
-        state.written += state.is_open  # a document whose end was not put there
-        state.stores = {
-            name: {"shards": writer.finish_shards()} for name, writer in self.writers.items()
-        }
-        state.finished = True
-
-
-def new_writer(
-    path: Path, tokenizer: tokenizers_.TextTokenizer, settings: dict, state: dict | None
-) -> StoreWriter:
-    """Of a store, or of a part's share of it. state: see StoreWriter."""
-    assert tokenizer.eos is not None  # or it would not have been loaded
-    return StoreWriter(
-        path,
-        vocab_size=tokenizer.vocab_size,
-        eos=tokenizer.eos,
-        tokenizer=tokenizer.identity,
-        shard_tokens=settings["shard_tokens"],
-        whole=settings["pack"] == "document",
-        state=state,
-    )
-
-
-def exact(fraction: float) -> Fraction:
-    return Fraction(fraction).limit_denominator(10**6)
+    def _save(self, lease):
+        """Makes what was written durable, and then the state that says so."""
+        self.state.stores = {name: writer.state() for name, writer in self.writers.items()}
+        if not lease.is_held():
+            raise UserError(f"{self.out}: this process stood still, and another took over its part")
+        self.state.save(self.folder)
 
 
 def for_validation(numbers: np.ndarray, fraction: float) -> np.ndarray:
@@ -471,31 +386,23 @@ def for_validation(numbers: np.ndarray, fraction: float) -> np.ndarray:
     return numbers == first + np.maximum(chosen, group == 0)
 
 
-def _sample(corpus: Corpus, options: DatasetConfig) -> Iterable[str]:
-    """Texts from the whole breadth of the input, what is trained on: TRAINING_SAMPLE characters, or all there are."""
-    whole = [piece for piece in corpus.pieces if piece.store in ("", "train")]
-    files = [Piece(piece.kind, [name], "", piece.split) for piece in whole for name in piece.names]
-    share = TRAINING_SAMPLE
-    pieces = whole
-    if len(files) > 1 and sum(map(_bytes_of, files)) > TRAINING_SAMPLE:
-        count = min(len(files), SAMPLED_FILES)
-        share = TRAINING_SAMPLE // count
-        pieces = [files[number * len(files) // count] for number in range(count)]
-    for piece in pieces:
-        left = share
-        for batch in Reader(piece, options).batches(1 << 16):
-            for document in batch.documents:
-                if not isinstance(document.content, str):
+def _sample(shards: list[Shard], options: DatasetConfig) -> Iterator[str]:
+    """Texts from the whole breadth of what is trained on, about TRAINING_SAMPLE characters."""
+    shards = [shard for shard in shards if shard.store in ("", "train")]
+    groups = [shards]
+    if describe(shards).get("bytes", 0) > TRAINING_SAMPLE:
+        count = min(len(shards), SAMPLED_SHARDS)
+        groups = [[shards[number * len(shards) // count]] for number in range(count)]
+    for group in groups:
+        left = TRAINING_SAMPLE // len(groups)
+        for batch in read_batches(group, options, 1 << 16):
+            for content, _ in batch.documents:
+                if not isinstance(content, str):
                     raise UserError(
-                        f"{piece.names[0]}: holds token ids; name the tokenizer that made them with "
+                        f"{group[0].name}: holds token ids; name the tokenizer that made them with "
                         "--tokenizer, or take them without: --tokenizer=none"
                     )
-                left -= len(document.content)
-                yield document.content
+                left -= len(content)
+                yield content
             if left <= 0:
                 break
-
-
-def _bytes_of(piece):
-    path = Path(piece.names[0])
-    return path.stat().st_size if path.is_file() else 0

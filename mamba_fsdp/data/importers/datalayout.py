@@ -10,75 +10,63 @@ from pathlib import Path
 import numpy as np
 
 from config.dataset_config import DatasetConfig
+from mamba_fsdp.data.corpus import Shard
 from mamba_fsdp.errors import UserError
 
-POSITIONS = 1 << 14
+HIGHEST = (1 << 14) - 1  # position
 WINDOW = 1 << 20  # tokens read at a time
 
 
-def datalayout_rows(files: list[str], options: DatasetConfig) -> Iterator[dict]:
-    """Yields {"documents": [(ids, whether the document ends), ...]}. Raises UserError where a file's size is not what
-    is said beside it."""
-    eos = int(options.eos_token) if options.eos_token.isdecimal() else None
-    for name in files:
-        entries = _map(name)
-        for start in range(0, len(entries), WINDOW):
-            window = np.array(
-                entries[start : start + WINDOW + 1]
-            )  # one more: does a document start there?
-            starts = document_starts(window, eos)
-            body = window[:WINDOW] & 0xFFFF
-            inner = starts[starts < len(body)]
-            _check_all_count(name, window[:WINDOW])
-            ids = np.split(body.astype(np.int64), inner)
-            ends_here = start + len(body) == len(entries) or len(body) in starts
-            yield {"documents": [(each, True) for each in ids[:-1]] + [(ids[-1], ends_here)]}
+def datalayout_documents(shard: Shard, options: DatasetConfig) -> Iterator[list]:
+    """Yields the documents of each window. Raises UserError for a file that is no such file, and where it leaves tokens
+    out of the loss."""
+    name = shard.name
+    _check_size(name)
+    entries = np.memmap(name, "<i4", "r")
+    eos = int(options.eos_token) if options.eos_token.isdecimal() else -1
+    for start in range(0, len(entries), WINDOW):
+        window = np.array(
+            entries[start : start + WINDOW + 1]
+        )  # one more: does a document start there?
+        body = window[:WINDOW]
+        positions = body >> 16 & HIGHEST
+        if ((positions > 0) & (body >> 30 & 1 == 0)).any():
+            raise UserError(
+                f"{name}: it leaves tokens out of the loss (bit 30), which a token store can't say; set that "
+                "bit, or leave these tokens out"
+            )
+        starts = document_starts(window, eos)
+        *whole, last = np.split((body & 0xFFFF).astype(np.int64), starts[starts < len(body)])
+        last_ends = start + len(body) == len(entries) or len(body) in starts
+        yield [(ids, True) for ids in whole] + [(last, last_ends)]
 
 
-def document_starts(entries: np.ndarray, eos: int | None) -> np.ndarray:
+def document_starts(entries: np.ndarray, eos: int) -> np.ndarray:
     """Where in `entries` (n,) documents begin, the first entry left out.
 
-    A position that does not follow the one before begins a document; but behind the highest one a document goes on at 0,
-    unless it ended with `eos`, or at the highest again.
+    A position that does not follow the one before begins a document. But behind the highest a document goes on: at the
+    highest again, or at 0 unless it ended with `eos`.
     """
-    positions = entries >> 16 & (POSITIONS - 1)
-    before, after = positions[:-1], positions[1:]
-    follows = after == before + 1
-    was_highest = before == POSITIONS - 1
-    goes_on = was_highest & ((after == 0) | (after == POSITIONS - 1))
-    if eos is not None:
-        goes_on &= (entries[:-1] & 0xFFFF) != eos
-    return np.flatnonzero(~(follows | goes_on)) + 1
+    positions = entries >> 16 & HIGHEST
+    before = positions[:-1]
+    after = positions[1:]
+    has_ended = (entries[:-1] & 0xFFFF) == eos
+    wraps = (before == HIGHEST) & (after == 0) & ~has_ended
+    stays = (before == HIGHEST) & (after == HIGHEST)
+    return np.flatnonzero((after != before + 1) & ~wraps & ~stays) + 1
 
 
-def _check_all_count(name, entries):
-    is_first = (entries >> 16 & (POSITIONS - 1)) == 0  # which no loss counts anyway
-    if (is_first | (entries >> 30 & 1 == 1)).all():
-        return
-    raise UserError(
-        f"{name}: it leaves tokens out of the loss (bit 30), which a token store can't say; set that bit, or "
-        "leave these tokens out"
-    )
-
-
-def _map(name: str) -> np.ndarray:
+def _check_size(name):
     said = Path(f"{name}.size")
     size = Path(name).stat().st_size
-    with open(name, "rb") as file:
-        if file.read(6) == b"\x93NUMPY":
-            raise UserError(
-                f"{name}: a NumPy file, not the bare integers of DataLayout; make a token store of its text"
-            )
     try:
         count = int(said.read_text())
     except (OSError, ValueError) as error:
         raise UserError(
-            f"{said}: does not say how many tokens {Path(name).name} holds ({error}); copy it again"
+            f"{name}: no DataLayout file, or copied without {said.name}, which says how many tokens it holds "
+            f"({error})"
         ) from error
-    if size != 4 * count:
+    if size != 4 * count or not count:
         raise UserError(
             f"{name}: {size} bytes, but {said.name} says {count} tokens, which are {4 * count}; copy both again"
         )
-    if not count:
-        return np.zeros(0, np.int32)
-    return np.memmap(name, "<i4", "r")
