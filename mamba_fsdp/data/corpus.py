@@ -167,8 +167,8 @@ def _local_shards(name, format) -> Iterator[Shard]:
                 left_out.append(path.name)
                 continue
             found += 1
-            for split in _splits_of(path):
-                yield Shard(str(path.absolute()), kind, split or os.path.relpath(path, name))
+            for split in _splits_of(path) or [os.path.relpath(path, name)]:
+                yield Shard(str(path.absolute()), kind, split)
     if not found:
         raise UserError(
             f"{name}: no file named {', '.join(KINDS)} there; --format=text takes every file as text"
@@ -203,9 +203,11 @@ def _files_below(place: Path) -> Iterator[Path]:
 
 
 def _splits_of(path):
-    """Names of the splits of a save_to_disk folder of several; of all else one without a name."""
+    """Names of the splits of a save_to_disk folder, one without a name where it is one data set; none of a file."""
     table = path / "dataset_dict.json"
-    if not path.is_dir() or not table.exists():
+    if not path.is_dir():
+        return []
+    if not table.exists():
         return [""]
     return read_object(table, {"splits": [""]}, "save it again")["splits"]
 

@@ -6,6 +6,7 @@ One IterableDataset holds them all: its state_dict() says where a reader stands,
 import codecs
 import glob
 import json
+import os
 import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -163,7 +164,7 @@ def _text_documents(shard, options):
 
 def _json_documents(shard, options):
     if _is_list(shard.name):
-        with pyarrow.input_stream(shard.name) as file:
+        with _opened(shard.name) as file:
             records = json.loads(file.read())
         for number, record in enumerate(records, 1):
             where = f"{shard.name}: record {number}"
@@ -236,7 +237,7 @@ def _decoded(name):
     """Yields (a stretch of the file's text, whether it is the last). Raises UserError for what is no UTF-8."""
     decoder = codecs.getincrementaldecoder("utf-8-sig")()
     done = 0
-    with pyarrow.input_stream(name) as file:  # unpacks .gz and .zst
+    with _opened(name) as file:
         is_last = False
         while not is_last:
             data = file.read(BLOCK)
@@ -254,8 +255,15 @@ def _decoded(name):
             done += len(data)
 
 
+def _opened(name):
+    """The bytes of a file, unpacked."""
+    file = open(name, "rb")  # by Python, for names that are no UTF-8
+    compression = {".gz": "gzip", ".zst": "zstd"}.get(os.path.splitext(name)[1].lower())
+    return pyarrow.CompressedInputStream(file, compression) if compression else file
+
+
 def _is_list(name):
-    with pyarrow.input_stream(name) as file:
+    with _opened(name) as file:
         return file.read(4096).removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"[")
 
 

@@ -1,5 +1,6 @@
 """Arrow files. fms-fsdp's hold a document in each record batch, as plain integers; others a document in each row."""
 
+import mmap
 from collections.abc import Iterator
 
 import pyarrow
@@ -26,8 +27,8 @@ def arrow_documents(shard: Shard, options: DatasetConfig) -> Iterator[list]:
 
 
 def _batches(name: str) -> Iterator[pyarrow.RecordBatch]:
-    with pyarrow.memory_map(name) as file:
-        whole = file.read_buffer()
+    with open(name, "rb") as file:  # by Python, for names that are no UTF-8
+        whole = pyarrow.py_buffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
         if whole[:6].to_pybytes() == b"ARROW1":
             reader = pyarrow.ipc.open_file(whole)
             for number in range(reader.num_record_batches):

@@ -1,0 +1,409 @@
+"""get_dataset.py on text: what becomes a document, what is refused, and that a killed run's bytes are those of one that
+was left alone."""
+
+import gzip
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+
+import datasets
+import pandas
+import pyarrow
+import pyarrow.parquet
+import pytest
+import zstandard
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mamba_fsdp.data import reading, tokenize
+from mamba_fsdp.data.store import TokenStore
+from mamba_fsdp.data.tokenize import for_validation
+from mamba_fsdp.errors import UserError
+from tests.support.corpora import ROOT, command, content, make_texts, read_back
+
+ODD_TEXTS = ["naïve 日本語 🙂", "  leading space", "two\nlines", 'quote " and, comma', "NA", "12"]
+
+
+def as_json_lines(texts):
+    return "".join(json.dumps({"id": n, "text": text}) + "\n" for n, text in enumerate(texts))
+
+
+def write_formats(folder, texts):
+    """The same rows in every format; {name of the file: how it is read}."""
+    folder.mkdir()
+    table = pyarrow.table({"id": list(range(len(texts))), "text": texts})
+    lines = as_json_lines(texts).encode()
+    (folder / "a.jsonl").write_bytes(lines)
+    (folder / "bom.jsonl").write_bytes(b"\xef\xbb\xbf" + lines)
+    (folder / "list.json").write_text(json.dumps([{"text": text} for text in texts], indent=1))
+    (folder / "a.jsonl.gz").write_bytes(gzip.compress(lines))
+    (folder / "a.ndjson.zst").write_bytes(zstandard.compress(lines))
+    pandas.DataFrame({"id": 1, "text": texts}).to_csv(folder / "a.csv", index=False)
+    pyarrow.parquet.write_table(table, folder / "a [1].parquet", row_group_size=2)
+    with pyarrow.ipc.new_stream(str(folder / "a.arrow"), table.schema) as writer:
+        writer.write_table(table)
+    coded = pyarrow.table({"text": table["text"].combine_chunks().dictionary_encode()})
+    pyarrow.parquet.write_table(coded, folder / "coded.parquet")
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_every_format_gives_the_same_documents(prepare, tmp_path):
+    for name in write_formats(tmp_path / "in", ODD_TEXTS):
+        prepare(tmp_path / "in" / name, tmp_path / name)
+        assert read_back(tmp_path / name / "train") == ODD_TEXTS, name
+    datasets.Dataset.from_dict({"text": ODD_TEXTS}).save_to_disk(tmp_path / "saved")
+    prepare(tmp_path / "saved", tmp_path / "of_saved")
+    assert read_back(tmp_path / "of_saved" / "train") == ODD_TEXTS
+
+
+TEXT = "one\ntwo\r\n\r\n \nthree<sep>four\n\n\n"
+
+
+@pytest.mark.parametrize(
+    ("documents", "expected"),
+    [
+        ("file", [TEXT]),
+        ("lines", ["one", "two", "three<sep>four"]),
+        ("blank_line", ["one\ntwo", "three<sep>four"]),
+        ("separator:<sep>", ["one\ntwo\r\n\r\n \nthree", "four"]),
+    ],
+)
+@pytest.mark.parametrize("block", [1 << 20, 7])
+def test_what_a_document_of_a_text_file_is(
+    prepare, tmp_path, monkeypatch, documents, expected, block
+):
+    """However little is read at once: long documents are encoded in parts, but never cut."""
+    monkeypatch.setattr(reading, "BLOCK", block)
+    monkeypatch.setattr(reading, "SEPARATOR_SPACE", 6)
+    (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbf" + TEXT.encode())
+    (tmp_path / "empty.txt").write_text(" \n")
+    prepare(tmp_path / "*.txt", tmp_path / "out", documents=documents)
+    assert read_back(tmp_path / "out" / "train") == expected
+
+
+def test_fields_beside_the_text_may_be_anything(prepare, tmp_path):
+    """They change type and name from line to line; `datasets` alone fails on such files."""
+    rows = [
+        {"text": "one", "meta": None},
+        {"text": "two", "meta": "a"},
+        {"meta": {"b": [1, "c"]}, "text": "2020-01-01"},
+        {"text": None},
+        {"doc": 1, "text": ""},
+    ]
+    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    done = prepare(tmp_path / "a.jsonl", tmp_path / "out")
+    assert read_back(tmp_path / "out" / "train") == ["one", "two", "2020-01-01"]
+    assert done["counts"]["empty"] == 2
+
+
+def test_text_within_a_field(prepare, tmp_path):
+    rows = [{"doc": {"text": "inside"}}, {"doc": None}]
+    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "b.parquet")
+    prepare(tmp_path / "*", tmp_path / "out", text_column="doc.text")
+    assert read_back(tmp_path / "out" / "train") == ["inside", "inside"]
+
+
+def test_text_that_spells_the_eos_stays_in_its_document(prepare, tmp_path):
+    text = "a page about <|endoftext|> and its use"
+    (tmp_path / "a.txt").write_text(text)
+    prepare(tmp_path / "a.txt", tmp_path / "out")
+    store = TokenStore(tmp_path / "out" / "train")
+    assert store.document_count == 1 and read_back(store.path) == [text]
+    assert (store.read(0, store.token_count).tokens == store.eos).sum() == 1
+
+
+def test_a_folder_is_walked_links_and_odd_names_too(prepare, tmp_path):
+    root = tmp_path / "in"
+    (root / "sub").mkdir(parents=True)
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "c.txt").write_text("linked")
+    (root / "linked").symlink_to(tmp_path / "elsewhere")
+    (root / "linked" / "back").symlink_to(root)
+    (root / ".hidden.txt").write_text("hidden")
+    (root / "sub" / "notes.xyz").write_text("unknown")
+    with open(os.fsencode(root) + b"/caf\xe9.txt", "w") as file:
+        file.write("odd name")
+    done = command(
+        root, tmp_path / "out", "--validation_fraction=0", "--tokenizer=train:300", cwd=tmp_path
+    )
+    assert done.returncode == 0, done.stderr
+    assert sorted(read_back(tmp_path / "out" / "train")) == ["linked", "odd name"]
+    assert "left out: 1 files whose names don't tell a format, such as 'notes.xyz'" in done.stdout
+
+
+REFUSED = {  # file: (content, what is said of it)
+    "a.txt": (b"fine, \xff not", "invalid UTF-8 at byte 6"),
+    "b.txt": ("text".encode("utf-16"), "UTF-16"),
+    "c.jsonl": (b'{"text": "a"}\n{"text": ', "record 2 is no valid JSON"),
+    "d.jsonl": (b'{"txt": "a"}', "there is no 'text' in it"),
+    "e.jsonl": (b'{"text": 3}', "'text' is int, not text or token ids"),
+    "f.jsonl": (b'{"text": "\\ud800"}', "surrogates not allowed"),
+    "g.csv": (b"id,words\n1,a\n", "can't be read as csv"),
+    "h.parquet": (b"no parquet", "can't be read as parquet"),
+    "i.arrow": (b"no arrow", "no Arrow file"),
+    "j.jsonl.gz": (gzip.compress(b'{"text": "a"}')[:-9], "can't be read as json"),
+    "k.json": (b"[{", "can't be read as json"),
+    "l.npy": (b"1234", "copied without"),
+    "m.jsonl": (b"[" * 200_000, "can't be read as json"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_file_that_cant_be_read_is_named_in_one_line(prepare, tmp_path, name):
+    data, reason = REFUSED[name]
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / f"0{name[1:].removesuffix('.gz')}").write_text(
+        '{"text": "good"}' if ".json" in name else "good"
+    )
+    (tmp_path / "in" / name).write_bytes(data)
+    paths = tmp_path / "in" / (name if name[-3:] in ("uet", "row", "npy", "csv") else "*")
+    with pytest.raises(UserError) as said:
+        prepare(paths, tmp_path / "out")
+    message = str(said.value)
+    assert str(tmp_path / "in" / name) in message and reason in message and "\n" not in message
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["nowhere.txt"], "nowhere.txt"),
+        (["in", "--split=test"], "has no splits"),
+        (["in", "--tokenizer=none"], "give the token id that ends documents"),
+        (["in", "--documents=pages"], "write file, lines"),
+        (["in", "--part=2/2"], "--part=2/2"),
+        (["in", "--tokenizer=train:9"], "at least 257"),
+        (["in", "--workers=2"], "there is no such option"),
+        (["in", "--splits=official"], "of the splits train, validation and test it has: none"),
+        (["in", "in"], "not empty and not made by this program"),
+        (["empty"], "no file named"),
+        (["blank"], "holds no text"),
+        (["some/name"], "no file or folder here"),
+    ],
+)
+def test_a_wrong_command_is_told_in_one_line(tmp_path, words, said):
+    for name, text in {"in": "some text", "blank": " \n"}.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "a.txt").write_text(text)
+    (tmp_path / "empty").mkdir()
+    done = command(*words[:1], *(words[1:] or ["out"]), cwd=tmp_path)
+    assert done.returncode == 2 and said in done.stderr, done.stderr
+    assert done.stderr.count("\n") == 1 and done.stderr.startswith("error: ")
+
+
+def test_official_splits_of_files_and_of_a_saved_dataset(prepare, tmp_path):
+    splits = {"train": ["a", "b"], "validation": ["c"], "test": ["d"]}
+    for name, texts in splits.items():
+        (tmp_path / "in" / name).mkdir(parents=True)
+        (tmp_path / "in" / name / "x.jsonl").write_text(as_json_lines(texts))
+    saved = {name: datasets.Dataset.from_dict({"text": texts}) for name, texts in splits.items()}
+    datasets.DatasetDict(saved).save_to_disk(tmp_path / "saved")
+    for name in ("in", "saved"):
+        prepare(tmp_path / name, tmp_path / f"of_{name}", splits="official")
+        for store, texts in splits.items():
+            assert read_back(tmp_path / f"of_{name}" / store) == texts
+    prepare(tmp_path / "saved", tmp_path / "one", split="test")
+    assert read_back(tmp_path / "one" / "train") == ["d"]
+    with pytest.raises(UserError, match="no split 'dev'; name one of train, validation, test"):
+        prepare(tmp_path / "saved", tmp_path / "none", split="dev")
+
+
+def test_a_name_on_the_hub_is_streamed_shard_by_shard(prepare, tmp_path, monkeypatch):
+    asked = []
+
+    def load(name, config, *, split, streaming):
+        asked.append((name, config, split, streaming))
+        return datasets.Dataset.from_dict({"text": ODD_TEXTS}).to_iterable_dataset(num_shards=3)
+
+    monkeypatch.setattr(datasets, "load_dataset", load)
+    prepare("some/corpus", tmp_path / "out", config="de")
+    assert read_back(tmp_path / "out" / "train") == ODD_TEXTS
+    assert set(asked) == {("some/corpus", "de", "train", True)}
+
+
+# ---------------------------------------------------------------- validation
+
+
+@settings(deadline=None, max_examples=50)
+@given(st.integers(1, 400), st.sampled_from([0.01, 0.1, 1 / 3, 0.5, 0.9]), st.integers(0, 3))
+def test_the_share_held_out_is_exact_and_does_not_depend_on_batches(count, fraction, cuts):
+    import numpy as np
+
+    numbers = np.arange(count)
+    whole = for_validation(numbers, fraction)
+    parts = [for_validation(part, fraction) for part in np.array_split(numbers, cuts + 1)]
+    assert (np.concatenate(parts) == whole).all() and not whole[0]
+    assert abs(whole.sum() - count * fraction) <= 1
+
+
+def test_documents_are_held_out_and_lost_to_neither_store(prepare, tmp_path, texts):
+    (tmp_path / "a.jsonl").write_text(as_json_lines(texts))
+    prepare(tmp_path / "a.jsonl", tmp_path / "out", validation_fraction=0.1)
+    train, held_out = (read_back(tmp_path / "out" / name) for name in ("train", "validation"))
+    assert len(held_out) == 6 and sorted(train + held_out) == sorted(texts)
+
+
+def test_of_one_document_the_end_is_held_out(prepare, tmp_path, texts):
+    (tmp_path / "a.txt").write_text("\n".join(texts))
+    prepare(tmp_path / "a.txt", tmp_path / "out", validation_fraction=0.1)
+    train, held_out = (read_back(tmp_path / "out" / name) for name in ("train", "validation"))
+    assert train[0] + held_out[0] == "\n".join(texts) and len(train[0]) > 8 * len(held_out[0]) > 0
+
+
+# ---------------------------------------------------------------- killed, interrupted, in parts
+
+
+def run_until(words, cwd, is_time, number):
+    """Starts the command, sends it signal `number` when is_time() or it has ended; returns (exit code, stderr)."""
+    process = subprocess.Popen(
+        [sys.executable, ROOT / "get_dataset.py", *map(str, words)],
+        cwd=cwd,
+        stderr=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
+    )
+    while process.poll() is None and not is_time():
+        time.sleep(0.01)
+    process.send_signal(number)
+    return process.wait(), process.stderr.read()
+
+
+class Stop(BaseException):
+    """A kill -9: nothing of ours catches it."""
+
+
+@pytest.mark.parametrize(
+    "how", [{}, {"documents": "lines"}, {"tokenizer": "train:300", "eos_token": ""}]
+)
+def test_killed_at_any_write_and_started_again_the_bytes_are_the_same(
+    prepare, tmp_path, monkeypatch, how
+):
+    """Each start writes one batch more than the one before it, and dies."""
+    monkeypatch.setattr(tokenize, "BATCH_SIZE", 300)
+    monkeypatch.setattr(reading, "BLOCK", 200)
+    monkeypatch.setattr(reading, "SEPARATOR_SPACE", 10)
+    folder = tmp_path / "in"
+    folder.mkdir()
+    for number in range(3):
+        (folder / f"{number}.txt").write_text("\n".join(make_texts(12, seed=number)))
+        (folder / f"{number}.jsonl").write_text(as_json_lines(make_texts(12, seed=10 + number)))
+    how = {**how, "validation_fraction": 0.2, "shard_tokens": 300}
+    prepare(folder, tmp_path / "whole", **how)
+    real = tokenize._Part._write
+    starts = 0
+
+    def dies(self, batch, ids):
+        real(self, batch, ids)
+        left[0] -= 1
+        if left[0] == 0:
+            raise Stop
+
+    while not (tmp_path / "killed" / "dataset.json").exists():
+        starts += 1
+        left = [starts]
+        monkeypatch.setattr(tokenize._Part, "_write", dies)
+        try:
+            prepare(folder, tmp_path / "killed", save_seconds=0.0, **how)
+        except Stop:
+            pass
+    assert starts > 4 and content(tmp_path / "killed") == content(tmp_path / "whole")
+
+
+@pytest.mark.slow
+def test_kill_9_and_ctrl_c_resume_to_the_bytes_of_one_run(tmp_path, tokenizer):
+    (tmp_path / "a.jsonl").write_text(as_json_lines(make_texts(30_000)))
+    words = ["a.jsonl", "out", f"--tokenizer={tokenizer}", "--eos_token=<|endoftext|>"]
+    done = command("a.jsonl", "whole", *words[2:], cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    writing = tmp_path / "out/.progress/0-of-1/train/00000.bin"
+
+    def has_begun():
+        return writing.exists() and writing.stat().st_size > 0
+
+    code, said = run_until(words, tmp_path, has_begun, signal.SIGINT)
+    assert code == 130 and "out is unfinished; the same command resumes from here" in said
+    assert "Traceback" not in said
+    code, _ = run_until(words, tmp_path, has_begun, signal.SIGKILL)
+    assert code == -signal.SIGKILL
+    assert command(*words, cwd=tmp_path).returncode == 0
+    assert content(tmp_path / "out") == content(tmp_path / "whole")
+    again = command(*words, cwd=tmp_path)
+    assert "complete already" in again.stdout
+    other = command(*words, "--shard_tokens=9", cwd=tmp_path)
+    assert other.returncode == 2 and "shard_tokens was 268435456 and is 9" in other.stderr
+
+
+@pytest.mark.parametrize("files", [1, 7])
+def test_parts_merged_hold_the_documents_of_one_process(prepare, tmp_path, files):
+    """In the order of the input where each part has files of its own."""
+    (tmp_path / "in").mkdir()
+    for number in range(files):
+        (tmp_path / "in" / f"{number}.jsonl").write_text(as_json_lines(make_texts(20, number)))
+    how = {"tokenizer": "train:300", "eos_token": ""}
+    whole = prepare(tmp_path / "in", tmp_path / "whole", **how)
+    for part in (2, 0, 1):
+        done = prepare(tmp_path / "in", tmp_path / "parts", part=f"{part}/3", **how)
+        assert (done is None) == (part != 1)
+    found, expected = (read_back(tmp_path / name / "train") for name in ("parts", "whole"))
+    if files == 1:
+        found, expected = sorted(found), sorted(expected)
+    assert found == expected and done["stores"] == whole["stores"]
+    assert not (tmp_path / "parts" / ".progress").exists()
+    with pytest.raises(UserError, match="begun in other parts"):
+        prepare(tmp_path / "in", tmp_path / "others", part="0/2", **how)
+        prepare(tmp_path / "in", tmp_path / "others", part="0/3", **how)
+
+
+def test_a_full_disk_is_told_and_resumed_from(prepare, tmp_path, monkeypatch, texts):
+    (tmp_path / "a.jsonl").write_text(as_json_lines(texts))
+    prepare(tmp_path / "a.jsonl", tmp_path / "whole")
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "fsync", full)
+        with pytest.raises(
+            UserError, match="No space left.*free some space, then the same command"
+        ):
+            prepare(tmp_path / "a.jsonl", tmp_path / "out")
+    prepare(tmp_path / "a.jsonl", tmp_path / "out")
+    assert content(tmp_path / "out") == content(tmp_path / "whole")
+
+
+def test_input_that_changed_is_refused(prepare, tmp_path):
+    (tmp_path / "a.txt").write_text("some text")
+    prepare(tmp_path / "a.txt", tmp_path / "out")
+    (tmp_path / "a.txt").write_text("another text")
+    with pytest.raises(UserError, match="or it changed"):
+        prepare(tmp_path / "a.txt", tmp_path / "out")
+    prepare(tmp_path / "a.txt", tmp_path / "out", overwrite=True)
+    assert read_back(tmp_path / "out" / "train") == ["another text"]
+
+
+@pytest.mark.slow
+def test_memory_does_not_grow_with_the_input(tmp_path, tokenizer):
+    """A text of 60 MB that is one document."""
+    with open(tmp_path / "a.txt", "w") as file:
+        for _ in range(600):
+            file.write("some words of a long book\n" * 4000)
+    script = (
+        "import resource, sys; sys.path.insert(0, sys.argv.pop(1)); sys.argv[0] = 'get_dataset.py'\n"
+        "import runpy\ntry: runpy.run_path(sys.path[0] + '/get_dataset.py', run_name='__main__')\n"
+        "finally: print('peak', resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)"
+    )
+    words = ["a.txt", "out", f"--tokenizer={tokenizer}", "--eos_token=<|endoftext|>"]
+    done = subprocess.run(
+        [sys.executable, "-c", script, str(ROOT), *words],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert int(re.search(r"peak (\d+)", done.stdout)[1]) < 1_200_000, "kB"
+    assert TokenStore(tmp_path / "out" / "train").document_count == 1

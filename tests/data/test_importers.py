@@ -1,0 +1,195 @@
+"""Others' tokens become token stores: each document as its owner meant it, with one eos of ours."""
+
+import datasets
+import numpy as np
+import pyarrow
+import pytest
+
+from mamba_fsdp.data.opening import open_source
+from mamba_fsdp.data.store import TokenStore
+from mamba_fsdp.errors import UserError
+from tests.support.corpora import stored_documents
+from tests.support.others_tokens import write_fms, write_layout
+
+EOS, BOS, OTHER = 0, 1, 2
+LONG = [3 + number % 50 for number in range(40_000)]
+IDS = {"tokenizer": "none", "eos_token": str(EOS), "strip_tokens": [str(BOS)]}
+# As written, and what is stored of each.
+DOCUMENTS = [
+    ([BOS, 5, 6, EOS], [5, 6]),
+    ([7], [7]),
+    ([], None),
+    ([EOS], None),
+    ([BOS, EOS, EOS], None),
+    ([EOS, EOS, 8, BOS, 9], [8, BOS, 9]),
+    (LONG, LONG),
+    ([10], [10]),
+]
+WRITTEN = [written for written, _ in DOCUMENTS]
+STORED = [[*stored, EOS] for _, stored in DOCUMENTS if stored]
+
+
+def documents_of(path):
+    return [document.tolist() for document in stored_documents(TokenStore(path / "train"))]
+
+
+def write_rows(folder, documents):
+    datasets.Dataset.from_dict({"input_ids": documents}).save_to_disk(folder)
+
+
+def write_lists(path, documents, kind):
+    """An Arrow file whose rows are documents, in lists of a kind."""
+    path.parent.mkdir()
+    table = pyarrow.table({"tokens": pyarrow.array(documents, kind)})
+    with pyarrow.ipc.new_stream(str(path), table.schema) as writer:
+        writer.write_table(table, max_chunksize=3)
+
+
+IDS_TYPE = pyarrow.uint16()
+WRITERS = {
+    "fms": lambda folder: write_fms(folder / "lang=c" / "0.arrow", WRITTEN),
+    "lists": lambda folder: write_lists(folder / "a.arrow", WRITTEN, pyarrow.list_(IDS_TYPE)),
+    "large lists": lambda folder: write_lists(
+        folder / "a.arrow", WRITTEN, pyarrow.large_list(IDS_TYPE)
+    ),
+    "list views": lambda folder: write_lists(
+        folder / "a.arrow", WRITTEN, pyarrow.list_view(IDS_TYPE)
+    ),
+    "coded": lambda folder: write_lists(
+        folder / "a.arrow",
+        WRITTEN,
+        pyarrow.list_(pyarrow.dictionary(pyarrow.int32(), pyarrow.int64())),
+    ),
+    "null rows": lambda folder: write_lists(
+        folder / "a.arrow", [each or None for each in WRITTEN], pyarrow.list_(IDS_TYPE)
+    ),
+    "save_to_disk": lambda folder: write_rows(folder, WRITTEN),
+}
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_documents_are_those_that_were_written(prepare, tmp_path, name):
+    WRITERS[name](tmp_path / "in")
+    done = prepare(tmp_path / "in", tmp_path / "out", **IDS)
+    assert documents_of(tmp_path / "out") == STORED
+    store = TokenStore(tmp_path / "out" / "train")
+    assert (store.vocab_size, store.dtype.name, done["counts"]["empty"]) == (53, "uint32", 1)
+    assert store.read(0, store.token_count).positions.max() == len(LONG)
+
+
+@pytest.mark.parametrize("wraps", [True, False])
+@pytest.mark.parametrize("window", [1 << 20, 1000, 16_384])
+def test_datalayout_documents_longer_than_its_positions(
+    prepare, tmp_path, monkeypatch, wraps, window
+):
+    """Behind the 14 bits of a position neither each token nor each window is a document of its own."""
+    from mamba_fsdp.data.importers import datalayout
+
+    monkeypatch.setattr(datalayout, "WINDOW", window)
+    exact = [*([5] * 16_383), EOS]  # ends where positions do
+    documents = [[5, EOS], LONG, exact, [7, 8, EOS], LONG[:16_385]]
+    (tmp_path / "in").mkdir()
+    write_layout(tmp_path / "in" / "a.npy", documents, wraps)
+    prepare(tmp_path / "in", tmp_path / "out", vocab_size=1 << 16, **IDS)
+    expected = [each if each[-1] == EOS else [*each, EOS] for each in documents]
+    assert documents_of(tmp_path / "out") == expected
+    assert TokenStore(tmp_path / "out" / "train").dtype.name == "uint16"
+
+
+def test_blocks_of_one_length_are_laid_end_to_end(prepare, tmp_path):
+    rows = np.arange(3, 39).reshape(-1, 6).tolist()
+    rows[2][1] = EOS
+    write_rows(tmp_path / "in", rows)
+    prepare(tmp_path / "in", tmp_path / "out", **IDS)
+    store = TokenStore(tmp_path / "out" / "train")
+    assert store.read(0, store.token_count).tokens.tolist() == sum(rows, [])
+    assert store.document_count == 2
+
+
+def test_a_tokenizer_names_its_ids_and_their_bounds(prepare, tmp_path, tokenizer):
+    write_rows(tmp_path / "in", [[5, 6], [299]])
+    prepare(tmp_path / "in", tmp_path / "out")
+    assert open_source(tmp_path / "out" / "train").tokenizer_path.is_dir()
+    write_rows(tmp_path / "other", [[5, 6], [300, 1, 2]])
+    with pytest.raises(UserError, match="token ids from 1 to 300, but there are 300"):
+        prepare(tmp_path / "other", tmp_path / "none")
+
+
+def broken_layout(folder, count=3, counts=True):
+    write_layout(folder / "a.npy", [[5, 6, 7]], counts=counts)
+    (folder / "a.npy.size").write_text(str(count))
+
+
+def rows_with(folder, **columns):
+    datasets.Dataset.from_dict({"input_ids": [[5, 6], [7]], **columns}).save_to_disk(folder)
+
+
+REFUSED = {
+    "a null among tokens": (
+        lambda folder: write_lists(folder / "in/a.arrow", [[5, None]], pyarrow.list_(IDS_TYPE)),
+        "places without a token",
+    ),
+    "numbers that are none": (
+        lambda folder: write_lists(
+            folder / "in/a.arrow", [[0.5]], pyarrow.list_(pyarrow.float32())
+        ),
+        "lists of float, not token ids",
+    ),
+    "another size": (
+        lambda folder: broken_layout(folder / "in", 4),
+        "12 bytes, but a.npy.size says 4",
+    ),
+    "out of the loss": (lambda folder: broken_layout(folder / "in", 3, False), "out of the loss"),
+    "labels": (
+        lambda folder: rows_with(folder / "in", labels=[[-100, 6], [7]]),
+        "its labels leave tokens out of the loss",
+    ),
+    "padding": (
+        lambda folder: rows_with(folder / "in", attention_mask=[[1, 0], [1]]),
+        "its attention_mask leave tokens out",
+    ),
+    "another column": (
+        lambda folder: datasets.Dataset.from_dict({"a": [[1]]}).save_to_disk(folder / "in"),
+        "there is no column 'text'; it has: a",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_a_store_cant_say_is_refused_in_one_line(prepare, tmp_path, name):
+    make, reason = REFUSED[name]
+    if "layout" in str(make.__code__.co_names):
+        (tmp_path / "in").mkdir()
+    make(tmp_path)
+    with pytest.raises(UserError) as said:
+        prepare(tmp_path / "in", tmp_path / "out", **IDS)
+    assert reason in str(said.value) and "\n" not in str(said.value)
+    assert str(tmp_path / "in") in str(said.value)
+
+
+def test_a_sparse_file_beyond_4_gib_is_read_where_it_is_asked(tmp_path):
+    """Its offsets have more than 32 bits; the last document lies behind them."""
+    from config.dataset_config import DatasetConfig
+    from mamba_fsdp.data.corpus import Shard
+    from mamba_fsdp.data.importers.datalayout import datalayout_documents
+
+    path = tmp_path / "a.npy"
+    count = (1 << 30) + 10  # entries
+    with open(path, "wb") as file:
+        file.truncate(4 * count)
+    (tmp_path / "a.npy.size").write_text(str(count + 1))
+    with pytest.raises(UserError, match=f"{4 * count} bytes"):
+        next(datalayout_documents(Shard(str(path), "datalayout"), DatasetConfig()))
+    (tmp_path / "a.npy.size").write_text(str(count))
+    documents = next(datalayout_documents(Shard(str(path), "datalayout"), DatasetConfig()))
+    assert len(documents) == 1 << 20  # each entry says position 0
+
+
+@pytest.mark.parametrize("name", ["fms", "save_to_disk"])
+def test_training_names_the_command_that_imports_others_tokens(tmp_path, name):
+    WRITERS[name](tmp_path / "in")
+    with pytest.raises(UserError) as said:
+        open_source(tmp_path / "in")
+    message = str(said.value)
+    assert "training reads token stores" in message and "\n" not in message
+    assert f"get_dataset.py {tmp_path / 'in'} data/in --tokenizer=" in message
