@@ -214,8 +214,12 @@ def _batch(
     shape = (len(samples), data.seq_length)
     tokens = np.zeros(shape, np.int64)
     labels = np.full(shape, IGNORED_LABEL, np.int64)
-    seq_idx = np.zeros(shape, np.int32)
-    weights = np.zeros(shape, np.float32)
+    seq_idx = None
+    weights = None
+    if data.reset_at_documents:
+        seq_idx = np.zeros(shape, np.int32)
+    if data.position_weighting:
+        weights = np.zeros(shape, np.float32)
     for row, (name, window) in enumerate(samples):
         if window is None:
             continue
@@ -231,22 +235,22 @@ def _batch(
             )
         if found.mask is not None:
             labels[row, :length][~found.mask[1:]] = IGNORED_LABEL
-        # Where a document starts. The file may lack the head of the window's first one.
-        starts = np.append(False, found.positions[1:] <= found.positions[:-1])
-        seq_idx[row, :length] = np.cumsum(starts[:-1])
-        if data.position_weighting:
+        if seq_idx is not None:
+            seq_idx[row, :length] = np.cumsum(_starts(found.positions)[:-1])
+        if weights is not None:
             place_in_window = np.arange(length + 1)
-            document_start = np.maximum.accumulate(np.where(starts, place_in_window, 0))
-            before = (place_in_window - document_start)[1:]
-            weights[row, :length] = np.tanh(before / data.position_window)
+            starts = np.where(_starts(found.positions), place_in_window, 0)
+            before = place_in_window - np.maximum.accumulate(starts)
+            weights[row, :length] = np.tanh(before[1:] / data.position_window)
             labels[row, weights[row] == 0] = IGNORED_LABEL
-    return Batch(
-        torch.from_numpy(tokens),
-        torch.from_numpy(labels),
-        torch.from_numpy(seq_idx) if data.reset_at_documents else None,
-        samples,
-        torch.from_numpy(weights) if data.position_weighting else None,
-    )
+    arrays = {"tokens": tokens, "labels": labels, "seq_idx": seq_idx, "weights": weights}
+    tensors = {name: torch.from_numpy(array) for name, array in arrays.items() if array is not None}
+    return Batch(samples=samples, **tensors)
+
+
+def _starts(positions: np.ndarray) -> np.ndarray:
+    """Where a document starts in a window (n,) bool; the first never does. The file may lack its head."""
+    return np.append(False, positions[1:] <= positions[:-1])
 
 
 def _read_window(source: Source, start: int, length: int, vocab_size: int, place: str) -> Tokens:

@@ -1,8 +1,6 @@
 """Batches hold what the order says, whoever reads them: any world size, split, number of threads; and errors reach the
 caller."""
 
-import threading
-
 import numpy as np
 import pytest
 import torch
@@ -14,7 +12,6 @@ from mamba_fsdp.conventions import IGNORED_LABEL
 from mamba_fsdp.data.loader import BatchLayout, Loader, evaluation_batches
 from mamba_fsdp.data.sampler import Sampler
 from mamba_fsdp.data.source import Tokens
-from mamba_fsdp.data.store import StoreWriter
 from mamba_fsdp.errors import UserError
 
 L = 8
@@ -134,30 +131,6 @@ def test_rows_are_the_windows_and_labels_are_shifted_by_one():
                     )
 
 
-@settings(deadline=None, max_examples=25)
-@given(
-    counts=st.tuples(st.integers(1, 30), st.integers(1, 30)),
-    world_size=st.integers(1, 3),
-    workers=st.integers(0, 2),
-)
-def test_ranks_together_see_every_window_once_an_epoch(counts, world_size, workers):
-    sources = {"a": Numbers(counts[0] * L + 1), "b": Numbers(counts[1] * L + 1, first=10_000)}
-    seen = {"a": [], "b": []}
-    loaders = [
-        loader_of(sources, rank=rank, world_size=world_size, num_workers=workers)
-        for rank in range(world_size)
-    ]
-    for step in range(-(-90 // (2 * world_size))):
-        for loader in loaders:
-            for name, window in loader.step(step)[0].samples:
-                seen[name].append(window)
-    for loader in loaders:
-        loader.close()
-    for name, count in zip(seen, counts):
-        for epoch in range(len(seen[name]) // count):
-            assert sorted(seen[name][epoch * count : (epoch + 1) * count]) == list(range(count))
-
-
 def test_resuming_at_any_step_with_another_split_is_as_if_unbroken():
     """A state taken before step s, continued with other ranks, threads, batch and numbering, gives the same samples
     on."""
@@ -233,23 +206,6 @@ def test_a_document_without_its_head_is_one_of_its_own():
     assert torch.allclose(batch.weights, torch.tensor([[1, 2, 0, 1, 2, 0, 0, 1]]).div(10).tanh())
 
 
-def test_a_store_is_a_source(tmp_path):
-    writer = StoreWriter(tmp_path / "store", vocab_size=100, eos=0, tokenizer={}, shard_tokens=37)
-    for length in (5, 9, 1, 30, 12):
-        writer.append([*np.arange(1, length + 1), writer.eos])
-    store = writer.finish()
-    whole = torch.from_numpy(store.read(0, store.token_count).tokens.astype(np.int64))
-    with loader_of(
-        {"store": store}, batch_size=7, vocab_size=100, reset_at_documents=True
-    ) as loader:
-        batch = loader.step(0)[0]
-    assert sorted(window for _, window in batch.samples) == list(range(7))
-    for row, (_, window) in enumerate(batch.samples):
-        assert torch.equal(batch.tokens[row], whole[window * L : window * L + L])
-        ends = (batch.tokens[row, :-1] == 0).long()
-        assert torch.equal(batch.seq_idx[row, 1:].long(), ends.cumsum(0))
-
-
 @pytest.mark.parametrize("workers", [0, 2])
 def test_an_error_while_reading_reaches_the_caller_with_the_sources_name(workers):
     with loader_of({"wiki": Broken(100)}, num_workers=workers) as loader:
@@ -271,22 +227,6 @@ def test_a_token_outside_the_models_vocabulary_is_refused():
             loader.step(0)
     with loader_of({"a": Numbers(50 * L + 1)}, batch_size=50, vocab_size=50 * L + 1) as loader:
         loader.step(0)
-
-
-def test_closing_ends_the_threads():
-    before = {*threading.enumerate()}
-    with loader_of(two_sources(), num_workers=3, prefetch=5) as loader:
-        loader.step(0)
-        begun = {*threading.enumerate()} - before
-    assert begun and not any(thread.is_alive() for thread in begun)
-
-
-def test_reading_ahead_stays_within_its_bound():
-    """No more than prefetch steps are held, also when the steps asked for jump."""
-    with loader_of(two_sources(), prefetch=3) as loader:
-        for step in (0, 1, 2, 30, 31, 5):
-            loader.step(step)
-            assert set(loader.ahead) == {step + 1, step + 2, step + 3}
 
 
 def evaluated(source, world_size, batch_size, limit=None):
@@ -321,23 +261,6 @@ def test_evaluation_predicts_every_token_once_on_any_world_size(
         assert batch.tokens.shape == batch.labels.shape == (batch_size, L)
         counted = batch.labels != IGNORED_LABEL
         assert torch.equal(batch.labels[counted], batch.tokens[counted] + 1)
-
-
-@settings(deadline=None, max_examples=40)
-@given(limit=st.integers(1, 30), world_size=st.integers(1, 4), batch_size=st.integers(1, 5))
-def test_limited_evaluation_takes_the_same_spread_windows_on_any_world_size(
-    limit, world_size, batch_size
-):
-    def windows(*split):
-        batches = evaluated(Numbers(20 * L + 1), *split, limit=limit)
-        return sorted(
-            window for batch in batches for _, window in batch.samples if window is not None
-        )
-
-    chosen = windows(world_size, batch_size)
-    assert chosen == windows(1, 7) and len(chosen) == len(set(chosen)) == min(limit, 20)
-    gaps = np.diff([*chosen, 20])
-    assert chosen[0] == 0 and gaps.max() - gaps.min() <= 1
 
 
 def test_a_validation_source_without_two_tokens_is_refused():

@@ -80,7 +80,7 @@ def test_a_source_of_another_kind_gives_the_same_batches(pair):
     for native, toy in zip(*batches):
         assert native.samples == toy.samples
         assert torch.equal(native.tokens, toy.tokens) and torch.equal(native.labels, toy.labels)
-        assert torch.equal(native.documents, toy.documents)
+        assert torch.equal(native.seq_idx, toy.seq_idx)
 
 
 def test_a_source_of_another_kind_is_known_again_when_a_run_resumes(pair, tmp_path):

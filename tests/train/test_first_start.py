@@ -1,21 +1,13 @@
 """What a first start may find or lack: a run folder that is also what to load, an origin that goes later, no data."""
 
-import contextlib
-import os
 import shutil
-import signal
-import subprocess
-import sys
 
 import pytest
 
-from config import resolve
 from config.train_config import DataConfig
 from mamba_fsdp.data import tokenize
 from mamba_fsdp.data.builtin import make_missing_builtin, missing_builtin
 from mamba_fsdp.errors import UserError
-from mamba_fsdp.verbs.loading import starting_weights
-from tests.support.tiny import TINY
 
 
 @pytest.mark.parametrize("spelling", ["{run}", "../{name}/run/", "link", "./run"])
@@ -41,33 +33,6 @@ def test_a_run_folder_without_a_checkpoint_is_started_in(train, tmp_path):
     assert "starting   anew" in train(
         tmp_path / "run", num_steps=1, load_ckpt_path=tmp_path / "run"
     )
-
-
-@pytest.mark.parametrize("dry_run", [False, True])
-@pytest.mark.parametrize(
-    "origin, said",
-    [
-        ("run2", "there is no such file or folder; only save_ckpt_path itself, "),
-        ("x.pth", "there is no such file or folder"),
-        ("empty", "neither a committed checkpoint nor a run folder"),
-    ],
-)
-def test_another_origin_must_be_there_before_anything_is_written(
-    train, tmp_path, dry_run, origin, said
-):
-    (tmp_path / "empty").mkdir()
-    with pytest.raises(UserError, match=said):
-        train(tmp_path / "run", load_ckpt_path=tmp_path / origin, dry_run=dry_run)
-    assert not (tmp_path / "run").exists()
-
-
-@pytest.mark.parametrize("rank", [0, 1])
-def test_rank_0_alone_looks_whether_an_origin_is_there(monkeypatch, tmp_path, rank):
-    """A thousand ranks that look at once keep a file system busy; where rank 0 fails, torchrun ends the others."""
-    monkeypatch.setenv("RANK", str(rank))
-    words = {"save_ckpt_path": str(tmp_path / "run"), "load_ckpt_path": str(tmp_path / "nothing")}
-    with pytest.raises(UserError, match="no such file") if rank == 0 else contextlib.nullcontext():
-        assert starting_weights(*resolve.resolve_settings(words)) is None
 
 
 def empty(folder):
@@ -145,34 +110,3 @@ if __name__ == "__main__":
     corpus.builtin_files = lambda: files[::10]
     runpy.run_path(sys.argv[0], run_name="__main__")
 """
-
-
-@pytest.mark.slow
-def test_two_ranks_make_the_default_data_that_a_killed_start_left_in_parts(project, tmp_path):
-    """`python training.py`, then the same under torchrun: one rank makes it, the other waits."""
-    words = [
-        f"--{name}={value}" for name, value in {**TINY, "vocab_size": 4096, "num_steps": 2}.items()
-    ]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(project)}
-    (tmp_path / "of_a_tenth.py").write_text(OF_A_TENTH)
-    command = [tmp_path / "of_a_tenth.py", project / "training.py", *words]
-    first = subprocess.run(
-        [sys.executable, *command], cwd=tmp_path, env={**environment, "DIES": "1"}
-    )
-    assert first.returncode == -signal.SIGKILL and list(
-        (tmp_path / "data/builtin/.progress/0-of-1/train").iterdir()
-    )
-    assert not (tmp_path / "data/builtin/dataset.json").exists()
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    done = subprocess.run(
-        [*torchrun, *command],
-        cwd=tmp_path,
-        env=environment,
-        text=True,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-    )
-    assert done.returncode == 0, done.stdout
-    assert (
-        done.stdout.count("making data/builtin from") == 1 and "finished   2 steps" in done.stdout
-    )

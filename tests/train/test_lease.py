@@ -138,24 +138,6 @@ def test_a_holder_elsewhere_that_renews_is_alive(take, tmp_path, monkeypatch):
         take()
 
 
-def test_a_holder_that_ends_while_it_is_watched_leaves_the_folder_free(take, tmp_path, monkeypatch):
-    """And nothing is removed then: what is there a moment later would be a living run's."""
-    left_by(tmp_path)
-    monkeypatch.setattr(module.time, "sleep", lambda _: (tmp_path / LEASE).unlink(missing_ok=True))
-    monkeypatch.setattr(Lease, "_remove", lambda self: pytest.fail("a lease was removed"))
-    take().check()
-
-
-@pytest.mark.slow
-def test_of_many_at_once_one_gets_the_folder(tmp_path):
-    processes = [start_holder(tmp_path) for _ in range(4)]
-    answers = [process.pipe.recv() for process in processes]
-    assert answers.count("taken") == 1 and sum("is in use by" in answer for answer in answers) == 3
-    for process in processes:
-        process.kill()
-        process.join()
-
-
 def test_one_that_lost_its_lease_finds_out_and_leaves_the_other_in_peace(take, tmp_path):
     lease = take()
     left_by(tmp_path)
@@ -194,9 +176,3 @@ def test_a_run_that_ended_without_a_word_is_not_called_running(tmp_path, capsys,
     killed = f"killed: the run of process {os.getpid()} on {module.socket.gethostname()}, begun "
     assert told["reason"].startswith(killed) if status == "failed" else not told["reason"]
     assert f"status         {status}" in capsys.readouterr().out
-
-
-def test_a_folder_that_was_never_taken_is_not_held(tmp_path):
-    lease = Lease(tmp_path / LEASE)
-    assert not lease.is_held()
-    lease.give_back()

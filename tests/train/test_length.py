@@ -75,27 +75,6 @@ def test_a_run_of_epochs_resumes_and_is_lengthened(train, tmp_path, weights_of, 
 
 
 @pytest.mark.slow
-def test_accumulation_by_device_is_the_global_batch(train, tmp_path, weights_of):
-    train(tmp_path / "one", gradient_accumulation_steps=3)
-    train(tmp_path / "other", global_batch_size=6)
-    assert equal(weights_of(tmp_path / "one"), weights_of(tmp_path / "other"))
-
-
-@pytest.mark.slow
-def test_a_schedule_ends_before_the_run(train, tmp_path, metrics_of):
-    def rates(run, **given):
-        train(tmp_path / run, eval_interval=0, report_interval=1, **given)
-        return [entry["learning_rate"] for entry in metrics_of(tmp_path / run)]
-
-    short, beside = rates("short", num_steps=4), rates("beside", num_steps=8, schedule_steps=4)
-    assert (
-        beside[:4] == short and set(beside[4:]) == {short[-1]} and short[-1] == pytest.approx(0.001)
-    )
-    said = train(tmp_path / "beside", eval_interval=0, num_steps=10, schedule_steps=4)
-    assert "schedule   " not in said, "a longer run stays where its schedule ended"
-
-
-@pytest.mark.slow
 def test_made_up_tokens_train_and_resume(train, tmp_path, weights_of):
     common = {
         "use_dummy_dataset": True,

@@ -19,19 +19,6 @@ from mamba_fsdp.train.state import TrainState
 KINDS = ["cosine", "wsd", "linear", "constant", "annealing"]
 
 
-@given(
-    st.sampled_from(KINDS),
-    st.integers(1, 3000),
-    st.integers(-1, 400),
-    st.integers(-1, 400),
-    st.floats(0, 1, allow_subnormal=False),
-)  # which other tests of this process turn off
-def test_a_factor_is_a_share_and_no_step_divides_by_zero(kind, total, warmup, decay, floor):
-    schedule = Schedule(kind, total, warmup=warmup, decay=decay, floor=floor)
-    assert all(0 <= schedule.factor(step) <= 1 for step in range(total))
-    assert schedule.factor(0) > 0 or floor == 0
-
-
 def test_cosine_is_that_of_fms_fsdp():
     """min(1 - (1 - x/W)^2, 0.1 + 0.45 (1 + cos(pi x/N))), W = min(2000, N/20)."""
     total = 1000

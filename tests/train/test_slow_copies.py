@@ -1,19 +1,14 @@
 """Training goes on while a save still copies what it changes next: what is stored is the step's, bit for bit."""
 
 import json
-import os
-import signal
 import threading
-import time
 
 import pytest
 
 from config import resolve
 from mamba_fsdp.checkpoint.checkpointer import Checkpointer
-from mamba_fsdp.checkpoint.folder import Reader
-from mamba_fsdp.parallel.world import World
 from mamba_fsdp.train import loop, run
-from tests.support.ranks import PROCESSES, run_ranks
+from tests.support.ranks import run_ranks
 
 pytestmark = [pytest.mark.torch22, pytest.mark.slow]
 
@@ -95,17 +90,3 @@ def test_a_slow_copy_is_waited_for_by_the_update_alone(
     assert told == [[False, False, True, False, True, False, True]] * ranks
     calm, slow = content(tmp_path / "at once"), content(tmp_path / "late")
     assert list(calm) == [f"step_0000000{step}" for step in (2, 4, 6, 7)] and calm == slow
-
-
-def test_killed_while_copying_the_checkpoint_before_is_used(corpus, tiny_file, tmp_path):
-    words = settings(corpus, tmp_path / "run", sharding_strategy="none")
-    process = PROCESSES.Process(target=train, args=(World.alone(), words, tiny_file, "never"))
-    process.start()
-    deadline = time.monotonic() + 400
-    while not list(tmp_path.glob("run/checkpoints/.step_00000004*")):
-        assert time.monotonic() < deadline and process.is_alive()
-        time.sleep(0.01)
-    os.kill(process.pid, signal.SIGKILL)
-    process.join()
-    newest = Checkpointer(tmp_path / "run", World.alone()).newest()
-    assert newest is not None and Reader(newest).state["progress"]["step"] == 2

@@ -12,8 +12,7 @@ from pathlib import Path
 import pytest
 
 from mamba_fsdp import command_line, storage
-from mamba_fsdp.errors import StorageError, UserError
-from mamba_fsdp.storage import exists, retry_io
+from mamba_fsdp.errors import StorageError
 
 CALLS = {
     os: ("stat", "listdir", "mkdir", "unlink", "rename", "replace"),
@@ -129,48 +128,4 @@ def test_storage_that_stays_away_ends_the_run_with_a_code_of_its_own(
         place in errors[0]
         and "Input/output error" in errors[0]
         and "the same command resumes" in errors[0]
-    )
-
-
-@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES])
-def test_what_no_patience_mends_is_told_at_once(train, stumble, tmp_path, number):
-    failed = stumble(
-        lambda call, path: path.endswith("metrics.jsonl") and call == "open",
-        times=10**9,
-        number=number,
-    )
-    with pytest.raises(UserError, match="metrics.jsonl") as told:
-        train(tmp_path)
-    assert (
-        list(failed.values()) == [1]
-        and told.value.exit_code == 2
-        and "mend that" in str(told.value)
-    )
-
-
-def test_attempts_come_further_and_further_apart_and_show_life(monkeypatch):
-    from mamba_fsdp.heartbeat import heart
-
-    now, pauses, beats = [0.0], [], heart.work
-    monkeypatch.setattr(storage.time, "monotonic", lambda: 1 + now[0])
-    monkeypatch.setattr(
-        storage.time, "sleep", lambda pause: (pauses.append(pause), now.append(now.pop() + pause))
-    )
-
-    def fail():
-        raise OSError(errno.ESTALE, "Stale file handle")
-
-    with pytest.raises(StorageError, match="PLACE: Stale file handle"):
-        retry_io(fail, "PLACE")
-    assert pauses[:4] == [0.1, 0.2, 0.4, 0.8] and max(pauses) == 5 and 60 <= sum(pauses) < 66
-    assert heart.work - beats == len(pauses)
-
-
-def test_there_is_no_telling_whether_a_file_exists_while_storage_fails(stumble, tmp_path):
-    (tmp_path / "there").touch()
-    stumble(lambda call, path: path.startswith(str(tmp_path)), times=3)
-    assert (
-        exists(tmp_path / "there")
-        and not exists(tmp_path / "elsewhere")
-        and not exists(tmp_path / "there/below")
     )

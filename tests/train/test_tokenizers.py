@@ -7,10 +7,9 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
 from mamba_fsdp.data.store import StoreWriter
-from mamba_fsdp.data.tokenizer import TextTokenizer, identities_in, identity_of, is_other
+from mamba_fsdp.data.tokenizer import TextTokenizer, identities_in, identity_of
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.interop.convert import write_model
-from mamba_fsdp.verbs import evaluate, generate
 
 WORDS = ["<end>", "?", *(f"w{number}" for number in range(62))]
 OTHER = [*WORDS[:-2], WORDS[-1], WORDS[-2]]
@@ -84,23 +83,6 @@ def test_tokenizers_that_do_the_same_have_one_identity(tmp_path):
     ).read_bytes()
 
 
-def test_nothing_is_said_of_what_is_not_known(tmp_path):
-    known, other = identity_of(words(WORDS)), identity_of(words(OTHER))
-    assert is_other(known, [other]) == other and is_other(known, ["", other]) == other
-    assert not any(
-        is_other(*pair)
-        for pair in [
-            (known, []),
-            (known, [""]),
-            (known, [other, known]),
-            ("", [other]),
-            ("none", [other]),
-            (known, ["sha256:0"]),
-        ]
-    )
-    assert list(identities_in(None)) == list(identities_in(tmp_path)) == []
-
-
 REFUSED = r"{} and {} have different tokenizers \(ids:\w{{8}}, ids:\w{{8}}\)"
 
 
@@ -139,48 +121,3 @@ def test_training_refuses_another_tokenizer(train, data, run_of, tmp_path):
         UserError, match=REFUSED.format(".*b/train", ".*run/checkpoints/step_00000006")
     ):
         train(run_of["run"], dataset_path=data, datasets="b", num_steps=9)
-
-
-def test_what_is_alike_unknown_or_allowed_goes_on(train, data, run_of, tmp_path):
-    train(
-        tmp_path / "mixed",
-        dataset_path=data,
-        datasets="a,again,unknown",
-        validation_path=data / "again",
-    )
-    for start in ("run", "exported"):
-        train(
-            tmp_path / f"again from {start}", dataset_path=data / "again", init_from=run_of[start]
-        )
-    train(tmp_path / "unknown", dataset_path=data / "unknown", init_from=run_of["run"])
-    train(run_of["run"], dataset_path=data, datasets="b", num_steps=8, allow_other_tokenizer=True)
-    assert (run_of["run"] / "tokenizer/tokenizer.json").read_bytes() == (
-        data / "b/train/tokenizer/tokenizer.json"
-    ).read_bytes()
-    train(
-        run_of["run"], dataset_path=data, datasets="b", num_steps=9
-    )  # whose tokens it has learnt by now
-    with pytest.raises(UserError, match="different tokenizers"):
-        train(run_of["run"], dataset_path=data, datasets="again", num_steps=10)
-
-
-def test_so_do_evaluation_and_generation(data, run_of, capsys):
-    for model in (run_of["run"], run_of["pth"], run_of["exported"]):
-        with pytest.raises(UserError, match=REFUSED.format(".*b/validation", ".*")):
-            evaluate.main(str(model), str(data / "b/validation"))
-        with pytest.raises(UserError, match=REFUSED.format(".*b/train/tokenizer", ".*")):
-            generate.main(str(model), tokenizer=str(data / "b/train/tokenizer"))
-    evaluate.main(
-        str(run_of["exported"]),
-        str(data / "b/validation"),
-        options=evaluate.EvaluationConfig(allow_other_tokenizer=True),
-    )
-    assert "perplexity" in capsys.readouterr().out
-    generate.main(
-        str(run_of["run"]),
-        "w1 w2",
-        3,
-        tokenizer=str(data / "b/train/tokenizer"),
-        allow_other_tokenizer=True,
-    )
-    generate.main(str(run_of["run"]), "w1 w2", 3, tokenizer=str(data / "again/train/tokenizer"))
