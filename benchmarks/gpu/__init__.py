@@ -1,1 +1,1 @@
-"""What a GPU has to show: training steps beside others' (models.py), and all else in one call (all.py)."""
+"""What there is to measure on a GPU: python -m benchmarks.gpu --all."""

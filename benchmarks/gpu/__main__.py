@@ -1,12 +1,134 @@
-"""python -m benchmarks.gpu: training steps beside others', see models.py; with --all everything, see all.py."""
+"""What there is to measure on a GPU, in order of worth.
 
+    python -m benchmarks.gpu --all [--out FOLDER] [--rehearse]
+    python -m benchmarks.gpu --only operators,mamba-1.4b [--out FOLDER] [--rehearse]
+
+operators: each backend of each operator, its errors and its time. run: equal bits of equal runs, and behind a kill. Others
+are presets: their training step beside mamba_ssm's and transformers' model. Each part runs in a process of its own with
+its own time limit, and writes NAME.md and NAME.log into FOLDER (default: $OUT, else gpu-results); summary.md has all.
+--rehearse: the same with tiny models on the CPU. benchmarks/gpu_setup.sh builds mamba_ssm where pip can't.
+"""
+
+import argparse
+import contextlib
+import os
+import platform
+import signal
+import subprocess
 import sys
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping
+from importlib import metadata
+from pathlib import Path
 
-if "--all" in sys.argv[1:]:
-    from benchmarks.gpu import all as everything
+import torch
 
-    sys.exit(everything.main([word for word in sys.argv[1:] if word != "--all"]))
-else:
-    from benchmarks.gpu import models
+LIMITS = {  # seconds at most
+    "operators": 240,
+    "mamba-1.4b": 240,
+    "mamba2-1.3b": 240,
+    "run": 300,
+    "mamba-130m": 150,
+    "mamba2-2.7b": 240,
+}
 
-    sys.exit(models.main())
+
+def table(rows: Iterable[Mapping[str, object]]) -> str:
+    """Returns Markdown; its columns are those of the first row."""
+    rows = list(rows)
+    lines = [list(rows[0]), ["---"] * len(rows[0])]
+    for row in rows:
+        lines.append([str(row.get(name, "")).replace("|", "/") for name in rows[0]])
+    return "".join("| " + " | ".join(cells) + " |\n" for cells in lines)
+
+
+def provenance(rehearse: bool) -> str:
+    """Machine, versions and commit, as benchmarks/RESULTS.md wants them."""
+    device = f"CPU {platform.machine()}" if rehearse else torch.cuda.get_device_name()
+    versions = []
+    for package in ("torch", "triton", "mamba-ssm", "causal-conv1d", "transformers"):
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            versions.append(f"{package} {metadata.version(package)}")
+    described = subprocess.run(["git", "describe", "--always"], capture_output=True, text=True)
+    commit = described.stdout.strip() or "not a git checkout"
+    return f"{device}; {', '.join(versions)}; commit {commit}\n"
+
+
+def rows_of(name: str, rehearse: bool) -> Iterator[dict[str, object]]:
+    device = torch.device("cpu") if rehearse else torch.device("cuda", 0)
+    if name == "operators":
+        from benchmarks.gpu import operators
+
+        yield from operators.measure(device, rehearse)
+    elif name == "run":
+        from benchmarks.gpu import runs
+
+        with tempfile.TemporaryDirectory() as folder:
+            yield from runs.measure(Path(folder), rehearse)
+    else:
+        from benchmarks.gpu import models
+
+        yield from models.measure(name, device, rehearse)
+
+
+def measure_part(name: str, out: Path, rehearse: bool) -> None:
+    """Writes the table anew with each row, so that what there is stays where the time is over."""
+    rows = []
+    for row in rows_of(name, rehearse):
+        rows.append(row)
+        (out / f"{name}.md").write_text(table(rows))
+
+
+def run_part(name: str, out: Path, rehearse: bool) -> str:
+    """Runs a part in a process of its own; returns what came of it."""
+    command = [sys.executable, "-m", "benchmarks.gpu", "--part", name, "--out", str(out)]
+    if rehearse:
+        command.append("--rehearse")
+    with open(out / f"{name}.log", "wb") as log:
+        process = subprocess.Popen(
+            command, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+        )
+    try:
+        code = process.wait(LIMITS[name])
+        return f"ended with {code}, see {name}.log" if code else "done"
+    except subprocess.TimeoutExpired:
+        return f"stopped after {LIMITS[name]} s"
+    finally:
+        with contextlib.suppress(ProcessLookupError):  # what the part had started ends with it
+            os.killpg(process.pid, signal.SIGKILL)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--all", action="store_true")
+    parser.add_argument("--only", default="")
+    parser.add_argument("--part", help=argparse.SUPPRESS)
+    parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT") or "gpu-results"))
+    parser.add_argument("--rehearse", action="store_true")
+    asked = parser.parse_args()
+    names = list(LIMITS) if asked.all else [name for name in asked.only.split(",") if name]
+    if asked.part:
+        measure_part(asked.part, asked.out, asked.rehearse)
+        return 0
+    if not names or not LIMITS.keys() >= set(names):
+        parser.error(f"--all, or --only with some of {','.join(LIMITS)}")
+    if not asked.rehearse and not torch.version.cuda:
+        parser.error("it needs a CUDA device; --rehearse tries all of it on the CPU")
+    asked.out.mkdir(parents=True, exist_ok=True)
+    outcomes = {}
+    for name in names:
+        outcomes[name] = run_part(name, asked.out, asked.rehearse)
+        print(f"{name:<16}{outcomes[name]}", flush=True)
+    tables = []
+    for name in names:
+        path = asked.out / f"{name}.md"
+        if path.exists():
+            tables.append(f"## {name}\n\n{path.read_text()}")
+    (asked.out / "summary.md").write_text("\n".join([provenance(asked.rehearse), *tables]))
+    return 0 if set(outcomes.values()) == {"done"} else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
