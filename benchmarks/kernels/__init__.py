@@ -20,9 +20,6 @@ class Kernel:
         str, Any
     ]  # of the arguments that are tl.constexpr (None for absent tensors too)
     elements: int  # (token, channel, state) or (token, channel) elements that one trip handles, of all warps together
-    bytes_per_token: float = 0  # read and written in the GPU's memory, of one layer
-    per_token: float = 0  # elements of a token, of one layer: d_inner x d_state for a scan
-    flops_per_token: float = 0  # of tensor cores, of one layer
     warps: int = 1
     stages: int = 1
     trips: int = 0  # of an inner loop within one trip of the loop around it; 0 where that is not worth counting
@@ -31,7 +28,6 @@ class Kernel:
     )
     aligned: Any = None  # arguments divisible by 16; default: all pointers
     ccs: tuple[int, ...] = (80, 86, 89, 90, 100, 120)  # architectures that it has these sizes on
-    note: str = ""
     # At most, on every architecture and Triton:
     registers: int = 255
     stack: int = 0  # bytes

@@ -47,7 +47,6 @@ class Compiled:
     stack: int  # bytes
     shared: int  # bytes
     instructions: float
-    special: float  # of them, those for exp2 and the like
     loops: list[Loop]
     error: str = ""
 
@@ -61,7 +60,7 @@ def operators() -> list[str]:
     found = {
         path.stem for path in Path(__file__).parent.glob("*.py") if "\nKERNELS" in path.read_text()
     }
-    return sorted(found - {"reference"})
+    return sorted(found)
 
 
 def kernels_of(operator: str) -> dict[str, Kernel]:
@@ -162,11 +161,11 @@ def _assembly_of_2(function, names, kernel, cc, indices):
     return made.asm, made.shared
 
 
-def count(kernel: Kernel, found: list[Loop], kind: str | None = None) -> float:
-    """Instructions (of a kind) of a thread for an element."""
+def count(kernel: Kernel, found: list[Loop]) -> float:
+    """Instructions of a thread for an element."""
 
     def of(loop):
-        return 32 * kernel.warps * (loop.instructions if kind is None else loop.kinds.get(kind, 0))
+        return 32 * kernel.warps * loop.instructions
 
     inner = [loop for loop in found if loop.depth == 0]
     total = 0.0
@@ -207,7 +206,6 @@ def compile_one(operator: str, name: str, cc: int) -> Compiled:
         stack,
         shared,
         count(kernel, found),
-        count(kernel, found, "special"),
         found,
     )
 
@@ -241,7 +239,7 @@ def compile_all(triton_folder: str | Path, requests: Iterable[Request]) -> Itera
     if len(answers) < len(requests):  # the compiler itself can crash
         reason = (done.stderr.strip() or f"exit status {done.returncode}").splitlines()[-1]
         yield Compiled(
-            *requests[len(answers)], "", 0, 0, 0, 0, 0, [], error=f"the compiler ended: {reason}"
+            *requests[len(answers)], "", 0, 0, 0, 0, [], error=f"the compiler ended: {reason}"
         )
 
 
@@ -252,7 +250,7 @@ def main() -> None:
             answer = compile_one(*request)
         except Exception as error:
             answer = Compiled(
-                *request, "", 0, 0, 0, 0, 0, [], error=f"{type(error).__name__}: {error}"
+                *request, "", 0, 0, 0, 0, [], error=f"{type(error).__name__}: {error}"
             )
         print(json.dumps(asdict(answer)), flush=True)
 

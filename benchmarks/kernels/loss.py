@@ -2,7 +2,6 @@
 
 from benchmarks.kernels import Kernel
 
-VOCAB = 50_288
 SIGNATURE = dict(logits="*bf16", labels="*i64", token_weights="*fp32", losses="*fp32", vocab="i32")
 
 
@@ -26,8 +25,6 @@ def entry(name, instructions, gradient=True, weighted=False, **more):
         constants,
         elements=4096,
         warps=8,
-        per_token=VOCAB,
-        bytes_per_token=2 * VOCAB * (2 if gradient else 1),
         aligned=tuple(signature),
         instructions=instructions,
         registers=96,

@@ -87,12 +87,6 @@ def loops(cubin: bytes) -> list[Loop]:
     return _read(code, sorted(starts.items()) or [(0, len(code) - 1)])
 
 
-def whole(cubin: bytes) -> Loop:
-    """All instructions, those of loops once."""
-    code, _ = listing(cubin)
-    return _read(code, [(0, len(code) - 1)])[0]
-
-
 def _read(code, spans):
     found = {}
     for first, last in sorted(spans, key=lambda span: span[1] - span[0]):

@@ -1,9 +1,5 @@
 """The SSD's kernels in a layer of mamba2-2.7b (80 heads of 64 channels, d_state 128, one group, bf16), each row in one
-segment, chunks of 32.
-
-Forward: `steps`, `forward`: 24 KB a token, where mamba-ssm's five kernels (chunks of 256) move 67: dt and its sums 1.1,
-chunk states 21.4, their passing 15.4, C B^T 1.5, outputs 27.5. Backward: all the others and `steps` again.
-"""
+segment, chunks of 32."""
 
 from importlib import import_module
 
@@ -38,15 +34,9 @@ SIZES = dict(
     B_ROW=HEADS * HEADDIM + 2 * D_STATE,
     C_ROW=HEADS * HEADDIM + 2 * D_STATE,
 )
-X = 2 * HEADS * HEADDIM
-STEPS = 3 * 4 * HEADS
-MATRIX = 2 * D_STATE
-STATES = 2 * HEADS * HEADDIM * D_STATE // Q
-FLOWS = PARTS * 4 * 4 * HEADS
-SUMS = 2 * 4 * D_STATE * HEADS // BLOCK
 
 
-def kernel(name, function, arguments, constants, elements, moved, **more):
+def kernel(name, function, arguments, constants, elements, **more):
     signature = {argument: TYPES[argument] for argument in arguments.split()}
     return Kernel(
         name,
@@ -54,8 +44,6 @@ def kernel(name, function, arguments, constants, elements, moved, **more):
         signature,
         constants,
         elements=elements,
-        per_token=HEADS * HEADDIM,
-        bytes_per_token=moved,
         aligned=signature.keys() - ODD,
         **more,
     )
@@ -79,14 +67,13 @@ def sweeps(P, **more):
     sizes = SIZES | dict(P=P, TILES=HEADDIM // P, first=None, LOCAL=False, REVERSE=False)
     back = sizes | dict(REVERSE=True, X_ROW=HEADS * HEADDIM)
 
-    def sweep(title, arguments, constants, moved):
+    def sweep(title, arguments, constants):
         return kernel(
             f"{title}, {P} channels",
             "sweep",
             SWEEP.format(*arguments),
             constants,
             Q * P,
-            moved,
             warps=4,
             instructions=BOUNDS[title][P],
             registers=128 if constants["LOCAL"] else 255,
@@ -98,24 +85,19 @@ def sweeps(P, **more):
             "forward",
             ("", "out "),
             sizes | dict(seq_idx=None, states=None),
-            2 * X + STEPS + 2 * MATRIX,
         ),
         sweep(
             "forward with documents",
             ("seq_idx ", "out "),
             sizes | dict(states=None),
-            2 * X + STEPS + 2 * MATRIX + 4,
         ),
-        sweep(
-            "states", ("seq_idx ", "states "), sizes | dict(out=None), X + STEPS + MATRIX + STATES
-        ),
-        sweep("back", ("seq_idx ", "states out "), back, 2 * X + STEPS + 2 * MATRIX + STATES),
+        sweep("states", ("seq_idx ", "states "), sizes | dict(out=None)),
+        sweep("back", ("seq_idx ", "states out "), back),
         *(
             sweep(
                 title,
                 ("seq_idx ", "out "),
                 of | dict(states=None, LOCAL=True),
-                X + STEPS + MATRIX,
             )
             for title, of in (("local", sizes), ("local back", back))
         ),
@@ -129,7 +111,6 @@ KERNELS = [
         "dt A bias steps dt_batch dt_row length heads",
         dict(HEADS=8, Q=Q),
         Q * 8 * HEADDIM,
-        2 * HEADS + STEPS,
         warps=4,
         registers=64,
         instructions=2.6,
@@ -146,7 +127,6 @@ KERNELS = [
                 DY_ROW=HEADS * HEADDIM, BLOCK=BLOCK, K=D_STATE // PARTS, P=P, TILES=HEADDIM // P
             ),
             Q * HEADDIM,
-            2 * X + STEPS + 2 * MATRIX + 2 * STATES + FLOWS + 2 * SUMS,
             warps=8,
             ccs=ccs,
             instructions=BOUNDS["gradients"][P],
@@ -159,7 +139,6 @@ KERNELS = [
         "dt A bias steps seq_idx flows sums ddt totals dt_batch dt_row length heads",
         dict(PARTS=PARTS, Q=Q),
         Q * HEADDIM,
-        FLOWS + STEPS + 4 * HEADS,
         warps=1,
         registers=168,
         instructions=9,

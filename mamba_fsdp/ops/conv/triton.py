@@ -32,23 +32,33 @@ def _walk(blocks, x, weight, bias, seq_idx, out, grad=None, sums=None):
         return
     from mamba_fsdp.ops.conv.triton_kernels import walk
 
-    assert 2 <= weight.shape[2] <= 4, weight.shape  # the bounds of d_conv
+    width = weight.shape[2]
+    assert 2 <= width <= 4, width  # the bounds of d_conv
     batch, length, channels = x.shape
     row_programs = -(-length // blocks["ROWS"])
     channel_programs = -(-channels // blocks["CHANNELS"])
-    x, grad, seq_idx = (
-        t if t is None or t.stride(-1) == 1 else t.contiguous() for t in (x, grad, seq_idx)
-    )
+    x = _packed(x)
     strides = {
-        f"{name}_{of}": 0 if t is None else t.stride(dimension)
-        for dimension, of in enumerate(("batch", "row"))
-        for name, t in dict(x=x, out=out, grad=grad, seq_idx=seq_idx).items()
+        "x_batch": x.stride(0),
+        "x_row": x.stride(1),
+        "out_batch": out.stride(0),
+        "out_row": out.stride(1),
+        "seq_idx_batch": 0,
+        "grad_batch": 0,
+        "grad_row": 0,
     }
+    if seq_idx is not None:
+        seq_idx = _packed(seq_idx)
+        strides["seq_idx_batch"] = seq_idx.stride(0)
+    if grad is not None:
+        grad = _packed(grad)
+        strides["grad_batch"] = grad.stride(0)
+        strides["grad_row"] = grad.stride(1)
     walk[(batch * row_programs * channel_programs,)](
         X=x,
         WEIGHT=weight.contiguous(),
         BIAS=bias.contiguous(),
-        DOCUMENTS=seq_idx,
+        SEQ_IDX=seq_idx,
         OUT=out,
         GRAD=grad,
         SUMS=sums,
@@ -56,11 +66,16 @@ def _walk(blocks, x, weight, bias, seq_idx, out, grad=None, sums=None):
         channels=channels,
         row_programs=row_programs,
         channel_programs=channel_programs,
-        WIDTH=weight.shape[2],
+        WIDTH=width,
         BACK=0 if grad is None else 3,
         **strides,
         **blocks,
     )
+
+
+def _packed(t):
+    """A tensor whose last dimension lies side by side, as the kernel takes it."""
+    return t if t.stride(-1) == 1 else t.contiguous()
 
 
 causal_conv_silu = triton.differentiable(

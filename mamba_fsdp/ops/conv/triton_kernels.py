@@ -13,7 +13,7 @@ def walk(
     X,
     WEIGHT,
     BIAS,
-    DOCUMENTS,
+    SEQ_IDX,
     OUT,
     GRAD,
     SUMS,
@@ -21,7 +21,7 @@ def walk(
     channels,
     x_batch,
     x_row,
-    documents_batch,
+    seq_idx_batch,
     out_batch,
     out_row,
     grad_batch,
@@ -70,9 +70,9 @@ def walk(
         grad = GRAD + batch * grad_batch + early * grad_row + c
         ahead1 = zeros.to(GRAD.dtype.element_ty)
         ahead2 = ahead1
-    if DOCUMENTS is not None:
-        document = DOCUMENTS + batch * documents_batch + early
-        last = tl.load(DOCUMENTS)
+    if SEQ_IDX is not None:
+        document = SEQ_IDX + batch * seq_idx_batch + early
+        last = tl.load(SEQ_IDX)
         same1 = begin < 0
         same2 = begin < 0
     for start in range(begin - 5, begin + ROWS + BACK, 4):
@@ -86,7 +86,7 @@ def walk(
             next2 = tl.load(
                 x + 2 * x_row, mask=inside & (row >= -2) & (row + 2 < readable), other=0
             )
-            if DOCUMENTS is not None:
+            if SEQ_IDX is not None:
                 own = tl.load(document, mask=(t >= 0) & (t < length), other=0)
                 same = own == last
                 last = own
@@ -108,7 +108,7 @@ def walk(
                 g1 = g0
                 g2 = g0
                 g3 = g0
-                if DOCUMENTS is not None:
+                if SEQ_IDX is not None:
                     same3 = same & same2
                     same2 = same & same1
                     same1 = same
