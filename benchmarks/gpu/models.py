@@ -19,7 +19,7 @@ from config.presets import preset
 from config.train_config import ParallelConfig, TrainConfig
 from mamba_fsdp.data.loader import Batch
 from mamba_fsdp.errors import UserError, first_line
-from mamba_fsdp.interop import state_spaces, transformers_forms
+from mamba_fsdp.interop import state_spaces, transformers_layouts
 from mamba_fsdp.model.init import initial_value
 from mamba_fsdp.model.lm import MambaLM
 from mamba_fsdp.model.spec import flops_per_token, operator_uses, parameters
@@ -86,12 +86,12 @@ def transformers_step(config: ModelConfig, weights: Weights, device: torch.devic
     need_kernels(device)
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    form = transformers_forms.form_for(config)
-    fields = form.write_config(config)
+    layout = transformers_layouts.layout_for(config)
+    fields = layout.write_config(config)
     with torch.device(device):
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**fields, use_cache=False))
     theirs = {}
-    for name, parts in transformers_forms.parts(form, config).items():
+    for name, parts in layout.parts(config).items():
         rows = weights[name].split([shape[0] for _, shape in parts])
         theirs.update(zip([their_name for their_name, _ in parts], rows))
     return peer_step(model, theirs, device)

@@ -24,7 +24,7 @@ from mamba_fsdp.train.state import TrainState
 class Weights(Protocol):
     """What init_from names."""
 
-    def open(self, world: Any, shards: Sequence[Shard]) -> "Weights": ...
+    def open(self, world: Any) -> "Weights": ...
 
     def slice(self, name: str, start: int, stop: int) -> torch.Tensor: ...
 
@@ -85,7 +85,7 @@ def start(
         )
     if weights and not newest:
         shards_of_model = parallel.shards()
-        opened = weights.open(parallel.world, shards_of_model)
+        opened = weights.open(parallel.world)
         parallel.world.on_all_ranks(partial(fill_parts, shards_of_model, opened.slice))
     elif source is None:
         fill_at_random(settings, parallel)

@@ -20,7 +20,7 @@ from torch.distributed import checkpoint as dcp
 
 from config.resolve import resolve_settings, shown
 from mamba_fsdp.errors import UserError
-from mamba_fsdp.interop.convert import to_our_form, write_model
+from mamba_fsdp.interop.convert import write_pth_folder, write_model
 from mamba_fsdp.interop.weights import find_weights, read_weights
 from mamba_fsdp.model.lm import MambaLM
 from mamba_fsdp.parallel.world import World
@@ -364,7 +364,7 @@ def test_a_file_without_config_json(tmp_path, capsys):
     with pytest.raises(UserError, match="does not fit the model"):
         read_weights(tmp_path / "lonely.pth", model_name="mamba-130m")
     assert_same(read_weights(tmp_path / "lonely.pth", model_name="demo"), demo, state)
-    to_our_form(tmp_path / "lonely.pth", tmp_path / "ours", model_name="demo")
+    write_pth_folder(tmp_path / "lonely.pth", tmp_path / "ours", model_name="demo")
     assert_same(read_weights(tmp_path / "ours"), demo, state)
     inspect.main(str(tmp_path / "lonely.pth"))
     said = capsys.readouterr().out

@@ -49,7 +49,7 @@ def test_it_is_what_torch_saves(tmp_path):
 @pytest.mark.parametrize(
     "write",
     [
-        convert.to_our_form,
+        convert.write_pth_folder,
         lambda source, out: convert.write_model(source, out, format="state-spaces"),
     ],
     ids=["ours", "state-spaces"],

@@ -14,7 +14,7 @@ from config.model_config import ModelConfig
 from config.resolve import resolve_settings, shown
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.interop import convert
-from mamba_fsdp.interop.convert import to_our_form, write_model
+from mamba_fsdp.interop.convert import write_pth_folder, write_model
 from mamba_fsdp.interop.weights import read_weights
 from mamba_fsdp.parallel.world import World
 from mamba_fsdp.verbs.loading import starting_weights
@@ -55,7 +55,7 @@ def refused(source, message, tmp_path, **options):
     before = sorted(os.listdir(tmp_path))
     for attempt in (
         lambda: read_weights(source),
-        lambda: to_our_form(source, tmp_path / "out"),
+        lambda: write_pth_folder(source, tmp_path / "out"),
         lambda: write_model(source, tmp_path / "out", **options),
     ):
         with pytest.raises(UserError, match=message):
@@ -445,7 +445,7 @@ def test_nothing_is_overwritten_and_words_are_checked(tmp_path):
     with pytest.raises(UserError, match="hf exists already; name a new folder"):
         write_model(tmp_path / "ours", source)
     with pytest.raises(UserError, match="ours exists already"):
-        to_our_form(source, tmp_path / "ours")
+        write_pth_folder(source, tmp_path / "ours")
     with pytest.raises(UserError, match="format=gguf: write one of hf, state-spaces"):
         write_model(source, tmp_path / "out", format="gguf")
     with pytest.raises(UserError, match="dtype=int8: write one of fp32, bf16, fp16"):
@@ -454,7 +454,7 @@ def test_nothing_is_overwritten_and_words_are_checked(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "verb", [to_our_form, lambda source, out: write_model(source, out, format="state-spaces")]
+    "verb", [write_pth_folder, lambda source, out: write_model(source, out, format="state-spaces")]
 )
 def test_a_disk_that_fills_up_while_torch_writes(verb, tmp_path):
     """torch covers what the disk says with an error of its own."""
@@ -473,7 +473,7 @@ def test_a_disk_that_fills_up_while_torch_writes(verb, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "verb, function", [(write_model, "write_safetensors"), (to_our_form, "_write_state_dict")]
+    "verb, function", [(write_model, "write_safetensors"), (write_pth_folder, "_write_state_dict")]
 )
 def test_a_full_disk_leaves_nothing(verb, function, tmp_path, monkeypatch):
     source = exported(tmp_path)

@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 import transformers
 
-from mamba_fsdp.interop.convert import to_our_form, write_model
-from mamba_fsdp.interop.transformers_forms import form_for, parts
+from mamba_fsdp.interop.convert import write_pth_folder, write_model
+from mamba_fsdp.interop.transformers_layouts import layout_for
 from mamba_fsdp.interop.weights import read_weights
 from tests.support.small_models import (
     CONFIGS,
@@ -62,7 +62,7 @@ def test_exported_models_give_the_same_logits_loss_and_gradients_there(name, tmp
     our_loss.backward()
     their_loss.backward()
     their_parameters = dict(theirs.named_parameters())
-    for our_name, foreign in parts(form_for(config), config).items():
+    for our_name, foreign in layout_for(config).parts(config).items():
         expected = torch.cat([their_parameters[their_name].grad for their_name, _ in foreign])
         found = dict(ours.named_parameters())[our_name].grad
         torch.testing.assert_close(
@@ -103,7 +103,7 @@ def test_native_to_transformers_to_native_is_bitwise(name, tmp_path):
     state = random_state(config)
     write_model(write_ours(tmp_path / "ours", config, state), tmp_path / "hf")
     assert_same(read_weights(tmp_path / "hf"), config, state)
-    to_our_form(tmp_path / "hf", tmp_path / "back")
+    write_pth_folder(tmp_path / "hf", tmp_path / "back")
     assert_same(read_weights(tmp_path / "back"), config, state)
     assert_same(read_weights(tmp_path / "back" / "consolidated.00.pth"), config, state)
 
@@ -179,7 +179,7 @@ def test_their_models_give_the_same_logits_here_and_come_back_bitwise(their_conf
             theirs(tokens, use_cache=False).logits,
             **TOLERANCE,
         )
-    write_model(to_our_form(tmp_path / "hf", tmp_path / "ours"), tmp_path / "back")
+    write_model(write_pth_folder(tmp_path / "hf", tmp_path / "ours"), tmp_path / "back")
     back = load(tmp_path / "back").state_dict()
     assert all(torch.equal(tensor, back[name]) for name, tensor in theirs.state_dict().items())
 
@@ -227,7 +227,7 @@ def test_the_tokenizer_and_its_token_ids_go_along_both_ways(tmp_path):
     assert (
         fields["eos_token_id"] == 0 and fields["bos_token_id"] is None
     )  # transformers' default would be 2 and 0
-    to_our_form(tmp_path / "hf", tmp_path / "back")
+    write_pth_folder(tmp_path / "hf", tmp_path / "back")
     again = transformers.AutoTokenizer.from_pretrained(
         read_weights(tmp_path / "back").tokenizer_path
     )

@@ -206,7 +206,7 @@ def test_a_model_that_can_not_be_published_leaves_a_failed_run(train, tmp_path, 
         raise UserError("no room")
 
     with monkeypatch.context() as patched, pytest.raises(UserError, match="no room"):
-        patched.setattr("mamba_fsdp.interop.convert.to_our_form", full_disk)
+        patched.setattr("mamba_fsdp.interop.convert.write_pth_folder", full_disk)
         train(tmp_path)
     assert read_status(tmp_path)["status"] == "failed"
     assert "raise num_steps to train on" in train(tmp_path)
@@ -218,14 +218,14 @@ def test_a_model_that_can_not_be_published_leaves_a_failed_run(train, tmp_path, 
 def test_publishing_can_be_left_for_later(train, tmp_path, monkeypatch):
     """By a verb, or by the same command, which removes what a killed one left and verifies the checkpoint once."""
     from mamba_fsdp.checkpoint import folder
-    from mamba_fsdp.interop.convert import to_our_form
+    from mamba_fsdp.interop.convert import write_pth_folder
 
     train(tmp_path / "run", publish=False)
     assert (
         read_status(tmp_path / "run")["status"] == "finished"
         and not (tmp_path / "run/pth").exists()
     )
-    to_our_form(tmp_path / "run", tmp_path / "out")
+    write_pth_folder(tmp_path / "run", tmp_path / "out")
     left_over = tmp_path / "run/pth/.step_00000006.abc.partial"
     (left_over / "tokenizer").mkdir(parents=True)
     (left_over / "consolidated.00.pth").write_text("half")

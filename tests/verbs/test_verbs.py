@@ -134,14 +134,14 @@ from mamba_fsdp.verbs import export
 import mamba_fsdp.interop.convert, mamba_fsdp.checkpoint.folder
 if sys.argv[3] == "slow":
     from mamba_fsdp.interop import pth_files
-    add_record = pth_files.add_record
+    write_record = pth_files.write_record
 
-    def add_slowly(*given):
-        add_record(*given)
+    def write_slowly(*given):
+        write_record(*given)
         print("one", flush=True)
         threading.Event().wait(0.2)
 
-    pth_files.add_record = add_slowly
+    pth_files.write_record = write_slowly
 
 def peak():
     return int(pathlib.Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0]) // 1024
