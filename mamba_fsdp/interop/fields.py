@@ -18,7 +18,7 @@ Table = dict[str, Any]  # see layouts.yaml
 
 TABLES: Table = yaml.safe_load(Path(__file__).with_name("layouts.yaml").read_text(encoding="utf-8"))
 TYPES: dict[str, Any] = {leaf.name: leaf.type for leaf in dataclasses.fields(ModelConfig)}
-REQUIRED = object()
+REQUIRED: Any = object()
 AUTO = ("dt_rank", "time_step_rank")  # fields in which "auto" stands for the default
 INFINITY = float("inf")
 TRANSFORMERS_5_INFINITY = {"__float__": "Infinity"}
@@ -55,7 +55,7 @@ class Fields:
         if type(value) is not kind:
             self.refuse(name, f"is {value!r}, not {kind.__name__}")
         least = 0 if default == 0 else 1
-        if kind is int and value < least:
+        if type(value) is int and value < least:
             self.refuse(name, f"is {value}, but has to be at least {least}")
         return value
 
@@ -63,19 +63,19 @@ class Fields:
         """Removes the fields of the table and returns {our setting: value}."""
         values = {}
         for theirs, (ours, *default) in table.items():
-            values[ours] = self.pop(theirs, *default, kind=TYPES[ours])
+            usual = default[0] if default else REQUIRED
+            values[ours] = self.pop(theirs, usual, TYPES[ours])
         return values
 
     def expect(self, table: Table) -> None:
         """Removes the fields of the table and refuses values (its library's default where absent) that our model does
         not have."""
         for name, (wanted, default, *reason) in table.items():
-            value = self.content.pop(name, None)
-            if value is None:
-                value = default
+            given = self.content.pop(name, None)
+            value = default if given is None else given
             if value != wanted:
                 meaning = reason[0] if reason else "which this model does not have"
-                self.refuse(name, f"is {value!r}, {meaning}; only {wanted!r} can be brought over")
+                self.refuse(name, f"is {given!r}, {meaning}; only {wanted!r} can be brought over")
 
     def expect_no_limit(self, name: str) -> None:
         """Removes a field that limits dt, and refuses any limit."""

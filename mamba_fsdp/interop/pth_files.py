@@ -24,7 +24,8 @@ class _Written:
         kind = getattr(torch, typed_storage._pickle_storage_type())
         storage = ("storage", kind, key, "cpu", tensor.numel())
         shape = tuple(tensor.shape)
-        self.arguments = (storage, 0, shape, tensor.stride(), False, OrderedDict[str, Any]())
+        hooks: OrderedDict = OrderedDict()
+        self.arguments = (storage, 0, shape, tensor.stride(), False, hooks)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return torch._utils._rebuild_tensor_v2, self.arguments

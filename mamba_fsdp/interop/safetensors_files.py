@@ -65,7 +65,9 @@ def write_safetensors(
     """Writes (name, tensor) pairs, one file at a time. Raises OSError or SafetensorError as the disk does."""
     umask = os.umask(0)
     os.umask(umask)
-    written: dict[Path, list[str]] = {}  # under names for the time being: how many there will be is not known
+    written: dict[
+        Path, list[str]
+    ] = {}  # under names for the time being: how many there will be is not known
     total = 0
     for shard in _shards(tensors, shard_bytes):
         path = folder / f"{len(written)}.safetensors"
@@ -86,9 +88,7 @@ def write_safetensors(
     (folder / INDEX).write_text(json.dumps(index, indent=1))
 
 
-def _shards(
-    tensors: Iterable[tuple[str, Tensor]], shard_bytes: int
-) -> Iterator[dict[str, Tensor]]:
+def _shards(tensors: Iterable[tuple[str, Tensor]], shard_bytes: int) -> Iterator[dict[str, Tensor]]:
     shard: dict[str, Tensor] = {}
     size = 0
     for name, tensor in tensors:

@@ -192,7 +192,9 @@ def layout_of(fields: Fields) -> Layout:
     """Returns the layout that a config.json names. Raises UserError for any other model."""
     model_type = fields.content.get("model_type")
     architectures = fields.content.get("architectures") or []
-    if not isinstance(architectures, list) or not all(isinstance(name, str) for name in architectures):
+    if not isinstance(architectures, list) or not all(
+        isinstance(name, str) for name in architectures
+    ):
         fields.refuse("architectures", "is no list of names")
     for layout in LAYOUTS:
         named = not architectures or layout.architecture in architectures

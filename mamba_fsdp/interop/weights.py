@@ -106,7 +106,9 @@ class Weights:
         """Returns elements [start, stop) of a flattened parameter on the CPU, in the type they are stored in."""
         found = []
         low = 0
-        for part, shape in self.parts[name]:  # one below the other: one after the other when flattened
+        for part, shape in self.parts[
+            name
+        ]:  # one below the other: one after the other when flattened
             high = low + math.prod(shape)
             first = max(start, low)
             last = min(stop, high)
@@ -167,7 +169,9 @@ def find_weights(
     path = Path(source)
     if not path.exists():
         hint = ""
-        if re.fullmatch(r"[\w.-]+/[\w.-]+", str(source)):  # as a model of the Hugging Face hub is named
+        if re.fullmatch(
+            r"[\w.-]+/[\w.-]+", str(source)
+        ):  # as a model of the Hugging Face hub is named
             hint = f"; download a model of the Hugging Face hub first: hf download {source} --local-dir FOLDER"
         raise UserError(f"{source}: there is no such file or folder{hint}")
     if path.is_file():
@@ -195,7 +199,9 @@ def _find_checkpoint(path, verified):
         whole = checkpoint if verified else find_checkpoint(path, world, part="model")
         return open_tensors(whole, world)
 
-    return Weights(model, open_whole, _tokenizer_in(checkpoint.parent.parent / TOKENIZER), tokenizer)
+    return Weights(
+        model, open_whole, _tokenizer_in(checkpoint.parent.parent / TOKENIZER), tokenizer
+    )
 
 
 def _find_file(file, model):

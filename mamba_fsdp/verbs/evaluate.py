@@ -39,9 +39,9 @@ import numpy as np
 from config.dataset_config import DatasetConfig
 from config.fields import setting
 from config.train_config import DataConfig
+from mamba_fsdp.data.opening import is_store
 from mamba_fsdp.data.source import Source
 from mamba_fsdp.data.store import TokenStore
-from mamba_fsdp.data.tokenize import make_dataset
 from mamba_fsdp.data.tokenizer import check_tokenizer, load_words
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.report.console import Console
@@ -306,7 +306,7 @@ def token_stores(
     path = Path(data).expanduser()
     stores = {}
     for part in ("", "validation", "test"):
-        if (path / part / "index.json").exists() and not options.split:
+        if is_store(path / part) and not options.split:
             stores[f"{data} {part}".strip()] = path / part
     if stores:
         yield stores
@@ -336,6 +336,8 @@ def token_stores(
 
 def tokenise(data: str, text: DatasetConfig, place: Path) -> None:
     """Makes the store `place`/train of text, and prints nothing."""
+    from mamba_fsdp.data.tokenize import make_dataset
+
     text.check()
     with contextlib.redirect_stdout(io.StringIO()):
         make_dataset(data, place, text)

@@ -24,7 +24,7 @@ from mamba_fsdp.data.source import Source
 from mamba_fsdp.data.tokenizer import load_words
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.report.console import Console, read_share, say, scaled
-from mamba_fsdp.report.records import numbers_of, read
+from mamba_fsdp.report.records import read
 from mamba_fsdp.run_layout import (
     CHECKPOINTS,
     COMMIT,
@@ -37,11 +37,11 @@ from mamba_fsdp.run_layout import (
 )
 from mamba_fsdp.verbs import checkpoints
 
-WINDOW, WINDOWS = (
-    1 << 16,
-    64,
-)  # tokens of data read at a time; how many times unless all is asked for
-SAMPLES, SAMPLE_TOKENS, SAMPLE_WIDTH = 3, 64, 160
+WINDOW = 1 << 16  # tokens of data read at a time
+WINDOWS = 64  # read unless all is asked for
+SAMPLES = 3
+SAMPLE_TOKENS = 64
+SAMPLE_WIDTH = 160  # characters shown of one
 
 
 def main(path: str, verify: bool = False) -> int:
@@ -72,38 +72,34 @@ def main(path: str, verify: bool = False) -> int:
 def show_run(path: Path) -> None:
     from mamba_fsdp.train.run_folder import RunFolder
 
-    status, entries = (
-        RunFolder(path).status(),
-        [{"step": entry["step"], **numbers_of(entry)} for entry in read(path / METRICS)],
-    )
     say("run", path)
-    told = " ".join(str(status[key]) for key in ("status", "reason", "time") if status.get(key))
-    say("status", told or f"unknown: no {STATUS}")
-    for kind, name in (("loss", "training"), ("val_loss", "validation")):
-        if values := [entry for entry in entries if entry.get(kind) is not None]:
-            last, ends = values[-1], values[:1] + values[1:][-1:]
-            part = (
-                f" ({read_share(last['val_share'])})"
-                if kind in last and last.get("val_share")
-                else ""
-            )
-            say(
-                name,
-                "loss "
-                + ", ".join(f"{end[kind]:.4f} at step {end['step']}" for end in ends)
-                + part,
-            )
+    status = RunFolder(path).status()
+    words = [str(status[key]) for key in ("status", "reason", "time") if status.get(key)]
+    say("status", " ".join(words) or f"unknown: no {STATUS}")
+    entries = read(path / METRICS)
+    for metric, name in (("loss", "training"), ("val_loss", "validation")):
+        values = [entry for entry in entries if isinstance(entry.get(metric), float)]
+        if values:
+            last = values[-1]
+            told = f"loss {_at_step(values[0], metric)}, {_at_step(last, metric)}"
+            if metric == "val_loss" and last.get("val_share"):
+                told += f" ({read_share(last['val_share'])})"
+            say(name, told)
     for checkpoint in committed(path / CHECKPOINTS):
         say("checkpoint", f"{checkpoint} ({scaled(size_of(checkpoint), 'B')})")
     for model in sorted(path.glob(f"{MODELS}/*/{CONSOLIDATED}")):
         say("model", f"{model} ({scaled(size_of(model), 'B')})")
 
 
+def _at_step(entry, metric):
+    return f"{entry[metric]:.4f} at step {entry['step']}"
+
+
 def show_checkpoint(path: Path) -> None:
     from mamba_fsdp.checkpoint.folder import Reader
 
-    reader = Reader(path)
-    state, progress = reader.state, reader.state["progress"]
+    state = Reader(path).state
+    progress = state["progress"]
     say("checkpoint", path)
     say(
         "step",
@@ -112,10 +108,7 @@ def show_checkpoint(path: Path) -> None:
     say("written by", f"{state['world_size']} ranks, torch {state['torch']}")
     say("data", json.dumps(progress["data"].get("drawn")))
     say("model", describe_model(checked_model(path, state["settings"]["model"])))
-    say(
-        "size",
-        f"{scaled(size_of(path), 'B')} in {len(reader.files)} files, {len(reader.tensors)} tensors",
-    )
+    say("size", scaled(size_of(path), "B"))
 
 
 def is_data(place: Path) -> bool:
@@ -145,27 +138,18 @@ def show_model(path: Path) -> None:
 
 
 def show_tensors(path: Path) -> None:
-    """What a file without config.json beside it holds."""
-    from mamba_fsdp.interop.prior import guess
+    """Prints what a file without config.json beside it holds."""
     from mamba_fsdp.interop.weights import open_file
     from mamba_fsdp.parallel.world import World
 
-    found = open_file(path, World.alone())
-    config = guess(found)
-    say(
-        "tensors",
-        f"{path}: {len(found.shapes)}, {sum(map(math.prod, found.shapes.values())):,} numbers",
-    )
-    say(
-        "structure",
-        f"{describe_model(config)}, as its tensors tell" if config else "that of no preset",
-    )
+    shapes = open_file(path, World.alone()).shapes
+    numbers = sum(math.prod(shape) for shape in shapes.values())
+    say("tensors", f"{path}: {len(shapes)}, {numbers:,} numbers")
     say(
         "to use it",
-        f"there is no {MODEL_CONFIG} beside it, so name its preset: --model_name="
-        f"{config.model_name if config else 'PRESET'}",
+        f"there is no {MODEL_CONFIG} beside it, so name its preset, as in --model_name=mamba-130m",
     )
-    for name, shape in found.shapes.items():
+    for name, shape in shapes.items():
         print(f"  {name:<64} {shape}")
 
 

@@ -14,7 +14,7 @@ from config.model_config import ModelConfig
 from config.resolve import resolve_settings, shown
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.interop import convert
-from mamba_fsdp.interop.convert import write_pth_folder, write_model
+from mamba_fsdp.interop.convert import write_model, write_pth_folder
 from mamba_fsdp.interop.weights import read_weights
 from mamba_fsdp.parallel.world import World
 from mamba_fsdp.verbs.loading import starting_weights

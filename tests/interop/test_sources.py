@@ -9,7 +9,7 @@ import transformers
 
 from config.resolve import resolve_settings
 from mamba_fsdp.checkpoint.checkpointer import Checkpointer
-from mamba_fsdp.interop.convert import write_pth_folder, write_model
+from mamba_fsdp.interop.convert import write_model, write_pth_folder
 from mamba_fsdp.interop.weights import read_weights
 from mamba_fsdp.parallel.model import Shard, fill_parts
 from mamba_fsdp.parallel.world import World

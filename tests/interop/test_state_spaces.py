@@ -14,7 +14,7 @@ from config.model_config import ModelConfig
 from config.presets import PRESETS
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.interop import state_spaces
-from mamba_fsdp.interop.convert import write_pth_folder, write_model
+from mamba_fsdp.interop.convert import write_model, write_pth_folder
 from mamba_fsdp.interop.fields import Fields
 from mamba_fsdp.interop.weights import read_weights
 from tests.support.mamba_ssm_install import mamba_ssm_folder, with_triton

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 import transformers
 
-from mamba_fsdp.interop.convert import write_pth_folder, write_model
+from mamba_fsdp.interop.convert import write_model, write_pth_folder
 from mamba_fsdp.interop.transformers_layouts import layout_for
 from mamba_fsdp.interop.weights import read_weights
 from tests.support.small_models import (
