@@ -357,9 +357,7 @@ def test_a_file_without_config_json(tmp_path, capsys):
     demo = ModelConfig(**preset("demo"))
     state = random_state(demo)
     torch.save(state, tmp_path / "lonely.pth")
-    with pytest.raises(
-        UserError, match="no config.json beside it, .* name its preset"
-    ):
+    with pytest.raises(UserError, match="no config.json beside it, .* name its preset"):
         read_weights(tmp_path / "lonely.pth")
     with pytest.raises(UserError, match="does not fit the model"):
         read_weights(tmp_path / "lonely.pth", model_name="mamba-130m")
@@ -369,7 +367,9 @@ def test_a_file_without_config_json(tmp_path, capsys):
     torch.save({"model_state": random_state(CONFIG)}, tmp_path / "other.pth")
     inspect.main(str(tmp_path / "other.pth"))
     said = capsys.readouterr().out
-    assert "name its preset, as in --model_name" in said and re.search(r"  backbone.layers.0.mixer.A_log +\(", said)
+    assert "name its preset, as in --model_name" in said and re.search(
+        r"  backbone.layers.0.mixer.A_log +\(", said
+    )
 
 
 def test_training_starts_from_them(tmp_path):
