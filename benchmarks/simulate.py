@@ -138,10 +138,10 @@ def simulate(
 class _World(World):
     """Numbers that go to the device or come from it have no content either."""
 
-    def tell(self, numbers):
+    def copy_to_device(self, numbers):
         return torch.zeros(len(numbers), dtype=torch.float64, device=self.device)
 
-    def reads(self, numbers):
+    def start_copy_to_host(self, numbers):
         return numbers.tolist
 
 

@@ -182,7 +182,7 @@ class Checkpointer:
         self.pending = save
         pieces = [piece for piece in pieces if piece[2].numel()]
         copy = self._start_copying(save, [tensor for _, _, tensor in pieces])
-        save.outcome = self.world.beside(lambda: self._write(save, pieces, copy))
+        save.outcome = self.world.run_in_thread(lambda: self._write(save, pieces, copy))
         if not self.asynchronous:
             self.wait()
 
@@ -241,7 +241,9 @@ class Checkpointer:
         if save.stage == 1:
             told = self.world.gather_on_rank0((outcome, save.pieces))
             if self.world.rank == 0:
-                save.outcome = self.world.beside(lambda: attempt(lambda: self._commit(save, told)))
+                save.outcome = self.world.run_in_thread(
+                    lambda: attempt(lambda: self._commit(save, told))
+                )
             return
         self.pending = None
         self.buffers = save.buffers
@@ -260,7 +262,7 @@ class Checkpointer:
         only looks whether it stands still."""
         while save := self.pending:
             silent = self.world.run_local(functools.partial(self._stands_still, save, patient))
-            late = self.world.tell_all(
+            late = self.world.gather_unique(
                 [f"rank {self.world.rank} on {socket.gethostname()}"] * silent
             )
             if late:

@@ -76,7 +76,7 @@ def problems(
             )
         ]
     )
-    return sorted(world.tell_all(found))
+    return sorted(world.gather_unique(found))
 
 
 def to_be_filled(shards: Iterable[Shard]) -> dict[str, Shard]:

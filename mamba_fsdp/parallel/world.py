@@ -195,10 +195,7 @@ class World:
             self.barrier()
             dist.destroy_process_group()
 
-    need_process_group = ensure_process_group
     tell_all = gather_unique
-    tell = copy_to_device
-    reads = start_copy_to_host
     beside = run_in_thread
 
 

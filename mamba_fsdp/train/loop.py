@@ -133,7 +133,7 @@ def take_step(
     numbers = StepStats.pack(
         loss, gradient_norm, applied, loss_scale.value, loss_scale.good_steps, sums.told
     )
-    return StepUnderWay(batches, learning_rate, save_stage, world.reads(numbers))
+    return StepUnderWay(batches, learning_rate, save_stage, world.start_copy_to_host(numbers))
 
 
 def finish_step(
@@ -233,7 +233,7 @@ def update_weights(
 def describe_bad_samples(context: TrainContext, batches: list[Batch]) -> str:
     """The message that names the samples of the step whose loss or gradient is not finite."""
     own = [f"{name} window {window}" for batch in batches for name, window in batch.samples]
-    samples = context.world.tell_all(own)
+    samples = context.world.gather_unique(own)
     named = samples[:8]
     if len(samples) > 8:
         named.append("...")

@@ -26,7 +26,7 @@ def sum_over_ranks(
 ) -> StepSums:
     """The one small collective of a step, called by all ranks. counted and told are numbers that the
     host knows; the tensors are on the device. The host does not wait."""
-    known_to_host = world.tell([counted, *(told or [])])
+    known_to_host = world.copy_to_device([counted, *(told or [])])
     on_device = torch.stack([loss_sum.double(), gradient_squares])
     sums = world.all_reduce_sum(torch.cat([on_device, known_to_host]))
     return StepSums(sums[0], sums[1], sums[2], sums[3:])

@@ -1,4 +1,4 @@
-"""The memory that is expected of a device, beside what is there: parameters, moments, what autograd keeps."""
+"""The memory that is expected of a device, beside what is there: parameters, gradients, moments."""
 
 import pytest
 import torch
@@ -25,16 +25,12 @@ HYBRID = dict(
 )
 
 
-def expected(config, how, world, dtype, tokens):
-    settings = TrainConfig(model=config, parallel=how)
-    settings.training.mixed_precision, settings.training.batch_size = dtype, 1
-    settings.data.seq_length = tokens
-    return expected_memory(settings, world, {})
-
-
 def held(world, strategy):
     """({name: bytes} after an update, those expected), of this rank."""
-    config, how = ModelConfig(**HYBRID), ParallelConfig(sharding_strategy=strategy)
+    config = ModelConfig(**HYBRID)
+    how = ParallelConfig(sharding_strategy=strategy)
+    settings = TrainConfig(model=config, parallel=how)
+    settings.training.mixed_precision = "fp32"
     with torch.device("meta"):
         model = MambaLM(config)
     parallel = parallelize(model, how, world=world, compute_dtype=torch.float32)
@@ -63,7 +59,7 @@ def held(world, strategy):
             name: sum(tensor.nbytes for tensor in tensors if tensor is not None)
             for name, tensors in found.items()
         },
-        expected(config, how, world, "fp32", 8),
+        expected_memory(settings, world, {}),
     )
 
 
@@ -84,41 +80,3 @@ def test_weights_gradients_and_moments_are_those_that_are_there(strategy, count)
         assert max(found[name] for found, _ in ranks) == pytest.approx(
             ranks[0][1][name], rel=5e-3
         ), name
-
-
-@pytest.mark.parametrize(
-    "how", [{}, {"fsdp_activation_checkpointing": True, "selective_checkpointing": "1/2"}]
-)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("layers", ["mamba1", "mamba2", "attention+mlp"])
-def test_activations_and_copies_are_about_the_least_that_autograd_keeps(layers, dtype, how):
-    """What the backward pass takes of a block comes beside; the reference backends keep more."""
-    config = ModelConfig(layers=layers, d_model=128, n_layer=4, vocab_size=64, d_state=16)
-    world, settings = World.alone(), ParallelConfig(**how)
-    parallel = parallelize(
-        torch.nn.Module.to_empty(MambaLM(config, compute_dtype=dtype), device="cpu"),
-        ParallelConfig(low_cpu_fsdp=False, **how),
-        world=world,
-        compute_dtype=dtype,
-    )
-    fill_parts(parallel.shards(), lambda name, start, stop: torch.full((stop - start,), 0.01))
-    weights = {slot.local.untyped_storage().data_ptr() for slot in parallel.slots}
-    kept = {}
-
-    def keep(tensor):
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in weights:
-            kept[storage.data_ptr()] = (
-                tensor  # a storage that lives can't give its address to another
-            )
-        return tensor
-
-    tokens = torch.zeros(2, 128, dtype=torch.int64)
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        parallel.module(tokens, labels=tokens)
-    there = sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
-    found = expected(
-        config, settings, world, {torch.float32: "fp32", torch.bfloat16: "bf16"}[dtype], 256
-    )
-    least = found["activations"] + found["gathered"]
-    assert 0.85 * least <= there <= 3 * least
