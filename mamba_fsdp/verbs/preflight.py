@@ -13,7 +13,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from config.resolve import resolve_settings
 from config.train_config import TrainConfig
@@ -97,48 +97,60 @@ def fingerprint(path: Path) -> str:
     return f"{path.stat().st_size} {path.stat().st_mtime_ns}" if path.exists() else ""
 
 
-def judge(folder: Path, nodes: Sequence[str]) -> int:
-    """Prints a line for each of the `nodes` (host names) and what is wrong with it.
+class Problem(NamedTuple):
+    exit_code: int  # 2 for what a user has to fix, 1 for what may be gone at the next start, 0 for a warning
+    sentence: str
 
-    Returns the exit code: 0, or 2 for what a user has to fix, or 1 for trouble that may be gone at the next start.
-    """
+
+def judge(folder: Path, nodes: Sequence[str]) -> int:
+    """Prints a line for each of the `nodes` (host names) and what is wrong with it. Returns the exit code."""
     reports = {}
     for node in nodes:
         path = folder / f"{node}.json"
         if path.is_file():
             reports[node] = json.loads(path.read_text())
-    sentences: dict[int, list[str]] = {2: [], 1: [], 0: []}  # by the exit code that they mean
     for index, (node, content) in enumerate(reports.items()):
         found = content["findings"]
         print(f"node {index}     {node}: {found['GPUs']['text']}, {found['EFA']['text']}")
-        sentences[2] += [f"{node}: {sentence}" for sentence in content["mistakes"]]
-    for check in JOB_CHECKS:
-        findings = {node: content["findings"][check.name] for node, content in reports.items()}
-        if check.name == "GPUs" and reports and all(each["no_gpu"] for each in reports.values()):
-            sentences[2].append(no_gpu_anywhere())
-            continue
-        for node, finding in findings.items():
-            if finding["verdict"] == "FAIL":
-                sentences[check.exit_code or 0].append(f"{node}: {finding['text']}")
-        texts = {node: each["text"] for node, each in findings.items() if each["verdict"] != "FAIL"}
-        if check.if_nodes_differ:
-            sentences[1] += disagreements(texts, check.if_nodes_differ)
+    problems = [
+        Problem(2, f"{node}: {sentence}")
+        for node, content in reports.items()
+        for sentence in content["mistakes"]
+    ]
+    problems += problems_of_checks(reports)
     for node in nodes:
         if node not in reports:
-            sentences[1].append(
+            sentence = (
                 f"{node}: no answer that the first node could read; look at its lines above. If there are none it "
                 f"is down: scontrol show node {node}, and submit again with --exclude={node}"
             )
+            problems.append(Problem(1, sentence))
     for path in next(iter(reports.values()))["seen"] if reports else ():
         seen = {node: content["seen"][path] for node, content in reports.items()}
-        sentences[2] += mistakes_about(path, seen)
-    for sentence in sentences[0]:
-        print(f"warning: {sentence}", file=sys.stderr)
-    for sentence in sentences[2] + sentences[1]:
-        print(f"error: {sentence}", file=sys.stderr)
-    if sentences[2]:
-        return 2
-    return 1 if sentences[1] else 0
+        problems += [Problem(2, sentence) for sentence in mistakes_about(path, seen)]
+    for code, sentence in problems:
+        print(f"{'error' if code else 'warning'}: {sentence}", file=sys.stderr)
+    return max((problem.exit_code for problem in problems), default=0)
+
+
+def problems_of_checks(reports: dict[str, dict]) -> list[Problem]:
+    """What fails on a node, or is other than on the first one."""
+    problems = []
+    for check in JOB_CHECKS:
+        if check.name == "GPUs" and reports and all(each["no_gpu"] for each in reports.values()):
+            problems.append(Problem(2, no_gpu_anywhere()))
+            continue
+        texts = {}
+        for node, content in reports.items():
+            finding = content["findings"][check.name]
+            if finding["verdict"] == "FAIL":
+                problems.append(Problem(check.exit_code or 0, f"{node}: {finding['text']}"))
+            else:
+                texts[node] = finding["text"]
+        if check.if_nodes_differ:
+            sentences = disagreements(texts, check.if_nodes_differ)
+            problems += [Problem(1, sentence) for sentence in sentences]
+    return problems
 
 
 def no_gpu_anywhere() -> str:
