@@ -3,7 +3,6 @@
 import contextlib
 import datetime
 import errno
-import itertools
 import json
 import math
 import os
@@ -17,6 +16,8 @@ from mamba_fsdp.run_layout import EVENTS, METRICS, STATUS
 from mamba_fsdp.storage import exists, retry_io, write_for_user
 from mamba_fsdp.untrusted import parse_object
 
+LARGEST = 1 << 63  # an integer that others read
+
 
 class Log:
     """Appends to a file of JSON lines, each with its "step", after dropping what was written after `step`.
@@ -28,13 +29,19 @@ class Log:
     def __init__(
         self, path: Path, step: int, check: Callable[[Callable], object] = lambda trying: None
     ) -> None:
-        self.path, self.check, self.waiting, self.failing = path, check, b"", False
-        self.size = retry_io(lambda: _size_up_to(path, step), path) if step else 0
+        self.path = path
+        self.check = check
+        self.waiting = b""
+        self.failing = False
+        self.size = 0
+        if step:
+            self.size = retry_io(lambda: _size_up_to(path, step), path)
         self.sync()
 
     def write(self, *entries: dict) -> None:
         """Raises LostError where others write there. Where the disk refuses, it is told once and `sync` will raise."""
-        self.waiting += "".join(map(_line, entries)).encode()
+        for entry in entries:
+            self.waiting += _line(entry).encode()
         try:
             self._append()
         except LostError:
@@ -70,27 +77,29 @@ class Log:
                 if sync:
                     os.fsync(file.fileno())
 
-        trying = (lambda action, what: action()) if self.failing else retry_io
+        trying = _try_once if self.failing else retry_io
         self.check(trying)
         trying(attempt, self.path)
-        self.size, self.waiting, self.failing = self.size + len(self.waiting), b"", False
+        self.size += len(self.waiting)
+        self.waiting = b""
+        self.failing = False
+
+
+def _try_once(action, what):
+    return action()
 
 
 def _line(entry: dict) -> str:
     # JSON has no NaN: a loss that is not finite is written as null.
-    return (
-        json.dumps(
-            {
-                key: None if isinstance(value, float) and not math.isfinite(value) else value
-                for key, value in entry.items()
-            }
-        )
-        + "\n"
-    )
+    finite = {
+        key: None if isinstance(value, float) and not math.isfinite(value) else value
+        for key, value in entry.items()
+    }
+    return json.dumps(finite) + "\n"
 
 
 def read(path: Path) -> list[dict]:
-    """The objects of a file of JSON lines. Raises UserError as `entries` does, and where it can't be read."""
+    """Returns the objects of a file of JSON lines. Raises UserError as `entries` does, and where it can't be read."""
     try:
         return retry_io(lambda: [entry for entry, _ in entries(path)], path)
     except OSError as error:
@@ -100,55 +109,64 @@ def read(path: Path) -> list[dict]:
 def entries(path: Path) -> Iterator[tuple[dict, int]]:
     """Yields each object of a file of JSON lines, with the bytes up to its end; not a last line that a crash cut short.
     Raises UserError for other damage."""
+    if not exists(path):
+        return
     end = 0
-    if exists(path):
-        with open(path, "rb") as file:
-            for number, line in enumerate(file, 1):
-                end += len(line)
-                try:
-                    entry = parse_object(line) if line.endswith(b"\n") else None
-                except ValueError:
-                    entry = None
-                if (
-                    entry is not None
-                    and type(step := entry.get("step")) is int
-                    and 0 <= step < 1 << 63
-                ):
-                    yield entry, end
-                elif next(file, b""):
-                    raise UserError(
-                        f"{path}: line {number} is no entry of a run; move the file away to do without it"
-                    )
+    with open(path, "rb") as file:
+        for number, line in enumerate(file, 1):
+            end += len(line)
+            entry = _parse_entry(line)
+            if entry is not None:
+                yield entry, end
+            elif next(file, b""):
+                raise UserError(
+                    f"{path}: line {number} is no entry of a run; move the file away to do without it"
+                )
+
+
+def _parse_entry(line: bytes) -> dict | None:
+    if not line.endswith(b"\n"):
+        return None
+    try:
+        entry = parse_object(line)
+    except ValueError:
+        return None
+    step = entry.get("step")
+    return entry if type(step) is int and 0 <= step < LARGEST else None
 
 
 def _size_up_to(path, step):
-    kept = itertools.takewhile(lambda found: found[0]["step"] <= step, entries(path))
-    return max((end for _, end in kept), default=0)
+    size = 0
+    for entry, end in entries(path):
+        if entry["step"] > step:
+            break
+        size = end
+    return size
 
 
 def numbers_of(entry: dict) -> dict[str, Any]:
-    """The numbers of an entry of the metrics but for its step, those of each source as in `source_epochs/code`. None
-    for what is not finite."""
+    """Returns the numbers of an entry of the metrics but for its step, those of each source as in `source_epochs/code`.
+    None for what is not finite."""
     flat: dict[str, Any] = {}
     for name, value in entry.items():
-        flat |= (
-            {f"{name}/{part}": one for part, one in value.items()}
-            if isinstance(value, dict)
-            else {name: value}
-        )
-    return {
-        name: value
-        for name, value in flat.items()
-        if name != "step"
-        and (value is None or type(value) is float or type(value) is int and abs(value) < 1 << 63)
-    }
+        if isinstance(value, dict):
+            for part, number in value.items():
+                flat[f"{name}/{part}"] = number
+        elif name != "step":
+            flat[name] = value
+    return {name: value for name, value in flat.items() if _is_number(value)}
+
+
+def _is_number(value: Any) -> bool:
+    if type(value) is int:
+        return abs(value) < LARGEST
+    return value is None or type(value) is float
 
 
 def was_validated(run_folder: Path, step: int) -> bool:
     """Whether the metrics hold a validation of the model after `step`."""
-    return any(
-        entry["step"] == step and "val_loss" in entry for entry in read(run_folder / METRICS)
-    )
+    entries_of_run = read(run_folder / METRICS)
+    return any(entry["step"] == step and "val_loss" in entry for entry in entries_of_run)
 
 
 def write_status(
@@ -160,13 +178,9 @@ def write_status(
 ) -> None:
     """status: running, stopped, finished or failed, the last three events too. start: seconds of its parts. Raises
     UserError where it can't."""
-    content = {
-        "status": status,
-        "step": step,
-        "reason": reason,
-        "time": _now(),
-        **({"start": start} if start else {}),
-    }
+    content: dict[str, Any] = {"status": status, "step": step, "reason": reason, "time": _now()}
+    if start:
+        content["start"] = start
     if status != "running":
         add_event(run_folder, status, step, reason=reason)
     write_for_user(run_folder / STATUS, json.dumps(content, indent=1) + "\n")
@@ -185,9 +199,9 @@ def add_event(run_folder: Path, event: str, step: int, **facts: object) -> None:
     line = _line({"time": _now(), "event": event, "step": step, **facts}).encode()
     with contextlib.suppress(OSError), open(run_folder / EVENTS, "a+b", buffering=0) as file:
         file.seek(max(0, file.tell() - 1))
-        file.write(
-            (b"" if file.read(1) in (b"", b"\n") else b"\n") + line
-        )  # after a line that a crash cut short
+        if file.read(1) not in (b"", b"\n"):  # after a line that a crash cut short
+            line = b"\n" + line
+        file.write(line)
 
 
 def read_events(run_folder: Path) -> list[dict]:

@@ -24,27 +24,24 @@ from mamba_fsdp.storage import exists
 
 
 def starting_weights(config: TrainConfig, explicit: Collection[str]) -> Weights | None:
-    """The Weights that init_from names, whose shape `config` then has, or a file that load_ckpt_path names; not yet
-    open. None without either. A run that has a checkpoint of its own needs none: where those of init_from are gone, the
-    shape is that one's.
+    """Returns the Weights that init_from names, whose shape `config` then takes, or those of a file that load_ckpt_path
+    names; not yet open. None without either.
 
-    Raises UserError where they are of another model than the settings ask for, or what a run needs is not there.
+    A run that has a checkpoint of its own needs none: where those of init_from are gone, the shape is that one's. Raises UserError where they are of another model than the settings ask for, or what a run needs is not there.
     """
     checkpoint = config.checkpoint
     if os.environ.get("RANK", "0") == "0":  # a thousand ranks would look it up at once
         check_exists(checkpoint.load_ckpt_path, checkpoint.save_ckpt_path)
     if checkpoint.init_from:
-        named = vars(config.model).keys() & set(explicit)
+        names_a_model = vars(config.model).keys() & set(explicit)
+        source = f"init_from {checkpoint.init_from}"
         try:
-            source = f"init_from {checkpoint.init_from}"
-            weights = find_weights(checkpoint.init_from, config.model if named else None)
+            weights = find_weights(checkpoint.init_from, config.model if names_a_model else None)
         except UserError:
             if not committed(Path(checkpoint.save_ckpt_path, CHECKPOINTS)):
                 raise
-            source, weights = (
-                f"save_ckpt_path {checkpoint.save_ckpt_path}",
-                find_weights(checkpoint.save_ckpt_path),
-            )
+            source = f"save_ckpt_path {checkpoint.save_ckpt_path}"
+            weights = find_weights(checkpoint.save_ckpt_path)
         resolve.adopt_model(config, weights.config, explicit, source)
         return weights
     if not checkpoint.names_a_file() or not exists(checkpoint.load_ckpt_path):
@@ -76,22 +73,19 @@ def inference_world() -> World:
     return start_world()
 
 
-POSITIONS = {
-    "cpu": 1 << 14,
-    "cuda": 1 << 18,
-}  # that the loss is computed of at a time, for the memory that it takes
+# Of how many positions the loss is computed at a time, for the memory that it takes.
+POSITIONS = {"cpu": 1 << 14, "cuda": 1 << 18}
 
 
 def load(source: str | Path, *, model_name: str = "", reset_at_documents: bool = False) -> Loaded:
-    """The model that `source` names, see interop/weights.py. model_name: the preset that it is, where there is no
-    config.json. Raises UserError."""
+    """Returns the model that `source` names, see interop/weights.py. model_name: the preset that it is, where there is
+    no config.json. Raises UserError."""
     world = World.alone(device=inference_world().device)
     cpp.tune_process(world.device.type)
     weights = read_weights(source, model_name=model_name)
     dtype = torch.bfloat16 if world.device.type == "cuda" else torch.float32
-    choice = resolve_backends(
-        "auto", world.device.type, operator_uses(weights.config, dtype, reset_at_documents)
-    )
+    uses = operator_uses(weights.config, dtype, reset_at_documents)
+    choice = resolve_backends("auto", world.device.type, uses)
     with torch.device("meta"):
         model = MambaLM(
             weights.config,
