@@ -1,7 +1,8 @@
-"""Batches: the windows that the sampler names, read ahead by threads and cut into this rank's micro batches.
+"""Batches: the windows that the sampler names, read ahead by threads and cut into this rank's micro
+batches.
 
-The content of a step depends on the sampler and the global batch only: ranks and micro batches are slices of it.
-"""
+The content of a step depends on the sampler and the global batch only: ranks and micro batches are
+slices of it."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -34,7 +35,8 @@ class Batch(NamedTuple):
     weights: torch.Tensor | None = None
 
     def total_weight(self) -> float:
-        """The sum of the weights of the labels that count, by which a sum of losses becomes a mean."""
+        """Returns the sum of the weights of the labels that count, by which a sum of losses becomes
+        a mean."""
         counted = self.labels != IGNORED_LABEL
         if self.weights is None:
             return float(counted.sum())
@@ -70,7 +72,8 @@ class BatchLayout:
 
 
 def split_step(training: TrainingConfig, rank: int, ranks: int) -> BatchLayout:
-    """Returns this rank's part of a step. Raises UserError where the global batch can't be split evenly."""
+    """Returns this rank's part of a step. Raises UserError where the global batch can't be split
+    evenly."""
     per_pass = training.batch_size * ranks
     global_batch = training.global_batch_size or per_pass * training.gradient_accumulation_steps
     if global_batch % per_pass:
@@ -84,10 +87,10 @@ def split_step(training: TrainingConfig, rank: int, ranks: int) -> BatchLayout:
 class Loader(ExitStack):
     """This rank's micro batches of every step.
 
-    sampler: of these sources. Step s takes samples [g*G, (g+1)*G) of it, g = s - first_step, G the global
-    batch of `layout`. data.num_workers threads read up to data.prefetch steps ahead (0 workers: `step`
-    itself reads). vocab_size: the model's. A context manager; `close` stops the threads.
-    """
+    sampler: of these sources. Step s takes samples [g*G, (g+1)*G) of it, g = s - first_step, G the
+    global batch of `layout`. data.num_workers threads read up to data.prefetch steps ahead (0
+    workers: `step` itself reads). vocab_size: the model's. A context manager; `close` stops the
+    threads."""
 
     def __init__(
         self,
@@ -117,8 +120,8 @@ class Loader(ExitStack):
             self.callback(self.pool.shutdown, cancel_futures=True)
 
     def step(self, step: int) -> list[Batch]:
-        """The micro batches of any step; consecutive steps are read ahead. Raises UserError with source
-        and window."""
+        """Returns the micro batches of any step; consecutive steps are read ahead. Raises UserError
+        with source and window."""
         if not self.pool:
             return self._read(step)
         soon = set(range(step, step + self.data.prefetch + 1))
@@ -129,7 +132,8 @@ class Loader(ExitStack):
         return self.ahead.pop(step).result()
 
     def state_before(self, step: int) -> dict[str, Any]:
-        """The data's position before `step`: what a checkpoint saves, and Sampler(state=...) takes."""
+        """Returns the data's position before `step`: what a checkpoint saves, and
+        Sampler(state=...) takes."""
         return self.sampler.state_after((step - self.first_step) * self.layout.global_batch)
 
     def _read(self, step: int) -> list[Batch]:
@@ -146,7 +150,7 @@ class Loader(ExitStack):
         return batch
 
     def _samples(self, first: int, count: int) -> list[Sample]:
-        """Samples [first, first + count)."""
+        """Returns samples [first, first + count)."""
         first_block = first // SAMPLES_AT_ONCE
         last_block = (first + count - 1) // SAMPLES_AT_ONCE
         found: list[Sample] = []
@@ -164,9 +168,10 @@ class Loader(ExitStack):
 def evaluation_windows(
     token_count: int, seq_length: int, stride: int, limit: int | None
 ) -> np.ndarray:
-    """The windows that predict each token of a source but its first once, window w from token w * stride
-    on; or `limit` of them, spread evenly. Behind the first, those of a smaller stride predict their last
-    `stride` tokens only, each from seq_length - stride tokens or more before it."""
+    """Returns the windows that predict each token of a source but its first once, window w from
+    token w * stride on; or `limit` of them, spread evenly. Behind the first, those of a smaller
+    stride predict their last `stride` tokens only, each from seq_length - stride tokens or more
+    before it."""
     behind_the_first = max(0, token_count - 1 - seq_length)
     windows = 1 + -(-behind_the_first // stride)
     chosen = min(limit or windows, windows)
@@ -183,13 +188,12 @@ def evaluation_batches(
     limit: int | None = None,
     stride: int = 0,
 ) -> Iterator[Batch]:
-    """Yields this rank's batches over a source in its own order: all of it, or `limit` windows spread
-    evenly over it.
+    """Yields this rank's batches over a source in its own order: all of it, or `limit` windows
+    spread evenly over it.
 
-    The windows are the same for every world size, and each token but the first is a label exactly once;
-    stride: see evaluation_windows; 0: seq_length. All ranks get the same number of full batches, as
-    sharded models need: what pads the last ones has no label that counts.
-    """
+    The windows are the same for every world size, and each token but the first is a label exactly
+    once; stride: see evaluation_windows; 0: seq_length. All ranks get the same number of full
+    batches, as sharded models need: what pads the last ones has no label that counts."""
     if source.token_count < 2:
         raise UserError(f"source {name!r} has {source.token_count} tokens: nothing to evaluate")
     stride = stride or data.seq_length
@@ -209,7 +213,7 @@ def _batch(
     vocab_size: int,
     stride: int = 0,
 ) -> Batch:
-    """The batch of these samples, window w from token w * stride on; 0: seq_length."""
+    """Returns the batch of these samples, window w from token w * stride on; 0: seq_length."""
     stride = stride or data.seq_length
     shape = (len(samples), data.seq_length)
     tokens = np.zeros(shape, np.int64)
@@ -249,12 +253,13 @@ def _batch(
 
 
 def _starts(positions: np.ndarray) -> np.ndarray:
-    """Where a document starts in a window (n,) bool; the first never does. The file may lack its head."""
+    """Returns where a document starts in a window (n,) bool; the first never does. The file may
+    lack its head."""
     return np.append(False, positions[1:] <= positions[:-1])
 
 
 def _read_window(source: Source, start: int, length: int, vocab_size: int, place: str) -> Tokens:
-    """The tokens of a window and the one after it. Raises UserError, with its place."""
+    """Returns the tokens of a window and the one after it. Raises UserError, with its place."""
     try:
         found = source.read(start, length + 1)
         if found.tokens.max() >= vocab_size:

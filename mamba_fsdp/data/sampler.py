@@ -1,11 +1,12 @@
-"""Which window of which source is sample k of the run: arithmetic on (seed, sources, weights, k), no table of the data.
+"""Which window of which source is sample k of the run: arithmetic on (seed, sources, weights, k),
+no table of the data.
 
-Window j of a source covers its tokens [j*L, j*L + L], L = seq_length: L inputs, and the same shifted by one as labels.
-An evenly spread pattern of the weights says which source sample k comes from, and the how-many-eth sample of that
-source it is: its sample index n. That is position n % windows of epoch n // windows; a permutation chosen by seed,
-source name and epoch says which window stands there. So an epoch has every window exactly once, and a position in the
-run is the number of samples taken from each source.
-"""
+Window j of a source covers its tokens [j*L, j*L + L], L = seq_length: L inputs, and the same
+shifted by one as labels. An evenly spread pattern of the weights says which source sample k comes
+from, and the how-many-eth sample of that source it is: its sample index n. That is position n %
+windows of epoch n // windows; a permutation chosen by seed, source name and epoch says which window
+stands there. So an epoch has every window exactly once, and a position in the run is the number of
+samples taken from each source."""
 
 import hashlib
 import math
@@ -16,14 +17,16 @@ import numpy as np
 from mamba_fsdp.data.source import Source
 from mamba_fsdp.errors import UserError
 
-# Windows move in blocks of about a million tokens (2 to 4 MB), the size from which Lustre and disks read at full rate,
-# and are then shuffled within groups of 64 blocks: a group (up to 256 MB) stays in the page cache while it is used, and
-# neighbours in the store, often of one document, end up far apart.
+# Windows move in blocks of about a million tokens (2 to 4 MB), the size from which Lustre and disks
+# read at full rate, and are then shuffled within groups of 64 blocks: a group (up to 256 MB) stays
+# in the page cache while it is used, and neighbours in the store, often of one document, end up far
+# apart.
 BLOCK_TOKENS = 1 << 20
 GROUP_BLOCKS = 64
 # Shares are rounded to one in a million, far below the 1e-4 that a mixture is asked to meet.
 PATTERN_LENGTH = 1 << 20
-# Rounds of the Feistel network: from four on its permutations pass for random ones (Luby and Rackoff, 1988).
+# Rounds of the Feistel network: from four on its permutations pass for random ones (Luby and
+# Rackoff, 1988).
 ROUNDS = 4
 
 Permutation = Callable[[np.ndarray, np.ndarray, np.ndarray], np.ndarray]
@@ -32,12 +35,12 @@ Permutation = Callable[[np.ndarray, np.ndarray, np.ndarray], np.ndarray]
 class Sampler:
     """The order of samples.
 
-    weights: {name of a source: its share}, which need not sum to 1; 0 leaves the source out. state: what `state_after`
-    returned; sample 0 is then the one after it. It may come from other weights, batch sizes or sets of sources, since
-    each source resumes after its own samples. Raises UserError where it comes from another seed, seq_length or content
-    of a source, which cut or order the data otherwise; for weights that make no mixture; and for a source shorter than
-    one window.
-    """
+    weights: {name of a source: its share}, which need not sum to 1; 0 leaves the source out. state:
+    what `state_after` returned; sample 0 is then the one after it. It may come from other weights,
+    batch sizes or sets of sources, since each source resumes after its own samples. Raises
+    UserError where it comes from another seed, seq_length or content of a source, which cut or
+    order the data otherwise; for weights that make no mixture; and for a source shorter than one
+    window."""
 
     def __init__(
         self,
@@ -79,7 +82,8 @@ class Sampler:
                 self.start = state["pattern_position"]
 
     def samples(self, first: int, count: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Samples [first, first + count) as three int64 arrays (count,): index into `names`, window, epoch."""
+        """Returns samples [first, first + count) as three int64 arrays (count,): index into
+        `names`, window, epoch."""
         place = self.start + first + np.arange(count)
         cycle, place = np.divmod(place, self.period)
         source = self.pattern[place].astype(np.int64)
@@ -92,7 +96,8 @@ class Sampler:
         return source, permuted_window(position, windows, block_windows, key), epoch
 
     def state_after(self, samples: int) -> dict:
-        """The position after `samples` samples of this order, for JSON. Sources not in the mixture keep theirs."""
+        """Returns the position after `samples` samples of this order, for JSON. Sources not in the
+        mixture keep theirs."""
         end = self.start + samples
         taken = self.taken + self._occurrences(end) - self._occurrences(self.start)
         of_sources = {
@@ -117,12 +122,14 @@ class Sampler:
         return dict(zip(self.names, self.counts.tolist()))
 
     def _occurrences(self, position: int) -> np.ndarray:
-        """How often each source occurs in the first `position` places of the endlessly repeated pattern."""
+        """Returns how often each source occurs in the first `position` places of the endlessly
+        repeated pattern."""
         cycles, rest = divmod(position, self.period)
         return cycles * self.counts + np.bincount(self.pattern[:rest], minlength=len(self.names))
 
     def _check_position(self, state: dict) -> None:
-        """Raises UserError where the samples taken so far would name other windows than they did."""
+        """Raises UserError where the samples taken so far would name other windows than they
+        did."""
         anew = "or begin the data anew in another run folder: load_ckpt_path=RUN without resuming_dataset"
         for name, now in (("seed", self.seed), ("seq_length", self.seq_length)):
             if state[name] != now:
@@ -139,7 +146,8 @@ class Sampler:
 
 
 def seen(position: dict) -> dict[str, dict]:
-    """What the run has had of each source at a position, as `Sampler.state_after` returns it: tokens, epochs."""
+    """What the run has had of each source at a position, as `Sampler.state_after` returns it:
+    tokens, epochs."""
     drawn = position["drawn"]
     windows = position["windows"]
     return {
@@ -153,7 +161,8 @@ def seen(position: dict) -> dict[str, dict]:
 
 
 def _pattern_counts(names: list[str], weights: Mapping[str, float]) -> np.ndarray:
-    """Occurrences of each source in one period of the pattern, as int64 in lowest terms, by largest remainder."""
+    """Occurrences of each source in one period of the pattern, as int64 in lowest terms, by largest
+    remainder."""
     if set(weights) != set(names):
         raise UserError(
             f"weights are given for {', '.join(sorted(weights))}, but the sources are {', '.join(names)}"
@@ -178,11 +187,11 @@ def _pattern_counts(names: list[str], weights: Mapping[str, float]) -> np.ndarra
 def permuted_window(
     position: np.ndarray, windows: np.ndarray, block_windows: int, key: np.ndarray
 ) -> np.ndarray:
-    """The window at each position of an epoch. All arrays have one length; `key` (uint64) chooses the permutation.
+    """Returns the window at each position of an epoch. All arrays have one length; `key` (uint64)
+    chooses the permutation.
 
-    Blocks of block_windows windows are permuted, then the windows within each group of GROUP_BLOCKS blocks. The last
-    block may reach past the end.
-    """
+    Blocks of block_windows windows are permuted, then the windows within each group of GROUP_BLOCKS
+    blocks. The last block may reach past the end."""
 
     def in_whole_blocks(position: np.ndarray, windows: np.ndarray, key: np.ndarray) -> np.ndarray:
         block = np.minimum(block_windows, windows)
@@ -198,12 +207,14 @@ def permuted_window(
 
 
 def permute(x: np.ndarray, size: np.ndarray, key: np.ndarray) -> np.ndarray:
-    """A bijection of range(size), chosen by `key`, at each x. All arrays (n,): x, size int64; key uint64."""
+    """Returns a bijection of range(size), chosen by `key`, at each x. All arrays (n,): x, size
+    int64; key uint64."""
     return _walk(_feistel, x, size, key)
 
 
 def _feistel(x: np.ndarray, size: np.ndarray, key: np.ndarray) -> np.ndarray:
-    """A Feistel network on two digits of base ceil(sqrt(size)): of its results few lie in [size, base**2)."""
+    """Returns a Feistel network on two digits of base ceil(sqrt(size)): of its results few lie in
+    [size, base**2)."""
     base = np.ceil(np.sqrt(size)).astype(np.int64)
     left, right = np.divmod(x, base)
     for round_ in range(ROUNDS):
@@ -213,8 +224,9 @@ def _feistel(x: np.ndarray, size: np.ndarray, key: np.ndarray) -> np.ndarray:
 
 
 def _walk(permuted: Permutation, x: np.ndarray, size: np.ndarray, key: np.ndarray) -> np.ndarray:
-    """A bijection of range(size), made of `permuted`, one of a little more than that: what falls outside is permuted
-    once more until it lands inside. Black and Rogaway, Ciphers with Arbitrary Finite Domains (2002)."""
+    """Returns a bijection of range(size), made of `permuted`, one of a little more than that: what
+    falls outside is permuted once more until it lands inside. Black and Rogaway, Ciphers with
+    Arbitrary Finite Domains (2002)."""
     result = np.empty_like(x)
     open_ = np.arange(len(x))
     while open_.size:
@@ -235,8 +247,8 @@ def source_key(seed: int, name: str) -> int:
 
 
 def splitmix64(key: np.ndarray | np.uint64, number: np.ndarray) -> np.ndarray:
-    """A 64-bit hash of each of the integers `number` (n,) with `key`, uint64 (n,) or one: (n,) uint64, the finaliser of
-    SplitMix64 (Steele, Lea and Flood, 2014)."""
+    """Returns a 64-bit hash of each of the integers `number` (n,) with `key`, uint64 (n,) or one:
+    (n,) uint64, the finaliser of SplitMix64 (Steele, Lea and Flood, 2014)."""
     x = key + (number.astype(np.uint64) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

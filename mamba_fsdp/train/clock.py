@@ -10,11 +10,11 @@ import torch
 
 
 class Clock:
-    """Times training steps from `step` on; validation, saving and committing a checkpoint do not count.
+    """Times training steps from `step` on; validation, saving and committing a checkpoint do not
+    count.
 
     A rank's own seconds run from when it knows a step's sums, which all do together, to its next
-    forward pass: report, data.
-    """
+    forward pass: report, data."""
 
     def __init__(self, step: int, ranks: int = 1) -> None:
         now = time.perf_counter()
@@ -72,7 +72,7 @@ class Clock:
 
 
 def stragglers(own_seconds: list[float]) -> dict[str, float]:
-    """The metrics that show a slow rank, from the own seconds per step of each."""
+    """Returns the metrics that show a slow rank, from the own seconds per step of each."""
     slowest = max(own_seconds)
     return {
         "slowest_rank": own_seconds.index(slowest),
@@ -82,8 +82,8 @@ def stragglers(own_seconds: list[float]) -> dict[str, float]:
 
 
 def device_metrics(device: torch.device) -> dict[str, float]:
-    """memory_gb: the most that tensors, on a CPU the process, have taken. Of a GPU, where NVML and its
-    package are there, its use (%) and temperature (C)."""
+    """memory_gb: the most that tensors, on a CPU the process, have taken. Of a GPU, where NVML and
+    its package are there, its use (%) and temperature (C)."""
     if device.type != "cuda":
         kilobytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         return {"memory_gb": round(kilobytes * 1024 / 1e9, 3)}

@@ -1,10 +1,9 @@
-"""The training loop: sample a batch, accumulate its gradients, one small collective, clip, step; now and then report,
-validate, save.
+"""The training loop: sample a batch, accumulate its gradients, one small collective, clip, step;
+now and then report, validate, save.
 
-On a GPU the host runs ahead: it reads a step's numbers when the next step is under way, and nothing in
-a step makes it wait. What depends on those numbers within the step (clipping, whether it is applied,
-the scale of fp16) is decided on the device, by all ranks from the same sums.
-"""
+On a GPU the host runs ahead: it reads a step's numbers when the next step is under way, and nothing
+in a step makes it wait. What depends on those numbers within the step (clipping, whether it is
+applied, the scale of fp16) is decided on the device, by all ranks from the same sums."""
 
 import math
 import time
@@ -34,13 +33,12 @@ AHEAD = {"cpu": 0, "cuda": 1}  # steps that may be under way when a step's numbe
 def train(
     context: TrainContext, logger: MetricsLogger, stop: StopRequest, validation_due: bool
 ) -> str:
-    """Takes steps until the run has them all or is asked to stop. Returns the reason of the stop, ""
-    without one.
+    """Takes steps until the run has them all or is asked to stop. Returns the reason of the stop,
+    "" without one.
 
-    validation_due: of the step that it begins at. Raises UserError after max_skipped_steps in a row.
-    The train state is that after the last step whose numbers are read: the last of all before a
-    validation, a checkpoint.
-    """
+    validation_due: of the step that it begins at. Raises UserError after max_skipped_steps in a
+    row. The train state is that after the last step whose numbers are read: the last of all before
+    a validation, a checkpoint."""
     schedule = context.schedule
     state = context.state
     saver = Saver(context, logger)
@@ -89,8 +87,8 @@ class StepUnderWay:
 def take_step(
     context: TrainContext, clock: Clock, stop: StopRequest, ahead: int = 0
 ) -> StepUnderWay:
-    """The gradient of a global batch and the update with it. The host waits for nothing. ahead: steps
-    under way."""
+    """Returns the gradient of a global batch and the update with it. The host waits for nothing.
+    ahead: steps under way."""
     heart.beat()
     world = context.world
     schedule = context.schedule
@@ -105,7 +103,8 @@ def take_step(
     is_writing = context.checkpointer.is_writing()
     own_seconds = clock.own_seconds()
 
-    # How many labels count in the global batch is not known yet: gradients are scaled by about that.
+    # How many labels count in the global batch is not known yet: gradients are scaled by about
+    # that.
     gradient_scale = loss_scale.value / schedule.tokens_per_step
     loss_sum = accumulate_gradients(context.parallel, context.optimizer, batches, gradient_scale)
 
@@ -167,7 +166,7 @@ def finish_step(
 
 
 def batch_loss(parallel: ParallelModel, batch: Batch) -> torch.Tensor:
-    """The sum of the token losses (nats) of one micro batch."""
+    """Returns the sum of the token losses (nats) of one micro batch."""
     heart.beat()
     return parallel.module(
         batch.tokens, labels=batch.labels, seq_idx=batch.seq_idx, weights=batch.weights
@@ -180,8 +179,8 @@ def accumulate_gradients(
     batches: list[Batch],
     scale: torch.Tensor,
 ) -> torch.Tensor:
-    """Backward passes over this rank's micro batches, of the token losses times `scale`. Returns the
-    losses' sum."""
+    """Backward passes over this rank's micro batches, of the token losses times `scale`. Returns
+    the losses' sum."""
     optimizer.zero_grad(set_to_none=True)
     scale = scale.float()
     loss_sum = torch.zeros((), device=parallel.world.device)
@@ -197,9 +196,9 @@ def accumulate_gradients(
 def mean_loss_and_norm(
     sums: StepSums, multiple: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(mean loss per label that counts, the norm of its gradient, what makes the gradients at hand that
-    gradient), each 0-dim fp64: they are of the losses divided by `multiple`, which was known before the
-    sums."""
+    """(mean loss per label that counts, the norm of its gradient, what makes the gradients at hand
+    that gradient), each 0-dim fp64: they are of the losses divided by `multiple`, which was known
+    before the sums."""
     counted = sums.counted + (sums.counted == 0)
     factor = multiple / counted
     gradient_norm = sums.gradient_squares.sqrt().float().double() * factor
@@ -216,9 +215,9 @@ def update_weights(
     clip: float,
     lr: float,
 ) -> torch.Tensor:
-    """One AdamW update, with the gradients times `factor`, which then have the norm `gradient_norm`,
-    clipped to the norm `clip` (0: not), unless the loss or the gradient is not finite. Returns 1 if it
-    was applied, else 0: all are 0-dim fp64 tensors on the device."""
+    """One AdamW update, with the gradients times `factor`, which then have the norm
+    `gradient_norm`, clipped to the norm `clip` (0: not), unless the loss or the gradient is not
+    finite. Returns 1 if it was applied, else 0: all are 0-dim fp64 tensors on the device."""
     if clip:
         limit = gradient_norm.new_full((), clip)
         factor = factor * (limit / (gradient_norm + 1e-6)).clamp(max=1.0)
@@ -231,7 +230,8 @@ def update_weights(
 
 
 def describe_bad_samples(context: TrainContext, batches: list[Batch]) -> str:
-    """The message that names the samples of the step whose loss or gradient is not finite."""
+    """Returns the message that names the samples of the step whose loss or gradient is not
+    finite."""
     own = [f"{name} window {window}" for batch in batches for name, window in batch.samples]
     samples = context.world.gather_unique(own)
     named = samples[:8]

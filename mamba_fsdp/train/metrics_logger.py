@@ -122,7 +122,8 @@ class MetricsLogger(contextlib.ExitStack):
         mfu: float | None,
         own_seconds: list[float],
     ) -> dict:
-        """A line of metrics.jsonl on the steps since the last one. docs/watching.md explains each key."""
+        """Returns a line of metrics.jsonl on the steps since the last one. docs/watching.md
+        explains each key."""
         state = self.context.state
         world = self.context.world
         entry = {
@@ -147,8 +148,8 @@ class MetricsLogger(contextlib.ExitStack):
         return entry | seen(self.context.loader.state_before(state.step))
 
     def validated(self, step: int, loss: float, tokens: int, share: float, seconds: float) -> None:
-        """The validation loss (nats per token) after `step`, of `tokens`, a `share` of the data, in so
-        many seconds."""
+        """The validation loss (nats per token) after `step`, of `tokens`, a `share` of the data, in
+        so many seconds."""
         perplexity = math.exp(min(loss, 700.0))
         self.folder.startup.done("validation")
         self._write(

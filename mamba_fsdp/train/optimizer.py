@@ -34,11 +34,12 @@ def make_optimizer(
 
 
 class LossScale:
-    """fp16's dynamic scale: halved when a gradient overflows, doubled after 2000 steps without; else fixed at 1.
+    """fp16's dynamic scale: halved when a gradient overflows, doubled after 2000 steps without;
+    else fixed at 1.
 
-    Micikevicius et al. 2018, Mixed Precision Training, section 3.2. It lives on the device, where the next step finds
-    it before the host does: `value` and `good_steps`, 0-dim fp64. The train state keeps both.
-    """
+    Micikevicius et al. 2018, Mixed Precision Training, section 3.2. It lives on the device, where
+    the next step finds it before the host does: `value` and `good_steps`, 0-dim fp64. The train
+    state keeps both."""
 
     GROWTH_INTERVAL = 2000
 
@@ -63,8 +64,8 @@ class LossScale:
         self.good_steps = good_steps * ~grown
 
     def record(self, state: TrainState, stats: StepStats) -> bool:
-        """Puts into the state what they are after a step. Returns whether an overflow in it would be
-        due to the scale, so that the samples are not to blame."""
+        """Puts into the state what they are after a step. Returns whether an overflow in it would
+        be due to the scale, so that the samples are not to blame."""
         if not self.dynamic:
             return False
         was_reducible = state.loss_scale > 1.0

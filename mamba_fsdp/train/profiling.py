@@ -1,4 +1,5 @@
-"""The profile of a few steps: a Chrome trace in the run folder, and torch's table of what took most."""
+"""The profile of a few steps: a Chrome trace in the run folder, and torch's table of what took
+most."""
 
 import os
 from collections.abc import Callable
@@ -17,9 +18,9 @@ STEPS = 3
 def make_profiler(
     run_folder: Path, rank: int, loader: Loader, say: Callable[[str], None]
 ) -> torch.profiler.profile:
-    """Writes profile/rank_R.json, a trace of steps 5 to 7 of this start for Perfetto or chrome://tracing,
-    and says on rank 0 what took most; on a GPU the memory's history is recorded for a snapshot where it
-    runs out."""
+    """Writes profile/rank_R.json, a trace of steps 5 to 7 of this start for Perfetto or
+    chrome://tracing, and says on rank 0 what took most; on a GPU the memory's history is recorded
+    for a snapshot where it runs out."""
 
     def write(profile: torch.profiler.profile) -> None:
         path = run_folder / PROFILE / f"rank_{rank}.json"

@@ -36,8 +36,8 @@ WriteModel = Callable[..., object]
 def run_training(
     settings: TrainConfig, weights: Weights | None = None, write_model: WriteModel | None = None
 ) -> int:
-    """Trains as the settings say, from the newest checkpoint of the run folder or from the start. Returns
-    exit code 0.
+    """Trains as the settings say, from the newest checkpoint of the run folder or from the start.
+    Returns exit code 0.
 
     weights: those of init_from. write_model: writes the finished model from the last checkpoint.
     """
@@ -92,8 +92,8 @@ class Progress:
 
 
 def train(context: TrainContext, folder: RunFolder, console: Console) -> Path | None:
-    """The loop with its surroundings. Returns the last checkpoint of a run that has all its steps, else
-    None."""
+    """Returns the loop with its surroundings. Returns the last checkpoint of a run that has all its
+    steps, else None."""
     state = context.state
     world = context.world
     schedule = context.schedule
@@ -145,9 +145,10 @@ def begins_from(settings: CheckpointConfig, newest: int) -> str:
 def out_of_memory_explained(
     settings: TrainConfig, world: World, folder: Path, progress: Progress
 ) -> Iterator[None]:
-    """Raises UserError instead of PyTorch's error where memory runs out before the first step is done: then
-    the settings ask for too much. Later it may be an accident that a restart mends, and stays PyTorch's
-    error. Of a GPU a snapshot stays in profile/memory_rank_R.pickle, for docs.pytorch.org/memory_viz."""
+    """Raises UserError instead of PyTorch's error where memory runs out before the first step is
+    done: then the settings ask for too much. Later it may be an accident that a restart mends, and
+    stays PyTorch's error. Of a GPU a snapshot stays in profile/memory_rank_R.pickle, for
+    docs.pytorch.org/memory_viz."""
     try:
         yield
     except RuntimeError as error:
@@ -173,9 +174,9 @@ def out_of_memory_explained(
 def finish(
     folder: RunFolder, checkpoint: Path, write_model: WriteModel | None, console: Console
 ) -> None:
-    """Writes the whole model as one file, then the status `finished`: whoever reads that finds the model.
-    On rank 0, when the process group has ended: a large model may take longer than the other ranks would
-    wait."""
+    """Writes the whole model as one file, then the status `finished`: whoever reads that finds the
+    model. On rank 0, when the process group has ended: a large model may take longer than the other
+    ranks would wait."""
     step = step_of(checkpoint.name) or 0
     if write_model:
         # The checkpoint was verified by this run, when it committed it or at its start.

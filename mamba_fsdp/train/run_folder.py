@@ -35,7 +35,8 @@ class RunFolder:
         self.startup = Startup()
 
     def acquire(self) -> None:
-        """Makes the folder and takes its lease. Raises UserError where that can't be or it is another's."""
+        """Makes the folder and takes its lease. Raises UserError where that can't be or it is
+        another's."""
         check_is_run_folder(self.path)
         checkpoints = self.path / CHECKPOINTS
         try:
@@ -45,7 +46,8 @@ class RunFolder:
             raise UserError(
                 f"save_ckpt_path {self.path}: can't write {error.filename} ({error.strerror})"
             ) from None
-        # At once, so that whatever ends the start, even a kill, the last run's status (`finished`) is gone.
+        # At once, so that whatever ends the start, even a kill, the last run's status (`finished`)
+        # is gone.
         records.write_status(self.path, "running", self._newest_step(), "starting")
 
     def write_status(self, status: str, step: int, reason: str = "") -> None:
@@ -54,8 +56,9 @@ class RunFolder:
         records.write_status(self.path, status, step, reason, self.startup.parts)
 
     def status(self) -> dict:
-        """The content of status.json, {} where there is none. What it says of a run that has ended without
-        a word, by kill -9 or for want of memory, is corrected first, where that can be known."""
+        """Returns the content of status.json, {} where there is none. What it says of a run that
+        has ended without a word, by kill -9 or for want of memory, is corrected first, where that
+        can be known."""
         status = records.read_status(self.path)
         if status.get("status") != "running":
             return status
@@ -68,7 +71,8 @@ class RunFolder:
         return status
 
     def write_failure(self, step: int, error: BaseException) -> None:
-        """Writes why the run failed, if it holds the folder. step: 0 means that of the newest checkpoint."""
+        """Writes why the run failed, if it holds the folder. step: 0 means that of the newest
+        checkpoint."""
         try:
             if self.lease.is_held():
                 reason = f"{type(error).__name__}: {error}"
@@ -77,8 +81,9 @@ class RunFolder:
             print(f"warning: {another}", file=sys.stderr)
 
     def recovery(self, step: int) -> str:
-        """A line for the log, also written as an event, where this `step` is the first that was taken
-        after the loss of a rank; else "". The launcher says in RECOVERS_FROM when it was lost, and how."""
+        """Returns a line for the log, also written as an event, where this `step` is the first that
+        was taken after the loss of a rank; else "". The launcher says in RECOVERS_FROM when it was
+        lost, and how."""
         lost = os.environ.pop("RECOVERS_FROM", "")
         if not lost:
             return ""
@@ -88,8 +93,9 @@ class RunFolder:
         return f"recovered  step {step} was taken {seconds:g} s after the loss of {what}"
 
     def copy_tokenizer(self, data: Source) -> None:
-        """Copies the tokenizer of a source that has one, so that the model can be used when the data is
-        gone; in place of another. Raises UserError for a name on the Hub that can't be loaded."""
+        """Copies the tokenizer of a source that has one, so that the model can be used when the
+        data is gone; in place of another. Raises UserError for a name on the Hub that can't be
+        loaded."""
         target = self.path / TOKENIZER
         partial_copy = self.path / f".{TOKENIZER}.partial"
         try:

@@ -33,8 +33,8 @@ class RunSchedule:
     lr: Schedule
 
     def is_due(self, interval: int, step: int) -> bool:
-        """Whether what is done every `interval` steps (0: never), and after the last, is done after
-        `step`."""
+        """Returns whether what is done every `interval` steps (0: never), and after the last, is
+        done after `step`."""
         return interval > 0 and (step % interval == 0 or step == self.total_steps)
 
 
@@ -57,8 +57,8 @@ def schedule_run(
     stores: int,
     say: Callable[[str], None],
 ) -> RunSchedule:
-    """The run's steps from `state` on. A `length` in tokens counts those seen so far. stores: it
-    validates on."""
+    """Returns the run's steps from `state` on. A `length` in tokens counts those seen so far.
+    stores: it validates on."""
     training = settings.training
     tokens_per_step = layout.global_batch * settings.data.seq_length
     if not state.first_tokens_per_step:

@@ -18,8 +18,8 @@ TEMPERATURE = 0.8
 
 
 def read_prompts(settings: TrainConfig, data: Source) -> dict[str, list[int]]:
-    """{prompt: its tokens} of the file sample_prompts. Raises UserError for a file or a tokenizer that
-    doesn't serve."""
+    """{prompt: its tokens} of the file sample_prompts. Raises UserError for a file or a tokenizer
+    that doesn't serve."""
     name = settings.training.sample_prompts
     if not name:
         return {}
@@ -49,10 +49,9 @@ def continue_prompts(
 ) -> list[list[int]]:
     """`length` tokens that follow each prompt. All ranks call this, and each draws the same.
 
-    A forward pass over all that is there gives a token of each: so a sharded model gathers its weights,
-    block by block. The draws come from a generator of their own: the training's random state stays what
-    it was.
-    """
+    A forward pass over all that is there gives a token of each: so a sharded model gathers its
+    weights, block by block. The draws come from a generator of their own: the training's random
+    state stays what it was."""
     module = parallel.module
     vocab_size = parallel.model.config.vocab_size
     generator = torch.Generator().manual_seed(seed)

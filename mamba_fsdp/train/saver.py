@@ -1,4 +1,5 @@
-"""Saving a run's checkpoints when they are due. Where saving fails, training continues for a while and tries again."""
+"""Saving a run's checkpoints when they are due. Where saving fails, training continues for a while
+and tries again."""
 
 import contextlib
 import math
@@ -25,15 +26,15 @@ class Saver:
         self.next_attempt = 0  # the step after which that is
 
     def is_due(self, step: int) -> bool:
-        """Whether a checkpoint is to be saved after `step`."""
+        """Returns whether a checkpoint is to be saved after `step`."""
         schedule = self.context.schedule
         if self.failures and step < schedule.total_steps:
             return step >= self.next_attempt
         return schedule.is_due(schedule.checkpoint_steps, step)
 
     def settle(self) -> None:
-        """Takes the save under way a phase on, where no rank writes any more: Checkpointer.settle. Raises
-        UserError after max_failed_saves, but not at the end, where another save follows."""
+        """Takes the save under way a phase on, where no rank writes any more: Checkpointer.settle.
+        Raises UserError after max_failed_saves, but not at the end, where another save follows."""
         is_last = self.context.state.step == self.context.schedule.total_steps
         with self._attempt(math.inf if is_last else self.max_failures):
             self.context.checkpointer.settle()
@@ -44,8 +45,9 @@ class Saver:
             self.context.checkpointer.wait()
 
     def save(self, final: bool) -> None:
-        """Saves a checkpoint after the current step, unless one is still being written and does not come
-        to an end. final: until it is committed. Raises UserError where that fails, and as `settle` does."""
+        """Saves a checkpoint after the current step, unless one is still being written and does not
+        come to an end. final: until it is committed. Raises UserError where that fails, and as
+        `settle` does."""
         checkpointer = self.context.checkpointer
         step = self.context.state.step
         if final:
@@ -77,8 +79,8 @@ class Saver:
 
     @contextlib.contextmanager
     def _attempt(self, limit: float) -> Iterator[None]:
-        """What fails inside is told, and tried again after a pause. Raises UserError where it is one of
-        `limit` failures in a row."""
+        """What fails inside is told, and tried again after a pause. Raises UserError where it is
+        one of `limit` failures in a row."""
         committed_before = self.context.checkpointer.last
         try:
             with self.logger.clock.paused():

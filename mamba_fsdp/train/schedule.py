@@ -1,4 +1,5 @@
-"""The learning rate's factor over the run: cosine, wsd, linear, constant, annealing; and in a run made longer."""
+"""The learning rate's factor over the run: cosine, wsd, linear, constant, annealing; and in a run
+made longer."""
 
 import math
 from collections.abc import Callable
@@ -85,14 +86,13 @@ def schedule_of(
     tokens_per_step: int,
     say: Callable[[str], None],
 ) -> Schedule:
-    """The schedule of a run of `length`, over schedule_steps where that is given. It counts tokens
-    where the length is in tokens: its steps are then those of the run's start, so that another
-    global batch does not bend it.
+    """Returns the schedule of a run of `length`, over schedule_steps where that is given. It counts
+    tokens where the length is in tokens: its steps are then those of the run's start, so that
+    another global batch does not bend it.
 
     The train state remembers the curve. A run that resumes with a longer num_steps keeps to its
     former curve and stays where that ends, unless the new one has the same rate at hand. Says so
-    where the rates differ. Raises UserError where the rate would be held at 0.
-    """
+    where the rates differ. Raises UserError where the rate would be held at 0."""
     schedule_steps = settings.lr_schedule.schedule_steps
     is_given = schedule_steps.count > 0
     if is_given:

@@ -1,4 +1,5 @@
-"""From the settings to what the loop works on: data, model, optimiser, starting point, length, loader."""
+"""From the settings to what the loop works on: data, model, optimiser, starting point, length,
+loader."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -72,13 +73,14 @@ class TrainContext:
 def set_up(
     settings: TrainConfig, world: World, folder: RunFolder, weights: Weights | None, say: Say
 ) -> TrainContext | None:
-    """Called by all ranks. weights: of init_from. None for a dry run. Raises UserError where things don't
-    fit."""
+    """Called by all ranks. weights: of init_from. None for a dry run. Raises UserError where things
+    don't fit."""
     startup = folder.startup
     layout = split_step(settings.training, world.rank, world.size)
     backends = choose_backends(settings, world, say)
 
-    # Rank 0 looks at all files for all: thousands of files times a thousand ranks keep a file system busy.
+    # Rank 0 looks at all files for all: thousands of files times a thousand ranks keep a file
+    # system busy.
     data = world.on_rank0(partial(open_data, settings, say))
     startup.done("data")
     if settings.training.dry_run:
@@ -129,7 +131,8 @@ def set_up(
 
 
 def choose_backends(settings: TrainConfig, world: World, say: Say) -> dict[str, str]:
-    """The backend of each operator of the model; says what is to be trained, how, and in how much memory."""
+    """Returns the backend of each operator of the model; says what is to be trained, how, and in
+    how much memory."""
     model = settings.model
     training = settings.training
     dtype = DTYPES[training.mixed_precision]
@@ -152,7 +155,8 @@ def choose_backends(settings: TrainConfig, world: World, say: Say) -> dict[str, 
 
 
 def open_data(settings: TrainConfig, say: Say) -> Data:
-    """Opens what the settings name, on rank 0. Raises UserError where one is missing or doesn't fit."""
+    """Opens what the settings name, on rank 0. Raises UserError where one is missing or doesn't
+    fit."""
     vocab_size = settings.model.vocab_size
     if settings.data.use_dummy_dataset:
         dummy = DummySource(vocab_size)
@@ -224,7 +228,7 @@ def make_checkpointer(
 
 
 def build_model(settings: TrainConfig, world: World, backends: dict[str, str]) -> ParallelModel:
-    """The model, parallelized but not yet filled."""
+    """Returns the model, parallelized but not yet filled."""
     dtype = DTYPES[settings.training.mixed_precision]
     device = "meta" if settings.parallel.low_cpu_fsdp else "cpu"
     with torch.device(device):

@@ -1,4 +1,5 @@
-"""Where a run starts: the newest checkpoint in its folder, else what the settings name, else random weights."""
+"""Where a run starts: the newest checkpoint in its folder, else what the settings name, else random
+weights."""
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
@@ -40,8 +41,8 @@ def start(
     weights: Weights | None,
     say: Callable[[str], None],
 ) -> TrainState:
-    """Fills the shards of model and optimiser and returns the train state that belongs to them. Raises
-    UserError for a model that is known to have learnt other tokens than `tokens`."""
+    """Fills the shards of model and optimiser and returns the train state that belongs to them.
+    Raises UserError for a model that is known to have learnt other tokens than `tokens`."""
     config = settings.checkpoint
     origin = config.load_ckpt_path
     is_own_folder = is_own(origin, config.save_ckpt_path)
@@ -96,7 +97,8 @@ def start(
 
 
 def fill_at_random(settings: TrainConfig, parallel: ParallelModel) -> None:
-    """Every element is a function of the seed, its tensor's name and its place: the same on any world."""
+    """Every element is a function of the seed, its tensor's name and its place: the same on any
+    world."""
     spec = parameters(settings.model)
     seed = settings.training.seed
 
@@ -114,9 +116,9 @@ def load_checkpoint(
     optimizer: torch.optim.Optimizer,
     named_by: str,
 ) -> TrainState:
-    """Loads the shards of model and optimiser, with which it was verified; returns the state that was
-    saved with them. named_by: the setting that led here. Raises UserError where it holds another model or
-    a newer version's."""
+    """Loads the shards of model and optimiser, with which it was verified; returns the state that
+    was saved with them. named_by: the setting that led here. Raises UserError where it holds
+    another model or a newer version's."""
 
     def check(saved: dict, folder: Path) -> None:
         remedy = f"; give these settings again, or another {named_by}"

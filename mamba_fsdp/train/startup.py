@@ -5,8 +5,9 @@ import time
 
 
 class Startup:
-    """`parts`: seconds by name, in order. The launcher tells those before in START_PARTS: words NAME=SECONDS
-    joined by +, the last one since=EPOCH. RANKS_BEGAN is when it started this process."""
+    """`parts`: seconds by name, in order. The launcher tells those before in START_PARTS: words
+    NAME=SECONDS joined by +, the last one since=EPOCH. RANKS_BEGAN is when it started this
+    process."""
 
     def __init__(self) -> None:
         now = time.time()
@@ -22,15 +23,16 @@ class Startup:
                 self.parts[name] = float(seconds)
 
     def done(self, part: str) -> None:
-        """What has passed since the last part was `part`; behind the first step it is none of the start."""
+        """What has passed since the last part was `part`; behind the first step it is none of the
+        start."""
         now = time.time()
         if not self.steps:
             self.parts[part] = round(now - self.since, 3)
         self.since = now
 
     def stepped(self) -> bool:
-        """Call after each step. Whether the start is known now: the second step shows what the first one
-        compiled."""
+        """Call after each step. Whether the start is known now: the second step shows what the
+        first one compiled."""
         if self.steps == 0:
             self.done("first step")
         self.steps += 1

@@ -43,7 +43,8 @@ class TrainState:
 
     @classmethod
     def from_saved(cls, saved: Mapping[str, Any], checkpoint: Path) -> "TrainState":
-        """The state that `checkpoint` saved. What it lacks takes its default; unknown fields raise UserError."""
+        """Returns the state that `checkpoint` saved. What it lacks takes its default; unknown
+        fields raise UserError."""
         progress = saved.get("progress")
         if not isinstance(progress, dict):
             raise UserError(f"{checkpoint}: its state is not that of a training")
@@ -61,7 +62,8 @@ class TrainState:
         return cls(**known)
 
     def saved(self, settings: TrainConfig, world_size: int) -> dict[str, Any]:
-        """What a checkpoint saves, for JSON: this state and the settings, world size and torch version of the run."""
+        """What a checkpoint saves, for JSON: this state and the settings, world size and torch
+        version of the run."""
         return {
             "progress": asdict(self),
             "settings": resolve.as_dict(settings),
@@ -72,7 +74,8 @@ class TrainState:
     def advance(
         self, samples: int, tokens: int, loss: float, *, applied: bool, excused: bool
     ) -> None:
-        """Counts a step of the global batch. excused: that it was not applied is not due to its samples."""
+        """Counts a step of the global batch. excused: that it was not applied is not due to its
+        samples."""
         self.step += 1
         self.samples += samples
         self.tokens += tokens

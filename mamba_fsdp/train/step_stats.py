@@ -1,4 +1,5 @@
-"""The numbers of a step: what the ranks add up in its one collective, and what the host reads of it afterwards."""
+"""The numbers of a step: what the ranks add up in its one collective, and what the host reads of it
+afterwards."""
 
 from dataclasses import dataclass
 
@@ -24,8 +25,8 @@ def sum_over_ranks(
     counted: float,
     told: list[float] | None = None,
 ) -> StepSums:
-    """The one small collective of a step, called by all ranks. counted and told are numbers that the
-    host knows; the tensors are on the device. The host does not wait."""
+    """Returns the one small collective of a step, called by all ranks. counted and told are numbers
+    that the host knows; the tensors are on the device. The host does not wait."""
     known_to_host = world.copy_to_device([counted, *(told or [])])
     on_device = torch.stack([loss_sum.double(), gradient_squares])
     sums = world.all_reduce_sum(torch.cat([on_device, known_to_host]))
@@ -65,7 +66,7 @@ class StepStats:
         loss_scale_good_steps: torch.Tensor,
         told: torch.Tensor,
     ) -> torch.Tensor:
-        """The numbers as one tensor on the device. told: the sums of `told_by_host`."""
+        """Returns the numbers as one tensor on the device. told: the sums of `told_by_host`."""
         on_device = [loss, gradient_norm, applied, loss_scale, loss_scale_good_steps]
         return torch.cat([torch.stack(on_device), told])
 

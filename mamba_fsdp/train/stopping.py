@@ -1,5 +1,6 @@
-"""Asking a run to stop: SIGTERM, SIGINT, SIGUSR1, SIGHUP, or a file STOP in the run folder. The step ends and a
-checkpoint is committed. Under nohup, SIGHUP (a terminal that closes) is ignored and training continues."""
+"""Asking a run to stop: SIGTERM, SIGINT, SIGUSR1, SIGHUP, or a file STOP in the run folder. The
+step ends and a checkpoint is committed. Under nohup, SIGHUP (a terminal that closes) is ignored and
+training continues."""
 
 import contextlib
 import os
@@ -12,14 +13,15 @@ from pathlib import Path
 from mamba_fsdp.run_layout import STOP
 from mamba_fsdp.storage import retry_io
 
-# A look at the STOP file is microseconds on a local disk (so the very step ends the run), a round trip
-# on a shared one.
+# A look at the STOP file is microseconds on a local disk (so the very step ends the run), a round
+# trip on a shared one.
 SHARE_OF_TIME = 0.01
 MOST_SECONDS_BETWEEN_LOOKS = 1.0
 
 
 class StopRequest:
-    """Notices requests on this rank; `reason`: "" until there is one. Rank 0 looks for the file and its words."""
+    """Notices requests on this rank; `reason`: "" until there is one. Rank 0 looks for the file and
+    its words."""
 
     def __init__(self, run_folder: Path, on_rank0: bool) -> None:
         self.reason = ""
@@ -64,7 +66,7 @@ class StopRequest:
                 )
 
     def look(self) -> bool:
-        """Whether a stop has been asked for on this rank."""
+        """Returns whether a stop has been asked for on this rank."""
         began = time.monotonic()
         if self.file and not self.reason and began >= self.next_look:
             self.reason = _why(self.file)

@@ -18,8 +18,8 @@ from mamba_fsdp.train.stopping import StopRequest
 
 
 def validate(context: TrainContext, logger: MetricsLogger, stop: StopRequest) -> bool:
-    """Puts the validation loss at the current step into metrics and log. Returns False where a stop was
-    asked for, which breaks it off."""
+    """Puts the validation loss at the current step into metrics and log. Returns False where a stop
+    was asked for, which breaks it off."""
     world = context.world
     step = context.state.step
     seq_length = context.settings.data.seq_length
@@ -57,7 +57,7 @@ def validate(context: TrainContext, logger: MetricsLogger, stop: StopRequest) ->
 
 
 def _batches(context: TrainContext, limit: int) -> Iterator[Batch]:
-    """This rank's batches of all stores. limit: windows of each; 0: all."""
+    """Returns this rank's batches of all stores. limit: windows of each; 0: all."""
     for store in context.validation:
         yield from evaluation_batches(
             store,
@@ -76,12 +76,12 @@ def evaluate(
     world: World,
     is_stopped: Callable[[int], bool] | None = None,
 ) -> tuple[float, int]:
-    """(mean of the token losses in nats, of which `module` returns the weighted sum, how many) over the
-    batches of all ranks; (nan, 0) once `is_stopped`, of the tokens that this rank has read, is true.
+    """(mean of the token losses in nats, of which `module` returns the weighted sum, how many) over
+    the batches of all ranks; (nan, 0) once `is_stopped`, of the tokens that this rank has read, is
+    true.
 
-    All ranks must bring as many batches (each forward pass gathers weights). Raises UserError where no
-    token counts.
-    """
+    All ranks must bring as many batches (each forward pass gathers weights). Raises UserError where
+    no token counts."""
     was_training = module.training
     module.eval()
     loss_sum = 0.0

@@ -1,4 +1,5 @@
-"""A rank that makes no progress prints its stacks and ends the job, instead of hanging until the time limit."""
+"""A rank that makes no progress prints its stacks and ends the job, instead of hanging until the
+time limit."""
 
 import contextlib
 import faulthandler
@@ -14,8 +15,8 @@ from mamba_fsdp.heartbeat import heart
 
 @contextlib.contextmanager
 def watchdog(minutes: float, rank: int) -> Iterator[None]:
-    """When `heart` has not beaten for `minutes` inside, prints the stacks of all threads to stderr and exits
-    with 1."""
+    """When `heart` has not beaten for `minutes` inside, prints the stacks of all threads to stderr
+    and exits with 1."""
     ended = threading.Event()
     thread = threading.Thread(
         target=_watch, args=(minutes, rank, ended), name="watchdog", daemon=True
