@@ -169,8 +169,8 @@ class ScheduleConfig:
     decay_steps: Duration = steps(-1, at_least=-1, needs=final_decay)
     """Length of the final decay of wsd; -1 means a tenth of the run."""
     schedule_steps: Duration = steps(-1, at_least=-1, needs=end_of_schedule)
-    """Length of cosine, wsd and linear where it is not that of the run: a longer run stays at the floor; -1 means the
-    run's."""
+    """Length of the schedule where it is not that of the run: a longer run stays where it ends; -1 means the run's. A run that
+    is made longer keeps the length that it had where its learning rate would change."""
     min_learning_rate_ratio: float = setting(0.1, at_least=0, at_most=1, needs=floor)
     """Floor of cosine, wsd and linear, as a share of learning_rate."""
 

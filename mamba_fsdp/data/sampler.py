@@ -213,7 +213,7 @@ def permute(x: np.ndarray, size: np.ndarray, key: np.ndarray) -> np.ndarray:
 
 
 def _feistel(x: np.ndarray, size: np.ndarray, key: np.ndarray) -> np.ndarray:
-    """Returns a Feistel network on two digits of base ceil(sqrt(size)): of its results few lie in
+    """Applies a Feistel network on two digits of base ceil(sqrt(size)): of its results few lie in
     [size, base**2)."""
     base = np.ceil(np.sqrt(size)).astype(np.int64)
     left, right = np.divmod(x, base)

@@ -87,8 +87,8 @@ class StepUnderWay:
 def take_step(
     context: TrainContext, clock: Clock, stop: StopRequest, ahead: int = 0
 ) -> StepUnderWay:
-    """Returns the gradient of a global batch and the update with it. The host waits for nothing.
-    ahead: steps under way."""
+    """Computes the gradient of a global batch and updates the weights with it. The host waits for
+    nothing. ahead: steps under way."""
     heart.beat()
     world = context.world
     schedule = context.schedule
@@ -103,8 +103,8 @@ def take_step(
     is_writing = context.checkpointer.is_writing()
     own_seconds = clock.own_seconds()
 
-    # How many labels count in the global batch is not known yet: gradients are scaled by about
-    # that.
+    # How many labels count in the global batch is known with the sums: until then the loss is
+    # divided by the number of all.
     gradient_scale = loss_scale.value / schedule.tokens_per_step
     loss_sum = accumulate_gradients(context.parallel, context.optimizer, batches, gradient_scale)
 
@@ -112,12 +112,10 @@ def take_step(
     squares = context.parallel.gradient_squares()
     sums = sum_over_ranks(world, loss_sum, squares, counted, told)
 
-    loss, gradient_norm, factor = mean_loss_and_norm(
-        sums, schedule.tokens_per_step / loss_scale.value
-    )
-    learning_rate = context.settings.optimizer.learning_rate * schedule.lr.next_factor(
-        context.state, schedule.tokens_per_step, ahead
-    )
+    multiple = schedule.tokens_per_step / loss_scale.value
+    loss, gradient_norm, factor = mean_loss_and_norm(sums, multiple)
+    factor_of_rate = schedule.lr.next_factor(context.state, schedule.tokens_per_step, ahead)
+    learning_rate = context.settings.optimizer.learning_rate * factor_of_rate
     context.checkpointer.wait_for_copies()
     applied = update_weights(
         context.parallel,
@@ -179,8 +177,8 @@ def accumulate_gradients(
     batches: list[Batch],
     scale: torch.Tensor,
 ) -> torch.Tensor:
-    """Backward passes over this rank's micro batches, of the token losses times `scale`. Returns
-    the losses' sum."""
+    """Runs forward and backward over this rank's micro batches, of the token losses times `scale`.
+    Returns the losses' sum."""
     optimizer.zero_grad(set_to_none=True)
     scale = scale.float()
     loss_sum = torch.zeros((), device=parallel.world.device)
@@ -196,9 +194,9 @@ def accumulate_gradients(
 def mean_loss_and_norm(
     sums: StepSums, multiple: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(mean loss per label that counts, the norm of its gradient, what makes the gradients at hand
-    that gradient), each 0-dim fp64: they are of the losses divided by `multiple`, which was known
-    before the sums."""
+    """Returns (mean loss per label that counts, the norm of its gradient, what makes the gradients
+    at hand that gradient), each 0-dim fp64: they are of the losses divided by `multiple`, which was
+    known before the sums."""
     counted = sums.counted + (sums.counted == 0)
     factor = multiple / counted
     gradient_norm = sums.gradient_squares.sqrt().float().double() * factor
@@ -215,7 +213,7 @@ def update_weights(
     clip: float,
     lr: float,
 ) -> torch.Tensor:
-    """One AdamW update, with the gradients times `factor`, which then have the norm
+    """Takes one AdamW step, with the gradients times `factor`, which then have the norm
     `gradient_norm`, clipped to the norm `clip` (0: not), unless the loss or the gradient is not
     finite. Returns 1 if it was applied, else 0: all are 0-dim fp64 tensors on the device."""
     if clip:

@@ -92,7 +92,7 @@ class Progress:
 
 
 def train(context: TrainContext, folder: RunFolder, console: Console) -> Path | None:
-    """Returns the loop with its surroundings. Returns the last checkpoint of a run that has all its
+    """Runs the loop with its surroundings. Returns the last checkpoint of a run that has all its
     steps, else None."""
     state = context.state
     world = context.world

@@ -39,7 +39,8 @@ class RunSchedule:
 
 
 def run_length(settings: TrainConfig, sampler: Sampler) -> Duration:
-    """num_steps, or num_epochs in tokens. Raises UserError for epochs of data without end."""
+    """Returns num_steps, or num_epochs in tokens. Raises UserError for epochs of data without
+    end."""
     epochs = settings.training.num_epochs
     if not epochs:
         return settings.training.num_steps
@@ -93,6 +94,7 @@ def schedule_run(
 
 
 def say_length(settings: TrainConfig, schedule: RunSchedule, say: Callable[[str], None]) -> None:
+    """Says how many steps there are, of how many tokens and FLOPs."""
     seq_length = settings.data.seq_length
     model_name = settings.model.model_name
     usual = usual_length(model_name)

@@ -73,8 +73,8 @@ class TrainContext:
 def set_up(
     settings: TrainConfig, world: World, folder: RunFolder, weights: Weights | None, say: Say
 ) -> TrainContext | None:
-    """Called by all ranks. weights: of init_from. None for a dry run. Raises UserError where things
-    don't fit."""
+    """Prepares a run; all ranks call it. weights: of init_from. Returns None for a dry run. Raises
+    UserError where things don't fit."""
     startup = folder.startup
     layout = split_step(settings.training, world.rank, world.size)
     backends = choose_backends(settings, world, say)

@@ -25,7 +25,7 @@ def sum_over_ranks(
     counted: float,
     told: list[float] | None = None,
 ) -> StepSums:
-    """Returns the one small collective of a step, called by all ranks. counted and told are numbers
+    """Runs the one small collective of a step, which all ranks call. counted and told are numbers
     that the host knows; the tensors are on the device. The host does not wait."""
     known_to_host = world.copy_to_device([counted, *(told or [])])
     on_device = torch.stack([loss_sum.double(), gradient_squares])
