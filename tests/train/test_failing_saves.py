@@ -176,30 +176,6 @@ def test_the_last_save_of_a_run_must_not_fail(train, tmp_path, failing, asynchro
     assert read_status(tmp_path)["status"] == "finished"
 
 
-def test_metrics_wait_in_memory_and_no_checkpoint_is_ahead_of_them(
-    train, tmp_path, metrics_of, monkeypatch
-):
-    """The disk is so full that not even a line fits; later it is all there, without a gap."""
-    train(tmp_path / "well", **LONG)
-    from mamba_fsdp.report import records
-
-    real, calls = open, []
-
-    def full(path, mode="r", *rest, **named):
-        if mode == "ab" and str(path).endswith("metrics.jsonl"):
-            calls.append(path)
-            if 3 < len(calls) < 12:
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        return real(path, mode, *rest, **named)
-
-    monkeypatch.setattr(records, "open", full, raising=False)
-    said = train(tmp_path / "run", **LONG)
-    metrics = metrics_of(tmp_path / "run")
-    assert [entry for entry in metrics if "loss" in entry] == metrics_of(tmp_path / "well")
-    assert 0 in [entry["failed_saves"] for entry in metrics if "failed_saves" in entry]
-    assert "metrics.jsonl: can't be written (No space left on device)" in said and len(calls) > 12
-
-
 # A storage layer that lies and stalls
 
 

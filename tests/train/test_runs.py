@@ -171,34 +171,6 @@ def test_a_finished_run_has_nothing_to_do(train, tmp_path):
     assert (tmp_path / "metrics.jsonl").read_bytes() == before
 
 
-def test_a_length_in_tokens_counts_the_tokens_seen_also_when_the_batch_changes(
-    train, tmp_path, metrics_of
-):
-    train(tmp_path, num_steps="256tok")
-    said = train(tmp_path, num_steps="768tok", batch_size=4)
-    last = [entry for entry in metrics_of(tmp_path) if "loss" in entry][-1]
-    assert (last["step"], last["tokens"]) == (
-        8,
-        768,
-    ) and "4 samples a step from here on, 2 before" in said
-
-
-def test_going_on_in_fp16_begins_with_its_own_scale(train, tmp_path):
-    """And a setting that changes no result may change on the way."""
-    train(tmp_path, num_steps=2, layers="mamba2", headdim=8)
-    train(tmp_path, num_steps=4, layers="mamba2", headdim=8, chunk_size=64, mixed_precision="fp16")
-    state = json.loads((tmp_path / "checkpoints" / "step_00000004" / "state.json").read_text())[
-        "state"
-    ]
-    assert state["progress"]["loss_scale"] >= 2**14 and state["progress"]["skipped_steps"] <= 2
-
-
-@pytest.mark.slow
-def test_a_profile_of_a_run_that_ends_early_is_written(train, tmp_path):
-    train(tmp_path, num_steps=5, use_profiler=True)
-    assert json.loads((tmp_path / "profile" / "rank_0.json").read_text())["traceEvents"]
-
-
 def test_a_model_that_can_not_be_published_leaves_a_failed_run(train, tmp_path, monkeypatch):
     """And the same command publishes it, without another step."""
 
@@ -240,14 +212,6 @@ def test_publishing_can_be_left_for_later(train, tmp_path, monkeypatch):
         for path in (tmp_path / "out", tmp_path / "run/pth/step_00000006")
     ]
     assert equal(*contents)
-
-
-def test_gradient_accumulation_changes_only_rounding(train, tmp_path, metrics_of):
-    train(tmp_path / "at once", batch_size=8)
-    train(tmp_path / "in parts", batch_size=2, global_batch_size=8)
-    for first, second in zip(metrics_of(tmp_path / "at once"), metrics_of(tmp_path / "in parts")):
-        if "loss" in first:
-            assert first["loss"] == pytest.approx(second["loss"], rel=1e-4)
 
 
 def test_the_loss_is_the_mean_over_the_labels_that_count(train, tmp_path, metrics_of, monkeypatch):
@@ -306,31 +270,6 @@ def test_a_gradient_that_is_not_finite_is_never_applied(train, tmp_path, metrics
     assert entries[2]["loss"] is None and entries[4]["loss"] is not None
 
 
-@pytest.mark.parametrize(
-    "step, given, kind, words",
-    [
-        (0, {}, UserError, "rank 0 has too little memory: lower batch_size"),
-        (2, {}, RuntimeError, "can't allocate memory"),
-        (
-            0,
-            {"sharding_strategy": "fsdp", "accumulate_unsharded": True},
-            UserError,
-            "memory: leave out accumulate_unsharded, ",
-        ),
-    ],
-)
-def test_memory_that_never_sufficed_is_a_matter_of_settings(
-    train, tmp_path, change_loss, step, given, kind, words
-):
-    """Later in a run it is an accident, after which a cluster starts the job again."""
-    change_loss(
-        lambda state, true_loss: torch.empty(1 << 50) if state.step == step else true_loss()
-    )
-    with pytest.raises(kind, match=words):
-        train(tmp_path, **given)
-    assert read_status(tmp_path)["status"] == "failed"
-
-
 @pytest.mark.slow
 def test_starting_from_another_run(train, tmp_path, metrics_of):
     """A .pth file gives the model; a folder the optimiser too; resuming_dataset the data's position too; a checkpoint
@@ -359,16 +298,6 @@ def test_starting_from_another_run(train, tmp_path, metrics_of):
     assert losses["folder"] == losses["step"] and losses["data"][0] != losses["folder"][0]
     said = train(tmp_path / "pth", num_steps=5, load_ckpt_path="/nowhere.pth")
     assert "resumes" in said and "step 3" in said
-
-
-def test_a_run_that_took_over_an_optimiser_resumes_as_unbroken(train, tmp_path, weights_of):
-    """The bias correction of AdamW resumes where the first run's ended, also after a break of the second."""
-    train(tmp_path / "first", num_steps=4)
-    common = {"load_ckpt_path": tmp_path / "first", "schedule": "constant", "grad_clip_thresh": 0}
-    train(tmp_path / "whole", **{**common, "num_steps": 4})
-    for steps in (2, 4):
-        train(tmp_path / "parts", **{**common, "num_steps": steps})
-    assert equal(weights_of(tmp_path / "whole"), weights_of(tmp_path / "parts"))
 
 
 @pytest.mark.parametrize(
@@ -491,28 +420,3 @@ def test_a_broken_checkpoint_is_passed_over_and_said(train, tmp_path):
     file.write_bytes(content)
     said = train(tmp_path, num_steps=6)
     assert "step_00000004" in said and file.name in said and "step 2" in said
-
-
-@pytest.mark.parametrize("look, step", [(1, 0), (7, 3), (11, 6)])
-def test_a_stop_ends_a_validation_and_the_next_start_has_it(
-    train, tmp_path, metrics_of, weights_of, monkeypatch, look, step
-):
-    """At the next batch, without a figure of half of it: at the start, within the run, and behind its last step."""
-    looks = iter(range(1, 100))
-
-    def asked(request):
-        request.reason = request.reason or ("STOP file" if next(looks) == look else "")
-        return bool(request.reason)
-
-    train(tmp_path / "whole")
-    with monkeypatch.context() as patch:
-        patch.setattr("mamba_fsdp.train.stopping.StopRequest.look", asked)
-        assert f"stopped    at step {step} (STOP file)" in train(tmp_path / "run")
-    assert not any(
-        "val_loss" in entry for entry in metrics_of(tmp_path / "run") if entry["step"] == step
-    )
-    assert read_status(tmp_path / "run")["status"] == "stopped" and next(looks) == look + 1
-    assert "finished" in train(tmp_path / "run")
-    assert metrics_of(tmp_path / "run") == metrics_of(tmp_path / "whole")
-    assert equal(weights_of(tmp_path / "run"), weights_of(tmp_path / "whole"))
-    assert "raise num_steps" in train(tmp_path / "run")

@@ -2,9 +2,6 @@
 
 import pytest
 
-from config.model_config import ModelConfig
-from config.resolve import differing_model
-from config.train_config import TrainConfig
 from mamba_fsdp.errors import UserError
 
 # What the first run is made with, and other words for the same model.
@@ -69,11 +66,3 @@ def test_another_model_is_refused_with_both_values(train, tmp_path, start, messa
     run, given = start_from(start, tmp_path / "first")
     with pytest.raises(UserError, match=message):
         train(run, num_steps=4, eval_interval=0, d_model=32, **given)
-
-
-def test_each_difference_of_structure_has_a_setting_to_name():
-    """The padding decides too, though the vocabulary is called the same."""
-    here = TrainConfig(model=ModelConfig(vocab_size=100, pad_vocab_size_multiple=8, headdim=32))
-    padded = ModelConfig(vocab_size=100, pad_vocab_size_multiple=64)
-    assert differing_model(here, padded) == {"pad_vocab_size_multiple": ("8", "64")}
-    assert differing_model(here, ModelConfig(vocab_size=104, n_layer=5)) == {"n_layer": ("4", "5")}

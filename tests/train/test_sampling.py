@@ -5,81 +5,10 @@ import json
 import pytest
 import torch
 
-from config.model_config import ModelConfig
-from config.train_config import ParallelConfig
 from mamba_fsdp.errors import UserError
-from mamba_fsdp.model.generate import generate
-from mamba_fsdp.model.init import initial_part
-from mamba_fsdp.model.lm import MambaLM
-from mamba_fsdp.model.spec import parameters
-from mamba_fsdp.parallel.model import fill_parts
-from mamba_fsdp.parallel.parallelize import parallelize
-from mamba_fsdp.parallel.world import World
 from mamba_fsdp.train.metrics_logger import MetricsLogger
-from mamba_fsdp.train.sampling import continue_prompts
 
 PROMPTS = [[5, 6, 7, 8, 9], [3], [1, 2]]
-
-
-def filled(world, strategy):
-    config = ModelConfig(
-        d_model=16,
-        n_layer=2,
-        vocab_size=61,
-        d_state=4,
-        layers="mamba1,attention",
-        n_head=2,
-        n_kv_head=2,
-    )
-    with torch.device("meta"):
-        model = MambaLM(config)
-    parallel, spec = (
-        parallelize(
-            model,
-            ParallelConfig(sharding_strategy=strategy),
-            world=world,
-            compute_dtype=torch.float32,
-        ),
-        parameters(config),
-    )
-    fill_parts(
-        parallel.shards(),
-        lambda name, start, stop: initial_part(name, spec[name], 3, start, stop) * 20,
-    )
-    return parallel
-
-
-def texts_of(world, strategy):
-    parallel = filled(world, strategy)
-    return continue_prompts(parallel, PROMPTS, length=7, seed=1), parallel.module.training
-
-
-def test_what_is_drawn_is_what_generate_draws():
-    """Of one prompt; and others beside it, shorter and longer, are read as if they were alone."""
-    parallel = filled(World.alone(), "none")
-    for prompt in PROMPTS:
-        expected = generate(
-            parallel.model,
-            torch.tensor([prompt]),
-            length=7,
-            temperature=0.8,
-            generator=torch.Generator().manual_seed(1),
-        )
-        assert continue_prompts(parallel, [prompt], length=7, seed=1) == [
-            [int(token) for token in expected]
-        ]
-    state = torch.get_rng_state()
-    together = continue_prompts(parallel, PROMPTS, length=7, seed=1)
-    assert torch.equal(torch.get_rng_state(), state) and parallel.module.training
-    assert together[0] != together[1] and together != continue_prompts(
-        parallel, PROMPTS, length=7, seed=2
-    )
-    for row, (prompt, text) in enumerate(
-        zip(PROMPTS, together)
-    ):  # each token has a chance behind what is before it
-        with torch.no_grad():
-            chance = parallel.model(torch.tensor([prompt + text]))[0].softmax(-1)
-        assert all(chance[len(prompt) + at - 1, token] > 1e-4 for at, token in enumerate(text)), row
 
 
 @pytest.mark.slow
