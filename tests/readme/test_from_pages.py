@@ -7,12 +7,18 @@ import subprocess
 import sys
 from pathlib import Path
 
+import datasets
 import numpy as np
+import pyarrow
 import pytest
+from pyarrow import parquet
+from tokenizers import Tokenizer, models
+from transformers import PreTrainedTokenizerFast
 
 from config.other_launchers import content
 from config.resolve import as_dict, resolve_settings
 from mamba_fsdp.errors import UserError
+from tests.support.others_tokens import write_fms, write_layout
 
 LAUNCHERS = content()["launchers"]
 COMPOSER = """
@@ -42,48 +48,34 @@ general: {project_name: mamba-science, full_name: mambaoutai, window_size: 10, c
 
 
 def make_aws(fsx, random):
-    datasets = pytest.importorskip("datasets")
     rows = [random.integers(0, 50277, 256).tolist() for _ in range(40)]
     dataset = datasets.Dataset.from_dict({"input_ids": rows, "labels": rows})
     dataset.save_to_disk(str(fsx / "data/wikicorpus_llama2_7B_tokenized_4k"))
 
 
-def make_fms(fsx, random):
-    import pyarrow as pa
-    from tokenizers import Tokenizer, models
-    from transformers import PreTrainedTokenizerFast
+def documents_below(limit, random):
+    return [random.integers(1, limit, random.integers(20, 200)) for _ in range(60)]
 
-    schema = pa.schema([pa.field("tokens", pa.uint32())])
+
+def make_fms(fsx, random):
     for name in ("lang=en/dataset=commoncrawl", "lang=en/dataset=arxiv"):
-        (fsx / "data" / name).mkdir(parents=True)
-        with pa.ipc.new_file(str(fsx / "data" / name / "shard.arrow"), schema) as writer:
-            for _ in range(60):
-                document = random.integers(1, 500, random.integers(20, 200))
-                writer.write(pa.record_batch([pa.array(document, pa.uint32())], schema))
+        write_fms(fsx / "data" / name / "shard.arrow", documents_below(500, random))
     words = {"<eos>": 0, **{f"w{n}": n for n in range(1, 500)}}
-    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<eos>"))
-    theirs = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>")
+    theirs = Tokenizer(models.WordLevel(words, unk_token="<eos>"))
+    theirs = PreTrainedTokenizerFast(tokenizer_object=theirs, eos_token="<eos>")
     theirs.save_pretrained(str(fsx / "tokenizer"))
 
 
 def make_composer(fsx, random):
     (fsx / "mamba-v1").mkdir()
     for name in ("book", "c"):
-        lengths = random.integers(50, 300, 60)
-        position = np.concatenate([np.arange(length) for length in lengths]).astype(np.int32)
-        tokens = random.integers(0, 65000, position.size).astype(np.int32)
-        path = fsx / f"mamba-v1/{name}.train.gig.npy"
-        (tokens | position << 16 | 1 << 30).astype("<i4").tofile(path)
-        path.with_name(f"{path.name}.size").write_text(f"{tokens.size}\n")
+        write_layout(fsx / f"mamba-v1/{name}.train.gig.npy", documents_below(65000, random))
     (fsx / "config.yaml").write_text(COMPOSER.replace("/fsx", str(fsx)))
 
 
 def make_trainer(fsx, random):
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
     texts = [" ".join(f"word{n}" for n in random.integers(0, 80, 60)) for _ in range(300)]
-    pq.write_table(pa.table({"text": texts}), fsx / "train.parquet")
+    parquet.write_table(pyarrow.table({"text": texts}), fsx / "train.parquet")
 
 
 MAKE = {"aws": make_aws, "fms": make_fms, "composer": make_composer, "trainer": make_trainer}

@@ -46,7 +46,8 @@ class _Conv(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
-        x, taps, _, _ = ctx.saved_tensors
+        saved = ctx.saved_tensors  # once: recomputed activations are handed out a single time
+        x, taps, _, _ = saved
         (grad,) = cpp.as_rows(grad)
         library = cpp.library(x.dtype)
         blocks = x.shape[0] * -(-x.shape[1] // library.conv_steps())
@@ -54,7 +55,7 @@ class _Conv(torch.autograd.Function):
         grad_taps = taps.new_empty(blocks, len(taps) + 1, taps.shape[1])  # the bias's is the last
         _call(
             library.conv_backward,
-            ctx.saved_tensors,
+            saved,
             grad_out=grad,
             grad_x=grad_x,
             grad_taps=grad_taps,

@@ -41,7 +41,8 @@ class _Scan(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_out, grad_last_state):
-        u, _, A, B, C, D, z, bias, _, _ = ctx.saved_tensors
+        saved = ctx.saved_tensors  # once: recomputed activations are handed out a single time
+        u, _, A, B, C, D, z, bias, _, _ = saved
         batch, length, d_inner = u.shape
         library = cpp.library(u.dtype)
         (grad_out,) = cpp.as_rows(grad_out)
@@ -57,7 +58,7 @@ class _Scan(torch.autograd.Function):
         grad_bias = A.new_zeros(batch, *bias.shape)
         _call(
             library.scan_backward,
-            ctx.saved_tensors,
+            saved,
             grad_out=grad_out,
             grad_state=grad_state,
             grad_u=grad_u,
