@@ -5,7 +5,6 @@ discount from the counts) is estimated on the very tokens that the run has drawn
 validation windows.
 """
 
-import resource
 import subprocess
 import sys
 import time
@@ -14,6 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from config import resolve
+from config.train_config import TrainConfig
 from mamba_fsdp.conventions import IGNORED_LABEL
 from mamba_fsdp.data.loader import BatchLayout, evaluation_batches
 from mamba_fsdp.data.sampler import Sampler
@@ -30,8 +30,10 @@ class Bigram:
         pairs, counts = np.unique(
             previous.astype(np.int64) * vocab_size + following, return_counts=True
         )
-        self.pairs, self.counts = pairs, counts
-        singles, doubles = (counts == 1).sum(), (counts == 2).sum()
+        self.pairs = pairs
+        self.counts = counts
+        singles = (counts == 1).sum()
+        doubles = (counts == 2).sum()
         self.discount = singles / (singles + 2 * doubles)
         self.context_total = np.bincount(previous, minlength=vocab_size)
         self.context_types = np.bincount(pairs // vocab_size, minlength=vocab_size)
@@ -52,62 +54,60 @@ class Bigram:
         return float(-np.log(seen + backed_off * self.unigram[following]).mean())
 
 
-def main():
-    config, _ = resolve.resolve_settings({}, "config/demo.yaml")
-    run = Path(config.checkpoint.save_ckpt_path)
-    if not (run / SETTINGS).exists():
-        began = time.perf_counter()
-        subprocess.run(["./1.train.sbatch"], check=True)
-        print(
-            f"whole command: {time.perf_counter() - began:.0f} s, peak memory of its largest process "
-            f"{resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 2**20:.2f} GiB\n"
-        )
-    entries = read(run / METRICS)
-    validations = [entry for entry in entries if "val_loss" in entry]
-    reports = [entry for entry in entries if "loss" in entry]
-    tokens = reports[-1]["tokens"]
-
-    sources, weights = training_sources(config.data)
-    order = Sampler(sources, weights, config.data.seq_length, config.training.seed)
+def tokens_drawn(config: TrainConfig, count: int) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the first `count` tokens that the run was trained on, and their successors."""
     length = config.data.seq_length
-    which, windows, _ = order.samples(0, tokens // length)
+    sources, weights = training_sources(config.data)
+    sampler = Sampler(sources, weights, length, config.training.seed)
+    which, windows, _ = sampler.samples(0, count // length)
     drawn = np.stack(
         [
-            sources[order.names[source]].read(window * length, length + 1).tokens
+            sources[sampler.names[source]].read(window * length, length + 1).tokens
             for source, window in zip(which, windows)
         ]
     )
-    previous, following = (part.ravel().astype(np.int64) for part in (drawn[:, :-1], drawn[:, 1:]))
-    bigram = Bigram(previous, following, config.model.vocab_size)
+    return drawn[:, :-1].ravel(), drawn[:, 1:].ravel()
+
+
+def validation_loss(bigram: Bigram, config: TrainConfig) -> float:
+    """Returns the bigram model's mean loss over the windows that the run was validated on, by one process."""
+    training = config.training
+    global_batch = training.global_batch_size or training.batch_size
     losses = []
-    global_batch = config.training.global_batch_size or config.training.batch_size  # on one process
-    limit = config.training.eval_batches * global_batch or None
     for store in validation_sources(config.data):
         for batch in evaluation_batches(
             store,
             str(store.path),
             config.data,
-            BatchLayout(0, 1, config.training.batch_size),
+            BatchLayout(0, 1, training.batch_size),
             vocab_size=config.model.vocab_size,
-            limit=limit,
+            limit=training.eval_batches * global_batch or None,
         ):
             counted = batch.labels.numpy() != IGNORED_LABEL
             losses.append(bigram.loss(batch.tokens.numpy()[counted], batch.labels.numpy()[counted]))
-    first, last = validations[0]["val_perplexity"], validations[-1]["val_perplexity"]
-    baseline = float(np.exp(np.mean(losses)))
-    counts = [
-        entry["tokens"] - before
-        for entry, before in zip(reports, [0, *(e["tokens"] for e in reports)])
-    ]
-    seconds = sum(counts) / np.mean([entry["tokens_per_second"] for entry in reports])
-    print(f"{'validation perplexity':<44}{'':>12}")
-    print(f"  at step 0{'':<33}{first:>12,.1f}")
-    print(f"  at step {validations[-1]['step']:<34}{last:>12,.1f}")
-    print(f"  bigram with back-off on the same {tokens:,} tokens{baseline:>8,.1f}")
-    print(f"  falls by a factor of{'':<22}{first / last:>12,.1f}   (wanted: 8)")
-    print(f"  beside the bigram model{'':<19}{last / baseline:>12,.2f}   (wanted: below 1)")
-    print(f"training time without validation{'':<12}{seconds:>11,.0f} s (wanted: 180)")
-    return 0 if first / last >= 8 and last < baseline else 1
+    return float(np.mean(losses))
+
+
+def main() -> int:
+    config, _ = resolve.resolve_settings({}, "config/demo.yaml")
+    run = Path(config.checkpoint.save_ckpt_path)
+    if not (run / SETTINGS).exists():
+        began = time.perf_counter()
+        subprocess.run(["./1.train.sbatch"], check=True)
+        print(f"the whole command took {time.perf_counter() - began:.0f} s")
+    entries = read(run / METRICS)
+    perplexities = [entry["val_perplexity"] for entry in entries if "val_loss" in entry]
+    reports = [entry for entry in entries if "loss" in entry]
+    tokens = reports[-1]["tokens"]
+    bigram = Bigram(*tokens_drawn(config, tokens), config.model.vocab_size)
+    baseline = float(np.exp(validation_loss(bigram, config)))
+    seconds = tokens / np.mean([entry["tokens_per_second"] for entry in reports])
+    first = perplexities[0]
+    last = perplexities[-1]
+    print(f"validation perplexity at step 0 {first:,.1f}, at the end {last:,.1f}")
+    print(f"of a bigram model with back-off on the same {tokens:,} tokens {baseline:,.1f}")
+    print(f"training without validation takes {seconds:,.0f} s")
+    return 0 if first >= 8 * last and last < baseline else 1
 
 
 if __name__ == "__main__":
