@@ -254,13 +254,12 @@ def main():
     words.add_argument("ranks", type=int)
     words.add_argument("--length", type=int, default=64, help="tokens of a sample")
     words.add_argument("--batch", type=int, default=1, help="samples of a micro-batch")
-    given, settings = words.parse_args(), TrainConfig()
+    given = words.parse_args()
+    settings = TrainConfig()
     settings.model = ModelConfig(**preset(given.preset))
-    settings.data.seq_length, settings.training.batch_size = given.length, given.batch
+    settings.data.seq_length = given.length
+    settings.training.batch_size = given.batch
     found = simulate(settings, given.ranks, inside=True)
-    print(
-        f"{given.preset} on rank 0 of {given.ranks}, a micro-batch of {given.batch} x {given.length} tokens"
-    )
     for part, size in found.peak.items():
         print(f"{part:<24}{size / 1e9:>12.3f} GB")
     for each, times in Counter(found.collectives).items():
