@@ -4,13 +4,12 @@ import json
 import os
 import signal
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from mamba_fsdp.launch.machine import node_name
-from mamba_fsdp.storage import write_atomically
 
 # A process that is killed can't say why.
 USUAL_REASONS = {
@@ -43,28 +42,23 @@ class Failure:
         exit_code = code if code > 0 else 128 - code
         return cls(node_name(), rank, exit_code, killed, moment, _what_it_said(process))
 
-    @property
-    def order(self) -> tuple[bool, float]:
-        """Failures sort by this. A killed rank can't say when it died, and others complain of its
-        end before anyone has looked at it: it comes first."""
-        return (not self.killed, self.time)
-
     def text(self) -> str:
         """These lines end the log."""
         if self.rank is None:
             return f"{self.said}\n"
         return f"rank {self.rank} on {self.node} failed first.\n{self.said}\n"
 
-    def write(self, folder: Path) -> None:
-        """Leaves this failure in the folder that all nodes share, in place of the node's last one."""
-        folder.mkdir(parents=True, exist_ok=True)
-        write_atomically(folder / f"{self.node}.json", json.dumps(asdict(self)))
-
 
 def first_failure(folder: Path) -> Failure | None:
     """The first failure of all that nodes have left in the folder; None if there is none."""
     found = [Failure(**json.loads(path.read_text())) for path in folder.glob("*.json")]
-    return min(found, key=lambda failure: failure.order, default=None)
+    return min(found, key=order, default=None)
+
+
+def order(failure: Failure) -> tuple[bool, float]:
+    """Failures sort by this. A killed rank can't say when it died, and others complain of its end
+    before anyone has looked at it: it comes first."""
+    return (not failure.killed, failure.time)
 
 
 def _what_it_said(process: ProcessFailure) -> str:

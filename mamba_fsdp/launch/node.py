@@ -8,6 +8,7 @@ each node leaves its first failure in RUN_FOLDER/failures/ID (ID is torchrun's -
 failure of all nodes. On one machine (--standalone) that failure is printed instead.
 """
 
+import json
 import logging
 import os
 import signal
@@ -15,6 +16,7 @@ import sys
 import tempfile
 import time
 import uuid
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +29,7 @@ from torch.distributed.elastic.rendezvous import RendezvousParameters, api, regi
 from torch.distributed.launcher.api import LaunchConfig
 
 from mamba_fsdp.errors import UserError
-from mamba_fsdp.launch.failures import Failure, first_failure
+from mamba_fsdp.launch.failures import Failure, first_failure, order
 from mamba_fsdp.launch.machine import node_name, processes_per_node, set_environment
 from mamba_fsdp.parallel.compat import agent_logs
 from mamba_fsdp.parallel.world import allow_many_files
@@ -60,12 +62,7 @@ def main(run: Path, words: list[str]) -> int:
         options.log_dir = scratch
         config, command, arguments = torchrun.config_from_args(options)
         agent = Agent(config, command, arguments, run, failures)
-        code = run_ranks(agent)
-        if code and options.standalone:
-            return tell_failure(run, failures, code, ranks=config.nproc_per_node)
-        if code or agent.get_worker_group().group_rank == 0:
-            return leave_outcome(run, failures, code)
-    return code
+        return conclude(agent, run_ranks(agent), options.standalone)
 
 
 class Agent(LocalElasticAgent):
@@ -102,13 +99,13 @@ class Agent(LocalElasticAgent):
         super().__init__(spec, **agent_logs(config))
         self.run_folder = run
         self.failures = failures
+        self.failure: Failure | None = None  # the last one of this node
         self.restarted_from: list[Path] | None = None  # the checkpoints at the last restart
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         failure = first_failure(self.failures)
-        if (
-            failure and worker_group.group_rank == 0
-        ):  # for rank 0 to tell when training is under way
+        if failure and worker_group.group_rank == 0:
+            # Rank 0 tells it when training is under way again.
             last_line = failure.said.splitlines()[-1]
             lost = f"rank {failure.rank} on {failure.node}: {last_line}"
             os.environ["RECOVERS_FROM"] = f"{failure.time} {lost}"
@@ -127,15 +124,18 @@ class Agent(LocalElasticAgent):
             self.tell_ranks(signal.SIGKILL)
         result = super()._monitor_workers(worker_group)
         if failed:
-            first = min(
-                (Failure.of_rank(rank, result.failures[rank]) for rank in failed),
-                key=lambda failure: failure.order,
-            )
-            record(first, self.failures)
+            found = [Failure.of_rank(rank, result.failures[rank]) for rank in failed]
+            first = min(found, key=order)
+            self.record(first)
             if not self.may_restart(first):
                 raise ChildFailedError("training", result.failures)
             os.environ.pop("START_PARTS", None)  # what the script took is told once
         return result
+
+    def record(self, failure: Failure) -> None:
+        """Leaves this node's failure for all nodes to see."""
+        self.failure = failure
+        leave(self.failures, f"{failure.node}.json", json.dumps(asdict(failure)))
 
     def may_restart(self, failure: Failure) -> bool:
         """Whether ranks start again in place: once for each new checkpoint, and not after a mistake.
@@ -196,49 +196,46 @@ def run_ranks(agent: Agent) -> int:
             "reach the first node by its name, and does the firewall or security group let the "
             "nodes connect?"
         )
-        failure = Failure(node_name(), None, 1, False, time.time(), said)
-        record(failure, agent.failures)
+        agent.record(Failure(node_name(), None, 1, False, time.time(), said))
         return 1
     finally:
         agent.nodes.shutdown()
     return 0 if result else 1  # None: the other nodes go on without this one
 
 
-def record(failure: Failure, folder: Path) -> None:
-    """Leaves the failure for all nodes to see, or prints it where that can't be."""
-    try:
-        failure.write(folder)
-    except (OSError, UserError):
-        print(failure.text(), end="", file=sys.stderr, flush=True)
-
-
-def tell_failure(run: Path, failures: Path, code: int, ranks: int) -> int:
-    """Prints the first failure of a run on one machine, as the last that is said. Returns its code."""
-    RunFolder(run).status()  # which a rank that was killed has left `running`
-    failure = first_failure(failures)
-    if failure is None:
-        return code
-    if ranks > 1 or failure.killed:  # else the rank has said it right above
-        print(failure.text(), end="", file=sys.stderr, flush=True)
-    return failure.exit_code
-
-
-def leave_outcome(run: Path, failures: Path, code: int) -> int:
-    """Writes the file `outcome`. Returns the exit code of the rank that failed first."""
+def conclude(agent: Agent, code: int, alone: bool) -> int:
+    """Tells the first failure of all nodes, see above. Returns the exit code of its rank."""
+    if code and not alone:
+        time.sleep(SECONDS_FOR_OTHERS)
     failure = None
     if code:
-        time.sleep(SECONDS_FOR_OTHERS)
-        failure = first_failure(failures)
+        failure = first_failure(agent.failures) or agent.failure
+    # A rank that was killed has left the status `running`, which this corrects:
+    status = RunFolder(agent.run_folder).status().get("status", "unknown")
+    text = ""
     if failure:
         code = failure.exit_code
-    status = RunFolder(run).status().get("status", "unknown")
-    text = failure.text() if failure else ""
-    try:
-        failures.mkdir(parents=True, exist_ok=True)
-        write_atomically(failures / "outcome", f"{status} {code}\n{text}")
-    except (OSError, UserError):
+        text = failure.text()
+    if alone:
+        has_said_it = failure and not failure.killed and len(agent.get_worker_group().workers) == 1
+        is_told = has_said_it
+    elif code or agent.get_worker_group().group_rank == 0:
+        is_told = leave(agent.failures, "outcome", f"{status} {code}\n{text}")
+    else:
+        is_told = True
+    if not is_told:
         print(text, end="", file=sys.stderr, flush=True)
     return code
+
+
+def leave(folder: Path, name: str, text: str) -> bool:
+    """Writes a file for all nodes to see. Returns False where that can't be."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        write_atomically(folder / name, text)
+    except (OSError, UserError):
+        return False
+    return True
 
 
 def end_of(pid: int) -> int | None:

@@ -265,15 +265,6 @@ def test_a_node_that_cannot_start_the_container_is_named_and_the_job_queued_agai
     )
 
 
-def test_a_bad_setting_is_not_queued_again(submit):
-    done, asked = submit("--num_stepss=3")
-    assert (
-        done.returncode == 2
-        and "did you mean num_steps" in done.stdout
-        and "queued again" not in done.stdout
-    )
-
-
 def test_without_gpus_nvidias_driver_is_not_asked_for(cluster, launcher_project):
     """The image's own variables ask for it, and Enroot fails on a node without NVIDIA's tools."""
     done, words = container(launcher_project)

@@ -1,7 +1,6 @@
 """1.train.sbatch on a real Slurm with the real training program: two nodes, one rank each, over gloo."""
 
 import json
-import shutil
 import subprocess
 
 import numpy as np
@@ -147,16 +146,3 @@ def test_a_lost_rank_starts_again_in_its_job_and_a_node_killed_in_mid_run_costs_
 
     (again,) = cluster.wait_until(resumed, "training resumes")
     assert again.split("step_")[1][:8] >= newest[5:]
-
-
-def test_a_mistake_that_training_finds_is_told_last_and_not_tried_again(
-    start_cluster, training_project
-):
-    cluster = start_cluster()
-    shutil.rmtree(training_project / "data/store")
-    (training_project / "data/store").mkdir()
-    job = cluster.submit(training_project, *SETTINGS, "--save_ckpt_path=runs/a")
-    assert cluster.wait_for_end(job) == "FAILED"
-    assert cluster.restarts(job) == 0
-    last = log(training_project, job).strip().splitlines()[-1]
-    assert last.startswith("error: ") and "data/store" in last, log(training_project, job)
