@@ -217,8 +217,8 @@ def conclude(agent: Agent, code: int, alone: bool) -> int:
         code = failure.exit_code
         text = failure.text()
     if alone:
-        has_said_it = failure and not failure.killed and len(agent.get_worker_group().workers) == 1
-        is_told = has_said_it
+        ranks = agent.get_worker_group().workers
+        is_told = not failure or (len(ranks) == 1 and not failure.killed)
     elif code or agent.get_worker_group().group_rank == 0:
         is_told = leave(agent.failures, "outcome", f"{status} {code}\n{text}")
     else:

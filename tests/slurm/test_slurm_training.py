@@ -101,8 +101,7 @@ def test_interrupted_by_usr1_the_run_is_bitwise_the_unbroken_one(start_cluster, 
 
 
 def kill_rank(cluster, node):
-    """The rank of a node is what runs training.py itself; its launcher does so too, in another argument."""
-    kill = 'ps -ww -eo pid=,args= | awk \'$3 == "-u" && $4 == "training.py" {print $1}\' | xargs kill -KILL'
+    kill = "ps -ww -eo pid=,args= | awk '/ -u training[.]py / {print $1}' | xargs kill -KILL"
     subprocess.run(cluster.command("sh", "-c", kill, on=node), check=True)
 
 
