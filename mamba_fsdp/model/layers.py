@@ -75,7 +75,8 @@ class SSM(Part):
         )
         if seen:
             x = x[:, seen:]
-            seq_idx = None if seq_idx is None else seq_idx[:, seen:]
+        if seen and seq_idx is not None:
+            seq_idx = seq_idx[:, seen:]
         y = self.scan(
             *self.scan_inputs(x, *rest),
             seq_idx=seq_idx,
@@ -91,13 +92,11 @@ class SSM(Part):
 
     def allocate_state(self, batch, max_length, dtype, device):
         channels, _, width = self.conv1d.weight.shape
-        conv = torch.zeros(
-            batch, width - 1, channels, dtype=dtype, device=device
-        )  # the last inputs
-        return {
-            "conv": conv,
-            "ssm": torch.zeros(batch, *self.state_shape(), dtype=compute_type(conv), device=device),
-        }
+        last_inputs = torch.zeros(batch, width - 1, channels, dtype=dtype, device=device)
+        state = torch.zeros(
+            batch, *self.state_shape(), dtype=compute_type(last_inputs), device=device
+        )
+        return {"conv": last_inputs, "ssm": state}
 
 
 class Mamba1(SSM):
@@ -131,15 +130,10 @@ class Mamba1(SSM):
         return x, self.dt_proj(dt), self.A(), B, C, self.D, z, self.dt_proj.bias
 
     def scan(self, *inputs, initial_state=None, **options):
-        goes_on = (
-            initial_state is not None and self.backends["scan"] == "fused"
-        )  # which takes no state
-        return selective_scan(
-            *inputs,
-            initial_state=initial_state,
-            **options,
-            backend="reference" if goes_on else self.backends["scan"],
-        )
+        backend = self.backends["scan"]
+        if initial_state is not None and backend == "fused":  # which takes no state
+            backend = "reference"
+        return selective_scan(*inputs, initial_state=initial_state, **options, backend=backend)
 
     def project_out(self, y, z):
         return self.out_proj(y)

@@ -20,7 +20,7 @@ class Block(nn.Module):
     def __init__(self, config, layer, backends, compute_dtype):
         super().__init__()
         self.eps = config.norm_eps
-        self.norm_form = backends["norm"]
+        self.norm_backend = backends["norm"]
         self.compute_dtype = compute_dtype
         add_parameters(self, {"norm.weight": spec.norm(config.d_model)})
         self.mixer = MIXERS[layer.mixer](config, backends)
@@ -40,7 +40,7 @@ class Block(nn.Module):
 
     def add_norm(self, hidden, residual, norm):
         return add_rms_norm(
-            hidden, residual, norm.weight, self.eps, self.compute_dtype, backend=self.norm_form
+            hidden, residual, norm.weight, self.eps, self.compute_dtype, backend=self.norm_backend
         )
 
 
@@ -100,13 +100,12 @@ class MambaLM(nn.Module):
         hidden = hidden.to(self.compute_dtype)
         if state:
             position = state["position"]
-            state["position"] = state["position"] + tokens.shape[1]
+            state["position"] += tokens.shape[1]
             assert state["position"] <= state["max_length"], (
                 f"the state holds {state['max_length']} positions"
             )
-        for block, layer_state in zip(
-            self.backbone.layers, state["layers"] if state else repeat(None)
-        ):
+        layer_states = state["layers"] if state else repeat(None)
+        for block, layer_state in zip(self.backbone.layers, layer_states):
             hidden, residual = block(hidden, residual, seq_idx, layer_state, position)
         return hidden, residual
 

@@ -1,6 +1,6 @@
 """What the layers of a model consist of and cost: the one description that all else reads. Without torch.
 
-Initialisation, counting, weight decay, fp32 parameters, the modules, other libraries' backends and the settings that
+Initialisation, counting, weight decay, fp32 parameters, the modules, other libraries' forms and the settings that
 matter all follow from it. A new mixer is an entry in MIXERS here and a class in layers.py. `config` is a ModelConfig.
 """
 
@@ -42,6 +42,18 @@ class Parameter(NamedTuple):
         return math.prod(self.shape)
 
 
+def _no_flops(config, seq_length):
+    return 0.0
+
+
+def _no_check(config):
+    pass
+
+
+def _no_operators(config):
+    return {}
+
+
 @dataclass(frozen=True)
 class Spec:
     """One kind of mixer, or the MLP.
@@ -54,9 +66,9 @@ class Spec:
 
     settings: tuple[str, ...]
     parameters: Callable[..., dict[str, Parameter]]
-    flops: Callable[..., float] = lambda config, seq_length: 0.0
-    check: Callable[..., None] = lambda config: None
-    operators: Callable[..., dict[str, dict]] = lambda config: {}
+    flops: Callable[..., float] = _no_flops
+    check: Callable[..., None] = _no_check
+    operators: Callable[..., dict[str, dict]] = _no_operators
 
 
 def norm(channels):

@@ -5,13 +5,8 @@ import subprocess
 import sys
 
 import pytest
-import torch
 
 from benchmarks.gpu import __main__ as everything
-from benchmarks.gpu import models
-from config.model_config import ModelConfig
-from mamba_fsdp.model.init import initial_value
-from mamba_fsdp.model.spec import parameters
 
 
 @pytest.mark.slow
@@ -39,27 +34,3 @@ def test_it_is_rehearsed_on_a_cpu(tmp_path, project):
     assert "commit" in said and "| ours | " in said and "| mamba_ssm | - |" in said
     assert said.count("| same bits | same bits |") == 2
     assert " no |" not in (tmp_path / "operators.md").read_text()
-
-
-def test_another_model_is_noted(monkeypatch):
-    """A model that starts from other weights is no comparison: the table says so. One that fails says why."""
-
-    def other(config, weights, device):
-        return models.our_step(
-            config, {name: 1.5 * value for name, value in weights.items()}, device
-        )
-
-    monkeypatch.setattr(
-        models,
-        "MODELS",
-        {"ours": models.our_step, "other": other, "mamba_ssm": models.mamba_ssm_step},
-    )
-    monkeypatch.setattr(models, "STEPS", 1)
-    config = ModelConfig(**models.TINY)
-    weights = {
-        name: initial_value(name, parameter, 0) for name, parameter in parameters(config).items()
-    }
-    ours, other_row, failed = models.compare(config, weights, torch.arange(18).view(2, 9))
-    assert ours["x ours"] == "1.00" and not ours["note"]
-    assert "not the same model" in other_row["note"]
-    assert failed["note"] == "UserError: its kernels need a GPU" and failed["tokens/s"] == "-"

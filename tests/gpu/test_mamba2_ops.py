@@ -124,30 +124,6 @@ def test_fused_mixer(dtype, tolerance, groups, bounded):
     compare(mixer, tensors, tolerance, **rest, seq_idx=boundaries() if bounded else None)
 
 
-def test_fused_states():
-    """An initial state goes into the row's first document, whatever its number; the last state comes out."""
-    inputs = {n: t.detach() for n, t in scan_inputs(torch.float32).items()}
-    state = torch.randn(2, 8, 64, 128, device="cuda")
-    for seq_idx in (None, boundaries()):
-        rest = dict(chunk_size=128, seq_idx=seq_idx, initial_state=state, return_last_state=True)
-        for fused, reference in zip(ssd(**inputs, **rest, backend="fused"), ssd(**inputs, **rest)):
-            assert (fused - reference).norm() <= 5e-3 * reference.norm()
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_fused_mixer_does_not_leak(dtype):
-    """A document's outputs and gradients don't see the others."""
-    tensors, rest = mixer_inputs(dtype)
-    seq_idx = (torch.arange(300, device="cuda") >= 130).int().expand(2, 300)
-    out = mixer(**tensors, **rest, seq_idx=seq_idx, backend="fused")
-    (grad,) = torch.autograd.grad(out[:, 130:].float().square().sum(), tensors["x"])
-    assert not grad[:, :130].any() and grad[:, 130:].any()
-    with torch.no_grad():
-        tensors["x"][:, :130] *= -3
-    changed = mixer(**tensors, **rest, seq_idx=seq_idx, backend="fused")
-    assert torch.equal(changed[:, 130:], out[:, 130:])
-
-
 @pytest.mark.parametrize("bounded", [False, True])
 def test_attention_on_the_gpu(bounded):
     """Attention in bf16, grouped-query, is the float64 result up to bf16's rounding; documents don't leak."""

@@ -165,7 +165,6 @@ class Launch:
 
     def run(self):
         # counters: of each lane, where these differ
-        # counters: of each lane, where these differ
         code = self.program.code
         at = 0
         counters = None

@@ -102,14 +102,6 @@ def test_takes_weights_in_the_compute_dtype(kind):
 
 
 @KINDS
-def test_documents_keep_apart(kind):
-    run, values = mixer(kind)
-    whole = run(**values, seq_idx=seq_idx())
-    x = values.pop("x")
-    torch.testing.assert_close(whole[:1, 4:], run(x[:1, 4:], **values), rtol=1e-5, atol=1e-5)
-
-
-@KINDS
 def test_equal_runs_recomputing_and_double_use(kind):
     """Equal bits twice and where activations are recomputed; used twice, gradients add up."""
     run, values = mixer(kind)

@@ -20,7 +20,7 @@ from mamba_fsdp.ops.ssd import ssd
 
 pytestmark = pytest.mark.slow
 DOCUMENTS = torch.tensor([[4] * 5 + [5] * 9 + [6] * 7])
-PAIRS = [("2.2.0", 80), ("2.2.0", 90), ("3.6.0", 90), ("3.9.0", 120)]
+PAIRS = [("2.2.0", 80), ("3.6.0", 90), ("3.9.0", 120)]
 
 
 def random(*shape, dtype=torch.float32):

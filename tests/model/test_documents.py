@@ -53,28 +53,6 @@ def test_other_documents_change_nothing_to_the_bit(family, backend):
             assert torch.equal(gradient, same), name
 
 
-@pytest.mark.parametrize("backend", FORM_NAMES)
-@pytest.mark.parametrize("family", FAMILIES)
-def test_a_document_packed_among_others_is_as_if_alone(family, backend):
-    model = small_model(family, reset_at_documents=True, backends=BACKENDS[backend])
-    tokens = some_tokens(2, A + B + C)
-    packed = model(tokens, seq_idx=DOCUMENTS)
-    for piece in (slice(0, A), MIDDLE, slice(A + B, None)):
-        torch.testing.assert_close(packed[:, piece], model(tokens[:, piece]), rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_without_boundaries_it_does_leak(family):
-    """So the tests above can fail."""
-    model = small_model(family, reset_at_documents=True)
-    tokens = some_tokens(2, A + B + C)
-    changed = some_tokens(2, A + B + C, seed=1)
-    changed[:, MIDDLE] = tokens[:, MIDDLE]
-    assert not torch.allclose(
-        model(tokens)[:, MIDDLE], model(changed)[:, MIDDLE], rtol=1e-3, atol=1e-4
-    )
-
-
 def test_a_model_without_the_setting_refuses_boundaries():
     """Rather than to train on documents that it does not keep apart."""
     with pytest.raises(AssertionError, match="not built"):

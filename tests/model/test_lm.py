@@ -48,15 +48,6 @@ def test_the_loss_is_the_sum_of_cross_entropies_of_the_logits(family):
         torch.testing.assert_close(found, gradient, rtol=1e-9, atol=1e-9)
 
 
-def test_a_position_sees_nothing_behind_it():
-    for family in FAMILIES:
-        model = small_model(family)
-        tokens = some_tokens(1, 30)
-        changed = tokens.clone()
-        changed[:, 17:] = (changed[:, 17:] + 1) % 50
-        assert torch.equal(model(tokens)[:, :17], model(changed)[:, :17]), family
-
-
 @pytest.mark.parametrize("family", FAMILIES)
 def test_bf16_computes_near_fp32_and_keeps_the_residual_stream_in_it(family):
     tokens = some_tokens(4, 33)
@@ -71,24 +62,6 @@ def test_bf16_computes_near_fp32_and_keeps_the_residual_stream_in_it(family):
     assert {residual.dtype for _, residual in residuals} == {torch.float32}
     assert all(gradient.dtype == torch.float32 for gradient in gradients.values())
     assert_gradients_close(gradients, exact_gradients, tolerance=0.1)
-
-
-def test_parameters_that_stay_fp32_keep_it_among_bf16_weights():
-    """As under a sharding policy that gathers all others in bf16."""
-    model = small_model("everything", compute_dtype=torch.bfloat16)
-    tokens = some_tokens(2, 20)
-    expected = model(tokens)
-    kept = model.fp32_parameter_names()
-    assert {name.rpartition(".")[2] for name in kept} == {"A_log", "D", "dt_bias", "bias"}
-    assert all(
-        name.endswith("dt_proj.bias")
-        for name in kept
-        if name.endswith("bias") and "dt_bias" not in name
-    )
-    for name, parameter in model.named_parameters():
-        if name not in kept:
-            parameter.data = parameter.data.bfloat16()
-    assert (model(tokens) - expected).norm() < 0.02 * expected.norm()
 
 
 @pytest.mark.skipif(bool(cpp.why_unavailable()), reason=f"no C backend: {cpp.why_unavailable()}")

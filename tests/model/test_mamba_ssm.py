@@ -1,19 +1,15 @@
 """The model beside mamba-ssm's own MambaLMHeadModel, which runs its reference functions in a process of its own."""
 
 import io
-import re
 import subprocess
 import sys
-from collections import defaultdict
 from pathlib import Path
 
 import pytest
 import torch
 
 from config.model_config import ModelConfig
-from mamba_fsdp.model.init import initial_value
 from mamba_fsdp.model.lm import MambaLM
-from mamba_fsdp.model.spec import parameters
 from tests.support.mamba_ssm_install import mamba_ssm_folder
 from tests.support.models import filled
 
@@ -93,40 +89,3 @@ def test_the_reference_gives_the_same_logits_loss_and_gradients_from_our_weights
     for name, expected in answer["gradients"].items():
         atol = 1e-4 * expected.abs().max().item()
         torch.testing.assert_close(gradients[name], expected, rtol=1e-3, atol=atol, msg=name)
-
-
-def farthest_apart(first, second):
-    """The two-sample Kolmogorov-Smirnov statistic, in units that chance brings above 2.5 once in 100,000 times."""
-    values = torch.cat([first, second]).unique()
-    below = [
-        torch.searchsorted(sample.sort().values, values, right=True) / len(sample)
-        for sample in (first, second)
-    ]
-    return (
-        (below[0] - below[1]).abs().max()
-        * (len(first) * len(second) / (len(first) + len(second))) ** 0.5
-    ).item()
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_initial_values_are_distributed_as_the_references(name):
-    """Each kind of parameter, over all layers, is drawn from the reference's distribution."""
-    ours, theirs = MODELS[name]
-    many = (
-        dict(n_layer=8, headdim=4) if "headdim" in ours else dict(n_layer=8)
-    )  # small heads: enough of them to tell
-    config = ModelConfig(**SHARED, **ours | many)
-    if "headdim" in many:
-        theirs = theirs | dict(ssm_cfg=theirs["ssm_cfg"] | dict(headdim=4))
-    samples = defaultdict(list)
-    spec = parameters(config)
-    for parameter, reference in ask(config, theirs, None, torch.zeros(1, 4, dtype=torch.int64))[
-        "state"
-    ].items():
-        kind = re.sub(r"\.\d+\.", ".", parameter)
-        assert spec[parameter].shape == tuple(reference.shape)
-        value = initial_value(parameter, spec[parameter], seed=0)
-        samples[kind].append((value.flatten(), reference.flatten()))
-    for kind, pairs in samples.items():
-        values, references = (torch.cat(sample) for sample in zip(*pairs))
-        assert len(values) >= 48 and farthest_apart(values, references) < 2.5, kind

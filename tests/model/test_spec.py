@@ -4,13 +4,11 @@ import subprocess
 import sys
 
 import pytest
-import torch
 
 from config.model_config import ModelConfig
 from config.presets import PRESETS, preset, title
 from mamba_fsdp.errors import UserError
-from mamba_fsdp.model.lm import MambaLM
-from mamba_fsdp.model.spec import flops_per_token, parameter_count, parameters
+from mamba_fsdp.model.spec import flops_per_token, parameter_count
 
 PUBLISHED = {  # number of parameters in the released checkpoints
     "mamba-130m": 129_135_360, "mamba-370m": 371_516_416, "mamba-790m": 793_204_224, "mamba-1.4b": 1_372_178_432,
@@ -23,30 +21,6 @@ PUBLISHED = {  # number of parameters in the released checkpoints
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_presets_have_the_published_numbers_of_parameters(name):
     assert parameter_count(ModelConfig(**preset(name))) == PUBLISHED[name]
-
-
-@pytest.mark.parametrize("name", PRESETS)
-def test_presets_can_be_built_and_are_what_was_counted(name):
-    config = ModelConfig(**preset(name))
-    config.check()
-    with torch.device("meta"):
-        model = MambaLM(config)
-    found = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
-    assert list(found.items()) == [
-        (name, parameter.shape) for name, parameter in parameters(config).items()
-    ]
-
-
-def test_the_bamba_preset_has_attention_where_bamba_has():
-    layers = ModelConfig(**preset("mamba_9.8b")).layer_list()
-    assert [i for i, layer in enumerate(layers) if layer.mixer == "attention"] == [
-        9,
-        18,
-        27,
-    ] and len(layers) == 32
-    assert (
-        parameter_count(ModelConfig(**preset("mamba_9.8b"))) == 9_780_235_392
-    )  # 9.78 billion published
 
 
 def test_flops_by_hand_of_each_kind_of_layer():
@@ -74,16 +48,6 @@ def test_flops_by_hand_of_each_kind_of_layer():
     )  # head_dim 2
     layer = 8 * (8 + 4 + 4) + 8 * 8 + 2 * 8 * 1024 + 8 * 48 + 24 * 8
     assert flops_per_token(llama, 2048) == 6 * (3 * layer + head)
-
-
-def test_flops_grow_with_the_sequence_only_where_attention_is():
-    mamba = ModelConfig(**preset("mamba-130m"))
-    assert flops_per_token(mamba, 2048) == flops_per_token(mamba, 4096)
-    llama, hybrid = (ModelConfig(**preset(name)) for name in ("llama3_8b", "mamba_9.8b"))
-    growth = [
-        flops_per_token(config, 4096) - flops_per_token(config, 2048) for config in (llama, hybrid)
-    ]
-    assert growth[0] == 6 * 32 * 2 * 4096 * 1024 and growth[1] * 32 == growth[0] * 3
 
 
 @pytest.mark.parametrize(

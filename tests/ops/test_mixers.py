@@ -7,7 +7,6 @@ import torch.nn.functional as F
 from config.model_config import ModelConfig
 from mamba_fsdp.model.layers import MIXERS
 from mamba_fsdp.ops.backends import OPERATORS, REFERENCE
-from mamba_fsdp.parallel.parallelize import leave_uncompiled
 from tests.support.definitions import loop, recurrence
 
 pytestmark = pytest.mark.torch22
@@ -95,29 +94,6 @@ def test_equals_its_definition(kind, backend):
 
 
 @BOTH
-def test_documents_equal_separate_rows(kind, backend):
-    layer = mixer(kind, backend)
-    x = inputs(kind)
-    seq_idx = (torch.arange(70) >= 17).int().expand(2, 70)
-    whole = layer(x, seq_idx)
-    torch.testing.assert_close(whole[:, 17:], layer(x[:, 17:]), rtol=1e-10, atol=1e-10)
-
-
-@BOTH
-def test_no_leak_between_documents(kind, backend):
-    """Neither convolution nor state carries one document into the next, in outputs or gradients."""
-    layer = mixer(kind, backend, torch.float32)
-    x = inputs(kind, dtype=torch.float32)
-    seq_idx = (torch.arange(70) >= 30).int().expand(2, 70)
-    y = layer(x, seq_idx)
-    (grad,) = torch.autograd.grad(y[:, 30:].square().sum(), x)
-    assert not grad[:, :30].any() and grad[:, 30:].any()
-    with torch.no_grad():
-        x[:, :30] *= -9
-    assert torch.equal(layer(x, seq_idx)[:, 30:], y[:, 30:])
-
-
-@BOTH
 def test_takes_fp32_weights_with_bf16_activations(kind, backend):
     """bf16 out, gradients in the types of what they belong to, and an RMS error of at most 1 % of the RMS output."""
     layer = mixer(kind, backend, torch.float32)
@@ -147,17 +123,3 @@ def test_prompt_and_steps_equal_the_whole(kind, backend):
         for t in range(prompt, 70):
             one = layer(x[:, t : t + 1], state=state, position=t)
             torch.testing.assert_close(one, whole[:, t : t + 1], rtol=1e-9, atol=1e-9)
-
-
-@pytest.mark.slow
-@BOTH
-def test_survives_compiling(kind, backend):
-    """torch.compile of a function around the mixer gives the same results (the scan itself stays outside the graph)."""
-    leave_uncompiled()
-    torch._dynamo.reset()  # what other sizes have left makes these dynamic, which torch 2.2 compiles wrongly
-    layer = mixer(kind, backend, torch.float32)
-    x = inputs(kind, dtype=torch.float32)
-    compiled = torch.compile(lambda x: layer(x) * 2, backend="aot_eager")
-    y = compiled(x)
-    torch.testing.assert_close(y, 2 * layer(x))
-    y.sum().backward()

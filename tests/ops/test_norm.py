@@ -38,14 +38,6 @@ def test_gradcheck():
         )
 
 
-def test_zero_rows_stay_finite():
-    x = torch.zeros(2, 4, requires_grad=True)
-    weight = torch.ones(4, requires_grad=True)
-    out = rms_norm(x, weight, 1e-5, torch.float32)
-    out.sum().backward()
-    assert not out.any() and x.grad.isfinite().all()
-
-
 def test_residual_stays_float32():
     """The stream is float32 whatever comes in, and the normed output has the dtype asked for; so do the gradients."""
     x = randn(2, 5, 8, dtype=torch.bfloat16)
@@ -75,15 +67,3 @@ def test_gated_norms_each_group_behind_the_gate(group_size):
     groups = (x * F.silu(z)).unflatten(-1, (-1, group_size))
     expected = definition(groups, weight.view(-1, group_size), 1e-5).flatten(-2)
     torch.testing.assert_close(gated_rms_norm(x, z, weight, 1e-5, group_size), expected)
-
-
-def test_bf16_calculates_in_float32():
-    x = randn(4, 300, dtype=torch.bfloat16)
-    weight = randn(300, dtype=torch.float32)
-    exact = definition(x.double(), weight.double(), 1e-5)
-    torch.testing.assert_close(
-        rms_norm(x, weight, 1e-5, torch.float32).double(), exact, rtol=1e-5, atol=1e-6
-    )
-    torch.testing.assert_close(
-        rms_norm(x, weight, 1e-5, torch.bfloat16).double(), exact, rtol=2**-8, atol=1e-6
-    )

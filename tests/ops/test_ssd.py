@@ -98,31 +98,6 @@ def test_gradcheck(bounded, groups):
     assert torch.autograd.gradcheck(run, (state, *values.values()))
 
 
-def test_optional_inputs():
-    """Without D, dt_bias and states it is the recurrence with zeros in their place."""
-    values = inputs()
-    zeros = torch.zeros(4, dtype=torch.float64)
-    expected, _ = recurrence(*[values[name] for name in ("x", "dt", "A", "B", "C")], zeros, zeros)
-    assert_close(
-        ssd(*[values[name] for name in ("x", "dt", "A", "B", "C")], chunk_size=64), expected, 1e-12
-    )
-
-
-def test_the_chunk_does_not_matter():
-    """chunk_size changes nothing but the last digits."""
-    values = inputs(length=50)
-    expected = ssd(**values, chunk_size=256)
-    for chunk_size in (1, 7, 16):
-        assert_close(ssd(**values, chunk_size=chunk_size), expected, 1e-12)
-
-
-def test_one_document_a_row():
-    """Equal document numbers along a row, whatever number, are no boundaries."""
-    values = inputs()
-    seq_idx = torch.tensor([[3], [0]]).expand(2, 70)
-    assert_close(ssd(**values, chunk_size=64, seq_idx=seq_idx), ssd(**values, chunk_size=64), 1e-13)
-
-
 @pytest.mark.parametrize("boundary", [1, 40, 64, 100])
 def test_no_leak_between_documents(boundary):
     """Whatever one document holds, the other's outputs and gradients stay bitwise the same, both ways."""
@@ -151,19 +126,6 @@ def test_no_leak_between_documents(boundary):
             assert torch.equal(a[:, kept], b[:, kept])
 
 
-def test_documents_equal_rows_of_their_own():
-    """Documents packed into a row come out as each of them alone."""
-    values = inputs(batch=1, length=150)
-    seq_idx = random_documents(1, 150)
-    packed = ssd(**values, chunk_size=64, seq_idx=seq_idx)
-    for document in seq_idx.unique():
-        piece = (seq_idx[0] == document).nonzero()[:, 0]
-        alone = {
-            name: v[:, piece] if name in ("x", "dt", "B", "C") else v for name, v in values.items()
-        }
-        assert_close(packed[:, piece], ssd(**alone, chunk_size=64), 1e-12)
-
-
 @pytest.mark.parametrize("bias", [-60.0, 0.0, 5.0, 300.0, 20000.0])
 def test_extreme_dt(bias):
     """From no step at all to steps that forget everything: right in float32, and every gradient finite and right."""
@@ -181,72 +143,6 @@ def test_extreme_dt(bias):
     for name, a, e in zip(NAMES, got, want):
         assert torch.isfinite(a).all(), name
         assert_close(a, e, 1e-4, name)
-
-
-def test_a_huge_dt_costs_its_neighbours_no_digits():
-    """Small steps behind a step of size 1000 in the same chunk keep float32's precision."""
-    exact = inputs(length=64)
-    with torch.no_grad():
-        exact["dt"] -= 5
-        exact["dt"][:, 3] = 1000
-        exact["x"][:, :4] = 0
-    single = {name: v.detach().float() for name, v in exact.items()}
-    expected = recurrence(*[v.double() for v in single.values()])[0]
-    assert_close(ssd(**single, chunk_size=64), expected, 2e-6)
-
-
-def test_long_sequences():
-    """Rounding does not grow with the length: 16,384 positions in float32, slow decay."""
-    exact = inputs(batch=1, length=16384, heads=2, headdim=2, groups=1, d_state=4)
-    with torch.no_grad():
-        exact["dt_bias"] -= 4
-    single = {name: v.detach().float() for name, v in exact.items()}
-    exact = {name: v.double() for name, v in single.items()}
-    expected, expected_state = recurrence(*exact.values())
-    actual, state = ssd(**single, chunk_size=256, return_last_state=True)
-    assert_close(actual, expected, 5e-6)
-    assert_close(state, expected_state, 5e-6)
-
-
-@pytest.mark.parametrize("bounded", [False, True])
-def test_bf16_costs_its_own_rounding_only(bounded):
-    """bf16 activations: float32 inside, so y and gradients are wrong by bf16's rounding of the result and no more."""
-    rounded = inputs(length=150, headdim=8, d_state=16, dtype=torch.bfloat16)
-    rounded = {
-        name: v.detach().float() if name in ("A", "D", "dt_bias") else v.detach()
-        for name, v in rounded.items()
-    }
-    exact = {name: v.double().requires_grad_() for name, v in rounded.items()}
-    for value in rounded.values():
-        value.requires_grad_()
-    seq_idx = random_documents(2, 150) if bounded else None
-    expected = recurrence(*exact.values(), seq_idx)[0]
-    actual = ssd(**rounded, chunk_size=64, seq_idx=seq_idx)
-    assert actual.dtype == torch.bfloat16
-    assert (
-        (actual.double() - expected).abs() <= 2**-8 * expected.abs() + 1e-5 * expected.abs().max()
-    ).all()
-    weights = torch.randn(actual.shape, dtype=torch.bfloat16)
-    got = torch.autograd.grad((actual * weights).sum(), list(rounded.values()))
-    want = torch.autograd.grad((expected * weights).sum(), list(exact.values()))
-    for name, g, w in zip(NAMES, got, want):
-        assert g.dtype == rounded[name].dtype, name
-        assert ((g.double() - w).abs() <= 2**-8 * w.abs() + 1e-5 * w.abs().max()).all(), name
-
-
-def test_steps_equal_the_whole():
-    """Token by token, from any state, gives the outputs and the state of the whole sequence."""
-    values = {name: v.detach() for name, v in inputs(length=70).items()}
-    state = torch.randn(2, 4, 3, 5, dtype=torch.float64)
-    expected, last = ssd(**values, chunk_size=64, initial_state=state, return_last_state=True)
-    parameters = {name: values[name] for name in ("A", "D", "dt_bias")}
-    for t in range(70):
-        one = {name: values[name][:, t : t + 1] for name in ("x", "dt", "B", "C")}
-        y, state = ssd(
-            **one, **parameters, chunk_size=64, initial_state=state, return_last_state=True
-        )
-        assert_close(y, expected[:, t : t + 1], 1e-11)
-    assert_close(state, last, 1e-11)
 
 
 def test_a_sequence_in_two_parts():

@@ -8,8 +8,8 @@ import triton
 import triton.language as tl
 
 
-@triton.jit
-def walk(
+@triton.jit  # one kernel: helpers would need all of its state as arguments
+def walk(  # noqa: PLR0915
     X,
     WEIGHT,
     BIAS,

@@ -28,9 +28,9 @@ def norm_forward(x, residual, z, weight, eps, groups, dtype):
         "forward",
         dict(X=x, RESIDUAL=residual, Z=z),
         weight,
+        scale,
         NORMED=normed,
         TOTAL=total,
-        SCALE=scale,
         eps=eps,
     )
     return normed, total, scale
@@ -43,43 +43,48 @@ def norm_backward(grad, grad_total, value, z, weight, scale, grad_z=None, normed
     """
     grad_x = grad.new_empty(grad.shape)
     sums = value.new_zeros(PROGRAMS, len(weight), dtype=torch.float32)
-    other = grad_z if grad_z is not None else (value if z is None else z).new_empty(value.shape)
+    other = grad_z
+    if other is None:
+        other = torch.empty_like(value if z is None else z, memory_format=torch.contiguous_format)
     tensors = dict(X=value, Z=z, GRAD=grad, GRAD_TOTAL=grad_total, GRAD_OTHER=other)
-    _launch("backward", tensors, weight, SCALE=scale, GRAD_X=grad_x, NORMED=normed, SUMS=sums)
+    _launch("backward", tensors, weight, scale, GRAD_X=grad_x, NORMED=normed, SUMS=sums)
     return grad_x, other, sums.sum(0).to(weight.dtype)
 
 
-def _launch(name, tensors, weight, SCALE, **more):
-    if SCALE.is_meta or not SCALE.numel():
+def _launch(name, tensors, weight, scale, **more):
+    """Launch a kernel; `tensors` are those whose rows may have any stride, or None."""
+    if scale.is_meta or not scale.numel():
         return
     from mamba_fsdp.ops.norm import triton_kernels
 
-    groups = SCALE.shape[-1]
-    sizes = dict(triton.blocks(TILES, weight.device))
-    rows = SCALE.numel() // groups
+    groups = scale.shape[-1]
+    rows = scale.numel() // groups
     channels = len(weight) // groups
-    elements = sizes.pop("ELEMENTS")
     block = 1 << (channels - 1).bit_length()
-    tile = max(elements // block, 1)
-    warps = min(sizes.pop("num_warps") * max(block // elements, 1), 32)
-    tensors = {
-        key: t if t is None else (t if t.stride(-1) == 1 else t.contiguous()).reshape(rows, -1)
-        for key, t in tensors.items()
-    }
-    strides = {f"{key.lower()}_row": 0 if t is None else t.stride(0) for key, t in tensors.items()}
-    each = -(-rows // (tile * PROGRAMS)) * tile if name == "backward" else tile
+    sizes = triton.blocks(TILES, weight.device)
+    tile = max(sizes["ELEMENTS"] // block, 1)
+    warps = min(sizes["num_warps"] * max(block // sizes["ELEMENTS"], 1), 32)
+    each = tile
+    if name == "backward":
+        each = -(-rows // (tile * PROGRAMS)) * tile
+    for key, tensor in tensors.items():
+        stride = 0
+        if tensor is not None:
+            if tensor.stride(-1) != 1:
+                tensor = tensor.contiguous()
+            tensor = tensor.reshape(rows, -1)
+            stride = tensor.stride(0)
+        more[key] = tensor
+        more[f"{key.lower()}_row"] = stride
     getattr(triton_kernels, name)[(-(-rows // each), groups)](
         WEIGHT=weight,
-        SCALE=SCALE,
+        SCALE=scale,
         rows=rows,
         channels=channels,
         each=each,
         TILE=tile,
         BLOCK=block,
         num_warps=warps,
-        **tensors,
-        **strides,
-        **sizes,
         **more,
     )
 
@@ -88,26 +93,27 @@ class _Norm(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, residual, z, weight, *sizes):
         with triton.below_autograd():
-            normed, total, scale = outputs = _norm(x, residual, z, weight, *sizes)
-        ctx.save_for_backward(total if z is None else x, z, weight, scale)
-        ctx.mark_non_differentiable(scale, *(() if z is None else (total,)))
+            normed, total, scale = _norm(x, residual, z, weight, *sizes)
+        if z is None:
+            ctx.save_for_backward(total, z, weight, scale)
+            ctx.mark_non_differentiable(scale)
+        else:
+            ctx.save_for_backward(x, z, weight, scale)
+            ctx.mark_non_differentiable(scale, total)
         ctx.set_materialize_grads(False)
-        return outputs
+        return normed, total, scale
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad, grad_total, _):
         value, z, weight, scale = ctx.saved_tensors
-        grad = value.new_zeros(value.shape) if grad is None else grad
+        if grad is None:
+            grad = value.new_zeros(value.shape)
         grad_x, other, grad_weight = _gradients(grad, grad_total, value, z, weight, scale)
-        return (
-            grad_x,
-            *(other if needs else None for needs in ctx.needs_input_grad[1:3]),
-            grad_weight,
-            None,
-            None,
-            None,
-        )
+        _, has_residual, has_z, *_ = ctx.needs_input_grad
+        grad_residual = other if has_residual else None
+        grad_z = other if has_z else None
+        return grad_x, grad_residual, grad_z, grad_weight, None, None, None
 
 
 _norm = triton.operator(

@@ -137,10 +137,12 @@ def apply(function, u, dt, A, B, C, D, z, dt_bias, seq_idx, initial_state, retur
     d_inner, the long dimension, last, and `starts`: True where a position begins a document, but for its row's first.
     """
     A = A.T.to(compute_type(u)).contiguous()
-    D, dt_bias = (
-        A.new_zeros(A.shape[1]) if v is None else v.to(A.dtype).contiguous() for v in (D, dt_bias)
-    )
-    starts = None if seq_idx is None else seq_idx.diff(dim=1, prepend=seq_idx[:, :1]) != 0
+    zeros = A.new_zeros(A.shape[1])
+    D = zeros if D is None else D.to(A.dtype).contiguous()
+    dt_bias = zeros if dt_bias is None else dt_bias.to(A.dtype).contiguous()
+    starts = None
+    if seq_idx is not None:
+        starts = seq_idx.diff(dim=1, prepend=seq_idx[:, :1]) != 0
     if initial_state is None:
         state = A.new_zeros(u.shape[0], *A.shape)
     else:

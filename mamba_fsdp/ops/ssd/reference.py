@@ -158,7 +158,8 @@ class _SSD(torch.autograd.Function):
         # delta[t] A counts in each decay that passes position t: into later positions, out of earlier ones.
         grad_within.diagonal(dim1=3, dim2=4).zero_()
         passing = (grad_within.sum(4) - grad_within.sum(3)).transpose(2, 3) + grad_from_start
-        passing = _sums(passing.flip(2), None if seq_idx is None else seq_idx.flip(2)).flip(2)
+        backwards = None if seq_idx is None else seq_idx.flip(2)
+        passing = _sums(passing.flip(2), backwards).flip(2)
         passing += (_sums(grad_to_end) - grad_to_end) + grad_decay.unsqueeze(2)
         grad_delta = (grad_input * x_).sum(4).addcmul_(passing, A)
         grad_A = (passing * delta_).sum((0, 1, 2))
@@ -173,22 +174,23 @@ class _SSD(torch.autograd.Function):
 
 def ssd(x, dt, A, B, C, D, dt_bias, chunk_size, seq_idx, initial_state, return_last_state):
     batch, length, heads, headdim = x.shape
-    # of generation's steps nothing is padded
-    # of generation's steps nothing is padded
     real = compute_type(x)
-    size = min(chunk_size, CHUNK) if length > 1 else 1
-    delta = F.softplus(dt.to(real) if dt_bias is None else dt.to(real) + dt_bias.to(real))
-    D = A.new_zeros(heads) if D is None else D
+    size = min(chunk_size, CHUNK)
+    if length == 1:
+        size = 1  # nothing is padded for a step of generation
+    raw_delta = dt.to(real)
+    if dt_bias is not None:
+        raw_delta = raw_delta + dt_bias.to(real)
+    delta = F.softplus(raw_delta)
+    if D is None:
+        D = A.new_zeros(heads)
     if seq_idx is not None:
-        seq_idx = torch.cat([seq_idx, seq_idx[:, -1:].expand(-1, -length % size)], dim=1).unflatten(
-            1, (-1, size)
-        )
+        padding = seq_idx[:, -1:].expand(-1, -length % size)
+        seq_idx = torch.cat([seq_idx, padding], dim=1).unflatten(1, (-1, size))
     if initial_state is None:
         initial_state = x.new_zeros(batch, heads, headdim, B.shape[3])
     state = initial_state.to(real).unflatten(1, (B.shape[2], -1)).flatten(2, 3).transpose(2, 3)
     y, last = _SSD.apply(x, delta, A.to(real), B, C, D.to(real), seq_idx, state, size)
-    return (
-        (y, last.transpose(2, 3).unflatten(2, (-1, headdim)).flatten(1, 2))
-        if return_last_state
-        else y
-    )
+    if not return_last_state:
+        return y
+    return y, last.transpose(2, 3).unflatten(2, (-1, headdim)).flatten(1, 2)

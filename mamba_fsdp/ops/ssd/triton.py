@@ -24,9 +24,8 @@ GRADIENTS = {
     (12, 0): {"P": 32, "BLOCK": 16, "num_warps": 8, "num_stages": 1},
 }
 CHUNK = 32  # positions
-# at most; of a segment at least
-SEGMENTS = 16
-CHUNKS = 8
+SEGMENTS = 16  # of a sequence, at most
+CHUNKS = 8  # of a segment, at least
 STATES = 64  # of a program of the gradients
 
 
@@ -55,10 +54,12 @@ class _Call:
         self.B = _packed(B.to(dtype))
         self.C = _packed(C.to(dtype))
         self.dt = _packed(dt)
-        self.D, self.bias = (A.new_zeros(A.shape) if t is None else t for t in (D, dt_bias))
+        zeros = torch.zeros_like(A)
+        self.D = zeros if D is None else D
+        self.bias = zeros if dt_bias is None else dt_bias
         self.seq_idx = None if seq_idx is None else seq_idx.contiguous()
-        (self.batch, self.length, self.heads, headdim) = x.shape
-        (self.groups, d_state) = B.shape[2:]
+        self.batch, self.length, self.heads, headdim = x.shape
+        _, _, self.groups, d_state = B.shape
         N = max(16, 1 << (d_state - 1).bit_length())
         Q = max(16, min(CHUNK, 4096 // N))
         self.chunks = -(-self.length // Q)

@@ -107,8 +107,8 @@ def decays_within(high, low, document, r, DOCUMENTS: tl.constexpr, REVERSE: tl.c
     return tl.exp(tl.where(seen, exponents, float("-inf")))
 
 
-@triton.jit
-def sweep(
+@triton.jit  # one kernel: helpers would need all of its state as arguments
+def sweep(  # noqa: PLR0915
     x,
     B,
     C,
@@ -230,8 +230,8 @@ def sweep(
         tl.store(last + last_place, state, mask=in_last)
 
 
-@triton.jit
-def gradients(
+@triton.jit  # one kernel: helpers would need all of its state as arguments
+def gradients(  # noqa: PLR0915
     dy,
     x,
     B,
