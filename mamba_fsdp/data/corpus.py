@@ -197,8 +197,9 @@ def _files_below(place: Path) -> Iterator[Path]:
             continue
         folders[:] = sorted(name for name in folders if not name.startswith("."))
         for name in sorted(names):
-            is_count = folder.name == "meta" and "counts" in name  # a table of fms-fsdp's, no text
-            if not name.startswith(".") and not is_count:
+            # Tables of fms-fsdp's that count documents, and what DataLayout says of a file's size, are no text.
+            is_count = folder.name == "meta" and "counts" in name
+            if not name.startswith(".") and not is_count and not name.endswith(".npy.size"):
                 yield folder / name
 
 

@@ -25,18 +25,18 @@ def datalayout_documents(shard: Shard, options: DatasetConfig) -> Iterator[list]
     entries = np.memmap(name, "<i4", "r")
     eos = int(options.eos_token) if options.eos_token.isdecimal() else -1
     for start in range(0, len(entries), WINDOW):
-        window = np.array(
-            entries[start : start + WINDOW + 1]
-        )  # one more: does a document start there?
-        body = window[:WINDOW]
+        first = max(0, start - 1)
+        window = np.array(entries[first : start + WINDOW + 1])  # with a neighbour at each end
+        body = window[start - first :][:WINDOW]
         positions = body >> 16 & HIGHEST
         if ((positions > 0) & (body >> 30 & 1 == 0)).any():
             raise UserError(
                 f"{name}: it leaves tokens out of the loss (bit 30), which a token store can't say; set that "
                 "bit, or leave these tokens out"
             )
-        starts = document_starts(window, eos)
-        *whole, last = np.split((body & 0xFFFF).astype(np.int64), starts[starts < len(body)])
+        starts = document_starts(window, eos) - (start - first)
+        inner = starts[(0 < starts) & (starts < len(body))]
+        *whole, last = np.split((body & 0xFFFF).astype(np.int64), inner)
         last_ends = start + len(body) == len(entries) or len(body) in starts
         yield [(ids, True) for ids in whole] + [(last, last_ends)]
 
@@ -45,13 +45,14 @@ def document_starts(entries: np.ndarray, eos: int) -> np.ndarray:
     """Where in `entries` (n,) documents begin, the first entry left out.
 
     A position that does not follow the one before begins a document. But behind the highest a document goes on: at the
-    highest again, or at 0 unless it ended with `eos`.
+    highest again, or at 0 unless it ended with `eos` or has stayed at the highest.
     """
     positions = entries >> 16 & HIGHEST
     before = positions[:-1]
     after = positions[1:]
     has_ended = (entries[:-1] & 0xFFFF) == eos
-    wraps = (before == HIGHEST) & (after == 0) & ~has_ended
+    has_stayed = np.append(False, before[:-1] == HIGHEST)[: len(before)]
+    wraps = (before == HIGHEST) & (after == 0) & ~has_ended & ~has_stayed
     stays = (before == HIGHEST) & (after == HIGHEST)
     return np.flatnonzero((after != before + 1) & ~wraps & ~stays) + 1
 
