@@ -244,7 +244,8 @@ def load_for_transformers(name: str | Path, remedy: str = "") -> Any:
     from transformers import AutoTokenizer  # seconds to import: only where needed
 
     try:
-        form = no_panic()(AutoTokenizer.from_pretrained)(name)
+        load = no_panic()(AutoTokenizer.from_pretrained)
+        form = load(name, trust_remote_code=False, local_files_only=bool(offline))
     except Exception as error:  # the libraries raise whatever a file runs into
         forms = (
             ""

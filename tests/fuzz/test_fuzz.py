@@ -32,8 +32,7 @@ from mamba_fsdp.checkpoint import files as checkpoint_files
 from mamba_fsdp.checkpoint.checkpointer import Checkpointer
 from mamba_fsdp.checkpoint.folder import Reader, find_checkpoint
 from mamba_fsdp.checkpoint.tensors import open_tensors
-from mamba_fsdp.data import encoding, reading, tokenize, tokenizer
-from mamba_fsdp.data.corpus import Piece, kind_of
+from mamba_fsdp.data import corpus, encoding, reading, tokenize, tokenizer
 from mamba_fsdp.data.opening import open_source
 from mamba_fsdp.data.store import StoreWriter, _checksum
 from mamba_fsdp.data.tokenizer import identities_in
@@ -249,8 +248,8 @@ def read_texts(folder):
     refused = []
     for path in sorted((folder / "texts").iterdir()):
         try:
-            piece = Piece(kind_of(path), [str(path)])
-            for batch in reading.Reader(piece, DatasetConfig()).batches(100):
+            shard = corpus.Shard(str(path), corpus.kind_of(path))
+            for batch in reading.read_batches([shard], DatasetConfig(), 100):
                 assert all(len(document.content) for document in batch.documents)
         except UserError as error:
             refused.append(error)
