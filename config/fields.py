@@ -11,7 +11,7 @@ import operator
 import re
 import textwrap
 import typing
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from decimal import Decimal
 from functools import lru_cache
@@ -263,18 +263,15 @@ def near_name(name: str, known: Iterable[str], otherwise: str, dashes: str = "")
 # ---------------------------------------------------------------- on a help page
 
 
-def help_lines(section: type, others: Mapping[str, Sequence[str]] | None = None) -> list[str]:
-    """The help page's lines on the fields of the dataclass `section`: default, bounds, meaning, and the `others` of
-    their names."""
+def help_lines(section: type) -> list[str]:
+    """The help page's lines on the fields of the dataclass `section`: default, bounds and meaning."""
     lines = []
     meanings = meanings_in(section)
     for leaf in dataclasses.fields(section):
         lines.append(f"  --{leaf.name}={shown(default(leaf))}  ({takes(leaf)})")
-        meaning = meanings[leaf.name]
-        also = (others or {}).get(leaf.name)
-        if also:
-            meaning += f" Also: {', '.join(also)}."
-        lines += textwrap.wrap(meaning, 116, initial_indent=" " * 6, subsequent_indent=" " * 6)
+        lines += textwrap.wrap(
+            meanings[leaf.name], 116, initial_indent=" " * 6, subsequent_indent=" " * 6
+        )
     return lines
 
 

@@ -179,16 +179,6 @@ def find(
     return None
 
 
-def synonyms() -> dict[str, list[str]]:
-    """{our setting: the words that mean just the same}."""
-    found: dict[str, list[str]] = {}
-    for word, entry in entries().items():
-        unchanged = entry.values == {ANY: ANY} and not entry.refused and not entry.convert
-        if unchanged and len(entry.settings) == 1 and "." not in word:
-            found.setdefault(entry.settings[0], []).append(word)
-    return found
-
-
 def launcher_of(keys: Iterable[str]) -> str | None:
     """The launcher that knows most of these names, and two at least that are not ours."""
     leaves = {key.rpartition(".")[2] for key in keys}

@@ -292,10 +292,9 @@ def help_page() -> str:
         "A setting may carry its section (--optimizer.learning_rate) and stand in YAML, flat or in sections.",
         "The command line wins over --config, that over the preset named by model_name, that over the defaults.",
         "Whole numbers may end in k, M, B or T (10k, 1.5M); durations are steps (10k), or tokens (2Btok).",
-        "Words of other launchers work where they mean the same: docs/from-*.md.",
+        "Words of other launchers work where they mean the same: docs/from-*.md, config/other_launchers.yaml.",
     ]
-    synonyms = other_launchers.synonyms()
     for section, kind in SECTIONS.items():
         lines += ["", f"{section}: {' '.join(kind.__doc__.split())}"]
-        lines += help_lines(kind, synonyms)
+        lines += help_lines(kind)
     return "\n".join(lines)
