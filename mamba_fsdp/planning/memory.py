@@ -183,13 +183,9 @@ def activations_bytes(work: Workload) -> float:
 
 
 def loss_bytes(work: Workload) -> float:
-    """The gradients of the loss's two inputs and the logits of one chunk: what these, or the gathering at the ends of
-    the step, take beyond what the backward pass does."""
+    """What the gradients of the loss's two inputs and the logits of one chunk take beyond what the backward pass does."""
     model = work.model
     width = work.width
-    gathered = gathered_bytes(work)
-    activations = activations_bytes(work)
-
     final_norm = (FP32 + width) * model.d_model
     kept = work.tokens * (sum(work.kept_per_token) + final_norm)
     head_copies = FP32
@@ -197,17 +193,11 @@ def loss_bytes(work: Workload) -> float:
         head_copies += width if work.is_sharded else 2 * width
     logits = 2 * FP32 * min(CHUNK, work.tokens) * model.padded_vocab_size
     at_loss = kept + head_copies * work.head_size + work.tokens * width * model.d_model + logits
-
+    beyond = at_loss - activations_bytes(work)
     if work.is_sharded:
-        blocks_gathered = gathered - width * work.outside_size
-        at_ends = (width + FP32) * work.outside_size
-        return max(
-            width * work.head_size,
-            at_loss - activations - blocks_gathered,
-            at_ends - activations - gathered,
-        )
-    at_ends = 2 * FP32 * work.head_size if model.tie_embeddings else 0
-    return max(0, at_loss - activations, at_ends - activations - gathered)
+        blocks_gathered = gathered_bytes(work) - width * work.outside_size
+        return max(width * work.head_size, beyond - blocks_gathered)
+    return max(0, beyond)
 
 
 def block_bytes(work: Workload, layer: Layer) -> BlockBytes:
