@@ -19,8 +19,7 @@ from typing import Any
 
 from mamba_fsdp.errors import LostError, UserError
 from mamba_fsdp.heartbeat import heart
-from mamba_fsdp.storage import hidden_beside, retry_io
-from mamba_fsdp.untrusted import like, parse_object
+from mamba_fsdp.storage import hidden_beside, like, parse_object, retry_io
 
 SECONDS_BETWEEN_RENEWALS = 5.0
 SECONDS_BETWEEN_LOOKS = 1.0

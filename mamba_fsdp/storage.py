@@ -1,45 +1,36 @@
-"""Storage that fails for a moment, as a file server restarts: what failed is tried again for a minute. And small files
-that are the old one or the new one, whatever happens in between.
+"""Files on storage that fails for a moment, and that anyone may have written.
+
+What fails as a file server restarts is tried again for a minute. Small files are the old one or the new one, whatever
+happens in between. Whatever is wrong with what a file says is a ValueError, no other exception. Files of our own say
+which format and version they are, and those that this program can't read are refused.
 """
 
 import contextlib
 import errno
+import json
 import os
 import socket
 import sys
 import time
 import uuid
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 from mamba_fsdp.errors import StorageError, UserError
 from mamba_fsdp.heartbeat import heart
-from mamba_fsdp.untrusted import like, parse_object
 
 T = TypeVar("T")
 SECONDS_OF_TRYING = 60.0
 LONGEST_PAUSE = 5.0  # seconds between attempts
-MAY_PASS = {
-    getattr(errno, name, None)
+MAY_PASS = {  # where the system knows them
+    getattr(errno, name, errno.EIO)
     for name in (
-        "EIO",
-        "ESTALE",
-        "ETIMEDOUT",
-        "ENOTCONN",
-        "ECONNRESET",
-        "ECONNABORTED",
-        "EHOSTDOWN",
-        "EHOSTUNREACH",
-        "ENETDOWN",
-        "ENETUNREACH",
-        "EREMOTEIO",
-        "ENOLINK",
-        "ESHUTDOWN",
-        "EAGAIN",
-        "EINTR",
-    )
-} - {None}
+        "EIO ESTALE ETIMEDOUT ENOTCONN ECONNRESET ECONNABORTED EHOSTDOWN EHOSTUNREACH ENETDOWN "
+        "ENETUNREACH EREMOTEIO ENOLINK ESHUTDOWN EAGAIN EINTR"
+    ).split()
+}
 
 
 def retry_io(action: Callable[[], T], what: str | Path) -> T:
@@ -47,59 +38,51 @@ def retry_io(action: Callable[[], T], what: str | Path) -> T:
 
     what: the file or folder, for the log. Raises StorageError after SECONDS_OF_TRYING, and other OSErrors at once.
     """
-    began = pause = 0.0
+    began = None
+    pause = 0.1
     while True:
         try:
             result = action()
         except OSError as error:
             if error.errno not in MAY_PASS:
                 raise
-            if not began:
+            if began is None:
                 began = time.monotonic()
-                _say(f"warning: {what}: {error.strerror}; trying again for a minute")
+                _print_line(f"warning: {what}: {error.strerror}; trying again for a minute")
             if time.monotonic() - began >= SECONDS_OF_TRYING:
                 raise StorageError(
                     f"{what}: {error.strerror}, also after a minute of trying again; the same command "
                     "resumes once the storage answers"
                 ) from error
             heart.beat()
-            pause = min(2 * pause or 0.1, LONGEST_PAUSE, SECONDS_OF_TRYING)
-            time.sleep(pause)
+            time.sleep(min(pause, LONGEST_PAUSE, SECONDS_OF_TRYING))
+            pause *= 2
         else:
-            if began:
-                _say(f"{what}: went well again after {time.monotonic() - began:.1f} s")
+            if began is not None:
+                _print_line(f"{what}: went well again after {time.monotonic() - began:.1f} s")
             return result
 
 
-def exists(path: str | Path) -> bool:
-    """Whether there is such a file or folder. For Path.exists of Python 3.14 storage that fails is a no."""
-    try:
-        return bool(retry_io(lambda: os.stat(path), path))
-    except (FileNotFoundError, NotADirectoryError):
-        return False
-
-
-def _say(text):
+def _print_line(text):
     rank = f"rank {os.environ['RANK']} on {socket.gethostname()}: " if "RANK" in os.environ else ""
     with contextlib.suppress(OSError):  # a terminal may be gone too
         print(rank + text, file=sys.stderr, flush=True)
 
 
-def read_object(path: Path, example: dict, remedy: str) -> dict[str, Any]:
-    """The JSON object in a file, which is like the example. Raises UserError, which ends in `remedy`, where it is not,
-    StorageError after patient trying, and FileNotFoundError."""
+def exists(path: str | Path) -> bool:
+    """Whether there is such a file or folder. For Path.exists of Python 3.14 storage that fails is a no."""
     try:
-        return like(parse_object(retry_io(path.read_bytes, path)), example)
-    except FileNotFoundError:
-        raise
-    except (OSError, ValueError) as error:
-        raise UserError(
-            f"{path}: can't be read ({getattr(error, 'strerror', None) or error}); {remedy}"
-        ) from None
+        retry_io(lambda: os.stat(path), path)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    return True
+
+
+# Writing
 
 
 def sync_folder(folder: str | Path) -> None:
-    """Flush a folder's entries, so that a rename in it survives a power cut, where the file system can do that."""
+    """Flushes a folder's entries, so that a rename in it survives a power cut, where the file system can do that."""
     with contextlib.suppress(OSError):  # some network file systems refuse fsync on a folder
         descriptor = os.open(folder, os.O_RDONLY)
         try:
@@ -118,20 +101,6 @@ def write_atomically(path: str | Path, data: str) -> None:
     retry_io(lambda: _write(Path(path), data), path)
 
 
-def write_for_user(path: str | Path, data: str) -> None:
-    """As write_atomically, but raises UserError where the path can't be written."""
-    try:
-        write_atomically(path, data)
-    except OSError as error:
-        raise UserError(f"{path}: can't be written ({error.strerror})") from None
-
-
-def move(old: Path, new: Path) -> None:
-    """Rename retry_io to a name that is free. Raises as write_atomically does."""
-    # An attempt that was told to have failed may have been made.
-    retry_io(lambda: None if new.exists() and not old.exists() else old.rename(new), new)
-
-
 def _write(path, data):
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
     try:
@@ -145,3 +114,122 @@ def _write(path, data):
             temporary.unlink()
         raise
     sync_folder(path.parent)
+
+
+def write_for_user(path: str | Path, data: str) -> None:
+    """As write_atomically, but raises UserError where the path can't be written."""
+    try:
+        write_atomically(path, data)
+    except OSError as error:
+        raise UserError(f"{path}: can't be written ({error.strerror})") from None
+
+
+def move(old: Path, new: Path) -> None:
+    """Renames to a name that is free. Raises as write_atomically does."""
+
+    def rename():
+        if new.exists() and not old.exists():
+            return  # an attempt that was told to have failed was made
+        old.rename(new)
+
+    retry_io(rename, new)
+
+
+# Reading what anyone may have written
+
+
+def parse_object(text: str | bytes | bytearray) -> dict[str, Any]:
+    """The JSON object that `text` is. Raises ValueError."""
+    try:
+        return like(json.loads(text), {})
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+
+
+def like(value: Any, example: Any) -> Any:
+    """`value`, if it is such a thing as `example`; raises ValueError if not.
+
+    As an example, a whole number stands for those from it on, 0.0 for any number, "" for any text, `...` for the name of
+    a file in this folder, a list for one of items like its own, an object for one with at least its fields, whose field
+    "" stands for all.
+    """
+    wanted = (
+        "the name of a file in this folder" if example is ... else f"a {type(example).__name__}"
+    )
+    if not _is_like(value, example):
+        raise ValueError(f"{str(value)[:60]!r} is not {wanted}")
+    if isinstance(example, list):
+        for item in value:
+            like(item, *example)
+    if isinstance(example, dict):
+        for name, field_example in example.items():
+            for field in [value.get(name)] if name else value.values():
+                like(field, field_example)
+    return value
+
+
+def _is_like(value, example):
+    """The same, but for the items and fields."""
+    if example is ...:
+        is_text = isinstance(value, str) and 0 < len(value) < 256
+        return is_text and "/" not in value and "\0" not in value and value not in (".", "..")
+    if isinstance(example, float):
+        return isinstance(value, (int, float))
+    if isinstance(example, int):
+        return isinstance(value, type(example)) and example <= value < 1 << 63
+    return isinstance(value, type(example))
+
+
+def read_object(path: Path, example: dict, remedy: str) -> dict[str, Any]:
+    """The JSON object in a file, which is like the example. Raises UserError, which ends in `remedy`, where it is not,
+    StorageError after patient trying, and FileNotFoundError."""
+    try:
+        return like(parse_object(retry_io(path.read_bytes, path)), example)
+    except FileNotFoundError:
+        raise
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise UserError(f"{path}: can't be read ({reason}); {remedy}") from None
+
+
+# What our own files say of themselves
+
+
+@dataclass(frozen=True)
+class Format:
+    """A kind of file that this program writes."""
+
+    name: str
+    version: int  # a new one whenever this program, as it is, would read a file wrongly
+    oldest: int  # version that it still reads
+
+    def header(self) -> dict[str, str | int]:
+        """The fields that a file of this format begins with."""
+        return {"format": self.name, "version": self.version}
+
+    def reads(self, content: dict) -> bool:
+        """Whether this program reads a file with this `content`: its format, and a version (none: 1) that it knows."""
+        version = content.get("version", 1)
+        known = range(self.oldest, self.version + 1)
+        return content.get("format", self.name) == self.name and version in known
+
+    def check(self, path: Path, content: dict) -> None:
+        """Raises UserError unless this program reads the file `path` with this `content`."""
+        if self.reads(content):
+            return
+        name = content.get("format", self.name)
+        if name != self.name:
+            raise UserError(f"{path}: written as {name!r}; this program reads {self.name!r} here")
+        version = content.get("version", 1)
+        is_newer = isinstance(version, int) and version > self.version
+        writer = "a newer" if is_newer else "another"
+        before = f"{self.oldest} to " if self.oldest < self.version else ""
+        raise UserError(
+            f"{path}: a {name} of version {version}, which {writer} version of this program wrote; "
+            f"this one reads version {before}{self.version}"
+        )
+
+
+CHECKPOINT = Format("mamba_fsdp checkpoint", 3, oldest=1)
+TOKEN_STORE = Format("mamba_fsdp token store", 1, oldest=1)
+DATASET = Format("mamba_fsdp dataset", 1, oldest=1)

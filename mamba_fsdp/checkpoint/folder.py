@@ -1,4 +1,4 @@
-"""One checkpoint as a folder: what is in it, whether it is whole, which is the newest, and reading it into shards.
+"""One checkpoint as a folder: what is in it, and reading parts of its tensors.
 
     step_00001000/
       rank_00000.safetensors ...   what each rank wrote (files.py)
@@ -9,34 +9,40 @@
 Model tensors are named model/<parameter>, the optimiser's optimizer/<parameter>/exp_avg and .../exp_avg_sq. A layout
 says in which elements each piece of a tensor starts and in which file it lies; tensors that are cut alike share it. In
 version 1 each tensor has its own, as "pieces", and COMMIT knows whole files only. Checksums are crc32 before version 3.
+Every version says what it is in COMMIT and in state.json.
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import partial
+import resource
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
-from mamba_fsdp.checkpoint.files import HASHES, PieceReader, checksum
-from mamba_fsdp.checkpoint.ranges import is_cut, overlaps
-from mamba_fsdp.checkpoint.retention import held, until_the_end
+from mamba_fsdp.checkpoint.files import BAD_HEADER, HASHES, read_exactly, read_header
+from mamba_fsdp.checkpoint.ranges import Layout, is_cut, overlaps
 from mamba_fsdp.conventions import SAFETENSORS_DTYPES
 from mamba_fsdp.errors import UserError
-from mamba_fsdp.formats import CHECKPOINT
-from mamba_fsdp.parallel.model import Shard
-from mamba_fsdp.parallel.world import World
-from mamba_fsdp.run_layout import CHECKPOINTS, COMMIT, STATE, committed, no_checkpoint
-from mamba_fsdp.storage import exists, retry_io
-from mamba_fsdp.untrusted import like, parse_object
+from mamba_fsdp.run_layout import COMMIT, STATE, step_of
+from mamba_fsdp.storage import CHECKPOINT, like, parse_object, retry_io
 
-SAVED = {
+# What the loop's state holds at least, of a run of ours.
+LOOP_STATE = {
     "progress": {"step": 0, "tokens": 0, "skipped_steps": 0, "data": {}},
     "world_size": 1,
     "torch": "",
     "settings": {"model": {}, "data": {"dataset_path": "", "seq_length": 1}},
 }
+BAD_JSON = (ValueError, KeyError, TypeError, AttributeError, IndexError)
+
+
+class BrokenError(UserError):
+    """A checkpoint is not what was written."""
 
 
 def stored_name(name: str) -> str:
@@ -49,295 +55,200 @@ def is_model(stored: str) -> bool:
     return stored.startswith("model/")
 
 
-def problems(
-    checkpoint: Path, world: World, part: str = "all", shards: Sequence[Shard] = ()
-) -> list[str]:
-    """What is wrong with a committed checkpoint: a list of sentences, empty when every file has its size and checksum.
+def read_commit(checkpoint: Path) -> dict[str, dict[str, Any]]:
+    """{file: its size and checksums} as COMMIT has it.
 
-    part: "all", or only "model", its weights, or "state", state.json; "sizes": without reading. Called by all ranks,
-    which share the reading; all get the same answer. Raises UserError on all of them for one that another version of
-    this program wrote: that one is not broken, and an older one is no substitute. shards: filled with what this rank
-    reads of them, whatever the verdict: its own file, where as many ranks have written, else neighbouring ones.
+    Raises BrokenError if that is not what was written, or is another step's; UserError if another version of this
+    program wrote it: then it is not broken, and an older one is no substitute.
     """
-    files, found = world.on_rank0(lambda: _committed_files(checkpoint))
-    names = sorted(name for name in files if part != "state" or name == STATE)
-    mine = names[
-        len(names) * world.rank // world.size : len(names) * (world.rank + 1) // world.size
-    ]
-    wanted = to_be_filled(shards)
-    found += world.on_all_ranks(
-        lambda: [
-            problem
-            for name in mine
-            if (
-                problem := problem_of(
-                    checkpoint / name, files[name], part, wanted if name != STATE else None
-                )
-            )
-        ]
-    )
-    return sorted(world.gather_unique(found))
-
-
-def to_be_filled(shards: Iterable[Shard]) -> dict[str, Shard]:
-    """By their stored names, for `checksum`; what verifying another checkpoint has filled of them no longer counts."""
-    for shard in shards:
-        shard.filled.clear()
-    return {stored_name(shard.name): shard for shard in shards}
-
-
-def problem_of(
-    path: Path, entry: dict[str, Any], part: str = "all", wanted: dict[str, Shard] | None = None
-) -> str:
-    """What is wrong with a file, or that part of it, of which COMMIT says so; "" for nothing. wanted: of checksum."""
-    expected = entry.get("model", entry) if part == "model" else entry
+    path = checkpoint / COMMIT
     try:
-        size = retry_io(path.stat, path).st_size
-        if size != entry["bytes"]:
-            return f"{path.name} has {size} bytes, not {entry['bytes']}"
-        if part == "sizes":
-            return ""
-        kind = "xxh3" if "xxh3" in expected else "crc32"
-        actual = retry_io(lambda: checksum(path, expected["bytes"], kind, wanted), path)
-    except OSError as error:
-        return f"{path.name}: {error.strerror}"
-    return (
-        ""
-        if actual[kind] == expected[kind]
-        else f"the content of {path.name} has changed since it was written"
-    )
-
-
-def _committed_files(checkpoint):
-    try:
-        content = parse_object(retry_io((checkpoint / COMMIT).read_bytes, checkpoint / COMMIT))
-        CHECKPOINT.check(checkpoint / COMMIT, content)
+        content = parse_object(retry_io(path.read_bytes, path))
+        if not CHECKPOINT.reads(content):
+            _check_damaged(checkpoint, content)
         files = content["files"]
-        if STATE in like([*files], [...]) and all(
-            like(part, {"bytes": 0}).keys() & HASHES.keys()
-            for entry in files.values()
-            for part in (entry, entry.get("model", entry))
-        ):
-            return files, []
+        like(list(files), [...])
+        if STATE not in files:
+            raise ValueError
+        for entry in files.values():
+            for part in (entry, entry.get("model", entry)):
+                like(part, {"bytes": 0})
+                if not part.keys() & HASHES.keys():
+                    raise ValueError
+        _check_step(checkpoint, COMMIT, content)
     except OSError as error:
-        return {}, [f"{COMMIT}: {error.strerror}"]
-    except (ValueError, KeyError, TypeError, AttributeError):
-        pass
-    return {}, [f"{COMMIT} is no list of files"]
+        raise BrokenError(f"{COMMIT}: {error.strerror}") from None
+    except BAD_JSON:
+        raise BrokenError(f"{COMMIT} is no list of files") from None
+    return files
 
 
-def newest_whole(
-    checkpoints: Path,
-    world: World,
-    report: Callable[[str], Any],
-    part: str = "all",
-    hold: Callable[[Path], Any] = id,
-    shards: Sequence[Shard] = (),
-) -> tuple[Path | None, list[str]]:
-    """(the newest checkpoint whose `part`, see `problems`, is whole, or None; names of the broken ones passed over).
-
-    hold: called on rank 0 with each before it is read. shards: for `load`. Raises UserError when there are committed
-    checkpoints but none is whole: a new start must be the user's decision.
-    """
-    broken: list[str] = []
-    candidates = world.on_rank0(lambda: committed(checkpoints))
-    for checkpoint in reversed(candidates):
-        world.on_rank0(partial(hold, checkpoint))
-        wrong = problems(checkpoint, world, part, shards)
-        if not wrong:
-            return checkpoint, broken
-        if not world.on_rank0(
-            partial(exists, checkpoint)
-        ):  # its run has pruned it meanwhile, and has newer ones
-            return newest_whole(checkpoints, world, report, part, hold, shards)
-        broken.append(checkpoint.name)
-        if world.rank == 0:
-            report(
-                f"warning: checkpoint {checkpoint} is broken and passed over: {'; '.join(wrong)}"
-            )
-    if candidates:
-        raise UserError(
-            f"none of the {len(candidates)} checkpoints in {checkpoints} is whole, the oldest: "
-            f"{'; '.join(wrong)}; repair one, or move the folder away to start from scratch"
-        )
-    for shard in shards:
-        shard.data.zero_()  # one that was passed over, or is gone, may have filled it
-    return None, broken
+def _check_damaged(checkpoint, commit):
+    """Raises BrokenError for a COMMIT that we can't read if state.json does not say the same format and version: COMMIT
+    has no checksum of its own, and a flipped bit there is no other version."""
+    state = parse_object(retry_io((checkpoint / STATE).read_bytes, checkpoint / STATE))
+    for field in ("format", "version"):
+        if commit.get(field) != state.get(field):
+            raise BrokenError(f"{COMMIT} is damaged: its {field} is not that of {STATE}")
+    CHECKPOINT.check(checkpoint / COMMIT, commit)
 
 
-def find_checkpoint(
-    path: str | Path,
-    world: World,
-    report: Callable[[str], Any] = print,
-    part: str = "all",
-    shards: Sequence[Shard] = (),
-) -> Path:
-    """The checkpoint that `path` means, the same on all ranks: itself, or the newest whole one of a run folder.
-
-    Its run does not prune it until `until_the_end` is closed, or this process ends. Raises UserError where there
-    is none, or where the one that was named is broken: `part` of it, see `problems`. shards: for `load`.
-    """
-
-    def hold(checkpoint):
-        until_the_end.enter_context(held(checkpoint))
-
-    path = Path(path)
-    if world.on_rank0(lambda: exists(path / COMMIT)):
-        world.on_rank0(lambda: hold(path))
-        if wrong := problems(path, world, part, shards):
-            raise UserError(f"checkpoint {path} is broken: {'; '.join(wrong)}")
-        return path
-    found, _ = newest_whole(
-        path / CHECKPOINTS if (path / CHECKPOINTS).is_dir() else path,
-        world,
-        report,
-        part,
-        hold,
-        shards,
-    )
-    if found is None:
-        raise no_checkpoint(path)
-    return found
+def _check_step(checkpoint, name, content):
+    """Raises BrokenError for a file of another step than the folder's name says; folders may have names of their own."""
+    step = step_of(checkpoint.name)
+    if step is not None and content["step"] != step:
+        raise BrokenError(f"{name} is of step {content['step']}: the folder has another's name")
 
 
-def read_state(checkpoint: Path) -> dict[str, Any]:
-    """The content of a checkpoint's state.json, as the newest version has it. Raises UserError."""
+@dataclass
+class Contents:
+    """What state.json says, as the newest version has it."""
+
+    state: dict[str, Any]  # what the loop saved
+    files: list[str]
+    layouts: list[Layout]
+    tensors: dict[str, dict[str, Any]]  # stored name -> {shape, dtype, tied, layout: its number}
+
+
+def read_state(checkpoint: Path) -> Contents:
+    """What state.json of a checkpoint says. Raises BrokenError, and UserError for another version."""
     try:
         content = parse_object(retry_io((checkpoint / STATE).read_bytes, checkpoint / STATE))
         CHECKPOINT.check(checkpoint / STATE, content)
-        content.setdefault("layouts", [])
-        for name in _badly_cut(content["tensors"], content["layouts"]):
-            raise UserError(
-                f"checkpoint {checkpoint} is broken: the pieces of {name} are not the whole of it"
-            )
-        _refuse_odd(**content)
-        return {field: content[field] for field in ("state", "files", "layouts", "tensors")}
+        _check_step(checkpoint, STATE, content)
+        if content.get("version", 1) == 1:
+            _cut_as_later(content)
+        contents = Contents(
+            content["state"], content["files"], content["layouts"], content["tensors"]
+        )
+        _check_contents(contents)
     except OSError as error:
-        raise UserError(f"can't read checkpoint {checkpoint}: {STATE}: {error.strerror}") from None
-    except (ValueError, KeyError, TypeError, AttributeError, IndexError):
-        raise UserError(
+        raise BrokenError(
+            f"can't read checkpoint {checkpoint}: {STATE}: {error.strerror}"
+        ) from None
+    except BrokenError as error:
+        raise BrokenError(f"checkpoint {checkpoint} is broken: {error}") from None
+    except BAD_JSON:
+        raise BrokenError(
             f"checkpoint {checkpoint} is broken: {STATE} is not what was written"
         ) from None
+    return contents
 
 
-def _refuse_odd(state, files, layouts, tensors, **_):
-    """Raises ValueError, KeyError, TypeError, IndexError for what would be used without a look."""
-    like(state, SAVED if {"progress", "settings"} & state.keys() else {}), like([*files], [...])
-    for layout in layouts:
-        [files[number] for number, _ in zip(layout["files"], layout["starts"], strict=True)]
-    for entry in tensors.values():
-        like(entry, {"shape": [0], "tied": [""], "layout": 0}), SAFETENSORS_DTYPES[entry["dtype"]]
+def _cut_as_later(content):
+    """Turns version 1, where each tensor has its pieces as [start, count, file], into layouts."""
+    layouts: list[Layout] = []
+    for entry in content["tensors"].values():
+        pieces = entry.pop("pieces")
+        layout = {
+            "starts": [piece[0] for piece in pieces],
+            "files": [piece[2] for piece in pieces],
+        }
+        if layout not in layouts:
+            layouts.append(layout)
+        entry["layout"] = layouts.index(layout)
+    content["layouts"] = layouts
 
 
-def _badly_cut(tensors, layouts):
-    """Names of tensors whose pieces are not the whole of it, one for each layout. Those of version 1 get a layout."""
-    for entry in tensors.values():
-        if pieces := entry.pop("pieces", None):
-            layout = {
-                "starts": [piece[0] for piece in pieces],
-                "files": [piece[2] for piece in pieces],
-            }
-            layouts += [] if layout in layouts else [layout]
-            entry["layout"] = layouts.index(layout)
-    cut = {(entry["layout"], math.prod(entry["shape"])): name for name, entry in tensors.items()}
-    return [
-        name for (number, size), name in cut.items() if not is_cut(layouts[number]["starts"], size)
-    ]
+def _check_contents(contents):
+    """Raises one of BAD_JSON, or BrokenError, for what would be used without a look."""
+    if contents.state.keys() >= {"progress", "settings"}:
+        like(contents.state, LOOP_STATE)
+    like(contents.state, {})
+    like(list(contents.files), [...])
+    for layout in contents.layouts:
+        if len(layout["starts"]) != len(layout["files"]):
+            raise ValueError
+        for number in layout["files"]:
+            contents.files[number]
+    seen = set()
+    for name, entry in contents.tensors.items():
+        like(entry, {"shape": [0], "tied": [""], "layout": 0})
+        SAFETENSORS_DTYPES[entry["dtype"]]
+        cut = entry["layout"], math.prod(entry["shape"])
+        if cut not in seen and not is_cut(contents.layouts[cut[0]]["starts"], cut[1]):
+            raise BrokenError(f"the pieces of {name} are not the whole of it")
+        seen.add(cut)
 
 
 class Reader:
-    """An open checkpoint. `tensors`: stored name -> {shape, dtype, tied, layout}; `state`: what the loop saved.
+    """Reads parts of the tensors of a checkpoint, whose layout says where they lie.
 
-    content: what read_state gives, where it has been read already. Raises UserError where it can't be read.
+    A checkpoint may have more files than a process may open: at most a quarter of these stay open, and what lies where
+    in a file is noted when it is first opened.
     """
 
-    def __init__(self, checkpoint: str | Path, content: dict[str, Any] | None = None):
+    def __init__(self, checkpoint: str | Path, contents: Contents | None = None):
+        """contents: what read_state gives, where it has been read already. Raises UserError where it can't be read."""
         self.path = Path(checkpoint)
-        self.content = content or read_state(self.path)
-        self.state, self.tensors, self.layouts = (
-            self.content[field] for field in ("state", "tensors", "layouts")
-        )
-        self.files = self.content["files"]
-        self._pieces = PieceReader(self.path, self.tensors)
+        self.contents = contents or read_state(self.path)
+        self.state = self.contents.state
+        self.numbers = {name: number for number, name in enumerate(self.contents.tensors)}
+        self.places: dict[str, np.ndarray] = {}  # of a file: see _read_places
+        most_open = max(16, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4)
+        self._open = lru_cache(most_open)(FileIO)
 
     def read(self, name: str, start: int, stop: int) -> torch.Tensor:
-        """Elements [start, stop) of a flattened tensor, as a 1-D CPU tensor."""
-        result = torch.empty(stop - start, dtype=SAFETENSORS_DTYPES[self.tensors[name]["dtype"]])
-        for file, piece, offset, at, count in self.where(name, start, stop):
-            self._pieces.read(file, name, piece, offset, result[at : at + count])
+        """Elements [start, stop) of a flattened tensor, as a 1-D CPU tensor. Raises UserError with the file that can't
+        be read or is not as it was written."""
+        entry = self.contents.tensors[name]
+        result = torch.empty(stop - start, dtype=SAFETENSORS_DTYPES[entry["dtype"]])
+        layout = self.contents.layouts[entry["layout"]]
+        for part in overlaps(start, stop, layout["starts"], math.prod(entry["shape"])):
+            file = self.contents.files[layout["files"][part.piece]]
+            piece_start = layout["starts"][part.piece]
+            target = result[part.at : part.at + part.count]
+            self._read_piece(file, name, piece_start, part.offset, target)
         return result
 
-    def where(self, name: str, start: int, stop: int) -> Iterator[tuple[str, int, int, int, int]]:
-        """(file, start of its piece, offset in that, offset from `start`, count) for each piece of [start, stop)."""
-        entry = self.tensors[name]
-        layout = self.layouts[entry["layout"]]
-        for number, *place in overlaps(start, stop, layout["starts"], math.prod(entry["shape"])):
-            yield self.files[layout["files"][number]], layout["starts"][number], *place
+    def _read_piece(self, file, name, start, offset, target):
+        """Fills `target` with the elements from `offset` on of the piece of a tensor that begins at `start`."""
+        path = self.path / file
+        try:
+            retry_io(partial(self._try_to_read, file, name, start, offset, target), path)
+        except OSError as error:
+            raise UserError(f"can't read {path}: {error.strerror}") from None
+        except BAD_HEADER:
+            raise BrokenError(
+                f"{path} is broken: it is cut short, or its header is not what was written"
+            ) from None
 
-
-def load(
-    checkpoint: Path,
-    shards: Sequence[Shard],
-    world: World,
-    check: Callable[[dict, Path], None] = lambda state, checkpoint: None,
-) -> dict:
-    """Fill `shards`, of any strategy and world size, from a checkpoint. Returns the state that was saved with them.
-
-    The checkpoint must hold just these tensors of the model, and of the optimiser if its shards are among them.
-    check(state, checkpoint), if given, may refuse first, on rank 0. Raises UserError on all ranks when any can't load.
-    Where the checkpoint was verified with the same `shards`, only what that has not filled is read.
-    """
-
-    def open_checked():
-        reader = Reader(checkpoint)
-        check(reader.state, checkpoint)
-        wanted = {stored_name(shard.name): shard.shape for shard in shards}
-        kinds = {name.split("/")[0] for name in wanted}
-        check_same_tensors(
-            checkpoint,
-            wanted,
-            {
-                name: entry["shape"]
-                for name, entry in reader.tensors.items()
-                if name.split("/")[0] in kinds
-            },
-        )
-        return reader.content
-
-    def fill(shard, name):
-        for file, *piece, at, count in reader.where(
-            name, shard.start, shard.start + len(shard.data)
-        ):
-            if (checkpoint / file, *piece, count) not in shard.filled:
-                shard.data[at : at + count].copy_(
-                    reader.read(name, shard.start + at, shard.start + at + count)
+    def _try_to_read(self, file, name, start, offset, target):
+        try:
+            opened = self._open(self.path / file)
+            if file not in self.places:
+                self.places[file] = self._read_places(opened)
+            there, count, position = self.places[file][self.numbers[name]].tolist()
+            if there != start or offset + len(target) > count:
+                raise BrokenError(
+                    f"{self.path / file} is broken: it lacks the piece of {name} that starts at {start}"
                 )
-        shard.filled.clear()  # from here on it may change
+            opened.seek(position + offset * target.element_size())
+            read_exactly(opened, target.view(torch.uint8).numpy())
+        except OSError:
+            self._open.cache_clear()  # the next attempt opens it anew
+            raise
 
-    reader = Reader(checkpoint, world.on_rank0(open_checked))
-    world.on_all_ranks(lambda: [fill(shard, stored_name(shard.name)) for shard in shards])
-    return reader.state
+    def _read_places(self, opened):
+        """(tensors, 3): start, count and position of each tensor's piece in a file, 0 for none. That is far less than
+        the header, of which there may be thousands."""
+        opened.seek(0)
+        places = np.zeros((len(self.numbers), 3), dtype=np.int64)
+        for piece in read_header(opened):
+            places[self.numbers[piece.name]] = piece.start, piece.count, piece.position
+        return places
 
 
 def check_same_tensors(
     source: Any, wanted: Mapping[str, Sequence[int]], found: Mapping[str, Sequence[int]]
 ) -> None:
     """Raises UserError, with names, unless `found` has just the tensors of `wanted` (both name -> shape)."""
-
-    def some(names):
-        return ", ".join(sorted(names)[:5]) + (
-            f" and {len(names) - 5} more" if len(names) > 5 else ""
-        )
-
-    wrong = []
-    if missing := wanted.keys() - found.keys():
-        wrong.append(f"it lacks {some(missing)}")
-    if extra := found.keys() - wanted.keys():
-        wrong.append(f"the model has no {some(extra)}")
-    wrong += [
-        f"{name} is {tuple(found[name])}, not {tuple(wanted[name])}"
-        for name in sorted(wanted.keys() & found.keys())
-        if tuple(found[name]) != tuple(wanted[name])
-    ][:5]
+    wrong = [f"it lacks {name}" for name in sorted(wanted.keys() - found.keys())]
+    wrong += [f"the model has no {name}" for name in sorted(found.keys() - wanted.keys())]
+    for name in sorted(wanted.keys() & found.keys()):
+        if tuple(found[name]) != tuple(wanted[name]):
+            wrong.append(f"{name} is {tuple(found[name])}, not {tuple(wanted[name])}")
+    if len(wrong) > 5:
+        wrong[5:] = [f"and {len(wrong) - 5} more"]
     if wrong:
         raise UserError(f"{source} does not fit the model: {'; '.join(wrong)}")

@@ -13,11 +13,11 @@ import shutil
 import sys
 import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
 
-from mamba_fsdp.errors import StorageError, UserError
+from mamba_fsdp.errors import LostError, UserError
 from mamba_fsdp.heartbeat import heart
 from mamba_fsdp.lease import Lease
 from mamba_fsdp.run_layout import KEPT, MODELS, READING, committed, step_name, step_of
@@ -26,45 +26,96 @@ from mamba_fsdp.storage import exists, hidden_beside, move, sync_folder
 SECONDS_OF_SILENCE = 600.0  # after which a reader that does not renew its lease counts as dead
 
 
+class Readers:
+    """Knows which folders are read, or written, by processes that may live, from one look to the next."""
+
+    def __init__(self) -> None:
+        self.first_seen: dict[tuple[str, int], float] = {}  # (file, time in it) -> by our clock
+
+    def hold(self, folder: Path) -> bool:
+        """Whether a process has a lease in the folder that it has renewed since the look before, or lately."""
+        for file in folder.glob(f"{READING}*"):
+            try:
+                renewal = file.name, file.stat().st_mtime_ns
+                if Lease(file).ended_holder():
+                    file.unlink()
+                    continue
+            except OSError:  # it is gone
+                continue
+            seen = self.first_seen.setdefault(renewal, time.monotonic())
+            if time.monotonic() - seen < SECONDS_OF_SILENCE:
+                return True
+        return False
+
+
 class Retention:
-    """The folder of a run's checkpoints. keep: how many committed ones stay; of those that `every` divides the steps
-    into, the first of each part after the first stays for ever (0: none). broken: names of those found broken."""
+    """The folder of a run's checkpoints.
+
+    keep: how many committed ones stay. every: of those that it divides the steps into, the first of each part after the
+    first stays for ever (0: none). check_ours: raises UserError when another run has the folder by now; called before
+    each removal.
+    """
 
     def __init__(
-        self, folder: Path, keep: int, every: int = 0, report: Callable[[str], None] = print
-    ):
+        self,
+        folder: Path,
+        keep: int,
+        every: int = 0,
+        report: Callable[[str], None] = print,
+        check_ours: Callable[[], None] = lambda: None,
+    ) -> None:
         assert keep >= 1
-        self.folder, self.keep, self.every, self.report = folder, keep, every, report
-        self.broken: set[str] = set()
-        self.signs: dict[
-            tuple[str, int], float
-        ] = {}  # of readers: (file, time in it) -> when it was first seen
-        self.left: list[
-            Path
-        ] = []  # what was unfinished at the start, and whose writer may have lived
+        self.folder = folder
+        self.keep = keep
+        self.every = every
+        self.report = report
+        self.check_ours = check_ours
+        self.broken: set[str] = set()  # names of checkpoints that were found broken
+        self.readers = Readers()
 
     def clean(self) -> None:
-        """Make the folder, and remove what killed saves left there and among the run's models."""
+        """Makes the folder, and removes what killed saves left there and among the run's models."""
+        self.check_ours()
         self.folder.mkdir(parents=True, exist_ok=True)
+        for aside in self.folder.glob(".step_*.replaced"):
+            self._put_back(aside)
         for folder in (self.folder, self.folder.parent / MODELS):
-            self.left += remove_left_over(left_over(folder), self.report, self.signs)
+            remove_left_over(left_over(folder), self.report, self.readers)
 
-    def place(self, partial: Path, step: int) -> Path:
-        """Give the checkpoint of a step, whole and durable, its name; prune. Returns its path."""
+    def _put_back(self, aside):
+        """Gives what was moved aside its name again, if nothing has taken that."""
+        final = self.folder / aside.name.split(".")[1]
+        if exists(final):
+            delete(aside)
+        else:
+            move(aside, final)
+
+    def place(self, unfinished: Path, step: int) -> Path:
+        """Gives the checkpoint of a step, whole and durable, its name; prunes. Returns its path.
+
+        A run that took this folder over while we stood still has removed `unfinished`, and may have committed this very
+        step: then nothing of its own is lost. What stands under the name is moved aside, and comes back if ours can't
+        take its place.
+        """
         final = self.folder / step_name(step)
-        if exists(final):  # broken, or the run would have started from it
-            self.remove(final)
-        move(partial, final)
+        aside = self.folder / f".{final.name}.replaced"
+        self.check_ours()
+        if exists(final):  # it is broken, or the run would have started from it
+            move(final, aside)
+        try:
+            move(unfinished, final)
+        finally:
+            if exists(aside):
+                self._put_back(aside)
         sync_folder(self.folder)
         self.prune(final)
         return final
 
     def prune(self, newest: Path) -> None:
-        """Remove all but the newest `keep` committed checkpoints and those kept for ever; those known to be broken
+        """Removes all but the newest `keep` committed checkpoints and those kept for ever; those known to be broken
         don't count among them."""
         path = self.folder
         try:
-            self.left = remove_left_over(self.left, self.report, self.signs)
             whole = [
                 path
                 for path in committed(self.folder)
@@ -72,45 +123,37 @@ class Retention:
             ]
             self._keep_for_ever(whole)
             for path in whole[: -self.keep]:
-                if path != newest and not exists(path / KEPT) and not is_read(path, self.signs):
-                    self.remove(path, unless_read=True)
-        except (OSError, StorageError) as error:
-            self.report(
-                f"warning: can't remove the old checkpoint {path}: {getattr(error, 'strerror', error)}"
-            )
+                if path != newest and not exists(path / KEPT) and not self.readers.hold(path):
+                    self.check_ours()
+                    self._remove(path)
+        except LostError:
+            raise
+        except (OSError, UserError) as error:
+            reason = getattr(error, "strerror", error)
+            self.report(f"warning: can't remove the old checkpoint {path}: {reason}")
 
-    def remove(self, path: Path, unless_read: bool = False) -> None:
-        """Remove a checkpoint so that half a removal never looks like one."""
+    def _remove(self, path):
+        """Removes a checkpoint so that half a removal never looks like one."""
         hidden = hidden_beside(path)
         move(path, hidden)
-        if unless_read and is_read(
-            hidden, self.signs
-        ):  # by one that came between the look and the move
+        if self.readers.hold(hidden):  # by one that came between the look and the move
             move(hidden, path)
         else:
             delete(hidden)
 
     def _keep_for_ever(self, whole):
-        """Mark the first checkpoint at or after each multiple of `every`; a mark stays when the setting changes."""
-        parts = {path: (step_of(path.name) or 0) // self.every for path in whole if self.every}
-        done = {0, *(part for path, part in parts.items() if exists(path / KEPT))}
+        """Marks the first checkpoint at or after each multiple of `every`; a mark stays when the setting changes."""
+        if not self.every:
+            return
+        parts = {path: (step_of(path.name) or 0) // self.every for path in whole}
+        done = {0}
+        for path, part in parts.items():
+            if exists(path / KEPT):
+                done.add(part)
         for path, part in parts.items():
             if part not in done:
                 (path / KEPT).touch()
                 done.add(part)
-
-
-def is_read(folder: Path, signs: dict[tuple[str, int], float]) -> bool:
-    """Whether a process that may live has a lease in the folder, which it has renewed since the `signs` before this one
-    or lately, by our clock. What one that is known to have ended left is removed."""
-    for file in folder.glob(f"{READING}*"):
-        with contextlib.suppress(OSError):  # it is gone
-            seen = signs.setdefault((file.name, file.stat().st_mtime_ns), time.monotonic())
-            if Lease(file).ended_holder():
-                file.unlink()
-            elif time.monotonic() - seen < SECONDS_OF_SILENCE:
-                return True
-    return False
 
 
 @contextlib.contextmanager
@@ -120,7 +163,6 @@ def held(folder: Path) -> Iterator[None]:
     lease = Lease(folder / f"{READING}{uuid.uuid4().hex[:12]}")
     with contextlib.suppress(OSError, UserError):
         if os.environ.get("RANK", "0") == "0":
-            is_read(folder, {})  # for what it removes
             lease.try_take()
     try:
         yield
@@ -128,19 +170,23 @@ def held(folder: Path) -> Iterator[None]:
         lease.give_back()
 
 
+until_the_end = contextlib.ExitStack()  # what this process holds as long as it reads from elsewhere
+atexit.register(until_the_end.close)
+
+
+def hold_until_the_end(folder: Path) -> None:
+    """Holds a checkpoint, see `held`, until `until_the_end` is closed or this process ends."""
+    until_the_end.enter_context(held(folder))
+
+
 @contextlib.contextmanager
 def new_folder(out: Path) -> Iterator[Path]:
     """A folder to write in, which is held and is not whole; it is `out` once the block has ended and all is on the
     disk, and is removed where it fails. What killed processes left of an earlier attempt is removed first. Raises
     UserError where `out` exists or the disk refuses."""
-    found, say = left_over(out.parent, re.escape(out.name)), partial(print, file=sys.stderr)
-    time.sleep(
-        bool(found)
-    )  # one that has only just been made, or is just given its name, shows it by then
-    for path in remove_left_over(found, say, {}):
-        say(
-            f"{path} is another process's, which still writes, or was killed on another machine: remove it then"
-        )
+    remove_left_over(
+        left_over(out.parent, re.escape(out.name)), partial(print, file=sys.stderr), Readers()
+    )
     if out.exists():
         raise UserError(f"{out} exists already; name a new folder, or remove it first")
     unfinished = hidden_beside(out)
@@ -162,30 +208,25 @@ def new_folder(out: Path) -> Iterator[Path]:
     sync_folder(out.parent)
 
 
-until_the_end = contextlib.ExitStack()  # what this process holds as long as it reads from elsewhere
-atexit.register(until_the_end.close)
-
-
-def remove_left_over(
-    found: Sequence[Path], report: Callable[[str], None], signs: dict[tuple[str, int], float]
-) -> list[Path]:
-    """Remove what killed processes left of these folders, beside each other, and say so. signs: see is_read. Returns
-    those whose writer may live."""
-    there = [path for path in found if exists(path)]  # else it has its name by now
-    written = [path for path in there if is_read(path, signs)]
-    if gone := sorted({*there} - {*written}):
-        report(
-            f"cleaned    {len(gone)} unfinished, of killed processes, removed from {gone[0].parent}: "
-            f"{sum(map(size_of, gone)) / 1e9:.3f} GB"
-        )
-        list(map(delete, gone))
-    return written
-
-
 def left_over(folder: Path, name: str = r"step_\d+") -> list[Path]:
     """The hidden folders in `folder` in which something of this name was, or is, being written: see hidden_beside."""
     wanted = re.compile(rf"\.{name}\.[0-9a-f]+\.partial")
     return sorted(path for path in folder.glob(".*.partial") if wanted.fullmatch(path.name))
+
+
+def remove_left_over(
+    found: Iterable[Path], report: Callable[[str], None], readers: Readers
+) -> None:
+    """Removes what killed processes left of these folders, beside each other, and says so."""
+    dead = [path for path in found if not readers.hold(path)]
+    if dead:
+        size = sum(size_of(path) for path in dead)
+        report(
+            f"cleaned    {len(dead)} unfinished, of killed processes, removed from {dead[0].parent}: "
+            f"{size / 1e9:.3f} GB"
+        )
+    for path in dead:
+        delete(path)
 
 
 def size_of(folder: Path) -> int:
@@ -193,13 +234,18 @@ def size_of(folder: Path) -> int:
     total = 0
     for path in (folder, *folder.rglob("*")):
         with contextlib.suppress(OSError):
-            total += path.is_file() and path.stat().st_size
+            if path.is_file():
+                total += path.stat().st_size
     return total
 
 
 def delete(folder: Path) -> None:
-    """Remove a folder of files, or a link to one, as far as the disk allows; the next run tries again."""
-    for path in [folder] if folder.is_symlink() else folder.glob("*"):
+    """Removes a folder of files, or a link to one, as far as the disk allows; the next run tries again."""
+    with contextlib.suppress(OSError):
+        if folder.is_symlink():
+            folder.unlink()
+            return
+    for path in folder.glob("*"):
         with contextlib.suppress(OSError):
             path.unlink()
         heart.beat()

@@ -3,8 +3,10 @@
 import math
 import pickle
 import tarfile
+import zipfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,16 @@ CONVERSION = (
     """python -c "import torch; keep = lambda v: keep(v.state_dict()) if hasattr(v, 'state_dict') else """
     "{{k: keep(w) for k, w in v.items()}} if isinstance(v, dict) else v if torch.is_tensor(v) else None; "
     """torch.save(keep(torch.load('{path}', 'cpu', weights_only=False)), '{path}.weights.pth')\""""
+)
+# What torch.load raises for a damaged pickle, or one of more than tensors and plain values.
+BAD_PICKLE = (
+    pickle.UnpicklingError,
+    ValueError,
+    TypeError,
+    AttributeError,
+    LookupError,
+    OverflowError,
+    AssertionError,
 )
 
 
@@ -43,45 +55,42 @@ def open_tensors(path: str | Path, world: World) -> Tensors:
     """The model's Tensors in a checkpoint folder, or all in a .pth file, those of nested dicts as `outer.inner`. Called
     by all ranks. Raises UserError, of any rank on all; executes nothing."""
     path = Path(path)
-    if not path.is_dir():
-        return world.on_all_ranks(lambda: _open_pth(path))
-    reader = Reader(path, world.on_rank0(lambda: read_state(path)))
-    own = {
-        name.removeprefix("model/"): entry
-        for name, entry in reader.tensors.items()
-        if is_model(name)
-    }
+    if path.is_dir():
+        return _open_folder(path, world)
+    return world.on_all_ranks(partial(_open_pth, path))
+
+
+def _open_folder(path, world):
+    reader = Reader(path, world.on_rank0(partial(read_state, path)))
+    shapes = {}
+    tied = {}
+    for stored, entry in reader.contents.tensors.items():
+        if is_model(stored):
+            name = stored.removeprefix("model/")
+            shapes[name] = tuple(entry["shape"])
+            for other in entry["tied"]:
+                tied[other] = name
     return Tensors(
-        path,
-        {name: tuple(entry["shape"]) for name, entry in own.items()},
-        {other: name for name, entry in own.items() for other in entry["tied"]},
-        lambda name, start, stop: reader.read(f"model/{name}", start, stop),
+        path, shapes, tied, lambda name, start, stop: reader.read(f"model/{name}", start, stop)
     )
 
 
 def _open_pth(path):
     try:
-        # Mapped, so that only what is read is loaded; files from before torch 1.6 can't be.
-        content = torch.load(
-            str(path), map_location="cpu", weights_only=True, mmap=_refuse_programs(path)
-        )
+        is_zip = _check_holds_no_program(path)
+        # Mapped, so that only what is read is loaded; files from before torch 1.6 can't be, and what is compressed
+        # would be taken for numbers.
+        mapped = is_zip and _is_stored(path)
+        content = torch.load(str(path), map_location="cpu", weights_only=True, mmap=mapped)
         found = dict(_tensors_in(content))
     except OSError as error:
         raise UserError(f"can't read {path}: {error.strerror}") from None
-    except (RuntimeError, EOFError):  # whose words are torch's own affairs
+    except (RuntimeError, EOFError, zipfile.BadZipFile):  # whose words are torch's own affairs
         raise UserError(
             f"{path} ({path.stat().st_size:,} bytes) is cut short or damaged; copy or download it "
             "again"
         ) from None
-    except (
-        pickle.UnpicklingError,
-        ValueError,
-        TypeError,
-        AttributeError,
-        LookupError,
-        OverflowError,
-        AssertionError,
-    ):
+    except BAD_PICKLE:
         raise UserError(
             f"{path} is damaged or holds more than tensors and plain values, which only its own program "
             "reads. Where you trust it, save its tensors alone: "
@@ -93,28 +102,41 @@ def _open_pth(path):
     return Tensors(path, shapes, {}, lambda name, start, stop: found[name].reshape(-1)[start:stop])
 
 
+def _is_stored(path):
+    """Whether every entry of a zip archive lies in it as it is, without compression."""
+    with zipfile.ZipFile(path) as archive:
+        return all(entry.compress_type == zipfile.ZIP_STORED for entry in archive.infolist())
+
+
 def _tensors_in(content: Any, prefix: str = "") -> Iterator[tuple[str, torch.Tensor]]:
-    for name, value in content.items() if isinstance(content, dict) else ():
+    if not isinstance(content, dict):
+        return
+    for name, value in content.items():
         if isinstance(value, torch.Tensor):
             yield f"{prefix}{name}", value
         else:
             yield from _tensors_in(value, f"{prefix}{name}.")
 
 
-def _refuse_programs(path):
+def _check_holds_no_program(path):
     """Whether a .pth file is a zip archive. Raises UserError for what is no .pth file, and for TorchScript and tar
     archives: torch before 2.6 opens those in ways that weights_only does not restrain (CVE-2025-32434)."""
     with open(path, "rb") as file:
-        zipped = (begin := file.read(4)) == b"PK\x03\x04"
-    # The reader that torch.load itself asks, so that both see the same archive.
-    script = zipped and "constants.pkl" in torch._C.PyTorchFileReader(str(path)).get_all_records()
-    if script or not zipped and tarfile.is_tarfile(path):
+        begin = file.read(4)
+    is_zip = begin == b"PK\x03\x04"
+    archive = ""
+    if is_zip:
+        # The reader that torch.load itself asks, so that both see the same archive.
+        if "constants.pkl" in torch._C.PyTorchFileReader(str(path)).get_all_records():
+            archive = "TorchScript"
+    elif tarfile.is_tarfile(path):
+        archive = "tar"
+    if archive:
         raise UserError(
-            f"{path} is a {'TorchScript' if script else 'tar'} archive, which may hold programs; "
-            "save its state dict with torch.save"
+            f"{path} is a {archive} archive, which may hold programs; save its state dict with torch.save"
         )
-    if begin and not zipped and begin[0] != 0x80:  # with which each pickle of torch.save begins
+    if begin and not is_zip and begin[0] != 0x80:  # with which each pickle of torch.save begins
         raise UserError(
             f"{path} holds no weights: it is neither a safetensors file nor one of torch.save"
         )
-    return zipped
+    return is_zip

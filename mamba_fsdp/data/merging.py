@@ -15,8 +15,7 @@ from config.dataset_config import DatasetConfig
 from mamba_fsdp.data.store import StoreWriter
 from mamba_fsdp.data.tokenizer import TextTokenizer
 from mamba_fsdp.errors import UserError
-from mamba_fsdp.formats import DATASET
-from mamba_fsdp.storage import move, write_atomically
+from mamba_fsdp.storage import DATASET, move, write_atomically
 
 AT_ONCE = 16  # files: each is a round trip on a network file system
 COPIED = 1 << 20  # tokens at a time

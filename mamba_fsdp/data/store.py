@@ -25,9 +25,15 @@ from numpy.typing import ArrayLike
 from config.dataset_config import DatasetConfig
 from mamba_fsdp.data.source import Tokens, restart
 from mamba_fsdp.errors import UserError
-from mamba_fsdp.formats import TOKEN_STORE
-from mamba_fsdp.storage import exists, read_object, retry_io, sync_folder, write_atomically
-from mamba_fsdp.untrusted import like
+from mamba_fsdp.storage import (
+    TOKEN_STORE,
+    exists,
+    like,
+    read_object,
+    retry_io,
+    sync_folder,
+    write_atomically,
+)
 
 SHARDS = [{"name": ..., "tokens": 0, "documents": 0, "bin_sha256": "", "doc_sha256": ""}]
 LOOKS_AT_ONCE = (

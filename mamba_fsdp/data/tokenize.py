@@ -32,10 +32,9 @@ from mamba_fsdp.data.reading import Batch, read_batches
 from mamba_fsdp.data.sampler import splitmix64
 from mamba_fsdp.data.store import SHARDS, StoreWriter, TokenStore
 from mamba_fsdp.errors import UserError
-from mamba_fsdp.formats import DATASET
 from mamba_fsdp.lease import Lease, living
 from mamba_fsdp.report.console import Console, output_that_may_go
-from mamba_fsdp.storage import read_object, write_atomically
+from mamba_fsdp.storage import DATASET, read_object, write_atomically
 
 TRAINING_SAMPLE = 32 << 20  # characters of text that a tokenizer is trained on
 SAMPLED_SHARDS = 64  # at most, that these come from

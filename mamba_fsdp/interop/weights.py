@@ -22,7 +22,8 @@ import torch
 
 from config.model_config import ModelConfig, checked_model
 from config.presets import preset
-from mamba_fsdp.checkpoint.folder import Reader, check_same_tensors, find_checkpoint
+from mamba_fsdp.checkpoint.folder import Reader, check_same_tensors
+from mamba_fsdp.checkpoint.restore import find_checkpoint
 from mamba_fsdp.checkpoint.tensors import Tensors, open_tensors
 from mamba_fsdp.data.tokenizer import check_tokenizer, identities_in
 from mamba_fsdp.errors import UserError

@@ -6,7 +6,6 @@ Gradients are sums over ranks, in fp32 and divided by nothing under every strate
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import torch
 from torch import nn
@@ -22,7 +21,6 @@ class Shard:
     shape: of the whole tensor, the same on all ranks. data: these elements, of shape (count,), maybe (0,), on the
     rank's device; it shares the storage of what is trained: writing to it changes the parameter. The same elements lie
     on `replicas` ranks, of which this is number `replica_index`. tied: other names of the same tensor.
-    filled: what verifying a checkpoint has read into `data`, for its loading: (file, start of a piece, offset, count).
     """
 
     name: str
@@ -32,18 +30,15 @@ class Shard:
     replicas: int = 1
     replica_index: int = 0
     tied: tuple[str, ...] = ()
-    filled: set[tuple[Path, int, int, int]] = field(default_factory=set, repr=False)
 
 
 @torch.no_grad()
 def fill_parts(shards: Iterable[Shard], part_of: Callable[[str, int, int], torch.Tensor]) -> None:
-    """Set every shard that verifying has not filled from `part_of(name, start, stop)`, the elements [start, stop) of
-    the flattened tensor."""
+    """Sets every shard from `part_of(name, start, stop)`, the elements [start, stop) of the flattened tensor."""
     for shard in shards:
-        if shard.data.numel() > sum(count for *_, count in shard.filled):
+        if shard.data.numel():
             shard.data.copy_(part_of(shard.name, shard.start, shard.start + shard.data.numel()))
             heart.beat()
-        shard.filled.clear()  # from here on it may change
 
 
 @dataclass(eq=False)

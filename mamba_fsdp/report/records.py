@@ -13,8 +13,7 @@ from typing import Any
 
 from mamba_fsdp.errors import LostError, UserError
 from mamba_fsdp.run_layout import EVENTS, METRICS, STATUS
-from mamba_fsdp.storage import exists, retry_io, write_for_user
-from mamba_fsdp.untrusted import parse_object
+from mamba_fsdp.storage import exists, parse_object, retry_io, write_for_user
 
 LARGEST = 1 << 63  # an integer that others read
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
+from mamba_fsdp.checkpoint.checkpointer import Phase
 from mamba_fsdp.data.loader import Batch
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.heartbeat import heart
@@ -80,7 +81,7 @@ class StepUnderWay:
 
     batches: list[Batch]
     learning_rate: float
-    save_stage: tuple[int, int] | None  # of the save under way when the ranks told if they write
+    save_stage: tuple[int, Phase] | None  # of the save under way when the ranks told if they write
     read_numbers: Callable[[], list[float]]  # waits for the device
 
 

@@ -17,7 +17,7 @@ from mamba_fsdp.parallel.world import World, start_world
 from mamba_fsdp.planning.estimate import what_would_fit
 from mamba_fsdp.report.console import Console, output_that_may_go
 from mamba_fsdp.report.records import add_event, was_validated
-from mamba_fsdp.run_layout import MODELS, PROFILE, SETTINGS, is_own, step_name, step_of
+from mamba_fsdp.run_layout import MODELS, PROFILE, SETTINGS, is_own, step_of
 from mamba_fsdp.storage import write_atomically
 from mamba_fsdp.train import loop
 from mamba_fsdp.train.metrics_logger import MetricsLogger
@@ -112,7 +112,7 @@ def train(context: TrainContext, folder: RunFolder, console: Console) -> Path | 
         write_atomically(folder.path / SETTINGS, resolve.as_yaml(context.settings))
         folder.copy_tokenizer(one_for_all(context.sources.values()))
         folder.write_status("running", state.step)
-        begins = begins_from(context.settings.checkpoint, context.checkpointer.newest_step)
+        begins = begins_from(context.settings.checkpoint, context.checkpointer.last)
         add_event(folder.path, "started", state.step, ranks=world.size, **{"from": begins})
     with (
         context.loader,
@@ -129,10 +129,10 @@ def train(context: TrainContext, folder: RunFolder, console: Console) -> Path | 
     return None
 
 
-def begins_from(settings: CheckpointConfig, newest: int) -> str:
-    """In words, for events.jsonl. newest: the step that it resumes from, -1 for none."""
-    if newest >= 0:
-        return f"checkpoint {step_name(newest)}"
+def begins_from(settings: CheckpointConfig, resumed: Path | None) -> str:
+    """In words, for events.jsonl. resumed: the run's own checkpoint that it resumes from."""
+    if resumed:
+        return f"checkpoint {resumed.name}"
     if settings.init_from:
         return f"init_from {settings.init_from}"
     loaded = settings.load_ckpt_path

@@ -1,7 +1,7 @@
 """Where a run starts: the newest checkpoint in its folder, else what the settings name, else random
 weights."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -12,12 +12,12 @@ from config import resolve
 from config.model_config import checked_model
 from config.train_config import TrainConfig
 from mamba_fsdp.checkpoint.checkpointer import Checkpointer
-from mamba_fsdp.checkpoint.folder import find_checkpoint, load
+from mamba_fsdp.checkpoint.restore import Check, Restored, restore
 from mamba_fsdp.data.source import Source
 from mamba_fsdp.data.tokenizer import check_tokenizer
 from mamba_fsdp.model.init import initial_part
 from mamba_fsdp.model.spec import parameters
-from mamba_fsdp.parallel.model import ParallelModel, Shard, fill_parts
+from mamba_fsdp.parallel.model import ParallelModel, fill_parts
 from mamba_fsdp.run_layout import is_own
 from mamba_fsdp.train.state import TrainState
 
@@ -47,12 +47,12 @@ def start(
     origin = config.load_ckpt_path
     is_own_folder = is_own(origin, config.save_ckpt_path)
     shards = parallel.shards(optimizer)
-    newest = checkpointer.to_resume(shards)
-    if newest:
-        state = load_checkpoint(newest, shards, settings, parallel, optimizer, "save_ckpt_path")
+    resumed = checkpointer.resume(shards, check_of_model(settings, "save_ckpt_path"))
+    if resumed:
+        state = saved_state(resumed, parallel, optimizer)
         learnt: Iterable[str] = [state.tokenizer]
-        source: object = newest
-        said = f"resumes    from {newest}, step {state.step}"
+        source: object = resumed.path
+        said = f"resumes    from {source}, step {state.step}"
         first = config.init_from
         if not is_own_folder:
             first = first or origin
@@ -64,8 +64,10 @@ def start(
         state = TrainState()
         said = f"starting   from the weights in {source}"
     elif origin and not is_own_folder:
-        source = find_checkpoint(origin, parallel.world, report=say, shards=shards)
-        saved = load_checkpoint(source, shards, settings, parallel, optimizer, "load_ckpt_path")
+        check = check_of_model(settings, "load_ckpt_path")
+        restored = restore(origin, shards, parallel.world, report=say, check=check)
+        source = restored.path
+        saved = saved_state(restored, parallel, optimizer)
         learnt = [saved.tokenizer]
         state = TrainState(optimizer_steps=saved.optimizer_steps)
         said = f"starting   from model and optimiser in {source}, the data from its start"
@@ -84,10 +86,9 @@ def start(
         parallel.world.on_rank0(
             partial(check_tokenizer, tokens.path, tokens.tokenizer, source, learnt)
         )
-    if weights and not newest:
-        shards_of_model = parallel.shards()
+    if weights and not resumed:
         opened = weights.open(parallel.world)
-        parallel.world.on_all_ranks(partial(fill_parts, shards_of_model, opened.slice))
+        parallel.world.on_all_ranks(partial(fill_parts, parallel.shards(), opened.slice))
     elif source is None:
         fill_at_random(settings, parallel)
     if said:
@@ -108,24 +109,22 @@ def fill_at_random(settings: TrainConfig, parallel: ParallelModel) -> None:
     parallel.world.run_local(partial(fill_parts, parallel.shards(), initial))
 
 
-def load_checkpoint(
-    checkpoint: Path,
-    shards: Sequence[Shard],
-    settings: TrainConfig,
-    parallel: ParallelModel,
-    optimizer: torch.optim.Optimizer,
-    named_by: str,
-) -> TrainState:
-    """Loads the shards of model and optimiser, with which it was verified; returns the state that
-    was saved with them. named_by: the setting that led here. Raises UserError where it holds
-    another model or a newer version's."""
+def check_of_model(settings: TrainConfig, named_by: str) -> Check:
+    """What raises UserError where a checkpoint holds another model than the settings'. named_by: the
+    setting that leads to the checkpoint."""
 
-    def check(saved: dict, folder: Path) -> None:
+    def check(saved: dict, checkpoint: Path) -> None:
         remedy = f"; give these settings again, or another {named_by}"
-        model = checked_model(folder, saved["settings"]["model"])
-        resolve.check_same_model(settings, model, str(folder), remedy)
+        model = checked_model(checkpoint, saved["settings"]["model"])
+        resolve.check_same_model(settings, model, str(checkpoint), remedy)
 
-    saved = load(checkpoint, shards, parallel.world, check=check)
-    state = TrainState.from_saved(saved, checkpoint)
+    return check
+
+
+def saved_state(
+    restored: Restored, parallel: ParallelModel, optimizer: torch.optim.Optimizer
+) -> TrainState:
+    """The train state of a checkpoint that is in the shards of the model and the optimiser."""
+    state = TrainState.from_saved(restored.state, restored.path)
     parallel.set_optimizer_steps(optimizer, state.optimizer_steps)
     return state

@@ -10,68 +10,80 @@ Exits with 0 where all are whole, with 1 where one is broken, with 2 where there
 """
 
 from contextlib import suppress
+from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Any
 
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.report.console import Console, scaled
 from mamba_fsdp.run_layout import CHECKPOINTS, COMMIT, KEPT, committed, no_checkpoint, step_of
 
-UNKNOWN: dict[str, Any] = {"kept": False, "tokens": None, "committed": "", "verdict": ""}
+
+@dataclass
+class Row:
+    """What is shown of a checkpoint."""
+
+    step: int
+    bytes: int
+    verdict: str
+    committed: str = ""
+    kept: bool = False
+    tokens: float | None = None
 
 
 def main(run: str, verify: bool = False) -> int:
     from mamba_fsdp.checkpoint.retention import held, left_over, size_of
 
-    place, display = Path(run), Console()
-    rows: list[dict[str, Any]] = []
-    folder = place / CHECKPOINTS if (place / CHECKPOINTS).is_dir() else place
-    found, unfinished = (
-        ([place], []) if (place / COMMIT).is_file() else (committed(folder), left_over(folder))
-    )
+    place = Path(run)
+    console = Console()
+    found = [place]
+    unfinished = []
+    if not (place / COMMIT).is_file():
+        folder = place / CHECKPOINTS if (place / CHECKPOINTS).is_dir() else place
+        found = committed(folder)
+        unfinished = left_over(folder)
     if not found and not unfinished:
         raise no_checkpoint(place)
-    for path in found:
+    rows = []
+    for number, path in enumerate(found, 1):
         with held(path):
-            display.passing(
-                f"reading {path.name}, {len(rows) + 1} of {len(found)}, {scaled(size_of(path), 'B')}"
-            )
-            row = {"name": path.name, "bytes": size_of(path), **described(path, verify)}
-            rows += [row] if path.exists() else []  # else its run has pruned it meanwhile
-    rows += [
-        {"name": path.name, "bytes": size_of(path), **UNKNOWN, "verdict": "unfinished"}
-        for path in unfinished
-    ]
-    display.line(f"{'step':>10} {'tokens':>8} {'size':>9}  {'committed':<16}  verdict")
+            size = scaled(size_of(path), "B")
+            console.passing(f"reading {path.name}, {number} of {len(found)}, {size}")
+            row = describe(path, verify)
+            if path.exists():  # else its run has pruned it meanwhile
+                rows.append(row)
+    for path in unfinished:
+        step = step_of(path.name.strip(".").split(".")[0]) or 0
+        rows.append(Row(step, size_of(path), "unfinished"))
+    console.line(f"{'step':>10} {'tokens':>8} {'size':>9}  {'committed':<16}  verdict")
     for row in rows:
-        step, tokens = (
-            step_of(row["name"].strip(".").split(".")[0]),
-            scaled(row["tokens"], "") if row["tokens"] else "",
+        tokens = scaled(row.tokens, "") if row.tokens else ""
+        verdict = f"kept; {row.verdict}" if row.kept else row.verdict
+        console.line(
+            f"{row.step:>10} {tokens:>8} {scaled(row.bytes, 'B'):>9}  {row.committed:<16}  {verdict}"
         )
-        display.line(
-            f"{step or 0:>10} {tokens:>8} {scaled(row['bytes'], 'B'):>9}  {row['committed']:<16}  "
-            f"{'kept; ' * row['kept']}{row['verdict']}"
-        )
-    return int(any(row["verdict"].startswith("broken") for row in rows))
+    return int(any(row.verdict.startswith("broken") for row in rows))
 
 
-def described(path: Path, verify: bool) -> dict[str, Any]:
+def describe(path: Path, verify: bool) -> Row:
     """What a committed checkpoint is, as far as it can be read."""
-    from mamba_fsdp.checkpoint.folder import problems, read_state
+    from mamba_fsdp.checkpoint import restore
+    from mamba_fsdp.checkpoint.folder import read_state
+    from mamba_fsdp.checkpoint.retention import size_of
     from mamba_fsdp.parallel.world import World
 
-    told = {**UNKNOWN, "kept": (path / KEPT).exists()}
+    verdict = "whole" if verify else "not verified"
+    row = Row(step_of(path.name) or 0, size_of(path), verdict, kept=(path / KEPT).exists())
     with suppress(OSError):
-        told["committed"] = (
-            f"{datetime.fromtimestamp((path / COMMIT).stat().st_mtime):%Y-%m-%d %H:%M}"
-        )
+        moment = datetime.fromtimestamp((path / COMMIT).stat().st_mtime)
+        row.committed = f"{moment:%Y-%m-%d %H:%M}"
     try:
-        wrong = problems(path, World.alone(), "all" if verify else "sizes")
-        told["verdict"] = (
-            f"broken: {'; '.join(wrong)}" if wrong else "whole" if verify else "not verified"
-        )
-        told["tokens"] = read_state(path)["state"].get("progress", {}).get("tokens")
+        part = "all" if verify else "sizes"
+        problems = restore.verify(path, World.alone(), part).problems
+        if problems:
+            row.verdict = f"broken: {'; '.join(problems)}"
+        row.tokens = read_state(path).state.get("progress", {}).get("tokens")
     except UserError as error:  # of another version, say
-        told["verdict"] = told["verdict"] if "broken" in told["verdict"] else f"broken: {error}"
-    return told
+        if not row.verdict.startswith("broken"):
+            row.verdict = f"broken: {error}"
+    return row

@@ -6,46 +6,47 @@ import pytest
 import torch
 
 from mamba_fsdp.checkpoint import files
+from mamba_fsdp.checkpoint.folder import Contents, Reader
 from mamba_fsdp.heartbeat import heart
 
 pytestmark = pytest.mark.torch22
 
 
-@pytest.fixture
-def beats(monkeypatch):
-    """beats(action) -> how often the heart beats in it; blocks are of 100 bytes."""
+def test_every_block_written_verified_or_read_is_a_sign_of_life(tmp_path, monkeypatch):
     monkeypatch.setattr(files, "BLOCK", 100)
+    monkeypatch.setattr(files, "READ_BLOCK", 100)
 
-    def count(action):
+    def beats(action, *given):
         before = heart.work
-        action()
+        action(*given)
         return heart.work - before
 
-    return count
+    path = tmp_path / "file"
+    tensor = torch.arange(1000.0)
+    # Written, then read back.
+    assert beats(files.write_pieces, path, [("a", 0, tensor)]) >= 2 * 40
+    assert beats(files.checksum, path) >= 40
+    entry = {"shape": [1000], "dtype": "F32", "tied": [], "layout": 0}
+    contents = Contents({}, ["file"], [{"starts": [0], "files": [0]}], {"a": entry})
+    reader = Reader(tmp_path, contents)
+    reader.read("a", 0, 1)  # the header too
+    assert beats(reader.read, "a", 500, 750) == 10
+    assert torch.equal(reader.read("a", 500, 750), tensor[500:750])
 
 
-def test_every_block_written_verified_or_read_is_a_sign_of_life(tmp_path, beats):
-    path, tensor = tmp_path / "file", torch.arange(1000.0)
-    assert (
-        beats(lambda: files.write_pieces(path, [("a", 0, tensor)])) >= 2 * 40
-    )  # written, then read back
-    assert beats(lambda: files.checksum(path)) >= 40
-    reader, target = files.PieceReader(tmp_path, ["a"]), torch.empty(250)
-    reader.read("file", "a", 0, 0, target)  # the header too
-    assert beats(lambda: reader.read("file", "a", 0, 500, target)) == 10
-    assert torch.equal(target, tensor[500:750])
-
-
-def test_what_is_written_is_flushed_as_it_goes(tmp_path, monkeypatch, beats):
+def test_what_is_written_is_flushed_as_it_goes(tmp_path, monkeypatch):
     """One flush of a large file at its end could take longer than a hang may."""
     flushed = []
     sync = os.fsync
+    monkeypatch.setattr(files, "BLOCK", 100)
     monkeypatch.setattr(files, "FLUSH", 1000)
-    monkeypatch.setattr(
-        os, "fsync", lambda file: flushed.append(os.fstat(file).st_size) or sync(file)
-    )
-    files.write_pieces(tmp_path / "file", [("a", 0, torch.zeros(500)), ("b", 0, torch.zeros(500))])
-    assert len(flushed) >= 4 and all(
-        after - before <= 2200 for before, after in zip([0, *flushed], flushed)
-    )
-    assert flushed[-1] == (tmp_path / "file").stat().st_size
+
+    def note(file):
+        flushed.append(os.fstat(file).st_size)
+        sync(file)
+
+    monkeypatch.setattr(os, "fsync", note)
+    zeros = torch.zeros(500)
+    files.write_pieces(tmp_path / "file", [("a", 0, zeros), ("b", 0, zeros)])
+    assert len(flushed) >= 4 and flushed[-1] == (tmp_path / "file").stat().st_size
+    assert all(after - before <= 2200 for before, after in zip([0, *flushed], flushed))

@@ -30,7 +30,8 @@ from config.dataset_config import DatasetConfig
 from mamba_fsdp import lease
 from mamba_fsdp.checkpoint import files as checkpoint_files
 from mamba_fsdp.checkpoint.checkpointer import Checkpointer
-from mamba_fsdp.checkpoint.folder import Reader, find_checkpoint
+from mamba_fsdp.checkpoint.folder import Reader
+from mamba_fsdp.checkpoint.restore import find_checkpoint
 from mamba_fsdp.checkpoint.tensors import open_tensors
 from mamba_fsdp.data import corpus, encoding, reading, tokenize, tokenizer
 from mamba_fsdp.data.opening import open_source

@@ -153,12 +153,12 @@ def test_a_rank_that_waits_in_vain_ends_with_where_it_stands(train_changed):
 
 SLOW_DISK = (
     "from mamba_fsdp.checkpoint import files\n"
-    "class Slow(files._Crc32):\n"
+    "class Slow(files.Crc32):\n"
     "    def update(self, data):\n"
     "        if os.environ['RANK'] == '1' and len(data) > 1000: {wait}\n"
     "        super().update(data)\n"
     "files.HASHES['xxh3'] = Slow\n"
-    "files.BLOCK = 8000\n"
+    "files.BLOCK = files.READ_BLOCK = 8000\n"
 )
 
 

@@ -83,7 +83,7 @@ def test_each_call_may_fail_for_a_moment_and_the_run_is_the_same(
         train(tmp_path / "whole", num_steps=steps)
     failed = stumble(below(tmp_path / "stumbling", corpus), times=2)
     told = []
-    monkeypatch.setattr(storage, "_say", told.append)
+    monkeypatch.setattr(storage, "_print_line", told.append)
     for steps in (4, 6):
         train(tmp_path / "stumbling", num_steps=steps)
     assert metrics_of(tmp_path / "whole") == metrics_of(tmp_path / "stumbling")

@@ -7,7 +7,7 @@ import shutil
 import pytest
 
 from mamba_fsdp import command_line
-from mamba_fsdp.checkpoint import folder
+from mamba_fsdp.checkpoint import restore
 from mamba_fsdp.checkpoint.retention import until_the_end
 from mamba_fsdp.verbs import checkpoints
 
@@ -67,7 +67,7 @@ def test_the_table_of_a_whole_run(run, call):
                 (path / "COMMIT").read_text().replace('"version": ', '"version": 9')
             ),
             True,
-            "a newer version",
+            "COMMIT is damaged",
         ),
         (
             lambda path: (path / "state.json").write_bytes(
@@ -90,11 +90,11 @@ def test_broken_ones_are_told_with_the_reason_and_an_exit_code(
 
 
 def test_what_its_run_prunes_meanwhile_is_not_broken(run, call, monkeypatch):
-    def pruned_first(*given, _problems=folder.problems):
+    def pruned_first(*given, _verify=restore.verify):
         shutil.rmtree(run / "checkpoints/step_00000002", ignore_errors=True)
-        return _problems(*given)
+        return _verify(*given)
 
-    monkeypatch.setattr(folder, "problems", pruned_first)
+    monkeypatch.setattr(restore, "verify", pruned_first)
     code, said = call(checkpoints, run, "--verify")
     assert code == 0 and len(said.splitlines()) == 2 and said.endswith("  whole\n")
 

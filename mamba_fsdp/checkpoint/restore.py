@@ -1,0 +1,236 @@
+"""Which checkpoint is whole, which is the newest, and putting one into the shards of a model and its optimiser."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from mamba_fsdp.checkpoint.files import Filled, hash_file
+from mamba_fsdp.checkpoint.folder import (
+    BrokenError,
+    Contents,
+    Reader,
+    check_same_tensors,
+    read_commit,
+    read_state,
+    stored_name,
+)
+from mamba_fsdp.checkpoint.ranges import gaps
+from mamba_fsdp.checkpoint.retention import hold_until_the_end
+from mamba_fsdp.errors import UserError
+from mamba_fsdp.parallel.model import Shard
+from mamba_fsdp.parallel.world import World
+from mamba_fsdp.run_layout import CHECKPOINTS, COMMIT, STATE, committed, no_checkpoint
+from mamba_fsdp.storage import exists, retry_io
+
+# Raises UserError for the state of a checkpoint that must not be loaded.
+Check = Callable[[dict[str, Any], Path], None]
+
+
+@dataclass
+class Verified:
+    """What verifying a checkpoint has come to."""
+
+    problems: list[str]  # sentences, the same on all ranks; empty if it is whole
+    filled: Filled = field(
+        default_factory=dict
+    )  # what this rank has put into its shards on the way
+
+
+@dataclass
+class Choice:
+    """The newest whole checkpoint of a run."""
+
+    path: Path | None  # None if there is no checkpoint
+    broken: list[str] = field(default_factory=list)  # names of newer ones that were passed over
+    filled: Filled = field(default_factory=dict)  # see Verified
+
+
+@dataclass
+class Restored:
+    """A checkpoint that is in the shards."""
+
+    path: Path
+    state: dict[str, Any]  # what the loop saved with it
+
+
+def verify(
+    checkpoint: Path, world: World, part: str = "all", shards: Sequence[Shard] = ()
+) -> Verified:
+    """Compares the files of a committed checkpoint with the sizes and checksums in COMMIT. Called by all ranks, which
+    share the files: each byte is read by one of them.
+
+    part: "all", or only "model", its weights, or "state", state.json; "sizes": without reading. shards: what a rank
+    reads of its own is put into them on the way, whatever the verdict, so that `load` need not read it again; where as
+    many ranks have written, that is all of it. Raises UserError on all ranks for one of another version.
+    """
+    files, problems = world.on_rank0(partial(_commit_or_problem, checkpoint))
+    names = sorted(name for name in files if part != "state" or name == STATE)
+    first = len(names) * world.rank // world.size
+    stop = len(names) * (world.rank + 1) // world.size
+    wanted = {stored_name(shard.name): shard for shard in shards}
+    verified = Verified(problems)
+
+    def verify_mine():
+        for name in names[first:stop]:
+            to_fill = wanted if name != STATE else {}
+            problem = _verify_file(checkpoint / name, files[name], part, to_fill, verified.filled)
+            if problem:
+                verified.problems.append(problem)
+
+    world.on_all_ranks(verify_mine)
+    verified.problems = sorted(world.gather_unique(verified.problems))
+    return verified
+
+
+def _commit_or_problem(checkpoint):
+    try:
+        return read_commit(checkpoint), []
+    except BrokenError as error:
+        return {}, [str(error)]
+
+
+def _verify_file(path, entry, part, shards, filled):
+    """What is wrong with a file of which COMMIT has `entry`, or with that part of it; "" for nothing. Adds what it has
+    put into the shards to `filled`."""
+    expected = entry.get("model", entry) if part == "model" else entry
+    kind = "xxh3" if "xxh3" in expected else "crc32"
+    try:
+        size = retry_io(path.stat, path).st_size
+        if size != entry["bytes"]:
+            return f"{path.name} has {size} bytes, not {entry['bytes']}"
+        if part == "sizes":
+            return ""
+        read = retry_io(partial(hash_file, path, expected["bytes"], kind, shards), path)
+    except OSError as error:
+        return f"{path.name}: {error.strerror}"
+    if read.digest != expected[kind]:
+        return f"the content of {path.name} has changed since it was written"
+    for name, ranges in read.filled.items():
+        filled.setdefault(name, []).extend(ranges)
+    return ""
+
+
+def newest_whole(
+    checkpoints: Path,
+    world: World,
+    report: Callable[[str], Any],
+    part: str = "all",
+    shards: Sequence[Shard] = (),
+    hold: bool = False,
+) -> Choice:
+    """The newest checkpoint whose `part` is whole; broken ones are reported and passed over. part, shards: see verify.
+
+    hold: another run's, which is kept from pruning each of them before it is read. Raises UserError if there are
+    committed checkpoints but none is whole: a new start must be the user's decision.
+    """
+    broken: list[str] = []
+    candidates = world.on_rank0(partial(committed, checkpoints))
+    verified = Verified([])
+    for checkpoint in reversed(candidates):
+        if hold:
+            world.on_rank0(partial(hold_until_the_end, checkpoint))
+        verified = verify(checkpoint, world, part, shards)
+        if not verified.problems:
+            return Choice(checkpoint, broken, verified.filled)
+        if not world.on_rank0(partial(exists, checkpoint)):
+            # Its run has pruned it meanwhile, and has newer ones.
+            return newest_whole(checkpoints, world, report, part, shards, hold)
+        broken.append(checkpoint.name)
+        if world.rank == 0:
+            problems = "; ".join(verified.problems)
+            report(f"warning: checkpoint {checkpoint} is broken and passed over: {problems}")
+    if candidates:
+        raise UserError(
+            f"none of the {len(candidates)} checkpoints in {checkpoints} is whole, the oldest: "
+            f"{'; '.join(verified.problems)}; repair one, or move the folder away to start from scratch"
+        )
+    for shard in shards:
+        shard.data.zero_()  # one that is gone may have filled it
+    return Choice(None)
+
+
+def find_checkpoint(
+    path: str | Path, world: World, report: Callable[[str], Any] = print, part: str = "all"
+) -> Path:
+    """The checkpoint that `path` means, the same on all ranks: itself, or the newest whole one of a run folder.
+
+    Its run does not prune it as long as this process lives, or until `until_the_end` is closed. Raises UserError where
+    there is none, or where the one that was named is broken: `part` of it, see `verify`.
+    """
+    found = _find(Path(path), world, report, part).path
+    assert found
+    return found
+
+
+def _find(path, world, report, part="all", shards=()):
+    """The Choice of the checkpoint that `path` means; raises as `find_checkpoint`."""
+    if world.on_rank0(partial(exists, path / COMMIT)):
+        world.on_rank0(partial(hold_until_the_end, path))
+        verified = verify(path, world, part, shards)
+        if verified.problems:
+            raise UserError(f"checkpoint {path} is broken: {'; '.join(verified.problems)}")
+        return Choice(path, filled=verified.filled)
+    below = path / CHECKPOINTS
+    choice = newest_whole(below if below.is_dir() else path, world, report, part, shards, hold=True)
+    if choice.path is None:
+        raise no_checkpoint(path)
+    return choice
+
+
+def restore(
+    path: str | Path,
+    shards: Sequence[Shard],
+    world: World,
+    report: Callable[[str], Any] = print,
+    check: Check | None = None,
+) -> Restored:
+    """Verifies the checkpoint that `path` means, see find_checkpoint, and loads it. Raises as these do."""
+    choice = _find(Path(path), world, report, shards=shards)
+    return Restored(choice.path, load(choice.path, shards, world, check, choice.filled))
+
+
+def load(
+    checkpoint: Path,
+    shards: Sequence[Shard],
+    world: World,
+    check: Check | None = None,
+    filled: Filled | None = None,
+) -> dict[str, Any]:
+    """Fills `shards`, of any strategy and world size, from a checkpoint. Returns the state that was saved with them.
+
+    The checkpoint must hold just these tensors of the model, and of the optimiser if its shards are among them.
+    check(state, checkpoint) may refuse first, on rank 0. filled: what verifying it has put into the shards already; the
+    rest is read. Raises UserError on all ranks if any can't load.
+    """
+    contents = world.on_rank0(partial(_read_checked, checkpoint, shards, check))
+    reader = Reader(checkpoint, contents)
+    done = filled or {}
+
+    def fill():
+        for shard in shards:
+            name = stored_name(shard.name)
+            end = shard.start + len(shard.data)
+            for start, stop in gaps(shard.start, end, done.get(name, ())):
+                target = shard.data[start - shard.start : stop - shard.start]
+                target.copy_(reader.read(name, start, stop))
+
+    world.on_all_ranks(fill)
+    return contents.state
+
+
+def _read_checked(checkpoint, shards, check) -> Contents:
+    """The contents of a checkpoint that fits; raises UserError if it does not."""
+    contents = read_state(checkpoint)
+    if check:
+        check(contents.state, checkpoint)
+    wanted = {stored_name(shard.name): shard.shape for shard in shards}
+    kinds = {name.split("/")[0] for name in wanted}
+    found = {
+        name: entry["shape"]
+        for name, entry in contents.tensors.items()
+        if name.split("/")[0] in kinds
+    }
+    check_same_tensors(checkpoint, wanted, found)
+    return contents

@@ -1,0 +1,181 @@
+"""What comes back on other ranks, under other strategies and on the other stack; and who reads how much for that."""
+
+import io
+import json
+import os
+import subprocess
+from collections import Counter
+
+import pytest
+import torch
+
+from mamba_fsdp.checkpoint import files, folder
+from mamba_fsdp.checkpoint.checkpointer import Checkpointer
+from mamba_fsdp.checkpoint.restore import find_checkpoint
+from mamba_fsdp.checkpoint.tensors import open_tensors
+from mamba_fsdp.errors import UserError
+from mamba_fsdp.parallel.world import World, start_world
+from tests.support.ranks import build, run_ranks, train, whole
+
+pytestmark = pytest.mark.torch22
+
+
+def save(world, run, how, asynchronous):
+    """Trains two steps, then saves. Returns (records, all tensors)."""
+    parallel, optimizer = build(world, **how)
+    records = train(world, parallel, optimizer, range(2))
+    shards = parallel.shards(optimizer)
+    checkpointer = Checkpointer(run, world, asynchronous=asynchronous)
+    checkpointer.save(2, shards, {"step": 2, "rank": world.rank})
+    tensors = whole(world, shards)
+    checkpointer.wait_for_copies()
+    for shard in shards:
+        shard.data.zero_()  # an asynchronous save holds copies by now
+    checkpointer.wait()
+    return records, tensors
+
+
+def read(world, run, how):
+    """What a fresh model of another layout holds after loading, and (loss, gradient norm) of the next two steps."""
+    parallel, optimizer = build(world, **how)
+    shards = parallel.shards(optimizer)
+    for shard in shards:
+        shard.data.fill_(-1.0)
+    state = Checkpointer(run, world).resume(shards).state
+    parallel.set_optimizer_steps(optimizer, state["step"])
+    tensors = whole(world, shards)
+    return state, tensors, train(world, parallel, optimizer, range(2, 4))
+
+
+LAYOUTS = [
+    (1, {"strategy": "none"}),
+    (2, {"strategy": "ddp"}),
+    (2, {"strategy": "fsdp"}),
+    (3, {"strategy": "fsdp"}),
+    (4, {"strategy": "hsdp", "shard_size": 2}),
+]
+
+
+def unbroken(world):
+    parallel, optimizer = build(world, strategy="none")
+    return train(world, parallel, optimizer, range(4))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "how, asynchronous",
+    [
+        ({"strategy": "fsdp"}, True),
+        ({"strategy": "hsdp", "shard_size": 2}, False),
+        ({"strategy": "ddp"}, True),
+    ],
+    ids=str,
+)
+def test_any_layout_reads_what_any_layout_saved(run, how, asynchronous):
+    """Model and optimiser come back bit for bit on any number of ranks and any strategy, with rank 0's state, and the
+    next losses and gradients are those of one unbroken process."""
+    (first, saved), *_ = run_ranks(4, save, run, how, asynchronous)
+    expected = unbroken(start_world())
+    torch.testing.assert_close(first, expected[:2], rtol=2e-5, atol=2e-5)
+    assert len(saved) == 3 * 17
+    assert all(tensor.isfinite().all() and tensor.any() for tensor in saved.values())
+    for count, other in LAYOUTS:
+        for state, tensors, following in run_ranks(count, read, run, other):
+            torch.testing.assert_close(following, expected[2:], rtol=2e-5, atol=2e-5)
+            assert state == {"step": 2, "rank": 0} and tensors.keys() == saved.keys()
+            assert all(torch.equal(tensors[name], saved[name]) for name in saved), (count, other)
+    model = open_tensors(run / "checkpoints/step_00000002", World.alone())
+    assert model.tied == {"lm_head.weight": "backbone.embedding.weight"}
+    assert {name for name in saved if not name.startswith("optimizer/")} == model.shapes.keys()
+    assert all(torch.equal(model.get(name), saved[name]) for name in model.shapes)
+
+
+PROGRAM = """
+import sys
+import torch
+from tests.checkpoint.test_restoring import read, run_ranks, save
+if __name__ == "__main__":
+    run, action = sys.argv[1:]
+    how = {"strategy": "fsdp"}
+    work = (save, run, how, True) if action == "write" else (read, run, how)
+    torch.save(run_ranks(2, *work)[0][1], f"{run}.{action}")
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("writer, reader", [("pinned", "newest"), ("newest", "pinned")])
+def test_each_stack_reads_the_others_checkpoints(run, pythons, project, writer, reader):
+    """torch 2.2 with FSDP1 and the newest torch with FSDP2 read each other's checkpoints bit for bit."""
+    program = run.parent / "program.py"
+    program.write_text(PROGRAM)
+    environment = {**os.environ, "PYTHONPATH": str(project)}
+    for stack, action in [(writer, "write"), (reader, "read")]:
+        words = [pythons[stack], str(program), str(run), action]
+        subprocess.run(words, check=True, env=environment)
+    written, got = (
+        torch.load(f"{run}.{action}", weights_only=True) for action in ("write", "read")
+    )
+    assert written.keys() == got.keys()
+    assert all(torch.equal(written[name], got[name]) for name in written)
+
+
+def count_reads(world, run):
+    """(bytes of files read while verifying, read again afterwards, how often state.json was opened, bytes of the rank's
+    shards)."""
+    read_bytes = Counter()
+    states = []
+
+    def counting(reader):
+        class Counted(io.FileIO):
+            def readinto(self, buffer):
+                count = super().readinto(buffer)
+                read_bytes[reader] += count
+                return count
+
+        return Counted
+
+    files.FileIO = counting("verify")
+    folder.FileIO = counting("load")
+    parallel, optimizer = build(world, strategy="fsdp")
+    shards = parallel.shards(optimizer)
+    real = folder.Path.read_bytes
+
+    def note(path):
+        states.append(path)
+        return real(path)
+
+    folder.Path.read_bytes = note
+    Checkpointer(run, world).resume(shards)
+    held = sum(shard.data.nbytes for shard in shards)
+    return read_bytes["verify"], read_bytes["load"], len(states), held
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [3, 2])
+def test_each_byte_is_read_once_and_again_only_by_who_holds_it(run, ranks):
+    """All ranks together read each byte once, and what lies in other files than a rank has verified once more: on as many
+    ranks as have saved, only what all of them hold. Rank 0 reads COMMIT and state.json for all."""
+    run_ranks(3, save, run, {"strategy": "fsdp"}, True)
+    results = run_ranks(ranks, count_reads, run)
+    commit = json.loads((run / "checkpoints/step_00000002/COMMIT").read_text())["files"]
+    verified, again, _, held = (sum(column) for column in zip(*results, strict=True))
+    headers = verified - sum(entry["bytes"] for entry in commit.values())
+    assert 0 < headers < 3 * 20_000  # which say where the pieces lie, and are verified
+    assert again < (0.4 if ranks == 3 else 1.0) * held
+    assert [states for _, _, states, _ in results] == [2, *[0] * (ranks - 1)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("offset, whole", [(-5, True), (5000, False)])
+def test_who_wants_the_weights_alone_demands_that_they_are_whole_and_no_more(run, offset, whole):
+    """A broken moment does not matter; a broken weight is refused."""
+    run_ranks(2, save, run, {"strategy": "fsdp"}, True)
+    path = run / "checkpoints/step_00000002/rank_00001.safetensors"
+    content = bytearray(path.read_bytes())
+    content[offset] ^= 1
+    path.write_bytes(content)
+    if whole:
+        assert find_checkpoint(run, World.alone(), part="model") == path.parent
+    else:
+        with pytest.raises(UserError, match="none of the 1 checkpoints .* content of rank_00001"):
+            find_checkpoint(run, World.alone(), report=lambda text: None, part="model")

@@ -1,0 +1,293 @@
+"""What a save leaves, when, and what happens where it fails."""
+
+import contextlib
+import dataclasses
+import os
+import resource
+import shutil
+import threading
+import time
+
+import pytest
+import torch
+
+from mamba_fsdp import storage
+from mamba_fsdp.checkpoint import checkpointer as module
+from mamba_fsdp.checkpoint import files
+from mamba_fsdp.checkpoint.checkpointer import Checkpointer
+from mamba_fsdp.checkpoint.folder import Reader
+from mamba_fsdp.checkpoint.restore import load
+from mamba_fsdp.errors import StorageError, UserError
+from mamba_fsdp.report.records import read_events
+from tests.support.checkpoints import WORLD, make_checkpoints, names_in, problems, shards_of
+from tests.support.ranks import build, run_ranks
+
+pytestmark = pytest.mark.torch22
+
+
+def test_a_checkpoint_is_there_when_it_is_committed_and_not_before(run):
+    """Between save and the wait that commits nothing can be chosen; afterwards it can, nothing hidden is left, and it
+    is told and noted."""
+    said = []
+    checkpointer = Checkpointer(run, WORLD, report=lambda text: said.append((text, names_in(run))))
+    assert checkpointer.newest() is None
+    checkpointer.save(3, shards_of(3), {"step": 3})
+    assert checkpointer.stage() == (3, module.Phase.WRITING) and not said
+    checkpointer.pending.written.result()
+    assert not checkpointer.is_writing() and not names_in(run)[0].startswith("step")
+    checkpointer.settle()
+    assert checkpointer.stage() == (3, module.Phase.COMMITTING)
+    checkpointer.wait()
+    assert said == [("checkpoint step_00000003 is committed", ["step_00000003"])]
+    assert checkpointer.newest() == Checkpointer(run, WORLD).newest()
+    assert Reader(checkpointer.newest()).state == {"step": 3}
+    (event,) = read_events(run)
+    assert event["bytes"] > 400 and event["seconds"] > 0 and checkpointer.stall_seconds() > 0
+
+
+def test_other_programs_can_read_the_files(run):
+    """A rank's file is plain safetensors, with pieces named <tensor>@<start>."""
+    from safetensors.torch import load_file
+
+    content = load_file(make_checkpoints(run, [1]).newest() / "rank_00000.safetensors")
+    assert content.keys() == {"model/a.weight@0", "model/b@0"}
+    assert torch.equal(content["model/a.weight@0"], torch.full((100,), 1.0))
+
+
+def test_an_asynchronous_save_holds_the_moment_of_the_call(run):
+    """What happens to the state after save() returns, and to the weights after wait_for_copies(), is not in it; the
+    copies of each save lie in the same memory."""
+    checkpointer = make_checkpoints(run, [0])
+    kept = [buffer.data_ptr() for buffer in checkpointer.buffers]
+    shards = shards_of(1)
+    state = {"list": [1]}
+    checkpointer.save(1, shards, state)
+    state["list"].append(2)
+    checkpointer.wait_for_copies()
+    shards[0].data.fill_(9)
+    checkpointer.wait()
+    assert kept and kept == [buffer.data_ptr() for buffer in checkpointer.buffers]
+    target = shards_of(0)
+    assert load(checkpointer.newest(), target, WORLD) == {"list": [1]}
+    assert torch.equal(target[0].data, torch.full((100,), 1.0))
+
+
+def test_on_a_gpu_a_stream_of_its_own_copies_and_the_device_waits(run, monkeypatch):
+    """The copies begin after what training has asked for so far; no thread but the writing one waits for them."""
+    calls = []
+    pinned = []
+    copy = torch._foreach_copy_
+    empty = torch.empty
+
+    def note(what, result=None):
+        calls.append((what, threading.current_thread() is threading.main_thread()))
+        return result
+
+    class Event:
+        record = lambda self: note("record")  # noqa: E731
+        wait = lambda self: note("wait")  # noqa: E731
+        synchronize = lambda self: note("synchronize")  # noqa: E731
+
+    class Stream:
+        wait_stream = staticmethod(lambda other: note(f"after {other}"))
+
+    def pinned_empty(*shape, pin_memory=False, **how):
+        pinned.append(pin_memory)
+        return empty(*shape, **how)
+
+    def aside(stream):
+        note("aside")
+        return contextlib.nullcontext()
+
+    fakes = {
+        "Stream": Stream,
+        "Event": Event,
+        "current_stream": lambda: "training",
+        "set_device": id,
+        "stream": aside,
+    }
+    for name, fake in fakes.items():
+        monkeypatch.setattr(torch.cuda, name, fake)
+    monkeypatch.setattr(torch, "empty", pinned_empty)
+    monkeypatch.setattr(
+        torch, "_foreach_copy_", lambda *both, non_blocking: note(non_blocking, copy(*both))
+    )
+    world = dataclasses.replace(WORLD, device=torch.device("cuda", 0))
+    checkpointer = Checkpointer(run, world)
+    checkpointer.save(1, shards_of(1), {})
+    checkpointer.wait_for_copies()
+    checkpointer.wait()
+    in_training = [what for what, is_training in calls if is_training]
+    assert in_training == ["after training", "aside", True, "record", "wait"]
+    assert ("synchronize", False) in calls and pinned and all(pinned)
+    target = shards_of(0)
+    load(checkpointer.newest(), target, WORLD)
+    assert torch.equal(target[0].data, torch.full((100,), 1.0))
+
+
+def test_too_little_space_is_refused_before_anything_is_written(run, monkeypatch):
+    checkpointer = make_checkpoints(run, [1])
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(1000, 600, 400))
+    with pytest.raises(UserError, match="step 2 needs 0.000 GB, but .*checkpoints has only"):
+        checkpointer.save(2, shards_of(2), {})
+    assert names_in(run) == ["step_00000001"]
+
+
+def overflow(world, run, asynchronous):
+    """Rank 1's disk is full in mid-file; every rank tells what it was told, and what is left."""
+    shards = build(world, strategy="fsdp")[0].shards()
+    checkpointer = Checkpointer(run, world, asynchronous=asynchronous)
+    checkpointer.save(1, shards, {})
+    checkpointer.wait()
+    if world.rank == 1:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (4000, 4000))
+    try:
+        checkpointer.save(2, shards, {})
+        while True:
+            if not world.all_reduce_sum(float(checkpointer.is_writing())):
+                checkpointer.settle()
+            time.sleep(0.01)
+    except UserError as error:
+        return str(error), names_in(run)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_full_disk_on_one_rank_is_loud_on_all(run, asynchronous):
+    """Every rank raises at the same step, naming rank, file and reason; nothing half-written is left."""
+    for message, left in run_ranks(2, overflow, run, asynchronous):
+        assert "step 2" in message and "rank 1" in message
+        assert "rank_00001.safetensors: File too large" in message
+        assert left == ["step_00000001"]
+
+
+def stumble(world, run, times):
+    """Rank 1's storage fails `times` times in mid-file while it saves, and again while it loads."""
+    storage.LONGEST_PAUSE = 0.01
+    storage.SECONDS_OF_TRYING = 0.2 if times > 3 else 60.0
+    shards = build(world, strategy="fsdp")[0].shards()
+    checkpointer = Checkpointer(run, world)
+    left = []
+
+    def stumbling(real):
+        def function(file, *rest):
+            if world.rank == 1 and left and "rank_0" in str(file.name):
+                left.pop()
+                raise OSError(5, "Input/output error")
+            return real(file, *rest)
+
+        return function
+
+    files._flush = stumbling(files._flush)
+    files._hash_bytes = stumbling(files._hash_bytes)
+    left[:] = range(times)
+    try:
+        checkpointer.save(1, shards, {})
+        checkpointer.wait()
+        left[:] = range(times)
+        checkpointer.resume(shards)
+    except StorageError as error:
+        left.clear()
+        return str(error), names_in(run)
+    return [shard.data.clone() for shard in shards], None
+
+
+@pytest.mark.slow
+def test_storage_that_fails_for_a_moment_on_one_rank_fails_nobody(run, tmp_path):
+    calm = run_ranks(2, stumble, tmp_path / "calm", 0)
+    for (first, _), (second, _) in zip(calm, run_ranks(2, stumble, run, 3)):
+        assert all(torch.equal(*pair) for pair in zip(first, second, strict=True))
+    assert not problems(run / "checkpoints/step_00000001")
+
+
+@pytest.mark.slow
+def test_storage_that_stays_away_from_one_rank_is_told_as_that_on_all(run):
+    for message, left in run_ranks(2, stumble, run, 10**6):
+        assert "step 1" in message and "rank 1" in message
+        assert "rank_00001.safetensors: Input/output error" in message
+        assert left == []
+
+
+def test_what_the_disk_garbles_is_noticed_while_saving(run, monkeypatch):
+    """A file that reads back differently from what was written is never committed."""
+
+    def flip(file):
+        with open(file.name, "r+b") as again:
+            again.seek(-1, os.SEEK_END)
+            last = again.read(1)[0]
+            again.seek(-1, os.SEEK_END)
+            again.write(bytes([last ^ 1]))
+
+    monkeypatch.setattr(files, "_flush", flip)
+    with pytest.raises(UserError, match="rank 0 .*read back is not what was written"):
+        make_checkpoints(run, [1])
+    assert names_in(run) == []
+
+
+def test_an_error_while_committing_is_loud_and_commits_nothing(run, monkeypatch):
+    def fail(*_):
+        raise OSError(28, "No space left on device", "COMMIT")
+
+    monkeypatch.setattr(module, "write_atomically", fail)
+    with pytest.raises(UserError, match="No space left"):
+        make_checkpoints(run, [1])
+    assert names_in(run) == []
+
+
+@pytest.mark.parametrize("lost", ["before", "between", "while saving"])
+def test_a_folder_that_is_another_runs_is_left_alone(run, lost):
+    """Another run's unfinished checkpoint stays, and nothing is committed or pruned."""
+    others = run / "checkpoints/.step_00000009.abc.partial"
+    ours = [True]
+
+    def check_ours():
+        if not ours[0]:
+            raise UserError("another run's")
+
+    def lose():
+        others.mkdir(parents=True)
+        ours.clear()
+        ours.append(False)
+
+    with pytest.raises(UserError, match="another run's"):
+        if lost == "before":
+            lose()
+        checkpointer = make_checkpoints(run, [1], keep=1, check_ours=check_ours)
+        if lost == "between":
+            lose()
+        checkpointer.save(2, shards_of(2), {})
+        lose()
+        checkpointer.wait()
+    steps = [name for name in names_in(run) if name.startswith("step")]
+    assert others.exists() and steps == ([] if lost == "before" else ["step_00000001"])
+
+
+@pytest.mark.parametrize("broken, frozen_before", [(True, 1), (True, 2), (False, 1)])
+def test_a_holder_that_stood_still_takes_nothing_from_the_one_that_took_over(
+    run, monkeypatch, broken, frozen_before
+):
+    """It stood still before the first or second rename of its commit of step 5: what the other run has committed as step
+    5 meanwhile stays, whole, also where a broken checkpoint was in the way."""
+    checkpointer = make_checkpoints(run, [5] if broken else [4])
+    checkpointer.last = None
+    if broken:
+        (run / "checkpoints/step_00000005/state.json").unlink()
+    real = os.rename
+    renames = []
+
+    def rename(old, new, **how):
+        renames.append(new)
+        if len(renames) == frozen_before:
+            monkeypatch.setattr(os, "rename", real)
+            other = Checkpointer(run, WORLD, asynchronous=False, report=lambda text: None)
+            other.save(5, shards_of(50), {"by": "other"})
+        real(old, new, **how)
+
+    monkeypatch.setattr(os, "rename", rename)
+    checkpointer.save(5, shards_of(5), {"by": "frozen"})
+    with contextlib.suppress(UserError):
+        checkpointer.wait()
+    assert len(renames) >= frozen_before
+    again = Checkpointer(run, WORLD, report=lambda text: None)
+    assert again.resume(shards_of(0)).state == {"by": "other"}
+    assert not [name for name in names_in(run) if name.startswith(".")]

@@ -1,0 +1,39 @@
+"""Small checkpoints, made and looked at."""
+
+import os
+
+import torch
+
+from mamba_fsdp.checkpoint.checkpointer import Checkpointer
+from mamba_fsdp.checkpoint.restore import verify
+from mamba_fsdp.parallel.model import Shard
+from mamba_fsdp.parallel.world import World
+
+WORLD = World.alone()
+
+
+def shards_of(value):
+    """Two tensors, the first full of `value`."""
+    full = torch.full((100,), float(value))
+    return [Shard("a.weight", (10, 10), 0, full), Shard("b", (7,), 0, torch.arange(7.0))]
+
+
+def make_checkpoints(run, steps, **how):
+    """The Checkpointer that has saved these steps, each full of its number."""
+    checkpointer = Checkpointer(run, WORLD, report=how.pop("report", lambda text: None), **how)
+    for step in steps:
+        checkpointer.save(step, shards_of(step), {"step": step})
+        checkpointer.wait()
+    return checkpointer
+
+
+def names_in(run):
+    return sorted(os.listdir(run / "checkpoints"))
+
+
+def steps_in(run):
+    return [int(name[5:]) for name in names_in(run) if name.startswith("step_")]
+
+
+def problems(checkpoint):
+    return verify(checkpoint, WORLD).problems
