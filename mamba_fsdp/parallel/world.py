@@ -195,9 +195,6 @@ class World:
             self.barrier()
             dist.destroy_process_group()
 
-    tell_all = gather_unique
-    beside = run_in_thread
-
 
 def attempt(action: Callable[[], Any]) -> tuple[Any, UserError | None]:
     """Returns (what `action()` returns, None), or (None, the UserError that says why it failed)."""
