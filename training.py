@@ -1,7 +1,8 @@
-"""Train a Mamba language model: `python training.py [--config=FILE.yaml] [--SETTING=VALUE ...]`, or the same under
-torchrun.
+"""Train a Mamba language model: `python training.py [--config=FILE.yaml] [--SETTING=VALUE ...]`, or
+the same under torchrun.
 
-Run again after a stop or a crash, it resumes from the newest committed checkpoint. `--help` lists every setting.
+Run again after a stop or a crash, it resumes from the newest committed checkpoint. `--help` lists
+every setting.
 """
 
 import os

@@ -1,1 +1,1 @@
-"""Every setting, the model presets and ready runs as YAML. Imports nothing of the library but its error class."""
+"""Every setting, tables of models and of other launchers' words, and ready runs as YAML files."""

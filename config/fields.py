@@ -1,6 +1,6 @@
-"""Options: how one is described (`name: int = setting(8, at_least=1)`, its meaning as the string below it), how its
-text becomes a value, how a help page shows it. The settings of training, those of get_dataset.py and the verbs share
-this."""
+"""Options: how one is described (`name: int = setting(8, at_least=1)`, its meaning as the string
+below it), how its text becomes a value, how a help page shows it. The settings of training, those
+of get_dataset.py and the verbs share this."""
 
 import ast
 import dataclasses
@@ -43,7 +43,8 @@ LIMITS = {
 
 
 class Needs(NamedTuple):
-    """What must hold for a setting to have an effect. A setting that is given without effect is refused."""
+    """What must hold for a setting to have an effect. A setting that is given without effect is
+    refused."""
 
     words: str  # as in "does nothing without a mamba2 layer"
     met: Callable[[Any], bool]  # of the TrainConfig
@@ -96,10 +97,11 @@ def setting(
     instead_of: str = "",
     **bounds: Any,
 ) -> Any:
-    """A dataclass field with its Bounds, what it needs, other spellings of values, and the setting that it stands in
-    place of.
+    """A dataclass field with its Bounds, what it needs, other spellings of values, and the setting
+    that it stands in place of.
 
-    A list as default is copied for each instance. Where the default is a text that is not empty, so must be each value.
+    A list as default is copied for each instance. Where the default is a text that is not empty, so
+    must be each value.
     """
     some_text = isinstance(default, str) and default != ""
     metadata = {
@@ -125,14 +127,16 @@ def default(leaf: dataclasses.Field) -> Any:
 
 @dataclass(frozen=True)
 class Duration:
-    """A length of training: a count of optimiser steps, or of tokens when written with `tok`, as in 2Btok."""
+    """A length of training: a count of optimiser steps, or of tokens when written with `tok`, as in
+    2Btok."""
 
     count: int
     unit: str  # "steps" or "tok"
 
     @classmethod
     def parse(cls, text: str) -> "Duration":
-        """Reads 2000, 2k, 1006878720tok or 1.5Btok, and -1 (automatic). Raises ValueError otherwise."""
+        """Reads 2000, 2k, 1006878720tok or 1.5Btok, and -1 (automatic). Raises ValueError
+        otherwise."""
         unit = "tok" if text.endswith("tok") else "steps"
         try:
             count = whole_number(text.removesuffix("tok"))
@@ -203,7 +207,8 @@ KINDS: dict[Any, tuple[Any, str]] = {  # a type's parser, and its name on a help
 
 
 def parse(kind: Any, text: Any) -> Any:
-    """The value of a type of KINDS that is written as `text`, or in YAML as a list of texts. Text stays as it is.
+    """The value of a type of KINDS that is written as `text`, or in YAML as a list of texts. Text
+    stays as it is.
 
     Raises ValueError, which says what was expected.
     """
@@ -224,8 +229,8 @@ def parse(kind: Any, text: Any) -> Any:
 
 
 def read(name: str, kind: Any, text: Any, bounds: Bounds = UNBOUNDED, where: str = "") -> Any:
-    """The value of the option `name` of type `kind`. Raises UserError for another type or beyond its bounds, which
-    ends in `where` it was read."""
+    """The value of the option `name` of type `kind`. Raises UserError for another type or beyond
+    its bounds, which ends in `where` it was read."""
     try:
         value = parse(kind, text)
         bounds.check(value)
@@ -255,7 +260,8 @@ def shown(value: Any) -> str:
 
 
 def near_name(name: str, known: Iterable[str], otherwise: str, dashes: str = "") -> str:
-    """A hint for an unknown `name`: the nearest of the `known` names if it may be meant, or `otherwise`."""
+    """A hint for an unknown `name`: the nearest of the `known` names if it may be meant, or
+    `otherwise`."""
     near = difflib.get_close_matches(name, list(known), n=1, cutoff=0.75)
     return f"did you mean {dashes}{near[0]}?" if near else otherwise
 
@@ -264,7 +270,8 @@ def near_name(name: str, known: Iterable[str], otherwise: str, dashes: str = "")
 
 
 def help_lines(section: type) -> list[str]:
-    """The help page's lines on the fields of the dataclass `section`: default, bounds and meaning."""
+    """The help page's lines on the fields of the dataclass `section`: default, bounds and
+    meaning."""
     lines = []
     meanings = meanings_in(section)
     for leaf in dataclasses.fields(section):

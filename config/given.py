@@ -1,4 +1,5 @@
-"""Reads what one place, the command line or a file, gives: in our names or in words of other launchers."""
+"""Reads what one place, the command line or a file, gives: in our names or in words of other
+launchers."""
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -18,11 +19,12 @@ class Word(NamedTuple):
 
 
 class Given:
-    """The settings that one place gives. Mistakes are collected, so that all of them can be told at once."""
+    """The settings that one place gives. Mistakes are collected, so that all of them can be told at
+    once."""
 
     def __init__(self, words: Mapping[str, Any], where: str, of_run: bool = False) -> None:
-        """words: {name: text, or what YAML has there}. where: as in "on the command line". of_run: an earlier run wrote
-        it, so that what is retired is no mistake of the user's."""
+        """words: {name: text, or what YAML has there}. where: as in "on the command line". of_run:
+        an earlier run wrote it, so that what is retired is no mistake of the user's."""
         self.words = words
         self.where = where
         self.of_run = of_run
@@ -71,7 +73,8 @@ class Given:
             self._set(name, value, Word(key, is_ours, is_weak))
 
     def _set(self, name: str, text: Any, word: Word) -> None:
-        """Sets `name`, which an earlier word may have set. Raises UserError where the two contradict each other."""
+        """Sets `name`, which an earlier word may have set. Raises UserError where the two
+        contradict each other."""
         value = read_field(name, all_settings()[name][1], text, f" ({self.where})")
         before = self.given_as.get(name)
         if before is None:
@@ -93,7 +96,8 @@ class Given:
 
 
 def _agree(value: Any, before: Any) -> bool:
-    """Whether a value given again says nothing else than the one `before`; of a list it may be a part."""
+    """Whether a value given again says nothing else than the one `before`; of a list it may be a
+    part."""
     if isinstance(value, list) and isinstance(before, list):
         return set(value) <= set(before)
     return value == before

@@ -44,16 +44,18 @@ class ModelConfig:
     """The model's structure. A preset fills it; any field can be overridden."""
 
     model_name: str = setting("demo")
-    """Preset that the other model settings start from, such as demo, mamba-130m, mamba2-1.3b, mamba_9.8b, llama2_7b."""
+    """Preset that the other model settings start from, such as demo, mamba-130m, mamba2-1.3b,
+    mamba_9.8b, llama2_7b."""
     d_model: int = setting(128, at_least=1)
     """Width of the residual stream."""
     n_layer: int = setting(4, at_least=1, at_most=10_000)
     """Number of layers."""
     layers: str = setting("mamba1")
-    """Pattern of layers, repeated or cut to n_layer: items mamba1, mamba2 or attention, each with an optional +mlp and
-    count, as in 9*mamba2+mlp,attention+mlp."""
+    """Pattern of layers, repeated or cut to n_layer: items mamba1, mamba2 or attention, each with
+    an optional +mlp and count, as in 9*mamba2+mlp,attention+mlp."""
     vocab_size: int = setting(4096, at_least=2)
-    """Number of tokens of the tokenizer; the embedding is padded to a multiple of pad_vocab_size_multiple."""
+    """Number of tokens of the tokenizer; the embedding is padded to a multiple of
+    pad_vocab_size_multiple."""
     pad_vocab_size_multiple: int = setting(8, at_least=1)
     """Rows of the embedding are rounded up to a multiple of this."""
     tie_embeddings: bool = setting(True)
@@ -81,11 +83,13 @@ class ModelConfig:
     head_dim: int = setting(0, at_least=0, needs=read_by_layers("head_dim"))
     """Attention: channels per head; 0 means d_model / n_head."""
     rotary_dim: int = setting(-1, at_least=-1, needs=read_by_layers("rotary_dim"))
-    """Attention: first channels of each head that are rotated by position; 0 none, -1 all of the head."""
+    """Attention: first channels of each head that are rotated by position; 0 none, -1 all of the
+    head."""
     rope_theta: float = setting(10000.0, above=0, needs=rotation)
     """Attention: base of the rotary frequencies."""
     d_intermediate: int = setting(0, at_least=0, needs=read_by_layers("d_intermediate"))
-    """Width of the MLP in layers marked +mlp; 0 means 8/3 of d_model, rounded up to a multiple of 128."""
+    """Width of the MLP in layers marked +mlp; 0 means 8/3 of d_model, rounded up to a multiple of
+    128."""
 
     def layer_list(self) -> list[Layer]:
         """The n_layer layers. Raises UserError where the pattern can't be read."""
@@ -139,7 +143,8 @@ class ModelConfig:
         return self.d_intermediate or rounded_up(8 * self.d_model // 3, 128)
 
     def structure(self) -> dict[str, object]:
-        """What each setting comes to. Equal for two configs of one model, in whatever way they are written."""
+        """What each setting comes to. Equal for two configs of one model, in whatever way they are
+        written."""
         return {
             **vars(self),
             "model_name": "",
@@ -171,8 +176,8 @@ def rounded_up(number: int, multiple: int) -> int:
 
 
 def checked_model(path: Path, values: Mapping[str, Any]) -> ModelConfig:
-    """The ModelConfig of the `values` that stand in `path`; what is missing takes its default. Raises UserError for an
-    unknown name, a wrong type, a value out of bounds."""
+    """The ModelConfig of the `values` that stand in `path`; what is missing takes its default.
+    Raises UserError for an unknown name, a wrong type, a value out of bounds."""
     known = {leaf.name: leaf for leaf in dataclasses.fields(ModelConfig)}
     for name, value in values.items():
         if name not in known:

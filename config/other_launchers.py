@@ -1,5 +1,5 @@
-"""Looks up what users of other launchers type, in other_launchers.yaml. Where the meaning is the same, their name works;
-where it is not, the answer names what does it here."""
+"""Looks up what users of other launchers type, in other_launchers.yaml. Where the meaning is the
+same, their name works; where it is not, the answer names what does it here."""
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -76,8 +76,8 @@ class Entry:
         )
 
     def translate(self, text: Any) -> Any:
-        """The value of `settings` that `text` is; None where it changes nothing. Raises ValueError for what can't be
-        had."""
+        """The value of `settings` that `text` is; None where it changes nothing. Raises ValueError
+        for what can't be had."""
         if self.convert:
             return CONVERSIONS[self.convert](str(text))
         value = plain(text, {*self.values, *self.refused})
@@ -132,7 +132,8 @@ def meaning(entry: Entry, key: str, text: Any) -> Meaning:
 
 
 def plain(text: Any, known: Collection[str] = ()) -> str:
-    """`text` as the file writes values: in small letters, yes, 0 and the like as true or false unless `known`."""
+    """`text` as the file writes values: in small letters, yes, 0 and the like as true or false
+    unless `known`."""
     small = str(text).lower()
     if small in NONE:
         return "none"
@@ -162,8 +163,8 @@ def find(
 ) -> Entry | None:
     """The entry of the name `key`, with its section or without.
 
-    own: our setting of that name, if there is one. sections, settings: the names of ours. A name of ours counts only
-    below its own section, or below one that is none of ours.
+    own: our setting of that name, if there is one. sections, settings: the names of ours. A name of
+    ours counts only below its own section, or below one that is none of ours.
     """
     if key in entries():
         return entries()[key]

@@ -37,9 +37,9 @@ PRESETS = read_presets()
 def preset(name: str) -> dict[str, Any]:
     """ModelConfig fields of the preset that `name` means, its own name as model_name among them.
 
-    Names of the Hugging Face hub and of fms mean it too: an organisation before it, -hf or _4k (fms-fsdp's shorter
-    context, which is seq_length's to say) behind it, case and the choice between - and _ don't matter. Raises UserError
-    that says the nearest name.
+    Names of the Hugging Face hub and of fms mean it too: an organisation before it, -hf or _4k
+    (fms-fsdp's shorter context, which is seq_length's to say) behind it, case and the choice
+    between - and _ don't matter. Raises UserError that says the nearest name.
     """
     spellings = {_plain(known): known for known in PRESETS}
     spellings |= {_plain(other): known for other, known in OTHER_NAMES.items()}
@@ -56,8 +56,9 @@ def _plain(name: str) -> str:
 
 
 def usual_length(model_name: str) -> int:
-    """Tokens of a sample that come with this name of a preset: those it was published with; of llama fms-fsdp's, and of
-    names as the AWS test case writes them, state-spaces/mamba-130m, that one's."""
+    """Tokens of a sample that come with this name of a preset: those it was published with; of
+    llama fms-fsdp's, and of names as the AWS test case writes them, state-spaces/mamba-130m, that
+    one's."""
     name = preset(model_name)["model_name"]
     if name == "demo":
         return 256
@@ -67,7 +68,8 @@ def usual_length(model_name: str) -> int:
 
 
 def title(model: ModelConfig) -> str:
-    """What a ModelConfig is called: by the name of its preset only while it has that preset's structure."""
+    """What a ModelConfig is called: by the name of its preset only while it has that preset's
+    structure."""
     named = ModelConfig(**preset(model.model_name))
     if model.structure() == named.structure():
         return model.model_name

@@ -1,8 +1,9 @@
-"""From the command line, a YAML file, a preset and the defaults to one checked TrainConfig; the help page; the YAML
-form.
+"""From the command line, a YAML file, a preset and the defaults to one checked TrainConfig; the
+help page; the YAML form.
 
-Order of precedence: command line, then --config FILE.yaml, then the preset that model_name names, then the defaults.
-Every value is read by the type of its field, never guessed: a run id 0123 stays text.
+Order of precedence: command line, then --config FILE.yaml, then the preset that model_name names,
+then the defaults. Every value is read by the type of its field, never guessed: a run id 0123 stays
+text.
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -22,13 +23,15 @@ from mamba_fsdp.errors import UserError
 def resolve_settings(
     given: Mapping[str, Any], config_file: str | None = None, stray: Sequence[str] = ()
 ) -> tuple[TrainConfig, set[str]]:
-    """The TrainConfig of what is `given` (name -> text) over `config_file`, the preset and the defaults.
+    """The TrainConfig of what is `given` (name -> text) over `config_file`, the preset and the
+    defaults.
 
-    Returns (settings, explicit): explicit is the set of leaf names that the command line or the file set. A setting of
-    the file that does nothing only because of the command line is dropped. Words of other launchers are taken where
-    they mean the same (config/other_launchers.yaml), and told in the settings' `notes`. Raises UserError for unknown
-    names (with the nearest), values of the wrong type or out of bounds, all of these at once; for settings that do
-    nothing, impossible combinations, and `stray` words, which name no setting.
+    Returns (settings, explicit): explicit is the set of leaf names that the command line or the
+    file set. A setting of the file that does nothing only because of the command line is dropped.
+    Words of other launchers are taken where they mean the same (config/other_launchers.yaml), and
+    told in the settings' `notes`. Raises UserError for unknown names (with the nearest), values of
+    the wrong type or out of bounds, all of these at once; for settings that do nothing, impossible
+    combinations, and `stray` words, which name no setting.
     """
     if stray:
         raise UserError(f"{stray[0]}: settings are written --name=value")
@@ -83,7 +86,8 @@ def find_config_file(name: str) -> Path:
 
 
 def flatten(content: Mapping[str, Any], path: Path) -> dict[str, Any]:
-    """{section: {name: value}} or {name: value} or both -> {name or section.name: value}. Sections may be others'."""
+    """{section: {name: value}} or {name: value} or both -> {name or section.name: value}. Sections
+    may be others'."""
     sections = [*SECTIONS, *other_launchers.content()["sections"].split()]
     flat = {}
     for key, value in content.items():
@@ -119,8 +123,9 @@ def check_none(mistakes: Sequence[str], hint: str = "") -> None:
 
 
 def drop_alternatives(in_file: dict[str, Any], on_line: dict[str, Any]) -> None:
-    """Of two settings in place of each other, drops the file's where the command line gives the other. Raises UserError
-    where one place gives both; a run's config.yaml has both, one of them with its default."""
+    """Of two settings in place of each other, drops the file's where the command line gives the
+    other. Raises UserError where one place gives both; a run's config.yaml has both, one of them
+    with its default."""
     for name, (_, leaf) in all_settings().items():
         other = leaf.metadata["instead_of"]
         if not other:
@@ -145,10 +150,11 @@ def _gives(place: Mapping[str, Any], name: str) -> bool:
 
 
 def drop_pointless(chosen: dict[str, Any], on_line: Given, in_file: Given) -> list[str]:
-    """Drops from `chosen` what has no effect. Returns notes on what other launchers take although it does nothing.
+    """Drops from `chosen` what has no effect. Returns notes on what other launchers take although
+    it does nothing.
 
-    Raises UserError for what a user gave in our words; a run's own file may hold it, and so may a file where only the
-    command line makes it pointless.
+    Raises UserError for what a user gave in our words; a run's own file may hold it, and so may a
+    file where only the command line makes it pointless.
     """
     settings = _build(chosen)
     in_file_alone = pointless(_build(in_file.values), in_file.values, _usual(in_file.values))
@@ -172,8 +178,8 @@ def drop_pointless(chosen: dict[str, Any], on_line: Given, in_file: Given) -> li
 def pointless(
     settings: TrainConfig, names: Iterable[str], usual: Mapping[str, Any]
 ) -> dict[str, str]:
-    """{setting: a sentence} for those of `names` that have no effect in `settings`. To give the `usual` value is no
-    mistake."""
+    """{setting: a sentence} for those of `names` that have no effect in `settings`. To give the
+    `usual` value is no mistake."""
     found = {}
     for name in names:
         section, leaf = all_settings()[name]
@@ -219,8 +225,9 @@ def default(name: str) -> Any:
 def adopt_model(
     settings: TrainConfig, model: ModelConfig, explicit: Collection[str], source: str
 ) -> None:
-    """Gives `settings` the shape `model` of the weights that `source`, as init_from FOLDER, holds. Raises UserError for
-    model settings that the user gave (`explicit`) and that disagree with it or do nothing."""
+    """Gives `settings` the shape `model` of the weights that `source`, as init_from FOLDER, holds.
+    Raises UserError for model settings that the user gave (`explicit`) and that disagree with it or
+    do nothing."""
     there = vars(model)
     if "model_name" not in explicit:
         for name in there.keys() - set(explicit):
@@ -235,7 +242,8 @@ def adopt_model(
 def check_same_model(
     settings: TrainConfig, model: ModelConfig, source: str, remedy: str = ""
 ) -> None:
-    """Raises UserError, naming the settings, where the `model` that `source` holds is not that of `settings`."""
+    """Raises UserError, naming the settings, where the `model` that `source` holds is not that of
+    `settings`."""
     differing = [
         f"{name}={now} (there {there})"
         for name, (now, there) in differing_model(settings, model).items()
@@ -247,8 +255,9 @@ def check_same_model(
 
 
 def differing_model(settings: TrainConfig, model: ModelConfig) -> dict[str, tuple[str, str]]:
-    """{setting: (its value in `settings`, that in `model`), as written} of those that make another model of it. Empty
-    for the same model, however it is described; what has no effect in `settings` does not count."""
+    """{setting: (its value in `settings`, that in `model`), as written} of those that make another
+    model of it. Empty for the same model, however it is described; what has no effect in `settings`
+    does not count."""
     now = settings.model.structure()
     there = model.structure()
     found = {}

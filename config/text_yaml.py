@@ -1,4 +1,5 @@
-"""Reads YAML files whose values stay the text that was written, so that the types of our settings decide."""
+"""Reads YAML files whose values stay the text that was written, so that the types of our settings
+decide."""
 
 from pathlib import Path
 from typing import Any
@@ -7,10 +8,11 @@ from mamba_fsdp.errors import UserError
 
 
 def load_yaml(path: Path, ours: bool = False) -> dict[str, Any]:
-    """The content of a YAML file, every scalar as text; empty for an empty file. Raises UserError for a file that can't
-    be read, is no mapping, or gives a name twice.
+    """The content of a YAML file, every scalar as text; empty for an empty file. Raises UserError
+    for a file that can't be read, is no mapping, or gives a name twice.
 
-    ours: a file of this program is read in C, ten times as fast. Deep nesting would crash that reader.
+    ours: a file of this program is read in C, ten times as fast. Deep nesting would crash that
+    reader.
     """
     import yaml
 

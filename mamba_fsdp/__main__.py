@@ -1,4 +1,5 @@
-"""The verbs beside training.py and get_dataset.py: `python -m mamba_fsdp VERB ...`. --help after a verb explains it."""
+"""The verbs beside training.py and get_dataset.py: `python -m mamba_fsdp VERB ...`. --help after a
+verb explains it."""
 
 import importlib
 import sys

@@ -1,4 +1,5 @@
-"""What all verbs share: Fire splits words, annotations give their types, a mistake is two lines and no traceback."""
+"""What all verbs share: Fire splits words, annotations give their types, a mistake is two lines and
+no traceback."""
 
 import dataclasses
 import errno
@@ -24,7 +25,8 @@ def run(
 ) -> None:
     """Calls `verb` with the command line's words and exits with its code.
 
-    help_page: gives the text of --help. Exit codes: what the verb returns or 0; a UserError's own; 130 for Ctrl-C.
+    help_page: gives the text of --help. Exit codes: what the verb returns or 0; a UserError's own;
+    130 for Ctrl-C.
     """
     if arguments is None:
         arguments = sys.argv[1:]
@@ -64,10 +66,11 @@ def _fail(error: UserError) -> NoReturn:
 def call(verb: Callable[..., Any], arguments: Sequence[str]) -> Any:
     """verb(...) with its words as the values of its parameters.
 
-    A parameter's annotation gives the type of its value, and as Annotated[type, Bounds(...)] the bounds; without one it
-    stays text; tuple[str, ...] is of an option that may be repeated. One that is a dataclass of settings takes all
-    options that are its fields. Raises UserError for words that don't fit: too many, missing, unknown (with the nearest
-    name), of the wrong type or out of bounds.
+    A parameter's annotation gives the type of its value, and as Annotated[type, Bounds(...)] the
+    bounds; without one it stays text; tuple[str, ...] is of an option that may be repeated. One
+    that is a dataclass of settings takes all options that are its fields. Raises UserError for
+    words that don't fit: too many, missing, unknown (with the nearest name), of the wrong type or
+    out of bounds.
     """
     if "--" in arguments:  # behind which Fire takes flags of its own
         raise UserError("nothing is expected after --; see --help")
@@ -90,7 +93,8 @@ def call(verb: Callable[..., Any], arguments: Sequence[str]) -> Any:
 
 
 def _check_known(named: Collection[str], parameters: Mapping[str, inspect.Parameter]) -> None:
-    """Raises UserError for an option that is no parameter and no field of a dataclass among them."""
+    """Raises UserError for an option that is no parameter and no field of a dataclass among
+    them."""
     known = []
     for name, parameter in parameters.items():
         if parameter.kind is parameter.VAR_KEYWORD:  # takes any
@@ -150,7 +154,8 @@ def _split_repeated(
 
 
 def split(arguments: Sequence[str]) -> tuple[tuple[str, ...], dict[str, Any]]:
-    """(positional, named) words, by Fire's rules but none of them guessed into a type: 0123 stays 0123."""
+    """(positional, named) words, by Fire's rules but none of them guessed into a type: 0123 stays
+    0123."""
     words: list[tuple[tuple[str, ...], dict[str, Any]]] = []
 
     @fire.decorators.SetParseFn(str)

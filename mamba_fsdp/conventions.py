@@ -1,4 +1,5 @@
-"""What several parts of the program share: the label that the loss ignores, and the names of dtypes."""
+"""What several parts of the program share: the label that the loss ignores, and the names of
+dtypes."""
 
 import torch
 

@@ -1,4 +1,5 @@
-"""What is told when things go wrong: the exception for what a user can fix, and the note that torchrun looks for."""
+"""What is told when things go wrong: the exception for what a user can fix, and the note that
+torchrun looks for."""
 
 import json
 import os
@@ -9,7 +10,8 @@ from pathlib import Path
 
 
 class UserError(Exception):
-    """A user's mistake or a condition of their machine; the message says what is wrong, where, and what to do.
+    """A user's mistake or a condition of their machine; the message says what is wrong, where, and
+    what to do.
 
     Verbs print it as `error: ...` without a traceback and exit with its `exit_code`.
     """
@@ -28,7 +30,8 @@ class StorageError(UserError):
 
 
 def joined(errors: Sequence[UserError], before: str = "") -> UserError:
-    """One error that says `before` and what the first of these say; a StorageError where any of them is one."""
+    """One error that says `before` and what the first of these say; a StorageError where any of
+    them is one."""
     messages = list(dict.fromkeys(map(str, errors)))
     shown = messages[:4]
     if len(messages) > 4:
@@ -46,7 +49,8 @@ def first_line(error: BaseException) -> str:
 
 
 def leave_for_torchrun(error: BaseException) -> None:
-    """Writes the exception where torchrun, if it runs us, looks for it: the launcher ends the log with it."""
+    """Writes the exception where torchrun, if it runs us, looks for it: the launcher ends the log
+    with it."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not path:
         return

@@ -1,4 +1,5 @@
-"""Can this Python run the command? Asked before the command imports more, in words that any Python 3 reads."""
+"""Can this Python run the command? Asked before the command imports more, in words that any Python
+3 reads."""
 
 import importlib.util
 import os
@@ -10,8 +11,8 @@ PROJECT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
 
 def need(*packages):
-    """Ends the process with exit code 2 and the Python to use, where this one is too old or lacks one of `packages`.
-    From here on Ctrl-C is one line, also while modules are imported."""
+    """Ends the process with exit code 2 and the Python to use, where this one is too old or lacks
+    one of `packages`. From here on Ctrl-C is one line, also while modules are imported."""
     sys.excepthook = _say_stopped
     missing = [package for package in packages if importlib.util.find_spec(package) is None]
     if sys.version_info < OLDEST:

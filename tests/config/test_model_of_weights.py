@@ -1,4 +1,5 @@
-"""Starting from weights: their shape is the model's, and settings that say otherwise are refused."""
+"""Starting from weights: their shape is the model's, and settings that say otherwise are
+refused."""
 
 import pytest
 

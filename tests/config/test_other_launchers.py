@@ -1,4 +1,5 @@
-"""What users of other launchers type is answered right: their published settings, each held against what is meant."""
+"""What users of other launchers type is answered right: their published settings, each held against
+what is meant."""
 
 from pathlib import Path
 
@@ -40,7 +41,8 @@ def test_a_published_setting_is_answered_right(launcher, word):
 
 @pytest.mark.slow
 def test_every_argument_of_the_trainer_is_answered():
-    """The value that it has where nothing is given is no mistake, but for None where ours is always something."""
+    """The value that it has where nothing is given is no mistake, but for None where ours is always
+    something."""
     import dataclasses
 
     from transformers import TrainingArguments
@@ -70,8 +72,8 @@ EARLIER = [word for word, entry in other_launchers.entries().items() if entry.us
 
 @pytest.mark.parametrize("name", EARLIER)
 def test_a_setting_that_is_gone(name, tmp_path):
-    """A user is told what to do instead; in the config.yaml of an older run it is passed over, and noted unless it had
-    its default."""
+    """A user is told what to do instead; in the config.yaml of an older run it is passed over, and
+    noted unless it had its default."""
     entry = other_launchers.entries()[name]
     file = tmp_path / "config.yaml"
     for given, config_file in (({name: "7"}, None), ({}, str(file))):

@@ -1,4 +1,5 @@
-"""docs/from-*.md are true: each is followed word by word on data and files as the other launcher has them, on a CPU."""
+"""docs/from-*.md are true: each is followed word by word on data and files as the other launcher
+has them, on a CPU."""
 
 import json
 import os

@@ -1,4 +1,5 @@
-"""README.md is true: every command in it runs, in its order, in a fresh clone; files and verbs that it names exist."""
+"""README.md is true: every command in it runs, in its order, in a fresh clone; files and verbs that
+it names exist."""
 
 import os
 import re
@@ -81,7 +82,8 @@ def test_every_command_runs_in_a_fresh_clone(project, clone):
 
 
 def check_demo(said, clone):
-    """A visibly falling perplexity, a committed checkpoint, a sample of text, and what lies where."""
+    """A visibly falling perplexity, a committed checkpoint, a sample of text, and what lies
+    where."""
     perplexities = [
         float(number.replace(",", "")) for number in re.findall(r"perplexity ([\d,.]+) ", said)
     ]
