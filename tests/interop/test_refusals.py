@@ -13,7 +13,6 @@ from safetensors.torch import load_file, save_file
 from config.model_config import ModelConfig
 from config.resolve import resolve_settings, shown
 from mamba_fsdp.errors import UserError
-from mamba_fsdp.interop import convert
 from mamba_fsdp.interop.convert import write_model, write_pth_folder
 from mamba_fsdp.interop.weights import read_weights
 from mamba_fsdp.parallel.world import World
@@ -23,7 +22,6 @@ from tests.support.small_models import (
     assert_same,
     random_state,
     write_ours,
-    write_tokenizer,
 )
 
 pytestmark = pytest.mark.torch22
@@ -67,60 +65,21 @@ def refused(source, message, tmp_path, **options):
     "name, changes, message",
     [
         ("mamba1", {"hidden_act": "gelu"}, "hidden_act is 'gelu', another activation; only 'silu'"),
-        ("mamba1", {"use_bias": True}, "use_bias is True"),
-        ("mamba1", {"use_conv_bias": False}, "use_conv_bias is False, a convolution without bias"),
-        ("mamba1", {"intermediate_size": 100}, "intermediate_size is 100"),
         ("mamba1", {"conv_kernel": 8}, "d_conv is 8, but .* at most 4"),
-        (
-            "mamba2",
-            {"time_step_limit": [0.01, 0.1]},
-            r"time_step_limit is \[0.01, 0.1\]; only \[0, inf\]",
-        ),
-        ("mamba2", {"num_heads": 7}, "num_heads is 7"),
-        ("mamba2", {"rms_norm": False}, "rms_norm is False"),
+        ("mamba2", {"time_step_limit": [0.01, 0.1]}, r"time_step_limit is \[0.01, 0.1\]; only \[0"),
         ("mamba2", {"head_dim": 0}, "head_dim is 0, but has to be at least 1"),
         ("mamba2", {"n_groups": 3}, "ngroups 3 does not divide"),
         ("mamba2", {"hidden_size": "absent"}, "hidden_size is missing"),
-        (
-            "mamba2",
-            {"quantization_config": {"bits": 4}},
-            "quantization_config is .*, a field that this program does not know",
-        ),
-        ("hybrid", {"mamba_proj_bias": True}, "mamba_proj_bias is True"),
-        ("hybrid", {"mamba_conv_bias": False}, "mamba_conv_bias is False"),
+        ("mamba2", {"quantization_config": {"bits": 4}}, "a field that this program does not know"),
         ("hybrid", {"mamba_d_head": 5}, "mamba_d_head is 5 with 4 heads"),
-        ("hybrid", {"attention_bias": True}, "attention_bias is True"),
-        ("hybrid", {"mlp_bias": True}, "mlp_bias is True"),
-        ("hybrid", {"attention_dropout": 0.1}, "attention_dropout is 0.1"),
-        ("hybrid", {"time_step_limit": [0.0, 5]}, "time_step_limit"),
         (
             "llama",
-            {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}},
-            "rope_scaling.rope_type is 'llama3', scaled rotary",
-        ),
-        (
-            "llama",
-            {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}},
-            "rope_parameters.rope_type is 'yarn'",
+            {"rope_scaling": {"rope_type": "llama3"}},
+            "rope_type is 'llama3', scaled rotary",
         ),
         ("llama", {"rope_theta": 5.0}, "rope_theta is given twice, as 5.0 and 10000.0"),
-        (
-            "llama",
-            {"sliding_window": 4096},
-            "sliding_window is 4096, a field that this program does not know",
-        ),
-        ("llama", {"num_attention_heads": 0}, "num_attention_heads is 0"),
         ("llama", {"rms_norm_eps": "small"}, "rms_norm_eps is 'small', not float"),
-        (
-            "mamba2",
-            {"model_type": "mistral", "architectures": ["MistralForCausalLM"]},
-            r"type 'mistral' \(MistralForCausalLM\); .*Mamba2ForCausalLM",
-        ),
-        (
-            "llama",
-            {"architectures": ["LlamaForSequenceClassification"]},
-            "LlamaForSequenceClassification",
-        ),
+        ("llama", {"architectures": ["LlamaForSequenceClassification"]}, "LlamaForSequence"),
     ],
 )
 def test_fields_of_their_config_that_the_model_can_not_represent(name, changes, message, tmp_path):
@@ -189,20 +148,6 @@ def test_tensors_that_are_not_the_models(change, message, tmp_path):
     refused(source, message, tmp_path)
 
 
-def test_a_tied_output_layer_that_is_stored_too_is_fine(tmp_path):
-    source = exported(tmp_path)
-    change_tensors(
-        source,
-        lambda tensors: tensors.update(
-            {"lm_head.weight": tensors["backbone.embeddings.weight"].clone()}
-        ),
-    )
-    assert torch.equal(
-        read_weights(source).get("lm_head.weight"),
-        random_state(CONFIGS["mamba2"])["backbone.embedding.weight"],
-    )
-
-
 def test_the_weights_of_another_family(tmp_path):
     source, other = exported(tmp_path / "a", "mamba2"), exported(tmp_path / "b", "mamba1")
     os.replace(other / "model.safetensors", source / "model.safetensors")
@@ -215,12 +160,10 @@ def test_the_weights_of_another_family(tmp_path):
     "damage",
     [
         lambda data: data[:-10],
-        lambda data: data[:100],
         lambda data: b"",
-        lambda data: b"\xff" * 64,
         lambda data: data[:8] + b"?" + data[9:],
     ],
-    ids=["cut", "cut in the header", "empty", "garbage", "header"],
+    ids=["cut", "empty", "header"],
 )
 def test_damaged_safetensors(damage, tmp_path):
     source = exported(tmp_path)
@@ -284,29 +227,6 @@ def test_a_pickle_that_would_execute_code(form, zipped, tmp_path):
     assert not (tmp_path / "executed").exists()
 
 
-@pytest.mark.parametrize(
-    "content, message",
-    [
-        ([torch.ones(2)], "is no dict of tensors"),
-        ({"model": {"x": torch.ones(2)}}, "it lacks .*; .* has no model.x"),
-        ({"step": 5}, "is no dict of tensors"),
-    ],
-)
-def test_a_bin_that_is_not_a_dict_of_tensors(content, message, tmp_path):
-    ours = write_ours(tmp_path / "ours", CONFIGS["mamba1"], random_state(CONFIGS["mamba1"]))
-    torch.save(content, ours / "consolidated.00.pth")
-    refused(ours, message, tmp_path)
-
-
-def test_a_broken_tokenizer_is_named(tmp_path):
-    ours = write_ours(tmp_path / "ours", CONFIGS["mamba1"], random_state(CONFIGS["mamba1"]))
-    write_tokenizer(ours / "tokenizer")
-    (ours / "tokenizer" / "tokenizer.json").write_text('{"version": "1.0", "model": 3}')
-    with pytest.raises(UserError, match="tokenizer .*/ours/tokenizer: can't be loaded .[^\n]+.$"):
-        write_model(ours, tmp_path / "out")
-    assert os.listdir(tmp_path) == ["ours"]
-
-
 @pytest.mark.parametrize("zipped", [True, False])
 @pytest.mark.parametrize("share", [0, 0.01, 0.5, 0.999])
 def test_a_truncated_pth(share, zipped, tmp_path):
@@ -341,29 +261,18 @@ def test_sources_that_are_none(tmp_path):
     refused(tmp_path / "lonely.pth", "there is no config.json beside it", tmp_path)
 
 
-@pytest.mark.parametrize(
-    "changes, message",
-    [
-        (
-            {"d_model": "64"},
-            "d_model is '64', but this program's models need: whole number, at least 1",
-        ),
-        ({"width": 3}, "width is no setting of this program's models"),
-        ({"layers": "mamba9"}, "can't read 'mamba9'"),
-    ],
-)
-def test_a_config_of_ours_that_was_edited_wrongly(changes, message, tmp_path):
+def test_a_config_of_ours_that_was_edited_wrongly(tmp_path):
     ours = write_ours(tmp_path / "ours", CONFIGS["mamba1"], random_state(CONFIGS["mamba1"]))
-    change_config(ours, **changes)
-    refused(ours, message, tmp_path)
+    change_config(ours, d_model="64")
+    refused(ours, "d_model is '64', but this program's models need: whole number, at", tmp_path)
+    change_config(ours, d_model=64, width=3)
+    refused(ours, "width is no setting of this program's models", tmp_path)
 
 
 @pytest.mark.parametrize(
     "field, here, there",
     [
         ("norm_eps", "1e-05", 1e-6),
-        ("rope_theta", "10000.0", 5e5),
-        ("ngroups", "1", 2),
         ("tie_embeddings", "false", True),
     ],
 )
@@ -402,31 +311,6 @@ def test_a_pth_to_go_on_from_that_is_of_another_model_in_what_no_shape_shows(
         starts_from(folder)
     (folder / "config.json").unlink()
     assert starts_from(folder).config.structure() == config.structure()
-
-
-def test_a_pth_beside_a_config_of_another_library(tmp_path):
-    config = CONFIGS["hybrid"]
-    given = {name: shown(value) for name, value in vars(config).items()}
-    for form in ("hf", "state-spaces"):
-        folder = write_model(
-            write_ours(tmp_path / form, config, random_state(config)),
-            tmp_path / f"{form}-out",
-            format=form,
-        )
-        for change, message in (({}, None), ({"norm_eps": "1e-6"}, "norm_eps=1e-06")):
-            resolved, explicit = resolve_settings(
-                {**given, **change, "load_ckpt_path": str(folder / "any.pth")}
-            )
-            torch.save(random_state(config), folder / "any.pth")
-            if message:
-                with pytest.raises(UserError, match=message):
-                    starting_weights(resolved, explicit)
-            else:
-                assert_same(
-                    starting_weights(resolved, explicit).open(World.alone()),
-                    config,
-                    random_state(config),
-                )
 
 
 def test_layers_that_transformers_has_no_model_for(tmp_path):
@@ -469,20 +353,4 @@ def test_a_disk_that_fills_up_while_torch_writes(verb, tmp_path):
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
         signal.signal(signal.SIGXFSZ, ignored)
-    assert sorted(os.listdir(tmp_path)) == before
-
-
-@pytest.mark.parametrize(
-    "verb, function", [(write_model, "write_safetensors"), (write_pth_folder, "_write_state_dict")]
-)
-def test_a_full_disk_leaves_nothing(verb, function, tmp_path, monkeypatch):
-    source = exported(tmp_path)
-    before = sorted(os.listdir(tmp_path))
-
-    def full(*arguments):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(convert, function, full)
-    with pytest.raises(UserError, match="can't write .*out: No space left on device"):
-        verb(source, tmp_path / "out")
     assert sorted(os.listdir(tmp_path)) == before

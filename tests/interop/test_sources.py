@@ -1,8 +1,6 @@
 """Whatever names a model gives its weights: a run, a checkpoint, a file, a folder; on any number of ranks, a parameter
 at a time."""
 
-import shutil
-
 import pytest
 import torch
 import transformers
@@ -49,13 +47,6 @@ def run(tmp_path):
     return tmp_path / "run"
 
 
-def test_a_run_is_its_newest_checkpoint(run):
-    assert_same(read_weights(run), CONFIG, random_state(CONFIG, seed=2))
-    assert_same(
-        read_weights(run / "checkpoints" / "step_00000001"), CONFIG, random_state(CONFIG, seed=1)
-    )
-
-
 def test_a_broken_checkpoint_is_passed_over_and_said(run, capsys):
     (run / "checkpoints" / "step_00000002" / "rank_00000.safetensors").write_bytes(b"")
     assert_same(read_weights(run), CONFIG, random_state(CONFIG, seed=1))
@@ -73,13 +64,6 @@ def test_a_run_is_published_and_exported_with_its_tokenizer(run, source):
         assert (config.eos_token_id, config.max_position_embeddings) == (0, 24)
         assert transformers.AutoTokenizer.from_pretrained(out).eos_token_id == 0
         assert_same(read_weights(out), CONFIG, random_state(CONFIG, seed=2))
-
-
-def test_a_run_without_a_tokenizer_still_gives_its_weights(run):
-    shutil.rmtree(run / "tokenizer")
-    weights = read_weights(run)
-    assert weights.tokenizer_path is None
-    assert_same(weights, CONFIG, random_state(CONFIG, seed=2))
 
 
 @pytest.mark.parametrize("ranks", [1, 3])

@@ -139,51 +139,29 @@ def test_mlps_are_as_wide_as_the_reference_makes_them(tmp_path):
     assert state_spaces.read_config(fields(tmp_path, **content)).d_intermediate == 256
 
 
+MAMBA2 = {"layer": "Mamba2"}
+
+
 @pytest.mark.parametrize(
     "changes, message",
     [
         ({"rms_norm": False}, "rms_norm is False, a LayerNorm; only True"),
         ({"ssm_cfg": {"layer": "Mamba3"}}, "ssm_cfg.layer is 'mamba3'"),
-        ({"ssm_cfg": {"layer": "Mamba2", "bias": True}}, "ssm_cfg.bias is True"),
-        ({"ssm_cfg": {"layer": "Mamba2", "conv_bias": False}}, "ssm_cfg.conv_bias is False"),
+        ({"ssm_cfg": {**MAMBA2, "conv_bias": False}}, "ssm_cfg.conv_bias is False"),
         (
-            {"ssm_cfg": {"layer": "Mamba2", "d_conv": 5}},
-            "d_conv is 5, but this program's models need: whole number, at least 2, at most 4",
+            {"ssm_cfg": {**MAMBA2, "d_conv": 5}},
+            "d_conv is 5, but this program's models need: whole",
         ),
-        (
-            {"ssm_cfg": {"layer": "Mamba2", "dt_limit": [0.0, 0.5]}},
-            r"ssm_cfg.dt_limit is \[0.0, 0.5\]",
-        ),
-        ({"ssm_cfg": {"layer": "Mamba2", "d_ssm": 64}}, "ssm_cfg.d_ssm is 64"),
-        (
-            {"ssm_cfg": {"layer": "Mamba2", "norm_before_gate": True}},
-            "ssm_cfg.norm_before_gate is True",
-        ),
-        (
-            {"ssm_cfg": {"layer": "Mamba2", "headdim": 0}},
-            "ssm_cfg.headdim is 0, but has to be at least 1",
-        ),
-        (
-            {"ssm_cfg": {"layer": "Mamba2", "novelty": 3}},
-            "ssm_cfg.novelty is 3, a field that this program does not know",
-        ),
-        (
-            {"attn_cfg": {**BAMBA["attn_cfg"], "qkv_proj_bias": True}},
-            "attn_cfg.qkv_proj_bias is True",
-        ),
+        ({"ssm_cfg": {**MAMBA2, "dt_limit": [0.0, 0.5]}}, r"ssm_cfg.dt_limit is \[0.0, 0.5\]"),
+        ({"ssm_cfg": {**MAMBA2, "d_ssm": 64}}, "ssm_cfg.d_ssm is 64"),
+        ({"ssm_cfg": {**MAMBA2, "novelty": 3}}, "ssm_cfg.novelty is 3, a field that this program"),
+        ({"attn_cfg": {**BAMBA["attn_cfg"], "d_conv": 4}}, "attn_cfg.d_conv is 4"),
         (
             {"attn_cfg": {"num_heads": 32, "causal": True, "out_proj_bias": False}},
             "attn_cfg.qkv_proj_bias is None, .* only False",
         ),
-        ({"attn_cfg": {**BAMBA["attn_cfg"], "d_conv": 4}}, "attn_cfg.d_conv is 4"),
-        (
-            {"attn_cfg": {**BAMBA["attn_cfg"], "rotary_emb_interleaved": True}},
-            "attn_cfg.rotary_emb_interleaved is True",
-        ),
         ({"attn_layer_idx": [9, 40]}, r"attn_layer_idx names layers \[40\] of a model of 32"),
-        ({"d_model": "wide"}, "d_model is 'wide', not int"),
         ({"n_layer": None}, "n_layer is missing"),
-        ({"moe": 8}, "moe is 8, a field that this program does not know"),
     ],
 )
 def test_what_the_model_can_not_represent_is_refused_by_name(changes, message, tmp_path):

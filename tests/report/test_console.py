@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from mamba_fsdp.report.console import Console, duration, output_that_may_go
+from mamba_fsdp.report.console import Console, output_that_may_go
 from tests.support.terminal import Terminal, drawings
 
 STEP = dict(loss=3.25, learning_rate=3e-4, tokens_per_second=21400.4)
@@ -88,26 +88,6 @@ def test_long_lines_are_wrapped_where_the_text_begins(terminal):
     assert len(rest) == 2 and all(len(row) < 80 and re.match(" {11}[co]", row) for row in rest)
 
 
-def test_a_help_page_fits_and_its_options_stay_in_their_column(terminal):
-    from mamba_fsdp.verbs import evaluate
-
-    Console(stream=terminal.stream()).line(evaluate.__doc__)
-    rows = terminal.text().split("\r\n")
-    assert max(map(len, rows)) < 80
-    first = next(number for number, row in enumerate(rows) if row.startswith("  --stride  "))
-    assert re.match(" {24}[a-zA-Z]", rows[first + 1])
-    assert " ".join(rows).split() == evaluate.__doc__.split()
-
-
-def test_other_ranks_are_silent(terminal):
-    console = Console(enabled=False, stream=terminal.stream())
-    console.step(1, 10, **STEP, report=True)
-    console.line("x")
-    console.passing("x")
-    console.close()
-    assert terminal.text() == ""
-
-
 class Gone(io.StringIO):
     """A stream whose reader is gone."""
 
@@ -149,7 +129,3 @@ print('also after it')
     process.stdout.close()
     process.stdin.close()
     assert (process.wait(300), process.stderr.read()) == (0, b"")
-
-
-def test_durations_read_like_a_clock():
-    assert [duration(seconds) for seconds in (0, 61.9, 3600)] == ["0:00", "1:01", "1:00:00"]

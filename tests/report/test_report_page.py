@@ -12,7 +12,6 @@ import pytest
 
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.report.curves import curve, name_runs, summarise_run
-from mamba_fsdp.report.page import charts_of
 from mamba_fsdp.verbs import report
 
 EVIL = "<script>document.title = 'owned'</script>"
@@ -93,15 +92,6 @@ def test_a_run_is_read_while_it_is_written(tmp_path):
     assert not {"step", "tokens", "val_share", "slowest_rank"} & curves.keys()
 
 
-def test_older_metrics_have_fewer_curves(tmp_path):
-    """And no hours without rates."""
-    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 4.0}\n{"step": 2, "loss": 3.5}\n')
-    run = summarise_run(tmp_path)
-    assert run["curves"].keys() == {"loss"} and run["curves"]["loss"]["mean"] == [4.0, 3.5]
-    assert run["settings"] == run["status"] == {} and run["events"] == run["samples"] == []
-    assert [chart["title"] for chart in charts_of([run])] == ["Loss"] and "hours" not in run["axes"]
-
-
 def test_a_long_curve_keeps_its_spikes_beside_its_means():
     values = np.linspace(5, 2, 100_000)
     values[31_415], values[50] = 50.0, math.nan
@@ -151,12 +141,6 @@ def test_what_is_no_run_or_has_nothing_yet_is_one_line(tmp_path):
     (run / "metrics.jsonl").mkdir()
     with pytest.raises(UserError, match=r"metrics.jsonl: can't be read \(Is a directory\)$"):
         report.main(str(run))
-
-
-def test_a_reader_that_leaves_is_no_failed_write(tmp_path, monkeypatch):
-    monkeypatch.setattr("builtins.print", lambda *_, **__: (_ for _ in ()).throw(BrokenPipeError))
-    with pytest.raises(BrokenPipeError):
-        report.main(str(write_run(tmp_path / "run", [1.0])))
 
 
 @pytest.mark.slow

@@ -59,25 +59,7 @@ def test_values_out_of_bounds_are_refused(words, message):
     "kind, name, texts",
     [
         (bool, "deterministic", ["on", "Off", "yes", "no", "TRUE", "0", "maybe", "2", ""]),
-        (
-            int,
-            "batch_size",
-            [
-                "7",
-                "2e3",
-                "2_000",
-                "1.5e9",
-                "+4",
-                "10k",
-                "2B",
-                "1.5",
-                "0x10",
-                "two",
-                "1e400",
-                "k",
-                "",
-            ],
-        ),
+        (int, "batch_size", ["7", "2e3", "2_000", "10k", "2B", "1.5", "0x10", "two", "1e400", "k"]),
         (float, "timeout_minutes", ["7", "2e3", "1e-3", "nan", "inf", "x", ""]),
     ],
 )
@@ -141,28 +123,14 @@ def test_mistakes_are_refused_with_the_reason(words, message):
     "words, code, start",
     [
         ([], 0, "python -m mamba_fsdp VERB"),
-        (["--version"], 0, "mamba_fsdp 1."),
         (["report", "--version"], 0, "mamba_fsdp "),
         (["generate", "--help"], 0, "python -m mamba_fsdp generate"),
         (["genrate"], 2, "error: there is no verb 'genrate'"),
         (["generate"], 2, "error: missing a required argument: 'model'"),
-        pytest.param(["generate", "/nowhere"], 2, "error: /nowhere", marks=pytest.mark.slow),
-        pytest.param(
-            ["evaluate", "/nowhere", "/nowhere"], 2, "error: /nowhere", marks=pytest.mark.slow
-        ),
-        (["generate", "/nowhere", "--length=0"], 2, "error: --length=0: must be at least 1"),
         (["generate", "/nowhere", "--top_p=2"], 2, "error: --top_p=2: must be at most 1"),
-        (
-            ["evaluate", "/nowhere", "/nowhere", "--limit=-1"],
-            2,
-            "error: --limit=-1: must be at least 0",
-        ),
         (["inspect", "/nowhere", "--verify=on"], 2, "error: /nowhere: there is no such"),
-        (["inspect", "/nowhere"], 2, "error: /nowhere"),
         (["report"], 2, "error: name at least one run"),
-        (["report", "/nowhere"], 2, "error: /nowhere"),
         (["inspect", "n" * 300], 2, "error: " + "n" * 300),
-        (["settings", "a.yaml"], 2, "error: there is no verb 'settings'"),
     ],
 )
 def test_verbs_explain_themselves_and_refuse_in_one_line(project, words, code, start):

@@ -87,14 +87,6 @@ def test_words_and_bytes_are_those_of_the_predicted_text(model, monkeypatch):
     assert windows.tokens == 32 + 8 * 8 and windows.words < whole.words
 
 
-def test_windows_longer_than_what_is_computed_at_a_time(model, monkeypatch):
-    whole = evaluate.evaluate(model, STORE, seq_length=10**12)
-    monkeypatch.setitem(loading.POSITIONS, "cpu", 100)
-    parts = evaluate.evaluate(loading.load("runs/demo"), STORE, seq_length=10**12)
-    assert parts.loss == pytest.approx(whole.loss, rel=1e-6)
-    assert parts.tokens == whole.tokens == whole.all_tokens
-
-
 def test_what_is_told(run):
     code, out, err = run("runs/demo", STORE, "--seq_length=32", "--limit=3")
     assert code == 0 and not err

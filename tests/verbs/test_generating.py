@@ -112,22 +112,6 @@ def test_an_error_before_the_text_is_one_line(run, monkeypatch):
         assert err.count("\n") == 1
 
 
-@pytest.mark.slow
-def test_generate_imports_only_what_it_needs(there, project):
-    """Transformers, sympy and torch's compiler took half of the time before the first token."""
-    words = ["-X", "importtime", "-m", "mamba_fsdp", "generate", "runs/demo", "--prompt=def"]
-    done = subprocess.run(
-        [sys.executable, *words, "--length=3"],
-        cwd=there,
-        capture_output=True,
-        text=True,
-        env={**os.environ, "PYTHONPATH": str(project)},
-    )
-    loaded = set(re.findall(r"\| +(\w+(?:\._dynamo)?)\n", done.stderr))
-    assert done.stdout.startswith("def") and "torch" in loaded
-    assert not loaded & {"transformers", "sympy", "torch._dynamo"}
-
-
 def test_words_without_transformers_are_those_of_transformers(there):
     from transformers import AutoTokenizer
 
