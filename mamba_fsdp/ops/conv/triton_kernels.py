@@ -109,16 +109,20 @@ def walk(  # noqa: PLR0915
                 g2 = g0
                 g3 = g0
                 if SEQ_IDX is not None:
+                    both = same & same1
                     same3 = same & same2
-                    same2 = same & same1
                     same1 = same
+                    same2 = both
                     g1 = tl.where(same1, g0, 0.0)
                     g2 = tl.where(same2, g0, 0.0)
                     g3 = tl.where(same3, g0, 0.0)
+                # In this order ptxas finds registers for all on sm_80 and 86.
                 value = r3 + w3 * g3
+                next_r1 = w0 * g0
+                next_r2 = r1 + w1 * g1
                 r3 = r2 + w2 * g2
-                r2 = r1 + w1 * g1
-                r1 = w0 * g0
+                r2 = next_r2
+                r1 = next_r1
                 g0 = tl.where(t < begin + ROWS, g0, 0.0)
                 sum0 = sum0 + g0 * x0
                 sum1 = sum1 + g0 * x1
