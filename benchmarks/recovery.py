@@ -35,7 +35,13 @@ TORCHRUN = ["torch.distributed.run", "--standalone", "--nproc-per-node=2", "--ma
 
 @contextlib.contextmanager
 def launched(folder, launcher):
-    environment = {**os.environ, "PROCESSES_PER_NODE": "2", "OMP_NUM_THREADS": "1"}
+    environment = {
+        **os.environ,
+        "PROCESSES_PER_NODE": "2",
+        "OMP_NUM_THREADS": "1",
+        # Else ranks of plain torchrun look for the addresses of those before them, and fail.
+        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+    }
     run = f"--save_ckpt_path={folder}/run"
     command = [sys.executable, "-m", *launcher, "training.py", *DEMO, run]
     with open(f"{folder}/log", "w") as log:
