@@ -19,7 +19,9 @@ def training_sources(data: DataConfig) -> tuple[dict[str, Source], dict[str, flo
     places = {name: split_in(root / name) for name in data.datasets}
     if len(places) < len(data.datasets):
         raise UserError(f"datasets {','.join(data.datasets)} names one twice; give each once")
-    places = places or {split_in(root).name: split_in(root)}
+    if not places:
+        place = split_in(root)
+        places = {place.name: place}
     sources: dict[str, Source] = {name: open_source(place, data) for name, place in places.items()}
     weights = data.weights or [source.token_count for source in sources.values()]
     return sources, dict(zip(sources, weights))
@@ -31,35 +33,35 @@ def validation_sources(data: DataConfig) -> list[Source]:
         return []
     if data.validation_path != "auto":
         return [open_source(split_in(Path(data.validation_path), "validation"), data)]
-    roots = [Path(data.dataset_path) / name for name in data.datasets] or [Path(data.dataset_path)]
-    places = [
-        place / "validation"
-        for root in roots
-        for place in (root, root.parent)
-        if place / "validation" != root and is_store(place / "validation")
-    ]
-    return [open_source(place, data) for place in dict.fromkeys(places)]
+    root = Path(data.dataset_path)
+    roots = [root / name for name in data.datasets] or [root]
+    found: dict[Path, Source] = {}
+    for training in roots:
+        for folder in (training, training.parent):
+            place = folder / "validation"
+            if place != training and place not in found and is_store(place):
+                found[place] = open_source(place, data)
+    return list(found.values())
 
 
 def check_tokenizers_agree(stores: Iterable[Source]) -> None:
     """Raises UserError where two of the sources are known to have different tokenizers."""
     for one, other in combinations(stores, 2):
         check_tokenizer(one.path, one.tokenizer, other.path, [other.tokenizer])
-        ours, theirs = ((store.vocab_size, store.eos) for store in (one, other))
-        if any(
-            value != another
-            for value, another, unknown in zip(ours, theirs, (0, -1))
-            if unknown not in (value, another)
-        ):
+        sizes = {one.vocab_size, other.vocab_size} - {0}  # 0 and -1: not known
+        ends = {one.eos, other.eos} - {-1}
+        if len(sizes) > 1 or len(ends) > 1:
             raise UserError(
-                f"{other.path}: its tokenizer (vocabulary {theirs[0]}, eos {theirs[1]}) is not that of "
-                f"{one.path} ({ours[0]}, {ours[1]}); {ANOTHER_TOKENIZER}"
+                f"{other.path}: its tokenizer (vocabulary {other.vocab_size}, eos {other.eos}) is not that of "
+                f"{one.path} ({one.vocab_size}, {one.eos}); {ANOTHER_TOKENIZER}"
             )
 
 
 def one_for_all(stores: Iterable[Source]) -> Source:
     """The one whose tokenizer stands for that of all: the first that is known, else the first."""
-    return max(stores, key=lambda store: store.tokenizer.startswith(IDENTITY))
+    stores = list(stores)
+    known = [store for store in stores if store.tokenizer.startswith(IDENTITY)]
+    return (known or stores)[0]
 
 
 def batches(

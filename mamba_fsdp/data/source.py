@@ -50,11 +50,15 @@ def restart(positions: np.ndarray, at: np.ndarray) -> None:
 class DummySource:
     """Made-up tokens without files, for benchmarks: documents of vocab_size tokens, 0, 1, 2, ... each."""
 
-    path, format, eos, tokenizer = Path("dummy"), "made-up tokens", -1, ""
+    path = Path("dummy")
+    format = "made-up tokens"
+    eos = -1
+    tokenizer = ""
     token_count = 1 << 50  # more than any run reads
 
     def __init__(self, vocab_size: int) -> None:
-        self.vocab_size, self.identity = vocab_size, f"dummy:{vocab_size}"
+        self.vocab_size = vocab_size
+        self.identity = f"dummy:{vocab_size}"
         self.document_count = self.token_count // vocab_size
 
     @property

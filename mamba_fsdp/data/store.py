@@ -52,30 +52,32 @@ class TokenStore:
     format = "token store"
 
     def __init__(self, path: str | Path, index: dict | None = None):
-        self.path, checked = Path(path), index is not None
-        self.index = index = index or _read_index(self.path)
+        self.path = Path(path)
+        is_checked = index is not None
+        self.index = index or _read_index(self.path)
         try:
-            self.dtype = np.dtype(index["dtype"]).newbyteorder("<")
-            self.vocab_size, self.eos, self.tokenizer = (
-                index["vocab_size"],
-                index["eos"],
-                index["tokenizer"],
-            )
-            self._shards = like(index["shards"], SHARDS)
-            self._starts = [0, *itertools.accumulate(shard["tokens"] for shard in self._shards)]
-            mapped = functools.partial(_map, self.path, self._shards, self.dtype)
-            self._map = functools.cache(mapped)
-            if not checked:
+            self._take_index()
+            if not is_checked:
                 with ThreadPoolExecutor(LOOKS_AT_ONCE) as pool:
-                    for _ in pool.map(mapped, range(len(self._shards))):
-                        pass
-            self.document_count = sum(shard["documents"] for shard in self._shards)
+                    list(pool.map(self._map, range(len(self._shards))))
         except (KeyError, TypeError, ValueError, OverflowError, AttributeError) as error:
             raise UserError(
                 f"{self.path / 'index.json'}: lacks or garbles {error}; make the store again"
             ) from error
-        self.token_count = self._starts[-1]
+
+    def _take_index(self):
+        index = self.index
+        self.dtype = np.dtype(index["dtype"]).newbyteorder("<")
+        self.vocab_size = index["vocab_size"]
+        self.eos = index["eos"]
+        self.tokenizer = index["tokenizer"]
         self.identity = index["checksum"]
+        self._shards = like(index["shards"], SHARDS)
+        tokens = [shard["tokens"] for shard in self._shards]
+        self._starts = [0, *itertools.accumulate(tokens)]
+        self.token_count = self._starts[-1]
+        self.document_count = sum(shard["documents"] for shard in self._shards)
+        self._map = functools.cache(functools.partial(_map, self.path, self._shards, self.dtype))
 
     def __reduce__(self):
         return TokenStore, (self.path, self.index)
@@ -100,7 +102,10 @@ class TokenStore:
         first = min(bisect.bisect_right(self._starts, start), len(self._shards)) - 1
         last = max(first, bisect.bisect_left(self._starts, start + count) - 1)
         parts = [self._read_shard(shard, start, start + count) for shard in range(first, last + 1)]
-        tokens, positions = parts[0] if len(parts) == 1 else map(np.concatenate, zip(*parts))
+        tokens, positions = parts[0]
+        if len(parts) > 1:
+            tokens = np.concatenate([part[0] for part in parts])
+            positions = np.concatenate([part[1] for part in parts])
         return Tokens(tokens, positions, None)
 
     def verify(self) -> None:
@@ -139,23 +144,20 @@ class TokenStore:
 
 def _map(folder, shards, dtype, shard):
     """(tokens, where its documents start) of a shard, both mapped, if their files have the right size."""
-    stem, tokens, documents = (
-        folder / shards[shard]["name"],
-        shards[shard]["tokens"],
-        shards[shard]["documents"],
-    )
-    remedy, starts = "copy it again or make the store again", np.dtype("<i8")
+    entry = shards[shard]
+    stem = folder / entry["name"]
+    starts = np.dtype("<i8")
     return (
-        map_file(Path(f"{stem}.bin"), dtype, tokens * dtype.itemsize, remedy),
-        map_file(Path(f"{stem}.doc"), starts, documents * starts.itemsize, remedy, searched=True),
+        map_file(Path(f"{stem}.bin"), dtype, entry["tokens"]),
+        map_file(Path(f"{stem}.doc"), starts, entry["documents"], searched=True),
     )
 
 
-def map_file(
-    path: Path, dtype: np.dtype, expected: int, remedy: str, searched: bool = False
-) -> np.ndarray:
-    """A file of `expected` bytes, mapped. searched: in leaps, so that what follows a page is not read with it. Raises
-    UserError, which ends in `remedy`, where it is missing or has another size than its index says."""
+def map_file(path: Path, dtype: np.dtype, count: int, searched: bool = False) -> np.ndarray:
+    """A file of `count` numbers, mapped. searched: in leaps, so that what follows a page is not read with it. Raises
+    UserError where it is missing or has another size than its index says."""
+    expected = count * dtype.itemsize
+    remedy = "copy it again or make the store again"
 
     def attempt():
         with open(path, "rb") as file:
@@ -196,20 +198,17 @@ class StoreWriter:
         state: an earlier writer's, made with the same arguments."""
         assert -1 <= eos < vocab_size <= 1 << 32 and shard_tokens > 0
         self.path = Path(path)
-        self.vocab_size, self.eos, self.tokenizer, self.shard_tokens = (
-            vocab_size,
-            eos,
-            tokenizer,
-            shard_tokens,
-        )
+        self.vocab_size = vocab_size
+        self.eos = eos
+        self.tokenizer = tokenizer
+        self.shard_tokens = shard_tokens
         self.whole = whole
         self.dtype = np.dtype("<u2" if vocab_size <= 1 << 16 else "<u4")
         state = {"shards": [], "tokens": 0, "documents": 0, "open": 0, **(state or {})}
-        self._shards, self._open = list(state["shards"]), state["open"]
-        self._tokens, self._documents = (
-            state["tokens"],
-            state["documents"],
-        )  # of the shard that is being written
+        self._shards = list(state["shards"])
+        self._open = state["open"]  # tokens of the document that has not ended
+        self._tokens = state["tokens"]  # of the shard that is being written
+        self._documents = state["documents"]
         self.path.mkdir(parents=True, exist_ok=True)
         self._files = self._open_files()
 
@@ -235,14 +234,16 @@ class StoreWriter:
             self._write(tokens[:room], self._ends(tokens[:room]))
             self._finish_shard()
             tokens = tokens[room:]
-        done, ends = 0, self._ends(tokens)
+        done = 0
+        ends = self._ends(tokens)
         while len(ends) and self._tokens + ends[-1] - done >= self.shard_tokens:
             last = ends.searchsorted(
                 self.shard_tokens - self._tokens + done
             )  # the document that fills the shard
             self._write(tokens[done : ends[last]], ends[: last + 1] - done)
             self._finish_shard()
-            done, ends = int(ends[last]), ends[last + 1 :]
+            done = int(ends[last])
+            ends = ends[last + 1 :]
         self._write(tokens[done:], ends - done)
 
     def _ends(self, tokens):
@@ -307,12 +308,11 @@ class StoreWriter:
     def _open_files(self):
         """The current shard's files, to be written behind what is known to be in them. What is there too is not cut
         off now: of a process that is taken for dead and wakes, it is what this one is about to write there."""
-        files = [
-            open(os.open(path, os.O_RDWR | os.O_CREAT, 0o666), "r+b") for path in self._paths()
-        ]
-        for path, file, size in zip(
-            self._paths(), files, (self._tokens * self.dtype.itemsize, self._documents * 8)
-        ):
+        sizes = [self._tokens * self.dtype.itemsize, self._documents * 8]
+        files = []
+        for path, size in zip(self._paths(), sizes):
+            file = open(os.open(path, os.O_RDWR | os.O_CREAT, 0o666), "r+b")
+            files.append(file)
             if file.seek(0, os.SEEK_END) < size:
                 raise UserError(f"{path}: shorter than recorded; start again with --overwrite")
             file.seek(size)

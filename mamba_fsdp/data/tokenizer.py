@@ -59,15 +59,13 @@ class TextTokenizer:
     def __init__(self, backend: Tokenizer, eos_token: str | None, transformers_form: Any = None):
         backend.no_truncation()
         backend.no_padding()
-        self.backend, self.eos_token, self._transformers_form = (
-            backend,
-            eos_token,
-            transformers_form,
-        )
-        bos_token = transformers_form and transformers_form.bos_token
-        self.eos, self.bos = (
-            backend.token_to_id(token) if token else None for token in (eos_token, bos_token)
-        )
+        self.backend = backend
+        self.eos_token = eos_token
+        self._transformers_form = transformers_form
+        self.eos = backend.token_to_id(eos_token) if eos_token else None
+        self.bos = None
+        if transformers_form and transformers_form.bos_token:
+            self.bos = backend.token_to_id(transformers_form.bos_token)
         self.vocab_size = max(backend.get_vocab().values(), default=-1) + 1
 
     @functools.cached_property
@@ -101,7 +99,9 @@ class NoTokenizer(TextTokenizer):
     """Stands for the tokenizer of token ids that come without it. Its backend is None, eos -1 where none is known."""
 
     def __init__(self, eos_token: str, vocab_size: int):
-        self.identity, self.bos, self.eos_token = "", None, eos_token
+        self.identity = ""
+        self.bos = None
+        self.eos_token = eos_token
         self.backend = None  # type: ignore[assignment]
         self.eos = int(eos_token or -1)
         self.vocab_size = max(vocab_size, self.eos + 1)
@@ -200,7 +200,9 @@ def train(texts: Iterable[str], vocab_size: int) -> TextTokenizer:
 
 def _train(backend, texts, trainer):
     """backend.train_from_iterator in a thread of its own: it is deaf to Ctrl-C while it counts and merges."""
-    stop, all_read, outcome = threading.Event(), threading.Event(), Future()
+    stop = threading.Event()
+    all_read = threading.Event()
+    outcome = Future()
 
     def until_stopped():
         for text in texts:
@@ -208,8 +210,6 @@ def _train(backend, texts, trainer):
                 raise KeyboardInterrupt
             yield text
         all_read.set()
-        if stop.is_set():  # who has set it waits for the end
-            raise KeyboardInterrupt
 
     def run():
         try:
@@ -229,31 +229,33 @@ def _train(backend, texts, trainer):
 
 
 def load_for_transformers(name: str | Path, remedy: str = "") -> Any:
-    """What transformers' AutoTokenizer makes of a folder or a name on the Hugging Face Hub, in a fast form. Raises
-    UserError."""
-    name = Path(name).parent if str(name).endswith(".model") and Path(name).is_file() else name
-    if Path(name, "tokenizer.model").is_file() and not any(
-        Path(name, file).exists() for file in SAY_WHICH
-    ):
+    """What transformers' AutoTokenizer makes of a folder or a name on the Hugging Face Hub, in a fast form. Code that
+    lies beside it is never run. Raises UserError."""
+    path = Path(name)
+    if path.suffix == ".model" and path.is_file():
+        path = path.parent
+        name = path
+    says_how = any((path / file).exists() for file in SAY_WHICH)
+    if (path / "tokenizer.model").is_file() and not says_how:
         raise UserError(
             f"tokenizer {name}: sentencepiece's tokenizer.model alone does not say how it is used; put its "
             "model's tokenizer_config.json beside it, as hf download MODEL brings it"
         )
-    is_folder = Path(name).is_dir()
-    offline = "" if is_folder else why_offline()
+    offline = "" if path.is_dir() else why_offline()
     from transformers import AutoTokenizer  # seconds to import: only where needed
 
     try:
         load = no_panic()(AutoTokenizer.from_pretrained)
         form = load(name, trust_remote_code=False, local_files_only=bool(offline))
     except Exception as error:  # the libraries raise whatever a file runs into
-        forms = (
-            ""
-            if is_folder
-            else " as a folder, a tokenizer.json file or a name on the Hugging Face Hub"
-        )
         reason = f"no network: {offline}" if offline else first_line(error)[:200]
-        raise UserError(f"tokenizer {name}: can't be loaded{forms} ({reason}){remedy}") from error
+        if not path.is_dir():
+            reason = (
+                f"as a folder, a tokenizer.json file or a name on the Hugging Face Hub ({reason})"
+            )
+        else:
+            reason = f"({reason})"
+        raise UserError(f"tokenizer {name}: can't be loaded {reason}{remedy}") from error
     if not getattr(form, "is_fast", False):
         raise UserError(
             f"tokenizer {name}: {type(form).__name__} has no fast form (tokenizer.json); {MAKE_IDS}"
@@ -268,11 +270,11 @@ def load_words(path: str | Path) -> TextTokenizer:
         fields = json.loads(Path(path, "tokenizer_config.json").read_bytes())
         if fields["tokenizer_class"] not in ("PreTrainedTokenizerFast", "TokenizersBackend"):
             raise ValueError("transformers may amend its files")
-        backend, eos = (
-            no_panic()(Tokenizer.from_file)(str(Path(path, "tokenizer.json"))),
-            fields["eos_token"],
-        )
-        return TextTokenizer(backend, eos["content"] if isinstance(eos, dict) else eos)
+        backend = no_panic()(Tokenizer.from_file)(str(Path(path, "tokenizer.json")))
+        eos = fields["eos_token"]
+        if isinstance(eos, dict):
+            eos = eos["content"]
+        return TextTokenizer(backend, eos)
     except Exception:  # let transformers say what is wrong
         form = load_for_transformers(path)
         return TextTokenizer(form.backend_tokenizer, form.eos_token, form)
@@ -289,15 +291,17 @@ def load(name: str, eos_token: str | None = None) -> TextTokenizer:
     if (path / "tokenizer.json").is_file() and not (path / "tokenizer_config.json").exists():
         path = path / "tokenizer.json"
     if path.is_file() and path.suffix != ".model":
+        form = None
         try:
-            backend, form = no_panic()(Tokenizer.from_file)(str(path)), None
+            backend = no_panic()(Tokenizer.from_file)(str(path))
         except Exception as error:  # the library raises bare Exception
             raise UserError(
                 f"tokenizer {name}: {path.name} can't be read ({first_line(error)})"
             ) from error
     else:
         form = load_for_transformers(name, "; train:4096 trains one on the input")
-        backend, eos_token = form.backend_tokenizer, eos_token or form.eos_token
+        backend = form.backend_tokenizer
+        eos_token = eos_token or form.eos_token
     if not eos_token:
         special = [token.content for token in backend.get_added_tokens_decoder().values()]
         raise UserError(
