@@ -59,7 +59,7 @@ class TokenStore:
             self._take_index()
             if not is_checked:
                 with ThreadPoolExecutor(LOOKS_AT_ONCE) as pool:
-                    list(pool.map(self._map, range(len(self._shards))))
+                    list(pool.map(self._map_anew, range(len(self._shards))))
         except (KeyError, TypeError, ValueError, OverflowError, AttributeError) as error:
             raise UserError(
                 f"{self.path / 'index.json'}: lacks or garbles {error}; make the store again"
@@ -77,7 +77,8 @@ class TokenStore:
         self._starts = [0, *itertools.accumulate(tokens)]
         self.token_count = self._starts[-1]
         self.document_count = sum(shard["documents"] for shard in self._shards)
-        self._map = functools.cache(functools.partial(_map, self.path, self._shards, self.dtype))
+        self._map_anew = functools.partial(_map, self.path, self._shards, self.dtype)
+        self._map = functools.cache(self._map_anew)  # of shards that were read
 
     def __reduce__(self):
         return TokenStore, (self.path, self.index)
