@@ -112,7 +112,9 @@ def measure(config, ranks):
         for shard, elements in shards_of(spec, 0, ranks):
             shards.append(replace(shard, data=torch.empty(elements)))
         began = time.perf_counter()
-        with mock.patch.object(module, "write_pieces", write):
+        # Sparse files need no room.
+        room = mock.patch.object(Checkpointer, "_check_fits", lambda *_: None)
+        with mock.patch.object(module, "write_pieces", write), room:
             checkpointer.save(1, shards, {})
         newest = checkpointer.last
         found = {"commit_seconds": time.perf_counter() - began, "save_calls": sum(calls.values())}
