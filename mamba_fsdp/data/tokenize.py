@@ -244,14 +244,18 @@ class _Part:
 
     def _check_others(self):
         """Raises UserError where a part with other settings was begun, or another number of them."""
-        for path in (self.out / PROGRESS).glob("*"):
-            if path.is_dir() and path not in self.folders:
-                raise UserError(
-                    f"{self.out}: begun in other parts or by another version; {START_AGAIN}"
-                )
+        for path in (self.out / PROGRESS).glob("*-of-*"):
+            if path.suffix == ".lease":
+                continue
+            if path not in self.folders:
+                raise UserError(f"{self.out}: begun in other parts; {START_AGAIN}")
             state = PartState.load(path)
             if state:
                 _check_same(self.out, state.settings, self.settings)
+        if (self.out / PROGRESS / "settings.json").exists():
+            raise UserError(
+                f"{self.out}: begun by an earlier version of this program; {START_AGAIN}"
+            )
 
     @contextlib.contextmanager
     def _lease(self, name):

@@ -346,6 +346,8 @@ def test_parts_merged_hold_the_documents_of_one_process(prepare, tmp_path, files
         (tmp_path / "in" / f"{number}.jsonl").write_text(as_json_lines(make_texts(20, number)))
     how = {"tokenizer": "train:300", "eos_token": ""}
     whole = prepare(tmp_path / "in", tmp_path / "whole", **how)
+    (tmp_path / "parts/.progress").mkdir(parents=True)
+    (tmp_path / "parts/.progress/9-of-3.lease").touch()  # of a part that is at work meanwhile
     for part in (2, 0, 1):
         done = prepare(tmp_path / "in", tmp_path / "parts", part=f"{part}/3", **how)
         assert (done is None) == (part != 1)
