@@ -3,7 +3,7 @@
 #
 #   ./0.create_env.sh [--stack cpu|current|torch2.2] [--dev]
 #
-#   cpu       the newest torch without CUDA, for laptops         (about 1.7 GB)
+#   cpu       the newest torch without CUDA, for laptops         (about 1.3 GB)
 #   current   the newest torch with CUDA, for NVIDIA GPUs        (about 8 GB)
 #   torch2.2  the stack of the default image: torch 2.2.2, cu121 (about 7 GB)
 #   --dev     also what the tests need
@@ -72,9 +72,9 @@ check_space() {
             "free some space, or VENV=/other/disk/venv"
 }
 
-install() { # requirements file, further pip arguments
+install() { # requirements file, further pip arguments. Python compiles what is imported, when it is: most never is.
     PYTHONUNBUFFERED=1 "$VENV/bin/python" -m pip install --progress-bar=off --disable-pip-version-check --no-input \
-        "${@:2}" -r "$1" 2>&1 | tee -a "$log" | show_progress
+        --no-compile "${@:2}" -r "$1" 2>&1 | tee -a "$log" | show_progress
 }
 
 show_progress() { # what pip is at, as one live line on a terminal; elsewhere only how many packages there are

@@ -76,10 +76,11 @@ RUN if [ "$INSTALL_EFA" = 1 ]; then \
 # stays in it; and an environment does not see the packages in a user's home. The stamp is what preflight compares.
 ARG STACK
 ARG PRUNE=1
-COPY requirements/${STACK}.txt requirements/prune.sh /tmp/requirements/
+COPY requirements/${STACK}.txt requirements/wandb.txt requirements/prune.sh /tmp/requirements/
 # Pruned in the same step: what a later one removes stays in the image.
 RUN python3 -m venv /usr/local \
-    && /usr/local/bin/pip install --no-cache-dir --disable-pip-version-check -r "/tmp/requirements/$STACK.txt" \
+    && /usr/local/bin/pip install --no-cache-dir --disable-pip-version-check \
+        -r "/tmp/requirements/$STACK.txt" -r /tmp/requirements/wandb.txt \
     && if [ "$PRUNE" = 1 ]; then bash /tmp/requirements/prune.sh /usr/local/lib/python3*/site-packages; fi \
     && digest=$(sha256sum "/tmp/requirements/$STACK.txt") \
     && printf '%s\n%s\n' "$STACK" "${digest%% *}" > /usr/local/.complete
