@@ -54,14 +54,6 @@ def test_the_patch_is_one_that_patch_understands(pristine):
     ).read_bytes()
 
 
-def test_an_older_class_is_replaced(pristine):
-    """After an update of the project a second run brings the class up to date."""
-    apply(pristine)
-    patched = snapshot(pristine)
-    (pristine / "triton/runtime/rank0_cache.py").write_text("# an older one")
-    assert "put in place" in apply(pristine)[1] and snapshot(pristine) == patched
-
-
 @pytest.mark.parametrize(
     "file, change",
     [
