@@ -106,3 +106,11 @@ def test_the_architecture_names_files_that_are_there(project):
 def test_every_file_says_what_it_is_for(project):
     for path, tree in modules(project).items():
         assert ast.get_docstring(tree), f"{path} does not open with what it is for"
+
+
+def test_the_library_has_few_rooms(project):
+    """Folders of the library, and files that stand beside them."""
+    library = project / "mamba_fsdp"
+    folders = [path for path in library.iterdir() if (path / "__init__.py").exists()]
+    files = [path for path in library.glob("*.py") if path.name != "__init__.py"]
+    assert len(folders) + len(files) <= 22

@@ -1,4 +1,4 @@
-"""The tools of pyproject.toml find nothing: ruff in any Python file, the type checker in library and settings."""
+"""The tools of pyproject.toml find nothing: ruff in any Python file, which it has formatted too, the type checker in library and settings."""
 
 import subprocess
 import sys
@@ -10,12 +10,13 @@ import pytest
     "command",
     [
         ["ruff", "check", "--no-cache", "."],
+        ["ruff", "format", "--check", "--no-cache", "."],
         pytest.param(
             ["mypy", "--no-error-summary", "mamba_fsdp", "config", "training.py", "get_dataset.py"],
             marks=pytest.mark.slow,
         ),
     ],
-    ids=["ruff", "mypy"],
+    ids=["ruff", "format", "mypy"],
 )
 def test_finds_nothing(project, command):
     done = subprocess.run(
