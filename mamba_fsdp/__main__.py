@@ -13,7 +13,7 @@ from mamba_fsdp import command_line
 
 VERBS = {  # name: what it does. The module in mamba_fsdp/verbs has that name; import's is import_
     "generate": "continue a text with a trained model",
-    "evaluate": "loss, perplexity and bits per byte over a token store or text",
+    "evaluate": "loss, perplexity and bits per byte over a token store",
     "inspect": "say what a run, a checkpoint, data of any format or a weights file holds",
     "checkpoints": "list a run's checkpoints, and verify them",
     "export": "write a model for transformers or mamba_ssm, or as consolidated.00.pth",

@@ -3,40 +3,33 @@
 
 Token loss, perplexity per token and per word, and bits per byte of a model, every token predicted once from those
 before it in its window (docs/evaluating.md). MODEL is a run folder, a checkpoint, a consolidated.00.pth, or a
-transformers or state-spaces folder. DATA is a token store, a folder of stores, or text as get_dataset.py reads it:
-files, or a name of `datasets`. Under torchrun the ranks share the work.
+transformers or state-spaces folder. DATA is a token store, or a folder with stores in validation/ or test/;
+get_dataset.py makes one of text. Under torchrun the ranks share the work.
 
   --seq_length          tokens per window, as many as you like; more context, lower loss
   --stride              from one window to the next; 0: seq_length, no overlap. Smaller: each token has at least
                         seq_length - stride others before it, and the work is seq_length / stride times as much
   --batch_size          windows per forward pass, fewer where they are long
   --limit               windows in all, spread evenly over the data; 0 for all
-  --compare_baseline    another model over the same data; with another tokenizer, over text
+  --compare_baseline    another model over the same tokens
   --json                the numbers as JSON on stdout, what is told otherwise on stderr
-  --split --config --text_column   of text, as get_dataset.py takes them; by default, of names of `datasets`,
-                        validation,test
-  --tokenizer           of text, where MODEL came without one
   --reset_at_documents  let nothing cross the start of a document
   --allow_other_tokenizer  where you know that the model fits the tokens of another tokenizer than its own
   --model_name          the preset that MODEL is, where there is no config.json beside it
 """
 
-import contextlib
-import glob
-import io
 import json
 import math
+import shlex
 import sys
-import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from config.dataset_config import DatasetConfig
 from config.fields import setting
 from config.train_config import DataConfig
 from mamba_fsdp.data.opening import is_store
@@ -62,10 +55,6 @@ class EvaluationConfig:
     limit: int = setting(0, at_least=0)
     compare_baseline: str = setting("")
     json: bool = setting(False)
-    split: str = setting("")
-    config: str = setting("")
-    text_column: str = setting("text")
-    tokenizer: str = setting("")
     reset_at_documents: bool = setting(False)
     allow_other_tokenizer: bool = setting(False)
     model_name: str = setting("")
@@ -84,9 +73,7 @@ class Evaluation:
     loss: float  # nats per token
     perplexity: float  # per token
     words: int  # between white space in the text of the predicted tokens; 0 where no tokenizer is known
-    word_perplexity: (
-        float | None
-    )  # exp(nats of all predicted tokens, ends of documents among them, over words)
+    word_perplexity: float | None  # exp(nats of all predicted tokens / words)
     bytes: int  # of that text
     bits_per_byte: float | None
     seconds: float
@@ -110,14 +97,6 @@ class Evaluation:
         lines.append(f"speed          {self.tokens / self.seconds:,.0f} tokens/s")
         return lines
 
-    def difference(self, baseline: "Evaluation") -> str:
-        """The line that compares, by what two models of any tokenizers share if it is known."""
-        if self.bits_per_byte is not None and baseline.bits_per_byte is not None:
-            return (
-                f"difference     {self.bits_per_byte - baseline.bits_per_byte:+.4f} bits per byte"
-            )
-        return f"difference     {self.loss - baseline.loss:+.4f} nats per token"
-
 
 def main(model: str, data: str, options: EvaluationConfig = DEFAULTS) -> None:
     from mamba_fsdp.verbs.loading import inference_world, load
@@ -133,26 +112,26 @@ def main(model: str, data: str, options: EvaluationConfig = DEFAULTS) -> None:
         loaded = load(
             path, model_name=options.model_name, reset_at_documents=options.reset_at_documents
         )
-        with token_stores(loaded, data, options) as stores:
-            for name, store in stores.items():
-                evaluation = evaluate(
-                    loaded,
-                    store,
-                    seq_length=options.seq_length,
-                    stride=options.stride,
-                    batch_size=options.batch_size,
-                    limit=options.limit,
-                    allow_other_tokenizer=options.allow_other_tokenizer,
-                    progress=console.passing,
-                )
-                found.setdefault(name, {})[role] = evaluation
+        for name, store in stores_in(data, loaded).items():
+            evaluation = evaluate(
+                loaded,
+                store,
+                seq_length=options.seq_length,
+                stride=options.stride,
+                batch_size=options.batch_size,
+                limit=options.limit,
+                allow_other_tokenizer=options.allow_other_tokenizer,
+                progress=console.passing,
+            )
+            found.setdefault(name, {})[role] = evaluation
     for name, evaluations in found.items():
         console.line(f"data           {name}")
         for role, evaluation in evaluations.items():
             console.line(f"{role:<14} {models[role]}")
             console.line("\n".join(evaluation.lines()))
         if "baseline" in evaluations:
-            console.line(evaluations["model"].difference(evaluations["baseline"]))
+            difference = evaluations["model"].loss - evaluations["baseline"].loss
+            console.line(f"difference     {difference:+.4f} nats per token")
     if options.json and world.rank == 0:
         numbers = {
             name: {role: asdict(evaluation) for role, evaluation in evaluations.items()}
@@ -292,52 +271,18 @@ def count_words_and_bytes(source: Source, spans: Iterable[tuple[int, int]]) -> t
     return words, size
 
 
-@contextlib.contextmanager
-def token_stores(
-    model: "Loaded", data: str, options: EvaluationConfig
-) -> Iterator[dict[str, Path]]:
-    """Yields {name: path} of the token stores that `data` means. Called by all ranks.
-
-    Text is tokenised as get_dataset.py does it, by the model's tokenizer or the one that is named, into a folder that is
-    removed afterwards.
-    """
-    from mamba_fsdp.verbs.loading import inference_world
-
-    path = Path(data).expanduser()
+def stores_in(data: str, model: "Loaded") -> dict[str, Path]:
+    """Returns {name: path} of the token stores that `data` means. Raises UserError for anything else, with the command
+    that makes a store of text."""
     stores = {}
-    for part in ("", "validation", "test"):
-        if is_store(path / part) and not options.split:
-            stores[f"{data} {part}".strip()] = path / part
-    if stores:
-        yield stores
-        return
-    splits = options.split
-    is_name = not path.exists() and not glob.has_magic(data)
-    if is_name and not splits:
-        splits = "validation,test"
-    world = inference_world()
-    several_machines = world.size > world.local_size  # they share this folder, but no other
-    with tempfile.TemporaryDirectory(dir="." if several_machines else None) as own_folder:
-        folder = Path(world.broadcast_object(own_folder))
-        for split in splits.split(","):
-            text = DatasetConfig(
-                tokenizer=options.tokenizer or str(model.tokenizer_path),
-                validation_fraction=0,
-                split=split,
-                config=options.config,
-                text_column=options.text_column,
-            )
-            place = folder / (split or "text")
-            world.on_rank0(lambda: tokenise(data, text, place))  # noqa: B023 (called at once)
-            stores[f"{data} {split}".strip()] = place / "train"
-        yield stores
-        world.barrier()
-
-
-def tokenise(data: str, text: DatasetConfig, place: Path) -> None:
-    """Makes the store `place`/train of text, and prints nothing."""
-    from mamba_fsdp.data.tokenize import make_dataset
-
-    text.check()
-    with contextlib.redirect_stdout(io.StringIO()):
-        make_dataset(data, place, text)
+    for split in ("", "validation", "test"):
+        path = Path(data, split)
+        if is_store(path):
+            stores[f"{data} {split}".strip()] = path
+    if not stores:
+        tokenizer = model.weights.tokenizer_path or "PATH"
+        raise UserError(
+            f"{data} is no token store. Make one of text: .venv/bin/python get_dataset.py {shlex.quote(data)} OUT "
+            f"--tokenizer={tokenizer} --validation_fraction=0; then evaluate OUT/train"
+        )
+    return stores

@@ -1,4 +1,4 @@
-"""What `evaluate` measures: sliding windows, text, named datasets, two models, several ranks, JSON."""
+"""What `evaluate` measures: sliding windows, words and bytes, two models, several ranks, JSON."""
 
 import json
 import math
@@ -38,10 +38,6 @@ def run(there, capsys):
 @pytest.fixture
 def model(there):
     return loading.load("runs/demo")
-
-
-def lines(count):
-    return "".join(json.dumps({"text": f"def line_{n}(x): naïve"}) + "\n" for n in range(count))
 
 
 @pytest.mark.parametrize("stride", [32, 20, 7])
@@ -96,45 +92,13 @@ def test_what_is_told(run):
     assert f"\ntokens         96 of {every:,}\nwindows        32 tokens long, one every 32\n" in out
 
 
-def test_text_is_measured_as_the_store_that_get_dataset_makes_of_it(run, tmp_path):
-    from config.dataset_config import DatasetConfig
-    from mamba_fsdp.data.tokenize import make_dataset
-
-    (tmp_path / "b.jsonl").write_text(lines(60))
-    options = DatasetConfig(tokenizer="runs/demo/tokenizer", validation_fraction=0)
-    make_dataset(str(tmp_path / "b.jsonl"), tmp_path / "made", options)
-    told = []
-    for place in ("b.jsonl", "made/train"):
-        out = run("runs/demo", tmp_path / place, "--seq_length=16", "--stride=4")[1]
-        told.append(out.splitlines()[2:-1])  # without the name and the speed
-    assert told[0] == told[1] and told[0][1].endswith("16 tokens long, one every 4")
-
-
-def test_a_named_dataset_is_measured_on_validation_and_test(run, monkeypatch):
-    datasets = pytest.importorskip("datasets")
-    asked = []
-
-    def load(name, config, *, split, streaming):
-        asked.append((config, split))
-        rows = datasets.Dataset.from_dict({"text": [f" = {split} {n} = \n" for n in range(20)]})
-        return rows.to_iterable_dataset()
-
-    monkeypatch.setattr(datasets, "load_dataset", load)
-    words = ["Salesforce/wikitext", "--config=wikitext-103-raw-v1", "--seq_length=16", "--json"]
-    code, out, err = run("runs/demo", *words)
-    assert set(asked) == {("wikitext-103-raw-v1", split) for split in ("validation", "test")}
-    assert err.startswith("data           Salesforce/wikitext validation\n")
-    found = json.loads(out)["data"]["Salesforce/wikitext test"]["model"]
-    assert found["bytes"] == pytest.approx(sum(len(f" = test {n} = \n") for n in range(20)), abs=3)
-
-
 def test_two_models_are_compared_and_json_is_all_there_is_on_stdout(run):
     words = ["runs/demo/checkpoints/step_00000002", STORE, "--seq_length=32", "--limit=20"]
     code, out, err = run(*words, "--compare_baseline=runs/demo", "--json")
     found = json.loads(out)
     model, baseline = (found["data"][STORE][role] for role in ("model", "baseline"))
-    difference = model["bits_per_byte"] - baseline["bits_per_byte"]
-    assert difference and err.endswith(f"\ndifference     {difference:+.4f} bits per byte\n")
+    difference = model["loss"] - baseline["loss"]
+    assert difference and err.endswith(f"\ndifference     {difference:+.4f} nats per token\n")
     assert f"model          {words[0]}\n" in err and "\nbaseline       runs/demo\n" in err
 
 
@@ -144,16 +108,12 @@ def test_json_of_a_diverged_model_parses(run, monkeypatch):
     assert json.loads(out, parse_constant=pytest.fail)["data"][STORE]["model"]["loss"] is None
 
 
-def test_models_of_other_tokenizers_are_compared_over_text(run, tmp_path):
+def test_a_model_of_another_tokenizer_is_refused(run, tmp_path):
     from mamba_fsdp.data import tokenizer
 
     export.main("runs/demo", str(tmp_path / "theirs"))
     tokenizer.train(["def other words"], 257).save(tmp_path / "theirs")
-    (tmp_path / "a.txt").write_text("def naïve(x): return 3\n" * 30)
-    words = ["--seq_length=16", f"--compare_baseline={tmp_path / 'theirs'}"]
-    code, out, err = run("runs/demo", tmp_path / "a.txt", *words)
-    assert code == 0 and out.splitlines()[-1].startswith("difference ") and "bits per byte" in out
-    code, out, err = run("runs/demo", STORE, *words)
+    code, out, err = run("runs/demo", STORE, f"--compare_baseline={tmp_path / 'theirs'}")
     assert code == 2 and "different tokenizers" in err
 
 
@@ -162,7 +122,7 @@ def test_models_of_other_tokenizers_are_compared_over_text(run, tmp_path):
     [
         (["runs/demo"], "missing a required argument: 'data'"),
         (["runs/demo", STORE, "--seq_length=8", "--stride=9"], "longer than a window"),
-        (["runs/demo", "nowhere.txt"], "nowhere.txt: no file"),
+        (["runs/demo", "a.txt"], "get_dataset.py a.txt OUT --tokenizer=runs/demo/tokenizer "),
         (["nothing", STORE], "no such file or folder"),
         (["runs/demo", STORE, "--compare_basline=1"], "did you mean --compare_baseline"),
     ],
@@ -179,9 +139,8 @@ def test_a_store_of_another_vocabulary_is_refused(model):
 
 
 @pytest.mark.slow
-def test_two_ranks_give_the_numbers_of_one(there, project, tmp_path):
-    (tmp_path / "a.jsonl").write_text(lines(99))
-    words = ["-m", "mamba_fsdp", "evaluate", "runs/demo", str(tmp_path / "a.jsonl")]
+def test_two_ranks_give_the_numbers_of_one(there, project):
+    words = ["-m", "mamba_fsdp", "evaluate", "runs/demo", STORE]
     words += ["--seq_length=16", "--stride=5", "--batch_size=2", "--limit=40", "--json"]
     environment = {**os.environ, "PYTHONPATH": str(project), "OMP_NUM_THREADS": "1"}
     torchrun = ["-m", "torch.distributed.run", "--nproc_per_node=2", "--standalone"]
