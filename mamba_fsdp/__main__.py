@@ -21,7 +21,7 @@ VERBS = {  # name: what it does. The module in mamba_fsdp/verbs has that name; i
     "report": "show runs in one HTML file: curves, settings, restarts, samples",
     "plan": "say whether a training fits on machines, how long it takes, what it costs",
     "preflight": "check a cluster's nodes before training (1.train.sbatch calls it)",
-    "doctor": "say what this machine, or every node, has, and whether it works",
+    "doctor": "say what this machine has and whether it works",
 }
 
 

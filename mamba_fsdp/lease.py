@@ -13,7 +13,7 @@ import socket
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -161,37 +161,6 @@ def living(leases: Sequence[Lease]) -> list[Lease]:
             return alive
         heart.beat()
         time.sleep(SECONDS_BETWEEN_LOOKS)
-
-
-def share(
-    folder: Path,
-    tasks: Iterable[str],
-    is_done: Callable[[str], bool],
-    do: Callable[[str, Lease], None],
-) -> list[Lease]:
-    """Does the tasks that no other process does, in this order, and what dead ones left; returns the leases of the
-    rest, whose holders live. Their files lie in `folder`. Raises as `do` and the disk do.
-
-    do: called with the lease that is held meanwhile; may return before the task is done when it finds it lost.
-    """
-    while True:
-        held = []
-        for task in tasks:
-            lease = Lease(folder / f"{task}.lease")
-            if is_done(task):
-                continue
-            if lease.try_take():
-                try:
-                    if not is_done(task):  # by now
-                        do(task, lease)
-                finally:
-                    lease.give_back()
-            if not is_done(task):
-                held.append((task, lease))
-        alive = living([lease for _, lease in held])
-        if len(alive) == len(held):
-            return alive
-        tasks = [task for task, _ in held]
 
 
 def _this_process():

@@ -17,7 +17,6 @@ from mamba_fsdp.parallel.world import CPU, World
 from mamba_fsdp.planning.devices import Instance
 from mamba_fsdp.planning.memory import expected_memory
 from mamba_fsdp.planning.roofline import step_seconds
-from mamba_fsdp.report.console import scaled
 from mamba_fsdp.run_layout import CHECKPOINT_BYTES
 
 TRIED_SHARES = ("1", "1/2", "1/4", "0")  # of blocks that recompute; the least memory first
@@ -142,19 +141,3 @@ def machine_at_hand() -> Instance:
         memory = torch.cuda.mem_get_info()[1]
         return Instance(torch.cuda.get_device_name(), torch.cuda.device_count(), memory / 1e9)
     return Instance("cpu", 1, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9)
-
-
-def what_would_fit(settings: TrainConfig, world: World) -> str:
-    """Says for a run that ran out of memory what its largest part is, and on a GPU which settings are expected to fit."""
-    nodes = world.size // world.local_size
-    machine = replace(machine_at_hand(), devices=world.local_size)
-    found = estimate(settings, nodes, machine)
-    part = found.largest_part
-    said = f"most are the {part}, {scaled(found.memory[part], 'B')} of {scaled(found.bytes, 'B')} expected"
-    better = best(settings, nodes, machine)
-    if machine.device == "cpu" or not better:
-        return said
-    return (
-        f"{said}; plan takes batch_size={better.batch_size}, "
-        f"selective_checkpointing={better.recompute}"
-    )

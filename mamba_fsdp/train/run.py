@@ -14,7 +14,6 @@ from mamba_fsdp.errors import UserError, first_line
 from mamba_fsdp.ops import cpp
 from mamba_fsdp.parallel.compat import use_deterministic_algorithms
 from mamba_fsdp.parallel.world import World, start_world
-from mamba_fsdp.planning.estimate import what_would_fit
 from mamba_fsdp.report.console import Console, output_that_may_go
 from mamba_fsdp.report.records import add_event, was_validated
 from mamba_fsdp.run_layout import MODELS, PROFILE, SETTINGS, is_own, step_of
@@ -167,7 +166,8 @@ def out_of_memory_explained(
         raise UserError(
             f"rank {world.rank} has too little memory: {first}lower batch_size or seq_length "
             "(global_batch_size keeps the batch), set fsdp_activation_checkpointing=true, or shard over "
-            f"more ranks; {what_would_fit(settings, world)} ({first_line(error)[:200]})"
+            "more ranks; python -m mamba_fsdp plan with the same settings says what takes most, and what "
+            f"fits ({first_line(error)[:200]})"
         ) from error
 
 

@@ -1,7 +1,6 @@
 """Where a step's time goes; what is said of too little memory."""
 
 import json
-import re
 
 import pytest
 import torch
@@ -18,7 +17,7 @@ def test_a_run_says_where_its_time_goes(train, tmp_path):
 
 
 @pytest.mark.slow
-def test_too_little_memory_on_a_gpu_leaves_a_snapshot_and_says_what_fits(
+def test_too_little_memory_on_a_gpu_leaves_a_snapshot_and_says_what_helps(
     train, tmp_path, change_loss, monkeypatch
 ):
     def fail(state, true_loss):
@@ -26,16 +25,9 @@ def test_too_little_memory_on_a_gpu_leaves_a_snapshot_and_says_what_fits(
         raise torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate 20 MiB")
 
     change_loss(fail)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "NVIDIA H100 80GB HBM3")
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda *_: (0, 600 * 10**6))
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(
         torch.cuda.memory, "_dump_snapshot", lambda path: open(path, "w").write("snapshot")
     )
-    with pytest.raises(Exception, match="rank 0 has too little memory") as caught:
-        train(tmp_path / "run", batch_size=16384, eval_interval=0)
-    assert re.search(
-        r"most are the activations, [\d.]+ MB of [\d.]+ GB expected; plan takes batch_size=256, sel",
-        str(caught.value),
-    ), caught.value
+    with pytest.raises(Exception, match="rank 0 has too little memory: .* mamba_fsdp plan with"):
+        train(tmp_path / "run", eval_interval=0)
     assert (tmp_path / "run/profile/memory_rank_0.pickle").read_text() == "snapshot"
