@@ -116,7 +116,7 @@ def run(task):
     (scratch / f"{os.getpid()}.pid").write_text(str(os.getppid()))
     trace_steps(open(scratch / f"rank-{number}-{os.getpid()}.trace", "w", buffering=1))
     if kill and kill["rank"] == number and not (scratch / "fired").exists():
-        die_at(kill, scratch, task["run"])
+        Death(kill, scratch, task["run"]).arrange()
     words = {
         **SETTINGS,
         "dataset_path": task["data"],
@@ -168,48 +168,62 @@ def trace_steps(trace):
     loop.update_weights, loop.finish_step = update_and_hash, end_and_note
 
 
-def die_at(kill, scratch, folder):
-    """Arranges the death. A moment is looked for from this rank's first step on, but for files, whose operations count
-    from the start."""
-    from mamba_fsdp.train import loop
+class Death:
+    """Kills whom `kill` names at its moment. That is looked for from this rank's first step on, but for files, whose
+    operations count from the start."""
 
-    end, left, lock = loop.finish_step, [kill["nth"]], threading.Lock()
+    def __init__(self, kill, scratch, folder):
+        self.kill = kill
+        self.scratch = scratch
+        self.folder = folder
+        self.left = kill["nth"]  # operations or steps, or seconds after the first step
+        self.lock = threading.Lock()
 
-    def now():
-        (scratch / "fired").touch()
-        others = living(scratch) if kill["whom"] == "all" else []
-        if kill["whom"] != "rank":
+    def arrange(self):
+        from mamba_fsdp.train import loop
+
+        if self.kill["at"] not in ("time", "step"):
+            sys.addaudithook(self.notice)
+            return
+        end = loop.finish_step
+
+        def finish_step(*given):
+            if self.kill["at"] == "step":
+                self.count()
+            elif self.left is not None:
+                threading.Timer(self.left, self.come).start()
+                self.left = None
+            return end(*given)
+
+        loop.finish_step = finish_step
+
+    def notice(self, event, arguments):
+        """Counts an operation on a file of the run; "publish" means those on its models."""
+        is_publish = self.kill["at"] == "publish"
+        wanted = ("open", "os.rename") if is_publish else (self.kill["at"],)
+        if event not in wanted or not isinstance(arguments[0], (str, bytes)):
+            return
+        path = os.fsdecode(arguments[0])
+        if path.startswith(self.folder) and ("/pth/" in path or not is_publish):
+            self.count()
+
+    def count(self):
+        with self.lock:
+            self.left -= 1
+            if self.left == 0:
+                self.come()
+
+    def come(self):
+        (self.scratch / "fired").touch()
+        whom = self.kill["whom"]
+        others = living(self.scratch) if whom == "all" else []
+        if whom != "rank":
             os.kill(os.getppid(), signal.SIGKILL)
         for pid in others:
             if pid != os.getpid():
                 os.kill(pid, signal.SIGKILL)
-        if kill["whom"] != "launcher":
+        if whom != "launcher":
             os.kill(os.getpid(), signal.SIGKILL)
-
-    def count():
-        with lock:
-            left[0] -= 1
-            if left[0] == 0:
-                now()
-
-    def ended(*given):
-        if kill["at"] == "time" and left[0] is not None:
-            threading.Timer(left[0], now).start()
-            left[0] = None
-        if kill["at"] == "step":
-            count()
-        return end(*given)
-
-    def noticed(event, arguments):
-        if event == kill["at"] or kill["at"] == "publish" and event in ("open", "os.rename"):
-            path = arguments[0]
-            if isinstance(path, (str, bytes)) and os.fsdecode(path).startswith(folder):
-                if kill["at"] != "publish" or "/pth/" in os.fsdecode(path):
-                    count()
-
-    loop.finish_step = ended
-    if kill["at"] not in ("time", "step"):
-        sys.addaudithook(noticed)
 
 
 def living(scratch):
