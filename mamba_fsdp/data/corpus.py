@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from config.dataset_config import DatasetConfig
-from mamba_fsdp.data.hub import why_offline
 from mamba_fsdp.errors import UserError, first_line
 from mamba_fsdp.storage import read_object
 
@@ -104,24 +103,6 @@ def builtin_files() -> list[Path]:
             f"{root}: this Python comes without its library's source files; name an INPUT"
         )
     return files
-
-
-def what_lies_at(path: Path) -> tuple[str, bool] | None:
-    """(a title, whether it may be token ids) of text or others' tokens at `path`; None where it is neither."""
-    if is_saved_to_disk(path):
-        return "a save_to_disk folder of datasets", True
-    files = [path]
-    if path.is_dir():
-        files = [*sorted(path.glob("*.*")), *sorted(path.rglob("*.arrow"))]
-    for file in files:
-        kind = kind_of(file)
-        if kind == "datalayout":
-            return f"tokens in DataLayout files ({file.name})", True
-        if kind == "arrow":
-            return f"tokens or text in Arrow files ({file.name})", True
-        if kind and file.suffix != ".md":
-            return f"text ({file.name})", False
-    return None
 
 
 def kind_of(path: Path, format: str = "auto") -> str | None:
@@ -218,7 +199,6 @@ def _refuse(error):
 
 
 def _hub_shards(name, options):
-    offline = why_offline()
     import datasets  # a second to import: only where needed
 
     shards = []
@@ -230,11 +210,8 @@ def _hub_shards(name, options):
             count = open_on_hub(name, options.config, split).num_shards
             shards += [Shard(name, "hub", split, "", number, count) for number in range(count)]
     except Exception as error:  # the name, split or config is unknown, there is no network, ...
-        reason = first_line(error)
-        if offline:
-            reason += f"; no network: {offline}"
         raise UserError(
-            f"{name}: no file or folder here, and `datasets` can't load it ({reason})"
+            f"{name}: no file or folder here, and `datasets` can't load it ({first_line(error)})"
         ) from error
     return shards
 

@@ -237,8 +237,6 @@ def _batch(
             labels[row, : data.seq_length - stride] = (
                 IGNORED_LABEL  # the windows before predict them
             )
-        if found.mask is not None:
-            labels[row, :length][~found.mask[1:]] = IGNORED_LABEL
         if seq_idx is not None:
             seq_idx[row, :length] = np.cumsum(_starts(found.positions)[:-1])
         if weights is not None:

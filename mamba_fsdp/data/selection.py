@@ -6,9 +6,9 @@ from pathlib import Path
 
 from config.train_config import DataConfig
 from mamba_fsdp.data.loader import Batch, BatchLayout, Loader
-from mamba_fsdp.data.opening import is_store, open_source, split_in
 from mamba_fsdp.data.sampler import Sampler
 from mamba_fsdp.data.source import Source
+from mamba_fsdp.data.store import TokenStore, is_store, split_in
 from mamba_fsdp.data.tokenizer import ANOTHER_TOKENIZER, IDENTITY, check_tokenizer
 from mamba_fsdp.errors import UserError
 
@@ -22,7 +22,7 @@ def training_sources(data: DataConfig) -> tuple[dict[str, Source], dict[str, flo
     if not places:
         place = split_in(root)
         places = {place.name: place}
-    sources: dict[str, Source] = {name: open_source(place, data) for name, place in places.items()}
+    sources: dict[str, Source] = {name: _open(place, data) for name, place in places.items()}
     weights = data.weights or [source.token_count for source in sources.values()]
     return sources, dict(zip(sources, weights))
 
@@ -32,7 +32,7 @@ def validation_sources(data: DataConfig) -> list[Source]:
     if data.validation_path == "none":
         return []
     if data.validation_path != "auto":
-        return [open_source(split_in(Path(data.validation_path), "validation"), data)]
+        return [_open(split_in(Path(data.validation_path), "validation"), data)]
     root = Path(data.dataset_path)
     roots = [root / name for name in data.datasets] or [root]
     found: dict[Path, Source] = {}
@@ -40,8 +40,18 @@ def validation_sources(data: DataConfig) -> list[Source]:
         for folder in (training, training.parent):
             place = folder / "validation"
             if place != training and place not in found and is_store(place):
-                found[place] = open_source(place, data)
+                found[place] = _open(place, data)
     return list(found.values())
+
+
+def _open(path, data):
+    store = TokenStore(path)
+    if data.reset_at_documents and store.eos < 0:
+        raise UserError(
+            f"{path}: reset_at_documents needs to know which token ends its documents; make the store "
+            "again with --eos_token=ID"
+        )
+    return store
 
 
 def check_tokenizers_agree(stores: Iterable[Source]) -> None:

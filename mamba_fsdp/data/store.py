@@ -14,8 +14,8 @@ import functools
 import hashlib
 import itertools
 import json
-import mmap
 import os
+import shlex
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from config.dataset_config import DatasetConfig
-from mamba_fsdp.data.source import Tokens, restart
+from mamba_fsdp.data.source import Tokens
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.storage import (
     TOKEN_STORE,
@@ -48,8 +48,6 @@ class TokenStore:
     Opening checks the index and every file's size; `verify` reads everything. Raises UserError naming file and fault.
     index: what another process has opened and checked; then no file is touched before it is read, and is checked then.
     """
-
-    format = "token store"
 
     def __init__(self, path: str | Path, index: dict | None = None):
         self.path = Path(path)
@@ -94,7 +92,7 @@ class TokenStore:
         return path
 
     def read(self, start: int, count: int) -> Tokens:
-        """Tokens [start, start + count) of the store, across shards, with their positions; the mask is None."""
+        """Tokens [start, start + count) of the store, across shards, with their positions."""
         assert 0 <= start and 0 <= count and start + count <= self.token_count, (
             start,
             count,
@@ -107,7 +105,7 @@ class TokenStore:
         if len(parts) > 1:
             tokens = np.concatenate([part[0] for part in parts])
             positions = np.concatenate([part[1] for part in parts])
-        return Tokens(tokens, positions, None)
+        return Tokens(tokens, positions)
 
     def verify(self) -> None:
         """Reads every file and compares checksums. Raises UserError naming the first damaged one."""
@@ -139,8 +137,22 @@ class TokenStore:
                 "document; copy it again or make the store again"
             )
         positions = np.arange(position, position + end - offset, dtype=np.int32)
-        restart(positions, inner)
+        if len(inner):
+            lengths = np.diff(np.append(inner, end - offset))
+            positions[inner[0] :] -= np.repeat(positions[inner], lengths)
         return tokens[offset:end], positions
+
+
+def is_store(path: Path) -> bool:
+    """Whether a token store lies at `path`."""
+    return exists(path / "index.json")
+
+
+def split_in(path: Path, split: str = "train") -> Path:
+    """The store `path` itself, or its subfolder for `split` (train or validation) if that is a store."""
+    if not is_store(path) and is_store(path / split):
+        return path / split
+    return path
 
 
 def _map(folder, shards, dtype, shard):
@@ -149,14 +161,13 @@ def _map(folder, shards, dtype, shard):
     stem = folder / entry["name"]
     starts = np.dtype("<i8")
     return (
-        map_file(Path(f"{stem}.bin"), dtype, entry["tokens"]),
-        map_file(Path(f"{stem}.doc"), starts, entry["documents"], searched=True),
+        _map_file(Path(f"{stem}.bin"), dtype, entry["tokens"]),
+        _map_file(Path(f"{stem}.doc"), starts, entry["documents"]),
     )
 
 
-def map_file(path: Path, dtype: np.dtype, count: int, searched: bool = False) -> np.ndarray:
-    """A file of `count` numbers, mapped. searched: in leaps, so that what follows a page is not read with it. Raises
-    UserError where it is missing or has another size than its index says."""
+def _map_file(path, dtype, count):
+    """A file of `count` numbers, mapped. Raises UserError where it is missing or has another size than its index says."""
     expected = count * dtype.itemsize
     remedy = "copy it again or make the store again"
 
@@ -166,10 +177,7 @@ def map_file(path: Path, dtype: np.dtype, count: int, searched: bool = False) ->
             if size != expected:
                 raise UserError(f"{path}: {size} bytes, but its index says {expected}; {remedy}")
             # A plain array over the map: np.memmap's own indexing costs microseconds a call.
-            mapped = np.memmap(file, dtype, "r")
-            if searched and hasattr(mmap, "MADV_RANDOM"):
-                mapped._mmap.madvise(mmap.MADV_RANDOM)  # type: ignore[attr-defined]
-            return np.asarray(mapped)
+            return np.asarray(np.memmap(file, dtype, "r"))
 
     try:
         return retry_io(attempt, path)
@@ -368,8 +376,6 @@ def _read_index(folder):
 
 
 def _why_no_store(folder):
-    if folder.is_file():
-        return f"{folder}: a file, not a token store; make one with get_dataset.py"
     if not folder.exists():
         return f"{folder}: no such folder; make a token store there with get_dataset.py"
     if (folder / "train" / "index.json").exists():
@@ -379,7 +385,10 @@ def _why_no_store(folder):
         or (folder / "00000.bin").exists()
     ):
         return f"{folder}: an unfinished token store (no index.json); run its get_dataset.py command again"
-    return f"{folder}: not a token store (no index.json); make one with get_dataset.py"
+    return (
+        f"{folder}: not a token store (no index.json); training reads these. Make one of text or token ids with: "
+        f".venv/bin/python get_dataset.py {shlex.quote(str(folder))} OUT"
+    )
 
 
 def _checksum(index):

@@ -4,16 +4,13 @@ import contextlib
 import functools
 import hashlib
 import json
-import threading
 from collections.abc import Iterable, Iterator
-from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from config.fields import whole_number
-from mamba_fsdp.data.hub import why_offline
 from mamba_fsdp.errors import UserError, first_line
 from mamba_fsdp.storage import write_atomically
 
@@ -33,11 +30,6 @@ ANOTHER_TOKENIZER = (
 MAKE_IDS = (
     "make token ids with it and give get_dataset.py these: --text_column=input_ids --tokenizer=none"
 )
-SAY_WHICH = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "config.json",
-)  # kind of tokenizer a tokenizer.model is
 
 
 @contextlib.contextmanager
@@ -194,38 +186,8 @@ def train(texts: Iterable[str], vocab_size: int) -> TextTokenizer:
         show_progress=False,
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
     )
-    _train(backend, texts, trainer)
+    backend.train_from_iterator(texts, trainer)
     return TextTokenizer(backend, END_OF_TEXT)
-
-
-def _train(backend, texts, trainer):
-    """backend.train_from_iterator in a thread of its own: it is deaf to Ctrl-C while it counts and merges."""
-    stop = threading.Event()
-    all_read = threading.Event()
-    outcome = Future()
-
-    def until_stopped():
-        for text in texts:
-            if stop.is_set():
-                raise KeyboardInterrupt
-            yield text
-        all_read.set()
-
-    def run():
-        try:
-            outcome.set_result(backend.train_from_iterator(until_stopped(), trainer))
-        except BaseException as error:
-            outcome.set_exception(error)
-
-    thread = threading.Thread(target=run, daemon=True)
-    try:
-        thread.start()
-        outcome.result()
-    except KeyboardInterrupt:
-        stop.set()
-        if not all_read.is_set():
-            thread.join()  # Python must not end while it reads: the process would abort
-        raise
 
 
 def load_for_transformers(name: str | Path, remedy: str = "") -> Any:
@@ -235,27 +197,16 @@ def load_for_transformers(name: str | Path, remedy: str = "") -> Any:
     if path.suffix == ".model" and path.is_file():
         path = path.parent
         name = path
-    says_how = any((path / file).exists() for file in SAY_WHICH)
-    if (path / "tokenizer.model").is_file() and not says_how:
-        raise UserError(
-            f"tokenizer {name}: sentencepiece's tokenizer.model alone does not say how it is used; put its "
-            "model's tokenizer_config.json beside it, as hf download MODEL brings it"
-        )
-    offline = "" if path.is_dir() else why_offline()
     from transformers import AutoTokenizer  # seconds to import: only where needed
 
     try:
         load = no_panic()(AutoTokenizer.from_pretrained)
-        form = load(name, trust_remote_code=False, local_files_only=bool(offline))
+        form = load(name, trust_remote_code=False)
     except Exception as error:  # the libraries raise whatever a file runs into
-        reason = f"no network: {offline}" if offline else first_line(error)[:200]
-        if not path.is_dir():
-            reason = (
-                f"as a folder, a tokenizer.json file or a name on the Hugging Face Hub ({reason})"
-            )
-        else:
-            reason = f"({reason})"
-        raise UserError(f"tokenizer {name}: can't be loaded {reason}{remedy}") from error
+        raise UserError(
+            f"tokenizer {name}: can't be loaded as a folder, a tokenizer.json file or a name on the Hugging Face Hub "
+            f"({first_line(error)[:200]}){remedy}"
+        ) from error
     if not getattr(form, "is_fast", False):
         raise UserError(
             f"tokenizer {name}: {type(form).__name__} has no fast form (tokenizer.json); {MAKE_IDS}"

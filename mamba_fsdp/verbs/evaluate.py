@@ -32,9 +32,8 @@ import numpy as np
 
 from config.fields import setting
 from config.train_config import DataConfig
-from mamba_fsdp.data.opening import is_store
 from mamba_fsdp.data.source import Source
-from mamba_fsdp.data.store import TokenStore
+from mamba_fsdp.data.store import TokenStore, is_store
 from mamba_fsdp.data.tokenizer import check_tokenizer, load_words
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.report.console import Console

@@ -1,8 +1,7 @@
 """python -m mamba_fsdp inspect PATH [--verify]
 
 Say what PATH holds: a run folder, a checkpoint or a rank's file of one, a model (consolidated.00.pth, transformers,
-state-spaces, other trainers' files; of one without config.json, its tensors), or a token store. Of text and of others'
-tokens it names the get_dataset.py command that makes a token store of them (docs/data.md).
+state-spaces, other trainers' files; of one without config.json, its tensors), or a token store.
 
   --verify    read every byte: of a token store, compared with the checksums; of a checkpoint or a run, as
               python -m mamba_fsdp checkpoints does. Exits with 1 or 2 where anything is damaged. Refuses models, which
@@ -19,8 +18,8 @@ import numpy as np
 from config.model_config import ModelConfig, checked_model
 from config.presets import title
 from mamba_fsdp.checkpoint.retention import size_of
-from mamba_fsdp.data.opening import check_no_other_data, is_store, open_source, split_in
 from mamba_fsdp.data.source import Source
+from mamba_fsdp.data.store import TokenStore, is_store, split_in
 from mamba_fsdp.data.tokenizer import load_words
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.report.console import Console, read_share, say, scaled
@@ -119,7 +118,6 @@ def is_data(place: Path) -> bool:
         return True
     if not place.exists():
         raise UserError(f"{place}: there is no such file or folder")
-    check_no_other_data(place)
     return False
 
 
@@ -162,7 +160,7 @@ def describe_model(model: ModelConfig) -> str:
 
 def show_data(path: Path, verify: bool) -> None:
     """Prints what the token store at `path` holds. Raises UserError where something is wrong with it."""
-    store = open_source(path)
+    store = TokenStore(path)
     say("token store", path)
     if verify:
         store.verify()

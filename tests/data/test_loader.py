@@ -18,23 +18,18 @@ L = 8
 
 
 class Numbers:
-    """A source whose token i is first + i, in documents of `document` tokens; tokens divisible by `silent` don't
-    count."""
+    """A source whose token i is first + i, in documents of `document` tokens."""
 
-    def __init__(self, token_count, first=0, document=5, silent=None):
-        self.token_count, self.first, self.document, self.silent = (
-            token_count,
-            first,
-            document,
-            silent,
-        )
+    def __init__(self, token_count, first=0, document=5):
+        self.token_count = token_count
+        self.first = first
+        self.document = document
         self.identity = f"{token_count} from {first}"
 
     def read(self, start, count):
         place = np.arange(start, start + count)
         tokens = (self.first + place).astype(np.uint32)
-        mask = None if self.silent is None else tokens % self.silent != 0
-        return Tokens(tokens, (place % self.document).astype(np.int32), mask)
+        return Tokens(tokens, (place % self.document).astype(np.int32))
 
 
 class Broken(Numbers):
@@ -163,24 +158,16 @@ def test_documents_are_counted_from_each_rows_first_token():
         assert torch.equal(batch.seq_idx[row].long(), document - document[0])
 
 
-def test_tokens_that_do_not_count_have_no_label():
-    with loader_of({"a": Numbers(50 * L + 1, silent=7)}, batch_size=50) as loader:
-        batch = loader.step(0)[0]
-    following = batch.tokens + 1
-    assert torch.equal(batch.labels, torch.where(following % 7 == 0, IGNORED_LABEL, following))
-
-
-@pytest.mark.parametrize("silent", [None, 7])
-def test_labels_weigh_by_what_of_their_document_stands_before_them_in_the_row(silent):
+def test_labels_weigh_by_what_of_their_document_stands_before_them_in_the_row():
     """tanh(p / window), p counted from the start of the row or of the document in it; a start itself is ignored."""
-    sources = {"a": Numbers(50 * L + 1, document=5, silent=silent)}
+    sources = {"a": Numbers(50 * L + 1, document=5)}
     with loader_of(sources, batch_size=25, position_weighting=True, position_window=3) as loader:
         batch = loader.step(0)[0]
     total = 0.0
     for row, (_, window) in enumerate(batch.samples):
         for place, label in enumerate(range(window * L + 1, window * L + L + 1)):
             weight = np.tanh(min(label % 5, place + 1) / 3)
-            if label % 5 == 0 or silent and label % silent == 0:
+            if label % 5 == 0:
                 assert batch.labels[row, place] == IGNORED_LABEL
             else:
                 assert batch.labels[row, place] == label

@@ -19,7 +19,9 @@ EOS = ord("\n")
 class Lines:
     """A source of another kind: the bytes of a text file as they lie there, each line a document."""
 
-    vocab_size, eos, format, tokenizer = 256, EOS, "lines", ""
+    vocab_size = 256
+    eos = EOS
+    tokenizer = ""
 
     def __init__(self, path):
         self.path = self.tokenizer_path = path
@@ -35,7 +37,6 @@ class Lines:
         return Tokens(
             self.content[start : start + count],
             (place - self.starts[document]).astype(np.int32),
-            None,
         )
 
 
@@ -60,13 +61,12 @@ def test_the_native_store_keeps_the_protocol(pair):
     for name, kind in inspect.get_annotations(Source).items():
         assert isinstance(getattr(store, name), kind) and isinstance(getattr(toy, name), kind), name
     assert inspect.signature(TokenStore.read) == inspect.signature(Source.read)
-    tokens, positions, mask = store.read(5, 20)
+    tokens, positions = store.read(5, 20)
     assert (
         tokens.dtype.kind == "u"
         and positions.dtype == np.int32
         and len(tokens) == len(positions) == 20
     )
-    assert mask is None
 
 
 def test_a_source_of_another_kind_gives_the_same_batches(pair):

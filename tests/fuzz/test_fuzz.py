@@ -34,8 +34,7 @@ from mamba_fsdp.checkpoint.folder import Reader
 from mamba_fsdp.checkpoint.restore import find_checkpoint
 from mamba_fsdp.checkpoint.tensors import open_tensors
 from mamba_fsdp.data import corpus, encoding, reading, tokenize, tokenizer
-from mamba_fsdp.data.opening import open_source
-from mamba_fsdp.data.store import StoreWriter, _checksum
+from mamba_fsdp.data.store import StoreWriter, TokenStore, _checksum
 from mamba_fsdp.data.tokenizer import identities_in
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.interop.convert import write_model
@@ -87,7 +86,7 @@ ODD = [
 
 
 def read_source(folder):
-    source = open_source(folder / "data")
+    source = TokenStore(folder / "data")
     count = min(source.token_count, 1000)
     if count:
         source.read(0, count)

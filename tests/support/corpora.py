@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[2]
 
 def stored_documents(store):
     """Each document of a store, with its eos."""
-    tokens, positions, _ = store.read(0, store.token_count)
+    tokens, positions = store.read(0, store.token_count)
     return np.split(tokens, np.flatnonzero(positions == 0)[1:])
 
 
