@@ -205,7 +205,7 @@ def survey(source: Source, *, every: bool) -> Survey:
     begun = 0  # where the document that is open began, as far as it was read
     for number in numbers:
         start = WINDOW * number
-        tokens, positions, _ = source.read(start, min(WINDOW, source.token_count - start))
+        tokens, positions = source.read(start, min(WINDOW, source.token_count - start))
         if not every:
             begun = start
         bounds = [begun, *(start + np.flatnonzero(positions == 0)), start + len(tokens)]
