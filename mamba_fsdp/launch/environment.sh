@@ -165,15 +165,10 @@ set_network() { # what NCCL and libfabric need on this kind of node
 
 job_state() { squeue --noheader --jobs="$job" --format=%T 2>/dev/null || true; }
 
-slurm_time() { # a moment of the job that Slurm knows by this name, in seconds since the epoch, or nothing
+read_limit() { # when Slurm ends the job, in seconds since the epoch
     local moment
-    moment=$(scontrol show job "$job" | sed -n "s/.* $1=\([^ ]*\).*/\1/p")
-    date +%s -d "${moment:-never}" 2>/dev/null || true
-}
-
-read_limit() { # when Slurm ends the job
-    limit=$(slurm_time EndTime)
-    limit=${limit:-9999999999}
+    moment=$(scontrol show job "$job" | sed -n "s/.* EndTime=\([^ ]*\).*/\1/p")
+    limit=$(date +%s -d "${moment:-never}" 2>/dev/null) || limit=9999999999
 }
 
 start_containers() { # on all nodes at once, each unpacks the image the only time in this start of the job

@@ -111,7 +111,6 @@ class Agent(LocalElasticAgent):
             os.environ["RECOVERS_FROM"] = f"{failure.time} {lost}"
             for path in self.failures.iterdir():
                 path.unlink()
-        os.environ["RANKS_BEGAN"] = str(time.time())
         return super()._start_workers(worker_group)
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
@@ -129,7 +128,6 @@ class Agent(LocalElasticAgent):
             self.record(first)
             if not self.may_restart(first):
                 raise ChildFailedError("training", result.failures)
-            os.environ.pop("START_PARTS", None)  # what the script took is told once
         return result
 
     def record(self, failure: Failure) -> None:

@@ -168,18 +168,9 @@ def was_validated(run_folder: Path, step: int) -> bool:
     return any(entry["step"] == step and "val_loss" in entry for entry in entries_of_run)
 
 
-def write_status(
-    run_folder: Path,
-    status: str,
-    step: int,
-    reason: str = "",
-    start: dict[str, float] | None = None,
-) -> None:
-    """status: running, stopped, finished or failed, the last three events too. start: seconds of its parts. Raises
-    UserError where it can't."""
+def write_status(run_folder: Path, status: str, step: int, reason: str = "") -> None:
+    """status: running, stopped, finished or failed, the last three events too. Raises UserError where it can't."""
     content: dict[str, Any] = {"status": status, "step": step, "reason": reason, "time": _now()}
-    if start:
-        content["start"] = start
     if status != "running":
         add_event(run_folder, status, step, reason=reason)
     write_for_user(run_folder / STATUS, json.dumps(content, indent=1) + "\n")

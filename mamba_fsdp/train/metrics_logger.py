@@ -73,7 +73,7 @@ class MetricsLogger(contextlib.ExitStack):
         state = self.context.state
         schedule = self.context.schedule
         state.step_seconds += self.clock.new_seconds()
-        self._report_start()
+        self._report_recovery()
         seconds, own_seconds = self.clock.seconds_per_step(state.step)
         tokens_per_second = schedule.tokens_per_step / seconds
         mfu = None
@@ -101,17 +101,13 @@ class MetricsLogger(contextlib.ExitStack):
         if self.profiler:
             self.profiler.step()
 
-    def _report_start(self) -> None:
-        """Tells of the first steps how long the start took, and after which failure it was."""
-        step = self.context.state.step
-        startup = self.folder.startup
-        if self.metrics and not startup.steps:
-            recovery = self.folder.recovery(step)
-            if recovery:
-                self.console.line(recovery)
-        if startup.stepped() and self.metrics:
-            self.folder.write_status("running", step)
-            self.console.line(startup.line())
+    def _report_recovery(self) -> None:
+        """Tells after the first step of a start which failure it was after."""
+        if not self.metrics:
+            return
+        recovery = self.folder.recovery(self.context.state.step)
+        if recovery:
+            self.console.line(recovery)
 
     def _report_entry(
         self,
@@ -151,7 +147,6 @@ class MetricsLogger(contextlib.ExitStack):
         """The validation loss (nats per token) after `step`, of `tokens`, a `share` of the data, in
         so many seconds."""
         perplexity = math.exp(min(loss, 700.0))
-        self.folder.startup.done("validation")
         self._write(
             {
                 "step": step,

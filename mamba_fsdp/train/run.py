@@ -42,9 +42,7 @@ def run_training(
     """
     use_deterministic_algorithms(settings.training.deterministic)
     folder = RunFolder(settings.checkpoint.save_ckpt_path)
-    folder.startup.done("imports")
     world = start_world(timeout_minutes=settings.parallel.timeout_minutes)
-    folder.startup.done("process group")
     cpp.tune_process(world.device.type)
     console = Console(enabled=world.rank == 0)
     progress = Progress()
@@ -97,7 +95,7 @@ def train(context: TrainContext, folder: RunFolder, console: Console) -> Path | 
     world = context.world
     schedule = context.schedule
     if not state.first_started:
-        state.first_started = folder.startup.began
+        state.first_started = folder.opened
     validation_due = schedule.is_due(schedule.eval_steps, state.step)
     if validation_due and state.step:
         was_done = world.on_rank0(partial(was_validated, folder.path, state.step))
@@ -118,7 +116,6 @@ def train(context: TrainContext, folder: RunFolder, console: Console) -> Path | 
         StopRequest(folder.path, world.rank == 0) as stop,
         MetricsLogger(context, folder, console) as logger,
     ):
-        folder.startup.done("loader")
         reason = loop.train(context, logger, stop, validation_due)
     if not reason:
         return context.checkpointer.newest()

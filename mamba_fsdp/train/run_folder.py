@@ -22,7 +22,6 @@ from mamba_fsdp.run_layout import (
     step_of,
 )
 from mamba_fsdp.storage import retry_io
-from mamba_fsdp.train.startup import Startup
 
 
 class RunFolder:
@@ -31,8 +30,8 @@ class RunFolder:
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
+        self.opened = time.time()  # seconds since the epoch
         self.lease = Lease(self.path / LEASE)
-        self.startup = Startup()
 
     def acquire(self) -> None:
         """Makes the folder and takes its lease. Raises UserError where that can't be or it is
@@ -51,9 +50,9 @@ class RunFolder:
         records.write_status(self.path, "running", self._newest_step(), "starting")
 
     def write_status(self, status: str, step: int, reason: str = "") -> None:
-        """Writes status.json, see records.write_status, with the parts of the start."""
+        """Writes status.json, see records.write_status."""
         self.lease.check()
-        records.write_status(self.path, status, step, reason, self.startup.parts)
+        records.write_status(self.path, status, step, reason)
 
     def status(self) -> dict:
         """Returns the content of status.json, {} where there is none. What it says of a run that

@@ -75,14 +75,12 @@ def set_up(
 ) -> TrainContext | None:
     """Prepares a run; all ranks call it. weights: of init_from. Returns None for a dry run. Raises
     UserError where things don't fit."""
-    startup = folder.startup
     layout = split_step(settings.training, world.rank, world.size)
     backends = choose_backends(settings, world, say)
 
     # Rank 0 looks at all files for all: thousands of files times a thousand ranks keep a file
     # system busy.
     data = world.on_rank0(partial(open_data, settings, say))
-    startup.done("data")
     if settings.training.dry_run:
         say_what_a_run_would_do(settings, folder, layout, data, say)
         return None
@@ -91,12 +89,10 @@ def set_up(
     parallel = build_model(settings, world, backends)
     spec = parameters(settings.model)
     optimizer = make_optimizer(parallel.parameters(), spec, settings.optimizer, world.device)
-    startup.done("model")
 
     tokens = one_for_all(data.sources.values())
     state = start(settings, tokens, parallel, optimizer, checkpointer, weights, say)
     until_the_end.close()  # what was read from another run has been read
-    startup.done("checkpoint")
 
     sampler = make_sampler(settings, data, state)
     length = run_length(settings, sampler)

@@ -195,7 +195,7 @@ def traces(train, kept_runs, metrics_of, corpus, monkeypatch):
             if not path.name.startswith(".")
         )
         where = folder if (folder / "metrics.jsonl").exists() else folder / "elsewhere"
-        kept = [line for line in said.splitlines() if not line.startswith(("step", "start   "))]
+        kept = [line for line in said.splitlines() if not line.startswith("step")]
         kept += (
             (where / "generated.jsonl").read_text().splitlines()
             if (where / "generated.jsonl").exists()

@@ -107,9 +107,8 @@ def test_a_report_is_a_line_and_an_entry_where_it_is_due(logger_of, tmp_path, ca
         "source_tokens": {"it": 3 * 32},
         "source_epochs": {"it": 0.75},
     }
-    first, started, second = capsys.readouterr().out.splitlines()
+    first, second = capsys.readouterr().out.splitlines()
     assert first == "step 1: validation loss 3.0000, perplexity 20.09 (17.4% of the data, 0.2 s)"
-    assert started.startswith("start      first step after")
     assert second.startswith("step 2/4  loss  3.5000  lr 1.00e-02")
 
 
