@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mamba_fsdp.data import sampler as order_module
-from mamba_fsdp.data.sampler import GROUP_BLOCKS, Sampler, permute, permuted_window
+from mamba_fsdp.data.sampler import Sampler, permuted_window
 from mamba_fsdp.errors import UserError
 
 
@@ -27,13 +27,6 @@ def draws_of(order, samples):
     """{source name: its windows in the order of their draws} for the first `samples` samples."""
     index, window, _ = order.samples(0, samples)
     return {name: window[index == i].tolist() for i, name in enumerate(order.names)}
-
-
-@settings(deadline=None, max_examples=60)
-@given(size=st.integers(1, 5000), key=st.integers(0, 2**64 - 1))
-def test_permute_is_a_bijection_of_every_size(size, key):
-    image = permute(np.arange(size), np.full(size, size), np.full(size, key, np.uint64))
-    assert np.array_equal(np.sort(image), np.arange(size))
 
 
 @settings(deadline=None, max_examples=80)
@@ -60,35 +53,6 @@ def test_every_window_of_every_source_once_an_epoch(counts, weights, seed, block
     for name, count in zip(order.names, counts):
         for epoch in range(len(draws[name]) // count):
             assert sorted(draws[name][epoch * count : (epoch + 1) * count]) == list(range(count))
-
-
-def test_samples_are_a_pure_function_of_their_number():
-    """Asking for samples in any pieces and order gives what asking for all of them at once gives."""
-    sources = with_windows(50, 20, 7)
-    weights = dict(zip(sources, (5, 2, 0.3)))
-    whole = np.stack(Sampler(sources, weights, 8, 3).samples(0, 500))
-    order = Sampler(dict(reversed(sources.items())), weights, 8, 3)
-    for first, count in ((490, 10), (0, 1), (123, 77), (1, 400)):
-        assert np.array_equal(
-            np.stack(order.samples(first, count)), whole[:, first : first + count]
-        )
-
-
-def test_reads_stay_within_a_group_of_blocks():
-    """The draws of one group touch GROUP_BLOCKS blocks and each of their windows once: the page cache holds what is in
-    use."""
-    order = Sampler({"s": source(2**38)}, {"s": 1}, 2048, seed=5)
-    block_windows = order_module.BLOCK_TOKENS // 2048
-    group = GROUP_BLOCKS * block_windows
-    assert block_windows * 2048 * 2 >= 1 << 20  # a block is megabytes
-    shuffles = set()
-    for first in (0, 7 * group):
-        window = order.samples(first, group)[1]
-        blocks, counts = np.unique(window // block_windows, return_counts=True)
-        assert len(blocks) == GROUP_BLOCKS and (counts == block_windows).all()
-        assert np.diff(blocks).max() > 1  # yet the blocks come from all over the store
-        shuffles.add(tuple(window % block_windows))
-    assert len(shuffles) == 2  # each group is shuffled in its own way
 
 
 def test_weights_are_met_within_one_part_in_ten_thousand():
@@ -172,18 +136,6 @@ def test_a_position_that_means_nothing_is_refused():
 def test_weights_that_make_no_mixture_are_refused(weights, message):
     with pytest.raises(UserError, match=message):
         Sampler(with_windows(5, 5), weights, 8, 0)
-
-
-def test_no_table_grows_with_the_data():
-    """All arrays of an order over 2**50 tokens are as small as those over a few."""
-
-    def size(token_count):
-        order = Sampler(
-            {"a": source(token_count), "b": source(token_count)}, {"a": 0.3, "b": 0.7}, 8, 0
-        )
-        return sum(value.nbytes for value in vars(order).values() if isinstance(value, np.ndarray))
-
-    assert size(2**50) == size(100)
 
 
 def test_the_order_never_changes_between_versions():

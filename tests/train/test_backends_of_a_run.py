@@ -1,18 +1,10 @@
 """What a run says of its operators' backends, and what it refuses before its first step."""
 
-import sys
-import types
-
 import pytest
 import torch
 
 from mamba_fsdp.errors import UserError
-from mamba_fsdp.ops import cpp
 from mamba_fsdp.parallel import compat
-
-needs_c = pytest.mark.skipif(
-    bool(cpp.why_unavailable()), reason=f"no C backend: {cpp.why_unavailable()}"
-)
 
 
 def line(said):
@@ -22,17 +14,6 @@ def line(said):
 def test_the_log_has_one_line_of_them(train, tmp_path):
     said = train(tmp_path / "run", num_steps=1, layers="mamba1,mamba2", headdim=8, eval_interval=0)
     assert line(said) == "kernels    reference: conv, scan, ssd, norm, loss"
-
-
-@needs_c
-def test_fp16_on_a_cpu_says_what_it_runs_without(train, tmp_path):
-    said = train(
-        tmp_path / "run", num_steps=1, kernels="auto", mixed_precision="fp16", eval_interval=0
-    )
-    assert line(said) == (
-        "kernels    reference: conv, scan, norm, loss; "
-        "conv, scan not cpp: there is no C for torch.float16"
-    )
 
 
 @pytest.mark.parametrize(
@@ -57,27 +38,6 @@ def test_a_demand_that_cannot_be_met_ends_the_start(train, tmp_path, kernels, sa
         train(tmp_path / "run", kernels=kernels)
     assert str(refused.value) == said
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
-
-
-def test_what_the_libraries_do_not_take_is_refused(train, tmp_path, monkeypatch):
-    """Channels, and runs that must repeat. As on a GPU: here in this process, where only the choice is made."""
-    from mamba_fsdp.train import setup
-
-    for name in ("mamba_ssm", "causal_conv1d"):
-        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
-    monkeypatch.setitem(sys.modules, "triton", None)
-    on_gpu = setup.resolve_backends
-    monkeypatch.setattr(
-        setup, "resolve_backends", lambda setting, device_type, uses: on_gpu(setting, "cuda", uses)
-    )
-    with pytest.raises(
-        UserError, match="conv can't be fused on cuda: causal-conv1d takes multiples of 8.*, not 34"
-    ):
-        train(tmp_path / "run", kernels="fused", d_model=17)
-    with pytest.raises(
-        UserError, match="conv can't be fused on cuda: deterministic=true, and causal-conv1d before"
-    ):
-        train(tmp_path / "run", kernels="fused", deterministic=True)
 
 
 @pytest.mark.torch22

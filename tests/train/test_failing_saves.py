@@ -266,41 +266,6 @@ def test_a_save_that_hangs_counts_as_failed_and_no_second_one_is_begun(
 # A file system that is full
 
 
-def test_a_mount_that_vanishes_and_comes_back_costs_nothing_but_saves(
-    train, tmp_path, metrics_of, monkeypatch
-):
-    """No folder is made in its place, and the metrics of that time are there afterwards."""
-
-    def step(self, *rest, _report=saver.MetricsLogger.report):
-        if self.context.state.step == 3:
-            run.rename(tmp_path / "away")
-        if self.context.state.step == 9:
-            (tmp_path / "away").rename(run)
-        _report(self, *rest)
-
-    run = tmp_path / "run"
-    monkeypatch.setattr(saver.MetricsLogger, "report", step)
-    said = train(run, **LONG)
-    assert said.count("saving failed: ") == 3 and f"{run}/lease.json: can't be read" in said
-    assert [(entry["step"], entry.get("failed_saves")) for entry in metrics_of(run)] == [
-        *((step, failed) for step in range(1, 5) for failed in [None] + [1] * (step == 4)),
-        (5, None),
-        (6, None),
-        (6, 2),
-        (7, None),
-        (8, None),
-        (8, 3),
-        (9, None),
-        (10, None),
-        (10, 0),
-        (11, None),
-        (12, None),
-    ]
-    assert [path.name for path in committed(run / "checkpoints")] == [
-        f"step_{step:08d}" for step in (2, 10, 12)
-    ]
-
-
 def test_room_is_looked_for_before_the_first_step(train, tmp_path, monkeypatch):
     """Where not even one checkpoint fits it is an error."""
     free = [10**12]

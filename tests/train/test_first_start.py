@@ -27,14 +27,6 @@ def test_load_ckpt_path_may_be_the_run_folder(train, tmp_path, monkeypatch, spel
     )
 
 
-def test_a_run_folder_without_a_checkpoint_is_started_in(train, tmp_path):
-    """A first start that was killed before it committed anything leaves the like."""
-    (tmp_path / "run/checkpoints/.step_00000001.partial").mkdir(parents=True)
-    assert "starting   anew" in train(
-        tmp_path / "run", num_steps=1, load_ckpt_path=tmp_path / "run"
-    )
-
-
 def empty(folder):
     """As those leave it that clear a scratch disk."""
     shutil.rmtree(folder)
@@ -89,24 +81,3 @@ def test_a_dry_run_does_not_make_it(train, tmp_path, monkeypatch):
         "run", dataset_path="data/builtin", dry_run=True
     )
     assert not list(tmp_path.iterdir())
-
-
-OF_A_TENTH = """
-import os, runpy, signal, sys
-from config import resolve
-from config.train_config import DataConfig
-from mamba_fsdp.data import corpus
-
-def die(event, given, opened=[]):  # in the middle of it
-    if event == "open" and "data/builtin/.progress/0-of-1/train/" in str(given[0]):
-        opened.append(given[0])
-        if len(opened) == 3:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-if __name__ == "__main__":
-    if "DIES" in os.environ:
-        sys.addaudithook(die)
-    files, sys.argv = corpus.builtin_files(), sys.argv[1:]
-    corpus.builtin_files = lambda: files[::10]
-    runpy.run_path(sys.argv[0], run_name="__main__")
-"""

@@ -2,14 +2,11 @@
 
 import math
 
-import numpy as np
 import pytest
 import torch
 
 from mamba_fsdp.data.sampler import Sampler
 from mamba_fsdp.data.selection import training_sources
-from mamba_fsdp.data.source import DummySource
-from mamba_fsdp.errors import UserError
 
 
 def equal(one, other):
@@ -72,39 +69,3 @@ def test_a_run_of_epochs_resumes_and_is_lengthened(train, tmp_path, weights_of, 
         2 * whole,
         2 * whole - 1,
     )
-
-
-@pytest.mark.slow
-def test_made_up_tokens_train_and_resume(train, tmp_path, weights_of):
-    common = {
-        "use_dummy_dataset": True,
-        "dataset_path": "nowhere",
-        "seq_length": 48,
-        "vocab_size": 50,
-    }
-    said = train(tmp_path / "whole", num_steps=6, schedule="constant", **common)
-    assert "made-up tokens" in said and "validation loss" not in said
-    train(tmp_path / "parts", num_steps=3, schedule="constant", **common)
-    train(tmp_path / "parts", num_steps=6, schedule="constant", **common)
-    assert equal(weights_of(tmp_path / "whole"), weights_of(tmp_path / "parts"))
-    with pytest.raises(UserError, match="have no end"):
-        train(tmp_path / "epochs", num_epochs=1, **common)
-
-
-def test_made_up_tokens_are_the_same_wherever_they_are_read():
-    source = DummySource(50)
-    tokens, positions, mask = source.read(45, 10)
-    assert (
-        tokens.tolist() == [45, 46, 47, 48, 49, 0, 1, 2, 3, 4] == positions.tolist()
-        and mask is None
-    )
-    assert np.array_equal(
-        source.read(source.token_count - 20, 10).tokens, source.read(source.token_count - 20, 10)[0]
-    )
-
-
-@pytest.mark.slow
-def test_a_preset_with_short_samples_is_told(train, tmp_path):
-    said = train(tmp_path / "run", model_name="mamba-130m", dry_run=True)
-    assert "samples    32 tokens each; mamba-130m comes with seq_length=2048" in said
-    assert "samples    " not in train(tmp_path / "run", dry_run=True)

@@ -81,15 +81,3 @@ def test_a_validation_in_which_nothing_counts_is_refused(train, tmp_path, monkey
     with pytest.raises(UserError, match="no token counts in the loss; choose other data"):
         train(tmp_path)
     train(tmp_path, validation_path="none", num_steps=1)  # a step without any goes by
-
-
-@pytest.mark.slow
-def test_positions_weigh_in_a_run(train, tmp_path, metrics_of):
-    """Training and validation alike; without the setting nothing changes."""
-    for name, given in {"plain": {}, "weighted": {"position_weighting": True}}.items():
-        train(tmp_path / name, **given)
-    plain, weighted = (
-        [entry.get("loss", entry.get("val_loss")) for entry in metrics_of(tmp_path / name)]
-        for name in ("plain", "weighted")
-    )
-    assert all(abs(a - b) > 1e-4 for a, b in zip(plain, weighted))

@@ -2,19 +2,16 @@
 
 import json
 import time
-from dataclasses import replace
 from types import SimpleNamespace
-from unittest.mock import Mock
 
 import pytest
-import torch
 
 from config.fields import Duration
 from config.train_config import TrainConfig
 from mamba_fsdp.data.loader import BatchLayout
 from mamba_fsdp.parallel.world import World
 from mamba_fsdp.report.console import Console
-from mamba_fsdp.train.clock import Clock, device_metrics
+from mamba_fsdp.train.clock import Clock
 from mamba_fsdp.train.metrics_logger import MetricsLogger
 from mamba_fsdp.train.run_folder import RunFolder
 from mamba_fsdp.train.run_schedule import RunSchedule
@@ -110,29 +107,6 @@ def test_a_report_is_a_line_and_an_entry_where_it_is_due(logger_of, tmp_path, ca
     first, second = capsys.readouterr().out.splitlines()
     assert first == "step 1: validation loss 3.0000, perplexity 20.09 (17.4% of the data, 0.2 s)"
     assert second.startswith("step 2/4  loss  3.5000  lr 1.00e-02")
-
-
-def test_another_rank_writes_nothing(logger_of, tmp_path, capsys):
-    with logger_of(replace(World.alone(), rank=1, size=2)) as logger:
-        logger.context.state.first_started = 1.0
-        for step in (1, 2):
-            logger.context.state.step = step
-            logger.report(stats(4.0), 0.01)
-        logger.validated(1, 3.0, 40, 1.0, 0.25)
-        logger.sync()
-    assert not (tmp_path / "metrics.jsonl").exists() and capsys.readouterr().out == ""
-
-
-def test_a_gpu_tells_how_it_is_where_nvml_is_there(monkeypatch):
-    """No run ends for want of NVML: its errors are of many kinds."""
-    gpu = torch.device("cuda", 1)
-    monkeypatch.setattr(torch.cuda, "max_memory_allocated", {gpu: 12_345_678_901}.get)
-    for error in (ModuleNotFoundError("pynvml"), RuntimeError("no driver"), AttributeError("x")):
-        monkeypatch.setattr(torch.cuda, "utilization", Mock(side_effect=error))
-        assert device_metrics(gpu) == {"memory_gb": 12.346}
-    monkeypatch.setattr(torch.cuda, "utilization", {gpu: 97}.get)
-    monkeypatch.setattr(torch.cuda, "temperature", {gpu: 64}.get)
-    assert device_metrics(gpu) == {"memory_gb": 12.346, "gpu_use": 97, "gpu_temperature": 64}
 
 
 def test_the_clock_leaves_out_what_is_no_training(monkeypatch):

@@ -74,11 +74,3 @@ def test_the_scale_halves_on_overflow_and_explains_it_until_it_is_one():
         updated(scale, state, True)[0] == state.loss_scale == 2.0
         and state.loss_scale_good_steps == 0
     )
-
-
-def test_without_fp16_there_is_no_scale():
-    state = TrainState()
-    assert (
-        updated(LossScale(state, CPU, dynamic=False), state, False) == (1.0, False)
-        and state == TrainState()
-    )

@@ -78,10 +78,6 @@ def train_changed(corpus, project, tmp_path):
     return start
 
 
-def losses(entries):
-    return [entry.get("loss", entry.get("val_loss")) for entry in entries]
-
-
 @pytest.mark.slow
 def test_any_ranks_and_strategies_in_turn_give_the_losses_of_one_process(
     train_on, tmp_path, metrics_of
@@ -101,40 +97,6 @@ def test_any_ranks_and_strategies_in_turn_give_the_losses_of_one_process(
         for run in (tmp_path / "whole", relay)
     )
     assert parts == pytest.approx(whole, rel=2e-5)
-
-
-@pytest.mark.slow
-def test_low_precision_and_recomputing_on_two_ranks(train_on, tmp_path, metrics_of):
-    train_on(1, tmp_path / "plain", batch_size=4)
-    train_on(
-        2,
-        tmp_path / "frugal",
-        batch_size=2,
-        mixed_precision="bf16",
-        fsdp_activation_checkpointing=True,
-        selective_checkpointing="1/2",
-    )
-    assert losses(metrics_of(tmp_path / "frugal")) == pytest.approx(
-        losses(metrics_of(tmp_path / "plain")), rel=0.02
-    )
-
-
-@pytest.mark.slow
-def test_a_mistake_is_told_once_and_ends_all_ranks(corpus, project, tmp_path):
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    done = subprocess.run(
-        [
-            *torchrun,
-            "training.py",
-            f"--dataset_path={tmp_path}/nowhere",
-            f"--save_ckpt_path={tmp_path}/run",
-        ],
-        cwd=project,
-        capture_output=True,
-        text=True,
-        timeout=800,
-    )
-    assert done.returncode and f"error: {tmp_path}/nowhere: no such folder" in done.stderr
 
 
 @pytest.mark.slow
@@ -169,23 +131,6 @@ def test_one_slow_disk_is_no_hang(train_changed):
     assert done.returncode == 0, done.stderr
     done = train_changed(SLOW_DISK.format(wait="time.sleep(1.5)"), num_steps=1)
     assert done.returncode == 0 and "over" in done.stdout, done.stderr
-
-
-@pytest.mark.slow
-def test_the_other_ranks_have_left_when_the_model_is_published(train_changed, tmp_path):
-    """Rank 0 alone is needed for it: here it begins to write when the process of rank 1 is gone."""
-    done = train_changed(
-        f"os.chdir({str(tmp_path)!r})\n"
-        "open('pid' + os.environ['RANK'], 'w').write(str(os.getpid()))\n"
-        "def write_model(checkpoint, out, verified):\n"
-        "    while os.path.exists('/proc/' + open('pid1').read()): time.sleep(0.05)\n"
-        "    out.mkdir(parents=True)\n"
-        "clean = run.run_training\n"
-        "run.run_training = lambda settings: clean(settings, write_model=write_model)\n",
-        num_steps=1,
-    )
-    assert done.returncode == 0 and "finished" in done.stdout, done.stderr
-    assert (tmp_path / "run/pth/step_00000001").exists()
 
 
 @pytest.mark.slow

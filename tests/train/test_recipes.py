@@ -10,19 +10,6 @@ from mamba_fsdp.model.spec import parameter_count
 from mamba_fsdp.planning.devices import INSTANCES
 from mamba_fsdp.planning.estimate import estimate
 
-SMALL = {
-    "d_model": 16,
-    "n_layer": 2,
-    "vocab_size": 64,
-    "d_state": 4,
-    "seq_length": 32,
-    "batch_size": 2,
-    "global_batch_size": 4,
-    "mixed_precision": "fp32",
-    "eval_batches": 1,
-    "num_workers": 0,
-}
-
 
 def test_each_resolves_is_the_model_it_names_and_fits():
     names = ready_runs().keys()
@@ -39,29 +26,3 @@ def test_each_resolves_is_the_model_it_names_and_fits():
             )
         nodes = 4 if "llama" in name else 1
         assert estimate(settings, nodes, INSTANCES["p4de.24xlarge"]).fits, name
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["wikitext103", "mamba-2.8b"])
-def test_they_run_on_a_small_corpus(name, corpus, tmp_path, capsys):
-    """WikiText's from scratch by epochs, then from the weights that this gave, as from published ones."""
-    from mamba_fsdp.interop.convert import publish
-    from mamba_fsdp.train.run import run_training
-    from mamba_fsdp.verbs.loading import starting_weights
-
-    def run(folder, **given):
-        words = {"dataset_path": corpus, "save_ckpt_path": tmp_path / folder, **SMALL, **given}
-        settings, explicit = resolve_settings(
-            {key: str(value) for key, value in words.items()}, name
-        )
-        run_training(settings, starting_weights(settings, explicit), write_model=publish)
-        return capsys.readouterr().out
-
-    length = (
-        {"num_epochs": 0.05}
-        if name == "wikitext103"
-        else {"num_steps": "640tok", "warmup_steps": "256tok"}
-    )
-    assert "everything lies in" in run("scratch", **length)
-    said = run("tuned", init_from=tmp_path / "scratch", learning_rate=1e-4, **length)
-    assert "from the weights in" in said and "everything lies in" in said

@@ -39,13 +39,6 @@ def test_damage_in_the_middle_is_refused_by_line(tmp_path):
         records.read(tmp_path / "metrics.jsonl")
 
 
-def test_status_says_what_it_was_told(tmp_path):
-    assert records.read_status(tmp_path) == {}
-    records.write_status(tmp_path, "stopped", 7, "SIGTERM")
-    status = records.read_status(tmp_path)
-    assert (status["status"], status["step"], status["reason"]) == ("stopped", 7, "SIGTERM")
-
-
 def test_an_event_that_a_crash_cut_short_costs_no_other(tmp_path):
     assert records.read_events(tmp_path) == []
     records.add_event(tmp_path, "started", 0, ranks=2)

@@ -8,8 +8,6 @@ import time
 import pytest
 import torch
 
-from mamba_fsdp.conventions import IGNORED_LABEL
-from mamba_fsdp.data.loader import Loader
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.report.records import read_events, read_status
 
@@ -156,14 +154,6 @@ def test_a_dry_run_says_what_is_coming_and_writes_nothing(train, tmp_path):
     assert {path: path.stat().st_mtime_ns for path in (tmp_path / "run").rglob("*")} == before
 
 
-def test_a_vocabulary_that_the_data_does_not_fill_is_said(train, tmp_path):
-    said = train(tmp_path / "larger", vocab_size=80, dry_run=True)
-    assert (
-        "vocabulary 64 tokens in the data, 80 in the model, of which 16 are never trained" in said
-    )
-    assert "vocabulary" not in train(tmp_path / "equal", dry_run=True)
-
-
 def test_a_finished_run_has_nothing_to_do(train, tmp_path):
     train(tmp_path)
     before = (tmp_path / "metrics.jsonl").read_bytes()
@@ -185,89 +175,6 @@ def test_a_model_that_can_not_be_published_leaves_a_failed_run(train, tmp_path, 
     assert read_status(tmp_path)["status"] == "finished" and list(
         tmp_path.glob("pth/*/consolidated.00.pth")
     )
-
-
-def test_publishing_can_be_left_for_later(train, tmp_path, monkeypatch):
-    """By a verb, or by the same command, which removes what a killed one left and verifies the checkpoint once."""
-    from mamba_fsdp.checkpoint import folder
-    from mamba_fsdp.interop.convert import write_pth_folder
-
-    train(tmp_path / "run", publish=False)
-    assert (
-        read_status(tmp_path / "run")["status"] == "finished"
-        and not (tmp_path / "run/pth").exists()
-    )
-    write_pth_folder(tmp_path / "run", tmp_path / "out")
-    left_over = tmp_path / "run/pth/.step_00000006.abc.partial"
-    (left_over / "tokenizer").mkdir(parents=True)
-    (left_over / "consolidated.00.pth").write_text("half")
-    verified, checksum = [], folder.checksum
-    monkeypatch.setattr(
-        folder, "checksum", lambda path, *how: verified.append(path.name) or checksum(path, *how)
-    )
-    train(tmp_path / "run")
-    assert verified.count("rank_00000.safetensors") == 1 and not left_over.exists()
-    contents = [
-        torch.load(path / "consolidated.00.pth", weights_only=True)
-        for path in (tmp_path / "out", tmp_path / "run/pth/step_00000006")
-    ]
-    assert equal(*contents)
-
-
-def test_the_loss_is_the_mean_over_the_labels_that_count(train, tmp_path, metrics_of, monkeypatch):
-    """Rows without such labels leave the others' loss and gradient as they are; a step without any goes by."""
-
-    def halved(batch):
-        batch.labels[2:] = IGNORED_LABEL
-        return batch
-
-    def twice(batch):
-        return batch._replace(
-            tokens=batch.tokens[:2].repeat(2, 1), labels=batch.labels[:2].repeat(2, 1)
-        )
-
-    def none(batch):
-        return batch._replace(labels=torch.full_like(batch.labels, IGNORED_LABEL))
-
-    read = Loader.step
-    for change in (halved, twice):
-        monkeypatch.setattr(
-            Loader,
-            "step",
-            lambda loader, step, change=change: [
-                (none if step == 3 else change)(batch) for batch in read(loader, step)
-            ],
-        )
-        train(
-            tmp_path / change.__name__,
-            batch_size=4,
-            mixed_precision="fp16",
-            eval_interval=0,
-            adam_epsilon=1,
-            learning_rate=1,
-        )
-    entries, expected = (
-        [[entry["loss"], entry["grad_norm"]] for entry in metrics_of(tmp_path / name)]
-        for name in ("halved", "twice")
-    )
-    torch.testing.assert_close(torch.tensor(entries), torch.tensor(expected), rtol=1e-3, atol=0)
-    assert entries[3] == [0.0, 0.0] and entries[4][0] < entries[0][0]
-
-
-def test_a_gradient_that_is_not_finite_is_never_applied(train, tmp_path, metrics_of, change_loss):
-    """One poisoned step is skipped, counted and reported, and the weights after it are those before it."""
-    steps = []
-
-    def poisoned(state, true_loss):
-        steps.append(state.step)
-        return true_loss() * (float("nan") if state.step == 2 else 1)
-
-    change_loss(poisoned)
-    out = train(tmp_path, num_steps=5, schedule="constant")
-    assert "step 3 skipped" in out and steps == [0, 1, 2, 3, 4]
-    entries = [entry for entry in metrics_of(tmp_path) if "loss" in entry]
-    assert [entry["skipped_steps"] for entry in entries] == [0, 0, 1, 1, 1]
-    assert entries[2]["loss"] is None and entries[4]["loss"] is not None
 
 
 @pytest.mark.slow
@@ -381,12 +288,6 @@ def test_a_second_run_in_the_folder_is_refused_and_harms_nothing(start_training,
     first.send_signal(signal.SIGTERM)
     first.communicate(timeout=400)
     assert read_status(tmp_path)["status"] == "stopped" and not (tmp_path / "lease.json").exists()
-
-
-def test_another_model_in_the_run_folder_is_refused_by_setting(train, tmp_path):
-    train(tmp_path)
-    with pytest.raises(UserError, match=r"d_model=32 \(there 16\)"):
-        train(tmp_path, d_model=32, num_steps=9)
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,6 @@ import sys
 import pytest
 
 from mamba_fsdp.train import stopping
-from mamba_fsdp.train.clock import stragglers
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP])
@@ -47,14 +46,6 @@ def test_two_signals_are_one_request(tmp_path, capsys):
     assert capsys.readouterr().err.count("stopping") == 1
 
 
-def test_under_a_launcher_that_has_said_it_a_rank_does_not(tmp_path, capsys, monkeypatch):
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
-    with stopping.StopRequest(tmp_path, True) as stop:
-        os.kill(os.getpid(), signal.SIGTERM)
-        assert stop.look()
-    assert capsys.readouterr().err == ""
-
-
 @pytest.mark.parametrize("content, reason", [("", "STOP file"), ("SIGINT\n", "SIGINT")])
 def test_the_stop_file_is_seen_by_rank_0_and_removed_at_both_ends(
     tmp_path, monkeypatch, content, reason
@@ -84,19 +75,3 @@ def test_a_rank_without_progress_says_where_it_stands_and_ends():
         and "rank 3 made no progress" in done.stderr
         and "stuck_here" in done.stderr
     )
-
-
-def test_the_stop_file_is_not_there_while_storage_fails(tmp_path, monkeypatch):
-    with stopping.StopRequest(tmp_path, True) as stop, monkeypatch.context() as failing:
-        failing.setattr(
-            stopping.os, "stat", lambda *_: (_ for _ in ()).throw(OSError(5, "Input/output error"))
-        )
-        assert not stop.look()
-
-
-def test_the_slow_rank_is_named():
-    assert stragglers([1.0, 1.1, 4.0, 0.9]) == {
-        "slowest_rank": 2,
-        "slowest_rank_seconds": 4.0,
-        "median_rank_seconds": 1.05,
-    }
