@@ -8,6 +8,9 @@ import sysconfig
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
 
 from config.dataset_config import DatasetConfig
 from mamba_fsdp.errors import UserError, first_line
@@ -46,6 +49,14 @@ class Shard:
     store: str = ""  # the store it becomes; empty: train, and what is held out of it
     number: int = 0  # of kind hub: this one ...
     count: int = 1  # ... of so many
+
+
+class Document(NamedTuple):
+    """A document, or a part of a long one."""
+
+    content: str | np.ndarray  # text, or token ids (n,)
+    begins: bool = True  # whether the document begins here
+    ends: bool = True  # whether it ends here
 
 
 def find_shards(input: str, options: DatasetConfig) -> list[Shard]:

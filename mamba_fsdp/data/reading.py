@@ -3,14 +3,14 @@
 One IterableDataset holds them all: its state_dict() says where a reader stands, its shard() gives a part its share.
 """
 
-import codecs
 import glob
+import io
 import json
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import datasets
 import numpy as np
@@ -18,26 +18,17 @@ import pyarrow
 
 from config.dataset_config import DatasetConfig
 from mamba_fsdp.data.arrow_columns import column_of, named_errors, rows_of
-from mamba_fsdp.data.corpus import Shard, open_on_hub
+from mamba_fsdp.data.corpus import Document, Shard, open_on_hub
 from mamba_fsdp.data.importers.arrow import arrow_documents
 from mamba_fsdp.data.importers.datalayout import datalayout_documents
-from mamba_fsdp.data.importers.save_to_disk import open_saved_to_disk
+from mamba_fsdp.data.importers.save_to_disk import check_all_count, open_saved_to_disk
 from mamba_fsdp.errors import UserError, first_line
 
 BLOCK = 1 << 20  # characters of a text that the tokenizer is given at once, and bytes read at once
 ROWS = 64  # of a table at a time
-SEPARATOR_SPACE = 1 << 12  # characters at the end of what is read that may be a part of a separator
-CONVERT = "iconv -f UTF-16 (or LATIN1) -t UTF-8 FILE > NEW converts other encodings"
 
 datasets.disable_progress_bars()
 datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # what went wrong is said once, by us
-
-
-class Document(NamedTuple):
-    """A document, or a part of a long one."""
-
-    content: str | np.ndarray  # text, or token ids (n,)
-    ends: bool = True  # whether the document ends here
 
 
 @dataclass
@@ -79,16 +70,16 @@ def read_batches(
             yield batch
             batch = Batch([], "", 0, {})
             held = 0
-        for content, ends in row["documents"]:
+        for document in row["documents"]:
             is_ours = seen % count == number
-            seen += ends
+            seen += document.ends
             if not is_ours:
                 continue
-            if ends and _is_empty(content):
+            if document.begins and document.ends and _is_empty(document.content):
                 batch.empty += 1
                 continue
-            batch.documents += _short_parts(content, ends)
-            held += len(content)
+            batch.documents += _short_parts(document)
+            held += len(document.content)
         batch.store = row["store"]
         batch.position = {"dataset": dataset.state_dict(), "documents": seen}
     if batch.position:
@@ -108,23 +99,18 @@ def _is_empty(content):
     return len(content) == 0
 
 
-def _short_parts(content, ends):
+def _short_parts(document):
     """A long text in parts: the tokenizer takes some hundred bytes of memory for each token of a call."""
+    content = document.content
+    if not isinstance(content, str):
+        return [document]
     parts = []
-    while isinstance(content, str) and len(content) > BLOCK:
-        cut = _place_to_cut(content[:BLOCK])
-        parts.append(Document(content[:cut], False))
-        content = content[cut:]
-    return [*parts, Document(content, ends)]
-
-
-def _place_to_cut(text):
-    """Where to cut a stretch of a long text: late, before a line break or a space if there is one."""
-    for sign in ("\n", " "):
-        cut = text.rfind(sign, len(text) * 7 // 8)
-        if cut > 0:
-            return cut
-    return len(text)
+    for start in range(0, len(content), BLOCK):
+        end = start + BLOCK
+        is_last = end >= len(content)
+        begins = document.begins and start == 0
+        parts.append(Document(content[start:end], begins, document.ends and is_last))
+    return parts
 
 
 # ---------------------------------------------------------------- tables
@@ -133,6 +119,7 @@ def _place_to_cut(text):
 def _table_documents(shard, options):
     for table in _open(shard, options).with_format("arrow").iter(batch_size=ROWS):
         column = column_of(shard.name, table, options.text_column)
+        check_all_count(shard.name, table)
         yield [Document(row) for row in rows_of(shard.name, column)]
 
 
@@ -157,114 +144,70 @@ def _open(shard, options):
 
 
 def _text_documents(shard, options):
-    for texts, ends in _cut(shard.name, _separator(options.documents)):
-        *whole, last = texts
-        yield [*map(Document, whole), Document(last, ends)]
+    with _opened(shard.name) as file:
+        if options.documents == "file":
+            yield from _whole_file(file)
+            return
+        separator = _separator(options.documents)
+        rest = ""
+        while text := file.read(BLOCK):
+            *documents, rest = separator.split(rest + text)
+            yield [Document(document.strip("\r\n")) for document in documents]
+        yield [Document(rest.strip("\r\n"))]
 
 
-def _json_documents(shard, options):
-    if _is_list(shard.name):
-        with _opened(shard.name) as file:
-            records = json.loads(file.read())
-        for number, record in enumerate(records, 1):
-            where = f"{shard.name}: record {number}"
-            yield [Document(_field(where, record, options.text_column))]
-        return
-    number = 1
-    line = ""
-    for texts, ends in _cut(shard.name, re.compile("\n")):
-        texts[0] = line + texts[0]
-        line = "" if ends else texts.pop()
-        documents = []
-        for text in texts:
-            where = f"{shard.name}: record {number}"
-            number += 1
-            if text.strip():
-                documents.append(Document(_field(where, _parsed(where, text), options.text_column)))
-        yield documents
+def _whole_file(file):
+    begins = True
+    is_last = False
+    text = file.read(BLOCK)
+    while not is_last:
+        following = file.read(BLOCK)
+        is_last = not following
+        yield [Document(text, begins, is_last)]
+        begins = False
+        text = following
 
 
 def _separator(documents):
-    """What stands between documents of a text file; None where the file is one."""
+    """What stands between documents of a text file."""
     kind, _, text = documents.partition(":")
     patterns = {
         "lines": r"\r?\n",
-        "blank_line": r"\n(?:[ \t\r]*\n)+",
+        "blank_line": r"(?:^|\n)(?:[ \t\r]*\n)+",
         "separator": re.escape(text),
     }
-    return re.compile(patterns[kind]) if kind in patterns else None
+    return re.compile(patterns[kind])
 
 
-def _cut(name, separator):
-    """Yields (texts that stand between separators, whether the last one ends) until the file ends. Line breaks beside a
-    separator belong to it."""
-    buffer = ""
-    is_inside = (
-        separator is None
-    )  # the buffer's beginning is none of a document that a separator set off
-    for text, is_last in _decoded(name):
-        buffer += text
-        texts = []
-        start = 0
-        for match in separator.finditer(buffer) if separator else ():
-            if match.end() == len(buffer) and not is_last:
-                break  # the separator may end behind it
-            texts.append(_stripped(buffer[start : match.start()], not is_inside, True))
-            is_inside = False
-            start = match.end()
-        buffer = buffer[start:]
-        is_long = len(buffer) > BLOCK
-        if is_last:
-            texts.append(_stripped(buffer, not is_inside, separator is not None))
-        elif is_long:
-            cut = _place_to_cut(buffer[: len(buffer) - SEPARATOR_SPACE])
-            texts.append(_stripped(buffer[:cut], not is_inside, False))
-            buffer = buffer[cut:]
-            is_inside = True
-        if texts:
-            yield texts, is_last or not is_long
-
-
-def _stripped(text, at_begin, at_end):
-    if at_begin:
-        text = text.lstrip("\r\n")
-    if at_end:
-        text = text.rstrip("\r\n")
-    return text
-
-
-def _decoded(name):
-    """Yields (a stretch of the file's text, whether it is the last). Raises UserError for what is no UTF-8."""
-    decoder = codecs.getincrementaldecoder("utf-8-sig")()
-    done = 0
-    with _opened(name) as file:
-        is_last = False
-        while not is_last:
-            data = file.read(BLOCK)
-            is_last = not data
-            zeros = data.count(
-                0, 0, 4096
-            )  # UTF-16 has one in every other byte, which is valid UTF-8
-            if data.startswith((b"\xff\xfe", b"\xfe\xff")) or 8 * zeros > len(data[:4096]):
-                raise UserError(f"{name}: looks like UTF-16 or UTF-32; {CONVERT}")
-            try:
-                yield decoder.decode(data, final=is_last), is_last
-            except UnicodeDecodeError as error:
-                at = done + len(data) - len(error.object) + error.start
-                raise UserError(f"{name}: invalid UTF-8 at byte {at}; {CONVERT}") from None
-            done += len(data)
+def _json_documents(shard, options):
+    with _opened(shard.name) as file:
+        lines = file.readlines(BLOCK)
+        if "".join(lines[:1]).lstrip().startswith("["):
+            records = json.loads("".join(lines) + file.read())
+            for number, record in enumerate(records, 1):
+                where = f"{shard.name}: record {number}"
+                yield [Document(_field(where, record, options.text_column))]
+            return
+        number = 0
+        while lines:
+            documents = []
+            for line in lines:
+                number += 1
+                where = f"{shard.name}: record {number}"
+                if line.strip():
+                    record = _parsed(where, line)
+                    documents.append(Document(_field(where, record, options.text_column)))
+            yield documents
+            lines = file.readlines(BLOCK)
 
 
 def _opened(name):
-    """The bytes of a file, unpacked."""
+    """The text of a file, unpacked."""
     file = open(name, "rb")  # by Python, for names that are no UTF-8
     compression = {".gz": "gzip", ".zst": "zstd"}.get(os.path.splitext(name)[1].lower())
-    return pyarrow.CompressedInputStream(file, compression) if compression else file
-
-
-def _is_list(name):
-    with _opened(name) as file:
-        return file.read(4096).removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"[")
+    if compression:
+        file = pyarrow.CompressedInputStream(file, compression)
+    return io.TextIOWrapper(file, "utf-8-sig", newline="\n")
 
 
 def _parsed(where, line):

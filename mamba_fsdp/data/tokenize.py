@@ -25,7 +25,7 @@ import numpy as np
 from config.dataset_config import DatasetConfig
 from mamba_fsdp.data import tokenizer as tokenizers_
 from mamba_fsdp.data.corpus import STORES, Shard, describe, find_shards
-from mamba_fsdp.data.encoding import BATCH_SIZE, Encoder
+from mamba_fsdp.data.encoding import BATCH_SIZE, encode
 from mamba_fsdp.data.importers.save_to_disk import rows_are_blocks
 from mamba_fsdp.data.merging import exact, merge
 from mamba_fsdp.data.reading import Batch, read_batches
@@ -314,7 +314,7 @@ class _Part:
         before = state.seconds
         tokens = 0
         try:
-            for batch, ids in Encoder(tokenizer, self.options, state.is_open).encode(batches):
+            for batch, ids in encode(batches, tokenizer, self.options):
                 self._write(batch, ids)
                 tokens += len(ids)
                 now = time.monotonic()
@@ -399,7 +399,7 @@ def _sample(shards: list[Shard], options: DatasetConfig) -> Iterator[str]:
     for group in groups:
         left = TRAINING_SAMPLE // len(groups)
         for batch in read_batches(group, options, 1 << 16):
-            for content, _ in batch.documents:
+            for content, *_ in batch.documents:
                 if not isinstance(content, str):
                     raise UserError(
                         f"{group[0].name}: holds token ids; name the tokenizer that made them with "

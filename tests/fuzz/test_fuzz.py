@@ -284,7 +284,7 @@ def read_dataset(folder, save_seconds=60.0):
 def make_dataset(folder):
     """Interrupted in the middle."""
     (folder.parent / "texts.txt").write_text("some words and others\n" * 40)
-    real, batches = encoding.Encoder._ids, []
+    real, batches = encoding._ids, []
 
     def interrupted(*given):
         batches.append(given)
@@ -292,7 +292,7 @@ def make_dataset(folder):
             raise KeyboardInterrupt
         return real(*given)
 
-    with patch.object(encoding.Encoder, "_ids", interrupted):
+    with patch.object(encoding, "_ids", interrupted):
         with contextlib.suppress(KeyboardInterrupt):
             read_dataset(folder, 0.0)
 

@@ -1,2 +1,2 @@
 """Others' tokens as documents, for the writer of token stores: one module a format. Each yields lists of
-(token ids (n,), whether the document ends there)."""
+Document."""

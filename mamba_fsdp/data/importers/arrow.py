@@ -8,7 +8,7 @@ from pyarrow import types
 
 from config.dataset_config import DatasetConfig
 from mamba_fsdp.data.arrow_columns import column_of, plain_ids, rows_of
-from mamba_fsdp.data.corpus import Shard
+from mamba_fsdp.data.corpus import Document, Shard
 from mamba_fsdp.errors import UserError
 
 END_OF_STREAM = b"\xff\xff\xff\xff\0\0\0\0"
@@ -21,9 +21,9 @@ def arrow_documents(shard: Shard, options: DatasetConfig) -> Iterator[list]:
         column = column_of(name, pyarrow.Table.from_batches([batch]), options.text_column)
         held = column.type.value_type if types.is_dictionary(column.type) else column.type
         if types.is_integer(held):
-            yield [(plain_ids(name, column), True)]
+            yield [Document(plain_ids(name, column))]
         else:
-            yield [(row, True) for row in rows_of(name, column)]
+            yield [Document(row) for row in rows_of(name, column)]
 
 
 def _batches(name: str) -> Iterator[pyarrow.RecordBatch]:

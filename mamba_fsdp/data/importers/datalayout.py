@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from config.dataset_config import DatasetConfig
-from mamba_fsdp.data.corpus import Shard
+from mamba_fsdp.data.corpus import Document, Shard
 from mamba_fsdp.errors import UserError
 
 HIGHEST = (1 << 14) - 1  # position
@@ -36,9 +36,13 @@ def datalayout_documents(shard: Shard, options: DatasetConfig) -> Iterator[list]
             )
         starts = document_starts(window, eos) - (start - first)
         inner = starts[(0 < starts) & (starts < len(body))]
-        *whole, last = np.split((body & 0xFFFF).astype(np.int64), inner)
-        last_ends = start + len(body) == len(entries) or len(body) in starts
-        yield [(ids, True) for ids in whole] + [(last, last_ends)]
+        pieces = np.split((body & 0xFFFF).astype(np.int64), inner)
+        documents = [Document(ids) for ids in pieces]
+        begins = start == 0 or 0 in starts
+        documents[0] = documents[0]._replace(begins=begins)
+        ends = start + len(body) == len(entries) or len(body) in starts
+        documents[-1] = documents[-1]._replace(ends=ends)
+        yield documents
 
 
 def document_starts(entries: np.ndarray, eos: int) -> np.ndarray:

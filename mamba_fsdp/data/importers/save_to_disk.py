@@ -23,13 +23,12 @@ def open_saved_to_disk(folder: str, split: str) -> datasets.Dataset:
 
 
 def rows_are_blocks(folder: str, split: str, column: str) -> bool:
-    """Whether all rows but the last are token ids of one length: one long text that was cut. Raises UserError for rows
-    that leave tokens out of the loss, and for a broken folder."""
+    """Whether all rows but the last are token ids of one length: one long text that was cut. Raises UserError for a
+    broken folder."""
     lengths: list[np.ndarray] = []
     with named_errors(folder, "save_to_disk"):
         rows = open_saved_to_disk(folder, split)
         for table in rows.with_format("arrow").iter(batch_size=ROWS):
-            _check_all_count(folder, table)
             array = column_of(folder, table, column)
             if not hasattr(array.type, "value_type"):
                 return False
@@ -38,7 +37,8 @@ def rows_are_blocks(folder: str, split: str, column: str) -> bool:
     return len(found) > 1 and bool((found[:-1] == found.max()).all())
 
 
-def _check_all_count(folder: str, table: Any) -> None:
+def check_all_count(folder: str, table: Any) -> None:
+    """Raises UserError for rows that leave tokens out of the loss."""
     for name, value in UNCOUNTED.items():
         if name not in table.column_names or not hasattr(table[name].type, "value_type"):
             continue
