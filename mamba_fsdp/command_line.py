@@ -67,18 +67,14 @@ def call(verb: Callable[..., Any], arguments: Sequence[str]) -> Any:
     """verb(...) with its words as the values of its parameters.
 
     A parameter's annotation gives the type of its value, and as Annotated[type, Bounds(...)] the
-    bounds; without one it stays text; tuple[str, ...] is of an option that may be repeated. One
-    that is a dataclass of settings takes all options that are its fields. Raises UserError for
-    words that don't fit: too many, missing, unknown (with the nearest name), of the wrong type or
-    out of bounds.
+    bounds; without one it stays text. One that is a dataclass of settings takes all options that
+    are its fields. Raises UserError for words that don't fit: too many, missing, unknown (with the
+    nearest name), of the wrong type or out of bounds.
     """
     if "--" in arguments:  # behind which Fire takes flags of its own
         raise UserError("nothing is expected after --; see --help")
     parameters = inspect.signature(verb).parameters
-    repeated = [name for name, p in parameters.items() if p.annotation == tuple[str, ...]]
-    others, lists = _split_repeated(arguments, repeated)
-    positional, named = split(others)
-    named |= lists
+    positional, named = split(arguments)
     _check_known(named, parameters)
     for name, parameter in parameters.items():
         if dataclasses.is_dataclass(parameter.annotation):
@@ -129,28 +125,6 @@ def _read_value(parameter: inspect.Parameter, value: Any) -> Any:
     if isinstance(value, tuple):
         return tuple(read(parameter.name, kind, word, bounds) for word in value)
     return read(f"--{parameter.name}", kind, value, bounds)
-
-
-def _split_repeated(
-    words: Sequence[str], names: Collection[str]
-) -> tuple[list[str], dict[str, tuple[str, ...]]]:
-    """(the other words, all values of each of these options)."""
-    others = []
-    found: dict[str, tuple[str, ...]] = {}
-    rest = iter(words)
-    for word in rest:
-        option, equals, value = word.partition("=")
-        name = option.removeprefix("--")
-        if name == option or name not in names:
-            others.append(word)
-            continue
-        if not equals:
-            following = next(rest, None)
-            if following is None:
-                raise UserError(f"{option}: its value is missing")
-            value = following
-        found[name] = (*found.get(name, ()), value)
-    return others, found
 
 
 def split(arguments: Sequence[str]) -> tuple[tuple[str, ...], dict[str, Any]]:

@@ -1,26 +1,16 @@
-"""What is seen of a training: lines that stay and, on a terminal, a live line below them, none wider than it is.
+"""What is seen of a training: lines that stay and, on a terminal, a live line below them, cut where it ends.
 
 Whoever reads it may go (a closed window, `| head`); training continues.
 """
 
 import contextlib
 import os
-import re
 import sys
-import textwrap
 import time
 from collections.abc import Iterator
 from typing import Any, TextIO
 
 SECONDS_BETWEEN_UPDATES = 0.2
-BEGINNING = r"^ *(?:\S+  +)*"  # of a line, up to its text: a name, as in `kernels    cpp: conv`, or an option
-LEAST_FIRST = (
-    "MFU",
-    "tok/s",
-    "lr",
-    "left",
-    "loss",
-)  # what a narrow terminal has no room for goes in this order
 
 
 def duration(seconds: float) -> str:
@@ -56,20 +46,16 @@ class Console:
     def __init__(self, *, enabled: bool = True, stream: TextIO | None = None) -> None:
         self.enabled = enabled
         self.stream = stream or sys.stdout or open(os.devnull, "w")
-        self.on_terminal = enabled and self.stream.isatty()
-        self.live = self.on_terminal and os.environ.get("TERM") != "dumb"
+        self.live = enabled and self.stream.isatty() and os.environ.get("TERM") != "dumb"
         self.shown = ""  # the live line
         self.next_update = 0.0
 
     def line(self, text: str) -> None:
-        """Prints lines that stay, wrapped where a terminal needs it."""
+        """Prints lines that stay."""
         if not self.enabled:
             return
-        rows = text.splitlines()
-        if self.on_terminal:
-            rows = [self._wrapped(row) for row in rows]
         self._clear()
-        print("\n".join(rows), file=self.stream, flush=True)
+        print(text, file=self.stream, flush=True)
 
     def passing(self, text: str) -> None:
         """Shows a live line until something else comes."""
@@ -92,23 +78,14 @@ class Console:
         report: bool = False,
     ) -> None:
         """Shows the state of training; it stays where `report` is set."""
-        parts = {
-            "step": f"step {step:>{len(str(total))}}/{total}",
-            "loss": f"loss {loss:7.4f}",
-            "lr": f"lr {learning_rate:.2e}",
-            "tok/s": f"{tokens_per_second:>7,.0f} tok/s",
-        }
+        row = (
+            f"step {step:>{len(str(total))}}/{total}  loss {loss:7.4f}  lr {learning_rate:.2e}  "
+            f"{tokens_per_second:>7,.0f} tok/s"
+        )
         if mfu is not None:
-            parts["MFU"] = f"MFU {mfu:5.1%}"
+            row += f"  MFU {mfu:5.1%}"
         if seconds_left is not None:
-            parts["left"] = f"left {duration(seconds_left)}"
-        row = "  ".join(parts.values())
-        if self.on_terminal:
-            for name in LEAST_FIRST:
-                if len(row) > self._width():
-                    parts.pop(name, None)
-                    row = "  ".join(parts.values())
-            row = row[: self._width()]
+            row += f"  left {duration(seconds_left)}"
         if report:
             self.line(row)
         else:
@@ -118,16 +95,6 @@ class Console:
         if self.shown:
             print(file=self.stream, flush=True)
             self.shown = ""
-
-    def _wrapped(self, row: str) -> str:
-        name = re.findall(BEGINNING, row)[0]
-        return textwrap.fill(
-            row,
-            self._width(),
-            subsequent_indent=" " * len(name),
-            break_long_words=False,
-            break_on_hyphens=False,
-        )
 
     def _width(self) -> int:
         """One less than the terminal's: in the last column, some break the line."""

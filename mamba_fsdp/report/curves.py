@@ -40,8 +40,8 @@ def name_runs(folders: Sequence[Path]) -> list[str]:
 def summarise_run(folder: Path) -> dict[str, Any]:
     """Returns all of a run, for JSON. Raises UserError where nothing is recorded.
 
-    curves: see `curve`, by metric; last: the latest value of each; axes: at the same places the step, the tokens up to
-    it and, where the metrics tell, the hours of training; settings: by section.name.
+    curves: see `curve`, by metric; last: the latest value of each; axes: at the same places the step and the tokens
+    up to it; settings: by section.name.
     """
     if not (folder / METRICS).exists() and not (folder / CHECKPOINTS).exists():
         raise UserError(f"{folder}: holds no {METRICS}; is it a run folder?")
@@ -92,16 +92,11 @@ def _read_settings(file: Path) -> dict[str, Any]:
 
 
 def _axes(columns: dict[str, Column]) -> dict[str, list]:
-    """Hours are those of training alone: the tokens of each interval over its rate."""
     tokens = columns.get("tokens", Column())
-    rates = columns.get("tokens_per_second", Column()).values
-    axes = {"step": np.array([0, *tokens.steps]), "tokens": np.array([0, *tokens.values])}
-    if rates and len(rates) == len(tokens.values):
-        with np.errstate(all="ignore"):
-            seconds = np.diff([0.0, *tokens.values]) / np.array(rates)
-        axes["hours"] = np.cumsum([0.0, *seconds]) / 3600
     places = np.unique(np.linspace(0, len(tokens.steps), 2 * BUCKETS, dtype=int))
-    return {name: axis[places].tolist() for name, axis in axes.items()}
+    steps = np.array([0, *tokens.steps])[places]
+    counts = np.array([0, *tokens.values])[places]
+    return {"step": steps.tolist(), "tokens": counts.tolist()}
 
 
 def curve(steps: Sequence[int], values: Sequence[float]) -> dict[str, list]:

@@ -26,7 +26,7 @@ class Log:
     """
 
     def __init__(
-        self, path: Path, step: int, check: Callable[[Callable], object] = lambda trying: None
+        self, path: Path, step: int, check: Callable[[Callable], object] | None = None
     ) -> None:
         self.path = path
         self.check = check
@@ -77,7 +77,8 @@ class Log:
                     os.fsync(file.fileno())
 
         trying = _try_once if self.failing else retry_io
-        self.check(trying)
+        if self.check:
+            self.check(trying)
         trying(attempt, self.path)
         self.size += len(self.waiting)
         self.waiting = b""

@@ -1,6 +1,6 @@
 """python -m mamba_fsdp inspect PATH [--verify]
 
-Say what PATH holds: a run folder, a checkpoint or a rank's file of one, a model (consolidated.00.pth, transformers,
+Say what PATH holds: a run folder, a checkpoint, a model (consolidated.00.pth, transformers,
 state-spaces, other trainers' files; of one without config.json, its tensors), or a token store.
 
   --verify    read every byte: of a token store, compared with the checksums; of a checkpoint or a run, as
@@ -10,15 +10,11 @@ state-spaces, other trainers' files; of one without config.json, its tensors), o
 
 import json
 import math
-from dataclasses import dataclass
 from pathlib import Path
-
-import numpy as np
 
 from config.model_config import ModelConfig, checked_model
 from config.presets import title
 from mamba_fsdp.checkpoint.retention import size_of
-from mamba_fsdp.data.source import Source
 from mamba_fsdp.data.store import TokenStore, is_store, split_in
 from mamba_fsdp.data.tokenizer import load_words
 from mamba_fsdp.errors import UserError
@@ -27,10 +23,8 @@ from mamba_fsdp.report.records import read
 from mamba_fsdp.run_layout import (
     CHECKPOINTS,
     COMMIT,
-    CONSOLIDATED,
     METRICS,
     MODEL_CONFIG,
-    MODELS,
     STATUS,
     committed,
 )
@@ -45,9 +39,6 @@ SAMPLE_WIDTH = 160  # characters shown of one
 
 def main(path: str, verify: bool = False) -> int:
     place = Path(path)
-    if (place.parent / COMMIT).is_file() and place.is_file():
-        say("part", f"{place.name}, {scaled(size_of(place), 'B')}, of the checkpoint that follows")
-        place = place.parent
     if (place / CHECKPOINTS).is_dir() or (place / STATUS).is_file():
         show_run(place)
     elif (place / COMMIT).is_file():
@@ -84,10 +75,9 @@ def show_run(path: Path) -> None:
             if metric == "val_loss" and last.get("val_share"):
                 told += f" ({read_share(last['val_share'])})"
             say(name, told)
-    for checkpoint in committed(path / CHECKPOINTS):
-        say("checkpoint", f"{checkpoint} ({scaled(size_of(checkpoint), 'B')})")
-    for model in sorted(path.glob(f"{MODELS}/*/{CONSOLIDATED}")):
-        say("model", f"{model} ({scaled(size_of(model), 'B')})")
+    found = committed(path / CHECKPOINTS)
+    if found:
+        say("checkpoints", f"{len(found)}, the newest {found[-1]}")
 
 
 def _at_step(entry, metric):
@@ -166,57 +156,25 @@ def show_data(path: Path, verify: bool) -> None:
         store.verify()
         say("verified", "all bytes read, every file has its size and checksum")
     say("tokens", f"{store.token_count:,} in {store.document_count:,} documents")
-    found = survey(store, every=verify)
-    is_all = found.read == store.token_count
-    part = "all of it"
-    if not is_all:
-        part = f"of {found.read:,} tokens spread over it"
-    say("ids", f"{found.lowest:,} to {found.highest:,} ({part})")
-    at_least = "" if is_all else "at least "
-    say("documents", f"the longest {at_least}{found.longest:,} tokens")
+    highest = highest_id(store, read_all=verify)
     say("vocabulary", f"{store.vocab_size:,}, eos {store.eos}, {store.dtype.name}")
     _show_samples(store)
-    if found.highest >= store.vocab_size:
-        say(
-            "beware",
-            f"token id {found.highest:,} is not below the vocabulary's {store.vocab_size:,}",
-        )
+    if highest >= store.vocab_size:
+        say("beware", f"token id {highest:,} is not below the vocabulary's {store.vocab_size:,}")
 
 
-@dataclass
-class Survey:
-    """What was found in the tokens that were read."""
-
-    read: int = 0  # tokens
-    lowest: int = np.iinfo(np.int64).max
-    highest: int = 0
-    longest: int = 0  # tokens of a document, as far as it was read
-
-
-def survey(source: Source, *, every: bool) -> Survey:
-    """Reads `source` whole if it is `every` or small, else in WINDOWS windows spread over it. In constant memory."""
+def highest_id(store: TokenStore, *, read_all: bool) -> int:
+    """Returns the highest token id of all tokens, or of about WINDOWS windows spread over them."""
     console = Console()
-    count = -(-source.token_count // WINDOW)
-    every = every or count <= WINDOWS
-    numbers = list(range(count))
-    if not every:
-        numbers = [number * count // WINDOWS for number in range(WINDOWS)]
-    found = Survey()
-    begun = 0  # where the document that is open began, as far as it was read
-    for number in numbers:
-        start = WINDOW * number
-        tokens, positions = source.read(start, min(WINDOW, source.token_count - start))
-        if not every:
-            begun = start
-        bounds = [begun, *(start + np.flatnonzero(positions == 0)), start + len(tokens)]
-        found.longest = max(found.longest, int(np.diff(bounds).max()))
-        begun = bounds[-2]
-        found.read += len(tokens)
-        found.lowest = min(found.lowest, int(tokens.min()))
-        found.highest = max(found.highest, int(tokens.max()))
-        console.passing(f"{found.read:,} tokens read")
+    count = -(-store.token_count // WINDOW)
+    stride = 1 if read_all else max(1, count // WINDOWS)
+    highest = 0
+    for start in range(0, store.token_count, stride * WINDOW):
+        console.passing(f"{start:,} of {store.token_count:,} tokens read")
+        tokens = store.read(start, min(WINDOW, store.token_count - start)).tokens
+        highest = max(highest, int(tokens.max()))
     console.close()
-    return found
+    return highest
 
 
 def _show_samples(store):

@@ -2,7 +2,6 @@
 
 import errno
 import io
-import re
 import subprocess
 import sys
 
@@ -45,29 +44,16 @@ def test_one_live_line_below_lines_that_stay(terminal, monkeypatch):
     assert [line[:15] for line in lines] == ["step  19/100  l", "step 20: valida", "and so on"]
 
 
-@pytest.mark.parametrize(
-    "columns, parts",
-    [
-        (100, ["step", "loss", "lr", "tok/s", "MFU", "left"]),
-        (81, ["step", "loss", "lr", "tok/s", "left"]),
-        (80, ["step", "loss", "lr", "left"]),
-        (60, ["step", "loss", "left"]),
-        (40, ["step", "loss"]),
-        (12, ["step"]),
-    ],
-)
-def test_the_live_line_fits_and_shows_what_matters(columns, parts):
+@pytest.mark.parametrize("columns", [100, 60, 12])
+def test_the_live_line_fits(columns):
     window = Terminal(columns)
     console = Console(stream=window.stream())
     console.step(123_456, 1_000_000, **LONG)
-    console.step(123_456, 1_000_000, **LONG, report=True)
     console.close()
-    live, *_, line = drawings(window.text())
+    (live,) = drawings(window.text())
     window.close()
-    assert live == line and len(live) < columns
-    assert [
-        part for part in ("step", "loss", "lr", "tok/s", "MFU", "left") if part in live
-    ] == parts
+    whole = "step  123456/1000000  loss  3.2500  lr 3.00e-04  1,214,000 tok/s  MFU 41.2%  left 100:02:05"
+    assert live == whole[: columns - 1].rstrip()
 
 
 def test_a_terminal_that_can_only_print_gets_lines(terminal, monkeypatch):
@@ -78,14 +64,6 @@ def test_a_terminal_that_can_only_print_gets_lines(terminal, monkeypatch):
     console.passing("validation 3/16")
     console.close()
     assert terminal.text().count("step") == 1 and "\r" not in terminal.text().replace("\r\n", "\n")
-
-
-def test_long_lines_are_wrapped_where_the_text_begins(terminal):
-    reasons = "; ".join(["conv not cpp: gcc is too old"] * 5)
-    Console(stream=terminal.stream()).line(f"kernels    reference: {reasons}\na second line")
-    first, *rest, last = drawings(terminal.text())
-    assert first.startswith("kernels    reference") and last == "a second line"
-    assert len(rest) == 2 and all(len(row) < 80 and re.match(" {11}[co]", row) for row in rest)
 
 
 class Gone(io.StringIO):

@@ -17,7 +17,6 @@ addEventListener("load", async () => {
   found.over = [...document.querySelectorAll("td > span")].filter(one => right(one) > right(one.parentElement)).length;
   found.wide = document.documentElement.scrollWidth - innerWidth;
   await press("tokens"); found.tokens = lines()[0][2];
-  await press("hours"); found.hours = lines()[0][2];
   await press("log"); found.log = plots()[0].layout.yaxis.type;
   const slider = document.getElementById("smoothing"); slider.value = 0.5; slider.dispatchEvent(new Event("input"));
   found.smooth = lines().filter((_, at) => !plots()[0].data[at].faint)[0][3];

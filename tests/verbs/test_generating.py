@@ -1,4 +1,4 @@
-"""What `generate` shows: text as it comes, several texts in order, stops across tokens, the speed beside them."""
+"""What `generate` shows: text as it comes, whole characters, the speed beside it."""
 
 import os
 import re
@@ -26,29 +26,12 @@ class Letters:
         return bytes(tokens).decode(errors="replace")
 
 
-def shown(text, stops=()):
-    """What is shown after each byte of the text."""
-    data = text.encode()
-    stream = TextStream(Letters, stops)
-    pieces = []
-    for number, byte in enumerate(data, 1):
-        pieces.append(stream.add(byte, is_last=number == len(data)))
-        if stream.ended:
-            return pieces
-
-
 def test_a_character_of_several_tokens_waits_until_it_is_whole():
-    assert shown("aé日b") == ["a", "", "é", "", "", "日", "b"]
-
-
-def test_a_stop_ends_the_text_across_tokens_and_is_not_shown():
-    assert shown("one\n\ntwo", ["\n\n"]) == ["o", "n", "e", "", ""]
-    assert shown("a\nb\n", ["\n\n"]) == ["a", "", "\nb", "\n"]  # what looked like one is shown
-    assert shown("xaab", ["aab", "ab"]) == ["x", "", "", ""]
-    assert shown("né!", ["é"]) == ["n", "", ""]
-    stream = TextStream(Letters, ["ab"])
-    assert stream.add(ord("a"), is_last=False) == ""
-    assert stream.add(Letters.eos, is_last=False) == "a" and stream.ended
+    stream = TextStream(Letters)
+    pieces = [stream.add(byte, is_last=False) for byte in "aé日b".encode()]
+    assert pieces == ["a", "", "é", "", "", "日", "b"]
+    assert stream.add("é".encode()[0], is_last=False) == ""
+    assert stream.add(Letters.eos, is_last=True) == "\ufffd"
 
 
 @pytest.fixture
@@ -77,25 +60,6 @@ def test_equal_seeds_give_equal_texts_and_an_export_the_same(run):
     assert re.match("def naïve.{5}", likeliest, re.S)
 
 
-def test_prompts_are_continued_together_as_each_alone(run):
-    model = loading.load("runs/demo")
-    prompts = ["def line", "x", "def line_20(x): return"]
-
-    def continued(prompt, **options):
-        return "".join(generate.generate(model, prompt, length=12, temperature=0, **options))
-
-    alone = [continued(prompt) for prompt in prompts]
-    words = [f"--prompt={prompt}" for prompt in prompts[:2]] + ["--prompt", prompts[2]]
-    code, out, err = run("runs/demo", *words, "--length=12", "--temperature=0")
-    assert code == 0 and err.startswith("36 tokens in ")
-    assert out == (
-        f"{prompts[0]}{alone[0]}\n--- 2 of 3 ---\n{prompts[1]}{alone[1]}"
-        f"\n--- 3 of 3 ---\n{prompts[2]}{alone[2]}\n"
-    )
-    stop = alone[2][2:4]
-    assert continued(prompts[2], stop=[stop]) == alone[2][: alone[2].index(stop)]
-
-
 def test_an_error_before_the_text_is_one_line(run, monkeypatch):
     model = loading.load("runs/demo")
     model.network.backbone.norm_f.weight.fill_(float("nan"))
@@ -104,7 +68,6 @@ def test_an_error_before_the_text_is_one_line(run, monkeypatch):
     monkeypatch.setattr(loading, "load", lambda *given, **more: model)
     for word, message in (
         ("--prompt=def", "the model's answer is not finite"),
-        ("--prompt", "--prompt: its value"),
         ("--prompt=na\udcefve", "--prompt: invalid UTF-8 behind 'na'; write it in "),
     ):
         code, out, err = run("runs/demo", word)

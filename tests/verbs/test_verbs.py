@@ -88,7 +88,11 @@ def test_verify_is_refused_where_it_means_nothing(there, verify, tmp_path):
 
 def test_inspect_says_what_a_run_a_checkpoint_and_models_hold(there, capsys):
     for place, words in {
-        "runs/demo": ("run            runs/demo", "status         finished", "step_00000004 ("),
+        "runs/demo": (
+            "run            runs/demo",
+            "status         finished",
+            "the newest runs/demo/checkpoints/step_00000004",
+        ),
         "runs/demo/checkpoints/step_00000002": ("step           2, 128 tokens", "1 ranks, torch"),
         "exported/demo": ("model          exported/demo", "2 layers mamba1, d_model 16"),
     }.items():
