@@ -1,16 +1,15 @@
-"""Runs compiled PTX on a CPU: the whole grid at once, a numpy lane for each thread, every address checked.
+"""Runs the PTX that Triton 2.2 compiles for sm_80 on a CPU: the whole grid at once, a numpy lane for each thread, every address checked.
 
 Program(ptx).launch(grid, warps, arguments, shared) changes the tensors among the arguments in place. It raises Fault at
 an access outside of the tensor that its address was made from, at one that is not aligned, at shared memory beyond
-`shared` bytes, and at instructions that it does not know: atomics, wgmma, TMA. A tensor ends with its last element:
+`shared` bytes, and at instructions that none of our kernels has there, such as atomics. A tensor ends with its last element:
 rows of a slice end where the slice does in the last row only. Shared memory begins as NaN.
 
 Lanes with the lowest program counter run first, so that those that part meet again and no barrier is passed early.
-cp.async copies at once: a missing wait is not noticed. Formats and fragments: NVIDIA's PTX ISA.
+Formats and fragments: NVIDIA's PTX ISA.
 """
 
 import re
-from functools import reduce
 
 import numpy as np
 import torch
@@ -21,13 +20,9 @@ TYPES = {
     for kind, code in (("s", "i"), ("u", "u"), ("b", "u"))
 } | {
     "pred": np.dtype(bool),
-    "f16": np.dtype("f2"),
     "f32": np.dtype("f4"),
     "f64": np.dtype("f8"),
     "bf16": np.dtype("u2"),
-    "bf16x2": np.dtype("u4"),
-    "f16x2": np.dtype("u4"),
-    "f32x2": np.dtype("u8"),
 }
 REGION = 36  # bits of an address below the number of its tensor
 COMPARE = {
@@ -37,23 +32,13 @@ COMPARE = {
     "le": np.less_equal,
     "gt": np.greater,
     "ge": np.greater_equal,
-    "lo": np.less,
-    "ls": np.less_equal,
-    "hi": np.greater,
-    "hs": np.greater_equal,
 }
 ONE = {
     "ex2": np.exp2,
-    "lg2": np.log2,
-    "rcp": lambda x: 1 / x,
     "sqrt": np.sqrt,
-    "rsqrt": lambda x: 1 / np.sqrt(x),
     "neg": np.negative,
     "abs": np.abs,
     "not": np.invert,
-    "tanh": np.tanh,
-    "sin": np.sin,
-    "cos": np.cos,
 }
 TWO = {
     "add": np.add,
@@ -61,8 +46,9 @@ TWO = {
     "and": np.bitwise_and,
     "or": np.bitwise_or,
     "xor": np.bitwise_xor,
+    "div": np.divide,
 }
-IGNORED = {"bar", "barrier", "fence", "membar", "griddepcontrol", "prefetch", "discard"}
+IGNORED = {"bar"}
 
 
 class Fault(AssertionError):
@@ -144,20 +130,16 @@ class Launch:
         self.regions = []
         self.registers = {}
         self.arguments = {}
-        for (type, name), value in zip(
-            program.parameters, [*arguments, 0, 0]
-        ):  # newer Tritons: two scratch buffers
+        for (type, name), value in zip(program.parameters, arguments, strict=True):
             self.arguments[name] = np.array([self._placed(value)]).astype(TYPES[type])
 
     def _placed(self, value):
         """The address of a tensor, else the number."""
         if not isinstance(value, torch.Tensor):
             return value
-        last = (
-            sum((size - 1) * stride for size, stride in zip(value.shape, value.stride()))
-            if value.numel()
-            else -1
-        )
+        last = -1
+        if value.numel():
+            last = sum((size - 1) * stride for size, stride in zip(value.shape, value.stride()))
         flat = value.detach().as_strided((last + 1,), (1,), value.storage_offset())
         start = len(self.regions) + 1 << REGION | value.data_ptr() % 256
         self.regions.append((start, flat.view(torch.uint8).numpy()))
@@ -222,9 +204,8 @@ class Launch:
         if operand.startswith("global_smem"):
             return np.zeros(1, dtype)
         if re.sub(r"\d+$", "", operand) in self.program.widths:
-            return np.full(dtype.itemsize, 0xFF, np.uint8).view(
-                dtype
-            )  # never written: anything, such as NaN
+            # never written: anything, such as NaN
+            return np.full(dtype.itemsize, 0xFF, np.uint8).view(dtype)
         raise Fault(f"unknown operand {operand}")
 
     def write(self, register, value, mask):
@@ -297,29 +278,11 @@ class Launch:
         self.calculate(function, op, args, mask)
 
     def calculate(self, function, op, args, mask):
-        """args[0] = function(the others). Of .f32.bf16 the last is fp32; .f32x2 are two in a register."""
-        type = op[-1]
-        others = args[1:]
-        if type in ("bf16", "f16") and op[-2] == "f32":
-            to_f32 = (
-                from_bf16
-                if type == "bf16"
-                else lambda bits: bits.view(np.float16).astype(np.float32)
-            )
-            values = [to_f32(self.read(arg, "b16")) for arg in others[:-1]] + [
-                self.read(others[-1], "f32")
-            ]
-        elif type in ("bf16", "bf16x2", "f16x2"):
+        """args[0] = function(the others)."""
+        values = [self.read(arg, op[-1]) for arg in args[1:]]
+        if op[-1] == "bf16":
             raise Fault("unknown instruction")
-        elif type == "f32x2":
-            values = [
-                np.broadcast_to(self.read(arg, type), self.n).copy().view(np.float32)
-                for arg in others
-            ]
-        else:
-            values = [self.read(arg, type) for arg in others]
-        out = function(*values)
-        self.write(args[0], out.view(np.uint64) if type == "f32x2" else out, mask)
+        self.write(args[0], function(*values), mask)
 
     def do_ld(self, op, args, mask):
         if "param" in op:
@@ -349,27 +312,6 @@ class Launch:
         space = "shared" if any(word.startswith("shared") for word in op) else "global"
         return [(name, addresses + i * size, space) for i, name in enumerate(names)]
 
-    def do_cp(self, op, args, mask):
-        if not any(part.startswith("shared") for part in op):  # commit_group, wait_group
-            return
-        size = int(args[2], 0)
-        wanted = (
-            np.broadcast_to(self.read(args[3], "u32"), self.n)
-            if len(args) > 3
-            else np.full(self.n, size)
-        )
-        data = np.zeros((self.n, size), np.uint8)
-        full = mask & (wanted > 0)  # the rest is zeros
-        if not np.isin(wanted[mask], (0, size)).all():
-            raise Fault("cp.async of a part")
-        kind = np.dtype(f"V{size}")
-        data[full] = (
-            self.load(self.address(args[1], full), kind, "global", full)
-            .view(np.uint8)
-            .reshape(-1, size)
-        )
-        self.store(self.address(args[0], mask), data[mask], "shared", mask)
-
     def do_mov(self, op, args, mask):
         whole = TYPES[op[-1]]
         names = parts(args[1] if args[1].startswith("<") else args[0])
@@ -387,48 +329,26 @@ class Launch:
     def do_cvt(self, op, args, mask):
         to, source = op[-2:]
         value = self.read(args[1], source)
-        if "sat" in op or "relu" in op:
-            raise Fault("unknown instruction")
         if source == "bf16":
             value = from_bf16(value)
             source = "f32"
-        if to in ("bf16x2", "f16x2"):
-            convert = to_bf16 if to == "bf16x2" else lambda x: x.astype(np.float16).view(np.uint16)
-            high, low = (
-                np.broadcast_to(convert(self.read(arg, "f32")), self.n) for arg in args[1:3]
-            )
-            return self.write(args[0], high.astype(np.uint32) << 16 | low, mask)
         if to == "bf16":
-            return self.write(
-                args[0], to_bf16(np.broadcast_to(value, self.n).astype(np.float32)), mask
-            )
-        if to == "tf32":
-            return self.write(args[0], value.view(np.uint32) + 0x1000 & 0xFFFFE000, mask)
-        rounding = {"rni": np.rint, "rzi": np.trunc, "rmi": np.floor, "rpi": np.ceil}
-        for part in rounding.keys() & set(op):
-            value = rounding[part](value)
+            value = to_bf16(np.ascontiguousarray(value, np.float32))
+        elif "rzi" in op:
+            value = np.trunc(value)
+        elif op[1] not in ("rn", to):
+            raise Fault("unknown instruction")
         self.write(args[0], value.astype(TYPES[to]), mask)
 
     def do_selp(self, op, args, mask):
-        self.write(
-            args[0],
-            np.where(self.read(args[3], "pred"), *(self.read(arg, op[-1]) for arg in args[1:3])),
-            mask,
-        )
+        true, false = (self.read(arg, op[-1]) for arg in args[1:3])
+        self.write(args[0], np.where(self.read(args[3], "pred"), true, false), mask)
 
     def do_setp(self, op, args, mask):
         x, y = (self.read(arg, op[-1]) for arg in args[1:3])
-        name = op[1]
-        unordered = np.isnan(x) | np.isnan(y) if op[-1][0] == "f" else False
-        if name in ("nan", "num"):
-            out = unordered if name == "nan" else ~unordered
-        elif name in COMPARE:  # ne of NaN is false, unlike numpy's
-            out = COMPARE[name](x, y) & ~np.asarray(unordered)
-        else:
-            out = COMPARE[name.removesuffix("u")](x, y) | unordered
-        if len(args) > 3:
-            out = TWO[op[2]](out, self._predicate(args[3]))
-        self.write(args[0].partition("|")[0], out, mask)
+        if len(op) > 3 or (op[1] == "ne" and op[-1][0] == "f"):  # whose NaN is not numpy's
+            raise Fault("unknown instruction")
+        self.write(args[0], COMPARE[op[1]](x, y), mask)
 
     def do_fma(self, op, args, mask):  # rounded once, but for the sum in float64
         self.calculate(
@@ -456,28 +376,10 @@ class Launch:
 
     do_mad = do_mul
 
-    def do_div(self, op, args, mask):
-        if op[-1][0] == "f":
-            return self.calculate(np.divide, op, args, mask)
-        x, y = (self.read(arg, op[-1]).astype(object) for arg in args[1:])
-        whole = np.array(
-            [
-                0 if not b else abs(a) // abs(b) * (1 if (a < 0) == (b < 0) else -1)
-                for a, b in np.broadcast(x, y)
-            ],
-            dtype=object,
-        )
-        self.write(
-            args[0], (x - whole * y if op[0] == "rem" else whole).astype(TYPES[op[-1]]), mask
-        )
-
-    do_rem = do_div
-
     def do_min(self, op, args, mask):
-        function = {"min": (np.fmin, np.minimum), "max": (np.fmax, np.maximum)}[op[0]]["NaN" in op]
-        self.calculate(
-            lambda *values: reduce(function, values), op, args, mask
-        )  # of three from sm_100 on
+        if "NaN" in op:
+            raise Fault("unknown instruction")
+        self.calculate({"min": np.fmin, "max": np.fmax}[op[0]], op, args, mask)
 
     do_max = do_min
 
@@ -501,22 +403,6 @@ class Launch:
         bits = 8 * x.dtype.itemsize
         up = np.clip(bits - start - length, 0, bits - 1).astype(x.dtype)
         self.write(args[0], (x << up) >> np.clip(bits - length, 0, bits - 1).astype(x.dtype), mask)
-
-    def do_prmt(self, op, args, mask):
-        x, y, selector = (np.broadcast_to(self.read(arg, "b32"), self.n) for arg in args[1:])
-        source = np.concatenate(
-            [np.ascontiguousarray(v).view(np.uint8).reshape(-1, 4) for v in (x, y)], 1
-        )
-        picks = np.stack([selector >> 4 * i & 7 for i in range(4)], 1).astype(np.int64)
-        self.write(args[0], np.take_along_axis(source, picks, 1).view(np.uint32)[:, 0], mask)
-
-    def do_lop3(self, op, args, mask):
-        x, y, z = (self.read(arg, "b32") for arg in args[1:4])
-        out = np.zeros(1, np.uint32)
-        for i in range(8):
-            if int(args[4], 0) >> i & 1:
-                out = out | (x if i & 4 else ~x) & (y if i & 2 else ~y) & (z if i & 1 else ~z)
-        self.write(args[0], out, mask)
 
     def do_shfl(self, op, args, mask):
         value, by, clamp = (np.broadcast_to(self.read(arg, "u32"), self.n) for arg in args[1:4])
@@ -544,15 +430,6 @@ class Launch:
             matrix = matrices[:, i].swapaxes(1, 2) if "trans" in op else matrices[:, i]
             self.write(register, np.ascontiguousarray(matrix).reshape(-1).view(np.uint32), mask)
 
-    def do_stmatrix(self, op, args, mask):
-        registers = parts(args[1])
-        lanes = self.matrix_lanes(op, registers, mask)
-        matrices = np.zeros((self.n // 32, 4, 8, 8), np.uint16)
-        for i, register in enumerate(registers):
-            matrix = halves(np.broadcast_to(self.read(register, "b32"), self.n)).reshape(-1, 8, 8)
-            matrices[:, i] = matrix.swapaxes(1, 2) if "trans" in op else matrix
-        self.store(self.address(args[0], lanes), matrices.reshape(-1, 8)[lanes], "shared", lanes)
-
     def matrix_lanes(self, op, registers, mask):
         self.need_warps(mask)
         if op[-1] != "b16":
@@ -564,29 +441,27 @@ class Launch:
             raise Fault("only a part of a warp")
 
     def do_mma(self, op, args, mask):
-        """m16n8k8 and k16 of bf16, fp16 and tf32 in fp32."""
+        """m16n8k16 of bf16 in fp32."""
+        if op[3] != "m16n8k16" or op[-2] != "bf16":
+            raise Fault("unknown instruction")
         self.need_warps(mask)
         d, a, b, c = map(parts, args)
-        type = op[-2]
         group = np.arange(32) // 4
         inner = np.arange(32) % 4
-        wide = 1 if type == "tf32" else 2  # values in a register
-        value = {
-            "tf32": lambda bits, half: (bits & 0xFFFFE000).view(np.float32),
-            "bf16": lambda bits, half: from_bf16(halves(bits)[:, half]),
-            "f16": lambda bits, half: np.ascontiguousarray(halves(bits)[:, half]).view(np.float16),
-        }[type]
-        columns = 4 * wide * len(b)
-        left = np.zeros((self.n // 32, 16, columns))
-        right = np.zeros((self.n // 32, columns, 8))
-        for names, matrix in ((a, left), (b, right)):
-            for j, name in enumerate(names):
-                bits = np.broadcast_to(self.read(name, "b32"), self.n)
-                k = inner * wide + 4 * wide * (j // 2 if names is a else j)
-                for half in range(wide):
-                    where = (group + 8 * (j % 2), k + half) if names is a else (k + half, group)
-                    matrix[:, where[0], where[1]] = value(bits, half).reshape(-1, 32)
+        left = np.zeros((self.n // 32, 16, 16))
+        right = np.zeros((self.n // 32, 16, 8))
+        for half in range(2):
+            column = 2 * inner + half
+            for j, name in enumerate(a):
+                left[:, group + 8 * (j % 2), column + 8 * (j // 2)] = self.bf16_half(name, half)
+            for j, name in enumerate(b):
+                right[:, column + 8 * j, group] = self.bf16_half(name, half)
         product = left @ right
         for j, (register, added) in enumerate(zip(d, c)):
             part = product[:, group + 8 * (j // 2), 2 * inner + j % 2].reshape(-1)
             self.write(register, (part + self.read(added, "f32")).astype(np.float32), mask)
+
+    def bf16_half(self, name, half):
+        """(warps, 32): the lower or upper bf16 of a register."""
+        bits = np.broadcast_to(self.read(name, "b32"), self.n)
+        return from_bf16(halves(bits)[:, half]).reshape(-1, 32)

@@ -1,4 +1,4 @@
-"""The convolution's kernels beside the reference backend in float64: widths, documents, odd sizes, slices, every dtype."""
+"""The convolution's kernels beside the reference backend in float64: widths, documents, odd sizes, slices, bf16."""
 
 from dataclasses import fields
 
@@ -44,16 +44,12 @@ def blocks(monkeypatch):
     return set_blocks
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("width", range(WIDTHS.at_least, WIDTHS.at_most + 1))
 def test_documents_and_widths(width):
-    for seq_idx in None, DOCUMENTS:
-        assert_like_reference(kernels, reference, leaves(width=width), seq_idx=seq_idx)
+    assert_like_reference(kernels, reference, leaves(width=width), seq_idx=DOCUMENTS)
 
 
-@pytest.mark.parametrize(
-    "batch, length, channels", [(1, 1, 1), (1, 2, 5), (1, 8, 3), (1, 9, 16), (1, 3, 17)]
-)
+@pytest.mark.parametrize("batch, length, channels", [(1, 1, 1), (1, 8, 3), (1, 9, 17)])
 def test_odd_sizes(batch, length, channels):
     assert_like_reference(kernels, reference, leaves(batch, length, channels))
 
@@ -64,14 +60,12 @@ def test_empty(batch, length):
     assert got["output 0"].shape == (batch, length, 5) and not got["gradient of weight"].any()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision(dtype):
-    """Weights in half precision and in fp32."""
-    values = leaves(dtype=dtype)
-    assert_like_reference(kernels, reference, values, seq_idx=DOCUMENTS)
-    got = evaluate(kernels, values | {"weight": values["weight"].float()})
-    assert got["output 0"].dtype == dtype and got["gradient of weight"].dtype == torch.float32
+def test_bf16_with_weights_in_fp32():
+    values = leaves(dtype=torch.bfloat16)
+    values["weight"] = values["weight"].float()
+    got = assert_like_reference(kernels, reference, values, seq_idx=DOCUMENTS)
+    assert got["output 0"].dtype == torch.bfloat16
+    assert got["gradient of weight"].dtype == torch.float32
 
 
 def test_one_document_never_changes_another():

@@ -7,11 +7,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from mamba_fsdp.ops.loss import linear_cross_entropy
 
-HALVES = {
-    torch.float32: 1e-6,
-    torch.float16: 2e-3,
-    torch.bfloat16: 0.012,
-}  # logits and their gradient are rounded too
+# In bf16, logits and their gradient are rounded too.
+MOST = {torch.float32: 1e-6, torch.bfloat16: 0.012}
+DTYPES = pytest.mark.parametrize("dtype", MOST, ids=str)
 
 
 def leaves(dtype=torch.float32, tokens=23, d_model=8, vocab=50):
@@ -31,16 +29,17 @@ def reference(hidden, weight, labels, **options):
     return 0.37 * linear_cross_entropy(hidden, weight, labels, **options)
 
 
-@pytest.mark.parametrize("dtype", HALVES, ids=str)
-@pytest.mark.parametrize("tokens, vocab", [(1, 1), (23, 50), (40, 64), (7, 4097)])
-@pytest.mark.parametrize("weighted", [False, True])
+@DTYPES
+@pytest.mark.parametrize(
+    "tokens, vocab, weighted", [(1, 1, False), (23, 50, True), (40, 64, False), (7, 4097, True)]
+)
 def test_equals_float64(dtype, tokens, vocab, weighted):
     """One block and several, full and not, several chunks; a label that does not count where they don't."""
     values = leaves(dtype, tokens, vocab=vocab)
-    weights = (
-        3 * torch.rand(tokens, generator=torch.Generator().manual_seed(1)) if weighted else None
-    )
-    most = max(HALVES[dtype], 1e-9 * vocab)  # a product over the vocabulary rounds on a CPU
+    weights = None
+    if weighted:
+        weights = 3 * torch.rand(tokens, generator=torch.Generator().manual_seed(1))
+    most = max(MOST[dtype], 1e-9 * vocab)  # a product over the vocabulary rounds on a CPU
     got = assert_like_reference(ours, reference, values, most, token_weights=weights, chunk=10)
     ignored = values["labels"] == -100
     assert (
@@ -68,13 +67,14 @@ def test_nothing_counted():
     assert not any(result.any() for result in evaluate(ours, leaves(tokens=0)).values())
 
 
-@pytest.mark.parametrize("label", [50, 1000, -1, -101, 2**31 + 3])
+@pytest.mark.parametrize("label", [50, -1, 2**31 + 3])
 def test_a_label_outside_the_vocabulary_makes_the_loss_and_the_gradient_nan(label):
     """For which the training loop refuses the step: without a word of the GPU, no kernel can raise there."""
     values = leaves()
     values["labels"][3] = label
-    assert all(result.isnan().any() for result in evaluate(ours, values).values())
-    assert evaluate(ours, values)["gradient of weight"].isnan().all()
+    results = evaluate(ours, values)
+    assert all(result.isnan().any() for result in results.values())
+    assert results["gradient of weight"].isnan().all()
 
 
 @pytest.mark.slow
@@ -89,7 +89,7 @@ def test_is_one_call_to_torch_compile():
     assert_same_bits(evaluate(compiled, values), evaluate(ours, values))
 
 
-@pytest.mark.parametrize("dtype", HALVES, ids=str)
+@DTYPES
 def test_tensors_without_content_give_the_same_shapes(dtype):
     values = leaves(dtype)
     real = evaluate(ours, values)

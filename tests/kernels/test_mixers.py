@@ -18,16 +18,11 @@ PARTS = REFERENCE | {
 WHOLES = PARTS | {mixer: "triton" for mixer in MIXER_PARTS}
 SIZES = {
     "mamba1": dict(d_model=10, d_state=5, dt_rank=3),
-    "mamba2": dict(d_model=10, d_state=5, headdim=5),
-    "mamba2 in groups": dict(d_model=12, d_state=3, headdim=6, ngroups=2, d_conv=3),
+    "mamba2": dict(d_model=12, d_state=3, headdim=6, ngroups=2, d_conv=3),
 }
 KINDS = pytest.mark.parametrize("kind", SIZES)
 LENGTH = 9
-MOST = {
-    torch.float32: 1e-6,
-    torch.float16: 0.01,
-    torch.bfloat16: 0.05,
-}  # halves: of every product and activation
+MOST = {torch.float32: 1e-6, torch.bfloat16: 0.05}  # bf16: of every product and activation
 
 
 @pytest.fixture(autouse=True)
@@ -38,7 +33,7 @@ def small_blocks(monkeypatch):
 
 
 def build(kind, backends=WHOLES, **sizes):
-    config = ModelConfig(layers=kind.split()[0], **sizes or SIZES[kind])
+    config = ModelConfig(layers=kind, **sizes or SIZES[kind])
     return MIXERS[config.layers](config, backends)
 
 
@@ -65,8 +60,11 @@ def seq_idx(start=4):
 
 
 @KINDS
-@pytest.mark.parametrize("given", [None, seq_idx()], ids=["one document", "seq_idx"])
-@pytest.mark.parametrize("dtype", MOST, ids=str)
+@pytest.mark.parametrize(
+    "dtype, given",
+    [(torch.float32, None), (torch.float32, seq_idx()), (torch.bfloat16, seq_idx())],
+    ids=["one document", "seq_idx", "bf16"],
+)
 def test_equals_float64(kind, given, dtype):
     """fp32 weights, activations of each dtype, odd sizes; gradients of everything, in the types of their tensors."""
     (run, values) = mixer(kind)
@@ -102,11 +100,10 @@ def test_takes_weights_in_the_compute_dtype(kind):
 
 
 @KINDS
-def test_equal_runs_recomputing_and_double_use(kind):
-    """Equal bits twice and where activations are recomputed; used twice, gradients add up."""
+def test_recomputing_and_double_use(kind):
+    """Equal bits where activations are recomputed; used twice, gradients add up."""
     run, values = mixer(kind)
     first = evaluate(run, values, seq_idx=seq_idx())
-    assert_same_bits(evaluate(run, values, seq_idx=seq_idx()), first)
     assert_same_bits(
         evaluate(
             lambda x, **others: checkpoint(lambda x: run(x, **others), x, use_reentrant=False),
@@ -189,42 +186,35 @@ def test_tensors_without_content_give_the_same_shapes(kind):
     }
 
 
-def losses(backends, layers, given):
-    """Of three steps of SGD of a small model."""
-    model = MambaLM(
-        ModelConfig(
-            layers=layers,
-            n_layer=1,
-            vocab_size=40,
-            tie_embeddings=True,
-            **SIZES["mamba1"] | dict(headdim=5, d_model=10),
-        ),
-        backends=backends,
-        reset_at_documents=given is not None,
+def losses(backends):
+    """Of two steps of SGD of a small model, and the weights behind them."""
+    config = ModelConfig(
+        layers="mamba1,mamba2",
+        n_layer=2,
+        vocab_size=40,
+        tie_embeddings=True,
+        headdim=5,
+        **SIZES["mamba1"],
     )
+    model = MambaLM(config, backends=backends, reset_at_documents=True)
     generator = torch.Generator().manual_seed(3)
     for parameter in model.parameters():
         parameter.data.normal_(0, 0.3, generator=generator)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     found = []
-    for _ in range(3):
+    for _ in range(2):
         tokens = torch.randint(0, 40, (2, LENGTH + 1), generator=generator)
-        loss = model(tokens[:, :-1], tokens[:, 1:], given) / (2 * LENGTH)
+        loss = model(tokens[:, :-1], tokens[:, 1:], seq_idx()) / (2 * LENGTH)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-        found.append(loss.detach())
-    return torch.cat(
-        [torch.stack(found), *(parameter.detach().flatten() for parameter in model.parameters())]
-    )
+        found.append(loss.detach().view(1))
+    return torch.cat([*found, *(parameter.detach().flatten() for parameter in model.parameters())])
 
 
-@pytest.mark.parametrize("given", [None, seq_idx()], ids=["one document", "seq_idx"])
-@pytest.mark.parametrize("layers", ["mamba1", "mamba2"])
-def test_a_model_of_triton_forms_trains_as_a_portable_one(layers, given):
-    """Losses and weights of three steps within fp32's rounding; the same bits in a second run, as deterministic=true
-    promises."""
-    ours = losses(WHOLES, layers, given)
-    reference = losses(REFERENCE, layers, given)
+def test_a_model_of_triton_kernels_trains_as_a_reference_one():
+    """Losses and weights within fp32's rounding; the same bits in a second run, as deterministic=true promises."""
+    ours = losses(WHOLES)
+    reference = losses(REFERENCE)
     torch.testing.assert_close(ours, reference, rtol=1e-6, atol=1e-6)
-    assert not torch.equal(ours, reference) and torch.equal(ours, losses(WHOLES, layers, given))
+    assert not torch.equal(ours, reference) and torch.equal(ours, losses(WHOLES))

@@ -1,4 +1,4 @@
-"""RMSNorm's kernels beside the reference backend in float64: residual or not, gates and groups, odd sizes, every dtype."""
+"""RMSNorm's kernels beside the reference backend in float64: residual or not, gates and groups, odd sizes, bf16."""
 
 import pytest
 import torch
@@ -41,32 +41,27 @@ def tiles(monkeypatch):
     return set_tiles
 
 
-@pytest.mark.parametrize("shape", [(2, 9, 19), (1, 1), (3, 16), (7, 1), (2, 1, 130)])
+@pytest.mark.parametrize("shape", [(2, 9, 19), (1, 1), (2, 1, 130)])
 def test_behind_the_sum(shape):
     values = leaves(*shape)
     assert_like_reference(added("triton"), added("reference"), values)
     assert_like_reference(added("triton"), added("reference"), values | {"residual": None})
 
 
-@pytest.mark.parametrize("group_size", [2, 6, 9, 18])
+@pytest.mark.parametrize("group_size", [6, 18])
 def test_behind_the_gate(group_size):
     assert_like_reference(
         gated("triton", group_size), gated("reference", group_size), leaves(2, 7, 18, second="z")
     )
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision(dtype):
+def test_half_precision():
     """The stream and the weight's gradient stay in fp32; the norm's dtype may differ from the input's."""
+    dtype = torch.bfloat16
     values = leaves(2, 9, 19, dtype=dtype)
     got = assert_like_reference(added("triton"), added("reference"), values)
-    assert [got[name].dtype for name in got] == [
-        dtype,
-        torch.float32,
-        dtype,
-        torch.float32,
-        torch.float32,
-    ]
+    single = torch.float32
+    assert [got[name].dtype for name in got] == [dtype, single, dtype, single, single]
     wide = evaluate(added("triton", torch.float32), values)
     assert wide["output 0"].dtype == torch.float32 and wide["gradient of x"].dtype == dtype
     assert_like(wide, evaluate(added("reference", torch.float64), double(values)))

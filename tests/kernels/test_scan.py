@@ -49,11 +49,10 @@ def inputs(batch, length, channels, states, dtype=torch.float32, without=()):
 @pytest.mark.parametrize(
     "sizes, segments, without",
     [
-        pytest.param((2, 19, 35, 16), 1, (), id="odd", marks=pytest.mark.slow),
+        pytest.param((2, 19, 35, 5), 1, (), id="odd"),
         pytest.param((1, 12, 32, 16), 1, (), id="no masks"),
-        pytest.param((1, 21, 3, 16), 3, (), id="in segments"),
+        pytest.param((1, 21, 3, 4), 3, (), id="in segments"),
         pytest.param((1, 16, 32, 2), 2, ("seq_idx", "z"), id="in segments without masks"),
-        pytest.param((1, 11, 2, 37), 2, (), id="37 states", marks=pytest.mark.slow),
         pytest.param(
             (1, 9, 2, 20), 1, ("D", "z", "dt_bias", "seq_idx"), id="20 states, only what must be"
         ),
@@ -65,8 +64,8 @@ def test_like_portable_in_float64(monkeypatch, sizes, segments, without):
     assert_like_reference(scan, reference, inputs(*sizes, without=without))
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision_in_and_out(dtype):
+def test_bf16_in_and_out():
+    dtype = torch.bfloat16
     leaves = inputs(1, 10, 5, 4, dtype)
     got = assert_like_reference(scan, reference, leaves)
     assert (

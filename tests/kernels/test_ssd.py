@@ -7,11 +7,7 @@ from compare import assert_like, assert_like_reference, assert_same_bits, evalua
 from mamba_fsdp.ops.ssd import ssd
 from mamba_fsdp.ops.ssd.triton import GRADIENTS, SWEEP
 
-MOST = {
-    torch.float32: 1e-6,
-    torch.bfloat16: 2.0**-6,
-    torch.float16: 2.0**-9,
-}  # of sums over whole rows, as dA is
+MOST = {torch.float32: 1e-6, torch.bfloat16: 2.0**-6}  # of sums over whole rows, as dA is
 ACTIVATIONS = ("x", "dt", "B", "C")
 
 
@@ -70,8 +66,8 @@ def test_equals_float64(sizes, bounded):
     assert_like_reference(ours, reference, values, MOST[torch.float32], seq_idx=seq_idx)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_halves(dtype):
+def test_bf16():
+    dtype = torch.bfloat16
     got = assert_like_reference(
         ours, reference, leaves(dtype=dtype), MOST[dtype], seq_idx=random_documents(40)
     )
@@ -83,23 +79,16 @@ def test_halves(dtype):
     assert got["output 1"].dtype == got["gradient of initial_state"].dtype == torch.float32
 
 
-@pytest.mark.parametrize("absent", ["D", "dt_bias", "initial_state"])
-def test_what_is_not_given(absent):
-    values = leaves(length=20) | {absent: None}
-    assert_like_reference(
-        ours,
-        reference,
-        {name: value for name, value in values.items() if value is not None},
-        MOST[torch.float32],
-        **({} if absent == "initial_state" else {absent: None}),
-    )
+def test_only_what_must_be():
+    values = leaves(length=20)
+    for absent in ("D", "dt_bias", "initial_state"):
+        del values[absent]
+    assert_like_reference(ours, reference, values, MOST[torch.float32])
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("bounded", [False, True], ids=["one document", "seq_idx"])
-def test_segments_of_a_sequence_change_rounding_alone(monkeypatch, bounded):
-    values = leaves(length=520, headdim=16, d_state=16)
-    seq_idx = random_documents(520) if bounded else None
+def test_segments_of_a_sequence_change_rounding_alone(monkeypatch):
+    values = leaves(length=330, headdim=16, d_state=16)
+    seq_idx = random_documents(330)
     for programs in (1, 6):
         monkeypatch.setitem(SWEEP, (8, 0), {"P": 16, "programs": programs, "num_warps": 1})
         monkeypatch.setitem(GRADIENTS, (8, 0), {"P": 16, "BLOCK": 1, "num_warps": 1})
@@ -111,8 +100,7 @@ def test_equal_runs_are_equal_bit_for_bit():
     assert_same_bits(evaluate(ours, values), evaluate(ours, values))
 
 
-@pytest.mark.parametrize("boundary", [1, 20, 32])
-def test_no_leak_between_documents(boundary):
+def test_no_leak_between_documents():
     """Whatever one document holds, the other's outputs and gradients stay the same to the last bit, both ways."""
 
     def run(changed):
@@ -125,6 +113,7 @@ def test_no_leak_between_documents(boundary):
         weights[:, changed] *= -5
         return y, *torch.autograd.grad((y * weights).sum(), inputs)
 
+    boundary = 20
     seq_idx = (torch.arange(50) >= boundary).int().expand(1, 50)
     first = slice(0, boundary)
     second = slice(boundary, 50)
@@ -135,7 +124,7 @@ def test_no_leak_between_documents(boundary):
         assert all(torch.equal(a[:, kept], b[:, kept]) for a, b in zip(before, after))
 
 
-@pytest.mark.parametrize("bias", [-60.0, 5.0, 300.0, 20000.0])
+@pytest.mark.parametrize("bias", [-60.0, 20000.0])
 def test_extreme_dt(bias):
     """From no step at all to steps that forget everything: right, and every gradient finite and right."""
     values = leaves()
