@@ -3,7 +3,6 @@
 import pytest
 import torch
 from compare import assert_like_reference, assert_same_bits, evaluate
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from mamba_fsdp.ops.loss import linear_cross_entropy
 
@@ -49,11 +48,6 @@ def test_equals_float64(dtype, tokens, vocab, weighted):
     assert got["gradient of hidden"].dtype == dtype and got["output 0"].dtype == torch.float32
 
 
-def test_equal_runs_are_equal_bit_for_bit():
-    values = leaves(vocab=5000)
-    assert_same_bits(evaluate(ours, values), evaluate(ours, values))
-
-
 def test_huge_logits_stay_finite_and_exact():
     values = leaves()
     values["hidden"] *= 1e4
@@ -87,14 +81,3 @@ def test_is_one_call_to_torch_compile():
 
     compiled = torch.compile(plain, backend="aot_eager", fullgraph=True)
     assert_same_bits(evaluate(compiled, values), evaluate(ours, values))
-
-
-@DTYPES
-def test_tensors_without_content_give_the_same_shapes(dtype):
-    values = leaves(dtype)
-    real = evaluate(ours, values)
-    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
-        fake = evaluate(ours, {name: mode.from_tensor(value) for name, value in values.items()})
-    assert {name: (value.shape, value.dtype) for name, value in fake.items()} == {
-        name: (value.shape, value.dtype) for name, value in real.items()
-    }

@@ -3,9 +3,9 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from mamba_fsdp.ops.loss import linear_cross_entropy
+from tests.support.memory import LargestTensor
 
 
 def inputs(tokens=23, d_model=6, vocab=11, dtype=torch.float64):
@@ -111,16 +111,6 @@ def test_the_factor_before_the_loss_is_not_rounded(dtype, factor, weight_dtype):
     actual = torch.autograd.grad(linear_cross_entropy(*ours, labels, chunk=100) * factor, ours)
     for a, e in zip(actual, expected):
         assert abs((a.double() * e).sum() / (e * e).sum() - 1) < 1e-3
-
-
-class LargestTensor(TorchDispatchMode):
-    elements = 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        result = function(*args, **(kwargs or {}))
-        if isinstance(result, torch.Tensor):
-            self.elements = max(self.elements, result.numel())
-        return result
 
 
 def test_logits_of_one_chunk_at_a_time():

@@ -5,10 +5,10 @@ import functools
 import pytest
 import torch
 import torch.nn.functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from mamba_fsdp.ops.scan import selective_scan
 from tests.support.definitions import loop
+from tests.support.memory import LargestTensor
 
 NAMES = ("u", "dt", "A", "B", "C", "D", "z", "dt_bias", "initial_state")
 
@@ -216,22 +216,6 @@ def test_results_do_not_depend_on_threads(backend):
     finally:
         torch.set_num_threads(threads)
     assert all(torch.equal(run[name], seen[0][name]) for run in seen[1:] for name in seen[0])
-
-
-class LargestTensor(TorchDispatchMode):
-    """Notes the most elements any operation's result has."""
-
-    elements = 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        result = function(*args, **(kwargs or {}))
-        for tensor in result if isinstance(result, (tuple, list)) else [result]:
-            if isinstance(tensor, torch.Tensor):
-                self.elements = max(
-                    self.elements,
-                    tensor.untyped_storage().nbytes() // max(tensor.element_size(), 1),
-                )
-        return result
 
 
 def test_memory_is_linear_without_d_state(backend):

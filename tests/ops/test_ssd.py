@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from mamba_fsdp.ops.ssd import reference, ssd
 from tests.support.definitions import recurrence
+from tests.support.memory import LargestTensor
 
 pytestmark = pytest.mark.torch22
 
@@ -155,19 +155,6 @@ def test_a_sequence_in_two_parts():
     first, state = ssd(**cut(slice(0, 37)), chunk_size=64, return_last_state=True)
     second = ssd(**cut(slice(37, 100)), chunk_size=64, initial_state=state)
     assert_close(torch.cat([first, second], dim=1), ssd(**values, chunk_size=64), 1e-12)
-
-
-class LargestTensor(TorchDispatchMode):
-    """Remembers the number of elements of the largest tensor that any operation made."""
-
-    elements = 0
-
-    def __torch_dispatch__(self, function, types, arguments=(), keywords=None):
-        result = function(*arguments, **(keywords or {}))
-        for tensor in result if isinstance(result, (tuple, list)) else [result]:
-            if isinstance(tensor, torch.Tensor):
-                self.elements = max(self.elements, tensor.numel())
-        return result
 
 
 def test_memory_is_linear_in_the_length():
