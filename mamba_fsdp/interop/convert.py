@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 
 from mamba_fsdp.checkpoint.retention import new_folder
 from mamba_fsdp.conventions import DTYPES
@@ -16,7 +15,7 @@ from mamba_fsdp.data.tokenizer import load_for_transformers
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.interop import state_spaces
 from mamba_fsdp.interop.pth_files import write_pth
-from mamba_fsdp.interop.safetensors_files import SHARD_BYTES, write_safetensors
+from mamba_fsdp.interop.safetensors_files import SINGLE, write_safetensors
 from mamba_fsdp.interop.transformers_layouts import layout_for
 from mamba_fsdp.interop.weights import PICKLED, TOKENIZER_FILES, Weights, read_weights
 from mamba_fsdp.model.spec import EMBEDDING, LM_HEAD, parameters
@@ -34,16 +33,14 @@ def write_model(
     dtype: str = "",
     *,
     tokenizer: str = "",
-    allow_other_tokenizer: bool = False,
     model_name: str = "",
     verified: bool = False,
-    shard_bytes: int = SHARD_BYTES,
 ) -> Path:
     """Writes the model that `source` names (see find_weights) to the new folder `out`; returns `out`.
 
     format: hf, of transformers; state-spaces; pth, which is consolidated.00.pth, its config.json and tokenizer/. dtype:
     fp32, bf16, fp16; empty keeps the stored types. A_log, D and the biases of dt stay fp32. tokenizer: the folder of one
-    to go along instead of the model's, which has to be the same where that is known, unless allow_other_tokenizer.
+    to go along instead of the model's.
     model_name, verified: see read_weights. Raises UserError: nothing to read, the format can't hold this model, `out` exists, the
     disk refuses; then nothing is written.
     """
@@ -56,7 +53,7 @@ def write_model(
         raise UserError(f"{out} exists already; name a new folder, or remove it first")
     weights = read_weights(source, model_name=model_name, verified=verified)
     if tokenizer:
-        weights.use_tokenizer(Path(tokenizer), allow_other_tokenizer)
+        weights.use_tokenizer(Path(tokenizer))
     spec = parameters(weights.config)
 
     def get(name):
@@ -65,24 +62,21 @@ def write_model(
             tensor = tensor.to(DTYPES[dtype])
         return tensor
 
-    try:
-        with new_folder(out) as unfinished:
-            if format == "hf":
-                fields = _write_hf(unfinished, weights, get, shard_bytes)
-            elif format == "state-spaces":
-                fields = state_spaces.write_config(weights.config)
-                _write_state_dict(unfinished / PICKLED, weights, get)
-            else:
-                fields = dict(vars(weights.config))
-                if weights.seq_length:
-                    fields["seq_length"] = weights.seq_length
-                _write_state_dict(unfinished / CONSOLIDATED, weights, get)
-            (unfinished / MODEL_CONFIG).write_text(json.dumps(fields, indent=2) + "\n")
-            if weights.tokenizer_path:
-                folder = unfinished / TOKENIZER if format == "pth" else unfinished
-                _copy_tokenizer(weights.tokenizer_path, folder)
-    except SafetensorError as error:
-        raise UserError(f"can't write {out}: {error}") from None
+    with new_folder(out) as unfinished:
+        if format == "hf":
+            fields = _write_hf(unfinished, weights, get)
+        elif format == "state-spaces":
+            fields = state_spaces.write_config(weights.config)
+            _write_state_dict(unfinished / PICKLED, weights, get)
+        else:
+            fields = dict(vars(weights.config))
+            if weights.seq_length:
+                fields["seq_length"] = weights.seq_length
+            _write_state_dict(unfinished / CONSOLIDATED, weights, get)
+        (unfinished / MODEL_CONFIG).write_text(json.dumps(fields, indent=2) + "\n")
+        if weights.tokenizer_path:
+            folder = unfinished / TOKENIZER if format == "pth" else unfinished
+            _copy_tokenizer(weights.tokenizer_path, folder)
     return out
 
 
@@ -98,7 +92,7 @@ def publish(source: str | Path, out: Path, *, verified: bool = False) -> None:
             raise
 
 
-def _write_hf(folder: Path, weights: Weights, get: Get, shard_bytes: int) -> dict[str, Any]:
+def _write_hf(folder: Path, weights: Weights, get: Get) -> dict[str, Any]:
     """Writes all but config.json, whose fields it returns."""
     layout = layout_for(weights.config)
     tokenizer = None
@@ -115,13 +109,14 @@ def _write_hf(folder: Path, weights: Weights, get: Get, shard_bytes: int) -> dic
     if weights.seq_length and weights.config.has("attention"):
         fields["max_position_embeddings"] = weights.seq_length
 
-    def tensors():
-        for name, parts in layout.parts(weights.config).items():
-            rows = [shape[0] for _, shape in parts]
-            for (their_name, _), part in zip(parts, get(name).split(rows)):
-                yield their_name, part
+    parts_of = layout.parts(weights.config)
 
-    write_safetensors(folder, tensors(), shard_bytes)
+    def tensors():
+        for name, parts in parts_of.items():
+            yield from get(name).split([shape[0] for _, shape in parts])
+
+    their_names = [their_name for parts in parts_of.values() for their_name, _ in parts]
+    write_safetensors(folder / SINGLE, their_names, tensors())
     if "eos_token_id" in ids:
         generation = {"pad_token_id": ids["eos_token_id"], **ids}
         (folder / GENERATION_CONFIG).write_text(json.dumps(generation, indent=2) + "\n")
@@ -130,7 +125,9 @@ def _write_hf(folder: Path, weights: Weights, get: Get, shard_bytes: int) -> dic
 
 def _write_state_dict(path: Path, weights: Weights, get: Get) -> None:
     """Writes a plain dict of tensors, a tied output layer under both names."""
-    tied = {LM_HEAD: EMBEDDING} if weights.config.tie_embeddings else {}
+    tied = {}
+    if weights.config.tie_embeddings:
+        tied[LM_HEAD] = EMBEDDING
     write_pth(path, ((name, get(name)) for name in weights.names), tied)
 
 

@@ -1,22 +1,23 @@
-"""Tensors in safetensors files as transformers lays them out: model.safetensors, or several and an index."""
+"""Tensors in safetensors files as transformers lays them out: one, model.safetensors, or several and an index, which
+are read only.
+"""
 
 import json
-import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
+from mamba_fsdp.checkpoint.files import DTYPE_NAMES
 from mamba_fsdp.checkpoint.tensors import Tensors
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.storage import read_object
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-SHARD_BYTES = 2 << 30  # each file is in memory once while it is written
 
 
 def open_safetensors(source: Path) -> Tensors:
@@ -59,43 +60,26 @@ def _open(path):
         ) from None
 
 
-def write_safetensors(
-    folder: Path, tensors: Iterable[tuple[str, Tensor]], shard_bytes: int = SHARD_BYTES
-) -> None:
-    """Writes (name, tensor) pairs, one file at a time. Raises OSError or SafetensorError as the disk does."""
-    umask = os.umask(0)
-    os.umask(umask)
-    written: dict[
-        Path, list[str]
-    ] = {}  # under names for the time being: how many there will be is not known
-    total = 0
-    for shard in _shards(tensors, shard_bytes):
-        path = folder / f"{len(written)}.safetensors"
-        save_file(shard, path, metadata={"format": "pt"})
-        path.chmod(0o666 & ~umask)  # the library lets nobody else read it
-        written[path] = list(shard)
-        total += sum(tensor.nbytes for tensor in shard.values())
-    if len(written) == 1:
-        path.rename(folder / SINGLE)
-        return
-    weight_map = {}
-    for number, (path, names) in enumerate(written.items(), 1):
-        final = f"model-{number:05d}-of-{len(written):05d}.safetensors"
-        path.rename(folder / final)
-        for name in names:
-            weight_map[name] = final
-    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-    (folder / INDEX).write_text(json.dumps(index, indent=1))
+def write_safetensors(path: Path, names: Sequence[str], tensors: Iterable[Tensor]) -> None:
+    """Writes tensors under these names into one file, one tensor in memory at a time. Raises OSError.
 
-
-def _shards(tensors: Iterable[tuple[str, Tensor]], shard_bytes: int) -> Iterator[dict[str, Tensor]]:
-    shard: dict[str, Tensor] = {}
-    size = 0
-    for name, tensor in tensors:
-        if shard and size + tensor.nbytes > shard_bytes:
-            yield shard
-            shard = {}
-            size = 0
-        shard[name] = tensor.contiguous()
-        size += tensor.nbytes
-    yield shard
+    The format is 8 bytes of header length, a JSON header, then the data. What the header says of a tensor is known once
+    the tensor is read, so that room is left for it, which spaces fill up.
+    """
+    room = 256 + sum(len(name) + 256 for name in names)
+    room -= room % 8  # the data begins at a multiple of 8
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    position = 0
+    with open(path, "xb") as file:
+        file.seek(8 + room)
+        for name, tensor in zip(names, tensors):
+            file.write(tensor.contiguous().view(-1).view(torch.uint8).numpy())
+            end = position + tensor.nbytes
+            header[name] = {
+                "dtype": DTYPE_NAMES[tensor.dtype],
+                "shape": list(tensor.shape),
+                "data_offsets": [position, end],
+            }
+            position = end
+        file.seek(0)
+        file.write(room.to_bytes(8, "little") + json.dumps(header).encode().ljust(room))

@@ -13,7 +13,6 @@ which all ranks do together, verifies a checkpoint and checks names and shapes o
 """
 
 import math
-import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +24,7 @@ from config.presets import preset
 from mamba_fsdp.checkpoint.folder import Reader, check_same_tensors
 from mamba_fsdp.checkpoint.restore import find_checkpoint
 from mamba_fsdp.checkpoint.tensors import Tensors, open_tensors
-from mamba_fsdp.data.tokenizer import check_tokenizer, identities_in
+from mamba_fsdp.data.tokenizer import identities_in
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.interop import state_spaces
 from mamba_fsdp.interop.fields import Fields
@@ -123,15 +122,12 @@ class Weights:
         yield self.tokenizer
         yield from identities_in(self.tokenizer_path)
 
-    def use_tokenizer(self, path: Path, allow_other: bool = False) -> None:
-        """Takes the tokenizer in the folder `path`. Raises UserError for none there, or for another than the model's."""
+    def use_tokenizer(self, path: Path) -> None:
+        """Takes the tokenizer in the folder `path`. Raises UserError for none there."""
         folder = _tokenizer_in(path, path / TOKENIZER)
         if folder is None:
             names = ", ".join(TOKENIZER_FILES[:3])
             raise UserError(f"tokenizer={path} is no folder with a tokenizer ({names})")
-        if not allow_other:
-            identity = next(identities_in(folder), "")
-            check_tokenizer(folder, identity, self.source, self.tokenizer_identities())
         self.tokenizer_path = folder
 
     def _check(self):
@@ -169,12 +165,10 @@ def find_weights(
     """
     path = Path(source)
     if not path.exists():
-        hint = ""
-        if re.fullmatch(
-            r"[\w.-]+/[\w.-]+", str(source)
-        ):  # as a model of the Hugging Face hub is named
-            hint = f"; download a model of the Hugging Face hub first: hf download {source} --local-dir FOLDER"
-        raise UserError(f"{source}: there is no such file or folder{hint}")
+        raise UserError(
+            f"{source}: there is no such file or folder; a model of the Hugging Face hub has to be downloaded "
+            "first: hf download NAME --local-dir FOLDER"
+        )
     if path.is_file():
         return _find_file(path, model)
     if (path / COMMIT).is_file() or (path / CHECKPOINTS).is_dir():

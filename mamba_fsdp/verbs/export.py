@@ -6,8 +6,7 @@ consolidated.00.pth with config.json and tokenizer/, as a run writes it at its e
 a .pth file, or a transformers or state-spaces folder.
 
   --dtype       of the numbers; without it they stay as they are
-  --tokenizer   a tokenizer's folder to go along, where MODEL came without one
-  --allow_other_tokenizer  where you know that --tokenizer fits MODEL, which came with another
+  --tokenizer   a tokenizer's folder to go along, in place of MODEL's own if it has one
   --model_name  the preset that MODEL is, where there is no config.json beside it
 """
 
@@ -22,7 +21,6 @@ class ExportConfig:
 
     dtype: str = setting("")
     tokenizer: str = setting("")
-    allow_other_tokenizer: bool = setting(False)
     model_name: str = setting("")
 
 

@@ -168,19 +168,9 @@ def test_their_models_give_the_same_logits_here_and_come_back_bitwise(their_conf
     assert all(torch.equal(tensor, back[name]) for name, tensor in theirs.state_dict().items())
 
 
-@pytest.mark.parametrize("name", ["mamba1", "mamba2-untied-wide", "hybrid", "llama-grouped"])
-def test_sharded_files_are_written_and_read(name, tmp_path):
-    config, state = CONFIGS[name], random_state(CONFIGS[name])
-    write_model(write_ours(tmp_path / "ours", config, state), tmp_path / "hf", shard_bytes=20_000)
-    files = sorted(path.name for path in (tmp_path / "hf").glob("*.safetensors"))
-    assert len(files) > 1 and files[0] == f"model-00001-of-{len(files):05d}.safetensors"
-    assert_same(read_weights(tmp_path / "hf"), config, state)
-    with torch.no_grad():
-        logits = load(tmp_path / "hf")(tokens_for(config), use_cache=False).logits
-        torch.testing.assert_close(
-            model_of(config, state.get)(tokens_for(config)), logits, **TOLERANCE
-        )
-
+def test_files_that_transformers_has_cut_are_read(tmp_path):
+    config, state = CONFIGS["hybrid"], random_state(CONFIGS["hybrid"])
+    write_model(write_ours(tmp_path / "ours", config, state), tmp_path / "hf")
     load(tmp_path / "hf").save_pretrained(tmp_path / "theirs", max_shard_size="20KB")
     assert len(list((tmp_path / "theirs").glob("*.safetensors"))) > 1
     assert_same(read_weights(tmp_path / "theirs"), config, state)
