@@ -37,3 +37,10 @@ def steps_in(run):
 
 def problems(checkpoint):
     return verify(checkpoint, WORLD).problems
+
+
+def equal(first, second):
+    """Of two models' weights: whether they are the same to the bit."""
+    if first.keys() != second.keys():
+        return False
+    return all(torch.equal(first[name], second[name]) for name in first)

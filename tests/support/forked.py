@@ -75,21 +75,19 @@ def _run(words, environment, out, err):
         atexit._run_exitfuncs()
 
 
-def start_ranks(count, words, per_node=None, **more):
-    """A Training for each rank, as torchrun starts them; more: further environment variables."""
+def start_ranks(count, words):
+    """A Training for each rank, as torchrun starts them on one node."""
     PORTS.append(port := hold_port())
-    per_node = per_node or count
     return [
         Training(
             words,
             {
                 **os.environ,
-                **more,
                 "RANK": str(rank),
                 "WORLD_SIZE": str(count),
-                "LOCAL_RANK": str(rank % per_node),
-                "LOCAL_WORLD_SIZE": str(per_node),
-                "GROUP_RANK": str(rank // per_node),
+                "LOCAL_RANK": str(rank),
+                "LOCAL_WORLD_SIZE": str(count),
+                "GROUP_RANK": "0",
                 "MASTER_ADDR": "127.0.0.1",
                 "MASTER_PORT": str(port.getsockname()[1]),
             },

@@ -3,7 +3,6 @@
 import json
 import os
 
-import datasets
 import numpy as np
 import pytest
 import torch
@@ -11,8 +10,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 from config import resolve
 from mamba_fsdp.data import tokenizer as tokenizers_
-from mamba_fsdp.data.store import StoreWriter, TokenStore
-from tests.support.corpora import stored_documents
+from mamba_fsdp.data.store import StoreWriter
 from tests.support.tiny import TINY
 
 
@@ -32,28 +30,15 @@ def write_store(path, seed, documents, tokenizer="ids:of the corpus"):
     writer.finish()
 
 
-@pytest.fixture
-def make_store():
-    return write_store
-
-
 @pytest.fixture(scope="session")
 def corpus(tmp_path_factory):
-    """A folder with the stores train and validation, other/train, foreign/train, whose tokenizer is another, documents
-    that `datasets` saved (rows/train), a tokenizer's folder, and words/data with a tokenizer and prompts for it."""
+    """A folder with the stores train and validation, other/train, foreign/train, whose tokenizer is another, and
+    words/data with a tokenizer and prompts for it."""
     root = tmp_path_factory.mktemp("corpus")
     write_store(root / "train", 0, 200)
     write_store(root / "validation", 1, 20)
     write_store(root / "other" / "train", 2, 50)
     write_store(root / "foreign" / "train", 2, 50, tokenizer="ids:of others")
-    rows = [
-        document[:-1].tolist()
-        for document in stored_documents(TokenStore(root / "other" / "train"))
-    ]
-    datasets.Dataset.from_dict({"tokens": rows, "others": rows[::-1]}).save_to_disk(
-        root / "rows" / "train"
-    )
-    tokenizers_.train(["some text"], 300).save(root / "tokenizer")
     backend = Tokenizer(
         models.WordLevel({word: n for n, word in enumerate(["<end>", *"?abcdefgh"])}, unk_token="?")
     )

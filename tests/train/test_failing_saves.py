@@ -1,7 +1,6 @@
 """Saving fails: training continues, says so everywhere, tries again later, and stops before it trains unsaved for long."""
 
 import errno
-import io
 import os
 import threading
 import time
@@ -9,12 +8,11 @@ import time
 import pytest
 
 from mamba_fsdp import storage
-from mamba_fsdp.checkpoint import checkpointer, files
+from mamba_fsdp.checkpoint import checkpointer
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.report.records import read_events, read_status
 from mamba_fsdp.run_layout import committed
 from mamba_fsdp.train import loop, saver
-from tests.support.checkpoints import problems
 
 LONG = {
     "num_steps": 12,
@@ -77,75 +75,39 @@ def last_weights(run):
     ]
 
 
-@pytest.fixture(scope="module")
-def without():
-    """What runs without a failure leave: {settings: (metrics, weights)}."""
-    return {}
-
-
 @pytest.mark.parametrize(
-    "number, asynchronous",
+    "number, asynchronous, begins",
     [
-        (errno.ENOSPC, "false"),
-        pytest.param(errno.ENOSPC, "true", marks=pytest.mark.slow),
-        (errno.EDQUOT, "false"),
-        (errno.EROFS, "false"),
-        (errno.EIO, "false"),
+        (errno.ENOSPC, "false", [2, 4, 6, 8]),
+        (errno.EIO, "false", [2, 4, 6, 8]),
+        # What a save came to is learnt two steps later.
+        pytest.param(errno.ENOSPC, "true", [2, 6, 10, 14], marks=pytest.mark.slow),
     ],
 )
 def test_training_continues_and_saves_when_it_can_again(
-    train, tmp_path, metrics_of, failing, without, number, asynchronous, wait_for_writing
+    train, tmp_path, metrics_of, failing, number, asynchronous, begins, wait_for_writing
 ):
-    settings = LONG | {
-        "async_checkpoint": asynchronous,
-        "num_steps": 24 if asynchronous == "true" else 12,
-    }
+    run = tmp_path / "run"
+    settings = LONG | {"async_checkpoint": asynchronous, "num_steps": 24}
     wait_for_writing()
-    if asynchronous not in without:
-        train(tmp_path / "well", **settings)
-        without[asynchronous] = metrics_of(tmp_path / "well"), last_weights(tmp_path / "well")
-    told = []
-
-    def look():
-        told.append(
-            (
-                read_status(tmp_path / "run"),
-                [path.name for path in (tmp_path / "run").rglob(".*.partial")],
-            )
-        )
-
-    begun = failing(3, number, look)
-    said = train(tmp_path / "run", **settings)
-    metrics, status = metrics_of(tmp_path / "run"), read_status(tmp_path / "run")
-    assert begun[:4] == (
-        [2, 6, 10, 14] if asynchronous == "true" else [2, 4, 6, 8]
-    )  # learnt two steps later
-    assert begun[-1] == settings["num_steps"]
-    assert (
-        [entry for entry in metrics if "loss" in entry],
-        last_weights(tmp_path / "run"),
-    ) == without[asynchronous]
+    train(tmp_path / "well", **settings)
+    statuses = []
+    begun = failing(3, number, lambda: statuses.append(read_status(run)))
+    said = train(run, **settings)
+    metrics = metrics_of(run)
+    reason = os.strerror(number)
+    assert begun[:4] == begins and begun[-1] == 24
+    assert [entry for entry in metrics if "loss" in entry] == metrics_of(tmp_path / "well")
+    assert last_weights(run) == last_weights(tmp_path / "well")
     assert [entry["failed_saves"] for entry in metrics if "failed_saves" in entry] == [1, 2, 3, 0]
     warnings = [line for line in said.splitlines() if line.startswith("warning")]
-    assert (
-        len(warnings) == 3 and "2 of 5 in a row; the next attempt comes after step" in warnings[1]
-    )
-    assert all(
-        "rank_00000.safetensors" in line and os.strerror(number) in line and "rank 0 on" in line
-        for line in warnings
-    )
-    events = [event for event in read_events(tmp_path / "run") if event["event"] == "failed_save"]
-    assert [event["in_a_row"] for event in events] == [1, 2, 3] and os.strerror(number) in events[
-        0
-    ]["reason"]
-    assert "saving failed" not in told[0][0]["reason"] and all(
-        len(partial) == 1 for _, partial in told
-    )
-    assert all(
-        before["status"] == "running" and os.strerror(number) in before["reason"]
-        for before, _ in told[1:]
-    )
-    assert status["status"] == "finished" and not list((tmp_path / "run").rglob(".*.partial"))
+    assert len(warnings) == 3 and "2 of 5 in a row; the next attempt comes after" in warnings[1]
+    assert all("rank_00000.safetensors" in line and reason in line for line in warnings)
+    events = [event for event in read_events(run) if event["event"] == "failed_save"]
+    assert [event["in_a_row"] for event in events] == [1, 2, 3] and reason in events[0]["reason"]
+    for status in statuses[1:]:
+        assert status["status"] == "running" and reason in status["reason"]
+    assert read_status(run)["status"] == "finished" and not list(run.rglob(".*.partial"))
 
 
 @pytest.mark.parametrize("number, code", [(errno.ENOSPC, 2), (errno.EIO, 74)])
@@ -173,56 +135,6 @@ def test_the_last_save_of_a_run_must_not_fail(train, tmp_path, failing, asynchro
     assert read_status(tmp_path)["status"] == "failed"
     train(tmp_path, **LONG)
     assert read_status(tmp_path)["status"] == "finished"
-
-
-# A storage layer that lies and stalls
-
-
-class Liar(io.FileIO):
-    """Says that it has written what it has not, has written half of or something else; or reads other bytes."""
-
-    how = ""
-
-    def write(self, data):
-        data = bytes(data)
-        if self.how == "unwritten":
-            self.seek(len(data), os.SEEK_CUR)
-        else:
-            lies = {"half": data[: len(data) // 2], "other": data[:-1] + bytes([data[-1] ^ 1])}
-            super().write(lies.get(self.how, data))
-        return len(data)
-
-    def readinto(self, buffer):
-        count = super().readinto(buffer)
-        if count and self.how == "read":
-            buffer[0] ^= 1
-        return count
-
-
-@pytest.mark.parametrize("how", ["unwritten", "half", "other", "read"])
-def test_what_the_storage_pretends_to_have_written_is_never_committed(
-    train, tmp_path, monkeypatch, how
-):
-    """The run learns of it while it saves, and saves again when the storage is honest."""
-
-    def lying(path, mode="r", **_):
-        file = Liar(path, mode.replace("b", ""))
-        file.how = how if len(failed) < 2 else ""
-        return io.BufferedWriter(file, 1 << 24) if "w" in mode else file
-
-    def tell(self, step, in_a_row, *words, _tell=saver.MetricsLogger.save_failed):
-        failed.append(words)
-        _tell(self, step, in_a_row, *words)
-
-    failed = []
-    monkeypatch.setattr(saver.MetricsLogger, "save_failed", tell)
-    monkeypatch.setattr(files, "open", lying, raising=False)
-    train(tmp_path, **LONG, keep_checkpoints=9)
-    assert len(failed) == 2
-    assert all("what was read back is not what was written" in words[0] for words in failed)
-    whole = committed(tmp_path / "checkpoints")
-    assert [path.name[-2:] for path in whole] == ["06", "08", "10", "12"]
-    assert not any(problems(path) for path in whole)
 
 
 @pytest.mark.slow
@@ -261,9 +173,6 @@ def test_a_save_that_hangs_counts_as_failed_and_no_second_one_is_begun(
         committed(tmp_path / "checkpoints")[-1].name == "step_00000040"
         and "step_00000004 is committed" in said
     )
-
-
-# A file system that is full
 
 
 def test_room_is_looked_for_before_the_first_step(train, tmp_path, monkeypatch):

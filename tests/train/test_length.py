@@ -1,42 +1,9 @@
-"""The length of a run and of its steps: in epochs, by gradient accumulation, beside a schedule; on made-up tokens."""
-
-import math
+"""The length of a run in epochs: how many windows one has, and that such a run resumes and is lengthened."""
 
 import pytest
-import torch
 
 from mamba_fsdp.data.sampler import Sampler
-from mamba_fsdp.data.selection import training_sources
-
-
-def equal(one, other):
-    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
-
-
-@pytest.fixture
-def epoch(corpus):
-    """epoch(**data settings) -> the windows of all sources together, counted by hand."""
-
-    def count(**given):
-        from config.resolve import resolve_settings
-
-        words = {"dataset_path": str(corpus), "seq_length": "32", **given}
-        sources = training_sources(resolve_settings(words)[0].data)[0]
-        return sum((source.token_count - 1) // 32 for source in sources.values())
-
-    return count
-
-
-@pytest.mark.slow
-def test_epochs_read_each_window_as_often(train, tmp_path, epoch, metrics_of):
-    """Of two sources, too, whose weights are their tokens."""
-    for given, batch in (({}, 8), ({"datasets": "train,other"}, 16)):
-        run = tmp_path / f"run{batch}"
-        said = train(
-            run, num_epochs=0.5, batch_size=batch, eval_interval=0, report_interval=1, **given
-        )
-        steps = math.ceil(math.ceil(epoch(**given) / 2) / batch)
-        assert f"{steps:,} of {batch} x 32" in said and metrics_of(run)[-1]["step"] == steps
+from tests.support.checkpoints import equal
 
 
 def test_an_epoch_is_the_windows_of_the_mixture():

@@ -1,5 +1,7 @@
 """Which parameters decay, a step that is refused, and the loss scale of fp16."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -57,7 +59,10 @@ def test_a_refused_step_leaves_weights_moments_and_their_count():
 def updated(scale, state, applied):
     """After a step: (the scale, whether an overflow in it would be excused)."""
     scale.update(torch.tensor(float(applied), dtype=torch.float64))
-    excused = scale.keep(state, float(scale.value), float(scale.good_steps))
+    stats = SimpleNamespace(
+        loss_scale=float(scale.value), loss_scale_good_steps=float(scale.good_steps)
+    )
+    excused = scale.record(state, stats)
     return float(scale.value), excused
 
 

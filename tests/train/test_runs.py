@@ -6,10 +6,10 @@ import signal
 import time
 
 import pytest
-import torch
 
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.report.records import read_events, read_status
+from tests.support.checkpoints import equal
 
 OTHER_RUN = {
     "token": "x",
@@ -21,12 +21,6 @@ OTHER_RUN = {
     "job": None,
     "attempt": 0,
 }
-
-
-def equal(first, second):
-    return first.keys() == second.keys() and all(
-        torch.equal(first[name], second[name]) for name in first
-    )
 
 
 def wait_for_step(process, run, step, seconds=400):
@@ -262,32 +256,6 @@ def test_a_run_whose_folder_was_taken_over_writes_nothing_more(train, tmp_path, 
     with pytest.raises(UserError, match="in use by the run of process 7 on elsewhere"):
         train(tmp_path, checkpoint_interval=1, async_checkpoint=False, eval_interval=0)
     assert before == {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
-
-
-@pytest.mark.slow
-def test_a_second_run_in_the_folder_is_refused_and_harms_nothing(start_training, tmp_path):
-    common = {
-        "num_steps": 10**6,
-        "eval_interval": 0,
-        "report_interval": 1,
-        "checkpoint_interval": 10**6,
-    }
-    first = start_training(tmp_path, **common)
-    wait_for_step(first, tmp_path, 1)
-    partial = (
-        tmp_path / "checkpoints" / ".step_00000009.abc.partial"
-    )  # as while the first one saves
-    partial.mkdir()
-    second = start_training(tmp_path, **common)
-    _, err = second.communicate(timeout=400)
-    assert second.returncode == 2 and "Traceback" not in err
-    assert f"error: {tmp_path} is in use by the run of process {first.pid} on " in err
-    assert (
-        partial.exists() and read_status(tmp_path)["status"] == "running" and first.poll() is None
-    )
-    first.send_signal(signal.SIGTERM)
-    first.communicate(timeout=400)
-    assert read_status(tmp_path)["status"] == "stopped" and not (tmp_path / "lease.json").exists()
 
 
 @pytest.mark.parametrize(

@@ -7,12 +7,6 @@ from mamba_fsdp.errors import UserError
 # What the first run is made with, and other words for the same model.
 WORDS = {
     "layers": ({}, {"layers": "mamba1,2*mamba1"}),
-    "dt_rank": ({}, {"dt_rank": 1}),
-    "vocab_size": ({"vocab_size": 65}, {"vocab_size": 72, "pad_vocab_size_multiple": 4}),
-    "chunk_size": (
-        {"layers": "mamba2", "headdim": 8},
-        {"layers": "2*mamba2", "headdim": 8, "chunk_size": 16},
-    ),
     "head_dim": (
         {"layers": "mamba1,attention", "n_head": 2, "n_kv_head": 2, "rotary_dim": 8},
         {"layers": "mamba1,attention", "n_head": 2, "n_kv_head": 2, "head_dim": 8},

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from mamba_fsdp.errors import UserError
-from mamba_fsdp.train.metrics_logger import MetricsLogger
 
 PROMPTS = [[5, 6, 7, 8, 9], [3], [1, 2]]
 
@@ -32,23 +31,6 @@ def test_a_run_writes_samples_at_each_validation_and_trains_as_without(
     assert all(set(line["text"].split()) <= set("?abcdefgh") for line in lines) and any(
         line["text"] for line in lines
     )
-    # A run that is cut and resumes writes the same, each once.
-    sampled = MetricsLogger.sampled
-    with monkeypatch.context() as patch:
-        patch.setattr(
-            MetricsLogger,
-            "sampled",
-            lambda recorder, step, *texts: [
-                step == 3 and (tmp_path / "cut/STOP").touch(),
-                sampled(recorder, step, *texts),
-            ],
-        )
-        train(tmp_path / "cut", sample_prompts=corpus / "prompts", sample_length=5, **given)
-    assert json.loads((tmp_path / "cut/status.json").read_text())["status"] == "stopped"
-    train(tmp_path / "cut", sample_prompts=corpus / "prompts", sample_length=5, **given)
-    assert (tmp_path / "cut/generated.jsonl").read_text() == (
-        tmp_path / "with/generated.jsonl"
-    ).read_text()
 
 
 @pytest.mark.parametrize(

@@ -5,8 +5,6 @@ import math
 from dataclasses import asdict, replace
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from config.fields import Duration
 from config.train_config import TrainConfig
@@ -15,8 +13,6 @@ from mamba_fsdp.errors import UserError
 from mamba_fsdp.train.run_schedule import schedule_run
 from mamba_fsdp.train.schedule import Schedule
 from mamba_fsdp.train.state import TrainState
-
-KINDS = ["cosine", "wsd", "linear", "constant", "annealing"]
 
 
 def test_cosine_is_that_of_fms_fsdp():
@@ -47,47 +43,6 @@ def test_annealing_goes_straight_to_zero_and_constant_stays():
     )
     assert {Schedule("constant", 10).factor(step) for step in range(10)} == {1.0}
     assert Schedule("linear", 10, warmup=0, floor=0.1).factor(9) == pytest.approx(0.1)
-
-
-def factors_of(settings, batches):
-    """{(tokens before, tokens after): factor} of each step of a run that resumes a third of the way with each batch."""
-    state, factors = TrainState(), {}
-    for part, batch in enumerate(batches, 1):
-        run = schedule_run(
-            settings,
-            BatchLayout(0, 1, batch),
-            state,
-            settings.training.num_steps,
-            0,
-            lambda text: None,
-        )
-        while state.tokens < settings.training.num_steps.count * part / len(batches):
-            before, factor = state.tokens, run.lr.next_factor(state, run.tokens_per_step)
-            state.advance(batch, run.tokens_per_step, 1.0, applied=True, excused=False)
-            factors[before, state.tokens] = factor
-    assert state.step == run.total_steps
-    return factors
-
-
-@given(
-    st.sampled_from(KINDS),
-    st.integers(10, 300),
-    st.sampled_from([Duration(-1, "steps"), Duration(7, "steps"), Duration(999, "tok")]),
-)
-def test_where_the_length_is_in_tokens_another_batch_does_not_bend_it(kind, length, duration):
-    """Twice the batch, then half of the first: at equal tokens the factor is that of the unbroken run, to the end."""
-    settings = TrainConfig()
-    settings.data.seq_length, settings.training.num_steps = 16, Duration(length * 3 * 64, "tok")
-    settings.lr_schedule.schedule = kind
-    settings.lr_schedule.warmup_steps = Duration(0, "steps") if kind == "annealing" else duration
-    settings.lr_schedule.decay_steps = duration
-    whole, resumed = factors_of(settings, [2] * 3), factors_of(settings, [2, 4, 1])
-    place = 0 if kind == "annealing" else 1  # it counts from 0, the others from 1
-    expected = {step[place]: factor for step, factor in whole.items()}
-    shared = {step[place]: factor for step, factor in resumed.items() if step[place] in expected}
-    assert shared == {tokens: expected[tokens] for tokens in shared} and len(shared) > 2 * length
-    end = {"constant": 1.0, "annealing": 1 / (length * 12)}.get(kind, 0.1)
-    assert list(resumed.values())[-1] == pytest.approx(end)
 
 
 def resumed(state, num_steps, until=None, **more):

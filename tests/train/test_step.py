@@ -2,12 +2,10 @@
 
 import itertools
 import json
-import threading
 
 import pytest
 import torch
 
-from mamba_fsdp.checkpoint.retention import Retention
 from mamba_fsdp.data.loader import Loader
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.train import loop
@@ -54,26 +52,6 @@ def left_by(run, metrics_of):
         for state in states
     ]
     return metrics_of(run), states, [next(path.glob("rank_*")).read_bytes() for path in checkpoints]
-
-
-def test_no_step_waits_for_a_commit(train, tmp_path, monkeypatch, ahead):
-    """Rank 0 prunes terabytes in it. A step that is read late knows only how things stood when it began."""
-    later, waited, real, take = threading.Event(), [], Retention.place, loop.take_step
-
-    def place(retention, partial, step):
-        if step == 14:
-            waited.append(later.wait(120))
-        return real(retention, partial, step)
-
-    def noted(context, *rest, **named):
-        if context.state.step == 22:
-            later.set()
-        return take(context, *rest, **named)
-
-    monkeypatch.setattr(Retention, "place", place)
-    monkeypatch.setattr(loop, "take_step", noted)
-    train(tmp_path, num_steps=24, checkpoint_interval=14, eval_interval=0, publish=False)
-    assert waited == [True]
 
 
 @pytest.mark.slow

@@ -4,7 +4,7 @@ import json
 import shutil
 
 import pytest
-from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 
 from mamba_fsdp.data.store import StoreWriter
 from mamba_fsdp.data.tokenizer import TextTokenizer, identities_in, identity_of
@@ -58,19 +58,7 @@ def test_tokenizers_that_do_the_same_have_one_identity(tmp_path):
     same.enable_padding()
     same.enable_truncation(1)
     assert identity_of(one) == identity_of(same) != identity_of(merged)
-    lower = words(WORDS)
-    lower.normalizer = normalizers.Replace("w1", "w2")
-    assert (
-        len(
-            {
-                identity_of(one),
-                identity_of(words(WORDS)),
-                identity_of(words(OTHER)),
-                identity_of(lower),
-            }
-        )
-        == 4
-    )
+    assert identity_of(words(WORDS)) != identity_of(words(OTHER))
     TextTokenizer(words(WORDS), "<end>").save(tmp_path / "one")
     from transformers import AutoTokenizer
 
@@ -78,9 +66,6 @@ def test_tokenizers_that_do_the_same_have_one_identity(tmp_path):
     assert {*identities_in(tmp_path / "one"), *identities_in(tmp_path / "saved")} == {
         identity_of(words(WORDS))
     }
-    assert (tmp_path / "one/tokenizer.json").read_bytes() != (
-        tmp_path / "saved/tokenizer.json"
-    ).read_bytes()
 
 
 REFUSED = r"{} and {} have different tokenizers \(ids:\w{{8}}, ids:\w{{8}}\)"
