@@ -11,7 +11,7 @@ import operator
 import re
 import textwrap
 import typing
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from decimal import Decimal
 from functools import lru_cache
@@ -93,12 +93,10 @@ def setting(
     default: Any,
     *,
     needs: Needs | None = None,
-    spellings: Mapping[str, str] | None = None,
     instead_of: str = "",
     **bounds: Any,
 ) -> Any:
-    """A dataclass field with its Bounds, what it needs, other spellings of values, and the setting
-    that it stands in place of.
+    """A dataclass field with its Bounds, what it needs, and the setting that it stands in place of.
 
     A list as default is copied for each instance. Where the default is a text that is not empty, so
     must be each value.
@@ -107,7 +105,6 @@ def setting(
     metadata = {
         "bounds": Bounds(some_text=some_text, **bounds),
         "needs": needs,
-        "spellings": spellings or {},
         "instead_of": instead_of,
     }
     if isinstance(default, list):
@@ -217,7 +214,7 @@ def parse(kind: Any, text: Any) -> Any:
         parts = text
         if not isinstance(text, list):
             parts = [part.strip() for part in str(text).strip("[]() ").split(",")]
-        return [parse(element, part) for part in parts if part not in ("", None)]
+        return [parse(element, part) for part in parts if str(part or "").lower() not in ("", "none")]
     if isinstance(text, (list, dict)):
         raise ValueError("expected one value")
     if text is None:
@@ -245,8 +242,6 @@ def read_field(name: str, leaf: dataclasses.Field, text: Any, where: str = "") -
     small = str(text).lower()
     if small in bounds.choices:
         text = small
-    else:
-        text = leaf.metadata["spellings"].get(small, text)
     return read(name, leaf.type, text, bounds, where)
 
 

@@ -2,20 +2,12 @@
 launchers."""
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 from config import other_launchers
 from config.fields import near_name, read_field, shown
 from config.train_config import SECTIONS, all_settings, setting_names
 from mamba_fsdp.errors import UserError
-
-
-class Word(NamedTuple):
-    """The word by which a setting was given."""
-
-    key: str
-    is_ours: bool  # not another launcher's
-    is_weak: bool  # it gives way to another word for the same setting
 
 
 class Given:
@@ -29,7 +21,7 @@ class Given:
         self.where = where
         self.of_run = of_run
         self.values: dict[str, Any] = {}  # by the names of our settings
-        self.given_as: dict[str, Word] = {}  # by the same
+        self.given_as: dict[str, str] = {}  # by the same: the word for it
         self.notes: dict[str, str] = {}  # by the words as given
         self.mistakes: dict[str, str] = {}  # by the same
         for key, text in words.items():
@@ -40,7 +32,7 @@ class Given:
 
     def theirs(self) -> set[str]:
         """The settings that were given in words of other launchers."""
-        return {name for name, word in self.given_as.items() if not word.is_ours}
+        return {name for name, word in self.given_as.items() if word not in setting_names()}
 
     def _read(self, key: str, text: Any) -> None:
         own = setting_names().get(key)
@@ -52,15 +44,15 @@ class Given:
                 note = f"{leaf}={value} is no longer a setting and ignored; {entry.why}"
                 self.notes[key] = note
         elif entry is not None:
-            self._read_entry(key, text, entry, is_ours=own is not None)
+            self._read_entry(key, text, entry)
         elif own is not None:
-            self._set(own, text, Word(key, is_ours=True, is_weak=False))
+            self._set(own, text, key)
         else:
             # The suggestion looks past a wrong section; the setting does not.
             hint = near_name(leaf, ["config", *all_settings()], "training.py --help lists them")
             raise UserError(f"{key}: there is no such setting ({self.where}); {hint}")
 
-    def _read_entry(self, key: str, text: Any, entry: other_launchers.Entry, is_ours: bool) -> None:
+    def _read_entry(self, key: str, text: Any, entry: other_launchers.Entry) -> None:
         if self.of_run and isinstance(text, list):
             for value in set(text) & entry.refused.keys():
                 self.notes[f"{key} {value}"] = f"{key}={value} is ignored: {entry.refused[value]}"
@@ -68,31 +60,23 @@ class Given:
         meaning = other_launchers.meaning(entry, key, text)
         if meaning.note:
             self.notes[key] = meaning.note
-        for place, (name, value) in enumerate(meaning.settings.items()):
-            is_weak = not is_ours and (place > 0 or meaning.off)
-            self._set(name, value, Word(key, is_ours, is_weak))
+        if meaning.setting:
+            self._set(meaning.setting, meaning.value, key)
 
-    def _set(self, name: str, text: Any, word: Word) -> None:
-        """Sets `name`, which an earlier word may have set. Raises UserError where the two
-        contradict each other."""
+    def _set(self, name: str, text: Any, key: str) -> None:
+        """Sets `name`, given by the word `key`. Raises UserError where an earlier word for it says
+        something else, or both are ours."""
         value = read_field(name, all_settings()[name][1], text, f" ({self.where})")
-        before = self.given_as.get(name)
-        if before is None:
+        if name not in self.given_as:
             self.values[name] = value
-            self.given_as[name] = word
+            self.given_as[name] = key
             return
-        agree = _agree(value, self.values[name])
-        if (before.is_ours and word.is_ours) or (not agree and before.is_weak == word.is_weak):
+        before = self.given_as[name]
+        both_ours = {key, before} <= setting_names().keys()
+        if both_ours or not _agree(value, self.values[name]):
             raise UserError(
-                f"{name}: given twice {self.where} (as {before.key} and {word.key}); give it once"
+                f"{name}: given twice {self.where} (as {before} and {key}); give it once"
             )
-        loser = word
-        if before.is_weak:
-            loser = before
-            self.values[name] = value
-            self.given_as[name] = word
-        if not agree and loser.key not in {other.key for other in self.given_as.values()}:
-            self.notes.pop(loser.key, None)
 
 
 def _agree(value: Any, before: Any) -> bool:

@@ -1,8 +1,7 @@
 """Looks up what users of other launchers type, in other_launchers.yaml. Where the meaning is the
 same, their name works; where it is not, the answer names what does it here."""
 
-from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -50,8 +49,7 @@ class Entry:
     """An entry of the file, which says what its fields are."""
 
     words: list[str]
-    launchers: list[str]
-    settings: list[str]
+    setting: str  # "" for none
     values: dict[str, str | None]  # None changes nothing
     refused: dict[str, str]
     convert: str
@@ -60,14 +58,13 @@ class Entry:
 
     @classmethod
     def read(cls, fields: Mapping[str, Any]) -> "Entry":
-        settings = fields.get("is", "").split()
+        setting = fields.get("is", "")
         ignored = fields.get("ignored", [])
         values = dict.fromkeys([ANY] if ignored == "any" else ignored)
-        values |= fields.get("values", {ANY: ANY} if settings else {})
+        values |= fields.get("values", {ANY: ANY} if setting else {})
         return cls(
             words=fields["words"].split(),
-            launchers=fields["of"].split(),
-            settings=settings,
+            setting=setting,
             values=values,
             refused=fields.get("refused", {}),
             convert=fields.get("convert", ""),
@@ -76,7 +73,7 @@ class Entry:
         )
 
     def translate(self, text: Any) -> Any:
-        """The value of `settings` that `text` is; None where it changes nothing. Raises ValueError
+        """The value of `setting` that `text` is; None where it changes nothing. Raises ValueError
         for what can't be had."""
         if self.convert:
             return CONVERSIONS[self.convert](str(text))
@@ -96,7 +93,7 @@ class Entry:
     def _expected(self) -> str:
         if self.usual:
             return f"no longer a setting; {self.why}"
-        if self.settings:
+        if self.setting:
             return f"expected {' or '.join([*self.values, *self.refused])}"
         if self.values:
             return f"there is none here: {self.why}"
@@ -106,9 +103,9 @@ class Entry:
 class Meaning(NamedTuple):
     """What a word and its value are here."""
 
-    settings: dict[str, Any]  # ours, as text
-    note: str = ""  # for the log; "" where theirs and ours are the same
-    off: bool = False  # it only says what is not, as fp16=false beside bf16=true
+    setting: str  # ours; "" where nothing changes
+    value: Any  # as text
+    note: str  # for the log; "" where theirs and ours are the same
 
 
 def meaning(entry: Entry, key: str, text: Any) -> Meaning:
@@ -119,16 +116,14 @@ def meaning(entry: Entry, key: str, text: Any) -> Meaning:
         value = entry.translate(text)
     except ValueError as error:
         raise UserError(f"{said}: {error}") from None
-    if value is None or not entry.settings:
+    if value is None or not entry.setting:
         why = f": {entry.why}" if entry.why else ""
-        return Meaning({}, f"{said} changes nothing here{why}")
-    settings = dict.fromkeys(entry.settings, value)
+        return Meaning("", None, f"{said} changes nothing here{why}")
     note = ""
     unchanged = str(text).lower() == str(value).lower()
-    if not unchanged or entry.settings != [name]:
-        ours = " ".join(f"{setting}={shown(value)}" for setting in settings)
-        note = f"{said} is {ours} here" + (f"; {entry.why}" if entry.why else "")
-    return Meaning(settings, note, off=plain(text) in ("none", "false"))
+    if not unchanged or entry.setting != name:
+        note = f"{said} is {entry.setting}={shown(value)} here"
+    return Meaning(entry.setting, value, note)
 
 
 def plain(text: Any, known: Collection[str] = ()) -> str:
@@ -175,18 +170,6 @@ def find(
     if leaf not in settings:
         return entries().get(leaf) if is_theirs or section in sections else None
     if is_theirs:
-        same = Entry.read({"words": leaf, "of": "", "is": leaf})
+        same = Entry.read({"words": leaf, "is": leaf})
         return entries().get(leaf, same)
     return None
-
-
-def launcher_of(keys: Iterable[str]) -> str | None:
-    """The launcher that knows most of these names, and two at least that are not ours."""
-    leaves = {key.rpartition(".")[2] for key in keys}
-    counts: Counter[str] = Counter()
-    for leaf in leaves & entries().keys():
-        entry = entries()[leaf]
-        if entry.settings != [leaf] and not entry.usual:
-            counts.update(entry.launchers)
-    best = max(content()["launchers"], key=counts.__getitem__)
-    return best if counts[best] >= 2 else None

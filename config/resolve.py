@@ -37,15 +37,11 @@ def resolve_settings(
         raise UserError(f"{stray[0]}: settings are written --name=value")
     on_line = Given(given, "on the command line")
     in_file = read_file(config_file)
-    check_mistakes(on_line, in_file)
+    check_none([*on_line.mistakes.values(), *in_file.mistakes.values()])
     drop_alternatives(in_file.values, on_line.values)
     chosen = {**in_file.values, **on_line.values}
     _build(chosen).check()
     notes = [*in_file.notes.values(), *on_line.notes.values()]
-    launcher = other_launchers.launcher_of({**in_file.words, **on_line.words})
-    if launcher:
-        name = other_launchers.content()["launchers"][launcher]
-        notes.append(f"the defaults here are not those of {name}: docs/from-{launcher}.md")
     notes += drop_pointless(chosen, on_line, in_file)
     settings = _build(chosen)
     settings.notes = notes
@@ -103,23 +99,12 @@ def flatten(content: Mapping[str, Any], path: Path) -> dict[str, Any]:
 # ---------------------------------------------------------------- what can't be
 
 
-def check_mistakes(on_line: Given, in_file: Given) -> None:
-    """Raises UserError with all mistakes at once, if there are any."""
-    hint = ""
-    launcher = other_launchers.launcher_of(in_file.words)
-    if launcher and in_file.mistakes:
-        hint = f"docs/from-{launcher}.md says what differs here"
-    check_none([*on_line.mistakes.values(), *in_file.mistakes.values()], hint)
-
-
-def check_none(mistakes: Sequence[str], hint: str = "") -> None:
-    """Raises UserError with these sentences, if any, one a line, and a hint."""
-    if not mistakes:
-        return
-    lines = [*mistakes, hint] if hint else list(mistakes)
+def check_none(mistakes: Sequence[str]) -> None:
+    """Raises UserError with all of these sentences, one a line, if there are any."""
     if len(mistakes) > 1:
-        lines.insert(0, f"{len(mistakes)} mistakes:")
-    raise UserError("\n  ".join(lines))
+        mistakes = [f"{len(mistakes)} mistakes:", *mistakes]
+    if mistakes:
+        raise UserError("\n  ".join(mistakes))
 
 
 def drop_alternatives(in_file: dict[str, Any], on_line: dict[str, Any]) -> None:

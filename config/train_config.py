@@ -206,11 +206,7 @@ class TrainingConfig:
     decide on it. With global_batch_size a step has the same samples on any number of them."""
     seed: int = setting(2023, at_least=0)
     """Seed of the initial weights and of the order of samples."""
-    mixed_precision: str = setting(
-        "bf16",
-        choices=("bf16", "fp16", "fp32"),
-        spellings={"true": "bf16", "false": "fp32", "no": "fp32"},
-    )
+    mixed_precision: str = setting("bf16", choices=("bf16", "fp16", "fp32"))
     """Precision of the matrix products; weights, their update, the recurrence and reductions are
     fp32. true means bf16, false fp32."""
     kernels: str = setting("auto")
@@ -334,7 +330,7 @@ class ReportConfig:
 
     report_interval: Duration = steps(20, at_least=1)
     """Steps, or tokens, between lines in metrics.jsonl and the log."""
-    tracker: list[str] = setting([], choices=("tensorboard", "wandb"), spellings={"none": ""})
+    tracker: list[str] = setting([], choices=("tensorboard", "wandb"))
     """Send the metrics there too, as in tensorboard,wandb; tensorboard's files lie in the run
     folder; none is none of them."""
     wandb_project: str = setting("", needs=wandb)

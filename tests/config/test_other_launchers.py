@@ -61,10 +61,8 @@ def test_every_argument_of_the_trainer_is_answered():
 
 
 def test_each_entry_leads_to_settings_that_there_are():
-    launchers = {*other_launchers.content()["launchers"], "earlier", "us"}
     for entry in other_launchers.entries().values():
-        assert set(entry.settings) <= all_settings().keys(), entry
-        assert set(entry.launchers) <= launchers and (entry.settings or entry.why), entry
+        assert entry.setting in {"", *all_settings()} and (entry.setting or entry.why), entry
 
 
 EARLIER = [word for word, entry in other_launchers.entries().items() if entry.usual]
@@ -78,7 +76,7 @@ def test_a_setting_that_is_gone(name, tmp_path):
     file = tmp_path / "config.yaml"
     for given, config_file in (({name: "7"}, None), ({}, str(file))):
         file.write_text(f"training: {{{name}: 7}}\n")
-        if entry.launchers == ["earlier"]:
+        if not entry.values:
             with pytest.raises(UserError) as caught:
                 resolve.resolve_settings(given, config_file)
             assert f"{name}=7: no longer a setting; {entry.why}" in str(caught.value)
@@ -128,18 +126,14 @@ def test_a_flag_that_begins_with_no_is_itself():
     }
 
 
-def test_what_only_says_what_is_not_gives_way():
+def test_two_words_for_a_setting_agree():
     def resolved(**given):
         return resolve.resolve_settings(given)[0]
 
-    assert resolved(bf16="true", fp16="false").training.mixed_precision == "bf16"
-    assert resolved(fp16="true", bf16="false").training.mixed_precision == "fp16"
-    for words in ({"bf16": "true", "fp16": "false"}, {"fp16": "false", "bf16": "true"}):
-        assert resolved(**words).notes[:-1] == ["bf16=true is mixed_precision=bf16 here"], (
-            "no word that gave way"
-        )
+    settings = resolved(bf16="true", fp16="false")
+    assert settings.training.mixed_precision == "bf16"
+    assert settings.notes[0] == "bf16=true is mixed_precision=bf16 here"
     assert resolved(use_wandb="False", tracker="tensorboard").report.tracker == ["tensorboard"]
-    assert resolved(t_max="100tok", num_steps="500tok").training.num_steps.count == 500
     for both in ({"bf16": "true", "fp16": "true"}, {"seq_len": "8", "seq_length": "16"}):
         with pytest.raises(UserError, match="given twice"):
             resolved(**both)
@@ -155,7 +149,7 @@ def test_all_mistakes_are_told_at_once(tmp_path):
     with pytest.raises(UserError) as caught:
         resolve.resolve_settings({"batch_size": "two", "sharding_strategy": "fsdp"}, str(file))
     said = str(caught.value)
-    assert "6 mistakes:" in said and "docs/from-composer.md" in said
+    assert "6 mistakes:" in said
     mistakes = "batch_size=two n_samples_to_skip=5 name=cosine t_wramup SHARD_GRAD_OP eval_subset"
     assert all(word in said for word in mistakes.split())
 
@@ -171,9 +165,6 @@ def test_a_section_of_theirs_is_only_a_prefix(tmp_path):
     settings = resolve.resolve_settings({}, str(file))[0]
     assert (settings.training.global_batch_size, settings.optimizer.learning_rate) == (16, 1e-3)
     assert (settings.report.wandb_project, settings.report.wandb_name) == ("mine", "one")
-    assert settings.notes[-1].endswith("docs/from-composer.md"), (
-        "defaults that differ are not silent"
-    )
 
 
 LENGTHS = {
