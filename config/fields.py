@@ -214,7 +214,9 @@ def parse(kind: Any, text: Any) -> Any:
         parts = text
         if not isinstance(text, list):
             parts = [part.strip() for part in str(text).strip("[]() ").split(",")]
-        return [parse(element, part) for part in parts if str(part or "").lower() not in ("", "none")]
+        return [
+            parse(element, part) for part in parts if str(part or "").lower() not in ("", "none")
+        ]
     if isinstance(text, (list, dict)):
         raise ValueError("expected one value")
     if text is None:
