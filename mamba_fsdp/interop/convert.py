@@ -75,7 +75,9 @@ def write_model(
             _write_state_dict(unfinished / CONSOLIDATED, weights, get)
         (unfinished / MODEL_CONFIG).write_text(json.dumps(fields, indent=2) + "\n")
         if weights.tokenizer_path:
-            folder = unfinished / TOKENIZER if format == "pth" else unfinished
+            folder = unfinished
+            if format == "pth":
+                folder = unfinished / TOKENIZER
             _copy_tokenizer(weights.tokenizer_path, folder)
     return out
 

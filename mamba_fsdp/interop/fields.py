@@ -136,5 +136,7 @@ def pattern(layers: list[Layer]) -> str:
     for layer, run in groupby(period):
         name = f"{layer.mixer}+mlp" if layer.mlp else layer.mixer
         count = len(list(run))
-        runs.append(f"{count}*{name}" if count > 1 else name)
+        if count > 1:
+            name = f"{count}*{name}"
+        runs.append(name)
     return ",".join(runs)

@@ -1,8 +1,6 @@
 """transformers' folders in and out: the same model to the bit, and the same logits, losses and gradients from their
 code and ours."""
 
-import json
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -18,7 +16,6 @@ from tests.support.small_models import (
     model_of,
     random_state,
     write_ours,
-    write_tokenizer,
 )
 
 pytestmark = pytest.mark.torch22
@@ -174,38 +171,6 @@ def test_files_that_transformers_has_cut_are_read(tmp_path):
     load(tmp_path / "hf").save_pretrained(tmp_path / "theirs", max_shard_size="20KB")
     assert len(list((tmp_path / "theirs").glob("*.safetensors"))) > 1
     assert_same(read_weights(tmp_path / "theirs"), config, state)
-
-
-@pytest.mark.parametrize("name", ["mamba2", "hybrid"])
-def test_an_export_generates_as_a_greedy_choice_of_our_logits_would(name, tmp_path):
-    config, state = CONFIGS[name], random_state(CONFIGS[name])
-    write_model(write_ours(tmp_path / "ours", config, state), tmp_path / "hf")
-    ours, tokens = model_of(config, state.get), tokens_for(config, length=9)[:1]
-    generated = load(tmp_path / "hf").generate(
-        tokens, attention_mask=torch.ones_like(tokens), max_new_tokens=6, do_sample=False
-    )
-    with torch.no_grad():
-        for _ in range(6):
-            tokens = torch.cat([tokens, ours(tokens)[:, -1].argmax(-1, keepdim=True)], dim=1)
-    assert torch.equal(generated, tokens)
-
-
-def test_the_tokenizer_and_its_token_ids_go_along_both_ways(tmp_path):
-    config, state = CONFIGS["mamba2"], random_state(CONFIGS["mamba2"])
-    ours = write_ours(tmp_path / "ours", config, state)
-    write_tokenizer(ours / "tokenizer")
-    write_model(ours, tmp_path / "hf")
-    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf")
-    assert tokenizer.eos_token == "<|endoftext|>"
-    fields = json.loads((tmp_path / "hf" / "config.json").read_text())
-    assert (
-        fields["eos_token_id"] == 0 and fields["bos_token_id"] is None
-    )  # transformers' default would be 2 and 0
-    write_pth_folder(tmp_path / "hf", tmp_path / "back")
-    again = transformers.AutoTokenizer.from_pretrained(
-        read_weights(tmp_path / "back").tokenizer_path
-    )
-    assert again.get_vocab() == tokenizer.get_vocab()
 
 
 @pytest.mark.parametrize("format", ["hf", "state-spaces"])
