@@ -1,5 +1,6 @@
 """What INPUT of get_dataset.py names, as shards: files, save_to_disk folders, or the shards of a name on the Hub."""
 
+import contextlib
 import glob
 import hashlib
 import os
@@ -28,8 +29,7 @@ KINDS = {
     ".arrow": "arrow",
     ".npy": "datalayout",
 }
-ARCHIVES = (".gz", ".zst")
-PACKABLE = ("text", "json", "csv")
+ARCHIVES = (".gz", ".zst")  # of text, JSON and CSV
 STORES = {  # name of a store: what the input's own split for it may be called
     "train": ("train", "training"),
     "validation": ("validation", "valid", "val", "dev"),
@@ -106,8 +106,12 @@ def builtin_files() -> list[Path]:
     """The UTF-8 .py files of the running interpreter's library, sorted. Raises UserError where it has no sources."""
     root = Path(sysconfig.get_path("stdlib"))
     files = []
-    for path in sorted(root.rglob("*.py"), key=lambda path: path.relative_to(root).as_posix()):
-        if not NOT_BUILTIN.intersection(path.relative_to(root).parts) and _is_utf8(path):
+    for path in sorted(root.rglob("*.py"), key=Path.as_posix):
+        if NOT_BUILTIN.intersection(path.relative_to(root).parts):
+            continue
+        # Some of Python's own tests are written in other encodings, or broken on purpose.
+        with contextlib.suppress(UnicodeDecodeError):
+            path.read_bytes().decode()
             files.append(path)
     if not files:
         raise UserError(
@@ -120,11 +124,10 @@ def kind_of(path: Path, format: str = "auto") -> str | None:
     """How a file is read, by its name where the format is auto; None for a name that doesn't tell."""
     if format != "auto":
         return format
-    stem, suffix = os.path.splitext(path.name.lower())
-    if suffix not in ARCHIVES:
-        return KINDS.get(suffix)
-    kind = KINDS.get(os.path.splitext(stem)[1])
-    return kind if kind in PACKABLE else None
+    name = path.name.lower()
+    for ending in ARCHIVES:
+        name = name.removesuffix(ending)
+    return KINDS.get(os.path.splitext(name)[1])
 
 
 def is_saved_to_disk(path: Path) -> bool:
@@ -132,15 +135,6 @@ def is_saved_to_disk(path: Path) -> bool:
     if (path / "dataset_dict.json").is_file():
         return True
     return (path / "state.json").is_file() and (path / "dataset_info.json").is_file()
-
-
-def _is_utf8(path):
-    """Some of Python's own tests are written in other encodings, or broken on purpose."""
-    try:
-        path.read_bytes().decode()
-    except UnicodeDecodeError:
-        return False
-    return True
 
 
 def _local_shards(name, format) -> Iterator[Shard]:
@@ -236,21 +230,16 @@ def open_on_hub(name: str, config: str, split: str):
 
 def _official(input, shards):
     """The shards that belong to one of STORES by the words of their split."""
-    found: dict[str, set[str]] = {}
     chosen = []
-    for shard in shards:
-        words = re.split(r"[^a-z]+", shard.split.lower())
-        for store, spellings in STORES.items():
-            spelled = set(spellings).intersection(words)
-            if spelled:
-                found.setdefault(store, set()).update(spelled)
+    for store, spellings in STORES.items():
+        for shard in shards:
+            words = re.split(r"[^a-z]+", shard.split.lower())
+            if not set(spellings).isdisjoint(words):
                 chosen.append(replace(shard, store=store))
-    for names in found.values():
-        if len(names) > 1:
-            raise UserError(f"{input}: which split is which? It has {' and '.join(sorted(names))}")
+    found = list(dict.fromkeys(shard.store for shard in chosen))
     if "train" not in found or len(found) < 2:
         raise UserError(
             f"{input}: of the splits train, validation and test it has: {', '.join(found) or 'none'}; leave "
             "--splits=official out to hold out a share of the text"
         )
-    return sorted(chosen, key=lambda shard: list(STORES).index(shard.store))
+    return chosen

@@ -61,7 +61,7 @@ def merge(
             state=_put_together(out / name, shards[name]),
         )
     if cut:
-        held_out = _hold_out_end(cut[0], writers, options.validation_fraction, tokenizer)
+        held_out = _hold_out_end(cut[0], writers, options.validation_fraction)
         print(
             f"held out for validation: the last {held_out:,} tokens, as {written:,} documents are few"
         )
@@ -84,8 +84,7 @@ def merge(
         "stores": stores,
     }
     write_atomically(out / "dataset.json", json.dumps(done, indent=1) + "\n")
-    seconds = sum(state.seconds for _, state in parts)
-    print(f"vocabulary {vocab_size:,}; {seconds:.1f} s{left_out}")
+    print(f"vocabulary {vocab_size:,}{left_out}")
     return done
 
 
@@ -122,30 +121,21 @@ def _put_together(store: Path, shards: list) -> dict[str, Any]:
     return {"shards": entries}
 
 
-def _hold_out_end(
-    path: Path, writers: dict[str, StoreWriter], fraction: float, tokenizer: TextTokenizer
-) -> int:
+def _hold_out_end(path: Path, writers: dict[str, StoreWriter], fraction: float) -> int:
     """Too few documents for a whole one: the last tokens, of the last shard, become the validation store. Returns their
     number."""
     train = writers["train"]
     tokens = np.memmap(f"{path}.bin", train.dtype, "r")
     total = train.token_count + len(tokens)
     wanted = max(2, round(total * exact(fraction)))
-    for cut in range(max(1, len(tokens) - wanted), len(tokens) - 1):
-        if tokens[cut] != train.eos and not _is_in_character(tokens, cut, tokenizer):
-            break
-    else:
+    cut = max(1, len(tokens) - wanted)
+    if cut >= len(tokens) - 1:
         raise UserError(
             f"{total} tokens are too few to hold some out; use --overwrite --validation_fraction=0"
         )
+    if tokens[cut] == train.eos:
+        cut += 1
     for writer, part in ((train, tokens[:cut]), (writers["validation"], tokens[cut:])):
         for begin in range(0, len(part), COPIED):
             writer.append(part[begin : begin + COPIED])
     return len(tokens) - cut
-
-
-def _is_in_character(tokens, at, tokenizer):
-    if not tokenizer.backend:
-        return False
-    text = tokenizer.backend.decode(tokens[max(0, at - 8) : at].tolist())
-    return text.endswith("\ufffd")

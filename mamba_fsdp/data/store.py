@@ -380,10 +380,7 @@ def _why_no_store(folder):
         return f"{folder}: no such folder; make a token store there with get_dataset.py"
     if (folder / "train" / "index.json").exists():
         return f"{folder}: holds token stores but is none itself; name {folder / 'train'}"
-    if (
-        any((place / ".progress").exists() for place in (folder, folder.parent))
-        or (folder / "00000.bin").exists()
-    ):
+    if (folder / ".progress").exists() or (folder / "00000.bin").exists():
         return f"{folder}: an unfinished token store (no index.json); run its get_dataset.py command again"
     return (
         f"{folder}: not a token store (no index.json); training reads these. Make one of text or token ids with: "

@@ -33,7 +33,7 @@ from mamba_fsdp.data.sampler import splitmix64
 from mamba_fsdp.data.store import SHARDS, StoreWriter, TokenStore
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.lease import Lease, living
-from mamba_fsdp.report.console import Console, output_that_may_go
+from mamba_fsdp.report.console import output_that_may_go
 from mamba_fsdp.storage import DATASET, read_object, write_atomically
 
 TRAINING_SAMPLE = 32 << 20  # characters of text that a tokenizer is trained on
@@ -62,7 +62,6 @@ class PartState:
     is_open: bool = False  # the last document goes on
     empty: int = 0  # documents left out
     highest: int = 0  # token id
-    seconds: float = 0.0
     stores: dict[str, Any] = field(default_factory=dict)  # of each its StoreWriter's state
     finished: bool = False
 
@@ -74,7 +73,6 @@ class PartState:
             "written": 0,
             "empty": 0,
             "highest": 0,
-            "seconds": 0.0,
         }
         stores = {"": {"shards": SHARDS}}
         path = folder / "state.json"
@@ -146,9 +144,6 @@ def _prepare(out, overwrite):
         )
     if not overwrite:
         return
-    alive = living([Lease(path) for path in (out / PROGRESS).glob("*.lease")])
-    if alive:
-        raise UserError(f"{out}: {alive[0].holder()} is writing here; choose another folder")
     # Indexes go first: a store cut short must not look whole.
     for name in ("dataset.json", *(f"{store}/index.json" for store in STORES)):
         (out / name).unlink(missing_ok=True)
@@ -176,19 +171,13 @@ def _complete(out, settings):
 
 def _check_same(out, before, settings):
     """Raises UserError where the settings that the dataset in `out` was made with are not these."""
-    differences = []
     for name, now in settings.items():
-        was = before.get(name, now) or ""
-        if name == "input" and now != was:
-            was = was.get("first", was.get("dataset"))
-            now = now.get("first", now.get("dataset"))
-            differences.append(f"input was {was!r} and is {now!r}, or it changed")
-        elif was != (now or ""):
-            differences.append(f"{name} was {was!r} and is {now!r}")
-    if differences:
-        raise UserError(
-            f"{out} holds other data: {'; '.join(differences)}. Choose another folder, or --overwrite it"
-        )
+        was = before.get(name) or ""
+        if name in before and was != (now or ""):
+            raise UserError(
+                f"{out} holds other data: {name} was {was} and is {now}; choose another folder, or "
+                "--overwrite it"
+            )
 
 
 class _Part:
@@ -228,9 +217,7 @@ class _Part:
         finished = [state for state in states if state and state.finished]
         if len(finished) < self.count:
             left = self.count - len(finished)
-            print(
-                f"part {self.number} of {self.count} is finished; {left} to come complete {self.out}"
-            )
+            print(f"part {self.number} is finished; {left} to come complete {self.out}")
             return None
         with self._lease("merge"):
             if (self.out / "dataset.json").exists():  # by now
@@ -252,10 +239,6 @@ class _Part:
             state = PartState.load(path)
             if state:
                 _check_same(self.out, state.settings, self.settings)
-        if (self.out / PROGRESS / "settings.json").exists():
-            raise UserError(
-                f"{self.out}: begun by an earlier version of this program; {START_AGAIN}"
-            )
 
     @contextlib.contextmanager
     def _lease(self, name):
@@ -307,22 +290,19 @@ class _Part:
                 whole=self.options.pack == "document",
                 state=state.stores.get(name),
             )
-        console = Console()
         part = (self.number, self.count)
         batches = read_batches(self.shards, self.options, BATCH_SIZE, part, state.position)
         started = saved = printed = time.monotonic()
-        before = state.seconds
         tokens = 0
         try:
             for batch, ids in encode(batches, tokenizer, self.options):
                 self._write(batch, ids)
                 tokens += len(ids)
                 now = time.monotonic()
-                state.seconds = before + now - started
-                progress = f"{tokens:,} tokens, {tokens / (now - started):,.0f} tokens/s"
-                console.passing(progress)
-                if not console.live and now - printed >= 10:
-                    console.line(progress)
+                if now - printed >= 10:
+                    print(
+                        f"{tokens:,} tokens, {tokens / (now - started):,.0f} tokens/s", flush=True
+                    )
                     printed = now
                 if now - saved >= save_seconds:
                     self._save(lease)
@@ -334,7 +314,6 @@ class _Part:
             state.finished = True
             state.save(self.folder)
         finally:
-            console.close()
             for writer in self.writers.values():
                 writer.close()
 

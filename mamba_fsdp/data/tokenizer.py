@@ -142,10 +142,13 @@ def is_other(identity: str, others: Iterable[str]) -> str:
     """The one of `others`, which are of one tokenizer, that says that it is not the one of `identity`; "" where they
     are the same, or one is not known. Reads no more of them than it takes."""
     found = ""
-    for other in others if identity.startswith(IDENTITY) else ():
+    if not identity.startswith(IDENTITY):
+        return found
+    for other in others:
         if other == identity:
             return ""
-        found = other if other.startswith(IDENTITY) else found
+        if other.startswith(IDENTITY):
+            found = other
     return found
 
 
@@ -193,10 +196,6 @@ def train(texts: Iterable[str], vocab_size: int) -> TextTokenizer:
 def load_for_transformers(name: str | Path, remedy: str = "") -> Any:
     """What transformers' AutoTokenizer makes of a folder or a name on the Hugging Face Hub, in a fast form. Code that
     lies beside it is never run. Raises UserError."""
-    path = Path(name)
-    if path.suffix == ".model" and path.is_file():
-        path = path.parent
-        name = path
     from transformers import AutoTokenizer  # seconds to import: only where needed
 
     try:
@@ -232,7 +231,7 @@ def load_words(path: str | Path) -> TextTokenizer:
 
 
 def load(name: str, eos_token: str | None = None) -> TextTokenizer:
-    """The tokenizer of a name on the Hugging Face Hub, a `transformers` folder, tokenizer.json or tokenizer.model.
+    """The tokenizer of a name on the Hugging Face Hub, a `transformers` folder or a tokenizer.json.
 
     eos_token: what ends documents, by default the tokenizer's own. Raises UserError where either is missing.
     """
@@ -241,7 +240,7 @@ def load(name: str, eos_token: str | None = None) -> TextTokenizer:
         raise UserError(f"tokenizer {name}: there is no such file or folder")
     if (path / "tokenizer.json").is_file() and not (path / "tokenizer_config.json").exists():
         path = path / "tokenizer.json"
-    if path.is_file() and path.suffix != ".model":
+    if path.is_file():
         form = None
         try:
             backend = no_panic()(Tokenizer.from_file)(str(path))
@@ -254,10 +253,8 @@ def load(name: str, eos_token: str | None = None) -> TextTokenizer:
         backend = form.backend_tokenizer
         eos_token = eos_token or form.eos_token
     if not eos_token:
-        special = [token.content for token in backend.get_added_tokens_decoder().values()]
         raise UserError(
             f"tokenizer {name}: it names no token that ends a document; give one with --eos_token"
-            + (f" (its special tokens: {', '.join(special[:8])})" if special else "")
         )
     if backend.token_to_id(eos_token) is None:
         raise UserError(f"tokenizer {name}: eos_token {eos_token!r} is not in its vocabulary")

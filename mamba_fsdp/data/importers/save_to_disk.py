@@ -3,7 +3,6 @@
 from typing import Any
 
 import datasets
-import numpy as np
 from pyarrow import compute
 
 from mamba_fsdp.data.arrow_columns import column_of, named_errors
@@ -23,18 +22,15 @@ def open_saved_to_disk(folder: str, split: str) -> datasets.Dataset:
 
 
 def rows_are_blocks(folder: str, split: str, column: str) -> bool:
-    """Whether all rows but the last are token ids of one length: one long text that was cut. Raises UserError for a
-    broken folder."""
-    lengths: list[np.ndarray] = []
+    """Whether the first ROWS rows, but for the last, are token ids of one length: a long text that was cut. Raises
+    UserError for a broken folder."""
     with named_errors(folder, "save_to_disk"):
-        rows = open_saved_to_disk(folder, split)
-        for table in rows.with_format("arrow").iter(batch_size=ROWS):
-            array = column_of(folder, table, column)
-            if not hasattr(array.type, "value_type"):
-                return False
-            lengths.append(compute.list_value_length(array).fill_null(0).to_numpy())
-    found = np.concatenate([*lengths, [0]])[:-1]
-    return len(found) > 1 and bool((found[:-1] == found.max()).all())
+        table = open_saved_to_disk(folder, split).with_format("arrow")[:ROWS]
+        array = column_of(folder, table, column)
+        if not hasattr(array.type, "value_type"):
+            return False
+        lengths = compute.list_value_length(array).fill_null(0).to_numpy()
+    return len(lengths) > 1 and bool((lengths[:-1] == lengths.max()).all())
 
 
 def check_all_count(folder: str, table: Any) -> None:
