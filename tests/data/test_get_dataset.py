@@ -4,7 +4,6 @@ was left alone."""
 import gzip
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -388,26 +387,3 @@ def test_input_that_changed_is_refused(prepare, tmp_path):
         prepare(tmp_path / "a.txt", tmp_path / "out")
     prepare(tmp_path / "a.txt", tmp_path / "out", overwrite=True)
     assert read_back(tmp_path / "out" / "train") == ["another text"]
-
-
-@pytest.mark.slow
-def test_memory_does_not_grow_with_the_input(tmp_path, tokenizer):
-    """A text of 60 MB that is one document."""
-    with open(tmp_path / "a.txt", "w") as file:
-        for _ in range(600):
-            file.write("some words of a long book\n" * 4000)
-    script = (
-        "import resource, sys; sys.path.insert(0, sys.argv.pop(1)); sys.argv[0] = 'get_dataset.py'\n"
-        "import runpy\ntry: runpy.run_path(sys.path[0] + '/get_dataset.py', run_name='__main__')\n"
-        "finally: print('peak', resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)"
-    )
-    words = ["a.txt", "out", f"--tokenizer={tokenizer}", "--eos_token=<|endoftext|>"]
-    done = subprocess.run(
-        [sys.executable, "-c", script, str(ROOT), *words],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
-    assert int(re.search(r"peak (\d+)", done.stdout)[1]) < 1_200_000, "kB"
-    assert TokenStore(tmp_path / "out" / "train").document_count == 1

@@ -47,10 +47,6 @@ def write_lists(path, documents, kind):
 IDS_TYPE = pyarrow.uint16()
 WRITERS = {
     "fms": lambda folder: write_fms(folder / "lang=c" / "0.arrow", WRITTEN),
-    "lists": lambda folder: write_lists(folder / "a.arrow", WRITTEN, pyarrow.list_(IDS_TYPE)),
-    "large lists": lambda folder: write_lists(
-        folder / "a.arrow", WRITTEN, pyarrow.large_list(IDS_TYPE)
-    ),
     "list views": lambda folder: write_lists(
         folder / "a.arrow", WRITTEN, pyarrow.list_view(IDS_TYPE)
     ),
@@ -164,24 +160,6 @@ def test_what_a_store_cant_say_is_refused_in_one_line(prepare, tmp_path, name):
         prepare(tmp_path / "in", tmp_path / "out", **IDS)
     assert reason in str(said.value) and "\n" not in str(said.value)
     assert str(tmp_path / "in") in str(said.value)
-
-
-def test_a_sparse_file_beyond_4_gib_is_read_where_it_is_asked(tmp_path):
-    """Its offsets have more than 32 bits; the last document lies behind them."""
-    from config.dataset_config import DatasetConfig
-    from mamba_fsdp.data.corpus import Shard
-    from mamba_fsdp.data.importers.datalayout import datalayout_documents
-
-    path = tmp_path / "a.npy"
-    count = (1 << 30) + 10  # entries
-    with open(path, "wb") as file:
-        file.truncate(4 * count)
-    (tmp_path / "a.npy.size").write_text(str(count + 1))
-    with pytest.raises(UserError, match=f"{4 * count} bytes"):
-        next(datalayout_documents(Shard(str(path), "datalayout"), DatasetConfig()))
-    (tmp_path / "a.npy.size").write_text(str(count))
-    documents = next(datalayout_documents(Shard(str(path), "datalayout"), DatasetConfig()))
-    assert len(documents) == 1 << 20  # each entry says position 0
 
 
 def test_training_names_the_command_that_imports_others_tokens(tmp_path):

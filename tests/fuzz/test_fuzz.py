@@ -14,6 +14,7 @@ import random
 import resource
 import shutil
 import signal
+from functools import partial
 from pathlib import Path
 from unittest.mock import patch
 
@@ -41,10 +42,10 @@ from mamba_fsdp.interop.convert import write_model
 from mamba_fsdp.interop.weights import read_weights
 from mamba_fsdp.parallel.model import Shard
 from mamba_fsdp.parallel.world import World
-from mamba_fsdp.report.curves import summarise_run
+from mamba_fsdp.report.page import make_page
 from mamba_fsdp.run_layout import COMMIT, STATE
 from mamba_fsdp.train.state import TrainState
-from mamba_fsdp.verbs import checkpoints, inspect, report
+from mamba_fsdp.verbs import checkpoints, inspect
 from tests.support.others_tokens import write_fms, write_layout
 from tests.support.small_models import CONFIGS, random_state, write_ours
 
@@ -186,23 +187,27 @@ def make_run(folder):
     )
 
 
-def read_run(folder):
-    """As the verbs do, each of which may refuse it."""
-    run, refused = str(folder), []
-    for verb in (
-        inspect.main,
-        lambda run: inspect.main(f"{run}/checkpoints/step_00000003"),
-        checkpoints.main,
-        lambda run: json.dumps(
-            [seen := summarise_run(folder), report.charts_of([seen])], default=str
-        ),
-    ):
+def call_all(*readers):
+    """Calls each, also where one before it refuses what it reads."""
+    refused = []
+    for read in readers:
         try:
-            verb(run)
+            read()
         except UserError as error:
             refused.append(error)
     if refused:
         raise refused[0]
+
+
+def read_run(folder):
+    """As the verbs do, each of which may refuse it."""
+
+    call_all(
+        lambda: inspect.main(str(folder)),
+        lambda: inspect.main(f"{folder}/checkpoints/step_00000003"),
+        lambda: checkpoints.main(str(folder)),
+        lambda: make_page([folder]),
+    )
 
 
 def make_tokenizer(folder):
@@ -210,19 +215,11 @@ def make_tokenizer(folder):
 
 
 def read_tokenizer(folder):
-    refused = []
-    for load in (
-        tokenizer.load_words,
-        lambda path: tokenizer.load(str(path)),
-        lambda path: [*identities_in(path)],
-    ):
-        try:
-            found = load(folder)
-            assert isinstance(found, list) or found.backend.encode("a few words").ids
-        except UserError as error:
-            refused.append(error)
-    if refused:
-        raise refused[0]
+    call_all(
+        lambda: tokenizer.load_words(folder).encode("a few words"),
+        lambda: tokenizer.load(str(folder)).encode("a few words"),
+        lambda: [*identities_in(folder)],
+    )
 
 
 def make_texts(folder):
@@ -245,16 +242,12 @@ def make_texts(folder):
 
 
 def read_texts(folder):
-    refused = []
-    for path in sorted((folder / "texts").iterdir()):
-        try:
-            shard = corpus.Shard(str(path), corpus.kind_of(path))
-            for batch in reading.read_batches([shard], DatasetConfig(), 100):
-                assert all(len(document.content) for document in batch.documents)
-        except UserError as error:
-            refused.append(error)
-    if refused:
-        raise refused[0]
+    def read(path):
+        shard = corpus.Shard(str(path), corpus.kind_of(path))
+        for batch in reading.read_batches([shard], DatasetConfig(), 100):
+            assert all(len(document.content) for document in batch.documents)
+
+    call_all(*(partial(read, path) for path in sorted((folder / "texts").iterdir())))
 
 
 def read_tokens(folder):
