@@ -7,41 +7,23 @@ from mamba_fsdp.errors import UserError
 
 @torch.no_grad()
 def generate(model, prompts, *, length, temperature=1.0, top_k=0, top_p=1.0, generator=None):
-    """Yield `length` tokens, each (batch,) int64, that continue the prompts.
+    """Yield `length` tokens, each (batch,) int64, that continue the prompts (batch, at least 1).
 
-    prompts is (batch, at least 1), or a list of (length) each: those are read one by one, since the model would read
-    padding too. temperature, top_k and top_p are as in `draw`; generator is the torch.Generator to draw from, on the
-    model's device. Rows that pad the vocabulary are never drawn.
+    temperature, top_k and top_p are as in `draw`; generator is the torch.Generator to draw from, on the model's device.
+    Rows that pad the vocabulary are never drawn.
     """
-    if isinstance(prompts, torch.Tensor):
-        batches = [prompts]
-    else:
-        batches = [prompt[None] for prompt in prompts]
+    batch, prompt_length = prompts.shape
     assert length > 0, "generation appends at least one token"
-    assert all(batch.shape[1] > 0 for batch in batches), "generation continues at least one token"
+    assert prompt_length > 0, "generation continues at least one token"
 
-    states = [model.allocate_state(len(batch), batch.shape[1] + length - 1) for batch in batches]
-    logits = torch.cat([model.prefill(batch, state) for batch, state in zip(batches, states)])
-    if len(states) > 1 and not model.config.has("attention"):
-        # A state of SSM layers does not know how many positions it has seen: all rows step at once.
-        states = [_joined(states)]
+    state = model.allocate_state(batch, prompt_length + length - 1)
+    logits = model.prefill(prompts, state)
     for remaining in reversed(range(length)):
         known = logits[:, : model.config.vocab_size].float()
         tokens = draw(known, temperature, top_k, top_p, generator)
         yield tokens
         if remaining:
-            parts = tokens.tensor_split(len(states))
-            logits = torch.cat([model.step(part, state) for part, state in zip(parts, states)])
-
-
-def _joined(states):
-    """The state of all rows as one batch."""
-    layers = []
-    for same_layer in zip(*(state["layers"] for state in states)):
-        names = same_layer[0].keys()
-        layers.append({name: torch.cat([layer[name] for layer in same_layer]) for name in names})
-    longest = max(states, key=lambda state: state["max_length"])
-    return longest | {"layers": layers}
+            logits = model.step(tokens, state)
 
 
 def draw(logits, temperature, top_k, top_p, generator):

@@ -36,17 +36,15 @@ def initial_part(name: str, parameter: Parameter, seed: int, start: int, stop: i
         row = torch.arange(1, columns + 1, dtype=torch.float32, device="cpu").log()
         return row[torch.arange(start, stop, device="cpu") % columns]
 
-    first_seed = (
-        int.from_bytes(hashlib.sha256(f"{seed}/{name}".encode()).digest()[:8], "little") >> 1
-    )
+    digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
+    first_seed = int.from_bytes(digest[:8], "little") >> 1
     part = torch.empty(stop - start, dtype=torch.float32, device="cpu")
     for block in range(start // BLOCK, -(-stop // BLOCK)):
         low = block * BLOCK
         high = min((block + 1) * BLOCK, parameter.size)
         generator = torch.Generator(device="cpu").manual_seed(first_seed + block)
-        values = _draw(
-            torch.empty(high - low, dtype=torch.float32, device="cpu"), parameter.init, generator
-        )
+        values = torch.empty(high - low, dtype=torch.float32, device="cpu")
+        values = _draw(values, parameter.init, generator)
         first = max(start, low)
         last = min(stop, high)
         part[first - start : last - start] = values[first - low : last - low]

@@ -71,7 +71,11 @@ class SSM(Part):
             last = x[:, -state["conv"].shape[1] :]
             state["conv"][:, -last.shape[1] :] = last
         x = causal_conv_silu(
-            x, self.conv1d.weight, self.conv1d.bias, seq_idx=seq_idx, backend=self.backends["conv"]
+            x,
+            self.conv1d.weight,
+            self.conv1d.bias,
+            seq_idx=seq_idx,
+            backend=self.backends["conv"],
         )
         if seen:
             x = x[:, seen:]
@@ -93,9 +97,8 @@ class SSM(Part):
     def allocate_state(self, batch, max_length, dtype, device):
         channels, _, width = self.conv1d.weight.shape
         last_inputs = torch.zeros(batch, width - 1, channels, dtype=dtype, device=device)
-        state = torch.zeros(
-            batch, *self.state_shape(), dtype=compute_type(last_inputs), device=device
-        )
+        shape = (batch, *self.state_shape())
+        state = torch.zeros(shape, dtype=compute_type(last_inputs), device=device)
         return {"conv": last_inputs, "ssm": state}
 
 
@@ -125,9 +128,19 @@ class Mamba1(SSM):
         return self.in_proj(x).chunk(2, dim=-1)
 
     def scan_inputs(self, x, z):
+        rank = self.config.resolved_dt_rank
         d_state = self.config.d_state
-        dt, B, C = self.x_proj(x).split([self.config.resolved_dt_rank, d_state, d_state], dim=-1)
-        return x, self.dt_proj(dt), self.A(), B, C, self.D, z, self.dt_proj.bias
+        dt, B, C = self.x_proj(x).split([rank, d_state, d_state], dim=-1)
+        return (
+            x,
+            self.dt_proj(dt),
+            self.A(),
+            B,
+            C,
+            self.D,
+            z,
+            self.dt_proj.bias,
+        )
 
     def scan(self, *inputs, initial_state=None, **options):
         backend = self.backends["scan"]
@@ -166,34 +179,44 @@ class Mamba2(SSM):
         )
 
     def project(self, x):
-        sizes = self.config.d_inner, self.conv1d.weight.shape[0], self.config.n_ssm_head
-        z, xbc, dt = self.in_proj(x).split(sizes, dim=-1)
+        d_inner = self.config.d_inner
+        convolved = len(self.conv1d.weight)
+        heads = self.config.n_ssm_head
+        z, xbc, dt = self.in_proj(x).split([d_inner, convolved, heads], dim=-1)
         return xbc, z, dt
 
     def scan_inputs(self, xbc, z, dt):
-        groups = self.config.ngroups
-        d_state = self.config.d_state
-        x, B, C = xbc.split([self.config.d_inner, groups * d_state, groups * d_state], dim=-1)
-        B, C = (t.unflatten(-1, (groups, d_state)) for t in (B, C))
-        return x.unflatten(-1, (-1, self.config.headdim)), dt, self.A(), B, C, self.D, self.dt_bias
+        config = self.config
+        of_groups = config.ngroups * config.d_state
+        x, B, C = xbc.split([config.d_inner, of_groups, of_groups], dim=-1)
+        return (
+            x.unflatten(-1, (config.n_ssm_head, config.headdim)),
+            dt,
+            self.A(),
+            B.unflatten(-1, (config.ngroups, config.d_state)),
+            C.unflatten(-1, (config.ngroups, config.d_state)),
+            self.D,
+            self.dt_bias,
+        )
 
     def scan(self, *inputs, **options):
         return ssd(
-            *inputs, **options, chunk_size=self.config.chunk_size, backend=self.backends["ssd"]
+            *inputs,
+            **options,
+            chunk_size=self.config.chunk_size,
+            backend=self.backends["ssd"],
         )
 
     def project_out(self, y, z, dt):
-        group_size = self.config.d_inner // self.config.ngroups
-        return self.out_proj(
-            gated_rms_norm(
-                y.flatten(-2),
-                z,
-                self.norm.weight,
-                self.config.norm_eps,
-                group_size,
-                backend=self.backends["norm"],
-            )
+        normed = gated_rms_norm(
+            y.flatten(-2),
+            z,
+            self.norm.weight,
+            self.config.norm_eps,
+            self.config.d_inner // self.config.ngroups,
+            backend=self.backends["norm"],
         )
+        return self.out_proj(normed)
 
 
 class Attention(Part):

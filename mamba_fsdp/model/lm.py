@@ -40,7 +40,12 @@ class Block(nn.Module):
 
     def add_norm(self, hidden, residual, norm):
         return add_rms_norm(
-            hidden, residual, norm.weight, self.eps, self.compute_dtype, backend=self.norm_backend
+            hidden,
+            residual,
+            norm.weight,
+            self.eps,
+            self.compute_dtype,
+            backend=self.norm_backend,
         )
 
 
@@ -129,9 +134,8 @@ class MambaLM(nn.Module):
             end = min(start + self.part, length)
             so_far = None if seq_idx is None else seq_idx[:, :end]
             hidden = self.final_norm(*self.read(tokens[:, start:end], so_far, state))
-            total += self.loss(
-                hidden, labels[:, start:end], None if weights is None else weights[:, start:end]
-            )
+            part_weights = None if weights is None else weights[:, start:end]
+            total += self.loss(hidden, labels[:, start:end], part_weights)
         return total
 
     def final_norm(self, hidden, residual):

@@ -59,7 +59,7 @@ def inputs(batch, length, channels, states, dtype=torch.float32, without=()):
         pytest.param((2, 1, 3, 1), 1, ("initial_state",), id="one of all"),
     ],
 )
-def test_like_portable_in_float64(monkeypatch, sizes, segments, without):
+def test_equals_float64(monkeypatch, sizes, segments, without):
     monkeypatch.setattr(backend, "FILL", segments * sizes[0] * -(-sizes[2] // 32))
     assert_like_reference(scan, reference, inputs(*sizes, without=without))
 
