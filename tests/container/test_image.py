@@ -69,10 +69,10 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(9000)]
 
 
 def test_it_builds_and_its_self_check_passes(built):
-    """Every step runs; the last one imports everything, trains a step and prints the versions, with Triton patched."""
+    """Every step runs; the last one imports the packages and prints the versions, with Triton patched."""
     assert "rank-0-only cache writer put in place" in built
-    assert "one step: loss" in built
-    assert "2.2.2 (CUDA 12.1" in built and "written by Rank0CacheManager" in built
+    assert "ok   operators" in built
+    assert "torch 2.2.2" in built and "written by Rank0CacheManager" in built
     assert "without EFA" in built
     before, after = map(int, re.search(r"pruned from (\d+) MB to (\d+) MB", built).groups())
     assert after < 0.75 * before
@@ -107,7 +107,7 @@ def test_it_works_where_nothing_but_tmp_can_be_written(builder, built):
     )
     assert (
         said.startswith("/usr/local\n")
-        and "one step: loss" in said
+        and "ok   operators" in said
         and "/usr/local/bin/torchrun" in said
     )
     assert said.endswith("all compute,utility\n"), "Enroot's hook goes by them, whatever the base"
@@ -188,7 +188,7 @@ def test_a_code_change_repeats_only_the_last_steps(builder, built, context):
     assert len(steps) > 10 and [words.split(" ", 1)[0] for words in repeated] == ["COPY", "RUN"], (
         repeated
     )
-    assert "one step: loss" in said
+    assert "ok   operators" in said
 
 
 def test_the_current_stack_builds_from_the_same_file(builder, context):
@@ -204,12 +204,12 @@ def test_the_current_stack_builds_from_the_same_file(builder, context):
             f"PyTorch's own index, which alone has this stack's torch, can't be reached: {error}"
         )
     said = builder.build(context, "current", "bare", STACK="current")
-    assert "without mamba-ssm and causal-conv1d" in said and "one step: loss" in said
+    assert "without mamba-ssm and causal-conv1d" in said and "ok   operators" in said
     said = builder.run("current", "python3 -m mamba_fsdp doctor; python3 patches/apply.py --check")
     assert (
-        "2.10.0+cu130 (CUDA 13.0" in said
+        "torch 2.10.0+cu130" in said
         and "written by Rank0CacheManager" in said
-        and "one step: loss" in said
+        and "ok   operators" in said
     )
 
 
