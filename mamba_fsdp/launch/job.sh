@@ -87,7 +87,7 @@ newest_checkpoint() {
 
 end_check() { # exit code
     rmdir --ignore-fail-on-non-empty "$run_folder" 2>/dev/null || true
-    [ "$1" != 0 ] || say "fit to train: $(printf '%s s, ' "${parts[@]/=/ }" | sed 's/, $//')"
+    [ "$1" != 0 ] || say "fit to train"
     exit "$1"
 }
 

@@ -122,6 +122,8 @@ class Agent(LocalElasticAgent):
         if failed:
             self.tell_ranks(signal.SIGKILL)
         result = super()._monitor_workers(worker_group)
+        if not failed:
+            failed = list(result.failures)  # of a rank that ended since
         if failed:
             found = [Failure.of_rank(rank, result.failures[rank]) for rank in failed]
             first = min(found, key=order)

@@ -88,7 +88,9 @@ def continuation(model: "Loaded", prompt: str, options: GenerationConfig) -> Ite
             "the tokenizer names no token that ends a document, so a text can't begin: give a --prompt"
         )
     device = next(model.network.parameters()).device
-    prompt_ids: list = tokenizer.encode(prompt) or [tokenizer.eos]
+    prompt_ids: list[int | None] = [*tokenizer.encode(prompt)]
+    if not prompt_ids:
+        prompt_ids = [tokenizer.eos]
     steps = generate.generate(
         model.network,
         torch.tensor([prompt_ids], device=device),

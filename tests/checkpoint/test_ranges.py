@@ -41,10 +41,11 @@ def test_any_range_is_put_together_from_any_cut(lengths, start, length):
     assert ranges.tiles(starts, lengths, len(whole)) and ranges.is_cut(starts, len(whole))
     expected = whole[start:stop] if start < stop else whole[:0]
     got, offset = [], 0
-    for piece, inside, at, count in ranges.overlaps(start, stop, starts, len(whole)):
-        assert at == offset
-        offset += count
-        got.append(whole[starts[piece] : starts[piece] + lengths[piece]][inside : inside + count])
+    for part in ranges.overlaps(start, stop, starts, len(whole)):
+        assert part.at == offset and part.offset + part.count <= lengths[part.piece]
+        offset += part.count
+        first = starts[part.piece] + part.offset
+        got.append(whole[first : first + part.count])
     assert torch.equal(torch.cat([whole[:0], *got]), expected)
 
 
