@@ -5,14 +5,12 @@ import os
 import re
 import shutil
 import signal
-import time
 
 import pytest
 
-from mamba_fsdp.checkpoint import restore, retention
+from mamba_fsdp.checkpoint import retention
 from mamba_fsdp.checkpoint.checkpointer import Checkpointer
-from mamba_fsdp.checkpoint.folder import Reader
-from mamba_fsdp.checkpoint.restore import find_checkpoint, verify
+from mamba_fsdp.checkpoint.restore import find_checkpoint
 from mamba_fsdp.checkpoint.retention import held, hold_until_the_end, new_folder, until_the_end
 from mamba_fsdp.errors import UserError
 from tests.support.checkpoints import WORLD, make_checkpoints, problems, shards_of, steps_in
@@ -134,25 +132,6 @@ def test_a_reader_that_comes_between_the_look_and_the_removal_is_seen(run, monke
     assert steps_in(run) == [1, 2] and not problems(run / "checkpoints/step_00000001")
 
 
-def test_a_reader_that_may_not_write_takes_a_newer_one_when_its_own_is_pruned(run, monkeypatch):
-    """As in a folder that is mounted read-only: it can't be seen, and what it was verifying vanishes."""
-    checkpointer = make_checkpoints(run, [1], keep=1)
-
-    def refuse(self):
-        raise OSError(30, "Read-only file system")
-
-    def pruned_meanwhile(*given):
-        monkeypatch.setattr(restore, "verify", verify)
-        checkpointer.save(2, shards_of(2), {"step": 2})
-        checkpointer.wait()
-        return verify(*given)
-
-    monkeypatch.setattr(retention.Lease, "try_take", refuse)
-    monkeypatch.setattr(restore, "verify", pruned_meanwhile)
-    said = []
-    assert Reader(find_checkpoint(run, WORLD, report=said.append)).state == {"step": 2} and not said
-
-
 def test_leftovers_of_killed_saves_are_removed_and_said(run):
     """Only this program's: other hidden folders stay, and what a living process is writing. A committed checkpoint that
     was only moved aside gets its name again."""
@@ -178,17 +157,6 @@ def test_leftovers_of_killed_saves_are_removed_and_said(run):
     ]
     assert [name for name in names if (run / name).exists()] == names[2:]
     assert steps_in(run) == [1, 2] and not problems(folder / "step_00000002")
-
-
-def test_signs_are_renewed(run, monkeypatch):
-    make_checkpoints(run, [1])
-    monkeypatch.setattr("mamba_fsdp.lease.SECONDS_BETWEEN_RENEWALS", 0.01)
-    with held(run / "checkpoints/step_00000001"):
-        (sign,) = (run / "checkpoints/step_00000001").glob(".reading.*")
-        os.utime(sign, (0, 0))
-        while not sign.stat().st_mtime:
-            time.sleep(0.01)
-    assert not sign.exists()
 
 
 def test_a_new_folder_is_whole_or_not_there(tmp_path, capsys):

@@ -8,7 +8,6 @@ import os
 import random
 import re
 import subprocess
-import sys
 
 import numpy
 import pytest
@@ -18,7 +17,6 @@ import torch.nn.functional as F
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.interop.convert import write_model, write_pth_folder
 from mamba_fsdp.interop.weights import find_weights, read_weights
-from mamba_fsdp.model.lm import MambaLM
 from mamba_fsdp.parallel.world import World
 from mamba_fsdp.verbs import inspect
 from tests.support.small_models import (
@@ -277,22 +275,6 @@ def test_a_trap_in_a_checkpoint_of_composer(number, tmp_path):
     with pytest.raises(UserError, match="trap.pt is damaged or holds more than tensors"):
         opened(tmp_path / "trap.pt")
     assert not (tmp_path / "executed").exists()
-
-
-@pytest.mark.slow
-def test_what_is_refused_can_be_converted_by_the_line_that_is_named(tmp_path):
-    content = {**composers(random_state(CONFIG)), "user": Harmless()}
-    torch.save(content, tmp_path / "own.pt")
-    with pytest.raises(UserError) as caught:
-        opened(tmp_path / "own.pt")
-    line = str(caught.value).partition("save its tensors alone: ")[2]
-    assert line.startswith("python -c ")
-    where = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    subprocess.run(["bash", "-c", line.replace("python", sys.executable, 1)], check=True, env=where)
-    assert_same(opened(tmp_path / "own.pt.weights.pth"), CONFIG, random_state(CONFIG))
-    torch.save(MambaLM(CONFIG), tmp_path / "whole.pt")  # the habit of saving the module itself
-    with pytest.raises(UserError, match="whole.pt is damaged or holds more than tensors"):
-        opened(tmp_path / "whole.pt")
 
 
 def test_a_file_without_config_json(tmp_path, capsys):

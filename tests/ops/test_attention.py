@@ -99,32 +99,3 @@ def test_rotary_turns_pairs():
     )
     assert torch.equal(turned[..., 6:], x[..., 6:])
     assert torch.equal(turned[:, 0], x[:, 0])
-
-
-def test_rotary_positions_by_row_and_dtype():
-    """Positions may differ by row; bf16 in, bf16 out, turned in float32; rotary_dim 0 is the identity."""
-    x = torch.randn(2, 5, 3, 8)
-    positions = torch.tensor([[0, 1, 2, 3, 4], [0, 1, 0, 1, 2]])
-    by_row = torch.cat([rotary(x[i : i + 1], positions[i], 4, 1e4) for i in range(2)])
-    assert torch.equal(rotary(x, positions, 4, 1e4), by_row)
-    low = x.bfloat16()
-    assert torch.equal(
-        rotary(low, positions, 8, 1e4), rotary(low.float(), positions, 8, 1e4).bfloat16()
-    )
-    assert torch.equal(rotary(x, positions, 0, 1e4), x)
-
-
-@pytest.mark.slow
-def test_survives_compiling():
-    """torch.compile takes attention with rotary whole, with and without documents."""
-    q, k, v = inputs(dtype=torch.float32)
-
-    def block(q, k, v, seq_idx):
-        positions = torch.arange(q.shape[1])
-        return attention(
-            rotary(q, positions, 4, 1e4), rotary(k, positions, 4, 1e4), v, seq_idx=seq_idx
-        )
-
-    for seq_idx in (None, DOCUMENTS):
-        compiled = torch.compile(block, backend="aot_eager", fullgraph=True)
-        torch.testing.assert_close(compiled(q, k, v, seq_idx), block(q, k, v, seq_idx))

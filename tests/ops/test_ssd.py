@@ -177,24 +177,3 @@ def test_memory_is_linear_in_the_length():
     given = sum(v.untyped_storage().nbytes() for v in values.values())
     assert sum(kept.values()) <= 1.1 * given
     assert largest.elements <= length * heads * 64
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("bounded", [False, True])
-def test_survives_compiling(bounded):
-    """torch.compile takes it whole, without a graph break, and gives the same outputs and gradients. What inductor
-    makes of it: tests/model/test_lm.py."""
-    values = inputs(length=70, dtype=torch.float32)
-    seq_idx = random_documents(2, 70) if bounded else None
-    compiled = torch.compile(
-        lambda **v: ssd(**v, chunk_size=64, seq_idx=seq_idx),
-        backend="aot_eager",
-        fullgraph=True,
-    )
-    actual = compiled(**values)
-    expected = ssd(**values, chunk_size=64, seq_idx=seq_idx)
-    wanted = list(values.values())
-    for a, e in zip(
-        (actual, *gradients([actual], wanted)), (expected, *gradients([expected], wanted))
-    ):
-        assert_close(a, e, 1e-5)

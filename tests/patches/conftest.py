@@ -14,12 +14,6 @@ SUPPORT = Path(__file__).resolve().parents[1] / "support"
 
 
 @pytest.fixture(scope="session")
-def unpatched(tmp_path_factory):
-    """The environment of a process that gets Triton 2.2.0's own cache."""
-    return {"PYTHONPATH": str(bare_triton_2_2(tmp_path_factory.mktemp("unpatched")))}
-
-
-@pytest.fixture(scope="session")
 def patched(tmp_path_factory):
     folder = bare_triton_2_2(tmp_path_factory.mktemp("patched"))
     subprocess.run([sys.executable, PATCHES / "apply.py", f"--site={folder}"], check=True)
@@ -87,14 +81,6 @@ class Cluster:
         self.count += 1
         (self.folder / f"gate{self.count}").mkdir()
         return {"gate": str(self.folder / f"gate{self.count}"), "ranks": ranks}
-
-    def meet_in_mid_write(self, environment):
-        """Ranks of two nodes, which started alike, and both have written their first file before either names it."""
-        together = self.gate(2)
-        plan = {"kernels": ["k"], "pid": 100, "seed": 0, "meeting": together["gate"], "ranks": 2}
-        return [
-            self.start(environment, {**plan, "author": f"anyone{i}"}, RANK=str(i)) for i in (0, 3)
-        ]
 
     def files(self, folder="home"):
         return sorted(path for path in (self.folder / folder).rglob("*") if path.is_file())

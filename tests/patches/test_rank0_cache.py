@@ -65,19 +65,6 @@ def test_only_rank_0_publishes_and_every_rank_has_all_it_compiled(triton, cluste
     assert set(again.values()) == {"hit"}, "what rank 0 published serves everyone"
 
 
-def test_unpatched_ranks_take_each_others_files(unpatched, cluster):
-    """Without the patch the same ranks end in FileNotFoundError, even when all of them write the same content."""
-    ranks = cluster.meet_in_mid_write(unpatched)
-    errors = [process.communicate(timeout=400)[1] for process in ranks]
-    assert sum("FileNotFoundError" in text and "replace(*paths)" in text for text in errors) == 1, (
-        errors
-    )
-
-
-def test_patched_ranks_that_meet_in_mid_write_do_not(patched, cluster):
-    cluster.finish(*cluster.meet_in_mid_write(patched))
-
-
 def test_ranks_that_compile_different_kernels_never_wait(triton, cluster):
     """A rank that alone compiles a kernel gets it at once, keeps it to itself and finds it again; rank 0 need not
     exist."""

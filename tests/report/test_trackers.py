@@ -116,31 +116,6 @@ def fake(monkeypatch):
     return fake
 
 
-def test_wandb_continues_the_same_curves(tmp_path, fake, monkeypatch):
-    """What comes again is not sent again; another run folder of the same name has curves of its own."""
-    metrics = [json.dumps({"step": step, "loss": 0.5}) + "\n" for step in (1, 2, 3)]
-    ids = []
-    for folder, steps in (("a/mine", (1, 2, 3, 3)), ("a/mine", (3, 4)), ("b/mine", ())):
-        (tmp_path / folder).mkdir(parents=True, exist_ok=True)
-        run = FakeRun()
-        given = fake("offline", run)
-        (tracker,) = make_trackers(["wandb"], tmp_path / folder, {}, 0)
-        for step in steps:
-            tracker.write({"step": step, "loss": float(step)})
-        tracker.close()
-        ids.append(given[0]["id"])
-        expected = {(1, 2, 3, 3): [1, 2, 3, 3], (3, 4): [4], (): []}[steps]
-        assert [step for step, _ in run.sent] == expected
-        (tmp_path / "a/mine/metrics.jsonl").write_text("".join(metrics))
-    assert ids[0] == ids[1] != ids[2]
-    assert (given[0]["project"], given[0]["name"]) == ("mamba-fsdp", "mine")
-    monkeypatch.setenv("WANDB_PROJECT", "theirs")
-    monkeypatch.setenv("WANDB_NAME", "named")
-    given = fake("offline", FakeRun())
-    make_trackers(["wandb"], tmp_path / "b/mine", {}, 0)
-    assert (given[0]["project"], given[0]["name"]) == ("theirs", "named")
-
-
 def test_a_run_that_wandb_s_server_knows_goes_on_where_it_ends(tmp_path, fake):
     """Steps that were lost when the run was killed come from metrics.jsonl."""
     run = FakeRun(step=5, resumed=True)

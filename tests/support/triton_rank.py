@@ -84,21 +84,9 @@ def meet(folder, plan):
         time.sleep(0.001)
 
 
-def meet_before_replacing(plan):
-    """Let the ranks meet when each has written its first file and not yet given it its name."""
-    replace = os.replace
-
-    def together(*paths):
-        os.replace = replace
-        meet(plan["meeting"], plan)
-        replace(*paths)
-
-    os.replace = together
-
-
 def main(plan):
-    """plan: kernels, author, and optionally size (bytes), pid and seed to pose with, die_at, and folders in which this
-    rank waits for all `ranks`: gate, before it starts, and meeting, before it gives its first file its name."""
+    """plan: kernels, author, and optionally size (bytes), pid and seed to pose with, die_at, and a folder
+    `gate` in which this rank waits for all `ranks` before it starts."""
     import triton.runtime.cache as cache  # here, so that the tests themselves can import this file without Triton
 
     if "pid" in plan:
@@ -106,8 +94,6 @@ def main(plan):
     random.seed(plan.get("seed"))
     if "die_at" in plan:
         die_at(plan["die_at"])
-    if "meeting" in plan:
-        meet_before_replacing(plan)
     if "gate" in plan:
         meet(plan["gate"], plan)
     results = {
