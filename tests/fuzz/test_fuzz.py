@@ -145,9 +145,9 @@ def read_checkpoint(folder):
 
 
 def make_model(folder):
-    """As transformers writes it, in several files and an index, and ours."""
+    """As transformers writes it, and ours."""
     write_ours(folder / "ours", CONFIGS["mamba1"], random_state(CONFIGS["mamba1"]))
-    write_model(folder / "ours", folder / "theirs", shard_bytes=10_000)
+    write_model(folder / "ours", folder / "theirs")
 
 
 def make_pth(folder):
