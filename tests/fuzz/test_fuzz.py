@@ -22,6 +22,7 @@ import datasets
 import pyarrow
 import pyarrow.parquet
 import pytest
+import safetensors.torch
 import torch
 import yaml
 import zstandard
@@ -145,9 +146,18 @@ def read_checkpoint(folder):
 
 
 def make_model(folder):
-    """As transformers writes it, and ours."""
+    """As transformers writes a large one, in two files and an index, and ours."""
     write_ours(folder / "ours", CONFIGS["mamba1"], random_state(CONFIGS["mamba1"]))
     write_model(folder / "ours", folder / "theirs")
+    whole = folder / "theirs/model.safetensors"
+    tensors = safetensors.torch.load_file(whole)
+    whole.unlink()
+    weight_map = {name: f"{len(name) % 2}.safetensors" for name in tensors}
+    for file in set(weight_map.values()):
+        part = {name: tensors[name] for name in tensors if weight_map[name] == file}
+        safetensors.torch.save_file(part, folder / "theirs" / file, {"format": "pt"})
+    index = whole.with_name("model.safetensors.index.json")
+    index.write_text(json.dumps({"weight_map": weight_map}))
 
 
 def make_pth(folder):
