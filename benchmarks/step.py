@@ -37,7 +37,8 @@ STEPS, WARM_UP = 20, 3
 
 def seconds_of(given):
     """[(seconds of a step of the loop, of a bare one after it)]"""
-    found, finish_step = [], loop.finish_step
+    found = []
+    finish_step = loop.finish_step
     bare = None  # its optimiser, and when the last bare step ended
 
     def both(context, logger, saver, step):

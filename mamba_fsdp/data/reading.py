@@ -58,7 +58,8 @@ def read_batches(
     number, count = part
     if 1 < count <= dataset.num_shards:
         dataset = dataset.shard(count, number, contiguous=True)
-        number, count = 0, 1
+        number = 0
+        count = 1
     seen = 0  # documents that have ended, of this part and others
     if position:
         dataset.load_state_dict(position["dataset"])
