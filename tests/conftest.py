@@ -65,7 +65,7 @@ LONGEST_FIRST = [
     "model/test_lm.py",
     "slurm/test_slurm_launcher.py",
     "kernels/test_compiled.py",
-    "kernels/test_mixers.py",
+    "kernels/test_triton_mixers.py",
     "launcher/test_launcher_node.py",
 ]
 
