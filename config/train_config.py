@@ -40,16 +40,6 @@ def validation(settings: "TrainConfig") -> bool:
     return settings.data.validation_path != "none" and settings.training.eval_interval.count > 0
 
 
-@condition("eval_interval above 0 and a validation_path")
-def validation_on_data(settings: "TrainConfig") -> bool:
-    return validation.met(settings) and not settings.data.use_dummy_dataset
-
-
-@condition("sample_prompts")
-def prompts(settings: "TrainConfig") -> bool:
-    return settings.training.sample_prompts != ""
-
-
 @condition("num_workers above 0")
 def workers(settings: "TrainConfig") -> bool:
     return settings.data.num_workers > 0
@@ -224,11 +214,6 @@ class TrainingConfig:
     eval_batches: int = setting(-1, at_least=-1, needs=validation)
     """Global batches that a validation reads, spread evenly over each store; 0 means all of it, -1
     as many as cost a twentieth of the training between two validations."""
-    sample_prompts: str = setting("", needs=validation_on_data)
-    """File with prompts, one a line (\\n in it is a line break), which the model continues at each validation:
-    generated.jsonl in the run folder and python -m mamba_fsdp report show the texts."""
-    sample_length: int = setting(64, at_least=1, at_most=4096, needs=prompts)
-    """Tokens of each of these texts. Each takes a forward pass."""
 
     def check(self) -> None:
         """Raises UserError for a global batch that can't be split, and for `kernels` that there are

@@ -18,7 +18,7 @@ VERBS = {  # name: what it does. The module in mamba_fsdp/verbs has that name; i
     "checkpoints": "list a run's checkpoints, and verify them",
     "export": "write a model for transformers or mamba_ssm, or as consolidated.00.pth",
     "import": "bring a transformers or state-spaces model to consolidated.00.pth",
-    "report": "show runs in one HTML file: curves, settings, restarts, samples",
+    "report": "show runs in one HTML file: curves, settings, restarts",
     "plan": "say whether a training fits on machines, how long it takes, what it costs",
     "preflight": "check a cluster's nodes before training (1.train.sbatch calls it)",
     "doctor": "say what this machine has and whether it works",

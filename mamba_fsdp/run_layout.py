@@ -4,7 +4,7 @@
     failures/  preflight/
     checkpoints/step_00001000/   rank_00000.safetensors ...  state.json  COMMIT  KEEP
     pth/step_00001000/           consolidated.00.pth  config.json  tokenizer/
-    profile/  tensorboard/  wandb/  wandb_id  generated.jsonl  report.html
+    profile/  tensorboard/  wandb/  wandb_id  report.html
 
 1.train.sbatch knows some of these names too; a test holds it to this file.
 """
@@ -28,7 +28,6 @@ KEPT, READING = (
 )  # in a checkpoint: it stays for ever; the beginning of what its readers hold
 MODELS, CONSOLIDATED, MODEL_CONFIG = "pth", "consolidated.00.pth", "config.json"
 PROFILE, TENSORBOARD, WANDB_ID, REPORT = "profile", "tensorboard", "wandb_id", "report.html"
-GENERATED = "generated.jsonl"  # texts at validations
 CHECKPOINT_BYTES = (
     12  # of a checkpoint for each parameter: the weight and AdamW's two moments, all fp32
 )

@@ -105,10 +105,9 @@ class Agent(LocalElasticAgent):
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         failure = first_failure(self.failures)
         if failure and worker_group.group_rank == 0:
-            # Rank 0 tells it when training is under way again.
             last_line = failure.said.splitlines()[-1]
             lost = f"rank {failure.rank} on {failure.node}: {last_line}"
-            os.environ["RECOVERS_FROM"] = f"{failure.time} {lost}"
+            print(f"restarts   the ranks after the loss of {lost}", flush=True)
             for path in self.failures.iterdir():
                 path.unlink()
         return super()._start_workers(worker_group)

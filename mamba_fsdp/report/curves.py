@@ -1,4 +1,4 @@
-"""What a run has left to look at, as plain data: curves of its metrics, settings, events, checkpoints, samples."""
+"""What a run has left to look at, as plain data: curves of its metrics, settings, events, checkpoints."""
 
 import math
 import os
@@ -12,7 +12,7 @@ import yaml
 
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.report.records import numbers_of, read, read_events, read_status
-from mamba_fsdp.run_layout import CHECKPOINTS, GENERATED, METRICS, SETTINGS, committed, step_of
+from mamba_fsdp.run_layout import CHECKPOINTS, METRICS, SETTINGS, committed, step_of
 
 BUCKETS = 500  # points of a curve that has more than twice as many; each stands for neighbours of equal number
 NO_CURVES = {"tokens", "val_tokens", "val_share", "slowest_rank"}
@@ -72,7 +72,6 @@ def summarise_run(folder: Path) -> dict[str, Any]:
         "status": read_status(folder),
         "events": read_events(folder),
         "checkpoints": [step_of(path.name) for path in committed(folder / CHECKPOINTS)],
-        "samples": read(folder / GENERATED),
     }
 
 

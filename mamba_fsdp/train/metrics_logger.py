@@ -3,21 +3,18 @@
 import contextlib
 import math
 import time
-from itertools import takewhile
 
 import torch
 
 from config.resolve import as_dict
 from mamba_fsdp.data.sampler import seen
-from mamba_fsdp.data.tokenizer import load_words
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.model.spec import flops_per_token
 from mamba_fsdp.planning.devices import device_peak
 from mamba_fsdp.report.console import Console, read_share
 from mamba_fsdp.report.records import Log, add_event
 from mamba_fsdp.report.trackers import make_trackers
-from mamba_fsdp.run_layout import GENERATED, METRICS, TOKENIZER
-from mamba_fsdp.storage import exists
+from mamba_fsdp.run_layout import METRICS
 from mamba_fsdp.train.clock import Clock, device_metrics, stragglers
 from mamba_fsdp.train.profiling import make_profiler
 from mamba_fsdp.train.run_folder import RunFolder
@@ -45,12 +42,9 @@ class MetricsLogger(contextlib.ExitStack):
             peak = device_peak(torch.cuda.get_device_name(world.device))
             self.peak_flops = peak and peak * world.size
         self.metrics: Log | None = None
-        self.generated: Log | None = None
         self.trackers = []
         if world.rank == 0:
             self.metrics = Log(folder.path / METRICS, step, folder.lease.check)
-            if settings.training.sample_prompts or exists(folder.path / GENERATED):
-                self.generated = Log(folder.path / GENERATED, step, folder.lease.check)
             self.trackers = make_trackers(
                 settings.report.tracker,
                 folder.path,
@@ -73,7 +67,6 @@ class MetricsLogger(contextlib.ExitStack):
         state = self.context.state
         schedule = self.context.schedule
         state.step_seconds += self.clock.new_seconds()
-        self._report_recovery()
         seconds, own_seconds = self.clock.seconds_per_step(state.step)
         tokens_per_second = schedule.tokens_per_step / seconds
         mfu = None
@@ -100,14 +93,6 @@ class MetricsLogger(contextlib.ExitStack):
         )
         if self.profiler:
             self.profiler.step()
-
-    def _report_recovery(self) -> None:
-        """Tells after the first step of a start which failure it was after."""
-        if not self.metrics:
-            return
-        recovery = self.folder.recovery(self.context.state.step)
-        if recovery:
-            self.console.line(recovery)
 
     def _report_entry(
         self,
@@ -174,22 +159,10 @@ class MetricsLogger(contextlib.ExitStack):
         self._write({"step": step, "failed_saves": 0})
         self._write_status(step, "")
 
-    def sampled(self, step: int, prompts: list[str], continuations: list[list[int]]) -> None:
-        """Texts that continue the prompts after `step`, up to their documents' ends."""
-        if not self.generated:
-            return
-        words = load_words(self.folder.path / TOKENIZER)
-        entries = []
-        for prompt, tokens in zip(prompts, continuations):
-            document = list(takewhile(lambda token: token != words.eos, tokens))
-            entries.append({"step": step, "prompt": prompt, "text": words.decode(document)})
-        self.generated.write(*entries)
-
     def sync(self) -> None:
         """Returns when the metrics are on the disk."""
-        for log in (self.metrics, self.generated):
-            if log:
-                log.sync()
+        if self.metrics:
+            self.metrics.sync()
 
     def _write(self, entry: dict) -> None:
         if self.metrics:

@@ -2,7 +2,6 @@
 
 import contextlib
 import filecmp
-import os
 import shutil
 import sys
 import time
@@ -78,18 +77,6 @@ class RunFolder:
                 records.write_status(self.path, "failed", step or self._newest_step(), reason)
         except (UserError, OSError) as another:  # a full disk must not hide the first failure
             print(f"warning: {another}", file=sys.stderr)
-
-    def recovery(self, step: int) -> str:
-        """Returns a line for the log, also written as an event, where this `step` is the first that
-        was taken after the loss of a rank; else "". The launcher says in RECOVERS_FROM when it was
-        lost, and how."""
-        lost = os.environ.pop("RECOVERS_FROM", "")
-        if not lost:
-            return ""
-        moment, what = lost.split(" ", 1)
-        seconds = round(time.time() - float(moment), 1)
-        records.add_event(self.path, "recovered", step, seconds=seconds, lost=what)
-        return f"recovered  step {step} was taken {seconds:g} s after the loss of {what}"
 
     def copy_tokenizer(self, data: Source) -> None:
         """Copies the tokenizer of a source that has one, so that the model can be used when the

@@ -35,7 +35,6 @@ from mamba_fsdp.run_layout import CHECKPOINTS, committed
 from mamba_fsdp.train.optimizer import LossScale, make_optimizer
 from mamba_fsdp.train.run_folder import RunFolder
 from mamba_fsdp.train.run_schedule import RunSchedule, run_length, say_length, schedule_run
-from mamba_fsdp.train.sampling import read_prompts
 from mamba_fsdp.train.start import Weights, start
 from mamba_fsdp.train.state import TrainState
 
@@ -49,7 +48,6 @@ class Data:
     sources: dict[str, Source]
     shares: dict[str, float]  # of each source in the samples
     validation: list[Source]
-    prompts: dict[str, list[int]]  # to be continued at each validation: {text: tokens}
 
 
 @dataclass
@@ -60,7 +58,6 @@ class TrainContext:
     world: World
     sources: dict[str, Source]
     validation: list[Source]
-    prompts: dict[str, list[int]]
     parallel: ParallelModel
     optimizer: torch.optim.Optimizer
     state: TrainState
@@ -115,7 +112,6 @@ def set_up(
         world=world,
         sources=data.sources,
         validation=data.validation,
-        prompts=data.prompts,
         parallel=parallel,
         optimizer=optimizer,
         state=state,
@@ -158,10 +154,10 @@ def open_data(settings: TrainConfig, say: Say) -> Data:
         dummy = DummySource(vocab_size)
         say("data       made-up tokens, for benchmarks; no validation")
         name = dummy.path.name
-        return Data({name: dummy}, {name: 1.0}, [], read_prompts(settings, dummy))
+        return Data({name: dummy}, {name: 1.0}, [])
     if settings.training.dry_run and missing_builtin(settings.data):
         say(f"data       {settings.data.dataset_path}, which a run makes first")
-        return Data({}, {}, [], {})
+        return Data({}, {}, [])
     sources, shares = training_sources(settings.data)
     validation = validation_sources(settings.data)
     stores = [*sources.values(), *validation]
@@ -183,8 +179,7 @@ def open_data(settings: TrainConfig, say: Say) -> Data:
             f"vocabulary {tokens:,} tokens in the data, {vocab_size:,} in the model, of which "
             f"{vocab_size - tokens:,} are never trained; a new model can do without them: vocab_size={tokens}"
         )
-    prompts = read_prompts(settings, one_for_all(sources.values()))
-    return Data(sources, shares, validation, prompts)
+    return Data(sources, shares, validation)
 
 
 def make_sampler(settings: TrainConfig, data: Data, state: TrainState) -> Sampler:

@@ -1,4 +1,4 @@
-"""The validation loss of the model in training, and the texts that it writes."""
+"""The validation loss of the model in training."""
 
 import math
 import time
@@ -12,7 +12,6 @@ from mamba_fsdp.errors import UserError
 from mamba_fsdp.heartbeat import heart
 from mamba_fsdp.parallel.world import World
 from mamba_fsdp.train.metrics_logger import MetricsLogger
-from mamba_fsdp.train.sampling import continue_prompts
 from mamba_fsdp.train.setup import TrainContext
 from mamba_fsdp.train.stopping import StopRequest
 
@@ -44,15 +43,6 @@ def validate(context: TrainContext, logger: MetricsLogger, stop: StopRequest) ->
         if not tokens:
             return False
         logger.validated(step, loss, tokens, tokens / in_all, time.perf_counter() - began)
-        if context.prompts:
-            training = context.settings.training
-            texts = continue_prompts(
-                context.parallel,
-                list(context.prompts.values()),
-                seed=training.seed,
-                length=training.sample_length,
-            )
-            logger.sampled(step, list(context.prompts), texts)
     return True
 
 

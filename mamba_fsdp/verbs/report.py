@@ -1,7 +1,7 @@
 """python -m mamba_fsdp report RUN [RUN ...] [--out=FILE.html]
 
 Show one or more runs, of which some may still be training, in one HTML file that needs no network: curves by steps or
-tokens, settings and where they differ, the data's mixture, restarts, checkpoints, samples (docs/watching.md).
+tokens, settings and where they differ, the data's mixture, restarts, checkpoints (docs/watching.md).
 
   --out  the file, or a folder for it; without it RUN/report.html, RUN the first
 """

@@ -119,8 +119,6 @@ POINTLESS = {
     "validation_path=data/x": ("eval_interval=0", ""),
     "eval_interval=50": ("validation_path=none", ""),
     "eval_batches=4": ("validation_path=none eval_interval=0", ""),
-    "sample_prompts=x": ("validation_path=none", ""),
-    "sample_length=8": ("", "sample_prompts=x"),
     "position_window=5.0": ("", "position_weighting=true"),
     "prefetch=5": ("num_workers=0", ""),
     "schedule_steps=5": ("schedule=constant", ""),

@@ -61,9 +61,6 @@ def write_run(folder, losses, seed=1):
     (folder / "events.jsonl").write_text("".join(json.dumps(entry) + "\n" for entry in events))
     (folder / "checkpoints/step_00000020").mkdir(parents=True)
     (folder / "checkpoints/step_00000020/COMMIT").touch()
-    (folder / "generated.jsonl").write_text(
-        json.dumps({"step": 20, "prompt": "Once" * 99, "text": EVIL}) + "\n"
-    )
     return folder
 
 
@@ -179,7 +176,7 @@ def test_a_browser_draws_the_page_without_a_network(tmp_path, browse):
     assert re.search(r"training\.seed\s+1\s+2", differing) and "kernels" not in differing
     assert re.search(re.escape(EVIL) + r"\s+2,560\s+100\.0 %\s+0\.5", mixture)
     assert f"2026-01-02 03:04:05\tstarted\t20\tranks: 2, from: {EVIL}" in events
-    assert re.search(r"20\s+1\s+2\.5 MB\s+1\.5$", checkpoints) and EVIL in found["samples"][0]
+    assert re.search(r"20\s+1\s+2\.5 MB\s+1\.5$", checkpoints)
     assert found["tokens"] == [640, 1280, 1920, 2560]
     assert found["log"] == "log" and found["left"] == names[1:]
     assert found["smooth"] == [

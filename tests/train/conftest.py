@@ -6,10 +6,8 @@ import os
 import numpy as np
 import pytest
 import torch
-from tokenizers import Tokenizer, models, pre_tokenizers
 
 from config import resolve
-from mamba_fsdp.data import tokenizer as tokenizers_
 from mamba_fsdp.data.store import StoreWriter
 from tests.support.tiny import TINY
 
@@ -32,22 +30,12 @@ def write_store(path, seed, documents, tokenizer="ids:of the corpus"):
 
 @pytest.fixture(scope="session")
 def corpus(tmp_path_factory):
-    """A folder with the stores train and validation, other/train, foreign/train, whose tokenizer is another, and
-    words/data with a tokenizer and prompts for it."""
+    """A folder with the stores train and validation, other/train, and foreign/train, whose tokenizer is another."""
     root = tmp_path_factory.mktemp("corpus")
     write_store(root / "train", 0, 200)
     write_store(root / "validation", 1, 20)
     write_store(root / "other" / "train", 2, 50)
     write_store(root / "foreign" / "train", 2, 50, tokenizer="ids:of others")
-    backend = Tokenizer(
-        models.WordLevel({word: n for n, word in enumerate(["<end>", *"?abcdefgh"])}, unk_token="?")
-    )
-    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    words = tokenizers_.TextTokenizer(backend, "<end>")
-    for part, seed, documents in (("train", 0, 200), ("validation", 1, 20)):
-        write_store(root / "words" / "data" / part, seed, documents, tokenizer=words.identity)
-        words.save(root / "words" / "data" / part / "tokenizer")
-    (root / "prompts").write_text("a b\\nc\n\nh\n")
     return root
 
 

@@ -73,11 +73,6 @@ OTHER_VALUES = {
     "max_skipped_steps": (2, {}),
     "eval_interval": (2, {}),
     "eval_batches": (1, {}),
-    "sample_prompts": ("{corpus}/prompts", {"dataset_path": "{corpus}/words/data"}),
-    "sample_length": (
-        5,
-        {"sample_prompts": "{corpus}/prompts", "dataset_path": "{corpus}/words/data"},
-    ),
     "save_ckpt_path": ("{run}/elsewhere", {}),
     "load_ckpt_path": ("{first}", {}),
     "resuming_dataset": (True, {"load_ckpt_path": "{first}"}),
@@ -196,11 +191,6 @@ def traces(train, kept_runs, metrics_of, corpus, monkeypatch):
         )
         where = folder if (folder / "metrics.jsonl").exists() else folder / "elsewhere"
         kept = [line for line in said.splitlines() if not line.startswith("step")]
-        kept += (
-            (where / "generated.jsonl").read_text().splitlines()
-            if (where / "generated.jsonl").exists()
-            else []
-        )
         return (
             files,
             metrics_of(where) if (where / "metrics.jsonl").exists() else said,
