@@ -50,9 +50,7 @@ class _NoKernel:
         pass
 
 
-NO_KERNELS: Any = {
-    f"mamba_fsdp.ops.{operator}.triton_kernels": _NoKernel() for operator in ("ssd", "loss")
-}
+NO_KERNELS: Any = {"mamba_fsdp.ops.ssd.triton_kernels": _NoKernel()}
 CPU_KERNEL = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
 
 

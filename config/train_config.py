@@ -289,7 +289,7 @@ class ParallelConfig:
     low_cpu_fsdp: bool = setting(True)
     """Build the model without storage and fill each rank's shard alone."""
     use_torch_compile: bool = setting(False)
-    """Compile each block."""
+    """Compile each block and, on a GPU, the loss."""
     timeout_minutes: float = setting(10.0, above=0)
     """A rank that makes no progress for so long prints where it stands and ends the job; give more
     where compiling or data on a slow disk needs it."""

@@ -120,7 +120,6 @@ class MambaLM(nn.Module):
             self.lm_head.weight,
             labels.flatten(),
             None if weights is None else weights.flatten(),
-            backend=self.backends["loss"],
         )
 
     @torch.no_grad()

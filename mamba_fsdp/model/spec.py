@@ -136,7 +136,7 @@ def _mamba2(config):
 def _mamba2_operators(config):
     rows = {name: parameter.shape[0] for name, parameter in _mamba2(config).items()}
     return {
-        "norm": {"channels": config.d_inner // config.ngroups},
+        "norm": {},
         "conv": {"channels": rows["conv1d.weight"]},
         "ssd": {},
         "mamba2": {"rows": rows["in_proj.weight"]},
@@ -279,7 +279,7 @@ def operator_uses(
     """What the model asks of each operator; dtype: of the activations, a torch.dtype; the others as in Use."""
     uses: dict[str, list[Use]] = {}
     for operators in (
-        {"norm": {"channels": config.d_model}, "loss": {}},
+        {"norm": {}, "loss": {}},
         *(part.operators(config) for part in config.parts()),
     ):
         for operator, sizes in operators.items():

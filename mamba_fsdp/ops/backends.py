@@ -32,12 +32,12 @@ OPERATORS = {  # with their backends, best first
     "scan": ("triton", "fused", "cpp", "reference"),
     "ssd": ("triton", "fused", "reference"),
     "attention": ("reference",),
-    "norm": ("triton", "fused", "reference"),
-    "loss": ("triton", "reference"),
+    "norm": ("fused", "reference"),
+    "loss": ("reference",),
     "mamba1": ("triton", "fused"),
     "mamba2": ("triton", "fused"),
 }
-# Mixers that a backend computes in one call, if it also is the backend of these operators.
+# Mixers that a backend computes in one call, if it also is the backend of these operators, of those that have it.
 MIXER_PARTS = {"mamba1": ("conv", "scan"), "mamba2": ("conv", "ssd", "norm")}
 REFERENCE = {operator: "reference" for operator in OPERATORS if operator not in MIXER_PARTS}
 
@@ -49,7 +49,7 @@ class Use:
     operator: str
     dtype: Any  # torch.dtype of the activations
     seq_idx: bool  # whether documents are to be kept apart
-    channels: int = 0  # of the convolution, or of a norm's group
+    channels: int = 0  # of the convolution
     rows: int = 0  # of a mixer's input projection
     deterministic: bool = False  # whether equal runs must be equal bit for bit
 
@@ -155,7 +155,7 @@ def _why_no_candidate(operator, backend, device_type, chosen):
     if BACKENDS[backend] not in ("any", device_type):
         return f"it is for {BACKENDS[backend]} devices"
     for part in MIXER_PARTS.get(operator, ()):
-        if chosen[part] != backend:
+        if backend in OPERATORS[part] and chosen[part] != backend:
             return f"its {part} is {chosen[part]}"
     return None
 

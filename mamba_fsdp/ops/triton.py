@@ -4,6 +4,7 @@ The modules of kernels import triton at their tops and are themselves imported o
 environment runs the kernels on a CPU, for tests.
 """
 
+import functools
 import os
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -45,6 +46,26 @@ def operator(
     if gradient:
         LIBRARY.impl(name, gradient.apply, "Autograd")
     return getattr(torch.ops.mamba_fsdp, name)
+
+
+def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Let a function that operators call run on a GPU as torch.compile makes it, each shape by itself, so that its bits
+    are free of the shapes before it. Elsewhere, and with torch 2.2, which compiles nothing within an operator, it runs
+    as it stands. The function takes tensors, the first of them no None.
+    """
+
+    @functools.lru_cache(maxsize=None)
+    def on_gpu():  # torch.compile takes seconds to import
+        return torch.compile(function, dynamic=False)
+
+    @functools.wraps(function)
+    def run(first, *rest):
+        if first.device.type != "cuda" or torch.__version__.startswith("2.2."):
+            return function(first, *rest)
+        with torch.no_grad():
+            return on_gpu()(first, *rest)
+
+    return run
 
 
 below_autograd = torch._C._AutoDispatchBelowAutograd

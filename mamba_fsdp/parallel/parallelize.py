@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from config.train_config import ParallelConfig
 from mamba_fsdp.errors import UserError
-from mamba_fsdp.ops import conv, scan
+from mamba_fsdp.ops import conv, loss, scan
 from mamba_fsdp.parallel.compat import load_shard
 from mamba_fsdp.parallel.model import ParallelModel, ParameterSlot, find_slots
 from mamba_fsdp.parallel.world import World
@@ -122,7 +122,7 @@ def _checkpointed(forward):
 
 
 def compile_blocks(blocks: Sequence[nn.Module]) -> None:
-    """Compiles each block's forward by itself, so that sharding stays outside of it.
+    """Compiles each block's forward by itself, so that sharding stays outside of it; on a GPU a chunk's loss too.
 
     Equal blocks share what is compiled; torch 2.2 compiles each one, and beyond 8 would run the rest uncompiled.
     """
@@ -135,6 +135,8 @@ def compile_blocks(blocks: Sequence[nn.Module]) -> None:
     limits.accumulated_cache_size_limit = max(enough, limits.accumulated_cache_size_limit)
     for block in blocks:
         block.forward = torch.compile(block.forward)
+    if next(blocks[0].parameters()).is_cuda:  # plain PyTorch passes over the logits seven times
+        loss.chunk_loss = torch.compile(loss.chunk_loss, dynamic=False)
 
 
 def leave_uncompiled() -> None:

@@ -16,7 +16,7 @@ from config.model_config import Layer, ModelConfig
 from config.train_config import TrainConfig
 from mamba_fsdp.conventions import DTYPES
 from mamba_fsdp.model import spec
-from mamba_fsdp.ops.loss.reference import CHUNK
+from mamba_fsdp.ops.loss import CHUNK
 from mamba_fsdp.parallel.parallelize import choose_recomputed, choose_strategy
 from mamba_fsdp.parallel.world import World
 

@@ -13,8 +13,6 @@ from compiled import compiled
 from mamba_fsdp import ops
 from mamba_fsdp.ops.backends import OPERATORS
 from mamba_fsdp.ops.conv import causal_conv_silu
-from mamba_fsdp.ops.loss import linear_cross_entropy
-from mamba_fsdp.ops.norm import add_rms_norm
 from mamba_fsdp.ops.scan import selective_scan
 from mamba_fsdp.ops.ssd import ssd
 
@@ -70,23 +68,7 @@ def attend(dtype):
     )
 
 
-def norm(dtype):
-    def run(x, residual, weight, **backend):
-        return add_rms_norm(x, residual, weight, 1e-5, x.dtype, **backend)
-
-    return run, dict(x=random(5, 21, dtype=dtype), residual=random(5, 21), weight=random(21))
-
-
-def loss(dtype):
-    labels = torch.randint(0, 35, (11,))
-    labels[::4] = -100
-    return (
-        partial(linear_cross_entropy, labels=labels),
-        dict(hidden=random(11, 8, dtype=dtype), weight=random(35, 8, dtype=dtype).float()),
-    )
-
-
-CASES = {"conv": conv, "scan": scan, "ssd": attend, "norm": norm, "loss": loss}
+CASES = {"conv": conv, "scan": scan, "ssd": attend}
 WITH_KERNELS = [operator for operator in CASES if "triton" in OPERATORS[operator]]
 MOST = {torch.float32: 2e-6, torch.bfloat16: 0.01}
 

@@ -1,13 +1,39 @@
-"""The Mamba-2 mixer of the Triton backends of its parts. Of each token it keeps in_proj's output and the norm's scale; the
-backward pass has the norm's output again on the way, and SSD's from the sweep that makes its states again."""
+"""The Mamba-2 mixer of the Triton backends of convolution and SSD. Of each token it keeps in_proj's output and the norm's
+scale; the backward pass makes the norm's output on the way, and has SSD's from the sweep that makes its states again.
+
+The gated norm is plain PyTorch, of which torch.compile makes a kernel or two for each pass."""
 
 import torch
 import torch.nn.functional as F
 
 from mamba_fsdp.ops import triton
 from mamba_fsdp.ops.conv.triton import conv_backward, conv_forward
-from mamba_fsdp.ops.norm.triton import norm_backward, norm_forward
 from mamba_fsdp.ops.ssd.triton import ssd_backward, ssd_forward
+
+
+@triton.compiled
+def _norm(y, z, weight, eps, groups):
+    """(the norm of y * silu(z) in y's dtype, each row's scale (..., groups, 1) in float32)."""
+    gated = F.silu(z.float()).mul_(y).unflatten(-1, (groups, -1))
+    scale = (gated.square().mean(-1, keepdim=True) + eps).rsqrt()
+    return gated.mul_(scale).flatten(-2).mul_(weight).to(y.dtype), scale
+
+
+@triton.compiled
+def _norm_backward(grad, y, z, weight, scale):
+    """The gradients of y, z and weight, and the norm again. In place: `grad` apart, all is as large as y in float32."""
+    sigmoid = torch.sigmoid(z.float())
+    gate = z * sigmoid
+    normed = (gate * y).unflatten(-1, (scale.shape[-2], -1)).mul_(scale)
+    of_gated = (grad * weight.float()).view_as(normed)
+    along = (of_gated * normed).mean(-1, keepdim=True)
+    of_gated = of_gated.addcmul_(normed, along, value=-1).mul_(scale).flatten(-2)
+    normed = normed.flatten(-2)
+    of_weight = (normed * grad).sum((0, 1))
+    normed = normed.mul_(weight).to(y.dtype)
+    of_y = (of_gated * gate).to(y.dtype)
+    slope = gate.addcmul_(gate, sigmoid, value=-1).add_(sigmoid)
+    return of_y, of_gated.mul_(y).mul_(slope), of_weight, normed
 
 
 def _convolve(zxbcdt, conv_weight, conv_bias, dt_bias, A, D, seq_idx, groups):
@@ -22,9 +48,8 @@ def _forward(
     zxbcdt, conv_weight, conv_bias, dt_bias, A, D, norm_weight, out_proj, seq_idx, eps, groups, *_
 ):
     z, _, inputs = _convolve(zxbcdt, conv_weight, conv_bias, dt_bias, A, D, seq_idx, groups)
-    normed, _, scale = norm_forward(
-        ssd_forward(*inputs)[0].flatten(2), None, z, norm_weight, eps, groups, z.dtype
-    )
+    y, _ = ssd_forward(*inputs)
+    normed, scale = _norm(y.flatten(2), z, norm_weight, eps, groups)
     return F.linear(normed, out_proj.to(z.dtype)), scale
 
 
@@ -36,12 +61,12 @@ def _backward(
     )
     y, entering = ssd_forward(*inputs, remake=True)
     grads = zxbcdt.new_empty(zxbcdt.shape)
-    normed = z.new_empty(z.shape)
     of_z, of_xbc, of_dt = grads.tensor_split([-len(conv_weight) - len(A), -len(A)], -1)
 
-    of_y, _, of_norm = norm_backward(
-        grad @ out_proj.to(z.dtype), None, y.flatten(2), z, norm_weight, scale, of_z, normed
+    of_y, dz, of_norm, normed = _norm_backward(
+        grad @ out_proj.to(z.dtype), y.flatten(2), z, norm_weight, scale
     )
+    of_z.copy_(dz)
     of_x, dt, of_A, of_B, of_C, of_D, of_bias, _ = ssd_backward(
         of_y.view(y.shape), None, *inputs, entering
     )

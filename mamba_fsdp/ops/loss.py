@@ -1,0 +1,108 @@
+"""The output layer and its loss in one operator, chunk by chunk of the tokens: the logits of a batch never exist at once.
+
+loss = sum over counted tokens of w (logsumexp(W h) - (W h)[label]), w = 1 where none is given. The gradient of a
+chunk's logits, w (softmax - onehot), is known with its loss: the forward pass makes gradients of h and W of it at once.
+"""
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from mamba_fsdp.conventions import IGNORED_LABEL, compute_type
+
+CHUNK = 1024  # tokens whose logits exist at a time
+
+
+def chunk_loss(logits, labels, token_weights, want_gradient):
+    """Loss of one chunk and, when wanted, the gradient of its logits in their dtype. On a GPU the setting
+    use_torch_compile makes a few kernels of this."""
+    dtype = logits.dtype
+    logits = logits.to(compute_type(logits))
+    counted = labels != IGNORED_LABEL
+    picked = labels.masked_fill(~counted, 0).unsqueeze(
+        1
+    )  # another label outside the vocabulary makes gather raise
+    label_logits = logits.gather(1, picked)
+    largest = logits.amax(1, keepdim=True)
+    exponentials = logits.sub_(largest).exp_()
+    total = exponentials.sum(1, keepdim=True)
+    counted = counted.unsqueeze(1)
+    losses = torch.where(counted, total.log() + largest - label_logits, 0.0)
+    if token_weights is not None:
+        counted = counted * token_weights.unsqueeze(1).to(losses.dtype)
+        losses = losses * counted
+    loss = losses.sum()
+    if not want_gradient:
+        return loss, None
+    gradient = exponentials.mul_(counted / total)
+    return loss, gradient.scatter_add_(1, picked, -counted.to(gradient.dtype)).to(dtype)
+
+
+def _in_chunks(hidden, weight, labels, token_weights, want_gradient, chunk):
+    """(loss, gradient of hidden, gradient of weight in compute type), the gradients empty where none is wanted."""
+    cast_weight = weight.to(hidden.dtype)
+    loss = torch.zeros((), dtype=compute_type(hidden), device=hidden.device)
+    grad_hidden = hidden.new_empty(hidden.shape if want_gradient else 0)
+    grad_weight = torch.zeros(
+        weight.shape if want_gradient else 0, dtype=loss.dtype, device=hidden.device
+    )
+    for start in range(0, hidden.shape[0], chunk):
+        span = slice(start, start + chunk)
+        part, grad_logits = chunk_loss(
+            hidden[span] @ cast_weight.T,
+            labels[span],
+            None if token_weights is None else token_weights[span],
+            want_gradient,
+        )
+        loss += part
+        if want_gradient:
+            torch.mm(grad_logits, cast_weight, out=grad_hidden[span])
+            if grad_logits.dtype == grad_weight.dtype:
+                grad_weight.addmm_(grad_logits.T, hidden[span])
+            else:
+                grad_weight += grad_logits.T @ hidden[span]
+    return loss, grad_hidden, grad_weight
+
+
+class _WithGradients(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, hidden, weight, loss, *gradients):
+        ctx.save_for_backward(*gradients)
+        ctx.dtypes = hidden.dtype, weight.dtype
+        return loss.clone()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        """`grad` is in compute type, and rounding comes afterwards: 1 / tokens is no number of fp16."""
+        return (
+            *(
+                torch.mul(
+                    values, grad.reshape(1), out=torch.empty_like(values, dtype=dtype)
+                )  # no float32 copy
+                for values, dtype in zip(ctx.saved_tensors, ctx.dtypes)
+            ),
+            None,
+            None,
+            None,
+        )
+
+
+def linear_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    token_weights: Tensor | None = None,
+    *,
+    chunk: int = CHUNK,
+) -> Tensor:
+    """Sum of the token losses of a language model's output layer, in nats, as a float32 scalar.
+
+    hidden (tokens, d_model); weight (vocab, d_model), cast to hidden's dtype; labels (tokens,) int64, -100 for a token
+    that is not counted; token_weights (tokens,) or None for 1; chunk: tokens whose logits exist at a time. A label
+    outside the vocabulary raises.
+    """
+    want_gradient = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
+    with torch.no_grad():
+        loss, *gradients = _in_chunks(hidden, weight, labels, token_weights, want_gradient, chunk)
+    return _WithGradients.apply(hidden, weight, loss, *gradients) if want_gradient else loss
