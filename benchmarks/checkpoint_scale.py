@@ -6,6 +6,7 @@ bytes over --throughput (MB/s per TiB; FSx for Lustre offers 125, 250, 500 and 1
 """
 
 import argparse
+import math
 import pickle
 import sys
 import tempfile
@@ -113,7 +114,7 @@ def measure(config, ranks):
             shards.append(replace(shard, data=torch.empty(elements)))
         began = time.perf_counter()
         # Sparse files need no room.
-        room = mock.patch.object(Checkpointer, "_check_fits", lambda *_: None)
+        room = mock.patch.object(Checkpointer, "_free", lambda _: math.inf)
         with mock.patch.object(module, "write_pieces", write), room:
             checkpointer.save(1, shards, {})
         newest = checkpointer.last

@@ -9,11 +9,13 @@ import contextlib
 import datetime
 import json
 import os
+import shutil
 import socket
 import threading
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +25,73 @@ from mamba_fsdp.storage import hidden_beside, like, parse_object, retry_io
 
 SECONDS_BETWEEN_RENEWALS = 5.0
 SECONDS_BETWEEN_LOOKS = 1.0
-SECONDS_OF_SILENCE = (
-    30.0  # without renewal, after which a holder that can't be asked counts as dead
-)
+# Without renewal, after which a holder that can't be asked counts as dead.
+SECONDS_OF_SILENCE = 30.0
+# What a lease's file must say; the rest is None where a process could not tell.
+SAID = {"host": "", "pid": 1, "since": "", "attempt": 0.0}
+
+
+@dataclass
+class Holder:
+    """The process that a lease's file names."""
+
+    token: str  # no other process has it, nor this one for another lease
+    host: str
+    pid: int
+    since: str
+    machine: str | None  # the same for processes that can ask for each other by process id
+    started: int | None  # clock ticks since boot, see _start_of
+    job: str | None  # of Slurm
+    attempt: float  # which start of the job, from 0 on
+
+    @classmethod
+    def this_process(cls) -> "Holder":
+        pid = os.getpid()
+        return cls(
+            token=uuid.uuid4().hex,
+            host=socket.gethostname(),
+            pid=pid,
+            since=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+            machine=_machine(),
+            started=_start_of(pid),
+            job=os.environ.get("SLURM_JOB_ID"),
+            attempt=float(os.environ.get("SLURM_RESTART_COUNT") or 0),
+        )
+
+    def has_ended(self) -> bool:
+        """Whether the process is known to have ended; False also where that can't be known."""
+        here = Holder.this_process()
+        if self.job and self.job == here.job and self.attempt < here.attempt:
+            # Slurm starts a job again only when it is over; were this one alive, it would lose its lease.
+            return True
+        if not self.machine or self.machine != here.machine:
+            return False
+        return _start_of(self.pid) != self.started
+
+    def __str__(self) -> str:
+        job = f" (Slurm job {self.job})" if self.job else ""
+        return f"process {self.pid} on {self.host}{job}, begun {self.since}"
+
+
+@dataclass(frozen=True)
+class Look:
+    """A lease's file at a moment. A later look is another one where the holder has renewed it meanwhile."""
+
+    content: bytes
+    renewed: int  # ns since the epoch, of the clock of whoever keeps the file
+
+    def holder(self) -> Holder | None:
+        """None where the file is still being written, or was cut short by a crash or damaged."""
+        with contextlib.suppress(ValueError, TypeError):
+            return Holder(**like(parse_object(self.content), SAID))
+        return None
+
+    def has_ended(self) -> bool:
+        holder = self.holder()
+        return holder is not None and holder.has_ended()
+
+    def __str__(self) -> str:
+        return str(self.holder() or "a process that does not say which")
 
 
 class Lease:
@@ -43,32 +109,48 @@ class Lease:
             report(
                 f"waiting    to see whether the run of {holder} still lives: it held {self.file.parent}"
             )
-            if living([self]):
+            if self.shows_life():
                 raise UserError(
                     f"{self.file.parent} is in use by the run of {self.holder() or holder}; stop that run "
                     "first, or give this one another save_ckpt_path"
                 )
 
     def try_take(self) -> bool:
-        """Whether it is ours now; not where another holds it who is not known to have ended. Raises as `take` does.
-
-        Two that take over from a dead holder at once may both succeed; the first to ask `is_held` learns that it lost.
-        """
-        content = json.dumps({"token": uuid.uuid4().hex, **_this_process()}, indent=1).encode()
+        """Whether it is ours now; not where another holds it who is not known to have ended. Raises as `take` does."""
+        content = json.dumps(asdict(Holder.this_process()), indent=1).encode()
         while not retry_io(lambda: self._create(content), self.file):
             seen = retry_io(self._look, self.file)
-            if seen and not _has_ended(_owner(seen)):
+            if seen and not seen.has_ended():
                 return False
             if seen:
-                retry_io(self._remove, self.file)
-        self.content, self.ended = content, threading.Event()
+                self._remove(seen.content)
+        self.content = content
+        self.ended = threading.Event()
         threading.Thread(target=self._renew, args=[self.ended], name="lease", daemon=True).start()
         return True
 
+    def shows_life(self) -> bool:
+        """Whether its holder renews it within SECONDS_OF_SILENCE. If not, it can be taken then."""
+        before = retry_io(self._look, self.file)
+        end = (
+            time.monotonic() + SECONDS_OF_SILENCE
+        )  # of our clock: that of another host may be wrong
+        while True:
+            now = retry_io(self._look, self.file)
+            if now is None:
+                return False
+            if now != before:
+                return True
+            if now.has_ended() or time.monotonic() >= end:
+                self._remove(now.content)
+                return False
+            heart.beat()
+            time.sleep(SECONDS_BETWEEN_LOOKS)
+
     def is_held(self) -> bool:
         """Whether this process holds it. Raises OSError as the disk does."""
-        seen = self._look() if self.content else None
-        return seen is not None and seen[0] == self.content
+        seen = self._look()
+        return seen is not None and seen.content == self.content
 
     def check(self, trying: Callable[..., Any] = retry_io) -> None:
         """Raises LostError when another run holds the run folder by now, UserError where that can't be known. Called
@@ -82,31 +164,30 @@ class Lease:
             raise UserError(
                 f"{self.file}: can't be read ({error.strerror}); mend that and run again"
             ) from None
-        by = (
-            f"is in use by the run of {_describe(_owner(seen))}"
-            if seen
-            else f"has lost its {self.file.name}"
-        )
+        what = f"has lost its {self.file.name}"
+        if seen:
+            what = f"is in use by the run of {seen}"
         raise LostError(
-            f"{self.file.parent} {by}: this run stood still for a while, or somebody removed the file; it "
+            f"{self.file.parent} {what}: this run stood still for a while, or somebody removed the file; it "
             "stops here and writes nothing more"
         )
 
     def holder(self) -> str:
         """Who holds it; "" where nobody does. Raises OSError as the disk does."""
-        seen = retry_io(self._look, self.file)
-        return _describe(_owner(seen)) if seen else ""
+        return str(retry_io(self._look, self.file) or "")
 
     def ended_holder(self) -> str:
         """Who held it and is known to have ended without giving it back, or "". Raises OSError as the disk does."""
         seen = self._look()
-        return _describe(_owner(seen)) if seen and _has_ended(_owner(seen)) else ""
+        if seen and seen.has_ended():
+            return str(seen)
+        return ""
 
     def give_back(self) -> None:
         self.ended.set()
-        with contextlib.suppress(OSError):
-            if self.is_held():
-                self.file.unlink()
+        if self.content:
+            with contextlib.suppress(OSError):
+                self._remove(self.content)
 
     def _create(self, content):
         with contextlib.suppress(FileExistsError), open(self.file, "xb", buffering=0) as file:
@@ -114,25 +195,28 @@ class Lease:
                 file.write(content)
                 return True
             except OSError:
-                self.file.unlink(
-                    missing_ok=True
-                )  # else the next attempt finds a run that does not say which
+                # Else the next attempt finds a run that does not say which.
+                self.file.unlink(missing_ok=True)
                 raise
         return False
 
-    def _remove(self):
-        left_over = hidden_beside(self.file)
-        with contextlib.suppress(FileNotFoundError):  # another process was faster
-            self.file.rename(left_over)
-            left_over.unlink()
+    def _remove(self, content):
+        """Removes the file with this content, and no other's, however long this process may stand still in between: it
+        moves to a folder of this process, and who removes the lease clears away all such folders before it takes it."""
+        own = hidden_beside(self.file)
+        retry_io(own.mkdir, own)
+        seen = retry_io(self._look, self.file)
+        if seen and seen.content == content:
+            with contextlib.suppress(FileNotFoundError):  # another process was faster
+                retry_io(lambda: self.file.rename(own / "lease"), self.file)
+        for folder in self.file.parent.glob(f".{self.file.name}.*.partial"):
+            shutil.rmtree(folder, ignore_errors=True)
 
     def _look(self):
-        """(content, time of the last renewal) of the file, for comparison with another look; None without a file."""
-        with (
-            contextlib.suppress(FileNotFoundError),
-            open(self.file, "rb") as file,
-        ):  # opening makes NFS ask its server
-            return file.read(), os.fstat(file.fileno()).st_mtime_ns
+        """The Look at the file; None without one."""
+        # Opening makes NFS ask its server.
+        with contextlib.suppress(FileNotFoundError), open(self.file, "rb") as file:
+            return Look(file.read(), os.fstat(file.fileno()).st_mtime_ns)
         return None
 
     def _renew(self, ended):
@@ -142,86 +226,19 @@ class Lease:
                     os.utime(self.file)
 
 
-def living(leases: Sequence[Lease]) -> list[Lease]:
-    """Those whose holder shows a sign of life within SECONDS_OF_SILENCE; the others can be taken then."""
-    unsure, alive = {lease: retry_io(lease._look, lease.file) for lease in leases}, []
-    end = time.monotonic() + SECONDS_OF_SILENCE  # of our clock: that of another host may be wrong
-    while True:
-        silent = time.monotonic() >= end
-        for lease, before in list(unsure.items()):
-            now = retry_io(lease._look, lease.file)
-            if now and now == before and not silent and not _has_ended(_owner(now)):
-                continue
-            del unsure[lease]
-            if now and now != before:
-                alive.append(lease)
-            elif now:
-                retry_io(lease._remove, lease.file)
-        if not unsure:
-            return alive
-        heart.beat()
-        time.sleep(SECONDS_BETWEEN_LOOKS)
-
-
-def _this_process():
-    now, pid = (
-        datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        os.getpid(),
-    )
-    return {
-        "host": socket.gethostname(),
-        "pid": pid,
-        "since": now,
-        "machine": _machine(),
-        "started": _start_of(pid),
-        "job": os.environ.get("SLURM_JOB_ID"),
-        "attempt": float(os.environ.get("SLURM_RESTART_COUNT") or 0),
-    }
-
-
 def _machine():
     """The same for processes that can ask for each other by process id; None where Linux's /proc is missing."""
     with contextlib.suppress(OSError):
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip() + os.readlink(
-            "/proc/self/ns/pid"
-        )
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return boot + os.readlink("/proc/self/ns/pid")
     return None
 
 
 def _start_of(pid):
     """When a process started (clock ticks since boot), which tells it from others of its id; None when it has ended."""
     with contextlib.suppress(OSError):
-        state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        return None if state in "ZX" else int(fields[18])
+        _, _, after_name = Path(f"/proc/{pid}/stat").read_text().rpartition(")")
+        state, *fields = after_name.split()
+        if state not in "ZX":
+            return int(fields[18])
     return None
-
-
-def _has_ended(owner):
-    """Whether the process is known to have ended; False also where that can't be known."""
-    here = _this_process()
-    if owner.get("job") and owner["job"] == here["job"] and owner["attempt"] < here["attempt"]:
-        return True  # Slurm starts a job again only when it is over; were this one alive, it would lose its lease
-    if not owner.get("machine") or owner["machine"] != here["machine"]:
-        return False
-    try:
-        os.kill(owner["pid"], 0)
-    except (ProcessLookupError, OverflowError):
-        return True
-    except OSError:
-        return False  # it is another user's
-    return _start_of(owner["pid"]) != owner["started"]
-
-
-def _owner(seen):
-    """Who holds the lease; {} when its file is still being written, or was cut short by a crash or damaged."""
-    with contextlib.suppress(ValueError):
-        owner = like(parse_object(seen[0]), {"host": "", "pid": 1, "since": "", "attempt": 0.0})
-        return {"job": None, "machine": None, "started": None, **owner}
-    return {}
-
-
-def _describe(owner):
-    if not owner:
-        return "a process that does not say which"
-    job = f" (Slurm job {owner['job']})" if owner["job"] else ""
-    return f"process {owner['pid']} on {owner['host']}{job}, begun {owner['since']}"

@@ -96,18 +96,25 @@ def hidden_beside(path: Path) -> Path:
     return path.with_name(f".{path.name}.{uuid.uuid4().hex[:12]}.partial")
 
 
-def write_atomically(path: str | Path, data: str) -> None:
-    """Readers of `path` see the old content or all of `data`. Raises StorageError after patient trying, and OSError."""
-    retry_io(lambda: _write(Path(path), data), path)
+def write_atomically(
+    path: str | Path, data: str, check: Callable[[], object] = lambda: None
+) -> None:
+    """Readers of `path` see the old content or all of `data`. Raises StorageError after patient trying, and OSError.
+
+    check: called when the data lies beside it, under a name of its own. It raises where `path` is another process's;
+    one that takes it over later can remove what lies there first, see remove_unwritten: then this raises too.
+    """
+    retry_io(lambda: _write(Path(path), data, check), path)
 
 
-def _write(path, data):
+def _write(path, data, check):
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
     try:
         with open(temporary, "xb") as file:
             file.write(data.encode())
             file.flush()
             os.fsync(file.fileno())
+        check()
         os.replace(temporary, path)
     except BaseException:
         with contextlib.suppress(OSError):
@@ -116,10 +123,16 @@ def _write(path, data):
     sync_folder(path.parent)
 
 
-def write_for_user(path: str | Path, data: str) -> None:
+def remove_unwritten(path: Path) -> None:
+    """Removes what processes that stand still, or were killed, were going to write to `path`."""
+    for temporary in path.parent.glob(f".{path.name}.*.tmp"):
+        temporary.unlink(missing_ok=True)
+
+
+def write_for_user(path: str | Path, data: str, check: Callable[[], object] = lambda: None) -> None:
     """As write_atomically, but raises UserError where the path can't be written."""
     try:
-        write_atomically(path, data)
+        write_atomically(path, data, check)
     except OSError as error:
         raise UserError(f"{path}: can't be written ({error.strerror})") from None
 
@@ -128,9 +141,11 @@ def move(old: Path, new: Path) -> None:
     """Renames to a name that is free. Raises as write_atomically does."""
 
     def rename():
-        if new.exists() and not old.exists():
-            return  # an attempt that was told to have failed was made
-        old.rename(new)
+        try:
+            old.rename(new)
+        except FileNotFoundError:
+            if not new.exists():  # else an attempt that was told to have failed was made
+                raise
 
     retry_io(rename, new)
 

@@ -34,7 +34,7 @@ from mamba_fsdp.parallel.model import Shard
 from mamba_fsdp.parallel.world import World, attempt
 from mamba_fsdp.report.records import add_event
 from mamba_fsdp.run_layout import CHECKPOINTS, COMMIT, STATE, rank_file, step_name
-from mamba_fsdp.storage import CHECKPOINT, hidden_beside, retry_io, sync_folder, write_atomically
+from mamba_fsdp.storage import CHECKPOINT, retry_io, sync_folder, write_atomically
 
 SECONDS_OF_SILENCE = 120.0  # without progress, after which nobody waits for a rank that writes
 
@@ -61,7 +61,7 @@ class Save:
     """A save under way."""
 
     step: int
-    folder: Path  # with a hidden name, until it is committed
+    folder: Path  # in an own folder of this run, until it is committed
     state: dict[str, Any]  # of the loop
     tensors: dict[str, dict[str, Any]]  # stored name -> its entry in state.json, but for the layout
     phase: Phase = Phase.WRITING
@@ -134,7 +134,11 @@ class Checkpointer:
 
     def check_room(self, shards: Sequence[Shard]) -> None:
         """Raises UserError on all ranks where there is no room for a checkpoint."""
-        self.world.on_rank0(partial(self._check_fits, "a checkpoint", shards))
+
+        def check():
+            delete(self._reserve("a checkpoint", 0, shards))
+
+        self.world.on_rank0(check)
 
     def save(self, step: int, shards: Sequence[Shard], state: dict[str, Any]) -> None:
         """Saves `shards` (the same names on all ranks) and rank 0's `state`, a dict for JSON, as checkpoint of `step`.
@@ -166,9 +170,8 @@ class Checkpointer:
             tensors[name] = {"shape": list(shard.shape), "dtype": dtype, "tied": list(shard.tied)}
 
         def make_folder():
-            self.check_ours()
-            self._check_fits(f"the checkpoint of step {step}", shards)
-            folder = hidden_beside(self.folder / step_name(step))
+            own = self._reserve(f"the checkpoint of step {step}", step, shards)
+            folder = own / step_name(step)
             folder.mkdir()
             return folder
 
@@ -326,15 +329,25 @@ class Checkpointer:
 
     # Rank 0 alone does the rest.
 
-    def _check_fits(self, what, shards):
-        """Raises UserError where `what`, all ranks' shards together, does not fit."""
+    def _reserve(self, what, step, shards) -> Path:
+        """Makes an own folder, where `what`, all ranks' shards together, has room. A newer checkpoint counts more than
+        old ones: those go where they must, but the newest. Raises UserError where that is not enough."""
+        own = self.retention.own_folder(step)
         needed = sum(math.prod(shard.shape) * shard.data.element_size() for shard in shards)
-        free = shutil.disk_usage(self.folder).free
-        if free < needed:
-            raise UserError(
-                f"{what} needs {needed / 1e9:.3f} GB, but {self.folder} has only {free / 1e9:.3f} GB free; "
-                "make room, keep fewer checkpoints or choose another folder"
-            )
+        for keep in range(self.retention.keep - 1, 0, -1):
+            if self._free() < needed:
+                self.retention.prune(self.last, own, keep)
+        free = self._free()
+        if free >= needed:
+            return own
+        delete(own)
+        raise UserError(
+            f"{what} needs {needed / 1e9:.3f} GB, but {self.folder} has only {free / 1e9:.3f} GB free; "
+            "make room, keep fewer checkpoints or choose another folder"
+        )
+
+    def _free(self):
+        return shutil.disk_usage(self.folder).free
 
     def _commit(self, save: Save, files: Sequence[RankFile]) -> Path:
         """Turns the files of all ranks into a checkpoint: what stands under its final name is whole and durable. Returns
@@ -344,10 +357,9 @@ class Checkpointer:
             if errors:
                 raise joined(errors, f"the checkpoint of step {save.step} could not be saved: ")
             size = self._complete(save, files)
-            path = self.retention.place(save.folder, save.step)
-        except BaseException:  # what is left takes the room that the next attempt needs
-            delete(save.folder)
-            raise
+            path = self.retention.place(save.folder)
+        finally:
+            delete(save.folder.parent)
         seconds = round(time.monotonic() - save.began, 3)
         add_event(self.folder.parent, "checkpoint", save.step, bytes=size, seconds=seconds)
         return path

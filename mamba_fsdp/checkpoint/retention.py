@@ -13,7 +13,7 @@ import shutil
 import sys
 import time
 import uuid
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
@@ -24,6 +24,8 @@ from mamba_fsdp.run_layout import KEPT, MODELS, READING, committed, step_name, s
 from mamba_fsdp.storage import exists, hidden_beside, move, sync_folder
 
 SECONDS_OF_SILENCE = 600.0  # after which a reader that does not renew its lease counts as dead
+STEPS = r"step_\d+"
+REMOVED = "removed"  # what is being removed lies in a hidden folder of this name
 
 
 class Readers:
@@ -34,7 +36,7 @@ class Readers:
 
     def hold(self, folder: Path) -> bool:
         """Whether a process has a lease in the folder that it has renewed since the look before, or lately."""
-        for file in folder.glob(f"{READING}*"):
+        for file in folder.rglob(f"{READING}*"):
             try:
                 renewal = file.name, file.stat().st_mtime_ns
                 if Lease(file).ended_holder():
@@ -52,8 +54,10 @@ class Retention:
     """The folder of a run's checkpoints.
 
     keep: how many committed ones stay. every: of those that it divides the steps into, the first of each part after the
-    first stays for ever (0: none). check_ours: raises UserError when another run has the folder by now; called before
-    each removal.
+    first stays for ever (0: none). check_ours: raises LostError when another run has the folder by now.
+
+    A check can't hold for longer than the moment it is made: the process may stand still after it. So what is committed
+    moves only into and out of an own folder of this run, see `own_folder`.
     """
 
     def __init__(
@@ -75,46 +79,41 @@ class Retention:
 
     def clean(self) -> None:
         """Makes the folder, and removes what killed saves left there and among the run's models."""
-        self.check_ours()
         self.folder.mkdir(parents=True, exist_ok=True)
-        for aside in self.folder.glob(".step_*.replaced"):
-            self._put_back(aside)
         for folder in (self.folder, self.folder.parent / MODELS):
-            remove_left_over(left_over(folder), self.report, self.readers)
+            remove_left_over(folder, STEPS, self.report, self.readers, self.check_ours)
 
-    def _put_back(self, aside):
-        """Gives what was moved aside its name again, if nothing has taken that."""
-        final = self.folder / aside.name.split(".")[1]
-        if exists(final):
-            delete(aside)
-        else:
-            move(aside, final)
+    def own_folder(self, step: int) -> Path:
+        """Makes a hidden folder to save this step in. A run that takes over moves it away before anything else, and
+        then no rename into it or out of it succeeds."""
+        own = hidden_beside(self.folder / step_name(step))
+        own.mkdir()
+        self.check_ours()  # now, not before: who takes over from here on finds the folder
+        return own
 
-    def place(self, unfinished: Path, step: int) -> Path:
-        """Gives the checkpoint of a step, whole and durable, its name; prunes. Returns its path.
-
-        A run that took this folder over while we stood still has removed `unfinished`, and may have committed this very
-        step: then nothing of its own is lost. What stands under the name is moved aside, and comes back if ours can't
-        take its place.
-        """
-        final = self.folder / step_name(step)
-        aside = self.folder / f".{final.name}.replaced"
+    def place(self, whole: Path) -> Path:
+        """Moves a durable checkpoint from this run's own folder to where it counts, and prunes. Returns its path. What
+        has its name is broken, or the run would have started from it."""
+        own = whole.parent
+        final = self.folder / whole.name
         self.check_ours()
-        if exists(final):  # it is broken, or the run would have started from it
-            move(final, aside)
-        try:
-            move(unfinished, final)
-        finally:
-            if exists(aside):
-                self._put_back(aside)
+        if exists(final):
+            self._move(final, own / "replaced")
+        self._move(whole, final)
         sync_folder(self.folder)
-        self.prune(final)
+        self.prune(final, own, self.keep)
         return final
 
-    def prune(self, newest: Path) -> None:
+    def _move(self, old, new):
+        try:
+            move(old, new)
+        except FileNotFoundError:
+            self.check_ours()
+            raise
+
+    def prune(self, newest: Path | None, own: Path, keep: int) -> None:
         """Removes all but the newest `keep` committed checkpoints and those kept for ever; those known to be broken
-        don't count among them."""
-        path = self.folder
+        don't count among them. own: this run's own folder."""
         try:
             whole = [
                 path
@@ -122,22 +121,22 @@ class Retention:
                 if path.name not in self.broken or path == newest
             ]
             self._keep_for_ever(whole)
-            for path in whole[: -self.keep]:
+            for path in whole[:-keep]:
                 if path != newest and not exists(path / KEPT) and not self.readers.hold(path):
-                    self.check_ours()
-                    self._remove(path)
+                    if keep < self.keep:
+                        self.report(f"checkpoint {path.name} makes room for a newer one")
+                    self._remove(path, own / path.name)
         except LostError:
             raise
         except (OSError, UserError) as error:
             reason = getattr(error, "strerror", error)
-            self.report(f"warning: can't remove the old checkpoint {path}: {reason}")
+            self.report(f"warning: can't remove old checkpoints in {self.folder}: {reason}")
 
-    def _remove(self, path):
+    def _remove(self, path, hidden):
         """Removes a checkpoint so that half a removal never looks like one."""
-        hidden = hidden_beside(path)
-        move(path, hidden)
+        self._move(path, hidden)
         if self.readers.hold(hidden):  # by one that came between the look and the move
-            move(hidden, path)
+            self._move(hidden, path)
         else:
             delete(hidden)
 
@@ -184,9 +183,7 @@ def new_folder(out: Path) -> Iterator[Path]:
     """A folder to write in, which is held and is not whole; it is `out` once the block has ended and all is on the
     disk, and is removed where it fails. What killed processes left of an earlier attempt is removed first. Raises
     UserError where `out` exists or the disk refuses."""
-    remove_left_over(
-        left_over(out.parent, re.escape(out.name)), partial(print, file=sys.stderr), Readers()
-    )
+    remove_left_over(out.parent, re.escape(out.name), partial(print, file=sys.stderr), Readers())
     if out.exists():
         raise UserError(f"{out} exists already; name a new folder, or remove it first")
     unfinished = hidden_beside(out)
@@ -208,25 +205,34 @@ def new_folder(out: Path) -> Iterator[Path]:
     sync_folder(out.parent)
 
 
-def left_over(folder: Path, name: str = r"step_\d+") -> list[Path]:
-    """The hidden folders in `folder` in which something of this name was, or is, being written: see hidden_beside."""
-    wanted = re.compile(rf"\.{name}\.[0-9a-f]+\.partial")
+def left_over(folder: Path, name: str = STEPS) -> list[Path]:
+    """The hidden folders in `folder` in which something of this name was, or is, being written or removed."""
+    wanted = re.compile(rf"\.({name}|{REMOVED})\.[0-9a-f]+\.partial")
     return sorted(path for path in folder.glob(".*.partial") if wanted.fullmatch(path.name))
 
 
 def remove_left_over(
-    found: Iterable[Path], report: Callable[[str], None], readers: Readers
+    folder: Path,
+    name: str,
+    report: Callable[[str], None],
+    readers: Readers,
+    check_ours: Callable[[], None] = lambda: None,
 ) -> None:
-    """Removes what killed processes left of these folders, beside each other, and says so."""
-    dead = [path for path in found if not readers.hold(path)]
-    if dead:
-        size = sum(size_of(path) for path in dead)
-        report(
-            f"cleaned    {len(dead)} unfinished, of killed processes, removed from {dead[0].parent}: "
-            f"{size / 1e9:.3f} GB"
-        )
-    for path in dead:
-        delete(path)
+    """Removes what killed processes left, see left_over, and says so. check_ours: as that of Retention."""
+    dead = [path for path in left_over(folder, name) if not readers.hold(path)]
+    check_ours()  # now, not before: what a later holder writes has another name
+    if not dead:
+        return
+    own = hidden_beside(folder / REMOVED)
+    own.mkdir()
+    for path in dead:  # whole, so that a process that still uses one finds nothing there at all
+        with contextlib.suppress(FileNotFoundError):
+            path.rename(own / path.name)
+    size = size_of(own)
+    report(
+        f"cleaned    {len(dead)} unfinished, of killed processes, removed from {folder}: {size / 1e9:.3f} GB"
+    )
+    delete(own)
 
 
 def size_of(folder: Path) -> int:
@@ -240,12 +246,11 @@ def size_of(folder: Path) -> int:
 
 
 def delete(folder: Path) -> None:
-    """Removes a folder of files, or a link to one, as far as the disk allows; the next run tries again."""
-    with contextlib.suppress(OSError):
-        if folder.is_symlink():
-            folder.unlink()
-            return
-    for path in folder.glob("*"):
+    """Removes a folder, but of links only the link, as far as the disk allows; the next run tries again."""
+    if folder.is_symlink():
+        folder.unlink()
+        return
+    for path in folder.rglob("*"):
         with contextlib.suppress(OSError):
             path.unlink()
         heart.beat()

@@ -32,7 +32,7 @@ from mamba_fsdp.data.reading import Batch, read_batches
 from mamba_fsdp.data.sampler import splitmix64
 from mamba_fsdp.data.store import SHARDS, StoreWriter, TokenStore
 from mamba_fsdp.errors import UserError
-from mamba_fsdp.lease import Lease, living
+from mamba_fsdp.lease import Lease
 from mamba_fsdp.report.console import output_that_may_go
 from mamba_fsdp.storage import DATASET, read_object, write_atomically
 
@@ -244,7 +244,7 @@ class _Part:
     def _lease(self, name):
         lease = Lease(self.out / PROGRESS / f"{name}.lease")
         while not lease.try_take():
-            if living([lease]):
+            if lease.shows_life():
                 raise UserError(
                     f"{self.out}: another process is writing here ({lease.holder()}); wait for it or choose "
                     "another folder"

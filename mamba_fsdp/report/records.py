@@ -69,18 +69,24 @@ class Log:
     def _append(self, *, sync=False):
         def attempt():  # opened each time: file servers tell at the close what they could not write, and forget files
             with open(self.path, "ab", buffering=0) as file:
-                if file.tell() != self.size:
-                    file.truncate(self.size)
+                end = file.tell()
+                if end != self.size:
+                    # An attempt that failed has left something; or somebody has cut the file short, which is never
+                    # made longer again; or another run has the file since the check, and keeps it as it is.
+                    if self.check:
+                        self.check(trying)
+                    end = min(end, self.size)
+                    file.truncate(end)
                 if file.write(self.waiting) < len(self.waiting):
                     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
                 if sync:
                     os.fsync(file.fileno())
+                return end + len(self.waiting)
 
         trying = _try_once if self.failing else retry_io
         if self.check:
             self.check(trying)
-        trying(attempt, self.path)
-        self.size += len(self.waiting)
+        self.size = trying(attempt, self.path)
         self.waiting = b""
         self.failing = False
 
@@ -99,7 +105,7 @@ def _line(entry: dict) -> str:
 
 
 def read(path: Path) -> list[dict]:
-    """Returns the objects of a file of JSON lines. Raises UserError as `entries` does, and where it can't be read."""
+    """Returns the objects of a file of JSON lines, see `entries`. Raises UserError where it can't be read."""
     try:
         return retry_io(lambda: [entry for entry, _ in entries(path)], path)
     except OSError as error:
@@ -107,21 +113,24 @@ def read(path: Path) -> list[dict]:
 
 
 def entries(path: Path) -> Iterator[tuple[dict, int]]:
-    """Yields each object of a file of JSON lines, with the bytes up to its end; not a last line that a crash cut short.
-    Raises UserError for other damage."""
+    """Yields each object of a file of JSON lines, with the bytes up to its end. Lines that are none are passed over,
+    with a word on stderr; without, a last one that a crash cut short."""
     if not exists(path):
         return
     end = 0
+    is_told = False
     with open(path, "rb") as file:
         for number, line in enumerate(file, 1):
             end += len(line)
             entry = _parse_entry(line)
             if entry is not None:
                 yield entry, end
-            elif next(file, b""):
-                raise UserError(
-                    f"{path}: line {number} is no entry of a run; move the file away to do without it"
+            elif line.endswith(b"\n") and not is_told:
+                print(
+                    f"warning: {path}: line {number} is no entry of a run; such lines are passed over",
+                    file=sys.stderr,
                 )
+                is_told = True
 
 
 def _parse_entry(line: bytes) -> dict | None:
@@ -169,12 +178,19 @@ def was_validated(run_folder: Path, step: int) -> bool:
     return any(entry["step"] == step and "val_loss" in entry for entry in entries_of_run)
 
 
-def write_status(run_folder: Path, status: str, step: int, reason: str = "") -> None:
-    """status: running, stopped, finished or failed, the last three events too. Raises UserError where it can't."""
+def write_status(
+    run_folder: Path,
+    status: str,
+    step: int,
+    reason: str = "",
+    check: Callable[[], object] = lambda: None,
+) -> None:
+    """status: running, stopped, finished or failed, the last three events too. check: see write_atomically. Raises
+    UserError where it can't."""
     content: dict[str, Any] = {"status": status, "step": step, "reason": reason, "time": _now()}
+    write_for_user(run_folder / STATUS, json.dumps(content, indent=1) + "\n", check)
     if status != "running":
         add_event(run_folder, status, step, reason=reason)
-    write_for_user(run_folder / STATUS, json.dumps(content, indent=1) + "\n")
 
 
 def read_status(run_folder: Path) -> dict:

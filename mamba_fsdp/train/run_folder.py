@@ -15,12 +15,13 @@ from mamba_fsdp.report import records
 from mamba_fsdp.run_layout import (
     CHECKPOINTS,
     LEASE,
+    STATUS,
     TOKENIZER,
     check_is_run_folder,
     committed,
     step_of,
 )
-from mamba_fsdp.storage import retry_io
+from mamba_fsdp.storage import remove_unwritten, retry_io
 
 
 class RunFolder:
@@ -40,6 +41,7 @@ class RunFolder:
         try:
             retry_io(partial(checkpoints.mkdir, parents=True, exist_ok=True), self.path)
             self.lease.take(partial(print, flush=True))
+            remove_unwritten(self.path / STATUS)
         except OSError as error:
             raise UserError(
                 f"save_ckpt_path {self.path}: can't write {error.filename} ({error.strerror})"
@@ -50,8 +52,7 @@ class RunFolder:
 
     def write_status(self, status: str, step: int, reason: str = "") -> None:
         """Writes status.json, see records.write_status."""
-        self.lease.check()
-        records.write_status(self.path, status, step, reason)
+        records.write_status(self.path, status, step, reason, self.lease.check)
 
     def status(self) -> dict:
         """Returns the content of status.json, {} where there is none. What it says of a run that
@@ -74,7 +75,7 @@ class RunFolder:
         try:
             if self.lease.is_held():
                 reason = f"{type(error).__name__}: {error}"
-                records.write_status(self.path, "failed", step or self._newest_step(), reason)
+                self.write_status("failed", step or self._newest_step(), reason)
         except (UserError, OSError) as another:  # a full disk must not hide the first failure
             print(f"warning: {another}", file=sys.stderr)
 

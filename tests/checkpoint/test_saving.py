@@ -19,7 +19,14 @@ from mamba_fsdp.checkpoint.folder import Reader
 from mamba_fsdp.checkpoint.restore import load
 from mamba_fsdp.errors import StorageError, UserError
 from mamba_fsdp.report.records import read_events
-from tests.support.checkpoints import WORLD, make_checkpoints, names_in, problems, shards_of
+from tests.support.checkpoints import (
+    WORLD,
+    make_checkpoints,
+    names_in,
+    problems,
+    shards_of,
+    steps_in,
+)
 from tests.support.ranks import build, run_ranks
 
 pytestmark = pytest.mark.torch22
@@ -125,12 +132,24 @@ def test_on_a_gpu_a_stream_of_its_own_copies_and_the_device_waits(run, monkeypat
     assert torch.equal(target[0].data, torch.full((100,), 1.0))
 
 
-def test_too_little_space_is_refused_before_anything_is_written(run, monkeypatch):
-    checkpointer = make_checkpoints(run, [1])
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(1000, 600, 400))
-    with pytest.raises(UserError, match="step 2 needs 0.000 GB, but .*checkpoints has only"):
-        checkpointer.save(2, shards_of(2), {})
-    assert names_in(run) == ["step_00000001"]
+@pytest.mark.parametrize("room, steps", [(4, [2, 3, 4]), (2, [3, 4]), (1, [1])])
+def test_an_old_checkpoint_makes_room_for_a_newer_one(run, monkeypatch, room, steps):
+    """With a word, but never the newest: where that is not enough nothing is written."""
+
+    def disk_usage(path):
+        there = 428 * len(steps_in(run))
+        return shutil._ntuple_diskusage(428 * room, there, 428 * room - there)
+
+    monkeypatch.setattr(shutil, "disk_usage", disk_usage)
+    said = []
+    stops = contextlib.nullcontext()
+    if room == 1:
+        stops = pytest.raises(UserError, match="step 2 needs 0.000 GB, but .*checkpoints has only")
+    with stops:
+        make_checkpoints(run, [1, 2, 3, 4], keep=3, report=said.append)
+    assert names_in(run) == [f"step_0000000{step}" for step in steps]
+    early = [line for line in said if "makes room for a newer one" in line]
+    assert len(early) == {4: 0, 2: 2, 1: 0}[room]
 
 
 def overflow(world, run, asynchronous):
@@ -260,34 +279,3 @@ def test_a_folder_that_is_another_runs_is_left_alone(run, lost):
         checkpointer.wait()
     steps = [name for name in names_in(run) if name.startswith("step")]
     assert others.exists() and steps == ([] if lost == "before" else ["step_00000001"])
-
-
-@pytest.mark.parametrize("broken, frozen_before", [(True, 1), (True, 2), (False, 1)])
-def test_a_holder_that_stood_still_takes_nothing_from_the_one_that_took_over(
-    run, monkeypatch, broken, frozen_before
-):
-    """It stood still before the first or second rename of its commit of step 5: what the other run has committed as step
-    5 meanwhile stays, whole, also where a broken checkpoint was in the way."""
-    checkpointer = make_checkpoints(run, [5] if broken else [4])
-    checkpointer.last = None
-    if broken:
-        (run / "checkpoints/step_00000005/state.json").unlink()
-    real = os.rename
-    renames = []
-
-    def rename(old, new, **how):
-        renames.append(new)
-        if len(renames) == frozen_before:
-            monkeypatch.setattr(os, "rename", real)
-            other = Checkpointer(run, WORLD, asynchronous=False, report=lambda text: None)
-            other.save(5, shards_of(50), {"by": "other"})
-        real(old, new, **how)
-
-    monkeypatch.setattr(os, "rename", rename)
-    checkpointer.save(5, shards_of(5), {"by": "frozen"})
-    with contextlib.suppress(UserError):
-        checkpointer.wait()
-    assert len(renames) >= frozen_before
-    again = Checkpointer(run, WORLD, report=lambda text: None)
-    assert again.resume(shards_of(0)).state == {"by": "other"}
-    assert not [name for name in names_in(run) if name.startswith(".")]

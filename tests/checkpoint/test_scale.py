@@ -62,8 +62,8 @@ def pieces_of_all(names, cut, shard_size):
 def commit(run, tensors, files):
     """The committed checkpoint of these RankFiles, whose files are there."""
     checkpointer = Checkpointer(run, World.alone())
-    folder = run / "checkpoints/.step_00000001.abc.partial"
-    folder.mkdir(exist_ok=True)
+    folder = run / "checkpoints/.step_00000001.abc.partial/step_00000001"
+    folder.mkdir(parents=True)
     files = files(folder) if callable(files) else files
     return checkpointer._commit(Save(1, folder, {}, tensors), files)
 

@@ -14,6 +14,7 @@ import random
 import resource
 import shutil
 import signal
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from unittest.mock import patch
@@ -29,7 +30,6 @@ import zstandard
 
 from config import resolve
 from config.dataset_config import DatasetConfig
-from mamba_fsdp import lease
 from mamba_fsdp.checkpoint import files as checkpoint_files
 from mamba_fsdp.checkpoint.checkpointer import Checkpointer
 from mamba_fsdp.checkpoint.folder import Reader
@@ -41,6 +41,7 @@ from mamba_fsdp.data.tokenizer import identities_in
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.interop.convert import write_model
 from mamba_fsdp.interop.weights import read_weights
+from mamba_fsdp.lease import Holder
 from mamba_fsdp.parallel.model import Shard
 from mamba_fsdp.parallel.world import World
 from mamba_fsdp.report.page import make_page
@@ -191,7 +192,9 @@ def make_run(folder):
     (folder / "status.json").write_text(
         json.dumps({"status": "running", "step": 3, "reason": "", "time": moment})
     )
-    (folder / "lease.json").write_text(json.dumps({**lease._this_process(), "pid": 2**22 + 1}))
+    (folder / "lease.json").write_text(
+        json.dumps({**asdict(Holder.this_process()), "pid": 2**22 + 1})
+    )
     (folder / "config.yaml").write_text(
         yaml.safe_dump({"model": {"d_model": 16}, "data": {"datasets": ["a", "b"]}})
     )

@@ -1,4 +1,5 @@
-"""A dozen kills, always the same; `python -m tests.storm --rounds=200 --busy=2` is the storm of a night."""
+"""Ten kills and two dozen freezes, always the same. STORM_ROUNDS=200 is the storm of a night, FROZEN_STORM=all freezes
+before each call of a save."""
 
 import os
 import subprocess
@@ -6,13 +7,12 @@ import sys
 
 import pytest
 
+pytestmark = pytest.mark.slow
 
-@pytest.mark.slow
-def test_killed_runs_end_as_unbroken_ones(project):
-    rounds = os.environ.get("STORM_ROUNDS")
-    kills = [f"--rounds={rounds}"] if rounds else ["--rounds=12", "--seed=1"]
+
+def rage(project, *words):
     done = subprocess.run(
-        [sys.executable, "-m", "tests.storm", *kills],
+        [sys.executable, "-m", *words],
         cwd=project,
         text=True,
         stdout=subprocess.PIPE,
@@ -20,3 +20,14 @@ def test_killed_runs_end_as_unbroken_ones(project):
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
     assert done.returncode == 0, done.stdout[-8000:]
+
+
+def test_killed_runs_end_as_unbroken_ones(project):
+    rounds = os.environ.get("STORM_ROUNDS")
+    kills = [f"--rounds={rounds}"] if rounds else ["--rounds=12", "--seed=1"]
+    rage(project, "tests.storm", *kills)
+
+
+def test_a_frozen_holder_takes_nothing_from_the_one_that_took_over(project):
+    every_call = ["--all"] if os.environ.get("FROZEN_STORM") == "all" else []
+    rage(project, "tests.storm.frozen", *every_call)

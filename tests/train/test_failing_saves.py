@@ -11,7 +11,7 @@ from mamba_fsdp import storage
 from mamba_fsdp.checkpoint import checkpointer
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.report.records import read_events, read_status
-from mamba_fsdp.run_layout import committed
+from mamba_fsdp.run_layout import committed, step_of
 from mamba_fsdp.train import loop, saver
 
 LONG = {
@@ -39,7 +39,7 @@ def failing(monkeypatch):
         begun, real = [], checkpointer.write_pieces
 
         def write(path, *rest, **named):
-            begun.append(int(path.parent.name.split(".")[1].removeprefix("step_")))
+            begun.append(step_of(path.parent.name))
             if len(begun) > times:
                 return real(path, *rest, **named)
             path.write_bytes(bytes(1000))

@@ -5,12 +5,13 @@ import multiprocessing
 import os
 import signal
 import time
+from dataclasses import asdict
 
 import pytest
 
 from mamba_fsdp import lease as module
 from mamba_fsdp.errors import UserError
-from mamba_fsdp.lease import Lease
+from mamba_fsdp.lease import Holder, Lease
 from mamba_fsdp.report.records import read_status, write_status
 from mamba_fsdp.run_layout import LEASE
 
@@ -39,14 +40,13 @@ def take(tmp_path, monkeypatch):
 @pytest.fixture
 def unwatched(monkeypatch):
     """A holder must be told dead without watching it."""
-    monkeypatch.setattr(module, "living", lambda _: pytest.fail("it was watched"))
+    monkeypatch.setattr(Lease, "shows_life", lambda _: pytest.fail("it was watched"))
 
 
 def left_by(folder, **changed):
     """The lease of a process that is not ours to ask, with some fields changed."""
     owner = {
-        "token": "x",
-        **module._this_process(),
+        **asdict(Holder.this_process()),
         "host": "node-7",
         "pid": 7,
         "machine": "another",
@@ -99,8 +99,8 @@ def test_a_killed_holder_of_this_machine_stops_nobody(take, tmp_path, unwatched)
 
 
 def test_neither_does_one_whose_process_id_another_has_by_now(take, tmp_path, unwatched):
-    here = module._this_process()
-    left_by(tmp_path, machine=here["machine"], pid=os.getpid(), started=here["started"] - 1)
+    here = Holder.this_process()
+    left_by(tmp_path, machine=here.machine, pid=os.getpid(), started=here.started - 1)
     take().check()
 
 
@@ -169,7 +169,7 @@ def test_a_run_that_ended_without_a_word_is_not_called_running(tmp_path, capsys,
     (tmp_path / "checkpoints/step_00000007").mkdir(parents=True)
     (tmp_path / "checkpoints/step_00000007/COMMIT").touch()
     write_status(tmp_path, "running", 3)
-    left_by(tmp_path, **{**module._this_process(), "pid": os.getpid(), **holder})
+    left_by(tmp_path, **{**asdict(Holder.this_process()), **holder})
     inspect.main(str(tmp_path))
     told = read_status(tmp_path)
     assert (told["status"], told["step"]) == (status, 3 if status == "running" else 7)

@@ -1,11 +1,12 @@
 """What a run writes about itself survives crashes."""
 
 import json
+import os
 from pathlib import Path
 
 import pytest
 
-from mamba_fsdp.errors import UserError
+from mamba_fsdp.errors import LostError, UserError
 from mamba_fsdp.report import records
 from mamba_fsdp.train.run_folder import RunFolder
 
@@ -33,10 +34,38 @@ def test_a_loss_that_is_not_finite_is_still_json(tmp_path):
     }
 
 
-def test_damage_in_the_middle_is_refused_by_line(tmp_path):
-    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\nnonsense\n{"step": 2}\n')
-    with pytest.raises(UserError, match="metrics.jsonl: line 2"):
-        records.read(tmp_path / "metrics.jsonl")
+def test_a_log_that_is_cut_short_while_the_run_lives_is_never_made_longer(tmp_path, capsys):
+    """By logrotate's copytruncate, say. What is no entry is passed over with a word, also by the next start."""
+    path = tmp_path / "metrics.jsonl"
+    metrics = records.Log(path, 0)
+    metrics.write({"step": 1}, {"step": 2})
+    os.truncate(path, 0)
+    metrics.write({"step": 3}, {"step": 4})
+    os.truncate(path, path.stat().st_size - 3)
+    metrics.write({"step": 5}, {"step": 6})
+    assert b"\0" not in path.read_bytes()
+    assert [entry["step"] for entry in records.read(path)] == [3, 6]
+    assert capsys.readouterr().err.count("metrics.jsonl: line 2 is no entry of a run; such") == 1
+    records.Log(path, 3).write({"step": 4})
+    assert [entry["step"] for entry in records.read(path)] == [3, 4]
+
+
+def test_a_run_that_stood_still_after_its_check_cuts_nothing_from_the_others_log(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    checks = []
+
+    def check(trying):
+        checks.append(trying)
+        if len(checks) == 3:
+            path.write_text('{"step": 1}\n{"step": 2}\n')
+        elif len(checks) > 3:
+            raise LostError("another's")
+
+    metrics = records.Log(path, 0, check)
+    metrics.write({"step": 1})
+    with pytest.raises(LostError):
+        metrics.write({"step": 9})
+    assert [entry["step"] for entry in records.read(path)] == [1, 2]
 
 
 def test_an_event_that_a_crash_cut_short_costs_no_other(tmp_path):

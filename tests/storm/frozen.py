@@ -1,0 +1,166 @@
+"""A storm of frozen holders: a run stands still before a call of its save, another takes its folder over, commits and
+finishes, and the first one wakes. Nothing that the other has committed may be lost, and its status stays.
+
+    python -m tests.storm.frozen [--all]
+
+Calls are those that touch files of the run: from when it has acquired its folder, through saving step 6, committing and
+pruning, until it has given the folder back. Each rename, with --all each call, is a freeze of its own. A run is a
+process of one rank with little in its checkpoints.
+"""
+
+import argparse
+import itertools
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from pathlib import Path
+
+from mamba_fsdp import lease
+from mamba_fsdp.checkpoint.checkpointer import Checkpointer
+from mamba_fsdp.errors import UserError
+from mamba_fsdp.train.run_folder import RunFolder
+from tests.storm import rank
+from tests.support.checkpoints import WORLD, make_checkpoints, problems, shards_of
+
+EVENTS = ("open", "os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.listdir", "os.scandir")
+UNAUDITED = ("stat", "lstat", "fsync", "utime")  # functions of os
+# Steps that stand in the folder when the first run begins; 6 is broken.
+BEGINNINGS = {"new": [4, 5], "broken": [4, 5, 6]}
+
+
+def main(words):
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--all", action="store_true")
+    given = parser.parse_args(words)
+    calls = EVENTS if given.all else ("os.rename",)
+    lease.SECONDS_OF_SILENCE = 0.0  # the other takes over at once
+    for beginning in BEGINNINGS:
+        for finishes in (True, False):
+            with tempfile.TemporaryDirectory(prefix="frozen-") as place:
+                freezes = storm(Path(place), beginning, finishes, calls)
+            print(f"{beginning}, the other finishes: {finishes}: {freezes} freezes", flush=True)
+
+
+def storm(place, beginning, finishes, calls):
+    """How often a run was frozen. finishes: whether the other has ended when the first one wakes. calls: audit events."""
+    begun = place / "begun"
+    make_checkpoints(begun, BEGINNINGS[beginning])
+    if 6 in BEGINNINGS[beginning]:
+        (begun / "checkpoints/step_00000006/state.json").write_text("{}")
+    for number in itertools.count(1):
+        run = place / str(number)
+        shutil.copytree(begun, run)
+        try:
+            if not freeze(run, calls, number, finishes):
+                return number - 1
+        except (AssertionError, UserError) as error:
+            stack = (run / "frozen").read_text()
+            raise AssertionError(f"{beginning}, frozen before call {number}: {stack}") from error
+
+
+def freeze(run, calls, number, finishes):
+    """Whether a run made so many of these calls; it stood still before the last of them."""
+    frozen = rank.fork(be_frozen, run, calls, number)
+    _, status = os.waitpid(frozen, os.WUNTRACED)
+    if not os.WIFSTOPPED(status):
+        assert os.waitstatus_to_exitcode(status) == 0
+        return False
+    folder = RunFolder(run)
+    folder.acquire()
+    other = checkpointer_of(folder, keep=4)
+    start = int(other.newest().name[-1])
+    for step in range(start + 1, 8):
+        save(other, step, 100 + step)
+    if finishes:
+        folder.write_status("finished", 7)
+        folder.lease.give_back()
+    left = files_of(run)
+    os.kill(frozen, signal.SIGCONT)
+    os.waitpid(frozen, 0)
+    found = files_of(run)
+    lost = [name for name in left if found.get(name) != left[name]]
+    assert not lost, f"lost or changed: {lost}"
+    if not finishes:
+        save(other, 8, 108)
+        folder.lease.give_back()
+    again = Checkpointer(run, WORLD, report=lambda text: None)
+    last = "step_00000007" if finishes else "step_00000008"
+    assert again.newest().name == last and not problems(again.newest())
+    hidden = [path.name for path in run.glob("checkpoints/.*")]
+    assert not hidden, f"left: {hidden}"
+    return True
+
+
+def checkpointer_of(folder, keep):
+    return Checkpointer(
+        folder.path, WORLD, keep=keep, report=lambda text: None, check_ours=folder.lease.check
+    )
+
+
+def save(checkpointer, step, value):
+    checkpointer.save(step, shards_of(value), {"step": step})
+    checkpointer.wait()
+
+
+def files_of(run):
+    """{name: content} of the status and of what is in committed checkpoints, but for readers' leases."""
+    files = [run / "status.json", *run.glob("checkpoints/step_*/[!.]*")]
+    return {str(path.relative_to(run)): path.read_bytes() for path in files}
+
+
+def be_frozen(run, calls, number):
+    """A run that saves step 6, and stands still once. Its end is that of run_training."""
+    folder = RunFolder(run)
+    folder.acquire()
+    stop_before(calls, number, str(run))
+    try:
+        checkpointer = checkpointer_of(folder, keep=1)
+        checkpointer.newest()
+        save(checkpointer, 6, 6)
+        folder.write_status("finished", 6)
+    except UserError as error:
+        folder.write_failure(6, error)
+    finally:
+        folder.lease.give_back()
+
+
+def stop_before(calls, number, run):
+    left = [number]
+
+    def count(path):
+        """Relative paths are those in a folder that is being removed."""
+        if not isinstance(path, (str, os.PathLike)) or threading.current_thread().name == "lease":
+            return
+        path = os.fspath(path)
+        if path.startswith(run) or not os.path.isabs(path):
+            left[0] -= 1
+            if left[0] == 0:
+                Path(run, "frozen").write_text("".join(traceback.format_stack(limit=12)))
+                os.kill(os.getpid(), signal.SIGSTOP)
+
+    def counted(real):
+        def function(what, *rest, **named):
+            count(what)
+            return real(what, *rest, **named)
+
+        return function
+
+    def notice(event, arguments):
+        if event in calls:
+            count(arguments[0])
+
+    if calls == EVENTS:
+        for name in UNAUDITED:
+            setattr(os, name, counted(getattr(os, name)))
+    sys.addaudithook(notice)
+
+
+if __name__ == "__main__":
+    began = time.monotonic()
+    main(sys.argv[1:])
+    print(f"{time.monotonic() - began:.0f} s")
