@@ -19,7 +19,7 @@ VERBS = {  # name: what it does. The module in mamba_fsdp/verbs has that name; i
     "export": "write a model for transformers or mamba_ssm, or as consolidated.00.pth",
     "import": "bring a transformers or state-spaces model to consolidated.00.pth",
     "report": "show runs in one HTML file: curves, settings, restarts",
-    "plan": "say whether a training fits on machines, how long it takes, what it costs",
+    "plan": "say whether a training fits on machines, and how long it takes",
     "preflight": "check a cluster's nodes before training (1.train.sbatch calls it)",
     "doctor": "say what this machine has and whether it works",
 }

@@ -66,15 +66,6 @@ INSTANCES = {
     "p5en.48xlarge": Instance("H200", 8, 150.1, 4800, 450, 3200),
     "p6-b200.48xlarge": Instance("B200", 8, 191.5, 8000, 900, 3200),
     "p6-b300.48xlarge": Instance("B300", 8, 287.0, 8000, 900, 6400),
-    "g5.xlarge": Instance("A10G", 1, 23.6, 600, 32, 10),
-    "g5.12xlarge": Instance("A10G", 4, 23.6, 600, 32, 40),
-    "g5.48xlarge": Instance("A10G", 8, 23.6, 600, 32, 100),
-    "g6.xlarge": Instance("L4", 1, 23.7, 300, 32, 10),
-    "g6.12xlarge": Instance("L4", 4, 23.7, 300, 32, 40),
-    "g6.48xlarge": Instance("L4", 8, 23.7, 300, 32, 100),
-    "g6e.xlarge": Instance("L40S", 1, 47.6, 864, 32, 20),
-    "g6e.12xlarge": Instance("L40S", 4, 47.6, 864, 32, 100),
-    "g6e.48xlarge": Instance("L40S", 8, 47.6, 864, 32, 400),
 }
 
 

@@ -91,7 +91,8 @@ def find_gpus() -> str:
         node = machine.node_name()
         raise UserError(
             f"Slurm assigned {assigned} GPUs, but the driver shows {len(shown)}; look at `nvidia-smi` there and "
-            f"take the node out: scontrol update nodename={node} state=drain reason=gpu"
+            f"take the node out: scontrol update nodename={node} state=drain reason=gpu; "
+            "with an image and the same on all nodes, see docs/image.md"
         )
     if not assigned:
         raise Absent("0 GPUs")

@@ -1,5 +1,5 @@
 """python -m mamba_fsdp evaluate MODEL DATA [--seq_length=2048] [--stride=0] [--batch_size=8] [--limit=0]
-                                         [--compare_baseline=MODEL] [--json]
+                                         [--json]
 
 Token loss, perplexity per token and per word, and bits per byte of a model, every token predicted once from those
 before it in its window (docs/evaluating.md). MODEL is a run folder, a checkpoint, a consolidated.00.pth, or a
@@ -11,7 +11,6 @@ get_dataset.py makes one of text. Under torchrun the ranks share the work.
                         seq_length - stride others before it, and the work is seq_length / stride times as much
   --batch_size          windows per forward pass, fewer where they are long
   --limit               windows in all, spread evenly over the data; 0 for all
-  --compare_baseline    another model over the same tokens
   --json                the numbers as JSON on stdout, what is told otherwise on stderr
   --reset_at_documents  let nothing cross the start of a document
   --allow_other_tokenizer  where you know that the model fits the tokens of another tokenizer than its own
@@ -26,7 +25,7 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -52,7 +51,6 @@ class EvaluationConfig:
     stride: int = setting(0, at_least=0)
     batch_size: int = setting(8, at_least=1)
     limit: int = setting(0, at_least=0)
-    compare_baseline: str = setting("")
     json: bool = setting(False)
     reset_at_documents: bool = setting(False)
     allow_other_tokenizer: bool = setting(False)
@@ -103,73 +101,46 @@ def main(model: str, data: str, options: EvaluationConfig = DEFAULTS) -> None:
     world = inference_world()
     stream = sys.stderr if options.json else sys.stdout
     console = Console(enabled=world.rank == 0, stream=stream)
-    models = {"model": model}
-    if options.compare_baseline:
-        models["baseline"] = options.compare_baseline
-    found: dict[str, dict[str, Evaluation]] = {}  # by name of a store, then "model" or "baseline"
-    for role, path in models.items():
-        loaded = load(
-            path, model_name=options.model_name, reset_at_documents=options.reset_at_documents
-        )
-        for name, store in stores_in(data, loaded).items():
-            evaluation = evaluate(
-                loaded,
-                store,
-                seq_length=options.seq_length,
-                stride=options.stride,
-                batch_size=options.batch_size,
-                limit=options.limit,
-                allow_other_tokenizer=options.allow_other_tokenizer,
-                progress=console.passing,
-            )
-            found.setdefault(name, {})[role] = evaluation
-    for name, evaluations in found.items():
+    loaded = load(
+        model, model_name=options.model_name, reset_at_documents=options.reset_at_documents
+    )
+    console.line(f"model          {model}")
+    numbers = {}  # by name of a store
+    for name, store in stores_in(data, loaded).items():
+        found = measure(loaded, store, options, console.passing)
+        numbers[name] = asdict(found)
         console.line(f"data           {name}")
-        for role, evaluation in evaluations.items():
-            console.line(f"{role:<14} {models[role]}")
-            console.line("\n".join(evaluation.lines()))
-        if "baseline" in evaluations:
-            difference = evaluations["model"].loss - evaluations["baseline"].loss
-            console.line(f"difference     {difference:+.4f} nats per token")
+        console.line("\n".join(found.lines()))
     if options.json and world.rank == 0:
-        numbers = {
-            name: {role: asdict(evaluation) for role, evaluation in evaluations.items()}
-            for name, evaluations in found.items()
-        }
-        text = json.dumps({**models, "data": numbers})
+        text = json.dumps({"model": model, "data": numbers})
         without_nan = json.loads(text, parse_constant=lambda _: None)  # which JSON has not
         print(json.dumps(without_nan, indent=1))
     world.close()
 
 
-def evaluate(
-    model: "Loaded",
-    data: str | Path,
-    *,
-    seq_length: int = 2048,
-    stride: int = 0,
-    batch_size: int = 8,
-    limit: int = 0,
-    allow_other_tokenizer: bool = False,
-    progress: Callable[[str], None] = lambda text: None,
-) -> Evaluation:
-    """Returns the Evaluation of a model over the token store at the path `data`.
+def evaluate(model: "Loaded", data: str | Path, **options: Any) -> Evaluation:
+    """Returns the Evaluation of a model over the token store at the path `data`. The options are fields of
+    EvaluationConfig."""
+    return measure(model, data, EvaluationConfig(**options), Console(enabled=False).passing)
 
-    The options are those of the command above; progress is told how far it is. Called by all ranks. Raises UserError
-    where there is no store, or the model does not know its tokens.
-    """
+
+def measure(
+    model: "Loaded", data: str | Path, options: EvaluationConfig, progress: Callable[[str], object]
+) -> Evaluation:
+    """As `evaluate`; progress is told how far it is. Called by all ranks. Raises UserError where there is no store, or
+    the model does not know its tokens."""
     from mamba_fsdp.data.loader import BatchLayout, evaluation_batches, evaluation_windows
     from mamba_fsdp.train.validation import evaluate as evaluate_loss
     from mamba_fsdp.verbs.loading import POSITIONS, inference_world
 
     began = time.perf_counter()
-    if stride > seq_length:
+    if options.stride > options.seq_length:
         raise UserError(
-            f"--stride={stride} is longer than a window, --seq_length={seq_length}: what lies between two "
+            f"--stride={options.stride} is longer than a window, --seq_length={options.seq_length}: what lies between two "
             "would be left out"
         )
     store = TokenStore(data)
-    if not allow_other_tokenizer:
+    if not options.allow_other_tokenizer:
         identities = model.weights.tokenizer_identities()
         check_tokenizer(data, store.tokenizer, model.weights.source, identities)
     vocab_size = model.weights.config.vocab_size
@@ -179,19 +150,20 @@ def evaluate(
             "belong together"
         )
     world = inference_world()
-    window = max(1, min(seq_length, store.token_count - 1))
-    stride = min(stride or window, window)
+    window = max(1, min(options.seq_length, store.token_count - 1))
+    stride = min(options.stride or window, window)
+    limit = options.limit or None
     fitting = max(1, POSITIONS[world.device.type] // window)
-    layout = BatchLayout(world.rank, world.size, min(batch_size, fitting))
+    layout = BatchLayout(world.rank, world.size, min(options.batch_size, fitting))
     settings = DataConfig(seq_length=window, reset_at_documents=model.network.reset_at_documents)
-    windows = evaluation_windows(store.token_count, window, stride, limit or None)
+    windows = evaluation_windows(store.token_count, window, stride, limit)
     batches = evaluation_batches(
         store,
         str(data),
         settings,
         layout,
         vocab_size=vocab_size,
-        limit=limit or None,
+        limit=limit,
         stride=stride,
     )
 

@@ -18,7 +18,7 @@ from mamba_fsdp.checkpoint.retention import size_of
 from mamba_fsdp.data.store import TokenStore, is_store, split_in
 from mamba_fsdp.data.tokenizer import load_words
 from mamba_fsdp.errors import UserError
-from mamba_fsdp.report.console import Console, read_share, say, scaled
+from mamba_fsdp.report.console import read_share, say, scaled
 from mamba_fsdp.report.records import read
 from mamba_fsdp.run_layout import (
     CHECKPOINTS,
@@ -30,8 +30,6 @@ from mamba_fsdp.run_layout import (
 )
 from mamba_fsdp.verbs import checkpoints
 
-WINDOW = 1 << 16  # tokens of data read at a time
-WINDOWS = 64  # read unless all is asked for
 SAMPLES = 3
 SAMPLE_TOKENS = 64
 SAMPLE_WIDTH = 160  # characters shown of one
@@ -71,17 +69,13 @@ def show_run(path: Path) -> None:
         values = [entry for entry in entries if isinstance(entry.get(metric), float)]
         if values:
             last = values[-1]
-            told = f"loss {_at_step(values[0], metric)}, {_at_step(last, metric)}"
+            told = f"loss {last[metric]:.4f} at step {last['step']}"
             if metric == "val_loss" and last.get("val_share"):
                 told += f" ({read_share(last['val_share'])})"
             say(name, told)
     found = committed(path / CHECKPOINTS)
     if found:
         say("checkpoints", f"{len(found)}, the newest {found[-1]}")
-
-
-def _at_step(entry, metric):
-    return f"{entry[metric]:.4f} at step {entry['step']}"
 
 
 def show_checkpoint(path: Path) -> None:
@@ -156,25 +150,8 @@ def show_data(path: Path, verify: bool) -> None:
         store.verify()
         say("verified", "all bytes read, every file has its size and checksum")
     say("tokens", f"{store.token_count:,} in {store.document_count:,} documents")
-    highest = highest_id(store, read_all=verify)
     say("vocabulary", f"{store.vocab_size:,}, eos {store.eos}, {store.dtype.name}")
     _show_samples(store)
-    if highest >= store.vocab_size:
-        say("beware", f"token id {highest:,} is not below the vocabulary's {store.vocab_size:,}")
-
-
-def highest_id(store: TokenStore, *, read_all: bool) -> int:
-    """Returns the highest token id of all tokens, or of about WINDOWS windows spread over them."""
-    console = Console()
-    count = -(-store.token_count // WINDOW)
-    stride = 1 if read_all else max(1, count // WINDOWS)
-    highest = 0
-    for start in range(0, store.token_count, stride * WINDOW):
-        console.passing(f"{start:,} of {store.token_count:,} tokens read")
-        tokens = store.read(start, min(WINDOW, store.token_count - start)).tokens
-        highest = max(highest, int(tokens.max()))
-    console.close()
-    return highest
 
 
 def _show_samples(store):

@@ -1,9 +1,9 @@
 """python -m mamba_fsdp plan [PRESET] [--config=FILE] [--SETTING=VALUE ...] --nodes=N --instance=NAME
 
-Does this training fit, how long does it take, what does it cost? By formulas: nothing is run, no GPU is needed.
+Does this training fit, and how long does it take? By formulas: nothing is run, no GPU is needed.
 
   python -m mamba_fsdp plan mamba-2.8b --nodes=2 --instance=p5.48xlarge --tokens=300B
-  python -m mamba_fsdp plan --config=bamba-9b --nodes=24 --instance=p4de.24xlarge --price=40.97
+  python -m mamba_fsdp plan --config=bamba-9b --nodes=24 --instance=p4de.24xlarge
   python -m mamba_fsdp plan mamba-130m --memory=24 --peak=165 --bandwidth=1008
 
   --nodes=1           machines
@@ -14,12 +14,11 @@ Does this training fit, how long does it take, what does it cost? By formulas: n
   --bandwidth=GB/s    of its memory     --nvlink=GB/s      of a device to the others of its machine, one way
   --network=Gbit/s    of a machine to the others, one way
   --tokens=N          length of the training, as in 300B; by default num_steps, where that is not given 1B
-  --price=P           of an hour of one machine
   --json              the same as JSON, in bytes and seconds
 
 The settings are those of training.py. The last lines are these as given and the fastest that fits: of batch sizes (with
-global_batch_size those that keep the step), shares of recomputing blocks, and where nothing fits more nodes. How exact
-this is: docs/planning.md. Exit codes: 0 it fits, 1 it does not, 2 a mistake.
+global_batch_size those that keep the step), shares of recomputing blocks. How exact this is:
+docs/planning.md. Exit codes: 0 it fits, 1 it does not, 2 a mistake.
 """
 
 import json as as_json
@@ -37,14 +36,12 @@ from mamba_fsdp.report.console import scaled
 
 ABOVE_0 = Bounds(above=0)
 USUAL_TOKENS = 10**9
-MOST_DOUBLINGS = 7  # of the nodes, where nothing fits them
 
 
 def main(
     *preset: str,
     nodes: Annotated[int, Bounds(at_least=1, at_most=100_000)] = 1,
     instance: str = "",
-    price: Annotated[float, ABOVE_0] = 0.0,
     tokens: str = "",
     json: bool = False,
     **given: Any,
@@ -55,9 +52,7 @@ def main(
         given = {"model_name": preset[0], **given}
     settings, explicit = resolve_settings(given, config, preset[1:])
     found = estimate(settings, nodes, machine)
-    better = None
-    for power in range(MOST_DOUBLINGS + 1):
-        better = better or best(settings, nodes * 2**power, machine)
+    better = best(settings, nodes, machine)
     length = USUAL_TOKENS
     if tokens:
         length = read("--tokens", int, tokens, ABOVE_0)
@@ -67,8 +62,6 @@ def main(
     if found.step:
         days = length / found.tokens_per_second / 86400
         figures = {"tokens": length, "days": days, "device_hours": 24 * days * found.devices}
-        if price:
-            figures |= {"price": price, "cost": price * 24 * days * nodes}
     if json:
         best_found = asdict(better) if better else None
         print(as_json.dumps({**asdict(found), **figures, "best": best_found}, indent=1))
@@ -124,7 +117,7 @@ def report_lines(
     if better:
         yield table_line("best", better)
     else:
-        yield "nothing that was tried fits; take a smaller model or seq_length, or larger devices"
+        yield "nothing that was tried fits; take more nodes, a smaller model or seq_length, or larger devices"
 
 
 def speed_lines(found: Estimate, figures: dict[str, Any], seq_length: int) -> Iterator[str]:
@@ -144,8 +137,6 @@ def speed_lines(found: Estimate, figures: dict[str, Any], seq_length: int) -> It
         f"length     {figures['tokens']:,} tokens: {figures['days']:,.2f} days, "
         f"{figures['device_hours']:,.1f} device-hours"
     )
-    if "cost" in figures:
-        yield f"cost       {figures['cost']:,.0f} at {figures['price']:g} per machine-hour"
 
 
 def table_line(name: str, found: Estimate) -> str:

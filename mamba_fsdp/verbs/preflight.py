@@ -59,12 +59,9 @@ def report(folder: Path, settings: TrainConfig, mistakes: Sequence[str] = ()) ->
             f"{node}: {folder} is not the folder that the first node sees; mount the shared file system on "
             f"{node}, or set save_ckpt_path to a folder on it"
         )
-    data = Path(os.path.abspath(settings.data.dataset_path))
     content = {
-        "mistakes": list(mistakes) or space_mistakes(settings),
+        "mistakes": list(mistakes) or [*data_mistakes(settings), *space_mistakes(settings)],
         "findings": {check.name: asdict(check.make()) for check in JOB_CHECKS},
-        "no_gpu": machine.assigned_gpus() > 0 and not machine.driver_gpus(),
-        "seen": {str(path): fingerprint(path) for path in (machine.PROJECT / "training.py", data)},
     }
     try:
         write_atomically(folder / f"{node}.json", json.dumps(content))
@@ -72,6 +69,17 @@ def report(folder: Path, settings: TrainConfig, mistakes: Sequence[str] = ()) ->
         raise UserError(
             f"{node}: can't write {folder} ({error.strerror}); let uid {os.getuid()} write there"
         ) from None
+
+
+def data_mistakes(settings: TrainConfig) -> list[str]:
+    """Returns a sentence where this node does not see the data."""
+    path = os.path.abspath(settings.data.dataset_path)
+    if settings.data.use_dummy_dataset or os.path.exists(path):
+        return []
+    return [
+        f"there is no {path}; mount the shared file system there, correct the setting, or make it with "
+        "get_dataset.py (with an image: sbatch 2.tokenize.sbatch INPUT OUT)"
+    ]
 
 
 def space_mistakes(settings: TrainConfig) -> list[str]:
@@ -88,13 +96,6 @@ def space_mistakes(settings: TrainConfig) -> list[str]:
         f"{free / 1e9:.1f} GB free for {folder}, but {to_come} checkpoints to come need {needed / 1e9:.1f} GB; "
         "free some, lower keep_checkpoints, or set save_ckpt_path to another file system"
     ]
-
-
-def fingerprint(path: Path) -> str:
-    """Returns what differs when two nodes don't see the same file or folder; "" where there is none."""
-    if path.is_dir():
-        return "folder " + " ".join(sorted(os.listdir(path)))
-    return f"{path.stat().st_size} {path.stat().st_mtime_ns}" if path.exists() else ""
 
 
 class Problem(NamedTuple):
@@ -125,9 +126,6 @@ def judge(folder: Path, nodes: Sequence[str]) -> int:
                 f"is down: scontrol show node {node}, and submit again with --exclude={node}"
             )
             problems.append(Problem(1, sentence))
-    for path in next(iter(reports.values()))["seen"] if reports else ():
-        seen = {node: content["seen"][path] for node, content in reports.items()}
-        problems += [Problem(2, sentence) for sentence in mistakes_about(path, seen)]
     for code, sentence in problems:
         print(f"{'error' if code else 'warning'}: {sentence}", file=sys.stderr)
     return max((problem.exit_code for problem in problems), default=0)
@@ -137,9 +135,6 @@ def problems_of_checks(reports: dict[str, dict]) -> list[Problem]:
     """What fails on a node, or is other than on the first one."""
     problems = []
     for check in JOB_CHECKS:
-        if check.name == "GPUs" and reports and all(each["no_gpu"] for each in reports.values()):
-            problems.append(Problem(2, no_gpu_anywhere()))
-            continue
         texts = {}
         for node, content in reports.items():
             finding = content["findings"][check.name]
@@ -151,38 +146,6 @@ def problems_of_checks(reports: dict[str, dict]) -> list[Problem]:
             sentences = disagreements(texts, check.if_nodes_differ)
             problems += [Problem(1, sentence) for sentence in sentences]
     return problems
-
-
-def no_gpu_anywhere() -> str:
-    """What to mend where Slurm assigned GPUs and no node shows one: hardly the nodes."""
-    image = os.environ.get("IMAGE")
-    if not image:
-        return "no node shows a GPU, though Slurm assigned some: is NVIDIA's driver loaded? nvidia-smi must list them"
-    return (
-        f"the image {image} shows no GPU on any node, though Slurm assigned some: build it from this Dockerfile, "
-        "which sets NVIDIA_VISIBLE_DEVICES and NVIDIA_DRIVER_CAPABILITIES for Enroot's hook 98-nvidia.sh; the "
-        "nodes need that hook and nvidia-container-cli"
-    )
-
-
-def mistakes_about(path: str, seen: dict[str, str]) -> list[str]:
-    """Sentences on a path that nodes see differently or not at all: `seen`, {node: its fingerprint}."""
-    if not any(seen.values()):
-        return [
-            f"there is no {path} on any node; make it with get_dataset.py (with an image: sbatch 2.tokenize.sbatch "
-            "INPUT OUT), or correct the setting"
-        ]
-    missing = [node for node, found in seen.items() if not found]
-    if missing:
-        return [
-            f"{node}: there is no {path}; mount the shared file system there, or correct the setting"
-            for node in missing
-        ]
-    first = next(iter(seen.values()))
-    found = {node: path if each == first else f"another {path}" for node, each in seen.items()}
-    return disagreements(
-        found, "it must be one shared folder: mount the same file system on {node}"
-    )
 
 
 def disagreements(found: dict[str, str], remedy: str) -> list[str]:

@@ -54,21 +54,18 @@ def test_what_does_not_fit_says_so_and_its_advice_fits(told):
     )
     assert code == 0 and "a device: it fits" in said
     code, said = told(f"llama2_70b {P4D}")
-    assert code == 1 and int(re.search(r"^best +(\d+) ", said, re.M)[1]) > 1  # nodes
-    code, said = told(f"mamba-130m {P4D} --d_model=100000000")
     assert code == 1 and "nothing that was tried fits" in said
 
 
 def test_numbers_agree_with_each_other(told):
     """A global batch that is given stays what it is."""
-    words = f"mamba-1.4b {P4D} --nodes=2 --tokens=10B --price=32 --global_batch_size=512 --json"
+    words = f"mamba-1.4b {P4D} --nodes=2 --tokens=10B --global_batch_size=512 --json"
     code, said = told(words)
     found = json.loads(said)
     assert code == 0 and found["devices"] == 16 and found["fits"]
     assert sum(found["memory"].values()) == found["bytes"]
     steps = 10e9 / found["tokens_per_step"]
     assert found["days"] * 86400 == pytest.approx(steps * found["seconds_per_step"])
-    assert found["cost"] == pytest.approx(found["device_hours"] * 4) and found["price"] == 32
     assert found["checkpoint_bytes"] == 12 * found["parameters"]
     assert found["best"]["global_batch_size"] == 512
     slower = json.loads(told(f"{words} --network=1")[1])
@@ -80,7 +77,7 @@ def test_numbers_agree_with_each_other(told):
     [
         ("mamba-130m --instance=p4d.24xlarg", "did you mean p4d.24xlarge?"),
         ("mamba-130m --nods=2", "there is no such setting"),
-        (f"mamba-130m {P4D} --price=4/hour", "--price=4/hour: expected a number"),
+        (f"mamba-130m {P4D} --memory=4GB", "--memory=4GB: expected a number"),
         (f"mamba-130m {P4D} --nodes=0", "must be at least 1"),
         (
             f"mamba-130m {P4D} --global_batch_size=12 --batch_size=4",
