@@ -53,10 +53,6 @@ class Given:
             raise UserError(f"{key}: there is no such setting ({self.where}); {hint}")
 
     def _read_entry(self, key: str, text: Any, entry: other_launchers.Entry) -> None:
-        if self.of_run and isinstance(text, list):
-            for value in set(text) & entry.refused.keys():
-                self.notes[f"{key} {value}"] = f"{key}={value} is ignored: {entry.refused[value]}"
-            text = [value for value in text if value not in entry.refused]
         meaning = other_launchers.meaning(entry, key, text)
         if meaning.note:
             self.notes[key] = meaning.note

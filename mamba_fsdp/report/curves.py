@@ -27,12 +27,8 @@ class Column:
 
 
 def name_runs(folders: Sequence[Path]) -> list[str]:
-    """Returns what the runs' paths differ by: a and b of x/a/train and x/b/train. One run is called by its own name."""
+    """Returns the runs' paths below the folder that they share."""
     paths = [folder.resolve() for folder in folders]
-    if len(paths) == 1:
-        return [paths[0].name]
-    while len({path.name for path in paths}) == 1:
-        paths = [path.parent for path in paths]
     common = os.path.commonpath([path.parent for path in paths])
     return [str(path.relative_to(common)) for path in paths]
 
@@ -40,7 +36,7 @@ def name_runs(folders: Sequence[Path]) -> list[str]:
 def summarise_run(folder: Path) -> dict[str, Any]:
     """Returns all of a run, for JSON. Raises UserError where nothing is recorded.
 
-    curves: see `curve`, by metric; last: the latest value of each; axes: at the same places the step and the tokens
+    curves: see `curve`, by metric that is not always 0; last: the latest value of each; axes: at the same places the step and the tokens
     up to it; settings: by section.name.
     """
     if not (folder / METRICS).exists() and not (folder / CHECKPOINTS).exists():
@@ -59,7 +55,8 @@ def summarise_run(folder: Path) -> dict[str, Any]:
     curves = {}
     last = {"step": entries[-1]["step"]}
     for metric, column in columns.items():
-        if metric not in NO_CURVES:
+        is_drawn = metric not in NO_CURVES and not metric.startswith("source_")
+        if is_drawn and any(column.values):
             curves[metric] = curve(column.steps, column.values)
         if math.isfinite(column.values[-1]):
             last[metric] = column.values[-1]

@@ -35,22 +35,6 @@ def make_page(folders: Sequence[Path]) -> str:
 
 
 def charts_of(runs: Sequence[dict]) -> list[dict[str, Any]]:
-    """Returns the charts to draw: those of charts.json, of the metrics that a run has, and one for each other metric."""
-    unknown = {metric: "" for run in runs for metric in run["curves"]}  # in order, each once
-    charts = []
-    for chart in LOOKS["charts"]:
-        metrics = {metric: label for metric, label in chart["metrics"].items() if metric in unknown}
-        charts.append({**chart, "metrics": metrics})
-        for metric in metrics:
-            del unknown[metric]
-    epochs = {}
-    for metric in unknown:
-        if metric.startswith("source_epochs/"):
-            epochs[metric] = metric.partition("/")[2]
-    charts.append({"title": "Epochs of each source", "unit": "", "metrics": epochs})
-    for metric in unknown:
-        is_ever_more_than_0 = any(run["last"].get(metric) for run in runs)
-        if is_ever_more_than_0 and not metric.startswith("source_"):
-            title = metric.replace("_", " ").capitalize()
-            charts.append({"title": title, "unit": "", "metrics": {metric: ""}})
-    return [chart for chart in charts if chart["metrics"]]
+    """Returns the charts of charts.json that a run has a curve for."""
+    metrics = {metric for run in runs for metric in run["curves"]}
+    return [chart for chart in LOOKS["charts"] if metrics & chart["metrics"].keys()]

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from config import resolve
-from config.train_config import CheckpointConfig, TrainConfig
+from config.train_config import TrainConfig
 from mamba_fsdp.data.selection import one_for_all
 from mamba_fsdp.errors import UserError, first_line
 from mamba_fsdp.ops import cpp
@@ -16,7 +16,7 @@ from mamba_fsdp.parallel.compat import use_deterministic_algorithms
 from mamba_fsdp.parallel.world import World, start_world
 from mamba_fsdp.report.console import Console, output_that_may_go
 from mamba_fsdp.report.records import add_event, was_validated
-from mamba_fsdp.run_layout import MODELS, PROFILE, SETTINGS, is_own, step_of
+from mamba_fsdp.run_layout import MODELS, PROFILE, SETTINGS, step_of
 from mamba_fsdp.storage import write_atomically
 from mamba_fsdp.train import loop
 from mamba_fsdp.train.metrics_logger import MetricsLogger
@@ -109,8 +109,8 @@ def train(context: TrainContext, folder: RunFolder, console: Console) -> Path | 
         write_atomically(folder.path / SETTINGS, resolve.as_yaml(context.settings))
         folder.copy_tokenizer(one_for_all(context.sources.values()))
         folder.write_status("running", state.step)
-        begins = begins_from(context.settings.checkpoint, context.checkpointer.last)
-        add_event(folder.path, "started", state.step, ranks=world.size, **{"from": begins})
+        facts = {"ranks": world.size, "from": context.begins}
+        add_event(folder.path, "started", state.step, **facts)
     with (
         context.loader,
         StopRequest(folder.path, world.rank == 0) as stop,
@@ -123,18 +123,6 @@ def train(context: TrainContext, folder: RunFolder, console: Console) -> Path | 
         folder.write_status("stopped", state.step, reason)
     console.line(f"stopped    at step {state.step} ({reason}); the same command resumes from here")
     return None
-
-
-def begins_from(settings: CheckpointConfig, resumed: Path | None) -> str:
-    """In words, for events.jsonl. resumed: the run's own checkpoint that it resumes from."""
-    if resumed:
-        return f"checkpoint {resumed.name}"
-    if settings.init_from:
-        return f"init_from {settings.init_from}"
-    loaded = settings.load_ckpt_path
-    if loaded and not is_own(loaded, settings.save_ckpt_path):
-        return f"load_ckpt_path {loaded}"
-    return "the start"
 
 
 @contextlib.contextmanager

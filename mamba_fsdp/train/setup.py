@@ -58,6 +58,7 @@ class TrainContext:
     world: World
     sources: dict[str, Source]
     validation: list[Source]
+    begins: str  # what the run starts from, in words
     parallel: ParallelModel
     optimizer: torch.optim.Optimizer
     state: TrainState
@@ -88,7 +89,7 @@ def set_up(
     optimizer = make_optimizer(parallel.parameters(), spec, settings.optimizer, world.device)
 
     tokens = one_for_all(data.sources.values())
-    state = start(settings, tokens, parallel, optimizer, checkpointer, weights, say)
+    state, begins = start(settings, tokens, parallel, optimizer, checkpointer, weights, say)
     until_the_end.close()  # what was read from another run has been read
 
     sampler = make_sampler(settings, data, state)
@@ -112,6 +113,7 @@ def set_up(
         world=world,
         sources=data.sources,
         validation=data.validation,
+        begins=begins,
         parallel=parallel,
         optimizer=optimizer,
         state=state,

@@ -40,47 +40,39 @@ def start(
     checkpointer: Checkpointer,
     weights: Weights | None,
     say: Callable[[str], None],
-) -> TrainState:
-    """Fills the shards of model and optimiser and returns the train state that belongs to them.
-    Raises UserError for a model that is known to have learnt other tokens than `tokens`."""
+) -> tuple[TrainState, str]:
+    """Fills the shards of model and optimiser. Returns the train state that belongs to them, and
+    what the run starts from, in words. Raises UserError for a model that is known to have learnt
+    other tokens than `tokens`."""
     config = settings.checkpoint
     origin = config.load_ckpt_path
     is_own_folder = is_own(origin, config.save_ckpt_path)
     shards = parallel.shards(optimizer)
     resumed = checkpointer.resume(shards, check_of_model(settings, "save_ckpt_path"))
+    state = TrainState()
+    source: object = None
+    learnt: Iterable[str] = []
+    begins = "the start"
     if resumed:
         state = saved_state(resumed, parallel, optimizer)
-        learnt: Iterable[str] = [state.tokenizer]
-        source: object = resumed.path
-        said = f"resumes    from {source}, step {state.step}"
-        first = config.init_from
-        if not is_own_folder:
-            first = first or origin
-        if first:
-            said += f"; {first} was for its first start"
+        source = resumed.path
+        learnt = [state.tokenizer]
+        begins = f"checkpoint {resumed.path.name}"
     elif weights:
         source = config.init_from or origin
         learnt = weights.tokenizer_identities()
-        state = TrainState()
-        said = f"starting   from the weights in {source}"
+        begins = f"the weights in {source}"
     elif origin and not is_own_folder:
         check = check_of_model(settings, "load_ckpt_path")
         restored = restore(origin, shards, parallel.world, report=say, check=check)
-        source = restored.path
         saved = saved_state(restored, parallel, optimizer)
+        source = restored.path
         learnt = [saved.tokenizer]
-        state = TrainState(optimizer_steps=saved.optimizer_steps)
-        said = f"starting   from model and optimiser in {source}, the data from its start"
+        state.optimizer_steps = saved.optimizer_steps
+        begins = f"model and optimiser in {source}, the data from its start"
         if config.resuming_dataset:
             state.data = saved.data
-            said = f"starting   from model and optimiser in {source}, the data's position"
-    else:
-        source = None
-        learnt = []
-        state = TrainState()
-        said = ""
-        if is_own_folder:
-            said = f"starting   anew: load_ckpt_path {origin} is the run folder and holds no checkpoint yet"
+            begins = f"model and optimiser in {source}, the data's position"
 
     if not settings.data.allow_other_tokenizer:
         parallel.world.on_rank0(
@@ -91,10 +83,19 @@ def start(
         parallel.world.on_all_ranks(partial(fill_parts, parallel.shards(), opened.slice))
     elif source is None:
         fill_at_random(settings, parallel)
-    if said:
-        say(said)
+
+    if resumed:
+        first = config.init_from or origin
+        other = f"; {first} was for its first start" if first and not is_own_folder else ""
+        say(f"resumes    from {source}, step {state.step}{other}")
+    elif source is not None:
+        say(f"starting   from {begins}")
+    elif is_own_folder:
+        say(
+            f"starting   anew: load_ckpt_path {origin} is the run folder and holds no checkpoint yet"
+        )
     state.tokenizer = tokens.tokenizer
-    return state
+    return state, begins
 
 
 def fill_at_random(settings: TrainConfig, parallel: ParallelModel) -> None:

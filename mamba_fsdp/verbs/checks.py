@@ -3,7 +3,6 @@ that can spoil a job on each of its nodes. Torch is imported where it is needed:
 
 import importlib
 import importlib.util
-import os
 import platform
 import traceback
 from collections.abc import Callable, Sequence
@@ -156,16 +155,6 @@ def find_operators() -> str:
     return f"{device}: {resolve_backends('auto', device, operator_uses(config, dtype))}"
 
 
-def find_triton_cache() -> str:
-    if importlib.util.find_spec("triton") is None:
-        raise Absent("no Triton")
-    from triton.runtime.cache import get_cache_manager
-
-    folder = os.environ.get("TRITON_CACHE_DIR") or Path.home() / ".triton/cache"
-    writer = type(get_cache_manager("00" * 32)).__name__  # Rank0CacheManager: see patches/
-    return f"{folder}, written by {writer}"
-
-
 CHECKS: Sequence[Check] = (
     Check("Python", find_python),
     Check("packages", find_packages),
@@ -186,5 +175,4 @@ CHECKS: Sequence[Check] = (
     ),
     Check("EFA plugin", find_efa_plugin, exit_code=0),
     Check("operators", find_operators),
-    Check("Triton's cache", find_triton_cache),
 )

@@ -91,15 +91,9 @@ def test_a_setting_that_is_gone(name, tmp_path):
         assert notes == ([said] if noted else [])
 
 
-def test_a_value_that_is_gone(tmp_path):
+def test_a_value_that_is_gone():
     with pytest.raises(UserError, match="tracker=prometheus: no longer there; metrics.jsonl"):
         resolve.resolve_settings({"tracker": "prometheus"})
-    file = tmp_path / "config.yaml"
-    text = resolve.as_yaml(resolve.resolve_settings({"tracker": "tensorboard"})[0])
-    file.write_text(text.replace("tracker:\n", "tracker:\n  - prometheus\n"))
-    settings, _ = resolve.resolve_settings({}, str(file))
-    assert settings.report.tracker == ["tensorboard"]
-    assert settings.notes[0].startswith("report.tracker=prometheus is ignored: no longer there")
 
 
 def test_the_file_of_a_run_of_version_1(project):

@@ -107,7 +107,7 @@ def test_a_long_curve_keeps_its_spikes_beside_its_means():
 @pytest.mark.parametrize(
     "paths, names",
     [
-        (["x/a/train", "x/b/train"], ["a", "b"]),
+        (["x/a/train", "x/b/train"], ["a/train", "b/train"]),
         (["x/run"], ["run"]),
         (["x/one", "x/two/deep"], ["one", "two/deep"]),
         (["x", "x/y"], ["x", "x/y"]),
@@ -151,7 +151,6 @@ def test_a_browser_draws_the_page_without_a_network(tmp_path, browse):
         "Learning rate",
         "Gradient norm",
         "Throughput, tokens/s",
-        "Epochs of each source",
     ]
     assert all(found["drawn"]) and found["wide"] <= 0 and not found["over"]
     assert found["steps"][0] == [names[0], "loss", [10, 20, 30, 40], [4.0, None, 3.0, 2.0]]
