@@ -21,6 +21,16 @@ def load_yaml(path: Path, ours: bool = False) -> dict[str, Any]:
         loader = getattr(yaml, "CSafeLoader", loader)
 
     class TextLoader(loader):
+        def compose_node(self, parent, index):
+            # An alias of a collection could stand for more values than any memory holds.
+            alias = self.peek_event() if self.check_event(yaml.AliasEvent) else None
+            node = super().compose_node(parent, index)
+            if alias and not isinstance(node, yaml.ScalarNode):
+                raise yaml.YAMLError(
+                    f"*{alias.anchor} stands for more than one value; write it out"
+                )
+            return node
+
         def construct_mapping(self, node, deep=False):
             content = super().construct_mapping(node, deep)
             if len(content) < len(node.value):

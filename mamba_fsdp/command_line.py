@@ -15,8 +15,9 @@ import fire
 import mamba_fsdp
 from config.fields import KINDS, UNBOUNDED, near_name, read, read_field
 from mamba_fsdp.errors import UserError, leave_for_torchrun
-from mamba_fsdp.report.console import Console
+from mamba_fsdp.report.console import Console, fit_for
 
+MOST_OF_A_LINE = 2000  # characters of an error, which may quote what a file holds
 VERSION = f"mamba_fsdp {mamba_fsdp.__version__}"
 
 
@@ -59,7 +60,8 @@ def run(
 def _fail(error: UserError) -> NoReturn:
     """Ends the process with the error as one line."""
     leave_for_torchrun(error)
-    print(f"error: {error}", file=sys.stderr)
+    lines = [line[:MOST_OF_A_LINE] for line in f"error: {error}".splitlines()]
+    print(fit_for(sys.stderr, "\n".join(lines)), file=sys.stderr)
     raise SystemExit(error.exit_code) from None
 
 

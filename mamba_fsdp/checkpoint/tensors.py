@@ -82,7 +82,8 @@ def _open_pth(path):
         # would be taken for numbers.
         mapped = is_zip and _is_stored(path)
         content = torch.load(str(path), map_location="cpu", weights_only=True, mmap=mapped)
-        found = dict(_tensors_in(content))
+        found = dict(_tensors_in(content, "", set()))
+        _check_stored(path, found)
     except OSError as error:
         raise UserError(f"can't read {path}: {error.strerror}") from None
     except (RuntimeError, EOFError, zipfile.BadZipFile):  # whose words are torch's own affairs
@@ -108,14 +109,28 @@ def _is_stored(path):
         return all(entry.compress_type == zipfile.ZIP_STORED for entry in archive.infolist())
 
 
-def _tensors_in(content: Any, prefix: str = "") -> Iterator[tuple[str, torch.Tensor]]:
-    if not isinstance(content, dict):
+def _check_stored(path, tensors):
+    """Raises UserError for a tensor whose numbers stand for more than one element each: a few bytes could ask for any
+    amount of memory."""
+    for name, tensor in tensors.items():
+        needed = tensor.numel() * tensor.element_size()
+        if tensor.layout == torch.strided and tensor.untyped_storage().nbytes() < needed:
+            raise UserError(
+                f"{path}: {name} is to have {tensor.numel():,} elements, but the file holds fewer; save it again, "
+                "made whole by contiguous()"
+            )
+
+
+def _tensors_in(content: Any, prefix: str, visited: set[int]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Visits each dict once, however many hold it."""
+    if not isinstance(content, dict) or id(content) in visited:
         return
+    visited.add(id(content))
     for name, value in content.items():
         if isinstance(value, torch.Tensor):
             yield f"{prefix}{name}", value
         else:
-            yield from _tensors_in(value, f"{prefix}{name}.")
+            yield from _tensors_in(value, f"{prefix}{name}.", visited)
 
 
 def _check_holds_no_program(path):

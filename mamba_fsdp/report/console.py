@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from typing import Any, TextIO
 
 SECONDS_BETWEEN_UPDATES = 0.2
+CONTROLS = {*range(0x20), *range(0x7F, 0xA0)} - {ord("\t"), ord("\n")}
+SHOWN_CONTROLS = {code: f"\\x{code:02x}" for code in CONTROLS}
 
 
 def duration(seconds: float) -> str:
@@ -35,9 +37,18 @@ def read_share(share: float) -> str:
     return "all data" if share >= 1 else f"{100 * share:.3g}% of the data"
 
 
+def is_terminal(stream: Any) -> bool:
+    return stream.isatty()
+
+
+def fit_for(stream: Any, text: str) -> str:
+    """`text` as it may be written to `stream`: on a terminal control characters, which could drive it, are shown."""
+    return text.translate(SHOWN_CONTROLS) if is_terminal(stream) else text
+
+
 def say(name: str, value: object) -> None:
     """Prints a line of what a verb tells: what it is about, and that."""
-    print(f"{name:<14} {value}")
+    print(fit_for(sys.stdout, f"{name:<14} {value}"))
 
 
 class Console:
@@ -46,7 +57,7 @@ class Console:
     def __init__(self, *, enabled: bool = True, stream: TextIO | None = None) -> None:
         self.enabled = enabled
         self.stream = stream or sys.stdout or open(os.devnull, "w")
-        self.live = enabled and self.stream.isatty() and os.environ.get("TERM") != "dumb"
+        self.live = enabled and is_terminal(self.stream) and os.environ.get("TERM") != "dumb"
         self.shown = ""  # the live line
         self.next_update = 0.0
 
@@ -55,13 +66,13 @@ class Console:
         if not self.enabled:
             return
         self._clear()
-        print(text, file=self.stream, flush=True)
+        print(fit_for(self.stream, text), file=self.stream, flush=True)
 
     def passing(self, text: str) -> None:
         """Shows a live line until something else comes."""
         if self.live and time.monotonic() >= self.next_update:
             self._clear()
-            self.shown = text[: self._width()]
+            self.shown = fit_for(self.stream, text)[: self._width()]
             self.next_update = time.monotonic() + SECONDS_BETWEEN_UPDATES
             print("\r" + self.shown, end="", file=self.stream, flush=True)
 

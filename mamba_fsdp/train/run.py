@@ -21,7 +21,7 @@ from mamba_fsdp.storage import write_atomically
 from mamba_fsdp.train import loop
 from mamba_fsdp.train.metrics_logger import MetricsLogger
 from mamba_fsdp.train.run_folder import RunFolder
-from mamba_fsdp.train.setup import TrainContext, set_up
+from mamba_fsdp.train.setup import TAKES_LESS, TrainContext, set_up
 from mamba_fsdp.train.start import Weights
 from mamba_fsdp.train.state import TrainState
 from mamba_fsdp.train.stopping import StopRequest
@@ -149,10 +149,7 @@ def out_of_memory_explained(
         if settings.parallel.accumulate_unsharded:
             first = "leave out accumulate_unsharded, "
         raise UserError(
-            f"rank {world.rank} has too little memory: {first}lower batch_size or seq_length "
-            "(global_batch_size keeps the batch), set fsdp_activation_checkpointing=true, or shard over "
-            "more ranks; python -m mamba_fsdp plan with the same settings says what takes most, and what "
-            f"fits ({first_line(error)[:200]})"
+            f"rank {world.rank} has too little memory: {first}{TAKES_LESS} ({first_line(error)[:200]})"
         ) from error
 
 

@@ -66,10 +66,10 @@ def schedule_run(
         state.first_tokens_per_step = tokens_per_step
         if state.step:  # older checkpoints don't say it
             state.first_tokens_per_step = state.tokens // state.step
-    if state.samples != state.step * layout.global_batch:
+    if state.global_batch not in (0, layout.global_batch):
         say(
-            f"batch      {layout.global_batch} samples a step from here on, {state.samples / state.step:g} "
-            "before; global_batch_size keeps it the same on any number of ranks"
+            f"batch      {layout.global_batch} samples a step from here on, {state.global_batch} before; "
+            "global_batch_size keeps it the same on any number of ranks"
         )
     total_steps = length.count
     if length.unit == "tok":

@@ -29,6 +29,7 @@ from mamba_fsdp.ops.backends import resolve_backends
 from mamba_fsdp.parallel.model import ParallelModel
 from mamba_fsdp.parallel.parallelize import choose_strategy, parallelize
 from mamba_fsdp.parallel.world import World
+from mamba_fsdp.planning.estimate import machine_at_hand
 from mamba_fsdp.planning.memory import expected_memory
 from mamba_fsdp.report.console import scaled
 from mamba_fsdp.run_layout import CHECKPOINTS, committed
@@ -39,6 +40,12 @@ from mamba_fsdp.train.start import Weights, start
 from mamba_fsdp.train.state import TrainState
 
 Say = Callable[[str], None]  # prints a line, on rank 0
+LARGEST_ERROR = 1.2  # of the memory that is expected, as a factor: docs/planning.md
+TAKES_LESS = (
+    "lower batch_size or seq_length (global_batch_size keeps the batch), set "
+    "fsdp_activation_checkpointing=true, or shard over more ranks; python -m mamba_fsdp plan with the "
+    "same settings says what takes most, and what fits"
+)
 
 
 @dataclass
@@ -140,12 +147,25 @@ def choose_backends(settings: TrainConfig, world: World, say: Say) -> dict[str, 
     say(f"kernels    {choice}")
     memory = expected_memory(settings, world, choice.backends)
     rows = ", ".join(f"{name} {scaled(size, 'B')}" for name, size in memory.items() if size)
-    there = ""
-    if world.device.type == "cuda":
-        _, in_all = torch.cuda.mem_get_info()
-        there = f" of {scaled(in_all, 'B')}"
-    say(f"memory     at least {scaled(sum(memory.values()), 'B')}{there} a device: {rows}")
+    say(f"memory     at least {scaled(sum(memory.values()), 'B')} a device: {rows}")
+    check_memory(memory, world, say)
     return choice.backends
+
+
+def check_memory(memory: dict[str, int], world: World, say: Say) -> None:
+    """Warns where the device, or on CPUs the machine for all its ranks, hardly has the memory that is expected. Raises
+    UserError where a GPU can't have it."""
+    there = machine_at_hand().memory * 1e9
+    needed = sum(memory.values())
+    on_gpu = world.device.type == "cuda"
+    if on_gpu and needed > LARGEST_ERROR * there:
+        raise UserError(
+            f"a GPU needs at least {scaled(needed, 'B')} and has {scaled(there, 'B')}: {TAKES_LESS}"
+        )
+    if on_gpu and needed > there:
+        say(f"warning    that is all that the GPU has, {scaled(there, 'B')}: {TAKES_LESS}")
+    if not on_gpu and needed * world.local_size > there / 2:
+        say(f"warning    more than half of the machine's {scaled(there, 'B')}: {TAKES_LESS}")
 
 
 def open_data(settings: TrainConfig, say: Say) -> Data:

@@ -22,6 +22,7 @@ class TrainState:
 
     step: int = 0
     samples: int = 0
+    global_batch: int = 0  # samples of the last step; 0 where an older version took it
     tokens: int = 0
     first_tokens_per_step: int = 0  # of the run's first step; 0 before it
     # Updates of the optimiser's moments, in the run that they were loaded from too.
@@ -78,6 +79,7 @@ class TrainState:
         samples."""
         self.step += 1
         self.samples += samples
+        self.global_batch = samples
         self.tokens += tokens
         if applied:
             self.optimizer_steps += 1

@@ -2,7 +2,8 @@
                                     [--seed=0] [--tokenizer=PATH]
 
 Continue a text as it comes. MODEL is a run folder, a checkpoint, a consolidated.00.pth, or a transformers or
-state-spaces folder. The text goes to stdout, the speed to stderr; Ctrl-C ends it.
+state-spaces folder. The text goes to stdout, as it is but
+on a terminal, where control characters are shown; the speed to stderr. Ctrl-C ends it.
 
   --prompt       text to continue; without it the text begins at a document's start
   --length       tokens to generate at most; the end of the document ends it
@@ -22,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from config.fields import setting
 from mamba_fsdp.errors import UserError
+from mamba_fsdp.report.console import fit_for
 
 if TYPE_CHECKING:
     from mamba_fsdp.data.tokenizer import TextTokenizer
@@ -55,8 +57,8 @@ def main(model: str, prompt: str = "", options: GenerationConfig = DEFAULTS) -> 
     try:
         for piece in pieces:
             if count == 0:
-                print(prompt, end="")
-            print(piece, end="", flush=True)
+                print(fit_for(sys.stdout, prompt), end="")
+            print(fit_for(sys.stdout, piece), end="", flush=True)
             count += 1
     finally:  # after Ctrl-C too
         if count:

@@ -132,7 +132,7 @@ def show_tensors(path: Path) -> None:
         f"there is no {MODEL_CONFIG} beside it, so name its preset, as in --model_name=mamba-130m",
     )
     for name, shape in shapes.items():
-        print(f"  {name:<64} {shape}")
+        say("", f"{name:<64} {shape}")
 
 
 def describe_model(model: ModelConfig) -> str:

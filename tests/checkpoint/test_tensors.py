@@ -58,6 +58,19 @@ def test_each_form_gives_the_model_back(saved, compressed, kind):
     assert torch.equal(parallel.parameters()[name], value_of(name, (24,)) + 1)
 
 
+def test_a_bomb_of_shared_dicts_is_visited_once_and_a_repeated_number_is_no_tensor(tmp_path):
+    """2 ** 45 ways lead to the one tensor; one number stands for 2 ** 40."""
+    content = {"weight": torch.ones(2)}
+    for _ in range(45):
+        content = {"a": content, "b": content}
+    torch.save(content, tmp_path / "bomb.pth")
+    (name,) = open_tensors(tmp_path / "bomb.pth", World.alone()).shapes
+    assert name == "a." * 45 + "weight"
+    torch.save({"weight": torch.ones(1).expand(2**20, 2**20)}, tmp_path / "large.pth")
+    with pytest.raises(UserError, match="large.pth: weight is to have .* elements, .* holds fewer"):
+        open_tensors(tmp_path / "large.pth", World.alone())
+
+
 class Evil:
     def __init__(self, made):
         self.made = made

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from mamba_fsdp.report.console import Console, output_that_may_go
+from mamba_fsdp.report.console import Console, output_that_may_go, say
 from tests.support.terminal import Terminal, drawings
 
 STEP = dict(loss=3.25, learning_rate=3e-4, tokens_per_second=21400.4)
@@ -28,6 +28,20 @@ def test_a_plain_line_per_report_without_a_terminal():
         "step   20/1000  loss  3.2500  lr 3.00e-04   21,400 tok/s  left 1:02:05\n"
         "data       " + "word " * 40 + "\n"
     )
+
+
+def test_control_characters_are_shown_on_a_terminal_and_stay_in_files(monkeypatch):
+    evil = "a\x1b]0;owned\x07\x9b2J\r\n\tb"
+    for is_terminal, expected in (
+        (True, r"a\x1b]0;owned\x07\x9b2J\x0d" + "\n\tb"),
+        (False, evil),
+    ):
+        stream = io.StringIO()
+        stream.isatty = lambda is_terminal=is_terminal: is_terminal
+        Console(stream=stream).line(evil)
+        monkeypatch.setattr(sys, "stdout", stream)
+        say("status", evil)
+        assert stream.getvalue() == f"{expected}\nstatus         {expected}\n"
 
 
 def test_one_live_line_below_lines_that_stay(terminal, monkeypatch):

@@ -2,7 +2,12 @@
 
 import pytest
 
+from config.fields import Duration
+from config.train_config import TrainConfig
+from mamba_fsdp.data.loader import BatchLayout
 from mamba_fsdp.data.sampler import Sampler
+from mamba_fsdp.train.run_schedule import schedule_run
+from mamba_fsdp.train.state import TrainState
 from tests.support.checkpoints import equal
 
 
@@ -15,6 +20,21 @@ def test_an_epoch_is_the_windows_of_the_mixture():
     assert order.epoch_windows == 10 + 5
     source, window, epochs = order.samples(0, 15)
     assert set(epochs.tolist()) == {0} and len(set(zip(source.tolist(), window.tolist()))) == 15
+
+
+def test_another_global_batch_is_told_once():
+    said = []
+    state = TrainState()
+    settings = TrainConfig()
+    for samples in (4, 2, 4, 4):
+        layout = BatchLayout(0, 1, samples)
+        schedule_run(settings, layout, state, Duration(100, "steps"), 0, said.append)
+        for _ in range(3):
+            state.advance(samples, 256 * samples, 1.0, applied=True, excused=False)
+    assert [line.split("; ")[0] for line in said] == [
+        "batch      2 samples a step from here on, 4 before",
+        "batch      4 samples a step from here on, 2 before",
+    ]
 
 
 @pytest.mark.slow

@@ -1,11 +1,16 @@
 """Where a step's time goes; what is said of too little memory."""
 
+import contextlib
 import json
 
 import pytest
 import torch
 
+from mamba_fsdp.errors import UserError
+from mamba_fsdp.parallel.world import World
+from mamba_fsdp.planning.devices import Instance
 from mamba_fsdp.train.profiling import DATA
+from mamba_fsdp.train.setup import check_memory
 
 
 @pytest.mark.slow
@@ -14,6 +19,19 @@ def test_a_run_says_where_its_time_goes(train, tmp_path):
     assert "profile    3 steps, by time of the device:" in printed and "aten::" in printed
     events = json.loads((tmp_path / "run/profile/rank_0.json").read_text())["traceEvents"]
     assert sum(each["name"] == DATA for each in events) == 3
+
+
+@pytest.mark.parametrize("need, refused, warned", [(79, False, 0), (95, False, 1), (110, True, 0)])
+def test_a_gpu_that_is_too_small_is_told_at_the_start(monkeypatch, need, refused, warned):
+    """The formula is within 15 % of what a step takes."""
+    machine = Instance("H100", 8, 80.0)
+    monkeypatch.setattr("mamba_fsdp.train.setup.machine_at_hand", lambda: machine)
+    world = World(0, 8, 0, 8, torch.device("cuda", 0))
+    said = []
+    outcome = pytest.raises(UserError, match="needs at least 110.0 GB .* has 80.0 GB: lower batch")
+    with outcome if refused else contextlib.nullcontext():
+        check_memory({"weights": 10**9, "activations": (need - 1) * 10**9}, world, said.append)
+    assert len(said) == warned
 
 
 @pytest.mark.slow

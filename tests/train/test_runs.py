@@ -142,6 +142,9 @@ def test_a_dry_run_says_what_is_coming_and_writes_nothing(train, tmp_path):
         "steps      6 of 2 x 32 = 64 tokens; 2.. MFLOP each, 1... MFLOP in all",
     ):
         assert re.search(f"^{line}$", said, re.MULTILINE), (line, said)
+    assert "warning    more than half" in train(
+        tmp_path, dry_run=True, seq_length=10**9, use_dummy_dataset=True, validation_path="auto"
+    )
     train(tmp_path / "run")
     before = {path: path.stat().st_mtime_ns for path in (tmp_path / "run").rglob("*")}
     assert "resumes    from step_00000006" in train(tmp_path / "run", dry_run=True)

@@ -10,6 +10,7 @@ import pytest
 from mamba_fsdp import command_line
 from mamba_fsdp.data.tokenizer import load_words
 from mamba_fsdp.errors import UserError
+from mamba_fsdp.report import console
 from mamba_fsdp.verbs import generate, loading
 from mamba_fsdp.verbs.generate import TextStream
 
@@ -58,6 +59,18 @@ def test_equal_seeds_give_equal_texts_and_an_export_the_same(run):
     likeliest = text("runs/demo", "--temperature=0")
     assert likeliest == text("exported/demo", "--temperature=0")
     assert re.match("def naïve.{5}", likeliest, re.S)
+
+
+def test_what_is_generated_does_not_drive_the_terminal(run, monkeypatch):
+    monkeypatch.setattr(generate, "continuation", lambda *_: iter(["\x1b[2J", "\r"]))
+    assert run("runs/demo", "--prompt=a")[1] == "a\x1b[2J\r\n"
+    monkeypatch.setattr(console, "is_terminal", lambda stream: True)
+    assert run("runs/demo", "--prompt=\x1b")[1] == r"\x1b\x1b[2J\x0d" + "\n"
+    monkeypatch.setattr(
+        generate, "continuation", lambda *_: generate.check_valid("\x07" * 9999 + "\udcef")
+    )
+    code, _, err = run("runs/demo", "--tokenizer=\x07" + "x" * 9999)
+    assert code == 2 and "\x07" not in err and len(err) < 3000
 
 
 def test_an_error_before_the_text_is_one_line(run, monkeypatch):
