@@ -1,6 +1,6 @@
 """The layout of a run folder: what everything in it is called, and which checkpoints count. Without torch.
 
-    config.yaml  metrics.jsonl  events.jsonl  status.json  lease.json  STOP  tokenizer/
+    config.yaml  metrics.jsonl  events.jsonl  status.json  lease.json  kernels.json  STOP  tokenizer/
     failures/  preflight/
     checkpoints/step_00001000/   rank_00000.safetensors ...  state.json  COMMIT  KEEP
     pth/step_00001000/           consolidated.00.pth  config.json  tokenizer/
@@ -18,6 +18,10 @@ from mamba_fsdp.storage import exists, retry_io
 
 SETTINGS, METRICS, STATUS, LEASE = "config.yaml", "metrics.jsonl", "status.json", "lease.json"
 EVENTS = "events.jsonl"  # starts, ends, checkpoints, faults, over all restarts
+KERNELS = (
+    "kernels.json"  # the backends that the run was begun with on a GPU, see train/first_use.py
+)
+CACHES = ".cache"  # beside the run folders
 STOP = "STOP"  # whoever makes this file asks the run to stop
 TOKENIZER = "tokenizer"  # of the data, beside the model that was trained on it
 FAILURES, PREFLIGHT = "failures", "preflight"  # what the launcher leaves

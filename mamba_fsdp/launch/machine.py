@@ -15,9 +15,9 @@ from ctypes.util import find_library
 from pathlib import Path
 
 from mamba_fsdp.errors import UserError
+from mamba_fsdp.run_layout import CACHES
 
 PROJECT = Path(__file__).resolve().parents[2]
-CACHES = ".cache"  # beside the run folders
 SIOCGIFADDR = 0x8915  # Linux's number for "the IPv4 address of this interface"
 
 

@@ -13,8 +13,8 @@ from config import resolve
 from config.train_config import TrainConfig
 from mamba_fsdp import command_line
 from mamba_fsdp.data.builtin import builtin_folder
-from mamba_fsdp.launch.machine import CACHES, PROJECT, check_version
-from mamba_fsdp.run_layout import check_exists, check_is_run_folder
+from mamba_fsdp.launch.machine import PROJECT, check_version
+from mamba_fsdp.run_layout import CACHES, check_exists, check_is_run_folder
 
 
 def plan(*stray, config=None, **given) -> None:  # the command line would check what has a type

@@ -11,7 +11,7 @@ check names with it.
 """
 
 import difflib
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from importlib import import_module
 from types import ModuleType
@@ -27,15 +27,15 @@ BACKENDS = {  # the type of device that each is for
 }
 PACKAGES = {"triton": ("triton",), "fused": ("mamba_ssm", "causal_conv1d")}
 OLD_NAMES = {"native": "cpp", "portable": "reference"}  # in settings of older runs
-OPERATORS = {  # with their backends, best first
-    "conv": ("triton", "fused", "cpp", "reference"),
-    "scan": ("triton", "fused", "cpp", "reference"),
-    "ssd": ("triton", "fused", "reference"),
+OPERATORS = {  # with their backends, best first until train/first_use.py has measured on the GPU
+    "conv": ("fused", "triton", "cpp", "reference"),
+    "scan": ("fused", "triton", "cpp", "reference"),
+    "ssd": ("fused", "triton", "reference"),
     "attention": ("reference",),
     "norm": ("fused", "reference"),
     "loss": ("reference",),
-    "mamba1": ("triton", "fused"),
-    "mamba2": ("triton", "fused"),
+    "mamba1": ("fused", "triton"),
+    "mamba2": ("fused", "triton"),
 }
 # Mixers that a backend computes in one call, if it also is the backend of these operators, of those that have it.
 MIXER_PARTS = {"mamba1": ("conv", "scan"), "mamba2": ("conv", "ssd", "norm")}
@@ -118,20 +118,26 @@ def resolve_backends(
     device_type: str,
     uses: Mapping[str, Collection[Use]],
     assumed: Collection[str] = (),
+    failed: Mapping[str, Mapping[str, str]] | None = None,
+    preferred: str = "",
 ) -> Choice:
     """The best backend of each operator for all its `uses` on a device (cpu or cuda), or the one that `setting`
-    demands. assumed: backends that count as available, whatever is on this machine.
+    demands. assumed: backends that count as available, whatever is on this machine. failed: operator -> {backend: what
+    was found wrong with it}. preferred: the backend to try first.
 
     Raises UserError where a demanded backend can't serve, with the operator and the reason.
     """
     used = [operator for operator in OPERATORS if operator in uses]
     demanded = demands(setting, used)
+    failed = failed or {}
     choice = Choice()
     for operator in used:
+        wrong = failed.get(operator, {})
         if operator in demanded:
             backend = demanded[operator]
             reason = _why_no_candidate(operator, backend, device_type, choice.backends)
-            reason = reason or _why_not(operator, backend, uses[operator], assumed)
+            reason = reason or wrong.get(backend)
+            reason = reason or why_not(operator, backend, uses[operator], assumed)
             if reason:
                 raise UserError(
                     f"kernels={setting}: {operator} can't be {backend} on {device_type}: {reason}; "
@@ -139,15 +145,33 @@ def resolve_backends(
                 )
             choice.backends[operator] = backend
             continue
-        for backend in OPERATORS[operator]:
+        best_first = list(OPERATORS[operator])
+        if preferred in best_first:
+            best_first.insert(0, preferred)
+        for backend in best_first:
             if _why_no_candidate(operator, backend, device_type, choice.backends):
                 continue
-            reason = _why_not(operator, backend, uses[operator], assumed)
+            reason = wrong.get(backend)
+            reason = reason or why_not(operator, backend, uses[operator], assumed)
             if reason is None:
                 choice.backends[operator] = backend
                 break
             choice.passed.setdefault(operator, {})[backend] = reason
     return choice
+
+
+def candidates(
+    demanded: Mapping[str, str], device_type: str, uses: Mapping[str, Collection[Use]]
+) -> Iterator[tuple[str, str]]:
+    """Yields (operator, backend) of all that resolve_backends may choose but the reference; a mixer's parts before it."""
+    for operator in OPERATORS:
+        if operator not in uses:
+            continue
+        for backend in OPERATORS[operator]:
+            is_allowed = demanded.get(operator, backend) == backend
+            is_for_device = BACKENDS[backend] == device_type
+            if is_allowed and is_for_device and not why_not(operator, backend, uses[operator]):
+                yield operator, backend
 
 
 def _why_no_candidate(operator, backend, device_type, chosen):
@@ -160,7 +184,9 @@ def _why_no_candidate(operator, backend, device_type, chosen):
     return None
 
 
-def _why_not(operator, backend, uses, assumed):
+def why_not(
+    operator: str, backend: str, uses: Collection[Use], assumed: Collection[str] = ()
+) -> str | None:
     """Why a backend can't serve all `uses`, else None."""
     if backend not in assumed:
         reason = why_unavailable(operator, backend)

@@ -33,6 +33,7 @@ from mamba_fsdp.planning.estimate import machine_at_hand
 from mamba_fsdp.planning.memory import expected_memory
 from mamba_fsdp.report.console import scaled
 from mamba_fsdp.run_layout import CHECKPOINTS, committed
+from mamba_fsdp.train import first_use
 from mamba_fsdp.train.optimizer import LossScale, make_optimizer
 from mamba_fsdp.train.run_folder import RunFolder
 from mamba_fsdp.train.run_schedule import RunSchedule, run_length, say_length, schedule_run
@@ -81,7 +82,7 @@ def set_up(
     """Prepares a run; all ranks call it. weights: of init_from. Returns None for a dry run. Raises
     UserError where things don't fit."""
     layout = split_step(settings.training, world.rank, world.size)
-    backends = choose_backends(settings, world, say)
+    backends = choose_backends(settings, world, folder, say)
 
     # Rank 0 looks at all files for all: thousands of files times a thousand ranks keep a file
     # system busy.
@@ -131,20 +132,26 @@ def set_up(
     )
 
 
-def choose_backends(settings: TrainConfig, world: World, say: Say) -> dict[str, str]:
+def choose_backends(
+    settings: TrainConfig, world: World, folder: RunFolder, say: Say
+) -> dict[str, str]:
     """Returns the backend of each operator of the model; says what is to be trained, how, and in
     how much memory."""
     model = settings.model
     training = settings.training
-    dtype = DTYPES[training.mixed_precision]
-    uses = operator_uses(model, dtype, settings.data.reset_at_documents, training.deterministic)
-    choice = resolve_backends(training.kernels, world.device.type, uses)
     strategy = choose_strategy(settings.parallel, world).replace("none", "no sharding")
     say(
         f"model      {title(model)}: {parameter_count(model):,} parameters, {model.n_layer} layers, "
         f"{training.mixed_precision}, {strategy} on {world.size} x {world.device.type}"
     )
-    say(f"kernels    {choice}")
+    if world.device.type in first_use.DEVICES and not training.dry_run:
+        choice, origin = first_use.choose(settings, world, folder.path)
+        say(f"kernels    {choice}; {origin}")
+    else:
+        dtype = DTYPES[training.mixed_precision]
+        uses = operator_uses(model, dtype, settings.data.reset_at_documents, training.deterministic)
+        choice = resolve_backends(training.kernels, world.device.type, uses)
+        say(f"kernels    {choice}")
     memory = expected_memory(settings, world, choice.backends)
     rows = ", ".join(f"{name} {scaled(size, 'B')}" for name, size in memory.items() if size)
     say(f"memory     at least {scaled(sum(memory.values()), 'B')} a device: {rows}")

@@ -142,17 +142,25 @@ def find_efa_plugin() -> str:
 
 
 def find_operators() -> str:
-    """Chooses each operator's backend on this machine; returns them with what keeps better ones away."""
+    """Proves each operator's backends where that is a GPU, and returns what a run would take, with what keeps better ones
+    away."""
     import torch
 
     from config.model_config import ModelConfig
-    from mamba_fsdp.model.spec import operator_uses
+    from config.train_config import TrainConfig
     from mamba_fsdp.ops.backends import resolve_backends
+    from mamba_fsdp.train import first_use
 
-    config = ModelConfig(layers="mamba1,mamba2,attention", d_model=1024)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    dtype = torch.bfloat16 if device == "cuda" else torch.float32
-    return f"{device}: {resolve_backends('auto', device, operator_uses(config, dtype))}"
+    settings = TrainConfig(model=ModelConfig(layers="mamba1,mamba2,attention", d_model=1024))
+    device = torch.device("cpu")
+    settings.training.mixed_precision = "fp32"
+    if torch.cuda.is_available():
+        device = torch.device("cuda")
+        settings.training.mixed_precision = "bf16"
+    use = first_use.FirstUse(settings, device)
+    if device.type in first_use.DEVICES:
+        return f"{device}: {use.resolve(use.prove(first_use.Record({})))}"
+    return f"{device}: {resolve_backends('auto', device.type, use.uses)}"
 
 
 CHECKS: Sequence[Check] = (

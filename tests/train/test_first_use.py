@@ -1,0 +1,249 @@
+"""The first minute on a GPU, as it goes on a CPU whose backends have to prove themselves too."""
+
+import inspect
+import json
+import os
+import socket
+import sys
+import time
+import types
+
+import pytest
+import torch
+
+from config.model_config import ModelConfig
+from config.train_config import TrainConfig
+from mamba_fsdp.errors import UserError
+from mamba_fsdp.ops import conv, cpp, norm, scan, ssd
+from mamba_fsdp.ops.backends import BACKENDS, OPERATORS, REFERENCE
+from mamba_fsdp.parallel.world import World
+from mamba_fsdp.train import first_use
+from mamba_fsdp.train.first_use import FirstUse
+from mamba_fsdp.train.watchdog import watchdog
+from tests.support.ranks import PROCESSES, run_ranks
+
+pytestmark = [
+    pytest.mark.torch22,
+    pytest.mark.skipif(bool(cpp.why_unavailable()), reason="no C compiler"),
+]
+CPU = torch.device("cpu")
+REFERENCE_OF_MAMBA1 = dict.fromkeys(("conv", "scan", "norm", "loss"), "reference")
+FUNCTIONS = {
+    "conv": (conv, "causal_conv_silu"),
+    "scan": (scan, "selective_scan"),
+    "ssd": (ssd, "ssd"),
+    "norm": (norm, "gated_rms_norm"),
+}
+
+
+class Negated(torch.autograd.Function):
+    """The input, with a wrong sign of its gradient."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return -grad
+
+
+def changed(operator, change):
+    """The reference backend of an operator, but that change(function, arguments) answers."""
+    package, name = FUNCTIONS[operator]
+    module = package.BACKENDS["reference"]
+    function = getattr(module, name)
+    return types.SimpleNamespace(
+        **{**vars(module), name: lambda *arguments: change(function, list(arguments))}
+    )
+
+
+def negate(which):
+    """A change: a wrong sign of the gradient of an argument, or of the result where `which` is -1."""
+
+    def change(function, arguments):
+        if which >= 0:
+            arguments[which] = Negated.apply(arguments[which])
+        result = function(*arguments)
+        return -result if which < 0 else result
+
+    return change
+
+
+def fail(function, arguments):
+    raise RuntimeError("out of resources: shared memory\nmore of it")
+
+
+def settings_of(layers="mamba1", kernels="auto", precision="fp32", **more):
+    settings = TrainConfig(ModelConfig(layers=layers, d_model=16, d_state=8, headdim=8, n_layer=2))
+    settings.data.seq_length = 64
+    settings.data.reset_at_documents = True
+    settings.training.mixed_precision = precision
+    settings.training.kernels = kernels
+    settings.training.deterministic = more.get("deterministic", False)
+    return settings
+
+
+def choose(folder, world=None, **given):
+    folder.mkdir(parents=True, exist_ok=True)
+    return first_use.choose(settings_of(**given), world or World.alone(), folder)
+
+
+def tensors_of(operator):
+    package, name = FUNCTIONS[operator]
+    names = list(inspect.signature(getattr(package.BACKENDS["reference"], name)).parameters)
+    numbers = {"seq_idx", "initial_state", "return_last_state", "chunk_size", "eps", "group_size"}
+    return [(operator, name, names.index(name)) for name in names if name not in numbers] + [
+        (operator, "result", -1)
+    ]
+
+
+@pytest.fixture(scope="module")
+def uses():
+    """A FirstUse for each kind of layer, in bf16 with documents."""
+    found = {}
+    for layer in ("mamba1", "mamba2"):
+        found[layer] = FirstUse(settings_of(layer, precision="bf16"), CPU)
+    return found
+
+
+@pytest.mark.parametrize(
+    "operator, tensor, which", [case for operator in FUNCTIONS for case in tensors_of(operator)]
+)
+def test_a_wrong_sign_is_found(uses, monkeypatch, operator, tensor, which):
+    """Of the result or of any gradient, far above the bound; and the reference is right in bf16."""
+    package, _ = FUNCTIONS[operator]
+    use = uses["mamba1" if operator == "scan" else "mamba2"]
+    monkeypatch.setattr(first_use, "BOUNDS", {torch.bfloat16: 5 * first_use.BOUNDS[torch.bfloat16]})
+    monkeypatch.setitem(package.BACKENDS, "toy", changed(operator, negate(which)))
+    with pytest.raises(UserError, match="of its largest value off"):
+        use.check(REFERENCE | {operator: "toy"})
+    monkeypatch.setattr(first_use, "BOUNDS", {torch.bfloat16: first_use.BOUNDS[torch.bfloat16] / 5})
+    use.check(REFERENCE)
+
+
+def test_what_is_wrong_or_raises_is_passed_over_by_name(tmp_path, monkeypatch):
+    monkeypatch.setitem(conv.BACKENDS, "cpp", changed("conv", negate(1)))
+    choice, origin = choose(tmp_path / "run")
+    assert choice.backends == {**REFERENCE_OF_MAMBA1, "scan": "cpp"}
+    assert "conv not cpp: gradient of mixer.conv1d.weight is 2 of its largest value off" in str(
+        choice
+    )
+    assert origin.startswith("proved and timed, right on 1 ranks")
+    monkeypatch.setitem(scan.BACKENDS, "cpp", changed("scan", fail))
+    said = r"only plain PyTorch is left for scan.*not cpp: RuntimeError: out of resources: shared memory\).*install"
+    with pytest.raises(UserError, match=said):
+        choose(tmp_path / "2" / "run")
+    with pytest.raises(UserError, match="scan can't be cpp on cpu: RuntimeError: out of resources"):
+        choose(tmp_path / "demanding", kernels="scan=cpp")
+    assert choose(tmp_path / "told", kernels="scan=reference")[0].backends["scan"] == "reference"
+
+
+def test_a_backend_that_does_not_repeat_is_not_deterministic(tmp_path, monkeypatch):
+    calls = []
+
+    def vary(function, arguments):
+        calls.append(None)
+        return function(*arguments) * (1 + len(calls) * 2e-7)
+
+    monkeypatch.setitem(conv.BACKENDS, "cpp", changed("conv", vary))
+    assert choose(tmp_path / "run")[0].backends["conv"] == "cpp"
+    choice, _ = choose(tmp_path / "repeating", deterministic=True)
+    assert choice.backends == {**REFERENCE_OF_MAMBA1, "scan": "cpp"}
+    assert "conv not cpp: it does not repeat bit for bit" in str(choice)
+
+
+def test_the_faster_one_is_taken_and_kept(tmp_path, monkeypatch):
+    """In this run, which stays with it, and beside it for the next; another form of it is asked anew."""
+    monkeypatch.setitem(sys.modules, "triton", types.ModuleType("triton"))
+    monkeypatch.setitem(BACKENDS, "triton", "cpu")
+    monkeypatch.setitem(OPERATORS, "scan", ("cpp", "triton", "reference"))
+    monkeypatch.setitem(scan.BACKENDS, "triton", scan.BACKENDS["reference"])
+    times = {"cpp": 2.0, "triton": 1.0}
+    monkeypatch.setattr(FirstUse, "milliseconds", lambda self, chosen: times[chosen["scan"]])
+    choice, origin = choose(tmp_path / "run")
+    assert choice.backends["scan"] == "triton" and origin.startswith("proved and timed")
+    record = json.loads((tmp_path / "run" / "kernels.json").read_text())
+    assert sorted(record["milliseconds"].values()) == [1.0, 2.0]
+    assert record["made_for"]["torch"] == torch.__version__ and not record["under_way"]
+    times["triton"] = 3.0
+    assert choose(tmp_path / "run")[1].startswith("as this run began, right on 1 ranks")
+    choice, origin = choose(tmp_path / "next")
+    assert choice.backends["scan"] == "triton" and origin.startswith("as found before (")
+    choice, origin = choose(tmp_path / "run", precision="bf16", kernels="conv=cpp")
+    assert choice.backends["scan"] == "cpp" and origin.startswith("proved and timed")
+    monkeypatch.setitem(sys.modules, "triton", None)
+    with pytest.raises(
+        UserError, match="scan can't be triton: triton does not load .*kernels.json and"
+    ):
+        choose(tmp_path / "next")
+
+
+def end(folder, what):
+    """A start of a run that ends while a backend is tried: it hangs until the watchdog ends it, or is killed."""
+    conv.BACKENDS["cpp"] = changed("conv", what)
+    with watchdog(0.01, 0):
+        choose(folder)
+
+
+def hang(function, arguments):
+    time.sleep(1000)
+
+
+def crash(function, arguments):
+    os._exit(3)
+
+
+def test_what_ends_two_starts_is_passed_over_in_the_third(tmp_path):
+    for what, code in ((hang, 1), (crash, 3)):
+        start = PROCESSES.Process(target=end, args=(tmp_path / "run", what))
+        start.start()
+        start.join()
+        assert start.exitcode == code
+    choice, _ = choose(tmp_path / "run")
+    assert choice.backends["conv"] == "reference"
+    assert "conv not cpp: starts ended while it was tried" in str(choice)
+
+
+def on_two_ranks(world, folder):
+    """What each rank says where both have a wrong conv, where rank 1 alone gets one later, and where only its bits are
+    others."""
+    right = conv.BACKENDS["cpp"]
+    conv.BACKENDS["cpp"] = changed("conv", negate(1))
+    said = [str(choose(folder / "first", world)[0])]
+    conv.BACKENDS["cpp"] = right
+    choose(folder / "2" / "run", world)
+    for change in (negate(1), lambda function, arguments: function(*arguments) * (1 + 3e-7)):
+        if world.rank == 1:
+            conv.BACKENDS["cpp"] = changed("conv", change)
+        try:
+            choose(folder / "2" / "run", world)
+        except UserError as error:
+            said.append(str(error))
+    return said
+
+
+def test_a_rank_that_alone_finds_it_wrong_is_named(tmp_path):
+    one, other = run_ranks(2, on_two_ranks, tmp_path)
+    assert one == other
+    here = f"the chosen kernels fail on rank 1 on {socket.gethostname()}: "
+    assert "conv not cpp: gradient of mixer.conv1d.weight" in one[0]
+    assert one[1].startswith(here + "gradient of mixer.conv1d.weight is 2 of its largest value off")
+    assert one[2].startswith(here + "other bits than rank 0") and "--exclude=NODE" in one[2]
+
+
+def test_a_run_says_what_it_chose(tmp_path, monkeypatch, train):
+    """And resumes with it; a dry run proves nothing."""
+    monkeypatch.setattr(first_use, "DEVICES", {"cpu"})
+    run = tmp_path / "run"
+    more = {"kernels": "auto", "eval_interval": 0, "publish": "false"}
+    assert "; proved and" not in train(run, dry_run=True, kernels="auto")
+    assert "loss; proved and timed, right on 1 ranks, " in train(run, num_steps=2, **more)
+    monkeypatch.setitem(conv.BACKENDS, "cpp", changed("conv", negate(1)))
+    with pytest.raises(
+        UserError, match="the chosen kernels fail on rank 0 .* delete .*kernels.json"
+    ):
+        train(run, num_steps=4, **more)
+    monkeypatch.undo()
+    monkeypatch.setattr(first_use, "DEVICES", {"cpu"})
+    assert "loss; as this run began, right on 1 ranks, " in train(run, num_steps=4, **more)
