@@ -200,12 +200,13 @@ class TrainingConfig:
     """Precision of the matrix products; weights, their update, the recurrence and reductions are
     fp32. true means bf16, false fp32."""
     kernels: str = setting("auto")
-    """Backends of the operators: auto takes the best there are; fused (CUDA libraries), cpp (C on a
-    CPU) or reference (plain PyTorch) demands that backend of all that have it,
-    scan=reference,conv=cpp of those named. What can't serve is an error."""
+    """Backends of the operators: auto takes the fastest of those that prove right on this GPU, and
+    keeps to them for the run; fused (CUDA libraries), triton, cpp (C on a CPU) or reference (plain
+    PyTorch) demands that backend of all that have it, scan=reference,conv=cpp of those named. What
+    can't serve or is wrong is an error."""
     deterministic: bool = setting(False)
-    """Take only what repeats, so that two equal runs are equal bit for bit. Tested on CPUs; on a
-    GPU not measured yet, and slow, since the backends of the CUDA libraries are passed over."""
+    """Take only what repeats, so that two equal runs are equal bit for bit. On a GPU each backend
+    must repeat in the run's first minute; those of the CUDA libraries are passed over."""
     max_skipped_steps: int = setting(10, at_least=1)
     """Stop after this many steps in a row whose loss or gradient was not finite (none of them is
     applied)."""

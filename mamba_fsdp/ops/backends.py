@@ -178,10 +178,15 @@ def _why_no_candidate(operator, backend, device_type, chosen):
     """Why a backend needs no trying, else None: another device, or a mixer whose parts were chosen otherwise."""
     if BACKENDS[backend] not in ("any", device_type):
         return f"it is for {BACKENDS[backend]} devices"
-    for part in MIXER_PARTS.get(operator, ()):
-        if backend in OPERATORS[part] and chosen[part] != backend:
+    for part in parts_with(operator, backend):
+        if chosen[part] != backend:
             return f"its {part} is {chosen[part]}"
     return None
+
+
+def parts_with(operator: str, backend: str) -> list[str]:
+    """The parts of a mixer that have the backend; none of another operator."""
+    return [part for part in MIXER_PARTS.get(operator, ()) if backend in OPERATORS[part]]
 
 
 def why_not(

@@ -75,6 +75,12 @@ class Record:
             return None
 
 
+class Unusable(UserError):
+    """A backend has left the device in a state that only a new process ends; the launcher starts one."""
+
+    exit_code = 1
+
+
 class FirstUse:
     """The choice of backends for the settings of a run, on a device."""
 
@@ -185,12 +191,12 @@ class FirstUse:
                 self.exact[layer] = self.run(self.make_model([layer], REFERENCE, True, **small))
             model = self.make_model([layer], backends, **small)
             results = self.run(model)
-            for name, found in results.items():
-                error = relative_error(found, self.exact[layer][name])
-                if not error <= bound:
-                    raise UserError(
-                        f"{name} is {error:.1g} of its largest value off, {bound} at most"
-                    )
+            exact = self.exact[layer]
+            errors = {name: relative_error(results[name], exact[name]) for name in exact}
+            worst = max(errors, key=errors.__getitem__)
+            if errors[worst] > bound:
+                off = f"{errors[worst]:.1g} of its largest value off"
+                raise UserError(f"{worst} is {off}, {bound} at most")
             bits = check_sums(results)
             if self.deterministic and check_sums(self.run(model)) != bits:
                 raise UserError("it does not repeat bit for bit")
@@ -200,24 +206,39 @@ class FirstUse:
     def prove(self, record: Record, path: Path | None = None) -> Reasons:
         """Returns what failed. path: where the record is written before each trial."""
         failed: Reasons = {}
+        right: set[tuple[str, str]] = set()
         for operator, backend in known.candidates(self.demanded, self.device.type, self.uses):
-            parts = MIXER_PARTS.get(operator, ())
-            if any(backend in failed.get(part, ()) for part in parts):
+            parts = known.parts_with(operator, backend)
+            if not right.issuperset((part, backend) for part in parts):
                 continue  # a mixer has the backend of its parts
             trial = f"{operator} {backend}"
-            if record.under_way.count(trial) >= ENDED_STARTS:
-                failed.setdefault(operator, {})[backend] = "starts ended while it was tried"
-                continue
-            record.under_way.append(trial)
-            if path:
-                record.write(path)
-            try:
-                self.check(REFERENCE | dict.fromkeys([operator, *parts], backend), operator)
-            except Exception as error:  # ours, a compiler's, a driver's, a library's
-                self.synchronize()  # raises where the device is of no use any more
-                failed.setdefault(operator, {})[backend] = explain(error)
-            record.under_way.remove(trial)
+            wrong = "starts ended while it was tried"
+            if record.under_way.count(trial) < ENDED_STARTS:
+                record.under_way.append(trial)
+                if path:
+                    record.write(path)
+                wrong = self.why_wrong(operator, backend)
+                record.under_way.remove(trial)
+            if wrong:
+                failed.setdefault(operator, {})[backend] = wrong
+            else:
+                right.add((operator, backend))
         return failed
+
+    def why_wrong(self, operator: str, backend: str) -> str:
+        """Returns what a backend of an operator does wrong, "" where nothing."""
+        tried = dict.fromkeys([operator, *known.parts_with(operator, backend)], backend)
+        try:
+            self.check(REFERENCE | tried, operator)
+        except Exception as error:  # ours, a compiler's, a driver's, a library's
+            wrong = explain(error)
+            try:
+                self.synchronize()
+            except RuntimeError:
+                said = f"{operator} {backend} made {self.device} unusable: {wrong}; a third start does without"
+                raise Unusable(said) from error
+            return wrong
+        return ""
 
     # 2. and 3. Choosing
 
@@ -307,8 +328,9 @@ class FirstUse:
 
 
 def relative_error(found: torch.Tensor, exact: torch.Tensor) -> float:
-    """The largest difference over the largest value."""
-    return float((found.double() - exact).abs().max() / exact.abs().max().clamp(min=1e-30))
+    """The largest difference over the largest value. NaN counts as infinite."""
+    error = (found.double() - exact).abs().max() / exact.abs().max().clamp(min=1e-30)
+    return float(error.nan_to_num(nan=math.inf))
 
 
 def check_sums(results: Results) -> list[int]:

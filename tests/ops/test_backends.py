@@ -69,10 +69,20 @@ def test_a_gpu_gets_the_libraries_and_whole_mixers(libraries):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float16])
 @pytest.mark.parametrize("seq_idx", [False, True])
 @pytest.mark.parametrize("deterministic", [False, True])
-def test_a_gpu_gets_triton_before_the_libraries(kernels, dtype, seq_idx, deterministic):
-    choice = choose("auto", "cuda", dtype=dtype, seq_idx=seq_idx, deterministic=deterministic)
+def test_a_gpu_gets_triton_where_it_is_preferred(kernels, dtype, seq_idx, deterministic):
+    uses = operator_uses(EVERYTHING, dtype, seq_idx, deterministic)
+    choice = resolve_backends("auto", "cuda", uses, preferred="triton")
     norm = "reference" if deterministic else "fused"
     assert choice.backends == REFERENCE | TRITON | {"norm": norm}
+
+
+def test_what_was_found_wrong_is_passed_over(kernels):
+    uses = operator_uses(EVERYTHING, torch.bfloat16)
+    choice = resolve_backends("auto", "cuda", uses, failed={"scan": {"fused": "it is off"}})
+    assert choice.backends.pop("mamba2") == "fused" and "mamba1" not in choice.backends
+    fused = dict.fromkeys(("conv", "ssd", "norm"), "fused")
+    assert choice.backends == REFERENCE | fused | {"scan": "triton"}
+    assert "scan not fused: it is off" in str(choice)
 
 
 def test_what_is_missing_on_a_gpu_is_named(libraries, monkeypatch):
@@ -142,7 +152,7 @@ def test_a_list_demands_of_the_named_and_leaves_the_rest(setting):
         ("tritn", "there is no backend 'tritn'; did you mean triton?"),
         ("cuda", "there is no backend 'cuda'; choose one of auto, "),
         ("scam=cpp", "there is no operator 'scam'; did you mean scan?"),
-        ("ssd=cpp", "there is no backend of ssd 'cpp'; choose one of triton, fused, reference"),
+        ("ssd=cpp", "there is no backend of ssd 'cpp'; choose one of fused, triton, reference"),
         ("scan=", "there is no backend of scan ''"),
         ("scan=cpp,", "there is no operator ''"),
         ("scan=cpp,scan=reference", "give each operator one backend"),
