@@ -5,7 +5,8 @@
 #
 #   STACK                torch2.2 or current: which requirements/*.txt
 #   BASE_IMAGE           another Debian or Ubuntu with Python 3.10 or 3.11 to build on
-#   INSTALL_KERNELS      0: the project's own kernels, in Triton; 1: mamba-ssm's and causal-conv1d's too, by nvcc
+#   INSTALL_KERNELS      1: mamba-ssm's and causal-conv1d's kernels, compiled by nvcc in a stage of their own (an hour on two
+#                        cores), beside the project's own in Triton; 0: the latter alone, without nvcc
 #   CUDA_ARCHITECTURES   the GPUs to compile the latter for (see requirements/build_kernels.sh)
 #   INSTALL_EFA          1: libfabric and aws-ofi-nccl for AWS's network; 0: without
 #   PRUNE                1: without what no rank loads (requirements/prune.sh); 0: with it
@@ -13,7 +14,7 @@
 # Steps stand in the order in which they change, rarest first: a change of the project's code repeats only the last two.
 ARG STACK=torch2.2
 ARG BASE_IMAGE
-ARG INSTALL_KERNELS=0
+ARG INSTALL_KERNELS=1
 FROM docker.io/nvidia/cuda:12.1.1-devel-ubuntu22.04 AS devel-torch2.2
 FROM docker.io/nvidia/cuda:12.1.1-base-ubuntu22.04 AS base-torch2.2
 FROM docker.io/nvidia/cuda:13.0.2-devel-ubuntu22.04 AS devel-current
@@ -43,7 +44,7 @@ RUN mkdir /wheels \
     && rm -rf /build/venv /var/lib/apt/lists/*
 
 # hadolint ignore=DL3006
-FROM kernels-${INSTALL_KERNELS:-0} AS kernels
+FROM kernels-${INSTALL_KERNELS:-1} AS kernels
 
 # hadolint ignore=DL3006
 FROM ${BASE_IMAGE:-base-${STACK:-torch2.2}}
@@ -53,7 +54,7 @@ FROM ${BASE_IMAGE:-base-${STACK:-torch2.2}}
 RUN apt-get update \
     && DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends \
         ca-certificates gcc libc6-dev python3 python3-dev python3-venv \
-    && rm -rf /var/lib/apt/lists/*
+    && apt-get clean && rm -rf /var/lib/apt/lists/* /var/cache/apt/*.bin /usr/share/man /usr/share/locale
 
 ARG INSTALL_EFA=1
 ARG EFA_INSTALLER_VERSION=1.50.0
@@ -68,7 +69,7 @@ RUN if [ "$INSTALL_EFA" = 1 ]; then \
         && tar -xzf efa.tar.gz && cd aws-efa-installer \
         && ./efa_installer.sh -y --skip-kmod --skip-limit-conf --no-verify \
         && cd / && rm -rf /tmp/efa /opt/amazon/openmpi* \
-        && apt-get purge -y --auto-remove curl && rm -rf /var/lib/apt/lists/* \
+        && apt-get purge -y --auto-remove curl && apt-get clean && rm -rf /var/lib/apt/lists/* /var/cache/apt/*.bin \
         && ldconfig && test -n "$(find /opt/amazon/ofi-nccl -name 'libnccl-net*.so')"; \
     else echo "without EFA: INSTALL_EFA=$INSTALL_EFA"; fi
 
@@ -77,9 +78,10 @@ RUN if [ "$INSTALL_EFA" = 1 ]; then \
 ARG STACK
 ARG PRUNE=1
 COPY requirements/${STACK}.txt requirements/wandb.txt requirements/prune.sh /tmp/requirements/
-# Pruned in the same step: what a later one removes stays in the image.
+# Pruned in the same step: what a later one removes stays in the image. Bytecode is left to the last step, which makes
+# it for the modules that training imports: a tenth of all.
 RUN python3 -m venv /usr/local \
-    && /usr/local/bin/pip install --no-cache-dir --disable-pip-version-check \
+    && /usr/local/bin/pip install --no-cache-dir --no-compile --disable-pip-version-check \
         -r "/tmp/requirements/$STACK.txt" -r /tmp/requirements/wandb.txt \
     && if [ "$PRUNE" = 1 ]; then bash /tmp/requirements/prune.sh /usr/local/lib/python3*/site-packages; fi \
     && digest=$(sha256sum "/tmp/requirements/$STACK.txt") \
@@ -87,7 +89,7 @@ RUN python3 -m venv /usr/local \
 
 RUN --mount=type=bind,from=kernels,source=/wheels,target=/wheels \
     for wheel in /wheels/*.whl; do \
-        [ ! -e "$wheel" ] || /usr/local/bin/pip install --no-cache-dir --disable-pip-version-check --no-deps "$wheel"; \
+        [ ! -e "$wheel" ] || /usr/local/bin/pip install --no-cache-dir --no-compile --disable-pip-version-check --no-deps "$wheel"; \
     done
 
 # Torch 2.2's Triton always uses the rank-0-only cache writer once patched; newer ones use it because of the variable.
@@ -102,4 +104,7 @@ ENV TRITON_CACHE_MANAGER=triton.runtime.rank0_cache:Rank0CacheManager \
 
 WORKDIR /opt/mamba-train
 COPY . .
-RUN chmod -R a+rX . && python3 -m mamba_fsdp doctor && rm -rf /tmp/cache
+# The image checks itself: the doctor, and a model that is trained for two steps on this machine's CPU.
+RUN chmod -R a+rX . && python3 -m mamba_fsdp doctor \
+    && python3 training.py --model_name=demo --use_dummy_dataset --num_steps=2 --save_ckpt_path=/tmp/run \
+    && rm -rf /tmp/cache /tmp/run

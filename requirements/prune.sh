@@ -19,7 +19,9 @@ rm -f nvidia/cuda_cupti/lib/libnvperf_*.so nvidia/cuda_cupti/lib/libpcsamplingut
 rm -f triton/third_party/cuda/bin/nvdisasm triton/backends/nvidia/bin/nvdisasm
 # To link against, to include from, to test with.
 find . -name '*.a' -delete
-rm -rf pyarrow/include
+rm -rf pyarrow/include torch/include torch/bin torch/share
+# What makes TensorBoard's page load large logs faster; the page is looked at elsewhere.
+rm -rf tensorboard_data_server
 find . -type d -name tests -prune -exec rm -rf {} +
 # Three quarters of Triton 2.2's library are symbols for a debugger.
 if command -v strip > /dev/null; then find triton -name libtriton.so -exec strip --strip-unneeded {} +; fi

@@ -37,9 +37,9 @@ def test_every_base_is_named_with_its_registry():
 @pytest.mark.parametrize(
     "arguments, used",
     [
-        ([], ["base-torch2.2"]),
-        (["INSTALL_KERNELS=1"], ["base-torch2.2", "devel-torch2.2"]),
-        (["STACK=current"], ["base-current"]),
+        ([], ["base-torch2.2", "devel-torch2.2"]),
+        (["INSTALL_KERNELS=0"], ["base-torch2.2"]),
+        (["STACK=current"], ["base-current", "devel-current"]),
     ],
 )
 def test_builders_find_the_stages_of_the_stack(tmp_path, arguments, used):

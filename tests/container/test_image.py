@@ -62,7 +62,7 @@ def context(tmp_path_factory):
 @pytest.fixture(scope="module")
 def built(builder, context):
     """What the first build said."""
-    return builder.build(context, "app", "cuda", INSTALL_KERNELS="1")
+    return builder.build(context, "app", "cuda")
 
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(9000)]
@@ -72,6 +72,7 @@ def test_it_builds_and_its_self_check_passes(built):
     """Every step runs; the last one imports the packages and prints the versions, with Triton patched."""
     assert "rank-0-only cache writer put in place" in built
     assert "ok   operators" in built
+    assert "finished   2 steps" in built
     assert "torch 2.2.2" in built and "written by Rank0CacheManager" in built
     assert "without EFA" in built
     before, after = map(int, re.search(r"pruned from (\d+) MB to (\d+) MB", built).groups())
@@ -120,7 +121,7 @@ def test_it_holds_what_running_needs_and_nothing_else(builder, built):
         "app",
         "for tool in gcc git cmake make g++ curl ninja; do command -v $tool || echo no $tool; done; "
         "ls $(python3 -c 'import sysconfig; print(sysconfig.get_paths()[\"include\"])')/Python.h; "
-        "ls -A /var/lib/apt/lists /tmp; "
+        "ls -A /var/lib/apt/lists /tmp; ls -d /var/cache/apt/archives/*.deb /usr/share/locale 2>/dev/null; "
         "find /opt/mamba-train /usr/local "
         "-name secret -o -name '*.sqsh' -o -name .git -o -name tests -path '/opt/mamba-train/*'",
     )
@@ -129,6 +130,9 @@ def test_it_holds_what_running_needs_and_nothing_else(builder, built):
         f"no {tool}" for tool in ("git", "cmake", "make", "g++", "curl", "ninja")
     ]
     assert lines[7].endswith("/Python.h") and lines[8:] == ["/tmp:", "", "/var/lib/apt/lists:"]
+    bytecode = builder.run("app", "find / -xdev -name '*.pyc' -printf '%s %f\\n'").splitlines()
+    assert any("fully_sharded" in line for line in bytecode), "training's modules are compiled"
+    assert sum(int(line.split()[0]) for line in bytecode) < 60e6, "and the others are not"
 
 
 COLD_KERNEL = """
@@ -178,7 +182,7 @@ def test_its_stamp_is_the_one_that_preflight_asks_for(builder, built):
 def test_a_code_change_repeats_only_the_last_steps(builder, built, context):
     """After an edit of the code all steps up to the copying of the project come from the cache."""
     (context / "training.py").write_text((context / "training.py").read_text() + "\n# edited\n")
-    said = builder.build(context, "app", "cuda", INSTALL_KERNELS="1")
+    said = builder.build(context, "app", "cuda")
     steps = [part for part in said.split("STEP ")[1:]]
     repeated = [
         part.split(": ", 1)[1].splitlines()[0]
@@ -203,7 +207,7 @@ def test_the_current_stack_builds_from_the_same_file(builder, context):
         pytest.skip(
             f"PyTorch's own index, which alone has this stack's torch, can't be reached: {error}"
         )
-    said = builder.build(context, "current", "bare", STACK="current")
+    said = builder.build(context, "current", "bare", STACK="current", INSTALL_KERNELS=0)
     assert "without mamba-ssm and causal-conv1d" in said and "ok   operators" in said
     said = builder.run("current", "python3 -m mamba_fsdp doctor; python3 patches/apply.py --check")
     assert (
@@ -217,5 +221,5 @@ def test_a_triton_that_the_patch_does_not_fit_ends_the_build(builder, built, con
     """With a patch for other lines the build fails with the reason."""
     patch = context / "patches" / "triton-2.2.0-rank0-cache.patch"
     patch.write_text(patch.read_text().replace("-__cache_cls", "-__other_cls"))
-    said = builder.build(context, "broken", "cuda", check=False, INSTALL_KERNELS="1")
+    said = builder.build(context, "broken", "cuda", check=False)
     assert "is not the one the patch expects" in said and "doctor" not in said
