@@ -19,7 +19,8 @@ rm -f nvidia/cuda_cupti/lib/libnvperf_*.so nvidia/cuda_cupti/lib/libpcsamplingut
 rm -f triton/third_party/cuda/bin/nvdisasm triton/backends/nvidia/bin/nvdisasm
 # To link against, to include from, to test with.
 find . -name '*.a' -delete
-rm -rf pyarrow/include torch/include torch/bin torch/share
+rm -rf pyarrow/include torch/include torch/share
+find torch/bin -type f ! -name torch_shm_manager -delete
 # What makes TensorBoard's page load large logs faster; the page is looked at elsewhere.
 rm -rf tensorboard_data_server
 find . -type d -name tests -prune -exec rm -rf {} +
