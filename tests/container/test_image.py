@@ -121,7 +121,7 @@ def test_it_holds_what_running_needs_and_nothing_else(builder, built):
         "app",
         "for tool in gcc git cmake make g++ curl ninja; do command -v $tool || echo no $tool; done; "
         "ls $(python3 -c 'import sysconfig; print(sysconfig.get_paths()[\"include\"])')/Python.h; "
-        "ls -A /var/lib/apt/lists /tmp; ls -d /var/cache/apt/archives/*.deb /usr/share/locale 2>/dev/null; "
+        "ls -A /var/lib/apt/lists /tmp; ls -d /var/cache/apt/archives/*.deb /usr/share/locale 2>/dev/null || true; "
         "find /opt/mamba-train /usr/local "
         "-name secret -o -name '*.sqsh' -o -name .git -o -name tests -path '/opt/mamba-train/*'",
     )
