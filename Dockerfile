@@ -79,7 +79,7 @@ ARG STACK
 ARG PRUNE=1
 COPY requirements/${STACK}.txt requirements/wandb.txt requirements/prune.sh /tmp/requirements/
 # Pruned in the same step: what a later one removes stays in the image. Bytecode is left to the last step, which makes
-# it for the modules that training imports: a tenth of all.
+# it for the modules that training imports: a quarter of all.
 RUN python3 -m venv /usr/local \
     && /usr/local/bin/pip install --no-cache-dir --no-compile --disable-pip-version-check \
         -r "/tmp/requirements/$STACK.txt" -r /tmp/requirements/wandb.txt \
