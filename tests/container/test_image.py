@@ -130,7 +130,9 @@ def test_it_holds_what_running_needs_and_nothing_else(builder, built):
         f"no {tool}" for tool in ("git", "cmake", "make", "g++", "curl", "ninja")
     ]
     assert lines[7].endswith("/Python.h") and lines[8:] == ["/tmp:", "", "/var/lib/apt/lists:"]
-    bytecode = builder.run("app", "find /usr/local/lib -name '*.pyc' -printf '%s %f\\n'").splitlines()
+    bytecode = builder.run(
+        "app", "find /usr/local/lib -name '*.pyc' -printf '%s %f\\n'"
+    ).splitlines()
     assert any("fully_sharded" in line for line in bytecode), "training's modules are compiled"
     assert sum(int(line.split()[0]) for line in bytecode) < 90e6, "and the others are not"
 
