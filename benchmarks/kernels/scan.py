@@ -73,6 +73,7 @@ KERNELS = [
         FORWARD,
         SWEEP | dict(KEEP=True, EVEN=False),
         4,
+        stack=16,  # outside of the loops
         trips=CHUNK // 4,
         registers=168,
         instructions=15,

@@ -106,3 +106,23 @@ def test_states_clear_at_a_start_however_slow_the_decay():
     )
     y, last = scan(**leaves)
     assert y[:, :5].abs().min() > 1e3 and max(y[:, 5:].abs().max(), last.abs().max()) < 1e-30
+
+
+def test_rows_that_lie_far_apart(monkeypatch):
+    """Where position times row passes 2**31 elements, as of the gate of a long sequence: read there and written there."""
+    monkeypatch.setattr(backend, "FILL", 3)  # segments, of which `local` makes the states
+    length, row = 20, 1 << 27
+    near = torch.randn(1, length, 16).bfloat16()
+    far = torch.empty(length * row, dtype=near.dtype).as_strided(near.shape, (0, row, 1))
+
+    def run(place):
+        place.copy_(near)
+        u, dt, z, gradient = place.split(3, -1)[:4]
+        B, C = place[..., 12:].split(2, -1)
+        inputs = (u, dt, -torch.ones(3, 2), B, C, None, z, None, None)
+        out, last, entries = backend.scan_forward(*inputs, None)
+        gradients = backend.scan_backward(gradient, None, *inputs, entries, True, z)
+        return out, last, *gradients
+
+    for got, expected in zip(run(far), run(near.clone())):
+        assert torch.equal(got, expected)

@@ -8,6 +8,8 @@ nothing (CUT), and a segment begins with what the others add up to.
 Positions behind the row's end have delta 0, which leaves the state as it is; a document's start has an endless step,
 which clears it. A is (states, channels), a `slab`, as a state is. Positions are read a few at a time before any result
 is written: for all that the compiler knows, a read behind a write depends on it. EVEN: the masks fold away.
+
+Rows can lie so far apart that a position's address takes 64 bits: pointers move on with each tile of positions.
 """
 
 import triton
@@ -136,30 +138,33 @@ def local(
     slab = states * channels
     A = _load(A + corner, both) * LOG2E
     bias = _load(bias + channel, here)
-    u = u + first * u_row + channel
-    dt = dt + first * dt_row + channel
-    z = z + first * z_row + channel
-    B = B + first * B_row + n
     seq_idx = seq_idx + first
     h = tl.zeros((N, CHANNELS), tl.float32)
     total = tl.zeros((CHANNELS,), tl.float32)
     start = segment * segment_chunks * CHUNK
     tiles = tl.cdiv(tl.minimum(segment_chunks * CHUNK, length - start), 4)
+    ahead = 4
+    if REVERSE:
+        start += (tiles - 1) * 4
+        ahead = -4
+    first += start
+    u = u + first * u_row + channel
+    dt = dt + first * dt_row + channel
+    z = z + first * z_row + channel
+    B = B + first * B_row + n
     for tile in range(0, tiles):
-        for i in tl.static_range(4):
-            t = start + tile * 4 + i
-            if REVERSE:
-                t = start + (tiles - tile) * 4 - 1 - i
-            delta = _delta(t, dt + t * dt_row, bias, seq_idx, length, here, DOCUMENTS, EVEN)
+        for k in tl.static_range(4):
+            i = 3 - k if REVERSE else k
+            t = start + tile * ahead + i
+            delta = _delta(t, dt + i * dt_row, bias, seq_idx, length, here, DOCUMENTS, EVEN)
             if REVERSE:
                 inside = _inside(here, t, length, EVEN)
-                grad_y = _load(u + t * u_row, inside)
+                grad_y = _load(u + i * u_row, inside)
                 if GATED:
-                    gate = _load(z + t * z_row, inside)
+                    gate = _load(z + i * z_row, inside)
                     grad_y *= gate * _sigmoid(gate)
-                h += (
-                    grad_y[None, :] * _load(B + t * B_row, _inside(known, t, length, EVEN))[:, None]
-                )
+                b = _load(B + i * B_row, _inside(known, t, length, EVEN))
+                h += grad_y[None, :] * b[:, None]
                 step = tl.where(delta < 0.0, ENDLESS, delta)
                 h *= tl.math.exp2(step[None, :] * A)
             else:
@@ -168,8 +173,8 @@ def local(
                     h,
                     delta,
                     A,
-                    u + t * u_row,
-                    B + t * B_row,
+                    u + i * u_row,
+                    B + i * B_row,
                     length,
                     here,
                     known,
@@ -177,6 +182,10 @@ def local(
                     EVEN,
                 )
             total += step
+        u += ahead * u_row
+        dt += ahead * dt_row
+        z += ahead * z_row
+        B += ahead * B_row
     tl.store(ends + place * slab + corner, h, mask=both)
     tl.store(totals + place * channels + channel, total, mask=here)
 
@@ -231,12 +240,13 @@ def forward(
     A = _load(A + corner, both) * LOG2E
     D = _load(D + channel, here)
     bias = _load(bias + channel, here)
+    seq_idx = seq_idx + first
+    first += segment * segment_chunks * CHUNK
     u = u + first * u_row + channel
     dt = dt + first * dt_row + channel
     z = z + first * z_row + channel
     B = B + first * B_row + n
     C = C + first * C_row + n
-    seq_idx = seq_idx + first
     out = out + first * channels + channel
     four = tl.arange(0, 4)[:, None]
     h = _load(state + row * slab + corner, both)
@@ -263,30 +273,34 @@ def forward(
         for t in range(chunk * CHUNK, tl.minimum(chunk * CHUNK + CHUNK, length), 4):
             y = tl.zeros((4, CHANNELS), tl.float32)
             for i in tl.static_range(4):
-                delta = _delta(
-                    t + i, dt + (t + i) * dt_row, bias, seq_idx, length, here, DOCUMENTS, EVEN
-                )
+                delta = _delta(t + i, dt + i * dt_row, bias, seq_idx, length, here, DOCUMENTS, EVEN)
                 h, _, _, _, _, _ = _advance(
                     t + i,
                     h,
                     delta,
                     A,
-                    u + (t + i) * u_row,
-                    B + (t + i) * B_row,
+                    u + i * u_row,
+                    B + i * B_row,
                     length,
                     here,
                     known,
                     DOCUMENTS,
                     EVEN,
                 )
-                c = _load(C + (t + i) * C_row, _inside(known, t + i, length, EVEN))
+                c = _load(C + i * C_row, _inside(known, t + i, length, EVEN))
                 y = tl.where(four == i, tl.sum(h * c[:, None], axis=0)[None, :], y)
             inside = _inside(here[None, :], t + four, length, EVEN) | (four < 0)
-            y += D[None, :] * _load((u + t * u_row)[None, :] + four * u_row, inside)
+            y += D[None, :] * _load(u[None, :] + four * u_row, inside)
             if GATED:
-                gate = _load((z + t * z_row)[None, :] + four * z_row, inside)
+                gate = _load(z[None, :] + four * z_row, inside)
                 y *= gate * _sigmoid(gate)
-            tl.store((out + t * channels)[None, :] + four * channels, y, mask=inside)
+            tl.store(out[None, :] + four * channels, y, mask=inside)
+            u += 4 * u_row
+            dt += 4 * dt_row
+            z += 4 * z_row
+            B += 4 * B_row
+            C += 4 * C_row
+            out += 4 * channels
     if segment == segments - 1:
         tl.store(last + row * slab + corner, h, mask=both)
 
@@ -419,9 +433,10 @@ def _backward_chunk(
         t = start + tile * 2
         kept = tile * (N + 2) * CHANNELS
         tl.store(scratch + kept, h)
-        dt_t = dt + t * dt_row
-        u_t = u + t * u_row
-        B_t = B + t * B_row
+        at = t.to(tl.int64)
+        dt_t = dt + at * dt_row
+        u_t = u + at * u_row
+        B_t = B + at * B_row
         delta0 = _delta(t, dt_t, bias, seq_idx, length, here, DOCUMENTS, EVEN)
         delta1 = _delta(t + 1, dt_t + dt_row, bias, seq_idx, length, here, DOCUMENTS, EVEN)
         h, _, _, _, _, _ = _advance(t, h, delta0, A, u_t, B_t, length, here, known, DOCUMENTS, EVEN)
@@ -437,11 +452,12 @@ def _backward_chunk(
         h0 = tl.load(scratch + kept)
         delta0 = tl.load(deltas + kept)
         delta1 = tl.load(deltas + kept + CHANNELS)
-        u_t = u + t * u_row
-        B_t = B + t * B_row
-        C_t = C + t * C_row
-        z_t = z + t * z_row
-        grad_t = grad_out + t * grad_row
+        at = t.to(tl.int64)
+        u_t = u + at * u_row
+        B_t = B + at * B_row
+        C_t = C + at * C_row
+        z_t = z + at * z_row
+        grad_t = grad_out + at * grad_row
         grad0, grad_y0, gate0, opened0, c0 = _gradient_of_y(
             t, grad_t, z_t, C_t, length, here, known, GATED, EVEN
         )
@@ -454,11 +470,11 @@ def _backward_chunk(
         _, decay1, step1, delta1, u1, b1 = _advance(
             t + 1, h1, delta1, A, u_t + u_row, B_t + B_row, length, here, known, DOCUMENTS, EVEN
         )
-        grad_u_t = grad_u + t * channels
-        grad_dt_t = grad_dt + t * channels
-        out_t = out + t * channels
-        grad_z_t = grad_z + t * grad_z_row
-        grad_BC_t = grad_BC + t * (2 * N)
+        grad_u_t = grad_u + at * channels
+        grad_dt_t = grad_dt + at * channels
+        out_t = out + at * channels
+        grad_z_t = grad_z + at * grad_z_row
+        grad_BC_t = grad_BC + at * (2 * N)
         g, sum_A, sum_D, sum_bias = _backward_token(
             t + 1,
             g,
