@@ -6,6 +6,8 @@ environment runs the kernels on a CPU, for tests.
 
 import functools
 import os
+import shutil
+import sysconfig
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -18,12 +20,34 @@ from mamba_fsdp.ops.backends import Use
 # From Triton 3.10 on, a * b + c is two instructions unless this is set.
 os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
 LIBRARY = torch.library.Library("mamba_fsdp", "FRAGMENT")
+OLDEST = (8, 0)  # compute capability, the first of every kernel's table
 Blocks = Mapping[str, int]  # constants of a kernel, and its num_warps
 
 
 def why_not(use: Use) -> str | None:
     """The answer of the backends whose kernels calculate in float32 whatever they are given."""
     return "its kernels calculate in float32" if use.dtype == torch.float64 else None
+
+
+def why_unavailable() -> str | None:
+    """What this machine lacks for Triton's kernels: a GPU that they are for, and what compiles their launchers."""
+    if interpreted():
+        return None
+    if torch.cuda.is_available():
+        major, minor = torch.cuda.get_device_capability()
+        if (major, minor) < OLDEST:
+            return (
+                f"its kernels are for GPUs of compute capability 8.0 and newer, not {major}.{minor}"
+            )
+    if not os.environ.get("CC") and not shutil.which("gcc") and not shutil.which("clang"):
+        return "Triton finds no C compiler: install gcc, or name one in the environment as CC"
+    scheme = sysconfig.get_default_scheme().replace(
+        "posix_local", "posix_prefix"
+    )  # as Triton looks
+    header = os.path.join(sysconfig.get_path("include", scheme), "Python.h")
+    if not os.path.exists(header):
+        return f"Triton needs Python's headers: install python3-dev, there is no {header}"
+    return None
 
 
 def operator(
@@ -157,7 +181,7 @@ def weight_gradient(grad: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
 def blocks(table: Mapping[tuple[int, int], Blocks], device: torch.device) -> Blocks:
     """The sizes for a kernel: those of its `table` for the newest architecture (compute capability) that is not newer
     than the device's, so that equal devices give equal bits at every start."""
-    own = torch.cuda.get_device_capability(device) if device.type == "cuda" else min(table)
+    own = torch.cuda.get_device_capability(device) if device.type == "cuda" else OLDEST
     return table[max(known for known in table if known <= own)]
 
 

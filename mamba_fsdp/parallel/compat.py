@@ -23,6 +23,8 @@ def use_deterministic_algorithms(asked: bool) -> None:
     if asked:
         # Without this torch refuses matrix products on a GPU.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        # torch would write NaN into every tensor that is made empty; no operator reads what it has not written.
+        torch.utils.deterministic.fill_uninitialized_memory = False
         if torch.cuda.is_available() and not HAS_FSDP2:
             # torch 2.2's flash attention adds with atomics, and torch does not refuse it.
             torch.backends.cuda.enable_flash_sdp(False)

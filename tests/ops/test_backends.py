@@ -1,7 +1,9 @@
 """Which backend serves which operator: best first; what keeps one away is said, and a demand that can't be met refused."""
 
+import shutil
 import subprocess
 import sys
+import sysconfig
 import types
 
 import pytest
@@ -72,8 +74,38 @@ def test_a_gpu_gets_the_libraries_and_whole_mixers(libraries):
 def test_a_gpu_gets_triton_where_it_is_preferred(kernels, dtype, seq_idx, deterministic):
     uses = operator_uses(EVERYTHING, dtype, seq_idx, deterministic)
     choice = resolve_backends("auto", "cuda", uses, preferred="triton")
-    norm = "reference" if deterministic else "fused"
-    assert choice.backends == REFERENCE | TRITON | {"norm": norm}
+    second = "reference" if deterministic else "fused"
+    expected = REFERENCE | TRITON | {"norm": second}
+    if dtype == torch.float32:
+        del expected["mamba2"]
+        expected["ssd"] = second
+        assert "ssd not triton: in float32 a program's states are more than" in str(choice)
+    assert choice.backends == expected
+
+
+@pytest.mark.parametrize(
+    "lacking, said",
+    [
+        ("capability", "its kernels are for GPUs of compute capability 8.0 and newer, not 7.5"),
+        ("compiler", "Triton finds no C compiler: install gcc"),
+        (
+            "headers",
+            "Triton needs Python's headers: install python3-dev, there is no /nowhere/Python.h",
+        ),
+    ],
+)
+def test_a_machine_that_can_not_run_triton_is_told_why(kernels, monkeypatch, lacking, said):
+    """What would otherwise end the first launch: `max() arg is an empty sequence`, an error of gcc."""
+    if lacking == "capability":
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (7, 5))
+    if lacking == "compiler":
+        monkeypatch.setattr(shutil, "which", lambda name: None)
+        monkeypatch.delenv("CC", raising=False)
+    if lacking == "headers":
+        monkeypatch.setattr(sysconfig, "get_path", lambda name, scheme: "/nowhere")
+    choice = choose("auto", "cuda", dtype=torch.bfloat16, deterministic=True)
+    assert choice.backends == REFERENCE and f"conv, scan, ssd not triton: {said}" in str(choice)
 
 
 def test_what_was_found_wrong_is_passed_over(kernels):

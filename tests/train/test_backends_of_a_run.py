@@ -42,8 +42,9 @@ def test_a_demand_that_cannot_be_met_ends_the_start(train, tmp_path, kernels, sa
 
 @pytest.mark.torch22
 def test_a_deterministic_gpu_runs_no_attention_that_varies(monkeypatch):
-    """torch 2.2's flash attention adds with atomics even then; newer ones have a form that does not."""
+    """torch 2.2's flash attention adds with atomics even then; newer ones have a form that does not. Nor is scratch filled."""
     told = []
+    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.backends.cuda, "enable_flash_sdp", told.append)
     monkeypatch.setattr(torch, "use_deterministic_algorithms", lambda asked: None)
@@ -52,3 +53,4 @@ def test_a_deterministic_gpu_runs_no_attention_that_varies(monkeypatch):
     assert told == []
     compat.use_deterministic_algorithms(True)
     assert told == ([] if compat.HAS_FSDP2 else [False])
+    assert not torch.utils.deterministic.fill_uninitialized_memory

@@ -5,6 +5,7 @@ import torch
 
 from mamba_fsdp.ops import triton
 
+why_unavailable = triton.why_unavailable
 FORWARD = {(8, 0): {"ROWS": 128, "CHANNELS": 256, "num_warps": 1}}
 BACKWARD = {(8, 0): {"ROWS": 128, "CHANNELS": 128, "num_warps": 1}}
 

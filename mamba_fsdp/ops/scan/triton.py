@@ -6,6 +6,7 @@ import torch
 from mamba_fsdp.ops import triton
 
 why_not = triton.why_not
+why_unavailable = triton.why_unavailable
 CHUNK = 64  # positions from one kept state to the next
 FILL = 1024  # programs that keep a GPU busy: where batch and channels make fewer, rows are cut
 TABLE = {(8, 0): {"CHANNELS": 32, "num_warps": 1}}  # of all kernels; warps for each 16 states

@@ -7,7 +7,7 @@ import torch
 
 from mamba_fsdp.ops import triton
 
-why_not = triton.why_not
+why_unavailable = triton.why_unavailable
 SWEEP = {
     (8, 0): {
         "P": 32,
@@ -27,6 +27,12 @@ CHUNK = 32  # positions
 SEGMENTS = 16  # of a sequence, at most
 CHUNKS = 8  # of a segment, at least
 STATES = 64  # of a program of the gradients
+
+
+def why_not(use):
+    if use.dtype == torch.float32:
+        return "in float32 a program's states are more than its registers hold"
+    return triton.why_not(use)
 
 
 def _packed(t):
