@@ -141,6 +141,11 @@ make_corpus() { # in the folder of the built-in data, "" for other data, where i
     fi
 }
 
+has_no_nvlink() { # true of a node with GPUs none of which has a link
+    local links
+    links=$(timeout 20 nvidia-smi nvlink --status 2>/dev/null) && [[ $links == *GPU* && $links != *GB/s* ]]
+}
+
 set_network() { # what NCCL and libfabric need on this kind of node
     local device
     EFA_COUNT=0
@@ -157,8 +162,8 @@ set_network() { # what NCCL and libfabric need on this kind of node
         export FI_EFA_USE_HUGE_PAGE=${FI_EFA_USE_HUGE_PAGE:-0}
         # FSDP's copies on the GPU need not wait for each other.
         export FI_EFA_SET_CUDA_SYNC_MEMOPS=${FI_EFA_SET_CUDA_SYNC_MEMOPS:-0}
-    else # g5, g6 and CPU nodes
-        # GPUs without NVLink talk through shared memory, and their copy engines are faster at it.
+    elif has_no_nvlink; then # g5, g6
+        # Such GPUs talk through shared memory, and their copy engines are faster at it.
         export NCCL_SHM_USE_CUDA_MEMCPY=${NCCL_SHM_USE_CUDA_MEMCPY:-1}
     fi
 }

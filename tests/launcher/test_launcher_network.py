@@ -41,14 +41,27 @@ def test_efa_nodes_get_efa_settings_and_no_obsolete_ones(project, tmp_path, coun
     }
 
 
-@pytest.mark.parametrize("devices", [{}, {"mlx5_0": "mlx5_core"}])
-def test_nodes_without_efa_get_no_libfabric_setting(project, tmp_path, devices):
-    found = network_environment(project, devices, tmp_path, SLURM_JOB_ID="1")
-    assert found == {
-        "EFA_COUNT": "0",
-        "NCCL_SHM_USE_CUDA_MEMCPY": "1",
-        "NCCL_SOCKET_IFNAME": "^docker,lo,veth",
-    }
+GPU = "GPU 0: NVIDIA A10G (UUID: GPU-1)\n"
+
+
+@pytest.mark.parametrize(
+    "said, expected",
+    [
+        (None, {}),
+        (GPU + "\t Link 0: 26.562 GB/s", {}),
+        (GPU, {"NCCL_SHM_USE_CUDA_MEMCPY": "1"}),
+    ],
+    ids=["no GPU", "InfiniBand and NVLink", "no NVLink"],
+)
+def test_nodes_without_efa_get_no_libfabric_setting(project, tmp_path, said, expected):
+    """And copy engines for NCCL's shared memory only where GPUs have no link to each other."""
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text("#!/bin/sh\n" + ("exit 9" if said is None else f"echo '{said}'"))
+    tool.chmod(0o755)
+    path = f"{tmp_path}:{os.environ['PATH']}"
+    devices = {"mlx5_0": "mlx5_core"} if said else {}
+    found = network_environment(project, devices, tmp_path, SLURM_JOB_ID="1", PATH=path)
+    assert found == {"EFA_COUNT": "0", "NCCL_SOCKET_IFNAME": "^docker,lo,veth"} | expected
 
 
 def test_one_machine_alone_keeps_its_loopback_interface(project, tmp_path):
