@@ -93,8 +93,8 @@ def _entering(h, ends, totals, A, slab, channels, other, order, count, both, her
     return h
 
 
-@triton.jit
-def local(
+@triton.jit  # one kernel: helpers would need all of its state as arguments
+def local(  # noqa: PLR0915
     u,
     dt,
     A,
