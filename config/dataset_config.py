@@ -20,9 +20,6 @@ class DatasetConfig:
     validation_fraction: float = setting(0.01, at_least=0, below=1)
     """Share of the documents held out for OUT/validation; 0 for none. Where that is no whole document, the last tokens
     of the input are."""
-    splits: str = setting("held_out", choices=("held_out", "official"))
-    """Where OUT/validation comes from: a share is held out, or official: the input's own splits become OUT/train,
-    OUT/validation and OUT/test. Those of a datasets name or a save_to_disk folder, or files and folders named so."""
     documents: str = setting("file")
     """What a document of a .txt file is: file (all of it), lines, blank_line (what stands between blank lines), or
     separator:TEXT, such as separator:'<|endoftext|>'."""
@@ -34,16 +31,15 @@ class DatasetConfig:
     config: str = setting("")
     """Configuration of a datasets name."""
     split: str = setting("")
-    """Split of a datasets name or a save_to_disk folder; empty takes train where there are several."""
-    pack: str = setting("auto", choices=("auto", "document", "none"))
+    """Split of a datasets name or a save_to_disk folder; empty takes train where there are several. Of one that is for
+    validation or tests make another OUT, with --validation_fraction=0 and the tokenizer of the first."""
+    pack: str = setting("document", choices=("document", "none"))
     """What comes after each document: document puts its end-of-text token there, none nothing: rows of token ids that
-    are blocks of one long text follow each other as they are. auto does so for save_to_disk folders whose rows are
-    all of one length."""
+    are blocks of one long text follow each other as they are."""
     strip_tokens: list[str] = setting([])
     """Token ids to take from both ends of documents that come as token ids, besides the tokenizer's own bos and eos."""
     vocab_size: int = setting(0, at_least=0)
-    """With --tokenizer=none, one more than the largest token id: up to 65,536 a token takes two bytes. 0: found while
-    reading, and a token takes four."""
+    """With --tokenizer=none, one more than the largest token id; up to 65,536 a token takes two bytes, else four."""
     part: str = setting("")
     """I/N, such as 0/4 to 3/4: this is one of N processes, on any machines that share OUT. Each does its share of the
     input's files (of its documents where there are fewer files than parts); the last to end completes OUT."""
@@ -65,6 +61,10 @@ class DatasetConfig:
                     "--tokenizer=none: give the token id that ends documents, as in --eos_token=0, or "
                     "--pack=none, which takes the rows as they are"
                 )
+            if not self.vocab_size:
+                raise UserError(
+                    "--tokenizer=none: give --vocab_size=N too, one more than the largest token id"
+                )
         elif self.vocab_size:
             raise UserError(
                 f"--vocab_size={self.vocab_size} is for --tokenizer=none; a tokenizer has its own"
@@ -73,8 +73,6 @@ class DatasetConfig:
             raise UserError(
                 f"--strip_tokens={','.join(self.strip_tokens)}: give token ids, as in 1,2"
             )
-        if self.splits == "official" and self.split:
-            raise UserError(f"--split={self.split} and --splits=official exclude each other")
         number, count = self.part_of()
         if number >= count:
             last = max(count, 4) - 1

@@ -4,10 +4,9 @@ import contextlib
 import glob
 import hashlib
 import os
-import re
 import sysconfig
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
@@ -30,11 +29,6 @@ KINDS = {
     ".npy": "datalayout",
 }
 ARCHIVES = (".gz", ".zst")  # of text, JSON and CSV
-STORES = {  # name of a store: what the input's own split for it may be called
-    "train": ("train", "training"),
-    "validation": ("validation", "valid", "val", "dev"),
-    "test": ("test",),
-}
 # Folders of the standard library's that are not its own.
 NOT_BUILTIN = {"site-packages", "dist-packages", "__pycache__"}
 
@@ -45,10 +39,7 @@ class Shard:
 
     name: str  # path of the file or save_to_disk folder, or name on the Hub
     kind: str  # of KINDS, save_to_disk or hub
-    split: str = ""  # of save_to_disk and hub; of a file the words of its path below INPUT
-    store: str = ""  # the store it becomes; empty: train, and what is held out of it
-    number: int = 0  # of kind hub: this one ...
-    count: int = 1  # ... of so many
+    split: str = ""  # of save_to_disk and hub
 
 
 class Document(NamedTuple):
@@ -62,41 +53,37 @@ class Document(NamedTuple):
 def find_shards(input: str, options: DatasetConfig) -> list[Shard]:
     """The shards of what `input` names, in order. Raises UserError where there is nothing to read."""
     path = os.path.expanduser(input)
-    is_local = input == "builtin" or os.path.lexists(path) or glob.has_magic(path)
-    if is_local:
-        shards = list(_local_shards(path, options.format))
-    else:
-        shards = _hub_shards(input, options)
-    if options.splits == "official":
-        return _official(input, shards)
-    if any(shard.kind in ("hub", "save_to_disk") and shard.split for shard in shards):
-        wanted = options.split or "train"
-        chosen = [shard for shard in shards if shard.split == wanted]
-        if not chosen:
-            names = dict.fromkeys(shard.split for shard in shards)
-            raise UserError(
-                f"{input}: no split {wanted!r}; name one of {', '.join(names)} with --split"
-            )
-        return chosen
-    if options.split:
-        raise UserError(f"--split={options.split}: {input} has no splits; leave --split out")
-    return shards
+    wanted = options.split or "train"
+    if input != "builtin" and not os.path.lexists(path) and not glob.has_magic(path):
+        _check_on_hub(input, options.config, wanted)
+        return [Shard(input, "hub", wanted)]
+    shards = _local_shards(path, options.format)
+    names = list(dict.fromkeys(shard.split for shard in shards))
+    if names == [""]:
+        if options.split:
+            raise UserError(f"--split={options.split}: {input} has no splits; leave --split out")
+        return shards
+    if wanted not in names:
+        raise UserError(
+            f"{input}: no split {wanted!r}; name one of {', '.join(names)} with --split"
+        )
+    return [shard for shard in shards if shard.split == wanted]
 
 
 def describe(shards: list[Shard]) -> dict:
     """What the input is at this moment: its files' names, sizes and times."""
     if shards[0].kind == "hub":
-        return {"dataset": shards[0].name, "splits": sorted({shard.split for shard in shards})}
+        return {"dataset": shards[0].name, "splits": [shards[0].split]}
     digest = hashlib.sha256()
     size = 0
     for shard in shards:
-        files = [shard.name]
+        files = [Path(shard.name)]
         if shard.kind == "save_to_disk":
-            files = sorted(map(str, Path(shard.name, shard.split).glob("*.arrow")))
-        for name in files:
-            stat = os.stat(name)
+            files = sorted(Path(shard.name, shard.split).glob("*.arrow"))
+        for path in files:
+            stat = path.stat()
             size += stat.st_size
-            digest.update(os.fsencode(name))
+            digest.update(os.fsencode(path))
             digest.update(f"\0{shard.kind}\0{stat.st_size}\0{stat.st_mtime_ns}\n".encode())
     first = os.fsencode(shards[0].name).decode(errors="replace")
     return {"files": len(shards), "first": first, "bytes": size, "digest": digest.hexdigest()}
@@ -130,32 +117,36 @@ def kind_of(path: Path, format: str = "auto") -> str | None:
     return KINDS.get(os.path.splitext(name)[1])
 
 
-def is_saved_to_disk(path: Path) -> bool:
-    """Whether `datasets` wrote this folder with save_to_disk."""
-    if (path / "dataset_dict.json").is_file():
-        return True
-    return (path / "state.json").is_file() and (path / "dataset_info.json").is_file()
+def _saved_splits(folder: Path) -> list[str]:
+    """The splits of a folder that `datasets` wrote with save_to_disk, "" where it has none; nothing of others."""
+    table = folder / "dataset_dict.json"
+    if table.is_file():
+        return read_object(table, {"splits": [""]}, "save it again")["splits"]
+    if (folder / "state.json").is_file() and (folder / "dataset_info.json").is_file():
+        return [""]
+    return []
 
 
-def _local_shards(name, format) -> Iterator[Shard]:
+def _local_shards(name, format) -> list[Shard]:
     places = [Path(name)]
     if name == "builtin":
         places = builtin_files()
         format = "text"
     elif glob.has_magic(name) and not os.path.exists(name):
         places = [Path(place) for place in sorted(glob.glob(name, recursive=True))]
-    found = 0
+    shards = []
     left_out = []
     for place in places:
         for path in _files_below(place):
-            kind = "save_to_disk" if path.is_dir() else kind_of(path, format)
-            if not kind:
+            full = str(path.absolute())
+            kind = kind_of(path, format)
+            if path.is_dir():
+                shards += [Shard(full, "save_to_disk", split) for split in _saved_splits(path)]
+            elif kind:
+                shards.append(Shard(full, kind))
+            else:
                 left_out.append(path.name)
-                continue
-            found += 1
-            for split in _splits_of(path) or [os.path.relpath(path, name)]:
-                yield Shard(str(path.absolute()), kind, split)
-    if not found:
+    if not shards:
         raise UserError(
             f"{name}: no file named {', '.join(KINDS)} there; --format=text takes every file as text"
         )
@@ -164,6 +155,7 @@ def _local_shards(name, format) -> Iterator[Shard]:
             f"left out: {len(left_out):,} files whose names don't tell a format, such as "
             f"{ascii(left_out[0])}; --format=text takes all as text"
         )
+    return shards
 
 
 def _files_below(place: Path) -> Iterator[Path]:
@@ -174,12 +166,14 @@ def _files_below(place: Path) -> Iterator[Path]:
     seen = set()
     for here, folders, names in os.walk(place, onerror=_refuse, followlinks=True):
         folder = Path(here)
-        is_known = folder.resolve() in seen
-        seen.add(folder.resolve())
-        if is_known or is_saved_to_disk(folder):
+        target = folder.resolve()
+        if target in seen:
             folders.clear()
-            if not is_known:
-                yield folder
+            continue
+        seen.add(target)
+        if _saved_splits(folder):
+            folders.clear()
+            yield folder
             continue
         folders[:] = sorted(name for name in folders if not name.startswith("."))
         for name in sorted(names):
@@ -189,57 +183,21 @@ def _files_below(place: Path) -> Iterator[Path]:
                 yield folder / name
 
 
-def _splits_of(path):
-    """Names of the splits of a save_to_disk folder, one without a name where it is one data set; none of a file."""
-    table = path / "dataset_dict.json"
-    if not path.is_dir():
-        return []
-    if not table.exists():
-        return [""]
-    return read_object(table, {"splits": [""]}, "save it again")["splits"]
-
-
 def _refuse(error):
     raise UserError(f"{error.filename}: can't be read ({error.strerror})") from error
 
 
-def _hub_shards(name, options):
-    import datasets  # a second to import: only where needed
-
-    shards = []
-    try:
-        splits = [options.split or "train"]
-        if options.splits == "official":
-            splits = datasets.get_dataset_split_names(name, options.config or None)
-        for split in splits:
-            count = open_on_hub(name, options.config, split).num_shards
-            shards += [Shard(name, "hub", split, "", number, count) for number in range(count)]
-    except Exception as error:  # the name, split or config is unknown, there is no network, ...
-        raise UserError(
-            f"{name}: no file or folder here, and `datasets` can't load it ({first_line(error)})"
-        ) from error
-    return shards
-
-
 def open_on_hub(name: str, config: str, split: str):
     """A split of a name on the Hub, streaming."""
-    import datasets
+    import datasets  # a second to import: only where needed
 
     return datasets.load_dataset(name, config or None, split=split, streaming=True)
 
 
-def _official(input, shards):
-    """The shards that belong to one of STORES by the words of their split."""
-    chosen = []
-    for store, spellings in STORES.items():
-        for shard in shards:
-            words = re.split(r"[^a-z]+", shard.split.lower())
-            if not set(spellings).isdisjoint(words):
-                chosen.append(replace(shard, store=store))
-    found = list(dict.fromkeys(shard.store for shard in chosen))
-    if "train" not in found or len(found) < 2:
+def _check_on_hub(name, config, split):
+    try:
+        open_on_hub(name, config, split)
+    except Exception as error:  # the name, split or config is unknown, there is no network, ...
         raise UserError(
-            f"{input}: of the splits train, validation and test it has: {', '.join(found) or 'none'}; leave "
-            "--splits=official out to hold out a share of the text"
-        )
-    return chosen
+            f"{name}: no file or folder here, and `datasets` can't load it ({first_line(error)})"
+        ) from error

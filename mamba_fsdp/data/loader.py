@@ -4,11 +4,10 @@ batches.
 The content of a step depends on the sampler and the global batch only: ranks and micro batches are
 slices of it."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,9 +18,6 @@ from mamba_fsdp.conventions import IGNORED_LABEL
 from mamba_fsdp.data.sampler import Sampler
 from mamba_fsdp.data.source import Source, Tokens
 from mamba_fsdp.errors import UserError
-
-# Samples that the sampler is asked for at once: of a few, the calls cost more than the work.
-SAMPLES_AT_ONCE = 1 << 10
 
 Sample = tuple[str, int | None]  # (source name, window); None pads a batch
 
@@ -43,18 +39,17 @@ class Batch(NamedTuple):
         return float((self.weights.double() * counted).sum())
 
     def to(self, device: torch.device) -> "Batch":
-        moved = {
-            name: tensor.to(device, non_blocking=True) for name, tensor in self._tensors().items()
-        }
-        return self._replace(**moved)
+        return self._with_each(lambda tensor: tensor.to(device, non_blocking=True))
 
     def pin_memory(self) -> "Batch":
-        pinned = {name: tensor.pin_memory() for name, tensor in self._tensors().items()}
-        return self._replace(**pinned)
+        return self._with_each(torch.Tensor.pin_memory)
 
-    def _tensors(self) -> dict[str, torch.Tensor]:
+    def _with_each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> "Batch":
         fields = self._asdict()
-        return {name: field for name, field in fields.items() if isinstance(field, torch.Tensor)}
+        for name, field in fields.items():
+            if isinstance(field, torch.Tensor):
+                fields[name] = change(field)
+        return Batch(**fields)
 
 
 @dataclass(frozen=True)
@@ -112,7 +107,6 @@ class Loader(ExitStack):
         self.vocab_size = vocab_size
         self.first_step = first_step
         self.pin_memory = pin_memory
-        self.block = lru_cache(4)(self._read_block)
         self.ahead: dict[int, Future[list[Batch]]] = {}  # step -> its micro batches
         self.pool = None
         if data.num_workers:
@@ -140,29 +134,17 @@ class Loader(ExitStack):
         size = self.layout.batch_size
         mine = self.layout.grad_accumulation_steps * size
         first = (step - self.first_step) * self.layout.global_batch + self.layout.rank * mine
-        samples = self._samples(first, mine)
-        return [self._read_batch(samples[start : start + size]) for start in range(0, mine, size)]
-
-    def _read_batch(self, samples: list[Sample]) -> Batch:
-        batch = _batch(self.sources, samples, self.data, self.vocab_size)
-        if self.pin_memory:
-            return batch.pin_memory()
-        return batch
-
-    def _samples(self, first: int, count: int) -> list[Sample]:
-        """Returns samples [first, first + count)."""
-        first_block = first // SAMPLES_AT_ONCE
-        last_block = (first + count - 1) // SAMPLES_AT_ONCE
-        found: list[Sample] = []
-        for block in range(first_block, last_block + 1):
-            found += self.block(block)
-        start = first - first_block * SAMPLES_AT_ONCE
-        return found[start : start + count]
-
-    def _read_block(self, block: int) -> list[Sample]:
-        sources, windows, _ = self.sampler.samples(block * SAMPLES_AT_ONCE, SAMPLES_AT_ONCE)
+        sources, windows, _ = self.sampler.samples(first, mine)
         names = [self.sampler.names[source] for source in sources.tolist()]
-        return list(zip(names, windows.tolist()))
+        samples = list(zip(names, windows.tolist()))
+        batches = []
+        for start in range(0, mine, size):
+            micro_batch = samples[start : start + size]
+            batch = _batch(self.sources, micro_batch, self.data, self.vocab_size)
+            if self.pin_memory:
+                batch = batch.pin_memory()
+            batches.append(batch)
+        return batches
 
 
 def evaluation_windows(

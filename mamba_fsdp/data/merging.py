@@ -4,7 +4,6 @@ are too few. Killed, it is begun again by whoever comes next: what it starts fro
 import contextlib
 import json
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -17,8 +16,25 @@ from mamba_fsdp.data.tokenizer import TextTokenizer
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.storage import DATASET, move, write_atomically
 
-AT_ONCE = 16  # files: each is a round trip on a network file system
 COPIED = 1 << 20  # tokens at a time
+
+ShardFiles = tuple[Path, dict]  # their path without suffix, their entry in an index
+
+
+def part_writer(
+    folder: Path, tokenizer: TextTokenizer, options: DatasetConfig, state: dict | None = None
+) -> StoreWriter:
+    """A writer of a store, or of one part's share of it."""
+    assert tokenizer.eos is not None  # or it would not have been loaded
+    return StoreWriter(
+        folder,
+        vocab_size=tokenizer.vocab_size,
+        eos=tokenizer.eos,
+        tokenizer=tokenizer.identity,
+        shard_tokens=options.shard_tokens,
+        whole=options.pack == "document",
+        state=state,
+    )
 
 
 def merge(
@@ -27,64 +43,37 @@ def merge(
     tokenizer: TextTokenizer,
     options: DatasetConfig,
     settings: dict[str, Any],
-    names: Sequence[str],
 ) -> dict[str, Any]:
-    """Writes the stores `names` in `out` of the parts, each (its folder, its PartState), and returns the content of
-    dataset.json. Raises UserError where there is no text, or a split without any."""
-    empty = sum(state.empty for _, state in parts)
-    written = sum(state.written for _, state in parts)
-    left_out = f"; left out: {empty:,} empty documents" if empty else ""
-    if not written:
-        raise UserError(f"the input holds no text{left_out}")
-    if any(state.tokenizer != tokenizer.identity for _, state in parts):
-        raise UserError(f"{out}: its parts have different tokenizers; remove it and start again")
-    shards = {name: _shards_of(name, parts) for name in names}
-    cut = None  # the shard whose end is held out
-    if names == ["train", "validation"] and not shards["validation"]:
-        cut = shards["train"].pop()
-    vocab_size = tokenizer.vocab_size
-    if not (tokenizer.backend or options.vocab_size):
-        vocab_size = 1 + max(tokenizer.eos, *(state.highest for _, state in parts))
-    assert tokenizer.eos is not None  # or it would not have been loaded
-    writers = {}
-    for name in names:
-        if not shards[name] and not cut:
-            raise UserError(f"the split for {out / name} holds no text")
-        tokenizer.save(out / name / "tokenizer")
-        writers[name] = StoreWriter(
-            out / name,
-            vocab_size=tokenizer.vocab_size,
-            eos=tokenizer.eos,
-            tokenizer=tokenizer.identity,
-            shard_tokens=options.shard_tokens,
-            whole=options.pack == "document",
-            state=_put_together(out / name, shards[name]),
-        )
-    if cut:
-        held_out = _hold_out_end(cut[0], writers, options.validation_fraction)
-        print(
-            f"held out for validation: the last {held_out:,} tokens, as {written:,} documents are few"
-        )
-    if options.pack == "document":
-        writers["train"].end_document()
-    for path in out.rglob(".*.tmp"):
-        path.unlink()  # what a kill left of files that were being written
+    """Writes the stores in `out` of the parts, each (its folder, its PartState), and returns the content of
+    dataset.json. Raises UserError where there is no text."""
+    shards: dict[str, list[ShardFiles]] = {}
+    for folder, state in parts:
+        for name, store in state.stores.items():
+            files = [(folder / name / shard["name"], shard) for shard in store["shards"]]
+            shards[name] = shards.get(name, []) + files
+    if not shards["train"]:
+        raise UserError("the input holds no text")
+    if shards.get("validation") == []:
+        _hold_out_end(shards, parts[-1][0] / "held_out", tokenizer, options)
     stores = {}
-    for name, writer in writers.items():
-        writer.vocab_size = vocab_size
-        store = writer.finish()
+    for name, files in shards.items():
+        path = out / name
+        tokenizer.save(path / "tokenizer")
+        entries = _put_together(path, files)
+        store = part_writer(path, tokenizer, options, {"shards": entries}).finish()
         stores[name] = {"tokens": store.token_count, "documents": store.document_count}
-        print(f"{out / name}: {store.token_count:,} tokens in {store.document_count:,} documents")
+        print(f"{path}: {store.token_count:,} tokens in {store.document_count:,} documents")
+    empty = sum(state.empty for _, state in parts)
     done = {
         **DATASET.header(),
         "settings": settings,
         "tokenizer": tokenizer.identity,
-        "vocab_size": vocab_size,
+        "vocab_size": tokenizer.vocab_size,
         "counts": {"empty": empty},
         "stores": stores,
     }
     write_atomically(out / "dataset.json", json.dumps(done, indent=1) + "\n")
-    print(f"vocabulary {vocab_size:,}{left_out}")
+    print(f"vocabulary {tokenizer.vocab_size:,}; empty documents left out: {empty:,}")
     return done
 
 
@@ -92,42 +81,33 @@ def exact(fraction: float) -> Fraction:
     return Fraction(fraction).limit_denominator(10**6)
 
 
-def _shards_of(name, parts):
-    """(path without suffix, entry in the index) of each shard of a store."""
-    found = []
-    for folder, state in parts:
-        for shard in state.stores.get(name, {"shards": []})["shards"]:
-            found.append((folder / name / shard["name"], shard))
-    return found
-
-
-def _put_together(store: Path, shards: list) -> dict[str, Any]:
-    """Gives the shards their numbers in the store. Returns what a writer resumes from."""
+def _put_together(store: Path, shards: list[ShardFiles]) -> list[dict]:
+    """Moves the shards into the store, numbered anew. Returns their entries in its index."""
+    store.mkdir(parents=True, exist_ok=True)
     entries = []
-    moves = []
     for number, (path, shard) in enumerate(shards):
         name = f"{number:05d}"
         entries.append({**shard, "name": name})
         for suffix in ("bin", "doc"):
-            moves.append((Path(f"{path}.{suffix}"), store / f"{name}.{suffix}"))
-
-    def take(old_and_new):
-        with contextlib.suppress(FileNotFoundError):  # moved before a kill
-            move(*old_and_new)
-
-    store.mkdir(parents=True, exist_ok=True)
-    with ThreadPoolExecutor(AT_ONCE) as pool:
-        list(pool.map(take, moves))
-    return {"shards": entries}
+            with contextlib.suppress(FileNotFoundError):  # moved before a kill
+                move(Path(f"{path}.{suffix}"), store / f"{name}.{suffix}")
+    return entries
 
 
-def _hold_out_end(path: Path, writers: dict[str, StoreWriter], fraction: float) -> int:
-    """Too few documents for a whole one: the last tokens, of the last shard, become the validation store. Returns their
-    number."""
+def _hold_out_end(
+    shards: dict[str, list[ShardFiles]],
+    folder: Path,
+    tokenizer: TextTokenizer,
+    options: DatasetConfig,
+) -> None:
+    """Too few documents for a whole one: the last tokens, of the last shard, become the validation store. Writes both
+    parts of that shard into `folder`."""
+    path, _ = shards["train"].pop()
+    writers = {name: part_writer(folder / name, tokenizer, options) for name in shards}
     train = writers["train"]
     tokens = np.memmap(f"{path}.bin", train.dtype, "r")
-    total = train.token_count + len(tokens)
-    wanted = max(2, round(total * exact(fraction)))
+    total = len(tokens) + sum(entry["tokens"] for _, entry in shards["train"])
+    wanted = max(2, round(total * exact(options.validation_fraction)))
     cut = max(1, len(tokens) - wanted)
     if cut >= len(tokens) - 1:
         raise UserError(
@@ -135,7 +115,12 @@ def _hold_out_end(path: Path, writers: dict[str, StoreWriter], fraction: float) 
         )
     if tokens[cut] == train.eos:
         cut += 1
-    for writer, part in ((train, tokens[:cut]), (writers["validation"], tokens[cut:])):
-        for begin in range(0, len(part), COPIED):
-            writer.append(part[begin : begin + COPIED])
-    return len(tokens) - cut
+    for name, kept in (("train", tokens[:cut]), ("validation", tokens[cut:])):
+        writer = writers[name]
+        for piece in np.array_split(kept, 1 + len(kept) // COPIED):
+            writer.append(piece)
+        if writer.whole and kept[-1] != writer.eos:
+            writer.append([writer.eos])
+        for entry in writer.finish_shards():
+            shards[name].append((folder / name / entry["name"], entry))
+    print(f"held out for validation: the last {len(tokens) - cut:,} tokens, of few documents")

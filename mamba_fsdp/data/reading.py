@@ -8,8 +8,9 @@ import io
 import json
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import datasets
@@ -17,15 +18,20 @@ import numpy as np
 import pyarrow
 
 from config.dataset_config import DatasetConfig
-from mamba_fsdp.data.arrow_columns import column_of, named_errors, rows_of
 from mamba_fsdp.data.corpus import Document, Shard, open_on_hub
-from mamba_fsdp.data.importers.arrow import arrow_documents
-from mamba_fsdp.data.importers.datalayout import datalayout_documents
-from mamba_fsdp.data.importers.save_to_disk import check_all_count, open_saved_to_disk
+from mamba_fsdp.data.importers import (
+    arrow_documents,
+    check_all_count,
+    column_of,
+    datalayout_documents,
+    named_errors,
+    rows_of,
+)
 from mamba_fsdp.errors import UserError, first_line
 
 BLOCK = 1 << 20  # characters of a text that the tokenizer is given at once, and bytes read at once
 ROWS = 64  # of a table at a time
+SEPARATORS = {"lines": r"\r?\n", "blank_line": r"(?:^|\n)(?:[ \t\r]*\n)+"}  # of documents in text
 
 datasets.disable_progress_bars()
 datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # what went wrong is said once, by us
@@ -33,12 +39,12 @@ datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # what went wrong is 
 
 @dataclass
 class Batch:
-    """Documents that follow each other and belong to one store."""
+    """Documents that follow each other."""
 
-    documents: list[Document]
-    store: str  # see Shard
-    empty: int  # documents left out, as they hold nothing but white space
-    position: dict[str, Any]  # where a reader resumes behind them
+    documents: list[Document] = field(default_factory=list)
+    empty: int = 0  # documents left out, as they hold nothing but white space
+    position: dict[str, Any] = field(default_factory=dict)  # where a reader resumes behind them
+    size: int = 0  # characters or tokens
 
 
 def read_batches(
@@ -64,53 +70,52 @@ def read_batches(
     if position:
         dataset.load_state_dict(position["dataset"])
         seen = position["documents"]
-    batch = Batch([], "", 0, {})
-    held = 0
+    batch = Batch()
     for row in dataset:
-        if batch.position and (held >= size or row["store"] != batch.store):
+        if batch.size >= size:
             yield batch
-            batch = Batch([], "", 0, {})
-            held = 0
+            batch = Batch()
         for document in row["documents"]:
             is_ours = seen % count == number
             seen += document.ends
-            if not is_ours:
-                continue
-            if document.begins and document.ends and _is_empty(document.content):
+            if is_ours and document.begins and document.ends and _is_empty(document.content):
                 batch.empty += 1
-                continue
-            batch.documents += _short_parts(document)
-            held += len(document.content)
-        batch.store = row["store"]
+            elif is_ours:
+                batch.documents += _short_parts(document)
+                batch.size += len(document.content)
         batch.position = {"dataset": dataset.state_dict(), "documents": seen}
     if batch.position:
         yield batch
 
 
 def _rows(shards: list[Shard], options: DatasetConfig) -> Iterator[dict]:
+    """Yields some documents at a time: telling where a reader stands takes longer than to read a short one."""
     for shard in shards:
+        group: list[Document] = []
+        size = 0
         with named_errors(shard.name, shard.kind):
-            for documents in READERS[shard.kind](shard, options):
-                yield {"store": shard.store, "documents": documents}
+            for document in READERS[shard.kind](shard, options):
+                group.append(document)
+                size += 1 + len(document.content)
+                if size >= BLOCK:
+                    yield {"documents": group}
+                    group = []
+                    size = 0
+        yield {"documents": group}
 
 
 def _is_empty(content):
-    if isinstance(content, str):
-        return not content or content.isspace()
-    return len(content) == 0
+    return len(content) == 0 or (isinstance(content, str) and content.isspace())
 
 
 def _short_parts(document):
     """A long text in parts: the tokenizer takes some hundred bytes of memory for each token of a call."""
     content = document.content
-    if not isinstance(content, str):
+    if not isinstance(content, str) or len(content) <= BLOCK:
         return [document]
-    parts = []
-    for start in range(0, len(content), BLOCK):
-        end = start + BLOCK
-        is_last = end >= len(content)
-        begins = document.begins and start == 0
-        parts.append(Document(content[start:end], begins, document.ends and is_last))
+    pieces = [content[start : start + BLOCK] for start in range(0, len(content), BLOCK)]
+    parts = [Document(piece, ends=False) for piece in pieces]
+    parts[-1] = parts[-1]._replace(ends=document.ends)
     return parts
 
 
@@ -119,18 +124,17 @@ def _short_parts(document):
 
 def _table_documents(shard, options):
     for table in _open(shard, options).with_format("arrow").iter(batch_size=ROWS):
-        column = column_of(shard.name, table, options.text_column)
         check_all_count(shard.name, table)
-        yield [Document(row) for row in rows_of(shard.name, column)]
+        column = column_of(shard.name, table, options.text_column)
+        yield from map(Document, rows_of(shard.name, column))
 
 
 def _open(shard, options):
     column = options.text_column
     if shard.kind == "save_to_disk":
-        return open_saved_to_disk(shard.name, shard.split)
+        return datasets.load_from_disk(str(Path(shard.name, shard.split)))
     if shard.kind == "hub":
-        rows = open_on_hub(shard.name, options.config, shard.split)
-        return rows.shard(shard.count, shard.number)
+        return open_on_hub(shard.name, options.config, shard.split)
     how: dict[str, Any] = {}
     if shard.kind == "csv":  # each field is text as it stands there: no number, and NA is no gap
         how = {"usecols": [column], "converters": {column: str}, "keep_default_na": False}
@@ -149,57 +153,31 @@ def _text_documents(shard, options):
         if options.documents == "file":
             yield from _whole_file(file)
             return
-        separator = _separator(options.documents)
+        kind, _, text = options.documents.partition(":")
+        separator = re.compile(SEPARATORS.get(kind) or re.escape(text))
         rest = ""
         while text := file.read(BLOCK):
             *documents, rest = separator.split(rest + text)
-            yield [Document(document.strip("\r\n")) for document in documents]
-        yield [Document(rest.strip("\r\n"))]
+            yield from [Document(document.strip("\r\n")) for document in documents]
+        yield Document(rest.strip("\r\n"))
 
 
 def _whole_file(file):
     begins = True
-    is_last = False
     text = file.read(BLOCK)
-    while not is_last:
-        following = file.read(BLOCK)
-        is_last = not following
-        yield [Document(text, begins, is_last)]
+    while following := file.read(BLOCK):
+        yield Document(text, begins, ends=False)
         begins = False
         text = following
-
-
-def _separator(documents):
-    """What stands between documents of a text file."""
-    kind, _, text = documents.partition(":")
-    patterns = {
-        "lines": r"\r?\n",
-        "blank_line": r"(?:^|\n)(?:[ \t\r]*\n)+",
-        "separator": re.escape(text),
-    }
-    return re.compile(patterns[kind])
+    yield Document(text, begins)
 
 
 def _json_documents(shard, options):
     with _opened(shard.name) as file:
-        lines = file.readlines(BLOCK)
-        if "".join(lines[:1]).lstrip().startswith("["):
-            records = json.loads("".join(lines) + file.read())
-            for number, record in enumerate(records, 1):
-                where = f"{shard.name}: record {number}"
-                yield [Document(_field(where, record, options.text_column))]
-            return
-        number = 0
-        while lines:
-            documents = []
-            for line in lines:
-                number += 1
-                where = f"{shard.name}: record {number}"
-                if line.strip():
-                    record = _parsed(where, line)
-                    documents.append(Document(_field(where, record, options.text_column)))
-            yield documents
-            lines = file.readlines(BLOCK)
+        for number, line in enumerate(file, 1):
+            where = f"{shard.name}: line {number}"
+            if line.strip():
+                yield Document(_field(where, line, options.text_column))
 
 
 def _opened(name):
@@ -211,24 +189,19 @@ def _opened(name):
     return io.TextIOWrapper(file, "utf-8-sig", newline="\n")
 
 
-def _parsed(where, line):
-    try:
-        return json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{where} is no valid JSON ({first_line(error)})") from None
-
-
-def _field(where, record, column):
+def _field(where, line, column):
     """What `column` names in a record: text, or token ids; "" for null. document.text is the field text of document."""
-    value = record
+    try:
+        record = value = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{where} is no JSON ({first_line(error)})") from None
     names = [column] if isinstance(record, dict) and column in record else column.split(".")
     for name in names:
         if value is None:
-            break
+            return ""
         if not isinstance(value, dict) or name not in value:
-            has = ", ".join(map(str, value)) if isinstance(value, dict) else type(value).__name__
             raise UserError(
-                f"{where}: there is no {column!r} in it ({has}); name one with --text_column"
+                f"{where}: there is no {column!r} in {line.strip()[:100]}; name one with --text_column"
             )
         value = value[name]
     if value is None:
@@ -241,7 +214,7 @@ def _field(where, record, column):
     return value
 
 
-READERS: dict[str, Callable[[Shard, DatasetConfig], Iterable[list]]] = {
+READERS: dict[str, Callable[[Shard, DatasetConfig], Iterator[Document]]] = {
     "text": _text_documents,
     "json": _json_documents,
     "csv": _table_documents,

@@ -15,14 +15,7 @@ from mamba_fsdp.errors import UserError
 
 def training_sources(data: DataConfig) -> tuple[dict[str, Source], dict[str, float]]:
     """({name: source}, {name: weight}) of the settings. Raises UserError where one is missing or broken."""
-    root = Path(data.dataset_path)
-    places = {name: split_in(root / name) for name in data.datasets}
-    if len(places) < len(data.datasets):
-        raise UserError(f"datasets {','.join(data.datasets)} names one twice; give each once")
-    if not places:
-        place = split_in(root)
-        places = {place.name: place}
-    sources: dict[str, Source] = {name: _open(place, data) for name, place in places.items()}
+    sources: dict[str, Source] = {name: _open(path, data) for name, path in _places(data).items()}
     weights = data.weights or [source.token_count for source in sources.values()]
     return sources, dict(zip(sources, weights))
 
@@ -33,15 +26,21 @@ def validation_sources(data: DataConfig) -> list[Source]:
         return []
     if data.validation_path != "auto":
         return [_open(split_in(Path(data.validation_path), "validation"), data)]
+    trained = _places(data).values()
+    beside = dict.fromkeys(path.parent / "validation" for path in trained)
+    return [_open(path, data) for path in beside if is_store(path) and path not in trained]
+
+
+def _places(data: DataConfig) -> dict[str, Path]:
+    """{name: path} of the stores to train on."""
     root = Path(data.dataset_path)
-    roots = [root / name for name in data.datasets] or [root]
-    found: dict[Path, Source] = {}
-    for training in roots:
-        for folder in (training, training.parent):
-            place = folder / "validation"
-            if place != training and place not in found and is_store(place):
-                found[place] = _open(place, data)
-    return list(found.values())
+    places = {name: split_in(root / name) for name in data.datasets}
+    if len(places) < len(data.datasets):
+        raise UserError(f"datasets {','.join(data.datasets)} names one twice; give each once")
+    if not places:
+        path = split_in(root)
+        places[path.name] = path
+    return places
 
 
 def _open(path, data):

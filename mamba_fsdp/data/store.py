@@ -18,6 +18,7 @@ import os
 import shlex
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -35,7 +36,8 @@ from mamba_fsdp.storage import (
     write_atomically,
 )
 
-SHARDS = [{"name": ..., "tokens": 0, "documents": 0, "bin_sha256": "", "doc_sha256": ""}]
+SHARDS = [{"name": ..., "tokens": 1, "documents": 1, "bin_sha256": "", "doc_sha256": ""}]
+INDEX = {"dtype": "", "vocab_size": 0, "eos": -1, "tokenizer": "", "shards": SHARDS}
 LOOKS_AT_ONCE = (
     16  # at files: each is a round trip on a network file system, and a large store has thousands
 )
@@ -51,32 +53,20 @@ class TokenStore:
 
     def __init__(self, path: str | Path, index: dict | None = None):
         self.path = Path(path)
-        is_checked = index is not None
         self.index = index or _read_index(self.path)
-        try:
-            self._take_index()
-            if not is_checked:
-                with ThreadPoolExecutor(LOOKS_AT_ONCE) as pool:
-                    list(pool.map(self._map_anew, range(len(self._shards))))
-        except (KeyError, TypeError, ValueError, OverflowError, AttributeError) as error:
-            raise UserError(
-                f"{self.path / 'index.json'}: lacks or garbles {error}; make the store again"
-            ) from error
-
-    def _take_index(self):
-        index = self.index
-        self.dtype = np.dtype(index["dtype"]).newbyteorder("<")
-        self.vocab_size = index["vocab_size"]
-        self.eos = index["eos"]
-        self.tokenizer = index["tokenizer"]
-        self.identity = index["checksum"]
-        self._shards = like(index["shards"], SHARDS)
-        tokens = [shard["tokens"] for shard in self._shards]
-        self._starts = [0, *itertools.accumulate(tokens)]
+        self.dtype = np.dtype(self.index["dtype"]).newbyteorder("<")
+        self.vocab_size = self.index["vocab_size"]
+        self.eos = self.index["eos"]
+        self.tokenizer = self.index["tokenizer"]
+        self.identity = self.index["checksum"]
+        self._shards = self.index["shards"]
+        self._starts = [0, *itertools.accumulate(shard["tokens"] for shard in self._shards)]
         self.token_count = self._starts[-1]
         self.document_count = sum(shard["documents"] for shard in self._shards)
-        self._map_anew = functools.partial(_map, self.path, self._shards, self.dtype)
         self._map = functools.cache(self._map_anew)  # of shards that were read
+        if index is None:
+            with ThreadPoolExecutor(LOOKS_AT_ONCE) as pool:
+                list(pool.map(self._map_anew, range(len(self._shards))))
 
     def __reduce__(self):
         return TokenStore, (self.path, self.index)
@@ -93,11 +83,7 @@ class TokenStore:
 
     def read(self, start: int, count: int) -> Tokens:
         """Tokens [start, start + count) of the store, across shards, with their positions."""
-        assert 0 <= start and 0 <= count and start + count <= self.token_count, (
-            start,
-            count,
-            self.token_count,
-        )
+        assert 0 <= start <= start + count <= self.token_count
         first = min(bisect.bisect_right(self._starts, start), len(self._shards)) - 1
         last = max(first, bisect.bisect_left(self._starts, start + count) - 1)
         parts = [self._read_shard(shard, start, start + count) for shard in range(first, last + 1)]
@@ -124,13 +110,9 @@ class TokenStore:
         end = min(end - self._starts[shard], len(tokens))
         first = starts.searchsorted(offset, "right") - 1
         inner = starts[first + 1 : starts.searchsorted(end, "left")] - offset
+        lengths = np.diff(inner, append=end - offset)
         position = offset - int(starts[first])
-        rises = (
-            not len(inner)
-            or 0 < inner[0]
-            and inner[-1] < end - offset
-            and (inner[1:] > inner[:-1]).all()
-        )
+        rises = (inner[:1] > 0).all() and (lengths > 0).all()
         if not (rises and 0 <= position < LARGEST_DOCUMENT):
             raise UserError(
                 f"{self.path / self._shards[shard]['name']}.doc: damaged, what it says is no start of a "
@@ -138,9 +120,18 @@ class TokenStore:
             )
         positions = np.arange(position, position + end - offset, dtype=np.int32)
         if len(inner):
-            lengths = np.diff(np.append(inner, end - offset))
             positions[inner[0] :] -= np.repeat(positions[inner], lengths)
         return tokens[offset:end], positions
+
+    def _map_anew(self, shard):
+        """(tokens, where its documents start) of a shard, both mapped, if their files have the right size."""
+        entry = self._shards[shard]
+        stem = self.path / entry["name"]
+        starts = np.dtype("<i8")
+        return (
+            _map_file(Path(f"{stem}.bin"), self.dtype, entry["tokens"]),
+            _map_file(Path(f"{stem}.doc"), starts, entry["documents"]),
+        )
 
 
 def is_store(path: Path) -> bool:
@@ -153,17 +144,6 @@ def split_in(path: Path, split: str = "train") -> Path:
     if not is_store(path) and is_store(path / split):
         return path / split
     return path
-
-
-def _map(folder, shards, dtype, shard):
-    """(tokens, where its documents start) of a shard, both mapped, if their files have the right size."""
-    entry = shards[shard]
-    stem = folder / entry["name"]
-    starts = np.dtype("<i8")
-    return (
-        _map_file(Path(f"{stem}.bin"), dtype, entry["tokens"]),
-        _map_file(Path(f"{stem}.doc"), starts, entry["documents"]),
-    )
 
 
 def _map_file(path, dtype, count):
@@ -218,45 +198,29 @@ class StoreWriter:
         self._open = state["open"]  # tokens of the document that has not ended
         self._tokens = state["tokens"]  # of the shard that is being written
         self._documents = state["documents"]
+        self._files: list[BinaryIO] = []  # of that shard, once something is written to it
         self.path.mkdir(parents=True, exist_ok=True)
-        self._files = self._open_files()
-
-    @property
-    def token_count(self) -> int:
-        return self._tokens + sum(shard["tokens"] for shard in self._shards)
-
-    @property
-    def document_count(self) -> int:
-        """Documents begun so far."""
-        return self._documents + sum(shard["documents"] for shard in self._shards)
 
     def append(self, tokens: ArrayLike) -> None:
         """Appends `tokens` (n,), integers: each eos ends a document; the next call continues what has no end yet."""
         tokens = np.asarray(tokens)
-        if len(tokens) and (int(tokens.max()) >= self.vocab_size or int(tokens.min()) < 0):
+        if len(tokens) and (tokens.min() < 0 or tokens.max() >= self.vocab_size):
             raise UserError(
-                f"{self.path}: token id {int(tokens.max())} or {int(tokens.min())} is outside the "
-                f"vocabulary of {self.vocab_size}; the token ids and --tokenizer don't belong together"
+                f"{self.path}: token ids from {tokens.min()} to {tokens.max()}, but there are {self.vocab_size}; "
+                "name the tokenizer that made them with --tokenizer, or the --vocab_size where there is none"
             )
-        while not self.whole and self._tokens + len(tokens) > self.shard_tokens:
-            room = self.shard_tokens - self._tokens
-            self._write(tokens[:room], self._ends(tokens[:room]))
-            self._finish_shard()
-            tokens = tokens[room:]
-        done = 0
-        ends = self._ends(tokens)
-        while len(ends) and self._tokens + ends[-1] - done >= self.shard_tokens:
-            last = ends.searchsorted(
-                self.shard_tokens - self._tokens + done
-            )  # the document that fills the shard
-            self._write(tokens[done : ends[last]], ends[: last + 1] - done)
-            self._finish_shard()
-            done = int(ends[last])
-            ends = ends[last + 1 :]
-        self._write(tokens[done:], ends - done)
-
-    def _ends(self, tokens):
-        return np.flatnonzero(tokens == self.eos) + 1
+        while len(tokens):
+            end = max(1, self.shard_tokens - self._tokens)
+            if self.whole:  # the document that fills the shard goes on to its end
+                document_ends = np.flatnonzero(tokens[end - 1 :] == self.eos)
+                if len(document_ends):
+                    end += int(document_ends[0])
+                else:
+                    end = len(tokens) + 1
+            self._write(tokens[:end])
+            if end <= len(tokens):
+                self._finish_shard()
+            tokens = tokens[end:]
 
     def state(self) -> dict:
         """Flushes to disk; returns a JSON-able dict for `StoreWriter(..., state=...)`."""
@@ -270,28 +234,17 @@ class StoreWriter:
             "open": self._open,
         }
 
-    def end_document(self) -> None:
-        """Ends the document that is open, if any."""
-        if self._open:
-            self.append([self.eos])
-
     def finish_shards(self) -> list[dict]:
-        """The shards as the index lists them, the last one finished too; for `state={"shards": ...}` of another writer,
-        beside whose files they are put."""
+        """Returns the shards as an index lists them, the last one finished too."""
         assert not (self.whole and self._open), "the last document has no end"
         if self._tokens:
             self._finish_shard()
-        self.close()
         return self._shards
 
     def finish(self) -> TokenStore:
         """Writes the index: from here on the folder is a store. Returns it open."""
-        assert self.token_count, "a store holds at least one document"
-        self.finish_shards()
-        named = {shard["name"] for shard in self._shards}
-        for path in [*self.path.glob("?????.bin"), *self.path.glob("?????.doc")]:
-            if path.stem not in named:  # opened after the last shard
-                path.unlink()
+        shards = self.finish_shards()
+        assert shards, "a store holds at least one document"
         sync_folder(self.path)
         index = {
             **TOKEN_STORE.header(),
@@ -299,12 +252,10 @@ class StoreWriter:
             "vocab_size": self.vocab_size,
             "eos": self.eos,
             "tokenizer": self.tokenizer,
-            "shards": self._shards,
+            "shards": shards,
         }
-        write_atomically(
-            self.path / "index.json",
-            json.dumps({**index, "checksum": _checksum(index)}, indent=1) + "\n",
-        )
+        index["checksum"] = _checksum(index)
+        write_atomically(self.path / "index.json", json.dumps(index, indent=1) + "\n")
         return TokenStore(self.path)
 
     def close(self) -> None:
@@ -317,26 +268,28 @@ class StoreWriter:
     def _open_files(self):
         """The current shard's files, to be written behind what is known to be in them. What is there too is not cut
         off now: of a process that is taken for dead and wakes, it is what this one is about to write there."""
+        if self._files:
+            return
         sizes = [self._tokens * self.dtype.itemsize, self._documents * 8]
-        files = []
         for path, size in zip(self._paths(), sizes):
             file = open(os.open(path, os.O_RDWR | os.O_CREAT, 0o666), "r+b")
-            files.append(file)
+            self._files.append(file)
             if file.seek(0, os.SEEK_END) < size:
                 raise UserError(f"{path}: shorter than recorded; start again with --overwrite")
             file.seek(size)
-        return files
 
-    def _write(self, tokens, ends):
-        if not len(tokens):
-            return
-        starts = np.concatenate([[0] if not self._open else [], ends[ends < len(tokens)]])
+    def _write(self, tokens):
+        ends = np.flatnonzero(tokens == self.eos) + 1
+        starts = ends[ends < len(tokens)]
+        if not self._open:
+            starts = np.append(0, starts)
         lengths = np.diff(ends, prepend=-self._open, append=len(tokens))
         if lengths.max() > LARGEST_DOCUMENT:
             raise UserError(
-                f"{self.path}: document {self.document_count} has {lengths.max()} tokens, more than "
-                f"{LARGEST_DOCUMENT}; cut it into smaller documents"
+                f"{self.path}: a document has {lengths.max()} tokens, more than {LARGEST_DOCUMENT}; cut it into "
+                "smaller documents"
             )
+        self._open_files()
         self._files[0].write(tokens.astype(self.dtype).tobytes())
         self._files[1].write((starts + self._tokens).astype("<i8").tobytes())
         self._tokens += len(tokens)
@@ -344,6 +297,7 @@ class StoreWriter:
         self._open = int(lengths[-1])
 
     def _finish_shard(self):
+        self._open_files()
         for file in self._files:
             file.truncate()  # here: what an earlier process wrote with other settings may be longer
         self.state()
@@ -359,7 +313,7 @@ class StoreWriter:
             }
         )
         self._tokens = self._documents = self._open = 0
-        self._files = self._open_files()
+        self._files = []
 
 
 def _read_index(folder):
@@ -372,7 +326,13 @@ def _read_index(folder):
         raise UserError(
             f"{path}: the index does not match its own checksum; copy it again or make the store again"
         )
-    return index
+    try:
+        like(index, INDEX)
+        if index["dtype"] not in ("uint16", "uint32"):
+            raise ValueError(f"dtype {index['dtype']}")
+        return index
+    except ValueError as error:
+        raise UserError(f"{path}: garbled ({error}); make the store again") from error
 
 
 def _why_no_store(folder):

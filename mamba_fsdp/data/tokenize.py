@@ -2,7 +2,8 @@
 
     OUT/train/  OUT/validation/        token stores
     OUT/dataset.json                   what made them; written last
-    OUT/.progress/1-of-4/              while unfinished, of each part: train/, validation/, tokenizer/ and ...
+    OUT/.progress/begun.json           while unfinished: what makes them
+    OUT/.progress/1-of-4/              of each part: train/, validation/, tokenizer/ and ...
     OUT/.progress/1-of-4/state.json    ... how far it is
 
 Each part writes shards of its own; who ends last puts them together (merging.py). The stores' bytes depend on the input,
@@ -10,13 +11,15 @@ the settings and the number of parts, not on being killed.
 """
 
 import contextlib
-import errno
 import json
+import os
 import shutil
 import sys
 import time
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field, replace
+from collections import deque
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -24,30 +27,25 @@ import numpy as np
 
 from config.dataset_config import DatasetConfig
 from mamba_fsdp.data import tokenizer as tokenizers_
-from mamba_fsdp.data.corpus import STORES, Shard, describe, find_shards
-from mamba_fsdp.data.encoding import BATCH_SIZE, encode
-from mamba_fsdp.data.importers.save_to_disk import rows_are_blocks
-from mamba_fsdp.data.merging import exact, merge
+from mamba_fsdp.data.corpus import Shard, describe, find_shards
+from mamba_fsdp.data.merging import exact, merge, part_writer
 from mamba_fsdp.data.reading import Batch, read_batches
 from mamba_fsdp.data.sampler import splitmix64
-from mamba_fsdp.data.store import SHARDS, StoreWriter, TokenStore
+from mamba_fsdp.data.store import SHARDS, TokenStore
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.lease import Lease
 from mamba_fsdp.report.console import output_that_may_go
 from mamba_fsdp.storage import DATASET, read_object, write_atomically
 
+BATCH_SIZE = (1 << 20) * max(1, len(os.sched_getaffinity(0)) // 4)  # characters encoded at once
+BATCHES_AHEAD = 2  # one in the library, the one before it becomes an array
 TRAINING_SAMPLE = 32 << 20  # characters of text that a tokenizer is trained on
 SAMPLED_SHARDS = 64  # at most, that these come from
 PROGRESS = ".progress"
 START_AGAIN = "start again with --overwrite, or remove it by hand"
 RESUMES = "the same command resumes from here"
-NOT_RECORDED = (
-    "format",
-    "config",
-    "split",
-    "part",
-    "overwrite",
-)  # the stores depend on the other options
+# The stores depend on the other options.
+NOT_RECORDED = ("format", "config", "split", "part", "overwrite")
 NUMBERS = 1 << 40  # between the numbers of the first documents of two parts
 
 
@@ -55,31 +53,22 @@ NUMBERS = 1 << 40  # between the numbers of the first documents of two parts
 class PartState:
     """How far a part is. Saved when its stores are flushed, so that another process resumes from it."""
 
-    settings: dict[str, Any]
-    tokenizer: str  # its identity
     position: dict[str, Any] | None = None  # in the input, see reading.py
     written: int = 0  # documents ended
     is_open: bool = False  # the last document goes on
     empty: int = 0  # documents left out
-    highest: int = 0  # token id
     stores: dict[str, Any] = field(default_factory=dict)  # of each its StoreWriter's state
     finished: bool = False
 
     @classmethod
-    def load(cls, folder: Path) -> "PartState | None":
-        """The state of the part in `folder`, None where it was not begun. Raises UserError where it is damaged."""
-        example = {
-            "settings": {"input": {}},
-            "written": 0,
-            "empty": 0,
-            "highest": 0,
-        }
-        stores = {"": {"shards": SHARDS}}
+    def load(cls, folder: Path) -> "PartState":
+        """The state of the part in `folder`. Raises UserError where it is damaged."""
+        example = {"written": 0, "empty": 0, "stores": {"": {"shards": SHARDS}}}
         path = folder / "state.json"
         try:
-            return cls(**read_object(path, {**example, "stores": stores}, START_AGAIN))
+            return cls(**read_object(path, example, START_AGAIN))
         except FileNotFoundError:
-            return None
+            return cls()
         except TypeError as error:
             raise UserError(f"{path}: {error}; {START_AGAIN}") from error
 
@@ -89,7 +78,7 @@ class PartState:
 
 @output_that_may_go()
 def make_dataset(
-    input: str, out: str | Path, options: DatasetConfig, *, save_seconds: float = 5.0
+    input: str, out: str | Path, options: DatasetConfig, *, save_seconds: float = 10.0
 ) -> dict | None:
     """Makes token stores in OUT of what `input` names, as the options say; resumes where earlier calls stopped.
 
@@ -98,7 +87,6 @@ def make_dataset(
     """
     out = Path(out)
     shards = find_shards(input, options)
-    options = replace(options, pack=_pack_of(shards, options))
     settings = {name: value for name, value in asdict(options).items() if name not in NOT_RECORDED}
     settings["input"] = describe(shards)
     try:
@@ -108,47 +96,28 @@ def make_dataset(
             done = _Part(out, shards, options, settings).run(save_seconds)
         return done
     except OSError as error:
-        remedy = "fix that"
-        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-            remedy = "free some space"
-        place = f"{error.filename or out}: can't be written ({error.strerror})"
-        raise UserError(f"{place}; {remedy}, then {RESUMES}") from error
+        place = error.filename or out
+        raise UserError(
+            f"{place}: can't be written ({error.strerror}); mend that, then {RESUMES}"
+        ) from error
     except KeyboardInterrupt:
         print(f"\n{out} is unfinished; {RESUMES}", file=sys.stderr)
         raise
 
 
-def _pack_of(shards, options):
-    """`document` or `none`, also where the option says auto."""
-    if options.pack != "auto":
-        return options.pack
-    for shard in shards:
-        is_saved = shard.kind == "save_to_disk"
-        if not is_saved or not rows_are_blocks(shard.name, shard.split, options.text_column):
-            return "document"
-    print("rows of one length: laid end to end as they are (--pack=none)")
-    return "none"
-
-
 def _prepare(out, overwrite):
     """Makes OUT, and removes an earlier dataset in it if told so. Raises UserError where something else is in its
     place."""
-    if out.exists() and not out.is_dir():
-        raise UserError(f"{out}: is a file; name a folder for the stores")
     out.mkdir(parents=True, exist_ok=True)
-    others = sorted(path.name for path in out.iterdir() if not path.name.startswith("."))
-    if others and not (out / "dataset.json").exists() and not (out / PROGRESS).exists():
-        raise UserError(
-            f"{out}: not empty and not made by this program (it holds {', '.join(others[:3])}); choose "
-            "another folder"
-        )
-    if not overwrite:
-        return
-    # Indexes go first: a store cut short must not look whole.
-    for name in ("dataset.json", *(f"{store}/index.json" for store in STORES)):
-        (out / name).unlink(missing_ok=True)
-    for name in (*STORES, PROGRESS):
-        shutil.rmtree(out / name, ignore_errors=True)
+    is_ours = (out / "dataset.json").exists() or (out / PROGRESS).exists()
+    if not is_ours and any(out.iterdir()):
+        raise UserError(f"{out}: not empty and not made by this program; choose another folder")
+    if overwrite:
+        # Indexes go first: a store cut short must not look whole.
+        for path in (out / "dataset.json", *out.glob("*/index.json")):
+            path.unlink(missing_ok=True)
+        for name in ("train", "validation", "test", PROGRESS):
+            shutil.rmtree(out / name, ignore_errors=True)
 
 
 def _complete(out, settings):
@@ -160,11 +129,10 @@ def _complete(out, settings):
         return None
     DATASET.check(path, done)
     _check_same(out, done["settings"], settings)
-    for name in set(STORES) & set(done["stores"]):
-        TokenStore(out / name)
-    shutil.rmtree(
-        out / PROGRESS, ignore_errors=True
-    )  # of a process that was killed at the very end
+    for path in out.glob("*/index.json"):
+        TokenStore(path.parent)
+    # Of a process that was killed at the very end.
+    shutil.rmtree(out / PROGRESS, ignore_errors=True)
     print(f"{out} is complete already; nothing to do")
     return done
 
@@ -193,52 +161,43 @@ class _Part:
         self.number, self.count = options.part_of()
         self.folders = [out / PROGRESS / f"{part}-of-{self.count}" for part in range(self.count)]
         self.folder = self.folders[self.number]
-        self.stores = list(dict.fromkeys(shard.store or "train" for shard in shards))
-        self.fraction = 0.0 if shards[0].store else options.validation_fraction
-        if self.fraction:
-            self.stores = ["train", "validation"]
+        self.stores = ["train", "validation"] if options.validation_fraction else ["train"]
 
     def run(self, save_seconds: float) -> dict | None:
         """Returns dataset.json's content if all parts have ended."""
-        self._check_others()
         self.folder.mkdir(parents=True, exist_ok=True)
         with self._lease(self.folder.name) as lease:
-            self.state = PartState.load(self.folder)
             tokenizer = self._tokenizer()
-            if self.state is None:
-                self.state = PartState(self.settings, tokenizer.identity)
-            if self.state.tokenizer != tokenizer.identity:
-                raise UserError(
-                    f"{self.out}: the tokenizer changed since it was begun; {START_AGAIN}"
-                )
+            self._check_others(tokenizer)
+            self.state = PartState.load(self.folder)
             if not self.state.finished:
                 self._tokenize(tokenizer, lease, save_seconds)
         states = [PartState.load(folder) for folder in self.folders]
-        finished = [state for state in states if state and state.finished]
-        if len(finished) < self.count:
-            left = self.count - len(finished)
-            print(f"part {self.number} is finished; {left} to come complete {self.out}")
+        left = [state for state in states if not state.finished]
+        if left:
+            print(f"part {self.number} is finished; {len(left)} to come complete {self.out}")
             return None
         with self._lease("merge"):
             if (self.out / "dataset.json").exists():  # by now
                 return _complete(self.out, self.settings)
             if describe(self.shards) != self.settings["input"]:
                 raise UserError(f"{self.out}: the input changed while it was read; {START_AGAIN}")
-            parts = list(zip(self.folders, finished))
-            done = merge(self.out, parts, tokenizer, self.options, self.settings, self.stores)
+            parts = list(zip(self.folders, states))
+            done = merge(self.out, parts, tokenizer, self.options, self.settings)
             shutil.rmtree(self.out / PROGRESS, ignore_errors=True)
         return done
 
-    def _check_others(self):
-        """Raises UserError where a part with other settings was begun, or another number of them."""
-        for path in (self.out / PROGRESS).glob("*-of-*"):
-            if path.suffix == ".lease":
-                continue
-            if path not in self.folders:
-                raise UserError(f"{self.out}: begun in other parts; {START_AGAIN}")
-            state = PartState.load(path)
-            if state:
-                _check_same(self.out, state.settings, self.settings)
+    def _check_others(self, tokenizer):
+        """Raises UserError where this or another part was begun otherwise than this one is now."""
+        path = self.out / PROGRESS / "begun.json"
+        now = {
+            **self.settings,
+            "parts": self.count,
+            "tokenizer_identity": tokenizer.identity,
+        }
+        if not path.exists():
+            write_atomically(path, json.dumps(now))
+        _check_same(self.out, read_object(path, {"input": {}}, START_AGAIN), now)
 
     @contextlib.contextmanager
     def _lease(self, name):
@@ -255,64 +214,44 @@ class _Part:
             lease.give_back()
 
     def _tokenizer(self):
-        """As the options say, saved in the part's folder. One that is trained is trained by each part alike."""
+        """As the options say. One that is trained is saved in the part's folder; each part trains it alike."""
         options = self.options
         folder = self.folder / "tokenizer"
         if options.tokenizer == "none":
             return tokenizers_.NoTokenizer(options.eos_token, options.vocab_size)
         size = tokenizers_.training_size(options.tokenizer)
-        if size and self.state:
-            return tokenizers_.load(str(folder / "tokenizer.json"), tokenizers_.END_OF_TEXT)
-        if size:
+        if not size:
+            return tokenizers_.load(options.tokenizer, options.eos_token)
+        if not (folder / "tokenizer.json").exists():
             print(f"training a tokenizer of {size} tokens", flush=True)
-            tokenizer = tokenizers_.train(_sample(self.shards, options), size)
-            if tokenizer.vocab_size < size:
-                print(
-                    f"it has {tokenizer.vocab_size} only: no more pairs repeat in this little text"
-                )
-        else:
-            tokenizer = tokenizers_.load(options.tokenizer, options.eos_token)
-        shutil.rmtree(folder, ignore_errors=True)
-        tokenizer.save(folder)
-        return tokenizer
+            tokenizers_.train(_sample(self.shards, options), size).save(folder)
+        return tokenizers_.load(str(folder / "tokenizer.json"), tokenizers_.END_OF_TEXT)
 
     def _tokenize(self, tokenizer, lease, save_seconds):
         state = self.state
         self.eos = tokenizer.eos
         self.writers = {}
         for name in self.stores:
-            self.writers[name] = StoreWriter(
-                self.folder / name,
-                vocab_size=tokenizer.vocab_size,
-                eos=tokenizer.eos,
-                tokenizer=tokenizer.identity,
-                shard_tokens=self.options.shard_tokens,
-                whole=self.options.pack == "document",
-                state=state.stores.get(name),
-            )
+            written = state.stores.get(name)
+            self.writers[name] = part_writer(self.folder / name, tokenizer, self.options, written)
         part = (self.number, self.count)
         batches = read_batches(self.shards, self.options, BATCH_SIZE, part, state.position)
-        started = saved = printed = time.monotonic()
+        started = saved = time.monotonic()
         tokens = 0
         try:
             for batch, ids in encode(batches, tokenizer, self.options):
                 self._write(batch, ids)
                 tokens += len(ids)
                 now = time.monotonic()
-                if now - printed >= 10:
-                    print(
-                        f"{tokens:,} tokens, {tokens / (now - started):,.0f} tokens/s", flush=True
-                    )
-                    printed = now
                 if now - saved >= save_seconds:
                     self._save(lease)
                     saved = now
-            self._save(lease)
-            for name, writer in self.writers.items():
-                state.stores[name] = {"shards": writer.finish_shards()}
-            state.written += state.is_open  # a document whose end was not put there
+                    rate = tokens / (now - started)
+                    print(f"{tokens:,} tokens, {rate:,.0f} tokens/s", flush=True)
+            for writer in self.writers.values():
+                writer.finish_shards()
             state.finished = True
-            state.save(self.folder)
+            self._save(lease)
         finally:
             for writer in self.writers.values():
                 writer.close()
@@ -320,29 +259,28 @@ class _Part:
     def _write(self, batch: Batch, tokens: np.ndarray) -> None:
         """Deals the documents of a batch out to the stores. tokens: (n,), each eos of which ends a document."""
         state = self.state
-        assert state
+        state.empty += batch.empty
+        state.position = batch.position
         is_end = tokens == self.eos
         if self.options.pack == "document":
             ends_nothing = is_end & np.append(not state.is_open, is_end)[:-1]
             tokens = tokens[~ends_nothing]
             is_end = is_end[~ends_nothing]
-        state.empty += batch.empty
-        state.position = batch.position
         if not len(tokens):
             return
         bounds = np.flatnonzero(is_end) + 1
         first = self.number * NUMBERS + state.written
         state.written += len(bounds)
-        state.highest = max(state.highest, int(tokens.max()))
         state.is_open = not is_end[-1]
         if state.is_open:
             bounds = np.append(bounds, len(tokens))
-        held_out = for_validation(first + np.arange(len(bounds)), self.fraction)
+        numbers = first + np.arange(len(bounds))
+        held_out = for_validation(numbers, self.options.validation_fraction)
         if held_out.any():
             is_held_out = np.repeat(held_out, np.diff(bounds, prepend=0))
             self.writers["validation"].append(tokens[is_held_out])
             tokens = tokens[~is_held_out]
-        self.writers[batch.store or "train"].append(tokens)
+        self.writers["train"].append(tokens)
 
     def _save(self, lease):
         """Makes what was written durable, and then the state that says so."""
@@ -350,6 +288,65 @@ class _Part:
         if not lease.is_held():
             raise UserError(f"{self.out}: this process stood still, and another took over its part")
         self.state.save(self.folder)
+
+
+def encode(
+    batches: Iterable[Batch], tokenizer: tokenizers_.TextTokenizer, options: DatasetConfig
+) -> Iterator[tuple[Batch, np.ndarray]]:
+    """Yields (batch, its ids (n,) int64). Raises UserError for text without a tokenizer."""
+    if tokenizer.backend:
+        # Text that spells a special token, as a page about tokenizers does, is text.
+        tokenizer.backend.encode_special_tokens = True
+    ahead: deque[Future] = deque()
+    with ThreadPoolExecutor(BATCHES_AHEAD) as threads:
+        for batch in batches:
+            ahead.append(threads.submit(_encoded, batch, tokenizer, options))
+            if len(ahead) > BATCHES_AHEAD:
+                yield ahead.popleft().result()
+        for one in ahead:
+            yield one.result()
+
+
+def _encoded(batch, tokenizer, options):
+    texts = [each.content for each in batch.documents if isinstance(each.content, str)]
+    if texts and not tokenizer.backend:
+        raise UserError(
+            "the input holds text, and --tokenizer=none is for token ids; name their column with "
+            "--text_column, or another tokenizer"
+        )
+    encodings = iter(())
+    if texts:
+        encodings = iter(tokenizer.backend.encode_batch_fast(texts, add_special_tokens=False))
+    adds_eos = options.pack == "document"
+    separators = [tokenizer.eos, *map(int, options.strip_tokens)]
+    if tokenizer.bos is not None:
+        separators.append(tokenizer.bos)
+    parts = [np.zeros(0, np.int64)]
+    for document in batch.documents:
+        ids = document.content
+        if isinstance(ids, str):
+            ids = np.array(next(encodings).ids, dtype=np.uint32)
+            # Of vocabularies that hold the eos as a plain word: it must not cut the document.
+            ids = ids[ids != tokenizer.eos]
+        elif adds_eos:
+            ids = _stripped(document, separators)
+        parts.append(ids)
+        if document.ends and adds_eos:
+            parts.append(np.array([tokenizer.eos]))
+    return batch, np.concatenate(parts)
+
+
+def _stripped(document, separators):
+    """Its ids without the separators that stand at its ends."""
+    ids = document.content
+    others = np.flatnonzero(~np.isin(ids, separators))
+    if not len(others):
+        return ids[:0]
+    if document.ends:
+        ids = ids[: others[-1] + 1]
+    if document.begins:
+        ids = ids[others[0] :]
+    return ids
 
 
 def for_validation(numbers: np.ndarray, fraction: float) -> np.ndarray:
@@ -370,7 +367,6 @@ def for_validation(numbers: np.ndarray, fraction: float) -> np.ndarray:
 
 def _sample(shards: list[Shard], options: DatasetConfig) -> Iterator[str]:
     """Texts from the whole breadth of what is trained on, about TRAINING_SAMPLE characters."""
-    shards = [shard for shard in shards if shard.store in ("", "train")]
     groups = [shards]
     if describe(shards).get("bytes", 0) > TRAINING_SAMPLE:
         count = min(len(shards), SAMPLED_SHARDS)

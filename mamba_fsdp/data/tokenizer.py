@@ -97,8 +97,6 @@ class NoTokenizer(TextTokenizer):
         self.backend = None  # type: ignore[assignment]
         self.eos = int(eos_token or -1)
         self.vocab_size = max(vocab_size, self.eos + 1)
-        if not vocab_size:
-            self.vocab_size = 1 << 32  # that of any token id
 
     def save(self, folder: Path) -> None:
         """Writes nothing."""
@@ -138,23 +136,16 @@ def identities_in(name: str | Path | None) -> Iterator[str]:
             yield identity_of(load_for_transformers(name).backend_tokenizer)
 
 
-def is_other(identity: str, others: Iterable[str]) -> str:
-    """The one of `others`, which are of one tokenizer, that says that it is not the one of `identity`; "" where they
-    are the same, or one is not known. Reads no more of them than it takes."""
-    found = ""
-    if not identity.startswith(IDENTITY):
-        return found
-    for other in others:
-        if other == identity:
-            return ""
-        if other.startswith(IDENTITY):
-            found = other
-    return found
-
-
 def check_tokenizer(one: object, identity: str, other: object, others: Iterable[str]) -> None:
-    """Raises UserError where `one` and `other` are known not to have the same tokenizer, see `is_other`."""
-    if found := is_other(identity, others):
+    """Raises UserError where `one` and `other` are known not to have the same tokenizer: none of `others`, which are all
+    of one tokenizer, is the identity. Reads no more of them than it takes."""
+    found = ""
+    for text in others if identity.startswith(IDENTITY) else ():
+        if text == identity:
+            return
+        if text.startswith(IDENTITY):
+            found = text
+    if found:
         shown = ", ".join(text[: len(IDENTITY) + 8] for text in (identity, found))
         raise UserError(
             f"{one} and {other} have different tokenizers ({shown}): the same token id is another text; "
@@ -236,8 +227,6 @@ def load(name: str, eos_token: str | None = None) -> TextTokenizer:
     eos_token: what ends documents, by default the tokenizer's own. Raises UserError where either is missing.
     """
     path = Path(name)
-    if name.startswith(("/", ".", "~")) and not path.exists():
-        raise UserError(f"tokenizer {name}: there is no such file or folder")
     if (path / "tokenizer.json").is_file() and not (path / "tokenizer_config.json").exists():
         path = path / "tokenizer.json"
     if path.is_file():

@@ -1,0 +1,182 @@
+"""Tokens as others keep them become documents: columns of tables, fms-fsdp's Arrow files, Composer's DataLayout."""
+
+import contextlib
+import mmap
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow
+from pyarrow import compute, types
+
+from config.dataset_config import DatasetConfig
+from mamba_fsdp.data.corpus import Document, Shard
+from mamba_fsdp.errors import UserError, first_line
+
+TOKEN_COLUMNS = ("tokens", "input_ids")  # looked for where there is no column `text`, the default
+UNCOUNTED = {"labels": -100, "attention_mask": 0}  # {column: its value for tokens out of the loss}
+END_OF_STREAM = b"\xff\xff\xff\xff\0\0\0\0"
+HIGHEST_POSITION = (1 << 14) - 1  # in DataLayout
+WINDOW = 1 << 20  # tokens of DataLayout read at a time
+
+
+@contextlib.contextmanager
+def named_errors(name: str, kind: str) -> Iterator[None]:
+    """Inside, whatever stops a library is a UserError that names the file, which was read as `kind`."""
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:
+        reason = getattr(error, "strerror", None) or first_line(error)[:300]
+        raise UserError(f"{name}: can't be read as {kind} ({reason})") from error
+
+
+def column_of(name: str, table: Any, column: str) -> Any:
+    """A table's column; document.text is the field text of document. Raises UserError, which begins with the file's
+    `name`."""
+    names = table.column_names
+    while column not in table.column_names and any(map(types.is_struct, table.schema.types)):
+        table = table.flatten()
+    if column in table.column_names:
+        return table[column].combine_chunks()
+    for other in TOKEN_COLUMNS:
+        if column == "text" and other in names:
+            return table[other].combine_chunks()
+    raise UserError(
+        f"{name}: there is no column {column!r}; it has: {', '.join(names)}; name one with --text_column"
+    )
+
+
+def rows_of(name: str, array: Any) -> list[Any]:
+    """A column's rows as texts, or as token ids (n,) int64; null is "" or no ids. Raises UserError, which begins with
+    the file's `name`, for other types and for what is damaged."""
+    try:
+        array.validate(full=True)  # else wrong offsets are followed anywhere
+        if types.is_dictionary(array.type):
+            array = array.dictionary_decode()
+        if not hasattr(array.type, "value_type"):
+            return array.cast(pyarrow.large_string()).fill_null("").to_pylist()
+        lengths = compute.list_value_length(array).fill_null(0).to_numpy(zero_copy_only=False)
+        ids = plain_ids(name, array.flatten())
+        return np.split(ids, np.cumsum(lengths))[:-1]
+    except pyarrow.ArrowException as error:
+        raise UserError(
+            f"{name}: a column of {array.type} can't be read as text or token ids ({first_line(error)})"
+        ) from error
+
+
+def plain_ids(name: str, array: Any) -> np.ndarray:
+    """Token ids (n,) int64 of an array of integers. Raises UserError."""
+    if types.is_dictionary(array.type):
+        array = array.dictionary_decode()
+    if array.null_count:
+        raise UserError(f"{name}: has places without a token (null)")
+    if len(array) and not types.is_integer(array.type):
+        raise UserError(f"{name}: holds lists of {array.type}, not token ids")
+    return array.to_numpy(zero_copy_only=False).astype(np.int64)
+
+
+def check_all_count(name: str, table: Any) -> None:
+    """Raises UserError for rows that leave tokens out of the loss."""
+    for column, value in UNCOUNTED.items():
+        if column not in table.column_names or not hasattr(table[column].type, "value_type"):
+            continue
+        flags = table[column].combine_chunks().flatten().to_numpy(zero_copy_only=False)
+        if (flags == value).any():
+            raise UserError(
+                f"{name}: its {column} leave tokens out of the loss, which a token store can't say; take "
+                "these tokens out of its rows, or remove that column"
+            )
+
+
+# Arrow files. fms-fsdp's hold a document in each record batch, as plain integers; others a document in each row.
+
+
+def arrow_documents(shard: Shard, options: DatasetConfig) -> Iterator[Document]:
+    """Yields the documents of each record batch. Raises UserError for broken files."""
+    name = shard.name
+    for batch in _batches(name):
+        column = column_of(name, pyarrow.Table.from_batches([batch]), options.text_column)
+        held = column.type.value_type if types.is_dictionary(column.type) else column.type
+        if types.is_integer(held):
+            yield Document(plain_ids(name, column))
+        else:
+            yield from map(Document, rows_of(name, column))
+
+
+def _batches(name: str) -> Iterator[pyarrow.RecordBatch]:
+    with open(name, "rb") as file:  # by Python, for names that are no UTF-8
+        whole = pyarrow.py_buffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
+        if whole[:6].to_pybytes() == b"ARROW1":
+            reader = pyarrow.ipc.open_file(whole)
+            for number in range(reader.num_record_batches):
+                yield reader.get_batch(number)
+        elif whole[-8:].to_pybytes() == END_OF_STREAM:
+            yield from pyarrow.ipc.open_stream(whole)
+        else:
+            raise UserError(f"{name}: it ends before its end, or is no Arrow file; copy it again")
+
+
+# DataLayout: FILE.npy of little-endian int32 without a header, FILE.npy.size with their number. Bits 0 to 15 are the
+# token, 16 to 29 its position in its document, 30 says whether it counts in the loss. Positions have 14 bits: in longer
+# documents they begin at 0 again, or stay at the highest.
+
+
+def datalayout_documents(shard: Shard, options: DatasetConfig) -> Iterator[Document]:
+    """Yields the documents window by window. Raises UserError for a file that is no such file, and where it leaves tokens
+    out of the loss."""
+    name = shard.name
+    _check_size(name)
+    entries = np.memmap(name, "<i4", "r")
+    eos = int(options.eos_token) if options.eos_token.isdecimal() else -1
+    for start in range(0, len(entries), WINDOW):
+        first = max(0, start - 1)
+        window = np.array(entries[first : start + WINDOW + 1])  # with a neighbour at each end
+        body = entries[start : start + WINDOW]
+        end = start + len(body)
+        positions = body >> 16 & HIGHEST_POSITION
+        if ((positions > 0) & (body >> 30 & 1 == 0)).any():
+            raise UserError(
+                f"{name}: it leaves tokens out of the loss (bit 30), which a token store can't say; set that "
+                "bit, or leave these tokens out"
+            )
+        bounds = {0, len(entries), *(document_starts(window, eos) + first).tolist()}
+        inner = sorted(bound for bound in bounds if start < bound < end)
+        edges = [start, *inner, end]
+        for begin, stop in zip(edges, edges[1:]):
+            ids = (entries[begin:stop] & 0xFFFF).astype(np.int64)
+            yield Document(ids, begin in bounds, stop in bounds)
+
+
+def document_starts(entries: np.ndarray, eos: int) -> np.ndarray:
+    """Where in `entries` (n,) documents begin, the first entry left out.
+
+    A position that does not follow the one before begins a document. But behind the highest a document goes on: at the
+    highest again, or at 0 unless it ended with `eos` or has stayed at the highest.
+    """
+    positions = entries >> 16 & HIGHEST_POSITION
+    before = positions[:-1]
+    after = positions[1:]
+    has_ended = (entries[:-1] & 0xFFFF) == eos
+    has_stayed = np.append(False, before[:-1] == HIGHEST_POSITION)[: len(before)]
+    wraps = (before == HIGHEST_POSITION) & (after == 0) & ~has_ended & ~has_stayed
+    stays = (before == HIGHEST_POSITION) & (after == HIGHEST_POSITION)
+    return np.flatnonzero((after != before + 1) & ~wraps & ~stays) + 1
+
+
+def _check_size(name):
+    said = Path(f"{name}.size")
+    size = Path(name).stat().st_size
+    try:
+        count = int(said.read_text())
+    except (OSError, ValueError) as error:
+        raise UserError(
+            f"{name}: no DataLayout file, or copied without {said.name}, which says how many tokens it holds "
+            f"({error})"
+        ) from error
+    if size != 4 * count or not count:
+        raise UserError(
+            f"{name}: {size} bytes, but {said.name} says {count} tokens, which are {4 * count}; copy both again"
+        )
