@@ -29,6 +29,7 @@ KINDS = {
     ".npy": "datalayout",
 }
 ARCHIVES = (".gz", ".zst")  # of text, JSON and CSV
+SAVED = {"_data_files": [{"filename": ...}]}  # in state.json of a folder that `datasets` saved
 # Folders of the standard library's that are not its own.
 NOT_BUILTIN = {"site-packages", "dist-packages", "__pycache__"}
 
@@ -37,9 +38,8 @@ NOT_BUILTIN = {"site-packages", "dist-packages", "__pycache__"}
 class Shard:
     """A part of the input that is read from its beginning on."""
 
-    name: str  # path of the file or save_to_disk folder, or name on the Hub
-    kind: str  # of KINDS, save_to_disk or hub
-    split: str = ""  # of save_to_disk and hub
+    name: str  # path of a file, or name on the Hub
+    kind: str  # of KINDS, or hub
 
 
 class Document(NamedTuple):
@@ -53,38 +53,27 @@ class Document(NamedTuple):
 def find_shards(input: str, options: DatasetConfig) -> list[Shard]:
     """The shards of what `input` names, in order. Raises UserError where there is nothing to read."""
     path = os.path.expanduser(input)
-    wanted = options.split or "train"
     if input != "builtin" and not os.path.lexists(path) and not glob.has_magic(path):
-        _check_on_hub(input, options.config, wanted)
-        return [Shard(input, "hub", wanted)]
-    shards = _local_shards(path, options.format)
-    names = list(dict.fromkeys(shard.split for shard in shards))
-    if names == [""]:
-        if options.split:
-            raise UserError(f"--split={options.split}: {input} has no splits; leave --split out")
-        return shards
-    if wanted not in names:
-        raise UserError(
-            f"{input}: no split {wanted!r}; name one of {', '.join(names)} with --split"
-        )
-    return [shard for shard in shards if shard.split == wanted]
+        _check_on_hub(input, options)
+        return [Shard(input, "hub")]
+    shards = _local_shards(path, options)
+    split = options.split
+    if split and not any(split in Path(shard.name).parts for shard in shards):
+        raise UserError(f"--split={split}: there is none of that name in {input}")
+    return shards
 
 
 def describe(shards: list[Shard]) -> dict:
     """What the input is at this moment: its files' names, sizes and times."""
     if shards[0].kind == "hub":
-        return {"dataset": shards[0].name, "splits": [shards[0].split]}
+        return {"dataset": shards[0].name}
     digest = hashlib.sha256()
     size = 0
     for shard in shards:
-        files = [Path(shard.name)]
-        if shard.kind == "save_to_disk":
-            files = sorted(Path(shard.name, shard.split).glob("*.arrow"))
-        for path in files:
-            stat = path.stat()
-            size += stat.st_size
-            digest.update(os.fsencode(path))
-            digest.update(f"\0{shard.kind}\0{stat.st_size}\0{stat.st_mtime_ns}\n".encode())
+        stat = os.stat(shard.name)
+        size += stat.st_size
+        digest.update(os.fsencode(shard.name))
+        digest.update(f"\0{shard.kind}\0{stat.st_size}\0{stat.st_mtime_ns}\n".encode())
     first = os.fsencode(shards[0].name).decode(errors="replace")
     return {"files": len(shards), "first": first, "bytes": size, "digest": digest.hexdigest()}
 
@@ -117,18 +106,9 @@ def kind_of(path: Path, format: str = "auto") -> str | None:
     return KINDS.get(os.path.splitext(name)[1])
 
 
-def _saved_splits(folder: Path) -> list[str]:
-    """The splits of a folder that `datasets` wrote with save_to_disk, "" where it has none; nothing of others."""
-    table = folder / "dataset_dict.json"
-    if table.is_file():
-        return read_object(table, {"splits": [""]}, "save it again")["splits"]
-    if (folder / "state.json").is_file() and (folder / "dataset_info.json").is_file():
-        return [""]
-    return []
-
-
-def _local_shards(name, format) -> list[Shard]:
+def _local_shards(name, options) -> list[Shard]:
     places = [Path(name)]
+    format = options.format
     if name == "builtin":
         places = builtin_files()
         format = "text"
@@ -137,13 +117,10 @@ def _local_shards(name, format) -> list[Shard]:
     shards = []
     left_out = []
     for place in places:
-        for path in _files_below(place):
-            full = str(path.absolute())
+        for path in _files_below(place, options.split or "train"):
             kind = kind_of(path, format)
-            if path.is_dir():
-                shards += [Shard(full, "save_to_disk", split) for split in _saved_splits(path)]
-            elif kind:
-                shards.append(Shard(full, kind))
+            if kind:
+                shards.append(Shard(str(path.absolute()), kind))
             else:
                 left_out.append(path.name)
     if not shards:
@@ -158,8 +135,9 @@ def _local_shards(name, format) -> list[Shard]:
     return shards
 
 
-def _files_below(place: Path) -> Iterator[Path]:
-    """A file itself; below a folder each file and save_to_disk folder, hidden ones left out, links followed once."""
+def _files_below(place: Path, split: str) -> Iterator[Path]:
+    """A file itself; the files in a folder, hidden ones left out, links followed once. Of folders that `datasets` saved
+    those that hold the rows, of this split where there are several."""
     if not place.is_dir():
         yield place
         return
@@ -171,11 +149,13 @@ def _files_below(place: Path) -> Iterator[Path]:
             folders.clear()
             continue
         seen.add(target)
-        if _saved_splits(folder):
-            folders.clear()
-            yield folder
-            continue
         folders[:] = sorted(name for name in folders if not name.startswith("."))
+        if "dataset_dict.json" in names:
+            folders[:] = {split}.intersection(folders)
+            names = []
+        if "state.json" in names and "dataset_info.json" in names:
+            saved = read_object(folder / "state.json", SAVED, "save it again")
+            names = [file["filename"] for file in saved["_data_files"]]
         for name in sorted(names):
             # Tables of fms-fsdp's that count documents, and what DataLayout says of a file's size, are no text.
             is_count = folder.name == "meta" and "counts" in name
@@ -187,16 +167,17 @@ def _refuse(error):
     raise UserError(f"{error.filename}: can't be read ({error.strerror})") from error
 
 
-def open_on_hub(name: str, config: str, split: str):
-    """A split of a name on the Hub, streaming."""
+def open_on_hub(name: str, options: DatasetConfig):
+    """The split of a name on the Hub that the options name, streaming."""
     import datasets  # a second to import: only where needed
 
-    return datasets.load_dataset(name, config or None, split=split, streaming=True)
+    split = options.split or "train"
+    return datasets.load_dataset(name, options.config or None, split=split, streaming=True)
 
 
-def _check_on_hub(name, config, split):
+def _check_on_hub(name, options):
     try:
-        open_on_hub(name, config, split)
+        open_on_hub(name, options)
     except Exception as error:  # the name, split or config is unknown, there is no network, ...
         raise UserError(
             f"{name}: no file or folder here, and `datasets` can't load it ({first_line(error)})"

@@ -98,7 +98,9 @@ def arrow_documents(shard: Shard, options: DatasetConfig) -> Iterator[Document]:
     """Yields the documents of each record batch. Raises UserError for broken files."""
     name = shard.name
     for batch in _batches(name):
-        column = column_of(name, pyarrow.Table.from_batches([batch]), options.text_column)
+        table = pyarrow.Table.from_batches([batch])
+        check_all_count(name, table)
+        column = column_of(name, table, options.text_column)
         held = column.type.value_type if types.is_dictionary(column.type) else column.type
         if types.is_integer(held):
             yield Document(plain_ids(name, column))

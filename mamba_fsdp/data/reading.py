@@ -10,7 +10,6 @@ import os
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import datasets
@@ -42,7 +41,6 @@ class Batch:
     """Documents that follow each other."""
 
     documents: list[Document] = field(default_factory=list)
-    empty: int = 0  # documents left out, as they hold nothing but white space
     position: dict[str, Any] = field(default_factory=dict)  # where a reader resumes behind them
     size: int = 0  # characters or tokens
 
@@ -76,13 +74,10 @@ def read_batches(
             yield batch
             batch = Batch()
         for document in row["documents"]:
-            is_ours = seen % count == number
-            seen += document.ends
-            if is_ours and document.begins and document.ends and _is_empty(document.content):
-                batch.empty += 1
-            elif is_ours:
+            if seen % count == number:
                 batch.documents += _short_parts(document)
                 batch.size += len(document.content)
+            seen += document.ends
         batch.position = {"dataset": dataset.state_dict(), "documents": seen}
     if batch.position:
         yield batch
@@ -104,14 +99,15 @@ def _rows(shards: list[Shard], options: DatasetConfig) -> Iterator[dict]:
         yield {"documents": group}
 
 
-def _is_empty(content):
-    return len(content) == 0 or (isinstance(content, str) and content.isspace())
-
-
 def _short_parts(document):
-    """A long text in parts: the tokenizer takes some hundred bytes of memory for each token of a call."""
+    """A long text in parts: the tokenizer takes some hundred bytes of memory for each token of a call. Of nothing but
+    white space nothing is left."""
     content = document.content
-    if not isinstance(content, str) or len(content) <= BLOCK:
+    if not isinstance(content, str):
+        return [document]
+    if document.begins and document.ends and content.isspace():
+        return [Document("")]
+    if len(content) <= BLOCK:
         return [document]
     pieces = [content[start : start + BLOCK] for start in range(0, len(content), BLOCK)]
     parts = [Document(piece, ends=False) for piece in pieces]
@@ -131,10 +127,8 @@ def _table_documents(shard, options):
 
 def _open(shard, options):
     column = options.text_column
-    if shard.kind == "save_to_disk":
-        return datasets.load_from_disk(str(Path(shard.name, shard.split)))
     if shard.kind == "hub":
-        return open_on_hub(shard.name, options.config, shard.split)
+        return open_on_hub(shard.name, options)
     how: dict[str, Any] = {}
     if shard.kind == "csv":  # each field is text as it stands there: no number, and NA is no gap
         how = {"usecols": [column], "converters": {column: str}, "keep_default_na": False}
@@ -219,7 +213,6 @@ READERS: dict[str, Callable[[Shard, DatasetConfig], Iterator[Document]]] = {
     "json": _json_documents,
     "csv": _table_documents,
     "parquet": _table_documents,
-    "save_to_disk": _table_documents,
     "hub": _table_documents,
     "arrow": arrow_documents,
     "datalayout": datalayout_documents,

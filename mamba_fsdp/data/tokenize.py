@@ -45,7 +45,7 @@ PROGRESS = ".progress"
 START_AGAIN = "start again with --overwrite, or remove it by hand"
 RESUMES = "the same command resumes from here"
 # The stores depend on the other options.
-NOT_RECORDED = ("format", "config", "split", "part", "overwrite")
+NOT_RECORDED = ("format", "part", "overwrite")
 NUMBERS = 1 << 40  # between the numbers of the first documents of two parts
 
 
@@ -56,7 +56,7 @@ class PartState:
     position: dict[str, Any] | None = None  # in the input, see reading.py
     written: int = 0  # documents ended
     is_open: bool = False  # the last document goes on
-    empty: int = 0  # documents left out
+    empty: int = 0  # documents without a token, left out
     stores: dict[str, Any] = field(default_factory=dict)  # of each its StoreWriter's state
     finished: bool = False
 
@@ -259,11 +259,11 @@ class _Part:
     def _write(self, batch: Batch, tokens: np.ndarray) -> None:
         """Deals the documents of a batch out to the stores. tokens: (n,), each eos of which ends a document."""
         state = self.state
-        state.empty += batch.empty
         state.position = batch.position
         is_end = tokens == self.eos
         if self.options.pack == "document":
             ends_nothing = is_end & np.append(not state.is_open, is_end)[:-1]
+            state.empty += int(ends_nothing.sum())
             tokens = tokens[~ends_nothing]
             is_end = is_end[~ends_nothing]
         if not len(tokens):

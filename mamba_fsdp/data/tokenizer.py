@@ -227,8 +227,6 @@ def load(name: str, eos_token: str | None = None) -> TextTokenizer:
     eos_token: what ends documents, by default the tokenizer's own. Raises UserError where either is missing.
     """
     path = Path(name)
-    if (path / "tokenizer.json").is_file() and not (path / "tokenizer_config.json").exists():
-        path = path / "tokenizer.json"
     if path.is_file():
         form = None
         try:
@@ -241,12 +239,11 @@ def load(name: str, eos_token: str | None = None) -> TextTokenizer:
         form = load_for_transformers(name, "; train:4096 trains one on the input")
         backend = form.backend_tokenizer
         eos_token = eos_token or form.eos_token
-    if not eos_token:
+    if backend.token_to_id(eos_token or "") is None:
         raise UserError(
-            f"tokenizer {name}: it names no token that ends a document; give one with --eos_token"
+            f"tokenizer {name}: its vocabulary holds no eos_token {eos_token!r}; name the token that ends a document "
+            "with --eos_token"
         )
-    if backend.token_to_id(eos_token) is None:
-        raise UserError(f"tokenizer {name}: eos_token {eos_token!r} is not in its vocabulary")
     if form:
         form.eos_token = eos_token
     return TextTokenizer(backend, eos_token, form)
