@@ -5,6 +5,7 @@ import numpy as np
 import pyarrow
 import pytest
 
+from mamba_fsdp.data import importers
 from mamba_fsdp.data.store import TokenStore
 from mamba_fsdp.errors import UserError
 from tests.support.corpora import stored_documents
@@ -12,7 +13,8 @@ from tests.support.others_tokens import write_fms, write_layout
 
 EOS, BOS, OTHER = 0, 1, 2
 LONG = [3 + number % 50 for number in range(40_000)]
-IDS = {"tokenizer": "none", "eos_token": str(EOS), "strip_tokens": [str(BOS)]}
+IDS = {"tokenizer": "none", "eos_token": str(EOS), "vocab_size": 1 << 17}
+IDS["strip_tokens"] = [str(BOS)]
 # As written, and what is stored of each.
 DOCUMENTS = [
     ([BOS, 5, 6, EOS], [5, 6]),
@@ -68,7 +70,7 @@ def test_documents_are_those_that_were_written(prepare, tmp_path, name):
     done = prepare(tmp_path / "in", tmp_path / "out", **IDS)
     assert documents_of(tmp_path / "out") == STORED
     store = TokenStore(tmp_path / "out" / "train")
-    assert (store.vocab_size, store.dtype.name, done["counts"]["empty"]) == (53, "uint32", 1)
+    assert (store.vocab_size, store.dtype.name, done["counts"]["empty"]) == (1 << 17, "uint32", 3)
     assert store.read(0, store.token_count).positions.max() == len(LONG)
 
 
@@ -78,14 +80,12 @@ def test_datalayout_documents_longer_than_its_positions(
     prepare, tmp_path, monkeypatch, wraps, window
 ):
     """Behind the 14 bits of a position neither each token nor each window is a document of its own."""
-    from mamba_fsdp.data.importers import datalayout
-
-    monkeypatch.setattr(datalayout, "WINDOW", window)
+    monkeypatch.setattr(importers, "WINDOW", window)
     exact = [*([5] * 16_383), EOS]  # ends where positions do
     documents = [[5, EOS], LONG, exact, [7, 8, EOS], LONG[:16_385]]
     (tmp_path / "in").mkdir()
     write_layout(tmp_path / "in" / "a.npy", documents, wraps)
-    prepare(tmp_path / "in", tmp_path / "out", vocab_size=1 << 16, **IDS)
+    prepare(tmp_path / "in", tmp_path / "out", **{**IDS, "vocab_size": 1 << 16})
     expected = [each if each[-1] == EOS else [*each, EOS] for each in documents]
     assert documents_of(tmp_path / "out") == expected
     assert TokenStore(tmp_path / "out" / "train").dtype.name == "uint16"
@@ -95,7 +95,7 @@ def test_blocks_of_one_length_are_laid_end_to_end(prepare, tmp_path):
     rows = np.arange(3, 39).reshape(-1, 6).tolist()
     rows[2][1] = EOS
     write_rows(tmp_path / "in", rows)
-    prepare(tmp_path / "in", tmp_path / "out", **IDS)
+    prepare(tmp_path / "in", tmp_path / "out", pack="none", **IDS)
     store = TokenStore(tmp_path / "out" / "train")
     assert store.read(0, store.token_count).tokens.tolist() == sum(rows, [])
     assert store.document_count == 2
@@ -106,7 +106,7 @@ def test_a_tokenizer_names_its_ids_and_their_bounds(prepare, tmp_path, tokenizer
     prepare(tmp_path / "in", tmp_path / "out")
     assert TokenStore(tmp_path / "out" / "train").tokenizer_path.is_dir()
     write_rows(tmp_path / "other", [[5, 6], [300, 1, 2]])
-    with pytest.raises(UserError, match="token ids from 1 to 300, but there are 300"):
+    with pytest.raises(UserError, match="token ids from 0 to 300, but there are 300"):
         prepare(tmp_path / "other", tmp_path / "none")
 
 

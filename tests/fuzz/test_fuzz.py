@@ -35,7 +35,7 @@ from mamba_fsdp.checkpoint.checkpointer import Checkpointer
 from mamba_fsdp.checkpoint.folder import Reader
 from mamba_fsdp.checkpoint.restore import find_checkpoint
 from mamba_fsdp.checkpoint.tensors import open_tensors
-from mamba_fsdp.data import corpus, encoding, reading, tokenize, tokenizer
+from mamba_fsdp.data import corpus, reading, tokenize, tokenizer
 from mamba_fsdp.data.store import StoreWriter, TokenStore, _checksum
 from mamba_fsdp.data.tokenizer import identities_in
 from mamba_fsdp.errors import UserError
@@ -243,7 +243,6 @@ def make_texts(folder):
     inputs.mkdir()
     (inputs / "a.txt").write_text("some words\n" * 9)
     (inputs / "b.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows.to_pylist()))
-    (inputs / "c.json").write_text(json.dumps(rows.to_pylist()))
     (inputs / "d.jsonl.gz").write_bytes(gzip.compress((inputs / "b.jsonl").read_bytes()))
     (inputs / "e.csv.zst").write_bytes(zstandard.compress(b"id,text\n" + b"1,words\n" * 9))
     pyarrow.parquet.write_table(rows, inputs / "f.parquet", row_group_size=4)
@@ -265,7 +264,7 @@ def read_texts(folder):
 
 def read_tokens(folder):
     """As get_dataset.py imports them."""
-    options = DatasetConfig(tokenizer="none", eos_token="0", validation_fraction=0)
+    options = DatasetConfig("none", eos_token="0", vocab_size=1 << 17, validation_fraction=0)
     tokenize.make_dataset(str(folder / "data"), folder / "out", options)
 
 
@@ -290,7 +289,7 @@ def read_dataset(folder, save_seconds=60.0):
 def make_dataset(folder):
     """Interrupted in the middle."""
     (folder.parent / "texts.txt").write_text("some words and others\n" * 40)
-    real, batches = encoding._ids, []
+    real, batches = tokenize._Part._write, []
 
     def interrupted(*given):
         batches.append(given)
@@ -298,7 +297,7 @@ def make_dataset(folder):
             raise KeyboardInterrupt
         return real(*given)
 
-    with patch.object(encoding, "_ids", interrupted):
+    with patch.object(tokenize._Part, "_write", interrupted):
         with contextlib.suppress(KeyboardInterrupt):
             read_dataset(folder, 0.0)
 
