@@ -366,9 +366,7 @@ def test_a_full_disk_is_told_and_resumed_from(prepare, tmp_path, monkeypatch, te
 
     with monkeypatch.context() as patched:
         patched.setattr(os, "fsync", full)
-        with pytest.raises(
-            UserError, match="No space left.*mend that, then the same command"
-        ):
+        with pytest.raises(UserError, match="No space left.*mend that, then the same command"):
             prepare(tmp_path / "a.jsonl", tmp_path / "out")
     prepare(tmp_path / "a.jsonl", tmp_path / "out")
     assert content(tmp_path / "out") == content(tmp_path / "whole")
