@@ -1,7 +1,4 @@
-"""`datasets` goes through the shards of the input; each row is some documents, as texts or arrays of token ids.
-
-One IterableDataset holds them all: its state_dict() says where a reader stands, its shard() gives a part its share.
-"""
+"""Shards of the input become documents, as texts or arrays of token ids; `datasets` goes through tables."""
 
 import glob
 import io
@@ -30,6 +27,7 @@ from mamba_fsdp.errors import UserError, first_line
 
 BLOCK = 1 << 20  # characters of a text that the tokenizer is given at once, and bytes read at once
 ROWS = 64  # of a table at a time
+START = {"shard": 0, "row": 0, "documents": 0}  # a position: what has been read
 SEPARATORS = {"lines": r"\r?\n", "blank_line": r"(?:^|\n)(?:[ \t\r]*\n)+"}  # of documents in text
 
 datasets.disable_progress_bars()
@@ -41,7 +39,7 @@ class Batch:
     """Documents that follow each other."""
 
     documents: list[Document] = field(default_factory=list)
-    position: dict[str, Any] = field(default_factory=dict)  # where a reader resumes behind them
+    position: dict[str, int] = field(default_factory=dict)  # where a reader resumes behind them
     size: int = 0  # characters or tokens
 
 
@@ -50,53 +48,43 @@ def read_batches(
     options: DatasetConfig,
     size: int,
     part: tuple[int, int] = (0, 1),
-    position: dict[str, Any] | None = None,
+    position: dict[str, int] = START,
 ) -> Iterator[Batch]:
     """Yields batches of about `size` characters or tokens.
 
     part: (number, count) of the share to read: of the shards, or where these are too few each count-th document.
     position: of an earlier batch, to resume behind. Raises UserError, which names the file, for what can't be read.
     """
-    how = {"shards": shards, "options": options}
-    dataset = datasets.IterableDataset.from_generator(_rows, gen_kwargs=how)
     number, count = part
-    if 1 < count <= dataset.num_shards:
-        dataset = dataset.shard(count, number, contiguous=True)
+    if 1 < count <= len(shards):
+        mine = np.array_split(np.arange(len(shards)), count)[number]
+        shards = [shards[index] for index in mine]
         number = 0
         count = 1
-    seen = 0  # documents that have ended, of this part and others
-    if position:
-        dataset.load_state_dict(position["dataset"])
-        seen = position["documents"]
+    resumed = (position["shard"], position["row"])
+    seen = position["documents"]
     batch = Batch()
-    for row in dataset:
+    for place, document in _documents(shards, options, position["shard"]):
+        if place <= resumed:
+            continue
         if batch.size >= size:
             yield batch
             batch = Batch()
-        for document in row["documents"]:
-            if seen % count == number:
-                batch.documents += _short_parts(document)
-                batch.size += len(document.content)
-            seen += document.ends
-        batch.position = {"dataset": dataset.state_dict(), "documents": seen}
+        if seen % count == number:
+            batch.documents += _short_parts(document)
+            batch.size += len(document.content)
+        seen += document.ends
+        batch.position = {"shard": place[0], "row": place[1], "documents": seen}
     if batch.position:
         yield batch
 
 
-def _rows(shards: list[Shard], options: DatasetConfig) -> Iterator[dict]:
-    """Yields some documents at a time: telling where a reader stands takes longer than to read a short one."""
-    for shard in shards:
-        group: list[Document] = []
-        size = 0
+def _documents(shards, options, first):
+    """Yields ((number of a shard, of a document or part of one in it), that) from a shard on."""
+    for number, shard in enumerate(shards[first:], first):
         with named_errors(shard.name, shard.kind):
-            for document in READERS[shard.kind](shard, options):
-                group.append(document)
-                size += 1 + len(document.content)
-                if size >= BLOCK:
-                    yield {"documents": group}
-                    group = []
-                    size = 0
-        yield {"documents": group}
+            for row, document in enumerate(READERS[shard.kind](shard, options), 1):
+                yield (number, row), document
 
 
 def _short_parts(document):

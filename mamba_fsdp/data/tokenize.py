@@ -29,7 +29,7 @@ from config.dataset_config import DatasetConfig
 from mamba_fsdp.data import tokenizer as tokenizers_
 from mamba_fsdp.data.corpus import Shard, describe, find_shards
 from mamba_fsdp.data.merging import exact, merge, part_writer
-from mamba_fsdp.data.reading import Batch, read_batches
+from mamba_fsdp.data.reading import START, Batch, read_batches
 from mamba_fsdp.data.sampler import splitmix64
 from mamba_fsdp.data.store import SHARDS, TokenStore
 from mamba_fsdp.errors import UserError
@@ -53,7 +53,7 @@ NUMBERS = 1 << 40  # between the numbers of the first documents of two parts
 class PartState:
     """How far a part is. Saved when its stores are flushed, so that another process resumes from it."""
 
-    position: dict[str, Any] | None = None  # in the input, see reading.py
+    position: dict[str, int] = field(default_factory=START.copy)  # in the input, see reading.py
     written: int = 0  # documents ended
     is_open: bool = False  # the last document goes on
     empty: int = 0  # documents without a token, left out
@@ -63,7 +63,8 @@ class PartState:
     @classmethod
     def load(cls, folder: Path) -> "PartState":
         """The state of the part in `folder`. Raises UserError where it is damaged."""
-        example = {"written": 0, "empty": 0, "stores": {"": {"shards": SHARDS}}}
+        stores = {"": {"shards": SHARDS, "tokens": 0, "documents": 0, "open": 0}}
+        example = {"position": START, "written": 0, "empty": 0, "stores": stores}
         path = folder / "state.json"
         try:
             return cls(**read_object(path, example, START_AGAIN))
