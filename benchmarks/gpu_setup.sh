@@ -2,7 +2,7 @@
 # Build causal-conv1d and mamba-ssm for Hopper GPUs (sm_90) from carried files, on a machine without network.
 #
 #   benchmarks/gpu_setup.sh SDISTS TARGET
-#   PYTHONPATH=TARGET python -m benchmarks.gpu --all
+#   PYTHONPATH=TARGET python -m benchmarks.gpu --call 1
 #
 # Without them the same command measures all but the forms that need these libraries.
 #

@@ -1,1 +1,1 @@
-"""What there is to measure on a GPU: python -m benchmarks.gpu --all."""
+"""What there is to do on a lent GPU: python -m benchmarks.gpu --call 1."""

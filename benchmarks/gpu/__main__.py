@@ -1,12 +1,15 @@
-"""What there is to measure on a GPU, in order of worth.
+"""What there is to do on a lent GPU, in calls of at most ten minutes.
 
-    python -m benchmarks.gpu --all [--out FOLDER] [--rehearse]
-    python -m benchmarks.gpu --only operators,mamba-1.4b [--out FOLDER] [--rehearse]
+    benchmarks/gpu_setup.sh SDISTS TARGET       builds mamba_ssm and causal-conv1d, where pip can't; then PYTHONPATH=TARGET
+    python -m benchmarks.gpu --call 1           of 4, in order of worth
+    python -m benchmarks.gpu --only values,run
+                            [--out FOLDER] [--rehearse]
 
-operators: each backend of each operator, its errors and its time. run: equal bits of equal runs, and behind a kill. Others
-are presets: their training step beside mamba_ssm's and transformers' model. Each part runs in a process of its own with
-its own time limit, and writes NAME.md and NAME.log into FOLDER (default: $OUT, else gpu-results); summary.md has all.
---rehearse: the same with tiny models on the CPU. benchmarks/gpu_setup.sh builds mamba_ssm where pip can't.
+tests: tests/gpu. values: each backend of each operator beside float64, its bits twice, the time of whole layers.
+sanitizer: the same on small sizes under compute-sanitizer. ncu: the kernels of one layer under ncu. run: equal bits of equal
+runs and behind a kill, cold and warm starts, stalls by saves. traces: of training steps. Others are presets: their training
+step beside mamba_ssm's and transformers' model. Each part runs in a process of its own with its own time limit, and writes
+NAME.md and NAME.log into FOLDER (default: $OUT, else gpu-results); summary.md has all. --rehearse: tiny, on the CPU.
 """
 
 import argparse
@@ -24,12 +27,26 @@ from pathlib import Path
 import torch
 
 LIMITS = {  # seconds at most
-    "operators": 240,
+    "tests": 120,
+    "values": 240,
+    "sanitizer": 200,
     "mamba-1.4b": 240,
     "mamba2-1.3b": 240,
     "run": 300,
+    "traces": 150,
+    "ncu": 120,
     "mamba-130m": 150,
     "mamba2-2.7b": 240,
+}
+CALLS = {
+    "1": ("tests", "values", "sanitizer"),
+    "2": ("mamba-1.4b", "mamba2-1.3b"),
+    "3": ("run", "traces", "ncu"),
+    "4": ("mamba-130m", "mamba2-2.7b"),
+}
+TOOLS = {  # what runs the part `values` on small sizes
+    "sanitizer": ["compute-sanitizer", "--tool=memcheck", "--error-exitcode=9"],
+    "ncu": ["ncu", "--set=full", "--kernel-name=regex:scan|sweep|gradient", "--launch-count=20"],
 }
 
 
@@ -54,27 +71,31 @@ def provenance(rehearse: bool) -> str:
     return f"{device}; {', '.join(versions)}; commit {commit}\n"
 
 
-def rows_of(name: str, rehearse: bool) -> Iterator[dict[str, object]]:
+def rows_of(name: str, out: Path, rehearse: bool) -> Iterator[dict[str, object]]:
     device = torch.device("cpu") if rehearse else torch.device("cuda", 0)
-    if name == "operators":
-        from benchmarks.gpu import operators
+    with tempfile.TemporaryDirectory() as folder:
+        if name == "values" or name in TOOLS:
+            from benchmarks.gpu import values
 
-        yield from operators.measure(device, rehearse)
-    elif name == "run":
-        from benchmarks.gpu import runs
+            yield from values.measure(device, small=rehearse or name in TOOLS)
+        elif name == "run":
+            from benchmarks.gpu import runs
 
-        with tempfile.TemporaryDirectory() as folder:
             yield from runs.measure(Path(folder), rehearse)
-    else:
-        from benchmarks.gpu import models
+        elif name == "traces":
+            from benchmarks.gpu import runs
 
-        yield from models.measure(name, device, rehearse)
+            yield from runs.trace(out, Path(folder), rehearse)
+        else:
+            from benchmarks.gpu import models
+
+            yield from models.measure(name, device, rehearse)
 
 
 def measure_part(name: str, out: Path, rehearse: bool) -> None:
     """Writes the table anew with each row, so that what there is stays where the time is over."""
     rows = []
-    for row in rows_of(name, rehearse):
+    for row in rows_of(name, out, rehearse):
         rows.append(row)
         (out / f"{name}.md").write_text(table(rows))
 
@@ -82,8 +103,19 @@ def measure_part(name: str, out: Path, rehearse: bool) -> None:
 def run_part(name: str, out: Path, rehearse: bool) -> str:
     """Runs a part in a process of its own; returns what came of it."""
     command = [sys.executable, "-m", "benchmarks.gpu", "--part", name, "--out", str(out)]
-    if rehearse:
+    if name == "tests":
+        command = [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-q",
+            "tests/gpu",
+            "--ignore=tests/gpu/test_all.py",
+        ]
+    elif rehearse:
         command.append("--rehearse")
+    else:
+        command = TOOLS.get(name, []) + command
     with open(out / f"{name}.log", "wb") as log:
         process = subprocess.Popen(
             command, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
@@ -102,18 +134,18 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--all", action="store_true")
+    parser.add_argument("--call", choices=CALLS)
     parser.add_argument("--only", default="")
     parser.add_argument("--part", help=argparse.SUPPRESS)
     parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT") or "gpu-results"))
     parser.add_argument("--rehearse", action="store_true")
     asked = parser.parse_args()
-    names = list(LIMITS) if asked.all else [name for name in asked.only.split(",") if name]
+    names = CALLS.get(asked.call) or [name for name in asked.only.split(",") if name]
     if asked.part:
         measure_part(asked.part, asked.out, asked.rehearse)
         return 0
     if not names or not LIMITS.keys() >= set(names):
-        parser.error(f"--all, or --only with some of {','.join(LIMITS)}")
+        parser.error(f"--call, or --only with some of {','.join(LIMITS)}")
     if not asked.rehearse and not torch.version.cuda:
         parser.error("it needs a CUDA device; --rehearse tries all of it on the CPU")
     asked.out.mkdir(parents=True, exist_ok=True)
@@ -126,7 +158,9 @@ def main() -> int:
         path = asked.out / f"{name}.md"
         if path.exists():
             tables.append(f"## {name}\n\n{path.read_text()}")
-    (asked.out / "summary.md").write_text("\n".join([provenance(asked.rehearse), *tables]))
+    (asked.out / f"summary{asked.call or ''}.md").write_text(
+        "\n".join([provenance(asked.rehearse), *tables])
+    )
     return 0 if set(outcomes.values()) == {"done"} else 1
 
 

@@ -1,0 +1,65 @@
+"""Each backend of each operator at the sizes of real models, in bf16: the largest error of any gradient beside float64, equal
+bits twice; and the time of a layer of each kind, forward and backward, in the backends that a run may take."""
+
+from collections.abc import Iterator
+
+import torch
+
+from config.model_config import ModelConfig
+from config.presets import preset
+from config.train_config import TrainConfig
+from mamba_fsdp.errors import first_line
+from mamba_fsdp.ops.backends import REFERENCE, candidates, parts_with, resolve_backends
+from mamba_fsdp.train.first_use import FirstUse
+
+MODELS = ("mamba-1.4b", "mamba2-2.7b", "bamba-9b")
+SMALL = {"layers": "mamba1,mamba2", "d_model": 64, "d_state": 16, "headdim": 32, "vocab_size": 200}
+
+
+def use_of(model: ModelConfig, length: int, device: torch.device) -> FirstUse:
+    settings = TrainConfig(model)
+    settings.training.mixed_precision = "bf16"
+    settings.data.seq_length = length
+    use = FirstUse(settings, device)
+    use.deterministic = True  # measure twice, whatever is known of a backend
+    return use
+
+
+def measure(device: torch.device, small: bool) -> Iterator[dict[str, object]]:
+    if small:
+        yield from measure_model("small", use_of(ModelConfig(**SMALL), 100, device))
+        return
+    for name in MODELS:
+        yield from measure_model(name, use_of(ModelConfig(**preset(name)), 2048, device))
+
+
+def measure_model(name: str, use: FirstUse) -> Iterator[dict[str, object]]:
+    trials = [("all", "reference"), *candidates({}, use.device.type, use.uses)]
+    for operator, backend in trials:
+        backends = REFERENCE | dict.fromkeys(parts_with(operator, backend), backend)
+        if operator != "all":
+            backends[operator] = backend
+        for layer in use.layers:
+            row = {"model": name, "layer": layer, "operator": operator, "backend": backend}
+            row |= dict.fromkeys(("worst", "error", "right", "same bits", "note"), "")
+            try:
+                found = use.measure(layer, backends)
+            except Exception as error:
+                yield row | {"note": f"{type(error).__name__}: {first_line(error)}"}
+                continue
+            row |= {"worst": found.worst, "error": f"{found.error:.1e}"}
+            row["right"] = "yes" if found.error <= found.bound else "NO"
+            row["same bits"] = "yes" if found.repeats else "no"
+            yield row
+    for preferred in ("", "triton"):
+        row = {"model": name, "layer": ", ".join(use.layers), "operator": "all"}
+        try:
+            choice = resolve_backends("auto", use.device.type, use.uses, preferred=preferred)
+            taken = use.milliseconds(choice.backends)
+        except Exception as error:
+            yield row | {
+                "backend": preferred,
+                "note": f"{type(error).__name__}: {first_line(error)}",
+            }
+            continue
+        yield row | {"backend": str(choice).split("; reference")[0], "note": f"{taken:.2f} ms"}
