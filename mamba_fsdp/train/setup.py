@@ -171,8 +171,12 @@ def check_memory(memory: dict[str, int], world: World, say: Say) -> None:
         )
     if on_gpu and needed > there:
         say(f"warning    that is all that the GPU has, {scaled(there, 'B')}: {TAKES_LESS}")
-    if not on_gpu and needed * world.local_size > there / 2:
-        say(f"warning    more than half of the machine's {scaled(there, 'B')}: {TAKES_LESS}")
+    on_machine = needed * world.local_size
+    if not on_gpu and on_machine > 0.4 * there:
+        say(
+            f"warning    {scaled(on_machine, 'B')} of the machine's {scaled(there, 'B')}, where the "
+            f"reference backends may take twice as much: {TAKES_LESS}"
+        )
 
 
 def open_data(settings: TrainConfig, say: Say) -> Data:
