@@ -2,35 +2,22 @@
 3 reads."""
 
 import importlib.util
-import os
-import shlex
 import sys
 
 OLDEST = (3, 10)
-PROJECT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
 
 def need(*packages):
-    """Ends the process with exit code 2 and the Python to use, where this one is too old or lacks
-    one of `packages`. From here on Ctrl-C is one line, also while modules are imported."""
+    """Ends the process with exit code 2 and says which Python to use, where this one is too old or
+    lacks one of `packages`. From here on Ctrl-C is one line, also while modules are imported."""
     sys.excepthook = _say_stopped
     missing = [package for package in packages if importlib.util.find_spec(package) is None]
     if sys.version_info < OLDEST:
-        reason = "is Python %d.%d; it takes %d.%d or newer" % (*sys.version_info[:2], *OLDEST)
-    elif missing:
-        reason = "lacks %s" % ", ".join(missing)
-    else:
-        return
-    python = os.path.join(PROJECT, ".venv", "bin", "python")
-    remedy = "use the project's own:"
-    if not os.path.exists(python) or sys.executable == python:
-        remedy = "make the project's own, ./0.create_env.sh, then"
-    if os.getcwd() == PROJECT:
-        python = os.path.relpath(python)
-    words = [python] + getattr(sys, "orig_argv", [""])[1:]
-    command = " ".join(map(shlex.quote, words))
-    sys.stderr.write("error: %s %s; %s %s\n" % (sys.executable, reason, remedy, command))
-    raise SystemExit(2)
+        missing = ["what Python %d.%d has" % OLDEST]
+    if missing:
+        told = "error: %s lacks %s; use .venv/bin/python, which ./0.create_env.sh makes\n"
+        sys.stderr.write(told % (sys.executable, ", ".join(missing)))
+        raise SystemExit(2)
 
 
 def _say_stopped(kind, error, trace):

@@ -19,18 +19,6 @@ from mamba_fsdp.storage import write_atomically
 
 INSTALL_WANDB = ".venv/bin/python -m pip install -r requirements/wandb.txt"
 INSTALL_TENSORBOARD = ".venv/bin/python -m pip install tensorboard"
-GROUPS = {  # the group of a metric, by the first word of its name; all others are in `train`
-    "val": "validation",
-    "source": "data",
-    "data": "data",
-    "gpu": "device",
-    "memory": "device",
-    "mfu": "time",
-    "goodput": "time",
-    "checkpoint": "time",
-    "slowest": "time",
-    "median": "time",
-}
 
 
 def make_trackers(
@@ -67,10 +55,7 @@ def make_trackers(
 
 def tag_of(metric: str) -> str:
     """Returns a metric's group and name, as in validation/val_loss."""
-    first_word = metric.partition("_")[0]
-    group = GROUPS.get(first_word, "train")
-    if metric.startswith("tokens_per_second"):
-        group = "time"
+    group = "validation" if metric.startswith("val_") else "train"
     return f"{group}/{metric}"
 
 

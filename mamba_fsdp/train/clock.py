@@ -81,15 +81,8 @@ def stragglers(own_seconds: list[float]) -> dict[str, float]:
     }
 
 
-def device_metrics(device: torch.device) -> dict[str, float]:
-    """memory_gb: the most that tensors, on a CPU the process, have taken. Of a GPU, where NVML and
-    its package are there, its use (%) and temperature (C)."""
-    if device.type != "cuda":
-        kilobytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        return {"memory_gb": round(kilobytes * 1024 / 1e9, 3)}
-    found = {"memory_gb": round(torch.cuda.max_memory_allocated(device) / 1e9, 3)}
-    with contextlib.suppress(Exception):  # NVML's errors are of many classes: none may end a run
-        use = torch.cuda.utilization(device)
-        temperature = torch.cuda.temperature(device)
-        found |= {"gpu_use": use, "gpu_temperature": temperature}
-    return found
+def most_memory(device: torch.device) -> int:
+    """The most bytes that tensors, on a CPU the process, have taken."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -15,7 +15,7 @@ from mamba_fsdp.report.console import Console, read_share
 from mamba_fsdp.report.records import Log, add_event
 from mamba_fsdp.report.trackers import make_trackers
 from mamba_fsdp.run_layout import METRICS
-from mamba_fsdp.train.clock import Clock, device_metrics, stragglers
+from mamba_fsdp.train.clock import Clock, most_memory, stragglers
 from mamba_fsdp.train.profiling import make_profiler
 from mamba_fsdp.train.run_folder import RunFolder
 from mamba_fsdp.train.setup import TrainContext
@@ -123,7 +123,7 @@ class MetricsLogger(contextlib.ExitStack):
             entry["mfu"] = round(mfu, 4)
         if world.size > 1:
             entry |= stragglers(own_seconds)
-        entry |= device_metrics(world.device)
+        entry["memory_gb"] = round(most_memory(world.device) / 1e9, 3)
         entry["data_wait_seconds"] = round(self.clock.data_wait, 6)
         entry["checkpoint_stall_seconds"] = round(self.context.checkpointer.stall_seconds(), 6)
         return entry | seen(self.context.loader.state_before(state.step))

@@ -50,7 +50,7 @@ def run_training(
         with (
             contextlib.closing(world),
             watchdog(settings.parallel.timeout_minutes, world.rank),
-            out_of_memory_explained(settings, world, folder.path, progress),
+            out_of_memory_explained(world, folder.path, progress),
         ):
             for note in settings.notes:
                 console.line(f"settings   {note}")
@@ -126,9 +126,7 @@ def train(context: TrainContext, folder: RunFolder, console: Console) -> Path | 
 
 
 @contextlib.contextmanager
-def out_of_memory_explained(
-    settings: TrainConfig, world: World, folder: Path, progress: Progress
-) -> Iterator[None]:
+def out_of_memory_explained(world: World, folder: Path, progress: Progress) -> Iterator[None]:
     """Raises UserError instead of PyTorch's error where memory runs out before the first step is
     done: then the settings ask for too much. Later it may be an accident that a restart mends, and
     stays PyTorch's error. Of a GPU a snapshot stays in profile/memory_rank_R.pickle, for
@@ -145,11 +143,8 @@ def out_of_memory_explained(
         is_out_of_memory = on_gpu or "can't allocate memory" in str(error)
         if not is_out_of_memory or progress.has_stepped():
             raise
-        first = ""
-        if settings.parallel.accumulate_unsharded:
-            first = "leave out accumulate_unsharded, "
         raise UserError(
-            f"rank {world.rank} has too little memory: {first}{TAKES_LESS} ({first_line(error)[:200]})"
+            f"rank {world.rank} has too little memory: {TAKES_LESS} ({first_line(error)[:200]})"
         ) from error
 
 

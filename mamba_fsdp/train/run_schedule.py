@@ -5,7 +5,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from config.fields import Duration
-from config.presets import usual_length
 from config.train_config import TrainConfig
 from mamba_fsdp.data.loader import BatchLayout
 from mamba_fsdp.data.sampler import Sampler
@@ -96,10 +95,6 @@ def schedule_run(
 def say_length(settings: TrainConfig, schedule: RunSchedule, say: Callable[[str], None]) -> None:
     """Says how many steps there are, of how many tokens and FLOPs."""
     seq_length = settings.data.seq_length
-    model_name = settings.model.model_name
-    usual = usual_length(model_name)
-    if seq_length < usual and usual != usual_length("demo"):
-        say(f"samples    {seq_length} tokens each; {model_name} comes with seq_length={usual}")
     flops = flops_per_token(settings.model, seq_length) * schedule.tokens_per_step
     say(
         f"steps      {schedule.total_steps:,} of {schedule.layout.global_batch} x {seq_length} = "

@@ -104,12 +104,6 @@ def schedule_of(
         former_length = state.schedule["num_steps"]
         saved = state.schedule["curve"]
         former = Curve(saved["total"], saved["in_tokens"])
-        if "start" in saved:
-            say(
-                "schedule   an earlier version warmed this run up again when it was made longer; from "
-                "here on the learning rate follows the whole length"
-            )
-
     curve = new
     if former_length == str(length) and not is_given:
         curve = former  # as an earlier start chose for this length

@@ -205,13 +205,6 @@ def open_data(settings: TrainConfig, say: Say) -> Data:
     read = ", ".join(f"{store.path} ({store.token_count:,} tokens)" for store in sources.values())
     validated = ", ".join(str(store.path) for store in validation) or "none"
     say(f"data       {read}; validation: {validated}")
-    vocabularies = [store.vocab_size for store in sources.values()]  # 0: not known
-    tokens = max(vocabularies)
-    if 0 not in vocabularies and tokens < vocab_size:
-        say(
-            f"vocabulary {tokens:,} tokens in the data, {vocab_size:,} in the model, of which "
-            f"{vocab_size - tokens:,} are never trained; a new model can do without them: vocab_size={tokens}"
-        )
     return Data(sources, shares, validation)
 
 

@@ -36,9 +36,9 @@ def test_tensorboard_gets_every_number_in_groups_and_the_settings(tmp_path, monk
     assert set(events.Tags()["scalars"]) == {
         "train/loss",
         "validation/val_loss",
-        "time/tokens_per_second",
-        "data/source_tokens/code",
-        "device/memory_gb",
+        "train/tokens_per_second",
+        "train/source_tokens/code",
+        "train/memory_gb",
     }
     losses = [(event.step, event.value) for event in events.Scalars("train/loss")]
     assert losses == [(3, 2.5), (4, 2.25)]
