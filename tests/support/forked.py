@@ -1,4 +1,4 @@
-"""training.py in processes forked from one that has its imports: as Popens of it, without the seconds that these take."""
+"""The program in processes forked from one that has its imports: as Popens of it, without the seconds that these take."""
 
 import atexit
 import os
@@ -22,12 +22,14 @@ PORTS: list[
 
 
 class Training:
-    """What the tests use of a Popen. merged: what it writes to stderr is in its output, where it was written."""
+    """What the tests use of a Popen. merged: what it writes to stderr is in its output, where it was written. program:
+    a file, or ["-m", a module] as words of Python."""
 
-    def __init__(self, words, environment, merged=False):
+    def __init__(self, words, environment, merged=False, program=("training.py",)):
         self._files = [tempfile.NamedTemporaryFile("r") for _ in range(1 if merged else 2)]
         self._process = PROCESSES.Process(
-            target=_run, args=(words, environment, self._files[0].name, self._files[-1].name)
+            target=_run,
+            args=(program, words, environment, self._files[0].name, self._files[-1].name),
         )
         self._process.start()
         self.pid = self._process.pid
@@ -55,7 +57,7 @@ class Training:
         return (*(Path(file.name).read_text() for file in self._files), "")[:2]
 
 
-def _run(words, environment, out, err):
+def _run(program, words, environment, out, err):
     os.chdir(PROJECT)
     for number, path in ((1, out), (2, err)):
         os.dup2(os.open(path, os.O_WRONLY | os.O_APPEND), number)
@@ -65,9 +67,13 @@ def _run(words, environment, out, err):
     os.environ.clear()
     os.environ.update(environment, OMP_NUM_THREADS="1")
     torch.set_num_threads(1)
-    sys.argv = ["training.py", *words]
+    *as_module, name = program
+    sys.argv = [name, *words]
     try:
-        runpy.run_path("training.py", run_name="__main__")
+        if as_module:
+            runpy.run_module(name, run_name="__main__", alter_sys=True)
+        else:
+            runpy.run_path(name, run_name="__main__")
     except Exception:
         sys.excepthook(*sys.exc_info())
         raise SystemExit(1) from None

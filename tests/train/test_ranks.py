@@ -1,12 +1,18 @@
 """The same run on any number of ranks: equal losses, and a checkpoint resumes on other ranks and strategies."""
 
 import os
-import subprocess
-import sys
+import time
+from datetime import timedelta
+from functools import partial
 
 import pytest
+import torch.distributed as dist
 
+from config import resolve
+from mamba_fsdp.checkpoint import files
+from mamba_fsdp.train import loop, run
 from tests.support.forked import said_by, start_ranks
+from tests.support.ranks import run_ranks
 from tests.support.tiny import TINY
 
 STEPS = {
@@ -29,53 +35,32 @@ def train_on(corpus):
     return run_on
 
 
-JOINS = """
-from datetime import timedelta
-import torch.distributed as dist
-def join(timeout_minutes, join=run.start_world):
-    world = join(timeout_minutes=10)  # one may come a while after the other
-    world.barrier()
-    dist.distributed_c10d._set_pg_timeout(timedelta(minutes=timeout_minutes), dist.group.WORLD)
-    return world
-run.start_world = join
-"""
-
-
 @pytest.fixture
-def train_changed(corpus, project, tmp_path):
-    """train_changed(lines, **settings): a run on two ranks, with twelve seconds of patience once they have met, after
-    these lines."""
+def run_changed(corpus, tiny_file, tmp_path):
+    """run_changed(change, **settings): a run of two ranks, with six seconds of patience, after change(rank). Returns what
+    each of them writes to stderr, and whether both end well."""
 
-    def start(lines, **given):
-        words = {
-            **TINY,
-            "dataset_path": corpus,
-            "save_ckpt_path": tmp_path / "run",
-            "timeout_minutes": 0.2,
-            **given,
-        }
-        (tmp_path / "changed.py").write_text(
-            "import os, sys, time; sys.path.insert(0, '.')\n"
-            f"from config import resolve; from mamba_fsdp.train import loop, run\n{JOINS}{lines}"
-            f"run.run_training(resolve.resolve_settings({ {key: str(value) for key, value in words.items()} })[0])\n"
-        )
-        torchrun = [
-            sys.executable,
-            "-m",
-            "torch.distributed.run",
-            "--standalone",
-            "--nproc-per-node=2",
-        ]
-        return subprocess.run(
-            [*torchrun, tmp_path / "changed.py"],
-            cwd=project,
-            capture_output=True,
-            text=True,
-            timeout=800,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(project)},
-        )
+    def run_changed(change, **given):
+        words = {"dataset_path": corpus, "save_ckpt_path": tmp_path / "run", **given}
+        words = {name: str(value) for name, value in words.items()}
+        files = [tmp_path / f"stderr-{rank}" for rank in range(2)]
+        try:
+            run_ranks(2, train_changed, change, words, tiny_file, files)
+            ended_well = True
+        except AssertionError:
+            ended_well = False
+        return [file.read_text() for file in files], ended_well
 
-    return start
+    return run_changed
+
+
+def train_changed(world, change, words, file, files):
+    os.dup2(os.open(files[world.rank], os.O_WRONLY | os.O_CREAT), 2)
+    world.barrier()
+    dist.distributed_c10d._set_pg_timeout(timedelta(minutes=0.1), dist.group.WORLD)
+    run.start_world = lambda **_: world
+    change(world.rank)
+    run.run_training(resolve.resolve_settings({**words, "timeout_minutes": "0.1"}, file)[0])
 
 
 @pytest.mark.slow
@@ -99,43 +84,47 @@ def test_any_ranks_and_strategies_in_turn_give_the_losses_of_one_process(
     assert parts == pytest.approx(whole, rel=2e-5)
 
 
+def stick_in_step_2(rank, batch_loss=loop.batch_loss):
+    steps = []
+
+    def stuck(parallel, batch):
+        if rank == 1 and len(steps) == 1:
+            time.sleep(300)
+        steps.append(batch)
+        return batch_loss(parallel, batch)
+
+    loop.batch_loss = stuck
+
+
+def slow_disk(seconds, rank):
+    """Rank 1 waits at each piece that it hashes: twenty when it writes, eighteen when it verifies."""
+
+    class Slow(files.Crc32):
+        def update(self, data):
+            if rank == 1 and len(data) > 1000:
+                time.sleep(seconds)
+            super().update(data)
+
+    files.HASHES["xxh3"] = Slow
+    files.BLOCK = files.READ_BLOCK = 8000
+
+
 @pytest.mark.slow
-def test_a_rank_that_waits_in_vain_ends_with_where_it_stands(train_changed):
-    """One rank never comes to the next step; the watchdog of each says where it stands, and the job ends."""
-    done = train_changed(
-        "steps = []\n"
-        "def stuck(parallel, batch):\n"
-        "    if parallel.world.rank == 1 and len(steps) == 1: time.sleep(300)\n"
-        "    steps.append(batch)\n"
-        "    return clean(parallel, batch)\n"
-        "clean, loop.batch_loss = loop.batch_loss, stuck\n"
-    )
-    assert done.returncode and "made no progress" in done.stderr and "in stuck" in done.stderr
-
-
-SLOW_DISK = (
-    "from mamba_fsdp.checkpoint import files\n"
-    "class Slow(files.Crc32):\n"
-    "    def update(self, data):\n"
-    "        if os.environ['RANK'] == '1' and len(data) > 1000: {wait}\n"
-    "        super().update(data)\n"
-    "files.HASHES['xxh3'] = Slow\n"
-    "files.BLOCK = files.READ_BLOCK = 8000\n"
-)
+def test_a_rank_that_waits_in_vain_ends_with_where_it_stands(run_changed):
+    """One rank never comes to the next step; the watchdog says where it stands, and the job ends."""
+    (_, said), ended_well = run_changed(stick_in_step_2)
+    assert not ended_well and "made no progress" in said and "in stuck" in said
 
 
 @pytest.mark.slow
-def test_one_slow_disk_is_no_hang(train_changed):
+def test_one_slow_disk_is_no_hang(run_changed):
     """Writing, and verifying at the next start, takes one rank longer than timeout_minutes; the other waits for it."""
-    done = train_changed(SLOW_DISK.format(wait="time.sleep(1.5)"), num_steps=1)
-    assert done.returncode == 0, done.stderr
-    done = train_changed(SLOW_DISK.format(wait="time.sleep(1.5)"), num_steps=1)
-    assert done.returncode == 0 and "over" in done.stdout, done.stderr
+    for _ in range(2):
+        said, ended_well = run_changed(partial(slow_disk, 0.45), num_steps=1, eval_interval=0)
+        assert ended_well, said
 
 
 @pytest.mark.slow
-def test_a_hanging_disk_is_one(train_changed):
-    done = train_changed(SLOW_DISK.format(wait="time.sleep(300)"))
-    assert (
-        done.returncode and "made no progress" in done.stderr and "in write_pieces" in done.stderr
-    )
+def test_a_hanging_disk_is_one(run_changed):
+    (_, said), ended_well = run_changed(partial(slow_disk, 300), eval_interval=0)
+    assert not ended_well and "made no progress" in said and "in write_pieces" in said
